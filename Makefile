@@ -1,0 +1,88 @@
+# Every target makes what it needs, from a fresh clone on: python3 (3.11 to 3.13) and make are all that must be there.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+# Two installations into one environment at a time would break it.
+.NOTPARALLEL:
+
+WORKERS ?= 2
+PYTEST_ARGS ?=
+PYTEST = -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+export PIP_REQUIRE_VIRTUALENV := 1
+export NO_MKDOCS_2_WARNING := 1
+
+.PHONY: help demo test test-slow test-matrix test-oldest test-newest bench docs serve check format clean
+
+help: ## Lists the targets.
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
+
+demo: .venv/.runtime ## Trains a recurrent classifier on spoken vowels and prints its accuracy (a minute at most).
+	.venv/bin/python examples/vowels.py
+
+test: .venv/.group-test ## The everyday tests.
+	.venv/bin/python $(PYTEST) -m "not slow"
+
+test-slow: .venv/.group-test ## The tests that are too slow for every day.
+	.venv/bin/python $(PYTEST) -m slow || test $$? -eq 5 # 5: none was selected
+
+test-matrix: test-oldest test-newest ## The everyday tests on the oldest and the newest supported Python and JAX.
+
+test-oldest: .venvs/oldest/.group-test
+	.venvs/oldest/bin/python $(PYTEST) -m "not slow"
+
+test-newest: .venvs/newest/.group-test
+	.venvs/newest/bin/python $(PYTEST) -m "not slow"
+
+bench: .venv/.group-bench ## Runs the benchmarks and writes benchmarks/results/*.json.
+	.venv/bin/python -m benchmarks
+
+docs: .venv/.group-docs ## Builds the documentation into site/.
+	.venv/bin/mkdocs build --strict --quiet
+
+serve: .venv/.group-docs ## Serves the documentation while you write it.
+	.venv/bin/mkdocs serve
+
+check: .venv/.group-lint ## Lint, format and types.
+	.venv/bin/ruff check
+	.venv/bin/ruff format --check
+	.venv/bin/pyright --pythonpath .venv/bin/python
+	.venv/bin/mypy
+
+format: .venv/.group-lint ## Formats the code and mends what ruff can mend.
+	.venv/bin/ruff check --fix
+	.venv/bin/ruff format
+
+clean: ## Removes the environments and all that was built.
+	rm -rf .venv .venvs site dist .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# Environments. An empty file in each says what is installed there; a newer pyproject.toml installs it again.
+# pip 25.1 is the first that knows --group.
+
+.venv/.python: INTERPRETER :=
+.venvs/oldest/.python: INTERPRETER := 3.11
+.venvs/newest/.python: INTERPRETER := newest
+
+%/.python: scripts/find_python.sh
+	python=$$(scripts/find_python.sh $(INTERPRETER)) && "$$python" -m venv --clear $*
+	$*/bin/python -m pip install --quiet --upgrade 'pip>=25.1'
+	touch $@
+
+.venv/.runtime: .venv/.python pyproject.toml
+	.venv/bin/python -m pip install --quiet --editable .
+	touch $@
+
+.venv/.group-%: .venv/.python pyproject.toml
+	.venv/bin/python -m pip install --quiet --editable . --group $*
+	touch $@
+
+.venvs/oldest/.group-test: .venvs/oldest/.python pyproject.toml requirements/oldest.txt
+	.venvs/oldest/bin/python -m pip install --quiet --editable . --group test --constraint requirements/oldest.txt
+	touch $@
+
+.venvs/newest/.group-test: .venvs/newest/.python pyproject.toml
+	.venvs/newest/bin/python -m pip install --quiet --upgrade --upgrade-strategy eager --editable . --group test
+	touch $@

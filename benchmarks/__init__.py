@@ -1,0 +1,1 @@
+"""Benchmarks of treescan against its peers: one file a suite, run by `python -m benchmarks`."""

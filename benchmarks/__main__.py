@@ -1,0 +1,48 @@
+"""`python -m benchmarks [suite ...]`: runs the suites and writes their results."""
+
+import argparse
+import importlib
+import pkgutil
+import sys
+from pathlib import Path
+
+import benchmarks
+from benchmarks._harness import QUICK, Effort, run_suite
+
+RESULTS = Path(__file__).parent / "results"
+
+
+def suites() -> list[str]:
+    """The names of the suites: every module of this package without a leading underscore."""
+    names = (module.name for module in pkgutil.iter_modules(benchmarks.__path__))
+    return [name for name in names if not name.startswith("_")]
+
+
+def main() -> int:
+    """Runs the suites named on the command line, or all.
+
+    Returns:
+        The exit status: 1 if a target was missed.
+    """
+    parser = argparse.ArgumentParser("python -m benchmarks", description=__doc__)
+    parser.add_argument("suite", nargs="*", help=f"of {', '.join(suites())}; default: all")
+    parser.add_argument("--quick", action="store_true", help="a smoke test: a few runs each, and no target counts")
+    parser.add_argument(
+        "--results",
+        type=Path,
+        help="folder to write to (default: benchmarks/results, and none if --quick)",
+    )
+    arguments = parser.parse_args()
+    for unknown in set(arguments.suite) - set(suites()):
+        parser.error(f"there is no suite {unknown!r}; there are {', '.join(suites())}")
+    results = arguments.results or (None if arguments.quick else RESULTS)
+    effort = QUICK if arguments.quick else Effort()
+    met = [
+        run_suite(name, importlib.import_module(f"benchmarks.{name}").comparisons(), effort, results)
+        for name in arguments.suite or suites()
+    ]
+    return 0 if arguments.quick or all(met) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,254 @@
+"""Times a candidate against its peer in interleaved runs, and records the ratio of the two.
+
+On a shared machine two programs timed one after the other differ by more than what is to be
+measured. So both run in one process, in blocks of `A B B A` and `B A A B` by turns: each block
+gives one ratio, `(a1 + a2) / (b1 + b2)`, in which a drift of the clock speed cancels. What is
+reported is the median of these ratios, and their spread.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+import gc
+import importlib.metadata
+import json
+import math
+import os
+import platform
+import time
+from collections.abc import Callable, Generator, Iterable
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+
+Thunk = Callable[[], object]
+
+PACKAGES = ("treescan", "jax", "jaxlib", "numpy")
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """Two functions that do the same work.
+
+    Attributes:
+        name: what is compared; unique in its suite.
+        against: what the peer is, in words.
+        candidate: runs treescan. What it returns is waited for and must equal what `peer` returns.
+        peer: runs what treescan is compared with.
+        target: the largest acceptable median ratio; None if the comparison is for information.
+    """
+
+    name: str
+    against: str
+    candidate: Thunk
+    peer: Thunk
+    target: float | None = None
+
+
+@dataclasses.dataclass(frozen=True)
+class Effort:
+    """How long to measure.
+
+    Attributes:
+        seconds: spent on each comparison, about.
+        sample_seconds: the least time of one sample; faster functions are called repeatedly.
+        min_blocks: measured even where that takes longer than `seconds`.
+        max_blocks: measured at most.
+    """
+
+    seconds: float = 8.0
+    sample_seconds: float = 2e-3
+    min_blocks: int = 15
+    max_blocks: int = 300
+
+
+QUICK = Effort(seconds=0.1, sample_seconds=0.0, min_blocks=2, max_blocks=2)
+
+
+@dataclasses.dataclass(frozen=True)
+class Spread:
+    """The quantiles of a sample."""
+
+    p10: float
+    p25: float
+    median: float
+    p75: float
+    p90: float
+
+    @classmethod
+    def of(cls, values: Iterable[float]) -> "Spread":
+        """The quantiles of `values`."""
+        return cls(*(float(q) for q in np.percentile(list(values), (10, 25, 50, 75, 90))))
+
+
+@dataclasses.dataclass(frozen=True)
+class Measurement:
+    """What was measured for one `Comparison`.
+
+    Attributes:
+        name: see `Comparison`.
+        against: see `Comparison`.
+        target: see `Comparison`.
+        passed: whether the median ratio is within the target; None without a target.
+        ratio: the candidate's time over the peer's, one ratio a block.
+        candidate_seconds: one call of the candidate.
+        peer_seconds: one call of the peer.
+        blocks: how many ratios were measured.
+        calls_per_sample: how many calls were timed together; four samples make a block.
+    """
+
+    name: str
+    against: str
+    target: float | None
+    passed: bool | None
+    ratio: Spread
+    candidate_seconds: Spread
+    peer_seconds: Spread
+    blocks: int
+    calls_per_sample: int
+
+
+def measure(comparison: Comparison, effort: Effort) -> Measurement:
+    """Times one comparison.
+
+    Args:
+        comparison: the two functions.
+        effort: how long to measure.
+
+    Returns:
+        The ratios and times.
+
+    Raises:
+        AssertionError: the two functions return different values.
+    """
+    candidate, peer, target = comparison.candidate, comparison.peer, comparison.target
+    chex.assert_trees_all_close(candidate(), peer(), rtol=1e-3, atol=1e-5)  # also compiles both
+    slowest = max(_seconds(function, 3) for function in (candidate, peer))
+    calls = max(1, math.ceil(effort.sample_seconds / slowest))
+    blocks = round(effort.seconds / (4 * calls * slowest))
+    blocks = min(max(blocks, effort.min_blocks), effort.max_blocks)
+    times = []
+    with _garbage_apart():
+        for block in range(blocks):
+            times.append(_block(candidate, peer, calls, candidate_first=block % 2 == 0))
+            gc.collect()
+    ratio = Spread.of(a / b for a, b in times)
+    return Measurement(
+        name=comparison.name,
+        against=comparison.against,
+        target=target,
+        passed=None if target is None else ratio.median <= target,
+        ratio=ratio,
+        candidate_seconds=Spread.of(a for a, _ in times),
+        peer_seconds=Spread.of(b for _, b in times),
+        blocks=blocks,
+        calls_per_sample=calls,
+    )
+
+
+def run_suite(name: str, comparisons: Iterable[Comparison], effort: Effort, results: Path | None) -> bool:
+    """Measures a suite, prints a table and writes `<results>/<name>.json`.
+
+    Args:
+        name: the suite's name.
+        comparisons: drawn one at a time, so that the data of one need not outlive it.
+        effort: how long to measure.
+        results: the folder to write to; None writes nothing.
+
+    Returns:
+        Whether every target was met.
+    """
+    print(f"\n{name}\n{_HEADER}\n{'-' * len(_HEADER)}")
+    report = {"suite": name, **environment()}
+    measurements = []
+    for comparison in comparisons:
+        measurements.append(measure(comparison, effort))
+        print(_row(measurements[-1]), flush=True)
+    if results is not None:
+        report["comparisons"] = [dataclasses.asdict(m) for m in measurements]
+        results.mkdir(parents=True, exist_ok=True)
+        (results / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")
+    return all(m.passed is not False for m in measurements)
+
+
+def environment() -> dict[str, object]:
+    """The date, hardware and versions that a result depends on."""
+    return {
+        "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
+        "hardware": {
+            "cpu": _cpu_model(),
+            "cores": os.cpu_count(),
+            "load_average": os.getloadavg()[0],  # other work on the machine, before the suite ran
+            "device": f"{jax.default_backend()}: {jax.devices()[0].device_kind}",
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{package: _version(package) for package in PACKAGES},
+        },
+    }
+
+
+def _block(candidate: Thunk, peer: Thunk, calls: int, *, candidate_first: bool) -> tuple[float, float]:
+    """Seconds a call of the candidate and of the peer, from one block of four samples."""
+    first, second = (candidate, peer) if candidate_first else (peer, candidate)
+    f1, s1, s2, f2 = (_seconds(function, calls) for function in (first, second, second, first))
+    outer, inner = (f1 + f2) / 2, (s1 + s2) / 2
+    return (outer, inner) if candidate_first else (inner, outer)
+
+
+def _seconds(function: Thunk, calls: int) -> float:
+    """Seconds a call, until its result is there."""
+    start = time.perf_counter()
+    for _ in range(calls):
+        jax.block_until_ready(function())
+    return (time.perf_counter() - start) / calls
+
+
+@contextlib.contextmanager
+def _garbage_apart() -> Generator[None]:
+    """Turns the garbage collector off; freezing what is alive makes `gc.collect` cheap."""
+    enabled = gc.isenabled()
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.unfreeze()
+        if enabled:
+            gc.enable()
+
+
+def _version(package: str) -> str:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return "from a source tree"  # importable, but not installed
+
+
+def _cpu_model() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()
+
+
+_HEADER = (
+    f"{'comparison':<38} {'against':<28} {'treescan':>10} {'peer':>10} {'ratio':>7} {'p10':>6} {'p90':>6} {'target':>7}"
+)
+
+
+def _row(m: Measurement) -> str:
+    target = "" if m.target is None else f"{m.target:.2f} {'ok' if m.passed else 'MISSED'}"
+    return (
+        f"{m.name:<38} {m.against:<28} {_milliseconds(m.candidate_seconds):>10}"
+        f" {_milliseconds(m.peer_seconds):>10} {m.ratio.median:>7.3f} {m.ratio.p10:>6.3f}"
+        f" {m.ratio.p90:>6.3f} {target:>7}"
+    ).rstrip()
+
+
+def _milliseconds(seconds: Spread) -> str:
+    return f"{seconds.median * 1e3:.3f} ms"

@@ -1,0 +1,31 @@
+"""Eight simulated devices for the tests that shard, and JAX's strictest promotion rules for all."""
+
+import os
+
+os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax
+import pytest
+from hypothesis import HealthCheck, settings
+
+jax.config.update("jax_numpy_rank_promotion", "raise")
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+
+# A merge is not held up by an example that nobody has seen before: there, the examples are always the same.
+settings.register_profile(
+    "everyday",
+    derandomize=os.environ.get("CI") == "true",
+    max_examples=25,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+settings.register_profile("thorough", parent=settings.get_profile("everyday"), max_examples=300)
+settings.load_profile("everyday")
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _small_caches():
+    """Drops what a module compiled: the suite would otherwise hold every program it ever ran."""
+    yield
+    jax.clear_caches()

@@ -1,0 +1,113 @@
+"""`mask_scan` inside of `jax.shard_map`, and on batches that are sharded outside of it."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import treescan
+
+LENGTHS = np.array([3, 0, 5, 1, 0, 0, 2, 4])
+
+
+def data():
+    valid = np.arange(5)[:, None] < LENGTHS
+    xs = jnp.where(valid, jax.random.uniform(jax.random.key(0), (5, 8), minval=0.5, maxval=2.0), jnp.nan)
+    return jnp.linspace(0.5, 1.5, 8), xs, jnp.asarray(LENGTHS)
+
+
+def body(carry, x):
+    return carry + jnp.log(x), carry / x
+
+
+def loss(init, xs, lengths):
+    carry, ys = treescan.mask_scan(body, init, xs, lengths=lengths)
+    return jnp.sum(jnp.sin(carry)) + jnp.sum(ys)
+
+
+@pytest.fixture
+def mesh():
+    return jax.make_mesh((8,), ("i",), axis_types=(AxisType.Auto,))
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_inside_shard_map_equals_outside(mesh, check_vma):
+    """One row a device, three of them without any step: these borrow a pair from another device."""
+    init, xs, lengths = data()
+    run = functools.partial(treescan.mask_scan, body)
+    specs = {"in_specs": (P("i"), P(None, "i"), P("i")), "out_specs": (P("i"), P(None, "i"))}
+
+    def local(init, xs, lengths):
+        return run(init, xs, lengths=lengths)
+
+    sharded = jax.shard_map(local, mesh=mesh, check_vma=check_vma, **specs)
+    chex.assert_trees_all_close(jax.jit(sharded)(init, xs, lengths), run(init, xs, lengths=lengths), rtol=1e-6)
+
+    if check_vma:  # without it JAX does not tell which values vary, and nothing can be borrowed from another device
+
+        def local_loss(init, xs, lengths):
+            return jax.lax.psum(loss(init, xs, lengths), "i")
+
+        total = jax.shard_map(local_loss, mesh=mesh, in_specs=specs["in_specs"], out_specs=P())
+        got = jax.jit(jax.grad(total, argnums=(0, 1)))(init, xs, lengths)
+        want = jax.grad(loss, argnums=(0, 1))(init, xs, lengths)
+        chex.assert_trees_all_close(got, want, rtol=1e-5)
+        chex.assert_tree_all_finite(got)
+
+
+def test_a_collective_in_the_body_does_not_deadlock(mesh):
+    """Every device takes the same branch, also when it has nothing valid itself."""
+    init, xs, lengths = data()
+
+    def reducing(carry, x, *, valid):
+        total = jax.lax.psum(jnp.sum(jnp.where(valid, x, 0.0)), "i")
+        return carry + total, carry
+
+    def local(init, xs, lengths):
+        return treescan.mask_scan(reducing, init, xs, lengths=lengths)[0]
+
+    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("i"), P(None, "i"), P("i")), out_specs=P("i")))
+    totals = np.nansum(np.asarray(xs), axis=1)
+    want = [init[row] + totals[: LENGTHS[row]].sum() for row in range(8)]
+    np.testing.assert_allclose(run(init, xs, lengths), want, rtol=1e-6)
+    assert not np.any(np.isnan(run(init, xs, jnp.zeros(8, int))))
+
+
+def test_an_init_that_does_not_vary_takes_on_the_axes_of_the_mask(mesh):
+    """Zeros made inside of shard_map vary over no axis; held by a mask that varies, they do."""
+    _, xs, lengths = data()
+
+    def local(xs, lengths):
+        return treescan.mask_scan(lambda c, x: (c + jnp.nan_to_num(x), None), jnp.zeros(1), xs, lengths=lengths)[0]
+
+    run = jax.shard_map(local, mesh=mesh, in_specs=(P(None, "i"), P("i")), out_specs=P("i"))
+    want = [np.asarray(xs)[: LENGTHS[row], row].sum() for row in range(8)]
+    np.testing.assert_allclose(run(xs, lengths), want, rtol=1e-6)
+
+
+def test_a_sharded_batch(mesh):
+    init, xs, lengths = data()
+    put = [
+        jax.device_put(value, NamedSharding(mesh, spec))
+        for value, spec in ((init, P("i")), (xs, P(None, "i")), (lengths, P("i")))
+    ]
+    got = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*put)
+    chex.assert_trees_all_close(got, jax.value_and_grad(loss, argnums=(0, 1))(init, xs, lengths), rtol=1e-5)
+
+
+def test_an_explicitly_sharded_batch():
+    mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Explicit,))
+    init, xs, lengths = data()
+    with jax.set_mesh(mesh):
+        put = [
+            jax.device_put(value, NamedSharding(mesh, spec))
+            for value, spec in ((init, P("i")), (xs, P(None, "i")), (lengths, P("i")))
+        ]
+        carry, ys = jax.jit(lambda i, x, n: treescan.mask_scan(body, i, x, lengths=n))(*put)
+        assert jax.typeof(carry).sharding.spec == P("i")
+    want = treescan.mask_scan(body, init, xs, lengths=lengths)
+    chex.assert_trees_all_close(jax.device_get((carry, ys)), jax.device_get(want), rtol=1e-6)

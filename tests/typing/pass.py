@@ -1,0 +1,157 @@
+"""What the static types infer: `assert_type` is checked by pyright and mypy, see test_typing.py. Never run."""
+
+import functools
+from typing import NamedTuple, assert_type
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+from jaxtyping import Float
+
+from treescan import accumulate, fold, fori, mask_scan, scan
+
+xs, one, key = jnp.arange(3.0), jnp.ones(()), jax.random.key(0)
+
+
+class State(NamedTuple):
+    h: Array
+    rng: Array
+
+
+def keys(key: Array) -> Array:
+    """Stands for `treescan.carries.keys`: to a checker, a custom carry in init is what the body sees in its place."""
+    return key
+
+
+# scan
+
+
+def step(carry: Array, x: Array) -> tuple[Array, dict[str, Array]]:
+    return carry + x, {"x": x}
+
+
+def named_step(state: State, x: Array) -> tuple[State, Array]:
+    return state._replace(h=state.h + x), x
+
+
+def dict_step(carry: dict[str, Array], x: Array) -> tuple[dict[str, Array], None]:
+    return carry, None
+
+
+def tuple_step(carry: tuple[Array, State], x: tuple[Array, Array]) -> tuple[tuple[Array, State], Array]:
+    return carry, x[0]
+
+
+def idle_step(carry: Array, x: None) -> tuple[Array, Array]:
+    return carry, carry
+
+
+def typed_step(carry: Float[Array, " n"], x: Float[Array, " n"]) -> tuple[Float[Array, " n"], Float[Array, ""]]:
+    return carry + x, x.sum()
+
+
+def scaled_step(scale: float, carry: Array, x: Array) -> tuple[Array, int]:
+    return carry * scale, 0
+
+
+class Cell:
+    def __call__(self, state: State, x: Array) -> tuple[State, Array]:
+        return state, x
+
+    def method(self, carry: Array, x: Array) -> tuple[Array, State]:
+        return carry, State(carry, x)
+
+
+assert_type(scan(step, one, xs), tuple[Array, dict[str, Array]])
+assert_type(scan(step, one, xs, 3, True, 2), tuple[Array, dict[str, Array]])
+assert_type(scan(step, one, xs, in_axes=None, out_axes={"x": -1}, length=3), tuple[Array, dict[str, Array]])
+assert_type(scan(named_step, State(one, keys(key)), xs), tuple[State, Array])
+assert_type(scan(dict_step, {"h": one, "rng": keys(key)}, xs), tuple[dict[str, Array], None])
+assert_type(scan(tuple_step, (one, State(one, keys(key))), (xs, xs)), tuple[tuple[Array, State], Array])
+assert_type(scan(idle_step, one, length=3), tuple[Array, Array])
+assert_type(scan(idle_step, one, None, 3, name="loop"), tuple[Array, Array])
+assert_type(scan(typed_step, xs, xs), tuple[Array, Array])
+assert_type(scan(functools.partial(scaled_step, 0.5), one, xs), tuple[Array, int])
+assert_type(scan(Cell(), State(one, key), xs), tuple[State, Array])
+assert_type(scan(Cell().method, one, xs), tuple[Array, State])
+assert_type(scan(lambda carry, x: (carry + x, State(carry, x)), one, xs), tuple[Array, State])
+assert_type(scan(lambda carry, x: (carry, {"h": carry}), one, length=3), tuple[Array, dict[str, Array]])
+
+
+# bodies that take `key`
+
+
+def keyed_step(carry: Array, x: Array, *, key: Array) -> tuple[Array, State]:
+    return carry + x, State(carry, key)
+
+
+def keyed_idle_step(carry: Array, x: None, *, key: Array) -> tuple[Array, Array]:
+    return carry, carry
+
+
+assert_type(scan(keyed_step, one, xs, key=key), tuple[Array, State])
+assert_type(scan(keyed_step, one, xs, 3, reverse=True, key=key), tuple[Array, State])
+assert_type(scan(keyed_idle_step, one, length=3, key=key), tuple[Array, Array])
+
+
+# fold and accumulate
+
+
+def fold_step(carry: State, x: Array) -> State:
+    return carry
+
+
+def idle_fold_step(carry: State, x: None) -> State:
+    return carry
+
+
+def keyed_fold_step(carry: State, x: Array, *, key: Array) -> State:
+    return carry
+
+
+assert_type(fold(fold_step, State(one, key), xs), State)
+assert_type(fold(fold_step, State(one, key), xs, reverse=True, unroll=2), State)
+assert_type(fold(idle_fold_step, State(one, key), length=3), State)
+assert_type(fold(keyed_fold_step, State(one, key), xs, key=key), State)
+assert_type(fold(lambda carry, x: carry + x, one, xs), Array)
+assert_type(accumulate(fold_step, State(one, key), xs, out_axes=-1), State)
+assert_type(accumulate(keyed_fold_step, State(one, key), xs, key=key, reverse=True), State)
+assert_type(accumulate(lambda carry, x: carry + x, one, xs), Array)
+
+
+# fori
+
+
+def index_step(i: Array, carry: State) -> State:
+    return carry
+
+
+def keyed_index_step(i: Array, carry: State, *, key: Array) -> State:
+    return carry
+
+
+assert_type(fori(0, 3, index_step, State(one, key)), State)
+assert_type(fori(0, 3, index_step, State(one, key), reverse=True, name="loop"), State)
+assert_type(fori(0, 3, keyed_index_step, State(one, key), key=key), State)
+assert_type(fori(0, 3, lambda i, carry: carry + i, one), Array)
+
+
+# mask_scan
+
+
+def valid_step(carry: State, x: Array, *, valid: Array) -> tuple[State, dict[str, Array]]:
+    return carry, {"x": x}
+
+
+def keyed_valid_step(carry: State, x: Array, *, key: Array, valid: Array) -> tuple[State, dict[str, Array]]:
+    return carry, {"x": x}
+
+
+lengths, mask = jnp.array([3, 1]), jnp.ones((3, 2), bool)
+assert_type(mask_scan(named_step, State(one, key), xs, lengths=lengths), tuple[State, Array])
+assert_type(mask_scan(named_step, State(one, key), xs, lengths=3, fill=0.0, carry_axes=None), tuple[State, Array])
+assert_type(mask_scan(idle_step, one, mask=mask, length=3), tuple[Array, Array])
+assert_type(mask_scan(valid_step, State(one, key), xs, mask=mask), tuple[State, dict[str, Array]])
+assert_type(mask_scan(keyed_step, one, xs, lengths=lengths, key=key), tuple[Array, State])
+assert_type(mask_scan(keyed_valid_step, State(one, key), xs, mask=mask, key=key), tuple[State, dict[str, Array]])
+assert_type(mask_scan(lambda carry, x: (carry + x, x), one, xs, lengths=lengths), tuple[Array, Array])

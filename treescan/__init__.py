@@ -1,0 +1,18 @@
+"""Typed, checked scans for JAX, lowered to nothing but `jax.lax.scan`."""
+
+from ._errors import (
+    ArgumentError as ArgumentError,
+    ArgumentTypeError as ArgumentTypeError,
+    BodyError as BodyError,
+    CarryError as CarryError,
+    RetraceWarning as RetraceWarning,
+    SignatureError as SignatureError,
+    TracedArgumentError as TracedArgumentError,
+    TreescanError as TreescanError,
+)
+from ._fold import accumulate as accumulate, fold as fold
+from ._fori import fori as fori
+from ._mask_scan import mask_scan as mask_scan
+from ._scan import scan as scan
+
+__version__ = "0.1.0"

@@ -1,0 +1,166 @@
+"""What JAX knows of a value without looking at its elements: types, weak types, varying manual axes.
+
+The one place that bridges what JAX names differently between the oldest and the newest supported release.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import ShapedArray, Tracer
+
+from ._types import Array
+
+
+def describe_leaf(leaf: Any) -> str:
+    """A leaf's type as JAX prints it (`float32[8,128]`, weak types with a leading `~`); its value if it is static."""
+    if leaf is None:
+        return "None"
+    try:
+        return str(jax.typeof(leaf))
+    except TypeError:
+        return _describe_value(leaf)
+
+
+def _describe_value(value: Any) -> str:
+    """The name of a function or class, the beginning of the repr of anything else: never an address."""
+    name = getattr(value, "__qualname__", None)
+    if isinstance(name, str):
+        return f"`{name.rsplit('<locals>.', 1)[-1]}`"
+    text = repr(value)
+    if " at 0x" in text:
+        return f"a {type(value).__qualname__}"
+    return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def describe_node(node: Any) -> str:
+    """A container by its kind and size, a leaf by its type."""
+    if node is None or jtu.all_leaves([node]):
+        return describe_leaf(node)
+    name = type(node).__name__
+    size = len(jtu.tree_leaves(node, is_leaf=lambda part: part is not node))
+    return f"{name} of {size}" if name in ("tuple", "list", "dict", "OrderedDict", "defaultdict") else name
+
+
+def describe_argument(value: Any) -> str:
+    """An argument as it is named in a message, the same traced or not: arrays by type, scalars by value."""
+    if isinstance(value, jax.Array | np.ndarray):
+        return describe_leaf(value)
+    if isinstance(value, bool | int | float | complex | str):
+        return repr(value)
+    return describe_node(value)
+
+
+def describe_traced(value: Any) -> str:
+    """An argument that must not be traced."""
+    return f"a traced {describe_leaf(value)}" if isinstance(value, Tracer) else describe_argument(value)
+
+
+def is_weak(leaf: Any) -> bool:
+    """Whether a leaf has a weak type, as Python scalars have."""
+    try:
+        return bool(getattr(jax.typeof(leaf), "weak_type", False))
+    except TypeError:
+        return False
+
+
+def same_type(given: Any, returned: Any) -> bool:
+    """Whether a returned leaf may take the place of a given one: equal types, weak or not, as `lax.scan` asks.
+
+    Shardings count where the mesh axes are explicit; they are part of the type only there.
+    """
+    if given is returned:
+        return True
+    try:
+        a, b = jax.typeof(given), jax.typeof(returned)
+    except TypeError:
+        return False
+    if a == b:
+        return True
+    if not isinstance(a, ShapedArray):  # a mutable reference, say: lax.scan knows what is wrong with it
+        return True
+    if not isinstance(b, ShapedArray):
+        return False
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and varying_axes(a) == varying_axes(b)
+        and same_sharding(a, b)
+        and getattr(a, "memory_space", None) == getattr(b, "memory_space", None)
+    )
+
+
+def same_sharding(a: Any, b: Any) -> bool:
+    """Whether two types agree in the shardings over explicit mesh axes, where both have a mesh."""
+    mesh_a, mesh_b = a.sharding.mesh, b.sharding.mesh
+    if mesh_a.empty or mesh_b.empty:
+        return True
+    explicit = jax.sharding.AxisType.Explicit
+    if explicit not in (*mesh_a.axis_types, *mesh_b.axis_types):
+        return True
+    return bool(a.sharding == b.sharding)
+
+
+def promoted(given: Any, returned: Any) -> tuple[Any, bool]:
+    """What `lax.scan` makes of a weakly typed init whose step returns another type, and whether it changed."""
+    if not is_weak(given) or same_type(given, returned):
+        return given, False
+    return jax.lax.convert_element_type(given, jnp.result_type(given, returned)), True
+
+
+def varying_axes(aval: Any) -> frozenset[str]:
+    """The manual mesh axes over which a value of this type varies, inside of `jax.shard_map`."""
+    manual = getattr(aval, "manual_axis_type", None)  # jax >= 0.10
+    axes = getattr(aval, "vma", frozenset[str]()) if manual is None else manual.varying
+    return frozenset(axes or ())
+
+
+def vary_over(leaf: Array, axes: frozenset[str]) -> Array:
+    """Makes a value vary over further manual mesh axes."""
+    missing = tuple(sorted(axes - varying_axes(jax.typeof(leaf))))
+    if not missing:
+        return leaf
+    return jax.lax.pcast(leaf, missing, to="varying")
+
+
+def is_sharded(leaf: Any) -> bool:
+    """Whether a value is sharded along any of its axes, where shardings are part of the type."""
+    return any(part is not None for part in spec_parts(jax.typeof(leaf).sharding.spec))
+
+
+def spec_parts(spec: Any) -> tuple[Any, ...]:
+    """What a PartitionSpec says of each axis; newer releases refuse to iterate one with reduced axes."""
+    return tuple(getattr(spec, "partitions", spec))
+
+
+def place_like(value: Array, struct: Any) -> Array:
+    """Gives a value the manual axes and the explicit sharding of a `jax.ShapeDtypeStruct`."""
+    sharding = getattr(struct, "sharding", None)
+    if sharding is not None and any(part is not None for part in spec_parts(sharding.spec)):
+        value = jax.sharding.reshard(value, sharding)
+    return vary_over(value, varying_axes(struct))
+
+
+def is_key(leaf: Any) -> bool:
+    """Whether a leaf is an array of typed PRNG keys."""
+    return bool(jnp.issubdtype(jax.typeof(leaf).dtype, jax.dtypes.prng_key))
+
+
+def dtype_of(leaf: Any) -> Any:
+    """The dtype of a leaf, or None for leaves that have none."""
+    try:
+        return getattr(jax.typeof(leaf), "dtype", None)
+    except TypeError:
+        return None
+
+
+def shape_of(leaf: Any) -> tuple[int, ...] | None:
+    """The shape of a leaf, or None for leaves that have none."""
+    try:
+        return getattr(jax.typeof(leaf), "shape", None)
+    except TypeError:
+        return None

@@ -1,0 +1,249 @@
+"""Exceptions, warnings, and the one renderer that every message goes through.
+
+A cause is raised bare, as a `Fault`, where it is found. The public verb catches it, adds what only the verb knows (its
+own name, the body and where the body was written) and raises the public exception: see `explain`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import os
+import re
+import textwrap
+import types
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.errors
+
+from ._avals import describe_leaf, is_weak
+from ._tree import leaves_with_path
+
+_JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
+_PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
+_GAP = "   "
+_WIDTH = 96
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class TreescanError(Exception):
+    """Base class of every error that treescan raises on purpose."""
+
+
+class ArgumentError(TreescanError, ValueError):
+    """An argument of a verb is out of range, in conflict with another, or does not fit the data."""
+
+
+class ArgumentTypeError(ArgumentError, TypeError):
+    """An argument of a verb has the wrong type."""
+
+
+class TracedArgumentError(ArgumentTypeError, jax.errors.ConcretizationTypeError):
+    """An argument of a verb is traced, where a concrete value is a part of the program."""
+
+    def __init__(self, message: str) -> None:
+        Exception.__init__(self, message)  # JAX's own constructor takes the tracer, and writes another message
+
+
+class BodyError(TreescanError, TypeError):
+    """The body is not callable, or does not return what the verb asks of it."""
+
+
+class CarryError(TreescanError, TypeError):
+    """The body returned a carry whose structure or types differ from the carry it was given."""
+
+
+class SignatureError(TreescanError, TypeError):
+    """A value does not fit the jaxtyping annotation that the body gives it."""
+
+
+class RetraceWarning(UserWarning):
+    """A body is traced again and again because each call passes a new function object.
+
+    Only given when the environment variable `TREESCAN_WARN_RETRACE` is `1`.
+    """
+
+
+PUBLIC = (
+    TreescanError,
+    ArgumentError,
+    ArgumentTypeError,
+    TracedArgumentError,
+    BodyError,
+    CarryError,
+    SignatureError,
+    RetraceWarning,
+)
+for _cls in PUBLIC:  # a traceback then reads `treescan.CarryError`, the name under which users import it
+    _cls.__module__ = "treescan"
+
+
+class Row(NamedTuple):
+    """One line of an error's table: a leaf, what was expected, what came, and how the two differ."""
+
+    leaf: str
+    expected: str
+    came: str
+    note: str
+
+
+class Cure(NamedTuple):
+    """What the user may do about one leaf: the advice, its kind, and the leaf."""
+
+    text: str
+    kind: str = ""
+    leaf: str = ""
+
+
+class Fault(Exception):
+    """A cause without its context. Never leaves the package: `explain` turns it into `error`.
+
+    Args:
+        error: the public exception to raise.
+        says: the headline; `{body}` and `{verb}` stand for what only the verb knows.
+        header: the titles of the table's columns, where there is a table.
+        rows: the table, one row a leaf.
+        cures: what the user may do about it, a paragraph each.
+        carry_root: the name of the body's carry, where the rows are leaves of it.
+    """
+
+    def __init__(
+        self,
+        error: type[TreescanError],
+        says: str,
+        *cures: str | Cure,
+        header: Sequence[str] = (),
+        rows: Sequence[Row] = (),
+        carry_root: str | None = None,
+    ) -> None:
+        super().__init__(says)
+        self.error = error
+        self.says = says
+        self.cures = tuple(Cure(cure) if isinstance(cure, str) else cure for cure in cures)
+        self.header = header
+        self.rows = rows
+        self.carry_root = carry_root
+
+    def render(self, verb: str, body: str, init: Any = None) -> str:
+        """The whole message; leaves of `init` that are Python scalars get a cure of their own."""
+        weak = dict(self._weak_cures(init))  # what it says of a leaf stands in place of the plain advice to cast
+        cures = [text for text, kind, leaf in self.cures if not (kind == "dtype" and leaf in weak)]
+        named = [text.replace("{body}", body).replace("{verb}", verb) for text in (self.says, *cures, *weak.values())]
+        rows = [table(self.header, self.rows)] if self.rows else []
+        parts = [named[0], *rows, *(_indent(_wrap(cure)) for cure in named[1:])]
+        return "\n\n".join(parts) + ("\n" if len(parts) > 1 else "")
+
+    def _weak_cures(self, init: Any) -> Iterator[tuple[str, str]]:
+        if self.carry_root is None:
+            return
+        bad = {row.leaf: row for row in self.rows if row.note == "dtype"}
+        for path, leaf in leaves_with_path(self.carry_root, init):
+            if path in bad and is_weak(leaf):
+                dtype = bad[path].came.split("[")[0].lstrip("~")
+                yield (
+                    path,
+                    f"{path}: init is a Python scalar there, {describe_leaf(leaf)}, whose weak type gives way to what "
+                    f"the step returns, once. That did not settle: given {bad[path].expected}, the step returns "
+                    f"{bad[path].came}. Start from an array, `jnp.asarray({leaf}, jnp.{dtype})`, and keep its dtype.",
+                )
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """Lays out rows under their header, columns aligned, two spaces in."""
+    lines = [header, *rows]
+    widths = [max(len(line[i]) if i < len(line) else 0 for line in lines) for i in range(4)]
+    laid = (_GAP.join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines)
+    return _indent("\n".join(laid))
+
+
+def _wrap(text: str) -> str:
+    """Breaks a paragraph into lines, but never a piece of code."""
+    glued = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
+    lines = textwrap.wrap(glued, _WIDTH, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\0", " ")
+
+
+def _indent(text: str) -> str:
+    return "\n".join("  " + line if line else line for line in text.splitlines())
+
+
+def explain(error: Exception, name: str, body: Any, init: Any = None) -> Exception:
+    """Makes of an exception what the user of the verb `name` should see.
+
+    A `Fault` becomes its public error, with the body named and no trace of the package's inside. Any other exception
+    is the user's own: it stays the same object, less the package's frames in its traceback. The verb raises the
+    result outside of its `except` block, so that nothing is chained to it.
+    """
+    if isinstance(error, Fault):
+        return error.error(error.render(f"`{name}`", describe_body(body), init))
+    return error.with_traceback(_without_inner_frames(error.__traceback__))
+
+
+_VERBS: set[types.CodeType] = set()
+
+
+def verb(function: _F) -> _F:
+    """Marks a public function whose frame stays in tracebacks: the one frame that a user sees of this package."""
+    code = getattr(function, "__code__", None)
+    assert isinstance(code, types.CodeType)
+    _VERBS.add(code)
+    return function
+
+
+def _without_inner_frames(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """Drops the package's frames, but for those of verbs that were called further in (by a body that scans)."""
+    kept: types.TracebackType | None = None
+    for tb in reversed(list(walk_traceback(traceback))):
+        if not is_package_frame(tb.tb_frame) or (tb is not traceback and tb.tb_frame.f_code in _VERBS):
+            kept = types.TracebackType(kept, tb.tb_frame, tb.tb_lasti, tb.tb_lineno)
+    return kept
+
+
+def walk_traceback(traceback: types.TracebackType | None) -> Iterator[types.TracebackType]:
+    """The entries of a traceback, outermost first."""
+    while traceback is not None:
+        yield traceback
+        traceback = traceback.tb_next
+
+
+def is_package_frame(frame: types.FrameType) -> bool:
+    """Whether a frame runs treescan's own code."""
+    return frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+def is_from_jax(function: Any) -> bool:
+    """Whether a callable is JAX's: a jitted function, one with custom derivatives or under a checkpoint."""
+    code = getattr(function, "__code__", None)
+    module = type(function).__module__.split(".")[0]
+    return module in ("jax", "jaxlib") if code is None else code.co_filename.startswith(_JAX)
+
+
+def describe_body(body: Any) -> str:
+    """Names a body and where it was written, as in `` `step` (model.py:42)``."""
+    name, place = _name_and_place(body)
+    return f"`{name}` ({place})" if place else f"`{name}`"
+
+
+def _name_and_place(body: Any) -> tuple[str, str]:
+    inner = body
+    while isinstance(inner, functools.partial):
+        inner = inner.func
+    inner = inspect.unwrap(inner) if callable(inner) else inner
+    code = getattr(inner, "__code__", None)
+    name = getattr(inner, "__qualname__", getattr(inner, "__name__", None))
+    if code is None and callable(inner) and not isinstance(inner, type):
+        code = getattr(inspect.unwrap(type(inner).__call__), "__code__", None)
+    if name is None:
+        name = type(inner).__qualname__ if callable(inner) else repr(inner)
+    name = name.rsplit("<locals>.", 1)[-1]
+    if code is None or code.co_filename.startswith(_JAX):  # a body from JAX itself has no place in the user's code
+        return name, ""
+    return name, f"{_shorten(code.co_filename)}:{code.co_firstlineno}"
+
+
+def _shorten(filename: str) -> str:
+    """A path relative to the working directory where it lies below it, else as it is."""
+    here = os.getcwd() + os.sep
+    return filename[len(here) :] if filename.startswith(here) else filename

@@ -1,0 +1,148 @@
+"""`fold` and `accumulate`: scans whose body returns the carry alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Unpack, overload
+
+from ._arguments import check_options
+from ._errors import explain, verb
+from ._run import run_verb
+from ._types import Array, Carry, FoldOptions, KeyedFoldBody, Options, PyTree, UnkeyedOptions, X
+
+_FOLD_REFUSES = {"out_axes": "it stacks no outputs. `treescan.accumulate` and `treescan.scan` do."}
+_ACCEPTED = frozenset(Options.__annotations__)
+
+
+@overload
+def fold(
+    f: Callable[[Carry, X], Carry], init: Carry, xs: X, length: int | None = None, **options: Unpack[FoldOptions]
+) -> Carry: ...
+@overload
+def fold(
+    f: Callable[[Carry, None], Carry],
+    init: Carry,
+    xs: None = None,
+    length: int | None = None,
+    **options: Unpack[FoldOptions],
+) -> Carry: ...
+@overload
+def fold(
+    f: KeyedFoldBody[Carry, X],
+    init: Carry,
+    xs: X,
+    length: int | None = None,
+    *,
+    key: Array,
+    **options: Unpack[FoldOptions],
+) -> Carry: ...
+@overload
+def fold(
+    f: KeyedFoldBody[Carry, None],
+    init: Carry,
+    xs: None = None,
+    length: int | None = None,
+    *,
+    key: Array,
+    **options: Unpack[FoldOptions],
+) -> Carry: ...
+@verb
+def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | None = None, **options: Any) -> Any:
+    """Folds `xs` into one value: a scan whose body returns the carry alone and stacks nothing.
+
+    Args:
+        f: the body, `f(carry, x) -> carry`.
+        init: the carry that the first step is given.
+        xs: what is folded: any pytree whose leaves are `[T, ...]`, or None.
+        length: the number of steps T; needed without xs.
+        **options: `reverse`, `unroll`, `in_axes`, `key`, `name`, as for `treescan.scan`.
+
+    Returns:
+        The last step's carry.
+
+    Raises:
+        ArgumentError: as `treescan.scan`; also for `out_axes`, as there are no outputs.
+        BodyError: as `treescan.scan`; also if the body returns a pair whose first item is the carry.
+        CarryError: as `treescan.scan`.
+        SignatureError: as `treescan.scan`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> print(treescan.fold(lambda total, x: total + x, 0.0, jnp.array([1.0, 2.0, 3.0])))
+        6.0
+    """
+    try:
+        check_options(options, _ACCEPTED - _FOLD_REFUSES.keys(), _FOLD_REFUSES)
+        return run_verb("fold", f, init, xs, length, **options)[0]
+    except Exception as error:
+        explained = explain(error, "fold", f, init)
+    raise explained
+
+
+@overload
+def accumulate(
+    f: Callable[[Carry, X], Carry], init: Carry, xs: X, length: int | None = None, **options: Unpack[UnkeyedOptions]
+) -> Carry: ...
+@overload
+def accumulate(
+    f: Callable[[Carry, None], Carry],
+    init: Carry,
+    xs: None = None,
+    length: int | None = None,
+    **options: Unpack[UnkeyedOptions],
+) -> Carry: ...
+@overload
+def accumulate(
+    f: KeyedFoldBody[Carry, X],
+    init: Carry,
+    xs: X,
+    length: int | None = None,
+    *,
+    key: Array,
+    **options: Unpack[UnkeyedOptions],
+) -> Carry: ...
+@overload
+def accumulate(
+    f: KeyedFoldBody[Carry, None],
+    init: Carry,
+    xs: None = None,
+    length: int | None = None,
+    *,
+    key: Array,
+    **options: Unpack[UnkeyedOptions],
+) -> Carry: ...
+@verb
+def accumulate(
+    f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | None = None, **options: Any
+) -> Any:
+    """The carry after each step of a fold, stacked: what `itertools.accumulate` gives, without `init` itself.
+
+    Args:
+        f: the body, `f(carry, x) -> carry`.
+        init: the carry that the first step is given; it holds no static leaves, which cannot be stacked.
+        xs: what is folded: any pytree whose leaves are `[T, ...]`, or None.
+        length: the number of steps T; needed without xs.
+        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `name`, as for `treescan.scan`.
+
+    Returns:
+        The carries, `[T, ...]`; in reverse the carry after the step at position t stands at t.
+
+    Raises:
+        ArgumentError: as `treescan.scan`.
+        BodyError: as `treescan.fold`.
+        CarryError: as `treescan.scan`.
+        SignatureError: as `treescan.scan`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> print(treescan.accumulate(lambda total, x: total + x, 0.0, jnp.array([1.0, 2.0, 3.0])))
+        [1. 3. 6.]
+    """
+    try:
+        check_options(options, _ACCEPTED, {})
+        return run_verb("accumulate", f, init, xs, length, **options)[1]
+    except Exception as error:
+        explained = explain(error, "accumulate", f, init)
+    raise explained

@@ -1,0 +1,106 @@
+"""What all verbs share: checks the arguments, makes the plan, runs it, and puts static leaves back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from ._arguments import (
+    check_key,
+    check_keywords,
+    check_length,
+    check_name,
+    check_reverse,
+    check_unroll,
+    infer_length,
+    resolve_axes,
+)
+from ._loop import Body
+from ._transforms.axes import static_axes
+from ._transforms.body import Kind, check_callable, takes_keyword
+from ._transforms.mask import MaskPlan
+from ._transforms.pipeline import Given, Plan, execute
+from ._tree import freeze_static, thaw_static
+from ._types import Array, Axes, PyTree
+
+CALLS: dict[str, str] = {
+    "scan": "scan(step, init, xs)",
+    "fold": "fold(step, init, xs)",
+    "accumulate": "accumulate(step, init, xs)",
+    "fori": "fori(lower, upper, step, init)",
+    "mask_scan": "mask_scan(step, init, xs, lengths=lengths)",
+}
+"""How each verb is called, for messages."""
+
+
+def run_verb(
+    kind: Kind,
+    f: Callable[..., Any],
+    init: PyTree,
+    xs: PyTree = None,
+    length: int | None = None,
+    *,
+    lower: int | None = None,
+    rows: Callable[[int], tuple[Any, Any]] | None = None,
+    mask: MaskPlan | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    in_axes: Axes = 0,
+    out_axes: Axes = 0,
+    key: Array | None = None,
+    name: str | None = None,
+    lowering: tuple[tuple[str, Any], ...] = (),
+) -> tuple[Any, Any]:
+    """Runs a verb.
+
+    Args:
+        kind: the convention that the body follows.
+        f: the body.
+        init: the carry that the first step is given.
+        xs: what is scanned over.
+        length: the number of steps.
+        lower: the first index of `fori`.
+        rows: for a masked scan what checks the lengths and the mask, given the number of steps, and returns both.
+        mask: the axes and the fill of a masked scan.
+        reverse: as for `treescan.scan`.
+        unroll: as for `treescan.scan`.
+        in_axes: as for `treescan.scan`.
+        out_axes: as for `treescan.scan`.
+        key: as for `treescan.scan`.
+        name: as for `treescan.scan`.
+        lowering: further keyword arguments of `jax.lax.scan`.
+    """
+    check_callable(f, CALLS["mask_scan" if mask else kind])
+    body = Body.of(f)
+    alive = body.function  # the handle of an equal body may refer to another object than f
+    key = check_key(key)
+    sees_valid = _check_body(body, kind, keyed=key is not None, masked=mask is not None)
+    frozen_init, frozen_xs = freeze_static(init), freeze_static(xs)
+    axes = resolve_axes(in_axes, frozen_xs)
+    steps = infer_length(frozen_xs, check_length(length), axes)
+    lengths, valid = rows(steps) if rows is not None else (None, None)
+    plan = Plan(
+        kind=kind,
+        length=steps,
+        reverse=check_reverse(reverse),
+        unroll=check_unroll(unroll, steps),
+        in_axes=axes,
+        out_axes=None if type(out_axes) is int and out_axes == 0 else static_axes("out_axes", out_axes),
+        frozen=frozen_init is not init or frozen_xs is not xs,
+        sees_valid=sees_valid,
+        name=check_name(name),
+        mask=mask,
+        lowering=lowering,
+    )
+    result = execute(body, plan, Given(frozen_init, frozen_xs, key, lengths, valid, lower))
+    del alive
+    return (thaw_static(result[0]), result[1]) if plan.frozen else result
+
+
+def _check_body(body: Body, kind: Kind, *, keyed: bool, masked: bool) -> bool:
+    """Holds a body's parameters against what it will be passed; returns whether it takes `valid`."""
+    sees_valid = masked and takes_keyword(body, "valid")
+    passed = {"key": "the option `key`"} if keyed else {}
+    passed |= {"valid": "mask_scan"} if sees_valid else {}
+    check_keywords(body, passed, "i, carry" if kind == "fori" else "carry, x")
+    return sees_valid

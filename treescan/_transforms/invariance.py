@@ -1,0 +1,81 @@
+"""The carry's invariance: what a step returns must have the structure and the types of what it was given."""
+
+from __future__ import annotations
+
+import jax
+
+from .._avals import shape_of
+from .._errors import BodyError, CarryError, Fault
+from .._loop import Body, is_last_trace
+from .._retrace import warn_second_trace
+from .._types import PyTree, TreeDef
+from .differences import agree, find_differences, one_of_a_kind
+
+_HEADER = ("leaf", "given", "returned")
+
+
+def check_carry(body: Body, root: str, given: PyTree, returned: PyTree, y: PyTree, out: PyTree) -> None:
+    """Compares a returned carry with the given one, leaf by leaf, inside of the trace that runs anyway.
+
+    A weakly typed leaf may change its type in the first trace: lax.scan then promotes the init and traces again.
+
+    Args:
+        body: the body, to be named in warnings.
+        root: the body's own name for its carry.
+        given: the carry as the body saw it.
+        returned: the carry as the body returned it.
+        y: the other half of the pair, to tell whether the two were swapped.
+        out: all that the body returned, to tell whether it is a carry that happens to be a pair.
+
+    Raises:
+        Fault: for a `CarryError` that lists all the leaves that differ, or a `BodyError` if the pair is swapped.
+    """
+    if agree(given, returned):
+        return
+    rows = list(find_differences(root, (), given, returned))
+    if not rows:  # structures that compare as different, and differ in nothing: JAX lets them pass too
+        return
+    weak = [row for row in rows if row.given_is_weak]
+    if weak and not is_last_trace():
+        warn_second_trace(body.function, [(row.row.leaf, row.row.expected, row.row.came) for row in weak])
+        return
+    if _fits(given, out):
+        raise Fault(
+            BodyError,
+            "{body} must return a pair (carry, y), but what it returned is the carry alone.",
+            "Return `carry, None` if there is no output to stack, or call `treescan.fold`, whose body returns the "
+            "carry alone.",
+        )
+    if _fits(given, y) and not _same_shapes(given, returned) and not _is_given(given, y):
+        raise Fault(
+            BodyError,
+            "{body} returned its pair swapped: the second item has the carry's type, the first has not.",
+            f"A body of {{verb}} returns (carry, y), the next {root} first.",
+        )
+    raise Fault(
+        CarryError,
+        "{body} returned a carry that differs from the one it was given.",
+        *one_of_a_kind(rows),
+        header=_HEADER,
+        rows=[row.row for row in rows],
+        carry_root=root,
+    )
+
+
+def _same_shapes(given: PyTree, returned: PyTree) -> bool:
+    """Whether the first item is a carry, but for its dtypes."""
+    structure: TreeDef = jax.tree.structure(given)
+    same = bool(structure == jax.tree.structure(returned))
+    return same and all(
+        shape_of(a) == shape_of(b) for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(returned), strict=True)
+    )
+
+
+def _is_given(given: PyTree, y: PyTree) -> bool:
+    """Whether y is the carry that the body was given: an output as good as any."""
+    return all(a is b for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(y), strict=True))
+
+
+def _fits(given: PyTree, y: PyTree) -> bool:
+    """Whether y has the carry's structure and types (a carry without leaves fits by chance)."""
+    return bool(jax.tree.leaves(given)) and agree(given, y)

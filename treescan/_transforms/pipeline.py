@@ -1,0 +1,140 @@
+"""From a verb's arguments to its results: the order of the transforms, and what is cached for eager calls."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._loop import Body, Feed, Loop, is_jit_disabled, run
+from .._retrace import under_a_trace
+from .._tree import Prefix
+from .._types import Array, ArrayLike, PyTree
+from .axes import LeafAxes, move_outputs, scan_over_axes
+from .body import CallBody, Kind
+from .count import count
+from .mask import MaskPlan, run_masked
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a verb was told, less its arrays: hashable, so that what is made for it can be found again.
+
+    Attributes:
+        kind: the convention that the body follows.
+        length: the number of steps.
+        reverse: whether to run from the last position to the first.
+        unroll: as for `jax.lax.scan`.
+        in_axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
+        out_axes: prefix of ys; None as a whole: axis 0 for all.
+        frozen: whether init or xs hold static leaves.
+        sees_valid: whether the body takes `valid`.
+        name: the profiler's name for the loop.
+        mask: the axes and the fill of a masked scan.
+        lowering: further keyword arguments of `jax.lax.scan`.
+    """
+
+    kind: Kind
+    length: int
+    reverse: bool = False
+    unroll: int | bool = 1
+    in_axes: LeafAxes | None = None
+    out_axes: Prefix | None = None
+    frozen: bool = False
+    sees_valid: bool = False
+    name: str | None = None
+    mask: MaskPlan | None = None
+    lowering: tuple[tuple[str, Any], ...] = ()
+
+
+class Given(NamedTuple):
+    """The arrays that a verb was given; static leaves of init and xs are frozen into their structure.
+
+    Attributes:
+        init: the carry that the first step is given.
+        xs: what is scanned over.
+        key: the loop's PRNG key.
+        lengths: int[*batch] of a masked scan, or None.
+        mask: bool[T, *batch] of a masked scan, or None.
+        lower: the first index of `fori`.
+    """
+
+    init: PyTree
+    xs: PyTree = None
+    key: Array | None = None
+    lengths: ArrayLike | None = None
+    mask: ArrayLike | None = None
+    lower: int | None = None
+
+
+def execute(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
+    """Runs a verb.
+
+    A scan without options is nothing but its lax.scan, eager or not. With options there is work around the loop: an
+    eager call puts the whole of it under one `jax.jit`, kept with the body, so that the second call neither traces nor
+    compiles anything. Under an outer trace, that trace is the one that counts.
+    """
+    if _has_work(plan, given) and not is_jit_disabled() and not under_a_trace():
+        return body.memo(("jit", plan), lambda: jax.jit(functools.partial(assemble, body, plan)))(given)
+    return assemble(body, plan, given)
+
+
+def _has_work(plan: Plan, given: Given) -> bool:
+    moves = any(plan.in_axes or ()) or None in (plan.in_axes or ()) or plan.out_axes is not None
+    return moves or given.key is not None or plan.mask is not None
+
+
+def assemble(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
+    """Builds the loop, transforms it, runs it.
+
+    The order of the transforms, innermost first:
+    call the body (keywords, static leaves, annotations, invariance of the carry) -> index or axes -> mask -> run.
+    """
+    loop = Loop(
+        body=body,
+        step=CallBody(body, plan.kind, plan.sees_valid, plan.frozen),
+        consts=given.key,
+        state=given.init,
+        xs=Feed(
+            given.xs,
+            position=jnp.arange(plan.length) if given.key is not None else None,
+        ),
+        length=plan.length,
+        reverse=plan.reverse,
+        unroll=plan.unroll,
+        lowering=plan.lowering,
+    )
+    with jax.named_scope(plan.name) if plan.name else contextlib.nullcontext():
+        if given.lower is not None:
+            (_, state), ys = run(count(loop, given.lower))
+            return state, ys
+        if plan.mask is not None:  # it follows the axes too: rows stand where they do in the user's x
+            result = run_masked(loop, _valid(plan, given), plan.mask, names_of(body, plan.kind), plan.in_axes)
+        else:
+            result = run(loop if plan.in_axes is None else scan_over_axes(loop, plan.in_axes))
+        if plan.out_axes is None:
+            return result
+        state, ys = result
+        return state, move_outputs(ys, plan.out_axes.tree)
+
+
+def _valid(plan: Plan, given: Given) -> Array:
+    """bool[T, *batch]: which steps of which rows are data."""
+    if given.lengths is None:
+        assert given.mask is not None
+        return jnp.asarray(given.mask)
+    lengths = jnp.asarray(given.lengths)
+    dtype = np.promote_types(lengths.dtype, np.int32)  # the positions need not fit into the lengths' own dtype
+    steps = jax.lax.broadcasted_iota(dtype, (plan.length, *lengths.shape), 0)
+    return steps < lengths.astype(dtype)[None]
+
+
+def names_of(body: Body, kind: Kind) -> tuple[str, str]:
+    """The body's own names for its carry and its x."""
+    first, second = body.names[:2] if len(body.names) > 1 else ("carry", "x")
+    return (second, first) if kind == "fori" else (first, second)

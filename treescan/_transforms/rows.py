@@ -1,0 +1,79 @@
+"""Rows of a batch: masks in a leaf's shape, one row of it, each row's own step; whatever the sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from .._avals import is_key, is_sharded
+from .._types import Array
+
+
+def select(chosen: Array, new: Array, old: Array) -> Array:
+    """`jnp.where`, with the mask and the other value sharded as the leaf is, where shardings are part of the type."""
+    like = next((value for value in (new, old) if is_sharded(value)), None)
+    if like is None:
+        return jnp.where(chosen, new, old)
+    spec = jax.typeof(like).sharding.spec
+    parts = (jnp.broadcast_to(value, like.shape) for value in (chosen, new, old))
+    mask, first, second = (jax.sharding.reshard(part, spec) for part in parts)
+    return jnp.where(mask, first, second)
+
+
+def expand(valid: Array, leaf: Array, axis: int) -> Array:
+    """A mask in the rank of a leaf, its batch axes at `axis`.
+
+    Explicit in every axis: a [B] mask against a [B, D] leaf with B = D would broadcast against the features.
+    """
+    return valid.reshape((*(1 for _ in range(axis)), *valid.shape, *(1 for _ in range(leaf.ndim - axis - valid.ndim))))
+
+
+def take_row(leaf: Array, row: Array, axis: int, batch: tuple[int, ...]) -> Array:
+    """One row of a leaf, its batch axes kept with size 1; `row` counts through the batch shape in C order."""
+    if is_sharded(leaf):
+        chosen = jnp.arange(_size(batch)).reshape(batch) == row
+        return _pick_out(leaf, expand(chosen, leaf, axis), tuple(range(axis, axis + len(batch))), keepdims=True)
+    head, tail = leaf.shape[:axis], leaf.shape[axis + len(batch) :]
+    flat = leaf.reshape((*head, -1, *tail)) if len(batch) != 1 else leaf
+    return jax.lax.dynamic_index_in_dim(flat, row, axis).reshape((*head, *(1 for _ in batch), *tail))
+
+
+def pick_steps(leaf: Array, steps: Array, axis: int | None) -> Array:
+    """For each row the slice of `leaf` [T, ...] at the row's own step; `steps` is int[*batch]."""
+    assert axis is not None
+    if is_sharded(leaf):
+        chosen = jax.lax.broadcasted_iota(steps.dtype, (leaf.shape[0], *(1 for _ in steps.shape)), 0) == steps[None]
+        ones = (1 for _ in range(axis))
+        tail = (1 for _ in range(leaf.ndim - 1 - axis - steps.ndim))
+        return _pick_out(leaf, chosen.reshape((leaf.shape[0], *ones, *steps.shape, *tail)), (0,), keepdims=False)
+
+    def pick(column: Array, step: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(column, step, 0, keepdims=False)
+
+    for _ in range(steps.ndim):
+        pick = jax.vmap(pick, in_axes=(1 + axis, 0), out_axes=axis)
+    return pick(leaf, steps)
+
+
+def _size(batch: tuple[int, ...]) -> int:
+    size = 1
+    for n in batch:
+        size *= n
+    return size
+
+
+def _pick_out(leaf: Array, chosen: Array, axes: tuple[int, ...], *, keepdims: bool) -> Array:
+    """The one entry along `axes` at which `chosen` is set: a reduction, which works along sharded axes too."""
+    return add_up(leaf, chosen, lambda part: jnp.sum(part, axes, dtype=part.dtype, keepdims=keepdims))
+
+
+def add_up(leaf: Array, chosen: Array, total: Callable[[Array], Array]) -> Array:
+    """Adds up a leaf of which only the one chosen part counts, for dtypes that cannot be added up as well."""
+    if is_key(leaf):
+        bits = add_up(jax.random.key_data(leaf), chosen[..., None], total)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))
+    if leaf.dtype == jnp.bool_:
+        return add_up(leaf.astype(jnp.int32), chosen, total) > 0
+    return total(select(chosen, leaf, jnp.zeros_like(leaf)))

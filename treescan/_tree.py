@@ -1,0 +1,193 @@
+"""Key paths, leading sizes, prefix trees, and splitting static leaves off a tree."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from ._avals import describe_node
+from ._types import PyTree, TreeDef
+
+KeyPath: TypeAlias = tuple[Any, ...]
+"""The keys that lead from a tree's root to a leaf."""
+
+_ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
+
+
+def path_str(root: str, path: KeyPath) -> str:
+    """Renders a key path as the user would write it: `carry.cache["k"][0]`."""
+    return root + "".join(_key_str(key) for key in path)
+
+
+def _key_str(key: Any) -> str:
+    match key:
+        case jtu.GetAttrKey(name=name):
+            return f".{name}"
+        case jtu.SequenceKey(idx=index):
+            return f"[{index}]"
+        case jtu.DictKey(key=value):
+            return f"[{json.dumps(value) if isinstance(value, str) else repr(value)}]"
+        case jtu.FlattenedIndexKey(key=index):
+            return f"[{index}]"
+        case _:
+            return str(key)
+
+
+def leaves_with_path(root: str, tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
+    """The leaves of a tree, each with its path, in the order of `jax.tree.leaves`."""
+    return [(path_str(root, path), leaf) for path, leaf in jtu.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]]
+
+
+def children(tree: PyTree) -> list[tuple[KeyPath, Any]] | None:
+    """The direct children of a node with their keys, or None if `tree` is a leaf."""
+    if jtu.all_leaves([tree]):
+        return None
+    return jtu.tree_flatten_with_path(tree, is_leaf=lambda node: node is not tree)[0]
+
+
+def metadata(node: PyTree) -> Any:
+    """What a container holds beside its children: the fields of a registered class that are no leaves."""
+    structure: TreeDef = jax.tree.structure(node)
+    data = structure.node_data()
+    return None if data is None or isinstance(node, dict | tuple | list) else data[1]
+
+
+class PrefixMismatch(Exception):
+    """A prefix tree does not fit the tree it is meant for; says where it is first off."""
+
+
+def broadcast_prefix(prefix: PyTree, tree: PyTree, root: str) -> list[Any]:
+    """One value of `prefix` for each leaf of `tree`; `None` in a prefix is a value, not an empty tree.
+
+    Raises:
+        PrefixMismatch: if `prefix` is not a tree prefix of `tree`, whose root is called `root`.
+    """
+    values: list[Any] = []
+
+    def spread(value: Any, subtree: PyTree) -> None:
+        values.extend([value] * len(jax.tree.leaves(subtree)))
+
+    try:
+        jax.tree.map(spread, prefix, tree, is_leaf=lambda leaf: leaf is None)
+    except (ValueError, TypeError):
+        raise PrefixMismatch(_where_off(prefix, tree, root, ())) from None
+    return values
+
+
+def _where_off(prefix: PyTree, tree: PyTree, root: str, path: KeyPath) -> str:
+    """Walks a prefix and its tree to the first node at which they part."""
+    here = path_str(root, path)
+    parts, wholes = children(prefix) if prefix is not None else None, children(tree)
+    if parts is None:
+        return ""
+    if wholes is None or type(prefix) is not type(tree):
+        return f"{here} is {describe_node(tree)}, where it has {describe_node(prefix)}"
+    given, there = dict(parts), dict(wholes)
+    for key in there:
+        if key not in given:
+            return f"it has nothing for {path_str(root, (*path, *key))}"
+    for key in given:
+        if key not in there:
+            return f"there is no {path_str(root, (*path, *key))}"
+    return next(filter(None, (_where_off(given[key], there[key], root, (*path, *key)) for key in given)), "")
+
+
+@dataclass(frozen=True)
+class Prefix:
+    """A prefix tree whose leaves are static: hashable, so that it may stand in a Step."""
+
+    leaves: tuple[Any, ...]
+    structure: TreeDef
+
+    @classmethod
+    def of(cls, tree: PyTree) -> Prefix:
+        """Takes a prefix tree apart; `None` counts as a leaf."""
+        leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: leaf is None)
+        return cls(tuple(leaves), structure)
+
+    @property
+    def tree(self) -> PyTree:
+        """The prefix tree."""
+        return jax.tree.unflatten(self.structure, self.leaves)
+
+    def spread(self, tree: PyTree, root: str) -> list[Any]:
+        """One value for each leaf of `tree`; see `broadcast_prefix`."""
+        return broadcast_prefix(self.tree, tree, root)
+
+
+_known_arrays: set[type] = set()  # types of leaves that were seen not to be static: `isinstance` of a tracer is slow
+
+
+def is_static(leaf: Any) -> bool:
+    """Whether a leaf is neither an array nor a scalar: such a leaf stays outside the loop."""
+    if type(leaf) in _known_arrays:
+        return False
+    if not isinstance(leaf, _ARRAY_LIKE):
+        try:
+            jax.typeof(leaf)
+        except TypeError:
+            return True
+    _known_arrays.add(type(leaf))
+    return False
+
+
+@dataclass(frozen=True)
+class _Value:
+    """A static leaf as auxiliary data: equal by value where it can be hashed, by identity of this box elsewhere.
+
+    The latter makes a tree with an unhashable static leaf a new structure in each call, so that a leaf which was
+    mutated in place is never served from a cache.
+    """
+
+    value: Any
+
+    def __hash__(self) -> int:
+        try:
+            return hash(self.value)
+        except TypeError:
+            return id(self)
+
+    def __eq__(self, other: object) -> bool:
+        if self is other:
+            return True
+        if not isinstance(other, _Value) or hash(self) != hash(other):  # unhashable values: hashes of the boxes
+            return False
+        return type(self.value) is type(other.value) and bool(self.value == other.value)
+
+
+@jtu.register_pytree_node_class
+class Static:
+    """Holds a static leaf: a node without leaves whose value is part of the tree's structure."""
+
+    def __init__(self, box: _Value) -> None:
+        self.box = box
+
+    def tree_flatten(self) -> tuple[tuple[()], _Value]:
+        return (), self.box
+
+    @classmethod
+    def tree_unflatten(cls, box: _Value, _: tuple[()]) -> Static:
+        return cls(box)
+
+
+def freeze_static(tree: PyTree) -> PyTree:
+    """Replaces the static leaves of a tree by nodes that hold them; a tree without any comes back as it is."""
+    leaves, treedef = jax.tree.flatten(tree)
+    if not any(map(is_static, leaves)):
+        return tree
+    return jax.tree.unflatten(treedef, [Static(_Value(leaf)) if is_static(leaf) else leaf for leaf in leaves])
+
+
+def thaw_static(tree: PyTree) -> PyTree:
+    """Puts static leaves back in their place."""
+    return jax.tree.map(
+        lambda node: node.box.value if isinstance(node, Static) else node,
+        tree,
+        is_leaf=lambda node: isinstance(node, Static),
+    )

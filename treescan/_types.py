@@ -1,0 +1,93 @@
+"""Type variables named for their role, array aliases, the protocols of a body, and the shared options."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar
+
+import jax
+import jax.typing
+
+PyTree: TypeAlias = Any
+"""Any tree of containers that JAX knows, with arrays or scalars as leaves."""
+
+TreeDef: TypeAlias = Any
+"""A tree's structure, `jax.tree_util.PyTreeDef`: a compiled class without a static type."""
+
+Axes: TypeAlias = Any
+"""A prefix tree of axes: an int, None where allowed, or containers of them."""
+
+Array: TypeAlias = jax.Array
+ArrayLike: TypeAlias = jax.typing.ArrayLike
+
+Carry = TypeVar("Carry")
+X_contra = TypeVar("X_contra", contravariant=True)
+X = TypeVar("X")
+Y = TypeVar("Y")
+Y_co = TypeVar("Y_co", covariant=True)
+
+
+class KeyedBody(Protocol[Carry, X_contra, Y_co]):
+    """A body of `scan` that takes a fresh key each step."""
+
+    def __call__(self, carry: Carry, x: X_contra, /, *, key: Array) -> tuple[Carry, Y_co]: ...
+
+
+class KeyedFoldBody(Protocol[Carry, X_contra]):
+    """A body of `fold` or `accumulate` that takes a fresh key each step."""
+
+    def __call__(self, carry: Carry, x: X_contra, /, *, key: Array) -> Carry: ...
+
+
+class KeyedIndexBody(Protocol[Carry]):
+    """A body of `fori` that takes a fresh key each step."""
+
+    def __call__(self, i: Array, carry: Carry, /, *, key: Array) -> Carry: ...
+
+
+class ValidBody(Protocol[Carry, X_contra, Y_co]):
+    """A body of `mask_scan` that takes the step's mask, in the batch shape."""
+
+    def __call__(self, carry: Carry, x: X_contra, /, *, valid: Array) -> tuple[Carry, Y_co]: ...
+
+
+class KeyedValidBody(Protocol[Carry, X_contra, Y_co]):
+    """A body of `mask_scan` that takes both."""
+
+    def __call__(self, carry: Carry, x: X_contra, /, *, key: Array, valid: Array) -> tuple[Carry, Y_co]: ...
+
+
+class IndexOptions(TypedDict, total=False):
+    """The options of `scan` that say nothing about arrays; what each means stands in `scan`'s documentation."""
+
+    reverse: bool
+    unroll: int | bool
+    name: str | None
+
+
+class FoldOptions(IndexOptions, total=False):
+    """The options of `fold`, less `key`, which an overload asks for by name."""
+
+    in_axes: Axes
+
+
+class UnkeyedOptions(FoldOptions, total=False):
+    """The options of every verb that stacks outputs, less `key`."""
+
+    out_axes: Axes
+
+
+class MaskOptions(UnkeyedOptions, total=False):
+    """The options of `mask_scan`, less `key`."""
+
+    lengths: ArrayLike | None
+    mask: ArrayLike | None
+    fill: PyTree
+    carry_axes: Axes
+    x_axes: Axes
+    y_axes: Axes
+
+
+class Options(UnkeyedOptions, total=False):
+    """The options that every verb shares with `scan`."""
+
+    key: Array | None
