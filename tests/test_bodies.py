@@ -367,6 +367,20 @@ def test_a_wrapper_has_parameters_of_its_own():
     treescan.scan(passes, 0.0, XS, key=jax.random.key(1))
 
 
+def test_a_wrapper_passes_valid_on():
+    def masked(c, x, *, valid):
+        return c + jnp.where(valid, x, 0).sum(), valid
+
+    @functools.wraps(masked)
+    def passes(*args, **kwargs):
+        return masked(*args, **kwargs)
+
+    xs, lengths = jnp.ones((3, 2)), jnp.array([3, 1])
+    total, seen = treescan.mask_scan(passes, 0.0, xs, lengths=lengths, carry_axes=None)
+    assert total == 4
+    assert_bitwise(seen, jnp.array([[1, 1], [1, 0], [1, 0]], bool))
+
+
 def test_annotations_that_a_wrapper_copied_are_not_its_own():
     def cell(w: Float[Array, "a b"], h: Float[Array, " a"], x: Float[Array, ""]) -> Float[Array, " b"]:
         return h @ w + x

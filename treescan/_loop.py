@@ -100,12 +100,16 @@ class Body:
         return body
 
 
-def _parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...] | None:
+def _parameters(function: Callable[..., Any], wrapped: bool = False) -> tuple[inspect.Parameter, ...] | None:
     try:
-        own = tuple(inspect.signature(outermost(function), follow_wrapped=False).parameters.values())
+        return tuple(inspect.signature(outermost(function), follow_wrapped=wrapped).parameters.values())
     except (TypeError, ValueError):
         return None
-    return own
+
+
+def wrapped_parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """The parameters of the innermost function that a wrapper says it wraps, as far as they can be known."""
+    return _parameters(function, wrapped=True) or ()
 
 
 def outermost(function: Any) -> Any:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -10,7 +12,7 @@ import jax.tree_util as jtu
 
 from .._avals import describe_argument, describe_leaf, describe_node
 from .._errors import BodyError, Fault, Row
-from .._loop import Body, Feed, keeps_named_pairs
+from .._loop import Body, Feed, keeps_named_pairs, wrapped_parameters
 from .._tree import is_static, leaves_with_path, thaw_static
 from .._types import Array, PyTree, TreeDef
 from .invariance import check_carry
@@ -155,8 +157,14 @@ def check_arrays(y: PyTree) -> None:
 
 
 def takes_keyword(body: Body, name: str) -> bool:
-    """Whether a body has a parameter of this name behind its first two."""
-    later = (p for i, p in enumerate(body.parameters or ()) if i > 1 or p.kind is p.KEYWORD_ONLY)
+    """Whether a body has a parameter of this name behind its first two, or passes it on to what it wraps."""
+    own = body.parameters or ()
+    passes_on = any(p.kind is p.VAR_KEYWORD for p in own)
+    return _names_keyword(own, name) or (passes_on and _names_keyword(wrapped_parameters(body.function), name))
+
+
+def _names_keyword(parameters: Iterable[inspect.Parameter], name: str) -> bool:
+    later = (p for i, p in enumerate(parameters) if i > 1 or p.kind is p.KEYWORD_ONLY)
     return any(p.name == name and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) for p in later)
 
 
