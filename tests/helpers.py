@@ -198,6 +198,7 @@ class Option(NamedTuple):
     body: Callable[..., Any]
     run: Callable[..., Any]
     consts: int  # of the loop, in the jaxpr: the unchanged weights among them
+    traces: int = 1  # of the body
 
     def call(self, body: Callable[..., Any], init: Any = None, xs: Any = None) -> Any:
         given = arrays()
@@ -228,8 +229,23 @@ def _over_indices(**options: Any) -> Callable[..., Any]:
     return lambda body, init, xs: treescan.fori(0, LENGTH, body, init, **options)
 
 
+def _batch_first(body, init, xs):
+    mask = np.arange(LENGTH) < LENGTHS[:, None]
+    return treescan.mask_scan(body, init, jnp.swapaxes(xs, 0, 1), mask=mask, time_axis=1)
+
+
+def _over_padded(body, init, xs):
+    return treescan.mask_scan(body, init, treescan.Padded(xs, jnp.asarray(LENGTHS)))
+
+
+def _over_packed(body, init, xs):
+    index = treescan.pack([np.zeros(LENGTH)]).index
+    return treescan.mask_scan(body, init, treescan.Packed(xs, jnp.asarray(MASK), jnp.asarray(RESETS), index))
+
+
 LENGTHS = np.array([2, 0, 5])
 MASK = np.arange(LENGTH)[:, None] % 2 < np.array([1, 2, 0])
+RESETS = np.arange(LENGTH)[:, None] == np.array([1, 1, 3])
 SHARED = {"carry_axes": {"h": 0, "w": None}}
 
 # Consts: the weights are one; the key, a leaf given whole, and the good pair (a leaf for each of state and x) add.
@@ -246,14 +262,29 @@ OPTIONS = {
     "fold": Option(folded, over(treescan.fold), 1),
     "accumulate": Option(folded, over(treescan.accumulate), 1),
     "fori": Option(indexed, _over_indices(), 1),
-    "lengths": Option(plain, over(treescan.mask_scan, lengths=LENGTHS), 4),
-    "mask": Option(plain, over(treescan.mask_scan, mask=MASK), 4),
-    "mask_reverse": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, reverse=True), 4),
-    "valid": Option(masked, over(treescan.mask_scan, lengths=LENGTHS), 4),
-    "mask_key": Option(keyed, over(treescan.mask_scan, lengths=LENGTHS, key=jax.random.key(0)), 5),
-    "fill": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill=-1), 4),
-    "fill_nan": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill=float("nan")), 4),
+    "lengths": Option(plain, over(treescan.mask_scan, lengths=LENGTHS), 3),
+    "mask": Option(plain, over(treescan.mask_scan, mask=MASK), 3),
+    "mask_reverse": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, reverse=True), 3),
+    "valid": Option(masked, over(treescan.mask_scan, lengths=LENGTHS), 3),
+    "mask_key": Option(keyed, over(treescan.mask_scan, lengths=LENGTHS, key=jax.random.key(0)), 4),
+    "fill": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill=-1), 3),
+    "fill_nan": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill=float("nan")), 3),
     "carry_axes_none": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, **SHARED), 3),
+    "chunk": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2), 3),
+    "unskipped": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=0), 3),
+    "compact": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2, compact=True, **SHARED), 3, traces=3),
+    "resets": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, resets=RESETS), 4),
+    "resets_alone": Option(plain, over(treescan.mask_scan, resets=RESETS, reverse=True), 4),
+    "hold": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill="hold"), 3),
+    "time_axis": Option(plain, _batch_first, 3),
+    "padded": Option(plain, _over_padded, 3),
+    "packed": Option(plain, _over_packed, 4),
+    "remat_step": Option(plain, over(treescan.scan, remat="step"), 1),
+    "remat_nested": Option(plain, over(treescan.scan, remat="nested"), 1),
+    "fold_remat": Option(folded, over(treescan.fold, remat="nested"), 1),
+    "accumulate_remat": Option(folded, over(treescan.accumulate, remat="step"), 1),
+    "mask_remat_step": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2, remat="step"), 3),
+    "mask_remat_nested": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=1, remat="nested"), 3),
 }
 
 

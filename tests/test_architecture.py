@@ -32,16 +32,28 @@ LAYERS = [  # a module imports from lines above its own only
     "_transforms.body",
     "_transforms.count",
     "_transforms.hoist",
+    "_transforms.remat",
+    "_transforms.batch_axes",
     "_transforms.rows",
     "_transforms.lend",
     "_transforms.good_pairs",
+    "_transforms.fill",
     "_transforms.mask",
+    "_transforms.resets",
+    "_transforms.compact",
+    "_transforms.skip",
+    "_transforms.masking",
     "_transforms.pipeline",
     "_arguments",
+    "_mask_arguments",
     "_run",
     "_scan",
     "_fold",
     "_fori",
+    "_first_fit",
+    "_sequences",
+    "_pad",
+    "_pack",
     "_mask_scan",
     "__init__",
 ]
@@ -220,5 +232,5 @@ def test_the_reader_of_imports_sees_what_it_should() -> None:
     )
     assert sorted(imports(tree)) == [(0, "a.b", []), (0, "jax.lax", ["scan"]), (2, "c", ["d"])]
     assert {"jax.lax.scan", "jax.lax.map", "a.b"} <= set(references(tree))
-    assert {"_loop", "_tree", "_transforms.body", "_transforms.mask"} <= set(own_imports("_transforms.pipeline"))
+    assert {"_loop", "_tree", "_transforms.body", "_transforms.masking"} <= set(own_imports("_transforms.pipeline"))
     assert "_transforms.pipeline" in set(own_imports("_run"))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 
-from treescan._chunk import Wish, plan_sizes, run_chunked
+from treescan._chunk import Level, Wish, plan_sizes, run_chunked as run_levels
 from treescan._loop import Body, Feed, Loop, run
 from treescan._transforms.body import CallBody
 
@@ -33,6 +33,10 @@ def make_loop(body, length, *, reverse=False, unroll=1):
     state = {"h": jnp.array([0.1, 0.2]), "fixed": jnp.array([0.7, 1.3])}
     handle = Body.of(body)
     return Loop(handle, CallBody(handle), None, state, Feed(xs), length, reverse, unroll)
+
+
+def run_chunked(loop, sizes):
+    return run_levels(loop, tuple(map(Level, sizes)))
 
 
 @pytest.mark.parametrize("reverse", [False, True])

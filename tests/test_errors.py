@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
@@ -58,13 +59,17 @@ def _without_jit(run: Callable[[Any], Any]) -> Any:
 
 
 class Case(NamedTuple):
-    """What raises; what it raises; whether `jax.lax.scan` raises too; in which modes and under what it can be run."""
+    """What raises; what it raises; whether `jax.lax.scan` raises too; in which modes and under what it can be run.
+
+    And whether there is a body to name.
+    """
 
     run: Callable[[Any], Any]
     error: type[TreescanError]
     lax: bool
     modes: frozenset[str]
     context: Callable[[], contextlib.AbstractContextManager[Any]]
+    body: bool
 
     def provoke(self, mode: str = "eager") -> None:
         with self.context():
@@ -80,9 +85,10 @@ def case(
     lax: bool = False,
     less: tuple[str, ...] = (),
     context: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+    body: bool = True,
 ) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
     def register(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        CASES[run.__name__] = Case(run, error, lax, frozenset(MODES) - set(less), context)
+        CASES[run.__name__] = Case(run, error, lax, frozenset(MODES) - set(less), context, body)
         return run
 
     return register
@@ -731,6 +737,117 @@ def carry_dtype_in_mask_scan(one):
     return mask_scan(step, {"h": one * jnp.ones(2)}, ROWS, lengths=LENGTHS)
 
 
+RESETS = jnp.zeros((3, 2), bool)
+
+
+@case(ArgumentTypeError)
+def resets_not_bool(one):
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, resets=jnp.zeros((3, 2)))
+
+
+@case(ArgumentError)
+def resets_wrong_length(one):
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, resets=RESETS[:2])
+
+
+@case(ArgumentError)
+def resets_of_other_rows(one):
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, resets=jnp.zeros((3, 4), bool))
+
+
+@case(ArgumentError)
+def resets_of_other_rows_than_mask(one):
+    return mask_scan(step, one * jnp.ones(2), ROWS, mask=~RESETS, resets=jnp.zeros((3, 4), bool))
+
+
+@case(ArgumentError)
+def time_axis_two(one):
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, time_axis=2)
+
+
+@case(ArgumentError)
+def time_first_mask_of_batch_first_xs(one):
+    return mask_scan(step, one * jnp.ones(2), ROWS.swapaxes(0, 1), mask=~RESETS, time_axis=1)
+
+
+@case(ArgumentError)
+def chunk_negative(one):
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, chunk=-1)
+
+
+@case(ArgumentError)
+def compact_without_chunks(one):
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, chunk=0, compact=True)
+
+
+@case(ArgumentTypeError)
+def compact_str(one):
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, compact="rows")
+
+
+@case(ArgumentTypeError)
+def compact_zero_rows(one):
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, compact=(0, 1))
+
+
+@case(ArgumentError)
+def compact_with_key(one):
+    def step(carry, x, *, key):
+        return carry + jax.random.uniform(key, carry.shape), None
+
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, compact=True, key=jax.random.key(0))
+
+
+@case(ArgumentError)
+def compact_single_row(one):
+    return mask_scan(step, one, XS, lengths=2, compact=True)
+
+
+@case(ArgumentError)
+def compact_tier_above_batch(one):
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, compact=(1, 4))
+
+
+@case(BodyError, less=("disable_jit",))
+def compact_body_counts_rows(one):
+    def step(carry, x):
+        return (carry if len(x) == 1 else carry + 1), None
+
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, compact=True)
+
+
+@case(ArgumentError, less=("disable_jit", "vmap"), context=on_mesh)
+def compact_rows_on_a_mesh(one):
+    h = jax.sharding.reshard(one * jnp.ones(2), PartitionSpec("rows"))
+    return mask_scan(step, h, ROWS, lengths=LENGTHS, compact=True)
+
+
+@case(ArgumentError, less=("disable_jit", "vmap", "grad"))
+def compact_in_an_unchecked_shard_map(one):
+    def run(rows):
+        return mask_scan(step, rows, ROWS, lengths=LENGTHS, compact=True)[0]
+
+    mesh = jax.make_mesh((1,), ("devices",), axis_types=(AxisType.Auto,))
+    whole = PartitionSpec()
+    return jax.shard_map(run, mesh=mesh, in_specs=(whole,), out_specs=whole, check_vma=False)(one * jnp.ones(2))
+
+
+@case(ArgumentError)
+def padded_with_lengths(one):
+    return mask_scan(step, one * jnp.ones(2), treescan.Padded(ROWS, LENGTHS), lengths=LENGTHS)
+
+
+@case(ArgumentError)
+def packed_with_time_axis(one):
+    packed = treescan.pack([np.ones((3, 4)), np.ones((2, 4))])
+    return mask_scan(step, one * jnp.ones(2), packed, time_axis=1)
+
+
+@case(ArgumentError)
+def remat_unknown(one):
+    return scan(step, one, XS, remat="steps")
+
+
 # --- annotations ------------------------------------------------------------------------------------------------------
 
 
@@ -769,6 +886,213 @@ def signature_y(one):
         return carry + x, {"mean": carry.mean(), "half": carry[:2]}
 
     return scan(step, one * XS, XS)
+
+
+# --- padding and packing ----------------------------------------------------------------------------------------------
+
+
+def without_body(error: type[TreescanError], **options: Any) -> Any:
+    return case(error, body=False, **options)
+
+
+def words(steps: int, dtype: Any = np.int32) -> dict[str, Any]:
+    """One sequence; of NumPy, as whatever `jnp` makes is traced where a case is."""
+    return {"token": np.ones(steps, dtype), "features": np.ones((steps, 4))}
+
+
+@without_body(ArgumentTypeError)
+def pad_array(one):
+    return treescan.pad(ROWS)
+
+
+@without_body(ArgumentTypeError)
+def pad_single_pytree(one):
+    return treescan.pad(Lstm(XS, XS))
+
+
+@without_body(ArgumentError)
+def pad_nothing(one):
+    return treescan.pad([])
+
+
+@without_body(TracedArgumentError, less=("disable_jit",))
+def pad_traced(one):
+    return jax.jit(lambda x: treescan.pad([words(3), words(2) | {"features": x}]))(jnp.ones((2, 4)))
+
+
+@without_body(ArgumentError)
+def pad_lists_of_numbers(one):
+    return treescan.pad([[1, 2, 3], [4, 5]])
+
+
+@without_body(ArgumentError)
+def pad_without_steps(one):
+    return treescan.pad([words(3) | {"label": 1, "speaker": "ann"}] * 6)
+
+
+@without_body(ArgumentError)
+def pad_without_leaves(one):
+    return treescan.pad([words(3), None])
+
+
+@without_body(ArgumentError)
+def pad_structures_differ(one):
+    return treescan.pad([words(3), {"token": np.ones(3)}, words(1) | {"time": np.ones(1)}, list(words(2).values())])
+
+
+@without_body(ArgumentError)
+def pad_types_differ(one):
+    uneven = words(5) | {"features": np.ones((6, 4))}
+    return treescan.pad([words(3, np.int8), words(3), words(2) | {"features": np.ones((2, 5))}, uneven])
+
+
+@without_body(ArgumentError)
+def pad_many_types_differ(one):
+    return treescan.pad([words(3)] * 20 + [words(3, np.int8)] * 19)
+
+
+@without_body(ArgumentError)
+def pad_too_long(one):
+    return treescan.pad([words(3), words(7)], length=5)
+
+
+@without_body(ArgumentTypeError)
+def pad_length_float(one):
+    return treescan.pad([words(3)], length=5.0)
+
+
+@without_body(ArgumentError)
+def pad_length_negative(one):
+    return treescan.pad([words(3)], length=-1)
+
+
+@without_body(TracedArgumentError, less=("disable_jit",))
+def pad_length_traced(one):
+    return jax.jit(lambda n: treescan.pad([words(3)], length=n))(5)
+
+
+@without_body(ArgumentError)
+def pad_value_does_not_fit(one):
+    return treescan.pad([words(3)], value=float("nan"))
+
+
+@without_body(ArgumentError)
+def pad_value_array(one):
+    return treescan.pad([words(3)], value={"token": 0, "features": np.zeros(4)})
+
+
+@without_body(ArgumentError)
+def pad_value_no_prefix(one):
+    return treescan.pad([words(3)], value={"token": -1})
+
+
+@without_body(ArgumentError)
+def unpad_without_lengths(one):
+    return treescan.unpad(treescan.pad([words(3)]).data)
+
+
+@without_body(ArgumentError)
+def unpad_lengths_twice(one):
+    padded = treescan.pad([words(3)])
+    return treescan.unpad(padded, padded.lengths)
+
+
+@without_body(ArgumentError)
+def unpad_batch_first(one):
+    return treescan.unpad({"x": ROWS, "y": ROWS.swapaxes(0, 1)}, [3, 1])
+
+
+@without_body(ArgumentError)
+def unpad_too_long(one):
+    return treescan.unpad(ROWS, TOO_LONG)
+
+
+@without_body(ArgumentTypeError)
+def unpad_lengths_float(one):
+    return treescan.unpad(ROWS, np.array([3.0, 1.0]))
+
+
+@without_body(ArgumentError)
+def unpad_single(one):
+    return treescan.unpad(XS, 3)
+
+
+@without_body(TracedArgumentError, less=("disable_jit",))
+def unpad_traced(one):
+    return jax.jit(treescan.unpad)(ROWS, LENGTHS)
+
+
+@without_body(TracedArgumentError, less=("disable_jit",))
+def efficiency_traced(one):
+    return jax.jit(lambda padded: padded.efficiency)(treescan.pad([words(3)]))
+
+
+@without_body(TracedArgumentError, less=("disable_jit",))
+def efficiency_of_packed_traced(one):
+    return jax.jit(lambda packed: packed.efficiency)(treescan.pack([words(3)]))
+
+
+@without_body(ArgumentError)
+def padded_mask_out_of_range(one):
+    return treescan.Padded(ROWS, TOO_LONG).mask
+
+
+@without_body(ArgumentError)
+def length_mask_out_of_range(one):
+    return treescan.length_mask(TOO_LONG, 3)
+
+
+@without_body(ArgumentTypeError)
+def length_mask_of_lists(one):
+    return treescan.length_mask([[3, 1], [2]], 3)
+
+
+@without_body(ArgumentTypeError)
+def length_mask_without_length(one):
+    return treescan.length_mask(LENGTHS, None)
+
+
+@without_body(ArgumentError)
+def pack_too_few_rows(one):
+    return treescan.pack([words(3), words(4), words(4)], rows=1, length=6)
+
+
+@without_body(ArgumentError)
+def pack_no_rows(one):
+    return treescan.pack([words(3)], rows=0)
+
+
+@without_body(ArgumentError)
+def pack_too_long(one):
+    return treescan.pack([words(3), words(7)], length=5)
+
+
+@without_body(ArgumentTypeError)
+def unpack_padded(one):
+    padded = treescan.pad([words(3)])
+    return treescan.unpack(padded, padded.data)
+
+
+@without_body(ArgumentError)
+def unpack_other_steps(one):
+    packed = treescan.pack([words(3), words(2)], length=4)
+    return treescan.unpack(packed, {"y": packed.data["token"][1:], "loss": one})
+
+
+@without_body(TracedArgumentError, less=("disable_jit",))
+def unpack_traced(one):
+    return jax.jit(lambda packed: treescan.unpack(packed, packed.data))(treescan.pack([words(3)]))
+
+
+@without_body(ArgumentTypeError)
+def last_swapped(one):
+    packed = treescan.pack([words(3)])
+    return treescan.last(packed.data, packed)
+
+
+@without_body(ArgumentError)
+def last_other_rows(one):
+    return treescan.last(treescan.pad([XS, XS]), ROWS[:, :1])
 
 
 # --- how bodies are named ---------------------------------------------------------------------------------------------
@@ -850,7 +1174,10 @@ def test_text(name: str, mode: str) -> None:
     assert as_spelled(text) == as_spelled(golden.read_text())
 
 
-@pytest.mark.parametrize("name", sorted(CASES.keys() - {"not_callable", "not_callable_in_fori", "named_ufunc"}))
+NAMELESS = {"not_callable", "not_callable_in_fori", "named_ufunc"} | {name for name in CASES if not CASES[name].body}
+
+
+@pytest.mark.parametrize("name", sorted(CASES.keys() - NAMELESS))
 def test_names_the_line_of_the_body(name: str) -> None:
     with pytest.raises(TreescanError) as caught:
         CASES[name].provoke()

@@ -31,37 +31,35 @@ def _with_static_leaves(body, init, xs):
     return treescan.scan(body, init | {"act": jnp.sin}, xs)[1]
 
 
+ALL_AT_ONCE = {"lengths": LENGTHS, "reverse": True, "unroll": 2, "out_axes": -1, "fill": 2, "name": "cell", "chunk": 2}
 MORE = {
-    "annotated": (annotated, over(treescan.scan)),
-    "annotated_mask": (annotated, over(treescan.mask_scan, lengths=LENGTHS)),
-    "static_leaves": (with_static, _with_static_leaves),
-    "split": (plain, over(treescan.scan, _split_transpose=True)),
-    "all_at_once": (
-        masked,
-        over(treescan.mask_scan, lengths=LENGTHS, reverse=True, unroll=2, out_axes=-1, fill=2, name="cell"),
-    ),
+    "annotated": (annotated, over(treescan.scan), 1),
+    "annotated_mask": (annotated, over(treescan.mask_scan, lengths=LENGTHS), 1),
+    "static_leaves": (with_static, _with_static_leaves, 1),
+    "split": (plain, over(treescan.scan, _split_transpose=True), 1),
+    "all_at_once": (masked, over(treescan.mask_scan, **ALL_AT_ONCE), 1),
 }
-CALLS = {name: (option.body, option.run) for name, option in OPTIONS.items()} | MORE
+CALLS = {name: (option.body, option.run, option.traces) for name, option in OPTIONS.items()} | MORE
 
 
 @parametrize("case", CALLS)
 def test_one_trace_and_then_none(case):
-    body, run = case
+    body, run, traces = case
     counted = Counted(body)
     call = functools.partial(run, init=arrays()[0], xs=arrays()[1])
     assert compilations(lambda: call(counted.body))
-    assert counted.calls == 1
+    assert counted.calls == traces
     assert compilations(lambda: call(counted.body)) == []
-    assert counted.calls == 1
+    assert counted.calls == traces
 
 
 @parametrize("case", CALLS)
 def test_one_trace_for_each_outer_trace(case):
-    body, run = case
+    body, run, traces = case
     counted = Counted(body)
     init, xs = arrays()
     call = jax.jit(lambda init, xs: run(counted.body, init, xs))
-    assert counted.traces(lambda _: call(init, xs)) == 1
+    assert counted.traces(lambda _: call(init, xs)) == traces
     assert counted.traces(lambda _: call(init, xs)) == 0
     assert counted.traces(lambda _: call(init, jnp.concatenate([xs, xs], -1)[..., :2] * 2)) == 0
 

@@ -13,6 +13,8 @@ from ._errors import (
 from ._fold import accumulate as accumulate, fold as fold
 from ._fori import fori as fori
 from ._mask_scan import mask_scan as mask_scan
+from ._pack import Packed as Packed, PackIndex as PackIndex, last as last, pack as pack, unpack as unpack
+from ._pad import Padded as Padded, length_mask as length_mask, pad as pad, unpad as unpad
 from ._scan import scan as scan
 
 __version__ = "0.1.0"

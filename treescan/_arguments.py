@@ -20,7 +20,7 @@ from ._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, Row, Tr
 from ._loop import Body
 from ._transforms.axes import LeafAxes, check_axes, spread_axes
 from ._tree import leaves_with_path
-from ._types import Array, Axes, PyTree
+from ._types import Array, Axes, MaskOptions, PyTree, Remat, UnkeyedOptions
 
 _TRACED_LENGTH = (
     "A loop's length is part of the compiled program. For a length that is known only at run time, scan over the "
@@ -29,7 +29,7 @@ _TRACED_LENGTH = (
 )
 
 
-_OF_MASK_SCAN = frozenset({"lengths", "mask", "fill", "carry_axes", "x_axes", "y_axes"})
+_OF_MASK_SCAN = MaskOptions.__annotations__.keys() - UnkeyedOptions.__annotations__.keys()
 
 
 def check_options(
@@ -280,6 +280,18 @@ def check_name(name: Any) -> str | None:
         ArgumentTypeError,
         f"{{verb}} over {{body}}: `name` is a string, got {describe_argument(name)}.",
         'It is how profilers name the loop: `name="encoder"`.',
+    )
+
+
+def check_remat(remat: Any) -> Remat | None:
+    """None, "step" or "nested"."""
+    plans: dict[str, Remat] = {"step": "step", "nested": "nested"}
+    if remat is None or (isinstance(remat, str) and remat in plans):
+        return None if remat is None else plans[remat]
+    raise Fault(
+        ArgumentError,
+        f'{{verb}} over {{body}}: `remat` is "step", "nested" or None, got {describe_argument(remat)}.',
+        '"step" has the gradient recompute each step from its carry; "nested" saves even fewer carries.',
     )
 
 

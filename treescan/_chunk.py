@@ -1,19 +1,35 @@
-"""`chunk`, the one combinator over loops: a loop whose step runs a loop, plus the remainder; and its planner."""
+"""`run_chunked`, the one combinator over loops: a loop whose step runs a loop, plus the remainder; and its planner."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ._loop import Body, Feed, Loop, Step, run
+from ._loop import Body, Feed, Loop, Memo, Step, run
 from ._types import PyTree
+
+
+@dataclass(frozen=True)
+class Level:
+    """One of the nested sizes into which a loop is cut.
+
+    Attributes:
+        size: the steps of a chunk.
+        around: what is put around the step that runs a chunk: `around(step, looped)`, where `looped` tells whether
+            that step is the step of a loop, or runs once, for the remainder. None: nothing.
+        scheduled: whether the feed's schedule has one entry for each chunk of this level.
+    """
+
+    size: int
+    around: Callable[[Step, bool], Step] | None = None
+    scheduled: bool = False
 
 
 @dataclass(frozen=True)
@@ -23,73 +39,88 @@ class RunChunk:
     body: Body
     step: Step
     length: int
-    sizes: tuple[int, ...]
+    levels: tuple[Level, ...]
     reverse: bool
     unroll: int | bool
     lowering: tuple[tuple[str, Any], ...]
+    memo: Memo | None
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        inner = Loop(self.body, self.step, consts, state, feed, self.length, self.reverse, self.unroll, self.lowering)
-        return run_chunked(inner, self.sizes)
+        loop = Loop(
+            self.body, self.step, consts, state, feed, self.length, self.reverse, self.unroll, self.lowering, self.memo
+        )
+        return run_chunked(loop, self.levels)
 
 
-class Chunked(NamedTuple):
-    """A loop in two parts: `main` runs whole chunks, `rest` the steps that fill none, at the highest positions."""
-
-    main: Loop | None
-    rest: Loop | None
+def as_step(loop: Loop, levels: tuple[Level, ...] = ()) -> RunChunk:
+    """A whole loop as the step of another."""
+    return RunChunk(loop.body, loop.step, loop.length, levels, loop.reverse, loop.unroll, loop.lowering, memo=loop.memo)
 
 
-def chunk(loop: Loop, sizes: tuple[int, ...]) -> Chunked:
-    """Splits a loop at the multiples of the largest size, and its chunks at those of the smaller ones.
+def run_chunked(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
+    """Runs a loop in nested chunks; the results are those of `run`.
 
-    Main part, remainder and every level share the loop's own step, so that lax.scan traces the body once.
+    Chunks lie at the multiples of each size, in reverse too; the remainder is at the highest positions. Main part,
+    remainder and every level share the loop's own step, so that lax.scan traces it once.
 
     Args:
         loop: the loop.
-        sizes: ascending, each dividing the next; at least one.
+        levels: ascending in size, each dividing the next. Those that hold the whole loop are left out, unless it is
+            scheduled: then it is their remainder.
     """
-    *inner, size = sizes
-    count, left = divmod(loop.length, size)
-    main = rest = None
-    if count:
-        main = dataclasses.replace(
-            loop,
-            step=RunChunk(loop.body, loop.step, size, tuple(inner), loop.reverse, loop.unroll, loop.lowering),
-            xs=jax.tree.map(lambda leaf: _head(leaf, count * size).reshape(count, size, *leaf.shape[1:]), loop.xs),
-            length=count,
-            unroll=1,
-        )
-    if left:
-        xs = jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, count * size, None), loop.xs)
-        rest = dataclasses.replace(loop, xs=xs, length=left)
-    return Chunked(main, rest)
-
-
-def _head(leaf: Any, steps: int) -> Any:
-    return leaf if leaf.shape[0] == steps else jax.lax.slice_in_dim(leaf, 0, steps)
-
-
-def run_chunked(loop: Loop, sizes: tuple[int, ...]) -> tuple[PyTree, PyTree]:
-    """Runs a loop in nested chunks; the results are those of `run`."""
-    if not sizes or loop.length <= sizes[0]:
+    levels = tuple(level for level in levels if level.size < loop.length or level.scheduled)
+    if not levels or not loop.length:
         return run(loop)
-    main, rest = chunk(loop, sizes)
-    if main is None:
-        return run_chunked(loop, sizes[:-1])
-    if rest is None:
-        return _run_main(main)
+    left = loop.length if levels[-1].size >= loop.length else loop.length % levels[-1].size
+    last = _around(levels[-1], as_step(dataclasses.replace(loop, length=left), levels[:-1]), looped=False)
+    if left == loop.length:
+        schedule = jax.tree.map(lambda leaf: leaf[0], loop.xs.schedule)
+        return last(loop.consts, loop.state, loop.xs._replace(schedule=schedule))
+    main, rest = _split(loop.xs, loop.length - left, levels)
+    if not left:
+        return _run_main(loop, main, levels)
     if loop.reverse:
-        state, last = run_chunked(rest, sizes[:-1])
-        state, first = _run_main(dataclasses.replace(main, state=state))
+        state, end = last(loop.consts, loop.state, rest)
+        state, start = _run_main(dataclasses.replace(loop, state=state), main, levels)
     else:
-        state, first = _run_main(main)
-        state, last = run_chunked(dataclasses.replace(rest, state=state), sizes[:-1])
-    return state, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), first, last)
+        state, start = _run_main(loop, main, levels)
+        state, end = last(loop.consts, state, rest)
+    return state, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), start, end)
 
 
-def _run_main(main: Loop) -> tuple[PyTree, PyTree]:
-    state, ys = run(main)
+def _around(level: Level, step: Step, *, looped: bool) -> Step:
+    return step if level.around is None else level.around(step, looped)
+
+
+def _split(xs: Feed, steps: int, levels: tuple[Level, ...]) -> tuple[Feed, Feed]:
+    """The feed of all whole chunks of the last level, which hold the first `steps` steps, and that of the rest."""
+    size = levels[-1].size
+    unit = next((level.size for level in levels if level.scheduled), size)  # the steps that one entry stands for
+    whole, schedule = xs._replace(schedule=None), xs.schedule
+    main, rest = _group(whole, steps, size)
+    main_schedule, rest_schedule = _group(schedule, steps // unit, size // unit)
+    if levels[-1].scheduled:
+        main_schedule = jax.tree.map(lambda leaf: leaf[:, 0], main_schedule)
+        rest_schedule = jax.tree.map(lambda leaf: leaf[0], rest_schedule)
+    return main._replace(schedule=main_schedule), rest._replace(schedule=rest_schedule)
+
+
+def _group(tree: PyTree, steps: int, size: int) -> tuple[PyTree, PyTree]:
+    """The first `steps` entries of each leaf in groups of `size`, and the others."""
+
+    def group(leaf: Any) -> Any:
+        head = leaf if leaf.shape[0] == steps else jax.lax.slice_in_dim(leaf, 0, steps)
+        return head.reshape(steps // size, size, *leaf.shape[1:])
+
+    if all(leaf.shape[0] == steps for leaf in jax.tree.leaves(tree)):
+        return jax.tree.map(group, tree), tree
+    return jax.tree.map(group, tree), jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, steps, None), tree)
+
+
+def _run_main(loop: Loop, xs: Feed, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
+    size = levels[-1].size
+    step = _around(levels[-1], as_step(dataclasses.replace(loop, length=size), levels[:-1]), looped=True)
+    state, ys = run(dataclasses.replace(loop, step=step, xs=xs, length=loop.length // size, unroll=1, lowering=()))
     return state, jax.tree.map(lambda y: y.reshape(y.shape[0] * y.shape[1], *y.shape[2:]), ys)
 
 

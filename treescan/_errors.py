@@ -169,8 +169,8 @@ def _indent(text: str) -> str:
     return "\n".join("  " + line if line else line for line in text.splitlines())
 
 
-def explain(error: Exception, name: str, body: Any, init: Any = None) -> Exception:
-    """Makes of an exception what the user of the verb `name` should see.
+def explain(error: Exception, name: str, body: Any = None, init: Any = None) -> Exception:
+    """Makes of an exception what the user of the verb `name` should see; one without a body has no `{body}` to name.
 
     A `Fault` becomes its public error, with the body named and no trace of the package's inside. Any other exception
     is the user's own: it stays the same object, less the package's frames in its traceback. The verb raises the

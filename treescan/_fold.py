@@ -55,7 +55,7 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
         init: the carry that the first step is given.
         xs: what is folded: any pytree whose leaves are `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
-        **options: `reverse`, `unroll`, `in_axes`, `key`, `name`, as for `treescan.scan`.
+        **options: `reverse`, `unroll`, `in_axes`, `key`, `remat`, `name`, as for `treescan.scan`.
 
     Returns:
         The last step's carry.
@@ -123,7 +123,7 @@ def accumulate(
         init: the carry that the first step is given; it holds no static leaves, which cannot be stacked.
         xs: what is folded: any pytree whose leaves are `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
-        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `name`, as for `treescan.scan`.
+        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `name`, as for `treescan.scan`.
 
     Returns:
         The carries, `[T, ...]`; in reverse the carry after the step at position t stands at t.

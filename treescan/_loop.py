@@ -23,15 +23,25 @@ from ._types import Array, PyTree
 
 _lax_scan = jax.lax.scan  # as it is now: a program may put treescan's own in its place
 _T = TypeVar("_T")
-_KEPT_PER_BODY = 64
+_KEPT = 64
 
 
 class Feed(NamedTuple):
-    """What one step is fed: its slice of xs and, where an option asks for them, its position and its mask."""
+    """What one step is fed: its slice of xs and, where an option asks for them, further things.
+
+    Attributes:
+        x: the slice of xs.
+        position: the step's position in xs.
+        valid: which rows are data in this step.
+        reset: which rows begin anew before this step.
+        schedule: of a chunk, not of a step: what of it is to be run.
+    """
 
     x: PyTree
     position: Array | None = None
     valid: Array | None = None
+    reset: Array | None = None
+    schedule: PyTree = None
 
 
 class Step(Protocol):
@@ -40,6 +50,27 @@ class Step(Protocol):
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed, /) -> tuple[PyTree, PyTree]:
         """Maps (consts, state, feed) to (state, y)."""
         ...
+
+
+class Memo:
+    """What was made for a body or for one call; the 64 last used things are kept."""
+
+    def __init__(self) -> None:
+        self._made: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
+        self._lock = threading.Lock()
+
+    def __call__(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """What was made under `key` before, else what `make` returns."""
+        with self._lock:
+            if key in self._made:
+                self._made.move_to_end(key)
+                return self._made[key]
+        value = make()
+        with self._lock:
+            value = self._made.setdefault(key, value)
+            if len(self._made) > _KEPT:
+                self._made.popitem(last=False)
+        return value
 
 
 class Body:
@@ -55,8 +86,7 @@ class Body:
             self._function: Callable[[], Any] = weakref.ref(function)
         except TypeError:  # this type has no weak references: the handle lives as long as the call
             self._function = lambda: function
-        self._made: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
-        self._lock = threading.Lock()
+        self.memo = Memo()
 
     @property
     def function(self) -> Callable[..., Any]:
@@ -73,19 +103,6 @@ class Body:
         """The names of its positional parameters, as far as they can be known."""
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
         return tuple(p.name for p in self.parameters or () if p.kind in positional)
-
-    def memo(self, key: Hashable, make: Callable[[], _T]) -> _T:
-        """What was made under `key` before, else what `make` returns; the 64 last used are kept."""
-        with self._lock:
-            if key in self._made:
-                self._made.move_to_end(key)
-                return self._made[key]
-        value = make()
-        with self._lock:
-            value = self._made.setdefault(key, value)
-            if len(self._made) > _KEPT_PER_BODY:
-                self._made.popitem(last=False)
-        return value
 
     @staticmethod
     def of(function: Callable[..., Any]) -> Body:
@@ -136,8 +153,8 @@ class Loop:
         reverse: whether to run from the last position to the first.
         unroll: as for `jax.lax.scan`.
         lowering: further keyword arguments of `jax.lax.scan`, forwarded as they came.
-        interned: whether to keep what is made for the step with the body. Not for a step that holds a trace, which
-            may hold values of an outer one.
+        memo: keeps what is made for the step: the body's own memo, which outlives the call, unless the step holds a
+            trace, and with it values of an outer one.
     """
 
     body: Body
@@ -149,7 +166,7 @@ class Loop:
     reverse: bool = False
     unroll: int | bool = 1
     lowering: tuple[tuple[str, Any], ...] = ()
-    interned: bool = True
+    memo: Memo | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -167,7 +184,7 @@ class _Lowered:
 
     def __call__(self, carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         if not self.packed:
-            return self.step((), carry, Feed(x))
+            return self.step(None, carry, Feed(x))
         consts, state = carry
         state, y = self.step(consts, state, x)
         return (consts, state), y
@@ -184,11 +201,8 @@ def run(loop: Loop) -> tuple[PyTree, PyTree]:
     Consts travel in lax.scan's carry. A carry leaf that a step hands on unchanged is turned into a constant of the
     loop by lax.scan itself, so that this costs nothing, and a step needs no closure.
     """
-    packed = bool(jax.tree.leaves((loop.consts, loop.xs.position, loop.xs.valid)))
-    if loop.interned:
-        function = loop.body.memo((_Lowered, loop.step, packed), lambda: _lower(loop, packed))
-    else:
-        function = _lower(loop, packed)
+    packed = loop.consts is not None or bool(jax.tree.leaves(loop.xs[1:]))
+    function = (loop.memo or loop.body.memo)((_Lowered, loop.step, packed), lambda: _lower(loop, packed))
     carry, xs = ((loop.consts, loop.state), loop.xs) if packed else (loop.state, loop.xs.x)
     if is_jit_disabled() and loop.length:
         result = _run_step_by_step(function, carry, xs, loop.length, loop.reverse)

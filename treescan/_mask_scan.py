@@ -6,17 +6,17 @@ import functools
 from collections.abc import Callable
 from typing import Any, Unpack, overload
 
-import jax.numpy as jnp
-import numpy as np
-from jax.core import Tracer
-
-from ._arguments import check_options
-from ._avals import describe_argument, dtype_of, shape_of
-from ._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
+from ._arguments import check_options, check_remat
+from ._errors import explain, verb
+from ._mask_arguments import RowFlags, check_chunk, check_padded, check_rows, check_time_axis
+from ._pack import Packed
+from ._pad import Padded
 from ._run import CALLS, run_verb
 from ._transforms.axes import static_axes
 from ._transforms.body import check_callable
-from ._transforms.mask import MaskPlan, check_fill
+from ._transforms.compact import check_compact
+from ._transforms.fill import check_fill
+from ._transforms.masking import MaskPlan
 from ._tree import Prefix
 from ._types import (
     Array,
@@ -28,12 +28,22 @@ from ._types import (
     MaskOptions,
     Options,
     PyTree,
+    Remat,
     ValidBody,
     X,
     Y,
 )
 
 
+@overload
+def mask_scan(
+    f: Callable[[Carry, X], tuple[Carry, Y]] | ValidBody[Carry, X, Y],
+    init: Carry,
+    xs: Padded[X] | Packed[X],
+    *,
+    length: int | None = None,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
 @overload
 def mask_scan(
     f: Callable[[Carry, X], tuple[Carry, Y]] | ValidBody[Carry, X, Y],
@@ -56,6 +66,16 @@ def mask_scan(
 def mask_scan(
     f: KeyedBody[Carry, X, Y],
     init: Carry,
+    xs: Padded[X] | Packed[X],
+    *,
+    length: int | None = None,
+    key: Array,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: KeyedBody[Carry, X, Y],
+    init: Carry,
     xs: X,
     *,
     length: int | None = None,
@@ -67,6 +87,16 @@ def mask_scan(
     f: KeyedBody[Carry, None, Y],
     init: Carry,
     xs: None = None,
+    *,
+    length: int | None = None,
+    key: Array,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: KeyedValidBody[Carry, X, Y],
+    init: Carry,
+    xs: Padded[X] | Packed[X],
     *,
     length: int | None = None,
     key: Array,
@@ -100,46 +130,70 @@ def mask_scan(
     *,
     lengths: ArrayLike | None = None,
     mask: ArrayLike | None = None,
+    resets: ArrayLike | None = None,
+    time_axis: int = 0,
     length: int | None = None,
     fill: PyTree = 0,
     carry_axes: Axes = 0,
     x_axes: Axes = 0,
     y_axes: Axes = 0,
+    chunk: int | None = None,
+    compact: bool | tuple[int, ...] = False,
+    remat: Remat | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Scans a batch of rows of unequal length. Padding is never read, whatever stands in it.
+    """Scans a batch of rows of unequal length. Padding is never read, whatever stands in it, and hardly costs anything.
 
     Values and every gradient are those of the unpadded rows, each scanned on its own, and gradients with respect to
     the padding are exactly 0, NaN or inf in the padding or not. This holds for bodies that treat rows independently;
-    one that reduces over rows takes the keyword `valid` and leaves the others out. Steps are computed for all rows,
-    padded or not; a batch without any valid step does not evaluate the body at all.
+    one that reduces over rows takes the keyword `valid` and leaves the others out. Chunks of steps in which no row is
+    valid are not run, forward, in the gradient, in reverse and under `jax.vmap`; with `compact=True`, in the others
+    only the rows that are.
 
     Args:
         f: the body, `f(carry, x) -> (carry, y)`, run once a step on the whole batch. With a parameter `valid`
             behind these two it is given the step's mask, bool[*batch].
         init: the carry that each row starts from; leaves `[*batch, ...]`. It stays what it was in steps that are not
             valid, and a row of length 0 returns it.
-        xs: what is scanned over; leaves `[T, *batch, ...]`. None needs `length`.
+        xs: what is scanned over; leaves `[T, *batch, ...]`. None needs `length`. A `treescan.Padded` or a
+            `treescan.Packed` brings its data together with its lengths, or its mask and resets.
         lengths: int[*batch], traced or not: row b is valid in its first `lengths[b]` steps. The shape is the batch
             shape: () for a single row, several axes for nested batches. Concrete lengths must lie between 0 and T;
             traced ones are clamped to that.
         mask: bool[T, *batch], instead of lengths: which steps are valid, in any pattern.
+        resets: bool[T, *batch]: where a segment (an episode, a sequence among others in a row) begins. Before that
+            step `init` is put back, and no gradient passes; in reverse, before the segment's last valid step. Flags at
+            steps that are not valid mean nothing, and shared leaves are never reset. Without lengths and mask every
+            step is valid.
+        time_axis: 0, or 1 for data that leads with the batch: where the steps stand in xs, ys, `mask` and `resets`.
+            `in_axes` or `out_axes`, where given, say so instead for xs or ys.
         length: the number of steps T; needed without xs.
-        fill: what y is on padded steps, a number, or a prefix tree of y with numbers.
+        fill: what y is on padded steps, a number, or "hold": the last valid y, in the order of the run, and 0 before
+            there is one; or a prefix tree of y with these.
         carry_axes: for each leaf of the carry (a prefix tree) the axis where the batch shape starts. None: the leaf is
             shared by all rows, and changes in steps in which any row is valid.
         x_axes: the same for each leaf of one step's x. None: shared by all rows, as a time index is. A leaf that is
             given whole (None in `in_axes`) has rows only where `x_axes` is a tree that says so.
         y_axes: the same for each leaf of one step's y. None: it has no rows, and is `fill` where no row is valid.
+        chunk: how many steps are skipped together where no row is valid. None: 16, fewer for short loops; 0: nothing
+            is skipped, unless nothing at all is valid. Chunks do not show in results.
+        compact: True: the body must not close over arrays that have rows (they are to come through the carry or xs),
+            and must take any number of rows: it is run on those rows alone that have a valid step in the chunk, brought
+            together along the first axis of the batch, on the smallest of at most 7 tiers (B, B/2, ..., 1) that holds
+            them. The body is traced and compiled once a tier; a tuple names the tiers. Results stand in their places.
+        remat: as for `treescan.scan`. Where chunks are skipped, the gradient recomputes each chunk in any case (unless
+            the body has effects), so that it saves T/chunk carries; "step" and "nested" save less within.
         **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `name`, as for `treescan.scan`. In reverse each
-            row runs from its own last valid step to its first; ys stay where their xs are.
+            row runs from its own last valid step to its first; ys stay where their xs are. `key` excludes `compact`.
 
     Returns:
         The carry after each row's last valid step, and the outputs `[T, *batch, ...]`.
 
     Raises:
-        ArgumentError: as `treescan.scan`; also if neither or both of lengths and mask are given, if they do not fit
-            xs, if the batch shape does not stand where the axes say, or if y cannot hold `fill`.
+        ArgumentError: as `treescan.scan`; also if none of lengths, mask and resets is given, or lengths and mask both,
+            if they do not fit xs, if the batch shape does not stand where the axes say, if y cannot hold `fill`, or if
+            `compact` cannot order the rows (with `key`, `chunk=0`, a single row, rows spread over an explicit mesh,
+            or in a `jax.shard_map` with `check_vma=False`).
         BodyError: as `treescan.scan`.
         CarryError: as `treescan.scan`.
         SignatureError: as `treescan.scan`.
@@ -161,86 +215,36 @@ def mask_scan(
     try:
         check_options(options, _ACCEPTED, {})
         check_callable(f, CALLS["mask_scan"])
+        time_axis = check_time_axis(time_axis)
         plan = MaskPlan(
             static_axes("carry_axes", carry_axes, none=True),
             static_axes("x_axes", x_axes, none=True),
             static_axes("y_axes", y_axes, none=True),
             Prefix.of(check_fill(fill)),
             repr(fill),
+            time_axis,
+            check_chunk(chunk, compact),
+            check_compact(compact, keyed=options.get("key") is not None),
+            check_remat(remat),
         )
-        rows = functools.partial(check_rows, lengths, mask)
-        return run_verb("scan", f, init, xs, length, rows=rows, mask=plan, **options)
+        xs, flags = _rows_of(xs, RowFlags(lengths, mask, resets), time_axis)
+        rows = functools.partial(check_rows, flags, time_axis)
+        axes: dict[str, Any] = {"in_axes": time_axis, "out_axes": time_axis}
+        return run_verb("scan", f, init, xs, length, rows=rows, mask=plan, **{**axes, **options})
     except Exception as error:
         explained = explain(error, "mask_scan", f, init)
     raise explained
 
 
-_ACCEPTED = (
-    frozenset(Options.__annotations__) | {"lengths", "mask", "length", "fill"} | {"carry_axes", "x_axes", "y_axes"}
-)
+_ACCEPTED = frozenset(Options.__annotations__) | MaskOptions.__annotations__.keys() | {"length"}
 
 
-def check_rows(lengths: Any, mask: Any, steps: int) -> tuple[Any, Any]:
-    """Exactly one of lengths (ints, in range if concrete) and mask (bools that lead with the steps)."""
-    if (lengths is None) == (mask is None):
-        both = "both are given" if mask is not None else "neither is given"
-        raise Fault(
-            ArgumentError,
-            f"{{verb}} over {{body}}: pass either `lengths` or `mask`; {both}.",
-            "`lengths` int[*batch] counts each row's steps from the first; `mask` bool[T, *batch] marks any pattern.",
-        )
-    return (_check_lengths(lengths, steps), None) if mask is None else (None, _check_mask(mask, steps))
-
-
-def _check_lengths(lengths: Any, steps: int) -> Any:
-    if isinstance(lengths, list | tuple):
-        lengths = _as_array(lengths)
-    dtype = dtype_of(lengths)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}} over {{body}}: `lengths` are ints, got {describe_argument(lengths)}.",
-            "Give the number of valid steps of each row, int[*batch]; for a bool pattern, use `mask`.",
-        )
-    if isinstance(lengths, Tracer) or not getattr(lengths, "is_fully_addressable", True):
-        return lengths
-    values = np.asarray(lengths)
-    if values.size and (values.min() < 0 or values.max() > steps):
-        row = int(np.argmax((values < 0) | (values > steps)))
-        where = list(map(int, np.unravel_index(row, values.shape))) or ""
-        raise Fault(
-            ArgumentError,
-            f"{{verb}} over {{body}}: `lengths` must lie between 0 and the {steps} steps of xs, but lengths{where} is "
-            f"{values.flat[row]}.",
-            f"Cut the lengths, `jnp.clip(lengths, 0, {steps})`, or pad xs to the longest row.",
-        )
-    return jnp.asarray(lengths)
-
-
-def _as_array(lengths: Any) -> Any:
-    """A list of lengths as an array of ints; a ragged one as it is."""
-    try:
-        array = jnp.asarray(lengths)
-    except (TypeError, ValueError):
-        return lengths
-    return array if array.size else array.astype(jnp.int32)
-
-
-def _check_mask(mask: Any, steps: int) -> Any:
-    if dtype_of(mask) != np.dtype(bool):
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}} over {{body}}: `mask` is a bool array, got {describe_argument(mask)}.",
-            "Compare, as in `mask=tokens != pad`; for the number of valid steps of each row, use `lengths`.",
-        )
-    shape = shape_of(mask) or ()
-    if not shape or shape[0] != steps:
-        raise Fault(
-            ArgumentError,
-            f"{{verb}} over {{body}}: `mask` leads with the steps, bool[{steps}, *batch], but is "
-            f"{describe_argument(mask)}.",
-            "The batch stands in front there: pass `mask.T`."
-            if len(shape) == 2 and shape[1] == steps
-            else f"xs has {steps} steps: give the mask as many, along axis 0.",
-        )
-    return jnp.asarray(mask)
+def _rows_of(xs: PyTree, flags: RowFlags, time_axis: int) -> tuple[PyTree, RowFlags]:
+    """The data and the rows of a `Padded` or a `Packed`; those of anything else as they were given."""
+    if isinstance(xs, Padded | Packed):
+        check_padded({**flags._asdict(), "time_axis": time_axis or None}, type(xs).__name__)
+    if isinstance(xs, Padded):
+        return xs.data, RowFlags(lengths=xs.lengths)
+    if isinstance(xs, Packed):
+        return xs.data, RowFlags(mask=xs.mask, resets=xs.resets)
+    return xs, flags

@@ -10,18 +10,20 @@ from ._arguments import (
     check_keywords,
     check_length,
     check_name,
+    check_remat,
     check_reverse,
     check_unroll,
     infer_length,
     resolve_axes,
 )
 from ._loop import Body
+from ._mask_arguments import RowFlags
 from ._transforms.axes import static_axes
 from ._transforms.body import Kind, check_callable, takes_keyword
-from ._transforms.mask import MaskPlan
+from ._transforms.masking import MaskPlan
 from ._transforms.pipeline import Given, Plan, execute
 from ._tree import freeze_static, thaw_static
-from ._types import Array, Axes, PyTree
+from ._types import Array, Axes, PyTree, Remat
 
 CALLS: dict[str, str] = {
     "scan": "scan(step, init, xs)",
@@ -41,13 +43,14 @@ def run_verb(
     length: int | None = None,
     *,
     lower: int | None = None,
-    rows: Callable[[int], tuple[Any, Any]] | None = None,
+    rows: Callable[[int], RowFlags] | None = None,
     mask: MaskPlan | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: Array | None = None,
+    remat: Remat | None = None,
     name: str | None = None,
     lowering: tuple[tuple[str, Any], ...] = (),
 ) -> tuple[Any, Any]:
@@ -60,13 +63,14 @@ def run_verb(
         xs: what is scanned over.
         length: the number of steps.
         lower: the first index of `fori`.
-        rows: for a masked scan what checks the lengths and the mask, given the number of steps, and returns both.
+        rows: for a masked scan what checks the lengths, the mask and the resets, given the number of steps.
         mask: the axes and the fill of a masked scan.
         reverse: as for `treescan.scan`.
         unroll: as for `treescan.scan`.
         in_axes: as for `treescan.scan`.
         out_axes: as for `treescan.scan`.
         key: as for `treescan.scan`.
+        remat: as for `treescan.scan`.
         name: as for `treescan.scan`.
         lowering: further keyword arguments of `jax.lax.scan`.
     """
@@ -78,7 +82,7 @@ def run_verb(
     frozen_init, frozen_xs = freeze_static(init), freeze_static(xs)
     axes = resolve_axes(in_axes, frozen_xs)
     steps = infer_length(frozen_xs, check_length(length), axes)
-    lengths, valid = rows(steps) if rows is not None else (None, None)
+    flags = rows(steps) if rows is not None else RowFlags()
     plan = Plan(
         kind=kind,
         length=steps,
@@ -89,10 +93,11 @@ def run_verb(
         frozen=frozen_init is not init or frozen_xs is not xs,
         sees_valid=sees_valid,
         name=check_name(name),
+        remat=check_remat(remat),
         mask=mask,
         lowering=lowering,
     )
-    result = execute(body, plan, Given(frozen_init, frozen_xs, key, lengths, valid, lower))
+    result = execute(body, plan, Given(frozen_init, frozen_xs, key, *flags, lower))
     del alive
     return (thaw_static(result[0]), result[1]) if plan.frozen else result
 

@@ -8,7 +8,7 @@ from typing import Any, overload
 from ._arguments import check_options
 from ._errors import explain, verb
 from ._run import run_verb
-from ._types import Array, Axes, Carry, KeyedBody, Options, PyTree, X, Y
+from ._types import Array, Axes, Carry, KeyedBody, Options, PyTree, Remat, X, Y
 
 _ACCEPTED = frozenset(Options.__annotations__) | {"length"}
 
@@ -25,6 +25,7 @@ def scan(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: None = None,
+    remat: Remat | None = None,
     name: str | None = None,
 ) -> tuple[Carry, Y]: ...
 @overload
@@ -39,6 +40,7 @@ def scan(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: None = None,
+    remat: Remat | None = None,
     name: str | None = None,
 ) -> tuple[Carry, Y]: ...
 @overload
@@ -53,6 +55,7 @@ def scan(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: Array,
+    remat: Remat | None = None,
     name: str | None = None,
 ) -> tuple[Carry, Y]: ...
 @overload
@@ -67,6 +70,7 @@ def scan(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: Array,
+    remat: Remat | None = None,
     name: str | None = None,
 ) -> tuple[Carry, Y]: ...
 @verb
@@ -82,6 +86,7 @@ def scan(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: Array | None = None,
+    remat: Remat | None = None,
     name: str | None = None,
     **unknown: Any,
 ) -> tuple[Any, Any]:
@@ -105,6 +110,9 @@ def scan(
             transposed copy.
         key: a PRNG key. The body is then given `key=jax.random.fold_in(key, position)` with the step's position in
             xs, the same in reverse.
+        remat: what the gradient recomputes instead of saving it. None: nothing. "step": each step, so that of all that
+            is computed in one only the carry is saved, T of them. "nested": chunks of about sqrt(T) steps, and in
+            these each step, so that about 2 sqrt(T) carries are saved, for one more evaluation of each step.
         name: how profilers name the loop (a `jax.named_scope`).
 
     Returns:
@@ -139,6 +147,7 @@ def scan(
             in_axes=in_axes,
             out_axes=out_axes,
             key=key,
+            remat=remat,
             name=name,
             lowering=lowering,
         )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, TypeAlias, TypedDict, TypeVar
+from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
 import jax
 import jax.typing
@@ -15,6 +15,9 @@ TreeDef: TypeAlias = Any
 
 Axes: TypeAlias = Any
 """A prefix tree of axes: an int, None where allowed, or containers of them."""
+
+Remat: TypeAlias = Literal["step", "nested"]
+"""What the gradient recomputes: each step, or chunks of steps and each step in these."""
 
 Array: TypeAlias = jax.Array
 ArrayLike: TypeAlias = jax.typing.ArrayLike
@@ -68,6 +71,7 @@ class FoldOptions(IndexOptions, total=False):
     """The options of `fold`, less `key`, which an overload asks for by name."""
 
     in_axes: Axes
+    remat: Remat | None
 
 
 class UnkeyedOptions(FoldOptions, total=False):
@@ -81,10 +85,14 @@ class MaskOptions(UnkeyedOptions, total=False):
 
     lengths: ArrayLike | None
     mask: ArrayLike | None
+    resets: ArrayLike | None
+    time_axis: int
     fill: PyTree
     carry_axes: Axes
     x_axes: Axes
     y_axes: Axes
+    chunk: int | None
+    compact: bool | tuple[int, ...]
 
 
 class Options(UnkeyedOptions, total=False):

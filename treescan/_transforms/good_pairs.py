@@ -13,9 +13,16 @@ from .rows import expand, pick_steps, select, take_row
 
 
 class GoodPair(NamedTuple):
-    """Leaves of the state and of one step's x; their batch axes may have size 1, where all rows are shown one."""
+    """What padded rows are shown; the batch axes may have size 1, where all rows are shown one.
+
+    Attributes:
+        state: leaves of the state.
+        fixed: of the leaves that no step changes, None for one that is shown as it is.
+        x: leaves of one step's x.
+    """
 
     state: list[Array]
+    fixed: list[Array | None]
     x: list[Array]
 
 
@@ -36,9 +43,13 @@ def first_valid(valid: Array, *, reverse: bool) -> tuple[Array, Array]:
 
 
 def own_pairs(
-    state: list[Array], xs: list[Array], valid: Array, carry_axes: LeafAxes, x_axes: LeafAxes, *, reverse: bool
+    state: list[Array], xs: list[Array], valid: Array, axes: tuple[LeafAxes, LeafAxes], *, reverse: bool
 ) -> GoodPair:
-    """Each row's own first valid pair; a row that has none borrows that of another row of the batch."""
+    """Each row's own first valid pair; a row that has none borrows that of another row of the batch.
+
+    `axes` says where the batch shape starts in the state and in one step's x. No unchanged leaf is looked at.
+    """
+    carry_axes, x_axes = axes
     batch = valid.shape[1:]
     have, first = first_valid(valid, reverse=reverse)
     lender = jnp.argmax(have.reshape(-1))
@@ -48,13 +59,23 @@ def own_pairs(
         return select(expand(have, leaf, axis), leaf, take_row(leaf, lender, axis, batch))
 
     at_first = [pick_steps(leaf, first, axis) for leaf, axis in zip(xs, x_axes, strict=True)]
-    return GoodPair(list(map(borrow, state, carry_axes)), list(map(borrow, at_first, x_axes)))
+    return GoodPair(list(map(borrow, state, carry_axes)), [], list(map(borrow, at_first, x_axes)))
 
 
 def earliest_pair(
-    state: list[Array], xs: list[Array], valid: Array, carry_axes: LeafAxes, x_axes: LeafAxes, *, reverse: bool
+    state: list[Array],
+    fixed: list[Array | None],
+    xs: list[Array],
+    valid: Array,
+    axes: tuple[LeafAxes, LeafAxes, LeafAxes],
+    *,
+    reverse: bool,
 ) -> GoodPair:
-    """The first valid pair of the row that begins first, with the leaves that all rows share as they were then."""
+    """The first valid pair of the row that begins first, with the leaves that all rows share as they were then.
+
+    `axes` says where the batch shape starts in the state, in unchanged leaves and in one step's x.
+    """
+    carry_axes, fixed_axes, x_axes = axes
     batch, length = valid.shape[1:], valid.shape[0]
     have, first = first_valid(valid, reverse=reverse)
     order = length - 1 - first if reverse else first
@@ -64,5 +85,6 @@ def earliest_pair(
     def row(leaf: Array, axis: int | None) -> Array:
         return leaf if axis is None else take_row(leaf, lender, axis, batch)
 
+    lasting = [None if leaf is None else row(leaf, axis) for leaf, axis in zip(fixed, fixed_axes, strict=True)]
     at_step = [jax.lax.dynamic_index_in_dim(leaf, step, 0, keepdims=False) for leaf in xs]
-    return GoodPair(list(map(row, state, carry_axes)), list(map(row, at_step, x_axes)))
+    return GoodPair(list(map(row, state, carry_axes)), lasting, list(map(row, at_step, x_axes)))

@@ -1,21 +1,24 @@
-"""Leaves that all rows share and the body never changes, weights in the carry say, leave the state.
+"""The body is traced once, up front, and leaves that it hands on unchanged, weights in the carry say, leave the state.
 
-lax.scan turns a leaf that comes back as it went in into a constant. But a mask shows shared leaves as they began where
-no row is valid: of a constant too, that would be a new value each step, which the gradient would save T times.
+lax.scan turns a leaf that comes back as it went in into a constant. But behind a mask, a branch or a checkpoint a leaf
+is a new value each step, which the gradient would save T times: so this is read off a trace before.
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 from jax.core import eval_jaxpr
 
-from .._loop import Feed, Loop, settle, weak_types_settled
+from .._errors import BodyError, Fault
+from .._loop import Feed, Loop, Memo, Step, settle, weak_types_settled
 from .._types import PyTree, TreeDef
-from .axes import LeafAxes
+
+Shapes = tuple[tuple[int, ...], ...]
 
 
 @dataclass(frozen=True, eq=False)
@@ -23,62 +26,134 @@ class Traced:
     """A step that was traced already. Its consts are (unchanged leaves, inner consts), its state the other leaves.
 
     Attributes:
-        jaxpr: the step, flat: (inner consts, state leaves, feed) to (state leaves, y).
+        jaxprs: the step, flat, for the shapes of its arguments: (inner consts, state, feed) to (state, y).
         fixed: for each leaf of the state whether it is unchanged.
         y: the structure of y.
     """
 
-    jaxpr: Any
+    jaxprs: dict[Shapes, Any]
     fixed: tuple[bool, ...]
     y: TreeDef
 
     def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
         unchanged, inner = consts
         leaves = jax.tree.leaves((inner, merge(self.fixed, unchanged, state), feed))
-        out = eval_jaxpr(self.jaxpr.jaxpr, self.jaxpr.consts, *leaves, propagate_source_info=True)
+        jaxpr = self.jaxprs[_shapes(leaves)]
+        out = eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *leaves, propagate_source_info=True)
         new, y = out[: len(self.fixed)], out[len(self.fixed) :]
         changed = [leaf for leaf, fixed in zip(new, self.fixed, strict=True) if not fixed]
         return changed, jax.tree.unflatten(self.y, y)
 
 
+@dataclass(frozen=True)
+class Untraced:
+    """A step in the same form that is not traced, for `jax.disable_jit`. Nothing leaves its state."""
+
+    step: Step
+    structure: TreeDef
+
+    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        _, inner = consts
+        new, y = self.step(inner, jax.tree.unflatten(self.structure, state), feed)
+        return jax.tree.leaves(new), y
+
+
 class Hoisted(NamedTuple):
-    """A loop whose state is the list of leaves that change, and how to put the others back."""
+    """A loop whose state is the list of leaves that change, and what else its trace told.
+
+    Attributes:
+        loop: the loop; its consts are (unchanged leaves, the consts of before).
+        fixed: for each leaf of the state of before whether it is unchanged.
+        structure: of that state.
+        y: the types of one step's y; None if nothing was traced.
+        effects: whether the body does something beside computing, as callbacks do.
+    """
 
     loop: Loop
     fixed: tuple[bool, ...]
-    unchanged: list[Any]
     structure: TreeDef
+    y: PyTree
+    effects: bool
 
     def restore(self, changed: list[Any]) -> PyTree:
         """The whole state."""
-        return jax.tree.unflatten(self.structure, merge(self.fixed, self.unchanged, changed))
+        unchanged, _ = self.loop.consts
+        return jax.tree.unflatten(self.structure, merge(self.fixed, unchanged, changed))
 
 
-def hoist_shared(loop: Loop, carry_axes: LeafAxes) -> Hoisted:
-    """Traces the step, once and for all, and takes unchanged shared leaves (those without an axis) out of the state."""
+def hoist(loop: Loop) -> Hoisted:
+    """Traces the step, once and for all, and takes unchanged leaves out of the state."""
     leaves, structure = jax.tree.flatten(loop.state)
-    feed = jax.eval_shape(lambda xs: jax.tree.map(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), xs), loop.xs)
+    jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, one_step(loop.xs)))
+    leaves, changed = settle(leaves, new)
+    if changed:  # a weakly typed init: as lax.scan does, once more from what it is promoted to
+        with weak_types_settled():
+            jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, one_step(loop.xs)))
+    fixed = _unchanged(jaxpr, len(jax.tree.leaves(loop.consts)), len(leaves))
+    unchanged = [leaf for leaf, is_fixed in zip(leaves, fixed, strict=True) if is_fixed]
+    state = [leaf for leaf, is_fixed in zip(leaves, fixed, strict=True) if not is_fixed]
+    shapes = _shapes(jax.tree.leaves((loop.consts, leaves, one_step(loop.xs))))
+    traced = Traced({shapes: jaxpr}, fixed, jax.tree.structure(y))
+    hoisted = dataclasses.replace(loop, step=traced, consts=(unchanged, loop.consts), state=state, memo=Memo())
+    return Hoisted(hoisted, fixed, structure, y, effects=bool(jaxpr.effects))
 
+
+def flatten_only(loop: Loop) -> Hoisted:
+    """The same form without a trace: under `jax.disable_jit` the body is to see values."""
+    leaves, structure = jax.tree.flatten(loop.state)
+    step = Untraced(loop.step, structure)
+    flat = dataclasses.replace(loop, step=step, consts=([], loop.consts), state=leaves)
+    return Hoisted(flat, (False,) * len(leaves), structure, None, effects=False)
+
+
+def trace_also(hoisted: Hoisted, loop: Loop, given: Sequence[PyTree]) -> None:
+    """Traces the step for other shapes of (consts, state leaves, feed) as well, on which it must do the same.
+
+    Args:
+        hoisted: what `hoist(loop)` returned.
+        loop: the loop before.
+        given: the types of its consts, of its state's leaves and of one step's feed.
+    """
+    traced = hoisted.loop.step
+    assert isinstance(traced, Traced)
+    consts, leaves, feed = given
+    with weak_types_settled():
+        jaxpr, (_, y) = _trace(loop, hoisted.structure, (consts, leaves, feed))
+    fixed = _unchanged(jaxpr, len(jax.tree.leaves(consts)), len(leaves))
+    dtypes = [[leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (y, hoisted.y)]
+    if fixed != traced.fixed or jax.tree.structure(y) != traced.y or dtypes[0] != dtypes[1]:
+        raise Fault(
+            BodyError,
+            "{body} does something else when it is given fewer rows, as `compact` gives it.",
+            "Let the body treat any number of rows alike, or leave `compact` out.",
+        )
+    traced.jaxprs[_shapes(jax.tree.leaves((consts, leaves, feed)))] = jaxpr
+
+
+def one_step(xs: Feed) -> Feed:
+    """The types of what one step is fed."""
+    return jax.eval_shape(lambda xs: jax.tree.map(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), xs), xs)
+
+
+def _trace(loop: Loop, structure: TreeDef, given: tuple[PyTree, list[Any], Feed]) -> tuple[Any, Any]:
     def step(consts: PyTree, leaves: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
         state, y = loop.step(consts, jax.tree.unflatten(structure, leaves), feed)
         return jax.tree.leaves(state), y
 
-    jaxpr, (new, y) = jax.make_jaxpr(step, return_shape=True)(loop.consts, leaves, feed)
-    leaves, changed = settle(leaves, new)
-    if changed:  # a weakly typed init: as lax.scan does, once more from what it is promoted to
-        with weak_types_settled():
-            jaxpr, (new, y) = jax.make_jaxpr(step, return_shape=True)(loop.consts, leaves, feed)
-    first = len(jax.tree.leaves(loop.consts))
-    given, returned = jaxpr.jaxpr.invars[first : first + len(leaves)], jaxpr.jaxpr.outvars[: len(leaves)]
-    fixed = tuple(a is b and axis is None for a, b, axis in zip(given, returned, carry_axes, strict=True))
-    unchanged = [leaf for leaf, is_fixed in zip(leaves, fixed, strict=True) if is_fixed]
-    state = [leaf for leaf, is_fixed in zip(leaves, fixed, strict=True) if not is_fixed]
-    traced = Traced(jaxpr, fixed, jax.tree.structure(y))
-    hoisted = dataclasses.replace(loop, step=traced, consts=(unchanged, loop.consts), state=state, interned=False)
-    return Hoisted(hoisted, fixed, unchanged, structure)
+    return jax.make_jaxpr(step, return_shape=True)(*given)
 
 
-def merge(flags: tuple[bool, ...], on: list[Any], off: list[Any]) -> list[Any]:
+def _unchanged(jaxpr: Any, first: int, count: int) -> tuple[bool, ...]:
+    """Which of the `count` leaves of the state, which stand after `first` others, are outputs in their own place."""
+    given, returned = jaxpr.jaxpr.invars[first : first + count], jaxpr.jaxpr.outvars[:count]
+    return tuple(a is b for a, b in zip(given, returned, strict=True))
+
+
+def _shapes(leaves: Sequence[Any]) -> Shapes:
+    return tuple(jax.typeof(leaf).shape if not hasattr(leaf, "shape") else tuple(leaf.shape) for leaf in leaves)
+
+
+def merge(flags: Sequence[bool], on: Sequence[Any], off: Sequence[Any]) -> list[Any]:
     """One list of two, each flag telling which of them is next."""
     first, second = iter(on), iter(off)
     return [next(first if flag else second) for flag in flags]

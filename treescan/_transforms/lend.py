@@ -1,7 +1,7 @@
-"""Questions that vmap and shard_map must not split: is any element valid, and whose values may the others borrow?
+"""Questions that vmap and shard_map must not split: how much is to be run, and whose values may the others borrow?
 
 Under `jax.vmap` an element of the mapped axis may have nothing valid to offer. Both answers are `custom_vmap`
-functions, so that they see the mapped axis as a whole: `any_of_all` stays one unbatched predicate (a `cond` on it
+functions, so that they see the mapped axis as a whole: `most_of_all` stays one unbatched number (a branch chosen by it
 stays a branch instead of becoming a select), and `lend` fills in the elements that have nothing from one that has.
 """
 
@@ -19,15 +19,15 @@ from .rows import add_up, select
 
 
 @custom_vmap
-def any_of_all(flag: Array) -> Array:
-    """`flag` itself; under vmap, nested or not, whether any element's flag is set. bool[] to bool[]."""
-    return flag
+def most_of_all(counts: Array) -> Array:
+    """`counts` itself; under vmap, nested or not, the largest of all elements. int32[...] to int32[...]."""
+    return counts
 
 
-@any_of_all.def_vmap
-def _any_of_all_rule(axis_size: int, in_batched: list[bool], flag: Array) -> tuple[Array, bool]:
+@most_of_all.def_vmap
+def _most_of_all_rule(axis_size: int, in_batched: list[bool], counts: Array) -> tuple[Array, bool]:
     del axis_size
-    return any_of_all(jnp.any(flag, axis=0) if in_batched[0] else flag), False
+    return most_of_all(jnp.max(counts, axis=0) if in_batched[0] else counts), False
 
 
 def may_branch() -> bool:
@@ -39,10 +39,10 @@ def may_branch() -> bool:
     return not manual or bool(varying_axes(jax.typeof(jax.lax.axis_index(manual[0]))))
 
 
-def any_device(flag: Array) -> Array:
-    """Reduces a flag over the manual mesh axes that it varies on, so that all devices take the same branch."""
-    axes = tuple(sorted(varying_axes(jax.typeof(flag))))
-    return jax.lax.pmax(flag.astype(jnp.int32), axes) > 0 if axes else flag
+def most_of_devices(counts: Array) -> Array:
+    """The largest counts over the manual mesh axes that they vary on, so that all devices take the same branch."""
+    axes = tuple(sorted(varying_axes(jax.typeof(counts))))
+    return jax.lax.pmax(counts, axes) if axes else counts
 
 
 @custom_vmap

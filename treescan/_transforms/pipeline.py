@@ -14,11 +14,12 @@ import numpy as np
 from .._loop import Body, Feed, Loop, is_jit_disabled, run
 from .._retrace import under_a_trace
 from .._tree import Prefix
-from .._types import Array, ArrayLike, PyTree
+from .._types import Array, ArrayLike, PyTree, Remat
 from .axes import LeafAxes, move_outputs, scan_over_axes
 from .body import CallBody, Kind
 from .count import count
-from .mask import MaskPlan, run_masked
+from .masking import MaskPlan, run_masked
+from .remat import rematerializes, run_rematerialized
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,7 @@ class Plan:
         frozen: whether init or xs hold static leaves.
         sees_valid: whether the body takes `valid`.
         name: the profiler's name for the loop.
+        remat: what the gradient recomputes.
         mask: the axes and the fill of a masked scan.
         lowering: further keyword arguments of `jax.lax.scan`.
     """
@@ -48,6 +50,7 @@ class Plan:
     frozen: bool = False
     sees_valid: bool = False
     name: str | None = None
+    remat: Remat | None = None
     mask: MaskPlan | None = None
     lowering: tuple[tuple[str, Any], ...] = ()
 
@@ -61,6 +64,7 @@ class Given(NamedTuple):
         key: the loop's PRNG key.
         lengths: int[*batch] of a masked scan, or None.
         mask: bool[T, *batch] of a masked scan, or None.
+        resets: bool[T, *batch] of a masked scan, or None.
         lower: the first index of `fori`.
     """
 
@@ -69,6 +73,7 @@ class Given(NamedTuple):
     key: Array | None = None
     lengths: ArrayLike | None = None
     mask: ArrayLike | None = None
+    resets: ArrayLike | None = None
     lower: int | None = None
 
 
@@ -86,14 +91,15 @@ def execute(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
 
 def _has_work(plan: Plan, given: Given) -> bool:
     moves = any(plan.in_axes or ()) or None in (plan.in_axes or ()) or plan.out_axes is not None
-    return moves or given.key is not None or plan.mask is not None
+    return moves or given.key is not None or plan.mask is not None or plan.remat is not None
 
 
 def assemble(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
     """Builds the loop, transforms it, runs it.
 
     The order of the transforms, innermost first:
-    call the body (keywords, static leaves, annotations, invariance of the carry) -> index or axes -> mask -> run.
+    call the body (keywords, static leaves, annotations, invariance of the carry) -> index or axes -> leaves that no
+    step changes -> mask -> resets -> held outputs -> remat of a step -> skip -> remat of a chunk -> run.
     """
     loop = Loop(
         body=body,
@@ -114,23 +120,35 @@ def assemble(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
             (_, state), ys = run(count(loop, given.lower))
             return state, ys
         if plan.mask is not None:  # it follows the axes too: rows stand where they do in the user's x
-            result = run_masked(loop, _valid(plan, given), plan.mask, names_of(body, plan.kind), plan.in_axes)
+            valid, resets = _flags(plan, given)
+            result = run_masked(loop, valid, resets, plan.mask, names_of(body, plan.kind), plan.in_axes)
         else:
-            result = run(loop if plan.in_axes is None else scan_over_axes(loop, plan.in_axes))
+            loop = loop if plan.in_axes is None else scan_over_axes(loop, plan.in_axes)
+            remat = plan.remat if rematerializes(plan.length) else None
+            result = run(loop) if remat is None else run_rematerialized(loop, remat)
         if plan.out_axes is None:
             return result
         state, ys = result
         return state, move_outputs(ys, plan.out_axes.tree)
 
 
-def _valid(plan: Plan, given: Given) -> Array:
-    """bool[T, *batch]: which steps of which rows are data."""
-    if given.lengths is None:
-        assert given.mask is not None
-        return jnp.asarray(given.mask)
-    lengths = jnp.asarray(given.lengths)
+def _flags(plan: Plan, given: Given) -> tuple[Array, Array | None]:
+    """bool[T, *batch]: which steps of which rows are data, and which begin a segment."""
+    assert plan.mask is not None
+    resets = None if given.resets is None else jnp.moveaxis(jnp.asarray(given.resets), plan.mask.time_axis, 0)
+    if given.lengths is not None:
+        return length_mask(given.lengths, plan.length), resets
+    if given.mask is not None:
+        return jnp.moveaxis(jnp.asarray(given.mask), plan.mask.time_axis, 0), resets
+    assert resets is not None
+    return jnp.ones_like(resets), resets
+
+
+def length_mask(lengths: ArrayLike, length: int) -> Array:
+    """bool[length, *batch]: whether a step is among the first `lengths` of its row."""
+    lengths = jnp.asarray(lengths)
     dtype = np.promote_types(lengths.dtype, np.int32)  # the positions need not fit into the lengths' own dtype
-    steps = jax.lax.broadcasted_iota(dtype, (plan.length, *lengths.shape), 0)
+    steps = jax.lax.broadcasted_iota(dtype, (length, *lengths.shape), 0)
     return steps < lengths.astype(dtype)[None]
 
 

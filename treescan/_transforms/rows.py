@@ -30,6 +30,11 @@ def expand(valid: Array, leaf: Array, axis: int) -> Array:
     return valid.reshape((*(1 for _ in range(axis)), *valid.shape, *(1 for _ in range(leaf.ndim - axis - valid.ndim))))
 
 
+def select_valid(valid: Array, new: Array, old: Array, axis: int | None) -> Array:
+    """`new` for valid rows, `old` for others; for a leaf without rows (None), `new` if any row is valid."""
+    return select(jnp.any(valid) if axis is None else expand(valid, new, axis), new, old)
+
+
 def take_row(leaf: Array, row: Array, axis: int, batch: tuple[int, ...]) -> Array:
     """One row of a leaf, its batch axes kept with size 1; `row` counts through the batch shape in C order."""
     if is_sharded(leaf):

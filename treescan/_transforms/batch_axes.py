@@ -1,0 +1,96 @@
+"""Where the batch shape stands in each leaf: read off prefix trees, checked, and kept beside a loop on the way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+
+from .._avals import describe_leaf, shape_of
+from .._errors import ArgumentError, Fault, Row
+from .._loop import Loop
+from .._tree import Prefix, leaves_with_path
+from .._types import PyTree
+from .axes import LeafAxes, spread_axes
+
+
+class RowAxes(NamedTuple):
+    """The axis where the batch shape starts in each leaf; None: the leaf has no rows.
+
+    Attributes:
+        consts: for each leaf of a loop's consts.
+        state: for each leaf of its state.
+        x: for each leaf of one step's x.
+        y: for each leaf of one step's y; empty where y is not known yet.
+    """
+
+    consts: LeafAxes
+    state: LeafAxes
+    x: LeafAxes
+    y: LeafAxes
+
+
+class RowLoop(NamedTuple):
+    """A loop over a batch, whose xs hold the mask, and where its rows stand."""
+
+    loop: Loop
+    axes: RowAxes
+
+
+def spread_batch_axes(option: str, axes: Prefix, tree: PyTree, root: str, batch: tuple[int, ...]) -> LeafAxes:
+    """One axis a leaf, counted from 0, and the batch shape must stand there.
+
+    Raises:
+        Fault: for an `ArgumentError` that lists the leaves in which it does not.
+    """
+    rows, spread = [], []
+    found: set[tuple[int, ...]] = set()
+    for (path, leaf), axis in zip(
+        leaves_with_path(root, tree), spread_axes(option, axes.tree, tree, root, none=True), strict=True
+    ):
+        shape = shape_of(leaf) or ()
+        start = axis if axis is None or axis >= 0 else axis + len(shape)
+        spread.append(start)
+        stands = start is None or (0 <= start <= len(shape) - len(batch) and shape[start : start + len(batch)] == batch)
+        if start is not None:
+            found.add(shape[start : start + len(batch)])
+        if not stands:
+            rows.append(Row(path, f"{_shape(batch)} at axis {axis}", describe_leaf(leaf), ""))
+    if rows:
+        other = _shape(found.pop()) if len(found) == 1 else ""
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: the batch shape {_shape(batch)} of the mask does not stand in every leaf.",
+            *([f"The data has batch shape {other}: pass the lengths or the mask of just these rows."] if other else []),
+            f"`{option}` says where the batch shape starts in each leaf of {root} (0: it leads), and None marks a leaf "
+            "that all rows share.",
+            header=("leaf", "batch shape", "is"),
+            rows=rows,
+        )
+    return tuple(spread)
+
+
+def _shape(shape: Sequence[int]) -> str:
+    return f"[{','.join(map(str, shape))}]"
+
+
+def rows_of_x(
+    xs: PyTree, prefix: Prefix, in_axes: LeafAxes | None, root: str, batch: tuple[int, ...]
+) -> tuple[LeafAxes, LeafAxes]:
+    """Where the batch shape starts in the leaves of one step's x: in those that are sliced, and in those given whole.
+
+    A leaf that is given whole has rows where `x_axes` is a tree that says so: one int for all speaks of the slices.
+    """
+    leaves, structure = jax.tree.flatten(xs)
+    axes = in_axes or (0,) * len(leaves)
+    step = [
+        jax.ShapeDtypeStruct(shape if axis is None else shape[:axis] + shape[axis + 1 :], jax.typeof(leaf).dtype)
+        for leaf, axis in zip(leaves, axes, strict=True)
+        for shape in (jax.typeof(leaf).shape,)
+    ]
+    if isinstance(prefix.tree, int):
+        prefix = Prefix.of(jax.tree.unflatten(structure, [None if a is None else prefix.tree for a in axes]))
+    starts = spread_batch_axes("x_axes", prefix, jax.tree.unflatten(structure, step), root, batch)
+    pairs = list(zip(starts, axes, strict=True))
+    return tuple(s for s, axis in pairs if axis is not None), tuple(s for s, axis in pairs if axis is None)

@@ -1,0 +1,174 @@
+"""What outputs are on steps that are not valid: a number, or the last valid one, held."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from .._avals import describe_argument, describe_leaf, is_key, vary_over, varying_axes
+from .._errors import ArgumentError, ArgumentTypeError, Fault
+from .._loop import Feed, Step
+from .._tree import Prefix, PrefixMismatch, leaves_with_path
+from .._types import Array, PyTree
+from .axes import LeafAxes
+from .batch_axes import RowLoop
+from .rows import pick_steps, select_valid
+
+HOLD = "hold"
+
+
+@dataclass(frozen=True)
+class Hold:
+    """The step that holds outputs. Its state is (held outputs, the inner state), the held ones 0 to begin with.
+
+    Attributes:
+        step: the inner step.
+        held: for each leaf of y whether it is held.
+        y_axes: for each leaf of y the axis where the batch shape starts, or None.
+    """
+
+    step: Step
+    held: tuple[bool, ...]
+    y_axes: LeafAxes
+
+    def __call__(self, consts: PyTree, state: tuple[list[Array], PyTree], feed: Feed) -> tuple[PyTree, PyTree]:
+        before, inner = state
+        inner, y = self.step(consts, inner, feed)
+        assert feed.valid is not None
+        leaves, structure = jax.tree.flatten(y)
+        old, now = iter(before), []
+        for i, (is_held, axis) in enumerate(zip(self.held, self.y_axes, strict=True)):
+            if is_held:
+                leaves[i] = select_valid(feed.valid, leaves[i], next(old), axis)
+                now.append(leaves[i])
+        return (now, inner), jax.tree.unflatten(structure, leaves)
+
+
+def hold(rows: RowLoop, fill: Prefix, y: PyTree) -> RowLoop:
+    """Holds the outputs whose fill is "hold".
+
+    Args:
+        rows: the loop, whose outputs are filled with 0 there.
+        fill: a prefix of y.
+        y: the types of one step's y.
+    """
+    loop, axes = rows
+    held = is_held(fill, y)
+    if not any(held):
+        return rows
+    zeros = [jax.lax.full(leaf.shape, 0, leaf.dtype) for leaf, on in zip(jax.tree.leaves(y), held, strict=True) if on]
+    zeros = [vary_over(zero, varying_axes(jax.typeof(loop.xs.valid))) for zero in zeros]
+    held_axes = [axis for axis, on in zip(axes.y, held, strict=True) if on]
+    loop = dataclasses.replace(loop, step=Hold(loop.step, held, axes.y), state=(zeros, loop.state))
+    return RowLoop(loop, axes._replace(state=(*held_axes, *axes.state)))
+
+
+def hold_afterwards(ys: PyTree, valid: Array, fill: Prefix, y_axes: LeafAxes, *, reverse: bool) -> PyTree:
+    """The same from the outputs of all steps, where these are computed one by one on concrete values."""
+    order = jnp.arange(valid.shape[0]).reshape(-1, *(1 for _ in valid.shape[1:]))
+    if reverse:
+        last = jax.lax.cummin(jnp.where(valid, order, valid.shape[0]), reverse=True)
+    else:
+        last = jax.lax.cummax(jnp.where(valid, order, -1))
+
+    def held(leaf: Array, axis: int | None) -> Array:
+        steps, start = (last, axis) if axis is not None else (_over_rows(last, reverse=reverse), 0)
+        picked = jnp.stack([pick_steps(leaf, jnp.clip(step, 0, valid.shape[0] - 1), start) for step in steps])
+        ever = (steps >= 0) & (steps < valid.shape[0])
+        shape = (ever.shape[0], *(1 for _ in range(start)), *ever.shape[1:])
+        return jnp.where(ever.reshape(shape + (1,) * (leaf.ndim - len(shape))), picked, jnp.zeros_like(leaf))
+
+    leaves, structure = jax.tree.flatten(ys)
+    flags = is_held(fill, ys)
+    done = [held(y, axis) if on else y for y, on, axis in zip(leaves, flags, y_axes, strict=True)]
+    return jax.tree.unflatten(structure, done)
+
+
+def _over_rows(last: Array, *, reverse: bool) -> Array:
+    rows = last.reshape(last.shape[0], -1)
+    return jnp.min(rows, axis=1) if reverse else jnp.max(rows, axis=1)
+
+
+def is_held(fill: Prefix, y: PyTree) -> tuple[bool, ...]:
+    """For each leaf of y whether its fill is "hold"."""
+    return tuple(isinstance(value, str) for value in _spread(fill, y))
+
+
+def fill_leaves(fill: Prefix, tree: PyTree) -> list[Array]:
+    """The fill of each leaf, a scalar of the leaf's dtype; typed keys, and what is held, are filled with zero bits.
+
+    Raises:
+        Fault: for an `ArgumentError` if the prefix does not fit or a fill cannot be represented in a leaf's dtype.
+    """
+    named = leaves_with_path("y", tree)
+    return [_cast(value, leaf, path) for value, (path, leaf) in zip(_spread(fill, tree), named, strict=True)]
+
+
+def _spread(fill: Prefix, tree: PyTree) -> list[Any]:
+    try:
+        return fill.spread(tree, "y")
+    except PrefixMismatch as error:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `fill` is no prefix of y: {error}.",
+            "Give one scalar for all of y, or a tree with the structure of y down to where one scalar holds.",
+        ) from None
+
+
+def _cast(value: Any, leaf: Any, path: str) -> Array:
+    dtype = leaf.dtype if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf).dtype
+    if is_key(leaf) or isinstance(value, str):
+        return jax.lax.full((), 0, dtype)
+    if not _holds(dtype, value):
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: {path} is {describe_leaf(leaf)}, which cannot hold the fill {value!r}.",
+            "Give a `fill` that fits, or one for each leaf of y.",
+        )
+    return jnp.asarray(value, dtype)
+
+
+def _holds(dtype: Any, value: complex) -> bool:
+    """Whether a dtype can hold a number; floating-point dtypes round."""
+    if isinstance(value, int) and abs(value) > 2**64:
+        return False
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return True
+    if isinstance(value, complex):
+        return False
+    if jnp.issubdtype(dtype, jnp.floating):
+        return True
+    if math.isnan(value) or math.isinf(value) or value != int(value):
+        return False
+    if dtype == np.bool_:
+        return value in (0, 1)
+    limits = jnp.iinfo(dtype)
+    return bool(limits.min <= value <= limits.max)
+
+
+def check_fill(fill: PyTree) -> PyTree:
+    """The fill with Python scalars as leaves. NaN becomes one and the same object, as caches compare by equality."""
+
+    def scalar(value: Any) -> Any:
+        if isinstance(value, str) and value == HOLD:
+            return HOLD
+        if isinstance(value, Tracer) or np.ndim(value) or not isinstance(value, _SCALARS):
+            raise Fault(
+                ArgumentTypeError,
+                f"{{verb}} over {{body}}: `fill` takes numbers, got {describe_argument(value)}.",
+                'Give a Python or NumPy scalar, "hold" for the last valid y, or a prefix tree of them.',
+            )
+        plain = value.item() if isinstance(value, np.generic | np.ndarray | jax.Array) else value
+        return math.nan if plain != plain else plain
+
+    return jax.tree.map(scalar, fill, is_leaf=lambda leaf: leaf is None)
+
+
+_SCALARS = (bool, int, float, complex, np.generic, np.ndarray, jax.Array)

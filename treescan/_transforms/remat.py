@@ -1,0 +1,63 @@
+"""`remat`: what the gradient recomputes instead of saving it, a step or a chunk at a time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+
+import jax
+
+from .._chunk import Level, Wish, run_chunked
+from .._loop import Feed, Loop, Step, is_jit_disabled
+from .._types import PyTree, Remat
+from .hoist import hoist
+
+
+@dataclass(frozen=True)
+class Checkpointed:
+    """A step of which the gradient saves nothing but what goes in.
+
+    Attributes:
+        step: the inner step.
+        looped: whether a loop runs it, where nothing can be merged with the first computation. Elsewhere that has to
+            be forbidden to the compiler, or it would save everything after all.
+    """
+
+    step: Step
+    looped: bool
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        return jax.checkpoint(self.step, prevent_cse=not self.looped)(consts, state, feed)
+
+
+def checkpoint_steps(loop: Loop) -> Loop:
+    """Saves the carry of each step and nothing else; the step is computed once more in the gradient."""
+    return dataclasses.replace(loop, step=Checkpointed(loop.step, looped=_stays_a_loop(loop)))
+
+
+def _stays_a_loop(loop: Loop) -> bool:
+    return loop.unroll is not True and loop.unroll == 1
+
+
+def nested_wish(length: int) -> Wish:
+    """Chunks of about the square root of the length, with which as many carries are saved as a chunk has steps."""
+    return Wish(max(2, math.isqrt(length)))
+
+
+def run_rematerialized(loop: Loop, remat: Remat) -> tuple[PyTree, PyTree]:
+    """Runs a loop that saves less for its gradient; its results are those of `run`.
+
+    "step" saves T carries; "nested" about twice the square root of T, and computes each step once more than "step".
+    """
+    hoisted = hoist(loop)
+    levels: tuple[Level, ...] = ()
+    if remat == "nested":
+        levels = (Level(nested_wish(loop.length).size, Checkpointed),)
+    state, ys = run_chunked(checkpoint_steps(hoisted.loop), levels)
+    return hoisted.restore(state), ys
+
+
+def rematerializes(length: int) -> bool:
+    """Whether there is anything to do: no gradient is taken of a loop without steps, nor without tracing."""
+    return length > 0 and not is_jit_disabled()

@@ -1,0 +1,195 @@
+"""Chunks in which no row is valid are not run.
+
+Which branch each chunk takes is computed for all chunks before the loop. The gradient recomputes a chunk from the
+carry that went in: the checkpoint encloses the branch, because what a branch would save, closed-over weights among it,
+is stacked once a chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._avals import place_like, promoted
+from .._chunk import Level, Wish, plan_sizes, run_chunked
+from .._errors import ArgumentError, Fault
+from .._loop import Feed, Step, is_jit_disabled
+from .._tree import Prefix
+from .._types import Array, PyTree, Remat
+from .batch_axes import RowAxes, RowLoop
+from .compact import LiveRows
+from .fill import fill_leaves, is_held
+from .lend import may_branch, most_of_all, most_of_devices
+from .remat import Checkpointed, checkpoint_steps, nested_wish
+
+LARGEST, SMALLEST, FEWEST = 16, 4, 4
+"""Of the chunk that is chosen for the user: the most and the least steps, and of how many a short loop is made."""
+
+
+class Schedule(NamedTuple):
+    """What of each chunk is to be run.
+
+    Attributes:
+        branch: int32[N]: 0: nothing; i: the first tiers[i-1] rows of the order.
+        order: int32[N, B], the rows of each chunk, live ones first; None if there is but one tier.
+        inverse: int32[N, B], the inverse permutation.
+    """
+
+    branch: Array
+    order: Array | None = None
+    inverse: Array | None = None
+
+
+@dataclass(frozen=True)
+class RunLive:
+    """The step that runs of a chunk what its schedule says.
+
+    Attributes:
+        step: runs a whole chunk.
+        tiers: the numbers of rows to choose from; only the last, all of them, where rows are not ordered.
+        axes: where the rows stand.
+        fill: a prefix of y: what it is where nothing is run.
+        remat: whether the gradient recomputes the chunk.
+        looped: whether this is the step of a loop.
+    """
+
+    step: Step
+    tiers: tuple[int, ...]
+    axes: RowAxes
+    fill: Prefix
+    remat: bool
+    looped: bool
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        schedule: Schedule = feed.schedule
+        feed = feed._replace(schedule=schedule[1:])
+        return (Checkpointed(self.branch, self.looped) if self.remat else self.branch)(
+            (schedule.branch, consts), state, feed
+        )
+
+    def branch(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        """One of the branches, by the number that leads the consts."""
+        index, consts = consts
+        some = [LiveRows(self.step, tier, self.axes, self._idle) for tier in self.tiers[:-1]]
+        return jax.lax.switch(index, [self._nothing, *some, self._everything], consts, state, feed)
+
+    def _everything(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        return self.step(consts, state, feed._replace(schedule=None))
+
+    def _nothing(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        final, types = jax.eval_shape(self._everything, consts, state, feed)
+        # The branches must agree: a weakly typed init that no trace has settled is promoted as it is by the loop.
+        state = jax.tree.map(lambda given, returned: promoted(given, returned)[0], state, final)
+        return state, self._idle(state, types)
+
+    def _idle(self, state: PyTree, types: PyTree) -> PyTree:
+        """Outputs of the given types, [steps, ...], where nothing is run."""
+        held = is_held(self.fill, types)
+        before = iter(state[0] if any(held) else ())
+        filled = [
+            place_like(jnp.broadcast_to(next(before) if on else value, leaf.shape), leaf)
+            for leaf, value, on in zip(jax.tree.leaves(types), fill_leaves(self.fill, types), held, strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(types), filled)
+
+
+@dataclass(frozen=True)
+class SkipPlan:
+    """How `mask_scan` saves work and memory.
+
+    Attributes:
+        chunk: the steps of a chunk; None: to be chosen; 0: nothing is skipped but a loop without any valid step.
+        tiers: the numbers of rows that the body is made for; only one for all rows.
+        remat: as for `treescan.scan`.
+    """
+
+    chunk: int | None
+    tiers: tuple[int, ...]
+    remat: Remat | None
+
+
+def chunk_size(length: int) -> int:
+    """The steps of a chunk for a loop: 16, fewer for short loops, and near that a divisor, so that nothing remains."""
+    size = min(LARGEST, max(SMALLEST, length // FEWEST))
+    near = [other for other in range(size // 2 + 1, size * 2) if length % other == 0]
+    return min(near, key=lambda other: abs(other - size), default=size)
+
+
+def run_skipping(rows: RowLoop, plan: SkipPlan, fill: Prefix, *, effects: bool) -> tuple[PyTree, PyTree]:
+    """Runs a masked loop, without the chunks in which no row is valid.
+
+    Args:
+        rows: the loop, and where its rows stand.
+        plan: how large chunks are, and what the gradient saves.
+        fill: a prefix of y: what it is where nothing is run.
+        effects: whether the body has effects, which no gradient may repeat.
+    """
+    loop, valid = rows.loop, rows.loop.xs.valid
+    assert valid is not None
+    tiers, untraced = plan.tiers, is_jit_disabled() or not loop.length
+    if untraced:  # every step as it stands, on values
+        plan = SkipPlan(chunk=0, tiers=tiers[-1:], remat=None)
+    if plan.remat:
+        loop = checkpoint_steps(loop)
+    wishes = [nested_wish(loop.length)] if plan.remat == "nested" else []
+    if 0 in valid.shape or not may_branch():
+        refuse_tiers(plan.tiers)
+        return run_chunked(loop, tuple(Level(size, Checkpointed) for size in plan_sizes(loop.length, wishes)))
+    whole = plan.chunk == 0
+    size = loop.length if whole else min(plan.chunk or chunk_size(loop.length), loop.length)
+    levels = [Level(size, _Around(rows.axes, plan.tiers, fill, remat=not (whole or effects)), scheduled=True)]
+    above = plan_sizes(loop.length, [Wish(size, exact=True), *wishes])
+    levels += [Level(other, Checkpointed) for other in above if other > size]
+    xs = loop.xs._replace(schedule=make_schedule(valid, size, plan.tiers))
+    return run_chunked(dataclasses.replace(loop, xs=xs), tuple(levels))
+
+
+def refuse_tiers(tiers: tuple[int, ...]) -> None:
+    """Refuses to order rows where no branch may depend on data."""
+    if len(tiers) > 1 and not may_branch():
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `compact` takes a branch that depends on the mask, which would deadlock devices "
+            "inside of a `jax.shard_map` with `check_vma=False`.",
+            "Leave `check_vma` on, or `compact` out.",
+        )
+
+
+@dataclass(frozen=True)
+class _Around:
+    """What is put around the step that runs a chunk."""
+
+    axes: RowAxes
+    tiers: tuple[int, ...]
+    fill: Prefix
+    remat: bool
+
+    def __call__(self, step: Step, looped: bool) -> Step:
+        tiers = self.tiers if looped else self.tiers[-1:]  # the remainder is not worth further copies of the body
+        return RunLive(step, tiers, self.axes, self.fill, self.remat and looped, looped)
+
+
+def make_schedule(valid: Array, size: int, tiers: tuple[int, ...]) -> Schedule:
+    """What of each chunk is to be run: the same for all elements of a vmap and on all devices of a shard_map.
+
+    Args:
+        valid: bool[T, *batch].
+        size: the steps of a chunk.
+        tiers: the numbers of rows to choose from, ascending.
+    """
+    length = valid.shape[0]
+    count = -(-length // size)
+    padded = jnp.pad(valid, [(0, count * size - length), *((0, 0) for _ in valid.shape[1:])])
+    live = jnp.any(padded.reshape(count, size, *valid.shape[1:]), axis=1)
+    if len(tiers) == 1:
+        branch = jnp.any(live.reshape(count, -1), axis=1).astype(jnp.int32)
+        return Schedule(most_of_all(most_of_devices(branch)))
+    live = jnp.any(live.reshape(*live.shape[:2], -1), axis=2)
+    number = jnp.sum(live, axis=1, dtype=jnp.int32)
+    needed = jnp.sum(number[:, None] > jnp.array([[0, *tiers[:-1]]]), axis=1, dtype=jnp.int32)
+    order = jnp.argsort(~live, axis=1, stable=True).astype(jnp.int32)
+    return Schedule(most_of_all(most_of_devices(needed)), order, jnp.argsort(order, axis=1).astype(jnp.int32))
