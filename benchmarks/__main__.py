@@ -4,10 +4,11 @@ import argparse
 import importlib
 import pkgutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import benchmarks
-from benchmarks._harness import QUICK, Effort, run_suite
+from benchmarks._harness import QUICK, Comparison, Effort, Memory, run_suite
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -16,6 +17,15 @@ def suites() -> list[str]:
     """The names of the suites: every module of this package without a leading underscore."""
     names = (module.name for module in pkgutil.iter_modules(benchmarks.__path__))
     return [name for name in names if not name.startswith("_")]
+
+
+def comparisons(suite: str, only: str, *, quick: bool) -> Iterator[Comparison | Memory]:
+    """Those of a suite that have the text `only` in their name or their peer's; if quick, its `smoke` if it has one."""
+    module = importlib.import_module(f"benchmarks.{suite}")
+    draw = getattr(module, "smoke", module.comparisons) if quick else module.comparisons
+    for comparison in draw():
+        if only in f"{comparison.name} {comparison.against}":
+            yield comparison
 
 
 def main() -> int:
@@ -32,13 +42,16 @@ def main() -> int:
         type=Path,
         help="folder to write to (default: benchmarks/results, and none if --quick)",
     )
+    parser.add_argument(
+        "--only", metavar="TEXT", help="only comparisons with TEXT in name or peer; without --results writes nothing"
+    )
     arguments = parser.parse_args()
     for unknown in set(arguments.suite) - set(suites()):
         parser.error(f"there is no suite {unknown!r}; there are {', '.join(suites())}")
-    results = arguments.results or (None if arguments.quick else RESULTS)
+    results = arguments.results or (None if arguments.quick or arguments.only else RESULTS)
     effort = QUICK if arguments.quick else Effort()
     met = [
-        run_suite(name, importlib.import_module(f"benchmarks.{name}").comparisons(), effort, results)
+        run_suite(name, comparisons(name, arguments.only or "", quick=arguments.quick), effort, results)
         for name in arguments.suite or suites()
     ]
     return 0 if arguments.quick or all(met) else 1

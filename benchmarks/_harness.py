@@ -6,17 +6,19 @@ gives one ratio, `(a1 + a2) / (b1 + b2)`, in which a drift of the clock speed ca
 reported is the median of these ratios, and their spread.
 """
 
+import abc
 import contextlib
 import dataclasses
 import datetime
 import gc
 import importlib.metadata
+import importlib.util
 import json
 import math
 import os
 import platform
 import time
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
 
 import chex
@@ -25,7 +27,24 @@ import numpy as np
 
 Thunk = Callable[[], object]
 
-PACKAGES = ("treescan", "jax", "jaxlib", "numpy")
+PACKAGES = ("treescan", "jax", "jaxlib", "numpy", "flax", "torch")
+SETTLE = 0.02  # seconds; after its work a thread pool spins on for some ms, on the cores that the other process needs
+
+
+class Elsewhere(abc.ABC):
+    """A function that runs in another process, and is timed there."""
+
+    @abc.abstractmethod
+    def __call__(self) -> object:
+        """Runs it and brings its result here; only the check of the results does so."""
+
+    @abc.abstractmethod
+    def seconds(self, calls: int) -> float:
+        """Runs it `calls` times and leaves its results there.
+
+        Returns:
+            Seconds for all calls together, by that process's clock.
+        """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,12 +57,33 @@ class Comparison:
         candidate: runs treescan. What it returns is waited for and must equal what `peer` returns.
         peer: runs what treescan is compared with.
         target: the largest acceptable median ratio; None if the comparison is for information.
+        details: numbers that describe the data, written to the results as they are.
     """
 
     name: str
     against: str
     candidate: Thunk
     peer: Thunk
+    target: float | None = None
+    details: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Two amounts of memory. They are exact, so they are read once.
+
+    Attributes:
+        name: what is compared; unique in its suite.
+        against: what the peer is, in words.
+        candidate: gives the bytes that treescan needs.
+        peer: gives the bytes of what it is compared with.
+        target: the largest acceptable ratio; None if it is for information.
+    """
+
+    name: str
+    against: str
+    candidate: Callable[[], int]
+    peer: Callable[[], int]
     target: float | None = None
 
 
@@ -91,6 +131,7 @@ class Measurement:
         name: see `Comparison`.
         against: see `Comparison`.
         target: see `Comparison`.
+        details: see `Comparison`.
         passed: whether the median ratio is within the target; None without a target.
         ratio: the candidate's time over the peer's, one ratio a block.
         candidate_seconds: one call of the candidate.
@@ -102,12 +143,26 @@ class Measurement:
     name: str
     against: str
     target: float | None
+    details: Mapping[str, float]
     passed: bool | None
     ratio: Spread
     candidate_seconds: Spread
     peer_seconds: Spread
     blocks: int
     calls_per_sample: int
+
+
+@dataclasses.dataclass(frozen=True)
+class MemoryMeasurement:
+    """What was read for one `Memory`; the first four attributes are as in `Measurement`."""
+
+    name: str
+    against: str
+    target: float | None
+    passed: bool | None
+    ratio: float
+    candidate_bytes: int
+    peer_bytes: int
 
 
 def measure(comparison: Comparison, effort: Effort) -> Measurement:
@@ -124,7 +179,7 @@ def measure(comparison: Comparison, effort: Effort) -> Measurement:
         AssertionError: the two functions return different values.
     """
     candidate, peer, target = comparison.candidate, comparison.peer, comparison.target
-    chex.assert_trees_all_close(candidate(), peer(), rtol=1e-3, atol=1e-5)  # also compiles both
+    assert_trees_agree(candidate(), peer())  # also compiles both
     slowest = max(_seconds(function, 3) for function in (candidate, peer))
     calls = max(1, math.ceil(effort.sample_seconds / slowest))
     blocks = round(effort.seconds / (4 * calls * slowest))
@@ -139,6 +194,7 @@ def measure(comparison: Comparison, effort: Effort) -> Measurement:
         name=comparison.name,
         against=comparison.against,
         target=target,
+        details=comparison.details,
         passed=None if target is None else ratio.median <= target,
         ratio=ratio,
         candidate_seconds=Spread.of(a for a, _ in times),
@@ -148,7 +204,27 @@ def measure(comparison: Comparison, effort: Effort) -> Measurement:
     )
 
 
-def run_suite(name: str, comparisons: Iterable[Comparison], effort: Effort, results: Path | None) -> bool:
+def measure_memory(memory: Memory) -> MemoryMeasurement:
+    """Reads two amounts of memory."""
+    candidate, peer, target = memory.candidate(), memory.peer(), memory.target
+    ratio = candidate / peer
+    passed = None if target is None else ratio <= target
+    return MemoryMeasurement(memory.name, memory.against, target, passed, ratio, candidate, peer)
+
+
+def assert_trees_agree(candidate: object, peer: object) -> None:
+    """Raises AssertionError unless the leaves agree to 1e-3, or to 1e-4 of the largest value of the leaf.
+
+    The second is for sums over many steps: what cancels there leaves a rounding error of the size of the terms.
+    """
+    chex.assert_trees_all_equal_structs(candidate, peer)
+    for (path, ours), theirs in zip(jax.tree.leaves_with_path(candidate), jax.tree.leaves(peer), strict=True):
+        largest = float(np.max(np.abs(theirs), initial=0))
+        where = f"at {jax.tree_util.keystr(path)}"
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4 * largest, err_msg=where)
+
+
+def run_suite(name: str, comparisons: Iterable[Comparison | Memory], effort: Effort, results: Path | None) -> bool:
     """Measures a suite, prints a table and writes `<results>/<name>.json`.
 
     Args:
@@ -162,15 +238,22 @@ def run_suite(name: str, comparisons: Iterable[Comparison], effort: Effort, resu
     """
     print(f"\n{name}\n{_HEADER}\n{'-' * len(_HEADER)}")
     report = {"suite": name, **environment()}
-    measurements = []
+    measurements: list[Measurement] = []
+    memory: list[MemoryMeasurement] = []
     for comparison in comparisons:
-        measurements.append(measure(comparison, effort))
-        print(_row(measurements[-1]), flush=True)
+        if isinstance(comparison, Memory):
+            memory.append(measure_memory(comparison))
+            print(_memory_row(memory[-1]), flush=True)
+        else:
+            measurements.append(measure(comparison, effort))
+            print(_row(measurements[-1]), flush=True)
     if results is not None:
         report["comparisons"] = [dataclasses.asdict(m) for m in measurements]
+        if memory:
+            report["memory"] = [dataclasses.asdict(m) for m in memory]
         results.mkdir(parents=True, exist_ok=True)
         (results / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")
-    return all(m.passed is not False for m in measurements)
+    return all(m.passed is not False for m in (*measurements, *memory))
 
 
 def environment() -> dict[str, object]:
@@ -185,7 +268,7 @@ def environment() -> dict[str, object]:
         },
         "versions": {
             "python": platform.python_version(),
-            **{package: _version(package) for package in PACKAGES},
+            **{package: _version(package) for package in PACKAGES if importlib.util.find_spec(package)},
         },
     }
 
@@ -200,6 +283,11 @@ def _block(candidate: Thunk, peer: Thunk, calls: int, *, candidate_first: bool) 
 
 def _seconds(function: Thunk, calls: int) -> float:
     """Seconds a call, until its result is there."""
+    if isinstance(function, Elsewhere):
+        time.sleep(SETTLE)
+        seconds = function.seconds(calls) / calls
+        time.sleep(SETTLE)
+        return seconds
     start = time.perf_counter()
     for _ in range(calls):
         jax.block_until_ready(function())
@@ -236,19 +324,32 @@ def _cpu_model() -> str:
     return platform.processor() or platform.machine()
 
 
-_HEADER = (
-    f"{'comparison':<38} {'against':<28} {'treescan':>10} {'peer':>10} {'ratio':>7} {'p10':>6} {'p90':>6} {'target':>7}"
-)
+_HEADER = f"{'comparison':<38} {'against':<28} {'treescan':>10} {'peer':>10} {'ratio':>7} {'p10':>6} {'p90':>6} target"
 
 
 def _row(m: Measurement) -> str:
-    target = "" if m.target is None else f"{m.target:.2f} {'ok' if m.passed else 'MISSED'}"
+    details = "".join(f"  {name} {value:.4g}" for name, value in m.details.items())
     return (
         f"{m.name:<38} {m.against:<28} {_milliseconds(m.candidate_seconds):>10}"
         f" {_milliseconds(m.peer_seconds):>10} {m.ratio.median:>7.3f} {m.ratio.p10:>6.3f}"
-        f" {m.ratio.p90:>6.3f} {target:>7}"
+        f" {m.ratio.p90:>6.3f} {_target(m):<12}{details}"
     ).rstrip()
+
+
+def _memory_row(m: MemoryMeasurement) -> str:
+    return (
+        f"{m.name:<38} {m.against:<28} {_megabytes(m.candidate_bytes):>10} {_megabytes(m.peer_bytes):>10}"
+        f" {m.ratio:>7.3f} {'':>6} {'':>6} {_target(m)}"
+    ).rstrip()
+
+
+def _target(m: Measurement | MemoryMeasurement) -> str:
+    return "" if m.target is None else f"{m.target:.3f} {'ok' if m.passed else 'MISSED'}"
 
 
 def _milliseconds(seconds: Spread) -> str:
     return f"{seconds.median * 1e3:.3f} ms"
+
+
+def _megabytes(count: int) -> str:
+    return f"{count / 1e6:.2f} MB"

@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -12,42 +12,10 @@ from jax import Array, lax
 import treescan
 from benchmarks._by_hand import where_scan
 from benchmarks._harness import Comparison
+from benchmarks._lstm import Params, State, lstm, make_params, normal
 
 STEPS, ROWS, FEATURES, HIDDEN = 512, 32, 64, 128
 TARGET = 1.05  # the programs are the same; what the interleaved runs leave of the noise
-
-
-class Params(NamedTuple):
-    """The weights of an LSTM."""
-
-    inputs: Array  # [F, 4H]
-    hidden: Array  # [H, 4H]
-    bias: Array  # [4H]
-
-
-class State(NamedTuple):
-    """The carry of an LSTM."""
-
-    h: Array  # [B, H]
-    c: Array  # [B, H]
-
-
-def lstm(params: Params, state: State, x: Array) -> tuple[State, Array]:
-    """One step.
-
-    Args:
-        params: the weights.
-        state: the carry, `[B, H]` each.
-        x: `[B, F]`.
-
-    Returns:
-        The next state, and its h.
-    """
-    gates = x @ params.inputs + state.h @ params.hidden + params.bias
-    i, f, g, o = jnp.split(gates, 4, axis=-1)
-    c = jax.nn.sigmoid(f + 1.0) * state.c + jax.nn.sigmoid(i) * jnp.tanh(g)
-    h = jax.nn.sigmoid(o) * jnp.tanh(c)
-    return State(h, c), h
 
 
 Program = Callable[..., tuple[State, Array]]  # (params, xs, *rest) -> (state, ys)
@@ -55,7 +23,7 @@ Program = Callable[..., tuple[State, Array]]  # (params, xs, *rest) -> (state, y
 
 def comparisons() -> Iterator[Comparison]:
     """The comparisons of this suite."""
-    params, xs = _params(), _normal(1, (STEPS, ROWS, FEATURES))
+    params, xs = make_params(FEATURES, HIDDEN), normal(1, (STEPS, ROWS, FEATURES))
     yield from _pairs("control", "itself", _lax, _lax, params, xs)
     yield from _pairs("scan", "jax.lax.scan", _scan, _lax, params, xs, target=TARGET)
     batch_first = jnp.swapaxes(xs, 0, 1)
@@ -115,19 +83,6 @@ def _mask_scan(params: Params, xs: Array, lengths: Array) -> tuple[State, Array]
 
 def _where_scan(params: Params, xs: Array, lengths: Array) -> tuple[State, Array]:
     return where_scan(functools.partial(lstm, params), _init(), xs, lengths)
-
-
-def _normal(seed: int, shape: tuple[int, ...]) -> Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def _params() -> Params:
-    scale = HIDDEN**-0.5
-    return Params(
-        inputs=scale * _normal(2, (FEATURES, 4 * HIDDEN)),
-        hidden=scale * _normal(3, (HIDDEN, 4 * HIDDEN)),
-        bias=jnp.zeros(4 * HIDDEN),
-    )
 
 
 def _init() -> State:

@@ -10,7 +10,7 @@ import sys
 import types
 import typing
 from collections.abc import Callable
-from typing import Annotated, Any, NamedTuple, Optional, TypedDict
+from typing import Annotated, Any, Generic, NamedTuple, Optional, TypedDict, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,14 @@ class Cell(NamedTuple):
 class Block:
     h: N
     inner: Cell
+
+
+Item = TypeVar("Item")
+
+
+class Pair(NamedTuple, Generic[Item]):
+    first: Item
+    others: list[Item]
 
 
 class Named(TypedDict):
@@ -130,6 +138,7 @@ def test_all_that_is_wrong_is_listed_at_once() -> None:
 
 CONTAINERS: dict[str, tuple[Any, Any, Any, str]] = {
     "NamedTuple": (Cell, cell(A), cell(B), "x.h"),
+    "generic": (Pair[N], Pair(A, [A]), Pair(A, [A, B]), "x.others[1]"),
     "dataclass": (Block, Block(A, cell(A)), Block(A, cell(B)), "x.inner.h"),
     "dict": (dict[str, N], {"a": A, "b": A}, {"a": A, "b": B}, 'x["b"]'),
     "tuple": (tuple[N, M], (A, B), (B, B), "x[0]"),

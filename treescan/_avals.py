@@ -5,6 +5,7 @@ The one place that bridges what JAX names differently between the oldest and the
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
@@ -148,6 +149,24 @@ def place_like(value: Array, struct: Any) -> Array:
 def is_key(leaf: Any) -> bool:
     """Whether a leaf is an array of typed PRNG keys."""
     return bool(jnp.issubdtype(jax.typeof(leaf).dtype, jax.dtypes.prng_key))
+
+
+def holds(dtype: Any, value: complex) -> bool:
+    """Whether a dtype can hold a number; floating-point dtypes round."""
+    if isinstance(value, int) and abs(value) > 2**64:
+        return False
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        return True
+    if isinstance(value, complex):
+        return False
+    if jnp.issubdtype(dtype, jnp.floating):
+        return True
+    if math.isnan(value) or math.isinf(value) or value != int(value):
+        return False
+    if dtype == np.bool_:
+        return value in (0, 1)
+    limits = jnp.iinfo(dtype)
+    return bool(limits.min <= value <= limits.max)
 
 
 def dtype_of(leaf: Any) -> Any:

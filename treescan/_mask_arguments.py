@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -33,7 +34,7 @@ def check_rows(flags: RowFlags, time_axis: int, steps: int) -> RowFlags:
             "`resets` alone means that every step is valid.",
         )
     checked = RowFlags(
-        None if lengths is None else _check_lengths(lengths, steps),
+        None if lengths is None else jnp.asarray(check_lengths(lengths, steps)),
         None if mask is None else _check_flags("mask", mask, time_axis, steps),
         None if resets is None else _check_flags("resets", resets, time_axis, steps),
     )
@@ -61,17 +62,17 @@ def _batch(flags: Any, time_axis: int) -> tuple[int, ...]:
     return (*shape[:time_axis], *shape[time_axis + 1 :])
 
 
-def _check_lengths(lengths: Any, steps: int) -> Any:
-    if isinstance(lengths, list | tuple):
-        lengths = _as_array(lengths)
+def check_lengths(lengths: Any, steps: int | None, call: str = "{verb} over {body}") -> Any:
+    """Ints; where they are concrete and `steps` are given, between 0 and that. `call` begins what is said of others."""
+    given, lengths = lengths, _as_array(lengths) if isinstance(lengths, list | tuple) else lengths
     dtype = dtype_of(lengths)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}} over {{body}}: `lengths` are ints, got {describe_argument(lengths)}.",
-            "Give the number of valid steps of each row, int[*batch]; for a bool pattern, use `mask`.",
+            f"{call}: `lengths` are ints, got {describe_argument(given)}.",
+            "Give the number of valid steps of each row, int[*batch]; a bool pattern is a `mask`.",
         )
-    if isinstance(lengths, Tracer) or not getattr(lengths, "is_fully_addressable", True):
+    if steps is None or isinstance(lengths, Tracer) or not getattr(lengths, "is_fully_addressable", True):
         return lengths
     values = np.asarray(lengths)
     if values.size and (values.min() < 0 or values.max() > steps):
@@ -79,20 +80,19 @@ def _check_lengths(lengths: Any, steps: int) -> Any:
         where = list(map(int, np.unravel_index(row, values.shape))) or ""
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `lengths` must lie between 0 and the {steps} steps of xs, but lengths{where} is "
-            f"{values.flat[row]}.",
-            f"Cut the lengths, `jnp.clip(lengths, 0, {steps})`, or pad xs to the longest row.",
+            f"{call}: `lengths` must lie between 0 and the {steps} steps, but lengths{where} is {values.flat[row]}.",
+            f"Cut the lengths, `jnp.clip(lengths, 0, {steps})`, or pad to the longest row.",
         )
-    return jnp.asarray(lengths)
+    return lengths
 
 
-def _as_array(lengths: Any) -> Any:
-    """A list of lengths as an array of ints; a ragged one as it is."""
-    try:
-        array = jnp.asarray(lengths)
-    except (TypeError, ValueError):
-        return lengths
-    return array if array.size else array.astype(jnp.int32)
+def _as_array(lengths: list[Any] | tuple[Any, ...]) -> Any:
+    """A list of lengths as an array of ints, a concrete one unless there are tracers in it; a ragged one as it is."""
+    for convert in (np.asarray, jnp.asarray):
+        with contextlib.suppress(TypeError, ValueError):
+            array = convert(lengths)
+            return array if array.size else array.astype(np.int32)
+    return lengths
 
 
 def _check_flags(name: str, flags: Any, time_axis: int, steps: int) -> Any:

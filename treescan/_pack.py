@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple
+from typing import Any, Generic, NamedTuple, overload
 
 import jax
 import jax.numpy as jnp
@@ -78,8 +78,18 @@ class Packed(NamedTuple, Generic[X]):
         raise explained
 
 
+@overload
+def pack(
+    sequences: Sequence[np.ndarray[Any, Any]], *, rows: int | None = None, length: int | None = None, value: PyTree = 0
+) -> Packed[Array]: ...
+@overload
+def pack(
+    sequences: Sequence[X], *, rows: int | None = None, length: int | None = None, value: PyTree = 0
+) -> Packed[X]: ...
 @verb
-def pack(sequences: Sequence[X], *, rows: int | None = None, length: int | None = None, value: PyTree = 0) -> Packed[X]:
+def pack(
+    sequences: Sequence[Any], *, rows: int | None = None, length: int | None = None, value: PyTree = 0
+) -> Packed[Any]:
     """Packs sequences of different lengths end to end into rows, with little padding.
 
     Sequences are placed by first-fit decreasing, which needs at most 11/9 of the fewest rows that would do, and one.

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, overload
 
-import jax.numpy as jnp
 import numpy as np
-from jax.core import Tracer
 
-from ._avals import describe_argument, dtype_of
+from ._avals import describe_argument
 from ._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
+from ._mask_arguments import check_lengths
 from ._sequences import (
     Spans,
     check_concrete,
@@ -23,6 +21,7 @@ from ._sequences import (
     lay_out,
     put,
 )
+from ._transforms.rows import mask_of_lengths
 from ._types import Array, ArrayLike, PyTree, X
 
 
@@ -59,7 +58,7 @@ def length_mask(lengths: ArrayLike, length: int) -> Array:
                 "{verb}: `length` is None.",
                 "It is the number of steps of the mask: the size of axis 0 of what is masked, `xs.shape[0]`.",
             )
-        return make_mask(check_lengths(lengths, steps), steps)
+        return mask_of_lengths(check_lengths(lengths, steps, "{verb}"), steps)
     except Exception as error:
         explained = explain(error, "length_mask")
     raise explained
@@ -82,7 +81,7 @@ class Padded(NamedTuple, Generic[X]):
         """Which steps are valid, bool[T, B]; under a trace too."""
         try:
             steps = check_lead("data", self.data, np.shape(self.lengths))
-            return make_mask(check_lengths(self.lengths, steps), steps)
+            return mask_of_lengths(check_lengths(self.lengths, steps, "{verb}"), steps)
         except Exception as error:
             explained = explain(error, "Padded.mask")
         raise explained
@@ -100,8 +99,14 @@ class Padded(NamedTuple, Generic[X]):
         raise explained
 
 
+@overload
+def pad(
+    sequences: Sequence[np.ndarray[Any, Any]], *, length: int | None = None, value: PyTree = 0
+) -> Padded[Array]: ...
+@overload
+def pad(sequences: Sequence[X], *, length: int | None = None, value: PyTree = 0) -> Padded[X]: ...
 @verb
-def pad(sequences: Sequence[X], *, length: int | None = None, value: PyTree = 0) -> Padded[X]:
+def pad(sequences: Sequence[Any], *, length: int | None = None, value: PyTree = 0) -> Padded[Any]:
     """Pads sequences of different lengths to rows of one length.
 
     The work is done on the host, outside of `jax.jit`. The result is a pytree of arrays: pass it to compiled functions,
@@ -188,58 +193,18 @@ def unpad(data: Any, lengths: ArrayLike | None = None) -> list[Any]:
                 "`unpad(ys, padded.lengths)`.",
             )
         data, lengths = data if isinstance(data, Padded) else (data, lengths)
-        counts = check_concrete(check_lengths(lengths), "lengths")
+        counts = check_concrete(check_lengths(lengths, None, "{verb}"), "lengths")
         if counts.ndim != 1:
             raise Fault(
                 ArgumentError,
                 f"{{verb}}: `lengths` are {describe_argument(lengths)}, but a list has one axis.",
                 "Give int[B], one for each row of leaves [T, B, ...]: flatten several batch axes into one.",
             )
-        check_lengths(lengths, check_lead("data", data, counts.shape))
+        check_lengths(lengths, check_lead("data", data, counts.shape), "{verb}")
         return cut_out(data, _rows(counts))
     except Exception as error:
         explained = explain(error, "unpad")
     raise explained
-
-
-def make_mask(lengths: Any, steps: int) -> Array:
-    """bool[steps, *batch]: a step is valid as long as its index is below the row's length."""
-    counts = jnp.asarray(lengths)
-    indices = jnp.arange(steps, dtype=counts.dtype if steps <= jnp.iinfo(counts.dtype).max else jnp.int32)
-    return indices.reshape(steps, *(1 for _ in counts.shape)) < counts.astype(indices.dtype)[None]
-
-
-def check_lengths(lengths: Any, steps: int | None = None) -> Any:
-    """Ints; where they are concrete and `steps` are given, between 0 and that."""
-    given, lengths = lengths, _as_array(lengths) if isinstance(lengths, list | tuple) else lengths
-    dtype = dtype_of(lengths)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}}: `lengths` are ints, got {describe_argument(given)}.",
-            "Give the number of valid steps of each row, int[*batch].",
-        )
-    if steps is None or isinstance(lengths, Tracer) or not getattr(lengths, "is_fully_addressable", True):
-        return lengths
-    values = np.asarray(lengths)
-    if values.size and (values.min() < 0 or values.max() > steps):
-        row = int(np.argmax((values < 0) | (values > steps)))
-        where = list(map(int, np.unravel_index(row, values.shape))) or ""
-        raise Fault(
-            ArgumentError,
-            f"{{verb}}: `lengths` must lie between 0 and the {steps} steps, but lengths{where} is {values.flat[row]}.",
-            f"Cut the lengths, `jnp.clip(lengths, 0, {steps})`, or pad to the longest row.",
-        )
-    return lengths
-
-
-def _as_array(lengths: list[Any] | tuple[Any, ...]) -> Any:
-    """A list of lengths as an array of ints, a concrete one unless there are tracers in it; a ragged one as it is."""
-    for convert in (np.asarray, jnp.asarray):
-        with contextlib.suppress(TypeError, ValueError):
-            array = convert(lengths)
-            return array if array.size else array.astype(np.int32)
-    return lengths
 
 
 def _rows(lengths: Any) -> Spans:

@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
-from ._avals import describe_argument, describe_leaf, describe_node, describe_traced, dtype_of, is_key, shape_of
+from ._avals import (
+    describe_argument,
+    describe_leaf,
+    describe_node,
+    describe_traced,
+    dtype_of,
+    holds,
+    is_key,
+    shape_of,
+)
 from ._errors import ArgumentError, ArgumentTypeError, Fault, Row, TracedArgumentError
 from ._first_fit import Ints
 from ._transforms.differences import find_differences
@@ -261,11 +268,10 @@ def _cast(number: Any, path: str, leaf: Any) -> Any:
     """A number in the dtype of a leaf; floating-point dtypes round it."""
     dtype = jax.typeof(leaf).dtype
     if isinstance(number, _NUMBERS) and not isinstance(number, Tracer) and np.ndim(number) == 0:
-        with contextlib.suppress(TypeError, ValueError, OverflowError), np.errstate(over="ignore"):
-            plain = number.item() if isinstance(number, np.generic | np.ndarray | jax.Array) else number
-            held = np.asarray(plain, dtype)
-            if jnp.issubdtype(dtype, jnp.inexact) or held == plain:
-                return held
+        plain = number.item() if isinstance(number, np.generic | np.ndarray | jax.Array) else number
+        if holds(dtype, plain):
+            with np.errstate(over="ignore"):
+                return np.asarray(plain, dtype)
     raise Fault(
         ArgumentError,
         f"{{verb}}: {path} is {describe_leaf(leaf)}, which cannot hold the `value` {describe_traced(number)}.",

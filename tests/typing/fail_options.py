@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from treescan import accumulate, fold, fori, mask_scan, scan
+from treescan import accumulate, fold, fori, last, length_mask, mask_scan, pack, pad, scan, unpack, unpad
 
 xs, one, lengths = jnp.arange(3.0), jnp.ones(()), jnp.array([3, 1])
 
@@ -51,3 +51,14 @@ mask_scan(step, one, xs, lengths="3")  # error
 mask_scan(step, one, xs, lengths=lengths, padding=0)  # error
 mask_scan(step, one, xs, lengths=lengths, unroll=2.0)  # error
 mask_scan(step, one, xs, lengths)  # error
+
+unpad(pad([one]))
+pad(one)  # error
+pad([one], 4)  # error
+pad([one], length=4.0)  # error
+pack([one], rows="2")  # error
+length_mask(lengths, lengths)  # error
+unpad(xs)  # error
+unpad(pad([one]), lengths, 3)  # error
+unpack(pad([one]), xs)  # error
+last(xs, pack([one]))  # error

@@ -8,7 +8,22 @@ import jax.numpy as jnp
 from jax import Array
 from jaxtyping import Float
 
-from treescan import accumulate, fold, fori, mask_scan, scan
+from treescan import (
+    Packed,
+    PackIndex,
+    Padded,
+    accumulate,
+    fold,
+    fori,
+    last,
+    length_mask,
+    mask_scan,
+    pack,
+    pad,
+    scan,
+    unpack,
+    unpad,
+)
 
 xs, one, key = jnp.arange(3.0), jnp.ones(()), jax.random.key(0)
 
@@ -155,3 +170,24 @@ assert_type(mask_scan(valid_step, State(one, key), xs, mask=mask), tuple[State, 
 assert_type(mask_scan(keyed_step, one, xs, lengths=lengths, key=key), tuple[Array, State])
 assert_type(mask_scan(keyed_valid_step, State(one, key), xs, mask=mask, key=key), tuple[State, dict[str, Array]])
 assert_type(mask_scan(lambda carry, x: (carry + x, x), one, xs, lengths=lengths), tuple[Array, Array])
+
+
+# padding and packing
+
+
+sequences = [State(xs, xs), State(xs, xs)]
+padded, packed = pad(sequences, length=4, value=-1), pack(sequences, rows=2)
+assert_type(padded, Padded[State])
+assert_type(padded.data, State)
+assert_type(padded.mask, Array)
+assert_type(padded.efficiency, float)
+assert_type(unpad(padded), list[State])
+assert_type(unpad({"y": one}, padded.lengths), list[dict[str, Array]])
+assert_type(length_mask(lengths, 3), Array)
+assert_type(packed, Packed[State])
+assert_type(packed.data, State)
+assert_type(packed.index, PackIndex)
+assert_type((packed.steps, packed.rows), tuple[int, int])
+assert_type(unpack(packed, {"y": one}), list[dict[str, Array]])
+assert_type(last(packed, packed.data), State)
+assert_type(last(padded, one), Array)

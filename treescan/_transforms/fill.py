@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._avals import describe_argument, describe_leaf, is_key, vary_over, varying_axes
+from .._avals import describe_argument, describe_leaf, holds, is_key, vary_over, varying_axes
 from .._errors import ArgumentError, ArgumentTypeError, Fault
 from .._loop import Feed, Step
 from .._tree import Prefix, PrefixMismatch, leaves_with_path
@@ -126,31 +126,13 @@ def _cast(value: Any, leaf: Any, path: str) -> Array:
     dtype = leaf.dtype if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf).dtype
     if is_key(leaf) or isinstance(value, str):
         return jax.lax.full((), 0, dtype)
-    if not _holds(dtype, value):
+    if not holds(dtype, value):
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: {path} is {describe_leaf(leaf)}, which cannot hold the fill {value!r}.",
             "Give a `fill` that fits, or one for each leaf of y.",
         )
     return jnp.asarray(value, dtype)
-
-
-def _holds(dtype: Any, value: complex) -> bool:
-    """Whether a dtype can hold a number; floating-point dtypes round."""
-    if isinstance(value, int) and abs(value) > 2**64:
-        return False
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        return True
-    if isinstance(value, complex):
-        return False
-    if jnp.issubdtype(dtype, jnp.floating):
-        return True
-    if math.isnan(value) or math.isinf(value) or value != int(value):
-        return False
-    if dtype == np.bool_:
-        return value in (0, 1)
-    limits = jnp.iinfo(dtype)
-    return bool(limits.min <= value <= limits.max)
 
 
 def check_fill(fill: PyTree) -> PyTree:

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from .._loop import Body, Feed, Loop, is_jit_disabled, run
 from .._retrace import under_a_trace
@@ -20,6 +19,7 @@ from .body import CallBody, Kind
 from .count import count
 from .masking import MaskPlan, run_masked
 from .remat import rematerializes, run_rematerialized
+from .rows import mask_of_lengths
 
 
 @dataclass(frozen=True)
@@ -137,19 +137,11 @@ def _flags(plan: Plan, given: Given) -> tuple[Array, Array | None]:
     assert plan.mask is not None
     resets = None if given.resets is None else jnp.moveaxis(jnp.asarray(given.resets), plan.mask.time_axis, 0)
     if given.lengths is not None:
-        return length_mask(given.lengths, plan.length), resets
+        return mask_of_lengths(given.lengths, plan.length), resets
     if given.mask is not None:
         return jnp.moveaxis(jnp.asarray(given.mask), plan.mask.time_axis, 0), resets
     assert resets is not None
     return jnp.ones_like(resets), resets
-
-
-def length_mask(lengths: ArrayLike, length: int) -> Array:
-    """bool[length, *batch]: whether a step is among the first `lengths` of its row."""
-    lengths = jnp.asarray(lengths)
-    dtype = np.promote_types(lengths.dtype, np.int32)  # the positions need not fit into the lengths' own dtype
-    steps = jax.lax.broadcasted_iota(dtype, (length, *lengths.shape), 0)
-    return steps < lengths.astype(dtype)[None]
 
 
 def names_of(body: Body, kind: Kind) -> tuple[str, str]:

@@ -6,9 +6,18 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._avals import is_key, is_sharded
-from .._types import Array
+from .._types import Array, ArrayLike
+
+
+def mask_of_lengths(lengths: ArrayLike, steps: int) -> Array:
+    """bool[steps, *batch]: whether a step is among the first `lengths` of its row."""
+    lengths = jnp.asarray(lengths)
+    dtype = lengths.dtype if steps <= jnp.iinfo(lengths.dtype).max else np.int32  # the positions must fit
+    positions = jax.lax.broadcasted_iota(dtype, (steps, *lengths.shape), 0)
+    return positions < lengths.astype(dtype)[None]
 
 
 def select(chosen: Array, new: Array, old: Array) -> Array:

@@ -194,7 +194,11 @@ def _is_tree_hint(hint: Any) -> bool:
 
 
 def _fields(hint: Any) -> dict[str, Any]:
-    """The annotated fields of a NamedTuple, a dataclass or a TypedDict."""
+    """The annotated fields of a NamedTuple, a dataclass or a TypedDict; of a generic one with its arguments."""
+    origin = typing.get_origin(hint)
+    if isinstance(origin, type) and _fields(origin):
+        given = dict(zip(getattr(origin, "__parameters__", ()), typing.get_args(hint), strict=False))
+        return {name: _with_arguments(field, given) for name, field in _fields(origin).items()}
     if not isinstance(hint, type):
         return {}
     named = dataclasses.is_dataclass(hint) or (issubclass(hint, tuple) and hasattr(hint, "_fields"))
@@ -211,6 +215,14 @@ def _fields(hint: Any) -> dict[str, Any]:
     if dataclasses.is_dataclass(hint):
         names = [field.name for field in dataclasses.fields(hint)]
     return {name: hints[name] for name in names if name in hints}
+
+
+def _with_arguments(hint: Any, given: Mapping[Any, Any]) -> Any:
+    """An annotation with arguments in place of type variables."""
+    if hint in given:
+        return given[hint]
+    parameters = getattr(hint, "__parameters__", ())
+    return hint[tuple(given.get(name, name) for name in parameters)] if parameters else hint
 
 
 def _inside(hint: Any) -> tuple[Any, ...]:

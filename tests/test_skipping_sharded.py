@@ -1,0 +1,150 @@
+"""Skipped chunks and ordered rows on many devices: decided once, before the loop, and by all devices alike."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hlo import Program
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+
+import treescan
+
+DEVICES, STEPS, ROWS, WIDTH = 8, 8, 16, 3  # two rows a device
+LENGTHS = np.array([5, 0, 0, 0, 1, 2, 5, 5, 0, 3, 0, 0, 4, 4, 0, 1])  # by device: 1, 0, 2, 2, 1, 0, 2, 1 rows with data
+SPECS = (P("i"), P(None, "i"), P("i"))
+DEAD = np.zeros(ROWS, int)
+
+
+def data(lengths=LENGTHS):
+    rng = np.random.default_rng(0)
+    valid = np.arange(STEPS)[:, None] < lengths
+    xs = np.where(valid[..., None], rng.uniform(0.5, 2.0, (STEPS, ROWS, WIDTH)), np.nan)
+    init = rng.uniform(-1, 1, (ROWS, WIDTH))
+    return jnp.asarray(init, jnp.float32), jnp.asarray(xs, jnp.float32), jnp.asarray(lengths)
+
+
+def cell(carry, x):
+    h = jnp.tanh(carry + jnp.log(x))
+    return h, h * x
+
+
+def run(init, xs, lengths, body=cell, **options):
+    return treescan.mask_scan(body, init, xs, lengths=lengths, **options)
+
+
+def loss(*args, **options):
+    final, ys = run(*args, **options)
+    return jnp.sum(final * final) + jnp.sum(ys)
+
+
+def gradient(*args, **options):
+    return jax.grad(functools.partial(loss, **options), argnums=(0, 1))(*args)
+
+
+def mesh_of(kind=AxisType.Auto):
+    return jax.make_mesh((DEVICES,), ("i",), axis_types=(kind,))
+
+
+def spread(mesh, args):
+    return [jax.device_put(value, NamedSharding(mesh, spec)) for value, spec in zip(args, SPECS, strict=True)]
+
+
+# A batch that is sharded from outside.
+
+
+@pytest.mark.parametrize("function", [run, gradient], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("chunk", [2, 3])
+def test_the_loop_does_not_communicate_to_decide(function, chunk):
+    args = spread(mesh_of(), data())
+    program = Program(functools.partial(function, chunk=chunk), *args)
+    assert program.collectives() > 0  # before the loops, for all chunks
+    assert program.collectives_in_loops() == 0
+    assert program.branches()
+    chex.assert_trees_all_close(
+        jax.jit(functools.partial(function, chunk=chunk))(*args), function(*data(), chunk=0), rtol=1e-5
+    )
+
+
+def test_compact_of_a_sharded_batch():
+    got = jax.jit(functools.partial(run, chunk=2, compact=(2,)))(*spread(mesh_of(), data()))
+    chex.assert_trees_all_close(got, run(*data(), chunk=0), rtol=1e-5)
+
+
+def test_an_explicit_mesh_skips_chunks_and_refuses_to_order_rows():
+    mesh = mesh_of(AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        args = spread(mesh, data())
+        carry, ys = jax.jit(functools.partial(run, chunk=3))(*args)
+        assert jax.typeof(carry).sharding.spec[0] == "i"
+        got = jax.device_get((carry, ys))
+        with pytest.raises(treescan.ArgumentError, match=r"(?s)`compact` .* explicit mesh.*jax\.shard_map"):
+            jax.jit(functools.partial(run, chunk=3, compact=True))(*args)
+    chex.assert_trees_all_close(got, jax.device_get(run(*data(), chunk=0)), rtol=1e-5)
+
+
+# Inside of `jax.shard_map`.
+
+
+def inside(function, check_vma=True, out_specs=(P("i"), P(None, "i")), **options):
+    local = functools.partial(function, **options)
+    return jax.jit(jax.shard_map(local, mesh=mesh_of(), in_specs=SPECS, out_specs=out_specs, check_vma=check_vma))
+
+
+RAN = []
+
+
+def reducing(carry, x, *, valid):
+    """Adds up over all rows of all devices."""
+    jax.debug.callback(lambda _: RAN.append(x.shape[0]), x[0, 0])
+    total = jax.lax.psum(jnp.sum(jnp.where(valid[:, None], x, 0.0), axis=0, keepdims=True), "i")
+    return jnp.tanh(carry + total), carry
+
+
+def ran_in(call):
+    """The numbers of rows that all devices ran, and the result."""
+    jax.effects_barrier()
+    RAN.clear()
+    result = jax.block_until_ready(call())
+    jax.effects_barrier()
+    return list(RAN), result
+
+
+def test_devices_that_skip_would_wait_for_each_other_and_do_not():
+    """In no chunk but the first have all devices data; a collective in the body needs all of them or none."""
+    skipping, all_steps = (inside(run, body=reducing, chunk=chunk) for chunk in (2, 0))
+    for lengths, steps in ((LENGTHS, 6), (np.where(np.arange(ROWS) == 5, 3, 0), 4), (DEAD, 0)):
+        ran, got = ran_in(functools.partial(skipping, *data(lengths)))
+        assert ran == [2] * steps * DEVICES
+        chex.assert_trees_all_close(got, all_steps(*data(lengths)), rtol=1e-5)
+
+
+def test_devices_with_unlike_numbers_of_live_rows_run_the_largest():
+    compacted, plain = inside(run, body=reducing, chunk=2, compact=True), inside(run, body=reducing, chunk=0)
+    one_a_device = LENGTHS * (np.arange(ROWS) % 2)  # the second row of a device, or none
+    for lengths, rows in ((LENGTHS, 2), (one_a_device, 1)):
+        ran, got = ran_in(functools.partial(compacted, *data(lengths)))
+        assert ran[:DEVICES] == [rows] * DEVICES
+        chex.assert_trees_all_close(got, plain(*data(lengths)), rtol=1e-5)
+    assert ran_in(lambda: compacted(*data(DEAD)))[0] == []
+
+
+@pytest.mark.parametrize("options", [{"chunk": 2}, {"chunk": 3, "compact": True}], ids=str)
+def test_gradients_inside(options):
+    def local(*args, **options):
+        return jax.grad(lambda i, x: jax.lax.psum(loss(i, x, args[2], **options), "i"), argnums=(0, 1))(*args[:2])
+
+    got = inside(local, **options)(*data())
+    chex.assert_trees_all_close(got, gradient(*data(), chunk=0), rtol=1e-5)
+
+
+def test_without_check_vma_nothing_is_skipped():
+    """What varies is not known there, so that devices could part."""
+    unchecked = inside(run, body=reducing, check_vma=False, chunk=2)
+    ran, got = ran_in(lambda: unchecked(*data()))
+    assert ran == [2] * STEPS * DEVICES
+    chex.assert_trees_all_close(got, inside(run, body=reducing, chunk=0)(*data()), rtol=1e-5)
+    with pytest.raises(treescan.ArgumentError, match=r"(?s)`compact` .*check_vma"):
+        inside(run, check_vma=False, chunk=2, compact=True)(*data())
