@@ -122,7 +122,11 @@ def bytes_by_hand():
 
 @pytest.mark.parametrize(
     "options",
-    [{}, {"compact": (2,)}, pytest.param({"compact": True}, marks=pytest.mark.slow), {"remat": "nested"}],
+    [
+        {},
+        {"compact": (2,)},
+        *(pytest.param(o, marks=pytest.mark.slow) for o in ({"compact": True}, {"remat": "nested"})),
+    ],
     ids=str,
 )
 def test_an_lstms_gradient_takes_a_fifth_of_the_memory(options):

@@ -42,7 +42,15 @@ def test_jvp(given, padding):
     assert_equals_the_rows(given, "jvp", make_batch(given.case, valid, padding), valid, resets)
 
 
-@parametrize("given", {name: SETUPS[name] for name in ("compact", "whole")})
+@pytest.mark.parametrize(
+    "given",
+    [
+        setup(given=("mask",), chunk=2, fill="hold"),
+        pytest.param(SETUPS["compact"], marks=pytest.mark.slow),
+        pytest.param(SETUPS["whole"], marks=pytest.mark.slow),
+    ],
+    ids=str,
+)
 def test_grad_of_grad(given):
     valid, resets = draw_rows(given.given, (3, 3), 0.6, 5)
     for padding in (np.nan, 0.0):
@@ -57,24 +65,28 @@ def wanted(setup, batch, valid, resets):
     return expected(setup.case, "grad", batch, valid, resets, **fill_of(setup))
 
 
-WRAPPERS = {"eager": lambda run: run, "jit": jax.jit, "checkpoint": jax.checkpoint}
-
-
-@parametrize("wrap", WRAPPERS)
-def test_inside_of(wrap):
-    given = setup(chunk=2, compact=True, fill="hold", carried=True)
-    valid, resets = draw_rows(given.given, (5, 3), 0.6, 2)
+def differs_not(wrap, given, around):
+    valid, resets = draw_rows(given.given, (4, 3), 0.6, 2)
     batch = make_batch(given.case, valid, np.nan)
-    got = derive("grad", wrap(given.runner(valid, resets)), batch)
+    got = around(lambda batch: derive("grad", wrap(given.runner(valid, resets)), batch))(batch)
     assert_close(got, wanted(given, batch, valid, resets))
+
+
+def test_eager_calls():
+    differs_not(lambda run: run, setup("gru", chunk=2, carried=True), lambda call: call)
+
+
+@parametrize("wrap", {"checkpoint": jax.checkpoint, "jit": jax.jit})
+def test_inside_of(wrap):
+    given = setup(chunk=2, compact=(1,), fill="hold", carried=True)
+    differs_not(wrap, given, functools.partial(jax.jit, compiler_options=QUICKLY))
 
 
 @parametrize(
     "given",
     {
         "compact, held": setup(chunk=2, compact=True, fill="hold", reverse=True),
-        "carried, nested": setup(carried=True, remat="nested", fill=-3),
-        "keys, batch leads": setup("noisy", time_axis=1, chunk=1, remat="step"),
+        "nested, batch leads": setup(carried=True, remat="nested", fill=-3, time_axis=1),
     },
 )
 def test_disable_jit(given):
@@ -112,7 +124,10 @@ def elements(given, mapped, padding):
     def own(attribute):
         first = getattr(batches[0], attribute)
         return [
-            tuple(part if name in mapped else same for name, part, same in zip(parts, getattr(b, attribute), first, strict=True))
+            tuple(
+                part if name in mapped else same
+                for name, part, same in zip(parts, getattr(b, attribute), first, strict=True)
+            )
             for b in batches
         ]
 
@@ -124,9 +139,24 @@ def stack(trees):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *trees)
 
 
-@parametrize("mapped", MAPPED)
-@parametrize("given", {"compact": setup(chunk=2, compact=(1,)), "keys": setup("noisy", reverse=True, chunk=3)})
+COMPACT, KEYS = setup(chunk=2, compact=(1,)), setup("noisy", reverse=True, chunk=3)
+EVERYDAY = [("all", COMPACT), ("the mask", setup(chunk=2, fill="hold")), ("params", KEYS)]
+
+
+@pytest.mark.parametrize(
+    ("mapped", "given"),
+    [
+        *(pytest.param(name, given, id=f"{name}, {given.case}") for name, given in EVERYDAY),
+        *(
+            pytest.param(name, given, id=f"{name}, {given.case}, slow", marks=pytest.mark.slow)
+            for name in MAPPED
+            for given in (COMPACT, KEYS)
+            if (name, given) not in EVERYDAY
+        ),
+    ],
+)
 def test_vmap(given, mapped):
+    mapped = MAPPED[mapped]
     every = elements(given, mapped, np.nan)
     wants = [wanted(given, *one) for one in every]
     axes = [0 if name in mapped else None for name in ("params", "rows", "xs", "valid")]
@@ -141,7 +171,9 @@ def test_vmap(given, mapped):
     )
 
     def run(*args):
-        return jax.vmap(lambda v, r, *given_: given.runner(v, r)(*given_), (axes[3], axes[3], *axes[:3]))(valid, resets, *args)
+        return jax.vmap(lambda v, r, *given_: given.runner(v, r)(*given_), (axes[3], axes[3], *axes[:3]))(
+            valid, resets, *args
+        )
 
     def one(given_, weights, v, r):
         return derive("grad", given.runner(v, r), Batch(given_, weights, None))
@@ -158,6 +190,18 @@ def test_vmap(given, mapped):
     assert_close(grad_of_vmap, (stack([want[0] for want in wants]), tuple(added)))
 
 
+@functools.cache
+def nested_program(given):
+    def run(valid, resets, params, rows, xs):
+        one = lambda rows, xs, v, r: given.runner(v, r)(params, rows, xs)  # noqa: E731
+        return jax.vmap(jax.vmap(one, (0, 1, 1, 1), (0, 1)), (0, 1, 1, 1), (0, 1))(rows, xs, valid, resets)
+
+    return jax.jit(
+        lambda batch, valid, resets: derive("grad", functools.partial(run, valid, resets), batch),
+        compiler_options=QUICKLY,
+    )
+
+
 @pytest.mark.parametrize("nothing", ["elements", "a whole axis", "all"])
 def test_nested_vmap(nothing):
     given = setup(chunk=2, fill="hold")
@@ -165,10 +209,6 @@ def test_nested_vmap(nothing):
     valid[{"elements": np.s_[:, 0, 1], "a whole axis": np.s_[:, 1], "all": np.s_[:]}[nothing]] = False
     batch = make_batch(given.case, valid, np.nan)
 
-    def run(params, rows, xs):
-        one = lambda rows, xs, v, r: given.runner(v, r)(params, rows, xs)  # noqa: E731
-        return jax.vmap(jax.vmap(one, (0, 1, 1, 1), (0, 1)), (0, 1, 1, 1), (0, 1))(rows, xs, valid, resets)
-
-    got = jax.jit(functools.partial(derive, "grad", run), compiler_options=QUICKLY)(batch)
+    got = nested_program(given)(batch, valid, resets)
     assert_close(got, wanted(given, batch, valid, resets))
     assert_no_gradient_of_padding(got[1][2], valid)

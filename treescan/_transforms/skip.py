@@ -190,6 +190,6 @@ def make_schedule(valid: Array, size: int, tiers: tuple[int, ...]) -> Schedule:
         return Schedule(most_of_all(most_of_devices(branch)))
     live = jnp.any(live.reshape(*live.shape[:2], -1), axis=2)
     number = jnp.sum(live, axis=1, dtype=jnp.int32)
-    needed = jnp.sum(number[:, None] > jnp.array([[0, *tiers[:-1]]]), axis=1, dtype=jnp.int32)
+    needed = jnp.sum(number[:, None] > jnp.array([[0, *tiers[:-1]]], jnp.int32), axis=1, dtype=jnp.int32)
     order = jnp.argsort(~live, axis=1, stable=True).astype(jnp.int32)
     return Schedule(most_of_all(most_of_devices(needed)), order, jnp.argsort(order, axis=1).astype(jnp.int32))
