@@ -27,9 +27,9 @@ _Idle = Callable[[PyTree, PyTree], PyTree]
 
 @dataclass(frozen=True)
 class LiveRows:
-    """The step that runs another on the first rows of a permutation, and puts everything back where it was.
+    """The step that runs another on some of the rows alone, and puts everything in its place.
 
-    Its feed's schedule is (order, inverse): int32[B], the permutation that brings live rows to the front, and back.
+    Its feed's schedule is the order of the rows, int32[B], live ones first.
 
     Attributes:
         step: runs a chunk of the loop.
@@ -44,49 +44,46 @@ class LiveRows:
     idle: _Idle
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        order, inverse = feed.schedule
-        live, others = order[: self.rows], order[self.rows :]
-        inner = (
-            take_rows(consts, self.axes.consts, live),
-            take_rows(state, self.axes.state, live),
-            _take_feed(feed._replace(schedule=None), self.axes.x, live),
+        order: Array = feed.schedule
+        live, axes = order[: self.rows], self.axes
+        new, ys = self.step(
+            take_rows(consts, axes.consts, live),
+            take_rows(state, axes.state, live),
+            _take_feed(feed._replace(schedule=None), axes.x, live),
         )
-        new, ys = self.step(*inner)
-        kept = take_rows(state, self.axes.state, others)
-        return _merge(new, kept, self.axes.state, inverse, state), self._outputs(ys, kept, inverse)
-
-    def _outputs(self, ys: PyTree, kept: PyTree, inverse: Array) -> PyTree:
-        axes = _after_time(self.axes.y)
-        missing = jax.tree.unflatten(
-            jax.tree.structure(ys),
-            [_resized(y, axis, inverse.size - self.rows) for y, axis in zip(jax.tree.leaves(ys), axes, strict=True)],
-        )
-        return _merge(ys, self.idle(kept, missing), axes, inverse, ys)
-
-
-def _merge(new: PyTree, kept: PyTree, axes: LeafAxes, inverse: Array, like: PyTree) -> PyTree:
-    """The rows that ran and the others, in the order of the user's."""
-
-    def merge(ran: Array, other: Array, axis: int | None) -> Array:
-        if axis is None:
-            return ran
-        other = vary_over(other, varying_axes(jax.typeof(ran)))
-        return _permute(jnp.concatenate([ran, other], axis), inverse, axis)
-
-    merged = map(merge, jax.tree.leaves(new), jax.tree.leaves(kept), axes)
-    return jax.tree.unflatten(jax.tree.structure(like), list(merged))
-
-
-def _permute(leaf: Array, rows: Array, axis: int) -> Array:
-    """Rows that are all different; said so, the gradient of the gather is no slow scatter."""
-    return jnp.take(leaf, rows, axis, mode="clip", unique_indices=True)
+        y_axes = _after_time(axes.y)
+        types = [_with_rows(y, axis, order.size) for y, axis in zip(jax.tree.leaves(ys), y_axes, strict=True)]
+        idle = self.idle(state, jax.tree.unflatten(jax.tree.structure(ys), types))
+        return _put_rows(state, new, axes.state, live), _put_rows(idle, ys, y_axes, live)
 
 
 def take_rows(tree: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
-    """The given rows of each leaf that has rows."""
+    """The given rows of each leaf that has rows. All rows are different: the gradient of the gather relies on it."""
+
+    def take(leaf: Array, axis: int | None) -> Array:
+        return leaf if axis is None else jnp.take(leaf, rows, axis, mode="clip", unique_indices=True)
+
     leaves, structure = jax.tree.flatten(tree)
-    taken = [leaf if axis is None else _permute(leaf, rows, axis) for leaf, axis in zip(leaves, axes, strict=True)]
-    return jax.tree.unflatten(structure, taken)
+    return jax.tree.unflatten(structure, list(map(take, leaves, axes)))
+
+
+def _put_rows(tree: PyTree, new: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
+    """The leaves of `tree` with the given rows replaced; of a leaf without rows, the new one."""
+
+    def put(leaf: Array, ran: Array, axis: int | None) -> Array:
+        if axis is None:
+            return ran
+        leaf = vary_over(leaf, varying_axes(jax.typeof(ran)))
+        place = (*(slice(None) for _ in range(axis)), rows)
+        return leaf.at[place].set(ran, mode="promise_in_bounds", unique_indices=True)
+
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, list(map(put, leaves, jax.tree.leaves(new), axes)))
+
+
+def _with_rows(leaf: Any, axis: int | None, rows: int) -> jax.ShapeDtypeStruct:
+    shape = leaf.shape if axis is None else (*leaf.shape[:axis], rows, *leaf.shape[axis + 1 :])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
 def _take_feed(feed: Feed, x_axes: LeafAxes, rows: Array) -> Feed:
@@ -101,11 +98,6 @@ def _has(feed: Feed, name: str) -> bool:
 
 def _after_time(axes: LeafAxes) -> LeafAxes:
     return tuple(None if axis is None else axis + 1 for axis in axes)
-
-
-def _resized(leaf: Any, axis: int | None, rows: int) -> jax.ShapeDtypeStruct:
-    shape = leaf.shape if axis is None else (*leaf.shape[:axis], rows, *leaf.shape[axis + 1 :])
-    return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
 def tiers_of(compact: bool | tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:

@@ -36,12 +36,10 @@ class Schedule(NamedTuple):
     Attributes:
         branch: int32[N]: 0: nothing; i: the first tiers[i-1] rows of the order.
         order: int32[N, B], the rows of each chunk, live ones first; None if there is but one tier.
-        inverse: int32[N, B], the inverse permutation.
     """
 
     branch: Array
     order: Array | None = None
-    inverse: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -66,7 +64,7 @@ class RunLive:
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         schedule: Schedule = feed.schedule
-        feed = feed._replace(schedule=schedule[1:])
+        feed = feed._replace(schedule=schedule.order)
         return (Checkpointed(self.branch, self.looped) if self.remat else self.branch)(
             (schedule.branch, consts), state, feed
         )
@@ -192,4 +190,4 @@ def make_schedule(valid: Array, size: int, tiers: tuple[int, ...]) -> Schedule:
     number = jnp.sum(live, axis=1, dtype=jnp.int32)
     needed = jnp.sum(number[:, None] > jnp.array([[0, *tiers[:-1]]], jnp.int32), axis=1, dtype=jnp.int32)
     order = jnp.argsort(~live, axis=1, stable=True).astype(jnp.int32)
-    return Schedule(most_of_all(most_of_devices(needed)), order, jnp.argsort(order, axis=1).astype(jnp.int32))
+    return Schedule(most_of_all(most_of_devices(needed)), order)
