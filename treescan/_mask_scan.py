@@ -35,9 +35,10 @@ from ._types import (
 )
 
 
+# One overload for each kind of body and of xs. mypy mistakes a union of bodies here once it has seen another kind.
 @overload
 def mask_scan(
-    f: Callable[[Carry, X], tuple[Carry, Y]] | ValidBody[Carry, X, Y],
+    f: Callable[[Carry, X], tuple[Carry, Y]],
     init: Carry,
     xs: Padded[X] | Packed[X],
     *,
@@ -46,7 +47,16 @@ def mask_scan(
 ) -> tuple[Carry, Y]: ...
 @overload
 def mask_scan(
-    f: Callable[[Carry, X], tuple[Carry, Y]] | ValidBody[Carry, X, Y],
+    f: ValidBody[Carry, X, Y],
+    init: Carry,
+    xs: Padded[X] | Packed[X],
+    *,
+    length: int | None = None,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: Callable[[Carry, X], tuple[Carry, Y]],
     init: Carry,
     xs: X,
     *,
@@ -55,7 +65,25 @@ def mask_scan(
 ) -> tuple[Carry, Y]: ...
 @overload
 def mask_scan(
-    f: Callable[[Carry, None], tuple[Carry, Y]] | ValidBody[Carry, None, Y],
+    f: ValidBody[Carry, X, Y],
+    init: Carry,
+    xs: X,
+    *,
+    length: int | None = None,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: Callable[[Carry, None], tuple[Carry, Y]],
+    init: Carry,
+    xs: None = None,
+    *,
+    length: int | None = None,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: ValidBody[Carry, None, Y],
     init: Carry,
     xs: None = None,
     *,

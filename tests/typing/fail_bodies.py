@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from treescan import accumulate, fold, fori, mask_scan, scan
+from treescan import accumulate, fold, fori, mask_scan, pad, scan
 
 xs, one, key, lengths = jnp.arange(3.0), jnp.ones(()), jax.random.key(0), jnp.array([3, 1])
 
@@ -76,5 +76,7 @@ mask_scan(valid_step, State(one), xs, lengths=lengths)
 mask_scan(fold_step, State(one), xs, lengths=lengths)  # error
 mask_scan(step, Other(one), xs, lengths=lengths)  # error
 mask_scan(step, State(one), (xs, xs), lengths=lengths)  # error
+mask_scan(step, State(one), pad([one, one]))
+mask_scan(step, State(one), pad([(one, one)]))  # error
 mask_scan(keyed_step, State(one), xs, lengths=lengths)  # error
 mask_scan(valid_step, State(one), xs, lengths=lengths, key=key)  # error

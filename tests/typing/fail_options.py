@@ -51,6 +51,12 @@ mask_scan(step, one, xs, lengths="3")  # error
 mask_scan(step, one, xs, lengths=lengths, padding=0)  # error
 mask_scan(step, one, xs, lengths=lengths, unroll=2.0)  # error
 mask_scan(step, one, xs, lengths)  # error
+mask_scan(step, one, xs, lengths=lengths, chunk=8, compact=(1, 4), resets=None, time_axis=0)
+mask_scan(step, one, xs, lengths=lengths, compact="rows")  # error
+mask_scan(step, one, xs, lengths=lengths, time_axis=None)  # error
+scan(step, one, xs, remat="nested")
+scan(step, one, xs, remat="steps")  # error
+fold(fold_step, one, xs, remat=True)  # error
 
 unpad(pad([one]))
 pad(one)  # error

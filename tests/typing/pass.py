@@ -179,6 +179,17 @@ sequences = [State(xs, xs), State(xs, xs)]
 padded, packed = pad(sequences, length=4, value=-1), pack(sequences, rows=2)
 assert_type(padded, Padded[State])
 assert_type(padded.data, State)
+
+
+def step_of_states(carry: Array, x: State) -> tuple[Array, dict[str, Array]]:
+    return carry + x.h, {"h": x.h}
+
+
+assert_type(mask_scan(step_of_states, one, padded, chunk=8, remat="nested"), tuple[Array, dict[str, Array]])
+assert_type(mask_scan(step_of_states, one, packed, reverse=True, fill="hold"), tuple[Array, dict[str, Array]])
+assert_type(mask_scan(named_step, State(one, key), xs, resets=mask, compact=True, time_axis=1), tuple[State, Array])
+assert_type(mask_scan(named_step, State(one, key), xs, mask=mask, compact=(1, 8)), tuple[State, Array])
+assert_type(scan(named_step, State(one, key), xs, remat="step"), tuple[State, Array])
 assert_type(padded.mask, Array)
 assert_type(padded.efficiency, float)
 assert_type(unpad(padded), list[State])
