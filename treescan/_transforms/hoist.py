@@ -95,7 +95,7 @@ def hoist(loop: Loop) -> Hoisted:
     shapes = _shapes(jax.tree.leaves((loop.consts, leaves, one_step(loop.xs))))
     traced = Traced({shapes: jaxpr}, fixed, jax.tree.structure(y))
     hoisted = dataclasses.replace(loop, step=traced, consts=(unchanged, loop.consts), state=state, memo=Memo())
-    return Hoisted(hoisted, fixed, structure, y, effects=bool(jaxpr.effects))
+    return Hoisted(hoisted, fixed, structure, y, effects=_has_effects(jaxpr))
 
 
 def flatten_only(loop: Loop) -> Hoisted:
@@ -147,6 +147,11 @@ def _unchanged(jaxpr: Any, first: int, count: int) -> tuple[bool, ...]:
     """Which of the `count` leaves of the state, which stand after `first` others, are outputs in their own place."""
     given, returned = jaxpr.jaxpr.invars[first : first + count], jaxpr.jaxpr.outvars[:count]
     return tuple(a is b for a, b in zip(given, returned, strict=True))
+
+
+def _has_effects(jaxpr: Any) -> bool:
+    """Whether a jaxpr does what must not be done twice. That it runs over a named axis counts as an effect for JAX."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects)
 
 
 def _shapes(leaves: Sequence[Any]) -> Shapes:
