@@ -170,14 +170,15 @@ def trace_tiers(hoisted: Hoisted, before: RowLoop, tiers: tuple[int, ...]) -> No
         before: the loop before, its state in its own structure, and where its rows stand.
         tiers: the numbers of rows.
     """
-    loop = before.loop
+    loop, axes = before
     if len(tiers) > 1:
         refuse_sharded_rows(loop)
     for tier in tiers[:-1]:
-        first = functools.partial(_first_rows, before.axes, tier)
-        consts, state, feed = jax.eval_shape(first, loop.consts, loop.state, loop.xs)
+        given = jax.eval_shape(functools.partial(_first_rows, axes, tier), loop.consts, hoisted.settled, loop.xs)
+        consts, state, feed = given
+        y = [_with_rows(leaf, axis, tier) for leaf, axis in zip(jax.tree.leaves(hoisted.y), axes.y, strict=True)]
         try:
-            trace_also(hoisted, loop, (consts, jax.tree.leaves(state), one_step(feed)))
+            trace_also(hoisted, loop.step, (consts, state, one_step(feed)), tuple(leaf.shape for leaf in y))
         except Exception as error:
             error.add_note(f"`compact` had the body run on {tier} of the {max(tiers)} rows.")
             raise

@@ -75,6 +75,12 @@ class Hoisted(NamedTuple):
     y: PyTree
     effects: bool
 
+    @property
+    def settled(self) -> list[Any]:
+        """The leaves of the whole state, weak types settled."""
+        unchanged, _ = self.loop.consts
+        return merge(self.fixed, unchanged, self.loop.state)
+
     def restore(self, changed: list[Any]) -> PyTree:
         """The whole state."""
         unchanged, _ = self.loop.consts
@@ -84,11 +90,11 @@ class Hoisted(NamedTuple):
 def hoist(loop: Loop) -> Hoisted:
     """Traces the step, once and for all, and takes unchanged leaves out of the state."""
     leaves, structure = jax.tree.flatten(loop.state)
-    jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, one_step(loop.xs)))
+    jaxpr, (new, y) = _trace(loop.step, structure, (loop.consts, leaves, one_step(loop.xs)))
     leaves, changed = settle(leaves, new)
     if changed:  # a weakly typed init: as lax.scan does, once more from what it is promoted to
         with weak_types_settled():
-            jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, one_step(loop.xs)))
+            jaxpr, (new, y) = _trace(loop.step, structure, (loop.consts, leaves, one_step(loop.xs)))
     fixed = _unchanged(jaxpr, len(jax.tree.leaves(loop.consts)), len(leaves))
     unchanged = [leaf for leaf, is_fixed in zip(leaves, fixed, strict=True) if is_fixed]
     state = [leaf for leaf, is_fixed in zip(leaves, fixed, strict=True) if not is_fixed]
@@ -106,28 +112,34 @@ def flatten_only(loop: Loop) -> Hoisted:
     return Hoisted(flat, (False,) * len(leaves), structure, None, effects=False)
 
 
-def trace_also(hoisted: Hoisted, loop: Loop, given: Sequence[PyTree]) -> None:
-    """Traces the step for other shapes of (consts, state leaves, feed) as well, on which it must do the same.
+def trace_also(hoisted: Hoisted, step: Step, given: tuple[PyTree, list[Any], Feed], y_shapes: Shapes) -> None:
+    """Traces the step for other shapes of its arguments as well, on which it must do the same.
 
     Args:
-        hoisted: what `hoist(loop)` returned.
-        loop: the loop before.
-        given: the types of its consts, of its state's leaves and of one step's feed.
+        hoisted: what `hoist` made of the loop.
+        step: the step of the loop before.
+        given: the types of (consts, state leaves, feed).
+        y_shapes: the shapes that y must have then.
     """
     traced = hoisted.loop.step
     assert isinstance(traced, Traced)
-    consts, leaves, feed = given
+    consts, leaves, _ = given
     with weak_types_settled():
-        jaxpr, (_, y) = _trace(loop, hoisted.structure, (consts, leaves, feed))
+        jaxpr, (_, y) = _trace(step, hoisted.structure, given)
     fixed = _unchanged(jaxpr, len(jax.tree.leaves(consts)), len(leaves))
     dtypes = [[leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (y, hoisted.y)]
-    if fixed != traced.fixed or jax.tree.structure(y) != traced.y or dtypes[0] != dtypes[1]:
+    if (fixed, jax.tree.structure(y), dtypes[0]) != (traced.fixed, traced.y, dtypes[1]) or _shapes_of(y) != y_shapes:
         raise Fault(
             BodyError,
             "{body} does something else when it is given fewer rows, as `compact` gives it.",
-            "Let the body treat any number of rows alike, or leave `compact` out.",
+            "Let the body treat any number of rows alike, each by itself, or leave `compact` out. `y_axes` says where "
+            "the rows stand in its outputs.",
         )
-    traced.jaxprs[_shapes(jax.tree.leaves((consts, leaves, feed)))] = jaxpr
+    traced.jaxprs[_shapes(jax.tree.leaves(given))] = jaxpr
+
+
+def _shapes_of(tree: PyTree) -> Shapes:
+    return _shapes(jax.tree.leaves(tree))
 
 
 def one_step(xs: Feed) -> Feed:
@@ -135,9 +147,9 @@ def one_step(xs: Feed) -> Feed:
     return jax.eval_shape(lambda xs: jax.tree.map(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), xs), xs)
 
 
-def _trace(loop: Loop, structure: TreeDef, given: tuple[PyTree, list[Any], Feed]) -> tuple[Any, Any]:
+def _trace(body: Step, structure: TreeDef, given: tuple[PyTree, list[Any], Feed]) -> tuple[Any, Any]:
     def step(consts: PyTree, leaves: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
-        state, y = loop.step(consts, jax.tree.unflatten(structure, leaves), feed)
+        state, y = body(consts, jax.tree.unflatten(structure, leaves), feed)
         return jax.tree.leaves(state), y
 
     return jax.make_jaxpr(step, return_shape=True)(*given)

@@ -66,13 +66,14 @@ def run_masked(
     untraced = is_jit_disabled() or not loop.length
     hoisted = flatten_only(given.loop) if untraced else hoist(given.loop)
     if not untraced:
+        given = _with_outputs(given, hoisted.y, plan)
         trace_tiers(hoisted, given, tiers)
     fixed_axes, rows = _hoisted_rows(hoisted, given)
     rows = mask(rows, fixed_axes, plan.y_axes, plan.fill)
     if resets is not None:
         rows = reset_rows(rows, resets)
     if not untraced:
-        rows = _with_outputs(rows, hoisted.y, plan)
+        rows = hold(rows, plan.fill, hoisted.y)
     state, ys = run_skipping(rows, SkipPlan(plan.chunk, tiers, plan.remat), plan.fill, effects=hoisted.effects)
     if untraced:
         ys = _hold_outputs(ys, valid, plan, reverse=loop.reverse)
@@ -111,7 +112,7 @@ def _with_outputs(rows: RowLoop, y: PyTree, plan: MaskPlan) -> RowLoop:
     valid = rows.loop.xs.valid
     assert valid is not None
     y_axes = spread_batch_axes("y_axes", plan.y_axes, y, "y", valid.shape[1:])
-    return hold(RowLoop(rows.loop, rows.axes._replace(y=y_axes)), plan.fill, y)
+    return rows._replace(axes=rows.axes._replace(y=y_axes))
 
 
 def _hold_outputs(ys: PyTree, valid: Array, plan: MaskPlan, *, reverse: bool) -> PyTree:

@@ -113,7 +113,7 @@ class SkipPlan:
 def chunk_size(length: int) -> int:
     """The steps of a chunk for a loop: 16, fewer for short loops, and near that a divisor, so that nothing remains."""
     size = min(LARGEST, max(SMALLEST, length // FEWEST))
-    near = [other for other in range(size // 2 + 1, size * 2) if length % other == 0]
+    near = [other for other in range(size // 2 + 1, size * 2) if length % other == 0 and other < length]
     return min(near, key=lambda other: abs(other - size), default=size)
 
 
@@ -139,7 +139,8 @@ def run_skipping(rows: RowLoop, plan: SkipPlan, fill: Prefix, *, effects: bool) 
         return run_chunked(loop, tuple(Level(size, Checkpointed) for size in plan_sizes(loop.length, wishes)))
     whole = plan.chunk == 0
     size = loop.length if whole else min(plan.chunk or chunk_size(loop.length), loop.length)
-    levels = [Level(size, _Around(rows.axes, plan.tiers, fill, remat=not (whole or effects)), scheduled=True)]
+    around = _Around(rows.axes, plan.tiers, fill, remat=not (whole or effects), only=size == loop.length)
+    levels = [Level(size, around, scheduled=True)]
     above = plan_sizes(loop.length, [Wish(size, exact=True), *wishes])
     levels += [Level(other, Checkpointed) for other in above if other > size]
     xs = loop.xs._replace(schedule=make_schedule(valid, size, plan.tiers))
@@ -159,15 +160,17 @@ def refuse_tiers(tiers: tuple[int, ...]) -> None:
 
 @dataclass(frozen=True)
 class _Around:
-    """What is put around the step that runs a chunk."""
+    """What is put around the step that runs a chunk; `only` if there is but one."""
 
     axes: RowAxes
     tiers: tuple[int, ...]
     fill: Prefix
     remat: bool
+    only: bool
 
     def __call__(self, step: Step, looped: bool) -> Step:
-        tiers = self.tiers if looped else self.tiers[-1:]  # the remainder is not worth further copies of the body
+        # A remainder is not worth further copies of the body.
+        tiers = self.tiers if looped or self.only else self.tiers[-1:]
         return RunLive(step, tiers, self.axes, self.fill, self.remat and looped, looped)
 
 
