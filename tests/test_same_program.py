@@ -240,6 +240,24 @@ def test_body_stands_in_the_program_once(run, batch_axes):
     assert count(jax.make_jaxpr(call)(init, xs)) == 1
 
 
+@parametrize(
+    "case",
+    {
+        "chunks": ({"chunk": 1}, 1),
+        "remainder": ({"chunk": 2}, 2),
+        "tiers": ({"chunk": 1, "compact": True}, 3),
+        "one chunk": ({"compact": True}, 3),
+        "tiers, remainder": ({"chunk": 2, "compact": True}, 4),  # the remainder has no tiers of its own
+        "nested": ({"chunk": 1, "remat": "nested"}, 2),
+        "unskipped": ({"chunk": 0}, 1),
+    },
+)
+def test_copies_of_the_body_in_the_program(case):
+    options, copies = case
+    run = over(treescan.mask_scan, lengths=LENGTHS, **options)
+    assert count(jax.make_jaxpr(functools.partial(run, marked))(*arrays())) == copies
+
+
 @pytest.mark.parametrize("depth", [1, 2, 4])
 def test_program_is_linear_in_the_depth_of_nesting(depth):
     """Where each level traced its body twice, this would be 2 ** depth."""

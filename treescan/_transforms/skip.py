@@ -26,7 +26,7 @@ from .fill import fill_leaves, is_held
 from .lend import may_branch, most_of_all, most_of_devices
 from .remat import Checkpointed, checkpoint_steps, nested_wish
 
-LARGEST, SMALLEST, FEWEST = 16, 4, 4
+LARGEST, SMALLEST, FEWEST = 16, 8, 4
 """Of the chunk that is chosen for the user: the most and the least steps, and of how many a short loop is made."""
 
 
