@@ -140,9 +140,10 @@ def run_skipping(rows: RowLoop, plan: SkipPlan, fill: Prefix, *, effects: bool) 
     whole = plan.chunk == 0
     size = loop.length if whole else min(plan.chunk or chunk_size(loop.length), loop.length)
     around = _Around(rows.axes, plan.tiers, fill, remat=not (whole or effects), only=size == loop.length)
-    levels = [Level(size, around, scheduled=True)]
-    above = plan_sizes(loop.length, [Wish(size, exact=True), *wishes])
-    levels += [Level(other, Checkpointed) for other in above if other > size]
+    sizes = plan_sizes(loop.length, wishes if whole else [Wish(size, exact=True), *wishes])
+    smaller = [Level(other, Checkpointed) for other in sizes if other < size]
+    larger = [Level(other, Checkpointed) for other in sizes if other > size]
+    levels = [*smaller, Level(size, around, scheduled=True), *larger]
     xs = loop.xs._replace(schedule=make_schedule(valid, size, plan.tiers))
     return run_chunked(dataclasses.replace(loop, xs=xs), tuple(levels))
 
