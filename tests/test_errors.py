@@ -848,6 +848,22 @@ def remat_unknown(one):
     return scan(step, one, XS, remat="steps")
 
 
+def exported(run: Callable[[Any], Any]) -> Any:
+    """Traces a function of xs of which the number of steps is not known yet."""
+    steps = jax.export.symbolic_shape("t")[0]
+    return jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct((steps, 2), jnp.float32))
+
+
+@case(ArgumentError, less=("disable_jit",))
+def remat_nested_of_symbolic_steps(one):
+    return exported(lambda xs: scan(step, one, xs, remat="nested")[0])
+
+
+@case(ArgumentError, less=("disable_jit",))
+def chunk_of_symbolic_steps(one):
+    return exported(lambda xs: mask_scan(step, one * jnp.ones(2), xs, lengths=jnp.zeros(2, int), chunk=8)[0])
+
+
 # --- annotations ------------------------------------------------------------------------------------------------------
 
 

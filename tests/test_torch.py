@@ -105,7 +105,9 @@ def padding_of(case):
 
 @pytest.mark.parametrize("name", CASES)
 @parametrize("dtype_and_tolerance", DTYPES)
-@parametrize("options", OPTIONS)
+@pytest.mark.parametrize(
+    "options", [pytest.param(o, id=n, marks=[] if n == "plain" else [pytest.mark.slow]) for n, o in OPTIONS.items()]
+)
 def test_equals_torch_on_packed_sequences(name, dtype_and_tolerance, options):
     case, padding, (dtype, tolerance) = CASES[name], padding_of(CASES[name]), dtype_and_tolerance
     expected = {key: case[key] for key in ("outputs", "final", "grads")}

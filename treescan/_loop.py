@@ -215,11 +215,15 @@ def run(loop: Loop) -> tuple[PyTree, PyTree]:
 
 
 def _lower(loop: Loop, packed: bool) -> _Lowered:
-    names = (*loop.body.names, "carry", "x")
+    return _Lowered(loop.body, loop.step, packed, named_signature(loop.body))
+
+
+def named_signature(body: Body, *others: str) -> inspect.Signature:
+    """The signature of what stands for a body in a trace: its own names for the carry and x, and before them others."""
+    names = (*body.names, "carry", "x")
     first, second = names[:2] if names[0] != names[1] else ("carry", "x")
     kind = inspect.Parameter.POSITIONAL_ONLY
-    signature = inspect.Signature([inspect.Parameter(first, kind), inspect.Parameter(second, kind)])
-    return _Lowered(loop.body, loop.step, packed, signature)
+    return inspect.Signature([inspect.Parameter(name, kind) for name in (*others, first, second)])
 
 
 def _run_compiled(function: _Lowered, carry: PyTree, xs: PyTree, loop: Loop) -> tuple[PyTree, PyTree]:

@@ -178,7 +178,7 @@ def trace_tiers(hoisted: Hoisted, before: RowLoop, tiers: tuple[int, ...]) -> No
         consts, state, feed = given
         y = [_with_rows(leaf, axis, tier) for leaf, axis in zip(jax.tree.leaves(hoisted.y), axes.y, strict=True)]
         try:
-            trace_also(hoisted, loop.step, (consts, state, one_step(feed)), tuple(leaf.shape for leaf in y))
+            trace_also(hoisted, loop, (consts, state, one_step(feed)), tuple(leaf.shape for leaf in y))
         except Exception as error:
             error.add_note(f"`compact` had the body run on {tier} of the {max(tiers)} rows.")
             raise

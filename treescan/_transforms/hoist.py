@@ -7,7 +7,8 @@ is a new value each step, which the gradient would save T times: so this is read
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -15,7 +16,7 @@ import jax
 from jax.core import eval_jaxpr
 
 from .._errors import BodyError, Fault
-from .._loop import Feed, Loop, Memo, Step, settle, weak_types_settled
+from .._loop import Body, Feed, Loop, Memo, Step, named_signature, settle, weak_types_settled
 from .._types import PyTree, TreeDef
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -90,11 +91,11 @@ class Hoisted(NamedTuple):
 def hoist(loop: Loop) -> Hoisted:
     """Traces the step, once and for all, and takes unchanged leaves out of the state."""
     leaves, structure = jax.tree.flatten(loop.state)
-    jaxpr, (new, y) = _trace(loop.step, structure, (loop.consts, leaves, one_step(loop.xs)))
+    jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, one_step(loop.xs)))
     leaves, changed = settle(leaves, new)
     if changed:  # a weakly typed init: as lax.scan does, once more from what it is promoted to
         with weak_types_settled():
-            jaxpr, (new, y) = _trace(loop.step, structure, (loop.consts, leaves, one_step(loop.xs)))
+            jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, one_step(loop.xs)))
     fixed = _unchanged(jaxpr, len(jax.tree.leaves(loop.consts)), len(leaves))
     unchanged = [leaf for leaf, is_fixed in zip(leaves, fixed, strict=True) if is_fixed]
     state = [leaf for leaf, is_fixed in zip(leaves, fixed, strict=True) if not is_fixed]
@@ -112,12 +113,12 @@ def flatten_only(loop: Loop) -> Hoisted:
     return Hoisted(flat, (False,) * len(leaves), structure, None, effects=False)
 
 
-def trace_also(hoisted: Hoisted, step: Step, given: tuple[PyTree, list[Any], Feed], y_shapes: Shapes) -> None:
+def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Feed], y_shapes: Shapes) -> None:
     """Traces the step for other shapes of its arguments as well, on which it must do the same.
 
     Args:
         hoisted: what `hoist` made of the loop.
-        step: the step of the loop before.
+        loop: the loop before.
         given: the types of (consts, state leaves, feed).
         y_shapes: the shapes that y must have then.
     """
@@ -125,7 +126,7 @@ def trace_also(hoisted: Hoisted, step: Step, given: tuple[PyTree, list[Any], Fee
     assert isinstance(traced, Traced)
     consts, leaves, _ = given
     with weak_types_settled():
-        jaxpr, (_, y) = _trace(step, hoisted.structure, given)
+        jaxpr, (_, y) = _trace(loop, hoisted.structure, given)
     fixed = _unchanged(jaxpr, len(jax.tree.leaves(consts)), len(leaves))
     dtypes = [[leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (y, hoisted.y)]
     if (fixed, jax.tree.structure(y), dtypes[0]) != (traced.fixed, traced.y, dtypes[1]) or _shapes_of(y) != y_shapes:
@@ -147,12 +148,27 @@ def one_step(xs: Feed) -> Feed:
     return jax.eval_shape(lambda xs: jax.tree.map(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), xs), xs)
 
 
-def _trace(body: Step, structure: TreeDef, given: tuple[PyTree, list[Any], Feed]) -> tuple[Any, Any]:
-    def step(consts: PyTree, leaves: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
-        state, y = body(consts, jax.tree.unflatten(structure, leaves), feed)
+@dataclass(frozen=True, eq=False)
+class _Flat:
+    """A step as it is traced, its results as lists. Looks like the body to JAX, whose messages then name the body."""
+
+    body: Body
+    step: Step
+    __signature__: inspect.Signature
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.body.function
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[list[Any], PyTree]:
+        state, y = self.step(consts, state, feed)
         return jax.tree.leaves(state), y
 
-    return jax.make_jaxpr(step, return_shape=True)(*given)
+
+def _trace(loop: Loop, structure: TreeDef, given: tuple[PyTree, list[Any], Feed]) -> tuple[Any, Any]:
+    consts, leaves, feed = given
+    flat = _Flat(loop.body, loop.step, named_signature(loop.body, "consts"))
+    return jax.make_jaxpr(flat, return_shape=True)(consts, jax.tree.unflatten(structure, leaves), feed)
 
 
 def _unchanged(jaxpr: Any, first: int, count: int) -> tuple[bool, ...]:

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax
 
 from .._chunk import Level, Wish, run_chunked
+from .._errors import ArgumentError, Fault
 from .._loop import Feed, Loop, Step, is_jit_disabled
 from .._types import PyTree, Remat
 from .hoist import hoist
@@ -42,7 +43,18 @@ def _stays_a_loop(loop: Loop) -> bool:
 
 def nested_wish(length: int) -> Wish:
     """Chunks of about the square root of the length, with which as many carries are saved as a chunk has steps."""
+    refuse_symbolic(length, 'remat="nested"')
     return Wish(max(2, math.isqrt(length)))
+
+
+def refuse_symbolic(length: int, option: str) -> None:
+    """Refuses to cut a loop whose number of steps is a symbol, as `jax.export` has them."""
+    if not isinstance(length, int):
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `{option}` cuts the loop into chunks, but the number of its steps is symbolic.",
+            "Leave it out, or export for a number of steps that is known.",
+        )
 
 
 def run_rematerialized(loop: Loop, remat: Remat) -> tuple[PyTree, PyTree]:

@@ -15,7 +15,8 @@ from .._types import Array, ArrayLike
 def mask_of_lengths(lengths: ArrayLike, steps: int) -> Array:
     """bool[steps, *batch]: whether a step is among the first `lengths` of its row."""
     lengths = jnp.asarray(lengths)
-    dtype = lengths.dtype if steps <= jnp.iinfo(lengths.dtype).max else np.int32  # the positions must fit
+    fits = isinstance(steps, int) and steps <= jnp.iinfo(lengths.dtype).max  # a symbolic size is of any size
+    dtype = lengths.dtype if fits else np.int32  # the positions must fit
     positions = jax.lax.broadcasted_iota(dtype, (steps, *lengths.shape), 0)
     return positions < lengths.astype(dtype)[None]
 

@@ -24,7 +24,7 @@ from .batch_axes import RowAxes, RowLoop
 from .compact import LiveRows
 from .fill import fill_leaves, is_held
 from .lend import may_branch, most_of_all, most_of_devices
-from .remat import Checkpointed, checkpoint_steps, nested_wish
+from .remat import Checkpointed, checkpoint_steps, nested_wish, refuse_symbolic
 
 LARGEST, SMALLEST, FEWEST = 16, 8, 4
 """Of the chunk that is chosen for the user: the most and the least steps, and of how many a short loop is made."""
@@ -137,7 +137,10 @@ def run_skipping(rows: RowLoop, plan: SkipPlan, fill: Prefix, *, effects: bool) 
     if 0 in valid.shape or not may_branch():
         refuse_tiers(plan.tiers)
         return run_chunked(loop, tuple(Level(size, Checkpointed) for size in plan_sizes(loop.length, wishes)))
-    whole = plan.chunk == 0
+    for option, asked in (("chunk", plan.chunk), ("compact", len(plan.tiers) > 1)):
+        if asked:
+            refuse_symbolic(loop.length, option)
+    whole = plan.chunk == 0 or not isinstance(loop.length, int)
     size = loop.length if whole else min(plan.chunk or chunk_size(loop.length), loop.length)
     around = _Around(rows.axes, plan.tiers, fill, remat=not (whole or effects), only=size == loop.length)
     sizes = plan_sizes(loop.length, wishes if whole else [Wish(size, exact=True), *wishes])
@@ -175,6 +178,16 @@ class _Around:
         return RunLive(step, tiers, self.axes, self.fill, self.remat and looped, looped)
 
 
+def _live_rows(valid: Array, size: int) -> Array:
+    """bool[N, *batch]: which rows have a valid step in each chunk."""
+    length = valid.shape[0]
+    if size == length:  # a symbolic length too
+        return jnp.any(valid, axis=0)[None]
+    count = -(-length // size)
+    padded = jnp.pad(valid, [(0, count * size - length), *((0, 0) for _ in valid.shape[1:])])
+    return jnp.any(padded.reshape(count, size, *valid.shape[1:]), axis=1)
+
+
 def make_schedule(valid: Array, size: int, tiers: tuple[int, ...]) -> Schedule:
     """What of each chunk is to be run: the same for all elements of a vmap and on all devices of a shard_map.
 
@@ -183,10 +196,8 @@ def make_schedule(valid: Array, size: int, tiers: tuple[int, ...]) -> Schedule:
         size: the steps of a chunk.
         tiers: the numbers of rows to choose from, ascending.
     """
-    length = valid.shape[0]
-    count = -(-length // size)
-    padded = jnp.pad(valid, [(0, count * size - length), *((0, 0) for _ in valid.shape[1:])])
-    live = jnp.any(padded.reshape(count, size, *valid.shape[1:]), axis=1)
+    live = _live_rows(valid, size)
+    count = live.shape[0]
     if len(tiers) == 1:
         branch = jnp.any(live.reshape(count, -1), axis=1).astype(jnp.int32)
         return Schedule(most_of_all(most_of_devices(branch)))
