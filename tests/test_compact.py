@@ -12,7 +12,7 @@ import pytest
 from helpers import Counted, array, compilations, parametrize
 
 import treescan
-from treescan._transforms.compact import MOST_TIERS, halvings
+from treescan._transforms.compact import MOST_TIERS, spread_tiers
 
 STEPS, ROWS, WIDTH, CHUNK = 9, 8, 2, 2  # a remainder of one step, which runs on all rows
 TIERS = (1, 2, 4, 8)
@@ -97,7 +97,7 @@ def gradient(run):
 # Results.
 
 OURS = {
-    "halvings": functools.partial(ours),
+    "spread_tiers": functools.partial(ours),
     "reverse": functools.partial(ours, reverse=True, chunk=3, compact=(5, 3)),
 }
 
@@ -114,7 +114,7 @@ def test_results_stand_in_the_order_of_the_user(run):
 SOME = functools.partial(ours, compact=(3,))
 OURS_DIFFERENTIATED = {
     "one tier": (SOME, by_hand),
-    "halvings": (OURS["halvings"], by_hand),
+    "spread_tiers": (OURS["spread_tiers"], by_hand),
     "reverse": (OURS["reverse"], functools.partial(by_hand, reverse=True)),
 }
 
@@ -323,7 +323,7 @@ def test_transforms_trace_the_body_once_for_each_tier(transform):
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 100, 4096])
 def test_tiers_rise_from_one_row_to_all_in_few_steps(rows):
-    tiers = halvings(rows)
+    tiers = spread_tiers(rows)
     assert tiers[0] == 1
     assert tiers[-1] == rows
     assert len(tiers) <= min(MOST_TIERS, 1 + math.ceil(math.log2(rows)))

@@ -864,6 +864,54 @@ def chunk_of_symbolic_steps(one):
     return exported(lambda xs: mask_scan(step, one * jnp.ones(2), xs, lengths=jnp.zeros(2, int), chunk=8)[0])
 
 
+@case(ArgumentError, less=("disable_jit",))
+def compact_of_symbolic_rows(one):
+    rows = jax.export.symbolic_shape("b")[0]
+    run = jax.jit(lambda xs, lengths: mask_scan(step, xs[0], xs, lengths=lengths, compact=True))
+    shapes = jax.ShapeDtypeStruct((8, rows), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    return jax.export.export(run)(*shapes)
+
+
+@case(ArgumentTypeError)
+def chunk_float(one):
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, chunk=2.5)
+
+
+@case(CarryError, less=("disable_jit",))
+def compact_over_closed_over_rows(one):
+    bias = jnp.ones(2)
+
+    def step(carry, x):
+        return carry + bias, None
+
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, compact=True)
+
+
+@case(ArgumentError)
+def init_of_other_rows(one):
+    packed = treescan.pack([np.ones((3, 4)), np.ones((2, 4)), np.ones((1, 4))])
+    return mask_scan(step, {"h": one * jnp.ones((3, 5))}, packed)
+
+
+def step_of_a_ref() -> Callable[[Any, Any], tuple[Any, Any]]:
+    ref = (jax.new_ref if hasattr(jax, "new_ref") else jax.array_ref)(jnp.ones(()))
+
+    def step(carry, x):
+        return carry + ref[...], None
+
+    return step
+
+
+@case(ArgumentError, less=("disable_jit", "vmap"))
+def remat_over_a_ref(one):
+    return scan(step_of_a_ref(), one, XS, remat="step")
+
+
+@case(ArgumentError, less=("disable_jit", "vmap"))
+def compact_over_a_ref(one):
+    return mask_scan(step_of_a_ref(), one * jnp.ones(2), ROWS, lengths=LENGTHS, compact=True)
+
+
 # --- annotations ------------------------------------------------------------------------------------------------------
 
 

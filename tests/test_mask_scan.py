@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import equations
+from helpers import assert_bitwise, equations
 from hypothesis import given, settings
 
 import treescan
@@ -458,3 +458,42 @@ def test_unroll_true_is_not_unroll_one():
         return run.lower(jnp.ones(5)).as_text().count("while")
 
     assert (trips(1), trips(True), trips(1)) == (1, 0, 1)
+
+
+# What a trace up front must not change.
+
+
+@pytest.mark.parametrize("disable", [False, True])
+def test_constants_that_the_body_returns(disable):
+    """A flag that is true in the first step only, and an output that is a number."""
+
+    def body(carry, x):
+        total, first = carry
+        return (jnp.where(first, x, total + x), jnp.array(False)), 1.0
+
+    with jax.disable_jit(disable):
+        (total, first), ys = treescan.mask_scan(body, (0.0, jnp.array(True)), jnp.arange(1.0, 6), lengths=3)
+    assert (total, first) == (6, False)
+    assert_bitwise(ys, jnp.array([1.0, 1, 1, 0, 0]))
+
+
+def test_gradients_pass_by_a_mutable_array():
+    new_ref = getattr(jax, "new_ref", None) or jax.array_ref
+
+    def loss(p):
+        scale = new_ref(jnp.full((), 2.0))
+        return jnp.sum(treescan.mask_scan(lambda c, x: (c * p + x * scale[...], None), jnp.zeros(2), XS, lengths=N)[0])
+
+    XS, N = jnp.ones((20, 2)), jnp.array([2, 0])
+    assert jax.jit(jax.grad(loss))(0.5) == 2
+
+
+@pytest.mark.parametrize("lengths", [[0, 0, 0], [2, 0, 4]])
+def test_held_outputs_step_by_step(lengths):
+    def run(init):
+        held = {"lengths": jnp.array(lengths), "fill": "hold", "chunk": 2}
+        return treescan.mask_scan(lambda c, x: (c + 1, (x, c[:, 0])), init, jnp.arange(15.0).reshape(5, 3), **held)
+
+    with jax.disable_jit():
+        stepwise = run(jnp.zeros((3, 2)))
+    assert_bitwise(stepwise, run(jnp.zeros((3, 2))))

@@ -111,3 +111,13 @@ def test_an_explicitly_sharded_batch():
         assert jax.typeof(carry).sharding.spec == P("i")
     want = treescan.mask_scan(body, init, xs, lengths=lengths)
     chex.assert_trees_all_close(jax.device_get((carry, ys)), jax.device_get(want), rtol=1e-6)
+
+
+def test_outputs_of_an_explicitly_sharded_batch_are_held():
+    init, xs, lengths = data()
+    run = functools.partial(treescan.mask_scan, body, fill="hold", chunk=2)
+    want = run(init, xs, lengths=lengths)
+    with jax.set_mesh(jax.make_mesh((8,), ("i",), axis_types=(AxisType.Explicit,))):
+        sharded = [jax.sharding.reshard(leaf, spec) for leaf, spec in ((init, P("i")), (xs, P(None, "i")))]
+        got = jax.jit(run)(*sharded, lengths=jax.sharding.reshard(lengths, P("i")))
+        chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-6)

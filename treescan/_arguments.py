@@ -73,7 +73,7 @@ def check_unroll(unroll: Any, length: int) -> int:
     """A bool, or an int from 0 up, where 0 unrolls the whole loop; as an int, as True and 1 compare as equal."""
     if isinstance(unroll, bool | np.bool_):
         return max(length, 1) if unroll else 1
-    steps = _index(unroll)
+    steps = exact_int(unroll)
     if steps is None:
         raise Fault(
             TracedArgumentError if isinstance(unroll, Tracer) else ArgumentTypeError,
@@ -89,7 +89,7 @@ def check_unroll(unroll: Any, length: int) -> int:
     return steps
 
 
-def _index(value: Any) -> int | None:
+def exact_int(value: Any) -> int | None:
     """An exact int from anything that is one; None for floats, bools, tracers and the rest."""
     if isinstance(value, bool | np.bool_ | Tracer):
         return None
@@ -103,7 +103,7 @@ def check_length(length: Any, name: str = "length") -> int | None:
     """An int from 0 up, or None."""
     if length is None or (type(length) is int and length >= 0):
         return length
-    steps = _index(length)
+    steps = exact_int(length)
     if isinstance(length, Tracer):
         raise Fault(
             TracedArgumentError, f"{{verb}} over {{body}}: `{name}` is {describe_traced(length)}.", _TRACED_LENGTH
@@ -123,7 +123,7 @@ def check_length(length: Any, name: str = "length") -> int | None:
 
 def check_bound(bound: Any, name: str) -> int:
     """A concrete int: the end of a range of indices."""
-    index = _index(bound)
+    index = exact_int(bound)
     if index is not None:
         return index
     if isinstance(bound, Tracer):

@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._avals import describe_argument, dtype_of, shape_of
+from ._arguments import exact_int
+from ._avals import describe_argument, describe_traced, dtype_of, shape_of
 from ._errors import ArgumentError, ArgumentTypeError, Fault
 
 
@@ -81,7 +82,8 @@ def check_lengths(lengths: Any, steps: int | None, call: str = "{verb} over {bod
         raise Fault(
             ArgumentError,
             f"{call}: `lengths` must lie between 0 and the {steps} steps, but lengths{where} is {values.flat[row]}.",
-            f"Cut the lengths, `jnp.clip(lengths, 0, {steps})`, or pad to the longest row.",
+            f"Cut the lengths, `jnp.clip(lengths, 0, {steps})`, or pad to the longest row. If the data lead with the "
+            "batch instead, `mask_scan` takes `time_axis=1`.",
         )
     return lengths
 
@@ -96,6 +98,8 @@ def _as_array(lengths: list[Any] | tuple[Any, ...]) -> Any:
 
 
 def _check_flags(name: str, flags: Any, time_axis: int, steps: int) -> Any:
+    if isinstance(flags, list | tuple):
+        flags = _as_array(flags)
     if dtype_of(flags) != np.dtype(bool):
         cure = {
             "mask": "Compare, as in `mask=tokens != pad`; for the number of valid steps of each row, use `lengths`.",
@@ -128,33 +132,60 @@ def _cure_axis(name: str, shape: tuple[int, ...], time_axis: int, steps: int) ->
 
 def check_time_axis(time_axis: Any) -> int:
     """0 or 1."""
-    if isinstance(time_axis, bool) or not hasattr(time_axis, "__index__") or int(time_axis) not in (0, 1):
+    axis = exact_int(time_axis)
+    if axis not in (0, 1):
         raise Fault(
-            ArgumentError,
-            f"{{verb}} over {{body}}: `time_axis` is 0 or 1, got {describe_argument(time_axis)}.",
+            ArgumentTypeError if axis is None else ArgumentError,
+            f"{{verb}} over {{body}}: `time_axis` is 0 or 1, got {describe_traced(time_axis)}.",
             "0: time leads, [T, B, ...]; 1: the batch does, [B, T, ...]. For other layouts there are `in_axes` and "
             "`out_axes`.",
         )
-    return int(time_axis)
+    return axis
 
 
 def check_chunk(chunk: Any, compact: Any) -> int | None:
     """An int of at least 0, or None."""
     if chunk is None:
         return None
-    if isinstance(chunk, bool | Tracer) or not hasattr(chunk, "__index__") or int(chunk) < 0:
+    size = exact_int(chunk)
+    if size is None or size < 0:
         raise Fault(
-            ArgumentError,
-            f"{{verb}} over {{body}}: `chunk` is an int of at least 0, or None, got {describe_argument(chunk)}.",
+            ArgumentTypeError if size is None else ArgumentError,
+            f"{{verb}} over {{body}}: `chunk` is an int of at least 0, or None, got {describe_traced(chunk)}.",
             "It is the number of steps that are skipped together where no row is valid; None chooses it, 0 skips none.",
         )
-    if int(chunk) == 0 and compact:
+    if size == 0 and compact:
         raise Fault(
             ArgumentError,
             "{verb} over {body}: `compact` orders the rows of each chunk, but `chunk=0` makes none.",
             "Leave `chunk` out, or give the steps of a chunk.",
         )
-    return int(chunk)
+    return size
+
+
+def check_compact(compact: Any, *, keyed: bool) -> bool | tuple[int, ...]:
+    """A bool, or the tiers as ints above 0."""
+    tiers = bool(compact) if isinstance(compact, bool | np.bool_) else _check_tiers(compact)
+    if tiers and keyed:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `compact` and `key` exclude each other: the body would draw for other rows.",
+            "Give each row a key of its own, in the carry: `keys = jax.random.split(key, B)`, and in the body "
+            "`keys, now = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)`.",
+        )
+    return tiers
+
+
+def _check_tiers(compact: Any) -> tuple[int, ...]:
+    counts = [exact_int(tier) for tier in compact] if isinstance(compact, tuple | list) else []
+    if counts and all(count is not None and count > 0 for count in counts):
+        return tuple(count for count in counts if count is not None)
+    raise Fault(
+        ArgumentTypeError,
+        f"{{verb}} over {{body}}: `compact` is True, False or a tuple of ints above 0, got "
+        f"{'(' + ', '.join(map(describe_traced, compact)) + ')' if counts else describe_traced(compact)}.",
+        "`compact=True` makes tiers of 1, 2, 4, ... rows; a tuple names the numbers of rows instead.",
+    )
 
 
 def check_padded(given: Mapping[str, Any], kind: str) -> None:

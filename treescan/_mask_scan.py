@@ -8,13 +8,12 @@ from typing import Any, Unpack, overload
 
 from ._arguments import check_options, check_remat
 from ._errors import explain, verb
-from ._mask_arguments import RowFlags, check_chunk, check_padded, check_rows, check_time_axis
+from ._mask_arguments import RowFlags, check_chunk, check_compact, check_padded, check_rows, check_time_axis
 from ._pack import Packed
 from ._pad import Padded
 from ._run import CALLS, run_verb
 from ._transforms.axes import static_axes
 from ._transforms.body import check_callable
-from ._transforms.compact import check_compact
 from ._transforms.fill import check_fill
 from ._transforms.masking import MaskPlan
 from ._tree import Prefix
@@ -207,10 +206,13 @@ def mask_scan(
             is skipped, unless nothing at all is valid. Chunks do not show in results.
         compact: True: the body must not close over arrays that have rows (they are to come through the carry or xs),
             and must take any number of rows: it is run on those rows alone that have a valid step in the chunk, brought
-            together along the first axis of the batch, on the smallest of at most 7 tiers (B, B/2, ..., 1) that holds
-            them. The body is traced and compiled once a tier; a tuple names the tiers. Results stand in their places.
-        remat: as for `treescan.scan`. Where chunks are skipped, the gradient recomputes each chunk in any case (unless
-            the body has effects), so that it saves T/chunk carries; "step" and "nested" save less within.
+            together along the first axis of the batch, on the smallest tier that holds them. Tiers are 1, 2, 4, ..., B
+            rows (seven of them from 1 to B where that would be more); a tuple names them. The body is traced and
+            compiled once a tier. Steps that fill no chunk, at the end, are run on all rows if they are on any. Results
+            stand in their places.
+        remat: as for `treescan.scan`. Where chunks are skipped, the gradient recomputes each chunk in any case, unless
+            the body has effects, so that it saves T/chunk carries; "step" and "nested" save less within, whatever the
+            effects.
         **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `name`, as for `treescan.scan`. In reverse each
             row runs from its own last valid step to its first; ys stay where their xs are. `key` excludes `compact`.
 
@@ -221,7 +223,7 @@ def mask_scan(
         ArgumentError: as `treescan.scan`; also if none of lengths, mask and resets is given, or lengths and mask both,
             if they do not fit xs, if the batch shape does not stand where the axes say, if y cannot hold `fill`, or if
             `compact` cannot order the rows (with `key`, `chunk=0`, a single row, rows spread over an explicit mesh,
-            or in a `jax.shard_map` with `check_vma=False`).
+            a mutable array in the body, or in a `jax.shard_map` with `check_vma=False`).
         BodyError: as `treescan.scan`.
         CarryError: as `treescan.scan`.
         SignatureError: as `treescan.scan`.
@@ -255,7 +257,7 @@ def mask_scan(
             check_compact(compact, keyed=options.get("key") is not None),
             check_remat(remat),
         )
-        xs, flags = _rows_of(xs, RowFlags(lengths, mask, resets), time_axis)
+        xs, flags = _rows_of(xs, RowFlags(lengths, mask, resets), time_axis, options.get("in_axes"))
         rows = functools.partial(check_rows, flags, time_axis)
         axes: dict[str, Any] = {"in_axes": time_axis, "out_axes": time_axis}
         return run_verb("scan", f, init, xs, length, rows=rows, mask=plan, **{**axes, **options})
@@ -267,10 +269,11 @@ def mask_scan(
 _ACCEPTED = frozenset(Options.__annotations__) | MaskOptions.__annotations__.keys() | {"length"}
 
 
-def _rows_of(xs: PyTree, flags: RowFlags, time_axis: int) -> tuple[PyTree, RowFlags]:
+def _rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple[PyTree, RowFlags]:
     """The data and the rows of a `Padded` or a `Packed`; those of anything else as they were given."""
     if isinstance(xs, Padded | Packed):
-        check_padded({**flags._asdict(), "time_axis": time_axis or None}, type(xs).__name__)
+        said = {**flags._asdict(), "time_axis": time_axis or None, "in_axes": in_axes}
+        check_padded(said, type(xs).__name__)
     if isinstance(xs, Padded):
         return xs.data, RowFlags(lengths=xs.lengths)
     if isinstance(xs, Packed):

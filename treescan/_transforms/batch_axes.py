@@ -53,22 +53,40 @@ def spread_batch_axes(option: str, axes: Prefix, tree: PyTree, root: str, batch:
         start = axis if axis is None or axis >= 0 else axis + len(shape)
         spread.append(start)
         stands = start is None or (0 <= start <= len(shape) - len(batch) and shape[start : start + len(batch)] == batch)
-        if start is not None:
+        if start is not None and len(shape) >= start + len(batch):
             found.add(shape[start : start + len(batch)])
         if not stands:
             rows.append(Row(path, f"{_shape(batch)} at axis {axis}", describe_leaf(leaf), ""))
     if rows:
-        other = _shape(found.pop()) if len(found) == 1 else ""
+        other = _other_batch(option, root, found)
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: the batch shape {_shape(batch)} of the mask does not stand in every leaf.",
-            *([f"The data has batch shape {other}: pass the lengths or the mask of just these rows."] if other else []),
+            *([other] if other else []),
             f"`{option}` says where the batch shape starts in each leaf of {root} (0: it leads), and None marks a leaf "
             "that all rows share.",
             header=("leaf", "batch shape", "is"),
             rows=rows,
         )
     return tuple(spread)
+
+
+def _other_batch(option: str, root: str, found: set[tuple[int, ...]]) -> str:
+    """What to say where all leaves have one other batch shape."""
+    if len(found) != 1:
+        return ""
+    batch = _shape(*found)
+    if option == "carry_axes":
+        return (
+            f"All of {root} has batch shape {batch}: `init` has one entry for each row of the batch (`packed.rows` of "
+            "them for a `Packed`), or pass the lengths or the mask of just these rows."
+        )
+    if option == "x_axes":
+        return (
+            f"The data has batch shape {batch}: pass the lengths or the mask of just these rows, or `time_axis=1` if "
+            "the data lead with the batch instead of time."
+        )
+    return ""
 
 
 def _shape(shape: Sequence[int]) -> str:

@@ -11,13 +11,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._avals import describe_argument, is_sharded, vary_over, varying_axes
-from .._errors import ArgumentError, ArgumentTypeError, Fault
+from .._avals import is_sharded, vary_over, varying_axes
+from .._errors import ArgumentError, Fault
 from .._loop import Feed, Loop, Step
 from .._types import Array, PyTree
 from .axes import LeafAxes
 from .batch_axes import RowAxes, RowLoop
 from .hoist import Hoisted, one_step, trace_also
+from .lend import may_branch
+from .remat import refuse_symbolic
 
 MOST_TIERS = 7
 """That `compact=True` makes; the body is compiled once for each."""
@@ -112,13 +114,14 @@ def tiers_of(compact: bool | tuple[int, ...], batch: tuple[int, ...]) -> tuple[i
             "{verb} over {body}: `compact` orders the rows of a batch, but the batch shape of the mask is [].",
             "Leave `compact` out: for a single row, chunks without a valid step are skipped anyway.",
         )
+    refuse_symbolic(batch[0], "compact", of="rows")
     if not isinstance(compact, bool):
         return (*_within(compact, batch[0]), batch[0])
-    return halvings(batch[0])
+    return spread_tiers(batch[0])
 
 
-def halvings(rows: int) -> tuple[int, ...]:
-    """1, and from there up to `rows`: twice as many each time, or so many more that there are `MOST_TIERS` at most."""
+def spread_tiers(rows: int) -> tuple[int, ...]:
+    """From 1 up to `rows`, twice as many each time, or so many more that there are `MOST_TIERS` at most."""
     steps = min(MOST_TIERS - 1, math.ceil(math.log2(max(rows, 1))))
     return tuple(sorted({rows, *(round(rows ** (i / steps)) for i in range(steps))}))
 
@@ -134,34 +137,6 @@ def _within(tiers: tuple[int, ...], rows: int) -> list[int]:
     return sorted({tier for tier in tiers if tier < rows})
 
 
-def check_compact(compact: Any, *, keyed: bool) -> bool | tuple[int, ...]:
-    """A bool, or the tiers as ints above 0."""
-    tiers = compact if isinstance(compact, bool) else _check_tiers(compact)
-    if tiers and keyed:
-        raise Fault(
-            ArgumentError,
-            "{verb} over {body}: `compact` and `key` exclude each other: the body would draw for other rows.",
-            "Give each row a key of its own, in the carry: `keys = jax.random.split(key, B)`, and in the body "
-            "`keys, now = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)`.",
-        )
-    return tiers
-
-
-def _check_tiers(compact: Any) -> tuple[int, ...]:
-    if isinstance(compact, tuple | list) and compact and all(map(_is_count, compact)):
-        return tuple(map(int, compact))
-    raise Fault(
-        ArgumentTypeError,
-        f"{{verb}} over {{body}}: `compact` is True, False or a tuple of ints above 0, got "
-        f"{describe_argument(compact) if not isinstance(compact, tuple | list) else compact}.",
-        "`compact=True` halves the batch again and again; a tuple names the numbers of rows instead.",
-    )
-
-
-def _is_count(tier: Any) -> bool:
-    return hasattr(tier, "__index__") and not isinstance(tier, bool | jax.Array) and int(tier) > 0
-
-
 def trace_tiers(hoisted: Hoisted, before: RowLoop, tiers: tuple[int, ...]) -> None:
     """Traces the body for each number of rows but the whole batch, for which `hoist` has.
 
@@ -171,17 +146,30 @@ def trace_tiers(hoisted: Hoisted, before: RowLoop, tiers: tuple[int, ...]) -> No
         tiers: the numbers of rows.
     """
     loop, axes = before
-    if len(tiers) > 1:
-        refuse_sharded_rows(loop)
     for tier in tiers[:-1]:
         given = jax.eval_shape(functools.partial(_first_rows, axes, tier), loop.consts, hoisted.settled, loop.xs)
         consts, state, feed = given
         y = [_with_rows(leaf, axis, tier) for leaf, axis in zip(jax.tree.leaves(hoisted.y), axes.y, strict=True)]
         try:
             trace_also(hoisted, loop, (consts, state, one_step(feed)), tuple(leaf.shape for leaf in y))
+        except Fault as fault:
+            raise _of_fewer_rows(fault, tier, max(tiers)) from None
         except Exception as error:
             error.add_note(f"`compact` had the body run on {tier} of the {max(tiers)} rows.")
             raise
+
+
+def _of_fewer_rows(fault: Fault, tier: int, rows: int) -> Fault:
+    """What is wrong where the body is given fewer rows, with the cause that is the likeliest."""
+    return Fault(
+        fault.error,
+        f"{fault.says.rstrip('.')}, when it is given {tier} of the {rows} rows, as `compact` gives it.",
+        "An array with rows that the body closes over does not come along: pass it through the carry, or through xs "
+        "with `in_axes=None` and a tree as `x_axes` that says where its rows stand. And the body must take any number "
+        "of rows.",
+        header=fault.header,
+        rows=fault.rows,
+    )
 
 
 def _first_rows(axes: RowAxes, count: int, consts: PyTree, state: PyTree, feed: Feed) -> tuple[Any, Any, Any]:
@@ -189,10 +177,18 @@ def _first_rows(axes: RowAxes, count: int, consts: PyTree, state: PyTree, feed: 
     return take_rows(consts, axes.consts, rows), take_rows(state, axes.state, rows), _take_feed(feed, axes.x, rows)
 
 
-def refuse_sharded_rows(loop: Loop) -> None:
-    """Rows that are spread over devices by their type cannot be ordered."""
-    leaves = jax.tree.leaves((loop.state, loop.xs.x, loop.xs.valid))
-    if any(is_sharded(leaf) for leaf in leaves):
+def refuse_tiers(tiers: tuple[int, ...], loop: Loop) -> None:
+    """Refuses to order rows where no branch may depend on data, and rows that are spread over devices by their type."""
+    if len(tiers) < 2:
+        return
+    if not may_branch():
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `compact` takes a branch that depends on the mask, which would deadlock devices where "
+            "JAX does not tell what varies over them: in a `jax.shard_map` with `check_vma=False`, or in `jax.pmap`.",
+            "Leave `check_vma` on, or `compact` out.",
+        )
+    if any(is_sharded(leaf) for leaf in jax.tree.leaves((loop.state, loop.xs.x, loop.xs.valid))):
         raise Fault(
             ArgumentError,
             "{verb} over {body}: `compact` orders the rows of a batch, which are spread over an explicit mesh.",

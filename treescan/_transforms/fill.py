@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._avals import describe_argument, describe_leaf, holds, is_key, vary_over, varying_axes
+from .._avals import describe_argument, describe_leaf, holds, is_key, place_like, vary_over, varying_axes
 from .._errors import ArgumentError, ArgumentTypeError, Fault
 from .._loop import Feed, Step
 from .._tree import Prefix, PrefixMismatch, leaves_with_path
@@ -51,19 +51,20 @@ class Hold:
         return (now, inner), jax.tree.unflatten(structure, leaves)
 
 
-def hold(rows: RowLoop, fill: Prefix, y: PyTree) -> RowLoop:
+def hold(rows: RowLoop, fill: Prefix, y: PyTree, avals: list[Any]) -> RowLoop:
     """Holds the outputs whose fill is "hold".
 
     Args:
         rows: the loop, whose outputs are filled with 0 there.
         fill: a prefix of y.
         y: the types of one step's y.
+        avals: the same for each leaf, with what they say of shardings.
     """
     loop, axes = rows
     held = is_held(fill, y)
     if not any(held):
         return rows
-    zeros = [jax.lax.full(leaf.shape, 0, leaf.dtype) for leaf, on in zip(jax.tree.leaves(y), held, strict=True) if on]
+    zeros = [place_like(jax.lax.full(a.shape, 0, a.dtype), a) for a, on in zip(avals, held, strict=True) if on]
     zeros = [vary_over(zero, varying_axes(jax.typeof(loop.xs.valid))) for zero in zeros]
     held_axes = [axis for axis, on in zip(axes.y, held, strict=True) if on]
     loop = dataclasses.replace(loop, step=Hold(loop.step, held, axes.y), state=(zeros, loop.state))
@@ -94,6 +95,11 @@ def hold_afterwards(ys: PyTree, valid: Array, fill: Prefix, y_axes: LeafAxes, *,
 def _over_rows(last: Array, *, reverse: bool) -> Array:
     rows = last.reshape(last.shape[0], -1)
     return jnp.min(rows, axis=1) if reverse else jnp.max(rows, axis=1)
+
+
+def without_hold(fill: Prefix) -> Prefix:
+    """The fill of what is to be held afterwards."""
+    return Prefix(tuple(0 if isinstance(value, str) else value for value in fill.leaves), fill.structure)
 
 
 def is_held(fill: Prefix, y: PyTree) -> tuple[bool, ...]:

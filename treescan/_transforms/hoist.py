@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-from jax.core import eval_jaxpr
+import jax.numpy as jnp
+from jax.core import ShapedArray, eval_jaxpr
 
 from .._errors import BodyError, Fault
-from .._loop import Body, Feed, Loop, Memo, Step, named_signature, settle, weak_types_settled
+from .._loop import Body, Feed, Loop, Memo, Step, as_arrays, named_signature, settle, weak_types_settled
 from .._types import PyTree, TreeDef
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -41,6 +42,7 @@ class Traced:
         leaves = jax.tree.leaves((inner, merge(self.fixed, unchanged, state), feed))
         jaxpr = self.jaxprs[_shapes(leaves)]
         out = eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *leaves, propagate_source_info=True)
+        out = list(map(_as_array, out, jaxpr.out_avals))
         new, y = out[: len(self.fixed)], out[len(self.fixed) :]
         changed = [leaf for leaf, fixed in zip(new, self.fixed, strict=True) if not fixed]
         return changed, jax.tree.unflatten(self.y, y)
@@ -55,7 +57,7 @@ class Untraced:
 
     def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
         _, inner = consts
-        new, y = self.step(inner, jax.tree.unflatten(self.structure, state), feed)
+        new, y = as_arrays(self.step(inner, jax.tree.unflatten(self.structure, state), feed))
         return jax.tree.leaves(new), y
 
 
@@ -67,14 +69,18 @@ class Hoisted(NamedTuple):
         fixed: for each leaf of the state of before whether it is unchanged.
         structure: of that state.
         y: the types of one step's y; None if nothing was traced.
+        y_avals: the same for each leaf, as JAX has them in a trace.
         effects: whether the body does something beside computing, as callbacks do.
+        refs: whether it reads or writes mutable arrays that it closes over.
     """
 
     loop: Loop
     fixed: tuple[bool, ...]
     structure: TreeDef
     y: PyTree
+    y_avals: list[Any]
     effects: bool
+    refs: bool
 
     @property
     def settled(self) -> list[Any]:
@@ -102,7 +108,7 @@ def hoist(loop: Loop) -> Hoisted:
     shapes = _shapes(jax.tree.leaves((loop.consts, leaves, one_step(loop.xs))))
     traced = Traced({shapes: jaxpr}, fixed, jax.tree.structure(y))
     hoisted = dataclasses.replace(loop, step=traced, consts=(unchanged, loop.consts), state=state, memo=Memo())
-    return Hoisted(hoisted, fixed, structure, y, effects=_has_effects(jaxpr))
+    return Hoisted(hoisted, fixed, structure, y, jaxpr.out_avals[len(leaves) :], _has_effects(jaxpr), _has_refs(jaxpr))
 
 
 def flatten_only(loop: Loop) -> Hoisted:
@@ -110,7 +116,7 @@ def flatten_only(loop: Loop) -> Hoisted:
     leaves, structure = jax.tree.flatten(loop.state)
     step = Untraced(loop.step, structure)
     flat = dataclasses.replace(loop, step=step, consts=([], loop.consts), state=leaves)
-    return Hoisted(flat, (False,) * len(leaves), structure, None, effects=False)
+    return Hoisted(flat, (False,) * len(leaves), structure, None, [], effects=False, refs=False)
 
 
 def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Feed], y_shapes: Shapes) -> None:
@@ -180,6 +186,18 @@ def _unchanged(jaxpr: Any, first: int, count: int) -> tuple[bool, ...]:
 def _has_effects(jaxpr: Any) -> bool:
     """Whether a jaxpr does what must not be done twice. That it runs over a named axis counts as an effect for JAX."""
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects)
+
+
+def _has_refs(jaxpr: Any) -> bool:
+    """Whether a jaxpr closes over mutable arrays, which JAX cannot differentiate through within a branch."""
+    return any(not isinstance(var.aval, ShapedArray) for var in jaxpr.jaxpr.constvars)
+
+
+def _as_array(value: Any, aval: Any) -> Any:
+    """A constant that a step returns comes out of its jaxpr as a plain number."""
+    if isinstance(value, jax.Array):
+        return value
+    return jnp.asarray(value) if aval.weak_type else jnp.asarray(value, aval.dtype)
 
 
 def _shapes(leaves: Sequence[Any]) -> Shapes:

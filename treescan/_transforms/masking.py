@@ -13,12 +13,12 @@ from .._tree import Prefix
 from .._types import Array, PyTree, Remat
 from .axes import LeafAxes, scan_over_axes
 from .batch_axes import RowAxes, RowLoop, rows_of_x, spread_batch_axes
-from .compact import tiers_of, trace_tiers
-from .fill import hold, hold_afterwards, is_held
+from .compact import refuse_tiers, tiers_of, trace_tiers
+from .fill import hold, hold_afterwards, is_held, without_hold
 from .hoist import Hoisted, flatten_only, hoist
 from .mask import lend_rows, mask
 from .resets import reset_rows
-from .skip import SkipPlan, run_skipping
+from .skip import SkipPlan, run_skipping, without_branches
 
 
 @dataclass(frozen=True)
@@ -63,18 +63,21 @@ def run_masked(
     """
     given = _with_rows(loop, valid, plan, names, in_axes)
     tiers = tiers_of(plan.compact, valid.shape[1:]) if plan.compact else (0,)
+    refuse_tiers(tiers, given.loop)
     untraced = is_jit_disabled() or not loop.length
     hoisted = flatten_only(given.loop) if untraced else hoist(given.loop)
     if not untraced:
         given = _with_outputs(given, hoisted.y, plan)
         trace_tiers(hoisted, given, tiers)
     fixed_axes, rows = _hoisted_rows(hoisted, given)
-    rows = mask(rows, fixed_axes, plan.y_axes, plan.fill)
+    fill = without_hold(plan.fill) if untraced else plan.fill
+    rows = mask(rows, fixed_axes, plan.y_axes, fill)
     if resets is not None:
         rows = reset_rows(rows, resets)
     if not untraced:
-        rows = hold(rows, plan.fill, hoisted.y)
-    state, ys = run_skipping(rows, SkipPlan(plan.chunk, tiers, plan.remat), plan.fill, effects=hoisted.effects)
+        rows = hold(rows, fill, hoisted.y, hoisted.y_avals)
+    skip = SkipPlan(plan.chunk, tiers, plan.remat, hoisted.effects)
+    state, ys = run_skipping(rows, without_branches(skip) if hoisted.refs else skip, fill)
     if untraced:
         ys = _hold_outputs(ys, valid, plan, reverse=loop.reverse)
     elif any(is_held(plan.fill, hoisted.y)):

@@ -47,13 +47,13 @@ def nested_wish(length: int) -> Wish:
     return Wish(max(2, math.isqrt(length)))
 
 
-def refuse_symbolic(length: int, option: str) -> None:
-    """Refuses to cut a loop whose number of steps is a symbol, as `jax.export` has them."""
-    if not isinstance(length, int):
+def refuse_symbolic(count: int, option: str, of: str = "steps") -> None:
+    """Refuses to divide steps or rows whose number is a symbol, as `jax.export` has them."""
+    if not isinstance(count, int):
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `{option}` cuts the loop into chunks, but the number of its steps is symbolic.",
-            "Leave it out, or export for a number of steps that is known.",
+            f"{{verb}} over {{body}}: `{option}` divides the {of}, but their number is symbolic.",
+            f"Leave it out, or export for a number of {of} that is known.",
         )
 
 
@@ -63,6 +63,12 @@ def run_rematerialized(loop: Loop, remat: Remat) -> tuple[PyTree, PyTree]:
     "step" saves T carries; "nested" about twice the square root of T, and computes each step once more than "step".
     """
     hoisted = hoist(loop)
+    if hoisted.refs:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `remat` cannot be had for a body that closes over a mutable array (a `Ref`).",
+            "Carry its value instead, or leave `remat` out.",
+        )
     levels: tuple[Level, ...] = ()
     if remat == "nested":
         levels = (Level(nested_wish(loop.length).size, Checkpointed),)

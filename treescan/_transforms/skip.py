@@ -103,11 +103,29 @@ class SkipPlan:
         chunk: the steps of a chunk; None: to be chosen; 0: nothing is skipped but a loop without any valid step.
         tiers: the numbers of rows that the body is made for; only one for all rows.
         remat: as for `treescan.scan`.
+        effects: whether the body has effects, which no gradient may repeat unasked.
     """
 
     chunk: int | None
     tiers: tuple[int, ...]
     remat: Remat | None
+    effects: bool = False
+
+
+def without_branches(plan: SkipPlan) -> SkipPlan:
+    """The plan for a body that closes over mutable arrays: JAX differentiates through them in the plain loop alone.
+
+    Raises:
+        Fault: for an `ArgumentError` if the plan asks for what needs branches or a second computation.
+    """
+    asked = {"chunk": bool(plan.chunk), "compact": len(plan.tiers) > 1, "remat": plan.remat is not None}
+    for option in (name for name, on in asked.items() if on):
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `{option}` cannot be had for a body that closes over a mutable array (a `Ref`).",
+            "Carry its value instead, or leave the option out: then all steps are run, and none is recomputed.",
+        )
+    return dataclasses.replace(plan, chunk=0)
 
 
 def chunk_size(length: int) -> int:
@@ -117,49 +135,35 @@ def chunk_size(length: int) -> int:
     return min(near, key=lambda other: abs(other - size), default=size)
 
 
-def run_skipping(rows: RowLoop, plan: SkipPlan, fill: Prefix, *, effects: bool) -> tuple[PyTree, PyTree]:
+def run_skipping(rows: RowLoop, plan: SkipPlan, fill: Prefix) -> tuple[PyTree, PyTree]:
     """Runs a masked loop, without the chunks in which no row is valid.
 
     Args:
         rows: the loop, and where its rows stand.
         plan: how large chunks are, and what the gradient saves.
         fill: a prefix of y: what it is where nothing is run.
-        effects: whether the body has effects, which no gradient may repeat.
     """
     loop, valid = rows.loop, rows.loop.xs.valid
     assert valid is not None
-    tiers, untraced = plan.tiers, is_jit_disabled() or not loop.length
-    if untraced:  # every step as it stands, on values
-        plan = SkipPlan(chunk=0, tiers=tiers[-1:], remat=None)
+    if is_jit_disabled() or not loop.length:  # every step as it stands, on values
+        plan = SkipPlan(chunk=0, tiers=plan.tiers[-1:], remat=None)
     if plan.remat:
         loop = checkpoint_steps(loop)
     wishes = [nested_wish(loop.length)] if plan.remat == "nested" else []
     if 0 in valid.shape or not may_branch():
-        refuse_tiers(plan.tiers)
         return run_chunked(loop, tuple(Level(size, Checkpointed) for size in plan_sizes(loop.length, wishes)))
     for option, asked in (("chunk", plan.chunk), ("compact", len(plan.tiers) > 1)):
         if asked:
             refuse_symbolic(loop.length, option)
     whole = plan.chunk == 0 or not isinstance(loop.length, int)
     size = loop.length if whole else min(plan.chunk or chunk_size(loop.length), loop.length)
-    around = _Around(rows.axes, plan.tiers, fill, remat=not (whole or effects), only=size == loop.length)
+    around = _Around(rows.axes, plan.tiers, fill, remat=not (whole or plan.effects), only=size == loop.length)
     sizes = plan_sizes(loop.length, wishes if whole else [Wish(size, exact=True), *wishes])
     smaller = [Level(other, Checkpointed) for other in sizes if other < size]
     larger = [Level(other, Checkpointed) for other in sizes if other > size]
     levels = [*smaller, Level(size, around, scheduled=True), *larger]
     xs = loop.xs._replace(schedule=make_schedule(valid, size, plan.tiers))
     return run_chunked(dataclasses.replace(loop, xs=xs), tuple(levels))
-
-
-def refuse_tiers(tiers: tuple[int, ...]) -> None:
-    """Refuses to order rows where no branch may depend on data."""
-    if len(tiers) > 1 and not may_branch():
-        raise Fault(
-            ArgumentError,
-            "{verb} over {body}: `compact` takes a branch that depends on the mask, which would deadlock devices "
-            "inside of a `jax.shard_map` with `check_vma=False`.",
-            "Leave `check_vma` on, or `compact` out.",
-        )
 
 
 @dataclass(frozen=True)
