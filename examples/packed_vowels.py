@@ -2,24 +2,22 @@
 
 The same task as in `vowels.py`: nine speakers, utterances of 7 to 29 frames. Here `treescan.pack` lays each batch into
 rows, and `mask_scan` takes the result as it is: where an utterance begins, the LSTM begins anew, forwards and
-backwards, and both directions' outputs stand at their frames.
+backwards, and both directions' outputs stand at their frames. The weights and their training are those of `vowels.py`.
 
     python examples/packed_vowels.py
 """
 
 import time
-from pathlib import Path
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, PRNGKeyArray
+from vowels import BATCH, DATA, DROPOUT, EPOCHS, HIDDEN, LSTM, Adam, Params, State, adam_step, init_params
 
 import treescan
 
-DATA = Path(__file__).parent / "data" / "japanese_vowels.npz"
-SPEAKERS, FEATURES, HIDDEN, EPOCHS, BATCH, LEARNING_RATE, DROPOUT = 9, 12, 64, 60, 27, 3e-3, 0.3
 ROWS = 9  # of a packed training batch
 
 Utterance = Float[np.ndarray, "time features"]
@@ -48,44 +46,6 @@ def batches(utterances: list[Utterance], speaker: np.ndarray, seed: int) -> Labe
     steps = max(treescan.pack(batch, rows=ROWS).steps for batch in chosen)  # all alike: one program for all of them
     packed = [treescan.pack(batch, rows=ROWS, length=steps) for batch in chosen]
     return Labelled(jax.tree.map(lambda *leaves: jnp.stack(leaves), *packed), jnp.asarray(speaker[order]))
-
-
-class LSTM(NamedTuple):
-    """The weights of one direction; the four gates stand side by side."""
-
-    x: Float[Array, "features gates"]
-    h: Float[Array, "hidden gates"]
-    bias: Float[Array, " gates"]
-
-
-class State(NamedTuple):
-    """What an LSTM carries from frame to frame."""
-
-    h: Float[Array, "rows hidden"]
-    c: Float[Array, "rows hidden"]
-
-
-class Params(NamedTuple):
-    """The classifier: an LSTM each way, the mean over the frames, one linear layer."""
-
-    forward: LSTM
-    backward: LSTM
-    out: Float[Array, "pooled speakers"]
-
-
-def init_params(key: PRNGKeyArray) -> Params:
-    """Uniform in +-1/sqrt(hidden), forget gates open."""
-    bias = jnp.zeros(4 * HIDDEN).at[HIDDEN : 2 * HIDDEN].set(1.0)
-
-    def uniform(key: PRNGKeyArray, *shape: int) -> Array:
-        return jax.random.uniform(key, shape, minval=-1, maxval=1) / HIDDEN**0.5
-
-    def direction(key: PRNGKeyArray) -> LSTM:
-        x, h = jax.random.split(key)
-        return LSTM(uniform(x, FEATURES, 4 * HIDDEN), uniform(h, HIDDEN, 4 * HIDDEN), bias)
-
-    forward, backward, out = jax.random.split(key, 3)
-    return Params(direction(forward), direction(backward), uniform(out, 2 * HIDDEN, SPEAKERS))
 
 
 def lstm(weights: LSTM, packed: Batch, *, reverse: bool = False) -> Float[Array, "time rows hidden"]:
@@ -123,25 +83,6 @@ def accuracy(params: Params, batch: Labelled) -> Float[Array, ""]:
     return jnp.mean(jnp.argmax(pool(params, batch.packed) @ params.out, axis=-1) == batch.speaker)
 
 
-class Adam(NamedTuple):
-    """Parameters with their running moments (Kingma and Ba, 2015)."""
-
-    params: Params
-    mean: Params
-    square: Params
-    steps: Int[Array, ""]
-
-
-def adam_step(adam: Adam, grads: Params) -> Adam:
-    """One step down the gradient."""
-    steps = adam.steps + 1
-    mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, adam.mean, grads)
-    square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g**2, adam.square, grads)
-    rate = LEARNING_RATE * jnp.sqrt(1 - 0.999**steps) / (1 - 0.9**steps)
-    params = jax.tree.map(lambda p, m, s: p - rate * m / (jnp.sqrt(s) + 1e-8), adam.params, mean, square)
-    return Adam(params, mean, square, steps)
-
-
 @jax.jit
 def train(params: Params, data: Labelled, key: PRNGKeyArray) -> tuple[Params, Float[Array, " epochs"]]:
     """All epochs in one program: a scan over epochs, which scans over batches, which scan over time."""
@@ -166,7 +107,7 @@ def main() -> None:
     data = batches(utterances, speaker, seed=0)
     init_key, train_key = jax.random.split(jax.random.key(0))
     began = time.perf_counter()
-    params, losses = train(init_params(init_key), data, train_key)
+    params, losses = train(init_params(init_key, utterances[0].shape[1]), data, train_key)
     losses.block_until_ready()
     print(f"{EPOCHS} epochs in {time.perf_counter() - began:.1f} s, compilation included")
     print(f"training loss  {losses[0]:.3f} -> {losses[-1]:.3f}")

@@ -497,3 +497,14 @@ def test_held_outputs_step_by_step(lengths):
     with jax.disable_jit():
         stepwise = run(jnp.zeros((3, 2)))
     assert_bitwise(stepwise, run(jnp.zeros((3, 2))))
+
+
+def test_a_padded_batch_takes_resets():
+    """Its lengths say where rows end; where segments begin in them it does not know."""
+    padded, resets = treescan.pad([np.arange(4.0), np.arange(2.0)]), np.array([[0, 0], [0, 1], [1, 0], [0, 1]], bool)
+    got = treescan.mask_scan(lambda c, x: (c + x, c + x), jnp.zeros(2), padded, resets=resets)
+    want = treescan.mask_scan(
+        lambda c, x: (c + x, c + x), jnp.zeros(2), padded.data, lengths=padded.lengths, resets=resets
+    )
+    assert_bitwise(got, want)
+    assert_bitwise(got[0], jnp.array([5.0, 1.0]))

@@ -271,11 +271,11 @@ _ACCEPTED = frozenset(Options.__annotations__) | MaskOptions.__annotations__.key
 
 def _rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple[PyTree, RowFlags]:
     """The data and the rows of a `Padded` or a `Packed`; those of anything else as they were given."""
-    if isinstance(xs, Padded | Packed):
-        said = {**flags._asdict(), "time_axis": time_axis or None, "in_axes": in_axes}
-        check_padded(said, type(xs).__name__)
+    said = {"lengths": flags.lengths, "mask": flags.mask, "time_axis": time_axis or None, "in_axes": in_axes}
     if isinstance(xs, Padded):
-        return xs.data, RowFlags(lengths=xs.lengths)
+        check_padded(said, "Padded")
+        return xs.data, RowFlags(lengths=xs.lengths, resets=flags.resets)
     if isinstance(xs, Packed):
+        check_padded({**said, "resets": flags.resets}, "Packed")
         return xs.data, RowFlags(mask=xs.mask, resets=xs.resets)
     return xs, flags

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
+from typing import NoReturn
 
 import jax
 
@@ -57,6 +58,15 @@ def refuse_symbolic(count: int, option: str, of: str = "steps") -> None:
         )
 
 
+def refuse_with_refs(option: str) -> NoReturn:
+    """Refuses what needs a branch or a second computation, for a body that closes over a mutable array."""
+    raise Fault(
+        ArgumentError,
+        f"{{verb}} over {{body}}: `{option}` cannot be had for a body that closes over a mutable array (a `Ref`).",
+        "Carry its value instead, or leave the option out: then all steps are run, and none is recomputed.",
+    )
+
+
 def run_rematerialized(loop: Loop, remat: Remat) -> tuple[PyTree, PyTree]:
     """Runs a loop that saves less for its gradient; its results are those of `run`.
 
@@ -64,11 +74,7 @@ def run_rematerialized(loop: Loop, remat: Remat) -> tuple[PyTree, PyTree]:
     """
     hoisted = hoist(loop)
     if hoisted.refs:
-        raise Fault(
-            ArgumentError,
-            "{verb} over {body}: `remat` cannot be had for a body that closes over a mutable array (a `Ref`).",
-            "Carry its value instead, or leave `remat` out.",
-        )
+        refuse_with_refs("remat")
     levels: tuple[Level, ...] = ()
     if remat == "nested":
         levels = (Level(nested_wish(loop.length).size, Checkpointed),)

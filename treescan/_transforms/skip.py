@@ -16,7 +16,6 @@ import jax.numpy as jnp
 
 from .._avals import place_like, promoted
 from .._chunk import Level, Wish, plan_sizes, run_chunked
-from .._errors import ArgumentError, Fault
 from .._loop import Feed, Step, is_jit_disabled
 from .._tree import Prefix
 from .._types import Array, PyTree, Remat
@@ -24,7 +23,7 @@ from .batch_axes import RowAxes, RowLoop
 from .compact import LiveRows
 from .fill import fill_leaves, is_held
 from .lend import may_branch, most_of_all, most_of_devices
-from .remat import Checkpointed, checkpoint_steps, nested_wish, refuse_symbolic
+from .remat import Checkpointed, checkpoint_steps, nested_wish, refuse_symbolic, refuse_with_refs
 
 LARGEST, SMALLEST, FEWEST = 16, 8, 4
 """Of the chunk that is chosen for the user: the most and the least steps, and of how many a short loop is made."""
@@ -120,11 +119,7 @@ def without_branches(plan: SkipPlan) -> SkipPlan:
     """
     asked = {"chunk": bool(plan.chunk), "compact": len(plan.tiers) > 1, "remat": plan.remat is not None}
     for option in (name for name, on in asked.items() if on):
-        raise Fault(
-            ArgumentError,
-            f"{{verb}} over {{body}}: `{option}` cannot be had for a body that closes over a mutable array (a `Ref`).",
-            "Carry its value instead, or leave the option out: then all steps are run, and none is recomputed.",
-        )
+        refuse_with_refs(option)
     return dataclasses.replace(plan, chunk=0)
 
 
