@@ -21,6 +21,19 @@ LAYERS = [  # a module imports from lines above its own only
     "_avals",
     "_tree",
     "_errors",
+    "carries._base",
+    "carries._entries",
+    "carries._keys",
+    "carries._cast",
+    "carries._window",
+    "carries._ema",
+    "carries._moments",
+    "carries._sum",
+    "carries._best",
+    "carries._gradient",
+    "carries._buffer",
+    "carries._registry",
+    "carries",
     "_retrace",
     "_loop",
     "_chunk",
@@ -29,11 +42,12 @@ LAYERS = [  # a module imports from lines above its own only
     "_transforms.signature",
     "_transforms.differences",
     "_transforms.invariance",
+    "_transforms.batch_axes",
+    "_transforms.carries",
     "_transforms.body",
     "_transforms.count",
     "_transforms.hoist",
     "_transforms.remat",
-    "_transforms.batch_axes",
     "_transforms.rows",
     "_transforms.lend",
     "_transforms.good_pairs",
@@ -56,6 +70,7 @@ LAYERS = [  # a module imports from lines above its own only
     "_pack",
     "_mask_scan",
     "__init__",
+    "__main__",
 ]
 LONGEST_FILE, LONGEST_FUNCTION = 400, 45
 PUBLIC = {
@@ -84,7 +99,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
 
 def own_imports(module: str) -> Iterator[str]:
     """The package's own modules that one of them imports."""
-    is_package = module in ("__init__", "_transforms")
+    is_package = module in ("__init__", "_transforms", "carries")
     path = [] if module == "__init__" else module.split(".")
     for level, target, names in imports(MODULES[module]):
         if level:

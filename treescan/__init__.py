@@ -5,6 +5,8 @@ from ._errors import (
     ArgumentTypeError as ArgumentTypeError,
     BodyError as BodyError,
     CarryError as CarryError,
+    PluginError as PluginError,
+    PluginWarning as PluginWarning,
     RetraceWarning as RetraceWarning,
     SignatureError as SignatureError,
     TracedArgumentError as TracedArgumentError,

@@ -59,6 +59,14 @@ class SignatureError(TreescanError, TypeError):
     """A value does not fit the jaxtyping annotation that the body gives it."""
 
 
+class PluginError(TreescanError, TypeError):
+    """A custom carry breaks the contract of `treescan.carries.AbstractCarry`, or a type is registered twice."""
+
+
+class PluginWarning(UserWarning):
+    """A distribution declares custom carries for treescan that do not load; scans go on without them."""
+
+
 class RetraceWarning(UserWarning):
     """A body is traced again and again because each call passes a new function object.
 
@@ -74,6 +82,8 @@ PUBLIC = (
     BodyError,
     CarryError,
     SignatureError,
+    PluginError,
+    PluginWarning,
     RetraceWarning,
 )
 for _cls in PUBLIC:  # a traceback then reads `treescan.CarryError`, the name under which users import it
@@ -107,6 +117,7 @@ class Fault(Exception):
         rows: the table, one row a leaf.
         cures: what the user may do about it, a paragraph each.
         carry_root: the name of the body's carry, where the rows are leaves of it.
+        cause: the exception that it is about, raised by code which is neither the body's nor the package's.
     """
 
     def __init__(
@@ -117,6 +128,7 @@ class Fault(Exception):
         header: Sequence[str] = (),
         rows: Sequence[Row] = (),
         carry_root: str | None = None,
+        cause: Exception | None = None,
     ) -> None:
         super().__init__(says)
         self.error = error
@@ -125,6 +137,7 @@ class Fault(Exception):
         self.header = header
         self.rows = rows
         self.carry_root = carry_root
+        self.cause = cause
 
     def render(self, verb: str, body: str, init: Any = None) -> str:
         """The whole message; leaves of `init` that are Python scalars get a cure of their own."""
@@ -177,7 +190,10 @@ def explain(error: Exception, name: str, body: Any = None, init: Any = None) -> 
     result outside of its `except` block, so that nothing is chained to it.
     """
     if isinstance(error, Fault):
-        return error.error(error.render(f"`{name}`", describe_body(body), init))
+        explained = error.error(error.render(f"`{name}`", describe_body(body), init))
+        if error.cause is not None:
+            explained.__cause__ = error.cause.with_traceback(_without_inner_frames(error.cause.__traceback__))
+        return explained
     return error.with_traceback(_without_inner_frames(error.__traceback__))
 
 

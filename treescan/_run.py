@@ -24,6 +24,7 @@ from ._transforms.masking import MaskPlan
 from ._transforms.pipeline import Given, Plan, execute
 from ._tree import freeze_static, thaw_static
 from ._types import Array, Axes, PyTree, Remat
+from .carries._registry import Adopted, adopt
 
 CALLS: dict[str, str] = {
     "scan": "scan(step, init, xs)",
@@ -79,7 +80,8 @@ def run_verb(
     alive = body.function  # the handle of an equal body may refer to another object than f
     key = check_key(key)
     sees_valid = _check_body(body, kind, keyed=key is not None, masked=mask is not None)
-    frozen_init, frozen_xs = freeze_static(init), freeze_static(xs)
+    adopted = adopt(init)
+    frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
     axes = resolve_axes(in_axes, frozen_xs)
     steps = infer_length(frozen_xs, check_length(length), axes)
     flags = rows(steps) if rows is not None else RowFlags()
@@ -90,7 +92,8 @@ def run_verb(
         unroll=check_unroll(unroll, steps),
         in_axes=axes,
         out_axes=None if type(out_axes) is int and out_axes == 0 else static_axes("out_axes", out_axes),
-        frozen=frozen_init is not init or frozen_xs is not xs,
+        frozen=frozen_init is not adopted.init or frozen_xs is not xs,
+        custom=adopted.custom,
         sees_valid=sees_valid,
         name=check_name(name),
         remat=check_remat(remat),
@@ -99,7 +102,15 @@ def run_verb(
     )
     result = execute(body, plan, Given(frozen_init, frozen_xs, key, *flags, lower))
     del alive
-    return (thaw_static(result[0]), result[1]) if plan.frozen else result
+    return _restored(result, plan, adopted) if plan.frozen or adopted.back else result
+
+
+def _restored(result: tuple[PyTree, PyTree], plan: Plan, adopted: Adopted) -> tuple[PyTree, PyTree]:
+    """The result with static leaves and values of registered types in their places."""
+    state, ys = result
+    if plan.frozen:
+        state = thaw_static(state)
+    return adopted.restore(state), (adopted.restore(ys) if plan.kind == "accumulate" else ys)
 
 
 def _check_body(body: Body, kind: Kind, *, keyed: bool, masked: bool) -> bool:

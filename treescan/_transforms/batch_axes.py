@@ -44,11 +44,14 @@ def spread_batch_axes(option: str, axes: Prefix, tree: PyTree, root: str, batch:
     Raises:
         Fault: for an `ArgumentError` that lists the leaves in which it does not.
     """
+    return check_batch_axes(option, spread_axes(option, axes.tree, tree, root, none=True), tree, root, batch)
+
+
+def check_batch_axes(option: str, axes: LeafAxes, tree: PyTree, root: str, batch: tuple[int, ...]) -> LeafAxes:
+    """The same for axes that are spread already."""
     rows, spread = [], []
     found: set[tuple[int, ...]] = set()
-    for (path, leaf), axis in zip(
-        leaves_with_path(root, tree), spread_axes(option, axes.tree, tree, root, none=True), strict=True
-    ):
+    for (path, leaf), axis in zip(leaves_with_path(root, tree), axes, strict=True):
         shape = shape_of(leaf) or ()
         start = axis if axis is None or axis >= 0 else axis + len(shape)
         spread.append(start)

@@ -15,6 +15,7 @@ from .._errors import BodyError, Fault, Row
 from .._loop import Body, Feed, keeps_named_pairs, wrapped_parameters
 from .._tree import is_static, leaves_with_path, thaw_static
 from .._types import Array, PyTree, TreeDef
+from .carries import read_carries, without_carries, write_carries
 from .invariance import check_carry
 from .signature import Signature, signature_of
 
@@ -31,12 +32,14 @@ class CallBody:
         kind: the convention that the body follows.
         sees_valid: whether the body takes `valid`.
         frozen: whether the state or xs hold static leaves, which the body sees in their place.
+        custom: whether the state holds custom carries.
     """
 
     body: Body
     kind: Kind = "scan"
     sees_valid: bool = False
     frozen: bool = False
+    custom: bool = False
 
     def __call__(self, consts: Array | None, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         # A body may change the containers that it is given: the carry that it returns is compared with another copy.
@@ -48,7 +51,7 @@ class CallBody:
             keywords["key"] = jax.random.fold_in(consts, feed.position)
         if self.sees_valid:
             keywords["valid"] = feed.valid
-        returned, y, structure = self._call(carry, x, keywords, unchanged)
+        returned, y, structure = self._call(carry, x, keywords, unchanged, feed.valid)
         if self.frozen:  # the check has found the static leaves equal: the state keeps the ones that it had
             leaves = zip(jtu.tree_leaves(returned), jtu.tree_leaves(unchanged), strict=True)
             arrays = [leaf for leaf, given in leaves if not is_static(given)]
@@ -56,19 +59,25 @@ class CallBody:
         return (returned, y) if structure is None else jtu.tree_unflatten(structure, (returned, y))
 
     def _call(
-        self, carry: PyTree, x: PyTree, keywords: dict[str, Any], given: PyTree
+        self, carry: PyTree, x: PyTree, keywords: dict[str, Any], given: PyTree, valid: Array | None
     ) -> tuple[PyTree, PyTree, TreeDef | None]:
         """The next carry, y, and the pair's container where the body chose another than a tuple: the result has it."""
         function = self.body.function
         signature = self.body.memo(Signature, lambda: signature_of(self.body))
-        first, second = (x, carry) if self.kind == "fori" else (carry, x)
         name = carry_name(self.body, self.kind)
+        if self.custom:
+            carry = read_carries(carry, name)
+        first, second = (x, carry) if self.kind == "fori" else (carry, x)
         with signature.scope() as scope:
             if scope:
                 scope.check_inputs(first, second)
             out = function(first, second, **keywords)
             returned, y = _split(self.kind, out, given)
-            check_carry(self.body, name, given, returned, y, out)
+            kept, new = without_carries(given, returned) if self.custom else (given, returned)
+            check_carry(self.body, name, kept, new, y, out)
+            if self.custom:
+                returned = write_carries(given, returned, valid, name)
+                y = returned if self.kind == "accumulate" else y
             if scope:
                 scope.check_outputs(out, name, pair=self.kind == "scan")
             check_arrays(y)
@@ -138,9 +147,11 @@ def _refuse_pair(kind: Kind, out: Any, carry: PyTree) -> None:
         )
 
 
-def _same_structure(a: PyTree, b: PyTree) -> bool:
-    structure: TreeDef = jtu.tree_structure(a)
-    return bool(structure == jtu.tree_structure(b))
+def _same_structure(carry: PyTree, other: PyTree) -> bool:
+    """Whether a tree has the structure of a carry; in the places of custom carries, anything may stand."""
+    carry, other = without_carries(carry, other)
+    structure: TreeDef = jtu.tree_structure(carry)
+    return bool(structure == jtu.tree_structure(other))
 
 
 def check_arrays(y: PyTree) -> None:

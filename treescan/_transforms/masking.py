@@ -13,6 +13,7 @@ from .._tree import Prefix
 from .._types import Array, PyTree, Remat
 from .axes import LeafAxes, scan_over_axes
 from .batch_axes import RowAxes, RowLoop, rows_of_x, spread_batch_axes
+from .carries import refuse_shared_keys, spread_carry_axes
 from .compact import refuse_tiers, tiers_of, trace_tiers
 from .fill import hold, hold_afterwards, is_held, without_hold
 from .hoist import Hoisted, flatten_only, hoist
@@ -89,7 +90,9 @@ def _with_rows(loop: Loop, valid: Array, plan: MaskPlan, names: tuple[str, str],
     """The loop with its mask, and where its rows stand."""
     carry, x = names
     batch = valid.shape[1:]
-    carry_axes = spread_batch_axes("carry_axes", plan.carry_axes, loop.state, carry, batch)
+    carry_axes = spread_carry_axes(plan.carry_axes, loop.state, carry, batch)
+    if plan.compact:
+        refuse_shared_keys(loop.state, carry_axes, carry)
     x_axes, whole_axes = rows_of_x(loop.xs.x, plan.x_axes, in_axes, x, batch)
     varying = varying_axes(jax.typeof(valid))
     state = jax.tree.map(lambda leaf: vary_over(leaf, varying), as_arrays(loop.state))

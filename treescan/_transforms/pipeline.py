@@ -34,6 +34,7 @@ class Plan:
         in_axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
         out_axes: prefix of ys; None as a whole: axis 0 for all.
         frozen: whether init or xs hold static leaves.
+        custom: whether init holds custom carries.
         sees_valid: whether the body takes `valid`.
         name: the profiler's name for the loop.
         remat: what the gradient recomputes.
@@ -48,6 +49,7 @@ class Plan:
     in_axes: LeafAxes | None = None
     out_axes: Prefix | None = None
     frozen: bool = False
+    custom: bool = False
     sees_valid: bool = False
     name: str | None = None
     remat: Remat | None = None
@@ -103,7 +105,7 @@ def assemble(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
     """
     loop = Loop(
         body=body,
-        step=CallBody(body, plan.kind, plan.sees_valid, plan.frozen),
+        step=CallBody(body, plan.kind, plan.sees_valid, plan.frozen, plan.custom),
         consts=given.key,
         state=given.init,
         xs=Feed(

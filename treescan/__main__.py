@@ -1,0 +1,45 @@
+"""`python -m treescan plugins`: what installed distributions declare for the custom carries of treescan."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+
+from ._errors import table
+from .carries._registry import GROUP, Plugin, discovers, load, plugins
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Loads every plugin and lists them.
+
+    Returns:
+        The exit status: 1 if one failed.
+    """
+    parser = argparse.ArgumentParser("python -m treescan")
+    parser.add_subparsers(dest="command", required=True, metavar="command").add_parser(
+        "plugins", help="lists the custom carries that installed distributions declare, and what failed to load and why"
+    )
+    parser.parse_args(arguments)
+    found = plugins()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of plugins that fail, which the list names
+        for plugin in found:
+            load(plugin)
+    print(_listing(found))  # noqa: T201, a program for a terminal
+    return 1 if any(plugin.fault for plugin in found) else 0
+
+
+def _listing(found: list[Plugin]) -> str:
+    if not found:
+        return f"No installed distribution declares custom carries (entry points in the group `{GROUP}`)."
+    rows = [(p.package, p.distribution, p.value, "failed" if p.fault else "loads") for p in found]
+    parts = [table(("package", "distribution", "entry point", "state"), rows)]
+    parts += [f"  {p.distribution}, {p.value}:\n    {p.fault}" for p in found if p.fault]
+    if not discovers():
+        parts.append("  Scans do not load them: the environment has TREESCAN_PLUGINS=0.")
+    return "\n\n".join(parts)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

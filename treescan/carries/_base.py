@@ -1,0 +1,195 @@
+"""The contract of a custom carry, and the trees that hold some."""
+
+from __future__ import annotations
+
+import abc
+import importlib.metadata
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, Generic, Self, TypeVar, cast
+
+import jax
+
+from .._avals import describe_node
+from .._errors import ArgumentTypeError, Fault, PluginError, explain
+from .._types import Array, PyTree, TreeDef
+
+Seen_co = TypeVar("Seen_co", covariant=True)
+Returned_contra = TypeVar("Returned_contra", contravariant=True)
+CarryT = TypeVar("CarryT", bound="AbstractCarry[Any, Any]")
+
+
+class AbstractCarry(abc.ABC, Generic[Seen_co, Returned_contra]):
+    """A carry that stores one thing in the loop and shows another to the body.
+
+    An instance stands in `init` where its value would, anywhere in the tree; it may hold others. Subclasses are frozen
+    pytrees: a frozen dataclass under `jax.tree_util.register_dataclass`, a `chex.dataclass(frozen=True)`, an equinox
+    module. Their array leaves are the loop's state; a leaf that `write` hands on as the same object is a constant of
+    the loop, so that hyperparameters may be leaves too, traced and differentiated. Everything else is static.
+
+    A subclass is either abstract or final: nothing derives from one that can be instantiated. Its hooks are pure; they
+    are called in the trace of the body, once. What they raise reaches the user as a `PluginError`.
+
+    Masks, resets and `compact` follow from `rows` alone: in `mask_scan` leaves with rows keep what they were where a
+    row is not valid, are put back where one is reset, and come along where rows are brought together. Leaves that all
+    rows share stay what they were in steps in which no row is valid, and are never reset.
+
+    Type parameters:
+        Seen_co: what the body sees in the carry's place.
+        Returned_contra: what it returns there.
+
+    Raises:
+        PluginError: at construction, if a hook is missing.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
+        """Refuses a class without all of its hooks."""
+        if inspect.isabstract(cls):
+            raise explain(_abstract(cls), "") from None
+        return super().__new__(cls)
+
+    @abc.abstractmethod
+    def read(self) -> Seen_co:
+        """What the body sees in this place."""
+
+    @abc.abstractmethod
+    def write(self, returned: Returned_contra, valid: Array | None) -> Self:
+        """The next carry, of the same structure, shapes and dtypes.
+
+        Args:
+            returned: what the body returned in this place.
+            valid: in `mask_scan` which rows are data in this step, bool[*batch]; None elsewhere. Leaves with rows
+                ignore it: what is written to a row that is not valid is not kept. Leaves that all rows share leave out
+                what was returned for rows that are not valid, without dividing by their number, which may be 0.
+        """
+
+    def rows(self) -> int | Mapping[str, Any] | None:
+        """Where the batch shape of `mask_scan` starts in the leaves.
+
+        Returns:
+            The axis (0: it leads), or None for leaves that all rows share, or both by the names of fields; of a field
+            that holds a tree, a prefix tree of these. A field that is not named is as if it were given 0. A carry that
+            is held says so itself, unless None is given for it.
+        """
+        return 0
+
+
+def is_carry(node: Any) -> bool:
+    """Whether a node of a tree is a custom carry."""
+    return isinstance(node, AbstractCarry)
+
+
+def as_seen(carry: AbstractCarry[Seen_co, Any]) -> Seen_co:
+    """A carry, typed as what the body sees in its place: to a type checker an `init` then has the type of the carry.
+
+    Args:
+        carry: the carry, which is returned as it is.
+
+    Examples:
+        >>> import jax
+        >>> from treescan.carries import Keys, as_seen
+        >>> init = {"rng": as_seen(Keys(jax.random.key(0)))}  # dict[str, Array] to a type checker
+        >>> type(init["rng"]).__name__
+        'Keys'
+    """
+    return cast(Any, carry)
+
+
+def carry_of(value: Any, kind: type[CarryT]) -> CarryT:
+    """What a scan returned in the place of a carry, typed as the carry that it is: the way back from `as_seen`.
+
+    Args:
+        value: a part of the carry that a verb returned.
+        kind: the class of the carry.
+
+    Raises:
+        ArgumentTypeError: if there is no such carry.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> from treescan.carries import Moments, carry_of, moments
+        >>> final = treescan.fold(lambda seen, x: x, moments(), jnp.array([1.0, 2.0, 6.0]))
+        >>> print(carry_of(final, Moments).mean)
+        3.0
+    """
+    if isinstance(value, kind):
+        return value
+    fault = Fault(
+        ArgumentTypeError,
+        f"{{verb}} was asked for a carry of class {kind.__name__}, but got {describe_node(value)}.",
+        "Give it the part of the final carry that stands where the custom carry stood in `init`.",
+    )
+    raise explain(fault, "carry_of")
+
+
+def read_tree(tree: PyTree) -> PyTree:
+    """What a body sees of a tree: its custom carries replaced by what each shows.
+
+    Args:
+        tree: any pytree, a final carry say, or what a carry that wraps others holds.
+    """
+    return jax.tree.map(lambda node: node.read() if is_carry(node) else node, tree, is_leaf=is_carry)
+
+
+def write_tree(tree: PyTree, returned: PyTree, valid: Array | None = None) -> PyTree:
+    """A tree after one step, for carries that wrap others: what was returned, written to the carries that it holds.
+
+    Args:
+        tree: what was read by `read_tree`.
+        returned: what the body returned in its place: the same structure, anything in the places of custom carries.
+        valid: as for `AbstractCarry.write`.
+
+    Raises:
+        ArgumentTypeError: if the structures differ.
+    """
+    nodes, outer = jax.tree.flatten(tree, is_leaf=is_carry)
+    parts = parts_of(outer, returned)
+    if parts is None:
+        fault = Fault(
+            ArgumentTypeError,
+            f"{{verb}} got {describe_node(returned)}, whose structure is not that of the tree to write to, "
+            f"{describe_node(tree)}.",
+        )
+        raise explain(fault, "write_tree")
+    pairs = zip(nodes, parts, strict=True)
+    return jax.tree.unflatten(outer, [node.write(part, valid) if is_carry(node) else part for node, part in pairs])
+
+
+def parts_of(outer: TreeDef, tree: PyTree) -> list[Any] | None:
+    """What stands in a tree where a structure has its leaves; None if it has another structure above them."""
+    try:
+        return outer.flatten_up_to(tree)
+    except ValueError:
+        return None
+
+
+def describe_class(kind: type) -> str:
+    """A class, where it is defined, and the distribution that brings it."""
+    return f"`{kind.__qualname__.rsplit('<locals>.', 1)[-1]}` is defined in {origin(kind.__module__)}."
+
+
+def describe_function(function: Callable[..., Any]) -> str:
+    """The same for a function."""
+    name = getattr(function, "__qualname__", type(function).__qualname__).rsplit("<locals>.", 1)[-1]
+    return f"`{name}` of {origin(getattr(function, '__module__', type(function).__module__))}"
+
+
+def origin(module: str) -> str:
+    """A module, and the distribution that brings it, if one does."""
+    package = module.split(".")[0]
+    for name in importlib.metadata.packages_distributions().get(package, ()):
+        return f"`{module}`, which the distribution {name} {importlib.metadata.version(name)} brings"
+    return f"`{module}`, which is of no installed distribution"
+
+
+def _abstract(kind: type) -> Fault:
+    missing = sorted(getattr(kind, "__abstractmethods__", ()))
+    names = " and ".join(f"`{name}`" for name in missing)
+    name = kind.__qualname__.rsplit("<locals>.", 1)[-1]
+    return Fault(
+        PluginError,
+        f"`{name}` cannot be a carry: it does not define {names}.",
+        "A carry defines `read(self)`, what the body sees, and `write(self, returned, valid)`, the next carry.",
+        describe_class(kind),
+    )

@@ -1,0 +1,114 @@
+"""Values that are appended when told."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from .._avals import describe_leaf
+from .._types import Array, ArrayLike, PyTree
+from ._base import AbstractCarry, as_seen
+from ._entries import entries, entry, is_shared
+
+T = TypeVar("T")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Buffer(AbstractCarry[tuple[Any, Array], tuple[Any, ArrayLike]]):
+    """Room for some values; of the pairs (value, append) that the body returns, those with `append` are kept.
+
+    Values beyond its capacity are left out, and counted: `count` may be larger than the capacity.
+
+    Attributes:
+        values: any pytree of arrays, leaves [capacity, ...]; [capacity, *batch, ...] where each row has its own.
+        count: int32, [] or [*batch]: how many were to be appended so far.
+        shared: whether all rows share it; None: if the count has no axes.
+    """
+
+    values: PyTree
+    count: Array
+    shared: bool | None = field(default=None, metadata={"static": True})
+
+    def read(self) -> tuple[PyTree, Array]:
+        """The values, of which the first `count` are filled, and the count."""
+        return self.values, self.count
+
+    def write(self, returned: tuple[PyTree, ArrayLike], valid: Array | None) -> Buffer:
+        """Appends a value, or those of valid rows, in the order of the rows."""
+        value, append = returned
+        if not is_shared(self.shared, self.count):
+            told = entry(append, self.count) != 0
+            return self._put(value, jnp.where(told, self.count, _capacity(self.values)), self.count + told)
+        rows = entries(append, self.count, valid)
+        told = rows.values.astype(bool)
+        before = jnp.cumsum(told.reshape(-1), dtype=jnp.int32).reshape(told.shape) - told
+        place = jnp.where(told, self.count + before, _capacity(self.values))
+        return self._put(value, place, self.count + jnp.sum(told, dtype=jnp.int32))
+
+    def _put(self, value: PyTree, place: Array, count: Array) -> Buffer:
+        return replace(
+            self, values=jax.tree.map(lambda new, old: self._set(old, new, place), value, self.values), count=count
+        )
+
+    def _set(self, values: Array, value: Any, place: Array) -> Array:
+        """Writes to the given places; one at or past the capacity writes nothing."""
+        new = jnp.asarray(value).astype(values.dtype)
+        expected = values.shape[1:] if self.count.ndim else (*place.shape, *values.shape[1:])
+        if new.shape != expected:
+            raise TypeError(f"it carries {describe_leaf(values)}, but was given {describe_leaf(value)}")
+
+        def put(values: Array, new: Array, place: Array) -> Array:
+            return values.at[place].set(new, mode="drop")
+
+        for _ in range(self.count.ndim):  # the rows of each have places of their own
+            put = jax.vmap(put, in_axes=(1, 0, 0), out_axes=1)
+        return put(values, new, place)
+
+    def rows(self) -> Mapping[str, Any] | None:
+        """As `shared` has it: behind the capacity in the values."""
+        return None if is_shared(self.shared, self.count) else {"values": 1, "count": 0}
+
+
+def _capacity(values: PyTree) -> int:
+    return jax.tree.leaves(values)[0].shape[0]
+
+
+def buffer(value: T, capacity: int, *, batch: tuple[int, ...] = (), shared: bool | None = None) -> tuple[T, Array]:
+    """Carries room for values, which are appended when told.
+
+    Args:
+        value: a value, for its types: any pytree of arrays; where each row has its own, without the batch shape.
+        capacity: how many there is room for. Further ones are left out, and counted.
+        batch: the batch shape of a `mask_scan` in which each row has its own.
+        shared: whether all rows of a `mask_scan` share it: then the body returns values [*batch, ...] and flags
+            [*batch], of which those of valid rows are appended. None: if `batch` is ().
+
+    Returns:
+        `Buffer`, typed as the pair (values, count) that the body sees: leaves [capacity, *batch, ...]. The body returns
+        a pair (value, append), a new value and a bool: whether to append it.
+
+    Raises:
+        ValueError: if there is no room for anything.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> from treescan.carries import buffer
+        >>> def keep_even(seen, x):
+        ...     return (x, x % 2 == 0), None
+        >>> final, _ = treescan.scan(keep_even, buffer(0, capacity=4), jnp.arange(6))
+        >>> print(final.values, final.count)
+        [0 2 4 0] 3
+    """
+    if capacity < 1:
+        raise ValueError(f"a buffer has room for at least one value, but got capacity={capacity}")
+
+    def room(leaf: Any) -> Array:
+        return jnp.zeros((capacity, *batch, *jnp.shape(leaf)), jnp.asarray(leaf).dtype)
+
+    return as_seen(Buffer(jax.tree.map(room, value), jnp.zeros(batch, jnp.int32), shared))

@@ -1,0 +1,83 @@
+"""What the statistics share: strong types to start from, and what was returned for the rows of a batch."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from .._avals import describe_leaf
+from .._types import Array, ArrayLike
+
+
+def strong(value: ArrayLike) -> Array:
+    """An array that is not weakly typed, so that the loop need not be traced again with its promoted type."""
+    return jnp.asarray(value, jnp.asarray(value).dtype)
+
+
+def inexact(value: ArrayLike) -> Array:
+    """The same, floating point."""
+    value = jnp.asarray(value)
+    return strong(value if jnp.issubdtype(value.dtype, jnp.inexact) else value.astype(float))
+
+
+class Entries(NamedTuple):
+    """What was returned in one step for a value that all rows share: `[*rows, ...]`.
+
+    Attributes:
+        values: the entries; 0 in those that do not count.
+        counts: bool[*rows, ...], broadcast over the trailing axes: which of them count; None if all do.
+        number: int32[]: how many rows count.
+        axes: the axes of the rows.
+    """
+
+    values: Array
+    counts: Array | None
+    number: Array
+    axes: tuple[int, ...]
+
+
+def is_shared(shared: bool | None, value: Array) -> bool:
+    """Whether all rows share a value: if it is said, else if it has no axis that rows could stand on."""
+    return jnp.ndim(value) == 0 if shared is None else shared
+
+
+def entry(returned: ArrayLike, value: Array) -> Array:
+    """What was returned for a value, in its dtype.
+
+    Raises:
+        TypeError: if the shapes differ.
+    """
+    new = jnp.asarray(returned)
+    if new.shape != value.shape:
+        raise TypeError(f"it carries {describe_leaf(value)}, but was given {describe_leaf(returned)}")
+    return new.astype(value.dtype)
+
+
+def entries(returned: ArrayLike, value: Array, valid: Array | None) -> Entries:
+    """What was returned for the rows of a batch, for a value that they share.
+
+    Raises:
+        TypeError: if the shape does not end in the value's, or does not begin with the mask's.
+    """
+    new = jnp.asarray(returned)
+    extra = new.ndim - value.ndim
+    rows = new.shape[:extra]
+    if extra < 0 or new.shape[extra:] != value.shape or (valid is not None and rows not in ((), valid.shape)):
+        batch = "" if valid is None else f", or that for each row of the batch {list(valid.shape)}"
+        raise TypeError(f"it carries {describe_leaf(value)}{batch}, but was given {describe_leaf(returned)}")
+    new = new.astype(value.dtype)
+    axes = tuple(range(extra))
+    if valid is None:
+        return Entries(new, None, jnp.asarray(_size(rows), jnp.int32), axes)
+    counts = jnp.any(valid) if not rows else valid
+    number = jnp.sum(counts, dtype=jnp.int32)
+    counts = counts.reshape(*counts.shape, *(1 for _ in value.shape))
+    return Entries(jnp.where(counts, new, jnp.zeros_like(new)), counts, number, axes)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size

@@ -1,0 +1,152 @@
+"""Values whose gradient is changed on its way back through time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from .._types import Array, ArrayLike, PyTree
+from ._base import AbstractCarry, as_seen, read_tree, write_tree
+from ._entries import strong
+
+T = TypeVar("T")
+
+
+@jax.custom_vjp
+def _limit_value(value: Array, limit: ArrayLike) -> Array:
+    return value
+
+
+_limit_value.defvjp(
+    lambda value, limit: (value, limit),
+    lambda limit, g: (jnp.clip(g, -limit, limit).astype(g.dtype), jnp.zeros_like(limit)),
+)
+
+
+@jax.custom_vjp
+def _limit_norm(value: Array, limit: ArrayLike) -> Array:
+    return value
+
+
+def _scale_to(limit: Any, g: Array) -> tuple[Array, Array]:
+    norm = jnp.linalg.norm(g, axis=-1, keepdims=True) if g.ndim else jnp.abs(g)
+    scale = jnp.where(norm > limit, limit / jnp.where(norm > 0, norm, 1), 1)
+    return (g * scale).astype(g.dtype), jnp.zeros_like(limit)
+
+
+_limit_norm.defvjp(lambda value, limit: (value, limit), _scale_to)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ClipGradient(AbstractCarry[Any, Any]):
+    """Values whose gradient is clipped each step on its way back through time (A. Graves, arXiv:1308.0850, 2.1).
+
+    Each cotangent that arrives at the value which a step was shown, from that step and all later ones, is limited. The
+    values themselves are not changed. Reverse mode only: a limit of the cotangent has no meaning in forward mode.
+
+    Attributes:
+        tree: any pytree of floating-point arrays; custom carries may stand in it.
+        limit: the largest absolute value of an element, or None.
+        max_norm: the largest Euclidean norm along the last axis, or None.
+    """
+
+    tree: PyTree
+    limit: ArrayLike | None = None
+    max_norm: ArrayLike | None = None
+
+    def read(self) -> PyTree:
+        """The values; their cotangent is limited."""
+        return jax.tree.map(self._clip, read_tree(self.tree))
+
+    def _clip(self, value: Any) -> Any:
+        if not jnp.issubdtype(jnp.result_type(value), jnp.inexact):
+            return value
+        if self.limit is not None:
+            value = _limit_value(value, jnp.asarray(self.limit, value.dtype))
+        if self.max_norm is not None:
+            value = _limit_norm(value, jnp.asarray(self.max_norm, value.dtype))
+        return value
+
+    def write(self, returned: PyTree, valid: Array | None) -> ClipGradient:
+        """What was returned."""
+        return replace(self, tree=write_tree(self.tree, returned, valid))
+
+    def rows(self) -> Mapping[str, Any]:
+        """They lead in the values; none in the limits."""
+        return {"tree": 0, "limit": None, "max_norm": None}
+
+
+def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLike | None = None) -> T:
+    """Carries values whose gradient is clipped each step on its way back through time. Reverse mode only.
+
+    Args:
+        tree: any pytree of floating-point arrays; custom carries may stand in it.
+        limit: the largest absolute value that an element of the cotangent keeps.
+        max_norm: the largest Euclidean norm that the cotangent keeps along its last axis, a row's features say.
+
+    Returns:
+        `ClipGradient`, typed as the tree.
+
+    Raises:
+        ValueError: unless exactly one of the limits is given.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> from treescan.carries import clip_gradient
+        >>> def loss(h):
+        ...     return treescan.fold(lambda h, _: 3 * h, clip_gradient(h, 2.0), length=4).read()
+        >>> print(jax.grad(loss)(1.0))
+        2.0
+    """
+    if (limit is None) == (max_norm is None):
+        raise ValueError("clip_gradient needs either `limit` or `max_norm`")
+    return as_seen(ClipGradient(jax.tree.map(strong, tree), limit, max_norm))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StopGradient(AbstractCarry[Any, Any]):
+    """Values through which no gradient flows back in time: what a step is shown counts as a constant.
+
+    Attributes:
+        tree: any pytree of arrays; custom carries may stand in it.
+    """
+
+    tree: PyTree
+
+    def read(self) -> PyTree:
+        """The values, as constants."""
+        return jax.lax.stop_gradient(read_tree(self.tree))
+
+    def write(self, returned: PyTree, valid: Array | None) -> StopGradient:
+        """What was returned."""
+        return StopGradient(write_tree(self.tree, returned, valid))
+
+
+def stop_gradient(tree: T) -> T:
+    """Carries values through which no gradient flows back in time.
+
+    Args:
+        tree: any pytree of arrays; custom carries may stand in it.
+
+    Returns:
+        `StopGradient`, typed as the tree.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> from treescan.carries import stop_gradient
+        >>> def loss(w):  # only the last step counts: h is a constant in it
+        ...     return treescan.fold(lambda h, x: w * h + x, stop_gradient(1.0), jnp.ones(2)).read()
+        >>> print(jax.grad(loss)(2.0))
+        3.0
+    """
+    return as_seen(StopGradient(jax.tree.map(strong, tree)))

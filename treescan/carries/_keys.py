@@ -1,0 +1,76 @@
+"""Random keys: a fresh one each step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._types import Array
+from ._base import AbstractCarry, as_seen
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Keys(AbstractCarry[Array, Any]):
+    """A fresh key each step: the n-th one is `jax.random.fold_in(key, n)`. What the body returns there is ignored.
+
+    The key itself is a constant of the loop, only n is carried. In `mask_scan` a key of shape [] is shared by all rows
+    and goes on in steps in which any row is valid; keys `[*batch]` are one a row, and each row draws what it draws
+    unpadded. A shared one draws other numbers than the unpadded rows with `reverse`, gaps in the `mask` or `resets`.
+
+    Attributes:
+        key: a PRNG key [], or one a row [*batch].
+        drawn: int32, of the shape of the key: how many were drawn so far.
+    """
+
+    key: Array
+    drawn: Array
+
+    def read(self) -> Array:
+        """The key of this step."""
+        fold = jax.random.fold_in
+        for _ in range(jnp.ndim(self.drawn)):
+            fold = jax.vmap(fold)
+        return fold(self.key, self.drawn)
+
+    def write(self, returned: Any, valid: Array | None) -> Keys:
+        """One more was drawn."""
+        return replace(self, drawn=self.drawn + 1)
+
+    def rows(self) -> Mapping[str, Any] | None:
+        """Shared by all rows, unless there is one a row."""
+        return None if jnp.ndim(self.drawn) == 0 else {"key": 0, "drawn": 0}
+
+
+def keys(key: Array) -> Array:
+    """Carries a key, and gives the body a fresh one each step.
+
+    Args:
+        key: a PRNG key [] (also raw key data, uint32[2]), or one a row [*batch], as `jax.random.split(key, rows)`
+            makes them.
+
+    Returns:
+        `Keys`, typed as the key that the body sees.
+
+    Raises:
+        TypeError: if it is no key.
+
+    Examples:
+        >>> import jax
+        >>> import treescan
+        >>> from treescan.carries import keys
+        >>> def walk(carry, _):
+        ...     carry["place"] += jax.random.normal(carry["rng"])
+        ...     return carry, carry["place"]
+        >>> final, places = treescan.scan(walk, {"place": 0.0, "rng": keys(jax.random.key(0))}, length=3)
+        >>> places.shape, int(final["rng"].drawn)
+        ((3,), 3)
+    """
+    key = jnp.asarray(key)
+    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
+        key = jax.random.wrap_key_data(key)
+    return as_seen(Keys(key, jnp.zeros(key.shape, jnp.int32)))

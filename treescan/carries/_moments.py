@@ -1,0 +1,119 @@
+"""Running mean and variance."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import DTypeLike
+
+from .._types import Array, ArrayLike
+from ._base import AbstractCarry, as_seen
+from ._entries import entries, entry, is_shared
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Statistics:
+    """What the body sees of `Moments`.
+
+    Attributes:
+        count: int32: how many entries there were so far.
+        mean: their mean.
+        variance: their variance, 0 before the first: the sum of squared deviations by the count.
+    """
+
+    count: Array
+    mean: Array
+    variance: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Moments(AbstractCarry[Statistics, ArrayLike]):
+    """The mean and variance of what the body returns, by Welford's recurrence (Technometrics 4, 1962).
+
+    Entries of several rows at once, and two `Moments`, are merged by the formula of Chan, Golub and LeVeque (1979):
+    with d = mean_b - mean_a and n = n_a + n_b the mean is mean_a + d n_b / n, the sum of squared deviations
+    squares_a + squares_b + d^2 n_a n_b / n. Both are exact but for rounding, and neither subtracts large numbers.
+
+    Attributes:
+        count: int32, of the mean's shape, [] if shared: the number of entries.
+        mean: their mean.
+        squares: the sum of their squared deviations from it.
+        shared: whether all rows share them; None: if the mean has no axes.
+    """
+
+    count: Array
+    mean: Array
+    squares: Array
+    shared: bool | None = field(default=None, metadata={"static": True})
+
+    def variance(self, ddof: int = 0) -> Array:
+        """The variance, `squares / (count - ddof)`; 0 while there are no more than `ddof` entries."""
+        return self.squares / jnp.maximum(self.count - ddof, 1).astype(self.mean.dtype)
+
+    def merge(self, other: Moments) -> Moments:
+        """The moments of all entries of both."""
+        count = self.count + other.count
+        part = other.count / jnp.maximum(count, 1).astype(self.mean.dtype)
+        delta = other.mean - self.mean
+        squares = self.squares + other.squares + delta**2 * self.count * part
+        return replace(self, count=count, mean=self.mean + delta * part, squares=squares)
+
+    def read(self) -> Statistics:
+        """Count, mean and variance."""
+        return Statistics(self.count, self.mean, self.variance())
+
+    def write(self, returned: ArrayLike, valid: Array | None) -> Moments:
+        """One entry more, or one a valid row."""
+        if not is_shared(self.shared, self.mean):
+            return self._add(entry(returned, self.mean))
+        rows = entries(returned, self.mean, valid)
+        if not rows.axes and rows.counts is None:
+            return self._add(rows.values)
+        mean = jnp.sum(rows.values, rows.axes) / jnp.maximum(rows.number, 1).astype(self.mean.dtype)
+        deviations = rows.values - mean
+        if rows.counts is not None:
+            deviations = jnp.where(rows.counts, deviations, jnp.zeros_like(deviations))
+        return self.merge(replace(self, count=rows.number, mean=mean, squares=jnp.sum(deviations**2, rows.axes)))
+
+    def _add(self, value: Array) -> Moments:
+        count = self.count + 1
+        delta = value - self.mean
+        mean = self.mean + delta / count.astype(value.dtype)
+        return replace(self, count=count, mean=mean, squares=self.squares + delta * (value - mean))
+
+    def rows(self) -> Mapping[str, Any] | None:
+        """As `shared` has it."""
+        return None if is_shared(self.shared, self.mean) else {"count": 0, "mean": 0, "squares": 0}
+
+
+def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bool | None = None) -> Statistics:
+    """Carries the running mean and variance of what the body returns.
+
+    Args:
+        shape: of one entry; where each row of a `mask_scan` has its own, [*batch, ...].
+        dtype: of the mean, floating point.
+        shared: whether all rows of a `mask_scan` share them: then the body returns entries [*batch, *shape], of which
+            those of valid rows count. None: if the shape is ().
+
+    Returns:
+        `Moments`, typed as the statistics that the body sees. The body returns an entry in their place.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> from treescan.carries import moments
+        >>> def normalise(seen, x):
+        ...     return x, (x - seen.mean) / jnp.sqrt(seen.variance + 1e-6)
+        >>> final, _ = treescan.scan(normalise, moments(), jnp.array([1.0, 2.0, 6.0]))
+        >>> print(final.mean, final.variance(ddof=1))
+        3.0 7.0
+    """
+    mean = jnp.zeros(shape, dtype)
+    count = jnp.zeros(() if is_shared(shared, mean) else shape, jnp.int32)
+    return as_seen(Moments(count, mean, jnp.zeros_like(mean), shared))

@@ -1,0 +1,267 @@
+"""Types that are adopted as carries: registered by code that was imported, or by distributions that declare it."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import numpy as np
+
+from .._avals import describe_node
+from .._errors import ArgumentTypeError, Fault, PluginError, PluginWarning, explain
+from .._tree import leaves_with_path
+from .._types import PyTree
+from ._base import AbstractCarry, describe_class, describe_function, is_carry
+
+GROUP = "treescan.carries"
+"""The group of entry points in which distributions declare custom carries, each named after a package."""
+
+_PLAIN = frozenset((dict, list, tuple, type(None), bool, int, float, complex, str, np.ndarray, type(np.zeros(()))))
+_OWN = frozenset(("builtins", "collections", "jax", "jaxlib", "numpy", "treescan"))
+_T = TypeVar("_T")
+
+
+class Adoption(NamedTuple):
+    """How values of a registered type become carries and back."""
+
+    kind: type
+    to_carry: Callable[[Any], AbstractCarry[Any, Any]]
+    from_carry: Callable[[Any], Any]
+
+
+@dataclass
+class Plugin:
+    """An entry point: a module whose import registers carries, or a callable that does.
+
+    Attributes:
+        package: the package whose types it is for; the name of the entry point.
+        value: what it refers to, `module` or `module:callable`.
+        distribution: the name and version of the distribution that declares it.
+        fault: why it failed to load, or None.
+        loaded: whether it was loaded.
+    """
+
+    package: str
+    value: str
+    distribution: str
+    entry: importlib.metadata.EntryPoint = field(repr=False)
+    fault: str | None = None
+    loaded: bool = False
+
+
+_adoptions: dict[type, Adoption] = {}
+_known: weakref.WeakKeyDictionary[type, Adoption | bool] = weakref.WeakKeyDictionary()  # True: a carry; False: neither
+_plugins: list[Plugin] | None = None
+_lock = threading.RLock()
+
+
+def register_carry(
+    kind: type[_T],
+    to_carry: Callable[[_T], AbstractCarry[Any, Any]],
+    from_carry: Callable[[Any], _T],
+) -> None:
+    """Teaches treescan to carry values of a type that one does not own.
+
+    Where such a value stands in an `init`, a carry takes its place during the scan, and the caller gets a value of the
+    type back. Subclasses are adopted too, unless they are registered themselves: the most specific class counts.
+
+    Args:
+        kind: the type.
+        to_carry: makes a carry of a value. Called once a scan, before the loop.
+        from_carry: makes a value of the final carry (`accumulate`: of the carries, whose leaves are `[T, ...]`).
+
+    Raises:
+        ArgumentTypeError: if `kind` is no class, or an argument that should be is not callable.
+        PluginError: if the type is registered already, or is a carry itself.
+    """
+    try:
+        _check_registration(kind, to_carry, from_carry)
+        with _lock:
+            _refuse_second(kind, to_carry)
+            _adoptions[kind] = Adoption(kind, to_carry, from_carry)
+            _known.clear()
+        return
+    except Fault as fault:
+        explained = explain(fault, "register_carry")
+    raise explained
+
+
+def _check_registration(kind: Any, to_carry: Any, from_carry: Any) -> None:
+    if not isinstance(kind, type):
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}} needs a class as its first argument, but got {describe_node(kind)}.",
+            "`register_carry(SomeType, to_carry, from_carry)` registers a type, not one of its values.",
+        )
+    for name, function in (("to_carry", to_carry), ("from_carry", from_carry)):
+        if not callable(function):
+            raise Fault(
+                ArgumentTypeError,
+                f"{{verb}} needs a function as `{name}`, but got {describe_node(function)}.",
+                "`to_carry` makes a carry of a value, `from_carry` a value of the final carry.",
+            )
+    if issubclass(kind, AbstractCarry):
+        raise Fault(
+            PluginError,
+            f"{{verb}} got `{kind.__name__}`, which is a custom carry itself.",
+            "It may stand in an `init` as it is. Only types that are no carries are registered.",
+        )
+
+
+def _refuse_second(kind: type, to_carry: Callable[..., Any]) -> None:
+    before = _adoptions.get(kind)
+    if before is None or _same_place(before.to_carry, to_carry):  # a module that is imported again may register again
+        return
+    raise Fault(
+        PluginError,
+        f"{{verb}} got `{kind.__module__}.{kind.__qualname__}`, which is registered already.",
+        f"First by {describe_function(before.to_carry)}.",
+        f"Now by {describe_function(to_carry)}.",
+        "A type has one kind of carry. Remove one of the two, or register a subclass of your own.",
+    )
+
+
+def _same_place(first: Any, second: Any) -> bool:
+    if first is second:
+        return True
+    places = [(getattr(f, "__module__", None), getattr(f, "__qualname__", None)) for f in (first, second)]
+    return places[0] == places[1] and None not in places[0] and "<" not in str(places[0][1])
+
+
+def kind_of(node: Any) -> Adoption | bool:
+    """How a node of an `init` is adopted; True for a carry, False for anything else."""
+    kind = type(node)
+    if kind in _PLAIN:
+        return False
+    found = _known.get(kind)
+    if found is None:
+        if issubclass(kind, AbstractCarry):
+            found = True
+        else:
+            _load_for(kind)
+            found = next((_adoptions[base] for base in kind.__mro__ if base in _adoptions), False)
+        _known[kind] = found
+    return found
+
+
+class Adopted(NamedTuple):
+    """An `init` whose values of registered types have become carries.
+
+    Attributes:
+        init: the tree.
+        custom: whether it holds custom carries.
+        back: the adoption of each node, nodes counted with carries as leaves; empty if nothing was adopted.
+    """
+
+    init: PyTree
+    custom: bool
+    back: tuple[Adoption | None, ...] = ()
+
+    def restore(self, final: PyTree) -> PyTree:
+        """The final carry with values of the registered types in their places."""
+        if not self.back:
+            return final
+        nodes, outer = jax.tree.flatten(final, is_leaf=is_carry)
+        pairs = zip(nodes, self.back, strict=True)
+        return jax.tree.unflatten(outer, [node if how is None else how.from_carry(node) for node, how in pairs])
+
+
+def adopt(init: PyTree) -> Adopted:
+    """Finds the custom carries of an `init`, and makes carries of values of registered types.
+
+    Raises:
+        Fault: for a `PluginError` if `to_carry` fails or returns something else than a carry.
+    """
+    nodes, outer = jax.tree.flatten(init, is_leaf=_is_special)
+    kinds = [kind_of(node) for node in nodes]
+    if not any(kinds):
+        return Adopted(init, custom=False)
+    adoptions = tuple(kind if isinstance(kind, Adoption) else None for kind in kinds)
+    if not any(adoptions):
+        return Adopted(init, custom=True)
+    made = [
+        node if how is None else _make(init, i, how, node)
+        for i, (node, how) in enumerate(zip(nodes, adoptions, strict=True))
+    ]
+    return Adopted(jax.tree.unflatten(outer, made), custom=True, back=adoptions)
+
+
+def _is_special(node: Any) -> bool:
+    return kind_of(node) is not False
+
+
+def _make(init: PyTree, index: int, how: Adoption, node: Any) -> AbstractCarry[Any, Any]:
+    try:
+        carry = how.to_carry(node)
+        says, cause = f"returned {describe_node(carry)}, which is no custom carry", None
+        if is_carry(carry):
+            return carry
+    except Exception as error:
+        says, cause = f"failed. {type(error).__name__}: {error}", error
+    path = leaves_with_path("init", init, is_leaf=_is_special)[index][0]
+    raise Fault(
+        PluginError,
+        f"{{verb}} over {{body}}: `to_carry` of the registered type `{how.kind.__name__}`, called for {path}, {says}.",
+        f"It is {describe_function(how.to_carry)}.",
+        describe_class(how.kind),
+        cause=cause,
+    )
+
+
+def discovers() -> bool:
+    """Whether installed distributions are asked for carries: unless the environment has `TREESCAN_PLUGINS=0`."""
+    return os.environ.get("TREESCAN_PLUGINS", "1") != "0"
+
+
+def plugins() -> list[Plugin]:
+    """All that is declared, in the order of packages and distributions; read once."""
+    global _plugins
+    with _lock:
+        if _plugins is None:
+            entries = importlib.metadata.entry_points(group=GROUP)
+            found = [Plugin(entry.name, entry.value, _distribution(entry), entry) for entry in entries]
+            _plugins = sorted(found, key=lambda plugin: (plugin.package, plugin.distribution, plugin.value))
+        return _plugins
+
+
+def _distribution(entry: importlib.metadata.EntryPoint) -> str:
+    return f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unnamed distribution"
+
+
+def _load_for(kind: type) -> None:
+    """Loads what is declared for the package of a type and those of its bases, before its first value is carried."""
+    packages = {base.__module__.split(".")[0] for base in kind.__mro__} - _OWN
+    if not packages or not discovers():
+        return
+    for plugin in plugins():
+        if plugin.package in packages:
+            load(plugin)
+
+
+def load(plugin: Plugin) -> None:
+    """Loads a plugin unless it was tried before. One that fails warns, and harms nobody."""
+    with _lock:
+        if plugin.loaded or plugin.fault is not None:
+            return
+        plugin.loaded = True  # before: what it imports may carry values of the same package
+        try:
+            made = plugin.entry.load()
+            if not isinstance(made, types.ModuleType):
+                made()
+        except Exception as error:
+            plugin.loaded, plugin.fault = False, f"{type(error).__name__}: {error}"
+            warnings.warn(
+                f"treescan: the carries for `{plugin.package}` that the distribution {plugin.distribution} declares "
+                f"({plugin.value}) do not load, and are left out. {plugin.fault}",
+                PluginWarning,
+                stacklevel=2,
+            )
+        _known.clear()
