@@ -75,16 +75,12 @@ def run_verb(
         name: as for `treescan.scan`.
         lowering: further keyword arguments of `jax.lax.scan`.
     """
-    check_callable(f, CALLS["mask_scan" if mask else kind])
-    body = Body.of(f)
-    alive = body.function  # the handle of an equal body may refer to another object than f
-    key = check_key(key)
-    sees_valid = _check_body(body, kind, keyed=key is not None, masked=mask is not None)
+    body, alive = _body_of(f, "mask_scan" if mask else kind)
     adopted = adopt(init)
+    key = check_key(key)
     frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
     axes = resolve_axes(in_axes, frozen_xs)
     steps = infer_length(frozen_xs, check_length(length), axes)
-    flags = rows(steps) if rows is not None else RowFlags()
     plan = Plan(
         kind=kind,
         length=steps,
@@ -94,15 +90,23 @@ def run_verb(
         out_axes=None if type(out_axes) is int and out_axes == 0 else static_axes("out_axes", out_axes),
         frozen=frozen_init is not adopted.init or frozen_xs is not xs,
         custom=adopted.custom,
-        sees_valid=sees_valid,
+        sees_valid=_check_body(body, kind, keyed=key is not None, masked=mask is not None),
         name=check_name(name),
         remat=check_remat(remat),
         mask=mask,
         lowering=lowering,
     )
+    flags = rows(steps) if rows else RowFlags()
     result = execute(body, plan, Given(frozen_init, frozen_xs, key, *flags, lower))
     del alive
     return _restored(result, plan, adopted) if plan.frozen or adopted.back else result
+
+
+def _body_of(f: Callable[..., Any], name: str) -> tuple[Body, Callable[..., Any]]:
+    """A body's handle, and the function that it refers to: that of an equal body may be another object."""
+    check_callable(f, CALLS[name])
+    body = Body.of(f)
+    return body, body.function
 
 
 def _restored(result: tuple[PyTree, PyTree], plan: Plan, adopted: Adopted) -> tuple[PyTree, PyTree]:
