@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import sys
+import textwrap
 import warnings
 
 from ._errors import table
@@ -25,7 +27,8 @@ def main(arguments: list[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of plugins that fail, which the list names
         for plugin in found:
-            load(plugin)
+            if importlib.util.find_spec(plugin.package) is not None:
+                load(plugin)
     print(_listing(found))  # noqa: T201, a program for a terminal
     return 1 if any(plugin.fault for plugin in found) else 0
 
@@ -33,12 +36,18 @@ def main(arguments: list[str] | None = None) -> int:
 def _listing(found: list[Plugin]) -> str:
     if not found:
         return f"No installed distribution declares custom carries (entry points in the group `{GROUP}`)."
-    rows = [(p.package, p.distribution, p.value, "failed" if p.fault else "loads") for p in found]
+    rows = [(p.package, p.distribution, p.value, _state(p)) for p in found]
     parts = [table(("package", "distribution", "entry point", "state"), rows)]
-    parts += [f"  {p.distribution}, {p.value}:\n    {p.fault}" for p in found if p.fault]
+    parts += [f"  {p.distribution}, {p.value}:\n{textwrap.indent(p.fault, '    ')}" for p in found if p.fault]
     if not discovers():
         parts.append("  Scans do not load them: the environment has TREESCAN_PLUGINS=0.")
     return "\n\n".join(parts)
+
+
+def _state(plugin: Plugin) -> str:
+    if plugin.fault:
+        return "failed"
+    return "loads" if plugin.loaded else "not needed, the package is not installed"
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import os
 import re
 import textwrap
 import types
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar
 
@@ -227,6 +228,18 @@ def walk_traceback(traceback: types.TracebackType | None) -> Iterator[types.Trac
 def is_package_frame(frame: types.FrameType) -> bool:
     """Whether a frame runs treescan's own code."""
     return frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+def warn_user(message: str, category: type[Warning]) -> None:
+    """Warns at the line of the user's that called the verb."""
+    level, frame = 1, inspect.currentframe()
+    while frame is not None and (is_package_frame(frame) or _is_library(frame)):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(message, category, stacklevel=level)
+
+
+def _is_library(frame: types.FrameType) -> bool:
+    return frame.f_globals.get("__name__", "").split(".")[0] in ("jax", "contextlib")
 
 
 def is_from_jax(function: Any) -> bool:

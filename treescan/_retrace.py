@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import collections
-import inspect
 import os
-import types
-import warnings
 from collections.abc import Callable
 from typing import Any
 
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from ._errors import RetraceWarning, describe_body, is_package_frame
+from ._errors import RetraceWarning, describe_body, warn_user
 
 _seen: collections.Counter[str] = collections.Counter()
 
@@ -57,12 +54,4 @@ def warn_second_trace(body: Callable[..., Any], leaves: list[tuple[str, str, str
 
 
 def _warn(message: str) -> None:
-    """Warns at the line of the user's that called the verb."""
-    level, frame = 1, inspect.currentframe()
-    while frame is not None and (is_package_frame(frame) or _is_library(frame)):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(message, RetraceWarning, stacklevel=level)
-
-
-def _is_library(frame: types.FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").split(".")[0] in ("jax", "contextlib")
+    warn_user(message, RetraceWarning)

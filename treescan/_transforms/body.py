@@ -32,14 +32,14 @@ class CallBody:
         kind: the convention that the body follows.
         sees_valid: whether the body takes `valid`.
         frozen: whether the state or xs hold static leaves, which the body sees in their place.
-        custom: whether the state holds custom carries.
+        custom: the classes of the custom carries that the state holds.
     """
 
     body: Body
     kind: Kind = "scan"
     sees_valid: bool = False
     frozen: bool = False
-    custom: bool = False
+    custom: tuple[type, ...] = ()
 
     def __call__(self, consts: Array | None, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         # A body may change the containers that it is given: the carry that it returns is compared with another copy.

@@ -46,12 +46,11 @@ def without_carries(given: PyTree, returned: PyTree) -> tuple[PyTree, PyTree]:
         return _Place(), _Place()
     mine, theirs = children(given), children(returned)
     if mine is None or theirs is None or type(given) is not type(returned):
-        return jax.tree.map(lambda node: _Place() if is_carry(node) else node, given, is_leaf=is_carry), returned
+        return given, returned
     there = dict(theirs)
-    blanked = [without_carries(child, there.get(key)) for key, child in mine]
-    firsts = [first for first, _ in blanked]
-    seconds = {key: second for (key, _), (_, second) in zip(mine, blanked, strict=True)}
-    return _rebuild(given, firsts), _rebuild(returned, [seconds.get(key, child) for key, child in theirs])
+    pairs = {key: without_carries(child, there[key]) if key in there else (child, None) for key, child in mine}
+    seconds = [pairs[key][1] if key in pairs else child for key, child in theirs]
+    return _rebuild(given, [pairs[key][0] for key, _ in mine]), _rebuild(returned, seconds)
 
 
 def _rebuild(node: PyTree, parts: list[Any]) -> PyTree:
@@ -70,7 +69,7 @@ def write_carries(state: PyTree, returned: PyTree, valid: Array | None, root: st
 
     def write(index: int, node: AbstractCarry[Any, Any], part: PyTree) -> AbstractCarry[Any, Any]:
         new = _call(state, root, index, "write", lambda: node.write(part, valid))
-        if not agree(node, new):
+        if type(node) is not type(new) or not agree(node, new):
             _check_written(node, new, _path_of(state, root, index))
         return new
 
@@ -82,7 +81,7 @@ def _check_written(old: AbstractCarry[Any, Any], new: Any, path: str) -> None:
     """Compares a written carry with the one before; a weakly typed leaf may change once, as lax.scan lets it."""
     name = type(old).__name__
     differences = list(find_differences(path, (), old, new))
-    if all(difference.given_is_weak for difference in differences) and not is_last_trace():
+    if differences and all(difference.given_is_weak for difference in differences) and not is_last_trace():
         return
     cures: Iterable[Cure] = (cure for difference in differences for cure in difference.cures)
     drift = f"`{name}.write` must return a {name} with the structure, the shapes and the dtypes of the one before."
@@ -148,7 +147,8 @@ _ROWS = (
 def _axes_within(state: PyTree, root: str, prefix: PyTree) -> LeafAxes:
     """One axis a leaf from a prefix that knows the custom carries of a tree as leaves only."""
     named, outer = leaves_with_path(root, state, is_leaf=is_carry), jax.tree.structure(state, is_leaf=is_carry)
-    above = spread_axes("carry_axes", prefix, jax.tree.unflatten(outer, [0] * len(named)), root, none=True)
+    places = [type(node) if is_carry(node) else node for _, node in named]  # a carry counts as one leaf
+    above = spread_axes("carry_axes", prefix, jax.tree.unflatten(outer, places), root, none=True)
     axes: list[int | None] = []
     for (path, node), axis in zip(named, above, strict=True):
         if not is_carry(node):
@@ -163,12 +163,16 @@ def _axes_within(state: PyTree, root: str, prefix: PyTree) -> LeafAxes:
                 "Give 0 there, or None for a carry that all rows share.",
             )
         else:
-            axes.extend(_own_axes(node, path))
+            axes.extend(row_axes(node, path))
     return tuple(axes)
 
 
-def _own_axes(node: AbstractCarry[Any, Any], path: str) -> list[int | None]:
-    """What `rows` of a custom carry says, for each of its leaves."""
+def row_axes(node: AbstractCarry[Any, Any], path: str) -> tuple[int | None, ...]:
+    """What `rows` of a custom carry says, for each of its leaves.
+
+    Raises:
+        Fault: for a `PluginError` if it does not fit the carry.
+    """
     rows = _call(node, path, 0, "rows", node.rows)
     fields = children(node) or []
     names = [path_str("", key).removeprefix(".") for key, _ in fields]
@@ -183,11 +187,11 @@ def _own_axes(node: AbstractCarry[Any, Any], path: str) -> list[int | None]:
         raise _bad_rows(
             node, path, f"returned {describe_node(rows)}, not an axis, None or a mapping from fields to these"
         )
-    return [
+    return tuple(
         axis
         for (key, child), given in zip(fields, by_field, strict=True)
         for axis in _field_axes(node, path, key, child, given)
-    ]
+    )
 
 
 def _field_axes(node: AbstractCarry[Any, Any], path: str, key: KeyPath, child: PyTree, given: PyTree) -> LeafAxes:

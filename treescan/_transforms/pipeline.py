@@ -34,7 +34,7 @@ class Plan:
         in_axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
         out_axes: prefix of ys; None as a whole: axis 0 for all.
         frozen: whether init or xs hold static leaves.
-        custom: whether init holds custom carries.
+        custom: the classes of the custom carries that init holds.
         sees_valid: whether the body takes `valid`.
         name: the profiler's name for the loop.
         remat: what the gradient recomputes.
@@ -49,7 +49,7 @@ class Plan:
     in_axes: LeafAxes | None = None
     out_axes: Prefix | None = None
     frozen: bool = False
-    custom: bool = False
+    custom: tuple[type, ...] = ()
     sees_valid: bool = False
     name: str | None = None
     remat: Remat | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import functools
 import importlib.metadata
 import inspect
 from collections.abc import Callable, Mapping
@@ -171,10 +172,13 @@ def describe_class(kind: type) -> str:
 
 def describe_function(function: Callable[..., Any]) -> str:
     """The same for a function."""
+    while isinstance(function, functools.partial):
+        function = function.func
     name = getattr(function, "__qualname__", type(function).__qualname__).rsplit("<locals>.", 1)[-1]
     return f"`{name}` of {origin(getattr(function, '__module__', type(function).__module__))}"
 
 
+@functools.cache
 def origin(module: str) -> str:
     """A module, and the distribution that brings it, if one does."""
     package = module.split(".")[0]

@@ -43,10 +43,12 @@ class Buffer(AbstractCarry[tuple[Any, Array], tuple[Any, ArrayLike]]):
         value, append = returned
         if not is_shared(self.shared, self.count):
             told = entry(append, self.count) != 0
-            return self._put(value, jnp.where(told, self.count, _capacity(self.values)), self.count + told)
+            return self._put(
+                value, jnp.where(told, self.count, _capacity(self.values)), self.count + told.astype(jnp.int32)
+            )
         rows = entries(append, self.count, valid)
         told = rows.values.astype(bool)
-        before = jnp.cumsum(told.reshape(-1), dtype=jnp.int32).reshape(told.shape) - told
+        before = jnp.cumsum(told.reshape(-1), dtype=jnp.int32).reshape(told.shape) - told.astype(jnp.int32)
         place = jnp.where(told, self.count + before, _capacity(self.values))
         return self._put(value, place, self.count + jnp.sum(told, dtype=jnp.int32))
 

@@ -28,7 +28,7 @@ class Ema(AbstractCarry[Any, Any]):
 
     Attributes:
         value: any pytree of floating-point arrays.
-        decay: a number or an array that broadcasts against each leaf; may be traced and differentiated.
+        decay: a number, or an array that broadcasts against each leaf and has no rows; may be traced.
         weight: the same tree, or None.
         shared: whether all rows share it; None: those leaves that have no axes.
     """
@@ -53,8 +53,11 @@ class Ema(AbstractCarry[Any, Any]):
         return replace(self, value=new, weight=weight)
 
     def _average(self, old: Array, came: Array) -> Array:
-        decay = jnp.asarray(self.decay)
-        return (decay * old + (1 - decay) * came).astype(old.dtype)
+        decay = jnp.asarray(self.decay)  # computed in its precision: 0.999 is 1 in bfloat16
+        dtype = jnp.result_type(decay, old.dtype) if decay.weak_type else jnp.promote_types(decay.dtype, old.dtype)
+        if decay.ndim not in (0, old.ndim):
+            decay = jnp.broadcast_to(decay, old.shape)
+        return (decay * old.astype(dtype) + (1 - decay) * came.astype(dtype)).astype(old.dtype)
 
     def _entry(self, value: Array, returned: ArrayLike, valid: Array | None) -> Array:
         if not is_shared(self.shared, value):

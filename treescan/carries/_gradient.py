@@ -47,7 +47,8 @@ class ClipGradient(AbstractCarry[Any, Any]):
     """Values whose gradient is clipped each step on its way back through time (A. Graves, arXiv:1308.0850, 2.1).
 
     Each cotangent that arrives at the value which a step was shown, from that step and all later ones, is limited. The
-    values themselves are not changed. Reverse mode only: a limit of the cotangent has no meaning in forward mode.
+    values themselves are not changed. Reverse mode only: a limit of the cotangent has no meaning in forward mode. A
+    loss of the final values takes them from `tree`; through `read` their cotangent is limited once more.
 
     Attributes:
         tree: any pytree of floating-point arrays; custom carries may stand in it.
@@ -101,7 +102,7 @@ def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLik
         >>> import treescan
         >>> from treescan.carries import clip_gradient
         >>> def loss(h):
-        ...     return treescan.fold(lambda h, _: 3 * h, clip_gradient(h, 2.0), length=4).read()
+        ...     return treescan.fold(lambda h, _: 3 * h, clip_gradient(h, 2.0), length=4).tree
         >>> print(jax.grad(loss)(1.0))
         2.0
     """
@@ -114,6 +115,8 @@ def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLik
 @dataclass(frozen=True)
 class StopGradient(AbstractCarry[Any, Any]):
     """Values through which no gradient flows back in time: what a step is shown counts as a constant.
+
+    A loss of the final values takes them from `tree`; what `read` gives is a constant.
 
     Attributes:
         tree: any pytree of arrays; custom carries may stand in it.
@@ -145,7 +148,7 @@ def stop_gradient(tree: T) -> T:
         >>> import treescan
         >>> from treescan.carries import stop_gradient
         >>> def loss(w):  # only the last step counts: h is a constant in it
-        ...     return treescan.fold(lambda h, x: w * h + x, stop_gradient(1.0), jnp.ones(2)).read()
+        ...     return treescan.fold(lambda h, x: w * h + x, stop_gradient(1.0), jnp.ones(2)).tree
         >>> print(jax.grad(loss)(2.0))
         3.0
     """

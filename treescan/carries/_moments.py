@@ -59,10 +59,10 @@ class Moments(AbstractCarry[Statistics, ArrayLike]):
     def merge(self, other: Moments) -> Moments:
         """The moments of all entries of both."""
         count = self.count + other.count
-        part = other.count / jnp.maximum(count, 1).astype(self.mean.dtype)
+        mine, theirs, all_ = (n.astype(self.mean.dtype) for n in (self.count, other.count, jnp.maximum(count, 1)))
         delta = other.mean - self.mean
-        squares = self.squares + other.squares + delta**2 * self.count * part
-        return replace(self, count=count, mean=self.mean + delta * part, squares=squares)
+        squares = self.squares + other.squares + delta**2 * (mine * theirs / all_)
+        return replace(self, count=count, mean=self.mean + delta * (theirs / all_), squares=squares)
 
     def read(self) -> Statistics:
         """Count, mean and variance."""
@@ -76,7 +76,7 @@ class Moments(AbstractCarry[Statistics, ArrayLike]):
         if not rows.axes and rows.counts is None:
             return self._add(rows.values)
         mean = jnp.sum(rows.values, rows.axes) / jnp.maximum(rows.number, 1).astype(self.mean.dtype)
-        deviations = rows.values - mean
+        deviations = rows.values - jnp.broadcast_to(mean, rows.values.shape)
         if rows.counts is not None:
             deviations = jnp.where(rows.counts, deviations, jnp.zeros_like(deviations))
         return self.merge(replace(self, count=rows.number, mean=mean, squares=jnp.sum(deviations**2, rows.axes)))

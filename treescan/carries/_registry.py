@@ -6,7 +6,6 @@ import importlib.metadata
 import os
 import threading
 import types
-import warnings
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ import jax
 import numpy as np
 
 from .._avals import describe_node
-from .._errors import ArgumentTypeError, Fault, PluginError, PluginWarning, explain
+from .._errors import ArgumentTypeError, Fault, PluginError, PluginWarning, explain, warn_user
 from .._tree import leaves_with_path
 from .._types import PyTree
 from ._base import AbstractCarry, describe_class, describe_function, is_carry
@@ -55,6 +54,7 @@ class Plugin:
     entry: importlib.metadata.EntryPoint = field(repr=False)
     fault: str | None = None
     loaded: bool = False
+    lock: threading.RLock = field(default_factory=threading.RLock, repr=False)
 
 
 _adoptions: dict[type, Adoption] = {}
@@ -108,6 +108,12 @@ def _check_registration(kind: Any, to_carry: Any, from_carry: Any) -> None:
                 f"{{verb}} needs a function as `{name}`, but got {describe_node(function)}.",
                 "`to_carry` makes a carry of a value, `from_carry` a value of the final carry.",
             )
+    if kind in _PLAIN or issubclass(kind, jax.Array):
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}} got `{kind.__name__}`, which means the same to every scan.",
+            "Register a class of your own; a subclass of this one, say.",
+        )
     if issubclass(kind, AbstractCarry):
         raise Fault(
             PluginError,
@@ -157,12 +163,13 @@ class Adopted(NamedTuple):
 
     Attributes:
         init: the tree.
-        custom: whether it holds custom carries.
+        custom: the classes of the custom carries in it and of all that they hold. They are part of what a program is
+            kept under: JAX takes two registered dataclasses with equal fields for the same structure.
         back: the adoption of each node, nodes counted with carries as leaves; empty if nothing was adopted.
     """
 
     init: PyTree
-    custom: bool
+    custom: tuple[type, ...] = ()
     back: tuple[Adoption | None, ...] = ()
 
     def restore(self, final: PyTree) -> PyTree:
@@ -170,8 +177,9 @@ class Adopted(NamedTuple):
         if not self.back:
             return final
         nodes, outer = jax.tree.flatten(final, is_leaf=is_carry)
-        pairs = zip(nodes, self.back, strict=True)
-        return jax.tree.unflatten(outer, [node if how is None else how.from_carry(node) for node, how in pairs])
+        pairs = enumerate(zip(nodes, self.back, strict=True))
+        back = [node if how is None else _unmake(final, i, how, node) for i, (node, how) in pairs]
+        return jax.tree.unflatten(outer, back)
 
 
 def adopt(init: PyTree) -> Adopted:
@@ -183,15 +191,26 @@ def adopt(init: PyTree) -> Adopted:
     nodes, outer = jax.tree.flatten(init, is_leaf=_is_special)
     kinds = [kind_of(node) for node in nodes]
     if not any(kinds):
-        return Adopted(init, custom=False)
+        return Adopted(init)
     adoptions = tuple(kind if isinstance(kind, Adoption) else None for kind in kinds)
     if not any(adoptions):
-        return Adopted(init, custom=True)
+        return Adopted(init, _classes(nodes))
     made = [
         node if how is None else _make(init, i, how, node)
         for i, (node, how) in enumerate(zip(nodes, adoptions, strict=True))
     ]
-    return Adopted(jax.tree.unflatten(outer, made), custom=True, back=adoptions)
+    return Adopted(jax.tree.unflatten(outer, made), _classes(made), adoptions)
+
+
+def _classes(nodes: list[Any]) -> tuple[type, ...]:
+    found: list[type] = []
+
+    def note(node: Any) -> bool:
+        found.append(type(node))
+        return False
+
+    jax.tree.leaves([node for node in nodes if is_carry(node)], is_leaf=note)
+    return tuple(found)
 
 
 def _is_special(node: Any) -> bool:
@@ -211,6 +230,25 @@ def _make(init: PyTree, index: int, how: Adoption, node: Any) -> AbstractCarry[A
         PluginError,
         f"{{verb}} over {{body}}: `to_carry` of the registered type `{how.kind.__name__}`, called for {path}, {says}.",
         f"It is {describe_function(how.to_carry)}.",
+        describe_class(how.kind),
+        cause=cause,
+    )
+
+
+def _unmake(final: PyTree, index: int, how: Adoption, node: AbstractCarry[Any, Any]) -> Any:
+    try:
+        value = how.from_carry(node)
+        says, cause = f"returned {describe_node(value)}", None
+        if isinstance(value, how.kind):
+            return value
+    except Exception as error:
+        says, cause = f"failed. {type(error).__name__}: {error}", error
+    path = leaves_with_path("the final carry", final, is_leaf=is_carry)[index][0]
+    raise Fault(
+        PluginError,
+        f"{{verb}} over {{body}}: `from_carry` of the registered type `{how.kind.__name__}`, called for "
+        f"{path}, {says}.",
+        f"It is {describe_function(how.from_carry)}.",
         describe_class(how.kind),
         cause=cause,
     )
@@ -248,20 +286,23 @@ def _load_for(kind: type) -> None:
 
 def load(plugin: Plugin) -> None:
     """Loads a plugin unless it was tried before. One that fails warns, and harms nobody."""
-    with _lock:
+    with plugin.lock:  # not `_lock`: another thread may import the plugin at this time, which registers
         if plugin.loaded or plugin.fault is not None:
             return
         plugin.loaded = True  # before: what it imports may carry values of the same package
+        before = set(_adoptions)
         try:
             made = plugin.entry.load()
             if not isinstance(made, types.ModuleType):
                 made()
         except Exception as error:
-            plugin.loaded, plugin.fault = False, f"{type(error).__name__}: {error}"
-            warnings.warn(
+            plugin.loaded, plugin.fault = False, f"{type(error).__name__}: {error}".strip()
+            with _lock:
+                for kind in set(_adoptions) - before:
+                    del _adoptions[kind]
+            warn_user(
                 f"treescan: the carries for `{plugin.package}` that the distribution {plugin.distribution} declares "
                 f"({plugin.value}) do not load, and are left out. {plugin.fault}",
                 PluginWarning,
-                stacklevel=2,
             )
         _known.clear()

@@ -1,0 +1,274 @@
+"""The conformance kit: every built-in keeps the laws, and a carry that breaks one is caught, by its name."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.custom_batching import custom_vmap
+
+from treescan.carries import (
+    AbstractCarry,
+    best,
+    buffer,
+    cast,
+    clip_gradient,
+    ema,
+    keys,
+    moments,
+    stop_gradient,
+    sum_,
+    window,
+)
+from treescan.testing import check_carry
+
+ROWS = (3,)
+STEPS = 5
+
+
+def array(*shape: int, seed: int = 0) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def entries(*shape: int) -> jax.Array:
+    return array(STEPS, *shape, seed=1)
+
+
+KEEP = entries(3) > 0
+BUILT_IN: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
+    "keys": (keys(jax.random.key(0)), entries(), ()),
+    "keys, one a row": (keys(jax.random.split(jax.random.key(0), 3)), entries(3), ROWS),
+    "cast": (cast(array(3, 2)), entries(3, 2), ROWS),
+    "cast of an ema": (cast({"mean": ema(array(3), 0.9)}), {"mean": entries(3)}, ROWS),
+    "window": (window(array(2, 3)), entries(3), ROWS),
+    "ema": (ema(array(3), jnp.array(0.9)), entries(3), ROWS),
+    "ema, shared": (ema({"a": array(2), "b": array()}, 0.9, shared=True), {"a": entries(3, 2), "b": entries(3)}, ROWS),
+    "ema, unbiased": (ema(0.0, 0.9, debias=True), entries(3), ROWS),
+    "moments": (moments((3,)), entries(3), ROWS),
+    "moments, shared": (moments((2,), shared=True), entries(3, 2), ROWS),
+    "sum": (sum_(jnp.zeros(3)), entries(3), ROWS),
+    "sum, shared": (sum_(), entries(3), ROWS),
+    "best": (best(jnp.zeros((3, 2)), jnp.full(3, -jnp.inf)), (entries(3), entries(3, 2)), ROWS),
+    "best, shared": (best(jnp.zeros(2), mode="min"), (entries(3), entries(3, 2)), ROWS),
+    "clip_gradient": (clip_gradient(array(3, 2), max_norm=0.5), entries(3, 2), ROWS),
+    "stop_gradient": (stop_gradient(array(3)), entries(3), ROWS),
+    "buffer": (buffer(jnp.zeros(2), 2, batch=ROWS), (entries(3, 2), KEEP), ROWS),
+    "buffer, shared": (buffer(0.0, 9), (entries(3), KEEP), ROWS),
+}
+
+
+@pytest.mark.parametrize("name", BUILT_IN)
+def test_built_ins_keep_the_laws(name: str) -> None:
+    carry, returned, batch = BUILT_IN[name]
+    check_carry(carry, returned, batch=batch)
+
+
+@dataclasses.dataclass(frozen=True)
+class Plain(AbstractCarry[Any, Any]):
+    """A carry without fault, for others to break."""
+
+    value: Any
+
+    def read(self) -> Any:
+        return self.value
+
+    def write(self, returned: Any, valid: Any) -> Any:
+        return type(self)(returned)
+
+
+def carry_class(cls: type) -> type:
+    return jax.tree_util.register_dataclass(dataclasses.dataclass(frozen=True)(cls))
+
+
+jax.tree_util.register_dataclass(Plain)
+
+
+@carry_class
+class Impure(Plain):
+    calls: ClassVar[list[int]] = []
+
+    def read(self):
+        self.calls.append(1)
+        return self.value + len(self.calls)
+
+
+@carry_class
+class Raises(Plain):
+    def write(self, returned, valid):
+        raise KeyError("nothing to write")
+
+
+@carry_class
+class Drifts(Plain):
+    def write(self, returned, valid):
+        return Drifts(returned.astype(jnp.float16))
+
+
+@carry_class
+class LooksAtTracers(Plain):
+    def write(self, returned, valid):
+        return LooksAtTracers(-returned if isinstance(returned, jax.core.Tracer) else returned)
+
+
+@custom_vmap
+def _identity(x):
+    return x
+
+
+_identity.def_vmap(lambda size, batched, x: (2 * x, batched[0]))
+
+
+@carry_class
+class OtherUnderVmap(Plain):
+    def write(self, returned, valid):
+        return OtherUnderVmap(_identity(returned))
+
+
+@jax.tree_util.register_pytree_node_class
+class Forgets(AbstractCarry[Any, Any]):
+    """What it adds is not a leaf: it is lost between two scans."""
+
+    def __init__(self, value, added=0.0):
+        self.value, self.added = value, added
+
+    def tree_flatten(self):
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        return cls(*leaves, added=0.0)
+
+    def read(self):
+        return self.value
+
+    def write(self, returned, valid):
+        return Forgets(self.value + self.added + returned, self.added + 1)
+
+
+@jax.tree_util.register_pytree_node_class
+class NotTheLast(AbstractCarry[Any, Any]):
+    """What comes out of a program is rounded: the next scan begins from something else."""
+
+    def __init__(self, value):
+        self.value = value
+
+    def tree_flatten(self):
+        return (self.value,), None
+
+    @classmethod
+    def tree_unflatten(cls, _, leaves):
+        done = isinstance(leaves[0], jax.Array) and not isinstance(leaves[0], jax.core.Tracer)
+        return cls(jnp.round(leaves[0], 2) if done else leaves[0])
+
+    def read(self):
+        return self.value
+
+    def write(self, returned, valid):
+        return NotTheLast(self.value + returned)
+
+
+@carry_class
+class LooksAtTheMask(Plain):
+    def write(self, returned, valid):
+        return LooksAtTheMask(returned if valid is None else returned + 1)
+
+
+@carry_class
+class MixesRows(Plain):
+    def write(self, returned, valid):
+        return MixesRows(self.value + jnp.cumsum(returned))
+
+
+@carry_class
+class CountsPadding(Plain):
+    def write(self, returned, valid):
+        return CountsPadding(self.value + jnp.sum(returned))
+
+    def rows(self):
+        return None
+
+
+@jax.custom_vjp
+def _normalised(x):
+    return x
+
+
+_normalised.defvjp(lambda x: (x, None), lambda _, g: (g / jnp.abs(g),))
+
+
+@carry_class
+class NormalisesGradient(Plain):
+    def read(self):
+        return _normalised(self.value)
+
+    def write(self, returned, valid):
+        return NormalisesGradient(self.read() + returned)
+
+
+@carry_class
+class DividesByNone(Plain):
+    def write(self, returned, valid):
+        valid = jnp.ones(returned.shape, bool) if valid is None else valid
+        return DividesByNone(self.value * jnp.sum(jnp.where(valid, returned, 0)) / jnp.sum(valid, dtype=returned.dtype))
+
+    def rows(self):
+        return None
+
+
+@carry_class
+class NamesNoField(Plain):
+    def rows(self):
+        return {"values": None}
+
+
+BROKEN: dict[type, tuple[Any, str]] = {
+    Impure: (jnp.zeros(3), "`read`, `write` and `rows` run and are pure: the same result twice"),
+    Raises: (jnp.zeros(3), "KeyError: 'nothing to write'"),
+    Drifts: (jnp.zeros(3), "`write` returns a carry of the same class, structure, shapes and dtypes"),
+    LooksAtTracers: (jnp.zeros(3), "does what a Python loop over the hooks does."),
+    OtherUnderVmap: (jnp.zeros(3), "Under `jax.vmap` each element is what it is alone."),
+    Forgets: (jnp.zeros(3), "does what a Python loop over the hooks does."),
+    NotTheLast: (jnp.zeros(3), "A scan from the carry that another returned goes on as if it were one, bit by bit."),
+    LooksAtTheMask: (jnp.zeros(3), "Chunks do not show"),
+    MixesRows: (jnp.zeros(3), "In a masked scan leaves with rows are what they are for each row alone"),
+    CountsPadding: (jnp.zeros(()), "do not depend on what was returned for rows that are not valid."),
+    NormalisesGradient: (jnp.zeros(3), "The gradient of zero is zero, not NaN."),
+    DividesByNone: (jnp.zeros(()), "Gradients are finite, also of a step in which no row is valid."),
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
+def test_a_broken_law_is_named(broken: type) -> None:
+    value, says = BROKEN[broken]
+    with pytest.raises(AssertionError) as caught:
+        check_carry(broken(value), entries(3), batch=ROWS)
+    assert says in str(caught.value)
+    assert f"`{broken.__name__}` breaks" in str(caught.value)
+
+
+def test_compact_is_a_law() -> None:
+    with pytest.raises(AssertionError, match="`compact=True` does not show"):
+        check_carry(MixesRows(jnp.zeros(3)), entries(3), batch=ROWS)
+
+
+def test_the_report_shows_the_leaf() -> None:
+    with pytest.raises(AssertionError) as caught:
+        check_carry(Drifts(jnp.zeros(3)), entries(3), batch=ROWS)
+    assert str(caught.value) == (
+        "`Drifts` breaks 1 of the 11 laws of custom carries.\n\n"
+        "`write` returns a carry of the same class, structure, shapes and dtypes, static fields included.\n\n"
+        "  leaf          expected     came\n"
+        "  carry.value   float32[3]   float16[3]   dtype"
+    )
+
+
+def test_a_carry_without_fault_passes() -> None:
+    check_carry(Plain(jnp.zeros(3)), entries(3), batch=ROWS)
+
+
+@pytest.mark.parametrize("returned", [jnp.zeros(2), 1.0, {}])
+def test_too_few_steps(returned: Any) -> None:
+    with pytest.raises(ValueError, match="at least 3 steps"):
+        check_carry(Plain(jnp.zeros(())), returned)

@@ -1,0 +1,61 @@
+"""flax.nnx: modules, optimizers, metrics and rngs as carries, with what they share kept shared.
+
+A module is a pytree, but a pytree does not know that two of its parts are one: carried as it is, tied weights would
+come apart in the first step. As a carry it travels as its graph and its state, by `nnx.split` and `nnx.merge`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+from flax import nnx
+
+from .._types import Array, PyTree
+from ..carries._base import AbstractCarry
+from ..carries._registry import register_carry
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ModuleCarry(AbstractCarry[Any, Any]):
+    """An nnx module in the loop. The body sees the module, may change its variables, and returns it.
+
+    All rows of a `mask_scan` share it: it is updated in steps in which any row is valid.
+
+    Attributes:
+        state: its variables.
+        graph: everything else, which is the same in every step.
+    """
+
+    state: PyTree
+    graph: Any = field(metadata={"static": True})
+
+    def read(self) -> Any:
+        """The module."""
+        return nnx.merge(self.graph, self.state)
+
+    def write(self, returned: Any, valid: Array | None) -> ModuleCarry:
+        """The variables of the module that was returned."""
+        if not isinstance(returned, nnx.Pytree):
+            raise TypeError(f"the step returned a {type(returned).__name__}, not the module that it was given")
+        graph, state = nnx.split(returned)
+        if graph != self.graph:
+            raise TypeError(
+                "the module that the step returned has another structure: submodules, variables and settings are the "
+                "same in every step. Make all of them before the scan"
+            )
+        return ModuleCarry(state, self.graph)
+
+    def rows(self) -> None:
+        """Shared by all rows."""
+        return None
+
+
+def _to_carry(module: Any) -> ModuleCarry:
+    graph, state = nnx.split(module)
+    return ModuleCarry(state, graph)
+
+
+register_carry(nnx.Pytree, _to_carry, ModuleCarry.read)

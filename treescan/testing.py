@@ -1,0 +1,389 @@
+"""The laws of custom carries, to be checked in the tests of those who write one."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ._avals import describe_leaf, is_key
+from ._errors import ArgumentError, Row, table
+from ._mask_scan import mask_scan
+from ._scan import scan
+from ._transforms.carries import row_axes
+from ._transforms.differences import agree, find_differences
+from ._tree import leaves_with_path
+from ._types import Array, PyTree, TreeDef
+from .carries._base import AbstractCarry
+
+_SLACK = 64
+"""By how many units in the last place of the largest number two ways to the same result may differ."""
+
+
+class _Trial(NamedTuple):
+    """What is tried.
+
+    Attributes:
+        carry: the carry.
+        returned: leaves [T, *batch, ...].
+        batch: the batch shape.
+        axes: for each leaf of the carry where the batch shape starts, or None.
+    """
+
+    carry: AbstractCarry[Any, Any]
+    returned: PyTree
+    batch: tuple[int, ...]
+    axes: tuple[int | None, ...]
+
+    @property
+    def steps(self) -> int:
+        return jax.tree.leaves(self.returned)[0].shape[0]
+
+    def part(self, start: int | None, stop: int | None) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf[start:stop], self.returned)
+
+
+def check_carry(carry: AbstractCarry[Any, Any], returned: PyTree, *, batch: tuple[int, ...] = ()) -> None:
+    """Checks that a custom carry keeps the laws by which it works with every verb and every option.
+
+    Args:
+        carry: a carry to begin with.
+        returned: what a body returns in its place, step by step: any pytree whose leaves are [T, *batch, ...], T >= 3.
+        batch: the batch shape of what is returned; leaves of the carry that have rows (`rows`) have it too. Give one
+            with at least 3 rows to have masks tried row by row, and shared leaves with rows that are not valid.
+
+    Raises:
+        AssertionError: if a law does not hold; lists for each the leaves in which it does not.
+        ValueError: if `returned` has less than 3 steps.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from treescan.carries import Ema
+        >>> from treescan.testing import check_carry
+        >>> check_carry(Ema(jnp.zeros(3), decay=0.9), jnp.ones((7, 3)), batch=(3,))
+    """
+    returned = jax.tree.map(jnp.asarray, returned)
+    leaves = jax.tree.leaves(returned)
+    if any(leaf.ndim == 0 or leaf.shape[0] < 3 for leaf in leaves) or not leaves:
+        raise ValueError("check_carry needs what a body returns in at least 3 steps, leaves [T, ...]")
+    failed: dict[str, list[Row]] = {}
+    trial = _Trial(jax.tree.map(_array, carry), returned, batch, ())
+    for law in (_hooks_run, _types_stay):
+        failed |= _try(law, trial)
+    if not failed:
+        trial = trial._replace(axes=row_axes(carry, "carry"))
+        for law in _LAWS:
+            failed |= _try(law, trial)
+    if failed:
+        raise AssertionError(_report(type(carry).__name__, failed))
+
+
+def _try(law: Callable[[_Trial], Iterator[Row]], trial: _Trial) -> dict[str, list[Row]]:
+    """The rows that a law yields, by what it says."""
+    says = (law.__doc__ or "").removesuffix(".")
+    try:
+        rows = list(law(trial))
+    except Exception as error:
+        rows = [Row("carry", "no error", f"{type(error).__name__}: {str(error).strip().splitlines()[0]}", "")]
+    return {says: rows} if rows else {}
+
+
+def _report(name: str, failed: dict[str, list[Row]]) -> str:
+    count = len(_LAWS) + 2
+    parts = [f"`{name}` breaks {len(failed)} of the {count} laws of custom carries."]
+    for says, rows in failed.items():
+        parts += [f"{says}.", table(("leaf", "expected", "came"), rows)]
+    return "\n\n".join(parts)
+
+
+# The laws. Each yields a row for each leaf in which it does not hold; its docstring is what the report says of it.
+
+
+def _hooks_run(trial: _Trial) -> Iterator[Row]:
+    """`read`, `write` and `rows` run and are pure: the same result twice, and the carry stays what it was."""
+    carry = trial.carry
+    before = jax.tree.map(lambda leaf: _values(leaf).copy(), carry)
+    first, again = carry.read(), carry.read()
+    yield from _differ("read()", first, again, exact=True)
+    step = jax.tree.map(lambda leaf: leaf[0], trial.returned)
+    yield from _differ("write()", carry.write(step, None), carry.write(step, None), exact=True)
+    yield from _differ("carry", before, jax.tree.map(_values, carry), exact=True)
+    if carry.rows() != carry.rows():
+        yield Row("rows()", str(carry.rows()), str(carry.rows()), "")
+
+
+def _types_stay(trial: _Trial) -> Iterator[Row]:
+    """`write` returns a carry of the same class, structure, shapes and dtypes, static fields included."""
+    carry, end = trial.carry, trial.steps
+    for step in (0, end - 1):
+        new: Any = carry.write(jax.tree.map(lambda leaf, step=step: leaf[step], trial.returned), None)
+        if type(carry) is not type(new) or not agree(carry, new):
+            yield from (difference.row for difference in find_differences("carry", (), carry, new))
+            return
+        carry = new
+
+
+def _python_loop(trial: _Trial) -> Iterator[Row]:
+    """A scan, jitted or eager or under `jax.disable_jit`, does what a Python loop over the hooks does."""
+    carry, shown = trial.carry, list[Any]()
+    for step in range(trial.steps):
+        shown.append(carry.read())
+        carry = carry.write(jax.tree.map(lambda leaf, step=step: leaf[step], trial.returned), None)
+    expected = carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *shown)
+    yield from _both("", expected, _scan(trial.carry, trial.returned))
+    yield from _both("jit: ", expected, jax.jit(lambda *args: _scan(*args))(trial.carry, trial.returned))
+    with jax.disable_jit():
+        yield from _both("disable_jit: ", expected, _scan(trial.carry, trial.returned))
+
+
+def _vmapped(trial: _Trial) -> Iterator[Row]:
+    """Under `jax.vmap` each element is what it is alone."""
+    flipped = jax.tree.map(lambda leaf: leaf[::-1], trial.returned)
+    both = jax.tree.map(lambda a, b: jnp.stack([a, b]), trial.returned, flipped)
+    carries = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), trial.carry)
+    result = jax.vmap(lambda *args: _scan(*args))(carries, both)
+    for i, alone in enumerate((trial.returned, flipped)):
+        element = jax.tree.map(lambda leaf, i=i: leaf[i], result)
+        yield from _both("", _scan(trial.carry, alone), element)
+
+
+def _continued(trial: _Trial) -> Iterator[Row]:
+    """A scan from the carry that another returned goes on as if it were one, bit by bit."""
+    half = trial.steps // 2
+    middle, _ = _scan(trial.carry, trial.part(None, half))
+    final, _ = _scan(middle, trial.part(half, None))
+    yield from _differ("carry", _scan(trial.carry, trial.returned)[0], final, exact=True)
+
+
+def _chunked(trial: _Trial) -> Iterator[Row]:
+    """Chunks do not show: neither those of a masked scan nor recomputed ones."""
+    whole = _scan(trial.carry, trial.returned)
+    yield from _both('remat="nested": ', whole, _scan(trial.carry, trial.returned, remat="nested"))
+    valid = jnp.ones((trial.steps, *trial.batch), bool)
+    yield from _both("chunk=2: ", whole, _masked(trial.carry, trial.returned, valid, chunk=2))
+
+
+def _unpadded(trial: _Trial) -> Iterator[Row]:
+    """In a masked scan leaves with rows are what they are for each row alone, without its padding."""
+    if not any(axis is not None for axis in trial.axes) or _shared_leaves_change(trial):
+        return
+    valid = _some_valid(trial)
+    final, shown = _masked(trial.carry, _with_bad_padding(trial.returned, valid), valid)
+    for row in np.ndindex(*trial.batch):
+        steps = np.flatnonzero(np.asarray(valid)[(slice(None), *row)])
+        own = _one_row(trial.carry, trial.axes, row)
+        kept = _one_row(final, trial.axes, row)
+        mine = jax.tree.map(functools.partial(_row_of_returned, row=row, steps=steps), trial.returned)
+        expected = _scan(own, mine)[0] if steps.size else own
+        yield from _differ(f"row {list(row)}: carry" if row else "carry", expected, kept)
+    del shown
+
+
+def _compacted(trial: _Trial) -> Iterator[Row]:
+    """`compact=True` does not show."""
+    if not trial.batch:
+        return
+    valid = _some_valid(trial)
+    plain = _masked(trial.carry, trial.returned, valid, chunk=2)
+    try:
+        compact = _masked(trial.carry, trial.returned, valid, chunk=2, compact=True)
+    except ArgumentError:  # a key that all rows share, say, which it refuses
+        return
+    yield from _differ("carry", plain[0], compact[0])
+
+
+def _blind(trial: _Trial) -> Iterator[Row]:
+    """Leaves that all rows share do not depend on what was returned for rows that are not valid."""
+    if not trial.batch or all(axis is not None for axis in trial.axes):
+        return
+    some = _some_valid(trial)[0]
+    for valid in (some, jnp.zeros_like(some)):
+        first = jax.tree.map(lambda leaf: leaf[0], trial.returned)
+        other = jax.tree.map(functools.partial(_replace_invalid, valid=valid), first, _other(first))
+        new, same = (trial.carry.write(given, valid) for given in (first, other))
+        if not jnp.any(valid):  # nothing of it is kept
+            continue
+        yield from _differ("carry", _shared(new, trial.axes), _shared(same, trial.axes), exact=True)
+
+
+def _zero_cotangents(trial: _Trial) -> Iterator[Row]:
+    """The gradient of zero is zero, not NaN."""
+    _, pull = _vjp(trial)
+    zeros = pull(lambda leaf: jnp.zeros_like(leaf))
+    yield from _differ("gradient", jax.tree.map(jnp.zeros_like, zeros), zeros, exact=True)
+
+
+def _finite_gradients(trial: _Trial) -> Iterator[Row]:
+    """Gradients are finite, also of a step in which no row is valid."""
+    _, pull = _vjp(trial)
+    yield from _finite("gradient", pull(jnp.ones_like))
+    invalid = jnp.zeros(trial.batch, bool)
+
+    def write(numbers: list[Array]) -> list[Array]:
+        carry, returned = _with_numbers((trial.carry, jax.tree.map(lambda leaf: leaf[0], trial.returned)), numbers)
+        return _numbers(carry.write(returned, invalid))
+
+    numbers = _numbers((trial.carry, jax.tree.map(lambda leaf: leaf[0], trial.returned)))
+    out, back = jax.vjp(write, numbers)
+    yield from _finite("gradient of a step without valid rows", back(jax.tree.map(jnp.ones_like, out))[0])
+
+
+_LAWS = (
+    _python_loop,
+    _vmapped,
+    _continued,
+    _chunked,
+    _unpadded,
+    _compacted,
+    _blind,
+    _zero_cotangents,
+    _finite_gradients,
+)
+
+
+# What the laws are made of.
+
+
+def _body(seen: PyTree, returned: PyTree) -> tuple[PyTree, PyTree]:
+    return returned, seen
+
+
+def _scan(carry: PyTree, returned: PyTree, **options: Any) -> tuple[PyTree, PyTree]:
+    return scan(_body, carry, returned, **options)
+
+
+def _masked(carry: PyTree, returned: PyTree, valid: Array, **options: Any) -> tuple[PyTree, PyTree]:
+    """A masked scan. What was shown may have rows or not: None for it."""
+    final, _ = mask_scan(lambda _, step: (step, None), carry, returned, mask=valid, **options)
+    return final, None
+
+
+def _both(label: str, expected: tuple[PyTree, PyTree], came: tuple[PyTree, PyTree]) -> Iterator[Row]:
+    yield from _differ(f"{label}carry", expected[0], came[0])
+    if came[1] is not None:
+        yield from _differ(f"{label}read()", expected[1], came[1])
+
+
+def _differ(root: str, expected: PyTree, came: PyTree, *, exact: bool = False) -> Iterator[Row]:
+    """A row for each leaf in which two trees differ."""
+    structures: list[TreeDef] = [jax.tree.structure(expected), jax.tree.structure(came)]
+    if structures[0] != structures[1]:
+        yield Row(root, str(structures[0]), str(structures[1]), "")
+        return
+    for (path, a), b in zip(leaves_with_path(root, expected), jax.tree.leaves(came), strict=True):
+        first, second = _values(a), _values(b)
+        if first.shape != second.shape or not _equal(first, second, exact=exact):
+            yield Row(path, _show(first), _show(second), "")
+
+
+def _values(leaf: Any) -> np.ndarray:
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+
+
+def _equal(a: np.ndarray, b: np.ndarray, *, exact: bool) -> bool:
+    if exact or not jnp.issubdtype(a.dtype, jnp.inexact):
+        return bool(np.array_equal(a, b, equal_nan=jnp.issubdtype(a.dtype, jnp.inexact)))
+    wide_a, wide_b = (x.astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in (a, b))
+    scale = max(1.0, float(np.max(np.abs(wide_a[np.isfinite(wide_a)]), initial=0)))
+    return bool(
+        np.allclose(wide_a, wide_b, rtol=0, atol=_SLACK * float(jnp.finfo(a.dtype).eps) * scale, equal_nan=True)
+    )
+
+
+def _show(values: np.ndarray) -> str:
+    if values.size > 4:
+        return f"{describe_leaf(values)} {np.array2string(values.reshape(-1)[:3], precision=7)[:-1]} ..."
+    return np.array2string(values, precision=7).replace("\n", "")
+
+
+def _some_valid(trial: _Trial) -> Array:
+    """bool[T, *batch] with gaps, padding at both ends, and one row without anything valid where there are several."""
+    shape = (trial.steps, *trial.batch)
+    rows = jnp.arange(np.prod(trial.batch, dtype=int)).reshape(trial.batch)
+    steps = jnp.arange(trial.steps).reshape(-1, *(1 for _ in trial.batch))
+    steps, rows = jnp.broadcast_to(steps, shape), jnp.broadcast_to(rows[None], shape)
+    return ((steps + rows) % 3 != 2) & (rows != 1)
+
+
+def _with_bad_padding(returned: PyTree, valid: Array) -> PyTree:
+    def spoil(leaf: Array) -> Array:
+        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
+            return leaf
+        return jnp.where(valid.reshape(*valid.shape, *(1 for _ in range(leaf.ndim - valid.ndim))), leaf, jnp.nan)
+
+    return jax.tree.map(spoil, returned)
+
+
+def _other(step: PyTree) -> PyTree:
+    """Something else of the same types."""
+
+    def change(leaf: Array) -> Array:
+        if is_key(leaf):
+            return leaf
+        return ~leaf if leaf.dtype == jnp.bool_ else leaf + jnp.asarray(3, leaf.dtype)
+
+    return jax.tree.map(change, step)
+
+
+def _replace_invalid(leaf: Array, other: Array, *, valid: Array) -> Array:
+    return jnp.where(valid.reshape(*valid.shape, *(1 for _ in range(leaf.ndim - valid.ndim))), leaf, other)
+
+
+def _shared_leaves_change(trial: _Trial) -> bool:
+    new = trial.carry.write(jax.tree.map(lambda leaf: leaf[0], trial.returned), jnp.ones(trial.batch, bool))
+    pairs = zip(jax.tree.leaves(trial.carry), jax.tree.leaves(new), trial.axes, strict=True)
+    return any(axis is None and old is not now for old, now, axis in pairs)
+
+
+def _shared(carry: PyTree, axes: tuple[int | None, ...]) -> dict[str, Any]:
+    named = zip(leaves_with_path("", carry), axes, strict=True)
+    return {path: leaf for (path, leaf), axis in named if axis is None}
+
+
+def _one_row(carry: PyTree, axes: tuple[int | None, ...], row: tuple[int, ...]) -> PyTree:
+    """The carry with the batch axes of size 1, for one row."""
+    leaves, structure = jax.tree.flatten(carry)
+    taken = [
+        leaf if axis is None else leaf[(slice(None),) * axis + tuple(slice(i, i + 1) for i in row)]
+        for leaf, axis in zip(leaves, axes, strict=True)
+    ]
+    return jax.tree.unflatten(structure, taken)
+
+
+def _row_of_returned(leaf: Array, *, row: tuple[int, ...], steps: np.ndarray) -> Array:
+    return leaf[steps][(slice(None), *(slice(i, i + 1) for i in row))]
+
+
+def _numbers(tree: PyTree) -> list[Array]:
+    return [leaf for leaf in map(_array, jax.tree.leaves(tree)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+
+def _array(leaf: Any) -> Array:
+    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
+
+
+def _with_numbers(tree: PyTree, numbers: list[Array]) -> PyTree:
+    """A tree with its floating-point leaves replaced."""
+    new, (leaves, structure) = iter(numbers), jax.tree.flatten(tree)
+    replaced = [next(new) if jnp.issubdtype(_array(leaf).dtype, jnp.inexact) else leaf for leaf in leaves]
+    return jax.tree.unflatten(structure, replaced)
+
+
+def _vjp(trial: _Trial) -> tuple[list[Array], Callable[[Callable[[Array], Array]], PyTree]]:
+    """The floating-point results of a scan, and what maps a choice of their cotangents to the gradient."""
+
+    def run(numbers: list[Array]) -> list[Array]:
+        return _numbers(_scan(*_with_numbers((trial.carry, trial.returned), numbers)))
+
+    out, back = jax.vjp(run, _numbers((trial.carry, trial.returned)))
+    return out, lambda choose: back(jax.tree.map(choose, out))[0]
+
+
+def _finite(root: str, tree: PyTree) -> Iterator[Row]:
+    for path, leaf in leaves_with_path(root, tree):
+        if not bool(jnp.all(jnp.isfinite(leaf))):
+            yield Row(path, "finite", _show(_values(leaf)), "")
