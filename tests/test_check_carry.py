@@ -59,7 +59,11 @@ BUILT_IN: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("name", BUILT_IN)
+EVERY_DAY = ("keys", "ema, shared", "buffer")  # the kit compiles some twenty programs for each carry
+NAMES = [name if name in EVERY_DAY else pytest.param(name, marks=pytest.mark.slow) for name in BUILT_IN]
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_built_ins_keep_the_laws(name: str) -> None:
     carry, returned, batch = BUILT_IN[name]
     check_carry(carry, returned, batch=batch)
@@ -239,6 +243,7 @@ BROKEN: dict[type, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("broken", BROKEN, ids=lambda broken: broken.__name__)
 def test_a_broken_law_is_named(broken: type) -> None:
     value, says = BROKEN[broken]
@@ -248,6 +253,7 @@ def test_a_broken_law_is_named(broken: type) -> None:
     assert f"`{broken.__name__}` breaks" in str(caught.value)
 
 
+@pytest.mark.slow
 def test_compact_is_a_law() -> None:
     with pytest.raises(AssertionError, match="`compact=True` does not show"):
         check_carry(MixesRows(jnp.zeros(3)), entries(3), batch=ROWS)

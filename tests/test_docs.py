@@ -3,7 +3,8 @@
 The blocks of a page are one module, in order. A block with `title="model.py"` is taken for that file by what names
 files, as errors do. A block under `<!-- raises: CarryError -->` must end in that exception, of treescan or built in.
 A `text` block that follows a `python` block is its output, or its error if it raises one. `TREESCAN_REGENERATE=1`
-writes what came into the pages instead of comparing it.
+writes what came into the pages instead of comparing it. A `py` block is shown and not run: it is a file of the
+repository that has tests of its own.
 """
 
 import builtins
@@ -14,6 +15,7 @@ import os
 import re
 import sys
 import textwrap
+import tomllib
 import types
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,8 +25,14 @@ import jax
 import pytest
 
 import treescan
+import treescan.carries
+import treescan.testing
+from treescan.__main__ import main
+from treescan.carries import _registry
 
 ROOT = Path(__file__).parent.parent
+PLUGIN = ROOT / "examples" / "plugin"
+TUTORIAL = ROOT / "docs" / "tutorials" / "plugin.md"
 FENCE = re.compile(
     r"^(?:<!-- raises: (?P<raises>\w+) -->\n)?"
     r'^(?P<indent> *)```(?P<language>\w+)(?: title="(?P<title>[^"]*)")?\n'
@@ -90,12 +98,26 @@ def normal(text: str) -> str:
 
 
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-PUBLIC = [
-    name
-    for name, value in vars(treescan).items()
-    if not name.startswith("_") and not isinstance(value, types.ModuleType)
-]
 PAGES = [page for page in DOCUMENTS if "```python" in page.read_text()]
+
+
+def public(module: types.ModuleType) -> dict[str, object]:
+    """What a package exports."""
+    names = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    return {name: value for name, value in names.items() if not isinstance(value, types.ModuleType)}
+
+
+PUBLIC = {
+    "treescan": public(treescan),
+    "treescan.carries": public(treescan.carries),
+    "treescan.testing": {"check_carry": treescan.testing.check_carry},
+}
+FUNCTIONS = {
+    f"{module}.{name}": value
+    for module, names in PUBLIC.items()
+    for name, value in names.items()
+    if isinstance(value, types.FunctionType)
+}
 
 
 @pytest.fixture(autouse=True)
@@ -105,6 +127,24 @@ def as_users_run_it() -> Iterator[None]:
         yield
 
 
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the repository's distributions declare, found as if both were installed: treescan, and the example."""
+    for project in (ROOT, PLUGIN):
+        metadata = tomllib.loads((project / "pyproject.toml").read_text())["project"]
+        name, version = metadata["name"], metadata["version"]
+        info = tmp_path / f"{name}-{version}.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        declared = metadata["entry-points"]["treescan.carries"]
+        lines = [f"{package} = {value}\n" for package, value in declared.items()]
+        (info / "entry_points.txt").write_text("[treescan.carries]\n" + "".join(lines))
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.syspath_prepend(PLUGIN / "src")
+    monkeypatch.setattr(_registry, "_plugins", None)  # to be read anew
+
+
+@pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text()
@@ -132,15 +172,38 @@ def test_every_page_with_code_is_found() -> None:
 
 def test_all_public_names_are_documented() -> None:
     reference = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
-    documented = set(re.findall(r"^::: treescan\.(\w+)$", reference, re.MULTILINE))
-    assert documented == set(PUBLIC)
+    documented = re.findall(r"^::: ([\w.]+)$", reference, re.MULTILINE)
+    assert sorted(documented) == sorted(f"{module}.{name}" for module, names in PUBLIC.items() for name in names)
 
 
-@pytest.mark.parametrize("name", [name for name in PUBLIC if isinstance(getattr(treescan, name), types.FunctionType)])
+@pytest.mark.parametrize("name", sorted(FUNCTIONS))
 def test_docstring_runs(name: str) -> None:
-    (test,) = doctest.DocTestFinder(recurse=False).find(getattr(treescan, name), name, globs={})
-    assert test.examples, "every verb shows how it is called"
+    (test,) = doctest.DocTestFinder(recurse=False).find(FUNCTIONS[name], name, globs={})
+    assert test.examples, "every function shows how it is called"
     section = re.search(r"^ *Examples:$", str(test.docstring), re.MULTILINE)
     assert section, "the reference shows `Examples:` as code, and `Example:` as prose"
     report = io.StringIO()
     assert doctest.DocTestRunner().run(test, out=report.write).failed == 0, report.getvalue()
+
+
+def test_the_tutorial_shows_the_files_of_the_example() -> None:
+    shown = {}
+    for fence in FENCE.finditer(TUTORIAL.read_text()):
+        if fence["title"]:
+            whole = re.fullmatch(r'--8<-- "(.+)"\n', fence["code"])
+            shown[fence["title"]] = (ROOT / whole[1]).read_text() if whole else fence["code"]
+    assert shown
+    for name, text in shown.items():
+        assert text in (PLUGIN / name).read_text(), name
+    sources = {str(file.relative_to(PLUGIN)) for file in (PLUGIN / "src").rglob("*.py")}
+    assert sources | {"pyproject.toml", "tests/test_histograms.py"} == shown.keys()
+
+
+@pytest.mark.usefixtures("installed")
+def test_the_tutorial_shows_what_the_command_lists(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["plugins"]) == 0
+    printed = [line.split() for line in capsys.readouterr().out.splitlines()]
+    (shown,) = re.findall(r"^```text\n(  package .*?)^```$", TUTORIAL.read_text(), re.MULTILINE | re.DOTALL)
+    assert [line for line in printed if line[0] in ("package", "flax", "histograms")] == [
+        line.split() for line in shown.splitlines()
+    ]

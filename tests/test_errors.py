@@ -10,6 +10,7 @@ import collections
 import contextlib
 import dataclasses
 import functools
+import inspect
 import linecache
 import os
 import re
@@ -18,6 +19,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import carry_error_cases
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -1206,13 +1208,19 @@ def named_inner(one):
     return scan(outer, one, XS)
 
 
+# --- custom carries ---------------------------------------------------------------------------------------------------
+
+for given in carry_error_cases.CASES:
+    case(given.error, **given.options)(given.run)
+
+
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
 def text_of(error: BaseException) -> str:
-    """The error as a user reads it, less what changes with an edit of this file."""
-    place = re.compile(rf"[^\s(]*{re.escape(Path(__file__).name)}:(\d+)")
-    return place.sub("test_errors.py:LINE", f"{type(error).__name__}: {error}").rstrip() + "\n"
+    """The error as a user reads it, less what changes with an edit of the files of cases."""
+    place = re.compile(r"[^\s(]*\b(test_errors|carry_error_cases)\.py:\d+")
+    return place.sub(r"\1.py:LINE", f"{type(error).__name__}: {error}").rstrip() + "\n"
 
 
 def as_spelled(text: str) -> str:
@@ -1247,8 +1255,9 @@ def test_names_the_line_of_the_body(name: str) -> None:
         CASES[name].provoke()
     match = re.search(r"`(?P<name>[^`]+)` \((?P<file>\S+\.py):(?P<line>\d+)\)", str(caught.value))
     assert match, caught.value
-    assert Path(match["file"]).samefile(__file__)
-    source = linecache.getline(__file__, int(match["line"]))
+    file = inspect.getfile(CASES[name].run)
+    assert Path(match["file"]).samefile(file)
+    source = linecache.getline(file, int(match["line"]))
     expected = "lambda" if match["name"] == "<lambda>" else f"def {match['name'].rsplit('.')[-1]}("
     assert expected in source or (match["name"] == "Counter" and "__call__" in source)
 

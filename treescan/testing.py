@@ -164,7 +164,7 @@ def _chunked(trial: _Trial) -> Iterator[Row]:
     whole = _scan(trial.carry, trial.returned)
     yield from _both('remat="nested": ', whole, _scan(trial.carry, trial.returned, remat="nested"))
     valid = jnp.ones((trial.steps, *trial.batch), bool)
-    yield from _both("chunk=2: ", whole, _masked(trial.carry, trial.returned, valid, chunk=2))
+    yield from _both("chunk=2: ", whole, _masked(trial.carry, trial.returned, valid))
 
 
 def _unpadded(trial: _Trial) -> Iterator[Row]:
@@ -172,7 +172,7 @@ def _unpadded(trial: _Trial) -> Iterator[Row]:
     if not any(axis is not None for axis in trial.axes) or _shared_leaves_change(trial):
         return
     valid = _some_valid(trial)
-    final, shown = _masked(trial.carry, _with_bad_padding(trial.returned, valid), valid)
+    final, _ = _masked(trial.carry, _with_bad_padding(trial.returned, valid), valid)
     for row in np.ndindex(*trial.batch):
         steps = np.flatnonzero(np.asarray(valid)[(slice(None), *row)])
         own = _one_row(trial.carry, trial.axes, row)
@@ -180,7 +180,6 @@ def _unpadded(trial: _Trial) -> Iterator[Row]:
         mine = jax.tree.map(functools.partial(_row_of_returned, row=row, steps=steps), trial.returned)
         expected = _scan(own, mine)[0] if steps.size else own
         yield from _differ(f"row {list(row)}: carry" if row else "carry", expected, kept)
-    del shown
 
 
 def _compacted(trial: _Trial) -> Iterator[Row]:
@@ -188,9 +187,9 @@ def _compacted(trial: _Trial) -> Iterator[Row]:
     if not trial.batch:
         return
     valid = _some_valid(trial)
-    plain = _masked(trial.carry, trial.returned, valid, chunk=2)
+    plain = _masked(trial.carry, trial.returned, valid)
     try:
-        compact = _masked(trial.carry, trial.returned, valid, chunk=2, compact=True)
+        compact = _masked(trial.carry, trial.returned, valid, compact=True)
     except ArgumentError:  # a key that all rows share, say, which it refuses
         return
     yield from _differ("carry", plain[0], compact[0])
@@ -200,14 +199,14 @@ def _blind(trial: _Trial) -> Iterator[Row]:
     """Leaves that all rows share do not depend on what was returned for rows that are not valid."""
     if not trial.batch or all(axis is not None for axis in trial.axes):
         return
-    some = _some_valid(trial)[0]
-    for valid in (some, jnp.zeros_like(some)):
-        first = jax.tree.map(lambda leaf: leaf[0], trial.returned)
-        other = jax.tree.map(functools.partial(_replace_invalid, valid=valid), first, _other(first))
-        new, same = (trial.carry.write(given, valid) for given in (first, other))
-        if not jnp.any(valid):  # nothing of it is kept
-            continue
-        yield from _differ("carry", _shared(new, trial.axes), _shared(same, trial.axes), exact=True)
+    valid = _some_valid(trial)[0]
+    first = jax.tree.map(lambda leaf: leaf[0], trial.returned)
+    other = jax.tree.map(functools.partial(_replace_invalid, valid=valid), first, _other(first))
+    new, same = (trial.carry.write(given, valid) for given in (first, other))
+    both = zip(leaves_with_path("carry", new), jax.tree.leaves(same), trial.axes, strict=True)
+    for (path, a), b, axis in both:
+        if axis is None:
+            yield from _differ(path, a, b, exact=True)
 
 
 def _zero_cotangents(trial: _Trial) -> Iterator[Row]:
@@ -252,14 +251,17 @@ def _body(seen: PyTree, returned: PyTree) -> tuple[PyTree, PyTree]:
     return returned, seen
 
 
+def _blind_body(_: PyTree, returned: PyTree) -> tuple[PyTree, None]:
+    return returned, None
+
+
 def _scan(carry: PyTree, returned: PyTree, **options: Any) -> tuple[PyTree, PyTree]:
     return scan(_body, carry, returned, **options)
 
 
 def _masked(carry: PyTree, returned: PyTree, valid: Array, **options: Any) -> tuple[PyTree, PyTree]:
-    """A masked scan. What was shown may have rows or not: None for it."""
-    final, _ = mask_scan(lambda _, step: (step, None), carry, returned, mask=valid, **options)
-    return final, None
+    """A masked scan in short chunks. What was shown may have rows or not: None for it."""
+    return mask_scan(_blind_body, carry, returned, mask=valid, chunk=2, **options)
 
 
 def _both(label: str, expected: tuple[PyTree, PyTree], came: tuple[PyTree, PyTree]) -> Iterator[Row]:
@@ -337,11 +339,6 @@ def _shared_leaves_change(trial: _Trial) -> bool:
     new = trial.carry.write(jax.tree.map(lambda leaf: leaf[0], trial.returned), jnp.ones(trial.batch, bool))
     pairs = zip(jax.tree.leaves(trial.carry), jax.tree.leaves(new), trial.axes, strict=True)
     return any(axis is None and old is not now for old, now, axis in pairs)
-
-
-def _shared(carry: PyTree, axes: tuple[int | None, ...]) -> dict[str, Any]:
-    named = zip(leaves_with_path("", carry), axes, strict=True)
-    return {path: leaf for (path, leaf), axis in named if axis is None}
 
 
 def _one_row(carry: PyTree, axes: tuple[int | None, ...], row: tuple[int, ...]) -> PyTree:

@@ -13,7 +13,7 @@ from .._errors import ArgumentError, Cure, Fault, PluginError, Row
 from .._loop import is_last_trace
 from .._tree import KeyPath, Prefix, children, leaves_with_path, path_str
 from .._types import Array, PyTree
-from ..carries._base import AbstractCarry, describe_class, is_carry, parts_of
+from ..carries._base import AbstractCarry, describe_class, describe_error, is_carry, parts_of
 from ..carries._keys import Keys
 from .axes import LeafAxes, spread_axes
 from .batch_axes import check_batch_axes
@@ -68,7 +68,7 @@ def write_carries(state: PyTree, returned: PyTree, valid: Array | None, root: st
     assert parts is not None
 
     def write(index: int, node: AbstractCarry[Any, Any], part: PyTree) -> AbstractCarry[Any, Any]:
-        new = _call(state, root, index, "write", lambda: node.write(part, valid))
+        new = _call(state, root, index, "write", lambda: node.write(part, valid), part)
         if type(node) is not type(new) or not agree(node, new):
             _check_written(node, new, _path_of(state, root, index))
         return new
@@ -84,7 +84,7 @@ def _check_written(old: AbstractCarry[Any, Any], new: Any, path: str) -> None:
     if differences and all(difference.given_is_weak for difference in differences) and not is_last_trace():
         return
     cures: Iterable[Cure] = (cure for difference in differences for cure in difference.cures)
-    drift = f"`{name}.write` must return a {name} with the structure, the shapes and the dtypes of the one before."
+    drift = f"`{name}.write` must return the next `{name}`: of the same structure, shapes and dtypes."
     raise Fault(
         PluginError,
         f"{{verb}} over {{body}}: the custom carry at {path} is of another type after `{name}.write`.",
@@ -96,8 +96,8 @@ def _check_written(old: AbstractCarry[Any, Any], new: Any, path: str) -> None:
     )
 
 
-def _call(state: PyTree, root: str, index: int, hook: str, call: Callable[[], _T]) -> _T:
-    """Calls a hook of the carry that is the `index`-th node of the state."""
+def _call(state: PyTree, root: str, index: int, hook: str, call: Callable[[], _T], *returned: PyTree) -> _T:
+    """Calls a hook of the carry that is the `index`-th node of the state, with what was returned in its place."""
     try:
         return call()
     except Fault:
@@ -108,7 +108,8 @@ def _call(state: PyTree, root: str, index: int, hook: str, call: Callable[[], _T
             PluginError,
             f"{{verb}} over {{body}}: `{type(node).__name__}.{hook}` failed for the custom carry at "
             f"{_path_of(state, root, index)}.",
-            f"{type(error).__name__}: {error}",
+            describe_error(error),
+            *(f"The body returned {describe_node(part)} there." for part in returned),
             describe_class(type(node)),
             cause=error,
         ) from None
@@ -139,8 +140,8 @@ def spread_carry_axes(prefix: Prefix, state: PyTree, root: str, batch: tuple[int
 
 
 _ROWS = (
-    "A custom carry says itself where its rows stand (`rows`). Start one with rows from arrays that have them; one "
-    "that all rows share is given `shared=True`, or None in `carry_axes`."
+    "A custom carry says itself where its rows stand (`rows`): start it from arrays that have the batch shape there. "
+    "For one that all rows share, give None in `carry_axes`, or `shared=True` to it if it has that option."
 )
 
 
@@ -158,9 +159,10 @@ def _axes_within(state: PyTree, root: str, prefix: PyTree) -> LeafAxes:
         elif axis != 0:
             raise Fault(
                 ArgumentError,
-                f"{{verb}} over {{body}}: `carry_axes` is {axis} for {path}, a {type(node).__name__}, which says "
-                "itself where its rows stand.",
-                "Give 0 there, or None for a carry that all rows share.",
+                f"{{verb}} over {{body}}: `carry_axes` is {axis} for {path}, a custom carry (`{type(node).__name__}`), "
+                "which says itself where its rows stand.",
+                "`carry_axes` takes a tree with an axis for each part of the carry: give 0 for this one, or None if "
+                "all rows share it.",
             )
         else:
             axes.extend(row_axes(node, path))
@@ -200,7 +202,9 @@ def _field_axes(node: AbstractCarry[Any, Any], path: str, key: KeyPath, child: P
     except Fault as fault:
         if fault.error is PluginError:
             raise
-        raise _bad_rows(node, path, f"gives {given!r} for {path_str('', key)[1:]}, which it does not fit") from None
+        name = path_str("", key).removeprefix(".")
+        says = f"gives {given!r} for the field `{name}`, {describe_node(child)}, which it does not fit"
+        raise _bad_rows(node, path, says) from None
 
 
 def _bad_rows(node: AbstractCarry[Any, Any], path: str, says: str) -> Fault:
@@ -209,7 +213,8 @@ def _bad_rows(node: AbstractCarry[Any, Any], path: str, says: str) -> Fault:
         PluginError,
         f"{{verb}} over {{body}}: `{name}.rows` of the custom carry at {path} {says}.",
         "It returns the axis where the batch shape starts in the leaves (0: it leads), None if all rows share them, or "
-        "a mapping from the names of fields to these.",
+        "a mapping from the names of fields to these: to a prefix tree of them for a field that holds a tree, to 0 or "
+        "None for one that holds a custom carry.",
         describe_class(type(node)),
     )
 

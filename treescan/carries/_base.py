@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 import importlib.metadata
 import inspect
@@ -116,10 +117,13 @@ def carry_of(value: Any, kind: type[CarryT]) -> CarryT:
     """
     if isinstance(value, kind):
         return value
+    cure = "Give it the part of the final carry that stands where the custom carry stood in `init`."
+    if is_carry(value):
+        cure = f"Ask for the class that stood there in `init`, `{type(value).__name__}`, or give it another part."
     fault = Fault(
         ArgumentTypeError,
         f"{{verb}} was asked for a carry of class {kind.__name__}, but got {describe_node(value)}.",
-        "Give it the part of the final carry that stands where the custom carry stood in `init`.",
+        cure,
     )
     raise explain(fault, "carry_of")
 
@@ -129,6 +133,15 @@ def read_tree(tree: PyTree) -> PyTree:
 
     Args:
         tree: any pytree, a final carry say, or what a carry that wraps others holds.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> from treescan.carries import ema, read_tree, sum_
+        >>> init = {"mean": ema(0.0, decay=0.5), "sum": sum_()}
+        >>> final = treescan.fold(lambda seen, x: {"mean": x, "sum": x}, init, jnp.array([1.0, 1.0]))
+        >>> print(read_tree(final))
+        {'mean': Array(0.75, dtype=float32), 'sum': Array(2., dtype=float32)}
     """
     return jax.tree.map(lambda node: node.read() if is_carry(node) else node, tree, is_leaf=is_carry)
 
@@ -143,6 +156,12 @@ def write_tree(tree: PyTree, returned: PyTree, valid: Array | None = None) -> Py
 
     Raises:
         ArgumentTypeError: if the structures differ.
+
+    Examples:
+        >>> from treescan.carries import read_tree, sum_, write_tree
+        >>> tree = {"h": 1.0, "sum": sum_()}
+        >>> print(read_tree(write_tree(tree, {"h": 2.0, "sum": 3.0})))
+        {'h': 2.0, 'sum': Array(3., dtype=float32)}
     """
     nodes, outer = jax.tree.flatten(tree, is_leaf=is_carry)
     parts = parts_of(outer, returned)
@@ -151,6 +170,7 @@ def write_tree(tree: PyTree, returned: PyTree, valid: Array | None = None) -> Py
             ArgumentTypeError,
             f"{{verb}} got {describe_node(returned)}, whose structure is not that of the tree to write to, "
             f"{describe_node(tree)}.",
+            "Return the structure of what `read_tree` shows of it, with anything in the places of custom carries.",
         )
         raise explain(fault, "write_tree")
     pairs = zip(nodes, parts, strict=True)
@@ -175,16 +195,26 @@ def describe_function(function: Callable[..., Any]) -> str:
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__qualname__", type(function).__qualname__).rsplit("<locals>.", 1)[-1]
-    return f"`{name}` of {origin(getattr(function, '__module__', type(function).__module__))}"
+    return f"`{name}` of {origin(getattr(function, '__module__', None) or type(function).__module__)}"
 
 
 @functools.cache
 def origin(module: str) -> str:
     """A module, and the distribution that brings it, if one does."""
     package = module.split(".")[0]
-    for name in importlib.metadata.packages_distributions().get(package, ()):
-        return f"`{module}`, which the distribution {name} {importlib.metadata.version(name)} brings"
+    if package == __name__.split(".")[0]:
+        return f"`{module}`, a part of treescan"
+    # One that is installed in place, editable, declares no packages: then it is known by its name, if at all.
+    for name in importlib.metadata.packages_distributions().get(package, (package,)):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            return f"`{module}`, which the distribution {name} {importlib.metadata.version(name)} brings"
     return f"`{module}`, which is of no installed distribution"
+
+
+def describe_error(error: Exception) -> str:
+    """What a hook raised, in one line: the rest of a long message is in the cause."""
+    text = " ".join(str(error).partition("\n\n")[0].split())
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _abstract(kind: type) -> Fault:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import jax.numpy as jnp
 
-from .._avals import describe_leaf
+from .._avals import describe_leaf, describe_node
 from .._types import Array, ArrayLike
 
 
@@ -48,7 +48,7 @@ def entry(returned: ArrayLike, value: Array) -> Array:
     Raises:
         TypeError: if the shapes differ.
     """
-    new = jnp.asarray(returned)
+    new = _array(returned)
     if new.shape != value.shape:
         raise TypeError(f"it carries {describe_leaf(value)}, but was given {describe_leaf(returned)}")
     return new.astype(value.dtype)
@@ -60,12 +60,12 @@ def entries(returned: ArrayLike, value: Array, valid: Array | None) -> Entries:
     Raises:
         TypeError: if the shape does not end in the value's, or does not begin with the mask's.
     """
-    new = jnp.asarray(returned)
+    new = _array(returned)
     extra = new.ndim - value.ndim
     rows = new.shape[:extra]
     if extra < 0 or new.shape[extra:] != value.shape or (valid is not None and rows not in ((), valid.shape)):
-        batch = "" if valid is None else f", or that for each row of the batch {list(valid.shape)}"
-        raise TypeError(f"it carries {describe_leaf(value)}{batch}, but was given {describe_leaf(returned)}")
+        rows_too = "" if valid is None else f", one for each row of {list(valid.shape)} or one for all"
+        raise TypeError(f"it carries {describe_leaf(value)}{rows_too}, but was given {describe_leaf(returned)}")
     new = new.astype(value.dtype)
     axes = tuple(range(extra))
     if valid is None:
@@ -74,6 +74,12 @@ def entries(returned: ArrayLike, value: Array, valid: Array | None) -> Entries:
     number = jnp.sum(counts, dtype=jnp.int32)
     counts = counts.reshape(*counts.shape, *(1 for _ in value.shape))
     return Entries(jnp.where(counts, new, jnp.zeros_like(new)), counts, number, axes)
+
+
+def _array(returned: ArrayLike) -> Array:
+    if isinstance(returned, list | tuple):  # of which JAX would make an array
+        raise TypeError(f"it carries an array, but was given {describe_node(returned)}")
+    return jnp.asarray(returned)
 
 
 def _size(shape: tuple[int, ...]) -> int:

@@ -21,10 +21,12 @@ def _limit_value(value: Array, limit: ArrayLike) -> Array:
     return value
 
 
-_limit_value.defvjp(
-    lambda value, limit: (value, limit),
-    lambda limit, g: (jnp.clip(g, -limit, limit).astype(g.dtype), jnp.zeros_like(limit)),
-)
+def _clip_to(limit: Any, g: Array) -> tuple[Array, Array]:
+    limit = jnp.asarray(limit)
+    return jnp.clip(g, -limit, limit), jnp.zeros_like(limit)
+
+
+_limit_value.defvjp(lambda value, limit: (value, limit), _clip_to)
 
 
 @jax.custom_vjp
@@ -33,6 +35,7 @@ def _limit_norm(value: Array, limit: ArrayLike) -> Array:
 
 
 def _scale_to(limit: Any, g: Array) -> tuple[Array, Array]:
+    limit = jnp.asarray(limit)
     norm = jnp.linalg.norm(g, axis=-1, keepdims=True) if g.ndim else jnp.abs(g)
     scale = jnp.where(norm > limit, limit / jnp.where(norm > 0, norm, 1), 1)
     return (g * scale).astype(g.dtype), jnp.zeros_like(limit)

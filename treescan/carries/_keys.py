@@ -24,11 +24,17 @@ class Keys(AbstractCarry[Array, Any]):
 
     Attributes:
         key: a PRNG key [], or one a row [*batch].
-        drawn: int32, of the shape of the key: how many were drawn so far.
+        drawn: int32, of the shape of the key: how many were drawn so far. None: none.
     """
 
     key: Array
-    drawn: Array
+    drawn: Array = None  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        """Begins to count, unless this is a structure without its arrays."""
+        if self.drawn is None and isinstance(self.key, jax.Array):
+            raw = not jnp.issubdtype(self.key.dtype, jax.dtypes.prng_key)
+            object.__setattr__(self, "drawn", jnp.zeros(self.key.shape[: -1 if raw else None], jnp.int32))
 
     def read(self) -> Array:
         """The key of this step."""
@@ -73,4 +79,4 @@ def keys(key: Array) -> Array:
     key = jnp.asarray(key)
     if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
         key = jax.random.wrap_key_data(key)
-    return as_seen(Keys(key, jnp.zeros(key.shape, jnp.int32)))
+    return as_seen(Keys(key))

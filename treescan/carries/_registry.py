@@ -18,12 +18,12 @@ from .._avals import describe_node
 from .._errors import ArgumentTypeError, Fault, PluginError, PluginWarning, explain, warn_user
 from .._tree import leaves_with_path
 from .._types import PyTree
-from ._base import AbstractCarry, describe_class, describe_function, is_carry
+from ._base import AbstractCarry, describe_class, describe_error, describe_function, is_carry
 
 GROUP = "treescan.carries"
 """The group of entry points in which distributions declare custom carries, each named after a package."""
 
-_PLAIN = frozenset((dict, list, tuple, type(None), bool, int, float, complex, str, np.ndarray, type(np.zeros(()))))
+_PLAIN: frozenset[type] = frozenset((dict, list, tuple, type(None), bool, int, float, complex, str, np.ndarray))
 _OWN = frozenset(("builtins", "collections", "jax", "jaxlib", "numpy", "treescan"))
 _T = TypeVar("_T")
 
@@ -58,6 +58,7 @@ class Plugin:
 
 
 _adoptions: dict[type, Adoption] = {}
+_plain: set[type] = set(_PLAIN)
 _known: weakref.WeakKeyDictionary[type, Adoption | bool] = weakref.WeakKeyDictionary()  # True: a carry; False: neither
 _plugins: list[Plugin] | None = None
 _lock = threading.RLock()
@@ -81,13 +82,25 @@ def register_carry(
     Raises:
         ArgumentTypeError: if `kind` is no class, or an argument that should be is not callable.
         PluginError: if the type is registered already, or is a carry itself.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> from treescan.carries import Window, register_carry
+        >>> class Lags:  # a type of another package, which is no pytree
+        ...     def __init__(self, values):
+        ...         self.values = values
+        >>> register_carry(Lags, lambda lags: Window(lags.values), lambda carry: Lags(carry.values))
+        >>> final = treescan.fold(lambda last, x: x + last[-1], Lags(jnp.zeros(2)), jnp.array([1.0, 2.0, 3.0]))
+        >>> print(type(final).__name__, final.values)
+        Lags [3. 6.]
     """
     try:
         _check_registration(kind, to_carry, from_carry)
         with _lock:
             _refuse_second(kind, to_carry)
             _adoptions[kind] = Adoption(kind, to_carry, from_carry)
-            _known.clear()
+            _forget()
         return
     except Fault as fault:
         explained = explain(fault, "register_carry")
@@ -111,7 +124,7 @@ def _check_registration(kind: Any, to_carry: Any, from_carry: Any) -> None:
     if kind in _PLAIN or issubclass(kind, jax.Array):
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}} got `{kind.__name__}`, which means the same to every scan.",
+            f"{{verb}} got `{kind.__name__}`, whose values every scan carries as they are.",
             "Register a class of your own; a subclass of this one, say.",
         )
     if issubclass(kind, AbstractCarry):
@@ -142,10 +155,17 @@ def _same_place(first: Any, second: Any) -> bool:
     return places[0] == places[1] and None not in places[0] and "<" not in str(places[0][1])
 
 
+def _forget() -> None:
+    """What was found out about types is asked for again."""
+    _known.clear()
+    _plain.clear()
+    _plain.update(_PLAIN)
+
+
 def kind_of(node: Any) -> Adoption | bool:
     """How a node of an `init` is adopted; True for a carry, False for anything else."""
     kind = type(node)
-    if kind in _PLAIN:
+    if kind in _plain:
         return False
     found = _known.get(kind)
     if found is None:
@@ -155,6 +175,8 @@ def kind_of(node: Any) -> Adoption | bool:
             _load_for(kind)
             found = next((_adoptions[base] for base in kind.__mro__ if base in _adoptions), False)
         _known[kind] = found
+        if not found and kind.__module__.split(".")[0] in ("jax", "jaxlib", "numpy"):
+            _plain.add(kind)  # arrays and tracers: faster to find than in a table of weak references
     return found
 
 
@@ -163,7 +185,7 @@ class Adopted(NamedTuple):
 
     Attributes:
         init: the tree.
-        custom: the classes of the custom carries in it and of all that they hold. They are part of what a program is
+        custom: the classes of the custom carries in it, of those that they hold too. They are part of what a program is
             kept under: JAX takes two registered dataclasses with equal fields for the same structure.
         back: the adoption of each node, nodes counted with carries as leaves; empty if nothing was adopted.
     """
@@ -189,7 +211,7 @@ def adopt(init: PyTree) -> Adopted:
         Fault: for a `PluginError` if `to_carry` fails or returns something else than a carry.
     """
     nodes, outer = jax.tree.flatten(init, is_leaf=_is_special)
-    kinds = [kind_of(node) for node in nodes]
+    kinds = [type(node) not in _plain and kind_of(node) for node in nodes]
     if not any(kinds):
         return Adopted(init)
     adoptions = tuple(kind if isinstance(kind, Adoption) else None for kind in kinds)
@@ -206,7 +228,8 @@ def _classes(nodes: list[Any]) -> tuple[type, ...]:
     found: list[type] = []
 
     def note(node: Any) -> bool:
-        found.append(type(node))
+        if is_carry(node):
+            found.append(type(node))
         return False
 
     jax.tree.leaves([node for node in nodes if is_carry(node)], is_leaf=note)
@@ -214,7 +237,7 @@ def _classes(nodes: list[Any]) -> tuple[type, ...]:
 
 
 def _is_special(node: Any) -> bool:
-    return kind_of(node) is not False
+    return type(node) not in _plain and kind_of(node) is not False
 
 
 def _make(init: PyTree, index: int, how: Adoption, node: Any) -> AbstractCarry[Any, Any]:
@@ -224,7 +247,7 @@ def _make(init: PyTree, index: int, how: Adoption, node: Any) -> AbstractCarry[A
         if is_carry(carry):
             return carry
     except Exception as error:
-        says, cause = f"failed. {type(error).__name__}: {error}", error
+        says, cause = f"failed. {describe_error(error)}", error
     path = leaves_with_path("init", init, is_leaf=_is_special)[index][0]
     raise Fault(
         PluginError,
@@ -238,11 +261,11 @@ def _make(init: PyTree, index: int, how: Adoption, node: Any) -> AbstractCarry[A
 def _unmake(final: PyTree, index: int, how: Adoption, node: AbstractCarry[Any, Any]) -> Any:
     try:
         value = how.from_carry(node)
-        says, cause = f"returned {describe_node(value)}", None
+        says, cause = f"returned {describe_node(value)}, which is no `{how.kind.__name__}`", None
         if isinstance(value, how.kind):
             return value
     except Exception as error:
-        says, cause = f"failed. {type(error).__name__}: {error}", error
+        says, cause = f"failed. {describe_error(error)}", error
     path = leaves_with_path("the final carry", final, is_leaf=is_carry)[index][0]
     raise Fault(
         PluginError,
@@ -305,4 +328,4 @@ def load(plugin: Plugin) -> None:
                 f"({plugin.value}) do not load, and are left out. {plugin.fault}",
                 PluginWarning,
             )
-        _known.clear()
+        _forget()

@@ -1,0 +1,383 @@
+"""Cases of `test_errors.py` in which a custom carry stands in `init`, or is about to be registered."""
+
+import contextlib
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import field, make_dataclass, replace
+from typing import Any, NamedTuple
+from unittest import mock
+
+import jax
+import jax.numpy as jnp
+
+from treescan import (
+    ArgumentError,
+    ArgumentTypeError,
+    CarryError,
+    PluginError,
+    TreescanError,
+    accumulate,
+    fold,
+    mask_scan,
+    scan,
+)
+from treescan.carries import (
+    AbstractCarry,
+    Ema,
+    Sum,
+    _registry,
+    carry_of,
+    cast,
+    ema,
+    keys,
+    register_carry,
+    sum_,
+    write_tree,
+)
+
+
+class Given(NamedTuple):
+    """What `test_errors.case` is given."""
+
+    run: Callable[[Any], Any]
+    error: type[TreescanError]
+    options: dict[str, Any]
+
+
+CASES: list[Given] = []
+
+
+def case(error: type[TreescanError], **options: Any) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
+    def add(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        CASES.append(Given(run, error, options))
+        return run
+
+    return add
+
+
+XS = jnp.arange(3.0)
+ROWS, LENGTHS = jnp.ones((3, 2, 4)), jnp.array([3, 1])  # [T, B, features]
+
+
+def step(carry, x):
+    return carry, x
+
+
+HOOKS: dict[str, Any] = {
+    "read": lambda self: self.number,
+    "write": lambda self, returned, valid: replace(self, number=self.number + returned),
+}
+
+
+def count(number: Any, **hooks: Callable[..., Any]) -> Any:
+    """A carry with two fields and no fault but in the hooks that are given, of a class of its own."""
+    fields = [("number", Any), ("limit", int, field(default=9, metadata={"static": True}))]
+    namespace = {"__module__": __name__, **HOOKS, **hooks}
+    kind = make_dataclass("Count", fields, bases=(AbstractCarry,), namespace=namespace, frozen=True)
+    return jax.tree_util.register_dataclass(kind)(number)
+
+
+# --- classes ----------------------------------------------------------------------------------------------------------
+
+
+@case(PluginError, body=False)
+def plugin_without_write(one):
+    class Latch(AbstractCarry[Any, Any]):
+        def read(self):
+            return one
+
+    return Latch()
+
+
+@case(PluginError, body=False)
+def plugin_without_hooks(one):
+    class Latch(AbstractCarry[Any, Any]):
+        pass
+
+    return Latch()
+
+
+@case(ArgumentTypeError, body=False)
+def carry_of_the_value_seen(one):
+    final = fold(lambda average, x: x, ema(one, 0.9), XS)
+    return carry_of(final.read(), Ema)
+
+
+@case(ArgumentTypeError, body=False)
+def carry_of_another_carry(one):
+    final = fold(lambda average, x: x, ema(one, 0.9), XS)
+    return carry_of(final, Sum)
+
+
+@case(ArgumentTypeError, body=False)
+def write_tree_keys(one):
+    return write_tree({"h": one, "loss": ema(one, 0.9)}, {"h": one})
+
+
+# --- hooks that fail --------------------------------------------------------------------------------------------------
+
+
+@case(PluginError)
+def plugin_read_fails(one):
+    def read(self):
+        return {"number": self.number}["count"]
+
+    return scan(step, {"seen": count(one, read=read)}, XS)
+
+
+@case(PluginError)
+def plugin_write_fails(one):
+    def write(self, returned, valid):
+        return replace(self, number=returned["count"])
+
+    def step(state, x):
+        return {"h": state["h"], "seen": [{"number": x}]}, None
+
+    return scan(step, {"h": one, "seen": [count(one, write=write)]}, XS)
+
+
+@case(PluginError)
+def plugin_rows_fails(one):
+    return mask_scan(step, count(one * jnp.ones(2), rows=lambda self: self.axes), ROWS, lengths=LENGTHS)
+
+
+@case(PluginError)
+def plugin_given_other_shape(one):
+    def step(state, x):
+        return {"h": state["h"], "loss": x * jnp.ones(3)}, None
+
+    return scan(step, {"h": one, "loss": ema(one * jnp.ones(2), 0.9)}, XS)
+
+
+@case(PluginError)
+def plugin_given_other_rows(one):
+    def step(state, x):
+        return {"loss": jnp.ones(3)}, None
+
+    return mask_scan(step, {"loss": ema(one, 0.9)}, ROWS, lengths=LENGTHS)
+
+
+@case(PluginError)
+def plugin_given_other_structure(one):
+    def step(state, x):
+        return {"h": state["h"]}, None
+
+    return scan(step, cast({"h": one, "c": one}), XS)
+
+
+# --- what is written --------------------------------------------------------------------------------------------------
+
+
+@case(PluginError)
+def plugin_writes_other_dtype(one):
+    def write(self, returned, valid):
+        return replace(self, number=(self.number + returned).astype(jnp.bfloat16))
+
+    return scan(step, {"h": one, "seen": count(one, write=write)}, XS)
+
+
+@case(PluginError)
+def plugin_writes_other_shape(one):
+    def write(self, returned, valid):
+        return replace(self, number=jnp.append(self.number, returned))
+
+    return scan(step, (count(one * jnp.ones(2), write=write), one), XS)
+
+
+@case(PluginError)
+def plugin_writes_other_structure(one):
+    def write(self, returned, valid):
+        return replace(self, number=(*self.number, returned))
+
+    return scan(lambda carry, x: (x, carry), count((one, one), write=write), XS)
+
+
+@case(PluginError)
+def plugin_writes_other_metadata(one):
+    def write(self, returned, valid):
+        return replace(self, limit=self.limit - 1)
+
+    return scan(step, {"seen": count(one, write=write)}, XS)
+
+
+@case(PluginError)
+def plugin_writes_other_class(one):
+    def write(self, returned, valid):
+        return sum_(self.number + returned)
+
+    return scan(step, {"seen": count(one, write=write)}, XS)
+
+
+@case(PluginError)
+def plugin_writes_nothing(one):
+    def write(self, returned, valid):
+        self.number + returned
+
+    return scan(step, {"seen": count(one, write=write)}, XS)
+
+
+# --- where the rows stand ---------------------------------------------------------------------------------------------
+
+
+@case(PluginError)
+def plugin_rows_of_no_field(one):
+    carry = count(one * jnp.ones(2), rows=lambda self: {"count": 0, "total": None})
+    return mask_scan(step, {"seen": carry}, ROWS, lengths=LENGTHS)
+
+
+@case(PluginError)
+def plugin_rows_str(one):
+    carry = count(one * jnp.ones(2), rows=lambda self: "number")
+    return mask_scan(step, {"seen": carry}, ROWS, lengths=LENGTHS)
+
+
+@case(PluginError)
+def plugin_rows_no_prefix(one):
+    carry = count({"h": one * jnp.ones(2), "c": one}, rows=lambda self: {"number": {"h": 0, "b": None}})
+    return mask_scan(step, {"seen": carry}, ROWS, lengths=LENGTHS)
+
+
+@case(PluginError)
+def plugin_rows_float(one):
+    carry = count(one * jnp.ones(2), rows=lambda self: {"number": 0.0})
+    return mask_scan(step, {"seen": carry}, ROWS, lengths=LENGTHS)
+
+
+@case(PluginError)
+def plugin_rows_of_a_carry_within(one):
+    carry = count(sum_(one * jnp.ones(2)), rows=lambda self: {"number": 1})
+    return mask_scan(step, {"seen": carry}, ROWS, lengths=LENGTHS)
+
+
+@case(ArgumentError)
+def batch_not_in_custom_carry(one):
+    init = {"h": one * jnp.ones((2, 5)), "seen": count(one), "loss": ema(one * jnp.ones(3), 0.9)}
+    return mask_scan(step, init, ROWS, lengths=LENGTHS)
+
+
+@case(ArgumentError)
+def carry_axes_of_custom_carry(one):
+    init = {"h": one * jnp.ones((5, 2)), "loss": ema(one * jnp.ones(2), 0.9)}
+    return mask_scan(step, init, ROWS, lengths=LENGTHS, carry_axes=1)
+
+
+@case(ArgumentError)
+def carry_axes_within_custom_carry(one):
+    init = {"loss": ema(one * jnp.ones(2), 0.9)}
+    return mask_scan(step, init, ROWS, lengths=LENGTHS, carry_axes={"loss": {"value": 0}})
+
+
+@case(ArgumentError)
+def compact_with_shared_keys(one):
+    init = {"h": one * jnp.ones(2), "dropout": keys(jax.random.key(0))}
+    return mask_scan(step, init, ROWS, lengths=LENGTHS, compact=True)
+
+
+# --- what the body returns --------------------------------------------------------------------------------------------
+
+
+@case(CarryError)
+def carry_without_custom_carry(one):
+    def step(state, x):
+        return {"h": state["h"] + x, "losses": x}, state["loss"]
+
+    return scan(step, {"h": one, "loss": ema(one, 0.9)}, XS)
+
+
+@case(CarryError)
+def carry_dtype_beside_custom_carry(one):
+    def step(state, x):
+        return (state[0].astype(jnp.bfloat16), x), None
+
+    return scan(step, (one, ema(one, 0.9)), XS)
+
+
+# --- registered types -------------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def forgotten() -> Iterator[None]:
+    """What is registered meanwhile is forgotten afterwards."""
+    known: Any = weakref.WeakKeyDictionary()
+    with (
+        mock.patch.object(_registry, "_adoptions", dict(_registry._adoptions)),
+        mock.patch.object(_registry, "_known", known),
+    ):
+        yield
+
+
+class Meter:
+    """A number in a class that is no pytree."""
+
+    def __init__(self, number: Any) -> None:
+        self.number = number
+
+
+def to_count(meter: Meter) -> Any:
+    return count(jnp.asarray(meter.number))
+
+
+def from_count(carry: Any) -> Meter:
+    return Meter(carry.number)
+
+
+def to_count_of_numbers(meter: Meter) -> Any:
+    return count(meter.numbers)
+
+
+@case(ArgumentTypeError, body=False, context=forgotten)
+def register_a_value(one):
+    register_carry(Meter(one), to_count, from_count)
+
+
+@case(ArgumentTypeError, body=False, context=forgotten)
+def register_a_string(one):
+    register_carry("Meter", to_count, from_count)
+
+
+@case(ArgumentTypeError, body=False, context=forgotten)
+def register_without_way_back(one):
+    register_carry(Meter, to_count, None)
+
+
+@case(ArgumentTypeError, body=False, context=forgotten)
+def register_dict(one):
+    register_carry(dict, to_count, from_count)
+
+
+@case(PluginError, body=False, context=forgotten)
+def register_a_carry(one):
+    register_carry(Ema, to_count, from_count)
+
+
+@case(PluginError, body=False, context=forgotten)
+def register_twice(one):
+    register_carry(Meter, to_count, from_count)
+    register_carry(Meter, to_count_of_numbers, from_count)
+
+
+@case(PluginError, context=forgotten)
+def registered_to_carry_fails(one):
+    register_carry(Meter, to_count_of_numbers, from_count)
+    return scan(step, {"h": one, "meters": [Meter(one)]}, XS)
+
+
+@case(PluginError, context=forgotten)
+def registered_to_no_carry(one):
+    register_carry(Meter, lambda meter: meter.number, from_count)
+    return scan(step, {"h": one, "meters": [Meter(one)]}, XS)
+
+
+@case(PluginError, context=forgotten)
+def registered_from_carry_fails(one):
+    def from_carry(carry):
+        return Meter({}["number"])
+
+    register_carry(Meter, to_count, from_carry)
+    return scan(step, {"h": one, "meters": [Meter(one)]}, XS)
+
+
+@case(PluginError, context=forgotten)
+def registered_from_another_type(one):
+    register_carry(Meter, to_count, lambda carry: carry.number)
+    return accumulate(lambda carry, x: carry, {"h": one, "meters": [Meter(one)]}, XS)
