@@ -136,6 +136,19 @@ def plugin_write_fails(one):
     return scan(step, {"h": one, "seen": [count(one, write=write)]}, XS)
 
 
+class NoPytree(AbstractCarry[Any, Any]):
+    def read(self):
+        return 0.0
+
+    def write(self, returned, valid):
+        return self
+
+
+@case(PluginError)
+def plugin_of_no_pytree(one):
+    return scan(lambda carry, x: (carry, one), {"seen": NoPytree()}, XS)
+
+
 @case(PluginError)
 def plugin_rows_fails(one):
     return mask_scan(step, count(one * jnp.ones(2), rows=lambda self: self.axes), ROWS, lengths=LENGTHS)

@@ -144,6 +144,7 @@ def test_a_plugin_is_loaded_with_the_first_value_that_it_is_for_and_once(install
     )
 
 
+@pytest.mark.slow
 def test_the_tests_of_the_example_pass(plugin: Path, installed: Path) -> None:
     assert re.search(r"\d+ passed", python("-m", "pytest", "-p", "no:cacheprovider", site=installed, cwd=plugin))
 

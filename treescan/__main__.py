@@ -27,7 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of plugins that fail, which the list names
         for plugin in found:
-            if importlib.util.find_spec(plugin.package) is not None:
+            if _is_installed(plugin.package):
                 load(plugin)
     print(_listing(found))  # noqa: T201, a program for a terminal
     return 1 if any(plugin.fault for plugin in found) else 0
@@ -42,6 +42,11 @@ def _listing(found: list[Plugin]) -> str:
     if not discovers():
         parts.append("  Scans do not load them: the environment has TREESCAN_PLUGINS=0.")
     return "\n\n".join(parts)
+
+
+def _is_installed(package: str) -> bool:
+    """Whether there is such a package; a dotted name is none, and no value ever asks for its carries."""
+    return "." not in package and importlib.util.find_spec(package) is not None
 
 
 def _state(plugin: Plugin) -> str:

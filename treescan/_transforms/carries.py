@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -17,7 +17,7 @@ from ..carries._base import AbstractCarry, describe_class, describe_error, is_ca
 from ..carries._keys import Keys
 from .axes import LeafAxes, spread_axes
 from .batch_axes import check_batch_axes
-from .differences import agree, find_differences
+from .differences import agree, find_differences, one_of_a_kind
 
 _T = TypeVar("_T")
 
@@ -83,13 +83,15 @@ def _check_written(old: AbstractCarry[Any, Any], new: Any, path: str) -> None:
     differences = list(find_differences(path, (), old, new))
     if differences and all(difference.given_is_weak for difference in differences) and not is_last_trace():
         return
-    cures: Iterable[Cure] = (cure for difference in differences for cure in difference.cures)
-    drift = f"`{name}.write` must return the next `{name}`: of the same structure, shapes and dtypes."
+    drift = (
+        f"The next `{name}` has the structure, the shapes and the dtypes of the one before. Either `{name}.write` does "
+        "not see to that, or what the body returned there does not fit."
+    )
     raise Fault(
         PluginError,
         f"{{verb}} over {{body}}: the custom carry at {path} is of another type after `{name}.write`.",
         drift,
-        *(cure for cure in cures if cure.kind == "metadata"),
+        *one_of_a_kind(differences),
         describe_class(type(old)),
         header=("leaf", "before", "written"),
         rows=[difference.row for difference in differences],
@@ -109,10 +111,13 @@ def _call(state: PyTree, root: str, index: int, hook: str, call: Callable[[], _T
             f"{{verb}} over {{body}}: `{type(node).__name__}.{hook}` failed for the custom carry at "
             f"{_path_of(state, root, index)}.",
             describe_error(error),
-            *(f"The body returned {describe_node(part)} there." for part in returned),
+            *(f"The body returned {describe_node(part)} there.{_ASK if is_carry(part) else ''}" for part in returned),
             describe_class(type(node)),
             cause=error,
         ) from None
+
+
+_ASK = " It returns what is to be written to the carry, not the carry itself."
 
 
 def _path_of(state: PyTree, root: str, index: int) -> str:

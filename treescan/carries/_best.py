@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._avals import describe_leaf
 from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen
-from ._entries import entries, entry, inexact, is_shared, strong
+from ._entries import entries, entry, inexact, is_shared, pair, strong
 
 T = TypeVar("T")
 
@@ -42,8 +42,10 @@ class Best(AbstractCarry[tuple[Array, Any], tuple[ArrayLike, Any]]):
 
     def write(self, returned: tuple[ArrayLike, PyTree], valid: Array | None) -> Best:
         """The better one of two, or of all valid rows."""
-        score, value = returned
+        score, value = pair(returned, "score, value")
         if is_shared(self.shared, self.score):
+            if 0 in jnp.shape(score):
+                return self
             score, value = self._best_row(score, value, valid)
         score = entry(score, self.score)
         better = score > self.score if self.mode == "max" else score < self.score

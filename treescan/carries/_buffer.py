@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._avals import describe_leaf
 from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen
-from ._entries import entries, entry, is_shared
+from ._entries import entries, entry, fitted, is_shared, pair
 
 T = TypeVar("T")
 
@@ -40,7 +40,8 @@ class Buffer(AbstractCarry[tuple[Any, Array], tuple[Any, ArrayLike]]):
 
     def write(self, returned: tuple[PyTree, ArrayLike], valid: Array | None) -> Buffer:
         """Appends a value, or those of valid rows, in the order of the rows."""
-        value, append = returned
+        value, append = pair(returned, "value, append")
+        append = jnp.asarray(append).astype(bool).astype(jnp.int32)
         if not is_shared(self.shared, self.count):
             told = entry(append, self.count) != 0
             return self._put(
@@ -59,7 +60,7 @@ class Buffer(AbstractCarry[tuple[Any, Array], tuple[Any, ArrayLike]]):
 
     def _set(self, values: Array, value: Any, place: Array) -> Array:
         """Writes to the given places; one at or past the capacity writes nothing."""
-        new = jnp.asarray(value).astype(values.dtype)
+        new = fitted(jnp.asarray(value), values)
         expected = values.shape[1:] if self.count.ndim else (*place.shape, *values.shape[1:])
         if new.shape != expected:
             raise TypeError(f"it carries {describe_leaf(values)}, but was given {describe_leaf(value)}")
@@ -107,6 +108,8 @@ def buffer(value: T, capacity: int, *, batch: tuple[int, ...] = (), shared: bool
         >>> print(final.values, final.count)
         [0 2 4 0] 3
     """
+    if not jax.tree.leaves(value):
+        raise ValueError("a buffer holds values, but the one given for their types has no leaves")
     if capacity < 1:
         raise ValueError(f"a buffer has room for at least one value, but got capacity={capacity}")
 

@@ -8,10 +8,11 @@ from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen
-from ._entries import entries, entry, inexact, is_shared
+from ._entries import entries, entry, inexact, is_shared, widest
 
 T = TypeVar("T")
 
@@ -54,7 +55,9 @@ class Ema(AbstractCarry[Any, Any]):
 
     def _average(self, old: Array, came: Array) -> Array:
         decay = jnp.asarray(self.decay)  # computed in its precision: 0.999 is 1 in bfloat16
-        dtype = jnp.result_type(decay, old.dtype) if decay.weak_type else jnp.promote_types(decay.dtype, old.dtype)
+        dtype = old.dtype if jnp.iscomplexobj(old) else widest(decay.dtype, old.dtype)
+        if not decay.weak_type:
+            decay = decay.astype(dtype)
         if decay.ndim not in (0, old.ndim):
             decay = jnp.broadcast_to(decay, old.shape)
         return (decay * old.astype(dtype) + (1 - decay) * came.astype(dtype)).astype(old.dtype)
@@ -87,6 +90,9 @@ def ema(start: Any, decay: ArrayLike, *, debias: bool = False, shared: bool | No
         shared: whether all rows of a `mask_scan` share the average: then the body returns entries [*batch, ...], and
             their mean over the valid rows counts. None: leaves without axes are shared, others have rows.
 
+    Raises:
+        ValueError: if `debias` is given with a start other than 0.
+
     Returns:
         `Ema`, typed as the average that the body sees.
 
@@ -99,4 +105,7 @@ def ema(start: Any, decay: ArrayLike, *, debias: bool = False, shared: bool | No
         0.875
     """
     value = jax.tree.map(inexact, start)
+    leaves = jax.tree.leaves(value)
+    if debias and not any(isinstance(leaf, Tracer) for leaf in leaves) and any(jnp.any(leaf != 0) for leaf in leaves):
+        raise ValueError("an average without bias starts from 0: `ema(0.0, decay, debias=True)`")
     return as_seen(Ema(value, decay, jax.tree.map(jnp.zeros_like, value) if debias else None, shared))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
+from jax.typing import DTypeLike
 
 from .._avals import describe_leaf, describe_node
 from .._types import Array, ArrayLike
@@ -19,6 +20,14 @@ def inexact(value: ArrayLike) -> Array:
     """The same, floating point."""
     value = jnp.asarray(value)
     return strong(value if jnp.issubdtype(value.dtype, jnp.inexact) else value.astype(float))
+
+
+def widest(*dtypes: DTypeLike) -> DTypeLike:
+    """The floating-point dtype to compute in, at least float32: whatever JAX is told about promotion."""
+    wide: DTypeLike = jnp.float32
+    for dtype in dtypes:
+        wide = dtype if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits > 32 else wide
+    return wide
 
 
 class Entries(NamedTuple):
@@ -51,6 +60,19 @@ def entry(returned: ArrayLike, value: Array) -> Array:
     new = _array(returned)
     if new.shape != value.shape:
         raise TypeError(f"it carries {describe_leaf(value)}, but was given {describe_leaf(returned)}")
+    return fitted(new, value)
+
+
+def fitted(new: Array, value: Array) -> Array:
+    """A number in the dtype of what is carried.
+
+    Raises:
+        TypeError: if that would lose more than precision: the fraction, the imaginary part, all but whether it is 0.
+    """
+    order = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    kinds = [next((i for i, kind in enumerate(order) if jnp.issubdtype(x.dtype, kind)), 0) for x in (new, value)]
+    if kinds[0] > kinds[1]:
+        raise TypeError(f"it carries {describe_leaf(value)}, which cannot hold {describe_leaf(new)}")
     return new.astype(value.dtype)
 
 
@@ -66,7 +88,7 @@ def entries(returned: ArrayLike, value: Array, valid: Array | None) -> Entries:
     if extra < 0 or new.shape[extra:] != value.shape or (valid is not None and rows not in ((), valid.shape)):
         rows_too = "" if valid is None else f", one for each row of {list(valid.shape)} or one for all"
         raise TypeError(f"it carries {describe_leaf(value)}{rows_too}, but was given {describe_leaf(returned)}")
-    new = new.astype(value.dtype)
+    new = fitted(new, value)
     axes = tuple(range(extra))
     if valid is None:
         return Entries(new, None, jnp.asarray(_size(rows), jnp.int32), axes)
@@ -74,6 +96,17 @@ def entries(returned: ArrayLike, value: Array, valid: Array | None) -> Entries:
     number = jnp.sum(counts, dtype=jnp.int32)
     counts = counts.reshape(*counts.shape, *(1 for _ in value.shape))
     return Entries(jnp.where(counts, new, jnp.zeros_like(new)), counts, number, axes)
+
+
+def pair(returned: Any, names: str) -> tuple[Any, Any]:
+    """What was returned, as the pair that it must be.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise TypeError(f"the body returns a pair ({names}) in its place")
+    return returned[0], returned[1]
 
 
 def _array(returned: ArrayLike) -> Array:

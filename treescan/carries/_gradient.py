@@ -11,7 +11,6 @@ import jax.numpy as jnp
 
 from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen, read_tree, write_tree
-from ._entries import strong
 
 T = TypeVar("T")
 
@@ -35,10 +34,16 @@ def _limit_norm(value: Array, limit: ArrayLike) -> Array:
 
 
 def _scale_to(limit: Any, g: Array) -> tuple[Array, Array]:
-    limit = jnp.asarray(limit)
-    norm = jnp.linalg.norm(g, axis=-1, keepdims=True) if g.ndim else jnp.abs(g)
-    scale = jnp.where(norm > limit, limit / jnp.where(norm > 0, norm, 1), 1)
-    return (g * scale).astype(g.dtype), jnp.zeros_like(limit)
+    """Divides by the largest element before anything is squared: gradients that explode are what this is for."""
+    limit, most = jnp.asarray(limit), jnp.finfo(g.dtype).max / 16  # whose reciprocal is a normal number
+    finite = jnp.clip(g, -most, most)
+    largest = jnp.max(jnp.abs(finite), axis=-1, keepdims=True) if g.ndim else jnp.abs(finite)
+    unit = finite / jnp.where(largest > 0, largest, jnp.ones_like(largest))
+    norm = jnp.linalg.norm(unit, axis=-1, keepdims=True) if g.ndim else jnp.abs(unit)
+    clipped = unit / jnp.where(norm > 0, norm, jnp.ones_like(norm)) * limit
+    return jnp.where(largest > limit / jnp.where(norm > 0, norm, jnp.ones_like(norm)), clipped, g), jnp.zeros_like(
+        limit
+    )
 
 
 _limit_norm.defvjp(lambda value, limit: (value, limit), _scale_to)
@@ -111,7 +116,7 @@ def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLik
     """
     if (limit is None) == (max_norm is None):
         raise ValueError("clip_gradient needs either `limit` or `max_norm`")
-    return as_seen(ClipGradient(jax.tree.map(strong, tree), limit, max_norm))
+    return as_seen(ClipGradient(tree, limit, max_norm))
 
 
 @jax.tree_util.register_dataclass
@@ -155,4 +160,4 @@ def stop_gradient(tree: T) -> T:
         >>> print(jax.grad(loss)(2.0))
         3.0
     """
-    return as_seen(StopGradient(jax.tree.map(strong, tree)))
+    return as_seen(StopGradient(tree))

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._types import Array
 from ._base import AbstractCarry, as_seen
@@ -32,7 +33,7 @@ class Keys(AbstractCarry[Array, Any]):
 
     def __post_init__(self) -> None:
         """Begins to count, unless this is a structure without its arrays."""
-        if self.drawn is None and isinstance(self.key, jax.Array):
+        if self.drawn is None and isinstance(self.key, jax.Array | np.ndarray):
             raw = not jnp.issubdtype(self.key.dtype, jax.dtypes.prng_key)
             object.__setattr__(self, "drawn", jnp.zeros(self.key.shape[: -1 if raw else None], jnp.int32))
 

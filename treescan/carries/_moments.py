@@ -12,7 +12,7 @@ from jax.typing import DTypeLike
 
 from .._types import Array, ArrayLike
 from ._base import AbstractCarry, as_seen
-from ._entries import entries, entry, is_shared
+from ._entries import entries, entry, is_shared, widest
 
 
 @jax.tree_util.register_dataclass
@@ -59,10 +59,13 @@ class Moments(AbstractCarry[Statistics, ArrayLike]):
     def merge(self, other: Moments) -> Moments:
         """The moments of all entries of both."""
         count = self.count + other.count
-        mine, theirs, all_ = (n.astype(self.mean.dtype) for n in (self.count, other.count, jnp.maximum(count, 1)))
+        dtype = self.mean.dtype
+        wide = widest(dtype)  # counts and their ratios: float16 ends at 65504
+        mine, theirs, all_ = (n.astype(wide) for n in (self.count, other.count, jnp.maximum(count, 1)))
         delta = other.mean - self.mean
-        squares = self.squares + other.squares + delta**2 * (mine * theirs / all_)
-        return replace(self, count=count, mean=self.mean + delta * (theirs / all_), squares=squares)
+        between = (delta.astype(wide) ** 2 * (mine * (theirs / all_))).astype(dtype)
+        mean = self.mean + (delta.astype(wide) * (theirs / all_)).astype(dtype)
+        return replace(self, count=count, mean=mean, squares=self.squares + other.squares + between)
 
     def read(self) -> Statistics:
         """Count, mean and variance."""
@@ -104,6 +107,9 @@ def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bo
     Returns:
         `Moments`, typed as the statistics that the body sees. The body returns an entry in their place.
 
+    Raises:
+        ValueError: if the dtype is not floating point.
+
     Examples:
         >>> import jax.numpy as jnp
         >>> import treescan
@@ -115,5 +121,7 @@ def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bo
         3.0 7.0
     """
     mean = jnp.zeros(shape, dtype)
+    if not jnp.issubdtype(mean.dtype, jnp.floating):
+        raise ValueError(f"a mean is a floating-point number, but got dtype {mean.dtype}")
     count = jnp.zeros(() if is_shared(shared, mean) else shape, jnp.int32)
     return as_seen(Moments(count, mean, jnp.zeros_like(mean), shared))

@@ -230,10 +230,21 @@ def _classes(nodes: list[Any]) -> tuple[type, ...]:
     def note(node: Any) -> bool:
         if is_carry(node):
             found.append(type(node))
+            if jax.tree_util.all_leaves([node]):
+                raise _no_pytree(type(node))
         return False
 
     jax.tree.leaves([node for node in nodes if is_carry(node)], is_leaf=note)
     return tuple(found)
+
+
+def _no_pytree(kind: type) -> Fault:
+    return Fault(
+        PluginError,
+        f"{{verb}} over {{body}}: the custom carry `{kind.__name__}` is no pytree, so that it has no leaves to carry.",
+        "Register its class: `@jax.tree_util.register_dataclass` above `@dataclass(frozen=True)`.",
+        describe_class(kind),
+    )
 
 
 def _is_special(node: Any) -> bool:
@@ -318,7 +329,7 @@ def load(plugin: Plugin) -> None:
             made = plugin.entry.load()
             if not isinstance(made, types.ModuleType):
                 made()
-        except Exception as error:
+        except (Exception, SystemExit) as error:
             plugin.loaded, plugin.fault = False, f"{type(error).__name__}: {error}".strip()
             with _lock:
                 for kind in set(_adoptions) - before:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._avals import describe_leaf
 from .._types import Array, PyTree
 from ._base import AbstractCarry, as_seen
-from ._entries import strong
+from ._entries import fitted, strong
 
 T = TypeVar("T")
 
@@ -48,7 +48,7 @@ def _shift(values: Array, returned: Any) -> Array:
             f"it carries {describe_leaf(values)}, values of shape {list(values.shape[1:])}, but was given "
             f"{describe_leaf(returned)}"
         )
-    return jnp.concatenate([values[1:], jnp.asarray(returned).astype(values.dtype)[None]])
+    return jnp.concatenate([values[1:], fitted(jnp.asarray(returned), values)[None]])
 
 
 def window(history: T) -> T:

@@ -1,0 +1,78 @@
+"""What built-in carries do with what they cannot hold, and at the ends of their ranges."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treescan
+from treescan import fold
+from treescan.carries import Keys, best, buffer, clip_gradient, ema, moments, sum_, window
+
+
+def limited(h: jax.Array, scale: jax.Array) -> jax.Array:
+    def loss(h: jax.Array) -> jax.Array:
+        return jnp.sum(fold(lambda h, _: h * scale, clip_gradient(h, max_norm=1.0), length=1).tree)
+
+    return jax.grad(loss)(h)
+
+
+@pytest.mark.parametrize("dtype, scale", [(jnp.float32, 1e30), (jnp.float16, 6e4), (jnp.float32, jnp.inf)])
+def test_a_gradient_that_explodes_keeps_its_direction(dtype: Any, scale: float) -> None:
+    gradient = limited(jnp.ones(2, dtype), jnp.asarray(scale, dtype))
+    np.testing.assert_allclose(gradient, np.full(2, 0.5**0.5), rtol=1e-3)
+
+
+def test_a_gradient_within_the_norm_is_the_same() -> None:
+    np.testing.assert_array_equal(limited(jnp.ones(2), jnp.asarray(0.25)), np.full(2, 0.25, np.float32))
+    np.testing.assert_array_equal(limited(jnp.ones(2), jnp.asarray(0.0)), np.zeros(2, np.float32))
+
+
+LOSSY: dict[str, tuple[Any, Any]] = {
+    "window": (window(jnp.array([0, 1])), 0.5),
+    "best": (best(0), (0.5, 0.5)),
+    "buffer": (buffer(0, 4), (0.5, True)),
+    "sum": (sum_(), 1 + 1j),
+    "ema": (ema(0.0, 0.9), 1j),
+}
+
+
+@pytest.mark.parametrize("name", LOSSY)
+def test_what_cannot_be_held_is_refused(name: str) -> None:
+    init, returned = LOSSY[name]
+    with pytest.raises(treescan.PluginError, match="cannot hold"):
+        fold(lambda seen, x: returned, init, jnp.ones(2))
+
+
+def test_a_flag_is_true_unless_it_is_zero() -> None:
+    assert int(fold(lambda seen, x: (x, 0.5), buffer(0.0, 4), jnp.ones(3)).count) == 3
+
+
+def test_half_precision_moments_count_beyond_its_range() -> None:
+    values = jnp.tile(jnp.array([0.0, 1.0], jnp.float16), (2, 300))
+    mask = jnp.ones((2, 600), bool)
+    final, _ = treescan.mask_scan(lambda c, x: (x, None), moments(dtype=jnp.float16), values, mask=mask)
+    np.testing.assert_allclose(final.squares, 300, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: moments(dtype=int), lambda: ema(5.0, 0.9, debias=True), lambda: buffer((), 3)]
+)
+def test_starts_that_cannot_be(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"floating-point|starts from 0|no leaves"):
+        make()
+
+
+def test_the_best_of_no_rows_stays() -> None:
+    none = jnp.zeros((2, 0))
+    final, _ = treescan.mask_scan(lambda c, x: ((x, x), None), best(7.0), none, mask=jnp.zeros((2, 0), bool))
+    assert float(final.value) == 7.0
+
+
+def test_a_raw_numpy_key() -> None:
+    raw = np.asarray(jax.random.key_data(jax.random.key(3)))
+    _, drawn = treescan.scan(lambda key, _: (key, jax.random.key_data(key)), Keys(raw), length=2)
+    expected = [jax.random.key_data(jax.random.fold_in(jax.random.key(3), n)) for n in range(2)]
+    np.testing.assert_array_equal(drawn, np.stack(expected))
