@@ -145,7 +145,11 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "page",
+    [pytest.param(page, marks=pytest.mark.slow) if page == TUTORIAL else page for page in PAGES],  # it runs the kit
+    ids=lambda page: str(page.relative_to(ROOT)),
+)
 def test_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text()
     module = types.ModuleType("page")  # registered, so that annotations given as strings can be looked up
