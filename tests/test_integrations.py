@@ -14,6 +14,7 @@ from flax import nnx
 from helpers import equations, num_consts
 
 import treescan
+from treescan.carries import cast, stop_gradient
 from treescan.integrations.nnx import ModuleCarry
 from treescan.testing import check_carry
 
@@ -83,6 +84,18 @@ def test_what_is_tied_stays_tied() -> None:
     final, biases = treescan.scan(shift, Tied(nnx.Rngs(0)), XS)
     assert final.first is final.second
     np.testing.assert_array_equal(biases[:, 0], np.arange(1.0, 8.0))
+
+
+@pytest.mark.parametrize("wrap", [cast, stop_gradient])
+def test_what_is_tied_stays_tied_within_another_carry(wrap: Any) -> None:
+    def shift(module: Tied, _: jax.Array) -> tuple[Tied, jax.Array]:
+        module.first.bias[...] += 1.0
+        return module, module.second.bias[...]
+
+    final, biases = treescan.scan(shift, wrap(Tied(nnx.Rngs(0))), XS)
+    np.testing.assert_array_equal(biases[:, 0], np.arange(1.0, 8.0))
+    module = final.read()
+    assert module.first is module.second
 
 
 def test_training_steps_in_a_scan() -> None:

@@ -14,7 +14,7 @@ from helpers import assert_bitwise, parametrize
 
 import treescan
 from treescan import ArgumentTypeError, PluginError
-from treescan.carries import AbstractCarry, _registry, carry_of, register_carry
+from treescan.carries import AbstractCarry, _registry, carry_of, cast, register_carry
 
 
 @pytest.fixture(autouse=True)
@@ -299,6 +299,23 @@ def test_a_type_is_registered_once(Meter: Any) -> None:
     assert "First by `to_total` of `test_register_carry`, which is of no installed distribution." in message(error)
     assert "Now by `another` of `test_register_carry`, which is of no installed distribution." in message(error)
     npt.assert_array_equal(treescan.scan(step, Meter(1.0), XS)[0].total, 10.0)  # the first one stays
+
+
+def test_a_value_within_another_carry_becomes_a_carry_too(Meter: Any) -> None:
+    final, seen = treescan.scan(step, cast(Meter(1.0)), XS)
+    assert type(final.tree) is Total
+    npt.assert_array_equal(final.read(), 10.0)
+    npt.assert_array_equal(seen, [1.0, 2.0, 4.0])
+
+
+def test_a_value_within_another_carry_that_cannot_become_one(Meter: Any) -> None:
+    register_carry(type("Other", (Meter,), {}), lambda _: None, lambda carry: carry)  # type: ignore[arg-type]
+    (other,) = Meter.__subclasses__()
+    with pytest.raises(
+        PluginError, match=r"`cast`: `to_carry` of the registered type `Other`, called for init\.m,"
+    ) as e:
+        cast(NamedTuple("Init", [("m", Any)])(other(1.0)))
+    assert "body" not in str(e.value)
 
 
 def test_a_module_that_is_imported_again_may_register_again(Meter: Any) -> None:

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from .._types import Array, PyTree
 from ._base import AbstractCarry, as_seen, read_tree, write_tree
 from ._entries import strong
+from ._registry import adopt_within
 
 T = TypeVar("T")
 
@@ -70,4 +71,4 @@ def cast(tree: Any) -> Any:
         >>> final.read().dtype
         dtype(bfloat16)
     """
-    return as_seen(Cast(jax.tree.map(strong, tree)))
+    return as_seen(Cast(jax.tree.map(strong, adopt_within(tree, "cast"))))

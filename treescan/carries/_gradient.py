@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen, read_tree, write_tree
+from ._registry import adopt_within
 
 T = TypeVar("T")
 
@@ -38,12 +39,14 @@ def _scale_to(limit: Any, g: Array) -> tuple[Array, Array]:
     limit, most = jnp.asarray(limit), jnp.finfo(g.dtype).max / 16  # whose reciprocal is a normal number
     finite = jnp.clip(g, -most, most)
     largest = jnp.max(jnp.abs(finite), axis=-1, keepdims=True) if g.ndim else jnp.abs(finite)
-    unit = finite / jnp.where(largest > 0, largest, jnp.ones_like(largest))
-    norm = jnp.linalg.norm(unit, axis=-1, keepdims=True) if g.ndim else jnp.abs(unit)
-    clipped = unit / jnp.where(norm > 0, norm, jnp.ones_like(norm)) * limit
-    return jnp.where(largest > limit / jnp.where(norm > 0, norm, jnp.ones_like(norm)), clipped, g), jnp.zeros_like(
-        limit
-    )
+    unit = finite / _or_one(largest)
+    norm = _or_one(jnp.linalg.norm(unit, axis=-1, keepdims=True) if g.ndim else jnp.abs(unit))
+    clipped = unit / norm * limit
+    return jnp.where(largest > limit / norm, clipped, g), jnp.zeros_like(limit)
+
+
+def _or_one(x: Array) -> Array:
+    return jnp.where(x > 0, x, jnp.ones_like(x))
 
 
 _limit_norm.defvjp(lambda value, limit: (value, limit), _scale_to)
@@ -116,7 +119,7 @@ def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLik
     """
     if (limit is None) == (max_norm is None):
         raise ValueError("clip_gradient needs either `limit` or `max_norm`")
-    return as_seen(ClipGradient(tree, limit, max_norm))
+    return as_seen(ClipGradient(adopt_within(tree, "clip_gradient"), limit, max_norm))
 
 
 @jax.tree_util.register_dataclass
@@ -134,7 +137,7 @@ class StopGradient(AbstractCarry[Any, Any]):
 
     def read(self) -> PyTree:
         """The values, as constants."""
-        return jax.lax.stop_gradient(read_tree(self.tree))
+        return read_tree(jax.lax.stop_gradient(self.tree))
 
     def write(self, returned: PyTree, valid: Array | None) -> StopGradient:
         """What was returned."""
@@ -160,4 +163,4 @@ def stop_gradient(tree: T) -> T:
         >>> print(jax.grad(loss)(2.0))
         3.0
     """
-    return as_seen(StopGradient(tree))
+    return as_seen(StopGradient(adopt_within(tree, "stop_gradient")))

@@ -224,6 +224,16 @@ def adopt(init: PyTree) -> Adopted:
     return Adopted(jax.tree.unflatten(outer, made), _classes(made), adoptions)
 
 
+def adopt_within(tree: PyTree, function: str) -> PyTree:
+    """The same for the tree that a carry wraps, made by the function of that name: it keeps the carries."""
+    try:
+        return adopt(tree).init
+    except Fault as fault:
+        fault.says = fault.says.replace("{verb} over {body}", "{verb}")
+        explained = explain(fault, function)
+    raise explained
+
+
 def _classes(nodes: list[Any]) -> tuple[type, ...]:
     found: list[type] = []
 
@@ -252,37 +262,33 @@ def _is_special(node: Any) -> bool:
 
 
 def _make(init: PyTree, index: int, how: Adoption, node: Any) -> AbstractCarry[Any, Any]:
-    try:
-        carry = how.to_carry(node)
-        says, cause = f"returned {describe_node(carry)}, which is no custom carry", None
-        if is_carry(carry):
-            return carry
-    except Exception as error:
-        says, cause = f"failed. {describe_error(error)}", error
-    path = leaves_with_path("init", init, is_leaf=_is_special)[index][0]
-    raise Fault(
-        PluginError,
-        f"{{verb}} over {{body}}: `to_carry` of the registered type `{how.kind.__name__}`, called for {path}, {says}.",
-        f"It is {describe_function(how.to_carry)}.",
-        describe_class(how.kind),
-        cause=cause,
-    )
+    def path() -> str:
+        return leaves_with_path("init", init, is_leaf=_is_special)[index][0]
+
+    return _convert(how, "to_carry", node, AbstractCarry, "custom carry", path)
 
 
 def _unmake(final: PyTree, index: int, how: Adoption, node: AbstractCarry[Any, Any]) -> Any:
+    def path() -> str:
+        return leaves_with_path("the final carry", final, is_leaf=is_carry)[index][0]
+
+    return _convert(how, "from_carry", node, how.kind, f"`{how.kind.__name__}`", path)
+
+
+def _convert(how: Adoption, name: str, given: Any, to: type, called: str, path: Callable[[], str]) -> Any:
+    """Calls `to_carry` or `from_carry`, which must return a value of the class `to`."""
+    function: Callable[[Any], Any] = getattr(how, name)
     try:
-        value = how.from_carry(node)
-        says, cause = f"returned {describe_node(value)}, which is no `{how.kind.__name__}`", None
-        if isinstance(value, how.kind):
+        value = function(given)
+        says, cause = f"returned {describe_node(value)}, which is no {called}", None
+        if isinstance(value, to):
             return value
     except Exception as error:
         says, cause = f"failed. {describe_error(error)}", error
-    path = leaves_with_path("the final carry", final, is_leaf=is_carry)[index][0]
     raise Fault(
         PluginError,
-        f"{{verb}} over {{body}}: `from_carry` of the registered type `{how.kind.__name__}`, called for "
-        f"{path}, {says}.",
-        f"It is {describe_function(how.from_carry)}.",
+        f"{{verb}} over {{body}}: `{name}` of the registered type `{how.kind.__name__}`, called for {path()}, {says}.",
+        f"It is {describe_function(function)}.",
         describe_class(how.kind),
         cause=cause,
     )
