@@ -39,6 +39,7 @@ LAYERS = [  # a module imports from lines above its own only
     "_chunk",
     "_transforms",
     "_transforms.axes",
+    "_transforms.conventions",
     "_transforms.signature",
     "_transforms.differences",
     "_transforms.invariance",

@@ -19,6 +19,7 @@ from ._avals import describe_argument, describe_leaf, describe_node, describe_tr
 from ._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, Row, TracedArgumentError
 from ._loop import Body
 from ._transforms.axes import LeafAxes, check_axes, spread_axes
+from ._transforms.conventions import Convention
 from ._tree import leaves_with_path
 from ._types import Array, Axes, MaskOptions, PyTree, Remat, UnkeyedOptions
 
@@ -323,22 +324,26 @@ def _raw_key_shape(implementation: str) -> tuple[int, ...]:
     return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation))).shape
 
 
-def check_keywords(body: Body, given: Mapping[str, str], first: str = "carry, x") -> None:
+def check_keywords(
+    body: Body, given: Mapping[str, str], convention: Convention, takes: tuple[str, ...] | None = None
+) -> None:
     """Refuses a body that cannot take the keywords which the options make, or that needs more than those.
 
     Args:
         body: the body.
         given: the keywords that the step passes, each with what brings it (the option `key`).
-        first: the body's positional parameters, as its signature is shown to the user.
+        convention: how the verb calls the body.
+        takes: the body's positional parameters in this call, where they are not always the same.
     """
-    _check_positional(body, first)
+    takes = takes or convention.takes
+    _check_positional(body, convention, takes)
     accepts, needs = body.memo(check_keywords, lambda: _keywords(body.parameters))
     for name, why in given.items():
         if accepts is not None and name not in accepts:
             raise Fault(
                 BodyError,
                 f"{{body}} takes no keyword `{name}`, which {why} passes to it.",
-                f"Add it to the body's parameters: `def step({first}, *, {name}): ...`.",
+                f"Add it to the body's parameters: `def {convention.body}({', '.join(takes)}, *, {name}): ...`.",
             )
     for name in needs:
         if name not in given:
@@ -347,18 +352,22 @@ def check_keywords(body: Body, given: Mapping[str, str], first: str = "carry, x"
             )
 
 
-def _check_positional(body: Body, first: str) -> None:
-    """Refuses a body that cannot be called with two positional arguments."""
+def _check_positional(body: Body, convention: Convention, takes: tuple[str, ...]) -> None:
+    """Refuses a body that cannot be called with as many positional arguments."""
     parameters = body.parameters
     if parameters is None or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     needed = [p.name for p in positional if p.default is p.empty and p.name not in ("key", "valid")]
-    if len(positional) < 2 or len(needed) > 2:
+    if len(positional) < len(takes) or len(needed) > len(takes):
+        first = ", ".join(takes)
+        others = f"bind what else it needs, `functools.partial({convention.body}, ...)`"
+        if convention.spread:
+            others = "pass what all layers share as `args=(...)`, and what each has of its own as `xs`"
         raise Fault(
             BodyError,
             f"{{body}} takes ({', '.join(p.name for p in positional)}), but {{verb}} calls it with ({first}).",
-            f"Write it as `def step({first}): ...`, and bind what else it needs, `functools.partial(step, ...)`.",
+            f"Write it as `def {convention.body}({first}): ...`, and {others}.",
         )
 
 

@@ -13,7 +13,7 @@ import re
 import textwrap
 import types
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -26,6 +26,7 @@ _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _GAP = "   "
 _WIDTH = 96
+_WORDS = {"step": "step", "init": "init"}
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -54,6 +55,10 @@ class BodyError(TreescanError, TypeError):
 
 class CarryError(TreescanError, TypeError):
     """The body returned a carry whose structure or types differ from the carry it was given."""
+
+
+class LayerError(TreescanError, ValueError):
+    """Layers that do not fit one another, or stacks of them that do not fit the blocks."""
 
 
 class SignatureError(TreescanError, TypeError):
@@ -113,12 +118,15 @@ class Fault(Exception):
 
     Args:
         error: the public exception to raise.
-        says: the headline; `{body}` and `{verb}` stand for what only the verb knows.
+        says: the headline; `{body}` and `{verb}`, `{step}` and `{init}` stand for what only the verb knows.
         header: the titles of the table's columns, where there is a table.
         rows: the table, one row a leaf.
         cures: what the user may do about it, a paragraph each.
         carry_root: the name of the body's carry, where the rows are leaves of it.
         cause: the exception that it is about, raised by code which is neither the body's nor the package's.
+
+    Attributes:
+        body: the function that it is about, where the verb was given several.
     """
 
     def __init__(
@@ -139,12 +147,13 @@ class Fault(Exception):
         self.rows = rows
         self.carry_root = carry_root
         self.cause = cause
+        self.body: Any = None
 
-    def render(self, verb: str, body: str, init: Any = None) -> str:
-        """The whole message; leaves of `init` that are Python scalars get a cure of their own."""
+    def render(self, words: Mapping[str, str], init: Any = None) -> str:
+        """The whole message, with words for its placeholders; Python scalars in `init` get a cure of their own."""
         weak = dict(self._weak_cures(init))  # what it says of a leaf stands in place of the plain advice to cast
         cures = [text for text, kind, leaf in self.cures if not (kind == "dtype" and leaf in weak)]
-        named = [text.replace("{body}", body).replace("{verb}", verb) for text in (self.says, *cures, *weak.values())]
+        named = [_fill_in(text, words) for text in (self.says, *cures, *weak.values())]
         rows = [table(self.header, self.rows)] if self.rows else []
         parts = [named[0], *rows, *(_indent(_wrap(cure)) for cure in named[1:])]
         return "\n\n".join(parts) + ("\n" if len(parts) > 1 else "")
@@ -158,10 +167,17 @@ class Fault(Exception):
                 dtype = bad[path].came.split("[")[0].lstrip("~")
                 yield (
                     path,
-                    f"{path}: init is a Python scalar there, {describe_leaf(leaf)}, whose weak type gives way to what "
-                    f"the step returns, once. That did not settle: given {bad[path].expected}, the step returns "
+                    f"{path}: {{init}} is a Python scalar there, {describe_leaf(leaf)}, whose weak type gives way to "
+                    f"what the {{step}} returns, once. That did not settle: given {bad[path].expected}, it returns "
                     f"{bad[path].came}. Start from an array, `jnp.asarray({leaf}, jnp.{dtype})`, and keep its dtype.",
                 )
+
+
+def _fill_in(text: str, words: Mapping[str, str]) -> str:
+    """Puts words in the places of their names; everything else in braces stays, it may be the user's."""
+    for name, word in words.items():
+        text = text.replace(f"{{{name}}}", word)
+    return text
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
@@ -183,7 +199,9 @@ def _indent(text: str) -> str:
     return "\n".join("  " + line if line else line for line in text.splitlines())
 
 
-def explain(error: Exception, name: str, body: Any = None, init: Any = None) -> Exception:
+def explain(
+    error: Exception, name: str, body: Any = None, init: Any = None, words: Mapping[str, str] = _WORDS
+) -> Exception:
     """Makes of an exception what the user of the verb `name` should see; one without a body has no `{body}` to name.
 
     A `Fault` becomes its public error, with the body named and no trace of the package's inside. Any other exception
@@ -191,7 +209,9 @@ def explain(error: Exception, name: str, body: Any = None, init: Any = None) -> 
     result outside of its `except` block, so that nothing is chained to it.
     """
     if isinstance(error, Fault):
-        explained = error.error(error.render(f"`{name}`", describe_body(body), init))
+        about = body if error.body is None else error.body
+        known = {**words, "verb": f"`{name}`", "body": describe_body(about)}
+        explained = error.error(error.render(known, init))
         if error.cause is not None:
             explained.__cause__ = error.cause.with_traceback(_without_inner_frames(error.cause.__traceback__))
         return explained

@@ -8,6 +8,7 @@ from typing import Any, Unpack, overload
 from ._arguments import check_options
 from ._errors import explain, verb
 from ._run import run_verb
+from ._transforms.conventions import ACCUMULATE, FOLD
 from ._types import Array, Carry, FoldOptions, KeyedFoldBody, Options, PyTree, UnkeyedOptions, X
 
 _FOLD_REFUSES = {"out_axes": "it stacks no outputs. `treescan.accumulate` and `treescan.scan` do."}
@@ -74,7 +75,7 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
     """
     try:
         check_options(options, _ACCEPTED - _FOLD_REFUSES.keys(), _FOLD_REFUSES)
-        return run_verb("fold", f, init, xs, length, **options)[0]
+        return run_verb(FOLD, f, init, xs, length, **options)[0]
     except Exception as error:
         explained = explain(error, "fold", f, init)
     raise explained
@@ -142,7 +143,7 @@ def accumulate(
     """
     try:
         check_options(options, _ACCEPTED, {})
-        return run_verb("accumulate", f, init, xs, length, **options)[1]
+        return run_verb(ACCUMULATE, f, init, xs, length, **options)[1]
     except Exception as error:
         explained = explain(error, "accumulate", f, init)
     raise explained

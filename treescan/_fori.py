@@ -7,8 +7,9 @@ from typing import Any, Unpack, overload
 
 from ._arguments import check_bound, check_options
 from ._errors import explain, verb
-from ._run import CALLS, run_verb
+from ._run import run_verb
 from ._transforms.body import check_callable
+from ._transforms.conventions import FORI
 from ._types import Array, Carry, IndexOptions, KeyedIndexBody, PyTree
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
@@ -52,9 +53,9 @@ def fori(lower: int, upper: int, f: Callable[..., Any], init: PyTree, **options:
     """
     try:
         check_options(options, _ACCEPTED, _REFUSES)
-        check_callable(f, CALLS["fori"])
+        check_callable(f, FORI.call)
         low, high = check_bound(lower, "lower"), check_bound(upper, "upper")
-        return run_verb("fori", f, init, length=max(high - low, 0), lower=low, **options)[0]
+        return run_verb(FORI, f, init, length=max(high - low, 0), lower=low, **options)[0]
     except Exception as error:
         explained = explain(error, "fori", f, init)
     raise explained

@@ -11,9 +11,10 @@ from ._errors import explain, verb
 from ._mask_arguments import RowFlags, check_chunk, check_compact, check_padded, check_rows, check_time_axis
 from ._pack import Packed
 from ._pad import Padded
-from ._run import CALLS, run_verb
+from ._run import run_verb
 from ._transforms.axes import static_axes
 from ._transforms.body import check_callable
+from ._transforms.conventions import MASK_SCAN
 from ._transforms.fill import check_fill
 from ._transforms.masking import MaskPlan
 from ._tree import Prefix
@@ -244,7 +245,7 @@ def mask_scan(
     """
     try:
         check_options(options, _ACCEPTED, {})
-        check_callable(f, CALLS["mask_scan"])
+        check_callable(f, MASK_SCAN.call)
         time_axis = check_time_axis(time_axis)
         plan = MaskPlan(
             static_axes("carry_axes", carry_axes, none=True),
@@ -260,7 +261,7 @@ def mask_scan(
         xs, flags = _rows_of(xs, RowFlags(lengths, mask, resets), time_axis, options.get("in_axes"))
         rows = functools.partial(check_rows, flags, time_axis)
         axes: dict[str, Any] = {"in_axes": time_axis, "out_axes": time_axis}
-        return run_verb("scan", f, init, xs, length, rows=rows, mask=plan, **{**axes, **options})
+        return run_verb(MASK_SCAN, f, init, xs, length, rows=rows, mask=plan, **{**axes, **options})
     except Exception as error:
         explained = explain(error, "mask_scan", f, init)
     raise explained

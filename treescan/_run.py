@@ -19,25 +19,17 @@ from ._arguments import (
 from ._loop import Body
 from ._mask_arguments import RowFlags
 from ._transforms.axes import static_axes
-from ._transforms.body import Kind, check_callable, takes_keyword
+from ._transforms.body import check_callable, takes_keyword
+from ._transforms.conventions import Convention
 from ._transforms.masking import MaskPlan
 from ._transforms.pipeline import Given, Plan, execute
 from ._tree import freeze_static, thaw_static
 from ._types import Array, Axes, PyTree, Remat
 from .carries._registry import Adopted, adopt
 
-CALLS: dict[str, str] = {
-    "scan": "scan(step, init, xs)",
-    "fold": "fold(step, init, xs)",
-    "accumulate": "accumulate(step, init, xs)",
-    "fori": "fori(lower, upper, step, init)",
-    "mask_scan": "mask_scan(step, init, xs, lengths=lengths)",
-}
-"""How each verb is called, for messages."""
-
 
 def run_verb(
-    kind: Kind,
+    convention: Convention,
     f: Callable[..., Any],
     init: PyTree,
     xs: PyTree = None,
@@ -58,7 +50,7 @@ def run_verb(
     """Runs a verb.
 
     Args:
-        kind: the convention that the body follows.
+        convention: how the verb calls the body, and what the body returns.
         f: the body.
         init: the carry that the first step is given.
         xs: what is scanned over.
@@ -75,14 +67,14 @@ def run_verb(
         name: as for `treescan.scan`.
         lowering: further keyword arguments of `jax.lax.scan`.
     """
-    body, alive = _body_of(f, "mask_scan" if mask else kind)
+    body, alive = body_of(f, convention)
     adopted = adopt(init)
     key = check_key(key)
     frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
     axes = resolve_axes(in_axes, frozen_xs)
     steps = infer_length(frozen_xs, check_length(length), axes)
     plan = Plan(
-        kind=kind,
+        convention=convention,
         length=steps,
         reverse=check_reverse(reverse),
         unroll=check_unroll(unroll, steps),
@@ -90,7 +82,7 @@ def run_verb(
         out_axes=None if type(out_axes) is int and out_axes == 0 else static_axes("out_axes", out_axes),
         frozen=frozen_init is not adopted.init or frozen_xs is not xs,
         custom=adopted.custom,
-        sees_valid=_check_body(body, kind, keyed=key is not None, masked=mask is not None),
+        sees_valid=_check_body(body, convention, keyed=key is not None, masked=mask is not None),
         name=check_name(name),
         remat=check_remat(remat),
         mask=mask,
@@ -102,9 +94,9 @@ def run_verb(
     return _restored(result, plan, adopted) if plan.frozen or adopted.back else result
 
 
-def _body_of(f: Callable[..., Any], name: str) -> tuple[Body, Callable[..., Any]]:
+def body_of(f: Callable[..., Any], convention: Convention) -> tuple[Body, Callable[..., Any]]:
     """A body's handle, and the function that it refers to: that of an equal body may be another object."""
-    check_callable(f, CALLS[name])
+    check_callable(f, convention.call)
     body = Body.of(f)
     return body, body.function
 
@@ -114,13 +106,13 @@ def _restored(result: tuple[PyTree, PyTree], plan: Plan, adopted: Adopted) -> tu
     state, ys = result
     if plan.frozen:
         state = thaw_static(state)
-    return adopted.restore(state), (adopted.restore(ys) if plan.kind == "accumulate" else ys)
+    return adopted.restore(state), (adopted.restore(ys) if plan.convention.stacks else ys)
 
 
-def _check_body(body: Body, kind: Kind, *, keyed: bool, masked: bool) -> bool:
+def _check_body(body: Body, convention: Convention, *, keyed: bool, masked: bool) -> bool:
     """Holds a body's parameters against what it will be passed; returns whether it takes `valid`."""
     sees_valid = masked and takes_keyword(body, "valid")
     passed = {"key": "the option `key`"} if keyed else {}
     passed |= {"valid": "mask_scan"} if sees_valid else {}
-    check_keywords(body, passed, "i, carry" if kind == "fori" else "carry, x")
+    check_keywords(body, passed, convention)
     return sees_valid

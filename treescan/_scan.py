@@ -8,6 +8,7 @@ from typing import Any, overload
 from ._arguments import check_options
 from ._errors import explain, verb
 from ._run import run_verb
+from ._transforms.conventions import SCAN
 from ._types import Array, Axes, Carry, KeyedBody, Options, PyTree, Remat, X, Y
 
 _ACCEPTED = frozenset(Options.__annotations__) | {"length"}
@@ -137,7 +138,7 @@ def scan(
         check_options(unknown, _ACCEPTED, {})
         lowering = (("_split_transpose", True),) if _split_transpose else ()
         return run_verb(
-            "scan",
+            SCAN,
             f,
             init,
             xs,

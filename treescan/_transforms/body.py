@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, NamedTuple
 
 import jax
 import jax.tree_util as jtu
@@ -16,42 +16,54 @@ from .._loop import Body, Feed, keeps_named_pairs, wrapped_parameters
 from .._tree import is_static, leaves_with_path, thaw_static
 from .._types import Array, PyTree, TreeDef
 from .carries import read_carries, without_carries, write_carries
+from .conventions import SCAN, Convention
 from .invariance import check_carry
 from .signature import Signature, signature_of
 
-Kind = Literal["scan", "fold", "accumulate", "fori"]
-"""What the verb's body takes and returns; the name of the verb whose convention it is."""
+
+class Shared(NamedTuple):
+    """What all steps are given alike.
+
+    Attributes:
+        key: the loop's PRNG key, folded for each step with its position.
+        args: further positional arguments of the body.
+    """
+
+    key: Array | None = None
+    args: tuple[PyTree, ...] = ()
 
 
 @dataclass(frozen=True)
 class CallBody:
-    """The step that calls the body. Its consts are the loop's key, folded for each step with its position, or None.
+    """The step that calls the body. Its consts are what all steps are given alike, or None.
 
     Attributes:
         body: the body.
-        kind: the convention that the body follows.
+        convention: how it is called, and what it returns.
         sees_valid: whether the body takes `valid`.
-        frozen: whether the state or xs hold static leaves, which the body sees in their place.
+        frozen: whether the state, xs or consts hold static leaves, which the body sees in their place.
         custom: the classes of the custom carries that the state holds.
     """
 
     body: Body
-    kind: Kind = "scan"
+    convention: Convention = SCAN
     sees_valid: bool = False
     frozen: bool = False
     custom: tuple[type, ...] = ()
 
-    def __call__(self, consts: Array | None, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+    def __call__(self, consts: Shared | None, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         # A body may change the containers that it is given: the carry that it returns is compared with another copy.
         given = jtu.tree_unflatten(jtu.tree_structure(state), jtu.tree_leaves(state))
         carry, x = (thaw_static(given), thaw_static(feed.x)) if self.frozen else (given, feed.x)
         unchanged = thaw_static(state) if self.frozen else state
+        key, args = Shared() if consts is None else consts
         keywords: dict[str, Any] = {}
-        if consts is not None and feed.position is not None:
-            keywords["key"] = jax.random.fold_in(consts, feed.position)
+        if key is not None and feed.position is not None:
+            keywords["key"] = jax.random.fold_in(key, feed.position)
         if self.sees_valid:
             keywords["valid"] = feed.valid
-        returned, y, structure = self._call(carry, x, keywords, unchanged, feed.valid)
+        others = (*x, *thaw_static(args)) if self.convention.spread else (x,)
+        returned, y, structure = self._call(carry, others, keywords, unchanged, feed.valid)
         if self.frozen:  # the check has found the static leaves equal: the state keeps the ones that it had
             leaves = zip(jtu.tree_leaves(returned), jtu.tree_leaves(unchanged), strict=True)
             arrays = [leaf for leaf, given in leaves if not is_static(given)]
@@ -59,47 +71,47 @@ class CallBody:
         return (returned, y) if structure is None else jtu.tree_unflatten(structure, (returned, y))
 
     def _call(
-        self, carry: PyTree, x: PyTree, keywords: dict[str, Any], given: PyTree, valid: Array | None
+        self, carry: PyTree, others: tuple[PyTree, ...], keywords: dict[str, Any], given: PyTree, valid: Array | None
     ) -> tuple[PyTree, PyTree, TreeDef | None]:
         """The next carry, y, and the pair's container where the body chose another than a tuple: the result has it."""
         function = self.body.function
         signature = self.body.memo(Signature, lambda: signature_of(self.body))
-        name = carry_name(self.body, self.kind)
+        name = carry_name(self.body, self.convention)
         if self.custom:
             carry = read_carries(carry, name)
-        first, second = (x, carry) if self.kind == "fori" else (carry, x)
+        place = self.convention.place
+        arguments = (*others[:place], carry, *others[place:])
         with signature.scope() as scope:
             if scope:
-                scope.check_inputs(first, second)
-            out = function(first, second, **keywords)
-            returned, y = _split(self.kind, out, given)
+                scope.check_inputs(arguments)
+            out = function(*arguments, **keywords)
+            returned, y = _split(self.convention, out, given)
             kept, new = without_carries(given, returned) if self.custom else (given, returned)
-            check_carry(self.body, name, kept, new, y, out)
+            check_carry(self.body, self.convention, name, kept, new, y, out)
             if self.custom:
                 returned = write_carries(given, returned, valid, name)
-                y = returned if self.kind == "accumulate" else y
+                y = returned if self.convention.stacks else y
             if scope:
-                scope.check_outputs(out, name, pair=self.kind == "scan")
+                scope.check_outputs(out, name, pair=self.convention.pair)
             check_arrays(y)
-        return returned, y, _container(out) if self.kind == "scan" else None
+        return returned, y, _container(out) if self.convention.pair else None
 
 
-def carry_name(body: Body, kind: Kind) -> str:
+def carry_name(body: Body, convention: Convention) -> str:
     """The body's own name for its carry."""
     names = body.names
-    place = 1 if kind == "fori" else 0
-    return names[place] if len(names) > place else "carry"
+    return names[convention.place] if len(names) > convention.place else convention.carry
 
 
-def _split(kind: Kind, out: Any, carry: PyTree) -> tuple[PyTree, PyTree]:
+def _split(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTree]:
     """The next carry and y, by the verb's convention."""
-    if kind == "scan":
-        return _pair(out, carry)
-    _refuse_pair(kind, out, carry)
-    return out, (out if kind == "accumulate" else None)
+    if convention.pair:
+        return _pair(convention, out, carry)
+    _refuse_pair(convention, out, carry)
+    return out, (out if convention.stacks else None)
 
 
-def _pair(out: Any, carry: PyTree) -> tuple[PyTree, PyTree]:
+def _pair(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTree]:
     """Any container of two parts passes for a pair, as with lax.scan; where that fails, it is told in these terms."""
     if isinstance(out, tuple | list):
         parts: list[Any] = list(out)
@@ -109,8 +121,8 @@ def _pair(out: Any, carry: PyTree) -> tuple[PyTree, PyTree]:
         return parts[0], parts[1]
     raise Fault(
         BodyError,
-        f"{{body}} must return a pair (carry, y), but returned {describe_node(out)}.",
-        _pair_cure(out, carry),
+        f"{{body}} must return a pair ({convention.carry}, y), but returned {describe_node(out)}.",
+        _pair_cure(convention, out, carry),
     )
 
 
@@ -125,25 +137,30 @@ def _children(out: Any) -> list[Any]:
     return jtu.tree_leaves(out, is_leaf=lambda node: node is not out)
 
 
-def _pair_cure(out: Any, carry: PyTree) -> str:
+def _pair_cure(convention: Convention, out: Any, carry: PyTree) -> str:
+    name = convention.carry
+    what = "the next carry and this step's output" if name == "carry" else f"the next {name} and this layer's output"
     if out is None:
-        return "Return the next carry and this step's output: `return carry, y`."
+        return f"Return {what}: `return {name}, y`."
     if _same_structure(carry, out):
         return (
-            "What it returned has the structure of the carry. Return `carry, None` if there is no output to stack, or "
-            "call `treescan.fold`, whose body returns the carry alone."
+            f"What it returned has the structure of {'the carry' if name == 'carry' else name}. "
+            f"Return `{name}, None` if there is no output to stack, or call `treescan.{convention.other}`, whose body "
+            f"returns {'the carry' if name == 'carry' else name} alone."
         )
-    return "Return the next carry and this step's output: `return carry, y`, with None for y if there is none."
+    return f"Return {what}: `return {name}, y`, with None for y if there is none."
 
 
-def _refuse_pair(kind: Kind, out: Any, carry: PyTree) -> None:
+def _refuse_pair(convention: Convention, out: Any, carry: PyTree) -> None:
     """Says it when a body written for scan is given to a verb whose body returns the carry alone."""
     is_pair = isinstance(out, tuple) and len(out) == 2
     if is_pair and not _same_structure(carry, out) and _same_structure(carry, out[0]):
+        name, units = convention.carry, "layers" if convention.spread else "steps"
         raise Fault(
             BodyError,
-            f"{{body}} must return the next carry alone, but returned {describe_node(out)}.",
-            f"A body of `{kind}` returns no y: `return carry`. To stack an output over the steps, call `scan`.",
+            f"{{body}} must return the next {name} alone, but returned {describe_node(out)}.",
+            f"A body of `{convention.verb}` returns no y: `return {name}`. To stack an output over the {units}, call "
+            f"`{convention.other}`.",
         )
 
 

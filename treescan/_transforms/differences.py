@@ -107,7 +107,7 @@ def _absent(root: str, path: KeyPath, child: PyTree, *, missing: bool) -> Differ
     if missing:
         text = f"{leaf}: return every part of the carry, changed or not."
         return Difference(Row(leaf, what, _MISSING, ""), (Cure(text, "missing", leaf),))
-    text = f"{leaf}: the carry keeps the structure of init. Put it into init, or return it in y."
+    text = f"{leaf}: the carry keeps the structure of {{init}}. Put it into {{init}}, or return it in y."
     return Difference(Row(leaf, _EXTRA, what, ""), (Cure(text, "extra", leaf),))
 
 
@@ -126,20 +126,26 @@ def _node_difference(leaf: str, given: PyTree, returned: PyTree) -> Difference:
     row = Row(leaf, describe_node(given), describe_node(returned), "structure")
     if given is None:
         text, kind = (
-            "init holds None there. Start from an array of the type that the step returns (`jnp.zeros`).",
+            "{init} holds None there. Start from an array of the type that the {step} returns (`jnp.zeros`).",
             "none",
         )
     elif returned is None:
         text, kind = (
-            "the step returned None. Return an array of the type that was given, changed or not.",
+            "the {step} returned None. Return an array of the type that was given, changed or not.",
             "returned none",
         )
     elif isinstance(given, tuple) and hasattr(given, "_replace"):
-        text, kind = f"build the same class in the step as in init, e.g. with `{leaf}._replace(...)`.", "named tuple"
+        text, kind = (
+            f"build the same class in the {{step}} as in {{init}}, e.g. with `{leaf}._replace(...)`.",
+            "named tuple",
+        )
     elif isinstance(returned, tuple) and hasattr(returned, "_replace"):
-        text, kind = f"build the same class in the step as in init, a plain {type(given).__name__} here.", "plain tuple"
+        text, kind = (
+            f"build the same class in the {{step}} as in {{init}}, a plain {type(given).__name__} here.",
+            "plain tuple",
+        )
     else:
-        text, kind = "return the same kind of container, with the same parts, as init has there.", "container"
+        text, kind = "return the same kind of container, with the same parts, as {init} has there.", "container"
     return Difference(row, (Cure(f"{leaf}: {text}", kind, leaf),))
 
 
@@ -159,7 +165,7 @@ def _explain_types(leaf: str, tail: str, given: Any, returned: Any) -> tuple[str
     given_shape, shape = shape_of(given), shape_of(returned)
     if given_dtype is not None and is_key(given) and dtype == np.uint32:
         wrapped = f"jax.random.wrap_key_data({leaf.rsplit('.', 1)[-1]})"
-        text = f"{leaf}: the step returned a key's raw data. Return the typed key, `{wrapped}`."
+        text = f"{leaf}: the {{step}} returned a key's raw data. Return the typed key, `{wrapped}`."
         return "key data", (Cure(text, "key data", leaf),)
     explained: list[tuple[str, Cure]] = []
     if given_shape != shape and given_shape is not None and shape is not None:
@@ -187,14 +193,14 @@ def _shape_cure(leaf: str, given: tuple[int, ...], returned: tuple[int, ...]) ->
             "an array of the final size and write into it with `.at[i].set(...)`."
         )
     wanted, had = (f"[{','.join(map(str, shape))}]" for shape in (returned, given))
-    return f"{leaf}: a carry keeps its shape. Start from an init of shape {wanted}, or return {had}."
+    return f"{leaf}: a carry keeps its shape. Start from an {{init}} of shape {wanted}, or return {had}."
 
 
 def _dtype_cure(leaf: str, given: Any, returned: Any) -> str:
     if not isinstance(given, np.dtype):
-        return f"{leaf}: the step returned {returned}. Return a value of dtype {given}."
+        return f"{leaf}: the {{step}} returned {returned}. Return a value of dtype {given}."
     cast = f"{leaf.rsplit('.', 1)[-1]}.astype(jnp.{given})"
-    return f"{leaf}: the step computed in {returned}. Cast it back, `{cast}`, or start from {returned}."
+    return f"{leaf}: the {{step}} computed in {returned}. Cast it back, `{cast}`, or start from {returned}."
 
 
 def _placement(leaf: str, tail: str, given: Any, returned: Any) -> tuple[str, str]:
@@ -202,20 +208,23 @@ def _placement(leaf: str, tail: str, given: Any, returned: Any) -> tuple[str, st
     varying_in, varying_out = varying_axes(given), varying_axes(returned)
     if varying_out - varying_in:
         axes = tuple(sorted(varying_out - varying_in))
-        cure = f"jax.lax.pcast(init{tail}, {axes}, to='varying')"
-        return "manual axes", f"{leaf}: the step returned a value that varies over {axes}. Let init vary too: `{cure}`."
+        cure = f"jax.lax.pcast({{init}}{tail}, {axes}, to='varying')"
+        return (
+            "manual axes",
+            f"{leaf}: the {{step}} returned a value that varies over {axes}. Let {{init}} vary too: `{cure}`.",
+        )
     if varying_in - varying_out:
         axes = tuple(sorted(varying_in - varying_out))
         cure = f"jax.lax.pcast({leaf.rsplit('.', 1)[-1]}, {axes}, to='varying')"
         return "manual axes", (
-            f"{leaf}: the step returned a value that no longer varies over {axes}. Let it vary again before it is "
-            f"returned: `{cure}`; or start from an init that does not vary."
+            f"{leaf}: the {{step}} returned a value that no longer varies over {axes}. Let it vary again before it is "
+            f"returned: `{cure}`; or start from an {{init}} that does not vary."
         )
     if not same_sharding(given, returned):
         cure = f"jax.sharding.reshard({leaf.rsplit('.', 1)[-1]}, jax.sharding.{_spec(given)})"
         return "sharding", (
-            f"{leaf}: a carry keeps its sharding. Reshard what is returned, `{cure}`, or start from an init that is "
-            f"sharded as `jax.sharding.{_spec(returned)}`."
+            f"{leaf}: a carry keeps its sharding. Reshard what is returned, `{cure}`, or start from an {{init}} that "
+            f"is sharded as `jax.sharding.{_spec(returned)}`."
         )
     return "type", f"{leaf}: return a value of the type that was given."
 

@@ -9,18 +9,22 @@ from .._errors import BodyError, CarryError, Fault
 from .._loop import Body, is_last_trace
 from .._retrace import warn_second_trace
 from .._types import PyTree, TreeDef
+from .conventions import Convention
 from .differences import agree, find_differences, one_of_a_kind
 
 _HEADER = ("leaf", "given", "returned")
 
 
-def check_carry(body: Body, root: str, given: PyTree, returned: PyTree, y: PyTree, out: PyTree) -> None:
+def check_carry(
+    body: Body, convention: Convention, root: str, given: PyTree, returned: PyTree, y: PyTree, out: PyTree
+) -> None:
     """Compares a returned carry with the given one, leaf by leaf, inside of the trace that runs anyway.
 
     A weakly typed leaf may change its type in the first trace: lax.scan then promotes the init and traces again.
 
     Args:
         body: the body, to be named in warnings.
+        convention: what the body is to return.
         root: the body's own name for its carry.
         given: the carry as the body saw it.
         returned: the carry as the body returned it.
@@ -39,18 +43,20 @@ def check_carry(body: Body, root: str, given: PyTree, returned: PyTree, y: PyTre
     if weak and not is_last_trace():
         warn_second_trace(body.function, [(row.row.leaf, row.row.expected, row.row.came) for row in weak])
         return
+    name = convention.carry
+    the_carry = "the carry" if name == "carry" else name
     if _fits(given, out):
         raise Fault(
             BodyError,
-            "{body} must return a pair (carry, y), but what it returned is the carry alone.",
-            "Return `carry, None` if there is no output to stack, or call `treescan.fold`, whose body returns the "
-            "carry alone.",
+            f"{{body}} must return a pair ({name}, y), but what it returned is {the_carry} alone.",
+            f"Return `{name}, None` if there is no output to stack, or call `treescan.{convention.other}`, whose body "
+            f"returns {the_carry} alone.",
         )
     if _fits(given, y) and not _same_shapes(given, returned) and not _is_given(given, y):
         raise Fault(
             BodyError,
             "{body} returned its pair swapped: the second item has the carry's type, the first has not.",
-            f"A body of {{verb}} returns (carry, y), the next {root} first.",
+            f"A body of {{verb}} returns ({name}, y), the next {root} first.",
         )
     raise Fault(
         CarryError,

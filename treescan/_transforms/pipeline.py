@@ -15,7 +15,8 @@ from .._retrace import under_a_trace
 from .._tree import Prefix
 from .._types import Array, ArrayLike, PyTree, Remat
 from .axes import LeafAxes, move_outputs, scan_over_axes
-from .body import CallBody, Kind
+from .body import CallBody, Shared
+from .conventions import Convention
 from .count import count
 from .masking import MaskPlan, run_masked
 from .remat import rematerializes, run_rematerialized
@@ -27,7 +28,7 @@ class Plan:
     """All that a verb was told, less its arrays: hashable, so that what is made for it can be found again.
 
     Attributes:
-        kind: the convention that the body follows.
+        convention: how the body is called, and what it returns.
         length: the number of steps.
         reverse: whether to run from the last position to the first.
         unroll: as for `jax.lax.scan`.
@@ -42,7 +43,7 @@ class Plan:
         lowering: further keyword arguments of `jax.lax.scan`.
     """
 
-    kind: Kind
+    convention: Convention
     length: int
     reverse: bool = False
     unroll: int | bool = 1
@@ -105,8 +106,8 @@ def assemble(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
     """
     loop = Loop(
         body=body,
-        step=CallBody(body, plan.kind, plan.sees_valid, plan.frozen, plan.custom),
-        consts=given.key,
+        step=CallBody(body, plan.convention, plan.sees_valid, plan.frozen, plan.custom),
+        consts=None if given.key is None else Shared(given.key),
         state=given.init,
         xs=Feed(
             given.xs,
@@ -123,7 +124,7 @@ def assemble(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
             return state, ys
         if plan.mask is not None:  # it follows the axes too: rows stand where they do in the user's x
             valid, resets = _flags(plan, given)
-            result = run_masked(loop, valid, resets, plan.mask, names_of(body, plan.kind), plan.in_axes)
+            result = run_masked(loop, valid, resets, plan.mask, names_of(body, plan.convention), plan.in_axes)
         else:
             loop = loop if plan.in_axes is None else scan_over_axes(loop, plan.in_axes)
             remat = plan.remat if rematerializes(plan.length) else None
@@ -146,7 +147,7 @@ def _flags(plan: Plan, given: Given) -> tuple[Array, Array | None]:
     return jnp.ones_like(resets), resets
 
 
-def names_of(body: Body, kind: Kind) -> tuple[str, str]:
+def names_of(body: Body, convention: Convention) -> tuple[str, str]:
     """The body's own names for its carry and its x."""
     first, second = body.names[:2] if len(body.names) > 1 else ("carry", "x")
-    return (second, first) if kind == "fori" else (first, second)
+    return (second, first) if convention.place else (first, second)

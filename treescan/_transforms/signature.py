@@ -8,7 +8,7 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
@@ -34,7 +34,7 @@ class _Part(NamedTuple):
 class Signature:
     """What a body's annotations promise. One without jaxtyping annotations checks nothing and costs nothing."""
 
-    def __init__(self, names: tuple[str, str], inputs: tuple[Any, Any], outputs: Any) -> None:
+    def __init__(self, names: Sequence[str], inputs: Sequence[Any], outputs: Any) -> None:
         self.names = names
         self.inputs = tuple(hint if _mentions_jaxtyping(hint) else Any for hint in inputs)
         self.outputs = outputs if _mentions_jaxtyping(outputs) else Any
@@ -56,9 +56,9 @@ class Scope:
         self._signature = signature
         self._sizes: dict[str, tuple[int, str]] = {}
 
-    def check_inputs(self, first: Any, second: Any) -> None:
-        """Checks what the body is given."""
-        parts = zip(self._signature.names, self._signature.inputs, (first, second), strict=True)
+    def check_inputs(self, values: Sequence[Any]) -> None:
+        """Checks what the body is given, in the order of its parameters."""
+        parts = zip(self._signature.names, self._signature.inputs, values, strict=False)  # some may have defaults
         self._check([part for name, hint, value in parts for part in _parts(name, hint, value)])
 
     def check_outputs(self, out: Any, carry: str, *, pair: bool) -> None:
@@ -119,11 +119,9 @@ def _mismatch(part: _Part) -> str:
 
 
 def signature_of(body: Body) -> Signature:
-    """Reads the annotations of a body's first two parameters and of what it returns."""
-    names = [p.name for p in body.parameters or ()]
-    first, second = names[:2] if len(names) >= 2 else ("carry", "x")
+    """Reads the annotations of a body's positional parameters and of what it returns."""
     hints = _hints(body.function)
-    return Signature((first, second), (hints.get(first, Any), hints.get(second, Any)), hints.get("return", Any))
+    return Signature(body.names, [hints.get(name, Any) for name in body.names], hints.get("return", Any))
 
 
 def _hints(body: Any) -> dict[str, Any]:

@@ -1,0 +1,65 @@
+"""How each verb calls its body, and what the body returns."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, eq=False)
+class Convention:
+    """The convention that a verb's body follows. There is one object for each, equal to itself alone.
+
+    Attributes:
+        verb: the verb's name.
+        call: how it is called, for messages.
+        takes: the body's positional parameters, for messages.
+        place: where among them the carry stands.
+        spread: whether x is a tuple of arguments, which the arguments that all steps share follow.
+        pair: whether the body returns a pair of the carry and y; else the carry alone.
+        stacks: whether the carry after each step is what is stacked.
+        other: the verb whose body returns the other of the two.
+        body: what messages call the body that they show.
+        init: the verb's parameter for the carry that the first step is given.
+    """
+
+    verb: str
+    call: str
+    takes: tuple[str, ...] = ("carry", "x")
+    place: int = 0
+    spread: bool = False
+    pair: bool = False
+    stacks: bool = False
+    other: str = "scan"
+    body: str = "step"
+    init: str = "init"
+
+    @property
+    def carry(self) -> str:
+        """What the carry is called where the body's own name for it does not matter."""
+        return self.takes[self.place]
+
+    @property
+    def words(self) -> dict[str, str]:
+        """What stands in messages for `{step}` and `{init}`."""
+        return {"step": self.body, "init": self.init}
+
+
+SCAN = Convention("scan", "scan(step, init, xs)", pair=True, other="fold")
+MASK_SCAN = dataclasses.replace(SCAN, verb="mask_scan", call="mask_scan(step, init, xs, lengths=lengths)")
+FOLD = Convention("fold", "fold(step, init, xs)")
+ACCUMULATE = dataclasses.replace(FOLD, verb="accumulate", call="accumulate(step, init, xs)", stacks=True)
+FORI = Convention("fori", "fori(lower, upper, step, init)", ("i", "carry"), place=1)
+FOLD_LAYERS = Convention(
+    "fold_layers",
+    "fold_layers(block, x, layers)",
+    ("layer", "x"),
+    place=1,
+    spread=True,
+    other="scan_layers",
+    body="block",
+    init="x",
+)
+SCAN_LAYERS = dataclasses.replace(
+    FOLD_LAYERS, verb="scan_layers", call="scan_layers(block, x, layers)", pair=True, other="fold_layers"
+)
