@@ -5,6 +5,7 @@ from ._errors import (
     ArgumentTypeError as ArgumentTypeError,
     BodyError as BodyError,
     CarryError as CarryError,
+    LayerError as LayerError,
     PluginError as PluginError,
     PluginWarning as PluginWarning,
     RetraceWarning as RetraceWarning,
@@ -14,9 +15,16 @@ from ._errors import (
 )
 from ._fold import accumulate as accumulate, fold as fold
 from ._fori import fori as fori
+from ._init_layers import init_layers as init_layers
+from ._layers import fold_layers as fold_layers, scan_layers as scan_layers
 from ._mask_scan import mask_scan as mask_scan
 from ._pack import Packed as Packed, PackIndex as PackIndex, last as last, pack as pack, unpack as unpack
 from ._pad import Padded as Padded, length_mask as length_mask, pad as pad, unpad as unpad
 from ._scan import scan as scan
+from ._stack import layer_at as layer_at, set_layer as set_layer, stack as stack, unstack as unstack
+from ._state_dict import (
+    layers_from_state_dict as layers_from_state_dict,
+    layers_to_state_dict as layers_to_state_dict,
+)
 
 __version__ = "0.1.0"

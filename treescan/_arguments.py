@@ -142,12 +142,12 @@ def check_bound(bound: Any, name: str) -> int:
     )
 
 
-def resolve_axes(in_axes: Axes, xs: PyTree) -> LeafAxes | None:
+def resolve_axes(in_axes: Axes, xs: PyTree, root: str = "xs") -> LeafAxes | None:
     """One axis a leaf of xs, or None for the usual case: axis 0 of every leaf."""
     if type(in_axes) is int and in_axes == 0:
         return None
-    axes = spread_axes("in_axes", in_axes, xs, "xs", none=True)
-    check_axes("in_axes", axes, xs, "xs")
+    axes = spread_axes("in_axes", in_axes, xs, root, none=True)
+    check_axes("in_axes", axes, xs, root)
     if not any(axes) and None not in axes:
         return None
     ranks = [len(shape_of(leaf) or ()) for leaf in jax.tree.leaves(xs)]

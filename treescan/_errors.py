@@ -6,6 +6,7 @@ own name, the body and where the body was written) and raises the public excepti
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import inspect
 import os
@@ -13,7 +14,7 @@ import re
 import textwrap
 import types
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
@@ -218,6 +219,16 @@ def explain(
     return error.with_traceback(_without_inner_frames(error.__traceback__))
 
 
+@contextlib.contextmanager
+def speaking_of(body: Any) -> Generator[None]:
+    """Faults that are found within are about this one of the functions that a verb was given."""
+    try:
+        yield
+    except Fault as fault:
+        fault.body = body
+        raise
+
+
 _VERBS: set[types.CodeType] = set()
 
 
@@ -270,7 +281,9 @@ def is_from_jax(function: Any) -> bool:
 
 
 def describe_body(body: Any) -> str:
-    """Names a body and where it was written, as in `` `step` (model.py:42)``."""
+    """Names a body and where it was written, as in `` `step` (model.py:42)``; of several each."""
+    if isinstance(body, list | tuple):
+        return ", ".join(map(describe_body, body)) or "no body"
     name, place = _name_and_place(body)
     return f"`{name}` ({place})" if place else f"`{name}`"
 

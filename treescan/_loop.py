@@ -58,6 +58,7 @@ class Memo:
     def __init__(self) -> None:
         self._made: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
         self._lock = threading.Lock()
+        self._joint: weakref.WeakKeyDictionary[Callable[..., Any], Memo] = weakref.WeakKeyDictionary()
 
     def __call__(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """What was made under `key` before, else what `make` returns."""
@@ -71,6 +72,13 @@ class Memo:
             if len(self._made) > _KEPT:
                 self._made.popitem(last=False)
         return value
+
+    def joint(self, function: Callable[..., Any]) -> Memo:
+        """What was made for this memo's body and another together: it goes with whichever of the two goes first."""
+        try:
+            return self._joint.setdefault(function, Memo())
+        except Exception:  # as in `Body.of`
+            return Memo()
 
 
 class Body:

@@ -91,7 +91,7 @@ def run_verb(
     flags = rows(steps) if rows else RowFlags()
     result = execute(body, plan, Given(frozen_init, frozen_xs, key, *flags, lower))
     del alive
-    return _restored(result, plan, adopted) if plan.frozen or adopted.back else result
+    return restored(result, plan, adopted) if plan.frozen or adopted.back else result
 
 
 def body_of(f: Callable[..., Any], convention: Convention) -> tuple[Body, Callable[..., Any]]:
@@ -101,7 +101,7 @@ def body_of(f: Callable[..., Any], convention: Convention) -> tuple[Body, Callab
     return body, body.function
 
 
-def _restored(result: tuple[PyTree, PyTree], plan: Plan, adopted: Adopted) -> tuple[PyTree, PyTree]:
+def restored(result: tuple[PyTree, PyTree], plan: Plan, adopted: Adopted) -> tuple[PyTree, PyTree]:
     """The result with static leaves and values of registered types in their places."""
     state, ys = result
     if plan.frozen:

@@ -158,7 +158,9 @@ class _Value:
             return True
         if not isinstance(other, _Value) or hash(self) != hash(other):  # unhashable values: hashes of the boxes
             return False
-        return type(self.value) is type(other.value) and bool(self.value == other.value)
+        if type(self.value) is not type(other.value) or not self.value == other.value:
+            return False
+        return not isinstance(self.value, float | complex) or repr(self.value) == repr(other.value)  # 0.0 and -0.0
 
 
 @jtu.register_pytree_node_class
@@ -176,12 +178,19 @@ class Static:
         return cls(box)
 
 
-def freeze_static(tree: PyTree) -> PyTree:
-    """Replaces the static leaves of a tree by nodes that hold them; a tree without any comes back as it is."""
+def freeze_static(tree: PyTree, *, scalars: bool = False) -> PyTree:
+    """Replaces the static leaves of a tree by nodes that hold them; a tree without any comes back as it is.
+
+    Args:
+        tree: any tree.
+        scalars: whether Python's own numbers count as static too.
+    """
     leaves, treedef = jax.tree.flatten(tree)
-    if not any(map(is_static, leaves)):
+    static = [is_static(leaf) or (scalars and type(leaf) in (bool, int, float, complex)) for leaf in leaves]
+    if not any(static):
         return tree
-    return jax.tree.unflatten(treedef, [Static(_Value(leaf)) if is_static(leaf) else leaf for leaf in leaves])
+    frozen = [Static(_Value(leaf)) if is_one else leaf for leaf, is_one in zip(leaves, static, strict=True)]
+    return jax.tree.unflatten(treedef, frozen)
 
 
 def thaw_static(tree: PyTree) -> PyTree:

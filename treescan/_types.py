@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
 import jax
@@ -93,6 +94,19 @@ class MaskOptions(UnkeyedOptions, total=False):
     y_axes: Axes
     chunk: int | None
     compact: bool | tuple[int, ...]
+
+
+class LayersOptions(IndexOptions, total=False):
+    """The options of `fold_layers`, less `key`."""
+
+    in_axes: Axes
+    remat: Remat | Sequence[Remat | None] | None
+
+
+class StackedLayersOptions(LayersOptions, total=False):
+    """The options of `scan_layers`, less `key`."""
+
+    out_axes: Axes
 
 
 class Options(UnkeyedOptions, total=False):

@@ -62,7 +62,7 @@ class CallBody:
             keywords["key"] = jax.random.fold_in(key, feed.position)
         if self.sees_valid:
             keywords["valid"] = feed.valid
-        others = (*x, *thaw_static(args)) if self.convention.spread else (x,)
+        others = (*x, *(thaw_static(args) if self.frozen else args)) if self.convention.spread else (x,)
         returned, y, structure = self._call(carry, others, keywords, unchanged, feed.valid)
         if self.frozen:  # the check has found the static leaves equal: the state keeps the ones that it had
             leaves = zip(jtu.tree_leaves(returned), jtu.tree_leaves(unchanged), strict=True)

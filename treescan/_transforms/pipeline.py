@@ -69,6 +69,7 @@ class Given(NamedTuple):
         mask: bool[T, *batch] of a masked scan, or None.
         resets: bool[T, *batch] of a masked scan, or None.
         lower: the first index of `fori`.
+        args: what every layer is given beside its own.
     """
 
     init: PyTree
@@ -78,6 +79,7 @@ class Given(NamedTuple):
     mask: ArrayLike | None = None
     resets: ArrayLike | None = None
     lower: int | None = None
+    args: tuple[PyTree, ...] = ()
 
 
 def execute(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
@@ -104,20 +106,7 @@ def assemble(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
     call the body (keywords, static leaves, annotations, invariance of the carry) -> index or axes -> leaves that no
     step changes -> mask -> resets -> held outputs -> remat of a step -> skip -> remat of a chunk -> run.
     """
-    loop = Loop(
-        body=body,
-        step=CallBody(body, plan.convention, plan.sees_valid, plan.frozen, plan.custom),
-        consts=None if given.key is None else Shared(given.key),
-        state=given.init,
-        xs=Feed(
-            given.xs,
-            position=jnp.arange(plan.length) if given.key is not None else None,
-        ),
-        length=plan.length,
-        reverse=plan.reverse,
-        unroll=plan.unroll,
-        lowering=plan.lowering,
-    )
+    loop = make_loop(body, plan, given)
     with jax.named_scope(plan.name) if plan.name else contextlib.nullcontext():
         if given.lower is not None:
             (_, state), ys = run(count(loop, given.lower))
@@ -133,6 +122,21 @@ def assemble(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
             return result
         state, ys = result
         return state, move_outputs(ys, plan.out_axes.tree)
+
+
+def make_loop(body: Body, plan: Plan, given: Given) -> Loop:
+    """The loop before any transform: it calls the body, on what the user gave."""
+    return Loop(
+        body=body,
+        step=CallBody(body, plan.convention, plan.sees_valid, plan.frozen, plan.custom),
+        consts=Shared(given.key, given.args) if given.key is not None or given.args else None,
+        state=given.init,
+        xs=Feed(given.xs, position=jnp.arange(plan.length) if given.key is not None else None),
+        length=plan.length,
+        reverse=plan.reverse,
+        unroll=plan.unroll,
+        lowering=plan.lowering,
+    )
 
 
 def _flags(plan: Plan, given: Given) -> tuple[Array, Array | None]:

@@ -1,0 +1,176 @@
+"""Checks of what the verbs over layers are given: blocks, their stacks, and what each layer has of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from ._arguments import check_remat, resolve_axes
+from ._avals import describe_argument, describe_leaf, describe_node, shape_of
+from ._errors import ArgumentError, Fault, LayerError, Row
+from ._stack import count_layers, refuse_split
+from ._transforms.axes import LeafAxes
+from ._transforms.turns import Remats
+from ._tree import freeze_static, leaves_with_path
+from ._types import Axes, PyTree
+
+
+class Stacks(NamedTuple):
+    """Blocks with what their layers are made of; static leaves are frozen.
+
+    Attributes:
+        blocks: the blocks.
+        layers: a stack for each.
+        xs: for each what its layers have of their own, or None.
+        counts: how many layers each stack holds.
+        axes: for each the axis of every leaf of its (layers, xs) that is scanned over, or None: axis 0 for all.
+        sequence: whether the user gave a sequence.
+        frozen: whether there are static leaves.
+    """
+
+    blocks: tuple[Callable[..., Any], ...]
+    layers: tuple[PyTree, ...]
+    xs: tuple[PyTree, ...]
+    counts: tuple[int, ...]
+    axes: tuple[LeafAxes | None, ...]
+    sequence: bool
+    frozen: bool
+
+    @property
+    def arguments(self) -> tuple[tuple[PyTree, ...], ...]:
+        """What each block is given of its own: layers, and xs where there are any."""
+        return tuple((stack,) if x is None else (stack, x) for stack, x in zip(self.layers, self.xs, strict=True))
+
+
+def check_stacks(block: Any, layers: PyTree, xs: PyTree, in_axes: Axes) -> Stacks:
+    """Holds blocks, stacks and xs against one another.
+
+    Raises:
+        Fault: for a `LayerError` that lists all the leaves in question.
+    """
+    sequence = isinstance(block, list | tuple)
+    blocks, names = ((block,), ("",)) if not sequence else _several(block)
+    stacks: tuple[PyTree, ...] = (layers,)
+    own: tuple[PyTree, ...] = (xs,)
+    own_axes: tuple[Axes, ...] = (in_axes,)
+    if sequence:
+        stacks = _one_each(blocks, layers, "layers")
+        own = (None,) * len(blocks) if xs is None else _one_each(blocks, xs, "xs")
+        is_given = isinstance(in_axes, list | tuple)
+        own_axes = _one_each(blocks, in_axes, "in_axes") if is_given else (in_axes,) * len(blocks)
+    given, (stacks, own) = (*stacks, *own), (tuple(map(freeze_static, stacks)), tuple(map(freeze_static, own)))
+    frozen = any(before is not after for before, after in zip(given, (*stacks, *own), strict=True))
+    counts = tuple(count_layers(stack, f"layers{name}") for stack, name in zip(stacks, names, strict=True))
+    _check_pattern(counts)
+    parts = zip(stacks, own, own_axes, counts, names, strict=True)
+    axes = tuple(_check_own(stack, x, axis, count, name) for stack, x, axis, count, name in parts)
+    return Stacks(blocks, stacks, own, counts, axes, sequence, frozen)
+
+
+def _several(blocks: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """The blocks of a pattern, and how each item of a sequence for them is written."""
+    if not blocks:
+        raise Fault(LayerError, "{verb}: the sequence of blocks is empty.", "Give at least one block, and its stack.")
+    return tuple(blocks), tuple(f"[{i}]" for i in range(len(blocks)))
+
+
+def _one_each(blocks: tuple[Any, ...], given: Any, name: str) -> tuple[Any, ...]:
+    """A sequence with one item for each block."""
+    if not isinstance(given, list | tuple) or hasattr(given, "_fields"):
+        raise Fault(
+            LayerError,
+            f"{{verb}}: there are {len(blocks)} blocks, but `{name}` is no sequence: it is {describe_node(given)}.",
+            f"Give one item for each block: `({name}_0, {name}_1, ...)`.",
+        )
+    if len(given) != len(blocks):
+        raise Fault(
+            LayerError,
+            f"{{verb}}: there are {len(blocks)} blocks, but `{name}` has {len(given)} items.",
+            "Give one item for each block. A block that has several turns in a period stands there as often, each time "
+            "with a stack of its own.",
+        )
+    return tuple(given)
+
+
+def _check_pattern(counts: tuple[int, ...]) -> None:
+    """Refuses stacks from which blocks cannot take turns."""
+    fewest = counts[-1]
+    leading = sum(count == fewest + 1 for count in counts)
+    if not counts[0]:
+        raise Fault(
+            LayerError, "{verb}: there are no layers: the leaves of `layers` lead with 0.", "Give at least one."
+        )
+    if counts != (fewest + 1,) * leading + (fewest,) * (len(counts) - leading):
+        raise Fault(
+            LayerError,
+            "{verb}: the stacks do not make a pattern.",
+            "Blocks take turns: the first layer of each, the second of each, and so on. So all stacks hold the same "
+            "number of layers; only the last period need not be full, and then the leading stacks hold one more.",
+            header=("stack", "layers"),
+            rows=[Row(f"layers[{i}]", str(count), "", "") for i, count in enumerate(counts)],
+        )
+
+
+def _check_own(layers: PyTree, xs: PyTree, in_axes: Axes, count: int, name: str) -> LeafAxes | None:
+    """The axes of the leaves of one block's (layers, xs), once they are found to fit.
+
+    Raises:
+        Fault: for a `LayerError` if the leaves of xs do not have as many layers.
+    """
+    root = f"xs{name}"
+    axes = resolve_axes(in_axes, xs, root)
+    named = leaves_with_path(root, xs)
+    rows = [
+        Row(path, "none" if size is None else str(size), describe_leaf(leaf), "" if axis is None else f"axis {axis}")
+        for (path, leaf), axis in zip(named, axes or (0,) * len(named), strict=True)
+        if axis is not None and (size := _size(leaf, axis)) != count
+    ]
+    if rows:
+        raise Fault(
+            LayerError,
+            f"{{verb}}: `layers{name}` holds {count} layers, but `{root}` has leaves for another number.",
+            "Each layer is given its own slice of xs. What all layers share goes into `args`.",
+            header=("leaf", "layers", "is"),
+            rows=rows,
+        )
+    refuse_split([pair for pair, axis in zip(named, axes or (0,) * len(named), strict=True) if axis == 0])
+    return None if axes is None else (*(0 for _ in jax.tree.leaves(layers)), *axes)
+
+
+def _size(leaf: Any, axis: int) -> int | None:
+    shape = shape_of(leaf) or ()
+    return shape[axis] if axis < len(shape) else None
+
+
+def check_remats(remat: Any, stacks: Stacks) -> Remats:
+    """What the gradient recomputes: one plan for all, or one for each block of a pattern."""
+    if not isinstance(remat, list | tuple):
+        return check_remat(remat)
+    if not stacks.sequence:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `remat` is a sequence, but there is one block.",
+            '"step" has the gradient recompute each layer; a sequence says so block by block, for several.',
+        )
+    each: list[Any] = list(_one_each(stacks.blocks, remat, "remat"))
+    for plan in each:
+        if not (plan is None or (isinstance(plan, str) and plan == "step")):
+            raise Fault(
+                ArgumentError,
+                f'{{verb}}: in a sequence, `remat` is "step" or None for each block, got {describe_argument(plan)}.',
+                '"nested" is a plan for the loop over all of them: give it alone.',
+            )
+    return tuple(each) if any(each) else None
+
+
+def check_args(args: Any) -> tuple[PyTree, ...]:
+    """What all layers share: arrays are values of the program, anything else is a part of it, numbers too."""
+    if not isinstance(args, tuple | list) or hasattr(args, "_fields"):
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `args` is a tuple of what all layers share, got {describe_argument(args)}.",
+            "For a single argument write `args=(value,)`.",
+        )
+    return tuple(freeze_static(arg, scalars=True) for arg in args)

@@ -1,0 +1,288 @@
+"""`scan_layers` and `fold_layers`: blocks of a model, run with each layer of their stacks in turn."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Sequence
+from typing import Any, Protocol, TypeVar, TypeVarTuple, Unpack, overload
+
+from ._arguments import (
+    check_key,
+    check_keywords,
+    check_name,
+    check_options,
+    check_reverse,
+    check_unroll,
+)
+from ._errors import explain, speaking_of, verb
+from ._layer_arguments import Stacks, check_args, check_remats, check_stacks
+from ._loop import Body
+from ._run import body_of, restored
+from ._transforms.axes import static_axes
+from ._transforms.conventions import FOLD_LAYERS, SCAN_LAYERS, Convention
+from ._transforms.pattern import Pattern, execute_pattern
+from ._transforms.pipeline import Given, Plan
+from ._tree import freeze_static
+from ._types import Array, Axes, Carry, LayersOptions, PyTree, StackedLayersOptions, X, Y, Y_co
+from .carries._registry import adopt
+
+Layer = TypeVar("Layer")
+Layer_contra = TypeVar("Layer_contra", contravariant=True)
+Args = TypeVarTuple("Args")
+
+_ACCEPTED = frozenset((*StackedLayersOptions.__annotations__, "key"))
+_NO_LENGTH = "it runs as many layers as the stack holds."
+_SCAN_REFUSES = {"length": _NO_LENGTH}
+_FOLD_REFUSES = {"length": _NO_LENGTH, "out_axes": "it stacks no outputs. `treescan.scan_layers` does."}
+
+
+class KeyedBlock(Protocol[Layer_contra, Carry, Y_co]):
+    """A block of `scan_layers` that takes a fresh key in each layer."""
+
+    def __call__(self, layer: Layer_contra, x: Carry, /, *args: Any, key: Array) -> tuple[Carry, Y_co]: ...
+
+
+class KeyedFoldBlock(Protocol[Layer_contra, Carry]):
+    """A block of `fold_layers` that takes a fresh key in each layer."""
+
+    def __call__(self, layer: Layer_contra, x: Carry, /, *args: Any, key: Array) -> Carry: ...
+
+
+@overload
+def scan_layers(
+    block: Callable[[Layer, Carry, Unpack[Args]], tuple[Carry, Y]],
+    x: Carry,
+    layers: Layer,
+    xs: None = None,
+    *,
+    args: tuple[*Args] = ...,
+    **options: Unpack[StackedLayersOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def scan_layers(
+    block: Callable[[Layer, Carry, X, Unpack[Args]], tuple[Carry, Y]],
+    x: Carry,
+    layers: Layer,
+    xs: X,
+    *,
+    args: tuple[*Args] = ...,
+    **options: Unpack[StackedLayersOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def scan_layers(
+    block: KeyedBlock[Layer, Carry, Y],
+    x: Carry,
+    layers: Layer,
+    xs: Any = None,
+    *,
+    args: tuple[Any, ...] = ...,
+    key: Array,
+    **options: Unpack[StackedLayersOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def scan_layers(
+    block: Sequence[Callable[..., tuple[Carry, Any]]],
+    x: Carry,
+    layers: Sequence[Any],
+    xs: Sequence[Any] | None = None,
+    *,
+    args: tuple[Any, ...] = ...,
+    key: Array | None = None,
+    **options: Unpack[StackedLayersOptions],
+) -> tuple[Carry, tuple[Any, ...]]: ...
+@verb
+def scan_layers(
+    block: Any, x: PyTree, layers: PyTree, xs: PyTree = None, *, args: tuple[Any, ...] = (), **options: Any
+) -> tuple[Any, Any]:
+    """Runs a block with each layer of a stack in turn, each on what the one before returned, and stacks outputs.
+
+    The program is one loop, whatever the number of layers: neither its size nor the time to compile it grows with the
+    depth of a model. It does what this does, and checks, as `treescan.scan` does, that x keeps its type:
+
+        for layer, x_layer in zip(unstack(layers), xs):
+            x, y = block(layer, x, x_layer, *args)
+
+    Args:
+        block: `block(layer, x, *args) -> (x, y)`, or with xs `block(layer, x, x_layer, *args) -> (x, y)`. Or a sequence
+            of blocks, which take turns (`[local, local, global_]`): the first layer of each, the second of each, and so
+            on. Then `layers`, and `xs` where given, are sequences too, with one item for each block, and so is ys.
+        x: what the first layer is given: any pytree, custom carries included. Each layer returns the next.
+        layers: the stack: any pytree whose arrays lead with the layers, `[n, ...]`; `treescan.stack` and
+            `treescan.init_layers` make one. In a pattern the last period need not be full: stacks that lead may hold
+            one layer more than the others, at the price of one copy of these stacks.
+        xs: what each layer has of its own beside its parameters (a cache): any pytree whose leaves are `[n, ...]`.
+        args: what all layers share, passed to each call. Arrays are values of the program, and are differentiated; all
+            else, Python's numbers and bools included, is a part of it, and the block sees it as it is.
+        **options: `reverse` (the last layer first; its y still stands in its place), `unroll` (how many layers, or
+            periods of a pattern, are compiled into one round of the loop), `key` (each layer is given
+            `key=jax.random.fold_in(key, number of the layer among all)`), `in_axes` (of xs), `out_axes`, `name`, as for
+            `treescan.scan`; and `remat`: "step" has the gradient recompute each layer from what it was given, "nested"
+            about sqrt(n) layers and in these each. In a pattern, a sequence has "step" or None for each block.
+
+    Returns:
+        What the last layer returned, and the outputs of all layers, `[n, ...]`; for a sequence of blocks a tuple of
+        these.
+
+    Raises:
+        ArgumentError: as `treescan.scan`.
+        BodyError: as `treescan.scan`, of the block.
+        CarryError: if a block returns another structure, shape, dtype or sharding for x than it was given.
+        LayerError: if the stacks do not fit one another, the blocks or xs, or are split over devices by layers.
+        SignatureError: if a jaxtyping annotation of a block does not hold.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> def block(layer, x):
+        ...     x = x + jnp.tanh(x @ layer["w"])
+        ...     return x, x.mean()
+        >>> layers = {"w": jnp.zeros((4, 3, 3))}
+        >>> x, means = treescan.scan_layers(block, jnp.ones((2, 3)), layers)
+        >>> print(means)
+        [1. 1. 1. 1.]
+    """
+    try:
+        check_options(options, _ACCEPTED, _SCAN_REFUSES)
+        return _run(SCAN_LAYERS, block, x, layers, xs, args, **options)
+    except Exception as error:
+        explained = explain(error, "scan_layers", block, x, SCAN_LAYERS.words)
+    raise explained
+
+
+@overload
+def fold_layers(
+    block: Callable[[Layer, Carry, Unpack[Args]], Carry],
+    x: Carry,
+    layers: Layer,
+    xs: None = None,
+    *,
+    args: tuple[*Args] = ...,
+    **options: Unpack[LayersOptions],
+) -> Carry: ...
+@overload
+def fold_layers(
+    block: Callable[[Layer, Carry, X, Unpack[Args]], Carry],
+    x: Carry,
+    layers: Layer,
+    xs: X,
+    *,
+    args: tuple[*Args] = ...,
+    **options: Unpack[LayersOptions],
+) -> Carry: ...
+@overload
+def fold_layers(
+    block: KeyedFoldBlock[Layer, Carry],
+    x: Carry,
+    layers: Layer,
+    xs: Any = None,
+    *,
+    args: tuple[Any, ...] = ...,
+    key: Array,
+    **options: Unpack[LayersOptions],
+) -> Carry: ...
+@overload
+def fold_layers(
+    block: Sequence[Callable[..., Carry]],
+    x: Carry,
+    layers: Sequence[Any],
+    xs: Sequence[Any] | None = None,
+    *,
+    args: tuple[Any, ...] = ...,
+    key: Array | None = None,
+    **options: Unpack[LayersOptions],
+) -> Carry: ...
+@verb
+def fold_layers(
+    block: Any, x: PyTree, layers: PyTree, xs: PyTree = None, *, args: tuple[Any, ...] = (), **options: Any
+) -> Any:
+    """Runs a block with each layer of a stack in turn: `scan_layers` for blocks that return x alone.
+
+    Args:
+        block: `block(layer, x, *args) -> x`, or with xs `block(layer, x, x_layer, *args) -> x`; or a sequence of
+            blocks, as for `treescan.scan_layers`.
+        x: what the first layer is given: any pytree. Each layer returns the next.
+        layers: the stack: any pytree whose arrays lead with the layers, `[n, ...]`; for a sequence of blocks one each.
+        xs: what each layer has of its own beside its parameters: any pytree whose leaves are `[n, ...]`.
+        args: what all layers share, as for `treescan.scan_layers`.
+        **options: `reverse`, `unroll`, `key`, `in_axes`, `remat`, `name`, as for `treescan.scan_layers`.
+
+    Returns:
+        What the last layer returned.
+
+    Raises:
+        ArgumentError: as `treescan.scan`; also for `out_axes`, as there are no outputs.
+        BodyError: as `treescan.fold`, of the block.
+        CarryError: as `treescan.scan_layers`.
+        LayerError: as `treescan.scan_layers`.
+        SignatureError: as `treescan.scan_layers`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> layers = {"w": jnp.stack([jnp.eye(3), 2 * jnp.eye(3)])}
+        >>> print(treescan.fold_layers(lambda layer, x: x @ layer["w"], jnp.ones(3), layers))
+        [2. 2. 2.]
+    """
+    try:
+        check_options(options, _ACCEPTED - _FOLD_REFUSES.keys(), _FOLD_REFUSES)
+        return _run(FOLD_LAYERS, block, x, layers, xs, args, **options)[0]
+    except Exception as error:
+        explained = explain(error, "fold_layers", block, x, FOLD_LAYERS.words)
+    raise explained
+
+
+def _run(
+    convention: Convention,
+    block: Any,
+    x: PyTree,
+    layers: PyTree,
+    xs: PyTree,
+    args: Any,
+    *,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    in_axes: Axes = 0,
+    out_axes: Axes = 0,
+    key: Array | None = None,
+    remat: Any = None,
+    name: str | None = None,
+) -> tuple[Any, Any]:
+    blocks = block if isinstance(block, list | tuple) else [block]
+    handles = [body_of(function, convention) for function in blocks]
+    bodies = tuple(body for body, _ in handles)
+    stacks = check_stacks(block, layers, xs, in_axes)
+    adopted, frozen_args, key = adopt(x), check_args(args), check_key(key)
+    frozen_x = freeze_static(adopted.init)
+    _check_blocks(bodies, convention, stacks, len(frozen_args), keyed=key is not None)
+    frozen = stacks.frozen or frozen_x is not adopted.init or any(map(operator.is_not, frozen_args, args))
+    pattern = Pattern(
+        blocks=tuple(
+            Plan(
+                convention,
+                count,
+                reverse=check_reverse(reverse),
+                unroll=check_unroll(unroll, stacks.counts[-1]),
+                in_axes=axes,
+                frozen=frozen,
+                custom=adopted.custom,
+            )
+            for count, axes in zip(stacks.counts, stacks.axes, strict=True)
+        ),
+        sequence=stacks.sequence,
+        out_axes=None if type(out_axes) is int and out_axes == 0 else static_axes("out_axes", out_axes),
+        remat=check_remats(remat, stacks),
+        name=check_name(name),
+    )
+    result = execute_pattern(bodies, pattern, Given(frozen_x, stacks.arguments, key, args=frozen_args))
+    del handles
+    return restored(result, pattern.blocks[0], adopted)
+
+
+def _check_blocks(bodies: tuple[Body, ...], convention: Convention, stacks: Stacks, args: int, *, keyed: bool) -> None:
+    """Holds the parameters of each block against what it will be passed."""
+    shared = [f"arg_{i}" for i in range(args)]
+    passed = {"key": "the option `key`"} if keyed else {}
+    for body, own in zip(bodies, stacks.xs, strict=True):
+        takes = (*convention.takes, *(("x_layer",) if own is not None else ()), *shared)
+        with speaking_of(body.function):
+            check_keywords(body, passed, convention, takes)

@@ -1,0 +1,305 @@
+"""Stacks of layers: pytrees whose arrays lead with the layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from ._arguments import exact_int
+from ._avals import describe_leaf, describe_traced, shape_of, spec_parts
+from ._errors import ArgumentTypeError, Fault, LayerError, Row, explain, verb
+from ._retrace import under_a_trace
+from ._transforms.differences import find_differences
+from ._tree import freeze_static, is_static, leaves_with_path, thaw_static
+from ._types import Array, ArrayLike, PyTree
+
+Layer = TypeVar("Layer")
+
+
+@verb
+def stack(layers: Iterable[Layer]) -> Layer:
+    """Makes one tree of many alike: each leaf is the layers' leaves, stacked along a new first axis.
+
+    Args:
+        layers: the layers, n of them: any pytrees of one structure, whose leaves have the same shapes and dtypes.
+            Leaves that are no arrays (functions, strings) are the same in all layers, and stay.
+
+    Returns:
+        The stack, in the layers' own types: leaves `[n, ...]`. `treescan.scan_layers` runs it, `unstack` undoes it.
+
+    Raises:
+        LayerError: if there are no layers, or some differ; all leaves that do are listed.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> stacked = treescan.stack([{"w": jnp.ones((2, 3))}, {"w": jnp.zeros((2, 3))}])
+        >>> print(stacked["w"].shape)
+        (2, 2, 3)
+    """
+    try:
+        listed = list(layers)
+        if not listed:
+            raise Fault(LayerError, "{verb}: there are no layers.", "Give at least one: the others are held to it.")
+        return thaw_static(_stack([freeze_static(layer) for layer in listed]))
+    except Exception as error:
+        explained = explain(error, "stack")
+    raise explained
+
+
+@verb
+def unstack(stacked: Layer) -> list[Layer]:
+    """The layers of a stack: `unstack(stack(layers))` is equal to `layers`, bit by bit.
+
+    Args:
+        stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`.
+
+    Returns:
+        A list of n trees, in the stack's own types: leaves `[...]`.
+
+    Raises:
+        LayerError: if the leaves do not lead with one number of layers.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> first, second = treescan.unstack({"b": jnp.array([1.0, 2.0])})
+        >>> print(second["b"])
+        2.0
+    """
+    try:
+        frozen = freeze_static(stacked)
+        count_layers(frozen, "stacked")
+        return [thaw_static(layer) for layer in _unstack(frozen)]
+    except Exception as error:
+        explained = explain(error, "unstack")
+    raise explained
+
+
+@verb
+def layer_at(stacked: Layer, i: ArrayLike) -> Layer:
+    """One layer of a stack.
+
+    Args:
+        stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`.
+        i: which, from 0 to n - 1, or from -n counted from the end; traced too. A traced number that is out of range is
+            moved to the nearest that is not, as in `jax.lax.dynamic_index_in_dim`.
+
+    Returns:
+        The layer, in the stack's own types: leaves `[...]`.
+
+    Raises:
+        LayerError: if a concrete number is out of range, or the leaves do not lead with one number of layers.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> print(treescan.layer_at({"b": jnp.array([1.0, 2.0])}, -1)["b"])
+        2.0
+    """
+    try:
+        frozen = freeze_static(stacked)
+        return thaw_static(_take(frozen, _check_number(i, count_layers(frozen, "stacked"))))
+    except Exception as error:
+        explained = explain(error, "layer_at")
+    raise explained
+
+
+@verb
+def set_layer(stacked: Layer, i: ArrayLike, layer: Layer) -> Layer:
+    """A stack with another layer in the place of one.
+
+    Args:
+        stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`. It is not changed.
+        i: which to replace, as for `layer_at`.
+        layer: the new layer: leaves `[...]`, of the stack's structure and types.
+
+    Returns:
+        The new stack: leaves `[n, ...]`.
+
+    Raises:
+        LayerError: if the layer does not fit; all leaves that do not are listed. Else as `layer_at`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> print(treescan.set_layer({"b": jnp.array([1.0, 2.0])}, 0, {"b": jnp.array(5.0)})["b"])
+        [5. 2.]
+    """
+    try:
+        frozen = freeze_static(stacked)
+        number = _check_number(i, count_layers(frozen, "stacked"))
+        return thaw_static(_put(frozen, number, freeze_static(layer)))
+    except Exception as error:
+        explained = explain(error, "set_layer")
+    raise explained
+
+
+def _in_one_call(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of whole trees as one program; within a trace, a part of the one that is being traced."""
+    jitted = jax.jit(function)
+
+    def call(*args: Any) -> Any:
+        return function(*args) if under_a_trace() else jitted(*args)
+
+    return call
+
+
+@_in_one_call
+def _stack(frozen: list[PyTree]) -> PyTree:
+    layers = [thaw_static(layer) for layer in frozen]
+    rows = [
+        difference.row
+        for i, layer in enumerate(layers)
+        for difference in find_differences(f"layers[{i}]", (), layers[0], layer)
+    ]
+    if rows:
+        raise Fault(
+            LayerError,
+            "{verb}: the layers differ, and cannot be one stack.",
+            "Layers of one stack have the same structure, shapes and dtypes, and equal static leaves. Keep layers of "
+            "several kinds in several stacks: `treescan.scan_layers` takes a sequence of blocks, with a stack each.",
+            header=("leaf", "layers[0]", "is"),
+            rows=rows,
+        )
+    return freeze_static(
+        jax.tree.map(lambda first, *others: first if is_static(first) else jnp.stack([first, *others]), *layers)
+    )
+
+
+@_in_one_call
+def _unstack(frozen: PyTree) -> list[PyTree]:
+    count = jax.tree.leaves(frozen)[0].shape[0]
+    return [_take_one(frozen, i) for i in range(count)]
+
+
+def _take_one(frozen: PyTree, i: int) -> PyTree:
+    return jax.tree.map(lambda leaf: jax.lax.index_in_dim(jnp.asarray(leaf), i, keepdims=False), frozen)
+
+
+@_in_one_call
+def _take(frozen: PyTree, i: Any) -> PyTree:
+    if isinstance(i, int):
+        return _take_one(frozen, i)
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(jnp.asarray(leaf), i, keepdims=False), frozen)
+
+
+@_in_one_call
+def _put(frozen: PyTree, i: Any, layer: PyTree) -> PyTree:
+    rows = [found.row for found in find_differences("layer", (), thaw_static(_take_one(frozen, 0)), thaw_static(layer))]
+    if rows:
+        raise Fault(
+            LayerError,
+            "{verb}: the layer does not fit the stack.",
+            "A layer has the stack's structure, static leaves, dtypes and shapes, less the axis of the layers.",
+            header=("leaf", "in the stack", "is"),
+            rows=rows,
+        )
+    return jax.tree.map(
+        lambda leaf, new: jax.lax.dynamic_update_index_in_dim(jnp.asarray(leaf), jnp.asarray(new), i, 0), frozen, layer
+    )
+
+
+def _check_number(i: Any, count: int) -> int | Array:
+    """The number of a layer, from 0 up; one that is traced as it is."""
+    number = exact_int(i)
+    if number is None:
+        if isinstance(i, Tracer) and i.shape == () and jnp.issubdtype(i.dtype, jnp.integer):
+            return i
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}}: `i` is the number of a layer, got {describe_traced(i)}.",
+            "Give one int, or an int array of shape []. For several layers, index the leaves, "
+            "`jax.tree.map(lambda leaf: leaf[i], stacked)`.",
+        )
+    if not -count <= number < count:
+        raise Fault(
+            LayerError,
+            f"{{verb}}: there is no layer {number}: the stack holds {count}.",
+            f"Layers are numbered from 0 to {count - 1}; negative numbers count from the end.",
+        )
+    return number % count
+
+
+def count_layers(stacked: PyTree, root: str) -> int:
+    """How many layers a stack without static leaves holds: what every leaf leads with.
+
+    Raises:
+        Fault: for a `LayerError` if leaves disagree, have no axis, or are split along it.
+    """
+    leaves = leaves_with_path(root, stacked)
+    if not leaves:
+        raise Fault(
+            LayerError,
+            f"{{verb}}: how many layers? `{root}` holds no arrays.",
+            "A stack is a pytree whose arrays lead with the layers: `treescan.stack` makes one of a list of layers.",
+        )
+    sizes = [(shape_of(leaf) or (None,))[0] for _, leaf in leaves]
+    if None in sizes or len(set(sizes)) > 1:
+        rows = [
+            Row(path, "none" if size is None else str(size), describe_leaf(leaf), "")
+            for (path, leaf), size in zip(leaves, sizes, strict=True)
+        ]
+        raise Fault(
+            LayerError,
+            f"{{verb}}: the leaves of `{root}` do not lead with one number of layers.",
+            _list_cure(root, stacked)
+            or "All leaves of a stack lead with the layers; what is the same for all layers is no part of it.",
+            header=("leaf", "layers", "is"),
+            rows=rows,
+        )
+    refuse_split(leaves)
+    assert sizes[0] is not None
+    return sizes[0]
+
+
+def _list_cure(root: str, tree: PyTree) -> str | None:
+    """What to say of a plain sequence of trees that look like layers."""
+    if not isinstance(tree, list | tuple) or hasattr(tree, "_fields") or len(tree) < 2:
+        return None
+    if len({str(jax.tree.structure(layer)) for layer in tree}) > 1:
+        return None
+    return f"If each item of `{root}` is a layer, stack them: `treescan.stack({root})`."
+
+
+def refuse_split(leaves: list[tuple[str, Any]]) -> None:
+    """Refuses leaves whose layers lie on different devices, as far as that is known before a program is compiled."""
+    split = [(path, leaf) for path, leaf in leaves if _is_split(leaf)]
+    if not split:
+        return
+    path, leaf = split[0]
+    spec = f"PartitionSpec({', '.join(['None', *map(repr, _spec(leaf)[1:])])})"
+    cure = f"jax.device_put({path}, NamedSharding(mesh, {spec}))"
+    if _typed_spec(leaf):
+        cure = f"jax.sharding.reshard({path}, jax.sharding.{spec})"
+    raise Fault(
+        LayerError,
+        "{verb}: layers that are stacked lie on different devices.",
+        "Every device runs every layer, and would have to fetch those of the others. Shard inner axes instead: "
+        f"`{cure}`.",
+        header=("leaf", "axis 0", "is"),
+        rows=[Row(path, f"split over {_spec(leaf)[0]!r}", describe_leaf(leaf), "") for path, leaf in split],
+    )
+
+
+def _is_split(leaf: Any) -> bool:
+    if _typed_spec(leaf):
+        return True
+    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.size:
+        return False
+    return bool(leaf.sharding.shard_shape(leaf.shape)[0] != leaf.shape[0])
+
+
+def _typed_spec(leaf: Any) -> tuple[Any, ...]:
+    """How a leaf is sharded, where that is a part of its type and splits its first axis."""
+    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    parts = () if sharding is None else spec_parts(sharding.spec)
+    return parts if parts and parts[0] is not None else ()
+
+
+def _spec(leaf: Any) -> tuple[Any, ...]:
+    return _typed_spec(leaf) or spec_parts(getattr(leaf.sharding, "spec", ())) or (None,)

@@ -1,0 +1,217 @@
+"""Loops by turns: a step of the first, one of the second, and so on, over one state; a pattern of layers is this."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from .._avals import same_type
+from .._chunk import Level, run_chunked
+from .._errors import speaking_of
+from .._loop import Body, Feed, Loop, Memo, Step, is_jit_disabled, run
+from .._types import PyTree, Remat
+from .hoist import Hoisted, hoist, merge
+from .remat import Checkpointed, checkpoint_steps, nested_wish, refuse_with_refs, rematerializes, run_rematerialized
+
+Remats = tuple[Literal["step"] | None, ...] | Remat | None
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The step that runs one step of each of several loops. Its consts and its x are tuples, one item a loop.
+
+    Attributes:
+        steps: the steps of the loops.
+        bodies: their bodies, of which errors speak.
+        reverse: whether the last of them has the first turn.
+    """
+
+    steps: tuple[Step, ...]
+    bodies: tuple[Body, ...]
+    reverse: bool
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        ys: list[PyTree] = [None] * len(self.steps)
+        for i in _order(len(self.steps), self.reverse):
+            with speaking_of(self.bodies[i].function):
+                state, ys[i] = self.steps[i](consts[i], state, feed.x[i])
+        return state, tuple(ys)
+
+
+def _order(count: int, reverse: bool) -> range:
+    return range(count)[::-1] if reverse else range(count)
+
+
+@dataclass(frozen=True)
+class KeepUnchanged:
+    """A step that was traced already, on the leaves of the whole state: those that it does not change go past it."""
+
+    step: Step
+    fixed: tuple[bool, ...]
+
+    def __call__(self, consts: PyTree, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        unchanged = [leaf for leaf, fixed in zip(state, self.fixed, strict=True) if fixed]
+        changed = [leaf for leaf, fixed in zip(state, self.fixed, strict=True) if not fixed]
+        changed, y = self.step((unchanged, consts), changed, feed)
+        return merge(self.fixed, unchanged, changed), y
+
+
+@dataclass(frozen=True)
+class WithUnchanged:
+    """A step on the leaves of the whole state, on those alone that some loop changes. Its consts: (others, inner)."""
+
+    step: Step
+    fixed: tuple[bool, ...]
+
+    def __call__(self, consts: PyTree, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        unchanged, inner = consts
+        whole, y = self.step(inner, merge(self.fixed, unchanged, state), feed)
+        return [leaf for leaf, fixed in zip(whole, self.fixed, strict=True) if not fixed], y
+
+
+def run_turns(loops: Sequence[Loop], remat: Remats, memo: Memo) -> tuple[PyTree, list[PyTree]]:
+    """Runs loops by turns, until the last has no step left; those that have one more come once more, in their order.
+
+    Args:
+        loops: loops over the same state. The first of them may have one step more than the others.
+        remat: what the gradient recomputes: of all loops alike, or a step or nothing for each.
+        memo: keeps what is made for these loops together.
+
+    Returns:
+        The last state, and the outputs of each loop.
+    """
+    remat = remat if rematerializes(loops[0].length) else None
+    rounds = loops[-1].length
+    rest = sum(loop.length > rounds for loop in loops)
+    if len(loops) == 1 or not rounds:
+        return _run_in_order(loops, remat)
+    if is_jit_disabled() or not (rest or remat):
+        return _run_rounds(_Turn.of(loops), loops[0], rounds, rest, lambda main: run(main), memo)
+    return _run_traced(loops, remat, rounds, rest)
+
+
+def _run_in_order(loops: Sequence[Loop], remat: Remats) -> tuple[PyTree, list[PyTree]]:
+    """Loops of which none has a second turn before another has its first: one after the other."""
+    state, ys = loops[0].state, [None] * len(loops)
+    for i in _order(len(loops), loops[0].reverse):
+        loop = dataclasses.replace(loops[i], state=state)
+        plan = remat[i] if isinstance(remat, tuple) else remat
+        with speaking_of(loop.body.function):
+            state, ys[i] = run(loop) if plan is None or not loop.length else run_rematerialized(loop, plan)
+    return state, ys
+
+
+def _run_traced(loops: Sequence[Loop], remat: Remats, rounds: int, rest: int) -> tuple[PyTree, list[PyTree]]:
+    """Traces each step once, for the rounds and what is left after them, and has each recomputed by itself."""
+    traced = _trace(loops)
+    if remat and any(hoisted.refs for hoisted in traced):
+        refuse_with_refs("remat")
+    unchanged = tuple(map(all, zip(*(hoisted.fixed for hoisted in traced), strict=True)))
+    levels = (Level(nested_wish(rounds).size, Checkpointed),) if remat == "nested" else ()
+    plans = remat if isinstance(remat, tuple) else (remat,) * len(loops)
+    turns = [_on_whole_state(hoisted, plan is not None) for hoisted, plan in zip(traced, plans, strict=True)]
+
+    def run_main(main: Loop) -> tuple[PyTree, PyTree]:
+        kept = [leaf for leaf, fixed in zip(main.state, unchanged, strict=True) if fixed]
+        state = [leaf for leaf, fixed in zip(main.state, unchanged, strict=True) if not fixed]
+        step = WithUnchanged(main.step, unchanged)
+        state, ys = run_chunked(dataclasses.replace(main, step=step, consts=(kept, main.consts), state=state), levels)
+        return merge(unchanged, kept, state), ys
+
+    first = dataclasses.replace(loops[0], state=traced[0].settled)
+    state, ys = _run_rounds(turns, first, rounds, rest, run_main, Memo())
+    return jax.tree.unflatten(traced[0].structure, state), ys
+
+
+def _trace(loops: Sequence[Loop]) -> list[Hoisted]:
+    """Traces each loop's step once, from a state whose weak types have settled."""
+    state, traced = loops[0].state, list[Hoisted]()
+    while len(traced) < len(loops):
+        loop, leaves = loops[len(traced)], jax.tree.leaves(state)
+        with speaking_of(loop.body.function):
+            hoisted = hoist(dataclasses.replace(loop, state=state))
+        if traced and not all(map(same_type, leaves, hoisted.settled)):
+            traced.clear()  # a weakly typed leaf that a later body promotes: those before it have to see that too
+        else:
+            traced.append(hoisted)
+        state = jax.tree.unflatten(hoisted.structure, hoisted.settled)
+    return traced
+
+
+class _Turn(NamedTuple):
+    """A loop less its state, whose turn it is once a round.
+
+    Attributes:
+        body: its body.
+        step: its step.
+        last: the same for the turn that is left when all rounds are over, outside of any loop.
+        consts: what all its steps read.
+        xs: what it scans over.
+    """
+
+    body: Body
+    step: Step
+    last: Step
+    consts: PyTree
+    xs: Feed
+
+    @classmethod
+    def of(cls, loops: Sequence[Loop]) -> list[_Turn]:
+        return [cls(loop.body, loop.step, loop.step, loop.consts, loop.xs) for loop in loops]
+
+
+def _on_whole_state(hoisted: Hoisted, recomputed: bool) -> _Turn:
+    """The turn of a loop that was traced, over the leaves of the whole state."""
+    loop = hoisted.loop
+    _, inner = loop.consts
+    steps = (checkpoint_steps(loop).step, Checkpointed(loop.step, looped=False)) if recomputed else (loop.step,) * 2
+    main, last = (KeepUnchanged(step, hoisted.fixed) for step in steps)
+    return _Turn(loop.body, main, last, inner, loop.xs)
+
+
+def _run_rounds(
+    turns: Sequence[_Turn],
+    first: Loop,
+    rounds: int,
+    rest: int,
+    run_main: Callable[[Loop], tuple[PyTree, PyTree]],
+    memo: Memo,
+) -> tuple[PyTree, list[PyTree]]:
+    """All rounds, in which everyone has a turn, and after them, or in reverse before, the turns that are left.
+
+    Args:
+        turns: whose turns these are.
+        first: the first loop, with the state to begin with; it says how all are run.
+        rounds: how many rounds there are.
+        rest: how many have one turn more.
+        run_main: runs the loop of the rounds.
+        memo: keeps what is made for that loop.
+    """
+    state, ends = first.state, ()
+    leading = turns[:rest]
+    left = Feed(tuple(jax.tree.map(lambda leaf: leaf[rounds], turn.xs) for turn in leading))
+    bodies = tuple(turn.body for turn in turns)
+    consts = tuple(turn.consts for turn in turns)
+    last = Turns(tuple(turn.last for turn in leading), bodies[:rest], first.reverse)
+    if rest and first.reverse:
+        state, ends = last(consts[:rest], state, left)
+    xs = Feed(tuple(_head(turn.xs, rounds) if i < rest else turn.xs for i, turn in enumerate(turns)))
+    step = Turns(tuple(turn.step for turn in turns), bodies, first.reverse)
+    main = dataclasses.replace(first, step=step, consts=consts, state=state, xs=xs, length=rounds, memo=memo)
+    state, ys = run_main(main)
+    if rest and not first.reverse:
+        state, ends = last(consts[:rest], state, left)
+    return state, [_append(y, ends[i]) if i < rest else y for i, y in enumerate(ys)]
+
+
+def _head(xs: Feed, count: int) -> Feed:
+    return jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, count), xs)
+
+
+def _append(ys: PyTree, y: PyTree) -> PyTree:
+    return jax.tree.map(lambda others, one: jnp.concatenate([others, one[None]]), ys, y)
