@@ -192,6 +192,20 @@ def indexed(i, carry):
     return {"h": jnp.sin(carry["h"] + i.astype(jnp.float32)), "w": carry["w"]}
 
 
+def layered(layer, x):
+    h = jnp.sin(x["h"] + layer)
+    return {"h": h, "w": x["w"]}, h * 2
+
+
+def layered_fold(layer, x):
+    return layered(layer, x)[0]
+
+
+def layered_with_own(layer, x, own, scale, power, *, key):
+    h = jnp.sin(x["h"] + layer * scale**power + own + jax.random.uniform(key))
+    return {"h": h, "w": x["w"]}, h * 2
+
+
 class Option(NamedTuple):
     """A verb with one of its options: `call(body)` runs it on `body`, and on `arrays()` unless told otherwise."""
 
@@ -243,6 +257,16 @@ def _over_packed(body, init, xs):
     return treescan.mask_scan(body, init, treescan.Packed(xs, jnp.asarray(MASK), jnp.asarray(RESETS), index))
 
 
+def over_pattern(verb: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """Two blocks by turns, the first of which has one turn more."""
+    return lambda body, init, xs: verb((body, body), init, (xs[: LENGTH // 2 + 1], xs[LENGTH // 2 + 1 :]), **options)
+
+
+def _over_layers_with_own(body, init, xs):
+    key, own, scale = jax.random.key(0), array(LENGTH, ROWS, 2, seed=2), array(2, seed=3)[None]
+    return treescan.scan_layers(body, init, xs, own, args=(scale, 2), key=key)
+
+
 LENGTHS = np.array([2, 0, 5])
 MASK = np.arange(LENGTH)[:, None] % 2 < np.array([1, 2, 0])
 RESETS = np.arange(LENGTH)[:, None] == np.array([1, 1, 3])
@@ -283,6 +307,13 @@ OPTIONS = {
     "remat_nested": Option(plain, over(treescan.scan, remat="nested"), 1),
     "fold_remat": Option(folded, over(treescan.fold, remat="nested"), 1),
     "accumulate_remat": Option(folded, over(treescan.accumulate, remat="step"), 1),
+    "scan_layers": Option(layered, over(treescan.scan_layers), 1),
+    "layers_of_all_kinds": Option(layered_with_own, _over_layers_with_own, 3),
+    "fold_layers": Option(layered_fold, over(treescan.fold_layers, reverse=True, remat="step"), 1),
+    "pattern": Option(layered, over_pattern(treescan.scan_layers), 1, traces=2),
+    "pattern_reverse": Option(layered, over_pattern(treescan.scan_layers, reverse=True, remat="step"), 1, traces=2),
+    "pattern_remat": Option(layered_fold, over_pattern(treescan.fold_layers, remat="nested"), 1, traces=2),
+    "pattern_remat_one": Option(layered, over_pattern(treescan.scan_layers, remat=(None, "step")), 1, traces=2),
     "mask_remat_step": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2, remat="step"), 3),
     "mask_remat_nested": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=1, remat="nested"), 3),
 }

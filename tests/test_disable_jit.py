@@ -25,7 +25,7 @@ def test_the_body_sees_values(option):
     @functools.wraps(option.body)
     def body(*args, **keywords):
         assert not is_traced((args, keywords))
-        x = jax.tree.leaves(args)[-1]
+        x = [leaf for leaf in jax.tree.leaves(args) if hasattr(leaf, "shape")][-1]
         steps.append(-1 if x.ravel()[0] > 0 else 1)  # Python decides on a value
         return option.body(*args, **keywords)
 

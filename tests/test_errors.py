@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 import carry_error_cases
 import jax
 import jax.numpy as jnp
+import layer_error_cases
 import numpy as np
 import pytest
 from jax.sharding import AxisType, PartitionSpec
@@ -1208,9 +1209,9 @@ def named_inner(one):
     return scan(outer, one, XS)
 
 
-# --- custom carries ---------------------------------------------------------------------------------------------------
+# --- custom carries, layers -------------------------------------------------------------------------------------------
 
-for given in carry_error_cases.CASES:
+for given in (*carry_error_cases.CASES, *layer_error_cases.CASES):
     case(given.error, **given.options)(given.run)
 
 
@@ -1219,7 +1220,7 @@ for given in carry_error_cases.CASES:
 
 def text_of(error: BaseException) -> str:
     """The error as a user reads it, less what changes with an edit of the files of cases."""
-    place = re.compile(r"[^\s(]*\b(test_errors|carry_error_cases)\.py:\d+")
+    place = re.compile(r"[^\s(]*\b(test_errors|carry_error_cases|layer_error_cases)\.py:\d+")
     return place.sub(r"\1.py:LINE", f"{type(error).__name__}: {error}").rstrip() + "\n"
 
 

@@ -16,7 +16,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from ._avals import describe_argument, describe_leaf, describe_node, describe_traced, is_key, shape_of, spec_parts
-from ._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, Row, TracedArgumentError
+from ._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, Row, TracedArgumentError, TreescanError
 from ._loop import Body
 from ._transforms.axes import LeafAxes, check_axes, spread_axes
 from ._transforms.conventions import Convention
@@ -30,7 +30,7 @@ _TRACED_LENGTH = (
 )
 
 
-_OF_MASK_SCAN = MaskOptions.__annotations__.keys() - UnkeyedOptions.__annotations__.keys()
+OF_MASK_SCAN = MaskOptions.__annotations__.keys() - UnkeyedOptions.__annotations__.keys()
 
 
 def check_options(
@@ -48,7 +48,7 @@ def check_options(
             continue
         if name in refused:
             raise Fault(ArgumentError, f"{{verb}} over {{body}} takes no `{name}`: {refused[name]}")
-        if name in _OF_MASK_SCAN:
+        if name in OF_MASK_SCAN:
             raise Fault(
                 ArgumentTypeError,
                 f"{{verb}} over {{body}} has no option `{name}`.",
@@ -79,13 +79,13 @@ def check_unroll(unroll: Any, length: int) -> int:
         raise Fault(
             TracedArgumentError if isinstance(unroll, Tracer) else ArgumentTypeError,
             f"{{verb}} over {{body}}: `unroll` is an int or a bool, got {describe_traced(unroll)}.",
-            "It is the number of steps that are compiled into one round of the loop: a part of the program.",
+            "It is the number of {unit}s that are compiled into one round of the loop: a part of the program.",
         )
     if steps < 0:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `unroll` counts steps, got {steps}.",
-            "Give 1 for a plain loop, k for k steps a round, 0 or True to unroll the whole loop.",
+            f"{{verb}} over {{body}}: `unroll` counts {{unit}}s, got {steps}.",
+            "Give 1 for a plain loop, k for k {unit}s a round, 0 or True to unroll the whole loop.",
         )
     return steps
 
@@ -166,7 +166,7 @@ def infer_length(xs: PyTree, length: int | None, axes: LeafAxes | None) -> int:
         if axis is not None and _is_array(leaf):
             shape = getattr(leaf, "shape", None)
             if not shape:
-                raise _no_axis(xs)
+                raise no_axis(xs)
             sizes.append(shape[axis])
             _check_replicated(xs, leaf, axis, axes)
     if length is None:
@@ -190,34 +190,34 @@ def _is_array(leaf: Any) -> bool:
     return hasattr(leaf, "shape") or isinstance(jax.typeof(leaf), ShapedArray)
 
 
-def _no_axis(xs: PyTree) -> Fault:
-    rows = [Row(path, "an axis to scan over", describe_node(node), "") for path, node in _without_axis(xs)]
-    lists = [
-        (row, node) for row, (_, node) in zip(rows, _without_axis(xs), strict=True) if isinstance(node, list | tuple)
-    ]
-    cure = "Every leaf of xs leads with the steps. What is the same for all steps goes with `in_axes=None`."
+def no_axis(xs: PyTree, root: str = "xs", error: type[TreescanError] = ArgumentError) -> Fault:
+    """Says which leaves have no axis to scan over, and how a list of numbers is made an array."""
+    without = _without_axis(xs, root)
+    rows = [Row(path, "an axis to scan over", describe_node(node), "") for path, node in without]
+    lists = [(row, node) for row, (_, node) in zip(rows, without, strict=True) if isinstance(node, list | tuple)]
+    cure = "Every leaf of xs leads with the {unit}s. What is the same for all {unit}s goes with `in_axes=None`."
     if lists:
         row, node = lists[0]
         cure = (
-            f"{row.leaf}: xs is a pytree, in which a {type(node).__name__} of numbers is not {len(node)} steps, but "
-            f"{len(jax.tree.leaves(node))} leaves without an axis. Make it an array, `jnp.asarray({row.leaf})`."
+            f"{row.leaf}: xs is a pytree, in which a {type(node).__name__} of numbers is not {len(node)} {{unit}}s, "
+            f"but {len(jax.tree.leaves(node))} leaves without an axis. Make it an array, `jnp.asarray({row.leaf})`."
         )
     return Fault(
-        ArgumentError,
-        "{verb} over {body}: xs has leaves without an axis to scan over.",
+        error,
+        f"{{verb}} over {{body}}: {root} has leaves without an axis to scan over.",
         cure,
         header=("leaf", "expected", "is"),
         rows=rows,
     )
 
 
-def _without_axis(xs: PyTree) -> list[tuple[str, Any]]:
+def _without_axis(xs: PyTree, root: str) -> list[tuple[str, Any]]:
     """The leaves of shape [], but a list (of lists) of nothing else as one."""
 
     def is_unit(node: Any) -> bool:
         return isinstance(node, list | tuple) and bool(node) and all(_is_scalar(x) or is_unit(x) for x in node)
 
-    nodes = leaves_with_path("xs", xs, is_leaf=is_unit)
+    nodes = leaves_with_path(root, xs, is_leaf=is_unit)
     return [(path, node) for path, node in nodes if is_unit(node) or not shape_of(node)]
 
 
@@ -292,12 +292,15 @@ def check_remat(remat: Any) -> Remat | None:
     raise Fault(
         ArgumentError,
         f'{{verb}} over {{body}}: `remat` is "step", "nested" or None, got {describe_argument(remat)}.',
-        '"step" has the gradient recompute each step from its carry; "nested" saves even fewer carries.',
+        '"step" has the gradient recompute each {unit} from what it was given; "nested" saves even less.',
     )
 
 
-def check_key(key: Any) -> Array | None:
-    """One PRNG key, typed or raw."""
+_OWN_KEYS = "each {unit} gets its own key, folded from it and the {unit}'s position."
+
+
+def check_key(key: Any, why: str = _OWN_KEYS) -> Array | None:
+    """One PRNG key, typed or raw; `why` says what becomes of it."""
     if key is None:
         return None
     if isinstance(key, jax.Array | np.ndarray):
@@ -309,7 +312,7 @@ def check_key(key: Any) -> Array | None:
     raise Fault(
         ArgumentTypeError,
         f"{{verb}} over {{body}}: `key` is one PRNG key, got {describe_argument(key)}.",
-        "Pass `jax.random.key(seed)`: each step gets its own key, folded from it and the step's position.",
+        f"Pass `jax.random.key(seed)`: {why}",
     )
 
 
@@ -337,13 +340,13 @@ def check_keywords(
     """
     takes = takes or convention.takes
     _check_positional(body, convention, takes)
-    accepts, needs = body.memo(check_keywords, lambda: _keywords(body.parameters))
+    accepts, needs = body.memo((check_keywords, len(takes)), lambda: _keywords(body.parameters, len(takes)))
     for name, why in given.items():
         if accepts is not None and name not in accepts:
             raise Fault(
                 BodyError,
                 f"{{body}} takes no keyword `{name}`, which {why} passes to it.",
-                f"Add it to the body's parameters: `def {convention.body}({', '.join(takes)}, *, {name}): ...`.",
+                f"Add it to the body's parameters: `def {{step}}({', '.join(takes)}, *, {name}): ...`.",
             )
     for name in needs:
         if name not in given:
@@ -361,30 +364,35 @@ def _check_positional(body: Body, convention: Convention, takes: tuple[str, ...]
     needed = [p.name for p in positional if p.default is p.empty and p.name not in ("key", "valid")]
     if len(positional) < len(takes) or len(needed) > len(takes):
         first = ", ".join(takes)
-        others = f"bind what else it needs, `functools.partial({convention.body}, ...)`"
+        others = ", and bind what else it needs, `functools.partial({step}, ...)`"
         if convention.spread:
-            others = "pass what all layers share as `args=(...)`, and what each has of its own as `xs`"
+            others = ", and pass what all layers share as `args=(...)`, what each has of its own as `xs`"
         raise Fault(
             BodyError,
             f"{{body}} takes ({', '.join(p.name for p in positional)}), but {{verb}} calls it with ({first}).",
-            f"Write it as `def {convention.body}({first}): ...`, and {others}.",
+            f"Write it as `def {{step}}({first}): ...`{others if len(needed) > len(takes) else ''}.",
         )
 
 
 def _needs(name: str) -> str:
     if name == "key":
-        return "Pass `key=jax.random.key(seed)`: each step gets its own key."
+        return "Pass `key=jax.random.key(seed)`: each {unit} gets its own key."
     if name == "valid":
         return "`valid` is the step's mask: `treescan.mask_scan` passes it."
-    return "Bind it beforehand, `functools.partial(step, ...)`, or give it a default."
+    return "Bind it beforehand, `functools.partial({step}, ...)`, or give it a default."
 
 
-def _keywords(parameters: tuple[inspect.Parameter, ...] | None) -> tuple[frozenset[str] | None, tuple[str, ...]]:
-    """The keywords that a body accepts (None: any), and those that it must be given."""
+def _keywords(
+    parameters: tuple[inspect.Parameter, ...] | None, positional: int
+) -> tuple[frozenset[str] | None, tuple[str, ...]]:
+    """The keywords that a body accepts (None: any) beside its positional arguments, and those it must be given."""
     if parameters is None:
         return None, ()
     if any(p.kind is p.VAR_KEYWORD for p in parameters):
         accepts = None
     else:
         accepts = frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
-    return accepts, tuple(p.name for p in parameters if p.kind is p.KEYWORD_ONLY and p.default is p.empty)
+    later = (p for i, p in enumerate(parameters) if i >= positional and p.kind is p.POSITIONAL_OR_KEYWORD)
+    named = [p for p in later if p.name in ("key", "valid")]  # all others are refused by their number
+    keywords = [*named, *(p for p in parameters if p.kind is p.KEYWORD_ONLY)]
+    return accepts, tuple(p.name for p in keywords if p.default is p.empty)

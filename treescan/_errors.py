@@ -27,7 +27,8 @@ _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _GAP = "   "
 _WIDTH = 96
-_WORDS = {"step": "step", "init": "init"}
+STEP_WORDS = {"step": "step", "init": "init", "unit": "step", "the_carry": "the carry", "a_carry": "a carry"}
+LAYER_WORDS = {"step": "block", "init": "x", "unit": "layer", "the_carry": "x", "a_carry": "an x"}
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -88,6 +89,7 @@ PUBLIC = (
     TracedArgumentError,
     BodyError,
     CarryError,
+    LayerError,
     SignatureError,
     PluginError,
     PluginWarning,
@@ -119,7 +121,8 @@ class Fault(Exception):
 
     Args:
         error: the public exception to raise.
-        says: the headline; `{body}` and `{verb}`, `{step}` and `{init}` stand for what only the verb knows.
+        says: the headline. `{body}`, `{verb}` and `{call}`, which is both, `{step}`, `{init}`, `{unit}`, `{the_carry}`
+            and `{a_carry}` stand, here and in cures, for what only the verb knows.
         header: the titles of the table's columns, where there is a table.
         rows: the table, one row a leaf.
         cures: what the user may do about it, a paragraph each.
@@ -201,7 +204,7 @@ def _indent(text: str) -> str:
 
 
 def explain(
-    error: Exception, name: str, body: Any = None, init: Any = None, words: Mapping[str, str] = _WORDS
+    error: Exception, name: str, body: Any = None, init: Any = None, words: Mapping[str, str] = STEP_WORDS
 ) -> Exception:
     """Makes of an exception what the user of the verb `name` should see; one without a body has no `{body}` to name.
 
@@ -211,7 +214,9 @@ def explain(
     """
     if isinstance(error, Fault):
         about = body if error.body is None else error.body
-        known = {**words, "verb": f"`{name}`", "body": describe_body(about)}
+        named = describe_body(about)
+        call = f"`{name}`" if about is None else f"`{name}` over {named}"
+        known = {**words, "verb": f"`{name}`", "body": named, "call": call}
         explained = error.error(error.render(known, init))
         if error.cause is not None:
             explained.__cause__ = error.cause.with_traceback(_without_inner_frames(error.cause.__traceback__))

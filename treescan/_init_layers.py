@@ -68,7 +68,8 @@ def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) 
         )
     body = Body.of(init)
     alive = body.function
-    key, frozen = check_key(key), freeze_static(args, scalars=True)
+    key = check_key(key, "layer i is made with `jax.random.split(key, n)[i]`.")
+    frozen = freeze_static(args, scalars=True)
     if key is None:
         raise Fault(ArgumentTypeError, "{verb} over {body}: there is no key.", "Pass `jax.random.key(seed)`.")
     places = None if shardings is None else _stacked_shardings(functools.partial(_one, body), key, frozen, shardings)
@@ -138,7 +139,8 @@ def _stacked_shardings(one: Callable[..., PyTree], key: Array, frozen: PyTree, s
         raise Fault(
             LayerError,
             "{verb} over {body}: leaves of a layer cannot be sharded as `shardings` says.",
-            "It speaks of one layer, without the axis of the layers, and mesh axes divide the axes that they shard.",
+            "It speaks of one layer, without the axis of the layers; a PartitionSpec needs `jax.set_mesh`, and mesh "
+            "axes divide the axes that they shard.",
             header=("leaf", "sharding", "is"),
             rows=rows,
         )
@@ -156,14 +158,16 @@ def _misfit(leaf: Any, place: Any) -> str:
         return ""
     if not _is_place(place) or (isinstance(place, jax.sharding.Sharding) and not isinstance(place, NamedSharding)):
         return f"no NamedSharding: {describe_argument(place)}"
-    rank = len(spec_parts(_spec_of(place)))
-    if rank > len(leaf.shape):
+    if len(spec_parts(_spec_of(place))) > len(leaf.shape):
         return f"rank {len(leaf.shape)}"
+    mesh = jax.sharding.get_abstract_mesh()
+    if isinstance(place, PartitionSpec) and mesh.empty:
+        return "no mesh is set"
     try:
-        if isinstance(place, NamedSharding):
-            place.shard_shape(leaf.shape)
-    except ValueError:
-        return "does not divide"
+        sharding = place if isinstance(place, NamedSharding) else NamedSharding(mesh, place)
+        sharding.shard_shape(leaf.shape)
+    except ValueError as error:
+        return "does not divide" if "divi" in str(error) else "no such axis of the mesh"
     return ""
 
 

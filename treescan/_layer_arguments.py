@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._arguments import check_remat, resolve_axes
+from ._arguments import check_remat, no_axis, resolve_axes
 from ._avals import describe_argument, describe_leaf, describe_node, shape_of
 from ._errors import ArgumentError, Fault, LayerError, Row
 from ._stack import count_layers, refuse_split
@@ -44,13 +44,18 @@ class Stacks(NamedTuple):
         return tuple((stack,) if x is None else (stack, x) for stack, x in zip(self.layers, self.xs, strict=True))
 
 
+def is_pattern(block: Any) -> bool:
+    """Whether what stands for a block is a sequence of several; a tuple that can be called is a block itself."""
+    return isinstance(block, list | tuple) and not callable(block)
+
+
 def check_stacks(block: Any, layers: PyTree, xs: PyTree, in_axes: Axes) -> Stacks:
     """Holds blocks, stacks and xs against one another.
 
     Raises:
         Fault: for a `LayerError` that lists all the leaves in question.
     """
-    sequence = isinstance(block, list | tuple)
+    sequence = is_pattern(block)
     blocks, names = ((block,), ("",)) if not sequence else _several(block)
     stacks: tuple[PyTree, ...] = (layers,)
     own: tuple[PyTree, ...] = (xs,)
@@ -63,6 +68,8 @@ def check_stacks(block: Any, layers: PyTree, xs: PyTree, in_axes: Axes) -> Stack
     given, (stacks, own) = (*stacks, *own), (tuple(map(freeze_static, stacks)), tuple(map(freeze_static, own)))
     frozen = any(before is not after for before, after in zip(given, (*stacks, *own), strict=True))
     counts = tuple(count_layers(stack, f"layers{name}") for stack, name in zip(stacks, names, strict=True))
+    for stack, name in zip(stacks, names, strict=True):
+        refuse_split(leaves_with_path(f"layers{name}", stack))
     _check_pattern(counts)
     parts = zip(stacks, own, own_axes, counts, names, strict=True)
     axes = tuple(_check_own(stack, x, axis, count, name) for stack, x, axis, count, name in parts)
@@ -78,18 +85,18 @@ def _several(blocks: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
 
 def _one_each(blocks: tuple[Any, ...], given: Any, name: str) -> tuple[Any, ...]:
     """A sequence with one item for each block."""
+    error = LayerError if name in ("layers", "xs") else ArgumentError
     if not isinstance(given, list | tuple) or hasattr(given, "_fields"):
         raise Fault(
-            LayerError,
-            f"{{verb}}: there are {len(blocks)} blocks, but `{name}` is no sequence: it is {describe_node(given)}.",
+            error,
+            f"{{call}}: there are {len(blocks)} blocks, but `{name}` is no sequence: it is {describe_node(given)}.",
             f"Give one item for each block: `({name}_0, {name}_1, ...)`.",
         )
     if len(given) != len(blocks):
         raise Fault(
-            LayerError,
-            f"{{verb}}: there are {len(blocks)} blocks, but `{name}` has {len(given)} items.",
-            "Give one item for each block. A block that has several turns in a period stands there as often, each time "
-            "with a stack of its own.",
+            error,
+            f"{{call}}: there are {len(blocks)} blocks, but `{name}` has {len(given)} item{'s'[: len(given) != 1]}.",
+            "Give one for each block. A block that has several turns in a period stands there as often.",
         )
     return tuple(given)
 
@@ -99,13 +106,11 @@ def _check_pattern(counts: tuple[int, ...]) -> None:
     fewest = counts[-1]
     leading = sum(count == fewest + 1 for count in counts)
     if not counts[0]:
-        raise Fault(
-            LayerError, "{verb}: there are no layers: the leaves of `layers` lead with 0.", "Give at least one."
-        )
+        raise Fault(LayerError, "{call}: there are no layers: every stack is empty.", "Give at least one.")
     if counts != (fewest + 1,) * leading + (fewest,) * (len(counts) - leading):
         raise Fault(
             LayerError,
-            "{verb}: the stacks do not make a pattern.",
+            "{call}: the stacks do not make a pattern.",
             "Blocks take turns: the first layer of each, the second of each, and so on. So all stacks hold the same "
             "number of layers; only the last period need not be full, and then the leading stacks hold one more.",
             header=("stack", "layers"),
@@ -120,6 +125,12 @@ def _check_own(layers: PyTree, xs: PyTree, in_axes: Axes, count: int, name: str)
         Fault: for a `LayerError` if the leaves of xs do not have as many layers.
     """
     root = f"xs{name}"
+    if xs is None and not (type(in_axes) is int and in_axes == 0) and not name:
+        raise Fault(
+            ArgumentError,
+            "{call}: `in_axes` speaks of xs, and there are none.",
+            "Layers are scanned along axis 0 of their stack. What each has beside its parameters goes into `xs`.",
+        )
     axes = resolve_axes(in_axes, xs, root)
     named = leaves_with_path(root, xs)
     rows = [
@@ -127,15 +138,17 @@ def _check_own(layers: PyTree, xs: PyTree, in_axes: Axes, count: int, name: str)
         for (path, leaf), axis in zip(named, axes or (0,) * len(named), strict=True)
         if axis is not None and (size := _size(leaf, axis)) != count
     ]
+    if rows and all(row.expected == "none" for row in rows):
+        raise no_axis(xs, root, LayerError)
     if rows:
         raise Fault(
             LayerError,
-            f"{{verb}}: `layers{name}` holds {count} layers, but `{root}` has leaves for another number.",
+            f"{{call}}: `layers{name}` holds {count} layers, but `{root}` has leaves for another number.",
             "Each layer is given its own slice of xs. What all layers share goes into `args`.",
             header=("leaf", "layers", "is"),
             rows=rows,
         )
-    refuse_split([pair for pair, axis in zip(named, axes or (0,) * len(named), strict=True) if axis == 0])
+    refuse_split(named, axes)
     return None if axes is None else (*(0 for _ in jax.tree.leaves(layers)), *axes)
 
 
@@ -159,7 +172,7 @@ def check_remats(remat: Any, stacks: Stacks) -> Remats:
         if not (plan is None or (isinstance(plan, str) and plan == "step")):
             raise Fault(
                 ArgumentError,
-                f'{{verb}}: in a sequence, `remat` is "step" or None for each block, got {describe_argument(plan)}.',
+                f'{{call}}: in a sequence, `remat` is "step" or None for each block, got {describe_argument(plan)}.',
                 '"nested" is a plan for the loop over all of them: give it alone.',
             )
     return tuple(each) if any(each) else None

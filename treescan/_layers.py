@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, TypeVarTuple, Unpack, overload
 
 from ._arguments import (
+    OF_MASK_SCAN,
     check_key,
     check_keywords,
     check_name,
@@ -14,8 +15,8 @@ from ._arguments import (
     check_reverse,
     check_unroll,
 )
-from ._errors import explain, speaking_of, verb
-from ._layer_arguments import Stacks, check_args, check_remats, check_stacks
+from ._errors import LAYER_WORDS, explain, speaking_of, verb
+from ._layer_arguments import Stacks, check_args, check_remats, check_stacks, is_pattern
 from ._loop import Body
 from ._run import body_of, restored
 from ._transforms.axes import static_axes
@@ -31,9 +32,11 @@ Layer_contra = TypeVar("Layer_contra", contravariant=True)
 Args = TypeVarTuple("Args")
 
 _ACCEPTED = frozenset((*StackedLayersOptions.__annotations__, "key"))
-_NO_LENGTH = "it runs as many layers as the stack holds."
-_SCAN_REFUSES = {"length": _NO_LENGTH}
-_FOLD_REFUSES = {"length": _NO_LENGTH, "out_axes": "it stacks no outputs. `treescan.scan_layers` does."}
+_SCAN_REFUSES = {
+    **dict.fromkeys(OF_MASK_SCAN, "it is for rows of unequal length. What all layers share goes into `args`."),
+    "length": "it runs as many layers as the stack holds.",
+}
+_FOLD_REFUSES = {**_SCAN_REFUSES, "out_axes": "it stacks no outputs. `treescan.scan_layers` does."}
 
 
 class KeyedBlock(Protocol[Layer_contra, Carry, Y_co]):
@@ -145,7 +148,7 @@ def scan_layers(
         check_options(options, _ACCEPTED, _SCAN_REFUSES)
         return _run(SCAN_LAYERS, block, x, layers, xs, args, **options)
     except Exception as error:
-        explained = explain(error, "scan_layers", block, x, SCAN_LAYERS.words)
+        explained = explain(error, "scan_layers", block, x, LAYER_WORDS)
     raise explained
 
 
@@ -227,7 +230,7 @@ def fold_layers(
         check_options(options, _ACCEPTED - _FOLD_REFUSES.keys(), _FOLD_REFUSES)
         return _run(FOLD_LAYERS, block, x, layers, xs, args, **options)[0]
     except Exception as error:
-        explained = explain(error, "fold_layers", block, x, FOLD_LAYERS.words)
+        explained = explain(error, "fold_layers", block, x, LAYER_WORDS)
     raise explained
 
 
@@ -247,8 +250,7 @@ def _run(
     remat: Any = None,
     name: str | None = None,
 ) -> tuple[Any, Any]:
-    blocks = block if isinstance(block, list | tuple) else [block]
-    handles = [body_of(function, convention) for function in blocks]
+    handles = [body_of(function, convention) for function in (block if is_pattern(block) else [block])]
     bodies = tuple(body for body, _ in handles)
     stacks = check_stacks(block, layers, xs, in_axes)
     adopted, frozen_args, key = adopt(x), check_args(args), check_key(key)

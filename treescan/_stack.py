@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -10,9 +10,10 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from ._arguments import exact_int
-from ._avals import describe_leaf, describe_traced, shape_of, spec_parts
+from ._avals import describe_argument, describe_leaf, describe_traced, shape_of, spec_parts
 from ._errors import ArgumentTypeError, Fault, LayerError, Row, explain, verb
 from ._retrace import under_a_trace
+from ._transforms.axes import LeafAxes
 from ._transforms.differences import find_differences
 from ._tree import freeze_static, is_static, leaves_with_path, thaw_static
 from ._types import Array, ArrayLike, PyTree
@@ -36,13 +37,14 @@ def stack(layers: Iterable[Layer]) -> Layer:
 
     Examples:
         >>> import jax.numpy as jnp
+    import numpy as np
         >>> import treescan
         >>> stacked = treescan.stack([{"w": jnp.ones((2, 3))}, {"w": jnp.zeros((2, 3))}])
         >>> print(stacked["w"].shape)
         (2, 2, 3)
     """
     try:
-        listed = list(layers)
+        listed = _as_list(layers)
         if not listed:
             raise Fault(LayerError, "{verb}: there are no layers.", "Give at least one: the others are held to it.")
         return thaw_static(_stack([freeze_static(layer) for layer in listed]))
@@ -66,6 +68,7 @@ def unstack(stacked: Layer) -> list[Layer]:
 
     Examples:
         >>> import jax.numpy as jnp
+    import numpy as np
         >>> import treescan
         >>> first, second = treescan.unstack({"b": jnp.array([1.0, 2.0])})
         >>> print(second["b"])
@@ -74,7 +77,7 @@ def unstack(stacked: Layer) -> list[Layer]:
     try:
         frozen = freeze_static(stacked)
         count_layers(frozen, "stacked")
-        return [thaw_static(layer) for layer in _unstack(frozen)]
+        return [thaw_static(layer) for layer in split_layers(frozen)]
     except Exception as error:
         explained = explain(error, "unstack")
     raise explained
@@ -97,6 +100,7 @@ def layer_at(stacked: Layer, i: ArrayLike) -> Layer:
 
     Examples:
         >>> import jax.numpy as jnp
+    import numpy as np
         >>> import treescan
         >>> print(treescan.layer_at({"b": jnp.array([1.0, 2.0])}, -1)["b"])
         2.0
@@ -126,6 +130,7 @@ def set_layer(stacked: Layer, i: ArrayLike, layer: Layer) -> Layer:
 
     Examples:
         >>> import jax.numpy as jnp
+    import numpy as np
         >>> import treescan
         >>> print(treescan.set_layer({"b": jnp.array([1.0, 2.0])}, 0, {"b": jnp.array(5.0)})["b"])
         [5. 2.]
@@ -139,6 +144,17 @@ def set_layer(stacked: Layer, i: ArrayLike, layer: Layer) -> Layer:
     raise explained
 
 
+def _as_list(layers: Any) -> list[Any]:
+    if isinstance(layers, Iterable) and not isinstance(layers, Mapping | str):
+        return list(layers)
+    cure = "Give a list of them, `[first, second, ...]`; what has the axis of the layers already is a stack."
+    if isinstance(layers, Mapping):
+        cure = "If its values are the layers, stack these: `treescan.stack(layers.values())`."
+    raise Fault(
+        ArgumentTypeError, f"{{verb}}: `layers` is a sequence of layers, got {describe_argument(layers)}.", cure
+    )
+
+
 def _in_one_call(function: Callable[..., Any]) -> Callable[..., Any]:
     """A function of whole trees as one program; within a trace, a part of the one that is being traced."""
     jitted = jax.jit(function)
@@ -150,8 +166,8 @@ def _in_one_call(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_in_one_call
-def _stack(frozen: list[PyTree]) -> PyTree:
-    layers = [thaw_static(layer) for layer in frozen]
+def _stack(layers: list[PyTree]) -> PyTree:
+    layers = [thaw_static(layer) for layer in layers]
     rows = [
         difference.row
         for i, layer in enumerate(layers)
@@ -172,7 +188,8 @@ def _stack(frozen: list[PyTree]) -> PyTree:
 
 
 @_in_one_call
-def _unstack(frozen: PyTree) -> list[PyTree]:
+def split_layers(frozen: PyTree) -> list[PyTree]:
+    """The layers of a stack, whose static leaves stay frozen."""
     count = jax.tree.leaves(frozen)[0].shape[0]
     return [_take_one(frozen, i) for i in range(count)]
 
@@ -220,7 +237,7 @@ def _check_number(i: Any, count: int) -> int | Array:
         raise Fault(
             LayerError,
             f"{{verb}}: there is no layer {number}: the stack holds {count}.",
-            f"Layers are numbered from 0 to {count - 1}; negative numbers count from the end.",
+            *([f"Layers are numbered from 0 to {count - 1}; negative numbers count from the end."] if count else []),
         )
     return number % count
 
@@ -229,13 +246,13 @@ def count_layers(stacked: PyTree, root: str) -> int:
     """How many layers a stack without static leaves holds: what every leaf leads with.
 
     Raises:
-        Fault: for a `LayerError` if leaves disagree, have no axis, or are split along it.
+        Fault: for a `LayerError` if leaves disagree, have no axis, or are of a type that is split along it.
     """
     leaves = leaves_with_path(root, stacked)
     if not leaves:
         raise Fault(
             LayerError,
-            f"{{verb}}: how many layers? `{root}` holds no arrays.",
+            f"{{call}}: how many layers? `{root}` holds no arrays.",
             "A stack is a pytree whose arrays lead with the layers: `treescan.stack` makes one of a list of layers.",
         )
     sizes = [(shape_of(leaf) or (None,))[0] for _, leaf in leaves]
@@ -246,60 +263,78 @@ def count_layers(stacked: PyTree, root: str) -> int:
         ]
         raise Fault(
             LayerError,
-            f"{{verb}}: the leaves of `{root}` do not lead with one number of layers.",
+            f"{{call}}: the leaves of `{root}` do not lead with one number of layers.",
             _list_cure(root, stacked)
             or "All leaves of a stack lead with the layers; what is the same for all layers is no part of it.",
             header=("leaf", "layers", "is"),
             rows=rows,
         )
-    refuse_split(leaves)
+    refuse_split(leaves, placed=False)
     assert sizes[0] is not None
     return sizes[0]
 
 
 def _list_cure(root: str, tree: PyTree) -> str | None:
     """What to say of a plain sequence of trees that look like layers."""
-    if not isinstance(tree, list | tuple) or hasattr(tree, "_fields") or len(tree) < 2:
+    if not isinstance(tree, list | tuple) or hasattr(tree, "_fields") or not tree:
         return None
     if len({str(jax.tree.structure(layer)) for layer in tree}) > 1:
         return None
     return f"If each item of `{root}` is a layer, stack them: `treescan.stack({root})`."
 
 
-def refuse_split(leaves: list[tuple[str, Any]]) -> None:
-    """Refuses leaves whose layers lie on different devices, as far as that is known before a program is compiled."""
-    split = [(path, leaf) for path, leaf in leaves if _is_split(leaf)]
+def refuse_split(leaves: list[tuple[str, Any]], axes: LeafAxes | None = None, *, placed: bool = True) -> None:
+    """Refuses leaves whose layers lie on different devices, as far as that is known before a program is compiled.
+
+    Args:
+        leaves: the leaves of a stack, each with its path.
+        axes: the axis of the layers in each; None: the first in all.
+        placed: whether arrays count that are only placed so, where their types do not say it.
+    """
+    of_each = zip(leaves, axes or (0,) * len(leaves), strict=True)
+    split = [
+        (path, leaf, axis)
+        for (path, leaf), axis in of_each
+        if axis is not None and (_typed_part(leaf, axis) is not None or (placed and _is_split(leaf, axis)))
+    ]
     if not split:
         return
-    path, leaf = split[0]
-    spec = f"PartitionSpec({', '.join(['None', *map(repr, _spec(leaf)[1:])])})"
-    cure = f"jax.device_put({path}, NamedSharding(mesh, {spec}))"
-    if _typed_spec(leaf):
-        cure = f"jax.sharding.reshard({path}, jax.sharding.{spec})"
+    path, leaf, axis = split[0]
+    parts = ["None" if i == axis else repr(part) for i, part in enumerate(_spec(leaf))]
+    spec = f"jax.sharding.PartitionSpec({', '.join(parts)})"
+    cure = f"jax.device_put({path}, jax.sharding.NamedSharding(mesh, {spec}))"
+    if _typed_part(leaf, axis) is not None:
+        cure = f"jax.sharding.reshard({path}, {spec})"
     raise Fault(
         LayerError,
-        "{verb}: layers that are stacked lie on different devices.",
-        "Every device runs every layer, and would have to fetch those of the others. Shard inner axes instead: "
-        f"`{cure}`.",
-        header=("leaf", "axis 0", "is"),
-        rows=[Row(path, f"split over {_spec(leaf)[0]!r}", describe_leaf(leaf), "") for path, leaf in split],
+        "{call}: layers of a stack lie on different devices.",
+        "A layer is needed whole: each device would have to fetch those of the others. Shard other axes instead, or "
+        f"none: `{cure}`.",
+        header=("leaf", "axis of the layers", "is"),
+        rows=[
+            Row(path, f"{axis}, split over {_spec(leaf)[axis]!r}", describe_leaf(leaf), "")
+            for path, leaf, axis in split
+        ],
     )
 
 
-def _is_split(leaf: Any) -> bool:
-    if _typed_spec(leaf):
-        return True
+def _is_split(leaf: Any, axis: int) -> bool:
     if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.size:
         return False
-    return bool(leaf.sharding.shard_shape(leaf.shape)[0] != leaf.shape[0])
+    return bool(leaf.sharding.shard_shape(leaf.shape)[axis] != leaf.shape[axis])
 
 
-def _typed_spec(leaf: Any) -> tuple[Any, ...]:
-    """How a leaf is sharded, where that is a part of its type and splits its first axis."""
+def _typed_part(leaf: Any, axis: int) -> Any:
+    """What splits an axis, where shardings are a part of the type."""
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     parts = () if sharding is None else spec_parts(sharding.spec)
-    return parts if parts and parts[0] is not None else ()
+    return parts[axis] if axis < len(parts) else None
 
 
 def _spec(leaf: Any) -> tuple[Any, ...]:
-    return _typed_spec(leaf) or spec_parts(getattr(leaf.sharding, "spec", ())) or (None,)
+    """How each axis of a leaf is split."""
+    typed = getattr(jax.typeof(leaf), "sharding", None)
+    parts = () if typed is None else spec_parts(typed.spec)
+    if not any(part is not None for part in parts) and not isinstance(leaf, Tracer):
+        parts = spec_parts(getattr(leaf.sharding, "spec", ()))
+    return (*parts, *(None,) * (len(leaf.shape) - len(parts)))

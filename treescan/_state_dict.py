@@ -13,7 +13,7 @@ import numpy as np
 
 from ._avals import describe_argument, describe_leaf, shape_of
 from ._errors import ArgumentTypeError, Fault, LayerError, Row, explain, verb
-from ._stack import count_layers, unstack
+from ._stack import count_layers, split_layers
 from ._tree import KeyPath, freeze_static, thaw_static
 from ._types import Array, PyTree
 
@@ -33,7 +33,7 @@ def layers_from_state_dict(
         like: a tree with the structure and shapes of *one* layer (`jax.eval_shape(init, key)` makes one). The stack
             then has its structure; a leaf's name is its path, joined by dots (`attention.q_proj`). None: the stack is a
             dict from each name to its array.
-        prefix: what stands before the number.
+        prefix: what stands before the number; "" for nothing.
         names: where the checkpoint calls a leaf something else: `{"attention.q_proj": "self_attn.q_proj.weight"}`.
 
     Returns:
@@ -52,12 +52,20 @@ def layers_from_state_dict(
         (2, 2, 3)
     """
     try:
-        _check_texts(prefix, names)
+        prefix = _check_texts(prefix, names)
+        if not isinstance(state, Mapping):
+            raise Fault(
+                ArgumentTypeError,
+                f"{{verb}}: `state` is a mapping, got {describe_argument(state)}.",
+                'From names to arrays: `{"layers.0.w": w0, "layers.1.w": w1}`.',
+            )
         layers = _by_number(state, prefix)
         wanted = _wanted(layers, like, names or {})
         _check_complete(layers, wanted, prefix)
         stacked = [_join([layer[name] for layer in layers]) for name, _ in wanted]
         if like is None:
+            if [name for name, _ in wanted] == [""]:  # a layer is one array
+                return stacked[0]
             return {name: leaf for (name, _), leaf in zip(wanted, stacked, strict=True)}
         return thaw_static(jax.tree.unflatten(jax.tree.structure(freeze_static(like)), stacked))
     except Exception as error:
@@ -73,7 +81,7 @@ def layers_to_state_dict(
 
     Args:
         stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`. Other leaves are left out.
-        prefix: what stands before the number.
+        prefix: what stands before the number; "" for nothing.
         names: where the checkpoint calls a leaf something else than its path: `{"attention.q_proj": "q.weight"}`.
 
     Returns:
@@ -89,15 +97,16 @@ def layers_to_state_dict(
         ['layers.0.w', 'layers.1.w']
     """
     try:
-        _check_texts(prefix, names)
+        prefix = _check_texts(prefix, names)
         frozen = freeze_static(stacked)
         count_layers(frozen, "stacked")
         paths = [path for path, _ in jtu.tree_flatten_with_path(frozen)[0]]
         own = [_name(path, names or {}) for path in paths]
+        _check_names(paths, names or {})
         _refuse_twice(own)
-        layers = [jax.tree.leaves(layer) for layer in unstack(frozen)]
+        layers = [jax.tree.leaves(layer) for layer in split_layers(frozen)]
         return {
-            f"{prefix}.{number}.{name}": leaf
+            _full(prefix, number, name): leaf
             for number, layer in enumerate(layers)
             for name, leaf in zip(own, layer, strict=True)
         }
@@ -108,31 +117,56 @@ def layers_to_state_dict(
 
 def _name(path: KeyPath, names: Mapping[str, str]) -> str:
     """A leaf's name: its path joined by dots, or what `names` has for that."""
-    plain = jtu.keystr(path, simple=True, separator=".")
+    plain = _plain(path)
     return names.get(plain, plain)
+
+
+def _plain(path: KeyPath) -> str:
+    return jtu.keystr(path, simple=True, separator=".")
+
+
+def _full(prefix: str, number: int, name: str) -> str:
+    return ".".join(part for part in (prefix, str(number), name) if part)
 
 
 def _by_number(state: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
     """For each layer its arrays by name."""
     found: dict[int, dict[str, Any]] = {}
-    pattern = re.compile(rf"{re.escape(prefix)}\.(\d+)\.(.+)", re.DOTALL)
+    pattern = re.compile(rf"{re.escape(prefix + '.' if prefix else '')}(\d+)(?:\.(.+))?", re.DOTALL)
     for name, value in state.items():
         match = pattern.fullmatch(name) if isinstance(name, str) else None
         if match:
-            array = value if isinstance(value, jax.Array) else np.asarray(value)
-            found.setdefault(int(match[1]), {})[match[2]] = array
+            found.setdefault(int(match[1]), {})[match[2] or ""] = _as_array(name, value)
     if not found:
-        begins = sorted({re.split(r"\.\d+\.", str(name))[0] for name in state if re.search(r"\.\d+\.", str(name))})
-        others = f"Names that have a number in them begin with {', '.join(begins)}." if begins else "No name has one."
-        raise Fault(LayerError, f"{{verb}}: no name begins with `{prefix}.` and a number.", others)
+        prefixes = sorted({part[1] or "" for name in state if (part := re.match(r"(?:(.*?)\.)?\d+(\.|$)", str(name)))})
+        raise Fault(
+            LayerError,
+            f"{{verb}}: no name is `{_full(prefix, 0, 'w')}`, or the like.",
+            f"Names with a number in them have the prefix {', '.join(map(repr, prefixes))}: pass it as `prefix`."
+            if prefixes
+            else "Layers have numbers: without any, there is nothing to stack.",
+        )
     missing = next(i for i in range(len(found) + 1) if i not in found)
     if missing < len(found):
         raise Fault(
             LayerError,
-            f"{{verb}}: layers are missing: there is {prefix}.{max(found)}, but not {prefix}.{missing}.",
+            f"{{verb}}: layers are missing: there is {_full(prefix, max(found), '')}, but not "
+            f"{_full(prefix, missing, '')}.",
             "Layers are numbered from 0 on. A checkpoint in several files is one only when all are read.",
         )
     return [found[i] for i in range(len(found))]
+
+
+def _as_array(name: str, value: Any) -> Any:
+    readable = hasattr(value, "shape") or isinstance(value, bool | int | float | complex)
+    array = np.asarray(value) if readable and not isinstance(value, jax.Array) else value
+    if not readable or shape_of(array) is None:
+        raise Fault(
+            LayerError,
+            f"{{verb}}: `{name}` is no array, but {describe_argument(value)}.",
+            "Arrays of NumPy and JAX can be stacked, and what NumPy can read as one; leave all else out of `state`.",
+        )
+    return array
 
 
 def _wanted(layers: Sequence[Mapping[str, Any]], like: PyTree, names: Mapping[str, str]) -> list[tuple[str, Any]]:
@@ -147,6 +181,7 @@ def _wanted(layers: Sequence[Mapping[str, Any]], like: PyTree, names: Mapping[st
         return [(name, None) for name in layers[0]]
     leaves = jtu.tree_flatten_with_path(freeze_static(like))[0]
     wanted = [(_name(path, names), leaf) for path, leaf in leaves]
+    _check_names([path for path, _ in leaves], names)
     _refuse_twice([name for name, _ in wanted])
     return wanted
 
@@ -159,13 +194,13 @@ def _check_complete(layers: Sequence[Mapping[str, Any]], wanted: Sequence[tuple[
     for number, layer in enumerate(layers):
         for name in dict.fromkeys((*expected, *layer)):
             row = _compare(expected.get(name), layer.get(name), first.get(name))
-            rows.extend([] if row is None else [Row(f"{prefix}.{number}.{name}", *row)])
+            rows.extend([] if row is None else [Row(_full(prefix, number, name), *row)])
     if rows:
         raise Fault(
             LayerError,
             "{verb}: the checkpoint's layers are not what they should be.",
             "`like` says what one layer holds (without it, the first does), `names` what the checkpoint calls it. "
-            "Arrays that are laid out otherwise, as torch's transposed weights are, are changed before, or once stacked.",
+            "Arrays that are laid out otherwise, as torch's transposed weights, are changed before, or once stacked.",
             header=("name", "expected", "is"),
             rows=rows,
         )
@@ -203,7 +238,18 @@ def _refuse_twice(names: Sequence[str]) -> None:
         )
 
 
-def _check_texts(prefix: Any, names: Any) -> None:
+def _check_names(paths: Sequence[KeyPath], names: Mapping[str, str]) -> None:
+    unknown = sorted(map(str, names.keys() - set(map(_plain, paths))))
+    if unknown:
+        raise Fault(
+            LayerError,
+            f"{{verb}}: `names` speaks of {', '.join(unknown)}, which a layer does not have.",
+            f"Its leaves are {', '.join(map(_plain, paths))}.",
+        )
+
+
+def _check_texts(prefix: Any, names: Any) -> str:
+    """The prefix, without a dot at its end."""
     if not isinstance(prefix, str):
         raise Fault(
             ArgumentTypeError,
@@ -216,3 +262,4 @@ def _check_texts(prefix: Any, names: Any) -> None:
             f"{{verb}}: `names` is a mapping, got {describe_leaf(names)}.",
             'From paths in a layer to names in the checkpoint: `{"attention.q_proj": "q.weight"}`.',
         )
+    return prefix.removesuffix(".")

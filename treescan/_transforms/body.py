@@ -62,6 +62,7 @@ class CallBody:
             keywords["key"] = jax.random.fold_in(key, feed.position)
         if self.sees_valid:
             keywords["valid"] = feed.valid
+        args = jtu.tree_unflatten(jtu.tree_structure(args), jtu.tree_leaves(args))  # for the same reason
         others = (*x, *(thaw_static(args) if self.frozen else args)) if self.convention.spread else (x,)
         returned, y, structure = self._call(carry, others, keywords, unchanged, feed.valid)
         if self.frozen:  # the check has found the static leaves equal: the state keeps the ones that it had
@@ -139,14 +140,13 @@ def _children(out: Any) -> list[Any]:
 
 def _pair_cure(convention: Convention, out: Any, carry: PyTree) -> str:
     name = convention.carry
-    what = "the next carry and this step's output" if name == "carry" else f"the next {name} and this layer's output"
+    what = f"the next {name} and this {{unit}}'s output"
     if out is None:
         return f"Return {what}: `return {name}, y`."
     if _same_structure(carry, out):
         return (
-            f"What it returned has the structure of {'the carry' if name == 'carry' else name}. "
-            f"Return `{name}, None` if there is no output to stack, or call `treescan.{convention.other}`, whose body "
-            f"returns {'the carry' if name == 'carry' else name} alone."
+            f"What it returned has the structure of {{the_carry}}. Return `{name}, None` if there is no output to "
+            f"stack, or call `treescan.{convention.other}`, whose body returns {{the_carry}} alone."
         )
     return f"Return {what}: `return {name}, y`, with None for y if there is none."
 
@@ -154,12 +154,12 @@ def _pair_cure(convention: Convention, out: Any, carry: PyTree) -> str:
 def _refuse_pair(convention: Convention, out: Any, carry: PyTree) -> None:
     """Says it when a body written for scan is given to a verb whose body returns the carry alone."""
     is_pair = isinstance(out, tuple) and len(out) == 2
-    if is_pair and not _same_structure(carry, out) and _same_structure(carry, out[0]):
-        name, units = convention.carry, "layers" if convention.spread else "steps"
+    if is_pair and not _same_structure(carry, out) and any(_same_structure(carry, half) for half in out):
+        name = convention.carry
         raise Fault(
             BodyError,
             f"{{body}} must return the next {name} alone, but returned {describe_node(out)}.",
-            f"A body of `{convention.verb}` returns no y: `return {name}`. To stack an output over the {units}, call "
+            f"A body of `{convention.verb}` returns no y: `return {name}`. To stack an output over the {{unit}}s, call "
             f"`{convention.other}`.",
         )
 
@@ -178,7 +178,8 @@ def check_arrays(y: PyTree) -> None:
         raise Fault(
             BodyError,
             "{body} returned outputs that are no arrays.",
-            "y is stacked over the steps. Return what is the same in all of them some other way than through the scan.",
+            "y is stacked over the {unit}s. Return what is the same in all of them some other way than through the "
+            "scan.",
             header=("leaf", "expected", "is"),
             rows=[Row(path, "an array", describe_leaf(leaf), "") for path, leaf in named if is_static(leaf)],
         )
@@ -202,5 +203,5 @@ def check_callable(function: Any, call: str) -> None:
         raise Fault(
             BodyError,
             f"{{verb}} needs a function as its body, but got {describe_argument(function)}.",
-            f"Pass the step function in its place: `treescan.{call}`.",
+            f"Pass the {{step}} function in its place: `treescan.{call}`.",
         )

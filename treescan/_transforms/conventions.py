@@ -19,8 +19,6 @@ class Convention:
         pair: whether the body returns a pair of the carry and y; else the carry alone.
         stacks: whether the carry after each step is what is stacked.
         other: the verb whose body returns the other of the two.
-        body: what messages call the body that they show.
-        init: the verb's parameter for the carry that the first step is given.
     """
 
     verb: str
@@ -31,18 +29,11 @@ class Convention:
     pair: bool = False
     stacks: bool = False
     other: str = "scan"
-    body: str = "step"
-    init: str = "init"
 
     @property
     def carry(self) -> str:
         """What the carry is called where the body's own name for it does not matter."""
         return self.takes[self.place]
-
-    @property
-    def words(self) -> dict[str, str]:
-        """What stands in messages for `{step}` and `{init}`."""
-        return {"step": self.body, "init": self.init}
 
 
 SCAN = Convention("scan", "scan(step, init, xs)", pair=True, other="fold")
@@ -57,8 +48,6 @@ FOLD_LAYERS = Convention(
     place=1,
     spread=True,
     other="scan_layers",
-    body="block",
-    init="x",
 )
 SCAN_LAYERS = dataclasses.replace(
     FOLD_LAYERS, verb="scan_layers", call="scan_layers(block, x, layers)", pair=True, other="fold_layers"

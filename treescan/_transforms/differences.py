@@ -105,9 +105,9 @@ def _child_differences(
 def _absent(root: str, path: KeyPath, child: PyTree, *, missing: bool) -> Difference:
     leaf, what = path_str(root, path), describe_node(child)
     if missing:
-        text = f"{leaf}: return every part of the carry, changed or not."
+        text = f"{leaf}: return every part of {{the_carry}}, changed or not."
         return Difference(Row(leaf, what, _MISSING, ""), (Cure(text, "missing", leaf),))
-    text = f"{leaf}: the carry keeps the structure of {{init}}. Put it into {{init}}, or return it in y."
+    text = f"{leaf}: {{the_carry}} keeps its structure. Start from an {{init}} that has it, or return it in y."
     return Difference(Row(leaf, _EXTRA, what, ""), (Cure(text, "extra", leaf),))
 
 
@@ -154,7 +154,7 @@ def _leaf_difference(leaf: str, tail: str, given: Any, returned: Any) -> Differe
     if is_static(given) or is_static(returned):
         cure = f"{leaf}: return an array; {came} is no value that JAX can carry."
         if is_static(given):
-            cure = f"{leaf}: a leaf that is no array is the same in every step. Return it as it came."
+            cure = f"{leaf}: a leaf that is no array is the same in every {{unit}}. Return it as it came."
         return Difference(Row(leaf, expected, came, "static"), (Cure(cure, "static", leaf),))
     note, cures = _explain_types(leaf, tail, given, returned)
     return Difference(Row(leaf, expected, came, note), cures, given_is_weak=is_weak(given))
@@ -189,11 +189,11 @@ def _shape_note(given: tuple[int, ...], returned: tuple[int, ...]) -> str:
 def _shape_cure(leaf: str, given: tuple[int, ...], returned: tuple[int, ...]) -> str:
     if len(given) == len(returned) and [b - a for a, b in zip(given, returned, strict=True) if a != b] == [1]:
         return (
-            f"{leaf}: a carry cannot grow. Return the new entries in y, which is stacked over the steps, or start from "
-            "an array of the final size and write into it with `.at[i].set(...)`."
+            f"{leaf}: {{a_carry}} cannot grow. Return the new entries in y, which is stacked over the {{unit}}s, or "
+            "start from an array of the final size and write into it with `.at[i].set(...)`."
         )
     wanted, had = (f"[{','.join(map(str, shape))}]" for shape in (returned, given))
-    return f"{leaf}: a carry keeps its shape. Start from an {{init}} of shape {wanted}, or return {had}."
+    return f"{leaf}: {{a_carry}} keeps its shape. Start from an {{init}} of shape {wanted}, or return {had}."
 
 
 def _dtype_cure(leaf: str, given: Any, returned: Any) -> str:
@@ -223,8 +223,8 @@ def _placement(leaf: str, tail: str, given: Any, returned: Any) -> tuple[str, st
     if not same_sharding(given, returned):
         cure = f"jax.sharding.reshard({leaf.rsplit('.', 1)[-1]}, jax.sharding.{_spec(given)})"
         return "sharding", (
-            f"{leaf}: a carry keeps its sharding. Reshard what is returned, `{cure}`, or start from an {{init}} that "
-            f"is sharded as `jax.sharding.{_spec(returned)}`."
+            f"{leaf}: {{a_carry}} keeps its sharding. Reshard what is returned, `{cure}`, or start from an {{init}} "
+            f"that is sharded as `jax.sharding.{_spec(returned)}`."
         )
     return "type", f"{leaf}: return a value of the type that was given."
 

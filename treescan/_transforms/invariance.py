@@ -44,23 +44,22 @@ def check_carry(
         warn_second_trace(body.function, [(row.row.leaf, row.row.expected, row.row.came) for row in weak])
         return
     name = convention.carry
-    the_carry = "the carry" if name == "carry" else name
     if _fits(given, out):
         raise Fault(
             BodyError,
-            f"{{body}} must return a pair ({name}, y), but what it returned is {the_carry} alone.",
+            f"{{body}} must return a pair ({name}, y), but what it returned is {{the_carry}} alone.",
             f"Return `{name}, None` if there is no output to stack, or call `treescan.{convention.other}`, whose body "
-            f"returns {the_carry} alone.",
+            "returns {the_carry} alone.",
         )
     if _fits(given, y) and not _same_shapes(given, returned) and not _is_given(given, y):
         raise Fault(
             BodyError,
-            "{body} returned its pair swapped: the second item has the carry's type, the first has not.",
+            "{body} returned its pair swapped: the second item has {the_carry}'s type, the first has not.",
             f"A body of {{verb}} returns ({name}, y), the next {root} first.",
         )
     raise Fault(
         CarryError,
-        "{body} returned a carry that differs from the one it was given.",
+        "{body} returned {a_carry} that differs from the one it was given.",
         *one_of_a_kind(rows),
         header=_HEADER,
         rows=[row.row for row in rows],

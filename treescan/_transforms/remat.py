@@ -63,7 +63,7 @@ def refuse_with_refs(option: str) -> NoReturn:
     raise Fault(
         ArgumentError,
         f"{{verb}} over {{body}}: `{option}` cannot be had for a body that closes over a mutable array (a `Ref`).",
-        "Carry its value instead, or leave the option out: then all steps are run, and none is recomputed.",
+        "Carry its value instead, or leave the option out: then all {unit}s are run, and none is recomputed.",
     )
 
 

@@ -79,7 +79,7 @@ class Scope:
             raise Fault(
                 SignatureError,
                 "{body} has annotations that do not hold.",
-                "Change the annotation, or the value: an axis name stands for one size in the whole of a step.",
+                "Change the annotation, or the value: an axis name stands for one size in the whole of a {step}.",
                 header=("value", "annotated", "is"),
                 rows=bad,
             )

@@ -109,8 +109,10 @@ def _run_in_order(loops: Sequence[Loop], remat: Remats) -> tuple[PyTree, list[Py
 def _run_traced(loops: Sequence[Loop], remat: Remats, rounds: int, rest: int) -> tuple[PyTree, list[PyTree]]:
     """Traces each step once, for the rounds and what is left after them, and has each recomputed by itself."""
     traced = _trace(loops)
-    if remat and any(hoisted.refs for hoisted in traced):
-        refuse_with_refs("remat")
+    for loop, hoisted in zip(loops, traced, strict=True):
+        if remat and hoisted.refs:
+            with speaking_of(loop.body.function):
+                refuse_with_refs("remat")
     unchanged = tuple(map(all, zip(*(hoisted.fixed for hoisted in traced), strict=True)))
     levels = (Level(nested_wish(rounds).size, Checkpointed),) if remat == "nested" else ()
     plans = remat if isinstance(remat, tuple) else (remat,) * len(loops)

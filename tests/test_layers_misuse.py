@@ -1,0 +1,463 @@
+"""The verbs over layers as a newcomer may try them: odd blocks, odd leaves, arguments in the wrong places."""
+
+import functools
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import treescan
+from treescan import (
+    ArgumentError,
+    ArgumentTypeError,
+    BodyError,
+    CarryError,
+    LayerError,
+    TreescanError,
+    fold_layers,
+    init_layers,
+    layer_at,
+    layers_from_state_dict,
+    layers_to_state_dict,
+    scan,
+    scan_layers,
+    set_layer,
+    stack,
+    unstack,
+)
+
+X = jnp.arange(3.0)
+LAYERS = {"w": jnp.stack([jnp.eye(3) * (i + 1) for i in range(4)]), "b": jnp.zeros((4, 3))}
+NUMBERS = {"b": jnp.arange(4.0)}
+
+
+def dense(layer: Any, x: Any) -> Any:
+    return x @ layer["w"] + layer["b"]
+
+
+def dense_and_mean(layer: Any, x: Any) -> Any:
+    x = dense(layer, x)
+    return x, x.mean()
+
+
+def equal(a: Any, b: Any) -> None:
+    """Same structure, same types, same values; keys by their data."""
+    assert jax.tree.structure(a) == jax.tree.structure(b)
+    for one, other in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        if jnp.issubdtype(jnp.asarray(one).dtype, jax.dtypes.prng_key):
+            one, other = map(jax.random.key_data, (one, other))
+        assert jnp.asarray(one).dtype == jnp.asarray(other).dtype
+        np.testing.assert_array_equal(one, other)
+
+
+# --- blocks -----------------------------------------------------------------------------------------------------------
+
+
+class Adds:
+    """A block that is an object, and one that is its method."""
+
+    def __call__(self, layer: Any, x: Any) -> Any:
+        return x + layer["b"] + 1
+
+    def method(self, layer: Any, x: Any) -> Any:
+        return self(layer, x)
+
+
+class AddsOnly:
+    """A block without weak references, and without a dict."""
+
+    __slots__ = ()
+
+    def __call__(self, layer: Any, x: Any) -> Any:
+        return x + layer["b"] + 1
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any = None
+
+
+def with_default(layer: Any, x: Any, by: float = 1.0) -> Any:
+    return x + layer["b"] + by
+
+
+def with_keyword_default(layer: Any, x: Any, *, by: float = 1.0) -> Any:
+    return x + layer["b"] + by
+
+
+def with_any(layer: Any, x: Any, *others: Any, **options: Any) -> Any:
+    return x + layer["b"] + 1 + len(others) + len(options)
+
+
+def custom_vjp_of(function: Callable[..., Any]) -> Callable[..., Any]:
+    wrapped = jax.custom_vjp(function)
+    wrapped.defvjp(lambda layer, x: (function(layer, x), None), lambda _, g: (None, g))
+    return wrapped
+
+
+BLOCKS: dict[str, Callable[..., Any]] = {
+    "object": Adds(),
+    "method": Adds().method,
+    "no weak references": AddsOnly(),
+    "default": with_default,
+    "keyword with default": with_keyword_default,
+    "*others": with_any,
+    "partial": functools.partial(with_default, by=1.0),
+    "partial of the first": functools.partial(lambda by, layer, x: x + layer["b"] + by, 1.0),
+    "jit": jax.jit(with_default),
+    "checkpoint": jax.checkpoint(with_default),
+    "checkpoint of jit": jax.checkpoint(jax.jit(with_default)),
+    "custom_vjp": custom_vjp_of(with_default),
+}
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks_of_any_kind(name: str) -> None:
+    np.testing.assert_array_equal(fold_layers(BLOCKS[name], X, LAYERS), X + 4)
+    np.testing.assert_array_equal(fold_layers([BLOCKS[name]] * 2, X, [LAYERS] * 2), X + 8)
+    with jax.disable_jit():
+        np.testing.assert_array_equal(fold_layers(BLOCKS[name], X, LAYERS), X + 4)
+
+
+def test_an_argument_takes_the_place_of_a_default() -> None:
+    np.testing.assert_array_equal(fold_layers(with_default, X, LAYERS, args=(2.0,)), X + 8)
+    np.testing.assert_array_equal(fold_layers(with_default, X, LAYERS, args=[2.0]), X + 8)
+
+
+@pytest.mark.parametrize("wrap", [jax.jit, jax.checkpoint, functools.partial])
+def test_a_wrapped_block_is_named_by_what_it_wraps(wrap: Callable[..., Any]) -> None:
+    with pytest.raises(BodyError, match=r"`dense` \(.*test_layers_misuse\.py:\d+\) must return a pair \(x, y\)"):
+        scan_layers(wrap(dense), X, LAYERS)
+    with pytest.raises(
+        BodyError, match=r"`dense_and_mean` \(.*test_layers_misuse\.py:\d+\) must return the next x alo"
+    ):
+        fold_layers(wrap(dense_and_mean), X, LAYERS)
+
+
+def test_a_list_for_a_pair() -> None:
+    x, means = scan_layers(lambda layer, x: list(dense_and_mean(layer, x)), X, LAYERS)
+    np.testing.assert_array_equal(x, 24 * X)
+    np.testing.assert_array_equal(means, [1.0, 2.0, 6.0, 24.0])
+
+
+def test_a_list_for_a_tuple() -> None:
+    with pytest.raises(CarryError, match=r"x +tuple of 1 +list of 1 +structure"):
+        fold_layers(lambda layer, x: [x[0] + 1], (1.0,), LAYERS)
+
+
+def test_a_block_that_changes_what_it_is_given() -> None:
+    def block(layer: Any, x: Any) -> Any:
+        layer["w"] = layer["w"] * 2
+        x["h"] = x["h"] @ layer.pop("w")
+        return x
+
+    layers, x = dict(LAYERS), {"h": X}
+    np.testing.assert_array_equal(fold_layers(block, x, layers)["h"], 16 * 24 * X)
+    equal(layers, LAYERS)
+    equal(x, {"h": X})
+
+
+def test_several_blocks_in_a_generator() -> None:
+    with pytest.raises(BodyError, match="needs a function as its body, but got `<genexpr>`"):
+        scan_layers((block for block in [dense_and_mean] * 2), X, [LAYERS] * 2)
+    with pytest.raises(BodyError, match="but got 'dense'"):
+        scan_layers("dense", X, LAYERS)
+
+
+def test_an_error_of_the_block_is_its_own() -> None:
+    with pytest.raises(ZeroDivisionError) as caught:
+        fold_layers(lambda layer, x: x / (1 // 0), X, LAYERS)
+    assert not isinstance(caught.value, TreescanError)
+    with pytest.raises(ZeroDivisionError):
+        fold_layers([dense, lambda layer, x: x / (1 // 0)], X, [LAYERS] * 2)
+
+
+def test_errors_within_a_block_speak_of_the_inner_verb() -> None:
+    def block(layer: Any, x: Any) -> Any:
+        return scan(lambda c, y: (c.astype(jnp.bfloat16), None), x, X)
+
+    with pytest.raises(CarryError, match=r"(?s)c: the step computed in bfloat16"):
+        scan_layers(block, X, LAYERS)
+    with pytest.raises(CarryError, match=r"(?s)h: the block computed in bfloat16"):
+        scan(lambda c, y: (fold_layers(lambda layer, h: h.astype(jnp.bfloat16), c, LAYERS), None), X, X)
+
+
+# --- arguments in the wrong places ------------------------------------------------------------------------------------
+
+
+def test_stack_and_block_swapped() -> None:
+    with pytest.raises(BodyError, match=r"needs a function.*got dict of 2"):
+        fold_layers(LAYERS, X, dense)
+    with pytest.raises(BodyError, match=r"(?s)got float32\[3\].*treescan\.fold_layers\(block, x, layers\)"):
+        fold_layers(X, dense, LAYERS)
+
+
+def test_x_and_layers_swapped() -> None:
+    with pytest.raises(LayerError, match=r"layers +none +float32\[\]"):
+        fold_layers(dense, LAYERS, jnp.ones(()))
+    with pytest.raises(LayerError, match=r"`layers` holds no arrays"):
+        fold_layers(dense, LAYERS, None)
+
+
+def test_layers_in_a_list() -> None:
+    with pytest.raises(LayerError, match=re.escape("If each item of `layers` is a layer, stack them")):
+        fold_layers(dense, X, [{"w": jnp.ones((3, 4)), "b": jnp.ones(4)}] * 2)
+    with pytest.raises(LayerError, match=re.escape("`treescan.stack(layers[1])`")):
+        fold_layers([dense, dense], X, [LAYERS, ({"w": jnp.eye(3), "b": 0.0}, {"w": jnp.eye(3), "b": 0.0})])
+
+
+def test_a_scalar_within_the_parameters() -> None:
+    flax = {"params": {"dense": {"kernel": jnp.ones((4, 3, 3))}, "scale": jnp.float32(1.0)}}
+    with pytest.raises(LayerError, match=r'layers\["params"\]\["scale"\] +none +float32\[\]'):
+        fold_layers(dense, X, flax)
+    with pytest.raises(LayerError, match=r'layers\["eps"\] +none +~float32\[\]'):
+        fold_layers(dense, X, LAYERS | {"eps": 1e-6})
+
+
+def test_stack_and_number_swapped() -> None:
+    with pytest.raises(LayerError, match=r"stacked +none"):
+        layer_at(1, NUMBERS)
+    with pytest.raises(ArgumentTypeError, match="got dict of 1"):
+        set_layer(NUMBERS, {"b": jnp.float32(1)}, 1)
+    with pytest.raises(LayerError, match=r'stacked\["b"\] +none'):
+        set_layer({"b": jnp.float32(1)}, 1, NUMBERS)
+
+
+@pytest.mark.parametrize("args", [None, 1, "mask", X, {"mask": X}, Pair(1.0)])
+def test_args_that_are_no_tuple(args: Any) -> None:
+    with pytest.raises(
+        ArgumentError, match=r"`args` is a tuple of what all layers share, got .*\n\n.*`args=\(value,\)`"
+    ):
+        fold_layers(with_any, X, LAYERS, args=args)
+
+
+def test_args_of_any_kind() -> None:
+    def block(layer: Any, x: Any, function: Any, train: bool, nothing: None, name: str, table: Any, sizes: Any) -> Any:
+        assert train is True and nothing is None and name == "a" and sizes == [1, 2]
+        return function(x) + table["t"]
+
+    args = (jnp.tanh, True, None, "a", {"t": np.float32(1)}, [1, 2])
+    expected = X
+    for _ in range(4):
+        expected = jnp.tanh(expected) + 1
+    run = functools.partial(fold_layers, block, args=args)
+    np.testing.assert_allclose(run(X, LAYERS), expected, rtol=1e-6)
+    np.testing.assert_allclose(jax.jit(run)(X, LAYERS), expected, rtol=1e-6)
+
+
+def test_xs_of_another_kind() -> None:
+    def block(layer: Any, x: Any, own: Any) -> Any:
+        return x, own
+
+    np.testing.assert_array_equal(scan_layers(block, X, LAYERS, np.arange(4, dtype=np.int32))[1], np.arange(4))
+    with pytest.raises(LayerError, match=r"Make it an array, `jnp.asarray\(xs\)`"):
+        scan_layers(block, X, LAYERS, [1.0, 2.0, 3.0, 4.0])
+    static = scan_layers(lambda layer, x, own: (x, own["i"]), X, LAYERS, {"i": jnp.arange(4), "kind": "a"})
+    np.testing.assert_array_equal(static[1], np.arange(4))
+    assert scan_layers(lambda layer, x, own: (x, None), X, LAYERS, {})[1] is None
+
+
+# --- stacks of all sorts ----------------------------------------------------------------------------------------------
+
+KEYS = [jax.random.key(0), jax.random.key(7)]
+SORTS: dict[str, list[Any]] = {
+    "one layer": [{"w": X}],
+    "numpy": [{"w": np.ones((2, 3), np.float32)}, {"w": np.zeros((2, 3), np.float32)}],
+    "bools": [True, False],
+    "bool arrays": [np.array([True, False]), np.array([False, False])],
+    "ints": [1, 2],
+    "floats": [{"s": 1.0}, {"s": 2.0}],
+    "complex": [1j, 2j],
+    "small ints": [np.int8(1), np.int8(-1)],
+    "half": [jnp.bfloat16(1), jnp.bfloat16(2)],
+    "keys": KEYS,
+    "raw keys": [jax.random.key_data(key) for key in KEYS],
+    "none within": [{"w": X, "b": None, "e": ()}, {"w": X, "b": None, "e": ()}],
+    "no elements": [jnp.ones((0, 2)), jnp.ones((0, 2))],
+    "classes": [Pair(1.0, X), Pair(2.0, X)],
+    "nan": [np.float32("nan"), np.float32("-0.0")],
+}
+
+
+@pytest.mark.parametrize("name", SORTS)
+def test_unstack_undoes_stack(name: str) -> None:
+    layers = SORTS[name]
+    stacked = stack(layers)
+    back = unstack(stacked)
+    equal(back, layers)
+    equal(layer_at(stacked, len(layers) - 1), layers[-1])
+    equal(jax.jit(layer_at)(stacked, 0), layers[0])
+    equal(jax.jit(lambda given: unstack(stack(given)))(layers), layers)
+    equal(set_layer(stacked, 0, layers[-1]), stack([layers[-1], *layers[1:]]))
+    equal(stack(iter(layers)), stacked)
+    assert all(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(stacked))
+
+
+def test_layers_from_an_iterator() -> None:
+    equal(stack({"b": jnp.float32(i)} for i in range(4)), NUMBERS)
+    equal(stack(map(jnp.float32, range(4))), NUMBERS["b"])
+    equal(jax.jit(lambda x: stack(x * i for i in (1.0, 2.0)))(X), jnp.stack([X, 2 * X]))
+
+
+def test_an_array_is_an_iterable_of_layers() -> None:
+    equal(stack(LAYERS["w"]), LAYERS["w"])
+
+
+def test_static_leaves_stay() -> None:
+    layers = [{"w": X, "f": jnp.tanh, "name": "a"}, {"w": 2 * X, "f": jnp.tanh, "name": "a"}]
+    stacked = stack(layers)
+    assert stacked["f"] is jnp.tanh and stacked["name"] == "a"
+    for layer in (unstack(stacked)[1], layer_at(stacked, 1), layer_at(stacked, -1)):
+        assert layer["f"] is jnp.tanh and layer["name"] == "a"
+        equal(layer["w"], 2 * X)
+    replaced = set_layer(stacked, 0, layers[1])
+    assert replaced["f"] is jnp.tanh
+    equal(replaced["w"], jnp.stack([2 * X, 2 * X]))
+    equal(fold_layers(lambda layer, x: layer["f"](x) + layer["w"], X, stacked), jnp.tanh(jnp.tanh(X) + X) + 2 * X)
+
+
+def test_static_leaves_that_differ_are_never_merged() -> None:
+    with pytest.raises(LayerError, match=r'layers\[1\]\["name"\] +\'a\' +\'b\' +static'):
+        stack([{"w": X, "name": "a"}, {"w": X, "name": "b"}])
+    with pytest.raises(LayerError, match=r'layers\[1\]\["name"\] +\'a\' +float32\[\] +static'):
+        stack([{"w": X, "name": "a"}, {"w": X, "name": jnp.ones(())}])
+
+
+def test_numbers_of_two_dtypes_are_not_promoted() -> None:
+    for layers in ([1, 2.0], [True, 1], [jnp.bfloat16(1), 1.0], [np.int8(1), 1]):
+        with pytest.raises(LayerError, match=r"layers\[1\] .* dtype"):
+            stack(layers)
+
+
+def test_empty_trees() -> None:
+    assert stack([None, None]) is None
+    assert stack([(), ()]) == ()
+    for nothing in (None, (), {}, "a", {"f": jnp.tanh}):
+        for use in (unstack, layers_to_state_dict, lambda tree: layer_at(tree, 0)):
+            with pytest.raises(LayerError, match="`stacked` holds no arrays"):
+                use(nothing)
+
+
+# --- the number of a layer --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [int, np.int64, np.uint8, np.array, jnp.array, jnp.int8, jnp.uint32])
+def test_numbers_of_any_kind(kind: Callable[[int], Any]) -> None:
+    equal(layer_at(NUMBERS, kind(2)), {"b": jnp.float32(2)})
+    equal(jax.jit(layer_at)(NUMBERS, kind(2)), {"b": jnp.float32(2)})
+    equal(set_layer(NUMBERS, kind(2), {"b": jnp.float32(9)}), {"b": jnp.array([0.0, 1, 9, 3])})
+    with pytest.raises(LayerError, match="there is no layer 4: the stack holds 4"):
+        layer_at(NUMBERS, kind(4))
+
+
+@pytest.mark.parametrize("i", [None, True, np.True_, 1.0, np.float32(1), "1", [0], (0,), slice(1), X, np.array([1])])
+def test_no_number(i: Any) -> None:
+    for use in (layer_at, lambda stacked, i: set_layer(stacked, i, {"b": jnp.float32(0)})):
+        with pytest.raises(ArgumentTypeError, match=r"`i` is the number of a layer, got "):
+            use(NUMBERS, i)
+
+
+@pytest.mark.parametrize("i, nearest", [(0, 0), (3, 3), (4, 3), (100, 3), (-1, 3), (-4, 0), (-5, 0), (-100, 0)])
+def test_a_traced_number_out_of_range_is_moved_to_the_nearest(i: int, nearest: int) -> None:
+    equal(jax.jit(layer_at)(NUMBERS, i), {"b": jnp.float32(nearest)})
+    changed = jax.jit(set_layer)(NUMBERS, i, {"b": jnp.float32(9)})
+    equal(changed, {"b": NUMBERS["b"].at[nearest].set(9.0)})
+    equal(jax.vmap(lambda number: layer_at(NUMBERS, number))(jnp.array([i])), {"b": jnp.array([float(nearest)])})
+
+
+# --- set_layer --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("make", [np.zeros, jnp.zeros])
+def test_set_layer_leaves_the_stack_as_it_was(make: Callable[..., Any]) -> None:
+    stacked = {"b": make(3, np.float32), "inner": [make((3, 2), np.float32)]}
+    changed = set_layer(stacked, 1, {"b": jnp.float32(5), "inner": [np.ones(2, np.float32)]})
+    equal(stacked, {"b": jnp.zeros(3), "inner": [jnp.zeros((3, 2))]})
+    equal(changed, {"b": jnp.array([0.0, 5, 0]), "inner": [jnp.array([[0.0, 0], [1, 1], [0, 0]])]})
+
+
+def test_set_layer_takes_numbers_of_the_same_kind_alone() -> None:
+    equal(set_layer(NUMBERS, 0, {"b": 5.0}), {"b": jnp.array([5.0, 1, 2, 3])})
+    for other in (5, True, 5j, jnp.bfloat16(5), np.int32(5), KEYS[0], None, "a"):
+        with pytest.raises(LayerError, match=r'layer\["b"\] +float32\[\] '):
+            set_layer(NUMBERS, 0, {"b": other})
+
+
+# --- x ----------------------------------------------------------------------------------------------------------------
+
+
+def test_x_of_any_kind() -> None:
+    assert fold_layers(lambda layer, x: (x[0] + 1, x[1]), (jnp.float32(0), "tag"), LAYERS) == (4.0, "tag")
+    equal(fold_layers(lambda layer, x: {**x, "a": x["a"] + 1}, {"a": 0.0, "b": None}, LAYERS), {"a": 4.0, "b": None})
+    equal(fold_layers(lambda number, x: x * number, 1, jnp.arange(1, 5)), 24)
+    equal(fold_layers(dense, np.arange(3, dtype=np.float32), LAYERS), 24 * X)
+    assert fold_layers(lambda layer, x: x, (), LAYERS) == ()
+    nothing, ys = scan_layers(lambda layer, x: (x, layer["b"].sum()), None, LAYERS)
+    assert nothing is None
+    np.testing.assert_array_equal(ys, np.zeros(4))
+
+
+def test_a_static_leaf_of_x_stays_the_same() -> None:
+    with pytest.raises(CarryError, match=r"x\[1\] +'a' +'b' +static"):
+        fold_layers(lambda layer, x: (x[0], "b"), (X, "a"), LAYERS)
+
+
+def test_x_that_ends_where_another_begins() -> None:
+    with pytest.raises(CarryError, match=r'x\["b"\] +None +float32\[3\] +structure'):
+        fold_layers(lambda layer, x: {"a": x["a"], "b": X}, {"a": X, "b": None}, LAYERS)
+
+
+# --- init_layers, and flat checkpoints --------------------------------------------------------------------------------
+
+
+def test_init_layers_of_any_kind() -> None:
+    def init(key: Any, width: int = 2, kind: str = "dense") -> Any:
+        return {"w": jax.random.normal(key, (width,)), "kind": kind, "scale": 1.0, "nothing": None}
+
+    for n in (3, np.int64(3), jnp.int32(3)):
+        made = init_layers(init, KEYS[0], n, 5, "sparse")
+        expected = stack([init(key, 5, "sparse") for key in jax.random.split(KEYS[0], 3)])
+        assert made["kind"] == "sparse" and made["nothing"] is None
+        equal([made["w"], made["scale"]], [expected["w"], expected["scale"]])
+    equal(init_layers(functools.partial(init, width=4), KEYS[0], 2)["w"].shape, (2, 4))
+    raw = jax.random.PRNGKey(3)
+    equal(init_layers(lambda key: jax.random.normal(key, (2,)), raw, 2).shape, (2, 2))
+
+
+@pytest.mark.parametrize("n", [True, 2.0, "2", None, (2,), X])
+def test_init_layers_of_no_number(n: Any) -> None:
+    with pytest.raises(ArgumentTypeError, match="`n` is an int, got "):
+        init_layers(lambda key: X, KEYS[0], n)
+
+
+def test_a_block_like_init_passes_its_own_errors_on() -> None:
+    with pytest.raises(TypeError, match="takes 1 positional argument but 2 were given") as caught:
+        init_layers(lambda key: X, KEYS[0], 2, 5)
+    assert not isinstance(caught.value, TreescanError)
+
+
+def test_flat_checkpoints_of_any_kind() -> None:
+    assert layers_from_state_dict({"layers.0.w": True, "layers.1.w": False})["w"].tolist() == [True, False]
+    equal(layers_from_state_dict({"layers.0.k": KEYS[0], "layers.1.k": KEYS[1]})["k"], stack(KEYS))
+    state = {"layers.0.w.1": X, "layers.0.w.0": 2 * X, 7: X, "layers.x.w": X, "Xlayers.1.w": X}
+    equal(layers_from_state_dict(state, {"w": (X, X)}), {"w": (2 * X[None], X[None])})
+    like = {"w": X, "b": None, "f": jnp.tanh}
+    made = layers_from_state_dict({"layers.0.w": np.ones(3, np.float32)}, like)
+    assert made["b"] is None and made["f"] is jnp.tanh and isinstance(made["w"], np.ndarray)
+
+
+def test_a_stack_given_as_like() -> None:
+    state = {"layers.0.w": np.ones(3), "layers.1.w": np.ones(3)}
+    with pytest.raises(LayerError, match=r"layers\.1\.w +\[2,3\] +\[3\] +shape"):
+        layers_from_state_dict(state, {"w": jnp.ones((2, 3))})
+
+
+def test_layers_are_ordered_by_number() -> None:
+    state = {f"layers.{i}.w": np.float32(i) for i in (10, 2, 0, 1, 9, 3, 4, 8, 5, 7, 6)}
+    np.testing.assert_array_equal(layers_from_state_dict(state)["w"], np.arange(11))
+    names = list(treescan.layers_to_state_dict({"w": jnp.arange(11)}))
+    assert names == [f"layers.{i}.w" for i in range(11)]
