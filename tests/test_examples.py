@@ -10,13 +10,14 @@ import pytest
 EXAMPLES = Path(__file__).parent.parent / "examples"
 
 
-def printed(name: str) -> str:
-    done = subprocess.run([sys.executable, EXAMPLES / name], capture_output=True, text=True, check=False, timeout=300)
+def printed(name: str, *arguments: str) -> str:
+    command = [sys.executable, EXAMPLES / name, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
     assert done.returncode == 0, done.stderr
     return done.stdout
 
 
-def percent(text: str, pattern: str) -> float:
+def number(text: str, pattern: str) -> float:
     found = re.search(pattern, text)
     assert found, text
     return float(found[1])
@@ -26,7 +27,30 @@ def percent(text: str, pattern: str) -> float:
 @pytest.mark.parametrize("name", ["vowels.py", "packed_vowels.py"])
 def test_speakers_are_recognised(name: str) -> None:
     text = printed(name)
-    assert percent(text, r"test accuracy +([\d.]+)%") >= 95
+    assert number(text, r"test accuracy +([\d.]+)%") >= 95
     if name.startswith("packed"):
-        assert percent(text, r"([\d.]+)% need not be run") > 20
-        assert percent(text, r"efficiency +([\d.]+)%") > 80
+        assert number(text, r"([\d.]+)% need not be run") > 20
+        assert number(text, r"efficiency +([\d.]+)%") > 80
+
+
+@pytest.mark.slow
+def test_the_llama_learns_to_write() -> None:
+    text = printed("llama.py")
+    assert number(text, r"held-out loss +([\d.]+) ->") > 4.5  # it knows nothing: 4.85 is the logarithm of 128
+    assert number(text, r"held-out loss .* -> ([\d.]+)") < 1.9
+    assert number(text, r"logits within ([\d.e+-]+) of") < 1e-4
+    _, written = text.split("ROMEO:\n", maxsplit=1)
+    assert len(written) == 301  # print ends it
+    assert re.search(r"^[A-Z][A-Za-z ]+:$", written, re.MULTILINE)  # somebody else speaks
+
+
+@pytest.mark.slow
+def test_the_llama_is_the_same_on_eight_devices() -> None:
+    one, eight = printed("llama.py", "--steps", "20"), printed("llama.py", "--devices", "8", "--steps", "20")
+    for pattern in (r"step +20 +loss ([\d.]+)", r"held-out loss +([\d.]+) ->", r"held-out loss .* -> ([\d.]+)"):
+        assert number(eight, pattern) == pytest.approx(number(one, pattern), abs=5e-3)
+    assert number(eight, r"logits within ([\d.e+-]+) of") < 1e-4
+
+    whole = number(one, r"parameters +(\d+) bytes")
+    assert number(one, r"each of 1 devices holds (\d+)") == whole == number(eight, r"parameters +(\d+) bytes")
+    assert number(eight, r"each of 8 devices holds (\d+)") < 0.13 * whole  # an eighth of the matrices, and the norms
