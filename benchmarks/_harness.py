@@ -20,6 +20,7 @@ import platform
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping
 from pathlib import Path
+from typing import Any
 
 import chex
 import jax
@@ -27,7 +28,8 @@ import numpy as np
 
 Thunk = Callable[[], object]
 
-PACKAGES = ("treescan", "jax", "jaxlib", "numpy", "flax", "torch")
+PACKAGES = {name: name for name in ("treescan", "jax", "jaxlib", "numpy", "flax", "equinox", "torch")}
+PACKAGES["haiku"] = "dm-haiku"  # by the name of the import, that of the distribution
 SETTLE = 0.02  # seconds; after its work a thread pool spins on for some ms, on the cores that the other process needs
 
 
@@ -58,6 +60,9 @@ class Comparison:
         peer: runs what treescan is compared with.
         target: the largest acceptable median ratio; None if the comparison is for information.
         details: numbers that describe the data, written to the results as they are.
+        blocks: how many to measure at most, one call a sample: for functions that take seconds. None leaves this to the
+            `Effort`.
+        peer_result: brings what `peer` returns into the form of what `candidate` returns, for the check alone.
     """
 
     name: str
@@ -66,6 +71,8 @@ class Comparison:
     peer: Thunk
     target: float | None = None
     details: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
+    blocks: int | None = None
+    peer_result: Callable[[Any], object] = lambda result: result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -179,11 +186,8 @@ def measure(comparison: Comparison, effort: Effort) -> Measurement:
         AssertionError: the two functions return different values.
     """
     candidate, peer, target = comparison.candidate, comparison.peer, comparison.target
-    assert_trees_agree(candidate(), peer())  # also compiles both
-    slowest = max(_seconds(function, 3) for function in (candidate, peer))
-    calls = max(1, math.ceil(effort.sample_seconds / slowest))
-    blocks = round(effort.seconds / (4 * calls * slowest))
-    blocks = min(max(blocks, effort.min_blocks), effort.max_blocks)
+    assert_trees_agree(candidate(), comparison.peer_result(peer()))  # also compiles both
+    blocks, calls = _amount(comparison, effort)
     times = []
     with _garbage_apart():
         for block in range(blocks):
@@ -268,9 +272,19 @@ def environment() -> dict[str, object]:
         },
         "versions": {
             "python": platform.python_version(),
-            **{package: _version(package) for package in PACKAGES if importlib.util.find_spec(package)},
+            **{package: _version(package) for name, package in PACKAGES.items() if importlib.util.find_spec(name)},
         },
     }
+
+
+def _amount(comparison: Comparison, effort: Effort) -> tuple[int, int]:
+    """How many blocks to measure, and how many calls in each of their samples."""
+    if comparison.blocks is not None:
+        return min(comparison.blocks, effort.max_blocks), 1
+    slowest = max(_seconds(function, 3) for function in (comparison.candidate, comparison.peer))
+    calls = max(1, math.ceil(effort.sample_seconds / slowest))
+    blocks = round(effort.seconds / (4 * calls * slowest))
+    return min(max(blocks, effort.min_blocks), effort.max_blocks), calls
 
 
 def _block(candidate: Thunk, peer: Thunk, calls: int, *, candidate_first: bool) -> tuple[float, float]:
