@@ -87,7 +87,7 @@ def loop(blocks: Sequence[Any], x, layers, xs=None, *, args=(), key=None, revers
     return x, tuple(treescan.stack(y) if y else None for y in ys)
 
 
-def outcome(run, *given):
+def outcome(run, *given, compiled=True):
     """What a function gives, and the gradient of all of it with respect to everything."""
 
     def loss(floats):
@@ -97,7 +97,8 @@ def outcome(run, *given):
             (jnp.sum(jnp.sin((k + 2) * leaf)) for k, leaf in enumerate(jax.tree.leaves(out))), jnp.float32(0)
         ), out
 
-    (_, out), gradient = jax.jit(jax.value_and_grad(loss, has_aux=True))(jax.tree.leaves(given))
+    both = jax.value_and_grad(loss, has_aux=True)
+    (_, out), gradient = (jax.jit(both) if compiled else both)(jax.tree.leaves(given))
     return out, gradient
 
 
@@ -127,7 +128,7 @@ def by_python(counts: tuple[int, ...], reverse: bool) -> Any:
     def run(x, stacks, own, scale):
         return loop(blocks, x, stacks, own, args=(scale,), key=KEY, reverse=reverse)
 
-    return outcome(run, X, *setting(counts), SCALE)
+    return outcome(run, X, *setting(counts), SCALE, compiled=False)
 
 
 def some_of(*values):
@@ -226,7 +227,7 @@ def programs(draw):
     )
 
 
-@settings(max_examples=8)
+@settings(max_examples=5)
 @given(programs())
 def test_any_pattern(program):
     _check_pattern(program)
@@ -260,7 +261,7 @@ def _check_pattern(program):
         x, ys = loop(blocks, x, stacks, own, args=shared, key=key, reverse=reverse)
         return x if folds else (x, ys)
 
-    assert_same(outcome(run, X, stacks, own, shared), outcome(expected, X, stacks, own, shared))
+    assert_same(outcome(run, X, stacks, own, shared), outcome(expected, X, stacks, own, shared, compiled=False))
 
 
 # What goes in and out

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, TypeVarTuple, Unpack, overload
+from typing import Any, Protocol, TypeVar, Unpack, overload
 
 from ._arguments import (
     OF_MASK_SCAN,
@@ -24,12 +24,11 @@ from ._transforms.conventions import FOLD_LAYERS, SCAN_LAYERS, Convention
 from ._transforms.pattern import Pattern, execute_pattern
 from ._transforms.pipeline import Given, Plan
 from ._tree import freeze_static
-from ._types import Array, Axes, Carry, LayersOptions, PyTree, StackedLayersOptions, X, Y, Y_co
+from ._types import Array, Axes, Carry, LayersOptions, PyTree, StackedLayersOptions, X, X_contra, Y, Y_co
 from .carries._registry import adopt
 
 Layer = TypeVar("Layer")
 Layer_contra = TypeVar("Layer_contra", contravariant=True)
-Args = TypeVarTuple("Args")
 
 _ACCEPTED = frozenset((*StackedLayersOptions.__annotations__, "key"))
 _SCAN_REFUSES = {
@@ -42,33 +41,41 @@ _FOLD_REFUSES = {**_SCAN_REFUSES, "out_axes": "it stacks no outputs. `treescan.s
 class KeyedBlock(Protocol[Layer_contra, Carry, Y_co]):
     """A block of `scan_layers` that takes a fresh key in each layer."""
 
-    def __call__(self, layer: Layer_contra, x: Carry, /, *args: Any, key: Array) -> tuple[Carry, Y_co]: ...
+    def __call__(self, layer: Layer_contra, x: Carry, /, *, key: Array) -> tuple[Carry, Y_co]: ...
+
+
+class KeyedBlockWithOwn(Protocol[Layer_contra, X_contra, Carry, Y_co]):
+    """The same for layers that have something of their own."""
+
+    def __call__(self, layer: Layer_contra, x: Carry, x_layer: X_contra, /, *, key: Array) -> tuple[Carry, Y_co]: ...
 
 
 class KeyedFoldBlock(Protocol[Layer_contra, Carry]):
     """A block of `fold_layers` that takes a fresh key in each layer."""
 
-    def __call__(self, layer: Layer_contra, x: Carry, /, *args: Any, key: Array) -> Carry: ...
+    def __call__(self, layer: Layer_contra, x: Carry, /, *, key: Array) -> Carry: ...
+
+
+class KeyedFoldBlockWithOwn(Protocol[Layer_contra, X_contra, Carry]):
+    """The same for layers that have something of their own."""
+
+    def __call__(self, layer: Layer_contra, x: Carry, x_layer: X_contra, /, *, key: Array) -> Carry: ...
 
 
 @overload
 def scan_layers(
-    block: Callable[[Layer, Carry, Unpack[Args]], tuple[Carry, Y]],
+    block: Callable[[Layer, Carry], tuple[Carry, Y]],
     x: Carry,
     layers: Layer,
     xs: None = None,
-    *,
-    args: tuple[*Args] = ...,
     **options: Unpack[StackedLayersOptions],
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan_layers(
-    block: Callable[[Layer, Carry, X, Unpack[Args]], tuple[Carry, Y]],
+    block: Callable[[Layer, Carry, X], tuple[Carry, Y]],
     x: Carry,
     layers: Layer,
     xs: X,
-    *,
-    args: tuple[*Args] = ...,
     **options: Unpack[StackedLayersOptions],
 ) -> tuple[Carry, Y]: ...
 @overload
@@ -76,10 +83,30 @@ def scan_layers(
     block: KeyedBlock[Layer, Carry, Y],
     x: Carry,
     layers: Layer,
+    xs: None = None,
+    *,
+    key: Array,
+    **options: Unpack[StackedLayersOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def scan_layers(
+    block: KeyedBlockWithOwn[Layer, X, Carry, Y],
+    x: Carry,
+    layers: Layer,
+    xs: X,
+    *,
+    key: Array,
+    **options: Unpack[StackedLayersOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def scan_layers(
+    block: Callable[..., tuple[Carry, Y]],
+    x: Carry,
+    layers: Any,
     xs: Any = None,
     *,
-    args: tuple[Any, ...] = ...,
-    key: Array,
+    args: tuple[Any, ...],
+    key: Array | None = None,
     **options: Unpack[StackedLayersOptions],
 ) -> tuple[Carry, Y]: ...
 @overload
@@ -154,22 +181,18 @@ def scan_layers(
 
 @overload
 def fold_layers(
-    block: Callable[[Layer, Carry, Unpack[Args]], Carry],
+    block: Callable[[Layer, Carry], Carry],
     x: Carry,
     layers: Layer,
     xs: None = None,
-    *,
-    args: tuple[*Args] = ...,
     **options: Unpack[LayersOptions],
 ) -> Carry: ...
 @overload
 def fold_layers(
-    block: Callable[[Layer, Carry, X, Unpack[Args]], Carry],
+    block: Callable[[Layer, Carry, X], Carry],
     x: Carry,
     layers: Layer,
     xs: X,
-    *,
-    args: tuple[*Args] = ...,
     **options: Unpack[LayersOptions],
 ) -> Carry: ...
 @overload
@@ -177,10 +200,30 @@ def fold_layers(
     block: KeyedFoldBlock[Layer, Carry],
     x: Carry,
     layers: Layer,
+    xs: None = None,
+    *,
+    key: Array,
+    **options: Unpack[LayersOptions],
+) -> Carry: ...
+@overload
+def fold_layers(
+    block: KeyedFoldBlockWithOwn[Layer, X, Carry],
+    x: Carry,
+    layers: Layer,
+    xs: X,
+    *,
+    key: Array,
+    **options: Unpack[LayersOptions],
+) -> Carry: ...
+@overload
+def fold_layers(
+    block: Callable[..., Carry],
+    x: Carry,
+    layers: Any,
     xs: Any = None,
     *,
-    args: tuple[Any, ...] = ...,
-    key: Array,
+    args: tuple[Any, ...],
+    key: Array | None = None,
     **options: Unpack[LayersOptions],
 ) -> Carry: ...
 @overload

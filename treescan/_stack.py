@@ -37,7 +37,6 @@ def stack(layers: Iterable[Layer]) -> Layer:
 
     Examples:
         >>> import jax.numpy as jnp
-    import numpy as np
         >>> import treescan
         >>> stacked = treescan.stack([{"w": jnp.ones((2, 3))}, {"w": jnp.zeros((2, 3))}])
         >>> print(stacked["w"].shape)
@@ -68,7 +67,6 @@ def unstack(stacked: Layer) -> list[Layer]:
 
     Examples:
         >>> import jax.numpy as jnp
-    import numpy as np
         >>> import treescan
         >>> first, second = treescan.unstack({"b": jnp.array([1.0, 2.0])})
         >>> print(second["b"])
@@ -100,7 +98,6 @@ def layer_at(stacked: Layer, i: ArrayLike) -> Layer:
 
     Examples:
         >>> import jax.numpy as jnp
-    import numpy as np
         >>> import treescan
         >>> print(treescan.layer_at({"b": jnp.array([1.0, 2.0])}, -1)["b"])
         2.0
@@ -130,7 +127,6 @@ def set_layer(stacked: Layer, i: ArrayLike, layer: Layer) -> Layer:
 
     Examples:
         >>> import jax.numpy as jnp
-    import numpy as np
         >>> import treescan
         >>> print(treescan.set_layer({"b": jnp.array([1.0, 2.0])}, 0, {"b": jnp.array(5.0)})["b"])
         [5. 2.]

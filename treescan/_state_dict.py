@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
@@ -21,6 +21,14 @@ Layer = TypeVar("Layer")
 _PREFIX = "layers"
 
 
+@overload
+def layers_from_state_dict(
+    state: Mapping[str, Any], like: None = None, *, prefix: str = _PREFIX, names: None = None
+) -> Any: ...
+@overload
+def layers_from_state_dict(
+    state: Mapping[str, Any], like: Layer, *, prefix: str = _PREFIX, names: Mapping[str, str] | None = None
+) -> Layer: ...
 @verb
 def layers_from_state_dict(
     state: Mapping[str, Any], like: PyTree = None, *, prefix: str = _PREFIX, names: Mapping[str, str] | None = None
