@@ -97,6 +97,11 @@ def violation(body: Callable[..., Any], init: Any, xs: Any, **options: Any) -> l
         (annotated(out=N, y=N), A, B, "y Float[n] float32[4] n: 3 in returned carry, 4 in y"),
         (annotated(out=Cell, y=N), cell(A), B, "y Float[n] float32[4] n: 3 in returned carry.h, 4 in y"),
         (annotated(carry=Key[Array, ""]), A, A, "carry Key[] float32[3] rank 0, is 1"),
+        (annotated(carry=N, x=Float[Array, "*a n"]), A, B, "x Float[*a n] float32[4] n: 3 in carry, 4 in x"),
+        (annotated(carry=N, x=Float[Array, "n ..."]), A, B, "x Float[n ...] float32[4] n: 3 in carry, 4 in x"),
+        (annotated(x=Float[Array, "5 *a"]), A, B, "x Float[5 *a] float32[4] axis 0: 5, is 4"),
+        (annotated(x=Float[Array, "m *a n"]), A, B, "x Float[m *a n] float32[4] rank 2 or more, is 1"),
+        (annotated(carry=Float[Array, "_"], x=Float[Array, "_ n"]), A, B, "x Float[_ n] float32[4] rank 2, is 1"),
     ],
 )
 def test_the_scope_spans_the_step(body: Callable[..., Any], init: Any, x: Any, row: str) -> None:

@@ -142,7 +142,8 @@ def scan_layers(
             one layer more than the others, at the price of one copy of these stacks.
         xs: what each layer has of its own beside its parameters (a cache): any pytree whose leaves are `[n, ...]`.
         args: what all layers share, passed to each call. Arrays are values of the program, and are differentiated; all
-            else, Python's numbers and bools included, is a part of it, and the block sees it as it is.
+            else, Python's numbers and bools included, is a part of it: the block sees it as it is, and another number
+            is another program, so what changes from call to call (a position) is given as an array.
         **options: `reverse` (the last layer first; its y still stands in its place), `unroll` (how many layers, or
             periods of a pattern, are compiled into one round of the loop), `key` (each layer is given
             `key=jax.random.fold_in(key, number of the layer among all)`), `in_axes` (of xs), `out_axes`, `name`, as for

@@ -106,12 +106,11 @@ def _mismatch(part: _Part) -> str:
     if not _is_array_hint(part.hint) or shape is None:
         return ""
     dims = part.hint.dim_str.split()
-    if any(dim.startswith("*") or dim == "..." for dim in dims):
-        return ""
-    if len(dims) != len(shape):
-        return f"rank {len(dims)}, is {len(shape)}"
-    pairs = enumerate(zip(dims, shape, strict=True))
-    sizes = [f"axis {i}: {dim}, is {size}" for i, (dim, size) in pairs if dim.isdigit() and int(dim) != size]
+    aligned = _align(dims, shape)
+    if aligned is None:
+        least = sum(not _is_variadic(dim) for dim in dims)
+        return f"rank {least}{'' if least == len(dims) else ' or more'}, is {len(shape)}"
+    sizes = [f"axis {i}: {dim}, is {shape[i]}" for i, dim in aligned if dim.isdigit() and int(dim) != shape[i]]
     if sizes:
         return ", ".join(sizes)
     any_shape = part.hint.dtype[part.hint.array_type, "..."]
@@ -308,6 +307,21 @@ def _named_sizes(part: _Part) -> Iterator[tuple[str, int]]:
     hints = [part.hint] if _is_array_hint(part.hint) else [h for h in typing.get_args(part.hint) if _is_array_hint(h)]
     shape = getattr(part.value, "shape", None)
     for hint in hints[:1]:
-        names = hint.dim_str.split()
-        if shape is not None and len(names) == len(shape):
-            yield from ((name, size) for name, size in zip(names, shape, strict=True) if name.isidentifier())
+        sizes = () if shape is None else tuple(shape)
+        for i, name in _align(hint.dim_str.split(), sizes) or ():
+            if name.isidentifier() and not name.startswith("_"):
+                yield name, sizes[i]
+
+
+def _is_variadic(dim: str) -> bool:
+    return dim.startswith("*") or dim == "..."
+
+
+def _align(dims: list[str], shape: tuple[int, ...]) -> list[tuple[int, str]] | None:
+    """Which axis each of an annotation's dimensions is, but for one that stands for any number; None if none fits."""
+    variadic = [i for i, dim in enumerate(dims) if _is_variadic(dim)]
+    if len(variadic) > 1 or len(dims) - len(variadic) > len(shape) or (not variadic and len(dims) != len(shape)):
+        return None
+    first = variadic[0] if variadic else len(dims)
+    before, after = dims[:first], dims[first + 1 :]
+    return [*enumerate(before), *enumerate(after, len(shape) - len(after))]
