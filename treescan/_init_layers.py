@@ -37,7 +37,7 @@ def init_layers(init: Callable[..., Layer], key: Array, n: int, *args: Any, shar
             its own part: none ever holds the whole.
 
     Returns:
-        The stack: leaves `[n, ...]`, in the types that `init` returns.
+        The stack, in the types that `init` returns, with leaves `[n, ...]`.
 
     Raises:
         ArgumentError: if `n` is no number of layers, or `key` no key.

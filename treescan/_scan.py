@@ -117,7 +117,7 @@ def scan(
         name: how profilers name the loop (a `jax.named_scope`).
 
     Returns:
-        The last step's carry, and the outputs of all steps, stacked: ys `[T, ...]`.
+        The last step's carry, and ys, the outputs of all steps, stacked to `[T, ...]`.
 
     Raises:
         ArgumentError: if an argument is out of range, in conflict with another or does not fit xs.

@@ -30,7 +30,8 @@ def stack(layers: Iterable[Layer]) -> Layer:
             Leaves that are no arrays (functions, strings) are the same in all layers, and stay.
 
     Returns:
-        The stack, in the layers' own types: leaves `[n, ...]`. `treescan.scan_layers` runs it, `unstack` undoes it.
+        The stack, in the layers' own types, with leaves `[n, ...]`. `treescan.scan_layers` runs it, `unstack`
+        undoes it.
 
     Raises:
         LayerError: if there are no layers, or some differ; all leaves that do are listed.
@@ -60,7 +61,7 @@ def unstack(stacked: Layer) -> list[Layer]:
         stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`.
 
     Returns:
-        A list of n trees, in the stack's own types: leaves `[...]`.
+        A list of n trees, in the stack's own types, with leaves `[...]`.
 
     Raises:
         LayerError: if the leaves do not lead with one number of layers.
@@ -91,7 +92,7 @@ def layer_at(stacked: Layer, i: ArrayLike) -> Layer:
             moved to the nearest that is not, as in `jax.lax.dynamic_index_in_dim`.
 
     Returns:
-        The layer, in the stack's own types: leaves `[...]`.
+        The layer, in the stack's own types, with leaves `[...]`.
 
     Raises:
         LayerError: if a concrete number is out of range, or the leaves do not lead with one number of layers.
@@ -120,7 +121,7 @@ def set_layer(stacked: Layer, i: ArrayLike, layer: Layer) -> Layer:
         layer: the new layer: leaves `[...]`, of the stack's structure and types.
 
     Returns:
-        The new stack: leaves `[n, ...]`.
+        The new stack, with leaves `[n, ...]`.
 
     Raises:
         LayerError: if the layer does not fit; all leaves that do not are listed. Else as `layer_at`.

@@ -45,7 +45,7 @@ def layers_from_state_dict(
         names: where the checkpoint calls a leaf something else: `{"attention.q_proj": "self_attn.q_proj.weight"}`.
 
     Returns:
-        The stack: leaves `[n, ...]`, with the checkpoint's dtypes. Where all arrays of a leaf are NumPy's, they are
+        The stack, with leaves `[n, ...]` of the checkpoint's dtypes. Where all arrays of a leaf are NumPy's, they are
         stacked by NumPy, and stay on the host.
 
     Raises:
@@ -93,7 +93,7 @@ def layers_to_state_dict(
         names: where the checkpoint calls a leaf something else than its path: `{"attention.q_proj": "q.weight"}`.
 
     Returns:
-        `{"{prefix}.{number}.{name}": array}`, n entries a leaf, of shape `[...]`.
+        A dict from names, `{prefix}.{number}.{name}`, to arrays `[...]`, n of them for each leaf.
 
     Raises:
         LayerError: if the leaves do not lead with one number of layers, or two of them would have one name.

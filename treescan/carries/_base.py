@@ -69,7 +69,7 @@ class AbstractCarry(abc.ABC, Generic[Seen_co, Returned_contra]):
         """Where the batch shape of `mask_scan` starts in the leaves.
 
         Returns:
-            The axis (0: it leads), or None for leaves that all rows share, or both by the names of fields; of a field
+            The axis (0 if it leads), or None for leaves that all rows share, or both by the names of fields; of a field
             that holds a tree, a prefix tree of these. A field that is not named is as if it were given 0. A carry that
             is held says so itself, unless None is given for it.
         """

@@ -92,8 +92,8 @@ def buffer(value: T, capacity: int, *, batch: tuple[int, ...] = (), shared: bool
             [*batch], of which those of valid rows are appended. None: if `batch` is ().
 
     Returns:
-        `Buffer`, typed as the pair (values, count) that the body sees: leaves [capacity, *batch, ...]. The body returns
-        a pair (value, append), a new value and a bool: whether to append it.
+        `Buffer`, typed as the pair (values, count) that the body sees, with leaves [capacity, *batch, ...]. The body
+        returns a pair (value, append), a new value and a bool: whether to append it.
 
     Raises:
         ValueError: if there is no room for anything.
