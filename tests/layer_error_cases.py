@@ -938,3 +938,9 @@ def state_dict_names_that_are_not_there(one):
 @case(ArgumentError)
 def layers_in_axes_without_xs(one):
     return scan_layers(block, X, denses(one), in_axes=1)
+
+
+@case(ArgumentError)
+def layers_with_mutable_arrays(one):
+    ref = jax.new_ref(jnp.ones(4))
+    return scan_layers(with_cache, X, denses(one), ref, args=(ref,))

@@ -1,5 +1,6 @@
 """Layers run one after the other: a Python loop over them is the oracle, for values and every gradient."""
 
+import dataclasses
 import functools
 import itertools
 import math
@@ -394,6 +395,31 @@ def test_custom_carries_and_static_leaves():
         chex.assert_trees_all_close(
             {**read_tree(whole), "act": None, "rng": None}, {**read_tree(other), "act": None, "rng": None}, rtol=1e-5
         )
+
+
+def test_a_pair_of_any_kind():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Out:
+        x: Any
+        y: Any
+
+    class Pair(NamedTuple):
+        x: Any
+        y: Any
+
+    for pair in (Out, Pair, lambda *parts: list(parts)):
+        for counts, remat in (((3,), None), ((2, 2), None), ((2, 1), "step"), ((3,), "nested")):
+            stacks = [make_stack(count) for count in counts]
+            blocks = [lambda layer, x, pair=pair: pair(*block(layer, x))] * len(counts)
+            x, ys = treescan.scan_layers(blocks, X, stacks, remat=remat)
+            chex.assert_trees_all_close((x, ys), loop([block] * len(counts), X, stacks), rtol=1e-5)
+
+
+def test_out_axes_as_a_list():
+    stacks = (make_stack(2), make_stack(2))
+    _, ys = treescan.scan_layers([block, block], X, stacks, out_axes=[1, 0])
+    assert (ys[0]["mean"].shape, ys[1]["mean"].shape) == ((3, 2), (2, 3))
 
 
 def test_layers_may_be_modules_with_functions_in_them():

@@ -1,5 +1,7 @@
 """What is compiled for layers: one loop, of one size whatever the depth, with nothing kept or copied beyond need."""
 
+import dataclasses
+import functools
 import gc
 import re
 import weakref
@@ -220,6 +222,109 @@ def test_layers_are_made_as_they_would_be_one_by_one():
             np.testing.assert_allclose(treescan.init_layers(init, key, 5, 4)["w"], made["w"], rtol=1e-6)
 
 
+def test_static_arguments_that_were_changed_are_others():
+    @dataclasses.dataclass(unsafe_hash=True)
+    class Config:
+        width: int
+
+    config = Config(3)
+
+    def init(key, config):
+        return {"w": jax.random.normal(key, (config.width,))}
+
+    def scale(layer, x, config):
+        return x * config.width
+
+    for width in (3, 5, 3):
+        config.width = width
+        assert treescan.init_layers(init, jax.random.key(0), 2, config)["w"].shape == (2, width)
+        assert treescan.fold_layers(scale, 1.0, jnp.ones(2), args=(config,)) == width**2
+
+
+def test_init_with_shardings_is_traced_for_its_types_and_once_more():
+    calls = []
+
+    def init(key):
+        calls.append(key)
+        return jax.random.normal(key, (8,))
+
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    for _ in range(3):
+        treescan.init_layers(init, jax.random.key(0), 2, shardings=sharding)
+    assert len(calls) == 2
+
+
+class Function:
+    """Equal to another with the same number, and changeable."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __eq__(self, other):
+        return isinstance(other, Function) and self.number == other.number
+
+    def __hash__(self):
+        return self.number
+
+
+def test_a_stack_has_its_own_static_leaves():
+    first, second = ({"w": X, "f": Function(1)} for _ in range(2))
+    for layer in (first, second):
+        stacked = treescan.stack([layer, layer])
+        assert stacked["f"] is layer["f"]
+        assert treescan.unstack(stacked)[1]["f"] is layer["f"]
+        assert treescan.layer_at(stacked, 0)["f"] is layer["f"]
+        assert treescan.set_layer(stacked, 0, layer)["f"] is layer["f"]
+
+
+# Options that say how the loop is run
+
+
+@pytest.mark.parametrize("counts", [(4,), (4, 4), (5, 4)], ids=str)
+def test_unroll_and_name_reach_the_loop(counts):
+    def run(x, stacks):
+        return treescan.fold_layers([block] * len(counts), x, stacks, unroll=2, name="decoder")
+
+    stacks = [stack_of(count) for count in counts]
+    (loop,) = equations(jax.make_jaxpr(run)(X, stacks).jaxpr, "scan")
+    assert loop.params["unroll"] == 2
+    assert "decoder" in jax.jit(run).lower(X, stacks).as_text(debug_info=True)
+
+
+def test_what_is_left_after_the_rounds_is_recomputed_too():
+    def saved(counts, remat):
+        stacks = [stack_of(count) for count in counts]
+        run = functools.partial(treescan.fold_layers, [block] * 2, X, remat=remat)
+        return sum(leaf.size for leaf in jax.tree.leaves(jax.vjp(run, stacks)[1]) if leaf.shape == (ROWS, HIDDEN))
+
+    assert saved((2, 1), None) >= ROWS * HIDDEN
+    assert saved((2, 1), "step") == saved((2, 1), ("step", None)) == 0
+
+
+@pytest.mark.parametrize("counts", [(8, 8), (9, 8)], ids=str)
+@pytest.mark.parametrize("remat", ["step", "nested"])
+def test_what_no_block_changes_is_no_part_of_the_state(counts, remat):
+    big = array(1000)
+
+    def keeps(layer, x):
+        return {"h": block(layer, x["h"]) + x["big"].mean(), "big": x["big"]}
+
+    def loss(h, big, stacks):
+        return jnp.sum(treescan.fold_layers([keeps, keeps], {"h": h, "big": big}, stacks, remat=remat)["h"])
+
+    program = Program(jax.grad(loss, (0, 1)), X, big, [stack_of(count) for count in counts])
+    without = Program(jax.grad(loss, (0, 1)), X, big[:1], [stack_of(count) for count in counts])
+    assert program.temp_bytes - without.temp_bytes < 3 * big.nbytes
+
+
+@pytest.mark.parametrize("count", [32, 36])
+def test_nested_remat_copies_a_chunk_and_not_the_stack(count):
+    layers = stack_of(count)
+    run = gradient(lambda x, layers: treescan.fold_layers(block, x, layers, remat="nested"))
+    assert Program(run, X, layers).temp_bytes < 0.6 * size_of(layers)
+
+
 # Nothing leaks
 
 
@@ -258,3 +363,15 @@ def test_what_was_compiled_for_a_pattern_goes_with_its_last_block():
         treescan.fold_layers([first, lambda layer, x: x], X, stacks)
     gc.collect()
     assert len(memo._joint) == 0
+
+
+def test_static_leaves_of_a_stack_are_freed():
+    def use():
+        held = Function(jnp.ones(4096).size)
+        stacked = treescan.stack([{"w": X, "f": held}] * 2)
+        treescan.set_layer(stacked, 0, treescan.layer_at(treescan.stack(treescan.unstack(stacked)), 1))
+        return weakref.ref(held)
+
+    reference = use()
+    gc.collect()
+    assert reference() is None

@@ -176,6 +176,39 @@ def test_a_checkpoint_of_torch():
     chex.assert_trees_all_equal(treescan.layers_to_state_dict(stacked, prefix="model.layers", names=names), state)
 
 
+def test_arrays_of_the_host_stay_there_with_every_bit():
+    state = {f"layers.{i}.w": np.array([2**40 + i, -1]) for i in range(2)} | {
+        "layers.0.x": array(2),
+        "layers.1.x": array(2),
+    }
+    stacked = treescan.layers_from_state_dict(state)
+    assert isinstance(stacked["w"], np.ndarray)
+    assert isinstance(stacked["x"], jax.Array)
+    back = treescan.layers_to_state_dict(stacked)
+    assert back.keys() == state.keys()
+    for name, leaf in state.items():
+        assert type(back[name]) is type(leaf)
+        assert as_bits(back[name]) == as_bits(leaf)
+
+
+def test_a_number_with_zeros_before_it_is_a_name():
+    state = {"layers.0.w": np.ones(2), "layers.00.w": np.zeros(2)}
+    np.testing.assert_array_equal(treescan.layers_from_state_dict(state)["w"], [[1, 1]])
+
+
+def test_checkpoints_under_jit():
+    made = jax.jit(
+        lambda a, b: treescan.layers_from_state_dict({"layers.0.w": a, "layers.1.w": np.ones(2, np.float32)})
+    )
+    np.testing.assert_array_equal(made(jnp.zeros(2), 0)["w"], [[0, 0], [1, 1]])
+
+
+def test_a_number_of_a_small_type():
+    stacked = jnp.arange(200)
+    assert jax.jit(treescan.layer_at)(stacked, jnp.int8(-1)) == 199
+    assert jax.jit(treescan.layer_at)(stacked, jnp.uint8(199)) == 199
+
+
 def test_layers_of_one_array():
     state = {"layers.0": np.zeros(2), "layers.1": np.ones(2)}
     stacked = treescan.layers_from_state_dict(state)

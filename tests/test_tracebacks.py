@@ -33,6 +33,9 @@ VERBS: dict[str, tuple[str, Callable[[Callable[..., Any], Any], Any]]] = {
     "fold": ("fold", lambda body, one: treescan.fold(body, one, XS)),
     "accumulate": ("accumulate", lambda body, one: treescan.accumulate(body, one, XS)),
     "fori": ("fori", lambda body, one: treescan.fori(0, 3, body, one)),
+    "scan_layers": ("scan_layers", lambda body, one: treescan.scan_layers(body, one, XS)),
+    "fold_layers": ("fold_layers", lambda body, one: treescan.fold_layers(body, one, XS, remat="step")),
+    "pattern": ("fold_layers", lambda body, one: treescan.fold_layers([body, body], one, (XS, XS[:2]))),
     "mask_scan": ("mask_scan", lambda body, one: treescan.mask_scan(body, one * jnp.ones(2), ROWS, lengths=LENGTHS)),
 }
 

@@ -1,6 +1,7 @@
 """What JAX does to programs and with them happens to treescan's loops as it happens to those of `jax.lax.scan`."""
 
 import functools
+import re
 
 import chex
 import flax.linen
@@ -538,6 +539,31 @@ def test_a_message_about_concrete_values_names_the_users_body(use, name):
     assert __file__ in text
     if name == "scan":
         assert text == call(jax.lax.scan)
+
+
+@pytest.mark.parametrize("verb", ["scan", "fori", "fold_layers", "remat", "pattern"])
+@pytest.mark.parametrize("place", [0, 1])
+def test_a_message_about_concrete_values_names_the_users_argument(verb, place):
+    """The carry of a body of `fori` or of layers comes second."""
+
+    def body(first, second):
+        if (first, second)[place].sum() > 0:
+            return first
+        return second
+
+    runs = {
+        "scan": lambda: treescan.fold(body, jnp.float32(0), XS),
+        "fori": lambda: treescan.fori(0, 3, body, jnp.float32(0)),
+        "fold_layers": lambda: treescan.fold_layers(body, jnp.float32(0), XS),
+        "remat": lambda: treescan.fold_layers(body, jnp.float32(0), XS, remat="step"),
+        "pattern": lambda: treescan.fold_layers([body, body], jnp.float32(0), [XS, XS[:-1]]),
+    }
+    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
+        runs[verb]()
+    named = re.search(r"argument ((?:first|second)\b\S*)", str(caught.value))
+    assert named, str(caught.value)
+    if verb != "fori":  # its index travels with the carry
+        assert named[1].startswith(("first", "second")[place])
 
 
 # In the place of lax.scan.

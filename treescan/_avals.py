@@ -151,6 +151,11 @@ def is_key(leaf: Any) -> bool:
     return bool(jnp.issubdtype(jax.typeof(leaf).dtype, jax.dtypes.prng_key))
 
 
+def is_mutable(leaf: Any) -> bool:
+    """Whether a leaf is a mutable array, a `Ref`."""
+    return not isinstance(jax.typeof(leaf), ShapedArray)
+
+
 def holds(dtype: Any, value: complex) -> bool:
     """Whether a dtype can hold a number; floating-point dtypes round."""
     if isinstance(value, int) and abs(value) > 2**64:

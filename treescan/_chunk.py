@@ -43,18 +43,31 @@ class RunChunk:
     reverse: bool
     unroll: int | bool
     lowering: tuple[tuple[str, Any], ...]
+    names: tuple[str, str]
     memo: Memo | None
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         loop = Loop(
-            self.body, self.step, consts, state, feed, self.length, self.reverse, self.unroll, self.lowering, self.memo
+            self.body,
+            self.step,
+            consts,
+            state,
+            feed,
+            self.length,
+            self.reverse,
+            self.unroll,
+            self.lowering,
+            self.names,
+            self.memo,
         )
         return run_chunked(loop, self.levels)
 
 
 def as_step(loop: Loop, levels: tuple[Level, ...] = ()) -> RunChunk:
     """A whole loop as the step of another."""
-    return RunChunk(loop.body, loop.step, loop.length, levels, loop.reverse, loop.unroll, loop.lowering, memo=loop.memo)
+    return RunChunk(
+        loop.body, loop.step, loop.length, levels, loop.reverse, loop.unroll, loop.lowering, loop.names, loop.memo
+    )
 
 
 def run_chunked(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:

@@ -24,8 +24,8 @@ Layer = TypeVar("Layer")
 def init_layers(init: Callable[..., Layer], key: Array, n: int, *args: Any, shardings: PyTree = None) -> Layer:
     """Makes a stack of n layers: `stack([init(k, *args) for k in jax.random.split(key, n)])`, as one program.
 
-    `init` is traced once, whatever the number of layers, and mapped over the keys by `jax.vmap`. Under
-    `jax.eval_shape` it makes the types alone.
+    `init` is traced once, whatever the number of layers, and mapped over the keys by `jax.vmap`; with `shardings` once
+    more before, for its types. Under `jax.eval_shape` it makes the types alone.
 
     Args:
         init: makes one layer, `init(key, *args) -> layer`: any pytree; leaves that are no arrays stay as they are.
@@ -72,13 +72,15 @@ def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) 
     frozen = freeze_static(args, scalars=True)
     if key is None:
         raise Fault(ArgumentTypeError, "{verb} over {body}: there is no key.", "Pass `jax.random.key(seed)`.")
-    places = None if shardings is None else _stacked_shardings(functools.partial(_one, body), key, frozen, shardings)
-    if places is None and (under_a_trace() or is_jit_disabled()):
+    if shardings is None and (under_a_trace() or is_jit_disabled()):
         return _all(body, n, key, frozen)
+    given, structure = jax.tree.flatten((key, frozen))
+    types = (structure, *map(jax.typeof, given), Prefix(*_flatten_places(shardings)))
     mesh = jax.sharding.get_abstract_mesh()
-    made = body.memo(("init_layers", n, places, mesh), lambda: _program(body, n, places, mesh))(key, frozen)
+    made = body.memo(("init_layers", n, types, mesh), lambda: _program(body, n, shardings, mesh, key, frozen))
+    stacked = made(key, frozen)
     del alive
-    return made
+    return stacked
 
 
 def _one(body: Body, key: Array, frozen: PyTree) -> PyTree:
@@ -89,14 +91,15 @@ def _all(body: Body, n: int, key: Array, frozen: PyTree) -> PyTree:
     return jax.vmap(functools.partial(_one, body), in_axes=(0, None))(jax.random.split(key, n), frozen)
 
 
-def _program(body: Body, n: int, places: Prefix | None, mesh: Any) -> Callable[[Array, PyTree], PyTree]:
+def _program(body: Body, n: int, shardings: PyTree, mesh: Any, key: Array, frozen: PyTree) -> Callable[..., PyTree]:
     """Makes all layers, each leaf in its place on the mesh that is set, or on its own."""
     make = functools.partial(_all, body, n)
-    if places is None:
+    if shardings is None:
         return jax.jit(make)
+    places = _stacked_shardings(functools.partial(_one, body), key, frozen, shardings).tree
     if AxisType.Explicit in mesh.axis_types:  # there each value would be made as its type says: on every device
-        return jax.jit(jax.sharding.auto_axes(make, out_sharding=_map_places(_spec_of, places.tree)))
-    return jax.jit(make, out_shardings=places.tree)
+        return jax.jit(jax.sharding.auto_axes(make, out_sharding=_map_places(_spec_of, places)))
+    return jax.jit(make, out_shardings=places)
 
 
 def _map_places(function: Callable[[Any], Any], places: PyTree) -> PyTree:

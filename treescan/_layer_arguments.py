@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
 
 from ._arguments import check_remat, no_axis, resolve_axes
-from ._avals import describe_argument, describe_leaf, describe_node, shape_of
+from ._avals import describe_argument, describe_leaf, describe_node, is_mutable, shape_of
 from ._errors import ArgumentError, Fault, LayerError, Row
 from ._stack import count_layers, refuse_split
 from ._transforms.axes import LeafAxes
 from ._transforms.turns import Remats
-from ._tree import freeze_static, leaves_with_path
+from ._tree import freeze_static, is_static, leaves_with_path
 from ._types import Axes, PyTree
 
 
@@ -105,7 +105,7 @@ def _check_pattern(counts: tuple[int, ...]) -> None:
     """Refuses stacks from which blocks cannot take turns."""
     fewest = counts[-1]
     leading = sum(count == fewest + 1 for count in counts)
-    if not counts[0]:
+    if not any(counts):
         raise Fault(LayerError, "{call}: there are no layers: every stack is empty.", "Give at least one.")
     if counts != (fewest + 1,) * leading + (fewest,) * (len(counts) - leading):
         raise Fault(
@@ -176,6 +176,24 @@ def check_remats(remat: Any, stacks: Stacks) -> Remats:
                 '"nested" is a plan for the loop over all of them: give it alone.',
             )
     return tuple(each) if any(each) else None
+
+
+def refuse_mutable(given: Mapping[str, PyTree]) -> None:
+    """Refuses mutable arrays, which no loop can carry, slice or hand on."""
+    named = [pair for root, tree in given.items() for pair in leaves_with_path(root, tree)]
+    rows = [
+        Row(path, "an array", describe_leaf(leaf), "")
+        for path, leaf in named
+        if not is_static(leaf) and is_mutable(leaf)
+    ]
+    if rows:
+        raise Fault(
+            ArgumentError,
+            "{call}: mutable arrays are no leaves of a stack, nor of what layers share or hand on.",
+            "Let the block close over them, or give their values, `ref[...]`.",
+            header=("leaf", "expected", "is"),
+            rows=rows,
+        )
 
 
 def check_args(args: Any) -> tuple[PyTree, ...]:

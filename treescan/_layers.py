@@ -16,14 +16,14 @@ from ._arguments import (
     check_unroll,
 )
 from ._errors import LAYER_WORDS, explain, speaking_of, verb
-from ._layer_arguments import Stacks, check_args, check_remats, check_stacks, is_pattern
+from ._layer_arguments import Stacks, check_args, check_remats, check_stacks, is_pattern, refuse_mutable
 from ._loop import Body
 from ._run import body_of, restored
 from ._transforms.axes import static_axes
 from ._transforms.conventions import FOLD_LAYERS, SCAN_LAYERS, Convention
 from ._transforms.pattern import Pattern, execute_pattern
 from ._transforms.pipeline import Given, Plan
-from ._tree import freeze_static
+from ._tree import Prefix, freeze_static
 from ._types import Array, Axes, Carry, LayersOptions, PyTree, StackedLayersOptions, X, X_contra, Y, Y_co
 from .carries._registry import adopt
 
@@ -299,6 +299,7 @@ def _run(
     stacks = check_stacks(block, layers, xs, in_axes)
     adopted, frozen_args, key = adopt(x), check_args(args), check_key(key)
     frozen_x = freeze_static(adopted.init)
+    refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "args": frozen_args})
     _check_blocks(bodies, convention, stacks, len(frozen_args), keyed=key is not None)
     frozen = stacks.frozen or frozen_x is not adopted.init or any(map(operator.is_not, frozen_args, args))
     pattern = Pattern(
@@ -315,13 +316,20 @@ def _run(
             for count, axes in zip(stacks.counts, stacks.axes, strict=True)
         ),
         sequence=stacks.sequence,
-        out_axes=None if type(out_axes) is int and out_axes == 0 else static_axes("out_axes", out_axes),
+        out_axes=_check_out_axes(out_axes, stacks),
         remat=check_remats(remat, stacks),
         name=check_name(name),
     )
     result = execute_pattern(bodies, pattern, Given(frozen_x, stacks.arguments, key, args=frozen_args))
     del handles
     return restored(result, pattern.blocks[0], adopted)
+
+
+def _check_out_axes(out_axes: Axes, stacks: Stacks) -> Prefix | None:
+    """Where the layers stand in ys, which is a tuple for a sequence of blocks; None: first."""
+    if type(out_axes) is int and out_axes == 0:
+        return None
+    return static_axes("out_axes", tuple(out_axes) if stacks.sequence and type(out_axes) is list else out_axes)
 
 
 def _check_blocks(bodies: tuple[Body, ...], convention: Convention, stacks: Stacks, args: int, *, keyed: bool) -> None:

@@ -161,6 +161,7 @@ class Loop:
         reverse: whether to run from the last position to the first.
         unroll: as for `jax.lax.scan`.
         lowering: further keyword arguments of `jax.lax.scan`, forwarded as they came.
+        names: what the body calls its carry and its x, for messages.
         memo: keeps what is made for the step: the body's own memo, which outlives the call, unless the step holds a
             trace, and with it values of an outer one.
     """
@@ -174,6 +175,7 @@ class Loop:
     reverse: bool = False
     unroll: int | bool = 1
     lowering: tuple[tuple[str, Any], ...] = ()
+    names: tuple[str, str] = ("carry", "x")
     memo: Memo | None = None
 
 
@@ -223,15 +225,13 @@ def run(loop: Loop) -> tuple[PyTree, PyTree]:
 
 
 def _lower(loop: Loop, packed: bool) -> _Lowered:
-    return _Lowered(loop.body, loop.step, packed, named_signature(loop.body))
+    return _Lowered(loop.body, loop.step, packed, named_signature(*loop.names))
 
 
-def named_signature(body: Body, *others: str) -> inspect.Signature:
-    """The signature of what stands for a body in a trace: its own names for the carry and x, and before them others."""
-    names = (*body.names, "carry", "x")
-    first, second = names[:2] if names[0] != names[1] else ("carry", "x")
+def named_signature(*names: str) -> inspect.Signature:
+    """The signature of what stands for a body in a trace, in the body's own names: JAX's messages speak of these."""
     kind = inspect.Parameter.POSITIONAL_ONLY
-    return inspect.Signature([inspect.Parameter(name, kind) for name in (*others, first, second)])
+    return inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
 
 def _run_compiled(function: _Lowered, carry: PyTree, xs: PyTree, loop: Loop) -> tuple[PyTree, PyTree]:

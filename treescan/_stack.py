@@ -10,13 +10,13 @@ import jax.numpy as jnp
 from jax.core import Tracer
 
 from ._arguments import exact_int
-from ._avals import describe_argument, describe_leaf, describe_traced, shape_of, spec_parts
+from ._avals import describe_argument, describe_leaf, describe_traced, dtype_of, shape_of, spec_parts
 from ._errors import ArgumentTypeError, Fault, LayerError, Row, explain, verb
 from ._retrace import under_a_trace
 from ._transforms.axes import LeafAxes
-from ._transforms.differences import find_differences
+from ._transforms.differences import agree, find_differences
 from ._tree import freeze_static, is_static, leaves_with_path, thaw_static
-from ._types import Array, ArrayLike, PyTree
+from ._types import Array, ArrayLike, PyTree, TreeDef
 
 Layer = TypeVar("Layer")
 
@@ -47,7 +47,7 @@ def stack(layers: Iterable[Layer]) -> Layer:
         listed = _as_list(layers)
         if not listed:
             raise Fault(LayerError, "{verb}: there are no layers.", "Give at least one: the others are held to it.")
-        return thaw_static(_stack([freeze_static(layer) for layer in listed]))
+        return _stack(listed)
     except Exception as error:
         explained = explain(error, "stack")
     raise explained
@@ -56,6 +56,9 @@ def stack(layers: Iterable[Layer]) -> Layer:
 @verb
 def unstack(stacked: Layer) -> list[Layer]:
     """The layers of a stack: `unstack(stack(layers))` is equal to `layers`, bit by bit.
+
+    What is given as NumPy arrays comes back as JAX arrays, 64-bit ones in the types that JAX has for them
+    (`jax_enable_x64`).
 
     Args:
         stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`.
@@ -163,11 +166,32 @@ def _in_one_call(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @_in_one_call
+def _stack_arrays(layers: list[list[Any]]) -> list[Array]:
+    return [jnp.stack(leaves) for leaves in zip(*layers, strict=True)]
+
+
+@_in_one_call
+def _take_arrays(arrays: list[Any], i: Any) -> list[Array]:
+    take = jax.lax.index_in_dim if isinstance(i, int) else jax.lax.dynamic_index_in_dim
+    return [take(jnp.asarray(leaf), i, keepdims=False) for leaf in arrays]
+
+
+@_in_one_call
+def _split_arrays(arrays: list[Any]) -> list[list[Array]]:
+    return [_take_arrays(arrays, i) for i in range(arrays[0].shape[0])]
+
+
+@_in_one_call
+def _put_arrays(arrays: list[Any], i: Any, layer: list[Any]) -> list[Array]:
+    put = jax.lax.dynamic_update_index_in_dim
+    return [put(jnp.asarray(leaf), jnp.asarray(new), i, 0) for leaf, new in zip(arrays, layer, strict=True)]
+
+
 def _stack(layers: list[PyTree]) -> PyTree:
-    layers = [thaw_static(layer) for layer in layers]
     rows = [
         difference.row
         for i, layer in enumerate(layers)
+        if not agree(layers[0], layer)
         for difference in find_differences(f"layers[{i}]", (), layers[0], layer)
     ]
     if rows:
@@ -179,43 +203,42 @@ def _stack(layers: list[PyTree]) -> PyTree:
             header=("leaf", "layers[0]", "is"),
             rows=rows,
         )
-    return freeze_static(
-        jax.tree.map(lambda first, *others: first if is_static(first) else jnp.stack([first, *others]), *layers)
-    )
+    structure: TreeDef = jax.tree.structure(freeze_static(layers[0]))
+    stacked = _stack_arrays([[leaf for leaf in jax.tree.leaves(layer) if not is_static(leaf)] for layer in layers])
+    return thaw_static(jax.tree.unflatten(structure, stacked))
 
 
-@_in_one_call
 def split_layers(frozen: PyTree) -> list[PyTree]:
     """The layers of a stack, whose static leaves stay frozen."""
-    count = jax.tree.leaves(frozen)[0].shape[0]
-    return [_take_one(frozen, i) for i in range(count)]
+    arrays, structure = jax.tree.flatten(frozen)
+    return [jax.tree.unflatten(structure, layer) for layer in _split_arrays(arrays)]
 
 
-def _take_one(frozen: PyTree, i: int) -> PyTree:
-    return jax.tree.map(lambda leaf: jax.lax.index_in_dim(jnp.asarray(leaf), i, keepdims=False), frozen)
-
-
-@_in_one_call
 def _take(frozen: PyTree, i: Any) -> PyTree:
-    if isinstance(i, int):
-        return _take_one(frozen, i)
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(jnp.asarray(leaf), i, keepdims=False), frozen)
+    arrays, structure = jax.tree.flatten(frozen)
+    return jax.tree.unflatten(structure, _take_arrays(arrays, i))
 
 
-@_in_one_call
 def _put(frozen: PyTree, i: Any, layer: PyTree) -> PyTree:
-    rows = [found.row for found in find_differences("layer", (), thaw_static(_take_one(frozen, 0)), thaw_static(layer))]
-    if rows:
+    arrays, structure = jax.tree.flatten(frozen)
+    own: TreeDef
+    new, own = jax.tree.flatten(layer)
+    if structure != own or any(not _fits(leaf, one) for leaf, one in zip(arrays, new, strict=True)):
+        first = jax.eval_shape(lambda tree: _take(tree, 0), frozen)
+        differences = list(find_differences("layer", (), thaw_static(first), thaw_static(layer)))
         raise Fault(
             LayerError,
             "{verb}: the layer does not fit the stack.",
             "A layer has the stack's structure, static leaves, dtypes and shapes, less the axis of the layers.",
             header=("leaf", "in the stack", "is"),
-            rows=rows,
+            rows=[difference.row for difference in differences],
         )
-    return jax.tree.map(
-        lambda leaf, new: jax.lax.dynamic_update_index_in_dim(jnp.asarray(leaf), jnp.asarray(new), i, 0), frozen, layer
-    )
+    return jax.tree.unflatten(structure, _put_arrays(arrays, i, new))
+
+
+def _fits(leaf: Any, one: Any) -> bool:
+    """Whether one layer's leaf has the type of a stacked leaf's slices."""
+    return (shape_of(leaf) or ())[1:] == shape_of(one) and dtype_of(leaf) == dtype_of(one)
 
 
 def _check_number(i: Any, count: int) -> int | Array:
@@ -223,7 +246,7 @@ def _check_number(i: Any, count: int) -> int | Array:
     number = exact_int(i)
     if number is None:
         if isinstance(i, Tracer) and i.shape == () and jnp.issubdtype(i.dtype, jnp.integer):
-            return i
+            return i.astype(jnp.int32)  # a smaller type may not hold the number of layers
         raise Fault(
             ArgumentTypeError,
             f"{{verb}}: `i` is the number of a layer, got {describe_traced(i)}.",

@@ -93,7 +93,7 @@ def layers_to_state_dict(
         names: where the checkpoint calls a leaf something else than its path: `{"attention.q_proj": "q.weight"}`.
 
     Returns:
-        A dict from names, `{prefix}.{number}.{name}`, to arrays `[...]`, n of them for each leaf.
+        A dict from names, `{prefix}.{number}.{name}`, to arrays `[...]`, n of them for each leaf. NumPy's stay NumPy's.
 
     Raises:
         LayerError: if the leaves do not lead with one number of layers, or two of them would have one name.
@@ -107,17 +107,18 @@ def layers_to_state_dict(
     try:
         prefix = _check_texts(prefix, names)
         frozen = freeze_static(stacked)
-        count_layers(frozen, "stacked")
+        count = count_layers(frozen, "stacked")
         paths = [path for path, _ in jtu.tree_flatten_with_path(frozen)[0]]
         own = [_name(path, names or {}) for path in paths]
         _check_names(paths, names or {})
         _refuse_twice(own)
-        layers = [jax.tree.leaves(layer) for layer in split_layers(frozen)]
-        return {
-            _full(prefix, number, name): leaf
-            for number, layer in enumerate(layers)
-            for name, leaf in zip(own, layer, strict=True)
-        }
+        stacks = dict(zip(own, jax.tree.leaves(frozen), strict=True))
+        on_host = {name: leaf for name, leaf in stacks.items() if isinstance(leaf, np.ndarray)}
+        on_device = {name: leaf for name, leaf in stacks.items() if name not in on_host}
+        layers: list[dict[str, Any]] = split_layers(on_device) if on_device else [{} for _ in range(count)]
+        for number, layer in enumerate(layers):
+            layer.update({name: np.asarray(leaf[number]) for name, leaf in on_host.items()})
+        return {_full(prefix, number, name): layer[name] for number, layer in enumerate(layers) for name in own}
     except Exception as error:
         explained = explain(error, "layers_to_state_dict")
     raise explained
@@ -140,7 +141,7 @@ def _full(prefix: str, number: int, name: str) -> str:
 def _by_number(state: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
     """For each layer its arrays by name."""
     found: dict[int, dict[str, Any]] = {}
-    pattern = re.compile(rf"{re.escape(prefix + '.' if prefix else '')}(\d+)(?:\.(.+))?", re.DOTALL)
+    pattern = re.compile(rf"{re.escape(prefix + '.' if prefix else '')}(0|[1-9]\d*)(?:\.(.+))?", re.DOTALL)
     for name, value in state.items():
         match = pattern.fullmatch(name) if isinstance(name, str) else None
         if match:
@@ -220,7 +221,7 @@ def _compare(expected: Any, value: Any, of_first: Any) -> tuple[str, str, str] |
         return (_shape(expected) or "(nothing)", _shape(value) or "(missing)", "")
     if tuple(np.shape(value)) != shape_of(expected):
         return _shape(expected), _shape(value), "shape"
-    if value.dtype != of_first.dtype:
+    if of_first is not None and value.dtype != of_first.dtype:
         return str(of_first.dtype), str(value.dtype), "dtype"
     return None
 
@@ -231,9 +232,9 @@ def _shape(value: Any) -> str:
 
 
 def _join(leaves: Sequence[Any]) -> Any:
-    if all(isinstance(leaf, jax.Array) for leaf in leaves):
-        return jnp.stack(leaves)
-    return np.stack(list(map(np.asarray, leaves)))
+    if any(isinstance(leaf, jax.Array) for leaf in leaves):
+        return jnp.stack(list(map(jnp.asarray, leaves)))
+    return np.stack(leaves)
 
 
 def _refuse_twice(names: Sequence[str]) -> None:

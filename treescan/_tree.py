@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import jax
@@ -146,17 +146,22 @@ class _Value:
     """
 
     value: Any
+    code: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        try:
+            code = hash(self.value)
+        except TypeError:
+            code = id(self)
+        object.__setattr__(self, "code", code)  # as the value was: a cache may hold it when it has changed
 
     def __hash__(self) -> int:
-        try:
-            return hash(self.value)
-        except TypeError:
-            return id(self)
+        return self.code
 
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, _Value) or hash(self) != hash(other):  # unhashable values: hashes of the boxes
+        if not isinstance(other, _Value) or self.code != other.code:  # of unhashable values: ids of the boxes
             return False
         if type(self.value) is not type(other.value) or not self.value == other.value:
             return False

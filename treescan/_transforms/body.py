@@ -95,7 +95,8 @@ class CallBody:
             if scope:
                 scope.check_outputs(out, name, pair=self.convention.pair)
             check_arrays(y)
-        return returned, y, _container(out) if self.convention.pair else None
+        keeps = self.convention.pair and not self.convention.spread  # a pair of layers' is always a tuple
+        return returned, y, _container(out) if keeps else None
 
 
 def carry_name(body: Body, convention: Convention) -> str:

@@ -173,7 +173,7 @@ class _Flat:
 
 def _trace(loop: Loop, structure: TreeDef, given: tuple[PyTree, list[Any], Feed]) -> tuple[Any, Any]:
     consts, leaves, feed = given
-    flat = _Flat(loop.body, loop.step, named_signature(loop.body, "consts"))
+    flat = _Flat(loop.body, loop.step, named_signature("consts", *loop.names))
     return jax.make_jaxpr(flat, return_shape=True)(consts, jax.tree.unflatten(structure, leaves), feed)
 
 

@@ -136,6 +136,7 @@ def make_loop(body: Body, plan: Plan, given: Given) -> Loop:
         reverse=plan.reverse,
         unroll=plan.unroll,
         lowering=plan.lowering,
+        names=names_of(body, plan.convention),
     )
 
 
@@ -153,5 +154,6 @@ def _flags(plan: Plan, given: Given) -> tuple[Array, Array | None]:
 
 def names_of(body: Body, convention: Convention) -> tuple[str, str]:
     """The body's own names for its carry and its x."""
-    first, second = body.names[:2] if len(body.names) > 1 else ("carry", "x")
-    return (second, first) if convention.place else (first, second)
+    names = body.names if len(body.names) > 1 and body.names[0] != body.names[1] else convention.takes
+    place = convention.place
+    return names[place], names[1 - place]

@@ -43,9 +43,14 @@ def _stays_a_loop(loop: Loop) -> bool:
 
 
 def nested_wish(length: int) -> Wish:
-    """Chunks of about the square root of the length, with which as many carries are saved as a chunk has steps."""
+    """Chunks of about the square root of the length, with which as many carries are saved as a chunk has steps.
+
+    Sizes that divide the length come first: a remainder has xs cut in two, which copies them.
+    """
     refuse_symbolic(length, 'remat="nested"')
-    return Wish(max(2, math.isqrt(length)))
+    root = math.isqrt(length)
+    dividing = [size for size in range(max(2, root // 2), 2 * root + 1) if length % size == 0]
+    return Wish(min(dividing, key=lambda size: abs(math.log(size * size / length)), default=max(2, root)))
 
 
 def refuse_symbolic(count: int, option: str, of: str = "steps") -> None:
