@@ -4,18 +4,18 @@ import contextlib
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import field, make_dataclass, replace
-from typing import Any, NamedTuple
+from typing import Any
 from unittest import mock
 
 import jax
 import jax.numpy as jnp
+from error_cases import Given, collector
 
 from treescan import (
     ArgumentError,
     ArgumentTypeError,
     CarryError,
     PluginError,
-    TreescanError,
     accumulate,
     fold,
     mask_scan,
@@ -35,24 +35,8 @@ from treescan.carries import (
     write_tree,
 )
 
-
-class Given(NamedTuple):
-    """What `test_errors.case` is given."""
-
-    run: Callable[[Any], Any]
-    error: type[TreescanError]
-    options: dict[str, Any]
-
-
 CASES: list[Given] = []
-
-
-def case(error: type[TreescanError], **options: Any) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    def add(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        CASES.append(Given(run, error, options))
-        return run
-
-    return add
+case = collector(CASES)
 
 
 XS = jnp.arange(3.0)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from error_cases import Given, collector
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
@@ -31,24 +32,8 @@ from treescan import (
     unstack,
 )
 
-
-class Given(NamedTuple):
-    """What `test_errors.case` is given."""
-
-    run: Callable[[Any], Any]
-    error: type[TreescanError]
-    options: dict[str, Any]
-
-
 CASES: list[Given] = []
-
-
-def case(error: type[TreescanError], **options: Any) -> Callable[[Callable[[Any], Any]], Callable[[Any], Any]]:
-    def add(run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        CASES.append(Given(run, error, options))
-        return run
-
-    return add
+case = collector(CASES)
 
 
 def without_body(error: type[TreescanError], **options: Any) -> Any:
