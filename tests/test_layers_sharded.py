@@ -91,6 +91,13 @@ def test_no_device_ever_holds_the_whole(kind):
     assert program.temp_bytes < alone.temp_bytes / DEVICES * 1.1 < whole
 
 
+def test_shardings_hold_under_disable_jit():
+    with jax.disable_jit():
+        made = treescan.init_layers(init, jax.random.key(0), LAYERS, shardings=on(mesh_of(), FSDP))
+    assert made["up"].sharding.shard_shape(made["up"].shape) == (LAYERS, WIDTH // DEVICES, HIDDEN)
+    chex.assert_trees_all_equal(jax.device_get(made), jax.device_get(plain_stack()))
+
+
 # Loops
 
 

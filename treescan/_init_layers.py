@@ -41,6 +41,7 @@ def init_layers(init: Callable[..., Layer], key: Array, n: int, *args: Any, shar
 
     Raises:
         ArgumentError: if `n` is no number of layers, or `key` no key.
+        BodyError: if `init` is not callable.
         LayerError: if `shardings` do not fit a layer.
 
     Examples:
@@ -78,7 +79,8 @@ def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) 
     types = (structure, *map(jax.typeof, given), Prefix(*_flatten_places(shardings)))
     mesh = jax.sharding.get_abstract_mesh()
     made = body.memo(("init_layers", n, types, mesh), lambda: _program(body, n, shardings, mesh, key, frozen))
-    stacked = made(key, frozen)
+    with jax.disable_jit(False):  # which would leave shardings out
+        stacked = made(key, frozen)
     del alive
     return stacked
 

@@ -226,13 +226,14 @@ def _put(frozen: PyTree, i: Any, layer: PyTree) -> PyTree:
     if structure != own or any(not _fits(leaf, one) for leaf, one in zip(arrays, new, strict=True)):
         first = jax.eval_shape(lambda tree: _take(tree, 0), frozen)
         differences = list(find_differences("layer", (), thaw_static(first), thaw_static(layer)))
-        raise Fault(
-            LayerError,
-            "{verb}: the layer does not fit the stack.",
-            "A layer has the stack's structure, static leaves, dtypes and shapes, less the axis of the layers.",
-            header=("leaf", "in the stack", "is"),
-            rows=[difference.row for difference in differences],
-        )
+        if differences:  # static leaves without a hash make other structures, and may be equal
+            raise Fault(
+                LayerError,
+                "{verb}: the layer does not fit the stack.",
+                "A layer has the stack's structure, static leaves, dtypes and shapes, less the axis of the layers.",
+                header=("leaf", "in the stack", "is"),
+                rows=[difference.row for difference in differences],
+            )
     return jax.tree.unflatten(structure, _put_arrays(arrays, i, new))
 
 
