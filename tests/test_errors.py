@@ -25,6 +25,7 @@ import jax.numpy as jnp
 import layer_error_cases
 import numpy as np
 import pytest
+import while_error_cases
 from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -1211,7 +1212,7 @@ def named_inner(one):
 
 # --- custom carries, layers -------------------------------------------------------------------------------------------
 
-for given in (*carry_error_cases.CASES, *layer_error_cases.CASES):
+for given in (*carry_error_cases.CASES, *layer_error_cases.CASES, *while_error_cases.CASES):
     case(given.error, **given.options)(given.run)
 
 
@@ -1220,7 +1221,7 @@ for given in (*carry_error_cases.CASES, *layer_error_cases.CASES):
 
 def text_of(error: BaseException) -> str:
     """The error as a user reads it, less what changes with an edit of the files of cases."""
-    place = re.compile(r"[^\s(]*\b(test_errors|carry_error_cases|layer_error_cases)\.py:\d+")
+    place = re.compile(r"[^\s(]*\b(test_errors|carry_error_cases|layer_error_cases|while_error_cases)\.py:\d+")
     return place.sub(r"\1.py:LINE", f"{type(error).__name__}: {error}").rstrip() + "\n"
 
 

@@ -26,5 +26,6 @@ from ._state_dict import (
     layers_from_state_dict as layers_from_state_dict,
     layers_to_state_dict as layers_to_state_dict,
 )
+from ._while_scan import WhileResult as WhileResult, while_scan as while_scan
 
 __version__ = "0.1.0"

@@ -131,9 +131,8 @@ def check_bound(bound: Any, name: str) -> int:
         raise Fault(
             TracedArgumentError,
             f"{{verb}} over {{body}}: `{name}` is {describe_traced(bound)}.",
-            "The number of steps is part of the compiled program. Make the bound a static argument of the function "
-            "under `jax.jit`; or loop to the largest bound there may be, and return the carry unchanged past the "
-            "traced one: `jnp.where(i < upper, new, old)`.",
+            "Pass `max_length=`, the most steps there may be: only those up to the bound are run, and the loop is "
+            "differentiable. Or make the bound a static argument of the function under `jax.jit`.",
         )
     raise Fault(
         ArgumentTypeError,

@@ -1,39 +1,85 @@
-"""`fori`: a loop over a range of indices."""
+"""`fori`: a loop over a range of indices, known or traced."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Unpack, overload
 
-from ._arguments import check_bound, check_options
-from ._errors import explain, verb
-from ._run import run_verb
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from ._arguments import (
+    check_bound,
+    check_key,
+    check_keywords,
+    check_length,
+    check_name,
+    check_options,
+    check_reverse,
+    check_unroll,
+)
+from ._avals import describe_traced
+from ._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
+from ._run import body_of, restored, run_verb
 from ._transforms.body import check_callable
 from ._transforms.conventions import FORI
-from ._types import Array, Carry, IndexOptions, KeyedIndexBody, PyTree
+from ._transforms.pipeline import Given, Plan
+from ._transforms.until import Bounds, UntilPlan, execute_until
+from ._tree import freeze_static
+from ._types import Array, ArrayLike, Carry, IndexOptions, KeyedIndexBody, PyTree
+from .carries._registry import adopt
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
-_REFUSES = {"in_axes": _NO_AXES, "out_axes": _NO_AXES, "length": "its length is upper - lower."}
+_REFUSES = {
+    "in_axes": _NO_AXES,
+    "out_axes": _NO_AXES,
+    "length": "its length is upper - lower; `max_length` is the most it may be.",
+}
 _ACCEPTED = frozenset((*IndexOptions.__annotations__, "key"))
 
 
 @overload
 def fori(
-    lower: int, upper: int, f: Callable[[Array, Carry], Carry], init: Carry, **options: Unpack[IndexOptions]
+    lower: int | Array,
+    upper: int | Array,
+    f: Callable[[Array, Carry], Carry],
+    init: Carry,
+    *,
+    max_length: int | None = None,
+    **options: Unpack[IndexOptions],
 ) -> Carry: ...
 @overload
 def fori(
-    lower: int, upper: int, f: KeyedIndexBody[Carry], init: Carry, *, key: Array, **options: Unpack[IndexOptions]
+    lower: int | Array,
+    upper: int | Array,
+    f: KeyedIndexBody[Carry],
+    init: Carry,
+    *,
+    max_length: int | None = None,
+    key: Array,
+    **options: Unpack[IndexOptions],
 ) -> Carry: ...
 @verb
-def fori(lower: int, upper: int, f: Callable[..., Any], init: PyTree, **options: Any) -> Any:
+def fori(
+    lower: int | Array,
+    upper: int | Array,
+    f: Callable[..., Any],
+    init: PyTree,
+    *,
+    max_length: int | None = None,
+    **options: Any,
+) -> Any:
     """Runs `carry = f(i, carry)` for i from `lower` up to, not including, `upper`; differentiable both ways.
 
     Args:
-        lower: the first index, a concrete int.
-        upper: the index after the last one, a concrete int; at or below `lower`, no step runs.
-        f: the body, `f(i, carry) -> carry`, with i an int array of shape [], weakly typed as in `jax.lax.fori_loop`.
+        lower: the first index, an int.
+        upper: the index after the last one, an int; at or below `lower`, no step runs.
+        f: the body, `f(i, carry) -> carry`, with i an int array of shape [], weakly typed as in `jax.lax.fori_loop`
+            unless it starts from a traced bound.
         init: the carry that the first step is given.
+        max_length: the most steps there may be, needed if a bound is traced. The loop is then a `treescan.while_scan`,
+            which runs no more steps than there are indices, and is differentiated at their cost. A longer range is
+            an error if it is known, and is cut to its first `max_length` indices if traced.
         **options: `reverse` (from upper - 1 down to lower), `unroll`, `key`, `name`, as for `treescan.scan`; a key is
             folded with i - lower.
 
@@ -41,7 +87,7 @@ def fori(lower: int, upper: int, f: Callable[..., Any], init: PyTree, **options:
         The last step's carry, or `init` if no step runs.
 
     Raises:
-        ArgumentError: as `treescan.scan`; also if a bound is traced, with what to do about it.
+        ArgumentError: as `treescan.scan`; also if the range exceeds `max_length`, or a bound is traced without it.
         BodyError: as `treescan.fold`.
         CarryError: as `treescan.scan`.
         SignatureError: as `treescan.scan`.
@@ -54,8 +100,66 @@ def fori(lower: int, upper: int, f: Callable[..., Any], init: PyTree, **options:
     try:
         check_options(options, _ACCEPTED, _REFUSES)
         check_callable(f, FORI.call)
+        most = check_length(max_length, "max_length")
+        if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
+            bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
+            return _run_traced(f, init, bounds, most, **options)
         low, high = check_bound(lower, "lower"), check_bound(upper, "upper")
-        return run_verb(FORI, f, init, length=max(high - low, 0), lower=low, **options)[0]
+        length = max(high - low, 0)
+        _check_most(length, most)
+        return run_verb(FORI, f, init, length=length, lower=low, **options)[0]
     except Exception as error:
         explained = explain(error, "fori", f, init)
     raise explained
+
+
+def _check_most(length: int, most: int | None) -> None:
+    if most is not None and length > most:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: from `lower` to `upper` there are {length} steps, but `max_length` is {most}.",
+            "Bounds that are known need no `max_length`; for traced ones, give the largest number of steps there may "
+            "be.",
+        )
+
+
+def _check_traced(bound: Any, name: str) -> ArrayLike:
+    """A bound as it is: a concrete int, or a traced int of shape []."""
+    if not isinstance(bound, Tracer):
+        return check_bound(bound, name)
+    if bound.shape != () or not jnp.issubdtype(bound.dtype, jnp.integer):
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}} over {{body}}: `{name}` is one int, got {describe_traced(bound)}.",
+            "Give an int of shape []. For loops of unequal length in one batch, `jax.vmap` over it.",
+        )
+    return bound
+
+
+def _run_traced(
+    f: Callable[..., Any],
+    init: PyTree,
+    bounds: Bounds,
+    most: int,
+    *,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    key: Array | None = None,
+    name: str | None = None,
+) -> PyTree:
+    body, alive = body_of(f, FORI)
+    adopted, key = adopt(init), check_key(key)
+    frozen = freeze_static(adopted.init)
+    check_keywords(body, {"key": "the option `key`"} if key is not None else {}, FORI)
+    plan = Plan(
+        convention=FORI,
+        length=most,
+        reverse=check_reverse(reverse),
+        unroll=check_unroll(unroll, most),
+        frozen=frozen is not adopted.init,
+        custom=adopted.custom,
+        name=check_name(name),
+    )
+    ended = execute_until(body, None, UntilPlan(plan), Given(frozen, key=key), bounds)
+    del alive
+    return restored((ended.state, None), plan, adopted)[0]

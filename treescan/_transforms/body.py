@@ -147,7 +147,7 @@ def _pair_cure(convention: Convention, out: Any, carry: PyTree) -> str:
     if _same_structure(carry, out):
         return (
             f"What it returned has the structure of {{the_carry}}. Return `{name}, None` if there is no output to "
-            f"stack, or call `treescan.{convention.other}`, whose body returns {{the_carry}} alone."
+            f"stack{convention.or_alone}."
         )
     return f"Return {what}: `return {name}, y`, with None for y if there is none."
 

@@ -18,7 +18,7 @@ class Convention:
         spread: whether x is a tuple of arguments, which the arguments that all steps share follow.
         pair: whether the body returns a pair of the carry and y; else the carry alone.
         stacks: whether the carry after each step is what is stacked.
-        other: the verb whose body returns the other of the two.
+        other: the verb whose body returns the other of the two, if there is one.
     """
 
     verb: str
@@ -35,9 +35,15 @@ class Convention:
         """What the carry is called where the body's own name for it does not matter."""
         return self.takes[self.place]
 
+    @property
+    def or_alone(self) -> str:
+        """For messages: the verb to call with a body that returns the carry alone."""
+        return f", or call `treescan.{self.other}`, whose body returns {{the_carry}} alone" if self.other else ""
+
 
 SCAN = Convention("scan", "scan(step, init, xs)", pair=True, other="fold")
 MASK_SCAN = dataclasses.replace(SCAN, verb="mask_scan", call="mask_scan(step, init, xs, lengths=lengths)")
+WHILE_SCAN = dataclasses.replace(SCAN, verb="while_scan", call="while_scan(cond, step, init, xs)", other="")
 FOLD = Convention("fold", "fold(step, init, xs)")
 ACCUMULATE = dataclasses.replace(FOLD, verb="accumulate", call="accumulate(step, init, xs)", stacks=True)
 FORI = Convention("fori", "fori(lower, upper, step, init)", ("i", "carry"), place=1)

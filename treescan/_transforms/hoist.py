@@ -16,9 +16,11 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray, eval_jaxpr
 
+from .._avals import is_weak
 from .._errors import BodyError, Fault
 from .._loop import Body, Feed, Loop, Memo, Step, as_arrays, named_signature, settle, weak_types_settled
 from .._types import PyTree, TreeDef
+from .silence import silenced
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -38,14 +40,35 @@ class Traced:
     y: TreeDef
 
     def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        return self.evaluate(None, consts, state, feed)
+
+    def evaluate(self, closed: list[Any] | None, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        """Runs the trace; `closed` stands for what the body closes over, None for what it closed over in the trace."""
         unchanged, inner = consts
         leaves = jax.tree.leaves((inner, merge(self.fixed, unchanged, state), feed))
         jaxpr = self.jaxprs[_shapes(leaves)]
-        out = eval_jaxpr(jaxpr.jaxpr, jaxpr.consts, *leaves, propagate_source_info=True)
+        closed = jaxpr.consts if closed is None else closed
+        out = eval_jaxpr(jaxpr.jaxpr, closed, *leaves, propagate_source_info=True)
         out = list(map(_as_array, out, jaxpr.out_avals))
         new, y = out[: len(self.fixed)], out[len(self.fixed) :]
         changed = [leaf for leaf, fixed in zip(new, self.fixed, strict=True) if not fixed]
         return changed, jax.tree.unflatten(self.y, y)
+
+
+@dataclass(frozen=True, eq=False)
+class Lifted:
+    """A traced step that is given what its body closes over. Its consts: (unchanged, (closed over, inner consts))."""
+
+    traced: Traced
+
+    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        unchanged, (closed, inner) = consts
+        return self.traced.evaluate(closed, (unchanged, inner), state, feed)
+
+    def silenced(self) -> Lifted:
+        """The same without what it says in callbacks."""
+        jaxprs = {shapes: silenced(jaxpr) for shapes, jaxpr in self.traced.jaxprs.items()}
+        return Lifted(dataclasses.replace(self.traced, jaxprs=jaxprs))
 
 
 @dataclass(frozen=True)
@@ -109,6 +132,22 @@ def hoist(loop: Loop) -> Hoisted:
     traced = Traced({shapes: jaxpr}, fixed, jax.tree.structure(y))
     hoisted = dataclasses.replace(loop, step=traced, consts=(unchanged, loop.consts), state=state, memo=Memo())
     return Hoisted(hoisted, fixed, structure, y, jaxpr.out_avals[len(leaves) :], _has_effects(jaxpr), _has_refs(jaxpr))
+
+
+def lift(hoisted: Hoisted) -> Hoisted:
+    """The same with what the body closes over among the consts: a rule for derivatives must not close over it."""
+    traced = hoisted.loop.step
+    assert isinstance(traced, Traced)
+    (jaxpr,) = traced.jaxprs.values()
+    unchanged, inner = hoisted.loop.consts
+    consts = (unchanged, (list(jaxpr.consts), inner))
+    avals = (aval for aval, fixed in zip(jaxpr.out_avals, hoisted.fixed, strict=False) if not fixed)
+    state = [  # a branch that does nothing returns what the step does: no weak type where that returns none
+        leaf if aval.weak_type or not is_weak(leaf) else jax.lax.convert_element_type(leaf, aval.dtype)
+        for leaf, aval in zip(hoisted.loop.state, avals, strict=True)
+    ]
+    loop = dataclasses.replace(hoisted.loop, step=Lifted(traced), consts=consts, state=as_arrays(state))
+    return hoisted._replace(loop=loop)
 
 
 def flatten_only(loop: Loop) -> Hoisted:

@@ -48,8 +48,7 @@ def check_carry(
         raise Fault(
             BodyError,
             f"{{body}} must return a pair ({name}, y), but what it returned is {{the_carry}} alone.",
-            f"Return `{name}, None` if there is no output to stack, or call `treescan.{convention.other}`, whose body "
-            "returns {the_carry} alone.",
+            f"Return `{name}, None` if there is no output to stack{convention.or_alone}.",
         )
     if _fits(given, y) and not _same_shapes(given, returned) and not _is_given(given, y):
         raise Fault(

@@ -1,0 +1,314 @@
+"""From the arguments of a verb whose number of steps is known at run time to its results."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
+
+from .._avals import vary_over, varying_axes
+from .._errors import ArgumentError, Fault
+from .._loop import Body, Feed, Loop, Step, as_arrays, is_jit_disabled, run
+from .._retrace import under_a_trace
+from .._tree import Prefix
+from .._types import Array, ArrayLike, PyTree
+from .axes import move_outputs, scan_over_axes
+from .condition import CallCondition, Condition, trace_condition
+from .count import count_from, position_from
+from .early_exit import Outputs, Progress, Reads, TakeStep, nested_sizes, run_until, square_chunks
+from .hoist import Hoisted, Lifted, hoist, lift
+from .lend import may_branch
+from .pipeline import Given, Plan, make_loop, names_of
+from .step_by_step import Ended, run_step_by_step
+from .tangents import Part, Ran, Tangents, is_smooth, push_forward, smooth_part, zeros_like
+
+_ZERO = Prefix.of(0)
+
+
+@dataclass(frozen=True)
+class UntilPlan:
+    """What such a verb was told, less its arrays.
+
+    Attributes:
+        loop: how each step is run; its length is the most steps that are taken.
+        fill: a prefix of y: what it is on steps that are not taken.
+        spelled: the fill as text: 0.0 and -0.0 compare as equal.
+    """
+
+    loop: Plan
+    fill: Prefix = _ZERO
+    spelled: str = ""
+
+
+class Bounds(NamedTuple):
+    """The range of indices of a `fori` with traced bounds."""
+
+    lower: ArrayLike
+    upper: ArrayLike
+
+
+def execute_until(body: Body, cond: Body | None, plan: UntilPlan, given: Given, bounds: Bounds | None = None) -> Ended:
+    """Runs a verb; see `execute`. An eager call is one program, kept with the body and the condition together."""
+    assembled = functools.partial(_assemble, body, cond, plan)
+    if is_jit_disabled() or under_a_trace():
+        return assembled(given, bounds)
+    memo = body.memo if cond is None else body.memo.joint(cond.function)
+    return memo(("jit", body, cond, plan), lambda: jax.jit(assembled))(given, bounds)
+
+
+def _assemble(body: Body, cond: Body | None, plan: UntilPlan, given: Given, bounds: Bounds | None) -> Ended:
+    whole = plan.loop
+    name = names_of(body, whole.convention)[0]
+    call = None if cond is None else CallCondition(cond, name, whole.frozen, bool(whole.custom))
+    with jax.named_scope(whole.name) if whole.name else contextlib.nullcontext():
+        limit = jnp.asarray(np.int32(whole.length)) if bounds is None else _steps(bounds, whole.length)
+        loop = _make_loop(body, whole, given, bounds, limit)
+        if not whole.length:
+            ended = _no_steps(loop, call, given.init)
+        elif is_jit_disabled():
+            ended = run_step_by_step(loop, call, given.init, limit, plan.fill)
+        else:
+            ended = _run_traced(loop, call, given.init, limit, plan.fill)
+        state = ended.state
+        for _ in range((bounds is not None) + (given.key is not None)):  # the index and the position
+            _, state = state
+        ys = ended.ys if whole.out_axes is None else move_outputs(ended.ys, whole.out_axes.tree)
+        return ended._replace(state=state, ys=ys)
+
+
+def _steps(bounds: Bounds, most: int) -> Array:
+    """int32[]: upper - lower, between 0 and `most`."""
+    lower, upper = (jnp.asarray(bound) for bound in bounds)
+    wide = any(bound.dtype.itemsize > 4 for bound in (lower, upper))
+    signed, unsigned = (jnp.int64, jnp.uint64) if wide else (jnp.int32, jnp.uint32)
+    lower, upper = (jax.lax.convert_element_type(bound, signed) for bound in (lower, upper))
+    apart = jax.lax.convert_element_type(upper - lower, unsigned)  # the difference may not fit the signed type
+    within = jnp.minimum(apart, jnp.asarray(most, unsigned)).astype(jnp.int32)
+    return jnp.where(upper > lower, within, jnp.zeros_like(within))
+
+
+def _make_loop(body: Body, plan: Plan, given: Given, bounds: Bounds | None, limit: Array) -> Loop:
+    """The loop, with xs that are as long as it is, and positions and indices in the state."""
+    loop = make_loop(body, plan, given._replace(lower=None))
+    loop = loop if plan.in_axes is None else scan_over_axes(loop, plan.in_axes)
+    xs = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, 0, plan.length), loop.xs.x)
+    loop = dataclasses.replace(loop, xs=Feed(xs))
+    if given.key is not None:
+        loop = position_from(loop, limit - 1 if plan.reverse else 0)
+    if bounds is not None:
+        loop = count_from(loop, bounds.lower + limit - 1 if plan.reverse else bounds.lower)
+    return loop
+
+
+def _no_steps(loop: Loop, call: CallCondition | None, init: PyTree) -> Ended:
+    """The result of a loop that may take no step; the types of ys are known from a trace alone."""
+    state, ys = run(loop)
+    holds = jnp.ones((), bool) if call is None else call(as_arrays(init))
+    return Ended(state, ys, jnp.zeros((), jnp.int32), ~holds)
+
+
+def _run_traced(loop: Loop, call: CallCondition | None, init: PyTree, limit: Array, fill: Prefix) -> Ended:
+    loop, condition, varying = _trace_condition(loop, call, init, limit)
+    hoisted = hoist(loop)
+    if hoisted.refs:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: the body closes over a mutable array (a `Ref`), which no step that may not be taken "
+            "can read or write.",
+            "Carry its value instead.",
+        )
+    hoisted = lift(hoisted)
+    if not condition.fits(hoisted.settled):
+        leaves = hoisted.settled[len(hoisted.settled) - condition.count :]
+        condition = trace_condition(call, jax.tree.unflatten(jax.tree.structure(init), leaves))
+    holds = vary_over(condition(condition.closed, hoisted.settled), varying)
+    types = tuple(hoisted.y_avals)
+    outputs = Outputs(jax.tree.structure(hoisted.y), types, fill, varying)
+    early = _EarlyExit(hoisted, condition, outputs, may_branch())
+    loop, front = _padded(hoisted.loop, early.length)
+    given = _Operands(Reads(loop.consts, condition.closed, limit), holds, loop.state, loop.xs.x)
+    progress, ys = early.differentiable()(given)
+    most = hoisted.loop.length
+    ys = jax.tree.map(lambda y: jax.lax.slice_in_dim(y, front, front + most), ys)
+    return Ended(hoisted.restore(progress.leaves), ys, progress.taken, ~progress.holds)
+
+
+def _trace_condition(
+    loop: Loop, call: CallCondition | None, init: PyTree, limit: Array
+) -> tuple[Loop, Condition, frozenset[str]]:
+    """The condition's trace, and the manual axes over which it varies: then all of the state varies over them."""
+    condition = trace_condition(call, init)
+    varying = varying_axes(jax.typeof(limit))
+    if condition.jaxpr is not None:
+        varying |= varying_axes(condition.jaxpr.out_avals[0])
+    if varying:
+        state = jax.tree.map(lambda leaf: vary_over(leaf, varying), as_arrays(loop.state))
+        loop = dataclasses.replace(loop, state=state)
+    return loop, condition, varying
+
+
+def _padded(loop: Loop, length: int) -> tuple[Loop, int]:
+    """The loop with further steps behind its last one, which are never taken; and how many lead xs, in reverse."""
+    more = length - loop.length
+    front = more if loop.reverse else 0
+
+    def pad(leaf: Array) -> Array:
+        parts = [jax.lax.slice_in_dim(leaf, 0, more), leaf] if loop.reverse else [leaf, leaf[:more]]
+        return jnp.concatenate(parts)
+
+    xs = jax.tree.map(pad, loop.xs) if more else loop.xs
+    return dataclasses.replace(loop, xs=xs, length=length), front
+
+
+class _Operands(NamedTuple):
+    """All values that such a loop reads: a rule for its derivative may close over none.
+
+    Attributes:
+        reads: the consts.
+        holds: bool[], whether the condition of the first state holds.
+        state: the leaves of the state that change.
+        xs: what is scanned over.
+    """
+
+    reads: Reads
+    holds: Array
+    state: list[Any]
+    xs: PyTree
+
+
+class _Saved(NamedTuple):
+    progress: Progress
+    ys: PyTree
+    starts: list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class _EarlyExit:
+    """A loop that ends early, as a function of its operands that has a derivative.
+
+    Attributes:
+        hoisted: the loop.
+        condition: whether another step is taken.
+        outputs: the types of y, and what it is where no step is taken.
+        branches: whether a branch may depend on data.
+    """
+
+    hoisted: Hoisted
+    condition: Condition
+    outputs: Outputs
+    branches: bool
+
+    @functools.cached_property
+    def chunks(self) -> tuple[int, int]:
+        """The size and the number of the chunks of the derivative."""
+        return square_chunks(self.hoisted.loop.length)
+
+    @functools.cached_property
+    def _silent(self) -> Step:
+        """The step as the derivative computes it again: what it says, it has said."""
+        step = self.hoisted.loop.step
+        assert isinstance(step, Lifted)
+        return step.silenced() if self.hoisted.effects else step
+
+    @property
+    def _only_state(self) -> bool:
+        return not self.outputs.avals and not jax.tree.leaves(self.hoisted.loop.xs.x)
+
+    @property
+    def length(self) -> int:
+        """The steps of the whole chunks."""
+        size, number = self.chunks
+        return size * number
+
+    def _run(self, given: _Operands, length: int, sizes: tuple[int, ...], *, save: bool) -> _Saved:
+        first = Progress(given.holds, vary_over(jnp.zeros((), jnp.int32), self.outputs.varying), given.state)
+        take = TakeStep(
+            self.hoisted.loop.step, self.condition, self.hoisted.fixed, self.outputs, branches=self.branches
+        )
+        loop = self._loop(given, length)
+        loop = dataclasses.replace(loop, consts=given.reads, state=first)
+        return _Saved(*run_until(loop, take, sizes, save=save))
+
+    def _loop(self, given: _Operands, length: int) -> Loop:
+        return dataclasses.replace(
+            self.hoisted.loop, consts=given.reads.inner, state=given.state, xs=Feed(given.xs), length=length
+        )
+
+    def _primal(self, given: _Operands) -> tuple[Progress, PyTree]:
+        size, _ = self.chunks
+        length, sizes = (self.length, (size,)) if not self._only_state else nested_sizes(self.hoisted.loop.length)
+        if not self.branches:
+            length, sizes = self.length if not self._only_state else self.hoisted.loop.length, ()
+        progress, ys, _ = self._run(given, length, sizes, save=False)
+        return progress, ys
+
+    def _saving(self, given: _Operands) -> _Saved:
+        return self._run(given, self.length, (self.chunks[0],), save=True)
+
+    def differentiable(self) -> Any:
+        """The function from operands to (progress, ys). A derivative is taken of the same that saves its chunks."""
+        saving = jax.custom_jvp(self._saving)
+        primal = jax.custom_jvp(self._primal)
+
+        def saving_rule(primals: Any, tangents: Any) -> tuple[_Saved, _Saved]:
+            saved = saving(*primals)
+            return saved, self._push_forward(saved, *primals, *tangents)
+
+        def primal_rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
+            saved = saving(*primals)
+            pushed = self._push_forward(saved, *primals, *tangents)
+            return saved[:2], pushed[:2]
+
+        saving.defjvp(saving_rule, symbolic_zeros=True)
+        primal.defjvp(primal_rule, symbolic_zeros=True)
+        return primal
+
+    def _push_forward(self, saved: _Saved, given: _Operands, d_given: _Operands) -> _Saved:
+        """The tangents of what `_saving` returns."""
+        consts_part, d_consts = _nonzero(given.reads.inner, d_given.reads.inner)
+        x_part, d_xs = _nonzero(given.xs, d_given.xs)
+        d_state = [
+            zeros_like(leaf) if isinstance(d, SymbolicZero) else d
+            for leaf, d in zip(given.state, d_given.state, strict=True)
+            if is_smooth(leaf)
+        ]
+        loop = dataclasses.replace(self._loop(given, self.length), step=self._silent)
+        d_after, d_ys, d_starts = push_forward(
+            Ran(loop, saved.starts, saved.progress.taken),
+            (consts_part, x_part),
+            Tangents(d_consts, d_state, d_xs),
+            self.outputs,
+            self.chunks[0],
+            branches=self.branches,
+        )
+        progress = Progress(_no_tangent(saved.progress.holds), _no_tangent(saved.progress.taken), [])
+        return _Saved(
+            progress._replace(leaves=_fill_in(saved.progress.leaves, d_after)),
+            _fill_in(saved.ys, d_ys),
+            _fill_in(saved.starts, d_starts),
+        )
+
+
+def _nonzero(tree: PyTree, tangents: PyTree) -> tuple[Part, list[Any]]:
+    """Which leaves have a tangent that is not known to be zero, and these tangents."""
+    leaves, structure = jax.tree.flatten(tree)
+    d_leaves = jax.tree.leaves(tangents)
+    on = tuple(is_smooth(leaf) and not isinstance(d, SymbolicZero) for leaf, d in zip(leaves, d_leaves, strict=True))
+    return Part(structure, on), [d for d, is_on in zip(d_leaves, on, strict=True) if is_on]
+
+
+def _no_tangent(leaf: Any) -> Any:
+    return zero_from_primal(leaf, symbolic_zeros=True)
+
+
+def _fill_in(tree: PyTree, tangents: list[Array]) -> PyTree:
+    """The tangent of a tree, from those of the leaves that have any."""
+    part = smooth_part(tree)
+    return part.join(tangents, [_no_tangent(leaf) for leaf in part.split(tree)[1]])
