@@ -11,8 +11,9 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given
 
-from treescan._chunk import Level, Wish, plan_sizes, run_chunked as run_levels
+from treescan._chunk import Level, run_chunked as run_levels
 from treescan._loop import Body, Feed, Loop, run
+from treescan._sizes import Wish, plan_sizes
 from treescan._transforms.body import CallBody
 
 

@@ -20,12 +20,15 @@ from ._layers import fold_layers as fold_layers, scan_layers as scan_layers
 from ._mask_scan import mask_scan as mask_scan
 from ._pack import Packed as Packed, PackIndex as PackIndex, last as last, pack as pack, unpack as unpack
 from ._pad import Padded as Padded, length_mask as length_mask, pad as pad, unpad as unpad
+from ._plan_remat import plan_remat as plan_remat
+from ._remat import Remat as Remat
 from ._scan import scan as scan
 from ._stack import layer_at as layer_at, set_layer as set_layer, stack as stack, unstack as unstack
 from ._state_dict import (
     layers_from_state_dict as layers_from_state_dict,
     layers_to_state_dict as layers_to_state_dict,
 )
+from ._transforms.budget import RematPlan as RematPlan
 from ._while_scan import WhileResult as WhileResult, while_scan as while_scan
 
 __version__ = "0.1.0"

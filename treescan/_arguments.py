@@ -21,7 +21,7 @@ from ._loop import Body
 from ._transforms.axes import LeafAxes, check_axes, spread_axes
 from ._transforms.conventions import Convention
 from ._tree import leaves_with_path
-from ._types import Array, Axes, MaskOptions, PyTree, Remat, UnkeyedOptions
+from ._types import Array, Axes, MaskOptions, PyTree, UnkeyedOptions
 
 _TRACED_LENGTH = (
     "A loop's length is part of the compiled program. For a length that is known only at run time, scan over the "
@@ -280,18 +280,6 @@ def check_name(name: Any) -> str | None:
         ArgumentTypeError,
         f"{{verb}} over {{body}}: `name` is a string, got {describe_argument(name)}.",
         'It is how profilers name the loop: `name="encoder"`.',
-    )
-
-
-def check_remat(remat: Any) -> Remat | None:
-    """None, "step" or "nested"."""
-    plans: dict[str, Remat] = {"step": "step", "nested": "nested"}
-    if remat is None or (isinstance(remat, str) and remat in plans):
-        return None if remat is None else plans[remat]
-    raise Fault(
-        ArgumentError,
-        f'{{verb}} over {{body}}: `remat` is "step", "nested" or None, got {describe_argument(remat)}.',
-        '"step" has the gradient recompute each {unit} from what it was given; "nested" saves even less.',
     )
 
 

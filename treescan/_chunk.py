@@ -1,13 +1,11 @@
-"""`run_chunked`, the one combinator over loops: a loop whose step runs a loop, plus the remainder; and its planner."""
+"""`run_chunked`, the one combinator over loops: a loop whose step runs a loop, plus the remainder."""
 
 from __future__ import annotations
 
 import dataclasses
-import itertools
-import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -25,11 +23,14 @@ class Level:
         around: what is put around the step that runs a chunk: `around(step, looped)`, where `looped` tells whether
             that step is the step of a loop, or runs once, for the remainder. None: nothing.
         scheduled: whether the feed's schedule has one entry for each chunk of this level.
+        outputs: what runs a chunk, or the remainder, in place of the step that does so and keeps all of its outputs.
+            What it returns leads with however many are kept of each.
     """
 
     size: int
     around: Callable[[Step, bool], Step] | None = None
     scheduled: bool = False
+    outputs: Callable[[RunChunk], Step] | None = None
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,11 @@ class RunChunk:
     memo: Memo | None
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        loop = Loop(
+        return run_chunked(self.loop(consts, state, feed), self.levels)
+
+    def loop(self, consts: PyTree, state: PyTree, feed: Feed) -> Loop:
+        """The loop that it is, on the given arrays."""
+        return Loop(
             self.body,
             self.step,
             consts,
@@ -60,7 +65,6 @@ class RunChunk:
             self.names,
             self.memo,
         )
-        return run_chunked(loop, self.levels)
 
 
 def as_step(loop: Loop, levels: tuple[Level, ...] = ()) -> RunChunk:
@@ -78,10 +82,13 @@ def run_chunked(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
 
     Args:
         loop: the loop.
-        levels: ascending in size, each dividing the next. Those that hold the whole loop are left out, unless it is
-            scheduled: then it is their remainder.
+        levels: ascending in size, each dividing the next. Nothing is put around a chunk that holds the whole loop,
+            unless it is scheduled: then it is its remainder.
     """
-    levels = tuple(level for level in levels if level.size < loop.length or level.scheduled)
+    while levels and levels[-1].size >= loop.length and not levels[-1].scheduled:
+        levels, outputs = levels[:-1], levels[-1].outputs
+        if outputs is not None:
+            return outputs(as_step(loop, levels))(loop.consts, loop.state, loop.xs)
     if not levels or not loop.length:
         return run(loop)
     left = loop.length if levels[-1].size >= loop.length else loop.length % levels[-1].size
@@ -101,7 +108,8 @@ def run_chunked(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
     return state, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), start, end)
 
 
-def _around(level: Level, step: Step, *, looped: bool) -> Step:
+def _around(level: Level, chunk: RunChunk, *, looped: bool) -> Step:
+    step = chunk if level.outputs is None else level.outputs(chunk)
     return step if level.around is None else level.around(step, looped)
 
 
@@ -135,45 +143,3 @@ def _run_main(loop: Loop, xs: Feed, levels: tuple[Level, ...]) -> tuple[PyTree, 
     step = _around(levels[-1], as_step(dataclasses.replace(loop, length=size), levels[:-1]), looped=True)
     state, ys = run(dataclasses.replace(loop, step=step, xs=xs, length=loop.length // size, unroll=1, lowering=()))
     return state, jax.tree.map(lambda y: y.reshape(y.shape[0] * y.shape[1], *y.shape[2:]), ys)
-
-
-class Wish(NamedTuple):
-    """What one feature asks of the chunks: a boundary every `size` steps; exactly there, or about there."""
-
-    size: int
-    exact: bool = False
-
-
-def plan_sizes(length: int, wishes: Iterable[Wish]) -> tuple[int, ...]:
-    """One list of nested sizes for all wishes, so that no two features nest loops, and copies of the body, each.
-
-    Exact wishes keep their boundaries: where they do not divide one another, their greatest common divisor has them
-    all. The others are moved to the nearest size (in ratio) that divides the next larger exact one and is a multiple
-    of the next smaller one, and two of them that lie within a factor of two become one.
-
-    Returns:
-        Ascending sizes, each dividing the next, all above 1 and below `length`.
-    """
-    wishes = list(wishes)
-    chain = _divisor_chain({wish.size for wish in wishes if wish.exact})
-    for size in sorted(wish.size for wish in wishes if not wish.exact):
-        if not any(size / 2 < other < size * 2 for other in chain):
-            chain = sorted({*chain, _fit(size, chain)})
-    return tuple(size for size in chain if 1 < size < length)
-
-
-def _divisor_chain(sizes: set[int]) -> list[int]:
-    chain = sorted(sizes)
-    if any(large % small for small, large in itertools.pairwise(chain)):
-        return [math.gcd(*chain)]
-    return chain
-
-
-def _fit(size: int, chain: list[int]) -> int:
-    """The size nearest to a wish that keeps every element of the chain dividing the next."""
-    below = max((other for other in chain if other <= size), default=1)
-    above = min((other for other in chain if other > size), default=None)
-    if above is None:
-        return max(1, round(size / below)) * below
-    fits = [below * k for k in range(1, above // below + 1) if above % (below * k) == 0]
-    return min(fits, key=lambda other: abs(math.log(other / size)))

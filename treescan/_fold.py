@@ -11,7 +11,8 @@ from ._run import run_verb
 from ._transforms.conventions import ACCUMULATE, FOLD
 from ._types import Array, Carry, FoldOptions, KeyedFoldBody, Options, PyTree, UnkeyedOptions, X
 
-_FOLD_REFUSES = {"out_axes": "it stacks no outputs. `treescan.accumulate` and `treescan.scan` do."}
+_NO_OUTPUTS = "it stacks no outputs. `treescan.accumulate` and `treescan.scan` do."
+_FOLD_REFUSES = {"out_axes": _NO_OUTPUTS, "save": _NO_OUTPUTS}
 _ACCEPTED = frozenset(Options.__annotations__)
 
 
@@ -56,13 +57,13 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
         init: the carry that the first step is given.
         xs: what is folded: any pytree whose leaves are `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
-        **options: `reverse`, `unroll`, `in_axes`, `key`, `remat`, `name`, as for `treescan.scan`.
+        **options: `reverse`, `unroll`, `in_axes`, `key`, `remat`, `truncate`, `name`, as for `treescan.scan`.
 
     Returns:
         The last step's carry.
 
     Raises:
-        ArgumentError: as `treescan.scan`; also for `out_axes`, as there are no outputs.
+        ArgumentError: as `treescan.scan`; also for `out_axes` and `save`, as there are no outputs.
         BodyError: as `treescan.scan`; also if the body returns a pair whose first item is the carry.
         CarryError: as `treescan.scan`.
         SignatureError: as `treescan.scan`.
@@ -124,7 +125,8 @@ def accumulate(
         init: the carry that the first step is given; it holds no static leaves, which cannot be stacked.
         xs: what is folded: any pytree whose leaves are `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
-        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `name`, as for `treescan.scan`.
+        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, as for
+            `treescan.scan`.
 
     Returns:
         The carries, `[T, ...]`; in reverse the carry after the step at position t stands at t.

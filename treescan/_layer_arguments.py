@@ -7,14 +7,16 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._arguments import check_remat, no_axis, resolve_axes
+from ._arguments import no_axis, resolve_axes
 from ._avals import describe_argument, describe_leaf, describe_node, is_mutable, shape_of
+from ._chunk_arguments import check_remat, check_save
 from ._errors import ArgumentError, Fault, LayerError, Row
+from ._remat import Remat
 from ._stack import count_layers, refuse_split
 from ._transforms.axes import LeafAxes
-from ._transforms.turns import Remats
+from ._transforms.turns import Remats, Saves
 from ._tree import freeze_static, is_static, leaves_with_path
-from ._types import Axes, PyTree
+from ._types import Axes, PyTree, Save
 
 
 class Stacks(NamedTuple):
@@ -167,15 +169,23 @@ def check_remats(remat: Any, stacks: Stacks) -> Remats:
             "{verb} over {body}: `remat` is a sequence, but there is one block.",
             '"step" has the gradient recompute each layer; a sequence says so block by block, for several.',
         )
-    each: list[Any] = list(_one_each(stacks.blocks, remat, "remat"))
-    for plan in each:
-        if not (plan is None or (isinstance(plan, str) and plan == "step")):
+    each = [(given, check_remat(given)) for given in _one_each(stacks.blocks, remat, "remat")]
+    for given, plan in each:
+        if plan is not None and plan != Remat(plan.policy, 1 if plan.levels else None):
             raise Fault(
                 ArgumentError,
-                f'{{call}}: in a sequence, `remat` is "step" or None for each block, got {describe_argument(plan)}.',
-                '"nested" is a plan for the loop over all of them: give it alone.',
+                f'{{call}}: in a sequence, `remat` is "step", `Remat(policy)` or None for each block, got '
+                f"{describe_argument(given)}.",
+                "What divides the loop over all of them, or chooses for it, is given alone.",
             )
-    return tuple(each) if any(each) else None
+    return tuple(plan for _, plan in each) if any(plan for _, plan in each) else None
+
+
+def check_saves(save: Save, stacks: Stacks) -> Saves:
+    """What is kept of the outputs of each block: a sequence for several blocks has one for each."""
+    if stacks.sequence and isinstance(save, list | tuple):
+        return tuple(check_save(each) for each in _one_each(stacks.blocks, save, "save"))
+    return (check_save(save),) * len(stacks.blocks)
 
 
 def refuse_mutable(given: Mapping[str, PyTree]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, Unpack, overload
@@ -16,7 +17,15 @@ from ._arguments import (
     check_unroll,
 )
 from ._errors import LAYER_WORDS, explain, speaking_of, verb
-from ._layer_arguments import Stacks, check_args, check_remats, check_stacks, is_pattern, refuse_mutable
+from ._layer_arguments import (
+    Stacks,
+    check_args,
+    check_remats,
+    check_saves,
+    check_stacks,
+    is_pattern,
+    refuse_mutable,
+)
 from ._loop import Body
 from ._run import body_of, restored
 from ._transforms.axes import static_axes
@@ -24,7 +33,7 @@ from ._transforms.conventions import FOLD_LAYERS, SCAN_LAYERS, Convention
 from ._transforms.pattern import Pattern, execute_pattern
 from ._transforms.pipeline import Given, Plan
 from ._tree import Prefix, freeze_static
-from ._types import Array, Axes, Carry, LayersOptions, PyTree, StackedLayersOptions, X, X_contra, Y, Y_co
+from ._types import Array, Axes, Carry, LayersOptions, PyTree, Save, StackedLayersOptions, X, X_contra, Y, Y_co
 from .carries._registry import adopt
 
 Layer = TypeVar("Layer")
@@ -147,8 +156,10 @@ def scan_layers(
         **options: `reverse` (the last layer first; its y still stands in its place), `unroll` (how many layers, or
             periods of a pattern, are compiled into one round of the loop), `key` (each layer is given
             `key=jax.random.fold_in(key, number of the layer among all)`), `in_axes` (of xs), `out_axes`, `name`, as for
-            `treescan.scan`; and `remat`: "step" has the gradient recompute each layer from what it was given, "nested"
-            about sqrt(n) layers and in these each. In a pattern, a sequence has "step" or None for each block.
+            `treescan.scan`; `save` (of ys; in a pattern, a sequence has one for each block, which counts its own
+            layers); and `remat`: "step" has the gradient recompute each layer from what it was given, "nested" about
+            sqrt(n) layers and in these each, and a `treescan.Remat` is for all that one says there, less `fit` in a
+            pattern. There a sequence has "step", a `Remat(policy)` or None for each block.
 
     Returns:
         What the last layer returned, and the outputs of all layers, `[n, ...]`; for a sequence of blocks a tuple of
@@ -292,6 +303,7 @@ def _run(
     out_axes: Axes = 0,
     key: Array | None = None,
     remat: Any = None,
+    save: Save = "all",
     name: str | None = None,
 ) -> tuple[Any, Any]:
     handles = [body_of(function, convention) for function in (block if is_pattern(block) else [block])]
@@ -302,22 +314,21 @@ def _run(
     refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "args": frozen_args})
     _check_blocks(bodies, convention, stacks, len(frozen_args), keyed=key is not None)
     frozen = stacks.frozen or frozen_x is not adopted.init or any(map(operator.is_not, frozen_args, args))
+    plan = Plan(
+        convention,
+        stacks.counts[0],
+        reverse=check_reverse(reverse),
+        unroll=check_unroll(unroll, stacks.counts[-1]),
+        frozen=frozen,
+        custom=adopted.custom,
+    )
+    counted = zip(stacks.counts, stacks.axes, strict=True)
     pattern = Pattern(
-        blocks=tuple(
-            Plan(
-                convention,
-                count,
-                reverse=check_reverse(reverse),
-                unroll=check_unroll(unroll, stacks.counts[-1]),
-                in_axes=axes,
-                frozen=frozen,
-                custom=adopted.custom,
-            )
-            for count, axes in zip(stacks.counts, stacks.axes, strict=True)
-        ),
+        blocks=tuple(dataclasses.replace(plan, length=count, in_axes=axes) for count, axes in counted),
         sequence=stacks.sequence,
         out_axes=_check_out_axes(out_axes, stacks),
         remat=check_remats(remat, stacks),
+        saves=check_saves(save, stacks),
         name=check_name(name),
     )
     result = execute_pattern(bodies, pattern, Given(frozen_x, stacks.arguments, key, args=frozen_args))

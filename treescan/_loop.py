@@ -34,6 +34,7 @@ class Feed(NamedTuple):
         position: the step's position in xs.
         valid: which rows are data in this step.
         reset: which rows begin anew before this step.
+        cut: whether the gradient is cut before this step.
         schedule: of a chunk, not of a step: what of it is to be run.
     """
 
@@ -41,6 +42,7 @@ class Feed(NamedTuple):
     position: Array | None = None
     valid: Array | None = None
     reset: Array | None = None
+    cut: Array | None = None
     schedule: PyTree = None
 
 

@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, Unpack, overload
 
-from ._arguments import check_options, check_remat
+from ._arguments import check_options
 from ._errors import explain, verb
 from ._mask_arguments import RowFlags, check_chunk, check_compact, check_padded, check_rows, check_time_axis
 from ._pack import Packed
@@ -28,7 +28,6 @@ from ._types import (
     MaskOptions,
     Options,
     PyTree,
-    Remat,
     ValidBody,
     X,
     Y,
@@ -167,7 +166,6 @@ def mask_scan(
     y_axes: Axes = 0,
     chunk: int | None = None,
     compact: bool | tuple[int, ...] = False,
-    remat: Remat | None = None,
     **options: Any,
 ) -> tuple[Any, Any]:
     """Scans a batch of rows of unequal length. Padding is never read, whatever stands in it, and hardly costs anything.
@@ -211,11 +209,11 @@ def mask_scan(
             rows (seven of them from 1 to B where that would be more); a tuple names them. The body is traced and
             compiled once a tier. Steps that fill no chunk, at the end, are run on all rows if they are on any. Results
             stand in their places.
-        remat: as for `treescan.scan`. Where chunks are skipped, the gradient recomputes each chunk in any case, unless
-            the body has effects, so that it saves T/chunk carries; "step" and "nested" save less within, whatever the
-            effects.
-        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `name`, as for `treescan.scan`. In reverse each
-            row runs from its own last valid step to its first; ys stay where their xs are. `key` excludes `compact`.
+        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, as for
+            `treescan.scan`. In reverse each row runs from its own last valid step to its first; ys stay where their xs
+            are. `key` excludes `compact`. Where chunks are skipped, the gradient recomputes each chunk in any case,
+            unless the body has effects, so that it saves T/chunk carries; `remat` saves less within, whatever the
+            effects. With `save="last"` each row has its own last valid y, and `fill` if it has none.
 
     Returns:
         The carry after each row's last valid step, and the outputs `[T, *batch, ...]`.
@@ -256,7 +254,6 @@ def mask_scan(
             time_axis,
             check_chunk(chunk, compact),
             check_compact(compact, keyed=options.get("key") is not None),
-            check_remat(remat),
         )
         xs, flags = _rows_of(xs, RowFlags(lengths, mask, resets), time_axis, options.get("in_axes"))
         rows = functools.partial(check_rows, flags, time_axis)

@@ -10,12 +10,12 @@ from ._arguments import (
     check_keywords,
     check_length,
     check_name,
-    check_remat,
     check_reverse,
     check_unroll,
     infer_length,
     resolve_axes,
 )
+from ._chunk_arguments import check_chunks
 from ._loop import Body
 from ._mask_arguments import RowFlags
 from ._transforms.axes import static_axes
@@ -24,7 +24,7 @@ from ._transforms.conventions import Convention
 from ._transforms.masking import MaskPlan
 from ._transforms.pipeline import Given, Plan, execute
 from ._tree import freeze_static, thaw_static
-from ._types import Array, Axes, PyTree, Remat
+from ._types import Array, Axes, PyTree, RematLike, Save
 from .carries._registry import Adopted, adopt
 
 
@@ -43,7 +43,9 @@ def run_verb(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: Array | None = None,
-    remat: Remat | None = None,
+    remat: RematLike | None = None,
+    save: Save = "all",
+    truncate: int | None = None,
     name: str | None = None,
     lowering: tuple[tuple[str, Any], ...] = (),
 ) -> tuple[Any, Any]:
@@ -64,6 +66,8 @@ def run_verb(
         out_axes: as for `treescan.scan`.
         key: as for `treescan.scan`.
         remat: as for `treescan.scan`.
+        save: as for `treescan.scan`.
+        truncate: as for `treescan.scan`.
         name: as for `treescan.scan`.
         lowering: further keyword arguments of `jax.lax.scan`.
     """
@@ -82,14 +86,13 @@ def run_verb(
         out_axes=None if type(out_axes) is int and out_axes == 0 else static_axes("out_axes", out_axes),
         frozen=frozen_init is not adopted.init or frozen_xs is not xs,
         custom=adopted.custom,
-        sees_valid=_check_body(body, convention, keyed=key is not None, masked=mask is not None),
+        sees_valid=check_body(body, convention, keyed=key is not None, masked=mask is not None),
         name=check_name(name),
-        remat=check_remat(remat),
+        chunks=check_chunks(remat, save, truncate),
         mask=mask,
         lowering=lowering,
     )
-    flags = rows(steps) if rows else RowFlags()
-    result = execute(body, plan, Given(frozen_init, frozen_xs, key, *flags, lower))
+    result = execute(body, plan, Given(frozen_init, frozen_xs, key, *(rows(steps) if rows else RowFlags()), lower))
     del alive
     return restored(result, plan, adopted) if plan.frozen or adopted.back else result
 
@@ -109,7 +112,7 @@ def restored(result: tuple[PyTree, PyTree], plan: Plan, adopted: Adopted) -> tup
     return adopted.restore(state), (adopted.restore(ys) if plan.convention.stacks else ys)
 
 
-def _check_body(body: Body, convention: Convention, *, keyed: bool, masked: bool) -> bool:
+def check_body(body: Body, convention: Convention, *, keyed: bool, masked: bool) -> bool:
     """Holds a body's parameters against what it will be passed; returns whether it takes `valid`."""
     sees_valid = masked and takes_keyword(body, "valid")
     passed = {"key": "the option `key`"} if keyed else {}

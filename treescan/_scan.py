@@ -9,7 +9,7 @@ from ._arguments import check_options
 from ._errors import explain, verb
 from ._run import run_verb
 from ._transforms.conventions import SCAN
-from ._types import Array, Axes, Carry, KeyedBody, Options, PyTree, Remat, X, Y
+from ._types import Array, Axes, Carry, KeyedBody, Options, PyTree, RematLike, Save, X, Y
 
 _ACCEPTED = frozenset(Options.__annotations__) | {"length"}
 
@@ -26,7 +26,9 @@ def scan(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: None = None,
-    remat: Remat | None = None,
+    remat: RematLike | None = None,
+    save: Save = "all",
+    truncate: int | None = None,
     name: str | None = None,
 ) -> tuple[Carry, Y]: ...
 @overload
@@ -41,7 +43,9 @@ def scan(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: None = None,
-    remat: Remat | None = None,
+    remat: RematLike | None = None,
+    save: Save = "all",
+    truncate: int | None = None,
     name: str | None = None,
 ) -> tuple[Carry, Y]: ...
 @overload
@@ -56,7 +60,9 @@ def scan(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: Array,
-    remat: Remat | None = None,
+    remat: RematLike | None = None,
+    save: Save = "all",
+    truncate: int | None = None,
     name: str | None = None,
 ) -> tuple[Carry, Y]: ...
 @overload
@@ -71,7 +77,9 @@ def scan(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: Array,
-    remat: Remat | None = None,
+    remat: RematLike | None = None,
+    save: Save = "all",
+    truncate: int | None = None,
     name: str | None = None,
 ) -> tuple[Carry, Y]: ...
 @verb
@@ -87,7 +95,9 @@ def scan(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: Array | None = None,
-    remat: Remat | None = None,
+    remat: RematLike | None = None,
+    save: Save = "all",
+    truncate: int | None = None,
     name: str | None = None,
     **unknown: Any,
 ) -> tuple[Any, Any]:
@@ -113,7 +123,16 @@ def scan(
             xs, the same in reverse.
         remat: what the gradient recomputes instead of saving it. None: nothing. "step": each step, so that of all that
             is computed in one only the carry is saved, T of them. "nested": chunks of about sqrt(T) steps, and in
-            these each step, so that about 2 sqrt(T) carries are saved, for one more evaluation of each step.
+            these each step, so that about 2 sqrt(T) carries are saved, for one more evaluation of each step. A
+            `treescan.Remat` says what is saved of a step, has more levels, fits a budget of bytes or moves carries to
+            another memory.
+        save: what is kept of ys (a prefix tree of y). "all"; "last": of the last step that runs, without an axis of
+            steps, 0 if there is no step; a number k: of the positions k-1, 2k-1 and so on, in reverse too; None:
+            nothing, and None stands in its place. What is not kept takes no memory, and is not computed where nothing
+            else needs it.
+        truncate: cut the gradient of the carry between stretches of so many steps, at the positions that are multiples
+            of it, in reverse too: truncated backpropagation through time. Leaves of the carry that no step changes,
+            weights say, are constants of the loop and are not cut.
         name: how profilers name the loop (a `jax.named_scope`).
 
     Returns:
@@ -149,6 +168,8 @@ def scan(
             out_axes=out_axes,
             key=key,
             remat=remat,
+            save=save,
+            truncate=truncate,
             name=name,
             lowering=lowering,
         )

@@ -8,6 +8,8 @@ from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 import jax
 import jax.typing
 
+from ._remat import Remat
+
 PyTree: TypeAlias = Any
 """Any tree of containers that JAX knows, with arrays or scalars as leaves."""
 
@@ -17,8 +19,11 @@ TreeDef: TypeAlias = Any
 Axes: TypeAlias = Any
 """A prefix tree of axes: an int, None where allowed, or containers of them."""
 
-Remat: TypeAlias = Literal["step", "nested"]
-"""What the gradient recomputes: each step, or chunks of steps and each step in these."""
+RematLike: TypeAlias = Literal["step", "nested"] | Remat
+"""What the gradient recomputes: each step, chunks of steps and each step in these, or as it says."""
+
+Save: TypeAlias = Any
+"""A prefix tree of what is kept of an output: "all", "last", every k-th, or None for nothing."""
 
 Array: TypeAlias = jax.Array
 ArrayLike: TypeAlias = jax.typing.ArrayLike
@@ -72,13 +77,15 @@ class FoldOptions(IndexOptions, total=False):
     """The options of `fold`, less `key`, which an overload asks for by name."""
 
     in_axes: Axes
-    remat: Remat | None
+    remat: RematLike | None
+    truncate: int | None
 
 
 class UnkeyedOptions(FoldOptions, total=False):
     """The options of every verb that stacks outputs, less `key`."""
 
     out_axes: Axes
+    save: Save
 
 
 class MaskOptions(UnkeyedOptions, total=False):
@@ -100,13 +107,14 @@ class LayersOptions(IndexOptions, total=False):
     """The options of `fold_layers`, less `key`."""
 
     in_axes: Axes
-    remat: Remat | Sequence[Remat | None] | None
+    remat: RematLike | Sequence[RematLike | None] | None
 
 
 class StackedLayersOptions(LayersOptions, total=False):
     """The options of `scan_layers`, less `key`."""
 
     out_axes: Axes
+    save: Save
 
 
 class Options(UnkeyedOptions, total=False):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,27 +52,52 @@ class Hold:
         return (now, inner), jax.tree.unflatten(structure, leaves)
 
 
-def hold(rows: RowLoop, fill: Prefix, y: PyTree, avals: list[Any]) -> RowLoop:
-    """Holds the outputs whose fill is "hold".
+def hold(rows: RowLoop, held: tuple[bool, ...], start: Sequence[Array], avals: Sequence[Any]) -> RowLoop:
+    """Holds outputs: from then on, the state is (the held ones, the state of before).
 
     Args:
-        rows: the loop, whose outputs are filled with 0 there.
-        fill: a prefix of y.
-        y: the types of one step's y.
-        avals: the same for each leaf, with what they say of shardings.
+        rows: the loop.
+        held: for each leaf of y whether it is held.
+        start: for each leaf of y what is held before there is a valid one, a scalar.
+        avals: the type of each leaf, with what it says of shardings.
     """
     loop, axes = rows
-    held = is_held(fill, y)
     if not any(held):
         return rows
-    zeros = [place_like(jax.lax.full(a.shape, 0, a.dtype), a) for a, on in zip(avals, held, strict=True) if on]
-    zeros = [vary_over(zero, varying_axes(jax.typeof(loop.xs.valid))) for zero in zeros]
+    leaves = [(a, value) for a, value, on in zip(avals, start, held, strict=True) if on]
+    first = [place_like(jnp.broadcast_to(value, a.shape), a) for a, value in leaves]
+    first = [vary_over(leaf, varying_axes(jax.typeof(loop.xs.valid))) for leaf in first]
     held_axes = [axis for axis, on in zip(axes.y, held, strict=True) if on]
-    loop = dataclasses.replace(loop, step=Hold(loop.step, held, axes.y), state=(zeros, loop.state))
+    loop = dataclasses.replace(loop, step=Hold(loop.step, held, axes.y), state=(first, loop.state))
     return RowLoop(loop, axes._replace(state=(*held_axes, *axes.state)))
 
 
-def hold_afterwards(ys: PyTree, valid: Array, fill: Prefix, y_axes: LeafAxes, *, reverse: bool) -> PyTree:
+@dataclass(frozen=True)
+class Idle:
+    """The outputs of a chunk in which nothing is run.
+
+    Attributes:
+        fill: what each leaf that the chunk returns is filled with.
+        held: which of the held outputs stands in each leaf; None: it is filled. None as a whole: all are.
+    """
+
+    fill: Prefix
+    held: tuple[int | None, ...] | None = None
+
+    def __call__(self, state: PyTree, types: PyTree) -> PyTree:
+        """Outputs of the given types, [steps, ...], after the state."""
+        values = fill_leaves(self.fill, types)
+        slots = self.held or (None,) * len(values)
+        filled = [
+            place_like(jnp.broadcast_to(value if slot is None else state[0][slot], leaf.shape), leaf)
+            for leaf, value, slot in zip(jax.tree.leaves(types), values, slots, strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(types), filled)
+
+
+def hold_afterwards(
+    ys: PyTree, valid: Array, held: Sequence[bool], start: Sequence[Array], y_axes: LeafAxes, *, reverse: bool
+) -> PyTree:
     """The same from the outputs of all steps, where these are computed one by one on concrete values."""
     order = jnp.arange(valid.shape[0]).reshape(-1, *(1 for _ in valid.shape[1:]))
     if reverse:
@@ -79,17 +105,18 @@ def hold_afterwards(ys: PyTree, valid: Array, fill: Prefix, y_axes: LeafAxes, *,
     else:
         last = jax.lax.cummax(jnp.where(valid, order, -1))
 
-    def held(leaf: Array, axis: int | None) -> Array:
-        steps, start = (last, axis) if axis is not None else (_over_rows(last, reverse=reverse), 0)
-        picked = jnp.stack([pick_steps(leaf, jnp.clip(step, 0, valid.shape[0] - 1), start) for step in steps])
+    def hold_leaf(leaf: Array, value: Array, axis: int | None) -> Array:
+        steps, at = (last, axis) if axis is not None else (_over_rows(last, reverse=reverse), 0)
+        picked = jnp.stack([pick_steps(leaf, jnp.clip(step, 0, valid.shape[0] - 1), at) for step in steps])
         ever = (steps >= 0) & (steps < valid.shape[0])
-        shape = (ever.shape[0], *(1 for _ in range(start)), *ever.shape[1:])
-        return jnp.where(ever.reshape(shape + (1,) * (leaf.ndim - len(shape))), picked, jnp.zeros_like(leaf))
+        shape = (ever.shape[0], *(1 for _ in range(at)), *ever.shape[1:])
+        return jnp.where(
+            ever.reshape(shape + (1,) * (leaf.ndim - len(shape))), picked, jnp.broadcast_to(value, leaf.shape)
+        )
 
     leaves, structure = jax.tree.flatten(ys)
-    flags = is_held(fill, ys)
-    done = [held(y, axis) if on else y for y, on, axis in zip(leaves, flags, y_axes, strict=True)]
-    return jax.tree.unflatten(structure, done)
+    given = zip(leaves, held, start, y_axes, strict=True)
+    return jax.tree.unflatten(structure, [hold_leaf(y, value, axis) if on else y for y, on, value, axis in given])
 
 
 def _over_rows(last: Array, *, reverse: bool) -> Array:

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .._avals import vary_over, varying_axes
 from .._loop import Loop, as_arrays, is_jit_disabled
 from .._tree import Prefix
-from .._types import Array, PyTree, Remat
+from .._types import Array, PyTree
 from .axes import LeafAxes, scan_over_axes
 from .batch_axes import RowAxes, RowLoop, rows_of_x, spread_batch_axes
 from .carries import refuse_shared_keys, spread_carry_axes
+from .chunked import EVERYTHING, ChunkPlan, refuse_budget, refuse_offload
 from .compact import refuse_tiers, tiers_of, trace_tiers
-from .fill import hold, hold_afterwards, is_held, without_hold
+from .fill import HOLD, Idle, fill_leaves, hold, hold_afterwards, without_hold
 from .hoist import Hoisted, flatten_only, hoist
 from .mask import lend_rows, mask
+from .outputs import LAST, Keep, is_thinned, keep_afterwards, kept_leaves, spread_keeps, without_dropped
 from .resets import reset_rows
-from .skip import SkipPlan, run_skipping, without_branches
+from .skip import RowOutputs, SkipPlan, run_skipping, run_unskipped, without_branches
+from .truncate import truncate
 
 
 @dataclass(frozen=True)
@@ -35,7 +41,6 @@ class MaskPlan:
         time_axis: where the steps stand in the mask and the resets.
         chunk: the steps of a chunk; None: to be chosen; 0: all of them.
         compact: whether to order rows, or the numbers of rows to choose from.
-        remat: as for `treescan.scan`.
     """
 
     carry_axes: Prefix
@@ -46,11 +51,16 @@ class MaskPlan:
     time_axis: int
     chunk: int | None
     compact: bool | tuple[int, ...]
-    remat: Remat | None
 
 
 def run_masked(
-    loop: Loop, valid: Array, resets: Array | None, plan: MaskPlan, names: tuple[str, str], in_axes: LeafAxes | None
+    loop: Loop,
+    valid: Array,
+    resets: Array | None,
+    plan: MaskPlan,
+    chunks: ChunkPlan,
+    names: tuple[str, str],
+    in_axes: LeafAxes | None,
 ) -> tuple[PyTree, PyTree]:
     """Runs a loop on padded rows.
 
@@ -59,30 +69,88 @@ def run_masked(
         valid: bool[T, *batch].
         resets: bool[T, *batch], or None.
         plan: the axes, the fill, and how work is saved.
+        chunks: what the gradient saves, where it is cut, and what is kept of the outputs.
         names: the body's own names for its carry and its x.
         in_axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
     """
+    refuse_budget(chunks.remat, "a masked scan")
+    refuse_offload(chunks.remat)
     given = _with_rows(loop, valid, plan, names, in_axes)
     tiers = tiers_of(plan.compact, valid.shape[1:]) if plan.compact else (0,)
     refuse_tiers(tiers, given.loop)
-    untraced = is_jit_disabled() or not loop.length
-    hoisted = flatten_only(given.loop) if untraced else hoist(given.loop)
-    if not untraced:
-        given = _with_outputs(given, hoisted.y, plan)
-        trace_tiers(hoisted, given, tiers)
-    fixed_axes, rows = _hoisted_rows(hoisted, given)
-    fill = without_hold(plan.fill) if untraced else plan.fill
+    if is_jit_disabled() or not loop.length:
+        return _run_untraced(given, resets, plan, chunks)
+    hoisted = hoist(given.loop)
+    given = _with_outputs(given, hoisted.y, plan)
+    trace_tiers(hoisted, given, tiers)
+    keeps = spread_keeps(chunks.save or EVERYTHING, hoisted.y)
+    fills = plan.fill.spread(hoisted.y, "y")
+    rows = _transformed(_hoisted_rows(hoisted, given), plan, plan.fill, resets, chunks)
+    rows, outputs = _hold(rows, keeps, fills, hoisted)
+    skip = SkipPlan(plan.chunk, tiers, chunks.remat, hoisted.effects)
+    if hoisted.refs:
+        skip = without_branches(skip, thinned=is_thinned(outputs.keeps))
+    state, left = run_skipping(rows, skip, outputs)
+    last = iter(())
+    if any(outputs.held):
+        held, state = state
+        last = iter(leaf for leaf, keep in zip(held, _of(keeps, outputs.held), strict=True) if keep == LAST)
+    ys = kept_leaves(left, outputs.keeps)
+    ys = [next(last) if keep == LAST else y for y, keep in zip(ys, keeps, strict=True)]
+    return hoisted.restore(state), without_dropped(ys, jax.tree.structure(hoisted.y), chunks.save or EVERYTHING)
+
+
+def _transformed(
+    hoisted: tuple[LeafAxes, RowLoop], plan: MaskPlan, fill: Prefix, resets: Array | None, chunks: ChunkPlan
+) -> RowLoop:
+    """The loop with its steps masked, its rows reset, and its gradient cut."""
+    fixed_axes, rows = hoisted
     rows = mask(rows, fixed_axes, plan.y_axes, fill)
     if resets is not None:
         rows = reset_rows(rows, resets)
-    if not untraced:
-        rows = hold(rows, fill, hoisted.y, hoisted.y_avals)
-    skip = SkipPlan(plan.chunk, tiers, plan.remat, hoisted.effects)
-    state, ys = run_skipping(rows, without_branches(skip) if hoisted.refs else skip, fill)
-    if untraced:
-        ys = _hold_outputs(ys, valid, plan, reverse=loop.reverse)
-    elif any(is_held(plan.fill, hoisted.y)):
-        _, state = state
+    return rows._replace(loop=truncate(rows.loop, chunks.truncate)) if chunks.truncate else rows
+
+
+def _of(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+    return [value for value, flag in zip(values, flags, strict=True) if flag]
+
+
+def _hold(rows: RowLoop, keeps: tuple[Keep, ...], fills: list[Any], hoisted: Hoisted) -> tuple[RowLoop, RowOutputs]:
+    """Holds the outputs whose fill says so, and those of which each row's last one is kept: they are not stacked."""
+    held = tuple(k == LAST or (k is not None and fill == HOLD) for k, fill in zip(keeps, fills, strict=True))
+    rows = hold(rows, held, fill_leaves(Prefix.of(fills), jax.tree.leaves(hoisted.y)), hoisted.y_avals)
+    stacked = tuple(None if keep == LAST else keep for keep in keeps)
+    left = [keep is not None for keep in stacked]
+    numbers = iter(range(sum(held)))
+    slots = _of([next(numbers) if on else None for on in held], left)
+    idle = Idle(Prefix.of(_of(fills, left)), tuple(slots))
+    rows = rows._replace(axes=rows.axes._replace(y=tuple(_of(rows.axes.y, left))))
+    return rows, RowOutputs(stacked, idle, held)
+
+
+def _run_untraced(given: RowLoop, resets: Array | None, plan: MaskPlan, chunks: ChunkPlan) -> tuple[PyTree, PyTree]:
+    """On values, step by step; what is held, and what is not kept, is seen to afterwards."""
+    loop, valid = given.loop, given.loop.xs.valid
+    assert valid is not None
+    hoisted, fill = flatten_only(loop), without_hold(plan.fill)
+    rows = _transformed(_hoisted_rows(hoisted, given), plan, fill, resets, chunks)
+    state, ys = run_unskipped(rows, fill)
+    keeps, fills = spread_keeps(chunks.save or EVERYTHING, ys), plan.fill.spread(ys, "y")
+    if loop.length:
+        first = jax.tree.map(lambda y: y[0], ys)
+        y_axes = spread_batch_axes("y_axes", plan.y_axes, first, "y", valid.shape[1:])
+        held = [keep == LAST or fill == HOLD for keep, fill in zip(keeps, fills, strict=True)]
+        start = fill_leaves(Prefix.of(fills), jax.tree.leaves(first))
+        ys = hold_afterwards(ys, valid, held, start, y_axes, reverse=loop.reverse)
+    elif LAST in keeps:
+        start = fill_leaves(Prefix.of(fills), jax.tree.leaves(ys))
+        leaves = [
+            jnp.broadcast_to(value, (1, *y.shape[1:])) for value, y in zip(start, jax.tree.leaves(ys), strict=True)
+        ]
+        none = [leaf if keep == LAST else y for leaf, y, keep in zip(leaves, jax.tree.leaves(ys), keeps, strict=True)]
+        ys = jax.tree.unflatten(jax.tree.structure(ys), none)
+    if chunks.save is not None:
+        ys = keep_afterwards(ys, chunks.save, reverse=loop.reverse)
     return hoisted.restore(state), ys
 
 
@@ -119,11 +187,3 @@ def _with_outputs(rows: RowLoop, y: PyTree, plan: MaskPlan) -> RowLoop:
     assert valid is not None
     y_axes = spread_batch_axes("y_axes", plan.y_axes, y, "y", valid.shape[1:])
     return rows._replace(axes=rows.axes._replace(y=y_axes))
-
-
-def _hold_outputs(ys: PyTree, valid: Array, plan: MaskPlan, *, reverse: bool) -> PyTree:
-    if not valid.shape[0] or not any(is_held(plan.fill, ys)):
-        return ys
-    first = jax.tree.map(lambda y: y[0], ys)
-    y_axes = spread_batch_axes("y_axes", plan.y_axes, first, "y", valid.shape[1:])
-    return hold_afterwards(ys, valid, plan.fill, y_axes, reverse=reverse)

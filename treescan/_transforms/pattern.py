@@ -14,9 +14,10 @@ from .._loop import Body, Loop, Memo, is_jit_disabled
 from .._retrace import under_a_trace
 from .._tree import Prefix
 from .._types import PyTree
-from .axes import move_outputs, scan_over_axes
+from .axes import scan_over_axes
+from .outputs import ALL, move_kept
 from .pipeline import Given, Plan, make_loop
-from .turns import Remats, run_turns
+from .turns import Remats, Saves, run_turns
 
 
 @dataclass(frozen=True)
@@ -28,6 +29,7 @@ class Pattern:
         sequence: whether the user gave a sequence of blocks: then there is one ys for each.
         out_axes: prefix of ys; None as a whole: axis 0 for all.
         remat: what the gradient recomputes, of all blocks or of each.
+        saves: for each block what is kept of its outputs.
         name: the profiler's name for the loop.
     """
 
@@ -35,6 +37,7 @@ class Pattern:
     sequence: bool
     out_axes: Prefix | None
     remat: Remats
+    saves: Saves
     name: str | None
 
 
@@ -51,7 +54,8 @@ def execute_pattern(bodies: tuple[Body, ...], pattern: Pattern, given: Given) ->
 
 def _has_work(pattern: Pattern, given: Given) -> bool:
     moves = pattern.out_axes is not None or any(block.in_axes is not None for block in pattern.blocks)
-    return moves or len(pattern.blocks) > 1 or given.key is not None or pattern.remat is not None
+    asked = pattern.remat is not None or any(pattern.saves)
+    return moves or len(pattern.blocks) > 1 or given.key is not None or asked
 
 
 def _assemble(
@@ -59,9 +63,11 @@ def _assemble(
 ) -> tuple[PyTree, PyTree]:
     loops = [_loop_of(bodies, pattern, given, place) for place in range(len(bodies))]
     with jax.named_scope(pattern.name) if pattern.name else contextlib.nullcontext():
-        state, each = run_turns(loops, pattern.remat, memo or Memo())
+        state, each = run_turns(loops, pattern.remat, pattern.saves, memo or Memo())
         ys = tuple(each) if pattern.sequence else each[0]
-        return state, (ys if pattern.out_axes is None else move_outputs(ys, pattern.out_axes.tree))
+        saves = [ALL if save is None else save.tree for save in pattern.saves]
+        save = Prefix.of(tuple(saves) if pattern.sequence else saves[0])
+        return state, (ys if pattern.out_axes is None else move_kept(ys, pattern.out_axes.tree, save))
 
 
 def _loop_of(bodies: tuple[Body, ...], pattern: Pattern, given: Given, place: int) -> Loop:

@@ -13,13 +13,14 @@ import jax.numpy as jnp
 from .._loop import Body, Feed, Loop, is_jit_disabled, run
 from .._retrace import under_a_trace
 from .._tree import Prefix
-from .._types import Array, ArrayLike, PyTree, Remat
-from .axes import LeafAxes, move_outputs, scan_over_axes
+from .._types import Array, ArrayLike, PyTree
+from .axes import LeafAxes, scan_over_axes
 from .body import CallBody, Shared
+from .chunked import PLAIN, ChunkPlan, run_planned
 from .conventions import Convention
 from .count import count
 from .masking import MaskPlan, run_masked
-from .remat import rematerializes, run_rematerialized
+from .outputs import move_kept
 from .rows import mask_of_lengths
 
 
@@ -38,7 +39,7 @@ class Plan:
         custom: the classes of the custom carries that init holds.
         sees_valid: whether the body takes `valid`.
         name: the profiler's name for the loop.
-        remat: what the gradient recomputes.
+        chunks: what the gradient recomputes, where it is cut, and what is kept of the outputs.
         mask: the axes and the fill of a masked scan.
         lowering: further keyword arguments of `jax.lax.scan`.
     """
@@ -53,7 +54,7 @@ class Plan:
     custom: tuple[type, ...] = ()
     sees_valid: bool = False
     name: str | None = None
-    remat: Remat | None = None
+    chunks: ChunkPlan = PLAIN
     mask: MaskPlan | None = None
     lowering: tuple[tuple[str, Any], ...] = ()
 
@@ -96,7 +97,7 @@ def execute(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
 
 def _has_work(plan: Plan, given: Given) -> bool:
     moves = any(plan.in_axes or ()) or None in (plan.in_axes or ()) or plan.out_axes is not None
-    return moves or given.key is not None or plan.mask is not None or plan.remat is not None
+    return moves or given.key is not None or plan.mask is not None or not plan.chunks.is_plain
 
 
 def assemble(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
@@ -113,15 +114,15 @@ def assemble(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
             return state, ys
         if plan.mask is not None:  # it follows the axes too: rows stand where they do in the user's x
             valid, resets = _flags(plan, given)
-            result = run_masked(loop, valid, resets, plan.mask, names_of(body, plan.convention), plan.in_axes)
+            names = names_of(body, plan.convention)
+            result = run_masked(loop, valid, resets, plan.mask, plan.chunks, names, plan.in_axes)
         else:
             loop = loop if plan.in_axes is None else scan_over_axes(loop, plan.in_axes)
-            remat = plan.remat if rematerializes(plan.length) else None
-            result = run(loop) if remat is None else run_rematerialized(loop, remat)
+            result = run_planned(loop, plan.chunks)
         if plan.out_axes is None:
             return result
         state, ys = result
-        return state, move_outputs(ys, plan.out_axes.tree)
+        return state, move_kept(ys, plan.out_axes.tree, plan.chunks.save)
 
 
 def make_loop(body: Body, plan: Plan, given: Given) -> Loop:

@@ -3,54 +3,122 @@
 from __future__ import annotations
 
 import dataclasses
-import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
-from .._chunk import Level, Wish, run_chunked
+from .._avals import is_key
+from .._chunk import Level
 from .._errors import ArgumentError, Fault
 from .._loop import Feed, Loop, Step, is_jit_disabled
-from .._types import PyTree, Remat
-from .hoist import hoist
+from .._remat import Remat
+from .._sizes import Wish, divide
+from .._types import PyTree
+
+_CARRY = "treescan carry"
 
 
 @dataclass(frozen=True)
 class Checkpointed:
-    """A step of which the gradient saves nothing but what goes in.
+    """A step of which the gradient saves nothing but what goes in, and what the policy says.
 
     Attributes:
         step: the inner step.
         looped: whether a loop runs it, where nothing can be merged with the first computation. Elsewhere that has to
             be forbidden to the compiler, or it would save everything after all.
+        policy: what else is saved, as for `jax.checkpoint`.
+        offload: the memory kind where the state that goes in is kept; None: where it is.
     """
 
     step: Step
     looped: bool
+    policy: Callable[..., Any] | None = None
+    offload: str | None = None
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        return jax.checkpoint(self.step, prevent_cse=not self.looped)(consts, state, feed)
+        step, policy = self.step, self.policy
+        if self.offload is not None and self.looped:
+            step, policy = _Named(step), _offloading(policy, self.offload)
+        return jax.checkpoint(step, prevent_cse=not self.looped, policy=policy)(consts, state, feed)
 
 
-def checkpoint_steps(loop: Loop) -> Loop:
-    """Saves the carry of each step and nothing else; the step is computed once more in the gradient."""
-    return dataclasses.replace(loop, step=Checkpointed(loop.step, looped=_stays_a_loop(loop)))
+@dataclass(frozen=True)
+class _Named:
+    """A step whose incoming state has a name, by which policies know it."""
+
+    step: Step
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        named = [leaf if is_key(leaf) else checkpoint_name(leaf, _CARRY) for leaf in jax.tree.leaves(state)]
+        return self.step(consts, jax.tree.unflatten(jax.tree.structure(state), named), feed)
+
+
+def _offloading(policy: Callable[..., Any] | None, kind: str) -> Callable[..., Any]:
+    """A policy, and the incoming state moved to another memory."""
+    moves = jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[], names_which_can_be_offloaded=[_CARRY], offload_src="device", offload_dst=kind
+    )
+
+    def both(prim: Any, *args: Any, **params: Any) -> Any:
+        return (
+            moves(prim, *args, **params)
+            if policy is None or params.get("name") == _CARRY
+            else policy(prim, *args, **params)
+        )
+
+    return both
+
+
+@dataclass(frozen=True)
+class RematChunk:
+    """What is put around a chunk that the gradient recomputes."""
+
+    offload: str | None = None
+
+    def __call__(self, step: Step, looped: bool) -> Step:
+        return Checkpointed(step, looped, offload=self.offload)
+
+
+def checkpoint_steps(loop: Loop, remat: Remat) -> Loop:
+    """Saves of each step its carry, and what the policy says; the rest is computed once more in the gradient."""
+    return dataclasses.replace(loop, step=checkpoint_step(loop.step, remat, looped=_stays_a_loop(loop)))
+
+
+def checkpoint_step(step: Step, remat: Remat, *, looped: bool) -> Step:
+    """The same for a step by itself."""
+    if remat.policy is jax.checkpoint_policies.everything_saveable and not (remat.offload and _levels(remat) == 1):
+        return step
+    policy = remat.policy if callable(remat.policy) else None
+    return Checkpointed(step, looped, policy, remat.offload if _levels(remat) == 1 else None)
 
 
 def _stays_a_loop(loop: Loop) -> bool:
     return loop.unroll is not True and loop.unroll == 1
 
 
-def nested_wish(length: int) -> Wish:
-    """Chunks of about the square root of the length, with which as many carries are saved as a chunk has steps.
+def _levels(remat: Remat) -> int:
+    return remat.levels or (2 if remat.segment else 1)
 
-    Sizes that divide the length come first: a remainder has xs cut in two, which copies them.
-    """
-    refuse_symbolic(length, 'remat="nested"')
-    root = math.isqrt(length)
-    dividing = [size for size in range(max(2, root // 2), 2 * root + 1) if length % size == 0]
-    return Wish(min(dividing, key=lambda size: abs(math.log(size * size / length)), default=max(2, root)))
+
+def remat_sizes(length: int, remat: Remat | None) -> tuple[int, ...]:
+    """The ascending sizes of the chunks that the gradient recomputes."""
+    if remat is None or _levels(remat) == 1:
+        return ()
+    refuse_symbolic(length, "remat")
+    return divide(length, _levels(remat), remat.segment)
+
+
+def remat_wishes(length: int, remat: Remat | None) -> list[Wish]:
+    """The same as wishes: none of them has to be met exactly."""
+    return [Wish(size) for size in remat_sizes(length, remat)]
+
+
+def remat_level(size: int, remat: Remat, *, outermost: bool) -> Level:
+    """The level whose chunks the gradient recomputes."""
+    return Level(size, RematChunk(remat.offload if outermost else None))
 
 
 def refuse_symbolic(count: int, option: str, of: str = "steps") -> None:
@@ -70,21 +138,6 @@ def refuse_with_refs(option: str) -> NoReturn:
         f"{{verb}} over {{body}}: `{option}` cannot be had for a body that closes over a mutable array (a `Ref`).",
         "Carry its value instead, or leave the option out: then all {unit}s are run, and none is recomputed.",
     )
-
-
-def run_rematerialized(loop: Loop, remat: Remat) -> tuple[PyTree, PyTree]:
-    """Runs a loop that saves less for its gradient; its results are those of `run`.
-
-    "step" saves T carries; "nested" about twice the square root of T, and computes each step once more than "step".
-    """
-    hoisted = hoist(loop)
-    if hoisted.refs:
-        refuse_with_refs("remat")
-    levels: tuple[Level, ...] = ()
-    if remat == "nested":
-        levels = (Level(nested_wish(loop.length).size, Checkpointed),)
-    state, ys = run_chunked(checkpoint_steps(hoisted.loop), levels)
-    return hoisted.restore(state), ys
 
 
 def rematerializes(length: int) -> bool:

@@ -8,22 +8,27 @@ is stacked once a chunk.
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._avals import place_like, promoted
-from .._chunk import Level, Wish, plan_sizes, run_chunked
-from .._loop import Feed, Step, is_jit_disabled
+from .._avals import promoted
+from .._chunk import Level, run_chunked
+from .._loop import Feed, Step, run
+from .._remat import Remat
+from .._sizes import Wish, plan_sizes
 from .._tree import Prefix
-from .._types import Array, PyTree, Remat
+from .._types import Array, PyTree
 from .batch_axes import RowAxes, RowLoop
+from .chunked import levels_for, levels_of, nearest
 from .compact import LiveRows
-from .fill import fill_leaves, is_held
+from .fill import Idle
 from .lend import may_branch, most_of_all, most_of_devices
-from .remat import Checkpointed, checkpoint_steps, nested_wish, refuse_symbolic, refuse_with_refs
+from .outputs import Keep, boundaries, run_keeping
+from .remat import Checkpointed, checkpoint_steps, refuse_symbolic, refuse_with_refs, remat_wishes
 
 LARGEST, SMALLEST, FEWEST = 16, 8, 4
 """Of the chunk that is chosen for the user: the most and the least steps, and of how many a short loop is made."""
@@ -49,7 +54,7 @@ class RunLive:
         step: runs a whole chunk.
         tiers: the numbers of rows to choose from; only the last, all of them, where rows are not ordered.
         axes: where the rows stand.
-        fill: a prefix of y: what it is where nothing is run.
+        idle: the outputs where nothing is run.
         remat: whether the gradient recomputes the chunk.
         looped: whether this is the step of a loop.
     """
@@ -57,7 +62,7 @@ class RunLive:
     step: Step
     tiers: tuple[int, ...]
     axes: RowAxes
-    fill: Prefix
+    idle: Idle
     remat: bool
     looped: bool
 
@@ -71,8 +76,11 @@ class RunLive:
     def branch(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         """One of the branches, by the number that leads the consts."""
         index, consts = consts
-        some = [LiveRows(self.step, tier, self.axes, self._idle) for tier in self.tiers[:-1]]
-        return jax.lax.switch(index, [self._nothing, *some, self._everything], consts, state, feed)
+        some = [LiveRows(self.step, tier, self.axes, self.idle) for tier in self.tiers[:-1]]
+        taken: list[Callable[..., Any]] = [*some, self._everything]
+        if self.remat:  # else the branches that are not taken would write zeros for all that these save
+            taken = [jax.checkpoint(branch, prevent_cse=False) for branch in taken]
+        return jax.lax.switch(index, [self._nothing, *taken], consts, state, feed)
 
     def _everything(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         return self.step(consts, state, feed._replace(schedule=None))
@@ -81,17 +89,7 @@ class RunLive:
         final, types = jax.eval_shape(self._everything, consts, state, feed)
         # The branches must agree: a weakly typed init that no trace has settled is promoted as it is by the loop.
         state = jax.tree.map(lambda given, returned: promoted(given, returned)[0], state, final)
-        return state, self._idle(state, types)
-
-    def _idle(self, state: PyTree, types: PyTree) -> PyTree:
-        """Outputs of the given types, [steps, ...], where nothing is run."""
-        held = is_held(self.fill, types)
-        before = iter(state[0] if any(held) else ())
-        filled = [
-            place_like(jnp.broadcast_to(next(before) if on else value, leaf.shape), leaf)
-            for leaf, value, on in zip(jax.tree.leaves(types), fill_leaves(self.fill, types), held, strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(types), filled)
+        return state, self.idle(state, types)
 
 
 @dataclass(frozen=True)
@@ -101,7 +99,7 @@ class SkipPlan:
     Attributes:
         chunk: the steps of a chunk; None: to be chosen; 0: nothing is skipped but a loop without any valid step.
         tiers: the numbers of rows that the body is made for; only one for all rows.
-        remat: as for `treescan.scan`.
+        remat: what the gradient recomputes.
         effects: whether the body has effects, which no gradient may repeat unasked.
     """
 
@@ -111,13 +109,18 @@ class SkipPlan:
     effects: bool = False
 
 
-def without_branches(plan: SkipPlan) -> SkipPlan:
+def without_branches(plan: SkipPlan, *, thinned: bool) -> SkipPlan:
     """The plan for a body that closes over mutable arrays: JAX differentiates through them in the plain loop alone.
 
     Raises:
         Fault: for an `ArgumentError` if the plan asks for what needs branches or a second computation.
     """
-    asked = {"chunk": bool(plan.chunk), "compact": len(plan.tiers) > 1, "remat": plan.remat is not None}
+    asked = {
+        "chunk": bool(plan.chunk),
+        "compact": len(plan.tiers) > 1,
+        "remat": plan.remat is not None,
+        "save": thinned,
+    }
     for option in (name for name, on in asked.items() if on):
         refuse_with_refs(option)
     return dataclasses.replace(plan, chunk=0)
@@ -130,35 +133,69 @@ def chunk_size(length: int) -> int:
     return min(near, key=lambda other: abs(other - size), default=size)
 
 
-def run_skipping(rows: RowLoop, plan: SkipPlan, fill: Prefix) -> tuple[PyTree, PyTree]:
+def run_skipping(rows: RowLoop, plan: SkipPlan, outputs: RowOutputs) -> tuple[PyTree, list[Any]]:
     """Runs a masked loop, without the chunks in which no row is valid.
 
     Args:
         rows: the loop, and where its rows stand.
         plan: how large chunks are, and what the gradient saves.
-        fill: a prefix of y: what it is where nothing is run.
+        outputs: what is kept of them.
     """
     loop, valid = rows.loop, rows.loop.xs.valid
     assert valid is not None
-    if is_jit_disabled() or not loop.length:  # every step as it stands, on values
-        plan = SkipPlan(chunk=0, tiers=plan.tiers[-1:], remat=None)
     if plan.remat:
-        loop = checkpoint_steps(loop)
-    wishes = [nested_wish(loop.length)] if plan.remat == "nested" else []
+        loop = checkpoint_steps(loop, plan.remat)
     if 0 in valid.shape or not may_branch():
-        return run_chunked(loop, tuple(Level(size, Checkpointed) for size in plan_sizes(loop.length, wishes)))
+        levels = levels_for(loop, plan.remat, outputs.keeps)
+    else:
+        size, levels = _levels(rows, plan, outputs)
+        loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=make_schedule(valid, size, plan.tiers)))
+    return run_keeping(loop, levels, outputs.keeps)
+
+
+def _levels(rows: RowLoop, plan: SkipPlan, outputs: RowOutputs) -> tuple[int, tuple[Level, ...]]:
+    """The size of the chunks that may be skipped, and all levels."""
+    length = rows.loop.length
     for option, asked in (("chunk", plan.chunk), ("compact", len(plan.tiers) > 1)):
         if asked:
-            refuse_symbolic(loop.length, option)
-    whole = plan.chunk == 0 or not isinstance(loop.length, int)
-    size = loop.length if whole else min(plan.chunk or chunk_size(loop.length), loop.length)
-    around = _Around(rows.axes, plan.tiers, fill, remat=not (whole or plan.effects), only=size == loop.length)
-    sizes = plan_sizes(loop.length, wishes if whole else [Wish(size, exact=True), *wishes])
-    smaller = [Level(other, Checkpointed) for other in sizes if other < size]
-    larger = [Level(other, Checkpointed) for other in sizes if other > size]
-    levels = [*smaller, Level(size, around, scheduled=True), *larger]
-    xs = loop.xs._replace(schedule=make_schedule(valid, size, plan.tiers))
-    return run_chunked(dataclasses.replace(loop, xs=xs), tuple(levels))
+            refuse_symbolic(length, option)
+    whole = plan.chunk == 0 or not isinstance(length, int)
+    size = length if whole else min(plan.chunk or chunk_size(length), length)
+    remat, kept = remat_wishes(length, plan.remat), boundaries(outputs.keeps, length)
+    if plan.chunk:  # what does not fit the chunks that were asked for is kept in all steps, and cut afterwards
+        kept = [wish for wish in kept if not (wish.size % size and size % wish.size)]
+    own = [] if whole else [Wish(size, exact=bool(plan.chunk) or not kept)]
+    sizes = plan_sizes(length, [*own, *remat, *kept]) if own or remat or kept else ()
+    size = size if whole else nearest((*sizes, length), size)
+    around = _Around(rows.axes, plan.tiers, outputs.idle, remat=not (whole or plan.effects), only=size == length)
+    others = levels_of([other for other in sizes if other != size], plan.remat, [wish.size for wish in remat])
+    levels = [*others, Level(size, around, scheduled=True)]
+    return size, tuple(sorted(levels, key=lambda level: level.size))
+
+
+def run_unskipped(rows: RowLoop, fill: Prefix) -> tuple[PyTree, PyTree]:
+    """Runs a masked loop step by step, unless nothing at all is valid: its steps were not traced."""
+    loop, valid = rows.loop, rows.loop.xs.valid
+    assert valid is not None
+    if 0 in valid.shape or not may_branch():
+        return run(loop)
+    around = _Around(rows.axes, (0,), Idle(fill), remat=False, only=True)
+    loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=make_schedule(valid, loop.length, (0,))))
+    return run_chunked(loop, (Level(loop.length, around, scheduled=True),))
+
+
+class RowOutputs(NamedTuple):
+    """What is kept of the outputs of a masked loop.
+
+    Attributes:
+        keeps: for each leaf of y.
+        idle: the outputs that are kept where nothing is run.
+        held: for each leaf of y whether the state holds it.
+    """
+
+    keeps: tuple[Keep, ...]
+    idle: Idle
+    held: tuple[bool, ...]
 
 
 @dataclass(frozen=True)
@@ -167,14 +204,14 @@ class _Around:
 
     axes: RowAxes
     tiers: tuple[int, ...]
-    fill: Prefix
+    idle: Idle
     remat: bool
     only: bool
 
     def __call__(self, step: Step, looped: bool) -> Step:
         # A remainder is not worth further copies of the body.
         tiers = self.tiers if looped or self.only else self.tiers[-1:]
-        return RunLive(step, tiers, self.axes, self.fill, self.remat and looped, looped)
+        return RunLive(step, tiers, self.axes, self.idle, self.remat and looped, looped)
 
 
 def _live_rows(valid: Array, size: int) -> Array:

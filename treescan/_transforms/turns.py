@@ -5,20 +5,33 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .._avals import same_type
-from .._chunk import Level, run_chunked
 from .._errors import speaking_of
 from .._loop import Body, Feed, Loop, Memo, Step, is_jit_disabled, run
-from .._types import PyTree, Remat
+from .._remat import Remat
+from .._tree import Prefix
+from .._types import Array, PyTree
+from .chunked import EVERYTHING, ChunkPlan, levels_for, refuse_budget, run_planned
 from .hoist import Hoisted, hoist, merge
-from .remat import Checkpointed, checkpoint_steps, nested_wish, refuse_with_refs, rematerializes, run_rematerialized
+from .outputs import (
+    ALL,
+    LAST,
+    Keep,
+    keep_afterwards,
+    kept_leaves,
+    run_keeping,
+    spread_keeps,
+    without_dropped,
+)
+from .remat import checkpoint_step, checkpoint_steps, refuse_with_refs, rematerializes
 
-Remats = tuple[Literal["step"] | None, ...] | Remat | None
+Remats = tuple[Remat | None, ...] | Remat | None
+Saves = tuple[Prefix | None, ...]
 
 
 @dataclass(frozen=True)
@@ -74,12 +87,13 @@ class WithUnchanged:
         return [leaf for leaf, fixed in zip(whole, self.fixed, strict=True) if not fixed], y
 
 
-def run_turns(loops: Sequence[Loop], remat: Remats, memo: Memo) -> tuple[PyTree, list[PyTree]]:
+def run_turns(loops: Sequence[Loop], remat: Remats, saves: Saves, memo: Memo) -> tuple[PyTree, list[PyTree]]:
     """Runs loops by turns, until the last has no step left; those that have one more come once more, in their order.
 
     Args:
         loops: loops over the same state. The first of them may have one step more than the others.
-        remat: what the gradient recomputes: of all loops alike, or a step or nothing for each.
+        remat: what the gradient recomputes: of all loops alike, or of the steps of each.
+        saves: what is kept of the outputs of each.
         memo: keeps what is made for these loops together.
 
     Returns:
@@ -89,45 +103,76 @@ def run_turns(loops: Sequence[Loop], remat: Remats, memo: Memo) -> tuple[PyTree,
     rounds = loops[-1].length
     rest = sum(loop.length > rounds for loop in loops)
     if len(loops) == 1 or not rounds:
-        return _run_in_order(loops, remat)
-    if is_jit_disabled() or not (rest or remat):
-        return _run_rounds(_Turn.of(loops), loops[0], rounds, rest, lambda main: run(main), memo)
-    return _run_traced(loops, remat, rounds, rest)
+        return _run_in_order(loops, remat, saves)
+    if is_jit_disabled() or not (rest or remat or any(saves)):
+        state, ys = _run_rounds(_Turn.of(loops), loops[0], rounds, rest, lambda main: run(main), memo)
+        pairs = zip(ys, saves, strict=True)
+        return state, [y if s is None else keep_afterwards(y, s, reverse=loops[0].reverse) for y, s in pairs]
+    return _run_traced(loops, remat, saves, rounds, rest)
 
 
-def _run_in_order(loops: Sequence[Loop], remat: Remats) -> tuple[PyTree, list[PyTree]]:
+def _run_in_order(loops: Sequence[Loop], remat: Remats, saves: Saves) -> tuple[PyTree, list[PyTree]]:
     """Loops of which none has a second turn before another has its first: one after the other."""
     state, ys = loops[0].state, [None] * len(loops)
     for i in _order(len(loops), loops[0].reverse):
         loop = dataclasses.replace(loops[i], state=state)
-        plan = remat[i] if isinstance(remat, tuple) else remat
+        plan = ChunkPlan(remat[i] if isinstance(remat, tuple) else remat, saves[i])
         with speaking_of(loop.body.function):
-            state, ys[i] = run(loop) if plan is None or not loop.length else run_rematerialized(loop, plan)
+            state, ys[i] = run_planned(loop, plan)
     return state, ys
 
 
-def _run_traced(loops: Sequence[Loop], remat: Remats, rounds: int, rest: int) -> tuple[PyTree, list[PyTree]]:
+def _run_traced(
+    loops: Sequence[Loop], remat: Remats, saves: Saves, rounds: int, rest: int
+) -> tuple[PyTree, list[PyTree]]:
     """Traces each step once, for the rounds and what is left after them, and has each recomputed by itself."""
     traced = _trace(loops)
-    for loop, hoisted in zip(loops, traced, strict=True):
-        if remat and hoisted.refs:
-            with speaking_of(loop.body.function):
+    plans = remat if isinstance(remat, tuple) else (remat,) * len(loops)
+    for loop, hoisted, plan in zip(loops, traced, plans, strict=True):
+        with speaking_of(loop.body.function):
+            refuse_budget(plan, "several blocks")
+            if remat and hoisted.refs:
                 refuse_with_refs("remat")
     unchanged = tuple(map(all, zip(*(hoisted.fixed for hoisted in traced), strict=True)))
-    levels = (Level(nested_wish(rounds).size, Checkpointed),) if remat == "nested" else ()
-    plans = remat if isinstance(remat, tuple) else (remat,) * len(loops)
-    turns = [_on_whole_state(hoisted, plan is not None) for hoisted, plan in zip(traced, plans, strict=True)]
+    keeps = [_keeps_of(loop, save, each) for loop, save, each in zip(loops, saves, traced, strict=True)]
+    turns = [_on_whole_state(hoisted, plan) for hoisted, plan in zip(traced, plans, strict=True)]
 
     def run_main(main: Loop) -> tuple[PyTree, PyTree]:
         kept = [leaf for leaf, fixed in zip(main.state, unchanged, strict=True) if fixed]
         state = [leaf for leaf, fixed in zip(main.state, unchanged, strict=True) if not fixed]
         step = WithUnchanged(main.step, unchanged)
-        state, ys = run_chunked(dataclasses.replace(main, step=step, consts=(kept, main.consts), state=state), levels)
-        return merge(unchanged, kept, state), ys
+        main = dataclasses.replace(main, step=step, consts=(kept, main.consts), state=state)
+        every = tuple(keep for each in keeps for keep in each)
+        levels = levels_for(main, remat if isinstance(remat, Remat) else None, every)
+        state, ys = run_keeping(main, levels, every)
+        left = iter(kept_leaves(ys, every))
+        return merge(unchanged, kept, state), [[next(left) for _ in each] for each in keeps]
+
+    def append(place: int, ys: list[Any], ends: PyTree) -> list[Any]:
+        new = jax.tree.leaves(ends)
+        flags = [_joins(keep, rounds) for keep in keeps[place]]
+        joined = [_append(y, end) if on else y for y, end, on in zip(ys, new, flags, strict=True)]
+        if loops[0].reverse:
+            return joined
+        return [end if keep == LAST else y for y, end, keep in zip(joined, new, keeps[place], strict=True)]
 
     first = dataclasses.replace(loops[0], state=traced[0].settled)
-    state, ys = _run_rounds(turns, first, rounds, rest, run_main, Memo())
+    state, each = _run_rounds(turns, first, rounds, rest, run_main, Memo(), append)
+    ys = [
+        without_dropped(leaves, jax.tree.structure(hoisted.y), save or EVERYTHING)
+        for leaves, hoisted, save in zip(each, traced, saves, strict=True)
+    ]
     return jax.tree.unflatten(traced[0].structure, state), ys
+
+
+def _keeps_of(loop: Loop, save: Prefix | None, hoisted: Hoisted) -> tuple[Keep, ...]:
+    with speaking_of(loop.body.function):
+        return spread_keeps(save or EVERYTHING, hoisted.y)
+
+
+def _joins(keep: Keep, position: int) -> bool:
+    """Whether the output at a position is stacked."""
+    return keep is not None and keep >= ALL and (position + 1) % keep == 0
 
 
 def _trace(loops: Sequence[Loop]) -> list[Hoisted]:
@@ -167,11 +212,13 @@ class _Turn(NamedTuple):
         return [cls(loop.body, loop.step, loop.step, loop.consts, loop.xs) for loop in loops]
 
 
-def _on_whole_state(hoisted: Hoisted, recomputed: bool) -> _Turn:
+def _on_whole_state(hoisted: Hoisted, remat: Remat | None) -> _Turn:
     """The turn of a loop that was traced, over the leaves of the whole state."""
     loop = hoisted.loop
     _, inner = loop.consts
-    steps = (checkpoint_steps(loop).step, Checkpointed(loop.step, looped=False)) if recomputed else (loop.step,) * 2
+    steps = (loop.step,) * 2
+    if remat is not None:
+        steps = (checkpoint_steps(loop, remat).step, checkpoint_step(loop.step, remat, looped=False))
     main, last = (KeepUnchanged(step, hoisted.fixed) for step in steps)
     return _Turn(loop.body, main, last, inner, loop.xs)
 
@@ -183,6 +230,7 @@ def _run_rounds(
     rest: int,
     run_main: Callable[[Loop], tuple[PyTree, PyTree]],
     memo: Memo,
+    append: Callable[[int, PyTree, PyTree], PyTree] | None = None,
 ) -> tuple[PyTree, list[PyTree]]:
     """All rounds, in which everyone has a turn, and after them, or in reverse before, the turns that are left.
 
@@ -193,7 +241,9 @@ def _run_rounds(
         rest: how many have one turn more.
         run_main: runs the loop of the rounds.
         memo: keeps what is made for that loop.
+        append: appends to the outputs of the rounds, at a place among the loops, those of the turn that is left.
     """
+    join = append or _append_all
     state, ends = first.state, ()
     leading = turns[:rest]
     left = Feed(tuple(jax.tree.map(lambda leaf: leaf[rounds], turn.xs) for turn in leading))
@@ -208,12 +258,17 @@ def _run_rounds(
     state, ys = run_main(main)
     if rest and not first.reverse:
         state, ends = last(consts[:rest], state, left)
-    return state, [_append(y, ends[i]) if i < rest else y for i, y in enumerate(ys)]
+    return state, [join(i, y, ends[i]) if i < rest else y for i, y in enumerate(ys)]
 
 
 def _head(xs: Feed, count: int) -> Feed:
     return jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, count), xs)
 
 
-def _append(ys: PyTree, y: PyTree) -> PyTree:
-    return jax.tree.map(lambda others, one: jnp.concatenate([others, one[None]]), ys, y)
+def _append_all(place: int, ys: PyTree, y: PyTree) -> PyTree:
+    del place
+    return jax.tree.map(_append, ys, y)
+
+
+def _append(ys: Array, y: Array) -> Array:
+    return jnp.concatenate([ys, y[None]])

@@ -1,0 +1,150 @@
+"""`while_scan` against `jax.lax.while_loop` and the loops of equinox that can be differentiated.
+
+The body is `tanh(c @ W)`, about ten microseconds a step, in loops of at most 10,000 steps that stop sooner.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import equinox.internal as eqxi
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import treescan
+from benchmarks._harness import Comparison, Memory
+from benchmarks._lstm import normal
+
+LONGEST, SHORT = 10_000, 64
+ROWS, WIDTH = 128, 64
+STOPS = (0.05, 0.2, 0.5, 1.0)  # of the longest loop
+GROWTH = (1_000, 10_000, 100_000, 1_000_000)  # bounds of a loop that takes as many steps each time
+STEPS = 500
+
+WHILE_LOOP = "jax.lax.while_loop"
+EQUINOX: dict[str, Literal["bounded", "checkpointed"]] = {
+    "equinox, bounded": "bounded",
+    "equinox, checkpointed": "checkpointed",
+}
+FORWARD_TARGET = 1.2
+GRADIENT_TARGET = 1 / 1.5
+
+
+class State(NamedTuple):
+    """What is carried: how often the loop ran, and the values."""
+
+    taken: Array
+    values: Array
+
+
+class Inputs(NamedTuple):
+    """What the programs are given: weights [D, D], values [B, D], and after how many steps to stop."""
+
+    weights: Array
+    values: Array
+    stop: Array
+
+
+Program = Callable[[Inputs], Array]
+
+
+def comparisons() -> Iterator[Comparison | Memory]:
+    """The comparisons of this suite."""
+    yield from _compare(LONGEST, FORWARD_TARGET, GRADIENT_TARGET)
+    yield from _growth(GROWTH, STEPS)
+
+
+def smoke() -> Iterator[Comparison | Memory]:
+    """The same with few steps, without targets."""
+    yield from _compare(SHORT, None, None)
+    yield from _growth((SHORT, 4 * SHORT), SHORT // 4)
+
+
+def _step(weights: Array, state: State) -> State:
+    return State(state.taken + 1, jnp.tanh(state.values @ weights))
+
+
+def _while_scan(longest: int, given: Inputs) -> Array:
+    init = State(jnp.int32(0), given.values)
+
+    def step(state: State, _: None) -> tuple[State, None]:
+        return _step(given.weights, state), None
+
+    ended = treescan.while_scan(lambda state: state.taken < given.stop, step, init, max_length=longest)
+    return ended.carry.values
+
+
+def _while_loop(longest: int, given: Inputs) -> Array:
+    def going(state: State) -> Array:
+        return (state.taken < given.stop) & (state.taken < longest)
+
+    init = State(jnp.int32(0), given.values)
+    return jax.lax.while_loop(going, functools.partial(_step, given.weights), init).values
+
+
+def _equinox(longest: int, kind: Literal["bounded", "checkpointed"], given: Inputs) -> Array:
+    init = State(jnp.int32(0), given.values)
+    step = functools.partial(_step, given.weights)
+    return eqxi.while_loop(lambda s: s.taken < given.stop, step, init, max_steps=longest, kind=kind).values
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A program on its inputs, compiled when first used."""
+
+    program: Callable[[Inputs], Any]
+    given: Inputs
+
+    def __call__(self) -> Any:
+        """Runs it."""
+        return self._executable(self.given)
+
+    def temporaries(self) -> int:
+        """The bytes it allocates beside its inputs and results."""
+        return self._executable.memory_analysis().temp_size_in_bytes
+
+    @functools.cached_property
+    def _executable(self) -> Any:
+        return jax.jit(self.program).lower(self.given).compile()
+
+
+def _inputs(stop: int) -> Inputs:
+    return Inputs(normal(0, (WIDTH, WIDTH)) / WIDTH**0.5, normal(1, (ROWS, WIDTH)), jnp.int32(stop))
+
+
+def _gradient(program: Program, given: Inputs) -> Compiled:
+    def loss(weights: Array, values: Array, stop: Array) -> Array:
+        return jnp.sum(program(Inputs(weights, values, stop)) ** 2)
+
+    return Compiled(lambda given: jax.grad(loss, argnums=(0, 1))(*given), given)
+
+
+def _compare(longest: int, forward: float | None, gradient: float | None) -> Iterator[Comparison | Memory]:
+    ours = functools.partial(_while_scan, longest)
+    loop = functools.partial(_while_loop, longest)
+    first = _inputs(int(STOPS[0] * longest))
+    yield Comparison("control, forward", "itself", Compiled(loop, first), Compiled(loop, first))
+    for share in STOPS:
+        given = _inputs(int(share * longest))
+        details = {"steps": float(given.stop)}
+        name = f"forward, {share:.0%} of the steps"
+        yield Comparison(name, WHILE_LOOP, Compiled(ours, given), Compiled(loop, given), forward, details)
+    for share in STOPS:
+        given = _inputs(int(share * longest))
+        mine, details = _gradient(ours, given), {"steps": float(given.stop)}
+        for against, kind in EQUINOX.items():
+            theirs = _gradient(functools.partial(_equinox, longest, kind), given)
+            yield Comparison(f"gradient, {share:.0%} of the steps", against, mine, theirs, gradient, details)
+            if share == STOPS[-1]:
+                yield Memory("memory, gradient", against, mine.temporaries, theirs.temporaries)
+
+
+def _growth(bounds: tuple[int, ...], steps: int) -> Iterator[Comparison]:
+    """The same steps under ever larger bounds, against the smallest: what the steps that are not taken cost."""
+    given = _inputs(steps)
+    base = Compiled(functools.partial(_while_scan, bounds[0]), given)
+    for bound in bounds[1:]:
+        ours = Compiled(functools.partial(_while_scan, bound), given)
+        yield Comparison(f"forward, {steps} of {bound:,} steps", f"of {bounds[0]:,} steps", ours, base)

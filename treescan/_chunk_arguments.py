@@ -1,0 +1,155 @@
+"""Checks of what the verbs are told of memory and outputs: `remat`, `save` and `truncate`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from ._arguments import exact_int
+from ._avals import describe_argument
+from ._errors import ArgumentError, ArgumentTypeError, Fault
+from ._remat import Remat
+from ._transforms.chunked import ChunkPlan
+from ._transforms.outputs import ALL, LAST
+from ._tree import Prefix
+from ._types import RematLike, Save
+
+_PLANS = {"step": Remat(levels=1), "nested": Remat(levels=2)}
+
+
+def check_chunks(remat: RematLike | None, save: Save, truncate: int | None) -> ChunkPlan:
+    """What a verb was told of memory and outputs."""
+    return ChunkPlan(check_remat(remat), check_save(save), check_truncate(truncate))
+
+
+def check_remat(remat: Any) -> Remat | None:
+    """A `Remat` whose policy is a function; "step" and "nested" are short for some."""
+    if remat is None:
+        return None
+    plan = _PLANS.get(remat) if isinstance(remat, str) else remat
+    if not isinstance(plan, Remat):
+        raise Fault(
+            ArgumentError,
+            f'{{verb}} over {{body}}: `remat` is "step", "nested", a `treescan.Remat` or None, got '
+            f"{describe_argument(remat)}.",
+            '"step" has the gradient recompute each {unit} from what it was given; "nested" saves even less, and '
+            "`treescan.Remat(levels=3)` less again.",
+        )
+    for name, least in (("levels", 1), ("segment", 2), ("budget", 1)):
+        _check_count(name, getattr(plan, name), least)
+    if plan.segment is not None and plan.levels == 1:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `Remat(segment={plan.segment}, levels=1)` names the {{unit}}s of a chunk, but "
+            "one level has no chunks.",
+            "Leave `levels` out, or give 2 or more.",
+        )
+    _check_budget(plan)
+    return dataclasses.replace(plan, policy=_check_policy(plan.policy), offload=_check_offload(plan.offload))
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    count = exact_int(value)
+    if value is not None and (count is None or count < least):
+        what = "counts bytes" if name == "budget" else "counts levels" if name == "levels" else "counts {unit}s"
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `{name}` of a `Remat` {what}, from {least} up, got {describe_argument(value)}.",
+            "Give an int, or None to have it chosen." if name != "budget" else "Give an int: `Remat.fit(2**30)`.",
+        )
+
+
+def _check_budget(plan: Remat) -> None:
+    others = [name for name in ("policy", "levels", "segment", "offload") if getattr(plan, name) is not None]
+    if plan.budget is not None and others:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `Remat` was given a `budget` and `{others[0]}`, but a budget is to choose "
+            "the plan.",
+            "Give `Remat.fit(budget)` alone, or name the plan without a budget.",
+        )
+
+
+def _check_policy(policy: Any) -> Callable[..., Any] | None:
+    """A policy of `jax.checkpoint`, by its name or as it is."""
+    if policy is None:
+        return None
+    named = getattr(jax.checkpoint_policies, policy, None) if isinstance(policy, str) else policy
+    if isinstance(policy, str) and (named is None or _makes_policies(policy)):
+        known = [name for name in dir(jax.checkpoint_policies) if not name.startswith("_")]
+        plain = ", ".join(f'"{name}"' for name in known if not _makes_policies(name))
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `policy` of a `Remat` names no policy: {policy!r}.",
+            f"The policies of `jax.checkpoint_policies` are {plain}. Those that take arguments, "
+            "`save_only_these_names` say, are called first: "
+            '`Remat(policy=jax.checkpoint_policies.save_only_these_names("h"))`.',
+        )
+    if callable(named):
+        return named
+    raise Fault(
+        ArgumentTypeError,
+        f"{{verb}} over {{body}}: `policy` of a `Remat` is a policy of `jax.checkpoint` or its name, got "
+        f"{describe_argument(policy)}.",
+        '`Remat(policy="dots_saveable")` saves the products of matrices of each {unit} beside its carry.',
+    )
+
+
+def _makes_policies(name: str) -> bool:
+    """Whether a member of `jax.checkpoint_policies` is no policy, but makes one of its arguments."""
+    return name.startswith(("save_", "offload_"))
+
+
+def _check_offload(kind: Any) -> str | None:
+    """The kind of a memory that the device has."""
+    if kind is None:
+        return None
+    kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
+    if isinstance(kind, str) and kind in kinds:
+        return kind
+    raise Fault(
+        ArgumentError,
+        f"{{verb}} over {{body}}: `offload` of a `Remat` is a memory kind, got {describe_argument(kind)}.",
+        f"This device has {', '.join(map(repr, kinds))}.",
+    )
+
+
+def check_save(save: Save) -> Prefix | None:
+    """A prefix tree of what is kept: how often, LAST or None. None as a whole: everything is."""
+    prefix = Prefix.of(save)
+    leaves = tuple(map(_check_keep, prefix.leaves))
+    return None if all(keep == ALL for keep in leaves) else Prefix(leaves, prefix.structure)
+
+
+def _check_keep(keep: Any) -> int | None:
+    if keep is None:
+        return None
+    if isinstance(keep, str) and keep in ("all", "last"):
+        return ALL if keep == "all" else LAST
+    steps = None if isinstance(keep, np.ndarray) else exact_int(keep)
+    if steps is None or steps < 1:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `save` does not know {describe_argument(keep)}.",
+            'Give "all", "last", a number k for the positions k-1, 2k-1 and so on, or None to drop an output; or a '
+            "prefix tree of y with these.",
+        )
+    return steps
+
+
+def check_truncate(truncate: Any) -> int | None:
+    """A number of steps, or None."""
+    if truncate is None:
+        return None
+    steps = exact_int(truncate)
+    if steps is None or steps < 1:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `truncate` counts steps, from 1 up, got {describe_argument(truncate)}.",
+            "The gradient is cut between stretches of so many steps: `truncate=32`. None does not cut it.",
+        )
+    return steps

@@ -1,0 +1,94 @@
+"""`plan_remat`: what a `Remat` comes to for a body, a carry and a number of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+
+from ._arguments import check_key, check_length, infer_length
+from ._chunk_arguments import check_remat
+from ._errors import explain, verb
+from ._run import body_of, check_body
+from ._transforms.budget import RematPlan, plan_of
+from ._transforms.conventions import FOLD, SCAN
+from ._transforms.hoist import hoist
+from ._transforms.pipeline import Given, Plan, make_loop
+from ._tree import freeze_static
+from ._types import Array, PyTree, RematLike
+from .carries._registry import adopt
+
+
+@verb
+def plan_remat(
+    f: Callable[..., Any],
+    init: PyTree,
+    xs: PyTree = None,
+    length: int | None = None,
+    *,
+    remat: RematLike | None,
+    key: Array | None = None,
+    pair: bool = True,
+) -> RematPlan:
+    """What the gradient of a scan would save under a plan, and how often it would evaluate the body. Nothing is run.
+
+    Args:
+        f: the body, as for `treescan.scan`.
+        init: the carry that the first step is given.
+        xs: what is scanned over; leaves `[T, ...]`. Types with shapes (`jax.ShapeDtypeStruct`) will do, here and in
+            `init`.
+        length: the number of steps T; needed without xs.
+        remat: the plan; `treescan.Remat.fit(bytes)` has one chosen.
+        key: as for `treescan.scan`.
+        pair: whether the body returns a pair (carry, y); False for one of `treescan.fold` and `treescan.accumulate`.
+
+    Returns:
+        The plan, to be printed; its `remat` may be passed on in place of `Remat.fit`. Bytes are those of the types
+        that the body sees: under `jax.vmap` of one element, and of all devices together.
+
+    Raises:
+        ArgumentError: if no plan fits the budget, and as `treescan.scan`.
+        BodyError: as `treescan.scan`.
+        CarryError: as `treescan.scan`.
+        SignatureError: as `treescan.scan`.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> def step(h, w):
+        ...     return jnp.tanh(h @ w), None
+        >>> h, w = jax.ShapeDtypeStruct((8, 64), jnp.float32), jax.ShapeDtypeStruct((1000, 64, 64), jnp.float32)
+        >>> plan = treescan.plan_remat(step, h, w, remat=treescan.Remat.fit(150_000))
+        >>> print(plan.remat.levels, plan.evaluations, plan.saved_bytes)
+        2 3 135168
+    """
+    try:
+        convention = SCAN if pair else FOLD
+        body, alive = body_of(f, convention)
+        adopted = adopt(init)
+        frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
+        steps = infer_length(frozen_xs, check_length(length), None)
+        key = check_key(key)
+        check_body(body, convention, keyed=key is not None, masked=False)
+        frozen = frozen_init is not adopted.init or frozen_xs is not xs
+        plan = Plan(convention, steps, frozen=frozen, custom=adopted.custom)
+        given = Given(frozen_init, frozen_xs, key)
+        planned = _traced(lambda given: plan_of(hoist(make_loop(body, plan, given)), check_remat(remat)), given)
+        del alive
+        return planned
+    except Exception as error:
+        explained = explain(error, "plan_remat", f, init)
+    raise explained
+
+
+def _traced(plan: Callable[[Given], RematPlan], given: Given) -> RematPlan:
+    """What is found out from types alone, where the arrays may be nothing but these."""
+    found: list[RematPlan] = []
+
+    def look(given: Given) -> None:
+        found.append(plan(given))
+
+    jax.eval_shape(look, given)
+    return found[0]

@@ -1,0 +1,47 @@
+"""`Remat`: how much the gradient recomputes instead of saving it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Remat:
+    """What the gradient of a loop saves, and what it recomputes: an option of the verbs, `remat=Remat(levels=3)`.
+
+    A loop of T steps in L levels is cut into nested chunks of about `T**(1/L)` parts each. The gradient saves the
+    carry before each part of one level at a time, about `L * T**(1/L)` carries, and evaluates each step once more for
+    each level. Any length will do; results do not depend on the plan beyond rounding, and forward mode stays possible.
+
+    `"step"` is short for `Remat()`, `"nested"` for `Remat(levels=2)`.
+
+    Attributes:
+        policy: what of each step is saved beside its carry: a policy of `jax.checkpoint_policies` or its name, such as
+            `"dots_saveable"`. None: nothing. `"everything_saveable"` leaves the steps alone: with several levels the
+            innermost chunks then save all of their steps, and no step is evaluated a last time.
+        levels: into how many levels the loop is cut. None: 1, or 2 where a segment is given.
+        segment: the number of steps of an innermost chunk. None: chosen for T.
+        offload: where the carries of the outermost level are kept until the gradient needs them: a memory kind of the
+            device, such as `"pinned_host"`. None: where they are.
+        budget: the bytes that the plan may save, where `Remat.fit` is to choose it.
+    """
+
+    policy: str | Callable[..., Any] | None = None
+    levels: int | None = None
+    segment: int | None = None
+    offload: str | None = None
+    budget: int | None = None
+
+    @classmethod
+    def fit(cls, budget: int) -> Remat:
+        """The plan with the fewest evaluations of the body of which all that the gradient saves fits a budget.
+
+        Which one that is depends on the body and on the number of steps: `treescan.plan_remat` shows it.
+
+        Args:
+            budget: how many bytes may be saved, on one device. What one step needs while its own gradient is taken
+                comes on top, and so do the gradients themselves.
+        """
+        return cls(budget=budget)

@@ -1,0 +1,183 @@
+"""`Remat.fit`: the plan with the fewest evaluations of the body of which all that is saved fits a budget."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._errors import ArgumentError, Fault, table
+from .._loop import Feed
+from .._remat import Remat
+from .._sizes import count_parts, divide
+from .hoist import Hoisted, one_step
+from .remat import refuse_symbolic, remat_sizes
+
+
+@dataclass(frozen=True)
+class RematPlan:
+    """What the gradient of a loop saves under a `Remat`, and how often it evaluates the body. Print it.
+
+    Attributes:
+        remat: the `Remat`, with nothing left to choose; None: everything is saved.
+        steps: the number of steps T.
+        sizes: the steps of the nested chunks, innermost first.
+        carry_bytes: of the leaves of the carry that change from step to step.
+        step_bytes: of all that one step saves where nothing is recomputed, its carry included.
+        saved_bytes: of all that is saved at one time.
+        evaluations: how often each step is evaluated by a gradient, the forward pass included.
+    """
+
+    remat: Remat | None
+    steps: int
+    sizes: tuple[int, ...]
+    carry_bytes: int
+    step_bytes: int
+    saved_bytes: int
+    evaluations: int
+
+    def __str__(self) -> str:
+        parts = [self.steps] if not self.sizes else [-(-self.steps // self.sizes[-1])]
+        parts += [large // small for small, large in itertools.pairwise((1, *self.sizes))][::-1]
+        rows = [
+            ("steps", f"{self.steps:,}", " x ".join(f"{part:,}" for part in parts) if self.sizes else "one loop"),
+            ("a carry", describe_bytes(self.carry_bytes), "what changes from step to step"),
+            ("a step", describe_bytes(self.step_bytes), "what it saves if it is not recomputed"),
+            ("saved", describe_bytes(self.saved_bytes), "at one time, by the gradient"),
+            ("evaluations", f"{self.evaluations:,}", "of each step, the forward pass included"),
+        ]
+        return f"{describe_remat(self.remat)}\n\n{table(('', '', ''), rows).lstrip(chr(10)).rstrip()}"
+
+
+def describe_remat(remat: Remat | None) -> str:
+    """A plan as one would write it."""
+    if remat is None:
+        return "remat=None"
+    given = {name: getattr(remat, name) for name in ("policy", "levels", "segment", "offload", "budget")}
+    given["policy"] = getattr(remat.policy, "__name__", remat.policy)
+    shown = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
+    return f"remat=Remat({shown})"
+
+
+def describe_bytes(count: int) -> str:
+    """A number of bytes in the unit that suits it."""
+    power = min(int(math.log2(count) // 10), 4) if count else 0
+    return (
+        f"{count:,} B" if not power else f"{count / 2 ** (10 * power):,.1f} {('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+    )
+
+
+def fit_budget(hoisted: Hoisted, remat: Remat) -> Remat | None:
+    """The plan that a `Remat` stands for, for a loop that `hoist` made: one that fits, where it has a budget.
+
+    Raises:
+        Fault: for an `ArgumentError` if no plan fits.
+    """
+    return remat if remat.budget is None else plan_of(hoisted, remat).remat
+
+
+def plan_of(hoisted: Hoisted, remat: Remat | None) -> RematPlan:
+    """What a loop's gradient saves under a `Remat`."""
+    length = hoisted.loop.length
+    refuse_symbolic(length, "remat")
+    carry, step = _carry_bytes(hoisted), _step_bytes(hoisted)
+    if remat is None or remat.budget is None:
+        return _describe(remat, length, carry, step)
+    fitting = least = None
+    for plan in _candidates(length, carry, step):
+        least = plan if least is None or plan.saved_bytes < least.saved_bytes else least
+        if plan.saved_bytes <= remat.budget and (fitting is None or _better(plan, fitting)):
+            fitting = plan
+    assert least is not None
+    if fitting is None:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: no plan fits {describe_bytes(remat.budget)}.",
+            f"The least that one saves is {describe_bytes(least.saved_bytes)}, with `{describe_remat(least.remat)}`: a "
+            f"carry has {describe_bytes(carry)}, and a step saves {describe_bytes(step)}. Give `Remat.fit` more, or "
+            "carry less.",
+        )
+    return fitting
+
+
+def _better(plan: RematPlan, other: RematPlan) -> bool:
+    return (plan.evaluations, plan.saved_bytes) < (other.evaluations, other.saved_bytes)
+
+
+def _candidates(length: int, carry: int, step: int) -> Iterator[RematPlan]:
+    everything = jax.checkpoint_policies.everything_saveable
+    yield _describe(None, length, carry, step)
+    for levels in range(1, max(2, length.bit_length())):
+        yield _describe(Remat(levels=levels), length, carry, step)
+        if levels > 1:
+            segment = _best_segment(length, levels, carry, step)
+            yield _describe(Remat(everything, levels=levels, segment=segment), length, carry, step)
+
+
+def _best_segment(length: int, levels: int, carry: int, step: int) -> int:
+    """The steps of an innermost chunk that saves all of each step, while the levels around it save carries."""
+    plain = length ** (1 / levels)
+    root = max(2, round(plain * (carry / step) ** ((levels - 1) / levels))) if step else max(2, round(plain))
+    within = range(max(2, root // 2), 2 * root + 1)
+
+    def saved(segment: int) -> float:
+        sizes = divide(length, levels, segment)
+        rest = length % sizes[-1] if sizes else 0
+        return _saved_bytes(length, sizes, carry, step, whole_steps=True) * (1.1 if rest else 1)
+
+    return min(within[:: max(1, len(within) // 64)], key=saved)
+
+
+def _describe(remat: Remat | None, length: int, carry: int, step: int) -> RematPlan:
+    sizes = remat_sizes(length, remat)
+    whole = remat is None or remat.policy is jax.checkpoint_policies.everything_saveable
+    saved = _saved_bytes(length, sizes, carry, step, whole_steps=whole)
+    evaluations = 1 + len(sizes) + (0 if whole else 1)
+    return RematPlan(remat, length, sizes, carry, step, saved, evaluations)
+
+
+def _saved_bytes(length: int, sizes: tuple[int, ...], carry: int, step: int, *, whole_steps: bool) -> int:
+    innermost = sizes[0] if sizes else length
+    carries = count_parts(length, sizes) - innermost
+    return carries * carry + (innermost * step if whole_steps else innermost * carry + step)
+
+
+def _carry_bytes(hoisted: Hoisted) -> int:
+    return sum(_bytes_of(jax.typeof(jnp.asarray(leaf))) for leaf in hoisted.loop.state)
+
+
+def _bytes_of(aval: Any) -> int:
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return 16 * math.prod(aval.shape)
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def _step_bytes(hoisted: Hoisted) -> int:
+    """The bytes that the gradient saves of a step: what its linearization keeps, less what lies outside of the loop."""
+    loop = hoisted.loop
+
+    def residuals(consts: Any, state: list[Any], feed: Feed) -> list[Any]:
+        leaves, structure = jax.tree.flatten((consts, state, feed))
+        floats = [jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact) for leaf in leaves]
+
+        def of_floats(*given: Any) -> list[Any]:
+            mine = iter(given)
+            whole = [next(mine) if is_float else leaf for leaf, is_float in zip(leaves, floats, strict=True)]
+            new, y = loop.step(*jax.tree.unflatten(structure, whole))
+            return [leaf for leaf in jax.tree.leaves((new, y)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+
+        _, pullback = jax.vjp(of_floats, *(leaf for leaf, is_float in zip(leaves, floats, strict=True) if is_float))
+        return jax.tree.leaves(pullback)
+
+    jaxpr = jax.make_jaxpr(residuals)(loop.consts, loop.state, one_step(loop.xs)).jaxpr
+    first = len(jax.tree.leaves(loop.consts))
+    carries = set(map(id, jaxpr.invars[first : first + len(loop.state)]))
+    outside = set(map(id, (*jaxpr.invars, *jaxpr.constvars))) - carries
+    saved = {id(var): var for var in jaxpr.outvars if not hasattr(var, "val") and id(var) not in outside}
+    own = sum(_bytes_of(var.aval) for key, var in saved.items() if key not in carries)
+    return own + _carry_bytes(hoisted)

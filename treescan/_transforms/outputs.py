@@ -1,0 +1,295 @@
+"""`save`: which of a loop's outputs are kept. The others are not stacked, nor computed if nothing else needs them.
+
+An output that is kept every k-th step is made by a step of its own: a chunk of k steps runs k - 1 of them without it,
+which leaves what only it needs to the compiler to remove, and one step with it. So one entry a chunk is stacked.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._avals import place_like
+from .._chunk import Level, RunChunk, run_chunked
+from .._errors import ArgumentError, Fault
+from .._loop import Feed, Loop, Step, run
+from .._sizes import Wish
+from .._tree import Prefix, PrefixMismatch
+from .._types import Array, Axes, PyTree
+from .axes import move_outputs
+from .hoist import one_step
+
+Keep = int | None
+"""Every how many steps an output is kept (1: in all of them), LAST, or None for never."""
+
+ALL, LAST = 1, 0
+
+
+def spread_keeps(save: Prefix, y: PyTree) -> tuple[Keep, ...]:
+    """What is kept of each leaf of y.
+
+    Raises:
+        Fault: for an `ArgumentError` if the prefix does not fit.
+    """
+    try:
+        return tuple(save.spread(y, "y"))
+    except PrefixMismatch as error:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `save` is no prefix of y: {error}.",
+            'Give "all", "last", a number or None for all of y, or a tree with the structure of y down to where one of '
+            "them holds.",
+        ) from None
+
+
+@dataclass(frozen=True)
+class Emit:
+    """A step that returns some leaves of y, as a list."""
+
+    step: Step
+    flags: tuple[bool, ...]
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, list[Array]]:
+        state, y = self.step(consts, state, feed)
+        return state, [leaf for leaf, flag in zip(jax.tree.leaves(y), self.flags, strict=True) if flag]
+
+
+@dataclass(frozen=True)
+class Called:
+    """A step as one function of the program, which all that run it call."""
+
+    function: Callable[..., tuple[PyTree, PyTree]]
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        return self.function(consts, state, feed)
+
+
+@dataclass(frozen=True)
+class Thinned:
+    """What a level keeps of its chunks.
+
+    Attributes:
+        size: the steps of a chunk.
+        keeps: for each leaf of y.
+        innermost: whether the steps of its chunks are run one by one.
+    """
+
+    size: int
+    keeps: tuple[Keep, ...]
+    innermost: bool
+
+    def __call__(self, chunk: RunChunk) -> Step:
+        return (_QuietSteps if self.innermost else _LastOfChunks)(chunk, self)
+
+    @property
+    def emitted(self) -> list[int]:
+        """The leaves of y of which anything is kept."""
+        return [i for i, keep in enumerate(self.keeps) if keep is not None]
+
+
+@dataclass(frozen=True)
+class _LastOfChunks:
+    """Runs chunks, each of which kept something, and keeps of that the last, for the outputs that ask for no more."""
+
+    chunk: RunChunk
+    level: Thinned
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, list[Array]]:
+        state, ys = self.chunk(consts, state, feed)
+        kept = zip(self.level.emitted, ys, strict=True)
+        return state, [self._last(self.level.keeps[i], y) for i, y in kept]
+
+    def _last(self, keep: Keep, ys: Array) -> Array:
+        if keep == LAST:
+            return ys[:1] if self.chunk.reverse else ys[-1:]
+        if keep == self.level.size:
+            return ys[-1:] if self.chunk.length == self.level.size else ys[:0]
+        return ys
+
+
+@dataclass(frozen=True)
+class _QuietSteps:
+    """Runs the steps of a chunk: those whose outputs are kept by themselves, the others in loops without these."""
+
+    chunk: RunChunk
+    level: Thinned
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, list[Array]]:
+        loop, loud = self.chunk.loop(consts, state, feed), self._loud_steps()
+        always = self._flags(())
+        parts: list[tuple[int, int, tuple[bool, ...]]] = []
+        start = 0
+        for at in (*sorted(loud), loop.length):
+            if start < at:
+                parts.append((start, at, always))
+            if at < loop.length:
+                parts.append((at, at + 1, self._flags(loud[at])))
+            start = at + 1
+        ys: dict[int, list[Array]] = {i: [] for i in self.level.emitted}
+        for start, stop, flags in parts[::-1] if loop.reverse else parts:
+            loop = dataclasses.replace(loop, state=state)
+            state, new = _run_part(loop, start, stop, flags, alone=start in loud)
+            for i, y in zip((i for i, flag in enumerate(flags) if flag), new, strict=True):
+                ys[i].append(y)
+        if not all(ys.values()):
+            self._put_none(loop, ys)
+        return state, [_join(pieces[::-1] if loop.reverse else pieces) for pieces in ys.values()]
+
+    def _loud_steps(self) -> dict[int, list[int]]:
+        """The steps that keep more than all steps do, and the leaves that they keep."""
+        loud: dict[int, list[int]] = {}
+        for i, keep in enumerate(self.level.keeps):
+            if keep == LAST:
+                loud.setdefault(0 if self.chunk.reverse else self.chunk.length - 1, []).append(i)
+            elif keep not in (ALL, None) and self.chunk.length == self.level.size:
+                loud.setdefault(self.chunk.length - 1, []).append(i)
+        return loud
+
+    def _flags(self, also: Sequence[int]) -> tuple[bool, ...]:
+        return tuple(keep == ALL or i in also for i, keep in enumerate(self.level.keeps))
+
+    def _put_none(self, loop: Loop, ys: dict[int, list[Array]]) -> None:
+        """Stacks of nothing for the outputs that are not kept of any step of this chunk."""
+        _, y = jax.eval_shape(loop.step, loop.consts, loop.state, one_step(loop.xs))
+        for i, (leaf, pieces) in enumerate(
+            zip(jax.tree.leaves(y), map(ys.get, range(len(self.level.keeps))), strict=True)
+        ):
+            if pieces == []:
+                ys[i] = [place_like(jax.lax.full((0, *leaf.shape), 0, leaf.dtype), leaf)]
+
+
+def _join(pieces: list[Array]) -> Array:
+    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
+
+
+def _run_part(loop: Loop, start: int, stop: int, flags: tuple[bool, ...], *, alone: bool) -> tuple[PyTree, list[Array]]:
+    step = Emit(loop.step, flags)
+    if alone:
+        feed = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, start, keepdims=False), loop.xs)
+        state, ys = step(loop.consts, loop.state, feed)
+        return state, [y[None] for y in ys]
+    whole = (start, stop) == (0, loop.length)
+    xs = loop.xs if whole else jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, start, stop), loop.xs)
+    return run(dataclasses.replace(loop, step=step, xs=xs, length=stop - start))
+
+
+def boundaries(keeps: Sequence[Keep], length: int) -> list[Wish]:
+    """What outputs that are not kept in all steps ask of the planner."""
+    return [Wish(keep, exact=True) for keep in sorted({k for k in keeps if k and k > 1}) if keep < length]
+
+
+def is_thinned(keeps: Sequence[Keep]) -> bool:
+    """Whether any output is kept in some steps alone."""
+    return any(keep not in (ALL, None) for keep in keeps)
+
+
+def last_chunk(loop: Loop) -> tuple[int, ...]:
+    """Where outputs of the last step alone are kept: the largest chunks that leave no remainder.
+
+    The steps before the last are run without them, and to part them from it cuts xs in two. In chunks, that copies one
+    chunk at a time.
+    """
+    length = loop.length
+    if not jax.tree.leaves(loop.xs):
+        return ()
+    smallest = next((size for size in range(2, int(length**0.5) + 1) if length % size == 0), length)
+    return (length // smallest,) if smallest < length else ()
+
+
+def keep_levels(levels: Sequence[Level], keeps: tuple[Keep, ...]) -> tuple[Level, ...]:
+    """The levels, ascending, with what each keeps."""
+
+    def thinned(level: Level, *, innermost: bool) -> Level:
+        needed = innermost or LAST in keeps or level.size in keeps
+        return dataclasses.replace(level, outputs=Thinned(level.size, keeps, innermost)) if needed else level
+
+    return tuple(thinned(level, innermost=place == 0) for place, level in enumerate(levels))
+
+
+def run_keeping(loop: Loop, levels: Sequence[Level], keeps: tuple[Keep, ...]) -> tuple[PyTree, list[Any]]:
+    """Runs a loop in chunks, and keeps of its outputs what is asked for.
+
+    Args:
+        loop: the loop.
+        levels: ascending in size, with a boundary wherever `boundaries` wants one.
+        keeps: for each leaf of y what is kept.
+
+    Returns:
+        The last state, and the leaves of ys that are left; see `kept_leaves`.
+    """
+    sizes = [level.size for level in levels] or [loop.length]
+    often = tuple(_within_chunks(keep, sizes[0]) for keep in keeps)
+    if is_thinned(often):
+        loop = dataclasses.replace(loop, step=Called(_named(loop.step)))
+        chunks = keep_levels(levels or (Level(loop.length),), often)
+        state, ys = run_chunked(loop, chunks)
+    else:
+        flags = tuple(keep is not None for keep in keeps)
+        state, ys = run_chunked(dataclasses.replace(loop, step=Emit(loop.step, flags)), tuple(levels))
+    pairs = [(keep, kept) for keep, kept in zip(keeps, often, strict=True) if keep is not None]
+    return state, [_finish(y, keep, kept, loop, sizes) for y, (keep, kept) in zip(ys, pairs, strict=True)]
+
+
+def _named(step: Step) -> Callable[..., tuple[PyTree, PyTree]]:
+    def body(consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        return step(consts, state, feed)
+
+    return jax.jit(body)
+
+
+def _within_chunks(keep: Keep, finest: int) -> Keep:
+    """How often an output is kept in the loop: in all steps where the chunks have no boundary where it should be."""
+    return ALL if keep and keep % finest else keep
+
+
+def _finish(ys: Array, keep: int, kept: Keep, loop: Loop, sizes: Sequence[int]) -> Array:
+    """What is asked for of an output that was kept as often as the chunks allowed."""
+    if keep == LAST:
+        return ys[0] if loop.reverse else ys[-1]
+    if keep == ALL or (kept == keep and keep in sizes):
+        return ys
+    stride = keep if kept == ALL else keep // sizes[0]
+    return ys[stride - 1 :: stride]
+
+
+def keep_afterwards(ys: PyTree, save: Prefix, *, reverse: bool) -> PyTree:
+    """The same from the outputs of all steps, where these were computed one by one, or where there is no step."""
+
+    def kept(leaf: Array, keep: Keep) -> Array | None:
+        if keep is None:
+            return None
+        if keep == LAST:
+            return leaf[0 if reverse else -1] if leaf.shape[0] else jnp.zeros(leaf.shape[1:], leaf.dtype)
+        return leaf if keep == ALL else leaf[keep - 1 :: keep]
+
+    leaves, structure = jax.tree.flatten(ys)
+    keeps = spread_keeps(save, ys)
+    return without_dropped([kept(leaf, keep) for leaf, keep in zip(leaves, keeps, strict=True)], structure, save)
+
+
+def kept_leaves(ys: list[Any], keeps: Sequence[Keep]) -> list[Any]:
+    """One entry for each leaf of y, None where nothing is kept, from those that are left."""
+    left = iter(ys)
+    return [None if keep is None else next(left) for keep in keeps]
+
+
+def without_dropped(leaves: list[Any], structure: Any, save: Prefix) -> PyTree:
+    """The tree of ys, with None in the places where `save` says None."""
+    ys = jax.tree.unflatten(structure, leaves)
+    return jax.tree.map(lambda keep, part: None if keep is None else part, save.tree, ys, is_leaf=lambda k: k is None)
+
+
+def move_kept(ys: PyTree, out_axes: Axes, save: Prefix | None) -> PyTree:
+    """Moves the stacked axis of the outputs that have one to where `out_axes` wants it."""
+    if save is None or LAST not in save.leaves:
+        return move_outputs(ys, out_axes)
+    leaves, structure = jax.tree.flatten(ys)
+    stacked = [keep != LAST for keep in save.spread(ys, "y")]
+    whole = [y if on else y[None] for y, on in zip(leaves, stacked, strict=True)]
+    moved = jax.tree.leaves(move_outputs(jax.tree.unflatten(structure, whole), out_axes))
+    return jax.tree.unflatten(structure, [m if on else y for m, y, on in zip(moved, leaves, stacked, strict=True)])
