@@ -336,6 +336,21 @@ def all_pairs(grid: Sequence[tuple[Any, ...]]) -> list[tuple[Any, ...]]:
     return chosen
 
 
+def everyday(rows: Sequence[tuple[Any, ...]]) -> list[Any]:
+    """The rows as parameters: slow are those of which every value was in a row before."""
+    seen: set[tuple[int, str]] = set()
+    params = []
+    for row in rows:
+        values = set(enumerate(map(repr, row)))
+        params.append(pytest.param(*row, marks=pytest.mark.slow if values <= seen else ()))
+        seen |= values
+    return params
+
+
+def slow(*rows: tuple[Any, ...]) -> list[Any]:
+    return [pytest.param(*row, marks=pytest.mark.slow) for row in rows]
+
+
 # Comparisons.
 
 

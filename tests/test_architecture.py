@@ -70,6 +70,7 @@ LAYERS = [  # a module imports from lines above its own only
     "_transforms.pattern",
     "_transforms.condition",
     "_transforms.early_exit",
+    "_transforms.kept",
     "_transforms.tangents",
     "_transforms.step_by_step",
     "_transforms.until",

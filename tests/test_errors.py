@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import carry_error_cases
+import chunk_error_cases
 import jax
 import jax.numpy as jnp
 import layer_error_cases
@@ -1210,9 +1211,10 @@ def named_inner(one):
     return scan(outer, one, XS)
 
 
-# --- custom carries, layers -------------------------------------------------------------------------------------------
+# --- custom carries, memory, layers -----------------------------------------------------------------------------------
 
-for given in (*carry_error_cases.CASES, *layer_error_cases.CASES, *while_error_cases.CASES):
+_OTHERS = (carry_error_cases, chunk_error_cases, layer_error_cases, while_error_cases)
+for given in (each for module in _OTHERS for each in module.CASES):
     case(given.error, **given.options)(given.run)
 
 
@@ -1221,7 +1223,7 @@ for given in (*carry_error_cases.CASES, *layer_error_cases.CASES, *while_error_c
 
 def text_of(error: BaseException) -> str:
     """The error as a user reads it, less what changes with an edit of the files of cases."""
-    place = re.compile(r"[^\s(]*\b(test_errors|carry_error_cases|layer_error_cases|while_error_cases)\.py:\d+")
+    place = re.compile(r"[^\s(]*\b(test_errors|(?:carry|chunk|layer|while)_error_cases)\.py:\d+")
     return place.sub(r"\1.py:LINE", f"{type(error).__name__}: {error}").rstrip() + "\n"
 
 

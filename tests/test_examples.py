@@ -54,3 +54,18 @@ def test_the_llama_is_the_same_on_eight_devices() -> None:
     whole = number(one, r"parameters +(\d+) bytes")
     assert number(one, r"each of 1 devices holds (\d+)") == whole == number(eight, r"parameters +(\d+) bytes")
     assert number(eight, r"each of 8 devices holds (\d+)") < 0.13 * whole  # an eighth of the matrices, and the norms
+
+
+@pytest.mark.slow
+def test_loops_end_when_they_are_done() -> None:
+    text = printed("early_exit.py")
+    for slope, exactly in re.findall(r"slope ([\d.e+-]+), exactly ([\d.e+-]+)", text):
+        assert float(slope) == pytest.approx(float(exactly), rel=1e-4)
+    assert number(text, r"dx/dk = (-[\d.]+)") == pytest.approx(number(text, r"theorem (-[\d.]+)"), abs=1e-5)
+    steps = list(map(int, re.findall(r"tolerance [\d.]+: (\d+) steps", text)))
+    errors = list(map(float, re.findall(r"gradient by ([\d.e+-]+)", text)))
+    assert len(steps) == 3
+    assert steps == sorted(steps)
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-3
+    assert re.findall(r"\((\d+) letters, ended\)", text) == ["2", "4", "4", "4"]

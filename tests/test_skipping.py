@@ -279,9 +279,9 @@ def test_a_skipped_branch_stays_a_branch_that_computes_nothing(name):
     program, conditionals = program_of(name)
     branches = program.branches()
     assert len(branches) == conditionals
+    assert sum(" dot(" in run for _, run in branches) == min(conditionals, 2)  # forwards, and backwards
     for skipped, run in branches:
-        assert " dot(" in run
-        assert " while(" in run
+        assert (" dot(" in run) == (" while(" in run)  # or it hands on what the other will be computed from
         assert not any(f" {operation}(" in skipped for operation in ("dot", "tanh", "while"))
 
 
@@ -296,7 +296,8 @@ def test_other_options_keep_the_branch(options):
     program, conditionals = program_of("gradient", **options)
     branches = program.branches()
     assert len(branches) >= conditionals
-    assert all(" dot(" in run and " dot(" not in skipped for skipped, run in branches)
+    assert sum(" dot(" in run for _, run in branches) >= 2
+    assert not any(" dot(" in skipped for skipped, _ in branches)
 
 
 # One trace of the body, whatever the chunk.

@@ -32,12 +32,13 @@ def check_remat(remat: Any) -> Remat | None:
         return None
     plan = _PLANS.get(remat) if isinstance(remat, str) else remat
     if not isinstance(plan, Remat):
+        policy = " A policy is one part of it: `treescan.Remat(policy=...)`." if callable(plan) else ""
         raise Fault(
             ArgumentError,
             f'{{verb}} over {{body}}: `remat` is "step", "nested", a `treescan.Remat` or None, got '
             f"{describe_argument(remat)}.",
             '"step" has the gradient recompute each {unit} from what it was given; "nested" saves even less, and '
-            "`treescan.Remat(levels=3)` less again.",
+            f"`treescan.Remat(levels=3)` less again.{policy}",
         )
     for name, least in (("levels", 1), ("segment", 2), ("budget", 1)):
         _check_count(name, getattr(plan, name), least)
@@ -55,12 +56,19 @@ def check_remat(remat: Any) -> Remat | None:
 def _check_count(name: str, value: Any, least: int) -> None:
     count = exact_int(value)
     if value is not None and (count is None or count < least):
-        what = "counts bytes" if name == "budget" else "counts levels" if name == "levels" else "counts {unit}s"
+        what = {"budget": "counts bytes", "levels": "is a number", "segment": "counts {unit}s"}[name]
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: `{name}` of a `Remat` {what}, from {least} up, got {describe_argument(value)}.",
-            "Give an int, or None to have it chosen." if name != "budget" else "Give an int: `Remat.fit(2**30)`.",
+            _COUNTS[name],
         )
+
+
+_COUNTS = {
+    "budget": "Give an int: `Remat.fit(2**30)`.",
+    "levels": "1 recomputes each {unit}, 2 nests chunks of about sqrt(T) {unit}s around that, 3 nests once more.",
+    "segment": "It is the size of an innermost chunk; None has it chosen.",
+}
 
 
 def _check_budget(plan: Remat) -> None:
@@ -136,7 +144,7 @@ def _check_keep(keep: Any) -> int | None:
             ArgumentError,
             f"{{verb}} over {{body}}: `save` does not know {describe_argument(keep)}.",
             'Give "all", "last", a number k for the positions k-1, 2k-1 and so on, or None to drop an output; or a '
-            "prefix tree of y with these.",
+            "prefix tree of y with these. For other positions, keep all and index ys.",
         )
     return steps
 

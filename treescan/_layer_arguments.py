@@ -14,6 +14,7 @@ from ._errors import ArgumentError, Fault, LayerError, Row
 from ._remat import Remat
 from ._stack import count_layers, refuse_split
 from ._transforms.axes import LeafAxes
+from ._transforms.chunked import refuse_budget
 from ._transforms.turns import Remats, Saves
 from ._tree import freeze_static, is_static, leaves_with_path
 from ._types import Axes, PyTree, Save
@@ -162,7 +163,10 @@ def _size(leaf: Any, axis: int) -> int | None:
 def check_remats(remat: Any, stacks: Stacks) -> Remats:
     """What the gradient recomputes: one plan for all, or one for each block of a pattern."""
     if not isinstance(remat, list | tuple):
-        return check_remat(remat)
+        plan = check_remat(remat)
+        if len(stacks.blocks) > 1:
+            refuse_budget(plan, "several blocks")
+        return plan
     if not stacks.sequence:
         raise Fault(
             ArgumentError,

@@ -60,9 +60,9 @@ def plan_remat(
         >>> def step(h, w):
         ...     return jnp.tanh(h @ w), None
         >>> h, w = jax.ShapeDtypeStruct((8, 64), jnp.float32), jax.ShapeDtypeStruct((1000, 64, 64), jnp.float32)
-        >>> plan = treescan.plan_remat(step, h, w, remat=treescan.Remat.fit(150_000))
-        >>> print(plan.remat.levels, plan.evaluations, plan.saved_bytes)
-        2 3 135168
+        >>> plan = treescan.plan_remat(step, h, w, remat=treescan.Remat.fit(250_000))
+        >>> print(plan.remat, plan.evaluations, plan.saved_bytes)
+        Remat(policy="everything_saveable", levels=2, segment=20) 2 225280
     """
     try:
         convention = SCAN if pair else FOLD

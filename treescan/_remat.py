@@ -6,8 +6,10 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import jax
 
-@dataclass(frozen=True)
+
+@dataclass(frozen=True, repr=False)
 class Remat:
     """What the gradient of a loop saves, and what it recomputes: an option of the verbs, `remat=Remat(levels=3)`.
 
@@ -34,6 +36,10 @@ class Remat:
     offload: str | None = None
     budget: int | None = None
 
+    def __repr__(self) -> str:
+        given = [(name, value) for name, value in vars(self).items() if value is not None]
+        return f"Remat({', '.join(f'{name}={_shown(value)}' for name, value in given)})"
+
     @classmethod
     def fit(cls, budget: int) -> Remat:
         """The plan with the fewest evaluations of the body of which all that the gradient saves fits a budget.
@@ -41,7 +47,15 @@ class Remat:
         Which one that is depends on the body and on the number of steps: `treescan.plan_remat` shows it.
 
         Args:
-            budget: how many bytes may be saved, on one device. What one step needs while its own gradient is taken
-                comes on top, and so do the gradients themselves.
+            budget: how many bytes may be saved, of all devices together. What one step needs while its own gradient is
+                taken comes on top, and so do the gradients themselves.
         """
         return cls(budget=budget)
+
+
+def _shown(value: Any) -> str:
+    """A field as one would write it: a policy of JAX by its name."""
+    if callable(value):
+        names = (name for name in dir(jax.checkpoint_policies) if getattr(jax.checkpoint_policies, name) is value)
+        value = next(names, getattr(value, "__name__", value))
+    return f'"{value}"' if isinstance(value, str) else repr(value)

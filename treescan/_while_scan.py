@@ -19,20 +19,24 @@ from ._arguments import (
     resolve_axes,
 )
 from ._avals import describe_leaf
+from ._chunk_arguments import check_chunks
 from ._errors import ArgumentError, Fault, Row, explain, verb
 from ._loop import Body
 from ._run import body_of, restored
 from ._transforms.axes import LeafAxes, static_axes
+from ._transforms.chunked import ChunkPlan, refuse_budget, refuse_offload
 from ._transforms.condition import check_condition
 from ._transforms.conventions import WHILE_SCAN
 from ._transforms.fill import HOLD, check_fill
 from ._transforms.pipeline import Given, Plan
 from ._transforms.until import UntilPlan, execute_until
 from ._tree import Prefix, freeze_static, leaves_with_path
-from ._types import Array, Axes, Carry, KeyedBody, PyTree, X, Y
+from ._types import Array, Axes, Carry, KeyedBody, PyTree, RematLike, Save, X, Y
 from .carries._registry import adopt
 
-_ACCEPTED = frozenset(("max_length", "fill", "reverse", "unroll", "in_axes", "out_axes", "key", "name"))
+_ACCEPTED = frozenset(
+    ("max_length", "fill", "reverse", "unroll", "in_axes", "out_axes", "key", "remat", "save", "name")
+)
 _REFUSES = {"length": "how many steps it runs is what `cond` says; `max_length` is the most."}
 
 
@@ -66,6 +70,8 @@ def while_scan(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: None = None,
+    remat: RematLike | None = None,
+    save: Save = "all",
     name: str | None = None,
 ) -> WhileResult[Carry, Y]: ...
 @overload
@@ -82,6 +88,8 @@ def while_scan(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: None = None,
+    remat: RematLike | None = None,
+    save: Save = "all",
     name: str | None = None,
 ) -> WhileResult[Carry, Y]: ...
 @overload
@@ -98,6 +106,8 @@ def while_scan(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: Array,
+    remat: RematLike | None = None,
+    save: Save = "all",
     name: str | None = None,
 ) -> WhileResult[Carry, Y]: ...
 @overload
@@ -114,6 +124,8 @@ def while_scan(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: Array,
+    remat: RematLike | None = None,
+    save: Save = "all",
     name: str | None = None,
 ) -> WhileResult[Carry, Y]: ...
 @verb
@@ -130,6 +142,8 @@ def while_scan(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: Array | None = None,
+    remat: RematLike | None = None,
+    save: Save = "all",
     name: str | None = None,
     **unknown: Any,
 ) -> WhileResult[Any, Any]:
@@ -137,7 +151,8 @@ def while_scan(
 
     Steps that are not taken are not run, forwards or in the gradient, where each step that was taken is computed once
     more; in the chunk of about sqrt(max_length) steps in which the loop ends, twice. What is left of the cost of the
-    others grows as the logarithm of `max_length`; with `xs` or ys, these take their time to be read and filled.
+    others grows as the logarithm of `max_length`, in the gradient as its square root; with `xs` or ys, these take their
+    time to be read and filled.
 
     Under `jax.vmap` each element stops by itself: it keeps its carry, and whatever the body would make of that, NaN
     included, is in no result and in no gradient. The loop goes on until all elements have stopped, and costs each of
@@ -155,6 +170,11 @@ def while_scan(
         in_axes: as for `treescan.scan`.
         out_axes: as for `treescan.scan`.
         key: as for `treescan.scan`.
+        remat: the gradient saves the state before each of about sqrt(max_length) chunks in any case, and recomputes
+            these. "step" recomputes each step in them as well, and a `treescan.Remat` says what else: its levels beyond
+            two cut the chunks up. It takes no budget and offloads nothing.
+        save: as for `treescan.scan`. "last" is the output of the last step that was taken, `fill` if none was; it is
+            computed in every step.
         name: as for `treescan.scan`.
 
     Returns:
@@ -183,7 +203,8 @@ def while_scan(
     try:
         check_options(unknown, _ACCEPTED, _REFUSES)
         check_condition(cond)
-        return _run(cond, f, init, xs, max_length, fill, reverse, unroll, in_axes, out_axes, key, name)
+        chunks = _check_chunks(remat, save)
+        return _run(cond, f, init, xs, max_length, fill, reverse, unroll, in_axes, out_axes, key, chunks, name)
     except Exception as error:
         explained = explain(error, "while_scan", f, init)
     raise explained
@@ -201,6 +222,7 @@ def _run(
     in_axes: Axes,
     out_axes: Axes,
     key: Array | None,
+    chunks: ChunkPlan,
     name: str | None,
 ) -> WhileResult[Any, Any]:
     body, alive = body_of(f, WHILE_SCAN)
@@ -221,6 +243,7 @@ def _run(
         frozen=frozen_init is not adopted.init or frozen_xs is not xs,
         custom=adopted.custom,
         name=check_name(name),
+        chunks=chunks,
     )
     filled = _check_fill(fill)
     until = UntilPlan(plan, Prefix.of(filled), repr(filled))
@@ -228,6 +251,13 @@ def _run(
     del alive, asked
     carry, ys = restored((ended.state, ended.ys), plan, adopted)
     return WhileResult(carry, ys, ended.steps, ended.stopped)
+
+
+def _check_chunks(remat: RematLike | None, save: Save) -> ChunkPlan:
+    chunks = check_chunks(remat, save, None)
+    refuse_budget(chunks.remat, "a loop whose number of steps is not known")
+    refuse_offload(chunks.remat)
+    return chunks
 
 
 def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int:

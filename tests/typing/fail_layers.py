@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax import Array
 
 from treescan import (
+    Remat,
     fold_layers,
     init_layers,
     layer_at,
@@ -90,6 +91,7 @@ assert_type(fold_layers(keyed_fold, x, layers, args=(x,), key=key), Array)
 assert_type(fold_layers((fold_block, other), x, (layers, cache)), Array)
 assert_type(fold_layers((fold_block, other), x, (layers, cache), remat=("step", None)), Array)
 assert_type(scan_layers(block, x, layers), tuple[Array, Cache])
+assert_type(scan_layers(block, x, layers, save=2, remat=Remat(levels=2)), tuple[Array, Cache])
 assert_type(scan_layers(cached, x, layers, cache, args=(3,)), tuple[Array, Cache])
 assert_type(scan_layers(cached, x, layers, cache, args=(3,), in_axes=1, out_axes=1), tuple[Array, Cache])
 assert_type(scan_layers(keyed, x, layers, key=key), tuple[Array, Cache])
@@ -112,6 +114,8 @@ fold_layers(fold_block, x, layers, cache)  # error
 fold_layers(fold_block, x, layers, out_axes=1)  # error
 fold_layers(fold_block, x, layers, length=4)  # error
 fold_layers(fold_block, x, layers, remat="steps")  # error
+fold_layers(fold_block, x, layers, save="last")  # error
+scan_layers(block, x, layers, truncate=2)  # error
 scan_layers(fold_block, x, layers)  # error
 scan_layers(block, x, layers, remat=["all"])  # error
 scan_layers(keyed, x, layers, key=0)  # error

@@ -4,7 +4,21 @@ import jax
 import jax.numpy as jnp
 from jax import Array
 
-from treescan import accumulate, fold, fori, last, length_mask, mask_scan, pack, pad, scan, unpack, unpad
+from treescan import (
+    Remat,
+    accumulate,
+    fold,
+    fori,
+    last,
+    length_mask,
+    mask_scan,
+    pack,
+    pad,
+    plan_remat,
+    scan,
+    unpack,
+    unpad,
+)
 
 xs, one, lengths = jnp.arange(3.0), jnp.ones(()), jnp.array([3, 1])
 
@@ -57,6 +71,20 @@ mask_scan(step, one, xs, lengths=lengths, time_axis=None)  # error
 scan(step, one, xs, remat="nested")
 scan(step, one, xs, remat="steps")  # error
 fold(fold_step, one, xs, remat=True)  # error
+scan(step, one, xs, remat=Remat)  # error
+fold(fold_step, one, xs, remat=Remat(levels=3), truncate=4)
+scan(step, one, xs, remat=Remat.fit(2.0))  # error
+scan(step, one, xs, remat=Remat(levels="3"))  # error
+scan(step, one, xs, remat=Remat(segments=3))  # error
+mask_scan(step, one, xs, lengths=lengths, remat=Remat(policy=3))  # error
+plan_remat(step, one, xs)  # error
+plan_remat(step, one, xs, remat="steps")  # error
+scan(step, one, xs, truncate="4")  # error
+scan(step, one, xs, truncate=4.0)  # error
+fold(fold_step, one, xs, save="last")  # error
+fori(0, 3, fold_step, one, save=2)  # error
+mask_scan(step, one, xs, lengths=lengths, save={"y": 2}, truncate=[4])  # error
+scan(step, one, xs, saves="last")  # error
 
 unpad(pad([one]))
 pad(one)  # error

@@ -12,6 +12,8 @@ from treescan import (
     Packed,
     PackIndex,
     Padded,
+    Remat,
+    RematPlan,
     accumulate,
     fold,
     fori,
@@ -20,6 +22,7 @@ from treescan import (
     mask_scan,
     pack,
     pad,
+    plan_remat,
     scan,
     unpack,
     unpad,
@@ -190,6 +193,14 @@ assert_type(mask_scan(step_of_states, one, packed, reverse=True, fill="hold"), t
 assert_type(mask_scan(named_step, State(one, key), xs, resets=mask, compact=True, time_axis=1), tuple[State, Array])
 assert_type(mask_scan(named_step, State(one, key), xs, mask=mask, compact=(1, 8)), tuple[State, Array])
 assert_type(scan(named_step, State(one, key), xs, remat="step"), tuple[State, Array])
+assert_type(scan(named_step, State(one, key), xs, remat=Remat(levels=3), truncate=8), tuple[State, Array])
+assert_type(scan(named_step, State(one, key), xs, remat=Remat.fit(2**30), save="last"), tuple[State, Array])
+assert_type(mask_scan(step_of_states, one, padded, save={"h": 8}, truncate=2), tuple[Array, dict[str, Array]])
+assert_type(
+    mask_scan(step_of_states, one, padded, save=None, remat=Remat("dots_saveable")), tuple[Array, dict[str, Array]]
+)
+assert_type(plan_remat(named_step, State(one, key), xs, remat=Remat(segment=8, offload="pinned_host")), RematPlan)
+assert_type(plan_remat(named_step, State(one, key), xs, remat=None).remat, Remat | None)
 assert_type(padded.mask, Array)
 assert_type(padded.efficiency, float)
 assert_type(unpad(padded), list[State])

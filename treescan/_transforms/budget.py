@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import ArgumentError, Fault, table
-from .._loop import Feed
+from .._loop import Feed, Step
 from .._remat import Remat
 from .._sizes import count_parts, divide
 from .hoist import Hoisted, one_step
-from .remat import refuse_symbolic, remat_sizes
+from .remat import checkpoint_step, refuse_symbolic, remat_sizes
 
 
 @dataclass(frozen=True)
@@ -51,17 +51,7 @@ class RematPlan:
             ("saved", describe_bytes(self.saved_bytes), "at one time, by the gradient"),
             ("evaluations", f"{self.evaluations:,}", "of each step, the forward pass included"),
         ]
-        return f"{describe_remat(self.remat)}\n\n{table(('', '', ''), rows).lstrip(chr(10)).rstrip()}"
-
-
-def describe_remat(remat: Remat | None) -> str:
-    """A plan as one would write it."""
-    if remat is None:
-        return "remat=None"
-    given = {name: getattr(remat, name) for name in ("policy", "levels", "segment", "offload", "budget")}
-    given["policy"] = getattr(remat.policy, "__name__", remat.policy)
-    shown = ", ".join(f"{name}={value!r}" for name, value in given.items() if value is not None)
-    return f"remat=Remat({shown})"
+        return f"remat={self.remat!r}\n\n{table(('', '', ''), rows).lstrip(chr(10)).rstrip()}"
 
 
 def describe_bytes(count: int) -> str:
@@ -85,9 +75,15 @@ def plan_of(hoisted: Hoisted, remat: Remat | None) -> RematPlan:
     """What a loop's gradient saves under a `Remat`."""
     length = hoisted.loop.length
     refuse_symbolic(length, "remat")
-    carry, step = _carry_bytes(hoisted), _step_bytes(hoisted)
+    carry = _carry_bytes(hoisted)
+    if not length:
+        return RematPlan(None if remat is None or remat.budget else remat, 0, (), carry, 0, 0, 0)
+    step = _step_bytes(hoisted, hoisted.loop.step)
     if remat is None or remat.budget is None:
-        return _describe(remat, length, carry, step)
+        chosen = None if remat is None else remat.policy
+        named = callable(chosen) and chosen is not jax.checkpoint_policies.everything_saveable
+        kept = _step_bytes(hoisted, checkpoint_step(hoisted.loop.step, remat, looped=True)) if named and remat else None
+        return _describe(remat, length, carry, step, kept)
     fitting = least = None
     for plan in _candidates(length, carry, step):
         least = plan if least is None or plan.saved_bytes < least.saved_bytes else least
@@ -98,9 +94,9 @@ def plan_of(hoisted: Hoisted, remat: Remat | None) -> RematPlan:
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: no plan fits {describe_bytes(remat.budget)}.",
-            f"The least that one saves is {describe_bytes(least.saved_bytes)}, with `{describe_remat(least.remat)}`: a "
-            f"carry has {describe_bytes(carry)}, and a step saves {describe_bytes(step)}. Give `Remat.fit` more, or "
-            "carry less.",
+            f"The least that one saves is {describe_bytes(least.saved_bytes)}, with `remat={least.remat!r}`: there are "
+            f"{length:,} {{unit}}s, a carry has {describe_bytes(carry)}, and a {{unit}} saves {describe_bytes(step)}. "
+            "Give `Remat.fit` more, or carry less.",
         )
     return fitting
 
@@ -133,10 +129,12 @@ def _best_segment(length: int, levels: int, carry: int, step: int) -> int:
     return min(within[:: max(1, len(within) // 64)], key=saved)
 
 
-def _describe(remat: Remat | None, length: int, carry: int, step: int) -> RematPlan:
+def _describe(remat: Remat | None, length: int, carry: int, step: int, kept: int | None = None) -> RematPlan:
+    """A plan under which each step of an innermost chunk saves its carry, or `kept` bytes."""
     sizes = remat_sizes(length, remat)
     whole = remat is None or remat.policy is jax.checkpoint_policies.everything_saveable
-    saved = _saved_bytes(length, sizes, carry, step, whole_steps=whole)
+    saved = _saved_bytes(length, sizes, kept or carry, step, whole_steps=whole)
+    saved -= ((kept or carry) - carry) * (count_parts(length, sizes) - (sizes[0] if sizes else length))
     evaluations = 1 + len(sizes) + (0 if whole else 1)
     return RematPlan(remat, length, sizes, carry, step, saved, evaluations)
 
@@ -157,7 +155,7 @@ def _bytes_of(aval: Any) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
-def _step_bytes(hoisted: Hoisted) -> int:
+def _step_bytes(hoisted: Hoisted, step: Step) -> int:
     """The bytes that the gradient saves of a step: what its linearization keeps, less what lies outside of the loop."""
     loop = hoisted.loop
 
@@ -168,7 +166,7 @@ def _step_bytes(hoisted: Hoisted) -> int:
         def of_floats(*given: Any) -> list[Any]:
             mine = iter(given)
             whole = [next(mine) if is_float else leaf for leaf, is_float in zip(leaves, floats, strict=True)]
-            new, y = loop.step(*jax.tree.unflatten(structure, whole))
+            new, y = step(*jax.tree.unflatten(structure, whole))
             return [leaf for leaf in jax.tree.leaves((new, y)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
         _, pullback = jax.vjp(of_floats, *(leaf for leaf, is_float in zip(leaves, floats, strict=True) if is_float))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -9,13 +10,13 @@ import jax
 
 from .._chunk import Level
 from .._errors import ArgumentError, Fault
-from .._loop import Loop, is_jit_disabled, run
+from .._loop import Loop, as_arrays, is_jit_disabled, run
 from .._remat import Remat
 from .._sizes import plan_sizes
 from .._tree import Prefix
 from .._types import PyTree
 from .budget import fit_budget
-from .hoist import Hoisted, flatten_only, hoist
+from .hoist import Hoisted, fixed_leaves, flatten_only, hoist
 from .outputs import (
     ALL,
     Keep,
@@ -102,9 +103,12 @@ def nearest(sizes: Sequence[int], wish: int) -> int:
 
 def _run_untraced(loop: Loop, plan: ChunkPlan) -> tuple[PyTree, PyTree]:
     """Step by step on values, or no step at all: what is not kept is thrown away afterwards."""
+    if plan.remat and plan.remat.budget and loop.length:  # whether it fits is the same question here
+        with jax.disable_jit(False):
+            fit_budget(hoist(loop), plan.remat)
     if plan.truncate and loop.length:
-        hoisted = flatten_only(loop)
-        state, ys = run(truncate(hoisted.loop, plan.truncate))
+        hoisted = flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state)))
+        state, ys = run(truncate(hoisted.loop, plan.truncate, fixed_leaves(loop)))
         state = hoisted.restore(state)
     else:
         state, ys = run(loop)
@@ -125,8 +129,7 @@ def refuse_offload(remat: Remat | None) -> None:
     if remat is not None and remat.offload is not None:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `offload` of a `Remat` cannot be had here, where chunks that need not be run are "
-            "recomputed by themselves.",
+            "{verb} over {body}: {verb} takes no `offload` of a `Remat`, as it recomputes chunks of its own.",
             "Leave it out, or give `levels`, with which less is saved.",
         )
 

@@ -24,6 +24,9 @@ from .remat import refuse_symbolic
 MOST_TIERS = 7
 """That `compact=True` makes; the body is compiled once for each."""
 
+_OF_ROWS = ("valid", "reset", "cut")
+"""What a step is fed that has rows, beside x."""
+
 _Idle = Callable[[PyTree, PyTree], PyTree]
 
 
@@ -90,7 +93,7 @@ def _with_rows(leaf: Any, axis: int | None, rows: int) -> jax.ShapeDtypeStruct:
 
 def _take_feed(feed: Feed, x_axes: LeafAxes, rows: Array) -> Feed:
     """The given rows of what a chunk of steps is fed: time leads."""
-    taken = {name: take_rows(getattr(feed, name), (1,), rows) for name in ("valid", "reset") if _has(feed, name)}
+    taken = {name: take_rows(getattr(feed, name), (1,), rows) for name in _OF_ROWS if _has(feed, name)}
     return feed._replace(x=take_rows(feed.x, _after_time(x_axes), rows), **taken)
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,12 +20,16 @@ from jax.custom_batching import custom_vmap
 from .._avals import place_like, vary_over, varying_axes
 from .._chunk import Level, run_chunked
 from .._loop import Feed, Loop, Step
+from .._remat import Remat
+from .._sizes import Wish, plan_sizes
 from .._tree import Prefix
-from .._types import Array, PyTree, TreeDef
+from .._types import Array, PyTree
 from .condition import Condition
 from .fill import fill_leaves
 from .hoist import merge
 from .lend import most_of_all, most_of_devices
+from .outputs import Thinned
+from .remat import remat_sizes
 from .rows import select_valid
 
 BRANCHING = 11
@@ -61,32 +66,45 @@ class Reads(NamedTuple):
 
 @dataclass(frozen=True)
 class Outputs:
-    """The types of one step's y, and what it is where no step is taken.
+    """The types of one step's y, a list, and what it is where no step is taken.
 
     Attributes:
-        structure: its structure.
         avals: its leaves as JAX has them in a trace.
         fill: a prefix of y.
         varying: further manual mesh axes over which the leaves vary.
+        every: of each leaf one in so many steps leaves a chunk; the numbers above 1 are the same.
     """
 
-    structure: TreeDef
     avals: tuple[Any, ...]
     fill: Prefix
     varying: frozenset[str]
+    every: tuple[int, ...]
 
-    def filled(self, *steps: int) -> list[Array]:
-        """The leaves of y for steps that are not taken."""
-        types = jax.tree.unflatten(self.structure, [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.avals])
-        one = [
+    def filled(self) -> list[Array]:
+        """The leaves of y for a step that is not taken."""
+        types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.avals]
+        return [
             vary_over(place_like(jnp.broadcast_to(value, aval.shape), aval), self.varying)
             for value, aval in zip(fill_leaves(self.fill, types), self.avals, strict=True)
         ]
-        return [jnp.broadcast_to(leaf, (*steps, *leaf.shape)) for leaf in one]
 
-    def tree(self, leaves: list[Array]) -> PyTree:
-        """A y of such leaves."""
-        return jax.tree.unflatten(self.structure, leaves)
+    def filled_chunk(self, size: int) -> list[Array]:
+        """The same for a chunk of steps."""
+        leaves = zip(self.filled(), self.every, strict=True)
+        return [jnp.broadcast_to(leaf, (size // every, *leaf.shape)) for leaf, every in leaves]
+
+    def levels(self, length: int, sizes: Sequence[int], around: Callable[[int], Any]) -> tuple[Level, ...]:
+        """Levels of the given sizes, ascending, less those that the loop does not fill, and what they keep of y."""
+        stride = max(self.every, default=1)
+        levels = [Level(size, around(size)) for size in sizes if size < length]
+        if stride == 1:
+            return tuple(levels)
+        thinned = Thinned(stride, self.every, innermost=True)
+        if any(level.size == stride for level in levels):
+            return tuple(
+                dataclasses.replace(level, outputs=thinned) if level.size == stride else level for level in levels
+            )
+        return (Level(stride, outputs=thinned), *levels)
 
     def varied(self, y: PyTree) -> list[Array]:
         """The leaves of a y, which vary as those of `filled` do."""
@@ -152,11 +170,11 @@ class TakeStep:
         progress = Progress(
             jnp.where(mine, after, progress.holds), progress.taken + mine.astype(progress.taken.dtype), kept
         )
-        return progress, self.outputs.tree([select_valid(mine, ran, not_run, 0) for ran, not_run in filled])
+        return progress, [select_valid(mine, ran, not_run, 0) for ran, not_run in filled]
 
     def _leave(self, mine: Array, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
         del mine, reads, feed
-        return progress, self.outputs.tree(self.outputs.filled())
+        return progress, self.outputs.filled()
 
 
 @dataclass(frozen=True)
@@ -180,7 +198,7 @@ class TakeChunk:
 
     def _leave(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
         del reads, feed
-        return progress, self.outputs.tree(self.outputs.filled(self.size))
+        return progress, self.outputs.filled_chunk(self.size)
 
 
 @dataclass(frozen=True)
@@ -208,22 +226,49 @@ def run_until(loop: Loop, take: TakeStep, sizes: tuple[int, ...], *, save: bool)
         How far it came, ys, and with `save` the leaves of the state at the start of each chunk, [N, ...].
     """
     loop = dataclasses.replace(loop, step=take)
-    levels = [Level(size, _Around(size, take.outputs, take.branches, save)) for size in sizes if size < loop.length]
-    progress, ys = run_chunked(loop, tuple(levels))
+    outputs = take.outputs
+    levels = outputs.levels(loop.length, sizes, lambda size: _Around(size, outputs, take.branches, save))
+    progress, ys = run_chunked(loop, levels)
     if not save:
         return progress, ys, []
-    if not levels:
+    if all(level.around is None for level in levels):
         return progress, ys, [leaf[None] for leaf in loop.state.leaves]
     ys, starts = ys
     return progress, ys, starts
 
 
-def square_chunks(length: int) -> tuple[int, int]:
-    """The size and the number of chunks, about as many as each has steps; without a remainder where that is near."""
+class Chunks(NamedTuple):
+    """The chunks of the derivative.
+
+    Attributes:
+        size: the steps of one.
+        number: how many there are.
+        inner: the sizes of chunks within, which are recomputed by themselves.
+        remat: what is recomputed of a step; None: nothing.
+    """
+
+    size: int
+    number: int
+    inner: tuple[int, ...] = ()
+    remat: Remat | None = None
+
+
+def plan_chunks(length: int, stride: int, remat: Remat | None) -> Chunks:
+    """Chunks for a loop of so many steps, with a boundary wherever one in `stride` outputs is kept."""
+    sizes = remat_sizes(length, remat)
+    size, inner = (sizes[-1], sizes[:-1]) if sizes else (_square_root(length), ())
+    if stride > 1:
+        size = min(-(-size // stride), length // stride) * stride
+        sizes = plan_sizes(size, [Wish(stride, exact=True), *map(Wish, inner)]) if inner else ()
+        inner = tuple(other for other in sizes if other > stride)
+    return Chunks(size, -(-length // size), inner, remat)
+
+
+def _square_root(length: int) -> int:
+    """The size of chunks, about as many as each has steps; without a remainder where that is near."""
     root = math.isqrt(length - 1) + 1
     near = [size for size in range(max(1, root // 2), min(length, 2 * root) + 1) if length % size == 0]
-    size = min(near, key=lambda other: abs(math.log(other / root)), default=root)
-    return size, -(-length // size)
+    return min(near, key=lambda other: abs(math.log(other / root)), default=root)
 
 
 def nested_sizes(length: int) -> tuple[int, tuple[int, ...]]:

@@ -158,6 +158,12 @@ def flatten_only(loop: Loop) -> Hoisted:
     return Hoisted(flat, (False,) * len(leaves), structure, None, [], effects=False, refs=False)
 
 
+def fixed_leaves(loop: Loop) -> tuple[bool, ...]:
+    """For each leaf of a loop's state whether no step changes it, under `jax.disable_jit` too."""
+    with jax.disable_jit(False):
+        return hoist(dataclasses.replace(loop, state=as_arrays(loop.state))).fixed
+
+
 def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Feed], y_shapes: Shapes) -> None:
     """Traces the step for other shapes of its arguments as well, on which it must do the same.
 

@@ -20,12 +20,12 @@ from .carries import refuse_shared_keys, spread_carry_axes
 from .chunked import EVERYTHING, ChunkPlan, refuse_budget, refuse_offload
 from .compact import refuse_tiers, tiers_of, trace_tiers
 from .fill import HOLD, Idle, fill_leaves, hold, hold_afterwards, without_hold
-from .hoist import Hoisted, flatten_only, hoist
+from .hoist import Hoisted, fixed_leaves, flatten_only, hoist
 from .mask import lend_rows, mask
-from .outputs import LAST, Keep, is_thinned, keep_afterwards, kept_leaves, spread_keeps, without_dropped
+from .outputs import LAST, Keep, is_thinned, keep_afterwards, kept_leaves, one_of, spread_keeps, without_dropped
 from .resets import reset_rows
 from .skip import RowOutputs, SkipPlan, run_skipping, run_unskipped, without_branches
-from .truncate import truncate
+from .truncate import truncate_rows
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,8 @@ def run_masked(
     given = _with_outputs(given, hoisted.y, plan)
     trace_tiers(hoisted, given, tiers)
     keeps = spread_keeps(chunks.save or EVERYTHING, hoisted.y)
-    fills = plan.fill.spread(hoisted.y, "y")
     rows = _transformed(_hoisted_rows(hoisted, given), plan, plan.fill, resets, chunks)
-    rows, outputs = _hold(rows, keeps, fills, hoisted)
+    rows, outputs = _hold(rows, keeps, plan.fill, hoisted)
     skip = SkipPlan(plan.chunk, tiers, chunks.remat, hoisted.effects)
     if hoisted.refs:
         skip = without_branches(skip, thinned=is_thinned(outputs.keeps))
@@ -101,24 +100,31 @@ def run_masked(
 
 
 def _transformed(
-    hoisted: tuple[LeafAxes, RowLoop], plan: MaskPlan, fill: Prefix, resets: Array | None, chunks: ChunkPlan
+    hoisted: tuple[LeafAxes, RowLoop],
+    plan: MaskPlan,
+    fill: Prefix,
+    resets: Array | None,
+    chunks: ChunkPlan,
+    fixed: tuple[bool, ...] | None = None,
 ) -> RowLoop:
     """The loop with its steps masked, its rows reset, and its gradient cut."""
     fixed_axes, rows = hoisted
     rows = mask(rows, fixed_axes, plan.y_axes, fill)
     if resets is not None:
         rows = reset_rows(rows, resets)
-    return rows._replace(loop=truncate(rows.loop, chunks.truncate)) if chunks.truncate else rows
+    return truncate_rows(rows, chunks.truncate, fixed) if chunks.truncate and rows.loop.length else rows
 
 
 def _of(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
     return [value for value, flag in zip(values, flags, strict=True) if flag]
 
 
-def _hold(rows: RowLoop, keeps: tuple[Keep, ...], fills: list[Any], hoisted: Hoisted) -> tuple[RowLoop, RowOutputs]:
+def _hold(rows: RowLoop, keeps: tuple[Keep, ...], fill: Prefix, hoisted: Hoisted) -> tuple[RowLoop, RowOutputs]:
     """Holds the outputs whose fill says so, and those of which each row's last one is kept: they are not stacked."""
+    start = fill_leaves(fill, hoisted.y)
+    fills = fill.spread(hoisted.y, "y")
     held = tuple(k == LAST or (k is not None and fill == HOLD) for k, fill in zip(keeps, fills, strict=True))
-    rows = hold(rows, held, fill_leaves(Prefix.of(fills), jax.tree.leaves(hoisted.y)), hoisted.y_avals)
+    rows = hold(rows, held, start, hoisted.y_avals)
     stacked = tuple(None if keep == LAST else keep for keep in keeps)
     left = [keep is not None for keep in stacked]
     numbers = iter(range(sum(held)))
@@ -133,19 +139,19 @@ def _run_untraced(given: RowLoop, resets: Array | None, plan: MaskPlan, chunks: 
     loop, valid = given.loop, given.loop.xs.valid
     assert valid is not None
     hoisted, fill = flatten_only(loop), without_hold(plan.fill)
-    rows = _transformed(_hoisted_rows(hoisted, given), plan, fill, resets, chunks)
+    fixed = fixed_leaves(loop) if chunks.truncate and loop.length else None
+    rows = _transformed(_hoisted_rows(hoisted, given), plan, fill, resets, chunks, fixed)
     state, ys = run_unskipped(rows, fill)
-    keeps, fills = spread_keeps(chunks.save or EVERYTHING, ys), plan.fill.spread(ys, "y")
+    starts, fills = fill_leaves(plan.fill, ys), plan.fill.spread(ys, "y")
+    keeps = spread_keeps(chunks.save or EVERYTHING, one_of(ys))
     if loop.length:
         first = jax.tree.map(lambda y: y[0], ys)
         y_axes = spread_batch_axes("y_axes", plan.y_axes, first, "y", valid.shape[1:])
         held = [keep == LAST or fill == HOLD for keep, fill in zip(keeps, fills, strict=True)]
-        start = fill_leaves(Prefix.of(fills), jax.tree.leaves(first))
-        ys = hold_afterwards(ys, valid, held, start, y_axes, reverse=loop.reverse)
+        ys = hold_afterwards(ys, valid, held, starts, y_axes, reverse=loop.reverse)
     elif LAST in keeps:
-        start = fill_leaves(Prefix.of(fills), jax.tree.leaves(ys))
         leaves = [
-            jnp.broadcast_to(value, (1, *y.shape[1:])) for value, y in zip(start, jax.tree.leaves(ys), strict=True)
+            jnp.broadcast_to(value, (1, *y.shape[1:])) for value, y in zip(starts, jax.tree.leaves(ys), strict=True)
         ]
         none = [leaf if keep == LAST else y for leaf, y, keep in zip(leaves, jax.tree.leaves(ys), keeps, strict=True)]
         ys = jax.tree.unflatten(jax.tree.structure(ys), none)

@@ -14,10 +14,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._avals import place_like
+from .._avals import is_weak, place_like
 from .._chunk import Level, RunChunk, run_chunked
 from .._errors import ArgumentError, Fault
-from .._loop import Feed, Loop, Step, run
+from .._loop import Feed, Loop, Step, as_arrays, run
 from .._sizes import Wish
 from .._tree import Prefix, PrefixMismatch
 from .._types import Array, Axes, PyTree
@@ -121,21 +121,24 @@ class _QuietSteps:
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, list[Array]]:
         loop, loud = self.chunk.loop(consts, state, feed), self._loud_steps()
-        always = self._flags(())
-        parts: list[tuple[int, int, tuple[bool, ...]]] = []
+        always = tuple(keep == ALL for keep in self.level.keeps)
+        everything = tuple(keep is not None for keep in self.level.keeps)
+        parts: list[tuple[int, int]] = []
         start = 0
         for at in (*sorted(loud), loop.length):
-            if start < at:
-                parts.append((start, at, always))
-            if at < loop.length:
-                parts.append((at, at + 1, self._flags(loud[at])))
+            parts.extend([(start, at)] if start < at else [])
+            parts.extend([(at, at + 1)] if at < loop.length else [])
             start = at + 1
         ys: dict[int, list[Array]] = {i: [] for i in self.level.emitted}
-        for start, stop, flags in parts[::-1] if loop.reverse else parts:
-            loop = dataclasses.replace(loop, state=state)
-            state, new = _run_part(loop, start, stop, flags, alone=start in loud)
-            for i, y in zip((i for i, flag in enumerate(flags) if flag), new, strict=True):
-                ys[i].append(y)
+        for start, stop in parts[::-1] if loop.reverse else parts:
+            flags = everything if start in loud else always
+            state, new = _run_part(dataclasses.replace(loop, state=state), start, stop, flags, alone=start in loud)
+            kept = [i for i, flag in enumerate(flags) if flag]
+            if not all(always[i] or i in loud[start] for i in kept):
+                new = jax.lax.optimization_barrier(new)  # all steps by themselves are alike: one program for them
+            for i, y in zip(kept, new, strict=True):
+                if always[i] or i in loud[start]:
+                    ys[i].append(y)
         if not all(ys.values()):
             self._put_none(loop, ys)
         return state, [_join(pieces[::-1] if loop.reverse else pieces) for pieces in ys.values()]
@@ -149,9 +152,6 @@ class _QuietSteps:
             elif keep not in (ALL, None) and self.chunk.length == self.level.size:
                 loud.setdefault(self.chunk.length - 1, []).append(i)
         return loud
-
-    def _flags(self, also: Sequence[int]) -> tuple[bool, ...]:
-        return tuple(keep == ALL or i in also for i, keep in enumerate(self.level.keeps))
 
     def _put_none(self, loop: Loop, ys: dict[int, list[Array]]) -> None:
         """Stacks of nothing for the outputs that are not kept of any step of this chunk."""
@@ -168,7 +168,7 @@ def _join(pieces: list[Array]) -> Array:
 
 
 def _run_part(loop: Loop, start: int, stop: int, flags: tuple[bool, ...], *, alone: bool) -> tuple[PyTree, list[Array]]:
-    step = Emit(loop.step, flags)
+    step = _as_function(loop, Emit(loop.step, flags))
     if alone:
         feed = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, start, keepdims=False), loop.xs)
         state, ys = step(loop.consts, loop.state, feed)
@@ -188,17 +188,21 @@ def is_thinned(keeps: Sequence[Keep]) -> bool:
     return any(keep not in (ALL, None) for keep in keeps)
 
 
-def last_chunk(loop: Loop) -> tuple[int, ...]:
-    """Where outputs of the last step alone are kept: the largest chunks that leave no remainder.
+_FEW = 8
 
-    The steps before the last are run without them, and to part them from it cuts xs in two. In chunks, that copies one
-    chunk at a time.
+
+def last_chunk(loop: Loop) -> tuple[int, ...]:
+    """Where outputs of the last step alone are kept: a few large chunks that leave no remainder.
+
+    The steps before the last are run without them, and to part them from it cuts in two what the steps read and save.
+    In chunks, that copies one chunk at a time.
     """
     length = loop.length
     if not jax.tree.leaves(loop.xs):
         return ()
-    smallest = next((size for size in range(2, int(length**0.5) + 1) if length % size == 0), length)
-    return (length // smallest,) if smallest < length else ()
+    dividing = [size for size in range(2, length // 2 + 1) if length % size == 0]
+    few = [size for size in dividing if size * _FEW <= length]
+    return tuple(few[-1:] or dividing[:1])
 
 
 def keep_levels(levels: Sequence[Level], keeps: tuple[Keep, ...]) -> tuple[Level, ...]:
@@ -225,7 +229,7 @@ def run_keeping(loop: Loop, levels: Sequence[Level], keeps: tuple[Keep, ...]) ->
     sizes = [level.size for level in levels] or [loop.length]
     often = tuple(_within_chunks(keep, sizes[0]) for keep in keeps)
     if is_thinned(often):
-        loop = dataclasses.replace(loop, step=Called(_named(loop.step)))
+        loop = dataclasses.replace(loop, step=_as_function(loop, loop.step), state=_settled(loop))
         chunks = keep_levels(levels or (Level(loop.length),), often)
         state, ys = run_chunked(loop, chunks)
     else:
@@ -235,11 +239,26 @@ def run_keeping(loop: Loop, levels: Sequence[Level], keeps: tuple[Keep, ...]) ->
     return state, [_finish(y, keep, kept, loop, sizes) for y, (keep, kept) in zip(ys, pairs, strict=True)]
 
 
-def _named(step: Step) -> Callable[..., tuple[PyTree, PyTree]]:
-    def body(consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        return step(consts, state, feed)
+def _as_function(loop: Loop, step: Step) -> Step:
+    """A step as one function of the program, kept with what was made for the loop."""
 
-    return jax.jit(body)
+    def make() -> Called:
+        def body(consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+            return step(consts, state, feed)
+
+        return Called(jax.jit(body))
+
+    return (loop.memo or loop.body.memo)((Called, step), make)
+
+
+def _settled(loop: Loop) -> PyTree:
+    """The state, its weak types those that a step returns: the first step is the same program as the others."""
+    state, _ = jax.eval_shape(loop.step, loop.consts, loop.state, one_step(loop.xs._replace(schedule=None)))
+    return jax.tree.map(
+        lambda leaf, after: leaf if after.weak_type or not is_weak(leaf) else leaf.astype(after.dtype),
+        as_arrays(loop.state),
+        state,
+    )
 
 
 def _within_chunks(keep: Keep, finest: int) -> Keep:
@@ -268,8 +287,13 @@ def keep_afterwards(ys: PyTree, save: Prefix, *, reverse: bool) -> PyTree:
         return leaf if keep == ALL else leaf[keep - 1 :: keep]
 
     leaves, structure = jax.tree.flatten(ys)
-    keeps = spread_keeps(save, ys)
+    keeps = spread_keeps(save, one_of(ys))
     return without_dropped([kept(leaf, keep) for leaf, keep in zip(leaves, keeps, strict=True)], structure, save)
+
+
+def one_of(ys: PyTree) -> PyTree:
+    """The types of one step's y."""
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), ys)
 
 
 def kept_leaves(ys: list[Any], keeps: Sequence[Keep]) -> list[Any]:

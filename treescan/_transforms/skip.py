@@ -166,7 +166,7 @@ def _levels(rows: RowLoop, plan: SkipPlan, outputs: RowOutputs) -> tuple[int, tu
         kept = [wish for wish in kept if not (wish.size % size and size % wish.size)]
     own = [] if whole else [Wish(size, exact=bool(plan.chunk) or not kept)]
     sizes = plan_sizes(length, [*own, *remat, *kept]) if own or remat or kept else ()
-    size = size if whole else nearest((*sizes, length), size)
+    size = size if whole or size == 1 else nearest((*sizes, length), size)
     around = _Around(rows.axes, plan.tiers, outputs.idle, remat=not (whole or plan.effects), only=size == length)
     others = levels_of([other for other in sizes if other != size], plan.remat, [wish.size for wish in remat])
     levels = [*others, Level(size, around, scheduled=True)]

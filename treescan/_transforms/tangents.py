@@ -25,11 +25,12 @@ from .._chunk import as_step
 from .._loop import Feed, Loop, Memo, Step, run
 from .._tree import Prefix
 from .._types import Array
-from .early_exit import Outputs
+from .early_exit import Chunks, Outputs
 from .good_pairs import GoodPair
 from .hoist import merge
 from .lend import lend, most_of_all, most_of_devices
 from .mask import Masked
+from .remat import RematChunk, checkpoint_steps
 from .rows import select
 
 NOTHING, SOME, ALL = 0, 1, 2
@@ -107,11 +108,11 @@ class _RunLive:
 
     def _varied(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
         state, y = self.step(consts, state, feed)
-        return state, self.outputs.tree(self.outputs.varied(y))
+        return state, self.outputs.varied(y)
 
     def _leave(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
         del consts, feed
-        return state, self.outputs.tree(self.outputs.filled())
+        return state, self.outputs.filled()
 
 
 class _Chunk(NamedTuple):
@@ -211,7 +212,7 @@ class TangentOfChunk:
 
     def _nothing(self, reads: _Reads, d_state: list[Array], chunk: _Chunk) -> tuple[list[Array], list[Array]]:
         del reads, chunk
-        zeros = dataclasses.replace(self.outputs, fill=Prefix.of(0)).filled(self.size)
+        zeros = dataclasses.replace(self.outputs, fill=Prefix.of(0)).filled_chunk(self.size)
         return d_state, self.y.split(zeros)[0]
 
     def _some(self, reads: _Reads, d_state: list[Array], chunk: _Chunk) -> tuple[list[Array], list[Array]]:
@@ -257,7 +258,7 @@ class Ran(NamedTuple):
 
 
 def push_forward(
-    ran: Ran, parts: tuple[Part, Part], given: Tangents, outputs: Outputs, size: int, *, branches: bool
+    ran: Ran, parts: tuple[Part, Part], given: Tangents, outputs: Outputs, plan: Chunks, *, branches: bool
 ) -> tuple[list[Array], list[Array], list[Array]]:
     """The tangents of the last state, of ys, and of the state at the start of each chunk, of leaves that have any.
 
@@ -266,14 +267,17 @@ def push_forward(
         parts: which leaves of the consts and of xs have a tangent.
         given: their tangents, and that of the state.
         outputs: the types of y.
-        size: the steps of a chunk.
+        plan: the chunks, and what is recomputed within them.
         branches: whether a branch may depend on data.
     """
-    loop, (consts_part, x_part) = ran.loop, parts
+    loop, (consts_part, x_part), size = ran.loop, parts, plan.size
     good, consts, d_consts = _good_for_all(ran, consts_part, given.consts)
     step = TangentOfChunk(
-        plain=as_step(dataclasses.replace(loop, length=size)),
-        masked=as_step(dataclasses.replace(loop, step=_masked(loop, outputs, branches), length=size, unroll=1)),
+        plain=_plain(loop, outputs, plan),
+        masked=as_step(
+            dataclasses.replace(loop, step=_masked(loop, outputs, branches), length=size, unroll=1),
+            outputs.levels(size, (), _plain_level),
+        ),
         consts=consts_part,
         state=smooth_part(loop.state),
         xs=x_part,
@@ -304,7 +308,19 @@ def push_forward(
 
     # That the loop is linear is written into it where JAX takes its derivative: JAX 0.8 transposes it only then.
     _, (after, (d_ys, d_starts)) = jax.jvp(push, (jax.tree.map(zeros_like, given),), (given,))
-    return after, [y.reshape(loop.length, *y.shape[2:]) for y in d_ys], d_starts
+    return after, [y.reshape(y.shape[0] * y.shape[1], *y.shape[2:]) for y in d_ys], d_starts
+
+
+def _plain(loop: Loop, outputs: Outputs, plan: Chunks) -> Step:
+    """What runs a whole chunk."""
+    loop = dataclasses.replace(loop, length=plan.size)
+    if plan.remat is not None:
+        loop = checkpoint_steps(loop, plan.remat)
+    return as_step(loop, outputs.levels(plan.size, plan.inner, lambda size: RematChunk()))
+
+
+def _plain_level(size: int) -> None:
+    del size
 
 
 def _group(leaf: Array, size: int) -> Array:

@@ -16,7 +16,7 @@ from .._loop import Body, Feed, Loop, Memo, Step, is_jit_disabled, run
 from .._remat import Remat
 from .._tree import Prefix
 from .._types import Array, PyTree
-from .chunked import EVERYTHING, ChunkPlan, levels_for, refuse_budget, run_planned
+from .chunked import EVERYTHING, ChunkPlan, levels_for, run_planned
 from .hoist import Hoisted, hoist, merge
 from .outputs import (
     ALL,
@@ -128,9 +128,8 @@ def _run_traced(
     """Traces each step once, for the rounds and what is left after them, and has each recomputed by itself."""
     traced = _trace(loops)
     plans = remat if isinstance(remat, tuple) else (remat,) * len(loops)
-    for loop, hoisted, plan in zip(loops, traced, plans, strict=True):
+    for loop, hoisted in zip(loops, traced, strict=True):
         with speaking_of(loop.body.function):
-            refuse_budget(plan, "several blocks")
             if remat and hoisted.refs:
                 refuse_with_refs("remat")
     unchanged = tuple(map(all, zip(*(hoisted.fixed for hoisted in traced), strict=True)))

@@ -19,12 +19,15 @@ from .._loop import Body, Feed, Loop, Step, as_arrays, is_jit_disabled, run
 from .._retrace import under_a_trace
 from .._tree import Prefix
 from .._types import Array, ArrayLike, PyTree
-from .axes import move_outputs, scan_over_axes
+from .axes import scan_over_axes
+from .chunked import EVERYTHING
 from .condition import CallCondition, Condition, trace_condition
 from .count import count_from, position_from
-from .early_exit import Outputs, Progress, Reads, TakeStep, nested_sizes, run_until, square_chunks
+from .early_exit import Chunks, Outputs, Progress, Reads, TakeStep, nested_sizes, plan_chunks, run_until
 from .hoist import Hoisted, Lifted, hoist, lift
+from .kept import Keeping, Kept, keep_what_ran
 from .lend import may_branch
+from .outputs import move_kept
 from .pipeline import Given, Plan, make_loop, names_of
 from .step_by_step import Ended, run_step_by_step
 from .tangents import Part, Ran, Tangents, is_smooth, push_forward, smooth_part, zeros_like
@@ -75,11 +78,14 @@ def _assemble(body: Body, cond: Body | None, plan: UntilPlan, given: Given, boun
         elif is_jit_disabled():
             ended = run_step_by_step(loop, call, given.init, limit, plan.fill)
         else:
-            ended = _run_traced(loop, call, given.init, limit, plan.fill)
+            ended = _run_traced(loop, call, given.init, limit, plan)
         state = ended.state
         for _ in range((bounds is not None) + (given.key is not None)):  # the index and the position
             _, state = state
-        ys = ended.ys if whole.out_axes is None else move_outputs(ended.ys, whole.out_axes.tree)
+        ys, save = ended.ys, whole.chunks.save
+        if save is not None and (is_jit_disabled() or not whole.length):
+            ys = keep_what_ran(ys, save, plan.fill, ended.steps, reverse=whole.reverse)
+        ys = ys if whole.out_axes is None else move_kept(ys, whole.out_axes.tree, save)
         return ended._replace(state=state, ys=ys)
 
 
@@ -114,7 +120,7 @@ def _no_steps(loop: Loop, call: CallCondition | None, init: PyTree) -> Ended:
     return Ended(state, ys, jnp.zeros((), jnp.int32), ~holds)
 
 
-def _run_traced(loop: Loop, call: CallCondition | None, init: PyTree, limit: Array, fill: Prefix) -> Ended:
+def _run_traced(loop: Loop, call: CallCondition | None, init: PyTree, limit: Array, plan: UntilPlan) -> Ended:
     loop, condition, varying = _trace_condition(loop, call, init, limit)
     hoisted = hoist(loop)
     if hoisted.refs:
@@ -129,15 +135,17 @@ def _run_traced(loop: Loop, call: CallCondition | None, init: PyTree, limit: Arr
         leaves = hoisted.settled[len(hoisted.settled) - condition.count :]
         condition = trace_condition(call, jax.tree.unflatten(jax.tree.structure(init), leaves))
     holds = vary_over(condition(condition.closed, hoisted.settled), varying)
-    types = tuple(hoisted.y_avals)
-    outputs = Outputs(jax.tree.structure(hoisted.y), types, fill, varying)
-    early = _EarlyExit(hoisted, condition, outputs, may_branch())
-    loop, front = _padded(hoisted.loop, early.length)
+    most, chunks = hoisted.loop.length, plan.loop.chunks
+    kept = Kept.of(hoisted, chunks.save or EVERYTHING)
+    stride = kept.stride(most, reverse=loop.reverse)
+    restricted, outputs = kept.restrict(hoisted, plan.fill, varying, stride)
+    early = _EarlyExit(restricted, condition, outputs, plan_chunks(most, stride, chunks.remat), may_branch())
+    loop, front = _padded(restricted.loop, early.length)
     given = _Operands(Reads(loop.consts, condition.closed, limit), holds, loop.state, loop.xs.x)
     progress, ys = early.differentiable()(given)
-    most = hoisted.loop.length
-    ys = jax.tree.map(lambda y: jax.lax.slice_in_dim(y, front, front + most), ys)
-    return Ended(hoisted.restore(progress.leaves), ys, progress.taken, ~progress.holds)
+    ys = [y[front // every :] for y, every in zip(ys, outputs.every, strict=True)]
+    leaves, ys = kept.assemble(progress.leaves, ys, outputs.every, most)
+    return Ended(hoisted.restore(leaves), ys, progress.taken, ~progress.holds)
 
 
 def _trace_condition(
@@ -197,24 +205,21 @@ class _EarlyExit:
         hoisted: the loop.
         condition: whether another step is taken.
         outputs: the types of y, and what it is where no step is taken.
+        chunks: the chunks of the derivative.
         branches: whether a branch may depend on data.
     """
 
     hoisted: Hoisted
     condition: Condition
     outputs: Outputs
+    chunks: Chunks
     branches: bool
-
-    @functools.cached_property
-    def chunks(self) -> tuple[int, int]:
-        """The size and the number of the chunks of the derivative."""
-        return square_chunks(self.hoisted.loop.length)
 
     @functools.cached_property
     def _silent(self) -> Step:
         """The step as the derivative computes it again: what it says, it has said."""
         step = self.hoisted.loop.step
-        assert isinstance(step, Lifted)
+        assert isinstance(step, Lifted | Keeping)
         return step.silenced() if self.hoisted.effects else step
 
     @property
@@ -224,8 +229,7 @@ class _EarlyExit:
     @property
     def length(self) -> int:
         """The steps of the whole chunks."""
-        size, number = self.chunks
-        return size * number
+        return self.chunks.size * self.chunks.number
 
     def _run(self, given: _Operands, length: int, sizes: tuple[int, ...], *, save: bool) -> _Saved:
         first = Progress(given.holds, vary_over(jnp.zeros((), jnp.int32), self.outputs.varying), given.state)
@@ -242,15 +246,16 @@ class _EarlyExit:
         )
 
     def _primal(self, given: _Operands) -> tuple[Progress, PyTree]:
-        size, _ = self.chunks
-        length, sizes = (self.length, (size,)) if not self._only_state else nested_sizes(self.hoisted.loop.length)
+        length, sizes = (
+            (self.length, (self.chunks.size,)) if not self._only_state else nested_sizes(self.hoisted.loop.length)
+        )
         if not self.branches:
             length, sizes = self.length if not self._only_state else self.hoisted.loop.length, ()
         progress, ys, _ = self._run(given, length, sizes, save=False)
         return progress, ys
 
     def _saving(self, given: _Operands) -> _Saved:
-        return self._run(given, self.length, (self.chunks[0],), save=True)
+        return self._run(given, self.length, (self.chunks.size,), save=True)
 
     def differentiable(self) -> Any:
         """The function from operands to (progress, ys). A derivative is taken of the same that saves its chunks."""
@@ -285,7 +290,7 @@ class _EarlyExit:
             (consts_part, x_part),
             Tangents(d_consts, d_state, d_xs),
             self.outputs,
-            self.chunks[0],
+            self.chunks,
             branches=self.branches,
         )
         progress = Progress(_no_tangent(saved.progress.holds), _no_tangent(saved.progress.taken), [])
