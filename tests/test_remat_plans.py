@@ -340,7 +340,7 @@ PRINTED = [
     "  steps         1,000      10 x 10 x 10",
     "  a carry       2.0 KiB    what changes from step to step",
     "  a step        6.0 KiB    what it saves if it is not recomputed",
-    "  saved         66.1 KiB   at one time, by the gradient",
+    "  saved         86.1 KiB   at one time, by the gradient",
     "  evaluations   4          of each step, the forward pass included",
 ]
 

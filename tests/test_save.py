@@ -135,6 +135,7 @@ def test_accumulate(save, reverse):
     assert_same(ours, theirs, *arguments(7))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reverse", [False, True])
 def test_axes_and_keys(reverse):
     """`out_axes` moves the axis of the outputs that have one; keys are those of the positions, and may be outputs."""
@@ -313,6 +314,7 @@ def test_compact(save, fill, reverse):
 MASKED_TRANSFORMS = [("vmap", False), *slow(("jvp", True), ("disable_jit", False), ("grad_of_grad", True))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("transform", "reverse"), MASKED_TRANSFORMS)
 def test_transforms_of_the_masked_scan(transform, reverse):
     transform = TRANSFORMS[transform]
@@ -560,7 +562,7 @@ def test_memory_of_the_gradient():
     everything, nothing = (memory(save, 512, gradient=True)[0] for save in ("all", None))
     assert everything > 4 * nothing
     assert memory(32, 512, gradient=True)[0] <= 1.25 * nothing
-    assert memory("last", 512, gradient=True)[0] <= 1.1 * nothing
+    assert memory("last", 512, gradient=True)[0] <= 1.2 * nothing  # of eight chunks one, as it is computed
 
 
 def test_memory_of_the_gradient_with_remat():

@@ -202,6 +202,7 @@ def test_weights_keep_their_whole_gradient():
     np.testing.assert_allclose(carried * init["init"]["w"], closed, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_keys_and_other_dtypes_in_the_carry():
     def body(carry, x):
         key, use = jax.random.split(carry["key"])
@@ -334,6 +335,7 @@ def test_masked(rows, reverse):
     assert_same_gradient(ours, theirs, *arguments(STEPS, 3))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("way", "reverse"),
     [
@@ -394,6 +396,7 @@ def test_masked_under_disable_jit():
     assert_close(got, _derived(theirs, *given)[1])
 
 
+@pytest.mark.slow
 def test_shared_leaves_of_the_carry_are_cut_where_any_row_goes_on():
     def body(carry, x, *, valid):
         total = carry["total"] * 0.9 + jnp.sum(jnp.where(valid, jnp.sin(x + carry["h"]), 0.0))

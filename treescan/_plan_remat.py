@@ -75,7 +75,10 @@ def plan_remat(
         frozen = frozen_init is not adopted.init or frozen_xs is not xs
         plan = Plan(convention, steps, frozen=frozen, custom=adopted.custom)
         given = Given(frozen_init, frozen_xs, key)
-        planned = _traced(lambda given: plan_of(hoist(make_loop(body, plan, given)), check_remat(remat)), given)
+        chosen = check_remat(remat)
+        if not steps:
+            return RematPlan(chosen, 0, (), 0, 0, 0, 0)
+        planned = _traced(lambda given: plan_of(hoist(make_loop(body, plan, given)), chosen), given)
         del alive
         return planned
     except Exception as error:

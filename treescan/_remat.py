@@ -56,6 +56,6 @@ class Remat:
 def _shown(value: Any) -> str:
     """A field as one would write it: a policy of JAX by its name."""
     if callable(value):
-        names = (name for name in dir(jax.checkpoint_policies) if getattr(jax.checkpoint_policies, name) is value)
-        value = next(names, getattr(value, "__name__", value))
+        names = [name for name in dir(jax.checkpoint_policies) if getattr(jax.checkpoint_policies, name) is value]
+        value = names[-1] if names else getattr(value, "__name__", value)  # `dots_saveable` has an older name too
     return f'"{value}"' if isinstance(value, str) else repr(value)

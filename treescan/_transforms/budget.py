@@ -76,8 +76,6 @@ def plan_of(hoisted: Hoisted, remat: Remat | None) -> RematPlan:
     length = hoisted.loop.length
     refuse_symbolic(length, "remat")
     carry = _carry_bytes(hoisted)
-    if not length:
-        return RematPlan(None if remat is None or remat.budget else remat, 0, (), carry, 0, 0, 0)
     step = _step_bytes(hoisted, hoisted.loop.step)
     if remat is None or remat.budget is None:
         chosen = None if remat is None else remat.policy

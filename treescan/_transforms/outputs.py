@@ -283,7 +283,7 @@ def keep_afterwards(ys: PyTree, save: Prefix, *, reverse: bool) -> PyTree:
         if keep is None:
             return None
         if keep == LAST:
-            return leaf[0 if reverse else -1] if leaf.shape[0] else jnp.zeros(leaf.shape[1:], leaf.dtype)
+            return leaf[0 if reverse else -1] if leaf.shape[0] else jax.lax.full(leaf.shape[1:], 0, leaf.dtype)
         return leaf if keep == ALL else leaf[keep - 1 :: keep]
 
     leaves, structure = jax.tree.flatten(ys)
