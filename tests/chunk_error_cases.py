@@ -53,9 +53,13 @@ def remat_class(one):
     return scan(step, one, XS, remat=Remat)
 
 
+def save_nothing(prim, *args, **params):
+    return False
+
+
 @case(ArgumentError)
 def remat_policy_alone(one):
-    return scan(step, one, XS, remat=jax.checkpoint_policies.dots_saveable)
+    return scan(step, one, XS, remat=save_nothing)
 
 
 @case(ArgumentError)
