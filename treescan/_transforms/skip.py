@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._avals import promoted
+from .._avals import is_key, promoted
 from .._chunk import Level, run_chunked
 from .._loop import Feed, Step, run
 from .._remat import Remat
@@ -78,7 +78,9 @@ class RunLive:
         index, consts = consts
         some = [LiveRows(self.step, tier, self.axes, self.idle) for tier in self.tiers[:-1]]
         taken: list[Callable[..., Any]] = [*some, self._everything]
-        if self.remat:  # else the branches that are not taken would write zeros for all that these save
+        if self.remat and _may_nest(
+            (consts, state, feed)
+        ):  # else the branches that are not taken would write zeros for all that these save
             taken = [jax.checkpoint(branch, prevent_cse=False) for branch in taken]
         return jax.lax.switch(index, [self._nothing, *taken], consts, state, feed)
 
@@ -212,6 +214,11 @@ class _Around:
         # A remainder is not worth further copies of the body.
         tiers = self.tiers if looped or self.only else self.tiers[-1:]
         return RunLive(step, tiers, self.axes, self.idle, self.remat and looped, looped)
+
+
+def _may_nest(tree: PyTree) -> bool:
+    """Whether a branch may be recomputed by itself: before 0.10, JAX does not split one that typed keys enter."""
+    return jax.__version_info__ >= (0, 10) or not any(map(is_key, jax.tree.leaves(tree)))
 
 
 def _live_rows(valid: Array, size: int) -> Array:
