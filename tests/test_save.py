@@ -560,7 +560,7 @@ def test_memory_of_a_masked_scan(save):
 def test_memory_of_the_gradient():
     """What only the outputs that are not kept need is not saved for the gradient either."""
     everything, nothing = (memory(save, 512, gradient=True)[0] for save in ("all", None))
-    assert everything > 4 * nothing
+    assert everything > 3.5 * nothing
     assert memory(32, 512, gradient=True)[0] <= 1.25 * nothing
     assert memory("last", 512, gradient=True)[0] <= 1.2 * nothing  # of eight chunks one, as it is computed
 
