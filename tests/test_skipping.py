@@ -254,11 +254,11 @@ def weighted_grad(init, xs, mask, w, **options):
     return jax.grad(total, argnums=(0, 1, 2))(init, xs, w)
 
 
-TRANSFORMED = {  # of the forward pass one conditional; of the gradient also the chunk once more, and its transpose
+TRANSFORMED = {  # and the conditionals that compute: of the forward pass, and of the chunk's transpose
     "forward": (weighted, 1),
-    "gradient": (weighted_grad, 3),
+    "gradient": (weighted_grad, 2),
     "vmap": (jax.vmap(functools.partial(weighted, chunk=CHUNK)), 1),
-    "vmap of grad": (jax.vmap(functools.partial(weighted_grad, chunk=CHUNK)), 3),
+    "vmap of grad": (jax.vmap(functools.partial(weighted_grad, chunk=CHUNK)), 2),
     "nested vmap": (jax.vmap(jax.vmap(functools.partial(weighted, chunk=CHUNK))), 1),
 }
 
@@ -278,8 +278,9 @@ def program_of(name, steps=2 * CHUNK, **options):
 def test_a_skipped_branch_stays_a_branch_that_computes_nothing(name):
     program, conditionals = program_of(name)
     branches = program.branches()
-    assert len(branches) == conditionals
-    assert sum(" dot(" in run for _, run in branches) == min(conditionals, 2)  # forwards, and backwards
+    handing_on = len(branches) - conditionals  # what a gradient's chunk is computed from; the newest JAX needs none
+    assert 0 <= handing_on < conditionals
+    assert sum(" dot(" in run for _, run in branches) == conditionals
     for skipped, run in branches:
         assert (" dot(" in run) == (" while(" in run)  # or it hands on what the other will be computed from
         assert not any(f" {operation}(" in skipped for operation in ("dot", "tanh", "while"))
@@ -288,7 +289,9 @@ def test_a_skipped_branch_stays_a_branch_that_computes_nothing(name):
 @pytest.mark.parametrize("name", ["forward", pytest.param("gradient", marks=pytest.mark.slow)])
 def test_a_remainder_is_a_branch_of_its_own(name):
     program, conditionals = program_of(name, steps=2 * CHUNK + 1)
-    assert len(program.branches()) in (2 * conditionals, 2 * conditionals - 1)  # it may be saved instead of recomputed
+    branches = program.branches()
+    assert 0 <= len(branches) - 2 * conditionals <= 2 * (conditionals - 1)
+    assert sum(" dot(" in run for _, run in branches) == 2 * conditionals
 
 
 @pytest.mark.parametrize("options", [{"remat": "step"}, {"remat": "nested", "chunk": 2}], ids=str)
@@ -296,7 +299,7 @@ def test_other_options_keep_the_branch(options):
     program, conditionals = program_of("gradient", **options)
     branches = program.branches()
     assert len(branches) >= conditionals
-    assert sum(" dot(" in run for _, run in branches) >= 2
+    assert sum(" dot(" in run for _, run in branches) >= conditionals
     assert not any(" dot(" in skipped for skipped, _ in branches)
 
 
