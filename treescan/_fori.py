@@ -8,22 +8,13 @@ from typing import Any, Unpack, overload
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from ._arguments import (
-    check_bound,
-    check_key,
-    check_keywords,
-    check_length,
-    check_name,
-    check_options,
-    check_reverse,
-    check_unroll,
-)
+from ._arguments import check_bound, check_key, check_length, check_options
 from ._avals import describe_traced
 from ._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
-from ._run import body_of, restored, run_verb
+from ._run import body_of, check_body, plan_loop, restored, run_verb
 from ._transforms.body import check_callable
 from ._transforms.conventions import FORI
-from ._transforms.pipeline import Given, Plan
+from ._transforms.pipeline import Given
 from ._transforms.until import Bounds, UntilPlan, execute_until
 from ._tree import freeze_static
 from ._types import Array, ArrayLike, Carry, IndexOptions, KeyedIndexBody, PyTree
@@ -142,24 +133,14 @@ def _run_traced(
     bounds: Bounds,
     most: int,
     *,
-    reverse: bool = False,
-    unroll: int | bool = 1,
     key: Array | None = None,
-    name: str | None = None,
+    **options: Any,
 ) -> PyTree:
     body, alive = body_of(f, FORI)
     adopted, key = adopt(init), check_key(key)
     frozen = freeze_static(adopted.init)
-    check_keywords(body, {"key": "the option `key`"} if key is not None else {}, FORI)
-    plan = Plan(
-        convention=FORI,
-        length=most,
-        reverse=check_reverse(reverse),
-        unroll=check_unroll(unroll, most),
-        frozen=frozen is not adopted.init,
-        custom=adopted.custom,
-        name=check_name(name),
-    )
+    check_body(body, FORI, keyed=key is not None)
+    plan = plan_loop(FORI, most, frozen=frozen is not adopted.init, custom=adopted.custom, **options)
     ended = execute_until(body, None, UntilPlan(plan), Given(frozen, key=key), bounds)
     del alive
     return restored((ended.state, None), plan, adopted)[0]

@@ -71,7 +71,7 @@ def plan_remat(
         frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
         steps = infer_length(frozen_xs, check_length(length), None)
         key = check_key(key)
-        check_body(body, convention, keyed=key is not None, masked=False)
+        check_body(body, convention, keyed=key is not None)
         frozen = frozen_init is not adopted.init or frozen_xs is not xs
         plan = Plan(convention, steps, frozen=frozen, custom=adopted.custom)
         given = Given(frozen_init, frozen_xs, key)

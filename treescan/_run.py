@@ -77,17 +77,17 @@ def run_verb(
     frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
     axes = resolve_axes(in_axes, frozen_xs)
     steps = infer_length(frozen_xs, check_length(length), axes)
-    plan = Plan(
-        convention=convention,
-        length=steps,
-        reverse=check_reverse(reverse),
-        unroll=check_unroll(unroll, steps),
+    plan = plan_loop(
+        convention,
+        steps,
+        reverse=reverse,
+        unroll=unroll,
         in_axes=axes,
-        out_axes=None if type(out_axes) is int and out_axes == 0 else static_axes("out_axes", out_axes),
+        out_axes=out_axes,
+        name=name,
         frozen=frozen_init is not adopted.init or frozen_xs is not xs,
         custom=adopted.custom,
         sees_valid=check_body(body, convention, keyed=key is not None, masked=mask is not None),
-        name=check_name(name),
         chunks=check_chunks(remat, save, truncate),
         mask=mask,
         lowering=lowering,
@@ -95,6 +95,28 @@ def run_verb(
     result = execute(body, plan, Given(frozen_init, frozen_xs, key, *(rows(steps) if rows else RowFlags()), lower))
     del alive
     return restored(result, plan, adopted) if plan.frozen or adopted.back else result
+
+
+def plan_loop(
+    convention: Convention,
+    length: int,
+    *,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    out_axes: Axes = 0,
+    name: str | None = None,
+    **known: Any,
+) -> Plan:
+    """The plan of a loop. What is named here is as the user gave it, and is checked; `known` are fields of the plan."""
+    return Plan(
+        convention,
+        length,
+        reverse=check_reverse(reverse),
+        unroll=check_unroll(unroll, length),
+        out_axes=None if type(out_axes) is int and out_axes == 0 else static_axes("out_axes", out_axes),
+        name=check_name(name),
+        **known,
+    )
 
 
 def body_of(f: Callable[..., Any], convention: Convention) -> tuple[Body, Callable[..., Any]]:
@@ -112,7 +134,7 @@ def restored(result: tuple[PyTree, PyTree], plan: Plan, adopted: Adopted) -> tup
     return adopted.restore(state), (adopted.restore(ys) if plan.convention.stacks else ys)
 
 
-def check_body(body: Body, convention: Convention, *, keyed: bool, masked: bool) -> bool:
+def check_body(body: Body, convention: Convention, *, keyed: bool, masked: bool = False) -> bool:
     """Holds a body's parameters against what it will be passed; returns whether it takes `valid`."""
     sees_valid = masked and takes_keyword(body, "valid")
     passed = {"key": "the option `key`"} if keyed else {}

@@ -7,28 +7,18 @@ from typing import Any, Generic, NamedTuple, overload
 
 import jax
 
-from ._arguments import (
-    check_key,
-    check_keywords,
-    check_length,
-    check_name,
-    check_options,
-    check_reverse,
-    check_unroll,
-    infer_length,
-    resolve_axes,
-)
+from ._arguments import check_key, check_length, check_options, infer_length, resolve_axes
 from ._avals import describe_leaf
 from ._chunk_arguments import check_chunks
 from ._errors import ArgumentError, Fault, Row, explain, verb
 from ._loop import Body
-from ._run import body_of, restored
-from ._transforms.axes import LeafAxes, static_axes
+from ._run import body_of, check_body, plan_loop, restored
+from ._transforms.axes import LeafAxes
 from ._transforms.chunked import ChunkPlan, refuse_budget, refuse_offload
 from ._transforms.condition import check_condition
 from ._transforms.conventions import WHILE_SCAN
 from ._transforms.fill import HOLD, check_fill
-from ._transforms.pipeline import Given, Plan
+from ._transforms.pipeline import Given
 from ._transforms.until import UntilPlan, execute_until
 from ._tree import Prefix, freeze_static, leaves_with_path
 from ._types import Array, Axes, Carry, KeyedBody, PyTree, RematLike, Save, X, Y
@@ -232,17 +222,17 @@ def _run(
     frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
     axes = resolve_axes(in_axes, frozen_xs)
     length = _check_max_length(max_length, frozen_xs, axes)
-    check_keywords(body, {"key": "the option `key`"} if key is not None else {}, WHILE_SCAN)
-    plan = Plan(
-        convention=WHILE_SCAN,
-        length=length,
-        reverse=check_reverse(reverse),
-        unroll=check_unroll(unroll, length),
+    check_body(body, WHILE_SCAN, keyed=key is not None)
+    plan = plan_loop(
+        WHILE_SCAN,
+        length,
+        reverse=reverse,
+        unroll=unroll,
+        out_axes=out_axes,
+        name=name,
         in_axes=axes,
-        out_axes=None if type(out_axes) is int and out_axes == 0 else static_axes("out_axes", out_axes),
         frozen=frozen_init is not adopted.init or frozen_xs is not xs,
         custom=adopted.custom,
-        name=check_name(name),
         chunks=chunks,
     )
     filled = _check_fill(fill)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Literal
 
 from .._loop import Feed, Loop, Step
 from .._types import Array, ArrayLike, PyTree
@@ -16,28 +17,18 @@ class Counted:
     Attributes:
         step: the inner step.
         stride: 1, or -1 in reverse.
+        place: where in the feed the index stands.
     """
 
     step: Step
     stride: int
+    place: Literal["x", "position"]
 
     def __call__(self, consts: PyTree, state: tuple[Array, PyTree], feed: Feed) -> tuple[PyTree, PyTree]:
         index, inner = state
-        inner, y = self.step(consts, inner, feed._replace(x=index))
+        fed = feed._replace(x=index) if self.place == "x" else feed._replace(position=index)
+        inner, y = self.step(consts, inner, fed)
         return (index + self.stride, inner), y
-
-
-@dataclass(frozen=True)
-class Positioned:
-    """The step that feeds its position to another, from which a key is folded. Its state is (position, the inner)."""
-
-    step: Step
-    stride: int
-
-    def __call__(self, consts: PyTree, state: tuple[Array, PyTree], feed: Feed) -> tuple[PyTree, PyTree]:
-        position, inner = state
-        inner, y = self.step(consts, inner, feed._replace(position=position))
-        return (position + self.stride, inner), y
 
 
 def count(loop: Loop, lower: int) -> Loop:
@@ -48,11 +39,7 @@ def count(loop: Loop, lower: int) -> Loop:
     return count_from(loop, lower + loop.length - 1 if loop.reverse else lower)
 
 
-def count_from(loop: Loop, first: ArrayLike) -> Loop:
-    """Feeds indices as x, of which the first step is given `first`."""
-    return dataclasses.replace(loop, step=Counted(loop.step, -1 if loop.reverse else 1), state=(first, loop.state))
-
-
-def position_from(loop: Loop, first: ArrayLike) -> Loop:
-    """Feeds positions, of which the first step is given `first`."""
-    return dataclasses.replace(loop, step=Positioned(loop.step, -1 if loop.reverse else 1), state=(first, loop.state))
+def count_from(loop: Loop, first: ArrayLike, place: Literal["x", "position"] = "x") -> Loop:
+    """Feeds indices as x, or as positions from which keys are folded; the first step is given `first`."""
+    step = Counted(loop.step, -1 if loop.reverse else 1, place)
+    return dataclasses.replace(loop, step=step, state=(first, loop.state))

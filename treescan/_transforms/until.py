@@ -22,7 +22,7 @@ from .._types import Array, ArrayLike, PyTree
 from .axes import scan_over_axes
 from .chunked import EVERYTHING
 from .condition import CallCondition, Condition, trace_condition
-from .count import count_from, position_from
+from .count import count_from
 from .early_exit import Chunks, Outputs, Progress, Reads, TakeStep, nested_sizes, plan_chunks, run_until
 from .hoist import Hoisted, Lifted, hoist, lift
 from .kept import Keeping, Kept, keep_what_ran
@@ -107,7 +107,7 @@ def _make_loop(body: Body, plan: Plan, given: Given, bounds: Bounds | None, limi
     xs = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, 0, plan.length), loop.xs.x)
     loop = dataclasses.replace(loop, xs=Feed(xs))
     if given.key is not None:
-        loop = position_from(loop, limit - 1 if plan.reverse else 0)
+        loop = count_from(loop, limit - 1 if plan.reverse else 0, "position")
     if bounds is not None:
         loop = count_from(loop, bounds.lower + limit - 1 if plan.reverse else bounds.lower)
     return loop
