@@ -186,3 +186,18 @@ def test_without_stacked_outputs_nothing_grows(save, steps):
 def test_memory_of_the_gradient(save):
     """The carries of about sqrt(max_length) chunks, and of the steps of one; not one output per step."""
     assert memory(save, 1024, gradient=True) <= 1024 / 4 < 1024 <= memory("all", 1024, gradient=True)
+
+
+def test_the_gradient_saves_of_a_step_what_is_not_had_for_nothing():
+    """Of 1,024 steps in chunks of 32: the carry before each chunk, and within one each step's carry and tanh."""
+
+    def loss(w, c):
+        run = treescan.while_scan(lambda c: c[0, 0] < 2, lambda c, _: (jnp.tanh(c @ w), None), c, max_length=1024)
+        return jnp.sum(run.carry)
+
+    w, c = jnp.eye(8), jnp.ones((4096, 8))
+    saved = (
+        jax.jit(jax.grad(loss, argnums=(0, 1))).lower(w, c).compile().memory_analysis().temp_size_in_bytes / c.nbytes
+    )
+    least = 32 + 2 * 32
+    assert least <= saved <= least + 6

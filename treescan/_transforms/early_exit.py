@@ -256,7 +256,7 @@ class Chunks(NamedTuple):
 def plan_chunks(length: int, stride: int, remat: Remat | None) -> Chunks:
     """Chunks for a loop of so many steps, with a boundary wherever one in `stride` outputs is kept."""
     sizes = remat_sizes(length, remat)
-    size, inner = (sizes[-1], sizes[:-1]) if sizes else (_square_root(length), ())
+    size, inner = (sizes[-1], sizes[:-1]) if sizes else (_chunk_of(length), ())
     if stride > 1:
         size = min(-(-size // stride), length // stride) * stride
         sizes = plan_sizes(size, [Wish(stride, exact=True), *map(Wish, inner)]) if inner else ()
@@ -264,9 +264,13 @@ def plan_chunks(length: int, stride: int, remat: Remat | None) -> Chunks:
     return Chunks(size, -(-length // size), inner, remat)
 
 
-def _square_root(length: int) -> int:
-    """The size of chunks, about as many as each has steps; without a remainder where that is near."""
-    root = math.isqrt(length - 1) + 1
+def _chunk_of(length: int) -> int:
+    """The size of chunks, somewhat fewer than each has steps; without a remainder where that is near.
+
+    A chunk that is not run still costs some copies of the state: fewer and larger ones are faster where a loop stops
+    early, and take hardly more memory.
+    """
+    root = math.isqrt(3 * length // 2 - 1) + 1
     near = [size for size in range(max(1, root // 2), min(length, 2 * root) + 1) if length % size == 0]
     return min(near, key=lambda other: abs(math.log(other / root)), default=root)
 

@@ -20,6 +20,9 @@ from .._types import PyTree
 
 _CARRY = "treescan carry"
 
+_PRODUCTS = frozenset({"mul", "square", "integer_pow", "one_minus_square"})
+_OF_ONE_ARRAY = frozenset({"add", "sub", "neg", "broadcast_in_dim", "reshape", "squeeze", "transpose"})
+
 
 @dataclass(frozen=True)
 class Checkpointed:
@@ -80,6 +83,17 @@ class RematChunk:
 
     def __call__(self, step: Step, looped: bool) -> Step:
         return Checkpointed(step, looped, offload=self.offload)
+
+
+def save_costly(prim: Any, *avals: Any, **params: Any) -> bool:
+    """The policy of chunks that the gradient recomputes unasked: it saves what is not had for next to nothing.
+
+    Products are not saved, as their derivative needs their factors, nor are cheap functions of one array: as many
+    arrays are saved as without, or fewer. Of `tanh` that is its result, and not one minus it as well.
+    """
+    del params
+    arrays = sum(aval.ndim > 0 for aval in avals)
+    return prim.name not in _PRODUCTS and not (prim.name in _OF_ONE_ARRAY and arrays == 1)
 
 
 def checkpoint_steps(loop: Loop, remat: Remat) -> Loop:

@@ -23,6 +23,7 @@ from jax.custom_derivatives import SymbolicZero
 from .._avals import is_key, place_like, vary_over
 from .._chunk import as_step
 from .._loop import Feed, Loop, Memo, Step, run
+from .._remat import Remat
 from .._tree import Prefix
 from .._types import Array
 from .early_exit import Chunks, Outputs
@@ -30,7 +31,7 @@ from .good_pairs import GoodPair
 from .hoist import merge
 from .lend import lend, most_of_all, most_of_devices
 from .mask import Masked
-from .remat import RematChunk, checkpoint_steps
+from .remat import RematChunk, checkpoint_steps, save_costly
 from .rows import select
 
 NOTHING, SOME, ALL = 0, 1, 2
@@ -314,8 +315,7 @@ def push_forward(
 def _plain(loop: Loop, outputs: Outputs, plan: Chunks) -> Step:
     """What runs a whole chunk."""
     loop = dataclasses.replace(loop, length=plan.size)
-    if plan.remat is not None:
-        loop = checkpoint_steps(loop, plan.remat)
+    loop = checkpoint_steps(loop, plan.remat or Remat(policy=save_costly))
     return as_step(loop, outputs.levels(plan.size, plan.inner, lambda size: RematChunk()))
 
 
