@@ -13,10 +13,12 @@ from ._errors import (
     TracedArgumentError as TracedArgumentError,
     TreescanError as TreescanError,
 )
+from ._filters import DenyList as DenyList, In as In, Out as Out
 from ._fold import accumulate as accumulate, fold as fold
 from ._fori import fori as fori
 from ._init_layers import init_layers as init_layers
 from ._layers import fold_layers as fold_layers, scan_layers as scan_layers
+from ._lift import lift as lift
 from ._mask_scan import mask_scan as mask_scan
 from ._pack import Packed as Packed, PackIndex as PackIndex, last as last, pack as pack, unpack as unpack
 from ._pad import Padded as Padded, length_mask as length_mask, pad as pad, unpad as unpad

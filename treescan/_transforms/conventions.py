@@ -58,3 +58,11 @@ FOLD_LAYERS = Convention(
 SCAN_LAYERS = dataclasses.replace(
     FOLD_LAYERS, verb="scan_layers", call="scan_layers(block, x, layers)", pair=True, other="fold_layers"
 )
+LIFT = Convention(
+    "lift",
+    'lift(fn, variable_broadcast="params")',
+    ("state", "variables", "rngs", "args", "broadcast"),
+    spread=True,
+    pair=True,
+    other="",
+)

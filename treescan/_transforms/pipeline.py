@@ -20,6 +20,7 @@ from .chunked import PLAIN, ChunkPlan, run_planned
 from .conventions import Convention
 from .count import count
 from .masking import MaskPlan, run_masked
+from .once import OncePlan, Outputs, Parted, drop_outputs, part_outputs
 from .outputs import move_kept
 from .rows import mask_of_lengths
 
@@ -42,6 +43,7 @@ class Plan:
         chunks: what the gradient recomputes, where it is cut, and what is kept of the outputs.
         mask: the axes and the fill of a masked scan.
         lowering: further keyword arguments of `jax.lax.scan`.
+        once: the outputs that are the same in every step.
     """
 
     convention: Convention
@@ -57,6 +59,7 @@ class Plan:
     chunks: ChunkPlan = PLAIN
     mask: MaskPlan | None = None
     lowering: tuple[tuple[str, Any], ...] = ()
+    once: OncePlan | None = None
 
 
 class Given(NamedTuple):
@@ -97,7 +100,7 @@ def execute(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
 
 def _has_work(plan: Plan, given: Given) -> bool:
     moves = any(plan.in_axes or ()) or None in (plan.in_axes or ()) or plan.out_axes is not None
-    return moves or given.key is not None or plan.mask is not None or not plan.chunks.is_plain
+    return moves or given.key is not None or plan.mask is not None or plan.once is not None or not plan.chunks.is_plain
 
 
 def assemble(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
@@ -118,11 +121,41 @@ def assemble(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
             result = run_masked(loop, valid, resets, plan.mask, plan.chunks, names, plan.in_axes)
         else:
             loop = loop if plan.in_axes is None else scan_over_axes(loop, plan.in_axes)
-            result = run_planned(loop, plan.chunks)
+            result = run_planned(loop, plan.chunks) if plan.once is None else _run_once(body, plan, given, loop)
         if plan.out_axes is None:
             return result
         state, ys = result
+        if plan.once is not None:
+            return state, ys._replace(stacked=move_kept(ys.stacked, plan.out_axes.tree, plan.chunks.save))
         return state, move_kept(ys, plan.out_axes.tree, plan.chunks.save)
+
+
+def _run_once(body: Body, plan: Plan, given: Given, loop: Loop) -> tuple[PyTree, Outputs]:
+    """Runs a loop of which some outputs are the same in every step."""
+    assert plan.once is not None
+    parted = part_outputs(loop, plan.once.wanted)
+    again = None if plan.once.again is None else plan.once.again(parted.once, _reads_watched(plan, given, parted))
+    if again is None:
+        state, stacked = run_planned(parted.loop, plan.chunks)
+        return parted.hoisted.restore(state), Outputs(stacked, parted.once)
+    loop = make_loop(body, plan, given._replace(args=(*given.args[:-1], again)))
+    loop = loop if plan.in_axes is None else scan_over_axes(loop, plan.in_axes)
+    state, stacked = run_planned(drop_outputs(loop, plan.once.wanted), plan.chunks)
+    return state, Outputs(stacked, parted.once)
+
+
+def _reads_watched(plan: Plan, given: Given, parted: Parted) -> bool:
+    """Whether what is left of a loop reads one of the leaves of xs that are watched."""
+    assert plan.once is not None
+    if plan.once.watched is None:
+        return False
+    watched = plan.once.watched.spread(given.xs, "xs")
+    axes = plan.in_axes or (0,) * len(watched)
+    whole = [flag for flag, axis in zip(watched, axes, strict=True) if axis is None]
+    sliced = [flag for flag, axis in zip(watched, axes, strict=True) if axis is not None]
+    consts, fed = parted.reads  # whole leaves lead the consts: see `scan_over_axes`
+    pairs = [*zip(whole, consts, strict=False), *zip(sliced, fed, strict=False)]
+    return any(watch and read for watch, read in pairs)
 
 
 def make_loop(body: Body, plan: Plan, given: Given) -> Loop:

@@ -1,0 +1,273 @@
+"""Loops over groups of variables: those that all steps share, those that are carried, and those that have an axis.
+
+`lift` and the integration of flax are made of it. They differ in what a group is: here it is any pytree.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import re
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+
+from ._arguments import check_length, infer_length, resolve_axes
+from ._chunk_arguments import check_chunks
+from ._errors import ArgumentError, Cure, Fault
+from ._run import body_of, plan_loop, restored
+from ._transforms.conventions import LIFT
+from ._transforms.once import OncePlan
+from ._transforms.pipeline import Given, execute
+from ._tree import Prefix, freeze_static
+from ._types import Axes, PyTree, RematLike, Save
+from .carries._registry import adopt
+
+
+class Groups(NamedTuple):
+    """Variables, by what becomes of them.
+
+    Attributes:
+        broadcast: what all steps share.
+        carried: what one step hands on to the next.
+        scanned: trees of which each step has a slice, each along an axis of its own.
+    """
+
+    broadcast: PyTree
+    carried: PyTree
+    scanned: tuple[PyTree, ...]
+
+
+class Rngs(NamedTuple):
+    """Trees of PRNG keys.
+
+    Attributes:
+        shared: every step is given the same.
+        split: every step is given its own, split from these.
+    """
+
+    shared: PyTree
+    split: PyTree
+
+
+class State(NamedTuple):
+    """What is carried."""
+
+    variables: PyTree
+    carry: PyTree
+
+
+class Outputs(NamedTuple):
+    """What a step returns beside what is carried."""
+
+    y: PyTree
+    variables: tuple[PyTree, ...]
+    broadcast: PyTree
+
+
+Call = Callable[[Groups, Rngs, PyTree, tuple[Any, ...]], tuple[PyTree, PyTree, Groups]]
+"""(variables, rngs, carry, args) to (carry, y, variables)."""
+
+
+@dataclass(frozen=True, eq=False)
+class Step:
+    """A step of such a loop, in the terms of a scan. Looks like the user's function in messages.
+
+    Attributes:
+        call: what it calls.
+        function: the user's function.
+    """
+
+    call: Call
+    function: Any
+
+    @property
+    def __wrapped__(self) -> Any:
+        return self.function
+
+    @property
+    def __signature__(self) -> inspect.Signature:
+        kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
+        return inspect.Signature([inspect.Parameter(name, kind) for name in LIFT.takes])
+
+    def __call__(
+        self, state: State, variables: tuple[PyTree, ...], rngs: Rngs, args: tuple[Any, ...], broadcast: PyTree
+    ) -> tuple[State, Outputs]:
+        """Calls the user's function with one step's share of everything."""
+        groups = Groups(broadcast, state.variables, variables)
+        carry, y, groups = self.call(groups, rngs, state.carry, args)
+        return State(groups.carried, carry), Outputs(y, groups.scanned, groups.broadcast)
+
+
+@dataclass(frozen=True)
+class Roles:
+    """How such a loop is run.
+
+    Attributes:
+        scanned_in: the axis of each scanned tree.
+        scanned_out: the axis along which each of those that are returned is stacked.
+        in_axes: a prefix of args: the axis of each, None for what is given whole to every step.
+        out_axes: a prefix of y: where the stacked axis goes, None for what is the same in every step.
+        length: the number of steps, None where the arrays say it.
+        reverse: whether the last step comes first.
+        unroll: as for `treescan.scan`.
+        remat: as for `treescan.scan`.
+        save: as for `treescan.scan`.
+        name: as for `treescan.scan`.
+        lowering: further keyword arguments of `jax.lax.scan`.
+    """
+
+    scanned_in: tuple[int, ...]
+    scanned_out: tuple[int, ...]
+    in_axes: Axes = 0
+    out_axes: Axes = 0
+    length: int | None = None
+    reverse: bool = False
+    unroll: int | bool = 1
+    remat: RematLike | None = None
+    save: Save = "all"
+    name: str | None = None
+    lowering: tuple[tuple[str, Any], ...] = ()
+
+
+class _Xs(NamedTuple):
+    variables: PyTree
+    rngs: Rngs
+    args: PyTree
+
+
+_KEYS = Prefix.of(_Xs(False, Rngs(True, True), False))
+
+
+def run_groups(
+    step: Step,
+    roles: Roles,
+    groups: Groups,
+    rngs: Rngs,
+    carry: PyTree,
+    args: tuple[Any, ...],
+    again: Callable[[PyTree, bool], PyTree] | None = None,
+) -> tuple[PyTree, PyTree, Groups]:
+    """Runs the loop.
+
+    Args:
+        step: the step.
+        roles: how it is run.
+        groups: the variables.
+        rngs: the keys.
+        carry: what is carried beside variables.
+        args: what is scanned over, or given whole.
+        again: given the broadcast variables after the trace, and whether the steps read keys for anything else: what
+            these are to be when the body is traced again, or None if it is not.
+
+    Returns:
+        The carry, ys, and the variables that the steps returned: stacked where they have an axis.
+    """
+    with _in_users_terms():
+        return _run(step, roles, groups, rngs, carry, args, again)
+
+
+_TERMS = (
+    (r"\bstate\.carry\b", "carry"),
+    (r"\b(?:state|y|xs)\.(?:variables|broadcast)(?:\[\d+\])*", "variables"),
+    (r"\by\.y\b", "y"),
+    (r"\bxs\.(?=args|rngs)", ""),
+)
+"""What stands in paths, and what the user calls it: trees of variables are numbered here, and by name there."""
+
+
+def _in_terms(text: str) -> str:
+    for pattern, term in _TERMS:
+        text = re.sub(pattern, term, text)
+    return text
+
+
+@contextlib.contextmanager
+def _in_users_terms() -> Generator[None]:
+    """What is said of the state and of xs, said of the carry, the variables and the arguments."""
+    try:
+        yield
+    except Fault as fault:
+        fault.says = _in_terms(fault.says)
+        fault.rows = [row._replace(leaf=_in_terms(row.leaf)) for row in fault.rows]
+        fault.cures = tuple(Cure(_in_terms(cure.text), cure.kind, _in_terms(cure.leaf)) for cure in fault.cures)
+        fault.carry_root = fault.carry_root and "carry"
+        raise
+
+
+def _run(
+    step: Step,
+    roles: Roles,
+    groups: Groups,
+    rngs: Rngs,
+    carry: PyTree,
+    args: tuple[Any, ...],
+    again: Callable[[PyTree, bool], PyTree] | None,
+) -> tuple[PyTree, PyTree, Groups]:
+    body, alive = body_of(step, LIFT)
+    adopted = adopt(State(groups.carried, carry))
+    xs, axes = _Xs(groups.scanned, Rngs(None, None), args), _Xs(roles.scanned_in, Rngs(None, 0), roles.in_axes)
+    frozen_init, frozen_xs, broadcast = map(freeze_static, (adopted.init, xs, groups.broadcast))
+    length = infer_length(frozen_xs, check_length(roles.length), resolve_axes(axes, frozen_xs))
+    frozen_xs = frozen_xs._replace(rngs=Rngs(rngs.shared, split_keys(rngs.split, length)))
+    out_axes, wanted = _outputs(roles)
+    plan = plan_loop(
+        LIFT,
+        length,
+        reverse=roles.reverse,
+        unroll=roles.unroll,
+        in_axes=resolve_axes(axes, frozen_xs),
+        out_axes=out_axes,
+        name=roles.name,
+        frozen=frozen_init is not adopted.init or frozen_xs is not xs or broadcast is not groups.broadcast,
+        custom=adopted.custom,
+        chunks=check_chunks(roles.remat, _saved(roles), None),
+        lowering=roles.lowering,
+        once=OncePlan(wanted, None if again is None else lambda y, keys: again(y.broadcast, keys), _KEYS),
+    )
+    result = execute(body, plan, Given(frozen_init, frozen_xs, args=(broadcast,)))
+    del alive
+    state, found = restored(result, plan, adopted)
+    stacked, once = found
+    y = jax.tree.map(_either, stacked.y, once.y, is_leaf=_is_none) if _has_once(roles) else stacked.y
+    return state.carry, y, Groups(once.broadcast, state.variables, stacked.variables)
+
+
+def _outputs(roles: Roles) -> tuple[PyTree, Prefix]:
+    """The axes of outputs that are stacked, and which are not, but the same in every step."""
+    axes = jax.tree.map(lambda axis: 0 if axis is None else axis, roles.out_axes, is_leaf=_is_none)
+    once = jax.tree.map(_is_none, roles.out_axes, is_leaf=_is_none)
+    return Outputs(axes, roles.scanned_out, 0), Prefix.of(Outputs(once, (False,) * len(roles.scanned_out), True))
+
+
+def _saved(roles: Roles) -> Save:
+    """What is kept of all outputs."""
+    if isinstance(roles.save, str) and roles.save == "all":
+        return roles.save
+    if _has_once(roles):
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `save` chooses among outputs that are stacked, and `out_axes` has None for some that "
+            "are not.",
+            "Give each output an axis, or leave `save` out.",
+        )
+    return Outputs(roles.save, ("all",) * len(roles.scanned_out), "all")
+
+
+def _has_once(roles: Roles) -> bool:
+    return any(map(_is_none, jax.tree.leaves(roles.out_axes, is_leaf=_is_none)))
+
+
+def _is_none(node: Any) -> bool:
+    return node is None
+
+
+def _either(stacked: Any, once: Any) -> Any:
+    return once if stacked is None else stacked
+
+
+def split_keys(keys: PyTree, length: int) -> PyTree:
+    """Keys for so many steps from each of the keys, which lead: as `flax.linen.scan` splits them."""
+    return jax.tree.map(lambda key: jax.random.split(jax.random.clone(key), length), keys)

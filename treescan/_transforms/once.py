@@ -1,0 +1,327 @@
+"""Outputs that are the same in every step: proven so from the body's trace, and computed once, before the loop."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
+
+from .._avals import describe_leaf
+from .._errors import BodyError, Fault, Row
+from .._loop import Feed, Loop, Step, as_arrays, is_jit_disabled
+from .._tree import Prefix, leaves_with_path
+from .._types import PyTree
+from .hoist import Hoisted, Traced, flatten_only, hoist, merge
+
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"})
+_CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+
+
+@dataclass(frozen=True)
+class OncePlan:
+    """Which outputs are returned once.
+
+    Attributes:
+        wanted: a prefix of y, True for each output that must be the same in every step.
+        again: asked after the trace, with y, which has None for the outputs that vary, and whether what is left of the
+            loop reads a watched leaf: what the body is to be given as its last argument when it is traced again, or
+            None if it is not. None: it never is.
+        watched: a prefix of xs, True for the leaves that are watched; None: none are.
+    """
+
+    wanted: Prefix
+    again: Callable[[PyTree, bool], PyTree] | None = None
+    watched: Prefix | None = None
+
+
+class Outputs(NamedTuple):
+    """What such a loop returns for ys.
+
+    Attributes:
+        stacked: ys, with None in place of the others.
+        once: y, with None in place of those.
+    """
+
+    stacked: PyTree
+    once: PyTree
+
+
+class Parted(NamedTuple):
+    """A loop without the outputs that are the same in every step.
+
+    Attributes:
+        loop: the loop; its state is a list of leaves.
+        hoisted: what its trace told: `hoisted.restore` gives back the state.
+        once: y with these outputs in their places, and None in those of the others.
+        reads: for each leaf of the consts and of what a step is fed whether what is left reads it.
+    """
+
+    loop: Loop
+    hoisted: Hoisted
+    once: PyTree
+    reads: tuple[tuple[bool, ...], tuple[bool, ...]]
+
+
+def part_outputs(loop: Loop, wanted: Prefix) -> Parted:
+    """Computes what is the same in every step, and leaves it out of the loop.
+
+    Raises:
+        Fault: for a `BodyError` that lists the outputs which are not the same in every step, as far as it is known.
+    """
+    typed = loop if loop.length else dataclasses.replace(loop, xs=jax.tree.map(_one_zero, loop.xs))
+    typed = dataclasses.replace(typed, state=as_arrays(loop.state))
+    with jax.disable_jit(False):
+        hoisted = hoist(typed)
+    flags = tuple(map(bool, wanted.spread(hoisted.y, "y")))
+    program = _Program.of(hoisted)
+    places = [len(hoisted.fixed) + i for i, flag in enumerate(flags) if flag]
+    once = program.compute(places) or _compute_inlined(program, hoisted, flags, places)
+    rest = program.without(once, places)
+    reads = _reads(rest, program, hoisted)
+    y = jax.tree.unflatten(jax.tree.structure(hoisted.y), merge(flags, once.values, [None] * flags.count(False)))
+    if is_jit_disabled():
+        hoisted = flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state)))
+        step: Step = _Dropping(hoisted.loop.step, flags)
+        return Parted(dataclasses.replace(hoisted.loop, step=step), hoisted, y, reads)
+    step = _Rest(rest, program.consts, hoisted.fixed, jax.tree.structure(_pruned(hoisted.y, flags)))
+    consts = (once.early, hoisted.loop.consts)
+    run = dataclasses.replace(hoisted.loop, step=step, consts=consts, xs=loop.xs, length=loop.length)
+    return Parted(run, hoisted, y, reads)
+
+
+def _compute_inlined(program: _Program, hoisted: Hoisted, flags: tuple[bool, ...], places: Sequence[int]) -> _Once:
+    """The same within what the step calls; the calls themselves stay in the loop as they are."""
+    inlined = program.inlined()
+    once = inlined.compute(places)
+    if once is None:
+        raise _varies(inlined, hoisted, flags)
+    return once._replace(equations=frozenset(), variables=[], early=[])
+
+
+def _reads(rest: Any, program: _Program, hoisted: Hoisted) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Which of the consts, and of what a step is fed, a jaxpr reads."""
+    read = {var for equation in rest.eqns for var in _variables(equation.invars)}
+    read.update(_variables(rest.outvars))
+    flags = tuple(var in read for var in program.jaxpr.invars)
+    _, inner = hoisted.loop.consts
+    consts = len(jax.tree.leaves(inner))
+    return flags[:consts], flags[consts + len(hoisted.fixed) :]
+
+
+def drop_outputs(loop: Loop, wanted: Prefix) -> Loop:
+    """The loop without these outputs, whatever they are."""
+    return dataclasses.replace(loop, step=_DroppingPrefix(loop.step, wanted))
+
+
+def _one_zero(leaf: Any) -> Any:
+    return jnp.zeros((1, *leaf.shape[1:]), leaf.dtype)
+
+
+def _pruned(y: PyTree, flags: Sequence[bool]) -> PyTree:
+    leaves, structure = jax.tree.flatten(y)
+    return jax.tree.unflatten(structure, [None if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)])
+
+
+@dataclass(frozen=True)
+class _Dropping:
+    """The step without some leaves of its y."""
+
+    step: Step
+    flags: tuple[bool, ...]
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        state, y = self.step(consts, state, feed)
+        return state, _pruned(y, self.flags)
+
+
+@dataclass(frozen=True)
+class _DroppingPrefix:
+    """The same, before it is known what leaves there are."""
+
+    step: Step
+    wanted: Prefix
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        state, y = self.step(consts, state, feed)
+        return state, _pruned(y, tuple(map(bool, self.wanted.spread(y, "y"))))
+
+
+@dataclass(frozen=True, eq=False)
+class _Rest:
+    """What is left of a traced step. Its consts: (what was computed before, (unchanged leaves, inner consts))."""
+
+    jaxpr: Any
+    closed: list[Any]
+    fixed: tuple[bool, ...]
+    y: Any
+
+    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        early, (unchanged, inner) = consts
+        leaves = jax.tree.leaves((inner, merge(self.fixed, unchanged, state), feed))
+        out = eval_jaxpr(self.jaxpr, self.closed, *early, *leaves, propagate_source_info=True)
+        out = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in out]
+        new, y = out[: len(self.fixed)], out[len(self.fixed) :]
+        changed = [leaf for leaf, fixed in zip(new, self.fixed, strict=True) if not fixed]
+        return changed, jax.tree.unflatten(self.y, y)
+
+
+class _Once(NamedTuple):
+    """Outputs that were computed before the loop, and by which equations.
+
+    Attributes:
+        values: the outputs.
+        equations: the equations that need not be run again, by number.
+        variables: what these compute and others need.
+        early: their values.
+    """
+
+    values: list[Any]
+    equations: frozenset[int]
+    variables: list[Any]
+    early: list[Any]
+
+
+@dataclass(frozen=True, eq=False)
+class _Program:
+    """A traced step as equations.
+
+    Attributes:
+        jaxpr: the open jaxpr.
+        consts: what it closes over.
+        given: for each of its inputs the value, None where steps differ in it.
+        varying: for each of its inputs whether steps differ in it.
+    """
+
+    jaxpr: Any
+    consts: list[Any]
+    given: list[Any]
+    varying: tuple[bool, ...]
+
+    @classmethod
+    def of(cls, hoisted: Hoisted) -> _Program:
+        """The program of a loop's step."""
+        traced = hoisted.loop.step
+        assert isinstance(traced, Traced)
+        (closed,) = traced.jaxprs.values()
+        unchanged, inner = hoisted.loop.consts
+        known = [*jax.tree.leaves(inner), *merge(traced.fixed, unchanged, [None] * len(hoisted.loop.state))]
+        fed = len(closed.jaxpr.invars) - len(known)
+        varying = (*(False for _ in jax.tree.leaves(inner)), *(not fixed for fixed in traced.fixed), *(True,) * fed)
+        return cls(closed.jaxpr, list(closed.consts), [*known, *[None] * fed], varying)
+
+    def inlined(self) -> _Program:
+        """The same with the equations of what it calls in place of the calls."""
+        avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in self.jaxpr.invars]
+        closed = jax.make_jaxpr(lambda *given: _evaluate_inlined(self.jaxpr, self.consts, given))(*avals)
+        return _Program(closed.jaxpr, list(closed.consts), self.given, self.varying)
+
+    def vary(self) -> set[Any]:
+        """The variables in which steps differ, or may."""
+        found = {var for var, varies in zip(self.jaxpr.invars, self.varying, strict=True) if varies}
+        for equation in self.jaxpr.eqns:
+            if equation.effects or not found.isdisjoint(_variables(equation.invars)):
+                found.update(equation.outvars)
+        return found
+
+    def compute(self, places: Sequence[int]) -> _Once | None:
+        """The outputs in these places, or None if one of them varies."""
+        wanted = [self.jaxpr.outvars[place] for place in places]
+        if not self.vary().isdisjoint(_variables(wanted)):
+            return None
+        needed, equations = set(_variables(wanted)), set[int]()
+        for number, equation in reversed(list(enumerate(self.jaxpr.eqns))):
+            if not needed.isdisjoint(equation.outvars):
+                equations.add(number)
+                needed.update(_variables(equation.invars))
+        variables = self._read_later(equations)
+        known = [(v, value) for v, value, no in zip(self.jaxpr.invars, self.given, self.varying, strict=True) if not no]
+        early = self.jaxpr.replace(
+            invars=[var for var, _ in known],
+            outvars=[*wanted, *variables],
+            eqns=[self.jaxpr.eqns[number] for number in sorted(equations)],
+            effects=frozenset(),
+        )
+        values = eval_jaxpr(early, self.consts, *(value for _, value in known))
+        values = [value if isinstance(value, jax.Array) else jnp.asarray(value) for value in values]
+        return _Once(values[: len(places)], frozenset(equations), variables, values[len(places) :])
+
+    def _read_later(self, equations: set[int]) -> list[Any]:
+        """What these equations compute that others read, or that leaves the step."""
+        made = {var: None for number in sorted(equations) for var in self.jaxpr.eqns[number].outvars}
+        others = (equation for number, equation in enumerate(self.jaxpr.eqns) if number not in equations)
+        read = {var for equation in others for var in _variables(equation.invars)}
+        read.update(_variables(self.jaxpr.outvars))
+        return [var for var in made if var in read]
+
+    def without(self, once: _Once, places: Sequence[int]) -> Any:
+        """What is left of the jaxpr: it is given what was computed before the loop first."""
+        outputs = [var for place, var in enumerate(self.jaxpr.outvars) if place not in set(places)]
+        needed, equations = set(_variables(outputs)), list[Any]()
+        for number, equation in reversed(list(enumerate(self.jaxpr.eqns))):
+            if number not in once.equations and (equation.effects or not needed.isdisjoint(equation.outvars)):
+                equations.append(equation)
+                needed.update(_variables(equation.invars))
+        return self.jaxpr.replace(invars=[*once.variables, *self.jaxpr.invars], outvars=outputs, eqns=equations[::-1])
+
+
+def _variables(atoms: Sequence[Any]) -> Iterator[Any]:
+    """The variables among variables and literals."""
+    return (atom for atom in atoms if not hasattr(atom, "val"))
+
+
+def _called(equation: Any) -> tuple[Any, list[Any]] | None:
+    """The jaxpr that an equation calls, and what that closes over; None if it calls none."""
+    name = equation.primitive.name
+    if name in _CALLS:
+        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    elif name in _CALLS_WITH_RULES:
+        inner = equation.params.get("call_jaxpr")
+    else:
+        return None
+    if inner is None:
+        return None
+    return (inner.jaxpr, list(inner.consts)) if hasattr(inner, "jaxpr") else (inner, [])
+
+
+def _evaluate_inlined(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [atom.val if hasattr(atom, "val") else values[atom] for atom in atoms]
+
+    for equation in jaxpr.eqns:
+        called, arguments = _called(equation), read(equation.invars)
+        if called is None:
+            own = list(dict.fromkeys(_variables(equation.invars)))
+            alone = jaxpr.replace(
+                constvars=[], invars=own, outvars=equation.outvars, eqns=[equation], effects=equation.effects
+            )
+            results = eval_jaxpr(alone, [], *read(own))
+        else:
+            results = _evaluate_inlined(*called, arguments)
+        values.update(zip(equation.outvars, results, strict=True))
+    return read(jaxpr.outvars)
+
+
+def _varies(program: _Program, hoisted: Hoisted, flags: Sequence[bool]) -> Fault:
+    """Says which outputs are not the same in every step."""
+    found, outvars = program.vary(), program.jaxpr.outvars[len(hoisted.fixed) :]
+    named = zip(leaves_with_path("y", hoisted.y), outvars, flags, strict=True)
+    rows = [
+        Row(path, "the same in every step", describe_leaf(leaf), "")
+        for (path, leaf), var, flag in named
+        if flag and var in found
+    ]
+    return Fault(
+        BodyError,
+        "{body} returned values that must be the same in every {unit}, but depend on the carry or on x.",
+        "What is broadcast is computed once, for all {unit}s: it may be made from keys that are not split and from "
+        "constants. Carry what changes, or give it an axis to be stacked along.",
+        header=("leaf", "expected", "is"),
+        rows=rows,
+    )
