@@ -96,12 +96,15 @@ LAYERS = [  # a module imports from lines above its own only
     "_mask_scan",
     "_filters",
     "_groups",
+    "_collections",
     "_lift",
     "testing",
     "__init__",
     "__main__",
     "integrations",
     "integrations.nnx",
+    "integrations.flax._scan",
+    "integrations.flax",
 ]
 LONGEST_FILE, LONGEST_FUNCTION = 400, 45
 PUBLIC = {
@@ -130,7 +133,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
 
 def own_imports(module: str) -> Iterator[str]:
     """The package's own modules that one of them imports."""
-    is_package = module in ("__init__", "_transforms", "carries", "integrations")
+    is_package = module in ("__init__", "_transforms", "carries", "integrations", "integrations.flax")
     path = [] if module == "__init__" else module.split(".")
     for level, target, names in imports(MODULES[module]):
         if level:

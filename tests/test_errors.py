@@ -24,6 +24,7 @@ import chunk_error_cases
 import jax
 import jax.numpy as jnp
 import layer_error_cases
+import lift_error_cases
 import numpy as np
 import pytest
 import while_error_cases
@@ -1213,7 +1214,7 @@ def named_inner(one):
 
 # --- custom carries, memory, layers -----------------------------------------------------------------------------------
 
-_OTHERS = (carry_error_cases, chunk_error_cases, layer_error_cases, while_error_cases)
+_OTHERS = (carry_error_cases, chunk_error_cases, layer_error_cases, lift_error_cases, while_error_cases)
 for given in (each for module in _OTHERS for each in module.CASES):
     case(given.error, **given.options)(given.run)
 
@@ -1223,7 +1224,7 @@ for given in (each for module in _OTHERS for each in module.CASES):
 
 def text_of(error: BaseException) -> str:
     """The error as a user reads it, less what changes with an edit of the files of cases."""
-    place = re.compile(r"[^\s(]*\b(test_errors|(?:carry|chunk|layer|while)_error_cases)\.py:\d+")
+    place = re.compile(r"[^\s(]*\b(test_errors|(?:carry|chunk|layer|lift|while)_error_cases)\.py:\d+")
     return place.sub(r"\1.py:LINE", f"{type(error).__name__}: {error}").rstrip() + "\n"
 
 

@@ -3,123 +3,22 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, TypeAlias
 
-from ._arguments import exact_int
 from ._avals import describe_argument, describe_node
+from ._collections import CollectionRoles, Collections, check_axes_of, listed, merged
 from ._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
-from ._filters import Filter, In, Out, check_filter, is_for
+from ._filters import Filter, In, Out, check_filter
 from ._groups import Groups, Rngs, Roles, Step, run_groups
 from ._transforms.body import check_callable
 from ._transforms.conventions import LIFT
 from ._types import Axes, PyTree, RematLike, Save
 
-Collections = dict[str, PyTree]
-Lifted = Callable[..., tuple[tuple[PyTree, PyTree], Collections]]
+Lifted: TypeAlias = Callable[..., tuple[tuple[PyTree, PyTree], Collections]]
 
 BROADCAST, CARRY = "variable_broadcast", "variable_carry"
-
-
-class Axis(NamedTuple):
-    """A filter of `variable_axes`, and the axis of its collections on the way in and out; None: not that way."""
-
-    filter: Any
-    into: int | None
-    out: int | None
-
-
-def check_axes_of(variable_axes: Any) -> tuple[Axis, ...]:
-    """The entries of `variable_axes`."""
-    if not isinstance(variable_axes, Mapping):
-        raise Fault(
-            ArgumentTypeError,
-            "{verb} over {body}: `variable_axes` maps names of collections to axes, got "
-            f"{describe_argument(variable_axes)}.",
-            'Write `variable_axes={"params": 0}`.',
-        )
-    return tuple(_axis(check_filter("variable_axes", name), axis) for name, axis in variable_axes.items())
-
-
-def _axis(names: Any, axis: Any) -> Axis:
-    number = exact_int(getattr(axis, "axis", axis))
-    if number is None:
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}} over {{body}}: an axis of `variable_axes` is an int, got {describe_argument(axis)}.",
-            "Or `treescan.In(axis)` or `treescan.Out(axis)`, for collections that go one way alone. What has no axis "
-            "belongs in `variable_broadcast` or `variable_carry`.",
-        )
-    kind = type(axis).__name__  # flax has an In and an Out of its own
-    return Axis(names, None if kind == "Out" else number, None if kind == "In" else number)
-
-
-@dataclass(frozen=True, eq=False)
-class _Collections:
-    """Which role each collection has.
-
-    Attributes:
-        broadcast: the filter of those that all steps share.
-        carried: that of those that are carried.
-        axes: those that are scanned or stacked.
-        split: filters of streams of keys, each with whether its keys are split.
-    """
-
-    broadcast: Any
-    carried: Any
-    axes: tuple[Axis, ...]
-    split: tuple[tuple[Any, bool], ...]
-
-    def group(self, variables: Mapping[str, PyTree], *, out: bool) -> tuple[Groups, list[str]]:
-        """Collections by their roles, those that are scanned one tree for each axis; and those that have no role."""
-        broadcast: Collections = {}
-        carried: Collections = {}
-        scanned: list[Collections] = [{} for axis in self.axes if self._axis(axis, out) is not None]
-        left = []
-        for name, tree in variables.items():
-            if is_for(self.broadcast, name):
-                broadcast[name] = tree
-            elif is_for(self.carried, name):
-                carried[name] = tree
-            elif (place := self._place(name, out)) is not None:
-                scanned[place][name] = tree
-            elif out or self._place(name, out=True) is None:
-                left.append(name)
-        return Groups(broadcast, carried, tuple(scanned)), left
-
-    @staticmethod
-    def _axis(axis: Axis, out: bool) -> int | None:
-        return axis.out if out else axis.into
-
-    def _place(self, name: str, out: bool) -> int | None:
-        axes = [axis for axis in self.axes if self._axis(axis, out) is not None]
-        return next((place for place, axis in enumerate(axes) if is_for(axis.filter, name)), None)
-
-    def numbers(self, *, out: bool) -> tuple[int, ...]:
-        """The axis of each tree that is scanned, or stacked."""
-        found = (self._axis(axis, out) for axis in self.axes)
-        return tuple(number for number in found if number is not None)
-
-    def rngs(self, rngs: Mapping[str, PyTree]) -> tuple[Rngs, list[str]]:
-        """Keys by whether they are split, and the streams of which that is not said."""
-        shared: Collections = {}
-        split: Collections = {}
-        left = []
-        for name, key in rngs.items():
-            found = next((flag for names, flag in self.split if is_for(names, name)), None)
-            if found is None:
-                left.append(name)
-            else:
-                (split if found else shared)[name] = key
-        return Rngs(shared, split), left
-
-
-def _ungroup(groups: Groups) -> Collections:
-    merged: Collections = {**groups.broadcast, **groups.carried}
-    for group in groups.scanned:
-        merged.update(group)
-    return merged
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,13 +26,13 @@ class _Call:
     """The user's function, in the terms of groups."""
 
     function: Callable[..., Any]
-    collections: _Collections
+    collections: CollectionRoles
     data_transform: Callable[..., Any] | None
 
     def __call__(
         self, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...]
     ) -> tuple[PyTree, PyTree, Groups]:
-        variables, keys = _ungroup(groups), {**rngs.shared, **rngs.split}
+        variables, keys = merged(groups), {**rngs.shared, **rngs.split}
         if self.data_transform is not None:
             variables, keys = self.data_transform(variables, keys)
         carry, y, updates = _parts(self.function(variables, keys, carry, *args))
@@ -141,7 +40,7 @@ class _Call:
         if left:
             raise Fault(
                 BodyError,
-                f"{{body}} returned collections that have no role: {_listed(left)}.",
+                f"{{body}} returned collections that have no role: {listed(left)}.",
                 "Name each in `variable_axes`, `variable_broadcast` or `variable_carry`, or do not return it.",
             )
         return carry, y, found._replace(carried={**groups.carried, **found.carried})
@@ -158,10 +57,6 @@ def _parts(returned: Any) -> tuple[PyTree, PyTree, Mapping[str, PyTree]]:
                 "The second item is a dict of the collections that changed, `{}` if none did: what "
                 "`module.apply(..., mutable=[...])` of flax returns.",
             )
-
-
-def _listed(names: Iterable[str]) -> str:
-    return ", ".join(repr(name) for name in names)
 
 
 @verb
@@ -185,16 +80,9 @@ def lift(
 ) -> Lifted:
     """A function of one step, with variables in named collections, as a function of all steps.
 
-    The vocabulary is that of `flax.linen.scan`, for plain dicts and without any framework. Each collection has one role:
-    it is *scanned* over (each step has its slice, and what steps return is stacked), *carried* from step to step, or
-    *broadcast* (all steps share it). The first role that names it counts, in the order broadcast, carry, axes.
-
-        def step(variables, rngs, carry, *args):
-            ...
-            return (carry, y), {"cache": cache}  # the collections that changed
-
-        run = treescan.lift(step, variable_broadcast="params", variable_axes={"cache": 0}, split_rngs={"dropout": True})
-        (carry, ys), updated = run(variables, rngs, carry, *args)
+    The vocabulary is that of `flax.linen.scan`, for plain dicts and without any framework. Each collection has one
+    role: it is *scanned* over (each step has its slice, and what steps return is stacked), *carried* from step to
+    step, or *broadcast* (all steps share it). The first role that names it counts: broadcast, then carry, then axes.
 
     Args:
         fn: `fn(variables, rngs, carry, *args) -> ((carry, y), updates)`. It is traced once.
@@ -210,10 +98,10 @@ def lift(
         length: the number of steps T. Not needed where anything is scanned over.
         reverse: whether the last step comes first.
         unroll: as for `treescan.scan`.
-        data_transform: `data_transform(variables, rngs) -> (variables, rngs)`, called within each step before `fn`: the
-            place for sharding constraints.
-        metadata_fn: `metadata_fn(collection, axis, added) -> collection`, for metadata that names axes: called before the
-            loop on each scanned collection, `added` False, and on each stacked one after it, `added` True.
+        data_transform: `data_transform(variables, rngs) -> (variables, rngs)`, called within each step before `fn`:
+            the place for sharding constraints.
+        metadata_fn: `metadata_fn(collection, axis, added) -> collection`, for metadata that names axes: called before
+            the loop on each scanned collection, `added` False, and on each stacked one after it, `added` True.
         remat: as for `treescan.scan`.
         save: as for `treescan.scan`: what is kept of y.
         name: as for `treescan.scan`.
@@ -227,10 +115,22 @@ def lift(
         ArgumentTypeError: for filters and axes that are none.
         BodyError: if `fn` returns something else, collections without a role, or broadcast values that vary.
         CarryError: if the carry or a carried collection changes its structure or types.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> def step(variables, rngs, carry, x):
+        ...     carry = jnp.tanh(carry @ variables["params"]["w"] + x)
+        ...     return (carry, carry.sum()), {"calls": {"n": variables["calls"]["n"] + 1}}
+        >>> run = treescan.lift(step, variable_broadcast="params", variable_carry="calls")
+        >>> variables = {"params": {"w": jnp.eye(2)}, "calls": {"n": jnp.int32(0)}}
+        >>> (carry, ys), updates = run(variables, {}, jnp.zeros(2), jnp.ones((3, 2)))
+        >>> print(ys.shape, updates)
+        (3,) {'calls': {'n': Array(3, dtype=int32)}}
     """
     try:
         check_callable(fn, LIFT.call)
-        collections = _Collections(
+        collections = CollectionRoles(
             check_filter(BROADCAST, variable_broadcast),
             check_filter(CARRY, variable_carry),
             check_axes_of({} if variable_axes is None else variable_axes),
@@ -251,7 +151,7 @@ def lift(
 @verb
 def _run(
     step: Step,
-    collections: _Collections,
+    collections: CollectionRoles,
     roles: Roles,
     metadata_fn: Callable[[PyTree, int, bool], PyTree] | None,
     variables: Mapping[str, PyTree],
@@ -267,7 +167,7 @@ def _run(
         scanned = _with_metadata(groups.scanned, roles.scanned_in, metadata_fn, added=False)
         carry, ys, found = run_groups(step, roles, groups._replace(scanned=scanned), keys, carry, args)
         stacked = _with_metadata(found.scanned, roles.scanned_out, metadata_fn, added=True)
-        updates = _ungroup(found._replace(scanned=stacked))
+        updates = merged(found._replace(scanned=stacked))
     except Exception as error:
         failure = explain(error, "lift", step.function, carry)
     else:
@@ -298,6 +198,6 @@ def _refuse_left(what: str, left: list[str], where: str) -> None:
     if left:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: {_listed(left)} in `{what}` has no role.",
+            f"{{verb}} over {{body}}: {listed(left)} in `{what}` has no role.",
             f"Name it in {where}, or leave it out of `{what}`.",
         )

@@ -1,0 +1,127 @@
+"""Cases of `test_errors.py` about `lift`."""
+
+import jax
+import jax.numpy as jnp
+from error_cases import Given, collector
+
+from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError, lift
+
+CASES: list[Given] = []
+case = collector(CASES)
+XS = jnp.arange(3.0)
+W = {"w": jnp.ones(2)}
+
+
+def step(variables, rngs, carry, x):
+    return (carry, x), {}
+
+
+def updating(updates, **roles):
+    """A lifted function whose steps return these collections, made of (variables, carry, x)."""
+    return lift(lambda variables, rngs, carry, x: ((carry, x), updates(variables, carry, x)), **roles)
+
+
+@case(BodyError, body=False)
+def lift_of_no_function(one):
+    return lift("step")({}, {}, one, XS)
+
+
+@case(ArgumentTypeError)
+def lift_filter_number(one):
+    return lift(step, variable_broadcast=3)({}, {}, one, XS)
+
+
+@case(ArgumentTypeError)
+def lift_filter_of_numbers(one):
+    return lift(step, variable_carry=["a", 1])({}, {}, one, XS)
+
+
+@case(ArgumentTypeError)
+def lift_axes_not_a_mapping(one):
+    return lift(step, variable_axes="params")({}, {}, one, XS)
+
+
+@case(ArgumentTypeError)
+def lift_axis_none(one):
+    return lift(step, variable_axes={"params": None})({}, {}, one, XS)
+
+
+@case(ArgumentError)
+def lift_collection_without_role(one):
+    return lift(step, variable_axes={"params": 0})({"batch_stats": W, "cache": W}, {}, one, XS)
+
+
+@case(ArgumentError)
+def lift_stream_without_role(one):
+    return lift(step, split_rngs={"params": False})({}, {"dropout": jax.random.key(0)}, one, XS)
+
+
+@case(ArgumentTypeError)
+def lift_variables_not_a_dict(one):
+    return lift(step)([W], {}, one, XS)
+
+
+@case(ArgumentTypeError)
+def lift_called_without_rngs(one):
+    return lift(step)({}, one, XS)
+
+
+@case(BodyError)
+def lift_returns_no_updates(one):
+    return lift(lambda variables, rngs, carry, x: (carry, x))({}, {}, one, XS)
+
+
+@case(BodyError)
+def lift_returns_collection_without_role(one):
+    return updating(lambda variables, carry, x: {"cache": {"k": x}}, variable_broadcast="params")({}, {}, one, XS)
+
+
+@case(BodyError)
+def lift_broadcast_of_x(one):
+    def updates(variables, carry, x):
+        return {"params": {"scale": x * 2, "fixed": jnp.ones(2)}, "stats": {"mean": carry + 1}}
+
+    return updating(updates, variable_broadcast=True)({}, {}, one, XS)
+
+
+@case(BodyError)
+def lift_broadcast_output(one):
+    return lift(step, out_axes=None)({}, {}, one, XS)
+
+
+@case(CarryError)
+def lift_carried_collection_made_inside(one):
+    return updating(lambda variables, carry, x: {"stats": {"n": x}}, variable_carry="stats")({}, {}, one, XS)
+
+
+@case(CarryError)
+def lift_carry_changes(one):
+    return lift(lambda variables, rngs, carry, x: ((carry[None], x), {}))({}, {}, one, XS)
+
+
+@case(CarryError)
+def lift_carried_collection_changes(one):
+    def updates(variables, carry, x):
+        return {"stats": {"n": variables["stats"]["n"].astype(jnp.float16)}}
+
+    return updating(updates, variable_carry="stats")({"stats": {"n": jnp.ones(2)}}, {}, one, XS)
+
+
+@case(ArgumentError)
+def lift_lengths_differ(one):
+    return lift(step, variable_axes={"params": 0})({"params": W}, {}, one, XS)
+
+
+@case(ArgumentError)
+def lift_without_length(one):
+    return lift(step)({}, {}, one, None)
+
+
+@case(ArgumentError)
+def lift_axis_not_there(one):
+    return lift(step, in_axes=1)({}, {}, one, XS)
+
+
+@case(ArgumentError)
+def lift_save_with_broadcast_output(one):
+    return lift(step, out_axes=None, save="last")({}, {}, one, XS)
