@@ -161,7 +161,7 @@ def _run(
 ) -> tuple[tuple[PyTree, PyTree], Collections]:
     try:
         groups, left = collections.group(_checked("variables", variables), out=False)
-        keys, unsaid = collections.rngs(_checked("rngs", rngs or {}))
+        keys, unsaid = collections.rngs(_checked("rngs", {} if rngs is None else rngs))
         _refuse_left("variables", left, "`variable_axes`, `variable_broadcast` or `variable_carry`")
         _refuse_left("rngs", unsaid, "`split_rngs`, whether each step has its own key or all the same")
         scanned = _with_metadata(groups.scanned, roles.scanned_in, metadata_fn, added=False)
