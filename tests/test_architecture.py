@@ -97,6 +97,11 @@ LAYERS = [  # a module imports from lines above its own only
     "__init__",
     "__main__",
     "integrations",
+    "integrations.nnx._carry",
+    "integrations.nnx._named",
+    "integrations.nnx._roles",
+    "integrations.nnx._step",
+    "integrations.nnx._scan",
     "integrations.nnx",
 ]
 LONGEST_FILE, LONGEST_FUNCTION = 400, 45
@@ -126,7 +131,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
 
 def own_imports(module: str) -> Iterator[str]:
     """The package's own modules that one of them imports."""
-    is_package = module in ("__init__", "_transforms", "carries", "integrations")
+    is_package = module in ("__init__", "_transforms", "carries", "integrations", "integrations.nnx")
     path = [] if module == "__init__" else module.split(".")
     for level, target, names in imports(MODULES[module]):
         if level:
