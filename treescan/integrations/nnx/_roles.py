@@ -8,8 +8,8 @@ from typing import Any, TypeAlias
 
 import jax
 from flax import nnx
+from flax.errors import TraceContextError
 
-from ..._avals import describe_node
 from ..._errors import ArgumentError, ArgumentTypeError, Fault, Row
 from ..._tree import PrefixMismatch, broadcast_prefix
 from ..._types import Axes, PyTree
@@ -95,7 +95,7 @@ def _check_role(where: str, role: Role, allowed: Sequence[Callable[[Role], bool]
         if not any(is_one(one) for is_one in allowed):
             raise Fault(
                 ArgumentTypeError,
-                f"{{call}}: {where} is {describe_node(role)}.",
+                f"{{call}}: {where} is {role!r}.",
                 f"It takes {KINDS}, or a tree of these.",
             )
 
@@ -180,6 +180,23 @@ def check_shared(nodes: Sequence[Any], roles: Sequence[Role], names: Sequence[st
                 header=("place", "role", ""),
                 rows=[Row(where, _spell(role), "", "") for where, role in places],
             )
+
+
+def check_level(nodes: Sequence[Any], names: Sequence[str]) -> None:
+    """Refuses variables that cannot be updated here, before the first of them is."""
+    for node, name in zip(nodes, names, strict=True):
+        for path, value in nnx.iter_graph(node, **_GRAPH):
+            if isinstance(value, nnx.Variable):
+                try:
+                    value.set_metadata(value.get_metadata())  # what it has already: flax says whether it may be set
+                except TraceContextError as error:
+                    raise Fault(
+                        ArgumentError,
+                        f"{{call}}: {name}{''.join(f'.{key}' for key in path)} was made outside of a function that is "
+                        "traced here, and cannot be updated within it.",
+                        "Pass the module to that function as an argument, by `nnx.jit`, `nnx.grad` or the like.",
+                        cause=error,
+                    ) from None
 
 
 def _spell(role: Role) -> str:

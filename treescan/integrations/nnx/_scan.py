@@ -19,7 +19,7 @@ from ..._transforms.conventions import SCAN
 from ..._tree import Prefix
 from ..._types import Axes, PyTree, RematLike
 from ._named import Named, in_words_of_user, is_node, leaves_and_nodes, replace_nodes
-from ._roles import axes_of, check_axes, is_axis, spread_roles
+from ._roles import axes_of, check_axes, check_level, is_axis, spread_roles
 from ._step import TAG, Layout, Node, Parts, Step, fill, merge, split
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -82,8 +82,8 @@ def scan(
     Whole: each step is given all of it, and what a step changes of its values is dropped, as `nnx.scan` does; scan over
     the variable, or carry it, to keep it. Carried: each step is given what the last one made of it.
 
-    What `nnx.scan` takes and this does not, with an error: `graph=False` and `graph_updates=False`, in which what a step
-    changes of a variable given whole is kept (carry the variable here), and variables of mutable arrays.
+    What `nnx.scan` takes and this does not, with an error: `graph=False` and `graph_updates=False`, in which what a
+    step changes of a variable given whole is kept (carry it here), and variables of mutable arrays.
 
     Args:
         f: the body. It may be a function or the method of a class, not of an instance.
@@ -125,7 +125,7 @@ def scan(
         >>> print(module.total[...], totals)
         6.0 [1. 3. 6.]
     """
-    options = {"length": length, "reverse": reverse, "unroll": unroll, "remat": remat, "name": name}
+    options: dict[str, Any] = {"length": length, "reverse": reverse, "unroll": unroll, "remat": remat, "name": name}
     options["lowering"] = (("_split_transpose", True),) if _split_transpose else ()
     modes = {"graph": graph, "graph_updates": graph_updates}
     try:
@@ -179,15 +179,16 @@ def _run(step: Step, in_axes: Axes, names: list[str], args: tuple[Any, ...], opt
     parts = Parts.none()
     with nnx.update_context(TAG):
         carry, tree, places = _take_in(step, in_axes, names, args, parts)
+        check_level(parts.nodes, parts.names)
         graph, (variables, whole, *states) = split(parts, step.axes, {})
         layout = Layout(graph, tree, places, tuple(parts.names), tuple(parts.roles))
         groups = tuple((state, parts.named(axis)) for state, axis in zip(states, step.axes, strict=True))
-        length = _length(groups, step.axes, check_length(options["length"]))
         name = names[step.carried] if step.carried is not None else ""
         init = Named((name, ""), (carry, variables))
         xs = (layout, whole, parts.named(None), groups)
-        given = {"in_axes": (None, None, None, step.axes), "out_axes": (0, step.axes)}
-        final, (layout, groups) = run_verb(SCAN, step, init, xs, **{**options, **given, "length": length})
+        given: dict[str, Any] = {**options, "in_axes": (None, None, None, step.axes), "out_axes": (0, step.axes)}
+        given["length"] = _length(groups, step.axes, check_length(options["length"]))
+        final, (layout, groups) = run_verb(SCAN, step, init, xs, **given)
         carry, variables = final.values
         nodes = merge(layout.graph, [variables, whole, *(state for state, _ in groups)], inner=False)
     return _put_out(step, layout, fill(carry, nodes), nodes, [leaves.values for _, leaves in groups])
@@ -286,7 +287,7 @@ def _positional(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     if bound.kwargs:
         raise Fault(
             ArgumentTypeError,
-            f"{{call}}: {', '.join(bound.kwargs)} can be passed by keyword alone, so that `in_axes` cannot speak of it.",
+            f"{{call}}: {', '.join(bound.kwargs)} are passed by keyword alone, but `in_axes` goes by place.",
             "Make it a positional parameter, or bind it beforehand in a function of the others.",
         )
     variadic = inspect.Parameter.VAR_POSITIONAL
