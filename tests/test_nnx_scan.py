@@ -17,6 +17,7 @@ N, B, D = 4, 3, 5
 XS = jnp.asarray(np.random.default_rng(0).normal(size=(N, B, D)), jnp.float32)
 H = jnp.asarray(np.random.default_rng(1).normal(size=(B, D)), jnp.float32)
 HAS_MODES = hasattr(nnx, "set_graph_mode")
+SHARDING = "out_sharding" if HAS_MODES else "sharding_names"  # what flax calls it
 
 
 # Modules.
@@ -337,12 +338,13 @@ def partitioned(scan: Any) -> Any:
 
     def forward(h: jax.Array, layer: nnx.Linear) -> Any:
         seen.append(layer.kernel.get_metadata())
-        return layer(h), nnx.Param(h[0], out_sharding=("out",))
+        options: dict[str, Any] = {SHARDING: ("out",)}
+        return layer(h), nnx.Param(h[0], **options)
 
     with nnx.use_eager_sharding(False):
         layers = make(jax.random.split(jax.random.key(0), N))
         out = scan(forward, in_axes=(nnx.Carry, 0), transform_metadata=names)(H, layers)
-    shardings = [m["out_sharding"] for m in (*seen, layers.kernel.get_metadata(), out[1].get_metadata())]
+    shardings = [m[SHARDING] for m in (*seen, layers.kernel.get_metadata(), out[1].get_metadata())]
     assert set(shardings) == {("in", "out"), ("layers", "in", "out"), ("layers", "out")}
     return out, layers
 
@@ -633,6 +635,13 @@ def test_other_modes_around_are_refused(mode: str) -> None:
         assert "nnx.set_graph" in error_of(scanned(identity, H, layers), treescan.ArgumentError)
         options: dict[str, Any] = {mode: True}
         assert scan(lambda h, m: (m(h), None), **options)(H, layers)[0].shape == H.shape
+
+
+def test_variables_of_references_are_refused() -> None:
+    options: dict[str, Any] = {"ref" if HAS_MODES else "has_ref": True}
+    variable = nnx.Variable(H, **options)
+    text = error_of(scanned(lambda h, v, x: (h, x), H, variable, XS, in_axes=(C, None, 0)), treescan.ArgumentError)
+    assert "v holds a mutable array" in text
 
 
 def test_keyword_only_parameters_are_refused() -> None:

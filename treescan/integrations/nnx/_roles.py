@@ -52,7 +52,7 @@ def check_axes(in_axes: Axes, out_axes: Axes) -> tuple[int | None, int | None]:
 def axes_of(*prefixes: Axes) -> tuple[int, ...]:
     """All the axes that stand in prefix trees, in order."""
     roles = [role for prefix in prefixes for _, role in _roles(prefix)]
-    flat = [part for role in roles for part in (role.axes if isinstance(role, nnx.StateAxes) else (role,))]
+    flat: list[Role] = [part for role in roles for part in (role.axes if isinstance(role, nnx.StateAxes) else (role,))]
     return tuple(sorted({role for role in flat if is_axis(role)}))
 
 
@@ -150,12 +150,13 @@ def filters_of(
     roles: Sequence[Role], names: Sequence[str], axes: Sequence[int]
 ) -> list[Callable[[tuple[Any, ...], Any], bool]]:
     """What splits the variables of a list of nodes into the carried, those given whole, and those of each axis."""
-    known: dict[tuple[Any, ...], Role] = {}
+    known: dict[tuple[Any, ...], Role] = {}  # by paths, which begin with the index of the node
 
     def has(wanted: Role) -> Callable[[tuple[Any, ...], Any], bool]:
         def takes(path: tuple[Any, ...], value: Any) -> bool:
             if path not in known:
-                known[path] = role_of(roles[path[0]], path[1:], value, names[path[0]])
+                node: int = path[0]
+                known[path] = role_of(roles[node], path[1:], value, names[node])
             return known[path] is wanted if wanted is None or wanted is nnx.Carry else known[path] == wanted
 
         return takes

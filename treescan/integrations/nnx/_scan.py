@@ -227,7 +227,7 @@ def _take_in(
 
 
 def _put_out(step: Step, layout: Layout, carry: PyTree, nodes: list[Any], arrays: list[tuple[Any, ...]]) -> Any:
-    known = {"node": nodes, **dict(zip(step.axes, arrays, strict=True))}
+    known: dict[Any, Any] = {"node": nodes, **dict(zip(step.axes, arrays, strict=True))}
     out = jax.tree.unflatten(layout.tree, [known[role][i] for role, i in layout.places])
     if step.returned is None:
         return out

@@ -102,7 +102,7 @@ def split(parts: Parts, axes: Sequence[int], metadata: Mapping[str, Any]) -> tup
             raise Fault(
                 ArgumentError,
                 f"{{call}}: {name} holds a mutable array (a `Ref`), which is neither scanned over nor carried.",
-                "Make the variable of an array.",
+                "Make the variable without a reference: it then holds the array itself.",
             )
     return graph, named
 
@@ -146,8 +146,8 @@ class Step:
             pairs = zip(states, self.axes, strict=True)
             states = [self._without_axis(state, axis) for state, axis in pairs]
         nodes = merge(layout.graph, [variables, whole, *states], inner=True)
-        leaves = dict(zip(self.axes, (leaves.values for _, leaves in groups), strict=True))
-        known = {"node": nodes, None: arrays.values, **leaves}
+        leaves: dict[Role, Any] = dict(zip(self.axes, (leaves.values for _, leaves in groups), strict=True))
+        known: dict[Role, Any] = {"node": nodes, None: arrays.values, **leaves}
         args = list(jax.tree.unflatten(layout.tree, [known[role][i] for role, i in layout.places]))
         if self.carried is not None:
             args[self.carried] = fill(carry, nodes)
