@@ -1,5 +1,6 @@
 """`treescan.integrations.nnx.scan` beside `nnx.scan`: the same outputs, the same variables, the same gradients."""
 
+import doctest
 from collections.abc import Callable
 from typing import Any
 
@@ -379,11 +380,11 @@ CASES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def assert_same(actual: Any, expected: Any) -> None:
+def assert_same(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
     assert jax.tree.structure(nnx.state(actual)) == jax.tree.structure(nnx.state(expected))
     for a, b in zip(jax.tree.leaves(nnx.state(actual)), jax.tree.leaves(nnx.state(expected)), strict=True):
         assert jax.typeof(a) == jax.typeof(b)
-        np.testing.assert_allclose(as_numpy(a), as_numpy(b), atol=1e-6)
+        np.testing.assert_allclose(as_numpy(a), as_numpy(b), rtol=tolerance, atol=tolerance)
 
 
 @parametrize("case", CASES)
@@ -391,7 +392,7 @@ def test_what_comes_out_is_what_comes_out_of_nnx(case: Callable[[Any], Any]) -> 
     assert_same(case(scan), case(nnx.scan))
 
 
-EVERYDAY = ("over_layers", "recurrent", "shared", "counters")
+EVERYDAY = ("recurrent", "shared", "counters")
 
 
 def pure(case: Callable[[Any], Any], scan: Any) -> Callable[[], Any]:
@@ -407,15 +408,15 @@ def test_the_same_under_jit(name: str, jit: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in EVERYDAY[2:4] else pytest.mark.slow) for name in CASES]
+    "name", [pytest.param(name, marks=() if name in EVERYDAY[1:] else pytest.mark.slow) for name in CASES]
 )
 def test_the_same_step_by_step(name: str) -> None:
     expected = CASES[name](nnx.scan)
     with jax.disable_jit():
-        assert_same(CASES[name](scan), expected)
+        assert_same(CASES[name](scan), expected, 2e-5)  # operations are rounded one by one
 
 
-@parametrize("options", {"plain": {}, "step": {"remat": "step"}, "nested": {"remat": "nested"}})
+@parametrize("options", {"plain": {}, "nested": {"remat": "nested"}})
 def test_gradients(options: dict[str, Any]) -> None:
     def loss(scan: Any, options: dict[str, Any]) -> Any:
         def of(layers: Any, h: jax.Array) -> jax.Array:
@@ -663,6 +664,11 @@ def test_a_module_of_an_outer_trace() -> None:
         run(nnx.scan)
     assert "m.n was made outside of a function that is traced" in error_of(lambda: run(scan), treescan.ArgumentError)
     assert float(counter.n[...]) == 0.0
+
+
+def test_the_example_of_the_docstring() -> None:
+    (test,) = doctest.DocTestFinder(recurse=False).find(scan, "scan", globs={})
+    assert doctest.DocTestRunner().run(test).failed == 0
 
 
 def test_what_the_body_raises_is_the_users_own() -> None:
