@@ -102,6 +102,11 @@ LAYERS = [  # a module imports from lines above its own only
     "__init__",
     "__main__",
     "integrations",
+    "integrations.nnx._carry",
+    "integrations.nnx._named",
+    "integrations.nnx._roles",
+    "integrations.nnx._step",
+    "integrations.nnx._scan",
     "integrations.nnx",
     "integrations.flax._scan",
     "integrations.flax",
@@ -133,7 +138,8 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
 
 def own_imports(module: str) -> Iterator[str]:
     """The package's own modules that one of them imports."""
-    is_package = module in ("__init__", "_transforms", "carries", "integrations", "integrations.flax")
+    packages = ("_transforms", "carries", "integrations", "integrations.flax", "integrations.nnx")
+    is_package = module in ("__init__", *packages)
     path = [] if module == "__init__" else module.split(".")
     for level, target, names in imports(MODULES[module]):
         if level:

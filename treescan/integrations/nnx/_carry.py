@@ -12,9 +12,9 @@ from typing import Any
 import jax
 from flax import nnx
 
-from .._types import Array, PyTree
-from ..carries._base import AbstractCarry
-from ..carries._registry import register_carry
+from ..._types import Array, PyTree
+from ...carries._base import AbstractCarry
+from ...carries._registry import register_carry
 
 
 @jax.tree_util.register_dataclass

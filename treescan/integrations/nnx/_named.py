@@ -1,0 +1,103 @@
+"""Trees whose parts have the names that messages give them: those of the user's own parameters and attributes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.tree_util as jtu
+from flax import nnx
+
+from ..._errors import Cure, Fault, Row
+from ..._tree import KeyPath, leaves_with_path, path_str
+from ..._types import PyTree
+
+ROOT = "args__"
+"""The name of a tree of `Named` where a message needs one; `in_words_of_user` takes it out again."""
+
+
+@dataclass(frozen=True)
+class Label:
+    """A key in a key path that is rendered as it is."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+@jtu.register_pytree_with_keys_class
+class Named:
+    """Values by their names. `structure` is what else there is to know, and static."""
+
+    def __init__(self, names: tuple[str, ...], values: tuple[Any, ...], structure: Any = None) -> None:
+        self.names = names
+        self.values = values
+        self.structure = structure
+
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Label, Any]], Any]:
+        children = [(Label(name), value) for name, value in zip(self.names, self.values, strict=True)]
+        return children, (self.names, self.structure)
+
+    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
+        return self.values, (self.names, self.structure)
+
+    @classmethod
+    def tree_unflatten(cls, known: Any, values: tuple[Any, ...]) -> Named:
+        return cls(known[0], tuple(values), known[1])
+
+
+def named_state(state: PyTree, nodes: tuple[str, ...]) -> Named:
+    """The arrays of the state of a list of nodes, which have these names."""
+    leaves, structure = jtu.tree_flatten_with_path(state)
+    names = tuple(nodes[path[0].key] + "".join(map(_attribute, path[1:])) for path, _ in leaves)
+    return Named(names, tuple(leaf for _, leaf in leaves), structure)
+
+
+def state_of(named: Named) -> PyTree:
+    """The way back."""
+    return jtu.tree_unflatten(named.structure, named.values)
+
+
+def _attribute(key: Any) -> str:
+    match key:
+        case jtu.GetAttrKey(name="value"):  # of a variable: it stands for its array
+            return ""
+        case jtu.DictKey(key=str() as name) if name.isidentifier():
+            return f".{name}"
+        case _:
+            return path_str("", (key,))
+
+
+def is_node(leaf: Any) -> bool:
+    """Whether nnx keeps the identity of an object: a module or whatever else holds variables, or a variable."""
+    return isinstance(leaf, (nnx.Pytree, nnx.Variable))
+
+
+def leaves_and_nodes(root: str, tree: PyTree) -> list[tuple[str, Any]]:
+    """The leaves of a tree with their paths, where modules and variables are leaves."""
+    return leaves_with_path(root, tree, is_leaf=is_node)
+
+
+def replace_nodes(tree: PyTree, replace: Any) -> PyTree:
+    """A tree with `replace(node)` in the places of its nodes."""
+    return jax.tree.map(lambda leaf: replace(leaf) if is_node(leaf) else leaf, tree, is_leaf=is_node)
+
+
+def part(path: KeyPath) -> str:
+    """A key path below an unnamed root."""
+    return path_str("", path)
+
+
+def in_words_of_user(fault: Fault) -> Fault:
+    """A fault about a tree of `Named`, whose leaves are then called as the user calls them."""
+
+    def mend(text: str) -> str:
+        return text.replace(ROOT, "")
+
+    fault.says = mend(fault.says)
+    fault.cures = tuple(Cure(mend(cure.text), cure.kind, mend(cure.leaf)) for cure in fault.cures)
+    fault.rows = [Row(*map(mend, row)) for row in fault.rows]
+    fault.carry_root = None if fault.carry_root is None else ""
+    return fault

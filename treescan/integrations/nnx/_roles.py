@@ -1,0 +1,204 @@
+"""What becomes of each variable in a scan: scanned over an axis, given whole to each step, or carried."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias
+
+import jax
+from flax import nnx
+from flax.errors import TraceContextError
+
+from ..._errors import ArgumentError, ArgumentTypeError, Fault, Row
+from ..._tree import PrefixMismatch, broadcast_prefix
+from ..._types import Axes, PyTree
+from ._named import part, replace_nodes
+
+Role: TypeAlias = Any
+"""An axis, None, `nnx.Carry`, or an `nnx.StateAxes` that gives one of these to each variable."""
+
+KINDS = "an axis, None, `nnx.Carry`, or an `nnx.StateAxes` of these"
+_GRAPH: dict[str, Any] = {"graph": True} if "graph" in inspect.signature(nnx.iter_graph).parameters else {}
+
+
+def is_axis(role: Role) -> bool:
+    """Whether a role is an axis."""
+    return isinstance(role, int) and not isinstance(role, bool)
+
+
+def check_axes(in_axes: Axes, out_axes: Axes) -> tuple[int | None, int | None]:
+    """Checks the axes of a scan; returns where the carry stands among the arguments and among the outputs.
+
+    The carry stands at 0 where it is the only argument, or the only output.
+    """
+    taken = _find_carry("in_axes", in_axes)
+    given = _find_carry("out_axes", out_axes)
+    if (taken is None) != (given is None):
+        has, lacks = ("in_axes", "out_axes") if given is None else ("out_axes", "in_axes")
+        raise Fault(
+            ArgumentError,
+            f"{{call}}: `{has}` has `nnx.Carry`, but `{lacks}` has none.",
+            "What is carried is an argument of the {step} and one of its outputs: mark it in both.",
+        )
+    for path, role in _roles(in_axes):
+        _check_role("in_axes" + path, role, (is_axis, _is_none, _is_carry))
+    for path, role in _roles(out_axes):
+        _refuse_whole_output("out_axes" + path, role)
+        _check_role("out_axes" + path, role, (is_axis, _is_carry))
+    return taken, given
+
+
+def axes_of(*prefixes: Axes) -> tuple[int, ...]:
+    """All the axes that stand in prefix trees, in order."""
+    roles = [role for prefix in prefixes for _, role in _roles(prefix)]
+    flat: list[Role] = [part for role in roles for part in (role.axes if isinstance(role, nnx.StateAxes) else (role,))]
+    return tuple(sorted({role for role in flat if is_axis(role)}))
+
+
+def _find_carry(name: str, axes: Axes) -> int | None:
+    found = [path for path, role in _roles(axes) if role is nnx.Carry]
+    entries = {f"[{i}]": i for i in range(len(axes))} if isinstance(axes, tuple) else {"": 0}
+    nested = [path for path in found if path not in entries]
+    if nested:
+        raise Fault(
+            ArgumentError,
+            f"{{call}}: `{name}` has `nnx.Carry` within an entry, at {name}{nested[0]}.",
+            "An argument is carried as a whole. What is carried of a module, an `nnx.StateAxes` says: "
+            "`nnx.StateAxes({nnx.BatchStat: nnx.Carry, ...: 0})`.",
+        )
+    if len(found) > 1:
+        raise Fault(
+            ArgumentError,
+            f"{{call}}: `{name}` has `nnx.Carry` more than once, at {' and '.join(name + path for path in found)}.",
+            "Put all that is carried into one argument, a tuple say.",
+        )
+    return entries[found[0]] if found else None
+
+
+def _roles(axes: Axes) -> list[tuple[str, Role]]:
+    leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=_is_none)
+    return [(part(path), role) for path, role in leaves]
+
+
+def _is_none(role: Role) -> bool:
+    return role is None
+
+
+def _is_carry(role: Role) -> bool:
+    return role is nnx.Carry
+
+
+def _check_role(where: str, role: Role, allowed: Sequence[Callable[[Role], bool]]) -> None:
+    within = role.axes if isinstance(role, nnx.StateAxes) else (role,)
+    for one in within:
+        if not any(is_one(one) for is_one in allowed):
+            raise Fault(
+                ArgumentTypeError,
+                f"{{call}}: {where} is {role!r}.",
+                f"It takes {KINDS}, or a tree of these.",
+            )
+
+
+def _refuse_whole_output(where: str, role: Role) -> None:
+    within = role.axes if isinstance(role, nnx.StateAxes) else (role,)
+    if None in within or (isinstance(role, nnx.StateAxes) and nnx.Carry in within):
+        raise Fault(
+            ArgumentError,
+            f"{{call}}: {where} is {role!r}, but an output is stacked.",
+            "Give it the axis where the steps stand. What is the same in all steps needs no output, what is carried "
+            "stands in the argument with `nnx.Carry`.",
+        )
+
+
+def spread_roles(name: str, axes: Axes, tree: PyTree, root: str) -> list[Role]:
+    """One role for each leaf of a tree, where modules and variables are leaves."""
+    try:
+        return broadcast_prefix(axes, replace_nodes(tree, lambda _: 0), root)
+    except PrefixMismatch as off:
+        raise Fault(
+            ArgumentError,
+            f"{{call}}: `{name}` does not fit: {off}.",
+            f"`{name}` is a tree prefix: one entry for each {'argument' if name == 'in_axes' else 'output'}, or one "
+            "for all of them.",
+        ) from None
+
+
+def role_of(role: Role, path: tuple[Any, ...], value: Any, name: str) -> Role:
+    """The role of one variable of a node.
+
+    Args:
+        role: that of the node.
+        path: where in the node the variable stands.
+        value: the variable.
+        name: the node's name.
+    """
+    if not isinstance(role, nnx.StateAxes):
+        return role
+    try:
+        return role.map_prefix(path, value)
+    except ValueError:
+        where = name + "".join(f".{key}" for key in path)
+        raise Fault(
+            ArgumentError,
+            f"{{call}}: no filter of {role!r} takes {where}, a {type(value).__name__}.",
+            "Let the last filter take the rest: `...: None`, `...: 0` or `...: nnx.Carry`.",
+        ) from None
+
+
+def filters_of(
+    roles: Sequence[Role], names: Sequence[str], axes: Sequence[int]
+) -> list[Callable[[tuple[Any, ...], Any], bool]]:
+    """What splits the variables of a list of nodes into the carried, those given whole, and those of each axis."""
+    known: dict[tuple[Any, ...], Role] = {}  # by paths, which begin with the index of the node
+
+    def has(wanted: Role) -> Callable[[tuple[Any, ...], Any], bool]:
+        def takes(path: tuple[Any, ...], value: Any) -> bool:
+            if path not in known:
+                node: int = path[0]
+                known[path] = role_of(roles[node], path[1:], value, names[node])
+            return known[path] is wanted if wanted is None or wanted is nnx.Carry else known[path] == wanted
+
+        return takes
+
+    return [has(nnx.Carry), has(None), *map(has, axes)]
+
+
+def check_shared(nodes: Sequence[Any], roles: Sequence[Role], names: Sequence[str]) -> None:
+    """Refuses a variable that stands in several places with different roles."""
+    seen: dict[int, tuple[Any, list[tuple[str, Role]]]] = {}
+    for node, role, name in zip(nodes, roles, names, strict=True):
+        for path, value in nnx.iter_graph(node, **_GRAPH):
+            if isinstance(value, nnx.Variable):
+                where = name + "".join(f".{key}" for key in path)
+                seen.setdefault(id(value), (value, []))[1].append((where, role_of(role, path, value, name)))
+    for value, places in seen.values():
+        if any(role is not places[0][1] and role != places[0][1] for _, role in places):
+            raise Fault(
+                ArgumentError,
+                f"{{call}}: one {type(value).__name__} stands in several places, which do not agree on its axis.",
+                "A shared variable has one role: give it the same in all places.",
+                header=("place", "role", ""),
+                rows=[Row(where, _spell(role), "", "") for where, role in places],
+            )
+
+
+def check_level(nodes: Sequence[Any], names: Sequence[str]) -> None:
+    """Refuses variables that cannot be updated here, before the first of them is."""
+    for node, name in zip(nodes, names, strict=True):
+        for path, value in nnx.iter_graph(node, **_GRAPH):
+            if isinstance(value, nnx.Variable):
+                try:
+                    value.set_metadata(value.get_metadata())  # what it has already: flax says whether it may be set
+                except TraceContextError as error:
+                    raise Fault(
+                        ArgumentError,
+                        f"{{call}}: {name}{''.join(f'.{key}' for key in path)} was made outside of a function that is "
+                        "traced here, and cannot be updated within it.",
+                        "Pass the module to that function as an argument, by `nnx.jit`, `nnx.grad` or the like.",
+                        cause=error,
+                    ) from None
+
+
+def _spell(role: Role) -> str:
+    return "nnx.Carry" if role is nnx.Carry else repr(role)

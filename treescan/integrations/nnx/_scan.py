@@ -1,0 +1,330 @@
+"""`scan` over flax.nnx modules, with the roles of `nnx.scan`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, overload
+
+import jax
+from flax import nnx
+
+from ..._arguments import check_length
+from ..._avals import describe_leaf, describe_node, shape_of
+from ..._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, Row, explain, verb
+from ..._run import run_verb
+from ..._transforms.body import check_callable
+from ..._transforms.conventions import SCAN
+from ..._tree import Prefix
+from ..._types import Axes, PyTree, RematLike
+from ._named import Named, in_words_of_user, is_node, leaves_and_nodes, replace_nodes
+from ._roles import axes_of, check_axes, check_level, is_axis, spread_roles
+from ._step import TAG, Layout, Node, Parts, Step, fill, merge, split
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+@overload
+def scan(
+    *,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    _split_transpose: bool = False,
+    in_axes: Axes = (nnx.Carry, 0),
+    out_axes: Axes = (nnx.Carry, 0),
+    transform_metadata: Mapping[str, Any] | None = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+    remat: RematLike | None = None,
+    name: str | None = None,
+) -> Callable[[F], F]: ...
+@overload
+def scan(
+    f: F,
+    *,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    _split_transpose: bool = False,
+    in_axes: Axes = (nnx.Carry, 0),
+    out_axes: Axes = (nnx.Carry, 0),
+    transform_metadata: Mapping[str, Any] | None = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+    remat: RematLike | None = None,
+    name: str | None = None,
+) -> F: ...
+@verb
+def scan(
+    f: Any = None,
+    *,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    _split_transpose: bool = False,
+    in_axes: Axes = (nnx.Carry, 0),
+    out_axes: Axes = (nnx.Carry, 0),
+    transform_metadata: Mapping[str, Any] | None = None,
+    graph: bool | None = None,
+    graph_updates: bool | None = None,
+    remat: RematLike | None = None,
+    name: str | None = None,
+) -> Any:
+    """Scans a function whose arguments and outputs are arrays, flax.nnx modules, or trees of both.
+
+    Takes what `nnx.scan` takes, and gives what it gives: outputs, and variables of the modules updated in place. The
+    loop is that of `treescan.scan`, with its checks, and with its options `remat` and `name`. `scan(...)` without `f`
+    is a decorator.
+
+    A variable has a role. Scanned over: each step is given its slice, and what the step makes of it is stacked again.
+    Whole: each step is given all of it, and what a step changes of its values is dropped, as `nnx.scan` does; scan over
+    the variable, or carry it, to keep it. Carried: each step is given what the last one made of it.
+
+    What `nnx.scan` takes and this does not, with an error: `graph=False` and `graph_updates=False`, in which what a
+    step changes of a variable given whole is kept (carry it here), and variables of mutable arrays.
+
+    Args:
+        f: the body. It may be a function or the method of a class, not of an instance.
+        length: the number of steps T; needed where nothing is scanned over.
+        reverse: run from step T-1 to step 0. Each output still stands at the position of its inputs.
+        unroll: how many steps are compiled into one round of the loop; 0 or True unrolls the whole loop.
+        in_axes: one entry for each argument, or one for all: the axis of size T that is scanned over; None for what
+            every step is given whole; `nnx.Carry` for the one that is carried. An entry may be a tree prefix of the
+            argument. `nnx.StateAxes` gives each variable of a module one of these by its type or path.
+        out_axes: the same for the outputs: where the axis of the steps stands, or `nnx.Carry`. Without a tuple it is
+            for the one output.
+        transform_metadata: with `nnx.PARTITION_NAME`, the name of the scanned axis in the shardings of variables.
+        graph: None or True: modules are graphs, in which references may be shared.
+        graph_updates: None or True: what changes in the structure of scanned modules is seen outside.
+        remat: what the gradient recomputes, as for `treescan.scan`.
+        name: how profilers name the loop (a `jax.named_scope`).
+
+    Returns:
+        The function that scans, or a decorator. It returns what `f` does: the last carry, its modules being those that
+        were passed in, and outputs that are stacked, `[T, ...]` where their axis is 0.
+
+    Raises:
+        ArgumentError: if an argument is out of range, in conflict with another or does not fit the data.
+        BodyError: if `f` is not callable, or does not return what `out_axes` says.
+        CarryError: if the returned carry differs from the given one in structure, shape, dtype or modules.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> from flax import nnx
+        >>> from treescan.integrations.nnx import scan
+        >>> class Sum(nnx.Module):
+        ...     def __init__(self):
+        ...         self.total = nnx.Variable(jnp.zeros(()))
+        >>> @scan
+        ... def step(module, x):
+        ...     module.total[...] += x
+        ...     return module, module.total[...]
+        >>> module, totals = step(Sum(), jnp.array([1.0, 2.0, 3.0]))
+        >>> print(module.total[...], totals)
+        6.0 [1. 3. 6.]
+    """
+    options: dict[str, Any] = {"length": length, "reverse": reverse, "unroll": unroll, "remat": remat, "name": name}
+    options["lowering"] = (("_split_transpose", True),) if _split_transpose else ()
+    modes = {"graph": graph, "graph_updates": graph_updates}
+    try:
+        if f is not None:
+            return _scanning(f, in_axes, out_axes, transform_metadata or {}, modes, options)
+        return lambda f: _decorated(f, in_axes, out_axes, transform_metadata or {}, modes, options)
+    except Exception as error:
+        explained = explain(error, "scan", f)
+    raise explained
+
+
+@verb
+def _decorated(f: Any, *settings: Any) -> Any:
+    try:
+        return _scanning(f, *settings)
+    except Exception as error:
+        explained = explain(error, "scan", f)
+    raise explained
+
+
+def _scanning(
+    f: Any,
+    in_axes: Axes,
+    out_axes: Axes,
+    metadata: Mapping[str, Any],
+    modes: Mapping[str, bool | None],
+    options: Mapping[str, Any],
+) -> Callable[..., Any]:
+    """The function that scans."""
+    check_callable(f, "scan(step)")
+    _refuse_method(f)
+    _check_modes(modes)
+    _check_metadata(metadata)
+    carried, returned = check_axes(in_axes, out_axes)
+    axes = axes_of(in_axes, out_axes)
+    step = Step(f, Prefix.of(out_axes), carried, returned, axes, tuple(metadata.items()))
+
+    @functools.wraps(f)
+    @verb
+    def scanning(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return _run(step, in_axes, *_positional(f, args, kwargs), options)
+        except Exception as error:
+            explained = explain(in_words_of_user(error) if isinstance(error, Fault) else error, "scan", f)
+        raise explained
+
+    return scanning
+
+
+def _run(step: Step, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+    parts = Parts.none()
+    with nnx.update_context(TAG):
+        carry, tree, places = _take_in(step, in_axes, names, args, parts)
+        check_level(parts.nodes, parts.names)
+        graph, (variables, whole, *states) = split(parts, step.axes, {})
+        layout = Layout(graph, tree, places, tuple(parts.names), tuple(parts.roles))
+        groups = tuple((state, parts.named(axis)) for state, axis in zip(states, step.axes, strict=True))
+        name = names[step.carried] if step.carried is not None else ""
+        init = Named((name, ""), (carry, variables))
+        xs = (layout, whole, parts.named(None), groups)
+        given: dict[str, Any] = {**options, "in_axes": (None, None, None, step.axes), "out_axes": (0, step.axes)}
+        given["length"] = _length(groups, step.axes, check_length(options["length"]))
+        final, (layout, groups) = run_verb(SCAN, step, init, xs, **given)
+        carry, variables = final.values
+        nodes = merge(layout.graph, [variables, whole, *(state for state, _ in groups)], inner=False)
+    return _put_out(step, layout, fill(carry, nodes), nodes, [leaves.values for _, leaves in groups])
+
+
+def _take_in(
+    step: Step, in_axes: Axes, names: list[str], args: tuple[Any, ...], parts: Parts
+) -> tuple[PyTree, Any, tuple[Any, ...]]:
+    """Takes the arguments apart; returns the carry with `Node` in the places of nodes, and where the others stand."""
+    prefix = in_axes if in_axes is not nnx.Carry else (nnx.Carry,)
+    if isinstance(prefix, tuple) and len(prefix) != len(args):
+        raise Fault(
+            ArgumentError,
+            f"{{call}}: `in_axes` has {len(prefix)} entries, but there are {len(args)} arguments: {', '.join(names)}.",
+            "It has one entry for each argument, defaults included.",
+        )
+    carry, rest = None, args
+    if step.carried is not None:
+        carry = args[step.carried]
+        named = [(name, leaf) for name, leaf in leaves_and_nodes(names[step.carried], carry) if is_node(leaf)]
+        indices = iter([Node(parts.add_node(name, node, nnx.Carry)) for name, node in named])
+        carry = replace_nodes(carry, lambda _: next(indices))
+        rest = (*args[: step.carried], None, *args[step.carried + 1 :])
+        prefix = (*prefix[: step.carried], None, *prefix[step.carried + 1 :])
+    roles = spread_roles("in_axes", prefix, rest, "args")
+    leaves = [leaf for name, arg in zip(names, rest, strict=True) for leaf in leaves_and_nodes(name, arg)]
+    for (path, leaf), role in zip(leaves, roles, strict=True):
+        if is_axis(role) and not is_node(leaf) and not shape_of(leaf):
+            raise Fault(
+                ArgumentError,
+                f"{{call}}: {path} is scanned over axis {role}, but is {describe_node(leaf)}.",
+                "Give None in `in_axes` for what every {step} is given whole.",
+            )
+    places = tuple(parts.add(path, leaf, role) for (path, leaf), role in zip(leaves, roles, strict=True))
+    return carry, jax.tree.structure(rest, is_leaf=is_node), places
+
+
+def _put_out(step: Step, layout: Layout, carry: PyTree, nodes: list[Any], arrays: list[tuple[Any, ...]]) -> Any:
+    known: dict[Any, Any] = {"node": nodes, **dict(zip(step.axes, arrays, strict=True))}
+    out = jax.tree.unflatten(layout.tree, [known[role][i] for role, i in layout.places])
+    if step.returned is None:
+        return out
+    if not isinstance(step.out_axes.tree, tuple):
+        return carry
+    return (*out[: step.returned], carry, *out[step.returned + 1 :])
+
+
+def _length(groups: tuple[Any, ...], axes: tuple[int, ...], length: int | None) -> int:
+    """The number of steps, which all that is scanned over has along its axis."""
+    leaves = [
+        (name, leaf, axis)
+        for (state, arrays), axis in zip(groups, axes, strict=True)
+        for named in (state, arrays)
+        for name, leaf in zip(named.names, named.values, strict=True)
+    ]
+    short = [leaf for leaf in leaves if not -len(leaf[1].shape) <= leaf[2] < len(leaf[1].shape)]
+    if short:
+        raise Fault(
+            ArgumentError,
+            "{call}: what is scanned over does not have the axis.",
+            "Give None for what every {step} is given whole, and `nnx.Carry` for what is carried; of the variables of "
+            "a module by `nnx.StateAxes`.",
+            header=("leaf", "axis", "is"),
+            rows=[Row(name, str(axis), describe_leaf(leaf), "") for name, leaf, axis in short],
+        )
+    if length is None and not leaves:
+        raise Fault(
+            ArgumentError,
+            "{call}: how many steps? No `length` is given, and nothing is scanned over.",
+            "Pass `length=`, or give an argument an axis in `in_axes`.",
+        )
+    sizes = {leaf.shape[axis] for _, leaf, axis in leaves} | ({length} if length is not None else set())
+    if len(sizes) > 1:
+        same = "" if length is None else f" `length` is {length}."
+        raise Fault(
+            ArgumentError,
+            f"{{call}}: what is scanned over does not have the same number of steps.{same}",
+            "All is scanned together, and `length`, where given, is its size along its axis.",
+            header=("leaf", "steps", "is"),
+            rows=[Row(name, str(leaf.shape[axis]), describe_leaf(leaf), f"axis {axis}") for name, leaf, axis in leaves],
+        )
+    return sizes.pop()
+
+
+def _positional(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], tuple[Any, ...]]:
+    """The arguments by their places, defaults included, each with its name."""
+    try:
+        signature = inspect.signature(f)
+    except (TypeError, ValueError):
+        return [f"args[{i}]" for i in range(len(args))], args
+    try:
+        bound = signature.bind(*args, **kwargs)
+    except TypeError as error:
+        raise Fault(BodyError, f"{{body}} cannot be called with these arguments: {error}.") from None
+    bound.apply_defaults()
+    if bound.kwargs:
+        raise Fault(
+            ArgumentTypeError,
+            f"{{call}}: {', '.join(bound.kwargs)} are passed by keyword alone, but `in_axes` goes by place.",
+            "Make it a positional parameter, or bind it beforehand in a function of the others.",
+        )
+    variadic = inspect.Parameter.VAR_POSITIONAL
+    single = [name for name in bound.arguments if signature.parameters[name].kind is not variadic]
+    names = single[: len(bound.args)]
+    return [*names, *(f"args[{i}]" for i in range(len(names), len(bound.args)))], bound.args
+
+
+def _refuse_method(f: Any) -> None:
+    while isinstance(f, functools.partial):
+        f = f.func
+    if inspect.ismethod(f) and isinstance(f.__self__, nnx.Pytree):
+        raise Fault(
+            ArgumentTypeError,
+            "{call} got the method of an instance, whose variables it would not see.",
+            "Use it as a decorator in the class, or pass the function of the class and the instance as an argument: "
+            f"`scan({type(f.__self__).__name__}.{f.__name__}, ...)(module, ...)`.",
+        )
+
+
+def _check_modes(modes: Mapping[str, bool | None]) -> None:
+    settings = {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}  # not in the oldest flax
+    for mode, given in modes.items():
+        ambient = getattr(nnx, settings[mode], None)
+        value = ambient.current_value() if given is None and ambient is not None else given
+        if value not in (None, True):
+            raise Fault(
+                ArgumentError,
+                f"{{call}}: `{mode}` is {value!r}" + (f", by `nnx.{settings[mode]}`." if given is None else "."),
+                f"Modules are scanned as graphs, whose updates are seen outside: pass `{mode}=True`.",
+            )
+
+
+def _check_metadata(metadata: Mapping[str, Any]) -> None:
+    if metadata and nnx.PARTITION_NAME not in metadata:
+        raise Fault(
+            ArgumentError,
+            f"{{call}}: `transform_metadata` has no `nnx.PARTITION_NAME`, but {', '.join(map(repr, metadata))}.",
+            "It names the scanned axis in the shardings of variables: `{nnx.PARTITION_NAME: 'layers'}`.",
+        )

@@ -1,0 +1,247 @@
+"""One step: puts the modules together, calls the body, and takes apart what became of them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from flax import nnx
+
+from ..._avals import describe_node, is_mutable
+from ..._errors import ArgumentError, BodyError, CarryError, Fault, Row
+from ..._tree import Prefix, is_static
+from ..._types import PyTree, TreeDef
+from ._named import Named, is_node, leaves_and_nodes, named_state, replace_nodes, state_of
+from ._roles import Role, check_shared, filters_of, spread_roles
+
+TAG = "treescan"
+"""The tag of the `nnx.update_context`, by which modules are told from one side of the loop to the other."""
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Layout:
+    """What the steps are given, or return, beside arrays.
+
+    Attributes:
+        graph: the structure of the modules.
+        tree: the arguments less the carry, or the outputs less the carry.
+        places: for each leaf of the tree the role and the index in what has this role; of a node `"node"` and its
+            index among the nodes.
+        names: what the nodes are called.
+        roles: their roles.
+    """
+
+    graph: Any
+    tree: TreeDef
+    places: tuple[tuple[Role, int], ...]
+    names: tuple[str, ...] = ()
+    roles: tuple[Role, ...] = ()
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Node:
+    """Stands in the carry where it has a module or a variable: the index among the nodes."""
+
+    index: int
+
+
+@dataclass
+class Parts:
+    """Trees that are taken apart: nodes, and arrays by their roles."""
+
+    nodes: list[Any]
+    names: list[str]
+    roles: list[Role]
+    arrays: dict[Role, list[tuple[str, Any]]]
+
+    @classmethod
+    def none(cls) -> Parts:
+        return cls([], [], [], {})
+
+    def add_node(self, name: str, node: Any, role: Role) -> int:
+        """Returns its index."""
+        self.nodes.append(node)
+        self.names.append(name)
+        self.roles.append(role)
+        return len(self.nodes) - 1
+
+    def add(self, name: str, leaf: Any, role: Role) -> tuple[Role, int]:
+        """Adds a leaf; returns its place."""
+        if is_node(leaf):
+            return "node", self.add_node(name, leaf, role)
+        if isinstance(role, nnx.StateAxes):
+            raise Fault(
+                ArgumentError,
+                f"{{call}}: {name} has an `nnx.StateAxes`, but is {describe_node(leaf)}.",
+                "It is for modules and variables. An array has an axis, or None for the whole.",
+            )
+        leaves = self.arrays.setdefault(role, [])
+        leaves.append((name, leaf))
+        return role, len(leaves) - 1
+
+    def named(self, role: Role) -> Named:
+        """The arrays of one role."""
+        leaves = self.arrays.get(role, [])
+        return Named(tuple(name for name, _ in leaves), tuple(leaf for _, leaf in leaves))
+
+
+def split(parts: Parts, axes: Sequence[int], metadata: Mapping[str, Any]) -> tuple[Any, list[Named]]:
+    """The structure of all nodes, and their arrays: the carried ones, those given whole, and those of each axis."""
+    check_shared(parts.nodes, parts.roles, parts.names)
+    with nnx.split_context(TAG) as context:
+        graph, *states = context.split(parts.nodes, *filters_of(parts.roles, parts.names, axes))
+    if metadata:
+        states[2:] = [nnx.spmd.add_axis(state, axis, metadata) for state, axis in zip(states[2:], axes, strict=True)]
+    named = [named_state(state, tuple(parts.names)) for state in states]
+    for name, leaf in ((name, leaf) for state in named for name, leaf in zip(state.names, state.values, strict=True)):
+        if is_mutable(leaf):
+            raise Fault(
+                ArgumentError,
+                f"{{call}}: {name} holds a mutable array (a `Ref`), which is neither scanned over nor carried.",
+                "Make the variable without a reference: it then holds the array itself.",
+            )
+    return graph, named
+
+
+def merge(graph: Any, states: Sequence[Named], *, inner: bool) -> list[Any]:
+    """The nodes: new ones inside of the step; outside of the loop those that were there, updated."""
+    with nnx.merge_context(TAG, inner) as context:
+        nodes: list[Any] = context.merge(graph, *map(state_of, states))
+    return nodes
+
+
+@dataclass(frozen=True)
+class Step:
+    """The body of the loop. It carries `Named((carry, variables))`.
+
+    Attributes:
+        f: the user's function.
+        out_axes: the prefix tree of its outputs.
+        carried: where the carry stands among the arguments, or None.
+        returned: where it stands among the outputs; 0 too where it is the only one.
+        axes: all axes, in the order in which their groups stand in xs and ys.
+        metadata: of `transform_metadata`.
+    """
+
+    f: Callable[..., Any]
+    out_axes: Prefix
+    carried: int | None
+    returned: int | None
+    axes: tuple[int, ...]
+    metadata: tuple[tuple[str, Any], ...]
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.f
+
+    def __call__(self, args__: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+        layout, whole, arrays, groups = x
+        carry, variables = args__.values
+        states = [state for state, _ in groups]
+        if self.metadata:
+            pairs = zip(states, self.axes, strict=True)
+            states = [self._without_axis(state, axis) for state, axis in pairs]
+        nodes = merge(layout.graph, [variables, whole, *states], inner=True)
+        leaves: dict[Role, Any] = dict(zip(self.axes, (leaves.values for _, leaves in groups), strict=True))
+        known: dict[Role, Any] = {"node": nodes, None: arrays.values, **leaves}
+        args = list(jax.tree.unflatten(layout.tree, [known[role][i] for role, i in layout.places]))
+        if self.carried is not None:
+            args[self.carried] = fill(carry, nodes)
+        new_carry, out = self._apart(self.f(*args))
+        parts = Parts(list(nodes), list(layout.names), list(layout.roles), {})
+        new_carry = take_nodes(args__.names[0], carry, new_carry, parts)
+        layout_out, (variables, new_whole, *states) = self._take_out(out, parts)
+        _check_whole(whole, new_whole)
+        groups = tuple((state, parts.named(axis)) for state, axis in zip(states, self.axes, strict=True))
+        return Named(args__.names, (new_carry, variables)), (layout_out, groups)
+
+    def _without_axis(self, state: Named, axis: int) -> Named:
+        removed = nnx.spmd.remove_axis(state_of(state), axis, dict(self.metadata))
+        leaves, structure = jax.tree.flatten(removed)
+        return Named(state.names, tuple(leaves), structure)
+
+    def _apart(self, out: Any) -> tuple[Any, Any]:
+        """The carry, and the outputs with None in its place."""
+        if self.returned is None:
+            return None, out
+        axes = self.out_axes.tree
+        if not isinstance(axes, tuple):
+            return out, None
+        if not isinstance(out, tuple) or len(out) != len(axes):
+            raise Fault(
+                BodyError,
+                f"{{body}} returned {describe_node(out)}, where `out_axes` has {len(axes)} entries.",
+                "Return a tuple of as many outputs; with `out_axes=nnx.Carry` the carry alone.",
+            )
+        return out[self.returned], (*out[: self.returned], None, *out[self.returned + 1 :])
+
+    def _take_out(self, out: Any, parts: Parts) -> tuple[Layout, list[Named]]:
+        axes = self.out_axes.tree
+        if self.returned is not None:
+            axes = None if not isinstance(axes, tuple) else tuple(None if a is nnx.Carry else a for a in axes)
+        named = leaves_and_nodes("out", out)
+        roles = spread_roles("out_axes", axes, out, "out")
+        for name, leaf in named:
+            if not is_node(leaf) and is_static(leaf):
+                raise Fault(
+                    BodyError,
+                    f"{{body}} returned outputs that are no arrays: {name} is {describe_node(leaf)}.",
+                    "Outputs are stacked over the steps. Return what is the same in all of them some other way.",
+                )
+        places = tuple(parts.add(name, leaf, role) for (name, leaf), role in zip(named, roles, strict=True))
+        graph, states = split(parts, self.axes, dict(self.metadata))
+        return Layout(graph, jax.tree.structure(out, is_leaf=is_node), places), states
+
+
+def fill(tree: PyTree, nodes: Sequence[Any]) -> PyTree:
+    """A tree with nodes in their places."""
+    return jax.tree.map(
+        lambda leaf: nodes[leaf.index] if isinstance(leaf, Node) else leaf,
+        tree,
+        is_leaf=lambda leaf: isinstance(leaf, Node),
+    )
+
+
+def take_nodes(name: str, given: PyTree, returned: PyTree, parts: Parts) -> PyTree:
+    """The carry that was returned with `Node` in the places of its nodes, which must be the same as before.
+
+    A variable that stands in the carry by itself may be another one: `parts` then has it in the place of the first.
+    """
+    was = [leaf for leaf in jax.tree.leaves(given, is_leaf=lambda leaf: isinstance(leaf, Node)) if type(leaf) is Node]
+    now = [(path, node) for path, node in leaves_and_nodes(name, returned) if is_node(node)]
+    if len(was) != len(now):
+        wrong = [Row(name, f"{len(was)} modules or variables", f"{len(now)}", "")]
+    else:
+        wrong = []
+        for node, (path, new) in zip(was, now, strict=True):
+            old = parts.nodes[node.index]
+            if isinstance(old, nnx.Variable) and isinstance(new, nnx.Variable):
+                parts.nodes[node.index] = new
+            elif old is not new:
+                wrong.append(Row(path, f"the {type(old).__name__} that was given", f"another {type(new).__name__}", ""))
+    if wrong:
+        raise Fault(
+            CarryError,
+            "{body} returned a carry with other modules than it was given.",
+            "Change the variables of the module that the {step} is given, and return this module.",
+            header=("leaf", "expected", "came"),
+            rows=wrong,
+        )
+    indices = iter(was)
+    return replace_nodes(returned, lambda _: next(indices))
+
+
+def _check_whole(given: Named, now: Named) -> None:
+    """What is given whole to each step keeps its variables; what a step changes of their values is dropped."""
+    if given.names != now.names:
+        other = sorted(set(given.names) ^ set(now.names))
+        raise Fault(
+            CarryError,
+            f"{{body}} added variables to a module that is given whole to each step, or took some away: "
+            f"{', '.join(other)}.",
+            "Make all variables before the scan, or scan over the module or carry it.",
+        )
