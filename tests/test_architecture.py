@@ -98,6 +98,9 @@ LAYERS = [  # a module imports from lines above its own only
     "__main__",
     "integrations",
     "integrations.nnx",
+    "integrations.flax._rnn_lift",
+    "integrations.flax._rnn",
+    "integrations.flax",
 ]
 LONGEST_FILE, LONGEST_FUNCTION = 400, 45
 PUBLIC = {
@@ -126,7 +129,7 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
 
 def own_imports(module: str) -> Iterator[str]:
     """The package's own modules that one of them imports."""
-    is_package = module in ("__init__", "_transforms", "carries", "integrations")
+    is_package = module in ("__init__", "_transforms", "carries", "integrations", "integrations.flax")
     path = [] if module == "__init__" else module.split(".")
     for level, target, names in imports(MODULES[module]):
         if level:
