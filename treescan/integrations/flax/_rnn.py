@@ -56,6 +56,8 @@ class RNN(nn.Module):
         remat: what the gradient recomputes, as for `treescan.scan`.
         chunk: how many steps are skipped together where no row has them, as for `treescan.mask_scan`. Without
             `seq_lengths` there is nothing to skip.
+        compact: whether to run the cell on those rows alone that have not ended, as for `treescan.mask_scan`. Not for
+            cells that draw. Without `seq_lengths` all rows go on to the end.
 
     Examples:
         >>> import flax.linen as nn
@@ -83,6 +85,7 @@ class RNN(nn.Module):
     split_rngs: Mapping[PRNGSequenceFilter, bool] = FrozenDict({"params": False})
     remat: RematLike | None = dataclasses.field(default=None, kw_only=True)
     chunk: int | None = dataclasses.field(default=None, kw_only=True)
+    compact: bool | tuple[int, ...] = dataclasses.field(default=False, kw_only=True)
 
     def __call__(
         self,
@@ -148,6 +151,7 @@ class RNN(nn.Module):
             unroll=self.unroll,
             remat=self.remat,
             chunk=self.chunk,
+            compact=self.compact,
             variable_axes=self.variable_axes,
             variable_broadcast=self.variable_broadcast,
             variable_carry=self.variable_carry,

@@ -40,6 +40,7 @@ class LoopPlan:
         unroll: as for `treescan.scan`.
         remat: as for `treescan.scan`.
         chunk: as for `treescan.mask_scan`.
+        compact: as for `treescan.mask_scan`.
         variable_axes: the collections of which each step has its own, and the axis of the steps in their variables.
         variable_broadcast: the collections that all steps share.
         variable_carry: the collections that one step hands to the next.
@@ -53,6 +54,7 @@ class LoopPlan:
     unroll: int
     remat: RematLike | None
     chunk: int | None
+    compact: bool | tuple[int, ...]
     variable_axes: Mapping[CollectionFilter, Any]
     variable_broadcast: CollectionFilter
     variable_carry: CollectionFilter
@@ -144,6 +146,11 @@ class _Lifted:
         return (last.carry, outputs), (broadcast, last.variables, *made)
 
     def _refuse(self, scopes: list[Scope], *, has_own: bool) -> None:
+        if self.plan.compact and not self.plan.initializing and any(scope.rngs for scope in scopes):
+            raise refused(
+                "{verb}: `compact` and rngs exclude each other: the cell would draw for other rows.",
+                "Leave `compact` out where the cell draws, as dropout does, or drop its rngs from `split_rngs`.",
+            )
         mutable = has_own and any(_any_mutable(scopes, group) for group in self.plan.variable_axes)
         if self.plan.initializing and self.plan.lengths is not None and mutable:
             raise refused(
@@ -165,7 +172,9 @@ class _Lifted:
         if plan.lengths is None:
             return scan(cell, loop, xs, **options)
         rows: dict[str, Any] = {"carry_axes": Loop(0, None, (None, None)), "x_axes": (0, None), "y_axes": (0, None)}  # type: ignore[arg-type]
-        return mask_scan(cell, loop, xs, lengths=plan.lengths, chunk=plan.chunk, **rows, **options)
+        return mask_scan(
+            cell, loop, xs, lengths=plan.lengths, chunk=plan.chunk, compact=plan.compact, **rows, **options
+        )
 
     def step(self, loop: Loop, x: PyTree) -> tuple[Loop, Any]:
         """One step of the loop. However often it is traced, the rngs count from where they stood before the loop."""
@@ -232,10 +241,10 @@ def _any_mutable(scopes: list[Scope], collections: CollectionFilter) -> bool:
 
 def _kept_where_no_row_is(reached: Array, made: Any, given: Any) -> Any:
     """A step's variables stay what they were where no row reaches it; new ones are 0 there."""
-    before = dict(jax.tree_util.tree_leaves_with_path(given))
+    before = {path[1:]: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(given)}  # whatever group it is in
 
     def keep(path: Any, leaf: Array) -> Array:
-        old = before.get(path)
+        old = before.get(path[1:])
         if old is None or jnp.shape(old) != jnp.shape(leaf):
             return leaf
         return jnp.where(reached.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, old)
