@@ -115,11 +115,12 @@ def test_without_lengths_it_is_flax(cell: str, option: str) -> None:
 def test_with_lengths_it_is_flax_at_what_is_valid(cell: str, option: str) -> None:
     x, options = inputs_of(cell, option), OPTIONS[option]
     ours, theirs = RNN(CELLS[cell](), **options), nn.RNN(CELLS[cell](), **options)
-    variables = ours.init(jax.random.key(1), x, seq_lengths=LENGTHS)
-    assert_same(variables, theirs.init(jax.random.key(1), x))
     valid = is_valid(LENGTHS, T, time_major="time_major" in option)
+    bad = jnp.where(valid.reshape(*valid.shape, *(1,) * (x.ndim - 2)), x, jnp.nan)
+    variables = ours.init(jax.random.key(1), bad, seq_lengths=LENGTHS)
+    assert_same(variables, theirs.init(jax.random.key(1), x))
     expected = results(theirs, variables, x, valid, seq_lengths=LENGTHS)
-    assert_close(results(ours, variables, x, seq_lengths=LENGTHS), expected)
+    assert_close(results(ours, variables, bad, seq_lengths=LENGTHS), expected)
 
 
 def test_eager_calls_and_overrides() -> None:
@@ -373,7 +374,8 @@ def test_what_is_drawn_is_what_flax_draws(lengths: Any, typed: bool) -> None:
     del rngs["params"]
     valid = None if lengths is None else is_valid(lengths, T)
     expected = results(theirs, variables, X, valid, seq_lengths=lengths, rngs=rngs)
-    actual = results(ours, variables, X, seq_lengths=lengths, rngs=rngs)
+    bad = X if valid is None else jnp.where(valid[..., None], X, jnp.nan)
+    actual = results(ours, variables, bad, seq_lengths=lengths, rngs=rngs)
     assert_close(actual, expected)
     assert not np.allclose(actual[0][1], ours.apply(variables, X, seq_lengths=lengths))
 
@@ -423,9 +425,10 @@ def test_carried_variables_are_those_of_flax(lengths: Any) -> None:
 def test_carried_variables_change_while_any_row_goes_on() -> None:
     rnn = RNN(Normed(H), variable_carry="stats", chunk=1)
     bad = jnp.where(is_valid([3, 3, 0], T)[..., None], X, jnp.nan)
-    _, changed = rnn.apply(with_stats(), bad, seq_lengths=jnp.array([3, 3, 0]), mutable=["stats"])
+    y, changed = rnn.apply(with_stats(), bad, seq_lengths=jnp.array([3, 3, 0]), mutable=["stats"])
     assert int(changed["stats"]["cell"]["steps"]) == 3
     assert np.isfinite(changed["stats"]["cell"]["mean"]).all()
+    assert np.isfinite(y).all()
 
 
 def test_carried_variables_that_may_not_change_are_read() -> None:
@@ -532,6 +535,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
     "axes": ({}, {"inputs": X[0, 0]}, ArgumentError, r"\[\*batch, T, \*features\]"),
     "cast": ({"cell": Casting(H)}, {"seq_lengths": LENGTHS}, CarryError, r"`Casting.__call__` \(.*test_flax_rnn.py"),
     "clock": ({"cell": Clocked(H)}, {"seq_lengths": LENGTHS}, ArgumentError, r"carry\[\"t\"\] is int32\[\]"),
+    "ragged": ({}, {"seq_lengths": [[1], [1, 2], 3]}, ArgumentTypeError, r"are ints, got"),
+    "split": ({"split_rngs": {"params": True}}, {}, ArgumentError, "Do not split the rng that makes them"),
     "axis": ({"variable_axes": {"steps": None}}, {}, ArgumentTypeError, "the axis None, which is not an int"),
     "own": ({"cell": Own(H), **OWN}, {"seq_lengths": LENGTHS}, ArgumentError, "Initialize without `seq_lengths`"),
     "chunk": ({"chunk": -1}, {"seq_lengths": LENGTHS}, ArgumentError, "`chunk` is an int of at least 0"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Mapping
 from typing import Any
@@ -178,12 +179,16 @@ def _layout(inputs: Any, features: int, *, time_major: bool) -> tuple[int, tuple
 
 def _checked(seq_lengths: Any, batch: tuple[int, ...], steps: int) -> Array:
     """The lengths as int32[*batch], between 0 and the steps: concrete ones are held to that, traced ones clamped."""
-    lengths = np.asarray(seq_lengths) if isinstance(seq_lengths, list | tuple | int) else seq_lengths
+    lengths: Any = seq_lengths
+    if isinstance(lengths, list | tuple | int):
+        with contextlib.suppress(TypeError, ValueError):  # ragged, or with tracers in it: refused as it is
+            lengths = np.asarray(lengths)
     dtype = dtype_of(lengths)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise refused(
             f"{{verb}}: `seq_lengths` are ints, got {describe_argument(seq_lengths)}.",
-            "Give the number of valid steps of each row; from a bool mask of them, `mask.sum(axis)` along the steps.",
+            "Give the number of valid steps of each row as an array, int[*batch]; from a bool mask of them, "
+            "`mask.sum(axis)` along the steps.",
             error=ArgumentTypeError,
         )
     if lengths.shape != batch:

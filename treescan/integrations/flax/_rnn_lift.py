@@ -212,7 +212,17 @@ class _Lifted:
             self.cell(scopes, carry, now)
             return _merged(broadcast, self.repack_fn(scopes)[0]), state, ()
 
-        broadcast, _, _ = axes_scan.scan(make, (0,), 0)(loop.constants[0], (loop.carry, loop.variables), xs)
+        try:
+            broadcast, _, _ = axes_scan.scan(make, (0,), 0)(loop.constants[0], (loop.carry, loop.variables), xs)
+        except ValueError as error:
+            if "data dependency" not in str(error):
+                raise
+            raise refused(
+                "{verb}: the cell makes variables of a collection that all steps share from what is another in each "
+                "step: its carry, its inputs, or a split rng.",
+                "Do not split the rng that makes them, `split_rngs={'params': False}`, or give each step its own, "
+                "`variable_axes={'params': 0}` and `variable_broadcast=False`.",
+            ) from error
         return broadcast
 
     def _scopes(self, loop: Loop, x: PyTree) -> tuple[list[Scope], PyTree]:
