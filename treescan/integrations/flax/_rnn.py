@@ -179,10 +179,10 @@ def _layout(inputs: Any, features: int, *, time_major: bool) -> tuple[int, tuple
 
 def _checked(seq_lengths: Any, batch: tuple[int, ...], steps: int) -> Array:
     """The lengths as int32[*batch], between 0 and the steps: concrete ones are held to that, traced ones clamped."""
-    lengths: Any = seq_lengths
-    if isinstance(lengths, list | tuple | int):
+    lengths = seq_lengths
+    if isinstance(seq_lengths, list | tuple | int):
         with contextlib.suppress(TypeError, ValueError):  # ragged, or with tracers in it: refused as it is
-            lengths = np.asarray(lengths)
+            lengths = np.asarray(seq_lengths)
     dtype = dtype_of(lengths)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise refused(
