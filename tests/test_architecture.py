@@ -109,6 +109,8 @@ LAYERS = [  # a module imports from lines above its own only
     "integrations.nnx._scan",
     "integrations.nnx",
     "integrations.flax._scan",
+    "integrations.flax._rnn_lift",
+    "integrations.flax._rnn",
     "integrations.flax",
 ]
 LONGEST_FILE, LONGEST_FUNCTION = 400, 45

@@ -1,0 +1,233 @@
+"""`RNN`: flax.linen.RNN on `mask_scan`."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import linen as nn
+from flax.core import FrozenDict
+from flax.core.scope import CollectionFilter, PRNGSequenceFilter
+from jax.core import Tracer
+
+from ..._avals import describe_argument, dtype_of
+from ..._errors import ArgumentTypeError
+from ..._tree import leaves_with_path
+from ..._types import Array, ArrayLike, PyTree, RematLike
+from ._rnn_lift import LoopPlan, lift_loop, refused
+
+
+class RNN(nn.Module):
+    """Applies a cell over sequences: flax.linen.RNN, in whose place it can stand, but for padding that is never read.
+
+    It has the fields, the arguments and the variables of `flax.linen.RNN`, and without `seq_lengths` its results. With
+    `seq_lengths` each row is run as if it were alone:
+
+    - Padding is never read. NaN there reaches no output, carry or gradient, and gradients with respect to padding are
+      exactly 0.
+    - Steps that no row has are not run, forward and in the gradient.
+    - Outputs at padding are exactly 0, where flax leaves what the cell made of the padding.
+    - The carry is that after each row's last valid step, with any number of batch axes; a row of length 0 returns its
+      initial carry. No history of carries is kept.
+
+    Rows are to be independent of one another. What a cell computes across rows, the mean of a normalization, say, sees
+    in the place of a row that has ended another one which goes on.
+
+    Variables of `variable_carry` are shared by all rows. They are changed in steps in which any row is valid, and have
+    to be there before the first. Variables of `variable_axes` stay what they were in steps that no row reaches; those
+    made there are 0.
+
+    Attributes:
+        cell: an instance of `flax.linen.RNNCellBase`.
+        time_major: True: inputs and outputs are `[T, *batch, *features]`; False: `[*batch, T, *features]`.
+        return_carry: whether to return `(carry, outputs)` in place of the outputs alone.
+        reverse: run each row from its last valid step to its first. Outputs are in the order of the run, and padding
+            stays at the end.
+        keep_order: with `reverse`, outputs are in the order of the inputs.
+        unroll: how many steps are compiled into one round of the loop.
+        variable_axes: collections of which each step has its own variables, with the axis of the steps in them.
+        variable_broadcast: collections that all steps share.
+        variable_carry: collections that each step hands to the next.
+        split_rngs: the rngs that the cell is given. True: each step has its own; False: all have the same.
+        remat: what the gradient recomputes, as for `treescan.scan`.
+        chunk: how many steps are skipped together where no row has them, as for `treescan.mask_scan`. Without
+            `seq_lengths` there is nothing to skip.
+        compact: whether to run the cell on those rows alone that have not ended, as for `treescan.mask_scan`. Not for
+            cells that draw. Without `seq_lengths` all rows go on to the end.
+
+    Examples:
+        >>> import flax.linen as nn
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from treescan.integrations.flax import RNN
+        >>> x = jnp.ones((2, 5, 3)).at[1, 2:].set(jnp.nan)  # [B, T, F], the second row has two steps
+        >>> rnn = RNN(nn.GRUCell(4), return_carry=True)
+        >>> lengths = jnp.array([5, 2])
+        >>> variables = rnn.init(jax.random.key(0), x, seq_lengths=lengths)
+        >>> carry, y = rnn.apply(variables, x, seq_lengths=lengths)
+        >>> print(carry.shape, y.shape, bool((carry[1] == y[1, 1]).all()), bool((y[1, 2:] == 0).all()))
+        (2, 4) (2, 5, 4) True True
+    """
+
+    cell: nn.RNNCellBase
+    time_major: bool = False
+    return_carry: bool = False
+    reverse: bool = False
+    keep_order: bool = False
+    unroll: int = 1
+    variable_axes: Mapping[CollectionFilter, Any] = FrozenDict()
+    variable_broadcast: CollectionFilter = "params"
+    variable_carry: CollectionFilter = False
+    split_rngs: Mapping[PRNGSequenceFilter, bool] = FrozenDict({"params": False})
+    remat: RematLike | None = dataclasses.field(default=None, kw_only=True)
+    chunk: int | None = dataclasses.field(default=None, kw_only=True)
+    compact: bool | tuple[int, ...] = dataclasses.field(default=False, kw_only=True)
+
+    def __call__(
+        self,
+        inputs: Array,
+        *,
+        initial_carry: PyTree | None = None,
+        init_key: Array | None = None,
+        seq_lengths: ArrayLike | None = None,
+        return_carry: bool | None = None,
+        time_major: bool | None = None,
+        reverse: bool | None = None,
+        keep_order: bool | None = None,
+    ) -> Any:
+        """Applies the cell over the inputs.
+
+        Args:
+            inputs: `[*batch, T, *features]`, or `[T, *batch, *features]` if `time_major`.
+            initial_carry: the carry that each row starts from, leaves `[*batch, ...]`; by default what the cell's
+                `initialize_carry` makes.
+            init_key: the key for `initialize_carry`; by default `jax.random.key(0)`.
+            seq_lengths: int[*batch]: how many steps of each row are valid, 0 to T; by default all.
+            return_carry: in place of the field.
+            time_major: in place of the field.
+            reverse: in place of the field.
+            keep_order: in place of the field.
+
+        Returns:
+            The outputs, with the steps where the inputs have them; or the carry after each row's last valid step, and
+            the outputs.
+
+        Raises:
+            ArgumentError: if the inputs have too few axes, if `seq_lengths` have another shape than the batch or are
+                out of range, if the carry has no rows to hold, or if the fields ask for what cannot be had.
+            ArgumentTypeError: if `seq_lengths` are not ints, or an axis of `variable_axes` is not.
+            CarryError: if the cell returns a carry of another structure, shape or dtype than it was given.
+        """
+        time_major = self.time_major if time_major is None else time_major
+        reverse = self.reverse if reverse is None else reverse
+        keep_order = self.keep_order if keep_order is None else keep_order
+        time_axis, batch = _layout(inputs, self.cell.num_feature_axes, time_major=time_major)
+        lengths = None if seq_lengths is None else _checked(seq_lengths, batch, inputs.shape[time_axis])
+        carry = initial_carry
+        if carry is None:
+            key = jax.random.key(0) if init_key is None else init_key
+            carry = self.cell.initialize_carry(key, inputs.shape[:time_axis] + inputs.shape[time_axis + 1 :])
+        if lengths is not None:
+            _check_rows(carry, batch)
+        if reverse:
+            inputs = _flipped(inputs, lengths, time_axis)
+        run: Any = nn.transforms.lift_transform(lift_loop, _apply_cell, self._plan(lengths, time_axis))
+        carry, outputs = run(self.cell, carry, inputs)
+        if reverse and keep_order:
+            outputs = jax.tree.map(lambda leaf: _flipped(leaf, lengths, time_axis), outputs)
+        return (carry, outputs) if (self.return_carry if return_carry is None else return_carry) else outputs
+
+    @nn.nowrap
+    def _plan(self, lengths: Array | None, time_axis: int) -> LoopPlan:
+        return LoopPlan(
+            type(self.cell).__call__,
+            lengths,
+            time_axis,
+            initializing=self.is_initializing(),
+            unroll=self.unroll,
+            remat=self.remat,
+            chunk=self.chunk,
+            compact=self.compact,
+            variable_axes=self.variable_axes,
+            variable_broadcast=self.variable_broadcast,
+            variable_carry=self.variable_carry,
+            split_rngs=self.split_rngs,
+        )
+
+
+def _apply_cell(cell: Any, carry: PyTree, x: Array) -> tuple[PyTree, PyTree]:
+    return cell(carry, x)
+
+
+def _layout(inputs: Any, features: int, *, time_major: bool) -> tuple[int, tuple[int, ...]]:
+    """Where the steps stand, and the batch shape."""
+    batch_axes = jnp.ndim(inputs) - features - 1
+    if batch_axes < 0:
+        order = "[T, *batch, *features]" if time_major else "[*batch, T, *features]"
+        raise refused(
+            f"{{verb}}: inputs are {order}, with {features} axes of features for this cell, but are "
+            f"{describe_argument(inputs)}.",
+            f"Give them at least {features + 1} axes.",
+        )
+    return (0, inputs.shape[1 : 1 + batch_axes]) if time_major else (batch_axes, inputs.shape[:batch_axes])
+
+
+def _checked(seq_lengths: Any, batch: tuple[int, ...], steps: int) -> Array:
+    """The lengths as int32[*batch], between 0 and the steps: concrete ones are held to that, traced ones clamped."""
+    lengths = seq_lengths
+    if isinstance(seq_lengths, list | tuple | int):
+        with contextlib.suppress(TypeError, ValueError):  # ragged, or with tracers in it: refused as it is
+            lengths = np.asarray(seq_lengths)
+    dtype = dtype_of(lengths)
+    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
+        raise refused(
+            f"{{verb}}: `seq_lengths` are ints, got {describe_argument(seq_lengths)}.",
+            "Give the number of valid steps of each row as an array, int[*batch]; from a bool mask of them, "
+            "`mask.sum(axis)` along the steps.",
+            error=ArgumentTypeError,
+        )
+    if lengths.shape != batch:
+        raise refused(
+            f"{{verb}}: `seq_lengths` have the batch shape of the inputs, {batch}, but are "
+            f"{describe_argument(seq_lengths)}.",
+            "Give one length for each row. Where the steps lead, `[T, *batch, *features]`, set `time_major=True`.",
+        )
+    if not isinstance(lengths, Tracer) and getattr(lengths, "is_fully_addressable", True):
+        values = np.asarray(lengths)
+        if values.size and (values.min() < 0 or values.max() > steps):
+            bad = values[(values < 0) | (values > steps)].flat[0]
+            raise refused(
+                f"{{verb}}: `seq_lengths` must lie between 0 and the {steps} steps of the inputs, but one is {bad}.",
+                f"Cut them, `jnp.clip(seq_lengths, 0, {steps})`, or pad the inputs to the longest row.",
+            )
+    return jnp.clip(jnp.asarray(lengths), 0, steps).astype(jnp.int32)
+
+
+def _check_rows(carry: PyTree, batch: tuple[int, ...]) -> None:
+    """Refuses a carry of which some part belongs to no row: there would be no telling when it is to stand still."""
+    for path, leaf in leaves_with_path("carry", carry):
+        if jnp.shape(leaf)[: len(batch)] != batch:
+            raise refused(
+                f"{{verb}}: with `seq_lengths` each row holds its own carry, so that every leaf has the batch shape "
+                f"{batch} in front, but {path} is {describe_argument(leaf)}.",
+                "Give each row its own: for a counter, `jnp.zeros(batch, jnp.int32)`.",
+            )
+
+
+def _flipped(leaf: Array, lengths: Array | None, time_axis: int) -> Array:
+    """Each row with its valid steps in the opposite order, and its padding behind them."""
+    if lengths is None:
+        return jnp.flip(leaf, time_axis)
+    steps = leaf.shape[time_axis]
+    shape = [1] * (lengths.ndim + 1)
+    shape[time_axis] = steps
+    back = jnp.arange(steps - 1, -1, -1, dtype=jnp.int32).reshape(shape)
+    rows = jnp.expand_dims(lengths, time_axis)
+    where = (jnp.broadcast_to(back, np.broadcast_shapes(back.shape, rows.shape)) + rows) % max(steps, 1)
+    where = where.reshape(*where.shape, *(1,) * (leaf.ndim - where.ndim))
+    return jnp.take_along_axis(leaf, where, time_axis, mode="clip")
