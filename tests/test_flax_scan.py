@@ -1,7 +1,6 @@
 """`treescan.integrations.flax.scan` against `flax.linen.scan`: variables, outputs and gradients of the same models."""
 
 import functools
-import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +15,7 @@ from helpers import is_inexact, parametrize
 from treescan.integrations.flax import scan
 
 Result = dict[str, Any]
+FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
 KEYS = {name: jax.random.key(seed) for seed, name in enumerate(("params", "dropout"))}
 
 
@@ -52,7 +52,7 @@ def with_gradient(case: Model, using: Callable[..., Any]) -> Result:
         gradient, applied = jax.grad(of_floats, has_aux=True)(floats)
         return {"made": made, "variables": variables, "applied": applied, "gradient": gradient}
 
-    return jax.jit(everything)(case.inputs)
+    return jax.jit(everything, compiler_options=FAST)(case.inputs)
 
 
 def step_by_step(case: Model, using: Callable[..., Any]) -> Result:
@@ -80,32 +80,46 @@ def assert_same(actual: Any, expected: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
-@parametrize("case", MODELS)
+_SLOW = {"cache_in_time_and_layers", "gru", "axis_one", "unrolled", "recurrent_dropout_shared", "recurrent_in_layers"}
+_FIRST_TRACE = pytest.mark.xfail(
+    strict=True, reason="a broadcast variable that `init` makes and changes: flax's second trace starts from its change"
+)
+_CHANGED = {"changed_broadcast", "replaced_broadcast"}
+
+
+def params(slow: Callable[[str], bool]) -> list[Any]:
+    def marks(name: str) -> list[Any]:
+        return [pytest.mark.slow] * slow(name) + [_FIRST_TRACE] * (name in _CHANGED)
+
+    return [pytest.param(case, id=name, marks=marks(name)) for name, case in MODELS.items()]
+
+
+@pytest.mark.parametrize("case", params(_SLOW.__contains__))
 def test_is_flax_s_scan(case: Model) -> None:
     assert_same(with_gradient(case, scan), with_gradient(case, nn.scan))
 
 
-_EVERY_DAY = {"lstm_class", "residual_stack", "counter", "changed_broadcast", "dropout_split", "cache_in_time"}
-EAGER = [pytest.param(c, id=n, marks=() if n in _EVERY_DAY else pytest.mark.slow) for n, c in MODELS.items()]
+_EAGER = {"lstm_class", "residual_stack", "counter", "dropout_split", "sown_in_time"}
 
 
-@pytest.mark.parametrize("case", EAGER)
+@pytest.mark.parametrize("case", params(lambda name: name not in _EAGER))
 def test_is_flax_s_scan_without_jit(case: Model) -> None:
     assert_same(step_by_step(case, scan), step_by_step(case, nn.scan))
 
 
-_DISABLED = {"residual_stack", "counter", "in_and_out"}
+_DISABLED = {"residual_stack", "counter", "in_and_out", *_CHANGED}
 
 
-@pytest.mark.parametrize("case", [p for p in EAGER if p.id not in _DISABLED])
-@pytest.mark.slow
-def test_with_jit_disabled_as_well(case: Model) -> None:
-    assert_same(disabled(case, scan), disabled(case, nn.scan))
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in _DISABLED)) for n in MODELS])
+def test_with_jit_disabled(name: str) -> None:
+    assert_same(disabled(MODELS[name], scan), disabled(MODELS[name], nn.scan))
 
 
-@parametrize("case", {name: MODELS[name] for name in sorted(_DISABLED)})
-def test_with_jit_disabled(case: Model) -> None:
-    assert_same(disabled(case, scan), disabled(case, nn.scan))
+@parametrize("case", {name: MODELS[name] for name in sorted(_CHANGED)})
+def test_changed_broadcast_variables_at_apply(case: Model) -> None:
+    variables = case.build(nn.scan).init(keys_of(case), *case.inputs)
+    found, expected = (case.build(f).apply(variables, *case.inputs, **at_apply(case)) for f in (scan, nn.scan))
+    assert_same(found, expected)
 
 
 @parametrize("case", {name: MODELS[name] for name in ("lstm_class", "dropout_split")})
@@ -197,10 +211,3 @@ def traces_of(name: str, using: Callable[..., Any], call: str) -> int:
 def test_the_body_is_traced_once_unless_it_reads_keys(name: str, call: str, expected: int) -> None:
     assert traces_of(name, scan, call) == expected
     assert traces_of(name, nn.scan, call) == 2
-
-
-def test_the_signature_is_flax_s_and_a_few_more() -> None:
-    ours, theirs = inspect.signature(scan).parameters, inspect.signature(nn.scan).parameters
-    more = [name for name, parameter in ours.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
-    assert more == ["remat", "save", "name"]
-    assert [name for name in ours if name not in more] == list(theirs)
