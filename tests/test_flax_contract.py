@@ -1,4 +1,4 @@
-"""What the integration of flax uses of it and flax does not document: each fails here first when a release changes it."""
+"""What the integration of flax uses and flax does not document: each fails here first when a release changes it."""
 
 import inspect
 from typing import Any

@@ -81,15 +81,12 @@ def assert_same(actual: Any, expected: Any) -> None:
 
 
 _SLOW = {"cache_in_time_and_layers", "gru", "axis_one", "unrolled", "recurrent_dropout_shared", "recurrent_in_layers"}
-_FIRST_TRACE = pytest.mark.xfail(
-    strict=True, reason="a broadcast variable that `init` makes and changes: flax's second trace starts from its change"
-)
 _CHANGED = {"changed_broadcast", "replaced_broadcast"}
 
 
 def params(slow: Callable[[str], bool]) -> list[Any]:
     def marks(name: str) -> list[Any]:
-        return [pytest.mark.slow] * slow(name) + [_FIRST_TRACE] * (name in _CHANGED)
+        return [pytest.mark.slow] * slow(name)
 
     return [pytest.param(case, id=name, marks=marks(name)) for name, case in MODELS.items()]
 

@@ -79,19 +79,17 @@ class _Call:
 
 
 def _changed(given: Sequence[Mapping[str, Any]], returned: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a variable that was there before is another one now."""
-    pairs = [
-        (before[name], after[name])
-        for before, after in zip(given, returned, strict=True)
-        for name in before.keys() & after.keys()
-    ]
-    return any(
-        a is not b
-        for before, after in pairs
-        for path, a in jax.tree_util.tree_leaves_with_path(before)
-        for other, b in jax.tree_util.tree_leaves_with_path(after)
-        if path == other
-    )
+    """Whether a variable that was there before is another one now, or one was made that may have been changed since.
+
+    Parameters are made, and not changed in the same call.
+    """
+    for before, after in zip(given, returned, strict=True):
+        for name, collection in after.items():
+            there = dict(jax.tree_util.tree_leaves_with_path(before.get(name, {})))
+            for path, leaf in jax.tree_util.tree_leaves_with_path(collection):
+                if there.get(path, leaf if name == "params" else None) is not leaf:
+                    return True
+    return False
 
 
 def _lift(lifting: Lifting, filters: tuple[Any, Any], rng_filters: tuple[Any, ...], function: Any) -> Any:
