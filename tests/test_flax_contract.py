@@ -1,4 +1,4 @@
-"""What the integration of flax uses of it and flax does not document: each fails here first when a release changes it."""
+"""What the integration of flax uses of it and flax does not document: a release that changes it fails here first."""
 
 import inspect
 from typing import Any
