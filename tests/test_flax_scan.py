@@ -66,9 +66,9 @@ def step_by_step(case: Model, using: Callable[..., Any]) -> Result:
 
 
 def disabled(case: Model, using: Callable[..., Any]) -> Result:
-    """Loops that are Python's. Variables are made by flax's: what is asked is `apply`."""
+    """Loops that are Python's, in which each step counts keys on. Variables are made by flax's: `apply` is asked."""
     variables = case.build(nn.scan).init(keys_of(case), *case.inputs)
-    with jax.disable_jit(using is not nn.scan):
+    with jax.disable_jit():
         return {"applied": case.build(using).apply(variables, *case.inputs, **at_apply(case))}
 
 
