@@ -46,6 +46,16 @@ def lift_axis_none(one):
     return lift(step, variable_axes={"params": None})({}, {}, one, XS)
 
 
+@case(ArgumentTypeError)
+def lift_split_not_a_mapping(one):
+    return lift(step, split_rngs="dropout")({}, {}, one, XS)
+
+
+@case(ArgumentTypeError)
+def lift_hook_not_callable(one):
+    return lift(step, data_transform=3)({}, {}, one, XS)
+
+
 @case(ArgumentError)
 def lift_collection_without_role(one):
     return lift(step, variable_axes={"params": 0})({"batch_stats": W, "cache": W}, {}, one, XS)
@@ -79,7 +89,7 @@ def lift_returns_collection_without_role(one):
 @case(BodyError)
 def lift_broadcast_of_x(one):
     def updates(variables, carry, x):
-        return {"params": {"scale": x * 2, "fixed": jnp.ones(2)}, "stats": {"mean": carry + 1}}
+        return {"params": {"scale": x * 2, "fixed": jnp.ones(2), "one": jnp.float32(1)}, "stats": {"mean": carry + 1}}
 
     return updating(updates, variable_broadcast=True)({}, {}, one, XS)
 

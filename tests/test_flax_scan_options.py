@@ -314,14 +314,14 @@ def output_depends_on_x(self, h, x):
 
 @wrong(
     ArgumentError,
-    """`flax.scan` over `lengths_differ` (here): the leaves of xs do not have the same number of steps.
+    """`flax.scan` over `lengths_differ` (here): the variables and arguments do not have the same number of steps.
 
   leaf      steps   is
   args[0]   5       float32[5,2,3]   axis 0
   args[1]   3       float32[3,2,3]   axis 0
 
-  All leaves of xs are scanned together, and `length`, where given, is their size. For fewer
-  steps, slice xs.
+  All variables and arguments are scanned together, and `length`, where given, is their size. For
+  fewer steps, slice them.
 """,
     H,
     XS,
@@ -333,13 +333,13 @@ def lengths_differ(self, h, x, more):
 
 @wrong(
     ArgumentError,
-    """`flax.scan` over `another_length` (here): `length` is 3, but xs has 5 steps.
+    """`flax.scan` over `another_length` (here): `length` is 3, but what is scanned over has 5 steps.
 
   leaf      steps   is
   args[0]   5       float32[5,2,3]   axis 0
 
-  All leaves of xs are scanned together, and `length`, where given, is their size. For fewer
-  steps, slice xs.
+  All variables and arguments are scanned together, and `length`, where given, is their size. For
+  fewer steps, slice them.
 """,
     length=3,
 )
@@ -349,14 +349,15 @@ def another_length(self, h, x):
 
 @wrong(
     ArgumentError,
-    """`flax.scan` over `no_length` (here): how many steps? No `length` is given, and xs holds no arrays.
+    """`flax.scan` over `ever` (here): how many steps? No `length` is given, and what is scanned over holds no arrays.
 
-  Pass `length=` for a loop that consumes nothing, or arrays as xs, which lead with the steps.
+  Pass `length=` for a loop that consumes nothing, or arrays to scan over, which lead with the
+  steps.
 """,
     H,
     None,
 )
-def no_length(self, h, x):
+def ever(self, h, x):
     return h, x
 
 
@@ -447,7 +448,6 @@ def test_flax_raises_there_too(name: str) -> None:
 
 
 @parametrize("returned", {"none": None, "three": (1.0, 2.0, 3.0), "scalar": 1.0})
-@pytest.mark.xfail(strict=True, reason="what is no pair is unpacked: Python's own error instead of a BodyError")
 def test_a_body_that_returns_no_pair(returned: Any) -> None:
     module = from_function(lambda self, h, xs: scan(lambda self, h, x: returned)(self, h, xs))
     with pytest.raises(BodyError):

@@ -36,6 +36,18 @@ def check_axes_of(variable_axes: Any) -> tuple[Axis, ...]:
     return tuple(_axis(check_filter("variable_axes", name), axis) for name, axis in variable_axes.items())
 
 
+def check_split(split_rngs: Any) -> tuple[tuple[Any, bool], ...]:
+    """The entries of `split_rngs`."""
+    if isinstance(split_rngs, Mapping) and all(isinstance(on, bool) for on in split_rngs.values()):
+        return tuple((check_filter("split_rngs", names), on) for names, on in split_rngs.items())
+    raise Fault(
+        ArgumentTypeError,
+        "{verb} over {body}: `split_rngs` maps names of streams to True or False, got "
+        f"{describe_argument(split_rngs)}.",
+        'Write `split_rngs={"dropout": True}`: each step has its own key.',
+    )
+
+
 def _axis(names: Any, axis: Any) -> Axis:
     number = exact_int(getattr(axis, "axis", axis))
     if number is None:

@@ -174,6 +174,11 @@ _TERMS = (
     (r"\b(?:state|y|xs)\.(?:variables|broadcast)(?:\[\d+\])*", "variables"),
     (r"\by\.y\b", "y"),
     (r"\bxs\.(?=args|rngs)", ""),
+    (r"\bleaves of xs\b", "variables and arguments"),
+    (r"\bxs (has|holds)\b", r"what is scanned over \1"),
+    (r"\bthere are no xs\b", "nothing is scanned over"),
+    (r"\bslice xs\b", "slice them"),
+    (r"\barrays as xs, which lead\b", "arrays to scan over, which lead"),
 )
 """What stands in paths, and what the user calls it: trees of variables are numbered here, and by name there."""
 

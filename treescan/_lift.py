@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 from ._avals import describe_argument, describe_node
-from ._collections import CollectionRoles, Collections, check_axes_of, listed, merged
+from ._collections import CollectionRoles, Collections, check_axes_of, check_split, listed, merged
 from ._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
 from ._filters import Filter, In, Out, check_filter
 from ._groups import Groups, Rngs, Roles, Step, run_groups
@@ -130,11 +130,12 @@ def lift(
     """
     try:
         check_callable(fn, LIFT.call)
+        _check_hooks(data_transform=data_transform, metadata_fn=metadata_fn)
         collections = CollectionRoles(
             check_filter(BROADCAST, variable_broadcast),
             check_filter(CARRY, variable_carry),
             check_axes_of({} if variable_axes is None else variable_axes),
-            tuple((check_filter("split_rngs", names), bool(on)) for names, on in (split_rngs or {}).items()),
+            check_split({} if split_rngs is None else split_rngs),
         )
         roles = Roles(
             collections.numbers(out=False), collections.numbers(out=True), in_axes, out_axes, length, reverse, unroll,
@@ -146,6 +147,16 @@ def lift(
     else:
         return functools.partial(_run, step, collections, roles, metadata_fn)
     raise failure
+
+
+def _check_hooks(**hooks: Any) -> None:
+    for option, hook in hooks.items():
+        if hook is not None and not callable(hook):
+            raise Fault(
+                ArgumentTypeError,
+                f"{{verb}} over {{body}}: `{option}` is a function, got {describe_argument(hook)}.",
+                "`data_transform(variables, rngs)` returns both, `metadata_fn(collection, axis, added)` a collection.",
+            )
 
 
 @verb

@@ -315,7 +315,7 @@ def _varies(program: _Program, hoisted: Hoisted, flags: Sequence[bool]) -> Fault
     rows = [
         Row(path, "the same in every step", describe_leaf(leaf), "")
         for (path, leaf), var, flag in named
-        if flag and var in found
+        if flag and not hasattr(var, "val") and var in found
     ]
     return Fault(
         BodyError,

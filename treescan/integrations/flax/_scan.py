@@ -12,7 +12,8 @@ from flax.core.lift import pack
 from flax.linen.transforms import lift_transform
 from flax.typing import In, Out
 
-from ..._errors import explain, verb
+from ..._avals import describe_node
+from ..._errors import BodyError, Fault, explain, verb
 from ..._groups import Groups, Rngs, Roles, Step, run_groups
 from ..._types import PyTree, RematLike, Save
 
@@ -62,7 +63,7 @@ class _Call:
         if self.lifting.data_transform is not None:
             variables, keys = self.lifting.data_transform(variables, keys)
         scope = self.scope_fn(variables, keys)
-        carry, y = self.function(scope, carry, *args)
+        carry, y = _pair(self.function(scope, carry, *args))
         shared, carried, *scanned = self.repack_fn(scope)
         self.changed = _changed(groups.broadcast, shared)
         for given, returned in zip(groups.carried, carried, strict=True):
@@ -76,6 +77,18 @@ class _Call:
         if not (self.lifting.constant and (self.changed or reads_keys)):
             return None
         return tuple({**given, **made} for given, made in zip(self.given, shared, strict=True))
+
+
+def _pair(returned: Any) -> tuple[PyTree, PyTree]:
+    match returned:
+        case (carry, y):
+            return carry, y
+        case _:
+            raise Fault(
+                BodyError,
+                f"{{body}} must return a pair (carry, y), but returned {describe_node(returned)}.",
+                "Return the next carry and this step's output: `return carry, y`, with None for y if there is none.",
+            )
 
 
 def _changed(given: Sequence[Mapping[str, Any]], returned: Sequence[Mapping[str, Any]]) -> bool:
