@@ -26,6 +26,8 @@ import pytest
 
 import treescan
 import treescan.carries
+import treescan.integrations.flax
+import treescan.integrations.nnx
 import treescan.testing
 from treescan.__main__ import main
 from treescan.carries import _registry
@@ -33,6 +35,7 @@ from treescan.carries import _registry
 ROOT = Path(__file__).parent.parent
 PLUGIN = ROOT / "examples" / "plugin"
 TUTORIAL = ROOT / "docs" / "tutorials" / "plugin.md"
+LONG = (TUTORIAL, ROOT / "docs" / "guides" / "migrating.md")  # one runs the kit, one runs five other libraries
 FENCE = re.compile(
     r"^(?:<!-- raises: (?P<raises>\w+) -->\n)?"
     r'^(?P<indent> *)```(?P<language>\w+)(?: title="(?P<title>[^"]*)")?\n'
@@ -111,6 +114,8 @@ PUBLIC = {
     "treescan": public(treescan),
     "treescan.carries": public(treescan.carries),
     "treescan.testing": {"check_carry": treescan.testing.check_carry},
+    "treescan.integrations.flax": public(treescan.integrations.flax),
+    "treescan.integrations.nnx": {"scan": treescan.integrations.nnx.scan},
 }
 FUNCTIONS = {
     f"{module}.{name}": value
@@ -147,7 +152,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.slow) if page == TUTORIAL else page for page in PAGES],  # it runs the kit
+    [pytest.param(page, marks=pytest.mark.slow) if page in LONG else page for page in PAGES],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -49,8 +49,6 @@ EVERYDAY = [
     ("lstm", "plain"),
     ("gru", "reverse"),
     ("simple", "time_major_keep_order"),
-    ("conv_lstm", "time_major"),
-    ("random_carry", "unroll"),
 ]
 GRID = list(itertools.product(CELLS, OPTIONS))
 
@@ -158,12 +156,14 @@ class Model(nn.Module):
         return nn.Dense(2)(self.rnn(nn.GRUCell(H))(x, seq_lengths=lengths))
 
 
+@pytest.mark.slow
 def test_within_a_module_the_variables_have_the_names_of_flax() -> None:
     variables = Model(RNN).init(jax.random.key(0), X, LENGTHS)
     assert_same(variables, Model(nn.RNN).init(jax.random.key(0), X))
     assert_close(Model(RNN).apply(variables, X), Model(nn.RNN).apply(variables, X))
 
 
+@pytest.mark.slow
 def test_bidirectional() -> None:
     def both(rnn: Any) -> Any:
         return nn.Bidirectional(rnn(nn.SimpleCell(H)), rnn(nn.SimpleCell(H)))
@@ -256,6 +256,7 @@ def test_traced_lengths_are_clamped() -> None:
     assert_close(run(jnp.array([7, -1, 3], jnp.int8)), run(jnp.array([5, 0, 3], jnp.int8)))
 
 
+@pytest.mark.slow
 def test_weights_of_an_element_without_any_row_are_not_read() -> None:
     rnn = RNN(nn.SimpleCell(H))
     good = rnn.init(jax.random.key(0), X)
@@ -280,12 +281,14 @@ def test_weights_of_an_element_without_any_row_are_not_read() -> None:
         ),
     ],
 )
+@pytest.mark.slow
 def test_options_of_mask_scan_change_no_result(options: dict[str, Any]) -> None:
     variables = RNN(nn.SimpleCell(H)).init(jax.random.key(0), X)
     expected = results(RNN(nn.SimpleCell(H)), variables, X, seq_lengths=LENGTHS)
     assert_close(results(RNN(nn.SimpleCell(H), **options), variables, X, seq_lengths=LENGTHS), expected)
 
 
+@pytest.mark.slow
 def test_compact_changes_no_result() -> None:
     variables = RNN(nn.SimpleCell(H)).init(jax.random.key(0), X)
     compact = RNN(nn.SimpleCell(H), reverse=True, compact=True, chunk=1)
@@ -380,6 +383,7 @@ def test_what_is_drawn_is_what_flax_draws(lengths: Any, typed: bool) -> None:
     assert not np.allclose(actual[0][1], ours.apply(variables, X, seq_lengths=lengths))
 
 
+@pytest.mark.slow
 def test_what_is_drawn_after_it_is_what_flax_draws_after_it() -> None:
     class Twice(nn.Module):
         rnn: Any
@@ -465,6 +469,7 @@ RNGS = {"params": jax.random.key(0), "steps": jax.random.key(1)}
 
 
 @pytest.mark.parametrize("lengths", [None, jnp.full(B, T)], ids=["none", "full"])
+@pytest.mark.slow
 def test_variables_of_each_step_are_those_of_flax(lengths: Any) -> None:
     ours, theirs = RNN(Own(H), **OWN), nn.RNN(Own(H), **OWN)
     variables = ours.init(RNGS, X)
@@ -475,6 +480,7 @@ def test_variables_of_each_step_are_those_of_flax(lengths: Any) -> None:
     assert_close(ours.apply(variables, X, seq_lengths=lengths, mutable=mutable), expected)
 
 
+@pytest.mark.slow
 def test_variables_of_a_step_that_no_row_has_stay_what_they_were() -> None:
     rnn = RNN(Own(H), **OWN, chunk=1)
     variables = rnn.init(RNGS, X)
@@ -488,6 +494,7 @@ def test_variables_of_a_step_that_no_row_has_stay_what_they_were() -> None:
     npt.assert_array_equal(norms[3:], 0)
 
 
+@pytest.mark.slow
 def test_parameters_of_each_step() -> None:
     fields: dict[str, Any] = {
         "variable_axes": {"params": 0},
@@ -567,6 +574,7 @@ def test_importing_treescan_does_not_import_flax() -> None:
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(treescan.__file__).parent.parent)
 
 
+@pytest.mark.slow
 def test_the_docstrings_example() -> None:
     finder = doctest.DocTestFinder(recurse=False)
     (example,) = finder.find(RNN, "RNN", package, globs={})

@@ -80,7 +80,21 @@ def assert_same(actual: Any, expected: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
-_SLOW = {"cache_in_time_and_layers", "gru", "axis_one", "unrolled", "recurrent_dropout_shared", "recurrent_in_layers"}
+_SLOW = {
+    "cache_in_time_and_layers",
+    "gru",
+    "axis_one",
+    "unrolled",
+    "recurrent_dropout_shared",
+    "recurrent_in_layers",
+    "lstm_function",
+    "cache_in_layers",
+    "layers_with_batch_norm",
+    "recurrent_unrolled",
+    "several_modules",
+    "frozen_metadata_params",
+    "dropout_shared",
+}
 _CHANGED = {"changed_broadcast", "replaced_broadcast"}
 
 

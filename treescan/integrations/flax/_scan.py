@@ -238,6 +238,17 @@ def scan(
         ArgumentError: for axes and lengths that do not fit.
         BodyError: if the body returns no pair, or broadcast values that depend on the loop.
         CarryError: if the carry, or a carried collection, changes its structure or types.
+
+    Examples:
+        >>> import flax.linen as nn
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> from treescan.integrations.flax import scan
+        >>> cells = scan(nn.GRUCell, variable_broadcast="params", split_rngs={"params": False})
+        >>> carry, xs = jnp.zeros((2, 4)), jnp.ones((5, 2, 3))
+        >>> (carry, ys), variables = cells(4).init_with_output(jax.random.key(0), carry, xs)
+        >>> print(ys.shape)
+        (5, 2, 4)
     """
     given = {
         "variable_axes": variable_axes,
