@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import types
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
-from flax.core import broadcast, meta
+from flax.core import FrozenDict, broadcast, meta
 from flax.core.lift import pack
 from flax.linen.transforms import lift_transform
 from flax.typing import In, Out
@@ -18,7 +17,6 @@ from ..._groups import Groups, Rngs, Roles, Step, run_groups
 from ..._types import PyTree, RematLike, Save
 
 Target = TypeVar("Target")
-_NOTHING: Mapping[Any, Any] = types.MappingProxyType({})
 
 
 class Axes(NamedTuple):
@@ -153,10 +151,10 @@ def _transform(target: Any, more: Mapping[str, Any]) -> Any:
     # Flax makes the names of transformed modules, under which their parameters are stored, of that of the transform.
     def scan(
         fn: Callable[..., Any],
-        variable_axes: Mapping[Any, Any] = _NOTHING,
+        variable_axes: Mapping[Any, Any] = FrozenDict(),
         variable_broadcast: Any = False,
         variable_carry: Any = False,
-        split_rngs: Mapping[Any, bool] = _NOTHING,
+        split_rngs: Mapping[Any, bool] = FrozenDict(),
         in_axes: Any = 0,
         out_axes: Any = 0,
         length: int | None = None,
@@ -164,7 +162,7 @@ def _transform(target: Any, more: Mapping[str, Any]) -> Any:
         unroll: int | bool = 1,
         _split_transpose: bool = False,
         data_transform: Callable[..., Any] | None = None,
-        metadata_params: Mapping[Any, Any] = _NOTHING,
+        metadata_params: Mapping[Any, Any] = FrozenDict(),
         check_constancy_invariants: bool = True,
     ) -> Any:
         into, out = axes_of(variable_axes, Out), axes_of(variable_axes, In)
@@ -180,17 +178,17 @@ def _transform(target: Any, more: Mapping[str, Any]) -> Any:
 
 def scan(
     target: Target,
-    variable_axes: Mapping[Any, Any] = _NOTHING,
+    variable_axes: Mapping[Any, Any] = FrozenDict(),
     variable_broadcast: Any = False,
     variable_carry: Any = False,
-    split_rngs: Mapping[Any, bool] = _NOTHING,
+    split_rngs: Mapping[Any, bool] = FrozenDict(),
     in_axes: Any = 0,
     out_axes: Any = 0,
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
     data_transform: Callable[..., Any] | None = None,
-    metadata_params: Mapping[Any, Any] = _NOTHING,
+    metadata_params: Mapping[Any, Any] = FrozenDict(),
     methods: Any = None,
     _split_transpose: bool = False,
     check_constancy_invariants: bool = True,
