@@ -141,34 +141,6 @@ class _Xs(NamedTuple):
 _KEYS = Prefix.of(_Xs(False, Rngs(True, True), False))
 
 
-def run_groups(
-    step: Step,
-    roles: Roles,
-    groups: Groups,
-    rngs: Rngs,
-    carry: PyTree,
-    args: tuple[Any, ...],
-    again: Callable[[PyTree, bool], PyTree] | None = None,
-) -> tuple[PyTree, PyTree, Groups]:
-    """Runs the loop.
-
-    Args:
-        step: the step.
-        roles: how it is run.
-        groups: the variables.
-        rngs: the keys.
-        carry: what is carried beside variables.
-        args: what is scanned over, or given whole.
-        again: given the broadcast variables after the trace, and whether the steps read keys for anything else: what
-            these are to be when the body is traced again, or None if it is not.
-
-    Returns:
-        The carry, ys, and the variables that the steps returned: stacked where they have an axis.
-    """
-    with _in_users_terms():
-        return _run(step, roles, groups, rngs, carry, args, again)
-
-
 _TERMS = (
     (r"\bstate\.carry\b", "carry"),
     (r"\b(?:state|y|xs)\.(?:variables|broadcast)(?:\[\d+\])*", "variables"),
@@ -202,42 +174,58 @@ def _in_users_terms() -> Generator[None]:
         raise
 
 
-def _run(
+def run_groups(
     step: Step,
     roles: Roles,
     groups: Groups,
     rngs: Rngs,
     carry: PyTree,
     args: tuple[Any, ...],
-    again: Callable[[PyTree, bool], PyTree] | None,
+    again: Callable[[PyTree, bool], PyTree] | None = None,
 ) -> tuple[PyTree, PyTree, Groups]:
-    body, alive = body_of(step, LIFT)
-    adopted = adopt(State(groups.carried, carry))
-    xs, axes = _Xs(groups.scanned, Rngs(None, None), args), _Xs(roles.scanned_in, Rngs(None, 0), roles.in_axes)
-    frozen_init, frozen_xs, broadcast = map(freeze_static, (adopted.init, xs, groups.broadcast))
-    length = infer_length(frozen_xs, check_length(roles.length), resolve_axes(axes, frozen_xs))
-    frozen_xs = frozen_xs._replace(rngs=Rngs(rngs.shared, split_keys(rngs.split, length)))
-    out_axes, wanted = _outputs(roles)
-    plan = plan_loop(
-        LIFT,
-        length,
-        reverse=roles.reverse,
-        unroll=roles.unroll,
-        in_axes=resolve_axes(axes, frozen_xs),
-        out_axes=out_axes,
-        name=roles.name,
-        frozen=frozen_init is not adopted.init or frozen_xs is not xs or broadcast is not groups.broadcast,
-        custom=adopted.custom,
-        chunks=check_chunks(roles.remat, _saved(roles), None),
-        lowering=roles.lowering,
-        once=OncePlan(wanted, None if again is None else lambda y, keys: again(y.broadcast, keys), _KEYS),
-    )
-    result = execute(body, plan, Given(frozen_init, frozen_xs, args=(broadcast,)))
-    del alive
-    state, found = restored(result, plan, adopted)
-    stacked, once = found
-    y = jax.tree.map(_either, stacked.y, once.y, is_leaf=_is_none) if _has_once(roles) else stacked.y
-    return state.carry, y, Groups(once.broadcast, state.variables, stacked.variables)
+    """Runs the loop.
+
+    Args:
+        step: the step.
+        roles: how it is run.
+        groups: the variables.
+        rngs: the keys.
+        carry: what is carried beside variables.
+        args: what is scanned over, or given whole.
+        again: given the broadcast variables after the trace, and whether the steps read keys for anything else: what
+            these are to be when the body is traced again, or None if it is not.
+
+    Returns:
+        The carry, ys, and the variables that the steps returned: stacked where they have an axis.
+    """
+    with _in_users_terms():
+        body, alive = body_of(step, LIFT)
+        adopted = adopt(State(groups.carried, carry))
+        xs, axes = _Xs(groups.scanned, Rngs(None, None), args), _Xs(roles.scanned_in, Rngs(None, 0), roles.in_axes)
+        frozen_init, frozen_xs, broadcast = map(freeze_static, (adopted.init, xs, groups.broadcast))
+        length = infer_length(frozen_xs, check_length(roles.length), resolve_axes(axes, frozen_xs))
+        frozen_xs = frozen_xs._replace(rngs=Rngs(rngs.shared, split_keys(rngs.split, length)))
+        out_axes, wanted = _outputs(roles)
+        plan = plan_loop(
+            LIFT,
+            length,
+            reverse=roles.reverse,
+            unroll=roles.unroll,
+            in_axes=resolve_axes(axes, frozen_xs),
+            out_axes=out_axes,
+            name=roles.name,
+            frozen=frozen_init is not adopted.init or frozen_xs is not xs or broadcast is not groups.broadcast,
+            custom=adopted.custom,
+            chunks=check_chunks(roles.remat, _saved(roles), None),
+            lowering=roles.lowering,
+            once=OncePlan(wanted, None if again is None else lambda y, keys: again(y.broadcast, keys), _KEYS),
+        )
+        result = execute(body, plan, Given(frozen_init, frozen_xs, args=(broadcast,)))
+        del alive
+        state, found = restored(result, plan, adopted)
+        stacked, once = found
+        y = jax.tree.map(_either, stacked.y, once.y, is_leaf=_is_none) if _has_once(roles) else stacked.y
+        return state.carry, y, Groups(once.broadcast, state.variables, stacked.variables)
 
 
 def _outputs(roles: Roles) -> tuple[PyTree, Prefix]:
