@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 from error_cases import Given, collector
 
-from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError, lift
+from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError, Out, lift
 
 CASES: list[Given] = []
 case = collector(CASES)
@@ -99,7 +99,7 @@ def lift_broadcast_output(one):
     return lift(step, out_axes=None)({}, {}, one, XS)
 
 
-@case(CarryError)
+@case(BodyError)
 def lift_carried_collection_made_inside(one):
     return updating(lambda variables, carry, x: {"stats": {"n": x}}, variable_carry="stats")({}, {}, one, XS)
 
@@ -135,3 +135,25 @@ def lift_axis_not_there(one):
 @case(ArgumentError)
 def lift_save_with_broadcast_output(one):
     return lift(step, out_axes=None, save="last")({}, {}, one, XS)
+
+
+@case(ArgumentError)
+def lift_axis_of_a_collection_not_there(one):
+    return lift(step, variable_axes={"params": 2})({"params": W}, {}, one, XS)
+
+
+@case(ArgumentError)
+def lift_axis_of_an_update_not_there(one):
+    return updating(lambda variables, carry, x: {"cache": {"k": x}}, variable_axes={"cache": Out(2)})({}, {}, one, XS)
+
+
+@case(BodyError)
+def lift_broadcast_of_no_array(one):
+    return updating(lambda variables, carry, x: {"params": {"kind": "dense"}}, variable_broadcast="params")(
+        {}, {}, one, XS
+    )
+
+
+@case(BodyError)
+def lift_updates_without_names(one):
+    return updating(lambda variables, carry, x: {0: {"k": x}}, variable_axes={True: 0})({}, {}, one, XS)

@@ -108,6 +108,7 @@ LAYERS = [  # a module imports from lines above its own only
     "integrations.nnx._step",
     "integrations.nnx._scan",
     "integrations.nnx",
+    "integrations.flax._scopes",
     "integrations.flax._scan",
     "integrations.flax._rnn_lift",
     "integrations.flax._rnn",

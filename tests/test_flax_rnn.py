@@ -21,7 +21,7 @@ from helpers import array, equations, slow
 
 import treescan
 import treescan.integrations.flax as package
-from treescan import ArgumentError, ArgumentTypeError, CarryError
+from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError
 from treescan.integrations.flax import RNN
 
 B, T, F, H = 3, 5, 2, 3
@@ -443,7 +443,7 @@ def test_carried_variables_that_may_not_change_are_read() -> None:
 
 
 def test_carried_variables_have_to_be_there() -> None:
-    with pytest.raises(ArgumentError, match="has to be there before the first"):
+    with pytest.raises(BodyError, match="is there before the first"):
         RNN(Normed(H), variable_carry="stats").init(jax.random.key(0), X)
     with pytest.raises(Exception, match="structure"):
         nn.RNN(Normed(H), variable_carry="stats").init(jax.random.key(0), X)
@@ -543,8 +543,8 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
     "cast": ({"cell": Casting(H)}, {"seq_lengths": LENGTHS}, CarryError, r"`Casting.__call__` \(.*test_flax_rnn.py"),
     "clock": ({"cell": Clocked(H)}, {"seq_lengths": LENGTHS}, ArgumentError, r"carry\[\"t\"\] is int32\[\]"),
     "ragged": ({}, {"seq_lengths": [[1], [1, 2], 3]}, ArgumentTypeError, r"are ints, got"),
-    "split": ({"split_rngs": {"params": True}}, {}, ArgumentError, "Do not split the rng that makes them"),
-    "axis": ({"variable_axes": {"steps": None}}, {}, ArgumentTypeError, "the axis None, which is not an int"),
+    "split": ({"split_rngs": {"params": True}}, {}, BodyError, "values that must be the same in every step"),
+    "axis": ({"variable_axes": {"steps": None}}, {}, ArgumentTypeError, "the axis None, which is no int"),
     "own": ({"cell": Own(H), **OWN}, {"seq_lengths": LENGTHS}, ArgumentError, "Initialize without `seq_lengths`"),
     "chunk": ({"chunk": -1}, {"seq_lengths": LENGTHS}, ArgumentError, "`chunk` is an int of at least 0"),
     "remat": ({"remat": "some"}, {}, ArgumentError, "remat"),

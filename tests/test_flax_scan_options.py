@@ -226,15 +226,15 @@ def carried_collection_changes(self, h, x):
 
 
 @wrong(
-    CarryError,
-    """`made_inside` (here) returned a carry that differs from the one it was given.
+    BodyError,
+    """`made_inside` (here) made variables of a collection that is carried. What one step hands to the next is there before the first.
 
-  leaf                 given         returned
-  variables["state"]   (not there)   dict of 1
+  leaf                      before        after
+  variables["state"]["n"]   (not there)   float32[]
 
-  variables["state"]: the carry keeps its structure. Start from an init that has it, or return it
-  in y.
-""",
+  Make them before the loop: initialize what is run in each step by itself. Or give their
+  collection an axis, or broadcast it.
+""",  # noqa: E501
     variable_carry="state",
 )
 def made_inside(self, h, x):

@@ -15,15 +15,17 @@ from typing import Any, NamedTuple
 import jax
 
 from ._arguments import check_length, infer_length, resolve_axes
+from ._avals import describe_leaf
 from ._chunk_arguments import check_chunks
-from ._errors import ArgumentError, Cure, Fault
+from ._errors import ArgumentError, BodyError, Cure, Fault, Row
+from ._loop import Body
 from ._run import body_of, plan_loop, restored
 from ._transforms.conventions import LIFT
 from ._transforms.once import OncePlan
-from ._transforms.pipeline import Given, execute
-from ._tree import Prefix, freeze_static
+from ._transforms.pipeline import Given, Plan, constant_outputs, execute
+from ._tree import Prefix, freeze_static, leaves_with_path
 from ._types import Axes, PyTree, RematLike, Save
-from .carries._registry import adopt
+from .carries._registry import Adopted, adopt
 
 
 class Groups(NamedTuple):
@@ -70,6 +72,8 @@ class Outputs(NamedTuple):
 Call = Callable[[Groups, Rngs, PyTree, tuple[Any, ...]], tuple[PyTree, PyTree, Groups]]
 """(variables, rngs, carry, args) to (carry, y, variables)."""
 
+Again = Callable[[PyTree, bool], PyTree]
+
 
 @dataclass(frozen=True, eq=False)
 class Step:
@@ -98,7 +102,28 @@ class Step:
         """Calls the user's function with one step's share of everything."""
         groups = Groups(broadcast, state.variables, variables)
         carry, y, groups = self.call(groups, rngs, state.carry, args)
+        refuse_made(state.variables, groups.carried, "state.variables")
         return State(groups.carried, carry), Outputs(y, groups.scanned, groups.broadcast)
+
+
+def refuse_made(given: PyTree, returned: PyTree, root: str = "variables") -> None:
+    """Refuses carried variables that a step makes: carries keep their structure."""
+    before = {path for path, _ in leaves_with_path(root, given)}
+    rows = [
+        Row(path, "(not there)", describe_leaf(leaf), "")
+        for path, leaf in leaves_with_path(root, returned)
+        if path not in before
+    ]
+    if rows:
+        raise Fault(
+            BodyError,
+            "{body} made variables of a collection that is carried. What one step hands to the next is there before "
+            "the first.",
+            "Make them before the loop: initialize what is run in each step by itself. Or give their collection an "
+            "axis, or broadcast it.",
+            header=("leaf", "before", "after"),
+            rows=rows,
+        )
 
 
 @dataclass(frozen=True)
@@ -151,6 +176,7 @@ _TERMS = (
     (r"\bthere are no xs\b", "nothing is scanned over"),
     (r"\bslice xs\b", "slice them"),
     (r"\barrays as xs, which lead\b", "arrays to scan over, which lead"),
+    (r"\by is stacked .* the same in all of them\b", "Variables and outputs are arrays. Return anything else"),
 )
 """What stands in paths, and what the user calls it: trees of variables are numbered here, and by name there."""
 
@@ -161,6 +187,13 @@ def _in_terms(text: str) -> str:
     return text
 
 
+def _row_in_terms(row: Row) -> Row:
+    leaf = _in_terms(row.leaf)
+    if not leaf.startswith("variables"):
+        return row._replace(leaf=leaf)
+    return row._replace(leaf=leaf, expected=re.sub("^(in|out)_axes ", "variable_axes ", row.expected))
+
+
 @contextlib.contextmanager
 def _in_users_terms() -> Generator[None]:
     """What is said of the state and of xs, said of the carry, the variables and the arguments."""
@@ -168,10 +201,50 @@ def _in_users_terms() -> Generator[None]:
         yield
     except Fault as fault:
         fault.says = _in_terms(fault.says)
-        fault.rows = [row._replace(leaf=_in_terms(row.leaf)) for row in fault.rows]
+        fault.rows = [_row_in_terms(row) for row in fault.rows]
+        if any(row.expected.startswith("variable_axes") for row in fault.rows):
+            fault.says = re.sub("`(in|out)_axes`", "`variable_axes`", fault.says)
+            fault.cures = tuple(cure._replace(text=cure.text.partition(", and None")[0]) for cure in fault.cures)
         fault.cures = tuple(Cure(_in_terms(cure.text), cure.kind, _in_terms(cure.leaf)) for cure in fault.cures)
         fault.carry_root = fault.carry_root and "carry"
         raise
+
+
+class _Prepared(NamedTuple):
+    """A loop that could run."""
+
+    body: Body
+    plan: Plan
+    given: Given
+    adopted: Adopted
+    alive: Any
+
+
+def _prepare(
+    step: Step, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...], again: Again | None
+) -> _Prepared:
+    body, alive = body_of(step, LIFT)
+    adopted = adopt(State(groups.carried, carry))
+    xs, axes = _Xs(groups.scanned, Rngs(None, None), args), _Xs(roles.scanned_in, Rngs(None, 0), roles.in_axes)
+    frozen_init, frozen_xs, broadcast = map(freeze_static, (adopted.init, xs, groups.broadcast))
+    length = infer_length(frozen_xs, check_length(roles.length), resolve_axes(axes, frozen_xs))
+    frozen_xs = frozen_xs._replace(rngs=Rngs(rngs.shared, split_keys(rngs.split, length)))
+    out_axes, wanted = _outputs(roles)
+    plan = plan_loop(
+        LIFT,
+        length,
+        reverse=roles.reverse,
+        unroll=roles.unroll,
+        in_axes=resolve_axes(axes, frozen_xs),
+        out_axes=out_axes,
+        name=roles.name,
+        frozen=frozen_init is not adopted.init or frozen_xs is not xs or broadcast is not groups.broadcast,
+        custom=adopted.custom,
+        chunks=check_chunks(roles.remat, _saved(roles), None),
+        lowering=roles.lowering,
+        once=OncePlan(wanted, None if again is None else lambda y, keys: again(y.broadcast, keys), _KEYS),
+    )
+    return _Prepared(body, plan, Given(frozen_init, frozen_xs, args=(broadcast,)), adopted, alive)
 
 
 def run_groups(
@@ -181,7 +254,7 @@ def run_groups(
     rngs: Rngs,
     carry: PyTree,
     args: tuple[Any, ...],
-    again: Callable[[PyTree, bool], PyTree] | None = None,
+    again: Again | None = None,
 ) -> tuple[PyTree, PyTree, Groups]:
     """Runs the loop.
 
@@ -199,33 +272,19 @@ def run_groups(
         The carry, ys, and the variables that the steps returned: stacked where they have an axis.
     """
     with _in_users_terms():
-        body, alive = body_of(step, LIFT)
-        adopted = adopt(State(groups.carried, carry))
-        xs, axes = _Xs(groups.scanned, Rngs(None, None), args), _Xs(roles.scanned_in, Rngs(None, 0), roles.in_axes)
-        frozen_init, frozen_xs, broadcast = map(freeze_static, (adopted.init, xs, groups.broadcast))
-        length = infer_length(frozen_xs, check_length(roles.length), resolve_axes(axes, frozen_xs))
-        frozen_xs = frozen_xs._replace(rngs=Rngs(rngs.shared, split_keys(rngs.split, length)))
-        out_axes, wanted = _outputs(roles)
-        plan = plan_loop(
-            LIFT,
-            length,
-            reverse=roles.reverse,
-            unroll=roles.unroll,
-            in_axes=resolve_axes(axes, frozen_xs),
-            out_axes=out_axes,
-            name=roles.name,
-            frozen=frozen_init is not adopted.init or frozen_xs is not xs or broadcast is not groups.broadcast,
-            custom=adopted.custom,
-            chunks=check_chunks(roles.remat, _saved(roles), None),
-            lowering=roles.lowering,
-            once=OncePlan(wanted, None if again is None else lambda y, keys: again(y.broadcast, keys), _KEYS),
-        )
-        result = execute(body, plan, Given(frozen_init, frozen_xs, args=(broadcast,)))
-        del alive
-        state, found = restored(result, plan, adopted)
+        prepared = _prepare(step, roles, groups, rngs, carry, args, again)
+        result = execute(*prepared[:3])
+        state, found = restored(result, prepared.plan, prepared.adopted)
         stacked, once = found
         y = jax.tree.map(_either, stacked.y, once.y, is_leaf=_is_none) if _has_once(roles) else stacked.y
         return state.carry, y, Groups(once.broadcast, state.variables, stacked.variables)
+
+
+def broadcast_of(step: Step, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...]) -> PyTree:
+    """What the steps make of the broadcast variables: as `run_groups` returns it, but no step is run."""
+    with _in_users_terms():
+        prepared = _prepare(step, roles, groups, rngs, carry, args, None)
+        return constant_outputs(*prepared[:3]).broadcast
 
 
 def _outputs(roles: Roles) -> tuple[PyTree, Prefix]:

@@ -48,7 +48,7 @@ class _Call:
 
 def _parts(returned: Any) -> tuple[PyTree, PyTree, Mapping[str, PyTree]]:
     match returned:
-        case ((carry, y), Mapping() as updates):
+        case ((carry, y), Mapping() as updates) if all(isinstance(name, str) for name in updates):
             return carry, y, updates
         case _:
             raise Fault(
@@ -113,7 +113,8 @@ def lift(
     Raises:
         ArgumentError: for collections, streams or axes that do not fit.
         ArgumentTypeError: for filters and axes that are none.
-        BodyError: if `fn` returns something else, collections without a role, or broadcast values that vary.
+        BodyError: if `fn` returns something else, collections without a role, broadcast values that vary, or carried
+            variables that were not there before the loop.
         CarryError: if the carry or a carried collection changes its structure or types.
 
     Examples:

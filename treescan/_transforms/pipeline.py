@@ -144,6 +144,14 @@ def _run_once(body: Body, plan: Plan, given: Given, loop: Loop) -> tuple[PyTree,
     return state, Outputs(stacked, parted.once)
 
 
+def constant_outputs(body: Body, plan: Plan, given: Given) -> PyTree:
+    """Y with the outputs that are the same in every step, and None in place of the others. No step is run."""
+    assert plan.once is not None
+    loop = make_loop(body, plan, given)
+    loop = loop if plan.in_axes is None else scan_over_axes(loop, plan.in_axes)
+    return part_outputs(loop, plan.once.wanted).once
+
+
 def _reads_watched(plan: Plan, given: Given, parted: Parted) -> bool:
     """Whether what is left of a loop reads one of the leaves of xs that are watched."""
     assert plan.once is not None

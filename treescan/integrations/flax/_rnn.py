@@ -121,6 +121,8 @@ class RNN(nn.Module):
             ArgumentError: if the inputs have too few axes, if `seq_lengths` have another shape than the batch or are
                 out of range, if the carry has no rows to hold, or if the fields ask for what cannot be had.
             ArgumentTypeError: if `seq_lengths` are not ints, or an axis of `variable_axes` is not.
+            BodyError: if the cell makes broadcast variables of anything but constants and keys that all steps share,
+                or makes variables that are carried.
             CarryError: if the cell returns a carry of another structure, shape or dtype than it was given.
         """
         time_major = self.time_major if time_major is None else time_major

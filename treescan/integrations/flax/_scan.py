@@ -2,34 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
-from flax.core import FrozenDict, broadcast, meta
+from flax.core import FrozenDict, broadcast
 from flax.core.lift import pack
 from flax.linen.transforms import lift_transform
-from flax.typing import In, Out
 
-from ..._avals import describe_node
-from ..._errors import BodyError, Fault, explain, verb
-from ..._groups import Groups, Rngs, Roles, Step, run_groups
+from ..._errors import Fault, explain, verb
+from ..._groups import Groups, Roles, Step, run_groups
 from ..._types import PyTree, RematLike, Save
+from ._scopes import Axes, ScopedCall, axes_of, merged, parted_rngs, with_axes, without_axes
 
 Target = TypeVar("Target")
-
-
-class Axes(NamedTuple):
-    """The entries of `variable_axes` that go one way: filters of collections, and their axes."""
-
-    filters: tuple[Any, ...]
-    axes: tuple[int, ...]
-
-
-def axes_of(variable_axes: Mapping[Any, Any], other: type) -> Axes:
-    """The entries that go one way, which are all that are not of the `other`, `In` or `Out`."""
-    entries = [(names, getattr(axis, "axis", axis)) for names, axis in variable_axes.items() if type(axis) is not other]
-    return Axes(tuple(names for names, _ in entries), tuple(axis for _, axis in entries))
 
 
 class Lifting(NamedTuple):
@@ -45,99 +31,34 @@ class Lifting(NamedTuple):
     constant: bool
 
 
-class _Call:
-    """The lifted function, in the terms of groups. Flax keeps groups of collections by scope: tuples of dicts."""
-
-    def __init__(self, lifting: Lifting, scope_fn: Any, repack_fn: Any, function: Any) -> None:
-        self.lifting, self.scope_fn, self.repack_fn, self.function = lifting, scope_fn, repack_fn, function
-        self.changed = False
-        self.given: Any = None
-
-    def __call__(
-        self, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...]
-    ) -> tuple[PyTree, PyTree, Groups]:
-        variables = (groups.broadcast, groups.carried, *groups.scanned)
-        keys = tuple(s if split else k for s, k, split in zip(rngs.split, rngs.shared, self.lifting.split, strict=True))
-        if self.lifting.data_transform is not None:
-            variables, keys = self.lifting.data_transform(variables, keys)
-        scope = self.scope_fn(variables, keys)
-        carry, y = _pair(self.function(scope, carry, *args))
-        shared, carried, *scanned = self.repack_fn(scope)
-        self.changed = _changed(groups.broadcast, shared)
-        for given, returned in zip(groups.carried, carried, strict=True):
-            returned.update({name: tree for name, tree in given.items() if name not in returned})
-        if not self.lifting.constant:
-            shared = None
-        return carry, y, Groups(shared, carried, tuple(scanned))
-
-    def again(self, shared: Any, reads_keys: bool) -> Any:
-        """Broadcast variables for a second trace, where flax's shows: it counts on from the keys of the first."""
-        if not (self.lifting.constant and (self.changed or reads_keys)):
-            return None
-        return tuple({**given, **made} for given, made in zip(self.given, shared, strict=True))
-
-
-def _pair(returned: Any) -> tuple[PyTree, PyTree]:
-    match returned:
-        case (carry, y):
-            return carry, y
-        case _:
-            raise Fault(
-                BodyError,
-                f"{{body}} must return a pair (carry, y), but returned {describe_node(returned)}.",
-                "Return the next carry and this step's output: `return carry, y`, with None for y if there is none.",
-            )
-
-
-def _changed(given: Sequence[Mapping[str, Any]], returned: Sequence[Mapping[str, Any]]) -> bool:
-    """Whether a variable that was there before is another one now, or one was made that may have been changed since.
-
-    Parameters are made, and not changed in the same call.
-    """
-    for before, after in zip(given, returned, strict=True):
-        for name, collection in after.items():
-            there = dict(jax.tree_util.tree_leaves_with_path(before.get(name, {})))
-            for path, leaf in jax.tree_util.tree_leaves_with_path(collection):
-                if there.get(path, leaf if name == "params" else None) is not leaf:
-                    return True
-    return False
-
-
 def _lift(lifting: Lifting, filters: tuple[Any, Any], rng_filters: tuple[Any, ...], function: Any) -> Any:
     """A function of a scope, of one step, as that of all steps."""
+    into, out, metadata = lifting.into, lifting.out, lifting.metadata_params
 
     def run(
         scope_fn: Any, repack_fn: Any, variables: tuple[Any, ...], rngs: tuple[Any, ...], init: PyTree, *args: Any
     ) -> Any:
         shared, carried, *scanned = variables
-        scanned = [_remove(lifting, group, axis) for group, axis in zip(scanned, lifting.into.axes, strict=True)]
-        call = _Call(lifting, scope_fn, repack_fn, function)
-        call.given = shared
-        keys = Rngs(
-            tuple(None if split else group for group, split in zip(rngs, lifting.split, strict=True)),
-            tuple(group if split else None for group, split in zip(rngs, lifting.split, strict=True)),
+        call = ScopedCall(
+            scope_fn, repack_fn, function, lifting.split, lifting.data_transform, constant=lifting.constant
         )
-        groups = Groups(shared, carried, tuple(scanned))
+
+        def again(made: Any, reads_keys: bool) -> Any:
+            """Broadcast variables for a second trace, where flax's shows: it counts on from the keys of the first."""
+            return merged(shared, made) if lifting.constant and (call.changed or reads_keys) else None
+
+        groups = Groups(shared, carried, without_axes(scanned, into, metadata))
+        keys = parted_rngs(rngs, lifting.split)
         try:
-            carry, ys, out = run_groups(Step(call, lifting.target), lifting.roles, groups, keys, init, args, call.again)
+            carry, ys, found = run_groups(Step(call, lifting.target), lifting.roles, groups, keys, init, args, again)
         except Exception as error:
             failure = explain(error, "flax.scan", lifting.target, init)
         else:
-            stacked = [_add(lifting, group, axis) for group, axis in zip(out.scanned, lifting.out.axes, strict=True)]
-            return (carry, ys), (out.broadcast if lifting.constant else shared, out.carried, *stacked)
+            stacked = with_axes(found.scanned, out, metadata)
+            return (carry, ys), (found.broadcast if lifting.constant else shared, found.carried, *stacked)
         raise failure
 
-    return pack(
-        verb(run), (*filters, *lifting.into.filters), (*filters, *lifting.out.filters), rng_filters, name="scan"
-    )
-
-
-def _remove(lifting: Lifting, group: PyTree, axis: int) -> PyTree:
-    return meta.remove_axis(group, axis, dict(lifting.metadata_params))
-
-
-def _add(lifting: Lifting, group: PyTree, axis: int) -> PyTree:
-    return meta.add_axis(group, axis, dict(lifting.metadata_params))
+    return pack(verb(run), (*filters, *into.filters), (*filters, *out.filters), rng_filters, name="scan")
 
 
 def _plain(axes: Any) -> Any:
@@ -165,7 +86,10 @@ def _transform(target: Any, more: Mapping[str, Any]) -> Any:
         metadata_params: Mapping[Any, Any] = FrozenDict(),
         check_constancy_invariants: bool = True,
     ) -> Any:
-        into, out = axes_of(variable_axes, Out), axes_of(variable_axes, In)
+        try:
+            into, out = axes_of(variable_axes)
+        except Fault as error:
+            raise explain(error, "flax.scan", target) from None
         lowering = (("_split_transpose", True),) if _split_transpose else ()
         axes = _plain(in_axes), _plain(out_axes)
         roles = Roles(into.axes, out.axes, *axes, length, reverse, unroll, lowering=lowering, **more)
@@ -234,7 +158,9 @@ def scan(
 
     Raises:
         ArgumentError: for axes and lengths that do not fit.
-        BodyError: if the body returns no pair, or broadcast values that depend on the loop.
+        ArgumentTypeError: for an axis of `variable_axes` that is no int.
+        BodyError: if the body returns no pair, broadcast values that depend on the loop, or carried variables that
+            were not there before it.
         CarryError: if the carry, or a carried collection, changes its structure or types.
 
     Examples:

@@ -1,0 +1,161 @@
+"""Functions of flax's scopes in the terms of groups: what `scan` and `RNN` have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+from flax.core import meta
+from flax.typing import In, Out
+
+from ..._arguments import exact_int
+from ..._avals import describe_argument, describe_node
+from ..._errors import ArgumentTypeError, BodyError, Fault
+from ..._groups import Groups, Rngs
+from ..._types import PyTree
+
+Group: TypeAlias = Sequence[Mapping[str, Any]]
+"""Collections, or rngs, by their names, for each scope."""
+
+
+class Axes(NamedTuple):
+    """The entries of `variable_axes` that go one way.
+
+    Attributes:
+        filters: which collections each is for.
+        axes: the axis of the steps in the variables of each.
+    """
+
+    filters: tuple[Any, ...]
+    axes: tuple[int, ...]
+
+
+def axes_of(variable_axes: Mapping[Any, Any]) -> tuple[Axes, Axes]:
+    """The entries that go in, which are all but those of type `Out`, and those that come out, all but `In`."""
+    entries = [(names, axis, _number(names, axis)) for names, axis in variable_axes.items()]
+    ways = [[(names, n) for names, axis, n in entries if type(axis) is not other] for other in (Out, In)]
+    into, out = (Axes(tuple(names for names, _ in way), tuple(n for _, n in way)) for way in ways)
+    return into, out
+
+
+def _number(names: Any, axis: Any) -> int:
+    number = exact_int(getattr(axis, "axis", axis))
+    if number is None:
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}} over {{body}}: `variable_axes` gives {names!r} the axis {describe_argument(axis)}, which is no "
+            "int.",
+            "Collections that all steps share belong in `variable_broadcast`, and those that one step hands to the "
+            "next in `variable_carry`.",
+        )
+    return number
+
+
+def without_axes(groups: Sequence[Group], axes: Axes, metadata: Mapping[Any, Any]) -> tuple[PyTree, ...]:
+    """Scanned groups whose boxes name the axes of one step: what these hold stays as it is."""
+    return tuple(meta.remove_axis(group, axis, dict(metadata)) for group, axis in zip(groups, axes.axes, strict=True))
+
+
+def with_axes(groups: Sequence[Group], axes: Axes, metadata: Mapping[Any, Any]) -> tuple[PyTree, ...]:
+    """Stacked groups whose boxes name the axis of the steps too."""
+    return tuple(meta.add_axis(group, axis, dict(metadata)) for group, axis in zip(groups, axes.axes, strict=True))
+
+
+def parted_rngs(rngs: Sequence[Group], split: Sequence[bool]) -> Rngs:
+    """Groups of rngs by whether each step has its own."""
+    return Rngs(
+        tuple(None if on else group for group, on in zip(rngs, split, strict=True)),
+        tuple(group if on else None for group, on in zip(rngs, split, strict=True)),
+    )
+
+
+class ScopedCall:
+    """A function of scopes, in the terms of groups. Flax keeps groups of collections by scope: tuples of dicts.
+
+    Attributes:
+        changed: whether the last call changed a broadcast variable, or made one that may have been changed since.
+        counters: for each scope where its rngs count from in each call; None: they count on.
+    """
+
+    def __init__(
+        self,
+        scope_fn: Callable[..., Any],
+        repack_fn: Callable[..., Any],
+        function: Callable[..., Any],
+        split: Sequence[bool],
+        data_transform: Callable[..., Any] | None = None,
+        *,
+        constant: bool = True,
+    ) -> None:
+        self._scope_fn, self._repack_fn, self._function = scope_fn, repack_fn, function
+        self._split, self._data_transform, self._constant = split, data_transform, constant
+        self.changed = False
+        self.counters: list[dict[Any, Any]] | None = None
+
+    def scopes(self, groups: Groups, rngs: Rngs) -> Any:
+        """The scopes of one step."""
+        variables: Any = (groups.broadcast, groups.carried, *groups.scanned)
+        keys: Any = tuple(s if on else k for s, k, on in zip(rngs.split, rngs.shared, self._split, strict=True))
+        if self._data_transform is not None:
+            variables, keys = self._data_transform(variables, keys)
+        return self._scope_fn(variables, keys)
+
+    def __call__(
+        self, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...]
+    ) -> tuple[PyTree, PyTree, Groups]:
+        """One step. Carried collections that it may not change are returned as they were given."""
+        scopes = self.scopes(groups, rngs)
+        if self.counters is not None:
+            for scope, counters in zip(scopes, self.counters, strict=True):
+                _rewind(scope.rng_counters, counters)
+        carry, y = _pair(self._function(scopes, carry, *args))
+        shared, carried, *scanned = self._repack_fn(scopes)
+        self.changed = _is_changed(groups.broadcast, shared)
+        broadcast = shared if self._constant else None
+        return carry, y, Groups(broadcast, merged(groups.carried, carried), tuple(scanned))
+
+
+def _pair(returned: Any) -> tuple[PyTree, PyTree]:
+    match returned:
+        case (carry, y):
+            return carry, y
+        case _:
+            raise Fault(
+                BodyError,
+                f"{{body}} must return a pair (carry, y), but returned {describe_node(returned)}.",
+                "Return the next carry and this step's output: `return carry, y`, with None for y if there is none.",
+            )
+
+
+def merged(given: Group, returned: Group) -> Group:
+    """Collections with what was returned of them: what may not be changed is not returned."""
+    return tuple({**before, **after} for before, after in zip(given, returned, strict=True))
+
+
+def _is_changed(given: Group, returned: Group) -> bool:
+    """Whether a variable that was there before is another one now, or one was made that may have been changed since.
+
+    Parameters are made, and not changed in the same call.
+    """
+    for before, after in zip(given, returned, strict=True):
+        for name, collection in after.items():
+            there = dict(jax.tree_util.tree_leaves_with_path(before.get(name, {})))
+            for path, leaf in jax.tree_util.tree_leaves_with_path(collection):
+                if there.get(path, leaf if name == "params" else None) is not leaf:
+                    return True
+    return False
+
+
+def copied(counters: Mapping[Any, Any]) -> dict[Any, Any]:
+    """How far rngs have counted, as it stands now."""
+    return {key: copied(value) if isinstance(value, dict) else value for key, value in counters.items()}
+
+
+def _rewind(counters: dict[Any, Any], saved: Mapping[Any, Any]) -> None:
+    """Sets counters back, in place: submodules hold on to those that are nested in others."""
+    for key, value in counters.items():
+        if isinstance(value, dict):
+            _rewind(value, saved.get(key, {}))
+        else:
+            counters[key] = saved.get(key, 0)
