@@ -3,8 +3,9 @@
 import jax
 import jax.numpy as jnp
 from error_cases import Given, collector
+from jaxtyping import Array, Float
 
-from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError, Out, lift
+from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError, Out, SignatureError, lift
 
 CASES: list[Given] = []
 case = collector(CASES)
@@ -157,3 +158,15 @@ def lift_broadcast_of_no_array(one):
 @case(BodyError)
 def lift_updates_without_names(one):
     return updating(lambda variables, carry, x: {0: {"k": x}}, variable_axes={True: 0})({}, {}, one, XS)
+
+
+@case(SignatureError)
+def lift_annotations(one):
+    def annotated(
+        variables: dict[str, dict[str, Float[Array, "f h"]]], rngs, h: Float[Array, " h"], x: Float[Array, " f"]
+    ) -> tuple[tuple[Float[Array, " h"], Float[Array, " f"]], dict[str, dict[str, Float[Array, " h"]]]]:
+        h = jnp.tanh(x @ variables["params"]["w"] + h)
+        return (h, h), {"stats": {"n": x}}
+
+    run = lift(annotated, variable_broadcast="params", variable_axes={"stats": 0})
+    return run({"params": {"w": jnp.ones((3, 4))}}, {}, jnp.ones(4), jnp.ones((5, 3)))

@@ -12,8 +12,10 @@ from ._collections import CollectionRoles, Collections, check_axes_of, check_spl
 from ._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
 from ._filters import Filter, In, Out, check_filter
 from ._groups import Groups, Rngs, Roles, Step, run_groups
+from ._loop import Body
 from ._transforms.body import check_callable
 from ._transforms.conventions import LIFT
+from ._transforms.signature import Signature, signature_of
 from ._types import Axes, PyTree, RematLike, Save
 
 Lifted: TypeAlias = Callable[..., tuple[tuple[PyTree, PyTree], Collections]]
@@ -35,7 +37,7 @@ class _Call:
         variables, keys = merged(groups), {**rngs.shared, **rngs.split}
         if self.data_transform is not None:
             variables, keys = self.data_transform(variables, keys)
-        carry, y, updates = _parts(self.function(variables, keys, carry, *args))
+        carry, y, updates = self._typed(variables, keys, carry, *args)
         found, left = self.collections.group(updates, out=True)
         if left:
             raise Fault(
@@ -44,6 +46,18 @@ class _Call:
                 "Name each in `variable_axes`, `variable_broadcast` or `variable_carry`, or do not return it.",
             )
         return carry, y, found._replace(carried={**groups.carried, **found.carried})
+
+    def _typed(self, *given: Any) -> tuple[PyTree, PyTree, Mapping[str, PyTree]]:
+        """Calls the function, under one scope of the axis names in its annotations."""
+        body = Body.of(self.function)
+        with body.memo(Signature, lambda: signature_of(body)).scope() as scope:
+            if scope:
+                scope.check_inputs(given)
+            out = self.function(*given)
+            parts = _parts(out)
+            if scope:
+                scope.check_outputs(out, (("returned carry", "y"), "updates"))
+        return parts
 
 
 def _parts(returned: Any) -> tuple[PyTree, PyTree, Mapping[str, PyTree]]:
@@ -116,6 +130,7 @@ def lift(
         BodyError: if `fn` returns something else, collections without a role, broadcast values that vary, or carried
             variables that were not there before the loop.
         CarryError: if the carry or a carried collection changes its structure or types.
+        SignatureError: if a jaxtyping annotation of `fn` does not hold.
 
     Examples:
         >>> import jax.numpy as jnp

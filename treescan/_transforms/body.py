@@ -93,7 +93,8 @@ class CallBody:
                 returned = write_carries(given, returned, valid, name)
                 y = returned if self.convention.stacks else y
             if scope:
-                scope.check_outputs(out, name, pair=self.convention.pair)
+                carried = f"returned {name}"
+                scope.check_outputs(out, (carried, "y") if self.convention.pair else carried)
             check_arrays(y)
         keeps = self.convention.pair and not self.convention.spread  # a pair of layers' is always a tuple
         return returned, y, _container(out) if keeps else None

@@ -61,15 +61,10 @@ class Scope:
         parts = zip(self._signature.names, self._signature.inputs, values, strict=False)  # some may have defaults
         self._check([part for name, hint, value in parts for part in _parts(name, hint, value)])
 
-    def check_outputs(self, out: Any, carry: str, *, pair: bool) -> None:
-        """Checks what the body returned: a pair of the carry and y, or the carry alone."""
-        hint, carry = self._signature.outputs, f"returned {carry}"
-        items = typing.get_args(hint)
-        if not pair:
-            self._check(list(_parts(carry, hint, out)))
-        elif typing.get_origin(hint) is tuple and len(items) == 2 and Ellipsis not in items:
-            returned, y = out
-            self._check([*_parts(carry, items[0], returned), *_parts("y", items[1], y)])
+    def check_outputs(self, out: Any, names: Any) -> None:
+        """Checks what the body returned. The names are one, or a tuple with a name for each part, in its form."""
+        returned = _by_names(names, self._signature.outputs, out)
+        self._check([part for name, hint, value in returned for part in _parts(name, hint, value)])
 
     def _check(self, parts: list[_Part]) -> None:
         bad = [
@@ -98,6 +93,17 @@ class Scope:
             if name in self._sizes and self._sizes[name][0] != size
         ]
         return ", ".join(clashes) or _mismatch(part)
+
+
+def _by_names(names: Any, hint: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
+    """The named parts of a value with their annotations, as far as it is annotated as a tuple of so many parts."""
+    if isinstance(names, str):
+        yield names, hint, value
+        return
+    items = typing.get_args(hint)
+    if typing.get_origin(hint) is tuple and len(items) == len(names) and Ellipsis not in items:
+        for name, item, part in zip(names, items, value, strict=True):
+            yield from _by_names(name, item, part)
 
 
 def _mismatch(part: _Part) -> str:
