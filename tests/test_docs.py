@@ -30,6 +30,7 @@ import treescan.integrations.flax
 import treescan.integrations.nnx
 import treescan.testing
 from treescan.__main__ import main
+from treescan._errors import Fault, explain
 from treescan.carries import _registry
 
 ROOT = Path(__file__).parent.parent
@@ -117,6 +118,12 @@ PUBLIC = {
     "treescan.integrations.flax": public(treescan.integrations.flax),
     "treescan.integrations.nnx": {"scan": treescan.integrations.nnx.scan},
 }
+
+
+def is_error(value: object) -> bool:
+    return isinstance(value, type) and issubclass(value, treescan.TreescanError) and value is not treescan.TreescanError
+
+
 FUNCTIONS = {
     f"{module}.{name}": value
     for module, names in PUBLIC.items()
@@ -176,13 +183,31 @@ def test_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_page_with_code_is_found() -> None:
     names = {str(page.relative_to(ROOT)) for page in PAGES}
-    assert {"README.md", "docs/getting-started.md", "docs/guides/variable-length.md", "docs/guides/errors.md"} <= names
+    assert {"README.md", "docs/getting-started.md", "docs/guides/variable-length.md", "docs/errors.md"} <= names
 
 
 def test_all_public_names_are_documented() -> None:
     reference = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     documented = re.findall(r"^::: ([\w.]+)$", reference, re.MULTILINE)
     assert sorted(documented) == sorted(f"{module}.{name}" for module, names in PUBLIC.items() for name in names)
+
+
+def test_the_list_of_messages_has_all_that_are_tested() -> None:
+    text = (ROOT / "docs" / "messages.md").read_text()
+    listed = {}
+    for section in re.split(r"^## ", text, flags=re.MULTILINE)[1:]:
+        kind = section.partition("\n")[0]
+        listed.update(dict.fromkeys(re.findall(r'^--8<-- "tests/golden/(.+)"$', section, re.MULTILINE), kind))
+    golden = {file.name: file.read_text().partition(":")[0] for file in (ROOT / "tests" / "golden").glob("*.txt")}
+    assert listed == golden
+
+
+@pytest.mark.parametrize("kind", [kind for kind in PUBLIC["treescan"].values() if is_error(kind)])
+def test_errors_say_where_they_are_explained(kind: type[Exception]) -> None:
+    (place,) = re.findall(r"docs/errors\.md#\w+", explain(Fault(kind, "{verb}"), "scan").__notes__[0])
+    file, _, anchor = place.partition("#")
+    assert f"\n## {kind.__name__}\n" in (ROOT / file).read_text()
+    assert anchor == kind.__name__.lower()
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))

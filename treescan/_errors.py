@@ -218,6 +218,9 @@ def explain(
         call = f"`{name}`" if about is None else f"`{name}` over {named}"
         known = {**words, "verb": f"`{name}`", "body": named, "call": call}
         explained = error.error(error.render(known, init))
+        explained.add_note(
+            f"More about it: docs/errors.md#{error.error.__name__.lower()}, in treescan's documentation."
+        )
         if error.cause is not None:
             explained.__cause__ = error.cause.with_traceback(_without_inner_frames(error.cause.__traceback__))
         return explained
