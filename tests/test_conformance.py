@@ -22,7 +22,7 @@ from helpers import (
     parametrize,
     python_scan,
 )
-from hypothesis import given
+from hypothesis import given, settings
 
 import treescan
 
@@ -52,7 +52,13 @@ def check_against_lax(case_name, length, reverse, unroll, transform_name):
     assert_bitwise(actual, expected)
 
 
-@pytest.mark.parametrize(("case", "length", "reverse", "unroll", "transform"), EVERYDAY)
+@pytest.mark.parametrize(
+    ("case", "length", "reverse", "unroll", "transform"),
+    [
+        pytest.param(*row, marks=pytest.mark.slow if row[1] == 64 and row[4] in ("disable_jit", "grad_of_grad") else ())
+        for row in EVERYDAY
+    ],
+)
 def test_scan_is_lax_scan(case, length, reverse, unroll, transform):
     check_against_lax(case, length, reverse, unroll, transform)
 
@@ -226,11 +232,26 @@ def mixing_body(carry, x):
     return jax.tree.unflatten(treedef, list(map(mix, range(len(leaves)), leaves)))
 
 
-@given(st.data(), st.integers(1, 5), st.booleans(), st.sampled_from([1, 2, True]))
-def test_random_trees(data, length, reverse, unroll):
+def check_random_trees(data, length, reverse, unroll):
     init, xs = data.draw(trees()), data.draw(trees(leading=(length,)))
     actual = treescan.scan(mixing_body, init, xs, length, reverse, unroll)
     assert_bitwise(actual, jax.lax.scan(mixing_body, init, xs, length, reverse, unroll))
     with jax.disable_jit():
         stepwise = treescan.scan(mixing_body, init, xs, length, reverse, unroll)
         assert_bitwise(stepwise, python_scan(mixing_body, init, xs, length, reverse))
+
+
+unrolled = st.sampled_from([1, 2, True])
+
+
+# Every example compiles its own loop, and runs another step by step.
+@settings(max_examples=8)
+@given(st.data(), st.integers(1, 5), st.booleans(), unrolled)
+def test_random_trees(data, length, reverse, unroll):
+    check_random_trees(data, length, reverse, unroll)
+
+
+@pytest.mark.slow
+@given(st.data(), st.integers(1, 5), st.booleans(), unrolled)
+def test_many_random_trees(data, length, reverse, unroll):
+    check_random_trees(data, length, reverse, unroll)

@@ -34,8 +34,16 @@ def test_the_body_sees_values(option):
     assert len(steps) == LENGTH
 
 
-@parametrize("option", OPTIONS)
-@pytest.mark.parametrize("transform", ["values", "grad", "vmap"])
+def by_turns():
+    """On every day the values of each option, and its derivatives or a batch by turns; the rest is slow."""
+    return [
+        pytest.param(option, transform, marks=pytest.mark.slow if k % 2 == turn else (), id=f"{transform}-{name}")
+        for transform, turn in (("values", None), ("grad", 0), ("vmap", 1))
+        for k, (name, option) in enumerate(OPTIONS.items())
+    ]
+
+
+@pytest.mark.parametrize(("option", "transform"), by_turns())
 def test_results_are_those_under_jit(option, transform):
     init, xs = arrays()
 

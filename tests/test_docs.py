@@ -36,7 +36,8 @@ from treescan.carries import _registry
 ROOT = Path(__file__).parent.parent
 PLUGIN = ROOT / "examples" / "plugin"
 TUTORIAL = ROOT / "docs" / "tutorials" / "plugin.md"
-LONG = (TUTORIAL, ROOT / "docs" / "guides" / "migrating.md")  # one runs the kit, one runs five other libraries
+# The tutorial runs the kit, and a guide runs five other libraries; those of layers and of flax compile whole models.
+LONG = (TUTORIAL, *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("migrating", "layers", "flax")))
 FENCE = re.compile(
     r"^(?:<!-- raises: (?P<raises>\w+) -->\n)?"
     r'^(?P<indent> *)```(?P<language>\w+)(?: title="(?P<title>[^"]*)")?\n'

@@ -365,7 +365,7 @@ def key_of(seed: int, typed: bool) -> jax.Array:
 
 @pytest.mark.parametrize(
     ("typed", "lengths"),
-    [(True, LENGTHS), *slow((False, LENGTHS), (True, None)), (False, None)],
+    [(True, LENGTHS), *slow((False, LENGTHS), (True, None), (False, None))],
     ids=["typed", "raw", "typed_full", "raw_full"],
 )
 def test_what_is_drawn_is_what_flax_draws(lengths: Any, typed: bool) -> None:

@@ -94,6 +94,11 @@ _SLOW = {
     "several_modules",
     "frozen_metadata_params",
     "dropout_shared",
+    "methods_list",
+    "recurrent_dropout_split",
+    "nested",
+    "filter_lists",
+    "logically_partitioned",
 }
 _CHANGED = {"changed_broadcast", "replaced_broadcast"}
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
 import pytest
-from helpers import TRANSFORMS, all_pairs, array, parametrize
+from helpers import TRANSFORMS, all_pairs, array, everyday
 from hypothesis import given, settings, strategies as st
 
 import treescan
@@ -133,13 +133,11 @@ def by_python(counts: tuple[int, ...], reverse: bool) -> Any:
 
 
 def some_of(*values):
-    """Combinations of values, any two of which meet in an everyday test; the others are slow."""
+    """All combinations of values: each value is in an everyday test, any other combination is slow."""
     grid = list(itertools.product(*values))
-    everyday = all_pairs(grid)
-    return [
-        pytest.param(*row, marks=() if row in everyday else pytest.mark.slow, id="-".join(map(str, row)))
-        for row in grid
-    ]
+    pairs = all_pairs(grid)
+    rows = everyday([*pairs, *(row for row in grid if row not in pairs)])
+    return [pytest.param(*row.values, marks=row.marks, id="-".join(map(str, row.values))) for row in rows]
 
 
 DEEP = [pytest.param(32, remat, reverse, marks=pytest.mark.slow) for remat in REMATS for reverse in (False, True)]
@@ -192,8 +190,19 @@ def test_outputs_of_an_empty_stack_have_their_types():
     assert second.shape == (0,)
 
 
-@parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("counts", [(3,), (3, 2)], ids=str)
+DEARER = ("jvp", "grad_of_grad")  # of one block they are slow: a pattern of two has all that it has
+
+
+@pytest.mark.parametrize(
+    ("counts", "transform"),
+    [
+        pytest.param(
+            counts, by, marks=pytest.mark.slow if counts == (3,) and name in DEARER else (), id=f"{counts}-{name}"
+        )
+        for counts in [(3,), (3, 2)]
+        for name, by in TRANSFORMS.items()
+    ],
+)
 def test_transforms(counts, transform):
     blocks = [block, other_block][: len(counts)]
     stacks = tuple(make_stack(count, seed) for seed, count in enumerate(counts))

@@ -195,7 +195,7 @@ def assert_close(actual: Any, expected: Any) -> None:
 
 
 def rows() -> list[Any]:
-    often = ("carried", "scanned", "axes", "made", "keys", "last_axis", "length")
+    often = ("carried", "scanned", "made", "keys")
     grid = [(name, transform) for name in CASES for transform in ("grad", "eager", "vmap", "disable_jit", "jvp")]
     return [
         pytest.param(*row, marks=() if row[1] == "grad" or (row[0] in often and row[1] != "jvp") else pytest.mark.slow)

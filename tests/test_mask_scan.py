@@ -70,9 +70,7 @@ masks = st.integers(0, 2**32 - 1).flatmap(
 )
 
 
-@settings(max_examples=12)
-@given(masks, st.sampled_from([np.nan, np.inf, 0.0, -1.0]), st.booleans())
-def test_equals_the_unpadded_rows_in_value_and_gradient(valid, padding, reverse):
+def check_against_the_unpadded_rows(valid, padding, reverse):
     params, init, xs = batch(valid, padding)
     mask = jnp.asarray(valid)
 
@@ -95,6 +93,22 @@ def test_equals_the_unpadded_rows_in_value_and_gradient(valid, padding, reverse)
     assert all(bool(jnp.all(leaf[~valid] == 0)) for leaf in jax.tree.leaves(got_grads[2]))  # exactly, not nearly
 
 
+paddings = st.sampled_from([np.nan, np.inf, 0.0, -1.0])
+
+
+# Every example compiles a Python loop over all rows anew: four for every day.
+@settings(max_examples=4)
+@given(masks, paddings, st.booleans())
+def test_equals_the_unpadded_rows_in_value_and_gradient(valid, padding, reverse):
+    check_against_the_unpadded_rows(valid, padding, reverse)
+
+
+@pytest.mark.slow
+@given(masks, paddings, st.booleans())
+def test_equals_the_unpadded_rows_of_many_masks(valid, padding, reverse):
+    check_against_the_unpadded_rows(valid, padding, reverse)
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("lengths", [[3, 0, 5], [0, 0, 0], [5, 5, 5], [1, 2, 0]])
 def test_lengths_are_masks(lengths, reverse):
@@ -107,7 +121,7 @@ def test_lengths_are_masks(lengths, reverse):
     chex.assert_trees_all_equal(by_lengths[0]["n"], jnp.array(lengths))
 
 
-@pytest.mark.parametrize("shape", [(), (1,), (2, 3), (2, 1, 2)])
+@pytest.mark.parametrize("shape", [(), (2, 3), *(pytest.param(s, marks=pytest.mark.slow) for s in [(1,), (2, 1, 2)])])
 def test_any_number_of_batch_axes(shape):
     rng = np.random.default_rng(1)
     valid = rng.random((6, *shape)) < 0.6
@@ -123,7 +137,7 @@ def test_any_number_of_batch_axes(shape):
     chex.assert_trees_all_close(got, (shaped(want[0], 0), shaped(want[1], 1)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("lengths", [[3, 0, 5], [0, 0, 0], [0, 4, 0]])
+@pytest.mark.parametrize("lengths", [[3, 0, 5], [0, 0, 0], pytest.param([0, 4, 0], marks=pytest.mark.slow)])
 def test_vmap_over_scalar_lengths(lengths):
     """An element with nothing valid borrows its pair from another one; if none has any, the body does not run."""
     valid = np.arange(5)[:, None] < np.array(lengths)
@@ -189,7 +203,7 @@ def test_mapped_whole_leaves_of_an_element_without_steps_are_not_read():
     chex.assert_trees_all_equal(jax.grad(loss)(weights), jnp.array([2.0, 0.0, 1.0]))
 
 
-@pytest.mark.parametrize("order", ["grad_of_vmap", "jvp", "hessian"])
+@pytest.mark.parametrize("order", [pytest.param("grad_of_vmap", marks=pytest.mark.slow), "jvp", "hessian"])
 def test_higher_and_forward_derivatives_are_finite_and_right(order):
     valid = np.array([[True, False, True], [True, False, False], [False, False, True]])
     params, init, xs = batch(valid, np.nan)
