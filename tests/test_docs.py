@@ -187,6 +187,16 @@ def test_every_page_with_code_is_found() -> None:
     assert {"README.md", "docs/getting-started.md", "docs/guides/variable-length.md", "docs/errors.md"} <= names
 
 
+def test_the_design_names_tests_that_exist() -> None:
+    text = (ROOT / "docs" / "design.md").read_text()
+    promises, table = (
+        text.split(f"{start}\n")[1].split("\n## ")[0] for start in ("## Promises", "tests that keep them")
+    )
+    named = set(re.findall(r"tests/\w+\.py", table))
+    assert named and all((ROOT / file).exists() for file in named)
+    assert re.findall(r"^\| (\d+),", table, re.MULTILINE) == re.findall(r"^(\d+)\. ", promises, re.MULTILINE)
+
+
 def test_all_public_names_are_documented() -> None:
     reference = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     documented = re.findall(r"^::: ([\w.]+)$", reference, re.MULTILINE)
