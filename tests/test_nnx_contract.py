@@ -233,6 +233,12 @@ def test_state_axes_hold_axes_and_map_paths_to_them() -> None:
     assert hash(axes) == hash(nnx.StateAxes(dict(axes.items())))
 
 
+@pytest.mark.skipif(not hasattr(nnx, "prefix"), reason="flax has no `nnx.prefix`")
+def test_prefixes_of_modules_have_a_type_of_their_own_or_the_module_s() -> None:
+    assert type(nnx.prefix(Main(), {...: 0}, graph=True)) is nnx.extract.TreeState
+    assert type(nnx.prefix(Main(), {...: 0}, graph=False)) is Main
+
+
 def test_carry_is_one_object_and_a_leaf() -> None:
     assert isinstance(nnx.Carry, type)
     assert jax.tree.leaves((nnx.Carry, 0)) == [nnx.Carry, 0]

@@ -530,6 +530,20 @@ def test_wrong_axes(name: str) -> None:
     assert "args__" not in text
 
 
+@pytest.mark.parametrize("graph", [None, True, False])
+def test_axes_that_are_modules_or_states(graph: bool | None) -> None:
+    module, kind = linear(nnx.Rngs(0)), "Linear"
+    axes: Any = jax.tree.map(lambda _: 0, module)
+    if graph is not None:
+        if not hasattr(nnx, "prefix"):
+            pytest.skip("flax has no `nnx.prefix`")
+        axes = nnx.prefix(module, {...: 0}, graph=graph)
+        kind = "TreeState" if graph else "Linear"
+    text = error_of(scanned(identity, H, stack(kind=linear), in_axes=(C, axes)), treescan.ArgumentTypeError)
+    assert f"in_axes[1] is a {kind} of axes" in text
+    assert "nnx.StateAxes({nnx.Param: 0, ...: None})" in text
+
+
 def test_state_axes_of_an_array() -> None:
     text = error_of(scanned(identity, H, XS, in_axes=(C, nnx.StateAxes({...: 0}))), treescan.ArgumentError)
     assert "m has an `nnx.StateAxes`, but is float32[4,3,5]" in text

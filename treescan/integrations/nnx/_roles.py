@@ -18,6 +18,7 @@ Role: TypeAlias = Any
 """An axis, None, `nnx.Carry`, or an `nnx.StateAxes` that gives one of these to each variable."""
 
 KINDS = "an axis, None, `nnx.Carry`, or an `nnx.StateAxes` of these"
+_OF_MODULES: Any = (nnx.Pytree, nnx.Variable, nnx.State, getattr(nnx.extract, "TreeState", nnx.State))  # `nnx.prefix`
 
 
 def is_axis(role: Role) -> bool:
@@ -30,6 +31,8 @@ def check_axes(in_axes: Axes, out_axes: Axes) -> tuple[int | None, int | None]:
 
     The carry stands at 0 where it is the only argument, or the only output.
     """
+    _refuse_prefixes_of_modules("in_axes", in_axes)
+    _refuse_prefixes_of_modules("out_axes", out_axes)
     taken = _find_carry("in_axes", in_axes)
     given = _find_carry("out_axes", out_axes)
     if (taken is None) != (given is None):
@@ -77,6 +80,18 @@ def _find_carry(name: str, axes: Axes) -> int | None:
 def _roles(axes: Axes) -> list[tuple[str, Role]]:
     leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=_is_none)
     return [(part(path), role) for path, role in leaves]
+
+
+def _refuse_prefixes_of_modules(name: str, axes: Axes) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=lambda prefix: isinstance(prefix, _OF_MODULES))
+    for path, prefix in leaves:
+        if isinstance(prefix, _OF_MODULES):
+            raise Fault(
+                ArgumentTypeError,
+                f"{{call}}: {name}{part(path)} is a {type(prefix).__name__} of axes.",
+                "The axes of a module's variables are given by an `nnx.StateAxes`, by their types or paths: "
+                "`nnx.StateAxes({nnx.Param: 0, ...: None})`.",
+            )
 
 
 def _is_none(role: Role) -> bool:
