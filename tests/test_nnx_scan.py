@@ -530,6 +530,20 @@ def test_wrong_axes(name: str) -> None:
     assert "args__" not in text
 
 
+@pytest.mark.parametrize("graph", [None, True, False])
+def test_axes_that_are_modules_or_states(graph: bool | None) -> None:
+    module, kind = linear(nnx.Rngs(0)), "Linear"
+    axes: Any = jax.tree.map(lambda _: 0, module)
+    if graph is not None:
+        if not hasattr(nnx, "prefix"):
+            pytest.skip("flax has no `nnx.prefix`")
+        axes = nnx.prefix(module, {...: 0}, graph=graph)
+        kind = "TreeState" if graph else "Linear"
+    text = error_of(scanned(identity, H, stack(kind=linear), in_axes=(C, axes)), treescan.ArgumentTypeError)
+    assert f"in_axes[1] is a {kind} of axes" in text
+    assert "nnx.StateAxes({nnx.Param: 0, ...: None})" in text
+
+
 def test_state_axes_of_an_array() -> None:
     text = error_of(scanned(identity, H, XS, in_axes=(C, nnx.StateAxes({...: 0}))), treescan.ArgumentError)
     assert "m has an `nnx.StateAxes`, but is float32[4,3,5]" in text
@@ -573,6 +587,114 @@ def test_a_variable_that_changes() -> None:
     axes = (C, nnx.StateAxes({...: C}), 0)
     text = error_of(scanned(step, H, Counter(), XS, in_axes=axes), treescan.CarryError)
     assert "m.n    float32[]   float32[3,5]   rank: 0 -> 2" in text
+
+
+def set_metadata(v: nnx.Variable) -> nnx.Variable:
+    v.set_metadata(note=v.get_metadata("note", "") + "x")
+    return v
+
+
+def replace_metadata(v: nnx.Variable) -> nnx.Variable:
+    v.set_metadata({**v.get_metadata(), "axes": ("a",)})
+    return v
+
+
+def delete_metadata(v: nnx.Variable) -> nnx.Variable:
+    v.del_metadata("axes")
+    return v
+
+
+def set_array(v: nnx.Variable) -> nnx.Variable:
+    v.set_metadata("note", jnp.ones(2))
+    return v
+
+
+def another_type(v: nnx.Variable) -> nnx.Variable:
+    return nnx.Cache(v[...], **v.get_metadata())
+
+
+CHANGES: dict[str, tuple[Callable[[nnx.Variable], nnx.Variable], str]] = {
+    "new": (set_metadata, "(no note)      note='x'         metadata"),
+    "other": (replace_metadata, "axes=('old',)   axes=('a',)   metadata"),
+    "deleted": (delete_metadata, "axes=('old',)   (no axes)   metadata"),
+    "array": (set_array, "(no note)       note=float32[2]   metadata"),
+    "type": (another_type, "Variable        Cache         type"),
+}
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_carried_variable_keeps_its_type_and_metadata(name: str) -> None:
+    change, says = CHANGES[name]
+
+    def step(c: Any, m: Counter, x: jax.Array) -> Any:
+        m.n = change(m.n)
+        return c, x
+
+    def step_of_carry(c: Any, x: jax.Array) -> Any:
+        if isinstance(c["m"], nnx.Variable):
+            return {"m": change(c["m"])}, x
+        c["m"].n = change(c["m"].n)
+        return c, x
+
+    def counter() -> Counter:
+        module = Counter()
+        module.n.set_metadata(axes=("old",))
+        return module
+
+    axes = (C, nnx.StateAxes({...: C}), 0)
+    runs: dict[str, Callable[[Any], Any]] = {
+        "m.n": lambda scan: scan(step, in_axes=axes)(None, counter(), XS),
+        'c["m"].n': lambda scan: scan(step_of_carry)({"m": counter()}, XS),
+        'c["m"]': lambda scan: scan(step_of_carry)({"m": counter().n}, XS),
+    }
+    for where, run in runs.items():
+        with pytest.raises((TypeError, ValueError)):
+            run(nnx.scan)
+        text = words(error_of(lambda run=run: run(scan), treescan.CarryError))
+        assert words(f"leaf given returned {where} {says}") in text
+        assert "set them before the scan, or after it" in text
+
+
+def test_metadata_of_what_is_scanned_over_may_change() -> None:
+    def run(scan: Any) -> Any:
+        layers = stack(kind=linear)
+
+        def step(h: jax.Array, m: nnx.Linear) -> Any:
+            set_metadata(m.kernel)
+            return h, another_type(m.bias)
+
+        return *scan(step)(H, layers), layers
+
+    _, out, layers = run(scan)
+    assert layers.kernel.get_metadata() == run(nnx.scan)[2].kernel.get_metadata()
+    assert layers.kernel.get_metadata("note") == "x"
+    assert type(out) is nnx.Cache
+
+
+def test_metadata_of_what_is_given_whole_is_dropped() -> None:
+    for a_scan in (scan, nnx.scan):
+        counter = Counter()
+        a_scan(lambda m, x: set_metadata(m.n)[...] + x, in_axes=(None, 0), out_axes=0)(counter, XS)
+        assert "note" not in counter.n.get_metadata()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_module_in_the_carry_of_a_plain_scan_keeps_types_and_metadata(name: str) -> None:
+    change, says = CHANGES[name]
+    given, now = says.split("   ")[0], says.rsplit("   ", 1)[0].split("   ", 1)[1].strip()
+
+    def step(m: Counter, x: jax.Array) -> Any:
+        m.n = change(m.n)
+        return m, x
+
+    counter = Counter()
+    counter.n.set_metadata(axes=("old",))
+    text = words(error_of(lambda: treescan.scan(step, counter, XS), treescan.PluginError))
+    assert f"n had {given}, now {now}." in text
 
 
 def test_a_variable_that_is_new() -> None:

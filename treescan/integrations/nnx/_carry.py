@@ -12,9 +12,12 @@ from typing import Any
 import jax
 from flax import nnx
 
+from ..._errors import Row
 from ..._types import Array, PyTree
 from ...carries._base import AbstractCarry
 from ...carries._registry import register_carry
+from ._metadata import differences
+from ._named import variables_in
 
 
 @jax.tree_util.register_dataclass
@@ -43,14 +46,25 @@ class ModuleCarry(AbstractCarry[Any, Any]):
         graph, state = nnx.split(returned)
         if graph != self.graph:
             raise TypeError(
-                "the module that the step returned has another structure: submodules, variables and settings are the "
-                "same in every step. Make all of them before the scan"
+                "the module that the step returned has another structure: "
+                + "".join(
+                    f"{row.leaf} had {row.expected}, now {row.came}. " for row in _differences(self.read(), returned)
+                )
+                + "Submodules, variables, their metadata and settings are the same in every step. Make all of them "
+                "before the scan"
             )
         return ModuleCarry(state, self.graph)
 
     def rows(self) -> None:
         """Shared by all rows."""
         return None
+
+
+def _differences(given: Any, now: Any) -> list[Row]:
+    """What became of the variables that both modules have."""
+    old, new = (dict(variables_in(module)) for module in (given, now))
+    both = [path for path in old if path in new]
+    return [row for path in both for row in differences(".".join(map(str, path)), old[path], new[path])]
 
 
 def _to_carry(module: Any) -> ModuleCarry:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +15,7 @@ from ..._errors import Cure, Fault, Row
 from ..._tree import KeyPath, leaves_with_path, path_str
 from ..._types import PyTree
 
+_GRAPH: dict[str, Any] = {"graph": True} if "graph" in inspect.signature(nnx.iter_graph).parameters else {}
 ROOT = "args__"
 """The name of a tree of `Named` where a message needs one; `in_words_of_user` takes it out again."""
 
@@ -60,6 +63,12 @@ def state_of(named: Named) -> PyTree:
     return jtu.tree_unflatten(named.structure, named.values)
 
 
+def variables_of(named: Named, nodes: tuple[str, ...]) -> list[tuple[str, nnx.Variable[Any]]]:
+    """The variables of the state of a list of nodes, which have these names."""
+    found, _ = jtu.tree_flatten_with_path(state_of(named), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return [(nodes[path[0].key] + "".join(map(_attribute, path[1:])), variable) for path, variable in found]
+
+
 def _attribute(key: Any) -> str:
     match key:
         case jtu.GetAttrKey(name="value"):  # of a variable: it stands for its array
@@ -73,6 +82,13 @@ def _attribute(key: Any) -> str:
 def is_node(leaf: Any) -> bool:
     """Whether nnx keeps the identity of an object: a module or whatever else holds variables, or a variable."""
     return isinstance(leaf, (nnx.Pytree, nnx.Variable))
+
+
+def variables_in(node: Any) -> Iterator[tuple[tuple[Any, ...], nnx.Variable[Any]]]:
+    """The variables of a node, each once, with their paths in it."""
+    for path, value in nnx.iter_graph(node, **_GRAPH):
+        if isinstance(value, nnx.Variable):
+            yield path, value
 
 
 def leaves_and_nodes(root: str, tree: PyTree) -> list[tuple[str, Any]]:

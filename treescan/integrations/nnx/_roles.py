@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
@@ -13,13 +12,13 @@ from flax.errors import TraceContextError
 from ..._errors import ArgumentError, ArgumentTypeError, Fault, Row
 from ..._tree import PrefixMismatch, broadcast_prefix
 from ..._types import Axes, PyTree
-from ._named import part, replace_nodes
+from ._named import part, replace_nodes, variables_in
 
 Role: TypeAlias = Any
 """An axis, None, `nnx.Carry`, or an `nnx.StateAxes` that gives one of these to each variable."""
 
 KINDS = "an axis, None, `nnx.Carry`, or an `nnx.StateAxes` of these"
-_GRAPH: dict[str, Any] = {"graph": True} if "graph" in inspect.signature(nnx.iter_graph).parameters else {}
+_OF_MODULES: Any = (nnx.Pytree, nnx.Variable, nnx.State, getattr(nnx.extract, "TreeState", nnx.State))  # `nnx.prefix`
 
 
 def is_axis(role: Role) -> bool:
@@ -32,6 +31,8 @@ def check_axes(in_axes: Axes, out_axes: Axes) -> tuple[int | None, int | None]:
 
     The carry stands at 0 where it is the only argument, or the only output.
     """
+    _refuse_prefixes_of_modules("in_axes", in_axes)
+    _refuse_prefixes_of_modules("out_axes", out_axes)
     taken = _find_carry("in_axes", in_axes)
     given = _find_carry("out_axes", out_axes)
     if (taken is None) != (given is None):
@@ -79,6 +80,18 @@ def _find_carry(name: str, axes: Axes) -> int | None:
 def _roles(axes: Axes) -> list[tuple[str, Role]]:
     leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=_is_none)
     return [(part(path), role) for path, role in leaves]
+
+
+def _refuse_prefixes_of_modules(name: str, axes: Axes) -> None:
+    leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=lambda prefix: isinstance(prefix, _OF_MODULES))
+    for path, prefix in leaves:
+        if isinstance(prefix, _OF_MODULES):
+            raise Fault(
+                ArgumentTypeError,
+                f"{{call}}: {name}{part(path)} is a {type(prefix).__name__} of axes.",
+                "The axes of a module's variables are given by an `nnx.StateAxes`, by their types or paths: "
+                "`nnx.StateAxes({nnx.Param: 0, ...: None})`.",
+            )
 
 
 def _is_none(role: Role) -> bool:
@@ -168,10 +181,9 @@ def check_shared(nodes: Sequence[Any], roles: Sequence[Role], names: Sequence[st
     """Refuses a variable that stands in several places with different roles."""
     seen: dict[int, tuple[Any, list[tuple[str, Role]]]] = {}
     for node, role, name in zip(nodes, roles, names, strict=True):
-        for path, value in nnx.iter_graph(node, **_GRAPH):
-            if isinstance(value, nnx.Variable):
-                where = name + "".join(f".{key}" for key in path)
-                seen.setdefault(id(value), (value, []))[1].append((where, role_of(role, path, value, name)))
+        for path, value in variables_in(node):
+            where = name + "".join(f".{key}" for key in path)
+            seen.setdefault(id(value), (value, []))[1].append((where, role_of(role, path, value, name)))
     for value, places in seen.values():
         if any(role is not places[0][1] and role != places[0][1] for _, role in places):
             raise Fault(
@@ -186,18 +198,17 @@ def check_shared(nodes: Sequence[Any], roles: Sequence[Role], names: Sequence[st
 def check_level(nodes: Sequence[Any], names: Sequence[str]) -> None:
     """Refuses variables that cannot be updated here, before the first of them is."""
     for node, name in zip(nodes, names, strict=True):
-        for path, value in nnx.iter_graph(node, **_GRAPH):
-            if isinstance(value, nnx.Variable):
-                try:
-                    value.set_metadata(value.get_metadata())  # what it has already: flax says whether it may be set
-                except TraceContextError as error:
-                    raise Fault(
-                        ArgumentError,
-                        f"{{call}}: {name}{''.join(f'.{key}' for key in path)} was made outside of a function that is "
-                        "traced here, and cannot be updated within it.",
-                        "Pass the module to that function as an argument, by `nnx.jit`, `nnx.grad` or the like.",
-                        cause=error,
-                    ) from None
+        for path, value in variables_in(node):
+            try:
+                value.set_metadata(value.get_metadata())  # what it has already: flax says whether it may be set
+            except TraceContextError as error:
+                raise Fault(
+                    ArgumentError,
+                    f"{{call}}: {name}{''.join(f'.{key}' for key in path)} was made outside of a function that is "
+                    "traced here, and cannot be updated within it.",
+                    "Pass the module to that function as an argument, by `nnx.jit`, `nnx.grad` or the like.",
+                    cause=error,
+                ) from None
 
 
 def _spell(role: Role) -> str:

@@ -13,7 +13,8 @@ from ..._avals import describe_node, is_mutable
 from ..._errors import ArgumentError, BodyError, CarryError, Fault, Row
 from ..._tree import Prefix, is_static
 from ..._types import PyTree, TreeDef
-from ._named import Named, is_node, leaves_and_nodes, named_state, replace_nodes, state_of
+from ._metadata import differences
+from ._named import Named, is_node, leaves_and_nodes, named_state, replace_nodes, state_of, variables_of
 from ._roles import Role, check_shared, filters_of, spread_roles
 
 TAG = "treescan"
@@ -154,10 +155,11 @@ class Step:
         new_carry, out = self._apart(self.f(*args))
         parts = Parts(list(nodes), list(layout.names), list(layout.roles), {})
         new_carry = take_nodes(args__.names[0], carry, new_carry, parts)
-        layout_out, (variables, new_whole, *states) = self._take_out(out, parts)
+        layout_out, (new_variables, new_whole, *states) = self._take_out(out, parts)
+        _check_carried(variables, new_variables, layout.names)
         _check_whole(whole, new_whole)
         groups = tuple((state, parts.named(axis)) for state, axis in zip(states, self.axes, strict=True))
-        return Named(args__.names, (new_carry, variables)), (layout_out, groups)
+        return Named(args__.names, (new_carry, new_variables)), (layout_out, groups)
 
     def _without_axis(self, state: Named, axis: int) -> Named:
         removed = nnx.spmd.remove_axis(state_of(state), axis, dict(self.metadata))
@@ -244,4 +246,21 @@ def _check_whole(given: Named, now: Named) -> None:
             f"{{body}} added variables to a module that is given whole to each step, or took some away: "
             f"{', '.join(other)}.",
             "Make all variables before the scan, or scan over the module or carry it.",
+        )
+
+
+def _check_carried(given: Named, now: Named, nodes: tuple[str, ...]) -> None:
+    """What is carried keeps its types and metadata. Which variables and arrays there are, the loop itself compares."""
+    if given.names != now.names or given.structure == now.structure:
+        return
+    pairs = zip(variables_of(given, nodes), variables_of(now, nodes), strict=False)
+    rows = [row for (name, old), (_, new) in pairs for row in differences(name, old, new)]
+    if rows:
+        raise Fault(
+            CarryError,
+            "{body} changed the type or the metadata of carried variables.",
+            "These are the same in every step: set them before the scan, or after it. What changes from step to step "
+            "is an array, the value of a variable.",
+            header=("leaf", "given", "returned"),
+            rows=rows,
         )
