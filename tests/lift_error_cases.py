@@ -5,7 +5,7 @@ import jax.numpy as jnp
 from error_cases import Given, collector
 from jaxtyping import Array, Float
 
-from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError, Out, SignatureError, lift
+from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError, In, Out, SignatureError, lift
 
 CASES: list[Given] = []
 case = collector(CASES)
@@ -158,6 +158,44 @@ def lift_broadcast_of_no_array(one):
 @case(BodyError)
 def lift_updates_without_names(one):
     return updating(lambda variables, carry, x: {0: {"k": x}}, variable_axes={True: 0})({}, {}, one, XS)
+
+
+@case(ArgumentError)
+def lift_out_axes_no_prefix(one):
+    return lift(lambda variables, rngs, carry, x: ((carry, (x, x)), {}), out_axes=(None, 0, 0))({}, {}, one, XS)
+
+
+@case(ArgumentError)
+def lift_in_axes_no_prefix(one):
+    return lift(step, in_axes=(0, 0))({}, {}, one, XS)
+
+
+@case(BodyError)
+def lift_data_transform_returns_one(one):
+    return lift(step, data_transform=lambda variables, rngs: variables)({}, {}, one, XS)
+
+
+@case(ArgumentTypeError)
+def lift_metadata_fn_returns_none(one):
+    run = lift(step, variable_axes={"params": 0}, metadata_fn=lambda tree, axis, added: None)
+    return run({"params": {"w": jnp.ones((3, 2))}}, {}, one, XS)
+
+
+@case(BodyError)
+def lift_returns_what_is_only_read(one):
+    run = lift(lambda variables, rngs, carry, x: ((carry, x), variables), variable_axes={"params": In(0)})
+    return run({"params": {"w": jnp.ones((3, 2))}}, {}, one, XS)
+
+
+@case(ArgumentTypeError)
+def lift_seed_for_a_key(one):
+    return lift(step, split_rngs={"noise": False})({}, {"noise": 0}, one, XS)
+
+
+@case(ArgumentTypeError)
+def lift_keys_to_split(one):
+    keys = jax.random.split(jax.random.key(0), 3)
+    return lift(step, split_rngs={"noise": True})({}, {"noise": keys}, one, XS)
 
 
 @case(SignatureError)

@@ -544,7 +544,12 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] 
     "clock": ({"cell": Clocked(H)}, {"seq_lengths": LENGTHS}, ArgumentError, r"carry\[\"t\"\] is int32\[\]"),
     "ragged": ({}, {"seq_lengths": [[1], [1, 2], 3]}, ArgumentTypeError, r"are ints, got"),
     "split": ({"split_rngs": {"params": True}}, {}, BodyError, "values that must be the same in every step"),
-    "axis": ({"variable_axes": {"steps": None}}, {}, ArgumentTypeError, "the axis None, which is no int"),
+    "axis": (
+        {"variable_axes": {"steps": None}},
+        {},
+        ArgumentTypeError,
+        "`variable_axes` is an int, got None",
+    ),
     "own": ({"cell": Own(H), **OWN}, {"seq_lengths": LENGTHS}, ArgumentError, "Initialize without `seq_lengths`"),
     "chunk": ({"chunk": -1}, {"seq_lengths": LENGTHS}, ArgumentError, "`chunk` is an int of at least 0"),
     "remat": ({"remat": "some"}, {}, ArgumentError, "remat"),

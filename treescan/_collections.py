@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 from ._arguments import exact_int
-from ._avals import describe_argument
-from ._errors import ArgumentTypeError, Fault
+from ._avals import describe_argument, describe_node
+from ._errors import ArgumentTypeError, BodyError, Fault
 from ._filters import check_filter, is_for
 from ._groups import Groups, Rngs
 from ._types import PyTree
@@ -38,14 +38,43 @@ def check_axes_of(variable_axes: Any) -> tuple[Axis, ...]:
 
 def check_split(split_rngs: Any) -> tuple[tuple[Any, bool], ...]:
     """The entries of `split_rngs`."""
-    if isinstance(split_rngs, Mapping) and all(isinstance(on, bool) for on in split_rngs.values()):
-        return tuple((check_filter("split_rngs", names), on) for names, on in split_rngs.items())
+    wrong = split_rngs
+    if isinstance(split_rngs, Mapping):
+        others = [on for on in split_rngs.values() if not isinstance(on, bool)]
+        if not others:
+            return tuple((check_filter("split_rngs", names), on) for names, on in split_rngs.items())
+        wrong = others[0]
     raise Fault(
         ArgumentTypeError,
-        "{verb} over {body}: `split_rngs` maps names of streams to True or False, got "
-        f"{describe_argument(split_rngs)}.",
+        f"{{verb}} over {{body}}: `split_rngs` maps names of streams to True or False, got {describe_argument(wrong)}.",
         'Write `split_rngs={"dropout": True}`: each step has its own key.',
     )
+
+
+def check_hook(option: str, hook: Any) -> None:
+    """Refuses what is no function."""
+    if hook is not None and not callable(hook):
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}} over {{body}}: `{option}` is a function, got {describe_argument(hook)}.",
+            "`data_transform(variables, rngs)` returns both, `metadata_fn(collection, axis, added)` a collection.",
+        )
+
+
+def transformed(data_transform: Callable[..., Any] | None, variables: Any, rngs: Any) -> tuple[Any, Any]:
+    """Variables and keys as a step is to see them."""
+    if data_transform is None:
+        return variables, rngs
+    match data_transform(variables, rngs):
+        case (variables, rngs):
+            return variables, rngs
+        case other:
+            raise Fault(
+                BodyError,
+                f"`data_transform` of {{body}} must return a pair (variables, rngs), but returned "
+                f"{describe_node(other)}.",
+                "Return both, changed or not: `return variables, rngs`.",
+            )
 
 
 def _axis(names: Any, axis: Any) -> Axis:
@@ -93,6 +122,10 @@ class CollectionRoles:
             elif out or self._place(name, out=True) is None:
                 left.append(name)
         return Groups(broadcast, carried, tuple(scanned)), left
+
+    def is_only_read(self, name: str) -> bool:
+        """Whether a collection goes in, but not out."""
+        return self._place(name, out=False) is not None and self._place(name, out=True) is None
 
     @staticmethod
     def _axis(axis: Axis, out: bool) -> int | None:

@@ -5,10 +5,9 @@
 
 from __future__ import annotations
 
-import contextlib
+import dataclasses
 import inspect
-import re
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,13 +16,14 @@ import jax
 from ._arguments import check_length, infer_length, resolve_axes
 from ._avals import describe_leaf
 from ._chunk_arguments import check_chunks
-from ._errors import ArgumentError, BodyError, Cure, Fault, Row
+from ._errors import ArgumentError, BodyError, Fault, Row
+from ._group_terms import in_users_terms
 from ._loop import Body
 from ._run import body_of, plan_loop, restored
 from ._transforms.conventions import LIFT
 from ._transforms.once import OncePlan
-from ._transforms.pipeline import Given, Plan, constant_outputs, execute
-from ._tree import Prefix, freeze_static, leaves_with_path
+from ._transforms.pipeline import Given, Plan, assemble, constant_outputs, execute
+from ._tree import Prefix, broadcast_prefix, freeze_static, holds_static, leaves_with_path
 from ._types import Axes, PyTree, RematLike, Save
 from .carries._registry import Adopted, adopt
 
@@ -75,6 +75,40 @@ Call = Callable[[Groups, Rngs, PyTree, tuple[Any, ...]], tuple[PyTree, PyTree, G
 Again = Callable[[PyTree, bool], PyTree]
 
 
+class _Whole(NamedTuple):
+    """The arguments of which each step is given the whole.
+
+    Attributes:
+        structure: of all arguments.
+        axes: for each leaf its axis, None for those that are whole.
+        leaves: these.
+    """
+
+    structure: Any
+    axes: tuple[int | None, ...]
+    leaves: list[Any]
+
+    @classmethod
+    def part(cls, args: tuple[Any, ...], axes: Sequence[int | None]) -> tuple[_Whole, list[Any]]:
+        """These, and the leaves of the others."""
+        leaves, structure = jax.tree.flatten(args)
+        whole = [leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is None]
+        return cls(structure, tuple(axes), whole), [
+            leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is not None
+        ]
+
+    @property
+    def sliced_axes(self) -> list[int]:
+        """The axes of the others."""
+        return [axis for axis in self.axes if axis is not None]
+
+    def among(self, sliced: Any) -> tuple[Any, ...]:
+        """All arguments, with a step's slices of the others."""
+        whole, others = iter(self.leaves), iter(sliced)
+        leaves = [next(whole if axis is None else others) for axis in self.axes]
+        return jax.tree.unflatten(self.structure, leaves)
+
+
 @dataclass(frozen=True, eq=False)
 class Step:
     """A step of such a loop, in the terms of a scan. Looks like the user's function in messages.
@@ -82,10 +116,12 @@ class Step:
     Attributes:
         call: what it calls.
         function: the user's function.
+        whole: arguments that it closes over.
     """
 
     call: Call
     function: Any
+    whole: _Whole | None = None
 
     @property
     def __wrapped__(self) -> Any:
@@ -101,6 +137,7 @@ class Step:
     ) -> tuple[State, Outputs]:
         """Calls the user's function with one step's share of everything."""
         groups = Groups(broadcast, state.variables, variables)
+        args = args if self.whole is None else self.whole.among(args)
         carry, y, groups = self.call(groups, rngs, state.carry, args)
         refuse_made(state.variables, groups.carried, "state.variables")
         return State(groups.carried, carry), Outputs(y, groups.scanned, groups.broadcast)
@@ -142,6 +179,8 @@ class Roles:
         save: as for `treescan.scan`.
         name: as for `treescan.scan`.
         lowering: further keyword arguments of `jax.lax.scan`.
+        closes_over: whether steps are given what is given whole as it came, concrete where that is, in eager calls too.
+            These are then not compiled as a whole. Without it Python's numbers come as they are, and nothing else.
     """
 
     scanned_in: tuple[int, ...]
@@ -155,6 +194,7 @@ class Roles:
     save: Save = "all"
     name: str | None = None
     lowering: tuple[tuple[str, Any], ...] = ()
+    closes_over: bool = False
 
 
 class _Xs(NamedTuple):
@@ -164,50 +204,6 @@ class _Xs(NamedTuple):
 
 
 _KEYS = Prefix.of(_Xs(False, Rngs(True, True), False))
-
-
-_TERMS = (
-    (r"\bstate\.carry\b", "carry"),
-    (r"\b(?:state|y|xs)\.(?:variables|broadcast)(?:\[\d+\])*", "variables"),
-    (r"\by\.y\b", "y"),
-    (r"\bxs\.(?=args|rngs)", ""),
-    (r"\bleaves of xs\b", "variables and arguments"),
-    (r"\bxs (has|holds)\b", r"what is scanned over \1"),
-    (r"\bthere are no xs\b", "nothing is scanned over"),
-    (r"\bslice xs\b", "slice them"),
-    (r"\barrays as xs, which lead\b", "arrays to scan over, which lead"),
-    (r"\by is stacked .* the same in all of them\b", "Variables and outputs are arrays. Return anything else"),
-)
-"""What stands in paths, and what the user calls it: trees of variables are numbered here, and by name there."""
-
-
-def _in_terms(text: str) -> str:
-    for pattern, term in _TERMS:
-        text = re.sub(pattern, term, text)
-    return text
-
-
-def _row_in_terms(row: Row) -> Row:
-    leaf = _in_terms(row.leaf)
-    if not leaf.startswith("variables"):
-        return row._replace(leaf=leaf)
-    return row._replace(leaf=leaf, expected=re.sub("^(in|out)_axes ", "variable_axes ", row.expected))
-
-
-@contextlib.contextmanager
-def _in_users_terms() -> Generator[None]:
-    """What is said of the state and of xs, said of the carry, the variables and the arguments."""
-    try:
-        yield
-    except Fault as fault:
-        fault.says = _in_terms(fault.says)
-        fault.rows = [_row_in_terms(row) for row in fault.rows]
-        if any(row.expected.startswith("variable_axes") for row in fault.rows):
-            fault.says = re.sub("`(in|out)_axes`", "`variable_axes`", fault.says)
-            fault.cures = tuple(cure._replace(text=cure.text.partition(", and None")[0]) for cure in fault.cures)
-        fault.cures = tuple(Cure(_in_terms(cure.text), cure.kind, _in_terms(cure.leaf)) for cure in fault.cures)
-        fault.carry_root = fault.carry_root and "carry"
-        raise
 
 
 class _Prepared(NamedTuple):
@@ -223,12 +219,19 @@ class _Prepared(NamedTuple):
 def _prepare(
     step: Step, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...], again: Again | None
 ) -> _Prepared:
-    body, alive = body_of(step, LIFT)
     adopted = adopt(State(groups.carried, carry))
-    xs, axes = _Xs(groups.scanned, Rngs(None, None), args), _Xs(roles.scanned_in, Rngs(None, 0), roles.in_axes)
-    frozen_init, frozen_xs, broadcast = map(freeze_static, (adopted.init, xs, groups.broadcast))
+    axes = _Xs(roles.scanned_in, Rngs(None, 0), roles.in_axes)
+    frozen_xs = freeze_static(_Xs(groups.scanned, Rngs(None, None), args))
     length = infer_length(frozen_xs, check_length(roles.length), resolve_axes(axes, frozen_xs))
-    frozen_xs = frozen_xs._replace(rngs=Rngs(rngs.shared, split_keys(rngs.split, length)))
+    of_args = broadcast_prefix(roles.in_axes, args, "args")
+    keys = Rngs(rngs.shared, split_keys(rngs.split, length))
+    given: Any = _freeze_numbers(args, of_args)
+    if roles.closes_over:
+        whole, given = _Whole.part(args, of_args)
+        step, axes = dataclasses.replace(step, whole=whole), axes._replace(args=whole.sliced_axes)
+    body, alive = body_of(step, LIFT)
+    frozen_init, frozen_xs = map(freeze_static, (adopted.init, _Xs(groups.scanned, keys, given)))
+    broadcast = freeze_static(groups.broadcast, scalars=True)
     out_axes, wanted = _outputs(roles)
     plan = plan_loop(
         LIFT,
@@ -238,13 +241,22 @@ def _prepare(
         in_axes=resolve_axes(axes, frozen_xs),
         out_axes=out_axes,
         name=roles.name,
-        frozen=frozen_init is not adopted.init or frozen_xs is not xs or broadcast is not groups.broadcast,
+        frozen=any(map(holds_static, (frozen_init, frozen_xs, broadcast))),
         custom=adopted.custom,
         chunks=check_chunks(roles.remat, _saved(roles), None),
         lowering=roles.lowering,
         once=OncePlan(wanted, None if again is None else lambda y, keys: again(y.broadcast, keys), _KEYS),
     )
     return _Prepared(body, plan, Given(frozen_init, frozen_xs, args=(broadcast,)), adopted, alive)
+
+
+def _freeze_numbers(args: tuple[Any, ...], axes: Sequence[Any]) -> tuple[Any, ...]:
+    """Arguments in which Python's numbers, of which each step is given the whole, are a part of the program."""
+    leaves, structure = jax.tree.flatten(args)
+    return jax.tree.unflatten(
+        structure,
+        [freeze_static(leaf, scalars=axis is None) for leaf, axis in zip(leaves, axes, strict=True)],
+    )
 
 
 def run_groups(
@@ -271,9 +283,10 @@ def run_groups(
     Returns:
         The carry, ys, and the variables that the steps returned: stacked where they have an axis.
     """
-    with _in_users_terms():
+    with in_users_terms():
         prepared = _prepare(step, roles, groups, rngs, carry, args, again)
-        result = execute(*prepared[:3])
+        run = assemble if roles.closes_over else execute
+        result = run(*prepared[:3])
         state, found = restored(result, prepared.plan, prepared.adopted)
         stacked, once = found
         y = jax.tree.map(_either, stacked.y, once.y, is_leaf=_is_none) if _has_once(roles) else stacked.y
@@ -282,7 +295,7 @@ def run_groups(
 
 def broadcast_of(step: Step, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...]) -> PyTree:
     """What the steps make of the broadcast variables: as `run_groups` returns it, but no step is run."""
-    with _in_users_terms():
+    with in_users_terms():
         prepared = _prepare(step, roles, groups, rngs, carry, args, None)
         return constant_outputs(*prepared[:3]).broadcast
 

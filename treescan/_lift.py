@@ -7,8 +7,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
-from ._avals import describe_argument, describe_node
-from ._collections import CollectionRoles, Collections, check_axes_of, check_split, listed, merged
+import jax
+import jax.numpy as jnp
+
+from ._avals import describe_argument, describe_node, dtype_of, shape_of
+from ._collections import (
+    CollectionRoles,
+    Collections,
+    check_axes_of,
+    check_hook,
+    check_split,
+    listed,
+    merged,
+    transformed,
+)
 from ._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
 from ._filters import Filter, In, Out, check_filter
 from ._groups import Groups, Rngs, Roles, Step, run_groups
@@ -16,6 +28,7 @@ from ._loop import Body
 from ._transforms.body import check_callable
 from ._transforms.conventions import LIFT
 from ._transforms.signature import Signature, signature_of
+from ._tree import leaves_with_path
 from ._types import Axes, PyTree, RematLike, Save
 
 Lifted: TypeAlias = Callable[..., tuple[tuple[PyTree, PyTree], Collections]]
@@ -34,11 +47,16 @@ class _Call:
     def __call__(
         self, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...]
     ) -> tuple[PyTree, PyTree, Groups]:
-        variables, keys = merged(groups), {**rngs.shared, **rngs.split}
-        if self.data_transform is not None:
-            variables, keys = self.data_transform(variables, keys)
+        variables, keys = transformed(self.data_transform, merged(groups), {**rngs.shared, **rngs.split})
         carry, y, updates = self._typed(variables, keys, carry, *args)
         found, left = self.collections.group(updates, out=True)
+        only_read = [name for name in left if self.collections.is_only_read(name)]
+        if only_read:
+            raise Fault(
+                BodyError,
+                f"{{body}} returned {listed(only_read)}, which `variable_axes` has as `In`: only read.",
+                "Do not return it, or give it an int in place of `In`.",
+            )
         if left:
             raise Fault(
                 BodyError,
@@ -68,7 +86,7 @@ def _parts(returned: Any) -> tuple[PyTree, PyTree, Mapping[str, PyTree]]:
             raise Fault(
                 BodyError,
                 f"{{body}} must return a pair ((carry, y), variables), but returned {describe_node(returned)}.",
-                "The second item is a dict of the collections that changed, `{}` if none did: what "
+                "Write `return (carry, y), {}`, with the collections that changed in the dict, by name: what "
                 "`module.apply(..., mutable=[...])` of flax returns.",
             )
 
@@ -146,7 +164,8 @@ def lift(
     """
     try:
         check_callable(fn, LIFT.call)
-        _check_hooks(data_transform=data_transform, metadata_fn=metadata_fn)
+        check_hook("data_transform", data_transform)
+        check_hook("metadata_fn", metadata_fn)
         collections = CollectionRoles(
             check_filter(BROADCAST, variable_broadcast),
             check_filter(CARRY, variable_carry),
@@ -165,16 +184,6 @@ def lift(
     raise failure
 
 
-def _check_hooks(**hooks: Any) -> None:
-    for option, hook in hooks.items():
-        if hook is not None and not callable(hook):
-            raise Fault(
-                ArgumentTypeError,
-                f"{{verb}} over {{body}}: `{option}` is a function, got {describe_argument(hook)}.",
-                "`data_transform(variables, rngs)` returns both, `metadata_fn(collection, axis, added)` a collection.",
-            )
-
-
 @verb
 def _run(
     step: Step,
@@ -189,6 +198,7 @@ def _run(
     try:
         groups, left = collections.group(_checked("variables", variables), out=False)
         keys, unsaid = collections.rngs(_checked("rngs", {} if rngs is None else rngs))
+        _check_keys(keys)
         _refuse_left("variables", left, "`variable_axes`, `variable_broadcast` or `variable_carry`")
         _refuse_left("rngs", unsaid, "`split_rngs`, whether each step has its own key or all the same")
         scanned = _with_metadata(groups.scanned, roles.scanned_in, metadata_fn, added=False)
@@ -205,10 +215,31 @@ def _run(
 def _with_metadata(groups: Any, axes: tuple[int, ...], metadata_fn: Any, *, added: bool) -> tuple[Collections, ...]:
     if metadata_fn is None:
         return tuple(groups)
-    return tuple(
-        {name: metadata_fn(tree, axis, added) for name, tree in group.items()}
-        for group, axis in zip(groups, axes, strict=True)
-    )
+    found: list[Collections] = []
+    for group, axis in zip(groups, axes, strict=True):
+        found.append({name: metadata_fn(tree, axis, added) for name, tree in group.items()})
+        lost = [name for name, tree in found[-1].items() if tree is None]
+        if lost:
+            raise Fault(
+                ArgumentTypeError,
+                f"{{verb}} over {{body}}: `metadata_fn` returned None for {listed(lost)}.",
+                "`metadata_fn(collection, axis, added)` returns the collection, with other metadata or as it is.",
+            )
+    return tuple(found)
+
+
+def _check_keys(rngs: Rngs) -> None:
+    for split, keys in ((False, rngs.shared), (True, rngs.split)):
+        for path, leaf in leaves_with_path("rngs", keys):
+            dtype, rank = dtype_of(leaf), len(shape_of(leaf) or ())
+            typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+            if not (typed or dtype == jnp.uint32) or (split and rank != (0 if typed else 1)):
+                one = "one PRNG key" if split else "a PRNG key"
+                raise Fault(
+                    ArgumentTypeError,
+                    f"{{verb}} over {{body}}: {path} is {one}, got {describe_argument(leaf)}.",
+                    "Make it with `jax.random.key(seed)`. Where `split_rngs` has True, each step's is split from it.",
+                )
 
 
 def _checked(what: str, given: Any) -> Mapping[str, PyTree]:

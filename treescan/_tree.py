@@ -198,6 +198,13 @@ def freeze_static(tree: PyTree, *, scalars: bool = False) -> PyTree:
     return jax.tree.unflatten(treedef, frozen)
 
 
+def holds_static(tree: PyTree) -> bool:
+    """Whether a tree holds nodes in place of static leaves."""
+    return any(
+        isinstance(node, Static) for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Static))
+    )
+
+
 def thaw_static(tree: PyTree) -> PyTree:
     """Puts static leaves back in their place."""
     return jax.tree.map(

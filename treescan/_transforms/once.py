@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -11,15 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from .._avals import describe_leaf
-from .._errors import BodyError, Fault, Row
+from .._avals import describe_leaf, place_like
+from .._errors import ArgumentError, BodyError, Fault, Row
 from .._loop import Feed, Loop, Step, as_arrays, is_jit_disabled
-from .._tree import Prefix, leaves_with_path
+from .._tree import Prefix, PrefixMismatch, leaves_with_path
 from .._types import PyTree
+from .dependence import called, dependent, variables_of
 from .hoist import Hoisted, Traced, flatten_only, hoist, merge
-
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"})
-_CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 
 @dataclass(frozen=True)
@@ -77,12 +76,12 @@ def part_outputs(loop: Loop, wanted: Prefix) -> Parted:
     typed = dataclasses.replace(typed, state=as_arrays(loop.state))
     with jax.disable_jit(False):
         hoisted = hoist(typed)
-    flags = tuple(map(bool, wanted.spread(hoisted.y, "y")))
+    flags = _flags(wanted, hoisted.y)
     program = _Program.of(hoisted)
     places = [len(hoisted.fixed) + i for i, flag in enumerate(flags) if flag]
     once = program.compute(places) or _compute_inlined(program, hoisted, flags, places)
     rest = program.without(once, places)
-    reads = _reads(rest, program, hoisted)
+    reads = _reads(rest, program, hoisted, once, places)
     y = jax.tree.unflatten(jax.tree.structure(hoisted.y), merge(flags, once.values, [None] * flags.count(False)))
     if is_jit_disabled():
         hoisted = flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state)))
@@ -94,6 +93,19 @@ def part_outputs(loop: Loop, wanted: Prefix) -> Parted:
     return Parted(run, hoisted, y, reads)
 
 
+def _flags(wanted: Prefix, y: PyTree) -> tuple[bool, ...]:
+    """For each leaf of y whether it must be the same in every step."""
+    try:
+        return tuple(map(bool, wanted.spread(y, "y")))
+    except PrefixMismatch as error:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `out_axes` is no prefix of y: {error}.",
+            "Give one axis for all leaves, or a tree with the structure of y down to where one holds for everything "
+            "below; None for what is the same in every {step}.",
+        ) from None
+
+
 def _compute_inlined(program: _Program, hoisted: Hoisted, flags: tuple[bool, ...], places: Sequence[int]) -> _Once:
     """The same within what the step calls; the calls themselves stay in the loop as they are."""
     inlined = program.inlined()
@@ -103,10 +115,22 @@ def _compute_inlined(program: _Program, hoisted: Hoisted, flags: tuple[bool, ...
     return once._replace(equations=frozenset(), variables=[], early=[])
 
 
-def _reads(rest: Any, program: _Program, hoisted: Hoisted) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
-    """Which of the consts, and of what a step is fed, a jaxpr reads."""
-    read = {var for equation in rest.eqns for var in _variables(equation.invars)}
-    read.update(_variables(rest.outvars))
+def _reads(
+    rest: Any, program: _Program, hoisted: Hoisted, once: _Once, places: Sequence[int]
+) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Which of the consts, and of what a step is fed, what is left reads.
+
+    What was computed before is followed back to these, but for the outputs that are wanted: what is left may read them.
+    """
+    read = {var for equation in rest.eqns for var in variables_of(equation.invars)}
+    left = set(variables_of(rest.outvars))
+    wanted = set(variables_of([program.jaxpr.outvars[place] for place in places]))
+    behind = {var for var in once.variables if var in left or var not in wanted}
+    for number in sorted(once.equations, reverse=True):
+        equation = program.jaxpr.eqns[number]
+        if not behind.isdisjoint(equation.outvars):
+            behind.update(variables_of(equation.invars))
+    read |= left | behind
     flags = tuple(var in read for var in program.jaxpr.invars)
     _, inner = hoisted.loop.consts
     consts = len(jax.tree.leaves(inner))
@@ -148,7 +172,7 @@ class _DroppingPrefix:
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         state, y = self.step(consts, state, feed)
-        return state, _pruned(y, tuple(map(bool, self.wanted.spread(y, "y"))))
+        return state, _pruned(y, _flags(self.wanted, y))
 
 
 @dataclass(frozen=True, eq=False)
@@ -184,6 +208,11 @@ class _Once(NamedTuple):
     equations: frozenset[int]
     variables: list[Any]
     early: list[Any]
+
+
+def _any_value(aval: Any) -> Any:
+    """A value of this type, of which nothing that is needed depends."""
+    return place_like(jnp.zeros(aval.shape, aval.dtype), aval)
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,70 +251,58 @@ class _Program:
 
     def vary(self) -> set[Any]:
         """The variables in which steps differ, or may."""
-        found = {var for var, varies in zip(self.jaxpr.invars, self.varying, strict=True) if varies}
-        for equation in self.jaxpr.eqns:
-            if equation.effects or not found.isdisjoint(_variables(equation.invars)):
-                found.update(equation.outvars)
-        return found
+        return dependent(self.jaxpr, self.varying)
 
     def compute(self, places: Sequence[int]) -> _Once | None:
         """The outputs in these places, or None if one of them varies."""
-        wanted = [self.jaxpr.outvars[place] for place in places]
-        if not self.vary().isdisjoint(_variables(wanted)):
+        wanted, vary = [self.jaxpr.outvars[place] for place in places], self.vary()
+        if not vary.isdisjoint(variables_of(wanted)):
             return None
-        needed, equations = set(_variables(wanted)), set[int]()
+        needed, parts, equations = set(variables_of(wanted)), set[int](), set[int]()
         for number, equation in reversed(list(enumerate(self.jaxpr.eqns))):
             if not needed.isdisjoint(equation.outvars):
-                equations.add(number)
-                needed.update(_variables(equation.invars))
-        variables = self._read_later(equations)
-        known = [(v, value) for v, value, no in zip(self.jaxpr.invars, self.given, self.varying, strict=True) if not no]
-        early = self.jaxpr.replace(
-            invars=[var for var, _ in known],
-            outvars=[*wanted, *variables],
-            eqns=[self.jaxpr.eqns[number] for number in sorted(equations)],
-            effects=frozenset(),
-        )
-        values = eval_jaxpr(early, self.consts, *(value for _, value in known))
-        values = [value if isinstance(value, jax.Array) else jnp.asarray(value) for value in values]
-        return _Once(values[: len(places)], frozenset(equations), variables, values[len(places) :])
+                (equations if vary.isdisjoint(equation.outvars) else parts).add(number)
+                needed.update(var for var in variables_of(equation.invars) if var not in vary)
+        later = self._read_later(equations)
+        values = self._evaluate(sorted(equations | parts), needed)
+        outputs = [atom.val if hasattr(atom, "val") else values[atom] for atom in wanted]
+        outputs = [value if isinstance(value, jax.Array) else jnp.asarray(value) for value in outputs]
+        return _Once(outputs, frozenset(equations), later, [values[var] for var in later])
+
+    def _evaluate(self, equations: Sequence[int], needed: set[Any]) -> dict[Any, Any]:
+        """What these equations compute; of one that computes more than is needed, a loop say, only that part."""
+        known = zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*self.consts, *self.given], strict=True)
+        varies = dict(zip(self.jaxpr.invars, self.varying, strict=True))
+        values = {var: value for var, value in known if not varies.get(var, False)}
+        for number in equations:
+            equation = self.jaxpr.eqns[number]
+            own = list(dict.fromkeys(variables_of(equation.invars)))
+            out = [var for var in equation.outvars if var in needed]
+            alone = self.jaxpr.replace(constvars=[], invars=own, outvars=out, eqns=[equation], effects=equation.effects)
+            given = [values[var] if var in values else _any_value(var.aval) for var in own]
+            evaluate: Callable[..., list[Any]] = functools.partial(eval_jaxpr, alone, [])
+            if not all(var in values for var in own):
+                evaluate = jax.jit(evaluate)
+            values.update(zip(out, evaluate(*given), strict=True))
+        return values
 
     def _read_later(self, equations: set[int]) -> list[Any]:
         """What these equations compute that others read, or that leaves the step."""
         made = {var: None for number in sorted(equations) for var in self.jaxpr.eqns[number].outvars}
         others = (equation for number, equation in enumerate(self.jaxpr.eqns) if number not in equations)
-        read = {var for equation in others for var in _variables(equation.invars)}
-        read.update(_variables(self.jaxpr.outvars))
+        read = {var for equation in others for var in variables_of(equation.invars)}
+        read.update(variables_of(self.jaxpr.outvars))
         return [var for var in made if var in read]
 
     def without(self, once: _Once, places: Sequence[int]) -> Any:
         """What is left of the jaxpr: it is given what was computed before the loop first."""
         outputs = [var for place, var in enumerate(self.jaxpr.outvars) if place not in set(places)]
-        needed, equations = set(_variables(outputs)), list[Any]()
+        needed, equations = set(variables_of(outputs)), list[Any]()
         for number, equation in reversed(list(enumerate(self.jaxpr.eqns))):
             if number not in once.equations and (equation.effects or not needed.isdisjoint(equation.outvars)):
                 equations.append(equation)
-                needed.update(_variables(equation.invars))
+                needed.update(variables_of(equation.invars))
         return self.jaxpr.replace(invars=[*once.variables, *self.jaxpr.invars], outvars=outputs, eqns=equations[::-1])
-
-
-def _variables(atoms: Sequence[Any]) -> Iterator[Any]:
-    """The variables among variables and literals."""
-    return (atom for atom in atoms if not hasattr(atom, "val"))
-
-
-def _called(equation: Any) -> tuple[Any, list[Any]] | None:
-    """The jaxpr that an equation calls, and what that closes over; None if it calls none."""
-    name = equation.primitive.name
-    if name in _CALLS:
-        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    elif name in _CALLS_WITH_RULES:
-        inner = equation.params.get("call_jaxpr")
-    else:
-        return None
-    if inner is None:
-        return None
-    return (inner.jaxpr, list(inner.consts)) if hasattr(inner, "jaxpr") else (inner, [])
 
 
 def _evaluate_inlined(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
@@ -295,15 +312,15 @@ def _evaluate_inlined(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -
         return [atom.val if hasattr(atom, "val") else values[atom] for atom in atoms]
 
     for equation in jaxpr.eqns:
-        called, arguments = _called(equation), read(equation.invars)
-        if called is None:
-            own = list(dict.fromkeys(_variables(equation.invars)))
+        inner, arguments = called(equation), read(equation.invars)
+        if inner is None:
+            own = list(dict.fromkeys(variables_of(equation.invars)))
             alone = jaxpr.replace(
                 constvars=[], invars=own, outvars=equation.outvars, eqns=[equation], effects=equation.effects
             )
             results = eval_jaxpr(alone, [], *read(own))
         else:
-            results = _evaluate_inlined(*called, arguments)
+            results = _evaluate_inlined(*inner, arguments)
         values.update(zip(equation.outvars, results, strict=True))
     return read(jaxpr.outvars)
 

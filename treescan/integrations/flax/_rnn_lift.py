@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import jax.tree_util as jtu
 from flax.core import lift
 from flax.core.scope import CollectionFilter, PRNGSequenceFilter, Scope, intersect_filters, is_filter_empty
 
@@ -61,8 +63,9 @@ class LoopPlan:
     split_rngs: Mapping[PRNGSequenceFilter, bool]
 
 
-class Loop(NamedTuple):
-    """What is carried; the name of the first field shows in errors about a cell that changes its carry's types.
+@dataclass(frozen=True)
+class Loop:
+    """What is carried. Errors speak of it as of the cell's carry.
 
     Attributes:
         carry: the cell's carry.
@@ -72,8 +75,23 @@ class Loop(NamedTuple):
     """
 
     carry: PyTree
-    variables: Group
-    constants: tuple[Group, Sequence[Group]]
+    variables: Any
+    constants: Any
+
+
+class _Itself:
+    """The key of a node's part that has the path of the node."""
+
+    def __str__(self) -> str:
+        return ""
+
+
+def _with_keys(loop: Loop) -> tuple[tuple[tuple[Any, PyTree], ...], None]:
+    names = jtu.GetAttrKey("variables"), jtu.GetAttrKey("constants")
+    return ((_Itself(), loop.carry), (names[0], loop.variables), (names[1], loop.constants)), None
+
+
+jtu.register_pytree_with_keys(Loop, _with_keys, lambda _, parts: Loop(*parts))
 
 
 def lift_loop(cell: Callable[..., Any], plan: LoopPlan) -> Callable[..., Any]:
@@ -156,10 +174,10 @@ class _LiftedLoop:
             return self.step(loop, x)
 
         functools.update_wrapper(cell, plan.named, ("__name__", "__qualname__"), ())  # errors say where it was written
-        vars(cell)["__signature__"] = named_signature("loop", "x")
+        vars(cell)["__signature__"] = named_signature("carry", "x")
         if plan.lengths is None:
             return scan(cell, loop, xs, **options)
-        rows: dict[str, Any] = {"carry_axes": Loop(0, None, (None, None)), "x_axes": (0, None), "y_axes": (0, None)}  # type: ignore[arg-type]
+        rows: dict[str, Any] = {"carry_axes": Loop(0, None, None), "x_axes": (0, None), "y_axes": (0, None)}
         return mask_scan(
             cell, loop, xs, lengths=plan.lengths, chunk=plan.chunk, compact=plan.compact, **rows, **options
         )
@@ -172,7 +190,7 @@ class _LiftedLoop:
         carry, y, returned = self.call(groups, Rngs(shared, own), loop.carry, (inputs,))
         for before, after in zip(loop.variables, returned.carried, strict=True):
             refuse_made(before, after)
-        return loop._replace(carry=carry, variables=returned.carried), (y, returned.scanned)
+        return dataclasses.replace(loop, carry=carry, variables=returned.carried), (y, returned.scanned)
 
 
 def _move(tree: PyTree, source: int, target: int) -> PyTree:
@@ -185,7 +203,7 @@ def _any_mutable(scopes: list[Scope], collections: CollectionFilter) -> bool:
 
 def _kept_where_no_row_is(reached: Array, made: Any, given: Any) -> Any:
     """A step's variables stay what they were where no row reaches it; new ones are 0 there."""
-    before = {path[1:]: leaf for path, leaf in jax.tree_util.tree_leaves_with_path(given)}  # whatever group it is in
+    before = {path[1:]: leaf for path, leaf in jtu.tree_leaves_with_path(given)}  # whatever group it is in
 
     def keep(path: Any, leaf: Array) -> Array:
         old = before.get(path[1:])
@@ -193,4 +211,4 @@ def _kept_where_no_row_is(reached: Array, made: Any, given: Any) -> Any:
             return leaf
         return jnp.where(reached.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, old)
 
-    return jax.tree_util.tree_map_with_path(keep, made)
+    return jtu.tree_map_with_path(keep, made)

@@ -10,6 +10,7 @@ from flax.core import FrozenDict, broadcast
 from flax.core.lift import pack
 from flax.linen.transforms import lift_transform
 
+from ..._collections import check_hook, check_split
 from ..._errors import Fault, explain, verb
 from ..._groups import Groups, Roles, Step, run_groups
 from ..._types import PyTree, RematLike, Save
@@ -88,12 +89,14 @@ def _transform(target: Any, more: Mapping[str, Any]) -> Any:
     ) -> Any:
         try:
             into, out = axes_of(variable_axes)
+            check_split(split_rngs)
+            check_hook("data_transform", data_transform)
         except Fault as error:
             raise explain(error, "flax.scan", target) from None
         lowering = (("_split_transpose", True),) if _split_transpose else ()
         axes = _plain(in_axes), _plain(out_axes)
-        roles = Roles(into.axes, out.axes, *axes, length, reverse, unroll, lowering=lowering, **more)
-        split = tuple(map(bool, split_rngs.values()))
+        roles = Roles(into.axes, out.axes, *axes, length, reverse, unroll, lowering=lowering, closes_over=True, **more)
+        split = tuple(split_rngs.values())
         lifting = Lifting(target, into, out, split, roles, data_transform, metadata_params, check_constancy_invariants)
         return _lift(lifting, (variable_broadcast, variable_carry), tuple(split_rngs), fn)
 
@@ -127,6 +130,10 @@ def scan(
     interchangeable. The body is traced once where flax traces it twice: that broadcast variables do not depend on
     the loop is read off its trace. It is traced a second time where keys are used in the loop, by dropout say, or a
     broadcast variable is changed: flax counts the keys of its first trace, and results are to be equal.
+
+    In two ways flax's second trace shows at init and this one does not: a body that asks `has_variable` for a parameter
+    that it makes is told that there is none, and where a key becomes a parameter's value and something else beside, that
+    is of the same key.
 
     Carries may hold custom carries of `treescan.carries`. Carried collections that are not mutable stay as they are.
 

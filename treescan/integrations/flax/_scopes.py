@@ -7,11 +7,10 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 from flax.core import meta
-from flax.typing import In, Out
 
-from ..._arguments import exact_int
-from ..._avals import describe_argument, describe_node
-from ..._errors import ArgumentTypeError, BodyError, Fault
+from ..._avals import describe_node
+from ..._collections import check_axes_of, transformed
+from ..._errors import BodyError, Fault
 from ..._groups import Groups, Rngs
 from ..._types import PyTree
 
@@ -33,23 +32,14 @@ class Axes(NamedTuple):
 
 def axes_of(variable_axes: Mapping[Any, Any]) -> tuple[Axes, Axes]:
     """The entries that go in, which are all but those of type `Out`, and those that come out, all but `In`."""
-    entries = [(names, axis, _number(names, axis)) for names, axis in variable_axes.items()]
-    ways = [[(names, n) for names, axis, n in entries if type(axis) is not other] for other in (Out, In)]
-    into, out = (Axes(tuple(names for names, _ in way), tuple(n for _, n in way)) for way in ways)
-    return into, out
+    entries = list(zip(variable_axes, check_axes_of(variable_axes), strict=True))
+    into = [(names, axis.into) for names, axis in entries if axis.into is not None]
+    out = [(names, axis.out) for names, axis in entries if axis.out is not None]
+    return _axes(into), _axes(out)
 
 
-def _number(names: Any, axis: Any) -> int:
-    number = exact_int(getattr(axis, "axis", axis))
-    if number is None:
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}} over {{body}}: `variable_axes` gives {names!r} the axis {describe_argument(axis)}, which is no "
-            "int.",
-            "Collections that all steps share belong in `variable_broadcast`, and those that one step hands to the "
-            "next in `variable_carry`.",
-        )
-    return number
+def _axes(entries: list[tuple[Any, int]]) -> Axes:
+    return Axes(tuple(names for names, _ in entries), tuple(axis for _, axis in entries))
 
 
 def without_axes(groups: Sequence[Group], axes: Axes, metadata: Mapping[Any, Any]) -> tuple[PyTree, ...]:
@@ -74,7 +64,8 @@ class ScopedCall:
     """A function of scopes, in the terms of groups. Flax keeps groups of collections by scope: tuples of dicts.
 
     Attributes:
-        changed: whether the last call changed a broadcast variable, or made one that may have been changed since.
+        changed: whether the last call changed a broadcast variable, or made one that may have been changed since, or
+            that a `data_transform` would have shown otherwise.
         counters: for each scope where its rngs count from in each call; None: they count on.
     """
 
@@ -97,9 +88,7 @@ class ScopedCall:
         """The scopes of one step."""
         variables: Any = (groups.broadcast, groups.carried, *groups.scanned)
         keys: Any = tuple(s if on else k for s, k, on in zip(rngs.split, rngs.shared, self._split, strict=True))
-        if self._data_transform is not None:
-            variables, keys = self._data_transform(variables, keys)
-        return self._scope_fn(variables, keys)
+        return self._scope_fn(*transformed(self._data_transform, variables, keys))
 
     def __call__(
         self, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...]
@@ -111,7 +100,8 @@ class ScopedCall:
                 _rewind(scope.rng_counters, counters)
         carry, y = _pair(self._function(scopes, carry, *args))
         shared, carried, *scanned = self._repack_fn(scopes)
-        self.changed = _is_changed(groups.broadcast, shared)
+        params = {"params"} if self._data_transform is None else set[str]()
+        self.changed = _is_changed(groups.broadcast, shared, params)
         broadcast = shared if self._constant else None
         return carry, y, Groups(broadcast, merged(groups.carried, carried), tuple(scanned))
 
@@ -133,16 +123,16 @@ def merged(given: Group, returned: Group) -> Group:
     return tuple({**before, **after} for before, after in zip(given, returned, strict=True))
 
 
-def _is_changed(given: Group, returned: Group) -> bool:
+def _is_changed(given: Group, returned: Group, made: set[str]) -> bool:
     """Whether a variable that was there before is another one now, or one was made that may have been changed since.
 
-    Parameters are made, and not changed in the same call.
+    Those of the collections `made` are made, and not changed in the same call.
     """
     for before, after in zip(given, returned, strict=True):
         for name, collection in after.items():
             there = dict(jax.tree_util.tree_leaves_with_path(before.get(name, {})))
             for path, leaf in jax.tree_util.tree_leaves_with_path(collection):
-                if there.get(path, leaf if name == "params" else None) is not leaf:
+                if there.get(path, leaf if name in made else None) is not leaf:
                     return True
     return False
 
