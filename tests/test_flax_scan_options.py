@@ -379,10 +379,10 @@ def no_such_axis(self, h, x):
 
 @wrong(
     ArgumentError,
-    """`flax.scan` over `axes_of_another_structure` (here): `in_axes` is no prefix of xs: args[0] is float32[5,2,3], where it has dict of 1.
+    """`flax.scan` over `axes_of_another_structure` (here): `in_axes` is no prefix of the arguments: args[0] is float32[5,2,3], where it has dict of 1.
 
-  Give one int for all leaves, or a tree with the structure of xs down to where one int holds for
-  everything below.
+  Give one int for all leaves, or a tree with the structure of the arguments down to where one int
+  holds for everything below.
 """,  # noqa: E501
     in_axes=({"a": 0},),
 )
