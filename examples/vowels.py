@@ -43,10 +43,8 @@ def load(path: Path) -> tuple[Utterances, Utterances]:
 
 def _pad(frames: np.ndarray, lengths: np.ndarray, speaker: np.ndarray) -> Utterances:
     """From all frames in one row after the other to `[T, B, F]`."""
-    padded = np.full((lengths.max(), len(lengths), frames.shape[1]), np.nan, np.float32)
-    for row, utterance in enumerate(np.split(frames, np.cumsum(lengths)[:-1])):
-        padded[: len(utterance), row] = utterance
-    return Utterances(jnp.asarray(padded), jnp.asarray(lengths), jnp.asarray(speaker))
+    padded = treescan.pad(np.split(frames, np.cumsum(lengths)[:-1]), value=np.nan)
+    return Utterances(padded.data, padded.lengths, jnp.asarray(speaker))
 
 
 class LSTM(NamedTuple):

@@ -4,9 +4,10 @@ The blocks of a page are one module, in order. A block with `title="model.py"` i
 files, as errors do. A block under `<!-- raises: CarryError -->` must end in that exception, of treescan or built in.
 A `text` block that follows a `python` block is its output, or its error if it raises one. `TREESCAN_REGENERATE=1`
 writes what came into the pages instead of comparing it. A `py` block is shown and not run: it is a file of the
-repository that has tests of its own.
+repository that has tests of its own. Pages run at the root of the repository, where `examples/data` is.
 """
 
+import ast
 import builtins
 import contextlib
 import doctest
@@ -34,10 +35,15 @@ from treescan._errors import Fault, explain
 from treescan.carries import _registry
 
 ROOT = Path(__file__).parent.parent
-PLUGIN = ROOT / "examples" / "plugin"
-TUTORIAL = ROOT / "docs" / "tutorials" / "plugin.md"
-# The tutorial runs the kit, and a guide runs five other libraries; those of layers and of flax compile whole models.
-LONG = (TUTORIAL, *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("migrating", "layers", "flax")))
+EXAMPLES = ROOT / "examples"
+PLUGIN = EXAMPLES / "plugin"
+TUTORIALS = ROOT / "docs" / "tutorials"
+TUTORIAL = TUTORIALS / "plugin.md"
+# One tutorial runs the kit, others train; a guide runs five other libraries, and those of layers and flax compile models.
+LONG = (
+    *(TUTORIALS / f"{name}.md" for name in ("plugin", "vowels", "llama")),
+    *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("migrating", "layers", "flax")),
+)
 FENCE = re.compile(
     r"^(?:<!-- raises: (?P<raises>\w+) -->\n)?"
     r'^(?P<indent> *)```(?P<language>\w+)(?: title="(?P<title>[^"]*)")?\n'
@@ -165,6 +171,7 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     text = page.read_text()
+    monkeypatch.chdir(ROOT)
     module = types.ModuleType("page")  # registered, so that annotations given as strings can be looked up
     monkeypatch.setitem(sys.modules, "page", module)
     replacements: list[tuple[tuple[int, int], str]] = []
@@ -261,3 +268,45 @@ def test_the_tutorial_shows_what_the_command_lists(capsys: pytest.CaptureFixture
     assert [line for line in printed if line[0] in ("package", "flax", "histograms")] == [
         line.split() for line in shown.splitlines()
     ]
+
+
+def definitions(code: str) -> Iterator[tuple[str, str]]:
+    """The functions and classes of a module, by name, with their source."""
+    lines = code.splitlines()
+    for node in ast.parse(code).body:
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            first = min(part.lineno for part in (node, *node.decorator_list))
+            yield node.name, "\n".join(lines[first - 1 : node.end_lineno])
+
+
+@pytest.mark.parametrize(
+    ("page", "examples", "leaves_out", "simpler"),
+    [
+        ("vowels.md", ["vowels.py", "packed_vowels.py"], {"main"}, set()),
+        (
+            "llama.md",
+            ["llama.py"],
+            {"mean_loss", "place", "stretches", "fit", "run", "main"},
+            {"gathered", "init_params"},
+        ),
+        ("solvers.md", ["early_exit.py"], {"Letters", "read_letters", "decode", "main"}, set()),
+    ],
+)
+def test_a_tutorial_has_the_code_of_its_example(
+    page: str, examples: list[str], leaves_out: set[str], simpler: set[str]
+) -> None:
+    """All of it but what it leaves out; what it has in a simpler form too, it shows both ways."""
+    fences = [fence for fence in FENCE.finditer((TUTORIALS / page).read_text()) if "--8<--" not in fence["code"]]
+    code = [fence["code"] for fence in fences if fence["language"] in ("python", "py")]
+    shown = [definition for block in code for definition in definitions(block)]
+    written = [found for file in examples for found in definitions((EXAMPLES / file).read_text())]
+    names = {name for name, _ in written}
+    assert names - leaves_out == names & {name for name, _ in shown}
+    differ = {name for name, source in shown if name in names and (name, source) not in written}
+    assert differ == simpler
+    assert simpler <= {name for name, source in shown if (name, source) in written}
+
+
+def test_all_examples_are_on_the_site() -> None:
+    shown = re.findall(r'^--8<-- "examples/(.+)"$', (TUTORIALS / "examples.md").read_text(), re.MULTILINE)
+    assert sorted(shown) == sorted(file.name for file in EXAMPLES.glob("*.py"))

@@ -131,9 +131,9 @@ def scan(
     the loop is read off its trace. It is traced a second time where keys are used in the loop, by dropout say, or a
     broadcast variable is changed: flax counts the keys of its first trace, and results are to be equal.
 
-    In two ways flax's second trace shows at init where this one does not: a body that asks `has_variable` for a parameter
-    that it makes is told that there is none, and of a key that becomes a parameter's value and something else beside
-    both are made.
+    In two ways flax's second trace shows at init where this one does not: a body that asks `has_variable` for a
+    parameter that it makes is told that there is none, and of a key that becomes a parameter's value and something else
+    beside both are made.
 
     Carries may hold custom carries of `treescan.carries`. Carried collections that are not mutable stay as they are.
 
