@@ -184,7 +184,8 @@ FLOORS = (  # from the ground up: what stands there, and its modules and package
             "_mask_scan, _pad, _pack, _sequences, _first_fit",
             "_layers, _layer_arguments, _init_layers",
             "_stack, _state_dict",
-            "_lift, _groups, _collections, _filters",
+            "_lift, _groups, _group_terms",
+            "_collections, _filters",
         ),
     ),
     ("public names", ("__init__, __main__, testing",)),
@@ -447,7 +448,50 @@ def loop() -> Picture:
     return picture
 
 
-PICTURES = (padding, house, remat, layers, carry, loop)
+# Which loop to write.
+
+QUESTIONS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
+    (("A handful of steps,", "or each of another kind?"), ("for",)),
+    (("Layers of one model?",), ("fold_layers", "scan_layers")),
+    (("Rows of unequal length", "in one batch?"), ("mask_scan",)),
+    (("Does it end when", "the carry says so?"), ("while_scan",)),
+    (("Is an index all", "that a step reads?"), ("fori",)),
+    (("Is the last carry", "all that you keep?"), ("fold",)),
+    (("Are the carries", "what you keep?"), ("accumulate",)),
+)
+
+
+def choosing() -> Picture:
+    """Questions that lead to a verb: a yes goes to the right, a no goes down."""
+    height, apart, wide, answer = 46, 66, 222, 262
+    said = "; ".join(f"{' '.join(lines)} {' or '.join(verbs)}" for lines, verbs in QUESTIONS)
+    picture = Picture(
+        "choosing",
+        len(QUESTIONS) * apart + 38,
+        "Which loop to write",
+        f"Questions, from the top down: {said}; else scan.",
+    )
+
+    def box(x: float, y: float, width: float, lines: tuple[str, ...], kind: str, style: str) -> None:
+        picture.box(x, y, width, height, kind)
+        for number, line in enumerate(lines):
+            picture.text(x + width / 2, y + 28 - 9 * (len(lines) - 1) + 18 * number, line, style, "middle")
+
+    for number, (lines, verbs) in enumerate(QUESTIONS):
+        y = 1 + number * apart
+        box(1, y, wide, lines, "box", "")
+        box(answer, y, WIDTH - answer - 1, verbs, "strong box", "code")
+        picture.arrow((1 + wide, y + height / 2), (answer, y + height / 2))
+        picture.text(wide + 6, y + height / 2 - 6, "yes", "small")
+        picture.arrow((1 + wide / 2, y + height), (1 + wide / 2, y + apart))
+        picture.text(10 + wide / 2, y + height + 14, "no", "small")
+    bottom = 1 + len(QUESTIONS) * apart
+    picture.box(1, bottom, wide, 36, "strong box")
+    picture.text(1 + wide / 2, bottom + 23, "scan", "code", "middle")
+    return picture
+
+
+PICTURES = (padding, house, remat, layers, carry, loop, choosing)
 
 
 def main() -> None:

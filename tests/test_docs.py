@@ -39,7 +39,7 @@ EXAMPLES = ROOT / "examples"
 PLUGIN = EXAMPLES / "plugin"
 TUTORIALS = ROOT / "docs" / "tutorials"
 TUTORIAL = TUTORIALS / "plugin.md"
-# One tutorial runs the kit, others train; a guide runs five other libraries, and those of layers and flax compile models.
+# One tutorial runs the kit, others train; a guide runs five other libraries, others compile whole models.
 LONG = (
     *(TUTORIALS / f"{name}.md" for name in ("plugin", "vowels", "llama")),
     *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("migrating", "layers", "flax")),
