@@ -20,8 +20,8 @@ JAX_PAGES = {  # the names with a page of their own, `_autosummary/<name>.html`;
         eval_shape grad hessian jacfwd jacrev jit jvp linearize live_arrays make_jaxpr make_mesh named_scope pmap
         pure_callback set_mesh shard_map value_and_grad vjp vmap""",
     "jax.ad_checkpoint": "checkpoint_name",
-    "jax.lax": """associative_scan cond custom_root dynamic_index_in_dim dynamic_slice dynamic_update_slice fori_loop map
-        pmean psum scan select stop_gradient switch while_loop with_sharding_constraint""",
+    "jax.lax": """associative_scan cond custom_root dynamic_index_in_dim dynamic_slice dynamic_update_slice fori_loop
+        map pmean psum scan select stop_gradient switch while_loop with_sharding_constraint""",
     "jax.nn": "gelu one_hot relu sigmoid silu softmax",
     "jax.numpy": """all any arange array asarray clip concatenate cumsum dot einsum expand_dims finfo flip isfinite
         isnan matmul max mean moveaxis nan_to_num ones pad result_type roll stack sum take tanh where zeros
@@ -47,10 +47,8 @@ JAX_URLS = {
     "jax.sharding.PartitionSpec": f"{JAX}jax.sharding.html#jax.sharding.PartitionSpec",
 }
 SHORT = {"lax.": "jax.lax.", "jnp.": "jax.numpy."}
-AMBIGUOUS = frozenset(  # without a module before them these mean something else as often
-    "Best Buffer Cast Ema In Keys Moments Out RNN Statistics Sum Window"
-    " best buffer cast ema keys last moments pack pad scan stack stop_gradient sum_ window".split()
-)
+AMBIGUOUS = """Best Buffer Cast Ema In Keys Moments Out RNN Statistics Sum Window best buffer cast ema keys last moments
+    pack pad scan stack stop_gradient sum_ window"""  # without a module before them these mean something else as often
 
 NAME = re.compile(r"([A-Za-z_][\w.]*)(\(.*\))?", re.DOTALL)
 TOKEN = re.compile(
@@ -74,9 +72,14 @@ def on_page_content(html: str, page: Any, **_: object) -> str:
 
 
 def on_post_page(output: str, **_: object) -> str:
-    """Gives the theme's search dialog the name that a screen reader says."""
+    """Gives the theme's search dialog a name, which screen readers say."""
     dialog = 'data-md-component="search" role="dialog"'
     return output.replace(dialog, f'{dialog} aria-label="Search"')
+
+
+def on_post_template(output_content: str, **_: object) -> str:
+    """The same for the page that a server shows where there is none."""
+    return on_post_page(output_content)
 
 
 def reference_urls(pages: Iterable[tuple[str, str]]) -> dict[str, str]:
@@ -90,7 +93,7 @@ def reference_urls(pages: Iterable[tuple[str, str]]) -> dict[str, str]:
     """
     urls = {name: f"{url}#{name}" for url, text in pages for name in re.findall(r"^::: ([\w.]+)$", text, re.MULTILINE)}
     bare = {name.rpartition(".")[2]: url for name, url in urls.items()}
-    return urls | {name: url for name, url in bare.items() if name not in AMBIGUOUS}
+    return urls | {name: url for name, url in bare.items() if name not in AMBIGUOUS.split()}
 
 
 def url_of(name: str, reference: dict[str, str], here: str) -> str | None:

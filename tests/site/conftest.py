@@ -77,7 +77,9 @@ def visit(browser: Browser) -> Iterator[Open]:
         page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("requestfailed", lambda request: wrong.append(f"failed: {request.url}: {request.failure}"))
-        page.on("response", lambda answer: wrong.append(f"{answer.status}: {answer.url}") if not answer.ok else None)
+        page.on(
+            "response", lambda answer: wrong.append(f"{answer.status}: {answer.url}") if answer.status >= 400 else None
+        )
         page.on(
             "request",
             lambda request: None if request.url.startswith((home, "data:", "blob:")) else wrong.append(request.url),

@@ -3,11 +3,21 @@
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from conftest import SITE, Open
+from playwright.sync_api import Page
 
 PAGES = [str(page.relative_to(SITE)) for page in sorted(SITE.rglob("*.html"))]
 WIDER_THAN_THE_SCREEN = """() => [...document.querySelectorAll("main *")]
     .filter(element => element.getBoundingClientRect().right > document.documentElement.clientWidth + 1)
     .map(element => element.outerHTML.slice(0, 150)).slice(0, 5)"""
+
+# Tokens of code look alike if they have the same class, and axe takes most of its time for their contrast.
+MARK_REPEATED_TOKENS = """() => {
+    const seen = new Set()
+    for (const token of document.querySelectorAll("pre span[class]")) {
+        const looks = token.className + token.closest("pre").parentElement.className + token.parentElement.tagName
+        seen.has(looks) ? token.setAttribute("data-repeated", "") : seen.add(looks)
+    }
+}"""
 
 
 def test_there_are_pages() -> None:
@@ -26,6 +36,7 @@ def test_page_fits_a_phone(server: str, visit: Open, page: str) -> None:
     opened = visit(f"{server}/{page}", phone=True)
     scroll, client = opened.evaluate("[document.scrollingElement.scrollWidth, document.scrollingElement.clientWidth]")
     assert scroll <= client, opened.evaluate(WIDER_THAN_THE_SCREEN)
+    assert not violations(opened, runOnly=["scrollable-region-focusable"])
 
 
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
@@ -33,9 +44,20 @@ def test_page_fits_a_phone(server: str, visit: Open, page: str) -> None:
 def test_page_is_accessible(server: str, visit: Open, page: str, dark: bool) -> None:
     opened = visit(f"{server}/{page}", dark=dark)
     assert opened.locator("body").get_attribute("data-md-color-scheme") == ("slate" if dark else "default")
-    found = Axe().run(opened, options={"resultTypes": ["violations"]}).response["violations"]
-    assert not [
-        f"{violation['id']}: {violation['help']}: {node['html'][:200]} {node['failureSummary']}"
+    assert not violations(opened)
+
+
+def violations(page: Page, **options: object) -> list[str]:
+    """What axe finds on a page that shuts somebody out, in words."""
+    page.wait_for_load_state()
+    page.evaluate(MARK_REPEATED_TOKENS)
+    found = (
+        Axe()
+        .run(page, context={"exclude": ["[data-repeated]"]}, options={"resultTypes": ["violations"], **options})
+        .response["violations"]
+    )
+    return [
+        f"{violation['id']}: {node['html'][:200]}: {node['failureSummary']}"
         for violation in found
         if violation["impact"] in ("serious", "critical")
         for node in violation["nodes"]
