@@ -141,7 +141,7 @@ def _row(comparison: Report, top: int, low: float, high: float) -> Iterator[str]
     if comparison["target"] is not None:
         target = _x(comparison["target"], low, high)
         yield f'<line class="target" x1="{target}" x2="{target}" y1="{y - 6}" y2="{y + 6}"/>'
-    yield f'<circle class="median" cx="{x["median"]}" cy="{y}" r="4"/>'
+    yield f'<circle class="median" cx="{x["median"]}" cy="{y}" r="3.5"/>'
 
 
 def _x(value: float, low: float, high: float) -> str:
