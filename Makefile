@@ -14,7 +14,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_REQUIRE_VIRTUALENV := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-slow test-matrix test-oldest test-newest bench docs serve check format clean
+.PHONY: help demo test test-slow test-site test-matrix test-oldest test-newest bench docs serve check format clean
 
 help: ## Lists the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -27,6 +27,9 @@ test: .venv/.group-test ## The everyday tests.
 
 test-slow: .venv/.group-test ## The tests that are too slow for every day.
 	.venv/bin/python $(PYTEST) -m slow || test $$? -eq 5 # 5: none was selected
+
+test-site: docs .venv/.group-site ## Tries the built documentation in the Chromium of this machine, if there is one.
+	.venv/bin/python $(PYTEST) --confcutdir tests/site tests/site
 
 test-matrix: test-oldest test-newest ## The everyday tests on the oldest and the newest supported Python and JAX.
 

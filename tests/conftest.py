@@ -9,6 +9,8 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
+collect_ignore = ["site"]  # needs a browser: `make test-site` runs it, without this file
+
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 

@@ -1,0 +1,23 @@
+// A table or a block of code that is wider than the page scrolls; with this the keyboard can scroll it too.
+addEventListener("load", () => { // the theme has put each table into what scrolls
+  const fit = element => {
+    const table = element.matches(".md-typeset__scrollwrap")
+    if (element.scrollWidth > element.clientWidth) {
+      element.tabIndex = 0
+      if (table) {
+        element.setAttribute("role", "group")
+        element.setAttribute("aria-label", "Table")
+      }
+    } else if (table) {
+      for (const name of ["tabindex", "role", "aria-label"]) element.removeAttribute(name)
+    }
+  }
+  const sizes = new ResizeObserver(entries => entries.forEach(entry => fit(entry.target)))
+  document.querySelectorAll(".md-typeset__scrollwrap, pre > code").forEach(element => sizes.observe(element))
+
+  // The theme follows the system's scheme without choosing it in its own switch, so that the keyboard's focus would be
+  // on the half of the switch that is hidden.
+  for (const option of document.querySelectorAll(".md-option")) {
+    option.checked = option.dataset.mdColorScheme === document.body.dataset.mdColorScheme
+  }
+})
