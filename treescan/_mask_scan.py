@@ -201,8 +201,8 @@ def mask_scan(
         x_axes: the same for each leaf of one step's x. None: shared by all rows, as a time index is. A leaf that is
             given whole (None in `in_axes`) has rows only where `x_axes` is a tree that says so.
         y_axes: the same for each leaf of one step's y. None: it has no rows, and is `fill` where no row is valid.
-        chunk: how many steps are skipped together where no row is valid. None: about 16, fewer for short loops; 0: nothing
-            is skipped, unless nothing at all is valid. Chunks do not show in results.
+        chunk: how many steps are skipped together where no row is valid. None: about 16, fewer for short loops; 0:
+            nothing is skipped, unless nothing at all is valid. Chunks do not show in results.
         compact: True: the body must not close over arrays that have rows (they are to come through the carry or xs),
             and must take any number of rows: it is run on those rows alone that have a valid step in the chunk, brought
             together along the first axis of the batch, on the smallest tier that holds them. Tiers are 1, 2, 4, ..., B
