@@ -168,8 +168,8 @@ def while_scan(
         name: as for `treescan.scan`.
 
     Returns:
-        A `WhileResult`: the carry after the last step that was taken, ys `[max_length, ...]`, the number of steps
-        that were taken, and whether `cond` no longer held.
+        The carry after the last step that was taken, ys `[max_length, ...]`, the number of steps that were taken, and
+        whether `cond` no longer held.
 
     Raises:
         ArgumentError: as `treescan.scan`; also if there are fewer xs than `max_length`, or neither of them is given.

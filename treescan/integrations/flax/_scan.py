@@ -161,7 +161,7 @@ def scan(
         name: as for `treescan.scan`.
 
     Returns:
-        The transformed class or function: `(carry, *args) -> (carry, ys)`.
+        The transformed class or function, which is called as `(carry, *args) -> (carry, ys)`.
 
     Raises:
         ArgumentError: for axes and lengths that do not fit.

@@ -102,8 +102,8 @@ def scan(
         name: how profilers name the loop (a `jax.named_scope`).
 
     Returns:
-        The function that scans, or a decorator. It returns what `f` does: the last carry, its modules being those that
-        were passed in, and outputs that are stacked, `[T, ...]` where their axis is 0.
+        The function that scans, or a decorator. It returns what `f` does. The modules of the last carry are those
+        that were passed in, and outputs are stacked, `[T, ...]` where their axis is 0.
 
     Raises:
         ArgumentError: if an argument is out of range, in conflict with another or does not fit the data.
