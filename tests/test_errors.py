@@ -1236,9 +1236,19 @@ def as_spelled(text: str) -> str:
     return " ".join(text.split())  # columns are as wide as what stands in them, and lines break elsewhere
 
 
-@pytest.mark.parametrize(
-    ("name", "mode"), [(name, mode) for name, case in CASES.items() for mode in MODES if mode in case.modes]
-)
+def modes_by_turns() -> list[Any]:
+    """Each case eagerly and in one of its other modes, on every day; in the rest of them it is slow."""
+    params = []
+    for number, (name, case) in enumerate(CASES.items()):
+        first, *others = [mode for mode in MODES if mode in case.modes]
+        today = {first, others[number % len(others)]} if others else {first}
+        params += [
+            pytest.param(name, mode, marks=() if mode in today else pytest.mark.slow) for mode in (first, *others)
+        ]
+    return params
+
+
+@pytest.mark.parametrize(("name", "mode"), modes_by_turns())
 def test_text(name: str, mode: str) -> None:
     golden = GOLDEN / f"{name}.txt"
     with pytest.raises(CASES[name].error) as caught:

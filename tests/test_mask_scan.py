@@ -137,7 +137,9 @@ def test_any_number_of_batch_axes(shape):
     chex.assert_trees_all_close(got, (shaped(want[0], 0), shaped(want[1], 1)), rtol=1e-6)
 
 
-@pytest.mark.parametrize("lengths", [[3, 0, 5], [0, 0, 0], pytest.param([0, 4, 0], marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "lengths", [[3, 0, 5], *(pytest.param(n, marks=pytest.mark.slow) for n in ([0, 0, 0], [0, 4, 0]))]
+)
 def test_vmap_over_scalar_lengths(lengths):
     """An element with nothing valid borrows its pair from another one; if none has any, the body does not run."""
     valid = np.arange(5)[:, None] < np.array(lengths)
@@ -203,7 +205,9 @@ def test_mapped_whole_leaves_of_an_element_without_steps_are_not_read():
     chex.assert_trees_all_equal(jax.grad(loss)(weights), jnp.array([2.0, 0.0, 1.0]))
 
 
-@pytest.mark.parametrize("order", [pytest.param("grad_of_vmap", marks=pytest.mark.slow), "jvp", "hessian"])
+@pytest.mark.parametrize(
+    "order", ["jvp", *(pytest.param(o, marks=pytest.mark.slow) for o in ("grad_of_vmap", "hessian"))]
+)
 def test_higher_and_forward_derivatives_are_finite_and_right(order):
     valid = np.array([[True, False, True], [True, False, False], [False, False, True]])
     params, init, xs = batch(valid, np.nan)
@@ -502,7 +506,7 @@ def test_gradients_pass_by_a_mutable_array():
     assert jax.jit(jax.grad(loss))(0.5) == 2
 
 
-@pytest.mark.parametrize("lengths", [[0, 0, 0], [2, 0, 4]])
+@pytest.mark.parametrize("lengths", [pytest.param([0, 0, 0], marks=pytest.mark.slow), [2, 0, 4]])
 def test_held_outputs_step_by_step(lengths):
     def run(init):
         held = {"lengths": jnp.array(lengths), "fill": "hold", "chunk": 2}
