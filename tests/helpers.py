@@ -2,7 +2,7 @@
 
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -345,6 +345,20 @@ def everyday(rows: Sequence[tuple[Any, ...]]) -> list[Any]:
         params.append(pytest.param(*row, marks=pytest.mark.slow if values <= seen else ()))
         seen |= values
     return params
+
+
+def by_turns(turns: int, **dimensions: Mapping[str, Any] | Sequence[Any]) -> Any:
+    """One test for each combination; one in so many of them, of each value, is for every day, the others are slow."""
+    named = [
+        list(values.items()) if isinstance(values, Mapping) else [(getattr(v, "__name__", str(v)), v) for v in values]
+        for values in dimensions.values()
+    ]
+    params = []
+    for places in itertools.product(*(range(len(values)) for values in named)):
+        row = [values[place] for values, place in zip(named, places, strict=True)]
+        marks = pytest.mark.slow if sum(places) % turns else ()
+        params.append(pytest.param(*(value for _, value in row), marks=marks, id="-".join(name for name, _ in row)))
+    return pytest.mark.parametrize(tuple(dimensions), params)
 
 
 def slow(*rows: tuple[Any, ...]) -> list[Any]:

@@ -11,7 +11,7 @@ import flax.struct
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import array, assert_bitwise, parametrize
+from helpers import array, assert_bitwise, by_turns, parametrize
 from jaxtyping import Array, Float
 
 import treescan
@@ -142,9 +142,7 @@ VERBS = {
 }
 
 
-@pytest.mark.parametrize("context", ["eager", "jit", "disable_jit"])
-@parametrize("verb", VERBS)
-@parametrize("body", BODIES)
+@by_turns(3, body=BODIES, verb=VERBS, context=["eager", "jit", "disable_jit"])
 def test_any_callable_is_a_body(body, verb, context):
     def run(xs):
         return verb(body, jnp.float32(1), xs)

@@ -9,6 +9,7 @@ import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import pytest
+from helpers import by_turns
 from hypothesis import given
 
 from treescan._chunk import Level, run_chunked as run_levels
@@ -40,9 +41,7 @@ def run_chunked(loop, sizes):
     return run_levels(loop, tuple(map(Level, sizes)))
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("sizes", [(1,), (3,), (2, 6), (2, 4, 12), (64,)])
-@pytest.mark.parametrize("length", [0, 1, 12, 37])
+@by_turns(2, length=[0, 1, 12, 37], sizes=[(1,), (3,), (2, 6), (2, 4, 12), (64,)], reverse=[False, True])
 def test_equals_the_plain_loop_in_value_and_gradient(length, sizes, reverse):
     body = Count()
     loop = make_loop(body, length, reverse=reverse)

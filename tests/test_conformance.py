@@ -16,6 +16,7 @@ from helpers import (
     all_pairs,
     array,
     assert_bitwise,
+    by_turns,
     grad,
     named_body,
     nested_body,
@@ -105,10 +106,14 @@ FOLDS = {
 }
 
 
-@pytest.mark.parametrize("transform", ["jit", "vmap", "grad", "disable_jit"])
-@pytest.mark.parametrize(("reverse", "unroll", "length"), [(True, 3, 7), (False, 0, 1), (False, 1, 0)])
-@parametrize("fold", FOLDS)
-def test_fold_and_accumulate_are_scans(fold, reverse, unroll, length, transform):
+@by_turns(
+    2,
+    fold=FOLDS,
+    options=[(True, 3, 7), (False, 0, 1), (False, 1, 0)],
+    transform=["jit", "vmap", "grad", "disable_jit"],
+)
+def test_fold_and_accumulate_are_scans(fold, options, transform):
+    reverse, unroll, length = options
     body, case = fold
     xs, by = case.make_xs(length), TRANSFORMS[transform]
     reference_by = TRANSFORMS["jit"] if length == 0 and transform == "disable_jit" else by
@@ -142,9 +147,13 @@ def index_body(i, carry):
     return State(jnp.sin(carry.h + t * carry.c), carry.c + 0.1 * jnp.cos(t))
 
 
-@pytest.mark.parametrize("transform", ["eager", "jit", "vmap", "grad", "jvp", "grad_of_grad", "disable_jit"])
-@pytest.mark.parametrize(("lower", "upper"), [(0, 5), (-2, 3), (3, 4), (2, 2), (5, 1)])
-def test_fori_is_fori_loop(lower, upper, transform):
+@by_turns(
+    2,
+    bounds=[(0, 5), (-2, 3), (3, 4), (2, 2), (5, 1)],
+    transform=["eager", "jit", "vmap", "grad", "jvp", "grad_of_grad", "disable_jit"],
+)
+def test_fori_is_fori_loop(bounds, transform):
+    lower, upper = bounds
     init = State(array(3), array(3, seed=1))
     by = TRANSFORMS[transform]
     actual = by(lambda c, _: treescan.fori(lower, upper, index_body, c), init, None)

@@ -7,8 +7,7 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
-from helpers import array
+from helpers import array, by_turns
 
 from treescan.integrations.flax import RNN, scan
 
@@ -190,7 +189,7 @@ def mapped_variables(scan: Any, rnn: Any, h: Any, xs: Any) -> Any:
     return scan(mapped, **STEPS)(name="mapped")(h, xs)
 
 
-@pytest.mark.parametrize("run", CASES.values(), ids=CASES)
+@by_turns(2, run=CASES)
 def test_is_flax_s(run: Case) -> None:
     ours, theirs = Main(scan, RNN, run), Main(nn.scan, nn.RNN, run)
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}

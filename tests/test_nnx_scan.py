@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from helpers import Counted, as_numpy, equations, num_consts, parametrize
+from helpers import Counted, as_numpy, by_turns, equations, num_consts, parametrize
 
 import treescan
 from treescan.integrations.nnx import scan
@@ -387,7 +387,7 @@ def assert_same(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
         np.testing.assert_allclose(as_numpy(a), as_numpy(b), rtol=tolerance, atol=tolerance)
 
 
-@parametrize("case", CASES)
+@by_turns(2, case=CASES)
 def test_what_comes_out_is_what_comes_out_of_nnx(case: Callable[[Any], Any]) -> None:
     assert_same(case(scan), case(nnx.scan))
 

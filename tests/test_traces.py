@@ -10,7 +10,7 @@ import weakref
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import LENGTHS, OPTIONS, Counted, array, arrays, compilations, masked, over, parametrize, plain
+from helpers import LENGTHS, OPTIONS, Counted, array, arrays, by_turns, compilations, masked, over, parametrize, plain
 from jaxtyping import Array, Float
 
 import treescan
@@ -171,14 +171,12 @@ RUNS = {
 }
 
 
-@pytest.mark.parametrize("context", [eagerly, under_jit, under_grad, under_vmap, disabled], ids=lambda c: c.__name__)
-@parametrize("run", RUNS)
+@by_turns(2, run=RUNS, context=[eagerly, under_jit, under_grad, under_vmap, disabled])
 def test_body_is_freed(run, context):
     freed_after(closure, run, context)
 
 
-@parametrize("make", BODIES)
-@pytest.mark.parametrize("name", ["scan", "out_axes", "mask_scan"])
+@by_turns(2, make=BODIES, name=["scan", "out_axes", "mask_scan"])
 def test_every_kind_of_body_is_freed(make, name):
     freed_after(make, RUNS[name], eagerly)
 
