@@ -2,18 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"})
-_CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+from .equations import called
 
 Flags = list[bool]
-
-
-def variables_of(atoms: Sequence[Any]) -> Iterator[Any]:
-    """The variables among variables and literals."""
-    return (atom for atom in atoms if not hasattr(atom, "val"))
 
 
 def dependent(jaxpr: Any, given: Sequence[bool]) -> set[Any]:
@@ -23,20 +17,6 @@ def dependent(jaxpr: Any, given: Sequence[bool]) -> set[Any]:
         flags = [not hasattr(atom, "val") and atom in found for atom in equation.invars]
         found.update(var for var, flag in zip(equation.outvars, _of_equation(equation, flags), strict=True) if flag)
     return found
-
-
-def called(equation: Any) -> tuple[Any, list[Any]] | None:
-    """The jaxpr that an equation calls, and what that closes over; None if it calls none."""
-    name = equation.primitive.name
-    if name in _CALLS:
-        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
-    elif name in _CALLS_WITH_RULES:
-        inner = equation.params.get("call_jaxpr")
-    else:
-        return None
-    if inner is None:
-        return None
-    return (inner.jaxpr, list(inner.consts)) if hasattr(inner, "jaxpr") else (inner, [])
 
 
 def _of_equation(equation: Any, given: Flags) -> Flags:

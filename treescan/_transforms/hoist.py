@@ -49,7 +49,7 @@ class Traced:
         jaxpr = self.jaxprs[_shapes(leaves)]
         closed = jaxpr.consts if closed is None else closed
         out = eval_jaxpr(jaxpr.jaxpr, closed, *leaves, propagate_source_info=True)
-        out = list(map(_as_array, out, jaxpr.out_avals))
+        out = list(map(array_of, out, jaxpr.out_avals))
         new, y = out[: len(self.fixed)], out[len(self.fixed) :]
         changed = [leaf for leaf, fixed in zip(new, self.fixed, strict=True) if not fixed]
         return changed, jax.tree.unflatten(self.y, y)
@@ -238,7 +238,7 @@ def _has_refs(jaxpr: Any) -> bool:
     return any(not isinstance(var.aval, ShapedArray) for var in jaxpr.jaxpr.constvars)
 
 
-def _as_array(value: Any, aval: Any) -> Any:
+def array_of(value: Any, aval: Any) -> Any:
     """A constant that a step returns comes out of its jaxpr as a plain number."""
     if isinstance(value, jax.Array):
         return value

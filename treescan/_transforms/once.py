@@ -17,7 +17,8 @@ from .._errors import ArgumentError, BodyError, Fault, Row
 from .._loop import Feed, Loop, Step, as_arrays, is_jit_disabled
 from .._tree import Prefix, PrefixMismatch, leaves_with_path
 from .._types import PyTree
-from .dependence import called, dependent, variables_of
+from .dependence import dependent
+from .equations import alone, called, evaluate_inlined, variables_of
 from .hoist import Hoisted, Traced, flatten_only, hoist, merge
 
 
@@ -246,7 +247,7 @@ class _Program:
     def inlined(self) -> _Program:
         """The same with the equations of what it calls in place of the calls."""
         avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in self.jaxpr.invars]
-        closed = jax.make_jaxpr(lambda *given: _evaluate_inlined(self.jaxpr, self.consts, given))(*avals)
+        closed = jax.make_jaxpr(lambda *given: evaluate_inlined(self.jaxpr, self.consts, given, called))(*avals)
         return _Program(closed.jaxpr, list(closed.consts), self.given, self.varying)
 
     def vary(self) -> set[Any]:
@@ -276,11 +277,10 @@ class _Program:
         values = {var: value for var, value in known if not varies.get(var, False)}
         for number in equations:
             equation = self.jaxpr.eqns[number]
-            own = list(dict.fromkeys(variables_of(equation.invars)))
             out = [var for var in equation.outvars if var in needed]
-            alone = self.jaxpr.replace(constvars=[], invars=own, outvars=out, eqns=[equation], effects=equation.effects)
+            own, program = alone(self.jaxpr, equation, out)
             given = [values[var] if var in values else _any_value(var.aval) for var in own]
-            evaluate: Callable[..., list[Any]] = functools.partial(eval_jaxpr, alone, [])
+            evaluate: Callable[..., list[Any]] = functools.partial(eval_jaxpr, program, [])
             if not all(var in values for var in own):
                 evaluate = jax.jit(evaluate)
             values.update(zip(out, evaluate(*given), strict=True))
@@ -303,26 +303,6 @@ class _Program:
                 equations.append(equation)
                 needed.update(variables_of(equation.invars))
         return self.jaxpr.replace(invars=[*once.variables, *self.jaxpr.invars], outvars=outputs, eqns=equations[::-1])
-
-
-def _evaluate_inlined(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[Any]:
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
-
-    def read(atoms: Sequence[Any]) -> list[Any]:
-        return [atom.val if hasattr(atom, "val") else values[atom] for atom in atoms]
-
-    for equation in jaxpr.eqns:
-        inner, arguments = called(equation), read(equation.invars)
-        if inner is None:
-            own = list(dict.fromkeys(variables_of(equation.invars)))
-            alone = jaxpr.replace(
-                constvars=[], invars=own, outvars=equation.outvars, eqns=[equation], effects=equation.effects
-            )
-            results = eval_jaxpr(alone, [], *read(own))
-        else:
-            results = _evaluate_inlined(*inner, arguments)
-        values.update(zip(equation.outvars, results, strict=True))
-    return read(jaxpr.outvars)
 
 
 def _varies(program: _Program, hoisted: Hoisted, flags: Sequence[bool]) -> Fault:

@@ -26,6 +26,7 @@ from .batch_axes import RowAxes, RowLoop
 from .chunked import levels_for, levels_of, nearest
 from .compact import LiveRows
 from .fill import Idle
+from .in_bulk import in_bulk
 from .lend import may_branch, most_of_all, most_of_devices
 from .outputs import Keep, boundaries, run_keeping
 from .remat import Checkpointed, checkpoint_steps, refuse_symbolic, refuse_with_refs, remat_wishes
@@ -213,6 +214,7 @@ class _Around:
     def __call__(self, step: Step, looped: bool) -> Step:
         # A remainder is not worth further copies of the body.
         tiers = self.tiers if looped or self.only else self.tiers[-1:]
+        step = in_bulk(step) if self.remat else step
         return RunLive(step, tiers, self.axes, self.idle, self.remat and looped, looped)
 
 

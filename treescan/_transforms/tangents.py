@@ -18,9 +18,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.custom_derivatives import SymbolicZero
 
-from .._avals import is_key, place_like, vary_over
+from .._avals import is_key, vary_over
 from .._chunk import as_step
 from .._loop import Feed, Loop, Memo, Step, run
 from .._remat import Remat
@@ -28,48 +27,14 @@ from .._tree import Prefix
 from .._types import Array
 from .early_exit import Chunks, Outputs
 from .good_pairs import GoodPair
-from .hoist import merge
 from .lend import lend, most_of_all, most_of_devices
 from .mask import Masked
 from .remat import RematChunk, checkpoint_steps, save_costly
 from .rows import select
+from .smooth import Part, instantiated, smooth_part, zeros_like
 
 NOTHING, SOME, ALL = 0, 1, 2
 """What of a chunk is run: no step of any element, some, or every step of all of them."""
-
-
-class Part(NamedTuple):
-    """Which leaves of a tree have a tangent."""
-
-    structure: Any
-    on: tuple[bool, ...]
-
-    def split(self, tree: Any) -> tuple[list[Any], list[Any]]:
-        """The leaves that have one, and the others."""
-        leaves = jax.tree.leaves(tree)
-        pairs = list(zip(leaves, self.on, strict=True))
-        return [leaf for leaf, on in pairs if on], [leaf for leaf, on in pairs if not on]
-
-    def join(self, on: list[Any], off: list[Any]) -> Any:
-        """The tree of both."""
-        return jax.tree.unflatten(self.structure, merge(self.on, on, off))
-
-
-def is_smooth(leaf: Any) -> bool:
-    """Whether values of this type have tangents."""
-    return bool(jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact))
-
-
-def smooth_part(tree: Any) -> Part:
-    """All leaves of a tree that can have a tangent."""
-    leaves, structure = jax.tree.flatten(tree)
-    return Part(structure, tuple(map(is_smooth, leaves)))
-
-
-def zeros_like(leaf: Any) -> Array:
-    """A tangent of zero, of the leaf's type."""
-    aval = jax.typeof(leaf)
-    return place_like(jnp.zeros(aval.shape, aval.dtype), aval)
 
 
 _Keys = tuple[Any, ...]
@@ -190,7 +155,7 @@ class TangentOfChunk:
 
         def rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
             given, reads, chunk = primals
-            d_given = jax.tree.map(_instantiated, tangents[0], given)
+            d_given = jax.tree.map(instantiated, tangents[0], given)
             reads, chunk = reads._replace(d_consts=d_given.consts), chunk._replace(d_x=d_given.xs)
             # As bits: what a branch saves may not be typed keys in JAX 0.8.
             bits, keys = _as_bits((reads, d_given.state, chunk))
@@ -326,10 +291,6 @@ def _plain_level(size: int) -> None:
 def _group(leaf: Array, size: int) -> Array:
     """The steps of a leaf, [T, ...], in chunks."""
     return leaf.reshape(leaf.shape[0] // size, size, *leaf.shape[1:])
-
-
-def _instantiated(tangent: Any, like: Array) -> Array:
-    return zeros_like(like) if isinstance(tangent, SymbolicZero) else tangent
 
 
 def _masked(loop: Loop, outputs: Outputs, branches: bool) -> Step:

@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from .._avals import vary_over, varying_axes
 from .._errors import ArgumentError, Fault
@@ -29,8 +28,9 @@ from .kept import Keeping, Kept, keep_what_ran
 from .lend import may_branch
 from .outputs import move_kept
 from .pipeline import Given, Plan, make_loop, names_of
+from .smooth import fill_in, instantiated, is_smooth, no_tangent, nonzero_part
 from .step_by_step import Ended, run_step_by_step
-from .tangents import Part, Ran, Tangents, is_smooth, push_forward, smooth_part, zeros_like
+from .tangents import Ran, Tangents, push_forward
 
 _ZERO = Prefix.of(0)
 
@@ -277,13 +277,9 @@ class _EarlyExit:
 
     def _push_forward(self, saved: _Saved, given: _Operands, d_given: _Operands) -> _Saved:
         """The tangents of what `_saving` returns."""
-        consts_part, d_consts = _nonzero(given.reads.inner, d_given.reads.inner)
-        x_part, d_xs = _nonzero(given.xs, d_given.xs)
-        d_state = [
-            zeros_like(leaf) if isinstance(d, SymbolicZero) else d
-            for leaf, d in zip(given.state, d_given.state, strict=True)
-            if is_smooth(leaf)
-        ]
+        consts_part, d_consts = nonzero_part(given.reads.inner, d_given.reads.inner)
+        x_part, d_xs = nonzero_part(given.xs, d_given.xs)
+        d_state = [instantiated(d, leaf) for leaf, d in zip(given.state, d_given.state, strict=True) if is_smooth(leaf)]
         loop = dataclasses.replace(self._loop(given, self.length), step=self._silent)
         d_after, d_ys, d_starts = push_forward(
             Ran(loop, saved.starts, saved.progress.taken),
@@ -293,27 +289,9 @@ class _EarlyExit:
             self.chunks,
             branches=self.branches,
         )
-        progress = Progress(_no_tangent(saved.progress.holds), _no_tangent(saved.progress.taken), [])
+        progress = Progress(no_tangent(saved.progress.holds), no_tangent(saved.progress.taken), [])
         return _Saved(
-            progress._replace(leaves=_fill_in(saved.progress.leaves, d_after)),
-            _fill_in(saved.ys, d_ys),
-            _fill_in(saved.starts, d_starts),
+            progress._replace(leaves=fill_in(saved.progress.leaves, d_after)),
+            fill_in(saved.ys, d_ys),
+            fill_in(saved.starts, d_starts),
         )
-
-
-def _nonzero(tree: PyTree, tangents: PyTree) -> tuple[Part, list[Any]]:
-    """Which leaves have a tangent that is not known to be zero, and these tangents."""
-    leaves, structure = jax.tree.flatten(tree)
-    d_leaves = jax.tree.leaves(tangents)
-    on = tuple(is_smooth(leaf) and not isinstance(d, SymbolicZero) for leaf, d in zip(leaves, d_leaves, strict=True))
-    return Part(structure, on), [d for d, is_on in zip(d_leaves, on, strict=True) if is_on]
-
-
-def _no_tangent(leaf: Any) -> Any:
-    return zero_from_primal(leaf, symbolic_zeros=True)
-
-
-def _fill_in(tree: PyTree, tangents: list[Array]) -> PyTree:
-    """The tangent of a tree, from those of the leaves that have any."""
-    part = smooth_part(tree)
-    return part.join(tangents, [_no_tangent(leaf) for leaf in part.split(tree)[1]])

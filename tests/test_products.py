@@ -1,0 +1,420 @@
+"""Products with weights that `mask_scan` computes for a chunk of steps at once: as if they were computed step by step.
+
+The oracle is `chunk=0`, where no product is moved; it is tried itself against unpadded rows elsewhere.
+"""
+
+import functools
+import warnings
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from helpers import array, by_turns, parametrize
+from hlo import Program
+from unpadded import QUICKLY
+
+import treescan
+
+STEPS, CHUNK, ROWS, D, H = 10, 4, 3, 2, 3
+LENGTHS = np.array([9, 0, 4])
+
+
+def lstm(p, h, x):
+    """Two products, one of them of x alone."""
+    i, f, g, o = jnp.split(x @ p["x4"] + h @ p["h4"] + p["b"][None], 4, -1)
+    h = jnp.tanh(jax.nn.sigmoid(f) * h + jax.nn.sigmoid(i) * g) * jax.nn.sigmoid(o)
+    return h, h
+
+
+def joined(p, h, x):
+    """One product of x and h together."""
+    h = jnp.tanh(jnp.concatenate([x, h], -1) @ jnp.concatenate([p["x"], p["h"]]))
+    return h, h * h
+
+
+def made_within(p, h, x):
+    """Weights that each step makes from others, once of them by a product."""
+    w = jnp.tanh(p["h"] @ p["h"]).T * 2
+    h = jnp.tanh(h @ w + x @ (p["x"] / 2))
+    return h, x @ p["x"]
+
+
+def weights_first(p, h, x):
+    """Weights on the left, and axes added up over that are not the last."""
+    h = jnp.tanh((p["h"] @ h.T).T + jnp.einsum("bd,dh->hb", x, p["x"]).T)
+    return h, jnp.einsum("bh,hk->kb", h, p["h"]).T
+
+
+def several_axes(p, h, x):
+    """Products over two axes at once, and products that leave two."""
+    grid = jnp.einsum("bh,hij->bij", h, p["hij"]) + jnp.einsum("bd,dij->bij", x, p["xij"])
+    h = jnp.tanh(jnp.einsum("bij,hij->bh", grid, p["hij"]))
+    return h, grid.sum((-1, -2))
+
+
+def heads(p, h, x):
+    """A product with an axis that is not added up over."""
+    h = jnp.tanh(jnp.einsum("bh,hk->bkh", h, p["h"]).sum(-1) + jnp.einsum("bh,hi->bh", h, p["h"]) + x @ p["x"])
+    return h, jnp.einsum("bk,bk,kj->bj", h, h, p["h"])
+
+
+def batched(p, h, x):
+    """Weights for each of several heads."""
+    each = jnp.einsum("bnd,ndh->bnh", jnp.stack([x, x + 1], 1), jnp.stack([p["x"], -p["x"]]))
+    h = jnp.tanh(each.sum(1) + jnp.einsum("bnh,nhk->bk", jnp.stack([h, 2 * h], 1), jnp.stack([p["h"], p["h"].T])))
+    return h, each
+
+
+def deep(p, h, x):
+    """x through two layers before it meets the carry, and with itself."""
+    x = jax.nn.relu(x @ p["x"] + 1) @ p["h"]
+    scores = jax.nn.softmax(jnp.einsum("bi,bj->bij", x, x))
+    h = jnp.tanh(h @ p["h"] + jnp.einsum("bij,jk->bk", scores, p["h"]))
+    return h, x
+
+
+def convolved(p, h, x):
+    """Convolutions of x and of the carry."""
+
+    def convolve(a):
+        return jax.lax.conv_general_dilated(a[:, None], p["kernel"], (1,), "SAME")[:, 0]
+
+    h = jnp.tanh(convolve(h) + convolve(jnp.concatenate([x, x[:, :1]], -1)))
+    return h, h
+
+
+def called(p, h, x):
+    """Products in functions that are compiled by themselves, one within the other."""
+
+    @jax.jit
+    def dense(a, w):
+        return jax.jit(jnp.matmul)(a, w) + 1
+
+    h = jnp.tanh(dense(h, p["h"]) + dense(x, p["x"]))
+    return h, h
+
+
+def checkpointed(p, h, x):
+    """A product in a part that is recomputed, and one beside it."""
+    h = jnp.tanh(jax.checkpoint(lambda h: jnp.sin(h @ p["h"]))(h) + x @ p["x"])
+    return h, h @ p["h"]
+
+
+def looped(p, h, x):
+    """A loop within the step, and a branch."""
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, jnp.stack([p["h"], p["h"].T]))
+    h = jax.lax.cond(x[0, 0] > 0, lambda h: h @ p["h"], lambda h: 2 * h, h) + x @ p["x"]
+    return jnp.tanh(h), h
+
+
+def by_rows(p, h, x):
+    """Products of each row by itself."""
+    h = jax.vmap(lambda h, x: jnp.tanh(p["h"] @ h + x @ p["x"]))(h, x)
+    return h, h
+
+
+def of_integers(p, h, x):
+    """Products of numbers that have no derivative, and of halves, beside others."""
+    counts = jnp.round(x).astype(jnp.int32) @ jnp.arange(D * H).reshape(D, H)
+    halves = jax.lax.dot(h.astype(jnp.bfloat16), p["h"].astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    return jnp.tanh(halves + counts.astype(jnp.float32)), (counts, (h @ p["h"]) > 0)
+
+
+def rounded(p, h, x):
+    """No derivative passes through a part of it."""
+    h = jnp.tanh(jax.lax.stop_gradient(h) @ p["h"] + x @ jax.lax.stop_gradient(p["x"]))
+    return h, jnp.round(h @ p["h"])
+
+
+@jax.custom_vjp
+def _twice(w):
+    return 2 * w
+
+
+_twice.defvjp(lambda w: (2 * w, None), lambda _, d: (3 * d,))  # not what it is: the rule is to be seen
+
+
+def with_own_rule(p, h, x):
+    """A function with a rule for its gradient."""
+    h = jnp.tanh(_twice(h @ p["h"]) + x @ _twice(p["x"]))
+    return h, h
+
+
+BODIES = {
+    body.__name__: body
+    for body in (
+        lstm,
+        joined,
+        made_within,
+        weights_first,
+        several_axes,
+        heads,
+        batched,
+        deep,
+        convolved,
+        called,
+        checkpointed,
+        looped,
+        by_rows,
+        of_integers,
+        rounded,
+    )
+}
+
+
+def params():
+    sizes = {"x": (D, H), "h": (H, H), "x4": (D, 4 * H), "h4": (H, 4 * H), "b": (4 * H,)}
+    sizes |= {"hij": (H, 2, 2), "xij": (D, 2, 2), "kernel": (1, 1, 3)}
+    return {name: array(*shape, seed=seed) for seed, (name, shape) in enumerate(sizes.items())}
+
+
+def given():
+    return params(), array(ROWS, H, seed=20), array(STEPS, ROWS, D, seed=21)
+
+
+def run(body, p, h, xs, **options):
+    return treescan.mask_scan(functools.partial(body, p), h, xs, **{"lengths": LENGTHS, "chunk": CHUNK, **options})
+
+
+def loss(body, *args, **options):
+    """A number that depends on all that is returned and can have a derivative."""
+    leaves = [leaf for leaf in jax.tree.leaves(run(body, *args, **options)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return sum(jnp.sum(jnp.sin((1 + i) * leaf)) for i, leaf in enumerate(leaves))
+
+
+def gradient(body, *args, **options):
+    return jax.grad(functools.partial(loss, body, **options), argnums=(0, 1, 2))(*args)
+
+
+def tangent(body, *args, **options):
+    ones = jax.tree.map(jnp.cos, args)
+    return jax.jvp(functools.partial(loss, body, **options), args, ones)
+
+
+def hessian(body, *args, **options):
+    """The gradient of what the gradient gives in one direction."""
+    ones = jax.tree.map(jnp.cos, args)
+
+    def slope(*args):
+        pairs = zip(jax.tree.leaves(gradient(body, *args, **options)), jax.tree.leaves(ones), strict=True)
+        return sum(jnp.vdot(a, b) for a, b in pairs)
+
+    return jax.grad(slope, argnums=(0, 1, 2))(*args)
+
+
+DERIVED = {"values": run, "gradient": gradient, "tangent": tangent, "hessian": hessian}
+
+
+def compiled(function, *args):
+    """The result of a function as one program, compiled quickly: the programs are tiny."""
+    return jax.jit(function).lower(*args).compile(compiler_options=QUICKLY)(*args)
+
+
+def assert_close(ours, expected, tolerance=1e-5):
+    """Equal types, and values that differ by no more than this part of the largest."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(ours, expected)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * (1 + np.max(np.abs(b), initial=0)))
+
+
+def assert_as_step_by_step(derive, body, args, *, tolerance=1e-5, **options):
+    plain = {name: value for name, value in options.items() if name not in ("chunk", "compact", "remat")}
+    ours, expected = (functools.partial(derive, body, **each) for each in (options, plain | {"chunk": 0}))
+    assert_close(compiled(ours, *args), compiled(expected, *args), tolerance)
+
+
+@by_turns(2, body=BODIES, derive=DERIVED)
+def test_as_step_by_step(body, derive):
+    halves = body is of_integers  # their cotangents are rounded once a chunk instead of once a step
+    assert_as_step_by_step(derive, body, given(), tolerance=1e-2 if halves else 1e-5)
+
+
+OPTIONS = {
+    "reverse": {"reverse": True},
+    "compact": {"compact": True},
+    "remainder": {"chunk": 3},
+    "short": {"chunk": STEPS},
+    "one step": {"chunk": 1},
+    "resets": {"resets": np.arange(STEPS)[:, None] % np.array([2, 3, 4]) == 0},
+    "mask": {"lengths": None, "mask": np.arange(STEPS * ROWS).reshape(STEPS, ROWS) % 3 > 0},
+    "hold": {"fill": "hold"},
+    "last": {"save": "last"},
+    "every other": {"save": 2},
+    "nothing": {"save": None},
+    "truncate": {"truncate": 3},
+    "nested": {"remat": "nested"},
+    "unroll": {"unroll": 2},
+}
+
+
+@by_turns(3, options=OPTIONS, derive={name: DERIVED[name] for name in ("gradient", "values", "hessian")})
+def test_as_step_by_step_with_every_option(options, derive):
+    assert_as_step_by_step(derive, lstm, given(), **options)
+
+
+def test_a_rule_for_gradients_is_kept():
+    for derive in (run, gradient):
+        assert_as_step_by_step(derive, with_own_rule, given())
+
+
+def test_a_loop_that_has_no_gradient_still_has_a_tangent():
+    def body(p, h, x):
+        h = jax.lax.while_loop(lambda h: jnp.sum(h) < 5, lambda h: h + 1 + x @ p["x"], h)
+        return jnp.tanh(h @ p["h"] + x @ p["x"]), h
+
+    assert_as_step_by_step(tangent, body, given())
+
+
+def test_random_bits_stay_in_their_step():
+    def body(p, h, x, *, key):
+        dropped = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
+        h = jnp.tanh(dropped @ p["x"] + h @ p["h"])
+        return h, dropped
+
+    for derive in (run, gradient):
+        assert_as_step_by_step(derive, body, given(), key=jax.random.key(3))
+
+
+@parametrize("axes", {"xs": (None, None, 0), "weights": (0, None, None), "all": (0, 0, 0)})
+def test_under_vmap(axes):
+    args = tuple(
+        arg if axis is None else jax.tree.map(lambda leaf: jnp.stack([leaf, leaf / 2]), arg)
+        for arg, axis in zip(given(), axes, strict=True)
+    )
+    for derive in (gradient, hessian):
+        ours, expected = (jax.vmap(functools.partial(derive, lstm, **o), axes) for o in ({}, {"chunk": 0}))
+        assert_close(compiled(ours, *args), compiled(expected, *args))
+
+
+def test_gradient_of_some_arguments_alone():
+    for argnums in (0, 1, 2):
+        grads = [jax.grad(functools.partial(loss, lstm, **o), argnums) for o in ({}, {"chunk": 0})]
+        assert_close(*(compiled(grad, *given()) for grad in grads))
+
+
+def test_gradient_within_another_loop():
+    """What the inner body closes over is a tracer of the outer one."""
+
+    def outer(total, p, **options):
+        def step(total, scale):
+            value = loss(lstm, jax.tree.map(lambda leaf: leaf * scale, p), *given()[1:], **options)
+            return total + value, value
+
+        return treescan.fold(lambda total, scale: step(total, scale)[0], total, jnp.array([0.5, 1.0, 2.0]))
+
+    gradients = [jax.grad(functools.partial(outer, **o), argnums=1) for o in ({}, {"chunk": 0})]
+    assert_close(*(compiled(gradient, jnp.float32(0), params()) for gradient in gradients))
+
+
+def test_nan_in_the_padding_is_not_multiplied():
+    p, h, xs = given()
+    bad = xs.at[9:, 0].set(jnp.nan).at[:, 1].set(jnp.inf).at[4:, 2].set(jnp.nan)
+    for derive in (run, gradient):
+        ours = compiled(functools.partial(derive, lstm), p, h, bad)
+        assert_close(ours, compiled(functools.partial(derive, lstm, chunk=0), p, h, xs))
+        assert not any(jnp.isnan(leaf).any() for leaf in jax.tree.leaves(ours))
+
+
+# What is run how often.
+
+WIDE = 64  # WIDE * 4 * 4 * WIDE elements are as many as are computed for a chunk at once forward too
+
+
+def dots_in_loops(program: Program) -> list[int]:
+    """For each innermost loop how often it multiplies."""
+    return sorted(text.count(" dot(") for text in program.loops() if " while(" not in text and " dot(" in text)
+
+
+def wide(features):
+    p = {"x4": array(features, 4 * WIDE), "h4": array(WIDE, 4 * WIDE, seed=1), "b": array(4 * WIDE, seed=2)}
+    return p, array(ROWS, WIDE, seed=3), array(4 * CHUNK, ROWS, features, seed=4)
+
+
+def test_forward_large_weights_are_multiplied_once_a_chunk():
+    assert dots_in_loops(Program(functools.partial(run, lstm), *wide(4 * WIDE))) == [1]
+    assert dots_in_loops(Program(functools.partial(run, lstm), *wide(WIDE))) == [2]
+
+
+@parametrize("features", {"small": WIDE, "large": 4 * WIDE})
+def test_no_loop_over_steps_adds_up_the_cotangents_of_weights(features):
+    """Forward, again and backward one product each, with the carry or its cotangent: all others are outside."""
+    ours = Program(functools.partial(gradient, lstm), *wide(features))
+    by_steps = Program(functools.partial(gradient, lstm, chunk=0), *wide(features))
+    assert dots_in_loops(ours) == [1, 1, 1]
+    assert max(dots_in_loops(by_steps)) >= 4
+    weights = f"f32[{WIDE},{4 * WIDE}]"
+    inner = [text for text in ours.loops() if " while(" not in text and " dot(" in text]
+    assert not any(f"= {weights}" in line and " add(" in line for text in inner for line in text.splitlines())
+
+
+def test_the_body_is_traced_once():
+    traces = []
+
+    def body(p, h, x):
+        traces.append(1)
+        return lstm(p, h, x)
+
+    compiled(functools.partial(gradient, body), *given())
+    assert len(traces) == 1
+
+
+def test_a_body_without_products_is_the_same_program():
+    def body(p, h, x):
+        h = jnp.tanh(h * p["h"][:1] + x[:, :1])
+        return h, h
+
+    text = str(jax.make_jaxpr(functools.partial(run, body))(*given()))
+    assert "custom_jvp" not in text
+
+
+def test_rows_over_an_explicit_mesh_are_multiplied_step_by_step():
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        p, h, xs = wide(4 * WIDE)
+        xs = jax.device_put(xs, jax.NamedSharding(mesh, jax.P(None, "rows")))
+        h = jax.device_put(h, jax.NamedSharding(mesh, jax.P("rows")))
+        assert dots_in_loops(Program(functools.partial(run, lstm), p, h, xs)) == [2]
+
+
+def test_effects_are_kept_step_by_step():
+    seen = []
+
+    def body(p, h, x):
+        jax.debug.callback(lambda _: seen.append(1), h, ordered=True)
+        return lstm(p, h, x)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run(body, *given())
+    jax.effects_barrier()
+    assert len(seen) == 3 * CHUNK - 2
+
+
+def test_an_exported_program_of_any_number_of_rows():
+    (rows,) = jax.export.symbolic_shape("rows")
+    p, h, xs = given()
+    shapes = (
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), p),
+        jax.ShapeDtypeStruct((rows, H), h.dtype),
+        jax.ShapeDtypeStruct((STEPS, rows, D), xs.dtype),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+    )
+
+    def total(p, h, xs, lengths):
+        return loss(lstm, p, h, xs, lengths=lengths)
+
+    exported = jax.export.export(jax.jit(jax.grad(total)))(*shapes)
+    assert_close(exported.call(p, h, xs, jnp.asarray(LENGTHS, jnp.int32)), gradient(lstm, p, h, xs, chunk=0)[0])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_many_chunks_of_a_wide_batch_agree(count):
+    """The loop over chunks, compact and not, on weights that are multiplied at once forward as well."""
+    p, h, xs = wide(4 * WIDE)
+    xs = jnp.tile(xs, (count, 1, 1)) / 8
+    for options in ({}, {"compact": True}):
+        lengths = np.array([len(xs), 0, len(xs) // 2])
+        runs = [functools.partial(gradient, lstm, lengths=lengths, **o) for o in (options, {"chunk": 0})]
+        assert_close(*(jax.jit(each)(p, h, xs) for each in runs), tolerance=1e-4)

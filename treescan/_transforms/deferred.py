@@ -1,0 +1,179 @@
+"""The derivative of a chunk of steps: cotangents of weights, which a loop would add up, are one product.
+
+The derivative of a product `a W` is `da W + a dW`. The first part belongs into the loop, as `da` waits for the step
+before; the second only needs what `a` was in each step, which is known once the chunk has run. So it is computed for
+all steps at once, and enters the loop over tangents as something that is scanned over. Transposed, the loop returns
+the cotangents of all products, and that of the weights is one product of these with what the steps have kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
+
+from .._avals import place_like
+from .._loop import Feed, Loop, Step, run
+from .._types import Array
+from .equations import alone, values_of
+from .hoist import array_of
+from .products import ELEMENTWISE, Deferred, Split
+from .smooth import fill_in, nonzero_part, smooth_part
+from .steps_at_once import compute_early, product_of_steps
+
+
+class Arguments(NamedTuple):
+    """What a chunk is computed from.
+
+    Attributes:
+        reads: what is the same in every step.
+        state: the leaves of the state before the first.
+        fed: what they are fed, `[C, ...]`.
+    """
+
+    reads: list[Any]
+    state: list[Any]
+    fed: list[Any]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A step without the products that were computed before.
+
+    Its consts are (reads, these products `[C, ...]`), its x (place, fed).
+    """
+
+    split: Split
+
+    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], list[Any]]:
+        (reads, early), (place, fed) = consts, feed.x
+        now = [_at(stack, place) for stack in early]
+        rest = self.split.forward.rest
+        out = eval_jaxpr(rest, [], *reads, *now, *state, *fed, propagate_source_info=True)
+        return _parted(self.split, rest, out)
+
+
+def _at(stack: Array, place: Array) -> Array:
+    """One step's entry, row by row.
+
+    A slice would be fused into what reads it, and XLA's CPU backend does not vectorize functions of such operands: an
+    LSTM's step takes up to twice as long then. Rows that are gathered are written first.
+    """
+    entry = jax.lax.dynamic_index_in_dim(stack, place, keepdims=False)
+    if entry.ndim < 2:
+        return entry
+    return jnp.take(entry, jnp.arange(entry.shape[0]), 0, mode="clip", unique_indices=True, indices_are_sorted=True)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A step as a function of its products too.
+
+    Its consts are (reads, weights), its x (early, fed, added), its y (y, what the weights are multiplied with).
+
+    Attributes:
+        split: the step.
+        deferred: the products with these weights, to each of which is added what is zero but for its tangent.
+    """
+
+    split: Split
+    deferred: tuple[Deferred, ...]
+
+    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
+        (reads, weights), (early, fed, added) = consts, feed.x
+        rest = self.split.derivative.rest
+        values = dict(zip(rest.invars, [*reads, *early, *state, *fed], strict=True))
+        numbers = {product.equation: i for i, product in enumerate(self.deferred)}
+        kept: list[Any] = [None] * len(self.deferred)
+        for number, equation in enumerate(rest.eqns):
+            taken, one = alone(rest, equation)
+            given = [values[var] for var in taken]
+            i = numbers.get(number)
+            if i is None:
+                out = eval_jaxpr(one, [], *given, propagate_source_info=True)
+            else:
+                same, other = self.deferred[i].of(equation)
+                kept[i] = values[other]
+                given = [weights[i] if var is same else value for var, value in zip(taken, given, strict=True)]
+                (product,) = eval_jaxpr(one, [], *given, propagate_source_info=True)
+                out = [_with_tangent(product, added[i])]
+            values.update(zip(equation.outvars, out, strict=True))
+        state, y = _parted(self.split, rest, values_of(rest.outvars, values))
+        return state, (y, kept)
+
+
+def _parted(split: Split, rest: Any, out: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    leaves = [array_of(value, var.aval) for value, var in zip(out, rest.outvars, strict=True)]
+    count = split.state.num_leaves
+    return leaves[:count], leaves[count:]
+
+
+@jax.custom_jvp
+def _with_tangent(value: Array, zero: Array) -> Array:
+    """The sum with something that is zero, but for its tangent."""
+    del zero
+    return value
+
+
+@_with_tangent.defjvp
+def _with_tangent_rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _with_tangent(*primals), tangents[0] + tangents[1]
+
+
+def run_split(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], list[Any]]:
+    """Runs a chunk of steps: the leaves of the last state, and of ys."""
+
+    def forward(given: Arguments) -> tuple[list[Any], list[Any]]:
+        early = compute_early(split.forward.early, given.reads, given.fed)
+        return _run(loop, Forward(split), given, (given.reads, early), (jnp.arange(loop.length), given.fed))
+
+    def rule(primals: tuple[Arguments], tangents: tuple[Arguments]) -> tuple[Any, Any]:
+        return _push_forward(loop, split, primals[0], tangents[0])
+
+    function = jax.custom_jvp(forward)
+    function.defjvp(rule, symbolic_zeros=True)
+    return function(given)
+
+
+def _run(loop: Loop, step: Step, given: Arguments, consts: Any, x: Any) -> tuple[Any, Any]:
+    return run(dataclasses.replace(loop, step=step, consts=consts, state=given.state, xs=Feed(x)))
+
+
+def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments) -> tuple[Any, Any]:
+    """The results and their tangents."""
+    part, d_on = nonzero_part(given, d_given)
+    on, off = part.split(given)
+    deferred = tuple(each for each in split.deferred if not isinstance(d_given.reads[each.read], SymbolicZero))
+    equations = [split.derivative.rest.eqns[each.equation] for each in deferred]
+    weights = [given.reads[each.read] for each in deferred]  # constants here, for further derivatives they are not
+    step = jax.checkpoint(Recorded(split, deferred), prevent_cse=False, policy=_save_costly)
+
+    def recorded(on: list[Any], added: list[Array]) -> tuple[list[Any], Any]:
+        whole: Arguments = part.join(on, off)
+        early = compute_early(split.derivative.early, whole.reads, whole.fed)
+        state, (ys, kept) = _run(loop, step, whole, (whole.reads, weights), (early, whole.fed, added))
+        return smooth_part((state, ys)).split((state, ys))[0], ((state, ys), kept)
+
+    zeros = [_zeros(loop.length, equation.outvars[0].aval) for equation in equations]
+    _, push, (result, kept) = jax.linearize(recorded, on, zeros, has_aux=True)
+    added = [
+        product_of_steps(equation, stacked, d_given.reads[each.read], each.operand)
+        for equation, each, stacked in zip(equations, deferred, kept, strict=True)
+    ]
+    return result, fill_in(result, push(d_on, added))
+
+
+def _save_costly(prim: Any, *args: Any, **params: Any) -> bool:
+    """The policy within a chunk: all is saved but what is computed element by element, which is had again sooner."""
+    del args, params
+    return prim.name not in ELEMENTWISE
+
+
+def _zeros(length: int, aval: Any) -> Array:
+    return place_like(jnp.zeros((length, *aval.shape), aval.dtype), aval)

@@ -1,0 +1,58 @@
+"""The equations of a jaxpr, one at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from jax.core import eval_jaxpr
+
+_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"})
+_CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
+
+
+def variables_of(atoms: Sequence[Any]) -> Iterator[Any]:
+    """The variables among variables and literals."""
+    return (atom for atom in atoms if not hasattr(atom, "val"))
+
+
+def called(equation: Any) -> tuple[Any, list[Any]] | None:
+    """The jaxpr that an equation calls, and what that closes over; None if it calls none."""
+    name = equation.primitive.name
+    if name in _CALLS:
+        inner = equation.params.get("jaxpr", equation.params.get("call_jaxpr"))
+    elif name in _CALLS_WITH_RULES:
+        inner = equation.params.get("call_jaxpr")
+    else:
+        return None
+    if inner is None:
+        return None
+    return (inner.jaxpr, list(inner.consts)) if hasattr(inner, "jaxpr") else (inner, [])
+
+
+def alone(jaxpr: Any, equation: Any, outputs: Sequence[Any] | None = None) -> tuple[list[Any], Any]:
+    """One equation of a jaxpr as a jaxpr: the variables that it takes, and it. It returns all outputs, or the given."""
+    taken = list(dict.fromkeys(variables_of(equation.invars)))
+    returned = list(equation.outvars) if outputs is None else list(outputs)
+    return taken, jaxpr.replace(constvars=[], invars=taken, outvars=returned, eqns=[equation], effects=equation.effects)
+
+
+def evaluate_inlined(
+    jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], into: Callable[[Any], tuple[Any, list[Any]] | None]
+) -> list[Any]:
+    """Evaluates an open jaxpr, with the equations of what it calls in place of the calls, where `into` gives them."""
+    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
+    for equation in jaxpr.eqns:
+        inner = into(equation)
+        if inner is None:
+            taken, program = alone(jaxpr, equation)
+            results = eval_jaxpr(program, [], *(values[var] for var in taken))
+        else:
+            results = evaluate_inlined(*inner, values_of(equation.invars, values), into)
+        values.update(zip(equation.outvars, results, strict=True))
+    return values_of(jaxpr.outvars, values)
+
+
+def values_of(atoms: Sequence[Any], values: dict[Any, Any]) -> list[Any]:
+    """The values of variables and literals."""
+    return [atom.val if hasattr(atom, "val") else values[atom] for atom in atoms]

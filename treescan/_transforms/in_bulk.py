@@ -1,0 +1,55 @@
+"""Chunks of steps whose products with weights are computed at once, where they need not be computed step by step.
+
+Forward these are the products of x with large weights. In the derivative they are all products that wait for x alone,
+and for those that wait for the state the cotangents of the weights; see `deferred`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.core import eval_jaxpr
+
+from .._avals import is_sharded
+from .._chunk import RunChunk
+from .._loop import Loop, Memo, Step, run
+from .._types import PyTree
+from .deferred import Arguments, run_split
+from .hoist import one_step
+from .products import Split, split_step
+
+
+@dataclass(frozen=True)
+class InBulk:
+    """The step that runs a chunk of steps.
+
+    Attributes:
+        chunk: the same, step by step.
+    """
+
+    chunk: RunChunk
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Any) -> tuple[PyTree, PyTree]:
+        loop = self.chunk.loop(consts, state, feed)
+        split = _split(loop)
+        if split is None:
+            return run(loop)
+        same = [*split.closed, *jax.tree.leaves(consts)]
+        reads = [*eval_jaxpr(split.once, [], *same), *same]
+        state, ys = run_split(loop, split, Arguments(reads, jax.tree.leaves(state), jax.tree.leaves(feed)))
+        return jax.tree.unflatten(split.state, state), jax.tree.unflatten(split.y, ys)
+
+
+def in_bulk(chunk: Step) -> Step:
+    """The same for what runs a chunk; as it is if that does not run its steps one by one."""
+    return InBulk(chunk) if isinstance(chunk, RunChunk) and not chunk.levels else chunk
+
+
+def _split(loop: Loop) -> Split | None:
+    leaves = jax.tree.leaves((loop.consts, loop.state, loop.xs))
+    if any(map(is_sharded, leaves)):
+        return None
+    key = (InBulk, loop.step, *map(jax.typeof, leaves))
+    return (loop.memo or Memo())(key, lambda: split_step(loop.step, loop.consts, loop.state, one_step(loop.xs)))
