@@ -237,7 +237,7 @@ class _Found:
 
     def early(self, least: int = 0) -> list[Any]:
         """The products with weights of so many elements that wait for nothing but x, as far as the rest reads them."""
-        products = (p for p in self.products() if p.other in self.movable and math.prod(p.same.aval.shape) >= least)
+        products = (p for p in self.products() if p.other in self.movable and _size(p.same.aval) >= least)
         early = [product.equation.outvars[0] for product in products]
         rest = self.needed(self.jaxpr.outvars, set(early))
         read = {var for equation in rest for var in variables_of(equation.invars)}
@@ -251,6 +251,11 @@ class _Found:
             return []
         found = {id(equation) for equation in rest}
         return [p for p in self.products() if p.other in self.on_state and id(p.equation) in found]
+
+
+def _size(aval: Any) -> int:
+    """How many elements an array has; 0 where that is a symbol."""
+    return math.prod(aval.shape) if all(isinstance(axis, int) for axis in aval.shape) else 0
 
 
 def _inline(traced: Any, leaves: list[Any]) -> Any:
