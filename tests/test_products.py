@@ -16,6 +16,7 @@ from hlo import Program
 from unpadded import QUICKLY
 
 import treescan
+from treescan._transforms import steps_at_once
 
 STEPS, CHUNK, ROWS, D, H = 10, 4, 3, 2, 3
 LENGTHS = np.array([9, 0, 4])
@@ -162,6 +163,12 @@ BODIES = {
         rounded,
     )
 }
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """The forms of products for a single device, which the tests have eight of; the last tests undo it."""
+    monkeypatch.setattr(steps_at_once, "_has_one_device", lambda: True)
 
 
 def params():
@@ -418,3 +425,96 @@ def test_many_chunks_of_a_wide_batch_agree(count):
         lengths = np.array([len(xs), 0, len(xs) // 2])
         runs = [functools.partial(gradient, lstm, lengths=lengths, **o) for o in (options, {"chunk": 0})]
         assert_close(*(jax.jit(each)(p, h, xs) for each in runs), tolerance=1e-4)
+
+
+def test_a_single_row_that_begins_with_a_plain_number():
+    def body(p, h, x):
+        h = jnp.tanh(x @ p["x"][:, 0] + jnp.stack([h, 2 * h]) @ p["x"][:, 1])
+        return h, h
+
+    p, _, xs = given()
+    for derive in (run, gradient):
+        assert_as_step_by_step(derive, body, (p, 0.5, xs[:, 0]), lengths=np.array(7))
+
+
+def test_rows_that_carry_keys_and_counts():
+    def body(p, carry, x):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (H,)))(carry["key"])
+        h = jnp.tanh((carry["h"] + noise) @ p["h"] + x @ p["x"])
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, 1))(carry["key"])
+        return {"h": h, "key": keys, "n": carry["n"] + 1}, (h, carry["n"])
+
+    def final(p, h, xs, **options):
+        init = {"h": h, "key": jax.random.split(jax.random.key(0), ROWS), "n": jnp.zeros(ROWS, jnp.int32)}
+        carry, (ys, counts) = run(body, p, init, xs, **options)
+        return jnp.sum(carry["h"] ** 2) + jnp.sum(ys), (jax.random.key_data(carry["key"]), carry["n"], counts)
+
+    ours, expected = (
+        compiled(jax.grad(functools.partial(final, **o), argnums=(0, 1, 2), has_aux=True), *given())
+        for o in ({}, {"chunk": 0})
+    )
+    assert_close(ours, expected)
+
+
+# On many devices.
+
+
+def on_many_devices(monkeypatch):
+    monkeypatch.undo()
+    assert jax.device_count() > 1
+
+
+@by_turns(2, body={name: BODIES[name] for name in ("lstm", "weights_first", "several_axes", "deep")}, derive=DERIVED)
+def test_as_step_by_step_in_the_forms_for_many_devices(body, derive, monkeypatch):
+    on_many_devices(monkeypatch)
+    assert_as_step_by_step(derive, body, given())
+
+
+def spread_rows(mesh, args):
+    p, h, xs = args
+    return (
+        jax.device_put(p, jax.NamedSharding(mesh, jax.P())),
+        jax.device_put(h, jax.NamedSharding(mesh, jax.P("rows"))),
+        jax.device_put(xs, jax.NamedSharding(mesh, jax.P(None, "rows"))),
+    )
+
+
+def many_rows():
+    p, h, xs = wide(4 * WIDE)
+    return p, jnp.tile(h, (8, 1)), jnp.tile(xs / 8, (1, 8, 1))
+
+
+@parametrize("derive", {"values": run, "gradient": gradient})
+def test_rows_that_are_spread_from_outside_do_not_communicate_in_the_steps(derive, monkeypatch):
+    """Only the cotangents of weights are added up over devices, once a chunk."""
+
+    def simple(p, h, x):
+        h = jnp.tanh((x @ p["x4"] + h @ p["h4"])[:, :WIDE])
+        return h, h
+
+    on_many_devices(monkeypatch)
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    options = {"lengths": np.arange(8 * ROWS) % (4 * CHUNK)}
+    args = spread_rows(mesh, many_rows())
+    function = functools.partial(derive, simple, **options)
+    inner = [text for text in Program(function, *args).loops() if " while(" not in text]
+    collectives = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    assert not any(name in text for text in inner for name in collectives)
+    expected = jax.jit(functools.partial(function, chunk=0))(*many_rows())
+    assert_close(jax.jit(function)(*args), expected, tolerance=1e-4)
+
+
+@parametrize("check_vma", {"checked": True, "unchecked": False})
+def test_in_a_shard_map(check_vma, monkeypatch):
+    on_many_devices(monkeypatch)
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = (jax.P(), jax.P("rows"), jax.P(None, "rows"), jax.P("rows"))
+
+    def local(p, h, xs, lengths):
+        return jax.lax.psum(loss(lstm, p, h, xs, lengths=lengths), "rows")
+
+    total = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=check_vma)
+    lengths = jnp.arange(8 * ROWS) % (4 * CHUNK)
+    ours = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*many_rows(), lengths)
+    expected = jax.jit(functools.partial(gradient, lstm, chunk=0, lengths=lengths))(*many_rows())
+    assert_close(ours, expected, tolerance=1e-4)

@@ -25,7 +25,7 @@ from .equations import alone, values_of
 from .hoist import array_of
 from .products import ELEMENTWISE, Deferred, Split
 from .smooth import fill_in, nonzero_part, smooth_part
-from .steps_at_once import compute_early, product_of_steps
+from .steps_at_once import compute_early, entry_of, product_of_steps
 
 
 class Arguments(NamedTuple):
@@ -53,22 +53,10 @@ class Forward:
 
     def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], list[Any]]:
         (reads, early), (place, fed) = consts, feed.x
-        now = [_at(stack, place) for stack in early]
+        now = [entry_of(stack, place) for stack in early]
         rest = self.split.forward.rest
         out = eval_jaxpr(rest, [], *reads, *now, *state, *fed, propagate_source_info=True)
         return _parted(self.split, rest, out)
-
-
-def _at(stack: Array, place: Array) -> Array:
-    """One step's entry, row by row.
-
-    A slice would be fused into what reads it, and XLA's CPU backend does not vectorize functions of such operands: an
-    LSTM's step takes up to twice as long then. Rows that are gathered are written first.
-    """
-    entry = jax.lax.dynamic_index_in_dim(stack, place, keepdims=False)
-    if entry.ndim < 2:
-        return entry
-    return jnp.take(entry, jnp.arange(entry.shape[0]), 0, mode="clip", unique_indices=True, indices_are_sorted=True)
 
 
 @dataclass(frozen=True)

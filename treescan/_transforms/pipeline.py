@@ -108,7 +108,8 @@ def assemble(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
 
     The order of the transforms, innermost first:
     call the body (keywords, static leaves, annotations, invariance of the carry) -> index or axes -> leaves that no
-    step changes -> mask -> resets -> held outputs -> remat of a step -> skip -> remat of a chunk -> run.
+    step changes -> mask -> resets -> held outputs -> remat of a step -> products of a chunk -> skip -> remat of a chunk
+    -> run.
     """
     loop = make_loop(body, plan, given)
     with jax.named_scope(plan.name) if plan.name else contextlib.nullcontext():
