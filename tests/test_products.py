@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import array, by_turns, parametrize
+from helpers import array, by_turns, equations, parametrize
 from hlo import Program
 from unpadded import QUICKLY
 
@@ -502,6 +502,21 @@ def test_rows_that_are_spread_from_outside_do_not_communicate_in_the_steps(deriv
     assert not any(name in text for text in inner for name in collectives)
     expected = jax.jit(functools.partial(function, chunk=0))(*many_rows())
     assert_close(jax.jit(function)(*args), expected, tolerance=1e-4)
+
+
+def test_a_function_that_says_where_its_results_are_is_called_as_it_is():
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    dense = jax.jit(jnp.matmul, out_shardings=everywhere)
+
+    def body(p, h, x):
+        h = jnp.tanh(dense(h, p["h"]) + x @ p["x"])
+        return h, h
+
+    jaxpr = jax.make_jaxpr(functools.partial(run, body))(*given()).jaxpr
+    calls = [call for name in ("jit", "pjit") for call in equations(jaxpr, name)]
+    assert any(everywhere in call.params["out_shardings"] for call in calls)
+    assert_as_step_by_step(gradient, body, given())
 
 
 @parametrize("check_vma", {"checked": True, "unchecked": False})

@@ -38,8 +38,8 @@ ELEMENTWISE = frozenset(
 # fmt: off
 _OF_EACH_STEP = PRODUCTS | ELEMENTWISE | frozenset(
     {
-        "argmax", "argmin", "atan2", "cbrt", "erf", "erf_inv", "erfc", "gather", "pcast", "pvary",
-        "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_precision", "reduce_prod",
+        "argmax", "argmin", "atan2", "cbrt", "cumsum", "dynamic_slice", "erf", "erf_inv", "erfc", "gather",
+        "pcast", "pvary", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_precision", "reduce_prod",
         "reduce_sum", "sort", "stop_gradient",
     }
 )
@@ -272,7 +272,10 @@ def _holds_products(jaxpr: Any) -> bool:
 
 
 def _is_inlined(equation: Any) -> bool:
-    return equation.primitive.name in _INLINED and _holds_products(equation.params["jaxpr"].jaxpr)
+    if equation.primitive.name not in _INLINED or not _holds_products(equation.params["jaxpr"].jaxpr):
+        return False
+    shardings = (*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ()))
+    return not any(isinstance(each, jax.sharding.Sharding) for each in shardings)  # they would be lost
 
 
 def _inlined(equation: Any) -> tuple[Any, list[Any]] | None:
