@@ -409,7 +409,7 @@ TRANSFORMS = (  # innermost first
     Transform("held outputs", masked=True),
     Transform("remat of a step"),
     Transform("kept outputs", wraps="chunk"),
-    Transform("products", masked=True, wraps="chunk"),
+    Transform("products of a chunk", masked=True, wraps="chunk"),
     Transform("skip", masked=True, wraps="chunk"),
     Transform("remat of a chunk", wraps="chunk"),
 )
