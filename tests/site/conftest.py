@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, sync_playwright
+from playwright.sync_api import Browser, Page, Request, sync_playwright
 
 SITE = Path(__file__).parents[2] / "site"
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
@@ -63,6 +63,10 @@ def visit(browser: Browser) -> Iterator[Open]:
     wrong: list[str] = []
     contexts = []
 
+    def note_failure(request: Request) -> None:
+        if request.failure != "net::ERR_ABORTED":  # the page was left before its icon had come
+            wrong.append(f"failed: {request.url}: {request.failure}")
+
     def open_page(url: str, *, phone: bool = False, dark: bool = False) -> Page:
         context = browser.new_context(
             viewport=PHONE if phone else DESKTOP,
@@ -76,7 +80,7 @@ def visit(browser: Browser) -> Iterator[Open]:
         home = "file://" if url.startswith("file:") else "/".join(url.split("/")[:3])
         page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
-        page.on("requestfailed", lambda request: wrong.append(f"failed: {request.url}: {request.failure}"))
+        page.on("requestfailed", note_failure)
         page.on(
             "response", lambda answer: wrong.append(f"{answer.status}: {answer.url}") if answer.status >= 400 else None
         )
