@@ -4,7 +4,6 @@ The oracle is `chunk=0`, where no product is moved; it is tried itself against u
 """
 
 import functools
-import warnings
 
 import chex
 import jax
@@ -262,7 +261,7 @@ def test_as_step_by_step_with_every_option(options, derive):
 
 
 def test_a_rule_for_gradients_is_kept():
-    for derive in (run, gradient):
+    for derive in (run, gradient, hessian):
         assert_as_step_by_step(derive, with_own_rule, given())
 
 
@@ -334,6 +333,12 @@ def dots_in_loops(program: Program) -> list[int]:
     return sorted(text.count(" dot(") for text in program.loops() if " while(" not in text and " dot(" in text)
 
 
+def adds_up(program: Program, shape: str) -> bool:
+    """Whether an innermost loop adds arrays of this shape."""
+    inner = [text for text in program.loops() if " while(" not in text and " dot(" in text]
+    return any(f"= {shape}" in line and " add(" in line for text in inner for line in text.splitlines())
+
+
 def wide(features):
     p = {"x4": array(features, 4 * WIDE), "h4": array(WIDE, 4 * WIDE, seed=1), "b": array(4 * WIDE, seed=2)}
     return p, array(ROWS, WIDE, seed=3), array(4 * CHUNK, ROWS, features, seed=4)
@@ -351,9 +356,8 @@ def test_no_loop_over_steps_adds_up_the_cotangents_of_weights(features):
     by_steps = Program(functools.partial(gradient, lstm, chunk=0), *wide(features))
     assert dots_in_loops(ours) == [1, 1, 1]
     assert max(dots_in_loops(by_steps)) >= 4
-    weights = f"f32[{WIDE},{4 * WIDE}]"
-    inner = [text for text in ours.loops() if " while(" not in text and " dot(" in text]
-    assert not any(f"= {weights}" in line and " add(" in line for text in inner for line in text.splitlines())
+    assert not adds_up(ours, f"f32[{WIDE},{4 * WIDE}]")
+    assert adds_up(by_steps, f"f32[{WIDE},{4 * WIDE}]")
 
 
 def test_the_body_is_traced_once():
@@ -385,18 +389,20 @@ def test_rows_over_an_explicit_mesh_are_multiplied_step_by_step():
         assert dots_in_loops(Program(functools.partial(run, lstm), p, h, xs)) == [2]
 
 
-def test_effects_are_kept_step_by_step():
+def test_a_body_with_effects_is_multiplied_step_by_step():
     seen = []
 
     def body(p, h, x):
-        jax.debug.callback(lambda _: seen.append(1), h, ordered=True)
+        jax.debug.callback(lambda _: seen.append(1), h)
         return lstm(p, h, x)
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run(body, *given())
-    jax.effects_barrier()
-    assert len(seen) == 3 * CHUNK - 2
+    args = wide(4 * WIDE)
+    assert dots_in_loops(Program(functools.partial(run, body), *args)) == [2]
+    for derive in (run, gradient):
+        seen.clear()
+        jax.block_until_ready(jax.jit(functools.partial(derive, body))(*args))
+        jax.effects_barrier()
+        assert len(seen) == 3 * CHUNK
 
 
 def test_an_exported_program_of_any_number_of_rows():

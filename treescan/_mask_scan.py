@@ -212,8 +212,8 @@ def mask_scan(
         **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, as for
             `treescan.scan`. In reverse each row runs from its own last valid step to its first; ys stay where their xs
             are. `key` excludes `compact`. Where chunks are skipped, the gradient recomputes each chunk in any case,
-            unless the body has effects, so that it saves T/chunk carries, and computes what weights get as one product
-            a chunk; `remat` saves less within, whatever the effects, and leaves these products to the steps. With
+            unless the body has effects, so that it saves T/chunk carries; what weights get is one product a chunk.
+            `remat` saves less within, whatever the effects; where it recomputes steps, each has its own products. With
             `save="last"` each row has its own last valid y, and `fill` if it has none.
 
     Returns:

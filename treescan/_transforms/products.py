@@ -48,7 +48,6 @@ _OF_EACH_STEP = PRODUCTS | ELEMENTWISE | frozenset(
 
 _INLINED = frozenset({"jit", "pjit"})
 _CALLS = _INLINED | {"custom_jvp_call"}
-_NO_LINEAR_FORM = frozenset({"while", "custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"})
 
 
 LARGE = 2**16
@@ -245,11 +244,8 @@ class _Found:
         return [var for var in early if var in read]
 
     def deferred(self) -> list[_Product]:
-        """The products with weights that wait for the state; none where the step has no linear form."""
-        rest = self.needed(self.jaxpr.outvars, set())
-        if any(map(_has_no_linear_form, rest)):
-            return []
-        found = {id(equation) for equation in rest}
+        """The products with weights that wait for the state."""
+        found = {id(equation) for equation in self.needed(self.jaxpr.outvars, set())}
         return [p for p in self.products() if p.other in self.on_state and id(p.equation) in found]
 
 
@@ -287,18 +283,3 @@ def _is_of_each_step(equation: Any) -> bool:
         return equation.primitive.name in _OF_EACH_STEP
     inner = called(equation)
     return inner is not None and all(map(_is_of_each_step, inner[0].eqns))
-
-
-def _has_no_linear_form(equation: Any) -> bool:
-    """Whether JAX cannot split the derivative of an equation into a known and a linear part, or not in all cases."""
-    return equation.primitive.name in _NO_LINEAR_FORM or any(
-        map(_has_no_linear_form, (inner for jaxpr in _within(equation) for inner in jaxpr.eqns))
-    )
-
-
-def _within(equation: Any) -> Iterable[Any]:
-    for value in equation.params.values():
-        for item in value if isinstance(value, tuple | list) else (value,):
-            jaxpr = getattr(item, "jaxpr", item)
-            if hasattr(jaxpr, "eqns"):
-                yield jaxpr
