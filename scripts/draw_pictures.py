@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import treescan
 from treescan import Remat
 from treescan._transforms.compact import spread_tiers
-from treescan._transforms.skip import make_schedule
+from treescan._transforms.schedule import make_schedule
 from treescan.carries import Ema, carry_of, ema
 
 DIRECTORY = Path(__file__).parent.parent / "docs" / "pictures"

@@ -211,7 +211,7 @@ class Option(NamedTuple):
 
     body: Callable[..., Any]
     run: Callable[..., Any]
-    consts: int  # of the loop, in the jaxpr: the unchanged weights among them
+    consts: int | tuple[int, ...]  # of the loops that run the body, in the jaxpr: the unchanged weights among them
     traces: int = 1  # of the body
 
     def call(self, body: Callable[..., Any], init: Any = None, xs: Any = None) -> Any:
@@ -273,6 +273,7 @@ RESETS = np.arange(LENGTH)[:, None] == np.array([1, 1, 3])
 SHARED = {"carry_axes": {"h": 0, "w": None}}
 
 # Consts: the weights are one; the key, a leaf given whole, and the good pair (a leaf for each of state and x) add.
+# A loop that writes its outputs where they stay reads x and the mask there, from where its chunk begins: three more.
 OPTIONS = {
     "scan": Option(plain, over(treescan.scan), 1),
     "reverse": Option(plain, over(treescan.scan, reverse=True), 1),
@@ -294,9 +295,11 @@ OPTIONS = {
     "fill": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill=-1), 3),
     "fill_nan": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill=float("nan")), 3),
     "carry_axes_none": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, **SHARED), 3),
-    "chunk": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2), 3),
+    "chunk": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2), 6),
     "unskipped": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=0), 3),
-    "compact": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2, compact=True, **SHARED), 3, traces=3),
+    "compact": Option(
+        plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2, compact=True, **SHARED), (3, 6), traces=3
+    ),
     "resets": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, resets=RESETS), 4),
     "resets_alone": Option(plain, over(treescan.mask_scan, resets=RESETS, reverse=True), 4),
     "hold": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill="hold"), 3),

@@ -109,6 +109,21 @@ def looped(p, h, x):
     return jnp.tanh(h), h
 
 
+def summed(p, h, x):
+    """Several products in one sum, whose parts are added up in another order; one of them twice."""
+    first = (h @ p["h"] + x @ p["x"]) + (1 + x @ jnp.sin(p["x"]))
+    twice = h @ p["h"].T
+    h = jnp.tanh(first + (jnp.sin(h) @ p["h"] + (twice + twice)))
+    return h, first
+
+
+def read_twice(p, h, x):
+    """Products that are added up, and read elsewhere as well."""
+    early, late = x @ p["x"], h @ p["h"]
+    total = early + late
+    return jnp.tanh(total + early), (late, total - early)
+
+
 def by_rows(p, h, x):
     """Products of each row by itself."""
     h = jax.vmap(lambda h, x: jnp.tanh(p["h"] @ h + x @ p["x"]))(h, x)
@@ -157,6 +172,8 @@ BODIES = {
         called,
         checkpointed,
         looped,
+        summed,
+        read_twice,
         by_rows,
         of_integers,
         rounded,
@@ -360,6 +377,27 @@ def test_no_loop_over_steps_adds_up_the_cotangents_of_weights(features):
     assert adds_up(by_steps, f"f32[{WIDE},{4 * WIDE}]")
 
 
+def stacked_in_loops(program: Program, shape: str) -> int:
+    """How many stacks of this shape the innermost loops write."""
+    inner = [text for text in program.loops() if " while(" not in text and " dot(" in text]
+    lines = [line for text in inner for line in text.splitlines()]
+    return sum(f"= {shape}" in line and " dynamic-update-slice(" in line for line in lines)
+
+
+def test_products_that_are_added_up_have_one_cotangent():
+    """Beside it, a stack is kept of the forward pass. A product that is an output is one more, and has its own."""
+
+    def apart(p, h, x):
+        h, c = lstm(p, h, x)
+        return h, (c, x @ p["x4"])
+
+    shape = f"f32[{CHUNK},{ROWS},{4 * WIDE}]"
+    counts = [
+        stacked_in_loops(Program(functools.partial(gradient, body), *wide(WIDE)), shape) for body in (lstm, apart)
+    ]
+    assert counts == [2, 4]
+
+
 def test_the_body_is_traced_once():
     traces = []
 
@@ -371,13 +409,13 @@ def test_the_body_is_traced_once():
     assert len(traces) == 1
 
 
-def test_a_body_without_products_is_the_same_program():
+def test_a_body_without_products_has_no_rule_for_its_chunks():
     def body(p, h, x):
         h = jnp.tanh(h * p["h"][:1] + x[:, :1])
         return h, h
 
-    text = str(jax.make_jaxpr(functools.partial(run, body))(*given()))
-    assert "custom_jvp" not in text
+    stacked = [functools.partial(run, each, fill="hold") for each in (body, lstm)]  # the loop has no rule of its own
+    assert ["custom_jvp" in str(jax.make_jaxpr(each)(*given())) for each in stacked] == [False, True]
 
 
 def test_rows_over_an_explicit_mesh_are_multiplied_step_by_step():

@@ -54,12 +54,12 @@ class LiveRows:
         new, ys = self.step(
             take_rows(consts, axes.consts, live),
             take_rows(state, axes.state, live),
-            _take_feed(feed._replace(schedule=None), axes.x, live),
+            take_feed(feed._replace(schedule=None), axes.x, live),
         )
         y_axes = _after_time(axes.y)
         types = [_with_rows(y, axis, order.size) for y, axis in zip(jax.tree.leaves(ys), y_axes, strict=True)]
         idle = self.idle(state, jax.tree.unflatten(jax.tree.structure(ys), types))
-        return _put_rows(state, new, axes.state, live), _put_rows(idle, ys, y_axes, live)
+        return put_rows(state, new, axes.state, live), put_rows(idle, ys, y_axes, live)
 
 
 def take_rows(tree: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
@@ -72,7 +72,7 @@ def take_rows(tree: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
     return jax.tree.unflatten(structure, list(map(take, leaves, axes)))
 
 
-def _put_rows(tree: PyTree, new: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
+def put_rows(tree: PyTree, new: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
     """The leaves of `tree` with the given rows replaced; of a leaf without rows, the new one."""
 
     def put(leaf: Array, ran: Array, axis: int | None) -> Array:
@@ -91,7 +91,7 @@ def _with_rows(leaf: Any, axis: int | None, rows: int) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(shape, leaf.dtype)
 
 
-def _take_feed(feed: Feed, x_axes: LeafAxes, rows: Array) -> Feed:
+def take_feed(feed: Feed, x_axes: LeafAxes, rows: Array) -> Feed:
     """The given rows of what a chunk of steps is fed: time leads."""
     taken = {name: take_rows(getattr(feed, name), (1,), rows) for name in _OF_ROWS if _has(feed, name)}
     return feed._replace(x=take_rows(feed.x, _after_time(x_axes), rows), **taken)
@@ -177,7 +177,7 @@ def _of_fewer_rows(fault: Fault, tier: int, rows: int) -> Fault:
 
 def _first_rows(axes: RowAxes, count: int, consts: PyTree, state: PyTree, feed: Feed) -> tuple[Any, Any, Any]:
     rows = jnp.arange(count)
-    return take_rows(consts, axes.consts, rows), take_rows(state, axes.state, rows), _take_feed(feed, axes.x, rows)
+    return take_rows(consts, axes.consts, rows), take_rows(state, axes.state, rows), take_feed(feed, axes.x, rows)
 
 
 def refuse_tiers(tiers: tuple[int, ...], loop: Loop) -> None:

@@ -9,6 +9,7 @@ the cotangents of all products, and that of the weights is one product of these 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -26,6 +27,7 @@ from .hoist import array_of
 from .products import ELEMENTWISE, Deferred, Split
 from .smooth import fill_in, nonzero_part, smooth_part
 from .steps_at_once import compute_early, entry_of, product_of_steps
+from .sums import Slot, slots_of
 
 
 class Arguments(NamedTuple):
@@ -67,30 +69,32 @@ class Recorded:
 
     Attributes:
         split: the step.
-        deferred: the products with these weights, to each of which is added what is zero but for its tangent.
+        deferred: the products with these weights.
+        slots: to what is added what is zero but for its tangent.
     """
 
     split: Split
     deferred: tuple[Deferred, ...]
+    slots: tuple[Slot, ...]
 
     def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
         (reads, weights), (early, fed, added) = consts, feed.x
         rest = self.split.derivative.rest
         values = dict(zip(rest.invars, [*reads, *early, *state, *fed], strict=True))
         numbers = {product.equation: i for i, product in enumerate(self.deferred)}
+        tangents = {slot.equation: zero for slot, zero in zip(self.slots, added, strict=True)}
         kept: list[Any] = [None] * len(self.deferred)
         for number, equation in enumerate(rest.eqns):
             taken, one = alone(rest, equation)
             given = [values[var] for var in taken]
             i = numbers.get(number)
-            if i is None:
-                out = eval_jaxpr(one, [], *given, propagate_source_info=True)
-            else:
+            if i is not None:
                 same, other = self.deferred[i].of(equation)
                 kept[i] = values[other]
                 given = [weights[i] if var is same else value for var, value in zip(taken, given, strict=True)]
-                (product,) = eval_jaxpr(one, [], *given, propagate_source_info=True)
-                out = [_with_tangent(product, added[i])]
+            out = eval_jaxpr(one, [], *given, propagate_source_info=True)
+            if number in tangents:
+                out = [_with_tangent(*out, tangents[number])]
             values.update(zip(equation.outvars, out, strict=True))
         state, y = _parted(self.split, rest, values_of(rest.outvars, values))
         return state, (y, kept)
@@ -137,22 +141,37 @@ def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments
     """The results and their tangents."""
     part, d_on = nonzero_part(given, d_given)
     on, off = part.split(given)
+    early, rest = split.derivative.early, split.derivative.rest
     deferred = tuple(each for each in split.deferred if not isinstance(d_given.reads[each.read], SymbolicZero))
-    equations = [split.derivative.rest.eqns[each.equation] for each in deferred]
+    slots = slots_of(rest, rest.invars[len(given.reads) : len(given.reads) + len(early.outvars)], deferred)
     weights = [given.reads[each.read] for each in deferred]  # constants here, for further derivatives they are not
-    step = jax.checkpoint(Recorded(split, deferred), prevent_cse=False, policy=_save_costly)
+    step = jax.checkpoint(Recorded(split, deferred, slots), prevent_cse=False, policy=_save_costly)
+    apart = [i for slot in slots for i in slot.early]  # their tangents enter the sums that they are in
+
+    def of_each_step(on: list[Any]) -> list[Array]:
+        whole: Arguments = part.join(on, off)
+        return compute_early(early, whole.reads, whole.fed)
+
+    added_up, push_apart = jax.linearize(lambda on: [of_each_step(on)[i] for i in apart], on)
 
     def recorded(on: list[Any], added: list[Array]) -> tuple[list[Any], Any]:
         whole: Arguments = part.join(on, off)
-        early = compute_early(split.derivative.early, whole.reads, whole.fed)
-        state, (ys, kept) = _run(loop, step, whole, (whole.reads, weights), (early, whole.fed, added))
+        before = of_each_step(on)
+        for i, value in zip(apart, added_up, strict=True):
+            before[i] = value
+        state, (ys, kept) = _run(loop, step, whole, (whole.reads, weights), (before, whole.fed, added))
         return smooth_part((state, ys)).split((state, ys))[0], ((state, ys), kept)
 
-    zeros = [_zeros(loop.length, equation.outvars[0].aval) for equation in equations]
+    zeros = [_zeros(loop.length, rest.eqns[slot.equation].outvars[0].aval) for slot in slots]
     _, push, (result, kept) = jax.linearize(recorded, on, zeros, has_aux=True)
+    products = [
+        product_of_steps(rest.eqns[each.equation], stacked, d_given.reads[each.read], each.operand)
+        for each, stacked in zip(deferred, kept, strict=True)
+    ]
+    d_early = dict(zip(apart, push_apart(d_on), strict=True))
     added = [
-        product_of_steps(equation, stacked, d_given.reads[each.read], each.operand)
-        for equation, each, stacked in zip(equations, deferred, kept, strict=True)
+        functools.reduce(jnp.add, [*(products[i] for i in slot.deferred), *(d_early[i] for i in slot.early)])
+        for slot in slots
     ]
     return result, fill_in(result, push(d_on, added))
 

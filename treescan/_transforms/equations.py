@@ -8,6 +8,7 @@ from typing import Any
 from jax.core import eval_jaxpr
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"})
+_REVERSE_RULES = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"})
 _CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 
@@ -28,6 +29,26 @@ def called(equation: Any) -> tuple[Any, list[Any]] | None:
     if inner is None:
         return None
     return (inner.jaxpr, list(inner.consts)) if hasattr(inner, "jaxpr") else (inner, [])
+
+
+def has_reverse_rule(jaxpr: Any) -> bool:
+    """Whether anything in a jaxpr has a rule for reverse mode alone (`jax.custom_vjp`).
+
+    In a rule of `jax.custom_jvp` it cannot be mapped any more: the gradient of a `jax.vmap` of it would fail.
+    """
+    return any(
+        equation.primitive.name in _REVERSE_RULES or any(map(has_reverse_rule, _within(equation)))
+        for equation in jaxpr.eqns
+    )
+
+
+def _within(equation: Any) -> Iterator[Any]:
+    """The jaxprs among the parameters of an equation."""
+    for value in equation.params.values():
+        for item in value if isinstance(value, tuple | list) else (value,):
+            jaxpr = getattr(item, "jaxpr", item)
+            if hasattr(jaxpr, "eqns"):
+                yield jaxpr
 
 
 def alone(jaxpr: Any, equation: Any, outputs: Sequence[Any] | None = None) -> tuple[list[Any], Any]:

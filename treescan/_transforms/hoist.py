@@ -20,6 +20,7 @@ from .._avals import is_weak
 from .._errors import BodyError, Fault
 from .._loop import Body, Feed, Loop, Memo, Step, as_arrays, named_signature, settle, weak_types_settled
 from .._types import PyTree, TreeDef
+from .equations import has_reverse_rule
 from .silence import silenced
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -44,8 +45,7 @@ class Traced:
 
     def evaluate(self, closed: list[Any] | None, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
         """Runs the trace; `closed` stands for what the body closes over, None for what it closed over in the trace."""
-        unchanged, inner = consts
-        leaves = jax.tree.leaves((inner, merge(self.fixed, unchanged, state), feed))
+        leaves = self._leaves(consts, state, feed)
         jaxpr = self.jaxprs[_shapes(leaves)]
         closed = jaxpr.consts if closed is None else closed
         out = eval_jaxpr(jaxpr.jaxpr, closed, *leaves, propagate_source_info=True)
@@ -54,21 +54,36 @@ class Traced:
         changed = [leaf for leaf, fixed in zip(new, self.fixed, strict=True) if not fixed]
         return changed, jax.tree.unflatten(self.y, y)
 
+    def shapes(self, consts: Any, state: list[Any], feed: Feed) -> Shapes:
+        """Under which a trace is found."""
+        return _shapes(self._leaves(consts, state, feed))
+
+    def _leaves(self, consts: Any, state: list[Any], feed: Feed) -> list[Any]:
+        unchanged, inner = consts
+        return jax.tree.leaves((inner, merge(self.fixed, unchanged, state), feed))
+
 
 @dataclass(frozen=True, eq=False)
 class Lifted:
-    """A traced step that is given what its body closes over. Its consts: (unchanged, (closed over, inner consts))."""
+    """A traced step that is given what its body closes over. Its consts: (unchanged, (closed over, inner consts)).
+
+    Attributes:
+        traced: the step.
+        places: which of them its trace for arguments of certain shapes closes over.
+    """
 
     traced: Traced
+    places: dict[Shapes, tuple[int, ...]]
 
     def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
         unchanged, (closed, inner) = consts
-        return self.traced.evaluate(closed, (unchanged, inner), state, feed)
+        shapes = self.traced.shapes((unchanged, inner), state, feed)
+        return self.traced.evaluate([closed[i] for i in self.places[shapes]], (unchanged, inner), state, feed)
 
     def silenced(self) -> Lifted:
         """The same without what it says in callbacks."""
         jaxprs = {shapes: silenced(jaxpr) for shapes, jaxpr in self.traced.jaxprs.items()}
-        return Lifted(dataclasses.replace(self.traced, jaxprs=jaxprs))
+        return dataclasses.replace(self, traced=dataclasses.replace(self.traced, jaxprs=jaxprs))
 
 
 @dataclass(frozen=True)
@@ -95,6 +110,7 @@ class Hoisted(NamedTuple):
         y_avals: the same for each leaf, as JAX has them in a trace.
         effects: whether the body does something beside computing, as callbacks do.
         refs: whether it reads or writes mutable arrays that it closes over.
+        reverse_rule: whether anything in it has a rule for reverse mode alone.
     """
 
     loop: Loop
@@ -104,6 +120,7 @@ class Hoisted(NamedTuple):
     y_avals: list[Any]
     effects: bool
     refs: bool
+    reverse_rule: bool
 
     @property
     def settled(self) -> list[Any]:
@@ -131,22 +148,34 @@ def hoist(loop: Loop) -> Hoisted:
     shapes = _shapes(jax.tree.leaves((loop.consts, leaves, one_step(loop.xs))))
     traced = Traced({shapes: jaxpr}, fixed, jax.tree.structure(y))
     hoisted = dataclasses.replace(loop, step=traced, consts=(unchanged, loop.consts), state=state, memo=Memo())
-    return Hoisted(hoisted, fixed, structure, y, jaxpr.out_avals[len(leaves) :], _has_effects(jaxpr), _has_refs(jaxpr))
+    return Hoisted(
+        hoisted,
+        fixed,
+        structure,
+        y,
+        jaxpr.out_avals[len(leaves) :],
+        effects=_has_effects(jaxpr),
+        refs=_has_refs(jaxpr),
+        reverse_rule=has_reverse_rule(jaxpr.jaxpr),
+    )
 
 
 def lift(hoisted: Hoisted) -> Hoisted:
     """The same with what the body closes over among the consts: a rule for derivatives must not close over it."""
     traced = hoisted.loop.step
     assert isinstance(traced, Traced)
-    (jaxpr,) = traced.jaxprs.values()
+    closed = list({id(value): value for jaxpr in traced.jaxprs.values() for value in jaxpr.consts}.values())
+    numbers = {id(value): i for i, value in enumerate(closed)}
+    places = {key: tuple(numbers[id(value)] for value in jaxpr.consts) for key, jaxpr in traced.jaxprs.items()}
     unchanged, inner = hoisted.loop.consts
-    consts = (unchanged, (list(jaxpr.consts), inner))
-    avals = (aval for aval, fixed in zip(jaxpr.out_avals, hoisted.fixed, strict=False) if not fixed)
+    consts = (unchanged, (closed, inner))
+    first = next(iter(traced.jaxprs.values()))
+    avals = (aval for aval, fixed in zip(first.out_avals, hoisted.fixed, strict=False) if not fixed)
     state = [  # a branch that does nothing returns what the step does: no weak type where that returns none
         leaf if aval.weak_type or not is_weak(leaf) else jax.lax.convert_element_type(leaf, aval.dtype)
         for leaf, aval in zip(hoisted.loop.state, avals, strict=True)
     ]
-    loop = dataclasses.replace(hoisted.loop, step=Lifted(traced), consts=consts, state=as_arrays(state))
+    loop = dataclasses.replace(hoisted.loop, step=Lifted(traced, places), consts=consts, state=as_arrays(state))
     return hoisted._replace(loop=loop)
 
 
@@ -155,7 +184,7 @@ def flatten_only(loop: Loop) -> Hoisted:
     leaves, structure = jax.tree.flatten(loop.state)
     step = Untraced(loop.step, structure)
     flat = dataclasses.replace(loop, step=step, consts=([], loop.consts), state=leaves)
-    return Hoisted(flat, (False,) * len(leaves), structure, None, [], effects=False, refs=False)
+    return Hoisted(flat, (False,) * len(leaves), structure, None, [], effects=False, refs=False, reverse_rule=False)
 
 
 def fixed_leaves(loop: Loop) -> tuple[bool, ...]:

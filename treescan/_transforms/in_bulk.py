@@ -14,11 +14,12 @@ from jax.core import eval_jaxpr
 
 from .._avals import is_sharded
 from .._chunk import RunChunk
-from .._loop import Loop, Memo, Step, run
+from .._loop import Feed, Loop, Memo, Step, run
 from .._types import PyTree
-from .deferred import Arguments, run_split
+from .deferred import Arguments, Forward, run_split
 from .hoist import one_step
 from .products import Split, split_step
+from .steps_at_once import compute_early
 
 
 @dataclass(frozen=True)
@@ -36,15 +37,54 @@ class InBulk:
         split = _split(loop)
         if split is None:
             return run(loop)
-        same = [*split.closed, *jax.tree.leaves(consts)]
-        reads = [*eval_jaxpr(split.once, [], *same), *same]
-        state, ys = run_split(loop, split, Arguments(reads, jax.tree.leaves(state), jax.tree.leaves(feed)))
+        given = Arguments(_reads(split, consts), jax.tree.leaves(state), jax.tree.leaves(feed))
+        state, ys = run_split(loop, split, given)
         return jax.tree.unflatten(split.state, state), jax.tree.unflatten(split.y, ys)
 
 
 def in_bulk(chunk: Step) -> Step:
     """The same for what runs a chunk; as it is if that does not run its steps one by one."""
     return InBulk(chunk) if isinstance(chunk, RunChunk) and not chunk.levels else chunk
+
+
+def _reads(split: Split, consts: PyTree) -> list[Any]:
+    same = [*split.closed, *jax.tree.leaves(consts)]
+    return [*eval_jaxpr(split.once, [], *same), *same]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A step of a chunk, without the products that were computed before. Its x is (place in the chunk, feed)."""
+
+    forward: Forward
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        place, fed = feed.x
+        leaves = Feed((place, jax.tree.leaves(fed)))
+        state, y = self.forward(consts, jax.tree.leaves(state), leaves)
+        split = self.forward.split
+        return jax.tree.unflatten(split.state, state), jax.tree.unflatten(split.y, y)
+
+
+@dataclass(frozen=True)
+class AsItIs:
+    """A step in the same form that computes everything itself."""
+
+    step: Step
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        _, fed = feed.x
+        return self.step(consts, state, fed)
+
+
+def ahead(loop: Loop) -> tuple[Ahead | AsItIs, PyTree]:
+    """The step of a chunk whose early products are computed now, and its consts; for what is not differentiated."""
+    split = _split(loop)
+    if split is None or not split.forward.early.outvars:
+        return AsItIs(loop.step), loop.consts
+    reads = _reads(split, loop.consts)
+    early = compute_early(split.forward.early, reads, jax.tree.leaves(loop.xs))
+    return Ahead(Forward(split)), (reads, early)
 
 
 def _split(loop: Loop) -> Split | None:

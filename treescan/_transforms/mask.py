@@ -21,6 +21,7 @@ from .axes import LeafAxes
 from .batch_axes import RowAxes, RowLoop, spread_batch_axes
 from .fill import fill_leaves
 from .good_pairs import GoodPair, earliest_pair, own_pairs
+from .hoist import Lifted
 from .lend import lend
 from .rows import expand, select, select_valid, take_row
 
@@ -146,8 +147,9 @@ def _good_pair(loop: Loop, axes: RowAxes, fixed_axes: LeafAxes, *, share: bool) 
     """
     valid = loop.xs.valid
     assert valid is not None
-    fixed, _ = loop.consts
-    state, fixed, xs = jax.lax.stop_gradient((loop.state, fixed, jax.tree.leaves(loop.xs.x)))
+    unchanged, inner = loop.consts
+    closed, inner = inner if isinstance(loop.step, Lifted) else (None, inner)
+    state, fixed, xs = jax.lax.stop_gradient((loop.state, unchanged, jax.tree.leaves(loop.xs.x)))
     if 0 in valid.shape:  # no step, or no row: there is no pair, and nothing that would be shown one
         first = [jax.lax.full(leaf.shape[1:], 0, leaf.dtype) for leaf in xs]
         return GoodPair(state, [None] * len(fixed), first), loop.consts
@@ -157,8 +159,9 @@ def _good_pair(loop: Loop, axes: RowAxes, fixed_axes: LeafAxes, *, share: bool) 
     else:
         good = own_pairs(state, xs, valid, (axes.state, axes.x), reverse=loop.reverse)
         good = good._replace(fixed=[None] * len(fixed))
-    consts, structure = jax.tree.flatten(loop.consts)
+    consts, structure = jax.tree.flatten((unchanged, inner))
     (good, lent), own = lend(jnp.any(valid), (good, jax.lax.stop_gradient(consts)))
     own_consts = own[len(own) - len(consts) :]
     chosen = [select(flag, mine, theirs) for flag, mine, theirs in zip(own_consts, consts, lent, strict=True)]
-    return jax.lax.stop_gradient(good), jax.tree.unflatten(structure, chosen)
+    unchanged, inner = jax.tree.unflatten(structure, chosen)
+    return jax.lax.stop_gradient(good), (unchanged, inner if closed is None else (closed, inner))

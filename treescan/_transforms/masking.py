@@ -20,7 +20,7 @@ from .carries import refuse_shared_keys, spread_carry_axes
 from .chunked import EVERYTHING, ChunkPlan, refuse_budget, refuse_offload
 from .compact import refuse_tiers, tiers_of, trace_tiers
 from .fill import HOLD, Idle, fill_leaves, hold, hold_afterwards, without_hold
-from .hoist import Hoisted, fixed_leaves, flatten_only, hoist
+from .hoist import Hoisted, fixed_leaves, flatten_only, hoist, lift
 from .mask import lend_rows, mask
 from .outputs import LAST, Keep, is_thinned, keep_afterwards, kept_leaves, one_of, spread_keeps, without_dropped
 from .resets import reset_rows
@@ -83,10 +83,12 @@ def run_masked(
     hoisted = hoist(given.loop)
     given = _with_outputs(given, hoisted.y, plan)
     trace_tiers(hoisted, given, tiers)
+    lifted = not (hoisted.effects or hoisted.refs or hoisted.reverse_rule)
+    hoisted = lift(hoisted) if lifted else hoisted
     keeps = spread_keeps(chunks.save or EVERYTHING, hoisted.y)
     rows = _transformed(_hoisted_rows(hoisted, given), plan, plan.fill, resets, chunks)
     rows, outputs = _hold(rows, keeps, plan.fill, hoisted)
-    skip = SkipPlan(plan.chunk, tiers, chunks.remat, hoisted.effects)
+    skip = SkipPlan(plan.chunk, tiers, chunks.remat, hoisted.effects, lifted)
     if hoisted.refs:
         skip = without_branches(skip, thinned=is_thinned(outputs.keeps))
     state, left = run_skipping(rows, skip, outputs)
@@ -185,7 +187,8 @@ def _hoisted_rows(hoisted: Hoisted, before: RowLoop) -> tuple[LeafAxes, RowLoop]
     axes, pairs = before.axes, list(zip(before.axes.state, hoisted.fixed, strict=True))
     fixed = tuple(axis for axis, is_fixed in pairs if is_fixed)
     state = tuple(axis for axis, is_fixed in pairs if not is_fixed)
-    return fixed, RowLoop(hoisted.loop, axes._replace(consts=(*fixed, *axes.consts), state=state))
+    closed = (None,) * (len(jax.tree.leaves(hoisted.loop.consts)) - len(fixed) - len(axes.consts))
+    return fixed, RowLoop(hoisted.loop, axes._replace(consts=(*fixed, *closed, *axes.consts), state=state))
 
 
 def _with_outputs(rows: RowLoop, y: PyTree, plan: MaskPlan) -> RowLoop:

@@ -59,6 +59,11 @@ class Emit:
         return state, [leaf for leaf, flag in zip(jax.tree.leaves(y), self.flags, strict=True) if flag]
 
 
+def emitting(step: Step, keeps: Sequence[Keep]) -> Emit:
+    """A step that returns the leaves of y of which anything is kept."""
+    return Emit(step, tuple(keep is not None for keep in keeps))
+
+
 @dataclass(frozen=True)
 class Called:
     """A step as one function of the program, which all that run it call."""
@@ -233,8 +238,7 @@ def run_keeping(loop: Loop, levels: Sequence[Level], keeps: tuple[Keep, ...]) ->
         chunks = keep_levels(levels or (Level(loop.length),), often)
         state, ys = run_chunked(loop, chunks)
     else:
-        flags = tuple(keep is not None for keep in keeps)
-        state, ys = run_chunked(dataclasses.replace(loop, step=Emit(loop.step, flags)), tuple(levels))
+        state, ys = run_chunked(dataclasses.replace(loop, step=emitting(loop.step, keeps)), tuple(levels))
     pairs = [(keep, kept) for keep, kept in zip(keeps, often, strict=True) if keep is not None]
     return state, [_finish(y, keep, kept, loop, sizes) for y, (keep, kept) in zip(ys, pairs, strict=True)]
 

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from .._loop import Feed, Step
 from .._types import PyTree
 from .dependence import dependent
-from .equations import called, evaluate_inlined, variables_of
+from .equations import called, evaluate_inlined, has_reverse_rule, variables_of
 
 PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
@@ -113,8 +113,9 @@ class Split:
 def split_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> Split | None:
     """Splits a step, given the types of its arguments; None if all of it is to be computed step by step.
 
-    So it is where the step does something beside computing, where it multiplies nothing with weights, and where that
-    would have to be moved with what may not be computed for many steps at once.
+    So it is where the step does something beside computing, where it has functions with a rule for reverse mode alone,
+    where it multiplies nothing with weights, and where that would have to be moved with what may not be computed for
+    many steps at once.
     """
     groups = [jax.tree.leaves(tree) for tree in (consts, state, feed)]
     leaves = [leaf for group in groups for leaf in group]
@@ -125,7 +126,7 @@ def split_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> Split |
         return jax.tree.leaves(new), y
 
     traced, (_, y) = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-    if traced.effects or not _holds_products(traced.jaxpr):
+    if traced.effects or not _holds_products(traced.jaxpr) or has_reverse_rule(traced.jaxpr):
         return None
     if any(map(_is_inlined, traced.jaxpr.eqns)):
         traced = _inline(traced, leaves)

@@ -13,7 +13,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from .._avals import is_key, promoted
 from .._chunk import Level, run_chunked
@@ -21,30 +20,20 @@ from .._loop import Feed, Step, run
 from .._remat import Remat
 from .._sizes import Wish, plan_sizes
 from .._tree import Prefix
-from .._types import Array, PyTree
+from .._types import PyTree
 from .batch_axes import RowAxes, RowLoop
 from .chunked import levels_for, levels_of, nearest
 from .compact import LiveRows
 from .fill import Idle
 from .in_bulk import in_bulk
-from .lend import may_branch, most_of_all, most_of_devices
-from .outputs import Keep, boundaries, run_keeping
+from .in_place import InPlace
+from .lend import may_branch
+from .outputs import Keep, boundaries, emitting, is_thinned, run_keeping
 from .remat import Checkpointed, checkpoint_steps, refuse_symbolic, refuse_with_refs, remat_wishes
+from .schedule import Schedule, make_schedule
 
 LARGEST, SMALLEST, FEWEST = 16, 8, 4
 """Of the chunk that is chosen for the user: the most and the least steps, and of how many a short loop is made."""
-
-
-class Schedule(NamedTuple):
-    """What of each chunk is to be run.
-
-    Attributes:
-        branch: int32[N]: 0: nothing; i: the first tiers[i-1] rows of the order.
-        order: int32[N, B], the rows of each chunk, live ones first; None if there is but one tier.
-    """
-
-    branch: Array
-    order: Array | None = None
 
 
 @dataclass(frozen=True)
@@ -104,12 +93,14 @@ class SkipPlan:
         tiers: the numbers of rows that the body is made for; only one for all rows.
         remat: what the gradient recomputes.
         effects: whether the body has effects, which no gradient may repeat unasked.
+        lifted: whether the loop's step is given all that it reads.
     """
 
     chunk: int | None
     tiers: tuple[int, ...]
     remat: Remat | None
     effects: bool = False
+    lifted: bool = False
 
 
 def without_branches(plan: SkipPlan, *, thinned: bool) -> SkipPlan:
@@ -153,6 +144,11 @@ def run_skipping(rows: RowLoop, plan: SkipPlan, outputs: RowOutputs) -> tuple[Py
     else:
         size, levels = _levels(rows, plan, outputs)
         loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=make_schedule(valid, size, plan.tiers)))
+        in_place = InPlace(size, plan.tiers, rows.axes, outputs.idle)
+        plain = len(levels) == 1 and size < loop.length and not plan.remat
+        if plan.lifted and plain and not is_thinned(outputs.keeps) and in_place.fits(loop):
+            loop = dataclasses.replace(loop, step=emitting(loop.step, outputs.keeps))
+            return in_place.run(loop, lambda loop: run_chunked(loop, levels))
     return run_keeping(loop, levels, outputs.keeps)
 
 
@@ -221,33 +217,3 @@ class _Around:
 def _may_nest(tree: PyTree) -> bool:
     """Whether a branch may be recomputed by itself: before 0.10, JAX does not split one that typed keys enter."""
     return jax.__version_info__ >= (0, 10) or not any(map(is_key, jax.tree.leaves(tree)))
-
-
-def _live_rows(valid: Array, size: int) -> Array:
-    """bool[N, *batch]: which rows have a valid step in each chunk."""
-    length = valid.shape[0]
-    if size == length:  # a symbolic length too
-        return jnp.any(valid, axis=0)[None]
-    count = -(-length // size)
-    padded = jnp.pad(valid, [(0, count * size - length), *((0, 0) for _ in valid.shape[1:])])
-    return jnp.any(padded.reshape(count, size, *valid.shape[1:]), axis=1)
-
-
-def make_schedule(valid: Array, size: int, tiers: tuple[int, ...]) -> Schedule:
-    """What of each chunk is to be run: the same for all elements of a vmap and on all devices of a shard_map.
-
-    Args:
-        valid: bool[T, *batch].
-        size: the steps of a chunk.
-        tiers: the numbers of rows to choose from, ascending.
-    """
-    live = _live_rows(valid, size)
-    count = live.shape[0]
-    if len(tiers) == 1:
-        branch = jnp.any(live.reshape(count, -1), axis=1).astype(jnp.int32)
-        return Schedule(most_of_all(most_of_devices(branch)))
-    live = jnp.any(live.reshape(*live.shape[:2], -1), axis=2)
-    number = jnp.sum(live, axis=1, dtype=jnp.int32)
-    needed = jnp.sum(number[:, None] > jnp.array([[0, *tiers[:-1]]], jnp.int32), axis=1, dtype=jnp.int32)
-    order = jnp.argsort(~live, axis=1, stable=True).astype(jnp.int32)
-    return Schedule(most_of_all(most_of_devices(needed)), order)
