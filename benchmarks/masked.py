@@ -37,6 +37,7 @@ SMALL = Size(512, 32, 64, 128)
 LARGE = Size(512, 64, 64, 256)
 TINY = Size(24, 4, 3, 5)
 SEQUENCES, FEW_SEQUENCES = 2000, 20  # in the data set that is packed
+SLOW_BLOCKS = 5  # of torch's gradient at LARGE, which takes up to twelve seconds
 
 WHERE, FLAX, TORCH = "where by hand", "flax.linen.RNN", "torch, packed"
 FORWARD, GRADIENT = "forward", "gradient"
@@ -139,6 +140,7 @@ def _masked(size: Size, torch: Torch) -> Iterator[Comparison | Memory]:
                     peers[peer],
                     _target(size, option, peer, name, kind),
                     {"padded_over_valid": padding},
+                    SLOW_BLOCKS if size is LARGE and (peer, kind) == (TORCH, GRADIENT) else None,
                 )
 
 
