@@ -66,7 +66,8 @@ OPTIONS = {
     "tiers in reverse": {"lengths": LENGTHS, "compact": (1, 3), "reverse": True},
     "resets": {"mask": MASK, "resets": np.arange(STEPS)[:, None] % 7 == np.arange(ROWS)},
     "compact resets": {"mask": MASK, "resets": np.arange(STEPS)[:, None] % 7 == np.arange(ROWS), "compact": (2,)},
-    "no remainder": {"lengths": np.minimum(LENGTHS, 40), "chunk": 43 - 3, "compact": True},
+    "one chunk and a remainder": {"lengths": np.minimum(LENGTHS, 40), "chunk": 40, "compact": True},
+    "no remainder": {"mask": MASK, "chunk": 1, "compact": True},
     "unrolled": {"lengths": LENGTHS, "unroll": 3, "compact": (2,)},
     "nothing": {"lengths": np.zeros(ROWS, np.int32), "compact": True},
 }
@@ -198,14 +199,14 @@ def test_a_rule_for_reverse_mode_alone(monkeypatch, body, options, derive):
 
 
 def returned_by_branches(program):
-    """How often an array of each type is in what a conditional returns."""
+    """The types that each conditional returns."""
     lines = [line for line in program if " conditional(" in line]
     return [line.split(" = ")[1].split(" conditional(")[0] for line in lines]
 
 
 @pytest.mark.parametrize("options", [{}, {"compact": (1, 2)}, {"reverse": True}], ids=str)
-def test_nothing_is_copied(options):
-    """Control: an output that holds the last valid one is stacked, chunk by chunk."""
+def test_nothing_is_copied(monkeypatch, options):
+    """Controls: an output that holds the last valid one is stacked, chunk by chunk, and so are all but on a CPU."""
     program = Program(functools.partial(run, cell, lengths=jnp.asarray(LENGTHS), **options), *given())
     whole, chunk = f"f32[{STEPS},{ROWS},{WIDTH}]", f"f32[{CHUNK},{ROWS},{WIDTH}]"
     returned = returned_by_branches(program)
@@ -215,3 +216,6 @@ def test_nothing_is_copied(options):
     assert not any(f"= {whole}" in line and " copy(" in line for line in program)
     held = Program(functools.partial(run, cell, lengths=jnp.asarray(LENGTHS), fill="hold", **options), *given())
     assert any(chunk in each for each in returned_by_branches(held))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    elsewhere = Program(functools.partial(run, cell, lengths=jnp.asarray(LENGTHS), **options), *given())
+    assert any(chunk in each for each in returned_by_branches(elsewhere))

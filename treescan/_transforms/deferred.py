@@ -152,7 +152,11 @@ def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments
         whole: Arguments = part.join(on, off)
         return compute_early(early, whole.reads, whole.fed)
 
-    added_up, push_apart = jax.linearize(lambda on: [of_each_step(on)[i] for i in apart], on)
+    def of_sums(on: list[Any]) -> list[Array]:
+        values = of_each_step(on) if apart else []
+        return [values[i] for i in apart]
+
+    added_up, push_apart = jax.linearize(of_sums, on)
 
     def recorded(on: list[Any], added: list[Array]) -> tuple[list[Any], Any]:
         whole: Arguments = part.join(on, off)

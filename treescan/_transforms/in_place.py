@@ -174,6 +174,7 @@ class _Chunk:
         return loop, *ahead(loop)
 
     def _places(self) -> Array:
+        """The steps' places in the chunk; unsigned, as of signed ones JAX asks whether they count from the end."""
         return jnp.arange(self.steps.length, dtype=jnp.uint32)
 
 
