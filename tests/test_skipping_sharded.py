@@ -68,9 +68,12 @@ def test_the_loop_does_not_communicate_to_decide(function, chunk):
     )
 
 
-def test_compact_of_a_sharded_batch():
-    got = jax.jit(functools.partial(run, chunk=2, compact=(2,)))(*spread(mesh_of(), data()))
-    chex.assert_trees_all_close(got, run(*data(), chunk=0), rtol=1e-5)
+@pytest.mark.parametrize("tiers", [(1,), (2,), (1, 3)])
+def test_compact_of_a_sharded_batch(tiers):
+    few = data(np.minimum(LENGTHS, np.where(np.arange(ROWS) == 6, 5, 2)))  # after two steps one row is left
+    for given in (data(), few):
+        got = jax.jit(functools.partial(run, chunk=2, compact=tiers))(*spread(mesh_of(), given))
+        chex.assert_trees_all_close(got, run(*given, chunk=0), rtol=1e-5)
 
 
 def test_an_explicit_mesh_skips_chunks_and_refuses_to_order_rows():

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from .._avals import is_sharded, vary_over, varying_axes
 from .._errors import ArgumentError, Fault
@@ -79,6 +80,8 @@ def put_rows(tree: PyTree, new: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
         if axis is None:
             return ran
         leaf = vary_over(leaf, varying_axes(jax.typeof(ran)))
+        if rows.shape == (1,):  # XLA's CPU backend makes several operations of a scatter of one row
+            return jax.lax.dynamic_update_slice_in_dim(leaf, ran, rows[0].astype(np.uint32), axis)
         place = (*(slice(None) for _ in range(axis)), rows)
         return leaf.at[place].set(ran, mode="promise_in_bounds", unique_indices=True)
 

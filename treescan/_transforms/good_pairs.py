@@ -34,12 +34,16 @@ def first_valid(valid: Array, *, reverse: bool) -> tuple[Array, Array]:
         reverse: whether the loop runs from the last position to the first.
 
     Returns:
-        bool[*batch] and int32[*batch].
+        bool[*batch] and int32[*batch]; of a row without a valid step any position.
     """
-    have = jnp.any(valid, axis=0)
+    length = valid.shape[0]
+    steps = jnp.arange(length, dtype=jnp.int32).reshape(length, *(1 for _ in valid.shape[1:]))
+    # The least of numbers, which is cheaper than an argmax.
     if reverse:
-        return have, valid.shape[0] - 1 - jnp.argmax(valid[::-1], axis=0)
-    return have, jnp.argmax(valid, axis=0)
+        first = jnp.max(jnp.where(valid, steps, -1), axis=0)
+        return first >= 0, jnp.maximum(first, 0)
+    first = jnp.min(jnp.where(valid, steps, length), axis=0)
+    return first < length, jnp.minimum(first, length - 1)
 
 
 def own_pairs(

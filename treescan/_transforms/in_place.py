@@ -197,6 +197,11 @@ def _put(outputs: Array, ys: Array, axis: int | None, rows: Array, start: Array)
     """Writes the outputs of a chunk of steps, or those of some rows."""
     if axis is None:
         return jax.lax.dynamic_update_slice_in_dim(outputs, ys, start, 0)
+    if rows.shape == (1,):
+        row, zero = rows[0].astype(start.dtype), jnp.zeros((), start.dtype)
+        return jax.lax.dynamic_update_slice(
+            outputs, ys, [start, *(row if i == axis else zero for i in range(ys.ndim - 1))]
+        )
     places = jnp.stack([jnp.broadcast_to(start.astype(rows.dtype), rows.shape), rows], axis=1)
     numbers = jax.lax.ScatterDimensionNumbers(
         update_window_dims=tuple(i for i in range(ys.ndim) if i != axis + 1),
