@@ -128,6 +128,8 @@ def _check_offload(kind: Any) -> str | None:
 
 def check_save(save: Save) -> Prefix | None:
     """A prefix tree of what is kept: how often, LAST or None. None as a whole: everything is."""
+    if isinstance(save, str) and save == "all":
+        return None
     prefix = Prefix.of(save)
     leaves = tuple(map(_check_keep, prefix.leaves))
     return None if all(keep == ALL for keep in leaves) else Prefix(leaves, prefix.structure)

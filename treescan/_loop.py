@@ -103,12 +103,12 @@ class Body:
         """The body itself."""
         return self._function()
 
-    @property
+    @functools.cached_property
     def parameters(self) -> tuple[inspect.Parameter, ...] | None:
         """The body's parameters; None if they cannot be known."""
-        return self.memo(inspect.Parameter, lambda: _parameters(self.function))
+        return _parameters(self.function)
 
-    @property
+    @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The names of its positional parameters, as far as they can be known."""
         positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -117,11 +117,14 @@ class Body:
     @staticmethod
     def of(function: Callable[..., Any]) -> Body:
         """The handle of a body: shared by equal ones, new in each call for one without a hash or weak references."""
-        new = Body(function)
         try:
+            known = _bodies.get(function)
+            if known is not None:
+                return known
+            new = Body(function)
             body = _bodies.setdefault(function, new)
         except Exception:  # no hash, no weak references, or an `==` that fails: the user's types decide
-            body = new
+            body = new = Body(function)
         if body is new:
             count_body(function)
         return body

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from .._types import Array
 from .axes import LeafAxes
-from .rows import expand, pick_steps, select, take_row
+from .rows import RowMask, pick_steps, take_row
 
 
 class GoodPair(NamedTuple):
@@ -56,11 +56,11 @@ def own_pairs(
     carry_axes, x_axes = axes
     batch = valid.shape[1:]
     have, first = first_valid(valid, reverse=reverse)
-    lender = jnp.argmax(have.reshape(-1))
+    lender, mask = jnp.argmax(have.reshape(-1)), RowMask(have)
 
     def borrow(leaf: Array, axis: int | None) -> Array:
         assert axis is not None
-        return select(expand(have, leaf, axis), leaf, take_row(leaf, lender, axis, batch))
+        return mask.select(leaf, take_row(leaf, lender, axis, batch), axis)
 
     at_first = [pick_steps(leaf, first, axis) for leaf, axis in zip(xs, x_axes, strict=True)]
     return GoodPair(list(map(borrow, state, carry_axes)), [], list(map(borrow, at_first, x_axes)))

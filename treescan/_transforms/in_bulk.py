@@ -18,7 +18,7 @@ from .._loop import Feed, Loop, Memo, Step, run
 from .._types import PyTree
 from .deferred import Arguments, Forward, run_split
 from .hoist import one_step
-from .products import Split, split_step
+from .products import Looked, Split, look_at_step
 from .steps_at_once import compute_early
 
 
@@ -34,7 +34,7 @@ class InBulk:
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Any) -> tuple[PyTree, PyTree]:
         loop = self.chunk.loop(consts, state, feed)
-        split = _split(loop)
+        split = _look_at(loop).split
         if split is None:
             return run(loop)
         given = Arguments(_reads(split, consts), jax.tree.leaves(state), jax.tree.leaves(feed))
@@ -79,7 +79,7 @@ class AsItIs:
 
 def ahead(loop: Loop) -> tuple[Ahead | AsItIs, PyTree]:
     """The step of a chunk whose early products are computed now, and its consts; for what is not differentiated."""
-    split = _split(loop)
+    split = _look_at(loop).split
     if split is None or not split.forward.early.outvars:
         return AsItIs(loop.step), loop.consts
     reads = _reads(split, loop.consts)
@@ -87,9 +87,15 @@ def ahead(loop: Loop) -> tuple[Ahead | AsItIs, PyTree]:
     return Ahead(Forward(split)), (reads, early)
 
 
-def _split(loop: Loop) -> Split | None:
-    leaves = jax.tree.leaves((loop.consts, loop.state, loop.xs))
-    if any(map(is_sharded, leaves)):
-        return None
-    key = (InBulk, loop.step, *map(jax.typeof, leaves))
-    return (loop.memo or Memo())(key, lambda: split_step(loop.step, loop.consts, loop.state, one_step(loop.xs)))
+def types_of_y(loop: Loop) -> list[Any]:
+    """The types of one step's y, flat, as JAX has them in a trace."""
+    return _look_at(loop).y
+
+
+def _look_at(loop: Loop) -> Looked:
+    one = one_step(loop.xs)
+    key = (InBulk, loop.step, *map(jax.typeof, jax.tree.leaves((loop.consts, loop.state))), *jax.tree.leaves(one))
+    looked = (loop.memo or Memo())(key, lambda: look_at_step(loop.step, loop.consts, loop.state, one))
+    if any(map(is_sharded, jax.tree.leaves((loop.consts, loop.state, loop.xs)))):
+        return looked._replace(split=None)
+    return looked

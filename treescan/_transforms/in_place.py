@@ -25,8 +25,7 @@ from .._types import Array, PyTree
 from .batch_axes import RowAxes
 from .compact import put_rows, take_feed, take_rows
 from .fill import Idle
-from .hoist import one_step
-from .in_bulk import Ahead, AsItIs, ahead
+from .in_bulk import Ahead, AsItIs, ahead, types_of_y
 from .schedule import Schedule
 from .smooth import fill_in, nonzero_part, smooth_part
 
@@ -119,7 +118,7 @@ class InPlace:
 
     def _outputs(self, loop: Loop) -> list[Array]:
         """The outputs of a loop that runs nothing."""
-        _, y = jax.eval_shape(loop.step, loop.consts, loop.state, one_step(loop.xs))
+        y = types_of_y(loop)
         types = [jax.ShapeDtypeStruct((loop.length, *leaf.shape), leaf.dtype) for leaf in y]
         idle = self.idle(loop.state, types)
         return [vary_over(leaf, varying_axes(of)) for leaf, of in zip(idle, y, strict=True)]

@@ -47,7 +47,7 @@ def most_of_devices(counts: Array) -> Array:
 
 @custom_vmap
 def _lend(have: Array, leaves: list[Array]) -> tuple[list[Array], list[Array]]:
-    return leaves, [jnp.ones((), bool) for _ in leaves]
+    return leaves, [jnp.ones((), bool)] * len(leaves)
 
 
 @_lend.def_vmap

@@ -23,7 +23,7 @@ from .fill import fill_leaves
 from .good_pairs import GoodPair, earliest_pair, own_pairs
 from .hoist import Lifted
 from .lend import lend
-from .rows import expand, select, select_valid, take_row
+from .rows import RowMask, expand, select, take_row
 
 
 @dataclass(frozen=True)
@@ -54,39 +54,41 @@ class Masked:
         valid = feed.valid
         assert valid is not None
         x, x_tree = jax.tree.flatten(feed.x)
+        mask = RowMask(valid)
         show = _show_shared if None in (*self.carry_axes, *self.x_axes) else _show_own
-        shown = show(valid, state, good.state, self.carry_axes)
-        shown_fixed = show(valid, fixed, good.fixed, self.fixed_axes)
-        shown_x = jax.tree.unflatten(x_tree, show(valid, x, good.x, self.x_axes))
+        shown = show(mask, state, good.state, self.carry_axes)
+        shown_fixed = show(mask, fixed, good.fixed, self.fixed_axes)
+        shown_x = jax.tree.unflatten(x_tree, show(mask, x, good.x, self.x_axes))
         returned, y = self.step((shown_fixed, inner), shown, feed._replace(x=shown_x))
         kept = [
-            old if new is seen else select_valid(valid, new, old, axis)
+            old if new is seen else mask.select(new, old, axis)
             for old, seen, new, axis in zip(state, shown, returned, self.carry_axes, strict=True)
         ]
-        return kept, self._fill_padding(valid, y)
+        return kept, self._fill_padding(mask, y)
 
-    def _fill_padding(self, valid: Array, y: PyTree) -> PyTree:
-        axes = spread_batch_axes("y_axes", self.y_axes, y, "y", valid.shape)
+    def _fill_padding(self, mask: RowMask, y: PyTree) -> PyTree:
+        axes = spread_batch_axes("y_axes", self.y_axes, y, "y", mask.valid.shape)
         filled = [
-            select_valid(valid, leaf, fill, axis)
+            mask.select(leaf, fill, axis)
             for leaf, fill, axis in zip(jax.tree.leaves(y), fill_leaves(self.fill, y), axes, strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(y), filled)
 
 
-def _show_own(valid: Array, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:
+def _show_own(mask: RowMask, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:
     return [
-        leaf if other is None else select_valid(valid, leaf, other, axis)
+        leaf if other is None else mask.select(leaf, other, axis)
         for leaf, other, axis in zip(leaves, good, axes, strict=True)
     ]
 
 
-def _show_shared(valid: Array, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:
+def _show_shared(mask: RowMask, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:
     """Some leaves are shared by all rows: a row's first pair might not fit what these are by now.
 
     Padded rows are shown a row that is valid at this very step. Where there is none, everything is as it was when the
     earliest row began, shared leaves included; nothing that the body then returns is kept.
     """
+    valid = mask.valid
     if valid.size == 0:
         return leaves
     rows = valid.reshape(-1)
@@ -98,7 +100,7 @@ def _show_shared(valid: Array, leaves: list[Array], good: list[Any], axes: LeafA
         if axis is None:
             return select(any_row, leaf, other)
         lent = jax.lax.stop_gradient(take_row(leaf, lender, axis, valid.shape))
-        return select_valid(valid, leaf, select(any_row, lent, other), axis)
+        return mask.select(leaf, select(any_row, lent, other), axis)
 
     return list(map(show, leaves, good, axes))
 

@@ -110,8 +110,20 @@ class Split:
     y: Any
 
 
-def split_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> Split | None:
-    """Splits a step, given the types of its arguments; None if all of it is to be computed step by step.
+class Looked(NamedTuple):
+    """What was found out about a step.
+
+    Attributes:
+        split: None if all of it is to be computed step by step.
+        y: the types of its y, flat.
+    """
+
+    split: Split | None
+    y: list[Any]
+
+
+def look_at_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> Looked:
+    """Splits a step, given the types of its arguments, where not all of it is to be computed step by step.
 
     So it is where the step does something beside computing, where it has functions with a rule for reverse mode alone,
     where it multiplies nothing with weights, and where that would have to be moved with what may not be computed for
@@ -126,8 +138,14 @@ def split_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> Split |
         return jax.tree.leaves(new), y
 
     traced, (_, y) = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    split = _split(traced, groups, state, y)
+    return Looked(split, traced.out_avals[len(groups[1]) :])
+
+
+def _split(traced: Any, groups: list[list[Any]], state: PyTree, y: PyTree) -> Split | None:
     if traced.effects or not _holds_products(traced.jaxpr) or has_reverse_rule(traced.jaxpr):
         return None
+    leaves = [leaf for group in groups for leaf in group]
     if any(map(_is_inlined, traced.jaxpr.eqns)):
         traced = _inline(traced, leaves)
     found = _Found.of(traced.jaxpr, *map(len, groups))

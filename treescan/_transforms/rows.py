@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -40,9 +41,41 @@ def expand(valid: Array, leaf: Array, axis: int) -> Array:
     return valid.reshape((*(1 for _ in range(axis)), *valid.shape, *(1 for _ in range(leaf.ndim - axis - valid.ndim))))
 
 
+class RowMask:
+    """The mask of one step, which is made once for each shape of a leaf: of many leaves all else takes long to trace.
+
+    Attributes:
+        valid: bool[*batch].
+    """
+
+    def __init__(self, valid: Array) -> None:
+        self.valid = valid
+        self._shaped: dict[tuple[Any, ...], Array] = {}
+
+    def select(self, new: Array, old: Array, axis: int | None) -> Array:
+        """`new` for valid rows, `old` for others; for a leaf without rows (None), `new` if any row is valid.
+
+        `old` has the shape of `new`, or is broadcast to it.
+        """
+        if axis is None:
+            return select(self._made((), lambda: jnp.any(self.valid)), new, old)
+        if is_sharded(new) or is_sharded(old) or new.dtype != old.dtype or old.ndim not in (0, new.ndim):
+            return select(expand(self.valid, new, axis), new, old)
+        dimensions = tuple(range(axis, axis + self.valid.ndim))
+        mask = self._made((new.shape, axis), lambda: jax.lax.broadcast_in_dim(self.valid, new.shape, dimensions))
+        if old.shape != new.shape:
+            old = jax.lax.broadcast_in_dim(old, new.shape, tuple(range(old.ndim)))
+        return jax.lax.select_n(mask, old, new)
+
+    def _made(self, key: tuple[Any, ...], make: Callable[[], Array]) -> Array:
+        if key not in self._shaped:
+            self._shaped[key] = make()
+        return self._shaped[key]
+
+
 def select_valid(valid: Array, new: Array, old: Array, axis: int | None) -> Array:
-    """`new` for valid rows, `old` for others; for a leaf without rows (None), `new` if any row is valid."""
-    return select(jnp.any(valid) if axis is None else expand(valid, new, axis), new, old)
+    """One leaf of `RowMask.select`."""
+    return RowMask(valid).select(new, old, axis)
 
 
 def take_row(leaf: Array, row: Array, axis: int, batch: tuple[int, ...]) -> Array:
