@@ -447,10 +447,10 @@ def subjaxprs(value: Any) -> Iterator[Any]:
         yield value
 
 
-def equations(jaxpr: Any, name: str) -> Iterator[Any]:
-    """The equations of a primitive, in a jaxpr and all that it calls."""
+def equations(jaxpr: Any, name: str | None = None) -> Iterator[Any]:
+    """The equations of a primitive, or all, in a jaxpr and all that it calls."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == name:
+        if name in (None, eqn.primitive.name):
             yield eqn
         for value in eqn.params.values():
             for sub in subjaxprs(value):

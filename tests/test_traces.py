@@ -10,7 +10,20 @@ import weakref
 import jax
 import jax.numpy as jnp
 import pytest
-from helpers import LENGTHS, OPTIONS, Counted, array, arrays, by_turns, compilations, masked, over, parametrize, plain
+from helpers import (
+    LENGTHS,
+    OPTIONS,
+    Counted,
+    array,
+    arrays,
+    by_turns,
+    compilations,
+    equations,
+    masked,
+    over,
+    parametrize,
+    plain,
+)
 from jaxtyping import Array, Float
 
 import treescan
@@ -327,3 +340,18 @@ def test_nothing_is_warned_of_unless_asked_for(monkeypatch):
     for _ in range(3):  # warnings are errors
         a_lambda_a_call(array(3))
         treescan.scan(lambda c, x: (c + x, x), 0, array(3))
+
+
+def test_a_masked_scan_has_a_few_equations_for_each_leaf_of_the_carry():
+    """What a trace takes: once where the loop begins, to find what padded rows are shown, and in the step two masks."""
+
+    def shift(carry, x):
+        return jax.tree.map(lambda leaf: leaf + x, carry), None
+
+    def number(leaves):
+        init = dict.fromkeys(map(str, range(leaves)), jnp.ones((4, 3)))
+        run = functools.partial(treescan.mask_scan, shift, lengths=jnp.arange(4))
+        return len(list(equations(jax.make_jaxpr(run)(init, jnp.ones((64, 4, 3))).jaxpr)))
+
+    counts = [number(leaves) for leaves in (10, 20, 30)]
+    assert counts[2] - counts[1] == counts[1] - counts[0] <= 12 * 10
