@@ -34,7 +34,7 @@ class InBulk:
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Any) -> tuple[PyTree, PyTree]:
         loop = self.chunk.loop(consts, state, feed)
-        split = _look_at(loop).split
+        split = _split_of(loop)
         if split is None:
             return run(loop)
         given = Arguments(_reads(split, consts), jax.tree.leaves(state), jax.tree.leaves(feed))
@@ -79,7 +79,7 @@ class AsItIs:
 
 def ahead(loop: Loop) -> tuple[Ahead | AsItIs, PyTree]:
     """The step of a chunk whose early products are computed now, and its consts; for what is not differentiated."""
-    split = _look_at(loop).split
+    split = _split_of(loop)
     if split is None or not split.forward.early.outvars:
         return AsItIs(loop.step), loop.consts
     reads = _reads(split, loop.consts)
@@ -92,10 +92,12 @@ def types_of_y(loop: Loop) -> list[Any]:
     return _look_at(loop).y
 
 
+def _split_of(loop: Loop) -> Split | None:
+    sharded = any(map(is_sharded, jax.tree.leaves((loop.consts, loop.state, loop.xs))))
+    return None if sharded else _look_at(loop).split
+
+
 def _look_at(loop: Loop) -> Looked:
     one = one_step(loop.xs)
     key = (InBulk, loop.step, *map(jax.typeof, jax.tree.leaves((loop.consts, loop.state))), *jax.tree.leaves(one))
-    looked = (loop.memo or Memo())(key, lambda: look_at_step(loop.step, loop.consts, loop.state, one))
-    if any(map(is_sharded, jax.tree.leaves((loop.consts, loop.state, loop.xs)))):
-        return looked._replace(split=None)
-    return looked
+    return (loop.memo or Memo())(key, lambda: look_at_step(loop.step, loop.consts, loop.state, one))
