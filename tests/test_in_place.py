@@ -10,8 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from built_in_carries import assert_close
-from helpers import array, by_turns, parametrize
+from helpers import array, by_turns
 from hlo import Program
+from unpadded import QUICKLY
 
 import treescan
 
@@ -127,7 +128,11 @@ def plain(options):
     return {name: value for name, value in options.items() if name not in ("chunk", "compact", "unroll")} | {"chunk": 0}
 
 
-@by_turns(2, body=BODIES, options=OPTIONS)
+def compiled(function, *args):
+    return jax.jit(function, compiler_options=QUICKLY)(*args)
+
+
+@by_turns(3, options=OPTIONS, body=BODIES)
 def test_values_are_those_of_the_stacked_loop(body, options):
     ours = jax.jit(functools.partial(run, body, **options))(*given())
     assert_close(ours, run(body, *given(), **plain(options)), 1e-6)
@@ -135,15 +140,15 @@ def test_values_are_those_of_the_stacked_loop(body, options):
 
 @by_turns(2, derive=DERIVED, options={name: OPTIONS[name] for name in ("lengths", "compact", "tiers in reverse")})
 def test_derivatives_are_those_of_the_stacked_loop(options, derive):
-    ours, expected = (jax.jit(functools.partial(derive, cell, **each)) for each in (options, plain(options)))
-    assert_close(ours(*given()), expected(*given()), 1e-5)
+    ours, expected = (functools.partial(derive, cell, **each) for each in (options, plain(options)))
+    assert_close(compiled(ours, *given()), compiled(expected, *given()), 1e-5)
 
 
-@parametrize("derive", {f.__name__: f for f in (value_beside_gradient, gradient, gradient_of_mapped)})
-@parametrize("body", {f.__name__: f for f in (of_all_kinds, with_constants)})
+@by_turns(2, body=(with_constants, of_all_kinds), derive=(value_beside_gradient, gradient, gradient_of_mapped))
 def test_derivatives_of_other_outputs(body, derive):
     ours, expected = ({"mask": MASK, "compact": True}, {"mask": MASK, "chunk": 0})
-    assert_close(derive(body, *given(), **ours), derive(body, *given(), **expected), 1e-5)
+    ours, expected = (functools.partial(derive, body, **each) for each in (ours, expected))
+    assert_close(compiled(ours, *given()), compiled(expected, *given()), 1e-5)
 
 
 def test_rows_of_two_axes():
@@ -151,8 +156,10 @@ def test_rows_of_two_axes():
     init, xs = (jnp.stack([leaf, leaf / 2], axis=-2) for leaf in (init, xs))
     mask = np.stack([MASK, MASK[:, ::-1]], axis=-1)
     for derive in (run, gradient):
-        ours = derive(cell, weights, init, xs, mask=mask, compact=True)
-        assert_close(ours, derive(cell, weights, init, xs, mask=mask, chunk=0), 1e-5)
+        ours, expected = (
+            functools.partial(derive, cell, mask=mask, **each) for each in ({"compact": True}, {"chunk": 0})
+        )
+        assert_close(compiled(ours, weights, init, xs), compiled(expected, weights, init, xs), 1e-5)
 
 
 def test_a_gradient_with_respect_to_what_the_body_closes_over():
@@ -165,7 +172,10 @@ def test_a_gradient_with_respect_to_what_the_body_closes_over():
 
         return jnp.sum(jax.grad(outer)(weights) ** 2)
 
-    slopes = [jax.grad(inner)(1.5, **options) for options in ({"compact": True}, {}, {"chunk": 0})]
+    slopes = [
+        compiled(jax.grad(functools.partial(inner, **options)), 1.5)
+        for options in ({"compact": True}, {}, {"chunk": 0})
+    ]
     assert_close(slopes[0], slopes[2], 1e-4)
     assert_close(slopes[1], slopes[2], 1e-4)
 
@@ -188,14 +198,17 @@ def by_elements(weights, carry, x):
     return carry, carry
 
 
-@parametrize("derive", {f.__name__: f for f in (run, gradient, gradient_of_mapped)})
-@parametrize("options", {"plain": {}, "compact": {"compact": True}})
-@parametrize("body", {f.__name__: f for f in (multiplied, by_elements)})
+@by_turns(
+    2,
+    body=(multiplied, by_elements),
+    options={"plain": {}, "compact": {"compact": True}},
+    derive=(run, gradient, gradient_of_mapped),
+)
 def test_a_rule_for_reverse_mode_alone(monkeypatch, body, options, derive):
     """JAX cannot map it within a rule of `custom_jvp`, as ours would be."""
     monkeypatch.setitem(Y_AXES, body, 0)
-    ours = derive(body, *given(), lengths=LENGTHS, **options)
-    assert_close(ours, derive(body, *given(), lengths=LENGTHS, chunk=0), 1e-5)
+    ours, expected = (functools.partial(derive, body, lengths=LENGTHS, **each) for each in (options, {"chunk": 0}))
+    assert_close(compiled(ours, *given()), compiled(expected, *given()), 1e-5)
 
 
 def returned_by_branches(program):

@@ -42,7 +42,7 @@ def expand(valid: Array, leaf: Array, axis: int) -> Array:
 
 
 class RowMask:
-    """The mask of one step, which is made once for each shape of a leaf: of many leaves all else takes long to trace.
+    """The mask of one step, in the shape of each leaf: leaves of one shape share it, as each would take time to trace.
 
     Attributes:
         valid: bool[*batch].
