@@ -138,7 +138,7 @@ def test_values_are_those_of_the_stacked_loop(body, options):
     assert_close(ours, run(body, *given(), **plain(options)), 1e-6)
 
 
-@by_turns(2, derive=DERIVED, options={name: OPTIONS[name] for name in ("lengths", "compact", "tiers in reverse")})
+@by_turns(3, derive=DERIVED, options={name: OPTIONS[name] for name in ("lengths", "compact", "tiers in reverse")})
 def test_derivatives_are_those_of_the_stacked_loop(options, derive):
     ours, expected = (functools.partial(derive, cell, **each) for each in (options, plain(options)))
     assert_close(compiled(ours, *given()), compiled(expected, *given()), 1e-5)

@@ -184,12 +184,12 @@ RUNS = {
 }
 
 
-@by_turns(2, run=RUNS, context=[eagerly, under_jit, under_grad, under_vmap, disabled])
+@by_turns(3, run=RUNS, context=[eagerly, under_jit, under_grad, under_vmap, disabled])
 def test_body_is_freed(run, context):
     freed_after(closure, run, context)
 
 
-@by_turns(2, make=BODIES, name=["scan", "out_axes", "mask_scan"])
+@by_turns(3, make=BODIES, name=["scan", "out_axes", "mask_scan"])
 def test_every_kind_of_body_is_freed(make, name):
     freed_after(make, RUNS[name], eagerly)
 
