@@ -12,7 +12,7 @@ import pytest
 from built_in_carries import assert_close
 from helpers import array, by_turns
 from hlo import Program
-from unpadded import QUICKLY
+from unpadded import compiled
 
 import treescan
 
@@ -126,10 +126,6 @@ DERIVED = {f.__name__: f for f in (run, value_beside_gradient, gradient, tangent
 
 def plain(options):
     return {name: value for name, value in options.items() if name not in ("chunk", "compact", "unroll")} | {"chunk": 0}
-
-
-def compiled(function, *args):
-    return jax.jit(function, compiler_options=QUICKLY)(*args)
 
 
 @by_turns(3, options=OPTIONS, body=BODIES)

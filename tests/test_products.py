@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from helpers import array, by_turns, equations, parametrize
 from hlo import Program
-from unpadded import QUICKLY
+from unpadded import compiled
 
 import treescan
 from treescan._transforms import steps_at_once
@@ -228,11 +228,6 @@ def hessian(body, *args, **options):
 
 
 DERIVED = {"values": run, "gradient": gradient, "tangent": tangent, "hessian": hessian}
-
-
-def compiled(function, *args):
-    """The result of a function as one program, compiled quickly: the programs are tiny."""
-    return jax.jit(function).lower(*args).compile(compiler_options=QUICKLY)(*args)
 
 
 def assert_close(ours, expected, tolerance=1e-5):

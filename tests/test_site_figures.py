@@ -1,6 +1,7 @@
 """docs/benchmarks.md shows what the committed results say, and nothing else: scripts/figures.py makes its figures."""
 
 import importlib.util
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -89,3 +90,47 @@ def test_a_suite_without_a_part_of_its_own_is_among_the_others() -> None:
 def test_a_part_that_is_no_suite_is_refused() -> None:
     with pytest.raises(KeyError, match="nothing"):
         figures.page_of("<!-- figures: nothing -->\n<!-- /figures -->", {})
+
+
+# The tables of docs/choosing.md, forwards and gradient, by the names of the suite's comparisons; they are kept by hand.
+CHOOSING = {
+    "compile": {
+        "`scan`, against itself": ("control, compile, forward", "control, compile, gradient"),
+        "Python `for`, 64 steps": ("compile, Python for, 64 steps, forward", "compile, Python for, 64 steps, gradient"),
+        "Python `for`, 256 steps": ("compile, Python for, 256 steps, forward",),
+        "Python `for`, 1,024 steps": ("compile, Python for, 1,024 steps, forward",),
+        "`scan`, `unroll=8`": ("compile, scan, unroll=8, forward", "compile, scan, unroll=8, gradient"),
+        "`fori`, index updates": ("compile, fori, index updates, forward", "compile, fori, index updates, gradient"),
+        "`while_scan`": ("compile, while_scan, forward", "compile, while_scan, gradient"),
+        "`mask_scan`, rows full": ("compile, mask_scan, full, forward", "compile, mask_scan, full, gradient"),
+    },
+    "run": {
+        "`scan`, against itself": ("control, run, forward", "control, run, gradient"),
+        "Python `for`": ("run, Python for, forward",),
+        "`scan`, `unroll=8`": ("run, scan, unroll=8, forward", "run, scan, unroll=8, gradient"),
+        "`fori`, index updates": ("run, fori, index updates, forward", "run, fori, index updates, gradient"),
+        "`while_scan`": ("run, while_scan, forward", "run, while_scan, gradient"),
+        "`mask_scan`, rows full": ("run, mask_scan, full, forward", "run, mask_scan, full, gradient"),
+    },
+}
+
+
+@pytest.mark.parametrize("table", CHOOSING)
+def test_how_to_choose_quotes_the_committed_results(table: str) -> None:
+    results = json.loads((ROOT / "benchmarks" / "results" / "choosing.json").read_text())
+    ratios = {comparison["name"]: comparison["ratio"] for comparison in results["comparisons"]}
+    page = (ROOT / "docs" / "choosing.md").read_text()
+    lines = page[page.index(f"| {table} | forwards | gradient |") :].split("\n\n")[0].splitlines()[2:]
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines] == list(CHOOSING[table])
+    for line, names in zip(lines, CHOOSING[table].values(), strict=True):
+        quoted = re.findall(r": ([\d.]+ \([\d.]+ to [\d.]+\))", line)
+        assert quoted == [_with_spread(ratios[name]) for name in names]
+
+
+def _with_spread(ratio: dict[str, float]) -> str:
+    median, low, high = (_three_digits(ratio[part]) for part in ("median", "p10", "p90"))
+    return f"{median} ({low} to {high})"
+
+
+def _three_digits(value: float) -> str:
+    return f"{value:.2f}" if value < 9.995 else f"{value:.3g}"

@@ -195,6 +195,11 @@ def derive(kind: str, run: Callable[..., Any], batch: Batch) -> tuple[Any, Any]:
 QUICKLY = {"xla_backend_optimization_level": 0}  # compiled in half the time; the programs are tiny
 
 
+def compiled(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of a function as one program, compiled quickly."""
+    return jax.jit(function, compiler_options=QUICKLY)(*args)
+
+
 @functools.cache
 def segment_program(name: str, kind: str) -> Callable[[Batch], Any]:
     """`derive` of `lax.scan`, compiled once for each number of steps."""
