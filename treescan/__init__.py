@@ -24,6 +24,7 @@ from ._pack import Packed as Packed, PackIndex as PackIndex, last as last, pack 
 from ._pad import Padded as Padded, length_mask as length_mask, pad as pad, unpad as unpad
 from ._plan_remat import plan_remat as plan_remat
 from ._remat import Remat as Remat
+from ._rewrite import rewriting as rewriting
 from ._scan import scan as scan
 from ._stack import layer_at as layer_at, set_layer as set_layer, stack as stack, unstack as unstack
 from ._state_dict import (

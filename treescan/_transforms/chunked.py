@@ -29,7 +29,7 @@ from .outputs import (
     spread_keeps,
     without_dropped,
 )
-from .remat import checkpoint_steps, refuse_symbolic, refuse_with_refs, remat_level, remat_wishes
+from .remat import checkpoint_steps, refuse_symbolic, refuse_to_repeat, refuse_with_refs, remat_level, remat_wishes
 from .truncate import truncate
 
 
@@ -116,8 +116,8 @@ def _run_untraced(loop: Loop, plan: ChunkPlan) -> tuple[PyTree, PyTree]:
 
 
 def _refuse(hoisted: Hoisted, plan: ChunkPlan, keeps: Sequence[Keep]) -> None:
-    if hoisted.refs and plan.remat:
-        refuse_with_refs("remat")
+    if plan.remat:
+        refuse_to_repeat(hoisted)
     if is_thinned(keeps):
         refuse_symbolic(hoisted.loop.length, "save")
         if hoisted.refs:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,7 +25,8 @@ from .._types import Array
 from .equations import alone, values_of
 from .hoist import array_of
 from .products import ELEMENTWISE, Deferred, Split
-from .smooth import fill_in, nonzero_part, smooth_part
+from .remat import RealOnly
+from .smooth import Unproven, add_alike, fill_in, nonzero_part, smooth_part, typed_like
 from .steps_at_once import compute_early, entry_of, product_of_steps
 from .sums import Slot, slots_of
 
@@ -115,7 +116,7 @@ def _with_tangent(value: Array, zero: Array) -> Array:
 
 @_with_tangent.defjvp
 def _with_tangent_rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
-    return _with_tangent(*primals), tangents[0] + tangents[1]
+    return _with_tangent(*primals), add_alike(*tangents)
 
 
 def run_split(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], list[Any]]:
@@ -126,11 +127,29 @@ def run_split(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], li
         return _run(loop, Forward(split), given, (given.reads, early), (jnp.arange(loop.length), given.fed))
 
     def rule(primals: tuple[Arguments], tangents: tuple[Arguments]) -> tuple[Any, Any]:
-        return _push_forward(loop, split, primals[0], tangents[0])
+        try:
+            return _push_forward(loop, split, primals[0], tangents[0])
+        except Unproven:
+            return _push_plainly(forward, primals[0], tangents[0])
 
     function = jax.custom_jvp(forward)
     function.defjvp(rule, symbolic_zeros=True)
     return function(given)
+
+
+def _push_plainly(
+    function: Callable[[Arguments], Any], given: Arguments, d_given: Arguments
+) -> tuple[tuple[list[Any], list[Any]], Any]:
+    """The results and their tangents, as JAX differentiates the loop."""
+    part, d_on = nonzero_part(given, d_given)
+    on, off = part.split(given)
+
+    def of_smooth(on: list[Any]) -> tuple[list[Any], Any]:
+        result = function(part.join(on, off))
+        return smooth_part(result).split(result)[0], result
+
+    _, d_result, result = jax.jvp(of_smooth, (on,), (d_on,), has_aux=True)
+    return result, fill_in(result, d_result)
 
 
 def _run(loop: Loop, step: Step, given: Arguments, consts: Any, x: Any) -> tuple[Any, Any]:
@@ -145,7 +164,7 @@ def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments
     deferred = tuple(each for each in split.deferred if not isinstance(d_given.reads[each.read], SymbolicZero))
     slots = slots_of(rest, rest.invars[len(given.reads) : len(given.reads) + len(early.outvars)], deferred)
     weights = [given.reads[each.read] for each in deferred]  # constants here, for further derivatives they are not
-    step = jax.checkpoint(Recorded(split, deferred, slots), prevent_cse=False, policy=_save_costly)
+    step = jax.checkpoint(Recorded(split, deferred, slots), prevent_cse=False, policy=RealOnly(_save_costly))
     apart = [i for slot in slots for i in slot.early]  # their tangents enter the sums that they are in
 
     def of_each_step(on: list[Any]) -> list[Array]:
@@ -174,8 +193,11 @@ def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments
     ]
     d_early = dict(zip(apart, push_apart(d_on), strict=True))
     added = [
-        functools.reduce(jnp.add, [*(products[i] for i in slot.deferred), *(d_early[i] for i in slot.early)])
-        for slot in slots
+        typed_like(
+            zero,
+            functools.reduce(add_alike, [*(products[i] for i in slot.deferred), *(d_early[i] for i in slot.early)]),
+        )
+        for slot, zero in zip(slots, zeros, strict=True)
     ]
     return result, fill_in(result, push(d_on, added))
 

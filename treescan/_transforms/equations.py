@@ -9,6 +9,7 @@ from jax.core import eval_jaxpr
 
 _CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"})
 _REVERSE_RULES = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"})
+_BRANCHES = frozenset({"cond"})
 _CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 
@@ -36,13 +37,23 @@ def has_reverse_rule(jaxpr: Any) -> bool:
 
     In a rule of `jax.custom_jvp` it cannot be mapped any more: the gradient of a `jax.vmap` of it would fail.
     """
+    return _holds(jaxpr, _REVERSE_RULES)
+
+
+def has_branches(jaxpr: Any) -> bool:
+    """Whether anything in a jaxpr is a branch."""
+    return _holds(jaxpr, _BRANCHES)
+
+
+def _holds(jaxpr: Any, names: frozenset[str]) -> bool:
+    """Whether a jaxpr holds one of these primitives, in a loop or a function too."""
     return any(
-        equation.primitive.name in _REVERSE_RULES or any(map(has_reverse_rule, _within(equation)))
+        equation.primitive.name in names or any(_holds(inner, names) for inner in jaxprs_within(equation))
         for equation in jaxpr.eqns
     )
 
 
-def _within(equation: Any) -> Iterator[Any]:
+def jaxprs_within(equation: Any) -> Iterator[Any]:
     """The jaxprs among the parameters of an equation."""
     for value in equation.params.values():
         for item in value if isinstance(value, tuple | list) else (value,):

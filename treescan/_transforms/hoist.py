@@ -19,8 +19,9 @@ from jax.core import ShapedArray, eval_jaxpr
 from .._avals import is_weak
 from .._errors import BodyError, Fault
 from .._loop import Body, Feed, Loop, Memo, Step, as_arrays, named_signature, settle, weak_types_settled
+from .._rewrite import is_rewriting
 from .._types import PyTree, TreeDef
-from .equations import has_reverse_rule
+from .equations import has_branches, has_reverse_rule
 from .silence import silenced
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -69,16 +70,24 @@ class Lifted:
 
     Attributes:
         traced: the step.
-        places: which of them its trace for arguments of certain shapes closes over.
+        places: which of them its trace for arguments of certain shapes closes over; None: a mutable array, which the
+            trace goes on to close over.
     """
 
     traced: Traced
-    places: dict[Shapes, tuple[int, ...]]
+    places: dict[Shapes, tuple[int | None, ...]]
 
     def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
         unchanged, (closed, inner) = consts
         shapes = self.traced.shapes((unchanged, inner), state, feed)
-        return self.traced.evaluate([closed[i] for i in self.places[shapes]], (unchanged, inner), state, feed)
+        pairs = zip(self.places[shapes], self.traced.jaxprs[shapes].consts, strict=True)
+        given = [ref if i is None else closed[i] for i, ref in pairs]
+        return self.traced.evaluate(given, (unchanged, inner), state, feed)
+
+    @property
+    def once_only(self) -> bool:
+        """Whether it has effects that JAX refuses to repeat."""
+        return any(map(_is_once_only, self.traced.jaxprs.values()))
 
     def silenced(self) -> Lifted:
         """The same without what it says in callbacks."""
@@ -109,8 +118,10 @@ class Hoisted(NamedTuple):
         y: the types of one step's y; None if nothing was traced.
         y_avals: the same for each leaf, as JAX has them in a trace.
         effects: whether the body does something beside computing, as callbacks do.
+        once_only: whether any of that is something that JAX refuses to do once more in the gradient.
         refs: whether it reads or writes mutable arrays that it closes over.
         reverse_rule: whether anything in it has a rule for reverse mode alone.
+        branches: whether it branches.
     """
 
     loop: Loop
@@ -118,9 +129,11 @@ class Hoisted(NamedTuple):
     structure: TreeDef
     y: PyTree
     y_avals: list[Any]
-    effects: bool
-    refs: bool
-    reverse_rule: bool
+    effects: bool = False
+    once_only: bool = False
+    refs: bool = False
+    reverse_rule: bool = False
+    branches: bool = False
 
     @property
     def settled(self) -> list[Any]:
@@ -155,18 +168,24 @@ def hoist(loop: Loop) -> Hoisted:
         y,
         jaxpr.out_avals[len(leaves) :],
         effects=_has_effects(jaxpr),
+        once_only=_is_once_only(jaxpr),
         refs=_has_refs(jaxpr),
         reverse_rule=has_reverse_rule(jaxpr.jaxpr),
+        branches=has_branches(jaxpr.jaxpr),
     )
 
 
 def lift(hoisted: Hoisted) -> Hoisted:
-    """The same with what the body closes over among the consts: a rule for derivatives must not close over it."""
+    """The same with what the body closes over among the consts, but for mutable arrays.
+
+    A rule for derivatives must not close over it, and under vmap one element may lend its own to another.
+    """
     traced = hoisted.loop.step
     assert isinstance(traced, Traced)
-    closed = list({id(value): value for jaxpr in traced.jaxprs.values() for value in jaxpr.consts}.values())
+    found = [pair for jaxpr in traced.jaxprs.values() for pair in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)]
+    closed = list({id(value): value for var, value in found if not _is_ref(var)}.values())
     numbers = {id(value): i for i, value in enumerate(closed)}
-    places = {key: tuple(numbers[id(value)] for value in jaxpr.consts) for key, jaxpr in traced.jaxprs.items()}
+    places = {key: tuple(numbers.get(id(value)) for value in jaxpr.consts) for key, jaxpr in traced.jaxprs.items()}
     unchanged, inner = hoisted.loop.consts
     consts = (unchanged, (closed, inner))
     first = next(iter(traced.jaxprs.values()))
@@ -184,7 +203,7 @@ def flatten_only(loop: Loop) -> Hoisted:
     leaves, structure = jax.tree.flatten(loop.state)
     step = Untraced(loop.step, structure)
     flat = dataclasses.replace(loop, step=step, consts=([], loop.consts), state=leaves)
-    return Hoisted(flat, (False,) * len(leaves), structure, None, [], effects=False, refs=False, reverse_rule=False)
+    return Hoisted(flat, (False,) * len(leaves), structure, None, [])
 
 
 def fixed_leaves(loop: Loop) -> tuple[bool, ...]:
@@ -252,9 +271,9 @@ def _trace(loop: Loop, structure: TreeDef, given: tuple[PyTree, list[Any], Feed]
 
 
 def _unchanged(jaxpr: Any, first: int, count: int) -> tuple[bool, ...]:
-    """Which of the `count` leaves of the state, which stand after `first` others, are outputs in their own place."""
+    """Which of the `count` leaves of the state, which follow `first` others, are outputs in their own place."""
     given, returned = jaxpr.jaxpr.invars[first : first + count], jaxpr.jaxpr.outvars[:count]
-    return tuple(a is b for a, b in zip(given, returned, strict=True))
+    return tuple(a is b and is_rewriting() for a, b in zip(given, returned, strict=True))
 
 
 def _has_effects(jaxpr: Any) -> bool:
@@ -262,9 +281,21 @@ def _has_effects(jaxpr: Any) -> bool:
     return any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects)
 
 
+def _is_once_only(jaxpr: Any) -> bool:
+    """Whether a jaxpr has effects that JAX refuses under `jax.checkpoint`; it repeats those of `jax.debug`."""
+    return not _REPEATED.issuperset(type(effect).__name__ for effect in jaxpr.effects)
+
+
+_REPEATED = frozenset({"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect"})
+
+
 def _has_refs(jaxpr: Any) -> bool:
     """Whether a jaxpr closes over mutable arrays, which JAX cannot differentiate through within a branch."""
-    return any(not isinstance(var.aval, ShapedArray) for var in jaxpr.jaxpr.constvars)
+    return any(map(_is_ref, jaxpr.jaxpr.constvars))
+
+
+def _is_ref(var: Any) -> bool:
+    return not isinstance(var.aval, ShapedArray)
 
 
 def array_of(value: Any, aval: Any) -> Any:

@@ -19,6 +19,7 @@ from .._types import PyTree
 from .deferred import Arguments, Forward, run_split
 from .hoist import one_step
 from .products import Looked, Split, look_at_step
+from .smooth import Unproven
 from .steps_at_once import compute_early
 
 
@@ -38,7 +39,10 @@ class InBulk:
         if split is None:
             return run(loop)
         given = Arguments(_reads(split, consts), jax.tree.leaves(state), jax.tree.leaves(feed))
-        state, ys = run_split(loop, split, given)
+        try:
+            state, ys = run_split(loop, split, given)
+        except Unproven:
+            return run(loop)
         return jax.tree.unflatten(split.state, state), jax.tree.unflatten(split.y, ys)
 
 
@@ -83,7 +87,10 @@ def ahead(loop: Loop) -> tuple[Ahead | AsItIs, PyTree]:
     if split is None or not split.forward.early.outvars:
         return AsItIs(loop.step), loop.consts
     reads = _reads(split, loop.consts)
-    early = compute_early(split.forward.early, reads, jax.tree.leaves(loop.xs))
+    try:
+        early = compute_early(split.forward.early, reads, jax.tree.leaves(loop.xs))
+    except Unproven:
+        return AsItIs(loop.step), loop.consts
     return Ahead(Forward(split)), (reads, early)
 
 

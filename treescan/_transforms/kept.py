@@ -33,6 +33,11 @@ class Keeping:
         leaves = jax.tree.leaves(y)
         return [*(_strong(leaves[i]) for i in self.last), *state], [leaves[i] for i in self.stacked]
 
+    @property
+    def once_only(self) -> bool:
+        """Whether it has effects that JAX refuses to repeat."""
+        return self.step.once_only
+
     def silenced(self) -> Keeping:
         """The same without what the body says in callbacks."""
         return dataclasses.replace(self, step=self.step.silenced())

@@ -26,8 +26,9 @@ def most_of_all(counts: Array) -> Array:
 
 @most_of_all.def_vmap
 def _most_of_all_rule(axis_size: int, in_batched: list[bool], counts: Array) -> tuple[Array, bool]:
-    del axis_size
-    return most_of_all(jnp.max(counts, axis=0) if in_batched[0] else counts), False
+    if in_batched[0]:
+        counts = jnp.max(counts, axis=0) if axis_size else jnp.zeros_like(counts, shape=counts.shape[1:])
+    return most_of_all(counts), False
 
 
 def may_branch() -> bool:
@@ -55,10 +56,11 @@ def _lend_rule(
     axis_size: int, in_batched: list[Any], have: Array, leaves: list[Array]
 ) -> tuple[tuple[list[Array], list[Array]], tuple[list[bool], list[bool]]]:
     """Fills in the elements of one mapped axis, then asks the next axis out for those that found no lender in it."""
-    del axis_size
     have_batched, leaves_batched = in_batched
     if not have_batched:
         have_any, own, filled = have, have, leaves
+    elif not axis_size:
+        have_any, own, filled = jnp.zeros((), bool), have, leaves
     else:
         have_any, own, lender = jnp.any(have, axis=0), have, jnp.argmax(have, axis=0)
         filled = [
@@ -87,9 +89,20 @@ def lend(have: Array, tree: PyTree) -> tuple[PyTree, list[Array]]:
         own value stands there. A leaf that is the same for all elements stays so, and so does its flag.
     """
     leaves, structure = jax.tree.flatten(tree)
-    across = _across_devices(have, leaves)
-    lent, own = _lend(*across)
+    lent, own = _lend(*_across_devices(have, leaves))
     return jax.tree.unflatten(structure, lent), own
+
+
+def lend_to_elements(have: Array, leaves: list[Array]) -> tuple[list[Array], list[Array]]:
+    """The same for a list of leaves, between the elements of mapped axes alone: never between devices."""
+    return _lend(have, leaves) if leaves else ([], [])
+
+
+def choose_own(mine: PyTree, lent: PyTree, own: list[Array]) -> PyTree:
+    """A tree, each leaf this element's own where its flag in `own` is set, else the one that was lent."""
+    leaves, structure = jax.tree.flatten(mine)
+    pairs = zip(own, leaves, jax.tree.leaves(lent), strict=True)
+    return jax.tree.unflatten(structure, [select(flag, leaf, other) for flag, leaf, other in pairs])
 
 
 def _across_devices(have: Array, leaves: list[Array]) -> tuple[Array, list[Array]]:

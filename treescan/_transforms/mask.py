@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 
 from .._loop import Feed, Loop, Step
 from .._tree import Prefix
@@ -22,7 +23,7 @@ from .batch_axes import RowAxes, RowLoop, spread_batch_axes
 from .fill import fill_leaves
 from .good_pairs import GoodPair, earliest_pair, own_pairs
 from .hoist import Lifted
-from .lend import lend
+from .lend import choose_own, lend, lend_to_elements
 from .rows import RowMask, expand, select, take_row
 
 
@@ -161,9 +162,21 @@ def _good_pair(loop: Loop, axes: RowAxes, fixed_axes: LeafAxes, *, share: bool) 
     else:
         good = own_pairs(state, xs, valid, (axes.state, axes.x), reverse=loop.reverse)
         good = good._replace(fixed=[None] * len(fixed))
-    consts, structure = jax.tree.flatten((unchanged, inner))
-    (good, lent), own = lend(jnp.any(valid), (good, jax.lax.stop_gradient(consts)))
-    own_consts = own[len(own) - len(consts) :]
-    chosen = [select(flag, mine, theirs) for flag, mine, theirs in zip(own_consts, consts, lent, strict=True)]
-    unchanged, inner = jax.tree.unflatten(structure, chosen)
-    return jax.lax.stop_gradient(good), (unchanged, inner if closed is None else (closed, inner))
+    have, consts = jnp.any(valid), (unchanged, inner)
+    (good, lent), own = lend(have, (good, jax.lax.stop_gradient(consts)))
+    unchanged, inner = choose_own(consts, lent, own[len(jax.tree.leaves(good)) :])
+    inner = inner if closed is None else (lend_closed(closed, have), inner)
+    return jax.lax.stop_gradient(good), (unchanged, inner)
+
+
+def lend_closed(closed: list[Any], have: Array) -> list[Any]:
+    """What a body closes over; under vmap, an element that has nothing valid is given another element's.
+
+    Only what is traced can be mapped. Devices do not lend to each other: a body may gather what it closes over, and
+    the other devices count on their part of it.
+    """
+    traced = [i for i, value in enumerate(closed) if isinstance(value, Tracer)]
+    mine = [closed[i] for i in traced]
+    lent, own = lend_to_elements(have, jax.lax.stop_gradient(mine))
+    chosen = dict(zip(traced, choose_own(mine, lent, own), strict=True))
+    return [chosen.get(i, value) for i, value in enumerate(closed)]

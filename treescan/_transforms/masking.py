@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from .._avals import vary_over, varying_axes
 from .._loop import Loop, as_arrays, is_jit_disabled
+from .._rewrite import is_rewriting
 from .._tree import Prefix
 from .._types import Array, PyTree
 from .axes import LeafAxes, scan_over_axes
@@ -23,6 +24,7 @@ from .fill import HOLD, Idle, fill_leaves, hold, hold_afterwards, without_hold
 from .hoist import Hoisted, fixed_leaves, flatten_only, hoist, lift
 from .mask import lend_rows, mask
 from .outputs import LAST, Keep, is_thinned, keep_afterwards, kept_leaves, one_of, spread_keeps, without_dropped
+from .remat import refuse_to_repeat
 from .resets import reset_rows
 from .skip import RowOutputs, SkipPlan, run_skipping, run_unskipped, without_branches
 from .truncate import truncate_rows
@@ -83,12 +85,15 @@ def run_masked(
     hoisted = hoist(given.loop)
     given = _with_outputs(given, hoisted.y, plan)
     trace_tiers(hoisted, given, tiers)
-    lifted = not (hoisted.effects or hoisted.refs or hoisted.reverse_rule)
-    hoisted = lift(hoisted) if lifted else hoisted
+    if chunks.remat:
+        refuse_to_repeat(hoisted)
+    hoisted = lift(hoisted)
     keeps = spread_keeps(chunks.save or EVERYTHING, hoisted.y)
     rows = _transformed(_hoisted_rows(hoisted, given), plan, plan.fill, resets, chunks)
     rows, outputs = _hold(rows, keeps, plan.fill, hoisted)
-    skip = SkipPlan(plan.chunk, tiers, chunks.remat, hoisted.effects, lifted)
+    may_rule = is_rewriting() and not (hoisted.effects or hoisted.refs or hoisted.reverse_rule)
+    chunk = 0 if plan.chunk is None and not plan.compact and not is_rewriting() else plan.chunk
+    skip = SkipPlan(chunk, tiers, chunks.remat, hoisted.effects, may_rule, hoisted.branches)
     if hoisted.refs:
         skip = without_branches(skip, thinned=is_thinned(outputs.keeps))
     state, left = run_skipping(rows, skip, outputs)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from .._loop import Body, Loop, Memo, is_jit_disabled
 from .._retrace import under_a_trace
+from .._rewrite import is_rewriting
 from .._tree import Prefix
 from .._types import PyTree
 from .axes import scan_over_axes
@@ -48,7 +49,7 @@ def execute_pattern(bodies: tuple[Body, ...], pattern: Pattern, given: Given) ->
         memo = memo.joint(body.function)
     assembled = functools.partial(_assemble, bodies, pattern)
     if _has_work(pattern, given) and not is_jit_disabled() and not under_a_trace():
-        return memo(("jit", bodies, pattern), lambda: jax.jit(assembled))(given)
+        return memo(("jit", bodies, pattern, is_rewriting()), lambda: jax.jit(assembled))(given)
     return assembled(given, memo)
 
 

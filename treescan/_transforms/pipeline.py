@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from .._loop import Body, Feed, Loop, is_jit_disabled, run
 from .._retrace import under_a_trace
+from .._rewrite import is_rewriting
 from .._tree import Prefix
 from .._types import Array, ArrayLike, PyTree
 from .axes import LeafAxes, scan_over_axes
@@ -94,7 +95,7 @@ def execute(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
     compiles anything. Under an outer trace, that trace is the one that counts.
     """
     if _has_work(plan, given) and not is_jit_disabled() and not under_a_trace():
-        return body.memo(("jit", plan), lambda: jax.jit(functools.partial(assemble, body, plan)))(given)
+        return body.memo(("jit", plan, is_rewriting()), lambda: jax.jit(functools.partial(assemble, body, plan)))(given)
     return assemble(body, plan, given)
 
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from .._avals import is_key
@@ -17,6 +18,7 @@ from .._loop import Feed, Loop, Step, is_jit_disabled
 from .._remat import Remat
 from .._sizes import Wish, divide
 from .._types import PyTree
+from .hoist import Hoisted
 
 _CARRY = "treescan carry"
 
@@ -42,10 +44,40 @@ class Checkpointed:
     offload: str | None = None
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        step, policy = self.step, self.policy
+        step, policy = self.step, None if self.policy is None else RealOnly(self.policy)
         if self.offload is not None and self.looped:
             step, policy = _Named(step), _offloading(policy, self.offload)
         return jax.checkpoint(step, prevent_cse=not self.looped, policy=policy)(consts, state, feed)
+
+
+@dataclass(frozen=True)
+class RealOnly:
+    """A policy that saves what another does, but no complex number: JAX cannot save one by a policy.
+
+    It rounds what is saved with `reduce_precision`, which takes real numbers alone
+    (`TypeError: reduce_precision does not accept dtype complex64`, in JAX 0.8 to 0.10 at least).
+    """
+
+    policy: Callable[..., Any]
+
+    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
+        return False if _may_be_complex(prim, avals, params) else self.policy(prim, *avals, **params)
+
+
+_COMPLEX_OF_REAL = frozenset({"complex", "eig", "fft", "io_callback", "pure_callback", "schur"})
+
+
+def _may_be_complex(prim: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> bool:
+    """Whether a primitive may return complex numbers: it reads some, or is told to, or can make them of others."""
+    types = (*(aval.dtype for aval in avals), *(params.get(name) for name in _DTYPES))
+    return prim.name in _COMPLEX_OF_REAL or any(_is_complex(dtype) for dtype in types)
+
+
+_DTYPES = ("new_dtype", "dtype", "preferred_element_type")
+
+
+def _is_complex(dtype: Any) -> bool:
+    return dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
 
 
 @dataclass(frozen=True)
@@ -151,6 +183,24 @@ def refuse_with_refs(option: str) -> NoReturn:
         ArgumentError,
         f"{{verb}} over {{body}}: `{option}` cannot be had for a body that closes over a mutable array (a `Ref`).",
         "Carry its value instead, or leave the option out: then all {unit}s are run, and none is recomputed.",
+    )
+
+
+def refuse_to_repeat(hoisted: Hoisted) -> None:
+    """Refuses to recompute a body that closes over a mutable array, or that has an effect which JAX does not repeat."""
+    if hoisted.refs:
+        refuse_with_refs("remat")
+    if hoisted.once_only:
+        raise once_only("`remat` recomputes each {unit} in the gradient", "Leave `remat` out")
+
+
+def once_only(says: str, cure: str) -> Fault:
+    """What is wrong with recomputing a body that has an effect which JAX does not repeat."""
+    return Fault(
+        ArgumentError,
+        f"{{verb}} over {{body}}: {says}, but the body has an effect that JAX refuses to repeat. That may be a "
+        "`jax.experimental.io_callback`.",
+        f"{cure}. Or call out with `jax.debug.callback` or `jax.pure_callback`, which may run more than once.",
     )
 
 

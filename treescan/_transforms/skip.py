@@ -16,12 +16,13 @@ import jax
 
 from .._avals import is_key, promoted
 from .._chunk import Level, run_chunked
-from .._loop import Feed, Step, run
+from .._loop import Feed, Loop, Step, run
 from .._remat import Remat
 from .._sizes import Wish, plan_sizes
 from .._tree import Prefix
 from .._types import PyTree
 from .batch_axes import RowAxes, RowLoop
+from .branches import MappedLater
 from .chunked import levels_for, levels_of, nearest
 from .compact import LiveRows
 from .fill import Idle
@@ -93,14 +94,16 @@ class SkipPlan:
         tiers: the numbers of rows that the body is made for; only one for all rows.
         remat: what the gradient recomputes.
         effects: whether the body has effects, which no gradient may repeat unasked.
-        lifted: whether the loop's step is given all that it reads.
+        may_rule: whether the loop may be run by a function that has a rule for its derivative.
+        branches: whether the body branches.
     """
 
     chunk: int | None
     tiers: tuple[int, ...]
     remat: Remat | None
     effects: bool = False
-    lifted: bool = False
+    may_rule: bool = False
+    branches: bool = False
 
 
 def without_branches(plan: SkipPlan, *, thinned: bool) -> SkipPlan:
@@ -146,10 +149,20 @@ def run_skipping(rows: RowLoop, plan: SkipPlan, outputs: RowOutputs) -> tuple[Py
         loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=make_schedule(valid, size, plan.tiers)))
         in_place = InPlace(size, plan.tiers, rows.axes, outputs.idle)
         plain = len(levels) == 1 and size < loop.length and not plan.remat
-        if plan.lifted and plain and not is_thinned(outputs.keeps) and in_place.fits(loop):
+        ruled = plan.may_rule and plan.branches and any(_is_recomputed(level) for level in levels)
+        if plan.may_rule and plain and not is_thinned(outputs.keeps) and in_place.fits(loop):
             loop = dataclasses.replace(loop, step=emitting(loop.step, outputs.keeps))
-            return in_place.run(loop, lambda loop: run_chunked(loop, levels))
+            return in_place.run(loop, lambda loop: run_chunked(_mapped_later(loop) if ruled else loop, levels))
+        loop = _mapped_later(loop) if ruled else loop
     return run_keeping(loop, levels, outputs.keeps)
+
+
+def _mapped_later(loop: Loop) -> Loop:
+    return dataclasses.replace(loop, step=MappedLater(loop.step))
+
+
+def _is_recomputed(level: Level) -> bool:
+    return isinstance(level.around, _Around) and level.around.remat
 
 
 def _levels(rows: RowLoop, plan: SkipPlan, outputs: RowOutputs) -> tuple[int, tuple[Level, ...]]:
@@ -166,7 +179,9 @@ def _levels(rows: RowLoop, plan: SkipPlan, outputs: RowOutputs) -> tuple[int, tu
     own = [] if whole else [Wish(size, exact=bool(plan.chunk) or not kept)]
     sizes = plan_sizes(length, [*own, *remat, *kept]) if own or remat or kept else ()
     size = size if whole or size == 1 else nearest((*sizes, length), size)
-    around = _Around(rows.axes, plan.tiers, outputs.idle, remat=not (whole or plan.effects), only=size == length)
+    around = _Around(
+        rows.axes, plan.tiers, outputs.idle, remat=not (whole or plan.effects), only=size == length, rules=plan.may_rule
+    )
     others = levels_of([other for other in sizes if other != size], plan.remat, [wish.size for wish in remat])
     levels = [*others, Level(size, around, scheduled=True)]
     return size, tuple(sorted(levels, key=lambda level: level.size))
@@ -178,7 +193,7 @@ def run_unskipped(rows: RowLoop, fill: Prefix) -> tuple[PyTree, PyTree]:
     assert valid is not None
     if 0 in valid.shape or not may_branch():
         return run(loop)
-    around = _Around(rows.axes, (0,), Idle(fill), remat=False, only=True)
+    around = _Around(rows.axes, (0,), Idle(fill), remat=False, only=True, rules=False)
     loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=make_schedule(valid, loop.length, (0,))))
     return run_chunked(loop, (Level(loop.length, around, scheduled=True),))
 
@@ -199,18 +214,19 @@ class RowOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class _Around:
-    """What is put around the step that runs a chunk; `only` if there is but one."""
+    """What is put around the step that runs a chunk; `only` if there is but one, `rules` if it may have a rule."""
 
     axes: RowAxes
     tiers: tuple[int, ...]
     idle: Idle
     remat: bool
     only: bool
+    rules: bool
 
     def __call__(self, step: Step, looped: bool) -> Step:
         # A remainder is not worth further copies of the body.
         tiers = self.tiers if looped or self.only else self.tiers[-1:]
-        step = in_bulk(step) if self.remat else step
+        step = in_bulk(step) if self.remat and self.rules else step
         return RunLive(step, tiers, self.axes, self.idle, self.remat and looped, looped)
 
 

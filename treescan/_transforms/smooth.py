@@ -65,6 +65,31 @@ def no_tangent(leaf: Any) -> Any:
     return zero_from_primal(leaf, symbolic_zeros=True)
 
 
+class Unproven(Exception):
+    """Something that a rewriting of a step relies on does not hold: the step is left as the user wrote it."""
+
+
+def add_alike(a: Array, b: Array) -> Array:
+    """The sum of two tangents of one type, which is never broadcast.
+
+    Raises:
+        Unproven: if their shapes or dtypes differ.
+    """
+    return jax.lax.add(typed_like(b, a), b)
+
+
+def typed_like(like: Array, value: Array) -> Array:
+    """The value itself, which must have the shape and dtype of another.
+
+    Raises:
+        Unproven: if it has not.
+    """
+    types = [(jnp.shape(each), jnp.result_type(each)) for each in (value, like)]
+    if types[0] != types[1]:
+        raise Unproven(f"{types[0]} is found where {types[1]} is meant")
+    return value
+
+
 def fill_in(tree: PyTree, tangents: list[Array]) -> PyTree:
     """The tangent of a tree, from those of the leaves that have any."""
     part = smooth_part(tree)

@@ -55,7 +55,7 @@ def run_step_by_step(loop: Loop, call: CallCondition | None, init: PyTree, limit
     hoisted = flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state), xs=as_arrays(loop.xs)))
     flat, leaves = hoisted.loop, hoisted.loop.state
     holds, steps, ran = holds_of(leaves), jnp.zeros((), jnp.int32), list[PyTree]()
-    pair, consts, _ = good_pair(flat, holds & (limit > 0))
+    pair, consts, _ = good_pair(flat, holds & (limit > 0), lifted=False)
     flat = dataclasses.replace(flat, step=masked_step(flat, fill), consts=(pair, consts), length=1)
     while len(ran) < loop.length and any_of_all(going := holds & (steps < limit)):
         place = loop.length - 1 - len(ran) if loop.reverse else len(ran)

@@ -14,6 +14,7 @@ from jax.core import eval_jaxpr
 from .._types import Array
 from .equations import alone, values_of
 from .products import PRODUCTS
+from .smooth import Unproven
 
 
 def compute_early(program: Any, reads: list[Any], fed: list[Any]) -> list[Array]:
@@ -23,6 +24,9 @@ def compute_early(program: Any, reads: list[Any], fed: list[Any]) -> list[Array]
         program: (reads, feed) to a list of values in which steps differ.
         reads: what is the same in every step.
         fed: what each step is fed, `[C, ...]`.
+
+    Raises:
+        Unproven: if a result is not a stack of what a step computes.
     """
     values = dict(zip(program.invars, [*reads, *fed], strict=True))
     stacked = set(program.invars[len(reads) :])
@@ -42,7 +46,11 @@ def compute_early(program: Any, reads: list[Any], fed: list[Any]) -> list[Array]
         if any(differ):
             stacked.update(equation.outvars)
         values.update(zip(equation.outvars, out, strict=True))
-    return values_of(program.outvars, values)
+    computed = values_of(program.outvars, values)
+    for value, var in zip(computed, program.outvars, strict=True):
+        if value.shape[1:] != var.aval.shape or value.dtype != var.aval.dtype:
+            raise Unproven(f"{value.shape} {value.dtype} is computed for steps of {var.aval}")
+    return computed
 
 
 def product_of_steps(equation: Any, stacked: Array, same: Array, operand: int) -> Array:

@@ -65,10 +65,21 @@ class _Sums:
             self._readers[var].append(None)
 
     def total(self, var: Any) -> Any:
-        """The sum of all that is added to a variable that nothing else reads."""
+        """The sum of all that is added to a variable that nothing else reads, and that has its type.
+
+        An addition of another type ends the sum: one of a number and an array broadcasts, and the tangent of the number
+        is no tangent of the array.
+        """
         while len(self._readers[var]) == 1:
             (reader,) = self._readers[var]
-            if reader is None or reader.primitive.name not in _ADDITIONS:
+            if reader is None or not _adds_alike(reader, var.aval):
                 break
             (var,) = reader.outvars
         return var
+
+
+def _adds_alike(equation: Any, aval: Any) -> bool:
+    """Whether an equation adds up values of one type, which its result has too."""
+    if equation.primitive.name not in _ADDITIONS:
+        return False
+    return all(atom.aval == aval for atom in (*equation.invars, *equation.outvars))

@@ -27,7 +27,7 @@ from .._tree import Prefix
 from .._types import Array
 from .early_exit import Chunks, Outputs
 from .good_pairs import GoodPair
-from .lend import lend, most_of_all, most_of_devices
+from .lend import choose_own, lend, lend_to_elements, most_of_all, most_of_devices
 from .mask import Masked
 from .remat import RematChunk, checkpoint_steps, save_costly
 from .rows import select
@@ -316,12 +316,13 @@ def masked_step(loop: Loop, fill: Prefix) -> Step:
     return Masked(_Unflagged(loop.step), (0,) * state, (None,) * len(unchanged), (0,) * x, Prefix.of(0), fill)
 
 
-def good_pair(loop: Loop, have: Array) -> tuple[GoodPair, Any, list[Array]]:
+def good_pair(loop: Loop, have: Array, *, lifted: bool = True) -> tuple[GoodPair, Any, list[Array]]:
     """What elements that have stopped are shown: their first state and x; those that never start borrow them.
 
     Args:
         loop: the loop.
         have: bool[], whether any step is taken.
+        lifted: whether its consts hold what the body closes over.
 
     Returns:
         The pair; the consts, borrowed as well; and for each of their leaves whether it is the element's own.
@@ -330,11 +331,14 @@ def good_pair(loop: Loop, have: Array) -> tuple[GoodPair, Any, list[Array]]:
     first = -1 if loop.reverse else 0
     xs = [jax.lax.index_in_dim(leaf, first % loop.length, keepdims=False) for leaf in jax.tree.leaves(loop.xs.x)]
     pair = GoodPair(loop.state, [None] * len(unchanged), xs)
-    consts, structure = jax.tree.flatten(loop.consts)
-    (pair, lent), own = lend(have, jax.lax.stop_gradient((pair, consts)))
-    own = own[len(own) - len(consts) :]
-    chosen = [select(flag, mine, theirs) for flag, mine, theirs in zip(own, consts, lent, strict=True)]
-    return jax.lax.stop_gradient(pair), jax.tree.unflatten(structure, chosen), own
+    unchanged, inner = loop.consts
+    closed, inner = inner if lifted else ([], inner)
+    (pair, *lent), own = lend(have, jax.lax.stop_gradient((pair, unchanged, inner)))
+    own = own[len(jax.tree.leaves(pair)) :]
+    lent_closed, own_closed = lend_to_elements(have, jax.lax.stop_gradient(closed))  # see `lend_closed`
+    own = [*own[: len(unchanged)], *own_closed, *own[len(unchanged) :]]
+    theirs = lent[0], (lent_closed, lent[1]) if lifted else lent[1]
+    return jax.lax.stop_gradient(pair), choose_own(loop.consts, theirs, own), own
 
 
 def _good_for_all(ran: Ran, part: Part, d_consts: list[Array]) -> tuple[GoodPair, Any, list[Array]]:

@@ -28,7 +28,7 @@ from .outputs import (
     spread_keeps,
     without_dropped,
 )
-from .remat import checkpoint_step, checkpoint_steps, refuse_with_refs, rematerializes
+from .remat import checkpoint_step, checkpoint_steps, refuse_to_repeat, rematerializes
 
 Remats = tuple[Remat | None, ...] | Remat | None
 Saves = tuple[Prefix | None, ...]
@@ -130,8 +130,8 @@ def _run_traced(
     plans = remat if isinstance(remat, tuple) else (remat,) * len(loops)
     for loop, hoisted in zip(loops, traced, strict=True):
         with speaking_of(loop.body.function):
-            if remat and hoisted.refs:
-                refuse_with_refs("remat")
+            if remat:
+                refuse_to_repeat(hoisted)
     unchanged = tuple(map(all, zip(*(hoisted.fixed for hoisted in traced), strict=True)))
     keeps = [_keeps_of(loop, save, each) for loop, save, each in zip(loops, saves, traced, strict=True)]
     turns = [_on_whole_state(hoisted, plan) for hoisted, plan in zip(traced, plans, strict=True)]

@@ -13,12 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._avals import vary_over, varying_axes
-from .._errors import ArgumentError, Fault
+from .._errors import ArgumentError, Fault, explain
 from .._loop import Body, Feed, Loop, Step, as_arrays, is_jit_disabled, run
 from .._retrace import under_a_trace
+from .._rewrite import is_rewriting
 from .._tree import Prefix
 from .._types import Array, ArrayLike, PyTree
+from .all_steps import run_all_steps
 from .axes import scan_over_axes
+from .branches import MappedLater
 from .chunked import EVERYTHING
 from .condition import CallCondition, Condition, trace_condition
 from .count import count_from
@@ -28,11 +31,16 @@ from .kept import Keeping, Kept, keep_what_ran
 from .lend import may_branch
 from .outputs import move_kept
 from .pipeline import Given, Plan, make_loop, names_of
+from .remat import once_only
 from .smooth import fill_in, instantiated, is_smooth, no_tangent, nonzero_part
 from .step_by_step import Ended, run_step_by_step
 from .tangents import Ran, Tangents, push_forward
 
 _ZERO = Prefix.of(0)
+_NO_GRADIENT = once_only(
+    "the gradient computes each step again",
+    "Take no gradient of the loop, or leave the callback out of what is differentiated",
+)
 
 
 @dataclass(frozen=True)
@@ -63,7 +71,7 @@ def execute_until(body: Body, cond: Body | None, plan: UntilPlan, given: Given, 
     if is_jit_disabled() or under_a_trace():
         return assembled(given, bounds)
     memo = body.memo if cond is None else body.memo.joint(cond.function)
-    return memo(("jit", body, cond, plan), lambda: jax.jit(assembled))(given, bounds)
+    return memo(("jit", body, cond, plan, is_rewriting()), lambda: jax.jit(assembled))(given, bounds)
 
 
 def _assemble(body: Body, cond: Body | None, plan: UntilPlan, given: Given, bounds: Bounds | None) -> Ended:
@@ -139,7 +147,14 @@ def _run_traced(loop: Loop, call: CallCondition | None, init: PyTree, limit: Arr
     kept = Kept.of(hoisted, chunks.save or EVERYTHING)
     stride = kept.stride(most, reverse=loop.reverse)
     restricted, outputs = kept.restrict(hoisted, plan.fill, varying, stride)
-    early = _EarlyExit(restricted, condition, outputs, plan_chunks(most, stride, chunks.remat), may_branch())
+    early = _EarlyExit(
+        restricted,
+        condition,
+        outputs,
+        plan_chunks(most, stride, chunks.remat),
+        may_branch(),
+        explain(_NO_GRADIENT, plan.loop.convention.verb, loop.body.function) if hoisted.effects else None,
+    )
     loop, front = _padded(restricted.loop, early.length)
     given = _Operands(Reads(loop.consts, condition.closed, limit), holds, loop.state, loop.xs.x)
     progress, ys = early.differentiable()(given)
@@ -207,6 +222,7 @@ class _EarlyExit:
         outputs: the types of y, and what it is where no step is taken.
         chunks: the chunks of the derivative.
         branches: whether a branch may depend on data.
+        refusal: what to raise where it is differentiated, which may be after the verb has returned.
     """
 
     hoisted: Hoisted
@@ -214,13 +230,17 @@ class _EarlyExit:
     outputs: Outputs
     chunks: Chunks
     branches: bool
+    refusal: Exception | None
 
     @functools.cached_property
     def _silent(self) -> Step:
         """The step as the derivative computes it again: what it says, it has said."""
         step = self.hoisted.loop.step
         assert isinstance(step, Lifted | Keeping)
-        return step.silenced() if self.hoisted.effects else step
+        silent = step.silenced() if self.hoisted.effects else step
+        if self.refusal is not None and silent.once_only:
+            raise self.refusal
+        return MappedLater(silent) if self.hoisted.branches else silent
 
     @property
     def _only_state(self) -> bool:
@@ -254,11 +274,18 @@ class _EarlyExit:
         progress, ys, _ = self._run(given, length, sizes, save=False)
         return progress, ys
 
+    def _all_steps(self, given: _Operands) -> tuple[Progress, PyTree]:
+        first = Progress(given.holds, vary_over(jnp.zeros((), jnp.int32), self.outputs.varying), given.state)
+        loop = self._loop(given, self.length)
+        return run_all_steps(loop, given.reads, first, self.condition, self.hoisted.fixed, self.outputs)
+
     def _saving(self, given: _Operands) -> _Saved:
         return self._run(given, self.length, (self.chunks.size,), save=True)
 
     def differentiable(self) -> Any:
         """The function from operands to (progress, ys). A derivative is taken of the same that saves its chunks."""
+        if not is_rewriting():
+            return self._all_steps
         saving = jax.custom_jvp(self._saving)
         primal = jax.custom_jvp(self._primal)
 
