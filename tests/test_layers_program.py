@@ -358,11 +358,11 @@ def test_what_was_compiled_for_a_pattern_goes_with_its_last_block():
         return x
 
     stacks = [stack_of(2), stack_of(2)]
-    memo = Body.of(first).memo
+    made = [Body.of(first).memo, Body.of(first).programs]
     for _ in range(3):
         treescan.fold_layers([first, lambda layer, x: x], X, stacks)
     gc.collect()
-    assert len(memo._joint) == 0
+    assert [len(memo._joint) for memo in made] == [0, 0]
 
 
 def test_static_leaves_of_a_stack_are_freed():

@@ -78,7 +78,7 @@ def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) 
     given, structure = jax.tree.flatten((key, frozen))
     types = (structure, *map(jax.typeof, given), Prefix(*_flatten_places(shardings)))
     mesh = jax.sharding.get_abstract_mesh()
-    made = body.memo(("init_layers", n, types, mesh), lambda: _program(body, n, shardings, mesh, key, frozen))
+    made = body.programs(("init_layers", n, types, mesh), lambda: _program(body, n, shardings, mesh, key, frozen))
     with jax.disable_jit(False):  # which would leave shardings out
         stacked = made(key, frozen)
     del alive

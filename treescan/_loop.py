@@ -103,6 +103,19 @@ class Body:
         """The body itself."""
         return self._function()
 
+    @property
+    def programs(self) -> Memo:
+        """What was compiled for the body.
+
+        JAX keeps a program's trace for as long as the program lives, and a rule for derivatives in that trace refers
+        to this handle. So the handle must not refer to the program: the two would keep each other, and all arrays that
+        the body closes over, until `jax.clear_caches()`.
+        """
+        try:
+            return _programs.setdefault(self.function, Memo())
+        except Exception:  # as in `Body.of`
+            return Memo()
+
     @functools.cached_property
     def parameters(self) -> tuple[inspect.Parameter, ...] | None:
         """The body's parameters; None if they cannot be known."""
@@ -150,6 +163,7 @@ def outermost(function: Any) -> Any:
 
 
 _bodies: weakref.WeakKeyDictionary[Callable[..., Any], Body] = weakref.WeakKeyDictionary()
+_programs: weakref.WeakKeyDictionary[Callable[..., Any], Memo] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True)

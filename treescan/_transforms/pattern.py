@@ -44,12 +44,12 @@ class Pattern:
 
 def execute_pattern(bodies: tuple[Body, ...], pattern: Pattern, given: Given) -> tuple[PyTree, PyTree]:
     """Runs a verb over layers; see `execute`. The xs that are given are a tuple with one item for each block."""
-    memo = bodies[0].memo
+    memo, programs = bodies[0].memo, bodies[0].programs
     for body in bodies[1:]:
-        memo = memo.joint(body.function)
+        memo, programs = memo.joint(body.function), programs.joint(body.function)
     assembled = functools.partial(_assemble, bodies, pattern)
     if _has_work(pattern, given) and not is_jit_disabled() and not under_a_trace():
-        return memo(("jit", bodies, pattern, is_rewriting()), lambda: jax.jit(assembled))(given)
+        return programs(("jit", bodies, pattern, is_rewriting()), lambda: jax.jit(assembled))(given)
     return assembled(given, memo)
 
 

@@ -95,7 +95,7 @@ def execute(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
     compiles anything. Under an outer trace, that trace is the one that counts.
     """
     if _has_work(plan, given) and not is_jit_disabled() and not under_a_trace():
-        return body.memo(("jit", plan, is_rewriting()), lambda: jax.jit(functools.partial(assemble, body, plan)))(given)
+        return body.programs(("jit", plan, is_rewriting()), lambda: jax.jit(functools.partial(assemble, body, plan)))(given)
     return assemble(body, plan, given)
 
 

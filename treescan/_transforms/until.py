@@ -70,8 +70,8 @@ def execute_until(body: Body, cond: Body | None, plan: UntilPlan, given: Given, 
     assembled = functools.partial(_assemble, body, cond, plan)
     if is_jit_disabled() or under_a_trace():
         return assembled(given, bounds)
-    memo = body.memo if cond is None else body.memo.joint(cond.function)
-    return memo(("jit", body, cond, plan, is_rewriting()), lambda: jax.jit(assembled))(given, bounds)
+    programs = body.programs if cond is None else body.programs.joint(cond.function)
+    return programs(("jit", body, cond, plan, is_rewriting()), lambda: jax.jit(assembled))(given, bounds)
 
 
 def _assemble(body: Body, cond: Body | None, plan: UntilPlan, given: Given, bounds: Bounds | None) -> Ended:
