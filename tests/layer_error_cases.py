@@ -364,6 +364,11 @@ def layers_out_axes_in_fold_layers(one):
     return fold_layers(block_alone, X, denses(one), out_axes=1)
 
 
+@case(ArgumentError)
+def layers_save_in_fold_layers(one):
+    return fold_layers(block_alone, X, denses(one), save="last")
+
+
 @case(ArgumentTypeError)
 def layers_unknown_option(one):
     return scan_layers(block, X, denses(one), reversed=True)

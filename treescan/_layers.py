@@ -44,7 +44,8 @@ _SCAN_REFUSES = {
     **dict.fromkeys(OF_MASK_SCAN, "it is for rows of unequal length. What all layers share goes into `args`."),
     "length": "it runs as many layers as the stack holds.",
 }
-_FOLD_REFUSES = {**_SCAN_REFUSES, "out_axes": "it stacks no outputs. `treescan.scan_layers` does."}
+_NO_OUTPUTS = "it stacks no outputs. `treescan.scan_layers` does."
+_FOLD_REFUSES = {**_SCAN_REFUSES, "out_axes": _NO_OUTPUTS, "save": _NO_OUTPUTS}
 
 
 class KeyedBlock(Protocol[Layer_contra, Carry, Y_co]):

@@ -1,0 +1,311 @@
+"""Rewritten steps where a rewriting was once wrong, or failed in JAX's words; and `rewriting(False)`, which does none.
+
+The oracle is the same call without any rewriting, which is tried against unpadded rows elsewhere, or a Python loop.
+"""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import io_callback
+from unpadded import compiled
+
+import treescan
+from treescan import fold, fori, mask_scan, rewriting, scan, while_scan
+
+T, CHUNK = 12, 4
+close = functools.partial(chex.assert_trees_all_close, rtol=2e-5, atol=2e-5)
+
+
+def array(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) * 0.5, jnp.float32)
+
+
+def plainly(function, *given):
+    with rewriting(False):
+        return compiled(lambda *given: function(*given), *given)
+
+
+# A product of rank 0 among arrays: its tangent is a number per step.
+
+
+@pytest.mark.parametrize("rows", [(), (3,)])
+@pytest.mark.parametrize("size", [CHUNK, CHUNK + 1])
+def test_a_product_of_rank_0_that_is_added_to_an_array(size, rows):
+    def loss(given):
+        w, matrix, bias, xs = given
+
+        def one(h, x):
+            return jnp.tanh(jnp.broadcast_to(w @ h, h.shape) + w @ x + bias @ h + matrix @ h + x)
+
+        def step(h, x):
+            for _ in rows:
+                h = jax.vmap(one)(h, x)
+                return h, h
+            h = jnp.tanh((w @ h) + (matrix @ h) + x + (bias @ x))
+            return h, w @ h
+
+        final, ys = mask_scan(step, jnp.zeros((*rows, size)), xs, lengths=jnp.full(rows, T - 1), chunk=CHUNK)
+        return (final * final).sum() + (ys * ys).sum()
+
+    given = array(size), array(size, size, seed=1), array(size, seed=2), array(T, *rows, size, seed=3)
+    every = lambda given: (loss(given), jax.grad(loss)(given), jax.jvp(loss, (given,), (given,)))  # noqa: E731
+    close(compiled(every, given), plainly(every, given))
+
+
+def test_products_of_rank_0_that_are_added_up_in_a_batch():
+    def loss(w):
+        def step(h, x):
+            total = jnp.einsum("bi,i->", h, w) + jnp.einsum("bi,bi->", x, x * w[None])
+            h = jnp.tanh(h + total + x)
+            return h, h
+
+        xs = array(T, 3, 5)
+        return mask_scan(step, jnp.zeros((3, 5)), xs, lengths=jnp.full(3, T), chunk=CHUNK)[1].sum()
+
+    w = array(5, seed=1)
+    close(compiled(jax.grad(loss), w), plainly(jax.grad(loss), w))
+
+
+# What the body closes over, mapped, where an element has nothing valid.
+
+
+@pytest.mark.parametrize("chunk", [None, 0])
+@pytest.mark.parametrize("effects", [False, True], ids=["pure", "effects"])
+def test_an_element_without_steps_borrows_what_the_body_closes_over(chunk, effects):
+    def loss(s, xs, length):
+        def step(h, x):
+            if effects:
+                jax.debug.callback(lambda: None)
+            h = jnp.tanh(h + x / s)
+            return h, h
+
+        final, ys = mask_scan(step, jnp.zeros(2), xs, lengths=length, chunk=chunk)
+        return ys.sum() + final.sum()
+
+    s, xs, lengths = jnp.array([2.0, 0.0, jnp.nan, 3.0]), array(4, T, 2), jnp.array([3, 0, 0, T])
+    one = jax.jit(jax.grad(loss))
+    one_by_one = [one(s[i], xs[i], lengths[i]) for i in range(4)]
+    close(jax.jit(jax.vmap(jax.grad(loss)))(s, xs, lengths), jnp.stack(one_by_one))
+    close(jax.jit(jax.grad(lambda s: jax.vmap(loss)(s, xs, lengths).sum()))(s), jnp.stack(one_by_one))
+    assert one_by_one[1] == 0
+
+
+def test_devices_do_not_lend_what_a_body_gathers():
+    """Each device holds a part of the weights; one of them has no valid row, and the others count on its part."""
+    mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+    P = jax.sharding.PartitionSpec
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(P("d"), P(None, "d"), P("d")), out_specs=P(None, "d"))
+    def run(part, xs, lengths):
+        def step(h, x):
+            h = jnp.tanh(h + x * jax.lax.all_gather(part, "d", tiled=True)[None])
+            return h, h
+
+        return mask_scan(step, xs[0] * 0, xs, lengths=lengths, chunk=CHUNK)[1]
+
+    w, xs, lengths = array(4), array(T, 4, 4, seed=1), jnp.array([T, 0, 3, 5])
+    expected = mask_scan(lambda h, x: (jnp.tanh(h + x * w[None]),) * 2, xs[0] * 0, xs, lengths=lengths)[1]
+    close(jax.jit(run)(w, xs, lengths), expected)
+
+
+# What failed in JAX's words.
+
+
+@pytest.mark.parametrize("verb", ["mask_scan", "while_scan", "remat"])
+def test_complex_products(verb):
+    def loss(matrix):
+        def step(z, x):
+            z = jnp.sin(z @ matrix) + x
+            return z, z
+
+        init, xs = jnp.zeros((3, 2), jnp.complex64), jax.lax.complex(array(T, 3, 2), array(T, 3, 2, seed=1))
+        if verb == "mask_scan":
+            ys = mask_scan(step, init, xs, lengths=jnp.array([T, 3, 0]), chunk=CHUNK)[1]
+        elif verb == "while_scan":
+            ys = while_scan(lambda z: jnp.abs(z).sum() < 100, step, init, xs).ys
+        else:
+            ys = scan(step, init, xs, remat=treescan.Remat(policy=jax.checkpoint_policies.dots_saveable))[1]
+        return (jnp.abs(ys) ** 2).sum()
+
+    matrix = jax.lax.complex(array(2, 2, seed=2), array(2, 2, seed=3))
+    close(compiled(jax.grad(loss), matrix), plainly(jax.grad(loss), matrix))
+
+
+def test_a_mapped_axis_of_size_0():
+    xs, counts = jnp.zeros((0, T, 2)), jnp.zeros((0,), jnp.int32)
+
+    def masked(xs, length):
+        return mask_scan(lambda h, x: (h + x, h), jnp.zeros(2), xs, lengths=length)[0].sum()
+
+    def early(xs):
+        return while_scan(lambda h: h.sum() < 3, lambda h, x: (h + x, h), jnp.zeros(2), xs).carry.sum()
+
+    assert jax.vmap(masked)(xs, counts).shape == (0,)
+    assert jax.vmap(jax.grad(masked))(xs, counts).shape == (0, T, 2)
+    assert jax.vmap(jax.grad(early))(xs).shape == (0, T, 2)
+    assert jax.vmap(lambda n: fori(0, n, lambda i, h: h + i, 0, max_length=5))(counts).shape == (0,)
+    assert jax.vmap(jax.vmap(masked))(xs[None], counts[None]).shape == (1, 0)
+
+
+_slow = pytest.mark.slow
+
+
+@pytest.mark.parametrize("where", ["step", pytest.param("loop", marks=_slow), pytest.param("function", marks=_slow)])
+@pytest.mark.parametrize("verb", ["mask_scan", "while_scan"])
+def test_the_gradient_of_a_mapped_loop_whose_body_branches(verb, where):
+    def loss(matrix, xs, length):
+        def branch(h, x):
+            return jax.lax.switch(
+                (x.sum() > 0).astype(jnp.int32) + (h.sum() > 1).astype(jnp.int32),
+                [lambda h: jnp.tanh(matrix @ h), lambda h: h * x, lambda h: jnp.sqrt(jnp.abs(h) + 1) + matrix @ x],
+                h,
+            )
+
+        def step(h, x):
+            if where == "step":
+                h = branch(h, x)
+            elif where == "loop":
+                h, _ = jax.lax.scan(lambda h, x: (branch(h, x), None), h, jnp.stack([x, -x]))
+            else:
+                h = jax.checkpoint(jax.jit(branch))(h, x)
+            return h, h
+
+        if verb == "mask_scan":
+            final, ys = mask_scan(step, jnp.ones(2), xs, lengths=length, chunk=CHUNK)
+        else:
+            final, ys, _, _ = while_scan(lambda h: jnp.abs(h).sum() < length.astype(jnp.float32), step, jnp.ones(2), xs)
+        return final.sum() + (ys * ys).sum()
+
+    matrix, xs, lengths = array(2, 2), array(4, T, 2, seed=1), jnp.array([T, 3, 0, 5])
+    one = jax.jit(jax.grad(loss))
+    expected = sum(one(matrix, xs[i], lengths[i]) for i in range(4))
+    close(jax.jit(jax.grad(lambda w: jax.vmap(loss, (None, 0, 0))(w, xs, lengths).sum()))(matrix), expected)
+    close(jax.jit(jax.vmap(jax.grad(loss), (None, 0, 0)))(matrix, xs, lengths).sum(0), expected)
+
+
+@pytest.mark.parametrize("verb", ["scan", "fold", "mask_scan", "layers"])
+def test_remat_of_a_body_that_may_run_only_once_is_refused(verb):
+    def body(h, x):
+        io_callback(lambda: None, None)
+        return h + x
+
+    init, xs = jnp.zeros(2), jnp.ones((T, 2))
+    with pytest.raises(treescan.ArgumentError, match="the body has an effect that JAX refuses to repeat"):
+        if verb == "scan":
+            scan(lambda h, x: (body(h, x), None), init, xs, remat="nested")
+        elif verb == "fold":
+            fold(body, init, xs, remat="step")
+        elif verb == "mask_scan":
+            mask_scan(lambda h, x: (body(h, x), None), init, xs, lengths=jnp.array([3, 4]), remat="step")
+        else:
+            treescan.fold_layers(lambda layer, x: body(x, layer), init, xs, remat="step")
+
+
+@pytest.mark.parametrize("outer_jit", [False, True])
+def test_the_gradient_of_while_scan_over_such_a_body_is_refused(outer_jit):
+    """Its values are not; and what says something and returns nothing, says it once, in the gradient too."""
+    said = []
+
+    def loss(w, returns):
+        def step(h, x):
+            if returns:
+                w_now = w * io_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), jnp.float32))
+            else:
+                io_callback(lambda: said.append(1), None)
+                w_now = w
+            h = jnp.tanh(h * w_now + x)
+            return h, h
+
+        return while_scan(lambda h: h.sum() < 30, step, jnp.zeros(2), jnp.ones((3, 2))).carry.sum()
+
+    wrap = jax.jit if outer_jit else lambda function: function
+    grad = wrap(jax.grad(functools.partial(loss, returns=True)))
+    assert jnp.isfinite(loss(1.0, True))
+    with pytest.raises(treescan.ArgumentError, match=r"`while_scan` over `step` .* computes each step again"):
+        grad(1.0)
+    assert jnp.isfinite(wrap(jax.grad(functools.partial(loss, returns=False)))(1.0))
+    jax.effects_barrier()
+    assert len(said) == 3
+
+
+def test_linear_transpose():
+    """A truncated loop transposes. JAX has no rule for the `custom_vmap` by which masked rows borrow from others."""
+    matrix, xs = array(2, 2), array(T, 2)
+
+    def cut(xs):
+        return fold(lambda h, x: h @ matrix + x, jnp.zeros(2), xs, truncate=3)
+
+    def whole(xs):
+        return fold(lambda h, x: h @ matrix + x, jnp.zeros(2), xs)
+
+    ct = array(2, seed=1)
+    close(jax.linear_transpose(cut, xs)(ct), jax.vjp(whole, xs)[1](ct))
+
+    def masked(xs):
+        return mask_scan(lambda h, x: (h @ matrix + x, h), jnp.zeros(2), xs, lengths=jnp.asarray(5))[0]
+
+    with pytest.raises(NotImplementedError, match=r"custom_vmap_call|stop_gradient"):
+        jax.linear_transpose(masked, xs)(ct)
+    close(jax.vjp(masked, xs * 0)[1](ct)[0][:5], jax.vjp(whole, xs[:5])[1](ct)[0])
+
+
+# No rewriting at all.
+
+
+def counted(function, *given):
+    return str(jax.make_jaxpr(function)(*given))
+
+
+@pytest.mark.parametrize("verb", ["mask_scan", "while_scan"])
+def test_rewriting_off(verb):
+    """Neither a rule for a derivative nor a product outside of the steps; the same numbers, and other programs."""
+
+    def loss(w):
+        def step(carry, x):
+            w, h = carry
+            h = jnp.tanh(h @ w + x)
+            return (w, h), h
+
+        init, xs = (w, jnp.zeros((3, 2))), array(T, 3, 2)
+        if verb == "mask_scan":
+            lengths = jnp.array([T, 3, 0])
+            (_, h), ys = mask_scan(step, init, xs, lengths=lengths, carry_axes=(None, 0), save="last")
+        else:
+            (_, h), ys, _, _ = while_scan(lambda c: c[1].sum() > -3, step, init, xs, save=3)
+        return h.sum() + (ys * ys).sum()
+
+    w = array(2, 2, seed=1)
+    every = lambda w: (loss(w), jax.grad(loss)(w), jax.hessian(loss)(w))  # noqa: E731
+    with rewriting(False):
+        off = counted(loss, w)
+        with rewriting(True):
+            assert "custom_jvp_call" in counted(lambda w: loss(w), w)
+        eager = jax.grad(loss)(w)
+    assert "custom_jvp_call" not in off.replace("name=_where", "")
+    close(compiled(every, w), plainly(every, w))
+    close(eager, jax.grad(loss)(w))
+
+
+def test_the_environment_turns_rewriting_off(monkeypatch):
+    def loss(w):
+        def step(h, x):
+            return jnp.tanh(w @ h + x), None
+
+        return mask_scan(step, jnp.zeros(2), jnp.ones((T, 2)), lengths=jnp.asarray(3))[0].sum()
+
+    w = array(2, 2)
+    on = counted(loss, w)
+    monkeypatch.setenv("TREESCAN_REWRITE", "0")
+    assert counted(lambda w: loss(w), w) != on
+
+
+def test_rewriting_takes_a_bool():
+    with (
+        pytest.raises(treescan.ArgumentTypeError, match="`rewriting` takes True or False, got 0"),
+        rewriting(0),  # pyright: ignore[reportArgumentType]
+    ):
+        pass
