@@ -33,6 +33,9 @@ def rewriting(enabled: bool) -> Generator[None]:
     Args:
         enabled: whether steps may be rewritten.
 
+    Returns:
+        A context manager.
+
     Raises:
         ArgumentTypeError: if `enabled` is no bool.
 

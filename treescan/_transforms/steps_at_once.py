@@ -40,9 +40,7 @@ def compute_early(program: Any, reads: list[Any], fed: list[Any]) -> list[Array]
             operands = values_of(equation.invars, values)
             out = [product_of_steps(equation, operands[1 - operand], operands[operand], operand)]
         else:
-            evaluate: Callable[..., list[Any]] = functools.partial(eval_jaxpr, one, [])
-            axes = [0 if var in stacked else None for var in taken]
-            out = jax.vmap(evaluate, axes)(*(values[var] for var in taken))
+            out = _of_each_step(one, [values[var] for var in taken], [0 if var in stacked else None for var in taken])
         if any(differ):
             stacked.update(equation.outvars)
         values.update(zip(equation.outvars, out, strict=True))
@@ -51,6 +49,18 @@ def compute_early(program: Any, reads: list[Any], fed: list[Any]) -> list[Array]
         if value.shape[1:] != var.aval.shape or value.dtype != var.aval.dtype:
             raise Unproven(f"{value.shape} {value.dtype} is computed for steps of {var.aval}")
     return computed
+
+
+def _of_each_step(one: Any, values: list[Any], axes: list[int | None]) -> list[Array]:
+    """What an equation gives for each step: mapped by JAX, whose rule for it may fail.
+
+    That of `clamp` does in JAX 0.10 where a bound of rank 0 is mapped, and its operand is not.
+    """
+    evaluate: Callable[..., list[Any]] = functools.partial(eval_jaxpr, one, [])
+    try:
+        return jax.vmap(evaluate, axes)(*values)
+    except Exception as error:
+        raise Unproven(f"{one.eqns[0].primitive.name} cannot be mapped") from error
 
 
 def product_of_steps(equation: Any, stacked: Array, same: Array, operand: int) -> Array:
