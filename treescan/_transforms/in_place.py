@@ -26,6 +26,7 @@ from .batch_axes import RowAxes
 from .compact import put_rows, take_feed, take_rows
 from .fill import Idle
 from .in_bulk import Ahead, AsItIs, ahead, types_of_y
+from .remat import is_remat3
 from .schedule import Schedule
 from .smooth import fill_in, nonzero_part, smooth_part
 
@@ -73,7 +74,9 @@ class InPlace:
         """Whether a loop can be run so and gains by it; what XLA's other backends make of it is not known."""
         held = any(slot is not None for slot in self.idle.held or ())
         leaves = jax.tree.leaves((loop.consts, loop.state, loop.xs))
-        return jax.default_backend() == "cpu" and not held and not any(map(is_sharded, leaves))
+        # Under jax_remat3 the derivative of a rule like that of `run` saves what its checkpoints were to leave out.
+        known = jax.default_backend() == "cpu" and not is_remat3()
+        return known and not held and not any(map(is_sharded, leaves))
 
     def run(self, loop: Loop, stacked: Callable[[Loop], Result]) -> Result:
         """Runs a loop whose step returns a list; `stacked` runs it where it is differentiated."""

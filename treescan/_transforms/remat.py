@@ -18,7 +18,8 @@ from .._loop import Feed, Loop, Step, is_jit_disabled
 from .._remat import Remat
 from .._sizes import Wish, divide
 from .._types import PyTree
-from .hoist import Hoisted
+from .hoist import Hoisted, merge
+from .smooth import is_smooth
 
 _CARRY = "treescan carry"
 
@@ -47,7 +48,28 @@ class Checkpointed:
         step, policy = self.step, None if self.policy is None else RealOnly(self.policy)
         if self.offload is not None and self.looped:
             step, policy = _Named(step), _offloading(policy, self.offload)
-        return jax.checkpoint(step, prevent_cse=not self.looped, policy=policy)(consts, state, feed)
+        return checkpoint(step, prevent_cse=not self.looped, policy=policy)(consts, state, feed)
+
+
+def is_remat3() -> bool:
+    """Whether `jax.checkpoint` is the one that JAX is about to make the default, by its flag `jax_remat3`."""
+    return bool(getattr(jax.config, "jax_remat3", False))
+
+
+def checkpoint(
+    function: Callable[..., Any], *, prevent_cse: bool, policy: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """`jax.checkpoint`, also under `jax_remat3`, where JAX fails on a result without a cotangent within a loop."""
+    if not is_remat3():
+        return jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)
+
+    def with_cotangents(*args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(function(*args))
+        smooth = jax.lax.optimization_barrier([leaf for leaf in leaves if is_smooth(leaf)])
+        others = [leaf for leaf in leaves if not is_smooth(leaf)]
+        return jax.tree.unflatten(structure, merge(list(map(is_smooth, leaves)), smooth, others))
+
+    return jax.checkpoint(with_cotangents, prevent_cse=prevent_cse, policy=policy)
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from .in_bulk import in_bulk
 from .in_place import InPlace
 from .lend import may_branch
 from .outputs import Keep, boundaries, emitting, is_thinned, run_keeping
-from .remat import Checkpointed, checkpoint_steps, refuse_symbolic, refuse_with_refs, remat_wishes
+from .remat import Checkpointed, checkpoint, checkpoint_steps, refuse_symbolic, refuse_with_refs, remat_wishes
 from .schedule import Schedule, make_schedule
 
 LARGEST, SMALLEST, FEWEST = 16, 8, 4
@@ -72,7 +72,7 @@ class RunLive:
         if self.remat and _may_nest(
             (consts, state, feed)
         ):  # else the branches that are not taken would write zeros for all that these save
-            taken = [jax.checkpoint(branch, prevent_cse=False) for branch in taken]
+            taken = [checkpoint(branch, prevent_cse=False) for branch in taken]
         return jax.lax.switch(index, [self._nothing, *taken], consts, state, feed)
 
     def _everything(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:

@@ -29,7 +29,7 @@ from .early_exit import Chunks, Outputs
 from .good_pairs import GoodPair
 from .lend import choose_own, lend, lend_to_elements, most_of_all, most_of_devices
 from .mask import Masked
-from .remat import RematChunk, checkpoint_steps, save_costly
+from .remat import RematChunk, checkpoint, checkpoint_steps, is_remat3, save_costly
 from .rows import select
 from .smooth import Part, instantiated, smooth_part, zeros_like
 
@@ -67,7 +67,7 @@ class _RunLive:
     def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
         live = feed.schedule
         feed = feed._replace(schedule=None)
-        return jax.checkpoint(self._branch, prevent_cse=False)(live, consts, state, feed)
+        return checkpoint(self._branch, prevent_cse=False)(live, consts, state, feed)
 
     def _branch(self, live: Array, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
         return jax.lax.cond(live, self._varied, self._leave, consts, state, feed)
@@ -159,7 +159,7 @@ class TangentOfChunk:
             reads, chunk = reads._replace(d_consts=d_given.consts), chunk._replace(d_x=d_given.xs)
             # As bits: what a branch saves may not be typed keys in JAX 0.8.
             bits, keys = _as_bits((reads, d_given.state, chunk))
-            run_branch = jax.checkpoint(functools.partial(self._choose, keys), prevent_cse=False)
+            run_branch = _recomputed(functools.partial(self._choose, keys))
             return linear(*primals), run_branch(chunk.branch, bits)
 
         linear = jax.custom_jvp(nothing)
@@ -170,10 +170,10 @@ class TangentOfChunk:
         def typed(part: Callable[..., Any]) -> Callable[..., Any]:
             return lambda bits: part(*_of_bits(bits, keys))
 
-        some = jax.checkpoint(typed(self._some), prevent_cse=False)
+        some = _recomputed(typed(self._some))
         if not self.branches:
             return some(bits)
-        every = jax.checkpoint(typed(self._all), prevent_cse=False)
+        every = _recomputed(typed(self._all))
         return jax.lax.switch(branch, [typed(self._nothing), some, every], bits)
 
     def _nothing(self, reads: _Reads, d_state: list[Array], chunk: _Chunk) -> tuple[list[Array], list[Array]]:
@@ -205,8 +205,17 @@ class TangentOfChunk:
             state, ys = runs(*whole, self.xs.join(x, other_x))
             return self.state.split(state)[0], self.y.split(self.outputs.varied(ys))[0]
 
-        _, tangents = jax.jvp(smooth, (consts, start, x), (reads.d_consts, d_state, chunk.d_x))
+        given, d_given = (consts, start, x), (reads.d_consts, d_state, chunk.d_x)
+        if is_remat3():
+            _, push = jax.linearize(smooth, *given)
+            return push(*d_given)
+        _, tangents = jax.jvp(smooth, given, d_given)
         return tangents
+
+
+def _recomputed(linear: Callable[..., Any]) -> Callable[..., Any]:
+    """A linear function that saves nothing; under `jax_remat3` a checkpoint cannot be transposed, and there is none."""
+    return linear if is_remat3() else jax.checkpoint(linear, prevent_cse=False)
 
 
 class Ran(NamedTuple):
