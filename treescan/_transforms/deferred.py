@@ -20,7 +20,7 @@ from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
 from .._avals import place_like
-from .._loop import Feed, Loop, Step, run
+from .._loop import Feed, Loop, Memo, Step, run
 from .._types import Array
 from .equations import alone, values_of
 from .hoist import array_of
@@ -122,19 +122,24 @@ def _with_tangent_rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
 def run_split(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], list[Any]]:
     """Runs a chunk of steps: the leaves of the last state, and of ys."""
 
-    def forward(given: Arguments) -> tuple[list[Any], list[Any]]:
-        early = compute_early(split.forward.early, given.reads, given.fed)
-        return _run(loop, Forward(split), given, (given.reads, early), (jnp.arange(loop.length), given.fed))
+    # JAX keeps the rule with the trace of the loop over chunks, and that for as long as the memo keeps the loop's step:
+    # a rule that referred to the memo would keep itself, and all that the body closes over.
+    apart = dataclasses.replace(loop, memo=Memo())
 
     def rule(primals: tuple[Arguments], tangents: tuple[Arguments]) -> tuple[Any, Any]:
         try:
-            return _push_forward(loop, split, primals[0], tangents[0])
+            return _push_forward(apart, split, primals[0], tangents[0])
         except Unproven:
-            return _push_plainly(forward, primals[0], tangents[0])
+            return _push_plainly(functools.partial(_forward, apart, split), primals[0], tangents[0])
 
-    function = jax.custom_jvp(forward)
+    function = jax.custom_jvp(functools.partial(_forward, loop, split))
     function.defjvp(rule, symbolic_zeros=True)
     return function(given)
+
+
+def _forward(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], list[Any]]:
+    early = compute_early(split.forward.early, given.reads, given.fed)
+    return _run(loop, Forward(split), given, (given.reads, early), (jnp.arange(loop.length), given.fed))
 
 
 def _push_plainly(
