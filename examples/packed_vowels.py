@@ -66,7 +66,7 @@ def pool(params: Params, packed: Batch) -> Float[Array, "utterances pooled"]:
     both = jnp.concatenate([lstm(params.forward, packed), lstm(params.backward, packed, reverse=True)], axis=-1)
     start = jnp.zeros(both.shape[1:])
     _, sums = treescan.mask_scan(lambda total, h: (total + h, total + h), start, packed._replace(data=both))
-    return treescan.last(packed, sums) / packed.index.length[:, None]
+    return treescan.last(packed, sums, reverse=False) / packed.index.length[:, None]
 
 
 def loss(params: Params, batch: Labelled, key: PRNGKeyArray) -> Float[Array, ""]:

@@ -1157,12 +1157,24 @@ def unpack_traced(one):
 @without_body(ArgumentTypeError)
 def last_swapped(one):
     packed = treescan.pack([words(3)])
-    return treescan.last(packed.data, packed)
+    return treescan.last(packed.data, packed, reverse=False)
+
+
+@without_body(ArgumentTypeError)
+def last_without_direction(one):
+    packed = treescan.pack([words(3)])
+    return treescan.last(packed, packed.data)
+
+
+@without_body(ArgumentTypeError)
+def last_of_direction_as_text(one):
+    packed = treescan.pack([words(3)])
+    return treescan.last(packed, packed.data, reverse="yes")
 
 
 @without_body(ArgumentError)
 def last_other_rows(one):
-    return treescan.last(treescan.pad([XS, XS]), ROWS[:, :1])
+    return treescan.last(treescan.pad([XS, XS]), ROWS[:, :1], reverse=False)
 
 
 # --- how bodies are named ---------------------------------------------------------------------------------------------

@@ -1,5 +1,6 @@
 """`pack`, `unpack` and `last`: first-fit decreasing against a plain loop, and the sequences against themselves."""
 
+import functools
 import itertools
 import time
 
@@ -79,7 +80,7 @@ def test_keys():
     keys = jax.random.split(jax.random.key(0), 4)
     packed = pack([keys[:1], keys, keys[:0]])
     assert_same_lists(unpack(packed, packed.data), [keys[:1], keys, keys[:0]])
-    ends = last(packed, packed.data)
+    ends = last(packed, packed.data, reverse=False)
     npt.assert_array_equal(as_numpy(ends)[:2], as_numpy(keys[jnp.array([0, 3])]))
     assert not as_numpy(ends)[2].any()
 
@@ -179,7 +180,7 @@ def test_nothing_but_empty_sequences():
         packed = pack(of_lengths([0, 0]), **options)
         assert packed.data.shape == packed.mask.shape == shape
         check(packed, of_lengths([0, 0]))
-        npt.assert_array_equal(last(packed, packed.data), [0, 0])
+        npt.assert_array_equal(last(packed, packed.data, reverse=False), [0, 0])
 
 
 # unpack, and last.
@@ -188,13 +189,16 @@ def test_nothing_but_empty_sequences():
 @settings(max_examples=10)
 @given(lists_of_sequences())
 def test_last_of_each(sequences):
-    def ends(*leaves):
-        return np.stack([leaf[-1] if len(leaf) else np.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves])
+    def ends(reverse, *leaves):
+        step = 0 if reverse else -1
+        return np.stack([leaf[step] if len(leaf) else np.zeros(leaf.shape[1:], leaf.dtype) for leaf in leaves])
 
-    want = jax.tree.map(ends, *sequences)
-    for batch in (pack(sequences, value=1), pad(sequences, value=1)):
-        assert_same_bits(last(batch, batch.data), want)
-        assert_same_bits(jax.jit(last)(batch, batch.data), want)
+    jitted = jax.jit(last, static_argnames="reverse")
+    for reverse in (False, True):
+        want = jax.tree.map(functools.partial(ends, reverse), *sequences)
+        for batch in (pack(sequences, value=1), pad(sequences, value=1)):
+            assert_same_bits(last(batch, batch.data, reverse=reverse), want)
+            assert_same_bits(jitted(batch, batch.data, reverse=reverse), want)
 
 
 def batches():
@@ -202,8 +206,10 @@ def batches():
     return {"packed": pack(sequences, rows=2), "padded": pad(sequences)}
 
 
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
 @pytest.mark.parametrize("name", ["packed", "padded"])
-def test_last_is_one_gather_and_differentiates(name):
+def test_last_is_one_gather_and_differentiates(name, reverse):
+    last = functools.partial(treescan.last, reverse=reverse)
     batch = batches()[name]
     ys, weights = array(*batch.data.shape, 4), array(6, 4, seed=1)
     mask = np.zeros(batch.data.shape, bool)
@@ -214,8 +220,9 @@ def test_last_is_one_gather_and_differentiates(name):
         row, start = np.arange(6), np.zeros(6, int)
     want = np.zeros((*mask.shape, 4), np.float32)
     for i in np.flatnonzero(length):
-        want[start[i] + length[i] - 1, row[i]] = weights[i]
-        mask[start[i] + length[i] - 1, row[i]] = True
+        end = start[i] if reverse else start[i] + length[i] - 1
+        want[end, row[i]] = weights[i]
+        mask[end, row[i]] = True
     poisoned = jnp.where(jnp.asarray(mask)[..., None], ys, jnp.nan)  # what is not an end is never read
     value, grad = jax.value_and_grad(lambda ys: jnp.vdot(last(batch, ys), weights))(poisoned)
     assert np.isfinite(value)
@@ -230,21 +237,83 @@ def test_last_is_one_gather_and_differentiates(name):
 def test_last_of_a_mapped_batch():
     batch = batches()["packed"]
     twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), batch)
-    want = last(batch, batch.data)
-    chex.assert_trees_all_equal(jax.vmap(lambda b: last(b, b.data))(twice), jnp.stack([want, want]))
+    for reverse in (False, True):
+        want = last(batch, batch.data, reverse=reverse)
+        mapped = jax.vmap(lambda b, reverse=reverse: last(b, b.data, reverse=reverse))(twice)
+        chex.assert_trees_all_equal(mapped, jnp.stack([want, want]))
 
 
 def test_last_of_several_batch_axes_and_clamped_lengths():
     data = jnp.arange(24.0).reshape(4, 2, 3)
     padded = treescan.Padded(data, jnp.array([[1, 2, 3], [4, 0, 9]]))
-    npt.assert_array_equal(last(padded, data), [[0, 7, 14], [21, 0, 23]])
-    npt.assert_array_equal(last(treescan.Padded(data[:, 0, 0], jnp.array(2)), data[:, 0, 0]), 6)
+    npt.assert_array_equal(last(padded, data, reverse=False), [[0, 7, 14], [21, 0, 23]])
+    npt.assert_array_equal(last(padded, data, reverse=True), [[0, 1, 2], [3, 0, 5]])
+    single = treescan.Padded(data[:, 0, 0], jnp.array(2))
+    npt.assert_array_equal(last(single, data[:, 0, 0], reverse=False), 6)
+    npt.assert_array_equal(last(single, data[:, 0, 0], reverse=True), 0)
+
+
+def leaky(h, x):
+    h = 0.5 * h + x
+    return h, h
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_last_is_what_the_scan_ended_with(reverse):
+    """Of padded rows the final carry and `save="last"`; of packed ones what each sequence gives alone."""
+    sequences = [sequence.astype(np.float32) for sequence in of_lengths([3, 0, 5, 1, 2])]
+    padded, packed = pad(sequences), pack(sequences, rows=2)
+    weights = array(5)
+    ends = functools.partial(last, reverse=reverse)
+    run = functools.partial(treescan.mask_scan, leaky, reverse=reverse)
+
+    def of_padded(data):
+        return ends(padded, run(jnp.zeros(5), padded._replace(data=data))[1])
+
+    def saved(data):
+        return run(jnp.zeros(5), padded._replace(data=data), save="last")[1]
+
+    def of_packed(data):
+        return ends(packed, run(jnp.zeros(2), packed._replace(data=data))[1])
+
+    def both(f):
+        return jax.jit(lambda data: (f(data), jax.grad(lambda d: jnp.vdot(f(d), weights))(data)))
+
+    values, grads = both(of_padded)(padded.data)
+    carry = run(jnp.zeros(5), padded)[0]
+    npt.assert_array_equal(values, carry)
+    npt.assert_array_equal(of_padded(padded.data), carry)
+    chex.assert_trees_all_close((values, grads), both(saved)(padded.data), rtol=1e-6)
+    alone = [treescan.fold(lambda h, x: leaky(h, x)[0], 0.0, s, reverse=reverse) for s in sequences]
+    in_rows, grads_in_rows = both(of_packed)(packed.data)
+    npt.assert_allclose(values, np.asarray(alone), rtol=1e-6)
+    npt.assert_allclose(in_rows, np.asarray(alone), rtol=1e-6)
+    for i, (row, start, length) in enumerate(zip(*map(np.asarray, packed.index), strict=True)):
+        npt.assert_allclose(grads_in_rows[start : start + length, row], grads[:length, i], rtol=1e-6)
+    two = jnp.stack([padded.data, -padded.data])
+    npt.assert_allclose(jax.vmap(of_padded)(two), jnp.stack([values, -values]), rtol=1e-6)
+
+
+def test_last_of_both_directions():
+    """The numbers of the issue: rows [1, 2, 3] and [10, 20], added up in both directions."""
+    sequences = [jnp.array([1.0, 2.0, 3.0]), jnp.array([10.0, 20.0])]
+
+    def add(h, x):
+        return h + x, h + x
+
+    for batch, rows in ((pad(sequences), 2), (pack(sequences, rows=1), 1)):
+        sums = {
+            reverse: treescan.mask_scan(add, jnp.zeros(rows), batch, reverse=reverse)[1] for reverse in (False, True)
+        }
+        both = [last(batch, ys, reverse=reverse) for reverse, ys in sums.items()]
+        npt.assert_array_equal(both, [[6, 30], [6, 30]])
+        npt.assert_array_equal(last(batch, sums[True], reverse=False), [3, 20])
 
 
 def test_trees_without_leaves():
     batch = batches()["packed"]
     assert unpack(batch, {"y": None}) == [{"y": None}] * 6
-    assert last(batch, {"y": None}) == {"y": None}
+    assert last(batch, {"y": None}, reverse=True) == {"y": None}
 
 
 def test_unpack_of_traced_ys():

@@ -65,7 +65,7 @@ def check_reverse(reverse: Any) -> bool:
         return bool(reverse)
     raise Fault(
         ArgumentTypeError,
-        f"{{verb}} over {{body}}: `reverse` is True or False, got {describe_traced(reverse)}.",
+        f"{{call}}: `reverse` is True or False, got {describe_traced(reverse)}.",
         "The direction is part of the program: pass a plain bool, `bool(...)` of a concrete value.",
     )
 

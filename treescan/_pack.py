@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from ._arguments import check_reverse
 from ._avals import describe_argument, is_key
 from ._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
 from ._first_fit import Fit, Ints, first_fit, least_fit, shortest_fit
@@ -200,13 +201,22 @@ def unpack(packed: Packed[Any], ys: Y) -> list[Y]:
     raise explained
 
 
+@overload
+def last(packed: Packed[Any], ys: Y, *, reverse: bool) -> Y: ...
+@overload
+def last(packed: Padded[Any], ys: Y, *, reverse: bool) -> Y: ...
 @verb
-def last(packed: Packed[Any] | Padded[Any], ys: Y) -> Y:
-    """Gives the last y of each sequence: one gather, traced or not, and differentiable.
+def last(packed: Packed[Any] | Padded[Any], ys: Y, *, reverse: bool | None = None) -> Y:
+    """Gives the y that each sequence ended with: one gather, traced or not, and differentiable.
+
+    With the `reverse` of the scan that computed ys it is what `save="last"` keeps of each sequence, and, where y is the
+    carry, the carry that the sequence's run ended with.
 
     Args:
         packed: the batch, a `Packed` or a `Padded`.
         ys: any pytree with leaves `[T, R, ...]`: the outputs of a scan over the batch.
+        reverse: whether the scan that computed ys ran in reverse. Required, as ys alone do not tell. False: the y of a
+            sequence's last step in time. True: the y of its first step in time, which ran last.
 
     Returns:
         A pytree with leaves `[N, ...]`, in the order in which the sequences were given to `pack` or `pad`; 0 for a
@@ -214,30 +224,45 @@ def last(packed: Packed[Any] | Padded[Any], ys: Y) -> Y:
 
     Raises:
         ArgumentError: if a leaf of ys does not lead with `[T, R]`.
-        ArgumentTypeError: if `packed` is neither a `Packed` nor a `Padded`.
+        ArgumentTypeError: if `packed` is neither a `Packed` nor a `Padded`, or `reverse` is missing or no bool.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> import treescan
         >>> batch = treescan.pack([jnp.array([1, 2]), jnp.array([3, 4, 5, 6]), jnp.array([7])])
-        >>> print(treescan.last(batch, batch.data * 10))
+        >>> print(treescan.last(batch, batch.data * 10, reverse=False))
         [20 60 70]
+        >>> print(treescan.last(batch, batch.data * 10, reverse=True))
+        [10 30 70]
     """
     try:
+        if not isinstance(packed, Packed | Padded):
+            raise _not_packed(packed, "a `Packed` or a `Padded`", "`last(packed, ys, reverse=False)`.")
+        if reverse is None:
+            raise _no_direction()
+        backward = check_reverse(reverse)
         if isinstance(packed, Packed):
             check_lead("ys", ys, (packed.rows,), packed.steps)
-            where = _last_of_spans(packed.index, packed.steps)
-        elif isinstance(packed, Padded):
+            where = _ends_of_spans(packed.index, packed.steps, backward)
+        else:
             batch = np.shape(packed.lengths)
             steps = check_lead("data", packed.data, batch)
             check_lead("ys", ys, batch, steps)
-            where = _last_of_rows(packed.lengths, steps)
-        else:
-            raise _not_packed(packed, "a `Packed` or a `Padded`", "`last(packed, ys)`.")
+            where = _ends_of_rows(packed.lengths, steps, backward)
         return jax.tree.map(lambda leaf: _gather(leaf, where), ys)
     except Exception as error:
         explained = explain(error, "last")
     raise explained
+
+
+def _no_direction() -> Fault:
+    return Fault(
+        ArgumentTypeError,
+        "{verb} needs `reverse`: in which direction the scan ran that computed ys.",
+        "Pass `reverse=False` for a forward scan, whose sequences end with their last step, or `reverse=True` for one "
+        "that ran in reverse, whose sequences end with their first.",
+        "The ys alone do not tell, and the wrong direction would give another step's y without an error.",
+    )
 
 
 def _not_packed(packed: Any, kind: str, call: str) -> Fault:
@@ -248,16 +273,18 @@ def _not_packed(packed: Any, kind: str, call: str) -> Fault:
     )
 
 
-def _last_of_spans(index: PackIndex, steps: int) -> tuple[Array, ...]:
-    """The step and the row of each sequence's end; where there is none, places outside that are no two the same."""
+def _ends_of_spans(index: PackIndex, steps: int, reverse: bool) -> tuple[Array, ...]:
+    """The step and the row where each sequence's run ended; places outside, no two the same, for empty sequences."""
     some = index.length > 0
     numbers = jnp.arange(index.length.shape[0], dtype=jnp.int32)
-    return jnp.where(some, index.start + index.length - 1, steps), jnp.where(some, index.row, numbers)
+    end = index.start if reverse else index.start + index.length - 1
+    return jnp.where(some, end, steps), jnp.where(some, index.row, numbers)
 
 
-def _last_of_rows(lengths: Array, steps: int) -> tuple[Array, ...]:
+def _ends_of_rows(lengths: Array, steps: int, reverse: bool) -> tuple[Array, ...]:
     counts = jnp.clip(jnp.asarray(lengths, jnp.int32), 0, steps)
-    return jnp.where(counts > 0, counts - 1, steps), *jnp.indices(counts.shape, dtype=jnp.int32)
+    end = jnp.zeros_like(counts) if reverse else counts - 1
+    return jnp.where(counts > 0, end, steps), *jnp.indices(counts.shape, dtype=jnp.int32)
 
 
 def _gather(leaf: Any, where: tuple[Array, ...]) -> Array:

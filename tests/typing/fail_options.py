@@ -95,4 +95,6 @@ length_mask(lengths, lengths)  # error
 unpad(xs)  # error
 unpad(pad([one]), lengths, 3)  # error
 unpack(pad([one]), xs)  # error
-last(xs, pack([one]))  # error
+last(xs, pack([one]), reverse=False)  # error
+last(pack([one]), xs)  # error
+last(pad([one]), xs, reverse="yes")  # error
