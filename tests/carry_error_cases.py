@@ -26,10 +26,13 @@ from treescan.carries import (
     Ema,
     Sum,
     _registry,
+    best,
+    buffer,
     carry_of,
     cast,
     ema,
     keys,
+    moments,
     register_carry,
     sum_,
     write_tree,
@@ -203,6 +206,70 @@ def plugin_writes_other_class(one):
         return sum_(self.number + returned)
 
     return scan(step, {"seen": count(one, write=write)}, XS)
+
+
+@case(PluginError)
+def plugin_buffer_given_its_store(one):
+    def append(seen, x):
+        values, _ = seen
+        return (values.at[0].set(x), True), None
+
+    return scan(append, buffer(jnp.ones((2, 3)), 3), one * jnp.ones((4, 2, 3)))
+
+
+@case(PluginError)
+def plugin_buffer_given_another_structure(one):
+    return scan(lambda seen, x: ((x, True), None), buffer({"loss": 0.0}, 3), one * XS)
+
+
+@case(PluginError)
+def plugin_best_given_another_structure(one):
+    return scan(lambda seen, x: ((x, x), None), best({"w": one}), XS)
+
+
+@case(ArgumentTypeError, body=False)
+def carry_moments_of_an_array(one):
+    return moments(one * XS)
+
+
+@case(ArgumentTypeError, body=False)
+def carry_moments_of_a_dtype(one):
+    return moments(jnp.float32)
+
+
+@case(ArgumentTypeError, body=False)
+def carry_best_with_a_function(one):
+    return best(one, lambda value: value.sum())
+
+
+@case(ArgumentTypeError, body=False)
+def carry_best_with_a_text(one):
+    return best(one, "loss")
+
+
+@case(ArgumentTypeError, body=False)
+def carry_best_of_a_text(one):
+    return best({"name": "adam", "w": one})
+
+
+@case(ArgumentTypeError, body=False)
+def carry_keys_of_a_seed(one):
+    return keys(0)
+
+
+@case(ArgumentTypeError)
+def carry_keys_not_called(one):
+    return scan(step, {"h": one, "rng": keys}, XS)
+
+
+@case(ArgumentTypeError)
+def carry_class_not_called(one):
+    return fold(lambda carry, x: carry, {"h": one, "loss": Ema}, XS)
+
+
+@case(ArgumentTypeError, body=False)
+def cast_of_a_function_that_makes_carries(one):
+    return cast({"h": one, "rng": keys})
 
 
 @case(PluginError)

@@ -515,7 +515,7 @@ def block_returns_three(one):
     return scan_layers(lambda layer, x: (x, x, x), X, denses(one))
 
 
-@case(BodyError)
+@case(CarryError)
 def block_returns_swapped_pair(one):
     def block(layer, x):
         return x.mean(), x @ layer["w"]

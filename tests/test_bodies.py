@@ -401,7 +401,7 @@ def test_an_old_carry_as_output_is_no_swapped_pair():
     for body in (lambda c, x: ((c + x).astype(jnp.bfloat16), c), lambda c, x: (jnp.append(c, x), c)):
         with pytest.raises(treescan.CarryError):
             treescan.scan(body, jnp.ones(1), XS)
-    with pytest.raises(treescan.BodyError, match="swapped"):
+    with pytest.raises(treescan.CarryError, match="swapped"):
         treescan.scan(lambda c, x: (x, c + x), jnp.ones(1), XS)
 
 

@@ -1,6 +1,8 @@
 """The conformance kit: every built-in keeps the laws, and a carry that breaks one is caught, by its name."""
 
 import dataclasses
+import inspect
+import re
 from typing import Any, ClassVar
 
 import jax
@@ -268,6 +270,50 @@ def test_the_report_shows_the_leaf() -> None:
         "  leaf          expected     came\n"
         "  carry.value   float32[3]   float16[3]   dtype"
     )
+
+
+@carry_class
+class ReadsTheMask(Plain):
+    def write(self, returned, valid):
+        return ReadsTheMask(self.value + returned * valid.sum())
+
+
+@carry_class
+class ReadsWrongly(Plain):
+    def read(self):
+        return jnp.zeros(2) + jnp.zeros(3)
+
+
+def test_the_report_names_the_hook_and_the_line() -> None:
+    with pytest.raises(AssertionError) as caught:
+        check_carry(ReadsTheMask(jnp.zeros(3)), entries(3), batch=ROWS)
+    line = inspect.getsourcelines(ReadsTheMask.write)[1] + 1
+    text = str(caught.value)
+    assert "write(valid=None)   no error   AttributeError: 'NoneType' object has no attribute 'sum', at " in text
+    assert f"test_check_carry.py:{line}" in text
+    assert "every verb calls `write` with `valid=None`" in text
+    assert isinstance(caught.value.__cause__, AttributeError)
+    with pytest.raises(AssertionError) as caught:
+        check_carry(ReadsWrongly(jnp.zeros(3)), entries(3), batch=ROWS)
+    line = inspect.getsourcelines(ReadsWrongly.read)[1] + 1
+    assert re.search(rf"read\(\)  +no error  +TypeError: .* at \S*test_check_carry.py:{line}", str(caught.value))
+    assert "valid=None" not in str(caught.value)
+
+
+@carry_class
+class FailsInATrace(Plain):
+    def write(self, returned, valid):
+        return FailsInATrace(returned if float(returned[0]) < 9 else -returned)
+
+
+def test_the_report_names_a_hook_that_fails_in_a_scan() -> None:
+    with pytest.raises(AssertionError) as caught:
+        check_carry(FailsInATrace(jnp.zeros(3)), entries(3), batch=ROWS)
+    line = inspect.getsourcelines(FailsInATrace.write)[1] + 1
+    assert re.search(
+        rf"write\(valid=None\)  +no error  +ConcretizationTypeError: .*:{line}", str(caught.value)
+    ), caught.value
+    assert isinstance(caught.value.__cause__, jax.errors.ConcretizationTypeError)
 
 
 def test_a_carry_without_fault_passes() -> None:

@@ -167,13 +167,27 @@ def pair_array(one):
     return scan(lambda carry, x: carry["h"] + x, {"h": one}, XS)
 
 
-@case(BodyError, lax=True)
+@case(CarryError, lax=True)
 def pair_swapped(one):
     def step(state, x):
         h = Lstm(state.h + x, state.c)
         return h.h, h
 
     return scan(step, Lstm(one, one), XS)
+
+
+@case(CarryError, lax=True)
+def pair_none_for_the_carry(one):
+    return scan(lambda carry, x: (None, x), one, XS)
+
+
+@case(CarryError, lax=True)
+def pair_drops_the_batch(one):
+    def step(h, x):
+        h = h + x
+        return h[0], h
+
+    return scan(step, one * jnp.ones((2, 4)), ROWS)
 
 
 @case(BodyError, lax=True)
@@ -209,6 +223,29 @@ def y_static(one):
 @case(BodyError)
 def y_static_in_accumulate(one):
     return accumulate(lambda carry, x: carry, (one, "a"), XS)
+
+
+@case(BodyError)
+def y_static_function_in_accumulate(one):
+    return accumulate(lambda state, x: state, {"f": encode, "h": one}, XS)
+
+
+@case(ArgumentError)
+def packed_within_xs(one):
+    packed = treescan.pack([words(3)])
+    return mask_scan(step, one * jnp.ones(1), (packed, packed.data))
+
+
+@case(ArgumentError)
+def packed_within_xs_with_its_mask(one):
+    packed = treescan.pack([words(3), words(2)])
+    return mask_scan(step, one * jnp.ones(1), {"words": packed}, mask=packed.mask)
+
+
+@case(ArgumentError)
+def padded_within_xs(one):
+    padded = treescan.pad([words(3), words(2)])
+    return mask_scan(step, one * jnp.ones(2), (padded, padded.data))
 
 
 # --- the carry: structure ---------------------------------------------------------------------------------------------

@@ -168,7 +168,7 @@ def wrong(error: type[TreescanError], text: str, *inputs: Any, **options: Any) -
   leaf    given          returned
   carry   float32[2,3]   int32[2,3]   dtype
 
-  carry: the step computed in int32. Cast it back, `carry.astype(jnp.float32)`, or start from
+  carry: the step returned int32. Cast it back, `carry.astype(jnp.float32)`, or start from
   int32.
 """,
 )

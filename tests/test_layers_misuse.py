@@ -180,9 +180,9 @@ def test_errors_within_a_block_speak_of_the_inner_verb() -> None:
     def block(layer: Any, x: Any) -> Any:
         return scan(lambda c, y: (c.astype(jnp.bfloat16), None), x, X)
 
-    with pytest.raises(CarryError, match=r"(?s)c: the step computed in bfloat16"):
+    with pytest.raises(CarryError, match=r"(?s)c: the step returned bfloat16"):
         scan_layers(block, X, LAYERS)
-    with pytest.raises(CarryError, match=r"(?s)h: the block computed in bfloat16"):
+    with pytest.raises(CarryError, match=r"(?s)h: the block returned bfloat16"):
         scan(lambda c, y: (fold_layers(lambda layer, h: h.astype(jnp.bfloat16), c, LAYERS), None), X, X)
 
 

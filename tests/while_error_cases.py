@@ -9,6 +9,7 @@ from treescan import (
     ArgumentTypeError,
     BodyError,
     CarryError,
+    TracedArgumentError,
     fori,
     while_scan,
 )
@@ -25,6 +26,16 @@ def step(carry, x):
 
 def small(carry):
     return carry < 3
+
+
+@case(TracedArgumentError, less=("disable_jit",))
+def while_max_length_traced(one):
+    return jax.jit(lambda most: while_scan(small, step, one, max_length=most))(5)
+
+
+@case(TracedArgumentError, less=("disable_jit",))
+def fori_max_length_traced(one):
+    return jax.jit(lambda most: fori(0, most, lambda i, carry: carry + i, one, max_length=most))(5)
 
 
 @case(BodyError, body=False)

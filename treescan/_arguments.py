@@ -100,15 +100,13 @@ def exact_int(value: Any) -> int | None:
         return None
 
 
-def check_length(length: Any, name: str = "length") -> int | None:
-    """An int from 0 up, or None."""
+def check_length(length: Any, name: str = "length", cure: str = _TRACED_LENGTH) -> int | None:
+    """An int from 0 up, or None. `cure` is what to do about a traced one."""
     if length is None or (type(length) is int and length >= 0):
         return length
     steps = exact_int(length)
     if isinstance(length, Tracer):
-        raise Fault(
-            TracedArgumentError, f"{{verb}} over {{body}}: `{name}` is {describe_traced(length)}.", _TRACED_LENGTH
-        )
+        raise Fault(TracedArgumentError, f"{{verb}} over {{body}}: `{name}` is {describe_traced(length)}.", cure)
     if steps is None:
         raise Fault(
             ArgumentTypeError,

@@ -171,9 +171,10 @@ class Fault(Exception):
                 dtype = bad[path].came.split("[")[0].lstrip("~")
                 yield (
                     path,
-                    f"{path}: {{init}} is a Python scalar there, {describe_leaf(leaf)}, whose weak type gives way to "
-                    f"what the {{step}} returns, once. That did not settle: given {bad[path].expected}, it returns "
-                    f"{bad[path].came}. Start from an array, `jnp.asarray({leaf}, jnp.{dtype})`, and keep its dtype.",
+                    f"{path}: {{init}} is weakly typed there, {describe_leaf(leaf)}, as Python scalars are. A weak "
+                    f"type gives way to what the {{step}} returns, once. That did not settle: given "
+                    f"{bad[path].expected}, it returns {bad[path].came}. "
+                    f"Start from an array, `jnp.asarray({leaf}, jnp.{dtype})`, and keep its dtype.",
                 )
 
 
@@ -269,6 +270,11 @@ def is_package_frame(frame: types.FrameType) -> bool:
     return frame.f_code.co_filename.startswith(_PACKAGE)
 
 
+def is_jax_frame(frame: types.FrameType) -> bool:
+    """Whether a frame runs JAX's code."""
+    return frame.f_code.co_filename.startswith(_JAX)
+
+
 def warn_user(message: str, category: type[Warning]) -> None:
     """Warns at the line of the user's that called the verb."""
     level, frame = 1, inspect.currentframe()
@@ -310,10 +316,10 @@ def _name_and_place(body: Any) -> tuple[str, str]:
     name = name.rsplit("<locals>.", 1)[-1]
     if code is None or code.co_filename.startswith(_JAX):  # a body from JAX itself has no place in the user's code
         return name, ""
-    return name, f"{_shorten(code.co_filename)}:{code.co_firstlineno}"
+    return name, f"{shorten(code.co_filename)}:{code.co_firstlineno}"
 
 
-def _shorten(filename: str) -> str:
+def shorten(filename: str) -> str:
     """A path relative to the working directory where it lies below it, else as it is."""
     here = os.getcwd() + os.sep
     return filename[len(here) :] if filename.startswith(here) else filename

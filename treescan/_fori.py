@@ -21,6 +21,10 @@ from ._types import Array, ArrayLike, Carry, IndexOptions, KeyedIndexBody, PyTre
 from .carries._registry import adopt
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
+_TRACED_MOST = (
+    "It is part of the compiled program: give an int, the most steps that there may ever be. The bounds may be traced: "
+    "the loop ends at `upper`."
+)
 _REFUSES = {
     "in_axes": _NO_AXES,
     "out_axes": _NO_AXES,
@@ -91,7 +95,7 @@ def fori(
     try:
         check_options(options, _ACCEPTED, _REFUSES)
         check_callable(f, FORI.call)
-        most = check_length(max_length, "max_length")
+        most = check_length(max_length, "max_length", _TRACED_MOST)
         if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
             bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
             return _run_traced(f, init, bounds, most, **options)

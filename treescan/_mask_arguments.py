@@ -125,8 +125,11 @@ def _check_flags(name: str, flags: Any, time_axis: int, steps: int) -> Any:
 def _cure_axis(name: str, shape: tuple[int, ...], time_axis: int, steps: int) -> str:
     other = 1 - time_axis
     if len(shape) == 2 and shape[other] == steps:
-        where = "The batch stands in front there" if time_axis == 0 else "The steps stand in front there"
-        return f"{where}: pass `{name}.T`, or `time_axis={other}` if that is how xs stand too."
+        leads = "batch" if time_axis == 0 else "steps"
+        return (
+            f"If the {leads} lead{'s' if time_axis == 0 else ''} there, pass `{name}.T`, or `time_axis={other}` if xs "
+            f"are laid out like that too. Else xs has {steps} steps: give `{name}` as many, along axis {time_axis}."
+        )
     return f"xs has {steps} steps: give `{name}` as many, along axis {time_axis}."
 
 

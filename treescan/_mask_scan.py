@@ -6,8 +6,11 @@ import functools
 from collections.abc import Callable
 from typing import Any, Unpack, overload
 
+import jax
+import numpy as np
+
 from ._arguments import check_options
-from ._errors import explain, verb
+from ._errors import ArgumentError, Fault, explain, verb
 from ._mask_arguments import RowFlags, check_chunk, check_compact, check_padded, check_rows, check_time_axis
 from ._pack import Packed
 from ._pad import Padded
@@ -17,7 +20,7 @@ from ._transforms.body import check_callable
 from ._transforms.conventions import MASK_SCAN
 from ._transforms.fill import check_fill
 from ._transforms.masking import MaskPlan
-from ._tree import Prefix
+from ._tree import Prefix, is_static, leaves_with_path
 from ._types import (
     Array,
     ArrayLike,
@@ -277,4 +280,26 @@ def _rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tupl
     if isinstance(xs, Packed):
         check_padded({**said, "resets": flags.resets}, "Packed")
         return xs.data, RowFlags(mask=xs.mask, resets=xs.resets)
+    _refuse_within(xs, flags)
     return xs, flags
+
+
+def _refuse_within(xs: PyTree, flags: RowFlags) -> None:
+    """Refuses a `Padded` or a `Packed` as a part of xs, unless the rows are given and its own parts can be scanned."""
+    nodes = leaves_with_path("xs", xs, is_leaf=lambda node: isinstance(node, Padded | Packed))
+    path, batch = next((pair for pair in nodes if isinstance(pair[1], Padded | Packed)), ("", None))
+    if batch is None:
+        return
+    sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(xs) if not is_static(leaf)}
+    if len(sizes) <= 1 and not (flags.lengths is None and flags.mask is None):
+        return
+    kind = type(batch).__name__
+    parts = "lengths=xs.lengths" if isinstance(batch, Padded) else "mask=xs.mask, resets=xs.resets"
+    named = parts.replace("=xs.", "=" + kind.lower() + ".")
+    raise Fault(
+        ArgumentError,
+        f"{{verb}} over {{body}}: {path} is a `{kind}`, which brings its rows along only as the whole of xs.",
+        f"Give its data together with the rest, and its rows as options: with `{kind.lower()}` for the batch, "
+        f"`mask_scan(step, init, ({kind.lower()}.data, ...), {named})`. Or let the rest be a part of what is scanned, "
+        f"`{kind.lower()}._replace(data=({kind.lower()}.data, ...))`.",
+    )

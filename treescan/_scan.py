@@ -140,7 +140,7 @@ def scan(
 
     Raises:
         ArgumentError: if an argument is out of range, in conflict with another or does not fit xs.
-        BodyError: if `f` is not callable, does not return a pair, returns it swapped, or lacks a keyword.
+        BodyError: if `f` is not callable, does not return a pair, or lacks a keyword.
         CarryError: if the returned carry differs from the given one in structure, shape, dtype or sharding.
         SignatureError: if a jaxtyping annotation of the body does not hold.
 

@@ -27,6 +27,11 @@ from .carries._registry import adopt
 _ACCEPTED = frozenset(
     ("max_length", "fill", "reverse", "unroll", "in_axes", "out_axes", "key", "remat", "save", "name")
 )
+_TRACED_MOST = (
+    "It is part of the compiled program: give an int, the most steps that there may ever be. For a limit that is known "
+    'only at run time, carry a counter and let `cond` compare it, `lambda carry: (carry["step"] < limit) & ...`: the '
+    "loop then ends there, and takes no step more."
+)
 _REFUSES = {"length": "how many steps it runs is what `cond` says; `max_length` is the most."}
 
 
@@ -252,7 +257,7 @@ def _check_chunks(remat: RematLike | None, save: Save) -> ChunkPlan:
 
 def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int:
     """The most steps to take: what is given, which xs must have at least, else what xs have."""
-    most = check_length(max_length, "max_length")
+    most = check_length(max_length, "max_length", _TRACED_MOST)
     leaves = jax.tree.leaves(xs)
     scanned = [axis is not None for axis in axes or (0,) * len(leaves)]
     if not any(scanned):

@@ -11,14 +11,14 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._avals import describe_leaf, is_key
-from ._errors import ArgumentError, Row, table
+from ._errors import ArgumentError, Row, is_jax_frame, shorten, table, walk_traceback
 from ._mask_scan import mask_scan
 from ._scan import scan
 from ._transforms.carries import row_axes
 from ._transforms.differences import agree, find_differences
 from ._tree import leaves_with_path
 from ._types import Array, PyTree, TreeDef
-from .carries._base import AbstractCarry
+from .carries._base import AbstractCarry, describe_error
 
 _SLACK = 64
 """By how many units in the last place of the largest number two ways to the same result may differ."""
@@ -56,8 +56,11 @@ def check_carry(carry: AbstractCarry[Any, Any], returned: PyTree, *, batch: tupl
         batch: the batch shape of what is returned; leaves of the carry that have rows (`rows`) have it too. Give one
             with at least 3 rows to have masks tried row by row, and shared leaves with rows that are not valid.
 
+    The hooks are called as the verbs call them: `write` is given `valid=None`, as outside of `mask_scan`, and masks.
+
     Raises:
-        AssertionError: if a law does not hold; lists for each the leaves in which it does not.
+        AssertionError: if a law does not hold; lists for each the leaves in which it does not. Where a hook failed, it
+            says which, with what `valid`, and at which line, and what the hook raised is its cause.
         ValueError: if `returned` has less than 3 steps.
 
     Examples:
@@ -71,32 +74,66 @@ def check_carry(carry: AbstractCarry[Any, Any], returned: PyTree, *, batch: tupl
     if any(leaf.ndim == 0 or leaf.shape[0] < 3 for leaf in leaves) or not leaves:
         raise ValueError("check_carry needs what a body returns in at least 3 steps, leaves [T, ...]")
     failed: dict[str, list[Row]] = {}
+    causes: list[Exception] = []
     trial = _Trial(jax.tree.map(_array, carry), returned, batch, ())
     for law in (_hooks_run, _types_stay):
-        failed |= _try(law, trial)
+        failed |= _try(law, trial, causes)
     if not failed:
         trial = trial._replace(axes=row_axes(carry, "carry"))
         for law in _LAWS:
-            failed |= _try(law, trial)
+            failed |= _try(law, trial, causes)
     if failed:
-        raise AssertionError(_report(type(carry).__name__, failed))
+        cause = causes[0] if causes else None
+        raise AssertionError(_report(type(carry), failed, cause)) from cause
 
 
-def _try(law: Callable[[_Trial], Iterator[Row]], trial: _Trial) -> dict[str, list[Row]]:
-    """The rows that a law yields, by what it says."""
+def _try(law: Callable[[_Trial], Iterator[Row]], trial: _Trial, causes: list[Exception]) -> dict[str, list[Row]]:
+    """The rows that a law yields, by what it says; what a hook raised is added to the causes."""
     says = (law.__doc__ or "").removesuffix(".")
     try:
         rows = list(law(trial))
     except Exception as error:
-        rows = [Row("carry", "no error", f"{type(error).__name__}: {str(error).strip().splitlines()[0]}", "")]
+        cause = _root(error)
+        call, place = _failed_hook(type(trial.carry), cause)
+        causes.append(cause)
+        rows = [Row(call, "no error", f"{describe_error(cause)}{f', at {place}' if place else ''}", "")]
     return {says: rows} if rows else {}
 
 
-def _report(name: str, failed: dict[str, list[Row]]) -> str:
+def _root(error: Exception) -> Exception:
+    """What a hook raised, of an error that tells of it."""
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
+
+
+def _failed_hook(kind: type, error: Exception) -> tuple[str, str]:
+    """The innermost call of a hook of this class that failed, and the line, outside of JAX, at which it did."""
+    call, place = "carry", ""
+    for entry in walk_traceback(error.__traceback__):
+        frame = entry.tb_frame
+        if frame.f_code.co_name in _HOOKS and isinstance(frame.f_locals.get("self"), kind):
+            call = f"{frame.f_code.co_name}()"
+            if "valid" in frame.f_locals:
+                valid = frame.f_locals["valid"]
+                call = f"write(valid={'None' if valid is None else describe_leaf(valid)})"
+        if call != "carry" and not is_jax_frame(frame):
+            place = f"{shorten(frame.f_code.co_filename)}:{entry.tb_lineno}"
+    return call, place
+
+
+_HOOKS = ("read", "write", "rows")
+
+
+def _report(kind: type, failed: dict[str, list[Row]], cause: Exception | None) -> str:
     count = len(_LAWS) + 2
-    parts = [f"`{name}` breaks {len(failed)} of the {count} laws of custom carries."]
+    parts = [f"`{kind.__name__}` breaks {len(failed)} of the {count} laws of custom carries."]
     for says, rows in failed.items():
         parts += [f"{says}.", table(("leaf", "expected", "came"), rows)]
+    if cause is not None and _failed_hook(kind, cause)[0] == "write(valid=None)":
+        parts.append(
+            "Outside of `mask_scan` every verb calls `write` with `valid=None`: then all that is returned counts."
+        )
     return "\n\n".join(parts)
 
 

@@ -61,7 +61,7 @@ def check_batch_axes(option: str, axes: LeafAxes, tree: PyTree, root: str, batch
         if not stands:
             rows.append(Row(path, f"{_shape(batch)} at axis {axis}", describe_leaf(leaf), ""))
     if rows:
-        other = _other_batch(option, root, found)
+        other = _other_batch(option, root, found - {batch})
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: the batch shape {_shape(batch)} of the mask does not stand in every leaf.",
@@ -75,19 +75,20 @@ def check_batch_axes(option: str, axes: LeafAxes, tree: PyTree, root: str, batch
 
 
 def _other_batch(option: str, root: str, found: set[tuple[int, ...]]) -> str:
-    """What to say where all leaves have one other batch shape."""
+    """What to say where the leaves that differ may have one other batch shape."""
     if len(found) != 1:
         return ""
     batch = _shape(*found)
     if option == "carry_axes":
         return (
-            f"All of {root} has batch shape {batch}: `init` has one entry for each row of the batch (`packed.rows` of "
-            "them for a `Packed`), or pass the lengths or the mask of just these rows."
+            f"If {batch} is the batch shape of {root}, there are other rows than in the mask. `init` has one entry for "
+            "each row of the batch (`packed.rows` of them for a `Packed`), and the lengths or the mask are of the same "
+            "rows."
         )
     if option == "x_axes":
         return (
-            f"The data has batch shape {batch}: pass the lengths or the mask of just these rows, or `time_axis=1` if "
-            "the data lead with the batch instead of time."
+            f"If {batch} is the batch shape of the data, pass the lengths or the mask of just these rows. If the data "
+            "lead with the batch instead of time, pass `time_axis=1`."
         )
     return ""
 

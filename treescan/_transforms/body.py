@@ -95,7 +95,7 @@ class CallBody:
             if scope:
                 carried = f"returned {name}"
                 scope.check_outputs(out, (carried, "y") if self.convention.pair else carried)
-            check_arrays(y)
+            check_arrays(y, name if self.convention.stacks else None)
         keeps = self.convention.pair and not self.convention.spread  # a pair of layers' is always a tuple
         return returned, y, _container(out) if keeps else None
 
@@ -173,10 +173,12 @@ def _same_structure(carry: PyTree, other: PyTree) -> bool:
     return bool(structure == jtu.tree_structure(other))
 
 
-def check_arrays(y: PyTree) -> None:
-    """Refuses outputs that cannot be stacked."""
+def check_arrays(y: PyTree, carry: str | None = None) -> None:
+    """Refuses outputs that cannot be stacked. `carry` is the body's own name for them where they are its carry."""
     if any(map(is_static, jtu.tree_leaves(y))):
-        named = leaves_with_path("y", y)
+        named = leaves_with_path(carry or "y", y)
+        if carry:
+            raise _static_carry(named)
         raise Fault(
             BodyError,
             "{body} returned outputs that are no arrays.",
@@ -185,6 +187,17 @@ def check_arrays(y: PyTree) -> None:
             header=("leaf", "expected", "is"),
             rows=[Row(path, "an array", describe_leaf(leaf), "") for path, leaf in named if is_static(leaf)],
         )
+
+
+def _static_carry(named: list[tuple[str, Any]]) -> Fault:
+    return Fault(
+        BodyError,
+        "{call} stacks {the_carry} after each {step}, but it holds leaves that are no arrays.",
+        "Let the {step} close over what is the same in all of them, and keep it out of {init}. Or call "
+        "`treescan.scan`, which carries it: its body returns what is to be stacked as y.",
+        header=("leaf", "expected", "is"),
+        rows=[Row(path, "an array", describe_leaf(leaf), "") for path, leaf in named if is_static(leaf)],
+    )
 
 
 def takes_keyword(body: Body, name: str) -> bool:

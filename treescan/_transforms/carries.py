@@ -17,7 +17,7 @@ from ..carries._base import AbstractCarry, describe_class, describe_error, is_ca
 from ..carries._keys import Keys
 from .axes import LeafAxes, spread_axes
 from .batch_axes import check_batch_axes
-from .differences import agree, find_differences, one_of_a_kind
+from .differences import agree, find_differences
 
 _T = TypeVar("_T")
 
@@ -84,14 +84,13 @@ def _check_written(old: AbstractCarry[Any, Any], new: Any, path: str) -> None:
     if differences and all(difference.given_is_weak for difference in differences) and not is_last_trace():
         return
     drift = (
-        f"The next `{name}` has the structure, the shapes and the dtypes of the one before. Either `{name}.write` does "
-        "not see to that, or what the body returned there does not fit."
+        f"`{name}.write` returns a `{name}` with the structure, the static fields, the shapes and the dtypes of the "
+        "one before. Either it does not see to that, or what the body returned there does not fit."
     )
     raise Fault(
         PluginError,
         f"{{verb}} over {{body}}: the custom carry at {path} is of another type after `{name}.write`.",
         drift,
-        *one_of_a_kind(differences),
         describe_class(type(old)),
         header=("leaf", "before", "written"),
         rows=[difference.row for difference in differences],

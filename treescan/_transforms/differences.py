@@ -200,7 +200,7 @@ def _dtype_cure(leaf: str, given: Any, returned: Any) -> str:
     if not isinstance(given, np.dtype):
         return f"{leaf}: the {{step}} returned {returned}. Return a value of dtype {given}."
     cast = f"{leaf.rsplit('.', 1)[-1]}.astype(jnp.{given})"
-    return f"{leaf}: the {{step}} computed in {returned}. Cast it back, `{cast}`, or start from {returned}."
+    return f"{leaf}: the {{step}} returned {returned}. Cast it back, `{cast}`, or start from {returned}."
 
 
 def _placement(leaf: str, tail: str, given: Any, returned: Any) -> tuple[str, str]:

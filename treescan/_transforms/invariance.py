@@ -28,11 +28,12 @@ def check_carry(
         root: the body's own name for its carry.
         given: the carry as the body saw it.
         returned: the carry as the body returned it.
-        y: the other half of the pair, to tell whether the two were swapped.
+        y: the other half of the pair, to tell whether the two may be swapped.
         out: all that the body returned, to tell whether it is a carry that happens to be a pair.
 
     Raises:
-        Fault: for a `CarryError` that lists all the leaves that differ, or a `BodyError` if the pair is swapped.
+        Fault: for a `CarryError` that lists all the leaves that differ, or a `BodyError` if the body may have
+            returned the carry alone.
     """
     if agree(given, returned):
         return
@@ -47,18 +48,23 @@ def check_carry(
     if _fits(given, out):
         raise Fault(
             BodyError,
-            f"{{body}} must return a pair ({name}, y), but what it returned is {{the_carry}} alone.",
-            f"Return `{name}, None` if there is no output to stack{convention.or_alone}.",
+            f"{{body}} must return a pair ({name}, y). What it returned has the type of {{the_carry}} itself; as a "
+            "pair, its first item differs from {the_carry}.",
+            f"If it is the next {name}, return `{name}, None` where there is no output to stack{convention.or_alone}.",
+            f"If it is meant as the pair, return the whole of the next {name} as its first item.",
+            header=_HEADER,
+            rows=[row.row for row in rows],
         )
+    swapped: tuple[str, ...] = ()
     if _fits(given, y) and not _same_shapes(given, returned) and not _is_given(given, y):
-        raise Fault(
-            BodyError,
-            "{body} returned its pair swapped: the second item has {the_carry}'s type, the first has not.",
-            f"A body of {{verb}} returns ({name}, y), the next {root} first.",
+        swapped = (
+            f"The second item that it returned has {{the_carry}}'s type. If the two are swapped, return "
+            f"`{name}, y`, the next {root} first.",
         )
     raise Fault(
         CarryError,
         "{body} returned {a_carry} that differs from the one it was given.",
+        *swapped,
         *one_of_a_kind(rows),
         header=_HEADER,
         rows=[row.row for row in rows],

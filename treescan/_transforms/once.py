@@ -316,7 +316,8 @@ def _varies(program: _Program, hoisted: Hoisted, flags: Sequence[bool]) -> Fault
     ]
     return Fault(
         BodyError,
-        "{body} returned values that must be the same in every {unit}, but depend on the carry or on x.",
+        "{body} returned values that must be the same in every {unit}, but are computed from what may differ between "
+        "{unit}s: the carry, x, or keys that are split.",
         "What is broadcast is computed once, for all {unit}s: it may be made from keys that are not split and from "
         "constants. Carry what changes, or give it an axis to be stacked along.",
         header=("leaf", "expected", "is"),

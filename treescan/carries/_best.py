@@ -9,10 +9,11 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 
-from .._avals import describe_leaf
+from .._avals import describe_argument, describe_leaf
+from .._errors import ArgumentTypeError, Fault
 from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen
-from ._entries import entries, entry, inexact, is_shared, pair, strong
+from ._entries import entries, entry, inexact, is_shared, maker, numbers, pair, same_structure, strong
 
 T = TypeVar("T")
 
@@ -43,6 +44,7 @@ class Best(AbstractCarry[tuple[Array, Any], tuple[ArrayLike, Any]]):
     def write(self, returned: tuple[ArrayLike, PyTree], valid: Array | None) -> Best:
         """The better one of two, or of all valid rows."""
         score, value = pair(returned, "score, value")
+        same_structure(value, self.value)
         if is_shared(self.shared, self.score):
             if 0 in jnp.shape(score):
                 return self
@@ -82,6 +84,7 @@ class Best(AbstractCarry[tuple[Array, Any], tuple[ArrayLike, Any]]):
         return None if is_shared(self.shared, self.score) else {"score": 0, "value": 0}
 
 
+@maker
 def best(
     value: T,
     score: ArrayLike | None = None,
@@ -92,7 +95,8 @@ def best(
     """Carries the best candidate so far.
 
     Args:
-        value: what stands for the best before there is one: any pytree of arrays.
+        value: what stands for the best before there is one: any pytree of arrays. They are copied, so that a state
+            that holds them too can be donated.
         score: its score, a number, or one a row [*batch]. None: worse than any, -inf or inf, of shape [].
         mode: whether high ("max") or low scores ("min") are better.
         shared: whether all rows of a `mask_scan` share it: then the body returns scores [*batch] and values
@@ -102,6 +106,7 @@ def best(
         `Best`, typed as the pair (score, value) that the body sees. The body returns a pair (score, candidate).
 
     Raises:
+        ArgumentTypeError: if the score is no number, a function that computes it say, or the value holds no arrays.
         ValueError: if the mode is another.
 
     Examples:
@@ -117,5 +122,12 @@ def best(
     """
     if mode not in ("max", "min"):
         raise ValueError(f'mode is "max" or "min", but got {mode!r}')
-    start = (-jnp.inf if mode == "max" else jnp.inf) if score is None else score
+    if callable(score):
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}}: `score` is a number, or one for each row, got {describe_argument(score)}.",
+            "It is the score of the value to begin with; None is worse than any. The body computes the others, and "
+            "returns `(score, candidate)` in the carry's place.",
+        )
+    start = (-jnp.inf if mode == "max" else jnp.inf) if score is None else numbers(score, "score")
     return as_seen(Best(inexact(start), jax.tree.map(strong, value), mode, shared))

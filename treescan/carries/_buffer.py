@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from .._avals import describe_leaf
 from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen
-from ._entries import entries, entry, fitted, is_shared, pair
+from ._entries import entries, entry, fitted, is_shared, maker, numbers, pair, same_structure
 
 T = TypeVar("T")
 
@@ -41,6 +41,7 @@ class Buffer(AbstractCarry[tuple[Any, Array], tuple[Any, ArrayLike]]):
     def write(self, returned: tuple[PyTree, ArrayLike], valid: Array | None) -> Buffer:
         """Appends a value, or those of valid rows, in the order of the rows."""
         value, append = pair(returned, "value, append")
+        same_structure(value, self.values)
         append = jnp.asarray(append).astype(bool).astype(jnp.int32)
         if not is_shared(self.shared, self.count):
             told = entry(append, self.count) != 0
@@ -63,7 +64,7 @@ class Buffer(AbstractCarry[tuple[Any, Array], tuple[Any, ArrayLike]]):
         new = fitted(jnp.asarray(value), values)
         expected = values.shape[1:] if self.count.ndim else (*place.shape, *values.shape[1:])
         if new.shape != expected:
-            raise TypeError(f"it carries {describe_leaf(values)}, but was given {describe_leaf(value)}")
+            raise self._misfit(values, value, expected)
 
         def put(values: Array, new: Array, place: Array) -> Array:
             return values.at[place].set(new, mode="drop")
@@ -71,6 +72,13 @@ class Buffer(AbstractCarry[tuple[Any, Array], tuple[Any, ArrayLike]]):
         for _ in range(self.count.ndim):  # the rows of each have places of their own
             put = jax.vmap(put, in_axes=(1, 0, 0), out_axes=1)
         return put(values, new, place)
+
+    def _misfit(self, values: Array, value: Any, expected: tuple[int, ...]) -> TypeError:
+        one = describe_leaf(jax.ShapeDtypeStruct(expected, values.dtype))
+        says = f"it appends a value of type {one} per step, but was given {describe_leaf(value)}"
+        if jnp.shape(value) == values.shape:
+            says += f", which has the shape of the whole store of {values.shape[0]} values: return the new value alone"
+        return TypeError(says)
 
     def rows(self) -> Mapping[str, Any] | None:
         """As `shared` has it: behind the capacity in the values."""
@@ -81,6 +89,7 @@ def _capacity(values: PyTree) -> int:
     return jax.tree.leaves(values)[0].shape[0]
 
 
+@maker
 def buffer(value: T, capacity: int, *, batch: tuple[int, ...] = (), shared: bool | None = None) -> tuple[T, Array]:
     """Carries room for values, which are appended when told.
 
@@ -114,6 +123,6 @@ def buffer(value: T, capacity: int, *, batch: tuple[int, ...] = (), shared: bool
         raise ValueError(f"a buffer has room for at least one value, but got capacity={capacity}")
 
     def room(leaf: Any) -> Array:
-        return jnp.zeros((capacity, *batch, *jnp.shape(leaf)), jnp.asarray(leaf).dtype)
+        return jnp.zeros((capacity, *batch, *jnp.shape(leaf)), numbers(leaf).dtype)
 
     return as_seen(Buffer(jax.tree.map(room, value), jnp.zeros(batch, jnp.int32), shared))

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .._types import Array, PyTree
 from ._base import AbstractCarry, as_seen, read_tree, write_tree
-from ._entries import strong
+from ._entries import maker, strong
 from ._registry import adopt_within
 
 T = TypeVar("T")
@@ -52,6 +52,7 @@ def _cast(old: Any, new: Any) -> Any:
 def cast(tree: float) -> Array: ...
 @overload
 def cast(tree: T) -> T: ...
+@maker
 def cast(tree: Any) -> Any:
     """Carries values that keep their dtypes, whatever the body returns.
 

@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen
-from ._entries import entries, entry, inexact, is_shared, widest
+from ._entries import entries, entry, inexact, is_shared, maker, widest
 
 T = TypeVar("T")
 
@@ -80,6 +80,7 @@ class Ema(AbstractCarry[Any, Any]):
 def ema(start: float, decay: ArrayLike, *, debias: bool = False, shared: bool | None = None) -> Array: ...
 @overload
 def ema(start: T, decay: ArrayLike, *, debias: bool = False, shared: bool | None = None) -> T: ...
+@maker
 def ema(start: Any, decay: ArrayLike, *, debias: bool = False, shared: bool | None = None) -> Any:
     """Carries the exponential moving average of what the body returns.
 

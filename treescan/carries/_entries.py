@@ -2,24 +2,84 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple, TypeVar, cast
 
+import jax
 import jax.numpy as jnp
+from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from .._avals import describe_leaf, describe_node
-from .._types import Array, ArrayLike
+from .._avals import describe_argument, describe_leaf, describe_node
+from .._errors import ArgumentTypeError, Fault, explain
+from .._types import Array, ArrayLike, PyTree
+
+_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def strong(value: ArrayLike) -> Array:
-    """An array that is not weakly typed, so that the loop need not be traced again with its promoted type."""
-    return jnp.asarray(value, jnp.asarray(value).dtype)
+    """A copy that is not weakly typed, so that the loop need not be traced again with its promoted type."""
+    array = numbers(value)
+    return own(jnp.asarray(array, array.dtype))
+
+
+def own(value: Any) -> Any:
+    """A copy of an array, for a state that is donated: JAX refuses one that holds the same buffer twice.
+
+    A traced value has no buffer, and is not copied.
+    """
+    if isinstance(value, Tracer) or not isinstance(value, jax.Array):
+        return value
+    with jax.ensure_compile_time_eval():  # under a trace the copy would be an operation of the program
+        return value.copy()
 
 
 def inexact(value: ArrayLike) -> Array:
     """The same, floating point."""
-    value = jnp.asarray(value)
-    return strong(value if jnp.issubdtype(value.dtype, jnp.inexact) else value.astype(float))
+    array = numbers(value)
+    return strong(value if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(float))
+
+
+def numbers(value: Any, name: str = "") -> Array:
+    """A value as an array.
+
+    Raises:
+        Fault: for an `ArgumentTypeError` if it is none. `name` is the parameter that it was given as, if it is one.
+    """
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}}: {f'`{name}` is an array or a number' if name else 'it carries arrays and numbers'}, got "
+            f"{describe_argument(value)}.",
+            "Give its value: an array, a number or, where a pytree is carried, a tree of these.",
+        ) from None
+
+
+def maker(function: _F) -> _F:
+    """A public function that makes a carry: of what is wrong with its arguments, the user sees the public error."""
+
+    @functools.wraps(function)
+    def make(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(*args, **kwargs)
+        except Fault as fault:
+            explained = explain(fault, function.__name__)
+        raise explained
+
+    return cast("_F", make)
+
+
+def same_structure(given: PyTree, value: PyTree) -> None:
+    """Refuses a value whose structure is not that of what is carried.
+
+    Raises:
+        TypeError: if it is not.
+    """
+    if jax.tree.structure(given) != jax.tree.structure(value):
+        raise TypeError(f"it carries {describe_node(value)}, but was given {describe_node(given)}")
 
 
 def widest(*dtypes: DTypeLike) -> DTypeLike:

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen, read_tree, write_tree
+from ._entries import own
 from ._registry import adopt_within
 
 T = TypeVar("T")
@@ -119,7 +120,7 @@ def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLik
     """
     if (limit is None) == (max_norm is None):
         raise ValueError("clip_gradient needs either `limit` or `max_norm`")
-    return as_seen(ClipGradient(adopt_within(tree, "clip_gradient"), limit, max_norm))
+    return as_seen(ClipGradient(jax.tree.map(own, adopt_within(tree, "clip_gradient")), limit, max_norm))
 
 
 @jax.tree_util.register_dataclass
@@ -163,4 +164,4 @@ def stop_gradient(tree: T) -> T:
         >>> print(jax.grad(loss)(2.0))
         3.0
     """
-    return as_seen(StopGradient(adopt_within(tree, "stop_gradient")))
+    return as_seen(StopGradient(jax.tree.map(own, adopt_within(tree, "stop_gradient"))))

@@ -10,8 +10,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from .._avals import describe_argument
+from .._errors import ArgumentTypeError, Fault
 from .._types import Array
 from ._base import AbstractCarry, as_seen
+from ._entries import maker, own
 
 
 @jax.tree_util.register_dataclass
@@ -53,6 +56,7 @@ class Keys(AbstractCarry[Array, Any]):
         return None if jnp.ndim(self.drawn) == 0 else {"key": 0, "drawn": 0}
 
 
+@maker
 def keys(key: Array) -> Array:
     """Carries a key, and gives the body a fresh one each step.
 
@@ -64,7 +68,7 @@ def keys(key: Array) -> Array:
         `Keys`, typed as the key that the body sees.
 
     Raises:
-        TypeError: if it is no key.
+        ArgumentTypeError: if it is no key.
 
     Examples:
         >>> import jax
@@ -77,7 +81,14 @@ def keys(key: Array) -> Array:
         >>> places.shape, int(final["rng"].drawn)
         ((3,), 3)
     """
-    key = jnp.asarray(key)
-    if not jnp.issubdtype(key.dtype, jax.dtypes.prng_key):
-        key = jax.random.wrap_key_data(key)
-    return as_seen(Keys(key))
+    try:
+        made = jnp.asarray(key)
+        if not jnp.issubdtype(made.dtype, jax.dtypes.prng_key):
+            made = jax.random.wrap_key_data(made)
+    except (TypeError, ValueError):
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}}: `key` is a PRNG key, got {describe_argument(key)}.",
+            "Make it with `jax.random.key(seed)`; with `jax.random.split(key, rows)` for one per row.",
+        ) from None
+    return as_seen(Keys(own(made)))

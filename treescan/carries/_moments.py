@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.typing import DTypeLike
 
+from .._avals import describe_argument
+from .._errors import ArgumentTypeError, Fault
 from .._types import Array, ArrayLike
 from ._base import AbstractCarry, as_seen
-from ._entries import entries, entry, is_shared, widest
+from ._entries import entries, entry, is_shared, maker, widest
 
 
 @jax.tree_util.register_dataclass
@@ -95,6 +99,7 @@ class Moments(AbstractCarry[Statistics, ArrayLike]):
         return None if is_shared(self.shared, self.mean) else {"count": 0, "mean": 0, "squares": 0}
 
 
+@maker
 def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bool | None = None) -> Statistics:
     """Carries the running mean and variance of what the body returns.
 
@@ -108,6 +113,7 @@ def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bo
         `Moments`, typed as the statistics that the body sees. The body returns an entry in their place.
 
     Raises:
+        ArgumentTypeError: if the shape is no tuple of ints, an array say.
         ValueError: if the dtype is not floating point.
 
     Examples:
@@ -120,8 +126,23 @@ def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bo
         >>> print(final.mean, final.variance(ddof=1))
         3.0 7.0
     """
-    mean = jnp.zeros(shape, dtype)
+    mean = jnp.zeros(_checked(shape), dtype)
     if not jnp.issubdtype(mean.dtype, jnp.floating):
         raise ValueError(f"a mean is a floating-point number, but got dtype {mean.dtype}")
     count = jnp.zeros(() if is_shared(shared, mean) else shape, jnp.int32)
     return as_seen(Moments(count, mean, jnp.zeros_like(mean), shared))
+
+
+def _checked(shape: Any) -> tuple[int, ...]:
+    """The shape of an entry; one number is the shape of a vector."""
+    parts = shape if isinstance(shape, tuple | list) else (shape,)
+    try:
+        return tuple(operator.index(part) for part in parts)
+    except TypeError:
+        pass
+    cure = "Give a tuple of ints: `moments((features,))`, or `moments()` for the moments of a number."
+    if isinstance(shape, jax.Array | np.ndarray):
+        cure = (
+            f"For entries of the type of this array give its shape, `moments({tuple(shape.shape)})`: they begin empty."
+        )
+    raise Fault(ArgumentTypeError, f"{{verb}}: `shape` is the shape of an entry, got {describe_argument(shape)}.", cure)

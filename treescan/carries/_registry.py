@@ -15,7 +15,7 @@ import jax
 import numpy as np
 
 from .._avals import describe_node
-from .._errors import ArgumentTypeError, Fault, PluginError, PluginWarning, explain, warn_user
+from .._errors import ArgumentTypeError, Fault, PluginError, PluginWarning, Row, explain, warn_user
 from .._tree import leaves_with_path
 from .._types import PyTree
 from ._base import AbstractCarry, describe_class, describe_error, describe_function, is_carry
@@ -212,6 +212,8 @@ def adopt(init: PyTree) -> Adopted:
     """
     nodes, outer = jax.tree.flatten(init, is_leaf=_is_special)
     kinds = [type(node) not in _plain and kind_of(node) for node in nodes]
+    if any(type(node) not in _plain and _makes_carries(node) for node in nodes):
+        raise _not_called(init)
     if not any(kinds):
         return Adopted(init)
     adoptions = tuple(kind if isinstance(kind, Adoption) else None for kind in kinds)
@@ -222,6 +224,31 @@ def adopt(init: PyTree) -> Adopted:
         for i, (node, how) in enumerate(zip(nodes, adoptions, strict=True))
     ]
     return Adopted(jax.tree.unflatten(outer, made), _classes(made), adoptions)
+
+
+def _makes_carries(node: Any) -> bool:
+    """Whether a leaf is a function, or a class, of this package that makes a carry: `keys` in place of `keys(key)`."""
+    return (
+        callable(node)
+        and (getattr(node, "__module__", None) or "").startswith(f"{__package__}.")
+        and not is_carry(node)
+    )
+
+
+def _not_called(init: PyTree) -> Fault:
+    rows = [
+        Row(path, "a custom carry", f"`{node.__name__}`", "")
+        for path, node in leaves_with_path("init", init, is_leaf=_is_special)
+        if _makes_carries(node)
+    ]
+    first = rows[0]
+    return Fault(
+        ArgumentTypeError,
+        "{verb} over {body}: `init` holds functions that make carries, in place of carries.",
+        f"Call it: `{first.came.strip('`')}(...)` at {first.leaf}.",
+        header=("leaf", "expected", "is"),
+        rows=rows,
+    )
 
 
 def adopt_within(tree: PyTree, function: str) -> PyTree:

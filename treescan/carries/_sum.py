@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .._types import Array, ArrayLike
 from ._base import AbstractCarry, as_seen
-from ._entries import entries, entry, inexact, is_shared
+from ._entries import entries, entry, inexact, is_shared, maker
 
 
 @jax.tree_util.register_dataclass
@@ -53,6 +53,7 @@ class Sum(AbstractCarry[Array, ArrayLike]):
         return None if is_shared(self.shared, self.total) else {"total": 0, "lost": 0}
 
 
+@maker
 def sum_(start: ArrayLike = 0.0, *, shared: bool | None = None) -> Array:
     """Carries the compensated sum of what the body returns.
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from .._avals import describe_leaf
 from .._types import Array, PyTree
 from ._base import AbstractCarry, as_seen
-from ._entries import fitted, strong
+from ._entries import fitted, maker, strong
 
 T = TypeVar("T")
 
@@ -51,6 +51,7 @@ def _shift(values: Array, returned: Any) -> Array:
     return jnp.concatenate([values[1:], fitted(jnp.asarray(returned), values)[None]])
 
 
+@maker
 def window(history: T) -> T:
     """Carries the last k values, as an autoregression of order k needs them.
 
