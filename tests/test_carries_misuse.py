@@ -1,5 +1,6 @@
 """What built-in carries do with what they cannot hold, and at the ends of their ranges."""
 
+import functools
 from typing import Any
 
 import jax
@@ -9,7 +10,18 @@ import pytest
 
 import treescan
 from treescan import fold
-from treescan.carries import Keys, best, buffer, clip_gradient, ema, moments, sum_, window
+from treescan.carries import (
+    Keys,
+    best,
+    buffer,
+    cast,
+    clip_gradient,
+    ema,
+    moments,
+    stop_gradient,
+    sum_,
+    window,
+)
 
 
 def limited(h: jax.Array, scale: jax.Array) -> jax.Array:
@@ -76,3 +88,38 @@ def test_a_raw_numpy_key() -> None:
     _, drawn = treescan.scan(lambda key, _: (key, jax.random.key_data(key)), Keys(raw), length=2)
     expected = [jax.random.key_data(jax.random.fold_in(jax.random.key(3), n)) for n in range(2)]
     np.testing.assert_array_equal(drawn, np.stack(expected))
+
+
+MAKERS = {
+    "best": best,
+    "cast": cast,
+    "ema": lambda value: ema(value, 0.5),
+    "window": window,
+    "sum_": sum_,
+    "clip_gradient": lambda value: clip_gradient(value, 1.0),
+    "stop_gradient": stop_gradient,
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_state_that_holds_a_value_and_its_carry_can_be_donated(name: str) -> None:
+    weights = jnp.arange(3.0)
+    state = {"w": weights, "score": jnp.ones(()), "seen": MAKERS[name](weights)}
+    pointers = {leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)}
+    assert len(pointers) == sum(isinstance(leaf, jax.Array) for leaf in jax.tree.leaves(state))
+    donated = jax.jit(lambda state: jax.tree.map(lambda leaf: leaf + 1, state), donate_argnums=0)(state)
+    assert donated["w"].tolist() == [1, 2, 3]
+
+
+def test_the_best_and_its_score_are_copies_where_they_have_buffers() -> None:
+    weights, score = jnp.arange(3.0), jnp.ones(())
+    state = {"w": weights, "score": score, "best": best(weights, score)}
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train(state: dict[str, Any]) -> Any:
+        return treescan.fold(lambda state, x: {**state, "best": (x, state["w"] + x)}, state, jnp.array([0.5, 2.0]))
+
+    assert train(state)["best"].value.tolist() == [2, 3, 4]
+    kept = jnp.ones(3)
+    for make in (lambda x: best(x).value, lambda x: best(kept).value, lambda x: cast(kept).tree):
+        assert not jax.make_jaxpr(make)(kept).eqns

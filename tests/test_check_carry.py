@@ -310,9 +310,9 @@ def test_the_report_names_a_hook_that_fails_in_a_scan() -> None:
     with pytest.raises(AssertionError) as caught:
         check_carry(FailsInATrace(jnp.zeros(3)), entries(3), batch=ROWS)
     line = inspect.getsourcelines(FailsInATrace.write)[1] + 1
-    assert re.search(
-        rf"write\(valid=None\)  +no error  +ConcretizationTypeError: .*:{line}", str(caught.value)
-    ), caught.value
+    assert re.search(rf"write\(valid=None\)  +no error  +ConcretizationTypeError: .*:{line}", str(caught.value)), (
+        caught.value
+    )
     assert isinstance(caught.value.__cause__, jax.errors.ConcretizationTypeError)
 
 

@@ -633,3 +633,46 @@ def test_a_symbolic_number_of_steps(verb):
     exported = jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct((2,), jnp.float32), shape)
     want = run(jnp.zeros(2), jnp.ones((4, 2)))
     chex.assert_trees_all_close(exported.call(jnp.zeros(2), jnp.ones((4, 2))), want)
+
+
+@jax.custom_jvp
+def _no_derivative(x):
+    return jnp.sin(x)
+
+
+_no_derivative.defjvp(lambda x, dx: (_no_derivative(*x), 2 * jnp.cos(x[0]) * dx[0]))
+
+
+@jax.custom_jvp
+def _sine_within(x):
+    return jnp.sin(x)
+
+
+_sine_within.defjvp(lambda x, dx: (jnp.sin(*x), 2 * jnp.cos(x[0]) * dx[0]))
+
+
+@pytest.mark.slow
+def test_grad_of_jvp_of_a_rule_that_is_no_derivative():
+    """It is documented that a rewritten step does not apply such a rule to what the rule itself calls."""
+    xs, lengths = jnp.asarray(np.random.default_rng(0).normal(size=(6, 2, 2)), jnp.float32), jnp.array([6, 3])
+    weights = jnp.array([[0.5, -0.3], [0.2, 0.4]])
+
+    @functools.partial(jax.jit, static_argnums=(0, 1))
+    def derivatives(function, chunk):
+        def loss(weights):
+            def step(h, x):
+                h = function(h @ weights + x)
+                return h, h
+
+            return jnp.sum(treescan.mask_scan(step, jnp.zeros((2, 2)), xs, lengths=lengths, chunk=chunk)[1] ** 2)
+
+        along = jnp.ones_like(weights)
+        first = jax.jvp(loss, (weights,), (along,))[1], jax.grad(loss)(weights)
+        return first, jax.grad(lambda weights: jax.jvp(loss, (weights,), (along,))[1])(weights)
+
+    first, rewritten = derivatives(_no_derivative, None)
+    same, plain = derivatives(_no_derivative, 0)
+    chex.assert_trees_all_close(first, same, rtol=1e-4)
+    assert not np.allclose(rewritten, plain, rtol=0.1)
+    for chunk in (None, 0):
+        np.testing.assert_allclose(derivatives(_sine_within, chunk)[1], rewritten, rtol=1e-4)

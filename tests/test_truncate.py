@@ -442,3 +442,24 @@ def test_at_random(steps, size, reverse, remat, unroll):
     ours = functools.partial(scanned, truncate=size, reverse=reverse, remat=remat, unroll=unroll)
     theirs = functools.partial(oracle, size=size, reverse=reverse)
     assert_same_gradient(ours, theirs, init, xs, distinct=False)
+
+
+def test_a_step_that_resets_keeps_the_gradient_of_init():
+    """Also where it begins a stretch: it begins from `init`, and not from the carry that is cut."""
+    xs, nothing = jnp.ones((6, 1)), jnp.zeros((6, 1), bool)
+
+    def leaky(h, x):
+        return (0.5 * h + x,) * 2
+
+    @functools.partial(jax.jit, static_argnames="size")
+    def gradient_of(resets, size):
+        def loss(init):
+            return jnp.sum(treescan.mask_scan(leaky, init, xs, resets=resets, truncate=size)[1])
+
+        return jax.grad(loss)(jnp.zeros(1))[0]
+
+    stretch = 0.5 + 0.25 + 0.125
+    assert gradient_of(nothing, 3) == stretch
+    assert gradient_of(nothing.at[3].set(True), 3) == 2 * stretch
+    assert gradient_of(nothing.at[3].set(True), None) == 2 * stretch
+    assert gradient_of(nothing.at[3].set(True), 2) == 0.5 + 0.25 + 0.5
