@@ -7,8 +7,8 @@ from typing import Any
 
 from jax.core import eval_jaxpr
 
-_CALLS = frozenset({"jit", "pjit", "closed_call", "core_call", "checkpoint", "remat", "remat2"})
-_REVERSE_RULES = frozenset({"custom_vjp_call", "custom_vjp_call_jaxpr", "custom_lin"})
+_CALLS = frozenset({"jit", "closed_call", "remat2"})
+_REVERSE_RULES = frozenset({"custom_vjp_call", "custom_lin"})
 _BRANCHES = frozenset({"cond"})
 _CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 

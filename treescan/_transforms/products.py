@@ -25,7 +25,7 @@ PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 ELEMENTWISE = frozenset(
     {
         "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate",
-        "convert_element_type", "copy", "copy_p", "cos", "cosh", "div", "eq", "exp", "exp2", "expand_dims",
+        "convert_element_type", "copy", "cos", "cosh", "div", "eq", "exp", "exp2",
         "expm1", "floor", "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "log", "log1p",
         "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad", "pow", "real", "rem",
         "reshape", "rev", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "slice", "split", "sqrt",
@@ -39,14 +39,14 @@ ELEMENTWISE = frozenset(
 _OF_EACH_STEP = PRODUCTS | ELEMENTWISE | frozenset(
     {
         "argmax", "argmin", "atan2", "cbrt", "cumsum", "dynamic_slice", "erf", "erf_inv", "erfc", "gather",
-        "pcast", "pvary", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_precision", "reduce_prod",
+        "pvary", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_precision", "reduce_prod",
         "reduce_sum", "sort", "stop_gradient",
     }
 )
 # fmt: on
 """Primitives that give for many steps what they give for each: they draw no random bits, and ask no other device."""
 
-_INLINED = frozenset({"jit", "pjit"})
+_INLINED = frozenset({"jit"})
 _CALLS = _INLINED | {"custom_jvp_call"}
 
 

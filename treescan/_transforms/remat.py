@@ -23,7 +23,7 @@ from .smooth import is_smooth
 
 _CARRY = "treescan carry"
 
-_PRODUCTS = frozenset({"mul", "square", "integer_pow", "one_minus_square"})
+_PRODUCTS = frozenset({"mul", "square", "integer_pow"})
 _OF_ONE_ARRAY = frozenset({"add", "sub", "neg", "broadcast_in_dim", "reshape", "squeeze", "transpose"})
 
 

@@ -1,0 +1,563 @@
+"""Small typed examples of each primitive that treescan treats specially, by the name it has in jaxprs.
+
+`tables` finds the names in the modules themselves. An example is of one type; its operands are of rank 0, 1 and 2, of
+different shapes where the primitive takes such. Axes are of size 3, as the tests' chunks are: what is broadcast along
+the wrong axis has a shape that fits.
+"""
+
+import functools
+import importlib
+import pkgutil
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.extend.core.primitives as jax_primitives
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+import treescan._transforms
+
+CHUNK = 3
+ONE, ROW, GRID = (), (CHUNK,), (2, CHUNK)
+
+FLOATS = ("float32", "bfloat16", "float64")
+COMPLEX = ("complex64",)
+INTEGERS = ("int32", "uint8")
+BOOL = ("bool",)
+INEXACT = FLOATS + COMPLEX
+NUMBERS = INEXACT + INTEGERS
+
+
+# Tables.
+
+
+def tables() -> dict[str, frozenset[str]]:
+    """The names in each table of primitives, and those that a module compares an equation's name with."""
+    found = {}
+    for info in pkgutil.iter_modules(treescan._transforms.__path__, "treescan._transforms."):
+        module = importlib.import_module(info.name)
+        for name, value in vars(module).items():
+            if not name.startswith("__") and _is_table(value):
+                found[f"{info.name}.{name}"] = frozenset(value)
+        compared = re.findall(r"\.name [!=]= \"([\w-]+)\"", Path(module.__file__).read_text())
+        if compared:
+            found[f"{info.name}, compared"] = frozenset(compared)
+    return found
+
+
+def _is_table(value: Any) -> bool:
+    """Sets and dicts that name primitives: modules hold no other ones of strings, or they are told apart here."""
+    return isinstance(value, set | frozenset | dict) and bool(value) and all(isinstance(name, str) for name in value)
+
+
+# Examples.
+
+
+class Operand(NamedTuple):
+    """What is drawn for one place.
+
+    Attributes:
+        shape: of one step.
+        dtype: its type.
+        low: the least value.
+        high: above all values.
+    """
+
+    shape: tuple[int, ...]
+    dtype: str
+    low: float
+    high: float
+
+    @property
+    def is_inexact(self) -> bool:
+        return bool(jnp.issubdtype(self.dtype, jnp.inexact))
+
+    @property
+    def is_anything(self) -> bool:
+        """Whether it may be any number."""
+        return self.low < 0 < self.high
+
+    def draw(self, rng: np.random.Generator, *lead: int) -> np.ndarray:
+        shape = (*lead, *self.shape)
+        if self.dtype == "bool":
+            return rng.random(shape) < 0.5
+        if not self.is_inexact:
+            return rng.integers(max(int(self.low), 0), max(int(self.high), 1), shape).astype(self.dtype)
+        values = rng.uniform(self.low, self.high, shape)
+        if jnp.issubdtype(self.dtype, jnp.complexfloating):
+            values = values + 1j * rng.uniform(self.low, self.high, shape) / 2
+        return np.asarray(values, jnp.dtype(self.dtype))
+
+
+class Example(NamedTuple):
+    """A function that evaluates the primitive on these operands."""
+
+    name: str
+    function: Callable[..., Any]
+    operands: tuple[Operand, ...]
+
+    def jaxpr(self) -> Any:
+        """Its trace for one step."""
+        types = (jax.ShapeDtypeStruct(each.shape, jnp.dtype(each.dtype)) for each in self.operands)
+        return jax.make_jaxpr(lambda *given: jax.tree.leaves(self.function(*given)))(*types)
+
+
+class Entry(NamedTuple):
+    """The types for which a primitive has examples, and these."""
+
+    types: tuple[str, ...]
+    make: Callable[[str], list[tuple[Callable[..., Any], list[Operand]]]]
+
+    def examples(self, name: str, dtype: str) -> Iterator[Example]:
+        if dtype in self.types:
+            for number, (function, operands) in enumerate(self.make(dtype)):
+                shapes = ", ".join(str(list(operand.shape)) for operand in operands)
+                yield Example(f"{name} {number} of {dtype} {shapes}", function, tuple(operands))
+
+
+ANY, POSITIVE, UNIT = (-1.5, 1.5), (0.5, 2.0), (-0.8, 0.8)
+COUNTS = (1, 6)
+ALIKE = ((ONE, ONE), (ROW, ROW), (GRID, GRID))
+BROADCAST = (*ALIKE, (ONE, ROW), (ROW, ONE), (ONE, GRID), (GRID, ONE))
+
+
+def _operand(shape: tuple[int, ...], dtype: str, domain: tuple[float, float]) -> Operand:
+    whole = not jnp.issubdtype(dtype, jnp.inexact)
+    return Operand(shape, dtype, *(COUNTS if whole else domain))
+
+
+def unary(function, types=FLOATS, domain=ANY, shapes=(ONE, ROW, GRID)) -> Entry:
+    return Entry(types, lambda dtype: [(function, [_operand(shape, dtype, domain)]) for shape in shapes])
+
+
+def binary(function, types=FLOATS, domains=(ANY, ANY), shapes=ALIKE) -> Entry:
+    def make(dtype: str) -> list[Any]:
+        return [
+            (function, [_operand(shape, dtype, domain) for shape, domain in zip(pair, domains, strict=True)])
+            for pair in shapes
+        ]
+
+    return Entry(types, make)
+
+
+def several(*entries: Entry) -> Entry:
+    """The examples of several entries as one."""
+    types = tuple(dict.fromkeys(dtype for entry in entries for dtype in entry.types))
+
+    def make(dtype: str) -> list[Any]:
+        return [example for entry in entries if dtype in entry.types for example in entry.make(dtype)]
+
+    return Entry(types, make)
+
+
+def of(function, *operands, types=FLOATS) -> Entry:
+    """One example: operands are shapes, or (shape, dtype, domain) where they are not of the example's type."""
+
+    def make(dtype: str) -> list[Any]:
+        given = [
+            Operand(o[0], o[1], *o[2]) if o and isinstance(o[0], tuple) else _operand(o, dtype, ANY) for o in operands
+        ]
+        return [(function, given)]
+
+    return Entry(types, make)
+
+
+def whole(shape: tuple[int, ...], high: int) -> Any:
+    """An operand of whole numbers below `high`."""
+    return (shape, "int32", (0, high))
+
+
+def _compare(function) -> Entry:
+    return binary(function, (*FLOATS, *INTEGERS))
+
+
+def _broadcast_in_dim() -> Entry:
+    return several(
+        of(lambda a: lax.broadcast_in_dim(a, ROW, ()), ONE, types=NUMBERS),
+        of(lambda a: lax.broadcast_in_dim(a, GRID, (1,)), ROW, types=NUMBERS),
+        of(lambda a: lax.broadcast_in_dim(a, (CHUNK, 1, CHUNK), (2,)), ROW, types=NUMBERS),
+        of(lambda a: lax.broadcast_in_dim(a, (2, 2, CHUNK), (0, 2)), GRID, types=NUMBERS),
+    )
+
+
+def _clamp() -> Entry:
+    def between(low, a, high):
+        return lax.clamp(low, a, high)
+
+    def between_numbers(low, a, high):  # JAX itself fails to differentiate with respect to bounds of rank 0 then
+        return lax.clamp(lax.stop_gradient(low), a, lax.stop_gradient(high))
+
+    types = (*FLOATS, "int32")
+    return several(
+        *(of(between, *(shape,) * 3, types=types) for shape in (ONE, ROW, GRID)),
+        *(of(between_numbers, ONE, shape, ONE, types=types) for shape in (ROW, GRID)),
+    )
+
+
+def _whole_power(a, n):
+    return lax.pow(lax.stop_gradient(a), n)  # JAX's own rule needs promotion of types, which is off in the tests
+
+
+def _select_n() -> Entry:
+    def pick(which, *cases):
+        return lax.select_n(which, *cases)
+
+    flag = [(shape, "bool", (0, 1)) for shape in (ONE, ROW, GRID)]
+    return several(
+        *(of(pick, (shape, "bool", (0, 1)), shape, shape, types=(*NUMBERS, *BOOL)) for shape in (ONE, ROW, GRID)),
+        of(pick, flag[0], ROW, ROW, types=NUMBERS),
+        of(pick, flag[0], GRID, GRID, types=NUMBERS),
+        of(pick, whole(ROW, 3), ROW, ROW, ROW, types=NUMBERS),
+    )
+
+
+def _shapers() -> dict[str, Entry]:
+    every = (*NUMBERS, *BOOL)
+    return {
+        "concatenate": several(
+            of(lambda a, b: lax.concatenate([a, b], 0), ROW, ROW, types=every),
+            of(lambda a, b: lax.concatenate([a, b, a], 1), GRID, (2, 1), types=every),
+        ),
+        "pad": several(
+            of(lambda a, b: lax.pad(a, b, [(1, 0, 1)]), ROW, ONE, types=NUMBERS),
+            of(lambda a, b: lax.pad(a, b, [(0, 1, 0), (-1, 2, 0)]), GRID, ONE, types=NUMBERS),
+        ),
+        "reshape": several(
+            of(lambda a: lax.reshape(a, (1, 1)), ONE, types=every),
+            of(lambda a: lax.reshape(a, (CHUNK, 1)), ROW, types=every),
+            of(lambda a: lax.reshape(a, (CHUNK, 2)), GRID, types=every),
+        ),
+        "rev": several(
+            of(lambda a: lax.rev(a, (0,)), ROW, types=every), of(lambda a: lax.rev(a, (0, 1)), GRID, types=every)
+        ),
+        "slice": several(
+            of(lambda a: lax.slice(a, (1,), (3,)), ROW, types=every),
+            of(lambda a: lax.slice(a, (0, 0), (2, 3), (1, 2)), GRID, types=every),
+        ),
+        "split": several(
+            of(lambda a: lax.split(a, (1, 2)), ROW, types=every), of(lambda a: lax.split(a, (2, 1), 1), GRID, types=every)
+        ),
+        "squeeze": several(
+            of(lambda a: lax.squeeze(a, (0,)), (1,), types=every),
+            of(lambda a: lax.squeeze(a, (0, 2)), (1, CHUNK, 1), types=every),
+        ),
+        "transpose": several(
+            of(lambda a: lax.transpose(a, (1, 0)), GRID, types=every),
+            of(lambda a: lax.transpose(a, (2, 0, 1)), (2, CHUNK, 2), types=every),
+        ),
+    }  # fmt: skip
+
+
+def _reducers() -> dict[str, Entry]:
+    def reduced(function, types):
+        return several(
+            of(lambda a: function(a, 0), ROW, types=types),
+            of(lambda a: function(a, 1), GRID, types=types),
+            of(lambda a: function(a, (0, 1)), GRID, types=types),
+        )
+
+    def placed(function):
+        return several(
+            of(lambda a: function(a, 0, np.int32), ROW, types=(*FLOATS, "int32")),
+            of(lambda a: function(a, 1, np.int32), GRID, types=(*FLOATS, "int32")),
+        )
+
+    return {
+        "argmax": placed(lax.argmax),
+        "argmin": placed(lax.argmin),
+        "cumsum": several(
+            of(lambda a: lax.cumsum(a, 0), ROW, types=NUMBERS),
+            of(lambda a: lax.cumsum(a, 1, reverse=True), GRID, types=NUMBERS),
+            of(lambda a: lax.cumsum(a, 0), GRID, types=NUMBERS),
+        ),
+        "reduce_and": reduced(jnp.all, BOOL),
+        "reduce_or": reduced(jnp.any, BOOL),
+        "reduce_max": reduced(jnp.max, (*FLOATS, *INTEGERS)),
+        "reduce_min": reduced(jnp.min, (*FLOATS, *INTEGERS)),
+        "reduce_prod": reduced(functools.partial(jnp.prod, promote_integers=False), (*FLOATS, *COMPLEX, "int32")),
+        "reduce_sum": reduced(functools.partial(jnp.sum, promote_integers=False), NUMBERS),
+        "sort": several(
+            of(lambda a: lax.sort(a), ROW, types=(*FLOATS, *INTEGERS)),
+            of(lambda a: lax.sort(a, dimension=0), GRID, types=(*FLOATS, *INTEGERS)),
+            of(lambda a, b: lax.sort((a, b), num_keys=1), ROW, ROW, types=FLOATS),
+            of(lambda a, b: lax.sort((b, a), dimension=1), GRID, whole(GRID, 100), types=FLOATS),
+        ),
+    }
+
+
+def _at(a, i):
+    """Rows of the first axis."""
+    return a.at[i].get(mode="clip")
+
+
+def _indexers() -> dict[str, Entry]:
+    return {
+        "dynamic_slice": several(
+            of(lambda a, i: lax.dynamic_slice(a, (i,), (2,)), ROW, whole(ONE, 5), types=NUMBERS),
+            of(lambda a, i, j: lax.dynamic_slice(a, (i, j), (1, 2)), GRID, whole(ONE, 3), whole(ONE, 3), types=NUMBERS),
+        ),
+        "gather": several(
+            of(_at, ROW, whole((2,), 5), types=NUMBERS),
+            of(_at, GRID, whole((4,), 3), types=NUMBERS),
+            of(lambda a, i: jnp.take_along_axis(a, i, 1, mode="fill", fill_value=0), GRID, whole((2, 2), 5), types=NUMBERS),
+        ),
+    }  # fmt: skip
+
+
+# fmt: off
+DOTS = [  # (one operand, the other, contracted axes, batch axes)
+    ((3,), (3,), ((0,), (0,)), ((), ())),
+    ((), (), ((), ()), ((), ())),
+    ((), (3,), ((), ()), ((), ())),
+    ((3,), (2,), ((), ()), ((), ())),
+    ((3,), (3, 2), ((0,), (0,)), ((), ())),
+    ((3,), (2, 3), ((0,), (1,)), ((), ())),
+    ((2, 3), (3, 4), ((1,), (0,)), ((), ())),
+    ((3, 2), (4, 3), ((0,), (1,)), ((), ())),
+    ((3, 3), (3, 3), ((0,), (0,)), ((), ())),
+    ((2, 3), (2, 3), ((0, 1), (0, 1)), ((), ())),
+    ((2, 3), (3, 2), ((0, 1), (1, 0)), ((), ())),
+    ((2, 3, 4), (4, 5, 2), ((0, 2), (2, 0)), ((), ())),
+    ((2, 3, 4), (4, 5, 2), ((2, 0), (0, 2)), ((), ())),
+    ((2, 3, 4), (3, 5), ((1,), (0,)), ((), ())),
+    ((5, 3), (2, 4, 3), ((1,), (2,)), ((), ())),
+    ((2, 3), (2, 3), ((1,), (1,)), ((0,), (0,))),
+    ((2, 3), (3, 2, 4), ((1,), (0,)), ((0,), (1,))),
+    ((3, 2, 4), (2, 4, 3), ((2,), (1,)), ((0, 1), (2, 0))),
+    ((2, 3), (2, 3), ((), ()), ((0, 1), (0, 1))),
+    ((3, 2), (3, 4), ((), ()), ((0,), (0,))),
+]
+# fmt: on
+
+
+def _dots() -> Entry:
+    def plain(one, other, contracted, batch):
+        def multiply(a, b):
+            return lax.dot_general(a, b, (contracted, batch))
+
+        return of(multiply, one, other, types=NUMBERS)
+
+    def named(**params):
+        return lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), **params)
+
+    wide = jnp.float32
+    return several(
+        *(plain(*dot) for dot in DOTS),
+        of(named(precision="highest"), GRID, (3, 4), types=("float32",)),
+        of(named(precision=("highest", "default")), GRID, (3, 4), types=("float32",)),
+        of(named(preferred_element_type=wide), GRID, (3, 4), types=("bfloat16",)),
+        of(named(preferred_element_type=jnp.int32), GRID, (3, 4), types=("uint8",)),
+        of(named(preferred_element_type=wide), GRID, ((3, 4), "bfloat16", ANY), types=("float32",)),
+    )
+
+
+def _convolutions() -> Entry:
+    def convolve(one, other, **params):
+        def function(a, b):
+            return lax.conv_general_dilated(a, b, **{"window_strides": (1,), "padding": "SAME", **params})
+
+        return of(function, one, other, types=INEXACT)
+
+    return several(
+        convolve((2, 1, 5), (3, 1, 3)),
+        convolve((2, 2, 5), (4, 1, 2), feature_group_count=2, padding="VALID"),
+        convolve((4, 1, 5), (2, 1, 2), batch_group_count=2),
+        convolve((2, 1, 5), (3, 1, 3), window_strides=(2,), padding=[(1, 2)], lhs_dilation=(2,)),
+        convolve((2, 1, 6), (3, 1, 2), rhs_dilation=(2,)),
+        convolve((1, 4, 5, 2), (2, 2, 2, 3), window_strides=(1, 2), dimension_numbers=("NHWC", "HWIO", "NHWC")),
+        convolve((5, 2, 3), (4, 3, 2), dimension_numbers=("WNC", "WIO", "NWC"), precision="highest"),
+    )
+
+
+# Calls, loops and branches.
+
+
+@jax.custom_jvp
+def _with_jvp(a, b):
+    return a * jnp.sin(b)
+
+
+@_with_jvp.defjvp
+def _with_jvp_rule(primals, tangents):
+    (a, b), (da, db) = primals, tangents
+    return _with_jvp(a, b), da * jnp.sin(b) + a * jnp.cos(b) * db
+
+
+@jax.custom_vjp
+def _with_vjp(a, b):
+    return a * jnp.sin(b)
+
+
+_with_vjp.defvjp(lambda a, b: (a * jnp.sin(b), (a, b)), lambda r, g: (g * jnp.sin(r[1]), g * r[0] * jnp.cos(r[1])))
+
+
+def _called(how):
+    def function(a, b):
+        return how(lambda a, b: [a * jnp.sin(b), b * b])(a, b)
+
+    return binary(function, INEXACT)
+
+
+def _closed_call(function):
+    """A function under a call that only JAX itself binds."""
+
+    def call(*given):
+        jaxpr = jax.make_jaxpr(jax.jit(function))(*given).jaxpr
+        (equation,) = jaxpr.eqns
+        params = {"call_jaxpr": equation.params["jaxpr"]}
+        called = equation.replace(primitive=jax_primitives.closed_call_p, params=params)
+        return jax.core.eval_jaxpr(jaxpr.replace(eqns=[called]), [], *given)
+
+    return call
+
+
+def _loops() -> dict[str, Entry]:
+    def scan(a, b):
+        def step(carry, x):
+            return carry * jnp.sin(x), carry + b[0]
+
+        return lax.scan(step, a, b)
+
+    def loop(a, i):
+        return lax.while_loop(lambda s: s[1] > 0, lambda s: (jnp.sin(s[0]), s[1] - 1), (a, i))[0]
+
+    def branch(i, a, b):
+        return lax.cond(i > 0, lambda a, b: [a * b, b], lambda a, b: [jnp.sin(a), a], a, b)
+
+    return {
+        "scan": of(scan, ONE, ROW, types=INEXACT),
+        "while": several(*(of(loop, shape, whole(ONE, 3), types=("float32",)) for shape in (ONE, ROW))),
+        "cond": several(*(of(branch, whole(ONE, 2), shape, shape, types=INEXACT) for shape in (ONE, ROW, GRID))),
+    }
+
+
+def _linear_of_a_rule(a, b, da, db):
+    """The rule for reverse mode, before it is transposed."""
+    return jax.jvp(_with_vjp, (a, b), (da, db))
+
+
+def _complex_of_real() -> dict[str, Entry]:
+    double = ("float32",)
+    called_out = functools.partial(jax.pure_callback, lambda a: a * np.complex64(1j), vmap_method="sequential")
+    return {
+        "complex": binary(lax.complex, double),
+        "fft": several(
+            of(lambda a: jnp.fft.rfft(a), ROW, types=double), of(lambda a: jnp.fft.fft(a), GRID, types=COMPLEX)
+        ),
+        "eig": of(lambda a: lax.linalg.eig(a)[0], (3, 3), types=double),
+        "schur": of(lambda a: lax.linalg.schur(a), (3, 3), types=double),
+        "pure_callback": of(lambda a: called_out(jax.ShapeDtypeStruct(a.shape, jnp.complex64), a), ROW, types=double),
+        "io_callback": of(
+            lambda a: jax.experimental.io_callback(
+                lambda a: a * np.complex64(1j), jax.ShapeDtypeStruct(a.shape, jnp.complex64), a
+            ),
+            ROW,
+            types=double,
+        ),
+    }
+
+
+def _vary(a):
+    """Within a `jax.shard_map`: an array that is the same on all devices, as one that need not be."""
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    one = jax.P()
+
+    def local(a):
+        return lax.pcast(a, "rows", to="varying")[None]
+
+    return jax.shard_map(local, mesh=mesh, in_specs=one, out_specs=jax.P("rows"))(a)
+
+
+def _same_iota(a):
+    return a * lax.iota(a.dtype, CHUNK) + lax.broadcasted_iota(a.dtype, (2, CHUNK), 0)[1]
+
+
+# fmt: off
+ENTRIES: dict[str, Entry] = {
+    "abs": several(unary(lax.abs, (*FLOATS, "int32")), unary(lax.abs, COMPLEX, POSITIVE)),
+    "add": several(binary(jnp.add, NUMBERS, shapes=BROADCAST), binary(lax.add, FLOATS, shapes=(((1, 3), (2, 3)),))),
+    "add_any": binary(jax_primitives.add_jaxvals_p.bind, INEXACT),
+    "and": binary(lax.bitwise_and, (*INTEGERS, *BOOL)),
+    "atan2": binary(lax.atan2, FLOATS, (ANY, POSITIVE)),
+    "broadcast_in_dim": _broadcast_in_dim(),
+    "cbrt": unary(lax.cbrt, FLOATS, POSITIVE),
+    "ceil": unary(lax.ceil),
+    "clamp": _clamp(),
+    "conv_general_dilated": _convolutions(),
+    "convert_element_type": several(
+        unary(lambda a: lax.convert_element_type(a, jnp.float16), FLOATS),
+        unary(lambda a: lax.convert_element_type(a, jnp.float32), (*INTEGERS, *BOOL, "bfloat16")),
+        unary(lambda a: lax.convert_element_type(a, jnp.complex64), ("float32", "bfloat16")),
+        unary(lambda a: lax.convert_element_type(a, jnp.int32), FLOATS),
+    ),
+    "copy": unary(jnp.copy, (*NUMBERS, *BOOL)),
+    "cos": unary(lax.cos, INEXACT),
+    "cosh": unary(lax.cosh, INEXACT),
+    "custom_jvp_call": binary(_with_jvp, INEXACT),
+    "custom_lin": Entry(INEXACT, lambda t: [(_linear_of_a_rule, [_operand(ROW, t, ANY)] * 4)]),
+    "custom_vjp_call": binary(_with_vjp, INEXACT),
+    "closed_call": _called(_closed_call),
+    "div": several(binary(jnp.divide, INEXACT, (ANY, POSITIVE), BROADCAST), binary(lax.div, INTEGERS)),
+    "dot_general": _dots(),
+    "eq": several(_compare(lax.eq), binary(lax.eq, (*COMPLEX, *BOOL))),
+    "erf": unary(lax.erf),
+    "erf_inv": unary(lax.erf_inv, domain=UNIT),
+    "erfc": unary(lax.erfc),
+    "exp": unary(lax.exp, INEXACT),
+    "exp2": unary(lax.exp2, INEXACT),
+    "expm1": unary(lax.expm1, INEXACT),
+    "floor": unary(lax.floor),
+    "ge": _compare(lax.ge),
+    "gt": _compare(lax.gt),
+    "imag": unary(lax.imag, COMPLEX),
+    "integer_pow": several(*(unary(lambda a, n=n: lax.integer_pow(a, n), (*INEXACT, "int32")) for n in (3, 4)),
+                           unary(lambda a: lax.integer_pow(a, -3), INEXACT, POSITIVE)),
+    "iota": of(_same_iota, ROW, types=NUMBERS),
+    "is_finite": unary(lax.is_finite),
+    "jit": _called(jax.jit),
+    "le": _compare(lax.le),
+    "log": unary(lax.log, INEXACT, POSITIVE),
+    "log1p": unary(lax.log1p, INEXACT, POSITIVE),
+    "logistic": unary(lax.logistic, INEXACT),
+    "lt": _compare(lax.lt),
+    "max": binary(jnp.maximum, (*FLOATS, *INTEGERS), shapes=BROADCAST),
+    "min": binary(jnp.minimum, (*FLOATS, *INTEGERS), shapes=BROADCAST),
+    "mul": binary(jnp.multiply, NUMBERS, shapes=BROADCAST),
+    "ne": several(_compare(lax.ne), binary(lax.ne, (*COMPLEX, *BOOL))),
+    "neg": unary(lax.neg, (*INEXACT, "int32")),
+    "not": unary(lax.bitwise_not, (*INTEGERS, *BOOL)),
+    "or": binary(lax.bitwise_or, (*INTEGERS, *BOOL)),
+    "pow": several(
+        binary(lax.pow, INEXACT, (POSITIVE, POSITIVE)),
+        of(_whole_power, ROW, whole(ROW, 4), types=FLOATS),
+    ),
+    "pvary": unary(_vary, ("float32",)),
+    "real": unary(lax.real, COMPLEX),
+    "reduce_precision": unary(lambda a: lax.reduce_precision(a, 8, 4), FLOATS),
+    "rem": binary(lax.rem, (*FLOATS, *INTEGERS), (ANY, POSITIVE)),
+    "remat2": _called(jax.checkpoint),
+    "round": unary(lax.round),
+    "rsqrt": unary(lax.rsqrt, INEXACT, POSITIVE),
+    "select_n": _select_n(),
+    "sign": unary(lax.sign, (*FLOATS, "int32")),
+    "sin": unary(lax.sin, INEXACT),
+    "sinh": unary(lax.sinh, INEXACT),
+    "sqrt": unary(lax.sqrt, INEXACT, POSITIVE),
+    "square": unary(lax.square, NUMBERS),
+    "stop_gradient": unary(lax.stop_gradient, INEXACT),
+    "sub": binary(jnp.subtract, NUMBERS, shapes=BROADCAST),
+    "tan": unary(lax.tan, INEXACT),
+    "tanh": unary(lax.tanh, INEXACT),
+    "xor": binary(lax.bitwise_xor, (*INTEGERS, *BOOL)),
+    **_shapers(), **_reducers(), **_indexers(), **_loops(), **_complex_of_real(),
+}
+# fmt: on
+
+
+def examples(name: str, *dtypes: str) -> list[Example]:
+    """The examples of a primitive in these types."""
+    return [example for dtype in dtypes for example in ENTRIES[name].examples(name, dtype)]
