@@ -50,8 +50,9 @@ def tables() -> dict[str, frozenset[str]]:
 
 
 def _is_table(value: Any) -> bool:
-    """Sets and dicts that name primitives: modules hold no other ones of strings, or they are told apart here."""
-    return isinstance(value, set | frozenset | dict) and bool(value) and all(isinstance(name, str) for name in value)
+    """Sets and dicts of names; but for those of JAX's effects all are of primitives."""
+    named = isinstance(value, set | frozenset | dict) and bool(value) and all(isinstance(name, str) for name in value)
+    return named and not all(name.endswith("Effect") for name in value)
 
 
 # Examples.
@@ -239,7 +240,8 @@ def _shapers() -> dict[str, Entry]:
             of(lambda a: lax.slice(a, (0, 0), (2, 3), (1, 2)), GRID, types=every),
         ),
         "split": several(
-            of(lambda a: lax.split(a, (1, 2)), ROW, types=every), of(lambda a: lax.split(a, (2, 1), 1), GRID, types=every)
+            of(lambda a: lax.split(a, (1, 2)), ROW, types=every),
+            of(lambda a: lax.split(a, (2, 1), 1), GRID, types=every),
         ),
         "squeeze": several(
             of(lambda a: lax.squeeze(a, (0,)), (1,), types=every),
@@ -294,6 +296,11 @@ def _at(a, i):
     return a.at[i].get(mode="clip")
 
 
+def _along(a, i):
+    """Entries of each row; 0 where there is none."""
+    return jnp.take_along_axis(a, i, 1, mode="fill", fill_value=0)
+
+
 def _indexers() -> dict[str, Entry]:
     return {
         "dynamic_slice": several(
@@ -303,7 +310,7 @@ def _indexers() -> dict[str, Entry]:
         "gather": several(
             of(_at, ROW, whole((2,), 5), types=NUMBERS),
             of(_at, GRID, whole((4,), 3), types=NUMBERS),
-            of(lambda a, i: jnp.take_along_axis(a, i, 1, mode="fill", fill_value=0), GRID, whole((2, 2), 5), types=NUMBERS),
+            of(_along, GRID, whole((2, 2), 5), types=NUMBERS),
         ),
     }  # fmt: skip
 

@@ -2,7 +2,6 @@
 the loop, on the way from a product to the carry, and saved or recomputed, against the step as it is written.
 """
 
-import functools
 import math
 from typing import Any
 
@@ -12,12 +11,14 @@ import numpy as np
 import pytest
 from helpers import equations
 from jax.core import eval_jaxpr
-from primitive_cases import CHUNK, ENTRIES, Example, examples, tables
+from primitive_cases import CHUNK, ENTRIES, Example, _closed_call, examples, tables
 from unpadded import compiled
 
 import treescan
-from treescan._transforms import products, steps_at_once
+from treescan._transforms import deferred, equations as equations_module, products, steps_at_once
+from treescan._transforms.dependence import _RULES, dependent
 from treescan._transforms.products import _CALLS, _OF_EACH_STEP, PRODUCTS
+from treescan._transforms.remat import _COMPLEX_OF_REAL, _OF_ONE_ARRAY, _PRODUCTS, RealOnly, save_costly
 from treescan._transforms.steps_at_once import compute_early
 
 TABLES = tables()
@@ -55,7 +56,9 @@ def is_inexact(leaf: Any) -> bool:
 def total(tree: Any) -> Any:
     """A number that all floating leaves count for."""
     leaves = [leaf for leaf in jax.tree.leaves(tree) if is_inexact(leaf)]
-    return sum((jnp.sum(jnp.real(leaf * (leaf + k + 1))).astype(jnp.float32) for k, leaf in enumerate(leaves)), start=0.0)
+    return sum(
+        (jnp.sum(jnp.real(leaf * (leaf + k + 1))).astype(jnp.float32) for k, leaf in enumerate(leaves)), start=0.0
+    )
 
 
 def derived(function: Any, given: list[Any], order: int = 2) -> dict[str, Any]:
@@ -166,7 +169,7 @@ def early_examples(dtype: str) -> list[Example]:
 
 
 def test_computed_for_many_steps_at_once():
-    compare_early(in_turn(early_examples("float32")), "float32", 0)
+    compare_early(in_turn(one_each("float32")), "float32", 0)
 
 
 @by_dtype()
@@ -247,7 +250,11 @@ def compare_scans(cases: list[Example], dtype: str, orders: tuple[str, ...]) -> 
     h = {e.name: np.asarray(rng.uniform(-0.5, 0.5, WIDTH), kind) for e in cases}
     xs = {e.name: [operand.draw(rng, STEPS) for operand in e.operands] for e in cases}
 
-    def run(given: Any, chunk: int) -> dict[str, Any]:
+    def run(given: Any, rewritten: bool) -> dict[str, Any]:
+        with treescan.rewriting(rewritten):
+            return derivatives(given, CHUNK if rewritten else 0)
+
+    def derivatives(given: Any, chunk: int) -> dict[str, Any]:
         w, h, xs = given
         smooth, structure = jax.tree.flatten(xs)
         on = [i for i, leaf in enumerate(smooth) if is_inexact(leaf)]
@@ -273,7 +280,7 @@ def compare_scans(cases: list[Example], dtype: str, orders: tuple[str, ...]) -> 
             results["second"] = named_xs(jax.jvp(slope, (floats,), (directions,))[1], on, xs)
         return results
 
-    got, expected = compiled(lambda given: (run(given, CHUNK), run(given, 0)), (w, h, xs))
+    got, expected = compiled(lambda given: (run(given, True), run(given, False)), (w, h, xs))
     assert_close(got, expected, dtype)
 
 
@@ -283,20 +290,227 @@ def named_xs(cotangents: Any, on: list[int], xs: Any) -> Any:
     return (*cotangents[:2], {paths[i]: leaf for i, leaf in zip(on, cotangents[2], strict=True)})
 
 
-@by_dtype("float32")
-def test_in_the_steps_of_a_scan(dtype, monkeypatch):
+def one_each(dtype: str) -> list[Example]:
+    """One example of each primitive, of another rank for the next."""
+    found = [list(examples(name, dtype)) for name in EARLY]
+    return [each[i % len(each)] for i, each in enumerate(found) if each]
+
+
+def test_in_the_steps_of_a_scan():
+    compare_scans(one_each("float32"), "float32", ("vjp",))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("order", ["values", "jvp", "vjp", "second"])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_derivatives_in_the_steps_of_a_scan(dtype, order, monkeypatch):
     monkeypatch.setattr(products, "LARGE", 1)  # products of small weights too are early where nothing is differentiated
     with jax.enable_x64(dtype == "float64"):
-        compare_scans(early_examples(dtype), dtype, ("vjp",) if dtype == "float32" else ("values", "vjp"))
+        compare_scans(one_each(dtype) if order == "second" else early_examples(dtype), dtype, (order,))
 
 
-@by_dtype()
-def test_further_derivatives_in_the_steps_of_a_scan(dtype):
+@pytest.mark.xfail(raises=TypeError, reason="what JAX does not map is moved out of the steps all the same")
+def test_a_bound_that_differs_from_step_to_step():
+    """JAX itself does not map a `clamp` of rank 0 over a bound alone."""
+    bounds, w = jnp.linspace(0.2, 0.9, STEPS), jnp.linspace(0.1, 0.5, WIDTH)
+
+    def loss(w: Any, low: Any, a: Any) -> Any:
+        def body(h: Any, bound: Any) -> Any:
+            both = jax.lax.clamp(low, a, bound) * w @ jnp.outer(w, w) + jax.lax.clamp(bound, a, 1.0) * w @ jnp.outer(
+                w, w
+            )
+            return jnp.tanh(h + both), None
+
+        return total(treescan.mask_scan(body, jnp.zeros(WIDTH), bounds, lengths=STEPS - 2, chunk=CHUNK)[0])
+
+    got = jax.grad(loss, (0, 1, 2))(w, 0.1, 0.6)
+    with treescan.rewriting(False):
+        assert_close(got, jax.grad(loss, (0, 1, 2))(w, 0.1, 0.6), "float32")
+
+
+def test_within_a_shard_map():
+    """What is the same on all devices is made to vary: `pvary` is for there only."""
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    rng = np.random.default_rng(0)
+    w, xs = (np.asarray(rng.uniform(-1, 1, shape), np.float32) for shape in ((WIDTH, WIDTH), (STEPS, WIDTH)))
+
+    def loss(w: Any, xs: Any) -> Any:
+        def body(h: Any, x: Any) -> Any:
+            h = jnp.tanh(h @ w + jnp.sin(jax.lax.pcast(x, "rows", to="varying")) @ w)
+            return h, h
+
+        h = jax.lax.pcast(jnp.zeros(WIDTH), "rows", to="varying")
+        return total(treescan.mask_scan(body, h, xs, lengths=STEPS - 2, chunk=CHUNK))[None]
+
+    def gradient(w: Any, xs: Any) -> Any:
+        local = jax.shard_map(loss, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("rows"))
+        return jax.grad(lambda *given: jnp.sum(local(*given)), (0, 1))(w, xs)
+
+    jaxpr = jax.make_jaxpr(gradient)(w, xs).jaxpr
+    assert any(equation.primitive.name == "pvary" for equation in equations(jaxpr))
+    got = compiled(gradient, w, xs)
+    with treescan.rewriting(False):
+        assert_close(got, compiled(gradient, w, xs), "float32")
+
+
+# Products of many steps.
+
+
+@pytest.fixture(params=["one device", "many devices"])
+def devices(request, monkeypatch):
+    monkeypatch.setattr(steps_at_once, "_has_one_device", lambda: request.param == "one device")
+
+
+@by_dtype("float32", of=("float32", "complex64", "bfloat16", "int32", "uint8", "float64"))
+def test_products_of_many_steps(dtype, devices):
+    """Each form of each product, the weights in either place, as one product and step by step."""
     with jax.enable_x64(dtype == "float64"):
-        compare_scans(early_examples(dtype), dtype, ("jvp",))
+        rng = np.random.default_rng(1)
+        cases = {}
+        for example in (example for name in sorted(PRODUCTS) for example in examples(name, dtype)):
+            (equation,) = example.jaxpr().jaxpr.eqns
+            for place in (0, 1):
+                stacked, same = (example.operands[i] for i in (1 - place, place))
+                cases[f"{example.name} {place}"] = equation, place, stacked.draw(rng, CHUNK), same.draw(rng)
+
+        def run(given: Any) -> Any:
+            got, expected = {}, {}
+            for name, (equation, place, *_) in cases.items():
+                stacked, same = given[name]
+                got[name] = steps_at_once.product_of_steps(equation, stacked, same, place)
+                steps = [(same, one) if place == 0 else (one, same) for one in stacked]
+                expected[name] = jnp.stack([equation.primitive.bind(*pair, **equation.params) for pair in steps])
+            return got, expected
+
+        assert_close(*compiled(run, {name: case[2:] for name, case in cases.items()}), dtype)
 
 
-@by_dtype(of=("float32", "complex64"))
-def test_second_derivatives_in_the_steps_of_a_scan(dtype):
+# What depends on what.
+
+
+def _with_some_jvp(function: Any) -> Any:
+    wrapped = jax.custom_jvp(function)
+    wrapped.defjvp(lambda primals, tangents: (function(*primals), function(*tangents)))
+    return wrapped
+
+
+def _with_some_vjp(function: Any) -> Any:
+    wrapped = jax.custom_vjp(function)
+    wrapped.defvjp(lambda *given: (function(*given), None), lambda _, cotangents: tuple(cotangents[:2]))
+    return wrapped
+
+
+# fmt: off
+DEPENDS: dict[str, list[tuple[Any, list[Any], list[str]]]] = {
+    # of each output, the numbers of the inputs that it depends on
+    "scan": [
+        (lambda w, a, b, x: jax.lax.scan(lambda s, x: ((s[0] * w, s[1] + x), (s[0], x)), (a, b), x),
+         [1.0, 1.0, 1.0, np.ones(2, np.float32)], ["01", "23", "01", "3"]),
+        (lambda a, b, c: jax.lax.scan(lambda s, _: ((s[1], s[2], s[2]), None), (a, b, c), None, 3)[0],
+         [1.0, 1.0, 1.0], ["012", "12", "2"]),
+    ],
+    "while": [
+        (lambda *s: jax.lax.while_loop(lambda s: s[2] < 3, lambda s: (s[0] * 2, s[1] + s[0], s[2] + 1), s),
+         [1.0, 1.0, 0], ["02", "012", "2"]),
+        (lambda *s: jax.lax.while_loop(lambda s: s[2] < 3, lambda s: (s[0] * 2, s[1] + s[0], s[2] + 1), (*s, 0))[:2],
+         [1.0, 1.0], ["0", "01"]),
+    ],
+    "cond": [
+        (lambda i, *given: jax.lax.cond(i > 0, lambda a, b: (a, b + b), lambda a, b: (b, b), *given),
+         [1, 1.0, 1.0], ["012", "012"]),
+        (lambda a, b: jax.lax.cond(jnp.zeros(()) > 0, lambda a, b: (a, b), lambda a, b: (b, b), a, b),
+         [1.0, 1.0], ["01", "1"]),
+    ],
+    **{name: [(how(lambda a, b: [jnp.sin(a), a * b, b]), [1.0, 1.0], ["0", "01", "1"])]
+       for name, how in (("jit", jax.jit), ("remat2", jax.checkpoint), ("closed_call", _closed_call),
+                         ("custom_jvp_call", _with_some_jvp), ("custom_vjp_call", _with_some_vjp))},
+}
+# fmt: on
+
+
+def test_what_depends_on_what_has_examples():
+    assert _RULES.keys() | equations_module._CALLS | equations_module._CALLS_WITH_RULES <= DEPENDS.keys()
+
+
+@pytest.mark.parametrize("name", DEPENDS)
+def test_what_depends_on_what(name):
+    for function, given, expected in DEPENDS[name]:
+        jaxpr = jax.make_jaxpr(function)(*given).jaxpr
+        assert name in {equation.primitive.name for equation in jaxpr.eqns}
+        for i in range(len(given)):
+            found = dependent(jaxpr, [i == j for j in range(len(given))])
+            flags = [not hasattr(atom, "val") and atom in found for atom in jaxpr.outvars]
+            assert flags == [str(i) in numbers for numbers in expected], (function, i)
+
+
+@pytest.mark.parametrize("name", sorted(ENTRIES))
+def test_nothing_that_matters_is_independent(name):
+    """The results of an example do not change where they are said not to depend on an operand."""
+    dtype = ENTRIES[name].types[0]
     with jax.enable_x64(dtype == "float64"):
-        compare_scans(early_examples(dtype), dtype, ("second",))
+        for example in examples(name, dtype):
+            jaxpr = example.jaxpr()
+            for place in range(len(example.operands)):
+                found = dependent(jaxpr.jaxpr, [place == i for i in range(len(example.operands))])
+                outvars = jaxpr.jaxpr.outvars
+                if name not in ("scan", "while", "cond", "iota"):  # these have their own tests
+                    assert any(not hasattr(atom, "val") and atom in found for atom in outvars), (example.name, place)
+
+
+# Calls, rules for derivatives, and what is saved.
+
+
+def test_what_is_called():
+    for name in sorted(equations_module._CALLS | equations_module._CALLS_WITH_RULES):
+        for example in examples(name, "float32"):
+            closed = example.jaxpr()
+            given = [operand.draw(np.random.default_rng(0)) for operand in example.operands]
+            assert any(equations_module.called(equation) is not None for equation in closed.eqns), name
+            got = equations_module.evaluate_inlined(closed.jaxpr, closed.consts, given, equations_module.called)
+            assert_close(got, jax.tree.leaves(example.function(*given)), "float32")
+
+
+def test_which_have_a_rule_for_reverse_mode_alone():
+    assert {name for name in ENTRIES if any(has_rule(e) for e in examples(name, *DTYPES[:4]))} == {
+        *equations_module._REVERSE_RULES
+    }
+
+
+def has_rule(example: Example) -> bool:
+    return equations_module.has_reverse_rule(example.jaxpr().jaxpr)
+
+
+def kept(policy: Any, example: Example, name: str) -> list[bool]:
+    """What a policy says of the example's equations of this primitive."""
+    return [
+        bool(policy(equation.primitive, *(atom.aval for atom in equation.invars), **equation.params))
+        for equation in equations(example.jaxpr().jaxpr, name)
+    ]
+
+
+@pytest.mark.parametrize("name", sorted(ENTRIES))
+def test_what_the_policies_save(name):
+    """Nothing complex; of real numbers all but what is had again sooner."""
+    own = {"steps": deferred._save_costly, "chunks": save_costly}
+    for example in examples(name, *DTYPES[:4]):
+        complex_out = [
+            any(jnp.issubdtype(var.aval.dtype, jnp.complexfloating) for var in equation.outvars)
+            for equation in equations(example.jaxpr().jaxpr, name)
+        ]
+        within = kept(own["steps"], example, name)
+        assert within == [name not in products.ELEMENTWISE] * len(within)
+        for policy in own.values():
+            saved = kept(RealOnly(policy), example, name)
+            plain = kept(policy, example, name)
+            assert not any(a and b for a, b in zip(saved, complex_out, strict=True)), example.name
+            reads_complex = any(operand.dtype == "complex64" for operand in example.operands)
+            if not reads_complex and not any(complex_out) and name not in _COMPLEX_OF_REAL:
+                assert saved == plain, example.name
+    if name in _PRODUCTS:
+        assert not any(any(kept(save_costly, example, name)) for example in examples(name, "float32"))
+    elif name in _OF_ONE_ARRAY:
+        whole = [example for example in examples(name, "float32") if all(o.shape for o in example.operands)]
+        for example in whole:
+            assert set(kept(save_costly, example, name)) == {len(example.operands) > 1}, example.name
+    else:
+        assert all(all(kept(save_costly, example, name)) for example in examples(name, "float32"))
