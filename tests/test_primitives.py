@@ -297,8 +297,8 @@ def one_each(dtype: str) -> list[Example]:
 
 
 def test_in_the_steps_of_a_scan():
-    """A quarter of the primitives; the others are in the next test."""
-    compare_scans(one_each("float32")[::4], "float32", ("vjp",))
+    """An eighth of the primitives; all are in the next test."""
+    compare_scans(one_each("float32")[::8], "float32", ("vjp",))
 
 
 FURTHER = [("float32", order) for order in ("values", "jvp", "vjp", "second")]
@@ -425,7 +425,7 @@ DEPENDS: dict[str, list[tuple[Any, list[Any], list[str]]]] = {
     ],
     "cond": [
         (lambda i, *given: jax.lax.cond(i > 0, lambda a, b: (a, b + b), lambda a, b: (b, b), *given),
-         [1, 1.0, 1.0], ["012", "012"]),
+         [1, 1.0, 1.0], ["012", "02"]),
         (lambda a, b: jax.lax.cond(jnp.zeros(()) > 0, lambda a, b: (a, b), lambda a, b: (b, b), a, b),
          [1.0, 1.0], ["01", "1"]),
     ],
