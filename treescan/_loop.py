@@ -224,6 +224,11 @@ def is_jit_disabled() -> bool:
     return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009, an attribute that checkers do not see
 
 
+def debugs_nans() -> bool:
+    """Whether the user asked, with `jax.debug_nans`, to be told of every NaN. JAX traces nothing again for it."""
+    return bool(getattr(jax.config, "jax_debug_nans", False))
+
+
 def run(loop: Loop) -> tuple[PyTree, PyTree]:
     """Runs a loop: its last state, and its outputs stacked along axis 0.
 

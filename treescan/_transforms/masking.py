@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from .._avals import vary_over, varying_axes
-from .._loop import Loop, as_arrays, is_jit_disabled
+from .._loop import Loop, as_arrays, debugs_nans, is_jit_disabled
 from .._rewrite import is_rewriting
 from .._tree import Prefix
 from .._types import Array, PyTree
@@ -26,7 +26,9 @@ from .mask import lend_rows, mask
 from .outputs import LAST, Keep, is_thinned, keep_afterwards, kept_leaves, one_of, spread_keeps, without_dropped
 from .remat import refuse_to_repeat
 from .resets import reset_rows
+from .rows import select_valid
 from .skip import RowOutputs, SkipPlan, run_skipping, run_unskipped, without_branches
+from .smooth import is_smooth
 from .truncate import truncate_rows
 
 
@@ -82,6 +84,7 @@ def run_masked(
     refuse_tiers(tiers, given.loop)
     if is_jit_disabled() or not loop.length:
         return _run_untraced(given, resets, plan, chunks)
+    given = given._replace(loop=_without_false_alarms(given))
     hoisted = hoist(given.loop)
     given = _with_outputs(given, hoisted.y, plan)
     trace_tiers(hoisted, given, tiers)
@@ -185,6 +188,23 @@ def _with_rows(loop: Loop, valid: Array, plan: MaskPlan, names: tuple[str, str],
         loop = dataclasses.replace(loop, consts=(lend_rows(whole, whole_axes, valid), inner))
     others = len(jax.tree.leaves(loop.consts)) - len(whole_axes)
     return RowLoop(loop, RowAxes((*whole_axes, *(None,) * others), carry_axes, x_axes, ()))
+
+
+def _without_false_alarms(rows: RowLoop) -> Loop:
+    """Under `jax_debug_nans` the loop without padding: no step reads it, but the gradient may save it with the rest."""
+    loop, axes = rows.loop, rows.axes.x
+    if not debugs_nans() or not loop.length:
+        return loop
+
+    def cleaned(leaf: Array, axis: int | None) -> Array:
+        if axis is None or not is_smooth(leaf):
+            return leaf
+        zero = jnp.zeros((), leaf.dtype)
+        return jax.vmap(lambda valid, x: select_valid(valid, x, zero, axis))(loop.xs.valid, leaf)
+
+    leaves, structure = jax.tree.flatten(loop.xs.x)
+    x = jax.tree.unflatten(structure, [cleaned(*each) for each in zip(leaves, axes, strict=True)])
+    return dataclasses.replace(loop, xs=loop.xs._replace(x=x))
 
 
 def _hoisted_rows(hoisted: Hoisted, before: RowLoop) -> tuple[LeafAxes, RowLoop]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._loop import Body, Feed, Loop, is_jit_disabled, run
+from .._loop import Body, Feed, Loop, debugs_nans, is_jit_disabled, run
 from .._retrace import under_a_trace
 from .._rewrite import is_rewriting
 from .._tree import Prefix
@@ -96,7 +96,7 @@ def execute(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
     """
     if _has_work(plan, given) and not is_jit_disabled() and not under_a_trace():
         assembled = functools.partial(assemble, body, plan)
-        return body.programs(("jit", plan, is_rewriting()), lambda: jax.jit(assembled))(given)
+        return body.programs(("jit", plan, is_rewriting(), debugs_nans()), lambda: jax.jit(assembled))(given)
     return assemble(body, plan, given)
 
 
