@@ -1,0 +1,245 @@
+"""Writes docs/what-works.json and the tables of docs/what-works.md: `python scripts/what_works.py [VERB ...]`.
+
+Every cell of the table is run (tests/works): a verb with one option under each transform of JAX, and each two options
+together. The data has what did not come out equal to its plain meaning: a cell that is not listed is equal. With
+`--page` nothing is run, and the page is made of the data that is there.
+
+What stands in the page between `<!-- works: NAME -->` and `<!-- /works -->` is made here, and the rest by hand. NAME is
+`options`, `transforms`, or a verb. Tests compare the page with the data, and the data with what cells come to.
+"""
+
+import argparse
+import json
+import os
+import re
+import sys
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parent.parent
+sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):  # as in the tests, before JAX starts
+    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+    os.environ["JAX_PLATFORMS"] = "cpu"
+
+import jax  # noqa: E402
+from works import table  # noqa: E402
+from works.table import EQUAL, NOTHING, Cell  # noqa: E402
+from works.transforms import TRANSFORMS  # noqa: E402
+
+DATA = ROOT / "docs" / "what-works.json"
+PAGE = ROOT / "docs" / "what-works.md"
+PART = re.compile(r"(<!-- works: (\w+) -->\n).*?(<!-- /works -->)", re.DOTALL)
+WORKS, REFUSED, FAULT, NONE = "✓", "no", "✗", ""
+
+Data = Mapping[str, Any]
+
+
+def key(cell: Cell) -> str:
+    """A cell's name in the data of its verb."""
+    return f"{' + '.join(cell.forms) or NOTHING} | {cell.transform}"
+
+
+# The page.
+
+
+def page_of(text: str, data: Data) -> str:
+    """The page with its generated parts made anew."""
+
+    def made(part: re.Match[str]) -> str:
+        match part[2]:
+            case "options":
+                body = options(data)
+            case "transforms":
+                body = transforms(data)
+            case verb:
+                body = section(verb, data["verbs"][verb])
+        return f"{part[1]}\n{body}\n{part[3]}"
+
+    return PART.sub(made, text)
+
+
+def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table with narrow columns, which Markdown has no way to ask for."""
+    lines = [f"<tr>{''.join(f'<th>{coded(name)}</th>' for name in head)}</tr>"]
+    for first, *rest in rows:
+        lines.append(f'<tr><th scope="row">{coded(first)}</th>{"".join(f"<td>{cell}</td>" for cell in rest)}</tr>')
+    return '<div class="works"><table>\n' + "\n".join(lines) + "\n</table></div>\n"
+
+
+def coded(text: str) -> str:
+    """Markdown's code as HTML."""
+    return re.sub("`(.*?)`", r"<code>\1</code>", text)
+
+
+def symbol(outcomes: Iterable[str]) -> str:
+    """What stands for cells: all of them equal, all of them refused, or how many are not equal."""
+    of = list(outcomes)
+    bad = [outcome for outcome in of if outcome != EQUAL]
+    if any(fault(outcome) for outcome in bad):
+        return FAULT
+    return WORKS if not bad else REFUSED if len(bad) == len(of) else f"{WORKS} {len(of) - len(bad)} of {len(of)}"
+
+
+def fault(outcome: str) -> bool:
+    """Whether it is neither equal nor an error of treescan."""
+    return outcome.startswith(("FOREIGN", "WRONG"))
+
+
+def found(verb: str, cells: Iterable[Cell], data: Data) -> list[str]:
+    """What the data says of cells."""
+    return [data["verbs"][verb]["not equal"].get(key(cell), EQUAL) for cell in cells]
+
+
+def options(data: Data) -> str:
+    """Which verb takes which option: alone, under all transforms."""
+    names = dict.fromkeys(form.option for verb in table.VERBS.values() for form in verb.forms.values())
+    rows = []
+    for name in names:
+        row = [f"`{name}`" if is_code(name) else name]
+        for verb, of in table.VERBS.items():
+            forms = [form for form, given in of.forms.items() if given.option == name]
+            tried = [Cell(verb, (form,), "jit") for form in forms]
+            tried = tried or [cell for cell in table.offered(verb) if cell.forms == (name,)]
+            row.append(symbol(found(verb, tried, data)) if tried else NONE)
+        rows.append(row)
+    return grid(["", *[f"`{verb}`" for verb in table.VERBS]], rows)
+
+
+def transforms(data: Data) -> str:
+    """Which transform works with which verb: with none and with each of its options, less those that it refuses."""
+    rows = []
+    for transform in TRANSFORMS:
+        row = [transform]
+        for verb in table.VERBS:
+            cells = [cell for cell in table.singles(verb) if cell.transform == transform]
+            taken = [cell for cell in cells if not refused(verb, cell.forms, data)]
+            row.append(symbol(found(verb, taken, data)))
+        rows.append(row)
+    return grid(["", *[f"`{verb}`" for verb in table.VERBS]], rows)
+
+
+def refused(verb: str, forms: tuple[str, ...], data: Data) -> bool:
+    """Whether the verb refuses an option under every transform."""
+    tried = [cell for cell in table.singles(verb) if cell.forms == forms]
+    return all(outcome != EQUAL for outcome in found(verb, tried, data))
+
+
+def is_code(name: str) -> bool:
+    """Whether a name is that of an argument."""
+    return (name.isidentifier() and name not in ("valid", "batch", "pattern")) or "=" in name
+
+
+def named(form: str) -> str:
+    """A form's name on the page."""
+    head, comma, rest = form.partition(", ")
+    return f"`{form}`" if "=" in form else f"`{head}`{comma}{rest}" if is_code(head) else form
+
+
+def section(verb: str, data: Data) -> str:
+    """A verb: which of its options go together, and what is refused."""
+    of, bad = table.VERBS[verb], data["not equal"]
+    forms = [name for name in of.forms if name not in of.alone]
+    letters = {line: chr(ord("a") + n) for n, line in enumerate(dict.fromkeys(pair_lines(verb, bad)))}
+    rows = []
+    for i, a in enumerate(forms):
+        row = [f"{i + 1} {named(a)}"]
+        for b in forms[:i]:
+            cell = Cell(verb, (b, a), table.PAIRED)
+            outcome = bad.get(key(cell), EQUAL)
+            apart = table.conflicts(of.forms[a], of.forms[b])
+            row.append(NONE if apart else WORKS if outcome == EQUAL else letters[outcome])
+        rows.append([*row, *[NONE] * (len(forms) - 1 - i)])
+    matrix = grid([NONE, *[str(n + 1) for n in range(len(forms) - 1)]], rows)
+    counted = f"{data['cells']} cells, {data['cells'] - len(bad)} of them equal to the plain meaning."
+    text = f"{counted}\n\n{matrix}\n"
+    if letters:
+        text += "\n" + "".join(f"- **{letter}**: {quoted(line)}\n" for line, letter in letters.items())
+    return text + exceptions(verb, bad)
+
+
+def pair_lines(verb: str, bad: Mapping[str, str]) -> list[str]:
+    """What came of pairs that are not equal."""
+    return [bad[key(cell)] for cell in table.pairs(verb) if key(cell) in bad]
+
+
+def exceptions(verb: str, bad: Mapping[str, str]) -> str:
+    """What comes of single options under transforms, where it is not the plain meaning, by what comes."""
+    tried: dict[tuple[str, ...], list[str]] = defaultdict(list)
+    under: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(lambda: defaultdict(list))
+    for cell in table.singles(verb):
+        tried[cell.forms].append(cell.transform)
+        if key(cell) in bad:
+            under[bad[key(cell)]][cell.forms].append(cell.transform)
+    lines = []
+    for line, forms in under.items():
+        together: dict[str, list[tuple[str, ...]]] = defaultdict(list)
+        for of, names in forms.items():
+            together["every transform" if names == tried[of] else ", ".join(names)].append(of)
+        where = "; ".join(f"{_listed(of, list(tried))} under {names}" for names, of in together.items())
+        lines.append(f"- {where}: {quoted(line)}\n")
+    return "\nAlone:\n\n" + "".join(lines) if lines else ""
+
+
+def _listed(forms: Sequence[tuple[str, ...]], all_forms: Sequence[tuple[str, ...]]) -> str:
+    """Options in words: those that it is not, where they are the fewer."""
+    others = [form for form in all_forms if form not in forms]
+    few, lead = (others, "all but ") if 2 * len(others) < len(forms) else (forms, "")
+    return lead + ", ".join(named(form[0]) if form else NOTHING for form in few)
+
+
+def quoted(line: str) -> str:
+    """An outcome on the page: the class as code, the line as it was printed."""
+    kind, _, text = line.partition(": ")
+    name = kind.removeprefix("FOREIGN ")
+    mark = "**an error of JAX**, " if kind.startswith("FOREIGN") else "**wrong**, " if kind.startswith("WRONG") else ""
+    parts = text.split("`")  # every second one is code
+    parts[::2] = [escape(part, quote=False).replace("*", r"\*").replace("_", r"\_") for part in parts[::2]]
+    return f"{mark}`{name}`: {'`'.join(parts)}" if text else f"{mark}`{name}`, without a text"
+
+
+# Running.
+
+
+def run(verb: str) -> dict[str, Any]:
+    """All cells of a verb."""
+    began, cells = time.perf_counter(), table.cells(verb)
+    outcomes = {}
+    for n, cell in enumerate(cells):
+        if n % 100 == 0:
+            jax.clear_caches()
+            sys.stderr.write(f"{verb}: {n} of {len(cells)}, {time.perf_counter() - began:.0f} s\n")
+        outcomes[key(cell)] = table.outcome(cell)
+    bad = {name: outcome for name, outcome in outcomes.items() if outcome != EQUAL}
+    faults = sum(map(fault, bad.values()))
+    took = f"{time.perf_counter() - began:.0f} s"
+    sys.stdout.write(f"{verb}: {len(cells)} cells, {len(bad)} not equal, {faults} faults, {took}\n")
+    return {"cells": len(cells), "not equal": bad}
+
+
+def main() -> None:
+    """Runs the cells of all verbs, or of those that are named, and writes the data and the page."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("verbs", nargs="*", choices=[[], *table.VERBS])
+    parser.add_argument("--page", action="store_true", help="make the page of the data that is there")
+    given = parser.parse_args()
+    jax.config.update("jax_numpy_rank_promotion", "raise")
+    jax.config.update("jax_numpy_dtype_promotion", "strict")
+    for verb in [] if given.page else given.verbs or table.VERBS:
+        write(verb, run(verb))
+    PAGE.write_text(page_of(PAGE.read_text(), json.loads(DATA.read_text())))
+
+
+def write(verb: str, came: Mapping[str, Any]) -> None:
+    """Puts a verb's cells into the data."""
+    verbs = {**(json.loads(DATA.read_text())["verbs"] if DATA.exists() else {}), verb: came}
+    data = {"jax": jax.__version__, "verbs": {name: verbs[name] for name in table.VERBS if name in verbs}}
+    DATA.write_text(json.dumps(data, indent=1, ensure_ascii=False) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,167 @@
+"""What the table's examples are made of: a small cell, its state, and the forms in which each option is given."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float, Int
+
+from treescan.carries import Ema, ema
+
+from . import plain
+
+T, D = 5, 3
+DECAY = 0.25
+
+
+class State(NamedTuple):
+    h: Any
+    n: Any
+    act: Any = None
+
+
+class X(NamedTuple):
+    a: Any
+    b: Any
+
+
+class Y(NamedTuple):
+    h: Any
+    n: Any
+
+
+class TypedState(NamedTuple):
+    h: Float[Array, "*rows d"]
+    n: Int[Array, "*rows"]
+    act: Any = None
+
+
+class TypedX(NamedTuple):
+    a: Float[Array, "*rows d"]
+    b: Float[Array, "*rows d"]
+
+
+class TypedY(NamedTuple):
+    h: Float[Array, "*rows d"]
+    n: Int[Array, "*rows"]
+
+
+class Form(NamedTuple):
+    """One way to give an option.
+
+    Attributes:
+        option: the option's name, or what the body or the data is like.
+        options: what is passed to the verb, by name.
+        how: what the body and the data are like, for the program.
+        free: whether it changes the cost alone, and no value.
+    """
+
+    option: str
+    options: Mapping[str, Any] = {}
+    how: frozenset[str] = frozenset()
+    free: bool = False
+
+
+Given = dict[str, jax.Array]
+Program = Callable[[Any, Mapping[str, Any], frozenset[str], Given], Any]
+
+
+class Verb(NamedTuple):
+    """A verb of the table.
+
+    Attributes:
+        program: `program(lib, options, how, given)` calls the verb of `lib`, which is treescan or `plain`.
+        forms: by the name that the table shows.
+        given: the numbers that the program computes with, and is differentiated by.
+        alone: forms that are tried under the transforms, and not in pairs.
+    """
+
+    program: Program
+    forms: Mapping[str, Form]
+    given: Given
+    alone: frozenset[str] = frozenset()
+
+
+def numbers(seed: int, *shape: int) -> jax.Array:
+    return jnp.asarray(np.random.default_rng(seed).uniform(-1, 1, shape), jnp.float32)
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+def has(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+# The cell.
+
+
+def cell(w: Any, state: State, term: Any, how: frozenset[str], key: Any = None, valid: Any = None) -> tuple[State, Y]:
+    """One step: an array that is multiplied by weights, and a count."""
+    linear = "linear" in how
+    act = state.act or (same if linear else jnp.tanh)
+    h = state.h @ w
+    h = act(h if term is None else h + term)
+    if key is not None:
+        h = h * jnp.broadcast_to(1 + jax.random.uniform(key, (D,)), h.shape)
+    if valid is not None:
+        h = h * jnp.where(valid, 2.0, 1.0)[..., None]
+    y = TypedY if isinstance(state, TypedState) else Y
+    return state._replace(h=h, n=state.n + 1), y(2 * h if linear else h * h, state.n)
+
+
+def with_keywords(function: Callable[..., Any], count: int, how: frozenset[str]) -> Callable[..., Any]:
+    """A body of `count` arguments that takes the keywords that its call passes, and no others."""
+    match "key" in how, "valid" in how:
+        case False, False:
+            body = {2: lambda a, b: function(a, b), 3: lambda a, b, c: function(a, b, c)}
+        case True, False:
+            body = {
+                2: lambda a, b, *, key: function(a, b, key=key),
+                3: lambda a, b, c, *, key: function(a, b, c, key=key),
+            }
+        case False, True:
+            body = {2: lambda a, b, *, valid: function(a, b, valid=valid)}
+        case _:
+            body = {2: lambda a, b, *, key, valid: function(a, b, key=key, valid=valid)}
+    made = body[count]
+    made.__name__ = made.__qualname__ = "step"
+    return made
+
+
+def annotate(body: Callable[..., Any], types: Mapping[str, Any]) -> None:
+    body.__annotations__ = dict(types)
+
+
+def start(given: Given, how: frozenset[str], count: Any) -> State:
+    """The carry: with a function in it, if the example asks for one."""
+    act = (same if "linear" in how else jnp.sin) if "static" in how else None
+    return State(given["h"], count, act)
+
+
+def carried(lib: Any, body: Any, init: State, how: frozenset[str]) -> tuple[Any, State]:
+    """The body and the init, with a custom carry if the example asks for one: by hand where the meaning is plain."""
+    if "ema" not in how:
+        return body, init
+    if lib is plain:
+        bodies = [plain.averaged(one, DECAY) for one in body] if isinstance(body, list) else plain.averaged(body, DECAY)
+        return bodies, init
+    return body, init._replace(h=ema(init.h, DECAY))
+
+
+def values(tree: Any) -> Any:
+    """The result with a custom carry's average in its place."""
+    return jax.tree.map(
+        lambda node: node.value if isinstance(node, Ema) else node, tree, is_leaf=lambda node: isinstance(node, Ema)
+    )
+
+
+def flag(given: Given) -> Any:
+    """A bool that is traced wherever `given` is, and is another one for the second of two mapped examples."""
+    return given["w"].ravel()[0] > 0
+
+
+KEY = jax.random.key(7)

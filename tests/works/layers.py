@@ -1,0 +1,115 @@
+"""Examples of `scan_layers` and `fold_layers`: a stack of layers, or two that take turns."""
+
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from .example import (
+    KEY,
+    D,
+    Form,
+    Given,
+    State,
+    TypedState,
+    TypedY,
+    Verb,
+    Y,
+    annotate,
+    carried,
+    cell,
+    has,
+    numbers,
+    start,
+    values,
+)
+from .loops import COSTS, OUTPUTS
+
+LAYERS = 5
+
+
+class Layer(NamedTuple):
+    w: Float[Array, "d d"]
+
+
+class Own(NamedTuple):
+    a: Any
+
+
+FORMS = {
+    "reverse": Form("reverse", {"reverse": True}),
+    **COSTS,
+    "key": Form("key", {"key": KEY}, has("key")),
+    "xs": Form("xs", how=has("xs")),
+    "in_axes": Form("in_axes", {"in_axes": Own(1)}, has("xs")),
+    "args": Form("args", how=has("args")),
+    "pattern": Form("pattern", how=has("pattern")),
+    "static leaf": Form("static leaf", how=has("static")),
+    "custom carry": Form("custom carry", how=has("ema")),
+    "annotated body": Form("annotated body", how=has("annotated")),
+}
+
+
+def _block(given: Given, how: frozenset[str], *, pair: bool) -> Any:
+    def block(layer: Layer, state: State, *shares: Any, **keywords: Any) -> Any:
+        terms = [share.a if isinstance(share, Own) else share for share in shares]
+        term = None if not terms else terms[0] if len(terms) == 1 else terms[0] + terms[1]
+        carry, y = cell(layer.w, state, term, how, **keywords)
+        return (carry, y) if pair else carry
+
+    taken = 2 + len({"xs", "args"} & how)
+    body = {
+        (2, False): lambda a, b: block(a, b),
+        (3, False): lambda a, b, c: block(a, b, c),
+        (4, False): lambda a, b, c, d: block(a, b, c, d),
+        (2, True): lambda a, b, *, key: block(a, b, key=key),
+        (3, True): lambda a, b, c, *, key: block(a, b, c, key=key),
+        (4, True): lambda a, b, c, d, *, key: block(a, b, c, d, key=key),
+    }[taken, "key" in how]
+    body.__name__ = body.__qualname__ = "block"
+    if "annotated" in how:
+        annotate(body, {"a": Layer, "b": TypedState, "return": tuple[TypedState, TypedY] if pair else TypedState})
+    return body
+
+
+def _averaged(block: Any, decay: float) -> Any:
+    return block
+
+
+def _program(name: str, pair: bool) -> Any:
+    def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Given) -> Any:
+        pattern, own = "pattern" in how, "xs" in how
+        block, x = carried(lib, _block(given, how, pair=pair), start(given, how, jnp.int32(0)), how)
+        if "annotated" in how:
+            x = TypedState(*x)
+        layers, xs = Layer(given["w"]), None
+        if own:
+            xs = Own(jnp.moveaxis(given["a"], 0, options["in_axes"].a) if "in_axes" in options else given["a"])
+        if pattern:
+            layers = [Layer(given["w"][:3]), Layer(given["w"][3:])]
+            if own:
+                first, second = (xs.a[:3], xs.a[3:]) if "in_axes" not in options else (xs.a[:, :3], xs.a[:, 3:])
+                xs, block = [Own(first), Own(second)], block
+            block = [block, block] if not isinstance(block, list) else block
+        args = {"args": (given["b"],)} if "args" in how else {}
+        if "args" in how and "linear" in how:
+            args = {"args": (given["b"],)}
+        return values(getattr(lib, name)(block, x, layers, xs, **args, **options))
+
+    return program
+
+
+GIVEN = {
+    "w": numbers(0, LAYERS, D, D), "h": abs(numbers(1, D)), "a": numbers(2, LAYERS, D), "b": numbers(3, D),
+}  # fmt: skip
+ALONE = has(
+    "unroll=True", "remat=Remat(levels=3)", "remat=Remat(segment=2)", 'remat=Remat(offload="pinned_host")',
+    "out_axes=-1", "save=None",
+)  # fmt: skip
+_OUTPUTS = {name: form for name, form in OUTPUTS.items() if name != 'save=(2, "last")'}
+_OUTPUTS["out_axes"] = Form("out_axes", {"out_axes": Y(1, 0)})
+VERBS = {
+    "scan_layers": Verb(_program("scan_layers", True), {**FORMS, **_OUTPUTS}, GIVEN, ALONE),
+    "fold_layers": Verb(_program("fold_layers", False), FORMS, GIVEN, ALONE),
+}

@@ -1,0 +1,152 @@
+"""The cells of the table, and what comes of running one.
+
+A cell is a verb with one option under a transform, or with two options in a compiled program that returns values and
+their gradient. What comes is `EQUAL`, or the class and the first line of the error. Anything else is a defect.
+"""
+
+import functools
+import itertools
+import re
+import zlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+import treescan
+
+from . import layers, lifted, loops, plain, rows
+from .example import KEY, Form, Given, Verb
+from .transforms import TRANSFORMS, Run
+
+EQUAL = "equal"
+PAIRED = "grad"  # the transform under which options are paired
+LINEAR = "linear_transpose"
+FEW = ("eager", "jit", "grad", "jvp", "vmap of grad")
+NOTHING = "no option"
+VERBS: dict[str, Verb] = {**loops.VERBS, **rows.VERBS, **layers.VERBS, **lifted.VERBS}
+TOLERANCE = 2e-5
+
+
+# What a verb is offered that is an option of other verbs only. `lift` is called in two steps, and Python refuses these.
+OFFERED = {
+    "in_axes": 0, "out_axes": 0, "key": KEY, "remat": "step", "save": "last", "truncate": 2, "length": 5,
+    "lengths": 5, "mask": np.ones(5, bool), "resets": np.ones(5, bool), "time_axis": 1, "fill": 1, "carry_axes": 0,
+    "x_axes": 0, "y_axes": 0, "chunk": 2, "compact": True, "max_length": 5, "args": (),
+}  # fmt: skip
+
+
+class Cell(NamedTuple):
+    verb: str
+    forms: tuple[str, ...]
+    transform: str
+
+    def __str__(self) -> str:
+        return f"{self.verb}: {' + '.join(self.forms) or NOTHING}: {self.transform}"
+
+
+def singles(verb: str) -> Iterator[Cell]:
+    """Each option alone, and none, under each transform; what is only another form of an option, under a few."""
+    for form in (None, *VERBS[verb].forms):
+        for transform in FEW if form in VERBS[verb].alone else TRANSFORMS:
+            yield Cell(verb, () if form is None else (form,), transform)
+
+
+def pairs(verb: str) -> Iterator[Cell]:
+    """Each two options that can be given together."""
+    of = VERBS[verb]
+    names = [name for name in of.forms if name not in of.alone]
+    for a, b in itertools.combinations(names, 2):
+        if not conflicts(of.forms[a], of.forms[b]):
+            yield Cell(verb, (a, b), PAIRED)
+
+
+def conflicts(a: Form, b: Form) -> bool:
+    """Whether both say the same thing."""
+    return a.option == b.option or bool(set(a.options) & set(b.options))
+
+
+def offered(verb: str) -> Iterator[Cell]:
+    """The options of other verbs."""
+    taken = {name for form in VERBS[verb].forms.values() for name in (form.option, *form.options)}
+    for name in OFFERED:
+        if name not in taken and verb != "lift":
+            yield Cell(verb, (name,), "eager")
+
+
+def cells(verb: str) -> list[Cell]:
+    return [*singles(verb), *pairs(verb), *offered(verb)]
+
+
+def form_of(verb: str, name: str) -> Form:
+    """A form by its name, or that of an option which the verb does not take."""
+    return VERBS[verb].forms.get(name) or Form(name, {name: OFFERED[name]})
+
+
+def share(cell: Cell, of: int) -> bool:
+    """Whether a cell is in a share of one in so many, which is always the same."""
+    return zlib.crc32(str(cell).encode()) % of == 0
+
+
+# Running.
+
+
+def outcome(cell: Cell) -> str:
+    """What comes of a cell."""
+    verb = VERBS[cell.verb]
+    transform = TRANSFORMS[cell.transform][0]
+    try:
+        got = transform(_run(cell, treescan), verb.given)
+    except treescan.TreescanError as error:
+        return f"{type(error).__name__}: {_first_line(error)}"
+    except Exception as error:
+        return f"FOREIGN {type(error).__name__}: {_first_line(error)}"
+    return EQUAL if (difference := _difference(got, _meant(cell))) is None else f"WRONG {difference}"
+
+
+def meaning(cell: Cell) -> Cell:
+    """The cell whose plain meaning is this one's: what changes the cost alone is left out."""
+    return cell._replace(forms=tuple(name for name in cell.forms if not form_of(cell.verb, name).free))
+
+
+def _meant(cell: Cell) -> Any:
+    return _plainly(meaning(cell))
+
+
+@functools.lru_cache(maxsize=1024)
+def _plainly(cell: Cell) -> Any:
+    return jax.tree.map(np.asarray, TRANSFORMS[cell.transform][1](_run(cell, plain), VERBS[cell.verb].given))
+
+
+def _run(cell: Cell, lib: Any) -> Run:
+    verb = VERBS[cell.verb]
+    forms = [form_of(cell.verb, name) for name in cell.forms]
+    options = {name: value for form in forms for name, value in form.options.items()}
+    how = frozenset().union(*[form.how for form in forms], {"linear"} if cell.transform == LINEAR else ())
+
+    def run(given: Given) -> list[jax.Array]:
+        leaves = jax.tree.leaves(verb.program(lib, options, how, given))
+        return [leaf for leaf in leaves if plain.is_array(leaf)]
+
+    return run
+
+
+def _difference(got: Any, want: Any) -> str | None:
+    """Where two trees of arrays differ first, in words."""
+    found, meant = jax.tree.leaves(got), jax.tree.leaves(want)
+    if len(found) != len(meant):
+        return f"{len(found)} leaves, not {len(meant)}"
+    for n, (a, b) in enumerate(zip(found, meant, strict=True)):
+        a, b = np.asarray(a), np.asarray(b)
+        if (a.dtype, a.shape) != (b.dtype, b.shape):
+            return f"leaf {n} is {a.dtype}{list(a.shape)}, not {b.dtype}{list(b.shape)}"
+        scale = max(1.0, float(np.max(np.abs(b[np.isfinite(b)]), initial=0)))
+        if not np.allclose(a, b, rtol=TOLERANCE, atol=TOLERANCE * scale, equal_nan=False):
+            return f"leaf {n}"
+    return None
+
+
+def _first_line(error: BaseException) -> str:
+    line = str(error).partition("\n")[0]
+    return re.sub(r" \([\w./<>-]+:\d+\)", "", line)[:300]
