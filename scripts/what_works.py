@@ -34,6 +34,7 @@ from works.transforms import TRANSFORMS  # noqa: E402
 DATA = ROOT / "docs" / "what-works.json"
 PAGE = ROOT / "docs" / "what-works.md"
 PART = re.compile(r"(<!-- works: (\w+) -->\n).*?(<!-- /works -->)", re.DOTALL)
+NOT_RUN = "Not run yet.\n"
 WORKS, REFUSED, FAULT, NONE = "✓", "no", "✗", ""
 
 Data = Mapping[str, Any]
@@ -57,7 +58,7 @@ def page_of(text: str, data: Data) -> str:
             case "transforms":
                 body = transforms(data)
             case verb:
-                body = section(verb, data["verbs"][verb])
+                body = section(verb, data["verbs"][verb]) if verb in data["verbs"] else NOT_RUN
         return f"{part[1]}\n{body}\n{part[3]}"
 
     return PART.sub(made, text)
@@ -79,6 +80,8 @@ def coded(text: str) -> str:
 def symbol(outcomes: Iterable[str]) -> str:
     """What stands for cells: all of them equal, all of them refused, or how many are not equal."""
     of = list(outcomes)
+    if NOT_RUN in of:
+        return "?"
     bad = [outcome for outcome in of if outcome != EQUAL]
     if any(fault(outcome) for outcome in bad):
         return FAULT
@@ -92,7 +95,8 @@ def fault(outcome: str) -> bool:
 
 def found(verb: str, cells: Iterable[Cell], data: Data) -> list[str]:
     """What the data says of cells."""
-    return [data["verbs"][verb]["not equal"].get(key(cell), EQUAL) for cell in cells]
+    of = data["verbs"].get(verb)
+    return [of["not equal"].get(key(cell), EQUAL) if of else NOT_RUN for cell in cells]
 
 
 def options(data: Data) -> str:

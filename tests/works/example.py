@@ -17,33 +17,17 @@ DECAY = 0.25
 
 
 class State(NamedTuple):
-    h: Any
-    n: Any
-    act: Any = None
-
-
-class X(NamedTuple):
-    a: Any
-    b: Any
-
-
-class Y(NamedTuple):
-    h: Any
-    n: Any
-
-
-class TypedState(NamedTuple):
     h: Float[Array, "*rows d"]
     n: Int[Array, "*rows"]
     act: Any = None
 
 
-class TypedX(NamedTuple):
+class X(NamedTuple):
     a: Float[Array, "*rows d"]
     b: Float[Array, "*rows d"]
 
 
-class TypedY(NamedTuple):
+class Y(NamedTuple):
     h: Float[Array, "*rows d"]
     n: Int[Array, "*rows"]
 
@@ -75,13 +59,15 @@ class Verb(NamedTuple):
         program: `program(lib, options, how, given)` calls the verb of `lib`, which is treescan or `plain`.
         forms: by the name that the table shows.
         given: the numbers that the program computes with, and is differentiated by.
-        alone: forms that are tried under the transforms, and not in pairs.
+        alone: forms that are tried under a few transforms, and not in pairs.
+        brief: whether every option is: the program is that of another verb, less or more of its outputs.
     """
 
     program: Program
     forms: Mapping[str, Form]
     given: Given
     alone: frozenset[str] = frozenset()
+    brief: bool = False
 
 
 def numbers(seed: int, *shape: int) -> jax.Array:
@@ -109,8 +95,7 @@ def cell(w: Any, state: State, term: Any, how: frozenset[str], key: Any = None, 
         h = h * jnp.broadcast_to(1 + jax.random.uniform(key, (D,)), h.shape)
     if valid is not None:
         h = h * jnp.where(valid, 2.0, 1.0)[..., None]
-    y = TypedY if isinstance(state, TypedState) else Y
-    return state._replace(h=h, n=state.n + 1), y(2 * h if linear else h * h, state.n)
+    return state._replace(h=h, n=state.n + 1), Y(2 * h if linear else h * h, state.n)
 
 
 def with_keywords(function: Callable[..., Any], count: int, how: frozenset[str]) -> Callable[..., Any]:

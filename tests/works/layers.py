@@ -12,8 +12,6 @@ from .example import (
     Form,
     Given,
     State,
-    TypedState,
-    TypedY,
     Verb,
     Y,
     annotate,
@@ -69,20 +67,14 @@ def _block(given: Given, how: frozenset[str], *, pair: bool) -> Any:
     }[taken, "key" in how]
     body.__name__ = body.__qualname__ = "block"
     if "annotated" in how:
-        annotate(body, {"a": Layer, "b": TypedState, "return": tuple[TypedState, TypedY] if pair else TypedState})
+        annotate(body, {"a": Layer, "b": State, "return": tuple[State, Y] if pair else State})
     return body
-
-
-def _averaged(block: Any, decay: float) -> Any:
-    return block
 
 
 def _program(name: str, pair: bool) -> Any:
     def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Given) -> Any:
         pattern, own = "pattern" in how, "xs" in how
         block, x = carried(lib, _block(given, how, pair=pair), start(given, how, jnp.int32(0)), how)
-        if "annotated" in how:
-            x = TypedState(*x)
         layers, xs = Layer(given["w"]), None
         if own:
             xs = Own(jnp.moveaxis(given["a"], 0, options["in_axes"].a) if "in_axes" in options else given["a"])
@@ -93,8 +85,6 @@ def _program(name: str, pair: bool) -> Any:
                 xs, block = [Own(first), Own(second)], block
             block = [block, block] if not isinstance(block, list) else block
         args = {"args": (given["b"],)} if "args" in how else {}
-        if "args" in how and "linear" in how:
-            args = {"args": (given["b"],)}
         return values(getattr(lib, name)(block, x, layers, xs, **args, **options))
 
     return program
@@ -111,5 +101,5 @@ _OUTPUTS = {name: form for name, form in OUTPUTS.items() if name != 'save=(2, "l
 _OUTPUTS["out_axes"] = Form("out_axes", {"out_axes": Y(1, 0)})
 VERBS = {
     "scan_layers": Verb(_program("scan_layers", True), {**FORMS, **_OUTPUTS}, GIVEN, ALONE),
-    "fold_layers": Verb(_program("fold_layers", False), FORMS, GIVEN, ALONE),
+    "fold_layers": Verb(_program("fold_layers", False), FORMS, GIVEN, ALONE, brief=True),
 }

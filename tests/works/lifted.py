@@ -17,8 +17,6 @@ from .example import (
     Given,
     State,
     T,
-    TypedState,
-    TypedX,
     Verb,
     X,
     annotate,
@@ -87,7 +85,7 @@ def _function(how: frozenset[str]) -> Any:
     step = without_xs if "no xs" in how else with_xs
     step.__name__ = step.__qualname__ = "step"
     if "annotated" in how:
-        annotate(step, {"c": TypedState, **({} if "no xs" in how else {"d": TypedX})})
+        annotate(step, {"c": State, **({} if "no xs" in how else {"d": X})})
     return step
 
 
@@ -101,13 +99,11 @@ def _averaged(step: Any) -> Any:
 
 def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Given) -> Any:
     step, init = _function(how), start(given, how, jnp.int32(0))
-    init = TypedState(*init) if "annotated" in how else init
     if lib is plain:
         step = _averaged(step) if "ema" in how else step
     else:
         init = carried(lib, step, init, how)[1]
     xs = laid_out(given, options, how)
-    xs = TypedX(*xs) if xs is not None and "annotated" in how else xs
     if "own params" in how:
         axis = options["variable_axes"]["params"]
         axis = axis if isinstance(axis, int) else axis.axis

@@ -14,9 +14,6 @@ from .example import (
     Given,
     State,
     T,
-    TypedState,
-    TypedX,
-    TypedY,
     Verb,
     X,
     Y,
@@ -79,16 +76,9 @@ def step_of(given: Given, how: frozenset[str], *, pair: bool = True) -> Any:
 
     body = with_keywords(step, 2, how)
     if "annotated" in how:
-        x = {} if "no xs" in how else {"b": TypedX}
-        annotate(body, {"a": TypedState, **x, "return": tuple[TypedState, TypedY] if pair else TypedState})
+        x = {} if "no xs" in how else {"b": X}
+        annotate(body, {"a": State, **x, "return": tuple[State, Y] if pair else State})
     return body
-
-
-def typed(how: frozenset[str], init: Any, xs: Any) -> tuple[Any, Any]:
-    """The same values in the classes that an annotated body has."""
-    if "annotated" not in how:
-        return init, xs
-    return TypedState(*init), None if xs is None else TypedX(*xs)
 
 
 def laid_out(given: Given, options: Mapping[str, Any], how: frozenset[str]) -> X | None:
@@ -106,12 +96,10 @@ def laid_out(given: Given, options: Mapping[str, Any], how: frozenset[str]) -> X
 def _program(name: str, pair: bool) -> Any:
     def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Given) -> Any:
         body, init = carried(lib, step_of(given, how, pair=pair), start(given, how, jnp.int32(0)), how)
-        init, xs = init, laid_out(given, options, how)
+        xs = laid_out(given, options, how)
         if name == "while_scan":
             init = init._replace(n=jnp.where(flag(given), jnp.int32(0), jnp.int32(1)))
-            init, xs = typed(how, init, xs)
             return values(lib.while_scan(lambda state: state.n < 3, body, init, xs, **options))
-        init, xs = typed(how, init, xs)
         return values(getattr(lib, name)(body, init, xs, **options))
 
     return program
@@ -124,16 +112,14 @@ def _fori(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Give
 
     body = with_keywords(step, 2, how)
     if "annotated" in how:
-        annotate(body, {"a": Int0, "b": TypedState, "return": TypedState})
+        annotate(body, {"a": Y.__annotations__["n"], "b": State, "return": State})
     body, init = carried(lib, body, start(given, how, jnp.int32(0)), how)
-    init = typed(how, init, None)[0]
     if "traced" in how:
         lower, upper = jnp.where(flag(given), jnp.int32(1), jnp.int32(2)), jnp.int32(4)
         return values(lib.fori(lower, upper, body, init, **options))
     return values(lib.fori(1, 5, body, init, **options))
 
 
-Int0 = TypedY.__annotations__["n"]
 GIVEN = {"w": numbers(0, D, D), "h": abs(numbers(1, D)), "a": numbers(2, T, D), "b": numbers(3, T, D)}
 FORI = {name: form for name, form in SHARED.items() if form.option in (
     "reverse", "unroll", "name", "key", "static leaf", "custom carry", "annotated body")}  # fmt: skip
@@ -146,12 +132,12 @@ WHILE = {
 }
 VERBS = {
     "scan": Verb(_program("scan", True), {**SHARED, **OUTPUTS}, GIVEN, ALONE),
-    "fold": Verb(_program("fold", False), SHARED, GIVEN, ALONE),
+    "fold": Verb(_program("fold", False), SHARED, GIVEN, ALONE, brief=True),
     "accumulate": Verb(
         _program("accumulate", False),
         {**SHARED, **OUTPUTS, "out_axes": Form("out_axes", {"out_axes": State(1, 0, 0)}),
          'save=(2, "last")': Form("save", {"save": State(2, "last")})},
-        GIVEN, ALONE,
+        GIVEN, ALONE, brief=True,
     ),
     "fori": Verb(
         _fori,

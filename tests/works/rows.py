@@ -16,9 +16,6 @@ from .example import (
     Given,
     State,
     T,
-    TypedState,
-    TypedX,
-    TypedY,
     Verb,
     X,
     Y,
@@ -91,12 +88,12 @@ def _step(given: Given, options: Mapping[str, Any], how: frozenset[str]) -> Any:
         count = jnp.broadcast_to(y.n, h.shape[:-1])
         if y_axes.n is None:
             count = jnp.int32(4)
-        return carry._replace(h=back(carry.h, carry_axes.h)), type(y)(back(y.h, y_axes.h), count)
+        return carry._replace(h=back(carry.h, carry_axes.h)), Y(back(y.h, y_axes.h), count)
 
     body = with_keywords(step, 2, how)
     if "annotated" in how:
-        x = {} if "no xs" in how else {"b": TypedX}
-        annotate(body, {"a": TypedState, **x, "return": tuple[TypedState, TypedY]})
+        x = {} if "no xs" in how else {"b": X}
+        annotate(body, {"a": State, **x, "return": tuple[State, Y]})
     return body
 
 
@@ -154,8 +151,6 @@ def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Gi
         body = functools.partial(body, valid=jnp.asarray(True))
     body, init = carried(lib, body, init, how)
     xs = _laid_out(given, options, how)
-    if "annotated" in how:
-        init, xs = TypedState(*init), None if xs is None else TypedX(*xs)
     if "padded" in how and lib is not plain:
         xs = treescan.Padded(xs, jnp.asarray(passed.pop("lengths")))
     return values(lib.mask_scan(body, init, xs, **passed))

@@ -47,9 +47,10 @@ class Cell(NamedTuple):
 
 
 def singles(verb: str) -> Iterator[Cell]:
-    """Each option alone, and none, under each transform; what is only another form of an option, under a few."""
-    for form in (None, *VERBS[verb].forms):
-        for transform in FEW if form in VERBS[verb].alone else TRANSFORMS:
+    """Each option alone and none, under each transform; other forms of an option and brief verbs, under few."""
+    of = VERBS[verb]
+    for form in (None, *of.forms):
+        for transform in FEW if form in of.alone or (form and of.brief) else TRANSFORMS:
             yield Cell(verb, () if form is None else (form,), transform)
 
 
