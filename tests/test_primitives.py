@@ -317,7 +317,6 @@ def test_derivatives_in_the_steps_of_a_scan(dtype, order, part, monkeypatch):
         compare_scans(cases[part::4], dtype, (order,))
 
 
-@pytest.mark.xfail(raises=TypeError, reason="what JAX does not map is moved out of the steps all the same")
 def test_a_bound_that_differs_from_step_to_step():
     """JAX itself does not map a `clamp` of rank 0 over a bound alone."""
     bounds, w = jnp.linspace(0.2, 0.9, STEPS), jnp.linspace(0.1, 0.5, WIDTH)
