@@ -23,6 +23,7 @@ LAYERS = [  # a module imports from lines above its own only
     "_tree",
     "_errors",
     "carries._base",
+    "carries._failures",
     "carries._registry",
     "carries._entries",
     "carries._keys",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._avals import describe_leaf, is_key
-from ._errors import ArgumentError, Row, is_jax_frame, shorten, table, walk_traceback
+from ._errors import ArgumentError, Row, table
 from ._mask_scan import mask_scan
 from ._scan import scan
 from ._transforms.carries import row_axes
@@ -19,6 +19,7 @@ from ._transforms.differences import agree, find_differences
 from ._tree import leaves_with_path
 from ._types import Array, PyTree, TreeDef
 from .carries._base import AbstractCarry, describe_error
+from .carries._failures import failed_hook, root_of
 
 _SLACK = 64
 """By how many units in the last place of the largest number two ways to the same result may differ."""
@@ -93,36 +94,11 @@ def _try(law: Callable[[_Trial], Iterator[Row]], trial: _Trial, causes: list[Exc
     try:
         rows = list(law(trial))
     except Exception as error:
-        cause = _root(error)
-        call, place = _failed_hook(type(trial.carry), cause)
+        cause = root_of(error)
+        call, place = failed_hook(type(trial.carry), cause)
         causes.append(cause)
         rows = [Row(call, "no error", f"{describe_error(cause)}{f', at {place}' if place else ''}", "")]
     return {says: rows} if rows else {}
-
-
-def _root(error: Exception) -> Exception:
-    """What a hook raised, of an error that tells of it."""
-    while isinstance(error.__cause__, Exception):
-        error = error.__cause__
-    return error
-
-
-def _failed_hook(kind: type, error: Exception) -> tuple[str, str]:
-    """The innermost call of a hook of this class that failed, and the line, outside of JAX, at which it did."""
-    call, place = "carry", ""
-    for entry in walk_traceback(error.__traceback__):
-        frame = entry.tb_frame
-        if frame.f_code.co_name in _HOOKS and isinstance(frame.f_locals.get("self"), kind):
-            call = f"{frame.f_code.co_name}()"
-            if "valid" in frame.f_locals:
-                valid = frame.f_locals["valid"]
-                call = f"write(valid={'None' if valid is None else describe_leaf(valid)})"
-        if call != "carry" and not is_jax_frame(frame):
-            place = f"{shorten(frame.f_code.co_filename)}:{entry.tb_lineno}"
-    return call, place
-
-
-_HOOKS = ("read", "write", "rows")
 
 
 def _report(kind: type, failed: dict[str, list[Row]], cause: Exception | None) -> str:
@@ -130,7 +106,7 @@ def _report(kind: type, failed: dict[str, list[Row]], cause: Exception | None) -
     parts = [f"`{kind.__name__}` breaks {len(failed)} of the {count} laws of custom carries."]
     for says, rows in failed.items():
         parts += [f"{says}.", table(("leaf", "expected", "came"), rows)]
-    if cause is not None and _failed_hook(kind, cause)[0] == "write(valid=None)":
+    if cause is not None and failed_hook(kind, cause)[0] == "write(valid=None)":
         parts.append(
             "Outside of `mask_scan` every verb calls `write` with `valid=None`: then all that is returned counts."
         )

@@ -13,7 +13,7 @@ from jax.typing import DTypeLike
 
 from .._avals import describe_argument, describe_leaf, describe_node
 from .._errors import ArgumentTypeError, Fault, explain
-from .._types import Array, ArrayLike, PyTree
+from .._types import Array, ArrayLike, PyTree, TreeDef
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -78,7 +78,8 @@ def same_structure(given: PyTree, value: PyTree) -> None:
     Raises:
         TypeError: if it is not.
     """
-    if jax.tree.structure(given) != jax.tree.structure(value):
+    structures: list[TreeDef] = [jax.tree.structure(given), jax.tree.structure(value)]
+    if structures[0] != structures[1]:
         raise TypeError(f"it carries {describe_node(value)}, but was given {describe_node(given)}")
 
 
