@@ -168,8 +168,7 @@ def wrong(error: type[TreescanError], text: str, *inputs: Any, **options: Any) -
   leaf    given          returned
   carry   float32[2,3]   int32[2,3]   dtype
 
-  carry: the step returned int32. Cast it back, `carry.astype(jnp.float32)`, or start from
-  int32.
+  carry: the step returned int32. Cast it back, `carry.astype(jnp.float32)`, or start from int32.
 """,
 )
 def carry_dtype(self, h, x):
@@ -244,7 +243,7 @@ def made_inside(self, h, x):
 
 @wrong(
     BodyError,
-    """`broadcast_depends_on_x` (here) returned values that must be the same in every step, but depend on the carry or on x.
+    """`broadcast_depends_on_x` (here) returned values that must be the same in every step, but are computed from what may differ between steps: the carry, x, or keys that are split.
 
   leaf                       expected                 is
   variables["params"]["w"]   the same in every step   float32[]
@@ -263,7 +262,7 @@ def broadcast_depends_on_x(self, h, x):
 
 @wrong(
     BodyError,
-    """`broadcast_depends_on_the_carry` (here) returned values that must be the same in every step, but depend on the carry or on x.
+    """`broadcast_depends_on_the_carry` (here) returned values that must be the same in every step, but are computed from what may differ between steps: the carry, x, or keys that are split.
 
   leaf                            expected                 is
   variables["params"]["w"]["a"]   the same in every step   float32[2,3]
@@ -280,7 +279,7 @@ def broadcast_depends_on_the_carry(self, h, x):
 
 @wrong(
     BodyError,
-    """`broadcast_depends_on_a_key_of_its_own` (here) returned values that must be the same in every step, but depend on the carry or on x.
+    """`broadcast_depends_on_a_key_of_its_own` (here) returned values that must be the same in every step, but are computed from what may differ between steps: the carry, x, or keys that are split.
 
   leaf                       expected                 is
   variables["params"]["w"]   the same in every step   float32[3]
@@ -298,7 +297,7 @@ def broadcast_depends_on_a_key_of_its_own(self, h, x):
 
 @wrong(
     BodyError,
-    """`output_depends_on_x` (here) returned values that must be the same in every step, but depend on the carry or on x.
+    """`output_depends_on_x` (here) returned values that must be the same in every step, but are computed from what may differ between steps: the carry, x, or keys that are split.
 
   leaf     expected                 is
   y["a"]   the same in every step   float32[2,3]
