@@ -122,8 +122,8 @@ def _with_tangent_rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
 def run_split(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], list[Any]]:
     """Runs a chunk of steps: the leaves of the last state, and of ys."""
     # JAX keeps the rule with the trace of the loop over chunks, and that for as long as the memo keeps the loop's step:
-    # a rule that referred to the memo would keep itself, and all that the body closes over.
-    apart = dataclasses.replace(loop, memo=Memo())
+    # a rule that referred to the memo would keep itself, and all that the body closes over. Nor may it hold tracers.
+    apart = dataclasses.replace(loop, consts=None, state=None, xs=Feed(None), memo=Memo())
 
     def rule(primals: tuple[Arguments], tangents: tuple[Arguments]) -> tuple[Any, Any]:
         try:

@@ -194,7 +194,13 @@ def lift(hoisted: Hoisted) -> Hoisted:
         leaf if aval.weak_type or not is_weak(leaf) else jax.lax.convert_element_type(leaf, aval.dtype)
         for leaf, aval in zip(hoisted.loop.state, avals, strict=True)
     ]
-    loop = dataclasses.replace(hoisted.loop, step=Lifted(traced, places), consts=consts, state=as_arrays(state))
+    # A rule for derivatives may not hold tracers: there are types in place of what is lifted.
+    jaxprs = {
+        key: jaxpr.replace(consts=list(map(_lifted, jaxpr.jaxpr.constvars, jaxpr.consts)))
+        for key, jaxpr in traced.jaxprs.items()
+    }
+    step = Lifted(dataclasses.replace(traced, jaxprs=jaxprs), places)
+    loop = dataclasses.replace(hoisted.loop, step=step, consts=consts, state=as_arrays(state))
     return hoisted._replace(loop=loop)
 
 
@@ -292,6 +298,10 @@ _REPEATED = frozenset({"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect"})
 def _has_refs(jaxpr: Any) -> bool:
     """Whether a jaxpr closes over mutable arrays, which JAX cannot differentiate through within a branch."""
     return any(map(_is_ref, jaxpr.jaxpr.constvars))
+
+
+def _lifted(var: Any, value: Any) -> Any:
+    return value if _is_ref(var) else jax.typeof(value)
 
 
 def _is_ref(var: Any) -> bool:

@@ -80,6 +80,8 @@ class InPlace:
 
     def run(self, loop: Loop, stacked: Callable[[Loop], Result]) -> Result:
         """Runs a loop whose step returns a list; `stacked` runs it where it is differentiated."""
+        given = _Given(loop.consts, loop.state, loop.xs)
+        loop = dataclasses.replace(loop, consts=None, state=None, xs=Feed(None))  # the rule may not hold tracers
 
         def rule(primals: tuple[_Given], tangents: tuple[_Given]) -> tuple[Any, Any]:
             part, d_on = nonzero_part(primals[0], tangents[0])
@@ -95,7 +97,7 @@ class InPlace:
 
         function = jax.custom_jvp(lambda given: self._run(given.put_into(loop)))
         function.defjvp(rule, symbolic_zeros=True)
-        return function(_Given(loop.consts, loop.state, loop.xs))
+        return function(given)
 
     def _run(self, loop: Loop) -> Result:
         schedule: Schedule = loop.xs.schedule

@@ -95,8 +95,8 @@ def execute(body: Body, plan: Plan, given: Given) -> tuple[PyTree, PyTree]:
     compiles anything. Under an outer trace, that trace is the one that counts.
     """
     if _has_work(plan, given) and not is_jit_disabled() and not under_a_trace():
-        assembled = functools.partial(assemble, body, plan)
-        return body.programs(("jit", plan, is_rewriting(), debugs_nans()), lambda: jax.jit(assembled))(given)
+        key = ("jit", plan, is_rewriting(), debugs_nans())
+        return body.programs(key, lambda: jax.jit(functools.partial(assemble, body, plan)))(given)
     return assemble(body, plan, given)
 
 

@@ -148,7 +148,7 @@ def _run_traced(loop: Loop, call: CallCondition | None, init: PyTree, limit: Arr
     stride = kept.stride(most, reverse=loop.reverse)
     restricted, outputs = kept.restrict(hoisted, plan.fill, varying, stride)
     early = _EarlyExit(
-        restricted,
+        _without_tracers(restricted),
         condition,
         outputs,
         plan_chunks(most, stride, chunks.remat),
@@ -161,6 +161,13 @@ def _run_traced(loop: Loop, call: CallCondition | None, init: PyTree, limit: Arr
     ys = [y[front // every :] for y, every in zip(ys, outputs.every, strict=True)]
     leaves, ys = kept.assemble(progress.leaves, ys, outputs.every, most)
     return Ended(hoisted.restore(leaves), ys, progress.taken, ~progress.holds)
+
+
+def _without_tracers(hoisted: Hoisted) -> Hoisted:
+    """The same with the types of its arrays in their place: rules for derivatives may not hold tracers."""
+    loop = hoisted.loop
+    consts, state, xs = jax.tree.map(jax.typeof, (loop.consts, loop.state, loop.xs))
+    return hoisted._replace(loop=dataclasses.replace(loop, consts=consts, state=state, xs=xs))
 
 
 def _trace_condition(
