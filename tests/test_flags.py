@@ -1,6 +1,7 @@
 """A part of every verb under the flags of JAX that look for mistakes, and under those that JAX is about to turn on."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,7 +11,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from helpers import by_turns
 
 import treescan
 
@@ -51,19 +51,44 @@ def compare(name: str, dtype: Any, *, compiled: bool, within: Any) -> None:
     chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
-@by_turns(9, flag=FLAGS, name=list(programs.PROGRAMS), compiled=[True, False])
+def a_few(everyday, *dimensions):
+    """All combinations as parameters, of which those that `everyday` says yes to are for every day."""
+    rows = itertools.product(*dimensions)
+    return [
+        pytest.param(*row, marks=() if everyday(*row) else pytest.mark.slow, id="-".join(map(str, row))) for row in rows
+    ]
+
+
+EVERYDAY = {"remat3": "while_scan", "enable_checks": "scan_layers", "x64": "lift", "rank_promotion": "accumulate"}
+
+
+@pytest.mark.parametrize(
+    ("flag", "name", "compiled"),
+    a_few(
+        lambda flag, name, compiled: name == EVERYDAY.get(flag, "mask_scan") and compiled == (flag != "debug_nans"),
+        FLAGS,
+        programs.PROGRAMS,
+        [True, False],
+    ),
+)
 def test_programs_under_a_flag(flag, name, compiled):
-    compare(name, np.float32, compiled=compiled, within=flag_set(*flag))
+    compare(name, np.float32, compiled=compiled, within=flag_set(*FLAGS[flag]))
 
 
-@by_turns(7, name=list(programs.PROGRAMS))
+@pytest.mark.parametrize("name", a_few(lambda name: name == "scan", programs.PROGRAMS))
 def test_double_precision(name):
     with flag_set("jax_enable_x64", True):
         compare(name, np.float64, compiled=True, within=contextlib.nullcontext())
         assert all(leaf.dtype == np.float64 for leaf in jax.tree.leaves(programs.expected(name, np.float64)))
 
 
-@pytest.mark.parametrize("name", [name for name in programs.PROGRAMS if name != "fori"])  # its index is the host's
+@pytest.mark.parametrize(
+    "name",
+    a_few(
+        lambda name: name in ("fold", "while_scan", "mask_scan"),
+        [name for name in programs.PROGRAMS if name != "fori"],  # whose index is the host's
+    ),
+)
 def test_an_eager_call_moves_nothing_to_the_device(name):
     given = programs.given()
     expected = programs.PROGRAMS[name].oracle(given)
