@@ -1,0 +1,103 @@
+"""`python -m generated --cases 200 --seed 0`: runs fresh programs, and says what became of them."""
+
+from __future__ import annotations
+
+import os
+
+FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false"
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
+os.environ.setdefault("JAX_PLATFORMS", "cpu")
+
+import argparse
+import collections
+import gc
+import pathlib
+import sys
+import time
+import warnings
+
+import jax
+
+from .compare import Failure, Refused, check
+from .options import draw_program
+from .programs import Program, Seeded
+from .render import source
+from .shrink import shrink
+
+COMPILATIONS = [0]
+
+
+def _note(event: str, duration: float, **_: object) -> None:
+    COMPILATIONS[0] += event == "/jax/core/compile/backend_compile_duration"
+
+
+def report(program: Program, failure: Failure, folder: pathlib.Path | None, name: str) -> None:
+    text = f'"""{failure.kind}"""\n\n# {name}\n# flags={program.flags} mode={program.mode} outer={program.outer} '
+    text += f"context={program.context}\n\n{source(program)}\n\nPROGRAM = {program!r}\n"
+    if folder:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / f"{name}.py").write_text(text + f'\nFOUND = """\n{failure.text[-3000:]}\n"""\n')
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="generated", description=__doc__)
+    parser.add_argument("--cases", type=int, default=200)
+    parser.add_argument("--minutes", type=float, default=0)
+    parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6)
+    parser.add_argument("--only", type=int, help="the one case of this number")
+    parser.add_argument("--folder", type=pathlib.Path)
+    parser.add_argument("--no-shrink", action="store_true")
+    given = parser.parse_args()
+    warnings.simplefilter("ignore")
+    jax.monitoring.register_event_duration_secs_listener(_note)
+    jax.config.update("jax_enable_x64", True)
+    began, seen = time.monotonic(), collections.Counter()
+    refusals, failures, sets, ops = collections.Counter(), collections.defaultdict(list), 0, collections.Counter()
+    print(f"seed {given.seed}", flush=True)
+    number = given.only or 0
+    while number < (given.only + 1 if given.only is not None else given.cases) or given.minutes:
+        if given.minutes and time.monotonic() - began > 60 * given.minutes:
+            break
+        program = draw_program(Seeded(f"{given.seed} {number}"))
+        seen["programs"] += 1
+        for instruction in program.body:
+            ops[instruction.op] += 1
+        try:
+            compared = check(program)
+            sets += compared
+            seen["compared" if compared else "not finite"] += 1
+        except Refused as refusal:
+            refusals[_general(str(refusal))] += 1
+        except Failure as failure:
+            kind = failure.kind
+            failures[kind].append(number)
+            print(f"case {number}: {kind}", flush=True)
+            if len(failures[kind]) <= (3 if kind.startswith(("wrong", "gradient", "carry", "output")) else 1):
+                if not given.no_shrink:
+                    program, failure = shrink(program, failure, seconds=40)
+                report(program, failure, given.folder, f"seed{given.seed}_{number}")
+        except Exception as error:  # the generator's own
+            first = str(error).strip().splitlines()[:1]
+            seen["generator errors"] += 1
+            failures[f"GENERATOR {type(error).__name__}: {first}"].append(number)
+            if given.only is not None:
+                raise
+        number += 1
+        if number % 25 == 0:
+            jax.clear_caches()
+            gc.collect()
+        if number % 100 == 0:
+            print(f"{number} cases, {time.monotonic() - began:.0f} s, {COMPILATIONS[0]} compilations, {sum(map(len, failures.values()))} failures, {sum(refusals.values())} refusals", flush=True)
+    print(f"seed {given.seed}: {dict(seen)}, {sets} sets, {time.monotonic() - began:.0f} s, {COMPILATIONS[0]} compilations")
+    print("refusals:", *(f"\n  {count} {text}" for text, count in refusals.most_common()))
+    print("failures:", *(f"\n  {len(cases)} {kind} {cases[:8]}" for kind, cases in sorted(failures.items(), key=lambda item: -len(item[1]))))
+    print("operations:", len(ops), dict(ops.most_common()))
+    return 1 if failures else 0
+
+
+def _general(text: str) -> str:
+    return text.split("`: ", 1)[-1][:110]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

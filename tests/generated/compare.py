@@ -1,0 +1,307 @@
+"""A program run by the library and by the plain loop, and what differs."""
+
+from __future__ import annotations
+
+import contextlib
+import linecache
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import treescan
+
+from .data import Element, element
+from .oracle import Plain, inexact, wide
+from .programs import Program
+from .render import source
+
+TOLERANCE = {"float64": 1e-8, "float32": 3e-3, "bfloat16": 0.3}
+SETS = 3
+
+
+class Failure(Exception):
+    """What is wrong: a first line that tells its kind, and the rest."""
+
+    def __init__(self, kind: str, text: str = "") -> None:
+        super().__init__(f"{kind}\n{text}")
+        self.kind, self.text = kind, text
+
+
+class Refused(Exception):
+    """A TreescanError."""
+
+
+class Skipped(Exception):
+    """Numbers that are not finite in the plain loop either."""
+
+
+_COUNT = iter(range(10**9))
+
+
+def load(program: Program) -> dict[str, Any]:
+    """The names that the program's source defines."""
+    text = source(program)
+    file = f"<program {next(_COUNT)}>"
+    linecache.cache[file] = (len(text), None, text.splitlines(keepends=True), file)
+    names: dict[str, Any] = {"__name__": "generated_program"}
+    exec(compile(text, file, "exec"), names)
+    return names
+
+
+def _numbers(tree: Any) -> list[Any]:
+    return [leaf for leaf in jax.tree.leaves(tree)]
+
+
+def library(program: Program, run: Callable[..., Any]) -> Callable[..., Any]:
+    """`(init, xs, ws, flags, cots, tangents)` to a dict of what the program's mode asks for."""
+    axes = [[0 if leaf.mapped else None for leaf in leaves] for leaves in (program.carry, program.xs, program.weights)]
+    if program.outer:
+        mapped = jax.vmap(run, in_axes=(*axes, 0))
+    else:
+        mapped = run
+
+    def everything(init: Any, xs: Any, ws: Any, flags: Any, cots: Any, tangents: Any) -> dict[str, Any]:
+        given = [*init, *xs, *ws]
+        where = [inexact(a) for a in given]
+
+        def merge(floats: Any) -> Any:
+            left = iter(floats)
+            merged = [next(left) if is_float else a for a, is_float in zip(given, where, strict=True)]
+            n, m = len(init), len(init) + len(xs)
+            return merged[:n], merged[n:m], merged[m:]
+
+        def outputs(floats: Any) -> Any:
+            out = mapped(*merge(floats), flags)
+            return [a for a in jax.tree.leaves(out) if inexact(a)], out
+
+        floats = [a for a, is_float in zip(given, where, strict=True) if is_float]
+        found: dict[str, Any] = {}
+        if "vjp" in program.mode:
+            _, pull, found["out"] = jax.vjp(outputs, floats, has_aux=True)
+            found["grads"] = pull(cots)[0]
+        else:
+            found["out"] = outputs(floats)[1]
+        if "jvp" in program.mode:
+            found["tangents"] = jax.jvp(lambda f: outputs(f)[0], (floats,), (tangents,))[1]
+        if "hvp" in program.mode:
+            gradient = lambda f: jax.vjp(lambda g: outputs(g)[0], f)[1](cots)[0]  # noqa: E731
+            found["hvp"] = jax.jvp(gradient, (floats,), (tangents,))[1]
+        return found
+
+    return everything
+
+
+def check(program: Program) -> int:
+    """Raises Failure if the program is not what the plain loop is; else the number of sets compared."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(jax.enable_x64(program.dtype == "float64"))
+        stack.enter_context(jax.numpy_rank_promotion("allow"))
+        stack.enter_context(jax.numpy_dtype_promotion("standard"))
+        return _check(program)
+
+
+def _check(program: Program) -> int:
+    names = load(program)
+    plain = Plain(program, names)
+    everything = library(program, names["run"])
+    compiled = jax.jit(everything) if program.context == "jit" else everything
+    rng = np.random.default_rng(program.seed)
+    done = 0
+    for _ in range(SETS if program.context == "jit" else 1):
+        elements = [element(rng, program)]
+        elements += [element(rng, program, elements[0]) for _ in range(program.outer - 1)]
+        try:
+            _check_set(program, plain, everything, compiled, elements, rng)
+            done += 1
+        except Skipped:
+            continue
+    return done
+
+
+def _stack(program: Program, elements: list[Element]) -> tuple[Any, ...]:
+    if not program.outer:
+        first = elements[0]
+        return first.init, first.xs, first.weights, list(first.flags.given)
+    parts = []
+    for name, leaves in (("init", program.carry), ("xs", program.xs), ("weights", program.weights)):
+        arrays = [getattr(e, name) for e in elements]
+        parts.append([np.stack([a[i] for a in arrays]) if leaf.mapped else arrays[0][i] for i, leaf in enumerate(leaves)])
+    flags = [np.stack(group) for group in zip(*(e.flags.given for e in elements), strict=True)]
+    return *parts, flags
+
+
+def _check_set(program: Program, plain: Plain, everything: Any, compiled: Any, elements: list[Element], rng: Any) -> None:
+    given = jax.tree.map(jnp.asarray, _stack(program, elements))
+    runs = [plain.run(e) for e in elements]
+    if not all(np.isfinite(wide(a)).all() for _, ys, _ in runs for out in ys.values() for a in out):
+        raise Skipped
+    floats = [a for part in given[:3] for a in part if inexact(a)]
+    tangents = [_random(rng, a.shape, a.dtype) for a in floats]
+    with _explained(program), jax.disable_jit(program.context == "disable_jit"):
+        types = jax.eval_shape(everything_out(program, everything), *given)
+        cots = [_random(rng, t.shape, t.dtype) for t in jax.tree.leaves(types) if inexact(t)]
+        found = jax.block_until_ready(compiled(*given, cots, tangents))
+    n_init = len(types[0])
+    cot_iter = iter(cots)
+    all_cots = [next(cot_iter) if inexact(t) else None for t in jax.tree.leaves(types)]
+    per_element = [
+        ([None if c is None else (c[i] if program.outer else c) for c in all_cots[:n_init]],
+         [None if c is None else (c[i] if program.outer else c) for c in all_cots[n_init:]])
+        for i in range(len(elements))
+    ]  # fmt: skip
+    _compare_values(program, plain, elements, runs, found["out"])
+    if "grads" not in found and "tangents" not in found and "hvp" not in found:
+        return
+    grads = _gradients(program, plain, elements, runs, per_element)
+    if not all(np.isfinite(g).all() for g in grads):
+        raise Skipped
+    if "grads" in found:
+        _compare_all(program, "gradient", found["grads"], grads, _names(program))
+        _no_gradient_of_padding(program, elements, found["grads"])
+    if "tangents" in found and all(np.isfinite(wide(a)).all() for a in floats):
+        got = sum(np.sum(wide(c) * wide(t)).real for c, t in zip(cots, found["tangents"], strict=True))
+        want = sum(np.sum(g * wide(t)).real for g, t in zip(grads, tangents, strict=True))
+        scale = sum(np.sum(np.abs(wide(c) * wide(t))) for c, t in zip(cots, found["tangents"], strict=True))
+        scale += sum(np.sum(np.abs(g * wide(t))) for g, t in zip(grads, tangents, strict=True))
+        if not abs(got - want) <= TOLERANCE[program.dtype] * max(1, scale):
+            raise Failure("wrong jvp", f"{got} instead of {want}")
+    elif "tangents" in found and not all(np.isfinite(wide(t)).all() for t in found["tangents"]):
+        raise Failure("jvp is not finite", "where the gradient is")
+    if "hvp" in found:
+        _compare_second(program, plain, elements, per_element, tangents, found["hvp"])
+
+
+def everything_out(program: Program, everything: Any) -> Any:
+    value_only = library(program.replace(mode=("value",)), everything.__closure__ and _run_of(everything))
+    return lambda *given: value_only(*given, None, None)["out"]
+
+
+def _run_of(everything: Any) -> Any:
+    cells = dict(zip(everything.__code__.co_freevars, everything.__closure__, strict=True))
+    mapped = cells["mapped"].cell_contents
+    return getattr(mapped, "__wrapped__", mapped)
+
+
+@contextlib.contextmanager
+def _explained(program: Program) -> Any:
+    """TreescanErrors are refusals, all others failures."""
+    try:
+        yield
+    except treescan.TreescanError as error:
+        raise Refused(str(error).splitlines()[0]) from error
+    except Exception as error:
+        first = next((line for line in str(error).splitlines() if line.strip()), "")[:160]
+        frames = [f for f in traceback.extract_tb(error.__traceback__) if "/treescan/" in f.filename]
+        where = f" [{frames[-1].filename.rsplit('/treescan/', 1)[1]}:{frames[-1].lineno}]" if frames else ""
+        raise Failure(f"{type(error).__name__}{where}: {first}", traceback.format_exc()[-6000:]) from error
+
+
+def _random(rng: Any, shape: Any, dtype: Any) -> Any:
+    values = rng.normal(size=shape)
+    if jnp.issubdtype(dtype, jnp.complexfloating):
+        values = values + 1j * rng.normal(size=shape)
+    return jnp.asarray(np.asarray(values), dtype)
+
+
+def _names(program: Program) -> list[str]:
+    return [leaf.name for leaves in (program.carry, program.xs, program.weights) for leaf in leaves if leaf.type.kind in "fc"]
+
+
+def _compare_values(program: Program, plain: Plain, elements: Any, runs: Any, out: Any) -> None:
+    for i, (e, (final, ys, _)) in enumerate(zip(elements, runs, strict=True)):
+        mine = jax.tree.map(lambda a, i=i: np.asarray(a)[i] if program.outer else np.asarray(a), out)
+        want = plain.stacked(e, ys, mine[1])
+        if program.verb != "accumulate":
+            _compare_all(program, "carry", mine[0], final, [f"leaf {j} of element {i}" for j in range(len(final))])
+        _compare_all(program, "output", mine[1], want, [f"output {j} of element {i}" for j in range(len(want))])
+
+
+def _gradients(program: Program, plain: Plain, elements: Any, runs: Any, cots: Any) -> list[np.ndarray]:
+    """As the library gives them: stacked where mapped, added up elsewhere; of floats alone, in order."""
+    all_grads = [plain.gradient(e, run[2], c if program.verb != "accumulate" else (_zeros(plain, e), c[1]))
+                 for e, run, c in zip(elements, runs, cots, strict=True)]  # fmt: skip
+    results = []
+    for part, leaves in enumerate((program.carry, program.xs, program.weights)):
+        columns = [_of_arguments(program, plain, e, g[0]) if part == 0 else g[part] for e, g in zip(elements, all_grads, strict=True)]
+        for i, leaf in enumerate(leaves):
+            if leaf.type.kind not in "fc":
+                continue
+            values = [column[i] for column in columns]
+            results.append(values[0] if not program.outer else np.stack(values) if leaf.mapped else sum(values))
+    return results
+
+
+def _zeros(plain: Plain, e: Element) -> list[np.ndarray]:
+    return [np.zeros(np.shape(leaf)) for leaf in plain.leaves(e)]
+
+
+def _of_arguments(program: Program, plain: Plain, e: Element, leaves: list[Any]) -> list[Any]:
+    """The gradient with respect to the arrays that custom carries are made of."""
+    like = plain.leaves(e)
+    cots = [jnp.asarray(c, a.dtype) if c is not None else np.zeros(a.shape, jax.dtypes.float0)
+            for c, a in zip(leaves, like, strict=True)]  # fmt: skip
+    _, pull = jax.vjp(lambda init: [jnp.asarray(a) for a in jax.tree.leaves(plain.names["make_init"](init))],
+                      [jnp.asarray(a) for a in e.init])  # fmt: skip
+    return [None if g.dtype == jax.dtypes.float0 else wide(g) for g in pull(cots)[0]]
+
+
+def _compare_all(program: Program, what: str, got: Any, want: Any, names: list[str], tolerance: float = 0) -> None:
+    tolerance = tolerance or TOLERANCE[program.dtype]
+    finite = [wide(w)[np.isfinite(wide(w))] for w in want]
+    scale = max([1.0, *(float(np.max(np.abs(f), initial=0)) for f in finite)])
+    for a, b, name in zip(got, want, names, strict=True):
+        a, b = np.asarray(a), np.asarray(b)
+        if a.shape != b.shape:
+            raise Failure(f"wrong {what}", f"{name}: shape {a.shape} instead of {b.shape}")
+        low = 1e5 if a.dtype in (np.float32, np.complex64) and program.dtype == "float64" else 1
+        x, y = wide(a), wide(b)
+        same = (np.isnan(x) & np.isnan(y)) | (x == y) | (np.abs(x - y) <= tolerance * low * scale)
+        if not same.all():
+            kind = f"{what} is not finite" if not np.isfinite(x[~same]).all() else f"wrong {what}"
+            raise Failure(kind, f"{name}: got\n{a}\ninstead of\n{b}")
+
+
+def _no_gradient_of_padding(program: Program, elements: Any, grads: Any) -> None:
+    left = iter(grads)
+    for leaves in (program.carry, program.xs):
+        for i, leaf in enumerate(leaves):
+            if leaf.type.kind not in "fc":
+                continue
+            g = np.asarray(next(left))
+            if leaves is program.xs and not leaf.whole and leaf.type.rows and (leaf.mapped or not program.outer):
+                for k, e in enumerate(elements):
+                    mine = g[k] if program.outer else g
+                    n, axis = len(program.batch), (leaf.axis or 0) + 1
+                    mine = np.moveaxis(mine, tuple(range(axis, axis + n)), tuple(range(1, 1 + n)))
+                    if np.any(mine[~e.flags.valid] != 0):
+                        raise Failure("gradient of padding", f"{leaf.name} {i}: {mine}")
+
+
+def _compare_second(program: Program, plain: Plain, elements: Any, cots: Any, tangents: Any, got: Any) -> None:
+    """Against differences of the plain gradient."""
+    size, sides = 1e-5, []
+    for sign in (1, -1):
+        moved = [_moved(program, e, k, tangents, sign * size) for k, e in enumerate(elements)]
+        runs = [plain.run(e) for e in moved]
+        sides.append(_gradients(program, plain, moved, runs, cots))
+    want = [(a - b) / (2 * size) for a, b in zip(*sides, strict=True)]
+    if all(np.isfinite(w).all() for w in want):
+        _compare_all(program, "second derivative", got, want, _names(program), 1e-5)
+
+
+def _moved(program: Program, e: Element, k: int, tangents: Any, size: float) -> Element:
+    left, parts = iter(tangents), []
+    for name, leaves in (("init", program.carry), ("xs", program.xs), ("weights", program.weights)):
+        arrays = []
+        for a, leaf in zip(getattr(e, name), leaves, strict=True):
+            if leaf.type.kind not in "fc":
+                arrays.append(a)
+                continue
+            t = np.asarray(next(left))
+            arrays.append(a + size * (t[k] if program.outer and leaf.mapped else t))
+        parts.append(arrays)
+    return Element(*parts, e.flags)

@@ -1,0 +1,240 @@
+"""A random program: its arrays, its body, and the verb, options, masks and transforms with which it runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .operations import OPERATIONS
+from .products import PRODUCTS
+from .programs import Builder, Draw, Leaf, NotPossible, Program, Type, Value, chance, choice
+
+VERBS = ["mask_scan"] * 13 + ["while_scan", "while_scan", "scan", "fold", "accumulate", "fori", "scan_layers", "fold_layers"]
+WITHOUT_YS = ("fold", "accumulate", "fori", "fold_layers")
+REMAT = ["'step'", "'nested'", "treescan.Remat(levels=3)", "treescan.Remat(policy='dots_saveable')", "treescan.Remat(segment=2)"]
+TABLE = [op for weight, op in OPERATIONS + PRODUCTS for _ in range(weight)]
+
+
+def draw_program(draw: Draw) -> Program:
+    """Any program."""
+    verb = choice(draw, VERBS)
+    batch = choice(draw, [(2,), (), (1,), (3,), (), (4,), (2, 2), (1, 2)])
+    sizes = tuple(choice(draw, [1, 2, 3, 4, 2, 3, 4]) for _ in range(2))
+    dtype = choice(draw, ["float64"] * 16 + ["float32"] * 3 + ["bfloat16"])
+    mode = _mode(draw, verb, dtype)
+    g = Builder(draw, batch, sizes, forward=mode == ("value",))
+    outer = choice(draw, [0, 0, 0, 2, 2, 3])
+    carry = [_carry_leaf(draw, i, batch, sizes, dtype, verb) for i in range(choice(draw, [1, 1, 2, 3]))]
+    if verb == "while_scan":
+        carry.append(Leaf(Value(f"h{len(carry)}", Type(False, (), "i")), None))
+    xs = [_x_leaf(draw, i, batch, sizes, dtype, verb) for i in range(choice(draw, [1, 0, 1, 2, 2, 3]))]
+    if verb == "fori":
+        xs = [Leaf(Value("x0", Type(False, (), "i")), None, mapped=False)]
+    weights = [_weight(draw, i, sizes, dtype) for i in range(choice(draw, [2, 1, 2, 3, 4]))]
+    if verb in ("scan_layers", "fold_layers") and not xs:
+        xs = [_x_leaf(draw, 0, batch, sizes, dtype, verb)]
+    keyed = verb in ("mask_scan", "scan", "while_scan") and chance(draw, 8)
+    valid = verb == "mask_scan" and chance(draw, 6)
+    _fill_pool(g, carry, xs, weights, keyed, valid)
+    _add_instructions(g, choice(draw, range(2, 13)))
+    nxt = tuple(_next(g, leaf) for leaf in carry)
+    ys = () if verb in WITHOUT_YS else tuple(_outputs(g, verb))
+    carry = [_fixed(leaf, name) for leaf, name in zip(carry, nxt, strict=True)]
+    program = Program(
+        batch, dtype, choice(draw, [5, 2, 3, 4, 4, 6, 7, 8, 9, 11, 1, 0, 17]), tuple(carry), tuple(xs), tuple(weights),
+        tuple(g.body), nxt, ys, verb, mode=mode, outer=outer, keyed=keyed, valid=valid,
+        context=choice(draw, ["jit"] * 17 + ["eager"] * 2 + ["disable_jit"]),
+        padding=choice(draw, ["nan", "zero", "inf", "random"]), seed=draw.integer(0, 999),
+    )  # fmt: skip
+    return _with_options(draw, program)
+
+
+def _mode(draw: Draw, verb: str, dtype: str) -> tuple[str, ...]:
+    if dtype != "float64":
+        return choice(draw, [("vjp",), ("value",)])
+    return choice(draw, [("vjp", "jvp"), ("vjp",), ("vjp", "jvp"), ("vjp",), ("jvp", "vjp"), ("vjp", "hvp"), ("value",)])
+
+
+def _shape(draw: Draw, sizes: tuple[int, ...], most: int = 2) -> tuple[int, ...]:
+    rank = min(choice(draw, [1, 1, 1, 1, 0, 2]), most)
+    return tuple(choice(draw, sizes) for _ in range(rank))
+
+
+def _kind(draw: Draw, dtype: str) -> str:
+    return "c" if dtype != "bfloat16" and chance(draw, 7) else "f"
+
+
+def _carry_leaf(draw: Draw, i: int, batch: Any, sizes: Any, dtype: str, verb: str) -> Leaf:
+    which = choice(draw, ["rows"] * 12 + ["custom"] * 2 + ["int", "shared", "fixed", "fixed"])
+    name, shape = f"h{i}", _shape(draw, sizes)
+    if which == "int":
+        return Leaf(Value(name, Type(True, (), "i")), 0)
+    if which == "shared":
+        return Leaf(Value(name, Type(False, shape, _kind(draw, dtype))), None)
+    if which == "fixed":
+        return Leaf(Value(name, Type(False, tuple(choice(draw, sizes) for _ in range(2)))), None, fixed=True)
+    if which == "custom" and verb in ("mask_scan", "scan"):
+        return Leaf(Value(name, Type(True, shape)), 0, choice(draw, ["ema", "sum_", "window", "cast"]))
+    axis = draw.integer(1, len(shape)) if shape and verb == "mask_scan" and chance(draw, 10) else 0
+    return Leaf(Value(name, Type(True, shape, _kind(draw, dtype))), axis, mapped=not chance(draw, 25))
+
+
+def _x_leaf(draw: Draw, i: int, batch: Any, sizes: Any, dtype: str, verb: str) -> Leaf:
+    name, which = f"x{i}", choice(draw, ["rows"] * 7 + ["positive", "shared", "shared", "int"])
+    mapped = not chance(draw, 25)
+    whole = verb not in ("fori", "scan_layers", "fold_layers") and chance(draw, 8)
+    if which == "int":
+        return Leaf(Value(name, Type(chance(draw, 60), (), "i")), 0, mapped=mapped)
+    shape = _shape(draw, sizes)
+    if which == "shared":
+        return Leaf(Value(name, Type(False, shape, _kind(draw, dtype))), None, mapped=mapped, whole=whole)
+    axis = draw.integer(1, len(shape)) if shape and verb == "mask_scan" and chance(draw, 10) else 0
+    kind = Type(True, shape, "f" if which == "positive" else _kind(draw, dtype), which == "positive")
+    time = draw.integer(0, len(batch) + len(shape)) if not whole and chance(draw, 12) else 0
+    return Leaf(Value(name, kind), axis, whole=whole, time=time, mapped=mapped)
+
+
+def _weight(draw: Draw, i: int, sizes: tuple[int, ...], dtype: str) -> Leaf:
+    shape = tuple(choice(draw, sizes) for _ in range(choice(draw, [2, 2, 1, 1, 0])))
+    positive = chance(draw, 20)
+    kind = "f" if positive else _kind(draw, dtype)
+    return Leaf(Value(f"w{i}", Type(False, shape, kind, positive)), None, mapped=chance(draw, 40))
+
+
+def _fill_pool(g: Builder, carry: Any, xs: Any, weights: Any, keyed: bool, valid: bool) -> None:
+    for leaf in (*weights, *xs, *carry):
+        if leaf.custom == "window":
+            g.values += [Value(f"{leaf.name}[{i}]", leaf.type) for i in (-1, 0)]
+        else:
+            g.values.append(Value(leaf.name, leaf.type))
+    if keyed:
+        g.values.append(Value("key", Type(False, (), "k")))
+    if valid:
+        g.values.append(Value("valid", Type(True, (), "b")))
+
+
+def _add_instructions(g: Builder, number: int) -> None:
+    for _ in range(6 * number):
+        try:
+            operation = g.choice(TABLE)
+            operation(g)
+            g.body[-1] = g.body[-1].__class__(g.body[-1].value, g.body[-1].text, g.body[-1].reads, operation.__name__)
+        except NotPossible:
+            continue
+        if len(g.body) >= number:
+            break
+
+
+def _next(g: Builder, leaf: Leaf) -> str:
+    """A value of the leaf's type, made of what the body computed."""
+    if leaf.fixed:
+        return leaf.name
+    kind, own = leaf.type, Value(leaf.name if leaf.custom != "window" else f"{leaf.name}[-1]", leaf.type)
+    if kind.kind == "i":
+        return g.emit("{0} + 1", [own], None, kind.shape, "i").name
+    own_values = {v for v in g.values if v.name == leaf.name}
+    same = [v for v in g.values if (v.type.rows, v.type.shape, v.type.kind) == (kind.rows, kind.shape, kind.kind)]
+    same = [v for v in same if v not in own_values] or [own]
+    new = g.choice(same[-3:])
+    if kind.kind == "c":
+        if g.chance(60):
+            new = g.emit("{0} / (1 + jnp.abs({0}))", [new], None, kind.shape, "c")
+        return new.name
+    if g.chance(60):
+        other = [v for v in g.values if v.type.kind == "f" and (kind.rows or not v.type.rows)]
+        added = _fitted(g, g.choice(other[-4:]), kind) if other else None
+        if added is not None:
+            text = g.choice(["{0} + {1}", "{1} + {0}", "{0} + 0.5 * {1}"])
+            slot = g.lifted(1, added.type, len(kind.shape))
+            new = g.emit(text.format("{0}", slot), [new, added], kind.rows, kind.shape)
+    if new is own or g.chance(85):
+        new = g.emit(g.choice(["jnp.tanh({0})", "jnp.sin({0})", "jnp.tanh({0})"]), [new], kind.rows, kind.shape)
+    return new.name
+
+
+def _fitted(g: Builder, value: Value, kind: Type) -> Value | None:
+    """The value, or its sum, where that broadcasts to the type."""
+    if not value.type.shape:
+        return value
+    if len(value.type.shape) == len(kind.shape) and value.type.shape == kind.shape:
+        return value
+    axes = tuple(range(-len(value.type.shape), 0))
+    return g.emit(f"jnp.sum({{0}}, axis={axes})", [value], None, ())
+
+
+def _fixed(leaf: Leaf, name: str) -> Leaf:
+    return leaf.__class__(**{**vars(leaf), "fixed": leaf.fixed or (name == leaf.name and not leaf.custom)})
+
+
+def _outputs(g: Builder, verb: str) -> list[Leaf]:
+    found = []
+    for _ in range(g.choice([1, 0, 1, 2, 3])):
+        value = g.pick(kinds="fffffcib")
+        shared = verb == "mask_scan" and not value.type.rows and g.batch
+        axis = None if shared or not value.type.rows else 0
+        shape = value.type.shape
+        if axis == 0 and shape and verb == "mask_scan" and g.chance(8):
+            axis = g.draw.integer(1, len(shape))
+        rank = len(shape) + (len(g.batch) if value.type.rows else 0)
+        time = g.draw.integer(0, rank) if g.chance(10) else 0
+        found.append(Leaf(value, axis, time=time))
+    return found
+
+
+def _with_options(draw: Draw, program: Program) -> Program:
+    verb, steps = program.verb, program.steps
+    options: dict[str, str] = {}
+    if chance(draw, 30):
+        options["reverse"] = "True"
+    if verb not in ("fold_layers",) and chance(draw, 10):
+        options["unroll"] = choice(draw, ["2", "3", "True"])
+    if verb != "fori" and chance(draw, 15):
+        options["remat"] = choice(draw, REMAT)
+    custom = any(leaf.custom for leaf in program.carry)
+    if verb in ("scan", "fold", "accumulate", "mask_scan") and not custom and chance(draw, 10):
+        options["truncate"] = str(choice(draw, [1, 2, 3]))
+    save = fill = ()
+    if program.ys:
+        save = ("all",) * len(program.ys)
+        if verb in ("scan", "while_scan", "mask_scan", "scan_layers") and chance(draw, 18):
+            save = tuple(choice(draw, ["all", "last", 2, None, 1, 3]) for _ in program.ys)
+        fill = (0,) * len(program.ys)
+        if verb in ("mask_scan", "while_scan") and chance(draw, 30):
+            several = chance(draw, 50)
+            one = _fill(draw, verb, program.ys)
+            fill = tuple(_fill(draw, verb, (leaf,)) if several else one for leaf in program.ys)
+    ys = tuple(leaf if keep == "all" else leaf.__class__(**{**vars(leaf), "time": 0})
+               for leaf, keep in zip(program.ys, save, strict=True))  # fmt: skip
+    flags = "none"
+    if verb == "while_scan":
+        flags = "while"
+    if verb == "mask_scan":
+        flags = choice(draw, ["lengths", "lengths", "lengths", "mask", "mask", "resets", "lengths+resets", "mask+resets"])
+        chunk = choice(draw, [None, 2, 1, 3, 4, None, 8, 0, max(steps, 1), program.weights[0].type.shape[:1] or (2,)])
+        chunk = chunk[0] if isinstance(chunk, tuple) else chunk
+        if chunk is not None:
+            options["chunk"] = str(chunk)
+        if program.batch and chunk != 0 and not program.keyed and chance(draw, 15):
+            options["compact"] = choice(draw, ["True", "(1,)", "(1, 2)", "(2, 3)"])
+        if program.batch and chance(draw, 8):
+            options["time_axis"] = "1"
+            program = _batch_first(program)
+            ys = tuple(Leaf(**{**vars(y), "time": 1}) if keep == "all" and _rank(y, program) >= 1 else y
+                       for y, keep in zip(ys, save, strict=True))  # fmt: skip
+    return program.replace(options=tuple(options.items()), save=save, fill=fill, ys=ys, flags=flags)
+
+
+def _rank(leaf: Leaf, program: Program) -> int:
+    return len(leaf.type.shape) + (len(program.batch) if leaf.type.rows else 0)
+
+
+def _batch_first(program: Program) -> Program:
+    xs = tuple(Leaf(**{**vars(x), "time": 1 if not x.whole and _rank(x, program) >= 1 else 0}) for x in program.xs)
+    return program.replace(xs=xs)
+
+
+def _fill(draw: Draw, verb: str, leaves: Any) -> Any:
+    kinds = {leaf.type.kind for leaf in leaves}
+    some: list[Any] = ["hold", 1, "hold"] if verb == "mask_scan" else [1]
+    if kinds <= {"f", "c"}:
+        some += [0.5, -1]
+    return choice(draw, some)
