@@ -126,7 +126,7 @@ def low_precision(g: Builder) -> Value:
     a = g.pick(lambda t: t.shape)
     size = a.type.shape[-1]
     w = g.pick(lambda t: not t.rows and t.shape[:1] == (size,) and len(t.shape) <= 2)
-    low = g.choice(["float32", "float32", "float16"])
+    low = "float32"
     text = f"({{0}}.astype(jnp.{low}) @ {{1}}.astype(jnp.{low})).astype({{0}}.dtype)"
     return g.emit(text, [a, w], None, a.type.shape[:-1] + w.type.shape[1:])
 

@@ -17,6 +17,7 @@ TABLE = [op for weight, op in OPERATIONS + PRODUCTS for _ in range(weight)]
 def draw_program(draw: Draw) -> Program:
     """Any program."""
     verb = choice(draw, VERBS)
+    steps = choice(draw, [5, 2, 3, 4, 4, 6, 7, 8, 9, 11, 1, 17] + [0] * ("layers" not in verb))
     batch = choice(draw, [(2,), (), (1,), (3,), (), (4,), (2, 2), (1, 2)])
     sizes = tuple(choice(draw, [1, 2, 3, 4, 2, 3, 4]) for _ in range(2))
     dtype = choice(draw, ["float64"] * 16 + ["float32"] * 3 + ["bfloat16"])
@@ -30,8 +31,8 @@ def draw_program(draw: Draw) -> Program:
     if verb == "fori":
         xs = [Leaf(Value("x0", Type(False, (), "i")), None, mapped=False)]
     weights = [_weight(draw, i, sizes, dtype) for i in range(choice(draw, [2, 1, 2, 3, 4]))]
-    if verb in ("scan_layers", "fold_layers") and not xs:
-        xs = [_x_leaf(draw, 0, batch, sizes, dtype, verb)]
+    if verb in ("scan_layers", "fold_layers"):
+        xs = xs or [_x_leaf(draw, 0, batch, sizes, dtype, verb)]
     keyed = verb in ("mask_scan", "scan", "while_scan") and chance(draw, 8)
     valid = verb == "mask_scan" and chance(draw, 6)
     _fill_pool(g, carry, xs, weights, keyed, valid)
@@ -40,11 +41,15 @@ def draw_program(draw: Draw) -> Program:
     ys = () if verb in WITHOUT_YS else tuple(_outputs(g, verb))
     carry = [_fixed(leaf, name) for leaf, name in zip(carry, nxt, strict=True)]
     program = Program(
-        batch, dtype, choice(draw, [5, 2, 3, 4, 4, 6, 7, 8, 9, 11, 1, 0, 17]), tuple(carry), tuple(xs), tuple(weights),
+        batch, dtype, steps, tuple(carry), tuple(xs), tuple(weights),
         tuple(g.body), nxt, ys, verb, mode=mode, outer=outer, keyed=keyed, valid=valid,
-        context=choice(draw, ["jit"] * 17 + ["eager"] * 2 + ["disable_jit"]),
+        context=choice(draw, ["jit"] * 27 + ["eager"] * 2 + ["disable_jit"]),
         padding=choice(draw, ["nan", "zero", "inf", "random"]), seed=draw.integer(0, 999),
     )  # fmt: skip
+    if any("vjp" in instruction.text for instruction in program.body):  # JAX has no forward mode for these
+        program = program.replace(mode=tuple(m for m in mode if m not in ("jvp", "hvp")) or ("vjp",))
+    if program.context != "jit":  # each primitive is compiled by itself
+        program = program.replace(mode=tuple(m for m in program.mode if m == "vjp") or ("value",), outer=0, steps=min(steps, 5))
     return _with_options(draw, program)
 
 
@@ -83,13 +88,15 @@ def _x_leaf(draw: Draw, i: int, batch: Any, sizes: Any, dtype: str, verb: str) -
     mapped = not chance(draw, 25)
     whole = verb not in ("fori", "scan_layers", "fold_layers") and chance(draw, 8)
     if which == "int":
-        return Leaf(Value(name, Type(chance(draw, 60), (), "i")), 0, mapped=mapped)
+        rows = chance(draw, 60)
+        return Leaf(Value(name, Type(rows, (), "i")), 0 if rows else None, mapped=mapped)
     shape = _shape(draw, sizes)
     if which == "shared":
         return Leaf(Value(name, Type(False, shape, _kind(draw, dtype))), None, mapped=mapped, whole=whole)
     axis = draw.integer(1, len(shape)) if shape and verb == "mask_scan" and chance(draw, 10) else 0
     kind = Type(True, shape, "f" if which == "positive" else _kind(draw, dtype), which == "positive")
-    time = draw.integer(0, len(batch) + len(shape)) if not whole and chance(draw, 12) else 0
+    movable = not whole and "layers" not in verb
+    time = draw.integer(0, len(batch) + len(shape)) if movable and chance(draw, 12) else 0
     return Leaf(Value(name, kind), axis, whole=whole, time=time, mapped=mapped)
 
 
@@ -131,34 +138,41 @@ def _next(g: Builder, leaf: Leaf) -> str:
     kind, own = leaf.type, Value(leaf.name if leaf.custom != "window" else f"{leaf.name}[-1]", leaf.type)
     if kind.kind == "i":
         return g.emit("{0} + 1", [own], None, kind.shape, "i").name
-    own_values = {v for v in g.values if v.name == leaf.name}
     same = [v for v in g.values if (v.type.rows, v.type.shape, v.type.kind) == (kind.rows, kind.shape, kind.kind)]
-    same = [v for v in same if v not in own_values] or [own]
-    new = g.choice(same[-3:])
+    same = [v for v in same if v.name != leaf.name] or [own]
+    unread = _unread(g)
+    new = g.choice([v for v in same if v in unread] or same[-3:])
+    for _ in range(g.choice([1, 2, 1, 0, 3])):
+        unread = _unread(g)
+        other = [v for v in g.values if v.type.kind in f"f{kind.kind}" and (kind.rows or not v.type.rows) and v != new]
+        other = [v for v in other if v in unread] or other[-4:]
+        if not other:
+            break
+        added = _fitted(g, g.choice(other), kind)
+        text = g.choice(["{0} + {1}", "{1} + {0}", "{0} + 0.5 * {1}", "{0} + {1}", "{1} - {0}", "{0} * {1}"])
+        slot = g.lifted(1, added.type, len(kind.shape))
+        new = g.emit(text.format("{0}", slot), [new, added], kind.rows, kind.shape, kind.kind)
     if kind.kind == "c":
-        if g.chance(60):
-            new = g.emit("{0} / (1 + jnp.abs({0}))", [new], None, kind.shape, "c")
-        return new.name
-    if g.chance(60):
-        other = [v for v in g.values if v.type.kind == "f" and (kind.rows or not v.type.rows)]
-        added = _fitted(g, g.choice(other[-4:]), kind) if other else None
-        if added is not None:
-            text = g.choice(["{0} + {1}", "{1} + {0}", "{0} + 0.5 * {1}"])
-            slot = g.lifted(1, added.type, len(kind.shape))
-            new = g.emit(text.format("{0}", slot), [new, added], kind.rows, kind.shape)
-    if new is own or g.chance(85):
+        return g.emit("{0} / (1 + jnp.abs({0}))", [new], None, kind.shape, "c").name
+    if new is own or g.chance(90):
         new = g.emit(g.choice(["jnp.tanh({0})", "jnp.sin({0})", "jnp.tanh({0})"]), [new], kind.rows, kind.shape)
     return new.name
 
 
-def _fitted(g: Builder, value: Value, kind: Type) -> Value | None:
+def _unread(g: Builder) -> list[Value]:
+    """What the body computed and nothing reads yet."""
+    read = {name for instruction in g.body for name in instruction.reads}
+    return [instruction.value for instruction in g.body if instruction.value.name not in read]
+
+
+def _fitted(g: Builder, value: Value, kind: Type) -> Value:
     """The value, or its sum, where that broadcasts to the type."""
     if not value.type.shape:
         return value
     if len(value.type.shape) == len(kind.shape) and value.type.shape == kind.shape:
         return value
     axes = tuple(range(-len(value.type.shape), 0))
-    return g.emit(f"jnp.sum({{0}}, axis={axes})", [value], None, ())
+    return g.emit(f"jnp.sum({{0}}, axis={axes})", [value], None, (), value.type.kind)
 
 
 def _fixed(leaf: Leaf, name: str) -> Leaf:
@@ -168,7 +182,8 @@ def _fixed(leaf: Leaf, name: str) -> Leaf:
 def _outputs(g: Builder, verb: str) -> list[Leaf]:
     found = []
     for _ in range(g.choice([1, 0, 1, 2, 3])):
-        value = g.pick(kinds="fffffcib")
+        unread = [v.name for v in _unread(g)]
+        value = g.pick(lambda t: True, "fffffcib") if not unread or g.chance(40) else g.values_of(unread)
         shared = verb == "mask_scan" and not value.type.rows and g.batch
         axis = None if shared or not value.type.rows else 0
         shape = value.type.shape

@@ -48,11 +48,12 @@ class Step:
         self.program = program
         count = len(program.carry)
         n_x = len(program.xs)
+        like = [jax.ShapeDtypeStruct(full_shape_of_one(program, leaf), dtype_of(program, leaf.type.kind))
+                for leaf in program.carry]  # fmt: skip
+        structure = jax.tree.structure(jax.eval_shape(make_init, like))
 
         def step(init_leaves: list[Any], x: list[Any], weights: list[Any], position: Any) -> Any:
-            example = make_init([jnp.zeros(full_shape_of_one(program, leaf), dtype_of(program, leaf.type.kind))
-                                 for leaf in program.carry])  # fmt: skip
-            carry = jax.tree.unflatten(jax.tree.structure(example), init_leaves)
+            carry = jax.tree.unflatten(structure, init_leaves)
             keywords: dict[str, Any] = {}
             if program.keyed:
                 keywords["key"] = jax.random.fold_in(jax.random.key(7), position)
@@ -106,10 +107,11 @@ class Plain:
         self.step = Step(program, names["make_body"], names["make_init"])
         n = len(program.batch)
         places, fixed = [], []
-        for leaf in program.carry:  # each field of a custom carry
-            example = names["make_init"]([
-                jnp.zeros(full_shape(program, other), dtype_of(program, other.type.kind)) for other in program.carry
-            ])[len(places_of(places, program))]
+        examples = jax.eval_shape(
+            names["make_init"],
+            [jax.ShapeDtypeStruct(full_shape(program, leaf), dtype_of(program, leaf.type.kind)) for leaf in program.carry],
+        )
+        for leaf, example in zip(program.carry, examples, strict=True):  # each field of a custom carry
             fields = jax.tree.leaves(example)
             axis = row_axis(program, leaf)
             places.append([Place(axis if np.ndim(field) else axis if not n and leaf.type.rows else None, n)
@@ -127,6 +129,8 @@ class Plain:
         return steps[::-1] if self.program.option("reverse") else steps
 
     def leaves(self, element: Element) -> list[np.ndarray]:
+        if not any(leaf.custom for leaf in self.program.carry):
+            return [np.asarray(a) for a in element.init]
         return [np.asarray(a) for a in jax.tree.leaves(self.names["make_init"]([jnp.asarray(a) for a in element.init]))]
 
     def run(self, element: Element) -> tuple[list[Any], list[Any], list[Record]]:
@@ -293,7 +297,3 @@ class Plain:
         if not hasattr(self, "_known"):
             self._known = jax.eval_shape(self.step.forward, *record.inputs)
         return self._known
-
-
-def places_of(places: list[Any], program: Program) -> list[Any]:
-    return places

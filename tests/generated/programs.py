@@ -180,6 +180,10 @@ class Builder:
             raise NotPossible
         return self.choice(fit[-4:]) if self.chance(50) else self.choice(fit)
 
+    def values_of(self, names: Sequence[str]) -> Value:
+        """One of the values with these names."""
+        return self.choice([v for v in self.values if v.name in names])
+
     def emit(self, text: str, reads: Sequence[Value], rows: bool | None, shape: Any, kind: str = "f", op: str = ""):
         """A new value; with rows where anything that it reads has some, if it is not said."""
         rows = any(v.type.rows for v in reads) if rows is None else rows

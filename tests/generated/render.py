@@ -100,7 +100,8 @@ def call_options(program: Program) -> list[str]:
     verb = program.verb
     first = options.get("time_axis") == "1"
     if not first and any(x.time or x.whole for x in program.xs) or first and any(x.whole or x.time != 1 for x in program.xs):
-        options["in_axes"] = _prefix([None if x.whole else x.time for x in program.xs])
+        axes = [None if x.whole else x.time for x in program.xs]
+        options["in_axes"] = _prefix(axes)
     given = [0 if keep is None else y.time for y, keep in zip(program.ys, program.save, strict=True)]
     if any(time != int(first) for time in given):
         options["out_axes"] = _prefix(given)
@@ -133,12 +134,13 @@ def run_lines(program: Program) -> list[str]:
     init = tuple_of(CUSTOM.get(leaf.custom, "{}").format(f"init[{i}]") for i, leaf in enumerate(program.carry))
     xs = tuple_of(f"jnp.moveaxis(xs[{i}], 0, {x.time})" if x.time else f"xs[{i}]" for i, x in enumerate(program.xs))
     verb, rest = program.verb, ", ".join(["", *call_options(program)])
+    layers = "{" + ", ".join(f"'{x.name}': xs[{i}]" for i, x in enumerate(program.xs)) + "}"
     calls = {
         "fold": f"treescan.fold(lambda c, x: body(c, x)[0], {init}, {xs}{rest})",
         "accumulate": f"treescan.accumulate(lambda c, x: body(c, x)[0], {init}, {xs}{rest})",
         "fori": f"treescan.fori(0, {program.steps}, lambda i, c: body(c, (i,))[0], {init}{rest})",
-        "scan_layers": f"treescan.scan_layers(lambda layer, c: body(c, layer), {init}, {xs}{rest})",
-        "fold_layers": f"treescan.fold_layers(lambda layer, c: body(c, layer)[0], {init}, {xs}{rest})",
+        "scan_layers": f"treescan.scan_layers(lambda layer, c: body(c, tuple(layer.values())), {init}, {layers}{rest})",
+        "fold_layers": f"treescan.fold_layers(lambda layer, c: body(c, tuple(layer.values()))[0], {init}, {layers}{rest})",
         "while_scan": f"treescan.while_scan(lambda c: c[-1] < flags[0], body, {init}, {xs}{rest})[:2]",
     }
     call = calls.get(verb, f"treescan.{verb}(body, {init}, {xs}{rest})")
