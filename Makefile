@@ -8,13 +8,15 @@ SHELL := bash
 
 WORKERS ?= 2
 PYTEST_ARGS ?=
+CASES ?= 200
+SEED ?=
 PYTEST = -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_REQUIRE_VIRTUALENV := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-slow test-site test-matrix test-oldest test-newest bench docs serve check format clean
+.PHONY: help demo test test-slow test-site test-matrix test-oldest test-newest bench docs serve check format clean fuzz fuzz-ci
 
 help: ## Lists the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -30,6 +32,12 @@ test-slow: .venv/.group-test ## The tests that are too slow for every day.
 
 test-site: docs .venv/.group-site ## Tries the built documentation in the Chromium of this machine, if there is one.
 	.venv/bin/python $(PYTEST) --confcutdir tests/site tests/site
+
+fuzz: .venv/.group-test ## Runs CASES fresh random programs of SEED against a plain loop; keeps those that fail.
+	PYTHONPATH=.:tests .venv/bin/python -m generated --cases $(CASES) $(if $(SEED),--seed $(SEED))
+
+fuzz-ci: .venv/.group-test
+	PYTHONPATH=.:tests .venv/bin/python -m generated --minutes 5 $(if $(SEED),--seed $(SEED))
 
 test-matrix: test-oldest test-newest ## The everyday tests on the oldest and the newest supported Python and JAX.
 

@@ -21,10 +21,11 @@ import jax
 from .compare import Failure, Refused, check
 from .options import draw_program
 from .programs import Program, Seeded
-from .render import source
+from .render import script
 from .shrink import shrink
 
 COMPILATIONS = [0]
+REGRESSIONS = pathlib.Path(__file__).parent / "regressions"
 
 
 def _note(event: str, duration: float, **_: object) -> None:
@@ -32,11 +33,12 @@ def _note(event: str, duration: float, **_: object) -> None:
 
 
 def report(program: Program, failure: Failure, folder: pathlib.Path | None, name: str) -> None:
-    text = f'"""{failure.kind}"""\n\n# {name}\n# flags={program.flags} mode={program.mode} outer={program.outer} '
-    text += f"context={program.context}\n\n{source(program)}\n\nPROGRAM = {program!r}\n"
+    """Prints the script of a failure, and writes it to the folder."""
+    text = script(program, failure.kind.replace('"', "'").replace("\\", "/"))
+    print(text, failure.text[-2000:], sep="\n", flush=True)
     if folder:
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.py").write_text(text + f'\nFOUND = """\n{failure.text[-3000:]}\n"""\n')
+        (folder / f"{name}.py").write_text(text)
 
 
 def main() -> int:
@@ -45,7 +47,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=0)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6)
     parser.add_argument("--only", type=int, help="the one case of this number")
-    parser.add_argument("--folder", type=pathlib.Path)
+    parser.add_argument("--folder", type=pathlib.Path, default=REGRESSIONS)
     parser.add_argument("--no-shrink", action="store_true")
     given = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -86,7 +88,7 @@ def main() -> int:
         if number % 25 == 0:
             jax.clear_caches()
             gc.collect()
-        if number % 100 == 0:
+        if number % 20 == 0:
             print(f"{number} cases, {time.monotonic() - began:.0f} s, {COMPILATIONS[0]} compilations, {sum(map(len, failures.values()))} failures, {sum(refusals.values())} refusals", flush=True)
     print(f"seed {given.seed}: {dict(seen)}, {sets} sets, {time.monotonic() - began:.0f} s, {COMPILATIONS[0]} compilations")
     print("refusals:", *(f"\n  {count} {text}" for text, count in refusals.most_common()))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any, NamedTuple
 
 import jax.numpy as jnp
@@ -134,7 +133,7 @@ def _x(rng: np.random.Generator, program: Program, leaf: Leaf, valid: np.ndarray
     if leaf.type.rows:
         bad = _expand_steps(~valid, leaf.axis or 0, array.ndim)
     else:
-        bad = ~valid.reshape(program.steps, -1).any(axis=1) if math.prod(program.batch) else np.ones(program.steps, bool)
+        bad = ~valid.any(axis=tuple(range(1, valid.ndim)))
         bad = bad.reshape(-1, *(1 for _ in shape))
     return _spoil(rng, program, leaf.type, array, bad) if leaf.mapped else array
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
-from .operations import OPERATIONS
-from .products import PRODUCTS
+from .operations import OPERATIONS, binary, scalar_add
+from .products import PRODUCTS, to_scalar, vector_weights
 from .programs import Builder, Draw, Leaf, NotPossible, Program, Type, Value, chance, choice
 
 VERBS = ["mask_scan"] * 13 + ["while_scan", "while_scan", "scan", "fold", "accumulate", "fori", "scan_layers", "fold_layers"]
@@ -120,13 +121,17 @@ def _fill_pool(g: Builder, carry: Any, xs: Any, weights: Any, keyed: bool, valid
 
 
 def _add_instructions(g: Builder, number: int) -> None:
+    """Of a few kinds of operations that are drawn first: what fails is often two of the same kind that meet."""
+    kinds = [g.choice(TABLE) for _ in range(g.choice([6, 4, 8, 12, 30]))]
+    if g.chance(60):
+        kinds += [vector_weights, to_scalar, scalar_add, binary]
     for _ in range(6 * number):
+        operation = g.choice(kinds)
         try:
-            operation = g.choice(TABLE)
             operation(g)
-            g.body[-1] = g.body[-1].__class__(g.body[-1].value, g.body[-1].text, g.body[-1].reads, operation.__name__)
         except NotPossible:
             continue
+        g.body[-1] = replace(g.body[-1], op=operation.__name__)
         if len(g.body) >= number:
             break
 
@@ -235,6 +240,8 @@ def _with_options(draw: Draw, program: Program) -> Program:
             program = _batch_first(program)
             ys = tuple(Leaf(**{**vars(y), "time": 1}) if keep == "all" and _rank(y, program) >= 1 else y
                        for y, keep in zip(ys, save, strict=True))  # fmt: skip
+    if flags == "none" and not any(leaf.mapped for leaf in (*program.carry, *program.xs, *program.weights)):
+        program = program.replace(outer=0)
     return program.replace(options=tuple(options.items()), save=save, fill=fill, ys=ys, flags=flags)
 
 

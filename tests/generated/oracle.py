@@ -199,7 +199,7 @@ class Plain:
         for at, t in enumerate(positions):
             for row in rows:
                 if place.axis is None and program.batch:
-                    any_valid = valid.reshape(valid.shape[0], -1).any(axis=1)
+                    any_valid = valid.any(axis=tuple(range(1, valid.ndim)))
                     so_far = [s for s in self.order() if any_valid[s]]
                     if t is not None:
                         order = self.order()
