@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from .operations import OPERATIONS, binary, scalar_add
-from .products import PRODUCTS, to_scalar, vector_weights
+from .products import PRODUCTS, sum_of_products, to_scalar, vector_weights
 from .programs import Builder, Draw, Leaf, NotPossible, Program, Type, Value, chance, choice
 
 VERBS = ["mask_scan"] * 13 + ["while_scan", "while_scan", "scan", "fold", "accumulate", "fori", "scan_layers", "fold_layers"]
@@ -124,7 +124,7 @@ def _add_instructions(g: Builder, number: int) -> None:
     """Of a few kinds of operations that are drawn first: what fails is often two of the same kind that meet."""
     kinds = [g.choice(TABLE) for _ in range(g.choice([6, 4, 8, 12, 30]))]
     if g.chance(60):
-        kinds += [vector_weights, to_scalar, scalar_add, binary]
+        kinds += [vector_weights, to_scalar, scalar_add, binary, sum_of_products, sum_of_products]
     for _ in range(6 * number):
         operation = g.choice(kinds)
         try:

@@ -34,7 +34,8 @@ def vector_weights(g: Builder) -> Value:
 def to_scalar(g: Builder) -> Value:
     """A product of rank 0."""
     h = g.pick(lambda t: len(t.shape) == 1, "fffc")
-    w = g.pick(lambda t: t.shape == h.type.shape, "fffc")
+    only = g.chance(60)  # weights, mostly
+    w = g.pick(lambda t: t.shape == h.type.shape and not (only and t.rows), "fffc")
     reads, kind = [h, w], _kind(h, w)
     if w.type.rows and h.type.rows and g.batch:
         text = g.choice(["jnp.einsum('...d,...d->...', {0}, {1})", "jnp.sum({0} * {1}, axis=-1)", "jnp.vecdot({0}, {1})"])
@@ -214,7 +215,17 @@ def through_call(g: Builder) -> Value:
     return g.emit(text, [h, w], None, (w.type.shape[1],))
 
 
+def sum_of_products(g: Builder) -> Value:
+    """What recurrent cells are made of: products of any rank, added up."""
+    parts = [operation(g) for operation in (g.choice(ANY_PRODUCT), g.choice(ANY_PRODUCT), g.pick)]
+    shape = broadcast(*(v.type.shape for v in parts))
+    operands = [g.lifted(i, v.type, len(shape)) for i, v in enumerate(parts)]
+    kind = _kind(*parts)
+    return g.emit(g.choice(["{} + {} + {}", "{} - {} + {}", "{} + ({} - {})"]).format(*operands), parts, None, shape, kind)
+
+
+ANY_PRODUCT = (vector_weights, to_scalar, to_scalar, vector_weights, three, contract)
 PRODUCTS: list[tuple[int, Operation]] = [
-    (16, vector_weights), (12, to_scalar), (5, matrices), (3, contract), (3, outer), (4, three), (3, convolve),
+    (16, vector_weights), (12, to_scalar), (10, sum_of_products), (5, matrices), (3, contract), (3, outer), (4, three), (3, convolve),
     (2, convolve_channels), (2, solve), (1, factor), (3, branch), (2, branch_product), (4, loop), (2, mapped), (4, through_call),
 ]  # fmt: skip

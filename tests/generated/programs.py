@@ -195,7 +195,7 @@ class Builder:
     def lifted(self, slot: int, kind: Type, rank: int) -> str:
         """The text of an operand that broadcasts against values of this rank."""
         missing = rank - len(kind.shape)
-        explicit = kind.rows and (self.batch or (not kind.shape and self.chance(30)))
+        explicit = kind.rows and (self.batch or (not kind.shape and self.chance(12)))
         if missing <= 0 or not explicit:
             return f"{{{slot}}}"
         axes = ", ".join(["..."] + ["None"] * missing + [":"] * len(kind.shape))
