@@ -1,4 +1,4 @@
-"""Random typed programs: those that found something once, a few by hypothesis, and that the harness notices what it must.
+"""Random typed programs: those that found something, a few more, and that the harness notices what it must.
 
 `make fuzz CASES=n SEED=s` runs as many fresh ones as you like.
 """

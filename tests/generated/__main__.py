@@ -89,10 +89,21 @@ def main() -> int:
             jax.clear_caches()
             gc.collect()
         if number % 20 == 0:
-            print(f"{number} cases, {time.monotonic() - began:.0f} s, {COMPILATIONS[0]} compilations, {sum(map(len, failures.values()))} failures, {sum(refusals.values())} refusals", flush=True)
-    print(f"seed {given.seed}: {dict(seen)}, {sets} sets, {time.monotonic() - began:.0f} s, {COMPILATIONS[0]} compilations")
+            print(
+                f"{number} cases, {time.monotonic() - began:.0f} s, {COMPILATIONS[0]} compilations, {sum(map(len, failures.values()))} failures, {sum(refusals.values())} refusals",
+                flush=True,
+            )
+    print(
+        f"seed {given.seed}: {dict(seen)}, {sets} sets, {time.monotonic() - began:.0f} s, {COMPILATIONS[0]} compilations"
+    )
     print("refusals:", *(f"\n  {count} {text}" for text, count in refusals.most_common()))
-    print("failures:", *(f"\n  {len(cases)} {kind} {cases[:8]}" for kind, cases in sorted(failures.items(), key=lambda item: -len(item[1]))))
+    print(
+        "failures:",
+        *(
+            f"\n  {len(cases)} {kind} {cases[:8]}"
+            for kind, cases in sorted(failures.items(), key=lambda item: -len(item[1]))
+        ),
+    )
     print("operations:", len(ops), dict(ops.most_common()))
     return 1 if failures else 0
 

@@ -52,17 +52,10 @@ def load(program: Program) -> dict[str, Any]:
     return names
 
 
-def _numbers(tree: Any) -> list[Any]:
-    return [leaf for leaf in jax.tree.leaves(tree)]
-
-
 def library(program: Program, run: Callable[..., Any]) -> Callable[..., Any]:
     """`(init, xs, ws, flags, cots, tangents)` to a dict of what the program's mode asks for."""
     axes = [[0 if leaf.mapped else None for leaf in leaves] for leaves in (program.carry, program.xs, program.weights)]
-    if program.outer:
-        mapped = jax.vmap(run, in_axes=(*axes, 0))
-    else:
-        mapped = run
+    mapped = jax.vmap(run, in_axes=(*axes, 0)) if program.outer else run
 
     def everything(init: Any, xs: Any, ws: Any, flags: Any, cots: Any, tangents: Any) -> dict[str, Any]:
         given = [*init, *xs, *ws]
@@ -129,7 +122,9 @@ def _stack(program: Program, elements: list[Element]) -> tuple[Any, ...]:
     parts = []
     for name, leaves in (("init", program.carry), ("xs", program.xs), ("weights", program.weights)):
         arrays = [getattr(e, name) for e in elements]
-        parts.append([np.stack([a[i] for a in arrays]) if leaf.mapped else arrays[0][i] for i, leaf in enumerate(leaves)])
+        parts.append(
+            [np.stack([a[i] for a in arrays]) if leaf.mapped else arrays[0][i] for i, leaf in enumerate(leaves)]
+        )
     flags = [np.stack(group) for group in zip(*(e.flags.given for e in elements), strict=True)]
     return *parts, flags
 
@@ -221,7 +216,12 @@ def _random(rng: Any, shape: Any, dtype: Any) -> Any:
 
 
 def _names(program: Program) -> list[str]:
-    return [leaf.name for leaves in (program.carry, program.xs, program.weights) for leaf in leaves if leaf.type.kind in "fc"]
+    return [
+        leaf.name
+        for leaves in (program.carry, program.xs, program.weights)
+        for leaf in leaves
+        if leaf.type.kind in "fc"
+    ]
 
 
 def _compare_values(program: Program, plain: Plain, elements: Any, runs: Any, out: Any) -> None:
@@ -239,7 +239,10 @@ def _gradients(program: Program, plain: Plain, elements: Any, runs: Any, cots: A
                  for e, run, c in zip(elements, runs, cots, strict=True)]  # fmt: skip
     results = []
     for part, leaves in enumerate((program.carry, program.xs, program.weights)):
-        columns = [_of_arguments(program, plain, e, g[0]) if part == 0 else g[part] for e, g in zip(elements, all_grads, strict=True)]
+        columns = [
+            _of_arguments(program, plain, e, g[0]) if part == 0 else g[part]
+            for e, g in zip(elements, all_grads, strict=True)
+        ]
         for i, leaf in enumerate(leaves):
             if leaf.type.kind not in "fc":
                 continue
@@ -309,7 +312,14 @@ def _compare_second(program: Program, plain: Plain, elements: Any, cots: Any, ta
     if all(np.isfinite(w).all() for w in wanted[0]):
         largest = max([1.0, *(float(np.max(np.abs(w), initial=0)) for w in wanted[0])])
         noise = max([0.0, *(float(np.max(np.abs(v - w), initial=0)) for v, w in zip(*wanted, strict=True))]) / largest
-        _compare_all(program, "second derivative", got, wanted[1], _names(program), max(1e-5, 10 * noise, 3 * tolerance_of(program)))
+        _compare_all(
+            program,
+            "second derivative",
+            got,
+            wanted[1],
+            _names(program),
+            max(1e-5, 10 * noise, 3 * tolerance_of(program)),
+        )
 
 
 def _moved(program: Program, e: Element, k: int, tangents: Any, size: float) -> Element:

@@ -127,7 +127,9 @@ def _x(rng: np.random.Generator, program: Program, leaf: Leaf, valid: np.ndarray
         return np.arange(program.steps, dtype=np.int32)
     if leaf.whole:
         array = random_array(rng, program, leaf.type, shape)
-        bad = _expand(~valid.any(axis=0), leaf.axis or 0, array.ndim, n) if leaf.type.rows else np.array(not valid.any())
+        bad = (
+            _expand(~valid.any(axis=0), leaf.axis or 0, array.ndim, n) if leaf.type.rows else np.array(not valid.any())
+        )
         return _spoil(rng, program, leaf.type, array, bad) if leaf.mapped else array
     array = random_array(rng, program, leaf.type, (program.steps, *shape))
     if leaf.type.rows:

@@ -136,7 +136,9 @@ def to_int(g: Builder) -> Value:
     if a.type.shape and g.chance(40):
         text = g.choice(["jnp.argmax({0}, axis=-1).astype(jnp.int32)", "jnp.sum({0} > 0, axis=-1, dtype=jnp.int32)"])
         return g.emit(text, [a], None, a.type.shape[:-1], "i")
-    return g.emit(g.choice(["({0} > 0.1).astype(jnp.int32)", "jnp.int32(jnp.clip(3 * {0}, -9, 9))"]), [a], None, a.type.shape, "i")
+    return g.emit(
+        g.choice(["({0} > 0.1).astype(jnp.int32)", "jnp.int32(jnp.clip(3 * {0}, -9, 9))"]), [a], None, a.type.shape, "i"
+    )
 
 
 def of_int(g: Builder) -> Value:
@@ -154,12 +156,20 @@ def one_hot(g: Builder) -> Value:
 
 def on_ints(g: Builder) -> Value:
     a = g.pick(kinds="i")
-    return g.emit(g.choice(["{0} + 1", "{0} % 3", "-{0}", "jnp.bitwise_xor({0}, 1)", "jnp.where({0} > 2, 0, {0})"]), [a], None, a.type.shape, "i")
+    return g.emit(
+        g.choice(["{0} + 1", "{0} % 3", "-{0}", "jnp.bitwise_xor({0}, 1)", "jnp.where({0} > 2, 0, {0})"]),
+        [a],
+        None,
+        a.type.shape,
+        "i",
+    )
 
 
 def compare(g: Builder) -> Value:
     a = g.pick()
-    return g.emit(g.choice(["{0} > 0", "jnp.isfinite({0})", "jnp.abs({0}) < 0.4", "~({0} < 0.1)"]), [a], None, a.type.shape, "b")
+    return g.emit(
+        g.choice(["{0} > 0", "jnp.isfinite({0})", "jnp.abs({0}) < 0.4", "~({0} < 0.1)"]), [a], None, a.type.shape, "b"
+    )
 
 
 def select(g: Builder) -> Value:
@@ -213,7 +223,9 @@ def piece(g: Builder) -> Value:
 
 def join(g: Builder) -> Value:
     a = g.pick(lambda t: t.shape)
-    b = g.pick(lambda t: t.rows == a.type.rows and len(t.shape) == len(a.type.shape) and t.shape[:-1] == a.type.shape[:-1])
+    b = g.pick(
+        lambda t: t.rows == a.type.rows and len(t.shape) == len(a.type.shape) and t.shape[:-1] == a.type.shape[:-1]
+    )
     total = a.type.shape[-1] + b.type.shape[-1]
     if total > 6:
         raise NotPossible

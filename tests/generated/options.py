@@ -9,9 +9,24 @@ from .operations import OPERATIONS, binary, scalar_add
 from .products import PRODUCTS, sum_of_products, to_scalar, vector_weights
 from .programs import Builder, Draw, Leaf, NotPossible, Program, Type, Value, chance, choice
 
-VERBS = ["mask_scan"] * 13 + ["while_scan", "while_scan", "scan", "fold", "accumulate", "fori", "scan_layers", "fold_layers"]
+VERBS = ["mask_scan"] * 13 + [
+    "while_scan",
+    "while_scan",
+    "scan",
+    "fold",
+    "accumulate",
+    "fori",
+    "scan_layers",
+    "fold_layers",
+]
 WITHOUT_YS = ("fold", "accumulate", "fori", "fold_layers")
-REMAT = ["'step'", "'nested'", "treescan.Remat(levels=3)", "treescan.Remat(policy='dots_saveable')", "treescan.Remat(segment=2)"]
+REMAT = [
+    "'step'",
+    "'nested'",
+    "treescan.Remat(levels=3)",
+    "treescan.Remat(policy='dots_saveable')",
+    "treescan.Remat(segment=2)",
+]
 TABLE = [op for weight, op in OPERATIONS + PRODUCTS for _ in range(weight)]
 
 
@@ -50,7 +65,9 @@ def draw_program(draw: Draw) -> Program:
     if any("vjp" in instruction.text for instruction in program.body):  # JAX has no forward mode for these
         program = program.replace(mode=tuple(m for m in mode if m not in ("jvp", "hvp")) or ("vjp",))
     if program.context != "jit":  # each primitive is compiled by itself
-        program = program.replace(mode=tuple(m for m in program.mode if m == "vjp") or ("value",), outer=0, steps=min(steps, 5))
+        program = program.replace(
+            mode=tuple(m for m in program.mode if m == "vjp") or ("value",), outer=0, steps=min(steps, 5)
+        )
     return _with_options(draw, program)
 
 
@@ -228,7 +245,9 @@ def _with_options(draw: Draw, program: Program) -> Program:
     if verb == "while_scan":
         flags = "while"
     if verb == "mask_scan":
-        flags = choice(draw, ["lengths", "lengths", "lengths", "mask", "mask", "resets", "lengths+resets", "mask+resets"])
+        flags = choice(
+            draw, ["lengths", "lengths", "lengths", "mask", "mask", "resets", "lengths+resets", "mask+resets"]
+        )
         chunk = choice(draw, [None, 2, 1, 3, 4, None, 8, 0, max(steps, 1), program.weights[0].type.shape[:1] or (2,)])
         chunk = chunk[0] if isinstance(chunk, tuple) else chunk
         if chunk is not None:

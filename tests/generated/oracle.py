@@ -109,7 +109,10 @@ class Plain:
         places, fixed = [], []
         examples = jax.eval_shape(
             names["make_init"],
-            [jax.ShapeDtypeStruct(full_shape(program, leaf), dtype_of(program, leaf.type.kind)) for leaf in program.carry],
+            [
+                jax.ShapeDtypeStruct(full_shape(program, leaf), dtype_of(program, leaf.type.kind))
+                for leaf in program.carry
+            ],
         )
         for leaf, example in zip(program.carry, examples, strict=True):  # each field of a custom carry
             fields = jax.tree.leaves(example)
@@ -206,7 +209,10 @@ class Plain:
                         so_far = [s for s in so_far if order.index(s) <= order.index(t)]
                     step = so_far[-1] if so_far else -1
                     here = t is not None and bool(any_valid[t])
-                    row_of = next((r for r in itertools.product(*map(range, program.batch)) if step >= 0 and valid[(step, *r)]), row)
+                    row_of = next(
+                        (r for r in itertools.product(*map(range, program.batch)) if step >= 0 and valid[(step, *r)]),
+                        row,
+                    )
                 else:
                     step = int(last[row]) if t is None else int(source[(t, *row)])
                     here = t is not None and bool(valid[(t, *row)])

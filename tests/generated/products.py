@@ -38,7 +38,9 @@ def to_scalar(g: Builder) -> Value:
     w = g.pick(lambda t: t.shape == h.type.shape and not (only and t.rows), "fffc")
     reads, kind = [h, w], _kind(h, w)
     if w.type.rows and h.type.rows and g.batch:
-        text = g.choice(["jnp.einsum('...d,...d->...', {0}, {1})", "jnp.sum({0} * {1}, axis=-1)", "jnp.vecdot({0}, {1})"])
+        text = g.choice(
+            ["jnp.einsum('...d,...d->...', {0}, {1})", "jnp.sum({0} * {1}, axis=-1)", "jnp.vecdot({0}, {1})"]
+        )
         text = text if "vecdot" not in text or kind == "f" else "jnp.sum({0} * {1}, axis=-1)"
     elif (w.type.rows or h.type.rows) and g.batch:
         reads = [h, w] if h.type.rows else [w, h]
@@ -66,8 +68,12 @@ def contract(g: Builder) -> Value:
     left, right = ("..." if v.type.rows else "" for v in (a, w))
     out = "..." if left or right else ""
     m, n = a.type.shape
-    which = g.choice([("ij", "ij", "", ()), ("ij", "ij", "i", (m,)), ("ij", "ij", "j", (n,)), ("ij", "ik", "jk", (n, n))])
-    return g.emit(f"0.5 * jnp.einsum('{left}{which[0]},{right}{which[1]}->{out}{which[2]}', {{0}}, {{1}})", [a, w], None, which[3])
+    which = g.choice(
+        [("ij", "ij", "", ()), ("ij", "ij", "i", (m,)), ("ij", "ij", "j", (n,)), ("ij", "ik", "jk", (n, n))]
+    )
+    return g.emit(
+        f"0.5 * jnp.einsum('{left}{which[0]},{right}{which[1]}->{out}{which[2]}', {{0}}, {{1}})", [a, w], None, which[3]
+    )
 
 
 def outer(g: Builder) -> Value:
@@ -128,7 +134,7 @@ def factor(g: Builder) -> Value:
     w = g.pick(lambda t: len(t.shape) == 2 and t.shape[0] == t.shape[1])
     d = w.type.shape[0]
     if g.chance(40):
-        return g.emit(f"jnp.linalg.det(3 * jnp.eye({d}, dtype=dtype) + 0.3 * jnp.tanh({{0}})) / {3 ** d}", [w], None, ())
+        return g.emit(f"jnp.linalg.det(3 * jnp.eye({d}, dtype=dtype) + 0.3 * jnp.tanh({{0}})) / {3**d}", [w], None, ())
     text = f"jnp.linalg.cholesky(jnp.eye({d}, dtype=dtype) + {{0}} @ jnp.swapaxes({{0}}, -1, -2))"
     return g.emit(text, [w], None, (d, d))
 
@@ -160,7 +166,9 @@ def branch_product(g: Builder) -> Value:
     d = h.type.shape[0]
     w = g.pick(lambda t: not t.rows and t.shape == (d, d))
     p = g.pick(lambda t: not (t.rows and g.batch))
-    return g.emit("jax.lax.cond(jnp.sum({2}) > 0, lambda a: jnp.tanh(a @ {1}), lambda a: a, {0})", [h, w, p], None, (d,))
+    return g.emit(
+        "jax.lax.cond(jnp.sum({2}) > 0, lambda a: jnp.tanh(a @ {1}), lambda a: a, {0})", [h, w, p], None, (d,)
+    )
 
 
 def loop(g: Builder) -> Value:
@@ -217,11 +225,13 @@ def through_call(g: Builder) -> Value:
 
 def sum_of_products(g: Builder) -> Value:
     """What recurrent cells are made of: products of any rank, added up."""
-    parts = [operation(g) for operation in (g.choice(ANY_PRODUCT), g.choice(ANY_PRODUCT), g.pick)]
+    parts = [g.choice(ANY_PRODUCT)(g), g.choice(ANY_PRODUCT)(g), g.pick()]
     shape = broadcast(*(v.type.shape for v in parts))
     operands = [g.lifted(i, v.type, len(shape)) for i, v in enumerate(parts)]
     kind = _kind(*parts)
-    return g.emit(g.choice(["{} + {} + {}", "{} - {} + {}", "{} + ({} - {})"]).format(*operands), parts, None, shape, kind)
+    return g.emit(
+        g.choice(["{} + {} + {}", "{} - {} + {}", "{} + ({} - {})"]).format(*operands), parts, None, shape, kind
+    )
 
 
 ANY_PRODUCT = (vector_weights, to_scalar, to_scalar, vector_weights, three, contract)

@@ -6,7 +6,7 @@ from typing import Any
 
 from .programs import Leaf, Program
 
-PRELUDE = '''\
+PRELUDE = """\
 import jax
 import jax.numpy as jnp
 import treescan
@@ -54,7 +54,7 @@ def own_product_vjp(a, b):
 
 
 own_product_vjp.defvjp(lambda a, b: jax.vjp(jnp.matmul, a, b), lambda pull, t: pull(t))
-'''
+"""
 
 CUSTOM = {"ema": "ema({}, 0.7)", "sum_": "sum_({}, shared=False)", "window": "window({})", "cast": "cast({})"}
 
@@ -84,7 +84,11 @@ def body_lines(program: Program) -> list[str]:
             lines.append(f"    {leaf.name} = jnp.moveaxis({raw(leaf)}, {_axes(leaf.axis, n)}, {_axes(0, n)})")
     lines += [f"    {instruction.line()}" for instruction in program.body]
     new = [
-        raw(leaf) if leaf.fixed else f"jnp.moveaxis({name}, {_axes(0, n)}, {_axes(leaf.axis, n)})" if leaf.axis else name
+        raw(leaf)
+        if leaf.fixed
+        else f"jnp.moveaxis({name}, {_axes(0, n)}, {_axes(leaf.axis, n)})"
+        if leaf.axis
+        else name
         for leaf, name in zip(program.carry, program.nxt, strict=True)
     ]
     ys = [f"jnp.moveaxis({y.name}, {_axes(0, n)}, {_axes(y.axis, n)})" if y.axis else y.name for y in program.ys]
@@ -99,7 +103,12 @@ def call_options(program: Program) -> list[str]:
     options = dict(program.options)
     verb = program.verb
     first = options.get("time_axis") == "1"
-    if not first and any(x.time or x.whole for x in program.xs) or first and any(x.whole or x.time != 1 for x in program.xs):
+    if (
+        (not first
+        and any(x.time or x.whole for x in program.xs))
+        or (first
+        and any(x.whole or x.time != 1 for x in program.xs))
+    ):
         axes = [None if x.whole else x.time for x in program.xs]
         options["in_axes"] = _prefix(axes)
     given = [0 if keep is None else y.time for y, keep in zip(program.ys, program.save, strict=True)]

@@ -93,20 +93,24 @@ def candidates(program: Program) -> Iterator[Program]:
         leaves = getattr(program, part)
         for i, leaf in enumerate(leaves):
             for change in ({"whole": False}, {"time": 0}, {"axis": 0}, {"custom": ""}):
-                if leaf.axis is None and "axis" in change or all(getattr(leaf, k) == v for k, v in change.items()):
+                if (leaf.axis is None and "axis" in change) or all(getattr(leaf, k) == v for k, v in change.items()):
                     continue
                 yield program.replace(**{part: (*leaves[:i], replace(leaf, **change), *leaves[i + 1 :])})
 
 
 def _fewer_leaves(program: Program) -> Iterator[Program]:
     for i in range(len(program.ys)):
-        rest = {name: value[:i] + value[i + 1 :] for name in ("ys", "save", "fill") if (value := getattr(program, name))}
+        rest = {
+            name: value[:i] + value[i + 1 :] for name in ("ys", "save", "fill") if (value := getattr(program, name))
+        }
         yield program.replace(**rest)
     read = {name.split("[")[0] for instruction in program.body for name in instruction.reads}
     read |= {leaf.name for leaf in program.ys}
     for i, leaf in enumerate(program.carry):
         if leaf.name not in (read | set(program.nxt[:i] + program.nxt[i + 1 :])) and len(program.carry) > 1:
-            yield program.replace(carry=program.carry[:i] + program.carry[i + 1 :], nxt=program.nxt[:i] + program.nxt[i + 1 :])
+            yield program.replace(
+                carry=program.carry[:i] + program.carry[i + 1 :], nxt=program.nxt[:i] + program.nxt[i + 1 :]
+            )
     used = read | set(program.nxt)
     for part in ("xs", "weights"):
         leaves = getattr(program, part)
@@ -131,7 +135,12 @@ def _without(program: Program, instruction: Instruction) -> Iterator[Program]:
                 for i in program.body if i is not instruction
             )  # fmt: skip
             nxt = tuple(value.name if name == own.name else name for name in program.nxt)
-            ys = tuple(replace(y, value=replace(y.value, name=value.name)) if y.name == own.name else y for y in program.ys)
+            ys = tuple(
+                replace(y, value=replace(y.value, name=value.name)) if y.name == own.name else y for y in program.ys
+            )
             smaller = program.replace(body=body, nxt=nxt, ys=ys)
-            carry = tuple(replace(leaf, fixed=name == leaf.name and not leaf.custom) for leaf, name in zip(program.carry, nxt, strict=True))
+            carry = tuple(
+                replace(leaf, fixed=name == leaf.name and not leaf.custom)
+                for leaf, name in zip(program.carry, nxt, strict=True)
+            )
             yield smaller.replace(carry=carry)

@@ -39,7 +39,72 @@ def run(init, xs, ws, flags):
     return jax.tree.leaves(final), []
 """
 
-PROGRAM = Program(batch=(), dtype='float64', steps=9, carry=(Leaf(value=Value(name='h0', type=Type(rows=True, shape=(3,), kind='f', positive=False)), axis=0, custom='', whole=False, fixed=False, time=0, mapped=True),), xs=(Leaf(value=Value(name='x0', type=Type(rows=True, shape=(3,), kind='f', positive=False)), axis=0, custom='', whole=False, fixed=False, time=0, mapped=True),), weights=(Leaf(value=Value(name='w0', type=Type(rows=False, shape=(3,), kind='f', positive=True)), axis=None, custom='', whole=False, fixed=False, time=0, mapped=True),), body=(Instruction(value=Value(name='v0', type=Type(rows=True, shape=(3,), kind='f', positive=False)), text='{0} / {1}', reads=('x0', 'w0'), op=''), Instruction(value=Value(name='v1', type=Type(rows=True, shape=(3,), kind='f', positive=False)), text='jnp.tanh({0} + {1})', reads=('h0', 'v0'), op='')), nxt=('v1',), ys=(), verb='mask_scan', flags='lengths', options=(), fill=(), save=(), mode=('vjp',), outer=3, context='jit', padding='zero', keyed=False, valid=False, seed=3)
+PROGRAM = Program(
+    batch=(),
+    dtype="float64",
+    steps=9,
+    carry=(
+        Leaf(
+            value=Value(name="h0", type=Type(rows=True, shape=(3,), kind="f", positive=False)),
+            axis=0,
+            custom="",
+            whole=False,
+            fixed=False,
+            time=0,
+            mapped=True,
+        ),
+    ),
+    xs=(
+        Leaf(
+            value=Value(name="x0", type=Type(rows=True, shape=(3,), kind="f", positive=False)),
+            axis=0,
+            custom="",
+            whole=False,
+            fixed=False,
+            time=0,
+            mapped=True,
+        ),
+    ),
+    weights=(
+        Leaf(
+            value=Value(name="w0", type=Type(rows=False, shape=(3,), kind="f", positive=True)),
+            axis=None,
+            custom="",
+            whole=False,
+            fixed=False,
+            time=0,
+            mapped=True,
+        ),
+    ),
+    body=(
+        Instruction(
+            value=Value(name="v0", type=Type(rows=True, shape=(3,), kind="f", positive=False)),
+            text="{0} / {1}",
+            reads=("x0", "w0"),
+            op="",
+        ),
+        Instruction(
+            value=Value(name="v1", type=Type(rows=True, shape=(3,), kind="f", positive=False)),
+            text="jnp.tanh({0} + {1})",
+            reads=("h0", "v0"),
+            op="",
+        ),
+    ),
+    nxt=("v1",),
+    ys=(),
+    verb="mask_scan",
+    flags="lengths",
+    options=(),
+    fill=(),
+    save=(),
+    mode=("vjp",),
+    outer=3,
+    context="jit",
+    padding="zero",
+    keyed=False,
+    valid=False,
+    seed=3,
+)
 
 if __name__ == "__main__":
     import jax

@@ -40,7 +40,87 @@ def run(init, xs, ws, flags):
     return jax.tree.leaves(final), []
 """
 
-PROGRAM = Program(batch=(), dtype='float64', steps=9, carry=(Leaf(value=Value(name='h0', type=Type(rows=True, shape=(3,), kind='f', positive=False)), axis=0, custom='', whole=False, fixed=False, time=0, mapped=True),), xs=(Leaf(value=Value(name='x0', type=Type(rows=True, shape=(3,), kind='f', positive=False)), axis=0, custom='', whole=False, fixed=False, time=0, mapped=True),), weights=(Leaf(value=Value(name='w0', type=Type(rows=False, shape=(3,), kind='f', positive=False)), axis=None, custom='', whole=False, fixed=False, time=0, mapped=True), Leaf(value=Value(name='w1', type=Type(rows=False, shape=(3, 3), kind='f', positive=False)), axis=None, custom='', whole=False, fixed=False, time=0, mapped=True)), body=(Instruction(value=Value(name='v0', type=Type(rows=True, shape=(), kind='f', positive=False)), text='{0} @ {1}', reads=('w0', 'h0'), op=''), Instruction(value=Value(name='v1', type=Type(rows=True, shape=(3,), kind='f', positive=False)), text='{0} @ {1}', reads=('w1', 'h0'), op=''), Instruction(value=Value(name='v2', type=Type(rows=True, shape=(3,), kind='f', positive=False)), text='jnp.tanh({0} + {1} + {2})', reads=('v0', 'v1', 'x0'), op='')), nxt=('v2',), ys=(), verb='mask_scan', flags='lengths', options=(('chunk', '3'),), fill=(), save=(), mode=('vjp', 'jvp'), outer=0, context='jit', padding='nan', keyed=False, valid=False, seed=0)
+PROGRAM = Program(
+    batch=(),
+    dtype="float64",
+    steps=9,
+    carry=(
+        Leaf(
+            value=Value(name="h0", type=Type(rows=True, shape=(3,), kind="f", positive=False)),
+            axis=0,
+            custom="",
+            whole=False,
+            fixed=False,
+            time=0,
+            mapped=True,
+        ),
+    ),
+    xs=(
+        Leaf(
+            value=Value(name="x0", type=Type(rows=True, shape=(3,), kind="f", positive=False)),
+            axis=0,
+            custom="",
+            whole=False,
+            fixed=False,
+            time=0,
+            mapped=True,
+        ),
+    ),
+    weights=(
+        Leaf(
+            value=Value(name="w0", type=Type(rows=False, shape=(3,), kind="f", positive=False)),
+            axis=None,
+            custom="",
+            whole=False,
+            fixed=False,
+            time=0,
+            mapped=True,
+        ),
+        Leaf(
+            value=Value(name="w1", type=Type(rows=False, shape=(3, 3), kind="f", positive=False)),
+            axis=None,
+            custom="",
+            whole=False,
+            fixed=False,
+            time=0,
+            mapped=True,
+        ),
+    ),
+    body=(
+        Instruction(
+            value=Value(name="v0", type=Type(rows=True, shape=(), kind="f", positive=False)),
+            text="{0} @ {1}",
+            reads=("w0", "h0"),
+            op="",
+        ),
+        Instruction(
+            value=Value(name="v1", type=Type(rows=True, shape=(3,), kind="f", positive=False)),
+            text="{0} @ {1}",
+            reads=("w1", "h0"),
+            op="",
+        ),
+        Instruction(
+            value=Value(name="v2", type=Type(rows=True, shape=(3,), kind="f", positive=False)),
+            text="jnp.tanh({0} + {1} + {2})",
+            reads=("v0", "v1", "x0"),
+            op="",
+        ),
+    ),
+    nxt=("v2",),
+    ys=(),
+    verb="mask_scan",
+    flags="lengths",
+    options=(("chunk", "3"),),
+    fill=(),
+    save=(),
+    mode=("vjp", "jvp"),
+    outer=0,
+    context="jit",
+    padding="nan",
+    keyed=False,
+    valid=False,
+    seed=0,
+)
 
 if __name__ == "__main__":
     import jax
