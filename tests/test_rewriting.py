@@ -70,6 +70,21 @@ def test_products_of_rank_0_that_are_added_up_in_a_batch():
     close(compiled(jax.grad(loss), w), plainly(jax.grad(loss), w))
 
 
+def test_weights_that_come_out_of_a_call_beside_what_depends_on_x():
+    both = jax.jit(lambda w, x: (jnp.sin(w), x * 2))
+
+    def loss(p):
+        def step(h, x):
+            w, x = both(p, x)
+            h = jnp.tanh(h @ w + x)
+            return h, h
+
+        return mask_scan(step, jnp.zeros((3, 4)), array(T, 3, 4), lengths=jnp.array([8, 3, 0]), chunk=CHUNK)[1].sum()
+
+    p = array(4, 4, seed=1)
+    close(compiled(jax.grad(loss), p), plainly(jax.grad(loss), p))
+
+
 # What the body closes over, mapped, where an element has nothing valid.
 
 

@@ -194,8 +194,8 @@ class _Found:
         state: those that the step before has computed.
         feed: the others.
         on_state: the variables that depend on the state.
-        on_feed: those that depend on what the step is fed.
         movable: those that can be computed for many steps at once.
+        same: those that can be computed once for all steps.
     """
 
     jaxpr: Any
@@ -203,21 +203,21 @@ class _Found:
     state: list[Any]
     feed: list[Any]
     on_state: set[Any]
-    on_feed: set[Any]
     movable: set[Any]
+    same: set[Any]
 
     @classmethod
     def of(cls, jaxpr: Any, consts: int, state: int, feed: int) -> _Found:
         """Looks through a jaxpr that takes so many consts, leaves of the state and leaves of the feed."""
         on_state = dependent(jaxpr, [*[False] * consts, *[True] * state, *[False] * feed])
-        on_feed = dependent(jaxpr, [*[False] * (consts + state), *[True] * feed])
-        movable = {*jaxpr.constvars, *jaxpr.invars} - on_state
-        for equation in jaxpr.eqns:
-            if _is_of_each_step(equation) and movable.issuperset(variables_of(equation.invars)):
-                movable.update(equation.outvars)
         invars = list(jaxpr.invars)
         parts = invars[:consts], invars[consts : consts + state], invars[consts + state :]
-        return cls(jaxpr, *parts, on_state, on_feed, movable)
+        movable, same = {*jaxpr.constvars, *invars} - on_state, {*jaxpr.constvars, *parts[0]}
+        for equation in filter(_is_of_each_step, jaxpr.eqns):
+            for found in (movable, same):  # an equation is moved as a whole: all that it takes is known there
+                if found.issuperset(variables_of(equation.invars)):
+                    found.update(equation.outvars)
+        return cls(jaxpr, *parts, on_state, movable, same)
 
     def needed(self, outputs: Iterable[Any], given: set[Any]) -> list[Any]:
         """The equations that compute the outputs from the inputs and what is given."""
@@ -243,14 +243,15 @@ class _Found:
 
     def products(self) -> list[_Product]:
         """The products with something smooth that is the same in every step."""
-        same = self.movable - self.on_feed
         equations = (equation for equation in self.jaxpr.eqns if equation.primitive.name in PRODUCTS)
         pairs = (_Product(equation, operand) for equation in equations for operand in (0, 1))
         variables = (pair for pair in pairs if not any(hasattr(atom, "val") for atom in pair.equation.invars))
         return [
             pair
             for pair in variables
-            if pair.same in same and pair.other not in same and jnp.issubdtype(pair.same.aval.dtype, jnp.inexact)
+            if pair.same in self.same
+            and pair.other not in self.same
+            and jnp.issubdtype(pair.same.aval.dtype, jnp.inexact)
         ]
 
     def early(self, least: int = 0) -> list[Any]:
