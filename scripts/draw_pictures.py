@@ -174,7 +174,7 @@ def _draw_chunks(picture: Picture, top: float, chunks: list[Chunk]) -> None:
 FLOORS = (  # from the ground up: what stands there, and its modules and packages
     ("types and trees", ("_remat, _types, _avals, _tree, _errors",)),
     ("custom carries", ("carries/",)),
-    ("the loop", ("_retrace, _loop, _chunk, _sizes",)),
+    ("the loop", ("_retrace, _rewrite, _loop, _chunk, _sizes",)),
     ("from Loop to Loop", ("_transforms/",)),
     ("checks of arguments, and what verbs share", ("_arguments, _chunk_arguments", "_mask_arguments, _run")),
     (

@@ -21,7 +21,8 @@ def detached(leaf: Array) -> Array:
 
 def _rule(primals: tuple[Array], tangents: Any) -> tuple[Array, Any]:
     del tangents
-    return detached(*primals), no_tangent(primals[0])
+    # Not `detached` again: a second derivative of a scan would go through the function within.
+    return jax.lax.stop_gradient(primals[0]), no_tangent(primals[0])
 
 
 detached.defjvp(_rule, symbolic_zeros=True)
