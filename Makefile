@@ -10,13 +10,14 @@ WORKERS ?= 2
 PYTEST_ARGS ?=
 CASES ?= 200
 SEED ?=
+MUTANTS_ARGS ?=
 PYTEST = -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_REQUIRE_VIRTUALENV := 1
 export NO_MKDOCS_2_WARNING := 1
 
-.PHONY: help demo test test-slow test-site test-matrix test-oldest test-newest bench docs serve check format clean fuzz fuzz-ci
+.PHONY: help demo test test-slow test-site test-matrix test-oldest test-newest bench docs serve check format clean fuzz fuzz-ci mutants
 
 help: ## Lists the targets.
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | expand -t 14
@@ -49,6 +50,9 @@ test-newest: .venvs/newest/.group-test
 
 bench: .venv/.group-bench ## Runs the benchmarks and writes benchmarks/results/*.json.
 	.venv/bin/python -m benchmarks
+
+mutants: .venv/.group-test ## Changes the rewriting and masking in 100 places, one at a time: do the tests notice?
+	.venv/bin/python scripts/mutants.py $(MUTANTS_ARGS)
 
 docs: .venv/.group-docs ## Builds the documentation into site/.
 	.venv/bin/mkdocs build --strict --quiet
