@@ -44,7 +44,7 @@ TESTS = [
     for name in (
         "rewriting", "products", "in_place", "mask_scan", "while_scan", "while_scan_options", "compact", "truncate",
         "skipping", "variable_length", "variable_length_transforms", "chunk", "save", "primitives", "generated",
-        "carries_masked", "transforms_of_jax", "remat", "same_program", "traces",
+        "mask_scan_sharded", "skipping_sharded", "disable_jit", "carries_masked", "transforms_of_jax", "errors",
     )
 ]
 # fmt: on
@@ -125,9 +125,9 @@ def _try_all(sites: list[Site], covered: Coverage, results: Results, options: ar
     server, again = Server(options.folder), list[tuple[Site, list[str], int]]()
     for site in sites:
         tests = options.on or covered.of(site)
-        quick = options.on or covered.within(tests, options.first)
+        quick = options.on or covered.within(tests, options.second if options.again else options.first)
         status, by, seconds = _try(server, site, quick, covered)
-        if status == "survived" and len(quick) < len(tests) and options.second:
+        if status == "survived" and len(quick) < len(tests) and options.second and not options.again:
             again.append((site, [test for test in tests if test not in quick], len(quick)))
             say(f"later     {_line(site)}")
         else:

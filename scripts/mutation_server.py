@@ -24,9 +24,18 @@ class Recorder:
     The statements are known in a package that was instrumented.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, cases: int | None) -> None:
+        self.cases = cases
         self.tests: dict[str, dict[str, Any]] = {}
         self.failed: str | None = None
+
+    def pytest_collection_modifyitems(self, items: list[Any]) -> None:
+        """Leaves so many cases of each test, from the first to the last."""
+        if self.cases is not None:
+            by_test: dict[str, list[Any]] = {}
+            for item in items:
+                by_test.setdefault(item.nodeid.split("[")[0], []).append(item)
+            items[:] = [item for found in by_test.values() for item in spread(found, self.cases)]
 
     def pytest_runtest_logstart(self) -> None:
         """A test begins."""
@@ -49,7 +58,14 @@ class Recorder:
             self.failed = f"the import of {report.nodeid}"
 
 
-def run(package: str, arguments: list[str], answer: str, log: str) -> NoReturn:
+def spread(items: list[Any], count: int) -> list[Any]:
+    """So many of them, the first and the last among them."""
+    if len(items) <= count or count < 2:
+        return items[:count] if count < 2 else items
+    return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
+
+
+def run(package: str, arguments: list[str], answer: str, log: str, cases: int | None) -> NoReturn:
     """Runs pytest, in a copy of this process."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -60,7 +76,7 @@ def run(package: str, arguments: list[str], answer: str, log: str) -> NoReturn:
     os.environ["PYTHONPATH"] = package
     import pytest
 
-    recorder, code = Recorder(), 3
+    recorder, code = Recorder(cases), 3
     try:
         code = int(pytest.main(arguments, plugins=[recorder]))
         imported = sys.modules.get("treescan")

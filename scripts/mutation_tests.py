@@ -31,6 +31,9 @@ ENVIRONMENT = {
     # Compiles faster. The few tests that then fail unchanged are left out.
     "XLA_FLAGS": "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true",
 }
+CASES = 3
+"""How many cases of a test with many are looked at. Of those that are nothing but cases, all."""
+ONLY_CASES = ("tests/test_errors.py", "tests/test_primitives.py")
 QUIETLY = ["-q", "-p", "no:cacheprovider", "-m", "not slow", "-W", "ignore::pytest.PytestAssertRewriteWarning"]
 
 
@@ -66,12 +69,18 @@ class Server:
         assert self._process.stdout is not None
         return self._process.stdout.readline().strip()
 
-    def run(self, arguments: Iterable[str], seconds: float) -> dict[str, Any]:
-        """Runs pytest; returns its exit code (-1: not ended, -2: crashed), what failed first, and of each test more."""
+    def run(self, arguments: Iterable[str], seconds: float, cases: int | None = None) -> dict[str, Any]:
+        """Runs pytest, of each test so many cases.
+
+        Returns:
+            `code`, as pytest exits, -1 if it did not end in time, -2 if it crashed; `failed`, the first test that did;
+            `tests`, what the recorder noted of each.
+        """
         answer, log = self._folder / "answer.json", self._folder / "log.txt"
         answer.unlink(missing_ok=True)
         given = [*QUIETLY, *arguments]
-        order = {"package": str(self.package), "arguments": given, "answer": str(answer), "log": str(log)}
+        files = {"package": str(self.package), "answer": str(answer), "log": str(log)}
+        order = {**files, "arguments": given, "cases": cases}
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(order) + "\n")
         self._process.stdin.flush()
@@ -112,7 +121,7 @@ class Coverage:
             (server.package / "mutation_hits.py").write_text("seen = set()\n")
             for test in missing:
                 began = time.time()
-                found = server.run([test], 3600)["tests"]
+                found = server.run([test], 3600, None if test in ONLY_CASES else CASES)["tests"]
                 assert found, test
                 files[test].write_text(json.dumps(found))
                 failed = [name for name, each in found.items() if not each["passed"]]

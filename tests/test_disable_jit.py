@@ -231,3 +231,47 @@ def test_outputs_without_arrays_and_keys_are_stacked():
     with jax.disable_jit():
         actual = run(keys)
     assert_bitwise(actual, jax.jit(run)(keys))
+
+
+def test_no_step_runs_where_no_row_is_valid():
+    seen = []
+
+    def body(c, x):
+        seen.append(is_traced(x))
+        return c + x, c
+
+    with jax.disable_jit():
+        carry, ys = treescan.mask_scan(body, array(2), array(4, 2), lengths=jnp.zeros(2, int), fill=-1)
+    assert all(seen)  # its types are asked for
+    chex.assert_trees_all_equal((carry, ys), (array(2), jnp.full((4, 2), -1.0)))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length", [0, 5])
+def test_outputs_that_are_held_or_not_all_kept(length, reverse):
+    """The last output of each row, that of all rows together where they share it, and one in two."""
+    lengths, fill = np.minimum([[3], [0], [4]], length), {"row": -1, "all": "hold", "some": 0}
+
+    def body(c, x):
+        h, n = c
+        return (h + x, n + 1), {"row": h * x, "all": n * 1.5, "some": x}
+
+    def run(init, xs):
+        return treescan.mask_scan(
+            body,
+            (init, 1),
+            xs,
+            lengths=lengths,
+            reverse=reverse,
+            carry_axes=(0, None),
+            y_axes={"row": 0, "all": None, "some": 0},
+            fill=fill,
+            save={"row": "last", "all": "all", "some": 2},
+        )
+
+    given = array(3, 1), array(length, 3, 1)
+    expected = jax.jit(run)(*given)
+    with jax.disable_jit():
+        actual = run(*given)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-6)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)

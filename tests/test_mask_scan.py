@@ -282,6 +282,18 @@ def test_axes_say_where_the_batch_stands():
     assert bool(jnp.all(ys["h"][1][:, 1:] == 0.5))
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_a_row_without_steps_borrows_the_pair_of_another(reverse):
+    """Its own x would make the gradient NaN, in the order of the run as in reverse."""
+    xs, lengths = jnp.array([[0.0, 2.0], [0.0, 3.0], [0.0, 0.0]]), np.array([0, 2])
+
+    def total(init, xs):
+        return treescan.mask_scan(lambda h, x: (h + jnp.log(x), h), init, xs, lengths=lengths, reverse=reverse)[0].sum()
+
+    got = jax.jit(jax.grad(total, argnums=(0, 1)))(jnp.ones(2), xs)
+    chex.assert_trees_all_close(got, (jnp.ones(2), jnp.array([[0, 1 / 2], [0, 1 / 3], [0, 0]])))
+
+
 def test_shared_leaves_hold_while_no_row_is_valid_and_never_meet_a_stale_pair():
     """A row's first pair need not fit what a shared leaf is by now: log(shared - x) is NaN for an x of the start."""
     mask = np.array([[True, True], [True, False], [False, False], [True, False]])

@@ -131,6 +131,47 @@ def test_elements_of_vmap_stop_each_by_itself():
     close(nested(lefts, jnp.array([2.0, 2.0])), jnp.stack([grads[0]] * 2))
 
 
+def test_an_element_without_steps_borrows_all_that_the_body_reads():
+    """A leaf that no step changes, leaves that are given whole, and one that is closed over: NaN would come of each."""
+    xs = jnp.linspace(0.5, 1.0, 5)
+
+    def run(weights, left):
+        closed, carried, first, second = weights
+
+        def body(carry, x):
+            h, carried, left = carry
+            x, (first, second) = x
+            h = h + jnp.sqrt(first * x) / second + jnp.log(carried) / closed
+            return (h, carried, left - 1.0), h
+
+        whole = (0, (None, None))
+        result = while_scan(lambda c: c[2] > 0, body, (1.0, carried, left), (xs, (first, second)), in_axes=whole)
+        return result.carry[0] + jnp.sum(result.ys)
+
+    rows = jnp.array([[0.0, 2.0, 3.0], [0.0, 3.0, 4.0], [0.0, 4.0, 5.0], [0.0, 5.0, 6.0]])
+    lefts, gradient = jnp.array([0.0, 3.0, 5.0]), jax.grad(run)
+    got = jax.jit(jax.vmap(gradient))(tuple(rows), lefts)
+    want = [gradient(tuple(rows[:, i]), lefts[i]) for i in (1, 2)]
+    close(jnp.stack(got), jnp.stack([jnp.zeros(4), *map(jnp.stack, want)], 1))
+
+
+def test_on_an_explicit_mesh():
+    rows = jax.sharding.PartitionSpec("d")
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Explicit,), devices=jax.devices()[:4])
+
+    def run(h):
+        body = lambda c, x: ((jnp.sin(c[0] + x), c[1] + 1), c[0] * x)  # noqa: E731
+        result = while_scan(lambda c: c[1] < 3, body, (h, 0), jnp.linspace(0.5, 1.0, 5))
+        return jnp.sum(result.carry[0]) + jnp.sum(result.ys)
+
+    h = jnp.linspace(0.1, 0.8, 8)
+    want = jax.value_and_grad(run)(h)
+    with jax.set_mesh(mesh):
+        got = jax.jit(jax.value_and_grad(run))(jax.sharding.reshard(h, rows))
+        assert jax.typeof(got[1]).sharding.spec == rows
+    close(jax.device_get(got), want)
+
+
 def test_nan_after_convergence_is_in_no_gradient():
     def run(start):
         return while_scan(lambda carry: carry[1] > 0, logs, (0.0, start), max_length=10).carry[0]
