@@ -44,7 +44,7 @@ TESTS = [
     for name in (
         "rewriting", "products", "in_place", "mask_scan", "while_scan", "while_scan_options", "compact", "truncate",
         "skipping", "variable_length", "variable_length_transforms", "chunk", "save", "primitives", "generated",
-        "mask_scan_sharded", "skipping_sharded", "disable_jit", "carries_masked", "transforms_of_jax", "errors",
+        "mask_scan_sharded", "skipping_sharded", "disable_jit", "carries_masked", "transforms_of_jax", "errors", "lift",
     )
 ]
 # fmt: on

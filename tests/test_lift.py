@@ -14,6 +14,7 @@ import pytest
 from flax import linen as nn
 from helpers import TRANSFORMS, Counted, array, compilations, equations, parametrize
 from hypothesis import given, settings, strategies as st
+from jax.experimental import io_callback
 
 import treescan
 from treescan import DenyList, In, Out, lift
@@ -435,6 +436,15 @@ def test_values_made_within_a_call_that_the_loop_needs(wrap: Any) -> None:
 
     case = Case(step, _MADE, _ROLES, {}, rngs={"shared": KEY})
     assert_close(case.run({}, H, (XS,)), case.expected({}, H, (XS,)))
+
+
+def test_what_a_callback_returns_is_not_the_same_in_every_step() -> None:
+    def step(variables, rngs, carry, x):
+        w = io_callback(lambda: np.ones(3, np.float32), jax.ShapeDtypeStruct((3,), np.float32))
+        return (carry * w, carry), {"made": {"w": w}}
+
+    with pytest.raises(treescan.BodyError, match="must be the same in every step"):
+        lift(step, **_MADE)({}, {"shared": KEY}, H, XS)
 
 
 def test_what_is_made_is_not_computed_again_in_the_loop() -> None:

@@ -282,6 +282,12 @@ def test_axes_say_where_the_batch_stands():
     assert bool(jnp.all(ys["h"][1][:, 1:] == 0.5))
 
 
+def test_a_plain_number_stays_weakly_typed():
+    """As in lax.scan, so that what is computed with it afterwards has the other's type."""
+    carry, _ = treescan.mask_scan(lambda h, x: (h * 2, x), 1.0, jnp.ones(4), lengths=3)
+    assert carry == 8 and jax.typeof(carry).weak_type
+
+
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_row_without_steps_borrows_the_pair_of_another(reverse):
     """Its own x would make the gradient NaN, in the order of the run as in reverse."""

@@ -290,7 +290,7 @@ def test_rewriting_off(verb):
             lengths = jnp.array([T, 3, 0])
             (_, h), ys = mask_scan(step, init, xs, lengths=lengths, carry_axes=(None, 0), save="last")
         else:
-            (_, h), ys, _, _ = while_scan(lambda c: c[1].sum() > -3, step, init, xs, save=3)
+            (_, h), ys, _, _ = while_scan(lambda c: c[1].sum() > -2, step, init, xs, save=3)  # 3 steps
         return h.sum() + (ys * ys).sum()
 
     w = array(2, 2, seed=1)

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from helpers import array, assert_bitwise, compilations, slow
+from hlo import Program
 
 import treescan
 from treescan import fori, while_scan
@@ -170,6 +171,13 @@ def test_on_an_explicit_mesh():
         got = jax.jit(jax.value_and_grad(run))(jax.sharding.reshard(h, rows))
         assert jax.typeof(got[1]).sharding.spec == rows
     close(jax.device_get(got), want)
+
+
+def test_steps_that_are_not_taken_are_passed_over_many_at_a_time():
+    def run(h):
+        return while_scan(lambda c: c < 3, lambda c, _: (c + 1, None), h, max_length=10**6).carry
+
+    assert len(Program(run, 0.0).loops()) >= 5  # within one another
 
 
 def test_nan_after_convergence_is_in_no_gradient():

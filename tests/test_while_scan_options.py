@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from helpers import array, loss_of, slow
+from hlo import Program
 from unpadded import QUICKLY, assert_close
 
 import treescan
@@ -119,6 +120,16 @@ def test_remat(remat, mixed):
     """With everything kept, in reverse, or with two kinds of `save` and no xs."""
     save = {"a": 3, "b": "last"} if mixed else "all"
     assert_same(7, with_xs=not mixed, save=save, remat=REMATS[remat], reverse=not mixed)
+
+
+def test_each_level_of_remat_is_a_loop_within_the_others():
+    def loss(w, levels):
+        body = lambda carry, _: ((jnp.sin(carry[0] * w), carry[1] + 1), None)  # noqa: E731
+        run = functools.partial(treescan.while_scan, lambda c: c[1] < 9, body, max_length=500)
+        return run((w, 0), remat=Remat(levels=levels)).carry[0]
+
+    two, three = (len(Program(jax.grad(functools.partial(loss, levels=n)), 0.5).loops()) for n in (2, 3))
+    assert two < three
 
 
 @pytest.mark.parametrize("save", [3, *slow(("last",))])
