@@ -158,7 +158,7 @@ def _equivalents() -> list[dict[str, str]]:
 
 
 def _is_equivalent(site: Site, known: list[dict[str, str]]) -> bool:
-    named = ("module", "function", "before", "after")
+    named = ("module", "source", "before", "after")
     return any(all(each[name] == getattr(site, name) for name in named) for each in known)
 
 

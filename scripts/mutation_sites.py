@@ -72,6 +72,7 @@ class Site:
         line: where the change begins.
         statement: the line of the innermost statement of a function in which it is; 0 outside of any.
         table: the name that is assigned to where it is outside of any function.
+        source: the line, without its indentation.
         kind: what is changed, in a word.
         before: the source of what is changed, in one line.
         after: what takes its place.
@@ -84,6 +85,7 @@ class Site:
     line: int
     statement: int
     table: str
+    source: str
     kind: str
     before: str
     after: str
@@ -145,7 +147,8 @@ class _Finder:
             end = self.offsets[target.end_lineno - 1] + target.end_col_offset  # type: ignore[attr-defined]
             before = " ".join(self.source.encode()[start:end].decode().split())
             line: int = target.lineno  # type: ignore[attr-defined]
-            yield Site(self.module, function, line, statement, table, kind, before, after, start, end)
+            source = self.source.splitlines()[line - 1].strip()
+            yield Site(self.module, function, line, statement, table, source, kind, before, after, start, end)
         if isinstance(node, ast.Call) and getattr(node.func, "id", "") == "isinstance":
             return  # its types are no operands
         for name, value in ast.iter_fields(node):

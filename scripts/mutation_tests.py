@@ -51,11 +51,11 @@ class Server:
     """
 
     def __init__(self, folder: Path) -> None:
-        self._folder = Path(tempfile.mkdtemp(prefix="job-", dir=folder))
+        self._folder = Path(tempfile.mkdtemp(prefix="job-", dir=folder.resolve()))
         self.package = self._folder / "package"
         shutil.copytree(ROOT / "treescan", self.package / "treescan", ignore=shutil.ignore_patterns("__pycache__"))
         compileall.compile_dir(self.package, quiet=1)
-        cache = {"JAX_COMPILATION_CACHE_DIR": str(folder / "cache"), "PYTHONPATH": str(self.package)}
+        cache = {"JAX_COMPILATION_CACHE_DIR": str(folder.resolve() / "cache"), "PYTHONPATH": str(self.package)}
         environment = {**os.environ, **ENVIRONMENT, **cache}
         which = [sys.executable, "-c", "import treescan; print(treescan.__file__)"]
         found = subprocess.run(which, cwd=ROOT / "tests", env=environment, capture_output=True, text=True, check=True)

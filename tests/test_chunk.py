@@ -58,6 +58,14 @@ def test_equals_the_plain_loop_in_value_and_gradient(length, sizes, reverse):
 
 
 @pytest.mark.parametrize("sizes", [(3,), (2, 6), (2, 4, 12)])
+def test_a_loop_without_xs_takes_all_its_steps(sizes):
+    body = lambda count, _: (count + 1, count)  # noqa: E731
+    handle = Body.of(body)
+    loop = Loop(handle, CallBody(handle), None, jnp.int32(0), Feed(None), 41, False, 1)
+    chex.assert_trees_all_equal(run_chunked(loop, sizes), (jnp.int32(41), jnp.arange(41)))
+
+
+@pytest.mark.parametrize("sizes", [(3,), (2, 6), (2, 4, 12)])
 def test_all_parts_share_one_trace(sizes):
     body = Count()
     jax.jit(lambda: run_chunked(make_loop(body, 41), sizes))()

@@ -275,3 +275,4 @@ def test_outputs_that_are_held_or_not_all_kept(length, reverse):
         actual = run(*given)
     chex.assert_trees_all_close(actual, expected, rtol=1e-6)
     chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    assert length or actual[1]["row"].tolist() == [[-1], [-1], [-1]]

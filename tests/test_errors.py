@@ -768,6 +768,11 @@ def fill_array(one):
 
 
 @case(ArgumentTypeError)
+def fill_traced(one):
+    return jax.vmap(lambda fill: mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, fill=fill))(jnp.ones(2))
+
+
+@case(ArgumentTypeError)
 def fill_str(one):
     return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, fill="none")
 

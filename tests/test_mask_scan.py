@@ -185,6 +185,20 @@ def test_nested_vmap_borrows_across_both_axes():
     chex.assert_trees_all_close(grads, jnp.where(jnp.isnan(xs), 0.0, 1 / 1.5), rtol=1e-6)
 
 
+def test_whole_leaves_beside_leaves_with_rows():
+    """A row's padding is shown in no step, whatever leads x."""
+    valid = np.array([[True, True], [True, False], [True, False]])
+    xs = {"all": jnp.float32(2.0), "x": jnp.where(valid, jnp.array([[2.0, 3.0]]), 0.0)}
+
+    def total(xs):
+        body = lambda h, x: (h + jnp.log(x["x"]) * x["all"], None)  # noqa: E731
+        return treescan.mask_scan(body, jnp.zeros(2), xs, in_axes={"all": None, "x": 0}, mask=valid)[0].sum()
+
+    got = jax.jit(jax.grad(total))(xs)
+    np.testing.assert_allclose(got["all"], 3 * np.log(2) + np.log(3), rtol=1e-6)
+    np.testing.assert_allclose(got["x"][valid], [1, 2 / 3, 1, 1], rtol=1e-6)
+
+
 def test_mapped_whole_leaves_of_an_element_without_steps_are_not_read():
     weights = jnp.array([2.0, jnp.nan, 3.0])
     lengths = jnp.array([2, 0, 1])
@@ -290,23 +304,24 @@ def test_a_plain_number_stays_weakly_typed():
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_row_without_steps_borrows_the_pair_of_another(reverse):
-    """Its own x would make the gradient NaN, in the order of the run as in reverse."""
+    """Its own x would make the gradient of the weight NaN, in the order of the run as in reverse."""
     xs, lengths = jnp.array([[0.0, 2.0], [0.0, 3.0], [0.0, 0.0]]), np.array([0, 2])
 
-    def total(init, xs):
-        return treescan.mask_scan(lambda h, x: (h + jnp.log(x), h), init, xs, lengths=lengths, reverse=reverse)[0].sum()
+    def total(w, xs):
+        body = lambda h, x: (h + w * jnp.log(x), h)  # noqa: E731
+        return treescan.mask_scan(body, jnp.ones(2), xs, lengths=lengths, reverse=reverse)[0].sum()
 
-    got = jax.jit(jax.grad(total, argnums=(0, 1)))(jnp.ones(2), xs)
-    chex.assert_trees_all_close(got, (jnp.ones(2), jnp.array([[0, 1 / 2], [0, 1 / 3], [0, 0]])))
+    got = jax.jit(jax.grad(total, argnums=(0, 1)))(1.0, xs)
+    chex.assert_trees_all_close(got, (jnp.log(6), jnp.array([[0, 1 / 2], [0, 1 / 3], [0, 0]])), rtol=1e-6)
 
 
 def test_shared_leaves_hold_while_no_row_is_valid_and_never_meet_a_stale_pair():
-    """A row's first pair need not fit what a shared leaf is by now: log(shared - x) is NaN for an x of the start."""
+    """A row's first pair need not fit what a shared leaf is by now: sqrt(shared - x) is NaN for an x of the start."""
     mask = np.array([[True, True], [True, False], [False, False], [True, False]])
     xs = jnp.where(mask, jnp.array([[9.0, 8.0], [4.0, 0.0], [0.0, 0.0], [1.0, 0.0]]), jnp.nan)
 
     def body(carry, x, *, valid):
-        y = jnp.log(carry["top"] - x)
+        y = jnp.sqrt(carry["top"] - x)
         return {"h": carry["h"] + y, "top": carry["top"] / 2}, y
 
     def total(xs, top):
@@ -316,11 +331,13 @@ def test_shared_leaves_hold_while_no_row_is_valid_and_never_meet_a_stale_pair():
         return jnp.sum(carry["h"]), carry["top"]
 
     (got, top), grads = jax.value_and_grad(total, argnums=(0, 1), has_aux=True)(xs, jnp.float32(10.0))
-    want = np.log([10 - 9, 10 - 8, 5 - 4, 2.5 - 1]).sum()
+    want = np.sqrt([10 - 9, 10 - 8, 5 - 4, 2.5 - 1]).sum()
     assert top == 1.25
     np.testing.assert_allclose(got, want, rtol=1e-6)
-    np.testing.assert_allclose(grads[0], [[-1, -0.5], [-1, 0], [0, 0], [-1 / 1.5, 0]], rtol=1e-6)
-    np.testing.assert_allclose(grads[1], 1 + 1 / 2 + 0.5 / 1 + 0.25 / 1.5, rtol=1e-6)
+    slopes = 0.5 / np.sqrt([1, 2, 1, 1.5])
+    np.testing.assert_allclose(grads[0][mask], -slopes, rtol=1e-6)
+    assert not grads[0][~mask].any()
+    np.testing.assert_allclose(grads[1], slopes @ [1, 1, 1 / 2, 1 / 4], rtol=1e-6)
 
 
 def test_xs_none_with_length_and_typed_keys_in_y():

@@ -114,40 +114,43 @@ def test_an_explicitly_sharded_batch():
 
 
 def test_a_padded_row_of_an_explicitly_sharded_batch_is_shown_a_flag_that_some_row_has():
-    """With a flag that no row has, the gradient would be that of log(0) at the padding, times zero: NaN."""
+    """With a flag that no row has, the gradient of the weight would be log(0) at the padding, times zero: NaN."""
     init, xs, lengths = data()
 
-    def flagged(carry, x):
-        value, flag = x
-        return carry + jnp.log(jnp.where(flag, 0.0, value)), None
+    def total(w, init, xs, flags, lengths):
+        def flagged(carry, x):
+            value, flag = x
+            return carry + w * jnp.log(jnp.where(flag, 0.0, value)), None
 
-    def total(init, xs, flags, lengths):
         return treescan.mask_scan(flagged, init, (xs, flags), lengths=lengths)[0].sum()
 
     flags = np.arange(5)[:, None] >= LENGTHS  # set at the padding alone
-    want = jax.grad(total, argnums=(0, 1))(init, xs, flags, lengths)
+    derive = jax.grad(total, argnums=(0, 1, 2))
+    want = derive(2.0, init, xs, flags, lengths)
     with jax.set_mesh(jax.make_mesh((8,), ("i",), axis_types=(AxisType.Explicit,))):
         specs = (P("i"), P(None, "i"), P(None, "i"), P("i"))
         given = [jax.sharding.reshard(*pair) for pair in zip((init, xs, flags, lengths), specs, strict=True)]
-        got = jax.jit(jax.grad(total, argnums=(0, 1)))(*given)
+        got = jax.jit(derive)(2.0, *given)
     chex.assert_tree_all_finite(got)
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-6)
 
 
 def test_an_element_without_any_step_on_any_device_borrows_another_elements_pair(mesh):
+    """Its own x, or none at all, would make the gradient of the weight NaN."""
     init, xs, lengths = data()
     inits, lengths = jnp.stack([init, init]), jnp.stack([lengths * 0, lengths])
-    xs = jnp.stack([jnp.full_like(xs, -jnp.inf), xs])
+    xs = jnp.stack([jnp.zeros_like(xs), xs])
 
-    def local(init, xs, lengths):
-        return jax.lax.psum(jax.vmap(loss)(init, xs, lengths).sum(), "i")
+    def total(w, init, xs, lengths):
+        return treescan.mask_scan(lambda c, x: (c + w * jnp.log(x), None), init, xs, lengths=lengths)[0].sum()
 
-    specs = (P(None, "i"), P(None, None, "i"), P(None, "i"))
-    total = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
-    got = jax.jit(jax.grad(total, argnums=(0, 1)))(inits, xs, lengths)
-    want = [jax.grad(loss, argnums=(0, 1))(*each) for each in zip(inits, xs, lengths, strict=True)]
-    chex.assert_tree_all_finite(got)
-    chex.assert_trees_all_close(got, jax.tree.map(lambda *leaves: jnp.stack(leaves), *want), rtol=1e-5)
+    def local(w, *given):
+        return jax.lax.psum(jax.vmap(functools.partial(total, w))(*given).sum(), "i")
+
+    specs = (P(), P(None, "i"), P(None, None, "i"), P(None, "i"))
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=P())
+    got = jax.jit(jax.grad(sharded))(2.0, inits, xs, lengths)
+    np.testing.assert_allclose(got, np.nansum(np.log(np.asarray(xs[1]))), rtol=1e-6)
 
 
 def test_outputs_of_an_explicitly_sharded_batch_are_held():

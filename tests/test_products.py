@@ -364,11 +364,11 @@ def test_forward_large_weights_are_multiplied_once_a_chunk():
     assert dots_in_loops(Program(functools.partial(run, lstm), *wide(WIDE))) == [2]
 
 
-def test_forward_products_of_what_a_function_with_its_own_rule_returns():
-    """`jax.nn.relu` has a rule of its own, and gives for many steps what it gives for each."""
+def test_forward_products_of_what_is_computed_before_them():
+    """`jax.nn.relu` has a rule of its own, and gives for many steps what it gives for each; weights have no steps."""
 
     def body(p, h, x):
-        h = jnp.tanh(h + (jax.nn.relu(x) @ p["x4"])[:, :WIDE])
+        h = jnp.tanh(h + (jax.nn.relu(x) @ jnp.sin(p["x4"]))[:, :WIDE])
         return h, h
 
     assert dots_in_loops(Program(functools.partial(run, body), *wide(4 * WIDE))) == []

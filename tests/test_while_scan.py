@@ -154,6 +154,9 @@ def test_an_element_without_steps_borrows_all_that_the_body_reads():
     got = jax.jit(jax.vmap(gradient))(tuple(rows), lefts)
     want = [gradient(tuple(rows[:, i]), lefts[i]) for i in (1, 2)]
     close(jnp.stack(got), jnp.stack([jnp.zeros(4), *map(jnp.stack, want)], 1))
+    values = jax.vmap(run)(tuple(rows), lefts)
+    with jax.disable_jit():
+        close(jax.vmap(run)(tuple(rows), lefts), values)
 
 
 def test_on_an_explicit_mesh():
