@@ -123,6 +123,8 @@ class Results:
 def _try_all(sites: list[Site], covered: Coverage, results: Results, options: argparse.Namespace) -> None:
     """Tries all on a few tests, then on more those that none of these noticed."""
     server, again = Server(options.folder), list[tuple[Site, list[str], int]]()
+    if options.on and (found := server.run(options.on, 3600))["code"]:
+        raise SystemExit(f"{found['failed']} fails unchanged.")
     for site in sites:
         tests = options.on or covered.of(site)
         quick = options.on or covered.within(tests, options.second if options.again else options.first)
