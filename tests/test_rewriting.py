@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental import io_callback
+from jax.sharding import PartitionSpec as P
 from unpadded import compiled
 
 import treescan
@@ -266,6 +267,27 @@ def test_linear_transpose():
     with pytest.raises(NotImplementedError, match=r"custom_vmap_call|stop_gradient"):
         jax.linear_transpose(masked, xs)(ct)
     close(jax.vjp(masked, xs * 0)[1](ct)[0][:5], jax.vjp(whole, xs[:5])[1](ct)[0])
+
+
+@pytest.mark.parametrize("verb", ["mask_scan", "while_scan"])
+def test_the_gradient_of_a_body_that_branches_in_a_shard_map(verb):
+    """Each device branches on a value of its own: the branch is left as JAX has it."""
+    mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
+
+    def one(w, h, xs):
+        def step(h, x):
+            h = jax.lax.cond(x > 0, lambda h: jnp.sin(h * w), lambda h: h + w * x, h)
+            return h, h
+
+        if verb == "mask_scan":
+            return mask_scan(step, h, xs, lengths=5, chunk=2)[0]
+        return while_scan(lambda h: h < 100, step, h, xs).carry
+
+    local = lambda w, h, xs: jax.lax.psum(one(w, h[0], xs[0]), "d")  # noqa: E731
+    sharded = jax.shard_map(local, mesh=mesh, in_specs=(P(), P("d"), P("d")), out_specs=P())
+    given = 0.7, array(4), array(4, 6, seed=1)
+    got = jax.jit(jax.grad(sharded, argnums=(0, 1)))(*given)
+    close(got, jax.grad(lambda w, h, xs: sum(map(functools.partial(one, w), h, xs)), argnums=(0, 1))(*given))
 
 
 # No rewriting at all.
