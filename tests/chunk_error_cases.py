@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from error_cases import Given, collector
+from jax.experimental import io_callback
 
 from treescan import ArgumentError, ArgumentTypeError, Remat, fold, mask_scan, plan_remat, scan, scan_layers
 
@@ -51,6 +52,16 @@ def remat_true(one):
 @case(ArgumentError)
 def remat_class(one):
     return scan(step, one, XS, remat=Remat)
+
+
+def step_that_calls_out(carry, x):
+    io_callback(lambda: None, None)
+    return carry + x, x
+
+
+@case(ArgumentError, less=("disable_jit",))
+def remat_over_a_callback(one):
+    return scan(step_that_calls_out, one, XS, remat="nested")
 
 
 def save_nothing(prim, *args, **params):

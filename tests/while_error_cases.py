@@ -2,7 +2,9 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from error_cases import Given, collector
+from jax.experimental import io_callback
 
 from treescan import (
     ArgumentError,
@@ -141,6 +143,14 @@ def while_mutable_array(one):
         return carry + 1, x
 
     return while_scan(small, body, one, XS)
+
+
+@case(ArgumentError, less=("disable_jit", "vmap"))
+def while_gradient_over_a_callback(one):
+    def body(carry, x):
+        return carry + io_callback(lambda: np.ones((), np.float32), jax.ShapeDtypeStruct((), jnp.float32)), x
+
+    return jax.grad(lambda one: while_scan(small, body, one, XS).carry)(one)
 
 
 @case(BodyError)

@@ -45,7 +45,9 @@ class Checkpointed:
     offload: str | None = None
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        step, policy = self.step, None if self.policy is None else RealOnly(self.policy)
+        step, policy = self.step, self.policy
+        if policy is not None:
+            policy = RealOnly(policy)
         if self.offload is not None and self.looped:
             step, policy = _Named(step), _offloading(policy, self.offload)
         return checkpoint(step, prevent_cse=not self.looped, policy=policy)(consts, state, feed)
