@@ -56,7 +56,6 @@ LAYERS = [  # a module imports from lines above its own only
     "_transforms.hoist",
     "_transforms.dependence",
     "_transforms.smooth",
-    "_transforms.detach",
     "_transforms.rows",
     "_transforms.branches",
     "_transforms.outputs",

@@ -14,6 +14,7 @@ from unpadded import QUICKLY, assert_close
 
 import treescan
 from treescan import Remat
+from treescan.carries import ema
 
 SAVES = {
     "all": "all",
@@ -632,3 +633,17 @@ def test_outputs_of_a_masked_scan():
     assert makings(None, 32, verb="mask_scan") == 0
     assert makings(8, 32, verb="mask_scan") == 4
     assert makings(8, 32, verb="mask_scan", chunk=0) == 4
+
+
+def test_a_leaf_of_the_last_carry_that_is_a_constant():
+    """What no step changes comes out of the last step as a number, not as an array."""
+
+    def last(w):
+        init = ema(jnp.zeros(()), decay=0.9)
+        return sum(jax.tree.leaves(treescan.accumulate(lambda c, x: c * w + x, init, jnp.ones(5), save="last")))
+
+    def whole(w):
+        init = ema(jnp.zeros(()), decay=0.9)
+        return sum(jax.tree.leaves(treescan.fold(lambda c, x: c * w + x, init, jnp.ones(5))))
+
+    assert_close(jax.jit(jax.grad(last))(2.0), jax.jit(jax.grad(whole))(2.0))

@@ -176,7 +176,7 @@ def _run_part(loop: Loop, start: int, stop: int, flags: tuple[bool, ...], *, alo
     step = _as_function(loop, Emit(loop.step, flags))
     if alone:
         feed = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, start, keepdims=False), loop.xs)
-        state, ys = step(loop.consts, loop.state, feed)
+        state, ys = as_arrays(step(loop.consts, loop.state, feed))  # a constant comes out of a call as a number
         return state, [y[None] for y in ys]
     whole = (start, stop) == (0, loop.length)
     xs = loop.xs if whole else jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, start, stop), loop.xs)

@@ -12,7 +12,6 @@ from .._loop import Feed, Loop, Step
 from .._types import Array, PyTree
 from .axes import LeafAxes
 from .batch_axes import RowLoop
-from .detach import detached
 from .rows import expand, select
 
 
@@ -43,7 +42,7 @@ class Truncated:
 
 def _cut(cut: Array, leaf: Array, axis: int | None) -> Array:
     flags = jnp.any(cut) if axis is None else expand(cut, leaf, axis)
-    return select(flags, detached(leaf), leaf)
+    return select(flags, jax.lax.stop_gradient(leaf), leaf)
 
 
 def truncate(loop: Loop, size: int, fixed: tuple[bool, ...] | None = None) -> Loop:
