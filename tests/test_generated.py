@@ -55,7 +55,7 @@ def test_programs_by_hypothesis(data):
         raise AssertionError(f"{source(program)}\n\nPROGRAM = {program!r}\n\n{failure}") from failure
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 40))])
 def test_a_few_programs(number):
     try:
         check(draw_program(Seeded(f"everyday {number}")))
