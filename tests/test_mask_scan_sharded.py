@@ -135,6 +135,7 @@ def test_a_padded_row_of_an_explicitly_sharded_batch_is_shown_a_flag_that_some_r
     chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-6)
 
 
+@pytest.mark.skipif(jax.__version_info__ < (0, 10), reason="JAX 0.8 cannot map what adds up over devices")
 def test_an_element_without_any_step_on_any_device_borrows_another_elements_pair(mesh):
     """Its own x, or none at all, would make the gradient of the weight NaN."""
     init, xs, lengths = data()

@@ -259,7 +259,7 @@ def test_linear_transpose_is_what_jax_cannot_do():
     of_jax_itself.def_vmap(lambda size, batched, x: (x, batched[0]))
 
     for function in (jax.lax.stop_gradient, of_jax_itself):
-        with pytest.raises(NotImplementedError):
+        with pytest.raises((NotImplementedError, TypeError)):  # a TypeError in JAX 0.8
             jax.linear_transpose(function, xs)(xs)
 
     def whole(xs):
@@ -268,7 +268,7 @@ def test_linear_transpose_is_what_jax_cannot_do():
     def masked(xs):
         return mask_scan(lambda h, x: (h @ matrix + x, h), jnp.zeros(2), xs, lengths=jnp.asarray(5))[0]
 
-    with pytest.raises(NotImplementedError, match=r"custom_vmap_call|stop_gradient"):
+    with pytest.raises((NotImplementedError, TypeError)):
         jax.linear_transpose(masked, xs)(ct)
     close(jax.vjp(masked, xs * 0)[1](ct)[0][:5], jax.vjp(whole, xs[:5])[1](ct)[0])
 
