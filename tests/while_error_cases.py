@@ -153,6 +153,20 @@ def while_gradient_over_a_callback(one):
     return jax.grad(lambda one: while_scan(small, body, one, XS).carry)(one)
 
 
+@case(ArgumentError, less=("disable_jit", "vmap"))
+def while_gradient_of_a_mapped_custom_vjp(one):
+    own = jax.custom_vjp(lambda a: 2 * a)
+    own.defvjp(lambda a: (2 * a, None), lambda _, t: (2 * t,))
+
+    def body(carry, x):
+        return own(carry), x
+
+    def total(ones):
+        return jnp.sum(jax.vmap(lambda one: while_scan(small, body, one, XS).carry)(ones))
+
+    return jax.grad(total)(jnp.stack([one, one]))
+
+
 @case(BodyError)
 def while_key_not_taken(one):
     return while_scan(small, step, one, XS, key=jax.random.key(0))

@@ -56,7 +56,12 @@ def own_product_vjp(a, b):
 own_product_vjp.defvjp(lambda a, b: jax.vjp(jnp.matmul, a, b), lambda pull, t: pull(t))
 """
 
-CUSTOM = {"ema": "ema({}, 0.7, shared=False)", "sum_": "sum_({}, shared=False)", "window": "window({})", "cast": "cast({})"}
+CUSTOM = {
+    "ema": "ema({}, 0.7, shared=False)",
+    "sum_": "sum_({}, shared=False)",
+    "window": "window({})",
+    "cast": "cast({})",
+}
 
 
 def tuple_of(items: Any) -> str:

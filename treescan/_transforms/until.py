@@ -41,6 +41,18 @@ _NO_GRADIENT = once_only(
     "the gradient computes each step again",
     "Take no gradient of the loop, or leave the callback out of what is differentiated",
 )
+_CUSTOM_VJP = "to a custom_vjp function"
+"""What JAX says where it cannot differentiate one."""
+
+
+def _no_forward_mode() -> Fault:
+    return Fault(
+        ArgumentError,
+        "{verb} over {body}: the body calls a function with a `jax.custom_vjp`, which JAX differentiates in reverse "
+        "mode alone. Forward mode was asked for, or the gradient of a `jax.vmap`, for which JAX needs it here.",
+        "Take `jax.vmap` of `jax.grad` in place of `jax.grad` of `jax.vmap`. Or run the loop within "
+        "`treescan.rewriting(False)`, where it runs all of its `max_length` steps.",
+    )
 
 
 @dataclass(frozen=True)
@@ -66,7 +78,20 @@ class Bounds(NamedTuple):
 
 
 def execute_until(body: Body, cond: Body | None, plan: UntilPlan, given: Given, bounds: Bounds | None = None) -> Ended:
-    """Runs a verb; see `execute`. An eager call is one program, kept with the body and the condition together."""
+    """Runs a verb; see `execute`. An eager call is one program, kept with the body and the condition together.
+
+    Raises:
+        Fault: for an `ArgumentError` if JAX refuses to differentiate a function with a rule for reverse mode alone.
+    """
+    try:
+        return _execute(body, cond, plan, given, bounds)
+    except TypeError as error:
+        if _CUSTOM_VJP in str(error):
+            raise _no_forward_mode() from None
+        raise
+
+
+def _execute(body: Body, cond: Body | None, plan: UntilPlan, given: Given, bounds: Bounds | None) -> Ended:
     assembled = functools.partial(_assemble, body, cond, plan)
     if is_jit_disabled() or under_a_trace():
         return assembled(given, bounds)
