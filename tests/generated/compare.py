@@ -230,6 +230,8 @@ def _explained(program: Program) -> Any:
     except treescan.TreescanError as error:
         raise Refused(str(error).splitlines()[0]) from error
     except Exception as error:
+        if "Failed to translate module to LLVM IR" in str(error):  # a fault of XLA's, in some unrolled loops
+            raise Refused("XLA does not compile it") from error
         first = next((line for line in str(error).splitlines() if line.strip()), "")[:160]
         frames = [f for f in traceback.extract_tb(error.__traceback__) if "/treescan/" in f.filename]
         where = f" [{frames[-1].filename.rsplit('/treescan/', 1)[1]}:{frames[-1].lineno}]" if frames else ""
