@@ -64,6 +64,8 @@ def draw_program(draw: Draw) -> Program:
     )  # fmt: skip
     if any("vjp" in instruction.text for instruction in program.body):  # JAX has no forward mode for these
         program = program.replace(mode=tuple(m for m in mode if m not in ("jvp", "hvp")) or ("vjp",))
+    if any("stop_gradient" in instruction.text for instruction in program.body):  # as for `truncate`
+        program = program.replace(mode=tuple(m for m in program.mode if m != "hvp") or ("vjp",))
     convolves = any("conv_general_dilated" in instruction.text for instruction in program.body)
     if convolves and outer and verb == "while_scan":  # mapped convolutions of XLA let a NaN through to other elements
         program = program.replace(padding="random")
