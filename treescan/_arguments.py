@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import functools
 import inspect
-import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -15,7 +14,16 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
-from ._avals import describe_argument, describe_leaf, describe_node, describe_traced, is_key, shape_of, spec_parts
+from ._avals import (
+    describe_argument,
+    describe_leaf,
+    describe_node,
+    describe_traced,
+    exact_int,
+    is_key,
+    shape_of,
+    spec_parts,
+)
 from ._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, Row, TracedArgumentError, TreescanError
 from ._loop import Body
 from ._transforms.axes import LeafAxes, check_axes, spread_axes
@@ -88,16 +96,6 @@ def check_unroll(unroll: Any, length: int) -> int:
             "Give 1 for a plain loop, k for k {unit}s a round, 0 or True to unroll the whole loop.",
         )
     return steps
-
-
-def exact_int(value: Any) -> int | None:
-    """An exact int from anything that is one; None for floats, bools, tracers and the rest."""
-    if isinstance(value, bool | np.bool_ | Tracer):
-        return None
-    try:
-        return operator.index(value)
-    except TypeError:
-        return None
 
 
 def check_length(length: Any, name: str = "length", cure: str = _TRACED_LENGTH) -> int | None:

@@ -6,6 +6,7 @@ The one place that bridges what JAX names differently between the oldest and the
 from __future__ import annotations
 
 import math
+import operator
 from typing import Any
 
 import jax
@@ -186,5 +187,15 @@ def shape_of(leaf: Any) -> tuple[int, ...] | None:
     """The shape of a leaf, or None for leaves that have none."""
     try:
         return getattr(jax.typeof(leaf), "shape", None)
+    except TypeError:
+        return None
+
+
+def exact_int(value: Any) -> int | None:
+    """An exact int from anything that is one; None for floats, bools, tracers and the rest."""
+    if isinstance(value, bool | np.bool_ | Tracer):
+        return None
+    try:
+        return operator.index(value)
     except TypeError:
         return None

@@ -6,8 +6,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
-from ._arguments import exact_int
-from ._avals import describe_argument, describe_node
+from ._avals import describe_argument, describe_node, exact_int
 from ._errors import ArgumentTypeError, BodyError, Fault
 from ._filters import check_filter, is_for
 from ._groups import Groups, Rngs

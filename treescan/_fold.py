@@ -7,7 +7,7 @@ from typing import Any, Unpack, overload
 
 from ._arguments import check_options
 from ._errors import explain, verb
-from ._run import run_verb
+from ._run import run_scan
 from ._transforms.conventions import ACCUMULATE, FOLD
 from ._types import Array, Carry, FoldOptions, KeyedFoldBody, Options, PyTree, UnkeyedOptions, X
 
@@ -76,7 +76,7 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
     """
     try:
         check_options(options, _ACCEPTED - _FOLD_REFUSES.keys(), _FOLD_REFUSES)
-        return run_verb(FOLD, f, init, xs, length, **options)[0]
+        return run_scan(FOLD, f, init, xs, length, **options)[0]
     except Exception as error:
         explained = explain(error, "fold", f, init)
     raise explained
@@ -145,7 +145,7 @@ def accumulate(
     """
     try:
         check_options(options, _ACCEPTED, {})
-        return run_verb(ACCUMULATE, f, init, xs, length, **options)[1]
+        return run_scan(ACCUMULATE, f, init, xs, length, **options)[1]
     except Exception as error:
         explained = explain(error, "accumulate", f, init)
     raise explained

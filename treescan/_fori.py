@@ -8,17 +8,15 @@ from typing import Any, Unpack, overload
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from ._arguments import check_bound, check_key, check_length, check_options
+from ._arguments import check_bound, check_length, check_options
 from ._avals import describe_traced
 from ._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
-from ._run import body_of, check_body, plan_loop, restored, run_verb
+from ._prepare import prepare
 from ._transforms.body import check_callable
 from ._transforms.conventions import FORI
-from ._transforms.pipeline import Given
-from ._transforms.until import Bounds, UntilPlan, execute_until
-from ._tree import freeze_static
+from ._transforms.count import Count
+from ._transforms.until import Bounds, Until
 from ._types import Array, ArrayLike, Carry, IndexOptions, KeyedIndexBody, PyTree
-from .carries._registry import adopt
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
 _TRACED_MOST = (
@@ -98,11 +96,13 @@ def fori(
         most = check_length(max_length, "max_length", _TRACED_MOST)
         if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
             bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
-            return _run_traced(f, init, bounds, most, **options)
+            call = prepare(FORI, f, init, length=most, **options)
+            ended = Until(call.call).run(call.given, bounds)
+            return call.restored((ended.state, None))[0]
         low, high = check_bound(lower, "lower"), check_bound(upper, "upper")
         length = max(high - low, 0)
         _check_most(length, most)
-        return run_verb(FORI, f, init, length=length, lower=low, **options)[0]
+        return prepare(FORI, f, init, length=length, **options).run(Count(low))[0]
     except Exception as error:
         explained = explain(error, "fori", f, init)
     raise explained
@@ -129,22 +129,3 @@ def _check_traced(bound: Any, name: str) -> ArrayLike:
             "Give an int of shape []. For loops of unequal length in one batch, `jax.vmap` over it.",
         )
     return bound
-
-
-def _run_traced(
-    f: Callable[..., Any],
-    init: PyTree,
-    bounds: Bounds,
-    most: int,
-    *,
-    key: Array | None = None,
-    **options: Any,
-) -> PyTree:
-    body, alive = body_of(f, FORI)
-    adopted, key = adopt(init), check_key(key)
-    frozen = freeze_static(adopted.init)
-    check_body(body, FORI, keyed=key is not None)
-    plan = plan_loop(FORI, most, frozen=frozen is not adopted.init, custom=adopted.custom, **options)
-    ended = execute_until(body, None, UntilPlan(plan), Given(frozen, key=key), bounds)
-    del alive
-    return restored((ended.state, None), plan, adopted)[0]

@@ -13,19 +13,20 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ._arguments import check_length, infer_length, resolve_axes
+from ._arguments import check_length, check_name, check_reverse, check_unroll, infer_length, resolve_axes
 from ._avals import describe_leaf
-from ._chunk_arguments import check_chunks
 from ._errors import ArgumentError, BodyError, Fault, Row
 from ._group_terms import in_users_terms
-from ._loop import Body
-from ._run import body_of, plan_loop, restored
+from ._prepare import Prepared, body_of, present
+from ._transforms.axes import OverAxes, static_axes
+from ._transforms.call import Arguments, Call
 from ._transforms.conventions import LIFT
-from ._transforms.once import OncePlan
-from ._transforms.pipeline import Given, Plan, assemble, constant_outputs, execute
+from ._transforms.once import OncePlan, WithOnce
+from ._transforms.outputs import KeepOutputs, check_save
+from ._transforms.remat import Recompute
 from ._tree import Prefix, broadcast_prefix, freeze_static, holds_static, leaves_with_path
 from ._types import Axes, PyTree, RematLike, Save
-from .carries._registry import Adopted, adopt
+from .carries._registry import adopt
 
 
 class Groups(NamedTuple):
@@ -69,7 +70,7 @@ class Outputs(NamedTuple):
     broadcast: PyTree
 
 
-Call = Callable[[Groups, Rngs, PyTree, tuple[Any, ...]], tuple[PyTree, PyTree, Groups]]
+CallStep = Callable[[Groups, Rngs, PyTree, tuple[Any, ...]], tuple[PyTree, PyTree, Groups]]
 """(variables, rngs, carry, args) to (carry, y, variables)."""
 
 Again = Callable[[PyTree, bool], PyTree]
@@ -119,7 +120,7 @@ class Step:
         whole: arguments that it closes over.
     """
 
-    call: Call
+    call: CallStep
     function: Any
     whole: _Whole | None = None
 
@@ -206,19 +207,9 @@ class _Xs(NamedTuple):
 _KEYS = Prefix.of(_Xs(False, Rngs(True, True), False))
 
 
-class _Prepared(NamedTuple):
-    """A loop that could run."""
-
-    body: Body
-    plan: Plan
-    given: Given
-    adopted: Adopted
-    alive: Any
-
-
 def _prepare(
     step: Step, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...], again: Again | None
-) -> _Prepared:
+) -> tuple[WithOnce, Prepared]:
     adopted = adopt(State(groups.carried, carry))
     axes = _Xs(roles.scanned_in, Rngs(None, 0), roles.in_axes)
     frozen_xs = freeze_static(_Xs(groups.scanned, Rngs(None, None), args))
@@ -233,21 +224,28 @@ def _prepare(
     frozen_init, frozen_xs = map(freeze_static, (adopted.init, _Xs(groups.scanned, keys, given)))
     broadcast = freeze_static(groups.broadcast, scalars=True)
     out_axes, wanted = _outputs(roles)
-    plan = plan_loop(
+    call = Call(
+        body,
         LIFT,
         length,
-        reverse=roles.reverse,
-        unroll=roles.unroll,
-        in_axes=resolve_axes(axes, frozen_xs),
-        out_axes=out_axes,
-        name=roles.name,
+        reverse=check_reverse(roles.reverse),
+        unroll=check_unroll(roles.unroll, length),
         frozen=any(map(holds_static, (frozen_init, frozen_xs, broadcast))),
         custom=adopted.custom,
-        chunks=check_chunks(roles.remat, _saved(roles), None),
+        name=check_name(roles.name),
         lowering=roles.lowering,
-        once=OncePlan(wanted, None if again is None else lambda y, keys: again(y.broadcast, keys), _KEYS),
     )
-    return _Prepared(body, plan, Given(frozen_init, frozen_xs, args=(broadcast,)), adopted, alive)
+    once = OncePlan(wanted, None if again is None else lambda y, keys: again(y.broadcast, keys), _KEYS)
+    over, save = resolve_axes(axes, frozen_xs), _saved(roles)
+    program = WithOnce(
+        call,
+        once,
+        None if over is None else OverAxes(over),
+        present(Recompute.of(roles.remat), KeepOutputs.of(save)),
+        static_axes("out_axes", out_axes),
+        check_save(save),
+    )
+    return program, Prepared(call, Arguments(frozen_init, frozen_xs, args=(broadcast,)), over, adopted, alive)
 
 
 def _freeze_numbers(args: tuple[Any, ...], axes: Sequence[Any]) -> tuple[Any, ...]:
@@ -284,11 +282,11 @@ def run_groups(
         The carry, ys, and the variables that the steps returned: stacked where they have an axis.
     """
     with in_users_terms():
-        prepared = _prepare(step, roles, groups, rngs, carry, args, again)
-        run = assemble if roles.closes_over else execute
-        result = run(*prepared[:3])
-        state, found = restored(result, prepared.plan, prepared.adopted)
-        stacked, once = found
+        program, call = _prepare(step, roles, groups, rngs, carry, args, again)
+        if roles.closes_over:
+            state, (stacked, once) = call.restored(program(call.given))
+        else:
+            state, (stacked, once) = call.run_program(program)
         y = jax.tree.map(_either, stacked.y, once.y, is_leaf=_is_none) if _has_once(roles) else stacked.y
         return state.carry, y, Groups(once.broadcast, state.variables, stacked.variables)
 
@@ -296,8 +294,8 @@ def run_groups(
 def broadcast_of(step: Step, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...]) -> PyTree:
     """What the steps make of the broadcast variables: as `run_groups` returns it, but no step is run."""
     with in_users_terms():
-        prepared = _prepare(step, roles, groups, rngs, carry, args, None)
-        return constant_outputs(*prepared[:3]).broadcast
+        program, call = _prepare(step, roles, groups, rngs, carry, args, None)
+        return program.constant_outputs(call.given).broadcast
 
 
 def _outputs(roles: Roles) -> tuple[PyTree, Prefix]:

@@ -9,8 +9,8 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ._arguments import check_key, exact_int
-from ._avals import describe_argument, describe_leaf, describe_traced, spec_parts
+from ._arguments import check_key
+from ._avals import describe_argument, describe_leaf, describe_traced, exact_int, spec_parts
 from ._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, LayerError, Row, explain, verb
 from ._loop import Body, is_jit_disabled
 from ._retrace import under_a_trace

@@ -9,12 +9,13 @@ import jax
 
 from ._arguments import no_axis, resolve_axes
 from ._avals import describe_argument, describe_leaf, describe_node, is_mutable, shape_of
-from ._chunk_arguments import check_remat, check_save
 from ._errors import ArgumentError, Fault, LayerError, Row
 from ._remat import Remat
 from ._stack import count_layers, refuse_split
 from ._transforms.axes import LeafAxes
-from ._transforms.chunked import refuse_budget
+from ._transforms.outputs import check_save
+from ._transforms.refuse import refuse_budget
+from ._transforms.remat import check_remat
 from ._transforms.turns import Remats, Saves
 from ._tree import freeze_static, is_static, leaves_with_path
 from ._types import Axes, PyTree, Save

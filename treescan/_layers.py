@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, Unpack, overload
@@ -27,11 +26,11 @@ from ._layer_arguments import (
     refuse_mutable,
 )
 from ._loop import Body
-from ._run import body_of, restored
+from ._prepare import body_of, restored
 from ._transforms.axes import static_axes
+from ._transforms.call import Arguments, Call
 from ._transforms.conventions import FOLD_LAYERS, SCAN_LAYERS, Convention
-from ._transforms.pattern import Pattern, execute_pattern
-from ._transforms.pipeline import Given, Plan
+from ._transforms.pattern import Pattern
 from ._tree import Prefix, freeze_static
 from ._types import Array, Axes, Carry, LayersOptions, PyTree, Save, StackedLayersOptions, X, X_contra, Y, Y_co
 from .carries._registry import adopt
@@ -315,24 +314,19 @@ def _run(
     refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "args": frozen_args})
     _check_blocks(bodies, convention, stacks, len(frozen_args), keyed=key is not None)
     frozen = stacks.frozen or frozen_x is not adopted.init or any(map(operator.is_not, frozen_args, args))
-    plan = Plan(
-        convention,
-        stacks.counts[0],
-        reverse=check_reverse(reverse),
-        unroll=check_unroll(unroll, stacks.counts[-1]),
-        frozen=frozen,
-        custom=adopted.custom,
-    )
-    counted = zip(stacks.counts, stacks.axes, strict=True)
+    told: dict[str, Any] = {"reverse": check_reverse(reverse), "unroll": check_unroll(unroll, stacks.counts[-1])}
+    told |= {"frozen": frozen, "custom": adopted.custom}
+    counted = zip(bodies, stacks.counts, strict=True)
     pattern = Pattern(
-        blocks=tuple(dataclasses.replace(plan, length=count, in_axes=axes) for count, axes in counted),
+        blocks=tuple(Call(body, convention, count, **told) for body, count in counted),
+        axes=tuple(stacks.axes),
         sequence=stacks.sequence,
         out_axes=_check_out_axes(out_axes, stacks),
         remat=check_remats(remat, stacks),
         saves=check_saves(save, stacks),
         name=check_name(name),
     )
-    result = execute_pattern(bodies, pattern, Given(frozen_x, stacks.arguments, key, args=frozen_args))
+    result = pattern.run(Arguments(frozen_x, stacks.arguments, key, frozen_args))
     del handles
     return restored(result, pattern.blocks[0], adopted)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import inspect
 import threading
@@ -162,6 +163,9 @@ def outermost(function: Any) -> Any:
     return function
 
 
+Finish = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+"""(last state, ys) to the same in the terms of the loop that a transform was given."""
+
 _bodies: weakref.WeakKeyDictionary[Callable[..., Any], Body] = weakref.WeakKeyDictionary()
 _programs: weakref.WeakKeyDictionary[Callable[..., Any], Memo] = weakref.WeakKeyDictionary()
 
@@ -183,6 +187,10 @@ class Loop:
         names: what the body calls its carry and its x, for messages.
         memo: keeps what is made for the step: the body's own memo, which outlives the call, unless the step holds a
             trace, and with it values of an outer one.
+        trace: what was read off a trace of the step, if it was traced ahead of the loop; see `hoist.traced`.
+        wishes: the chunks that transforms ask for, and what they put around them; see `nest.run_nested`.
+        keeps: for each leaf of one step's y how often it is kept; None: ys are stacked whole.
+        finish: what each transform does to the loop's results, in the order of the transforms.
     """
 
     body: Body
@@ -196,6 +204,27 @@ class Loop:
     lowering: tuple[tuple[str, Any], ...] = ()
     names: tuple[str, str] = ("carry", "x")
     memo: Memo | None = None
+    trace: Any = None
+    wishes: tuple[Any, ...] = ()
+    keeps: tuple[int | None, ...] | None = None
+    finish: tuple[Finish, ...] = ()
+
+    def finished(self, finish: Finish) -> Loop:
+        """The loop, with one more thing to do to its results."""
+        return dataclasses.replace(self, finish=(*self.finish, finish))
+
+
+class Transform(Protocol):
+    """One option of a verb: static, hashable and equal by value. It maps a loop to another."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether there is work around the loop, which an eager call compiles together with it."""
+        ...
+
+    def __call__(self, loop: Loop, /) -> Loop:
+        """The transformed loop; what undoes the transform in its results goes to `Loop.finish`."""
+        ...
 
 
 @dataclass(frozen=True, eq=False)

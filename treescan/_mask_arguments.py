@@ -4,23 +4,15 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ._arguments import exact_int
-from ._avals import describe_argument, describe_traced, dtype_of, shape_of
+from ._avals import describe_argument, describe_traced, dtype_of, exact_int, shape_of
 from ._errors import ArgumentError, ArgumentTypeError, Fault
-
-
-class RowFlags(NamedTuple):
-    """Which steps of which rows are data, and which begin a segment, as the user said it."""
-
-    lengths: Any = None
-    mask: Any = None
-    resets: Any = None
+from ._transforms.masking import RowFlags
 
 
 def check_rows(flags: RowFlags, time_axis: int, steps: int) -> RowFlags:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Unpack, overload
 
@@ -11,15 +10,18 @@ import numpy as np
 
 from ._arguments import check_options
 from ._errors import ArgumentError, Fault, explain, verb
-from ._mask_arguments import RowFlags, check_chunk, check_compact, check_padded, check_rows, check_time_axis
+from ._mask_arguments import check_chunk, check_compact, check_padded, check_rows, check_time_axis
 from ._pack import Packed
 from ._pad import Padded
-from ._run import run_verb
+from ._prepare import prepare, present
 from ._transforms.axes import static_axes
 from ._transforms.body import check_callable
 from ._transforms.conventions import MASK_SCAN
 from ._transforms.fill import check_fill
-from ._transforms.masking import MaskPlan
+from ._transforms.masking import Masked, MaskPlan, MemoryPlan, RowFlags
+from ._transforms.outputs import MoveOutputs, check_save
+from ._transforms.remat import check_remat
+from ._transforms.truncate import check_truncate
 from ._tree import Prefix, is_static, leaves_with_path
 from ._types import (
     Array,
@@ -31,6 +33,8 @@ from ._types import (
     MaskOptions,
     Options,
     PyTree,
+    RematLike,
+    Save,
     ValidBody,
     X,
     Y,
@@ -260,12 +264,31 @@ def mask_scan(
             check_compact(compact, keyed=options.get("key") is not None),
         )
         xs, flags = _rows_of(xs, RowFlags(lengths, mask, resets), time_axis, options.get("in_axes"))
-        rows = functools.partial(check_rows, flags, time_axis)
         axes: dict[str, Any] = {"in_axes": time_axis, "out_axes": time_axis}
-        return run_verb(MASK_SCAN, f, init, xs, length, rows=rows, mask=plan, **{**axes, **options})
+        return _run(f, init, xs, length, flags, plan, **{**axes, **options})
     except Exception as error:
         explained = explain(error, "mask_scan", f, init)
     raise explained
+
+
+def _run(
+    f: Callable[..., Any],
+    init: PyTree,
+    xs: PyTree,
+    length: int | None,
+    flags: RowFlags,
+    plan: MaskPlan,
+    *,
+    out_axes: Axes,
+    remat: RematLike | None = None,
+    save: Save = "all",
+    truncate: int | None = None,
+    **options: Any,
+) -> tuple[Any, Any]:
+    call = prepare(MASK_SCAN, f, init, xs, length, masked=True, **options)
+    memory = MemoryPlan(check_remat(remat), check_save(save), check_truncate(truncate))
+    program = Masked(call.call, plan, memory, call.axes, present(MoveOutputs.of(out_axes, save)))
+    return call.with_rows(check_rows(flags, plan.time_axis, call.call.length)).run_program(program)
 
 
 _ACCEPTED = frozenset(Options.__annotations__) | MaskOptions.__annotations__.keys() | {"length"}

@@ -7,17 +7,14 @@ from typing import Any
 
 import jax
 
-from ._arguments import check_key, check_length, infer_length
-from ._chunk_arguments import check_remat
 from ._errors import explain, verb
-from ._run import body_of, check_body
+from ._prepare import prepare
 from ._transforms.budget import RematPlan, plan_of
+from ._transforms.call import Arguments
 from ._transforms.conventions import FOLD, SCAN
 from ._transforms.hoist import hoist
-from ._transforms.pipeline import Given, Plan, make_loop
-from ._tree import freeze_static
+from ._transforms.remat import check_remat
 from ._types import Array, PyTree, RematLike
-from .carries._registry import adopt
 
 
 @verb
@@ -65,32 +62,21 @@ def plan_remat(
         Remat(policy="everything_saveable", levels=2, segment=20) 2 184320
     """
     try:
-        convention = SCAN if pair else FOLD
-        body, alive = body_of(f, convention)
-        adopted = adopt(init)
-        frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
-        steps = infer_length(frozen_xs, check_length(length), None)
-        key = check_key(key)
-        check_body(body, convention, keyed=key is not None)
-        frozen = frozen_init is not adopted.init or frozen_xs is not xs
-        plan = Plan(convention, steps, frozen=frozen, custom=adopted.custom)
-        given = Given(frozen_init, frozen_xs, key)
+        call = prepare(SCAN if pair else FOLD, f, init, xs, length, key=key)
         chosen = check_remat(remat)
-        if not steps:
+        if not call.call.length:
             return RematPlan(chosen, 0, (), 0, 0, 0, 0)
-        planned = _traced(lambda given: plan_of(hoist(make_loop(body, plan, given)), chosen), given)
-        del alive
-        return planned
+        return _traced(lambda given: plan_of(hoist(call.call.lay(given)), chosen), call.given)
     except Exception as error:
         explained = explain(error, "plan_remat", f, init)
     raise explained
 
 
-def _traced(plan: Callable[[Given], RematPlan], given: Given) -> RematPlan:
+def _traced(plan: Callable[[Arguments], RematPlan], given: Arguments) -> RematPlan:
     """What is found out from types alone, where the arrays may be nothing but these."""
     found: list[RematPlan] = []
 
-    def look(given: Given) -> None:
+    def look(given: Arguments) -> None:
         found.append(plan(given))
 
     jax.eval_shape(look, given)

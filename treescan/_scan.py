@@ -7,7 +7,7 @@ from typing import Any, overload
 
 from ._arguments import check_options
 from ._errors import explain, verb
-from ._run import run_verb
+from ._run import run_scan
 from ._transforms.conventions import SCAN
 from ._types import Array, Axes, Carry, KeyedBody, Options, PyTree, RematLike, Save, X, Y
 
@@ -156,7 +156,7 @@ def scan(
     try:
         check_options(unknown, _ACCEPTED, {})
         lowering = (("_split_transpose", True),) if _split_transpose else ()
-        return run_verb(
+        return run_scan(
             SCAN,
             f,
             init,

@@ -6,14 +6,21 @@ import functools
 import itertools
 import math
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 
 class Wish(NamedTuple):
-    """What one feature asks of the chunks: a boundary every `size` steps; exactly there, or about there."""
+    """What one transform asks of the chunks: a boundary every `size` steps; exactly there, or about there.
+
+    Attributes:
+        size: the steps of a chunk.
+        exact: whether the boundaries have to be there.
+        around: what is put around the chunks that come nearest to it, as for `Level.around`; None: nothing.
+    """
 
     size: int
     exact: bool = False
+    around: Any = None
 
 
 def plan_sizes(length: int, wishes: Iterable[Wish]) -> tuple[int, ...]:

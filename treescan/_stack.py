@@ -9,8 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from ._arguments import exact_int
-from ._avals import describe_argument, describe_leaf, describe_traced, dtype_of, shape_of, spec_parts
+from ._avals import describe_argument, describe_leaf, describe_traced, dtype_of, exact_int, shape_of, spec_parts
 from ._errors import ArgumentTypeError, Fault, LayerError, Row, explain, verb
 from ._retrace import under_a_trace
 from ._transforms.axes import LeafAxes

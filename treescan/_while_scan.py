@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, overload
 
 import jax
 
-from ._arguments import check_key, check_length, check_options, infer_length, resolve_axes
+from ._arguments import check_length, check_options, infer_length
 from ._avals import describe_leaf
-from ._chunk_arguments import check_chunks
 from ._errors import ArgumentError, Fault, Row, explain, verb
 from ._loop import Body
-from ._run import body_of, check_body, plan_loop, restored
+from ._prepare import prepare, present
+from ._remat import Remat
 from ._transforms.axes import LeafAxes
-from ._transforms.chunked import ChunkPlan, refuse_budget, refuse_offload
 from ._transforms.condition import check_condition
 from ._transforms.conventions import WHILE_SCAN
 from ._transforms.fill import HOLD, check_fill
-from ._transforms.pipeline import Given
-from ._transforms.until import UntilPlan, execute_until
-from ._tree import Prefix, freeze_static, leaves_with_path
+from ._transforms.outputs import MoveOutputs, check_save
+from ._transforms.refuse import refuse_budget, refuse_offload
+from ._transforms.remat import check_remat
+from ._transforms.until import Until
+from ._tree import Prefix, leaves_with_path
 from ._types import Array, Axes, Carry, KeyedBody, PyTree, RematLike, Save, X, Y
-from .carries._registry import adopt
 
 _ACCEPTED = frozenset(
     ("max_length", "fill", "reverse", "unroll", "in_axes", "out_axes", "key", "remat", "save", "name")
@@ -198,61 +199,37 @@ def while_scan(
     try:
         check_options(unknown, _ACCEPTED, _REFUSES)
         check_condition(cond)
-        chunks = _check_chunks(remat, save)
-        return _run(cond, f, init, xs, max_length, fill, reverse, unroll, in_axes, out_axes, key, chunks, name)
+        plan, kept = _check_remat(remat), check_save(save)
+        call = prepare(
+            WHILE_SCAN,
+            f,
+            init,
+            xs,
+            measure=functools.partial(_check_max_length, max_length),
+            reverse=reverse,
+            unroll=unroll,
+            in_axes=in_axes,
+            key=key,
+            name=name,
+        )
+        filled, condition = _check_fill(fill), Body.of(cond)
+        asked = condition.function  # kept alive, as that of an equal condition may be another object
+        transforms = present(call.over_axes, MoveOutputs.of(out_axes, save))
+        program = Until(call.call, condition, transforms, plan, kept, Prefix.of(filled), repr(filled))
+        ended = program.run(call.given)
+        del asked
+        carry, ys = call.restored((ended.state, ended.ys))
+        return WhileResult(carry, ys, ended.steps, ended.stopped)
     except Exception as error:
         explained = explain(error, "while_scan", f, init)
     raise explained
 
 
-def _run(
-    cond: Callable[[Any], Any],
-    f: Callable[..., Any],
-    init: PyTree,
-    xs: PyTree,
-    max_length: int | None,
-    fill: PyTree,
-    reverse: bool,
-    unroll: int | bool,
-    in_axes: Axes,
-    out_axes: Axes,
-    key: Array | None,
-    chunks: ChunkPlan,
-    name: str | None,
-) -> WhileResult[Any, Any]:
-    body, alive = body_of(f, WHILE_SCAN)
-    condition = Body.of(cond)
-    asked = condition.function  # kept alive, as that of an equal condition may be another object
-    adopted, key = adopt(init), check_key(key)
-    frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
-    axes = resolve_axes(in_axes, frozen_xs)
-    length = _check_max_length(max_length, frozen_xs, axes)
-    check_body(body, WHILE_SCAN, keyed=key is not None)
-    plan = plan_loop(
-        WHILE_SCAN,
-        length,
-        reverse=reverse,
-        unroll=unroll,
-        out_axes=out_axes,
-        name=name,
-        in_axes=axes,
-        frozen=frozen_init is not adopted.init or frozen_xs is not xs,
-        custom=adopted.custom,
-        chunks=chunks,
-    )
-    filled = _check_fill(fill)
-    until = UntilPlan(plan, Prefix.of(filled), repr(filled))
-    ended = execute_until(body, condition, until, Given(frozen_init, frozen_xs, key))
-    del alive, asked
-    carry, ys = restored((ended.state, ended.ys), plan, adopted)
-    return WhileResult(carry, ys, ended.steps, ended.stopped)
-
-
-def _check_chunks(remat: RematLike | None, save: Save) -> ChunkPlan:
-    chunks = check_chunks(remat, save, None)
-    refuse_budget(chunks.remat, "a loop whose number of steps is not known")
-    refuse_offload(chunks.remat)
-    return chunks
+def _check_remat(remat: RematLike | None) -> Remat | None:
+    plan = check_remat(remat)
+    refuse_budget(plan, "a loop whose number of steps is not known")
+    refuse_offload(plan)
+    return plan
 
 
 def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int:

@@ -38,6 +38,17 @@ class MergeWhole:
         return self.step(inner, state, feed._replace(x=jtu.tree_unflatten(self.structure, leaves)))
 
 
+@dataclass(frozen=True)
+class OverAxes:
+    """`in_axes`: scans each leaf of xs over its own axis, and gives those without one whole to every step."""
+
+    axes: LeafAxes
+    moves = True
+
+    def __call__(self, loop: Loop) -> Loop:
+        return scan_over_axes(loop, self.axes)
+
+
 def scan_over_axes(loop: Loop, axes: LeafAxes) -> Loop:
     """Moves each leaf's axis to the front, and turns leaves without one into constants of the loop.
 

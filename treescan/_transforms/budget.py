@@ -15,8 +15,9 @@ from .._errors import ArgumentError, Fault, table
 from .._loop import Feed, Step
 from .._remat import Remat
 from .._sizes import count_parts, divide
+from .checkpoint import checkpoint_step, remat_sizes
 from .hoist import Hoisted, one_step
-from .remat import checkpoint_step, refuse_symbolic, remat_sizes
+from .refuse import refuse_symbolic
 
 
 @dataclass(frozen=True)

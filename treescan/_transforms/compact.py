@@ -20,7 +20,7 @@ from .axes import LeafAxes
 from .batch_axes import RowAxes, RowLoop
 from .hoist import Hoisted, one_step, trace_also
 from .lend import may_branch
-from .remat import refuse_symbolic
+from .refuse import refuse_symbolic
 
 MOST_TIERS = 7
 """That `compact=True` makes; the body is compiled once for each."""

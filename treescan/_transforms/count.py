@@ -31,15 +31,22 @@ class Counted:
         return (index + self.stride, inner), y
 
 
-def count(loop: Loop, lower: int) -> Loop:
-    """Feeds the positions of a loop, from `lower` up, as x.
+@dataclass(frozen=True)
+class Count:
+    """`fori`: feeds the positions of a loop as x, from `lower` up.
 
     A Python int to begin with, the index keeps a weak type, and takes on that of what it is mixed with.
     """
-    return count_from(loop, lower + loop.length - 1 if loop.reverse else lower)
+
+    lower: int
+    moves = False
+
+    def __call__(self, loop: Loop) -> Loop:
+        return count_from(loop, self.lower + loop.length - 1 if loop.reverse else self.lower)
 
 
 def count_from(loop: Loop, first: ArrayLike, place: Literal["x", "position"] = "x") -> Loop:
     """Feeds indices as x, or as positions from which keys are folded; the first step is given `first`."""
     step = Counted(loop.step, -1 if loop.reverse else 1, place)
-    return dataclasses.replace(loop, step=step, state=(first, loop.state))
+    loop = dataclasses.replace(loop, step=step, state=(first, loop.state))
+    return loop.finished(lambda state, ys: (state[1], ys))

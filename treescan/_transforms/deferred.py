@@ -22,10 +22,10 @@ from jax.custom_derivatives import SymbolicZero
 from .._avals import place_like
 from .._loop import Feed, Loop, Memo, Step, run
 from .._types import Array
+from .checkpoint import RealOnly
 from .equations import alone, values_of
 from .hoist import array_of
 from .products import ELEMENTWISE, Deferred, Split
-from .remat import RealOnly
 from .smooth import Unproven, add_alike, fill_in, nonzero_part, smooth_part, typed_like
 from .steps_at_once import compute_early, entry_of, product_of_steps
 from .sums import Slot, slots_of

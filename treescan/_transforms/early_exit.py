@@ -24,13 +24,13 @@ from .._remat import Remat
 from .._sizes import Wish, plan_sizes
 from .._tree import Prefix
 from .._types import Array, PyTree
+from .checkpoint import remat_sizes
 from .condition import Condition
 from .fill import fill_leaves
 from .hoist import merge
 from .lend import most_of_all, most_of_devices
-from .outputs import Thinned
-from .remat import remat_sizes
 from .rows import select_valid
+from .thin import Thinned
 
 BRANCHING = 11
 """About how many chunks make one of the next level, where only the state leaves the loop."""

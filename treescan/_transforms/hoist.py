@@ -18,7 +18,18 @@ from jax.core import ShapedArray, eval_jaxpr
 
 from .._avals import is_weak
 from .._errors import BodyError, Fault
-from .._loop import Body, Feed, Loop, Memo, Step, as_arrays, named_signature, settle, weak_types_settled
+from .._loop import (
+    Body,
+    Feed,
+    Loop,
+    Memo,
+    Step,
+    as_arrays,
+    is_jit_disabled,
+    named_signature,
+    settle,
+    weak_types_settled,
+)
 from .._rewrite import is_rewriting
 from .._types import PyTree, TreeDef
 from .equations import has_branches, has_reverse_rule
@@ -173,6 +184,28 @@ def hoist(loop: Loop) -> Hoisted:
         reverse_rule=has_reverse_rule(jaxpr.jaxpr),
         branches=has_branches(jaxpr.jaxpr),
     )
+
+
+def is_untraced(loop: Loop) -> bool:
+    """Whether a loop's steps run on values, or not at all: then nothing is traced ahead of it."""
+    return is_jit_disabled() or not loop.length
+
+
+def traced(loop: Loop) -> Loop:
+    """The loop with its step traced, once and for all, and its unchanged leaves out of the state; see `Loop.trace`."""
+    if loop.trace is not None:
+        return loop
+    return _restoring(hoist(loop))
+
+
+def flattened(loop: Loop) -> Loop:
+    """The same form without a trace, for a loop that `is_untraced`."""
+    return _restoring(flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state))))
+
+
+def _restoring(hoisted: Hoisted) -> Loop:
+    loop = dataclasses.replace(hoisted.loop, trace=hoisted)
+    return loop.finished(lambda state, ys: (hoisted.restore(state), ys))
 
 
 def lift(hoisted: Hoisted) -> Hoisted:

@@ -23,10 +23,10 @@ from .._chunk import RunChunk, as_step
 from .._loop import Feed, Loop, run
 from .._types import Array, PyTree
 from .batch_axes import RowAxes
+from .checkpoint import is_remat3
 from .compact import put_rows, take_feed, take_rows
 from .fill import Idle
 from .in_bulk import Ahead, AsItIs, ahead, types_of_y
-from .remat import is_remat3
 from .schedule import Schedule
 from .smooth import fill_in, nonzero_part, smooth_part
 

@@ -5,28 +5,40 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
 from .._avals import vary_over, varying_axes
-from .._loop import Loop, as_arrays, debugs_nans, is_jit_disabled
+from .._loop import Loop, Transform, as_arrays, debugs_nans, is_jit_disabled
+from .._remat import Remat
 from .._rewrite import is_rewriting
 from .._tree import Prefix
 from .._types import Array, PyTree
 from .axes import LeafAxes, scan_over_axes
 from .batch_axes import RowAxes, RowLoop, rows_of_x, spread_batch_axes
+from .call import Arguments, Call
 from .carries import refuse_shared_keys, spread_carry_axes
-from .chunked import EVERYTHING, ChunkPlan, refuse_budget, refuse_offload
 from .compact import refuse_tiers, tiers_of, trace_tiers
 from .fill import HOLD, Idle, fill_leaves, hold, hold_afterwards, without_hold
 from .hoist import Hoisted, fixed_leaves, flatten_only, hoist, lift
 from .mask import lend_rows, mask
-from .outputs import LAST, Keep, is_thinned, keep_afterwards, kept_leaves, one_of, spread_keeps, without_dropped
-from .remat import refuse_to_repeat
+from .nest import finish
+from .outputs import (
+    EVERYTHING,
+    LAST,
+    Keep,
+    is_thinned,
+    keep_afterwards,
+    kept_leaves,
+    one_of,
+    spread_keeps,
+    without_dropped,
+)
+from .refuse import refuse_budget, refuse_offload, refuse_to_repeat
 from .resets import reset_rows
-from .rows import select_valid
+from .rows import mask_of_lengths, select_valid
 from .skip import RowOutputs, SkipPlan, run_skipping, run_unskipped, without_branches
 from .smooth import is_smooth
 from .truncate import truncate_rows
@@ -57,13 +69,81 @@ class MaskPlan:
     compact: bool | tuple[int, ...]
 
 
+class RowFlags(NamedTuple):
+    """Which steps of which rows are data, and which begin a segment.
+
+    Attributes:
+        lengths: int[*batch], or None.
+        mask: bool[T, *batch], or None; the steps along the time axis.
+        resets: the same.
+    """
+
+    lengths: Any = None
+    mask: Any = None
+    resets: Any = None
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """What a masked scan was told of memory and outputs.
+
+    Attributes:
+        remat: what the gradient recomputes; None: nothing beyond what it does unasked.
+        save: a prefix of y: what is kept of the outputs; None: everything.
+        truncate: the steps between which the gradient is cut; None: it is not.
+    """
+
+    remat: Remat | None = None
+    save: Prefix | None = None
+    truncate: int | None = None
+
+
+@dataclass(frozen=True)
+class Masked:
+    """The program of a scan over padded rows.
+
+    Attributes:
+        call: how each step is run.
+        rows: the axes, the fill, and how work is saved.
+        memory: what the gradient saves, where it is cut, and what is kept of the outputs.
+        in_axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
+        outer: the transforms of the results.
+    """
+
+    call: Call
+    rows: MaskPlan
+    memory: MemoryPlan
+    in_axes: LeafAxes | None
+    outer: tuple[Transform, ...]
+    moves = True
+
+    def __call__(self, given: Arguments) -> tuple[PyTree, PyTree]:
+        loop = self.call.lay(given)
+        with self.call.scope():
+            valid, resets = self._flags(given.rows)
+            for transform in self.outer:
+                loop = transform(loop)
+            state, ys = run_masked(loop, valid, resets, self.rows, self.memory, self.in_axes)
+            return finish(loop, state, ys)
+
+    def _flags(self, flags: RowFlags) -> tuple[Array, Array | None]:
+        """bool[T, *batch]: which steps of which rows are data, and which begin a segment."""
+        axis = self.rows.time_axis
+        resets = None if flags.resets is None else jnp.moveaxis(jnp.asarray(flags.resets), axis, 0)
+        if flags.lengths is not None:
+            return mask_of_lengths(flags.lengths, self.call.length), resets
+        if flags.mask is not None:
+            return jnp.moveaxis(jnp.asarray(flags.mask), axis, 0), resets
+        assert resets is not None
+        return jnp.ones_like(resets), resets
+
+
 def run_masked(
     loop: Loop,
     valid: Array,
     resets: Array | None,
     plan: MaskPlan,
-    chunks: ChunkPlan,
-    names: tuple[str, str],
+    chunks: MemoryPlan,
     in_axes: LeafAxes | None,
 ) -> tuple[PyTree, PyTree]:
     """Runs a loop on padded rows.
@@ -74,12 +154,11 @@ def run_masked(
         resets: bool[T, *batch], or None.
         plan: the axes, the fill, and how work is saved.
         chunks: what the gradient saves, where it is cut, and what is kept of the outputs.
-        names: the body's own names for its carry and its x.
         in_axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
     """
     refuse_budget(chunks.remat, "a masked scan")
     refuse_offload(chunks.remat)
-    given = _with_rows(loop, valid, plan, names, in_axes)
+    given = _with_rows(loop, valid, plan, loop.names, in_axes)
     tiers = tiers_of(plan.compact, valid.shape[1:]) if plan.compact else (0,)
     refuse_tiers(tiers, given.loop)
     if is_jit_disabled() or not loop.length:
@@ -114,7 +193,7 @@ def _transformed(
     plan: MaskPlan,
     fill: Prefix,
     resets: Array | None,
-    chunks: ChunkPlan,
+    chunks: MemoryPlan,
     fixed: tuple[bool, ...] | None = None,
 ) -> RowLoop:
     """The loop with its steps masked, its rows reset, and its gradient cut."""
@@ -144,7 +223,7 @@ def _hold(rows: RowLoop, keeps: tuple[Keep, ...], fill: Prefix, hoisted: Hoisted
     return rows, RowOutputs(stacked, idle, held)
 
 
-def _run_untraced(given: RowLoop, resets: Array | None, plan: MaskPlan, chunks: ChunkPlan) -> tuple[PyTree, PyTree]:
+def _run_untraced(given: RowLoop, resets: Array | None, plan: MaskPlan, chunks: MemoryPlan) -> tuple[PyTree, PyTree]:
     """On values, step by step; what is held, and what is not kept, is seen to afterwards."""
     loop, valid = given.loop, given.loop.xs.valid
     assert valid is not None

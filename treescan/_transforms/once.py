@@ -14,12 +14,16 @@ from jax.core import eval_jaxpr
 
 from .._avals import describe_leaf, place_like
 from .._errors import ArgumentError, BodyError, Fault, Row
-from .._loop import Feed, Loop, Step, as_arrays, is_jit_disabled
+from .._loop import Feed, Loop, Step, Transform, as_arrays, is_jit_disabled
 from .._tree import Prefix, PrefixMismatch, leaves_with_path
 from .._types import PyTree
+from .axes import OverAxes
+from .call import Arguments, Call
 from .dependence import dependent
 from .equations import alone, called, evaluate_inlined, variables_of
 from .hoist import Hoisted, Traced, flatten_only, hoist, merge
+from .nest import run_nested
+from .outputs import move_kept
 
 
 @dataclass(frozen=True)
@@ -323,3 +327,64 @@ def _varies(program: _Program, hoisted: Hoisted, flags: Sequence[bool]) -> Fault
         header=("leaf", "expected", "is"),
         rows=rows,
     )
+
+
+@dataclass(frozen=True)
+class WithOnce:
+    """The program of a loop of which some outputs are the same in every step.
+
+    Attributes:
+        call: how each step is run.
+        once: these outputs.
+        over_axes: the transform of `in_axes`, or None.
+        transforms: those of what is left of the loop.
+        out_axes: a prefix of y.
+        save: a prefix of y: what is kept of the outputs that are stacked; None: everything.
+    """
+
+    call: Call
+    once: OncePlan
+    over_axes: OverAxes | None
+    transforms: tuple[Transform, ...]
+    out_axes: Prefix
+    save: Prefix | None
+    moves = True
+
+    def __call__(self, given: Arguments) -> tuple[PyTree, Outputs]:
+        with self.call.scope():
+            parted = part_outputs(self._lay(given), self.once.wanted)
+            again = (
+                None if self.once.again is None else self.once.again(parted.once, self._reads_watched(given, parted))
+            )
+            if again is None:
+                state, stacked = self._run(parted.loop)
+                state = parted.hoisted.restore(state)
+            else:
+                loop = self._lay(given._replace(args=(*given.args[:-1], again)))
+                state, stacked = self._run(drop_outputs(loop, self.once.wanted))
+            return state, Outputs(move_kept(stacked, self.out_axes.tree, self.save), parted.once)
+
+    def constant_outputs(self, given: Arguments) -> PyTree:
+        """Y with the outputs that are the same in every step, and None in place of the others. No step is run."""
+        return part_outputs(self._lay(given), self.once.wanted).once
+
+    def _lay(self, given: Arguments) -> Loop:
+        loop = self.call.lay(given)
+        return loop if self.over_axes is None else self.over_axes(loop)
+
+    def _run(self, loop: Loop) -> tuple[PyTree, PyTree]:
+        for transform in self.transforms:
+            loop = transform(loop)
+        return run_nested(loop)
+
+    def _reads_watched(self, given: Arguments, parted: Parted) -> bool:
+        """Whether what is left of a loop reads one of the leaves of xs that are watched."""
+        if self.once.watched is None:
+            return False
+        watched = self.once.watched.spread(given.xs, "xs")
+        axes = (0,) * len(watched) if self.over_axes is None else self.over_axes.axes
+        whole = [flag for flag, axis in zip(watched, axes, strict=True) if axis is None]
+        sliced = [flag for flag, axis in zip(watched, axes, strict=True) if axis is not None]
+        consts, fed = parted.reads  # whole leaves lead the consts: see `scan_over_axes`
+        pairs = [*zip(whole, consts, strict=False), *zip(sliced, fed, strict=False)]
+        return any(watch and read for watch, read in pairs)

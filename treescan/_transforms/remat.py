@@ -5,229 +5,156 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import jax
-import jax.numpy as jnp
-from jax.ad_checkpoint import checkpoint_name
 
-from .._avals import is_key
-from .._chunk import Level
-from .._errors import ArgumentError, Fault
-from .._loop import Feed, Loop, Step, is_jit_disabled
+from .._avals import describe_argument, exact_int
+from .._errors import ArgumentError, ArgumentTypeError, Fault
+from .._loop import Loop
 from .._remat import Remat
-from .._sizes import Wish, divide
-from .._types import PyTree
-from .hoist import Hoisted, merge
-from .smooth import is_smooth
+from .._sizes import Wish
+from .budget import fit_budget
+from .checkpoint import RematChunk, checkpoint_steps, remat_sizes
+from .hoist import hoist, is_untraced, traced
+from .refuse import refuse_to_repeat
 
-_CARRY = "treescan carry"
-
-_PRODUCTS = frozenset({"mul", "square", "integer_pow"})
-_OF_ONE_ARRAY = frozenset({"add", "sub", "neg", "broadcast_in_dim", "reshape", "squeeze", "transpose"})
+_PLANS = {"step": Remat(levels=1), "nested": Remat(levels=2)}
 
 
 @dataclass(frozen=True)
-class Checkpointed:
-    """A step of which the gradient saves nothing but what goes in, and what the policy says.
+class Recompute:
+    """Has the gradient recompute each step, and the chunks that a `Remat` names or a budget asks for."""
 
-    Attributes:
-        step: the inner step.
-        looped: whether a loop runs it, where nothing can be merged with the first computation. Elsewhere that has to
-            be forbidden to the compiler, or it would save everything after all.
-        policy: what else is saved, as for `jax.checkpoint`.
-        offload: the memory kind where the state that goes in is kept; None: where it is.
-    """
+    remat: Remat
+    moves = True
 
-    step: Step
-    looped: bool
-    policy: Callable[..., Any] | None = None
-    offload: str | None = None
+    @classmethod
+    def of(cls, remat: Any) -> Recompute | None:
+        """What the user said: "step", "nested", a `Remat` or None.
 
-    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        step, policy = self.step, self.policy
-        if policy is not None:
-            policy = RealOnly(policy)
-        if self.offload is not None and self.looped:
-            step, policy = _Named(step), _offloading(policy, self.offload)
-        return checkpoint(step, prevent_cse=not self.looped, policy=policy)(consts, state, feed)
+        Raises:
+            Fault: for an `ArgumentError` if it is none of these, or a `Remat` that contradicts itself.
+        """
+        plan = check_remat(remat)
+        return None if plan is None else cls(plan)
 
-
-def is_remat3() -> bool:
-    """Whether `jax.checkpoint` is the one that JAX is about to make the default, by its flag `jax_remat3`."""
-    return bool(getattr(jax.config, "jax_remat3", False))
-
-
-def checkpoint(
-    function: Callable[..., Any], *, prevent_cse: bool, policy: Callable[..., Any] | None = None
-) -> Callable[..., Any]:
-    """`jax.checkpoint`, also under `jax_remat3`, where JAX fails on a result without a cotangent within a loop."""
-    if not is_remat3():
-        return jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)
-
-    def with_cotangents(*args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(function(*args))
-        smooth = jax.lax.optimization_barrier([leaf for leaf in leaves if is_smooth(leaf)])
-        others = [leaf for leaf in leaves if not is_smooth(leaf)]
-        return jax.tree.unflatten(structure, merge(list(map(is_smooth, leaves)), smooth, others))
-
-    return jax.checkpoint(with_cotangents, prevent_cse=prevent_cse, policy=policy)
-
-
-@dataclass(frozen=True)
-class RealOnly:
-    """A policy that saves what another does, but no complex number: JAX cannot save one by a policy.
-
-    It rounds what is saved with `reduce_precision`, which takes real numbers alone
-    (`TypeError: reduce_precision does not accept dtype complex64`, in JAX 0.8 to 0.10 at least).
-    """
-
-    policy: Callable[..., Any]
-
-    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
-        return False if _may_be_complex(prim, avals, params) else self.policy(prim, *avals, **params)
-
-
-_COMPLEX_OF_REAL = frozenset({"complex", "eig", "fft", "io_callback", "pure_callback", "schur"})
-
-
-def _may_be_complex(prim: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> bool:
-    """Whether a primitive may return complex numbers: it reads some, or is told to, or can make them of others."""
-    types = (*(aval.dtype for aval in avals), *(params.get(name) for name in _DTYPES))
-    return prim.name in _COMPLEX_OF_REAL or any(_is_complex(dtype) for dtype in types)
-
-
-_DTYPES = ("new_dtype", "dtype", "preferred_element_type")
-
-
-def _is_complex(dtype: Any) -> bool:
-    return dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
-
-
-@dataclass(frozen=True)
-class _Named:
-    """A step whose incoming state has a name, by which policies know it."""
-
-    step: Step
-
-    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        named = [leaf if is_key(leaf) else checkpoint_name(leaf, _CARRY) for leaf in jax.tree.leaves(state)]
-        return self.step(consts, jax.tree.unflatten(jax.tree.structure(state), named), feed)
-
-
-def _offloading(policy: Callable[..., Any] | None, kind: str) -> Callable[..., Any]:
-    """A policy, and the incoming state moved to another memory."""
-    moves = jax.checkpoint_policies.save_and_offload_only_these_names(
-        names_which_can_be_saved=[], names_which_can_be_offloaded=[_CARRY], offload_src="device", offload_dst=kind
-    )
-
-    def both(prim: Any, *args: Any, **params: Any) -> Any:
-        return (
-            moves(prim, *args, **params)
-            if policy is None or params.get("name") == _CARRY
-            else policy(prim, *args, **params)
-        )
-
-    return both
-
-
-@dataclass(frozen=True)
-class RematChunk:
-    """What is put around a chunk that the gradient recomputes."""
-
-    offload: str | None = None
-
-    def __call__(self, step: Step, looped: bool) -> Step:
-        return Checkpointed(step, looped, offload=self.offload)
-
-
-def save_costly(prim: Any, *avals: Any, **params: Any) -> bool:
-    """The policy of chunks that the gradient recomputes unasked: it saves what is not had for next to nothing.
-
-    Products are not saved, as their derivative needs their factors, nor are cheap functions of one array: as many
-    arrays are saved as without, or fewer. Of `tanh` that is its result, and not one minus it as well.
-    """
-    del params
-    arrays = sum(aval.ndim > 0 for aval in avals)
-    return prim.name not in _PRODUCTS and not (prim.name in _OF_ONE_ARRAY and arrays == 1)
-
-
-def checkpoint_steps(loop: Loop, remat: Remat) -> Loop:
-    """Saves of each step its carry, and what the policy says; the rest is computed once more in the gradient."""
-    return dataclasses.replace(loop, step=checkpoint_step(loop.step, remat, looped=_stays_a_loop(loop)))
-
-
-def checkpoint_step(step: Step, remat: Remat, *, looped: bool) -> Step:
-    """The same for a step by itself."""
-    if remat.policy is jax.checkpoint_policies.everything_saveable and not (remat.offload and _levels(remat) == 1):
-        return step
-    policy = remat.policy if callable(remat.policy) else None
-    return Checkpointed(step, looped, policy, remat.offload if _levels(remat) == 1 else None)
-
-
-def _stays_a_loop(loop: Loop) -> bool:
-    return loop.unroll is not True and loop.unroll == 1
-
-
-def _levels(remat: Remat) -> int:
-    return remat.levels or (2 if remat.segment else 1)
-
-
-def remat_sizes(length: int, remat: Remat | None) -> tuple[int, ...]:
-    """The ascending sizes of the chunks that the gradient recomputes."""
-    if remat is None or _levels(remat) == 1:
-        return ()
-    refuse_symbolic(length, "remat")
-    return divide(length, _levels(remat), remat.segment)
+    def __call__(self, loop: Loop) -> Loop:
+        if is_untraced(loop):
+            if self.remat.budget and loop.length:  # whether it fits is the same question here
+                with jax.disable_jit(False):
+                    fit_budget(hoist(loop), self.remat)
+            return loop
+        loop = traced(loop)
+        refuse_to_repeat(loop.trace)
+        remat = fit_budget(loop.trace, self.remat)
+        if remat is None:
+            return loop
+        loop = checkpoint_steps(loop, remat)
+        return dataclasses.replace(loop, wishes=(*loop.wishes, *remat_wishes(loop.length, remat)))
 
 
 def remat_wishes(length: int, remat: Remat | None) -> list[Wish]:
-    """The same as wishes: none of them has to be met exactly."""
-    return [Wish(size) for size in remat_sizes(length, remat)]
+    """The chunks that the gradient recomputes: none of their sizes has to be met exactly."""
+    sizes, offload = remat_sizes(length, remat), None if remat is None else remat.offload
+    return [Wish(size, around=RematChunk(offload if size == sizes[-1] else None)) for size in sizes]
 
 
-def remat_level(size: int, remat: Remat, *, outermost: bool) -> Level:
-    """The level whose chunks the gradient recomputes."""
-    return Level(size, RematChunk(remat.offload if outermost else None))
-
-
-def refuse_symbolic(count: int, option: str, of: str = "steps") -> None:
-    """Refuses to divide steps or rows whose number is a symbol, as `jax.export` has them."""
-    if not isinstance(count, int):
+def check_remat(remat: Any) -> Remat | None:
+    """A `Remat` whose policy is a function; "step" and "nested" are short for some."""
+    if remat is None:
+        return None
+    plan = _PLANS.get(remat) if isinstance(remat, str) else remat
+    if not isinstance(plan, Remat):
+        policy = " A policy is one part of it: `treescan.Remat(policy=...)`." if callable(plan) else ""
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `{option}` divides the {of}, but their number is symbolic.",
-            f"Leave it out, or export for a number of {of} that is known.",
+            f'{{verb}} over {{body}}: `remat` is "step", "nested", a `treescan.Remat` or None, got '
+            f"{describe_argument(remat)}.",
+            '"step" has the gradient recompute each {unit} from what it was given; "nested" saves even less, and '
+            f"`treescan.Remat(levels=3)` less again.{policy}",
+        )
+    for name, least in (("levels", 1), ("segment", 2), ("budget", 1)):
+        _check_count(name, getattr(plan, name), least)
+    if plan.segment is not None and plan.levels == 1:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `Remat(segment={plan.segment}, levels=1)` names the {{unit}}s of a chunk, but "
+            "one level has no chunks.",
+            "Leave `levels` out, or give 2 or more.",
+        )
+    _check_budget(plan)
+    return dataclasses.replace(plan, policy=_check_policy(plan.policy), offload=_check_offload(plan.offload))
+
+
+def _check_count(name: str, value: Any, least: int) -> None:
+    count = exact_int(value)
+    if value is not None and (count is None or count < least):
+        what = {"budget": "counts bytes", "levels": "is a number", "segment": "counts {unit}s"}[name]
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `{name}` of a `Remat` {what}, from {least} up, got {describe_argument(value)}.",
+            _COUNTS[name],
         )
 
 
-def refuse_with_refs(option: str) -> NoReturn:
-    """Refuses what needs a branch or a second computation, for a body that closes over a mutable array."""
+_COUNTS = {
+    "budget": "Give an int: `Remat.fit(2**30)`.",
+    "levels": "1 recomputes each {unit}, 2 nests chunks of about sqrt(T) {unit}s around that, 3 nests once more.",
+    "segment": "It is the size of an innermost chunk; None has it chosen.",
+}
+
+
+def _check_budget(plan: Remat) -> None:
+    others = [name for name in ("policy", "levels", "segment", "offload") if getattr(plan, name) is not None]
+    if plan.budget is not None and others:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `Remat` was given a `budget` and `{others[0]}`, but a budget is to choose "
+            "the plan.",
+            "Give `Remat.fit(budget)` alone, or name the plan without a budget.",
+        )
+
+
+def _check_policy(policy: Any) -> Callable[..., Any] | None:
+    """A policy of `jax.checkpoint`, by its name or as it is."""
+    if policy is None:
+        return None
+    named = getattr(jax.checkpoint_policies, policy, None) if isinstance(policy, str) else policy
+    if isinstance(policy, str) and (named is None or _makes_policies(policy)):
+        known = [name for name in dir(jax.checkpoint_policies) if not name.startswith("_")]
+        plain = ", ".join(f'"{name}"' for name in known if not _makes_policies(name))
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `policy` of a `Remat` names no policy: {policy!r}.",
+            f"The policies of `jax.checkpoint_policies` are {plain}. Those that take arguments, "
+            "`save_only_these_names` say, are called first: "
+            '`Remat(policy=jax.checkpoint_policies.save_only_these_names("h"))`.',
+        )
+    if callable(named):
+        return named
+    raise Fault(
+        ArgumentTypeError,
+        f"{{verb}} over {{body}}: `policy` of a `Remat` is a policy of `jax.checkpoint` or its name, got "
+        f"{describe_argument(policy)}.",
+        '`Remat(policy="dots_saveable")` saves the products of matrices of each {unit} beside its carry.',
+    )
+
+
+def _makes_policies(name: str) -> bool:
+    """Whether a member of `jax.checkpoint_policies` is no policy, but makes one of its arguments."""
+    return name.startswith(("save_", "offload_"))
+
+
+def _check_offload(kind: Any) -> str | None:
+    """The kind of a memory that the device has."""
+    if kind is None:
+        return None
+    kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
+    if isinstance(kind, str) and kind in kinds:
+        return kind
     raise Fault(
         ArgumentError,
-        f"{{verb}} over {{body}}: `{option}` cannot be had for a body that closes over a mutable array (a `Ref`).",
-        "Carry its value instead, or leave the option out: then all {unit}s are run, and none is recomputed.",
+        f"{{verb}} over {{body}}: `offload` of a `Remat` is a memory kind, got {describe_argument(kind)}.",
+        f"This device has {', '.join(map(repr, kinds))}.",
     )
-
-
-def refuse_to_repeat(hoisted: Hoisted) -> None:
-    """Refuses to recompute a body that closes over a mutable array, or that has an effect which JAX does not repeat."""
-    if hoisted.refs:
-        refuse_with_refs("remat")
-    if hoisted.once_only:
-        raise once_only("`remat` recomputes each {unit} in the gradient", "Leave `remat` out")
-
-
-def once_only(says: str, cure: str) -> Fault:
-    """What is wrong with recomputing a body that has an effect which JAX does not repeat."""
-    return Fault(
-        ArgumentError,
-        f"{{verb}} over {{body}}: {says}, but the body has an effect that JAX refuses to repeat. That may be a "
-        "`jax.experimental.io_callback`.",
-        f"{cure}. Or call out with `jax.debug.callback` or `jax.pure_callback`, which may run more than once.",
-    )
-
-
-def rematerializes(length: int) -> bool:
-    """Whether there is anything to do: no gradient is taken of a loop without steps, nor without tracing."""
-    return length > 0 and not is_jit_disabled()

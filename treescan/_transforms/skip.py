@@ -23,15 +23,18 @@ from .._tree import Prefix
 from .._types import PyTree
 from .batch_axes import RowAxes, RowLoop
 from .branches import MappedLater
-from .chunked import levels_for, levels_of, nearest
+from .checkpoint import Checkpointed, checkpoint, checkpoint_steps
 from .compact import LiveRows
 from .fill import Idle
 from .in_bulk import in_bulk
 from .in_place import InPlace
 from .lend import may_branch
-from .outputs import Keep, boundaries, emitting, is_thinned, run_keeping
-from .remat import Checkpointed, checkpoint, checkpoint_steps, refuse_symbolic, refuse_with_refs, remat_wishes
+from .nest import levels_for, levels_of, nearest
+from .outputs import Keep, boundaries, is_thinned
+from .refuse import refuse_symbolic, refuse_with_refs
+from .remat import remat_wishes
 from .schedule import Schedule, make_schedule
+from .thin import emitting, run_keeping
 
 LARGEST, SMALLEST, FEWEST = 16, 8, 4
 """Of the chunk that is chosen for the user: the most and the least steps, and of how many a short loop is made."""
@@ -143,7 +146,7 @@ def run_skipping(rows: RowLoop, plan: SkipPlan, outputs: RowOutputs) -> tuple[Py
     if plan.remat:
         loop = checkpoint_steps(loop, plan.remat)
     if 0 in valid.shape or not may_branch():
-        levels = levels_for(loop, plan.remat, outputs.keeps)
+        levels = levels_for(loop, remat_wishes(loop.length, plan.remat), outputs.keeps)
     else:
         size, levels = _levels(rows, plan, outputs)
         loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=make_schedule(valid, size, plan.tiers)))
@@ -182,7 +185,7 @@ def _levels(rows: RowLoop, plan: SkipPlan, outputs: RowOutputs) -> tuple[int, tu
     around = _Around(
         rows.axes, plan.tiers, outputs.idle, remat=not (whole or plan.effects), only=size == length, rules=plan.may_rule
     )
-    others = levels_of([other for other in sizes if other != size], plan.remat, [wish.size for wish in remat])
+    others = levels_of([other for other in sizes if other != size], remat)
     levels = [*others, Level(size, around, scheduled=True)]
     return size, tuple(sorted(levels, key=lambda level: level.size))
 

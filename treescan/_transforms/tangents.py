@@ -25,11 +25,11 @@ from .._loop import Feed, Loop, Memo, Step, run
 from .._remat import Remat
 from .._tree import Prefix
 from .._types import Array
+from .checkpoint import RematChunk, checkpoint, checkpoint_steps, is_remat3, save_costly
 from .early_exit import Chunks, Outputs
 from .good_pairs import GoodPair
 from .lend import choose_own, lend, lend_to_elements, most_of_all, most_of_devices
 from .mask import Masked
-from .remat import RematChunk, checkpoint, checkpoint_steps, is_remat3, save_costly
 from .rows import select
 from .smooth import Part, instantiated, smooth_part, zeros_like
 

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from .._avals import describe_argument, exact_int
+from .._errors import ArgumentError, Fault
 from .._loop import Feed, Loop, Step
 from .._types import Array, PyTree
 from .axes import LeafAxes
 from .batch_axes import RowLoop
+from .hoist import fixed_leaves, flattened, is_untraced, traced
 from .rows import expand, select
 
 
@@ -43,6 +47,45 @@ class Truncated:
 def _cut(cut: Array, leaf: Array, axis: int | None) -> Array:
     flags = jnp.any(cut) if axis is None else expand(cut, leaf, axis)
     return select(flags, jax.lax.stop_gradient(leaf), leaf)
+
+
+@dataclass(frozen=True)
+class Truncate:
+    """`truncate`: cuts the gradient of the carry at the positions that `size` divides."""
+
+    size: int
+    moves = True
+
+    @classmethod
+    def of(cls, truncate: Any) -> Truncate | None:
+        """What the user said: a number of steps, or None.
+
+        Raises:
+            Fault: for an `ArgumentError` if it is neither.
+        """
+        size = check_truncate(truncate)
+        return None if size is None else cls(size)
+
+    def __call__(self, loop: Loop) -> Loop:
+        if not loop.length:
+            return loop
+        if is_untraced(loop):
+            return truncate(flattened(loop), self.size, fixed_leaves(loop))
+        return truncate(traced(loop), self.size)
+
+
+def check_truncate(truncate: Any) -> int | None:
+    """A number of steps, or None."""
+    if truncate is None:
+        return None
+    steps = exact_int(truncate)
+    if steps is None or steps < 1:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `truncate` counts steps, from 1 up, got {describe_argument(truncate)}.",
+            "The gradient is cut between stretches of so many steps: `truncate=32`. None does not cut it.",
+        )
+    return steps
 
 
 def truncate(loop: Loop, size: int, fixed: tuple[bool, ...] | None = None) -> Loop:

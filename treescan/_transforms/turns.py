@@ -16,19 +16,23 @@ from .._loop import Body, Feed, Loop, Memo, Step, is_jit_disabled, run
 from .._remat import Remat
 from .._tree import Prefix
 from .._types import Array, PyTree
-from .chunked import EVERYTHING, ChunkPlan, levels_for, run_planned
-from .hoist import Hoisted, hoist, merge
+from .checkpoint import checkpoint_step, checkpoint_steps
+from .hoist import Hoisted, hoist, is_untraced, merge
+from .nest import levels_for, run_nested
 from .outputs import (
     ALL,
+    EVERYTHING,
     LAST,
     Keep,
+    KeepOutputs,
     keep_afterwards,
     kept_leaves,
-    run_keeping,
     spread_keeps,
     without_dropped,
 )
-from .remat import checkpoint_step, checkpoint_steps, refuse_to_repeat, rematerializes
+from .refuse import refuse_to_repeat
+from .remat import Recompute, remat_wishes
+from .thin import run_keeping
 
 Remats = tuple[Remat | None, ...] | Remat | None
 Saves = tuple[Prefix | None, ...]
@@ -99,7 +103,7 @@ def run_turns(loops: Sequence[Loop], remat: Remats, saves: Saves, memo: Memo) ->
     Returns:
         The last state, and the outputs of each loop.
     """
-    remat = remat if rematerializes(loops[0].length) else None
+    remat = None if is_untraced(loops[0]) else remat
     rounds = loops[-1].length
     rest = sum(loop.length > rounds for loop in loops)
     if len(loops) == 1 or not rounds:
@@ -116,9 +120,11 @@ def _run_in_order(loops: Sequence[Loop], remat: Remats, saves: Saves) -> tuple[P
     state, ys = loops[0].state, [None] * len(loops)
     for i in _order(len(loops), loops[0].reverse):
         loop = dataclasses.replace(loops[i], state=state)
-        plan = ChunkPlan(remat[i] if isinstance(remat, tuple) else remat, saves[i])
+        plan, save = remat[i] if isinstance(remat, tuple) else remat, saves[i]
         with speaking_of(loop.body.function):
-            state, ys[i] = run_planned(loop, plan)
+            loop = loop if plan is None else Recompute(plan)(loop)
+            loop = loop if save is None else KeepOutputs(save)(loop)
+            state, ys[i] = run_nested(loop)
     return state, ys
 
 
@@ -142,7 +148,8 @@ def _run_traced(
         step = WithUnchanged(main.step, unchanged)
         main = dataclasses.replace(main, step=step, consts=(kept, main.consts), state=state)
         every = tuple(keep for each in keeps for keep in each)
-        levels = levels_for(main, remat if isinstance(remat, Remat) else None, every)
+        wishes = remat_wishes(main.length, remat) if isinstance(remat, Remat) else ()
+        levels = levels_for(main, wishes, every)
         state, ys = run_keeping(main, levels, every)
         left = iter(kept_leaves(ys, every))
         return merge(unchanged, kept, state), [[next(left) for _ in each] for each in keeps]

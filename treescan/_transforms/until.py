@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from dataclasses import dataclass
@@ -14,24 +13,23 @@ import numpy as np
 
 from .._avals import vary_over, varying_axes
 from .._errors import ArgumentError, Fault, explain
-from .._loop import Body, Feed, Loop, Step, as_arrays, is_jit_disabled, run
-from .._retrace import under_a_trace
+from .._loop import Body, Feed, Loop, Step, Transform, as_arrays, is_jit_disabled, run
+from .._remat import Remat
 from .._rewrite import is_rewriting
 from .._tree import Prefix
 from .._types import Array, ArrayLike, PyTree
 from .all_steps import run_all_steps
-from .axes import scan_over_axes
 from .branches import MappedLater
-from .chunked import EVERYTHING
+from .call import Arguments, Call, execute
 from .condition import CallCondition, Condition, trace_condition
 from .count import count_from
 from .early_exit import Chunks, Outputs, Progress, Reads, TakeStep, nested_sizes, plan_chunks, run_until
 from .hoist import Hoisted, Lifted, hoist, lift
 from .kept import Keeping, Kept, keep_what_ran
 from .lend import may_branch
-from .outputs import move_kept
-from .pipeline import Given, Plan, make_loop, names_of
-from .remat import once_only
+from .nest import finish
+from .outputs import EVERYTHING
+from .refuse import once_only
 from .smooth import fill_in, instantiated, is_smooth, no_tangent, nonzero_part
 from .step_by_step import Ended, run_step_by_step
 from .tangents import Ran, Tangents, push_forward
@@ -55,21 +53,6 @@ def _no_forward_mode() -> Fault:
     )
 
 
-@dataclass(frozen=True)
-class UntilPlan:
-    """What such a verb was told, less its arrays.
-
-    Attributes:
-        loop: how each step is run; its length is the most steps that are taken.
-        fill: a prefix of y: what it is on steps that are not taken.
-        spelled: the fill as text: 0.0 and -0.0 compare as equal.
-    """
-
-    loop: Plan
-    fill: Prefix = _ZERO
-    spelled: str = ""
-
-
 class Bounds(NamedTuple):
     """The range of indices of a `fori` with traced bounds."""
 
@@ -77,49 +60,74 @@ class Bounds(NamedTuple):
     upper: ArrayLike
 
 
-def execute_until(body: Body, cond: Body | None, plan: UntilPlan, given: Given, bounds: Bounds | None = None) -> Ended:
-    """Runs a verb; see `execute`. An eager call is one program, kept with the body and the condition together.
+@dataclass(frozen=True)
+class Until:
+    """The program of a loop whose number of steps is known at run time.
 
-    Raises:
-        Fault: for an `ArgumentError` if JAX refuses to differentiate a function with a rule for reverse mode alone.
+    Attributes:
+        call: how each step is run; its length is the most steps that are taken.
+        cond: the condition, by its handle; None holds always.
+        transforms: of the loop's arguments and results.
+        remat: what the gradient recomputes beyond what it does unasked.
+        save: a prefix of y: what is kept of the outputs; None: everything.
+        fill: a prefix of y: what it is on steps that are not taken.
+        spelled: the fill as text: 0.0 and -0.0 compare as equal.
     """
-    try:
-        return _execute(body, cond, plan, given, bounds)
-    except TypeError as error:
-        if _CUSTOM_VJP in str(error):
-            raise _no_forward_mode() from None
-        raise
 
+    call: Call
+    cond: Body | None = None
+    transforms: tuple[Transform, ...] = ()
+    remat: Remat | None = None
+    save: Prefix | None = None
+    fill: Prefix = _ZERO
+    spelled: str = ""
+    moves = True
 
-def _execute(body: Body, cond: Body | None, plan: UntilPlan, given: Given, bounds: Bounds | None) -> Ended:
-    assembled = functools.partial(_assemble, body, cond, plan)
-    if is_jit_disabled() or under_a_trace():
-        return assembled(given, bounds)
-    programs = body.programs if cond is None else body.programs.joint(cond.function)
-    return programs(("jit", body, cond, plan, is_rewriting()), lambda: jax.jit(assembled))(given, bounds)
+    def run(self, given: Arguments, bounds: Bounds | None = None) -> Ended:
+        """Runs the loop; an eager call is one program, kept with the body and the condition together.
 
+        Raises:
+            Fault: for an `ArgumentError` if JAX refuses to differentiate a function with a rule for reverse mode alone.
+        """
+        programs = self.call.body.programs
+        try:
+            return execute(self, (given, bounds), programs if self.cond is None else programs.joint(self.cond.function))
+        except TypeError as error:
+            if _CUSTOM_VJP in str(error):
+                raise _no_forward_mode() from None
+            raise
 
-def _assemble(body: Body, cond: Body | None, plan: UntilPlan, given: Given, bounds: Bounds | None) -> Ended:
-    whole = plan.loop
-    name = names_of(body, whole.convention)[0]
-    call = None if cond is None else CallCondition(cond, name, whole.frozen, bool(whole.custom))
-    with jax.named_scope(whole.name) if whole.name else contextlib.nullcontext():
-        limit = jnp.asarray(np.int32(whole.length)) if bounds is None else _steps(bounds, whole.length)
-        loop = _make_loop(body, whole, given, bounds, limit)
-        if not whole.length:
-            ended = _no_steps(loop, call, given.init)
-        elif is_jit_disabled():
-            ended = run_step_by_step(loop, call, given.init, limit, plan.fill)
-        else:
-            ended = _run_traced(loop, call, given.init, limit, plan)
-        state = ended.state
-        for _ in range((bounds is not None) + (given.key is not None)):  # the index and the position
-            _, state = state
-        ys, save = ended.ys, whole.chunks.save
-        if save is not None and (is_jit_disabled() or not whole.length):
-            ys = keep_what_ran(ys, save, plan.fill, ended.steps, reverse=whole.reverse)
-        ys = ys if whole.out_axes is None else move_kept(ys, whole.out_axes.tree, save)
-        return ended._replace(state=state, ys=ys)
+    def __call__(self, given: tuple[Arguments, Bounds | None]) -> Ended:
+        arguments, bounds = given
+        length, name = self.call.length, self.call.names[0]
+        call = None if self.cond is None else CallCondition(self.cond, name, self.call.frozen, bool(self.call.custom))
+        with self.call.scope():
+            limit = jnp.asarray(np.int32(length)) if bounds is None else _steps(bounds, length)
+            loop = self._lay(arguments, bounds, limit)
+            if not length:
+                ended = _no_steps(loop, call, arguments.init)
+            elif is_jit_disabled():
+                ended = run_step_by_step(loop, call, arguments.init, limit, self.fill)
+            else:
+                ended = _run_traced(loop, call, arguments.init, limit, self)
+            state, ys = ended.state, ended.ys
+            if self.save is not None and (is_jit_disabled() or not length):
+                ys = keep_what_ran(ys, self.save, self.fill, ended.steps, reverse=loop.reverse)
+            state, ys = finish(loop, state, ys)
+            return ended._replace(state=state, ys=ys)
+
+    def _lay(self, given: Arguments, bounds: Bounds | None, limit: Array) -> Loop:
+        """The loop, with xs that are as long as it is, and positions and indices in the state."""
+        loop = self.call.lay(given)
+        for transform in self.transforms:
+            loop = transform(loop)
+        xs = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, 0, loop.length), loop.xs.x)
+        loop = dataclasses.replace(loop, xs=Feed(xs))
+        if given.key is not None:
+            loop = count_from(loop, limit - 1 if loop.reverse else 0, "position")
+        if bounds is not None:
+            loop = count_from(loop, bounds.lower + limit - 1 if loop.reverse else bounds.lower)
+        return loop
 
 
 def _steps(bounds: Bounds, most: int) -> Array:
@@ -133,19 +141,6 @@ def _steps(bounds: Bounds, most: int) -> Array:
     return jnp.where(upper > lower, within, jnp.zeros_like(within))
 
 
-def _make_loop(body: Body, plan: Plan, given: Given, bounds: Bounds | None, limit: Array) -> Loop:
-    """The loop, with xs that are as long as it is, and positions and indices in the state."""
-    loop = make_loop(body, plan, given._replace(lower=None))
-    loop = loop if plan.in_axes is None else scan_over_axes(loop, plan.in_axes)
-    xs = jax.tree.map(lambda x: jax.lax.slice_in_dim(x, 0, plan.length), loop.xs.x)
-    loop = dataclasses.replace(loop, xs=Feed(xs))
-    if given.key is not None:
-        loop = count_from(loop, limit - 1 if plan.reverse else 0, "position")
-    if bounds is not None:
-        loop = count_from(loop, bounds.lower + limit - 1 if plan.reverse else bounds.lower)
-    return loop
-
-
 def _no_steps(loop: Loop, call: CallCondition | None, init: PyTree) -> Ended:
     """The result of a loop that may take no step; the types of ys are known from a trace alone."""
     state, ys = run(loop)
@@ -153,7 +148,7 @@ def _no_steps(loop: Loop, call: CallCondition | None, init: PyTree) -> Ended:
     return Ended(state, ys, jnp.zeros((), jnp.int32), ~holds)
 
 
-def _run_traced(loop: Loop, call: CallCondition | None, init: PyTree, limit: Array, plan: UntilPlan) -> Ended:
+def _run_traced(loop: Loop, call: CallCondition | None, init: PyTree, limit: Array, program: Until) -> Ended:
     loop, condition, varying = _trace_condition(loop, call, init, limit)
     hoisted = hoist(loop)
     if hoisted.refs:
@@ -168,17 +163,17 @@ def _run_traced(loop: Loop, call: CallCondition | None, init: PyTree, limit: Arr
         leaves = hoisted.settled[len(hoisted.settled) - condition.count :]
         condition = trace_condition(call, jax.tree.unflatten(jax.tree.structure(init), leaves))
     holds = vary_over(condition(condition.closed, hoisted.settled), varying)
-    most, chunks = hoisted.loop.length, plan.loop.chunks
-    kept = Kept.of(hoisted, chunks.save or EVERYTHING)
+    most = hoisted.loop.length
+    kept = Kept.of(hoisted, program.save or EVERYTHING)
     stride = kept.stride(most, reverse=loop.reverse)
-    restricted, outputs = kept.restrict(hoisted, plan.fill, varying, stride)
+    restricted, outputs = kept.restrict(hoisted, program.fill, varying, stride)
     early = _EarlyExit(
         _without_tracers(restricted),
         condition,
         outputs,
-        plan_chunks(most, stride, chunks.remat),
+        plan_chunks(most, stride, program.remat),
         may_branch(),
-        explain(_NO_GRADIENT, plan.loop.convention.verb, loop.body.function) if hoisted.effects else None,
+        explain(_NO_GRADIENT, program.call.convention.verb, loop.body.function) if hoisted.effects else None,
     )
     loop, front = _padded(restricted.loop, early.length)
     given = _Operands(Reads(loop.consts, condition.closed, limit), holds, loop.state, loop.xs.x)

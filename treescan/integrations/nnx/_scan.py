@@ -13,7 +13,7 @@ from flax import nnx
 from ..._arguments import check_length
 from ..._avals import describe_leaf, describe_node, shape_of
 from ..._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, Row, explain, verb
-from ..._run import run_verb
+from ..._run import run_scan
 from ..._transforms.body import check_callable
 from ..._transforms.conventions import SCAN
 from ..._tree import Prefix
@@ -188,7 +188,7 @@ def _run(step: Step, in_axes: Axes, names: list[str], args: tuple[Any, ...], opt
         xs = (layout, whole, parts.named(None), groups)
         given: dict[str, Any] = {**options, "in_axes": (None, None, None, step.axes), "out_axes": (0, step.axes)}
         given["length"] = _length(groups, step.axes, check_length(options["length"]))
-        final, (layout, groups) = run_verb(SCAN, step, init, xs, **given)
+        final, (layout, groups) = run_scan(SCAN, step, init, xs, **given)
         carry, variables = final.values
         nodes = merge(layout.graph, [variables, whole, *(state for state, _ in groups)], inner=False)
     return _put_out(step, layout, fill(carry, nodes), nodes, [leaves.values for _, leaves in groups])

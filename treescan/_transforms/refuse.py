@@ -1,0 +1,66 @@
+"""What cannot be had for a loop, whatever asks for it: the errors that several transforms raise."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from .._errors import ArgumentError, Fault
+from .._remat import Remat
+from .hoist import Hoisted
+
+
+def refuse_symbolic(count: int, option: str, of: str = "steps") -> None:
+    """Refuses to divide steps or rows whose number is a symbol, as `jax.export` has them."""
+    if not isinstance(count, int):
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `{option}` divides the {of}, but their number is symbolic.",
+            f"Leave it out, or export for a number of {of} that is known.",
+        )
+
+
+def refuse_with_refs(option: str) -> NoReturn:
+    """Refuses what needs a branch or a second computation, for a body that closes over a mutable array."""
+    raise Fault(
+        ArgumentError,
+        f"{{verb}} over {{body}}: `{option}` cannot be had for a body that closes over a mutable array (a `Ref`).",
+        "Carry its value instead, or leave the option out: then all {unit}s are run, and none is recomputed.",
+    )
+
+
+def refuse_to_repeat(hoisted: Hoisted) -> None:
+    """Refuses to recompute a body that closes over a mutable array, or that has an effect which JAX does not repeat."""
+    if hoisted.refs:
+        refuse_with_refs("remat")
+    if hoisted.once_only:
+        raise once_only("`remat` recomputes each {unit} in the gradient", "Leave `remat` out")
+
+
+def once_only(says: str, cure: str) -> Fault:
+    """What is wrong with recomputing a body that has an effect which JAX does not repeat."""
+    return Fault(
+        ArgumentError,
+        f"{{verb}} over {{body}}: {says}, but the body has an effect that JAX refuses to repeat. That may be a "
+        "`jax.experimental.io_callback`.",
+        f"{cure}. Or call out with `jax.debug.callback` or `jax.pure_callback`, which may run more than once.",
+    )
+
+
+def refuse_offload(remat: Remat | None) -> None:
+    """Refuses to move carries where the outermost chunks are not those of the plan."""
+    if remat is not None and remat.offload is not None:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: {verb} takes no `offload` of a `Remat`, as it recomputes chunks of its own.",
+            "Leave it out, or give `levels`, with which less is saved.",
+        )
+
+
+def refuse_budget(remat: Remat | None, where: str) -> None:
+    """Refuses to choose a plan by its bytes where these are not known."""
+    if remat is not None and remat.budget is not None:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `Remat.fit` does not choose a plan for {where}.",
+            "Name one: `Remat(levels=...)`, with more levels where less is to be saved.",
+        )
