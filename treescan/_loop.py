@@ -188,8 +188,11 @@ class Loop:
         memo: keeps what is made for the step: the body's own memo, which outlives the call, unless the step holds a
             trace, and with it values of an outer one.
         trace: what was read off a trace of the step, if it was traced ahead of the loop; see `hoist.traced`.
+        recomputed: whether the gradient recomputes each step, as the user asked.
         wishes: the chunks that transforms ask for, and what they put around them; see `nest.run_nested`.
         keeps: for each leaf of one step's y how often it is kept; None: ys are stacked whole.
+        rows: what a masked scan was told of its rows, and from `over_rows.OverRows` on where they are.
+        runner: what runs the loop in place of the plain loop or its nested chunks.
         finish: what each transform does to the loop's results, in the order of the transforms.
     """
 
@@ -205,8 +208,11 @@ class Loop:
     names: tuple[str, str] = ("carry", "x")
     memo: Memo | None = None
     trace: Any = None
+    recomputed: bool = False
     wishes: tuple[Any, ...] = ()
     keeps: tuple[int | None, ...] | None = None
+    rows: Any = None
+    runner: Callable[[Loop], tuple[PyTree, PyTree]] | None = None
     finish: tuple[Finish, ...] = ()
 
     def finished(self, finish: Finish) -> Loop:

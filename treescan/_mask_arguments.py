@@ -12,7 +12,7 @@ from jax.core import Tracer
 
 from ._avals import describe_argument, describe_traced, dtype_of, exact_int, shape_of
 from ._errors import ArgumentError, ArgumentTypeError, Fault
-from ._transforms.masking import RowFlags
+from ._transforms.batch_axes import RowFlags
 
 
 def check_rows(flags: RowFlags, time_axis: int, steps: int) -> RowFlags:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Unpack, overload
 
 import jax
@@ -13,15 +13,20 @@ from ._errors import ArgumentError, Fault, explain, verb
 from ._mask_arguments import check_chunk, check_compact, check_padded, check_rows, check_time_axis
 from ._pack import Packed
 from ._pad import Padded
-from ._prepare import prepare, present
+from ._prepare import prepare
 from ._transforms.axes import static_axes
+from ._transforms.batch_axes import RowFlags
 from ._transforms.body import check_callable
 from ._transforms.conventions import MASK_SCAN
 from ._transforms.fill import check_fill
-from ._transforms.masking import Masked, MaskPlan, MemoryPlan, RowFlags
+from ._transforms.keep_rows import KeepRows
+from ._transforms.mask import Mask
 from ._transforms.outputs import MoveOutputs, check_save
-from ._transforms.remat import check_remat
-from ._transforms.truncate import check_truncate
+from ._transforms.over_rows import OverRows
+from ._transforms.remat import Recompute
+from ._transforms.resets import ResetRows
+from ._transforms.skip import Skip
+from ._transforms.truncate import Truncate
 from ._tree import Prefix, is_static, leaves_with_path
 from ._types import (
     Array,
@@ -253,44 +258,38 @@ def mask_scan(
         check_options(options, _ACCEPTED, {})
         check_callable(f, MASK_SCAN.call)
         time_axis = check_time_axis(time_axis)
-        plan = MaskPlan(
-            static_axes("carry_axes", carry_axes, none=True),
-            static_axes("x_axes", x_axes, none=True),
-            static_axes("y_axes", y_axes, none=True),
-            Prefix.of(check_fill(fill)),
-            repr(fill),
-            time_axis,
-            check_chunk(chunk, compact),
-            check_compact(compact, keyed=options.get("key") is not None),
-        )
+        carries = static_axes("carry_axes", carry_axes, none=True)
+        inputs, outputs = static_axes("x_axes", x_axes, none=True), static_axes("y_axes", y_axes, none=True)
+        filled, chunk = Prefix.of(check_fill(fill)), check_chunk(chunk, compact)
+        compact = check_compact(compact, keyed=options.get("key") is not None)
         xs, flags = _rows_of(xs, RowFlags(lengths, mask, resets), time_axis, options.get("in_axes"))
-        axes: dict[str, Any] = {"in_axes": time_axis, "out_axes": time_axis}
-        return _run(f, init, xs, length, flags, plan, **{**axes, **options})
+        stacked: dict[str, Any] = {"in_axes": time_axis, "out_axes": time_axis}
+        out_axes, remat, save, truncate, others = _split({**stacked, **options})
+        call = prepare(MASK_SCAN, f, init, xs, length, masked=True, **others)
+        call = call.with_rows(check_rows(flags, time_axis, call.call.length))
+        return call.run(
+            MoveOutputs.of(out_axes, save),
+            OverRows(carries, inputs, outputs, time_axis, call.axes, compact),
+            Mask(outputs, filled, repr(fill)),
+            ResetRows(),
+            Truncate.of(truncate),
+            KeepRows(check_save(save), filled, outputs),
+            Recompute.of(remat),
+            Skip(chunk, compact),
+        )
     except Exception as error:
         explained = explain(error, "mask_scan", f, init)
     raise explained
 
 
-def _run(
-    f: Callable[..., Any],
-    init: PyTree,
-    xs: PyTree,
-    length: int | None,
-    flags: RowFlags,
-    plan: MaskPlan,
-    *,
-    out_axes: Axes,
-    remat: RematLike | None = None,
-    save: Save = "all",
-    truncate: int | None = None,
-    **options: Any,
-) -> tuple[Any, Any]:
-    call = prepare(MASK_SCAN, f, init, xs, length, masked=True, **options)
-    memory = MemoryPlan(check_remat(remat), check_save(save), check_truncate(truncate))
-    program = Masked(call.call, plan, memory, call.axes, present(MoveOutputs.of(out_axes, save)))
-    return call.with_rows(check_rows(flags, plan.time_axis, call.call.length)).run_program(program)
+def _split(options: Mapping[str, Any]) -> tuple[Axes, RematLike | None, Save, int | None, dict[str, Any]]:
+    """The options that transforms are made of, and the others."""
+    others = dict(options)
+    taken = [others.pop(name, default) for name, default in _OF_TRANSFORMS.items()]
+    return *taken, others
 
 
+_OF_TRANSFORMS = {"out_axes": 0, "remat": None, "save": "all", "truncate": None}
 _ACCEPTED = frozenset(Options.__annotations__) | MaskOptions.__annotations__.keys() | {"length"}
 
 

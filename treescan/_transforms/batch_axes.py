@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 
@@ -11,7 +12,7 @@ from .._avals import describe_leaf, shape_of
 from .._errors import ArgumentError, Fault, Row
 from .._loop import Loop
 from .._tree import Prefix, leaves_with_path
-from .._types import PyTree
+from .._types import Array, PyTree
 from .axes import LeafAxes, spread_axes
 
 
@@ -31,11 +32,41 @@ class RowAxes(NamedTuple):
     y: LeafAxes
 
 
-class RowLoop(NamedTuple):
-    """A loop over a batch, whose xs hold the mask, and where its rows stand."""
+class RowFlags(NamedTuple):
+    """Which steps of which rows are data, and which begin a segment.
 
-    loop: Loop
+    Attributes:
+        lengths: int[*batch], or None.
+        mask: bool[T, *batch], or None; the steps along the time axis.
+        resets: the same.
+    """
+
+    lengths: Any = None
+    mask: Any = None
+    resets: Any = None
+
+
+class Rows(NamedTuple):
+    """The rows of a masked loop, whose xs hold the mask.
+
+    Attributes:
+        axes: where they are in each leaf.
+        fixed: the same for the leaves that no step changes.
+        resets: bool[T, *batch], where a segment begins; None: nowhere.
+        unchanged: for each leaf of the state whether no step changes it; None: those have left the state.
+        outputs: what is kept of ys; see `keep_rows.RowOutputs`.
+    """
+
     axes: RowAxes
+    fixed: LeafAxes = ()
+    resets: Array | None = None
+    unchanged: Callable[[], tuple[bool, ...]] | None = None
+    outputs: Any = None
+
+
+def with_axes(loop: Loop, **axes: LeafAxes) -> Loop:
+    """The loop, with its rows elsewhere."""
+    return dataclasses.replace(loop, rows=loop.rows._replace(axes=loop.rows.axes._replace(**axes)))
 
 
 def spread_batch_axes(option: str, axes: Prefix, tree: PyTree, root: str, batch: tuple[int, ...]) -> LeafAxes:

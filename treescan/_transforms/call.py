@@ -69,6 +69,7 @@ class Call:
             unroll=self.unroll,
             lowering=self.lowering,
             names=self.names,
+            rows=given.rows,
         )
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:

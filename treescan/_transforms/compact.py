@@ -17,7 +17,7 @@ from .._errors import ArgumentError, Fault
 from .._loop import Feed, Loop, Step
 from .._types import Array, PyTree
 from .axes import LeafAxes
-from .batch_axes import RowAxes, RowLoop
+from .batch_axes import RowAxes
 from .hoist import Hoisted, one_step, trace_also
 from .lend import may_branch
 from .refuse import refuse_symbolic
@@ -143,15 +143,15 @@ def _within(tiers: tuple[int, ...], rows: int) -> list[int]:
     return sorted({tier for tier in tiers if tier < rows})
 
 
-def trace_tiers(hoisted: Hoisted, before: RowLoop, tiers: tuple[int, ...]) -> None:
+def trace_tiers(hoisted: Hoisted, loop: Loop, axes: RowAxes, tiers: tuple[int, ...]) -> None:
     """Traces the body for each number of rows but the whole batch, for which `hoist` has.
 
     Args:
-        hoisted: what `hoist(before.loop)` returned.
-        before: the loop before, its state in its own structure, and where its rows stand.
+        hoisted: what `hoist(loop)` returned.
+        loop: the loop before, its state in its own structure.
+        axes: where its rows are.
         tiers: the numbers of rows.
     """
-    loop, axes = before
     for tier in tiers[:-1]:
         given = jax.eval_shape(functools.partial(_first_rows, axes, tier), loop.consts, hoisted.settled, loop.xs)
         consts, state, feed = given

@@ -15,11 +15,11 @@ from jax.core import Tracer
 
 from .._avals import describe_argument, describe_leaf, holds, is_key, place_like, vary_over, varying_axes
 from .._errors import ArgumentError, ArgumentTypeError, Fault
-from .._loop import Feed, Step
+from .._loop import Feed, Loop, Step
 from .._tree import Prefix, PrefixMismatch, leaves_with_path
 from .._types import Array, PyTree
 from .axes import LeafAxes
-from .batch_axes import RowLoop
+from .batch_axes import with_axes
 from .rows import pick_steps, select_valid
 
 HOLD = "hold"
@@ -52,24 +52,24 @@ class Hold:
         return (now, inner), jax.tree.unflatten(structure, leaves)
 
 
-def hold(rows: RowLoop, held: tuple[bool, ...], start: Sequence[Array], avals: Sequence[Any]) -> RowLoop:
+def hold(loop: Loop, held: tuple[bool, ...], start: Sequence[Array], avals: Sequence[Any]) -> Loop:
     """Holds outputs: from then on, the state is (the held ones, the state of before).
 
     Args:
-        rows: the loop.
+        loop: the loop.
         held: for each leaf of y whether it is held.
         start: for each leaf of y what is held before there is a valid one, a scalar.
         avals: the type of each leaf, with what it says of shardings.
     """
-    loop, axes = rows
+    axes = loop.rows.axes
     if not any(held):
-        return rows
+        return loop
     leaves = [(a, value) for a, value, on in zip(avals, start, held, strict=True) if on]
     first = [place_like(jnp.broadcast_to(value, a.shape), a) for a, value in leaves]
     first = [vary_over(leaf, varying_axes(jax.typeof(loop.xs.valid))) for leaf in first]
     held_axes = [axis for axis, on in zip(axes.y, held, strict=True) if on]
     loop = dataclasses.replace(loop, step=Hold(loop.step, held, axes.y), state=(first, loop.state))
-    return RowLoop(loop, axes._replace(state=(*held_axes, *axes.state)))
+    return with_axes(loop, state=(*held_axes, *axes.state))
 
 
 @dataclass(frozen=True)

@@ -19,10 +19,10 @@ from .._loop import Feed, Loop, Step
 from .._tree import Prefix
 from .._types import Array, PyTree
 from .axes import LeafAxes
-from .batch_axes import RowAxes, RowLoop, spread_batch_axes
-from .fill import fill_leaves
+from .batch_axes import RowAxes, spread_batch_axes, with_axes
+from .fill import fill_leaves, without_hold
 from .good_pairs import GoodPair, earliest_pair, own_pairs
-from .hoist import Lifted
+from .hoist import Lifted, is_untraced
 from .lend import choose_own, lend, lend_to_elements
 from .rows import RowMask, expand, select, take_row
 
@@ -106,16 +106,28 @@ def _show_shared(mask: RowMask, leaves: list[Array], good: list[Any], axes: Leaf
     return list(map(show, leaves, good, axes))
 
 
-def mask(rows: RowLoop, fixed_axes: LeafAxes, y_axes: Prefix, fill: Prefix) -> RowLoop:
-    """Masks the steps of a loop that `hoist` made.
+@dataclass(frozen=True)
+class Mask:
+    """Runs the steps of rows that are not valid on a good pair, and keeps nothing of what comes of it.
 
-    Args:
-        rows: the loop, and where its rows stand.
-        fixed_axes: where the batch shape starts in each unchanged leaf.
-        y_axes: a prefix of y: where the batch shape starts.
+    Attributes:
+        y_axes: a prefix of y: where the batch shape starts; None: y has no rows.
         fill: a prefix of y: what it is on padded steps.
+        spelled: the fill as text: 0.0 and -0.0 compare as equal.
     """
-    loop, axes, valid = rows.loop, rows.axes, rows.loop.xs.valid
+
+    y_axes: Prefix
+    fill: Prefix
+    spelled: str
+    moves = True
+
+    def __call__(self, loop: Loop) -> Loop:
+        return mask(loop, self.y_axes, without_hold(self.fill) if is_untraced(loop) else self.fill)
+
+
+def mask(loop: Loop, y_axes: Prefix, fill: Prefix) -> Loop:
+    """Masks the steps of a loop whose state is a list of leaves."""
+    axes, fixed_axes, valid = loop.rows.axes, loop.rows.fixed, loop.xs.valid
     assert valid is not None
     share = None in (*axes.state, *axes.x)  # a shared leaf that changes; one that does not fits every pair
     fixed, inner = loop.consts
@@ -125,7 +137,7 @@ def mask(rows: RowLoop, fixed_axes: LeafAxes, y_axes: Prefix, fill: Prefix) -> R
     step = Masked(loop.step, axes.state, fixed_axes, axes.x, y_axes, fill)
     good_axes: LeafAxes = (None,) * len(jax.tree.leaves(good)) if share else (*axes.state, *axes.x)  # one row, or all
     loop = dataclasses.replace(loop, step=step, consts=(good, consts))
-    return RowLoop(loop, axes._replace(consts=(*good_axes, *axes.consts)))
+    return with_axes(loop, consts=(*good_axes, *axes.consts))
 
 
 def lend_rows(leaves: list[Array], axes: LeafAxes, valid: Array) -> list[Array]:

@@ -14,7 +14,9 @@ from .thin import last_chunk, run_keeping
 
 def run_nested(loop: Loop) -> tuple[PyTree, PyTree]:
     """Runs a loop and finishes its results; without wishes, this is its `jax.lax.scan` and nothing else."""
-    if loop.keeps is not None:
+    if loop.runner is not None:
+        state, ys = loop.runner(loop)
+    elif loop.keeps is not None:
         state, ys = run_keeping(loop, levels_for(loop, loop.wishes, loop.keeps), loop.keeps)
     elif loop.wishes:
         state, ys = run_chunked(loop, levels_for(loop, loop.wishes))

@@ -17,7 +17,7 @@ from .._sizes import Wish
 from .budget import fit_budget
 from .checkpoint import RematChunk, checkpoint_steps, remat_sizes
 from .hoist import hoist, is_untraced, traced
-from .refuse import refuse_to_repeat
+from .refuse import refuse_budget, refuse_offload, refuse_to_repeat
 
 _PLANS = {"step": Remat(levels=1), "nested": Remat(levels=2)}
 
@@ -40,6 +40,9 @@ class Recompute:
         return None if plan is None else cls(plan)
 
     def __call__(self, loop: Loop) -> Loop:
+        if loop.rows is not None:
+            refuse_budget(self.remat, "a masked scan")
+            refuse_offload(self.remat)
         if is_untraced(loop):
             if self.remat.budget and loop.length:  # whether it fits is the same question here
                 with jax.disable_jit(False):
@@ -51,7 +54,7 @@ class Recompute:
         if remat is None:
             return loop
         loop = checkpoint_steps(loop, remat)
-        return dataclasses.replace(loop, wishes=(*loop.wishes, *remat_wishes(loop.length, remat)))
+        return dataclasses.replace(loop, recomputed=True, wishes=(*loop.wishes, *remat_wishes(loop.length, remat)))
 
 
 def remat_wishes(length: int, remat: Remat | None) -> list[Wish]:

@@ -9,10 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._loop import Feed, Step
+from .._loop import Feed, Loop, Step
 from .._types import Array, PyTree
 from .axes import LeafAxes
-from .batch_axes import RowLoop
+from .batch_axes import with_axes
 from .rows import expand, select
 
 
@@ -41,9 +41,19 @@ class Reset:
         return self.step(inner, state, feed._replace(reset=None))
 
 
-def reset_rows(rows: RowLoop, resets: Array) -> RowLoop:
-    """Puts the init back before each step that begins a segment, in the order of the run. `resets`: bool[T, *batch]."""
-    loop, axes = rows
+@dataclass(frozen=True)
+class ResetRows:
+    """`resets`: puts the init back before each step that begins a segment, in the order of the run."""
+
+    moves = True
+
+    def __call__(self, loop: Loop) -> Loop:
+        return loop if loop.rows.resets is None else reset_rows(loop, loop.rows.resets)
+
+
+def reset_rows(loop: Loop, resets: Array) -> Loop:
+    """The same; `resets`: bool[T, *batch]."""
+    axes = loop.rows.axes
     assert loop.xs.valid is not None
     own = [axis for axis in axes.state if axis is not None]
     inits = [leaf for leaf, axis in zip(loop.state, axes.state, strict=True) if axis is not None]
@@ -51,7 +61,7 @@ def reset_rows(rows: RowLoop, resets: Array) -> RowLoop:
     loop = dataclasses.replace(
         loop, step=Reset(loop.step, axes.state), consts=(inits, loop.consts), xs=loop.xs._replace(reset=flags)
     )
-    return RowLoop(loop, axes._replace(consts=(*own, *axes.consts)))
+    return with_axes(loop, consts=(*own, *axes.consts))
 
 
 def beginnings(resets: Array, valid: Array, *, reverse: bool) -> Array:

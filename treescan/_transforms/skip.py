@@ -10,29 +10,28 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from .._avals import is_key, promoted
 from .._chunk import Level, run_chunked
 from .._loop import Feed, Loop, Step, run
-from .._remat import Remat
+from .._rewrite import is_rewriting
 from .._sizes import Wish, plan_sizes
-from .._tree import Prefix
 from .._types import PyTree
-from .batch_axes import RowAxes, RowLoop
+from .batch_axes import RowAxes
 from .branches import MappedLater
-from .checkpoint import Checkpointed, checkpoint, checkpoint_steps
-from .compact import LiveRows
+from .checkpoint import Checkpointed, checkpoint
+from .compact import LiveRows, tiers_of
 from .fill import Idle
+from .hoist import is_untraced
 from .in_bulk import in_bulk
 from .in_place import InPlace
 from .lend import may_branch
 from .nest import levels_for, levels_of, nearest
-from .outputs import Keep, boundaries, is_thinned
+from .outputs import boundaries, is_thinned
 from .refuse import refuse_symbolic, refuse_with_refs
-from .remat import remat_wishes
 from .schedule import Schedule, make_schedule
 from .thin import emitting, run_keeping
 
@@ -89,41 +88,62 @@ class RunLive:
 
 
 @dataclass(frozen=True)
-class SkipPlan:
-    """How `mask_scan` saves work and memory.
+class Skip:
+    """`chunk` and `compact`: runs the chunks that hold a valid step, and of these the rows that do.
 
     Attributes:
         chunk: the steps of a chunk; None: to be chosen; 0: nothing is skipped but a loop without any valid step.
-        tiers: the numbers of rows that the body is made for; only one for all rows.
-        remat: what the gradient recomputes.
-        effects: whether the body has effects, which no gradient may repeat unasked.
-        may_rule: whether the loop may be run by a function that has a rule for its derivative.
-        branches: whether the body branches.
+        compact: whether to order rows, or the numbers of rows to choose from.
     """
 
     chunk: int | None
-    tiers: tuple[int, ...]
-    remat: Remat | None
-    effects: bool = False
-    may_rule: bool = False
-    branches: bool = False
+    compact: bool | tuple[int, ...]
+    moves = True
 
+    def __call__(self, loop: Loop) -> Loop:
+        return dataclasses.replace(loop, runner=run_unskipped if is_untraced(loop) else self.run)
 
-def without_branches(plan: SkipPlan, *, thinned: bool) -> SkipPlan:
-    """The plan for a body that closes over mutable arrays: JAX differentiates through them in the plain loop alone.
+    def run(self, loop: Loop) -> tuple[PyTree, list[Any]]:
+        """Runs a masked loop, without the chunks in which no row is valid."""
+        valid = loop.xs.valid
+        assert valid is not None
+        chunk, tiers = self._plan(loop)
+        trace, outputs = loop.trace, loop.rows.outputs
+        if 0 in valid.shape or not may_branch():
+            return run_keeping(loop, levels_for(loop, loop.wishes, outputs.keeps), outputs.keeps)
+        may_rule = is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
+        size, levels = _levels(loop, chunk, tiers, may_rule=may_rule)
+        loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=make_schedule(valid, size, tiers)))
+        in_place = InPlace(size, tiers, loop.rows.axes, outputs.idle)
+        plain = len(levels) == 1 and size < loop.length and not loop.recomputed
+        ruled = may_rule and trace.branches and any(_is_recomputed(level) for level in levels)
+        if may_rule and plain and not is_thinned(outputs.keeps) and in_place.fits(loop):
+            loop = dataclasses.replace(loop, step=emitting(loop.step, outputs.keeps))
+            return in_place.run(loop, lambda loop: run_chunked(_mapped_later(loop) if ruled else loop, levels))
+        return run_keeping(_mapped_later(loop) if ruled else loop, levels, outputs.keeps)
 
-    Raises:
-        Fault: for an `ArgumentError` if the plan asks for what needs branches or a second computation.
-    """
-    asked = {
-        "chunk": bool(plan.chunk),
-        "compact": len(plan.tiers) > 1,
-        "remat": plan.remat is not None,
-        "save": thinned,
-    }
-    for option in (name for name, on in asked.items() if on):
-        refuse_with_refs(option)
-    return dataclasses.replace(plan, chunk=0)
+    def _plan(self, loop: Loop) -> tuple[int | None, tuple[int, ...]]:
+        """The steps of a chunk, and the numbers of rows that the body is made for; only one for all rows.
+
+        JAX differentiates through mutable arrays that a body closes over in the plain loop alone.
+
+        Raises:
+            Fault: for an `ArgumentError` if such a body is to be run in branches, or computed a second time.
+        """
+        valid, chunk = loop.xs.valid, self.chunk
+        assert valid is not None
+        tiers = tiers_of(self.compact, valid.shape[1:]) if self.compact else (0,)
+        if loop.trace.refs:
+            asked = {
+                "chunk": bool(chunk),
+                "compact": len(tiers) > 1,
+                "remat": loop.recomputed,
+                "save": is_thinned(loop.rows.outputs.keeps),
+            }
+            for option in (name for name, on in asked.items() if on):
+                refuse_with_refs(option)
+            return 0, tiers
+        return (0 if chunk is None and not self.compact and not is_rewriting() else chunk), tiers
 
 
 def chunk_size(length: int) -> int:
@@ -131,33 +151,6 @@ def chunk_size(length: int) -> int:
     size = min(LARGEST, max(SMALLEST, length // FEWEST))
     near = [other for other in range(size // 2 + 1, size * 2) if length % other == 0 and other < length]
     return min(near, key=lambda other: abs(other - size), default=size)
-
-
-def run_skipping(rows: RowLoop, plan: SkipPlan, outputs: RowOutputs) -> tuple[PyTree, list[Any]]:
-    """Runs a masked loop, without the chunks in which no row is valid.
-
-    Args:
-        rows: the loop, and where its rows stand.
-        plan: how large chunks are, and what the gradient saves.
-        outputs: what is kept of them.
-    """
-    loop, valid = rows.loop, rows.loop.xs.valid
-    assert valid is not None
-    if plan.remat:
-        loop = checkpoint_steps(loop, plan.remat)
-    if 0 in valid.shape or not may_branch():
-        levels = levels_for(loop, remat_wishes(loop.length, plan.remat), outputs.keeps)
-    else:
-        size, levels = _levels(rows, plan, outputs)
-        loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=make_schedule(valid, size, plan.tiers)))
-        in_place = InPlace(size, plan.tiers, rows.axes, outputs.idle)
-        plain = len(levels) == 1 and size < loop.length and not plan.remat
-        ruled = plan.may_rule and plan.branches and any(_is_recomputed(level) for level in levels)
-        if plan.may_rule and plain and not is_thinned(outputs.keeps) and in_place.fits(loop):
-            loop = dataclasses.replace(loop, step=emitting(loop.step, outputs.keeps))
-            return in_place.run(loop, lambda loop: run_chunked(_mapped_later(loop) if ruled else loop, levels))
-        loop = _mapped_later(loop) if ruled else loop
-    return run_keeping(loop, levels, outputs.keeps)
 
 
 def _mapped_later(loop: Loop) -> Loop:
@@ -168,51 +161,36 @@ def _is_recomputed(level: Level) -> bool:
     return isinstance(level.around, _Around) and level.around.remat
 
 
-def _levels(rows: RowLoop, plan: SkipPlan, outputs: RowOutputs) -> tuple[int, tuple[Level, ...]]:
+def _levels(loop: Loop, chunk: int | None, tiers: tuple[int, ...], *, may_rule: bool) -> tuple[int, tuple[Level, ...]]:
     """The size of the chunks that may be skipped, and all levels."""
-    length = rows.loop.length
-    for option, asked in (("chunk", plan.chunk), ("compact", len(plan.tiers) > 1)):
+    length, rows, remat = loop.length, loop.rows, loop.wishes
+    for option, asked in (("chunk", chunk), ("compact", len(tiers) > 1)):
         if asked:
             refuse_symbolic(length, option)
-    whole = plan.chunk == 0 or not isinstance(length, int)
-    size = length if whole else min(plan.chunk or chunk_size(length), length)
-    remat, kept = remat_wishes(length, plan.remat), boundaries(outputs.keeps, length)
-    if plan.chunk:  # what does not fit the chunks that were asked for is kept in all steps, and cut afterwards
+    whole = chunk == 0 or not isinstance(length, int)
+    size = length if whole else min(chunk or chunk_size(length), length)
+    kept = boundaries(rows.outputs.keeps, length)
+    if chunk:  # what does not fit the chunks that were asked for is kept in all steps, and cut afterwards
         kept = [wish for wish in kept if not (wish.size % size and size % wish.size)]
-    own = [] if whole else [Wish(size, exact=bool(plan.chunk) or not kept)]
+    own = [] if whole else [Wish(size, exact=bool(chunk) or not kept)]
     sizes = plan_sizes(length, [*own, *remat, *kept]) if own or remat or kept else ()
     size = size if whole or size == 1 else nearest((*sizes, length), size)
-    around = _Around(
-        rows.axes, plan.tiers, outputs.idle, remat=not (whole or plan.effects), only=size == length, rules=plan.may_rule
-    )
+    recomputes = not (whole or loop.trace.effects)
+    around = _Around(rows.axes, tiers, rows.outputs.idle, remat=recomputes, only=size == length, rules=may_rule)
     others = levels_of([other for other in sizes if other != size], remat)
     levels = [*others, Level(size, around, scheduled=True)]
     return size, tuple(sorted(levels, key=lambda level: level.size))
 
 
-def run_unskipped(rows: RowLoop, fill: Prefix) -> tuple[PyTree, PyTree]:
+def run_unskipped(loop: Loop) -> tuple[PyTree, PyTree]:
     """Runs a masked loop step by step, unless nothing at all is valid: its steps were not traced."""
-    loop, valid = rows.loop, rows.loop.xs.valid
+    valid = loop.xs.valid
     assert valid is not None
     if 0 in valid.shape or not may_branch():
         return run(loop)
-    around = _Around(rows.axes, (0,), Idle(fill), remat=False, only=True, rules=False)
+    around = _Around(loop.rows.axes, (0,), loop.rows.outputs.idle, remat=False, only=True, rules=False)
     loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=make_schedule(valid, loop.length, (0,))))
     return run_chunked(loop, (Level(loop.length, around, scheduled=True),))
-
-
-class RowOutputs(NamedTuple):
-    """What is kept of the outputs of a masked loop.
-
-    Attributes:
-        keeps: for each leaf of y.
-        idle: the outputs that are kept where nothing is run.
-        held: for each leaf of y whether the state holds it.
-    """
-
-    keeps: tuple[Keep, ...]
-    idle: Idle
-    held: tuple[bool, ...]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,6 @@ from .._errors import ArgumentError, Fault
 from .._loop import Feed, Loop, Step
 from .._types import Array, PyTree
 from .axes import LeafAxes
-from .batch_axes import RowLoop
 from .hoist import fixed_leaves, flattened, is_untraced, traced
 from .rows import expand, select
 
@@ -69,6 +68,8 @@ class Truncate:
     def __call__(self, loop: Loop) -> Loop:
         if not loop.length:
             return loop
+        if loop.rows is not None:
+            return truncate_rows(loop, self.size)
         if is_untraced(loop):
             return truncate(flattened(loop), self.size, fixed_leaves(loop))
         return truncate(traced(loop), self.size)
@@ -105,10 +106,9 @@ def truncate(loop: Loop, size: int, fixed: tuple[bool, ...] | None = None) -> Lo
     return dataclasses.replace(loop, step=step, xs=loop.xs._replace(cut=cut))
 
 
-def truncate_rows(rows: RowLoop, size: int, fixed: tuple[bool, ...] | None = None) -> RowLoop:
+def truncate_rows(loop: Loop, size: int) -> Loop:
     """The same for each row by itself: between two valid steps of it that lie in different stretches."""
-    loop, axes = rows
-    valid, length = loop.xs.valid, loop.length
+    valid, length, unchanged = loop.xs.valid, loop.length, loop.rows.unchanged
     assert valid is not None
     position = jnp.arange(length).reshape(-1, *(1 for _ in valid.shape[1:]))
     if loop.reverse:
@@ -120,5 +120,5 @@ def truncate_rows(rows: RowLoop, size: int, fixed: tuple[bool, ...] | None = Non
         before = jnp.concatenate([jnp.full_like(run[:1], -1), run[:-1]])
         begun = before >= 0
     cut = valid & begun & (before // size != position // size)
-    loop = dataclasses.replace(loop, step=Truncated(loop.step, axes.state, fixed), xs=loop.xs._replace(cut=cut))
-    return rows._replace(loop=loop)
+    step = Truncated(loop.step, loop.rows.axes.state, None if unchanged is None else unchanged())
+    return dataclasses.replace(loop, step=step, xs=loop.xs._replace(cut=cut))
