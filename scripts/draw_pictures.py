@@ -1,4 +1,6 @@
-"""Draws the pictures of the documentation, docs/pictures/*.svg: run `python scripts/draw_pictures.py`.
+"""Draws the pictures of the documentation, docs/pictures/*.svg, and the table of transforms beside them.
+
+Run `python scripts/draw_pictures.py`.
 
 What a picture shows of the library it asks the library: which chunks are run, what a plan saves, what a carry reads.
 `tests/test_pictures.py` holds the files to what is drawn here. Colours and sizes of text stand in
@@ -8,6 +10,7 @@ inline, which is why no line of a file is blank.
 
 from __future__ import annotations
 
+import ast
 import functools
 import html
 import math
@@ -176,7 +179,7 @@ FLOORS = (  # from the ground up: what stands there, and its modules and package
     ("custom carries", ("carries/",)),
     ("the loop", ("_retrace, _rewrite, _loop, _chunk, _sizes",)),
     ("from Loop to Loop", ("_transforms/",)),
-    ("checks of arguments, and what verbs share", ("_arguments, _chunk_arguments", "_mask_arguments, _run")),
+    ("checks of arguments, and what verbs share", ("_arguments, _mask_arguments", "_prepare, _run")),
     (
         "verbs",
         (
@@ -392,54 +395,55 @@ def carry() -> Picture:
 # The transforms of a loop.
 
 
-class Transform(NamedTuple):
-    """One of them, by the name that `assemble` has for it; whether masked scans alone have it, and what it wraps."""
-
-    name: str
-    masked: bool = False
-    wraps: Literal["step", "chunk"] = "step"
-
-
-TRANSFORMS = (  # innermost first
-    Transform("index or axes"),
-    Transform("leaves that no step changes"),
-    Transform("mask", masked=True),
-    Transform("resets", masked=True),
-    Transform("truncation"),
-    Transform("held outputs", masked=True),
-    Transform("remat of a step"),
-    Transform("kept outputs", wraps="chunk"),
-    Transform("products of a chunk", masked=True, wraps="chunk"),
-    Transform("skip", masked=True, wraps="chunk"),
-    Transform("remat of a chunk", wraps="chunk"),
-)
+PACKAGE = Path(treescan.__file__).parent
+WHERE = {"scan": "_run", "fori": "_fori", "while_scan": "_while_scan", "mask_scan": "_mask_scan"}  # the verbs' tuples
 INNERMOST, OUTERMOST = "call the body", "run"
 
 
+def transforms_of(verb: str) -> list[str]:
+    """The classes of a verb's transforms, innermost first, read off the tuple in its source."""
+    tree = ast.parse((PACKAGE / f"{WHERE[verb]}.py").read_text())
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    (listed,) = (call.args for call in calls if call.args and ast.unparse(call.func).split(".")[-1] in ("run", "present")
+                 and all(map(_class_of, call.args)))  # fmt: skip
+    return [_class_of(argument) for argument in listed]
+
+
+def _class_of(argument: ast.expr) -> str:
+    """`KeepOutputs` of `KeepOutputs.of(save)` and of `KeepOutputs(save)`; nothing of what is no transform."""
+    text = ast.unparse(argument.func if isinstance(argument, ast.Call) else argument).removesuffix(".of")
+    return "OverAxes" if text.endswith(".over_axes") else text if text[0].isupper() else ""
+
+
+def file_of(transform: str) -> str:
+    """The file of a transform, in `_transforms/`."""
+    (file,) = (f for f in (PACKAGE / "_transforms").glob("*.py") if f"\nclass {transform}:\n" in f.read_text())
+    return file.name
+
+
 def loop() -> Picture:
-    """The order of the transforms, each around the ones before."""
+    """The transforms of `mask_scan`, each around the ones before."""
     head, foot, side, core = 25, 6, 6, 82
-    around = [Transform(OUTERMOST, wraps="chunk"), *reversed(TRANSFORMS)]
+    around = [OUTERMOST, *reversed(transforms_of("mask_scan"))]
     height = core + len(around) * (head + foot)
     picture = Picture(
         "loop",
         height + 2,
-        "The order of the transforms",
-        f"Nested boxes, from the outermost to the innermost: {', '.join(t.name for t in around)}, {INNERMOST}. Those "
-        f"of masked scans alone are {', '.join(t.name for t in TRANSFORMS if t.masked)}. Those that wrap a chunk are "
-        f"{', '.join(t.name for t in TRANSFORMS if t.wraps == 'chunk')}; the others wrap a step.",
+        "The transforms of mask_scan",
+        f"Nested boxes, from the outermost to the innermost: {', '.join(around)}, {INNERMOST}. Beside each is "
+        "its file.",
     )
 
     def box(level: int, kind: str) -> None:
         inset, top = 1 + level * side, 1 + level * head
         picture.box(inset, top, WIDTH - 2 * inset, height - level * (head + foot), kind)
 
-    for level, transform in enumerate(around):
-        box(level, "soft box" if transform.wraps == "step" else "box")
-        name = f"{OUTERMOST}: jax.lax.scan" if not level else transform.name
-        picture.text(12 + level * side, 18 + level * head, name, "bold" if not level else "")
-        if transform.masked:
-            picture.text(WIDTH - 12 - level * side, 18 + level * head, "mask_scan", "small code", "end")
+    for level, name in enumerate(around):
+        box(level, "soft box" if level % 2 else "box")
+        shown = name if level else f"{OUTERMOST}: jax.lax.scan"
+        picture.text(12 + level * side, 18 + level * head, shown, "" if level else "bold")
+        where = file_of(name) if level else "_loop.py"
+        picture.text(WIDTH - 12 - level * side, 18 + level * head, where, "small code", "end")
     box(len(around), "strong box")
     top = len(around) * head
     picture.text(WIDTH / 2, top + 22, INNERMOST, "bold", "middle")
@@ -447,6 +451,15 @@ def loop() -> Picture:
     for number, line in enumerate(does):
         picture.text(WIDTH / 2, top + 40 + 16 * number, line, "small", "middle")
     return picture
+
+
+def table() -> str:
+    """The transforms of each verb, as the rows of a table."""
+    shown = {"scan": "`scan`, `fold`, `accumulate`"}
+    rows = [
+        f"| {shown.get(verb, f'`{verb}`')} | {', '.join(f'`{name}`' for name in transforms_of(verb))} |" for verb in WHERE
+    ]
+    return "\n".join(("| verb | transforms, innermost first |", "|---|---|", *rows)) + "\n"
 
 
 # Which loop to write.
@@ -501,6 +514,7 @@ def main() -> None:
     for draw in PICTURES:
         picture = draw()
         (DIRECTORY / f"{picture.name}.svg").write_text(str(picture))
+    (DIRECTORY / "transforms.md").write_text(table())
 
 
 if __name__ == "__main__":

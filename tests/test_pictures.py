@@ -13,7 +13,7 @@ import pytest
 from test_architecture import LAYERS, own_imports
 
 import treescan
-from treescan._transforms.pipeline import assemble
+from treescan._transforms.call import Transformed
 
 ROOT = Path(__file__).parent.parent
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
@@ -120,11 +120,34 @@ def test_the_house_stands() -> None:
         assert max(floors, default=0) <= DRAW.floor_of(module)
 
 
-def test_the_order_of_the_transforms_is_that_of_the_pipeline() -> None:
-    order = re.sub(r"\s*\([^)]*\)", "", " ".join((assemble.__doc__ or "").split()).split("innermost first: ")[1])
-    said = order.rstrip(".").split(" -> ")
-    drawn = [DRAW.INNERMOST, *(transform.name for transform in DRAW.TRANSFORMS), DRAW.OUTERMOST]
-    assert [name for name in drawn if name not in ("truncation", "kept outputs")] == said
+def test_the_table_of_transforms_is_read_off_the_verbs() -> None:
+    assert (DRAW.DIRECTORY / "transforms.md").read_text() == DRAW.table(), "run `python scripts/draw_pictures.py`"
+    assert '--8<-- "docs/pictures/transforms.md"' in PAGES
+
+
+@pytest.mark.parametrize("verb", ["scan", "fori", "mask_scan"])
+def test_a_verb_runs_the_transforms_that_it_lists(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+
+    def record(call, transforms):
+        ran.append([type(transform).__name__ for transform in transforms])
+        return Transformed(call, transforms)
+
+    monkeypatch.setattr("treescan._prepare.Transformed", record)
+    every = {"out_axes": 0, "remat": "step", "save": 2, "truncate": 2}
+    run = {
+        "scan": lambda: treescan.scan(add, 0.0, jnp.ones((1, 4)), in_axes=1, **(every | {"out_axes": -1})),
+        "fori": lambda: treescan.fori(0, 3, lambda i, total: total + i, 0),
+        "mask_scan": lambda: treescan.mask_scan(
+            add, jnp.zeros(2), jnp.ones((4, 2)), lengths=jnp.array([4, 1]), **(every | {"out_axes": 1})
+        ),
+    }
+    run[verb]()
+    assert ran == [DRAW.transforms_of(verb)]
+
+
+def add(total, x):
+    return total + jnp.sum(x) if jnp.ndim(total) == 0 else total + x, x
 
 
 @pytest.mark.parametrize("compact", [False, True])

@@ -270,10 +270,10 @@ def mask_scan(
         return call.run(
             MoveOutputs.of(out_axes, save),
             OverRows(carries, inputs, outputs, time_axis, call.axes, compact),
-            Mask(outputs, filled, repr(fill)),
+            Mask(filled, repr(fill)),
             ResetRows(),
             Truncate.of(truncate),
-            KeepRows(check_save(save), filled, outputs),
+            KeepRows(check_save(save), filled),
             Recompute.of(remat),
             Skip(chunk, compact),
         )

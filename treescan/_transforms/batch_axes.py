@@ -51,6 +51,7 @@ class Rows(NamedTuple):
 
     Attributes:
         axes: where they are in each leaf.
+        y_axes: a prefix of y: where the batch shape starts; None: y has no rows.
         fixed: the same for the leaves that no step changes.
         resets: bool[T, *batch], where a segment begins; None: nowhere.
         unchanged: for each leaf of the state whether no step changes it; None: those have left the state.
@@ -58,6 +59,7 @@ class Rows(NamedTuple):
     """
 
     axes: RowAxes
+    y_axes: Prefix
     fixed: LeafAxes = ()
     resets: Array | None = None
     unchanged: Callable[[], tuple[bool, ...]] | None = None

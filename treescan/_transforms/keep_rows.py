@@ -49,12 +49,10 @@ class KeepRows:
     Attributes:
         save: a prefix of y: what is kept; None: everything.
         fill: a prefix of y: what it is on padded steps.
-        y_axes: a prefix of y: where the batch shape starts; None: y has no rows.
     """
 
     save: Prefix | None
     fill: Prefix
-    y_axes: Prefix
     moves = True
 
     def __call__(self, loop: Loop) -> Loop:
@@ -98,7 +96,7 @@ class KeepRows:
         assert valid is not None
         if loop.length:
             first = jax.tree.map(lambda y: y[0], ys)
-            y_axes = spread_batch_axes("y_axes", self.y_axes, first, "y", valid.shape[1:])
+            y_axes = spread_batch_axes("y_axes", loop.rows.y_axes, first, "y", valid.shape[1:])
             held = [keep == LAST or fill == HOLD for keep, fill in zip(keeps, fills, strict=True)]
             ys = hold_afterwards(ys, valid, held, starts, y_axes, reverse=loop.reverse)
         elif LAST in keeps:

@@ -111,21 +111,19 @@ class Mask:
     """Runs the steps of rows that are not valid on a good pair, and keeps nothing of what comes of it.
 
     Attributes:
-        y_axes: a prefix of y: where the batch shape starts; None: y has no rows.
         fill: a prefix of y: what it is on padded steps.
         spelled: the fill as text: 0.0 and -0.0 compare as equal.
     """
 
-    y_axes: Prefix
     fill: Prefix
     spelled: str
     moves = True
 
     def __call__(self, loop: Loop) -> Loop:
-        return mask(loop, self.y_axes, without_hold(self.fill) if is_untraced(loop) else self.fill)
+        return mask(loop, without_hold(self.fill) if is_untraced(loop) else self.fill)
 
 
-def mask(loop: Loop, y_axes: Prefix, fill: Prefix) -> Loop:
+def mask(loop: Loop, fill: Prefix) -> Loop:
     """Masks the steps of a loop whose state is a list of leaves."""
     axes, fixed_axes, valid = loop.rows.axes, loop.rows.fixed, loop.xs.valid
     assert valid is not None
@@ -134,7 +132,7 @@ def mask(loop: Loop, y_axes: Prefix, fill: Prefix) -> Loop:
     if not share:  # a row's unchanged leaves are good for it throughout; a row without any step is lent another's
         loop = dataclasses.replace(loop, consts=(lend_rows(fixed, fixed_axes, valid), inner))
     good, consts = _good_pair(loop, axes, fixed_axes, share=share)
-    step = Masked(loop.step, axes.state, fixed_axes, axes.x, y_axes, fill)
+    step = Masked(loop.step, axes.state, fixed_axes, axes.x, loop.rows.y_axes, fill)
     good_axes: LeafAxes = (None,) * len(jax.tree.leaves(good)) if share else (*axes.state, *axes.x)  # one row, or all
     loop = dataclasses.replace(loop, step=step, consts=(good, consts))
     return with_axes(loop, consts=(*good_axes, *axes.consts))

@@ -58,7 +58,7 @@ class OverRows:
             axes = axes._replace(y=spread_batch_axes("y_axes", self.y_axes, hoisted.y, "y", valid.shape[1:]))
             trace_tiers(hoisted, loop, axes, tiers)
             hoisted = lift(hoisted)
-        rows = _rows_of(hoisted, axes)._replace(resets=resets, unchanged=unchanged)
+        rows = _rows_of(hoisted, axes, self.y_axes)._replace(resets=resets, unchanged=unchanged)
         loop = dataclasses.replace(hoisted.loop, trace=hoisted, rows=rows)
         return loop.finished(lambda state, ys: (hoisted.restore(state), ys))
 
@@ -92,13 +92,13 @@ class OverRows:
         return loop, RowAxes((*whole_axes, *(None,) * others), carry_axes, x_axes, ())
 
 
-def _rows_of(hoisted: Hoisted, axes: RowAxes) -> Rows:
+def _rows_of(hoisted: Hoisted, axes: RowAxes, y_axes: Prefix) -> Rows:
     """Where the rows are in the leaves of the loop that is left, and in those that are unchanged."""
     pairs = list(zip(axes.state, hoisted.fixed, strict=True))
     fixed = tuple(axis for axis, is_fixed in pairs if is_fixed)
     state = tuple(axis for axis, is_fixed in pairs if not is_fixed)
     closed = (None,) * (len(jax.tree.leaves(hoisted.loop.consts)) - len(fixed) - len(axes.consts))
-    return Rows(axes._replace(consts=(*fixed, *closed, *axes.consts), state=state), fixed)
+    return Rows(axes._replace(consts=(*fixed, *closed, *axes.consts), state=state), y_axes, fixed)
 
 
 def _without_false_alarms(loop: Loop, axes: LeafAxes) -> Loop:
