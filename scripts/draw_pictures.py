@@ -396,7 +396,8 @@ def carry() -> Picture:
 
 
 PACKAGE = Path(treescan.__file__).parent
-WHERE = {"scan": "_run", "fori": "_fori", "while_scan": "_while_scan", "mask_scan": "_mask_scan"}  # the verbs' tuples
+WHERE = {"scan": "_run", "fori": "_fori", "while_scan": "_while_scan", "mask_scan": "_mask_scan"}
+"""Where each verb lists its transforms; `_run` lists first those of `fold` and `accumulate` with `lengths`."""
 INNERMOST, OUTERMOST = "call the body", "run"
 
 
@@ -404,9 +405,9 @@ def transforms_of(verb: str) -> list[str]:
     """The classes of a verb's transforms, innermost first, read off the tuple in its source."""
     tree = ast.parse((PACKAGE / f"{WHERE[verb]}.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    (listed,) = (call.args for call in calls if call.args and ast.unparse(call.func).split(".")[-1] in ("run", "present")
-                 and all(map(_class_of, call.args)))  # fmt: skip
-    return [_class_of(argument) for argument in listed]
+    lists = [call.args for call in calls if ast.unparse(call.func).split(".")[-1] in ("run", "present")]
+    listed = [arguments for arguments in lists if arguments and all(map(_class_of, arguments))]
+    return [_class_of(argument) for argument in min(listed, key=len)]
 
 
 def _class_of(argument: ast.expr) -> str:
@@ -457,7 +458,8 @@ def table() -> str:
     """The transforms of each verb, as the rows of a table."""
     shown = {"scan": "`scan`, `fold`, `accumulate`"}
     rows = [
-        f"| {shown.get(verb, f'`{verb}`')} | {', '.join(f'`{name}`' for name in transforms_of(verb))} |" for verb in WHERE
+        f"| {shown.get(verb, f'`{verb}`')} | {', '.join(f'`{name}`' for name in transforms_of(verb))} |"
+        for verb in WHERE
     ]
     return "\n".join(("| verb | transforms, innermost first |", "|---|---|", *rows)) + "\n"
 

@@ -183,3 +183,40 @@ def test_what_the_gradient_saves(verb):
     assert nested < step < none
     assert step - nested > carries / 2
     assert none - step > 2 * carries
+
+
+@pytest.mark.parametrize("remat", ["step", "nested", treescan.Remat(levels=3), treescan.Remat.fit(10**6)])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_fori(remat, reverse):
+    def power(w, remat=None):
+        return jnp.sum(treescan.fori(2, 30, lambda i, h: jnp.sin(h * w + i), w, remat=remat, reverse=reverse))
+
+    w = jnp.linspace(0.1, 0.9, 5)
+    plain, ours = jax.value_and_grad(power)(w), jax.value_and_grad(functools.partial(power, remat=remat))(w)
+    assert_close(ours, plain)
+    with jax.disable_jit():
+        assert_close(power(w, remat), plain[0])
+
+
+def test_fori_of_a_traced_range():
+    def total(w, n, remat=None):
+        return jnp.sum(treescan.fori(0, n, lambda i, h: jnp.sin(h * w + i), w, max_length=16, remat=remat))
+
+    w = jnp.linspace(0.1, 0.9, 5)
+    for remat in ("step", "nested"):
+        ours = jax.jit(jax.grad(functools.partial(total, remat=remat)))(w, 11)
+        assert_close(ours, jax.jit(jax.grad(total))(w, 11))
+    with pytest.raises(treescan.ArgumentError, match="does not choose a plan"):
+        jax.jit(functools.partial(total, remat=treescan.Remat.fit(10**6)))(w, 11)
+
+
+def test_fori_saves_less():
+    def total(w, remat=None):
+        return jnp.sum(treescan.fori(0, 256, lambda i, h: jnp.sin(jnp.cos(h @ w)), w, remat=remat))
+
+    w = jnp.ones((32, 32))
+    plain, ours = (
+        jax.jit(jax.grad(functools.partial(total, remat=remat))).lower(w).compile().memory_analysis().temp_size_in_bytes
+        for remat in (None, "nested")
+    )
+    assert ours < plain / 4

@@ -15,6 +15,8 @@ from ._prepare import prepare
 from ._transforms.body import check_callable
 from ._transforms.conventions import FORI
 from ._transforms.count import Count
+from ._transforms.refuse import refuse_budget, refuse_offload
+from ._transforms.remat import Recompute, check_remat
 from ._transforms.until import Bounds, Until
 from ._types import Array, ArrayLike, Carry, IndexOptions, KeyedIndexBody, PyTree
 
@@ -73,8 +75,8 @@ def fori(
         max_length: the most steps there may be, needed if a bound is traced. The loop is then a `treescan.while_scan`,
             which runs no more steps than there are indices, and is differentiated at their cost. A longer range is
             an error if it is known, and is cut to its first `max_length` indices if traced.
-        **options: `reverse` (from upper - 1 down to lower), `unroll`, `key`, `name`, as for `treescan.scan`; a key is
-            folded with i - lower.
+        **options: `reverse` (from upper - 1 down to lower), `unroll`, `key`, `remat`, `name`, as for `treescan.scan`; a
+            key is folded with i - lower. With a traced bound, `remat` is that of `treescan.while_scan`.
 
     Returns:
         The last step's carry, or `init` if no step runs.
@@ -96,13 +98,17 @@ def fori(
         most = check_length(max_length, "max_length", _TRACED_MOST)
         if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
             bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
+            plan = check_remat(options.pop("remat", None))
+            refuse_budget(plan, "a loop whose number of steps is not known")
+            refuse_offload(plan)
             call = prepare(FORI, f, init, length=most, **options)
-            ended = Until(call.call).run(call.given, bounds)
+            ended = Until(call.call, remat=plan).run(call.given, bounds)
             return call.restored((ended.state, None))[0]
         low, high = check_bound(lower, "lower"), check_bound(upper, "upper")
         length = max(high - low, 0)
         _check_most(length, most)
-        return prepare(FORI, f, init, length=length, **options).run(Count(low))[0]
+        remat = options.pop("remat", None)
+        return prepare(FORI, f, init, length=length, **options).run(Count(low), Recompute.of(remat))[0]
     except Exception as error:
         explained = explain(error, "fori", f, init)
     raise explained

@@ -70,6 +70,7 @@ class IndexOptions(TypedDict, total=False):
 
     reverse: bool
     unroll: int | bool
+    remat: RematLike | None
     name: str | None
 
 
@@ -77,7 +78,6 @@ class FoldOptions(IndexOptions, total=False):
     """The options of `fold`, less `key`, which an overload asks for by name."""
 
     in_axes: Axes
-    remat: RematLike | None
     truncate: int | None
 
 
