@@ -34,7 +34,8 @@ MODULES = [
         for name in (
             "products", "sums", "steps_at_once", "deferred", "in_bulk", "in_place", "branches", "hoist", "dependence",
             "equations", "smooth", "mask", "over_rows", "keep_rows", "good_pairs", "lend", "rows", "resets", "fill",
-            "skip", "schedule", "compact", "batch_axes", "truncate", "early_exit", "tangents", "until", "kept", "all_steps",
+            "skip", "schedule", "compact", "batch_axes", "truncate", "early_exit", "tangents", "until", "kept",
+            "all_steps",
         )
     ),
     "treescan/_chunk.py",

@@ -9,16 +9,16 @@ from ._arguments import check_options
 from ._errors import explain, verb
 from ._run import run_scan
 from ._transforms.conventions import ACCUMULATE, FOLD
-from ._types import Array, Carry, FoldOptions, KeyedFoldBody, Options, PyTree, UnkeyedOptions, X
+from ._types import Array, Carry, KeyedFoldBody, Options, PyTree, RaggedFoldOptions, RaggedOptions, X
 
 _NO_OUTPUTS = "it stacks no outputs. `treescan.accumulate` and `treescan.scan` do."
 _FOLD_REFUSES = {"out_axes": _NO_OUTPUTS, "save": _NO_OUTPUTS}
-_ACCEPTED = frozenset(Options.__annotations__)
+_ACCEPTED = frozenset((*Options.__annotations__, "lengths"))
 
 
 @overload
 def fold(
-    f: Callable[[Carry, X], Carry], init: Carry, xs: X, length: int | None = None, **options: Unpack[FoldOptions]
+    f: Callable[[Carry, X], Carry], init: Carry, xs: X, length: int | None = None, **options: Unpack[RaggedFoldOptions]
 ) -> Carry: ...
 @overload
 def fold(
@@ -26,7 +26,7 @@ def fold(
     init: Carry,
     xs: None = None,
     length: int | None = None,
-    **options: Unpack[FoldOptions],
+    **options: Unpack[RaggedFoldOptions],
 ) -> Carry: ...
 @overload
 def fold(
@@ -36,7 +36,7 @@ def fold(
     length: int | None = None,
     *,
     key: Array,
-    **options: Unpack[FoldOptions],
+    **options: Unpack[RaggedFoldOptions],
 ) -> Carry: ...
 @overload
 def fold(
@@ -46,7 +46,7 @@ def fold(
     length: int | None = None,
     *,
     key: Array,
-    **options: Unpack[FoldOptions],
+    **options: Unpack[RaggedFoldOptions],
 ) -> Carry: ...
 @verb
 def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | None = None, **options: Any) -> Any:
@@ -57,7 +57,9 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
         init: the carry that the first step is given.
         xs: what is folded: any pytree whose leaves are `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
-        **options: `reverse`, `unroll`, `in_axes`, `key`, `remat`, `truncate`, `name`, as for `treescan.scan`.
+        **options: `reverse`, `unroll`, `in_axes`, `key`, `remat`, `truncate`, `name`, as for `treescan.scan`; and
+            `lengths`, int[*batch], as for `treescan.mask_scan`: row b of `xs` `[T, *batch, ...]` is folded over its
+            first `lengths[b]` steps, and its padding is never read.
 
     Returns:
         The last step's carry.
@@ -84,7 +86,7 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
 
 @overload
 def accumulate(
-    f: Callable[[Carry, X], Carry], init: Carry, xs: X, length: int | None = None, **options: Unpack[UnkeyedOptions]
+    f: Callable[[Carry, X], Carry], init: Carry, xs: X, length: int | None = None, **options: Unpack[RaggedOptions]
 ) -> Carry: ...
 @overload
 def accumulate(
@@ -92,7 +94,7 @@ def accumulate(
     init: Carry,
     xs: None = None,
     length: int | None = None,
-    **options: Unpack[UnkeyedOptions],
+    **options: Unpack[RaggedOptions],
 ) -> Carry: ...
 @overload
 def accumulate(
@@ -102,7 +104,7 @@ def accumulate(
     length: int | None = None,
     *,
     key: Array,
-    **options: Unpack[UnkeyedOptions],
+    **options: Unpack[RaggedOptions],
 ) -> Carry: ...
 @overload
 def accumulate(
@@ -112,7 +114,7 @@ def accumulate(
     length: int | None = None,
     *,
     key: Array,
-    **options: Unpack[UnkeyedOptions],
+    **options: Unpack[RaggedOptions],
 ) -> Carry: ...
 @verb
 def accumulate(
@@ -126,7 +128,8 @@ def accumulate(
         xs: what is folded: any pytree whose leaves are `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
         **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, as for
-            `treescan.scan`.
+            `treescan.scan`. `lengths`, int[*batch], as for `treescan.mask_scan`: the padding of `xs` `[T, *batch, ...]`
+            is never read, and the carries of padded steps are 0.
 
     Returns:
         The carries, `[T, ...]`; in reverse the carry after the step at position t stands at t.

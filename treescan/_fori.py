@@ -18,7 +18,7 @@ from ._transforms.count import Count
 from ._transforms.refuse import refuse_budget, refuse_offload
 from ._transforms.remat import Recompute, check_remat
 from ._transforms.until import Bounds, Until
-from ._types import Array, ArrayLike, Carry, IndexOptions, KeyedIndexBody, PyTree
+from ._types import Array, ArrayLike, Carry, ForiOptions, KeyedIndexBody, PyTree
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
 _TRACED_MOST = (
@@ -30,7 +30,7 @@ _REFUSES = {
     "out_axes": _NO_AXES,
     "length": "its length is upper - lower; `max_length` is the most it may be.",
 }
-_ACCEPTED = frozenset((*IndexOptions.__annotations__, "key"))
+_ACCEPTED = frozenset((*ForiOptions.__annotations__, "key"))
 
 
 @overload
@@ -41,7 +41,7 @@ def fori(
     init: Carry,
     *,
     max_length: int | None = None,
-    **options: Unpack[IndexOptions],
+    **options: Unpack[ForiOptions],
 ) -> Carry: ...
 @overload
 def fori(
@@ -52,7 +52,7 @@ def fori(
     *,
     max_length: int | None = None,
     key: Array,
-    **options: Unpack[IndexOptions],
+    **options: Unpack[ForiOptions],
 ) -> Carry: ...
 @verb
 def fori(

@@ -70,12 +70,17 @@ class IndexOptions(TypedDict, total=False):
 
     reverse: bool
     unroll: int | bool
-    remat: RematLike | None
     name: str | None
 
 
-class FoldOptions(IndexOptions, total=False):
-    """The options of `fold`, less `key`, which an overload asks for by name."""
+class ForiOptions(IndexOptions, total=False):
+    """The options of `fori`, less `key`, which an overload asks for by name."""
+
+    remat: RematLike | None
+
+
+class FoldOptions(ForiOptions, total=False):
+    """The options of `fold`, less `key`."""
 
     in_axes: Axes
     truncate: int | None
@@ -86,6 +91,18 @@ class UnkeyedOptions(FoldOptions, total=False):
 
     out_axes: Axes
     save: Save
+
+
+class RaggedFoldOptions(FoldOptions, total=False):
+    """The options of `fold`, less `key`, with the lengths of its rows."""
+
+    lengths: ArrayLike | None
+
+
+class RaggedOptions(UnkeyedOptions, total=False):
+    """The options of `accumulate`, less `key`, with the lengths of its rows."""
+
+    lengths: ArrayLike | None
 
 
 class MaskOptions(UnkeyedOptions, total=False):

@@ -29,7 +29,7 @@ class OverRows:
     Attributes:
         carry_axes: a prefix of the carry: where the batch shape starts; None: shared by all rows.
         x_axes: the same for one step's x.
-        y_axes: the same for one step's y.
+        y_axes: the same for one step's y; None: y is the carry.
         time_axis: where the steps are in the mask and the resets.
         in_axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
         compact: whether to order rows, or the numbers of rows to choose from.
@@ -37,7 +37,7 @@ class OverRows:
 
     carry_axes: Prefix
     x_axes: Prefix
-    y_axes: Prefix
+    y_axes: Prefix | None
     time_axis: int
     in_axes: LeafAxes | None
     compact: bool | tuple[int, ...]
@@ -46,6 +46,7 @@ class OverRows:
     def __call__(self, loop: Loop) -> Loop:
         valid, resets = self._flags(loop)
         loop, axes = self._lay(loop, valid)
+        y_axes = self.y_axes or Prefix.of(jax.tree.unflatten(jax.tree.structure(loop.state), axes.state))
         tiers = tiers_of(self.compact, valid.shape[1:]) if self.compact else (0,)
         refuse_tiers(tiers, loop)
         unchanged = None
@@ -55,10 +56,10 @@ class OverRows:
         else:
             loop = _without_false_alarms(loop, axes.x)
             hoisted = hoist(loop)
-            axes = axes._replace(y=spread_batch_axes("y_axes", self.y_axes, hoisted.y, "y", valid.shape[1:]))
+            axes = axes._replace(y=spread_batch_axes("y_axes", y_axes, hoisted.y, "y", valid.shape[1:]))
             trace_tiers(hoisted, loop, axes, tiers)
             hoisted = lift(hoisted)
-        rows = _rows_of(hoisted, axes, self.y_axes)._replace(resets=resets, unchanged=unchanged)
+        rows = _rows_of(hoisted, axes, y_axes)._replace(resets=resets, unchanged=unchanged)
         loop = dataclasses.replace(hoisted.loop, trace=hoisted, rows=rows)
         return loop.finished(lambda state, ys: (hoisted.restore(state), ys))
 
