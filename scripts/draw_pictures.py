@@ -23,8 +23,8 @@ import jax.numpy as jnp
 
 import treescan
 from treescan import Remat
-from treescan._transforms.compact import spread_tiers
-from treescan._transforms.schedule import make_schedule
+from treescan._transforms.rows.compact import spread_tiers
+from treescan._transforms.rows.schedule import make_schedule
 from treescan.carries import Ema, carry_of, ema
 
 DIRECTORY = Path(__file__).parent.parent / "docs" / "pictures"
@@ -174,23 +174,15 @@ def _draw_chunks(picture: Picture, top: float, chunks: list[Chunk]) -> None:
 
 # The house of modules.
 
-FLOORS = (  # from the ground up: what stands there, and its modules and packages
-    ("types and trees", ("_remat, _types, _avals, _tree, _errors",)),
+FLOORS = (  # from the ground up: what each holds, and its modules and packages
+    ("types and trees", ("_remat, _types, _avals, _tree, _errors, _axes",)),
     ("custom carries", ("carries/",)),
-    ("the loop", ("_retrace, _rewrite, _loop, _chunk, _sizes",)),
+    ("the loop", ("_loop/",)),
+    ("traces of steps, calls of bodies", ("_trace/, _body/",)),
     ("from Loop to Loop", ("_transforms/",)),
-    ("checks of arguments, and what verbs share", ("_arguments, _mask_arguments", "_prepare, _run")),
-    (
-        "verbs",
-        (
-            "_scan, _fold, _fori, _while_scan, _plan_remat",
-            "_mask_scan, _pad, _pack, _sequences, _first_fit",
-            "_layers, _layer_arguments, _init_layers",
-            "_stack, _state_dict",
-            "_lift, _groups, _group_terms",
-            "_collections, _filters",
-        ),
-    ),
+    ("checks of arguments", ("_checks/",)),
+    ("stacks, and batches of sequences", ("_data/",)),
+    ("verbs", ("_verbs/",)),
     ("public names", ("__init__, __main__, testing",)),
     ("other libraries", ("integrations/",)),
 )
@@ -396,14 +388,14 @@ def carry() -> Picture:
 
 
 PACKAGE = Path(treescan.__file__).parent
-WHERE = {"scan": "_run", "fori": "_fori", "while_scan": "_while_scan", "mask_scan": "_mask_scan"}
-"""Where each verb lists its transforms; `_run` lists first those of `fold` and `accumulate` with `lengths`."""
+WHERE = {"scan": "run", "fori": "fori", "while_scan": "while_scan", "mask_scan": "mask_scan"}
+"""Where each verb lists its transforms; `run` lists first those of `fold` and `accumulate` with `lengths`."""
 INNERMOST, OUTERMOST = "call the body", "run"
 
 
 def transforms_of(verb: str) -> list[str]:
     """The classes of a verb's transforms, innermost first, read off the tuple in its source."""
-    tree = ast.parse((PACKAGE / f"{WHERE[verb]}.py").read_text())
+    tree = ast.parse((PACKAGE / "_verbs" / f"{WHERE[verb]}.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     lists = [call.args for call in calls if ast.unparse(call.func).split(".")[-1] in ("run", "present")]
     listed = [arguments for arguments in lists if arguments and all(map(_class_of, arguments))]
@@ -418,8 +410,8 @@ def _class_of(argument: ast.expr) -> str:
 
 def file_of(transform: str) -> str:
     """The file of a transform, in `_transforms/`."""
-    (file,) = (f for f in (PACKAGE / "_transforms").glob("*.py") if f"\nclass {transform}:\n" in f.read_text())
-    return file.name
+    (file,) = (f for f in (PACKAGE / "_transforms").rglob("*.py") if f"\nclass {transform}:\n" in f.read_text())
+    return str(file.relative_to(PACKAGE / "_transforms"))
 
 
 def loop() -> Picture:
@@ -443,7 +435,7 @@ def loop() -> Picture:
         box(level, "soft box" if level % 2 else "box")
         shown = name if level else f"{OUTERMOST}: jax.lax.scan"
         picture.text(12 + level * side, 18 + level * head, shown, "" if level else "bold")
-        where = file_of(name) if level else "_loop.py"
+        where = file_of(name) if level else "_loop/run.py"
         picture.text(WIDTH - 12 - level * side, 18 + level * head, where, "small code", "end")
     box(len(around), "strong box")
     top = len(around) * head

@@ -30,15 +30,13 @@ EQUIVALENT = ROOT / "scripts" / "equivalent_mutants.json"
 # fmt: off
 MODULES = [
     *(
-        f"treescan/_transforms/{name}.py"
-        for name in (
-            "products", "sums", "steps_at_once", "deferred", "in_bulk", "in_place", "branches", "hoist", "dependence",
-            "equations", "smooth", "mask", "over_rows", "keep_rows", "good_pairs", "lend", "rows", "resets", "fill",
-            "skip", "schedule", "compact", "batch_axes", "truncate", "early_exit", "tangents", "until", "kept",
-            "all_steps",
-        )
+        str(file.relative_to(ROOT))
+        for folder in ("_trace", "_transforms/rows", "_transforms/weights", "_transforms/until")
+        for file in sorted((ROOT / "treescan" / folder).glob("*.py"))
+        if file.stem != "__init__"
     ),
-    "treescan/_chunk.py",
+    "treescan/_transforms/truncate.py",
+    "treescan/_loop/chunk.py",
 ]
 TESTS = [
     f"tests/test_{name}.py"

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+import treescan._trace
 import treescan._transforms
 
 CHUNK = 3
@@ -38,7 +39,8 @@ NUMBERS = INEXACT + INTEGERS
 def tables() -> dict[str, frozenset[str]]:
     """The names in each table of primitives, and those that a module compares an equation's name with."""
     found = {}
-    for info in pkgutil.iter_modules(treescan._transforms.__path__, "treescan._transforms."):
+    folders = (treescan._trace, treescan._transforms)
+    for info in (info for f in folders for info in pkgutil.walk_packages(f.__path__, f"{f.__name__}.")):
         module = importlib.import_module(info.name)
         for name, value in vars(module).items():
             if not name.startswith("__") and _is_table(value):

@@ -12,10 +12,12 @@ import pytest
 from helpers import by_turns
 from hypothesis import given
 
-from treescan._chunk import Level, run_chunked as run_levels
-from treescan._loop import Body, Feed, Loop, run
-from treescan._sizes import Wish, plan_sizes
-from treescan._transforms.body import CallBody
+from treescan._body.call import CallBody
+from treescan._loop.body import Body
+from treescan._loop.chunk import Level, run_chunked as run_levels
+from treescan._loop.loop import Feed, Loop
+from treescan._loop.run import run
+from treescan._loop.sizes import Wish, plan_sizes
 
 
 class Count:

@@ -12,7 +12,7 @@ import pytest
 from helpers import Counted, array, compilations, parametrize
 
 import treescan
-from treescan._transforms.compact import MOST_TIERS, spread_tiers
+from treescan._transforms.rows.compact import MOST_TIERS, spread_tiers
 
 STEPS, ROWS, WIDTH, CHUNK = 9, 8, 2, 2  # a remainder of one step, which runs on all rows
 TIERS = (1, 2, 4, 8)

@@ -352,7 +352,7 @@ def test_every_block_of_a_pattern_is_freed(place, counts):
 
 
 def test_what_was_compiled_for_a_pattern_goes_with_its_last_block():
-    from treescan._loop import Body
+    from treescan._loop.body import Body
 
     def first(layer, x):
         return x

@@ -15,11 +15,12 @@ from primitive_cases import CHUNK, ENTRIES, Example, _closed_call, examples, tab
 from unpadded import compiled
 
 import treescan
-from treescan._transforms import deferred, equations as equations_module, products, steps_at_once
-from treescan._transforms.dependence import _RULES, dependent
-from treescan._transforms.products import _CALLS, _OF_EACH_STEP, PRODUCTS
-from treescan._transforms.remat import _COMPLEX_OF_REAL, _OF_ONE_ARRAY, _PRODUCTS, RealOnly, save_costly
-from treescan._transforms.steps_at_once import compute_early
+from treescan._trace import equations as equations_module
+from treescan._trace.dependence import _RULES, dependent
+from treescan._transforms.checkpoint import _COMPLEX_OF_REAL, _OF_ONE_ARRAY, _PRODUCTS, RealOnly, save_costly
+from treescan._transforms.weights import deferred, products, steps_at_once
+from treescan._transforms.weights.products import _CALLS, _OF_EACH_STEP, PRODUCTS
+from treescan._transforms.weights.steps_at_once import compute_early
 
 TABLES = tables()
 EARLY = sorted((_OF_EACH_STEP | _CALLS) & ENTRIES.keys() - {"pvary"})  # that is for within a shard_map only

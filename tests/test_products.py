@@ -15,7 +15,7 @@ from hlo import Program
 from unpadded import compiled
 
 import treescan
-from treescan._transforms import steps_at_once
+from treescan._transforms.weights import steps_at_once
 
 STEPS, CHUNK, ROWS, D, H = 10, 4, 3, 2, 3
 LENGTHS = np.array([9, 0, 4])

@@ -15,7 +15,7 @@ from unpadded import QUICKLY, assert_close
 
 import treescan
 from treescan import Remat
-from treescan._sizes import count_parts, divide
+from treescan._loop.sizes import count_parts, divide
 
 policies = jax.checkpoint_policies
 

@@ -27,7 +27,7 @@ from helpers import (
 from jaxtyping import Array, Float
 
 import treescan
-from treescan._loop import Body
+from treescan._loop.body import Body
 
 
 def annotated(
@@ -273,7 +273,7 @@ def test_64_programs_are_kept_a_body():
 @pytest.fixture
 def _warn(monkeypatch):
     monkeypatch.setenv("TREESCAN_WARN_RETRACE", "1")
-    monkeypatch.setattr("treescan._retrace._seen", collections.Counter())
+    monkeypatch.setattr("treescan._loop.retrace._seen", collections.Counter())
 
 
 def a_lambda_a_call(xs):

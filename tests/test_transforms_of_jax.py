@@ -467,7 +467,7 @@ def test_split_transpose_reaches_lax_scan(monkeypatch):
         came.append(keywords.get("_split_transpose", False))
         return jax.lax.scan(*args, **keywords)
 
-    monkeypatch.setattr("treescan._loop._lax_scan", spy)
+    monkeypatch.setattr("treescan._loop.run._lax_scan", spy)
     for split in (False, True):
         treescan.scan(lambda c, x: (c * x, c), array(), XS, _split_transpose=split)
     treescan.scan(lambda c, x: (c * x, c), array(), XS, None, False, 1, True)

@@ -1,5 +1,13 @@
 """Typed, checked scans for JAX, lowered to nothing but `jax.lax.scan`."""
 
+from ._data.init_layers import init_layers as init_layers
+from ._data.pack import Packed as Packed, PackIndex as PackIndex, last as last, pack as pack, unpack as unpack
+from ._data.pad import Padded as Padded, length_mask as length_mask, pad as pad, unpad as unpad
+from ._data.stack import layer_at as layer_at, set_layer as set_layer, stack as stack, unstack as unstack
+from ._data.state_dict import (
+    layers_from_state_dict as layers_from_state_dict,
+    layers_to_state_dict as layers_to_state_dict,
+)
 from ._errors import (
     ArgumentError as ArgumentError,
     ArgumentTypeError as ArgumentTypeError,
@@ -13,25 +21,17 @@ from ._errors import (
     TracedArgumentError as TracedArgumentError,
     TreescanError as TreescanError,
 )
-from ._filters import DenyList as DenyList, In as In, Out as Out
-from ._fold import accumulate as accumulate, fold as fold
-from ._fori import fori as fori
-from ._init_layers import init_layers as init_layers
-from ._layers import fold_layers as fold_layers, scan_layers as scan_layers
-from ._lift import lift as lift
-from ._mask_scan import mask_scan as mask_scan
-from ._pack import Packed as Packed, PackIndex as PackIndex, last as last, pack as pack, unpack as unpack
-from ._pad import Padded as Padded, length_mask as length_mask, pad as pad, unpad as unpad
-from ._plan_remat import plan_remat as plan_remat
+from ._loop.rewrite import rewriting as rewriting
 from ._remat import Remat as Remat
-from ._rewrite import rewriting as rewriting
-from ._scan import scan as scan
-from ._stack import layer_at as layer_at, set_layer as set_layer, stack as stack, unstack as unstack
-from ._state_dict import (
-    layers_from_state_dict as layers_from_state_dict,
-    layers_to_state_dict as layers_to_state_dict,
-)
 from ._transforms.budget import RematPlan as RematPlan
-from ._while_scan import WhileResult as WhileResult, while_scan as while_scan
+from ._verbs.filters import DenyList as DenyList, In as In, Out as Out
+from ._verbs.fold import accumulate as accumulate, fold as fold
+from ._verbs.fori import fori as fori
+from ._verbs.layers import fold_layers as fold_layers, scan_layers as scan_layers
+from ._verbs.lift import lift as lift
+from ._verbs.mask_scan import mask_scan as mask_scan
+from ._verbs.plan_remat import plan_remat as plan_remat
+from ._verbs.scan import scan as scan
+from ._verbs.while_scan import WhileResult as WhileResult, while_scan as while_scan
 
 __version__ = "0.1.0"

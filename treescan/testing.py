@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._avals import describe_leaf, is_key
+from ._body.differences import agree, find_differences
 from ._errors import ArgumentError, Row, table
-from ._mask_scan import mask_scan
-from ._scan import scan
-from ._transforms.carries import row_axes
-from ._transforms.differences import agree, find_differences
+from ._transforms.rows.carry_axes import row_axes
 from ._tree import leaves_with_path
 from ._types import Array, PyTree, TreeDef
+from ._verbs.mask_scan import mask_scan
+from ._verbs.scan import scan
 from .carries._base import AbstractCarry, describe_error
 from .carries._failures import failed_hook, root_of
 

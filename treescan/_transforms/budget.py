@@ -12,11 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import ArgumentError, Fault, table
-from .._loop import Feed, Step
+from .._loop.loop import Feed, Step
+from .._loop.sizes import count_parts, divide
 from .._remat import Remat
-from .._sizes import count_parts, divide
+from .._trace.hoist import Hoisted, one_step
 from .checkpoint import checkpoint_step, remat_sizes
-from .hoist import Hoisted, one_step
 from .refuse import refuse_symbolic
 
 

@@ -12,13 +12,13 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from .._avals import is_key
-from .._loop import Feed, Loop, Step
+from .._loop.loop import Feed, Loop, Step
+from .._loop.sizes import divide
 from .._remat import Remat
-from .._sizes import divide
+from .._trace.hoist import merge
+from .._trace.smooth import is_smooth
 from .._types import PyTree
-from .hoist import merge
 from .refuse import refuse_symbolic
-from .smooth import is_smooth
 
 _CARRY = "treescan carry"
 

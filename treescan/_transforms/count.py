@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass
 from typing import Literal
 
-from .._loop import Feed, Loop, Step
+from .._loop.loop import Feed, Loop, Step
 from .._types import Array, ArrayLike, PyTree
 
 

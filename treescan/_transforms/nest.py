@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .._chunk import Level, run_chunked
-from .._loop import Loop, run
-from .._sizes import Wish, plan_sizes
+from .._loop.chunk import Level, run_chunked
+from .._loop.loop import Loop
+from .._loop.run import run
+from .._loop.sizes import Wish, plan_sizes
 from .._types import PyTree
 from .outputs import Keep, boundaries, is_thinned
 from .thin import last_chunk, run_keeping

@@ -14,16 +14,17 @@ from jax.core import eval_jaxpr
 
 from .._avals import describe_leaf, place_like
 from .._errors import ArgumentError, BodyError, Fault, Row
-from .._loop import Feed, Loop, Step, Transform, as_arrays, is_jit_disabled
+from .._loop.loop import Feed, Loop, Step, Transform
+from .._loop.run import as_arrays, is_jit_disabled
+from .._trace.dependence import dependent
+from .._trace.equations import alone, called, evaluate_inlined, variables_of
+from .._trace.hoist import Hoisted, Traced, flatten_only, hoist, merge
 from .._tree import Prefix, PrefixMismatch, leaves_with_path
 from .._types import PyTree
 from .axes import OverAxes
-from .call import Arguments, Call
-from .dependence import dependent
-from .equations import alone, called, evaluate_inlined, variables_of
-from .hoist import Hoisted, Traced, flatten_only, hoist, merge
 from .nest import run_nested
 from .outputs import move_kept
+from .program import Arguments, Call
 
 
 @dataclass(frozen=True)

@@ -11,13 +11,14 @@ import jax
 import numpy as np
 
 from .._avals import describe_argument, exact_int
+from .._axes import static_axes
 from .._errors import ArgumentError, Fault
-from .._loop import Loop
-from .._sizes import Wish
+from .._loop.loop import Loop
+from .._loop.sizes import Wish
+from .._trace.hoist import is_untraced, traced
 from .._tree import Prefix, PrefixMismatch
 from .._types import Array, Axes, PyTree, Save
-from .axes import move_outputs, static_axes
-from .hoist import is_untraced, traced
+from .axes import move_outputs
 from .refuse import refuse_symbolic, refuse_with_refs
 
 Keep = int | None

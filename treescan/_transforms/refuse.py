@@ -6,7 +6,7 @@ from typing import NoReturn
 
 from .._errors import ArgumentError, Fault
 from .._remat import Remat
-from .hoist import Hoisted
+from .._trace.hoist import Hoisted
 
 
 def refuse_symbolic(count: int, option: str, of: str = "steps") -> None:

@@ -11,12 +11,12 @@ import jax
 
 from .._avals import describe_argument, exact_int
 from .._errors import ArgumentError, ArgumentTypeError, Fault
-from .._loop import Loop
+from .._loop.loop import Loop
+from .._loop.sizes import Wish
 from .._remat import Remat
-from .._sizes import Wish
+from .._trace.hoist import hoist, is_untraced, traced
 from .budget import fit_budget
 from .checkpoint import RematChunk, checkpoint_steps, remat_sizes
-from .hoist import hoist, is_untraced, traced
 from .refuse import refuse_budget, refuse_offload, refuse_to_repeat
 
 _PLANS = {"step": Remat(levels=1), "nested": Remat(levels=2)}

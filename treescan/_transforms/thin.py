@@ -15,10 +15,11 @@ import jax
 import jax.numpy as jnp
 
 from .._avals import is_weak, place_like
-from .._chunk import Level, RunChunk, run_chunked
-from .._loop import Feed, Loop, Step, as_arrays, run
+from .._loop.chunk import Level, RunChunk, run_chunked
+from .._loop.loop import Feed, Loop, Step
+from .._loop.run import as_arrays, run
+from .._trace.hoist import one_step
 from .._types import Array, PyTree
-from .hoist import one_step
 from .outputs import ALL, LAST, Keep, is_thinned
 
 

@@ -10,12 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from .._avals import describe_argument, exact_int
+from .._axes import LeafAxes
 from .._errors import ArgumentError, Fault
-from .._loop import Feed, Loop, Step
+from .._loop.loop import Feed, Loop, Step
+from .._trace.hoist import fixed_leaves, flattened, is_untraced, traced
 from .._types import Array, PyTree
-from .axes import LeafAxes
-from .hoist import fixed_leaves, flattened, is_untraced, traced
-from .rows import expand, select
+from .rows.leaves import expand, select
 
 
 @dataclass(frozen=True)

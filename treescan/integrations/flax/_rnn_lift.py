@@ -15,11 +15,11 @@ from flax.core import lift
 from flax.core.scope import CollectionFilter, PRNGSequenceFilter, Scope, intersect_filters, is_filter_empty
 
 from ..._errors import ArgumentError, Fault, explain
-from ..._groups import Groups, Rngs, Roles, Step, broadcast_of, refuse_made, split_keys
-from ..._loop import named_signature
-from ..._mask_scan import mask_scan
-from ..._scan import scan
+from ..._loop.run import named_signature
 from ..._types import Array, PyTree, RematLike
+from ..._verbs.groups import Groups, Rngs, Roles, Step, broadcast_of, refuse_made, split_keys
+from ..._verbs.mask_scan import mask_scan
+from ..._verbs.scan import scan
 from ._scopes import Axes, Group, ScopedCall, axes_of, copied, merged, parted_rngs, with_axes, without_axes
 
 _NAME = "treescan.integrations.flax.RNN"

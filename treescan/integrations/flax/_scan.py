@@ -10,10 +10,10 @@ from flax.core import FrozenDict, broadcast
 from flax.core.lift import pack
 from flax.linen.transforms import lift_transform
 
-from ..._collections import check_hook, check_split
 from ..._errors import Fault, explain, verb
-from ..._groups import Groups, Roles, Step, run_groups
 from ..._types import PyTree, RematLike, Save
+from ..._verbs.collections import check_hook, check_split
+from ..._verbs.groups import Groups, Roles, Step, run_groups
 from ._scopes import Axes, ScopedCall, axes_of, merged, parted_rngs, with_axes, without_axes
 
 Target = TypeVar("Target")

@@ -9,10 +9,10 @@ import jax
 from flax.core import meta
 
 from ..._avals import describe_node
-from ..._collections import check_axes_of, transformed
 from ..._errors import BodyError, Fault
-from ..._groups import Groups, Rngs
 from ..._types import PyTree
+from ..._verbs.collections import check_axes_of, transformed
+from ..._verbs.groups import Groups, Rngs
 
 Group: TypeAlias = Sequence[Mapping[str, Any]]
 """Collections, or rngs, by their names, for each scope."""

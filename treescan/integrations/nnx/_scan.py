@@ -10,14 +10,14 @@ from typing import Any, TypeVar, overload
 import jax
 from flax import nnx
 
-from ..._arguments import check_length
 from ..._avals import describe_leaf, describe_node, shape_of
+from ..._body.call import check_callable
+from ..._body.conventions import SCAN
+from ..._checks.arguments import check_length
 from ..._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, Row, explain, verb
-from ..._run import run_scan
-from ..._transforms.body import check_callable
-from ..._transforms.conventions import SCAN
 from ..._tree import Prefix
 from ..._types import Axes, PyTree, RematLike
+from ..._verbs.run import run_scan
 from ._named import Named, in_words_of_user, is_node, leaves_and_nodes, replace_nodes
 from ._roles import axes_of, check_axes, check_level, is_axis, spread_roles
 from ._step import TAG, Layout, Node, Parts, Step, fill, merge, split

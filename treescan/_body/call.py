@@ -1,0 +1,224 @@
+"""The innermost step: calls the user's body, with the keywords it takes, and checks what it returns."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.tree_util as jtu
+
+from .._avals import describe_argument, describe_leaf, describe_node
+from .._errors import BodyError, Fault, Row
+from .._loop.body import Body, wrapped_parameters
+from .._loop.loop import Feed
+from .._loop.run import keeps_named_pairs
+from .._tree import is_static, leaves_with_path, thaw_static
+from .._types import Array, PyTree, TreeDef
+from .carries import read_carries, without_carries, write_carries
+from .conventions import SCAN, Convention
+from .invariance import check_carry
+from .signature import Signature, signature_of
+
+
+class Shared(NamedTuple):
+    """What all steps are given alike.
+
+    Attributes:
+        key: the loop's PRNG key, folded for each step with its position.
+        args: further positional arguments of the body.
+    """
+
+    key: Array | None = None
+    args: tuple[PyTree, ...] = ()
+
+
+@dataclass(frozen=True)
+class CallBody:
+    """The step that calls the body. Its consts are what all steps are given alike, or None.
+
+    Attributes:
+        body: the body.
+        convention: how it is called, and what it returns.
+        sees_valid: whether the body takes `valid`.
+        frozen: whether the state, xs or consts hold static leaves, which the body sees in their place.
+        custom: the classes of the custom carries that the state holds.
+    """
+
+    body: Body
+    convention: Convention = SCAN
+    sees_valid: bool = False
+    frozen: bool = False
+    custom: tuple[type, ...] = ()
+
+    def __call__(self, consts: Shared | None, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        # A body may change the containers that it is given: the carry that it returns is compared with another copy.
+        given = jtu.tree_unflatten(jtu.tree_structure(state), jtu.tree_leaves(state))
+        carry, x = (thaw_static(given), thaw_static(feed.x)) if self.frozen else (given, feed.x)
+        unchanged = thaw_static(state) if self.frozen else state
+        key, args = Shared() if consts is None else consts
+        keywords: dict[str, Any] = {}
+        if key is not None and feed.position is not None:
+            keywords["key"] = jax.random.fold_in(key, feed.position)
+        if self.sees_valid:
+            keywords["valid"] = feed.valid
+        args = jtu.tree_unflatten(jtu.tree_structure(args), jtu.tree_leaves(args))  # for the same reason
+        others = (*x, *(thaw_static(args) if self.frozen else args)) if self.convention.spread else (x,)
+        returned, y, structure = self._call(carry, others, keywords, unchanged, feed.valid)
+        if self.frozen:  # the check has found the static leaves equal: the state keeps the ones that it had
+            leaves = zip(jtu.tree_leaves(returned), jtu.tree_leaves(unchanged), strict=True)
+            arrays = [leaf for leaf, given in leaves if not is_static(given)]
+            returned = jtu.tree_unflatten(jtu.tree_structure(state), arrays)
+        return (returned, y) if structure is None else jtu.tree_unflatten(structure, (returned, y))
+
+    def _call(
+        self, carry: PyTree, others: tuple[PyTree, ...], keywords: dict[str, Any], given: PyTree, valid: Array | None
+    ) -> tuple[PyTree, PyTree, TreeDef | None]:
+        """The next carry, y, and the pair's container where the body chose another than a tuple: the result has it."""
+        function = self.body.function
+        signature = self.body.memo(Signature, lambda: signature_of(self.body))
+        name = carry_name(self.body, self.convention)
+        if self.custom:
+            carry = read_carries(carry, name)
+        place = self.convention.place
+        arguments = (*others[:place], carry, *others[place:])
+        with signature.scope() as scope:
+            if scope:
+                scope.check_inputs(arguments)
+            out = function(*arguments, **keywords)
+            returned, y = _split(self.convention, out, given)
+            kept, new = without_carries(given, returned) if self.custom else (given, returned)
+            check_carry(self.body, self.convention, name, kept, new, y, out)
+            if self.custom:
+                returned = write_carries(given, returned, valid, name)
+                y = returned if self.convention.stacks else y
+            if scope:
+                carried = f"returned {name}"
+                scope.check_outputs(out, (carried, "y") if self.convention.pair else carried)
+            check_arrays(y, name if self.convention.stacks else None)
+        keeps = self.convention.pair and not self.convention.spread  # a pair of layers' is always a tuple
+        return returned, y, _container(out) if keeps else None
+
+
+def carry_name(body: Body, convention: Convention) -> str:
+    """The body's own name for its carry."""
+    names = body.names
+    return names[convention.place] if len(names) > convention.place else convention.carry
+
+
+def _split(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTree]:
+    """The next carry and y, by the verb's convention."""
+    if convention.pair:
+        return _pair(convention, out, carry)
+    _refuse_pair(convention, out, carry)
+    return out, (out if convention.stacks else None)
+
+
+def _pair(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTree]:
+    """Any container of two parts passes for a pair, as with lax.scan; where that fails, it is told in these terms."""
+    if isinstance(out, tuple | list):
+        parts: list[Any] = list(out)
+    else:
+        parts = [] if jtu.all_leaves([out]) else _children(out)
+    if len(parts) == 2 and (isinstance(out, tuple | list) or _same_structure(carry, parts[0])):
+        return parts[0], parts[1]
+    raise Fault(
+        BodyError,
+        f"{{body}} must return a pair ({convention.carry}, y), but returned {describe_node(out)}.",
+        _pair_cure(convention, out, carry),
+    )
+
+
+def _container(out: Any) -> TreeDef | None:
+    """The structure of a pair alone, its halves as leaves; None for a tuple, and for what lax.scan does not take."""
+    if type(out) is tuple or (isinstance(out, tuple) and not keeps_named_pairs()):
+        return None
+    return jtu.tree_structure(out, is_leaf=lambda node: node is not out)
+
+
+def _children(out: Any) -> list[Any]:
+    return jtu.tree_leaves(out, is_leaf=lambda node: node is not out)
+
+
+def _pair_cure(convention: Convention, out: Any, carry: PyTree) -> str:
+    name = convention.carry
+    what = f"the next {name} and this {{unit}}'s output"
+    if out is None:
+        return f"Return {what}: `return {name}, y`."
+    if _same_structure(carry, out):
+        return (
+            f"What it returned has the structure of {{the_carry}}. Return `{name}, None` if there is no output to "
+            f"stack{convention.or_alone}."
+        )
+    return f"Return {what}: `return {name}, y`, with None for y if there is none."
+
+
+def _refuse_pair(convention: Convention, out: Any, carry: PyTree) -> None:
+    """Says it when a body written for scan is given to a verb whose body returns the carry alone."""
+    is_pair = isinstance(out, tuple) and len(out) == 2
+    if is_pair and not _same_structure(carry, out) and any(_same_structure(carry, half) for half in out):
+        name = convention.carry
+        raise Fault(
+            BodyError,
+            f"{{body}} must return the next {name} alone, but returned {describe_node(out)}.",
+            f"A body of `{convention.verb}` returns no y: `return {name}`. To stack an output over the {{unit}}s, call "
+            f"`{convention.other}`.",
+        )
+
+
+def _same_structure(carry: PyTree, other: PyTree) -> bool:
+    """Whether a tree has the structure of a carry; in the places of custom carries, anything may stand."""
+    carry, other = without_carries(carry, other)
+    structure: TreeDef = jtu.tree_structure(carry)
+    return bool(structure == jtu.tree_structure(other))
+
+
+def check_arrays(y: PyTree, carry: str | None = None) -> None:
+    """Refuses outputs that cannot be stacked. `carry` is the body's own name for them where they are its carry."""
+    if any(map(is_static, jtu.tree_leaves(y))):
+        named = leaves_with_path(carry or "y", y)
+        if carry:
+            raise _static_carry(named)
+        raise Fault(
+            BodyError,
+            "{body} returned outputs that are no arrays.",
+            "y is stacked over the {unit}s. Return what is the same in all of them some other way than through the "
+            "scan.",
+            header=("leaf", "expected", "is"),
+            rows=[Row(path, "an array", describe_leaf(leaf), "") for path, leaf in named if is_static(leaf)],
+        )
+
+
+def _static_carry(named: list[tuple[str, Any]]) -> Fault:
+    return Fault(
+        BodyError,
+        "{call} stacks {the_carry} after each {step}, but it holds leaves that are no arrays.",
+        "Let the {step} close over what is the same in all of them, and keep it out of {init}. Or call "
+        "`treescan.scan`, which carries it: its body returns what is to be stacked as y.",
+        header=("leaf", "expected", "is"),
+        rows=[Row(path, "an array", describe_leaf(leaf), "") for path, leaf in named if is_static(leaf)],
+    )
+
+
+def takes_keyword(body: Body, name: str) -> bool:
+    """Whether a body has a parameter of this name behind its first two, or passes it on to what it wraps."""
+    own = body.parameters or ()
+    passes_on = any(p.kind is p.VAR_KEYWORD for p in own)
+    return _names_keyword(own, name) or (passes_on and _names_keyword(wrapped_parameters(body.function), name))
+
+
+def _names_keyword(parameters: Iterable[inspect.Parameter], name: str) -> bool:
+    later = (p for i, p in enumerate(parameters) if i > 1 or p.kind is p.KEYWORD_ONLY)
+    return any(p.name == name and p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD) for p in later)
+
+
+def check_callable(function: Any, call: str) -> None:
+    """Refuses what cannot be called, and shows a `call` that works."""
+    if not callable(function):
+        raise Fault(
+            BodyError,
+            f"{{verb}} needs a function as its body, but got {describe_argument(function)}.",
+            f"Pass the {{step}} function in its place: `treescan.{call}`.",
+        )

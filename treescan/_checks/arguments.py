@@ -1,0 +1,381 @@
+"""Checks of what every verb is told: length, reverse, unroll, axes, key, and the options' names."""
+
+from __future__ import annotations
+
+import difflib
+import functools
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import ShapedArray, Tracer
+
+from .._avals import (
+    describe_argument,
+    describe_leaf,
+    describe_node,
+    describe_traced,
+    exact_int,
+    is_key,
+    shape_of,
+    spec_parts,
+)
+from .._axes import LeafAxes, check_axes, spread_axes
+from .._body.conventions import Convention
+from .._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, Row, TracedArgumentError, TreescanError
+from .._loop.body import Body
+from .._tree import leaves_with_path
+from .._types import Array, Axes, MaskOptions, PyTree, UnkeyedOptions
+
+_TRACED_LENGTH = (
+    "A loop's length is part of the compiled program. For a length that is known only at run time, scan over the "
+    "longest length there may be and pass the traced one to `treescan.mask_scan(..., lengths=...)`; or make it a "
+    "static argument of the function under `jax.jit`."
+)
+
+
+OF_MASK_SCAN = MaskOptions.__annotations__.keys() - UnkeyedOptions.__annotations__.keys()
+
+
+def check_options(
+    options: Mapping[str, Any], allowed: Mapping[str, str] | frozenset[str], refused: Mapping[str, str]
+) -> None:
+    """Refuses options that a verb does not have, with the nearest one that it has.
+
+    Args:
+        options: what the user passed.
+        allowed: the names that the verb takes.
+        refused: options of other verbs that this one cannot honour, each with the reason.
+    """
+    for name in options:
+        if name in allowed:
+            continue
+        if name in refused:
+            raise Fault(ArgumentError, f"{{verb}} over {{body}} takes no `{name}`: {refused[name]}")
+        if name in OF_MASK_SCAN:
+            raise Fault(
+                ArgumentTypeError,
+                f"{{verb}} over {{body}} has no option `{name}`.",
+                "`treescan.mask_scan` takes it, for rows of unequal length.",
+            )
+        near = difflib.get_close_matches(name, list(allowed), 1)
+        cure = f"Did you mean `{near[0]}`?" if near else f"Its options are {', '.join(sorted(allowed))}."
+        raise Fault(ArgumentTypeError, f"{{verb}} over {{body}} has no option `{name}`.", cure)
+
+
+def check_reverse(reverse: Any) -> bool:
+    """A bool, Python's or NumPy's."""
+    if isinstance(reverse, bool | np.bool_):
+        return bool(reverse)
+    raise Fault(
+        ArgumentTypeError,
+        f"{{call}}: `reverse` is True or False, got {describe_traced(reverse)}.",
+        "The direction is part of the program: pass a plain bool, `bool(...)` of a concrete value.",
+    )
+
+
+def check_unroll(unroll: Any, length: int) -> int:
+    """A bool, or an int from 0 up, where 0 unrolls the whole loop; as an int, as True and 1 compare as equal."""
+    if isinstance(unroll, bool | np.bool_):
+        return max(length, 1) if unroll else 1
+    steps = exact_int(unroll)
+    if steps is None:
+        raise Fault(
+            TracedArgumentError if isinstance(unroll, Tracer) else ArgumentTypeError,
+            f"{{verb}} over {{body}}: `unroll` is an int or a bool, got {describe_traced(unroll)}.",
+            "It is the number of {unit}s that are compiled into one round of the loop: a part of the program.",
+        )
+    if steps < 0:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `unroll` counts {{unit}}s, got {steps}.",
+            "Give 1 for a plain loop, k for k {unit}s a round, 0 or True to unroll the whole loop.",
+        )
+    return steps
+
+
+def check_length(length: Any, name: str = "length", cure: str = _TRACED_LENGTH) -> int | None:
+    """An int from 0 up, or None. `cure` is what to do about a traced one."""
+    if length is None or (type(length) is int and length >= 0):
+        return length
+    steps = exact_int(length)
+    if isinstance(length, Tracer):
+        raise Fault(TracedArgumentError, f"{{verb}} over {{body}}: `{name}` is {describe_traced(length)}.", cure)
+    if steps is None:
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}} over {{body}}: `{name}` is an int, got {describe_argument(length)}.",
+            "Give a number of steps, from 0 up, as an int: `int(...)` if it is one already.",
+        )
+    if steps < 0:
+        raise Fault(
+            ArgumentError, f"{{verb}} over {{body}}: `{name}` counts steps, got {steps}.", "Give an int from 0 up."
+        )
+    return steps
+
+
+def check_bound(bound: Any, name: str) -> int:
+    """A concrete int: the end of a range of indices."""
+    index = exact_int(bound)
+    if index is not None:
+        return index
+    if isinstance(bound, Tracer):
+        raise Fault(
+            TracedArgumentError,
+            f"{{verb}} over {{body}}: `{name}` is {describe_traced(bound)}.",
+            "Pass `max_length=`, the most steps there may be: only those up to the bound are run, and the loop is "
+            "differentiable. Or make the bound a static argument of the function under `jax.jit`.",
+        )
+    raise Fault(
+        ArgumentTypeError,
+        f"{{verb}} over {{body}}: `{name}` is an int, got {describe_argument(bound)}.",
+        "The bounds come first, `treescan.fori(lower, upper, step, init)`, and are counted in whole steps.",
+    )
+
+
+def resolve_axes(in_axes: Axes, xs: PyTree, root: str = "xs") -> LeafAxes | None:
+    """One axis a leaf of xs, or None for the usual case: axis 0 of every leaf."""
+    if type(in_axes) is int and in_axes == 0:
+        return None
+    axes = spread_axes("in_axes", in_axes, xs, root, none=True)
+    check_axes("in_axes", axes, xs, root)
+    if not any(axes) and None not in axes:
+        return None
+    ranks = [len(shape_of(leaf) or ()) for leaf in jax.tree.leaves(xs)]
+    return tuple(axis if axis is None else axis % rank for axis, rank in zip(axes, ranks, strict=True))
+
+
+def infer_length(xs: PyTree, length: int | None, axes: LeafAxes | None) -> int:
+    """The number of steps: what every scanned leaf has along its axis, and `length`, where both are given.
+
+    Raises:
+        Fault: for an `ArgumentError` that lists all the leaves in question.
+    """
+    leaves = jax.tree.leaves(xs)
+    sizes: list[Any] = []
+    for leaf, axis in zip(leaves, axes or (0,) * len(leaves), strict=True):
+        if axis is not None and _is_array(leaf):
+            shape = getattr(leaf, "shape", None)
+            if not shape:
+                raise no_axis(xs)
+            sizes.append(shape[axis])
+            _check_replicated(xs, leaf, axis, axes)
+    if length is None:
+        if not sizes:
+            why = "every leaf of xs is given whole (in_axes None)" if leaves else "xs holds no arrays"
+            raise Fault(
+                ArgumentError,
+                f"{{verb}} over {{body}}: how many steps? No `length` is given, and "
+                f"{'there are no xs' if xs is None else why}.",
+                "Pass `length=` for a loop that consumes nothing, or arrays as xs, which lead with the steps.",
+            )
+        length = sizes[0]
+    if any(size != length for size in sizes):
+        raise _sizes_differ(xs, length, axes)
+    assert length is not None
+    return length
+
+
+def _is_array(leaf: Any) -> bool:
+    """False for values of types other than arrays that JAX may know how to scan over: lax.scan decides."""
+    return hasattr(leaf, "shape") or isinstance(jax.typeof(leaf), ShapedArray)
+
+
+def no_axis(xs: PyTree, root: str = "xs", error: type[TreescanError] = ArgumentError) -> Fault:
+    """Says which leaves have no axis to scan over, and how a list of numbers is made an array."""
+    without = _without_axis(xs, root)
+    rows = [Row(path, "an axis to scan over", describe_node(node), "") for path, node in without]
+    lists = [(row, node) for row, (_, node) in zip(rows, without, strict=True) if isinstance(node, list | tuple)]
+    cure = "Every leaf of xs leads with the {unit}s. What is the same for all {unit}s goes with `in_axes=None`."
+    if lists:
+        row, node = lists[0]
+        cure = (
+            f"{row.leaf}: xs is a pytree, in which a {type(node).__name__} of numbers is not {len(node)} {{unit}}s, "
+            f"but {len(jax.tree.leaves(node))} leaves without an axis. Make it an array, `jnp.asarray({row.leaf})`."
+        )
+    return Fault(
+        error,
+        f"{{verb}} over {{body}}: {root} has leaves without an axis to scan over.",
+        cure,
+        header=("leaf", "expected", "is"),
+        rows=rows,
+    )
+
+
+def _without_axis(xs: PyTree, root: str) -> list[tuple[str, Any]]:
+    """The leaves of shape [], but a list (of lists) of nothing else as one."""
+
+    def is_unit(node: Any) -> bool:
+        return isinstance(node, list | tuple) and bool(node) and all(_is_scalar(x) or is_unit(x) for x in node)
+
+    nodes = leaves_with_path(root, xs, is_leaf=is_unit)
+    return [(path, node) for path, node in nodes if is_unit(node) or not shape_of(node)]
+
+
+def _is_scalar(value: Any) -> bool:
+    return jtu.all_leaves([value]) and shape_of(value) == ()
+
+
+def _sizes_differ(xs: PyTree, length: Any, axes: LeafAxes | None) -> Fault:
+    named = leaves_with_path("xs", xs)
+    rows = [
+        Row(path, str(leaf.shape[axis]), describe_leaf(leaf), f"axis {axis}")
+        for (path, leaf), axis in zip(named, axes or (0,) * len(named), strict=True)
+        if axis is not None
+    ]
+    says = "{verb} over {body}: the leaves of xs do not have the same number of steps."
+    if len({row.expected for row in rows}) == 1:
+        says = f"{{verb}} over {{body}}: `length` is {length}, but xs has {rows[0].expected} steps."
+    return Fault(
+        ArgumentError,
+        says,
+        "All leaves of xs are scanned together, and `length`, where given, is their size. For fewer steps, slice xs.",
+        header=("leaf", "steps", "is"),
+        rows=rows,
+    )
+
+
+def _check_replicated(xs: PyTree, leaf: Any, axis: int, axes: LeafAxes | None) -> None:
+    """Refuses a leaf that is sharded along the scanned axis, where shardings are part of the type."""
+    if _axis_spec(leaf, axis) is None:
+        return
+    named = leaves_with_path("xs", xs)
+    rows = [
+        Row(path, "not sharded", describe_leaf(x), f"axis {a}")
+        for (path, x), a in zip(named, axes or (0,) * len(named), strict=True)
+        if a is not None and _axis_spec(x, a) is not None
+    ]
+    free = list(map(repr, spec_parts(jax.typeof(leaf).sharding.spec)))
+    free[axis] = "None"
+    resharded = f"jax.sharding.reshard({rows[0].leaf}, jax.sharding.PartitionSpec({', '.join(free)}))"
+    raise Fault(
+        ArgumentError,
+        "{verb} over {body}: xs has leaves that are sharded along the axis that is scanned over.",
+        f"One step needs one slice, and on every device: `{resharded}`, or shard another axis.",
+        header=("leaf", "expected", "is"),
+        rows=rows,
+    )
+
+
+def _axis_spec(leaf: Any, axis: int) -> Any:
+    """How an axis is sharded, where shardings are part of the type; None if it is not."""
+    sharding = getattr(jax.typeof(leaf), "sharding", None)
+    parts = () if sharding is None else spec_parts(sharding.spec)
+    return parts[axis] if axis < len(parts) else None
+
+
+def check_name(name: Any) -> str | None:
+    """A string, or None."""
+    if name is None or isinstance(name, str):
+        return name
+    raise Fault(
+        ArgumentTypeError,
+        f"{{verb}} over {{body}}: `name` is a string, got {describe_argument(name)}.",
+        'It is how profilers name the loop: `name="encoder"`.',
+    )
+
+
+_OWN_KEYS = "each {unit} gets its own key, folded from it and the {unit}'s position."
+
+
+def check_key(key: Any, why: str = _OWN_KEYS) -> Array | None:
+    """One PRNG key, typed or raw; `why` says what becomes of it."""
+    if key is None:
+        return None
+    if isinstance(key, jax.Array | np.ndarray):
+        single = (
+            key.ndim == 0 if is_key(key) else key.dtype == jnp.uint32 and key.shape == _raw_key_shape(_default_keys())
+        )
+        if single:
+            return jnp.asarray(key)
+    raise Fault(
+        ArgumentTypeError,
+        f"{{verb}} over {{body}}: `key` is one PRNG key, got {describe_argument(key)}.",
+        f"Pass `jax.random.key(seed)`: {why}",
+    )
+
+
+def _default_keys() -> str:
+    """The implementation of PRNG keys that JAX is set to."""
+    return str(getattr(jax.config, "jax_default_prng_impl"))  # noqa: B009, an attribute that checkers do not see
+
+
+@functools.lru_cache
+def _raw_key_shape(implementation: str) -> tuple[int, ...]:
+    """The shape of an untyped key."""
+    return jax.eval_shape(lambda: jax.random.key_data(jax.random.key(0, impl=implementation))).shape
+
+
+def check_keywords(
+    body: Body, given: Mapping[str, str], convention: Convention, takes: tuple[str, ...] | None = None
+) -> None:
+    """Refuses a body that cannot take the keywords which the options make, or that needs more than those.
+
+    Args:
+        body: the body.
+        given: the keywords that the step passes, each with what brings it (the option `key`).
+        convention: how the verb calls the body.
+        takes: the body's positional parameters in this call, where they are not always the same.
+    """
+    takes = takes or convention.takes
+    _check_positional(body, convention, takes)
+    accepts, needs = body.memo((check_keywords, len(takes)), lambda: _keywords(body.parameters, len(takes)))
+    for name, why in given.items():
+        if accepts is not None and name not in accepts:
+            raise Fault(
+                BodyError,
+                f"{{body}} takes no keyword `{name}`, which {why} passes to it.",
+                f"Add it to the body's parameters: `def {{step}}({', '.join(takes)}, *, {name}): ...`.",
+            )
+    for name in needs:
+        if name not in given:
+            raise Fault(
+                BodyError, f"{{body}} needs the keyword `{name}`, which {{verb}} does not pass to it.", _needs(name)
+            )
+
+
+def _check_positional(body: Body, convention: Convention, takes: tuple[str, ...]) -> None:
+    """Refuses a body that cannot be called with as many positional arguments."""
+    parameters = body.parameters
+    if parameters is None or any(p.kind is p.VAR_POSITIONAL for p in parameters):
+        return
+    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+    needed = [p.name for p in positional if p.default is p.empty and p.name not in ("key", "valid")]
+    if len(positional) < len(takes) or len(needed) > len(takes):
+        first = ", ".join(takes)
+        others = ", and bind what else it needs, `functools.partial({step}, ...)`"
+        if convention.spread:
+            others = ", and pass what all layers share as `args=(...)`, what each has of its own as `xs`"
+        raise Fault(
+            BodyError,
+            f"{{body}} takes ({', '.join(p.name for p in positional)}), but {{verb}} calls it with ({first}).",
+            f"Write it as `def {{step}}({first}): ...`{others if len(needed) > len(takes) else ''}.",
+        )
+
+
+def _needs(name: str) -> str:
+    if name == "key":
+        return "Pass `key=jax.random.key(seed)`: each {unit} gets its own key."
+    if name == "valid":
+        return "`valid` is the step's mask: `treescan.mask_scan` passes it."
+    return "Bind it beforehand, `functools.partial({step}, ...)`, or give it a default."
+
+
+def _keywords(
+    parameters: tuple[inspect.Parameter, ...] | None, positional: int
+) -> tuple[frozenset[str] | None, tuple[str, ...]]:
+    """The keywords that a body accepts (None: any) beside its positional arguments, and those it must be given."""
+    if parameters is None:
+        return None, ()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters):
+        accepts = None
+    else:
+        accepts = frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+    later = (p for i, p in enumerate(parameters) if i >= positional and p.kind is p.POSITIONAL_OR_KEYWORD)
+    named = [p for p in later if p.name in ("key", "valid")]  # all others are refused by their number
+    keywords = [*named, *(p for p in parameters if p.kind is p.KEYWORD_ONLY)]
+    return accepts, tuple(p.name for p in keywords if p.default is p.empty)

@@ -1,0 +1,297 @@
+"""`pack` and `unpack`: sequences end to end in the rows of a batch, and back; `last`: what each ended with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Generic, NamedTuple, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._avals import describe_argument, is_key
+from .._checks.arguments import check_reverse
+from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
+from .._types import Array, PyTree, X, Y
+from .first_fit import Fit, Ints, first_fit, least_fit, shortest_fit
+from .pad import Padded
+from .sequences import (
+    Spans,
+    check_concrete,
+    check_count,
+    check_fits,
+    check_lead,
+    check_sequences,
+    cut_out,
+    lay_out,
+    put,
+)
+
+
+class PackIndex(NamedTuple):
+    """Where each sequence stands in a `treescan.Packed` batch, in the order in which they were given.
+
+    Attributes:
+        row: int32[N], its row.
+        start: int32[N], its first step there.
+        length: int32[N], the number of its steps.
+    """
+
+    row: Array
+    start: Array
+    length: Array
+
+
+class Packed(NamedTuple, Generic[X]):
+    """A batch of rows with several sequences in each, end to end: what `treescan.pack` makes, a pytree as any.
+
+    Attributes:
+        data: the sequences, leaves `[T, R, ...]`.
+        mask: bool[T, R], which steps belong to a sequence.
+        resets: bool[T, R], True at the first step of each sequence.
+        index: where each sequence stands.
+    """
+
+    data: X
+    mask: Array
+    resets: Array
+    index: PackIndex  # type: ignore[assignment]  # in place of the method of tuples, which nobody looks for here
+
+    @property
+    def steps(self) -> int:
+        """The number of steps T of the rows."""
+        return self.mask.shape[0]
+
+    @property
+    def rows(self) -> int:
+        """The number of rows R."""
+        return self.mask.shape[1]
+
+    @property
+    @verb
+    def efficiency(self) -> float:
+        """The part of all steps that is valid, from 0 to 1; of a batch without any step, 1. Not under a trace."""
+        try:
+            mask = check_concrete(self.mask, "mask")
+            return float(mask.mean()) if mask.size else 1.0
+        except Exception as error:
+            explained = explain(error, "Packed.efficiency")
+        raise explained
+
+
+@overload
+def pack(
+    sequences: Sequence[np.ndarray[Any, Any]], *, rows: int | None = None, length: int | None = None, value: PyTree = 0
+) -> Packed[Array]: ...
+@overload
+def pack(
+    sequences: Sequence[X], *, rows: int | None = None, length: int | None = None, value: PyTree = 0
+) -> Packed[X]: ...
+@verb
+def pack(
+    sequences: Sequence[Any], *, rows: int | None = None, length: int | None = None, value: PyTree = 0
+) -> Packed[Any]:
+    """Packs sequences of different lengths end to end into rows, with little padding.
+
+    Sequences are placed by first-fit decreasing, which needs at most 11/9 of the fewest rows that would do, and one.
+    The work is done on the host, outside of `jax.jit`; the result is a pytree of arrays.
+
+    Args:
+        sequences: a list of pytrees, as for `treescan.pad`. Those of 0 steps occupy nothing.
+        rows: the number of rows R. Alone: rows are as short as first-fit decreasing can do with so many (to within
+            0.2%, where that takes many trials).
+        length: the number of steps T. Alone: as many rows as it takes. With `rows`: exactly these; rows that are not
+            needed stay empty. With neither, the two are chosen so that few steps are padding: the length lies between
+            that of the longest sequence and twice that.
+        value: what stands in the padding, a number, or a prefix tree of a sequence with numbers.
+
+    Returns:
+        The batch, leaves `[T, R, ...]`, with its mask, the first steps of the sequences, and where each of them stands.
+
+    Raises:
+        ArgumentError: as `treescan.pad`; also if `rows` of `length` do not hold all sequences.
+        ArgumentTypeError: if `sequences` is not a list, or `rows` or `length` are not ints.
+        TracedArgumentError: if sequences, `rows` or `length` are traced.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> batch = treescan.pack([jnp.array([1, 2]), jnp.array([3, 4, 5, 6]), jnp.array([7])], rows=2)
+        >>> print(batch.data.T)  # [R, T]
+        [[3 4 5 6]
+         [1 2 7 0]]
+        >>> print(batch.resets.T)
+        [[ True False False False]
+         [ True False  True False]]
+        >>> batch.efficiency
+        0.875
+    """
+    try:
+        wanted = check_count(rows, "rows", least=1), check_count(length, "length")
+        checked = check_sequences(sequences)
+        fit = _arrange(checked.lengths, *wanted)
+        spans = Spans(fit.row, fit.start, checked.lengths)
+        mask, resets = (np.zeros((fit.length, fit.rows), bool) for _ in range(2))
+        for row, steps in spans.each():
+            mask[steps, row] = True
+            resets[steps.start : min(steps.start + 1, steps.stop), row] = True
+        data = lay_out(checked, spans, fit.length, fit.rows, value)
+        index = PackIndex(*put([part.astype(np.int32) for part in spans]))
+        return Packed(data, put(mask), put(resets), index)
+    except Exception as error:
+        explained = explain(error, "pack")
+    raise explained
+
+
+def _arrange(lengths: Ints, rows: int | None, length: int | None) -> Fit:
+    """A place for each sequence, in one row at least: in as many rows as are wanted, of the length that is wanted."""
+    if length is not None:
+        check_fits(lengths, length)
+        fit = first_fit(lengths, length)
+    else:
+        fit = least_fit(lengths) if rows is None else shortest_fit(lengths, rows)
+    if rows is not None and fit.rows > rows:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}}: {_rows(rows, length)} cannot hold {len(lengths)} sequences, of {lengths.sum()} steps in all.",
+            f"First-fit decreasing takes {_rows(fit.rows, length)}, or "
+            f"{_rows(rows, shortest_fit(lengths, rows).length)}.",
+        )
+    return fit._replace(rows=max(fit.rows, 1) if rows is None else rows)
+
+
+def _rows(rows: int, length: int | None) -> str:
+    return f"{rows} row{'' if rows == 1 else 's'} of {length} steps"
+
+
+@verb
+def unpack(packed: Packed[Any], ys: Y) -> list[Y]:
+    """Cuts what a scan made of a packed batch into the sequences, in the order in which `pack` was given them.
+
+    Args:
+        packed: the batch.
+        ys: any pytree with leaves `[T, R, ...]`: outputs, or `packed.data`.
+
+    Returns:
+        A list of N pytrees, leaves `[steps of the sequence, ...]`.
+
+    Raises:
+        ArgumentError: if a leaf of ys does not lead with `[T, R]`.
+        ArgumentTypeError: if `packed` is not a `Packed`.
+        TracedArgumentError: if `packed` is traced: its lengths are the shapes of what is returned.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> batch = treescan.pack([jnp.array([1, 2]), jnp.array([3, 4, 5, 6]), jnp.array([7])])
+        >>> for sequence in treescan.unpack(batch, batch.data * 10):
+        ...     print(sequence)
+        [10 20]
+        [30 40 50 60]
+        [70]
+    """
+    try:
+        if not isinstance(packed, Packed):
+            raise _not_packed(packed, "a `Packed`", "`unpack(packed, ys)`. A `Padded` goes to `treescan.unpad`.")
+        spans = Spans(*(check_concrete(part, f"packed.index.{name}") for name, part in packed.index._asdict().items()))
+        check_lead("ys", ys, (packed.rows,), packed.steps)
+        return cut_out(ys, spans)
+    except Exception as error:
+        explained = explain(error, "unpack")
+    raise explained
+
+
+@overload
+def last(packed: Packed[Any], ys: Y, *, reverse: bool) -> Y: ...
+@overload
+def last(packed: Padded[Any], ys: Y, *, reverse: bool) -> Y: ...
+@verb
+def last(packed: Packed[Any] | Padded[Any], ys: Y, *, reverse: bool | None = None) -> Y:
+    """Gives the y that each sequence ended with: one gather, traced or not, and differentiable.
+
+    With the `reverse` of the scan that computed ys it is what `save="last"` keeps of each sequence, and, where y is the
+    carry, the carry that the sequence's run ended with.
+
+    Args:
+        packed: the batch, a `Packed` or a `Padded`.
+        ys: any pytree with leaves `[T, R, ...]`: the outputs of a scan over the batch.
+        reverse: whether the scan that computed ys ran in reverse. Required, as ys alone do not tell. False: the y of a
+            sequence's last step in time. True: the y of its first step in time, which ran last.
+
+    Returns:
+        A pytree with leaves `[N, ...]`, in the order in which the sequences were given to `pack` or `pad`; 0 for a
+        sequence of 0 steps.
+
+    Raises:
+        ArgumentError: if a leaf of ys does not lead with `[T, R]`.
+        ArgumentTypeError: if `packed` is neither a `Packed` nor a `Padded`, or `reverse` is missing or no bool.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> batch = treescan.pack([jnp.array([1, 2]), jnp.array([3, 4, 5, 6]), jnp.array([7])])
+        >>> print(treescan.last(batch, batch.data * 10, reverse=False))
+        [20 60 70]
+        >>> print(treescan.last(batch, batch.data * 10, reverse=True))
+        [10 30 70]
+    """
+    try:
+        if not isinstance(packed, Packed | Padded):
+            raise _not_packed(packed, "a `Packed` or a `Padded`", "`last(packed, ys, reverse=False)`.")
+        if reverse is None:
+            raise _no_direction()
+        backward = check_reverse(reverse)
+        if isinstance(packed, Packed):
+            check_lead("ys", ys, (packed.rows,), packed.steps)
+            where = _ends_of_spans(packed.index, packed.steps, backward)
+        else:
+            batch = np.shape(packed.lengths)
+            steps = check_lead("data", packed.data, batch)
+            check_lead("ys", ys, batch, steps)
+            where = _ends_of_rows(packed.lengths, steps, backward)
+        return jax.tree.map(lambda leaf: _gather(leaf, where), ys)
+    except Exception as error:
+        explained = explain(error, "last")
+    raise explained
+
+
+def _no_direction() -> Fault:
+    return Fault(
+        ArgumentTypeError,
+        "{verb} needs `reverse`: in which direction the scan ran that computed ys.",
+        "Pass `reverse=False` for a forward scan, whose sequences end with their last step, or `reverse=True` for one "
+        "that ran in reverse, whose sequences end with their first.",
+        "The ys alone do not tell, and the wrong direction would give another step's y without an error.",
+    )
+
+
+def _not_packed(packed: Any, kind: str, call: str) -> Fault:
+    return Fault(
+        ArgumentTypeError,
+        f"{{verb}} takes {kind}, got {describe_argument(packed)}.",
+        f"Pass the batch first, and then what was computed from its data: {call}",
+    )
+
+
+def _ends_of_spans(index: PackIndex, steps: int, reverse: bool) -> tuple[Array, ...]:
+    """The step and the row where each sequence's run ended; places outside, no two the same, for empty sequences."""
+    some = index.length > 0
+    numbers = jnp.arange(index.length.shape[0], dtype=jnp.int32)
+    end = index.start if reverse else index.start + index.length - 1
+    return jnp.where(some, end, steps), jnp.where(some, index.row, numbers)
+
+
+def _ends_of_rows(lengths: Array, steps: int, reverse: bool) -> tuple[Array, ...]:
+    counts = jnp.clip(jnp.asarray(lengths, jnp.int32), 0, steps)
+    end = jnp.zeros_like(counts) if reverse else counts - 1
+    return jnp.where(counts > 0, end, steps), *jnp.indices(counts.shape, dtype=jnp.int32)
+
+
+def _gather(leaf: Any, where: tuple[Array, ...]) -> Array:
+    """The leaf at each place, 0 for places outside. They are unique, so that the gradient is a scatter in no order."""
+    if is_key(leaf):
+        bits = _gather(jax.random.key_data(leaf), where)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))
+    if 0 in leaf.shape[: len(where)]:  # which JAX refuses to gather from
+        return jnp.zeros((*where[0].shape, *leaf.shape[len(where) :]), jax.typeof(leaf).dtype)
+    return jnp.asarray(leaf).at[where].get(mode="fill", fill_value=0, unique_indices=True)

@@ -1,0 +1,106 @@
+"""The Loop, what one step of it is fed, and what transforms do to it."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+from .._types import Array, PyTree
+from .body import Body, Memo
+
+
+class Feed(NamedTuple):
+    """What one step is fed: its slice of xs and, where an option asks for them, further things.
+
+    Attributes:
+        x: the slice of xs.
+        position: the step's position in xs.
+        valid: which rows are data in this step.
+        reset: which rows begin anew before this step.
+        cut: whether the gradient is cut before this step.
+        schedule: of a chunk, not of a step: what of it is to be run.
+    """
+
+    x: PyTree
+    position: Array | None = None
+    valid: Array | None = None
+    reset: Array | None = None
+    cut: Array | None = None
+    schedule: PyTree = None
+
+
+class Step(Protocol):
+    """One step of a loop: static, hashable and equal by value. Arrays come in as `consts`, never by closure."""
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed, /) -> tuple[PyTree, PyTree]:
+        """Maps (consts, state, feed) to (state, y)."""
+        ...
+
+
+Finish = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
+"""(last state, ys) to the same in the terms of the loop that a transform was given."""
+
+
+@dataclass(frozen=True)
+class Loop:
+    """A scan that has not run yet. Transforms map a Loop to a Loop; `run` runs it.
+
+    Attributes:
+        body: the user's function, by its handle.
+        step: what runs each step.
+        consts: arrays that every step reads and none changes.
+        state: what is carried from step to step.
+        xs: what is scanned over; every leaf leads with `length`.
+        length: the number of steps.
+        reverse: whether to run from the last position to the first.
+        unroll: as for `jax.lax.scan`.
+        lowering: further keyword arguments of `jax.lax.scan`, forwarded as they came.
+        names: what the body calls its carry and its x, for messages.
+        memo: keeps what is made for the step: the body's own memo, which outlives the call, unless the step holds a
+            trace, and with it values of an outer one.
+        trace: what was read off a trace of the step, if it was traced ahead of the loop; see `hoist.traced`.
+        recomputed: whether the gradient recomputes each step, as the user asked.
+        wishes: the chunks that transforms ask for, and what they put around them; see `nest.run_nested`.
+        keeps: for each leaf of one step's y how often it is kept; None: ys are stacked whole.
+        rows: what a masked scan was told of its rows, and from `over_rows.OverRows` on where they are.
+        runner: what runs the loop in place of the plain loop or its nested chunks.
+        finish: what each transform does to the loop's results, in the order of the transforms.
+    """
+
+    body: Body
+    step: Step
+    consts: PyTree
+    state: PyTree
+    xs: Feed
+    length: int
+    reverse: bool = False
+    unroll: int | bool = 1
+    lowering: tuple[tuple[str, Any], ...] = ()
+    names: tuple[str, str] = ("carry", "x")
+    memo: Memo | None = None
+    trace: Any = None
+    recomputed: bool = False
+    wishes: tuple[Any, ...] = ()
+    keeps: tuple[int | None, ...] | None = None
+    rows: Any = None
+    runner: Callable[[Loop], tuple[PyTree, PyTree]] | None = None
+    finish: tuple[Finish, ...] = ()
+
+    def finished(self, finish: Finish) -> Loop:
+        """The loop, with one more thing to do to its results."""
+        return dataclasses.replace(self, finish=(*self.finish, finish))
+
+
+class Transform(Protocol):
+    """One option of a verb: static, hashable and equal by value. It maps a loop to another."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether there is work around the loop, which an eager call compiles together with it."""
+        ...
+
+    def __call__(self, loop: Loop, /) -> Loop:
+        """The transformed loop; what undoes the transform in its results goes to `Loop.finish`."""
+        ...

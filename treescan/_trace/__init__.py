@@ -1,0 +1,1 @@
+"""What is read off the trace of a step."""

@@ -1,0 +1,349 @@
+"""The body is traced once, up front, and leaves that it hands on unchanged, weights in the carry say, leave the state.
+
+lax.scan turns a leaf that comes back as it went in into a constant. But behind a mask, a branch or a checkpoint a leaf
+is a new value each step, which the gradient would save T times: so this is read off a trace before.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import ShapedArray, eval_jaxpr
+
+from .._avals import is_weak
+from .._errors import BodyError, Fault
+from .._loop.body import Body, Memo
+from .._loop.loop import Feed, Loop, Step
+from .._loop.rewrite import is_rewriting
+from .._loop.run import as_arrays, is_jit_disabled, named_signature, settle, weak_types_settled
+from .._types import PyTree, TreeDef
+from .equations import has_branches, has_reverse_rule
+from .silence import silenced
+
+Shapes = tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, eq=False)
+class Traced:
+    """A step that was traced already. Its consts are (unchanged leaves, inner consts), its state the other leaves.
+
+    Attributes:
+        jaxprs: the step, flat, for the shapes of its arguments: (inner consts, state, feed) to (state, y).
+        fixed: for each leaf of the state whether it is unchanged.
+        y: the structure of y.
+    """
+
+    jaxprs: dict[Shapes, Any]
+    fixed: tuple[bool, ...]
+    y: TreeDef
+
+    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        return self.evaluate(None, consts, state, feed)
+
+    def evaluate(self, closed: list[Any] | None, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        """Runs the trace; `closed` stands for what the body closes over, None for what it closed over in the trace."""
+        leaves = self._leaves(consts, state, feed)
+        jaxpr = self.jaxprs[_shapes(leaves)]
+        closed = jaxpr.consts if closed is None else closed
+        out = eval_jaxpr(jaxpr.jaxpr, closed, *leaves, propagate_source_info=True)
+        out = list(map(array_of, out, jaxpr.out_avals))
+        new, y = out[: len(self.fixed)], out[len(self.fixed) :]
+        changed = [leaf for leaf, fixed in zip(new, self.fixed, strict=True) if not fixed]
+        return changed, jax.tree.unflatten(self.y, y)
+
+    def shapes(self, consts: Any, state: list[Any], feed: Feed) -> Shapes:
+        """Under which a trace is found."""
+        return _shapes(self._leaves(consts, state, feed))
+
+    def _leaves(self, consts: Any, state: list[Any], feed: Feed) -> list[Any]:
+        unchanged, inner = consts
+        return jax.tree.leaves((inner, merge(self.fixed, unchanged, state), feed))
+
+
+@dataclass(frozen=True, eq=False)
+class Lifted:
+    """A traced step that is given what its body closes over. Its consts: (unchanged, (closed over, inner consts)).
+
+    Attributes:
+        traced: the step.
+        places: which of them its trace for arguments of certain shapes closes over; None: a mutable array, which the
+            trace goes on to close over.
+    """
+
+    traced: Traced
+    places: dict[Shapes, tuple[int | None, ...]]
+
+    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        unchanged, (closed, inner) = consts
+        shapes = self.traced.shapes((unchanged, inner), state, feed)
+        pairs = zip(self.places[shapes], self.traced.jaxprs[shapes].consts, strict=True)
+        given = [ref if i is None else closed[i] for i, ref in pairs]
+        return self.traced.evaluate(given, (unchanged, inner), state, feed)
+
+    @property
+    def once_only(self) -> bool:
+        """Whether it has effects that JAX refuses to repeat."""
+        return any(map(_is_once_only, self.traced.jaxprs.values()))
+
+    def silenced(self) -> Lifted:
+        """The same without what it says in callbacks."""
+        jaxprs = {shapes: silenced(jaxpr) for shapes, jaxpr in self.traced.jaxprs.items()}
+        return dataclasses.replace(self, traced=dataclasses.replace(self.traced, jaxprs=jaxprs))
+
+
+@dataclass(frozen=True)
+class Untraced:
+    """A step in the same form that is not traced, for `jax.disable_jit`. Nothing leaves its state."""
+
+    step: Step
+    structure: TreeDef
+
+    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        _, inner = consts
+        new, y = as_arrays(self.step(inner, jax.tree.unflatten(self.structure, state), feed))
+        return jax.tree.leaves(new), y
+
+
+class Hoisted(NamedTuple):
+    """A loop whose state is the list of leaves that change, and what else its trace told.
+
+    Attributes:
+        loop: the loop; its consts are (unchanged leaves, the consts of before).
+        fixed: for each leaf of the state of before whether it is unchanged.
+        structure: of that state.
+        y: the types of one step's y; None if nothing was traced.
+        y_avals: the same for each leaf, as JAX has them in a trace.
+        effects: whether the body does something beside computing, as callbacks do.
+        once_only: whether any of that is something that JAX refuses to do once more in the gradient.
+        refs: whether it reads or writes mutable arrays that it closes over.
+        reverse_rule: whether anything in it has a rule for reverse mode alone.
+        branches: whether it branches.
+    """
+
+    loop: Loop
+    fixed: tuple[bool, ...]
+    structure: TreeDef
+    y: PyTree
+    y_avals: list[Any]
+    effects: bool = False
+    once_only: bool = False
+    refs: bool = False
+    reverse_rule: bool = False
+    branches: bool = False
+
+    @property
+    def settled(self) -> list[Any]:
+        """The leaves of the whole state, weak types settled."""
+        unchanged, _ = self.loop.consts
+        return merge(self.fixed, unchanged, self.loop.state)
+
+    def restore(self, changed: list[Any]) -> PyTree:
+        """The whole state."""
+        unchanged, _ = self.loop.consts
+        return jax.tree.unflatten(self.structure, merge(self.fixed, unchanged, changed))
+
+
+def hoist(loop: Loop) -> Hoisted:
+    """Traces the step, once and for all, and takes unchanged leaves out of the state."""
+    leaves, structure = jax.tree.flatten(loop.state)
+    jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, one_step(loop.xs)))
+    leaves, changed = settle(leaves, new)
+    if changed:  # a weakly typed init: as lax.scan does, once more from what it is promoted to
+        with weak_types_settled():
+            jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, one_step(loop.xs)))
+    fixed = _unchanged(jaxpr, len(jax.tree.leaves(loop.consts)), len(leaves))
+    unchanged = [leaf for leaf, is_fixed in zip(leaves, fixed, strict=True) if is_fixed]
+    state = [leaf for leaf, is_fixed in zip(leaves, fixed, strict=True) if not is_fixed]
+    shapes = _shapes(jax.tree.leaves((loop.consts, leaves, one_step(loop.xs))))
+    traced = Traced({shapes: jaxpr}, fixed, jax.tree.structure(y))
+    hoisted = dataclasses.replace(loop, step=traced, consts=(unchanged, loop.consts), state=state, memo=Memo())
+    return Hoisted(
+        hoisted,
+        fixed,
+        structure,
+        y,
+        jaxpr.out_avals[len(leaves) :],
+        effects=_has_effects(jaxpr),
+        once_only=_is_once_only(jaxpr),
+        refs=_has_refs(jaxpr),
+        reverse_rule=has_reverse_rule(jaxpr.jaxpr),
+        branches=has_branches(jaxpr.jaxpr),
+    )
+
+
+def is_untraced(loop: Loop) -> bool:
+    """Whether a loop's steps run on values, or not at all: then nothing is traced ahead of it."""
+    return is_jit_disabled() or not loop.length
+
+
+def traced(loop: Loop) -> Loop:
+    """The loop with its step traced, once and for all, and its unchanged leaves out of the state; see `Loop.trace`."""
+    if loop.trace is not None:
+        return loop
+    return _restoring(hoist(loop))
+
+
+def flattened(loop: Loop) -> Loop:
+    """The same form without a trace, for a loop that `is_untraced`."""
+    return _restoring(flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state))))
+
+
+def _restoring(hoisted: Hoisted) -> Loop:
+    loop = dataclasses.replace(hoisted.loop, trace=hoisted)
+    return loop.finished(lambda state, ys: (hoisted.restore(state), ys))
+
+
+def lift(hoisted: Hoisted) -> Hoisted:
+    """The same with what the body closes over among the consts, but for mutable arrays.
+
+    A rule for derivatives must not close over it, and under vmap one element may lend its own to another.
+    """
+    traced = hoisted.loop.step
+    assert isinstance(traced, Traced)
+    found = [pair for jaxpr in traced.jaxprs.values() for pair in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)]
+    closed = list({id(value): value for var, value in found if not _is_ref(var)}.values())
+    numbers = {id(value): i for i, value in enumerate(closed)}
+    places = {key: tuple(numbers.get(id(value)) for value in jaxpr.consts) for key, jaxpr in traced.jaxprs.items()}
+    unchanged, inner = hoisted.loop.consts
+    consts = (unchanged, (closed, inner))
+    first = next(iter(traced.jaxprs.values()))
+    avals = (aval for aval, fixed in zip(first.out_avals, hoisted.fixed, strict=False) if not fixed)
+    state = [  # a branch that does nothing returns what the step does: no weak type where that returns none
+        leaf if aval.weak_type or not is_weak(leaf) else jax.lax.convert_element_type(leaf, aval.dtype)
+        for leaf, aval in zip(hoisted.loop.state, avals, strict=True)
+    ]
+    # A rule for derivatives may not hold tracers: there are types in place of what is lifted.
+    jaxprs = {
+        key: jaxpr.replace(consts=list(map(_lifted, jaxpr.jaxpr.constvars, jaxpr.consts)))
+        for key, jaxpr in traced.jaxprs.items()
+    }
+    step = Lifted(dataclasses.replace(traced, jaxprs=jaxprs), places)
+    loop = dataclasses.replace(hoisted.loop, step=step, consts=consts, state=as_arrays(state))
+    return hoisted._replace(loop=loop)
+
+
+def flatten_only(loop: Loop) -> Hoisted:
+    """The same form without a trace: under `jax.disable_jit` the body is to see values."""
+    leaves, structure = jax.tree.flatten(loop.state)
+    step = Untraced(loop.step, structure)
+    flat = dataclasses.replace(loop, step=step, consts=([], loop.consts), state=leaves)
+    return Hoisted(flat, (False,) * len(leaves), structure, None, [])
+
+
+def fixed_leaves(loop: Loop) -> tuple[bool, ...]:
+    """For each leaf of a loop's state whether no step changes it, under `jax.disable_jit` too."""
+    with jax.disable_jit(False):
+        return hoist(dataclasses.replace(loop, state=as_arrays(loop.state))).fixed
+
+
+def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Feed], y_shapes: Shapes) -> None:
+    """Traces the step for other shapes of its arguments as well, on which it must do the same.
+
+    Args:
+        hoisted: what `hoist` made of the loop.
+        loop: the loop before.
+        given: the types of (consts, state leaves, feed).
+        y_shapes: the shapes that y must have then.
+    """
+    traced = hoisted.loop.step
+    assert isinstance(traced, Traced)
+    consts, leaves, _ = given
+    with weak_types_settled():
+        jaxpr, (_, y) = _trace(loop, hoisted.structure, given)
+    fixed = _unchanged(jaxpr, len(jax.tree.leaves(consts)), len(leaves))
+    dtypes = [[leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (y, hoisted.y)]
+    if (fixed, jax.tree.structure(y), dtypes[0]) != (traced.fixed, traced.y, dtypes[1]) or _shapes_of(y) != y_shapes:
+        raise Fault(
+            BodyError,
+            "{body} does something else when it is given fewer rows, as `compact` gives it.",
+            "Let the body treat any number of rows alike, each by itself, or leave `compact` out. `y_axes` says where "
+            "the rows stand in its outputs.",
+        )
+    traced.jaxprs[_shapes(jax.tree.leaves(given))] = jaxpr
+
+
+def _shapes_of(tree: PyTree) -> Shapes:
+    return _shapes(jax.tree.leaves(tree))
+
+
+def one_step(xs: Feed) -> Feed:
+    """The types of what one step is fed."""
+    return jax.eval_shape(lambda xs: jax.tree.map(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), xs), xs)
+
+
+@dataclass(frozen=True, eq=False)
+class _Flat:
+    """A step as it is traced, its results as lists. Looks like the body to JAX, whose messages then name the body."""
+
+    body: Body
+    step: Step
+    __signature__: inspect.Signature
+
+    @property
+    def __wrapped__(self) -> Callable[..., Any]:
+        return self.body.function
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[list[Any], PyTree]:
+        state, y = self.step(consts, state, feed)
+        return jax.tree.leaves(state), y
+
+
+def _trace(loop: Loop, structure: TreeDef, given: tuple[PyTree, list[Any], Feed]) -> tuple[Any, Any]:
+    consts, leaves, feed = given
+    flat = _Flat(loop.body, loop.step, named_signature("consts", *loop.names))
+    return jax.make_jaxpr(flat, return_shape=True)(consts, jax.tree.unflatten(structure, leaves), feed)
+
+
+def _unchanged(jaxpr: Any, first: int, count: int) -> tuple[bool, ...]:
+    """Which of the `count` leaves of the state, which follow `first` others, are outputs in their own place."""
+    given, returned = jaxpr.jaxpr.invars[first : first + count], jaxpr.jaxpr.outvars[:count]
+    return tuple(a is b and is_rewriting() for a, b in zip(given, returned, strict=True))
+
+
+def _has_effects(jaxpr: Any) -> bool:
+    """Whether a jaxpr does what must not be done twice. That it runs over a named axis counts as an effect for JAX."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects)
+
+
+def _is_once_only(jaxpr: Any) -> bool:
+    """Whether a jaxpr has effects that JAX refuses under `jax.checkpoint`; it repeats those of `jax.debug`."""
+    return not _REPEATED.issuperset(type(effect).__name__ for effect in jaxpr.effects)
+
+
+_REPEATED = frozenset({"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect"})
+
+
+def _has_refs(jaxpr: Any) -> bool:
+    """Whether a jaxpr closes over mutable arrays, which JAX cannot differentiate through within a branch."""
+    return any(map(_is_ref, jaxpr.jaxpr.constvars))
+
+
+def _lifted(var: Any, value: Any) -> Any:
+    return value if _is_ref(var) else jax.typeof(value)
+
+
+def _is_ref(var: Any) -> bool:
+    return not isinstance(var.aval, ShapedArray)
+
+
+def array_of(value: Any, aval: Any) -> Any:
+    """A constant that a step returns comes out of its jaxpr as a plain number."""
+    if isinstance(value, jax.Array):
+        return value
+    return jnp.asarray(value) if aval.weak_type else jnp.asarray(value, aval.dtype)
+
+
+def _shapes(leaves: Sequence[Any]) -> Shapes:
+    return tuple(jax.typeof(leaf).shape if not hasattr(leaf, "shape") else tuple(leaf.shape) for leaf in leaves)
+
+
+def merge(flags: Sequence[bool], on: Sequence[Any], off: Sequence[Any]) -> list[Any]:
+    """One list of two, each flag telling which of them is next."""
+    first, second = iter(on), iter(off)
+    return [next(first if flag else second) for flag in flags]

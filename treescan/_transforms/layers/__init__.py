@@ -1,0 +1,1 @@
+"""Loops over layers: several blocks that take turns."""

@@ -1,0 +1,77 @@
+"""From the arguments of a verb over layers to its results: one loop a block, and the blocks by turns."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from ..._axes import LeafAxes
+from ..._loop.body import Memo
+from ..._loop.loop import Loop
+from ..._tree import Prefix
+from ..._types import PyTree
+from ..axes import scan_over_axes
+from ..outputs import ALL, move_kept
+from ..program import Arguments, Call, execute
+from .turns import Remats, Saves, run_turns
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The program of a verb over layers. The xs that it is given are a tuple with one item for each block.
+
+    Attributes:
+        blocks: for each block how its own layers are run.
+        axes: for each block and each leaf of its xs the axis of the layers; None as a whole: axis 0 for all.
+        sequence: whether the user gave a sequence of blocks: then there is one ys for each.
+        out_axes: prefix of ys; None as a whole: axis 0 for all.
+        remat: what the gradient recomputes, of all blocks or of each.
+        saves: for each block what is kept of its outputs.
+        name: the profiler's name for the loop.
+    """
+
+    blocks: tuple[Call, ...]
+    axes: tuple[LeafAxes | None, ...]
+    sequence: bool
+    out_axes: Prefix | None
+    remat: Remats
+    saves: Saves
+    name: str | None
+
+    @property
+    def moves(self) -> bool:
+        """Whether there is work around the loop."""
+        moves = self.out_axes is not None or any(axes is not None for axes in self.axes)
+        return moves or len(self.blocks) > 1 or self.remat is not None or any(self.saves)
+
+    def _joint(self, memo: Memo) -> Memo:
+        """What is kept for all blocks together, from what is kept for the first."""
+        return functools.reduce(Memo.joint, (block.body.function for block in self.blocks[1:]), memo)
+
+    def run(self, given: Arguments) -> tuple[PyTree, PyTree]:
+        """Runs the layers."""
+        programs = self._joint(self.blocks[0].body.programs)
+        return execute(self, given, programs, moves=self.moves or given.key is not None)
+
+    def __call__(self, given: Arguments) -> tuple[PyTree, PyTree]:
+        loops = [self._loop_of(given, place) for place in range(len(self.blocks))]
+        with jax.named_scope(self.name) if self.name else contextlib.nullcontext():
+            state, each = run_turns(loops, self.remat, self.saves, self._joint(self.blocks[0].body.memo))
+            ys = tuple(each) if self.sequence else each[0]
+            saves = [ALL if save is None else save.tree for save in self.saves]
+            save = Prefix.of(tuple(saves) if self.sequence else saves[0])
+            return state, (ys if self.out_axes is None else move_kept(ys, self.out_axes.tree, save))
+
+    def _loop_of(self, given: Arguments, place: int) -> Loop:
+        """The loop of one block. A layer's position is its number among all layers."""
+        call, axes = self.blocks[place], self.axes[place]
+        loop = call.lay(given._replace(xs=given.xs[place]))
+        if given.key is not None:
+            position = place + len(self.blocks) * jnp.arange(call.length)
+            loop = dataclasses.replace(loop, xs=loop.xs._replace(position=position))
+        return loop if axes is None else scan_over_axes(loop, axes)

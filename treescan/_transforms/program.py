@@ -1,0 +1,158 @@
+"""One call of a verb: what it was told, less its arrays; the loop that it is; and the program of an eager call."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from .._body.call import CallBody, Shared
+from .._body.conventions import Convention
+from .._loop.body import Body, Memo
+from .._loop.loop import Feed, Loop, Transform
+from .._loop.retrace import under_a_trace
+from .._loop.rewrite import is_rewriting
+from .._loop.run import debugs_nans, is_jit_disabled
+from .._types import Array, PyTree
+from .nest import run_nested
+
+_R_co = TypeVar("_R_co", covariant=True)
+
+
+@dataclass(frozen=True)
+class Call:
+    """What a verb was told, less its arrays: hashable, so that what is made for it is found again.
+
+    Attributes:
+        body: the body.
+        convention: how it is called, and what it returns.
+        length: the number of steps.
+        reverse: whether to run from the last position to the first.
+        unroll: as for `jax.lax.scan`.
+        frozen: whether init, xs or args hold static leaves.
+        custom: the classes of the custom carries that init holds.
+        sees_valid: whether the body takes `valid`.
+        name: the profiler's name for the loop.
+        lowering: further keyword arguments of `jax.lax.scan`.
+    """
+
+    body: Body
+    convention: Convention
+    length: int
+    reverse: bool = False
+    unroll: int | bool = 1
+    frozen: bool = False
+    custom: tuple[type, ...] = ()
+    sees_valid: bool = False
+    name: str | None = None
+    lowering: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def names(self) -> tuple[str, str]:
+        """The body's own names for its carry and its x."""
+        return names_of(self.body, self.convention)
+
+    def lay(self, given: Arguments) -> Loop:
+        """The loop before any transform: it calls the body, on what the user gave."""
+        shared = Shared(given.key, given.args) if given.key is not None or given.args else None
+        return Loop(
+            body=self.body,
+            step=CallBody(self.body, self.convention, self.sees_valid, self.frozen, self.custom),
+            consts=shared,
+            state=given.init,
+            xs=Feed(given.xs, position=jnp.arange(self.length) if given.key is not None else None),
+            length=self.length,
+            reverse=self.reverse,
+            unroll=self.unroll,
+            lowering=self.lowering,
+            names=self.names,
+            rows=given.rows,
+        )
+
+    def scope(self) -> contextlib.AbstractContextManager[Any]:
+        """Within it, the profiler sees the loop's name."""
+        return jax.named_scope(self.name) if self.name else contextlib.nullcontext()
+
+
+class Arguments(NamedTuple):
+    """The arrays that a verb was given; static leaves of init, xs and args are frozen into their structure.
+
+    Attributes:
+        init: the carry that the first step is given.
+        xs: what is scanned over.
+        key: the loop's PRNG key.
+        args: what every step is given beside its own.
+        rows: what a masked scan was told of its rows.
+    """
+
+    init: PyTree
+    xs: PyTree = None
+    key: Array | None = None
+    args: tuple[PyTree, ...] = ()
+    rows: Any = None
+
+
+class Program(Protocol[_R_co]):
+    """What a verb does to its arrays: static, hashable and equal by value."""
+
+    @property
+    def moves(self) -> bool:
+        """Whether there is work around the loop, which an eager call compiles together with it."""
+        ...
+
+    def __call__(self, given: Any, /) -> _R_co:
+        """The results, static leaves and adopted values still as they are in the loop."""
+        ...
+
+
+@dataclass(frozen=True)
+class Transformed:
+    """The program of a call and its transforms, innermost first."""
+
+    call: Call
+    transforms: tuple[Transform, ...]
+
+    @property
+    def moves(self) -> bool:
+        """Whether any transform does."""
+        return any(transform.moves for transform in self.transforms)
+
+    def __call__(self, given: Arguments) -> tuple[PyTree, PyTree]:
+        loop = self.call.lay(given)
+        with self.call.scope():
+            for transform in self.transforms:
+                loop = transform(loop)
+            return run_nested(loop)
+
+
+_R = TypeVar("_R")
+
+
+def execute(program: Program[_R], given: Any, programs: Memo, *, moves: bool = True) -> _R:
+    """Runs a program.
+
+    A scan without options is nothing but its lax.scan, eager or not. With options there is work around the loop: an
+    eager call puts the whole of it under one `jax.jit`, kept with the body, so that the second call neither traces nor
+    compiles anything. Under an outer trace, that trace is the one that counts.
+    """
+    if moves and not is_jit_disabled() and not under_a_trace():
+        key: Hashable = ("jit", program, is_rewriting(), debugs_nans())
+        compiled: Callable[[Any], _R] = programs(key, lambda: jax.jit(functools.partial(_run, program)))
+        return compiled(given)
+    return program(given)
+
+
+def _run(program: Program[_R], given: Any) -> _R:
+    return program(given)
+
+
+def names_of(body: Body, convention: Convention) -> tuple[str, str]:
+    """The body's own names for its carry and its x."""
+    names = body.names if len(body.names) > 1 and body.names[0] != body.names[1] else convention.takes
+    place = convention.place
+    return names[place], names[1 - place]

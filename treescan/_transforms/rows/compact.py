@@ -1,0 +1,202 @@
+"""`compact`: the rows of a chunk that have anything to do, first, and the body on these alone."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._avals import is_sharded, vary_over, varying_axes
+from ..._axes import LeafAxes
+from ..._errors import ArgumentError, Fault
+from ..._loop.loop import Feed, Loop, Step
+from ..._trace.hoist import Hoisted, one_step, trace_also
+from ..._types import Array, PyTree
+from ..refuse import refuse_symbolic
+from .batch_axes import RowAxes
+from .lend import may_branch
+
+MOST_TIERS = 7
+"""That `compact=True` makes; the body is compiled once for each."""
+
+_OF_ROWS = ("valid", "reset", "cut")
+"""What a step is fed that has rows, beside x."""
+
+_Idle = Callable[[PyTree, PyTree], PyTree]
+
+
+@dataclass(frozen=True)
+class LiveRows:
+    """The step that runs another on some of the rows alone, and puts everything in its place.
+
+    Its feed's schedule is the order of the rows, int32[B], live ones first.
+
+    Attributes:
+        step: runs a chunk of the loop.
+        rows: how many rows it runs on.
+        axes: where the rows stand in the arguments and outputs.
+        idle: the outputs of a chunk in which nothing is run, from the state and their types.
+    """
+
+    step: Step
+    rows: int
+    axes: RowAxes
+    idle: _Idle
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        order: Array = feed.schedule
+        live, axes = order[: self.rows], self.axes
+        new, ys = self.step(
+            take_rows(consts, axes.consts, live),
+            take_rows(state, axes.state, live),
+            take_feed(feed._replace(schedule=None), axes.x, live),
+        )
+        y_axes = _after_time(axes.y)
+        types = [_with_rows(y, axis, order.size) for y, axis in zip(jax.tree.leaves(ys), y_axes, strict=True)]
+        idle = self.idle(state, jax.tree.unflatten(jax.tree.structure(ys), types))
+        return put_rows(state, new, axes.state, live), put_rows(idle, ys, y_axes, live)
+
+
+def take_rows(tree: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
+    """The given rows of each leaf that has rows. All rows are different: the gradient of the gather relies on it."""
+
+    def take(leaf: Array, axis: int | None) -> Array:
+        return leaf if axis is None else jnp.take(leaf, rows, axis, mode="clip", unique_indices=True)
+
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, list(map(take, leaves, axes)))
+
+
+def put_rows(tree: PyTree, new: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
+    """The leaves of `tree` with the given rows replaced; of a leaf without rows, the new one."""
+
+    def put(leaf: Array, ran: Array, axis: int | None) -> Array:
+        if axis is None:
+            return ran
+        leaf = vary_over(leaf, varying_axes(jax.typeof(ran)))
+        if rows.shape == (1,):  # XLA's CPU backend makes several operations of a scatter of one row
+            return jax.lax.dynamic_update_slice_in_dim(leaf, ran, rows[0].astype(np.uint32), axis)
+        place = (*(slice(None) for _ in range(axis)), rows)
+        return leaf.at[place].set(ran, mode="promise_in_bounds", unique_indices=True)
+
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, list(map(put, leaves, jax.tree.leaves(new), axes)))
+
+
+def _with_rows(leaf: Any, axis: int | None, rows: int) -> jax.ShapeDtypeStruct:
+    shape = leaf.shape if axis is None else (*leaf.shape[:axis], rows, *leaf.shape[axis + 1 :])
+    return jax.ShapeDtypeStruct(shape, leaf.dtype)
+
+
+def take_feed(feed: Feed, x_axes: LeafAxes, rows: Array) -> Feed:
+    """The given rows of what a chunk of steps is fed: time leads."""
+    taken = {name: take_rows(getattr(feed, name), (1,), rows) for name in _OF_ROWS if _has(feed, name)}
+    return feed._replace(x=take_rows(feed.x, _after_time(x_axes), rows), **taken)
+
+
+def _has(feed: Feed, name: str) -> bool:
+    return getattr(feed, name) is not None
+
+
+def _after_time(axes: LeafAxes) -> LeafAxes:
+    return tuple(None if axis is None else axis + 1 for axis in axes)
+
+
+def tiers_of(compact: bool | tuple[int, ...], batch: tuple[int, ...]) -> tuple[int, ...]:
+    """The numbers of rows that the body is made for, ascending; the last is the whole batch.
+
+    Raises:
+        Fault: for an `ArgumentError` if there are no rows, or a tier has more than there are.
+    """
+    if not batch:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `compact` orders the rows of a batch, but the batch shape of the mask is [].",
+            "Leave `compact` out: for a single row, chunks without a valid step are skipped anyway.",
+        )
+    refuse_symbolic(batch[0], "compact", of="rows")
+    if not isinstance(compact, bool):
+        return (*_within(compact, batch[0]), batch[0])
+    return spread_tiers(batch[0])
+
+
+def spread_tiers(rows: int) -> tuple[int, ...]:
+    """From 1 up to `rows`, twice as many each time, or so many more that there are `MOST_TIERS` at most."""
+    steps = min(MOST_TIERS - 1, math.ceil(math.log2(max(rows, 1))))
+    return tuple(sorted({rows, *(round(rows ** (i / steps)) for i in range(steps))}))
+
+
+def _within(tiers: tuple[int, ...], rows: int) -> list[int]:
+    above = [tier for tier in tiers if tier > rows]
+    if above:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `compact` names a tier of {above[0]} rows, but the batch has {rows}.",
+            "A tier is a number of rows that the body is made for; the whole batch always is one.",
+        )
+    return sorted({tier for tier in tiers if tier < rows})
+
+
+def trace_tiers(hoisted: Hoisted, loop: Loop, axes: RowAxes, tiers: tuple[int, ...]) -> None:
+    """Traces the body for each number of rows but the whole batch, for which `hoist` has.
+
+    Args:
+        hoisted: what `hoist(loop)` returned.
+        loop: the loop before, its state in its own structure.
+        axes: where its rows are.
+        tiers: the numbers of rows.
+    """
+    for tier in tiers[:-1]:
+        given = jax.eval_shape(functools.partial(_first_rows, axes, tier), loop.consts, hoisted.settled, loop.xs)
+        consts, state, feed = given
+        y = [_with_rows(leaf, axis, tier) for leaf, axis in zip(jax.tree.leaves(hoisted.y), axes.y, strict=True)]
+        try:
+            trace_also(hoisted, loop, (consts, state, one_step(feed)), tuple(leaf.shape for leaf in y))
+        except Fault as fault:
+            raise _of_fewer_rows(fault, tier, max(tiers)) from None
+        except Exception as error:
+            error.add_note(f"`compact` had the body run on {tier} of the {max(tiers)} rows.")
+            raise
+
+
+def _of_fewer_rows(fault: Fault, tier: int, rows: int) -> Fault:
+    """What is wrong where the body is given fewer rows, with the cause that is the likeliest."""
+    return Fault(
+        fault.error,
+        f"{fault.says.rstrip('.')}, when it is given {tier} of the {rows} rows, as `compact` gives it.",
+        "An array with rows that the body closes over does not come along: pass it through the carry, or through xs "
+        "with `in_axes=None` and a tree as `x_axes` that says where its rows stand. And the body must take any number "
+        "of rows.",
+        header=fault.header,
+        rows=fault.rows,
+    )
+
+
+def _first_rows(axes: RowAxes, count: int, consts: PyTree, state: PyTree, feed: Feed) -> tuple[Any, Any, Any]:
+    rows = jnp.arange(count)
+    return take_rows(consts, axes.consts, rows), take_rows(state, axes.state, rows), take_feed(feed, axes.x, rows)
+
+
+def refuse_tiers(tiers: tuple[int, ...], loop: Loop) -> None:
+    """Refuses to order rows where no branch may depend on data, and rows that are spread over devices by their type."""
+    if len(tiers) < 2:
+        return
+    if not may_branch():
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `compact` takes a branch that depends on the mask, which would deadlock devices where "
+            "JAX does not tell what varies over them: in a `jax.shard_map` with `check_vma=False`, or in `jax.pmap`.",
+            "Leave `check_vma` on, or `compact` out.",
+        )
+    if any(is_sharded(leaf) for leaf in jax.tree.leaves((loop.state, loop.xs.x, loop.xs.valid))):
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `compact` orders the rows of a batch, which are spread over an explicit mesh.",
+            "Leave `compact` out, or run the scan inside of `jax.shard_map`, where each device orders its own rows.",
+        )

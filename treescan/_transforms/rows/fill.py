@@ -1,0 +1,189 @@
+"""What outputs are on steps that are not valid: a number, or the last valid one, held."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+
+from ..._avals import describe_argument, describe_leaf, holds, is_key, place_like, vary_over, varying_axes
+from ..._axes import LeafAxes
+from ..._errors import ArgumentError, ArgumentTypeError, Fault
+from ..._loop.loop import Feed, Loop, Step
+from ..._tree import Prefix, PrefixMismatch, leaves_with_path
+from ..._types import Array, PyTree
+from .batch_axes import with_axes
+from .leaves import pick_steps, select_valid
+
+HOLD = "hold"
+
+
+@dataclass(frozen=True)
+class Hold:
+    """The step that holds outputs. Its state is (held outputs, the inner state), the held ones 0 to begin with.
+
+    Attributes:
+        step: the inner step.
+        held: for each leaf of y whether it is held.
+        y_axes: for each leaf of y the axis where the batch shape starts, or None.
+    """
+
+    step: Step
+    held: tuple[bool, ...]
+    y_axes: LeafAxes
+
+    def __call__(self, consts: PyTree, state: tuple[list[Array], PyTree], feed: Feed) -> tuple[PyTree, PyTree]:
+        before, inner = state
+        inner, y = self.step(consts, inner, feed)
+        assert feed.valid is not None
+        leaves, structure = jax.tree.flatten(y)
+        old, now = iter(before), []
+        for i, (is_held, axis) in enumerate(zip(self.held, self.y_axes, strict=True)):
+            if is_held:
+                leaves[i] = select_valid(feed.valid, leaves[i], next(old), axis)
+                now.append(leaves[i])
+        return (now, inner), jax.tree.unflatten(structure, leaves)
+
+
+def hold(loop: Loop, held: tuple[bool, ...], start: Sequence[Array], avals: Sequence[Any]) -> Loop:
+    """Holds outputs: from then on, the state is (the held ones, the state of before).
+
+    Args:
+        loop: the loop.
+        held: for each leaf of y whether it is held.
+        start: for each leaf of y what is held before there is a valid one, a scalar.
+        avals: the type of each leaf, with what it says of shardings.
+    """
+    axes = loop.rows.axes
+    if not any(held):
+        return loop
+    leaves = [(a, value) for a, value, on in zip(avals, start, held, strict=True) if on]
+    first = [place_like(jnp.broadcast_to(value, a.shape), a) for a, value in leaves]
+    first = [vary_over(leaf, varying_axes(jax.typeof(loop.xs.valid))) for leaf in first]
+    held_axes = [axis for axis, on in zip(axes.y, held, strict=True) if on]
+    loop = dataclasses.replace(loop, step=Hold(loop.step, held, axes.y), state=(first, loop.state))
+    return with_axes(loop, state=(*held_axes, *axes.state))
+
+
+@dataclass(frozen=True)
+class Idle:
+    """The outputs of a chunk in which nothing is run.
+
+    Attributes:
+        fill: what each leaf that the chunk returns is filled with.
+        held: which of the held outputs stands in each leaf; None: it is filled. None as a whole: all are.
+    """
+
+    fill: Prefix
+    held: tuple[int | None, ...] | None = None
+
+    def __call__(self, state: PyTree, types: PyTree) -> PyTree:
+        """Outputs of the given types, [steps, ...], after the state."""
+        values = fill_leaves(self.fill, types)
+        slots = self.held or (None,) * len(values)
+        filled = [
+            place_like(jnp.broadcast_to(value if slot is None else state[0][slot], leaf.shape), leaf)
+            for leaf, value, slot in zip(jax.tree.leaves(types), values, slots, strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(types), filled)
+
+
+def hold_afterwards(
+    ys: PyTree, valid: Array, held: Sequence[bool], start: Sequence[Array], y_axes: LeafAxes, *, reverse: bool
+) -> PyTree:
+    """The same from the outputs of all steps, where these are computed one by one on concrete values."""
+    order = jnp.arange(valid.shape[0]).reshape(-1, *(1 for _ in valid.shape[1:]))
+    if reverse:
+        last = jax.lax.cummin(jnp.where(valid, order, valid.shape[0]), reverse=True)
+    else:
+        last = jax.lax.cummax(jnp.where(valid, order, -1))
+
+    def hold_leaf(leaf: Array, value: Array, axis: int | None) -> Array:
+        steps, at = (last, axis) if axis is not None else (_over_rows(last, reverse=reverse), 0)
+        picked = jnp.stack([pick_steps(leaf, jnp.clip(step, 0, valid.shape[0] - 1), at) for step in steps])
+        ever = (steps >= 0) & (steps < valid.shape[0])
+        shape = (ever.shape[0], *(1 for _ in range(at)), *ever.shape[1:])
+        return jnp.where(
+            ever.reshape(shape + (1,) * (leaf.ndim - len(shape))), picked, jnp.broadcast_to(value, leaf.shape)
+        )
+
+    leaves, structure = jax.tree.flatten(ys)
+    given = zip(leaves, held, start, y_axes, strict=True)
+    return jax.tree.unflatten(structure, [hold_leaf(y, value, axis) if on else y for y, on, value, axis in given])
+
+
+def _over_rows(last: Array, *, reverse: bool) -> Array:
+    rows = last.reshape(last.shape[0], -1)
+    return jnp.min(rows, axis=1) if reverse else jnp.max(rows, axis=1)
+
+
+def without_hold(fill: Prefix) -> Prefix:
+    """The fill of what is to be held afterwards."""
+    return Prefix(tuple(0 if isinstance(value, str) else value for value in fill.leaves), fill.structure)
+
+
+def is_held(fill: Prefix, y: PyTree) -> tuple[bool, ...]:
+    """For each leaf of y whether its fill is "hold"."""
+    return tuple(isinstance(value, str) for value in _spread(fill, y))
+
+
+def fill_leaves(fill: Prefix, tree: PyTree) -> list[Array]:
+    """The fill of each leaf, a scalar of the leaf's dtype; typed keys, and what is held, are filled with zero bits.
+
+    Raises:
+        Fault: for an `ArgumentError` if the prefix does not fit or a fill cannot be represented in a leaf's dtype.
+    """
+    named = leaves_with_path("y", tree)
+    return [_cast(value, leaf, path) for value, (path, leaf) in zip(_spread(fill, tree), named, strict=True)]
+
+
+def _spread(fill: Prefix, tree: PyTree) -> list[Any]:
+    try:
+        return fill.spread(tree, "y")
+    except PrefixMismatch as error:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `fill` is no prefix of y: {error}.",
+            "Give one scalar for all of y, or a tree with the structure of y down to where one scalar holds.",
+        ) from None
+
+
+def _cast(value: Any, leaf: Any, path: str) -> Array:
+    dtype = leaf.dtype if isinstance(leaf, jax.ShapeDtypeStruct) else jax.typeof(leaf).dtype
+    if is_key(leaf) or isinstance(value, str):
+        return jax.lax.full((), 0, dtype)
+    if not holds(dtype, value):
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: {path} is {describe_leaf(leaf)}, which cannot hold the fill {value!r}.",
+            "Give a `fill` that fits, or one for each leaf of y.",
+        )
+    return jnp.asarray(value, dtype)
+
+
+def check_fill(fill: PyTree) -> PyTree:
+    """The fill with Python scalars as leaves. NaN becomes one and the same object, as caches compare by equality."""
+
+    def scalar(value: Any) -> Any:
+        if isinstance(value, str) and value == HOLD:
+            return HOLD
+        if isinstance(value, Tracer) or np.ndim(value) or not isinstance(value, _SCALARS):
+            raise Fault(
+                ArgumentTypeError,
+                f"{{verb}} over {{body}}: `fill` takes numbers, got {describe_argument(value)}.",
+                'Give a Python or NumPy scalar, "hold" for the last valid y, or a prefix tree of them.',
+            )
+        plain = value.item() if isinstance(value, np.generic | np.ndarray | jax.Array) else value
+        return math.nan if plain != plain else plain
+
+    return jax.tree.map(scalar, fill, is_leaf=lambda leaf: leaf is None)
+
+
+_SCALARS = (bool, int, float, complex, np.generic, np.ndarray, jax.Array)

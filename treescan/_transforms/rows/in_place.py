@@ -1,0 +1,224 @@
+"""A masked loop that writes its outputs where they stay, for as long as nothing is differentiated.
+
+A branch that returns the outputs of a chunk writes them, or what stands for them, has them copied out of it, and the
+loop around copies them to their places. Here arrays for the outputs of all steps are carried instead: a chunk that is
+run writes into them step by step, and one that is not leaves them alone. Of two branches XLA copies nothing if one
+only hands on what it is given; so the tiers of `compact` are tried one after the other. The derivative is that of the
+loop that stacks, as what is carried would be saved for each chunk.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..._avals import is_sharded, vary_over, varying_axes
+from ..._loop.chunk import RunChunk, as_step
+from ..._loop.loop import Feed, Loop
+from ..._loop.run import run
+from ..._trace.smooth import fill_in, nonzero_part, smooth_part
+from ..._types import Array, PyTree
+from ..checkpoint import is_remat3
+from ..weights.in_bulk import Ahead, AsItIs, ahead, types_of_y
+from .batch_axes import RowAxes
+from .compact import put_rows, take_feed, take_rows
+from .fill import Idle
+from .schedule import Schedule
+
+Result = tuple[PyTree, list[Array]]
+
+
+class _Given(NamedTuple):
+    consts: PyTree
+    state: PyTree
+    xs: Feed
+
+    def put_into(self, loop: Loop) -> Loop:
+        return dataclasses.replace(loop, consts=self.consts, state=self.state, xs=self.xs)
+
+
+class Carried(NamedTuple):
+    """What goes from chunk to chunk.
+
+    Attributes:
+        state: the loop's.
+        outputs: for each leaf of y, `[T, ...]`.
+    """
+
+    state: PyTree
+    outputs: list[Array]
+
+
+@dataclass(frozen=True)
+class InPlace:
+    """How a masked loop is run in chunks that write their outputs.
+
+    Attributes:
+        size: the steps of a chunk.
+        tiers: the numbers of rows to choose from; only the last, all of them, where rows are not ordered.
+        axes: where the rows stand.
+        idle: the outputs where nothing is run.
+    """
+
+    size: int
+    tiers: tuple[int, ...]
+    axes: RowAxes
+    idle: Idle
+
+    def fits(self, loop: Loop) -> bool:
+        """Whether a loop can be run so and gains by it; what XLA's other backends make of it is not known."""
+        held = any(slot is not None for slot in self.idle.held or ())
+        leaves = jax.tree.leaves((loop.consts, loop.state, loop.xs))
+        # Under jax_remat3 the derivative of a rule like that of `run` saves what its checkpoints were to leave out.
+        known = jax.default_backend() == "cpu" and not is_remat3()
+        return known and not held and not any(map(is_sharded, leaves))
+
+    def run(self, loop: Loop, stacked: Callable[[Loop], Result]) -> Result:
+        """Runs a loop whose step returns a list; `stacked` runs it where it is differentiated."""
+        given = _Given(loop.consts, loop.state, loop.xs)
+        loop = dataclasses.replace(loop, consts=None, state=None, xs=Feed(None))  # the rule may not hold tracers
+
+        def rule(primals: tuple[_Given], tangents: tuple[_Given]) -> tuple[Any, Any]:
+            part, d_on = nonzero_part(primals[0], tangents[0])
+            on, off = part.split(primals[0])
+
+            def differentiated(on: list[Any]) -> tuple[list[Any], Any]:
+                given: _Given = part.join(on, off)
+                result = stacked(given.put_into(loop))
+                return smooth_part(result).split(result)[0], result
+
+            _, d_result, result = jax.jvp(differentiated, (on,), (d_on,), has_aux=True)
+            return result, fill_in(result, d_result)
+
+        function = jax.custom_jvp(lambda given: self._run(given.put_into(loop)))
+        function.defjvp(rule, symbolic_zeros=True)
+        return function(given)
+
+    def _run(self, loop: Loop) -> Result:
+        schedule: Schedule = loop.xs.schedule
+        loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=None))
+        count, left = divmod(loop.length, self.size)
+        main = _Chunk(as_step(dataclasses.replace(loop, length=self.size)), self.tiers, self.axes)
+        # A remainder is not worth further copies of the body.
+        rest = _Chunk(as_step(dataclasses.replace(loop, length=left)), self.tiers[-1:], self.axes)
+        consts = (loop.consts, loop.xs)
+        starts = jnp.arange(count, dtype=jnp.uint32) * self.size
+        whole = Feed(starts, schedule=jax.tree.map(lambda leaf: leaf[:count], schedule))
+        last = Feed(jnp.uint32(count * self.size), schedule=jax.tree.map(lambda leaf: leaf[-1], schedule))
+        carried = Carried(loop.state, self._outputs(loop))
+        if left and loop.reverse:
+            carried, _ = rest(consts, carried, last)
+        chunks = dataclasses.replace(
+            loop, step=main, consts=consts, state=carried, xs=whole, length=count, unroll=1, lowering=()
+        )
+        carried, _ = run(chunks)
+        if left and not loop.reverse:
+            carried, _ = rest(consts, carried, last)
+        return carried.state, carried.outputs
+
+    def _outputs(self, loop: Loop) -> list[Array]:
+        """The outputs of a loop that runs nothing."""
+        y = types_of_y(loop)
+        types = [jax.ShapeDtypeStruct((loop.length, *leaf.shape), leaf.dtype) for leaf in y]
+        idle = self.idle(loop.state, types)
+        return [vary_over(leaf, varying_axes(of)) for leaf, of in zip(idle, y, strict=True)]
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """A step that runs of a chunk what its schedule says. Its consts are (consts, xs), its x where the chunk begins."""
+
+    steps: RunChunk
+    tiers: tuple[int, ...]
+    axes: RowAxes
+
+    def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
+        schedule: Schedule = feed.schedule
+        inner, xs = consts
+
+        def all_rows(carried: Carried) -> Carried:
+            loop, step, consts = self._ahead(inner, carried.state, _steps_from(xs, feed.x, self.steps.length))
+            writing = dataclasses.replace(
+                loop, step=_Write(step), consts=(consts, xs, feed.x), state=carried, xs=Feed(self._places())
+            )
+            return run(writing)[0]
+
+        def first_rows(rows: int, carried: Carried) -> Carried:
+            assert schedule.order is not None
+            live, axes = schedule.order[:rows], self.axes
+            fed = take_feed(_steps_from(xs, feed.x, self.steps.length), axes.x, live)
+            loop, step, consts = self._ahead(
+                take_rows(inner, axes.consts, live), take_rows(carried.state, axes.state, live), fed
+            )
+            new, ys = run(dataclasses.replace(loop, step=step, consts=consts, xs=Feed((self._places(), fed))))
+            outputs = [_put(*each, live, feed.x) for each in zip(carried.outputs, ys, axes.y, strict=True)]
+            return Carried(put_rows(carried.state, new, axes.state, live), outputs)
+
+        run_tiers: list[Callable[[Carried], Carried]] = [
+            *(functools.partial(first_rows, tier) for tier in self.tiers[:-1]),
+            all_rows,
+        ]
+
+        def run_some(carried: Carried) -> Carried:
+            if len(run_tiers) == 1:
+                return all_rows(carried)
+            for branch, run_tier in enumerate(run_tiers, 1):
+                carried = jax.lax.cond(schedule.branch == branch, run_tier, _as_it_is, carried)
+            return carried
+
+        return jax.lax.cond(schedule.branch > 0, run_some, _as_it_is, state), None
+
+    def _ahead(self, consts: PyTree, state: PyTree, fed: Feed) -> tuple[Loop, Ahead | AsItIs, PyTree]:
+        loop = self.steps.loop(consts, state, fed)
+        return loop, *ahead(loop)
+
+    def _places(self) -> Array:
+        """The steps' places in the chunk; unsigned, as of signed ones JAX asks whether they count from the end."""
+        return jnp.arange(self.steps.length, dtype=jnp.uint32)
+
+
+@dataclass(frozen=True)
+class _Write:
+    """A step that writes its outputs. Its consts are (consts, xs, where the chunk begins), its x its place in it."""
+
+    step: Ahead | AsItIs
+
+    def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
+        (inner, xs, start), place = consts, feed.x
+        at = start + place
+        fed = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False), xs)
+        new, ys = self.step(inner, state.state, Feed((place, fed)))
+        outputs = zip(state.outputs, ys, strict=True)
+        return Carried(new, [jax.lax.dynamic_update_index_in_dim(out, y, at, 0) for out, y in outputs]), None
+
+
+def _put(outputs: Array, ys: Array, axis: int | None, rows: Array, start: Array) -> Array:
+    """Writes the outputs of a chunk of steps, or those of some rows."""
+    if axis is None:
+        return jax.lax.dynamic_update_slice_in_dim(outputs, ys, start, 0)
+    if rows.shape == (1,):
+        row, zero = rows[0].astype(start.dtype), jnp.zeros((), start.dtype)
+        return jax.lax.dynamic_update_slice(
+            outputs, ys, [start, *(row if i == axis else zero for i in range(ys.ndim - 1))]
+        )
+    places = jnp.stack([jnp.broadcast_to(start.astype(rows.dtype), rows.shape), rows], axis=1)
+    numbers = jax.lax.ScatterDimensionNumbers(
+        update_window_dims=tuple(i for i in range(ys.ndim) if i != axis + 1),
+        inserted_window_dims=(axis + 1,),
+        scatter_dims_to_operand_dims=(0, axis + 1),
+    )
+    return jax.lax.scatter(outputs, places, ys, numbers, unique_indices=True, mode="promise_in_bounds")
+
+
+def _steps_from(xs: Feed, first: Array, length: int) -> Feed:
+    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, length), xs)
+
+
+def _as_it_is(carried: Carried) -> Carried:
+    return carried

@@ -1,0 +1,102 @@
+"""`save` and `fill` of a masked scan: which outputs are kept, and what they are on padded steps."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..._loop.loop import Loop
+from ..._trace.hoist import is_untraced
+from ..._tree import Prefix
+from ..._types import PyTree
+from ..outputs import EVERYTHING, LAST, Keep, keep_afterwards, kept_leaves, one_of, spread_keeps, without_dropped
+from .batch_axes import spread_batch_axes, with_axes
+from .fill import HOLD, Idle, fill_leaves, hold, hold_afterwards, without_hold
+
+
+class RowOutputs(NamedTuple):
+    """What is kept of the outputs of a masked loop.
+
+    Attributes:
+        keeps: for each leaf of y.
+        idle: the outputs that are kept where nothing is run.
+        held: for each leaf of y whether the state holds it.
+    """
+
+    keeps: tuple[Keep, ...]
+    idle: Idle
+    held: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class KeepRows:
+    """Keeps of each output what `save` says, each row for itself; holds those whose fill says so.
+
+    Attributes:
+        save: a prefix of y: what is kept; None: everything.
+        fill: a prefix of y: what it is on padded steps.
+    """
+
+    save: Prefix | None
+    fill: Prefix
+    moves = True
+
+    def __call__(self, loop: Loop) -> Loop:
+        if is_untraced(loop):
+            outputs = RowOutputs((), Idle(without_hold(self.fill)), ())
+            kept = dataclasses.replace(loop, rows=loop.rows._replace(outputs=outputs))
+            return kept.finished(lambda state, ys: (state, self._afterwards(loop, ys)))
+        y, save = loop.trace.y, self.save or EVERYTHING
+        keeps = spread_keeps(save, y)
+        loop, outputs = self._hold(loop, keeps)
+        loop = dataclasses.replace(loop, rows=loop.rows._replace(outputs=outputs))
+
+        def finish(state: PyTree, left: list[Any]) -> tuple[PyTree, PyTree]:
+            last = iter(())
+            if any(outputs.held):
+                held, state = state
+                last = iter(leaf for leaf, keep in zip(held, _of(keeps, outputs.held), strict=True) if keep == LAST)
+            ys = kept_leaves(left, outputs.keeps)
+            ys = [next(last) if keep == LAST else y for y, keep in zip(ys, keeps, strict=True)]
+            return state, without_dropped(ys, jax.tree.structure(y), save)
+
+        return loop.finished(finish)
+
+    def _hold(self, loop: Loop, keeps: tuple[Keep, ...]) -> tuple[Loop, RowOutputs]:
+        """Holds the outputs whose fill says so, and those of which each row's last one is kept: none is stacked."""
+        y, fill = loop.trace.y, self.fill
+        start, fills = fill_leaves(fill, y), fill.spread(y, "y")
+        held = tuple(k == LAST or (k is not None and fill == HOLD) for k, fill in zip(keeps, fills, strict=True))
+        loop = hold(loop, held, start, loop.trace.y_avals)
+        stacked = tuple(None if keep == LAST else keep for keep in keeps)
+        left = [keep is not None for keep in stacked]
+        numbers = iter(range(sum(held)))
+        slots = _of([next(numbers) if on else None for on in held], left)
+        idle = Idle(Prefix.of(_of(fills, left)), tuple(slots))
+        return with_axes(loop, y=tuple(_of(loop.rows.axes.y, left))), RowOutputs(stacked, idle, held)
+
+    def _afterwards(self, loop: Loop, ys: PyTree) -> PyTree:
+        """The same from the outputs of all steps, where these were computed one by one, or where there is no step."""
+        starts, fills = fill_leaves(self.fill, ys), self.fill.spread(ys, "y")
+        keeps, valid = spread_keeps(self.save or EVERYTHING, one_of(ys)), loop.xs.valid
+        assert valid is not None
+        if loop.length:
+            first = jax.tree.map(lambda y: y[0], ys)
+            y_axes = spread_batch_axes("y_axes", loop.rows.y_axes, first, "y", valid.shape[1:])
+            held = [keep == LAST or fill == HOLD for keep, fill in zip(keeps, fills, strict=True)]
+            ys = hold_afterwards(ys, valid, held, starts, y_axes, reverse=loop.reverse)
+        elif LAST in keeps:
+            leaves = jax.tree.leaves(ys)
+            wide = [jnp.broadcast_to(value, (1, *y.shape[1:])) for value, y in zip(starts, leaves, strict=True)]
+            none = [leaf if keep == LAST else y for leaf, y, keep in zip(wide, leaves, keeps, strict=True)]
+            ys = jax.tree.unflatten(jax.tree.structure(ys), none)
+        return ys if self.save is None else keep_afterwards(ys, self.save, reverse=loop.reverse)
+
+
+def _of(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:
+    return [value for value, flag in zip(values, flags, strict=True) if flag]

@@ -1,0 +1,127 @@
+"""Rows of a batch: masks in a leaf's shape, one row of it, each row's own step; whatever the sharding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._avals import is_key, is_sharded
+from ..._types import Array, ArrayLike
+
+
+def mask_of_lengths(lengths: ArrayLike, steps: int) -> Array:
+    """bool[steps, *batch]: whether a step is among the first `lengths` of its row."""
+    lengths = jnp.asarray(lengths)
+    fits = isinstance(steps, int) and steps <= jnp.iinfo(lengths.dtype).max  # a symbolic size is of any size
+    dtype = lengths.dtype if fits else np.int32  # the positions must fit
+    positions = jax.lax.broadcasted_iota(dtype, (steps, *lengths.shape), 0)
+    return positions < lengths.astype(dtype)[None]
+
+
+def select(chosen: Array, new: Array, old: Array) -> Array:
+    """`jnp.where`, with the mask and the other value sharded as the leaf is, where shardings are part of the type."""
+    like = next((value for value in (new, old) if is_sharded(value)), None)
+    if like is None:
+        return jnp.where(chosen, new, old)
+    spec = jax.typeof(like).sharding.spec
+    parts = (jnp.broadcast_to(value, like.shape) for value in (chosen, new, old))
+    mask, first, second = (jax.sharding.reshard(part, spec) for part in parts)
+    return jnp.where(mask, first, second)
+
+
+def expand(valid: Array, leaf: Array, axis: int) -> Array:
+    """A mask in the rank of a leaf, its batch axes at `axis`.
+
+    Explicit in every axis: a [B] mask against a [B, D] leaf with B = D would broadcast against the features.
+    """
+    return valid.reshape((*(1 for _ in range(axis)), *valid.shape, *(1 for _ in range(leaf.ndim - axis - valid.ndim))))
+
+
+class RowMask:
+    """The mask of one step, in the shape of each leaf: leaves of one shape share it, as each would take time to trace.
+
+    Attributes:
+        valid: bool[*batch].
+    """
+
+    def __init__(self, valid: Array) -> None:
+        self.valid = valid
+        self._shaped: dict[tuple[Any, ...], Array] = {}
+
+    def select(self, new: Array, old: Array, axis: int | None) -> Array:
+        """`new` for valid rows, `old` for others; for a leaf without rows (None), `new` if any row is valid.
+
+        `old` has the shape of `new`, or is broadcast to it.
+        """
+        if axis is None:
+            return select(self._made((), lambda: jnp.any(self.valid)), new, old)
+        if is_sharded(new) or is_sharded(old) or new.dtype != old.dtype or old.ndim not in (0, new.ndim):
+            return select(expand(self.valid, new, axis), new, old)
+        dimensions = tuple(range(axis, axis + self.valid.ndim))
+        mask = self._made((new.shape, axis), lambda: jax.lax.broadcast_in_dim(self.valid, new.shape, dimensions))
+        if old.shape != new.shape:
+            old = jax.lax.broadcast_in_dim(old, new.shape, tuple(range(old.ndim)))
+        return jax.lax.select_n(mask, old, new)
+
+    def _made(self, key: tuple[Any, ...], make: Callable[[], Array]) -> Array:
+        if key not in self._shaped:
+            self._shaped[key] = make()
+        return self._shaped[key]
+
+
+def select_valid(valid: Array, new: Array, old: Array, axis: int | None) -> Array:
+    """One leaf of `RowMask.select`."""
+    return RowMask(valid).select(new, old, axis)
+
+
+def take_row(leaf: Array, row: Array, axis: int, batch: tuple[int, ...]) -> Array:
+    """One row of a leaf, its batch axes kept with size 1; `row` counts through the batch shape in C order."""
+    if is_sharded(leaf):
+        chosen = jnp.arange(_size(batch)).reshape(batch) == row
+        return _pick_out(leaf, expand(chosen, leaf, axis), tuple(range(axis, axis + len(batch))), keepdims=True)
+    head, tail = leaf.shape[:axis], leaf.shape[axis + len(batch) :]
+    flat = leaf.reshape((*head, -1, *tail)) if len(batch) != 1 else leaf
+    return jax.lax.dynamic_index_in_dim(flat, row, axis).reshape((*head, *(1 for _ in batch), *tail))
+
+
+def pick_steps(leaf: Array, steps: Array, axis: int | None) -> Array:
+    """For each row the slice of `leaf` [T, ...] at the row's own step; `steps` is int[*batch]."""
+    assert axis is not None
+    if is_sharded(leaf):
+        chosen = jax.lax.broadcasted_iota(steps.dtype, (leaf.shape[0], *(1 for _ in steps.shape)), 0) == steps[None]
+        ones = (1 for _ in range(axis))
+        tail = (1 for _ in range(leaf.ndim - 1 - axis - steps.ndim))
+        return _pick_out(leaf, chosen.reshape((leaf.shape[0], *ones, *steps.shape, *tail)), (0,), keepdims=False)
+
+    def pick(column: Array, step: Array) -> Array:
+        return jax.lax.dynamic_index_in_dim(column, step, 0, keepdims=False)
+
+    for _ in range(steps.ndim):
+        pick = jax.vmap(pick, in_axes=(1 + axis, 0), out_axes=axis)
+    return pick(leaf, steps)
+
+
+def _size(batch: tuple[int, ...]) -> int:
+    size = 1
+    for n in batch:
+        size *= n
+    return size
+
+
+def _pick_out(leaf: Array, chosen: Array, axes: tuple[int, ...], *, keepdims: bool) -> Array:
+    """The one entry along `axes` at which `chosen` is set: a reduction, which works along sharded axes too."""
+    return add_up(leaf, chosen, lambda part: jnp.sum(part, axes, dtype=part.dtype, keepdims=keepdims))
+
+
+def add_up(leaf: Array, chosen: Array, total: Callable[[Array], Array]) -> Array:
+    """Adds up a leaf of which only the one chosen part counts, for dtypes that cannot be added up as well."""
+    if is_key(leaf):
+        bits = add_up(jax.random.key_data(leaf), chosen[..., None], total)
+        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))
+    if leaf.dtype == jnp.bool_:
+        return add_up(leaf.astype(jnp.int32), chosen, total) > 0
+    return total(select(chosen, leaf, jnp.zeros_like(leaf)))

@@ -1,0 +1,192 @@
+"""`mask_scan`: steps that are not valid hold the carry, and whatever stands in their x is never read.
+
+Before the body, the (state, x) of a padded row is replaced by a pair known to be good; after the body, the state and
+y are selected. Selecting afterwards alone would not do: its gradient is 0 times the body's Jacobian at the padding,
+and where that is NaN or inf, so is the product.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from ..._axes import LeafAxes
+from ..._loop.loop import Feed, Loop, Step
+from ..._trace.hoist import Lifted, is_untraced
+from ..._tree import Prefix
+from ..._types import Array, PyTree
+from .batch_axes import RowAxes, spread_batch_axes, with_axes
+from .fill import fill_leaves, without_hold
+from .good_pairs import GoodPair, earliest_pair, own_pairs
+from .leaves import RowMask, expand, select, take_row
+from .lend import choose_own, lend, lend_to_elements
+
+
+@dataclass(frozen=True)
+class Masked:
+    """The step that shows padded rows a good pair and keeps their state, a list of leaves.
+
+    Its consts are (GoodPair, (unchanged leaves, inner consts)). Unchanged leaves are shown too where the good pair has
+    something for them: where other leaves are shared by all rows, one row stands in for another in everything.
+
+    Attributes:
+        step: the inner step, as `hoist` makes it.
+        carry_axes: for each leaf of the state, the axis where the batch shape starts; None: shared by all rows.
+        fixed_axes: the same for each unchanged leaf.
+        x_axes: the same for each leaf of one step's x.
+        y_axes: a prefix of y, of the same meaning; None: `fill` on steps that no row runs.
+        fill: a prefix of y: what it is on padded steps.
+    """
+
+    step: Step
+    carry_axes: LeafAxes
+    fixed_axes: LeafAxes
+    x_axes: LeafAxes
+    y_axes: Prefix
+    fill: Prefix
+
+    def __call__(self, consts: Any, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
+        good, (fixed, inner) = consts
+        valid = feed.valid
+        assert valid is not None
+        x, x_tree = jax.tree.flatten(feed.x)
+        mask = RowMask(valid)
+        show = _show_shared if None in (*self.carry_axes, *self.x_axes) else _show_own
+        shown = show(mask, state, good.state, self.carry_axes)
+        shown_fixed = show(mask, fixed, good.fixed, self.fixed_axes)
+        shown_x = jax.tree.unflatten(x_tree, show(mask, x, good.x, self.x_axes))
+        returned, y = self.step((shown_fixed, inner), shown, feed._replace(x=shown_x))
+        kept = [
+            old if new is seen else mask.select(new, old, axis)
+            for old, seen, new, axis in zip(state, shown, returned, self.carry_axes, strict=True)
+        ]
+        return kept, self._fill_padding(mask, y)
+
+    def _fill_padding(self, mask: RowMask, y: PyTree) -> PyTree:
+        axes = spread_batch_axes("y_axes", self.y_axes, y, "y", mask.valid.shape)
+        filled = [
+            mask.select(leaf, fill, axis)
+            for leaf, fill, axis in zip(jax.tree.leaves(y), fill_leaves(self.fill, y), axes, strict=True)
+        ]
+        return jax.tree.unflatten(jax.tree.structure(y), filled)
+
+
+def _show_own(mask: RowMask, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:
+    return [
+        leaf if other is None else mask.select(leaf, other, axis)
+        for leaf, other, axis in zip(leaves, good, axes, strict=True)
+    ]
+
+
+def _show_shared(mask: RowMask, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:
+    """Some leaves are shared by all rows: a row's first pair might not fit what these are by now.
+
+    Padded rows are shown a row that is valid at this very step. Where there is none, everything is as it was when the
+    earliest row began, shared leaves included; nothing that the body then returns is kept.
+    """
+    valid = mask.valid
+    if valid.size == 0:
+        return leaves
+    rows = valid.reshape(-1)
+    any_row, lender = jnp.any(rows), jnp.argmax(rows)
+
+    def show(leaf: Array, other: Array | None, axis: int | None) -> Array:
+        if other is None:
+            return leaf
+        if axis is None:
+            return select(any_row, leaf, other)
+        lent = jax.lax.stop_gradient(take_row(leaf, lender, axis, valid.shape))
+        return mask.select(leaf, select(any_row, lent, other), axis)
+
+    return list(map(show, leaves, good, axes))
+
+
+@dataclass(frozen=True)
+class Mask:
+    """Runs the steps of rows that are not valid on a good pair, and keeps nothing of what comes of it.
+
+    Attributes:
+        fill: a prefix of y: what it is on padded steps.
+        spelled: the fill as text: 0.0 and -0.0 compare as equal.
+    """
+
+    fill: Prefix
+    spelled: str
+    moves = True
+
+    def __call__(self, loop: Loop) -> Loop:
+        return mask(loop, without_hold(self.fill) if is_untraced(loop) else self.fill)
+
+
+def mask(loop: Loop, fill: Prefix) -> Loop:
+    """Masks the steps of a loop whose state is a list of leaves."""
+    axes, fixed_axes, valid = loop.rows.axes, loop.rows.fixed, loop.xs.valid
+    assert valid is not None
+    share = None in (*axes.state, *axes.x)  # a shared leaf that changes; one that does not fits every pair
+    fixed, inner = loop.consts
+    if not share:  # a row's unchanged leaves are good for it throughout; a row without any step is lent another's
+        loop = dataclasses.replace(loop, consts=(lend_rows(fixed, fixed_axes, valid), inner))
+    good, consts = _good_pair(loop, axes, fixed_axes, share=share)
+    step = Masked(loop.step, axes.state, fixed_axes, axes.x, loop.rows.y_axes, fill)
+    good_axes: LeafAxes = (None,) * len(jax.tree.leaves(good)) if share else (*axes.state, *axes.x)  # one row, or all
+    loop = dataclasses.replace(loop, step=step, consts=(good, consts))
+    return with_axes(loop, consts=(*good_axes, *axes.consts))
+
+
+def lend_rows(leaves: list[Array], axes: LeafAxes, valid: Array) -> list[Array]:
+    """Leaves that are the same in every step: rows without any valid step have another row's."""
+    if all(axis is None for axis in axes) or 0 in valid.shape:
+        return leaves
+    have = jnp.any(valid, axis=0)
+    lender = jnp.argmax(have.reshape(-1))
+
+    def lent(leaf: Array, axis: int | None) -> Array:
+        if axis is None:
+            return leaf
+        return select(expand(have, leaf, axis), leaf, take_row(jax.lax.stop_gradient(leaf), lender, axis, have.shape))
+
+    return list(map(lent, leaves, axes))
+
+
+def _good_pair(loop: Loop, axes: RowAxes, fixed_axes: LeafAxes, *, share: bool) -> tuple[GoodPair, PyTree]:
+    """The pair for padded rows, and the consts; both from another element of a vmap for one that has nothing valid.
+
+    Under stop_gradient: each would be a cotangent accumulator otherwise, and a way in for NaN.
+    """
+    valid = loop.xs.valid
+    assert valid is not None
+    unchanged, inner = loop.consts
+    closed, inner = inner if isinstance(loop.step, Lifted) else (None, inner)
+    state, fixed, xs = jax.lax.stop_gradient((loop.state, unchanged, jax.tree.leaves(loop.xs.x)))
+    if 0 in valid.shape:  # no step, or no row: there is no pair, and nothing that would be shown one
+        first = [jax.lax.full(leaf.shape[1:], 0, leaf.dtype) for leaf in xs]
+        return GoodPair(state, [None] * len(fixed), first), loop.consts
+    if share:
+        lasting = [None if axis is None else leaf for leaf, axis in zip(fixed, fixed_axes, strict=True)]
+        good = earliest_pair(state, lasting, xs, valid, (axes.state, fixed_axes, axes.x), reverse=loop.reverse)
+    else:
+        good = own_pairs(state, xs, valid, (axes.state, axes.x), reverse=loop.reverse)
+        good = good._replace(fixed=[None] * len(fixed))
+    have, consts = jnp.any(valid), (unchanged, inner)
+    (good, lent), own = lend(have, (good, jax.lax.stop_gradient(consts)))
+    unchanged, inner = choose_own(consts, lent, own[len(jax.tree.leaves(good)) :])
+    inner = inner if closed is None else (lend_closed(closed, have), inner)
+    return jax.lax.stop_gradient(good), (unchanged, inner)
+
+
+def lend_closed(closed: list[Any], have: Array) -> list[Any]:
+    """What a body closes over; under vmap, an element that has nothing valid is given another element's.
+
+    Only what is traced can be mapped. Devices do not lend to each other: a body may gather what it closes over, and
+    the other devices count on their part of it.
+    """
+    traced = [i for i, value in enumerate(closed) if isinstance(value, Tracer)]
+    mine = [closed[i] for i in traced]
+    lent, own = lend_to_elements(have, jax.lax.stop_gradient(mine))
+    chosen = dict(zip(traced, choose_own(mine, lent, own), strict=True))
+    return [chosen.get(i, value) for i, value in enumerate(closed)]

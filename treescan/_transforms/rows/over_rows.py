@@ -1,0 +1,120 @@
+"""The first transform of a masked scan: which steps of which rows are data, and where the rows are in each leaf."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from ..._avals import vary_over, varying_axes
+from ..._axes import LeafAxes
+from ..._loop.loop import Loop
+from ..._loop.run import as_arrays, debugs_nans
+from ..._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist, is_untraced, lift
+from ..._trace.smooth import is_smooth
+from ..._tree import Prefix
+from ..._types import Array
+from ..axes import scan_over_axes
+from .batch_axes import RowAxes, RowFlags, Rows, rows_of_x, spread_batch_axes
+from .carry_axes import refuse_shared_keys, spread_carry_axes
+from .compact import refuse_tiers, tiers_of, trace_tiers
+from .leaves import mask_of_lengths, select_valid
+from .mask import lend_rows
+
+
+@dataclass(frozen=True)
+class OverRows:
+    """`lengths` or `mask`, and the axes: gives each step its mask, and traces the body for the rows that it runs on.
+
+    Attributes:
+        carry_axes: a prefix of the carry: where the batch shape starts; None: shared by all rows.
+        x_axes: the same for one step's x.
+        y_axes: the same for one step's y; None: y is the carry.
+        time_axis: where the steps are in the mask and the resets.
+        in_axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
+        compact: whether to order rows, or the numbers of rows to choose from.
+    """
+
+    carry_axes: Prefix
+    x_axes: Prefix
+    y_axes: Prefix | None
+    time_axis: int
+    in_axes: LeafAxes | None
+    compact: bool | tuple[int, ...]
+    moves = True
+
+    def __call__(self, loop: Loop) -> Loop:
+        valid, resets = self._flags(loop)
+        loop, axes = self._lay(loop, valid)
+        y_axes = self.y_axes or Prefix.of(jax.tree.unflatten(jax.tree.structure(loop.state), axes.state))
+        tiers = tiers_of(self.compact, valid.shape[1:]) if self.compact else (0,)
+        refuse_tiers(tiers, loop)
+        unchanged = None
+        if is_untraced(loop):
+            hoisted, before = flatten_only(loop), loop
+            unchanged = lambda: fixed_leaves(before)  # noqa: E731
+        else:
+            loop = _without_false_alarms(loop, axes.x)
+            hoisted = hoist(loop)
+            axes = axes._replace(y=spread_batch_axes("y_axes", y_axes, hoisted.y, "y", valid.shape[1:]))
+            trace_tiers(hoisted, loop, axes, tiers)
+            hoisted = lift(hoisted)
+        rows = _rows_of(hoisted, axes, y_axes)._replace(resets=resets, unchanged=unchanged)
+        loop = dataclasses.replace(hoisted.loop, trace=hoisted, rows=rows)
+        return loop.finished(lambda state, ys: (hoisted.restore(state), ys))
+
+    def _flags(self, loop: Loop) -> tuple[Array, Array | None]:
+        """bool[T, *batch]: which steps of which rows are data, and which begin a segment."""
+        flags: RowFlags = loop.rows
+        resets = None if flags.resets is None else jnp.moveaxis(jnp.asarray(flags.resets), self.time_axis, 0)
+        if flags.lengths is not None:
+            return mask_of_lengths(flags.lengths, loop.length), resets
+        if flags.mask is not None:
+            return jnp.moveaxis(jnp.asarray(flags.mask), self.time_axis, 0), resets
+        assert resets is not None
+        return jnp.ones_like(resets), resets
+
+    def _lay(self, loop: Loop, valid: Array) -> tuple[Loop, RowAxes]:
+        """The loop with its mask, and where its rows are. It follows `in_axes`, as these are told of the user's x."""
+        (carry, x), batch = loop.names, valid.shape[1:]
+        carry_axes = spread_carry_axes(self.carry_axes, loop.state, carry, batch)
+        if self.compact:
+            refuse_shared_keys(loop.state, carry_axes, carry)
+        x_axes, whole_axes = rows_of_x(loop.xs.x, self.x_axes, self.in_axes, x, batch)
+        varying = varying_axes(jax.typeof(valid))
+        state = jax.tree.map(lambda leaf: vary_over(leaf, varying), as_arrays(loop.state))
+        loop = dataclasses.replace(loop, state=state, xs=loop.xs._replace(valid=valid))
+        if self.in_axes is not None:
+            loop = scan_over_axes(loop, self.in_axes)
+        if whole_axes:
+            whole, inner = loop.consts
+            loop = dataclasses.replace(loop, consts=(lend_rows(whole, whole_axes, valid), inner))
+        others = len(jax.tree.leaves(loop.consts)) - len(whole_axes)
+        return loop, RowAxes((*whole_axes, *(None,) * others), carry_axes, x_axes, ())
+
+
+def _rows_of(hoisted: Hoisted, axes: RowAxes, y_axes: Prefix) -> Rows:
+    """Where the rows are in the leaves of the loop that is left, and in those that are unchanged."""
+    pairs = list(zip(axes.state, hoisted.fixed, strict=True))
+    fixed = tuple(axis for axis, is_fixed in pairs if is_fixed)
+    state = tuple(axis for axis, is_fixed in pairs if not is_fixed)
+    closed = (None,) * (len(jax.tree.leaves(hoisted.loop.consts)) - len(fixed) - len(axes.consts))
+    return Rows(axes._replace(consts=(*fixed, *closed, *axes.consts), state=state), y_axes, fixed)
+
+
+def _without_false_alarms(loop: Loop, axes: LeafAxes) -> Loop:
+    """Under `jax_debug_nans` the loop without padding: no step reads it, but the gradient may save it with the rest."""
+    if not debugs_nans():
+        return loop
+
+    def cleaned(leaf: Array, axis: int | None) -> Array:
+        if axis is None or not is_smooth(leaf):
+            return leaf
+        zero = jnp.zeros((), leaf.dtype)
+        return jax.vmap(lambda valid, x: select_valid(valid, x, zero, axis))(loop.xs.valid, leaf)
+
+    leaves, structure = jax.tree.flatten(loop.xs.x)
+    x = jax.tree.unflatten(structure, [cleaned(*each) for each in zip(leaves, axes, strict=True)])
+    return dataclasses.replace(loop, xs=loop.xs._replace(x=x))

@@ -1,0 +1,57 @@
+"""What of each chunk of a masked loop is to be run, for all chunks before the loop."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+
+from ..._types import Array
+from .lend import most_of_all, most_of_devices
+
+
+class Schedule(NamedTuple):
+    """What of each chunk is to be run.
+
+    Attributes:
+        branch: int32[N]: 0: nothing; i: the first tiers[i-1] rows of the order.
+        order: int32[N, B], the rows of each chunk, live ones first; None if there is but one tier.
+    """
+
+    branch: Array
+    order: Array | None = None
+
+
+def make_schedule(valid: Array, size: int, tiers: tuple[int, ...]) -> Schedule:
+    """What of each chunk is to be run: the same for all elements of a vmap and on all devices of a shard_map.
+
+    Args:
+        valid: bool[T, *batch].
+        size: the steps of a chunk.
+        tiers: the numbers of rows to choose from, ascending.
+    """
+    live = _live_rows(valid, size)
+    count = live.shape[0]
+    if len(tiers) == 1:
+        branch = jnp.any(live.reshape(count, -1), axis=1).astype(jnp.int32)
+        return Schedule(most_of_all(most_of_devices(branch)))
+    live = jnp.any(live.reshape(*live.shape[:2], -1), axis=2)
+    number = jnp.sum(live, axis=1, dtype=jnp.int32)
+    needed = jnp.sum(number[:, None] > jnp.array([[0, *tiers[:-1]]], jnp.int32), axis=1, dtype=jnp.int32)
+    return Schedule(most_of_all(most_of_devices(needed)), _live_first(live))
+
+
+def _live_first(live: Array) -> Array:
+    """int32[N, B], the rows of each chunk in their order, live ones first: sorted as numbers, which is cheaper."""
+    rows = jnp.arange(live.shape[1], dtype=jnp.int32)
+    return jnp.sort(jnp.where(live, rows, rows + rows.size), axis=1) % rows.size
+
+
+def _live_rows(valid: Array, size: int) -> Array:
+    """bool[N, *batch]: which rows have a valid step in each chunk."""
+    length = valid.shape[0]
+    if size == length:  # a symbolic length too
+        return jnp.any(valid, axis=0)[None]
+    count = -(-length // size)
+    padded = jnp.pad(valid, [(0, count * size - length), *((0, 0) for _ in valid.shape[1:])])
+    return jnp.any(padded.reshape(count, size, *valid.shape[1:]), axis=1)

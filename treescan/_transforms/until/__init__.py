@@ -1,0 +1,1 @@
+"""Loops that end when a condition no longer holds."""

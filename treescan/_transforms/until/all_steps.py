@@ -1,0 +1,65 @@
+"""A loop that ends early, run as a scan over all the steps that it may take, for when nothing is rewritten.
+
+Each step is masked where the loop has ended, so JAX differentiates it as any other scan. That takes the time and the
+memory of all steps.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax.numpy as jnp
+
+from ..._loop.chunk import run_chunked
+from ..._loop.loop import Feed, Loop, Step
+from ..._trace.hoist import merge
+from ..._types import PyTree
+from ..rows.good_pairs import GoodPair
+from .condition import Condition
+from .early_exit import Outputs, Progress, Reads, going_on
+from .tangents import good_pair, masked_step
+
+
+@dataclass(frozen=True)
+class MaskedStep:
+    """The step that is masked where the loop has ended. Its consts are (GoodPair, `Reads`), its state is `Progress`.
+
+    Attributes:
+        masked: the inner step, which is told whether it is taken.
+        condition: of the next state.
+        fixed: for each leaf of the whole state whether it is unchanged.
+    """
+
+    masked: Step
+    condition: Condition
+    fixed: tuple[bool, ...]
+
+    def __call__(self, consts: tuple[GoodPair, Reads], progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        good, reads = consts
+        going = going_on(progress, reads)
+        unchanged, _ = reads.inner
+        new, y = self.masked((good, reads.inner), progress.leaves, feed._replace(valid=going))
+        after = self.condition(reads.closed, merge(self.fixed, unchanged, new))
+        taken = progress.taken + going.astype(progress.taken.dtype)
+        return Progress(jnp.where(going, after, progress.holds), taken, new), y
+
+
+def run_all_steps(
+    loop: Loop, reads: Reads, first: Progress, condition: Condition, fixed: tuple[bool, ...], outputs: Outputs
+) -> tuple[Progress, Any]:
+    """Runs all steps of a loop, and keeps nothing of those after its end.
+
+    Args:
+        loop: the loop, as `lift` makes it.
+        reads: what every step reads; its consts are the loop's.
+        first: the state before the first step.
+        condition: whether another step is taken.
+        fixed: for each leaf of the whole state whether it is unchanged.
+        outputs: the types of y, and what it is where no step is taken.
+    """
+    good, consts, _ = good_pair(loop, going_on(first, reads))
+    step = MaskedStep(masked_step(loop, outputs.fill), condition, fixed)
+    loop = dataclasses.replace(loop, step=step, consts=(good, reads._replace(inner=consts)), state=first)
+    return run_chunked(loop, outputs.levels(loop.length, (), lambda size: None))

@@ -1,0 +1,284 @@
+"""Loops that end early: steps that are not taken are not run, and their cost grows as the logarithm of their number.
+
+Each step, and each chunk of steps at every level, is a branch on whether the loop still goes on. Under `jax.vmap` and
+inside of a `shard_map` that is one question for all elements and devices, so that the branch stays a branch; within
+it, the elements that have stopped keep their state.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from ..._avals import place_like, vary_over, varying_axes
+from ..._loop.chunk import Level, run_chunked
+from ..._loop.loop import Feed, Loop, Step
+from ..._loop.sizes import Wish, plan_sizes
+from ..._remat import Remat
+from ..._trace.hoist import merge
+from ..._tree import Prefix
+from ..._types import Array, PyTree
+from ..checkpoint import remat_sizes
+from ..rows.fill import fill_leaves
+from ..rows.leaves import select_valid
+from ..rows.lend import most_of_all, most_of_devices
+from ..thin import Thinned
+from .condition import Condition
+
+BRANCHING = 11
+"""About how many chunks make one of the next level, where only the state leaves the loop."""
+
+
+class Progress(NamedTuple):
+    """How far a loop has come.
+
+    Attributes:
+        holds: bool[], the condition of the state.
+        taken: int32[], the steps that were taken.
+        leaves: the state, its leaves that change.
+    """
+
+    holds: Array
+    taken: Array
+    leaves: list[Any]
+
+
+class Reads(NamedTuple):
+    """What every step of such a loop reads.
+
+    Attributes:
+        inner: the consts of the step.
+        closed: what the condition closes over.
+        limit: int32[], the most steps to take.
+    """
+
+    inner: Any
+    closed: list[Any]
+    limit: Array
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """The types of one step's y, a list, and what it is where no step is taken.
+
+    Attributes:
+        avals: its leaves as JAX has them in a trace.
+        fill: a prefix of y.
+        varying: further manual mesh axes over which the leaves vary.
+        every: of each leaf one in so many steps leaves a chunk; the numbers above 1 are the same.
+    """
+
+    avals: tuple[Any, ...]
+    fill: Prefix
+    varying: frozenset[str]
+    every: tuple[int, ...]
+
+    def filled(self) -> list[Array]:
+        """The leaves of y for a step that is not taken."""
+        types = [jax.ShapeDtypeStruct(a.shape, a.dtype) for a in self.avals]
+        return [
+            vary_over(place_like(jnp.broadcast_to(value, aval.shape), aval), self.varying)
+            for value, aval in zip(fill_leaves(self.fill, types), self.avals, strict=True)
+        ]
+
+    def filled_chunk(self, size: int) -> list[Array]:
+        """The same for a chunk of steps."""
+        leaves = zip(self.filled(), self.every, strict=True)
+        return [jnp.broadcast_to(leaf, (size // every, *leaf.shape)) for leaf, every in leaves]
+
+    def levels(self, length: int, sizes: Sequence[int], around: Callable[[int], Any]) -> tuple[Level, ...]:
+        """Levels of the given sizes, ascending, less those that the loop does not fill, and what they keep of y."""
+        stride = max(self.every, default=1)
+        levels = [Level(size, around(size)) for size in sizes if size < length]
+        if stride == 1:
+            return tuple(levels)
+        thinned = Thinned(stride, self.every, innermost=True)
+        if any(level.size == stride for level in levels):
+            return tuple(
+                dataclasses.replace(level, outputs=thinned) if level.size == stride else level for level in levels
+            )
+        return (Level(stride, outputs=thinned), *levels)
+
+    def varied(self, y: PyTree) -> list[Array]:
+        """The leaves of a y, which vary as those of `filled` do."""
+        return [vary_over(leaf, self.varying) for leaf in jax.tree.leaves(y)]
+
+
+@custom_vmap
+def _unless_alone(going: Array) -> Array:
+    """True; under vmap `going` itself: a single element takes no branch unless it is its own."""
+    return jnp.ones_like(going)
+
+
+@_unless_alone.def_vmap
+def _unless_alone_rule(axis_size: int, in_batched: list[bool], going: Array) -> tuple[Array, bool]:
+    del axis_size
+    return (going, True) if in_batched[0] else (_unless_alone(going), False)
+
+
+def any_of_all(flags: Array) -> Array:
+    """Whether a flag is set in any element of a vmap, on any device: the same for all."""
+    return most_of_all(most_of_devices(flags.astype(jnp.int32))) > 0
+
+
+def going_on(progress: Progress, reads: Reads) -> Array:
+    """Whether another step is to be taken."""
+    return progress.holds & (progress.taken < reads.limit)
+
+
+@dataclass(frozen=True)
+class TakeStep:
+    """The step that is only taken while the loop goes on. Its consts are `Reads`, its state is `Progress`.
+
+    Attributes:
+        step: the inner step, as `hoist` and `lift` make it.
+        condition: of the next state.
+        fixed: for each leaf of the whole state whether it is unchanged.
+        outputs: y where no step is taken.
+        branches: whether a branch may depend on data.
+    """
+
+    step: Step
+    condition: Condition
+    fixed: tuple[bool, ...]
+    outputs: Outputs
+    branches: bool
+
+    def __call__(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        going = going_on(progress, reads)
+        if not self.branches:
+            return self._take(going, reads, progress, feed)
+        mine = going if varying_axes(jax.typeof(going)) else _unless_alone(going)
+        return jax.lax.cond(any_of_all(going), self._take, self._leave, mine, reads, progress, feed)
+
+    def _take(self, mine: Array, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        new, y = self.step(reads.inner, progress.leaves, feed)
+        unchanged, _ = reads.inner
+        after = self.condition(reads.closed, merge(self.fixed, unchanged, new))
+        kept = [
+            after_ if after_ is old else select_valid(mine, after_, old, 0)
+            for old, after_ in zip(progress.leaves, new, strict=True)
+        ]
+        filled = zip(self.outputs.varied(y), self.outputs.filled(), strict=True)
+        progress = Progress(
+            jnp.where(mine, after, progress.holds), progress.taken + mine.astype(progress.taken.dtype), kept
+        )
+        return progress, [select_valid(mine, ran, not_run, 0) for ran, not_run in filled]
+
+    def _leave(self, mine: Array, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        del mine, reads, feed
+        return progress, self.outputs.filled()
+
+
+@dataclass(frozen=True)
+class TakeChunk:
+    """The step that runs a chunk while the loop goes on; `saves`: also what the state was before, [1, ...]."""
+
+    step: Step
+    size: int
+    outputs: Outputs
+    branches: bool
+    saves: bool
+
+    def __call__(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        before = [leaf[None] for leaf in progress.leaves] if self.saves else []
+        if self.branches:
+            any_going = any_of_all(going_on(progress, reads))
+            progress, ys = jax.lax.cond(any_going, self.step, self._leave, reads, progress, feed)
+        else:
+            progress, ys = self.step(reads, progress, feed)
+        return progress, ((ys, before) if self.saves else ys)
+
+    def _leave(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        del reads, feed
+        return progress, self.outputs.filled_chunk(self.size)
+
+
+@dataclass(frozen=True)
+class _Around:
+    size: int
+    outputs: Outputs
+    branches: bool
+    saves: bool
+
+    def __call__(self, step: Step, looped: bool) -> Step:
+        del looped  # nothing remains
+        return TakeChunk(step, self.size, self.outputs, self.branches, self.saves)
+
+
+def run_until(loop: Loop, take: TakeStep, sizes: tuple[int, ...], *, save: bool) -> tuple[Progress, PyTree, Any]:
+    """Runs a loop while it goes on.
+
+    Args:
+        loop: consts `Reads`, state `Progress`; its length is a multiple of the sizes.
+        take: its step.
+        sizes: of nested chunks, each dividing the next; with `save` one at most.
+        save: whether the state at the start of each chunk is returned too.
+
+    Returns:
+        How far it came, ys, and with `save` the leaves of the state at the start of each chunk, [N, ...].
+    """
+    loop = dataclasses.replace(loop, step=take)
+    outputs = take.outputs
+    levels = outputs.levels(loop.length, sizes, lambda size: _Around(size, outputs, take.branches, save))
+    progress, ys = run_chunked(loop, levels)
+    if not save:
+        return progress, ys, []
+    if all(level.around is None for level in levels):
+        return progress, ys, [leaf[None] for leaf in loop.state.leaves]
+    ys, starts = ys
+    return progress, ys, starts
+
+
+class Chunks(NamedTuple):
+    """The chunks of the derivative.
+
+    Attributes:
+        size: the steps of one.
+        number: how many there are.
+        inner: the sizes of chunks within, which are recomputed by themselves.
+        remat: what is recomputed of a step; None: nothing.
+    """
+
+    size: int
+    number: int
+    inner: tuple[int, ...] = ()
+    remat: Remat | None = None
+
+
+def plan_chunks(length: int, stride: int, remat: Remat | None) -> Chunks:
+    """Chunks for a loop of so many steps, with a boundary wherever one in `stride` outputs is kept."""
+    sizes = remat_sizes(length, remat)
+    size, inner = (sizes[-1], sizes[:-1]) if sizes else (_chunk_of(length), ())
+    if stride > 1:
+        size = min(-(-size // stride), length // stride) * stride
+        sizes = plan_sizes(size, [Wish(stride, exact=True), *map(Wish, inner)]) if inner else ()
+        inner = tuple(other for other in sizes if other > stride)
+    return Chunks(size, -(-length // size), inner, remat)
+
+
+def _chunk_of(length: int) -> int:
+    """The size of chunks, somewhat fewer than each has steps; without a remainder where that is near.
+
+    A chunk that is not run still costs some copies of the state: fewer and larger ones are faster where a loop stops
+    early, and take hardly more memory.
+    """
+    root = math.isqrt(3 * length // 2 - 1) + 1
+    near = [size for size in range(max(1, root // 2), min(length, 2 * root) + 1) if length % size == 0]
+    return min(near, key=lambda other: abs(math.log(other / root)), default=root)
+
+
+def nested_sizes(length: int) -> tuple[int, tuple[int, ...]]:
+    """For a loop of which only the state counts: how long it is made, and the sizes of its nested chunks."""
+    depth = max(1, round(math.log(max(length, 2), BRANCHING)))
+    ratio = 1
+    while ratio**depth < length:
+        ratio += 1
+    return ratio**depth, tuple(ratio**i for i in range(1, depth) if ratio > 1)

@@ -1,0 +1,1 @@
+"""Products with weights that are computed for a chunk of steps at once."""

@@ -1,0 +1,218 @@
+"""The derivative of a chunk of steps: cotangents of weights, which a loop would add up, are one product.
+
+The derivative of a product `a W` is `da W + a dW`. The first part belongs into the loop, as `da` waits for the step
+before; the second only needs what `a` was in each step, which is known once the chunk has run. So it is computed for
+all steps at once, and enters the loop over tangents as something that is scanned over. Transposed, the loop returns
+the cotangents of all products, and that of the weights is one product of these with what the steps have kept.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.core import eval_jaxpr
+from jax.custom_derivatives import SymbolicZero
+
+from ..._avals import place_like
+from ..._loop.body import Memo
+from ..._loop.loop import Feed, Loop, Step
+from ..._loop.run import run
+from ..._trace.equations import alone, values_of
+from ..._trace.hoist import array_of
+from ..._trace.smooth import Unproven, add_alike, fill_in, nonzero_part, smooth_part, typed_like
+from ..._types import Array
+from ..checkpoint import RealOnly
+from .products import ELEMENTWISE, Deferred, Split
+from .steps_at_once import compute_early, entry_of, product_of_steps
+from .sums import Slot, slots_of
+
+
+class Arguments(NamedTuple):
+    """What a chunk is computed from.
+
+    Attributes:
+        reads: what is the same in every step.
+        state: the leaves of the state before the first.
+        fed: what they are fed, `[C, ...]`.
+    """
+
+    reads: list[Any]
+    state: list[Any]
+    fed: list[Any]
+
+
+@dataclass(frozen=True)
+class Forward:
+    """A step without the products that were computed before.
+
+    Its consts are (reads, these products `[C, ...]`), its x (place, fed).
+    """
+
+    split: Split
+
+    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], list[Any]]:
+        (reads, early), (place, fed) = consts, feed.x
+        now = [entry_of(stack, place) for stack in early]
+        rest = self.split.forward.rest
+        out = eval_jaxpr(rest, [], *reads, *now, *state, *fed, propagate_source_info=True)
+        return _parted(self.split, rest, out)
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A step as a function of its products too.
+
+    Its consts are (reads, weights), its x (early, fed, added), its y (y, what the weights are multiplied with).
+
+    Attributes:
+        split: the step.
+        deferred: the products with these weights.
+        slots: to what is added what is zero but for its tangent.
+    """
+
+    split: Split
+    deferred: tuple[Deferred, ...]
+    slots: tuple[Slot, ...]
+
+    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
+        (reads, weights), (early, fed, added) = consts, feed.x
+        rest = self.split.derivative.rest
+        values = dict(zip(rest.invars, [*reads, *early, *state, *fed], strict=True))
+        numbers = {product.equation: i for i, product in enumerate(self.deferred)}
+        tangents = {slot.equation: zero for slot, zero in zip(self.slots, added, strict=True)}
+        kept: list[Any] = [None] * len(self.deferred)
+        for number, equation in enumerate(rest.eqns):
+            taken, one = alone(rest, equation)
+            given = [values[var] for var in taken]
+            i = numbers.get(number)
+            if i is not None:
+                same, other = self.deferred[i].of(equation)
+                kept[i] = values[other]
+                given = [weights[i] if var is same else value for var, value in zip(taken, given, strict=True)]
+            out = eval_jaxpr(one, [], *given, propagate_source_info=True)
+            if number in tangents:
+                out = [_with_tangent(*out, tangents[number])]
+            values.update(zip(equation.outvars, out, strict=True))
+        state, y = _parted(self.split, rest, values_of(rest.outvars, values))
+        return state, (y, kept)
+
+
+def _parted(split: Split, rest: Any, out: Sequence[Any]) -> tuple[list[Any], list[Any]]:
+    leaves = [array_of(value, var.aval) for value, var in zip(out, rest.outvars, strict=True)]
+    count = split.state.num_leaves
+    return leaves[:count], leaves[count:]
+
+
+@jax.custom_jvp
+def _with_tangent(value: Array, zero: Array) -> Array:
+    """The sum with something that is zero, but for its tangent."""
+    del zero
+    return value
+
+
+@_with_tangent.defjvp
+def _with_tangent_rule(primals: Any, tangents: Any) -> tuple[Array, Array]:
+    return _with_tangent(*primals), add_alike(*tangents)
+
+
+def run_split(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], list[Any]]:
+    """Runs a chunk of steps: the leaves of the last state, and of ys."""
+    # JAX keeps the rule with the trace of the loop over chunks, and that for as long as the memo keeps the loop's step:
+    # a rule that referred to the memo would keep itself, and all that the body closes over. Nor may it hold tracers.
+    apart = dataclasses.replace(loop, consts=None, state=None, xs=Feed(None), memo=Memo())
+
+    def rule(primals: tuple[Arguments], tangents: tuple[Arguments]) -> tuple[Any, Any]:
+        try:
+            return _push_forward(apart, split, primals[0], tangents[0])
+        except Unproven:
+            return _push_plainly(functools.partial(_forward, apart, split), primals[0], tangents[0])
+
+    function = jax.custom_jvp(functools.partial(_forward, loop, split))
+    function.defjvp(rule, symbolic_zeros=True)
+    return function(given)
+
+
+def _forward(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], list[Any]]:
+    early = compute_early(split.forward.early, given.reads, given.fed)
+    return _run(loop, Forward(split), given, (given.reads, early), (jnp.arange(loop.length), given.fed))
+
+
+def _push_plainly(
+    function: Callable[[Arguments], Any], given: Arguments, d_given: Arguments
+) -> tuple[tuple[list[Any], list[Any]], Any]:
+    """The results and their tangents, as JAX differentiates the loop."""
+    part, d_on = nonzero_part(given, d_given)
+    on, off = part.split(given)
+
+    def of_smooth(on: list[Any]) -> tuple[list[Any], Any]:
+        result = function(part.join(on, off))
+        return smooth_part(result).split(result)[0], result
+
+    _, d_result, result = jax.jvp(of_smooth, (on,), (d_on,), has_aux=True)
+    return result, fill_in(result, d_result)
+
+
+def _run(loop: Loop, step: Step, given: Arguments, consts: Any, x: Any) -> tuple[Any, Any]:
+    return run(dataclasses.replace(loop, step=step, consts=consts, state=given.state, xs=Feed(x)))
+
+
+def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments) -> tuple[Any, Any]:
+    """The results and their tangents."""
+    part, d_on = nonzero_part(given, d_given)
+    on, off = part.split(given)
+    early, rest = split.derivative.early, split.derivative.rest
+    deferred = tuple(each for each in split.deferred if not isinstance(d_given.reads[each.read], SymbolicZero))
+    slots = slots_of(rest, rest.invars[len(given.reads) : len(given.reads) + len(early.outvars)], deferred)
+    weights = [given.reads[each.read] for each in deferred]  # constants here, for further derivatives they are not
+    step = jax.checkpoint(Recorded(split, deferred, slots), prevent_cse=False, policy=RealOnly(_save_costly))
+    apart = [i for slot in slots for i in slot.early]  # their tangents enter the sums that they are in
+
+    def of_each_step(on: list[Any]) -> list[Array]:
+        whole: Arguments = part.join(on, off)
+        return compute_early(early, whole.reads, whole.fed)
+
+    def of_sums(on: list[Any]) -> list[Array]:
+        values = of_each_step(on) if apart else []
+        return [values[i] for i in apart]
+
+    added_up, push_apart = jax.linearize(of_sums, on)
+
+    def recorded(on: list[Any], added: list[Array]) -> tuple[list[Any], Any]:
+        whole: Arguments = part.join(on, off)
+        before = of_each_step(on)
+        for i, value in zip(apart, added_up, strict=True):
+            before[i] = value
+        state, (ys, kept) = _run(loop, step, whole, (whole.reads, weights), (before, whole.fed, added))
+        return smooth_part((state, ys)).split((state, ys))[0], ((state, ys), kept)
+
+    zeros = [_zeros(loop.length, rest.eqns[slot.equation].outvars[0].aval) for slot in slots]
+    _, push, (result, kept) = jax.linearize(recorded, on, zeros, has_aux=True)
+    products = [
+        product_of_steps(rest.eqns[each.equation], stacked, d_given.reads[each.read], each.operand)
+        for each, stacked in zip(deferred, kept, strict=True)
+    ]
+    d_early = dict(zip(apart, push_apart(d_on), strict=True))
+    added = [
+        typed_like(
+            zero,
+            functools.reduce(add_alike, [*(products[i] for i in slot.deferred), *(d_early[i] for i in slot.early)]),
+        )
+        for slot, zero in zip(slots, zeros, strict=True)
+    ]
+    return result, fill_in(result, push(d_on, added))
+
+
+def _save_costly(prim: Any, *args: Any, **params: Any) -> bool:
+    """The policy within a chunk: all is saved but what is computed element by element, which is had again sooner."""
+    del args, params
+    return prim.name not in ELEMENTWISE
+
+
+def _zeros(length: int, aval: Any) -> Array:
+    return place_like(jnp.zeros((length, *aval.shape), aval.dtype), aval)

@@ -1,0 +1,112 @@
+"""Chunks of steps whose products with weights are computed at once, where they need not be computed step by step.
+
+Forward these are the products of x with large weights. In the derivative they are all products that wait for x alone,
+and for those that wait for the state the cotangents of the weights; see `deferred`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.core import eval_jaxpr
+
+from ..._avals import is_sharded
+from ..._loop.body import Memo
+from ..._loop.chunk import RunChunk
+from ..._loop.loop import Feed, Loop, Step
+from ..._loop.run import run
+from ..._trace.hoist import one_step
+from ..._trace.smooth import Unproven
+from ..._types import PyTree
+from .deferred import Arguments, Forward, run_split
+from .products import Looked, Split, look_at_step
+from .steps_at_once import compute_early
+
+
+@dataclass(frozen=True)
+class InBulk:
+    """The step that runs a chunk of steps.
+
+    Attributes:
+        chunk: the same, step by step.
+    """
+
+    chunk: RunChunk
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Any) -> tuple[PyTree, PyTree]:
+        loop = self.chunk.loop(consts, state, feed)
+        split = _split_of(loop)
+        if split is None:
+            return run(loop)
+        given = Arguments(_reads(split, consts), jax.tree.leaves(state), jax.tree.leaves(feed))
+        try:
+            state, ys = run_split(loop, split, given)
+        except Unproven:
+            return run(loop)
+        return jax.tree.unflatten(split.state, state), jax.tree.unflatten(split.y, ys)
+
+
+def in_bulk(chunk: Step) -> Step:
+    """The same for what runs a chunk; as it is if that does not run its steps one by one."""
+    return InBulk(chunk) if isinstance(chunk, RunChunk) and not chunk.levels else chunk
+
+
+def _reads(split: Split, consts: PyTree) -> list[Any]:
+    same = [*split.closed, *jax.tree.leaves(consts)]
+    return [*eval_jaxpr(split.once, [], *same), *same]
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """A step of a chunk, without the products that were computed before. Its x is (place in the chunk, feed)."""
+
+    forward: Forward
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        place, fed = feed.x
+        leaves = Feed((place, jax.tree.leaves(fed)))
+        state, y = self.forward(consts, jax.tree.leaves(state), leaves)
+        split = self.forward.split
+        return jax.tree.unflatten(split.state, state), jax.tree.unflatten(split.y, y)
+
+
+@dataclass(frozen=True)
+class AsItIs:
+    """A step in the same form that computes everything itself."""
+
+    step: Step
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        _, fed = feed.x
+        return self.step(consts, state, fed)
+
+
+def ahead(loop: Loop) -> tuple[Ahead | AsItIs, PyTree]:
+    """The step of a chunk whose early products are computed now, and its consts; for what is not differentiated."""
+    split = _split_of(loop)
+    if split is None or not split.forward.early.outvars:
+        return AsItIs(loop.step), loop.consts
+    reads = _reads(split, loop.consts)
+    try:
+        early = compute_early(split.forward.early, reads, jax.tree.leaves(loop.xs))
+    except Unproven:
+        return AsItIs(loop.step), loop.consts
+    return Ahead(Forward(split)), (reads, early)
+
+
+def types_of_y(loop: Loop) -> list[Any]:
+    """The types of one step's y, flat, as JAX has them in a trace."""
+    return _look_at(loop).y
+
+
+def _split_of(loop: Loop) -> Split | None:
+    sharded = any(map(is_sharded, jax.tree.leaves((loop.consts, loop.state, loop.xs))))
+    return None if sharded else _look_at(loop).split
+
+
+def _look_at(loop: Loop) -> Looked:
+    one = one_step(loop.xs)
+    key = (InBulk, loop.step, *map(jax.typeof, jax.tree.leaves((loop.consts, loop.state))), *jax.tree.leaves(one))
+    return (loop.memo or Memo())(key, lambda: look_at_step(loop.step, loop.consts, loop.state, one))

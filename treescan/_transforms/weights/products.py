@@ -1,0 +1,305 @@
+"""The products in a step that need not be computed step by step, found in its trace.
+
+Some wait for nothing but x: those of many steps are one product. Others are of something carried with something that
+no step changes, weights say. They have to wait for the carry; their derivative with respect to the weights does not.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..._loop.loop import Feed, Step
+from ..._trace.dependence import dependent
+from ..._trace.equations import called, evaluate_inlined, has_reverse_rule, variables_of
+from ..._types import PyTree
+
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
+
+# fmt: off
+ELEMENTWISE = frozenset(
+    {
+        "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate",
+        "convert_element_type", "copy", "cos", "cosh", "div", "eq", "exp", "exp2",
+        "expm1", "floor", "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "log", "log1p",
+        "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad", "pow", "real", "rem",
+        "reshape", "rev", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "slice", "split", "sqrt",
+        "square", "squeeze", "sub", "tan", "tanh", "transpose", "xor",
+    }
+)
+# fmt: on
+"""Primitives that compute each element from few, or move it."""
+
+# fmt: off
+_OF_EACH_STEP = PRODUCTS | ELEMENTWISE | frozenset(
+    {
+        "argmax", "argmin", "atan2", "cbrt", "cumsum", "dynamic_slice", "erf", "erf_inv", "erfc", "gather",
+        "pvary", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_precision", "reduce_prod",
+        "reduce_sum", "sort", "stop_gradient",
+    }
+)
+# fmt: on
+"""Primitives that give for many steps what they give for each: they draw no random bits, and ask no other device."""
+
+_INLINED = frozenset({"jit"})
+_CALLS = _INLINED | {"custom_jvp_call"}
+
+
+LARGE = 2**16
+"""Elements of weights from which on a product of many steps is faster than the products of each, forward too.
+
+Smaller ones stay in the cache from step to step, and a processor takes their products beside others.
+"""
+
+
+class Deferred(NamedTuple):
+    """A product of something carried with something that is the same in every step.
+
+    Attributes:
+        equation: its number in the rest.
+        operand: which of its operands is the same in every step.
+        read: the number of that one among the reads.
+    """
+
+    equation: int
+    operand: int
+    read: int
+
+    def of(self, equation: Any) -> tuple[Any, Any]:
+        """The variables that it multiplies: the one that is the same in every step, and the other."""
+        return equation.invars[self.operand], equation.invars[1 - self.operand]
+
+
+class Parts(NamedTuple):
+    """A step in two parts, open jaxprs.
+
+    Attributes:
+        early: computes products that do not wait for the state: (reads, feed) to a list.
+        rest: computes all else: (reads, early, state, feed) to (state, y).
+    """
+
+    early: Any
+    rest: Any
+
+
+@dataclass(frozen=True, eq=False)
+class Split:
+    """A step in parts, all of them flat. Reads are what is the same in every step: of `once`, closed over, consts.
+
+    Attributes:
+        closed: what the step closes over.
+        once: an open jaxpr that computes weights: (closed, consts) to a list.
+        forward: the parts in which a step is run.
+        derivative: those of which the derivative is taken.
+        deferred: the products in the latter's rest whose derivative with respect to the weights can wait.
+        state: the structure of the state.
+        y: the structure of y.
+    """
+
+    closed: list[Any]
+    once: Any
+    forward: Parts
+    derivative: Parts
+    deferred: tuple[Deferred, ...]
+    state: Any
+    y: Any
+
+
+class Looked(NamedTuple):
+    """What was found out about a step.
+
+    Attributes:
+        split: None if all of it is to be computed step by step.
+        y: the types of its y, flat.
+    """
+
+    split: Split | None
+    y: list[Any]
+
+
+def look_at_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> Looked:
+    """Splits a step, given the types of its arguments, where not all of it is to be computed step by step.
+
+    So it is where the step does something beside computing, where it has functions with a rule for reverse mode alone,
+    where it multiplies nothing with weights, and where that would have to be moved with what may not be computed for
+    many steps at once.
+    """
+    groups = [jax.tree.leaves(tree) for tree in (consts, state, feed)]
+    leaves = [leaf for group in groups for leaf in group]
+    structure = jax.tree.structure((consts, state, feed))
+
+    def flat(*leaves: Any) -> tuple[list[Any], PyTree]:
+        new, y = step(*jax.tree.unflatten(structure, leaves))
+        return jax.tree.leaves(new), y
+
+    traced, (_, y) = jax.make_jaxpr(flat, return_shape=True)(*leaves)
+    split = _split(traced, groups, state, y)
+    return Looked(split, traced.out_avals[len(groups[1]) :])
+
+
+def _split(traced: Any, groups: list[list[Any]], state: PyTree, y: PyTree) -> Split | None:
+    if traced.effects or not _holds_products(traced.jaxpr) or has_reverse_rule(traced.jaxpr):
+        return None
+    leaves = [leaf for group in groups for leaf in group]
+    if any(map(_is_inlined, traced.jaxpr.eqns)):
+        traced = _inline(traced, leaves)
+    found = _Found.of(traced.jaxpr, *map(len, groups))
+    early, deferred = found.early(), found.deferred()
+    if not early and not deferred:
+        return None
+    given = {*traced.jaxpr.constvars, *found.consts}
+    once = list(dict.fromkeys(product.same for product in deferred if product.same not in given))
+    reads = [*once, *traced.jaxpr.constvars, *found.consts]
+    derivative, numbers = found.parts(reads, early)
+    return Split(
+        closed=list(traced.consts),
+        once=found.part(reads[len(once) :], once, found.needed(once, set())),
+        forward=found.parts(reads, found.early(LARGE))[0],
+        derivative=derivative,
+        deferred=tuple(Deferred(numbers[id(p.equation)], p.operand, reads.index(p.same)) for p in deferred),
+        state=jax.tree.structure(state),
+        y=jax.tree.structure(y),
+    )
+
+
+class _Product(NamedTuple):
+    """A product, and which operand is the same in every step."""
+
+    equation: Any
+    operand: int
+
+    @property
+    def same(self) -> Any:
+        """The variable that is the same in every step."""
+        return self.equation.invars[self.operand]
+
+    @property
+    def other(self) -> Any:
+        """The variable that is not."""
+        return self.equation.invars[1 - self.operand]
+
+
+@dataclass(frozen=True)
+class _Found:
+    """What is known of the variables of a traced step.
+
+    Attributes:
+        jaxpr: the step.
+        consts: the inputs that are the same in every step.
+        state: those that the step before has computed.
+        feed: the others.
+        on_state: the variables that depend on the state.
+        movable: those that can be computed for many steps at once.
+        same: those that can be computed once for all steps.
+    """
+
+    jaxpr: Any
+    consts: list[Any]
+    state: list[Any]
+    feed: list[Any]
+    on_state: set[Any]
+    movable: set[Any]
+    same: set[Any]
+
+    @classmethod
+    def of(cls, jaxpr: Any, consts: int, state: int, feed: int) -> _Found:
+        """Looks through a jaxpr that takes so many consts, leaves of the state and leaves of the feed."""
+        on_state = dependent(jaxpr, [*[False] * consts, *[True] * state, *[False] * feed])
+        invars = list(jaxpr.invars)
+        parts = invars[:consts], invars[consts : consts + state], invars[consts + state :]
+        movable, same = {*jaxpr.constvars, *invars} - on_state, {*jaxpr.constvars, *parts[0]}
+        for equation in filter(_is_of_each_step, jaxpr.eqns):
+            for found in (movable, same):  # an equation is moved as a whole: all that it takes is known there
+                if found.issuperset(variables_of(equation.invars)):
+                    found.update(equation.outvars)
+        return cls(jaxpr, *parts, on_state, movable, same)
+
+    def needed(self, outputs: Iterable[Any], given: set[Any]) -> list[Any]:
+        """The equations that compute the outputs from the inputs and what is given."""
+        wanted, equations = {var for var in variables_of(list(outputs)) if var not in given}, list[Any]()
+        for equation in reversed(self.jaxpr.eqns):
+            if not wanted.isdisjoint(equation.outvars):
+                equations.append(equation)
+                wanted.update(var for var in variables_of(equation.invars) if var not in given)
+        return equations[::-1]
+
+    def part(self, inputs: Iterable[Any], outputs: Iterable[Any], equations: list[Any]) -> Any:
+        """These equations as an open jaxpr."""
+        return self.jaxpr.replace(constvars=[], invars=list(inputs), outvars=list(outputs), eqns=equations)
+
+    def parts(self, reads: list[Any], early: list[Any]) -> tuple[Parts, dict[int, int]]:
+        """The step in two parts, and the numbers of the equations of the rest, by their identity."""
+        rest = self.needed(self.jaxpr.outvars, {*early, *reads})
+        parts = Parts(
+            self.part([*reads, *self.feed], early, self.needed(early, set(reads))),
+            self.part([*reads, *early, *self.state, *self.feed], self.jaxpr.outvars, rest),
+        )
+        return parts, {id(equation): number for number, equation in enumerate(rest)}
+
+    def products(self) -> list[_Product]:
+        """The products with something smooth that is the same in every step."""
+        equations = (equation for equation in self.jaxpr.eqns if equation.primitive.name in PRODUCTS)
+        pairs = (_Product(equation, operand) for equation in equations for operand in (0, 1))
+        variables = (pair for pair in pairs if not any(hasattr(atom, "val") for atom in pair.equation.invars))
+        return [
+            pair
+            for pair in variables
+            if pair.same in self.same
+            and pair.other not in self.same
+            and jnp.issubdtype(pair.same.aval.dtype, jnp.inexact)
+        ]
+
+    def early(self, least: int = 0) -> list[Any]:
+        """The products with weights of so many elements that wait for nothing but x, as far as the rest reads them."""
+        products = (p for p in self.products() if p.other in self.movable and _size(p.same.aval) >= least)
+        early = [product.equation.outvars[0] for product in products]
+        rest = self.needed(self.jaxpr.outvars, set(early))
+        read = {var for equation in rest for var in variables_of(equation.invars)}
+        read.update(variables_of(self.jaxpr.outvars))
+        return [var for var in early if var in read]
+
+    def deferred(self) -> list[_Product]:
+        """The products with weights that wait for the state."""
+        found = {id(equation) for equation in self.needed(self.jaxpr.outvars, set())}
+        return [p for p in self.products() if p.other in self.on_state and id(p.equation) in found]
+
+
+def _size(aval: Any) -> int:
+    """How many elements an array has; 0 where that is a symbol."""
+    return math.prod(aval.shape) if all(isinstance(axis, int) for axis in aval.shape) else 0
+
+
+def _inline(traced: Any, leaves: list[Any]) -> Any:
+    """A trace with the equations of those functions in place of their calls that hold products."""
+
+    def inlined(*leaves: Any) -> list[Any]:
+        return evaluate_inlined(traced.jaxpr, traced.consts, leaves, _inlined)
+
+    return jax.make_jaxpr(inlined)(*leaves)
+
+
+def _holds_products(jaxpr: Any) -> bool:
+    return any(e.primitive.name in PRODUCTS or _is_inlined(e) for e in jaxpr.eqns)
+
+
+def _is_inlined(equation: Any) -> bool:
+    if equation.primitive.name not in _INLINED or not _holds_products(equation.params["jaxpr"].jaxpr):
+        return False
+    shardings = (*equation.params.get("in_shardings", ()), *equation.params.get("out_shardings", ()))
+    return not any(isinstance(each, jax.sharding.Sharding) for each in shardings)  # they would be lost
+
+
+def _inlined(equation: Any) -> tuple[Any, list[Any]] | None:
+    return called(equation) if _is_inlined(equation) else None
+
+
+def _is_of_each_step(equation: Any) -> bool:
+    if equation.primitive.name not in _CALLS:
+        return equation.primitive.name in _OF_EACH_STEP
+    inner = called(equation)
+    return inner is not None and all(map(_is_of_each_step, inner[0].eqns))

@@ -1,0 +1,137 @@
+"""`fori`: a loop over a range of indices, known or traced."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Unpack, overload
+
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from .._avals import describe_traced
+from .._body.call import check_callable
+from .._body.conventions import FORI
+from .._checks.arguments import check_bound, check_length, check_options
+from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
+from .._transforms.count import Count
+from .._transforms.refuse import refuse_budget, refuse_offload
+from .._transforms.remat import Recompute, check_remat
+from .._transforms.until.program import Bounds, Until
+from .._types import Array, ArrayLike, Carry, ForiOptions, KeyedIndexBody, PyTree
+from .prepare import prepare
+
+_NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
+_TRACED_MOST = (
+    "It is part of the compiled program: give an int, the most steps that there may ever be. The bounds may be traced: "
+    "the loop ends at `upper`."
+)
+_REFUSES = {
+    "in_axes": _NO_AXES,
+    "out_axes": _NO_AXES,
+    "length": "its length is upper - lower; `max_length` is the most it may be.",
+}
+_ACCEPTED = frozenset((*ForiOptions.__annotations__, "key"))
+
+
+@overload
+def fori(
+    lower: int | Array,
+    upper: int | Array,
+    f: Callable[[Array, Carry], Carry],
+    init: Carry,
+    *,
+    max_length: int | None = None,
+    **options: Unpack[ForiOptions],
+) -> Carry: ...
+@overload
+def fori(
+    lower: int | Array,
+    upper: int | Array,
+    f: KeyedIndexBody[Carry],
+    init: Carry,
+    *,
+    max_length: int | None = None,
+    key: Array,
+    **options: Unpack[ForiOptions],
+) -> Carry: ...
+@verb
+def fori(
+    lower: int | Array,
+    upper: int | Array,
+    f: Callable[..., Any],
+    init: PyTree,
+    *,
+    max_length: int | None = None,
+    **options: Any,
+) -> Any:
+    """Runs `carry = f(i, carry)` for i from `lower` up to, not including, `upper`; differentiable both ways.
+
+    Args:
+        lower: the first index, an int.
+        upper: the index after the last one, an int; at or below `lower`, no step runs.
+        f: the body, `f(i, carry) -> carry`, with i an int array of shape [], weakly typed as in `jax.lax.fori_loop`
+            unless it starts from a traced bound.
+        init: the carry that the first step is given.
+        max_length: the most steps there may be, needed if a bound is traced. The loop is then a `treescan.while_scan`,
+            which runs no more steps than there are indices, and is differentiated at their cost. A longer range is
+            an error if it is known, and is cut to its first `max_length` indices if traced.
+        **options: `reverse` (from upper - 1 down to lower), `unroll`, `key`, `remat`, `name`, as for `treescan.scan`; a
+            key is folded with i - lower. With a traced bound, `remat` is that of `treescan.while_scan`.
+
+    Returns:
+        The last step's carry, or `init` if no step runs.
+
+    Raises:
+        ArgumentError: as `treescan.scan`; also if the range exceeds `max_length`, or a bound is traced without it.
+        BodyError: as `treescan.fold`.
+        CarryError: as `treescan.scan`.
+        SignatureError: as `treescan.scan`.
+
+    Examples:
+        >>> import treescan
+        >>> print(treescan.fori(0, 5, lambda i, total: total + i, 0))
+        10
+    """
+    try:
+        check_options(options, _ACCEPTED, _REFUSES)
+        check_callable(f, FORI.call)
+        most = check_length(max_length, "max_length", _TRACED_MOST)
+        if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
+            bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
+            plan = check_remat(options.pop("remat", None))
+            refuse_budget(plan, "a loop whose number of steps is not known")
+            refuse_offload(plan)
+            call = prepare(FORI, f, init, length=most, **options)
+            ended = Until(call.call, remat=plan).run(call.given, bounds)
+            return call.restored((ended.state, None))[0]
+        low, high = check_bound(lower, "lower"), check_bound(upper, "upper")
+        length = max(high - low, 0)
+        _check_most(length, most)
+        remat = options.pop("remat", None)
+        return prepare(FORI, f, init, length=length, **options).run(Count(low), Recompute.of(remat))[0]
+    except Exception as error:
+        explained = explain(error, "fori", f, init)
+    raise explained
+
+
+def _check_most(length: int, most: int | None) -> None:
+    if most is not None and length > most:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: from `lower` to `upper` there are {length} steps, but `max_length` is {most}.",
+            "Bounds that are known need no `max_length`; for traced ones, give the largest number of steps there may "
+            "be.",
+        )
+
+
+def _check_traced(bound: Any, name: str) -> ArrayLike:
+    """A bound as it is: a concrete int, or a traced int of shape []."""
+    if not isinstance(bound, Tracer):
+        return check_bound(bound, name)
+    if bound.shape != () or not jnp.issubdtype(bound.dtype, jnp.integer):
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}} over {{body}}: `{name}` is one int, got {describe_traced(bound)}.",
+            "Give an int of shape []. For loops of unequal length in one batch, `jax.vmap` over it.",
+        )
+    return bound

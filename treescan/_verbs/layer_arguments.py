@@ -1,0 +1,222 @@
+"""Checks of what the verbs over layers are given: blocks, their stacks, and what each layer has of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import jax
+
+from .._avals import describe_argument, describe_leaf, describe_node, is_mutable, shape_of
+from .._axes import LeafAxes
+from .._checks.arguments import no_axis, resolve_axes
+from .._data.stack import count_layers, refuse_split
+from .._errors import ArgumentError, Fault, LayerError, Row
+from .._remat import Remat
+from .._transforms.layers.turns import Remats, Saves
+from .._transforms.outputs import check_save
+from .._transforms.refuse import refuse_budget
+from .._transforms.remat import check_remat
+from .._tree import freeze_static, is_static, leaves_with_path
+from .._types import Axes, PyTree, Save
+
+
+class Stacks(NamedTuple):
+    """Blocks with what their layers are made of; static leaves are frozen.
+
+    Attributes:
+        blocks: the blocks.
+        layers: a stack for each.
+        xs: for each what its layers have of their own, or None.
+        counts: how many layers each stack holds.
+        axes: for each the axis of every leaf of its (layers, xs) that is scanned over, or None: axis 0 for all.
+        sequence: whether the user gave a sequence.
+        frozen: whether there are static leaves.
+    """
+
+    blocks: tuple[Callable[..., Any], ...]
+    layers: tuple[PyTree, ...]
+    xs: tuple[PyTree, ...]
+    counts: tuple[int, ...]
+    axes: tuple[LeafAxes | None, ...]
+    sequence: bool
+    frozen: bool
+
+    @property
+    def arguments(self) -> tuple[tuple[PyTree, ...], ...]:
+        """What each block is given of its own: layers, and xs where there are any."""
+        return tuple((stack,) if x is None else (stack, x) for stack, x in zip(self.layers, self.xs, strict=True))
+
+
+def is_pattern(block: Any) -> bool:
+    """Whether what stands for a block is a sequence of several; a tuple that can be called is a block itself."""
+    return isinstance(block, list | tuple) and not callable(block)
+
+
+def check_stacks(block: Any, layers: PyTree, xs: PyTree, in_axes: Axes) -> Stacks:
+    """Holds blocks, stacks and xs against one another.
+
+    Raises:
+        Fault: for a `LayerError` that lists all the leaves in question.
+    """
+    sequence = is_pattern(block)
+    blocks, names = ((block,), ("",)) if not sequence else _several(block)
+    stacks: tuple[PyTree, ...] = (layers,)
+    own: tuple[PyTree, ...] = (xs,)
+    own_axes: tuple[Axes, ...] = (in_axes,)
+    if sequence:
+        stacks = _one_each(blocks, layers, "layers")
+        own = (None,) * len(blocks) if xs is None else _one_each(blocks, xs, "xs")
+        is_given = isinstance(in_axes, list | tuple)
+        own_axes = _one_each(blocks, in_axes, "in_axes") if is_given else (in_axes,) * len(blocks)
+    given, (stacks, own) = (*stacks, *own), (tuple(map(freeze_static, stacks)), tuple(map(freeze_static, own)))
+    frozen = any(before is not after for before, after in zip(given, (*stacks, *own), strict=True))
+    counts = tuple(count_layers(stack, f"layers{name}") for stack, name in zip(stacks, names, strict=True))
+    for stack, name in zip(stacks, names, strict=True):
+        refuse_split(leaves_with_path(f"layers{name}", stack))
+    _check_pattern(counts)
+    parts = zip(stacks, own, own_axes, counts, names, strict=True)
+    axes = tuple(_check_own(stack, x, axis, count, name) for stack, x, axis, count, name in parts)
+    return Stacks(blocks, stacks, own, counts, axes, sequence, frozen)
+
+
+def _several(blocks: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
+    """The blocks of a pattern, and how each item of a sequence for them is written."""
+    if not blocks:
+        raise Fault(LayerError, "{verb}: the sequence of blocks is empty.", "Give at least one block, and its stack.")
+    return tuple(blocks), tuple(f"[{i}]" for i in range(len(blocks)))
+
+
+def _one_each(blocks: tuple[Any, ...], given: Any, name: str) -> tuple[Any, ...]:
+    """A sequence with one item for each block."""
+    error = LayerError if name in ("layers", "xs") else ArgumentError
+    if not isinstance(given, list | tuple) or hasattr(given, "_fields"):
+        raise Fault(
+            error,
+            f"{{call}}: there are {len(blocks)} blocks, but `{name}` is no sequence: it is {describe_node(given)}.",
+            f"Give one item for each block: `({name}_0, {name}_1, ...)`.",
+        )
+    if len(given) != len(blocks):
+        raise Fault(
+            error,
+            f"{{call}}: there are {len(blocks)} blocks, but `{name}` has {len(given)} item{'s'[: len(given) != 1]}.",
+            "Give one for each block. A block that has several turns in a period stands there as often.",
+        )
+    return tuple(given)
+
+
+def _check_pattern(counts: tuple[int, ...]) -> None:
+    """Refuses stacks from which blocks cannot take turns."""
+    fewest = counts[-1]
+    leading = sum(count == fewest + 1 for count in counts)
+    if not any(counts):
+        raise Fault(LayerError, "{call}: there are no layers: every stack is empty.", "Give at least one.")
+    if counts != (fewest + 1,) * leading + (fewest,) * (len(counts) - leading):
+        raise Fault(
+            LayerError,
+            "{call}: the stacks do not make a pattern.",
+            "Blocks take turns: the first layer of each, the second of each, and so on. So all stacks hold the same "
+            "number of layers; only the last period need not be full, and then the leading stacks hold one more.",
+            header=("stack", "layers"),
+            rows=[Row(f"layers[{i}]", str(count), "", "") for i, count in enumerate(counts)],
+        )
+
+
+def _check_own(layers: PyTree, xs: PyTree, in_axes: Axes, count: int, name: str) -> LeafAxes | None:
+    """The axes of the leaves of one block's (layers, xs), once they are found to fit.
+
+    Raises:
+        Fault: for a `LayerError` if the leaves of xs do not have as many layers.
+    """
+    root = f"xs{name}"
+    if xs is None and not (type(in_axes) is int and in_axes == 0) and not name:
+        raise Fault(
+            ArgumentError,
+            "{call}: `in_axes` speaks of xs, and there are none.",
+            "Layers are scanned along axis 0 of their stack. What each has beside its parameters goes into `xs`.",
+        )
+    axes = resolve_axes(in_axes, xs, root)
+    named = leaves_with_path(root, xs)
+    rows = [
+        Row(path, "none" if size is None else str(size), describe_leaf(leaf), "" if axis is None else f"axis {axis}")
+        for (path, leaf), axis in zip(named, axes or (0,) * len(named), strict=True)
+        if axis is not None and (size := _size(leaf, axis)) != count
+    ]
+    if rows and all(row.expected == "none" for row in rows):
+        raise no_axis(xs, root, LayerError)
+    if rows:
+        raise Fault(
+            LayerError,
+            f"{{call}}: `layers{name}` holds {count} layers, but `{root}` has leaves for another number.",
+            "Each layer is given its own slice of xs. What all layers share goes into `args`.",
+            header=("leaf", "layers", "is"),
+            rows=rows,
+        )
+    refuse_split(named, axes)
+    return None if axes is None else (*(0 for _ in jax.tree.leaves(layers)), *axes)
+
+
+def _size(leaf: Any, axis: int) -> int | None:
+    shape = shape_of(leaf) or ()
+    return shape[axis] if axis < len(shape) else None
+
+
+def check_remats(remat: Any, stacks: Stacks) -> Remats:
+    """What the gradient recomputes: one plan for all, or one for each block of a pattern."""
+    if not isinstance(remat, list | tuple):
+        plan = check_remat(remat)
+        if len(stacks.blocks) > 1:
+            refuse_budget(plan, "several blocks")
+        return plan
+    if not stacks.sequence:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `remat` is a sequence, but there is one block.",
+            '"step" has the gradient recompute each layer; a sequence says so block by block, for several.',
+        )
+    each = [(given, check_remat(given)) for given in _one_each(stacks.blocks, remat, "remat")]
+    for given, plan in each:
+        if plan is not None and plan != Remat(plan.policy, 1 if plan.levels else None):
+            raise Fault(
+                ArgumentError,
+                f'{{call}}: in a sequence, `remat` is "step", `Remat(policy)` or None for each block, got '
+                f"{describe_argument(given)}.",
+                "What divides the loop over all of them, or chooses for it, is given alone.",
+            )
+    return tuple(plan for _, plan in each) if any(plan for _, plan in each) else None
+
+
+def check_saves(save: Save, stacks: Stacks) -> Saves:
+    """What is kept of the outputs of each block: a sequence for several blocks has one for each."""
+    if stacks.sequence and isinstance(save, list | tuple):
+        return tuple(check_save(each) for each in _one_each(stacks.blocks, save, "save"))
+    return (check_save(save),) * len(stacks.blocks)
+
+
+def refuse_mutable(given: Mapping[str, PyTree]) -> None:
+    """Refuses mutable arrays, which no loop can carry, slice or hand on."""
+    named = [pair for root, tree in given.items() for pair in leaves_with_path(root, tree)]
+    rows = [
+        Row(path, "an array", describe_leaf(leaf), "")
+        for path, leaf in named
+        if not is_static(leaf) and is_mutable(leaf)
+    ]
+    if rows:
+        raise Fault(
+            ArgumentError,
+            "{call}: mutable arrays are no leaves of a stack, nor of what layers share or hand on.",
+            "Let the block close over them, or give their values, `ref[...]`.",
+            header=("leaf", "expected", "is"),
+            rows=rows,
+        )
+
+
+def check_args(args: Any) -> tuple[PyTree, ...]:
+    """What all layers share: arrays are values of the program, anything else is a part of it, numbers too."""
+    if not isinstance(args, tuple | list) or hasattr(args, "_fields"):
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `args` is a tuple of what all layers share, got {describe_argument(args)}.",
+            "For a single argument write `args=(value,)`.",
+        )
+    return tuple(freeze_static(arg, scalars=True) for arg in args)

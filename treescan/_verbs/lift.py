@@ -1,0 +1,261 @@
+"""`lift`: the vocabulary of `flax.linen.scan` for functions of plain collections of variables."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+
+from .._avals import describe_argument, describe_node, dtype_of, shape_of
+from .._body.call import check_callable
+from .._body.conventions import LIFT
+from .._body.signature import Signature, signature_of
+from .._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
+from .._loop.body import Body
+from .._tree import leaves_with_path
+from .._types import Axes, PyTree, RematLike, Save
+from .collections import (
+    CollectionRoles,
+    Collections,
+    check_axes_of,
+    check_hook,
+    check_split,
+    listed,
+    merged,
+    transformed,
+)
+from .filters import Filter, In, Out, check_filter
+from .groups import Groups, Rngs, Roles, Step, run_groups
+
+Lifted: TypeAlias = Callable[..., tuple[tuple[PyTree, PyTree], Collections]]
+
+BROADCAST, CARRY = "variable_broadcast", "variable_carry"
+
+
+@dataclass(frozen=True, eq=False)
+class _Call:
+    """The user's function, in the terms of groups."""
+
+    function: Callable[..., Any]
+    collections: CollectionRoles
+    data_transform: Callable[..., Any] | None
+
+    def __call__(
+        self, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...]
+    ) -> tuple[PyTree, PyTree, Groups]:
+        variables, keys = transformed(self.data_transform, merged(groups), {**rngs.shared, **rngs.split})
+        carry, y, updates = self._typed(variables, keys, carry, *args)
+        found, left = self.collections.group(updates, out=True)
+        only_read = [name for name in left if self.collections.is_only_read(name)]
+        if only_read:
+            raise Fault(
+                BodyError,
+                f"{{body}} returned {listed(only_read)}, which `variable_axes` has as `In`: only read.",
+                "Do not return it, or give it an int in place of `In`.",
+            )
+        if left:
+            raise Fault(
+                BodyError,
+                f"{{body}} returned collections that have no role: {listed(left)}.",
+                "Name each in `variable_axes`, `variable_broadcast` or `variable_carry`, or do not return it.",
+            )
+        return carry, y, found._replace(carried={**groups.carried, **found.carried})
+
+    def _typed(self, *given: Any) -> tuple[PyTree, PyTree, Mapping[str, PyTree]]:
+        """Calls the function, under one scope of the axis names in its annotations."""
+        body = Body.of(self.function)
+        with body.memo(Signature, lambda: signature_of(body)).scope() as scope:
+            if scope:
+                scope.check_inputs(given)
+            out = self.function(*given)
+            parts = _parts(out)
+            if scope:
+                scope.check_outputs(out, (("returned carry", "y"), "updates"))
+        return parts
+
+
+def _parts(returned: Any) -> tuple[PyTree, PyTree, Mapping[str, PyTree]]:
+    match returned:
+        case ((carry, y), Mapping() as updates) if all(isinstance(name, str) for name in updates):
+            return carry, y, updates
+        case _:
+            raise Fault(
+                BodyError,
+                f"{{body}} must return a pair ((carry, y), variables), but returned {describe_node(returned)}.",
+                "Write `return (carry, y), {}`, with the collections that changed in the dict, by name: what "
+                "`module.apply(..., mutable=[...])` of flax returns.",
+            )
+
+
+@verb
+def lift(
+    fn: Callable[..., Any],
+    *,
+    variable_axes: Mapping[Any, int | In | Out] | None = None,
+    variable_broadcast: Filter = False,
+    variable_carry: Filter = False,
+    split_rngs: Mapping[Any, bool] | None = None,
+    in_axes: Axes = 0,
+    out_axes: Axes = 0,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    data_transform: Callable[..., Any] | None = None,
+    metadata_fn: Callable[[PyTree, int, bool], PyTree] | None = None,
+    remat: RematLike | None = None,
+    save: Save = "all",
+    name: str | None = None,
+) -> Lifted:
+    """A function of one step, with variables in named collections, as a function of all steps.
+
+    The vocabulary is that of `flax.linen.scan`, for plain dicts and without any framework. Each collection has one
+    role: it is *scanned* over (each step has its slice, and what steps return is stacked), *carried* from step to
+    step, or *broadcast* (all steps share it). The first role that names it counts: broadcast, then carry, then axes.
+
+    Args:
+        fn: `fn(variables, rngs, carry, *args) -> ((carry, y), updates)`. It is traced once.
+        variable_axes: for collections, the axis that they are scanned over and stacked along. `In(axis)` for those that
+            are only read, `Out(axis)` for those that are only returned.
+        variable_broadcast: the collections that all steps share. A step may make or change them, but from constants,
+            shared keys and other broadcast values alone, which is proven from its trace; they are computed once.
+        variable_carry: the collections that are carried. They exist before the loop, with the types that they keep.
+        split_rngs: for streams of keys, whether each step has a key of its own, `jax.random.split(key, T)[i]`, or all
+            the same. Every stream that is given must be named.
+        in_axes: a prefix of args: the axis that each is scanned over, None for what every step is given whole.
+        out_axes: a prefix of y: where its stacked axis goes, None for what is the same in every step and returned once.
+        length: the number of steps T. Not needed where anything is scanned over.
+        reverse: whether the last step comes first.
+        unroll: as for `treescan.scan`.
+        data_transform: `data_transform(variables, rngs) -> (variables, rngs)`, called within each step before `fn`:
+            the place for sharding constraints.
+        metadata_fn: `metadata_fn(collection, axis, added) -> collection`, for metadata that names axes: called before
+            the loop on each scanned collection, `added` False, and on each stacked one after it, `added` True.
+        remat: as for `treescan.scan`.
+        save: as for `treescan.scan`: what is kept of y.
+        name: as for `treescan.scan`.
+
+    Returns:
+        `run(variables, rngs, carry, *args) -> ((carry, ys), updates)`. The updates hold the collections that `fn`
+        returned: stacked, carried to the end, or computed once.
+
+    Raises:
+        ArgumentError: for collections, streams or axes that do not fit.
+        ArgumentTypeError: for filters and axes that are none.
+        BodyError: if `fn` returns something else, collections without a role, broadcast values that vary, or carried
+            variables that were not there before the loop.
+        CarryError: if the carry or a carried collection changes its structure or types.
+        SignatureError: if a jaxtyping annotation of `fn` does not hold.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> def step(variables, rngs, carry, x):
+        ...     carry = jnp.tanh(carry @ variables["params"]["w"] + x)
+        ...     return (carry, carry.sum()), {"calls": {"n": variables["calls"]["n"] + 1}}
+        >>> run = treescan.lift(step, variable_broadcast="params", variable_carry="calls")
+        >>> variables = {"params": {"w": jnp.eye(2)}, "calls": {"n": jnp.int32(0)}}
+        >>> (carry, ys), updates = run(variables, {}, jnp.zeros(2), jnp.ones((3, 2)))
+        >>> print(ys.shape, updates)
+        (3,) {'calls': {'n': Array(3, dtype=int32)}}
+    """
+    try:
+        check_callable(fn, LIFT.call)
+        check_hook("data_transform", data_transform)
+        check_hook("metadata_fn", metadata_fn)
+        collections = CollectionRoles(
+            check_filter(BROADCAST, variable_broadcast),
+            check_filter(CARRY, variable_carry),
+            check_axes_of({} if variable_axes is None else variable_axes),
+            check_split({} if split_rngs is None else split_rngs),
+        )
+        roles = Roles(
+            collections.numbers(out=False), collections.numbers(out=True), in_axes, out_axes, length, reverse, unroll,
+            remat, save, name,
+        )  # fmt: skip
+        step = Step(_Call(fn, collections, data_transform), fn)
+    except Exception as error:
+        failure = explain(error, "lift", fn)
+    else:
+        return functools.partial(_run, step, collections, roles, metadata_fn)
+    raise failure
+
+
+@verb
+def _run(
+    step: Step,
+    collections: CollectionRoles,
+    roles: Roles,
+    metadata_fn: Callable[[PyTree, int, bool], PyTree] | None,
+    variables: Mapping[str, PyTree],
+    rngs: Mapping[str, PyTree] | None,
+    carry: PyTree,
+    *args: Any,
+) -> tuple[tuple[PyTree, PyTree], Collections]:
+    try:
+        groups, left = collections.group(_checked("variables", variables), out=False)
+        keys, unsaid = collections.rngs(_checked("rngs", {} if rngs is None else rngs))
+        _check_keys(keys)
+        _refuse_left("variables", left, "`variable_axes`, `variable_broadcast` or `variable_carry`")
+        _refuse_left("rngs", unsaid, "`split_rngs`, whether each step has its own key or all the same")
+        scanned = _with_metadata(groups.scanned, roles.scanned_in, metadata_fn, added=False)
+        carry, ys, found = run_groups(step, roles, groups._replace(scanned=scanned), keys, carry, args)
+        stacked = _with_metadata(found.scanned, roles.scanned_out, metadata_fn, added=True)
+        updates = merged(found._replace(scanned=stacked))
+    except Exception as error:
+        failure = explain(error, "lift", step.function, carry)
+    else:
+        return (carry, ys), updates
+    raise failure
+
+
+def _with_metadata(groups: Any, axes: tuple[int, ...], metadata_fn: Any, *, added: bool) -> tuple[Collections, ...]:
+    if metadata_fn is None:
+        return tuple(groups)
+    found: list[Collections] = []
+    for group, axis in zip(groups, axes, strict=True):
+        found.append({name: metadata_fn(tree, axis, added) for name, tree in group.items()})
+        lost = [name for name, tree in found[-1].items() if tree is None]
+        if lost:
+            raise Fault(
+                ArgumentTypeError,
+                f"{{verb}} over {{body}}: `metadata_fn` returned None for {listed(lost)}.",
+                "`metadata_fn(collection, axis, added)` returns the collection, with other metadata or as it is.",
+            )
+    return tuple(found)
+
+
+def _check_keys(rngs: Rngs) -> None:
+    for split, keys in ((False, rngs.shared), (True, rngs.split)):
+        for path, leaf in leaves_with_path("rngs", keys):
+            dtype, rank = dtype_of(leaf), len(shape_of(leaf) or ())
+            typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
+            if not (typed or dtype == jnp.uint32) or (split and rank != (0 if typed else 1)):
+                one = "one PRNG key" if split else "a PRNG key"
+                raise Fault(
+                    ArgumentTypeError,
+                    f"{{verb}} over {{body}}: {path} is {one}, got {describe_argument(leaf)}.",
+                    "Make it with `jax.random.key(seed)`. Where `split_rngs` has True, each step's is split from it.",
+                )
+
+
+def _checked(what: str, given: Any) -> Mapping[str, PyTree]:
+    if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
+        return given
+    raise Fault(
+        ArgumentTypeError,
+        f"{{verb}} over {{body}}: `{what}` is a dict by name, got {describe_argument(given)}.",
+        "What `lift` returns is called as `run(variables, rngs, carry, *args)`, with `{}` where there are none.",
+    )
+
+
+def _refuse_left(what: str, left: list[str], where: str) -> None:
+    if left:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: {listed(left)} in `{what}` has no role.",
+            f"Name it in {where}, or leave it out of `{what}`.",
+        )

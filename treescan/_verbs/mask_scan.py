@@ -1,0 +1,327 @@
+"""`mask_scan`: rows of unequal length in one batch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, Unpack, overload
+
+import jax
+import numpy as np
+
+from .._axes import static_axes
+from .._body.call import check_callable
+from .._body.conventions import MASK_SCAN
+from .._checks.arguments import check_options
+from .._checks.rows import check_chunk, check_compact, check_padded, check_rows, check_time_axis
+from .._data.pack import Packed
+from .._data.pad import Padded
+from .._errors import ArgumentError, Fault, explain, verb
+from .._transforms.outputs import MoveOutputs, check_save
+from .._transforms.remat import Recompute
+from .._transforms.rows.batch_axes import RowFlags
+from .._transforms.rows.fill import check_fill
+from .._transforms.rows.keep_rows import KeepRows
+from .._transforms.rows.mask import Mask
+from .._transforms.rows.over_rows import OverRows
+from .._transforms.rows.resets import ResetRows
+from .._transforms.rows.skip import Skip
+from .._transforms.truncate import Truncate
+from .._tree import Prefix, is_static, leaves_with_path
+from .._types import (
+    Array,
+    ArrayLike,
+    Axes,
+    Carry,
+    KeyedBody,
+    KeyedValidBody,
+    MaskOptions,
+    Options,
+    PyTree,
+    RematLike,
+    Save,
+    ValidBody,
+    X,
+    Y,
+)
+from .prepare import prepare
+
+
+# One overload for each kind of body and of xs. mypy mistakes a union of bodies here once it has seen another kind.
+@overload
+def mask_scan(
+    f: Callable[[Carry, X], tuple[Carry, Y]],
+    init: Carry,
+    xs: Padded[X] | Packed[X],
+    *,
+    length: int | None = None,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: ValidBody[Carry, X, Y],
+    init: Carry,
+    xs: Padded[X] | Packed[X],
+    *,
+    length: int | None = None,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: Callable[[Carry, X], tuple[Carry, Y]],
+    init: Carry,
+    xs: X,
+    *,
+    length: int | None = None,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: ValidBody[Carry, X, Y],
+    init: Carry,
+    xs: X,
+    *,
+    length: int | None = None,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: Callable[[Carry, None], tuple[Carry, Y]],
+    init: Carry,
+    xs: None = None,
+    *,
+    length: int | None = None,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: ValidBody[Carry, None, Y],
+    init: Carry,
+    xs: None = None,
+    *,
+    length: int | None = None,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: KeyedBody[Carry, X, Y],
+    init: Carry,
+    xs: Padded[X] | Packed[X],
+    *,
+    length: int | None = None,
+    key: Array,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: KeyedBody[Carry, X, Y],
+    init: Carry,
+    xs: X,
+    *,
+    length: int | None = None,
+    key: Array,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: KeyedBody[Carry, None, Y],
+    init: Carry,
+    xs: None = None,
+    *,
+    length: int | None = None,
+    key: Array,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: KeyedValidBody[Carry, X, Y],
+    init: Carry,
+    xs: Padded[X] | Packed[X],
+    *,
+    length: int | None = None,
+    key: Array,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: KeyedValidBody[Carry, X, Y],
+    init: Carry,
+    xs: X,
+    *,
+    length: int | None = None,
+    key: Array,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: KeyedValidBody[Carry, None, Y],
+    init: Carry,
+    xs: None = None,
+    *,
+    length: int | None = None,
+    key: Array,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
+@verb
+def mask_scan(
+    f: Callable[..., Any],
+    init: PyTree,
+    xs: PyTree = None,
+    *,
+    lengths: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    resets: ArrayLike | None = None,
+    time_axis: int = 0,
+    length: int | None = None,
+    fill: PyTree = 0,
+    carry_axes: Axes = 0,
+    x_axes: Axes = 0,
+    y_axes: Axes = 0,
+    chunk: int | None = None,
+    compact: bool | tuple[int, ...] = False,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Scans a batch of rows of unequal length. Padding is never read, whatever stands in it, and hardly costs anything.
+
+    Values and every gradient are those of the unpadded rows, each scanned on its own, and gradients with respect to
+    the padding are exactly 0, NaN or inf in the padding or not. This holds for bodies that treat rows independently;
+    one that reduces over rows takes the keyword `valid` and leaves the others out. Chunks of steps in which no row is
+    valid are not run, forward, in the gradient, in reverse and under `jax.vmap`; with `compact=True`, in the others
+    only the rows that are.
+
+    Args:
+        f: the body, `f(carry, x) -> (carry, y)`, run once a step on the whole batch. With a parameter `valid`
+            behind these two it is given the step's mask, bool[*batch].
+        init: the carry that each row starts from; leaves `[*batch, ...]`. It stays what it was in steps that are not
+            valid, and a row of length 0 returns it.
+        xs: what is scanned over; leaves `[T, *batch, ...]`. None needs `length`. A `treescan.Padded` or a
+            `treescan.Packed` brings its data together with its lengths, or its mask and resets.
+        lengths: int[*batch], traced or not: row b is valid in its first `lengths[b]` steps. The shape is the batch
+            shape: () for a single row, several axes for nested batches. Concrete lengths must lie between 0 and T;
+            traced ones are clamped to that.
+        mask: bool[T, *batch], instead of lengths: which steps are valid, in any pattern.
+        resets: bool[T, *batch]: where a segment (an episode, a sequence among others in a row) begins. Before that
+            step `init` is put back, and no gradient passes; in reverse, before the segment's last valid step. Flags at
+            steps that are not valid mean nothing, and shared leaves are never reset. Without lengths and mask every
+            step is valid.
+        time_axis: 0, or 1 for data that leads with the batch: where the steps stand in xs, ys, `mask` and `resets`.
+            `in_axes` or `out_axes`, where given, say so instead for xs or ys.
+        length: the number of steps T; needed without xs.
+        fill: what y is on padded steps, a number, or "hold": the last valid y, in the order of the run, and 0 before
+            there is one; or a prefix tree of y with these.
+        carry_axes: for each leaf of the carry (a prefix tree) the axis where the batch shape starts. None: the leaf is
+            shared by all rows, and changes in steps in which any row is valid.
+        x_axes: the same for each leaf of one step's x. None: shared by all rows, as a time index is. A leaf that is
+            given whole (None in `in_axes`) has rows only where `x_axes` is a tree that says so.
+        y_axes: the same for each leaf of one step's y. None: it has no rows, and is `fill` where no row is valid.
+        chunk: how many steps are skipped together where no row is valid. None: about 16, fewer for short loops; 0:
+            nothing is skipped, unless nothing at all is valid. Chunks do not show in results.
+        compact: True: the body must not close over arrays that have rows (they are to come through the carry or xs),
+            and must take any number of rows: it is run on those rows alone that have a valid step in the chunk, brought
+            together along the first axis of the batch, on the smallest tier that holds them. Tiers are 1, 2, 4, ..., B
+            rows (seven of them from 1 to B where that would be more); a tuple names them. The body is traced and
+            compiled once a tier. Steps that fill no chunk, at the end, are run on all rows if they are on any. Results
+            stand in their places.
+        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, as for
+            `treescan.scan`. In reverse each row runs from its own last valid step to its first; ys stay where their xs
+            are. `key` excludes `compact`. Where chunks are skipped, the gradient recomputes each chunk in any case,
+            unless the body has effects, so that it saves T/chunk carries; what weights get is one product a chunk.
+            `remat` saves less within, whatever the effects; where it recomputes steps, each has its own products. With
+            `save="last"` each row has its own last valid y, and `fill` if it has none.
+
+    Returns:
+        The carry after each row's last valid step, and the outputs `[T, *batch, ...]`.
+
+    Raises:
+        ArgumentError: as `treescan.scan`; also if none of lengths, mask and resets is given, or lengths and mask both,
+            if they do not fit xs, if the batch shape does not stand where the axes say, if y cannot hold `fill`, or if
+            `compact` cannot order the rows (with `key`, `chunk=0`, a single row, rows spread over an explicit mesh,
+            a mutable array in the body, or in a `jax.shard_map` with `check_vma=False`).
+        BodyError: as `treescan.scan`.
+        CarryError: as `treescan.scan`.
+        SignatureError: as `treescan.scan`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> xs = jnp.array([[1.0, 10.0], [2.0, 20.0], [3.0, jnp.nan]])  # [T, B], the second row has two steps
+        >>> def step(total, x):
+        ...     return total + x, total + x
+        >>> total, sums = treescan.mask_scan(step, jnp.zeros(2), xs, lengths=jnp.array([3, 2]))
+        >>> print(total)
+        [ 6. 30.]
+        >>> print(sums)
+        [[ 1. 10.]
+         [ 3. 30.]
+         [ 6.  0.]]
+    """
+    try:
+        check_options(options, _ACCEPTED, {})
+        check_callable(f, MASK_SCAN.call)
+        time_axis = check_time_axis(time_axis)
+        carries = static_axes("carry_axes", carry_axes, none=True)
+        inputs, outputs = static_axes("x_axes", x_axes, none=True), static_axes("y_axes", y_axes, none=True)
+        filled, chunk = Prefix.of(check_fill(fill)), check_chunk(chunk, compact)
+        compact = check_compact(compact, keyed=options.get("key") is not None)
+        xs, flags = _rows_of(xs, RowFlags(lengths, mask, resets), time_axis, options.get("in_axes"))
+        stacked: dict[str, Any] = {"in_axes": time_axis, "out_axes": time_axis}
+        out_axes, remat, save, truncate, others = _split({**stacked, **options})
+        call = prepare(MASK_SCAN, f, init, xs, length, masked=True, **others)
+        call = call.with_rows(check_rows(flags, time_axis, call.call.length))
+        return call.run(
+            MoveOutputs.of(out_axes, save),
+            OverRows(carries, inputs, outputs, time_axis, call.axes, compact),
+            Mask(filled, repr(fill)),
+            ResetRows(),
+            Truncate.of(truncate),
+            KeepRows(check_save(save), filled),
+            Recompute.of(remat),
+            Skip(chunk, compact),
+        )
+    except Exception as error:
+        explained = explain(error, "mask_scan", f, init)
+    raise explained
+
+
+def _split(options: Mapping[str, Any]) -> tuple[Axes, RematLike | None, Save, int | None, dict[str, Any]]:
+    """The options that transforms are made of, and the others."""
+    others = dict(options)
+    taken = [others.pop(name, default) for name, default in _OF_TRANSFORMS.items()]
+    return *taken, others
+
+
+_OF_TRANSFORMS = {"out_axes": 0, "remat": None, "save": "all", "truncate": None}
+_ACCEPTED = frozenset(Options.__annotations__) | MaskOptions.__annotations__.keys() | {"length"}
+
+
+def _rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple[PyTree, RowFlags]:
+    """The data and the rows of a `Padded` or a `Packed`; those of anything else as they were given."""
+    said = {"lengths": flags.lengths, "mask": flags.mask, "time_axis": time_axis or None, "in_axes": in_axes}
+    if isinstance(xs, Padded):
+        check_padded(said, "Padded")
+        return xs.data, RowFlags(lengths=xs.lengths, resets=flags.resets)
+    if isinstance(xs, Packed):
+        check_padded({**said, "resets": flags.resets}, "Packed")
+        return xs.data, RowFlags(mask=xs.mask, resets=xs.resets)
+    _refuse_within(xs, flags)
+    return xs, flags
+
+
+def _refuse_within(xs: PyTree, flags: RowFlags) -> None:
+    """Refuses a `Padded` or a `Packed` as a part of xs, unless the rows are given and its own parts can be scanned."""
+    nodes = leaves_with_path("xs", xs, is_leaf=lambda node: isinstance(node, Padded | Packed))
+    path, batch = next((pair for pair in nodes if isinstance(pair[1], Padded | Packed)), ("", None))
+    if batch is None:
+        return
+    sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(xs) if not is_static(leaf)}
+    if len(sizes) <= 1 and not (flags.lengths is None and flags.mask is None):
+        return
+    kind = type(batch).__name__
+    parts = "lengths=xs.lengths" if isinstance(batch, Padded) else "mask=xs.mask, resets=xs.resets"
+    named = parts.replace("=xs.", "=" + kind.lower() + ".")
+    raise Fault(
+        ArgumentError,
+        f"{{verb}} over {{body}}: {path} is a `{kind}`, which brings its rows along only as the whole of xs.",
+        f"Give its data together with the rest, and its rows as options: with `{kind.lower()}` for the batch, "
+        f"`mask_scan(step, init, ({kind.lower()}.data, ...), {named})`. Or let the rest be a part of what is scanned, "
+        f"`{kind.lower()}._replace(data=({kind.lower()}.data, ...))`.",
+    )

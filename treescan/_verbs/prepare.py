@@ -1,0 +1,158 @@
+"""The way into every verb, and the way out: arguments are checked once, and results take the user's form again."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from .._axes import LeafAxes
+from .._body.call import check_callable, takes_keyword
+from .._body.conventions import Convention
+from .._checks.arguments import (
+    check_key,
+    check_keywords,
+    check_length,
+    check_name,
+    check_reverse,
+    check_unroll,
+    infer_length,
+    resolve_axes,
+)
+from .._loop.body import Body
+from .._loop.loop import Transform
+from .._transforms.axes import OverAxes
+from .._transforms.program import Arguments, Call, Program, Transformed, execute
+from .._tree import freeze_static, thaw_static
+from .._types import Array, Axes, PyTree
+from ..carries._registry import Adopted, adopt
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """A call that can run.
+
+    Attributes:
+        call: what the verb was told, less its arrays.
+        given: the arrays.
+        axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
+        adopted: the values in init that became custom carries.
+        alive: the body's function, which may be another object than the user's that is equal to it.
+    """
+
+    call: Call
+    given: Arguments
+    axes: LeafAxes | None
+    adopted: Adopted
+    alive: Callable[..., Any]
+
+    @property
+    def over_axes(self) -> OverAxes | None:
+        """The transform of `in_axes`, or None if there is nothing to do."""
+        return None if self.axes is None else OverAxes(self.axes)
+
+    def run(self, *transforms: Transform | None) -> tuple[Any, Any]:
+        """Runs the call with these transforms, innermost first; None stands for one that has nothing to do."""
+        return self.run_program(Transformed(self.call, present(*transforms)))
+
+    def with_rows(self, rows: Any) -> Prepared:
+        """The same, with what a masked scan was told of its rows."""
+        return dataclasses.replace(self, given=self.given._replace(rows=rows))
+
+    def run_program(self, program: Program[tuple[PyTree, PyTree]]) -> tuple[Any, Any]:
+        """Runs a program of this call."""
+        moves = program.moves or self.given.key is not None
+        return self.restored(execute(program, self.given, self.call.body.programs, moves=moves))
+
+    def restored(self, result: tuple[PyTree, PyTree]) -> tuple[Any, Any]:
+        """The result with static leaves and values of registered types in their places."""
+        return restored(result, self.call, self.adopted)
+
+
+def present(*transforms: Transform | None) -> tuple[Transform, ...]:
+    """The transforms that have something to do."""
+    return tuple(transform for transform in transforms if transform is not None)
+
+
+def prepare(
+    convention: Convention,
+    f: Callable[..., Any],
+    init: PyTree,
+    xs: PyTree = None,
+    length: int | None = None,
+    *,
+    measure: Callable[[PyTree, LeafAxes | None], int] | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    in_axes: Axes = 0,
+    key: Array | None = None,
+    name: str | None = None,
+    lowering: tuple[tuple[str, Any], ...] = (),
+    masked: bool = False,
+) -> Prepared:
+    """Checks what all verbs are told, and takes static leaves and values of registered types out of the arrays.
+
+    Args:
+        convention: how the verb calls the body, and what the body returns.
+        f: the body.
+        init: the carry that the first step is given.
+        xs: what is scanned over.
+        length: the number of steps.
+        measure: tells the number of steps from xs and the axes, where that is not `length` and the size of xs.
+        reverse: as for `treescan.scan`.
+        unroll: as for `treescan.scan`.
+        in_axes: as for `treescan.scan`.
+        key: as for `treescan.scan`.
+        name: as for `treescan.scan`.
+        lowering: further keyword arguments of `jax.lax.scan`.
+        masked: whether the body may take `valid`.
+
+    Raises:
+        Fault: as `treescan.scan`.
+    """
+    body, alive = body_of(f, convention)
+    adopted = adopt(init)
+    key = check_key(key)
+    frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
+    axes = resolve_axes(in_axes, frozen_xs)
+    steps = measure(frozen_xs, axes) if measure else infer_length(frozen_xs, check_length(length), axes)
+    call = Call(
+        body,
+        convention,
+        steps,
+        sees_valid=check_body(body, convention, keyed=key is not None, masked=masked),
+        reverse=check_reverse(reverse),
+        unroll=check_unroll(unroll, steps),
+        frozen=frozen_init is not adopted.init or frozen_xs is not xs,
+        custom=adopted.custom,
+        name=check_name(name),
+        lowering=lowering,
+    )
+    return Prepared(call, Arguments(frozen_init, frozen_xs, key), axes, adopted, alive)
+
+
+def body_of(f: Callable[..., Any], convention: Convention) -> tuple[Body, Callable[..., Any]]:
+    """A body's handle, and the function that it refers to: that of an equal body may be another object."""
+    check_callable(f, convention.call)
+    body = Body.of(f)
+    return body, body.function
+
+
+def restored(result: tuple[PyTree, PyTree], call: Call, adopted: Adopted) -> tuple[Any, Any]:
+    """The result with static leaves and values of registered types in their places."""
+    if not (call.frozen or adopted.back):
+        return result
+    state, ys = result
+    if call.frozen:
+        state = thaw_static(state)
+    return adopted.restore(state), (adopted.restore(ys) if call.convention.stacks else ys)
+
+
+def check_body(body: Body, convention: Convention, *, keyed: bool, masked: bool = False) -> bool:
+    """Holds a body's parameters against what it will be passed; returns whether it takes `valid`."""
+    sees_valid = masked and takes_keyword(body, "valid")
+    passed = {"key": "the option `key`"} if keyed else {}
+    passed |= {"valid": "mask_scan"} if sees_valid else {}
+    check_keywords(body, passed, convention)
+    return sees_valid
