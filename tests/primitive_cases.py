@@ -52,7 +52,9 @@ def tables() -> dict[str, frozenset[str]]:
 
 
 def _is_table(value: Any) -> bool:
-    """Sets and dicts of names; but for those of JAX's effects all are of primitives."""
+    """Sets of names, and dicts of functions by name; but for those of JAX's effects all are of primitives."""
+    if isinstance(value, dict) and not all(map(callable, value.values())):
+        return False
     named = isinstance(value, set | frozenset | dict) and bool(value) and all(isinstance(name, str) for name in value)
     return named and not all(name.endswith("Effect") for name in value)
 

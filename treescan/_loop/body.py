@@ -47,6 +47,16 @@ class Memo:
             return Memo()
 
 
+class _Reference(weakref.ref[Any]):
+    """A weak reference that nobody shares.
+
+    Python gives all who ask for a plain `weakref.ref` of an object the same one, and it keeps the hash that the object
+    had when it was first asked. A body that hashes by value and was changed would be found under its old hash.
+    """
+
+    __slots__ = ()
+
+
 class Body:
     """A handle on the user's body that does not keep it alive, and all that was made for it.
 
@@ -57,7 +67,7 @@ class Body:
 
     def __init__(self, function: Callable[..., Any]) -> None:
         try:
-            self._function: Callable[[], Any] = weakref.ref(function)
+            self._function: Callable[[], Any] = _Reference(function)
         except TypeError:  # this type has no weak references: the handle lives as long as the call
             self._function = lambda: function
         self.memo = Memo()
@@ -95,16 +105,21 @@ class Body:
     def of(function: Callable[..., Any]) -> Body:
         """The handle of a body: shared by equal ones, new in each call for one without a hash or weak references."""
         try:
-            known = _bodies.get(function)
+            known = _bodies.get(_Reference(function))
             if known is not None:
                 return known
             new = Body(function)
-            body = _bodies.setdefault(function, new)
+            body = _bodies.setdefault(_Reference(function, _forget), new)
         except Exception:  # no hash, no weak references, or an `==` that fails: the user's types decide
             body = new = Body(function)
         if body is new:
             count_body(function)
         return body
+
+
+def _forget(reference: _Reference) -> None:
+    """The body is gone, and so is its handle."""
+    _bodies.pop(reference, None)
 
 
 def _parameters(function: Callable[..., Any], wrapped: bool = False) -> tuple[inspect.Parameter, ...] | None:
@@ -126,6 +141,6 @@ def outermost(function: Any) -> Any:
     return function
 
 
-_bodies: weakref.WeakKeyDictionary[Callable[..., Any], Body] = weakref.WeakKeyDictionary()
+_bodies: dict[_Reference, Body] = {}
 
 _programs: weakref.WeakKeyDictionary[Callable[..., Any], Memo] = weakref.WeakKeyDictionary()

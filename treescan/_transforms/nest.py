@@ -21,8 +21,10 @@ def run_nested(loop: Loop) -> tuple[PyTree, PyTree]:
         state, ys = run_keeping(loop, levels_for(loop, loop.wishes, loop.keeps), loop.keeps)
     elif loop.wishes:
         state, ys = run_chunked(loop, levels_for(loop, loop.wishes))
-    else:
+    elif loop.finish:
         state, ys = run(loop)
+    else:
+        return run(loop)  # in the container that the body chose for its pair
     return finish(loop, state, ys)
 
 
