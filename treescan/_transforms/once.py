@@ -44,7 +44,7 @@ class OncePlan:
     watched: Prefix | None = None
 
 
-class Outputs(NamedTuple):
+class StackedAndOnce(NamedTuple):
     """What such a loop returns for ys.
 
     Attributes:
@@ -351,7 +351,7 @@ class WithOnce:
     save: Prefix | None
     moves = True
 
-    def __call__(self, given: Arguments) -> tuple[PyTree, Outputs]:
+    def __call__(self, given: Arguments) -> tuple[PyTree, StackedAndOnce]:
         with self.call.scope():
             parted = part_outputs(self._lay(given), self.once.wanted)
             again = (
@@ -363,7 +363,7 @@ class WithOnce:
             else:
                 loop = self._lay(given._replace(args=(*given.args[:-1], again)))
                 state, stacked = self._run(drop_outputs(loop, self.once.wanted))
-            return state, Outputs(move_kept(stacked, self.out_axes.tree, self.save), parted.once)
+            return state, StackedAndOnce(move_kept(stacked, self.out_axes.tree, self.save), parted.once)
 
     def constant_outputs(self, given: Arguments) -> PyTree:
         """Y with the outputs that are the same in every step, and None in place of the others. No step is run."""

@@ -63,7 +63,7 @@ class State(NamedTuple):
     carry: PyTree
 
 
-class Outputs(NamedTuple):
+class GroupOutputs(NamedTuple):
     """What a step returns beside what is carried."""
 
     y: PyTree
@@ -112,7 +112,7 @@ class _Whole(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class GroupStep:
     """A step of such a loop, in the terms of a scan. Looks like the user's function in messages.
 
     Attributes:
@@ -136,13 +136,13 @@ class Step:
 
     def __call__(
         self, state: State, variables: tuple[PyTree, ...], rngs: Rngs, args: tuple[Any, ...], broadcast: PyTree
-    ) -> tuple[State, Outputs]:
+    ) -> tuple[State, GroupOutputs]:
         """Calls the user's function with one step's share of everything."""
         groups = Groups(broadcast, state.variables, variables)
         args = args if self.whole is None else self.whole.among(args)
         carry, y, groups = self.call(groups, rngs, state.carry, args)
         refuse_made(state.variables, groups.carried, "state.variables")
-        return State(groups.carried, carry), Outputs(y, groups.scanned, groups.broadcast)
+        return State(groups.carried, carry), GroupOutputs(y, groups.scanned, groups.broadcast)
 
 
 def refuse_made(given: PyTree, returned: PyTree, root: str = "variables") -> None:
@@ -209,7 +209,7 @@ _KEYS = Prefix.of(_Xs(False, Rngs(True, True), False))
 
 
 def _prepare(
-    step: Step, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...], again: Again | None
+    step: GroupStep, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...], again: Again | None
 ) -> tuple[WithOnce, Prepared]:
     adopted = adopt(State(groups.carried, carry))
     axes = _Xs(roles.scanned_in, Rngs(None, 0), roles.in_axes)
@@ -259,7 +259,7 @@ def _freeze_numbers(args: tuple[Any, ...], axes: Sequence[Any]) -> tuple[Any, ..
 
 
 def run_groups(
-    step: Step,
+    step: GroupStep,
     roles: Roles,
     groups: Groups,
     rngs: Rngs,
@@ -292,7 +292,9 @@ def run_groups(
         return state.carry, y, Groups(once.broadcast, state.variables, stacked.variables)
 
 
-def broadcast_of(step: Step, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...]) -> PyTree:
+def broadcast_of(
+    step: GroupStep, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...]
+) -> PyTree:
     """What the steps make of the broadcast variables: as `run_groups` returns it, but no step is run."""
     with in_users_terms():
         program, call = _prepare(step, roles, groups, rngs, carry, args, None)
@@ -303,7 +305,9 @@ def _outputs(roles: Roles) -> tuple[PyTree, Prefix]:
     """The axes of outputs that are stacked, and which are not, but the same in every step."""
     axes = jax.tree.map(lambda axis: 0 if axis is None else axis, roles.out_axes, is_leaf=_is_none)
     once = jax.tree.map(_is_none, roles.out_axes, is_leaf=_is_none)
-    return Outputs(axes, roles.scanned_out, 0), Prefix.of(Outputs(once, (False,) * len(roles.scanned_out), True))
+    return GroupOutputs(axes, roles.scanned_out, 0), Prefix.of(
+        GroupOutputs(once, (False,) * len(roles.scanned_out), True)
+    )
 
 
 def _saved(roles: Roles) -> Save:
@@ -317,7 +321,7 @@ def _saved(roles: Roles) -> Save:
             "are not.",
             "Give each output an axis, or leave `save` out.",
         )
-    return Outputs(roles.save, ("all",) * len(roles.scanned_out), "all")
+    return GroupOutputs(roles.save, ("all",) * len(roles.scanned_out), "all")
 
 
 def _has_once(roles: Roles) -> bool:

@@ -29,7 +29,7 @@ from .collections import (
     transformed,
 )
 from .filters import Filter, In, Out, check_filter
-from .groups import Groups, Rngs, Roles, Step, run_groups
+from .groups import Groups, GroupStep, Rngs, Roles, run_groups
 
 Lifted: TypeAlias = Callable[..., tuple[tuple[PyTree, PyTree], Collections]]
 
@@ -176,7 +176,7 @@ def lift(
             collections.numbers(out=False), collections.numbers(out=True), in_axes, out_axes, length, reverse, unroll,
             remat, save, name,
         )  # fmt: skip
-        step = Step(_Call(fn, collections, data_transform), fn)
+        step = GroupStep(_Call(fn, collections, data_transform), fn)
     except Exception as error:
         failure = explain(error, "lift", fn)
     else:
@@ -186,7 +186,7 @@ def lift(
 
 @verb
 def _run(
-    step: Step,
+    step: GroupStep,
     collections: CollectionRoles,
     roles: Roles,
     metadata_fn: Callable[[PyTree, int, bool], PyTree] | None,

@@ -25,7 +25,7 @@ from ..._loop.run import run
 from ..._trace.smooth import fill_in, nonzero_part, smooth_part
 from ..._types import Array, PyTree
 from ..checkpoint import is_remat3
-from ..weights.in_bulk import Ahead, AsItIs, ahead, types_of_y
+from ..weights.in_bulk import AllOfStep, RestOfStep, types_of_y, with_early_products
 from .batch_axes import RowAxes
 from .compact import put_rows, take_feed, take_rows
 from .fill import Idle
@@ -143,7 +143,7 @@ class _Chunk:
         inner, xs = consts
 
         def all_rows(carried: Carried) -> Carried:
-            loop, step, consts = self._ahead(inner, carried.state, _steps_from(xs, feed.x, self.steps.length))
+            loop, step, consts = self._begin(inner, carried.state, _steps_from(xs, feed.x, self.steps.length))
             writing = dataclasses.replace(
                 loop, step=_Write(step), consts=(consts, xs, feed.x), state=carried, xs=Feed(self._places())
             )
@@ -153,7 +153,7 @@ class _Chunk:
             assert schedule.order is not None
             live, axes = schedule.order[:rows], self.axes
             fed = take_feed(_steps_from(xs, feed.x, self.steps.length), axes.x, live)
-            loop, step, consts = self._ahead(
+            loop, step, consts = self._begin(
                 take_rows(inner, axes.consts, live), take_rows(carried.state, axes.state, live), fed
             )
             new, ys = run(dataclasses.replace(loop, step=step, consts=consts, xs=Feed((self._places(), fed))))
@@ -174,9 +174,9 @@ class _Chunk:
 
         return jax.lax.cond(schedule.branch > 0, run_some, _as_it_is, state), None
 
-    def _ahead(self, consts: PyTree, state: PyTree, fed: Feed) -> tuple[Loop, Ahead | AsItIs, PyTree]:
+    def _begin(self, consts: PyTree, state: PyTree, fed: Feed) -> tuple[Loop, RestOfStep | AllOfStep, PyTree]:
         loop = self.steps.loop(consts, state, fed)
-        return loop, *ahead(loop)
+        return loop, *with_early_products(loop)
 
     def _places(self) -> Array:
         """The steps' places in the chunk; unsigned, as of signed ones JAX asks whether they count from the end."""
@@ -187,7 +187,7 @@ class _Chunk:
 class _Write:
     """A step that writes its outputs. Its consts are (consts, xs, where the chunk begins), its x its place in it."""
 
-    step: Ahead | AsItIs
+    step: RestOfStep | AllOfStep
 
     def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
         (inner, xs, start), place = consts, feed.x

@@ -18,7 +18,7 @@ from ..._trace.hoist import merge
 from ..._types import PyTree
 from ..rows.good_pairs import GoodPair
 from .condition import Condition
-from .early_exit import Outputs, Progress, Reads, going_on
+from .early_exit import Progress, Reads, StepOutputs, going_on
 from .tangents import good_pair, masked_step
 
 
@@ -47,7 +47,7 @@ class MaskedStep:
 
 
 def run_all_steps(
-    loop: Loop, reads: Reads, first: Progress, condition: Condition, fixed: tuple[bool, ...], outputs: Outputs
+    loop: Loop, reads: Reads, first: Progress, condition: Condition, fixed: tuple[bool, ...], outputs: StepOutputs
 ) -> tuple[Progress, Any]:
     """Runs all steps of a loop, and keeps nothing of those after its end.
 

@@ -65,7 +65,7 @@ class Reads(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Outputs:
+class StepOutputs:
     """The types of one step's y, a list, and what it is where no step is taken.
 
     Attributes:
@@ -148,7 +148,7 @@ class TakeStep:
     step: Step
     condition: Condition
     fixed: tuple[bool, ...]
-    outputs: Outputs
+    outputs: StepOutputs
     branches: bool
 
     def __call__(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
@@ -183,7 +183,7 @@ class TakeChunk:
 
     step: Step
     size: int
-    outputs: Outputs
+    outputs: StepOutputs
     branches: bool
     saves: bool
 
@@ -204,7 +204,7 @@ class TakeChunk:
 @dataclass(frozen=True)
 class _Around:
     size: int
-    outputs: Outputs
+    outputs: StepOutputs
     branches: bool
     saves: bool
 

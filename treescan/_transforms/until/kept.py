@@ -17,7 +17,7 @@ from ..._tree import Prefix
 from ..._types import Array, PyTree
 from ..outputs import ALL, LAST, Keep, kept_leaves, spread_keeps, without_dropped
 from ..rows.fill import fill_leaves
-from .early_exit import Outputs
+from .early_exit import StepOutputs
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +84,9 @@ class Kept(NamedTuple):
         stride = math.gcd(*(keep for keep in self.keeps if keep and 1 < keep <= length)) or 1
         return 1 if reverse and length % stride else stride
 
-    def restrict(self, hoisted: Hoisted, fill: Prefix, varying: frozenset[str], stride: int) -> tuple[Hoisted, Outputs]:
+    def restrict(
+        self, hoisted: Hoisted, fill: Prefix, varying: frozenset[str], stride: int
+    ) -> tuple[Hoisted, StepOutputs]:
         """The loop with these outputs, as a list, and their types. `fill` is what the user said of y."""
         fills = fill.spread(hoisted.y, "y")
         values = fill_leaves(fill, hoisted.y)
@@ -100,7 +102,7 @@ class Kept(NamedTuple):
         )
         types = tuple(hoisted.y_avals[i] for i in self.stacked)
         every = tuple(1 if self.keeps[i] == ALL else stride for i in self.stacked)
-        outputs = Outputs(types, Prefix.of([fills[i] for i in self.stacked]), varying, every)
+        outputs = StepOutputs(types, Prefix.of([fills[i] for i in self.stacked]), varying, every)
         return hoisted._replace(loop=loop, fixed=(*(False for _ in first), *hoisted.fixed)), outputs
 
     def assemble(
@@ -111,7 +113,7 @@ class Kept(NamedTuple):
         Args:
             leaves: the leaves of the last state.
             ys: the outputs that were stacked, one in `every` so many steps of each.
-            every: see `Outputs`.
+            every: see `StepOutputs`.
             length: the most steps.
         """
         held, leaves = leaves[: len(self.last)], leaves[len(self.last) :]

@@ -31,10 +31,10 @@ from ..rows.lend import may_branch
 from ..weights.branches import MappedLater
 from .all_steps import run_all_steps
 from .condition import CallCondition, Condition, trace_condition
-from .early_exit import Chunks, Outputs, Progress, Reads, TakeStep, nested_sizes, plan_chunks, run_until
+from .early_exit import Chunks, Progress, Reads, StepOutputs, TakeStep, nested_sizes, plan_chunks, run_until
 from .kept import Keeping, Kept, keep_what_ran
 from .step_by_step import Ended, run_step_by_step
-from .tangents import Ran, Tangents, push_forward
+from .tangents import FinishedLoop, Tangents, push_forward
 
 _ZERO = Prefix.of(0)
 _NO_GRADIENT = once_only(
@@ -256,7 +256,7 @@ class _EarlyExit:
 
     hoisted: Hoisted
     condition: Condition
-    outputs: Outputs
+    outputs: StepOutputs
     chunks: Chunks
     branches: bool
     refusal: Exception | None
@@ -338,7 +338,7 @@ class _EarlyExit:
         d_state = [instantiated(d, leaf) for leaf, d in zip(given.state, d_given.state, strict=True) if is_smooth(leaf)]
         loop = dataclasses.replace(self._loop(given, self.length), step=self._silent)
         d_after, d_ys, d_starts = push_forward(
-            Ran(loop, saved.starts, saved.progress.taken),
+            FinishedLoop(loop, saved.starts, saved.progress.taken),
             (consts_part, x_part),
             Tangents(d_consts, d_state, d_xs),
             self.outputs,

@@ -33,9 +33,9 @@ from ..rows.good_pairs import GoodPair
 from ..rows.leaves import select
 from ..rows.lend import choose_own, lend, lend_to_elements, most_of_all, most_of_devices
 from ..rows.mask import Masked
-from .early_exit import Chunks, Outputs
+from .early_exit import Chunks, StepOutputs
 
-NOTHING, SOME, ALL = 0, 1, 2
+RUN_NONE, RUN_SOME, RUN_ALL = 0, 1, 2
 """What of a chunk is run: no step of any element, some, or every step of all of them."""
 
 
@@ -64,7 +64,7 @@ class _RunLive:
     """The step that runs another where any element is valid, as its schedule says, and saves what goes in alone."""
 
     step: Step
-    outputs: Outputs
+    outputs: StepOutputs
 
     def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
         live = feed.schedule
@@ -139,7 +139,7 @@ class TangentOfChunk:
     state: Part
     xs: Part
     y: Part
-    outputs: Outputs
+    outputs: StepOutputs
     size: int
     branches: bool
 
@@ -220,7 +220,7 @@ def _recomputed(linear: Callable[..., Any]) -> Callable[..., Any]:
     return linear if is_remat3() else jax.checkpoint(linear, prevent_cse=False)
 
 
-class Ran(NamedTuple):
+class FinishedLoop(NamedTuple):
     """A loop that has run, for its tangent.
 
     Attributes:
@@ -235,7 +235,7 @@ class Ran(NamedTuple):
 
 
 def push_forward(
-    ran: Ran, parts: tuple[Part, Part], given: Tangents, outputs: Outputs, plan: Chunks, *, branches: bool
+    ran: FinishedLoop, parts: tuple[Part, Part], given: Tangents, outputs: StepOutputs, plan: Chunks, *, branches: bool
 ) -> tuple[list[Array], list[Array], list[Array]]:
     """The tangents of the last state, of ys, and of the state at the start of each chunk, of leaves that have any.
 
@@ -288,7 +288,7 @@ def push_forward(
     return after, [y.reshape(y.shape[0] * y.shape[1], *y.shape[2:]) for y in d_ys], d_starts
 
 
-def _plain(loop: Loop, outputs: Outputs, plan: Chunks) -> Step:
+def _plain(loop: Loop, outputs: StepOutputs, plan: Chunks) -> Step:
     """What runs a whole chunk."""
     loop = dataclasses.replace(loop, length=plan.size)
     loop = checkpoint_steps(loop, plan.remat or Remat(policy=save_costly))
@@ -304,7 +304,7 @@ def _group(leaf: Array, size: int) -> Array:
     return leaf.reshape(leaf.shape[0] // size, size, *leaf.shape[1:])
 
 
-def _masked(loop: Loop, outputs: Outputs, branches: bool) -> Step:
+def _masked(loop: Loop, outputs: StepOutputs, branches: bool) -> Step:
     zero = Prefix.of(0)
     masked = masked_step(loop, zero)
     return _RunLive(masked, dataclasses.replace(outputs, fill=zero)) if branches else masked
@@ -352,7 +352,7 @@ def good_pair(loop: Loop, have: Array, *, lifted: bool = True) -> tuple[GoodPair
     return jax.lax.stop_gradient(pair), choose_own(loop.consts, theirs, own), own
 
 
-def _good_for_all(ran: Ran, part: Part, d_consts: list[Array]) -> tuple[GoodPair, Any, list[Array]]:
+def _good_for_all(ran: FinishedLoop, part: Part, d_consts: list[Array]) -> tuple[GoodPair, Any, list[Array]]:
     """The good pair, the consts, and their tangents: zero for an element that borrows them."""
     pair, consts, own = good_pair(ran.loop, ran.taken > 0)
     flags, _ = part.split(own)
@@ -360,7 +360,7 @@ def _good_for_all(ran: Ran, part: Part, d_consts: list[Array]) -> tuple[GoodPair
     return pair, consts, zeroed
 
 
-def _chunks(ran: Ran, x_part: Part, size: int) -> _Chunk:
+def _chunks(ran: FinishedLoop, x_part: Part, size: int) -> _Chunk:
     """What each chunk is computed from, and what of it is run: the same for all elements and devices."""
     loop, taken = ran.loop, ran.taken
     order = jnp.arange(loop.length, dtype=taken.dtype)
@@ -368,7 +368,7 @@ def _chunks(ran: Ran, x_part: Part, size: int) -> _Chunk:
     most = most_of_all(most_of_devices(taken))
     least = -most_of_all(most_of_devices(-taken))
     first, last = jnp.min(order, axis=1), jnp.max(order, axis=1)
-    branch = jnp.where(first >= most, NOTHING, jnp.where(last < least, ALL, SOME))
+    branch = jnp.where(first >= most, RUN_NONE, jnp.where(last < least, RUN_ALL, RUN_SOME))
     on, off = x_part.split(loop.xs.x)
     grouped = [_group(leaf, size) for leaf in on], [_group(leaf, size) for leaf in off]
     return _Chunk(ran.starts, grouped, [], order < taken, order < most, branch)

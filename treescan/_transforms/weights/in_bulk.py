@@ -21,7 +21,7 @@ from ..._trace.hoist import one_step
 from ..._trace.smooth import Unproven
 from ..._types import PyTree
 from .deferred import Arguments, Forward, run_split
-from .products import Looked, Split, look_at_step
+from .products import Split, StepProducts, products_of_step
 from .steps_at_once import compute_early
 
 
@@ -59,7 +59,7 @@ def _reads(split: Split, consts: PyTree) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Ahead:
+class RestOfStep:
     """A step of a chunk, without the products that were computed before. Its x is (place in the chunk, feed)."""
 
     forward: Forward
@@ -73,7 +73,7 @@ class Ahead:
 
 
 @dataclass(frozen=True)
-class AsItIs:
+class AllOfStep:
     """A step in the same form that computes everything itself."""
 
     step: Step
@@ -83,30 +83,30 @@ class AsItIs:
         return self.step(consts, state, fed)
 
 
-def ahead(loop: Loop) -> tuple[Ahead | AsItIs, PyTree]:
+def with_early_products(loop: Loop) -> tuple[RestOfStep | AllOfStep, PyTree]:
     """The step of a chunk whose early products are computed now, and its consts; for what is not differentiated."""
     split = _split_of(loop)
     if split is None or not split.forward.early.outvars:
-        return AsItIs(loop.step), loop.consts
+        return AllOfStep(loop.step), loop.consts
     reads = _reads(split, loop.consts)
     try:
         early = compute_early(split.forward.early, reads, jax.tree.leaves(loop.xs))
     except Unproven:
-        return AsItIs(loop.step), loop.consts
-    return Ahead(Forward(split)), (reads, early)
+        return AllOfStep(loop.step), loop.consts
+    return RestOfStep(Forward(split)), (reads, early)
 
 
 def types_of_y(loop: Loop) -> list[Any]:
     """The types of one step's y, flat, as JAX has them in a trace."""
-    return _look_at(loop).y
+    return _products_of(loop).y
 
 
 def _split_of(loop: Loop) -> Split | None:
     sharded = any(map(is_sharded, jax.tree.leaves((loop.consts, loop.state, loop.xs))))
-    return None if sharded else _look_at(loop).split
+    return None if sharded else _products_of(loop).split
 
 
-def _look_at(loop: Loop) -> Looked:
+def _products_of(loop: Loop) -> StepProducts:
     one = one_step(loop.xs)
     key = (InBulk, loop.step, *map(jax.typeof, jax.tree.leaves((loop.consts, loop.state))), *jax.tree.leaves(one))
-    return (loop.memo or Memo())(key, lambda: look_at_step(loop.step, loop.consts, loop.state, one))
+    return (loop.memo or Memo())(key, lambda: products_of_step(loop.step, loop.consts, loop.state, one))

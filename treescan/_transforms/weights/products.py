@@ -110,7 +110,7 @@ class Split:
     y: Any
 
 
-class Looked(NamedTuple):
+class StepProducts(NamedTuple):
     """What was found out about a step.
 
     Attributes:
@@ -122,7 +122,7 @@ class Looked(NamedTuple):
     y: list[Any]
 
 
-def look_at_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> Looked:
+def products_of_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> StepProducts:
     """Splits a step, given the types of its arguments, where not all of it is to be computed step by step.
 
     So it is where the step does something beside computing, where it has functions with a rule for reverse mode alone,
@@ -139,7 +139,7 @@ def look_at_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> Looke
 
     traced, (_, y) = jax.make_jaxpr(flat, return_shape=True)(*leaves)
     split = _split(traced, groups, state, y)
-    return Looked(split, traced.out_avals[len(groups[1]) :])
+    return StepProducts(split, traced.out_avals[len(groups[1]) :])
 
 
 def _split(traced: Any, groups: list[list[Any]], state: PyTree, y: PyTree) -> Split | None:

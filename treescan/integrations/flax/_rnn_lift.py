@@ -17,7 +17,7 @@ from flax.core.scope import CollectionFilter, PRNGSequenceFilter, Scope, interse
 from ..._errors import ArgumentError, Fault, explain
 from ..._loop.run import named_signature
 from ..._types import Array, PyTree, RematLike
-from ..._verbs.groups import Groups, Rngs, Roles, Step, broadcast_of, refuse_made, split_keys
+from ..._verbs.groups import Groups, GroupStep, Rngs, Roles, broadcast_of, refuse_made, split_keys
 from ..._verbs.mask_scan import mask_scan
 from ..._verbs.scan import scan
 from ._scopes import Axes, Group, ScopedCall, axes_of, copied, merged, parted_rngs, with_axes, without_axes
@@ -158,7 +158,7 @@ class _LiftedLoop:
         """The broadcast variables with what the cell makes of them. Its rngs count on from there, as flax has them."""
         roles = Roles(self.into.axes, self.out.axes, self.plan.time_axis)
         try:
-            made = broadcast_of(Step(self.call, self.plan.named), roles, variables, keys, carry, (inputs,))
+            made = broadcast_of(GroupStep(self.call, self.plan.named), roles, variables, keys, carry, (inputs,))
         except Exception as error:
             failure = explain(error, _NAME, self.plan.named, carry)
         else:

@@ -13,7 +13,7 @@ from flax.linen.transforms import lift_transform
 from ..._errors import Fault, explain, verb
 from ..._types import PyTree, RematLike, Save
 from ..._verbs.collections import check_hook, check_split
-from ..._verbs.groups import Groups, Roles, Step, run_groups
+from ..._verbs.groups import Groups, GroupStep, Roles, run_groups
 from ._scopes import Axes, ScopedCall, axes_of, merged, parted_rngs, with_axes, without_axes
 
 Target = TypeVar("Target")
@@ -51,7 +51,9 @@ def _lift(lifting: Lifting, filters: tuple[Any, Any], rng_filters: tuple[Any, ..
         groups = Groups(shared, carried, without_axes(scanned, into, metadata))
         keys = parted_rngs(rngs, lifting.split)
         try:
-            carry, ys, found = run_groups(Step(call, lifting.target), lifting.roles, groups, keys, init, args, again)
+            carry, ys, found = run_groups(
+                GroupStep(call, lifting.target), lifting.roles, groups, keys, init, args, again
+            )
         except Exception as error:
             failure = explain(error, "flax.scan", lifting.target, init)
         else:

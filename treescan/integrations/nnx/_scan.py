@@ -20,7 +20,7 @@ from ..._types import Axes, PyTree, RematLike
 from ..._verbs.run import run_scan
 from ._named import Named, in_words_of_user, is_node, leaves_and_nodes, replace_nodes
 from ._roles import axes_of, check_axes, check_level, is_axis, spread_roles
-from ._step import TAG, Layout, Node, Parts, Step, fill, merge, split
+from ._step import TAG, Layout, ModuleStep, Node, Parts, fill, merge, split
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -161,7 +161,7 @@ def _scanning(
     _check_metadata(metadata)
     carried, returned = check_axes(in_axes, out_axes)
     axes = axes_of(in_axes, out_axes)
-    step = Step(f, Prefix.of(out_axes), carried, returned, axes, tuple(metadata.items()))
+    step = ModuleStep(f, Prefix.of(out_axes), carried, returned, axes, tuple(metadata.items()))
 
     @functools.wraps(f)
     @verb
@@ -175,7 +175,7 @@ def _scanning(
     return scanning
 
 
-def _run(step: Step, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+def _run(step: ModuleStep, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     parts = Parts.none()
     with nnx.update_context(TAG):
         carry, tree, places = _take_in(step, in_axes, names, args, parts)
@@ -195,7 +195,7 @@ def _run(step: Step, in_axes: Axes, names: list[str], args: tuple[Any, ...], opt
 
 
 def _take_in(
-    step: Step, in_axes: Axes, names: list[str], args: tuple[Any, ...], parts: Parts
+    step: ModuleStep, in_axes: Axes, names: list[str], args: tuple[Any, ...], parts: Parts
 ) -> tuple[PyTree, Any, tuple[Any, ...]]:
     """Takes the arguments apart; returns the carry with `Node` in the places of nodes, and where the others stand."""
     prefix = in_axes if in_axes is not nnx.Carry else (nnx.Carry,)
@@ -226,7 +226,7 @@ def _take_in(
     return carry, jax.tree.structure(rest, is_leaf=is_node), places
 
 
-def _put_out(step: Step, layout: Layout, carry: PyTree, nodes: list[Any], arrays: list[tuple[Any, ...]]) -> Any:
+def _put_out(step: ModuleStep, layout: Layout, carry: PyTree, nodes: list[Any], arrays: list[tuple[Any, ...]]) -> Any:
     known: dict[Any, Any] = {"node": nodes, **dict(zip(step.axes, arrays, strict=True))}
     out = jax.tree.unflatten(layout.tree, [known[role][i] for role, i in layout.places])
     if step.returned is None:

@@ -116,7 +116,7 @@ def merge(graph: Any, states: Sequence[Named], *, inner: bool) -> list[Any]:
 
 
 @dataclass(frozen=True)
-class Step:
+class ModuleStep:
     """The body of the loop. It carries `Named((carry, variables))`.
 
     Attributes:
