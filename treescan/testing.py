@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -15,7 +16,7 @@ from ._body.differences import agree, find_differences
 from ._errors import ArgumentError, Row, table
 from ._transforms.rows.carry_axes import row_axes
 from ._tree import leaves_with_path
-from ._types import Array, PyTree, TreeDef
+from ._types import Array, PyTree
 from ._verbs.mask_scan import mask_scan
 from ._verbs.scan import scan
 from .carries._base import AbstractCarry, describe_error
@@ -285,14 +286,22 @@ def _both(label: str, expected: tuple[PyTree, PyTree], came: tuple[PyTree, PyTre
 
 def _differ(root: str, expected: PyTree, came: PyTree, *, exact: bool = False) -> Iterator[Row]:
     """A row for each leaf in which two trees differ."""
-    structures: list[TreeDef] = [jax.tree.structure(expected), jax.tree.structure(came)]
-    if structures[0] != structures[1]:
-        yield Row(root, str(structures[0]), str(structures[1]), "")
+    if not _passes(chex.assert_trees_all_equal_structs, expected, came):
+        yield Row(root, str(jax.tree.structure(expected)), str(jax.tree.structure(came)), "")
         return
     for (path, a), b in zip(leaves_with_path(root, expected), jax.tree.leaves(came), strict=True):
         first, second = _values(a), _values(b)
         if first.shape != second.shape or not _equal(first, second, exact=exact):
             yield Row(path, _show(first), _show(second), "")
+
+
+def _passes(assertion: Callable[..., None], *trees: PyTree, **tolerance: float) -> bool:
+    """Whether an assertion of chex holds."""
+    try:
+        assertion(*trees, **tolerance)
+    except AssertionError:
+        return False
+    return True
 
 
 def _values(leaf: Any) -> np.ndarray:
@@ -301,12 +310,11 @@ def _values(leaf: Any) -> np.ndarray:
 
 def _equal(a: np.ndarray, b: np.ndarray, *, exact: bool) -> bool:
     if exact or not jnp.issubdtype(a.dtype, jnp.inexact):
-        return bool(np.array_equal(a, b, equal_nan=jnp.issubdtype(a.dtype, jnp.inexact)))
+        return _passes(chex.assert_trees_all_equal, a, b)
     wide_a, wide_b = (x.astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in (a, b))
     scale = max(1.0, float(np.max(np.abs(wide_a[np.isfinite(wide_a)]), initial=0)))
-    return bool(
-        np.allclose(wide_a, wide_b, rtol=0, atol=_SLACK * float(jnp.finfo(a.dtype).eps) * scale, equal_nan=True)
-    )
+    slack = _SLACK * float(jnp.finfo(a.dtype).eps) * scale
+    return _passes(chex.assert_trees_all_close, wide_a, wide_b, rtol=0, atol=slack)
 
 
 def _show(values: np.ndarray) -> str:
@@ -395,5 +403,5 @@ def _vjp(trial: _Trial) -> tuple[list[Array], Callable[[Callable[[Array], Array]
 
 def _finite(root: str, tree: PyTree) -> Iterator[Row]:
     for path, leaf in leaves_with_path(root, tree):
-        if not bool(jnp.all(jnp.isfinite(leaf))):
+        if not _passes(chex.assert_tree_all_finite, leaf):
             yield Row(path, "finite", _show(_values(leaf)), "")
