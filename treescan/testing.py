@@ -6,13 +6,13 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._avals import describe_leaf, is_key
+from ._avals import is_key
 from ._body.differences import agree, find_differences
+from ._checks.compare import differ, finite, values_of
 from ._errors import ArgumentError, Row, table
 from ._transforms.rows.carry_axes import row_axes
 from ._tree import leaves_with_path
@@ -21,9 +21,6 @@ from ._verbs.mask_scan import mask_scan
 from ._verbs.scan import scan
 from .carries._base import AbstractCarry, describe_error
 from .carries._failures import failed_hook, root_of
-
-_SLACK = 64
-"""By how many units in the last place of the largest number two ways to the same result may differ."""
 
 
 class _Trial(NamedTuple):
@@ -120,12 +117,12 @@ def _report(kind: type, failed: dict[str, list[Row]], cause: Exception | None) -
 def _hooks_run(trial: _Trial) -> Iterator[Row]:
     """`read`, `write` and `rows` run and are pure: the same result twice, and the carry stays what it was."""
     carry = trial.carry
-    before = jax.tree.map(lambda leaf: _values(leaf).copy(), carry)
+    before = jax.tree.map(lambda leaf: values_of(leaf).copy(), carry)
     first, again = carry.read(), carry.read()
-    yield from _differ("read()", first, again, exact=True)
+    yield from differ("read()", first, again, exact=True)
     step = jax.tree.map(lambda leaf: leaf[0], trial.returned)
-    yield from _differ("write()", carry.write(step, None), carry.write(step, None), exact=True)
-    yield from _differ("carry", before, jax.tree.map(_values, carry), exact=True)
+    yield from differ("write()", carry.write(step, None), carry.write(step, None), exact=True)
+    yield from differ("carry", before, jax.tree.map(values_of, carry), exact=True)
     if carry.rows() != carry.rows():
         yield Row("rows()", str(carry.rows()), str(carry.rows()), "")
 
@@ -170,7 +167,7 @@ def _continued(trial: _Trial) -> Iterator[Row]:
     half = trial.steps // 2
     middle, _ = _scan(trial.carry, trial.part(None, half))
     final, _ = _scan(middle, trial.part(half, None))
-    yield from _differ("carry", _scan(trial.carry, trial.returned)[0], final, exact=True)
+    yield from differ("carry", _scan(trial.carry, trial.returned)[0], final, exact=True)
 
 
 def _chunked(trial: _Trial) -> Iterator[Row]:
@@ -193,7 +190,7 @@ def _unpadded(trial: _Trial) -> Iterator[Row]:
         kept = _one_row(final, trial.axes, row)
         mine = jax.tree.map(functools.partial(_row_of_returned, row=row, steps=steps), trial.returned)
         expected = _scan(own, mine)[0] if steps.size else own
-        yield from _differ(f"row {list(row)}: carry" if row else "carry", expected, kept)
+        yield from differ(f"row {list(row)}: carry" if row else "carry", expected, kept)
 
 
 def _compacted(trial: _Trial) -> Iterator[Row]:
@@ -206,7 +203,7 @@ def _compacted(trial: _Trial) -> Iterator[Row]:
         compact = _masked(trial.carry, trial.returned, valid, compact=True)
     except ArgumentError:  # a key that all rows share, say, which it refuses
         return
-    yield from _differ("carry", plain[0], compact[0])
+    yield from differ("carry", plain[0], compact[0])
 
 
 def _blind(trial: _Trial) -> Iterator[Row]:
@@ -220,20 +217,20 @@ def _blind(trial: _Trial) -> Iterator[Row]:
     both = zip(leaves_with_path("carry", new), jax.tree.leaves(same), trial.axes, strict=True)
     for (path, a), b, axis in both:
         if axis is None:
-            yield from _differ(path, a, b, exact=True)
+            yield from differ(path, a, b, exact=True)
 
 
 def _zero_cotangents(trial: _Trial) -> Iterator[Row]:
     """The gradient of zero is zero, not NaN."""
     _, pull = _vjp(trial)
     zeros = pull(lambda leaf: jnp.zeros_like(leaf))
-    yield from _differ("gradient", jax.tree.map(jnp.zeros_like, zeros), zeros, exact=True)
+    yield from differ("gradient", jax.tree.map(jnp.zeros_like, zeros), zeros, exact=True)
 
 
 def _finite_gradients(trial: _Trial) -> Iterator[Row]:
     """Gradients are finite, also of a step in which no row is valid."""
     _, pull = _vjp(trial)
-    yield from _finite("gradient", pull(jnp.ones_like))
+    yield from finite("gradient", pull(jnp.ones_like))
     invalid = jnp.zeros(trial.batch, bool)
 
     def write(numbers: list[Array]) -> list[Array]:
@@ -242,7 +239,7 @@ def _finite_gradients(trial: _Trial) -> Iterator[Row]:
 
     numbers = _numbers((trial.carry, jax.tree.map(lambda leaf: leaf[0], trial.returned)))
     out, back = jax.vjp(write, numbers)
-    yield from _finite("gradient of a step without valid rows", back(jax.tree.map(jnp.ones_like, out))[0])
+    yield from finite("gradient of a step without valid rows", back(jax.tree.map(jnp.ones_like, out))[0])
 
 
 _LAWS = (
@@ -279,48 +276,9 @@ def _masked(carry: PyTree, returned: PyTree, valid: Array, **options: Any) -> tu
 
 
 def _both(label: str, expected: tuple[PyTree, PyTree], came: tuple[PyTree, PyTree]) -> Iterator[Row]:
-    yield from _differ(f"{label}carry", expected[0], came[0])
+    yield from differ(f"{label}carry", expected[0], came[0])
     if came[1] is not None:
-        yield from _differ(f"{label}read()", expected[1], came[1])
-
-
-def _differ(root: str, expected: PyTree, came: PyTree, *, exact: bool = False) -> Iterator[Row]:
-    """A row for each leaf in which two trees differ."""
-    if not _passes(chex.assert_trees_all_equal_structs, expected, came):
-        yield Row(root, str(jax.tree.structure(expected)), str(jax.tree.structure(came)), "")
-        return
-    for (path, a), b in zip(leaves_with_path(root, expected), jax.tree.leaves(came), strict=True):
-        first, second = _values(a), _values(b)
-        if first.shape != second.shape or not _equal(first, second, exact=exact):
-            yield Row(path, _show(first), _show(second), "")
-
-
-def _passes(assertion: Callable[..., None], *trees: PyTree, **tolerance: float) -> bool:
-    """Whether an assertion of chex holds."""
-    try:
-        assertion(*trees, **tolerance)
-    except AssertionError:
-        return False
-    return True
-
-
-def _values(leaf: Any) -> np.ndarray:
-    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-
-
-def _equal(a: np.ndarray, b: np.ndarray, *, exact: bool) -> bool:
-    if exact or not jnp.issubdtype(a.dtype, jnp.inexact):
-        return _passes(chex.assert_trees_all_equal, a, b)
-    wide_a, wide_b = (x.astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in (a, b))
-    scale = max(1.0, float(np.max(np.abs(wide_a[np.isfinite(wide_a)]), initial=0)))
-    slack = _SLACK * float(jnp.finfo(a.dtype).eps) * scale
-    return _passes(chex.assert_trees_all_close, wide_a, wide_b, rtol=0, atol=slack)
-
-
-def _show(values: np.ndarray) -> str:
-    if values.size > 4:
-        return f"{describe_leaf(values)} {np.array2string(values.reshape(-1)[:3], precision=7)[:-1]} ..."
-    return np.array2string(values, precision=7).replace("\n", "")
+        yield from differ(f"{label}read()", expected[1], came[1])
 
 
 def _some_valid(trial: _Trial) -> Array:
@@ -399,9 +357,3 @@ def _vjp(trial: _Trial) -> tuple[list[Array], Callable[[Callable[[Array], Array]
 
     out, back = jax.vjp(run, _numbers((trial.carry, trial.returned)))
     return out, lambda choose: back(jax.tree.map(choose, out))[0]
-
-
-def _finite(root: str, tree: PyTree) -> Iterator[Row]:
-    for path, leaf in leaves_with_path(root, tree):
-        if not _passes(chex.assert_tree_all_finite, leaf):
-            yield Row(path, "finite", _show(_values(leaf)), "")
