@@ -211,6 +211,17 @@ def test_verbs_document_what_they_take_give_and_raise(name: str) -> None:
     assert ">>> " in found.get("Examples", found.get("Example", "")), "test_docs.py runs it"
 
 
+def test_what_is_listed_as_slow_is_there() -> None:
+    listed = {line.split("[")[0] for line in (TESTS / "slow.txt").read_text().splitlines()}
+    functions = {
+        f"tests/{file}::{node.name}"
+        for file, tree in TEST_TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert listed and listed <= functions
+
+
 def test_the_reader_of_imports_sees_what_it_should() -> None:
     tree = ast.parse(
         "import a.b\nfrom ..c import d\ndef f():\n    from jax.lax import scan\n    getattr(jax.lax, 'map')"

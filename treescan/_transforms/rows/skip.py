@@ -138,7 +138,6 @@ class Skip:
             asked = {
                 "chunk": bool(chunk),
                 "compact": len(tiers) > 1,
-                "remat": loop.recomputed,
                 "save": is_thinned(loop.rows.outputs.keeps),
             }
             for option in (name for name, on in asked.items() if on):
