@@ -14,9 +14,8 @@ from .._body.conventions import FORI
 from .._checks.arguments import check_bound, check_length, check_options
 from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
 from .._transforms.count import Count
-from .._transforms.refuse import refuse_budget, refuse_offload
-from .._transforms.remat import Recompute, check_remat
-from .._transforms.until.program import Bounds, Until
+from .._transforms.remat import Recompute
+from .._transforms.until.program import Bounds, Until, remat_of
 from .._types import Array, ArrayLike, Carry, ForiOptions, KeyedIndexBody, PyTree
 from .prepare import prepare
 
@@ -98,9 +97,7 @@ def fori(
         most = check_length(max_length, "max_length", _TRACED_MOST)
         if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
             bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
-            plan = check_remat(options.pop("remat", None))
-            refuse_budget(plan, "a loop whose number of steps is not known")
-            refuse_offload(plan)
+            plan = remat_of(options.pop("remat", None))
             call = prepare(FORI, f, init, length=most, **options)
             ended = Until(call.call, remat=plan).run(call.given, bounds)
             return call.restored((ended.state, None))[0]

@@ -14,13 +14,10 @@ from .._body.conventions import WHILE_SCAN
 from .._checks.arguments import check_length, check_options, infer_length
 from .._errors import ArgumentError, Fault, Row, explain, verb
 from .._loop.body import Body
-from .._remat import Remat
 from .._transforms.outputs import MoveOutputs, check_save
-from .._transforms.refuse import refuse_budget, refuse_offload
-from .._transforms.remat import check_remat
 from .._transforms.rows.fill import HOLD, check_fill
 from .._transforms.until.condition import check_condition
-from .._transforms.until.program import Until
+from .._transforms.until.program import Until, remat_of
 from .._tree import Prefix, leaves_with_path
 from .._types import Array, Axes, Carry, KeyedBody, PyTree, RematLike, Save, X, Y
 from .prepare import prepare, present
@@ -199,7 +196,7 @@ def while_scan(
     try:
         check_options(unknown, _ACCEPTED, _REFUSES)
         check_condition(cond)
-        plan, kept = _check_remat(remat), check_save(save)
+        plan, kept = remat_of(remat), check_save(save)
         call = prepare(
             WHILE_SCAN,
             f,
@@ -223,13 +220,6 @@ def while_scan(
     except Exception as error:
         explained = explain(error, "while_scan", f, init)
     raise explained
-
-
-def _check_remat(remat: RematLike | None) -> Remat | None:
-    plan = check_remat(remat)
-    refuse_budget(plan, "a loop whose number of steps is not known")
-    refuse_offload(plan)
-    return plan
 
 
 def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int:

@@ -26,7 +26,8 @@ from ..count import count_from
 from ..nest import finish
 from ..outputs import EVERYTHING
 from ..program import Arguments, Call, execute
-from ..refuse import once_only
+from ..refuse import once_only, refuse_budget, refuse_offload
+from ..remat import check_remat
 from ..rows.lend import may_branch
 from ..weights.branches import MappedLater
 from .all_steps import run_all_steps
@@ -60,6 +61,18 @@ class Bounds(NamedTuple):
 
     lower: ArrayLike
     upper: ArrayLike
+
+
+def remat_of(remat: Any) -> Remat | None:
+    """What the user said of `remat`, as far as a loop that ends early can do it.
+
+    Raises:
+        Fault: for an `ArgumentError` if it is no plan, has a budget, or moves carries to another memory.
+    """
+    plan = check_remat(remat)
+    refuse_budget(plan, "a loop whose number of steps is not known")
+    refuse_offload(plan)
+    return plan
 
 
 @dataclass(frozen=True)
