@@ -189,6 +189,14 @@ def traced(loop: Loop) -> Loop:
     return _restoring(hoist(loop))
 
 
+def lifted(loop: Loop) -> Loop:
+    """The traced loop with what its body closes over among its consts; see `lift`. No other transform came between."""
+    assert loop.trace is not None and loop.step is loop.trace.loop.step
+    hoisted = lift(loop.trace)
+    step, consts, state = hoisted.loop.step, hoisted.loop.consts, hoisted.loop.state
+    return dataclasses.replace(loop, step=step, consts=consts, state=state, trace=hoisted)
+
+
 def flattened(loop: Loop) -> Loop:
     """The same form without a trace, for a loop that `is_untraced`."""
     return _restoring(flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state))))

@@ -132,11 +132,18 @@ def _offloading(policy: Callable[..., Any] | None, kind: str) -> Callable[..., A
 
 @dataclass(frozen=True)
 class RematChunk:
-    """What is put around a chunk that the gradient recomputes."""
+    """What is put around a chunk that the gradient recomputes.
+
+    Attributes:
+        offload: the memory kind where the state that goes in is kept; None: where it is.
+        inside: what is put around the chunk before that; None: nothing.
+    """
 
     offload: str | None = None
+    inside: Callable[[Step], Step] | None = None
 
     def __call__(self, step: Step, looped: bool) -> Step:
+        step = step if self.inside is None else self.inside(step)
         return Checkpointed(step, looped, offload=self.offload)
 
 

@@ -11,13 +11,16 @@ import jax
 
 from .._avals import describe_argument, exact_int
 from .._errors import ArgumentError, ArgumentTypeError, Fault
-from .._loop.loop import Loop
+from .._loop.loop import Loop, Step
+from .._loop.rewrite import is_rewriting
 from .._loop.sizes import Wish
 from .._remat import Remat
-from .._trace.hoist import hoist, is_untraced, traced
+from .._trace.hoist import Hoisted, hoist, is_untraced, lifted, traced
 from .budget import fit_budget
-from .checkpoint import RematChunk, checkpoint_steps, remat_sizes
+from .checkpoint import RematChunk, checkpoint_steps, levels_in, remat_sizes
 from .refuse import refuse_budget, refuse_offload, refuse_to_repeat
+from .weights.branches import with_safe_branches
+from .weights.in_bulk import in_bulk
 
 _PLANS = {"step": Remat(levels=1), "nested": Remat(levels=2)}
 
@@ -53,14 +56,29 @@ class Recompute:
         remat = fit_budget(loop.trace, self.remat)
         if remat is None:
             return loop
-        loop = checkpoint_steps(loop, remat)
-        return dataclasses.replace(loop, recomputed=True, wishes=(*loop.wishes, *remat_wishes(loop.length, remat)))
+        at_once = loop.rows is None and takes_products(loop.trace, remat)
+        loop = lifted(loop) if at_once else loop
+        loop = checkpoint_steps(with_safe_branches(loop) if at_once else loop, remat)
+        wishes = remat_wishes(loop.length, remat, in_bulk if at_once else None)
+        return dataclasses.replace(loop, recomputed=True, wishes=(*loop.wishes, *wishes))
 
 
-def remat_wishes(length: int, remat: Remat | None) -> list[Wish]:
-    """The chunks that the gradient recomputes: none of their sizes has to be met exactly."""
+def takes_products(trace: Hoisted, remat: Remat) -> bool:
+    """Whether the chunks of a plan take the products of their steps at once: those that save all of each step."""
+    whole = remat.policy is jax.checkpoint_policies.everything_saveable and levels_in(remat) > 1
+    return whole and is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
+
+
+def remat_wishes(length: int, remat: Remat | None, inside: Callable[[Step], Step] | None = None) -> list[Wish]:
+    """The chunks that the gradient recomputes: none of their sizes has to be met exactly.
+
+    Args:
+        length: the steps of the loop.
+        remat: the plan.
+        inside: what is put around the chunks before the checkpoint.
+    """
     sizes, offload = remat_sizes(length, remat), None if remat is None else remat.offload
-    return [Wish(size, around=RematChunk(offload if size == sizes[-1] else None)) for size in sizes]
+    return [Wish(size, around=RematChunk(offload if size == sizes[-1] else None, inside)) for size in sizes]
 
 
 def check_remat(remat: Any) -> Remat | None:

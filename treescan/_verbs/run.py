@@ -66,7 +66,7 @@ def run_scan(
     return call.run(
         call.over_axes,
         MoveOutputs.of(out_axes, save),
-        Truncate.of(truncate),
         Recompute.of(remat),
+        Truncate.of(truncate),
         KeepOutputs.of(save),
     )

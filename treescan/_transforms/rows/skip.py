@@ -27,7 +27,7 @@ from ..nest import levels_for, levels_of, nearest
 from ..outputs import boundaries, is_thinned
 from ..refuse import refuse_symbolic, refuse_with_refs
 from ..thin import emitting, run_keeping
-from ..weights.branches import MappedLater
+from ..weights.branches import with_safe_branches
 from ..weights.in_bulk import in_bulk
 from .batch_axes import RowAxes
 from .compact import LiveRows, tiers_of
@@ -117,11 +117,11 @@ class Skip:
         loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=make_schedule(valid, size, tiers)))
         in_place = InPlace(size, tiers, loop.rows.axes, outputs.idle)
         plain = len(levels) == 1 and size < loop.length and not loop.recomputed
-        ruled = may_rule and trace.branches and any(_is_recomputed(level) for level in levels)
+        ruled = may_rule and any(_is_recomputed(level) for level in levels)
         if may_rule and plain and not is_thinned(outputs.keeps) and in_place.fits(loop):
             loop = dataclasses.replace(loop, step=emitting(loop.step, outputs.keeps))
-            return in_place.run(loop, lambda loop: run_chunked(_mapped_later(loop) if ruled else loop, levels))
-        return run_keeping(_mapped_later(loop) if ruled else loop, levels, outputs.keeps)
+            return in_place.run(loop, lambda loop: run_chunked(with_safe_branches(loop) if ruled else loop, levels))
+        return run_keeping(with_safe_branches(loop) if ruled else loop, levels, outputs.keeps)
 
     def _plan(self, loop: Loop) -> tuple[int | None, tuple[int, ...]]:
         """The steps of a chunk, and the numbers of rows that the body is made for; only one for all rows.
@@ -151,10 +151,6 @@ def chunk_size(length: int) -> int:
     size = min(LARGEST, max(SMALLEST, length // FEWEST))
     near = [other for other in range(size // 2 + 1, size * 2) if length % other == 0 and other < length]
     return min(near, key=lambda other: abs(other - size), default=size)
-
-
-def _mapped_later(loop: Loop) -> Loop:
-    return dataclasses.replace(loop, step=MappedLater(loop.step))
 
 
 def _is_recomputed(level: Level) -> bool:

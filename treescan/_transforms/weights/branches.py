@@ -10,6 +10,7 @@ them and selects. It is taken where the index is mapped: then the number of the 
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +21,7 @@ from jax.core import ShapedArray, eval_jaxpr
 from jax.custom_batching import custom_vmap
 
 from ..._avals import varying_axes
-from ..._loop.loop import Feed, Step
+from ..._loop.loop import Feed, Loop, Step
 from ..._trace.equations import alone, has_branches, jaxprs_within, values_of
 from ..._trace.hoist import array_of
 from ..._types import Array, PyTree
@@ -60,6 +61,11 @@ class MappedLater:
         results = _evaluate(traced.jaxpr, traced.consts, leaves)
         typed = [array_of(value, aval) for value, aval in zip(results, traced.out_avals, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(out), typed)
+
+
+def with_safe_branches(loop: Loop) -> Loop:
+    """The loop, whose trace tells whether its step branches, with that step made safe to map."""
+    return dataclasses.replace(loop, step=MappedLater(loop.step)) if loop.trace.branches else loop
 
 
 def _evaluate(jaxpr: Any, consts: Any, given: Any) -> list[Any]:
