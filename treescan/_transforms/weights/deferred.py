@@ -28,7 +28,7 @@ from ..._trace.hoist import array_of
 from ..._trace.smooth import Unproven, add_alike, fill_in, nonzero_part, smooth_part, typed_like
 from ..._types import Array
 from ..checkpoint import RealOnly
-from .products import ELEMENTWISE, Deferred, Split
+from .products import ELEMENTWISE, TRANSCENDENTAL, Deferred, Split
 from .steps_at_once import compute_early, entry_of, product_of_steps
 from .sums import Slot, slots_of
 
@@ -171,7 +171,7 @@ def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments
     slots = slots_of(rest, rest.invars[len(given.reads) : len(given.reads) + len(early.outvars)], deferred)
     weights = [given.reads[each.read] for each in deferred]  # constants here, for further derivatives they are not
     step = jax.checkpoint(
-        Recorded(split, deferred, slots), prevent_cse=False, policy=RealOnly(_save_all_but_elementwise)
+        Recorded(split, deferred, slots), prevent_cse=False, policy=RealOnly(_save_all_but_cheap)
     )
     apart = [i for slot in slots for i in slot.early]  # their tangents enter the sums that they are in
 
@@ -210,10 +210,13 @@ def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments
     return result, fill_in(result, push(d_on, added))
 
 
-def _save_all_but_elementwise(prim: Any, *args: Any, **params: Any) -> bool:
-    """The policy within a chunk: all is saved but what is computed element by element, which is had again sooner."""
+def _save_all_but_cheap(prim: Any, *args: Any, **params: Any) -> bool:
+    """The policy within a chunk: all is saved but what is computed again sooner than it is read.
+
+    Transcendental functions are saved. XLA's CPU backend would compute one again in each fusion that reads it.
+    """
     del args, params
-    return prim.name not in ELEMENTWISE
+    return prim.name not in ELEMENTWISE or prim.name in TRANSCENDENTAL
 
 
 def _zeros(length: int, aval: Any) -> Array:
