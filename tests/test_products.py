@@ -1,6 +1,7 @@
-"""Products with weights that `mask_scan` computes for a chunk of steps at once: as if they were computed step by step.
+"""Products with weights that are computed for a chunk of steps at once: as if they were computed step by step.
 
-The oracle is `chunk=0`, where no product is moved; it is tried itself against unpadded rows elsewhere.
+The oracle of `mask_scan` is `chunk=0`, where no product is moved; it is tried itself against unpadded rows elsewhere.
+That of `scan` and `fold` with `remat` is `jax.lax.scan`.
 """
 
 import functools
@@ -197,8 +198,9 @@ def given():
     return params(), array(ROWS, H, seed=20), array(STEPS, ROWS, D, seed=21)
 
 
-def run(body, p, h, xs, **options):
-    return treescan.mask_scan(functools.partial(body, p), h, xs, **{"lengths": LENGTHS, "chunk": CHUNK, **options})
+def run(body, p, h, xs, *, verb=treescan.mask_scan, **options):
+    masked = {"lengths": LENGTHS, "chunk": CHUNK} if verb is treescan.mask_scan else {}
+    return verb(functools.partial(body, p), h, xs, **{**masked, **options})
 
 
 def loss(body, *args, **options):
@@ -270,6 +272,78 @@ OPTIONS = {
 @by_turns(3, options=OPTIONS, derive={name: DERIVED[name] for name in ("gradient", "values", "hessian")})
 def test_as_step_by_step_with_every_option(options, derive):
     assert_as_step_by_step(derive, lstm, given(), **options)
+
+
+WHOLE_STEPS = treescan.Remat("everything_saveable", segment=CHUNK)
+
+
+def assert_as_lax_scan(derive, body, args, *, tolerance=1e-5, remat=WHOLE_STEPS, **options):
+    plain = {name: value for name, value in options.items() if name in ("reverse", "unroll")}
+    ours = functools.partial(derive, body, verb=treescan.scan, remat=remat, **options)
+    expected = functools.partial(derive, body, verb=jax.lax.scan, **plain)
+    assert_close(compiled(ours, *args), compiled(expected, *args), tolerance)
+
+
+@by_turns(3, body=BODIES, derive=DERIVED)
+def test_scan_that_saves_whole_steps_is_lax_scan(body, derive):
+    assert_as_lax_scan(derive, body, given(), tolerance=1e-2 if body is of_integers else 1e-5)
+
+
+WITH_REMAT = {
+    "reverse": {"reverse": True},
+    "remainder": {"remat": treescan.Remat("everything_saveable", segment=3)},
+    "three levels": {"remat": treescan.Remat("everything_saveable", levels=3, segment=2)},
+    "unroll": {"unroll": 2},
+    "moved": {"remat": treescan.Remat("everything_saveable", segment=CHUNK, offload="pinned_host")},
+}
+
+
+@by_turns(3, options=WITH_REMAT, derive={name: DERIVED[name] for name in ("gradient", "values", "hessian")})
+def test_scan_that_saves_whole_steps_with_every_option(options, derive):
+    if derive is hessian and "moved" in (name for name, each in WITH_REMAT.items() if each is options):
+        pytest.skip("JAX has no reverse mode over a reverse mode that offloads, in a loop by hand either")
+    assert_as_lax_scan(derive, lstm, given(), **options)
+
+
+@parametrize("derive", {"gradient": gradient, "values": run})
+def test_scan_that_saves_whole_steps_cuts_and_thins(derive):
+    """Beside the same options without `remat`, which is tried itself against loops by hand."""
+    for options in ({"truncate": 3}, {"truncate": 3, "reverse": True}, {"save": "last"}, {"save": 2}, {"save": None}):
+        ours, plain = (
+            functools.partial(derive, lstm, verb=treescan.scan, **options, **more) for more in ({"remat": WHOLE_STEPS}, {})
+        )
+        assert_close(compiled(ours, *given()), compiled(plain, *given()))
+
+
+@parametrize("verb", {"fold": treescan.fold, "accumulate": treescan.accumulate})
+def test_folds_that_save_whole_steps(verb):
+    def loss(p, h, xs, **options):
+        return jnp.sum(jnp.sin(verb(lambda h, x: lstm(p, h, x)[0], h, xs, **options)))
+
+    ours, plain = (jax.grad(functools.partial(loss, **o), argnums=(0, 1, 2)) for o in ({"remat": WHOLE_STEPS}, {}))
+    assert_close(compiled(ours, *given()), compiled(plain, *given()))
+
+
+def test_scan_that_saves_whole_steps_under_vmap():
+    """A branch on a mapped value is in the step: it is differentiated before it is mapped."""
+
+    def branching(p, h, x):
+        h = jax.lax.cond(jnp.sum(h) > 0, lambda h: jnp.sin(h @ p["h"]), lambda h: h, h)
+        return jnp.tanh(h @ p["h"] + x @ p["x"]), h
+
+    p, h, xs = given()
+    args = p, jnp.stack([h, -h]), xs
+    for body in (lstm, branching):
+        ours, expected = (
+            jax.vmap(functools.partial(gradient, body, **o), (None, 0, None))
+            for o in ({"verb": treescan.scan, "remat": WHOLE_STEPS}, {"verb": jax.lax.scan})
+        )
+        assert_close(compiled(ours, *args), compiled(expected, *args))
+
+
+def test_scan_that_saves_whole_steps_without_rewriting():
+    with treescan.rewriting(False):
+        assert_as_lax_scan(gradient, lstm, given())
 
 
 def test_a_rule_for_gradients_is_kept():
@@ -383,6 +457,16 @@ def test_no_loop_over_steps_adds_up_the_cotangents_of_weights(features):
     assert max(dots_in_loops(by_steps)) >= 4
     assert not adds_up(ours, f"f32[{WIDE},{4 * WIDE}]")
     assert adds_up(by_steps, f"f32[{WIDE},{4 * WIDE}]")
+
+
+@parametrize("features", {"small": WIDE, "large": 4 * WIDE})
+def test_no_loop_of_scan_adds_up_the_cotangents_of_weights(features):
+    ours = Program(functools.partial(gradient, lstm, verb=treescan.scan, remat=WHOLE_STEPS), *wide(features))
+    plain = Program(functools.partial(gradient, lstm, verb=jax.lax.scan), *wide(features))
+    assert dots_in_loops(ours) == [1, 1, 1]
+    assert max(dots_in_loops(plain)) >= 4
+    assert not adds_up(ours, f"f32[{WIDE},{4 * WIDE}]")
+    assert adds_up(plain, f"f32[{WIDE},{4 * WIDE}]")
 
 
 def stacked_in_loops(program: Program, shape: str) -> int:

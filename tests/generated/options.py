@@ -26,6 +26,8 @@ REMAT = [
     "treescan.Remat(levels=3)",
     "treescan.Remat(policy='dots_saveable')",
     "treescan.Remat(segment=2)",
+    "treescan.Remat('everything_saveable', segment=2)",
+    "treescan.Remat('everything_saveable', levels=3, segment=2)",
 ]
 TABLE = [op for weight, op in OPERATIONS + PRODUCTS for _ in range(weight)]
 
