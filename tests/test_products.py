@@ -310,7 +310,8 @@ def test_scan_that_saves_whole_steps_cuts_and_thins(derive):
     """Beside the same options without `remat`, which is tried itself against loops by hand."""
     for options in ({"truncate": 3}, {"truncate": 3, "reverse": True}, {"save": "last"}, {"save": 2}, {"save": None}):
         ours, plain = (
-            functools.partial(derive, lstm, verb=treescan.scan, **options, **more) for more in ({"remat": WHOLE_STEPS}, {})
+            functools.partial(derive, lstm, verb=treescan.scan, **options, **more)
+            for more in ({"remat": WHOLE_STEPS}, {})
         )
         assert_close(compiled(ours, *given()), compiled(plain, *given()))
 

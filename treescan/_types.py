@@ -19,8 +19,8 @@ TreeDef: TypeAlias = Any
 Axes: TypeAlias = Any
 """A prefix tree of axes: an int, None where allowed, or containers of them."""
 
-RematLike: TypeAlias = Literal["step", "nested"] | Remat
-"""What the gradient recomputes: each step, chunks of steps and each step in these, or as it says."""
+RematLike: TypeAlias = Literal["auto", "step", "nested"] | Remat
+"""What the gradient recomputes: the fastest plan, each step, chunks of steps and each step in these, or a `Remat`."""
 
 Save: TypeAlias = Any
 """A prefix tree of what is kept of an output: "all", "last", every k-th, or None for nothing."""

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +26,8 @@ class RematPlan:
     """What the gradient of a loop saves under a `Remat`, and how often it evaluates the body. Print it.
 
     Attributes:
-        remat: the `Remat`, with nothing left to choose; None: everything is saved.
+        remat: the `Remat`, with nothing left to choose; None: everything is saved; "auto": the same, in chunks whose
+            products with weights are computed at once.
         steps: the number of steps T.
         sizes: the steps of the nested chunks, innermost first.
         carry_bytes: of the leaves of the carry that change from step to step.
@@ -34,13 +36,17 @@ class RematPlan:
         evaluations: how often each step is evaluated by a gradient, the forward pass included.
     """
 
-    remat: Remat | None
+    remat: Remat | Literal["auto"] | None
     steps: int
     sizes: tuple[int, ...]
     carry_bytes: int
     step_bytes: int
     saved_bytes: int
     evaluations: int
+
+    def with_remat(self, remat: Remat | Literal["auto"] | None) -> RematPlan:
+        """The same under another name."""
+        return dataclasses.replace(self, remat=remat)
 
     def __str__(self) -> str:
         parts = [self.steps] if not self.sizes else [-(-self.steps // self.sizes[-1])]
@@ -69,7 +75,10 @@ def fit_budget(hoisted: Hoisted, remat: Remat) -> Remat | None:
     Raises:
         Fault: for an `ArgumentError` if no plan fits.
     """
-    return remat if remat.budget is None else plan_of(hoisted, remat).remat
+    if remat.budget is None:
+        return remat
+    chosen = plan_of(hoisted, remat).remat
+    return chosen if isinstance(chosen, Remat) else None
 
 
 def plan_of(hoisted: Hoisted, remat: Remat | None) -> RematPlan:
@@ -110,11 +119,11 @@ def _candidates(length: int, carry: int, step: int) -> Iterator[RematPlan]:
     for levels in range(1, max(2, length.bit_length())):
         yield _describe(Remat(levels=levels), length, carry, step)
         if levels > 1:
-            segment = _best_segment(length, levels, carry, step)
+            segment = best_segment(length, levels, carry, step)
             yield _describe(Remat(everything, levels=levels, segment=segment), length, carry, step)
 
 
-def _best_segment(length: int, levels: int, carry: int, step: int) -> int:
+def best_segment(length: int, levels: int, carry: int, step: int) -> int:
     """The steps of an innermost chunk that saves all of each step, while the levels around it save carries."""
     plain = length ** (1 / levels)
     root = max(2, round(plain * (carry / step) ** ((levels - 1) / levels))) if step else max(2, round(plain))

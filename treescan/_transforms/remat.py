@@ -13,14 +13,15 @@ from .._avals import describe_argument, exact_int
 from .._errors import ArgumentError, ArgumentTypeError, Fault
 from .._loop.loop import Loop, Step
 from .._loop.rewrite import is_rewriting
-from .._loop.sizes import Wish
+from .._loop.sizes import Wish, chunk_size
 from .._remat import Remat
 from .._trace.hoist import Hoisted, hoist, is_untraced, lifted, traced
+from .auto import AUTO, Auto, fastest
 from .budget import fit_budget
 from .checkpoint import RematChunk, checkpoint_steps, levels_in, remat_sizes
 from .refuse import refuse_budget, refuse_offload, refuse_to_repeat
 from .weights.branches import with_safe_branches
-from .weights.in_bulk import in_bulk
+from .weights.in_bulk import AtOnce, in_bulk, takes_products
 
 _PLANS = {"step": Remat(levels=1), "nested": Remat(levels=2)}
 
@@ -29,20 +30,22 @@ _PLANS = {"step": Remat(levels=1), "nested": Remat(levels=2)}
 class Recompute:
     """Has the gradient recompute each step, and the chunks that a `Remat` names or a budget asks for."""
 
-    remat: Remat
+    remat: Remat | Auto
     moves = True
 
     @classmethod
     def of(cls, remat: Any) -> Recompute | None:
-        """What the user said: "step", "nested", a `Remat` or None.
+        """What the user said: "auto", "step", "nested", a `Remat` or None.
 
         Raises:
             Fault: for an `ArgumentError` if it is none of these, or a `Remat` that contradicts itself.
         """
-        plan = check_remat(remat)
+        plan = check_remat_or_auto(remat)
         return None if plan is None else cls(plan)
 
     def __call__(self, loop: Loop) -> Loop:
+        if self.remat == AUTO:
+            return _fastest(loop)
         if loop.rows is not None:
             refuse_budget(self.remat, "a masked scan")
             refuse_offload(self.remat)
@@ -54,17 +57,34 @@ class Recompute:
         loop = traced(loop)
         refuse_to_repeat(loop.trace)
         remat = fit_budget(loop.trace, self.remat)
-        if remat is None:
-            return loop
-        at_once = loop.rows is None and takes_products(loop.trace, remat)
-        loop = lifted(loop) if at_once else loop
-        loop = checkpoint_steps(with_safe_branches(loop) if at_once else loop, remat)
-        wishes = remat_wishes(loop.length, remat, in_bulk if at_once else None)
-        return dataclasses.replace(loop, recomputed=True, wishes=(*loop.wishes, *wishes))
+        return loop if remat is None else _recompute(loop, remat)
 
 
-def takes_products(trace: Hoisted, remat: Remat) -> bool:
-    """Whether the chunks of a plan take the products of their steps at once: those that save all of each step."""
+def _fastest(loop: Loop) -> Loop:
+    """The loop under the plan that is expected to be the fastest; a masked one recomputes its chunks anyway."""
+    if loop.rows is not None or is_untraced(loop) or not isinstance(loop.length, int):
+        return loop
+    loop = traced(loop)
+    remat = fastest(loop.trace).remat
+    if isinstance(remat, Remat):
+        return _recompute(loop, remat)
+    whole = with_safe_branches(lifted(loop)) if remat == AUTO else loop
+    if remat is None or not takes_products(whole):
+        return loop
+    return dataclasses.replace(whole, wishes=(*loop.wishes, Wish(chunk_size(loop.length), around=AtOnce())))
+
+
+def _recompute(loop: Loop, remat: Remat) -> Loop:
+    """The traced loop, its steps and chunks recomputed as a plan says."""
+    at_once = loop.rows is None and saves_whole_steps(loop.trace, remat)
+    loop = with_safe_branches(lifted(loop)) if at_once else loop
+    loop = checkpoint_steps(loop, remat)
+    wishes = remat_wishes(loop.length, remat, in_bulk if at_once else None)
+    return dataclasses.replace(loop, recomputed=True, wishes=(*loop.wishes, *wishes))
+
+
+def saves_whole_steps(trace: Hoisted, remat: Remat) -> bool:
+    """Whether the chunks of a plan save all of each step; then the products of their steps are computed at once."""
     whole = remat.policy is jax.checkpoint_policies.everything_saveable and levels_in(remat) > 1
     return whole and is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
 
@@ -81,10 +101,22 @@ def remat_wishes(length: int, remat: Remat | None, inside: Callable[[Step], Step
     return [Wish(size, around=RematChunk(offload if size == sizes[-1] else None, inside)) for size in sizes]
 
 
+def check_remat_or_auto(remat: Any) -> Remat | Auto | None:
+    """The same, where "auto" may be said."""
+    return AUTO if isinstance(remat, str) and remat == AUTO else check_remat(remat)
+
+
 def check_remat(remat: Any) -> Remat | None:
     """A `Remat` whose policy is a function; "step" and "nested" are short for some."""
     if remat is None:
         return None
+    if isinstance(remat, str) and remat == AUTO:
+        raise Fault(
+            ArgumentError,
+            '{verb} over {body}: {verb} does not choose a plan by itself, as `remat="auto"` asks.',
+            'Name one: "step", "nested" or a `treescan.Remat`. `scan`, `fold`, `accumulate`, and `fori` with known '
+            'bounds take "auto".',
+        )
     plan = _PLANS.get(remat) if isinstance(remat, str) else remat
     if not isinstance(plan, Remat):
         policy = " A policy is one part of it: `treescan.Remat(policy=...)`." if callable(plan) else ""

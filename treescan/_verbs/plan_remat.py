@@ -9,10 +9,12 @@ import jax
 
 from .._body.conventions import FOLD, SCAN
 from .._errors import explain, verb
-from .._trace.hoist import hoist
+from .._remat import Remat
+from .._trace.hoist import Hoisted, hoist
+from .._transforms.auto import AUTO, Auto, fastest
 from .._transforms.budget import RematPlan, plan_of
 from .._transforms.program import Arguments
-from .._transforms.remat import check_remat
+from .._transforms.remat import check_remat_or_auto
 from .._types import Array, PyTree, RematLike
 from .prepare import prepare
 
@@ -36,7 +38,7 @@ def plan_remat(
         xs: what is scanned over; leaves `[T, ...]`. Types with shapes (`jax.ShapeDtypeStruct`) will do, here and in
             `init`.
         length: the number of steps T; needed without xs.
-        remat: the plan; `treescan.Remat.fit(bytes)` has one chosen.
+        remat: the plan; `treescan.Remat.fit(bytes)` and "auto" have one chosen.
         key: as for `treescan.scan`.
         pair: whether the body returns a pair (carry, y); False for one of `treescan.fold` and `treescan.accumulate`.
 
@@ -63,13 +65,17 @@ def plan_remat(
     """
     try:
         call = prepare(SCAN if pair else FOLD, f, init, xs, length, key=key)
-        chosen = check_remat(remat)
+        chosen = check_remat_or_auto(remat)
         if not call.call.length:
             return RematPlan(chosen, 0, (), 0, 0, 0, 0)
-        return _traced(lambda given: plan_of(hoist(call.call.lay(given)), chosen), call.given)
+        return _traced(lambda given: _plan(hoist(call.call.lay(given)), chosen), call.given)
     except Exception as error:
         explained = explain(error, "plan_remat", f, init)
     raise explained
+
+
+def _plan(hoisted: Hoisted, remat: Remat | Auto | None) -> RematPlan:
+    return fastest(hoisted) if remat == AUTO else plan_of(hoisted, remat)
 
 
 def _traced(plan: Callable[[Arguments], RematPlan], given: Arguments) -> RematPlan:

@@ -19,7 +19,7 @@ from ..._loop.chunk import Level, run_chunked
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.rewrite import is_rewriting
 from ..._loop.run import run
-from ..._loop.sizes import Wish, plan_sizes
+from ..._loop.sizes import Wish, chunk_size, plan_sizes
 from ..._trace.hoist import is_untraced
 from ..._types import PyTree
 from ..checkpoint import Checkpointed, checkpoint
@@ -35,9 +35,6 @@ from .fill import Idle
 from .in_place import InPlace
 from .lend import may_branch
 from .schedule import Schedule, make_schedule
-
-LARGEST, SMALLEST, FEWEST = 16, 8, 4
-"""Of the chunk that is chosen for the user: the most and the least steps, and of how many a short loop is made."""
 
 
 @dataclass(frozen=True)
@@ -144,13 +141,6 @@ class Skip:
                 refuse_with_refs(option)
             return 0, tiers
         return (0 if chunk is None and not self.compact and not is_rewriting() else chunk), tiers
-
-
-def chunk_size(length: int) -> int:
-    """The steps of a chunk for a loop: 16, fewer for short loops, and near that a divisor, so that nothing remains."""
-    size = min(LARGEST, max(SMALLEST, length // FEWEST))
-    near = [other for other in range(size // 2 + 1, size * 2) if length % other == 0 and other < length]
-    return min(near, key=lambda other: abs(other - size), default=size)
 
 
 def _is_recomputed(level: Level) -> bool:

@@ -23,12 +23,13 @@ from ..._avals import place_like
 from ..._loop.body import Memo
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import run
+from ..._trace.cost import TRANSCENDENTAL
 from ..._trace.equations import alone, values_of
 from ..._trace.hoist import array_of
 from ..._trace.smooth import Unproven, add_alike, fill_in, nonzero_part, smooth_part, typed_like
 from ..._types import Array
 from ..checkpoint import RealOnly
-from .products import ELEMENTWISE, TRANSCENDENTAL, Deferred, Split
+from .products import ELEMENTWISE, Deferred, Split
 from .steps_at_once import compute_early, entry_of, product_of_steps
 from .sums import Slot, slots_of
 
@@ -170,9 +171,7 @@ def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments
     deferred = tuple(each for each in split.deferred if not isinstance(d_given.reads[each.read], SymbolicZero))
     slots = slots_of(rest, rest.invars[len(given.reads) : len(given.reads) + len(early.outvars)], deferred)
     weights = [given.reads[each.read] for each in deferred]  # constants here, for further derivatives they are not
-    step = jax.checkpoint(
-        Recorded(split, deferred, slots), prevent_cse=False, policy=RealOnly(_save_all_but_cheap)
-    )
+    step = jax.checkpoint(Recorded(split, deferred, slots), prevent_cse=False, policy=RealOnly(_save_all_but_cheap))
     apart = [i for slot in slots for i in slot.early]  # their tangents enter the sums that they are in
 
     def of_each_step(on: list[Any]) -> list[Array]:

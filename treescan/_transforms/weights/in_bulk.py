@@ -53,6 +53,20 @@ def in_bulk(chunk: Step) -> Step:
     return InBulk(chunk) if isinstance(chunk, RunChunk) and not chunk.levels else chunk
 
 
+def takes_products(loop: Loop) -> bool:
+    """Whether chunks of a loop, whose step closes over nothing, have products to be computed at once."""
+    return _split_of(loop) is not None
+
+
+@dataclass(frozen=True)
+class AtOnce:
+    """What is put around a chunk that saves all of its steps: their products are computed at once."""
+
+    def __call__(self, step: Step, looped: bool) -> Step:
+        del looped
+        return in_bulk(step)
+
+
 def _reads(split: Split, consts: PyTree) -> list[Any]:
     same = [*split.closed, *jax.tree.leaves(consts)]
     return [*eval_jaxpr(split.once, [], *same), *same]

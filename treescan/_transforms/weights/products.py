@@ -35,11 +35,6 @@ ELEMENTWISE = frozenset(
 # fmt: on
 """Primitives that compute each element from few, or move it."""
 
-TRANSCENDENTAL = frozenset(
-    {"cos", "cosh", "exp", "exp2", "expm1", "log", "log1p", "logistic", "pow", "sin", "sinh", "tan", "tanh"}
-)
-"""Those of them that take a processor many operations for each element."""
-
 # fmt: off
 _OF_EACH_STEP = PRODUCTS | ELEMENTWISE | frozenset(
     {
