@@ -16,6 +16,8 @@ from hlo import Program
 from unpadded import compiled
 
 import treescan
+import treescan._transforms.auto as auto_remat
+from treescan._trace.cost import count_operations
 from treescan._transforms.weights import steps_at_once
 
 STEPS, CHUNK, ROWS, D, H = 10, 4, 3, 2, 3
@@ -340,6 +342,120 @@ def test_scan_that_saves_whole_steps_under_vmap():
             for o in ({"verb": treescan.scan, "remat": WHOLE_STEPS}, {"verb": jax.lax.scan})
         )
         assert_close(compiled(ours, *args), compiled(expected, *args))
+
+
+LONG = 37
+
+
+def given_long():
+    return params(), array(ROWS, H, seed=20), array(LONG, ROWS, D, seed=21)
+
+
+@pytest.fixture(params=["at once", "recomputed"])
+def auto(request, monkeypatch):
+    """Both plans of "auto": what an operation costs decides between them."""
+    monkeypatch.setattr(auto_remat, "OPERATIONS_PER_BYTE", 10**9 * (request.param == "recomputed"))
+    return request.param
+
+
+@by_turns(4, body=BODIES, derive=DERIVED)
+def test_auto_is_lax_scan(body, derive, auto):
+    assert_as_lax_scan(derive, body, given_long(), tolerance=1e-2 if body is of_integers else 1e-4, remat="auto")
+
+
+@parametrize("options", {"reverse": {"reverse": True}, "unroll": {"unroll": 3}})
+def test_auto_with_every_option(options, auto):
+    assert_as_lax_scan(gradient, lstm, given_long(), tolerance=1e-4, remat="auto", **options)
+
+
+def test_auto_thins_and_cuts(auto):
+    for options in ({"truncate": 5, "reverse": True}, {"save": "last"}, {"save": 3}, {"save": None}):
+        ours, plain = (
+            functools.partial(gradient, lstm, verb=treescan.scan, **options, **more) for more in ({"remat": "auto"}, {})
+        )
+        assert_close(compiled(ours, *given_long()), compiled(plain, *given_long()), 1e-4)
+
+
+def test_auto_computes_products_at_once():
+    p, h, _ = wide(WIDE)
+    args = p, h, array(LONG, ROWS, WIDE, seed=1)
+    ours = Program(functools.partial(gradient, lstm, verb=treescan.scan, remat="auto"), *args)
+    assert not adds_up(ours, f"f32[{WIDE},{4 * WIDE}]")
+    assert adds_up(Program(functools.partial(gradient, lstm, verb=jax.lax.scan), *args), f"f32[{WIDE},{4 * WIDE}]")
+
+
+def with_a_callback(p, h, x):
+    jax.debug.callback(lambda: None)
+    return lstm(p, h, x)
+
+
+def without_products(p, h, x):
+    h = h * jnp.sin(h) + p["b"][None, :H]
+    return h, h
+
+
+@parametrize(
+    "body, steps",
+    {
+        "effects": (with_a_callback, LONG),
+        "a rule for reverse mode": (with_own_rule, LONG),
+        "no products": (without_products, LONG),
+        "few steps": (lstm, 31),
+    },
+)
+def test_auto_leaves_alone_what_it_cannot_speed_up(body, steps):
+    args = params(), array(ROWS, H, seed=20), array(steps, ROWS, D, seed=21)
+
+    def jaxpr(verb, **options):
+        loops = equations(jax.make_jaxpr(functools.partial(run, body, verb=verb, **options))(*args), "scan")
+        return [(loop.params["length"], str(loop.params["jaxpr"])) for loop in loops]
+
+    assert [length for length, _ in jaxpr(treescan.scan, remat="auto")] == [steps]
+
+
+def test_what_auto_chooses():
+    """A step is recomputed where it has few operations for what it saves."""
+
+    def plan(rows, features, hidden, **options):
+        p = {"x4": array(features, 4 * hidden), "h4": array(hidden, 4 * hidden), "b": array(4 * hidden)}
+        h, xs = array(rows, hidden), array(64, rows, features)
+        return treescan.plan_remat(functools.partial(lstm, p), h, xs, remat="auto", **options)
+
+    large, wide = plan(32, 64, 128), plan(512, 4, 8)
+    assert (large.remat, large.evaluations) == ("auto", 1)
+    assert isinstance(wide.remat, treescan.Remat) and wide.evaluations == 2
+    assert wide.saved_bytes < 64 * wide.step_bytes
+    with treescan.rewriting(False):
+        assert plan(512, 4, 8).remat is None
+
+
+@parametrize(
+    "function, shapes",
+    {
+        "product": (lambda a, b: a @ b, ((8, 16), (16, 32))),
+        "batched": (lambda a, b: jnp.einsum("bij,bjk->bik", a, b), ((3, 8, 16), (3, 16, 4))),
+        "elementwise": (lambda a, b: a * b + a, ((64, 64), (64, 64))),
+        "convolution": (lambda a, b: jax.lax.conv(a, b, (1,), "SAME"), ((2, 3, 32), (4, 3, 5))),
+    },
+)
+def test_operations_are_counted_as_xla_counts_them(function, shapes):
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    ours = count_operations(jax.make_jaxpr(function)(*args).jaxpr)
+    assert 0.8 < ours / jax.jit(function).lower(*args).compile().cost_analysis()["flops"] < 1.3
+
+
+def test_operations_of_loops_branches_and_functions():
+    a = jnp.ones((8, 8))
+
+    def count(function):
+        return count_operations(jax.make_jaxpr(function)(a).jaxpr)
+
+    one = count(lambda a: a @ a)
+    assert count(lambda a: jax.lax.scan(lambda c, _: (c @ c, None), a, length=5)) == 5 * one
+    assert count(lambda a: jax.lax.cond(a[0, 0] > 0, lambda a: a @ a, lambda a: a, a)) >= one
+    assert count(jax.jit(lambda a: a @ a)) == one
+    assert count(jnp.tanh) == 100 * count(jnp.negative)
+    assert count(jnp.linalg.cholesky) > one
 
 
 def test_scan_that_saves_whole_steps_without_rewriting():

@@ -45,6 +45,11 @@ def while_condition_not_callable(one):
     return while_scan(True, step, one, XS)
 
 
+@case(ArgumentError)
+def while_remat_auto(one):
+    return while_scan(small, step, one, XS, remat="auto")
+
+
 @case(BodyError)
 def while_condition_of_a_number(one):
     return while_scan(lambda carry: carry, step, one, XS)

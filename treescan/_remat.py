@@ -17,7 +17,8 @@ class Remat:
     carry before each part of one level at a time, about `L * T**(1/L)` carries, and evaluates each step once more for
     each level. Any length will do; results do not depend on the plan beyond rounding, and forward mode stays possible.
 
-    `"step"` is short for `Remat()`, `"nested"` for `Remat(levels=2)`.
+    `"step"` is short for `Remat()`, `"nested"` for `Remat(levels=2)`. Chunks that save whole steps
+    (`policy="everything_saveable"`) compute the products of their steps with shared weights at once.
 
     Attributes:
         policy: what of each step is saved beside its carry: a policy of `jax.checkpoint_policies` or its name, such as

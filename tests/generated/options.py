@@ -29,6 +29,7 @@ REMAT = [
     "treescan.Remat('everything_saveable', segment=2)",
     "treescan.Remat('everything_saveable', levels=3, segment=2)",
 ]
+TAKES_AUTO = ("scan", "fold", "accumulate", "fori", "mask_scan")
 TABLE = [op for weight, op in OPERATIONS + PRODUCTS for _ in range(weight)]
 
 
@@ -232,7 +233,7 @@ def _with_options(draw: Draw, program: Program) -> Program:
     if verb not in ("fold_layers",) and chance(draw, 10):
         options["unroll"] = choice(draw, ["2", "3", "True"])
     if verb != "fori" and chance(draw, 15):
-        options["remat"] = choice(draw, REMAT)
+        options["remat"] = choice(draw, REMAT + ["'auto'"] * (verb in TAKES_AUTO))
     custom = any(leaf.custom for leaf in program.carry)
     if verb in ("scan", "fold", "accumulate", "mask_scan") and not custom and chance(draw, 10):
         options["truncate"] = str(choice(draw, [1, 2, 3]))

@@ -103,10 +103,10 @@ def remat_wishes(length: int, remat: Remat | None, inside: Callable[[Step], Step
 
 def check_remat_or_auto(remat: Any) -> Remat | Auto | None:
     """The same, where "auto" may be said."""
-    return AUTO if isinstance(remat, str) and remat == AUTO else check_remat(remat)
+    return AUTO if isinstance(remat, str) and remat == AUTO else check_remat(remat, '"auto", "step", "nested"')
 
 
-def check_remat(remat: Any) -> Remat | None:
+def check_remat(remat: Any, named: str = '"step", "nested"') -> Remat | None:
     """A `Remat` whose policy is a function; "step" and "nested" are short for some."""
     if remat is None:
         return None
@@ -122,8 +122,7 @@ def check_remat(remat: Any) -> Remat | None:
         policy = " A policy is one part of it: `treescan.Remat(policy=...)`." if callable(plan) else ""
         raise Fault(
             ArgumentError,
-            f'{{verb}} over {{body}}: `remat` is "step", "nested", a `treescan.Remat` or None, got '
-            f"{describe_argument(remat)}.",
+            f"{{verb}} over {{body}}: `remat` is {named}, a `treescan.Remat` or None, got {describe_argument(remat)}.",
             '"step" has the gradient recompute each {unit} from what it was given; "nested" saves even less, and '
             f"`treescan.Remat(levels=3)` less again.{policy}",
         )

@@ -121,7 +121,8 @@ def scan(
             transposed copy.
         key: a PRNG key. The body is then given `key=jax.random.fold_in(key, position)` with the step's position in
             xs, the same in reverse.
-        remat: what the gradient recomputes instead of saving it. None: nothing. "step": each step, so that of all that
+        remat: what the gradient recomputes instead of saving it. None: nothing. "auto": the plan that is expected to be
+            the fastest, which saves no more than None. "step": each step, so that of all that
             is computed in one only the carry is saved, T of them. "nested": chunks of about sqrt(T) steps, and in
             these each step, so that about 2 sqrt(T) carries are saved, for one more evaluation of each step. A
             `treescan.Remat` says what is saved of a step, has more levels, fits a budget of bytes or moves carries to
