@@ -552,6 +552,66 @@ def test_held_outputs_step_by_step(lengths):
     assert_bitwise(stepwise, run(jnp.zeros((3, 2))))
 
 
+def _returns_by_hand(last, rewards, begins, reverse):
+    """Discounted sums that begin anew, in a loop by hand; in reverse a segment ends one step before the next begins."""
+    flags = np.concatenate([begins[1:], np.zeros_like(begins[:1])]) if reverse else begins
+
+    def step(total, x):
+        reward, flag = x
+        total = 0.9 * jnp.where(flag, last, total) + reward
+        return total, total
+
+    return jax.lax.scan(step, last, (rewards, flags), reverse=reverse)
+
+
+def _returns(last, rewards, begins, reverse, **options):
+    def step(total, reward):
+        total = 0.9 * total + reward
+        return total, total
+
+    return treescan.mask_scan(step, last, rewards, resets=begins, reverse=reverse, **options)
+
+
+RESETS = np.random.default_rng(5).random((64, 3)) < 0.2
+
+
+@pytest.mark.parametrize("options", [{}, {"chunk": 5}, {"chunk": 0}, {"remat": "nested"}, {"compact": True}], ids=str)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_resets_alone_are_a_loop_by_hand(reverse, options):
+    args = jnp.arange(3.0), jnp.asarray(np.random.default_rng(6).normal(size=RESETS.shape), jnp.float32)
+
+    def loss(run, *args):
+        final, ys = run(*args, RESETS, reverse)
+        return jnp.sum(final**2) + jnp.sum(jnp.sin(ys))
+
+    ours = functools.partial(_returns, **options)
+    chex.assert_trees_all_close(ours(*args, RESETS, reverse), _returns_by_hand(*args, RESETS, reverse), rtol=1e-5)
+    gradients = [jax.jit(jax.grad(functools.partial(loss, run), (0, 1)))(*args) for run in (ours, _returns_by_hand)]
+    chex.assert_trees_all_close(*gradients, rtol=1e-4)
+
+
+@pytest.mark.parametrize("save", ["last", 5, None])
+@pytest.mark.parametrize("fill", [0, "hold"])
+def test_resets_alone_keep_outputs(save, fill):
+    final, ys = _returns(jnp.zeros(3), jnp.ones(RESETS.shape), RESETS, True)
+    kept_final, kept = _returns(jnp.zeros(3), jnp.ones(RESETS.shape), RESETS, True, save=save, fill=fill)
+    chex.assert_trees_all_close(kept_final, final)
+    chex.assert_trees_all_close(kept, {"last": ys[0], 5: ys[4::5], None: None}[save])
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_resets_alone_mask_nothing(reverse):
+    """One loop, one selection for the one leaf, and no branch: what a loop by hand has."""
+    jaxprs = [
+        jax.make_jaxpr(lambda *a, run=run: run(*a, RESETS, reverse))(jnp.zeros(3), jnp.ones(RESETS.shape))
+        for run in (_returns, _returns_by_hand)
+    ]
+    for name in ("cond", "cummin", "cummax", "custom_vmap_call", "argmax", "remat2"):
+        assert not list(equations(jaxprs[0].jaxpr, name))
+    for name in ("scan", "select_n"):
+        assert [len(list(equations(jaxpr.jaxpr, name))) for jaxpr in jaxprs] == [1, 1]
+
+
 def test_a_padded_batch_takes_resets():
     """Its lengths say where rows end; where segments begin in them it does not know."""
     padded, resets = treescan.pad([np.arange(4.0), np.arange(2.0)]), np.array([[0, 0], [0, 1], [1, 0], [0, 1]], bool)

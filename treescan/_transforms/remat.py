@@ -44,9 +44,10 @@ class Recompute:
         return None if plan is None else cls(plan)
 
     def __call__(self, loop: Loop) -> Loop:
+        masked = loop.rows is not None and not loop.rows.all_valid
         if self.remat == AUTO:
-            return _fastest(loop)
-        if loop.rows is not None:
+            return loop if masked or is_untraced(loop) else choose_fastest(loop)
+        if masked:
             refuse_budget(self.remat, "a masked scan")
             refuse_offload(self.remat)
         if is_untraced(loop):
@@ -60,24 +61,36 @@ class Recompute:
         return loop if remat is None else _recompute(loop, remat)
 
 
-def _fastest(loop: Loop) -> Loop:
-    """The loop under the plan that is expected to be the fastest; a masked one recomputes its chunks anyway."""
-    if loop.rows is not None or is_untraced(loop) or not isinstance(loop.length, int):
+def choose_fastest(loop: Loop) -> Loop:
+    """The loop under the plan that is expected to be the fastest. Masked loops recompute their chunks anyway."""
+    if not isinstance(loop.length, int):
         return loop
     loop = traced(loop)
     remat = fastest(loop.trace).remat
     if isinstance(remat, Remat):
         return _recompute(loop, remat)
-    whole = with_safe_branches(lifted(loop)) if remat == AUTO else loop
+    whole = with_safe_branches(_lifted(loop)) if remat == AUTO else loop
     if remat is None or not takes_products(whole):
         return loop
     return dataclasses.replace(whole, wishes=(*loop.wishes, Wish(chunk_size(loop.length), around=AtOnce())))
 
 
+def recompute_chunks(loop: Loop, size: int) -> Loop:
+    """The loop with chunks of so many steps that the gradient recomputes, unless the body may not be computed twice."""
+    if loop.trace.effects or loop.trace.refs:
+        return loop
+    return _recompute(loop, Remat(jax.checkpoint_policies.everything_saveable, levels=2, segment=size))
+
+
+def _lifted(loop: Loop) -> Loop:
+    return loop if loop.rows is not None else lifted(loop)  # what a body closes over, rows have lifted
+
+
 def _recompute(loop: Loop, remat: Remat) -> Loop:
     """The traced loop, its steps and chunks recomputed as a plan says."""
-    at_once = loop.rows is None and saves_whole_steps(loop.trace, remat)
-    loop = with_safe_branches(lifted(loop)) if at_once else loop
+    masked = loop.rows is not None and not loop.rows.all_valid
+    at_once = not masked and saves_whole_steps(loop.trace, remat)
+    loop = with_safe_branches(_lifted(loop)) if at_once else loop
     loop = checkpoint_steps(loop, remat)
     wishes = remat_wishes(loop.length, remat, in_bulk if at_once else None)
     return dataclasses.replace(loop, recomputed=True, wishes=(*loop.wishes, *wishes))

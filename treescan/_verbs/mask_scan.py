@@ -202,7 +202,8 @@ def mask_scan(
         resets: bool[T, *batch]: where a segment (an episode, a sequence among others in a row) begins. Before that
             step `init` is put back, and no gradient passes; in reverse, before the segment's last valid step. Flags at
             steps that are not valid mean nothing, and shared leaves are never reset. Without lengths and mask every
-            step is valid.
+            step is valid: then nothing is masked or skipped, and the gradient follows `remat="auto"` of
+            `treescan.scan`, or recomputes chunks of `chunk` steps if that is given.
         time_axis: 0, or 1 for data that leads with the batch: where the steps stand in xs, ys, `mask` and `resets`.
             `in_axes` or `out_axes`, where given, say so instead for xs or ys.
         length: the number of steps T; needed without xs.

@@ -56,6 +56,7 @@ class Rows(NamedTuple):
         resets: bool[T, *batch], where a segment begins; None: nowhere.
         unchanged: for each leaf of the state whether no step changes it; None: those have left the state.
         outputs: what is kept of ys; see `keep_rows.RowOutputs`.
+        all_valid: whether every step of every row is known to be data: there are resets alone.
     """
 
     axes: RowAxes
@@ -64,6 +65,7 @@ class Rows(NamedTuple):
     resets: Array | None = None
     unchanged: Callable[[], tuple[bool, ...]] | None = None
     outputs: Any = None
+    all_valid: bool = False
 
 
 def with_axes(loop: Loop, **axes: LeafAxes) -> Loop:

@@ -57,12 +57,11 @@ class KeepRows:
         loop = dataclasses.replace(loop, rows=loop.rows._replace(outputs=outputs))
 
         def finish(state: PyTree, left: list[Any]) -> tuple[PyTree, PyTree]:
-            last = iter(())
+            ys = kept_leaves(left, outputs.keeps)
             if any(outputs.held):
                 held, state = state
                 last = iter(leaf for leaf, keep in zip(held, _of(keeps, outputs.held), strict=True) if keep == LAST)
-            ys = kept_leaves(left, outputs.keeps)
-            ys = [next(last) if keep == LAST else y for y, keep in zip(ys, keeps, strict=True)]
+                ys = [next(last) if keep == LAST else y for y, keep in zip(ys, keeps, strict=True)]
             return state, without_dropped(ys, jax.tree.structure(y), save)
 
         return loop.finished(finish)
@@ -71,6 +70,10 @@ class KeepRows:
         """Holds the outputs whose fill says so, and those of which each row's last one is kept: none is stacked."""
         y, fill = loop.trace.y, self.fill
         start, fills = fill_leaves(fill, y), fill.spread(y, "y")
+        if loop.rows.all_valid:  # nothing is filled, and the last y of all rows is that of the last step
+            none = (False,) * len(keeps)
+            left = _of(loop.rows.axes.y, [keep is not None for keep in keeps])
+            return with_axes(loop, y=tuple(left)), RowOutputs(keeps, Idle(Prefix.of([])), none)
         held = tuple(k == LAST or (k is not None and fill == HOLD) for k, fill in zip(keeps, fills, strict=True))
         loop = hold(loop, held, start, loop.trace.y_avals)
         stacked = tuple(None if keep == LAST else keep for keep in keeps)

@@ -110,6 +110,8 @@ def _show_shared(mask: RowMask, leaves: list[Array], good: list[Any], axes: Leaf
 class Mask:
     """Runs the steps of rows that are not valid on a good pair, and keeps nothing of what comes of it.
 
+    Where every step is valid, the loop is left alone.
+
     Attributes:
         fill: a prefix of y: what it is on padded steps.
         spelled: the fill as text: 0.0 and -0.0 compare as equal.
@@ -120,6 +122,8 @@ class Mask:
     moves = True
 
     def __call__(self, loop: Loop) -> Loop:
+        if loop.rows.all_valid:
+            return loop
         return mask(loop, without_hold(self.fill) if is_untraced(loop) else self.fill)
 
 

@@ -47,9 +47,10 @@ class OverRows:
 
     def __call__(self, loop: Loop) -> Loop:
         valid, resets = self._flags(loop)
-        loop, axes = self._lay(loop, valid)
+        all_valid = loop.rows[:2] == (None, None)
+        loop, axes = self._lay(loop, valid, lends=not all_valid)
         y_axes = self.y_axes or Prefix.of(jax.tree.unflatten(jax.tree.structure(loop.state), axes.state))
-        tiers = tiers_of(self.compact, valid.shape[1:]) if self.compact else (0,)
+        tiers = tiers_of(self.compact, valid.shape[1:]) if self.compact and not all_valid else (0,)
         refuse_tiers(tiers, loop)
         unchanged = None
         if is_untraced(loop):
@@ -61,7 +62,7 @@ class OverRows:
             axes = axes._replace(y=spread_batch_axes("y_axes", y_axes, hoisted.y, "y", valid.shape[1:]))
             trace_tiers(hoisted, loop, axes, tiers)
             hoisted = lift(hoisted)
-        rows = _rows_of(hoisted, axes, y_axes)._replace(resets=resets, unchanged=unchanged)
+        rows = _rows_of(hoisted, axes, y_axes)._replace(resets=resets, unchanged=unchanged, all_valid=all_valid)
         loop = dataclasses.replace(hoisted.loop, trace=hoisted, rows=rows)
         return loop.finished(lambda state, ys: (hoisted.restore(state), ys))
 
@@ -76,7 +77,7 @@ class OverRows:
         assert resets is not None
         return jnp.ones_like(resets), resets
 
-    def _lay(self, loop: Loop, valid: Array) -> tuple[Loop, RowAxes]:
+    def _lay(self, loop: Loop, valid: Array, *, lends: bool) -> tuple[Loop, RowAxes]:
         """The loop with its mask, and where its rows are. It follows `in_axes`, as these are told of the user's x."""
         (carry, x), batch = loop.names, valid.shape[1:]
         carry_axes = spread_carry_axes(self.carry_axes, loop.state, carry, batch)
@@ -90,7 +91,8 @@ class OverRows:
             loop = scan_over_axes(loop, self.in_axes)
         if whole_axes:
             whole, inner = loop.consts
-            loop = dataclasses.replace(loop, consts=(lend_rows(whole, whole_axes, valid), inner))
+            whole = lend_rows(whole, whole_axes, valid) if lends else whole
+            loop = dataclasses.replace(loop, consts=(whole, inner))
         others = len(jax.tree.leaves(loop.consts)) - len(whole_axes)
         return loop, RowAxes((*whole_axes, *(None,) * others), carry_axes, x_axes, ())
 

@@ -57,11 +57,18 @@ def reset_rows(loop: Loop, resets: Array) -> Loop:
     assert loop.xs.valid is not None
     own = [axis for axis in axes.state if axis is not None]
     inits = [leaf for leaf, axis in zip(loop.state, axes.state, strict=True) if axis is not None]
-    flags = beginnings(resets, loop.xs.valid, reverse=loop.reverse)
+    flags = _shifted(resets) if loop.rows.all_valid and loop.reverse else resets
+    if not loop.rows.all_valid:
+        flags = beginnings(resets, loop.xs.valid, reverse=loop.reverse)
     loop = dataclasses.replace(
         loop, step=Reset(loop.step, axes.state), consts=(inits, loop.consts), xs=loop.xs._replace(reset=flags)
     )
     return with_axes(loop, consts=(*own, *axes.consts))
+
+
+def _shifted(resets: Array) -> Array:
+    """In reverse a row begins anew one step before each flag, in time; where every step is valid."""
+    return jnp.concatenate([resets[1:], jnp.zeros_like(resets[:1])])
 
 
 def beginnings(resets: Array, valid: Array, *, reverse: bool) -> Array:

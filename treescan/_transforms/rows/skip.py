@@ -26,6 +26,7 @@ from ..checkpoint import Checkpointed, checkpoint
 from ..nest import levels_for, levels_of, nearest
 from ..outputs import boundaries, is_thinned
 from ..refuse import refuse_symbolic, refuse_with_refs
+from ..remat import choose_fastest, recompute_chunks
 from ..thin import emitting, run_keeping
 from ..weights.branches import with_safe_branches
 from ..weights.in_bulk import in_bulk
@@ -103,6 +104,8 @@ class Skip:
 
     def run(self, loop: Loop) -> tuple[PyTree, list[Any]]:
         """Runs a masked loop, without the chunks in which no row is valid."""
+        if loop.rows.all_valid:
+            return self._run_all(loop)
         valid = loop.xs.valid
         assert valid is not None
         chunk, tiers = self._plan(loop)
@@ -119,6 +122,21 @@ class Skip:
             loop = dataclasses.replace(loop, step=emitting(loop.step, outputs.keeps))
             return in_place.run(loop, lambda loop: run_chunked(with_safe_branches(loop) if ruled else loop, levels))
         return run_keeping(with_safe_branches(loop) if ruled else loop, levels, outputs.keeps)
+
+    def _run_all(self, loop: Loop) -> tuple[PyTree, list[Any]]:
+        """Runs a loop in which every step is valid: in chunks that the gradient recomputes, if the user asked for some.
+
+        Nothing is skipped, so that chunks have no branch.
+        """
+        keeps = loop.rows.outputs.keeps
+        if is_thinned(keeps):
+            refuse_symbolic(loop.length, "save")
+        if self.chunk and not loop.recomputed:
+            refuse_symbolic(loop.length, "chunk")
+            loop = recompute_chunks(loop, self.chunk)
+        elif self.chunk is None and not loop.recomputed:
+            loop = choose_fastest(loop)
+        return run_keeping(loop, levels_for(loop, loop.wishes, keeps), keeps)
 
     def _plan(self, loop: Loop) -> tuple[int | None, tuple[int, ...]]:
         """The steps of a chunk, and the numbers of rows that the body is made for; only one for all rows.
