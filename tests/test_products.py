@@ -17,6 +17,7 @@ from unpadded import compiled
 
 import treescan
 import treescan._transforms.auto as auto_remat
+import treescan._transforms.remat as remat_transform
 from treescan._trace.cost import count_operations
 from treescan._transforms.weights import steps_at_once
 
@@ -355,6 +356,7 @@ def given_long():
 def auto(request, monkeypatch):
     """Both plans of "auto": what an operation costs decides between them."""
     monkeypatch.setattr(auto_remat, "OPERATIONS_PER_BYTE", 10**9 * (request.param == "recomputed"))
+    monkeypatch.setattr(remat_transform, "saves_more", lambda *_: False)
     return request.param
 
 
@@ -377,11 +379,28 @@ def test_auto_thins_and_cuts(auto):
 
 
 def test_auto_computes_products_at_once():
+    def gated(p, h, x):
+        f, i, o, g = jnp.split(x @ p["x4"] + h @ p["h4"], 4, -1)
+        h = jax.nn.sigmoid(o) * jnp.tanh(jax.nn.sigmoid(f) * h + jax.nn.sigmoid(i) * jnp.tanh(g))
+        return h, h
+
     p, h, _ = wide(WIDE)
-    args = p, h, array(LONG, ROWS, WIDE, seed=1)
-    ours = Program(functools.partial(gradient, lstm, verb=treescan.scan, remat="auto"), *args)
+    args = p, h, array(1024, ROWS, WIDE, seed=1)
+    ours = Program(functools.partial(gradient, gated, verb=treescan.scan, remat="auto"), *args)
     assert not adds_up(ours, f"f32[{WIDE},{4 * WIDE}]")
-    assert adds_up(Program(functools.partial(gradient, lstm, verb=jax.lax.scan), *args), f"f32[{WIDE},{4 * WIDE}]")
+    assert adds_up(Program(functools.partial(gradient, gated, verb=jax.lax.scan), *args), f"f32[{WIDE},{4 * WIDE}]")
+
+
+def test_auto_saves_no_more_than_without():
+    """The last gate is read as it comes: to save the products in its place would take more."""
+    p, h, _ = wide(WIDE)
+    args = p, h, array(1024, ROWS, WIDE, seed=1)
+
+    def temporaries(verb, **options):
+        compiled = jax.jit(functools.partial(gradient, lstm, verb=verb, **options)).lower(*args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(treescan.scan, remat="auto") <= temporaries(jax.lax.scan)
 
 
 def with_a_callback(p, h, x):
@@ -421,12 +440,12 @@ def test_what_auto_chooses():
         h, xs = array(rows, hidden), array(64, rows, features)
         return treescan.plan_remat(functools.partial(lstm, p), h, xs, remat="auto", **options)
 
-    large, wide = plan(32, 64, 128), plan(512, 4, 8)
+    large, wide = plan(32, 64, 128), plan(4096, 4, 8)
     assert (large.remat, large.evaluations) == ("auto", 1)
     assert isinstance(wide.remat, treescan.Remat) and wide.evaluations == 2
     assert wide.saved_bytes < 64 * wide.step_bytes
     with treescan.rewriting(False):
-        assert plan(512, 4, 8).remat is None
+        assert plan(4096, 4, 8).remat is None
 
 
 @parametrize(

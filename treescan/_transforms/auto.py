@@ -14,13 +14,18 @@ from .._loop.rewrite import is_rewriting
 from .._remat import Remat
 from .._trace.cost import count_operations
 from .._trace.hoist import Hoisted, one_step
-from .budget import RematPlan, best_segment, plan_of
+from .budget import RematPlan, best_segment, bytes_of_step, plan_of
+from .checkpoint import Checkpointed
+from .weights.deferred import save_all_but_cheap
 
 Auto: TypeAlias = Literal["auto"]
 AUTO: Final = "auto"
 
 OPERATIONS_PER_BYTE = 20
 """How many operations take a device as long as one byte that is saved: it is written once, and read once."""
+
+CACHE, CACHED = 2**24, 4
+"""Up to so many bytes may stay in a processor's cache from when they are saved; there they cost this part."""
 
 OPERATIONS_PER_STEP = 100_000
 """What a step costs beside its operations, in operations: small ones take a microsecond at least."""
@@ -38,9 +43,16 @@ def fastest(hoisted: Hoisted) -> RematPlan:
         return plain
     segment = best_segment(length, 2, plain.carry_bytes, plain.step_bytes)
     chunks = plan_of(hoisted, Remat(jax.checkpoint_policies.everything_saveable, levels=2, segment=segment))
-    if chunks.saved_bytes < plain.saved_bytes and _operations(hoisted) < OPERATIONS_PER_BYTE * plain.step_bytes:
+    price = OPERATIONS_PER_BYTE // (CACHED if plain.saved_bytes < CACHE else 1)
+    if chunks.saved_bytes < plain.saved_bytes and _operations(hoisted) < price * plain.step_bytes:
         return chunks
     return plain.with_remat(AUTO)
+
+
+def saves_more(hoisted: Hoisted, plain: RematPlan, size: int, products: int) -> bool:
+    """Whether a loop saves more in chunks of so many steps whose products, so many bytes per step, are at once."""
+    step = Checkpointed(hoisted.loop.step, looped=True, policy=save_all_but_cheap)
+    return plain.steps * bytes_of_step(hoisted, step) + 2 * size * products > plain.saved_bytes
 
 
 def _operations(hoisted: Hoisted) -> int:

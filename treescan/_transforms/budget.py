@@ -86,11 +86,12 @@ def plan_of(hoisted: Hoisted, remat: Remat | None) -> RematPlan:
     length = hoisted.loop.length
     refuse_symbolic(length, "remat")
     carry = _carry_bytes(hoisted)
-    step = _step_bytes(hoisted, hoisted.loop.step)
+    step = bytes_of_step(hoisted, hoisted.loop.step)
     if remat is None or remat.budget is None:
         chosen = None if remat is None else remat.policy
         named = callable(chosen) and chosen is not jax.checkpoint_policies.everything_saveable
-        kept = _step_bytes(hoisted, checkpoint_step(hoisted.loop.step, remat, looped=True)) if named and remat else None
+        saving = checkpoint_step(hoisted.loop.step, remat, looped=True) if named and remat else None
+        kept = None if saving is None else bytes_of_step(hoisted, saving)
         return _describe(remat, length, carry, step, kept)
     fitting = least = None
     for plan in _candidates(length, carry, step):
@@ -163,7 +164,7 @@ def _bytes_of(aval: Any) -> int:
     return math.prod(aval.shape) * aval.dtype.itemsize
 
 
-def _step_bytes(hoisted: Hoisted, step: Step) -> int:
+def bytes_of_step(hoisted: Hoisted, step: Step) -> int:
     """The bytes that the gradient saves of a step: what its linearization keeps, less what lies outside of the loop."""
     loop = hoisted.loop
 

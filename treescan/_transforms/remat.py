@@ -16,12 +16,12 @@ from .._loop.rewrite import is_rewriting
 from .._loop.sizes import Wish, chunk_size
 from .._remat import Remat
 from .._trace.hoist import Hoisted, hoist, is_untraced, lifted, traced
-from .auto import AUTO, Auto, fastest
+from .auto import AUTO, Auto, fastest, saves_more
 from .budget import fit_budget
 from .checkpoint import RematChunk, checkpoint_steps, levels_in, remat_sizes
 from .refuse import refuse_budget, refuse_offload, refuse_to_repeat
 from .weights.branches import with_safe_branches
-from .weights.in_bulk import AtOnce, in_bulk, takes_products
+from .weights.in_bulk import AtOnce, bytes_of_products, in_bulk
 
 _PLANS = {"step": Remat(levels=1), "nested": Remat(levels=2)}
 
@@ -66,13 +66,16 @@ def choose_fastest(loop: Loop) -> Loop:
     if not isinstance(loop.length, int):
         return loop
     loop = traced(loop)
-    remat = fastest(loop.trace).remat
-    if isinstance(remat, Remat):
-        return _recompute(loop, remat)
-    whole = with_safe_branches(_lifted(loop)) if remat == AUTO else loop
-    if remat is None or not takes_products(whole):
+    plan, size = fastest(loop.trace), chunk_size(loop.length)
+    if isinstance(plan.remat, Remat):
+        return _recompute(loop, plan.remat)
+    if plan.remat is None:
         return loop
-    return dataclasses.replace(whole, wishes=(*loop.wishes, Wish(chunk_size(loop.length), around=AtOnce())))
+    whole = with_safe_branches(_lifted(loop))
+    products = bytes_of_products(whole)
+    if not products or saves_more(loop.trace, plan, size, products):
+        return loop
+    return dataclasses.replace(whole, wishes=(*loop.wishes, Wish(size, around=AtOnce())))
 
 
 def recompute_chunks(loop: Loop, size: int) -> Loop:

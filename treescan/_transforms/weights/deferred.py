@@ -171,7 +171,7 @@ def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments
     deferred = tuple(each for each in split.deferred if not isinstance(d_given.reads[each.read], SymbolicZero))
     slots = slots_of(rest, rest.invars[len(given.reads) : len(given.reads) + len(early.outvars)], deferred)
     weights = [given.reads[each.read] for each in deferred]  # constants here, for further derivatives they are not
-    step = jax.checkpoint(Recorded(split, deferred, slots), prevent_cse=False, policy=RealOnly(_save_all_but_cheap))
+    step = jax.checkpoint(Recorded(split, deferred, slots), prevent_cse=False, policy=RealOnly(save_all_but_cheap))
     apart = [i for slot in slots for i in slot.early]  # their tangents enter the sums that they are in
 
     def of_each_step(on: list[Any]) -> list[Array]:
@@ -209,7 +209,7 @@ def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments
     return result, fill_in(result, push(d_on, added))
 
 
-def _save_all_but_cheap(prim: Any, *args: Any, **params: Any) -> bool:
+def save_all_but_cheap(prim: Any, *args: Any, **params: Any) -> bool:
     """The policy within a chunk: all is saved but what is computed again sooner than it is read.
 
     Transcendental functions are saved. XLA's CPU backend would compute one again in each fusion that reads it.

@@ -53,9 +53,21 @@ def in_bulk(chunk: Step) -> Step:
     return InBulk(chunk) if isinstance(chunk, RunChunk) and not chunk.levels else chunk
 
 
-def takes_products(loop: Loop) -> bool:
-    """Whether chunks of a loop, whose step closes over nothing, have products to be computed at once."""
-    return _split_of(loop) is not None
+def bytes_of_products(loop: Loop) -> int:
+    """The bytes per step of the products that chunks of a loop compute at once, and of what they multiply; 0: none.
+
+    The step of the loop closes over nothing.
+    """
+    split = _split_of(loop)
+    if split is None:
+        return 0
+    equations = [split.derivative.rest.eqns[each.equation] for each in split.deferred]
+    deferred = [var for e, each in zip(equations, split.deferred, strict=True) for var in (e.outvars[0], each.of(e)[1])]
+    return sum(map(_bytes_of, [*deferred, *split.derivative.early.outvars]))
+
+
+def _bytes_of(var: Any) -> int:
+    return var.aval.size * var.aval.dtype.itemsize
 
 
 @dataclass(frozen=True)
