@@ -324,7 +324,7 @@ def _is_once_only(jaxpr: Any) -> bool:
     return not _REPEATED.issuperset(type(effect).__name__ for effect in jaxpr.effects)
 
 
-_REPEATED = frozenset({"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect"})
+_REPEATED = frozenset({"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "ErrorEffect"})  # the last: checkify
 
 
 def _has_refs(jaxpr: Any) -> bool:
