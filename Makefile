@@ -47,7 +47,10 @@ fuzz-ci: .venv/.group-test
 # What holds the library to JAX under flags, to random programs and to tables runs on one release alone, for time's sake.
 ONE_RELEASE = $(foreach name,flags generated leaks primitives what_works,--ignore tests/test_$(name).py)
 
-test-matrix: test-oldest test-newest ## The everyday tests on the oldest and the newest supported Python and JAX.
+# Each test function runs on these releases, and a quarter of its cases: all cases run on the main one.
+test-oldest test-newest: export TREESCAN_RELEASE_SHARE := 4
+
+test-matrix: test-oldest test-newest ## The everyday tests, a quarter of their cases, on the oldest and the newest Python and JAX.
 
 test-oldest: .venvs/oldest/.group-test
 	.venvs/oldest/bin/python $(PYTEST) $(ONE_RELEASE) -m "not slow"

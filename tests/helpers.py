@@ -301,7 +301,7 @@ OPTIONS = {
         plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2, compact=True, **SHARED), (3, 6), traces=3
     ),
     "resets": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, resets=RESETS), 4),
-    "resets_alone": Option(plain, over(treescan.mask_scan, resets=RESETS, reverse=True), 4),
+    "resets_alone": Option(plain, over(treescan.mask_scan, resets=RESETS, reverse=True), 2),
     "hold": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill="hold"), 3),
     "time_axis": Option(plain, _batch_first, 3),
     "padded": Option(plain, _over_padded, 3),

@@ -3,7 +3,6 @@
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from helpers import parametrize
 from jax.experimental import checkify
@@ -102,6 +101,8 @@ WITH_CHECKS = {
     "compact": masked(chunk=2, compact=True),
     "resets": masked(resets=jnp.zeros((6, 2), bool)),
 }
+
+
 def checked(verb, body, xs):
     error, result = checkify.checkify(jax.jit(lambda xs: verb(body, xs)))(xs)
     return error.get(), result

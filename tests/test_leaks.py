@@ -195,11 +195,12 @@ def test_the_number_of_live_objects_is_flat(verb):
 @pytest.mark.slow
 @parametrize("context", CONTEXTS)
 @parametrize("verb", {name: VERBS[name] for name in ("scan nested", "fori traced", "while_scan", "mask_scan")})
-def test_a_thousand_closures_leave_nothing(verb, context):
+@pytest.mark.parametrize("calls", [100, pytest.param(1000, marks=pytest.mark.exhaustive)])
+def test_many_closures_leave_nothing(verb, context, calls):
     held = [reference for _ in range(10) for reference in run_once(verb, context)]
     before = objects()
-    for call in range(990):
-        held = [*held, *run_once(verb, context)] if call % 100 == 0 else run_once(verb, context)
-        if call % 100 == 0:
+    for call in range(calls - 10):
+        held = [*held, *run_once(verb, context)] if call % (calls // 10) == 0 else run_once(verb, context)
+        if call % (calls // 10) == 0:
             assert alive(iter(held)) == 0
     assert objects() == before

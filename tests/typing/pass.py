@@ -1,7 +1,7 @@
 """What the static types infer: `assert_type` is checked by pyright and mypy, see test_typing.py. Never run."""
 
 import functools
-from typing import NamedTuple, assert_type
+from typing import Literal, NamedTuple, assert_type
 
 import jax
 import jax.numpy as jnp
@@ -200,7 +200,7 @@ assert_type(
     mask_scan(step_of_states, one, padded, save=None, remat=Remat("dots_saveable")), tuple[Array, dict[str, Array]]
 )
 assert_type(plan_remat(named_step, State(one, key), xs, remat=Remat(segment=8, offload="pinned_host")), RematPlan)
-assert_type(plan_remat(named_step, State(one, key), xs, remat=None).remat, Remat | None)
+assert_type(plan_remat(named_step, State(one, key), xs, remat="auto").remat, Remat | Literal["auto"] | None)
 assert_type(padded.mask, Array)
 assert_type(padded.efficiency, float)
 assert_type(unpad(padded), list[State])
