@@ -63,6 +63,7 @@ class Comparison:
         blocks: how many to measure at most, one call a sample: for functions that take seconds. None leaves this to the
             `Effort`.
         peer_result: brings what `peer` returns into the form of what `candidate` returns, for the check alone.
+        tolerance: by how much results may differ, as a part of the largest entry of each array.
     """
 
     name: str
@@ -73,6 +74,7 @@ class Comparison:
     details: Mapping[str, float] = dataclasses.field(default_factory=dict[str, float])
     blocks: int | None = None
     peer_result: Callable[[Any], object] = lambda result: result
+    tolerance: float = 1e-4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -186,7 +188,7 @@ def measure(comparison: Comparison, effort: Effort) -> Measurement:
         AssertionError: the two functions return different values.
     """
     candidate, peer, target = comparison.candidate, comparison.peer, comparison.target
-    assert_trees_agree(candidate(), comparison.peer_result(peer()))  # also compiles both
+    assert_trees_agree(candidate(), comparison.peer_result(peer()), comparison.tolerance)  # also compiles both
     blocks, calls = _amount(comparison, effort)
     times = []
     with _garbage_apart():
@@ -216,8 +218,8 @@ def measure_memory(memory: Memory) -> MemoryMeasurement:
     return MemoryMeasurement(memory.name, memory.against, target, passed, ratio, candidate, peer)
 
 
-def assert_trees_agree(candidate: object, peer: object) -> None:
-    """Raises AssertionError unless the leaves agree to 1e-3, or to 1e-4 of the largest value of the leaf.
+def assert_trees_agree(candidate: object, peer: object, tolerance: float = 1e-4) -> None:
+    """Raises AssertionError unless the leaves agree to 1e-3, or to 1e-4 (`tolerance`) of the largest value of the leaf.
 
     The second is for sums over many steps: what cancels there leaves a rounding error of the size of the terms.
     """
@@ -225,7 +227,7 @@ def assert_trees_agree(candidate: object, peer: object) -> None:
     for (path, ours), theirs in zip(jax.tree.leaves_with_path(candidate), jax.tree.leaves(peer), strict=True):
         largest = float(np.max(np.abs(theirs), initial=0))
         where = f"at {jax.tree_util.keystr(path)}"
-        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=1e-4 * largest, err_msg=where)
+        np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=tolerance * largest, err_msg=where)
 
 
 def run_suite(name: str, comparisons: Iterable[Comparison | Memory], effort: Effort, results: Path | None) -> bool:
