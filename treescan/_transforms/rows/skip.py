@@ -134,7 +134,7 @@ class Skip:
         if self.chunk and not loop.recomputed:
             refuse_symbolic(loop.length, "chunk")
             loop = recompute_chunks(loop, self.chunk)
-        elif self.chunk is None and not loop.recomputed:
+        elif self.chunk is None and not loop.wishes:
             loop = choose_fastest(loop)
         return run_keeping(loop, levels_for(loop, loop.wishes, keeps), keeps)
 
