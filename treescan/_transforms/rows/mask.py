@@ -17,7 +17,7 @@ from jax.core import Tracer
 
 from ..._axes import LeafAxes
 from ..._loop.loop import Feed, Loop, Step
-from ..._trace.hoist import Lifted, is_untraced
+from ..._trace.hoist import is_untraced
 from ..._tree import Prefix
 from ..._types import Array, PyTree
 from .batch_axes import RowAxes, spread_batch_axes, with_axes
@@ -165,7 +165,7 @@ def _good_pair(loop: Loop, axes: RowAxes, fixed_axes: LeafAxes, *, share: bool) 
     valid = loop.xs.valid
     assert valid is not None
     unchanged, inner = loop.consts
-    closed, inner = inner if isinstance(loop.step, Lifted) else (None, inner)
+    closed, inner = (None, inner) if is_untraced(loop) else inner  # what the body closes over was lifted by OverRows
     state, fixed, xs = jax.lax.stop_gradient((loop.state, unchanged, jax.tree.leaves(loop.xs.x)))
     if 0 in valid.shape:  # no step, or no row: there is no pair, and nothing that would be shown one
         first = [jax.lax.full(leaf.shape[1:], 0, leaf.dtype) for leaf in xs]
