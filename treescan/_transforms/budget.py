@@ -13,12 +13,16 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import ArgumentError, Fault, table
-from .._loop.loop import Feed, Step
+from .._loop.loop import Feed, Loop, Step
+from .._loop.rewrite import is_rewriting
 from .._loop.sizes import count_parts, divide
 from .._remat import Remat
-from .._trace.hoist import Hoisted, one_step
-from .checkpoint import checkpoint_step, remat_sizes
+from .._trace.hoist import Hoisted, lifted, one_step
+from .checkpoint import Checkpointed, checkpoint_step, levels_in, remat_sizes
 from .refuse import refuse_symbolic
+from .weights.branches import with_safe_branches
+from .weights.deferred import save_all_but_cheap
+from .weights.in_bulk import bytes_of_products
 
 
 @dataclass(frozen=True)
@@ -89,12 +93,14 @@ def plan_of(hoisted: Hoisted, remat: Remat | None) -> RematPlan:
     step = bytes_of_step(hoisted, hoisted.loop.step)
     if remat is None or remat.budget is None:
         chosen = None if remat is None else remat.policy
+        if remat is not None and saves_whole_steps(hoisted, remat):
+            return _describe(remat, length, carry, step, whole=_bytes_in_chunk(hoisted, step))
         named = callable(chosen) and chosen is not jax.checkpoint_policies.everything_saveable
         saving = checkpoint_step(hoisted.loop.step, remat, looped=True) if named and remat else None
         kept = None if saving is None else bytes_of_step(hoisted, saving)
         return _describe(remat, length, carry, step, kept)
     fitting = least = None
-    for plan in _candidates(length, carry, step):
+    for plan in _candidates(length, carry, step, _bytes_in_chunk(hoisted, step)):
         least = plan if least is None or plan.saved_bytes < least.saved_bytes else least
         if plan.saved_bytes <= remat.budget and (fitting is None or _better(plan, fitting)):
             fitting = plan
@@ -114,14 +120,36 @@ def _better(plan: RematPlan, other: RematPlan) -> bool:
     return (plan.evaluations, plan.saved_bytes) < (other.evaluations, other.saved_bytes)
 
 
-def _candidates(length: int, carry: int, step: int) -> Iterator[RematPlan]:
+def saves_whole_steps(trace: Hoisted, remat: Remat) -> bool:
+    """Whether the chunks of a plan save all of each step; then the products of their steps are computed at once."""
+    whole = remat.policy is jax.checkpoint_policies.everything_saveable and levels_in(remat) > 1
+    return whole and is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
+
+
+def ready_for_chunks(loop: Loop) -> Loop:
+    """The traced loop in the form in which a chunk computes the products of its steps at once."""
+    # What a body closes over, rows have lifted already.
+    return with_safe_branches(loop if loop.rows is not None else lifted(loop))
+
+
+def _bytes_in_chunk(hoisted: Hoisted, step: int) -> int:
+    """What a chunk that saves its steps saves of each, where one that is not in a chunk saves `step`."""
+    if not saves_whole_steps(hoisted, Remat(jax.checkpoint_policies.everything_saveable, levels=2)):
+        return step
+    products = bytes_of_products(ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted)))
+    saved = Checkpointed(hoisted.loop.step, looped=True, policy=save_all_but_cheap)
+    return bytes_of_step(hoisted, saved) + products if products else step
+
+
+def _candidates(length: int, carry: int, step: int, whole: int) -> Iterator[RematPlan]:
+    """The plans: a step saves so many bytes, one in a chunk that saves whole steps so many."""
     everything = jax.checkpoint_policies.everything_saveable
     yield _describe(None, length, carry, step)
     for levels in range(1, max(2, length.bit_length())):
         yield _describe(Remat(levels=levels), length, carry, step)
         if levels > 1:
-            segment = best_segment(length, levels, carry, step)
-            yield _describe(Remat(everything, levels=levels, segment=segment), length, carry, step)
+            segment = best_segment(length, levels, carry, whole)
+            yield _describe(Remat(everything, levels=levels, segment=segment), length, carry, step, whole=whole)
 
 
 def best_segment(length: int, levels: int, carry: int, step: int) -> int:
@@ -133,25 +161,24 @@ def best_segment(length: int, levels: int, carry: int, step: int) -> int:
     def saved(segment: int) -> float:
         sizes = divide(length, levels, segment)
         rest = length % sizes[-1] if sizes else 0
-        return _saved_bytes(length, sizes, carry, step, whole_steps=True) * (1.1 if rest else 1)
+        innermost = sizes[0] if sizes else length
+        saved = (count_parts(length, sizes) - innermost) * carry + innermost * step
+        return saved * (1.1 if rest else 1)
 
     return min(within[:: max(1, len(within) // 64)], key=saved)
 
 
-def _describe(remat: Remat | None, length: int, carry: int, step: int, kept: int | None = None) -> RematPlan:
-    """A plan under which each step of an innermost chunk saves its carry, or `kept` bytes."""
+def _describe(
+    remat: Remat | None, length: int, carry: int, step: int, kept: int | None = None, whole: int | None = None
+) -> RematPlan:
+    """A plan under which each step of an innermost chunk saves its carry, or `kept` bytes, or `whole` of all of it."""
     sizes = remat_sizes(length, remat)
-    whole = remat is None or remat.policy is jax.checkpoint_policies.everything_saveable
-    saved = _saved_bytes(length, sizes, kept or carry, step, whole_steps=whole)
-    saved -= ((kept or carry) - carry) * (count_parts(length, sizes) - (sizes[0] if sizes else length))
-    evaluations = 1 + len(sizes) + (0 if whole else 1)
-    return RematPlan(remat, length, sizes, carry, step, saved, evaluations)
-
-
-def _saved_bytes(length: int, sizes: tuple[int, ...], carry: int, step: int, *, whole_steps: bool) -> int:
+    everything = remat is None or remat.policy is jax.checkpoint_policies.everything_saveable
     innermost = sizes[0] if sizes else length
-    carries = count_parts(length, sizes) - innermost
-    return carries * carry + (innermost * step if whole_steps else innermost * carry + step)
+    saved = (count_parts(length, sizes) - innermost) * carry
+    saved += innermost * (whole or step) if everything else innermost * (kept or carry) + step
+    evaluations = 1 + len(sizes) + (0 if everything else 1)
+    return RematPlan(remat, length, sizes, carry, step, saved, evaluations)
 
 
 def _carry_bytes(hoisted: Hoisted) -> int:

@@ -12,15 +12,13 @@ import jax
 from .._avals import describe_argument, exact_int
 from .._errors import ArgumentError, ArgumentTypeError, Fault
 from .._loop.loop import Loop, Step
-from .._loop.rewrite import is_rewriting
 from .._loop.sizes import Wish, chunk_size
 from .._remat import Remat
-from .._trace.hoist import Hoisted, hoist, is_untraced, lifted, traced
+from .._trace.hoist import hoist, is_untraced, traced
 from .auto import AUTO, Auto, fastest, saves_more
-from .budget import fit_budget
-from .checkpoint import RematChunk, checkpoint_steps, levels_in, remat_sizes
+from .budget import fit_budget, ready_for_chunks, saves_whole_steps
+from .checkpoint import RematChunk, checkpoint_steps, remat_sizes
 from .refuse import refuse_budget, refuse_offload, refuse_to_repeat
-from .weights.branches import with_safe_branches
 from .weights.in_bulk import AtOnce, bytes_of_products, in_bulk
 
 _PLANS = {"step": Remat(levels=1), "nested": Remat(levels=2)}
@@ -71,7 +69,7 @@ def choose_fastest(loop: Loop) -> Loop:
         return _recompute(loop, plan.remat)
     if plan.remat is None:
         return loop
-    whole = with_safe_branches(_lifted(loop))
+    whole = ready_for_chunks(loop)
     products = bytes_of_products(whole)
     if not products or saves_more(loop.trace, plan, size, products):
         return loop
@@ -85,24 +83,14 @@ def recompute_chunks(loop: Loop, size: int) -> Loop:
     return _recompute(loop, Remat(jax.checkpoint_policies.everything_saveable, levels=2, segment=size))
 
 
-def _lifted(loop: Loop) -> Loop:
-    return loop if loop.rows is not None else lifted(loop)  # what a body closes over, rows have lifted
-
-
 def _recompute(loop: Loop, remat: Remat) -> Loop:
     """The traced loop, its steps and chunks recomputed as a plan says."""
     masked = loop.rows is not None and not loop.rows.all_valid
     at_once = not masked and saves_whole_steps(loop.trace, remat)
-    loop = with_safe_branches(_lifted(loop)) if at_once else loop
+    loop = ready_for_chunks(loop) if at_once else loop
     loop = checkpoint_steps(loop, remat)
     wishes = remat_wishes(loop.length, remat, in_bulk if at_once else None)
     return dataclasses.replace(loop, recomputed=True, wishes=(*loop.wishes, *wishes))
-
-
-def saves_whole_steps(trace: Hoisted, remat: Remat) -> bool:
-    """Whether the chunks of a plan save all of each step; then the products of their steps are computed at once."""
-    whole = remat.policy is jax.checkpoint_policies.everything_saveable and levels_in(remat) > 1
-    return whole and is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
 
 
 def remat_wishes(length: int, remat: Remat | None, inside: Callable[[Step], Step] | None = None) -> list[Wish]:

@@ -54,16 +54,20 @@ def in_bulk(chunk: Step) -> Step:
 
 
 def bytes_of_products(loop: Loop) -> int:
-    """The bytes per step of the products that chunks of a loop compute at once, and of what they multiply; 0: none.
+    """The bytes per step that chunks of a loop keep for the products that they compute at once; 0: there are none.
 
-    The step of the loop closes over nothing.
+    These are the products (their cotangents), and what they multiply, where it is neither carried nor scanned over. The
+    step of the loop closes over nothing.
     """
     split = _split_of(loop)
     if split is None:
         return 0
-    equations = [split.derivative.rest.eqns[each.equation] for each in split.deferred]
-    deferred = [var for e, each in zip(equations, split.deferred, strict=True) for var in (e.outvars[0], each.of(e)[1])]
-    return sum(map(_bytes_of, [*deferred, *split.derivative.early.outvars]))
+    rest = split.derivative.rest
+    equations = [(each, rest.eqns[each.equation]) for each in split.deferred]
+    products = [e.outvars[0] for _, e in equations]
+    operands = {id(var): var for var in (each.of(e)[1] for each, e in equations)}
+    kept = [var for key, var in operands.items() if key not in set(map(id, rest.invars))]
+    return sum(map(_bytes_of, [*products, *kept, *split.derivative.early.outvars]))
 
 
 def _bytes_of(var: Any) -> int:
