@@ -44,6 +44,10 @@ fuzz: .venv/.group-test ## Runs CASES fresh random programs of SEED against a pl
 fuzz-ci: .venv/.group-test
 	PYTHONPATH=.:tests .venv/bin/python -m generated --minutes 5 --report --no-shrink $(if $(SEED),--seed $(SEED))
 
+# Half of the time of a test is XLA's, for the code of tiny arrays: `make test QUICK=` has it optimize that as users do.
+QUICK ?= 1
+test test-slow test-exhaustive test-oldest test-newest: export TREESCAN_QUICK_COMPILES := $(QUICK)
+
 # What holds the library to JAX under flags, to random programs and to tables runs on one release alone, for time's sake.
 ONE_RELEASE = $(foreach name,flags generated leaks primitives what_works,--ignore tests/test_$(name).py)
 
