@@ -2,28 +2,11 @@
 
 import os
 import pathlib
-import subprocess
-import sys
 import zlib
 
-# What XLA spends on the code of tiny arrays is half of the time of the suite. TREESCAN_QUICK_COMPILES=1 leaves it out;
-# all that XLA does to the program, its fusions and its plan of memory for example, stays.
-_QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
-_QUICKER = f"{_QUICK} --xla_cpu_use_fusion_emitters=false"  # not every release has this one
+import xla_flags
 
-
-def _takes(flags: str) -> bool:
-    """Whether this release of XLA knows the flags: it ends the process for one that it does not know."""
-    given = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-c", "import jax; jax.devices()"]
-    return subprocess.run(command, env=given, capture_output=True, check=False).returncode == 0
-
-
-if "PYTEST_XDIST_WORKER" not in os.environ:  # the workers have these flags from the process that starts them
-    flags = [os.environ.get("XLA_FLAGS", ""), "--xla_force_host_platform_device_count=8"]
-    if os.environ.get("TREESCAN_QUICK_COMPILES") == "1":
-        flags += [next(filter(_takes, (_QUICKER, _QUICK)), "")]
-    os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))
+os.environ["XLA_FLAGS"] = xla_flags.chosen()
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax

@@ -320,7 +320,7 @@ def output_depends_on_x(self, h, x):
   args[1]   3       float32[3,2,3]   axis 0
 
   All variables and arguments are scanned together, and `length`, where given, is their size. For
-  fewer steps, slice them.
+  fewer steps, slice what is scanned over.
 """,
     H,
     XS,
@@ -338,7 +338,7 @@ def lengths_differ(self, h, x, more):
   args[0]   5       float32[5,2,3]   axis 0
 
   All variables and arguments are scanned together, and `length`, where given, is their size. For
-  fewer steps, slice them.
+  fewer steps, slice what is scanned over.
 """,
     length=3,
 )
@@ -378,10 +378,10 @@ def no_such_axis(self, h, x):
 
 @wrong(
     ArgumentError,
-    """`flax.scan` over `axes_of_another_structure` (here): `in_axes` is no prefix of the arguments: args[0] is float32[5,2,3], where it has dict of 1.
+    """`flax.scan` over `axes_of_another_structure` (here): `in_axes` is no prefix of args: args[0] is float32[5,2,3], where it has dict of 1.
 
-  Give one int for all leaves, or a tree with the structure of the arguments down to where one int
-  holds for everything below.
+  Give one int for all leaves, or a tree with the structure of args down to where one int holds
+  for everything below.
 """,  # noqa: E501
     in_axes=({"a": 0},),
 )

@@ -515,7 +515,7 @@ WRONG_AXES: dict[str, tuple[dict[str, Any], str]] = {
     "entries": ({"in_axes": (C, 0, 0)}, "`in_axes` has 3 entries, but there are 2 arguments: h, m"),
     "prefix": ({"in_axes": (C, {"a": 0})}, "`in_axes` does not fit"),
     "filters": ({"in_axes": (C, nnx.StateAxes({nnx.BatchStat: 0}))}, "takes m.bias, a Param"),
-    "out of range": ({"in_axes": (C, 2)}, "m.bias   2      float32[4,5]"),
+    "out of range": ({"in_axes": (C, 2)}, "m.bias   in_axes 2   float32[4,5]   rank 2"),
     "metadata": ({"transform_metadata": {"a": 1}}, "has no `nnx.PARTITION_NAME`"),
 }
 
@@ -527,7 +527,6 @@ def test_wrong_axes(name: str) -> None:
     text = error_of(scanned(identity, H, stack(kind=linear), **options), kind)
     assert says in text
     assert "`identity`" in text
-    assert "args__" not in text
 
 
 @pytest.mark.parametrize("graph", [None, True, False])
@@ -557,7 +556,7 @@ def test_a_number_is_not_scanned_over() -> None:
 def test_lengths_that_differ() -> None:
     run = scanned(lambda h, m, x: (h, None), H, stack(kind=linear), XS[:3], in_axes=(C, 0, 0))
     text = error_of(run, treescan.ArgumentError)
-    assert "does not have the same number of steps" in text
+    assert "the variables and arguments do not have the same number of steps" in text
     assert "m.kernel   4       float32[4,5,5]   axis 0" in text
     assert "x          3       float32[3,3,5]   axis 0" in text
     text = error_of(scanned(identity, H, XS, length=5), treescan.ArgumentError)

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import jax.tree_util as jtu
 
 from ._avals import describe_argument, describe_leaf, shape_of
 from ._errors import ArgumentError, ArgumentTypeError, Fault, Row
-from ._tree import Prefix, PrefixMismatch, broadcast_prefix, leaves_with_path
+from ._tree import Prefix, PrefixMismatch, Root, broadcast_prefix, path_str
 from ._types import Axes, PyTree
 
 LeafAxes = tuple[int | None, ...]
@@ -58,17 +59,20 @@ def _check_ints(option: str, axes: Sequence[Any], *, none: bool) -> None:
 
 def check_axes(option: str, axes: LeafAxes, tree: PyTree, root: str) -> None:
     """Refuses axes that a leaf does not have, all leaves at once."""
-    rows = []
-    for (path, leaf), axis in zip(leaves_with_path(root, tree), axes, strict=True):
+    rows, options = [], set()
+    for (path, leaf), axis in zip(jtu.tree_flatten_with_path(tree)[0], axes, strict=True):
         rank = len(shape_of(leaf) or ())
         if axis is not None and not -rank <= axis < rank:
-            rows.append(Row(path, f"{option} {axis}", describe_leaf(leaf), f"rank {rank}"))
+            name = next((key.axes for key in path if isinstance(key, Root) and key.axes), option)
+            options.add(name)
+            rows.append(Row(path_str(root, path), f"{name} {axis}", describe_leaf(leaf), f"rank {rank}"))
     if rows:
+        names = " and ".join(f"`{name}`" for name in sorted(options))
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `{option}` names an axis that is not there.",
+            f"{{verb}} over {{body}}: {names} {'name' if len(options) > 1 else 'names'} an axis that is not there.",
             "An axis counts from 0, or from the end if it is negative"
-            + (", and None gives a leaf whole to every step." if option == "in_axes" else "."),
+            + (", and {axis_none}." if "in_axes" in options else "."),
             header=("leaf", "axis", "is"),
             rows=rows,
         )

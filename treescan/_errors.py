@@ -27,8 +27,26 @@ _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
 _GAP = "   "
 _WIDTH = 96
-STEP_WORDS = {"step": "step", "init": "init", "unit": "step", "the_carry": "the carry", "a_carry": "a carry"}
-LAYER_WORDS = {"step": "block", "init": "x", "unit": "layer", "the_carry": "x", "a_carry": "an x"}
+STEP_WORDS = {
+    "step": "step",
+    "init": "init",
+    "unit": "step",
+    "the_carry": "the carry",
+    "a_carry": "a carry",
+    "xs": "xs",
+    "leaves_of_xs": "leaves of xs",
+    "arrays_as_xs": "arrays as xs",
+    "all_whole": "every leaf of xs is given whole (in_axes None)",
+    "axis_none": "None gives a leaf whole to every step",
+}
+LAYER_WORDS = {**STEP_WORDS, "step": "block", "init": "x", "unit": "layer", "the_carry": "x", "a_carry": "an x"}
+GROUP_WORDS = {
+    **STEP_WORDS,
+    "xs": "what is scanned over",
+    "leaves_of_xs": "variables and arguments",
+    "arrays_as_xs": "arrays to scan over",
+    "all_whole": "nothing is scanned over",
+}
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -121,8 +139,8 @@ class Fault(Exception):
 
     Args:
         error: the public exception to raise.
-        says: the headline. `{body}`, `{verb}` and `{call}`, which is both, `{step}`, `{init}`, `{unit}`, `{the_carry}`
-            and `{a_carry}` stand, here and in cures, for what only the verb knows.
+        says: the headline. `{body}`, `{verb}` and `{call}`, which is both, `{step}`, `{init}`, `{unit}`, `{the_carry}`,
+            `{a_carry}` and the other words of `STEP_WORDS` are, here and in cures, what only the verb knows.
         header: the titles of the table's columns, where there is a table.
         rows: the table, one row a leaf.
         cures: what the user may do about it, a paragraph each.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -20,9 +21,45 @@ KeyPath: TypeAlias = tuple[Any, ...]
 _ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 
+@dataclass(frozen=True)
+class Root:
+    """A key at which the rendered path starts anew, with the name that the user knows.
+
+    Attributes:
+        name: what is rendered in place of all that leads here.
+        numbered: whether numbers right below are left out too: those of lists that only the package knows.
+        axes: the option that gives the axes of what lies below, where it is neither `in_axes` nor `out_axes`.
+    """
+
+    name: str
+    numbered: bool = False
+    axes: str | None = None
+
+    def __str__(self) -> str:
+        return f".{self.name}"
+
+
+def named_roots(kind: Any, **roots: Root) -> None:
+    """Registers a NamedTuple, some of whose fields are roots."""
+    keys = [roots.get(field, jtu.GetAttrKey(field)) for field in kind._fields]
+
+    def with_keys(node: Any) -> tuple[list[tuple[Any, Any]], None]:
+        return list(zip(keys, node, strict=True)), None
+
+    jtu.register_pytree_with_keys(kind, with_keys, lambda _, parts: kind(*parts), lambda node: (tuple(node), None))
+
+
 def path_str(root: str, path: KeyPath) -> str:
     """Renders a key path as the user would write it: `carry.cache["k"][0]`."""
+    for i, key in enumerate(path):
+        if isinstance(key, Root):
+            below = itertools.dropwhile(_is_number, path[i + 1 :]) if key.numbered else path[i + 1 :]
+            return path_str(key.name, tuple(below))
     return root + "".join(_key_str(key) for key in path)
+
+
+def _is_number(key: Any) -> bool:
+    return isinstance(key, jtu.SequenceKey)
 
 
 def _key_str(key: Any) -> str:

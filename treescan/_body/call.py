@@ -184,8 +184,8 @@ def check_arrays(y: PyTree, carry: str | None = None) -> None:
         raise Fault(
             BodyError,
             "{body} returned outputs that are no arrays.",
-            "y is stacked over the {unit}s. Return what is the same in all of them some other way than through the "
-            "scan.",
+            "Outputs are stacked over the {unit}s. Return what is the same in all of them some other way than through "
+            "the scan.",
             header=("leaf", "expected", "is"),
             rows=[Row(path, "an array", describe_leaf(leaf), "") for path, leaf in named if is_static(leaf)],
         )

@@ -166,12 +166,12 @@ def infer_length(xs: PyTree, length: int | None, axes: LeafAxes | None) -> int:
             _check_replicated(xs, leaf, axis, axes)
     if length is None:
         if not sizes:
-            why = "every leaf of xs is given whole (in_axes None)" if leaves else "xs holds no arrays"
+            why = "{all_whole}" if leaves else "{xs} holds no arrays"
             raise Fault(
                 ArgumentError,
                 f"{{verb}} over {{body}}: how many steps? No `length` is given, and "
                 f"{'there are no xs' if xs is None else why}.",
-                "Pass `length=` for a loop that consumes nothing, or arrays as xs, which lead with the steps.",
+                "Pass `length=` for a loop that consumes nothing, or {arrays_as_xs}, which lead with the steps.",
             )
         length = sizes[0]
     if any(size != length for size in sizes):
@@ -227,13 +227,14 @@ def _sizes_differ(xs: PyTree, length: Any, axes: LeafAxes | None) -> Fault:
         for (path, leaf), axis in zip(named, axes or (0,) * len(named), strict=True)
         if axis is not None
     ]
-    says = "{verb} over {body}: the leaves of xs do not have the same number of steps."
+    says = "{verb} over {body}: the {leaves_of_xs} do not have the same number of steps."
     if len({row.expected for row in rows}) == 1:
-        says = f"{{verb}} over {{body}}: `length` is {length}, but xs has {rows[0].expected} steps."
+        says = f"{{verb}} over {{body}}: `length` is {length}, but {{xs}} has {rows[0].expected} steps."
     return Fault(
         ArgumentError,
         says,
-        "All leaves of xs are scanned together, and `length`, where given, is their size. For fewer steps, slice xs.",
+        "All {leaves_of_xs} are scanned together, and `length`, where given, is their size. For fewer steps, slice "
+        "{xs}.",
         header=("leaf", "steps", "is"),
         rows=rows,
     )
@@ -254,7 +255,7 @@ def _check_replicated(xs: PyTree, leaf: Any, axis: int, axes: LeafAxes | None) -
     resharded = f"jax.sharding.reshard({rows[0].leaf}, jax.sharding.PartitionSpec({', '.join(free)}))"
     raise Fault(
         ArgumentError,
-        "{verb} over {body}: xs has leaves that are sharded along the axis that is scanned over.",
+        "{verb} over {body}: {xs} has leaves that are sharded along the axis that is scanned over.",
         f"One step needs one slice, and on every device: `{resharded}`, or shard another axis.",
         header=("leaf", "expected", "is"),
         rows=rows,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._avals import describe_leaf
-from .._axes import static_axes
+from .._axes import spread_axes, static_axes
 from .._body.conventions import LIFT
 from .._checks.arguments import check_length, check_name, check_reverse, check_unroll, infer_length, resolve_axes
 from .._errors import ArgumentError, BodyError, Fault, Row
@@ -23,10 +23,16 @@ from .._transforms.once import OncePlan, WithOnce
 from .._transforms.outputs import KeepOutputs, check_save
 from .._transforms.program import Arguments, Call
 from .._transforms.remat import Recompute
-from .._tree import Prefix, broadcast_prefix, freeze_static, holds_static, leaves_with_path
+from .._tree import (
+    Prefix,
+    Root,
+    freeze_static,
+    holds_static,
+    leaves_with_path,
+    named_roots,
+)
 from .._types import Axes, PyTree, RematLike, Save
 from ..carries._registry import adopt
-from .group_terms import in_users_terms
 from .prepare import Prepared, body_of, present
 
 
@@ -63,12 +69,19 @@ class State(NamedTuple):
     carry: PyTree
 
 
+named_roots(State, variables=Root("variables", numbered=True), carry=Root("carry"))
+
+
 class GroupOutputs(NamedTuple):
     """What a step returns beside what is carried."""
 
     y: PyTree
     variables: tuple[PyTree, ...]
     broadcast: PyTree
+
+
+_SCANNED = Root("variables", numbered=True, axes="variable_axes")
+named_roots(GroupOutputs, y=Root("y"), variables=_SCANNED, broadcast=Root("variables", numbered=True))
 
 
 CallStep = Callable[[Groups, Rngs, PyTree, tuple[Any, ...]], tuple[PyTree, PyTree, Groups]]
@@ -141,16 +154,16 @@ class GroupStep:
         groups = Groups(broadcast, state.variables, variables)
         args = args if self.whole is None else self.whole.among(args)
         carry, y, groups = self.call(groups, rngs, state.carry, args)
-        refuse_made(state.variables, groups.carried, "state.variables")
+        refuse_made(state.variables, groups.carried)
         return State(groups.carried, carry), GroupOutputs(y, groups.scanned, groups.broadcast)
 
 
-def refuse_made(given: PyTree, returned: PyTree, root: str = "variables") -> None:
+def refuse_made(given: PyTree, returned: PyTree) -> None:
     """Refuses carried variables that a step makes: carries keep their structure."""
-    before = {path for path, _ in leaves_with_path(root, given)}
+    before = {path for path, _ in leaves_with_path("", State(given, ()))}
     rows = [
         Row(path, "(not there)", describe_leaf(leaf), "")
-        for path, leaf in leaves_with_path(root, returned)
+        for path, leaf in leaves_with_path("", State(returned, ()))
         if path not in before
     ]
     if rows:
@@ -205,6 +218,7 @@ class _Xs(NamedTuple):
     args: PyTree
 
 
+named_roots(_Xs, variables=_SCANNED, rngs=Root("rngs"), args=Root("args"))
 _KEYS = Prefix.of(_Xs(False, Rngs(True, True), False))
 
 
@@ -212,10 +226,10 @@ def _prepare(
     step: GroupStep, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...], again: Again | None
 ) -> tuple[WithOnce, Prepared]:
     adopted = adopt(State(groups.carried, carry))
+    of_args = spread_axes("in_axes", roles.in_axes, args, "args", none=True)
     axes = _Xs(roles.scanned_in, Rngs(None, 0), roles.in_axes)
     frozen_xs = freeze_static(_Xs(groups.scanned, Rngs(None, None), args))
     length = infer_length(frozen_xs, check_length(roles.length), resolve_axes(axes, frozen_xs))
-    of_args = broadcast_prefix(roles.in_axes, args, "args")
     keys = Rngs(rngs.shared, split_keys(rngs.split, length))
     given: Any = _freeze_numbers(args, of_args)
     if roles.closes_over:
@@ -282,23 +296,21 @@ def run_groups(
     Returns:
         The carry, ys, and the variables that the steps returned: stacked where they have an axis.
     """
-    with in_users_terms():
-        program, call = _prepare(step, roles, groups, rngs, carry, args, again)
-        if roles.closes_over:
-            state, (stacked, once) = call.restored(program(call.given))
-        else:
-            state, (stacked, once) = call.run_program(program)
-        y = jax.tree.map(_either, stacked.y, once.y, is_leaf=_is_none) if _has_once(roles) else stacked.y
-        return state.carry, y, Groups(once.broadcast, state.variables, stacked.variables)
+    program, call = _prepare(step, roles, groups, rngs, carry, args, again)
+    if roles.closes_over:
+        state, (stacked, once) = call.restored(program(call.given))
+    else:
+        state, (stacked, once) = call.run_program(program)
+    y = jax.tree.map(_either, stacked.y, once.y, is_leaf=_is_none) if _has_once(roles) else stacked.y
+    return state.carry, y, Groups(once.broadcast, state.variables, stacked.variables)
 
 
 def broadcast_of(
     step: GroupStep, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...]
 ) -> PyTree:
     """What the steps make of the broadcast variables: as `run_groups` returns it, but no step is run."""
-    with in_users_terms():
-        program, call = _prepare(step, roles, groups, rngs, carry, args, None)
-        return program.constant_outputs(call.given).broadcast
+    program, call = _prepare(step, roles, groups, rngs, carry, args, None)
+    return program.constant_outputs(call.given).broadcast
 
 
 def _outputs(roles: Roles) -> tuple[PyTree, Prefix]:

@@ -14,7 +14,7 @@ from .._avals import describe_argument, describe_node, dtype_of, shape_of
 from .._body.call import check_callable
 from .._body.conventions import LIFT
 from .._body.signature import Signature, signature_of
-from .._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
+from .._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
 from .._loop.body import Body
 from .._tree import leaves_with_path
 from .._types import Axes, PyTree, RematLike, Save
@@ -29,7 +29,7 @@ from .collections import (
     transformed,
 )
 from .filters import Filter, In, Out, check_filter
-from .groups import Groups, GroupStep, Rngs, Roles, run_groups
+from .groups import Groups, GroupStep, Rngs, Roles, State, run_groups
 
 Lifted: TypeAlias = Callable[..., tuple[tuple[PyTree, PyTree], Collections]]
 
@@ -206,7 +206,7 @@ def _run(
         stacked = _with_metadata(found.scanned, roles.scanned_out, metadata_fn, added=True)
         updates = merged(found._replace(scanned=stacked))
     except Exception as error:
-        failure = explain(error, "lift", step.function, carry)
+        failure = explain(error, "lift", step.function, State((), carry), GROUP_WORDS)
     else:
         return (carry, ys), updates
     raise failure

@@ -244,7 +244,7 @@ def _not_called(init: PyTree) -> Fault:
     first = rows[0]
     return Fault(
         ArgumentTypeError,
-        "{verb} over {body}: `init` holds functions that make carries, in place of carries.",
+        "{call}: `init` holds functions that make carries, in place of carries.",
         f"Call it: `{first.came.strip('`')}(...)` at {first.leaf}.",
         header=("leaf", "expected", "is"),
         rows=rows,
@@ -256,7 +256,6 @@ def adopt_within(tree: PyTree, function: str) -> PyTree:
     try:
         return adopt(tree).init
     except Fault as fault:
-        fault.says = fault.says.replace("{verb} over {body}", "{verb}")
         explained = explain(fault, function)
     raise explained
 
@@ -278,7 +277,7 @@ def _classes(nodes: list[Any]) -> tuple[type, ...]:
 def _no_pytree(kind: type) -> Fault:
     return Fault(
         PluginError,
-        f"{{verb}} over {{body}}: the custom carry `{kind.__name__}` is no pytree, so that it has no leaves to carry.",
+        f"{{call}}: the custom carry `{kind.__name__}` is no pytree, so that it has no leaves to carry.",
         "Register its class: `@jax.tree_util.register_dataclass` above `@dataclass(frozen=True)`.",
         describe_class(kind),
     )
@@ -314,7 +313,7 @@ def _convert(how: Adoption, name: str, given: Any, to: type, called: str, path: 
         says, cause = f"failed. {describe_error(error)}", error
     raise Fault(
         PluginError,
-        f"{{verb}} over {{body}}: `{name}` of the registered type `{how.kind.__name__}`, called for {path()}, {says}.",
+        f"{{call}}: `{name}` of the registered type `{how.kind.__name__}`, called for {path()}, {says}.",
         f"It is {describe_function(function)}.",
         describe_class(how.kind),
         cause=cause,

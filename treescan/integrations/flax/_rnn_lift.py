@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 from flax.core import lift
 from flax.core.scope import CollectionFilter, PRNGSequenceFilter, Scope, intersect_filters, is_filter_empty
 
-from ..._errors import ArgumentError, Fault, explain
+from ..._errors import GROUP_WORDS, ArgumentError, Fault, explain
 from ..._loop.run import named_signature
+from ..._tree import Root, named_roots
 from ..._types import Array, PyTree, RematLike
-from ..._verbs.groups import Groups, GroupStep, Rngs, Roles, broadcast_of, refuse_made, split_keys
+from ..._verbs.groups import Groups, GroupStep, Rngs, Roles, State, broadcast_of, refuse_made, split_keys
 from ..._verbs.mask_scan import mask_scan
 from ..._verbs.scan import scan
 from ._scopes import Axes, Group, ScopedCall, axes_of, copied, merged, parted_rngs, with_axes, without_axes
@@ -63,8 +62,7 @@ class LoopPlan:
     split_rngs: Mapping[PRNGSequenceFilter, bool]
 
 
-@dataclass(frozen=True)
-class Loop:
+class Loop(NamedTuple):
     """What is carried. Errors speak of it as of the cell's carry.
 
     Attributes:
@@ -79,19 +77,7 @@ class Loop:
     constants: Any
 
 
-class _Itself:
-    """The key of a node's part that has the path of the node."""
-
-    def __str__(self) -> str:
-        return ""
-
-
-def _with_keys(loop: Loop) -> tuple[tuple[tuple[Any, PyTree], ...], None]:
-    names = jtu.GetAttrKey("variables"), jtu.GetAttrKey("constants")
-    return ((_Itself(), loop.carry), (names[0], loop.variables), (names[1], loop.constants)), None
-
-
-jtu.register_pytree_with_keys(Loop, _with_keys, lambda _, parts: Loop(*parts))
+named_roots(Loop, carry=Root("carry"), variables=Root("variables"), constants=Root("constants"))
 
 
 def lift_loop(cell: Callable[..., Any], plan: LoopPlan) -> Callable[..., Any]:
@@ -160,7 +146,7 @@ class _LiftedLoop:
         try:
             made = broadcast_of(GroupStep(self.call, self.plan.named), roles, variables, keys, carry, (inputs,))
         except Exception as error:
-            failure = explain(error, _NAME, self.plan.named, carry)
+            failure = explain(error, _NAME, self.plan.named, State((), carry), GROUP_WORDS)
         else:
             return merged(variables.broadcast, made)
         raise failure
@@ -190,7 +176,7 @@ class _LiftedLoop:
         carry, y, returned = self.call(groups, Rngs(shared, own), loop.carry, (inputs,))
         for before, after in zip(loop.variables, returned.carried, strict=True):
             refuse_made(before, after)
-        return dataclasses.replace(loop, carry=carry, variables=returned.carried), (y, returned.scanned)
+        return loop._replace(carry=carry, variables=returned.carried), (y, returned.scanned)
 
 
 def _move(tree: PyTree, source: int, target: int) -> PyTree:
@@ -203,7 +189,7 @@ def _any_mutable(scopes: list[Scope], collections: CollectionFilter) -> bool:
 
 def _kept_where_no_row_is(reached: Array, made: Any, given: Any) -> Any:
     """A step's variables stay what they were where no row reaches it; new ones are 0 there."""
-    before = {path[1:]: leaf for path, leaf in jtu.tree_leaves_with_path(given)}  # whatever group it is in
+    before = {path[1:]: leaf for path, leaf in jax.tree.leaves_with_path(given)}  # whatever group it is in
 
     def keep(path: Any, leaf: Array) -> Array:
         old = before.get(path[1:])
@@ -211,4 +197,4 @@ def _kept_where_no_row_is(reached: Array, made: Any, given: Any) -> Any:
             return leaf
         return jnp.where(reached.reshape(-1, *(1,) * (leaf.ndim - 1)), leaf, old)
 
-    return jtu.tree_map_with_path(keep, made)
+    return jax.tree.map_with_path(keep, made)

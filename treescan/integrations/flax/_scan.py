@@ -10,10 +10,10 @@ from flax.core import FrozenDict, broadcast
 from flax.core.lift import pack
 from flax.linen.transforms import lift_transform
 
-from ..._errors import Fault, explain, verb
+from ..._errors import GROUP_WORDS, Fault, explain, verb
 from ..._types import PyTree, RematLike, Save
 from ..._verbs.collections import check_hook, check_split
-from ..._verbs.groups import Groups, GroupStep, Roles, run_groups
+from ..._verbs.groups import Groups, GroupStep, Roles, State, run_groups
 from ._scopes import Axes, ScopedCall, axes_of, merged, parted_rngs, with_axes, without_axes
 
 Target = TypeVar("Target")
@@ -55,7 +55,7 @@ def _lift(lifting: Lifting, filters: tuple[Any, Any], rng_filters: tuple[Any, ..
                 GroupStep(call, lifting.target), lifting.roles, groups, keys, init, args, again
             )
         except Exception as error:
-            failure = explain(error, "flax.scan", lifting.target, init)
+            failure = explain(error, "flax.scan", lifting.target, State((), init), GROUP_WORDS)
         else:
             stacked = with_axes(found.scanned, out, metadata)
             return (carry, ys), (found.broadcast if lifting.constant else shared, found.carried, *stacked)

@@ -4,30 +4,16 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
 from flax import nnx
 
-from ..._errors import Cure, Fault, Row
-from ..._tree import KeyPath, leaves_with_path, path_str
+from ..._tree import KeyPath, Root, leaves_with_path, path_str
 from ..._types import PyTree
 
 _GRAPH: dict[str, Any] = {"graph": True} if "graph" in inspect.signature(nnx.iter_graph).parameters else {}
-ROOT = "args__"
-"""The name of a tree of `Named` where a message needs one; `in_words_of_user` takes it out again."""
-
-
-@dataclass(frozen=True)
-class Label:
-    """A key in a key path that is rendered as it is."""
-
-    text: str
-
-    def __str__(self) -> str:
-        return self.text
 
 
 @jtu.register_pytree_with_keys_class
@@ -39,8 +25,8 @@ class Named:
         self.values = values
         self.structure = structure
 
-    def tree_flatten_with_keys(self) -> tuple[list[tuple[Label, Any]], Any]:
-        children = [(Label(name), value) for name, value in zip(self.names, self.values, strict=True)]
+    def tree_flatten_with_keys(self) -> tuple[list[tuple[Root, Any]], Any]:
+        children = [(Root(name), value) for name, value in zip(self.names, self.values, strict=True)]
         return children, (self.names, self.structure)
 
     def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
@@ -104,16 +90,3 @@ def replace_nodes(tree: PyTree, replace: Any) -> PyTree:
 def part(path: KeyPath) -> str:
     """A key path below an unnamed root."""
     return path_str("", path)
-
-
-def in_words_of_user(fault: Fault) -> Fault:
-    """A fault about a tree of `Named`, whose leaves are then called as the user calls them."""
-
-    def mend(text: str) -> str:
-        return text.replace(ROOT, "")
-
-    fault.says = mend(fault.says)
-    fault.cures = tuple(Cure(mend(cure.text), cure.kind, mend(cure.leaf)) for cure in fault.cures)
-    fault.rows = [Row(*map(mend, row)) for row in fault.rows]
-    fault.carry_root = None if fault.carry_root is None else ""
-    return fault

@@ -10,19 +10,23 @@ from typing import Any, TypeVar, overload
 import jax
 from flax import nnx
 
-from ..._avals import describe_leaf, describe_node, shape_of
+from ..._avals import describe_node, shape_of
 from ..._body.call import check_callable
 from ..._body.conventions import SCAN
-from ..._checks.arguments import check_length
-from ..._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, Row, explain, verb
+from ..._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
 from ..._tree import Prefix
 from ..._types import Axes, PyTree, RematLike
 from ..._verbs.run import run_scan
-from ._named import Named, in_words_of_user, is_node, leaves_and_nodes, replace_nodes
+from ._named import Named, is_node, leaves_and_nodes, replace_nodes
 from ._roles import axes_of, check_axes, check_level, is_axis, spread_roles
 from ._step import TAG, Layout, ModuleStep, Node, Parts, fill, merge, split
 
 F = TypeVar("F", bound=Callable[..., Any])
+NNX_WORDS = {
+    **GROUP_WORDS,
+    "axis_none": "None gives it whole to every step. `nnx.Carry` is for what is carried, and `nnx.StateAxes` gives "
+    "each variable of a module one of these",
+}
 
 
 @overload
@@ -169,7 +173,7 @@ def _scanning(
         try:
             return _run(step, in_axes, *_positional(f, args, kwargs), options)
         except Exception as error:
-            explained = explain(in_words_of_user(error) if isinstance(error, Fault) else error, "scan", f)
+            explained = explain(error, "scan", f, words=NNX_WORDS)
         raise explained
 
     return scanning
@@ -187,7 +191,6 @@ def _run(step: ModuleStep, in_axes: Axes, names: list[str], args: tuple[Any, ...
         init = Named((name, ""), (carry, variables))
         xs = (layout, whole, parts.named(None), groups)
         given: dict[str, Any] = {**options, "in_axes": (None, None, None, step.axes), "out_axes": (0, step.axes)}
-        given["length"] = _length(groups, step.axes, check_length(options["length"]))
         final, (layout, groups) = run_scan(SCAN, step, init, xs, **given)
         carry, variables = final.values
         nodes = merge(layout.graph, [variables, whole, *(state for state, _ in groups)], inner=False)
@@ -234,43 +237,6 @@ def _put_out(step: ModuleStep, layout: Layout, carry: PyTree, nodes: list[Any], 
     if not isinstance(step.out_axes.tree, tuple):
         return carry
     return (*out[: step.returned], carry, *out[step.returned + 1 :])
-
-
-def _length(groups: tuple[Any, ...], axes: tuple[int, ...], length: int | None) -> int:
-    """The number of steps, which all that is scanned over has along its axis."""
-    leaves = [
-        (name, leaf, axis)
-        for (state, arrays), axis in zip(groups, axes, strict=True)
-        for named in (state, arrays)
-        for name, leaf in zip(named.names, named.values, strict=True)
-    ]
-    short = [leaf for leaf in leaves if not -len(leaf[1].shape) <= leaf[2] < len(leaf[1].shape)]
-    if short:
-        raise Fault(
-            ArgumentError,
-            "{call}: what is scanned over does not have the axis.",
-            "Give None for what every {step} is given whole, and `nnx.Carry` for what is carried; of the variables of "
-            "a module by `nnx.StateAxes`.",
-            header=("leaf", "axis", "is"),
-            rows=[Row(name, str(axis), describe_leaf(leaf), "") for name, leaf, axis in short],
-        )
-    if length is None and not leaves:
-        raise Fault(
-            ArgumentError,
-            "{call}: how many steps? No `length` is given, and nothing is scanned over.",
-            "Pass `length=`, or give an argument an axis in `in_axes`.",
-        )
-    sizes = {leaf.shape[axis] for _, leaf, axis in leaves} | ({length} if length is not None else set())
-    if len(sizes) > 1:
-        same = "" if length is None else f" `length` is {length}."
-        raise Fault(
-            ArgumentError,
-            f"{{call}}: what is scanned over does not have the same number of steps.{same}",
-            "All is scanned together, and `length`, where given, is its size along its axis.",
-            header=("leaf", "steps", "is"),
-            rows=[Row(name, str(leaf.shape[axis]), describe_leaf(leaf), f"axis {axis}") for name, leaf, axis in leaves],
-        )
-    return sizes.pop()
 
 
 def _positional(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], tuple[Any, ...]]:
