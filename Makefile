@@ -17,6 +17,15 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_REQUIRE_VIRTUALENV := 1
 export NO_MKDOCS_2_WARNING := 1
 
+# Half of the time of a test is XLA's, for the code of tiny arrays: `make test QUICK=` has it optimize that as users do.
+QUICK ?= 1
+test test-slow test-exhaustive test-oldest test-newest: export TREESCAN_QUICK_COMPILES := $(QUICK)
+# Slow tests of one kind, those that need optimized code apart. pytest ends with 5 where none was selected.
+define slow
+.venv/bin/python $(PYTEST) -m "$(1) and not optimized" || test $$? -eq 5
+TREESCAN_QUICK_COMPILES= .venv/bin/python $(PYTEST) -m "$(1) and optimized" || test $$? -eq 5
+endef
+
 .PHONY: help demo test test-slow test-exhaustive test-site test-matrix test-oldest test-newest bench docs serve check format clean fuzz fuzz-ci mutants
 
 help: ## Lists the targets.
@@ -29,27 +38,24 @@ test: .venv/.group-test ## The everyday tests.
 	.venv/bin/python $(PYTEST) -m "not slow"
 
 test-slow: .venv/.group-test ## The tests that are too slow for every day.
-	.venv/bin/python $(PYTEST) -m "slow and not exhaustive" || test $$? -eq 5 # 5: none was selected
+	$(call slow,slow and not exhaustive)
 
 test-exhaustive: .venv/.group-test ## All tests that are slow, those that are too many for CI included.
-	.venv/bin/python $(PYTEST) -m slow
+	$(call slow,slow)
 
 test-site: docs .venv/.group-site ## Tries the built documentation in the Chromium of this machine, if there is one.
 	.venv/bin/python $(PYTEST) --confcutdir tests/site tests/site
 
 fuzz: .venv/.group-test ## Runs CASES fresh random programs of SEED against a plain loop; keeps those that fail.
-	PYTHONPATH=.:tests .venv/bin/python -m generated --cases $(CASES) $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=.:tests/lib .venv/bin/python -m generated --cases $(CASES) $(if $(SEED),--seed $(SEED))
 
 # A merge is not held up by a program that nobody has seen before: the tests have those of known seeds.
 fuzz-ci: .venv/.group-test
-	PYTHONPATH=.:tests .venv/bin/python -m generated --minutes 5 --report --no-shrink $(if $(SEED),--seed $(SEED))
-
-# Half of the time of a test is XLA's, for the code of tiny arrays: `make test QUICK=` has it optimize that as users do.
-QUICK ?= 1
-test test-slow test-exhaustive test-oldest test-newest: export TREESCAN_QUICK_COMPILES := $(QUICK)
+	PYTHONPATH=.:tests/lib .venv/bin/python -m generated --minutes 5 --report --no-shrink $(if $(SEED),--seed $(SEED))
 
 # What holds the library to JAX under flags, to random programs and to tables runs on one release alone, for time's sake.
-ONE_RELEASE = $(foreach name,flags generated leaks primitives what_works,--ignore tests/test_$(name).py)
+ONE_RELEASE = $(foreach name,flags generated leaks primitives,--ignore tests/promises/test_$(name).py) \
+	--ignore tests/docs/test_what_works.py
 
 # Each test function runs on these releases, and a quarter of its cases: all cases run on the main one.
 test-oldest test-newest: export TREESCAN_RELEASE_SHARE := 4

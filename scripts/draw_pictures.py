@@ -3,7 +3,7 @@
 Run `python scripts/draw_pictures.py`.
 
 What a picture shows of the library it asks the library: which chunks are run, what a plan saves, what a carry reads.
-`tests/test_pictures.py` holds the files to what is drawn here. Colours and sizes of text stand in
+`tests/docs/test_pictures.py` holds the files to what is drawn here. Colours and sizes of text stand in
 docs/stylesheets/pictures.css, so that the pictures follow the page's colour scheme; they are included in the pages
 inline, which is why no line of a file is blank.
 """

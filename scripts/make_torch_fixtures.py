@@ -1,4 +1,6 @@
-"""Writes tests/fixtures/torch_rnn.npz: torch's LSTM and GRU on packed sequences, for tests/test_torch.py to equal.
+"""Writes tests/fixtures/torch_rnn.npz: torch's LSTM and GRU on packed sequences.
+
+tests/integrations/test_torch.py holds `mask_scan` to them.
 
 Run by hand where torch is installed, `python scripts/make_torch_fixtures.py`; neither the library nor its tests need
 torch. Everything is computed and stored in float64. A name in the file is a path, `lstm_both/grads/params/bias_hh_l0`:

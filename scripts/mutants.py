@@ -39,12 +39,13 @@ MODULES = [
     "treescan/_loop/chunk.py",
 ]
 TESTS = [
-    f"tests/test_{name}.py"
+    str(file.relative_to(ROOT))
     for name in (
         "rewriting", "products", "in_place", "mask_scan", "while_scan", "while_scan_options", "compact", "truncate",
         "skipping", "variable_length", "variable_length_transforms", "chunk", "save", "primitives", "generated",
         "mask_scan_sharded", "skipping_sharded", "disable_jit", "carries_masked", "transforms_of_jax", "errors", "lift",
     )
+    for file in (ROOT / "tests").glob(f"*/test_{name}.py")
 ]
 # fmt: on
 

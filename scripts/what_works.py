@@ -1,8 +1,8 @@
 """Writes docs/what-works.json and the tables of docs/what-works.md: `python scripts/what_works.py [VERB ...]`.
 
-Every cell of the table is run (tests/works): a verb with one option under each transform of JAX, and each two options
-together. The data has what did not come out equal to its plain meaning: a cell that is not listed is equal. With
-`--page` nothing is run, and the page is made of the data that is there.
+Every cell of the table is run (tests/lib/works): a verb with one option under each transform of JAX, and each two
+options together. The data has what did not come out equal to its plain meaning: a cell that is not listed is equal.
+With `--page` nothing is run, and the page is made of the data that is there.
 
 What stands in the page between `<!-- works: NAME -->` and `<!-- /works -->` is made here, and the rest by hand. NAME is
 `options`, `transforms`, or a verb. Tests compare the page with the data, and the data with what cells come to.
@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parent.parent
-sys.path[:0] = [str(ROOT / "tests"), str(ROOT)]
+sys.path[:0] = [str(ROOT / "tests" / "lib"), str(ROOT)]
 if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):  # as in the tests, before JAX starts
     os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     os.environ["JAX_PLATFORMS"] = "cpu"

@@ -1,0 +1,181 @@
+"""The shape of the package, read off its syntax: what may import what, what is called where, how long things get."""
+
+import ast
+import graphlib
+import inspect
+import re
+import sys
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from modules import LAYERS, MODULES, PACKAGE, imports, own_imports
+
+import treescan
+
+TESTS = Path(__file__).parents[1]
+
+LONGEST_FILE, LONGEST_FUNCTION = 400, 45
+PUBLIC = {
+    name: value for name, value in vars(treescan).items() if not name.startswith("_") and not inspect.ismodule(value)
+}
+VERBS = [name for name, value in PUBLIC.items() if inspect.isfunction(value)]
+
+
+TEST_TREES = {
+    file.relative_to(TESTS).as_posix(): ast.parse(file.read_text(), str(file)) for file in sorted(TESTS.rglob("*.py"))
+}
+
+
+def references(tree: ast.AST) -> Iterator[str]:
+    """Every dotted name that is read or imported: `jax.lax.scan`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute):
+            yield dotted(node)
+        elif isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "getattr":
+            owner, name = node.args[:2]
+            if isinstance(name, ast.Constant):
+                yield f"{dotted(owner)}.{name.value}"
+
+
+def dotted(node: ast.AST) -> str:
+    if isinstance(node, ast.Attribute):
+        return f"{dotted(node.value)}.{node.attr}"
+    return node.id if isinstance(node, ast.Name) else ""
+
+
+def layer_of(module: str) -> int:
+    return LAYERS.index(module.split(".")[0])
+
+
+def test_the_layers_are_all_modules() -> None:
+    assert set(LAYERS) == {module.split(".")[0] for module in MODULES}, "say in LAYERS where a new module belongs"
+
+
+def test_imports_run_one_way() -> None:
+    graph = {module: set(own_imports(module)) for module in MODULES}
+    up = {m: found for m, others in graph.items() if (found := {o for o in others if layer_of(o) > layer_of(m)})}
+    assert not up
+    inner = {m: {o for o in others if "." in o or layer_of(o) < layer_of(m)} for m, others in graph.items()}
+    list(graphlib.TopologicalSorter(inner).static_order())  # raises a CycleError that names the circle
+
+
+def test_lax_scan_is_called_in_one_place() -> None:
+    found = [
+        (module, name) for module, tree in MODULES.items() for name in references(tree) if name.endswith("lax.scan")
+    ]
+    assert found == [("_loop.run", "jax.lax.scan")]
+
+
+def test_no_other_loop_primitive() -> None:
+    loops = re.compile(r".*\blax\.(while_loop|fori_loop|map|associative_scan|scan_p|while_p)")
+    assert not {m: n for m, tree in MODULES.items() for n in references(tree) if loops.fullmatch(n)}
+
+
+def private_names(tree: ast.AST) -> list[str]:
+    """The private names of other packages that are read or imported."""
+    others = ("jax", "jaxlib", "jaxtyping", "beartype", "chex", "flax")
+    foreign = [name for name in references(tree) if name.split(".")[0] in others]
+    imported = [target for level, target, _ in imports(tree) if not level and target.split(".")[0] != "treescan"]
+    return [name for name in (*foreign, *imported) if re.search(r"(^|\.)_(?!_)", name)]
+
+
+def test_nothing_private_of_others() -> None:
+    assert not {name: found for name, tree in (MODULES | TEST_TREES).items() if (found := private_names(tree))}
+
+
+def test_only_declared_dependencies_are_imported() -> None:
+    project = tomllib.loads((PACKAGE.parent / "pyproject.toml").read_text())["project"]
+    declared = {re.split(r"[^\w-]", requirement)[0] for requirement in project["dependencies"]} | {"numpy"}  # JAX's own
+    for module, tree in MODULES.items():
+        roots = {target.split(".")[0] for level, target, _ in imports(tree) if not level}
+        optional = {"flax"} if module.startswith("integrations.") else set()
+        assert roots <= declared | sys.stdlib_module_names | optional, module
+
+
+def test_files_are_short() -> None:
+    lines = {file: len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")}
+    assert not {file.name: count for file, count in lines.items() if count >= LONGEST_FILE}
+
+
+def length_of(function: ast.FunctionDef | ast.AsyncFunctionDef) -> int:
+    """A function's lines, its signature included and its docstring not."""
+    first, lines = function.body[0], (function.end_lineno or 0) - function.lineno + 1
+    documented = ast.get_docstring(function) is not None
+    return lines - ((first.end_lineno or 0) - first.lineno + 1 if documented else 0)
+
+
+def test_functions_are_short() -> None:
+    nodes = [(module, node) for module, tree in MODULES.items() for node in ast.walk(tree)]
+    functions = [(m, node) for m, node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
+    assert not {(m, f.name): length_of(f) for m, f in functions if length_of(f) > LONGEST_FUNCTION}
+
+
+def test_init_holds_exports_and_nothing_else() -> None:
+    docstring, *statements = MODULES["__init__"].body
+    assert isinstance(docstring, ast.Expr)
+    exported = []
+    for statement in statements:
+        if isinstance(statement, ast.Assign):
+            assert [dotted(target) for target in statement.targets] == ["__version__"]
+        else:
+            assert isinstance(statement, ast.ImportFrom)
+            assert all(alias.asname == alias.name for alias in statement.names), "`scan as scan`: an export"
+            exported.extend(alias.name for alias in statement.names)
+    assert sorted(exported) == sorted(PUBLIC)
+
+
+def sections(value: Any) -> dict[str, str]:
+    """A Google-style docstring's sections by their titles; the text before the first is under ''."""
+    parts = re.split(r"^(\w+):\n", inspect.getdoc(value) or "", flags=re.MULTILINE)
+    return {"": parts[0].strip(), **dict(zip(parts[1::2], parts[2::2], strict=True))}
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_public_names_are_documented(name: str) -> None:
+    first_line = sections(PUBLIC[name])[""].splitlines()[0]
+    assert first_line.endswith(".")
+    assert PUBLIC[name].__doc__ not in {base.__doc__ for base in getattr(PUBLIC[name], "__mro__", (None,))[1:]}
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_verbs_document_what_they_take_give_and_raise(name: str) -> None:
+    found = sections(PUBLIC[name])
+    stars = {inspect.Parameter.VAR_KEYWORD: "**", inspect.Parameter.VAR_POSITIONAL: "*"}
+    parameters = inspect.signature(PUBLIC[name]).parameters.values()
+    documented = [p for p in parameters if not p.name.startswith("_") and p.name != "unknown"]  # `unknown` is refused
+    expected = [stars.get(p.kind, "") + p.name for p in documented]
+    assert re.findall(r"^    (\*{0,2}\w+): \S", found["Args"], re.MULTILINE) == expected
+    assert found["Returns"].strip()
+    errors = re.findall(r"^    (\w+): \S", found["Raises"], re.MULTILINE)
+    assert errors == sorted(errors)
+    assert all(issubclass(PUBLIC[error], treescan.TreescanError) for error in errors)
+    assert ">>> " in found.get("Examples", found.get("Example", "")), "test_docs.py runs it"
+
+
+def test_what_is_listed_as_slow_is_there() -> None:
+    listed = {line.split("[")[0] for line in (TESTS / "slow.txt").read_text().splitlines()}
+    functions = {
+        f"tests/{file}::{node.name}"
+        for file, tree in TEST_TREES.items()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+    }
+    assert listed and listed <= functions
+
+
+def test_the_reader_of_imports_sees_what_it_should() -> None:
+    tree = ast.parse(
+        "import a.b\nfrom ..c import d\ndef f():\n    from jax.lax import scan\n    getattr(jax.lax, 'map')"
+    )
+    assert sorted(imports(tree)) == [(0, "a.b", []), (0, "jax.lax", ["scan"]), (2, "c", ["d"])]
+    assert {"jax.lax.scan", "jax.lax.map", "a.b"} <= set(references(tree))
+    program = set(own_imports("_transforms.program"))
+    assert {"_loop.loop", "_loop.retrace", "_body.call", "_transforms.nest"} <= program
+    assert "_transforms.program" in set(own_imports("_verbs.prepare"))

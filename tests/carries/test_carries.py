@@ -1,0 +1,359 @@
+"""The built-in carries are the Python loops that they stand for, in value and gradient, and cost no more."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.testing as npt
+import pytest
+from built_in_carries import (
+    CASES,
+    FORWARD,
+    NAMES,
+    assert_close,
+    body_of,
+    init_of,
+    losses,
+    run,
+    run_rows,
+    with_gradients,
+)
+from hypothesis import given, settings
+from loops import array, disable_jit, eager
+from oracle import assert_bitwise
+from thin import parametrize
+from traces import Counted
+
+import treescan
+from treescan.carries import (
+    Ema,
+    Keys,
+    Moments,
+    best,
+    carry_of,
+    cast,
+    clip_gradient,
+    ema,
+    keys,
+    moments,
+    read_tree,
+    stop_gradient,
+    sum_,
+)
+
+T, B = 5, 2
+START, KEYS, XS = array(B, seed=1), jax.random.split(jax.random.key(0), B), array(T, B, seed=2)
+STARTS, ALL_XS = dict.fromkeys(NAMES, START), dict.fromkeys(NAMES, XS)
+LENGTHS = np.array([4, 2])
+
+
+# The loop.
+
+
+def without_jit(call):
+    def run_without(*args):
+        with jax.disable_jit():
+            return call(*args)
+
+    return run_without
+
+
+def rowwise(call):
+    return jax.jit(jax.vmap(call, (0, 1, 0), dict.fromkeys(NAMES, (1, 0))))
+
+
+WAYS = {
+    "jit": (jax.jit, {"reverse": True}),
+    "vmap, nested": (rowwise, {"remat": "nested"}),
+    "disable_jit": (without_jit, {"reverse": True}),
+}
+
+
+@functools.cache
+def scanned(way):
+    transform, options = WAYS[way]
+    call = transform(lambda start, xs, key: run(NAMES, treescan.scan, start, key, xs, **options))
+    if transform is without_jit:
+        return {name: (outs, None) for name, outs in call(STARTS, ALL_XS, KEYS).items()}
+    return jax.jit(functools.partial(with_gradients, lambda start, xs: call(start, xs, KEYS)))(STARTS, ALL_XS)
+
+
+@functools.cache
+def expected(name, reverse):
+    return run_rows(name, START, KEYS, XS, np.ones((T, B), bool), reverse=reverse)
+
+
+@pytest.mark.parametrize("way", ["jit", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])])
+@pytest.mark.parametrize("name", NAMES)
+def test_a_scan_is_the_loop(name, way):
+    outs, gradients = expected(name, "reverse" in WAYS[way][1])
+    got_outs, got_gradients = scanned(way)[name]
+    assert_close(got_outs, outs, CASES[name].rtol)
+    if got_gradients is not None:
+        assert_close(got_gradients, gradients, CASES[name].rtol)
+
+
+@functools.cache
+def derivatives(verb):
+    """Of the loss of each case that has a forward mode: along a direction, and by the gradient."""
+    options = {"lengths": LENGTHS} if verb == "mask_scan" else {}
+    given = dict.fromkeys(FORWARD, START), dict.fromkeys(FORWARD, XS)
+
+    @jax.jit
+    def both(given):
+        def call(start, xs):
+            return run(FORWARD, getattr(treescan, verb), start, KEYS, xs, **options)
+
+        _, tangents = jax.jvp(lambda *given: losses(call(*given)), given, jax.tree.map(jnp.cos, given))
+        return tangents, with_gradients(call, *given)
+
+    tangents, results = both(given)
+    return {name: (tangents[name], results[name][1]) for name in FORWARD}
+
+
+@pytest.mark.parametrize("verb", ["scan", pytest.param("mask_scan", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", FORWARD)
+def test_forward_mode_is_the_gradient_along_a_direction(name, verb):
+    tangent, (of_start, of_xs) = derivatives(verb)[name]
+    along = jnp.sum(of_start * jnp.cos(START)) + jnp.sum(of_xs * jnp.cos(XS))
+    assert_close(tangent, along, 5 * CASES[name].rtol)
+
+
+def test_a_clipped_gradient_has_no_forward_mode():
+    def final(h):
+        return treescan.fold(lambda h, _: h, clip_gradient(h, 1.0), length=2).read()
+
+    with pytest.raises(TypeError, match="custom_vjp"):
+        jax.jvp(final, (1.0,), (1.0,))
+
+
+def scan_of(given, init, xs, lengths):
+    return treescan.scan(given, init, xs)
+
+
+def mask_scan_of(given, init, xs, lengths):
+    return treescan.mask_scan(given, init, xs, lengths=lengths, chunk=2)
+
+
+VERBS = {"scan": scan_of, "mask_scan": mask_scan_of}
+
+
+@parametrize("verb", VERBS)
+def test_a_final_carry_goes_on(verb):
+    """To the last bit, and without a new trace of the body, which is traced once."""
+    counted = Counted(body_of(NAMES))
+    init, part = init_of(NAMES, STARTS, KEYS), dict.fromkeys(NAMES, XS[:2])
+    half, first = verb(counted.body, init, part, LENGTHS.clip(0, 2))
+    assert counted.calls == 1
+    rest = dict.fromkeys(NAMES, XS[2:4])
+    second, last = verb(counted.body, half, rest, LENGTHS - 2)
+    assert counted.calls == 1
+    final, ys = verb(body_of(NAMES), init, dict.fromkeys(NAMES, XS[:4]), LENGTHS)
+    for name in NAMES:
+        assert_bitwise(second[name], final[name])
+        assert_bitwise(jax.tree.map(lambda *parts: jnp.concatenate(parts), first[name], last[name]), ys[name])
+
+
+# What each is for.
+
+floats = st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-1.0, 1.0, width=32)
+
+
+@jax.jit
+def sum_of(terms):
+    return treescan.fold(lambda total, x: x, sum_(), terms).read()
+
+
+@settings(max_examples=50)
+@given(st.lists(floats, min_size=8, max_size=8))
+def test_a_sum_is_as_exact_as_its_rounding(terms):
+    exact, size = math.fsum(terms), math.fsum(map(abs, terms))
+    bound = 2.0**-23 * abs(exact) + 8**2 * 2.0**-46 * size + 1e-37
+    assert abs(float(sum_of(jnp.array(terms, jnp.float32))) - exact) <= bound
+
+
+def test_a_sum_that_leaves_the_range_is_infinite():
+    assert sum_of(jnp.array([1.0, jnp.inf, 1.0])) == jnp.inf
+    assert sum_of(jnp.array([3e38, 3e38, 1.0])) == jnp.inf
+    assert jnp.isnan(sum_of(jnp.array([jnp.inf, -jnp.inf])))
+
+
+def moments_of(values):
+    """Of up to 6 values; compiled once."""
+    xs = jnp.zeros(6).at[: len(values)].set(jnp.array(values, jnp.float32))
+    return moments_of_first(xs, len(values))
+
+
+merge = jax.jit(Moments.merge)
+
+
+@jax.jit
+def moments_of_first(xs, n):
+    return carry_of(treescan.mask_scan(lambda _, x: (x, None), moments(), xs, lengths=n, chunk=0)[0], Moments)
+
+
+some = st.lists(st.floats(-100, 100, width=32), max_size=6)
+
+
+@given(some, some)
+def test_moments_merge(first, second):
+    merged, values = merge(moments_of(first), moments_of(second)), np.array(first + second)
+    assert merged.count == len(values)
+    if len(values) > 1:
+        npt.assert_allclose(merged.mean, values.mean(), rtol=1e-5, atol=1e-4)
+        npt.assert_allclose(merged.variance(), values.var(), rtol=1e-4, atol=1e-2)
+        npt.assert_allclose(merged.variance(ddof=1), values.var(ddof=1), rtol=1e-4, atol=1e-2)
+
+
+def test_moments_do_not_cancel():
+    xs = jnp.float32(1e4) + array(50)
+    final = carry_of(treescan.fold(lambda _, x: x, moments(), xs), Moments)
+    npt.assert_allclose(final.variance(), np.var(np.asarray(xs, np.float64)), rtol=1e-2)
+    assert final.variance(ddof=50) == final.variance(ddof=60) == final.squares
+
+
+def test_the_first_of_equals_is_the_best_and_nan_never_is():
+    scores = jnp.array([jnp.nan, 1.0, 2.0, 2.0, jnp.nan])
+    for mode, place in (("max", 2), ("min", 1)):
+        final = treescan.fold(lambda _, x: x, best(-1, mode=mode), (scores, jnp.arange(5)))
+        assert (final.score, final.value) == (scores[place], place)
+
+
+def moving_average(decay, start, xs):
+    value = start
+    for x in xs:
+        value = decay * value + (1 - decay) * x
+    return value
+
+
+@parametrize("verb", VERBS)
+@pytest.mark.parametrize("decay", [0.9, np.array([0.5, 0.9], np.float32)], ids=["number", "array"])
+def test_a_decay_is_traced_and_differentiated(decay, verb):
+    def total(decay, start, xs):
+        return jnp.sum(verb(lambda _, x: (x, None), ema(start, decay), xs, LENGTHS)[0].read())
+
+    def oracle(decay, start, xs):
+        decay, n = jnp.broadcast_to(decay, (B,)), [T, T] if verb is scan_of else LENGTHS
+        return sum(moving_average(decay[b], start[b], xs[: n[b], b]) for b in range(B))
+
+    args = jnp.asarray(decay, jnp.float32), START, XS
+
+    def derivatives(f):
+        return jax.jit(lambda *args: (jax.grad(f, (0, 1, 2))(*args), jax.jvp(f, args, args)))(*args)
+
+    assert_close(derivatives(total), derivatives(oracle))
+
+
+@parametrize("verb", VERBS)
+@parametrize("name", {"limit": "limit", "max_norm": "max_norm"})
+def test_a_cotangent_is_limited_each_step(name, verb):
+    """Held against a backward pass in NumPy, for h = weights * h + x; the loss adds up the last h of each row."""
+    weights, features = np.array([2.0, -0.5], np.float32), array(T, B, 2)
+
+    @jax.jit
+    def gradients(limit):
+        def loss(h, xs, limit):
+            init = clip_gradient(h, **{name: limit})
+            return jnp.sum(verb(lambda h, x: (weights[None] * h + x, None), init, xs, LENGTHS)[0].tree)
+
+        return jax.grad(loss, (0, 1, 2))(array(B, 2), features, limit)
+
+    for limit in (0.75, 3.0):
+        h, xs = np.ones((B, 2), np.float32), np.zeros((T, B, 2), np.float32)
+        for b, steps in enumerate([T, T] if verb is scan_of else LENGTHS):
+            for t in reversed(range(steps)):
+                xs[t, b] = h[b]
+                g = weights * h[b]
+                norm = np.linalg.norm(g)
+                h[b] = np.clip(g, -limit, limit) if name == "limit" else g * min(1, limit / norm)
+        assert_close(gradients(jnp.float32(limit)), (jnp.array(h), jnp.array(xs), jnp.zeros(())))
+
+
+def test_no_gradient_flows_back_through_a_stopped_carry():
+    def loss(w):
+        return treescan.fold(lambda h, x: w * h + x, stop_gradient(1.0), jnp.ones(2)).tree
+
+    assert jax.grad(loss)(2.0) == 3.0  # h before the last step
+
+
+def test_a_cast_keeps_dtypes():
+    init = cast({"h": jnp.ones(2, jnp.bfloat16), "n": 0, "rng": keys(jax.random.key(0))})
+    final = treescan.fold(lambda c, x: {"h": c["h"] + x.astype(jnp.bfloat16), "n": 1.7 * x[0], "rng": None}, init, XS)
+    assert [leaf.dtype for leaf in jax.tree.leaves(final)][:2] == [jnp.bfloat16, jnp.int32]
+    assert carry_of(final.tree["rng"], Keys).drawn == T
+
+
+# Where they stand.
+
+
+class Pair(NamedTuple):
+    first: Any
+    second: Any
+
+
+def averaged(average, x):
+    return x, average
+
+
+PLACES = {
+    "root": (lambda sub: sub, lambda tree: tree),
+    "dict": (lambda sub: {"a": jnp.zeros(B), "b": {"c": sub}}, lambda tree: tree["b"]["c"]),
+    "namedtuple": (lambda sub: Pair(None, sub), lambda tree: tree.second),
+    "list": (lambda sub: [jnp.ones(B), [sub]], lambda tree: tree[1][0]),
+    "cast": (lambda sub: cast({"of": sub}), lambda tree: tree["of"]),
+}
+
+
+@parametrize("place", PLACES)
+def test_a_carry_stands_anywhere(place):
+    put, get = place
+
+    def body(carry, x):
+        seen = get(carry)
+        parts, structure = jax.tree.flatten(carry, is_leaf=lambda node: node is seen)
+        parts = [x if part is seen else part for part in parts]
+        return jax.tree.unflatten(structure, parts), seen
+
+    final, ys = treescan.scan(body, put(ema(START, 0.5)), XS)
+    own, own_ys = treescan.scan(averaged, ema(START, 0.5), XS)
+    assert_bitwise(ys, own_ys)
+    assert_bitwise(get(read_tree(final)), own.read())
+    assert jax.tree.structure(final) == jax.tree.structure(put(ema(START, 0.5)))
+
+
+def test_accumulate_stacks_carries_and_fold_ends_in_the_last():
+    def body(carry, x):
+        return {"mean": x, "rng": None, "h": carry["h"] + 1}
+
+    init = {"mean": ema(0.0, 0.5), "rng": keys(KEYS[0]), "h": 0}
+    final, every = treescan.fold(body, init, XS[:, 0]), treescan.accumulate(body, init, XS[:, 0])
+    assert isinstance(every["mean"], Ema)
+    assert isinstance(every["rng"], Keys)
+    assert every["rng"].drawn.tolist() == [1, 2, 3, 4, 5]
+    values = [moving_average(0.5, 0.0, XS[: n + 1, 0]) for n in range(T)]
+    npt.assert_allclose(every["mean"].value, values, rtol=1e-6)
+    assert_bitwise(jax.tree.map(lambda leaf: leaf[-1], every), final)
+
+
+def test_fori():
+    final = treescan.fori(2, 7, lambda i, total: i.astype(jnp.float32), sum_())
+    assert final.read() == 2 + 3 + 4 + 5 + 6
+
+
+@pytest.mark.parametrize("transform", [eager, disable_jit], ids=lambda t: t.__name__)
+def test_the_body_may_change_the_containers_that_it_is_shown(transform):
+    def body(carry, x):
+        carry["ema"]["a"] = x
+        carry["list"].append(carry["list"].pop() + carry["ema"].pop("b"))
+        carry["ema"]["b"] = 2 * x
+        return carry, x
+
+    init = {"ema": ema({"a": 0.0, "b": 1.0}, 0.5), "list": [jnp.zeros(())]}
+    final, _ = transform(functools.partial(treescan.scan, body), init, XS[:, 0])
+    b = [moving_average(0.5, 1.0, 2 * XS[:n, 0]) for n in range(T + 1)]
+    assert_close(final["ema"].read(), {"a": moving_average(0.5, jnp.zeros(()), XS[:, 0]), "b": b[-1]})
+    npt.assert_allclose(final["list"][0], sum(b[:-1]), rtol=1e-5)

@@ -1,0 +1,306 @@
+"""Carries in `mask_scan`: rows that have their own are the unpadded rows; what all rows share counts the valid ones."""
+
+import functools
+import math
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.testing as npt
+import pytest
+from built_in_carries import CASES, LIMIT, NAMES, assert_close, body_of, init_of, limited, run, run_rows, with_gradients
+from hypothesis import given, settings
+from loops import array
+from oracle import assert_bitwise
+from thin import parametrize
+from traces import Counted
+
+import treescan
+from treescan.carries import best, buffer, cast, clip_gradient, ema, keys, moments, sum_, window
+
+T, LENGTHS = 7, np.array([5, 0, 3, 7])
+B = len(LENGTHS)
+START, KEYS = array(B, seed=1), jax.random.split(jax.random.key(0), B)
+VALID = np.arange(T)[:, None] < LENGTHS
+HOLES = np.random.default_rng(0).random((T, B)) < 0.5
+RESETS = np.random.default_rng(1).random((T, B)) < 0.3
+
+
+# Rows that have their own.
+
+SETUPS = {
+    "chunks": {"lengths": LENGTHS, "chunk": 3},
+    "compact": {"lengths": LENGTHS, "chunk": 3, "compact": True},
+    "resets in reverse": {"mask": HOLES, "resets": RESETS, "reverse": True, "remat": "nested", "chunk": 2},
+    "compact resets": {"lengths": LENGTHS, "resets": RESETS, "chunk": 3, "compact": (2,), "remat": "step"},
+    "disable_jit": {"mask": HOLES, "resets": RESETS, "reverse": True},
+}
+SLOW = {"disable_jit", "compact", "compact resets", "resets in reverse"}
+VALUES_ALONE = {"compact", "disable_jit"}
+
+
+def padded(valid):
+    return jnp.where(valid, array(T, B, seed=2), jnp.nan)
+
+
+@functools.cache
+def scanned(setup):
+    options = SETUPS[setup]
+    xs = dict.fromkeys(NAMES, padded(options.get("mask", VALID)))
+
+    def call(start, xs):
+        return run(NAMES, treescan.mask_scan, start, KEYS, xs, **options)
+
+    starts = dict.fromkeys(NAMES, START)
+    if setup not in VALUES_ALONE:
+        return jax.jit(functools.partial(with_gradients, call))(starts, xs)
+    with jax.disable_jit(setup == "disable_jit"):
+        return {name: (outs, None) for name, outs in call(starts, xs).items()}
+
+
+@functools.cache
+def expected(name, holes, resets, reverse):
+    valid = HOLES if holes else VALID
+    return run_rows(name, START, KEYS, padded(valid), valid, RESETS if resets else None, reverse=reverse)
+
+
+@pytest.mark.parametrize("setup", [pytest.param(s, marks=[pytest.mark.slow] if s in SLOW else []) for s in SETUPS])
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_are_the_unpadded_rows(name, setup):
+    options = SETUPS[setup]
+    outs, gradients = expected(name, *(key in options for key in ("mask", "resets", "reverse")))
+    got_outs, got_gradients = scanned(setup)[name]
+    assert_close(got_outs, outs, CASES[name].rtol)
+    if got_gradients is not None:
+        assert_close(got_gradients, gradients, CASES[name].rtol)
+        of_xs, valid = np.asarray(got_gradients[1]), options.get("mask", VALID)
+        assert not of_xs[~valid].any()
+        assert np.isfinite(of_xs).all()
+
+
+def test_the_body_is_traced_once_for_each_number_of_rows():
+    counted = Counted(body_of(NAMES))
+    init, xs = init_of(NAMES, dict.fromkeys(NAMES, START), KEYS), dict.fromkeys(NAMES, padded(VALID))
+    for options, traces in (({}, 1), ({"remat": "nested", "resets": RESETS}, 1), ({"compact": True}, 3)):
+        before = counted.calls
+        jax.make_jaxpr(functools.partial(treescan.mask_scan, counted.body, lengths=LENGTHS, **options))(init, xs)
+        assert counted.calls - before == traces
+
+
+def test_a_carry_in_a_cast_says_itself_where_its_rows_stand():
+    init = cast({"w": window(jnp.zeros((2, B))), "a": ema(jnp.zeros(B), 0.5, debias=True)})
+
+    def body(carry, x):
+        return {"w": x, "a": x}, carry["w"][0] + carry["a"]
+
+    def alone(carry, x):
+        return (x, x), carry[0][0] + carry[1]
+
+    got = treescan.mask_scan(body, init, padded(VALID), lengths=LENGTHS)
+    own = treescan.mask_scan(
+        alone, (window(jnp.zeros((2, B))), ema(jnp.zeros(B), 0.5, debias=True)), padded(VALID), lengths=LENGTHS
+    )
+    assert_bitwise(got[1], own[1])
+    assert_bitwise((got[0].tree["w"], got[0].tree["a"].read()), (own[0][0], own[0][1].read()))
+
+
+# What all rows share.
+
+XS = np.random.default_rng(3).uniform(-1, 1, (T, B)).astype(np.float32)
+lengths_up_to = st.sampled_from([1, 2, T]).flatmap(
+    lambda steps: st.tuples(st.just(steps), st.lists(st.integers(0, steps), min_size=B, max_size=B))
+)
+
+
+def statistics_body(carry, x):
+    pair = jnp.stack([x, x * x], -1)
+    returned = {name: pair if name.endswith("pairs") else x for name in carry}
+    return returned, None
+
+
+@functools.cache
+def statistics(steps):
+    """All statistics of rows of given lengths, with their gradients of the sum of the averages and the variances."""
+
+    @jax.jit
+    def call(xs, lengths):
+        def total(xs):
+            init = {
+                "moments": moments(),
+                "moments of pairs": moments((2,), shared=True),
+                "moments of rows": moments((B,)),
+                "sum": sum_(),
+                "sum of pairs": sum_(jnp.zeros(2), shared=True),
+                "sum of rows": sum_(jnp.zeros(B)),
+                "ema": ema(0.0, 0.5),
+                "ema of pairs": ema(jnp.zeros(2), 0.5, debias=True, shared=True),
+                "ema of rows": ema(jnp.zeros(B), 0.5, debias=True),
+            }
+            xs = jnp.where(treescan.length_mask(lengths, steps), xs, jnp.nan)
+            final, _ = treescan.mask_scan(statistics_body, init, xs, lengths=lengths, chunk=3)
+            seen = {name: carry.read() for name, carry in final.items()}
+            return jnp.sum(seen["moments"].variance) + jnp.sum(seen["ema"]) + jnp.sum(seen["sum of pairs"]), seen
+
+        return jax.grad(total, has_aux=True)(xs)
+
+    return call
+
+
+def ema_of(steps, debias):
+    value, weight = 0.0, 0.0
+    for entries in steps:
+        if len(entries):
+            value, weight = 0.5 * value + 0.5 * np.mean(entries, 0), 0.5 * weight + 0.5
+    return value / (weight or 1) if debias else value
+
+
+@settings(max_examples=20)
+@given(lengths_up_to)
+def test_statistics_count_exactly_the_valid_entries(drawn):
+    steps, lengths = drawn
+    xs = XS[:steps].astype(np.float64)
+    valid = np.arange(steps)[:, None] < lengths
+    of_xs, seen = statistics(steps)(jnp.asarray(XS[:steps]), jnp.array(lengths, jnp.int32))
+    entries = xs[valid]
+    pairs = np.stack([entries, entries**2], -1)
+
+    def close(got, expected):
+        npt.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
+
+    for name, values in (("moments", entries), ("moments of pairs", pairs)):
+        assert seen[name].count == len(values)
+        close(seen[name].mean, values.mean(0) if len(values) else 0 * seen[name].mean)
+        close(seen[name].variance, values.var(0) if len(values) else 0 * seen[name].mean)
+    close(seen["sum"], math.fsum(entries))
+    close(seen["sum of pairs"], [math.fsum(column) for column in pairs.T])
+    by_step = [xs[t, valid[t]] for t in range(steps)]
+    close(seen["ema"], ema_of(by_step, debias=False))
+    close(seen["ema of pairs"], ema_of([np.stack([x, x * x], -1) for x in by_step], debias=True) * np.ones(2))
+    assert seen["moments of rows"].count.tolist() == lengths
+    for b, n in enumerate(lengths):
+        own = xs[:n, b]
+        close(seen["moments of rows"].mean[b], own.mean() if n else 0)
+        close(seen["moments of rows"].variance[b], own.var() if n else 0)
+        close(seen["sum of rows"][b], math.fsum(own))
+        close(seen["ema of rows"][b], ema_of(own[:, None], debias=True))
+    number = valid.sum(1, keepdims=True).clip(1)
+    active = valid.any(1, keepdims=True)
+    later = active[::-1].cumsum(0)[::-1] - active
+    slopes = (2 * (xs - entries.mean()) / entries.size if entries.size else 0) + 0.5 / number * 0.5**later + 1 + 2 * xs
+    close(of_xs, np.where(valid, slopes, 0))
+
+
+COMPACT = {
+    "all rows": {},
+    "chunks": {"chunk": 3},
+    "compact": {"chunk": 3, "compact": True},
+    "nested": {"remat": "nested"},
+}
+
+
+@parametrize("options", COMPACT)
+def test_the_best_and_a_buffer_of_all_rows(options):
+    def body(carry, x):
+        score = jnp.sin(5 * x)
+        returned = {"best": (score, {"x": x, "pair": jnp.stack([x, -x], -1)}), "buffer": (x, x > 0)}
+        return returned, None
+
+    init = {"best": best({"x": 0.0, "pair": jnp.zeros(2)}), "buffer": buffer(0.0, 4)}
+    xs = jnp.where(VALID, XS, jnp.nan)
+    final, _ = treescan.mask_scan(body, init, xs, lengths=LENGTHS, **options)
+    entries = XS[VALID]  # in the order of the steps, then of the rows
+    expected = entries[np.argmax(np.sin(5 * entries))]
+    assert_close(final["best"].value, {"x": jnp.float32(expected), "pair": jnp.array([expected, -expected])})
+    kept = entries[entries > 0]
+    assert final["buffer"].count == len(kept) > 4
+    npt.assert_array_equal(final["buffer"].values, kept[:4])
+
+
+def test_the_first_of_equal_rows_is_the_best_and_nan_never_is():
+    scores = jnp.array([[jnp.nan, 1.0, 2.0, 2.0], [jnp.nan, jnp.nan, 2.0, 5.0]])
+    for mode, place in (("max", 2), ("min", 1)):
+        init = best(jnp.int32(-1), mode=mode)
+        final, _ = treescan.mask_scan(
+            lambda _, score: ((score, jnp.arange(4)), None),
+            init,
+            scores,
+            mask=jnp.ones((2, 4), bool).at[1, 3].set(False),
+        )
+        assert (final.score, final.value) == (scores[0, place], place)
+
+
+@parametrize("reverse", {"forward": False, "reverse": True})
+def test_a_shared_key_goes_on_where_any_row_is_valid(reverse):
+    key, mask = jax.random.key(3), HOLES & (np.arange(T) != 2)[:, None]
+
+    def body(rng, x):
+        return None, x * 0 + jax.random.uniform(rng)
+
+    final, ys = treescan.mask_scan(body, keys(key), jnp.where(mask, XS, jnp.nan), mask=mask, reverse=reverse)
+    steps = np.flatnonzero(mask.any(1))[:: -1 if reverse else 1]
+    expected = np.zeros((T, B), np.float32)
+    for n, t in enumerate(steps):
+        expected[t] = np.where(mask[t], jax.random.uniform(jax.random.fold_in(key, n)), 0)
+    npt.assert_array_equal(ys, expected)
+    assert final.drawn == len(steps)
+
+
+def test_resets_leave_what_is_shared():
+    def body(carry, x):
+        return {"all": x, "own": x}, None
+
+    init = {"all": moments(), "own": moments((B,))}
+    final, _ = treescan.mask_scan(body, init, jnp.asarray(XS), resets=np.arange(T)[:, None] == np.full(B, 4))
+    assert final["all"].count == T * B
+    assert final["own"].count.tolist() == [3] * B
+    npt.assert_allclose(final["own"].mean, XS[4:].mean(0), rtol=1e-5)
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+def test_a_single_row(steps):
+    def body(carry, x):
+        return {"moments": x, "sum": x, "best": (x, x), "buffer": (x, True), "ema": x}, None
+
+    init = {"moments": moments(), "sum": sum_(), "best": best(0.0), "buffer": buffer(0.0, 5), "ema": ema(1.0, 0.5)}
+    xs = jnp.where(np.arange(T) < steps, XS[:, 0], jnp.nan)
+    final, _ = treescan.mask_scan(body, init, xs, lengths=jnp.int32(steps))
+    own = XS[:steps, 0]
+    assert (final["moments"].count, final["buffer"].count) == (steps, steps)
+    assert final["best"].score == own.max(initial=-np.inf)
+    npt.assert_allclose(final["sum"].read(), own.sum(), rtol=1e-6)
+    npt.assert_array_equal(final["buffer"].values, np.append(own, np.zeros(5))[:5])
+    npt.assert_allclose(final["ema"].read(), 0.5**steps + sum(x * 0.5 ** (steps - t) for t, x in enumerate(own)), 1e-6)
+
+
+def test_a_mean_shared_by_rows_normalises_them_with_a_clipped_gradient():
+    """Rows with their own carry beside one that all share: padded rows are shown a valid one."""
+    valid = np.arange(3)[:, None] < np.array([1, 0, 2, 3])
+
+    def body(carry, x):
+        h = jnp.tanh(carry["h"] + (x - carry["seen"].mean) / jnp.sqrt(carry["seen"].variance + 1))
+        return {"h": h, "seen": x}, h
+
+    @jax.jit
+    def loss(xs):
+        init = {"h": clip_gradient(START, LIMIT), "seen": moments()}
+        final, ys = treescan.mask_scan(body, init, xs, mask=valid, chunk=2)
+        return jnp.sum(ys) + jnp.sum(final["h"].tree)
+
+    def oracle(xs):
+        h, entries, total = list(START), [], jnp.zeros(())
+        for t in range(3):
+            live = np.flatnonzero(valid[t])
+            n = max(len(entries), 1)
+            mean = sum(entries) / n
+            variance = sum((x - mean) ** 2 for x in entries) / n
+            for b in live:
+                h[b] = jnp.tanh(limited(h[b]) + (xs[t, b] - mean) / jnp.sqrt(variance + 1.0))
+                total += h[b]
+            entries += [xs[t, b] for b in live]
+        return total + sum(h)
+
+    xs = jnp.where(valid, XS[:3], jnp.nan)
+    got = jax.value_and_grad(loss)(xs)
+    assert_close(got, jax.value_and_grad(oracle)(xs))
+    assert not np.asarray(got[1])[~valid].any()

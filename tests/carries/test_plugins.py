@@ -1,0 +1,382 @@
+"""Plugins from outside: installed distributions, each in a process of its own.
+
+`examples/plugin` is built and unpacked as an installer would; the others are made here, each broken in its own way.
+"""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import textwrap
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from treescan.__main__ import main
+from treescan.carries import _registry
+
+ROOT = Path(__file__).parents[2]
+EXAMPLE = ROOT / "examples" / "plugin"
+
+
+# Distributions.
+
+
+@pytest.fixture(scope="session")
+def plugin(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of the example, as it would be in a repository of its own."""
+    copy = tmp_path_factory.mktemp("plugin") / "histograms"
+    return shutil.copytree(EXAMPLE, copy, ignore=shutil.ignore_patterns("__pycache__", ".*_cache", "*.egg-info"))
+
+
+@pytest.fixture(scope="session")
+def installed(plugin: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with nothing but the example in it, installed from a wheel."""
+    built, site = tmp_path_factory.mktemp("dist"), tmp_path_factory.mktemp("site")
+    python("-m", "hatchling", "build", "-t", "wheel", "-d", str(built), cwd=plugin)
+    (wheel,) = built.iterdir()
+    zipfile.ZipFile(wheel).extractall(site)
+    return site
+
+
+def module(site: Path, name: str, text: str) -> None:
+    (site / f"{name}.py").write_text(textwrap.dedent(text))
+
+
+def distribution(site: Path, name: str, entry_point: str, package: str = "") -> None:
+    """Installs a distribution: what declares one, for there is nothing else in it but perhaps a package."""
+    info = site / f"{name.replace('-', '_')}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[treescan.carries]\n{entry_point}\n")
+    (info / "top_level.txt").write_text(f"{package}\n")
+
+
+# Processes.
+
+
+def python(
+    *arguments: str, site: Path | None = None, cwd: Path | None = None, status: int = 0, **variables: str
+) -> str:
+    """What a process prints that finds what is installed in a folder, and the treescan that is tested."""
+    path = os.pathsep.join(str(folder) for folder in (site, ROOT) if folder)
+    environment = os.environ | {"PYTHONPATH": path, "PYTHONDONTWRITEBYTECODE": "1"} | variables
+    command = [sys.executable, *arguments]
+    done = subprocess.run(command, cwd=cwd, env=environment, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+def script(text: str, site: Path | None = None, **variables: str) -> None:
+    """Runs a script of assertions; a warning that it does not expect is an error."""
+    python("-W", "error", "-c", PRELUDE + textwrap.dedent(text), site=site, **variables)
+
+
+PRELUDE = """
+import sys
+import warnings
+from importlib.metadata import EntryPoint
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import treescan
+
+loads = []  # what is loaded, whenever it is
+load = EntryPoint.load
+EntryPoint.load = lambda entry: loads.append(entry.value) or load(entry)
+
+
+def loaded(prefix):
+    return [value for value in loads if value.startswith(prefix)]
+
+
+def plain(carry, x):  # for a carry that is nothing but a pytree of arrays
+    return jax.tree.map(lambda leaf: leaf + x, carry), None
+
+
+def total(seen, x):  # for the carries below: the body sees a number, and returns the next
+    return seen + x, None
+"""
+
+
+def listed(site: Path | None = None, status: int = 0, **variables: str) -> tuple[dict[str, tuple[str, ...]], str]:
+    """What `python -m treescan plugins` lists: package, entry point and state by distribution; and all of its text."""
+    text = python("-m", "treescan", "plugins", site=site, status=status, **variables)
+    rows = re.findall(r"^  (\S+) {3,}(\S.*?) {3,}(\S+) {3,}(loads|failed)$", text, re.MULTILINE)
+    return {name: (package, value, state) for package, name, value, state in rows}, text
+
+
+# The example.
+
+
+def test_a_plugin_is_loaded_with_the_first_value_that_it_is_for_and_once(installed: Path) -> None:
+    script(
+        """
+        from dataclasses import dataclass
+
+        from histograms import Histogram, histogram
+
+        xs = jnp.array([0.5, 1.5, 1.7])
+        treescan.scan(plain, {"a": jnp.zeros(2), "b": (0.0, None)}, xs)
+        treescan.scan(lambda carry, h: (carry, None), None, jax.tree.map(lambda leaf: leaf[None], histogram([0, 1])))
+        assert "histograms.for_treescan" not in sys.modules and not loaded("histograms")
+
+        final, counts = treescan.scan(lambda seen, x: (x, seen.counts), {"h": histogram([0, 1, 2])}["h"], xs)
+        assert type(final) is Histogram
+        assert final.counts.tolist() == [1, 2] and counts.tolist() == [[0, 0], [1, 0], [1, 1]]
+        assert "histograms.for_treescan" in sys.modules
+
+        @jax.tree_util.register_dataclass
+        @dataclass(frozen=True)
+        class Mine(Histogram):  # carried as what it derives from is
+            pass
+
+        (mine,) = treescan.fold(lambda seen, x: [x], [Mine(final.edges, final.counts)], xs)
+        assert type(mine) is Mine and mine.counts.tolist() == [2, 4]
+        assert jax.jit(lambda: treescan.fold(lambda seen, x: x, final, xs))().counts.tolist() == [2, 4]
+        assert loaded("histograms") == ["histograms.for_treescan"]
+        """,
+        installed,
+    )
+
+
+@pytest.mark.slow
+def test_the_tests_of_the_example_pass(plugin: Path, installed: Path) -> None:
+    assert re.search(r"\d+ passed", python("-m", "pytest", "-p", "no:cacheprovider", site=installed, cwd=plugin))
+
+
+def test_of_what_is_not_installed_nothing_is_left() -> None:
+    script(
+        """
+        from dataclasses import dataclass
+
+        @jax.tree_util.register_dataclass
+        @dataclass(frozen=True)
+        class Histogram:
+            edges: jax.Array
+            counts: jax.Array
+
+        Histogram.__module__ = "histograms._histogram"
+        final, _ = treescan.scan(plain, Histogram(jnp.zeros(3), jnp.ones(2)), jnp.ones(4))
+        assert type(final) is Histogram and final.counts.tolist() == [5, 5]
+        assert "histograms" not in sys.modules and not loaded("histograms")
+        """
+    )
+    assert "histograms" not in listed()[1]
+
+
+def test_discovery_can_be_turned_off(installed: Path) -> None:
+    script(
+        """
+        from histograms import Histogram, histogram
+
+        final = treescan.fold(lambda carry, x: carry.add(x), histogram([0, 1, 2]), jnp.array([0.5, 1.5]))
+        assert type(final) is Histogram and final.counts.tolist() == [1, 1]
+        assert "histograms.for_treescan" not in sys.modules and not loads
+
+        import histograms.for_treescan  # what one imports oneself counts
+
+        final = treescan.fold(lambda seen, x: x, histogram([0, 1, 2]), jnp.array([0.5, 1.5]))
+        assert final.counts.tolist() == [1, 1] and not loads
+        """,
+        installed,
+        TREESCAN_PLUGINS="0",
+    )
+    assert (
+        "Scans do not load them: the environment has TREESCAN_PLUGINS=0." in listed(installed, TREESCAN_PLUGINS="0")[1]
+    )
+
+
+def test_the_command_lists_what_is_installed(installed: Path) -> None:
+    found, text = listed(installed)
+    assert found["histograms 0.1.0"] == ("histograms", "histograms.for_treescan", "loads")
+    assert re.match(r"  package +distribution +entry point +state\n", text)
+    assert "Scans do not load them" not in text
+
+
+def test_the_command_says_that_nothing_is_installed(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_registry, "_plugins", [])
+    assert main(["plugins"]) == 0
+    assert capsys.readouterr().out == (
+        "No installed distribution declares custom carries (entry points in the group `treescan.carries`).\n"
+    )
+
+
+# Broken plugins.
+
+SHAPES = """
+from typing import NamedTuple
+
+
+class Square(NamedTuple):
+    side: object
+"""
+
+BROKEN = {  # by the distribution: its entry point, and why it does not load
+    "raises-at-import": ("shapes_importing", "RuntimeError: no licence"),
+    "raises-when-called": ("shapes_calling:declare", "ValueError: not today"),
+    "names-no-module": ("shapes_missing", "ModuleNotFoundError: No module named 'shapes_missing'"),
+    "names-no-function": ("shapes_calling:forgotten", "AttributeError: module 'shapes_calling' has no attribute"),
+}
+
+
+@pytest.fixture(scope="module")
+def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which distributions declare carries for the package `shapes`, and none of them loads."""
+    site = tmp_path_factory.mktemp("broken")
+    module(site, "shapes", SHAPES)
+    module(site, "shapes_importing", 'raise RuntimeError("no licence")')
+    module(site, "shapes_calling", 'def declare():\n    raise ValueError("not today")')
+    for name, (value, _) in BROKEN.items():
+        distribution(site, name, f"shapes = {value}")
+    return site
+
+
+def test_a_broken_plugin_warns_once_and_the_scan_goes_on(broken: Path) -> None:
+    script(
+        f"""
+        import collections
+        from shapes import Square
+
+        Circle = collections.namedtuple("Circle", ["radius"], module="circles")
+        final, _ = treescan.scan(plain, Circle(0.0), jnp.ones(3))  # of another package
+        assert type(final) is Circle and not loaded("shapes")
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(2):
+                final, _ = treescan.scan(plain, Square(0.0), jnp.ones(3))
+                assert type(final) is Square and final.side == 3
+
+        broken = {BROKEN}
+        assert len(caught) == len(broken) == len(loaded("shapes"))
+        assert {{warning.category for warning in caught}} == {{treescan.PluginWarning}}
+        texts = [str(warning.message) for warning in caught]
+        for name, (value, reason) in broken.items():
+            (text,) = [text for text in texts if f"distribution {{name}} 1.0" in text]
+            assert "`shapes`" in text and f"({{value}})" in text and reason in text, text
+        """,
+        broken,
+    )
+
+
+def test_the_command_lists_why_a_plugin_fails(broken: Path) -> None:
+    found, text = listed(broken, status=1)
+    for name, (value, reason) in BROKEN.items():
+        assert found[f"{name} 1.0"] == ("shapes", value, "failed")
+        assert f"\n  {name} 1.0, {value}:\n    {reason}" in text
+
+
+# Several plugins for one package.
+
+CARRIES = """
+from dataclasses import dataclass, replace
+
+import jax
+
+from treescan.carries import AbstractCarry, register_carry
+
+called = []
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Total(AbstractCarry):
+    total: jax.Array
+
+    def read(self):
+        return self.total
+
+    def write(self, returned, valid):
+        return replace(self, total=returned)
+"""
+
+
+@pytest.fixture(scope="module")
+def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder in which three distributions declare carries for `pair`, of which two want the same type."""
+    site = tmp_path_factory.mktemp("several")
+    module(
+        site,
+        "pair",
+        """
+        class Left:
+            def __init__(self, value):
+                self.value = value
+
+
+        class Right(Left):
+            pass
+        """,
+    )
+    for name, kind in (("first", "Left"), ("second", "Right"), ("third", "Left")):
+        module(
+            site,
+            f"pair_{name}",
+            f"""
+            {textwrap.indent(CARRIES, " " * 12).strip()}
+
+
+            def to_{name}(value):
+                return Total(value.value)
+
+
+            def declare():
+                import pair
+
+                called.append(True)
+                register_carry(pair.{kind}, to_{name}, lambda carry: pair.{kind}(carry.total))
+            """,
+        )
+        distribution(site, name, f"pair = pair_{name}:declare", f"pair_{name}")
+    return site
+
+
+def test_all_that_is_declared_for_a_package_is_loaded_and_called_once(several: Path) -> None:
+    script(
+        """
+        from pair import Left, Right
+
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for kind in (Left, Right, Left, Right):
+                final, _ = treescan.scan(total, kind(jnp.zeros(())), jnp.ones(3))
+                assert type(final) is kind and final.value == 3
+
+        import pair_first, pair_second, pair_third
+
+        assert [len(module.called) for module in (pair_first, pair_second, pair_third)] == [1, 1, 1]
+        assert loaded("pair") == ["pair_first:declare", "pair_second:declare", "pair_third:declare"]
+
+        (warning,) = caught  # the type of the third is taken
+        assert warning.category is treescan.PluginWarning and "distribution third 1.0" in str(warning.message)
+
+        def check(text):
+            words = " ".join(text.split())
+            assert "`pair.Left`, which is registered already" in words, text
+            assert "First by `to_first` of `pair_first`, which the distribution first 1.0 brings." in words, text
+            assert "Now by `to_third` of `pair_third`, which the distribution third 1.0 brings." in words, text
+
+        check(str(warning.message))
+        try:
+            pair_third.declare()
+        except treescan.PluginError as error:
+            check(str(error))
+        else:
+            raise AssertionError("a type was registered twice")
+        """,
+        several,
+    )
+
+
+def test_the_command_lists_the_one_whose_type_is_taken_as_failing(several: Path) -> None:
+    found, text = listed(several, status=1)
+    states = {name: state for name, (package, _, state) in found.items() if package == "pair"}
+    assert states == {"first 1.0": "loads", "second 1.0": "loads", "third 1.0": "failed"}
+    assert "First by `to_first` of `pair_first`" in text and "Now by `to_third` of `pair_third`" in text

@@ -1,0 +1,325 @@
+"""`register_carry`: values of a type that one does not own are carried, and come back as values of that type."""
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.testing as npt
+import pytest
+from oracle import assert_bitwise
+from thin import parametrize
+
+import treescan
+from treescan import ArgumentTypeError, PluginError
+from treescan.carries import AbstractCarry, _registry, carry_of, cast, register_carry
+
+
+@pytest.fixture(autouse=True)
+def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a test registers is forgotten after it, whatever happens in it."""
+    monkeypatch.setattr(_registry, "_adoptions", dict(_registry._adoptions))
+    monkeypatch.setattr(_registry, "_known", weakref.WeakKeyDictionary())
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Total(AbstractCarry[jax.Array, jax.Array]):
+    """Adds up what the body returns: in each row of a batch, or if it has none, at all."""
+
+    total: jax.Array
+
+    def read(self) -> jax.Array:
+        return self.total
+
+    def write(self, returned: jax.Array, valid: jax.Array | None) -> "Total":
+        return replace(self, total=self.total + returned)
+
+
+def fresh(*bases: type) -> Any:
+    """A class of a meter, which is no pytree: it shows a number, and says so."""
+
+    class Meter(*bases):
+        def __init__(self, total: Any) -> None:
+            self.total = total
+
+    return Meter
+
+
+def to_total(meter: Any) -> Total:
+    return Total(jnp.asarray(meter.total))
+
+
+def register(kind: type) -> None:
+    register_carry(kind, to_total, lambda carry: kind(carry.total))
+
+
+@pytest.fixture
+def Meter() -> Any:
+    """A registered class, of its own in each test."""
+    kind = fresh()
+    register(kind)
+    return kind
+
+
+def step(seen: Any, x: Any) -> Any:
+    return x, seen
+
+
+def message(error: pytest.ExceptionInfo[BaseException]) -> str:
+    """The text, in one line."""
+    return " ".join(str(error.value).split())
+
+
+XS = jnp.array([1.0, 2.0, 6.0])
+
+
+# There and back.
+
+
+def test_the_body_sees_what_the_carry_shows_and_the_caller_gets_the_type_back(Meter: Any) -> None:
+    final, seen = treescan.scan(step, Meter(1.0), XS)
+    assert type(final) is Meter
+    npt.assert_array_equal(final.total, 10.0)
+    npt.assert_array_equal(seen, [1.0, 2.0, 4.0])
+
+
+VERBS: dict[str, Callable[[Any], Any]] = {
+    "scan": lambda init: treescan.scan(step, init, XS)[0],
+    "reverse": lambda init: treescan.scan(step, init, XS, reverse=True)[0],
+    "remat": lambda init: treescan.scan(step, init, XS, remat="nested")[0],
+    "fold": lambda init: treescan.fold(lambda seen, x: x, init, XS),
+    "fori": lambda init: treescan.fori(0, 3, lambda i, seen: XS[i], init),
+    "disable_jit": lambda init: without_jit(lambda: treescan.scan(step, init, XS)[0]),
+}
+
+
+def without_jit(run: Callable[[], Any]) -> Any:
+    with jax.disable_jit():
+        return run()
+
+
+@parametrize("run", VERBS)
+def test_every_verb_takes_and_returns_a_value(run: Callable[[Any], Any], Meter: Any) -> None:
+    final = run(Meter(1.0))
+    assert type(final) is Meter
+    npt.assert_array_equal(final.total, 10.0)
+
+
+def test_without_steps_the_value_is_that_of_the_start(Meter: Any) -> None:
+    final, _ = treescan.scan(step, Meter(1.0), jnp.zeros(0))
+    assert type(final) is Meter
+    npt.assert_array_equal(final.total, 1.0)
+
+
+def test_accumulate_returns_the_type_with_its_leaves_stacked(Meter: Any) -> None:
+    totals = treescan.accumulate(lambda seen, x: {"a": x, "b": x}, {"a": Meter(1.0), "b": jnp.zeros(())}, XS)
+    assert type(totals["a"]) is Meter
+    npt.assert_array_equal(totals["a"].total, [2.0, 4.0, 10.0])
+    npt.assert_array_equal(totals["b"], XS)
+
+
+def test_a_masked_scan_keeps_its_rows(Meter: Any) -> None:
+    xs = jnp.stack([XS, XS, XS], axis=1)
+    final, _ = treescan.mask_scan(step, Meter(jnp.zeros(3)), xs, lengths=jnp.array([3, 0, 2]))
+    npt.assert_array_equal(final.total, [9.0, 0.0, 3.0])
+
+
+def test_values_stand_anywhere_in_the_tree_beside_anything(Meter: Any) -> None:
+    class Both(NamedTuple):
+        first: Any
+        second: Any
+
+    init = {"both": Both(Meter(1.0), Total(jnp.zeros(()))), "name": "a string", "none": None, "list": [Meter(0), 0.0]}
+
+    def body(seen: Any, x: Any) -> Any:
+        assert seen["name"] == "a string" and seen["none"] is None
+        return {**seen, "both": Both(x, x), "list": [jnp.int32(1), seen["list"][1] + x]}, None
+
+    final, _ = treescan.scan(body, init, XS)
+    assert type(final["both"].first) is type(final["list"][0]) is Meter
+    npt.assert_array_equal(final["both"].first.total, 10.0)
+    npt.assert_array_equal(carry_of(final["both"].second, Total).total, 9.0)
+    npt.assert_array_equal(final["list"][0].total, 3)
+    npt.assert_array_equal(final["list"][1], 9.0)
+    assert (final["name"], final["none"]) == ("a string", None)
+
+
+def test_a_registered_pytree_is_no_longer_a_tree_to_look_into() -> None:
+    class Pair(NamedTuple):
+        a: Any
+        b: Any
+
+    def add(carry: Any, x: Any) -> Any:
+        return jax.tree.map(lambda leaf: leaf + x, carry), None
+
+    assert_bitwise(treescan.scan(add, Pair(0.0, 1.0), XS)[0], Pair(jnp.float32(9.0), jnp.float32(10.0)))
+    register_carry(Pair, lambda pair: Total(jnp.asarray(pair.a)), lambda carry: Pair(carry.total, "back"))
+    final, _ = treescan.scan(step, Pair(1.0, 2.0), XS)  # the same type, which was known as a tree before
+    npt.assert_array_equal(final.a, 10.0)
+    assert final.b == "back"
+
+
+def test_the_final_value_is_one_to_go_on_from(Meter: Any) -> None:
+    middle, _ = treescan.scan(step, Meter(1.0), XS[:1])
+    final, _ = treescan.scan(step, middle, XS[1:])
+    npt.assert_array_equal(final.total, 10.0)
+
+
+def test_jit_gradients_and_vmap_go_through(Meter: Any) -> None:
+    def run(start: Any, xs: Any) -> Any:
+        return treescan.fold(lambda seen, x: x * seen, Meter(start), xs).total  # doubles, triples, ...
+
+    npt.assert_array_equal(jax.jit(run)(1.0, XS), 42.0)
+    npt.assert_array_equal(jax.grad(run)(1.0, XS), 2.0 * 3.0 * 7.0)
+    npt.assert_array_equal(jax.vmap(run, (0, None))(jnp.array([1.0, 2.0]), XS), [42.0, 84.0])
+
+
+def test_both_functions_are_called_once_a_scan() -> None:
+    calls: list[str] = []
+
+    class Noted:
+        pass
+
+    def there(value: Any) -> Total:
+        calls.append("to_carry")
+        return Total(jnp.zeros(()))
+
+    def back(carry: Any) -> Any:
+        calls.append("from_carry")
+        return Noted()
+
+    register_carry(Noted, there, back)
+    for _ in range(2):
+        treescan.scan(step, Noted(), XS, remat="nested")
+    assert calls == ["to_carry", "from_carry"] * 2
+
+
+# Subclasses.
+
+
+def test_a_subclass_is_carried_as_its_base_until_it_is_registered(Meter: Any) -> None:
+    Sub = fresh(Meter)
+    assert type(treescan.scan(step, Sub(0.0), XS)[0]) is Meter
+    register(Sub)
+    assert type(treescan.scan(step, Sub(0.0), XS)[0]) is Sub
+    assert type(treescan.scan(step, fresh(Sub)(0.0), XS)[0]) is Sub
+    assert type(treescan.scan(step, Meter(0.0), XS)[0]) is Meter
+
+
+def test_of_several_bases_the_first_counts(Meter: Any) -> None:
+    other = fresh()
+    register(other)
+    assert type(treescan.scan(step, fresh(other, Meter)(0.0), XS)[0]) is other
+    assert type(treescan.scan(step, fresh(Meter, other)(0.0), XS)[0]) is Meter
+
+
+# Errors of plugins.
+
+
+def no_carry(value: Any) -> Any:
+    return jnp.zeros(3)
+
+
+def failing(value: Any) -> Any:
+    raise ZeroDivisionError("nothing to divide by")
+
+
+@pytest.mark.parametrize(
+    ("to_carry", "says"),
+    [
+        (no_carry, "returned float32[3], which is no custom carry."),
+        (failing, "failed. ZeroDivisionError: nothing to divide by."),
+    ],
+)
+def test_what_to_carry_does_wrong_is_an_error_with_path_and_place(to_carry: Callable[[Any], Any], says: str) -> None:
+    kind = fresh()
+    register_carry(kind, to_carry, lambda carry: carry)
+    with pytest.raises(PluginError) as error:
+        treescan.scan(step, {"a": (0.0, kind(0.0))}, XS)
+    text = message(error)
+    assert text.startswith("`scan` over `step` (")
+    assert f'`to_carry` of the registered type `Meter`, called for init["a"][1], {says}' in text
+    assert f"It is `{to_carry.__name__}` of `test_register_carry`, which is of no installed distribution." in text
+    assert "`Meter` is defined in `test_register_carry`, which is of no installed distribution." in text
+    cause = error.value.__cause__
+    assert isinstance(cause, ZeroDivisionError) if to_carry is failing else cause is None
+
+
+def test_an_error_names_the_distribution_that_brings_the_plugin() -> None:
+    kind = fresh()
+    register_carry(kind, np.zeros_like, lambda carry: carry)  # stands for a plugin's function
+    kind.__module__ = "jax.of_somebody"
+    with pytest.raises(PluginError) as error:
+        treescan.scan(step, kind(0.0), XS)
+    assert f"It is `zeros_like` of `numpy`, which the distribution numpy {np.__version__} brings." in message(error)
+    assert f"`jax.of_somebody`, which the distribution jax {jax.__version__} brings." in message(error)
+
+
+# What cannot be registered.
+
+
+@parametrize(
+    "arguments",
+    {
+        "no_class": (3, to_total, to_total),
+        "an_instance": (fresh()(0.0), to_total, to_total),
+        "no_to_carry": (fresh(), None, to_total),
+        "no_from_carry": (fresh(), to_total, "total"),
+    },
+)
+def test_arguments_are_checked(arguments: tuple[Any, Any, Any], request: pytest.FixtureRequest) -> None:
+    with pytest.raises(ArgumentTypeError) as error:
+        register_carry(*arguments)
+    expected = {
+        "no_class": "`register_carry` needs a class as its first argument, but got",
+        "an_instance": "`register_carry` needs a class as its first argument, but got",
+        "no_to_carry": "`register_carry` needs a function as `to_carry`, but got None.",
+        "no_from_carry": "`register_carry` needs a function as `from_carry`, but got",
+    }
+    assert message(error).startswith(expected[request.node.callspec.id])
+    assert arguments[0] not in _registry._adoptions
+
+
+def test_a_carry_is_not_registered() -> None:
+    with pytest.raises(PluginError, match="`register_carry` got `Total`, which is a custom carry itself"):
+        register_carry(Total, lambda carry: carry, lambda carry: carry)
+
+
+def another(meter: Any) -> Total:
+    return to_total(meter)
+
+
+def test_a_type_is_registered_once(Meter: Any) -> None:
+    with pytest.raises(PluginError) as error:
+        register_carry(Meter, another, lambda carry: Meter(carry.total))
+    assert "Meter`, which is registered already." in message(error)
+    assert "First by `to_total` of `test_register_carry`, which is of no installed distribution." in message(error)
+    assert "Now by `another` of `test_register_carry`, which is of no installed distribution." in message(error)
+    npt.assert_array_equal(treescan.scan(step, Meter(1.0), XS)[0].total, 10.0)  # the first one stays
+
+
+def test_a_value_within_another_carry_becomes_a_carry_too(Meter: Any) -> None:
+    final, seen = treescan.scan(step, cast(Meter(1.0)), XS)
+    assert type(final.tree) is Total
+    npt.assert_array_equal(final.read(), 10.0)
+    npt.assert_array_equal(seen, [1.0, 2.0, 4.0])
+
+
+def test_a_value_within_another_carry_that_cannot_become_one(Meter: Any) -> None:
+    register_carry(type("Other", (Meter,), {}), lambda _: None, lambda carry: carry)  # type: ignore[arg-type]
+    (other,) = Meter.__subclasses__()
+    with pytest.raises(
+        PluginError, match=r"`cast`: `to_carry` of the registered type `Other`, called for init\.m,"
+    ) as e:
+        cast(NamedTuple("Init", [("m", Any)])(other(1.0)))
+    assert "body" not in str(e.value)
+
+
+def test_a_module_that_is_imported_again_may_register_again(Meter: Any) -> None:
+    another = Meter(-1.0)
+    register_carry(Meter, to_total, lambda carry: another)
+    assert treescan.scan(step, Meter(1.0), XS)[0] is another

@@ -1,0 +1,102 @@
+"""scripts/docs_hooks.py: which names in code spans become links, and where they lead."""
+
+from functools import reduce
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import jax.ad_checkpoint
+import jax.export
+import pytest
+from test_site_figures import script
+
+hooks = script("docs_hooks")
+ROOT = Path(__file__).parents[2]
+REFERENCE = hooks.reference_urls(
+    [
+        ("reference/scan.html", "::: treescan.scan\n"),
+        ("reference/carries.html", "# Carries\n\n::: treescan.carries.keys\n\n::: treescan.carries.as_seen\n"),
+    ]
+)
+SCAN = "https://docs.jax.dev/en/latest/_autosummary/jax.lax.scan.html"
+
+
+def linked(html: str, here: str = "guides/memory.html") -> str:
+    return hooks.link_names(html, lambda name: hooks.url_of(name, REFERENCE, here))
+
+
+@pytest.mark.parametrize(
+    ("code", "url"),
+    [
+        ("jax.lax.scan", SCAN),
+        ("lax.scan", SCAN),
+        ("jax.lax.scan(f, init, xs)", SCAN),
+        ("jnp.where", "https://docs.jax.dev/en/latest/_autosummary/jax.numpy.where.html"),
+        ("jax.export", "https://docs.jax.dev/en/latest/jax.export.html"),
+        ("treescan.scan", "../reference/scan.html#treescan.scan"),
+        ("treescan.scan(f, init)", "../reference/scan.html#treescan.scan"),
+        ("treescan.carries.keys", "../reference/carries.html#treescan.carries.keys"),
+        ("as_seen", "../reference/carries.html#treescan.carries.as_seen"),
+        ("treescan.scan(lambda c, x: (c &lt; x, None), 0)", "../reference/scan.html#treescan.scan"),
+    ],
+)
+def test_names_become_links(code: str, url: str) -> None:
+    assert linked(f"<p><code>{code}</code></p>") == f'<p><a href="{url}"><code>{code}</code></a></p>'
+
+
+@pytest.mark.parametrize(
+    "html",
+    [
+        "<p>jax.lax.scan</p>",
+        "<p><code>scan</code> and <code>keys</code></p>",  # whose?
+        "<p><code>jax.lax.no_such</code></p>",
+        "<p><code>jax.lax.scan[0]</code></p>",
+        "<h2 id='x'>Of <code>jax.lax.scan</code></h2>",
+        "<pre><span></span><code>jax.lax.scan</code></pre>",
+        '<p><a href="x"><code>jax.lax.scan</code></a></p>',
+        '<p><a title="a > b" href="x">to <em><code>jax.lax.scan</code></em></a></p>',
+        "<p><autoref optional identifier='x'><code>jax.lax.scan</code></autoref></p>",
+    ],
+)
+def test_the_rest_stays(html: str) -> None:
+    assert linked(html) == html
+
+
+def test_a_section_links_a_name_once() -> None:
+    code, link = "<code>lax.scan</code>", f'<a href="{SCAN}"><code>lax.scan</code></a>'
+    assert linked(f"{code}{code}<h2>x</h2>{code}<pre>{code}</pre>") == f"{link}{code}<h2>x</h2>{link}<pre>{code}</pre>"
+
+
+def test_links_are_relative() -> None:
+    code = "<code>treescan.scan</code>"
+    assert 'href="reference/scan.html#' in linked(code, "index.html")
+    assert 'href="scan.html#' in linked(code, "reference/carries.html")
+    assert linked(code, "reference/scan.html") == code, "it would lead to the page that one reads"
+
+
+def test_mkdocs_reads_the_reference_first(tmp_path: Path) -> None:
+    page = tmp_path / "scan.md"
+    page.write_text("::: treescan.scan\n")
+    reference = SimpleNamespace(src_uri="reference/scan.md", url="reference/scan.html", abs_src_path=str(page))
+    other = SimpleNamespace(src_uri="index.md", url="index.html", abs_src_path="nowhere")
+    hooks.on_files(SimpleNamespace(documentation_pages=lambda: [reference, other]), config=None)
+    made = hooks.on_page_content("<code>treescan.scan</code>", SimpleNamespace(url="index.html"), config=None)
+    assert made == '<a href="reference/scan.html#treescan.scan"><code>treescan.scan</code></a>'
+
+
+def test_the_search_dialog_gets_a_name() -> None:
+    dialog = '<div class="md-search" data-md-component="search" role="dialog">'
+    assert hooks.on_post_page(dialog, page=None) == dialog.replace(">", ' aria-label="Search">')
+
+
+@pytest.mark.parametrize("name", hooks.JAX_URLS)
+def test_jax_has_the_names(name: str) -> None:
+    """No more than that: whether the page is there, only the network knows."""
+    reduce(getattr, name.split(".")[1:], jax)
+
+
+def test_names_that_are_ambiguous_are_ours() -> None:
+    text = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
+    bare = {name.rpartition(".")[2] for name in hooks.reference_urls([("", text)])}
+    assert "scan_layers" in bare
+    assert all(f".{name}\n" in f"{text}\n" or name == "stop_gradient" for name in hooks.AMBIGUOUS.split())

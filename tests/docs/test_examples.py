@@ -1,0 +1,88 @@
+"""The examples do what their pages say of them."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+EXAMPLES = ROOT / "examples"
+PAGE = ROOT / "docs" / "tutorials" / "examples.md"
+
+
+def printed(name: str, *arguments: str) -> str:
+    command = [sys.executable, EXAMPLES / name, *arguments]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def number(text: str, pattern: str) -> float:
+    found = re.search(pattern, text)
+    assert found, text
+    return float(found[1])
+
+
+def assert_shown(name: str, text: str) -> None:
+    """The page shows this text; numbers may be others elsewhere."""
+    (shown,) = re.findall(
+        rf'^```text title="python examples/{name}"\n(.*?)^```$', PAGE.read_text(), re.DOTALL | re.MULTILINE
+    )
+    one, other = (re.sub(r"\d[\d.e+-]*", "#", output) for output in (shown, text))
+    assert one == other
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("name", ["vowels.py", "packed_vowels.py"])
+def test_speakers_are_recognised(name: str) -> None:
+    text = printed(name)
+    assert_shown(name, text)
+    assert number(text, r"test accuracy +([\d.]+)%") >= 95
+    if name.startswith("packed"):
+        assert number(text, r"([\d.]+)% need not be run") > 20
+        assert number(text, r"efficiency +([\d.]+)%") > 80
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_the_llama_learns_to_write() -> None:
+    text = printed("llama.py")
+    assert number(text, r"held-out loss +([\d.]+) ->") > 4.5  # it knows nothing: 4.85 is the logarithm of 128
+    assert number(text, r"held-out loss .* -> ([\d.]+)") < 1.9
+    assert number(text, r"logits within ([\d.e+-]+) of") < 1e-4
+    _, written = text.split("ROMEO:\n", maxsplit=1)
+    assert len(written) == 301  # print ends it
+    assert re.search(r"^[A-Z][A-Za-z ]+:$", written, re.MULTILINE)  # somebody else speaks
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_the_llama_is_the_same_on_eight_devices() -> None:
+    one, eight = printed("llama.py", "--steps", "20"), printed("llama.py", "--devices", "8", "--steps", "20")
+    for pattern in (r"step +20 +loss ([\d.]+)", r"held-out loss +([\d.]+) ->", r"held-out loss .* -> ([\d.]+)"):
+        assert number(eight, pattern) == pytest.approx(number(one, pattern), abs=5e-3)
+    assert number(eight, r"logits within ([\d.e+-]+) of") < 1e-4
+
+    whole = number(one, r"parameters +(\d+) bytes")
+    assert number(one, r"each of 1 devices holds (\d+)") == whole == number(eight, r"parameters +(\d+) bytes")
+    assert number(eight, r"each of 8 devices holds (\d+)") < 0.13 * whole  # an eighth of the matrices, and the norms
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_loops_end_when_they_are_done() -> None:
+    text = printed("early_exit.py")
+    assert_shown("early_exit.py", text)
+    for slope, exactly in re.findall(r"slope ([\d.e+-]+), exactly ([\d.e+-]+)", text):
+        assert float(slope) == pytest.approx(float(exactly), rel=1e-4)
+    assert number(text, r"dx/dk = (-[\d.]+)") == pytest.approx(number(text, r"theorem (-[\d.]+)"), abs=1e-5)
+    steps = list(map(int, re.findall(r"tolerance [\d.]+: (\d+) steps", text)))
+    errors = list(map(float, re.findall(r"gradient by ([\d.e+-]+)", text)))
+    assert len(steps) == 3
+    assert steps == sorted(steps)
+    assert errors == sorted(errors, reverse=True)
+    assert errors[-1] < 1e-3
+    assert re.findall(r"\((\d+) letters, ended\)", text) == ["2", "4", "4", "4"]

@@ -1,0 +1,170 @@
+"""The pictures of the documentation: they are what the script draws, and what they show is so."""
+
+import colorsys
+import importlib.util
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import ModuleType
+
+import jax
+import jax.numpy as jnp
+import pytest
+from modules import LAYERS, MODULES, own_imports
+
+import treescan
+from treescan._transforms.program import Transformed
+
+ROOT = Path(__file__).parents[2]
+PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
+STYLES = (ROOT / "docs" / "stylesheets" / "pictures.css").read_text()
+PAGES = "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+READABLE = 4.5  # contrast, WCAG 2.2, 1.4.3
+# mkdocs-material's colours of text (with its opacity) and of the page, in each scheme.
+TEXT = {"default": ((0.0, 0.0, 0.0), 0.87), "slate": (colorsys.hls_to_rgb(225 / 360, 0.9, 0.15), 0.82)}
+PAGE = {"default": (1.0, 1.0, 1.0), "slate": colorsys.hls_to_rgb(225 / 360, 0.14, 0.15)}
+
+
+def script() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("draw_pictures", ROOT / "scripts" / "draw_pictures.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+DRAW = script()
+
+
+@pytest.mark.parametrize("draw", DRAW.PICTURES, ids=lambda draw: draw.__name__)
+def test_files_are_what_the_script_draws(draw) -> None:
+    picture = draw()
+    file = DRAW.DIRECTORY / f"{picture.name}.svg"
+    assert file.read_text() == str(picture), "run `python scripts/draw_pictures.py`"
+
+
+def test_all_pictures_are_drawn_and_shown_once() -> None:
+    assert [file.stem for file in PICTURES] == sorted(draw.__name__ for draw in DRAW.PICTURES)
+    shown = re.findall(r'^--8<-- "docs/pictures/(\w+)\.svg"$', PAGES, re.MULTILINE)
+    assert sorted(shown) == [file.stem for file in PICTURES]
+
+
+@pytest.mark.parametrize("file", PICTURES, ids=lambda file: file.stem)
+def test_a_picture_says_what_it_shows_and_stays_inside(file: Path) -> None:
+    text = file.read_text()
+    assert all(line.strip() for line in text.splitlines()), "a blank line ends the HTML in Markdown"
+    svg = ET.fromstring(text)
+    space = "{http://www.w3.org/2000/svg}"
+    names = {svg.get("aria-labelledby"): f"{space}title", svg.get("aria-describedby"): f"{space}desc"}
+    for child in list(svg)[:2]:
+        assert names[child.get("id")] == child.tag
+        assert child.text
+    _, _, width, height = map(float, svg.get("viewBox", "").split())
+    for rect in svg.iter(f"{space}rect"):
+        x, y, w, h = (float(rect.get(name, "")) for name in ("x", "y", "width", "height"))
+        assert min(x, y) >= 0
+        assert (x + w, y + h) <= (width, height)
+    for line in svg.iter(f"{space}text"):
+        if "transform" in line.attrib:
+            continue
+        classes = line.get("class", "").split()
+        letter = (12.5 if "small" in classes else 14) * (0.61 if "code" in classes else 0.55)
+        length, x = letter * len(line.text or ""), float(line.get("x", ""))
+        begin = x - length * {"start": 0, "middle": 0.5, "end": 1}[line.get("text-anchor", "start")]
+        assert begin >= 0, line.text
+        assert begin + length <= width, line.text
+        assert 10 <= float(line.get("y", "")) <= height - 3
+
+
+def test_classes_are_styled() -> None:
+    used = {
+        name
+        for file in PICTURES
+        for names in re.findall(r'class="([^"]+)"', file.read_text())
+        for name in names.split()
+    }
+    selectors = "".join(re.findall(r"^[.\[].*[{,]$", STYLES, re.MULTILINE))
+    assert used == set(re.findall(r"\.([\w-]+)", selectors)) - {"md-typeset"}
+
+
+def luminance(colour: tuple[float, float, float]) -> float:
+    linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in colour]
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+def contrast(one: tuple[float, float, float], other: tuple[float, float, float]) -> float:
+    bright, dark = sorted((luminance(one), luminance(other)), reverse=True)
+    return (bright + 0.05) / (dark + 0.05)
+
+
+@pytest.mark.parametrize("scheme", ["default", "slate"])
+def test_text_and_data_stand_out(scheme: str) -> None:
+    (block,) = re.findall(rf'\[data-md-color-scheme="{scheme}"\] {{(.*?)}}', STYLES, re.DOTALL)
+    own = {
+        name: tuple(int(digits[i : i + 2], 16) / 255 for i in (0, 2, 4))
+        for name, digits in re.findall(r"--picture-(\w+): #(\w{6});", block)
+    }
+    assert own.keys() == {"data", "soft", "strong"}
+    text, opacity = TEXT[scheme]
+    for ground in (PAGE[scheme], own["soft"], own["strong"]):
+        seen = tuple(opacity * t + (1 - opacity) * g for t, g in zip(text, ground, strict=True))
+        assert contrast(seen, ground) > READABLE
+    assert contrast(own["data"], PAGE[scheme]) > READABLE
+
+
+def test_the_house_stands() -> None:
+    shown = [name for _, lines in DRAW.FLOORS for line in lines for name in re.findall(r"\w+", line)]
+    assert sorted(shown) == sorted(LAYERS)
+    for module in MODULES:
+        floors = {DRAW.floor_of(other) for other in own_imports(module)}
+        assert max(floors, default=0) <= DRAW.floor_of(module)
+
+
+def test_the_table_of_transforms_is_read_off_the_verbs() -> None:
+    assert (DRAW.DIRECTORY / "transforms.md").read_text() == DRAW.table(), "run `python scripts/draw_pictures.py`"
+    assert '--8<-- "docs/pictures/transforms.md"' in PAGES
+
+
+@pytest.mark.parametrize("verb", ["scan", "fori", "mask_scan"])
+def test_a_verb_runs_the_transforms_that_it_lists(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[list[str]] = []
+
+    def record(call, transforms):
+        ran.append([type(transform).__name__ for transform in transforms])
+        return Transformed(call, transforms)
+
+    monkeypatch.setattr("treescan._verbs.prepare.Transformed", record)
+    every = {"out_axes": 0, "remat": "step", "save": 2, "truncate": 2}
+    run = {
+        "scan": lambda: treescan.scan(add, 0.0, jnp.ones((1, 4)), in_axes=1, **(every | {"out_axes": -1})),
+        "fori": lambda: treescan.fori(0, 3, lambda i, total: total + i, 0, remat="step"),
+        "mask_scan": lambda: treescan.mask_scan(
+            add, jnp.zeros(2), jnp.ones((4, 2)), lengths=jnp.array([4, 1]), **(every | {"out_axes": 1})
+        ),
+    }
+    run[verb]()
+    assert ran == [DRAW.transforms_of(verb)]
+
+
+def add(total, x):
+    return total + jnp.sum(x) if jnp.ndim(total) == 0 else total + x, x
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_padding_is_run_as_drawn(compact: bool) -> None:
+    sizes: list[int] = []
+
+    def body(total, x):
+        jax.debug.callback(lambda x: sizes.append(len(x)), x)
+        return total + x, None
+
+    rows = len(DRAW.LENGTHS)
+    xs, lengths = jnp.ones((DRAW.STEPS, rows)), jnp.array(DRAW.LENGTHS)
+    treescan.mask_scan(body, jnp.zeros(rows), xs, lengths=lengths, chunk=DRAW.CHUNK, compact=compact)
+    jax.effects_barrier()
+    text = (ROOT / "docs" / "pictures" / "padding.svg").read_text()
+    before, after = text.split(f">chunk={DRAW.CHUNK}, compact=True<")
+    cells = re.findall(r'class="(data|padding)"', after if compact else before)
+    legend = 2 if compact else 0
+    assert len(cells) - legend == sum(sizes)
+    assert f">{sum(sizes)} {'are' if compact else f'of {rows * DRAW.STEPS} rows'}" in (after if compact else before)

@@ -1,0 +1,243 @@
+"""Types of other libraries as carries: flax.nnx by a plugin of treescan, equinox and haliax as they are."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from flax import nnx
+from jaxprs import equations, num_consts
+
+import treescan
+from treescan.carries import cast, stop_gradient
+from treescan.integrations.nnx import ModuleCarry
+from treescan.testing import check_carry
+
+XS = jnp.asarray(np.random.default_rng(0).normal(size=(7, 4, 3)), jnp.float32)
+
+
+class Tied(nnx.Module):
+    """A layer under two names, a statistic, a counter and dropout."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.first = nnx.Linear(3, 3, rngs=rngs)
+        self.second = self.first
+        self.norm = nnx.BatchNorm(3, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls[...] += 1
+        return self.dropout(self.norm(self.second(self.first(x))))
+
+
+def step(module: Tied, x: jax.Array) -> tuple[Tied, jax.Array]:
+    y = module(x)
+    return module, y
+
+
+def loop(module: Tied) -> tuple[Tied, jax.Array]:
+    ys = [module(x) for x in XS]
+    return module, jnp.stack(ys)
+
+
+def leaves(tree: Any) -> list[np.ndarray]:
+    arrays = jax.tree.leaves(nnx.state(tree))
+    keys = (jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x for x in arrays)
+    return [np.asarray(x) for x in keys]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "nested": {"remat": "nested"}, "unrolled": {"unroll": 2}}
+
+
+@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_a_module_is_what_it_is_in_a_loop(options: dict[str, Any], jit: bool) -> None:
+    def run(module: Tied) -> tuple[Tied, jax.Array]:
+        return treescan.scan(step, module, XS, **options)
+
+    final, ys = (nnx.jit(run) if jit else run)(Tied(nnx.Rngs(0)))
+    expected, expected_ys = loop(Tied(nnx.Rngs(0)))
+    np.testing.assert_allclose(ys, expected_ys, atol=1e-5)
+    for a, b in zip(leaves(final), leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_the_caller_gets_a_module_and_keeps_his_own() -> None:
+    module = Tied(nnx.Rngs(0))
+    final, _ = treescan.scan(step, module, XS)
+    assert type(final) is Tied
+    assert int(final.calls[...]) == 7
+    assert int(module.calls[...]) == 0
+
+
+def test_what_is_tied_stays_tied() -> None:
+    def shift(module: Tied, _: jax.Array) -> tuple[Tied, jax.Array]:
+        module.first.bias[...] += 1.0
+        return module, module.second.bias[...]
+
+    final, biases = treescan.scan(shift, Tied(nnx.Rngs(0)), XS)
+    assert final.first is final.second
+    np.testing.assert_array_equal(biases[:, 0], np.arange(1.0, 8.0))
+
+
+@pytest.mark.parametrize("wrap", [cast, stop_gradient])
+def test_what_is_tied_stays_tied_within_another_carry(wrap: Any) -> None:
+    def shift(module: Tied, _: jax.Array) -> tuple[Tied, jax.Array]:
+        module.first.bias[...] += 1.0
+        return module, module.second.bias[...]
+
+    final, biases = treescan.scan(shift, wrap(Tied(nnx.Rngs(0))), XS)
+    np.testing.assert_array_equal(biases[:, 0], np.arange(1.0, 8.0))
+    module = final.read()
+    assert module.first is module.second
+
+
+def test_training_steps_in_a_scan() -> None:
+    def train(carry: tuple[nnx.Linear, nnx.Optimizer], x: jax.Array) -> tuple[Any, jax.Array]:
+        model, optimizer = carry
+        loss, gradient = nnx.value_and_grad(lambda model: jnp.mean(model(x) ** 2))(model)
+        optimizer.update(model, gradient)
+        return (model, optimizer), loss
+
+    def fresh() -> tuple[nnx.Linear, nnx.Optimizer]:
+        model = nnx.Linear(3, 3, rngs=nnx.Rngs(1))
+        return model, nnx.Optimizer(model, optax.sgd(0.1, momentum=0.9), wrt=nnx.Param)
+
+    (model, optimizer), losses = treescan.scan(train, fresh(), XS)
+    carry, expected = fresh(), []
+    for x in XS:
+        carry, loss = train(carry, x)
+        expected.append(loss)
+    np.testing.assert_allclose(losses, jnp.stack(expected), atol=1e-5)
+    np.testing.assert_allclose(model.kernel[...], carry[0].kernel[...], atol=1e-5)
+    assert int(optimizer.step[...]) == 7
+
+
+def test_parameters_are_constants_of_the_loop() -> None:
+    def apply(carry: tuple[nnx.Linear, jax.Array], _: None) -> tuple[Any, None]:
+        model, h = carry
+        return (model, jnp.tanh(model(h))), None
+
+    model, h = nnx.Linear(3, 3, rngs=nnx.Rngs(0)), jnp.ones((2, 3))
+    jaxpr = jax.make_jaxpr(lambda h: treescan.scan(apply, (model, h), length=3)[0][1])(h)
+    (scan,) = equations(jaxpr.jaxpr, "scan")
+    assert num_consts(scan) == 2
+
+
+def test_a_module_is_shared_by_all_rows() -> None:
+    def normalise(module: nnx.BatchNorm, x: jax.Array) -> tuple[nnx.BatchNorm, jax.Array]:
+        y = module(x)
+        return module, y
+
+    final, _ = treescan.mask_scan(normalise, nnx.BatchNorm(3, rngs=nnx.Rngs(0)), XS, lengths=jnp.full(4, 3))
+    module = nnx.BatchNorm(3, rngs=nnx.Rngs(0))
+    for x in XS[:3]:
+        module(x)
+    np.testing.assert_allclose(final.mean[...], module.mean[...], atol=1e-6)
+
+
+def test_stacked_modules_are_scanned_over() -> None:
+    @nnx.vmap(in_axes=0, out_axes=0)
+    def make(key: jax.Array) -> nnx.Linear:
+        return nnx.Linear(3, 3, rngs=nnx.Rngs(key))
+
+    keys = jax.random.split(jax.random.key(0), 5)
+    final, _ = treescan.scan(lambda h, layer: (jnp.tanh(layer(h)), None), XS[0], make(keys))
+    h = XS[0]
+    for key in keys:
+        h = jnp.tanh(nnx.Linear(3, 3, rngs=nnx.Rngs(key))(h))
+    np.testing.assert_allclose(final, h, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_module_keeps_the_laws_of_carries() -> None:
+    graph, state = nnx.split(nnx.Linear(2, 2, rngs=nnx.Rngs(0)))
+    modules = nnx.vmap(lambda key: nnx.Linear(2, 2, rngs=nnx.Rngs(key)))(jax.random.split(jax.random.key(0), 4))
+    check_carry(ModuleCarry(state, graph), modules)
+
+
+def test_a_module_of_another_structure() -> None:
+    def grow(module: nnx.Linear, x: jax.Array) -> tuple[nnx.Linear, None]:
+        module.extra = nnx.Param(x)
+        return module, None
+
+    with pytest.raises(treescan.PluginError, match="Make all of them before the scan"):
+        treescan.scan(grow, nnx.Linear(3, 3, rngs=nnx.Rngs(0)), XS)
+    with pytest.raises(treescan.PluginError, match="not the module that it was given"):
+        treescan.scan(lambda module, x: (x, None), nnx.Linear(3, 3, rngs=nnx.Rngs(0)), XS)
+
+
+def test_flax_is_not_imported_by_treescan() -> None:
+    code = "import sys, jax.numpy as jnp, treescan; treescan.fold(lambda c, x: c, {'a': 0.0}, jnp.ones(3)); "
+    code += "assert not any(name.split('.')[0] in ('flax', 'equinox', 'haliax') for name in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(treescan.__file__).parents[1])
+
+
+def test_equinox_modules_are_carried_as_they_are() -> None:
+    eqx = pytest.importorskip("equinox", reason="equinox is not installed")
+
+    def train(model: Any, x: jax.Array) -> tuple[Any, jax.Array]:  # an MLP holds functions: they stay outside
+        loss, gradient = eqx.filter_value_and_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
+        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradient)), loss
+
+    model = eqx.nn.MLP(3, 3, 8, 2, key=jax.random.key(0))
+    final, losses = treescan.scan(train, model, XS)
+    for x, loss in zip(XS, losses, strict=True):
+        model, expected = train(model, x)
+        np.testing.assert_allclose(loss, expected, atol=1e-5)
+    assert final.activation is model.activation
+    np.testing.assert_allclose(final.layers[0].weight, model.layers[0].weight, atol=1e-5)
+
+
+def test_stacked_equinox_modules_are_scanned_over() -> None:
+    eqx = pytest.importorskip("equinox", reason="equinox is not installed")
+    keys = jax.random.split(jax.random.key(0), 4)
+    layers = eqx.filter_vmap(lambda key: eqx.nn.MLP(3, 3, 8, 1, key=key))(keys)
+    h, _ = treescan.scan(lambda h, layer: (layer(h), None), XS[0, 0], layers)
+    expected = XS[0, 0]
+    for key in keys:
+        expected = eqx.nn.MLP(3, 3, 8, 1, key=key)(expected)
+    np.testing.assert_allclose(h, expected, atol=1e-5)
+
+
+def test_an_equinox_module_as_a_custom_carry() -> None:
+    eqx = pytest.importorskip("equinox", reason="equinox is not installed")
+
+    class Doubled(eqx.Module, treescan.carries.AbstractCarry[jax.Array, jax.Array]):  # type: ignore[misc, name-defined]
+        value: jax.Array
+
+        def read(self) -> jax.Array:
+            return 2 * self.value
+
+        def write(self, returned: jax.Array, valid: jax.Array | None) -> "Doubled":
+            return Doubled(returned)
+
+    final = treescan.fold(lambda seen, x: seen + x, Doubled(jnp.ones(())), jnp.ones(3))
+    assert float(final.value) == 2 * (2 * (2 + 1) + 1) + 1
+
+
+def test_haliax_arrays_are_carried() -> None:
+    try:
+        import haliax
+    except Exception as error:
+        pytest.skip(f"no haliax that imports on jax {jax.__version__}: {type(error).__name__}: {error}")
+    start = haliax.zeros(haliax.Axis("features", 3))
+    final = treescan.fold(lambda h, x: h + x, start, jnp.ones(4))
+    assert final.axes == start.axes
+    np.testing.assert_allclose(final.array, jnp.full(3, 4.0))
+
+
+def test_what_is_used_of_nnx_is_there() -> None:
+    """The names of flax that the plugin stands on, at every release that the tests run with."""
+    module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(module)
+    assert isinstance(module, nnx.Pytree)
+    assert issubclass(nnx.Optimizer, nnx.Pytree)
+    assert hash(graph) == hash(nnx.split(nnx.merge(graph, state))[0])
+    assert graph == nnx.split(nnx.merge(graph, state))[0]

@@ -1,0 +1,802 @@
+"""`treescan.integrations.nnx.scan` beside `nnx.scan`: the same outputs, the same variables, the same gradients."""
+
+import doctest
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jaxprs import equations, num_consts
+from oracle import as_numpy
+from thin import by_turns, parametrize
+from traces import Counted
+
+import treescan
+from treescan.integrations.nnx import scan
+
+N, B, D = 4, 3, 5
+XS = jnp.asarray(np.random.default_rng(0).normal(size=(N, B, D)), jnp.float32)
+H = jnp.asarray(np.random.default_rng(1).normal(size=(B, D)), jnp.float32)
+HAS_MODES = hasattr(nnx, "set_graph_mode")
+SHARDING = "out_sharding" if HAS_MODES else "sharding_names"  # what flax calls it
+
+
+# Modules.
+
+
+class Block(nnx.Module):
+    """A layer with a statistic, dropout and a counter."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.linear = nnx.Linear(D, D, rngs=rngs)
+        self.norm = nnx.BatchNorm(D, rngs=rngs)
+        self.dropout = nnx.Dropout(0.5, rngs=rngs)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.calls[...] += 1
+        return self.dropout(self.norm(nnx.relu(self.linear(x))))
+
+
+def linear(rngs: nnx.Rngs) -> nnx.Linear:
+    return nnx.Linear(D, D, rngs=rngs)
+
+
+class Counter(nnx.Module):
+    def __init__(self) -> None:
+        self.n = nnx.Variable(jnp.zeros(()))
+
+    def __call__(self) -> jax.Array:
+        self.n[...] += 1.0
+        return self.n[...]
+
+
+class Cache(nnx.Variable):
+    """What attention saw."""
+
+
+class Attention(nnx.Module):
+    """Attends to all that it saw before, which it keeps in a cache."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.query = nnx.Linear(D, D, rngs=rngs)
+        self.seen = Cache(jnp.zeros((N, B, D)))
+        self.index = Cache(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.seen[...] = jax.lax.dynamic_update_index_in_dim(self.seen[...], x, self.index[...], 0)
+        self.index[...] += 1
+        weights = nnx.softmax(jnp.einsum("bd,nbd->bn", self.query(x), self.seen[...]))
+        return jnp.einsum("bn,nbd->bd", weights, self.seen[...])
+
+
+class Cell(nnx.Module):
+    """A recurrent cell that holds its state."""
+
+    def __init__(self, rngs: nnx.Rngs) -> None:
+        self.cell = nnx.GRUCell(D, D, rngs=rngs)
+        self.h = nnx.Cache(jnp.zeros((B, D)))
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        self.h[...], y = self.cell(self.h[...], x)
+        return y
+
+
+def stack(axis: int = 0, kind: Callable[[nnx.Rngs], Any] = Block) -> Any:
+    """A module of which every variable has an axis of layers."""
+
+    @nnx.split_rngs(splits=N)
+    @nnx.vmap(in_axes=0, out_axes=axis)
+    def make(rngs: nnx.Rngs) -> Any:
+        return kind(rngs)
+
+    return make(nnx.Rngs(0, dropout=1))
+
+
+def mixed(scanned: Any = nnx.Param) -> nnx.Module:
+    """Stacked parameters, beside variables that all layers share."""
+    module = Block(nnx.Rngs(0, dropout=1))
+    nnx.update(module, nnx.state(stack(), scanned))
+    return module
+
+
+# Cases: `run(scan)` makes its modules and scans; what comes back are outputs, modules, and anything to compare.
+
+
+def over_layers(scan: Any, axis: int = 0, kind: Any = Block, **options: Any) -> Any:
+    layers = stack(axis, kind)
+
+    def forward(h: jax.Array, layer: Any) -> jax.Array:
+        return layer(h)
+
+    return scan(forward, in_axes=(nnx.Carry, axis), out_axes=nnx.Carry, **options)(H, layers), layers
+
+
+def layers_first(scan: Any) -> Any:
+    layers = stack()
+
+    @scan(in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 1))
+    def forward(layer: Block, h: jax.Array) -> tuple[jax.Array, jax.Array]:
+        h = layer(h)
+        return h, h * 2
+
+    return forward(layers, H), layers
+
+
+def statistics_carried(scan: Any) -> Any:
+    layers = mixed()
+    axes = nnx.StateAxes({nnx.Param: 0, ...: nnx.Carry})
+    forward = scan(lambda h, layer: layer(h), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry)
+    return forward(H, layers), layers
+
+
+def parameters_whole(scan: Any) -> Any:
+    module = Block(nnx.Rngs(0, dropout=1))
+    axes = nnx.StateAxes({nnx.Param: None, nnx.RngState: None, nnx.BatchStat: nnx.Carry, ...: nnx.Carry})
+    ys = scan(lambda module, h, x: (h, module(x)), in_axes=(axes, nnx.Carry, 0))(module, None, XS)
+    return ys, module
+
+
+def by_path(scan: Any) -> Any:
+    layers = mixed()
+    axes = nnx.StateAxes([(nnx.Param, 0), (nnx.PathContains("norm"), nnx.Carry), (..., None)])
+    return scan(lambda h, m: (m(h), m(h)), in_axes=(nnx.Carry, axes))(H, layers), layers
+
+
+def recurrent(scan: Any, **options: Any) -> Any:
+    cell = Cell(nnx.Rngs(0))
+
+    @scan(in_axes=(nnx.StateAxes({nnx.Param: None, ...: nnx.Carry}), 1), out_axes=1, **options)
+    def forward(cell: Cell, x: jax.Array) -> jax.Array:
+        return cell(x)
+
+    return forward(cell, jnp.moveaxis(XS, 0, 1)), cell
+
+
+def recurrent_module_in_carry(scan: Any, **options: Any) -> Any:
+    cell = Cell(nnx.Rngs(0))
+    (same, _), ys = scan(lambda carry, x: (carry, carry[0](x)), **options)((cell, H), XS)
+    assert same is cell
+    return ys, cell
+
+
+def cell_whole(scan: Any) -> Any:
+    cell = nnx.LSTMCell(D, D, rngs=nnx.Rngs(0))
+    carry = cell.initialize_carry((B, D), nnx.Rngs(0))
+    return scan(lambda cell, c, x: cell(c, x), in_axes=(None, nnx.Carry, 0), out_axes=(nnx.Carry, 0))(cell, carry, XS)
+
+
+def attention(scan: Any) -> Any:
+    module = Attention(nnx.Rngs(0))
+    axes = nnx.StateAxes({Cache: nnx.Carry, ...: None})
+    return scan(lambda m, x: m(x), in_axes=(axes, 0), out_axes=0)(module, XS), module
+
+
+def counters(scan: Any) -> Any:
+    carried, whole = Counter(), Counter()
+    stacked = nnx.vmap(lambda _: Counter(), in_axes=0, out_axes=0)(jnp.arange(N))
+    axes = (nnx.StateAxes({...: nnx.Carry}), None, 0)
+    ys = scan(lambda *ms: tuple(m() for m in ms), in_axes=axes, out_axes=0)(carried, whole, stacked)
+    return ys, carried, whole, stacked
+
+
+def without_xs(scan: Any) -> Any:
+    counter = Counter()
+    return scan(lambda m: m, length=3, in_axes=nnx.Carry, out_axes=nnx.Carry)(counter), counter
+
+
+def steps_without_xs(scan: Any) -> Any:
+    def step(m: Counter, h: jax.Array) -> tuple[Counter, jax.Array]:
+        return m, m() + h
+
+    counter = Counter()
+    return scan(step, length=3, in_axes=(nnx.Carry, None), out_axes=(nnx.Carry, 0))(counter, H), counter
+
+
+def no_carry(scan: Any) -> Any:
+    layers = stack()
+    ys = scan(lambda layer, x: {"a": layer(x), "b": (x[0], None)}, in_axes=0, out_axes={"a": -1, "b": (1, 0)})
+    return ys(layers, XS), layers
+
+
+def carry_last(scan: Any) -> Any:
+    layers = stack()
+
+    def forward(h: jax.Array, layer: Block) -> Any:
+        h = layer(h)
+        return h, h[0], h
+
+    return scan(forward, in_axes=(nnx.Carry, 0), out_axes=(1, 0, nnx.Carry))(H, layers), layers
+
+
+def modules_out(scan: Any) -> Any:
+    def make(key: jax.Array, count: jax.Array) -> tuple[jax.Array, nnx.Module]:
+        return count + 1, nnx.Linear(D, D, rngs=nnx.Rngs(key))
+
+    keys = jax.random.split(jax.random.key(0), N)
+    return scan(make, in_axes=(0, nnx.Carry), out_axes=(nnx.Carry, 1))(keys, jnp.int32(0))
+
+
+def same_module_out(scan: Any) -> Any:
+    layers = stack()
+    out = scan(lambda h, m: (m(h), m), in_axes=(nnx.Carry, 0))(H, layers)
+    assert out[1] is layers
+    return out
+
+
+def new_variables(scan: Any) -> Any:
+    layers = stack()
+
+    def forward(h: jax.Array, layer: Block) -> jax.Array:
+        h = layer(h)
+        layer.last = nnx.Intermediate(h)
+        return h
+
+    out = scan(forward, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(H, layers)
+    assert layers.last.shape == (N, B, D)
+    return out, layers
+
+
+def trees(scan: Any) -> Any:
+    modules = {"a": stack(), "b": stack(1, linear)}
+    whole = {"scale": jnp.full((B, D), 2.0), "times": 3.0}
+
+    def forward(h: Any, ms: Any, options: Any) -> Any:
+        h = ms["a"](h) + ms["b"](h) * options["scale"] * options["times"]
+        return h, {"h": h}
+
+    axes = (nnx.Carry, {"a": 0, "b": 1}, None)
+    return scan(forward, in_axes=axes)(H, modules, whole), modules
+
+
+def shared(scan: Any) -> Any:
+    """Tied within the carry, and between the carry and another argument."""
+    module, other = Counter(), Counter()
+    module.again, other.of = module.n, module
+
+    def step(c: tuple[Counter, Counter], m: Counter, x: jax.Array) -> Any:
+        c[0].again[...] += 1.0
+        m.of.n[...] += x[0, 0]
+        return c, (m(), c[1].n[...])
+
+    axes = (nnx.Carry, nnx.StateAxes({...: nnx.Carry}), 0)
+    (first, second), ys = scan(step, in_axes=axes)((module, module), other, XS)
+    assert first is module and second is module and other.of is module and module.again is module.n
+    return ys, module, other
+
+
+def shared_stacks(scan: Any) -> Any:
+    layers = stack()
+
+    def forward(h: jax.Array, a: Block, b: Block) -> jax.Array:
+        assert a is b
+        return a(h) + b(h)
+
+    return scan(forward, in_axes=(nnx.Carry, 0, 0), out_axes=nnx.Carry)(H, layers, layers), layers
+
+
+def states(scan: Any) -> Any:
+    """A state in the carry: its variables are new ones in each step."""
+    state = nnx.state(nnx.Linear(D, D, rngs=nnx.Rngs(0)), nnx.Param)
+    double = scan(lambda s, x: (jax.tree.map(lambda a: a * 2.0 + x[0, 0], s), x))
+    return double(state, XS), state
+
+
+def variables(scan: Any) -> Any:
+    variable, xs = nnx.Variable(jnp.zeros((B, D))), nnx.Param(XS)
+
+    def step(v: nnx.Variable, x: nnx.Param) -> Any:
+        v[...] += x[...]
+        x[...] = -x[...]
+        return v, v[...]
+
+    return scan(step)(variable, xs), variable, xs
+
+
+def rngs(scan: Any) -> Any:
+    keys, others = nnx.Rngs(0, noise=1), nnx.Rngs(2)
+
+    def step(h: jax.Array, rngs: nnx.Rngs, others: nnx.Rngs) -> Any:
+        h = h + jax.random.normal(rngs.noise(), h.shape) + jax.random.uniform(others(), h.shape)
+        return h, h
+
+    axes = (nnx.Carry, 0, nnx.StateAxes({...: nnx.Carry}))
+    forward = scan(step, in_axes=axes)
+    ys = nnx.split_rngs(splits=N)(lambda keys: forward(H, keys, others))(keys)
+    return ys, keys, others
+
+
+def named_by_keyword(scan: Any) -> Any:
+    def forward(h: jax.Array, layer: Block, scale: float = 2.0) -> jax.Array:
+        return layer(h) * scale
+
+    layers = stack()
+    return scan(forward, in_axes=(nnx.Carry, 0, None), out_axes=nnx.Carry)(H, layer=layers), layers
+
+
+def method(scan: Any) -> Any:
+    class Model(nnx.Module):
+        def __init__(self) -> None:
+            self.block = stack()
+
+        @scan(in_axes=(0, nnx.Carry), out_axes=nnx.Carry)
+        def __call__(self, x: jax.Array) -> jax.Array:
+            return self.block(x)
+
+    model = Model()
+    return model(H), model
+
+
+def partitioned(scan: Any) -> Any:
+    initial = nnx.with_partitioning(nnx.initializers.lecun_normal(), ("in", "out"), mesh=None)
+    names = {nnx.PARTITION_NAME: "layers"}
+
+    @nnx.vmap(in_axes=0, out_axes=0, transform_metadata=names)
+    def make(key: jax.Array) -> nnx.Linear:
+        return nnx.Linear(D, D, kernel_init=initial, use_bias=False, rngs=nnx.Rngs(key))
+
+    seen = []
+
+    def forward(h: jax.Array, layer: nnx.Linear) -> Any:
+        seen.append(layer.kernel.get_metadata())
+        options: dict[str, Any] = {SHARDING: ("out",)}
+        return layer(h), nnx.Param(h[0], **options)
+
+    with nnx.use_eager_sharding(False):
+        layers = make(jax.random.split(jax.random.key(0), N))
+        out = scan(forward, in_axes=(nnx.Carry, 0), transform_metadata=names)(H, layers)
+    shardings = [m[SHARDING] for m in (*seen, layers.kernel.get_metadata(), out[1].get_metadata())]
+    assert set(shardings) == {("in", "out"), ("layers", "in", "out"), ("layers", "out")}
+    return out, layers
+
+
+def nested(scan: Any) -> Any:
+    counter, layers = Counter(), stack()
+
+    def outer(c: Any, x: jax.Array, layers: Block) -> Any:
+        h, ys = scan(lambda h, m, layer: (layer(h) + m(), h), in_axes=(nnx.Carry, None, 0))(x, c[0], layers)
+        return (c[0], h), ys
+
+    axes = (nnx.Carry, 0, nnx.StateAxes({...: nnx.Carry}))
+    return scan(outer, in_axes=axes)((counter, H), XS, layers), counter, layers
+
+
+CASES: dict[str, Callable[[Any], Any]] = {
+    **{
+        f.__name__: f
+        for f in (over_layers, layers_first, statistics_carried, parameters_whole, by_path, recurrent, cell_whole)
+    },
+    **{f.__name__: f for f in (recurrent_module_in_carry, attention, counters, without_xs, steps_without_xs)},
+    **{f.__name__: f for f in (no_carry, carry_last, modules_out, same_module_out, new_variables, trees, shared)},
+    **{f.__name__: f for f in (shared_stacks, states, variables, rngs, named_by_keyword, method, partitioned, nested)},
+    "axis_1": lambda scan: over_layers(scan, 1, linear),
+    "axis_minus_1": lambda scan: over_layers(scan, -1, linear),
+    "reverse": lambda scan: over_layers(scan, kind=linear, reverse=True),
+    "unroll": lambda scan: over_layers(scan, kind=linear, unroll=3),
+    "unrolled": lambda scan: recurrent(scan, unroll=True),
+    "length": lambda scan: over_layers(scan, kind=linear, length=N),
+    "reverse_in_carry": lambda scan: recurrent_module_in_carry(scan, reverse=True, unroll=2),
+    "split_transpose": lambda scan: recurrent(scan, _split_transpose=True),
+}
+
+
+def assert_same(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
+    assert jax.tree.structure(nnx.state(actual)) == jax.tree.structure(nnx.state(expected))
+    for a, b in zip(jax.tree.leaves(nnx.state(actual)), jax.tree.leaves(nnx.state(expected)), strict=True):
+        assert jax.typeof(a) == jax.typeof(b)
+        np.testing.assert_allclose(as_numpy(a), as_numpy(b), rtol=tolerance, atol=tolerance)
+
+
+@by_turns(2, case=CASES)
+def test_what_comes_out_is_what_comes_out_of_nnx(case: Callable[[Any], Any]) -> None:
+    assert_same(case(scan), case(nnx.scan))
+
+
+EVERYDAY = ("recurrent", "shared", "counters")
+
+
+def pure(case: Callable[[Any], Any], scan: Any) -> Callable[[], Any]:
+    return lambda: nnx.state(case(scan))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.slow) for name in CASES]
+)
+@pytest.mark.parametrize("jit", [jax.jit, nnx.jit])
+def test_the_same_under_jit(name: str, jit: Any) -> None:
+    assert_same(jit(pure(CASES[name], scan))(), CASES[name](nnx.scan))
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in EVERYDAY[1:] else pytest.mark.slow) for name in CASES]
+)
+def test_the_same_step_by_step(name: str) -> None:
+    with jax.disable_jit():
+        assert_same(CASES[name](scan), CASES[name](nnx.scan))
+
+
+@parametrize("options", {"plain": {}, "nested": {"remat": "nested"}})
+def test_gradients(options: dict[str, Any]) -> None:
+    def loss(scan: Any, options: dict[str, Any]) -> Any:
+        def of(layers: Any, h: jax.Array) -> jax.Array:
+            forward = scan(lambda h, layer: (layer(h), h), in_axes=(nnx.Carry, 0), **options)
+            h, ys = forward(h, layers)
+            return jnp.sum(jnp.sin(h)) + jnp.sum(jnp.cos(ys))
+
+        layers = stack(kind=linear)
+        return nnx.jit(nnx.value_and_grad(of, argnums=(0, 1)))(layers, H), layers
+
+    assert_same(loss(scan, options), loss(nnx.scan, {}))
+
+
+def test_gradients_of_a_recurrent_cell() -> None:
+    def loss(scan: Any) -> Any:
+        cell = Cell(nnx.Rngs(0))
+        axes = nnx.StateAxes({nnx.Param: None, ...: nnx.Carry})
+        forward = scan(lambda cell, x: cell(x), in_axes=(axes, 0), out_axes=0)
+        return nnx.grad(lambda cell: jnp.sum(jnp.sin(forward(cell, XS))))(cell), cell
+
+    assert_same(loss(scan), loss(nnx.scan))
+
+
+def test_it_is_a_loop_of_the_layers() -> None:
+    layers, h = stack(), H
+    for i in range(N):
+        layer = nnx.merge(nnx.graphdef(layers), jax.tree.map(lambda leaf, i=i: leaf[i], nnx.state(layers)))
+        h = layer(h)
+    final, layers = over_layers(scan)
+    np.testing.assert_allclose(final, h, atol=1e-5)
+    np.testing.assert_array_equal(layers.calls[...], np.ones(N))
+
+
+@parametrize("options", {"plain": {}, "nested": {"remat": "nested"}, "reverse": {"reverse": True}})
+def test_the_body_is_traced_once(options: dict[str, Any]) -> None:
+    def forward(h: jax.Array, layer: nnx.Linear) -> jax.Array:
+        return layer(h)
+
+    body, layers = Counted(forward), stack(kind=linear)
+    run = scan(body.body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, **options)
+    assert body.traces(lambda _: run(H, layers)) == 1
+    assert body.traces(lambda _: run(H + 1, layers)) == 0
+    again = scan(body.body, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, **options)
+    assert body.traces(lambda _: again(H, layers)) == 0
+
+
+def test_parameters_given_whole_are_constants_of_the_loop() -> None:
+    cell = nnx.GRUCell(D, D, rngs=nnx.Rngs(0))
+    run = scan(lambda cell, h, x: cell(h, x), in_axes=(None, nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    graph, state = nnx.split(cell)
+    jaxpr = jax.make_jaxpr(lambda state, xs: run(nnx.merge(graph, state), H, xs))(state, XS)
+    (eqn,) = equations(jaxpr.jaxpr, "scan")
+    assert num_consts(eqn) == len(jax.tree.leaves(nnx.state(cell, nnx.Param)))
+
+
+def test_what_changes_of_a_variable_given_whole_is_dropped() -> None:
+    for a_scan in (scan, nnx.scan):
+        counter = Counter()
+        ys = a_scan(lambda m, x: m(), in_axes=(None, 0), out_axes=0)(counter, XS)
+        np.testing.assert_array_equal(ys, np.ones(N))
+        assert float(counter.n[...]) == 0.0
+
+
+def test_a_scan_name_is_seen_in_the_program() -> None:
+    run = scan(lambda h, x: (h + x, None), name="tower")
+    assert "tower" in jax.jit(run).lower(H, XS).as_text(debug_info=True)
+
+
+# Errors.
+
+
+def identity(h: Any, m: Any) -> Any:
+    return h, None
+
+
+def error_of(call: Callable[[], Any], kind: type[Exception]) -> str:
+    with pytest.raises(kind) as caught:
+        call()
+    assert type(caught.value) is kind
+    return str(caught.value)
+
+
+def scanned(f: Any, *args: Any, **options: Any) -> Callable[[], Any]:
+    return lambda: scan(f, **options)(*args)
+
+
+C = nnx.Carry
+WRONG_AXES: dict[str, tuple[dict[str, Any], str]] = {
+    "in only": ({"out_axes": 0}, "`in_axes` has `nnx.Carry`, but `out_axes` has none"),
+    "out only": ({"in_axes": 0}, "`out_axes` has `nnx.Carry`, but `in_axes` has none"),
+    "nested": ({"in_axes": ((C, 0), 0)}, "within an entry, at in_axes[0][0]"),
+    "two": ({"in_axes": (C, C)}, "more than once, at in_axes[0] and in_axes[1]"),
+    "whole output": ({"out_axes": (C, None)}, "out_axes[1] is None, but an output is stacked"),
+    "carried output": ({"out_axes": (C, nnx.StateAxes({...: C}))}, "but an output is stacked"),
+    "text": ({"in_axes": (C, "0")}, "in_axes[1] is '0'"),
+    "boolean": ({"in_axes": (C, True)}, "in_axes[1] is True"),
+    "entries": ({"in_axes": (C, 0, 0)}, "`in_axes` has 3 entries, but there are 2 arguments: h, m"),
+    "prefix": ({"in_axes": (C, {"a": 0})}, "`in_axes` does not fit"),
+    "filters": ({"in_axes": (C, nnx.StateAxes({nnx.BatchStat: 0}))}, "takes m.bias, a Param"),
+    "out of range": ({"in_axes": (C, 2)}, "m.bias   in_axes 2   float32[4,5]   rank 2"),
+    "metadata": ({"transform_metadata": {"a": 1}}, "has no `nnx.PARTITION_NAME`"),
+}
+
+
+@pytest.mark.parametrize("name", WRONG_AXES)
+def test_wrong_axes(name: str) -> None:
+    options, says = WRONG_AXES[name]
+    kind = treescan.ArgumentTypeError if name in ("text", "boolean") else treescan.ArgumentError
+    text = error_of(scanned(identity, H, stack(kind=linear), **options), kind)
+    assert says in text
+    assert "`identity`" in text
+
+
+@pytest.mark.parametrize("graph", [None, True, False])
+def test_axes_that_are_modules_or_states(graph: bool | None) -> None:
+    module, kind = linear(nnx.Rngs(0)), "Linear"
+    axes: Any = jax.tree.map(lambda _: 0, module)
+    if graph is not None:
+        if not hasattr(nnx, "prefix"):
+            pytest.skip("flax has no `nnx.prefix`")
+        axes = nnx.prefix(module, {...: 0}, graph=graph)
+        kind = "TreeState" if graph else "Linear"
+    text = error_of(scanned(identity, H, stack(kind=linear), in_axes=(C, axes)), treescan.ArgumentTypeError)
+    assert f"in_axes[1] is a {kind} of axes" in text
+    assert "nnx.StateAxes({nnx.Param: 0, ...: None})" in text
+
+
+def test_state_axes_of_an_array() -> None:
+    text = error_of(scanned(identity, H, XS, in_axes=(C, nnx.StateAxes({...: 0}))), treescan.ArgumentError)
+    assert "m has an `nnx.StateAxes`, but is float32[4,3,5]" in text
+
+
+def test_a_number_is_not_scanned_over() -> None:
+    text = error_of(scanned(identity, H, {"a": 1.0}), treescan.ArgumentError)
+    assert 'm["a"] is scanned over axis 0' in text
+
+
+def test_lengths_that_differ() -> None:
+    run = scanned(lambda h, m, x: (h, None), H, stack(kind=linear), XS[:3], in_axes=(C, 0, 0))
+    text = error_of(run, treescan.ArgumentError)
+    assert "the variables and arguments do not have the same number of steps" in text
+    assert "m.kernel   4       float32[4,5,5]   axis 0" in text
+    assert "x          3       float32[3,3,5]   axis 0" in text
+    text = error_of(scanned(identity, H, XS, length=5), treescan.ArgumentError)
+    assert "`length` is 5" in text
+
+
+def test_no_length() -> None:
+    run = scanned(lambda m: m, Counter(), in_axes=C, out_axes=C)
+    assert "Pass `length=`" in error_of(run, treescan.ArgumentError)
+
+
+def test_a_carry_that_changes() -> None:
+    def step(h: Any, x: jax.Array) -> Any:
+        return {"a": h["a"].astype(jnp.bfloat16)}, None
+
+    text = error_of(scanned(step, {"a": H}, XS), treescan.CarryError)
+    assert 'h["a"]   float32[3,5]   bfloat16[3,5]   dtype' in text
+    text = error_of(scanned(lambda h, x: ((h, h), x), H, XS), treescan.CarryError)
+    assert "structure" in text
+
+
+def test_a_variable_that_changes() -> None:
+    def step(h: jax.Array, m: Counter, x: jax.Array) -> Any:
+        m.n.set_value(x)
+        return h, None
+
+    axes = (C, nnx.StateAxes({...: C}), 0)
+    text = error_of(scanned(step, H, Counter(), XS, in_axes=axes), treescan.CarryError)
+    assert "m.n    float32[]   float32[3,5]   rank: 0 -> 2" in text
+
+
+def set_metadata(v: nnx.Variable) -> nnx.Variable:
+    v.set_metadata(note=v.get_metadata("note", "") + "x")
+    return v
+
+
+def replace_metadata(v: nnx.Variable) -> nnx.Variable:
+    v.set_metadata({**v.get_metadata(), "axes": ("a",)})
+    return v
+
+
+def delete_metadata(v: nnx.Variable) -> nnx.Variable:
+    v.del_metadata("axes")
+    return v
+
+
+def set_array(v: nnx.Variable) -> nnx.Variable:
+    v.set_metadata("note", jnp.ones(2))
+    return v
+
+
+def another_type(v: nnx.Variable) -> nnx.Variable:
+    return nnx.Cache(v[...], **v.get_metadata())
+
+
+CHANGES: dict[str, tuple[Callable[[nnx.Variable], nnx.Variable], str]] = {
+    "new": (set_metadata, "(no note)      note='x'         metadata"),
+    "other": (replace_metadata, "axes=('old',)   axes=('a',)   metadata"),
+    "deleted": (delete_metadata, "axes=('old',)   (no axes)   metadata"),
+    "array": (set_array, "(no note)       note=float32[2]   metadata"),
+    "type": (another_type, "Variable        Cache         type"),
+}
+
+
+def words(text: str) -> str:
+    return " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_carried_variable_keeps_its_type_and_metadata(name: str) -> None:
+    change, says = CHANGES[name]
+
+    def step(c: Any, m: Counter, x: jax.Array) -> Any:
+        m.n = change(m.n)
+        return c, x
+
+    def step_of_carry(c: Any, x: jax.Array) -> Any:
+        if isinstance(c["m"], nnx.Variable):
+            return {"m": change(c["m"])}, x
+        c["m"].n = change(c["m"].n)
+        return c, x
+
+    def counter() -> Counter:
+        module = Counter()
+        module.n.set_metadata(axes=("old",))
+        return module
+
+    axes = (C, nnx.StateAxes({...: C}), 0)
+    runs: dict[str, Callable[[Any], Any]] = {
+        "m.n": lambda scan: scan(step, in_axes=axes)(None, counter(), XS),
+        'c["m"].n': lambda scan: scan(step_of_carry)({"m": counter()}, XS),
+        'c["m"]': lambda scan: scan(step_of_carry)({"m": counter().n}, XS),
+    }
+    for where, run in runs.items():
+        with pytest.raises((TypeError, ValueError)):
+            run(nnx.scan)
+        text = words(error_of(lambda run=run: run(scan), treescan.CarryError))
+        assert words(f"leaf given returned {where} {says}") in text
+        assert "set them before the scan, or after it" in text
+
+
+def test_metadata_of_what_is_scanned_over_may_change() -> None:
+    def run(scan: Any) -> Any:
+        layers = stack(kind=linear)
+
+        def step(h: jax.Array, m: nnx.Linear) -> Any:
+            set_metadata(m.kernel)
+            return h, another_type(m.bias)
+
+        return *scan(step)(H, layers), layers
+
+    _, out, layers = run(scan)
+    assert layers.kernel.get_metadata() == run(nnx.scan)[2].kernel.get_metadata()
+    assert layers.kernel.get_metadata("note") == "x"
+    assert type(out) is nnx.Cache
+
+
+def test_metadata_of_what_is_given_whole_is_dropped() -> None:
+    for a_scan in (scan, nnx.scan):
+        counter = Counter()
+        a_scan(lambda m, x: set_metadata(m.n)[...] + x, in_axes=(None, 0), out_axes=0)(counter, XS)
+        assert "note" not in counter.n.get_metadata()
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_module_in_the_carry_of_a_plain_scan_keeps_types_and_metadata(name: str) -> None:
+    change, says = CHANGES[name]
+    given, now = says.split("   ")[0], says.rsplit("   ", 1)[0].split("   ", 1)[1].strip()
+
+    def step(m: Counter, x: jax.Array) -> Any:
+        m.n = change(m.n)
+        return m, x
+
+    counter = Counter()
+    counter.n.set_metadata(axes=("old",))
+    text = words(error_of(lambda: treescan.scan(step, counter, XS), treescan.PluginError))
+    assert f"n had {given}, now {now}." in text
+
+
+def test_a_variable_that_is_new() -> None:
+    def step(m: Counter, x: jax.Array) -> Any:
+        m.new = nnx.Variable(x)
+        return m, None
+
+    assert "m.new" in error_of(scanned(step, Counter(), XS), treescan.CarryError)
+    run = scanned(lambda m, x: step(m, x)[1], Counter(), XS, in_axes=(None, 0), out_axes=0)
+    assert "given whole to each step, or took some away: m.new" in error_of(run, treescan.CarryError)
+
+
+def test_another_module_in_the_carry() -> None:
+    text = error_of(scanned(lambda c, x: ({"m": Counter()}, x), {"m": Counter()}, XS), treescan.CarryError)
+    assert 'c["m"]   the Counter that was given   another Counter' in text
+    text = error_of(scanned(lambda c, x: ({"m": x}, x), {"m": Counter()}, XS), treescan.CarryError)
+    assert "c      1 modules or variables   0" in text
+
+
+def test_shared_variables_with_different_axes() -> None:
+    layers = stack(kind=linear)
+    run = scanned(lambda h, a, b: (h, None), H, layers, {"b": layers}, in_axes=(C, 0, None))
+    text = error_of(run, treescan.ArgumentError)
+    assert "a.bias        0" in text
+    assert 'b["b"].bias   None' in text
+
+
+def test_outputs_that_do_not_fit() -> None:
+    assert "has 2 entries" in error_of(scanned(lambda h, x: h, H, XS), treescan.BodyError)
+    text = error_of(scanned(lambda h, x: (h, {"a": "text"}), H, XS), treescan.BodyError)
+    assert "out[1][\"a\"] is 'text'" in text
+    run = scanned(lambda h, x: (h, x), H, XS, out_axes=(C, 3))
+    assert "3" in error_of(run, treescan.ArgumentError)
+
+
+def test_methods_of_instances_are_refused() -> None:
+    text = error_of(lambda: scan(Counter().__call__), treescan.ArgumentTypeError)
+    assert "scan(Counter.__call__, ...)(module, ...)" in text
+
+
+@pytest.mark.parametrize("f", [3, nnx.Carry])
+def test_what_is_no_function(f: Any) -> None:
+    with pytest.raises(treescan.TreescanError):
+        scan(f)(H, XS)
+
+
+@pytest.mark.parametrize("mode", ["graph", "graph_updates"])
+def test_other_modes_are_refused(mode: str) -> None:
+    options: dict[str, Any] = {mode: False}
+    text = error_of(scanned(identity, H, XS, **options), treescan.ArgumentError)
+    assert f"pass `{mode}=True`" in text
+
+
+@pytest.mark.skipif(not HAS_MODES, reason="flax has no modes")
+@pytest.mark.parametrize("mode", ["graph", "graph_updates"])
+def test_other_modes_around_are_refused(mode: str) -> None:
+    setting = getattr(nnx, {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}[mode])
+    layers = stack(kind=linear)
+    with setting(False):
+        assert "nnx.set_graph" in error_of(scanned(identity, H, layers), treescan.ArgumentError)
+        options: dict[str, Any] = {mode: True}
+        assert scan(lambda h, m: (m(h), None), **options)(H, layers)[0].shape == H.shape
+
+
+def test_variables_of_references_are_refused() -> None:
+    options: dict[str, Any] = {"ref" if HAS_MODES else "has_ref": True}
+    variable = nnx.Variable(H, **options)
+    text = error_of(scanned(lambda h, v, x: (h, x), H, variable, XS, in_axes=(C, None, 0)), treescan.ArgumentError)
+    assert "v holds a mutable array" in text
+
+
+def test_keyword_only_parameters_are_refused() -> None:
+    def step(h: jax.Array, x: jax.Array, *, scale: float) -> Any:
+        return h * scale, x
+
+    text = error_of(lambda: scan(step)(H, XS, scale=2.0), treescan.ArgumentTypeError)
+    assert "scale are passed by keyword alone" in text
+    assert "missing" in error_of(scanned(step, H, XS), treescan.BodyError)
+
+
+def test_a_module_of_an_outer_trace() -> None:
+    counter = Counter()
+
+    def run(scan: Any) -> Any:
+        return jax.jit(lambda xs: scan(lambda m, x: (m(), x), in_axes=(None, 0), out_axes=0)(counter, xs))(XS)
+
+    with pytest.raises(ValueError, match="trace level"):
+        run(nnx.scan)
+    assert "m.n was made outside of a function that is traced" in error_of(lambda: run(scan), treescan.ArgumentError)
+    assert float(counter.n[...]) == 0.0
+
+
+def test_the_example_of_the_docstring() -> None:
+    (test,) = doctest.DocTestFinder(recurse=False).find(scan, "scan", globs={})
+    assert doctest.DocTestRunner().run(test).failed == 0
+
+
+def test_what_the_body_raises_is_the_users_own() -> None:
+    def step(h: jax.Array, x: jax.Array) -> Any:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        scan(step)(H, XS)

@@ -1,0 +1,338 @@
+"""Every built-in carry in a body of its own, and the Python loop over one unpadded row that it stands for."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.testing as npt
+import optax
+from oracle import as_numpy, is_inexact
+
+from treescan.carries import (
+    best,
+    buffer,
+    cast,
+    clip_gradient,
+    ema,
+    keys,
+    moments,
+    read_tree,
+    stop_gradient,
+    sum_,
+    window,
+)
+
+DECAY, LIMIT, CAPACITY = 0.75, 0.3, 3
+
+
+class Case(NamedTuple):
+    """A body, whose y is what it sees, and its oracle.
+
+    Attributes:
+        init: makes the init of rows, of any batch shape, from numbers and keys [*batch].
+        step: what the body returns, of what it sees and x [*batch].
+        view: what the body sees, as arrays [*batch, ...].
+        oracle: the views of one row before each of its steps, and after the last.
+        rtol: of values and gradients.
+    """
+
+    init: Callable[[Any, Any], Any]
+    step: Callable[[Any, Any], Any]
+    view: Callable[[Any], Any]
+    oracle: Callable[[Any, Any, list[Any]], list[Any]]
+    rtol: float = 2e-5
+
+
+def pair(x):
+    return jnp.stack([x, x * x], -1)
+
+
+def last(values):
+    return jnp.moveaxis(values, 0, -1)
+
+
+def draw(key):
+    """A number of a key, or of each."""
+    return (jax.random.key_data(key)[..., 0] >> 8).astype(jnp.float32) * 2.0**-24
+
+
+def walk(start, key, xs):
+    places = [start]
+    for n, x in enumerate(xs):
+        places.append(places[-1] + x * draw(jax.random.fold_in(key, n)))
+    return places
+
+
+def in_bfloat16(start, _, xs):
+    values = [start.astype(jnp.bfloat16)]
+    for x in xs:
+        values.append((0.5 * values[-1].astype(jnp.float32) + x).astype(jnp.bfloat16))
+    return [h.astype(jnp.float32) for h in values]
+
+
+def autoregression(start, _, xs):
+    values = [start, 2 * start, 3 * start]
+    for x in xs:
+        values.append(0.5 * values[-1] - 0.25 * values[-3] + x)
+    return [jnp.stack(values[n : n + 3]) for n in range(len(xs) + 1)]
+
+
+def averages(debias, start, _, xs):
+    transform = optax.ema(DECAY, debias)
+    value = {"a": start, "b": pair(start)}
+    value = jax.tree.map(jnp.zeros_like, value) if debias else value
+    state, seen = optax.EmaState(jnp.zeros((), jnp.int32), value), [value]
+    for x in xs:
+        with jax.numpy_dtype_promotion("standard"):  # which optax needs
+            average, state = transform.update({"a": x, "b": pair(x)}, state)
+        seen.append(average)
+    return seen
+
+
+def statistics(_start, _, xs):
+    seen = [(jnp.int32(0), jnp.zeros(()), jnp.zeros(()))]
+    for n in range(1, len(xs) + 1):
+        mean = sum(xs[:n]) / n
+        seen.append((jnp.int32(n), mean, sum((x - mean) ** 2 for x in xs[:n]) / n))
+    return seen
+
+
+def sums(start, _, xs):
+    return [start + sum(xs[:n], jnp.zeros(())) for n in range(len(xs) + 1)]
+
+
+def score(x):
+    return jnp.sin(5 * x)
+
+
+def records(start, _, xs):
+    seen = [(jnp.zeros(()), {"x": start, "pair": pair(start)})]
+    for x in xs:
+        better = score(x) > seen[-1][0]
+        seen.append((score(x), {"x": x, "pair": pair(x)}) if better else seen[-1])
+    return seen
+
+
+def steep(h, x):
+    return 3 * jnp.sin(h) * x + x
+
+
+def steep_pair(h, x):
+    return 3 * jnp.sin(h[..., ::-1]) * x[..., None] + h
+
+
+@jax.custom_gradient
+def limited(h):
+    return h, lambda g: jnp.clip(g, -LIMIT, LIMIT)
+
+
+@jax.custom_gradient
+def limited_norm(h):
+    return h, lambda g: g * jnp.minimum(1.0, LIMIT / jnp.maximum(jnp.linalg.norm(g), 1e-30))
+
+
+def loop_of(step, show):
+    def loop(start, _, xs):
+        seen = [show(start)]
+        for x in xs:
+            seen.append(show(step(seen[-1], x)))
+        return seen
+
+    return loop
+
+
+def stopped(seen, x):
+    h = jnp.sin(3 * seen["h"]) * x
+    return {"h": h, "loss": seen["loss"] + h * h}
+
+
+def stop_h(seen):
+    return {"h": jax.lax.stop_gradient(seen["h"]), "loss": seen["loss"]}
+
+
+def positives(_start, _, xs):
+    seen, values = [], []
+    for n in range(len(xs) + 1):
+        values = [x for x in xs[:n] if x > 0]
+        kept = [*values, *[jnp.zeros(())] * CAPACITY][:CAPACITY]
+        seen.append((jnp.stack(kept), jnp.int32(len(values))))
+    return seen
+
+
+CASES = {
+    "keys": Case(
+        lambda start, key: {"rng": keys(key), "place": start},
+        lambda seen, x: {"rng": None, "place": seen["place"] + x * draw(seen["rng"])},
+        lambda seen: seen["place"],
+        walk,
+    ),
+    "cast": Case(
+        lambda start, _: cast(start.astype(jnp.bfloat16)),
+        lambda h, x: 0.5 * h.astype(jnp.float32) + x,
+        lambda h: h.astype(jnp.float32),
+        in_bfloat16,
+        rtol=2e-2,
+    ),
+    "window": Case(
+        lambda start, _: window(jnp.stack([start, 2 * start, 3 * start])),
+        lambda w, x: 0.5 * w[-1] - 0.25 * w[-3] + x,
+        last,
+        autoregression,
+    ),
+    "ema": Case(
+        lambda start, _: ema({"a": start, "b": pair(start)}, DECAY),
+        lambda _, x: {"a": x, "b": pair(x)},
+        lambda seen: seen,
+        functools.partial(averages, False),
+    ),
+    "debiased ema": Case(
+        lambda start, _: ema(jax.tree.map(jnp.zeros_like, {"a": start, "b": pair(start)}), DECAY, debias=True),
+        lambda _, x: {"a": x, "b": pair(x)},
+        lambda seen: seen,
+        functools.partial(averages, True),
+    ),
+    "moments": Case(
+        lambda start, _: moments(start.shape),
+        lambda _, x: x,
+        lambda seen: (seen.count, seen.mean, seen.variance),
+        statistics,
+    ),
+    "sum": Case(lambda start, _: sum_(start), lambda _, x: x, lambda seen: seen, sums),
+    "best": Case(
+        lambda start, _: best({"x": start, "pair": pair(start)}, jnp.zeros(start.shape)),
+        lambda _, x: (score(x), {"x": x, "pair": pair(x)}),
+        lambda seen: seen,
+        records,
+    ),
+    "clip": Case(lambda start, _: clip_gradient(start, LIMIT), steep, lambda h: h, loop_of(steep, limited)),
+    "clip norm": Case(
+        lambda start, _: clip_gradient(pair(start), max_norm=LIMIT),
+        steep_pair,
+        lambda h: h,
+        lambda start, key, xs: loop_of(steep_pair, limited_norm)(pair(start), key, xs),
+    ),
+    "stop": Case(
+        lambda start, _: {"h": stop_gradient(start), "loss": start},
+        stopped,
+        lambda seen: seen["loss"],
+        lambda start, key, xs: [
+            seen["loss"] for seen in loop_of(stopped, stop_h)({"h": start, "loss": start}, key, xs)
+        ],
+    ),
+    "buffer": Case(
+        lambda start, _: buffer({"x": 0.0}, CAPACITY, batch=start.shape),
+        lambda _, x: ({"x": x}, x > 0),
+        lambda seen: (last(seen[0]["x"]), seen[1]),
+        positives,
+    ),
+}
+NAMES = tuple(CASES)
+FORWARD = tuple(name for name in NAMES if not name.startswith("clip"))  # those that have a forward mode
+
+
+@functools.cache
+def body_of(names):
+    """A body that carries some of the cases side by side; one and the same function for the same names."""
+
+    def body(carry, x):
+        return (
+            {name: CASES[name].step(carry[name], x[name]) for name in names},
+            {name: CASES[name].view(carry[name]) for name in names},
+        )
+
+    return body
+
+
+def init_of(names, start, key):
+    return {name: CASES[name].init(start[name], key) for name in names}
+
+
+def run(names, scan, start, key, xs, **options):
+    """For each case the outputs, and what the final carry shows."""
+    final, ys = scan(body_of(names), init_of(names, start, key), xs, **options)
+    return {name: (ys[name], CASES[name].view(read_tree(final[name]))) for name in names}
+
+
+# The oracle, over rows.
+
+
+def segments(valid, resets, reverse):
+    """The steps of each segment of one row, in the order of the run."""
+    parts: list[list[int]] = [[]]
+    for t in np.flatnonzero(valid):
+        if resets[t] and parts[-1]:
+            parts.append([])
+        parts[-1].append(int(t))
+    return [part[::-1] for part in parts[::-1]] if reverse else parts
+
+
+def run_row(name, start, key, xs, valid, resets, reverse):
+    """The outputs of one row, zero where padded, and its last view; gradients of its loss by start and by each x."""
+
+    def loss(start, xs):
+        seen: dict[int, Any] = {}
+        for steps in segments(valid, resets, reverse):
+            *views, final = CASES[name].oracle(start, key, [xs[t] for t in steps])
+            seen |= dict(zip(steps, views, strict=True))
+        numbers = [[leaf for leaf in jax.tree.leaves(view) if is_inexact(leaf)] for view in (*seen.values(), final)]
+        terms = [
+            jnp.sum(jnp.sin((k + 2 + (i == len(seen)) * len(leaves)) * leaf))
+            for i, leaves in enumerate(numbers)
+            for k, leaf in enumerate(leaves)
+        ]
+        return sum(terms), (seen, final)
+
+    of_xs = np.zeros_like(xs)
+    given = {int(t): jnp.float32(xs[t]) for t in np.flatnonzero(valid)}
+    (of_start, by_step), (seen, final) = jax.grad(loss, (0, 1), has_aux=True)(start, given)
+    for t, slope in by_step.items():
+        of_xs[t] = slope
+    zero = jax.tree.map(np.zeros_like, final)
+    return (stack([seen.get(t, zero) for t in range(len(valid))]), final), (of_start, of_xs)
+
+
+def run_rows(name, start, keys, xs, valid, resets=None, *, reverse=False):
+    """What `with_gradients(run)` is to be for a case: each row by itself, of which only the valid steps are touched."""
+    resets = np.zeros_like(valid) if resets is None else resets
+    xs = np.asarray(xs)
+    rows = [run_row(name, start[b], keys[b], xs[:, b], valid[:, b], resets[:, b], reverse) for b in range(len(start))]
+    ys, final = stack([outs[0] for outs, _ in rows], 1), stack([outs[1] for outs, _ in rows])
+    return (ys, final), (stack([g for _, (g, _) in rows]), stack([g for _, (_, g) in rows], 1))
+
+
+def stack(trees, axis=0):
+    return jax.tree.map(lambda *leaves: np.stack(list(map(np.asarray, leaves)), axis), *trees)
+
+
+# Comparisons.
+
+
+def losses(outs):
+    """For each case a number in which all its outputs count."""
+
+    def loss(out):
+        leaves = filter(is_inexact, jax.tree.leaves(out))
+        return sum((jnp.sum(jnp.sin((k + 2) * leaf)) for k, leaf in enumerate(leaves)), jnp.zeros(()))
+
+    return {name: loss(out) for name, out in outs.items()}
+
+
+def with_gradients(call, start, xs):
+    """For each case the outputs of `call(start, xs)`, and the gradients of its loss."""
+
+    def total(start, xs):
+        outs = call(start, xs)
+        return sum(losses(outs).values()), outs
+
+    gradients, outs = jax.grad(total, (0, 1), has_aux=True)(start, xs)
+    return {name: (outs[name], tuple(part[name] for part in gradients)) for name in outs}
+
+
+def assert_close(actual, expected, rtol=2e-5):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert (a.shape, a.dtype) == (b.shape, b.dtype)
+        npt.assert_allclose(as_numpy(a), as_numpy(b), rtol=rtol, atol=rtol)

@@ -1,0 +1,64 @@
+"""The modules of the package, and what they import, read off their syntax."""
+
+import ast
+from collections.abc import Iterator
+from pathlib import Path
+
+PACKAGE = Path(__file__).parents[2] / "treescan"
+
+LAYERS = [  # a module imports from its own line and from lines above; no two modules import each other
+    "_remat",
+    "_types",
+    "_avals",
+    "_tree",
+    "_errors",
+    "_axes",
+    "carries",
+    "_loop",
+    "_trace",
+    "_body",
+    "_transforms",
+    "_checks",
+    "_data",
+    "_verbs",
+    "testing",
+    "__init__",
+    "__main__",
+    "integrations",
+]
+
+
+def module_of(file: Path) -> str:
+    dotted = ".".join(file.relative_to(PACKAGE).with_suffix("").parts)
+    return dotted.removesuffix(".__init__")
+
+
+MODULES = {module_of(file): ast.parse(file.read_text(), str(file)) for file in sorted(PACKAGE.rglob("*.py"))}
+
+
+def imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
+    """(level, module, names) of every import, wherever it stands."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from ((0, alias.name, []) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            yield node.level, node.module or "", [alias.name for alias in node.names]
+
+
+def own_imports(module: str) -> Iterator[str]:
+    """The package's own modules that one of them imports."""
+    is_package = module == "__init__" or (PACKAGE / module.replace(".", "/")).is_dir()
+    path = [] if module == "__init__" else module.split(".")
+    for level, target, names in imports(MODULES[module]):
+        if level:
+            base = path[: len(path) - level + is_package] if path else []
+            yield from _resolve([*base, *target.split(".")] if target else base, names)
+        elif target.split(".")[0] == "treescan":
+            yield from _resolve(target.split(".")[1:], names)
+
+
+def _resolve(path: list[str], names: list[str]) -> Iterator[str]:
+    """`from .package import name` imports the module `package.name` if there is one, else the package."""
+    for name in names or [""]:
+        inner = ".".join([*path, name])
+        yield inner if inner in MODULES else ".".join(path) or "__init__"

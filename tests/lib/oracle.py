@@ -1,0 +1,36 @@
+"""What results are compared with, and how: to the bit."""
+
+from collections.abc import Callable
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.testing as npt
+
+
+def is_inexact(leaf: Any) -> bool:
+    return jnp.issubdtype(jnp.asarray(leaf).dtype, jnp.inexact)
+
+
+def assert_bitwise(actual: Any, expected: Any) -> None:
+    """Equal structures, types, weak types and bits."""
+    chex.assert_trees_all_equal_structs(actual, expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert jax.typeof(a) == jax.typeof(b)
+        npt.assert_array_equal(as_numpy(a), as_numpy(b))
+
+
+def as_numpy(leaf: Any) -> np.ndarray:
+    if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        return np.asarray(jax.random.key_data(leaf))
+    return np.asarray(leaf)
+
+
+def python_scan(body: Callable[..., Any], init: Any, xs: Any, length: int, reverse: bool = False) -> tuple[Any, Any]:
+    """The loop that `lax.scan` stands for; at least one step."""
+    carry, ys = init, [None] * length
+    for i in range(length)[::-1] if reverse else range(length):
+        carry, ys[i] = body(carry, jax.tree.map(lambda leaf, i=i: leaf[i], xs))
+    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *ys)

@@ -1,0 +1,423 @@
+"""The oracle of variable lengths: each row of a batch cut into its segments, and each of these run by `jax.lax.scan`.
+
+Padding does not exist here: of xs, only the valid steps are ever touched. Outputs are added up with weights to a loss,
+a sum over rows and segments; its derivatives are the sums of theirs.
+"""
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.testing as npt
+import pytest
+from oracle import as_numpy, is_inexact
+
+import treescan
+
+H, D = 3, 2
+
+
+# Bodies: `body(params, rows, x)` over any batch shape, none included. All count steps in an integer leaf.
+
+
+def joined(*parts):
+    return jnp.concatenate([*parts, jnp.ones_like(parts[0][..., :1])], -1)
+
+
+def lstm(params, rows, x):
+    i, f, g, o = jnp.split(joined(x["a"], rows["h"]) @ params["w"], 4, -1)
+    c = jax.nn.sigmoid(f) * rows["c"] + jax.nn.sigmoid(i) * params["act"](g)
+    h = jax.nn.sigmoid(o) * params["act"](c)
+    return {"h": h, "c": c, "n": rows["n"] + 1}, {"y": h, "n": rows["n"]}
+
+
+def gru(params, rows, x):
+    z, r = jnp.split(jax.nn.sigmoid(joined(x["a"], rows["h"]) @ params["gates"]), 2, -1)
+    h = (1 - z) * rows["h"] + z * params["act"](joined(x["a"], r * rows["h"]) @ params["new"])
+    return {"h": h, "n": rows["n"] + 1}, {"y": h * h, "n": rows["n"]}
+
+
+def singular(params, rows, x):
+    """Divides by the carry and by x and takes roots and logarithms of both; one leaf of the carry is x."""
+    h = params["a"] * jnp.sqrt(rows["h"]) / x["u"] + jnp.log(x["v"]) + params["act"](params["a"]) + 2
+    y = x["v"] / rows["h"] + jnp.log(rows["last"])
+    return {"h": h, "last": x["u"], "n": rows["n"] + 1}, {"y": y, "n": rows["n"]}
+
+
+def noisy(params, rows, x):
+    """Draws from each row's own key, and adds up integers."""
+
+    def draw(key):
+        return jax.random.fold_in(key, 1), jax.random.uniform(key, (H,))
+
+    each: Callable[..., Any] = draw
+    for _ in range(rows["key"].ndim):
+        each = jax.vmap(each)
+    key, noise = each(rows["key"])
+    h = params["act"](params["b"] * rows["h"] + noise + jnp.log(x["u"]))
+    return {"h": h, "key": key, "n": rows["n"] + x["i"]}, {"y": h / x["u"], "n": x["i"]}
+
+
+def uniform(rng, *shape, low=-1.0, high=1.0):
+    return rng.uniform(low, high, shape).astype(np.float32)
+
+
+def positive(rng, *shape):
+    return uniform(rng, *shape, low=0.5, high=2.0)
+
+
+class Case(NamedTuple):
+    """A body, its params, what each row's carry begins with (beside the count), and xs."""
+
+    body: Callable[..., Any]
+    params: dict[str, tuple[int, ...]]
+    rows: Callable[..., dict[str, Any]]
+    xs: Callable[..., dict[str, Any]]
+
+
+def _keys(rng, *shape):
+    return jax.random.split(jax.random.key(int(rng.integers(1000))), shape)
+
+
+CASES = {
+    "lstm": Case(
+        lstm,
+        {"w": (D + H + 1, 4 * H)},
+        lambda rng, b: {"h": uniform(rng, *b, H), "c": uniform(rng, *b, H)},
+        lambda rng, s: {"a": uniform(rng, *s, D)},
+    ),
+    "gru": Case(
+        gru,
+        {"gates": (D + H + 1, 2 * H), "new": (D + H + 1, H)},
+        lambda rng, b: {"h": uniform(rng, *b, H)},
+        lambda rng, s: {"a": uniform(rng, *s, D)},
+    ),
+    "singular": Case(
+        singular,
+        {"a": ()},
+        lambda rng, b: {"h": positive(rng, *b, H), "last": positive(rng, *b, H)},
+        lambda rng, s: {"u": positive(rng, *s, H), "v": positive(rng, *s, H)},
+    ),
+    "noisy": Case(
+        noisy,
+        {"b": ()},
+        lambda rng, b: {"h": uniform(rng, *b, H), "key": _keys(rng, *b)},
+        lambda rng, s: {"u": positive(rng, *s, H), "i": rng.integers(0, 9, s).astype(np.int32)},
+    ),
+}
+
+
+class Batch(NamedTuple):
+    """Arguments (params, rows, xs), the weights of the outputs in the loss, and a direction for the arguments."""
+
+    given: tuple[Any, Any, Any]
+    weights: tuple[Any, Any]
+    direction: tuple[Any, Any, Any]
+
+
+def make_batch(name: str, valid: np.ndarray, padding: float, seed: int = 0) -> Batch:
+    """Good data where `valid`; elsewhere `padding`, and so is the init of rows without any valid step."""
+    rng, case = np.random.default_rng(seed), CASES[name]
+    batch = valid.shape[1:]
+
+    def spoiled(leaf, good):
+        if not isinstance(leaf, np.ndarray):
+            return leaf
+        bad = padding if is_inexact(leaf) else np.iinfo(leaf.dtype).max
+        return np.where(good.reshape(good.shape + (1,) * (leaf.ndim - good.ndim)), leaf, np.asarray(bad, leaf.dtype))
+
+    def like(leaf):
+        return uniform(rng, *np.shape(leaf)) if is_inexact(leaf) else None
+
+    params = {key: positive(rng, *shape) / (1 + 2 * len(shape)) for key, shape in case.params.items()}
+    rows = case.rows(rng, batch) | {"n": np.zeros(batch, np.int32)}
+    xs = case.xs(rng, valid.shape)
+    given = (params, rows, xs)
+    weights = jax.tree.map(like, rows), {"y": uniform(rng, *valid.shape, H), "n": None}
+    direction = jax.tree.map(like, given)
+    some = np.asarray(valid.any(axis=0))
+    given, direction = (
+        (p, jax.tree.map(lambda leaf: spoiled(leaf, some), r), jax.tree.map(lambda leaf: spoiled(leaf, valid), x))
+        for p, r, x in (given, direction)
+    )
+    return Batch(given, weights, direction)
+
+
+# Derivatives, of a batch and of a segment alike.
+
+
+def partition(tree: Any) -> tuple[Any, Any]:
+    """The inexact leaves, and all others, each with None in place of the rest."""
+    return (
+        jax.tree.map(lambda leaf: leaf if is_inexact(leaf) else None, tree),
+        jax.tree.map(lambda leaf: None if is_inexact(leaf) else leaf, tree),
+    )
+
+
+def combine(a: Any, b: Any) -> Any:
+    return jax.tree.map(lambda x, y: y if x is None else x, a, b, is_leaf=lambda leaf: leaf is None)
+
+
+def inner(a: Any, b: Any) -> Any:
+    pairs = zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True)
+    return sum((jnp.sum(x * y) for x, y in pairs), start=jnp.float32(0))
+
+
+def derive(kind: str, run: Callable[..., Any], batch: Batch) -> tuple[Any, Any]:
+    """What `run(*given)` returns, and the loss's gradient, its product with the Hessian, or the jvp."""
+    floats, others = partition(batch.given)
+
+    def outputs(floats):
+        return partition(run(*combine(floats, others)))
+
+    def loss(floats):
+        out = outputs(floats)
+        return inner(jax.tree.map(jnp.sin, out[0]), batch.weights), out
+
+    def slope(floats):
+        gradient, out = jax.grad(loss, has_aux=True)(floats)
+        return inner(gradient, batch.direction), out
+
+    if kind == "jvp":
+        out, tangents, rest = jax.jvp(outputs, (floats,), (batch.direction,), has_aux=True)
+        return combine(out, rest), tangents
+    gradient, out = jax.grad({"grad": loss, "hvp": slope}[kind], has_aux=True)(floats)
+    return combine(*out), gradient
+
+
+# The oracle.
+
+
+QUICKLY = {"xla_backend_optimization_level": 0}  # compiled in half the time; the programs are tiny
+
+
+def compiled(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of a function as one program, compiled quickly."""
+    return jax.jit(function, compiler_options=QUICKLY)(*args)
+
+
+@functools.cache
+def segment_program(name: str, kind: str) -> Callable[[Batch], Any]:
+    """`derive` of `lax.scan`, compiled once for each number of steps."""
+
+    def run(params, rows, xs):
+        return jax.lax.scan(functools.partial(CASES[name].body, params | {"act": jnp.tanh}), rows, xs)
+
+    return jax.jit(lambda batch: derive(kind, run, batch), compiler_options=QUICKLY)
+
+
+def segments_of(valid: np.ndarray, resets: np.ndarray, *, reverse: bool) -> list[list[int]]:
+    """The steps of one row, cut before each flag, in the order of the run; one segment of no step if there are none."""
+    segments: list[list[int]] = []
+    for step in np.flatnonzero(valid):
+        if not segments or resets[step]:
+            segments.append([])
+        segments[-1].append(int(step))
+    return ([at[::-1] for at in segments[::-1]] if reverse else segments) or [[]]
+
+
+def sources(valid: np.ndarray, reverse: bool) -> np.ndarray:
+    """For each step of one row the last valid one in the order of the run, or -1."""
+    last, found = -1, np.full(valid.shape, -1)
+    for step in range(len(valid))[:: -1 if reverse else 1]:
+        last = found[step] = step if valid[step] else last
+    return found
+
+
+def expected(
+    name: str, kind: str, batch: Batch, valid: np.ndarray, resets: np.ndarray, *, reverse: bool = False, fill: Any = 0
+) -> tuple[Any, Any]:
+    """What `derive(kind, ...)` of the masked scan is to return."""
+    steps, shape = valid.shape[0], valid.shape[1:]
+    flat = _flatten(batch, steps, shape)
+    fills = fill if isinstance(fill, dict) else dict.fromkeys(("y", "n"), fill)
+    results = [
+        _row(segment_program(name, kind), _take(flat, b), v, r, fills, reverse)
+        for b, (v, r) in enumerate(
+            zip(*(flags.reshape(steps, math.prod(shape)).T for flags in (valid, resets)), strict=True)
+        )
+    ]
+
+    def stack(trees, axis):
+        def stacked(*leaves):
+            together = np.stack(leaves, axis)
+            return together.reshape((*together.shape[:axis], *shape, *together.shape[axis + 1 :]))
+
+        return jax.tree.map(stacked, *trees)
+
+    finals, ys, derivatives = zip(*results, strict=True)
+    out = stack(finals, 0), stack(ys, 1)
+    if kind == "jvp":
+        return out, (stack([d[0] for d in derivatives], 0), stack([d[1] for d in derivatives], 1))
+    params, rows, xs = zip(*derivatives, strict=True)
+    return out, (jax.tree.map(lambda *leaves: sum(leaves), *params), stack(rows, 0), stack(xs, 1))
+
+
+def _flatten(batch: Batch, steps: int, shape: tuple[int, ...]) -> Batch:
+    """One batch axis instead of any number."""
+    count = math.prod(shape)
+
+    def rows(leaf):
+        return leaf.reshape(count, *leaf.shape[len(shape) :])
+
+    def times(leaf):
+        return leaf.reshape(steps, count, *leaf.shape[len(shape) + 1 :])
+
+    def both(params, first, second):
+        return params, jax.tree.map(rows, first), jax.tree.map(times, second)
+
+    return Batch(both(*batch.given), both(None, *batch.weights)[1:], both(*batch.direction))
+
+
+def _take(batch: Batch, b: int) -> Batch:
+    def both(params, first, second):
+        return params, jax.tree.map(lambda leaf: leaf[b], first), jax.tree.map(lambda leaf: leaf[:, b], second)
+
+    return Batch(both(*batch.given), both(None, *batch.weights)[1:], both(*batch.direction))
+
+
+def _row(program, row: Batch, valid, resets, fills: dict[str, Any], reverse: bool) -> Any:
+    (params, init, xs), (w_final, w_ys), (v_params, v_init, v_xs) = row
+    source, segments = sources(valid, reverse), segments_of(valid, resets, reverse=reverse)
+    steps = len(valid)
+    weight = np.zeros_like(w_ys["y"])
+    for t in range(steps):
+        if valid[t] or (fills["y"] == "hold" and source[t] >= 0):
+            weight[source[t]] += w_ys["y"][t]
+    results = []
+    for at in segments:
+        cut = functools.partial(jax.tree.map, lambda leaf, at=at: leaf[np.array(at, int)])
+        w_init = jax.tree.map(lambda leaf, on=at is segments[-1]: leaf * np.float32(on), w_final)
+        given = Batch((params, init, cut(xs)), (w_init, {"y": weight[at], "n": None}), (v_params, v_init, cut(v_xs)))
+        results.append(jax.tree.map(as_numpy, program(given)))
+
+    def in_place(parts, fill):
+        """Steps of all segments at their places, padding filled."""
+        whole = np.full((steps, *parts[0].shape[1:]), 0 if fill == "hold" else fill, parts[0].dtype)
+        for at, part in zip(segments, parts, strict=True):
+            whole[at] = part
+        if fill == "hold":
+            whole = (
+                np.where((source >= 0).reshape(-1, *(1 for _ in whole.shape[1:])), whole[source], 0) if steps else whole
+            )
+        return whole.astype(parts[0].dtype)
+
+    final = results[-1][0][0]
+    ys = {key: in_place([out[1][key] for out, _ in results], fills[key]) for key in fills}
+    derivatives = [derivative for _, derivative in results]
+    if len(derivatives[0]) == 2:  # tangents of (final, ys)
+        tangent = in_place([d[1]["y"] for d in derivatives], "hold" if fills["y"] == "hold" else 0)
+        return final, ys, (derivatives[-1][0], {"y": tangent, "n": None})
+    places = jax.tree.map(lambda *parts: in_place(parts, 0), *[d[2] for d in derivatives])
+    added = jax.tree.map(lambda *leaves: sum(leaves), *[d[:2] for d in derivatives])
+    return final, ys, (*added, places)
+
+
+# The masked scan.
+
+
+class Setup(NamedTuple):
+    """A masked scan and what is static in it.
+
+    Attributes:
+        case: the body's name.
+        carried: whether the params travel in the carry, a static leaf beside them, or are closed over.
+        given: which of lengths, mask and resets are passed.
+        options: of `mask_scan`; a dict as its items, so that programs are found by their setup.
+    """
+
+    case: str = "singular"
+    carried: bool = False
+    given: tuple[str, ...] = ("mask",)
+    options: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def option(self) -> dict[str, Any]:
+        return {
+            name: dict(value) if name == "fill" and isinstance(value, tuple) else value for name, value in self.options
+        }
+
+    def runner(self, valid: Any, resets: Any) -> Callable[..., Any]:
+        """`run(params, rows, xs)`, time leading whatever `time_axis` is."""
+        option = self.option
+        axis = option.get("time_axis", 0)
+        flags = {"lengths": jnp.sum(valid, axis=0), "mask": jnp.moveaxis(valid, 0, axis)}
+        flags |= {"resets": jnp.moveaxis(resets, 0, axis)}
+        flags = {key: flags[key] for key in self.given}
+        body = CASES[self.case].body
+
+        def closed(params, rows, xs):
+            cell = functools.partial(body, params | {"act": jnp.tanh})
+            return treescan.mask_scan(cell, rows, xs, **flags, **option)
+
+        def carried(params, rows, xs):
+            def step(carry, x):
+                rows, y = body(carry["params"] | {"act": carry["act"]}, carry["rows"], x)
+                return carry | {"rows": rows}, y
+
+            init = {"rows": rows, "params": params, "act": jnp.tanh}
+            axes = {"rows": 0, "params": None, "act": None}
+            final, ys = treescan.mask_scan(step, init, xs, **flags, carry_axes=axes, **option)
+            assert final["act"] is jnp.tanh
+            return final["rows"], ys
+
+        def run(params, rows, xs):
+            xs = jax.tree.map(lambda leaf: jnp.moveaxis(leaf, 0, axis), xs)
+            final, ys = (carried if self.carried else closed)(params, rows, xs)
+            return final, jax.tree.map(lambda leaf: jnp.moveaxis(leaf, axis, 0), ys)
+
+        return run
+
+
+@functools.cache
+def masked_program(setup: Setup, kind: str) -> Callable[..., Any]:
+    """`derive(kind, ...)` of data, mask and resets, all traced: examples of one shape cost one compilation."""
+    return jax.jit(
+        lambda batch, valid, resets: derive(kind, setup.runner(valid, resets), batch), compiler_options=QUICKLY
+    )
+
+
+def draw_rows(
+    given: tuple[str, ...], shape: tuple[int, ...], density: float, seed: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """(valid, resets), [T, *batch]; prefixes for lengths, everything for resets alone. Flags stand in padding too."""
+    rng = np.random.default_rng(seed)
+    valid = rng.random(shape) < density
+    if "lengths" in given:
+        lengths = rng.choice([0, min(1, shape[0]), shape[0], *rng.integers(0, shape[0] + 1, 3)], shape[1:])
+        valid = np.arange(shape[0]).reshape(-1, *(1 for _ in shape[1:])) < lengths
+    elif given == ("resets",):
+        valid = np.ones(shape, bool)
+    resets = rng.random(shape) < rng.choice([0.1, 0.4]) if "resets" in given else np.zeros(shape, bool)
+    return valid, resets
+
+
+def assert_equals_the_rows(setup: Setup, kind: str, batch: Batch, valid: np.ndarray, resets: np.ndarray) -> None:
+    """The masked scan against the oracle: outputs and a derivative; exactly 0 with respect to padding."""
+    option = setup.option
+    if jax.__version_info__ < (0, 10) and setup.case == "noisy" and option.get("remat") and kind != "jvp":
+        pytest.skip("jax 0.8.2: no gradient of a cond in which a checkpoint saves a typed key")
+    got = masked_program(setup, kind)(batch, valid, resets)
+    want = expected(
+        setup.case, kind, batch, valid, resets, reverse=option.get("reverse", False), fill=option.get("fill", 0)
+    )
+    assert_close(got, want)
+    if kind != "jvp":
+        assert_no_gradient_of_padding(got[1][2], valid)
+
+
+def assert_no_gradient_of_padding(xs: Any, valid: np.ndarray) -> None:
+    for leaf in jax.tree.leaves(xs):
+        npt.assert_array_equal(np.asarray(leaf)[~valid], 0)
+
+
+def assert_close(got: Any, want: Any, rtol: float = 2e-5, atol: float = 2e-5) -> None:
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = as_numpy(a), as_numpy(b)
+        assert a.dtype == b.dtype
+        npt.assert_allclose(a, b, rtol=rtol, atol=atol * max(1.0, float(np.max(np.abs(b[np.isfinite(b)]), initial=0))))

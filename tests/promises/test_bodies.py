@@ -1,0 +1,432 @@
+"""Any callable is a body: what it returns, how it is told apart from others, and when it is traced again."""
+
+import dataclasses
+import functools
+import gc
+import operator
+import weakref
+from typing import NamedTuple
+
+import chex
+import flax.struct
+import jax
+import jax.numpy as jnp
+import pytest
+from jaxtyping import Array, Float
+from loops import array
+from oracle import assert_bitwise
+from thin import by_turns, parametrize
+
+import treescan
+
+XS = array(4)
+TRACES = []
+
+
+@pytest.fixture(autouse=True)
+def _fresh_count():
+    TRACES.clear()
+
+
+def step(carry, x):
+    TRACES.append(None)
+    return carry + 2 * x, carry * x
+
+
+def scaled(scale, carry, x, offset=0.0):
+    TRACES.append(None)
+    return carry + scale * x + offset, carry * x
+
+
+class Cell:
+    """Hashed by identity, as objects are."""
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, carry, x):
+        return scaled(self.scale, carry, x)
+
+    def method(self, carry, x):
+        return scaled(self.scale, carry, x)
+
+    @staticmethod
+    def static(carry, x):
+        return step(carry, x)
+
+    @classmethod
+    def of_class(cls, carry, x):
+        return step(carry, x)
+
+
+class ByValue(Cell):
+    def __eq__(self, other):
+        return type(other) is type(self) and other.scale == self.scale
+
+    def __hash__(self):
+        return hash(self.scale)
+
+
+class Slots:
+    """No weak references."""
+
+    __slots__ = ("scale",)
+
+    def __init__(self, scale):
+        self.scale = scale
+
+    def __call__(self, carry, x):
+        return scaled(self.scale, carry, x)
+
+
+@dataclasses.dataclass(eq=True)
+class HoldsArrays:
+    """No hash, and an `==` without a truth value."""
+
+    weights: jax.Array
+
+    def __call__(self, carry, x):
+        return scaled(self.weights[0], carry, x)
+
+
+@flax.struct.dataclass
+class Struct:
+    scale: jax.Array
+
+    def __call__(self, carry, x):
+        return scaled(self.scale, carry, x)
+
+
+@jax.custom_jvp
+def with_jvp(carry, x):
+    return step(carry, x)
+
+
+@with_jvp.defjvp
+def _(primals, tangents):
+    return with_jvp(*primals), jax.tree.map(lambda t: 10 * t, with_jvp(*tangents))
+
+
+@jax.custom_vjp
+def with_vjp(carry, x):
+    return step(carry, x)
+
+
+with_vjp.defvjp(lambda c, x: (step(c, x), x), lambda x, t: (t[0] * 3, t[1] * x))
+
+BODIES = {
+    "function": step,
+    "lambda": lambda c, x: step(c, x),
+    "partial": functools.partial(scaled, 2.0),
+    "nested partial": functools.partial(functools.partial(scaled, 2.0), offset=0.0),
+    "jax partial": jax.tree_util.Partial(scaled, 2.0),
+    "jax partial of an array": jax.tree_util.Partial(scaled, jnp.float32(2)),
+    "bound method": Cell(2.0).method,
+    "static method": Cell.static,
+    "class method": Cell.of_class,
+    "object": Cell(2.0),
+    "object by value": ByValue(2.0),
+    "slots": Slots(2.0),
+    "unhashable": HoldsArrays(jnp.full(1, 2.0)),
+    "flax struct": Struct(jnp.float32(2)),
+    "flax struct with a float": Struct(2.0),
+    "jitted": jax.jit(step),
+    "checkpointed": jax.checkpoint(step),
+    "custom_jvp": with_jvp,
+    "custom_vjp": with_vjp,
+    "wrapped": functools.wraps(step)(lambda *args: step(*args)),
+    "star": lambda *args: step(*args),
+}
+VERBS = {
+    "scan": treescan.scan,
+    "in_axes": functools.partial(treescan.scan, in_axes=-1),
+    "out_axes": functools.partial(treescan.scan, out_axes=-1),
+    "mask_scan": functools.partial(treescan.mask_scan, lengths=4),
+}
+
+
+@by_turns(3, body=BODIES, verb=VERBS, context=["eager", "jit", "disable_jit"])
+def test_any_callable_is_a_body(body, verb, context):
+    def run(xs):
+        return verb(body, jnp.float32(1), xs)
+
+    with jax.disable_jit(context == "disable_jit"):
+        for _ in range(2):
+            actual = (jax.jit(run) if context == "jit" else run)(XS)
+    expected = jax.lax.scan(lambda c, x: (c + 2 * x, c * x), jnp.float32(1), XS)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["custom_jvp", "custom_vjp"])
+def test_derivative_of_a_body_is_its_own(name):
+    def derivative(scan):
+        return jax.grad(lambda c: scan(BODIES[name], c, XS)[0])(jnp.float32(1))
+
+    assert derivative(treescan.scan) == derivative(jax.lax.scan) != 1
+
+
+@parametrize("body", {"operator": operator.add, "jnp": jnp.add, "max": max})
+def test_builtins_fold(body):
+    def run(verb, xs):
+        return verb(body, jnp.float32(0.1), xs)
+
+    with jax.disable_jit(body is max):
+        assert_bitwise(run(treescan.fold, XS), functools.reduce(body, XS, jnp.float32(0.1)))
+
+
+# What a body returns.
+
+
+class Pair(NamedTuple):
+    carry: jax.Array
+    y: jax.Array
+
+
+PAIRS = {"tuple": lambda c, y: (c, y), "list": lambda c, y: [c, y], "namedtuple": Pair}
+
+
+@parametrize("make", PAIRS)
+@pytest.mark.parametrize("disable", [False, True])
+def test_any_pair_will_do(make, disable):
+    """Also where newer releases of lax.scan refuse a NamedTuple."""
+    with jax.disable_jit(disable):
+        actual = treescan.scan(lambda c, x: make(c + x, c), 0.0, XS)
+        expected = jax.lax.scan(lambda c, x: (c + x, c), 0.0, XS)
+    assert_bitwise(tuple(actual), expected)
+
+
+@parametrize("make", PAIRS)
+def test_the_results_are_in_the_container_that_lax_scan_gives(make):
+    def body(c, x):
+        return make(c + x, c)
+
+    try:
+        expected = jax.lax.scan(body, 0.0, XS)
+    except TypeError:
+        pytest.skip("this release of lax.scan refuses the container")
+    assert type(treescan.scan(body, 0.0, XS)) is type(expected)
+
+
+# Which bodies are the same, and when.
+
+
+def traces(call):
+    TRACES.clear()
+    call()
+    return len(TRACES)
+
+
+def scan_with(body):
+    return treescan.scan(body, jnp.float32(1), XS)[0]
+
+
+def masked_with(body):
+    return treescan.mask_scan(body, jnp.float32(1), XS, lengths=4)[0]
+
+
+RUNS = {"scan": scan_with, "mask_scan": masked_with}
+
+
+@parametrize("run", RUNS)
+@pytest.mark.parametrize("kind", [Cell, ByValue, Slots])
+def test_a_mutated_body_that_hashes_by_value_is_never_stale(run, kind):
+    body = kind(2.0)
+    before = run(body)
+    body.scale = 3.0
+    if kind is not Cell:
+        assert run(body) == run(Slots(3.0)) != before
+    else:  # hashed by identity: to JAX, it is the same function
+        assert run(body) == scan_of_lax_after_mutation() == before
+
+
+def scan_of_lax_after_mutation():
+    body = Cell(2.0)
+    jax.lax.scan(body, jnp.float32(1), XS)
+    body.scale = 3.0
+    return jax.lax.scan(body, jnp.float32(1), XS)[0]
+
+
+@parametrize("run", RUNS)
+def test_a_body_mutated_back_and_forth_is_never_stale(run):
+    body = ByValue(2.0)
+    plain, seen = weakref.ref(body), []
+    assert hash(plain) == hash(body)  # shared by all who ask for a plain reference, with the hash of this moment
+    for scale in (2.0, 3.0, 2.0, 4.0, 3.0):
+        body.scale = scale
+        seen.append(float(run(body)))
+    assert seen == [float(run(Slots(s))) for s in (2.0, 3.0, 2.0, 4.0, 3.0)]
+
+
+@parametrize("run", RUNS)
+def test_an_unhashable_body_is_never_stale(run):
+    body = HoldsArrays(jnp.full(1, 2.0))
+    before = run(body)
+    body.weights = jnp.full(1, 3.0)
+    assert run(body) == run(Slots(3.0)) != before
+
+
+def test_an_unhashable_body_is_more_than_lax_scan_takes():
+    with pytest.raises(TypeError, match="unhashable"):
+        jax.lax.scan(HoldsArrays(jnp.ones(1)), 0.0, XS)
+
+
+@parametrize("run", RUNS)
+def test_equal_bodies_share_one_trace(run):
+    first, second, other = ByValue(5.0), ByValue(5.0), ByValue(6.0)
+    assert [traces(lambda b=b: run(b)) for b in (first, second, other, first)] == [1, 0, 1, 0]
+    assert run(first) == run(second) != run(other)
+
+
+@parametrize("run", RUNS)
+def test_unequal_objects_do_not_share_a_trace(run):
+    for body in (Cell(5.0), Cell(6.0)):
+        assert run(body) == run(Slots(body.scale))
+
+
+@parametrize("run", RUNS)
+def test_a_method_of_one_object_is_not_that_of_another(run):
+    for cell in (Cell(5.0), Cell(6.0)):
+        assert run(cell.method) == run(Slots(cell.scale))
+
+
+@parametrize("run", RUNS)
+@pytest.mark.parametrize("in_cycle", [False, True])
+def test_an_equal_body_outlives_the_first(run, in_cycle):
+    first, second = ByValue(7.0), ByValue(7.0)
+    if in_cycle:
+        first.itself = first
+    before = run(first)
+    del first
+    gc.collect()
+    assert run(second) == before == run(Slots(7.0))
+
+
+@parametrize("run", RUNS)
+def test_an_equal_body_is_in_use_while_the_first_dies(run):
+    """The handle that both share refers to the first; the second's call must not depend on it."""
+
+    others = []
+
+    class Dying(ByValue):
+        def __call__(self, carry, x):
+            others.clear()
+            gc.collect()
+            return super().__call__(carry, x)
+
+    first, second = Dying(7.0), Dying(7.0)
+    run(first)
+    others.append(first)  # its last reference goes in the second's call
+    del first
+    assert treescan.scan(second, jnp.ones(3), XS)[0].shape == (3,)
+    assert run(second) == run(Slots(7.0))
+
+
+@parametrize("run", RUNS)
+def test_same_code_with_another_closure_is_another_body(run):
+    def make(scale):
+        return lambda c, x: scaled(scale, c, x)
+
+    for scale in (2.0, 3.0):
+        assert run(make(scale)) == run(Slots(scale))
+
+
+def test_one_body_for_two_verbs():
+    """The same function may be fold's and accumulate's, and scan's with other options: nothing is mixed up."""
+
+    def body(c, x):
+        return c + x
+
+    total = treescan.fold(body, jnp.float32(0), XS)
+    assert_bitwise(treescan.accumulate(body, jnp.float32(0), XS)[-1], total)
+    assert_bitwise(treescan.fori(0, 4, body, jnp.int32(0)), jnp.int32(6))
+    assert_bitwise(treescan.accumulate(body, jnp.float32(0), XS, reverse=True)[0], treescan.fold(body, 0.0, XS[::-1]))
+
+
+# Wrapped bodies: what counts is the function that is called, not the one that it wraps.
+
+
+def test_a_wrapper_has_parameters_of_its_own():
+    def keyed(c, x, *, key):
+        return c + x, jax.random.uniform(key)
+
+    def plain(c, x):
+        return c + x, c
+
+    @functools.wraps(keyed)
+    def binds(c, x):
+        return keyed(c, x, key=jax.random.key(0))
+
+    @functools.wraps(plain)
+    def draws(c, x, *, key):
+        return c + jax.random.uniform(key), x
+
+    @functools.wraps(keyed)
+    def passes(*args, **kwargs):
+        return keyed(*args, **kwargs)
+
+    treescan.scan(binds, 0.0, XS)
+    treescan.scan(draws, 0.0, XS, key=jax.random.key(1))
+    treescan.scan(passes, 0.0, XS, key=jax.random.key(1))
+
+
+def test_a_wrapper_passes_valid_on():
+    def masked(c, x, *, valid):
+        return c + jnp.where(valid, x, 0).sum(), valid
+
+    @functools.wraps(masked)
+    def passes(*args, **kwargs):
+        return masked(*args, **kwargs)
+
+    xs, lengths = jnp.ones((3, 2)), jnp.array([3, 1])
+    total, seen = treescan.mask_scan(passes, 0.0, xs, lengths=lengths, carry_axes=None)
+    assert total == 4
+    assert_bitwise(seen, jnp.array([[1, 1], [1, 0], [1, 0]], bool))
+
+
+def test_annotations_that_a_wrapper_copied_are_not_its_own():
+    def cell(w: Float[Array, "a b"], h: Float[Array, " a"], x: Float[Array, ""]) -> Float[Array, " b"]:
+        return h @ w + x
+
+    @functools.wraps(cell)
+    def body(carry, x):
+        w, h = carry
+        return (w, cell(w, h, x)), None
+
+    treescan.scan(body, (jnp.eye(2), jnp.ones(2)), XS)
+
+
+@parametrize("body", {"one": lambda c: c, "three": lambda c, x, z: (c, x)})
+def test_the_wrong_number_of_parameters_is_said(body):
+    with pytest.raises(treescan.BodyError, match=r"calls it with \(carry, x\)"):
+        treescan.scan(body, 0.0, XS)
+
+
+def test_an_old_carry_as_output_is_no_swapped_pair():
+    for body in (lambda c, x: ((c + x).astype(jnp.bfloat16), c), lambda c, x: (jnp.append(c, x), c)):
+        with pytest.raises(treescan.CarryError):
+            treescan.scan(body, jnp.ones(1), XS)
+    with pytest.raises(treescan.CarryError, match="swapped"):
+        treescan.scan(lambda c, x: (x, c + x), jnp.ones(1), XS)
+
+
+def test_of_a_wrapper_that_takes_anything_nothing_is_concluded():
+    """As flax.nnx wraps bodies: what is called takes (carry, x), what it claims to wrap takes something else."""
+
+    def other(w: Float[Array, "a b"], h: Float[Array, " a"], x, *, rate):
+        raise AssertionError
+
+    class Adapter:
+        def __init__(self):
+            functools.update_wrapper(self, other)
+
+        def __call__(self, *args):
+            carry, x = args
+            return carry + x, x
+
+    @functools.wraps(other)
+    def adapted(*args, **kwargs):
+        carry, x = args
+        return carry + x, x
+
+    for body in (Adapter(), adapted):
+        assert treescan.scan(body, 0.0, XS)[0] == jnp.sum(XS)

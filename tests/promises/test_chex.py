@@ -1,0 +1,211 @@
+"""What users of chex bring along: dataclasses as carries, assertions in bodies, and its counting of traces."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.experimental import checkify
+from thin import parametrize
+
+import treescan
+
+XS = jnp.arange(12.0).reshape(6, 2)
+INIT = jnp.zeros(2)
+
+KINDS = {
+    "plain": {},
+    "frozen": {"frozen": True},
+    "mappable": {"mappable_dataclass": True},
+    "not mappable": {"mappable_dataclass": False},
+}
+
+
+def state_of(kind):
+    @chex.dataclass(**kind)
+    class State:
+        h: chex.Array
+        steps: chex.Array
+
+    return State
+
+
+DATACLASS_VERBS = {
+    "scan": lambda step, init: treescan.scan(step, init, XS)[0],
+    "fold": lambda step, init: treescan.fold(lambda c, x: step(c, x)[0], init, XS),
+    "mask_scan": lambda step, init: treescan.mask_scan(step, init, XS, lengths=jnp.array([6, 6]))[0],
+    "while_scan": lambda step, init: treescan.while_scan(lambda c: c.steps[0] < 9, step, init, XS).carry,
+    "fold_layers": lambda step, init: treescan.fold_layers(lambda x, c: step(c, x)[0], init, XS),
+}
+
+
+@parametrize("kind", KINDS)
+@parametrize("verb", DATACLASS_VERBS)
+def test_a_dataclass_is_carried(kind, verb):
+    state = state_of(kind)
+
+    def step(carry, x):
+        return state(h=carry.h + x, steps=carry.steps + 1), carry.h
+
+    final = verb(step, state(h=INIT, steps=jnp.zeros(2, jnp.int32)))
+    assert isinstance(final, state)
+    chex.assert_trees_all_equal(final, state(h=XS.sum(0), steps=jnp.array([6, 6], jnp.int32)))
+
+
+@parametrize("kind", KINDS)
+def test_the_fields_of_a_dataclass_are_named_in_errors(kind):
+    state = state_of(kind)
+
+    def step(carry, x):
+        return state(h=carry.h.astype(jnp.float16), steps=carry.steps), x
+
+    with pytest.raises(treescan.CarryError, match=r"carry\.h +float32\[2\] +float16\[2\] +dtype"):
+        treescan.scan(step, state(h=INIT, steps=INIT), XS)
+
+
+def test_a_static_assertion_in_a_body_is_raised_as_it_is():
+    def step(carry, x):
+        chex.assert_shape(x, (3,))
+        return carry, x
+
+    with pytest.raises(AssertionError, match=r"input 0 has shape \(2,\) but expected \(3\)"):
+        treescan.scan(step, INIT, XS)
+
+
+def not_negative(carry, x):
+    checkify.check(jnp.all(x >= 0), "negative")
+    return carry + x, x
+
+
+def finite(carry, x):
+    chex.assert_tree_all_finite(x)
+    return carry + x, x
+
+
+def masked(**options):
+    given = options if "resets" in options else {"lengths": jnp.array([6, 6]), **options}
+    return lambda body, xs: treescan.mask_scan(body, INIT, xs, **given)
+
+
+WITH_CHECKS = {
+    "scan": lambda body, xs: treescan.scan(body, INIT, xs),
+    "fold": lambda body, xs: treescan.fold(lambda c, x: body(c, x)[0], INIT, xs),
+    "accumulate": lambda body, xs: treescan.accumulate(lambda c, x: body(c, x)[0], INIT, xs),
+    "fori": lambda body, xs: treescan.fori(0, 6, lambda i, c: body(c, xs[i])[0], INIT),
+    "while_scan": lambda body, xs: treescan.while_scan(lambda c: c[0] < 1e9, body, INIT, xs).carry,
+    "fold_layers": lambda body, xs: treescan.fold_layers(lambda x, c: body(c, x)[0], INIT, xs),
+    "remat": lambda body, xs: treescan.scan(body, INIT, xs, remat="nested"),
+    "auto": lambda body, xs: treescan.scan(body, INIT, xs, remat="auto"),
+    "save": lambda body, xs: treescan.scan(body, INIT, xs, save="last"),
+    "mask_scan": masked(),
+    "chunks": masked(chunk=2),
+    "compact": masked(chunk=2, compact=True),
+    "resets": masked(resets=jnp.zeros((6, 2), bool)),
+}
+
+
+def checked(verb, body, xs):
+    error, result = checkify.checkify(jax.jit(lambda xs: verb(body, xs)))(xs)
+    return error.get(), result
+
+
+@parametrize("verb", WITH_CHECKS)
+def test_a_check_of_values_is_made_in_each_step(verb):
+    error, _ = checked(verb, not_negative, XS)
+    assert error is None
+    error, _ = checked(verb, not_negative, XS.at[4].set(-1.0))
+    assert "negative" in error
+
+
+@parametrize("verb", WITH_CHECKS)
+def test_an_assertion_of_values_is_raised_under_chexify(verb):
+    run = chex.chexify(jax.jit(lambda xs: verb(finite, xs)), async_check=False)
+    run(XS)
+    with pytest.raises(AssertionError, match="non-finite"):
+        run(XS.at[4].set(jnp.nan))
+
+
+@parametrize("verb", {name: verb for name, verb in WITH_CHECKS.items() if name != "while_scan"})
+def test_checks_are_kept_under_a_gradient_outside_of_them(verb):
+    def loss(xs):
+        error, result = checkify.checkify(lambda xs: verb(not_negative, xs))(xs)
+        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(result)), error
+
+    (_, error), gradient = jax.value_and_grad(loss, has_aux=True)(XS.at[4].set(-1.0))
+    assert "negative" in error.get()
+    chex.assert_tree_all_finite(gradient)
+
+
+def test_checkify_goes_around_the_gradient_of_while_scan():
+    """Its rule for derivatives runs the checks once more; JAX functionalizes no rule that is called from outside."""
+
+    def loss(xs):
+        return jnp.sum(WITH_CHECKS["while_scan"](not_negative, xs))
+
+    bad = XS.at[4].set(-1.0)
+    assert "negative" in checkify.checkify(jax.grad(loss))(bad)[0].get()
+    with pytest.raises(ValueError, match="not functionalized"):
+        jax.grad(lambda xs: checkify.checkify(loss)(xs)[1])(bad)
+
+
+@parametrize("options", {"skipped": {}, "chunks": {"chunk": 2}, "compact": {"chunk": 2, "compact": True}})
+def test_padding_sets_off_no_check(options):
+    verb, padding = masked(lengths=jnp.array([4, 3]), **options), XS.at[4:].set(-1.0).at[3, 1].set(-1.0)
+    assert checked(verb, not_negative, padding)[0] is None
+    assert "negative" in checked(verb, not_negative, padding.at[3, 0].set(-1.0))[0]
+
+
+def test_padding_sets_off_no_assertion():
+    verb = masked(lengths=jnp.array([4, 3]), chunk=2)
+    run = chex.chexify(jax.jit(lambda xs: verb(finite, xs)), async_check=False)
+    padding = XS.at[4:].set(jnp.nan).at[3, 1].set(jnp.inf)
+    run(padding)
+    with pytest.raises(AssertionError, match="non-finite"):
+        run(padding.at[3, 0].set(jnp.nan))
+
+
+def test_padding_sets_off_no_check_of_floats():
+    def step(carry, x):
+        return carry + jnp.log(x + 1), x
+
+    for xs, alarmed in ((XS.at[4:].set(-3.0), False), (XS.at[3].set(-3.0), True)):
+        run = checkify.checkify(
+            jax.jit(lambda xs: masked(lengths=jnp.array([4, 4]))(step, xs)), errors=checkify.float_checks
+        )
+        assert (run(xs)[0].get() is not None) == alarmed
+
+
+def test_elements_of_vmap_that_have_ended_set_off_no_check():
+    def one(xs, length):
+        return treescan.mask_scan(not_negative, jnp.zeros(2), xs, lengths=jnp.full(2, length))
+
+    xs = jnp.stack([XS, XS.at[2:].set(-1.0)])
+    for lengths, alarmed in ((jnp.array([6, 2]), False), (jnp.array([6, 3]), True)):
+        error, _ = checkify.checkify(jax.vmap(one))(xs, lengths)
+        assert (error.get() is not None) == alarmed
+
+
+TRACED_ONCE = {name: verb for name, verb in WITH_CHECKS.items() if name != "compact"}
+
+
+@parametrize("verb", TRACED_ONCE)
+def test_a_body_is_traced_once(verb):
+    """chex counts what the library promises. With `compact` it is traced for each tier."""
+    chex.clear_trace_counter()
+
+    @chex.assert_max_traces(n=1)
+    def body(carry, x):
+        return carry + x, x
+
+    jax.jit(lambda xs: verb(body, xs))(XS)
+
+
+@parametrize("context", {"fake_jit": chex.fake_jit, "fake_pmap_and_jit": chex.fake_pmap_and_jit})
+@parametrize("verb", WITH_CHECKS)
+def test_results_without_jit_are_those_with_it(context, verb):
+    def body(carry, x):
+        return jnp.sin(carry) + x, carry
+
+    expected = jax.jit(lambda xs: verb(body, xs))(XS)
+    with context():
+        ours = jax.jit(lambda xs: verb(body, xs))(XS)
+    chex.assert_trees_all_close(ours, expected, rtol=1e-6)

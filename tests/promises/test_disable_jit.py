@@ -1,0 +1,280 @@
+"""Under `jax.disable_jit` the body runs step by step, on values, with every option and every check."""
+
+import contextlib
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loops import LENGTH, LENGTHS, OPTIONS, ROWS, Option, array, arrays, over, plain
+from oracle import assert_bitwise
+from thin import parametrize
+
+import treescan
+
+
+def is_traced(tree):
+    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+
+
+@parametrize("option", OPTIONS)
+def test_the_body_sees_values(option):
+    steps = []
+
+    @functools.wraps(option.body)
+    def body(*args, **keywords):
+        assert not is_traced((args, keywords))
+        x = [leaf for leaf in jax.tree.leaves(args) if hasattr(leaf, "shape")][-1]
+        steps.append(-1 if x.ravel()[0] > 0 else 1)  # Python decides on a value
+        return option.body(*args, **keywords)
+
+    with jax.disable_jit():
+        option.call(body)
+    assert len(steps) == LENGTH
+
+
+def by_turns():
+    """On every day the values of each option, and its derivatives or a batch by turns; the rest is slow."""
+    return [
+        pytest.param(option, transform, marks=pytest.mark.slow if k % 2 == turn else (), id=f"{transform}-{name}")
+        for transform, turn in (("values", None), ("grad", 0), ("vmap", 1))
+        for k, (name, option) in enumerate(OPTIONS.items())
+    ]
+
+
+@pytest.mark.parametrize(("option", "transform"), by_turns())
+def test_results_are_those_under_jit(option, transform):
+    init, xs = arrays()
+
+    def run(init, xs):
+        return option.call(option.body, init, xs)
+
+    def derivative(init, xs):
+        return jax.grad(lambda *a: sum(map(jnp.nansum, jax.tree.leaves(run(*a)))), argnums=(0, 1))(init, xs)
+
+    call = {"values": run, "grad": derivative, "vmap": jax.vmap(run)}[transform]
+    if transform == "vmap":
+        init, xs = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), (init, xs))
+    expected = jax.jit(call)(init, xs)
+    with jax.disable_jit():
+        actual = call(init, xs)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+
+
+EMPTY = {
+    name: option
+    for name, option in OPTIONS.items()
+    if name in ("scan", "reverse", "unroll", "in_axes", "in_axes_none", "out_axes", "key", "name", "fold", "accumulate")
+} | {
+    "lengths": Option(plain, over(treescan.mask_scan, lengths=0 * LENGTHS), 0),
+    "mask": Option(plain, over(treescan.mask_scan, mask=np.zeros((0, ROWS), bool)), 0),
+    "fill": Option(plain, over(treescan.mask_scan, lengths=0 * LENGTHS, fill=-1, out_axes=-1), 0),
+}
+
+
+@parametrize("option", EMPTY)
+def test_length_0_gives_what_jit_gives(option):
+    init, xs = arrays()
+
+    def run(init, xs):
+        return option.call(option.body, init, xs)
+
+    expected = jax.jit(run)(init, xs[:0])
+    with jax.disable_jit():
+        actual = run(init, xs[:0])
+    assert_bitwise(actual, expected)
+
+
+WEAK = {
+    "int to float": (0, lambda c, x: (c + x, c)),
+    "float to float32": (0.0, lambda c, x: (c * x, c)),
+    "stays int": (0, lambda c, x: (c + 1, x)),
+    "to the other leaf": ((0, 1.0), lambda c, x: ((c[0] + c[1], c[1] * x), c)),
+    "numpy scalar": (np.float32(0), lambda c, x: (c * x, c)),
+    "python bool": (True, lambda c, x: (c, x)),
+}
+
+
+@pytest.mark.parametrize("length", [1, 3])
+@pytest.mark.parametrize("verb", ["scan", "fold", "accumulate", "mask_scan"])
+@parametrize("weak", WEAK)
+def test_weak_types_are_promoted_as_under_jit(weak, verb, length):
+    init, pair = weak
+    body = pair if "scan" in verb else (lambda c, x: pair(c, x)[0])
+    options = {"lengths": length} if verb == "mask_scan" else {}
+
+    def run(xs):
+        return getattr(treescan, verb)(body, init, xs, **options)
+
+    expected = jax.jit(run)(array(length))
+    with jax.disable_jit():
+        actual = run(array(length))
+    chex.assert_trees_all_equal(actual, expected)
+    chex.assert_trees_all_equal_dtypes(actual, expected)  # weak or not: lax.scan does not keep that either
+
+
+def outcome(call):
+    try:
+        return call()
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+
+
+class Faults:
+    """Bodies and arguments that every context must refuse with the same words."""
+
+    @staticmethod
+    def dtype(c, x):
+        return c.astype(jnp.float16), x
+
+    @staticmethod
+    def shape(c, x):
+        return c[:1], x
+
+    @staticmethod
+    def structure(c, x):
+        return (c, c), x
+
+    @staticmethod
+    def none(c, x):
+        return None
+
+    @staticmethod
+    def swapped(c, x):
+        return x[0], c
+
+    @staticmethod
+    def own(c, x):
+        raise ZeroDivisionError("the user's own")
+
+
+RUNS = {
+    "scan": lambda f, c, x: treescan.scan(f, c, x),
+    "out_axes": lambda f, c, x: treescan.scan(f, c, x, out_axes=1),
+    "mask_scan": lambda f, c, x: treescan.mask_scan(f, c, x, lengths=jnp.array([1, 2])),
+}
+
+
+@parametrize("run", RUNS)
+@parametrize("body", {k: v.__func__ for k, v in vars(Faults).items() if isinstance(v, staticmethod)})
+@pytest.mark.parametrize("context", ["jit", "disable_jit", "vmap", "grad"])
+def test_errors_are_those_of_an_eager_call(run, body, context):
+    init, xs = array(2), array(3, 2)
+    expected = outcome(lambda: run(body, init, xs))
+    assert expected.startswith(("CarryError", "BodyError", "ZeroDivisionError"))
+    contexts = {
+        "jit": lambda: jax.jit(lambda c, x: run(body, c, x))(init, xs),
+        "disable_jit": lambda: run(body, init, xs),
+        "vmap": lambda: jax.vmap(lambda c, x: run(body, c, x))(init[None], xs[None]),
+        "grad": lambda: jax.grad(lambda c: jnp.sum(run(body, c, xs)[0]))(init),
+    }
+    with jax.disable_jit() if context == "disable_jit" else contextlib.nullcontext():
+        assert outcome(contexts[context]) == expected
+
+
+def test_a_fault_of_a_late_step_is_found():
+    """Under disable_jit a body may decide on values: its types may change in any step, and are compared in each."""
+    seen = []
+
+    def body(c, x):
+        seen.append(None)
+        return (c if x < 3 else c.astype(jnp.float16)), None
+
+    with jax.disable_jit(), pytest.raises(treescan.CarryError, match=re.escape("float32[]   float16[]")):
+        treescan.scan(body, jnp.float32(0), jnp.arange(6.0))
+    assert len(seen) == 4
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_steps_run_in_order(reverse):
+    seen = []
+    with jax.disable_jit():
+        treescan.scan(lambda c, x: (c, seen.append(int(x))), 0, jnp.arange(5), reverse=reverse)
+    assert seen == list(range(5))[:: -1 if reverse else 1]
+
+
+def test_a_nested_scan_runs_step_by_step():
+    seen = []
+
+    def inner(c, x):
+        seen.append(float(c))
+        return c + x, None
+
+    with jax.disable_jit():
+        total, _ = treescan.scan(lambda c, x: treescan.scan(inner, c, x), 0.0, jnp.ones((2, 3)))
+    assert seen == [0, 1, 2, 3, 4, 5]
+    assert total == 6
+
+
+def test_values_of_a_mapped_or_differentiated_loop_come_step_by_step():
+    """Tracers of vmap and grad there are, but none of jit: the Python body runs once a step."""
+    seen = []
+
+    def body(c, x):
+        seen.append(None)
+        return jnp.sin(c * x), c
+
+    with jax.disable_jit():
+        jax.vmap(lambda c: treescan.scan(body, c, array(4)))(array(2))
+        jax.grad(lambda c: treescan.scan(body, c, array(4))[0])(jnp.float32(1))
+    assert len(seen) == 8
+
+
+def test_outputs_without_arrays_and_keys_are_stacked():
+    keys = jax.random.split(jax.random.key(0), 3)
+
+    def run(keys):
+        return treescan.scan(lambda k, x: (x, (k, None, ())), keys[0], keys)
+
+    with jax.disable_jit():
+        actual = run(keys)
+    assert_bitwise(actual, jax.jit(run)(keys))
+
+
+def test_no_step_runs_where_no_row_is_valid():
+    seen = []
+
+    def body(c, x):
+        seen.append(is_traced(x))
+        return c + x, c
+
+    with jax.disable_jit():
+        carry, ys = treescan.mask_scan(body, array(2), array(4, 2), lengths=jnp.zeros(2, int), fill=-1)
+    assert all(seen)  # its types are asked for
+    chex.assert_trees_all_equal((carry, ys), (array(2), jnp.full((4, 2), -1.0)))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("length", [0, 5])
+def test_outputs_that_are_held_or_not_all_kept(length, reverse):
+    """The last output of each row, that of all rows together where they share it, and one in two."""
+    lengths, fill = np.minimum([[3], [0], [4]], length), {"row": -1, "all": "hold", "some": 0}
+
+    def body(c, x):
+        h, n = c
+        return (h + x, n + 1), {"row": h * x, "all": n * 1.5, "some": x}
+
+    def run(init, xs):
+        return treescan.mask_scan(
+            body,
+            (init, 1),
+            xs,
+            lengths=lengths,
+            reverse=reverse,
+            carry_axes=(0, None),
+            y_axes={"row": 0, "all": None, "some": 0},
+            fill=fill,
+            save={"row": "last", "all": "all", "some": 2},
+        )
+
+    given = array(3, 1), array(length, 3, 1)
+    expected = jax.jit(run)(*given)
+    with jax.disable_jit():
+        actual = run(*given)
+    chex.assert_trees_all_close(actual, expected, rtol=1e-6)
+    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+    assert length or actual[1]["row"].tolist() == [[-1], [-1], [-1]]

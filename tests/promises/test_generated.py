@@ -1,0 +1,138 @@
+"""Random typed programs: those that found something, a few more, and that the harness notices what it must.
+
+`make fuzz CASES=n SEED=s` runs as many fresh ones as you like.
+"""
+
+import importlib.util
+import pathlib
+
+import jax
+import jax.numpy as jnp
+import pytest
+from generated import compare
+from generated.compare import Failure, Refused, check
+from generated.options import draw_program
+from generated.programs import Instruction, Leaf, Program, Seeded, Type, Value
+from generated.render import source
+from generated.shrink import shrink
+from hypothesis import HealthCheck, given, settings, strategies as st
+
+import treescan
+
+REGRESSIONS = sorted((pathlib.Path(__file__).parents[1] / "lib" / "generated" / "regressions").glob("*.py"))
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.mark.parametrize("file", REGRESSIONS, ids=lambda file: file.stem)
+def test_what_was_found_once(file):
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    check(module.PROGRAM)
+
+
+class Chosen:
+    """Choices of hypothesis."""
+
+    def __init__(self, data):
+        self.data = data
+
+    def integer(self, low, high):
+        return self.data.draw(st.integers(low, high))
+
+
+@pytest.mark.slow
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
+@given(st.data())
+def test_programs_by_hypothesis(data):
+    """What fails is made smaller by hypothesis, and printed."""
+    program = draw_program(Chosen(data))
+    try:
+        check(program)
+    except Refused:
+        return
+    except Failure as failure:
+        raise AssertionError(f"{source(program)}\n\nPROGRAM = {program!r}\n\n{failure}") from failure
+
+
+@pytest.mark.parametrize("number", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 40))])
+def test_a_few_programs(number):
+    try:
+        check(draw_program(Seeded(f"everyday {number}")))
+    except Refused:
+        pytest.skip("refused")
+
+
+# The harness itself.
+
+H, X, W = Value("h0", Type(True, (3,))), Value("x0", Type(True, (3,))), Value("w0", Type(False, (3, 3)))
+SMALL = Program(
+    batch=(2,),
+    dtype="float64",
+    steps=5,
+    carry=(Leaf(H),),
+    xs=(Leaf(X),),
+    weights=(Leaf(W, None),),
+    body=(
+        Instruction(Value("v0", Type(True, (3,))), "{0} @ {1}", ("h0", "w0")),
+        Instruction(Value("v1", Type(True, (3,))), "jnp.sin({0})", ("v0",)),
+        Instruction(Value("v2", Type(True, (3,))), "jnp.tanh({0} + {1})", ("v0", "x0")),
+    ),
+    nxt=("v2",),
+    ys=(Leaf(Value("v2", Type(True, (3,)))),),
+    save=("all",),
+    fill=(0,),
+    options=(("chunk", "2"),),
+)
+
+
+def test_the_same_seed_draws_the_same_program():
+    assert draw_program(Seeded("a 1")) == draw_program(Seeded("a 1")) != draw_program(Seeded("a 2"))
+
+
+def test_a_program_is_its_own_repr():
+    assert eval(repr(SMALL), vars(compare) | globals()) == SMALL
+
+
+def _patched(monkeypatch, change):
+    verb = treescan.mask_scan
+    monkeypatch.setattr(treescan, "mask_scan", lambda f, init, xs, **options: change(verb, f, init, xs, options))
+
+
+WRONG = {
+    "carry": lambda verb, f, init, xs, o: jax.tree.map(lambda a: a * (1 + 1e-6), verb(f, init, xs, **o)),
+    "gradient": lambda verb, f, init, xs, o: verb(lambda c, x: f(jax.lax.stop_gradient(c), x), init, xs, **o),
+    "of the padding": lambda verb, f, init, xs, o: _read(verb, f, init, xs, o),
+}
+
+
+def _read(verb, f, init, xs, options):
+    final, ys = verb(f, init, xs, **options)
+    return (final[0] + 0 * jnp.sum(xs[0]),), ys
+
+
+@pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)
+def test_what_is_wrong_is_noticed(monkeypatch, change):
+    _patched(monkeypatch, change)
+    with pytest.raises(Failure):
+        check(SMALL)
+
+
+def test_a_foreign_exception_is_a_failure_and_a_refusal_is_not(monkeypatch):
+    def broken(verb, f, init, xs, options):
+        raise ValueError("Incompatible shapes")
+
+    with pytest.raises(Refused):
+        check(SMALL.replace(options=(("chunk", "-1"),)))
+    _patched(monkeypatch, broken)
+    with pytest.raises(Failure, match="ValueError"):
+        check(SMALL)
+
+
+@pytest.mark.slow
+def test_what_fails_is_made_smaller(monkeypatch):
+    _patched(monkeypatch, WRONG["gradient"])
+    with pytest.raises(Failure) as caught:
+        check(SMALL)
+    smaller, failure = shrink(SMALL, caught.value, seconds=60)
+    assert len(smaller.body) < len(SMALL.body) and not smaller.ys and failure.kind == "wrong gradient"

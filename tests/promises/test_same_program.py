@@ -1,0 +1,269 @@
+"""With no option treescan traces to `jax.lax.scan`'s own program; with options, to no more than what they do."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jaxprs import equations, num_consts, shapes
+from loops import CASES, LENGTHS, OPTIONS, array, arrays, loss_of, over, plain
+from thin import parametrize
+
+import treescan
+
+
+def closes_over(carry, x):
+    return carry + array(3) @ array(3, 2), x
+
+
+def returns_its_input(carry, x):
+    return carry, (carry[0], x)
+
+
+def swaps(carry, x):
+    return carry[::-1], x
+
+
+def nests(carry, x):
+    return jax.lax.scan(lambda c, y: (jnp.sin(c) * y, c), carry, x)
+
+
+def branches(carry, x):
+    return jax.lax.cond(x > 0, jnp.sin, jnp.cos, carry), jax.jit(jnp.exp)(x)
+
+
+def promotes(carry, x):
+    return carry * x, x
+
+
+def draws(key, x):
+    key, now = jax.random.split(key)
+    return key, jax.random.normal(now) * x
+
+
+PROGRAMS = {name: (case.body, case.init, case.make_xs(7)) for name, case in CASES.items()} | {
+    "closure": (closes_over, array(2), array(4)),
+    "constants": (returns_its_input, (array(3), array(2)), array(4)),
+    "swap": (swaps, (array(3), array(3, seed=1)), array(4)),
+    "nested scan": (nests, array(), array(4, 5)),
+    "cond and jit": (branches, array(), array(4)),
+    "weak type": (promotes, 1, array(4)),
+    "keys": (draws, jax.random.key(0), array(4)),
+    "static axis": (lambda c, x: (c, jnp.flip(x)), (), array(4, 3)),
+}
+OPTIONS_OF_LAX = {
+    "plain": {},
+    "reverse": {"reverse": True},
+    "unroll": {"unroll": 3},
+    "whole": {"unroll": True},
+    "split": {"_split_transpose": True},
+}
+
+
+def traced(scan, program, transform, options):
+    body, init, xs = program
+    length = None if jax.tree.leaves(xs) else 7
+
+    def run(init, xs):
+        return scan(body, init, xs, length, **options)
+
+    return jax.make_jaxpr(transform(run, init, xs))(init, xs)
+
+
+def no_transform(run, init, xs):
+    return run
+
+
+def under_jit(run, init, xs):
+    return jax.jit(run)
+
+
+def under_grad(run, init, xs):
+    def derivative(init, xs):
+        loss, floats = loss_of(run, init, xs)
+        return jax.grad(loss)(floats)
+
+    return derivative
+
+
+def under_vmap(run, init, xs):
+    def batched(init, xs):
+        stacked = jax.tree.map(lambda leaf: jnp.stack([jnp.asarray(leaf)] * 2), (init, xs))
+        return jax.vmap(run)(*stacked)
+
+    return batched
+
+
+def under_checkpoint(run, init, xs):
+    return under_grad(jax.checkpoint(run), init, xs)
+
+
+WRAPPERS = {w.__name__: w for w in (no_transform, under_jit, under_grad, under_vmap, under_checkpoint)}
+
+
+@parametrize("transform", WRAPPERS)
+@parametrize("program", PROGRAMS)
+def test_jaxpr_is_lax_scans(program, transform):
+    ours, lax = (traced(scan, program, transform, {}) for scan in (treescan.scan, jax.lax.scan))
+    assert str(ours) == str(lax)
+    assert "scan" in str(ours)
+
+
+@parametrize("options", OPTIONS_OF_LAX)
+@parametrize("transform", {"plain": no_transform, "grad": under_grad})
+def test_jaxpr_with_lax_scans_own_arguments_is_lax_scans(options, transform):
+    ours, lax = (traced(scan, PROGRAMS["namedtuple"], transform, options) for scan in (treescan.scan, jax.lax.scan))
+    assert str(ours) == str(lax)
+
+
+@parametrize("program", PROGRAMS)
+def test_lowered_text_is_lax_scans(program):
+    body, init, xs = program
+    length = None if jax.tree.leaves(xs) else 7
+
+    def lowered(scan):
+        def run(init, xs):
+            return scan(body, init, xs, length)
+
+        return jax.jit(run).lower(init, xs).as_text()
+
+    assert lowered(treescan.scan) == lowered(jax.lax.scan)
+
+
+@pytest.mark.parametrize("options", [{}, {"name": "cell"}], ids=str)
+def test_name_is_no_operation(options):
+    init, xs = arrays()
+    ours = jax.make_jaxpr(lambda init, xs: treescan.scan(plain, init, xs, **options))(init, xs)
+    assert str(ours) == str(jax.make_jaxpr(lambda init, xs: jax.lax.scan(plain, init, xs))(init, xs))
+
+
+def test_name_stands_in_the_profile():
+    init, xs = arrays()
+    lowered = jax.jit(lambda init, xs: treescan.scan(plain, init, xs, name="cell")).lower(init, xs)
+    assert "/cell/" in lowered.as_text(debug_info=True)
+
+
+# A carry leaf that the body returns as it came is a constant of the loop, whatever the option.
+
+
+def the_scan(jaxpr):
+    [eqn] = equations(jaxpr.jaxpr, "scan")
+    return eqn
+
+
+def innermost(jaxpr):
+    """The loops that run the body itself: with chunks, main part and remainder, and a branch for each tier."""
+    return [eqn for eqn in equations(jaxpr, "scan") if not any(equations(eqn.params["jaxpr"].jaxpr, "scan"))]
+
+
+@parametrize("option", OPTIONS)
+def test_unchanged_leaf_is_a_constant(option):
+    jaxpr = jax.make_jaxpr(lambda init, xs: option.call(option.body, init, xs))(*arrays()).jaxpr
+    weights = arrays()[0]["w"].shape
+    for eqn in equations(jaxpr, "scan"):
+        consts, others = shapes(eqn)
+        assert weights in consts
+        assert weights not in others
+    expected = option.consts if isinstance(option.consts, tuple) else (option.consts,)
+    assert {num_consts(eqn) for eqn in innermost(jaxpr)} == set(expected)
+
+
+@parametrize("option", OPTIONS)
+def test_unchanged_leaf_is_saved_once_for_the_gradient(option):
+    """No stack [T, ...] of the weights, forward or backward, but where they are outputs."""
+
+    def loss(init, xs):
+        out = option.call(option.body, init, xs)
+        return jnp.sum(out[0]["h"] if isinstance(out, tuple) else out["h"])
+
+    jaxpr = jax.make_jaxpr(jax.grad(loss))(*arrays())
+    weights = arrays()[0]["w"].shape
+    for eqn in equations(jaxpr.jaxpr, "scan"):
+        scanned = [var.aval.shape[1:] for var in (*eqn.invars[num_consts(eqn) :],)]
+        assert weights not in scanned
+
+
+def test_static_leaf_costs_nothing():
+    init, xs = arrays()
+    eqn = the_scan(jax.make_jaxpr(lambda i, x: treescan.scan(with_static, i | {"act": jnp.sin}, x)[1])(init, xs))
+    assert num_consts(eqn) == 1
+    assert len(eqn.invars) == 3  # w, h and xs
+
+
+def with_static(carry, x):
+    h = carry["act"](carry["h"] + x)
+    return carry | {"h": h}, h
+
+
+# The body stands in the program once.
+
+
+def marked(carry, x):
+    h = jax.lax.cbrt(carry["h"] + x)
+    return {"h": h, "w": carry["w"]}, h
+
+
+SINGLE = {
+    "scan": over(treescan.scan),
+    "in_axes": over(treescan.scan, in_axes=1),
+    "out_axes": over(treescan.scan, out_axes=-1),
+    "lengths": over(treescan.mask_scan, lengths=LENGTHS),
+    "mask_reverse": over(treescan.mask_scan, lengths=LENGTHS, reverse=True),
+    "shared": over(treescan.mask_scan, lengths=LENGTHS, carry_axes={"h": 0, "w": None}),
+    "mask_out_axes": over(treescan.mask_scan, lengths=LENGTHS, out_axes=-1),
+}
+
+
+def count(jaxpr):
+    return len(list(equations(jaxpr.jaxpr, "cbrt")))
+
+
+@pytest.mark.parametrize("batch_axes", [0, 1, 2])
+@parametrize("run", SINGLE)
+def test_body_stands_in_the_program_once(run, batch_axes):
+    init, xs = arrays()
+    if run is SINGLE["in_axes"]:
+        xs = jnp.moveaxis(xs, 0, 1)
+    call = functools.partial(run, marked)
+    for _ in range(batch_axes):
+        call, init, xs = jax.vmap(call), *jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), (init, xs))
+    assert count(jax.make_jaxpr(call)(init, xs)) == 1
+
+
+@parametrize(
+    "case",
+    {
+        "chunks": ({"chunk": 1}, 1),
+        "remainder": ({"chunk": 2}, 2),
+        "tiers": ({"chunk": 1, "compact": True}, 3),
+        "one chunk": ({"compact": True}, 3),
+        "tiers, remainder": ({"chunk": 2, "compact": True}, 4),  # the remainder has no tiers of its own
+        "nested": ({"chunk": 1, "remat": "nested"}, 2),
+        "unskipped": ({"chunk": 0}, 1),
+    },
+)
+def test_copies_of_the_body_in_the_program(case):
+    options, copies = case
+    run = over(treescan.mask_scan, lengths=LENGTHS, **options)
+    assert count(jax.make_jaxpr(functools.partial(run, marked))(*arrays())) == copies
+
+
+@pytest.mark.parametrize("depth", [1, 2, 4])
+def test_program_is_linear_in_the_depth_of_nesting(depth):
+    """Where each level traced its body twice, this would be 2 ** depth."""
+    traces = 0
+
+    def innermost(carry, x):
+        nonlocal traces
+        traces += 1
+        return jax.lax.cbrt(carry + x), x
+
+    def nest(body):
+        return lambda carry, x: treescan.scan(body, carry, jnp.stack([x] * 2))
+
+    body = innermost
+    for _ in range(depth):
+        body = nest(body)
+    jaxpr = jax.make_jaxpr(lambda xs: treescan.scan(body, jnp.float32(0), xs))(array(3))
+    assert count(jaxpr) == 1
+    assert traces == 1

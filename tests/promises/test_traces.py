@@ -1,0 +1,366 @@
+"""A body is traced once, compiled once, and freed with its last reference; with a warning where that cannot be."""
+
+import collections
+import functools
+import gc
+import inspect
+import warnings
+import weakref
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jaxprs import equations
+from jaxtyping import Array, Float
+from loops import LENGTHS, OPTIONS, array, arrays, masked, over, plain
+from thin import by_turns, parametrize
+from traces import Counted, compilations
+
+import treescan
+from treescan._loop.body import Body
+
+
+def annotated(
+    carry: dict[str, Float[Array, "batch _"]], x: Float[Array, "batch d"]
+) -> tuple[dict[str, Float[Array, "batch _"]], Float[Array, "batch d"]]:
+    return plain(carry, x)
+
+
+def with_static(carry, x):
+    return carry | {"h": carry["act"](carry["h"] + x)}, x
+
+
+def _with_static_leaves(body, init, xs):
+    return treescan.scan(body, init | {"act": jnp.sin}, xs)[1]
+
+
+ALL_AT_ONCE = {"lengths": LENGTHS, "reverse": True, "unroll": 2, "out_axes": -1, "fill": 2, "name": "cell", "chunk": 2}
+MORE = {
+    "annotated": (annotated, over(treescan.scan), 1),
+    "annotated_mask": (annotated, over(treescan.mask_scan, lengths=LENGTHS), 1),
+    "static_leaves": (with_static, _with_static_leaves, 1),
+    "split": (plain, over(treescan.scan, _split_transpose=True), 1),
+    "all_at_once": (masked, over(treescan.mask_scan, **ALL_AT_ONCE), 1),
+}
+CALLS = {name: (option.body, option.run, option.traces) for name, option in OPTIONS.items()} | MORE
+
+
+@parametrize("case", CALLS)
+def test_one_trace_and_then_none(case):
+    body, run, traces = case
+    counted = Counted(body)
+    call = functools.partial(run, init=arrays()[0], xs=arrays()[1])
+    assert compilations(lambda: call(counted.body))
+    assert counted.calls == traces
+    assert compilations(lambda: call(counted.body)) == []
+    assert counted.calls == traces
+
+
+@parametrize("case", CALLS)
+def test_one_trace_for_each_outer_trace(case):
+    body, run, traces = case
+    counted = Counted(body)
+    init, xs = arrays()
+    call = jax.jit(lambda init, xs: run(counted.body, init, xs))
+    assert counted.traces(lambda _: call(init, xs)) == traces
+    assert counted.traces(lambda _: call(init, xs)) == 0
+    assert counted.traces(lambda _: call(init, jnp.concatenate([xs, xs], -1)[..., :2] * 2)) == 0
+
+
+@pytest.mark.parametrize("transform", [jax.grad, jax.vmap, jax.checkpoint], ids=lambda t: t.__name__)
+@pytest.mark.parametrize("name", ["scan", "fold", "accumulate"])
+def test_transforms_trace_as_often_as_lax_scan(name, transform):
+    def total(scan, body):
+        def run(init, xs):
+            out = scan(body, init, xs)
+            return jnp.sum(jax.tree.leaves(out)[0]) if transform is jax.grad else out
+
+        return lambda _: transform(run)(array(4), array(4, 4))
+
+    def body(c, x):
+        return (jnp.sin(c * x), x) if name == "scan" else jnp.sin(c * x)
+
+    ours, lax = Counted(body), Counted(lambda c, x: (jnp.sin(c * x), x))
+    for expected_again in (1, 0):
+        assert ours.traces(total(getattr(treescan, name), ours.body)) == expected_again
+        assert lax.traces(total(jax.lax.scan, lax.body)) == expected_again
+
+
+def test_new_shapes_are_one_new_trace():
+    init, xs = arrays()
+    wider = jax.tree.map(lambda leaf: jnp.concatenate([leaf, leaf], -1), (init, xs))
+    for verb in (treescan.scan, functools.partial(treescan.mask_scan, lengths=LENGTHS)):
+        counted = Counted(plain)
+        assert [counted.traces(lambda f, a=a, verb=verb: verb(f, *a)) for a in ((init, xs), wider, (init, xs))] == [
+            1,
+            1,
+            0,
+        ]
+
+
+def test_new_values_are_no_new_trace():
+    counted = Counted(plain)
+    init, xs = arrays()
+    for i, expected in enumerate((1, 0, 0)):
+        assert counted.traces(lambda f, i=i: treescan.mask_scan(f, init, xs, lengths=(LENGTHS + i) % 6)) == expected
+    keyed = Counted(lambda c, x, *, key: (c + jax.random.uniform(key), x))
+    for i, expected in enumerate((1, 0, 0)):
+        assert keyed.traces(lambda f, i=i: treescan.scan(f, 0.0, xs, key=jax.random.key(i))) == expected
+
+
+def test_weak_init_is_traced_as_often_as_by_lax_scan():
+    for init in (0, 0.0):
+        ours, lax = (Counted(lambda c, x: (c + x, c)) for _ in range(2))
+        for _ in range(2):
+            assert ours.traces(lambda f, init=init: treescan.scan(f, init, array(3))) == lax.traces(
+                lambda f, init=init: jax.lax.scan(f, init, array(3))
+            )
+
+
+# Nothing leaks.
+
+
+class Callable:
+    def __call__(self, carry, x):
+        return carry + x, x
+
+
+def closure():
+    big = jnp.ones(10)
+    return lambda carry, x: (carry + x + big.sum(), x)
+
+
+def two(scale, carry, x):
+    return carry + scale * x, x
+
+
+BODIES = {
+    "closure": closure,
+    "object": Callable,
+    "partial": lambda: functools.partial(two, 2.0),
+    "jax partial": lambda: jax.tree_util.Partial(two, 2.0),
+    "jitted": lambda: jax.jit(closure()),
+}
+
+
+def under_jit(call):
+    return jax.jit(call)(array(3), array(4, 3))
+
+
+def under_grad(call):
+    return jax.grad(lambda c, x: jnp.sum(call(c, x)[0]))(array(3), array(4, 3))
+
+
+def under_vmap(call):
+    return jax.vmap(call, in_axes=(0, None))(array(2, 3), array(4, 3))
+
+
+def eagerly(call):
+    return call(array(3), array(4, 3))
+
+
+def disabled(call):
+    with jax.disable_jit():
+        return call(array(3), array(4, 3))
+
+
+RUNS = {
+    "scan": lambda f, c, x: treescan.scan(f, c, x),
+    "in_axes": lambda f, c, x: treescan.scan(f, c, x.T, in_axes=1),
+    "out_axes": lambda f, c, x: treescan.scan(f, c, x, out_axes=1),
+    "whole": lambda f, c, x: treescan.scan(f, c, x[0], 4, in_axes=None),
+    "mask_scan": lambda f, c, x: treescan.mask_scan(f, c, x, lengths=jnp.arange(3)),
+    "mask_nan": lambda f, c, x: treescan.mask_scan(f, c, x, lengths=jnp.arange(3), fill=jnp.nan),
+}
+
+
+@by_turns(3, run=RUNS, context=[eagerly, under_jit, under_grad, under_vmap, disabled])
+def test_body_is_freed(run, context):
+    freed_after(closure, run, context)
+
+
+@by_turns(3, make=BODIES, name=["scan", "out_axes", "mask_scan"])
+def test_every_kind_of_body_is_freed(make, name):
+    freed_after(make, RUNS[name], eagerly)
+
+
+def freed_after(make, run, context):
+    def use():
+        body = make()
+        for _ in range(2):
+            context(lambda c, x: run(body, c, x))
+        return weakref.ref(body)
+
+    reference = use()
+    gc.collect()
+    assert reference() is None
+
+
+def test_what_a_body_closes_over_is_freed():
+    def use():
+        big = jnp.arange(4096.0)
+        body = lambda carry, x: (carry + x + big.sum(), x)  # noqa: E731
+        treescan.scan(body, array(3), array(4, 3))
+        treescan.mask_scan(body, array(3), array(4, 3), lengths=jnp.arange(3))
+        return weakref.ref(big)
+
+    reference = use()
+    gc.collect()
+    assert reference() is None
+
+
+@pytest.mark.parametrize("context", [eagerly, under_grad, under_vmap])
+@pytest.mark.parametrize("fill", [0, "hold"])
+def test_what_a_body_with_products_closes_over_is_freed(fill, context):
+    def use():
+        weights = jnp.eye(3)
+
+        def body(carry, x):
+            carry = jnp.tanh(carry @ weights + x)
+            return carry, carry
+
+        run = lambda c, x: treescan.mask_scan(body, c, x, lengths=jnp.arange(3), fill=fill)  # noqa: E731
+        context(run)
+        return weakref.ref(body), weakref.ref(weights)
+
+    references = use()
+    gc.collect()
+    assert [reference() for reference in references] == [None, None]
+
+
+def test_body_that_failed_is_freed():
+    def use():
+        body = lambda carry, x: (carry + bad, x)  # noqa: E731, F821
+        for run in RUNS.values():
+            with pytest.raises(NameError):
+                run(body, array(3), array(4, 3))
+        return weakref.ref(body)
+
+    reference = use()
+    gc.collect()
+    assert reference() is None
+
+
+def test_64_programs_are_kept_a_body():
+    body, made = Body.of(plain), []
+
+    def ask(i):
+        return body.memo(("test", i), lambda: made.append(i) or i)
+
+    assert [ask(i) for i in range(64)] == list(range(64))
+    ask(0)  # now the last used
+    ask(64)  # puts 1 out
+    made.clear()
+    assert [ask(i) for i in (0, 2, 63, 64)] == [0, 2, 63, 64]
+    assert made == []
+    ask(1)
+    assert made == [1]
+
+
+# RetraceWarning.
+
+
+@pytest.fixture
+def _warn(monkeypatch):
+    monkeypatch.setenv("TREESCAN_WARN_RETRACE", "1")
+    monkeypatch.setattr("treescan._loop.retrace._seen", collections.Counter())
+
+
+def a_lambda_a_call(xs):
+    return treescan.scan(lambda c, x: (c + x, x), jnp.float32(0), xs)
+
+
+def line_of(function, text):
+    lines, first = inspect.getsourcelines(function)
+    return first + next(i for i, line in enumerate(lines) if text in line)
+
+
+@pytest.mark.usefixtures("_warn")
+def test_a_new_body_each_call_is_warned_of():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(9):
+            a_lambda_a_call(array(3))
+    assert [w.category for w in caught] == [treescan.RetraceWarning] * 3
+    place = line_of(a_lambda_a_call, "treescan.scan")
+    for warning, times in zip(caught, (2, 4, 8), strict=True):
+        text = str(warning.message)
+        assert f"test_traces.py:{place})" in text
+        assert f"{times} different function objects" in text
+        assert "outside of the code that calls the scan" in text
+        assert "jax.jit" in text
+        assert (warning.filename, warning.lineno) == (__file__, place)
+
+
+@pytest.mark.usefixtures("_warn")
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda xs: treescan.fold(lambda c, x: c + x, jnp.float32(0), xs),
+        lambda xs: treescan.accumulate(lambda c, x: c + x, jnp.float32(0), xs),
+        lambda xs: treescan.fori(0, 3, lambda i, c: c, xs),
+        lambda xs: treescan.mask_scan(lambda c, x: (c, x), jnp.float32(0), xs, lengths=2),
+        lambda xs: treescan.scan(functools.partial(two, 2.0), jnp.float32(0), xs),
+        lambda xs: treescan.scan(Callable().__call__, jnp.float32(0), xs),
+    ],
+    ids=["fold", "accumulate", "fori", "mask_scan", "partial", "method"],
+)
+def test_every_verb_and_kind_of_body_is_warned_of(call):
+    call(array(3))
+    with pytest.warns(treescan.RetraceWarning, match="2 different function objects") as caught:
+        call(array(3))
+    assert caught[0].filename == __file__
+
+
+@pytest.mark.usefixtures("_warn")
+def test_a_hoisted_body_and_an_outer_jit_are_not_warned_of():
+    def body(c, x):
+        return c + x, x
+
+    jitted = jax.jit(a_lambda_a_call)
+    for n in range(3, 7):  # warnings are errors
+        treescan.scan(body, jnp.float32(0), array(n))
+        jitted(array(n))
+        jax.jit(lambda xs: treescan.mask_scan(lambda c, x: (c, x), jnp.float32(0), xs, lengths=2))(array(n))
+
+
+@pytest.mark.usefixtures("_warn")
+def test_an_init_that_is_traced_twice_is_warned_of():
+    def body(total, x):
+        return total + x, x
+
+    with pytest.warns(treescan.RetraceWarning, match=r"`body`.* is traced twice.*total \(~int32\[\] to float32\[\]\)"):
+        treescan.scan(body, 0, array(3))
+    treescan.scan(body, jnp.float32(0), array(3))  # warnings are errors
+
+
+@pytest.mark.usefixtures("_warn")
+def test_the_warning_of_a_second_trace_points_at_the_call():
+    def call():
+        return treescan.scan(lambda total, x: (total + x, x), 0, array(3))
+
+    with pytest.warns(treescan.RetraceWarning) as caught:
+        call()
+    assert (caught[0].filename, caught[0].lineno) == (__file__, line_of(call, "treescan.scan"))
+
+
+def test_nothing_is_warned_of_unless_asked_for(monkeypatch):
+    monkeypatch.delenv("TREESCAN_WARN_RETRACE", raising=False)
+    for _ in range(3):  # warnings are errors
+        a_lambda_a_call(array(3))
+        treescan.scan(lambda c, x: (c + x, x), 0, array(3))
+
+
+def test_a_masked_scan_has_a_few_equations_for_each_leaf_of_the_carry():
+    """What a trace takes: once where the loop begins, to find what padded rows are shown, and in the step two masks."""
+
+    def shift(carry, x):
+        return jax.tree.map(lambda leaf: leaf + x, carry), None
+
+    def number(leaves):
+        init = dict.fromkeys(map(str, range(leaves)), jnp.ones((4, 3)))
+        run = functools.partial(treescan.mask_scan, shift, lengths=jnp.arange(4))
+        return len(list(equations(jax.make_jaxpr(run)(init, jnp.ones((64, 4, 3))).jaxpr)))
+
+    counts = [number(leaves) for leaves in (10, 20, 30)]
+    assert counts[2] - counts[1] == counts[1] - counts[0] <= 12 * 10

@@ -1,0 +1,395 @@
+"""`compact`: each chunk's live rows run alone, on the smallest tier that holds them; the user's order is kept."""
+
+import functools
+import math
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loops import array
+from thin import parametrize
+from traces import Counted, compilations
+
+import treescan
+from treescan._transforms.rows.compact import MOST_TIERS, spread_tiers
+
+STEPS, ROWS, WIDTH, CHUNK = 9, 8, 2, 2  # a remainder of one step, which runs on all rows
+TIERS = (1, 2, 4, 8)
+PLAIN: dict[str, Any] = {"chunk": 0, "compact": False}
+
+
+def cell(carry, x):
+    """Rows differ in their own weights, and count their steps."""
+    h = jnp.tanh(carry["w"] * carry["h"] + jnp.log(x))
+    return {"h": h, "w": carry["w"], "n": carry["n"] + 1}, {"y": h * x, "n": carry["n"]}
+
+
+RAN = []
+
+
+def noted(carry, x):
+    """`cell` that notes at run time how many rows it is run on."""
+    rows = x.shape[0]
+    jax.debug.callback(lambda: RAN.append(rows))
+    return cell(carry, x)
+
+
+def rows_ran(call):
+    jax.effects_barrier()
+    RAN.clear()
+    result = jax.block_until_ready(call())
+    jax.effects_barrier()
+    return list(RAN), result
+
+
+def data(mask, seed=0):
+    """Good where the mask is set; the padding's logarithm is NaN."""
+    rng = np.random.default_rng(seed)
+    batch = mask.shape[1:]
+    xs = np.where(mask[..., None], rng.uniform(0.5, 2.0, (*mask.shape, WIDTH)), -1.0)
+    init = {"h": array(*batch, WIDTH, seed=seed), "w": array(*batch, WIDTH, seed=seed + 1), "n": jnp.zeros(batch, int)}
+    return init, jnp.asarray(xs, jnp.float32)
+
+
+def random_mask(seed, shape=(STEPS, ROWS)):
+    """Holes anywhere, and in each stretch of three steps other rows, few or many, or nobody at all."""
+    rng = np.random.default_rng(seed)
+    stretches, ones = -(-shape[0] // 3), (1,) * (len(shape) - 1)
+    live = rng.random((stretches, *shape[1:])) < rng.choice([0.0, 0.2, 0.4, 1.0], (stretches, *ones))
+    return np.repeat(live, 3, axis=0)[: shape[0]] & (rng.random(shape) < 0.8)
+
+
+FEW = np.zeros((STEPS, ROWS), bool)  # all rows in the first chunk; then these, never more than three at once
+FEW[0] = True
+FEW[2:6, 6] = FEW[3:9, 1] = FEW[4:5, 4] = FEW[6:8, 7] = True
+
+
+def by_hand(init, xs, mask, *, reverse=False):
+    def step(carry, given):
+        x, valid = given
+        new, y = cell(carry, x)
+
+        def keep(a, b):
+            return jnp.where(valid.reshape(valid.shape + (1,) * (a.ndim - valid.ndim)), a, b)
+
+        return jax.tree.map(keep, new, carry), jax.tree.map(lambda a: keep(a, jnp.zeros_like(a)), y)
+
+    mask = jnp.asarray(mask)
+    return jax.lax.scan(step, init, (jnp.where(mask[..., None], xs, 1.0), mask), reverse=reverse)
+
+
+def ours(init, xs, mask, *, body=cell, chunk=CHUNK, compact=True, **options):
+    return treescan.mask_scan(body, init, xs, mask=mask, chunk=chunk, compact=compact, **options)
+
+
+def loss(run, floats, n, mask):
+    h, w, xs = floats
+    final, ys = run({"h": h, "w": w, "n": n}, xs, mask)
+    return jnp.sum(jnp.sin(final["h"])) + jnp.sum(ys["y"] * jnp.cos(final["w"])[None])
+
+
+@functools.cache
+def gradient(run):
+    return jax.jit(jax.grad(functools.partial(loss, run)))
+
+
+# Results.
+
+OURS = {
+    "spread_tiers": functools.partial(ours),
+    "reverse": functools.partial(ours, reverse=True, chunk=3, compact=(5, 3)),
+}
+
+
+@parametrize("run", OURS)
+def test_results_stand_in_the_order_of_the_user(run):
+    oracle = jax.jit(functools.partial(by_hand, reverse="reverse" in run.keywords))
+    for seed in range(25):
+        mask = random_mask(seed)
+        got, want = run(*data(mask, seed), mask), oracle(*data(mask, seed), mask)
+        chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+SOME = functools.partial(ours, compact=(3,))
+OURS_DIFFERENTIATED = {
+    "one tier": (SOME, by_hand),
+    "spread_tiers": (OURS["spread_tiers"], by_hand),
+    "reverse": (OURS["reverse"], functools.partial(by_hand, reverse=True)),
+}
+
+
+@pytest.mark.parametrize("name", ["one tier", *(pytest.param(n, marks=pytest.mark.slow) for n in OURS)])
+def test_gradients_stand_in_the_order_of_the_user(name):
+    for seed in range(8):
+        mask = random_mask(seed)
+        init, xs = data(mask, seed)
+        floats = (init["h"], init["w"], xs)
+        got, want = (gradient(run)(floats, init["n"], mask) for run in OURS_DIFFERENTIATED[name])
+        chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
+        assert bool(jnp.all(got[2][~mask] == 0))
+
+
+def test_every_permutation_of_a_few_live_rows():
+    """Each subset of the rows, live in another order of chunks: a wrong inverse would show."""
+    for subset in range(1, 2**4):
+        live = [row for row in range(4) if subset >> row & 1]
+        mask = np.zeros((STEPS, ROWS), bool)
+        for place, row in enumerate(live):
+            mask[2 * place : 2 * place + 3, ROWS - 1 - 2 * row] = True
+        got, want = ours(*data(mask), mask), BY_HAND(*data(mask), mask)
+        chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+BY_HAND = jax.jit(by_hand)
+
+
+def test_rows_stand_wherever_the_axes_say_and_whole_leaves_are_ordered_too():
+    init, xs = data(FEW)
+    scale = jnp.arange(1.0, ROWS + 1)
+
+    def step(carry, x):
+        h = jnp.tanh(carry["h"] + x["x"] * x["scale"][None])
+        return {"h": h}, {"y": h, "t": x["t"]}
+
+    def run(**options):
+        return treescan.mask_scan(
+            step,
+            {"h": init["h"].T},
+            {"x": jnp.moveaxis(xs, 1, 2), "scale": scale, "t": jnp.arange(STEPS)},
+            mask=FEW,
+            in_axes={"x": 0, "scale": None, "t": 0},
+            x_axes={"x": -1, "scale": 0, "t": None},
+            carry_axes=1,
+            y_axes={"y": 1, "t": None},
+            fill={"y": "hold", "t": -1},
+            **options,
+        )
+
+    chex.assert_trees_all_close(run(chunk=CHUNK, compact=(3,)), run(chunk=0), rtol=1e-6)
+
+
+def test_several_batch_axes_are_ordered_along_the_first():
+    shapes = []
+
+    def body(carry, x):
+        shapes.append(x.shape)
+        return cell(carry, x)
+
+    for seed in range(4):
+        mask = random_mask(seed, (STEPS, 4, 3))
+        got = ours(*data(mask), mask, body=body, compact=(3,))
+        chex.assert_trees_all_close(got, BY_HAND(*data(mask), mask), rtol=1e-5, atol=1e-6)
+    assert sorted(shapes) == [(3, 3, WIDTH), (4, 3, WIDTH)]
+
+
+def test_shared_leaves_and_valid():
+    """A mean over the rows that count, and a leaf that all rows share: neither sees who else is run."""
+
+    def body(carry, x, *, valid):
+        total = carry["total"] + jnp.sum(jnp.where(valid, x[:, 0], 0.0))
+        return {"h": jnp.sin(carry["h"] + x * total), "total": total}, {"h": carry["h"], "total": total}
+
+    def run(mask, **options):
+        init, xs = data(mask)
+        axes = {"h": 0, "total": None}
+        return treescan.mask_scan(
+            body, {"h": init["h"], "total": 0.0}, xs, mask=mask, carry_axes=axes, y_axes=axes, **options
+        )
+
+    for seed in range(6):
+        mask = random_mask(seed)
+        chex.assert_trees_all_close(run(mask, chunk=CHUNK, compact=(3,)), run(mask, chunk=0), rtol=1e-4, atol=1e-5)
+
+
+def test_a_python_scalar_that_all_rows_share_is_promoted():
+    def body(carry, x):
+        return {"steps": carry["steps"] + 0.5}, x
+
+    got, want = (ours({"steps": 0}, data(FEW)[1], FEW, body=body, carry_axes=None, **o) for o in ({}, PLAIN))
+    chex.assert_trees_all_equal(got, want)
+
+
+@pytest.mark.parametrize("options", [{"resets": True}, {"fill": "hold"}, {"time_axis": 1}, {"remat": "step"}], ids=str)
+def test_composes_with_the_other_options(options):
+    for seed in range(4):
+        mask = random_mask(seed)
+        init, xs = data(mask)
+        given = options | ({"resets": random_mask(seed + 10)} if "resets" in options else {})
+        if "time_axis" in options:
+            mask, xs = mask.T, jnp.swapaxes(xs, 0, 1)
+        got, want = SOME(init, xs, mask, **given), ours(init, xs, mask, **given, **PLAIN)
+        chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    "derive",
+    [
+        jax.jacfwd,
+        pytest.param(jax.hessian, marks=pytest.mark.slow),
+        pytest.param(lambda f: jax.grad(jax.checkpoint(f)), marks=pytest.mark.slow),
+        lambda f: lambda h: jax.vmap(jax.grad(f))(jnp.stack([h, 2 * h])),
+    ],
+    ids=["jacfwd", "hessian", "checkpoint", "vmap of grad"],
+)
+def test_derivatives_are_those_of_every_step(derive):
+    init, xs = data(FEW)
+
+    def total(h, run):
+        return loss(run, (h, init["w"], xs), init["n"], FEW)
+
+    got, want = (jax.jit(derive(functools.partial(total, run=run)))(init["h"]) for run in (SOME, by_hand))
+    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)
+
+
+# What the body is run on.
+
+
+def lengths_mask(*lengths):
+    return np.arange(STEPS)[:, None] < np.array(lengths)
+
+
+RUNS = {  # a mask, and for each step that is run the rows it is run on
+    "all": (lengths_mask(*[STEPS] * ROWS), [8] * 9),
+    "falling": (lengths_mask(8, 6, 6, 4, 2, 2, 0, 0), [8, 8, 4, 4, 4, 4, 1, 1]),
+    "one row": (lengths_mask(0, 0, 0, 0, 0, 0, 3, 0), [1] * 4),
+    "three rows": (lengths_mask(0, 2, 0, 1, 0, 0, 0, 2), [4] * 2),
+    "the remainder": (lengths_mask(0, 0, 0, 0, 0, 0, 0, 9), [1] * 8 + [8]),
+    "a hole": (np.isin(np.arange(STEPS), [0, 6])[:, None] & np.array([1, 0, 0, 0, 1, 0, 0, 0], bool), [2] * 4),
+    "taking turns": (np.eye(ROWS, dtype=bool)[np.arange(STEPS) % ROWS], [2] * 8 + [8]),
+    "nothing": (lengths_mask(*[0] * ROWS), []),
+}
+
+
+@parametrize("case", RUNS)
+def test_each_chunk_runs_on_the_smallest_tier_that_holds_its_rows(case):
+    mask, rows = case
+    ran, got = rows_ran(lambda: ours(*data(mask), mask, body=noted))
+    assert ran == rows
+    chex.assert_trees_all_close(got, BY_HAND(*data(mask), mask), rtol=1e-5, atol=1e-6)
+
+
+def test_mapped_batches_run_on_what_the_fullest_needs():
+    masks = np.stack([RUNS["three rows"][0], RUNS["one row"][0], RUNS["nothing"][0]])
+    inits, xs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(data, masks))
+    run = jax.jit(jax.vmap(functools.partial(ours, body=noted, compact=(1, 4))))
+    ran, got = rows_ran(lambda: run(inits, xs, masks))
+    assert ran == [4, 4, 1, 1]
+    chex.assert_trees_all_close(got, jax.vmap(by_hand)(inits, xs, masks), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("compact", "tiers"),
+    [(True, TIERS), ((3,), (3, 8)), ((5, 2, 5), (2, 5, 8)), ((8,), (8,)), ((4, 8), (4, 8)), (False, (8,))],
+    ids=str,
+)
+def test_the_body_is_traced_once_for_each_tier(compact, tiers):
+    seen = []
+
+    def body(carry, x):
+        seen.append(x.shape[0])
+        return cell(carry, x)
+
+    mask = RUNS["falling"][0]
+    jax.make_jaxpr(functools.partial(ours, mask=mask, body=body, compact=compact))(*data(mask))
+    assert sorted(seen) == list(tiers)
+
+
+def test_a_second_call_traces_and_compiles_nothing():
+    counted = Counted(cell)
+    for name, new in (("falling", True), ("a hole", False), ("nothing", False), ("all", False)):
+        mask = RUNS[name][0]
+        init, xs = data(mask)
+        compiled = compilations(functools.partial(SOME, init, xs, mask, body=counted.body))
+        assert bool(compiled) == new, (name, compiled)
+    assert counted.calls == 2
+
+
+@pytest.mark.parametrize("transform", ["jit", "grad", "vmap"])
+def test_transforms_trace_the_body_once_for_each_tier(transform):
+    mask = RUNS["falling"][0]
+    init, xs = data(mask)
+    counted = Counted(cell)
+    run = functools.partial(ours, mask=mask, body=counted.body)
+    if transform == "grad":
+        total = functools.partial(loss, functools.partial(ours, body=counted.body), n=init["n"], mask=mask)
+        jax.make_jaxpr(jax.grad(total))((init["h"], init["w"], xs))
+    elif transform == "vmap":
+        jax.make_jaxpr(jax.vmap(run))(*jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), (init, xs)))
+    else:
+        jax.make_jaxpr(run)(init, xs)
+    assert counted.calls == len(TIERS)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 100, 4096])
+def test_tiers_rise_from_one_row_to_all_in_few_steps(rows):
+    tiers = spread_tiers(rows)
+    assert tiers[0] == 1
+    assert tiers[-1] == rows
+    assert len(tiers) <= min(MOST_TIERS, 1 + math.ceil(math.log2(rows)))
+    assert list(tiers) == sorted(set(tiers))
+
+
+# What it cannot do.
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"compact": (9,)}, r"(?s)`compact` names a tier of 9 rows, but the batch has 8"),
+        ({"compact": (0,)}, r"ints above 0"),
+        ({"compact": ()}, r"ints above 0"),
+        ({"compact": 2.0}, r"ints above 0"),
+        ({"chunk": 0}, r"(?s)`chunk=0` makes none.*Leave `chunk` out"),
+        ({"key": jax.random.key(0)}, r"(?s)`compact` and `key` exclude each other.*jax\.random\.split\(key, B\)"),
+    ],
+    ids=lambda v: str(v)[:30],
+)
+def test_arguments_that_do_not_go_together(options, message):
+    mask = RUNS["falling"][0]
+    with pytest.raises(treescan.ArgumentError, match=message):
+        ours(*data(mask), mask, **({"body": lambda c, x, *, key: (c, x)} if "key" in options else {}), **options)
+
+
+@pytest.mark.slow
+def test_a_key_a_row_is_the_cure_for_one_key():
+    def body(carry, x):
+        keys, now = jnp.moveaxis(jax.vmap(jax.random.split)(carry["keys"]), 1, 0)
+        return {"keys": keys, "h": carry["h"] + jax.vmap(jax.random.uniform)(now)}, None
+
+    init = {"keys": jax.random.split(jax.random.key(0), ROWS), "h": jnp.zeros(ROWS)}
+    got, want = (ours(init, data(FEW)[1], FEW, body=body, **o)[0]["h"] for o in ({"compact": (3,)}, PLAIN))
+    chex.assert_trees_all_close(got, want, rtol=1e-6)
+
+
+def test_a_single_row_has_no_rows_to_order():
+    with pytest.raises(treescan.ArgumentError, match=r"(?s)`compact` orders the rows of a batch.*Leave `compact` out"):
+        treescan.mask_scan(lambda c, x: (c + x, c), 0.0, jnp.ones(3), lengths=2, compact=True)
+
+
+def test_a_body_that_fixes_the_number_of_rows_is_told_why():
+    mask = RUNS["falling"][0]
+    with pytest.raises(TypeError) as caught:
+        ours(*data(mask), mask, body=lambda c, x: (c, x.reshape(ROWS, WIDTH)))
+    assert any("`compact`" in note and "of the 8 rows" in note for note in caught.value.__notes__)
+
+
+def counts_if_all(carry, x):
+    return (carry | {"n": carry["n"] + 1} if x.shape[0] == ROWS else carry), None
+
+
+BODIES = {
+    "state": counts_if_all,
+    "dtype of y": lambda c, x: (c, x if x.shape[0] == ROWS else x.astype(jnp.bfloat16)),
+    "structure of y": lambda c, x: (c, x if x.shape[0] == ROWS else (x, x)),
+    "shape of y": lambda c, x: (c, x[:, 0][:, None] * x[:, 0][None]),
+}
+
+
+@pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
+def test_a_body_that_does_something_else_on_fewer_rows_is_found_out(body):
+    mask = RUNS["falling"][0]
+    with pytest.raises(treescan.BodyError, match=r"something else when it is given fewer rows, as `compact` gives it"):
+        ours(*data(mask), mask, body=body)

@@ -1,0 +1,231 @@
+"""Masked loops that write their outputs where they stay: the same values and derivatives, and nothing is copied.
+
+The oracle is `chunk=0`, which stacks the outputs of all steps; it is tried itself against unpadded scans.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from built_in_carries import assert_close
+from hlo import Program
+from loops import array
+from thin import by_turns
+from unpadded import compiled
+
+import treescan
+
+STEPS, ROWS, WIDTH, CHUNK = 43, 5, 3, 8
+LENGTHS = np.array([43, 3, 0, 17, 26])
+MASK = np.random.default_rng(0).uniform(size=(STEPS, ROWS)) < np.where(np.arange(STEPS) < 9, 0.8, 0.05)[:, None]
+MASK[16:24] = False
+
+
+def cell(weights, carry, x):
+    carry = jnp.tanh(carry @ weights + x)
+    return carry, carry
+
+
+def of_all_kinds(weights, carry, x):
+    """Outputs of several types, with rows at other places than the first, and one without rows."""
+    carry, y = cell(weights, carry, x)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(jax.random.key(0), jnp.int32(100 * x[:, 0]))
+    return carry, {
+        "sign": y > 0,
+        "count": jnp.int32(10 * y),
+        "turned": y.T,
+        "halves": y.astype(jnp.bfloat16),
+        "complex": jax.lax.complex(y, x),
+        "keys": keys,
+        "shared": jnp.sum(weights),
+        "row": y[:, 0],
+    }
+
+
+def with_constants(weights, carry, x):
+    """A body whose trace for fewer rows closes over other constants."""
+    carry, y = cell(weights, carry, x)
+    return carry, y + 0 * np.arange(x.shape[0], dtype=np.float32)[:, None]
+
+
+Y_AXES = {
+    cell: 0,
+    of_all_kinds: {
+        **dict.fromkeys(("sign", "count", "halves", "complex", "keys", "row"), 0),
+        "turned": 1,
+        "shared": None,
+    },
+    with_constants: 0,
+}
+BODIES = {body.__name__: body for body in Y_AXES}
+OPTIONS = {
+    "lengths": {"lengths": LENGTHS},
+    "mask": {"mask": MASK},
+    "reverse": {"lengths": LENGTHS, "reverse": True},
+    "compact": {"mask": MASK, "compact": True},
+    "tiers in reverse": {"lengths": LENGTHS, "compact": (1, 3), "reverse": True},
+    "resets": {"mask": MASK, "resets": np.arange(STEPS)[:, None] % 7 == np.arange(ROWS)},
+    "compact resets": {"mask": MASK, "resets": np.arange(STEPS)[:, None] % 7 == np.arange(ROWS), "compact": (2,)},
+    "one chunk and a remainder": {"lengths": np.minimum(LENGTHS, 40), "chunk": 40, "compact": True},
+    "no remainder": {"mask": MASK, "chunk": 1, "compact": True},
+    "unrolled": {"lengths": LENGTHS, "unroll": 3, "compact": (2,)},
+    "nothing": {"lengths": np.zeros(ROWS, np.int32), "compact": True},
+}
+
+
+def given():
+    return array(WIDTH, WIDTH), array(ROWS, WIDTH, seed=1), array(STEPS, ROWS, WIDTH, seed=2)
+
+
+def run(body, weights, init, xs, **options):
+    options = {"chunk": CHUNK, "y_axes": Y_AXES[body], **options}
+    return treescan.mask_scan(functools.partial(body, weights), init, xs, **options)
+
+
+def loss(body, *args, **options):
+    leaves = [leaf for leaf in jax.tree.leaves(run(body, *args, **options)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return sum(
+        jnp.sum(jnp.abs(jnp.sin(leaf * jnp.asarray(1 + i, leaf.dtype))) ** 2).astype(jnp.float32)
+        for i, leaf in enumerate(leaves)
+    )
+
+
+def gradient(body, *args, **options):
+    return jax.grad(functools.partial(loss, body, **options), argnums=(0, 1, 2))(*args)
+
+
+def value_beside_gradient(body, *args, **options):
+    """What the gradient computes on its way."""
+
+    def told(*args):
+        return loss(body, *args, **options), run(body, *args, **options)
+
+    return jax.grad(told, argnums=(0, 1, 2), has_aux=True)(*args)[1]
+
+
+def tangent(body, *args, **options):
+    return jax.jvp(functools.partial(loss, body, **options), args, tuple(map(jnp.cos, args)))
+
+
+def mapped(body, *args, **options):
+    pairs = [jnp.stack([arg, arg / 2]) for arg in args]
+    return jax.vmap(functools.partial(run, body, **options))(*pairs)
+
+
+def gradient_of_mapped(body, *args, **options):
+    def total(*args):
+        return jnp.sum(jax.vmap(functools.partial(loss, body, **options), (None, 0, 0))(*args))
+
+    weights, init, xs = args
+    return jax.grad(total, argnums=(0, 1, 2))(weights, jnp.stack([init, init / 2]), jnp.stack([xs, xs / 2]))
+
+
+DERIVED = {f.__name__: f for f in (run, value_beside_gradient, gradient, tangent, mapped, gradient_of_mapped)}
+
+
+def plain(options):
+    return {name: value for name, value in options.items() if name not in ("chunk", "compact", "unroll")} | {"chunk": 0}
+
+
+@by_turns(3, options=OPTIONS, body=BODIES)
+def test_values_are_those_of_the_stacked_loop(body, options):
+    ours = jax.jit(functools.partial(run, body, **options))(*given())
+    assert_close(ours, run(body, *given(), **plain(options)), 1e-6)
+
+
+@by_turns(3, derive=DERIVED, options={name: OPTIONS[name] for name in ("lengths", "compact", "tiers in reverse")})
+def test_derivatives_are_those_of_the_stacked_loop(options, derive):
+    ours, expected = (functools.partial(derive, cell, **each) for each in (options, plain(options)))
+    assert_close(compiled(ours, *given()), compiled(expected, *given()), 1e-5)
+
+
+@by_turns(2, body=(with_constants, of_all_kinds), derive=(value_beside_gradient, gradient, gradient_of_mapped))
+def test_derivatives_of_other_outputs(body, derive):
+    ours, expected = ({"mask": MASK, "compact": True}, {"mask": MASK, "chunk": 0})
+    ours, expected = (functools.partial(derive, body, **each) for each in (ours, expected))
+    assert_close(compiled(ours, *given()), compiled(expected, *given()), 1e-5)
+
+
+def test_rows_of_two_axes():
+    weights, init, xs = given()
+    init, xs = (jnp.stack([leaf, leaf / 2], axis=-2) for leaf in (init, xs))
+    mask = np.stack([MASK, MASK[:, ::-1]], axis=-1)
+    for derive in (run, gradient):
+        ours, expected = (
+            functools.partial(derive, cell, mask=mask, **each) for each in ({"compact": True}, {"chunk": 0})
+        )
+        assert_close(compiled(ours, weights, init, xs), compiled(expected, weights, init, xs), 1e-5)
+
+
+def test_a_gradient_with_respect_to_what_the_body_closes_over():
+    weights, init, xs = given()
+
+    def inner(scale, **options):
+        def outer(weights):
+            ys = run(cell, weights * scale, init, xs, mask=MASK, **options)[1]
+            return jnp.sum(jnp.sin(ys))
+
+        return jnp.sum(jax.grad(outer)(weights) ** 2)
+
+    slopes = [
+        compiled(jax.grad(functools.partial(inner, **options)), 1.5)
+        for options in ({"compact": True}, {}, {"chunk": 0})
+    ]
+    assert_close(slopes[0], slopes[2], 1e-4)
+    assert_close(slopes[1], slopes[2], 1e-4)
+
+
+@jax.custom_vjp
+def _half_slope(x):
+    return jnp.tanh(x)
+
+
+_half_slope.defvjp(lambda x: (jnp.tanh(x), x), lambda x, d: (d * (1 - jnp.tanh(x) ** 2) / 2,))
+
+
+def multiplied(weights, carry, x):
+    carry = _half_slope(carry @ weights + x)
+    return carry, carry
+
+
+def by_elements(weights, carry, x):
+    carry = _half_slope(carry * weights[:1] + x)
+    return carry, carry
+
+
+@by_turns(
+    2,
+    body=(multiplied, by_elements),
+    options={"plain": {}, "compact": {"compact": True}},
+    derive=(run, gradient, gradient_of_mapped),
+)
+def test_a_rule_for_reverse_mode_alone(monkeypatch, body, options, derive):
+    """JAX cannot map it within a rule of `custom_jvp`, as ours would be."""
+    monkeypatch.setitem(Y_AXES, body, 0)
+    ours, expected = (functools.partial(derive, body, lengths=LENGTHS, **each) for each in (options, {"chunk": 0}))
+    assert_close(compiled(ours, *given()), compiled(expected, *given()), 1e-5)
+
+
+def returned_by_branches(program):
+    """The types that each conditional returns."""
+    lines = [line for line in program if " conditional(" in line]
+    return [line.split(" = ")[1].split(" conditional(")[0] for line in lines]
+
+
+@pytest.mark.parametrize("options", [{}, {"compact": (1, 2)}, {"reverse": True}], ids=str)
+def test_nothing_is_copied(monkeypatch, options):
+    """Controls: an output that holds the last valid one is stacked, chunk by chunk, and so are all but on a CPU."""
+    program = Program(functools.partial(run, cell, lengths=jnp.asarray(LENGTHS), **options), *given())
+    whole, chunk = f"f32[{STEPS},{ROWS},{WIDTH}]", f"f32[{CHUNK},{ROWS},{WIDTH}]"
+    returned = returned_by_branches(program)
+    tiers = 1 + len(options.get("compact", ()))
+    assert len(returned) == (2 + (tiers if tiers > 1 else 0))  # the remainder has one of its own
+    assert all(whole in each and chunk not in each for each in returned)
+    assert not any(f"= {whole}" in line and " copy(" in line for line in program)
+    held = Program(functools.partial(run, cell, lengths=jnp.asarray(LENGTHS), fill="hold", **options), *given())
+    assert any(chunk in each for each in returned_by_branches(held))
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    elsewhere = Program(functools.partial(run, cell, lengths=jnp.asarray(LENGTHS), **options), *given())
+    assert any(chunk in each for each in returned_by_branches(elsewhere))

@@ -1,0 +1,134 @@
+"""One nest of chunks serves every option: in the program, however they are combined, the body stands twice at most."""
+
+import functools
+import itertools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loops import array
+from thin import all_pairs
+from traces import Counted
+
+import treescan
+from treescan import Remat
+
+SAVES = {
+    "all": "all",
+    "last": "last",
+    "eighths": 8,
+    "none": None,
+    "several": {"a": "last", "b": 8, "c": None, "d": 16},
+    "uneven": {"a": 3, "b": 4, "c": "all", "d": "last"},
+}
+REMATS = {
+    "none": None,
+    "step": "step",
+    "nested": "nested",
+    "levels": Remat(levels=3),
+    "segment": Remat(segment=16),
+    "policy": Remat("everything_saveable", levels=3),
+}
+STEPS = [97, 128, 1000]
+GRID = list(itertools.product(STEPS, REMATS, SAVES, [None, 16], [False, True]))
+
+
+def body(carry, x):
+    h = jnp.tanh(carry["h"] * carry["w"] + x)
+    return {"h": h, "w": carry["w"]}, {"a": h * x, "b": h + x, "c": h * h, "d": h - x}
+
+
+def program(run, *args):
+    """The program as it is handed to the compiler, of which no copy of a body has been made or merged yet."""
+    return jax.jit(run).lower(*args).as_text()
+
+
+def calls_of(text, mark="stablehlo.tanh"):
+    """How often a program runs what `mark` stands for: where it stands in a function of its own, that one's calls."""
+    functions = dict(re.findall(r"func\.func \w* ?@([\w.\-]+)\((.*?)\n  }", text, re.DOTALL))
+
+    def within(name):
+        calls = re.findall(r"call @([\w.\-]+)\(", functions[name])
+        return functions[name].count(mark), calls
+
+    total = 0
+    for name in functions:
+        own, _ = within(name)
+        if own:
+            total += own * (1 if name == "main" else sum(within(other)[1].count(name) for other in functions))
+    return total
+
+
+def copies_of(text, mark="stablehlo.tanh"):
+    return text.count(mark)
+
+
+@pytest.mark.parametrize(("steps", "remat", "save", "truncate", "reverse"), all_pairs(GRID))
+def test_scan_has_the_body_twice_at_most(steps, remat, save, truncate, reverse):
+    def run(h, w, xs):
+        options = {"remat": REMATS[remat], "save": SAVES[save], "truncate": truncate, "reverse": reverse}
+        return treescan.scan(body, {"h": h, "w": w}, xs, **options)
+
+    text = program(run, array(3), array(3, seed=1), array(steps, 3, seed=2))
+    assert 1 <= copies_of(text) <= 2
+    assert 1 <= calls_of(text) <= 2 * (4 if save == "uneven" else 2)
+
+
+MASKED_GRID = list(itertools.product([97, 128], REMATS, SAVES, [None, 16], [None, 0, 16, 10]))
+
+
+@pytest.mark.parametrize(("steps", "remat", "save", "truncate", "chunk"), all_pairs(MASKED_GRID))
+def test_mask_scan_has_the_body_four_times_at_most(steps, remat, save, truncate, chunk):
+    def run(h, w, xs, lengths):
+        options = {"remat": REMATS[remat], "save": SAVES[save], "truncate": truncate, "chunk": chunk}
+        return treescan.mask_scan(body, {"h": h, "w": w}, xs, lengths=lengths, **options)
+
+    given = array(2, 3), array(2, 3, seed=1), array(steps, 2, 3, seed=2), np.array([steps, 5])
+    text = program(run, *given)
+    assert 1 <= copies_of(text) <= 4
+
+
+@pytest.mark.parametrize("remat", [None, "step", "nested"])
+@pytest.mark.parametrize("save", ["last", 4, None])
+def test_layers_have_the_block_twice_at_most(remat, save):
+    def block(layer, x):
+        return jnp.tanh(x * layer), x
+
+    text = program(lambda x, layers: treescan.scan_layers(block, x, layers, remat=remat, save=save), 1.0, array(37))
+    assert 1 <= copies_of(text) <= 2
+
+
+def test_the_counter_counts():
+    def twice(x):
+        return jnp.tanh(jnp.tanh(x))
+
+    inner = jax.jit(twice)
+    assert copies_of(program(lambda x: twice(x) + twice(2 * x), 1.0)) == 4
+    text = program(lambda x: inner(x) + inner(2 * x) + jnp.tanh(x), 1.0)
+    assert copies_of(text) == 3
+    assert calls_of(text) == 5
+
+
+@pytest.mark.parametrize("verb", ["scan", "mask_scan"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"save": 8},
+        {"save": SAVES["several"]},
+        {"save": SAVES["uneven"], "remat": "nested", "truncate": 5},
+        {"remat": Remat(levels=3), "save": "last"},
+    ],
+    ids=str,
+)
+def test_the_body_is_traced_once(verb, options):
+    counted = Counted(body)
+
+    def run(function):
+        init, xs = {"h": array(2, 3), "w": array(2, 3)}, array(97, 2, 3)
+        if verb == "scan":
+            return treescan.scan(function, init, xs, **options)
+        return treescan.mask_scan(function, init, xs, lengths=np.array([97, 3]), **options)
+
+    assert counted.traces(lambda function: jax.jit(functools.partial(run, function))()) == 1

@@ -1,0 +1,809 @@
+"""Products with weights that are computed for a chunk of steps at once: as if they were computed step by step.
+
+The oracle of `mask_scan` is `chunk=0`, where no product is moved; it is tried itself against unpadded rows elsewhere.
+That of `scan` and `fold` with `remat` is `jax.lax.scan`.
+"""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hlo import Program
+from jaxprs import equations
+from loops import array
+from thin import by_turns, parametrize
+from unpadded import compiled
+
+import treescan
+import treescan._transforms.auto as auto_remat
+import treescan._transforms.remat as remat_transform
+from treescan._trace.cost import count_operations
+from treescan._transforms.weights import steps_at_once
+
+STEPS, CHUNK, ROWS, D, H = 10, 4, 3, 2, 3
+LENGTHS = np.array([9, 0, 4])
+
+
+def lstm(p, h, x):
+    """Two products, one of them of x alone."""
+    i, f, g, o = jnp.split(x @ p["x4"] + h @ p["h4"] + p["b"][None], 4, -1)
+    h = jnp.tanh(jax.nn.sigmoid(f) * h + jax.nn.sigmoid(i) * g) * jax.nn.sigmoid(o)
+    return h, h
+
+
+def joined(p, h, x):
+    """One product of x and h together."""
+    h = jnp.tanh(jnp.concatenate([x, h], -1) @ jnp.concatenate([p["x"], p["h"]]))
+    return h, h * h
+
+
+def made_within(p, h, x):
+    """Weights that each step makes from others, once of them by a product."""
+    w = jnp.tanh(p["h"] @ p["h"]).T * 2
+    h = jnp.tanh(h @ w + x @ (p["x"] / 2))
+    return h, x @ p["x"]
+
+
+def weights_first(p, h, x):
+    """Weights on the left, and axes added up over that are not the last."""
+    h = jnp.tanh((p["h"] @ h.T).T + jnp.einsum("bd,dh->hb", x, p["x"]).T)
+    return h, jnp.einsum("bh,hk->kb", h, p["h"]).T
+
+
+def several_axes(p, h, x):
+    """Products over two axes at once, and products that leave two."""
+    grid = jnp.einsum("bh,hij->bij", h, p["hij"]) + jnp.einsum("bd,dij->bij", x, p["xij"])
+    h = jnp.tanh(jnp.einsum("bij,hij->bh", grid, p["hij"]))
+    return h, grid.sum((-1, -2))
+
+
+def heads(p, h, x):
+    """A product with an axis that is not added up over."""
+    h = jnp.tanh(jnp.einsum("bh,hk->bkh", h, p["h"]).sum(-1) + jnp.einsum("bh,hi->bh", h, p["h"]) + x @ p["x"])
+    return h, jnp.einsum("bk,bk,kj->bj", h, h, p["h"])
+
+
+def batched(p, h, x):
+    """Weights for each of several heads."""
+    each = jnp.einsum("bnd,ndh->bnh", jnp.stack([x, x + 1], 1), jnp.stack([p["x"], -p["x"]]))
+    h = jnp.tanh(each.sum(1) + jnp.einsum("bnh,nhk->bk", jnp.stack([h, 2 * h], 1), jnp.stack([p["h"], p["h"].T])))
+    return h, each
+
+
+def deep(p, h, x):
+    """x through two layers before it meets the carry, and with itself."""
+    x = jax.nn.relu(x @ p["x"] + 1) @ p["h"]
+    scores = jax.nn.softmax(jnp.einsum("bi,bj->bij", x, x))
+    h = jnp.tanh(h @ p["h"] + jnp.einsum("bij,jk->bk", scores, p["h"]))
+    return h, x
+
+
+def convolved(p, h, x):
+    """Convolutions of x and of the carry."""
+
+    def convolve(a):
+        return jax.lax.conv_general_dilated(a[:, None], p["kernel"], (1,), "SAME")[:, 0]
+
+    h = jnp.tanh(convolve(h) + convolve(jnp.concatenate([x, x[:, :1]], -1)))
+    return h, h
+
+
+def called(p, h, x):
+    """Products in functions that are compiled by themselves, one within the other."""
+
+    @jax.jit
+    def dense(a, w):
+        return jax.jit(jnp.matmul)(a, w) + 1
+
+    h = jnp.tanh(dense(h, p["h"]) + dense(x, p["x"]))
+    return h, h
+
+
+def checkpointed(p, h, x):
+    """A product in a part that is recomputed, and one beside it."""
+    h = jnp.tanh(jax.checkpoint(lambda h: jnp.sin(h @ p["h"]))(h) + x @ p["x"])
+    return h, h @ p["h"]
+
+
+def looped(p, h, x):
+    """A loop within the step, and a branch."""
+    h, _ = jax.lax.scan(lambda h, w: (jnp.tanh(h @ w), None), h, jnp.stack([p["h"], p["h"].T]))
+    h = jax.lax.cond(x[0, 0] > 0, lambda h: h @ p["h"], lambda h: 2 * h, h) + x @ p["x"]
+    return jnp.tanh(h), h
+
+
+def summed(p, h, x):
+    """Several products in one sum, whose parts are added up in another order; one of them twice."""
+    first = (h @ p["h"] + x @ p["x"]) + (1 + x @ jnp.sin(p["x"]))
+    twice = h @ p["h"].T
+    h = jnp.tanh(first + (jnp.sin(h) @ p["h"] + (twice + twice)))
+    return h, first
+
+
+def read_twice(p, h, x):
+    """Products that are added up, and read elsewhere as well."""
+    early, late = x @ p["x"], h @ p["h"]
+    total = early + late
+    return jnp.tanh(total + early), (late, total - early)
+
+
+def by_rows(p, h, x):
+    """Products of each row by itself."""
+    h = jax.vmap(lambda h, x: jnp.tanh(p["h"] @ h + x @ p["x"]))(h, x)
+    return h, h
+
+
+def of_integers(p, h, x):
+    """Products of numbers that have no derivative, and of halves, beside others."""
+    counts = jnp.round(x).astype(jnp.int32) @ jnp.arange(D * H).reshape(D, H)
+    halves = jax.lax.dot(h.astype(jnp.bfloat16), p["h"].astype(jnp.bfloat16), preferred_element_type=jnp.float32)
+    return jnp.tanh(halves + counts.astype(jnp.float32)), (counts, (h @ p["h"]) > 0)
+
+
+def rounded(p, h, x):
+    """No derivative passes through a part of it."""
+    h = jnp.tanh(jax.lax.stop_gradient(h) @ p["h"] + x @ jax.lax.stop_gradient(p["x"]))
+    return h, jnp.round(h @ p["h"])
+
+
+@jax.custom_vjp
+def _twice(w):
+    return 2 * w
+
+
+_twice.defvjp(lambda w: (2 * w, None), lambda _, d: (3 * d,))  # not what it is: the rule is to be seen
+
+
+def with_own_rule(p, h, x):
+    """A function with a rule for its gradient."""
+    h = jnp.tanh(_twice(h @ p["h"]) + x @ _twice(p["x"]))
+    return h, h
+
+
+BODIES = {
+    body.__name__: body
+    for body in (
+        lstm,
+        joined,
+        made_within,
+        weights_first,
+        several_axes,
+        heads,
+        batched,
+        deep,
+        convolved,
+        called,
+        checkpointed,
+        looped,
+        summed,
+        read_twice,
+        by_rows,
+        of_integers,
+        rounded,
+    )
+}
+
+
+@pytest.fixture(autouse=True)
+def one_device(monkeypatch):
+    """The forms of products for a single device, which the tests have eight of; the last tests undo it."""
+    monkeypatch.setattr(steps_at_once, "_has_one_device", lambda: True)
+
+
+def params():
+    sizes = {"x": (D, H), "h": (H, H), "x4": (D, 4 * H), "h4": (H, 4 * H), "b": (4 * H,)}
+    sizes |= {"hij": (H, 2, 2), "xij": (D, 2, 2), "kernel": (1, 1, 3)}
+    return {name: array(*shape, seed=seed) for seed, (name, shape) in enumerate(sizes.items())}
+
+
+def given():
+    return params(), array(ROWS, H, seed=20), array(STEPS, ROWS, D, seed=21)
+
+
+def run(body, p, h, xs, *, verb=treescan.mask_scan, **options):
+    masked = {"lengths": LENGTHS, "chunk": CHUNK} if verb is treescan.mask_scan else {}
+    return verb(functools.partial(body, p), h, xs, **{**masked, **options})
+
+
+def loss(body, *args, **options):
+    """A number that depends on all that is returned and can have a derivative."""
+    leaves = [leaf for leaf in jax.tree.leaves(run(body, *args, **options)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+    return sum(jnp.sum(jnp.sin((1 + i) * leaf)) for i, leaf in enumerate(leaves))
+
+
+def gradient(body, *args, **options):
+    return jax.grad(functools.partial(loss, body, **options), argnums=(0, 1, 2))(*args)
+
+
+def tangent(body, *args, **options):
+    ones = jax.tree.map(jnp.cos, args)
+    return jax.jvp(functools.partial(loss, body, **options), args, ones)
+
+
+def hessian(body, *args, **options):
+    """The gradient of what the gradient gives in one direction."""
+    ones = jax.tree.map(jnp.cos, args)
+
+    def slope(*args):
+        pairs = zip(jax.tree.leaves(gradient(body, *args, **options)), jax.tree.leaves(ones), strict=True)
+        return sum(jnp.vdot(a, b) for a, b in pairs)
+
+    return jax.grad(slope, argnums=(0, 1, 2))(*args)
+
+
+DERIVED = {"values": run, "gradient": gradient, "tangent": tangent, "hessian": hessian}
+
+
+def assert_close(ours, expected, tolerance=1e-5):
+    """Equal types, and values that differ by no more than this part of the largest."""
+    chex.assert_trees_all_equal_shapes_and_dtypes(ours, expected)
+    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * (1 + np.max(np.abs(b), initial=0)))
+
+
+def assert_as_step_by_step(derive, body, args, *, tolerance=1e-5, **options):
+    plain = {name: value for name, value in options.items() if name not in ("chunk", "compact", "remat")}
+    ours, expected = (functools.partial(derive, body, **each) for each in (options, plain | {"chunk": 0}))
+    assert_close(compiled(ours, *args), compiled(expected, *args), tolerance)
+
+
+@by_turns(3, body=BODIES, derive=DERIVED)
+def test_as_step_by_step(body, derive):
+    halves = body is of_integers  # their cotangents are rounded once a chunk instead of once a step
+    assert_as_step_by_step(derive, body, given(), tolerance=1e-2 if halves else 1e-5)
+
+
+OPTIONS = {
+    "reverse": {"reverse": True},
+    "compact": {"compact": True},
+    "remainder": {"chunk": 3},
+    "short": {"chunk": STEPS},
+    "one step": {"chunk": 1},
+    "resets": {"resets": np.arange(STEPS)[:, None] % np.array([2, 3, 4]) == 0},
+    "mask": {"lengths": None, "mask": np.arange(STEPS * ROWS).reshape(STEPS, ROWS) % 3 > 0},
+    "hold": {"fill": "hold"},
+    "last": {"save": "last"},
+    "every other": {"save": 2},
+    "nothing": {"save": None},
+    "truncate": {"truncate": 3},
+    "nested": {"remat": "nested"},
+    "unroll": {"unroll": 2},
+}
+
+
+@by_turns(3, options=OPTIONS, derive={name: DERIVED[name] for name in ("gradient", "values", "hessian")})
+def test_as_step_by_step_with_every_option(options, derive):
+    assert_as_step_by_step(derive, lstm, given(), **options)
+
+
+WHOLE_STEPS = treescan.Remat("everything_saveable", segment=CHUNK)
+
+
+def assert_as_lax_scan(derive, body, args, *, tolerance=1e-5, remat=WHOLE_STEPS, **options):
+    plain = {name: value for name, value in options.items() if name in ("reverse", "unroll")}
+    ours = functools.partial(derive, body, verb=treescan.scan, remat=remat, **options)
+    expected = functools.partial(derive, body, verb=jax.lax.scan, **plain)
+    assert_close(compiled(ours, *args), compiled(expected, *args), tolerance)
+
+
+@by_turns(3, body=BODIES, derive=DERIVED)
+def test_scan_that_saves_whole_steps_is_lax_scan(body, derive):
+    assert_as_lax_scan(derive, body, given(), tolerance=1e-2 if body is of_integers else 1e-5)
+
+
+WITH_REMAT = {
+    "reverse": {"reverse": True},
+    "remainder": {"remat": treescan.Remat("everything_saveable", segment=3)},
+    "three levels": {"remat": treescan.Remat("everything_saveable", levels=3, segment=2)},
+    "unroll": {"unroll": 2},
+    "moved": {"remat": treescan.Remat("everything_saveable", segment=CHUNK, offload="pinned_host")},
+}
+
+
+@by_turns(3, options=WITH_REMAT, derive={name: DERIVED[name] for name in ("gradient", "values", "hessian")})
+def test_scan_that_saves_whole_steps_with_every_option(options, derive):
+    if derive is hessian and "moved" in (name for name, each in WITH_REMAT.items() if each is options):
+        pytest.skip("JAX has no reverse mode over a reverse mode that offloads, in a loop by hand either")
+    assert_as_lax_scan(derive, lstm, given(), **options)
+
+
+@parametrize("derive", {"gradient": gradient, "values": run})
+def test_scan_that_saves_whole_steps_cuts_and_thins(derive):
+    """Beside the same options without `remat`, which is tried itself against loops by hand."""
+    for options in ({"truncate": 3}, {"truncate": 3, "reverse": True}, {"save": "last"}, {"save": 2}, {"save": None}):
+        ours, plain = (
+            functools.partial(derive, lstm, verb=treescan.scan, **options, **more)
+            for more in ({"remat": WHOLE_STEPS}, {})
+        )
+        assert_close(compiled(ours, *given()), compiled(plain, *given()))
+
+
+@parametrize("verb", {"fold": treescan.fold, "accumulate": treescan.accumulate})
+def test_folds_that_save_whole_steps(verb):
+    def loss(p, h, xs, **options):
+        return jnp.sum(jnp.sin(verb(lambda h, x: lstm(p, h, x)[0], h, xs, **options)))
+
+    ours, plain = (jax.grad(functools.partial(loss, **o), argnums=(0, 1, 2)) for o in ({"remat": WHOLE_STEPS}, {}))
+    assert_close(compiled(ours, *given()), compiled(plain, *given()))
+
+
+def test_scan_that_saves_whole_steps_under_vmap():
+    """A branch on a mapped value is in the step: it is differentiated before it is mapped."""
+
+    def branching(p, h, x):
+        h = jax.lax.cond(jnp.sum(h) > 0, lambda h: jnp.sin(h @ p["h"]), lambda h: h, h)
+        return jnp.tanh(h @ p["h"] + x @ p["x"]), h
+
+    p, h, xs = given()
+    args = p, jnp.stack([h, -h]), xs
+    for body in (lstm, branching):
+        ours, expected = (
+            jax.vmap(functools.partial(gradient, body, **o), (None, 0, None))
+            for o in ({"verb": treescan.scan, "remat": WHOLE_STEPS}, {"verb": jax.lax.scan})
+        )
+        assert_close(compiled(ours, *args), compiled(expected, *args))
+
+
+LONG = 37
+
+
+def given_long():
+    return params(), array(ROWS, H, seed=20), array(LONG, ROWS, D, seed=21)
+
+
+@pytest.fixture(params=["at once", "recomputed"])
+def auto(request, monkeypatch):
+    """Both plans of "auto": what an operation costs decides between them."""
+    monkeypatch.setattr(auto_remat, "OPERATIONS_PER_BYTE", 10**9 * (request.param == "recomputed"))
+    monkeypatch.setattr(remat_transform, "saves_more", lambda *_: False)
+    return request.param
+
+
+@by_turns(4, body=BODIES, derive=DERIVED)
+def test_auto_is_lax_scan(body, derive, auto):
+    assert_as_lax_scan(derive, body, given_long(), tolerance=1e-2 if body is of_integers else 1e-4, remat="auto")
+
+
+@parametrize("options", {"reverse": {"reverse": True}, "unroll": {"unroll": 3}})
+def test_auto_with_every_option(options, auto):
+    assert_as_lax_scan(gradient, lstm, given_long(), tolerance=1e-4, remat="auto", **options)
+
+
+def test_auto_thins_and_cuts(auto):
+    for options in ({"truncate": 5, "reverse": True}, {"save": "last"}, {"save": 3}, {"save": None}):
+        ours, plain = (
+            functools.partial(gradient, lstm, verb=treescan.scan, **options, **more) for more in ({"remat": "auto"}, {})
+        )
+        assert_close(compiled(ours, *given_long()), compiled(plain, *given_long()), 1e-4)
+
+
+def test_auto_computes_products_at_once():
+    def gated(p, h, x):
+        f, i, o, g = jnp.split(x @ p["x4"] + h @ p["h4"], 4, -1)
+        h = jax.nn.sigmoid(o) * jnp.tanh(jax.nn.sigmoid(f) * h + jax.nn.sigmoid(i) * jnp.tanh(g))
+        return h, h
+
+    p, h, _ = wide(WIDE)
+    args = p, h, array(1024, ROWS, WIDE, seed=1)
+    ours = Program(functools.partial(gradient, gated, verb=treescan.scan, remat="auto"), *args)
+    assert not adds_up(ours, f"f32[{WIDE},{4 * WIDE}]")
+    assert adds_up(Program(functools.partial(gradient, gated, verb=jax.lax.scan), *args), f"f32[{WIDE},{4 * WIDE}]")
+
+
+def test_auto_saves_no_more_than_without():
+    """The last gate is read as it comes: to save the products in its place would take more."""
+    p, h, _ = wide(WIDE)
+    args = p, h, array(1024, ROWS, WIDE, seed=1)
+
+    def temporaries(verb, **options):
+        compiled = jax.jit(functools.partial(gradient, lstm, verb=verb, **options)).lower(*args).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    assert temporaries(treescan.scan, remat="auto") <= temporaries(jax.lax.scan)
+
+
+def with_a_callback(p, h, x):
+    jax.debug.callback(lambda: None)
+    return lstm(p, h, x)
+
+
+def without_products(p, h, x):
+    h = h * jnp.sin(h) + p["b"][None, :H]
+    return h, h
+
+
+@parametrize(
+    "body, steps",
+    {
+        "effects": (with_a_callback, LONG),
+        "a rule for reverse mode": (with_own_rule, LONG),
+        "no products": (without_products, LONG),
+        "few steps": (lstm, 31),
+    },
+)
+def test_auto_leaves_alone_what_it_cannot_speed_up(body, steps):
+    args = params(), array(ROWS, H, seed=20), array(steps, ROWS, D, seed=21)
+
+    def jaxpr(verb, **options):
+        loops = equations(jax.make_jaxpr(functools.partial(run, body, verb=verb, **options))(*args), "scan")
+        return [(loop.params["length"], str(loop.params["jaxpr"])) for loop in loops]
+
+    assert [length for length, _ in jaxpr(treescan.scan, remat="auto")] == [steps]
+
+
+def test_what_auto_chooses():
+    """A step is recomputed where it has few operations for what it saves."""
+
+    def plan(rows, features, hidden, **options):
+        p = {"x4": array(features, 4 * hidden), "h4": array(hidden, 4 * hidden), "b": array(4 * hidden)}
+        h, xs = array(rows, hidden), array(64, rows, features)
+        return treescan.plan_remat(functools.partial(lstm, p), h, xs, remat="auto", **options)
+
+    large, wide = plan(32, 64, 128), plan(4096, 4, 8)
+    assert (large.remat, large.evaluations) == ("auto", 1)
+    assert isinstance(wide.remat, treescan.Remat) and wide.evaluations == 2
+    assert wide.saved_bytes < 64 * wide.step_bytes
+    with treescan.rewriting(False):
+        assert plan(4096, 4, 8).remat is None
+
+
+@parametrize(
+    "function, shapes",
+    {
+        "product": (lambda a, b: a @ b, ((8, 16), (16, 32))),
+        "batched": (lambda a, b: jnp.einsum("bij,bjk->bik", a, b), ((3, 8, 16), (3, 16, 4))),
+        "elementwise": (lambda a, b: a * b + a, ((64, 64), (64, 64))),
+        "convolution": (lambda a, b: jax.lax.conv(a, b, (1,), "SAME"), ((2, 3, 32), (4, 3, 5))),
+    },
+)
+def test_operations_are_counted_as_xla_counts_them(function, shapes):
+    args = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+    ours = count_operations(jax.make_jaxpr(function)(*args).jaxpr)
+    assert 0.8 < ours / jax.jit(function).lower(*args).compile().cost_analysis()["flops"] < 1.3
+
+
+def test_operations_of_loops_branches_and_functions():
+    a = jnp.ones((8, 8))
+
+    def count(function):
+        return count_operations(jax.make_jaxpr(function)(a).jaxpr)
+
+    one = count(lambda a: a @ a)
+    assert count(lambda a: jax.lax.scan(lambda c, _: (c @ c, None), a, length=5)) == 5 * one
+    assert count(lambda a: jax.lax.cond(a[0, 0] > 0, lambda a: a @ a, lambda a: a, a)) >= one
+    assert count(jax.jit(lambda a: a @ a)) == one
+    assert count(jnp.tanh) == 100 * count(jnp.negative)
+    assert count(jnp.linalg.cholesky) > one
+
+
+def test_scan_that_saves_whole_steps_without_rewriting():
+    with treescan.rewriting(False):
+        assert_as_lax_scan(gradient, lstm, given())
+
+
+def test_a_rule_for_gradients_is_kept():
+    for derive in (run, gradient, hessian):
+        assert_as_step_by_step(derive, with_own_rule, given())
+
+
+def test_a_loop_that_has_no_gradient_still_has_a_tangent():
+    def body(p, h, x):
+        h = jax.lax.while_loop(lambda h: jnp.sum(h) < 5, lambda h: h + 1 + x @ p["x"], h)
+        return jnp.tanh(h @ p["h"] + x @ p["x"]), h
+
+    assert_as_step_by_step(tangent, body, given())
+
+
+def test_random_bits_stay_in_their_step():
+    def body(p, h, x, *, key):
+        dropped = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
+        h = jnp.tanh(dropped @ p["x"] + h @ p["h"])
+        return h, dropped
+
+    for derive in (run, gradient):
+        assert_as_step_by_step(derive, body, given(), key=jax.random.key(3))
+
+
+@by_turns(
+    2,
+    axes={"xs": (None, None, 0), "weights": (0, None, None), "all": (0, 0, 0)},
+    derive={"gradient": gradient, "hessian": hessian},
+)
+def test_under_vmap(axes, derive):
+    args = tuple(
+        arg if axis is None else jax.tree.map(lambda leaf: jnp.stack([leaf, leaf / 2]), arg)
+        for arg, axis in zip(given(), axes, strict=True)
+    )
+    ours, expected = (jax.vmap(functools.partial(derive, lstm, **o), axes) for o in ({}, {"chunk": 0}))
+    assert_close(compiled(ours, *args), compiled(expected, *args))
+
+
+def test_gradient_of_some_arguments_alone():
+    for argnums in (0, 1, 2):
+        grads = [jax.grad(functools.partial(loss, lstm, **o), argnums) for o in ({}, {"chunk": 0})]
+        assert_close(*(compiled(grad, *given()) for grad in grads))
+
+
+def test_gradient_within_another_loop():
+    """What the inner body closes over is a tracer of the outer one."""
+
+    def outer(total, p, **options):
+        def step(total, scale):
+            value = loss(lstm, jax.tree.map(lambda leaf: leaf * scale, p), *given()[1:], **options)
+            return total + value, value
+
+        return treescan.fold(lambda total, scale: step(total, scale)[0], total, jnp.array([0.5, 1.0, 2.0]))
+
+    gradients = [jax.grad(functools.partial(outer, **o), argnums=1) for o in ({}, {"chunk": 0})]
+    assert_close(*(compiled(gradient, jnp.float32(0), params()) for gradient in gradients))
+
+
+def test_nan_in_the_padding_is_not_multiplied():
+    p, h, xs = given()
+    bad = xs.at[9:, 0].set(jnp.nan).at[:, 1].set(jnp.inf).at[4:, 2].set(jnp.nan)
+    for derive in (run, gradient):
+        ours = compiled(functools.partial(derive, lstm), p, h, bad)
+        assert_close(ours, compiled(functools.partial(derive, lstm, chunk=0), p, h, xs))
+        assert not any(jnp.isnan(leaf).any() for leaf in jax.tree.leaves(ours))
+
+
+# What is run how often.
+
+WIDE = 64  # WIDE * 4 * 4 * WIDE elements are as many as are computed for a chunk at once forward too
+
+
+def dots_in_loops(program: Program) -> list[int]:
+    """For each innermost loop how often it multiplies."""
+    return sorted(text.count(" dot(") for text in program.loops() if " while(" not in text and " dot(" in text)
+
+
+def adds_up(program: Program, shape: str) -> bool:
+    """Whether an innermost loop adds arrays of this shape."""
+    inner = [text for text in program.loops() if " while(" not in text and " dot(" in text]
+    return any(f"= {shape}" in line and " add(" in line for text in inner for line in text.splitlines())
+
+
+def wide(features):
+    p = {"x4": array(features, 4 * WIDE), "h4": array(WIDE, 4 * WIDE, seed=1), "b": array(4 * WIDE, seed=2)}
+    return p, array(ROWS, WIDE, seed=3), array(4 * CHUNK, ROWS, features, seed=4)
+
+
+def test_forward_large_weights_are_multiplied_once_a_chunk():
+    assert dots_in_loops(Program(functools.partial(run, lstm), *wide(4 * WIDE))) == [1]
+    assert dots_in_loops(Program(functools.partial(run, lstm), *wide(WIDE))) == [2]
+
+
+def test_forward_products_of_what_is_computed_before_them():
+    """`jax.nn.relu` has a rule of its own, and gives for many steps what it gives for each; weights have no steps."""
+
+    def body(p, h, x):
+        h = jnp.tanh(h + (jax.nn.relu(x) @ jnp.sin(p["x4"]))[:, :WIDE])
+        return h, h
+
+    assert dots_in_loops(Program(functools.partial(run, body), *wide(4 * WIDE))) == []
+
+
+@parametrize("features", {"small": WIDE, "large": 4 * WIDE})
+def test_no_loop_over_steps_adds_up_the_cotangents_of_weights(features):
+    """Forward, again and backward one product each, with the carry or its cotangent: all others are outside."""
+    ours = Program(functools.partial(gradient, lstm), *wide(features))
+    by_steps = Program(functools.partial(gradient, lstm, chunk=0), *wide(features))
+    assert dots_in_loops(ours) == [1, 1, 1]
+    assert max(dots_in_loops(by_steps)) >= 4
+    assert not adds_up(ours, f"f32[{WIDE},{4 * WIDE}]")
+    assert adds_up(by_steps, f"f32[{WIDE},{4 * WIDE}]")
+
+
+@parametrize("features", {"small": WIDE, "large": 4 * WIDE})
+def test_no_loop_of_scan_adds_up_the_cotangents_of_weights(features):
+    ours = Program(functools.partial(gradient, lstm, verb=treescan.scan, remat=WHOLE_STEPS), *wide(features))
+    plain = Program(functools.partial(gradient, lstm, verb=jax.lax.scan), *wide(features))
+    assert dots_in_loops(ours) == [1, 1, 1]
+    assert max(dots_in_loops(plain)) >= 4
+    assert not adds_up(ours, f"f32[{WIDE},{4 * WIDE}]")
+    assert adds_up(plain, f"f32[{WIDE},{4 * WIDE}]")
+
+
+def stacked_in_loops(program: Program, shape: str) -> int:
+    """How many stacks of this shape the innermost loops write."""
+    inner = [text for text in program.loops() if " while(" not in text and " dot(" in text]
+    lines = [line for text in inner for line in text.splitlines()]
+    return sum(f"= {shape}" in line and " dynamic-update-slice(" in line for line in lines)
+
+
+def test_products_that_are_added_up_have_one_cotangent():
+    """Beside it, a stack is kept of the forward pass. A product that is an output is one more, and has its own."""
+
+    def apart(p, h, x):
+        h, c = lstm(p, h, x)
+        return h, (c, x @ p["x4"])
+
+    shape = f"f32[{CHUNK},{ROWS},{4 * WIDE}]"
+    counts = [
+        stacked_in_loops(Program(functools.partial(gradient, body), *wide(WIDE)), shape) for body in (lstm, apart)
+    ]
+    assert counts == [2, 4]
+
+
+def test_the_body_is_traced_once():
+    traces = []
+
+    def body(p, h, x):
+        traces.append(1)
+        return lstm(p, h, x)
+
+    compiled(functools.partial(gradient, body), *given())
+    assert len(traces) == 1
+
+
+def test_a_body_without_products_has_no_rule_for_its_chunks():
+    def body(p, h, x):
+        h = jnp.tanh(h * p["h"][:1] + x[:, :1])
+        return h, h
+
+    stacked = [functools.partial(run, each, fill="hold") for each in (body, lstm)]  # the loop has no rule of its own
+    assert ["custom_jvp" in str(jax.make_jaxpr(each)(*given())) for each in stacked] == [False, True]
+
+
+def test_rows_over_an_explicit_mesh_are_multiplied_step_by_step():
+    mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        p, h, xs = wide(4 * WIDE)
+        xs = jax.device_put(xs, jax.NamedSharding(mesh, jax.P(None, "rows")))
+        h = jax.device_put(h, jax.NamedSharding(mesh, jax.P("rows")))
+        assert dots_in_loops(Program(functools.partial(run, lstm), p, h, xs)) == [2]
+
+
+def test_a_body_with_effects_is_multiplied_step_by_step():
+    seen = []
+
+    def body(p, h, x):
+        jax.debug.callback(lambda _: seen.append(1), h)
+        return lstm(p, h, x)
+
+    args = wide(4 * WIDE)
+    assert dots_in_loops(Program(functools.partial(run, body), *args)) == [2]
+    for derive in (run, gradient):
+        seen.clear()
+        jax.block_until_ready(jax.jit(functools.partial(derive, body))(*args))
+        jax.effects_barrier()
+        assert len(seen) == 3 * CHUNK
+
+
+def test_an_exported_program_of_any_number_of_rows():
+    (rows,) = jax.export.symbolic_shape("rows")
+    p, h, xs = given()
+    shapes = (
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), p),
+        jax.ShapeDtypeStruct((rows, H), h.dtype),
+        jax.ShapeDtypeStruct((STEPS, rows, D), xs.dtype),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+    )
+
+    def total(p, h, xs, lengths):
+        return loss(lstm, p, h, xs, lengths=lengths)
+
+    exported = jax.export.export(jax.jit(jax.grad(total)))(*shapes)
+    assert_close(exported.call(p, h, xs, jnp.asarray(LENGTHS, jnp.int32)), gradient(lstm, p, h, xs, chunk=0)[0])
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_many_chunks_of_a_wide_batch_agree(count):
+    """The loop over chunks, compact and not, on weights that are multiplied at once forward as well."""
+    p, h, xs = wide(4 * WIDE)
+    xs = jnp.tile(xs, (count, 1, 1)) / 8
+    for options in ({}, {"compact": True}):
+        lengths = np.array([len(xs), 0, len(xs) // 2])
+        runs = [functools.partial(gradient, lstm, lengths=lengths, **o) for o in (options, {"chunk": 0})]
+        assert_close(*(jax.jit(each)(p, h, xs) for each in runs), tolerance=1e-4)
+
+
+def test_a_single_row_that_begins_with_a_plain_number():
+    def body(p, h, x):
+        h = jnp.tanh(x @ p["x"][:, 0] + jnp.stack([h, 2 * h]) @ p["x"][:, 1])
+        return h, h
+
+    p, _, xs = given()
+    for derive in (run, gradient):
+        assert_as_step_by_step(derive, body, (p, 0.5, xs[:, 0]), lengths=np.array(7))
+
+
+def test_rows_that_carry_keys_and_counts():
+    def body(p, carry, x):
+        noise = jax.vmap(lambda key: jax.random.normal(key, (H,)))(carry["key"])
+        h = jnp.tanh((carry["h"] + noise) @ p["h"] + x @ p["x"])
+        keys = jax.vmap(lambda key: jax.random.fold_in(key, 1))(carry["key"])
+        return {"h": h, "key": keys, "n": carry["n"] + 1}, (h, carry["n"])
+
+    def final(p, h, xs, **options):
+        init = {"h": h, "key": jax.random.split(jax.random.key(0), ROWS), "n": jnp.zeros(ROWS, jnp.int32)}
+        carry, (ys, counts) = run(body, p, init, xs, **options)
+        return jnp.sum(carry["h"] ** 2) + jnp.sum(ys), (jax.random.key_data(carry["key"]), carry["n"], counts)
+
+    ours, expected = (
+        compiled(jax.grad(functools.partial(final, **o), argnums=(0, 1, 2), has_aux=True), *given())
+        for o in ({}, {"chunk": 0})
+    )
+    assert_close(ours, expected)
+
+
+# On many devices.
+
+
+def on_many_devices(monkeypatch):
+    monkeypatch.undo()
+    assert jax.device_count() > 1
+
+
+@by_turns(4, body={name: BODIES[name] for name in ("lstm", "weights_first", "several_axes", "deep")}, derive=DERIVED)
+def test_as_step_by_step_in_the_forms_for_many_devices(body, derive, monkeypatch):
+    on_many_devices(monkeypatch)
+    assert_as_step_by_step(derive, body, given())
+
+
+def spread_rows(mesh, args):
+    p, h, xs = args
+    return (
+        jax.device_put(p, jax.NamedSharding(mesh, jax.P())),
+        jax.device_put(h, jax.NamedSharding(mesh, jax.P("rows"))),
+        jax.device_put(xs, jax.NamedSharding(mesh, jax.P(None, "rows"))),
+    )
+
+
+def many_rows():
+    p, h, xs = wide(4 * WIDE)
+    return p, jnp.tile(h, (8, 1)), jnp.tile(xs / 8, (1, 8, 1))
+
+
+@parametrize("derive", {"values": run, "gradient": gradient})
+def test_rows_that_are_spread_from_outside_do_not_communicate_in_the_steps(derive, monkeypatch):
+    """Only the cotangents of weights are added up over devices, once a chunk."""
+
+    def simple(p, h, x):
+        h = jnp.tanh((x @ p["x4"] + h @ p["h4"])[:, :WIDE])
+        return h, h
+
+    on_many_devices(monkeypatch)
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    options = {"lengths": np.arange(8 * ROWS) % (4 * CHUNK)}
+    args = spread_rows(mesh, many_rows())
+    function = functools.partial(derive, simple, **options)
+    inner = [text for text in Program(function, *args).loops() if " while(" not in text]
+    collectives = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
+    assert not any(name in text for text in inner for name in collectives)
+    expected = jax.jit(functools.partial(function, chunk=0))(*many_rows())
+    assert_close(jax.jit(function)(*args), expected, tolerance=1e-4)
+
+
+def test_a_function_that_says_where_its_results_are_is_called_as_it_is():
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    everywhere = jax.NamedSharding(mesh, jax.P())
+    dense = jax.jit(jnp.matmul, out_shardings=everywhere)
+
+    def body(p, h, x):
+        h = jnp.tanh(dense(h, p["h"]) + x @ p["x"])
+        return h, h
+
+    jaxpr = jax.make_jaxpr(functools.partial(run, body))(*given()).jaxpr
+    calls = [call for name in ("jit", "pjit") for call in equations(jaxpr, name)]
+    assert any(everywhere in call.params["out_shardings"] for call in calls)
+    assert_as_step_by_step(gradient, body, given())
+
+
+@parametrize("check_vma", {"checked": True, "unchecked": False})
+def test_in_a_shard_map(check_vma, monkeypatch):
+    on_many_devices(monkeypatch)
+    mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
+    specs = (jax.P(), jax.P("rows"), jax.P(None, "rows"), jax.P("rows"))
+
+    def local(p, h, xs, lengths):
+        return jax.lax.psum(loss(lstm, p, h, xs, lengths=lengths), "rows")
+
+    total = jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=jax.P(), check_vma=check_vma)
+    lengths = jnp.arange(8 * ROWS) % (4 * CHUNK)
+    ours = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*many_rows(), lengths)
+    expected = jax.jit(functools.partial(gradient, lstm, chunk=0, lengths=lengths))(*many_rows())
+    assert_close(ours, expected, tolerance=1e-4)

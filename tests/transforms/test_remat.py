@@ -1,0 +1,223 @@
+"""`remat` shows in nothing but in what the gradient saves, and in how often it evaluates the body."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from loops import array
+from thin import parametrize
+from unpadded import QUICKLY, assert_close
+
+import treescan
+
+REMATS = ["step", "nested"]
+
+
+def cell(params, carry, x):
+    h = jnp.tanh(params["w"] * carry["h"] + x["a"])
+    return {"h": h, "n": carry["n"] + 1, "w": carry["w"]}, {"y": h * h + jnp.sin(carry["w"]), "n": x["i"]}
+
+
+def arguments(steps):
+    params = {"w": array(3, seed=1)}
+    init = {"h": array(3, seed=2), "n": jnp.int32(0), "w": array(3, seed=5)}
+    return params, init, {"a": array(steps, 3, seed=3), "i": jnp.arange(steps, dtype=jnp.int32)}
+
+
+def both(verb, params, init, xs):
+    """The outputs of a scan, and the gradients of params, of init and of xs."""
+    ones = jax.tree.map(jnp.ones_like, (init["h"], xs["a"]))
+
+    def loss(params, h, w, a):
+        out = verb(functools.partial(cell, params), init | {"h": h, "w": w}, xs | {"a": a})
+        floats = [leaf for leaf in jax.tree.leaves(out) if leaf.dtype == ones[0].dtype]
+        return sum(jnp.sum(jnp.sin((k + 1) * leaf)) for k, leaf in enumerate(floats)), out
+
+    return jax.grad(loss, (0, 1, 2, 3), has_aux=True)(params, init["h"], init["w"], xs["a"])
+
+
+def assert_same(verb, oracle, given):
+    got, want = (jax.jit(functools.partial(both, each), compiler_options=QUICKLY)(*given) for each in (verb, oracle))
+    assert_close(got, want, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("steps", [0, 1, 7, 37, *(pytest.param(steps, marks=pytest.mark.slow) for steps in (2, 16))])
+def test_scan(remat, steps):
+    assert_same(functools.partial(treescan.scan, remat=remat), jax.lax.scan, arguments(steps))
+
+
+OPTIONS = {
+    "reverse": {"reverse": True},
+    "unroll": {"unroll": 3},
+    "unroll in reverse": {"unroll": 3, "reverse": True},
+    "unrolled": {"unroll": True},
+}
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@parametrize("options", OPTIONS)
+def test_options_of_lax_scan(remat, options):
+    given = arguments(11)
+    assert_same(
+        functools.partial(treescan.scan, remat=remat, **options), functools.partial(jax.lax.scan, **options), given
+    )
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_fold_and_accumulate(remat, reverse):
+    given = arguments(7)
+
+    def only(verb, **options):
+        def run(body, init, xs):
+            return verb(lambda c, x: body(c, x)[0], init, xs, reverse=reverse, **options)
+
+        return run
+
+    def carries(body, init, xs):
+        return jax.lax.scan(lambda c, x: (body(c, x)[0],) * 2, init, xs, reverse=reverse)
+
+    assert_same(only(treescan.fold, remat=remat), lambda *args: carries(*args)[0], given)
+    assert_same(only(treescan.accumulate, remat=remat), lambda *args: carries(*args)[1], given)
+
+
+@pytest.mark.parametrize("remat", REMATS)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_keys_and_axes(remat, reverse):
+    """Keys are those of the positions, whatever the chunks; other axes, and leaves given whole, are followed."""
+    key, (params, init, xs) = jax.random.key(3), arguments(7)
+
+    def keyed(body, carry, x, key):
+        return body(carry, x[0] | {"a": x[0]["a"] * x[1] + jax.random.normal(key, (3,))})
+
+    def ours(body, init, xs):
+        data = {"a": xs["a"].T, "i": xs["i"]}, init["w"]
+        step = lambda c, x, *, key: keyed(body, c, x, key)  # noqa: E731
+        axes = ({"a": -1, "i": 0}, None)
+        return treescan.scan(step, init, data, in_axes=axes, key=key, remat=remat, reverse=reverse)
+
+    def oracle(body, init, xs):
+        step = lambda c, x: keyed(body, c, (x, init["w"]), jax.random.fold_in(key, x["i"]))  # noqa: E731
+        return jax.lax.scan(step, init, xs, reverse=reverse)
+
+    assert_same(ours, oracle, (params, init, xs))
+
+
+@pytest.mark.parametrize("remat", REMATS)
+def test_forward_mode_and_second_order(remat):
+    params, init, xs = arguments(7)
+
+    def total(verb, w):
+        final, ys = verb(functools.partial(cell, {"w": w}), init, xs)
+        return jnp.sum(jnp.sin(final["h"])) + jnp.sum(ys["y"] ** 2)
+
+    ours, lax = (
+        functools.partial(total, verb) for verb in (functools.partial(treescan.scan, remat=remat), jax.lax.scan)
+    )
+    w = params["w"]
+
+    @functools.partial(jax.jit, static_argnums=0, compiler_options=QUICKLY)
+    def derivatives(f, w):
+        mapped = jax.vmap(jax.grad(f))(jnp.stack([w, 2 * w]))
+        return jax.jvp(f, (w,), (jnp.cos(w),)), jax.jvp(jax.grad(f), (w,), (jnp.cos(w),)), mapped
+
+    assert_close(derivatives(ours, w), derivatives(lax, w))
+
+
+def evaluations(remat, steps, **options):
+    """How often a gradient runs the body, counted while it runs."""
+    calls = []
+
+    def host(c):
+        calls.append(1)
+        return np.sin(c)
+
+    @jax.custom_jvp
+    def sin(c):
+        return jax.pure_callback(host, jax.ShapeDtypeStruct((), jnp.float32), c)
+
+    sin.defjvp(lambda primals, tangents: (sin(*primals), jnp.cos(primals[0]) * tangents[0]))
+
+    def body(c, x):
+        h = sin(c + x)
+        return h * h, None
+
+    def loss(c):
+        return treescan.scan(body, c, jnp.ones(steps), remat=remat, **options)[0]
+
+    jax.block_until_ready(jax.jit(jax.grad(loss))(jnp.float32(0.5)))
+    return len(calls)
+
+
+@pytest.mark.parametrize(("steps", "remainder"), [(16, 0), (13, 1)])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_how_often_the_body_is_evaluated(steps, remainder, reverse):
+    """Of a remainder the compiler may save evaluations: nothing follows, or it is no loop."""
+    counts = [evaluations(remat, steps, reverse=reverse) for remat in (None, "step", "nested")]
+    assert counts[:2] == [steps, 2 * steps]
+    assert 3 * steps - 2 * remainder <= counts[2] <= 3 * steps
+
+
+@parametrize("verb", {"scan": treescan.scan, "mask_scan": functools.partial(treescan.mask_scan, lengths=256, chunk=0)})
+def test_what_the_gradient_saves(verb):
+    """With "step" the carry of each step, with "nested" that of about two times 16 of 256."""
+    steps, width = 256, 64
+    xs, w = jnp.ones((steps, 2)), array(width, width)
+
+    def body(w, c, x):
+        h = c
+        for _ in range(4):
+            h = jnp.tanh(h @ w + jnp.sum(x))
+        return h, None
+
+    def saved(remat):
+        def loss(w):
+            return jnp.sum(verb(functools.partial(body, w), jnp.ones(width), xs, remat=remat)[0])
+
+        return jax.jit(jax.grad(loss)).lower(w).compile().memory_analysis().temp_size_in_bytes
+
+    none, step, nested = map(saved, (None, "step", "nested"))
+    carries = steps * width * 4
+    assert nested < step < none
+    assert step - nested > carries / 2
+    assert none - step > 2 * carries
+
+
+@pytest.mark.parametrize("remat", ["step", "nested", treescan.Remat(levels=3), treescan.Remat.fit(10**6)])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_fori(remat, reverse):
+    def power(w, remat=None):
+        return jnp.sum(treescan.fori(2, 30, lambda i, h: jnp.sin(h * w + i), w, remat=remat, reverse=reverse))
+
+    w = jnp.linspace(0.1, 0.9, 5)
+    plain, ours = jax.value_and_grad(power)(w), jax.value_and_grad(functools.partial(power, remat=remat))(w)
+    assert_close(ours, plain)
+    with jax.disable_jit():
+        assert_close(power(w, remat), plain[0])
+
+
+def test_fori_of_a_traced_range():
+    def total(w, n, remat=None):
+        return jnp.sum(treescan.fori(0, n, lambda i, h: jnp.sin(h * w + i), w, max_length=16, remat=remat))
+
+    w = jnp.linspace(0.1, 0.9, 5)
+    for remat in ("step", "nested"):
+        ours = jax.jit(jax.grad(functools.partial(total, remat=remat)))(w, 11)
+        assert_close(ours, jax.jit(jax.grad(total))(w, 11))
+    with pytest.raises(treescan.ArgumentError, match="does not choose a plan"):
+        jax.jit(functools.partial(total, remat=treescan.Remat.fit(10**6)))(w, 11)
+
+
+def test_fori_saves_less():
+    def total(w, remat=None):
+        return jnp.sum(treescan.fori(0, 256, lambda i, h: jnp.sin(jnp.cos(h @ w)), w, remat=remat))
+
+    w = jnp.ones((32, 32))
+    plain, ours = (
+        jax.jit(jax.grad(functools.partial(total, remat=remat))).lower(w).compile().memory_analysis().temp_size_in_bytes
+        for remat in (None, "nested")
+    )
+    assert ours < plain / 4

@@ -1,0 +1,410 @@
+"""Every plan of `Remat` shows in nothing but in what the gradient saves, how often it evaluates, and where it keeps."""
+
+import functools
+import itertools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from loops import TRANSFORMS, array, loss_of
+from test_remat import arguments, assert_same, evaluations
+from thin import all_pairs, everyday, slow
+from unpadded import QUICKLY, assert_close
+
+import treescan
+from treescan import Remat
+from treescan._loop.sizes import count_parts, divide
+
+policies = jax.checkpoint_policies
+
+PLANS = {
+    "step": "step",
+    "nested": "nested",
+    "Remat()": Remat(),
+    "three levels": Remat(levels=3),
+    "four levels": Remat(levels=4),
+    "segment": Remat(segment=5),
+    "segment in three": Remat(segment=3, levels=3),
+    "too long a segment": Remat(segment=5000),
+    "dots": Remat("dots_saveable", levels=2),
+    "dots as a function": Remat(policies.dots_with_no_batch_dims_saveable),
+    "nothing": Remat("nothing_saveable", levels=2),
+    "names": Remat(policies.save_only_these_names("h"), levels=3),
+    "everything": Remat("everything_saveable"),
+    "everything in levels": Remat("everything_saveable", levels=3),
+    "offload": Remat(levels=2, offload="pinned_host"),
+    "offload of steps": Remat(offload="pinned_host"),
+    "offload and policy": Remat("dots_saveable", levels=3, offload="pinned_host"),
+    "fit": Remat.fit(600),
+}
+
+
+def given_of(steps):
+    """Bytes that fit, whatever the number of steps."""
+    return {**PLANS, "fit": Remat.fit(400 + 100 * int(steps**0.5))}
+
+
+GRID = list(itertools.product(PLANS, [0, 1, 2, 7, 97], [False, True], [1, 3, True]))
+
+
+@pytest.mark.parametrize(("plan", "steps", "reverse", "unroll"), everyday(all_pairs(GRID)))
+def test_equals_lax_scan(plan, steps, reverse, unroll):
+    if unroll is True:
+        steps = min(steps, 7)
+    remat, options = given_of(steps)[plan], {"reverse": reverse, "unroll": unroll if steps else 1}
+    ours = functools.partial(treescan.scan, remat=remat, **options)
+    assert_same(ours, functools.partial(jax.lax.scan, **options), arguments(steps))
+
+
+LONG = ["nested", "three levels", "four levels", "segment", "everything in levels", "fit"]
+
+
+@pytest.mark.parametrize("steps", [1024, pytest.param(4099, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "plan", ["three levels", *(pytest.param(plan, marks=pytest.mark.slow) for plan in LONG if plan != "three levels")]
+)
+def test_long_loops(plan, steps):
+    ours = functools.partial(treescan.scan, remat=given_of(steps)[plan])
+    assert_same(ours, jax.lax.scan, arguments(steps))
+
+
+def cell(carry, x):
+    h = jnp.tanh(carry["h"] * carry["w"] + x)
+    return {"h": h, "w": carry["w"]}, h * x
+
+
+def transformed(transform, verb, steps=7):
+    init = {"h": array(3, seed=1), "w": array(3, seed=2)}
+    return transform(functools.partial(verb, cell), init, array(steps, 3, seed=3))
+
+
+TRANSFORMED = everyday(
+    [
+        *itertools.product(["three levels"], TRANSFORMS),
+        *itertools.product(["dots", "everything in levels", "offload", "fit"], ["grad", "vmap", "jvp", "disable_jit"]),
+        *itertools.product(["dots", "offload"], ["grad_of_grad"]),
+    ]
+)
+
+
+@pytest.mark.parametrize(("plan", "transform"), TRANSFORMED)
+def test_transforms_of_jax(plan, transform):
+    transform = TRANSFORMS[transform]
+    if plan == "offload" and transform is TRANSFORMS["grad_of_grad"]:
+        pytest.skip("jax 0.10.2: no reverse mode over a reverse mode that offloads, in a loop by hand either")
+    got = transformed(transform, functools.partial(treescan.scan, remat=given_of(7)[plan]))
+    assert_close(got, transformed(transform, jax.lax.scan))
+
+
+@pytest.mark.parametrize(
+    ("plan", "reverse"),
+    [
+        *[("three levels", False), ("dots", True)],
+        *slow(("three levels", True), ("dots", False), ("segment", True), ("everything in levels", False)),
+    ],
+)
+def test_mask_scan(plan, reverse):
+    init, xs = {"h": array(3, seed=1), "w": array(3, seed=2)}, array(13, 3, seed=3)
+    masked = functools.partial(treescan.mask_scan, cell, lengths=np.array([13, 0, 6]), reverse=reverse, chunk=2)
+    got, want = (
+        jax.jit(lambda *floats, run=run: jax.value_and_grad(run)(list(floats)), compiler_options=QUICKLY)(*floats)
+        for run, floats in (
+            loss_of(functools.partial(masked, **options), init, xs) for options in ({"remat": PLANS[plan]}, {})
+        )
+    )
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("plan", ["three levels", "dots", "everything", "fit"])
+def test_layers(plan):
+    def block(layer, x):
+        return jnp.tanh(x @ layer)
+
+    x, layers = array(2, 4, seed=1), array(9, 4, 4, seed=2)
+    got, want = (
+        jax.value_and_grad(lambda x, w, run=run: jnp.sum(run(x, w) ** 2), (0, 1))(x, layers)
+        for run in (
+            functools.partial(treescan.fold_layers, block, remat=given_of(9)[plan]),
+            lambda x, layers: jax.lax.scan(lambda x, w: (block(w, x), None), x, layers)[0],
+        )
+    )
+    assert_close(got, want)
+
+
+# Evaluations
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3, 4])
+@pytest.mark.parametrize("reverse", [False, True])
+def test_each_level_evaluates_once_more(levels, reverse):
+    assert evaluations(Remat(levels=levels), 16, reverse=reverse) == (levels + 1) * 16
+    assert evaluations(Remat("everything_saveable", levels=levels), 16, reverse=reverse) == levels * 16
+
+
+def test_a_segment_is_evaluated_as_a_level_is():
+    assert evaluations(Remat(segment=8), 16) == 3 * 16
+    assert evaluations(Remat("everything_saveable", segment=4), 16) == 2 * 16
+    assert evaluations(Remat(segment=2, levels=3), 16) == 4 * 16
+
+
+@pytest.mark.parametrize("steps", [97, 101])
+def test_evaluations_of_a_remainder(steps):
+    for levels in (2, 3):
+        count = evaluations(Remat(levels=levels), steps)
+        assert steps * levels < count <= steps * (levels + 1)
+
+
+# Memory
+
+
+WIDTH, ROWS = 64, 4096
+CARRY = WIDTH * ROWS * 4
+
+
+def product(c, w):
+    return jnp.tanh(c @ w), None
+
+
+@functools.cache
+def temp_bytes(remat, steps, reverse=False):
+    def loss(c, w):
+        final, _ = treescan.scan(lambda c, _: product(c, w), c, None, steps, remat=remat, reverse=reverse)
+        return jnp.sum(final)
+
+    given = (jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((ROWS, WIDTH), (WIDTH, WIDTH)))
+    return jax.jit(jax.grad(loss, (0, 1))).lower(*given).compile().memory_analysis().temp_size_in_bytes
+
+
+def carries(remat, steps=1024, reverse=False):
+    """What the gradient needs more for `steps` steps than for one, in carries."""
+    return (temp_bytes(remat, steps, reverse) - temp_bytes(remat, 1, reverse)) / CARRY
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(("remat", "most"), [("nested", 80), (Remat(levels=2), 80), (Remat(levels=3), 36)], ids=str)
+def test_carries_that_the_gradient_saves(remat, most, reverse):
+    assert carries(remat, reverse=reverse) <= most
+
+
+def test_carries_of_other_plans():
+    assert carries(None) > 1800  # the measure sees them
+    assert 1000 < carries("step") < 1100
+    assert carries(Remat(levels=4)) <= carries(Remat(levels=3))
+    assert carries(Remat(levels=2), 1021) <= 90  # a prime
+    assert carries(Remat(levels=3), 1021) <= 50
+    assert carries(Remat(segment=128), 1024) <= 1024 / 128 + 128 + 16
+
+
+def test_policies_save_what_they_say():
+    """Of a step with two products: nothing, the products, or everything."""
+
+    def saved(remat):
+        def loss(c, w):
+            def step(c, _):
+                return jnp.tanh(jnp.sin(jnp.tanh(c @ w) @ w)), None
+
+            return jnp.sum(treescan.scan(step, c, None, 64, remat=remat)[0])
+
+        given = jnp.ones((256, WIDTH)), jnp.ones((WIDTH, WIDTH))
+        count = jax.jit(jax.grad(loss, (0, 1))).lower(*given).compile().memory_analysis().temp_size_in_bytes
+        return count / (64 * 256 * WIDTH * 4)
+
+    nothing, dots, everything = saved("step"), saved(Remat("dots_saveable")), saved(Remat("everything_saveable"))
+    assert saved(Remat("nothing_saveable")) == nothing < 1.5
+    assert 2.5 < dots < 3.5  # the carry and two products
+    assert dots < everything == saved(None)
+    assert saved(Remat("dots_saveable", levels=2)) < 0.6
+
+
+# Offloading
+
+
+@pytest.mark.parametrize("levels", [1, 2, 3])
+def test_carries_go_to_the_memory_of_the_host(levels):
+    def loss(c, xs, remat):
+        return jnp.sum(treescan.scan(lambda c, x: (jnp.sin(c * x), None), c, xs, remat=remat)[0])
+
+    def text(remat):
+        traced = jax.jit(jax.grad(functools.partial(loss, remat=remat))).trace(jnp.ones(5), jnp.ones((27, 5)))
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "pinned_host" not in text(Remat(levels=levels))
+    moved = [line for line in text(Remat(levels=levels, offload="pinned_host")).splitlines() if "pinned_host" in line]
+    parts = divide(27, levels)
+    shapes = {f"tensor<{size}x5xf32>" for size in (27 // parts[-1] if parts else 27,)} | {"tensor<5xf32>"}
+    assert moved
+    assert any(shape in line for line in moved for shape in shapes)
+
+
+def test_keys_and_integers_are_not_in_the_way_of_offloading():
+    def body(carry, x):
+        key, use = jax.random.split(carry["key"])
+        return {"h": jnp.sin(carry["h"] + x + jax.random.normal(use)), "key": key, "n": carry["n"] + 1}, None
+
+    def loss(h, xs, remat=None):
+        init = {"h": h, "key": jax.random.key(0), "n": jnp.int32(0)}
+        return treescan.scan(body, init, xs, remat=remat)[0]["h"]
+
+    given = jnp.float32(0.1), array(9)
+    for levels in (1, 2):
+        got = jax.grad(functools.partial(loss, remat=Remat(levels=levels, offload="pinned_host")), (0, 1))(*given)
+        assert_close(got, jax.grad(loss, (0, 1))(*given))
+
+
+# Remat.fit
+
+
+def planned(budget, steps=1024):
+    c, w = jnp.zeros((ROWS, WIDTH)), jnp.ones((WIDTH, WIDTH))
+    return treescan.plan_remat(lambda c, _: product(c, w), c, None, steps, remat=budget and Remat.fit(budget))
+
+
+BUDGETS = [3100, 1500, 500, 100, 60, 35, 25]  # in carries
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_what_is_measured_stays_within_the_budget(budget):
+    measured = carries(planned(budget * CARRY).remat)
+    assert measured <= 1.15 * budget + 4
+    assert abs(measured - carries(Remat.fit(budget * CARRY))) < 0.5
+
+
+def test_more_bytes_take_fewer_evaluations():
+    plans = [planned(budget * CARRY) for budget in BUDGETS]
+    counts = [plan.evaluations for plan in plans]
+    assert counts == sorted(counts)
+    assert counts[0] == 1
+    assert counts[-1] > 2
+    assert all(plan.saved_bytes <= budget * CARRY for plan, budget in zip(plans, BUDGETS, strict=True))
+
+
+def test_the_estimate_is_what_is_measured():
+    """Of a plain loop it may be more: what tanh returns is the next carry, which XLA saves once."""
+    for budget in BUDGETS[1:]:
+        plan = planned(budget * CARRY)
+        assert abs(plan.saved_bytes / CARRY - carries(plan.remat)) <= 0.1 * plan.saved_bytes / CARRY + 4
+
+
+@pytest.mark.parametrize("steps", [13, 16])
+def test_the_plan_is_what_is_run(steps):
+    """The evaluations that it tells are those that are counted."""
+
+    def body(c, x):
+        h = jnp.sin(c + x)
+        return h * h, None
+
+    for budget in (44, 60, 76, 100, 1000):
+        plan = treescan.plan_remat(body, jnp.float32(0), jnp.ones(steps), remat=Remat.fit(budget))
+        rest = steps % plan.sizes[-1] if plan.sizes else 0
+        assert plan.saved_bytes <= budget
+        count = evaluations(plan.remat, steps)
+        assert steps * plan.evaluations - 2 * rest * len(plan.sizes) <= count <= steps * plan.evaluations
+
+
+def tower(carry, w):
+    return {"h": jnp.tanh(carry["h"] @ w), "n": carry["n"] + 1, "scale": carry["scale"]}, carry["h"]
+
+
+def tower_types(steps):
+    carry = {
+        "h": jax.ShapeDtypeStruct((8, 64), jnp.float32),
+        "n": jax.ShapeDtypeStruct((), jnp.int32),
+        "scale": jax.ShapeDtypeStruct((9,), jnp.float32),
+    }
+    return carry, jax.ShapeDtypeStruct((steps, 64, 64), jnp.float32)
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="tanh saves less")
+def test_a_plan_tells_what_it_is():
+    plan = treescan.plan_remat(tower, *tower_types(1000), remat=Remat(levels=3))
+    assert (plan.steps, plan.sizes, plan.evaluations) == (1000, (10, 100), 4)
+    assert plan.carry_bytes == 8 * 64 * 4 + 4  # `scale` never changes
+    assert plan.step_bytes == 3 * 8 * 64 * 4 + 4  # the carry, and of tanh what it returns, y, and 1 - y
+    assert plan.saved_bytes == 30 * plan.carry_bytes + plan.step_bytes
+    assert plan.remat == Remat(levels=3)
+    everything = treescan.plan_remat(tower, *tower_types(1000), remat=None)
+    assert (everything.remat, everything.sizes, everything.evaluations) == (None, (), 1)
+    assert everything.saved_bytes == 1000 * everything.step_bytes
+
+
+@pytest.mark.skipif(jax.__version_info__ >= (0, 11), reason="tanh saves less")
+def test_a_plan_is_printed():
+    plan = treescan.plan_remat(tower, *tower_types(1000), remat=Remat("dots_saveable", levels=3))
+    assert str(plan).splitlines() == PRINTED
+    assert str(treescan.plan_remat(tower, *tower_types(7), remat=None)).splitlines()[0] == "remat=None"
+
+
+PRINTED = [
+    'remat=Remat(policy="dots_saveable", levels=3)',
+    "",
+    "  steps         1,000      10 x 10 x 10",
+    "  a carry       2.0 KiB    what changes from step to step",
+    "  a step        6.0 KiB    what it saves if it is not recomputed",
+    "  saved         86.1 KiB   at one time, by the gradient",
+    "  evaluations   4          of each step, the forward pass included",
+]
+
+
+@pytest.mark.parametrize("remat", [None, "step", "nested", Remat(segment=4)], ids=str)
+def test_plans_of_other_verbs_and_keys(remat):
+    def fold_step(c, x, *, key):
+        return jnp.sin(c + x + jax.random.normal(key))
+
+    plan = treescan.plan_remat(fold_step, 0.0, jnp.ones(16), remat=remat, key=jax.random.key(0), pair=False)
+    assert plan.evaluations == (1 if remat is None else 2 if remat == "step" else 3)
+    assert plan.steps == 16
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+def test_plans_of_hardly_any_steps(steps):
+    plan = treescan.plan_remat(tower, *tower_types(steps), remat="nested")
+    assert plan.sizes == ()
+    assert str(plan)
+
+
+# Sizes
+
+
+@given(st.integers(0, 20_000), st.integers(1, 6))
+@settings(max_examples=200)
+def test_sizes(length, levels):
+    sizes = divide(length, levels)
+    assert len(sizes) <= levels - 1
+    assert all(1 < size < length for size in sizes)
+    assert all(small < large and large % small == 0 for small, large in itertools.pairwise(sizes))
+    if len(sizes) == levels - 1 and length >= 4**levels:
+        assert count_parts(length, sizes) <= 1.35 * levels * length ** (1 / levels) + 2
+    if length >= 4**levels:
+        assert len(sizes) == levels - 1
+
+
+@given(st.integers(4, 5000), st.integers(2, 4), st.integers(2, 200))
+def test_sizes_from_a_segment(length, levels, segment):
+    sizes = divide(length, levels, segment)
+    assert all(1 < size < length for size in sizes)
+    assert all(large % small == 0 for small, large in itertools.pairwise(sizes))
+    if segment < length:
+        assert sizes[0] == segment
+
+
+@given(st.integers(1, 3000), st.integers(1, 4))
+def test_parts_are_the_carries_of_all_levels(length, levels):
+    """Counted one by one: the parts of the whole loop, of one chunk, of one chunk in it, and so on."""
+    sizes = divide(length, levels)
+    stack, whole = 0, length
+    for size in sizes[::-1]:
+        stack += len(range(0, whole, size))
+        whole = size
+    assert count_parts(length, sizes) == stack + whole
+
+
+def test_sizes_by_example():
+    assert divide(1024, 2) == (32,)
+    assert divide(1000, 3) == (10, 100)
+    assert divide(4096, 4) == (8, 64, 512)
+    assert divide(3, 2) == divide(100, 1) == ()
+    assert count_parts(1000, (10, 100)) == 30
+    assert count_parts(1001, (10, 100)) == 31

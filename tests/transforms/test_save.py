@@ -1,0 +1,650 @@
+"""`save` against stacking everything and slicing afterwards; and what it saves: memory, and the making of outputs."""
+
+import functools
+import itertools
+
+import hypothesis.strategies as st
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from loops import TRANSFORMS, array, loss_of
+from thin import all_pairs, everyday, parametrize, slow
+from unpadded import QUICKLY, assert_close
+
+import treescan
+from treescan import Remat
+from treescan.carries import ema
+
+SAVES = {
+    "all": "all",
+    "last": "last",
+    "none": None,
+    "each": 1,
+    "second": 2,
+    "third": 3,
+    "sevenths": 7,
+    "beyond": 100,
+    "tree": {"a": 2, "b": ("last", None)},
+    "two sizes": {"a": 2, "b": (3, "all")},
+    "divisors": {"a": 4, "b": (2, "last")},
+    "half a tree": {"a": None, "b": 3},
+    "with all": {"a": "all", "b": ("last", 5)},
+}
+
+
+def body(carry, x):
+    h = jnp.sin(carry["h"] * carry["w"] + x["u"])
+    return {"h": h, "w": carry["w"]}, {"a": h * x["u"], "b": (jnp.sum(jnp.cos(h)), x["i"])}
+
+
+def arguments(steps):
+    xs = {"u": array(steps, 2, seed=3), "i": jnp.arange(steps, dtype=jnp.int32)}
+    return {"h": array(2, seed=1), "w": 1 + array(2, seed=2)}, xs
+
+
+def kept(ys, save, *, reverse=False):
+    """What `save` stands for, from the outputs of all steps; nothing is moved by other axes."""
+
+    def of(keep, leaf):
+        if keep == "last":
+            return leaf[0 if reverse else -1] if len(leaf) else jnp.zeros(leaf.shape[1:], leaf.dtype)
+        return leaf if keep == "all" else leaf[keep - 1 :: keep]
+
+    def subtree(keep, part):
+        return None if keep is None else jax.tree.map(functools.partial(of, keep), part)
+
+    return jax.tree.map(subtree, save, ys, is_leaf=lambda keep: keep is None)
+
+
+def derived(run, init, xs):
+    loss, floats = loss_of(run, init, xs)
+    return run(init, xs), jax.grad(loss)(floats)
+
+
+compiled = functools.partial(jax.jit, static_argnums=0, compiler_options=QUICKLY)(derived)
+
+
+def assert_same(ours, theirs, *given):
+    """Theirs eagerly: nothing of it is compiled twice."""
+    assert_close(compiled(ours, *given), derived(theirs, *given))
+
+
+def scanned(init, xs, **options):
+    return treescan.scan(body, init, xs, **options)
+
+
+def stacked(init, xs, *, save, reverse=False):
+    final, ys = jax.lax.scan(body, init, xs, reverse=reverse)
+    return final, kept(ys, save, reverse=reverse)
+
+
+REMATS = {
+    "none": None,
+    "step": "step",
+    "nested": "nested",
+    "levels": Remat(levels=3),
+    "policy": Remat("everything_saveable", levels=2),
+}
+GRID = list(itertools.product(SAVES, [0, 1, 2, 5, 7, 12, 13], [False, True], REMATS))
+
+
+@pytest.mark.parametrize(("save", "steps", "reverse", "remat"), everyday(all_pairs(GRID)))
+def test_scan(save, steps, reverse, remat):
+    save = SAVES[save]
+    ours = functools.partial(scanned, save=save, reverse=reverse, remat=REMATS[remat])
+    assert_same(ours, functools.partial(stacked, save=save, reverse=reverse), *arguments(steps))
+
+
+@pytest.mark.parametrize(("steps", "reverse"), [(7, False), (8, True), *slow((7, True), (8, False))])
+def test_all_in_one_length(steps, reverse):
+    """k = T - 1, T and T + 1, of a prime and of a power of 2."""
+    for save in (steps - 1, steps, steps + 1):
+        ours = functools.partial(scanned, save=save, reverse=reverse)
+        assert_same(ours, functools.partial(stacked, save=save, reverse=reverse), *arguments(steps))
+
+
+@parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("save", ["tree", *slow(("last",), ("third",))])
+def test_transforms_of_jax(transform, save):
+    floats = arguments(7)
+    floats = floats[0], floats[1] | {"i": array(7, seed=5)}
+    save = SAVES[save]
+    got, want = (transform(functools.partial(run, save=save), *floats) for run in (scanned, stacked))
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("unroll", [2, True])
+@pytest.mark.parametrize("save", ["last", "third", "tree"])
+def test_unroll(unroll, save):
+    save = SAVES[save]
+    assert_same(
+        functools.partial(scanned, save=save, unroll=unroll), functools.partial(stacked, save=save), *arguments(11)
+    )
+
+
+@pytest.mark.parametrize("save", ["all", "last", 3, None, {"h": 2, "w": "last"}, {"h": None, "w": 3}], ids=str)
+@pytest.mark.parametrize("reverse", [False, True])
+def test_accumulate(save, reverse):
+    def ours(init, xs):
+        return treescan.accumulate(lambda c, x: body(c, x)[0], init, xs, save=save, reverse=reverse)
+
+    def theirs(init, xs):
+        carries = jax.lax.scan(lambda c, x: (body(c, x)[0],) * 2, init, xs, reverse=reverse)[1]
+        return kept(carries, save, reverse=reverse)
+
+    assert_same(ours, theirs, *arguments(7))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("reverse", [False, True])
+def test_axes_and_keys(reverse):
+    """`out_axes` moves the axis of the outputs that have one; keys are those of the positions, and may be outputs."""
+    save = {"m": 3, "last": "last", "key": 2, "all": "all", "keys": "last"}
+    out_axes = {"m": 1, "last": 1, "key": 0, "all": -1, "keys": 0}
+
+    def keyed(carry, x, *, key):
+        h = jnp.sin(carry["h"] + x["u"] + jax.random.normal(key, (2,)))
+        out = {"m": jnp.outer(h, h), "last": jnp.outer(h, x["u"]), "key": key, "all": h, "keys": key}
+        return carry | {"h": h}, out
+
+    def ours(init, xs):
+        key = jax.random.key(3)
+        return treescan.scan(keyed, init, xs, key=key, save=save, out_axes=out_axes, reverse=reverse)
+
+    def theirs(init, xs):
+        def step(carry, x):
+            return keyed(carry, x, key=jax.random.fold_in(jax.random.key(3), x["i"]))
+
+        final, ys = jax.lax.scan(step, init, xs, reverse=reverse)
+        ys = kept(ys, save, reverse=reverse)
+        return final, ys | {"m": jnp.moveaxis(ys["m"], 0, 1), "all": jnp.moveaxis(ys["all"], 0, -1)}
+
+    assert_same(ours, theirs, *arguments(8))
+
+
+def test_no_xs_and_other_dtypes():
+    def count(carry, _):
+        n, z = carry
+        y = {"n": n, "flag": n % 2 == 0, "half": n.astype(jnp.bfloat16), "z": z, "none": None, "number": 3.0}
+        return (n + 1, z * 1j), y
+
+    init = jnp.int32(0), jnp.complex64(1 + 2j)
+    save = {"n": 3, "flag": "last", "half": 4, "z": 2, "none": "all", "number": 5}
+    with jax.numpy_dtype_promotion("standard"):
+        got = treescan.scan(count, init, None, 11, save=save)
+        final, ys = jax.lax.scan(count, init, None, 11)
+    assert_close(got, (final, kept(ys, save)))
+
+
+def test_eager_and_traced_agree_and_an_empty_tree_will_do():
+    init, xs = arguments(6)
+    assert treescan.scan(lambda c, x: (c, None), init, xs, save="last")[1] is None
+    assert treescan.scan(lambda c, x: (c, ()), init, xs, save=2)[1] == ()
+    assert_close(scanned(init, xs, save=4), jax.jit(functools.partial(scanned, save=4))(init, xs))
+
+
+def test_numbers_of_numpy():
+    init, xs = arguments(6)
+    assert_close(scanned(init, xs, save=np.int64(2)), scanned(init, xs, save=2))
+
+
+# The masked scan
+
+ROWS = 3
+
+
+def rows_body(carry, x):
+    h = jnp.sin(carry["h"] + x["u"])
+    return {"h": h}, {"a": h * x["u"], "b": jnp.cos(h[:, 0]), "c": jnp.moveaxis(h, 0, -1), "t": x["i"]}
+
+
+Y_AXES = {"a": 0, "b": 0, "c": 1, "t": None}
+
+
+def masked_arguments(steps):
+    xs = {"u": array(steps, ROWS, 2, seed=3), "i": jnp.arange(1, steps + 1, dtype=jnp.int32)}
+    return {"h": array(ROWS, 2, seed=1)}, xs
+
+
+def masked(init, xs, **options):
+    axes = {"x_axes": {"u": 0, "i": None}, "y_axes": Y_AXES}
+    return treescan.mask_scan(rows_body, init, xs, **axes, **options)
+
+
+def masked_stacked(init, xs, *, valid, save, fill, reverse):
+    """Everything from `mask_scan` as it is without `save`; each row's last output from the oracle's own indices."""
+    final, ys = masked(init, xs, mask=valid, fill=fill, reverse=reverse, chunk=0)
+    if save is None:
+        return final, None
+    save = save if isinstance(save, dict) else dict.fromkeys(ys, save)
+    fills = fill if isinstance(fill, dict) else dict.fromkeys(ys, fill)
+    out = {}
+    for name, leaf in ys.items():
+        keep = save[name]
+        if keep != "last":
+            out[name] = kept(leaf, keep)
+            continue
+        start = jnp.full(leaf.shape[1:], 0 if fills[name] == "hold" else fills[name], leaf.dtype)
+        if Y_AXES[name] is None:
+            steps = np.flatnonzero(valid.any(1))
+            out[name] = leaf[steps[0 if reverse else -1]] if len(steps) else start
+            continue
+        first = jnp.moveaxis(leaf, 1 + Y_AXES[name], 1)  # [T, rows, ...]
+        none = jnp.moveaxis(start, Y_AXES[name], 0)
+        each = []
+        for b in range(ROWS):
+            steps = np.flatnonzero(valid[:, b])
+            each.append(first[steps[0 if reverse else -1], b] if len(steps) else none[b])
+        out[name] = jnp.moveaxis(jnp.stack(each), 0, Y_AXES[name])
+    return final, out
+
+
+def prefixes(steps):
+    return np.arange(steps)[:, None] < np.array([steps, 0, min(steps, 4)])
+
+
+def gaps(steps):
+    return np.random.default_rng(steps).random((steps, ROWS)) < 0.4
+
+
+def nothing(steps):
+    return np.zeros((steps, ROWS), bool)
+
+
+MASKS = {"prefixes": prefixes, "gaps": gaps, "nothing": nothing}
+MASKED_SAVES = {
+    "last": "last",
+    "third": 3,
+    "fifth": 5,
+    "none": None,
+    "all": "all",
+    "mixed": {"a": "last", "b": 2, "c": "all", "t": "last"},
+    "chunks": {"a": 5, "b": 10, "c": "last", "t": None},
+    "odd": {"a": 4, "b": 6, "c": 3, "t": 7},
+}
+FILLS = {"zero": 0, "number": -1, "hold": "hold", "tree": {"a": "hold", "b": 2.5, "c": 0, "t": "hold"}}
+WAYS = {
+    "default": {},
+    "unskipped": {"chunk": 0},
+    "chunk": {"chunk": 5},
+    "step": {"chunk": 4, "remat": "step"},
+    "nested": {"chunk": 2, "remat": "nested"},
+    "levels": {"remat": Remat(levels=3)},
+}
+MASKED_GRID = list(itertools.product(MASKS, MASKED_SAVES, FILLS, WAYS, [False, True], [0, 1, 7, 13, 20]))
+
+
+@pytest.mark.parametrize(("mask", "save", "fill", "way", "reverse", "steps"), everyday(all_pairs(MASKED_GRID)))
+def test_mask_scan(mask, save, fill, way, reverse, steps):
+    valid, save, fill = MASKS[mask](steps), MASKED_SAVES[save], FILLS[fill]
+    ours = functools.partial(masked, mask=valid, save=save, fill=fill, reverse=reverse, **WAYS[way])
+    theirs = functools.partial(masked_stacked, valid=valid, save=save, fill=fill, reverse=reverse)
+    assert_same(ours, theirs, *masked_arguments(steps))
+
+
+MIXED = {"a": "last", "b": 2, "c": None}
+COMPACT = [
+    *[("last", "hold", True), (4, 0, False)],
+    *slow((MIXED, 0, True), ("last", 0, False), (4, "hold", True), (MIXED, "hold", False)),
+]
+
+
+@pytest.mark.parametrize(("save", "fill", "reverse"), COMPACT)
+def test_compact(save, fill, reverse):
+    valid, axes = prefixes(13), {"y_axes": {name: Y_AXES[name] for name in "abc"}}
+
+    def step(carry, x):
+        carry, y = rows_body(carry, {"u": x, "i": jnp.int32(0)})
+        return carry, {name: y[name] for name in "abc"}
+
+    def ours(init, xs):
+        rows = {"compact": True, "chunk": 4}
+        return treescan.mask_scan(
+            step, init, xs["u"], mask=valid, save=save, fill=fill, reverse=reverse, **rows, **axes
+        )
+
+    def theirs(init, xs):
+        whole = save if isinstance(save, dict) else dict.fromkeys("abc", save)
+        final, ys = masked_stacked(init, xs, valid=valid, save=whole | {"t": None}, fill=fill, reverse=reverse)
+        return final, {name: ys[name] for name in "abc"}
+
+    assert_same(ours, theirs, *masked_arguments(13))
+
+
+MASKED_TRANSFORMS = [("vmap", False), *slow(("jvp", True), ("disable_jit", False), ("grad_of_grad", True))]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("transform", "reverse"), MASKED_TRANSFORMS)
+def test_transforms_of_the_masked_scan(transform, reverse):
+    transform = TRANSFORMS[transform]
+    init, xs = masked_arguments(7)
+    save, fill = {"a": "last", "b": 3, "c": "last", "t": 2}, FILLS["tree"]
+    ours = functools.partial(masked, mask=gaps(7), save=save, fill=fill, reverse=reverse)
+    theirs = functools.partial(masked_stacked, valid=gaps(7), save=save, fill=fill, reverse=reverse)
+    assert_close(transform(ours, init, xs), transform(theirs, init, xs))
+
+
+def test_time_axis_and_traced_lengths():
+    init, xs = masked_arguments(9)
+
+    @jax.jit
+    def ours(lengths, batch_first):
+        return treescan.mask_scan(
+            lambda c, x: (c | {"h": jnp.sin(c["h"] + x)}, c["h"] + x),
+            init,
+            batch_first,
+            lengths=lengths,
+            time_axis=1,
+            save=3,
+        )
+
+    _, ys = ours(jnp.array([9, 0, 4]), jnp.swapaxes(xs["u"], 0, 1))
+    _, want = treescan.mask_scan(
+        lambda c, x: (c | {"h": jnp.sin(c["h"] + x)}, c["h"] + x), init, xs["u"], lengths=jnp.array([9, 0, 4])
+    )
+    assert_close(ys, jnp.swapaxes(want[2::3], 0, 1))
+
+
+# Layers
+
+
+def block(layer, x):
+    h = jnp.sin(x["h"] * layer["w"])
+    return x | {"h": h}, {"h": h * x["s"], "w": jnp.sum(layer["w"])}
+
+
+def other_block(layer, x):
+    h = jnp.cos(x["h"] + layer["v"])
+    return x | {"h": h}, h * 2
+
+
+def layers_arguments(counts):
+    names = ("w", "v", "w")
+    stacks = tuple({names[i]: 1 + array(count, 2, seed=i)} for i, count in enumerate(counts))
+    return {"h": array(2, seed=5), "s": array(2, seed=6)}, stacks
+
+
+def by_turns(x, stacks, *, saves, reverse):
+    blocks, turns = (block, other_block, block), []
+    for number in range(max(len(jax.tree.leaves(stack)[0]) for stack in stacks)):
+        turns += [(i, number) for i, stack in enumerate(stacks) if number < len(jax.tree.leaves(stack)[0])]
+    ys = [{} for _ in stacks]
+    for i, number in turns[::-1] if reverse else turns:
+        x, ys[i][number] = blocks[i](jax.tree.map(lambda leaf, n=number: leaf[n], stacks[i]), x)
+    each = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *(y[n] for n in sorted(y))) for y in ys]
+    return x, tuple(kept(y, save, reverse=reverse) for y, save in zip(each, saves, strict=True))
+
+
+LAYER_SAVES = {
+    "last": "last",
+    "third": 3,
+    "none": None,
+    "tree": {"h": 2, "w": "last"},
+    "half a tree": {"h": None, "w": "all"},
+}
+LAYERS_GRID = list(itertools.product(LAYER_SAVES, [False, True], [None, "step", "nested"]))
+
+
+@pytest.mark.parametrize(("save", "reverse", "remat"), everyday(all_pairs(LAYERS_GRID)))
+def test_scan_layers(save, reverse, remat):
+    save = LAYER_SAVES[save]
+
+    def ours(x, stacks):
+        return treescan.scan_layers(block, x, stacks[0], save=save, reverse=reverse, remat=remat)
+
+    def theirs(x, stacks):
+        x, (ys,) = by_turns(x, stacks, saves=(save,), reverse=reverse)
+        return x, ys
+
+    assert_same(ours, theirs, *layers_arguments((7,)))
+
+
+PATTERN_SAVES = {
+    "last": ["last", "last"],
+    "second": [2, 2],
+    "differ": [{"h": 3, "w": "last"}, 2],
+    "none": [None, "all"],
+    "mixed": ["all", "last"],
+    "beyond": [4, 9],
+}
+
+
+PATTERN_GRID = list(itertools.product(PATTERN_SAVES, [(4, 4), (4, 3), (1, 1), (2, 1), (1, 0)], [False, True]))
+
+
+@pytest.mark.parametrize(("saves", "counts", "reverse"), everyday(all_pairs(PATTERN_GRID)))
+def test_patterns(saves, counts, reverse):
+    saves = PATTERN_SAVES[saves]
+    if 0 in counts:  # a block without a layer has no oracle here: it returns its zeros
+        saves = [saves[0], None]
+
+    def ours(x, stacks):
+        return treescan.scan_layers([block, other_block], x, stacks, save=saves, reverse=reverse)
+
+    def theirs(x, stacks):
+        filled = [stack for stack in stacks if len(jax.tree.leaves(stack)[0])]
+        x, ys = by_turns(x, filled, saves=saves[: len(filled)], reverse=reverse)
+        return x, (*ys, *(None,) * (len(stacks) - len(filled)))
+
+    assert_same(ours, theirs, *layers_arguments(counts))
+
+
+PATTERN_REMATS = [
+    *[("step", False), ((None, "step", "step"), True)],
+    *slow(("nested", True), (Remat(levels=2, segment=2), False)),
+]
+
+
+@pytest.mark.parametrize(("remat", "reverse"), PATTERN_REMATS)
+def test_patterns_with_remat(remat, reverse):
+    saves = [{"h": 2, "w": "last"}, "last", 3]
+
+    def ours(x, stacks):
+        return treescan.scan_layers([block, other_block, block], x, stacks, save=saves, reverse=reverse, remat=remat)
+
+    assert_same(ours, functools.partial(by_turns, saves=saves, reverse=reverse), *layers_arguments((6, 6, 5)))
+
+
+def test_one_save_for_all_blocks_and_out_axes():
+    def ours(x, stacks):
+        return treescan.scan_layers([other_block, other_block], x, stacks, save=2, out_axes=1)
+
+    def theirs(x, stacks):
+        def step(x, layers):
+            x, first = other_block(layers[0], x)
+            x, second = other_block(layers[1], x)
+            return x, (first, second)
+
+        x, ys = jax.lax.scan(step, x, stacks)
+        return x, jax.tree.map(lambda y: jnp.moveaxis(y[1::2], 0, 1), ys)
+
+    x, (_, first) = layers_arguments((4, 4))
+    assert_same(ours, theirs, x, ({"v": 2 * first["v"]}, first))
+
+
+# At random
+
+leaves = st.one_of(st.sampled_from(["all", "last", None]), st.integers(1, 12))
+trees = st.one_of(leaves, st.fixed_dictionaries({"a": leaves, "b": st.one_of(leaves, st.tuples(leaves, leaves))}))
+
+
+@pytest.mark.slow
+@settings(max_examples=12)
+@given(
+    save=trees,
+    steps=st.integers(0, 24),
+    reverse=st.booleans(),
+    remat=st.sampled_from(list(REMATS)),
+    truncate=st.sampled_from([None, 100]),
+)
+def test_scan_at_random(save, steps, reverse, remat, truncate):
+    ours = functools.partial(scanned, save=save, reverse=reverse, remat=REMATS[remat], truncate=truncate)
+    assert_same(ours, functools.partial(stacked, save=save, reverse=reverse), *arguments(steps))
+
+
+@pytest.mark.slow
+@settings(max_examples=8)
+@given(
+    save=st.one_of(leaves, st.fixed_dictionaries(dict.fromkeys("abct", leaves))),
+    steps=st.integers(1, 24),
+    mask=st.sampled_from(list(MASKS)),
+    fill=st.sampled_from(list(FILLS)),
+    chunk=st.one_of(st.none(), st.integers(0, 9)),
+    reverse=st.booleans(),
+)
+def test_mask_scan_at_random(save, steps, mask, fill, chunk, reverse):
+    valid, fill = MASKS[mask](steps), FILLS[fill]
+    ours = functools.partial(masked, mask=valid, save=save, fill=fill, chunk=chunk, reverse=reverse)
+    theirs = functools.partial(masked_stacked, valid=valid, save=save, fill=fill, reverse=reverse)
+    assert_same(ours, theirs, *masked_arguments(steps))
+
+
+# Memory
+
+
+@functools.cache
+def memory(save, steps, *, gradient=False, verb=treescan.scan, **options):
+    """(temp, output) bytes, for outputs of 16 KiB a step."""
+    width = 4096
+    x = jnp.arange(float(steps))
+
+    def step(carry, x):
+        h = jnp.sin(carry + x)
+        return h, jnp.tanh(h)
+
+    def run(c):
+        return verb(step, c, x, save=save, **options)
+
+    def loss(c):
+        return sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(run(c)))
+
+    compiled = jax.jit(jax.grad(loss) if gradient else run).lower(jnp.ones(width)).compile()
+    found = compiled.memory_analysis()
+    return np.array([found.temp_size_in_bytes, found.output_size_in_bytes]) / (4 * width)
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "reverse"), [(512, 32, False), (509, 8, True), *slow((509, 32, False), (512, 8, True))]
+)
+def test_memory_falls_with_what_is_kept(steps, every, reverse):
+    """In outputs: those that are kept, and hardly a copy of one."""
+    none, some = (memory(save, steps, reverse=reverse) for save in (None, every))
+    assert (some - none)[1] <= steps // every + 0.1
+    assert np.sum(some - none) <= 1.1 * steps / every
+    assert memory("all", steps)[1] >= steps  # the measure sees them
+
+
+@pytest.mark.parametrize("save", ["last", None])
+@pytest.mark.parametrize("steps", [512, 509])
+def test_without_stacked_outputs_nothing_grows(save, steps):
+    assert np.sum(memory(save, steps) - memory(save, 16)) <= 1
+
+
+@pytest.mark.parametrize("save", ["last", None, 32])
+def test_memory_of_a_masked_scan(save):
+    def verb(step, c, x, **options):
+        def rows(carry, x):
+            h, y = step(carry, x[:, None])
+            return h, y
+
+        lengths = jnp.array([len(x) - 3])
+        return treescan.mask_scan(rows, c[None], x[:, None], lengths=lengths, **options)
+
+    kept_steps = 512 // save if isinstance(save, int) else 0
+    some, few = memory(save, 512, verb=verb), memory(None, 16, verb=verb)
+    assert (some - few)[1] <= kept_steps + 1.1
+    assert (some - few)[0] <= kept_steps + 3  # a copy of what is kept, as of everything where all is kept
+
+
+def test_memory_of_the_gradient():
+    """What only the outputs that are not kept need is not saved for the gradient either."""
+    everything, nothing = (memory(save, 512, gradient=True)[0] for save in ("all", None))
+    assert everything > 3.5 * nothing
+    assert memory(32, 512, gradient=True)[0] <= 1.25 * nothing
+    assert memory("last", 512, gradient=True)[0] <= 1.2 * nothing  # of eight chunks one, as it is computed
+
+
+def test_memory_of_the_gradient_with_remat():
+    """The outputs that are not kept are not saved for the gradient either."""
+    everything, some = (memory(save, 512, gradient=True, remat="nested")[0] for save in ("all", 32))
+    assert everything >= 512
+    assert some <= 160
+
+
+# What is not kept is not made
+
+
+def makings(save, steps, *, verb="scan", **options):
+    """How often a program makes an output that it does not need otherwise."""
+    calls = []
+
+    def host(h):
+        calls.append(1)
+        return np.cos(h)
+
+    def out(h):
+        return jax.pure_callback(host, jax.ShapeDtypeStruct(h.shape, h.dtype), h, vmap_method="sequential")
+
+    def step(carry, x):
+        h = jnp.sin(carry + x)
+        return h, (out(h), h)
+
+    def layer(weights, x):
+        return step(x, weights)
+
+    def run(c):
+        xs = jnp.linspace(0.0, 1.0, steps)
+        if verb == "scan_layers":
+            return treescan.scan_layers(layer, c, xs, save=(save, "all"), **options)
+        if verb == "mask_scan":
+            lengths = jnp.array([steps])
+            return treescan.mask_scan(step, c[None], xs[:, None], lengths=lengths, save=(save, "all"), **options)
+        return treescan.scan(step, c, xs, save=(save, "all"), **options)
+
+    given = jnp.float32(0.3)
+    jax.block_until_ready(jax.jit(run)(given))
+    return len(calls)
+
+
+@pytest.mark.parametrize(
+    ("verb", "reverse"), [("scan", False), ("scan_layers", True), *slow(("scan", True), ("scan_layers", False))]
+)
+def test_outputs_that_are_not_kept_are_not_made(verb, reverse):
+    count = functools.partial(makings, verb=verb, reverse=reverse)
+    assert count("all", 32) == 32
+    assert count(None, 32) == 0
+    assert count(8, 32) == 4
+    assert count(8, 37) == 4
+    assert count("last", 32) == 8
+    assert count(100, 32) == 0
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_outputs_of_a_loop_of_prime_length(reverse):
+    assert makings("last", 31, reverse=reverse) == 1
+    assert makings(8, 31, reverse=reverse) == 3
+    assert makings(1, 31, reverse=reverse) == 31
+
+
+def test_outputs_of_a_masked_scan():
+    assert makings("all", 32, verb="mask_scan") == 32
+    assert makings(None, 32, verb="mask_scan") == 0
+    assert makings(8, 32, verb="mask_scan") == 4
+    assert makings(8, 32, verb="mask_scan", chunk=0) == 4
+
+
+def test_a_leaf_of_the_last_carry_that_is_a_constant():
+    """What no step changes comes out of the last step as a number, not as an array."""
+
+    def last(w):
+        init = ema(jnp.zeros(()), decay=0.9)
+        return sum(jax.tree.leaves(treescan.accumulate(lambda c, x: c * w + x, init, jnp.ones(5), save="last")))
+
+    def whole(w):
+        init = ema(jnp.zeros(()), decay=0.9)
+        return sum(jax.tree.leaves(treescan.fold(lambda c, x: c * w + x, init, jnp.ones(5))))
+
+    assert_close(jax.jit(jax.grad(last))(2.0), jax.jit(jax.grad(whole))(2.0))

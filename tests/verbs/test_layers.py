@@ -1,0 +1,528 @@
+"""Layers run one after the other: a Python loop over them is the oracle, for values and every gradient."""
+
+import dataclasses
+import functools
+import itertools
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.testing as npt
+import pytest
+from hypothesis import given, settings, strategies as st
+from loops import TRANSFORMS, array
+from thin import all_pairs, everyday
+
+import treescan
+
+WIDTH = 4
+
+
+class Attention(NamedTuple):
+    q: Any
+    out: Any
+
+
+class Layer(NamedTuple):
+    norm: Any
+    attention: Attention
+    mlp: dict[str, Any]
+
+
+def make(seed: int) -> Layer:
+    a, b, c, d = (array(*shape, seed=7 * seed + i) for i, shape in enumerate([(4,), (4, 3), (3, 4), (4, 4)]))
+    return Layer(1 + a / 4, Attention(b, c), {"w": d / 2})
+
+
+def make_stack(count: int, seed: int = 0) -> Layer:
+    if not count:
+        return jax.tree.map(lambda leaf: leaf[:0], make_stack(1))
+    return treescan.stack([make(100 * seed + i) for i in range(count)])
+
+
+def mix(layer, x):
+    h = jnp.tanh(x * layer.norm[None]) @ layer.attention.q @ layer.attention.out
+    return x + h / 4
+
+
+def block(layer, x, *others, key=None):
+    """What a block of any call here does: all that it is given counts."""
+    x = mix(layer, x)
+    for other in others:
+        x = x + jnp.sin(x * other)
+    if key is not None:
+        x = x + jax.random.uniform(key, x.shape) / 8
+    return x, {"mean": x.mean(-1), "mlp": x @ layer.mlp["w"]}
+
+
+def other_block(layer, x, *others, key=None):
+    """Another, whose outputs have other types."""
+    x = jnp.cos(x) + sum((other.sum() / 8 for other in others), start=jnp.float32(0))
+    return (x, (x @ layer.mlp["w"]).sum()) if key is None else (x + jax.random.normal(key, (WIDTH,))[None] / 8, x.sum())
+
+
+def without_y(function):
+    @functools.wraps(function)
+    def folded(*args, **keywords):
+        return function(*args, **keywords)[0]
+
+    return folded
+
+
+def loop(blocks: Sequence[Any], x, layers, xs=None, *, args=(), key=None, reverse=False):
+    """The oracle: all layers one after the other, in Python."""
+    period = len(blocks)
+    each = [treescan.unstack(stack) if len(jax.tree.leaves(stack)[0]) else [] for stack in layers]
+    own = [None if x is None else [jax.tree.map(lambda leaf, i=i: leaf[i], x) for i in range(len(layer))]
+           for x, layer in zip(xs or [None] * period, each, strict=True)]  # fmt: skip
+    ys: list[list[Any]] = [[None] * len(layer) for layer in each]
+    count = sum(map(len, each))
+    for number in reversed(range(count)) if reverse else range(count):
+        turn, i = number % period, number // period
+        mine = () if own[turn] is None else (own[turn][i],)
+        keyed = {} if key is None else {"key": jax.random.fold_in(key, number)}
+        x, ys[turn][i] = blocks[turn](each[turn][i], x, *mine, *args, **keyed)
+    return x, tuple(treescan.stack(y) if y else None for y in ys)
+
+
+def outcome(run, *given, compiled=True):
+    """What a function gives, and the gradient of all of it with respect to everything."""
+
+    def loss(floats):
+        structure = jax.tree.structure(given)
+        out = run(*jax.tree.unflatten(structure, floats))
+        return sum(
+            (jnp.sum(jnp.sin((k + 2) * leaf)) for k, leaf in enumerate(jax.tree.leaves(out))), jnp.float32(0)
+        ), out
+
+    both = jax.value_and_grad(loss, has_aux=True)
+    (_, out), gradient = (jax.jit(both) if compiled else both)(jax.tree.leaves(given))
+    return out, gradient
+
+
+def assert_same(ours, theirs):
+    chex.assert_trees_all_close(ours[0], theirs[0], rtol=2e-5, atol=2e-5)
+    for a, b in zip(ours[1], theirs[1], strict=True):  # a sum of many terms: what is small is compared with the largest
+        npt.assert_allclose(a, b, rtol=0, atol=1e-4 * (1 + float(np.max(np.abs(b), initial=0))))
+
+
+X = array(3, WIDTH, seed=9)
+REMATS = {"plain": None, "step": "step", "nested": "nested"}
+SCALE, KEY = array(1, WIDTH, seed=6), jax.random.key(3)
+
+
+@functools.cache
+def setting(counts: tuple[int, ...]) -> Any:
+    """The stacks of a pattern, and what each layer has of its own."""
+    stacks = tuple(make_stack(count, seed) for seed, count in enumerate(counts))
+    return stacks, tuple(array(count, 3, WIDTH, seed=30 + count) for count in counts)
+
+
+@functools.cache
+def by_python(counts: tuple[int, ...], reverse: bool) -> Any:
+    """The oracle's outcome: what is recomputed makes no difference to it."""
+    blocks = [block, other_block, block][: len(counts)]
+
+    def run(x, stacks, own, scale):
+        return loop(blocks, x, stacks, own, args=(scale,), key=KEY, reverse=reverse)
+
+    return outcome(run, X, *setting(counts), SCALE, compiled=False)
+
+
+def some_of(*values):
+    """All combinations of values: each value is in an everyday test, any other combination is slow."""
+    grid = list(itertools.product(*values))
+    pairs = all_pairs(grid)
+    rows = everyday([*pairs, *(row for row in grid if row not in pairs)])
+    return [pytest.param(*row.values, marks=row.marks, id="-".join(map(str, row.values))) for row in rows]
+
+
+DEEP = [pytest.param(32, remat, reverse, marks=pytest.mark.slow) for remat in REMATS for reverse in (False, True)]
+
+
+@pytest.mark.parametrize(("count", "remat", "reverse"), [*some_of([1, 2, 7], REMATS, [False, True]), *DEEP])
+def test_one_block(count, remat, reverse):
+    def run(x, stacks, own, scale):
+        options = {"args": (scale,), "key": KEY, "remat": REMATS[remat], "reverse": reverse}
+        x, ys = treescan.scan_layers(block, x, stacks[0], own[0], **options)
+        return x, (ys,)
+
+    assert_same(outcome(run, X, *setting((count,)), SCALE), by_python((count,), reverse))
+
+
+PATTERNS = [(3, 3), (4, 3), (2, 2, 1), (3, 2, 2), (1, 1, 0), (4,)]
+
+
+@pytest.mark.parametrize(
+    ("counts", "remat", "reverse"),
+    [
+        *some_of(PATTERNS, [*REMATS, "first"], [False, True]),
+        *[pytest.param((11, 11, 10), remat, False, marks=pytest.mark.slow) for remat in (*REMATS, "first")],
+    ],
+)
+def test_patterns(counts, remat, reverse):
+    blocks = [block, other_block, block][: len(counts)]
+    plan = tuple("step" if i == 0 else None for i in range(len(counts))) if remat == "first" else REMATS[remat]
+
+    def run(x, stacks, own, scale):
+        x, ys = treescan.scan_layers(blocks, x, stacks, own, args=(scale,), key=KEY, remat=plan, reverse=reverse)
+        assert len(ys) == len(blocks)
+        return x, tuple(y if count else None for y, count in zip(ys, counts, strict=True))
+
+    assert_same(outcome(run, X, *setting(counts), SCALE), by_python(counts, reverse))
+
+
+@pytest.mark.parametrize("counts", [(7,), (3, 2)], ids=str)
+def test_eager_calls(counts):
+    blocks = [block, other_block, block][: len(counts)]
+    stacks, own = setting(counts)
+    actual = treescan.scan_layers(blocks, X, stacks, own, args=(SCALE,), key=KEY)
+    chex.assert_trees_all_close(actual, by_python(counts, False)[0], rtol=2e-5, atol=2e-5)
+
+
+def test_outputs_of_an_empty_stack_have_their_types():
+    stacks = (make_stack(1), make_stack(0))
+    _, (first, second) = treescan.scan_layers([block, other_block], X, stacks)
+    assert [leaf.shape for leaf in jax.tree.leaves(first)] == [(1, 3), (1, 3, 4)]
+    assert second.shape == (0,)
+
+
+DEARER = ("jvp", "grad_of_grad")  # of one block they are slow: a pattern of two has all that it has
+
+
+@pytest.mark.parametrize(
+    ("counts", "transform"),
+    [
+        pytest.param(
+            counts, by, marks=pytest.mark.slow if counts == (3,) and name in DEARER else (), id=f"{counts}-{name}"
+        )
+        for counts in [(3,), (3, 2)]
+        for name, by in TRANSFORMS.items()
+    ],
+)
+def test_transforms(counts, transform):
+    blocks = [block, other_block][: len(counts)]
+    stacks = tuple(make_stack(count, seed) for seed, count in enumerate(counts))
+
+    def run(x, stacks):
+        return treescan.scan_layers(blocks, x, stacks, remat=None if len(counts) == 1 else "step")
+
+    actual = transform(run, X, stacks)
+    chex.assert_trees_all_close(
+        actual, transform(lambda x, stacks: loop(blocks, x, stacks), X, stacks), rtol=2e-3, atol=2e-4
+    )
+
+
+@st.composite
+def programs(draw):
+    period = draw(st.integers(1, 3))
+    rounds, rest = draw(st.integers(0, 3)), draw(st.integers(0, period - 1))
+    if not rounds and not rest:
+        rounds = 1
+    counts = [rounds + (i < rest) for i in range(period)]
+    plan = draw(st.sampled_from([None, "step", "nested", "each"]))
+    return (
+        counts,
+        [draw(st.sampled_from([block, other_block])) for _ in counts],
+        [draw(st.sampled_from(["step", None])) for _ in counts] if plan == "each" else plan,
+        draw(st.booleans()),  # reverse
+        [draw(st.booleans()) for _ in counts],  # has xs
+        draw(st.integers(0, 2)),  # args
+        draw(st.booleans()),  # key
+        draw(st.sampled_from([1, 2, True])),  # unroll
+        draw(st.booleans()),  # fold_layers
+    )
+
+
+@settings(max_examples=5)
+@given(programs())
+def test_any_pattern(program):
+    _check_pattern(program)
+
+
+@pytest.mark.slow
+@settings(max_examples=100)
+@given(programs())
+def test_many_patterns(program):
+    _check_pattern(program)
+
+
+def _check_pattern(program):
+    counts, blocks, remat, reverse, has_own, args, keyed, unroll, folds = program
+    stacks = [make_stack(count, seed) for seed, count in enumerate(counts)]
+    own = [
+        array(count, 3, WIDTH, seed=i) if has else None
+        for i, (has, count) in enumerate(zip(has_own, counts, strict=True))
+    ]
+    shared = tuple(array(1, WIDTH, seed=50 + i) for i in range(args))
+    key = jax.random.key(1) if keyed else None
+    options = {"remat": remat, "reverse": reverse, "unroll": unroll, "key": key}
+
+    def run(x, stacks, own, shared):
+        if folds:
+            return treescan.fold_layers([without_y(b) for b in blocks], x, stacks, own, args=shared, **options)
+        x, ys = treescan.scan_layers(blocks, x, stacks, own, args=shared, **options)
+        return x, tuple(y if count else None for y, count in zip(ys, counts, strict=True))
+
+    def expected(x, stacks, own, shared):
+        x, ys = loop(blocks, x, stacks, own, args=shared, key=key, reverse=reverse)
+        return x if folds else (x, ys)
+
+    assert_same(outcome(run, X, stacks, own, shared), outcome(expected, X, stacks, own, shared, compiled=False))
+
+
+# What goes in and out
+
+
+def test_a_cache_goes_in_and_out():
+    """Decoding: each layer reads its slice of the cache, and returns the next as its output."""
+
+    def step(layer, x, cache, position):
+        cache = jax.lax.dynamic_update_index_in_dim(cache, x, position, 0)
+        return mix(layer, x + cache.sum(0)), cache
+
+    layers, cache = make_stack(3), jnp.zeros((3, 5, 3, WIDTH))
+    expected = cache
+    for position in range(2):
+        y, cache = treescan.scan_layers(step, X, layers, cache, args=(jnp.int32(position),))
+        wanted, (expected,) = loop([step], X, [layers], [expected], args=(position,))
+        npt.assert_allclose(y, wanted, rtol=1e-5)
+        npt.assert_allclose(cache, expected, rtol=1e-5)
+
+
+def test_args_that_are_no_arrays_stay_what_they_are():
+    seen = []
+
+    def step(layer, x, causal, power, name, scale, options):
+        seen.append((causal, power, name, options["depth"]))
+        return mix(layer, x) * scale**power if causal else x
+
+    args = (True, 2, "attention", np.float32(0.5), {"depth": 3.0})
+    x = treescan.fold_layers(step, X, make_stack(2), args=args)
+    assert seen == [(True, 2, "attention", 3.0)]
+    npt.assert_allclose(x, loop([lambda *a: (step(*a), None)], X, [make_stack(2)], args=args)[0], rtol=1e-5)
+
+
+def test_other_args_are_another_program_and_equal_ones_are_not():
+    calls = []
+
+    def step(layer, x, factor):
+        calls.append(factor)
+        return x * factor
+
+    for factor in (1.0, 2.0, 1, 0.0, -0.0, 1.0, math.nan):
+        y = treescan.fold_layers(step, X, make_stack(2), args=(factor,))
+        npt.assert_array_equal(y, X * factor * factor)
+    assert repr(calls) == "[1.0, 2.0, 1, 0.0, -0.0, nan]"
+
+
+def test_gradients_reach_args():
+    scale = array(1, WIDTH, seed=3)
+
+    def ours(scale):
+        return treescan.fold_layers(without_y(block), X, make_stack(3), args=(scale,), remat="step").sum()
+
+    def theirs(scale):
+        return loop([block], X, [make_stack(3)], args=(scale,))[0].sum()
+
+    npt.assert_allclose(jax.grad(ours)(scale), jax.grad(theirs)(scale), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize(("in_axes", "out_axes"), [(1, 1), (-1, -1), (1, {"mean": -1, "mlp": 0})], ids=str)
+def test_axes_of_what_each_layer_has(in_axes, out_axes):
+    layers, own = make_stack(3), array(3, 3, WIDTH, seed=5)
+    moved = jnp.moveaxis(own, 0, in_axes)
+    x, ys = treescan.scan_layers(block, X, layers, moved, in_axes=in_axes, out_axes=out_axes)
+    wanted, (each,) = loop([block], X, [layers], [own])
+    axes = out_axes if isinstance(out_axes, dict) else {"mean": out_axes, "mlp": out_axes}
+    expected = {name: jnp.moveaxis(each[name], 0, axes[name]) for name in each}
+    chex.assert_trees_all_close((x, ys), (wanted, expected), rtol=1e-5)
+
+
+def test_axes_in_a_pattern():
+    stacks, own = (make_stack(3), make_stack(2, 1)), (array(3, 3, WIDTH, seed=5), array(2, 3, WIDTH, seed=6))
+    moved = (own[0], jnp.moveaxis(own[1], 0, -1))
+    x, ys = treescan.scan_layers([block, block], X, stacks, moved, in_axes=(0, -1), out_axes=(1, 0))
+    wanted, each = loop([block, block], X, stacks, own)
+    chex.assert_trees_all_close(x, wanted, rtol=1e-5)
+    chex.assert_trees_all_close(ys[0], jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), each[0]), rtol=1e-5)
+    chex.assert_trees_all_close(ys[1], each[1], rtol=1e-5)
+
+
+def test_what_is_given_whole_to_every_layer():
+    layers, own = make_stack(3), (array(3, 3, WIDTH, seed=5), array(1, WIDTH, seed=6))
+    ours = treescan.scan_layers(
+        lambda layer, x, own: block(layer, x, *own), X, layers, own, in_axes=(0, None)
+    )  # fmt: skip
+    x, (ys,) = loop([lambda layer, x, a, b: block(layer, x, a, b)], X, [layers], [own[0]], args=(own[1],))
+    chex.assert_trees_all_close(ours, (x, ys), rtol=1e-5)
+
+
+def test_the_pattern_of_one_block_is_the_block():
+    layers = make_stack(4)
+    alone = treescan.scan_layers(block, X, layers)
+    x, (ys,) = treescan.scan_layers([block], X, [layers])
+    chex.assert_trees_all_equal((x, ys), alone)
+
+
+def test_weak_types_settle_in_every_block():
+    """The second block of a period makes floats of what the first hands on as it was."""
+
+    def keeps(layer, x):
+        return x
+
+    def floats(layer, x):
+        return x * layer
+
+    for counts in ((2, 2), (3, 2)):
+        stacks = (jnp.ones((counts[0], 1)), jnp.full(counts[1], 2.0))
+        for remat in (None, "step"):
+            x = treescan.fold_layers([keeps, floats], 1, stacks, remat=remat)
+            assert (x, x.dtype) == (4, jnp.float32)
+
+
+def test_custom_carries_and_static_leaves():
+    from treescan.carries import ema, keys, read_tree
+
+    def noisy(layer, x):
+        h = x["act"](mix(layer, x["h"])) + jax.random.normal(x["rng"], X.shape)
+        return {**x, "h": h, "mean": h.mean()}
+
+    start = {"h": X, "rng": keys(jax.random.key(0)), "mean": ema(0.0, decay=0.5), "act": jnp.tanh}
+    layers = make_stack(5)
+    whole = treescan.fold_layers(noisy, start, layers)
+    first, rest = (jax.tree.map(lambda leaf, s=s: leaf[s], layers) for s in (slice(0, 2), slice(2, None)))
+    halves = treescan.fold_layers(noisy, treescan.fold_layers(noisy, start, first), rest)
+    by_turns = treescan.fold_layers(
+        [noisy, noisy], start, [jax.tree.map(lambda leaf, i=i: leaf[i::2], layers) for i in range(2)], remat="step"
+    )
+    assert whole["act"] is jnp.tanh
+    for other in (halves, by_turns):
+        chex.assert_trees_all_close(
+            {**read_tree(whole), "act": None, "rng": None}, {**read_tree(other), "act": None, "rng": None}, rtol=1e-5
+        )
+
+
+def test_a_pair_of_any_kind():
+    @jax.tree_util.register_dataclass
+    @dataclasses.dataclass
+    class Out:
+        x: Any
+        y: Any
+
+    class Pair(NamedTuple):
+        x: Any
+        y: Any
+
+    for pair in (Out, Pair, lambda *parts: list(parts)):
+        for counts, remat in (((3,), None), ((2, 2), None), ((2, 1), "step"), ((3,), "nested")):
+            stacks = [make_stack(count) for count in counts]
+            blocks = [lambda layer, x, pair=pair: pair(*block(layer, x))] * len(counts)
+            x, ys = treescan.scan_layers(blocks, X, stacks, remat=remat)
+            chex.assert_trees_all_close((x, ys), loop([block] * len(counts), X, stacks), rtol=1e-5)
+
+
+def test_out_axes_as_a_list():
+    stacks = (make_stack(2), make_stack(2))
+    _, ys = treescan.scan_layers([block, block], X, stacks, out_axes=[1, 0])
+    assert (ys[0]["mean"].shape, ys[1]["mean"].shape) == ((3, 2), (2, 3))
+
+
+def test_layers_may_be_modules_with_functions_in_them():
+    eqx = pytest.importorskip("equinox")
+    made = [
+        eqx.nn.MLP(WIDTH, WIDTH, 5, 1, activation=jax.nn.gelu, key=k) for k in jax.random.split(jax.random.key(0), 3)
+    ]
+    stacked = treescan.init_layers(
+        lambda k: eqx.nn.MLP(WIDTH, WIDTH, 5, 1, activation=jax.nn.gelu, key=k), jax.random.key(0), 3
+    )
+    chex.assert_trees_all_equal(
+        *(jax.tree.leaves(eqx.filter(tree, eqx.is_array)) for tree in (stacked, treescan.stack(made)))
+    )
+    x = X[0]
+    npt.assert_allclose(
+        treescan.fold_layers(lambda layer, x: layer(x), x, stacked, remat="step"),
+        functools.reduce(lambda x, layer: layer(x), made, x),
+        rtol=1e-5,
+    )
+
+
+# The case to serve, at its own size: types alone
+
+
+def test_a_llama_of_32_layers_needs_no_memory_to_be_tried():
+    class Attention(NamedTuple):
+        q_proj: Any
+        k_proj: Any
+        v_proj: Any
+        out_proj: Any
+
+    class DecoderBlock(NamedTuple):
+        input_norm: Any
+        attention: Attention
+        post_attn_norm: Any
+        gate_proj: Any
+        up_proj: Any
+        down_proj: Any
+
+    def normal(key, *shape):
+        return jax.random.normal(key, shape, jnp.bfloat16)
+
+    def init(key):
+        q, k, v, out, gate, up, down = jax.random.split(key, 7)
+        attention = Attention(
+            normal(q, 4096, 1, 32, 128),
+            normal(k, 4096, 32, 128),
+            normal(v, 4096, 32, 128),
+            normal(out, 1, 32, 128, 4096),
+        )
+        ones = jnp.ones(4096, jnp.bfloat16)
+        return DecoderBlock(
+            ones, attention, ones, normal(gate, 4096, 11008), normal(up, 4096, 11008), normal(down, 11008, 4096)
+        )
+
+    def inner(carry, layer):
+        assert isinstance(layer, DecoderBlock)
+        assert isinstance(layer.attention, Attention)
+        key, seq = carry
+        h = seq * layer.input_norm[None, None]
+        q = jnp.einsum("btd,drhk->btrhk", h, layer.attention.q_proj)
+        k, v = (jnp.einsum("btd,dhk->bthk", h, w) for w in (layer.attention.k_proj, layer.attention.v_proj))
+        weights = jax.nn.softmax(jnp.einsum("btrhk,bshk->btrhs", q, k))
+        seq = seq + jnp.einsum("btrhs,bshk,rhkd->btd", weights, v, layer.attention.out_proj)
+        h = seq * layer.post_attn_norm[None, None]
+        return (key, seq + (jax.nn.silu(h @ layer.gate_proj) * (h @ layer.up_proj)) @ layer.down_proj), None
+
+    params = jax.eval_shape(functools.partial(treescan.init_layers, init, n=32), jax.random.key(0))
+    shapes = [leaf.shape for leaf in jax.tree.leaves(params)]
+    assert shapes == [
+        (32, 4096),
+        (32, 4096, 1, 32, 128),
+        (32, 4096, 32, 128),
+        (32, 4096, 32, 128),
+        (32, 1, 32, 128, 4096),
+        (32, 4096),
+        (32, 4096, 11008),
+        (32, 4096, 11008),
+        (32, 11008, 4096),
+    ]  # fmt: skip
+    seq = jax.ShapeDtypeStruct((1, 16, 4096), jnp.bfloat16)
+    for key in (None, jax.eval_shape(lambda: jax.random.key(0))):
+
+        def loss(params, seq, key):
+            (_, out), _ = treescan.scan(inner, (key, seq), params)
+            return jnp.sum(out.astype(jnp.float32))
+
+        def by_layers(params, seq):
+            return jnp.sum(
+                treescan.fold_layers(lambda layer, x: inner((None, x), layer)[0][1], seq, params).astype(jnp.float32)
+            )
+
+        gradients = jax.eval_shape(jax.grad(loss), params, seq, key)
+        chex.assert_trees_all_equal_shapes_and_dtypes(gradients, params)
+        assert "while" in jax.jit(jax.grad(loss)).lower(params, seq, key).as_text()
+        chex.assert_trees_all_equal_shapes_and_dtypes(jax.eval_shape(jax.grad(by_layers), params, seq), params)

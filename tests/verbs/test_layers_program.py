@@ -1,0 +1,380 @@
+"""What is compiled for layers: one loop, of one size whatever the depth, with nothing kept or copied beyond need."""
+
+import dataclasses
+import functools
+import gc
+import re
+import weakref
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hlo import Program
+from jax import lax
+from jaxprs import equations
+from loops import array
+from thin import parametrize
+from traces import compilations
+
+import treescan
+
+WIDTH, HIDDEN, ROWS = 16, 64, 2
+
+
+def block(layer, x):
+    return x + jnp.tanh(x @ layer["up"]) @ layer["down"]
+
+
+def with_y(layer, x):
+    x = block(layer, x)
+    return x, x.sum()
+
+
+def stack_of(count):
+    return {"up": array(count, WIDTH, HIDDEN, seed=1), "down": array(count, HIDDEN, WIDTH, seed=2)}
+
+
+def size_of(tree):
+    return sum(leaf.nbytes for leaf in jax.tree.leaves(tree))
+
+
+SLICE = size_of(stack_of(1))
+X = array(ROWS, WIDTH)
+
+
+def by_hand(x, layers, remat=None):
+    step = block if remat is None else jax.checkpoint(block, prevent_cse=False)
+    return lax.scan(lambda x, layer: (step(layer, x), None), x, layers)[0]
+
+
+def gradient(run):
+    return jax.grad(lambda x, layers: jnp.sum(run(x, layers) ** 2), (0, 1))
+
+
+# One loop
+
+
+def scaled(layer, x, scale, power):
+    return block(layer, x) * scale[None] ** power
+
+
+def with_own(layer, x, own):
+    return block(layer, x), own
+
+
+SCALE = array(WIDTH, seed=3)
+VERBS = {
+    "fold_layers": lambda x, layers: treescan.fold_layers(block, x, layers),
+    "scan_layers": lambda x, layers: treescan.scan_layers(with_y, x, layers),
+    "args": lambda x, layers: treescan.fold_layers(scaled, x, layers, args=(SCALE, 2)),
+    "xs": lambda x, layers: treescan.scan_layers(with_own, x, layers, layers["up"]),
+}
+HANDS = {
+    "fold_layers": by_hand,
+    "scan_layers": lambda x, layers: lax.scan(lambda x, layer: with_y(layer, x), x, layers),
+    "args": lambda x, layers: lax.scan(lambda x, layer: (scaled(layer, x, SCALE, 2), None), x, layers)[0],
+    "xs": lambda x, layers: lax.scan(lambda x, a: with_own(a[0], x, a[1]), x, (layers, layers["up"])),
+}
+
+
+@pytest.mark.parametrize("name", VERBS)
+def test_the_program_is_that_of_lax_scan(name):
+    ours, theirs = (jax.make_jaxpr(run[name])(X, stack_of(3)).jaxpr for run in (VERBS, HANDS))
+    assert [eqn.primitive.name for eqn in ours.eqns][-1] == "scan"
+    (ours,), (theirs,) = (list(equations(jaxpr, "scan")) for jaxpr in (ours, theirs))
+    assert [eqn.primitive.name for eqn in ours.params["jaxpr"].eqns] == [
+        eqn.primitive.name for eqn in theirs.params["jaxpr"].eqns
+    ]
+    assert len(ours.outvars) == len(theirs.outvars)
+
+
+DEPTHS = {
+    "fold_layers": (lambda n: stack_of(n), VERBS["fold_layers"]),
+    "remat": (lambda n: stack_of(n), lambda x, layers: treescan.fold_layers(block, x, layers, remat="step")),
+    "pattern": (
+        lambda n: (stack_of(n), stack_of(n)),
+        lambda x, layers: treescan.fold_layers([block, block], x, layers),
+    ),
+    "remainder": (
+        lambda n: (stack_of(n + 1), stack_of(n)),
+        lambda x, layers: treescan.fold_layers([block, block], x, layers, remat=("step", None)),
+    ),
+}  # fmt: skip
+
+
+@parametrize("case", DEPTHS)
+def test_the_size_of_the_program_does_not_grow_with_depth(case):
+    make, run = case
+    sizes = {
+        len(jax.jit(gradient(run)).lower(X, make(count)).compile().as_text().splitlines()) for count in (4, 16, 64)
+    }
+    assert len(sizes) == 1
+
+
+# Memory
+
+
+@pytest.mark.parametrize("remat", [None, "step"])
+def test_memory_is_that_of_the_loop_by_hand(remat):
+    layers = stack_of(12)
+    ours = Program(gradient(lambda x, layers: treescan.fold_layers(block, x, layers, remat=remat)), X, layers)
+    theirs = Program(gradient(lambda x, layers: by_hand(x, layers, remat)), X, layers)
+    assert ours.temp_bytes <= theirs.temp_bytes
+
+
+@pytest.mark.parametrize("remat", [None, "step"])
+@pytest.mark.parametrize("period", [1, 2, 3])
+def test_no_copy_of_a_stack_and_gradients_accumulate_in_place(period, remat):
+    """Twice the depth needs the activations of twice as many layers, and not a slice of any stack more."""
+
+    def temp(count):
+        stacks = [stack_of(count) for _ in range(period)]
+        run = gradient(lambda x, layers: treescan.fold_layers([block] * period, x, layers, remat=remat))
+        return Program(run, X, stacks).temp_bytes
+
+    activations = period * 10 * ROWS * (2 * HIDDEN + 3 * WIDTH) * 4
+    assert temp(20) - temp(10) <= activations < SLICE * 10 * period / 4
+
+
+def test_a_remainder_costs_one_copy_of_the_leading_stacks():
+    def temp(first, second):
+        stacks = [stack_of(first), stack_of(second)]
+        return Program(lambda x, layers: treescan.fold_layers([block, block], x, layers), X, stacks).temp_bytes
+
+    assert temp(20, 20) < 3 * SLICE
+    assert 20 * SLICE <= temp(21, 20) < 24 * SLICE
+
+
+def test_rematerialised_blocks_save_their_inputs_alone():
+    def temp(remat):
+        run = gradient(lambda x, layers: treescan.fold_layers([block, block], x, layers, remat=remat))
+        return Program(run, X, [stack_of(32), stack_of(32)]).temp_bytes
+
+    saved = 32 * ROWS * HIDDEN * 4  # what tanh gave, of one block
+    assert temp(None) - temp(("step", None)) > 0.9 * saved
+    assert temp(("step", None)) - temp("step") > 0.9 * saved
+
+
+def test_a_cache_that_goes_in_and_out_is_written_once():
+    cache = array(12, 256, WIDTH)
+
+    def run(x, layers, cache):
+        return treescan.scan_layers(lambda layer, x, c: (block(layer, x), c.at[0].set(x[0])), x, layers, cache)
+
+    assert Program(run, X, stack_of(12), cache).temp_bytes < 4 * max(SLICE, cache[0].nbytes)
+
+
+# Stacks
+
+
+def test_stacking_under_jit_copies_once():
+    layers = treescan.unstack(stack_of(4))
+    for program in (
+        Program(treescan.stack, layers),
+        Program(treescan.unstack, stack_of(4)),
+        Program(treescan.layer_at, stack_of(4), 2),
+        Program(treescan.set_layer, stack_of(4), 2, layers[0]),
+    ):
+        assert program.temp_bytes == 0
+    compiled = jax.jit(treescan.stack).lower(layers).compile()
+    assert compiled.memory_analysis().output_size_in_bytes < 4 * SLICE + 128
+    assert len(re.findall(r"\bconcatenate\(|dynamic-update-slice\(", compiled.as_text())) <= 2 * 4
+
+
+def test_an_eager_call_is_one_program_and_is_kept():
+    stacked = stack_of(5)
+    layers = treescan.unstack(stacked)
+    calls = {
+        "stack": lambda: treescan.stack(layers),
+        "unstack": lambda: treescan.unstack(stacked),
+        "set_layer": lambda: treescan.set_layer(stacked, 3, layers[0]),
+    }
+    jax.clear_caches()
+    jnp.zeros(())  # whether there is a trace is asked of an array
+    for name, call in calls.items():
+        assert sum("backend_compile" in event for event in compilations(call)) == 1, name
+        assert compilations(call) == [], name
+    treescan.layer_at(stacked, 0)
+    assert compilations(lambda: treescan.layer_at(stacked, 3)) == []
+
+
+def test_init_is_traced_once_and_an_eager_call_is_kept():
+    calls = []
+
+    def init(key, width):
+        calls.append(width)
+        return {"w": jax.random.normal(key, (width, width))}
+
+    for seed, count in ((0, 7), (1, 7), (2, 3)):
+        treescan.init_layers(init, jax.random.key(seed), count, 4)
+    assert calls == [4, 4]  # for 7 layers, and for 3
+    assert compilations(lambda: treescan.init_layers(init, jax.random.key(5), 3, 4)) == []
+
+
+def test_layers_are_made_as_they_would_be_one_by_one():
+    def init(key, width):
+        return {"w": jax.random.normal(key, (width, 3)), "b": jnp.zeros(3), "act": jnp.tanh}
+
+    for key in (jax.random.key(3), jax.random.PRNGKey(3)):
+        made = treescan.init_layers(init, key, 5, 4)
+        one_by_one = treescan.stack([init(k, 4) for k in jax.random.split(key, 5)])
+        assert made["act"] is one_by_one["act"] is jnp.tanh
+        np.testing.assert_array_equal(made["w"], one_by_one["w"])
+        with jax.disable_jit():
+            np.testing.assert_allclose(treescan.init_layers(init, key, 5, 4)["w"], made["w"], rtol=1e-6)
+
+
+def test_static_arguments_that_were_changed_are_others():
+    @dataclasses.dataclass(unsafe_hash=True)
+    class Config:
+        width: int
+
+    config = Config(3)
+
+    def init(key, config):
+        return {"w": jax.random.normal(key, (config.width,))}
+
+    def scale(layer, x, config):
+        return x * config.width
+
+    for width in (3, 5, 3):
+        config.width = width
+        assert treescan.init_layers(init, jax.random.key(0), 2, config)["w"].shape == (2, width)
+        assert treescan.fold_layers(scale, 1.0, jnp.ones(2), args=(config,)) == width**2
+
+
+def test_init_with_shardings_is_traced_for_its_types_and_once_more():
+    calls = []
+
+    def init(key):
+        calls.append(key)
+        return jax.random.normal(key, (8,))
+
+    mesh = jax.make_mesh((8,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    for _ in range(3):
+        treescan.init_layers(init, jax.random.key(0), 2, shardings=sharding)
+    assert len(calls) == 2
+
+
+class Function:
+    """Equal to another with the same number, and changeable."""
+
+    def __init__(self, number):
+        self.number = number
+
+    def __eq__(self, other):
+        return isinstance(other, Function) and self.number == other.number
+
+    def __hash__(self):
+        return self.number
+
+
+def test_a_stack_has_its_own_static_leaves():
+    first, second = ({"w": X, "f": Function(1)} for _ in range(2))
+    for layer in (first, second):
+        stacked = treescan.stack([layer, layer])
+        assert stacked["f"] is layer["f"]
+        assert treescan.unstack(stacked)[1]["f"] is layer["f"]
+        assert treescan.layer_at(stacked, 0)["f"] is layer["f"]
+        assert treescan.set_layer(stacked, 0, layer)["f"] is layer["f"]
+
+
+# Options that say how the loop is run
+
+
+@pytest.mark.parametrize("counts", [(4,), (4, 4), (5, 4)], ids=str)
+def test_unroll_and_name_reach_the_loop(counts):
+    def run(x, stacks):
+        return treescan.fold_layers([block] * len(counts), x, stacks, unroll=2, name="decoder")
+
+    stacks = [stack_of(count) for count in counts]
+    (loop,) = equations(jax.make_jaxpr(run)(X, stacks).jaxpr, "scan")
+    assert loop.params["unroll"] == 2
+    assert "decoder" in jax.jit(run).lower(X, stacks).as_text(debug_info=True)
+
+
+def test_what_is_left_after_the_rounds_is_recomputed_too():
+    def saved(counts, remat):
+        stacks = [stack_of(count) for count in counts]
+        run = functools.partial(treescan.fold_layers, [block] * 2, X, remat=remat)
+        return sum(leaf.size for leaf in jax.tree.leaves(jax.vjp(run, stacks)[1]) if leaf.shape == (ROWS, HIDDEN))
+
+    assert saved((2, 1), None) >= ROWS * HIDDEN
+    assert saved((2, 1), "step") == saved((2, 1), ("step", None)) == 0
+
+
+@pytest.mark.parametrize("counts", [(8, 8), (9, 8)], ids=str)
+@pytest.mark.parametrize("remat", ["step", "nested"])
+def test_what_no_block_changes_is_no_part_of_the_state(counts, remat):
+    big = array(1000)
+
+    def keeps(layer, x):
+        return {"h": block(layer, x["h"]) + x["big"].mean(), "big": x["big"]}
+
+    def loss(h, big, stacks):
+        return jnp.sum(treescan.fold_layers([keeps, keeps], {"h": h, "big": big}, stacks, remat=remat)["h"])
+
+    program = Program(jax.grad(loss, (0, 1)), X, big, [stack_of(count) for count in counts])
+    without = Program(jax.grad(loss, (0, 1)), X, big[:1], [stack_of(count) for count in counts])
+    assert program.temp_bytes - without.temp_bytes < 3 * big.nbytes
+
+
+@pytest.mark.parametrize("count", [32, 36])
+def test_nested_remat_copies_a_chunk_and_not_the_stack(count):
+    layers = stack_of(count)
+    run = gradient(lambda x, layers: treescan.fold_layers(block, x, layers, remat="nested"))
+    assert Program(run, X, layers).temp_bytes < 0.6 * size_of(layers)
+
+
+# Nothing leaks
+
+
+@pytest.mark.parametrize("place", [0, 1])
+@pytest.mark.parametrize("counts", [(2, 2), (3, 2)])
+def test_every_block_of_a_pattern_is_freed(place, counts):
+    stacks = [stack_of(count) for count in counts]
+
+    def make():
+        held = jnp.ones(WIDTH)
+        return lambda layer, x: block(layer, x) * held[None]
+
+    others = make()
+
+    def use():
+        blocks = [others, others]
+        blocks[place] = make()
+        for _ in range(2):
+            treescan.fold_layers(blocks, X, stacks)
+        return weakref.ref(blocks[place])
+
+    reference = use()
+    gc.collect()
+    assert reference() is None
+
+
+def test_what_was_compiled_for_a_pattern_goes_with_its_last_block():
+    from treescan._loop.body import Body
+
+    def first(layer, x):
+        return x
+
+    stacks = [stack_of(2), stack_of(2)]
+    made = [Body.of(first).memo, Body.of(first).programs]
+    for _ in range(3):
+        treescan.fold_layers([first, lambda layer, x: x], X, stacks)
+    gc.collect()
+    assert [len(memo._joint) for memo in made] == [0, 0]
+
+
+def test_static_leaves_of_a_stack_are_freed():
+    def use():
+        held = Function(jnp.ones(4096).size)
+        stacked = treescan.stack([{"w": X, "f": held}] * 2)
+        treescan.set_layer(stacked, 0, treescan.layer_at(treescan.stack(treescan.unstack(stacked)), 1))
+        return weakref.ref(held)
+
+    reference = use()
+    gc.collect()
+    assert reference() is None

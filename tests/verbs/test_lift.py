@@ -1,0 +1,531 @@
+"""`treescan.lift` against a loop in Python: roles, filters, keys, axes, and what is computed before the loop."""
+
+import functools
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
+
+import flax.core
+import flax.typing
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen as nn
+from hypothesis import given, settings, strategies as st
+from jax.experimental import io_callback
+from jaxprs import equations
+from loops import TRANSFORMS, array
+from thin import parametrize
+from traces import Counted, compilations
+
+import treescan
+from treescan import DenyList, In, Out, lift
+from treescan.carries import ema, sum_
+
+T = 4
+XS = array(T, 3)
+H = array(3, seed=1)
+W = array(3, seed=2)
+KEY = jax.random.key(0)
+OTHER = jax.random.key(1)
+
+
+class Roles(NamedTuple):
+    """What each collection is, as the loop in Python is told it."""
+
+    broadcast: tuple[str, ...] = ()
+    carried: tuple[str, ...] = ()
+    into: Mapping[str, int] = MappingProxyType({})
+    out: Mapping[str, int] = MappingProxyType({})
+    split: tuple[str, ...] = ()
+
+
+def at(tree: Any, axes: Any, i: int) -> Any:
+    """One step's share of arguments: `axes` is an axis, None or a tuple or dict of them."""
+    if isinstance(axes, dict):
+        return {name: at(tree[name], axis, i) for name, axis in axes.items()}
+    if isinstance(axes, tuple):
+        return tuple(at(node, axis, i) for node, axis in zip(tree, axes, strict=True))
+    return tree if axes is None else jax.tree.map(lambda leaf: jnp.take(leaf, i, axis=axes), tree)
+
+
+def stacked(trees: list[Any], axes: Any) -> Any:
+    if isinstance(axes, dict):
+        return {name: stacked([tree[name] for tree in trees], axis) for name, axis in axes.items()}
+    if isinstance(axes, tuple):
+        return tuple(stacked([tree[n] for tree in trees], axis) for n, axis in enumerate(axes))
+    return trees[0] if axes is None else jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=axes), *trees)
+
+
+def loop(
+    fn: Any, roles: Roles, length: int, in_axes: Any, out_axes: Any, reverse: bool, variables: Any, rngs: Any,
+    carry: Any, *args: Any,
+) -> Any:  # fmt: skip
+    """What `lift` stands for."""
+    keys = {name: jax.random.split(key, length) if name in roles.split else key for name, key in rngs.items()}
+    carried = {name: tree for name, tree in variables.items() if name in roles.carried}
+    ys, made, once = [None] * length, [{}] * length, {}
+    for i in range(length)[::-1] if reverse else range(length):
+        given = {name: variables[name] for name in roles.broadcast if name in variables} | carried
+        given |= {name: at(variables[name], axis, i) for name, axis in roles.into.items()}
+        own = {name: key[i] if name in roles.split else key for name, key in keys.items()}
+        axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
+        (carry, ys[i]), updates = fn(given, own, carry, *at(args, axes, i))
+        carried |= {name: tree for name, tree in updates.items() if name in roles.carried}
+        once |= {name: tree for name, tree in updates.items() if name in roles.broadcast}
+        made[i] = {name: tree for name, tree in updates.items() if name in roles.out}
+    out = {name: stacked([step[name] for step in made], roles.out[name]) for name in made[0]}
+    return (carry, stacked(ys, out_axes)), {**once, **carried, **out}
+
+
+class Case(NamedTuple):
+    """A step, the options of `lift`, and the same roles for the loop in Python."""
+
+    fn: Callable[..., Any]
+    options: dict[str, Any]
+    roles: Roles
+    variables: Any
+    args: tuple[Any, ...] = (XS,)
+    rngs: Any = MappingProxyType({})
+    carry: Any = H
+    length: int = T
+
+    def run(self, variables: Any, carry: Any, args: Any, fn: Any = None, **more: Any) -> Any:
+        return lift(fn or self.fn, **{**self.options, **more})(variables, self.rngs, carry, *args)
+
+    def expected(self, variables: Any, carry: Any, args: Any) -> Any:
+        options = (self.options.get(name, default) for name, default in _DEFAULTS.items())
+        return loop(self.fn, self.roles, self.length, *options, variables, self.rngs, carry, *args)
+
+
+_DEFAULTS = {"in_axes": 0, "out_axes": 0, "reverse": False}
+
+
+def plain(variables, rngs, carry, *args):
+    x = args[0] if args else 0.5
+    carry = jnp.sin(carry * variables["params"]["w"] + x)
+    return (carry, 2 * carry), {}
+
+
+def stateful(variables, rngs, carry, x):
+    n = variables["state"]["n"] + jnp.sum(carry)
+    carry = jnp.sin(carry * variables["params"]["w"] + x * n)
+    return (carry, carry * n), {"state": {"n": n}}
+
+
+def layered(variables, rngs, carry, *args):
+    carry = jnp.tanh(carry * variables["layers"]["w"] + variables["params"]["w"])
+    return (carry, jnp.sum(carry)), {"layers": {"w": carry + 1}}
+
+
+def making(variables, rngs, carry, x):
+    return (carry + x, x), {"out": {"x": 2 * x, "h": carry}}
+
+
+def random(variables, rngs, carry, x):
+    noise = jax.random.normal(rngs["split"], (3,)) + jax.random.normal(rngs["shared"], (3,))
+    return (jnp.sin(carry + x + noise), noise), {}
+
+
+def many(variables, rngs, carry, given, both):
+    carry = jnp.sin(carry + given["x"] + both[0] * both[1])
+    return (carry, {"once": both[1] * 2, "h": (carry, carry * given["x"])}), {}
+
+
+def sharing(variables, rngs, carry, x):
+    made = {"w": jax.random.normal(rngs["shared"], (3,)), "c": jnp.arange(3.0), "p": variables["params"]["w"] ** 2}
+    return (jnp.sin(carry * made["w"] + x), carry), {"made": made}
+
+
+def _w(**more: Any) -> Any:
+    return {"params": {"w": W}, **more}
+
+
+_STATE = {"state": {"n": jnp.float32(0.5)}}
+_BC, _P = {"variable_broadcast": "params"}, Roles(("params",))
+_LAYERS = _w(layers={"w": array(3, T, seed=4)})
+CASES = {
+    "broadcast": Case(plain, _BC, _P, _w()),
+    "carried": Case(stateful, {**_BC, "variable_carry": "state"}, Roles(("params",), ("state",)), _w(**_STATE)),
+    "carried_alone": Case(plain, {**_BC, "variable_carry": True}, Roles(("params",), ("state",)), _w(**_STATE)),
+    "scanned": Case(
+        layered, {**_BC, "variable_axes": {"layers": 1}}, Roles(_P.broadcast, (), {"layers": 1}, {"layers": 1}),
+        _LAYERS, (),
+    ),
+    "last_axis": Case(
+        layered, {**_BC, "variable_axes": {"layers": -1}}, Roles(_P.broadcast, (), {"layers": 1}, {"layers": -1}),
+        _LAYERS, (),
+    ),
+    "in": Case(
+        lambda *args: (layered(*args)[0], {}), {**_BC, "variable_axes": {"layers": In(1)}},
+        Roles(_P.broadcast, (), {"layers": 1}), _LAYERS, (),
+    ),
+    "flax_in": Case(
+        lambda *args: (layered(*args)[0], {}), {**_BC, "variable_axes": {"layers": flax.typing.In(1)}},
+        Roles(_P.broadcast, (), {"layers": 1}), _LAYERS, (),
+    ),
+    "out": Case(making, {"variable_axes": {"out": Out(-1)}}, Roles((), (), {}, {"out": -1}), {}),
+    "flax_out": Case(making, {"variable_axes": {"out": flax.typing.Out(1)}}, Roles((), (), {}, {"out": 1}), {}),
+    "keys": Case(
+        random, {"split_rngs": {"split": True, "shared": False}}, Roles(split=("split",)), {},
+        rngs={"split": KEY, "shared": OTHER},
+    ),
+    "old_keys": Case(
+        random, {"split_rngs": {DenyList("shared"): True, ("shared",): False}}, Roles(split=("split",)), {},
+        rngs={"split": jax.random.PRNGKey(0), "shared": jax.random.PRNGKey(1)},
+    ),
+    "axes": Case(
+        many, {"in_axes": ({"x": -1}, (0, None)), "out_axes": {"once": None, "h": (1, -1)}}, Roles(), {},
+        ({"x": XS.T}, (XS, H)),
+    ),
+    "reverse": Case(
+        stateful, {**_BC, "variable_carry": "state", "reverse": True}, Roles(("params",), ("state",)), _w(**_STATE)
+    ),
+    "unroll": Case(plain, {**_BC, "unroll": 3}, _P, _w()),
+    "length": Case(plain, {**_BC, "length": T}, _P, _w(), ()),
+    "made": Case(
+        sharing, {"variable_broadcast": ("params", "made"), "split_rngs": {"shared": False}},
+        Roles(("params", "made")), _w(), rngs={"shared": KEY},
+    ),
+}  # fmt: skip
+
+
+def assert_close(actual: Any, expected: Any) -> None:
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        assert jnp.shape(a) == jnp.shape(b)
+        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
+
+
+def rows() -> list[Any]:
+    often = ("carried", "scanned", "made", "keys")
+    grid = [(name, transform) for name in CASES for transform in ("grad", "eager", "vmap", "disable_jit", "jvp")]
+    return [
+        pytest.param(*row, marks=() if row[1] == "grad" or (row[0] in often and row[1] != "jvp") else pytest.mark.slow)
+        for row in grid
+    ]
+
+
+@pytest.mark.parametrize(("name", "transform"), rows())
+def test_is_a_loop(name: str, transform: str) -> None:
+    case = CASES[name]
+
+    def compare(run: Callable[..., Any]) -> Any:
+        return TRANSFORMS[transform](
+            lambda given, args: run(given[0], given[1], args), (case.variables, case.carry), case.args
+        )
+
+    expected = jax.jit(lambda: compare(case.expected))() if transform != "disable_jit" else compare(case.expected)
+    assert_close(compare(case.run), expected)
+
+
+@pytest.mark.parametrize("option", [{"remat": "step"}, {"remat": "nested"}], ids=["step", "nested"])
+@pytest.mark.parametrize("name", ["carried", "scanned", "made", "keys"])
+def test_remat_changes_no_gradient(name: str, option: Any) -> None:
+    case = CASES[name]
+    with_remat, without = (
+        TRANSFORMS["grad"](lambda g, a, o=o: case.run(*g, a, **o), (case.variables, case.carry), case.args)
+        for o in (option, {})
+    )
+    assert_close(with_remat, without)
+
+
+@pytest.mark.parametrize("save", ["last", 2, None])
+def test_what_is_saved(save: Any) -> None:
+    case = CASES["carried"]
+    (carry, ys), updates = case.run(case.variables, case.carry, case.args, save=save)
+    (expected, all_ys), state = case.run(case.variables, case.carry, case.args)
+    assert_close((carry, updates), (expected, state))
+    assert_close(ys, None if save is None else all_ys[-1] if save == "last" else all_ys[1::2])
+
+
+def test_custom_carries() -> None:
+    def step(variables, rngs, carry, x):
+        return ({"h": x, "e": x}, carry["h"]), {"s": {"n": x}}
+
+    carry = {"h": sum_(jnp.zeros(3)), "e": ema(jnp.zeros(3), 0.5)}
+    (final, ys), updates = lift(step, variable_carry="s")({"s": {"n": sum_(jnp.zeros(3))}}, {}, carry, XS)
+    average = functools.reduce(lambda e, x: 0.5 * e + 0.5 * x, XS, jnp.zeros(3))
+    assert_close((final["h"].read(), final["e"].read(), updates["s"]["n"].read()), (XS.sum(0), average, XS.sum(0)))
+    assert_close(ys, jnp.cumsum(XS, 0) - XS)
+
+
+# Filters.
+
+
+FILTERS = {
+    "name": "params",
+    "set": {"params", "other"},
+    "list": ["params"],
+    "iterator": "generator",
+    "true": True,
+    "predicate": lambda name: name.startswith("p"),
+    "deny": DenyList({"state"}),
+    "deny_predicate": DenyList(lambda name: name == "state"),
+    "deny_deny": DenyList(DenyList("params")),
+    "flax_deny": flax.core.DenyList(("state",)),
+}
+
+
+@parametrize("names", FILTERS)
+def test_filters(names: Any) -> None:
+    names = iter(["params"]) if names == "generator" else names
+    run, args = lift(plain, variable_broadcast=names), (_w(), {}, H, XS)
+    assert_close(run(*args), CASES["broadcast"].expected(_w(), H, (XS,)))
+    assert_close(run(*args)[0][0], run(*args)[0][0])  # a filter is asked again and again
+
+
+def test_the_first_role_counts() -> None:
+    run = lift(stateful, variable_broadcast="params", variable_carry=("params", "state"), variable_axes={True: 0})
+    assert_close(run(_w(**_STATE), {}, H, XS), CASES["carried"].expected(_w(**_STATE), H, (XS,)))
+
+
+@pytest.mark.parametrize("deny", [False, DenyList(True), (), DenyList(lambda name: True)])
+def test_filters_for_none(deny: Any) -> None:
+    with pytest.raises(treescan.ArgumentError, match="'params' in `variables` has no role"):
+        lift(plain, variable_broadcast=deny)(_w(), {}, H, XS)
+
+
+# Metadata and transforms of data.
+
+
+def test_data_transform_is_called_in_every_step() -> None:
+    def transform(variables, rngs):
+        assert variables["layers"]["w"].shape == (3,)
+        assert rngs["a"].shape == ()
+        return {**variables, "params": {"w": variables["params"]["w"] * 2}}, rngs
+
+    case = CASES["scanned"]
+    run = lift(layered, **case.options, data_transform=transform, split_rngs={"a": True})
+    doubled = {**case.variables, "params": {"w": 2 * W}}
+    assert_close(run(case.variables, {"a": KEY}, H), case.expected(doubled, H, ()))
+
+
+def test_metadata() -> None:
+    calls = []
+
+    def note(collection, axis, added):
+        calls.append((jax.tree.map(jnp.shape, collection), axis, added))
+        return collection
+
+    case = CASES["scanned"]
+    assert_close(case.run(case.variables, H, (), metadata_fn=note), case.expected(case.variables, H, ()))
+    assert calls == [({"w": (3, T)}, 1, False), ({"w": (3, T)}, 1, True)]
+
+
+def test_frozen_dicts() -> None:
+    given = flax.core.freeze(_w())
+    assert_close(
+        lift(plain, variable_broadcast="params")(given, {}, H, XS), CASES["broadcast"].expected(_w(), H, (XS,))
+    )
+
+
+def test_flax_modules() -> None:
+    module = nn.BatchNorm(use_running_average=False, momentum=0.5)
+
+    def step(variables, rngs, carry, x):
+        y, updates = module.apply(variables, x, mutable=["batch_stats"])
+        return (jnp.tanh(carry + y), y), updates
+
+    def body(module, carry, x):
+        y = module(x)
+        return jnp.tanh(carry + y), y
+
+    xs, h = array(T, 5, 3), array(5, 3, seed=1)
+    variables = module.init(KEY, xs[0])
+    (carry, ys), updates = lift(step, variable_broadcast="params", variable_carry="batch_stats")(variables, {}, h, xs)
+
+    class Main(nn.Module):
+        @nn.compact
+        def __call__(self, h, xs):
+            scan = nn.scan(body, variable_broadcast="params", variable_carry="batch_stats")
+            return scan(nn.BatchNorm(use_running_average=False, momentum=0.5, parent=self, name="n"), h, xs)
+
+    given = {collection: {"n": tree} for collection, tree in variables.items()}
+    expected, changed = Main().apply(given, h, xs, mutable=["batch_stats"])
+    assert_close(((carry, ys), updates["batch_stats"]), (expected, changed["batch_stats"]["n"]))
+
+
+# Keys.
+
+
+def test_keys_are_those_of_jax_random_split() -> None:
+    def step(variables, rngs, carry, *args):
+        return (carry, jax.tree.map(jax.random.key_data, rngs)), {}
+
+    run = lift(step, split_rngs={"a": True, ("b", "c"): False}, length=T)
+    (_, ys), _ = run({}, {"a": {"x": KEY}, "b": OTHER, "c": KEY}, None)
+    np.testing.assert_array_equal(ys["a"]["x"], jax.random.key_data(jax.random.split(KEY, T)))
+    np.testing.assert_array_equal(ys["b"], np.broadcast_to(jax.random.key_data(OTHER), (T, 2)))
+
+
+# Length 0, and what is made before the loop.
+
+
+def test_no_steps() -> None:
+    case = CASES["made"]
+    (carry, ys), updates = case.run(case.variables, H, (XS[:0],))
+    assert_close(carry, H)
+    assert ys.shape == (0, 3)
+    assert_close(updates["made"], case.expected(case.variables, H, (XS,))[1]["made"])
+
+
+def with_made(make: Callable[[Any, Any], Any]) -> Callable[..., Any]:
+    """A step that makes a collection and reads it."""
+
+    def step(variables, rngs, carry, x):
+        made = make(rngs["shared"], variables["params"]["w"])
+        return (jnp.sin(carry * made + x), carry), {"made": {"w": made}}
+
+    return step
+
+
+@jax.custom_jvp
+def cubed(w):
+    return w**3
+
+
+cubed.defjvp(lambda primals, tangents: (cubed(*primals), 3 * primals[0] ** 2 * tangents[0]))
+
+
+@jax.custom_vjp
+def doubled(w):
+    return 2 * w
+
+
+doubled.defvjp(lambda w: (doubled(w), None), lambda _, g: (2 * g,))
+
+MAKERS = {
+    "constants": lambda key, w: jnp.linspace(0.0, 1.0, 3),
+    "numpy": lambda key, w: jnp.asarray(np.arange(3, dtype=np.float32)),
+    "keys": lambda key, w: jax.random.normal(key, (3,)),
+    "jitted": lambda key, w: jax.jit(lambda key: jax.random.normal(key, (3,)) * 2)(key),
+    "broadcast": lambda key, w: w * 2,
+    "checkpoint": lambda key, w: jax.checkpoint(lambda key: jax.nn.relu(jax.random.normal(key, (3,))))(key),
+    "custom_jvp": lambda key, w: jax.nn.relu(cubed(w)),
+    "custom_vjp": lambda key, w: doubled(w),
+    "cond": lambda key, w: jax.lax.cond(jnp.sum(w) > 0, jnp.sin, jnp.cos, w),
+    "scan": lambda key, w: jax.lax.scan(lambda c, _: (jnp.sin(c), None), w, length=2)[0],
+    "given": lambda key, w: w,
+}
+_MADE = {"variable_broadcast": ("params", "made"), "split_rngs": {"shared": False}}
+_ROLES = Roles(("params", "made"))
+
+
+@pytest.mark.parametrize("transform", ["grad", pytest.param("eager", marks=pytest.mark.slow)])
+@parametrize("make", MAKERS)
+def test_values_made_before_the_loop(make: Any, transform: str) -> None:
+    case = Case(with_made(make), _MADE, _ROLES, _w(), rngs={"shared": KEY})
+
+    def compare(run: Callable[..., Any]) -> Any:
+        return TRANSFORMS[transform](lambda given, args: run(*given, args), (_w(), H), (XS,))
+
+    assert_close(compare(case.run), jax.jit(lambda: compare(case.expected))())
+
+
+@parametrize("wrap", {"jit": jax.jit, "checkpoint": jax.checkpoint, "both": lambda f: jax.jit(jax.checkpoint(f))})
+def test_values_made_within_a_call_that_the_loop_needs(wrap: Any) -> None:
+    """The call computes what is the same in every step beside what is not."""
+
+    def step(variables, rngs, carry, x):
+        @wrap
+        def inner(carry, x, key):
+            w = jax.random.normal(key, (3,))
+            return jnp.sin(carry * w + x), w
+
+        carry, w = inner(carry, x, rngs["shared"])
+        return (carry, carry), {"made": {"w": w}}
+
+    case = Case(step, _MADE, _ROLES, {}, rngs={"shared": KEY})
+    assert_close(case.run({}, H, (XS,)), case.expected({}, H, (XS,)))
+
+
+def test_what_a_callback_returns_is_not_the_same_in_every_step() -> None:
+    def step(variables, rngs, carry, x):
+        w = io_callback(lambda: np.ones(3, np.float32), jax.ShapeDtypeStruct((3,), np.float32))
+        return (carry * w, carry), {"made": {"w": w}}
+
+    with pytest.raises(treescan.BodyError, match="must be the same in every step"):
+        lift(step, **_MADE)({}, {"shared": KEY}, H, XS)
+
+
+def test_what_is_made_is_not_computed_again_in_the_loop() -> None:
+    def step(variables, rngs, carry, x):
+        w = jax.random.normal(rngs["shared"], (3, 3))
+        made = w @ w
+        return (jnp.sin(carry @ made), x), {"made": {"w": w, "m": made}}
+
+    run = lift(step, **_MADE)
+    jaxpr = jax.make_jaxpr(lambda: run({}, {"shared": KEY}, H, XS))().jaxpr
+    (scan,) = equations(jaxpr, "scan")
+    inner = scan.params["jaxpr"].jaxpr
+    assert [len(list(equations(j, "dot_general"))) for j in (inner, jaxpr)] == [1, 2]
+    assert [len(list(equations(j, "random_bits"))) for j in (inner, jaxpr)] == [0, 1]
+
+
+# Traces.
+
+
+@parametrize("case", CASES)
+def test_one_trace(case: Case) -> None:
+    counted = Counted(case.fn)
+    assert counted.traces(lambda fn: jax.jit(lambda: case.run(case.variables, case.carry, case.args, fn))()) == 1
+
+
+def test_a_second_call_neither_traces_nor_compiles() -> None:
+    case = CASES["made"]
+    counted = Counted(case.fn)
+    run = lift(counted.body, **case.options)
+    jax.block_until_ready(run(case.variables, case.rngs, H, XS))
+    assert counted.calls == 1
+    assert compilations(lambda: run(case.variables, case.rngs, H, XS)) == []
+    assert counted.calls == 1
+
+
+# Properties.
+
+KINDS = ("broadcast", "carry", "in", "out", "both")
+
+
+@given(
+    kinds=st.lists(st.sampled_from(KINDS), max_size=4),
+    axes=st.lists(st.sampled_from([0, 1, -1]), min_size=4, max_size=4),
+    reverse=st.booleans(), length=st.integers(1, 3), splits=st.lists(st.booleans(), max_size=2),
+)  # fmt: skip
+@settings(max_examples=12)
+def test_any_roles(kinds: list[str], axes: list[int], reverse: bool, length: int, splits: list[bool]) -> None:
+    named = {f"c{i}": kind for i, kind in enumerate(kinds)}
+    axis = {name: axes[i] for i, name in enumerate(named)}
+
+    def of(*wanted: str) -> tuple[str, ...]:
+        return tuple(name for name, kind in named.items() if kind in wanted)
+
+    def variable(name: str) -> Any:
+        one = array(2, seed=len(name))
+        return {"v": jnp.stack([one * i for i in range(length)], axis[name])} if name in into else {"v": one}
+
+    into = of("in", "both")
+    rngs = {f"r{i}": jax.random.key(i) for i in range(len(splits))}
+    split = {f"r{i}": flag for i, flag in enumerate(splits)}
+    roles = Roles(
+        of("broadcast"), of("carry"), {name: axis[name] for name in into},
+        {name: axis[name] for name in of("out", "both")}, tuple(name for name, flag in split.items() if flag),
+    )  # fmt: skip
+
+    def step(variables: Any, rngs: Any, carry: Any, x: Any) -> Any:
+        total = sum((tree["v"] for tree in variables.values()), jnp.zeros(2))
+        total += sum((jax.random.uniform(key) for key in rngs.values()), jnp.float32(0))
+        updates = {name: {"v": jnp.sin(total + x + variables[name]["v"])} for name in of("carry", "both")}
+        updates |= {name: {"v": total * carry} for name in of("out")}
+        updates |= {name: {"v": 2 * variables[name]["v"]} for name in of("broadcast")}
+        return (jnp.sin(carry + total), carry * x), updates
+
+    wrap = {"in": In, "out": Out, "both": int}
+    run = lift(
+        step, variable_broadcast=roles.broadcast, variable_carry=set(roles.carried), split_rngs=split, reverse=reverse,
+        variable_axes={name: wrap[named[name]](axis[name]) for name in of("in", "out", "both")},
+    )  # fmt: skip
+    given_ = {name: variable(name) for name in of("broadcast", "carry", "in", "both")}
+    xs, h = array(length, seed=3), array(2, seed=4)
+    assert_close(run(given_, rngs, h, xs), loop(step, roles, length, 0, 0, reverse, given_, rngs, h, xs))
