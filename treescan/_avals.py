@@ -1,4 +1,4 @@
-"""What JAX knows of a value without looking at its elements: types, weak types, varying manual axes.
+"""What JAX knows of a value without its elements: types, weak types, shardings.
 
 The one place that bridges what JAX names differently between the oldest and the newest supported release.
 """
@@ -83,7 +83,7 @@ def same_type(given: Any, returned: Any) -> bool:
         return False
     if a == b:
         return True
-    if not isinstance(a, ShapedArray):  # a mutable reference, say: lax.scan knows what is wrong with it
+    if not isinstance(a, ShapedArray):  # a mutable reference, for example: lax.scan knows what is wrong with it
         return True
     if not isinstance(b, ShapedArray):
         return False

@@ -40,7 +40,7 @@ def _is_int(axis: Any) -> bool:
 
 
 def static_axes(option: str, axes: Axes, *, none: bool = False) -> Prefix:
-    """A prefix tree of axes in a form that can stand in a plan. Whether it fits is seen where it is used."""
+    """A prefix tree of axes as a static value. Whether it fits a tree is checked where it is used."""
     prefix = Prefix.of(axes)
     _check_ints(option, prefix.leaves, none=none)
     return prefix

@@ -173,7 +173,7 @@ class Fault(Exception):
 
     def render(self, words: Mapping[str, str], init: Any = None) -> str:
         """The whole message, with words for its placeholders; Python scalars in `init` get a cure of their own."""
-        weak = dict(self._weak_cures(init))  # what it says of a leaf stands in place of the plain advice to cast
+        weak = dict(self._weak_cures(init))  # what it says of a leaf replaces the plain advice to cast
         cures = [text for text, kind, leaf in self.cures if not (kind == "dtype" and leaf in weak)]
         named = [_fill_in(text, words) for text in (self.says, *cures, *weak.values())]
         rows = [table(self.header, self.rows)] if self.rows else []

@@ -1,4 +1,4 @@
-"""Key paths, leading sizes, prefix trees, and splitting static leaves off a tree."""
+"""Key paths, prefix trees, and static leaves of trees."""
 
 from __future__ import annotations
 
@@ -137,7 +137,7 @@ def _where_off(prefix: PyTree, tree: PyTree, root: str, path: KeyPath) -> str:
 
 @dataclass(frozen=True)
 class Prefix:
-    """A prefix tree whose leaves are static: hashable, so that it may stand in a Step."""
+    """A prefix tree whose leaves are static: hashable, so that a Step may hold it."""
 
     leaves: tuple[Any, ...]
     structure: TreeDef

@@ -1,4 +1,4 @@
-"""Type variables named for their role, array aliases, the protocols of a body, and the shared options."""
+"""Type variables, aliases of arrays, protocols of bodies, and the options that verbs share."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class KeyedValidBody(Protocol[Carry, X_contra, Y_co]):
 
 
 class IndexOptions(TypedDict, total=False):
-    """The options of `scan` that say nothing about arrays; what each means stands in `scan`'s documentation."""
+    """The options of `scan` that say nothing about arrays; what each means is in `scan`'s documentation."""
 
     reverse: bool
     unroll: int | bool

@@ -1,4 +1,4 @@
-"""The laws of custom carries, to be checked in the tests of those who write one."""
+"""`check_carry` checks that a custom carry keeps the laws of the protocol."""
 
 from __future__ import annotations
 
@@ -201,7 +201,7 @@ def _compacted(trial: _Trial) -> Iterator[Row]:
     plain = _masked(trial.carry, trial.returned, valid)
     try:
         compact = _masked(trial.carry, trial.returned, valid, compact=True)
-    except ArgumentError:  # a key that all rows share, say, which it refuses
+    except ArgumentError:  # for example a key that all rows share, which it refuses
         return
     yield from differ("carry", plain[0], compact[0])
 

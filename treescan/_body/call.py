@@ -1,4 +1,4 @@
-"""The innermost step: calls the user's body, with the keywords it takes, and checks what it returns."""
+"""The innermost step: it calls the user's body and checks what the body returns."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def _refuse_pair(convention: Convention, out: Any, carry: PyTree) -> None:
 
 
 def _same_structure(carry: PyTree, other: PyTree) -> bool:
-    """Whether a tree has the structure of a carry; in the places of custom carries, anything may stand."""
+    """Whether a tree has the structure of a carry; where it has custom carries, anything goes."""
     carry, other = without_carries(carry, other)
     structure: TreeDef = jtu.tree_structure(carry)
     return bool(structure == jtu.tree_structure(other))

@@ -14,7 +14,7 @@ class Convention:
         verb: the verb's name.
         call: how it is called, for messages.
         takes: the body's positional parameters, for messages.
-        place: where among them the carry stands.
+        place: where among them the carry is.
         spread: whether x is a tuple of arguments, which the arguments that all steps share follow.
         pair: whether the body returns a pair of the carry and y; else the carry alone.
         stacks: whether the carry after each step is what is stacked.

@@ -1,4 +1,4 @@
-"""How two carries differ, leaf by leaf, in the user's paths; and for each difference what mends it."""
+"""How two carries differ, leaf by leaf and in the user's paths, and a cure for each difference."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _MISSING, _EXTRA = "(missing)", "(not there)"
 
 
 class Difference(NamedTuple):
-    """A row of the table, what mends it, and whether the given leaf was weakly typed."""
+    """A row of the table, what fixes it, and whether the given leaf was weakly typed."""
 
     row: Row
     cures: tuple[Cure, ...] = ()
@@ -57,7 +57,7 @@ def _same_leaf(given: Any, returned: Any) -> bool:
 
 
 def one_of_a_kind(differences: list[Difference]) -> list[Cure]:
-    """The cures, each kind of them once: for the first of the leaves that it mends."""
+    """The cures, each kind of them once: for the first of the leaves that it fixes."""
     cures: dict[tuple[str, ...], Cure] = {}
     for row, of_leaf, _ in differences:
         for cure in of_leaf:
@@ -71,7 +71,7 @@ def find_differences(root: str, path: KeyPath, given: PyTree, returned: PyTree) 
 
     Args:
         root: the name of the trees' root.
-        path: where in them the walk stands.
+        path: how far the walk has come.
         given: what the body was given there.
         returned: what it returned there.
     """

@@ -1,4 +1,4 @@
-"""The carry's invariance: what a step returns must have the structure and the types of what it was given."""
+"""Checks that a step returns a carry of the structure and the types that it was given."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Bodies with jaxtyping annotations: their carry in, x, carry out and y are checked under one scope of axis names."""
+"""Checks bodies that have jaxtyping annotations: carry, x and y under one scope of axis names."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _UNIONS = (typing.Union, types.UnionType)
 
 
 class _Part(NamedTuple):
-    """An annotated value: where it stands, its jaxtyping annotation, and itself."""
+    """An annotated value: where it is, its jaxtyping annotation, and itself."""
 
     path: str
     hint: Any
@@ -74,7 +74,7 @@ class Scope:
             raise Fault(
                 SignatureError,
                 "{body} has annotations that do not hold.",
-                "Change the annotation, or the value: an axis name stands for one size in the whole of a {step}.",
+                "Change the annotation, or the value: an axis name means one size in the whole of a {step}.",
                 header=("value", "annotated", "is"),
                 rows=bad,
             )
@@ -107,7 +107,7 @@ def _by_names(names: Any, hint: Any, value: Any) -> Iterator[tuple[str, Any, Any
 
 
 def _mismatch(part: _Part) -> str:
-    """Why an array does not fit its annotation, whatever the axis names stand for."""
+    """Why an array does not fit its annotation, whatever the axis names mean."""
     shape = getattr(part.value, "shape", None)
     if not _is_array_hint(part.hint) or shape is None:
         return ""
@@ -324,7 +324,7 @@ def _is_variadic(dim: str) -> bool:
 
 
 def _align(dims: list[str], shape: tuple[int, ...]) -> list[tuple[int, str]] | None:
-    """Which axis each of an annotation's dimensions is, but for one that stands for any number; None if none fits."""
+    """Which axis each of an annotation's dimensions is, but for one that allows any number; None if none fits."""
     variadic = [i for i, dim in enumerate(dims) if _is_variadic(dim)]
     if len(variadic) > 1 or len(dims) - len(variadic) > len(shape) or (not variadic and len(dims) != len(shape)):
         return None

@@ -1,1 +1,1 @@
-"""Checks of what the verbs are told."""
+"""Checks of arguments."""

@@ -1,4 +1,4 @@
-"""Checks of what every verb is told: length, reverse, unroll, axes, key, and the options' names."""
+"""Checks of the arguments that most verbs take: length, reverse, unroll, axes, key, and the names of options."""
 
 from __future__ import annotations
 

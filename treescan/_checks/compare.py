@@ -1,4 +1,4 @@
-"""Rows of what differs between two trees; chex decides whether anything does."""
+"""Lists what differs between two trees. chex decides whether anything does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks of what `mask_scan` is told beside what every verb is: which steps are data, and how work is saved."""
+"""Checks of the arguments that `mask_scan` adds: lengths, masks, resets, chunks and tiers."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ def _batch(flags: Any, time_axis: int) -> tuple[int, ...]:
 
 
 def check_lengths(lengths: Any, steps: int | None, call: str = "{verb} over {body}") -> Any:
-    """Ints; where they are concrete and `steps` are given, between 0 and that. `call` begins what is said of others."""
+    """Ints, between 0 and `steps` where both are known. The messages about anything else begin with `call`."""
     given, lengths = lengths, _as_array(lengths) if isinstance(lengths, list | tuple) else lengths
     dtype = dtype_of(lengths)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):

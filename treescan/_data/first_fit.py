@@ -1,4 +1,4 @@
-"""Which row each sequence goes to: first-fit decreasing, and the search for a row's length around it."""
+"""Assigns sequences to rows by first-fit decreasing, and searches for the best length of a row."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def first_fit(lengths: Ints, length: int, most: int | None = None) -> Fit:
     (D. S. Johnson, Near-optimal bin packing algorithms, 1973: at most 11/9 of the fewest rows, and one more.)
 
     Args:
-        lengths: those of the sequences, from 0 up. One of length 0 occupies nothing, and stands at the start of row 0.
+        lengths: those of the sequences, from 0 up. One of length 0 occupies nothing, and is at the start of row 0.
         length: that of the rows, from the longest sequence's up.
         most: gives up when there are more rows than so many.
     """

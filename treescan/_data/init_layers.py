@@ -1,4 +1,4 @@
-"""`init_layers`: all layers of a stack at once, each from a key of its own."""
+"""`init_layers` initializes all layers of a stack at once, each with its own key."""
 
 from __future__ import annotations
 

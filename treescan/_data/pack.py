@@ -1,4 +1,4 @@
-"""`pack` and `unpack`: sequences end to end in the rows of a batch, and back; `last`: what each ended with."""
+"""`pack` puts sequences end to end into the rows of a batch, `unpack` takes them out, `last` finds their ends."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .sequences import (
 
 
 class PackIndex(NamedTuple):
-    """Where each sequence stands in a `treescan.Packed` batch, in the order in which they were given.
+    """Where each sequence is in a `treescan.Packed` batch, in the order in which they were given.
 
     Attributes:
         row: int32[N], its row.
@@ -49,7 +49,7 @@ class Packed(NamedTuple, Generic[X]):
         data: the sequences, leaves `[T, R, ...]`.
         mask: bool[T, R], which steps belong to a sequence.
         resets: bool[T, R], True at the first step of each sequence.
-        index: where each sequence stands.
+        index: where each sequence is.
     """
 
     data: X
@@ -103,10 +103,10 @@ def pack(
         length: the number of steps T. Alone: as many rows as it takes. With `rows`: exactly these; rows that are not
             needed stay empty. With neither, the two are chosen so that few steps are padding: the length lies between
             that of the longest sequence and twice that.
-        value: what stands in the padding, a number, or a prefix tree of a sequence with numbers.
+        value: what is in the padding, a number, or a prefix tree of a sequence with numbers.
 
     Returns:
-        The batch, leaves `[T, R, ...]`, with its mask, the first steps of the sequences, and where each of them stands.
+        The batch, leaves `[T, R, ...]`, with its mask, the first steps of the sequences, and where each of them is.
 
     Raises:
         ArgumentError: as `treescan.pad`; also if `rows` of `length` do not hold all sequences.

@@ -1,4 +1,4 @@
-"""`pad` and `unpad`: sequences of different lengths as one batch of rows, and back."""
+"""`pad` makes one batch of sequences of different lengths, `unpad` takes them out."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def pad(sequences: Sequence[Any], *, length: int | None = None, value: PyTree = 
             steps from 0 up; dtypes and trailing shapes are the same in all sequences. Typed PRNG keys are welcome.
         length: the number of steps T. None: that of the longest sequence. Batches that are padded to the same length
             are compiled for once.
-        value: what stands in the padding, a number, or a prefix tree of a sequence with numbers.
+        value: what is in the padding, a number, or a prefix tree of a sequence with numbers.
 
     Returns:
         The batch, leaves `[T, B, ...]`, and the lengths, int32[B].

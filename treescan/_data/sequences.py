@@ -1,4 +1,4 @@
-"""Lists of sequences: what is wrong with one, said in one table, and the ways into one array a leaf and out of it."""
+"""Lists of sequences: checks them, and copies them into one array per leaf and back."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ def _without_steps(root: str, sequence: PyTree) -> list[tuple[str, Any]]:
 
 
 class _AnyLeaf:
-    """Stands for each leaf where structures are compared."""
+    """Represents each leaf where structures are compared."""
 
     def __repr__(self) -> str:
         return "an array"
@@ -204,7 +204,7 @@ def check_fits(lengths: Ints, length: int) -> None:
 
 
 class Spans(NamedTuple):
-    """For each sequence the row of the batch where it stands, its first step there, and its length."""
+    """For each sequence the row of the batch where it is, its first step there, and its length."""
 
     row: Ints
     start: Ints
@@ -304,7 +304,7 @@ def check_concrete(value: Any, name: str) -> Any:
 
 
 def cut_out(tree: PyTree, spans: Spans) -> list[Any]:
-    """What stands in each span of a tree with leaves [steps, rows, ...]."""
+    """What is in each span of a tree with leaves [steps, rows, ...]."""
     leaves, structure = jax.tree.flatten(tree)
     where = spans.each()
     columns = [_cut_leaf(leaf, where) for leaf in leaves]

@@ -1,4 +1,4 @@
-"""Stacks from checkpoints that name every layer's arrays one by one, `layers.0.w`, and back."""
+"""Converts stacks from and to checkpoints that name the arrays of each layer, for example `layers.0.w`."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def layers_from_state_dict(
         like: a tree with the structure and shapes of *one* layer (`jax.eval_shape(init, key)` makes one). The stack
             then has its structure; a leaf's name is its path, joined by dots (`attention.q_proj`). None: the stack is a
             dict from each name to its array.
-        prefix: what stands before the number; "" for nothing.
+        prefix: the text before the number; "" for nothing.
         names: where the checkpoint calls a leaf something else: `{"attention.q_proj": "self_attn.q_proj.weight"}`.
 
     Returns:
@@ -89,7 +89,7 @@ def layers_to_state_dict(
 
     Args:
         stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`. Other leaves are left out.
-        prefix: what stands before the number; "" for nothing.
+        prefix: the text before the number; "" for nothing.
         names: where the checkpoint calls a leaf something else than its path: `{"attention.q_proj": "q.weight"}`.
 
     Returns:
@@ -263,7 +263,7 @@ def _check_texts(prefix: Any, names: Any) -> str:
         raise Fault(
             ArgumentTypeError,
             f"{{verb}}: `prefix` is a string, got {describe_argument(prefix)}.",
-            'It is what stands before the number: `prefix="model.layers"`.',
+            'It is the text before the number: `prefix="model.layers"`.',
         )
     if names is not None and not isinstance(names, Mapping):
         raise Fault(

@@ -1,4 +1,4 @@
-"""The handle of a user's body, and the interning of what is made for it."""
+"""A handle of the user's body, which keeps what was made for the body for as long as the body lives."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`run_chunked`, the one combinator over loops: a loop whose step runs a loop, plus the remainder."""
+"""`run_chunked` runs a loop in chunks: a loop over chunks whose step is a loop, and the remainder."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def _around(level: Level, chunk: RunChunk, *, looped: bool) -> Step:
 def _split(xs: Feed, steps: int, levels: tuple[Level, ...]) -> tuple[Feed, Feed]:
     """The feed of all whole chunks of the last level, which hold the first `steps` steps, and that of the rest."""
     size = levels[-1].size
-    unit = next((level.size for level in levels if level.scheduled), 1)  # the steps that one entry stands for
+    unit = next((level.size for level in levels if level.scheduled), 1)  # the steps that one entry represents
     whole, schedule = xs._replace(schedule=None), xs.schedule
     main, rest = _group(whole, steps, size)
     main_schedule, rest_schedule = _group(schedule, steps // unit, size // unit)

@@ -1,4 +1,4 @@
-"""`TREESCAN_WARN_RETRACE=1`: says where a new function object in each call makes JAX trace again and again."""
+"""`TREESCAN_WARN_RETRACE=1` warns where a new function object per call makes JAX trace again."""
 
 from __future__ import annotations
 

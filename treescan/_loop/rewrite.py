@@ -1,4 +1,4 @@
-"""`rewriting`: whether the steps of a loop may be rewritten to run faster. `TREESCAN_REWRITE=0` turns it off."""
+"""`rewriting(False)` and `TREESCAN_REWRITE=0` leave the steps of loops alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`run`: the one call of `jax.lax.scan`."""
+"""`run` calls `jax.lax.scan`. No other file does."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _lower(loop: Loop, packed: bool) -> _Lowered:
 
 
 def named_signature(*names: str) -> inspect.Signature:
-    """The signature of what stands for a body in a trace, in the body's own names: JAX's messages speak of these."""
+    """A signature in the body's own names, which JAX's messages then use."""
     kind = inspect.Parameter.POSITIONAL_ONLY
     return inspect.Signature([inspect.Parameter(name, kind) for name in names])
 
@@ -132,7 +132,7 @@ def _blame_step(function: _Lowered, carry: PyTree, xs: PyTree) -> None:
             jax.eval_shape(lambda c, x: function(c, x), settle(carry, out)[0], x)
     except Fault:
         raise
-    except Exception:  # something else was wrong: what lax.scan said stands
+    except Exception:  # something else was wrong: lax.scan's message is kept
         return
 
 

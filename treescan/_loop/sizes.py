@@ -1,4 +1,4 @@
-"""The planner: one list of nested sizes, into which a loop is cut for all that wants boundaries."""
+"""Plans the sizes of nested chunks: one list of sizes for all transforms that ask for chunks."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""What is read off the trace of a step."""
+"""Reads the traces of steps."""

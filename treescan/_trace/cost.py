@@ -1,4 +1,4 @@
-"""How many operations a jaxpr takes, roughly: enough to tell whether it is sooner computed again than read back."""
+"""Estimates how many operations a jaxpr takes."""
 
 from __future__ import annotations
 

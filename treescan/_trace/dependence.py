@@ -1,4 +1,4 @@
-"""Which outputs of a jaxpr depend on which of its inputs: seen through calls, loops and branches, output by output."""
+"""Finds which outputs of a jaxpr depend on which inputs, through calls, loops and branches."""
 
 from __future__ import annotations
 

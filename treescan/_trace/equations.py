@@ -1,4 +1,4 @@
-"""The equations of a jaxpr, one at a time."""
+"""Evaluates and compares single equations of a jaxpr."""
 
 from __future__ import annotations
 

@@ -1,7 +1,10 @@
-"""The body is traced once, up front, and leaves that it hands on unchanged, weights in the carry say, leave the state.
+"""Traces the body once, before the loop, and takes leaves out of the state that it returns unchanged.
 
-lax.scan turns a leaf that comes back as it went in into a constant. But behind a mask, a branch or a checkpoint a leaf
-is a new value each step, which the gradient would save T times: so this is read off a trace before.
+Weights in the carry are an example. lax.scan turns a leaf that comes back unchanged into a constant. Behind a mask, a
+branch or a checkpoint the same leaf is a new value per step, which the gradient would save T times. So unchanged leaves
+are found in the trace of the body itself.
+
+How lax.scan finds residuals that no step changes: https://github.com/jax-ml/jax/pull/1664.
 """
 
 from __future__ import annotations
@@ -10,7 +13,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
@@ -47,7 +50,7 @@ class Traced:
         return self.evaluate(None, consts, state, feed)
 
     def evaluate(self, closed: list[Any] | None, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
-        """Runs the trace; `closed` stands for what the body closes over, None for what it closed over in the trace."""
+        """Runs the trace; `closed` is what the body closes over; None: what it closed over in the trace."""
         leaves = self._leaves(consts, state, feed)
         jaxpr = self.jaxprs[_shapes(leaves)]
         closed = jaxpr.consts if closed is None else closed
@@ -97,6 +100,19 @@ class Lifted:
         return dataclasses.replace(self, traced=dataclasses.replace(self.traced, jaxprs=jaxprs))
 
 
+class Repeatable(Step, Protocol):
+    """A step that a derivative may compute again."""
+
+    @property
+    def once_only(self) -> bool:
+        """Whether it has effects that JAX refuses to repeat."""
+        ...
+
+    def silenced(self) -> Repeatable:
+        """The same without what it says in callbacks."""
+        ...
+
+
 @dataclass(frozen=True)
 class Untraced:
     """A step in the same form that is not traced, for `jax.disable_jit`. Nothing leaves its state."""
@@ -136,6 +152,17 @@ class Hoisted(NamedTuple):
     refs: bool = False
     reverse_rule: bool = False
     branches: bool = False
+
+    @property
+    def traced(self) -> Traced:
+        """The step, where `hoist` made it and nothing was lifted yet."""
+        assert isinstance(self.loop.step, Traced)
+        return self.loop.step
+
+    @property
+    def repeatable(self) -> Repeatable:
+        """The step, once `lift` was there: a derivative may compute it again."""
+        return cast(Repeatable, self.loop.step)
 
     @property
     def settled(self) -> list[Any]:
@@ -212,8 +239,7 @@ def lift(hoisted: Hoisted) -> Hoisted:
 
     A rule for derivatives must not close over it, and under vmap one element may lend its own to another.
     """
-    traced = hoisted.loop.step
-    assert isinstance(traced, Traced)
+    traced = hoisted.traced
     found = [pair for jaxpr in traced.jaxprs.values() for pair in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)]
     closed = list({id(value): value for var, value in found if not _is_ref(var)}.values())
     numbers = {id(value): i for i, value in enumerate(closed)}
@@ -259,8 +285,7 @@ def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Fee
         given: the types of (consts, state leaves, feed).
         y_shapes: the shapes that y must have then.
     """
-    traced = hoisted.loop.step
-    assert isinstance(traced, Traced)
+    traced = hoisted.traced
     consts, leaves, _ = given
     with weak_types_settled():
         jaxpr, (_, y) = _trace(loop, hoisted.structure, given)
@@ -271,7 +296,7 @@ def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Fee
             BodyError,
             "{body} does something else when it is given fewer rows, as `compact` gives it.",
             "Let the body treat any number of rows alike, each by itself, or leave `compact` out. `y_axes` says where "
-            "the rows stand in its outputs.",
+            "the rows are in its outputs.",
         )
     traced.jaxprs[_shapes(jax.tree.leaves(given))] = jaxpr
 

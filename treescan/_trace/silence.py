@@ -1,4 +1,4 @@
-"""What a body says while it runs, in callbacks, is said once: not when the gradient computes a step again."""
+"""A body's callbacks run once: not again when the gradient computes a step again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which leaves of a tree have tangents, and the tree in two parts."""
+"""Splits trees into the leaves that have tangents and the others."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def instantiated(tangent: Any, like: Array) -> Array:
 
 
 def no_tangent(leaf: Any) -> Any:
-    """What stands for the tangent of a leaf that has none."""
+    """What represents the tangent of a leaf that has none."""
     return zero_from_primal(leaf, symbolic_zeros=True)
 
 

@@ -1,7 +1,7 @@
-"""`remat="auto"`: the plan that is expected to be the fastest, and that saves no more than a loop without `remat`.
+"""`remat="auto"` picks the plan that is expected to be the fastest and saves no more than a loop without `remat`.
 
-Each step saves what its derivative reads, in chunks whose products with weights are computed at once. These chunks are
-recomputed where a step is computed again sooner than what it saves is written and read back.
+Steps run in chunks whose products with weights are computed at once. The gradient recomputes the chunks where computing
+a step again takes less time than writing and reading what it saves.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""`in_axes` and `out_axes`: which axis of each leaf is scanned over, and where the stacked axis goes."""
+"""`in_axes` and `out_axes`: the axis of each leaf that is scanned over, and where ys are stacked."""
 
 from __future__ import annotations
 

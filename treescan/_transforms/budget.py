@@ -1,4 +1,4 @@
-"""`Remat.fit`: the plan with the fewest evaluations of the body of which all that is saved fits a budget."""
+"""`Remat.fit` picks the cheapest plan that fits a number of bytes."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def describe_bytes(count: int) -> str:
 
 
 def fit_budget(hoisted: Hoisted, remat: Remat) -> Remat | None:
-    """The plan that a `Remat` stands for, for a loop that `hoist` made: one that fits, where it has a budget.
+    """The plan of a `Remat` for a loop that `hoist` made. One with a budget is given a plan that fits.
 
     Raises:
         Fault: for an `ArgumentError` if no plan fits.

@@ -1,4 +1,4 @@
-"""Steps and chunks of which the gradient saves little: `jax.checkpoint`, by the plan of a `Remat`."""
+"""Applies `jax.checkpoint` to steps and chunks, as a `Remat` says."""
 
 from __future__ import annotations
 

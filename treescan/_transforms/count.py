@@ -1,4 +1,4 @@
-"""`fori`: the index is a part of the state, as it is in `jax.lax.fori_loop`; so are positions of unknown number."""
+"""`fori` keeps the index in the state."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class Counted:
     Attributes:
         step: the inner step.
         stride: 1, or -1 in reverse.
-        place: where in the feed the index stands.
+        place: where in the feed the index is.
     """
 
     step: Step

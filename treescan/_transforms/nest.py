@@ -1,4 +1,4 @@
-"""Runs a loop that was transformed: in the chunks that its transforms asked for, and then what undoes these."""
+"""Runs a transformed loop in its chunks, then undoes the transforms on the results."""
 
 from __future__ import annotations
 

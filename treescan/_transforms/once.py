@@ -1,4 +1,4 @@
-"""Outputs that are the same in every step: proven so from the body's trace, and computed once, before the loop."""
+"""Outputs that are proven to be the same in every step are computed once, before the loop."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .._loop.loop import Feed, Loop, Step, Transform
 from .._loop.run import as_arrays, is_jit_disabled
 from .._trace.dependence import dependent
 from .._trace.equations import alone, called, evaluate_inlined, variables_of
-from .._trace.hoist import Hoisted, Traced, flatten_only, hoist, merge
+from .._trace.hoist import Hoisted, flatten_only, hoist, merge
 from .._tree import Prefix, PrefixMismatch, leaves_with_path
 from .._types import PyTree
 from .axes import OverAxes
@@ -240,8 +240,7 @@ class _Program:
     @classmethod
     def of(cls, hoisted: Hoisted) -> _Program:
         """The program of a loop's step."""
-        traced = hoisted.loop.step
-        assert isinstance(traced, Traced)
+        traced = hoisted.traced
         (closed,) = traced.jaxprs.values()
         unchanged, inner = hoisted.loop.consts
         known = [*jax.tree.leaves(inner), *merge(traced.fixed, unchanged, [None] * len(hoisted.loop.state))]

@@ -1,4 +1,4 @@
-"""`save` and `out_axes`: which of a loop's outputs are kept, and where their stacked axis goes."""
+"""`save` and `out_axes`: which outputs are kept, and along which axis they are stacked."""
 
 from __future__ import annotations
 

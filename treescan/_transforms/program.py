@@ -1,4 +1,4 @@
-"""One call of a verb: what it was told, less its arrays; the loop that it is; and the program of an eager call."""
+"""One call of a verb: its static part, its arrays, its loop, and its compiled program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What cannot be had for a loop, whatever asks for it: the errors that several transforms raise."""
+"""Errors that several transforms raise."""
 
 from __future__ import annotations
 

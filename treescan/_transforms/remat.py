@@ -1,4 +1,4 @@
-"""`remat`: what the gradient recomputes instead of saving it, a step or a chunk at a time."""
+"""`remat`: the gradient recomputes steps or chunks instead of saving them."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def _check_policy(policy: Any) -> Callable[..., Any] | None:
             ArgumentError,
             f"{{verb}} over {{body}}: `policy` of a `Remat` names no policy: {policy!r}.",
             f"The policies of `jax.checkpoint_policies` are {plain}. Those that take arguments, "
-            "`save_only_these_names` say, are called first: "
+            "for example `save_only_these_names`, are called first: "
             '`Remat(policy=jax.checkpoint_policies.save_only_these_names("h"))`.',
         )
     if callable(named):

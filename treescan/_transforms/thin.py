@@ -1,4 +1,4 @@
-"""Loops that keep some of their outputs: these are not stacked, nor computed if nothing else needs them.
+"""`save`: outputs that are not kept are neither stacked nor, where nothing else needs them, computed.
 
 An output that is kept every k-th step is made by a step of its own: a chunk of k steps runs k - 1 of them without it,
 which leaves what only it needs to the compiler to remove, and one step with it. So one entry per chunk is stacked.

@@ -1,4 +1,4 @@
-"""`truncate`: the gradient is cut between stretches of steps, as truncated backpropagation through time does."""
+"""`truncate` cuts the gradient between segments of steps, for truncated backpropagation through time."""
 
 from __future__ import annotations
 

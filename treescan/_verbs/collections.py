@@ -1,4 +1,4 @@
-"""Which role each collection of variables, and each stream of keys, has in a lifted function."""
+"""The role of each collection of variables and of each stream of keys in a lifted function."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which collections a role is for: names, sets of names, predicates, and complements, as flax has them."""
+"""Filters of collections, as flax has them: names, sets of names, predicates, complements."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def accumulate(
             is never read, and the carries of padded steps are 0.
 
     Returns:
-        The carries, `[T, ...]`; in reverse the carry after the step at position t stands at t.
+        The carries, `[T, ...]`; in reverse the carry after the step at position t is at t.
 
     Raises:
         ArgumentError: as `treescan.scan`.

@@ -1,6 +1,6 @@
-"""Loops over groups of variables: those that all steps share, those that are carried, and those that have an axis.
+"""Loops over variables that are shared, carried, or scanned over. `lift` and the integration of flax use them.
 
-`lift` and the integration of flax are made of it. They differ in what a group is: here it is any pytree.
+A group of variables is any pytree here. `lift` makes groups of collections, flax of scopes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Checks of what the verbs over layers are given: blocks, their stacks, and what each layer has of its own."""
+"""Checks of the arguments of the verbs over layers: blocks, stacks, and arguments per layer."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Stacks(NamedTuple):
 
 
 def is_pattern(block: Any) -> bool:
-    """Whether what stands for a block is a sequence of several; a tuple that can be called is a block itself."""
+    """Whether a block is a sequence of several. A tuple that can be called is one block."""
     return isinstance(block, list | tuple) and not callable(block)
 
 
@@ -100,7 +100,7 @@ def _one_each(blocks: tuple[Any, ...], given: Any, name: str) -> tuple[Any, ...]
         raise Fault(
             error,
             f"{{call}}: there are {len(blocks)} blocks, but `{name}` has {len(given)} item{'s'[: len(given) != 1]}.",
-            "Give one for each block. A block that has several turns in a period stands there as often.",
+            "Give one for each block. A block that has several turns in a period is given as often.",
         )
     return tuple(given)
 

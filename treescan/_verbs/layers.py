@@ -1,4 +1,4 @@
-"""`scan_layers` and `fold_layers`: blocks of a model, run with each layer of their stacks in turn."""
+"""`scan_layers` and `fold_layers` run blocks of a model over the layers of a stack."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ def scan_layers(
         args: what all layers share, passed to each call. Arrays are values of the program, and are differentiated; all
             else, Python's numbers and bools included, is a part of it: the block sees it as it is, and another number
             is another program, so what changes from call to call (a position) is given as an array.
-        **options: `reverse` (the last layer first; its y still stands in its place), `unroll` (how many layers, or
+        **options: `reverse` (the last layer first; its y is at its own place), `unroll` (how many layers, or
             periods of a pattern, are compiled into one round of the loop), `key` (each layer is given
             `key=jax.random.fold_in(key, number of the layer among all)`), `in_axes` (of xs), `out_axes`, `name`, as for
             `treescan.scan`; `save` (of ys; in a pattern, a sequence has one for each block, which counts its own
@@ -324,7 +324,7 @@ def _run(
 
 
 def _check_out_axes(out_axes: Axes, stacks: Stacks) -> Prefix | None:
-    """Where the layers stand in ys, which is a tuple for a sequence of blocks; None: first."""
+    """Where the layers are in ys, which is a tuple for a sequence of blocks; None: first."""
     if type(out_axes) is int and out_axes == 0:
         return None
     return static_axes("out_axes", tuple(out_axes) if stacks.sequence and type(out_axes) is list else out_axes)

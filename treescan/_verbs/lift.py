@@ -1,4 +1,4 @@
-"""`lift`: the vocabulary of `flax.linen.scan` for functions of plain collections of variables."""
+"""`lift`: `flax.linen.scan` for functions of plain dicts of variables."""
 
 from __future__ import annotations
 

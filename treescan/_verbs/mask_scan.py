@@ -180,7 +180,7 @@ def mask_scan(
     compact: bool | tuple[int, ...] = False,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Scans a batch of rows of unequal length. Padding is never read, whatever stands in it, and hardly costs anything.
+    """Scans a batch of rows of unequal length. Padding is never read, whatever is in it, and hardly costs anything.
 
     Values and every gradient are those of the unpadded rows, each scanned on its own, and gradients with respect to
     the padding are exactly 0, NaN or inf in the padding or not. This holds for bodies that treat rows independently;
@@ -204,7 +204,7 @@ def mask_scan(
             steps that are not valid mean nothing, and shared leaves are never reset. Without lengths and mask every
             step is valid: then nothing is masked or skipped, and the gradient follows `remat="auto"` of
             `treescan.scan`, or recomputes chunks of `chunk` steps if that is given.
-        time_axis: 0, or 1 for data that leads with the batch: where the steps stand in xs, ys, `mask` and `resets`.
+        time_axis: 0, or 1 for data that leads with the batch: where the steps are in xs, ys, `mask` and `resets`.
             `in_axes` or `out_axes`, where given, say so instead for xs or ys.
         length: the number of steps T; needed without xs.
         fill: what y is on padded steps, a number, or "hold": the last valid y, in the order of the run, and 0 before
@@ -221,7 +221,7 @@ def mask_scan(
             together along the first axis of the batch, on the smallest tier that holds them. Tiers are 1, 2, 4, ..., B
             rows (seven of them from 1 to B where that would be more); a tuple names them. The body is traced and
             compiled once a tier. Steps that fill no chunk, at the end, are run on all rows if they are on any. Results
-            stand in their places.
+            are in their places.
         **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, as for
             `treescan.scan`. In reverse each row runs from its own last valid step to its first; ys stay where their xs
             are. `key` excludes `compact`. Where chunks are skipped, the gradient recomputes each chunk in any case,
@@ -234,7 +234,7 @@ def mask_scan(
 
     Raises:
         ArgumentError: as `treescan.scan`; also if none of lengths, mask and resets is given, or lengths and mask both,
-            if they do not fit xs, if the batch shape does not stand where the axes say, if y cannot hold `fill`, or if
+            if they do not fit xs, if the batch shape is not where the axes say, if y cannot hold `fill`, or if
             `compact` cannot order the rows (with `key`, `chunk=0`, a single row, rows spread over an explicit mesh,
             a mutable array in the body, or in a `jax.shard_map` with `check_vma=False`).
         BodyError: as `treescan.scan`.

@@ -1,4 +1,4 @@
-"""`plan_remat`: what a `Remat` comes to for a body, a carry and a number of steps."""
+"""`plan_remat` tells what a `Remat` saves and how often it evaluates the body."""
 
 from __future__ import annotations
 

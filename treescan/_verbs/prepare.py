@@ -1,4 +1,4 @@
-"""The way into every verb, and the way out: arguments are checked once, and results take the user's form again."""
+"""The common start and end of every verb: checks the arguments, restores the user's trees."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Prepared:
         return None if self.axes is None else OverAxes(self.axes)
 
     def run(self, *transforms: Transform | None) -> tuple[Any, Any]:
-        """Runs the call with these transforms, innermost first; None stands for one that has nothing to do."""
+        """Runs the call with these transforms, innermost first; None is skipped."""
         return self.run_program(Transformed(self.call, present(*transforms)))
 
     def with_rows(self, rows: Any) -> Prepared:

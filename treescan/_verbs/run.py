@@ -1,4 +1,4 @@
-"""`run_scan`: the transforms of `scan`, `fold` and `accumulate`, in their order; with `lengths` those of rows."""
+"""`run_scan` runs `scan`, `fold` and `accumulate`, with or without `lengths`."""
 
 from __future__ import annotations
 

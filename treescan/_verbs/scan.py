@@ -113,11 +113,11 @@ def scan(
             function, a string) stays outside of the loop; the body sees it in its place and returns it as it came.
         xs: what is scanned over: any pytree whose leaves are `[T, ...]`, or None for a loop that consumes nothing.
         length: the number of steps T; needed without xs, and must agree with them otherwise.
-        reverse: run from step T-1 to step 0. Each y still stands at the position of its x.
+        reverse: run from step T-1 to step 0. Each y is at the position of its x.
         unroll: how many steps are compiled into one round of the loop; 0 or True unrolls the whole loop.
         in_axes: for each leaf of xs (a prefix tree) the axis that is scanned over, counted from the end if negative.
             None gives the leaf whole to every step. Axes other than 0 cost a transposed copy of the leaf.
-        out_axes: for each leaf of ys (a prefix tree) where the axis of the steps stands. Axes other than 0 cost a
+        out_axes: for each leaf of ys (a prefix tree) where the axis of the steps is. Axes other than 0 cost a
             transposed copy.
         key: a PRNG key. The body is then given `key=jax.random.fold_in(key, position)` with the step's position in
             xs, the same in reverse.
@@ -129,7 +129,7 @@ def scan(
             another memory.
         save: what is kept of ys (a prefix tree of y). "all"; "last": of the last step that runs, without an axis of
             steps, 0 if there is no step; a number k: of the positions k-1, 2k-1 and so on, in reverse too; None:
-            nothing, and None stands in its place. What is not kept takes no memory, and is not computed where nothing
+            nothing, and None is in its place. What is not kept takes no memory, and is not computed where nothing
             else needs it.
         truncate: cut the gradient of the carry between stretches of so many steps, at the positions that are multiples
             of it, in reverse too: truncated backpropagation through time. Leaves of the carry that no step changes,

@@ -1,4 +1,4 @@
-"""`while_scan`: a scan that ends when its carry says so."""
+"""`while_scan`: a scan that ends when a condition on the carry no longer holds."""
 
 from __future__ import annotations
 
@@ -158,7 +158,7 @@ def while_scan(
         xs: what is scanned over: any pytree whose leaves are `[T, ...]`, T at least `max_length`; or None.
         max_length: the most steps to take; T where there are xs, of which else the first `max_length` are scanned.
         fill: for each leaf of y (a prefix tree of scalars) what it is where no step was taken.
-        reverse: run from step max_length-1 down. Each y still stands at the position of its x.
+        reverse: run from step max_length-1 down. Each y is at the position of its x.
         unroll: as for `treescan.scan`, within the chunks into which the loop is cut.
         in_axes: as for `treescan.scan`.
         out_axes: as for `treescan.scan`.

@@ -1,4 +1,4 @@
-"""Custom carries: what stands in an `init` and shows the body something else than it stores."""
+"""Custom carries: values in an `init` that show the body something else than they store."""
 
 from ._base import (
     AbstractCarry as AbstractCarry,

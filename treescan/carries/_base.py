@@ -24,7 +24,7 @@ CarryT = TypeVar("CarryT", bound="AbstractCarry[Any, Any]")
 class AbstractCarry(abc.ABC, Generic[Seen_co, Returned_contra]):
     """A carry that stores one thing in the loop and shows another to the body.
 
-    An instance stands in `init` where its value would, anywhere in the tree; it may hold others. Subclasses are frozen
+    An instance takes the place of its value in `init`, anywhere in the tree. It may hold others. Subclasses are frozen
     pytrees: a frozen dataclass under `jax.tree_util.register_dataclass`, a `chex.dataclass(frozen=True)`, an equinox
     module. Their array leaves are the loop's state; a leaf that `write` hands on as the same object is a constant of
     the loop, so that hyperparameters may be leaves too, traced and differentiated. Everything else is static.
@@ -117,9 +117,9 @@ def carry_of(value: Any, kind: type[CarryT]) -> CarryT:
     """
     if isinstance(value, kind):
         return value
-    cure = "Give it the part of the final carry that stands where the custom carry stood in `init`."
+    cure = "Give it the part of the final carry at the place of the custom carry in `init`."
     if is_carry(value):
-        cure = f"Ask for the class that stood there in `init`, `{type(value).__name__}`, or give it another part."
+        cure = f"Ask for the class that `init` had there, `{type(value).__name__}`, or give it another part."
     fault = Fault(
         ArgumentTypeError,
         f"{{verb}} was asked for a carry of class {kind.__name__}, but got {describe_node(value)}.",
@@ -178,7 +178,7 @@ def write_tree(tree: PyTree, returned: PyTree, valid: Array | None = None) -> Py
 
 
 def parts_of(outer: TreeDef, tree: PyTree) -> list[Any] | None:
-    """What stands in a tree where a structure has its leaves; None if it has another structure above them."""
+    """What is in a tree where a structure has its leaves; None if it has another structure above them."""
     try:
         return outer.flatten_up_to(tree)
     except ValueError:

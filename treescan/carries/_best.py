@@ -95,7 +95,7 @@ def best(
     """Carries the best candidate so far.
 
     Args:
-        value: what stands for the best before there is one: any pytree of arrays. They are copied, so that a state
+        value: what counts as the best before there is one: any pytree of arrays. They are copied, so that a state
             that holds them too can be donated.
         score: its score, a number, or one a row [*batch]. None: worse than any, -inf or inf, of shape [].
         mode: whether high ("max") or low scores ("min") are better.

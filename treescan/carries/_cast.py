@@ -25,7 +25,7 @@ class Cast(AbstractCarry[Any, Any]):
     The body may return them in any dtype, the result of computing in bfloat16 with float32 weights say.
 
     Attributes:
-        tree: any pytree of arrays; custom carries may stand in it.
+        tree: any pytree of arrays; custom carries may be in it.
     """
 
     tree: PyTree
@@ -57,7 +57,7 @@ def cast(tree: Any) -> Any:
     """Carries values that keep their dtypes, whatever the body returns.
 
     Args:
-        tree: any pytree of arrays; custom carries may stand in it.
+        tree: any pytree of arrays; custom carries may be in it.
 
     Returns:
         `Cast`, typed as the tree.

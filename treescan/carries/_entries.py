@@ -1,4 +1,4 @@
-"""What the statistics share: strong types to start from, and what was returned for the rows of a batch."""
+"""What the statistics share: strong initial types, and rows of a batch."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ class Entries(NamedTuple):
 
 
 def is_shared(shared: bool | None, value: Array) -> bool:
-    """Whether all rows share a value: if it is said, else if it has no axis that rows could stand on."""
+    """Whether all rows share a value: if it is said, else if it has no axis that rows could be on."""
     return jnp.ndim(value) == 0 if shared is None else shared
 
 

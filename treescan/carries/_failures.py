@@ -1,4 +1,4 @@
-"""Finds, in what was raised, which hook of a custom carry failed and at which line."""
+"""Finds which hook of a custom carry raised, and at which line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Values whose gradient is changed on its way back through time."""
+"""Changes the gradient of a carry on its way back through time."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ class ClipGradient(AbstractCarry[Any, Any]):
     loss of the final values takes them from `tree`; through `read` their cotangent is limited once more.
 
     Attributes:
-        tree: any pytree of floating-point arrays; custom carries may stand in it.
+        tree: any pytree of floating-point arrays; custom carries may be in it.
         limit: the largest absolute value of an element, or None.
         max_norm: the largest Euclidean norm along the last axis, or None.
     """
@@ -98,7 +98,7 @@ def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLik
     """Carries values whose gradient is clipped each step on its way back through time. Reverse mode only.
 
     Args:
-        tree: any pytree of floating-point arrays; custom carries may stand in it.
+        tree: any pytree of floating-point arrays; custom carries may be in it.
         limit: the largest absolute value that an element of the cotangent keeps.
         max_norm: the largest Euclidean norm that the cotangent keeps along its last axis, a row's features say.
 
@@ -131,7 +131,7 @@ class StopGradient(AbstractCarry[Any, Any]):
     A loss of the final values takes them from `tree`; what `read` gives is a constant.
 
     Attributes:
-        tree: any pytree of arrays; custom carries may stand in it.
+        tree: any pytree of arrays; custom carries may be in it.
     """
 
     tree: PyTree
@@ -149,7 +149,7 @@ def stop_gradient(tree: T) -> T:
     """Carries values through which no gradient flows back in time.
 
     Args:
-        tree: any pytree of arrays; custom carries may stand in it.
+        tree: any pytree of arrays; custom carries may be in it.
 
     Returns:
         `StopGradient`, typed as the tree.

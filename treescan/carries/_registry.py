@@ -1,4 +1,4 @@
-"""Types that are adopted as carries: registered by code that was imported, or by distributions that declare it."""
+"""Types of other packages as carries: `register_carry`, and entry points of distributions."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def register_carry(
 ) -> None:
     """Teaches treescan to carry values of a type that one does not own.
 
-    Where such a value stands in an `init`, a carry takes its place during the scan, and the caller gets a value of the
+    Where such a value is in an `init`, a carry takes its place during the scan, and the caller gets a value of the
     type back. Subclasses are adopted too, unless they are registered themselves: the most specific class counts.
 
     Args:
@@ -125,13 +125,13 @@ def _check_registration(kind: Any, to_carry: Any, from_carry: Any) -> None:
         raise Fault(
             ArgumentTypeError,
             f"{{verb}} got `{kind.__name__}`, whose values every scan carries as they are.",
-            "Register a class of your own; a subclass of this one, say.",
+            "Register a class of your own; for example a subclass of this one.",
         )
     if issubclass(kind, AbstractCarry):
         raise Fault(
             PluginError,
             f"{{verb}} got `{kind.__name__}`, which is a custom carry itself.",
-            "It may stand in an `init` as it is. Only types that are no carries are registered.",
+            "A custom carry needs no registration: put it in an `init`.",
         )
 
 

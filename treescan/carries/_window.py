@@ -21,7 +21,7 @@ T = TypeVar("T")
 class Window(AbstractCarry[Any, Any]):
     """The last k values that the body returned, oldest first: `window[-1]` is the last one, `window[-i]` lag i.
 
-    A step costs one copy of the window. In `mask_scan` the batch shape stands behind the k values.
+    A step costs one copy of the window. In `mask_scan` the batch shape is behind the k values.
 
     Attributes:
         values: any pytree of arrays, leaves [k, ...].

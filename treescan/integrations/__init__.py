@@ -1,1 +1,1 @@
-"""Libraries that treescan works with: imported by the user, or where a value of theirs is carried, never before."""
+"""Integrations with other libraries, imported only when they are used."""

@@ -1,4 +1,4 @@
-"""From the arguments of a verb over layers to its results: one loop a block, and the blocks by turns."""
+"""Assembles the loop of a verb over layers: one loop per block, and the blocks in turn."""
 
 from __future__ import annotations
 

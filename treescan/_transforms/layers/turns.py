@@ -1,4 +1,4 @@
-"""Loops by turns: a step of the first, one of the second, and so on, over one state; a pattern of layers is this."""
+"""Runs several blocks in turn over one state: a step of the first, one of the second, and so on."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where the batch shape stands in each leaf: read off prefix trees, checked, and kept beside a loop on the way."""
+"""Finds the axes of the batch in each leaf, from prefix trees, and checks them."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def with_axes(loop: Loop, **axes: LeafAxes) -> Loop:
 
 
 def spread_batch_axes(option: str, axes: Prefix, tree: PyTree, root: str, batch: tuple[int, ...]) -> LeafAxes:
-    """One axis a leaf, counted from 0, and the batch shape must stand there.
+    """One axis a leaf, counted from 0, and the batch shape must be there.
 
     Raises:
         Fault: for an `ArgumentError` that lists the leaves in which it does not.
@@ -99,7 +99,7 @@ def check_batch_axes(option: str, axes: LeafAxes, tree: PyTree, root: str, batch
         other = _other_batch(option, root, found - {batch})
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: the batch shape {_shape(batch)} of the mask does not stand in every leaf.",
+            f"{{verb}} over {{body}}: the batch shape {_shape(batch)} of the mask is not in every leaf.",
             *([other] if other else []),
             f"`{option}` says where the batch shape starts in each leaf of {root} (0: it leads), and None marks a leaf "
             "that all rows share.",

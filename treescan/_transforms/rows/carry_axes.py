@@ -1,4 +1,4 @@
-"""Where the rows of a carry are: in plain leaves as `carry_axes` says, in custom carries as these say themselves."""
+"""Finds the axes of the batch in the carry: `carry_axes` for plain leaves, `rows` for custom carries."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def spread_carry_axes(prefix: Prefix, state: PyTree, root: str, batch: tuple[int
     """Where the batch shape starts in each leaf of a carry: as its custom carries say, and `carry_axes` of the rest.
 
     Raises:
-        Fault: for an `ArgumentError` if the batch shape does not stand there, or a `PluginError` if `rows` of a custom
+        Fault: for an `ArgumentError` if the batch shape is not there, or a `PluginError` if `rows` of a custom
             carry says something that does not fit it.
     """
     if not any(map(is_carry, jax.tree.leaves(state, is_leaf=is_carry))):
@@ -39,7 +39,7 @@ def spread_carry_axes(prefix: Prefix, state: PyTree, root: str, batch: tuple[int
 
 
 _ROWS = (
-    "A custom carry says itself where its rows stand (`rows`): start it from arrays that have the batch shape there. "
+    "A custom carry says itself where its rows are (`rows`): start it from arrays that have the batch shape there. "
     "For one that all rows share, give None in `carry_axes`, or `shared=True` to it if it has that option."
 )
 
@@ -59,7 +59,7 @@ def _axes_within(state: PyTree, root: str, prefix: PyTree) -> LeafAxes:
             raise Fault(
                 ArgumentError,
                 f"{{verb}} over {{body}}: `carry_axes` is {axis} for {path}, a custom carry (`{type(node).__name__}`), "
-                "which says itself where its rows stand.",
+                "which says itself where its rows are.",
                 "`carry_axes` takes a tree with an axis for each part of the carry: give 0 for this one, or None if "
                 "all rows share it.",
             )

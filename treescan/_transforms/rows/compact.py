@@ -1,4 +1,4 @@
-"""`compact`: the rows of a chunk that have anything to do, first, and the body on these alone."""
+"""`compact` runs the body on the live rows of a chunk alone."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class LiveRows:
     Attributes:
         step: runs a chunk of the loop.
         rows: how many rows it runs on.
-        axes: where the rows stand in the arguments and outputs.
+        axes: where the rows are in the arguments and outputs.
         idle: the outputs of a chunk in which nothing is run, from the state and their types.
     """
 
@@ -171,7 +171,7 @@ def _of_fewer_rows(fault: Fault, tier: int, rows: int) -> Fault:
         fault.error,
         f"{fault.says.rstrip('.')}, when it is given {tier} of the {rows} rows, as `compact` gives it.",
         "An array with rows that the body closes over does not come along: pass it through the carry, or through xs "
-        "with `in_axes=None` and a tree as `x_axes` that says where its rows stand. And the body must take any number "
+        "with `in_axes=None` and a tree as `x_axes` that says where its rows are. And the body must take any number "
         "of rows.",
         header=fault.header,
         rows=fault.rows,

@@ -1,4 +1,4 @@
-"""What outputs are on steps that are not valid: a number, or the last valid one, held."""
+"""`fill`: the outputs of steps that are not valid, a number or the last valid output."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ class Idle:
 
     Attributes:
         fill: what each leaf that the chunk returns is filled with.
-        held: which of the held outputs stands in each leaf; None: it is filled. None as a whole: all are.
+        held: which of the held outputs is in each leaf; None: it is filled. None as a whole: all are.
     """
 
     fill: Prefix

@@ -1,4 +1,4 @@
-"""Pairs (state, x) that the body is known to run on: what padded rows are shown in place of their padding."""
+"""Pairs (state, x) on which the body is known to run; the body is given these in place of padding."""
 
 from __future__ import annotations
 

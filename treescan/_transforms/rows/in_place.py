@@ -1,10 +1,12 @@
-"""A masked loop that writes its outputs where they stay, for as long as nothing is differentiated.
+"""Writes the outputs of a masked loop in place, while nothing is differentiated.
 
-A branch that returns the outputs of a chunk writes them, or what stands for them, has them copied out of it, and the
+A branch that returns the outputs of a chunk writes them, or what represents them, has them copied out of it, and the
 loop around copies them to their places. Here arrays for the outputs of all steps are carried instead: a chunk that is
 run writes into them step by step, and one that is not leaves them alone. Of two branches XLA copies nothing if one
 only hands on what it is given; so the tiers of `compact` are tried one after the other. The derivative is that of the
 loop that stacks, as what is carried would be saved for each chunk.
+
+From jaxlib 0.11.1 on, a small write costs a copy of the whole buffer on CPUs: https://github.com/jax-ml/jax/issues/40101.
 """
 
 from __future__ import annotations
@@ -62,7 +64,7 @@ class InPlace:
     Attributes:
         size: the steps of a chunk.
         tiers: the numbers of rows to choose from; only the last, all of them, where rows are not ordered.
-        axes: where the rows stand.
+        axes: where the rows are.
         idle: the outputs where nothing is run.
     """
 

@@ -1,4 +1,4 @@
-"""`save` and `fill` of a masked scan: which outputs are kept, and what they are on padded steps."""
+"""`save` and `fill` of a masked scan."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of a batch: masks in a leaf's shape, one row of it, each row's own step; whatever the sharding."""
+"""Selects rows in the leaves of a batch, whatever their sharding."""
 
 from __future__ import annotations
 

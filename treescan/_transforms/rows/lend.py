@@ -1,8 +1,10 @@
-"""Questions that vmap and shard_map must not split: how much is to be run, and whose values may the others borrow?
+"""Answers that all elements of a vmap and all devices of a shard_map share: how much to run, whose values to borrow.
 
 Under `jax.vmap` an element of the mapped axis may have nothing valid to offer. Both answers are `custom_vmap`
 functions, so that they see the mapped axis as a whole: `most_of_all` stays one unbatched number (a branch chosen by it
 stays a branch instead of becoming a select), and `lend` fills in the elements that have nothing from one that has.
+
+Why a branch becomes a selection under vmap: https://github.com/jax-ml/jax/issues/8409.
 """
 
 from __future__ import annotations
@@ -86,7 +88,7 @@ def lend(have: Array, tree: PyTree) -> tuple[PyTree, list[Array]]:
 
     Returns:
         The values, where `have` is set the element's own; and for each leaf a bool[] that tells whether the element's
-        own value stands there. A leaf that is the same for all elements stays so, and so does its flag.
+        own value is there. A leaf that is the same for all elements stays so, and so does its flag.
     """
     leaves, structure = jax.tree.flatten(tree)
     lent, own = _lend(*_across_devices(have, leaves))

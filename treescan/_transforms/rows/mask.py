@@ -1,8 +1,10 @@
-"""`mask_scan`: steps that are not valid hold the carry, and whatever stands in their x is never read.
+"""`mask_scan`: a step that is not valid holds the carry, and its x is never read.
 
 Before the body, the (state, x) of a padded row is replaced by a pair known to be good; after the body, the state and
 y are selected. Selecting afterwards alone would not do: its gradient is 0 times the body's Jacobian at the padding,
 and where that is NaN or inf, so is the product.
+
+About gradients through a selection: https://github.com/jax-ml/jax/issues/1052.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The first transform of a masked scan: which steps of which rows are data, and where the rows are in each leaf."""
+"""The first transform of a masked scan: finds the valid steps, and the rows in each leaf."""
 
 from __future__ import annotations
 

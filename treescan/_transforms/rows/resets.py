@@ -1,4 +1,4 @@
-"""`resets`: a row begins anew, from its init, where a segment begins."""
+"""`resets`: a row starts again from its init."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What of each chunk of a masked loop is to be run, for all chunks before the loop."""
+"""Computes, before the loop, which chunks run and with how many rows."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Chunks in which no row is valid are not run.
+"""`chunk`: chunks without a valid step are not run.
 
-Which branch each chunk takes is computed for all chunks before the loop. The gradient recomputes a chunk from the
-carry that went in: the checkpoint encloses the branch, because what a branch would save, closed-over weights among it,
-is stacked once a chunk.
+The branch of each chunk is computed before the loop. The gradient recomputes a chunk from the carry that it was given.
+The checkpoint encloses the branch: what a branch saves, weights included, would be stacked once per chunk.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class RunLive:
     Attributes:
         step: runs a whole chunk.
         tiers: the numbers of rows to choose from; only the last, all of them, where rows are not ordered.
-        axes: where the rows stand.
+        axes: where the rows are.
         idle: the outputs where nothing is run.
         remat: whether the gradient recomputes the chunk.
         looped: whether this is the step of a loop.
@@ -114,10 +113,11 @@ class Skip:
             return run_keeping(loop, levels_for(loop, loop.wishes, outputs.keeps), outputs.keeps)
         may_rule = is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
         size, levels = _levels(loop, chunk, tiers, may_rule=may_rule)
+        recomputed = _is_cut(loop, chunk) and not trace.effects
         loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=make_schedule(valid, size, tiers)))
         in_place = InPlace(size, tiers, loop.rows.axes, outputs.idle)
         plain = len(levels) == 1 and size < loop.length and not loop.recomputed
-        ruled = may_rule and any(_is_recomputed(level) for level in levels)
+        ruled = may_rule and recomputed
         if may_rule and plain and not is_thinned(outputs.keeps) and in_place.fits(loop):
             loop = dataclasses.replace(loop, step=emitting(loop.step, outputs.keeps))
             return in_place.run(loop, lambda loop: run_chunked(with_safe_branches(loop) if ruled else loop, levels))
@@ -161,8 +161,9 @@ class Skip:
         return (0 if chunk is None and not self.compact and not is_rewriting() else chunk), tiers
 
 
-def _is_recomputed(level: Level) -> bool:
-    return isinstance(level.around, _Around) and level.around.remat
+def _is_cut(loop: Loop, chunk: int | None) -> bool:
+    """Whether there are chunks that may be skipped, and not all steps alone."""
+    return chunk != 0 and isinstance(loop.length, int)
 
 
 def _levels(loop: Loop, chunk: int | None, tiers: tuple[int, ...], *, may_rule: bool) -> tuple[int, tuple[Level, ...]]:
@@ -171,7 +172,7 @@ def _levels(loop: Loop, chunk: int | None, tiers: tuple[int, ...], *, may_rule: 
     for option, asked in (("chunk", chunk), ("compact", len(tiers) > 1)):
         if asked:
             refuse_symbolic(length, option)
-    whole = chunk == 0 or not isinstance(length, int)
+    whole = not _is_cut(loop, chunk)
     size = length if whole else min(chunk or chunk_size(length), length)
     kept = boundaries(rows.outputs.keeps, length)
     if chunk:  # what does not fit the chunks that were asked for is kept in all steps, and cut afterwards

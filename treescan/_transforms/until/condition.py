@@ -1,4 +1,4 @@
-"""The condition of `while_scan`: what it is shown, what it must return, and its trace."""
+"""The condition of `while_scan`: its arguments, its result, and its trace."""
 
 from __future__ import annotations
 

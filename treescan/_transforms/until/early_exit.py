@@ -1,4 +1,4 @@
-"""Loops that end early: steps that are not taken are not run, and their cost grows as the logarithm of their number.
+"""Runs the steps of a loop that ends early, and branches past the others.
 
 Each step, and each chunk of steps at every level, is a branch on whether the loop still goes on. Under `jax.vmap` and
 inside of a `shard_map` that is one question for all elements and devices, so that the branch stays a branch; within

@@ -1,4 +1,4 @@
-"""What of the outputs is kept in a loop that ends early: as many as `save` says, and the last one in the state."""
+"""`save` in a loop that ends early."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ..._avals import is_key, place_like, vary_over
 from ..._loop.loop import Feed
-from ..._trace.hoist import Hoisted, Lifted
+from ..._trace.hoist import Hoisted, Repeatable
 from ..._tree import Prefix
 from ..._types import Array, PyTree
 from ..outputs import ALL, LAST, Keep, kept_leaves, spread_keeps, without_dropped
@@ -24,7 +24,7 @@ from .early_exit import StepOutputs
 class Keeping:
     """The step that puts some outputs into the state, before its own leaves, and returns the others that are kept."""
 
-    step: Lifted
+    step: Repeatable
     last: tuple[int, ...]
     stacked: tuple[int, ...]
 
@@ -95,11 +95,8 @@ class Kept(NamedTuple):
             vary_over(place_like(jnp.broadcast_to(values[i], aval.shape), aval), varying)
             for i, aval in zip(self.last, avals, strict=True)
         ]
-        step = hoisted.loop.step
-        assert isinstance(step, Lifted)
-        loop = dataclasses.replace(
-            hoisted.loop, step=Keeping(step, self.last, self.stacked), state=[*first, *hoisted.loop.state]
-        )
+        step = Keeping(hoisted.repeatable, self.last, self.stacked)
+        loop = dataclasses.replace(hoisted.loop, step=step, state=[*first, *hoisted.loop.state])
         types = tuple(hoisted.y_avals[i] for i in self.stacked)
         every = tuple(1 if self.keeps[i] == ALL else stride for i in self.stacked)
         outputs = StepOutputs(types, Prefix.of([fills[i] for i in self.stacked]), varying, every)

@@ -1,4 +1,4 @@
-"""From the arguments of a verb whose number of steps is known at run time to its results."""
+"""Assembles `while_scan`: from its arguments to its results and their derivative."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ..._loop.loop import Feed, Loop, Step, Transform
 from ..._loop.rewrite import is_rewriting
 from ..._loop.run import as_arrays, is_jit_disabled, run
 from ..._remat import Remat
-from ..._trace.hoist import Hoisted, Lifted, hoist, lift
+from ..._trace.hoist import Hoisted, hoist, lift
 from ..._trace.smooth import fill_in, instantiated, is_smooth, no_tangent, nonzero_part
 from ..._tree import Prefix
 from ..._types import Array, ArrayLike, PyTree
@@ -33,7 +33,7 @@ from ..weights.branches import MappedLater
 from .all_steps import run_all_steps
 from .condition import CallCondition, Condition, trace_condition
 from .early_exit import Chunks, Progress, Reads, StepOutputs, TakeStep, nested_sizes, plan_chunks, run_until
-from .kept import Keeping, Kept, keep_what_ran
+from .kept import Kept, keep_what_ran
 from .step_by_step import Ended, run_step_by_step
 from .tangents import FinishedLoop, Tangents, push_forward
 
@@ -277,8 +277,7 @@ class _EarlyExit:
     @functools.cached_property
     def _silent(self) -> Step:
         """The step as the derivative computes it again: what it says, it has said."""
-        step = self.hoisted.loop.step
-        assert isinstance(step, Lifted | Keeping)
+        step = self.hoisted.repeatable
         silent = step.silenced() if self.hoisted.effects else step
         if self.refusal is not None and silent.once_only:
             raise self.refusal

@@ -1,4 +1,4 @@
-"""Loops that end early under `jax.disable_jit`: on concrete values, one step after the other."""
+"""Runs `while_scan` under `jax.disable_jit`, on concrete values."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def run_step_by_step(loop: Loop, call: CallCondition | None, init: PyTree, limit
     Args:
         loop: the loop.
         call: its condition; None holds always.
-        init: the user's part of its state, which stands last in it.
+        init: the user's part of its state, which is last in it.
         limit: int32[].
         fill: a prefix of y: what it is where no step is taken.
     """

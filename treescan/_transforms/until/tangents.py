@@ -1,4 +1,4 @@
-"""The derivative of a loop that ends early, forwards and backwards, at the cost of the steps that were taken.
+"""The derivative of a loop that ends early, in both modes, at the cost of the steps that were taken.
 
 Once the loop has run, it is known how many steps it took, and what the state was at the start of each chunk. The
 tangent is then a loop over chunks of which each is computed once more from there: chunks that were not run are left

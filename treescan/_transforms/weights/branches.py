@@ -1,4 +1,4 @@
-"""Makes the branches in a step safe to map after they were differentiated.
+"""Makes the branches of a step safe for `jax.vmap` of a derivative.
 
 `jax.vmap` turns a branch on a mapped index into a selection. Its rule puts `stop_gradient` on what each branch reads,
 for the sake of a derivative that is taken later. Where the derivative was taken before, as in a rule of
@@ -6,6 +6,8 @@ for the sake of a derivative that is taken later. Where the derivative was taken
 
 So a step that runs under such a rule asks beforehand. Its branches have one more beside them, which computes all of
 them and selects. It is taken where the index is mapped: then the number of the branch is the same for all elements.
+
+The same failure in JAX alone: https://github.com/jax-ml/jax/issues/39219.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The derivative of a chunk of steps: cotangents of weights, which a loop would add up, are one product.
+"""The derivative of a chunk of steps in which the cotangent of a weight is one product.
 
 The derivative of a product `a W` is `da W + a dW`. The first part belongs into the loop, as `da` waits for the step
 before; the second only needs what `a` was in each step, which is known once the chunk has run. So it is computed for

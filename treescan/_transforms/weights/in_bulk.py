@@ -1,7 +1,7 @@
-"""Chunks of steps whose products with weights are computed at once, where they need not be computed step by step.
+"""Runs a chunk of steps with its products with weights computed at once.
 
-Forward these are the products of x with large weights. In the derivative they are all products that wait for x alone,
-and for those that wait for the state the cotangents of the weights; see `deferred`.
+Forward, these are the products of x with large weights. In the derivative they are all products that read x alone. For
+the products that read the state they are the cotangents of the weights; see `deferred`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""The products in a step that need not be computed step by step, found in its trace.
+"""Finds, in the trace of a step, the products that need not be computed step by step.
 
-Some wait for nothing but x: those of many steps are one product. Others are of something carried with something that
-no step changes, weights say. They have to wait for the carry; their derivative with respect to the weights does not.
+Some products read x alone: those of many steps are one product. Others read the carry and something that no step
+changes, for example weights. These are computed step by step, but their derivatives with respect to the weights of many
+steps are one product.
 """
 
 from __future__ import annotations

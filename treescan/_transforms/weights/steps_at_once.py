@@ -1,4 +1,4 @@
-"""The equations of a step, and single products, for many steps at once."""
+"""Evaluates equations of a step, and single products, for many steps at once."""
 
 from __future__ import annotations
 

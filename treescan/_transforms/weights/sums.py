@@ -1,4 +1,4 @@
-"""Products that are added up in a step: one tangent enters their sum, in place of one for each of them."""
+"""Finds sums of products in a step, which then need one tangent in all."""
 
 from __future__ import annotations
 

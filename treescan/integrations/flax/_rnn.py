@@ -23,7 +23,7 @@ from ._rnn_lift import LoopPlan, lift_loop, refused
 
 
 class RNN(nn.Module):
-    """Applies a cell over sequences: flax.linen.RNN, in whose place it can stand, but for padding that is never read.
+    """Applies a cell over sequences. It can replace flax.linen.RNN, and never reads padding.
 
     It has the fields, the arguments and the variables of `flax.linen.RNN`, and without `seq_lengths` its results. With
     `seq_lengths` each row is run as if it were alone:
@@ -35,8 +35,8 @@ class RNN(nn.Module):
     - The carry is that after each row's last valid step, with any number of batch axes; a row of length 0 returns its
       initial carry. No history of carries is kept.
 
-    Rows are to be independent of one another. What a cell computes across rows, the mean of a normalization, say, sees
-    in the place of a row that has ended another one which goes on.
+    Rows are to be independent of one another. What a cell computes across rows, for example the mean of a
+    normalization, sees another row in the place of a row that has ended.
 
     Variables of `variable_carry` are shared by all rows. They are changed in steps in which any row is valid, and have
     to be there before the first. Variables of `variable_axes` stay what they were in steps that no row reaches; those
@@ -167,7 +167,7 @@ def _apply_cell(cell: Any, carry: PyTree, x: Array) -> tuple[PyTree, PyTree]:
 
 
 def _layout(inputs: Any, features: int, *, time_major: bool) -> tuple[int, tuple[int, ...]]:
-    """Where the steps stand, and the batch shape."""
+    """Where the steps are, and the batch shape."""
     batch_axes = jnp.ndim(inputs) - features - 1
     if batch_axes < 0:
         order = "[T, *batch, *features]" if time_major else "[*batch, T, *features]"
@@ -211,7 +211,7 @@ def _checked(seq_lengths: Any, batch: tuple[int, ...], steps: int) -> Array:
 
 
 def _check_rows(carry: PyTree, batch: tuple[int, ...]) -> None:
-    """Refuses a carry of which some part belongs to no row: there would be no telling when it is to stand still."""
+    """Refuses a carry of which some part belongs to no row: nobody could tell when it is held."""
     for path, leaf in leaves_with_path("carry", carry):
         if jnp.shape(leaf)[: len(batch)] != batch:
             raise refused(

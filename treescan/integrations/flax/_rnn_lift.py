@@ -1,4 +1,4 @@
-"""How a cell's variables and rngs come into the loop of an RNN, and out of it: flax.linen.scan's rules on this scan."""
+"""The variables and rngs of a cell in the loop of an `RNN`, by the rules of flax.linen.scan."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _NAME = "treescan.integrations.flax.RNN"
 
 
 def refused(says: str, *cures: str, error: type[ArgumentError] = ArgumentError) -> Exception:
-    """The error with which `RNN` refuses an argument; `{verb}` stands for its name."""
+    """The error with which `RNN` refuses an argument; `{verb}` is its name."""
     return explain(Fault(error, says, *cures), _NAME)
 
 
@@ -36,7 +36,7 @@ class LoopPlan:
     Attributes:
         named: the function that errors are about.
         lengths: int32[*batch]: how many steps of each row are valid; None: all.
-        time_axis: where the steps stand in the inputs and the outputs.
+        time_axis: where the steps are in the inputs and the outputs.
         initializing: whether variables are being made.
         unroll: as for `treescan.scan`.
         remat: as for `treescan.scan`.
@@ -169,7 +169,7 @@ class _LiftedLoop:
         )
 
     def step(self, loop: Loop, x: PyTree) -> tuple[Loop, Any]:
-        """One step of the loop. However often it is traced, the rngs count from where they stood before the loop."""
+        """One step of the loop. However often it is traced, the rngs count from where they were before the loop."""
         inputs, (own, stacked) = x
         broadcast, shared = loop.constants
         groups = Groups(broadcast, loop.variables, stacked)

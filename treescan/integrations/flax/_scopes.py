@@ -1,4 +1,4 @@
-"""Functions of flax's scopes in the terms of groups: what `scan` and `RNN` have in common."""
+"""flax's functions of scopes as functions of groups, for `scan` and `RNN`."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ def _is_changed(given: Group, returned: Group, made: set[str]) -> bool:
 
 
 def copied(counters: Mapping[Any, Any]) -> dict[Any, Any]:
-    """How far rngs have counted, as it stands now."""
+    """How far rngs have counted so far."""
     return {key: copied(value) if isinstance(value, dict) else value for key, value in counters.items()}
 
 

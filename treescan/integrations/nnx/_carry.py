@@ -1,4 +1,4 @@
-"""flax.nnx: modules, optimizers, metrics and rngs as carries, with what they share kept shared.
+"""nnx modules, optimizers, metrics and rngs as carries, whose shared parts stay shared.
 
 A module is a pytree, but a pytree does not know that two of its parts are one: carried as it is, tied weights would
 come apart in the first step. As a carry it travels as its graph and its state, by `nnx.split` and `nnx.merge`.

@@ -1,4 +1,4 @@
-"""What of a variable is no array, and the same in every step: its type and its metadata."""
+"""Compares what of a variable is static: its type and its metadata."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def differences(name: str, given: nnx.Variable[Any], now: nnx.Variable[Any]) -> 
 def _same(given: Any, now: Any) -> bool:
     try:
         return bool(given is now or given == now)
-    except Exception:  # arrays, say, whose `==` is no answer
+    except Exception:  # arrays, for example, whose `==` is no answer
         return False
 
 

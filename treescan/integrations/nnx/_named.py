@@ -1,4 +1,4 @@
-"""Trees whose parts have the names that messages give them: those of the user's own parameters and attributes."""
+"""Trees whose parts have the names that users know, for messages."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def variables_of(named: Named, nodes: tuple[str, ...]) -> list[tuple[str, nnx.Va
 
 def _attribute(key: Any) -> str:
     match key:
-        case jtu.GetAttrKey(name="value"):  # of a variable: it stands for its array
+        case jtu.GetAttrKey(name="value"):  # of a variable: its array is meant
             return ""
         case jtu.DictKey(key=str() as name) if name.isidentifier():
             return f".{name}"

@@ -1,4 +1,4 @@
-"""What becomes of each variable in a scan: scanned over an axis, given whole to each step, or carried."""
+"""The role of each nnx variable in a scan: scanned over, given whole, or carried."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def is_axis(role: Role) -> bool:
 
 
 def check_axes(in_axes: Axes, out_axes: Axes) -> tuple[int | None, int | None]:
-    """Checks the axes of a scan; returns where the carry stands among the arguments and among the outputs.
+    """Checks the axes of a scan; returns where the carry is among the arguments and among the outputs.
 
-    The carry stands at 0 where it is the only argument, or the only output.
+    The carry is at 0 where it is the only argument, or the only output.
     """
     _refuse_prefixes_of_modules("in_axes", in_axes)
     _refuse_prefixes_of_modules("out_axes", out_axes)
@@ -51,7 +51,7 @@ def check_axes(in_axes: Axes, out_axes: Axes) -> tuple[int | None, int | None]:
 
 
 def axes_of(*prefixes: Axes) -> tuple[int, ...]:
-    """All the axes that stand in prefix trees, in order."""
+    """All the axes that are in prefix trees, in order."""
     roles = [role for prefix in prefixes for _, role in _roles(prefix)]
     flat: list[Role] = [part for role in roles for part in (role.axes if isinstance(role, nnx.StateAxes) else (role,))]
     return tuple(sorted({role for role in flat if is_axis(role)}))
@@ -119,8 +119,8 @@ def _refuse_whole_output(where: str, role: Role) -> None:
         raise Fault(
             ArgumentError,
             f"{{call}}: {where} is {role!r}, but an output is stacked.",
-            "Give it the axis where the steps stand. What is the same in all steps needs no output, what is carried "
-            "stands in the argument with `nnx.Carry`.",
+            "Give it the axis of the steps. What is the same in all steps needs no output. What is carried is in "
+            "the argument with `nnx.Carry`.",
         )
 
 
@@ -142,7 +142,7 @@ def role_of(role: Role, path: tuple[Any, ...], value: Any, name: str) -> Role:
 
     Args:
         role: that of the node.
-        path: where in the node the variable stands.
+        path: where in the node the variable is.
         value: the variable.
         name: the node's name.
     """
@@ -178,7 +178,7 @@ def filters_of(
 
 
 def check_shared(nodes: Sequence[Any], roles: Sequence[Role], names: Sequence[str]) -> None:
-    """Refuses a variable that stands in several places with different roles."""
+    """Refuses a variable that is in several places with different roles."""
     seen: dict[int, tuple[Any, list[tuple[str, Role]]]] = {}
     for node, role, name in zip(nodes, roles, names, strict=True):
         for path, value in variables_in(node):
@@ -188,7 +188,7 @@ def check_shared(nodes: Sequence[Any], roles: Sequence[Role], names: Sequence[st
         if any(role is not places[0][1] and role != places[0][1] for _, role in places):
             raise Fault(
                 ArgumentError,
-                f"{{call}}: one {type(value).__name__} stands in several places, which do not agree on its axis.",
+                f"{{call}}: one {type(value).__name__} is in several places, which do not agree on its axis.",
                 "A shared variable has one role: give it the same in all places.",
                 header=("place", "role", ""),
                 rows=[Row(where, _spell(role), "", "") for where, role in places],

@@ -92,12 +92,12 @@ def scan(
     Args:
         f: the body. It may be a function or the method of a class, not of an instance.
         length: the number of steps T; needed where nothing is scanned over.
-        reverse: run from step T-1 to step 0. Each output still stands at the position of its inputs.
+        reverse: run from step T-1 to step 0. Each output is still at the position of its inputs.
         unroll: how many steps are compiled into one round of the loop; 0 or True unrolls the whole loop.
         in_axes: one entry for each argument, or one for all: the axis of size T that is scanned over; None for what
             every step is given whole; `nnx.Carry` for the one that is carried. An entry may be a tree prefix of the
             argument. `nnx.StateAxes` gives each variable of a module one of these by its type or path.
-        out_axes: the same for the outputs: where the axis of the steps stands, or `nnx.Carry`. Without a tuple it is
+        out_axes: the same for the outputs: where the axis of the steps is, or `nnx.Carry`. Without a tuple it is
             for the one output.
         transform_metadata: with `nnx.PARTITION_NAME`, the name of the scanned axis in the shardings of variables.
         graph: None or True: modules are graphs, in which references may be shared.
@@ -200,7 +200,7 @@ def _run(step: ModuleStep, in_axes: Axes, names: list[str], args: tuple[Any, ...
 def _take_in(
     step: ModuleStep, in_axes: Axes, names: list[str], args: tuple[Any, ...], parts: Parts
 ) -> tuple[PyTree, Any, tuple[Any, ...]]:
-    """Takes the arguments apart; returns the carry with `Node` in the places of nodes, and where the others stand."""
+    """Takes the arguments apart; returns the carry with `Node` in the places of nodes, and where the others are."""
     prefix = in_axes if in_axes is not nnx.Carry else (nnx.Carry,)
     if isinstance(prefix, tuple) and len(prefix) != len(args):
         raise Fault(

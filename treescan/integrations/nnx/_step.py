@@ -1,4 +1,4 @@
-"""One step: puts the modules together, calls the body, and takes apart what became of them."""
+"""One step over nnx modules: merges them, calls the body, splits them again."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Layout:
 @jax.tree_util.register_static
 @dataclass(frozen=True)
 class Node:
-    """Stands in the carry where it has a module or a variable: the index among the nodes."""
+    """Takes the place of a module or a variable in the carry: its index among the nodes."""
 
     index: int
 
@@ -122,9 +122,9 @@ class ModuleStep:
     Attributes:
         f: the user's function.
         out_axes: the prefix tree of its outputs.
-        carried: where the carry stands among the arguments, or None.
-        returned: where it stands among the outputs; 0 too where it is the only one.
-        axes: all axes, in the order in which their groups stand in xs and ys.
+        carried: where the carry is among the arguments, or None.
+        returned: where it is among the outputs; 0 too where it is the only one.
+        axes: all axes, in the order in which their groups are in xs and ys.
         metadata: of `transform_metadata`.
     """
 
@@ -211,7 +211,7 @@ def fill(tree: PyTree, nodes: Sequence[Any]) -> PyTree:
 def take_nodes(name: str, given: PyTree, returned: PyTree, parts: Parts) -> PyTree:
     """The carry that was returned with `Node` in the places of its nodes, which must be the same as before.
 
-    A variable that stands in the carry by itself may be another one: `parts` then has it in the place of the first.
+    A variable that is in the carry by itself may be another one: `parts` then has it in the place of the first.
     """
     was = [leaf for leaf in jax.tree.leaves(given, is_leaf=lambda leaf: isinstance(leaf, Node)) if type(leaf) is Node]
     now = [(path, node) for path, node in leaves_and_nodes(name, returned) if is_node(node)]
