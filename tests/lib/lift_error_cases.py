@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 from error_cases import Given, collector
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
 from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError, In, Out, SignatureError, lift
@@ -116,6 +117,19 @@ def lift_carried_collection_changes(one):
         return {"stats": {"n": variables["stats"]["n"].astype(jnp.float16)}}
 
     return updating(updates, variable_carry="stats")({"stats": {"n": jnp.ones(2)}}, {}, one, XS)
+
+
+@case(CarryError)
+def lift_carry_begins_to_vary(one):
+    def step(variables, rngs, carry, x):
+        return ({"h": carry["h"] + jax.lax.axis_index("devices")}, None), {}
+
+    def sums(xs):
+        (carry, _), _ = lift(step)({}, {}, {"h": jnp.int32(0)}, xs)
+        return jax.lax.psum(carry["h"], "devices")
+
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(sums, mesh=mesh, in_specs=(PartitionSpec(),), out_specs=PartitionSpec())(XS)
 
 
 @case(ArgumentError)
