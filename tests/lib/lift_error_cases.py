@@ -143,6 +143,11 @@ def lift_without_length(one):
 
 
 @case(ArgumentError)
+def lift_all_whole(one):
+    return lift(step, in_axes=None)({}, {}, one, XS)
+
+
+@case(ArgumentError)
 def lift_axis_not_there(one):
     return lift(step, in_axes=1)({}, {}, one, XS)
 
