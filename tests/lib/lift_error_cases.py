@@ -7,6 +7,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
 from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError, In, Out, SignatureError, lift
+from treescan.carries import keys
 
 CASES: list[Given] = []
 case = collector(CASES)
@@ -117,6 +118,11 @@ def lift_carried_collection_changes(one):
         return {"stats": {"n": variables["stats"]["n"].astype(jnp.float16)}}
 
     return updating(updates, variable_carry="stats")({"stats": {"n": jnp.ones(2)}}, {}, one, XS)
+
+
+@case(ArgumentTypeError)
+def lift_of_a_function_that_makes_carries(one):
+    return lift(step, variable_carry="rng")({"rng": {"seed": keys}}, {}, one, XS)
 
 
 @case(CarryError)
