@@ -313,7 +313,7 @@ def test_a_value_within_another_carry_that_cannot_become_one(Meter: Any) -> None
     register_carry(type("Other", (Meter,), {}), lambda _: None, lambda carry: carry)  # type: ignore[arg-type]
     (other,) = Meter.__subclasses__()
     with pytest.raises(
-        PluginError, match=r"`cast`: `to_carry` of the registered type `Other`, called for init\.m,"
+        PluginError, match=r"`cast`: `to_carry` of the registered type `Other`, called for tree\.m,"
     ) as e:
         cast(NamedTuple("Init", [("m", Any)])(other(1.0)))
     assert "body" not in str(e.value)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, PartitionSpec
 from jaxprs import equations, num_consts
 from oracle import as_numpy
 from thin import by_turns, parametrize
@@ -579,6 +580,16 @@ def test_a_carry_that_changes() -> None:
     assert 'h["a"]   float32[3,5]   bfloat16[3,5]   dtype' in text
     text = error_of(scanned(lambda h, x: ((h, h), x), H, XS), treescan.CarryError)
     assert "structure" in text
+
+
+def test_a_carry_that_begins_to_vary() -> None:
+    def sums(xs: jax.Array) -> jax.Array:
+        run = scan(lambda h, x: ({"a": h["a"] + jax.lax.axis_index("rows")}, None))
+        return jax.lax.psum(run({"a": jnp.int32(0)}, xs)[0]["a"], "rows")
+
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
+    run = jax.shard_map(sums, mesh=mesh, in_specs=(PartitionSpec(),), out_specs=PartitionSpec())
+    assert """`jax.lax.pcast(h["a"], ('rows',), to='varying')`""" in error_of(lambda: run(XS), treescan.CarryError)
 
 
 def test_a_variable_that_changes() -> None:

@@ -31,6 +31,7 @@ from treescan import (
     stack,
     unstack,
 )
+from treescan.carries import keys
 
 CASES: list[Given] = []
 case = collector(CASES)
@@ -661,6 +662,11 @@ def x_ceases_to_vary(one):
         return {"h": jax.lax.psum(x["h"], "rows")}
 
     return over_devices(lambda w: fold_layers(block, {"h": jax.lax.axis_index("rows")}, w)["h"])(X)
+
+
+@case(ArgumentTypeError)
+def x_of_a_function_that_makes_carries(one):
+    return scan_layers(block, {"h": X, "rng": keys}, denses(one))
 
 
 @case(SignatureError)

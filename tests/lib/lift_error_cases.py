@@ -3,9 +3,11 @@
 import jax
 import jax.numpy as jnp
 from error_cases import Given, collector
+from jax.sharding import AxisType, PartitionSpec
 from jaxtyping import Array, Float
 
 from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError, In, Out, SignatureError, lift
+from treescan.carries import keys
 
 CASES: list[Given] = []
 case = collector(CASES)
@@ -118,6 +120,24 @@ def lift_carried_collection_changes(one):
     return updating(updates, variable_carry="stats")({"stats": {"n": jnp.ones(2)}}, {}, one, XS)
 
 
+@case(ArgumentTypeError)
+def lift_of_a_function_that_makes_carries(one):
+    return lift(step, variable_carry="rng")({"rng": {"seed": keys}}, {}, one, XS)
+
+
+@case(CarryError)
+def lift_carry_begins_to_vary(one):
+    def step(variables, rngs, carry, x):
+        return ({"h": carry["h"] + jax.lax.axis_index("devices")}, None), {}
+
+    def sums(xs):
+        (carry, _), _ = lift(step)({}, {}, {"h": jnp.int32(0)}, xs)
+        return jax.lax.psum(carry["h"], "devices")
+
+    mesh = jax.make_mesh((2,), ("devices",), axis_types=(AxisType.Auto,))
+    return jax.shard_map(sums, mesh=mesh, in_specs=(PartitionSpec(),), out_specs=PartitionSpec())(XS)
+
+
 @case(ArgumentError)
 def lift_lengths_differ(one):
     return lift(step, variable_axes={"params": 0})({"params": W}, {}, one, XS)
@@ -126,6 +146,11 @@ def lift_lengths_differ(one):
 @case(ArgumentError)
 def lift_without_length(one):
     return lift(step)({}, {}, one, None)
+
+
+@case(ArgumentError)
+def lift_all_whole(one):
+    return lift(step, in_axes=None)({}, {}, one, XS)
 
 
 @case(ArgumentError)

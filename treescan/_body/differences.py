@@ -79,7 +79,7 @@ def find_differences(root: str, path: KeyPath, given: PyTree, returned: PyTree) 
     leaf = path_str(root, path)
     if given_children is None and returned_children is None:
         if not _same_leaf(given, returned):
-            yield _leaf_difference(leaf, path_str("", path), given, returned)
+            yield _leaf_difference(leaf, path_str("{init}", path), given, returned)
     elif given_children is None or returned_children is None or type(given) is not type(returned):
         yield _node_difference(leaf, given, returned)
     else:
@@ -149,18 +149,18 @@ def _node_difference(leaf: str, given: PyTree, returned: PyTree) -> Difference:
     return Difference(row, (Cure(f"{leaf}: {text}", kind, leaf),))
 
 
-def _leaf_difference(leaf: str, tail: str, given: Any, returned: Any) -> Difference:
+def _leaf_difference(leaf: str, start: str, given: Any, returned: Any) -> Difference:
     expected, came = describe_leaf(given), describe_leaf(returned)
     if is_static(given) or is_static(returned):
         cure = f"{leaf}: return an array; {came} is no value that JAX can carry."
         if is_static(given):
             cure = f"{leaf}: a leaf that is no array is the same in every {{unit}}. Return it as it came."
         return Difference(Row(leaf, expected, came, "static"), (Cure(cure, "static", leaf),))
-    note, cures = _explain_types(leaf, tail, given, returned)
+    note, cures = _explain_types(leaf, start, given, returned)
     return Difference(Row(leaf, expected, came, note), cures, given_is_weak=is_weak(given))
 
 
-def _explain_types(leaf: str, tail: str, given: Any, returned: Any) -> tuple[str, tuple[Cure, ...]]:
+def _explain_types(leaf: str, start: str, given: Any, returned: Any) -> tuple[str, tuple[Cure, ...]]:
     given_dtype, dtype = dtype_of(given), dtype_of(returned)
     given_shape, shape = shape_of(given), shape_of(returned)
     if given_dtype is not None and is_key(given) and dtype == np.uint32:
@@ -174,7 +174,7 @@ def _explain_types(leaf: str, tail: str, given: Any, returned: Any) -> tuple[str
     if given_dtype != dtype:
         explained.append(("dtype", Cure(_dtype_cure(leaf, given_dtype, dtype), "dtype", leaf)))
     if not explained:
-        note, text = _placement(leaf, tail, jax.typeof(given), jax.typeof(returned))
+        note, text = _placement(leaf, start, jax.typeof(given), jax.typeof(returned))
         explained.append((note, Cure(text, note, leaf)))
     return ", ".join(note for note, _ in explained), tuple(cure for _, cure in explained)
 
@@ -203,12 +203,12 @@ def _dtype_cure(leaf: str, given: Any, returned: Any) -> str:
     return f"{leaf}: the {{step}} returned {returned}. Cast it back, `{cast}`, or start from {returned}."
 
 
-def _placement(leaf: str, tail: str, given: Any, returned: Any) -> tuple[str, str]:
+def _placement(leaf: str, start: str, given: Any, returned: Any) -> tuple[str, str]:
     """Equal shapes and dtypes: the types differ in manual axes, sharding or memory space."""
     varying_in, varying_out = varying_axes(given), varying_axes(returned)
     if varying_out - varying_in:
         axes = tuple(sorted(varying_out - varying_in))
-        cure = f"jax.lax.pcast({{init}}{tail}, {axes}, to='varying')"
+        cure = f"jax.lax.pcast({start}, {axes}, to='varying')"
         return (
             "manual axes",
             f"{leaf}: the {{step}} returned a value that varies over {axes}. Let {{init}} vary too: `{cure}`.",

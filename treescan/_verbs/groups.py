@@ -23,14 +23,7 @@ from .._transforms.once import OncePlan, WithOnce
 from .._transforms.outputs import KeepOutputs, check_save
 from .._transforms.program import Arguments, Call
 from .._transforms.remat import Recompute
-from .._tree import (
-    Prefix,
-    Root,
-    freeze_static,
-    holds_static,
-    leaves_with_path,
-    named_roots,
-)
+from .._tree import Prefix, Root, freeze_static, holds_static, leaves_with_path, named_roots
 from .._types import Axes, PyTree, RematLike, Save
 from ..carries._registry import adopt
 from .prepare import Prepared, body_of, present

@@ -301,7 +301,7 @@ def _run(
     handles = [body_of(function, convention) for function in (block if is_pattern(block) else [block])]
     bodies = tuple(body for body, _ in handles)
     stacks = check_stacks(block, layers, xs, in_axes)
-    adopted, frozen_args, key = adopt(x), check_args(args), check_key(key)
+    adopted, frozen_args, key = adopt(x, "x"), check_args(args), check_key(key)
     frozen_x = freeze_static(adopted.init)
     refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "args": frozen_args})
     _check_blocks(bodies, convention, stacks, len(frozen_args), keyed=key is not None)

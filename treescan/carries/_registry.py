@@ -204,8 +204,8 @@ class Adopted(NamedTuple):
         return jax.tree.unflatten(outer, back)
 
 
-def adopt(init: PyTree) -> Adopted:
-    """Finds the custom carries of an `init`, and makes carries of values of registered types.
+def adopt(init: PyTree, root: str = "init") -> Adopted:
+    """Finds the custom carries of an `init`, called `root`, and makes carries of values of registered types.
 
     Raises:
         Fault: for a `PluginError` if `to_carry` fails or returns something else than a carry.
@@ -213,14 +213,14 @@ def adopt(init: PyTree) -> Adopted:
     nodes, outer = jax.tree.flatten(init, is_leaf=_is_special)
     kinds = [type(node) not in _plain and kind_of(node) for node in nodes]
     if any(type(node) not in _plain and _makes_carries(node) for node in nodes):
-        raise _not_called(init)
+        raise _not_called(init, root)
     if not any(kinds):
         return Adopted(init)
     adoptions = tuple(kind if isinstance(kind, Adoption) else None for kind in kinds)
     if not any(adoptions):
         return Adopted(init, _classes(nodes))
     made = [
-        node if how is None else _make(init, i, how, node)
+        node if how is None else _make(init, root, i, how, node)
         for i, (node, how) in enumerate(zip(nodes, adoptions, strict=True))
     ]
     return Adopted(jax.tree.unflatten(outer, made), _classes(made), adoptions)
@@ -235,16 +235,16 @@ def _makes_carries(node: Any) -> bool:
     )
 
 
-def _not_called(init: PyTree) -> Fault:
+def _not_called(init: PyTree, root: str) -> Fault:
     rows = [
         Row(path, "a custom carry", f"`{node.__name__}`", "")
-        for path, node in leaves_with_path("init", init, is_leaf=_is_special)
+        for path, node in leaves_with_path(root, init, is_leaf=_is_special)
         if _makes_carries(node)
     ]
     first = rows[0]
     return Fault(
         ArgumentTypeError,
-        "{call}: `init` holds functions that make carries, in place of carries.",
+        "{call} was given functions that make carries, in place of carries.",
         f"Call it: `{first.came.strip('`')}(...)` at {first.leaf}.",
         header=("leaf", "expected", "is"),
         rows=rows,
@@ -254,7 +254,7 @@ def _not_called(init: PyTree) -> Fault:
 def adopt_within(tree: PyTree, function: str) -> PyTree:
     """The same for the tree that a carry wraps, made by the function of that name: it keeps the carries."""
     try:
-        return adopt(tree).init
+        return adopt(tree, "tree").init
     except Fault as fault:
         explained = explain(fault, function)
     raise explained
@@ -287,9 +287,9 @@ def _is_special(node: Any) -> bool:
     return type(node) not in _plain and kind_of(node) is not False
 
 
-def _make(init: PyTree, index: int, how: Adoption, node: Any) -> AbstractCarry[Any, Any]:
+def _make(init: PyTree, root: str, index: int, how: Adoption, node: Any) -> AbstractCarry[Any, Any]:
     def path() -> str:
-        return leaves_with_path("init", init, is_leaf=_is_special)[index][0]
+        return leaves_with_path(root, init, is_leaf=_is_special)[index][0]
 
     return _convert(how, "to_carry", node, AbstractCarry, "custom carry", path)
 
