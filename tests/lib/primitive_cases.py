@@ -120,7 +120,9 @@ class Entry(NamedTuple):
     def examples(self, name: str, dtype: str) -> Iterator[Example]:
         if dtype in self.types:
             for number, (function, operands) in enumerate(self.make(dtype)):
-                shapes = ", ".join(str(list(operand.shape)) for operand in operands)
+                shapes = ", ".join(
+                    f"{'' if each.dtype == dtype else each.dtype + ' '}{list(each.shape)}" for each in operands
+                )
                 yield Example(f"{name} {number} of {dtype} {shapes}", function, tuple(operands))
 
 

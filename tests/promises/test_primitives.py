@@ -38,7 +38,6 @@ def by_dtype(*everyday: str, of: tuple[str, ...] = DTYPES) -> Any:
 
 def assert_close(got: Any, expected: Any, dtype: str) -> None:
     """Equal types and values but for rounding; what differs is told by its path, which begins with the example."""
-    tolerance = TOLERANCES.get(dtype, 2e-5)
     paths, wanted = jax.tree_util.tree_flatten_with_path(expected)[0], jax.tree.leaves(got)
     assert len(paths) == len(wanted)
     wrong = []
@@ -46,6 +45,9 @@ def assert_close(got: Any, expected: Any, dtype: str) -> None:
         a, b = (np.asarray(x if x.dtype != jnp.bfloat16 else x.astype(jnp.float32)) for x in (ours, right))
         fits = (a.shape, ours.dtype) == (b.shape, right.dtype)
         finite = np.isfinite(b).all()
+        # An operand of an example may be of bfloat16, whatever the type of the others: its name says so.
+        in_bfloat16 = any("bfloat16" in text for text in (jax.tree_util.keystr(path), str(right.dtype)))
+        tolerance = TOLERANCES["bfloat16"] if in_bfloat16 else TOLERANCES.get(dtype, 2e-5)
         if not fits or not finite or np.max(abs(a - b * 1), initial=0) > tolerance * max(1, np.max(abs(b), initial=0)):
             wrong.append(f"{jax.tree_util.keystr(path)}: {a} is not {b}")
     assert not wrong, "\n".join(wrong)
