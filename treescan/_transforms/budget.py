@@ -13,16 +13,14 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import ArgumentError, Fault, table
-from .._loop.loop import Feed, Loop, Step
-from .._loop.rewrite import is_rewriting
+from .._loop.loop import Feed, Step
 from .._loop.sizes import count_parts, divide
 from .._remat import Remat
-from .._trace.hoist import Hoisted, lifted, one_step
-from .checkpoint import Checkpointed, checkpoint_step, levels_in, remat_sizes
+from .._trace.hoist import Hoisted, one_step
+from .checkpoint import Checkpointed, checkpoint_step, remat_sizes, saves_whole_steps
 from .refuse import refuse_symbolic
-from .weights.branches import with_safe_branches
 from .weights.deferred import save_all_but_cheap
-from .weights.in_bulk import bytes_of_products
+from .weights.in_bulk import bytes_of_products, ready_for_chunks
 
 
 @dataclass(frozen=True)
@@ -120,18 +118,6 @@ def _better(plan: RematPlan, other: RematPlan) -> bool:
     return (plan.evaluations, plan.saved_bytes) < (other.evaluations, other.saved_bytes)
 
 
-def saves_whole_steps(trace: Hoisted, remat: Remat) -> bool:
-    """Whether the chunks of a plan save all of each step; then the products of their steps are computed at once."""
-    whole = remat.policy is jax.checkpoint_policies.everything_saveable and levels_in(remat) > 1
-    return whole and is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
-
-
-def ready_for_chunks(loop: Loop) -> Loop:
-    """The traced loop in the form in which a chunk computes the products of its steps at once."""
-    # What a body closes over, rows have lifted already.
-    return with_safe_branches(loop if loop.rows is not None else lifted(loop))
-
-
 def _bytes_in_chunk(hoisted: Hoisted, step: int) -> int:
     """What a chunk that saves its steps saves of each, where one that is not in a chunk saves `step`."""
     if not saves_whole_steps(hoisted, Remat(jax.checkpoint_policies.everything_saveable, levels=2)):
@@ -161,9 +147,7 @@ def best_segment(length: int, levels: int, carry: int, step: int) -> int:
     def saved(segment: int) -> float:
         sizes = divide(length, levels, segment)
         rest = length % sizes[-1] if sizes else 0
-        innermost = sizes[0] if sizes else length
-        saved = (count_parts(length, sizes) - innermost) * carry + innermost * step
-        return saved * (1.1 if rest else 1)
+        return _saved_bytes(length, sizes, carry, step) * (1.1 if rest else 1)
 
     return min(within[:: max(1, len(within) // 64)], key=saved)
 
@@ -174,11 +158,16 @@ def _describe(
     """A plan under which each step of an innermost chunk saves its carry, or `kept` bytes, or `whole` of all of it."""
     sizes = remat_sizes(length, remat)
     everything = remat is None or remat.policy is jax.checkpoint_policies.everything_saveable
-    innermost = sizes[0] if sizes else length
-    saved = (count_parts(length, sizes) - innermost) * carry
-    saved += innermost * (whole or step) if everything else innermost * (kept or carry) + step
+    saved = _saved_bytes(length, sizes, carry, (whole or step) if everything else (kept or carry))
+    saved += 0 if everything else step
     evaluations = 1 + len(sizes) + (0 if everything else 1)
     return RematPlan(remat, length, sizes, carry, step, saved, evaluations)
+
+
+def _saved_bytes(length: int, sizes: tuple[int, ...], carry: int, each: int) -> int:
+    """What is saved at one time: a carry per chunk, and `each` bytes per step of an innermost chunk."""
+    innermost = sizes[0] if sizes else length
+    return (count_parts(length, sizes) - innermost) * carry + innermost * each
 
 
 def _carry_bytes(hoisted: Hoisted) -> int:

@@ -13,9 +13,10 @@ from jax.ad_checkpoint import checkpoint_name
 
 from .._avals import is_key
 from .._loop.loop import Feed, Loop, Step
+from .._loop.rewrite import is_rewriting
 from .._loop.sizes import divide
 from .._remat import Remat
-from .._trace.hoist import merge
+from .._trace.hoist import Hoisted, merge
 from .._trace.smooth import is_smooth
 from .._types import PyTree
 from .refuse import refuse_symbolic
@@ -185,3 +186,9 @@ def remat_sizes(length: int, remat: Remat | None) -> tuple[int, ...]:
         return ()
     refuse_symbolic(length, "remat")
     return divide(length, levels_in(remat), remat.segment)
+
+
+def saves_whole_steps(trace: Hoisted, remat: Remat) -> bool:
+    """Whether the chunks of a plan save all of each step; then the products of their steps are computed at once."""
+    whole = remat.policy is jax.checkpoint_policies.everything_saveable and levels_in(remat) > 1
+    return whole and is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)

@@ -16,10 +16,10 @@ from .._loop.sizes import Wish, chunk_size
 from .._remat import Remat
 from .._trace.hoist import hoist, is_untraced, traced
 from .auto import AUTO, Auto, fastest, saves_more
-from .budget import fit_budget, ready_for_chunks, saves_whole_steps
-from .checkpoint import RematChunk, checkpoint_steps, remat_sizes
+from .budget import fit_budget
+from .checkpoint import RematChunk, checkpoint_steps, remat_sizes, saves_whole_steps
 from .refuse import refuse_budget, refuse_offload, refuse_to_repeat
-from .weights.in_bulk import AtOnce, bytes_of_products, in_bulk
+from .weights.in_bulk import AtOnce, bytes_of_products, in_bulk, ready_for_chunks
 
 _PLANS = {"step": Remat(levels=1), "nested": Remat(levels=2)}
 

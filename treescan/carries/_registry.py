@@ -125,7 +125,7 @@ def _check_registration(kind: Any, to_carry: Any, from_carry: Any) -> None:
         raise Fault(
             ArgumentTypeError,
             f"{{verb}} got `{kind.__name__}`, whose values every scan carries as they are.",
-            "Register a class of your own; for example a subclass of this one.",
+            "Register a class of your own, for example a subclass of this one.",
         )
     if issubclass(kind, AbstractCarry):
         raise Fault(

@@ -6,7 +6,7 @@ run writes into them step by step, and one that is not leaves them alone. Of two
 only hands on what it is given; so the tiers of `compact` are tried one after the other. The derivative is that of the
 loop that stacks, as what is carried would be saved for each chunk.
 
-From jaxlib 0.11.1 on, a small write costs a copy of the whole buffer on CPUs: https://github.com/jax-ml/jax/issues/40101.
+On CPUs, jaxlib 0.11.1 copies the whole buffer for a small write: https://github.com/jax-ml/jax/issues/40101.
 """
 
 from __future__ import annotations

@@ -17,9 +17,10 @@ from ..._loop.body import Memo
 from ..._loop.chunk import RunChunk
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import run
-from ..._trace.hoist import one_step
+from ..._trace.hoist import lifted, one_step
 from ..._trace.smooth import Unproven
 from ..._types import PyTree
+from .branches import with_safe_branches
 from .deferred import Arguments, Forward, run_split
 from .products import Split, StepProducts, products_of_step
 from .steps_at_once import compute_early
@@ -51,6 +52,12 @@ class InBulk:
 def in_bulk(chunk: Step) -> Step:
     """The same for what runs a chunk; as it is if that does not run its steps one by one."""
     return InBulk(chunk) if isinstance(chunk, RunChunk) and not chunk.levels else chunk
+
+
+def ready_for_chunks(loop: Loop) -> Loop:
+    """The traced loop in the form in which a chunk computes the products of its steps at once."""
+    # What a body closes over, rows have lifted already.
+    return with_safe_branches(loop if loop.rows is not None else lifted(loop))
 
 
 def bytes_of_products(loop: Loop) -> int:

@@ -92,7 +92,7 @@ def scan(
     Args:
         f: the body. It may be a function or the method of a class, not of an instance.
         length: the number of steps T; needed where nothing is scanned over.
-        reverse: run from step T-1 to step 0. Each output is still at the position of its inputs.
+        reverse: run from step T-1 to step 0. Each output is at the position of its inputs.
         unroll: how many steps are compiled into one round of the loop; 0 or True unrolls the whole loop.
         in_axes: one entry for each argument, or one for all: the axis of size T that is scanned over; None for what
             every step is given whole; `nnx.Carry` for the one that is carried. An entry may be a tree prefix of the
