@@ -290,8 +290,8 @@ def test_a_cache_goes_in_and_out():
     for position in range(2):
         y, cache = treescan.scan_layers(step, X, layers, cache, args=(jnp.int32(position),))
         wanted, (expected,) = loop([step], X, [layers], [expected], args=(position,))
-        npt.assert_allclose(y, wanted, rtol=1e-5)
-        npt.assert_allclose(cache, expected, rtol=1e-5)
+        npt.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)  # some entries are sums of 16 that cancel
+        npt.assert_allclose(cache, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_args_that_are_no_arrays_stay_what_they_are():
@@ -423,7 +423,8 @@ def test_a_pair_of_any_kind():
             stacks = [make_stack(count) for count in counts]
             blocks = [lambda layer, x, pair=pair: pair(*block(layer, x))] * len(counts)
             x, ys = treescan.scan_layers(blocks, X, stacks, remat=remat)
-            chex.assert_trees_all_close((x, ys), loop([block] * len(counts), X, stacks), rtol=1e-5)
+            expected = loop([block] * len(counts), X, stacks)
+            chex.assert_trees_all_close((x, ys), expected, rtol=1e-5, atol=1e-6)
 
 
 def test_out_axes_as_a_list():
