@@ -1,7 +1,11 @@
-"""Loops that end when they are done: `treescan.while_scan` in four classics, each of them differentiated or mapped.
+"""Loops that end when they are done: four classics of `treescan.while_scan`.
 
-A square root by Newton's method, a root finder with a tolerance, a solver of differential equations that chooses its
-own steps, and greedy decoding that ends at a token. All gradients are compared with what mathematics says they are.
+Each is differentiated or mapped.
+
+A square root by Newton's method, a root finder with a tolerance, a solver of
+differential equations that chooses its own steps, and greedy decoding that
+ends at a token. All gradients are compared with what mathematics says they
+are.
 
     python examples/early_exit.py
 """
@@ -33,14 +37,18 @@ def newton_sqrt(a: Scalar) -> treescan.WhileResult[Scalar, None]:
     return treescan.while_scan(off, step, a, max_length=40)
 
 
-def find_root(f: Callable[[Scalar], Scalar], guess: Scalar, tolerance: float) -> treescan.WhileResult[Scalar, Scalar]:
+def find_root(
+    f: Callable[[Scalar], Scalar], guess: Scalar, tolerance: float
+) -> treescan.WhileResult[Scalar, Scalar]:
     """Where f is 0, by Newton's method; the ys are the errors on the way."""
 
     def step(x: Scalar, _: None) -> tuple[Scalar, Scalar]:
         value, slope = jax.jvp(f, (x,), (jnp.ones_like(x),))
         return x - value / slope, jnp.abs(value)
 
-    return treescan.while_scan(lambda x: jnp.abs(f(x)) > tolerance, step, guess, max_length=30)
+    return treescan.while_scan(
+        lambda x: jnp.abs(f(x)) > tolerance, step, guess, max_length=30
+    )
 
 
 class Solution(NamedTuple):
@@ -52,9 +60,15 @@ class Solution(NamedTuple):
 
 
 def solve(
-    slope: Callable[[Scalar], Scalar], start: Scalar, end: float, tolerance: Scalar
+    slope: Callable[[Scalar], Scalar],
+    start: Scalar,
+    end: float,
+    tolerance: Scalar,
 ) -> treescan.WhileResult[Solution, None]:
-    """dy/dt = slope(y) from t = 0 to `end`, by Heun's method. Its distance from Euler's decides on the next step."""
+    """dy/dt = slope(y) from t = 0 to `end`, by Heun's method.
+
+    Its distance from Euler's decides on the next step.
+    """
 
     def step(now: Solution, _: None) -> tuple[Solution, None]:
         h = jnp.minimum(now.h, end - now.t)
@@ -62,15 +76,21 @@ def solve(
         second = slope(now.y + h * first)
         error = jnp.abs(h * (second - first)) / 2
         taken = error <= tolerance
-        stretch = jnp.clip(0.9 * jnp.sqrt(tolerance / jnp.maximum(error, 1e-9)), 0.2, 3.0)
+        stretch = jnp.clip(
+            0.9 * jnp.sqrt(tolerance / jnp.maximum(error, 1e-9)), 0.2, 3.0
+        )
         return Solution(
             t=jnp.where(taken, now.t + h, now.t),
             y=jnp.where(taken, now.y + h * (first + second) / 2, now.y),
             h=h * jax.lax.stop_gradient(stretch),
         ), None
 
-    begin = Solution(jnp.zeros_like(start), start, jnp.full_like(start, end / 10))
-    return treescan.while_scan(lambda now: now.t < end * (1 - 1e-6), step, begin, max_length=1000)
+    begin = Solution(
+        jnp.zeros_like(start), start, jnp.full_like(start, end / 10)
+    )
+    return treescan.while_scan(
+        lambda now: now.t < end * (1 - 1e-6), step, begin, max_length=1000
+    )
 
 
 class Letters(NamedTuple):
@@ -92,13 +112,21 @@ def read_letters(text: str) -> Letters:
 def decode(
     letters: Letters, prompt: Int[Array, " 2"], end: int
 ) -> treescan.WhileResult[Int[Array, " 2"], Int[Array, ""]]:
-    """The likeliest letter after the last two, and so on until `end`; the ys are the letters."""
+    """The likeliest letter after the last two, and so on until `end`; the ys
+    are the letters.
+    """
 
-    def step(last: Int[Array, " 2"], _: None) -> tuple[Int[Array, " 2"], Int[Array, ""]]:
-        letter = jnp.argmax(letters.counts[last[0], last[1]]).astype(last.dtype)
+    def step(
+        last: Int[Array, " 2"], _: None
+    ) -> tuple[Int[Array, " 2"], Int[Array, ""]]:
+        letter = jnp.argmax(letters.counts[last[0], last[1]]).astype(
+            last.dtype
+        )
         return jnp.stack([last[1], letter]), letter
 
-    return treescan.while_scan(lambda last: last[1] != end, step, prompt, max_length=60, fill=end)
+    return treescan.while_scan(
+        lambda last: last[1] != end, step, prompt, max_length=60, fill=end
+    )
 
 
 def main() -> None:
@@ -107,38 +135,73 @@ def main() -> None:
     roots = jax.vmap(newton_sqrt)(numbers)
     slopes = jax.vmap(jax.grad(lambda a: newton_sqrt(a).carry))(numbers)
     print("Newton's square root")
-    for a, root, steps, slope in zip(numbers, roots.carry, roots.steps, slopes, strict=True):
-        print(f"  sqrt({a:g}) = {root:.6g} in {steps} steps; slope {slope:.6g}, exactly {0.5 / np.sqrt(a):.6g}")
+    for a, root, steps, slope in zip(
+        numbers, roots.carry, roots.steps, slopes, strict=True
+    ):
+        print(
+            f"  sqrt({a:g}) = {root:.6g} in {steps} steps; "
+            f"slope {slope:.6g}, exactly {0.5 / np.sqrt(a):.6g}"
+        )
 
     def crossing(k: Scalar) -> Scalar:
-        return find_root(lambda x: jnp.cos(x) - k * x, jnp.ones(()), 1e-6).carry
+        return find_root(
+            lambda x: jnp.cos(x) - k * x, jnp.ones(()), 1e-6
+        ).carry
 
     k = jnp.float32(1.5)
     x, slope = jax.value_and_grad(crossing)(k)
     print("\nwhere cos x = 1.5 x")
-    print(f"  x = {x:.6f}; dx/dk = {slope:.6f}, by the implicit function theorem {-x / (jnp.sin(x) + k):.6f}")
+    print(
+        f"  x = {x:.6f}; dx/dk = {slope:.6f}, "
+        f"by the implicit function theorem {-x / (jnp.sin(x) + k):.6f}"
+    )
 
     def grown(rate: Scalar, tolerance: Scalar) -> tuple[Scalar, Array]:
-        ended = solve(lambda y: rate * y * (1 - y), jnp.float32(0.01), 10.0, tolerance)
+        ended = solve(
+            lambda y: rate * y * (1 - y), jnp.float32(0.01), 10.0, tolerance
+        )
         return ended.carry.y, ended.steps
 
     rate, tolerances = jnp.float32(1.0), jnp.array([1e-2, 1e-3, 1e-4])
-    solver = jax.vmap(jax.value_and_grad(grown, has_aux=True), in_axes=(None, 0))
+    solver = jax.vmap(
+        jax.value_and_grad(grown, has_aux=True), in_axes=(None, 0)
+    )
     (ys, steps), slopes = jax.jit(solver)(rate, tolerances)
-    exact, exact_slope = jax.value_and_grad(lambda r: 1 / (1 + 99 * jnp.exp(-10 * r)))(rate)
+    exact, exact_slope = jax.value_and_grad(
+        lambda r: 1 / (1 + 99 * jnp.exp(-10 * r))
+    )(rate)
     print("\nlogistic growth, with steps as small as they have to be")
-    for tolerance, y, n, slope in zip(tolerances, ys, steps, slopes, strict=True):
+    for tolerance, y, n, slope in zip(
+        tolerances, ys, steps, slopes, strict=True
+    ):
         off, slope_off = abs(y - exact), abs(slope - exact_slope)
-        print(f"  tolerance {tolerance:g}: {n} steps, off by {off:.1e}, and its gradient by {slope_off:.1e}")
+        print(
+            f"  tolerance {tolerance:g}: {n} steps, off by {off:.1e}, "
+            f"and its gradient by {slope_off:.1e}"
+        )
 
     letters = read_letters(TEXT.read_text())
     prompts = ["Th", "ni", "sw", "Ca"]
-    encoded = jnp.array([[letters.alphabet.index(letter) for letter in prompt] for prompt in prompts])
-    written = jax.jit(jax.vmap(lambda prompt: decode(letters, prompt, letters.alphabet.index(" "))))(encoded)
+    encoded = jnp.array(
+        [
+            [letters.alphabet.index(letter) for letter in prompt]
+            for prompt in prompts
+        ]
+    )
+    written = jax.jit(
+        jax.vmap(
+            lambda prompt: decode(
+                letters, prompt, letters.alphabet.index(" ")
+            )
+        )
+    )(encoded)
     print("\ngreedy decoding, until the word ends")
-    for prompt, word, n, stopped in zip(prompts, written.ys, written.steps, written.stopped, strict=True):
+    for prompt, word, n, stopped in zip(
+        prompts, written.ys, written.steps, written.stopped, strict=True
+    ):
         end = "ended" if stopped else "cut off"
-        print(f"  {prompt}{''.join(letters.alphabet[i] for i in word[:n]).rstrip()} ({n} letters, {end})")
+        rest = "".join(letters.alphabet[i] for i in word[:n]).rstrip()
+        print(f"  {prompt}{rest} ({n} letters, {end})")
 
 
 if __name__ == "__main__":

@@ -1,8 +1,10 @@
-"""Who is speaking? A recurrent classifier on utterances of different lengths, trained with `treescan`.
+"""Who is speaking? A recurrent classifier, trained with `treescan`.
 
-Nine men said two Japanese vowels in a row, 30 times each for training. An utterance is 7 to 29 frames
-of 12 cepstral coefficients, so a batch has padding. A bidirectional LSTM reads it with `mask_scan`: the
-padding is filled with NaN here, on purpose, and neither the outputs nor the gradients ever see it.
+Nine men said two Japanese vowels in a row, 30 times each for training. An
+utterance is 7 to 29 frames of 12 cepstral coefficients, so a batch has
+padding. A bidirectional LSTM reads it with `mask_scan`: the padding is filled
+with NaN here, on purpose, and neither the outputs nor the gradients ever see
+it.
 
     python examples/vowels.py
 """
@@ -19,11 +21,15 @@ from jaxtyping import Array, Float, Int, PRNGKeyArray
 import treescan
 
 DATA = Path(__file__).parent / "data" / "japanese_vowels.npz"
-SPEAKERS, HIDDEN, EPOCHS, BATCH, LEARNING_RATE, DROPOUT = 9, 64, 60, 27, 3e-3, 0.3
+SPEAKERS, HIDDEN, EPOCHS, BATCH = 9, 64, 60, 27
+LEARNING_RATE, DROPOUT = 3e-3, 0.3
 
 
 class Utterances(NamedTuple):
-    """A padded batch, time first. Frame `t` of utterance `b` is real where `t < lengths[b]`."""
+    """A padded batch, time first.
+
+    Frame `t` of utterance `b` is real where `t < lengths[b]`.
+    """
 
     frames: Float[Array, "time batch features"]
     lengths: Int[Array, " batch"]
@@ -31,19 +37,32 @@ class Utterances(NamedTuple):
 
 
 def load(path: Path) -> tuple[Utterances, Utterances]:
-    """The training and the test utterances, features standardised by the training frames."""
+    """The training and the test utterances, features standardised by the
+    training frames.
+    """
     with np.load(path) as data:
-        mean, std = data["train_frames"].mean(axis=0), data["train_frames"].std(axis=0)
+        mean, std = (
+            data["train_frames"].mean(axis=0),
+            data["train_frames"].std(axis=0),
+        )
         train, test = (
-            _pad((data[f"{part}_frames"] - mean) / std, data[f"{part}_lengths"], data[f"{part}_speaker"])
+            _pad(
+                (data[f"{part}_frames"] - mean) / std,
+                data[f"{part}_lengths"],
+                data[f"{part}_speaker"],
+            )
             for part in ("train", "test")
         )
     return train, test
 
 
-def _pad(frames: np.ndarray, lengths: np.ndarray, speaker: np.ndarray) -> Utterances:
+def _pad(
+    frames: np.ndarray, lengths: np.ndarray, speaker: np.ndarray
+) -> Utterances:
     """From all frames in one row after the other to `[T, B, F]`."""
-    padded = treescan.pad(np.split(frames, np.cumsum(lengths)[:-1]), value=np.nan)
+    padded = treescan.pad(
+        np.split(frames, np.cumsum(lengths)[:-1]), value=np.nan
+    )
     return Utterances(padded.data, padded.lengths, jnp.asarray(speaker))
 
 
@@ -62,10 +81,17 @@ class State(NamedTuple):
     c: Float[Array, "batch hidden"]
 
 
-def lstm(weights: LSTM, batch: Utterances, *, reverse: bool = False) -> Float[Array, "time batch hidden"]:
-    """The hidden state at each frame, 0 on padding. In reverse, each row starts from its own last frame."""
+def lstm(
+    weights: LSTM, batch: Utterances, *, reverse: bool = False
+) -> Float[Array, "time batch hidden"]:
+    """The hidden state at each frame, 0 on padding.
 
-    def step(state: State, x: Float[Array, "batch features"]) -> tuple[State, Float[Array, "batch hidden"]]:
+    In reverse, each row starts from its own last frame.
+    """
+
+    def step(
+        state: State, x: Float[Array, "batch features"]
+    ) -> tuple[State, Float[Array, "batch hidden"]]:
         gates = x @ weights.x + state.h @ weights.h + weights.bias
         i, f, g, o = jnp.split(gates, 4, axis=-1)
         c = jax.nn.sigmoid(f) * state.c + jax.nn.sigmoid(i) * jnp.tanh(g)
@@ -73,12 +99,20 @@ def lstm(weights: LSTM, batch: Utterances, *, reverse: bool = False) -> Float[Ar
         return State(h, c), h
 
     zeros = jnp.zeros((batch.frames.shape[1], weights.h.shape[0]))
-    _, hs = treescan.mask_scan(step, State(zeros, zeros), batch.frames, lengths=batch.lengths, reverse=reverse)
+    _, hs = treescan.mask_scan(
+        step,
+        State(zeros, zeros),
+        batch.frames,
+        lengths=batch.lengths,
+        reverse=reverse,
+    )
     return hs
 
 
 class Params(NamedTuple):
-    """The classifier: an LSTM each way, the mean over the frames, one linear layer."""
+    """The classifier: an LSTM each way, the mean over the frames, one linear
+    layer.
+    """
 
     forward: LSTM
     backward: LSTM
@@ -90,34 +124,57 @@ def init_params(key: PRNGKeyArray, features: int) -> Params:
     bias = jnp.zeros(4 * HIDDEN).at[HIDDEN : 2 * HIDDEN].set(1.0)
 
     def uniform(key: PRNGKeyArray, *shape: int) -> Array:
-        return jax.random.uniform(key, shape, minval=-1, maxval=1) / HIDDEN**0.5
+        return (
+            jax.random.uniform(key, shape, minval=-1, maxval=1) / HIDDEN**0.5
+        )
 
     fx, fh, bx, bh, out = jax.random.split(key, 5)
     return Params(
-        forward=LSTM(uniform(fx, features, 4 * HIDDEN), uniform(fh, HIDDEN, 4 * HIDDEN), bias),
-        backward=LSTM(uniform(bx, features, 4 * HIDDEN), uniform(bh, HIDDEN, 4 * HIDDEN), bias),
+        forward=LSTM(
+            uniform(fx, features, 4 * HIDDEN),
+            uniform(fh, HIDDEN, 4 * HIDDEN),
+            bias,
+        ),
+        backward=LSTM(
+            uniform(bx, features, 4 * HIDDEN),
+            uniform(bh, HIDDEN, 4 * HIDDEN),
+            bias,
+        ),
         out=uniform(out, 2 * HIDDEN, SPEAKERS),
     )
 
 
 def pool(params: Params, batch: Utterances) -> Float[Array, "batch pooled"]:
-    """The mean of both directions' hidden states over each utterance's real frames."""
-    both = lstm(params.forward, batch), lstm(params.backward, batch, reverse=True)
+    """The mean of both directions' hidden states over each utterance's real
+    frames.
+    """
+    both = (
+        lstm(params.forward, batch),
+        lstm(params.backward, batch, reverse=True),
+    )
     return jnp.concatenate(both, axis=-1).sum(axis=0) / batch.lengths[:, None]
 
 
-def loss(params: Params, batch: Utterances, key: PRNGKeyArray) -> Float[Array, ""]:
+def loss(
+    params: Params, batch: Utterances, key: PRNGKeyArray
+) -> Float[Array, ""]:
     """Cross entropy, with dropout before the linear layer."""
     pooled = pool(params, batch)
-    kept = jax.random.bernoulli(key, 1 - DROPOUT, pooled.shape) / (1 - DROPOUT)
+    kept = jax.random.bernoulli(key, 1 - DROPOUT, pooled.shape) / (
+        1 - DROPOUT
+    )
     log_probs = jax.nn.log_softmax(pooled * kept @ params.out)
-    return -jnp.take_along_axis(log_probs, batch.speaker[:, None], axis=1).mean()
+    return -jnp.take_along_axis(
+        log_probs, batch.speaker[:, None], axis=1
+    ).mean()
 
 
 @jax.jit
 def accuracy(params: Params, batch: Utterances) -> Float[Array, ""]:
     """The share of utterances whose speaker is recognised."""
-    return jnp.mean(jnp.argmax(pool(params, batch) @ params.out, axis=-1) == batch.speaker)
+    return jnp.mean(
+        jnp.argmax(pool(params, batch) @ params.out, axis=-1) == batch.speaker
+    )
 
 
 class Adam(NamedTuple):
@@ -133,29 +190,50 @@ def adam_step(adam: Adam, grads: Params) -> Adam:
     """One step down the gradient."""
     steps = adam.steps + 1
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, adam.mean, grads)
-    square = jax.tree.map(lambda s, g: 0.999 * s + 0.001 * g**2, adam.square, grads)
+    square = jax.tree.map(
+        lambda s, g: 0.999 * s + 0.001 * g**2, adam.square, grads
+    )
     rate = LEARNING_RATE * jnp.sqrt(1 - 0.999**steps) / (1 - 0.9**steps)
-    params = jax.tree.map(lambda p, m, s: p - rate * m / (jnp.sqrt(s) + 1e-8), adam.params, mean, square)
+    params = jax.tree.map(
+        lambda p, m, s: p - rate * m / (jnp.sqrt(s) + 1e-8),
+        adam.params,
+        mean,
+        square,
+    )
     return Adam(params, mean, square, steps)
 
 
 @jax.jit
-def train(params: Params, data: Utterances, key: PRNGKeyArray) -> tuple[Params, Float[Array, " epochs"]]:
-    """All epochs in one program: a scan over epochs, which scans over batches, which scan over time."""
+def train(
+    params: Params, data: Utterances, key: PRNGKeyArray
+) -> tuple[Params, Float[Array, " epochs"]]:
+    """All epochs in one program: a scan over epochs, which scans over
+    batches, which scan over time.
+    """
 
-    def minibatch(adam: Adam, rows: Int[Array, " batch"], *, key: PRNGKeyArray) -> tuple[Adam, Float[Array, ""]]:
-        batch = Utterances(data.frames[:, rows], data.lengths[rows], data.speaker[rows])
+    def minibatch(
+        adam: Adam, rows: Int[Array, " batch"], *, key: PRNGKeyArray
+    ) -> tuple[Adam, Float[Array, ""]]:
+        batch = Utterances(
+            data.frames[:, rows], data.lengths[rows], data.speaker[rows]
+        )
         value, grads = jax.value_and_grad(loss)(adam.params, batch, key)
         return adam_step(adam, grads), value
 
-    def epoch(adam: Adam, _: None, *, key: PRNGKeyArray) -> tuple[Adam, Float[Array, ""]]:
+    def epoch(
+        adam: Adam, _: None, *, key: PRNGKeyArray
+    ) -> tuple[Adam, Float[Array, ""]]:
         order, dropout = jax.random.split(key)
-        rows = jax.random.permutation(order, len(data.lengths)).reshape(-1, BATCH)
+        rows = jax.random.permutation(order, len(data.lengths)).reshape(
+            -1, BATCH
+        )
         adam, losses = treescan.scan(minibatch, adam, rows, key=dropout)
         return adam, losses.mean()
 
     zeros = jax.tree.map(jnp.zeros_like, params)
-    start = Adam(params, mean=zeros, square=zeros, steps=jnp.zeros((), jnp.int32))
+    start = Adam(
+        params, mean=zeros, square=zeros, steps=jnp.zeros((), jnp.int32)
+    )
     end, losses = treescan.scan(epoch, start, length=EPOCHS, key=key)
     return end.params, losses
 
@@ -165,11 +243,21 @@ def main() -> None:
     train_data, test_data = load(DATA)
     init_key, train_key = jax.random.split(jax.random.key(0))
     began = time.perf_counter()
-    params, losses = train(init_params(init_key, train_data.frames.shape[2]), train_data, train_key)
+    params, losses = train(
+        init_params(init_key, train_data.frames.shape[2]),
+        train_data,
+        train_key,
+    )
     losses.block_until_ready()
-    print(f"{EPOCHS} epochs in {time.perf_counter() - began:.1f} s, compilation included")
+    print(
+        f"{EPOCHS} epochs in "
+        f"{time.perf_counter() - began:.1f} s, compilation included"
+    )
     print(f"training loss  {losses[0]:.3f} -> {losses[-1]:.3f}")
-    print(f"test accuracy  {accuracy(params, test_data):.1%} of {len(test_data.lengths)} utterances")
+    print(
+        f"test accuracy  {accuracy(params, test_data):.1%} "
+        f"of {len(test_data.lengths)} utterances"
+    )
 
 
 if __name__ == "__main__":

@@ -67,7 +67,8 @@ def on_files(files: Any, **_: object) -> None:
 
 
 def on_page_content(html: str, page: Any, **_: object) -> str:
-    """Makes the links of a page, docstrings included."""
+    """Makes the links of a page, docstrings included, and drops links that only say what the heading below defines."""
+    html = re.sub(r'<p><a href="" id="[\w.]+"></a></p>\n?', "", html)
     return link_names(html, lambda name: url_of(name, _reference, page.url))
 
 

@@ -13,6 +13,8 @@ import jax
 import pytest
 from hypothesis import HealthCheck, settings
 
+import treescan
+
 collect_ignore = ["site"]  # needs a browser: `make test-site` runs it, without this file
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
@@ -35,6 +37,18 @@ def _small_caches():
     """Drops what a module compiled: the suite would otherwise hold every program it ever ran."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _unbroken_messages(request):
+    """Messages do not break into lines, so that tests can look for words in them.
+
+    Where they break is tested with the whole texts, in `test_errors.py`, and in the documentation.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.stem != "test_errors" and request.path.parent.name != "docs":
+            patch.setattr(treescan._layout, "WIDTH", 10_000)
+        yield
 
 
 _SHARES = {  # of the slow tests of these modules one in so many runs in CI

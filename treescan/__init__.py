@@ -1,8 +1,10 @@
 """Typed, checked scans for JAX, lowered to nothing but `jax.lax.scan`."""
 
+from ._data.ends import first as first, last as last
 from ._data.init_layers import init_layers as init_layers
-from ._data.pack import Packed as Packed, PackIndex as PackIndex, last as last, pack as pack, unpack as unpack
+from ._data.pack import Packed as Packed, PackIndex as PackIndex, pack as pack, unpack as unpack
 from ._data.pad import Padded as Padded, length_mask as length_mask, pad as pad, unpad as unpad
+from ._data.repad import repad as repad
 from ._data.stack import layer_at as layer_at, set_layer as set_layer, stack as stack, unstack as unstack
 from ._data.state_dict import (
     layers_from_state_dict as layers_from_state_dict,

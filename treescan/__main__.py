@@ -1,4 +1,8 @@
-"""`python -m treescan plugins`: what installed distributions declare for the custom carries of treescan."""
+"""What one can ask of an installed treescan, in a terminal.
+
+`python -m treescan explain CarryError` says what an error means. `python -m treescan plugins` lists what installed
+distributions declare for custom carries.
+"""
 
 from __future__ import annotations
 
@@ -8,21 +12,35 @@ import sys
 import textwrap
 import warnings
 
-from ._errors import table
+from ._errors import PUBLIC, TreescanError
+from ._layout import table
+from ._manual import section
 from .carries._registry import GROUP, Plugin, discovers, load, plugins
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Loads every plugin and lists them.
+    """Runs one command.
 
     Returns:
-        The exit status: 1 if one failed.
+        The exit status: 1 if a plugin failed.
     """
     parser = argparse.ArgumentParser("python -m treescan")
-    parser.add_subparsers(dest="command", required=True, metavar="command").add_parser(
+    commands = parser.add_subparsers(dest="command", required=True, metavar="command")
+    kinds = [kind.__name__ for kind in PUBLIC if kind is not TreescanError]
+    explaining = commands.add_parser("explain", help="says what an error or a warning means, and what to do about it")
+    explaining.add_argument("name", choices=kinds, metavar="name", help=f"one of {', '.join(kinds)}")
+    commands.add_parser(
         "plugins", help="lists the custom carries that installed distributions declare, and what failed to load and why"
     )
-    parser.parse_args(arguments)
+    parsed = parser.parse_args(arguments)
+    if parsed.command == "explain":
+        print(section(parsed.name))  # noqa: T201, a program for a terminal
+        return 0
+    return _list_plugins()
+
+
+def _list_plugins() -> int:
+    """Loads every plugin and lists them; the exit status."""
     found = plugins()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of plugins that fail, which the list names
@@ -52,7 +70,7 @@ def _is_installed(package: str) -> bool:
 def _state(plugin: Plugin) -> str:
     if plugin.fault:
         return "failed"
-    return "loads" if plugin.loaded else "not needed, the package is not installed"
+    return "loads" if plugin.loaded else "package not installed"
 
 
 if __name__ == "__main__":

@@ -10,8 +10,6 @@ import contextlib
 import functools
 import inspect
 import os
-import re
-import textwrap
 import types
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -21,12 +19,11 @@ import jax
 import jax.errors
 
 from ._avals import describe_leaf, is_weak
+from ._layout import indented, table, wrap
 from ._tree import leaves_with_path
 
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
 _PACKAGE = os.path.dirname(os.path.abspath(__file__)) + os.sep
-_GAP = "   "
-_WIDTH = 96
 STEP_WORDS = {
     "step": "step",
     "init": "init",
@@ -38,6 +35,20 @@ STEP_WORDS = {
     "arrays_as_xs": "arrays as xs",
     "all_whole": "every leaf of xs is given whole (in_axes None)",
     "axis_none": "None gives a leaf whole to every step",
+    "mask": "the mask",
+    "rows_of_init": "there are other rows than in the mask. `init` has one entry for each row of the batch "
+    "(`packed.rows` of them for a `Packed`), and the lengths or the mask are of the same rows.",
+    "rows_of_x": "pass the lengths or the mask of just these rows. If the data lead with the batch instead of time, "
+    "pass `time_axis=1`.",
+    "all_rows": "",
+}
+WHILE_WORDS = {
+    **STEP_WORDS,
+    "mask": "the condition",
+    "rows_of_init": "the condition is about other rows: let it return one bool for each row of `init`.",
+    "rows_of_x": "the carry and the condition have other rows. If the data lead with the batch instead of time, pass "
+    "`in_axes=1`.",
+    "all_rows": " To stop all rows together, reduce the condition to one bool, `jnp.any(...)` or `jnp.all(...)`.",
 }
 LAYER_WORDS = {**STEP_WORDS, "step": "block", "init": "x", "unit": "layer", "the_carry": "x", "a_carry": "an x"}
 GROUP_WORDS = {
@@ -177,7 +188,8 @@ class Fault(Exception):
         cures = [text for text, kind, leaf in self.cures if not (kind == "dtype" and leaf in weak)]
         named = [_fill_in(text, words) for text in (self.says, *cures, *weak.values())]
         rows = [table(self.header, self.rows)] if self.rows else []
-        parts = [named[0], *rows, *(_indent(_wrap(cure)) for cure in named[1:])]
+        headline = wrap(named[0], taken=len(f"treescan.{self.error.__name__}: "))  # which Python prints before it
+        parts = [headline, *rows, *map(indented, named[1:])]
         return "\n\n".join(parts) + ("\n" if len(parts) > 1 else "")
 
     def _weak_cures(self, init: Any) -> Iterator[tuple[str, str]]:
@@ -203,25 +215,6 @@ def _fill_in(text: str, words: Mapping[str, str]) -> str:
     return text
 
 
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Lays out rows under their header, columns aligned, two spaces in."""
-    lines = [header, *rows]
-    widths = [max(len(line[i]) if i < len(line) else 0 for line in lines) for i in range(4)]
-    laid = (_GAP.join(cell.ljust(width) for cell, width in zip(line, widths, strict=False)).rstrip() for line in lines)
-    return _indent("\n".join(laid))
-
-
-def _wrap(text: str) -> str:
-    """Breaks a paragraph into lines, but never a piece of code."""
-    glued = re.sub(r"`[^`]*`", lambda code: code[0].replace(" ", "\0"), text)
-    lines = textwrap.wrap(glued, _WIDTH, break_long_words=False, break_on_hyphens=False)
-    return "\n".join(lines).replace("\0", " ")
-
-
-def _indent(text: str) -> str:
-    return "\n".join("  " + line if line else line for line in text.splitlines())
-
-
 def explain(
     error: Exception, name: str, body: Any = None, init: Any = None, words: Mapping[str, str] = STEP_WORDS
 ) -> Exception:
@@ -237,13 +230,16 @@ def explain(
         call = f"`{name}`" if about is None else f"`{name}` over {named}"
         known = {**words, "verb": f"`{name}`", "body": named, "call": call}
         explained = error.error(error.render(known, init))
-        explained.add_note(
-            f"More about it: docs/errors.md#{error.error.__name__.lower()}, in treescan's documentation."
-        )
+        explained.add_note(more_about(error.error))
         if error.cause is not None:
             explained.__cause__ = error.cause.with_traceback(_without_inner_frames(error.cause.__traceback__))
         return explained
     return error.with_traceback(_without_inner_frames(error.__traceback__))
+
+
+def more_about(kind: type[Exception]) -> str:
+    """Where a kind of error or warning is explained, wherever treescan is installed."""
+    return f"More about it: python -m treescan explain {kind.__name__}"
 
 
 @contextlib.contextmanager
@@ -294,11 +290,12 @@ def is_jax_frame(frame: types.FrameType) -> bool:
 
 
 def warn_user(message: str, category: type[Warning]) -> None:
-    """Warns at the line of the user's that called the verb."""
+    """Warns at the line of the user's that called the verb. A category of treescan's own is explained elsewhere."""
+    more = "" if category is UserWarning else f"\n{more_about(category)}"
     level, frame = 1, inspect.currentframe()
     while frame is not None and (is_package_frame(frame) or _is_library(frame)):
         level, frame = level + 1, frame.f_back
-    warnings.warn(message, category, stacklevel=level)
+    warnings.warn(f"{wrap(message)}{more}", category, stacklevel=level)
 
 
 def _is_library(frame: types.FrameType) -> bool:
@@ -313,9 +310,9 @@ def is_from_jax(function: Any) -> bool:
 
 
 def describe_body(body: Any) -> str:
-    """Names a body and where it was written, as in `` `step` (model.py:42)``; of several each."""
+    """Names a body and where it was written, as in `` `step` (model.py:42)``; of several each, once."""
     if isinstance(body, list | tuple):
-        return ", ".join(map(describe_body, body)) or "no body"
+        return ", ".join(dict.fromkeys(map(describe_body, body))) or "no body"
     name, place = _name_and_place(body)
     return f"`{name}` ({place})" if place else f"`{name}`"
 

@@ -158,6 +158,12 @@ class Prefix:
         return broadcast_prefix(self.tree, tree, root)
 
 
+def same_structure(tree: PyTree, other: PyTree) -> bool:
+    """Whether two trees have one structure, whatever their leaves."""
+    structure: TreeDef = jax.tree.structure(tree)
+    return bool(structure == jax.tree.structure(other))
+
+
 _known_arrays: set[type] = set()  # types of leaves that were seen not to be static: `isinstance` of a tracer is slow
 
 
@@ -186,8 +192,8 @@ class _Value:
     code: int = field(init=False)
 
     def __post_init__(self) -> None:
-        try:
-            code = hash(self.value)
+        try:  # Python hashes a NaN by its identity
+            code = hash(repr(self.value) if isinstance(self.value, float | complex) else self.value)
         except TypeError:
             code = id(self)
         object.__setattr__(self, "code", code)  # as the value was: a cache may hold it when it has changed
@@ -200,9 +206,11 @@ class _Value:
             return True
         if not isinstance(other, _Value) or self.code != other.code:  # of unhashable values: ids of the boxes
             return False
-        if type(self.value) is not type(other.value) or not self.value == other.value:
+        if type(self.value) is not type(other.value):
             return False
-        return not isinstance(self.value, float | complex) or repr(self.value) == repr(other.value)  # 0.0 and -0.0
+        if isinstance(self.value, float | complex):  # 0.0 is not -0.0, and NaN is NaN
+            return repr(self.value) == repr(other.value)
+        return bool(self.value == other.value)
 
 
 @jtu.register_pytree_node_class
@@ -227,10 +235,19 @@ def freeze_static(tree: PyTree, *, scalars: bool = False) -> PyTree:
         tree: any tree.
         scalars: whether Python's own numbers count as static too.
     """
-    leaves, treedef = jax.tree.flatten(tree)
-    static = [is_static(leaf) or (scalars and type(leaf) in (bool, int, float, complex)) for leaf in leaves]
+    return freeze_leaves(tree, [is_static(leaf) or (scalars and is_number(leaf)) for leaf in jax.tree.leaves(tree)])
+
+
+def is_number(leaf: Any) -> bool:
+    """Whether a leaf is one of Python's own numbers or flags."""
+    return type(leaf) in (bool, int, float, complex)
+
+
+def freeze_leaves(tree: PyTree, static: list[bool]) -> PyTree:
+    """Replaces those of a tree's leaves that are marked; a tree without any comes back as it is."""
     if not any(static):
         return tree
+    leaves, treedef = jax.tree.flatten(tree)
     frozen = [Static(_Value(leaf)) if is_one else leaf for leaf, is_one in zip(leaves, static, strict=True)]
     return jax.tree.unflatten(treedef, frozen)
 

@@ -54,13 +54,13 @@ class KeyedIndexBody(Protocol[Carry]):
 
 
 class ValidBody(Protocol[Carry, X_contra, Y_co]):
-    """A body of `mask_scan` that takes the step's mask, in the batch shape."""
+    """A body of `mask_scan` or `while_scan` that takes the step's mask, in the batch shape."""
 
     def __call__(self, carry: Carry, x: X_contra, /, *, valid: Array) -> tuple[Carry, Y_co]: ...
 
 
 class KeyedValidBody(Protocol[Carry, X_contra, Y_co]):
-    """A body of `mask_scan` that takes both."""
+    """A body of `mask_scan` or `while_scan` that takes both."""
 
     def __call__(self, carry: Carry, x: X_contra, /, *, key: Array, valid: Array) -> tuple[Carry, Y_co]: ...
 
@@ -105,12 +105,26 @@ class RaggedOptions(UnkeyedOptions, total=False):
     lengths: ArrayLike | None
 
 
+class WhileOptions(ForiOptions, total=False):
+    """The options of `while_scan`, less `key` and `max_length`."""
+
+    fill: PyTree
+    in_axes: Axes
+    out_axes: Axes
+    save: Save
+    carry_axes: Axes
+    x_axes: Axes
+    y_axes: Axes
+    compact: bool | tuple[int, ...]
+
+
 class MaskOptions(UnkeyedOptions, total=False):
     """The options of `mask_scan`, less `key`."""
 
     lengths: ArrayLike | None
     mask: ArrayLike | None
     resets: ArrayLike | None
+    reset_to: PyTree
     time_axis: int
     fill: PyTree
     carry_axes: Axes
@@ -123,6 +137,7 @@ class MaskOptions(UnkeyedOptions, total=False):
 class LayersOptions(IndexOptions, total=False):
     """The options of `fold_layers`, less `key`."""
 
+    length: int | None
     in_axes: Axes
     remat: RematLike | Sequence[RematLike | None] | None
 

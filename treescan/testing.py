@@ -13,7 +13,8 @@ import numpy as np
 from ._avals import is_key
 from ._body.differences import agree, find_differences
 from ._checks.compare import differ, finite, values_of
-from ._errors import ArgumentError, Row, table
+from ._errors import ArgumentError, Row
+from ._layout import table, wrap
 from ._transforms.rows.carry_axes import row_axes
 from ._tree import leaves_with_path
 from ._types import Array, PyTree
@@ -103,11 +104,10 @@ def _report(kind: type, failed: dict[str, list[Row]], cause: Exception | None) -
     count = len(_LAWS) + 2
     parts = [f"`{kind.__name__}` breaks {len(failed)} of the {count} laws of custom carries."]
     for says, rows in failed.items():
-        parts += [f"{says}.", table(("leaf", "expected", "came"), rows)]
+        parts += [wrap(f"{says}."), table(("leaf", "expected", "came"), rows)]
     if cause is not None and failed_hook(kind, cause)[0] == "write(valid=None)":
-        parts.append(
-            "Outside of `mask_scan` every verb calls `write` with `valid=None`: then all that is returned counts."
-        )
+        says = "Outside of `mask_scan` every verb calls `write` with `valid=None`: then all that is returned counts."
+        parts.append(wrap(says))
     return "\n\n".join(parts)
 
 

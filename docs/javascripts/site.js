@@ -1,4 +1,5 @@
-// A table or a block of code that is wider than the page scrolls; with this the keyboard can scroll it too.
+// A table or a block of code that is wider than the page scrolls. With this the keyboard can scroll it too, and the
+// stylesheet knows on which sides there is more (`data-more`).
 addEventListener("load", () => { // the theme has put each table into what scrolls
   const fit = element => {
     const table = element.matches(".md-typeset__scrollwrap")
@@ -12,8 +13,20 @@ addEventListener("load", () => { // the theme has put each table into what scrol
       for (const name of ["tabindex", "role", "aria-label"]) element.removeAttribute(name)
     }
   }
-  const sizes = new ResizeObserver(entries => entries.forEach(entry => fit(entry.target)))
-  document.querySelectorAll(".md-typeset__scrollwrap, pre > code").forEach(element => sizes.observe(element))
+  const more = element => {
+    const left = element.scrollLeft > 1
+    const right = element.scrollLeft + element.clientWidth < element.scrollWidth - 1
+    const sides = [left && "left", right && "right"].filter(side => side).join(" ")
+    sides ? element.dataset.more = sides : delete element.dataset.more
+  }
+  const sizes = new ResizeObserver(entries => entries.forEach(entry => {
+    fit(entry.target)
+    more(entry.target)
+  }))
+  document.querySelectorAll(".md-typeset__scrollwrap, pre > code").forEach(element => {
+    sizes.observe(element)
+    element.addEventListener("scroll", () => more(element), { passive: true })
+  })
 
   // The theme follows the system's scheme without choosing it in its own switch, so that the keyboard's focus would be
   // on the half of the switch that is hidden.

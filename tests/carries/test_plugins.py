@@ -257,7 +257,7 @@ def test_a_broken_plugin_warns_once_and_the_scan_goes_on(broken: Path) -> None:
         broken = {BROKEN}
         assert len(caught) == len(broken) == len(loaded("shapes"))
         assert {{warning.category for warning in caught}} == {{treescan.PluginWarning}}
-        texts = [str(warning.message) for warning in caught]
+        texts = [" ".join(str(warning.message).split()) for warning in caught]
         for name, (value, reason) in broken.items():
             (text,) = [text for text in texts if f"distribution {{name}} 1.0" in text]
             assert "`shapes`" in text and f"({{value}})" in text and reason in text, text

@@ -139,7 +139,13 @@ def test_a_verb_runs_the_transforms_that_it_lists(verb: str, monkeypatch: pytest
         "scan": lambda: treescan.scan(add, 0.0, jnp.ones((1, 4)), in_axes=1, **(every | {"out_axes": -1})),
         "fori": lambda: treescan.fori(0, 3, lambda i, total: total + i, 0, remat="step"),
         "mask_scan": lambda: treescan.mask_scan(
-            add, jnp.zeros(2), jnp.ones((4, 2)), lengths=jnp.array([4, 1]), **(every | {"out_axes": 1})
+            add,
+            jnp.zeros(2),
+            jnp.ones((4, 2)),
+            lengths=jnp.array([4, 1]),
+            resets=jnp.ones((4, 2), bool),
+            reset_to=1.0,
+            **(every | {"out_axes": 1}),
         ),
     }
     run[verb]()

@@ -122,8 +122,26 @@ def remat_budget_of_a_masked_scan(one):
 
 
 @case(ArgumentError, less=("disable_jit",))
-def remat_budget_of_a_pattern(one):
-    return scan_layers([local, local], one, [XS, XS], remat=Remat.fit(2000))
+def remat_budget_of_a_pattern_too_small(one):
+    def block(layer, x):
+        return jnp.sin(x) * layer, None
+
+    return scan_layers([block, block], one * jnp.ones(256), [XS, XS], remat=Remat.fit(2000))
+
+
+@case(ArgumentError)
+def plan_remat_of_layers_with_length(one):
+    return plan_remat(local, one, layers=XS, length=8, remat=None)
+
+
+@case(ArgumentError)
+def plan_remat_of_layers_with_a_plan_each(one):
+    return plan_remat([local, local], one, layers=[XS, XS], remat=("step", None))
+
+
+@case(ArgumentError)
+def plan_remat_with_args_of_no_layers(one):
+    return plan_remat(step, one, XS, args=(one,), remat=None)
 
 
 @case(ArgumentError)

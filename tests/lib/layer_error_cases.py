@@ -126,6 +126,14 @@ def stack_static_leaves_differ(one):
 
 
 @without_body(LayerError)
+def stack_numbers_differ(one):
+    layers = [{"w": one, "scale": 0.5, "dropout": {"inference": False}} for _ in range(3)]
+    layers[1] = {"w": one, "scale": 0.25, "dropout": {"inference": True}}
+    layers[2] = layers[2] | {"scale": 1}
+    return stack(layers)
+
+
+@without_body(LayerError)
 def stack_metadata_differ(one):
     return stack([Attention(one, 4), Attention(one, 8)])
 
@@ -221,8 +229,76 @@ def set_layer_of_another_activation(one):
 
 
 @without_body(LayerError)
+def set_layer_of_another_number(one):
+    return set_layer({"w": one * X, "scale": 0.5, "eps": 1.0}, 0, {"w": one, "scale": 0.25, "eps": one})
+
+
+@without_body(LayerError)
 def set_layer_out_of_range(one):
     return set_layer(denses(one), 7, dense(one))
+
+
+# --- names of axes in the metadata of flax ----------------------------------------------------------------------------
+
+
+def boxed(one: Any, *names: str) -> Any:
+    from flax.core import meta
+
+    return {"w": meta.Partitioned(one * jnp.ones((4, 3, 3)[: len(names)]), names), "b": one * jnp.ones(4)}
+
+
+@without_body(ArgumentTypeError)
+def layer_axis_name_int(one):
+    return stack([dense(one)], layer_axis_name=0)
+
+
+@case(ArgumentTypeError)
+def layer_axis_name_of_init_layers(one):
+    return init_layers(init, KEY, 4, layer_axis_name=("layers",))
+
+
+@without_body(LayerError)
+def layer_axis_name_of_another_stack(one):
+    return layer_at(boxed(one, "layers", "in", "out"), 0, layer_axis_name="blocks")
+
+
+@without_body(LayerError)
+def layer_axis_name_of_a_stack_that_has_none(one):
+    stacked = boxed(one, "in", "out")
+    stacked["w"] = stacked["w"].replace_boxed(jnp.ones((4, 3, 3)))
+    return unstack(stacked, layer_axis_name="layers")
+
+
+def box_without_axes() -> Any:
+    from flax.core import meta
+
+    @functools.partial(jax.tree_util.register_dataclass, data_fields=["value"], meta_fields=[])
+    @dataclasses.dataclass
+    class Scaled(meta.AxisMetadata[Any]):
+        value: Any
+
+        def unbox(self) -> Any:
+            return self.value
+
+        def replace_boxed(self, val: Any) -> Any:
+            return Scaled(val)
+
+        def add_axis(self, index: int, params: Any) -> Any:
+            raise KeyError("scale_of_axis")
+
+        remove_axis = add_axis
+
+    return Scaled
+
+
+@without_body(LayerError)
+def box_that_takes_no_axis(one):
+    return stack([{"w": box_without_axes()(one * X)}])
+
+
+@case(LayerError)
+def box_that_gives_up_no_axis(one):
+    return fold_layers(block_alone, X, denses(one) | {"w": box_without_axes()(one * jnp.ones((4, 3, 3)))})
 
 
 # --- init_layers ------------------------------------------------------------------------------------------------------
@@ -350,14 +426,19 @@ def layers_out_axes_not_there(one):
 # --- the options of a block -------------------------------------------------------------------------------------------
 
 
-@case(ArgumentError)
-def layers_length(one):
-    return scan_layers(block, X, denses(one), length=4)
+@case(LayerError)
+def layers_length_of_another_stack(one):
+    return scan_layers(block, X, denses(one), length=9)
 
 
-@case(ArgumentError)
-def layers_length_in_fold_layers(one):
-    return fold_layers(block_alone, X, denses(one), length=4)
+@case(LayerError)
+def layers_none_without_length(one):
+    return fold_layers(lambda layer, x, weights: x * weights, X, None, args=(one,))
+
+
+@case(ArgumentTypeError)
+def layers_length_no_int(one):
+    return fold_layers(block_alone, X, denses(one), length=4.0)
 
 
 @case(ArgumentError)
@@ -447,8 +528,8 @@ def block_without_x_layer(one):
 
 @case(BodyError)
 def block_without_its_args(one):
-    def block(layer, x, mask):
-        return x * mask, None
+    def block(layer, x, mask, scale):
+        return x * mask * scale, None
 
     return scan_layers(block, X, denses(one))
 
@@ -540,6 +621,23 @@ def block_of_fold_layers_returns_nothing(one):
         x @ layer["w"]
 
     return fold_layers(block, one * X, denses(one))
+
+
+@case(BodyError)
+def block_changes_its_module(one):
+    from flax import nnx
+
+    class Module(nnx.Module):
+        def __init__(self) -> None:
+            self.w = nnx.Param(one * jnp.ones((4, 3)))
+            self.mean = nnx.BatchStat(jnp.zeros(4))
+
+    def block(module, x):
+        module.mean[...] = x.mean()
+        module.last = nnx.Intermediate(x)
+        return x * module.w[...]
+
+    return fold_layers(block, one * X, Module())
 
 
 @case(BodyError)
@@ -750,8 +848,8 @@ def pattern_with_something_else_than_a_block(one):
 
 @case(BodyError)
 def pattern_second_block_takes_too_much(one):
-    def second(layer, x, mask):
-        return x * mask, None
+    def second(layer, x, mask, scale):
+        return x * mask * scale, None
 
     return scan_layers([lambda layer, x: (x, None), second], X, [denses(one), denses(one)])
 

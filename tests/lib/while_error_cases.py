@@ -55,9 +55,87 @@ def while_condition_of_a_number(one):
     return while_scan(lambda carry: carry, step, one, XS)
 
 
+def rows_of(one):
+    return {"h": one * jnp.ones(3), "n": jnp.int32(0)}
+
+
+def few(carry):
+    return carry["h"] < 3
+
+
+@case(ArgumentError)
+def while_rows_not_in_carry(one):
+    return while_scan(few, lambda carry, x: (carry, x), rows_of(one), max_length=4)
+
+
+@case(ArgumentError)
+def while_rows_of_others(one):
+    limits = jnp.arange(4.0)
+    return while_scan(lambda carry: carry[0] < limits, lambda carry, x: (carry, x), one * jnp.ones(3), max_length=4)
+
+
+@case(ArgumentError)
+def while_rows_not_in_x(one):
+    return while_scan(small, lambda carry, x: (carry + x, x), one * jnp.ones(3), jnp.zeros((5, 4)))
+
+
+@case(ArgumentError)
+def while_rows_not_in_y(one):
+    def body(carry, x):
+        return carry + 1, {"sum": jnp.sum(carry), "all": carry}
+
+    return while_scan(small, body, one * jnp.ones(3), max_length=4)
+
+
+@case(ArgumentError)
+def while_rows_no_prefix(one):
+    return while_scan(few, lambda carry, x: (carry, x), rows_of(one), max_length=4, carry_axes={"h": 0})
+
+
+@case(ArgumentError)
+def while_compact_without_rows(one):
+    return while_scan(small, step, one, XS, compact=True)
+
+
+@case(ArgumentError)
+def while_axes_without_rows(one):
+    return while_scan(small, step, one, XS, x_axes=1)
+
+
 @case(BodyError)
-def while_condition_of_rows(one):
-    return while_scan(lambda carry: carry < 3, lambda carry, x: (carry, x), one * jnp.ones(3), XS)
+def while_valid_without_rows(one):
+    return while_scan(small, lambda carry, x, *, valid: (carry + 1, valid), one, XS)
+
+
+@case(ArgumentError)
+def while_compact_with_key(one):
+    def body(carry, x, *, key):
+        return carry + jax.random.uniform(key, (3,)), None
+
+    return while_scan(small, body, one * jnp.ones(3), max_length=4, key=jax.random.key(0), compact=True)
+
+
+@case(ArgumentError)
+def while_compact_tier_above_batch(one):
+    return while_scan(small, lambda carry, x: (carry + 1, x), one * jnp.ones(3), max_length=4, compact=(2, 9))
+
+
+@case(BodyError, less=("disable_jit",))
+def while_compact_over_a_condition_of_other_rows(one):
+    limits = one * jnp.ones(3)
+    return while_scan(
+        lambda carry: limits < 3, lambda carry, x: (carry + 1, x), one * jnp.ones(3), max_length=4, compact=True
+    )
+
+
+@case(BodyError, less=("disable_jit",))
+def while_compact_over_closed_over_rows(one):
+    rates = one * jnp.ones(3)
+
+    def body(carry, x):
+        return carry + 1, rates
+
+    return while_scan(small, body, one * jnp.ones(3), max_length=4, compact=True)
 
 
 @case(BodyError)

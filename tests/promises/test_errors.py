@@ -46,6 +46,7 @@ from treescan import (
     mask_scan,
     scan,
 )
+from treescan._layout import WIDTH, wrap
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PACKAGE = Path(treescan.__file__).parent
@@ -231,21 +232,46 @@ def y_static_function_in_accumulate(one):
 
 
 @case(ArgumentError)
-def packed_within_xs(one):
-    packed = treescan.pack([words(3)])
-    return mask_scan(step, one * jnp.ones(1), (packed, packed.data))
-
-
-@case(ArgumentError)
 def packed_within_xs_with_its_mask(one):
     packed = treescan.pack([words(3), words(2)])
     return mask_scan(step, one * jnp.ones(1), {"words": packed}, mask=packed.mask)
 
 
 @case(ArgumentError)
-def padded_within_xs(one):
+def packed_within_padded(one):
+    packed = treescan.pack([words(3), words(2)])
+    return mask_scan(step, one * jnp.ones(2), treescan.Padded({"words": packed}, LENGTHS))
+
+
+@case(ArgumentError)
+def packed_beside_padded(one):
+    sequences = [words(3), words(2)]
+    return mask_scan(step, one * jnp.ones(2), (treescan.pad(sequences), treescan.pack(sequences, rows=2)))
+
+
+@case(ArgumentError)
+def padded_beside_one_of_other_rows(one):
+    batches = {"a": treescan.pad([words(3), words(2)]), "b": treescan.pad([words(3), words(1)])}
+    return mask_scan(step, one * jnp.ones(2), batches)
+
+
+@case(ArgumentError, less=("disable_jit",))
+def padded_beside_one_of_traced_rows(one):
     padded = treescan.pad([words(3), words(2)])
-    return mask_scan(step, one * jnp.ones(2), (padded, padded.data))
+    run = jax.jit(lambda first, second: mask_scan(step, one * jnp.ones(2), (first, second)))
+    return run(padded, padded)
+
+
+@case(ArgumentError)
+def packed_beside_one_that_has_inits_too(one):
+    first, second = (treescan.pack([words(3), words(2)], init=[value, value]) for value in (0.0, 1.0))
+    return mask_scan(step, one * jnp.ones(1), (first, second))
+
+
+@case(ArgumentError)
+def packed_with_in_axes_of_its_data(one):
+    packed = treescan.pack([np.ones((3, 4)), np.ones((2, 4))])
+    return mask_scan(step, one * jnp.ones((1, 4)), (packed, ROWS), in_axes=(1, 0))
 
 
 # --- the carry: structure ---------------------------------------------------------------------------------------------
@@ -808,6 +834,88 @@ def resets_of_other_rows_than_mask(one):
     return mask_scan(step, one * jnp.ones(2), ROWS, mask=~RESETS, resets=jnp.zeros((3, 4), bool))
 
 
+def resetting(one, to, init=None, **options):
+    init = {"h": one * jnp.ones(2), "n": jnp.zeros(2, jnp.int32)} if init is None else init
+    return mask_scan(state_step, init, ROWS, resets=RESETS, reset_to=to, **options)
+
+
+def state_step(carry, x):
+    return carry, None
+
+
+@case(ArgumentError)
+def reset_to_without_resets(one):
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, reset_to=0.0)
+
+
+@case(ArgumentError)
+def reset_to_no_prefix(one):
+    return resetting(one, {"h": 0.0, "count": 0})
+
+
+@case(ArgumentError)
+def reset_to_of_other_types(one):
+    return resetting(one, {"h": jnp.zeros((2, 4)), "n": 0.5 * one})
+
+
+@case(ArgumentError)
+def reset_to_a_number_that_does_not_fit(one):
+    return resetting(one, 0.5)
+
+
+@case(ArgumentError)
+def reset_to_a_text(one):
+    return resetting(one, {"h": "zeros", "n": 0})
+
+
+@case(ArgumentError)
+def reset_to_of_a_function_that_returns_none(one):
+    return resetting(one, lambda init: None)
+
+
+@case(ArgumentError)
+def reset_to_of_a_shared_leaf(one):
+    return resetting(
+        one, {"h": 0.0, "n": 0}, {"h": one * jnp.ones(2), "n": jnp.int32(0)}, carry_axes={"h": 0, "n": None}
+    )
+
+
+@case(ArgumentError)
+def reset_to_of_a_static_leaf(one):
+    return resetting(one, {"h": 0.0, "f": 1.0}, {"h": one * jnp.ones(2), "f": jnp.tanh})
+
+
+@case(ArgumentError)
+def reset_to_a_number_of_a_custom_carry(one):
+    return resetting(one, 0.0, {"h": one * jnp.ones(2), "last": treescan.carries.window(one * jnp.ones((3, 2)))})
+
+
+@case(ArgumentError)
+def reset_to_a_number_of_keys(one):
+    return resetting(one, 0, {"h": one * jnp.ones(2), "key": jax.random.split(jax.random.key(0), 2)})
+
+
+def packed_from(one, init, **options):
+    packed = treescan.pack([words(3), words(2), words(2)], rows=2)._replace(init=init)
+    start = {"h": one * jnp.ones((2, 4)), "n": jnp.zeros(2, jnp.int32)}
+    return mask_scan(state_step, start, packed, **options)
+
+
+@case(ArgumentError)
+def packed_inits_with_reset_to(one):
+    return packed_from(one, {"h": jnp.zeros((3, 4)), "n": jnp.zeros(3, jnp.int32)}, reset_to=0)
+
+
+@case(ArgumentError)
+def packed_inits_of_another_structure(one):
+    return packed_from(one, (jnp.zeros((3, 4)), jnp.zeros(3, jnp.int32)))
+
+
+@case(ArgumentError)
+def packed_inits_of_other_types(one):
+    return packed_from(one, {"h": jnp.zeros((2, 4)), "n": one * jnp.zeros(3)})
+
+
 @case(ArgumentError)
 def time_axis_two(one):
     return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, time_axis=2)
@@ -878,6 +986,26 @@ def compact_in_an_unchecked_shard_map(one):
     mesh = jax.make_mesh((1,), ("devices",), axis_types=(AxisType.Auto,))
     whole = PartitionSpec()
     return jax.shard_map(run, mesh=mesh, in_specs=(whole,), out_specs=whole, check_vma=False)(one * jnp.ones(2))
+
+
+@case(ArgumentError)
+def packed_of_a_single_row(one):
+    packed = treescan.pack([np.ones(3), np.ones(2)])
+    row = jax.tree.map(lambda leaf: leaf[:, 0], packed[:3])
+    return mask_scan(step, one, packed._replace(data=row[0], mask=row[1], resets=row[2]))
+
+
+@case(ArgumentError, less=("disable_jit", "vmap", "grad"))
+def packed_inits_of_rows_over_devices(one):
+    packed = treescan.pack([np.ones(3), np.ones(2)], init=[0.0, 1.0])
+    mesh = jax.make_mesh((1,), ("devices",), axis_types=(AxisType.Auto,))
+    whole = PartitionSpec()
+
+    def run(rows, packed):
+        return mask_scan(step, rows, packed)[0]
+
+    spread = jax.shard_map(run, mesh=mesh, in_specs=(whole, whole), out_specs=whole, check_vma=False)
+    return spread(one * jnp.ones(packed.rows), packed)
 
 
 @case(ArgumentError)
@@ -1179,6 +1307,27 @@ def pack_too_long(one):
     return treescan.pack([words(3), words(7)], length=5)
 
 
+@without_body(ArgumentError)
+def pack_inits_of_other_structures(one):
+    inits = [{"h": one, "c": one}, {"h": one}, {"h": one, "c": jnp.ones(2)}]
+    return treescan.pack([words(3), words(4), words(4)], init=inits)
+
+
+@without_body(ArgumentError)
+def pack_inits_of_other_sequences(one):
+    return treescan.pack([words(3), words(4)], init=[one])
+
+
+@without_body(ArgumentTypeError)
+def pack_inits_that_are_stacked(one):
+    return treescan.pack([words(3), words(4)], init={"h": jnp.zeros((2, 4))})
+
+
+@without_body(ArgumentError)
+def pack_inits_with_a_function(one):
+    return treescan.pack([words(3), words(4)], init=[{"h": one, "f": encode}] * 2)
+
+
 @without_body(ArgumentTypeError)
 def unpack_padded(one):
     padded = treescan.pad([words(3)])
@@ -1197,6 +1346,47 @@ def unpack_traced(one):
 
 
 @without_body(ArgumentTypeError)
+def repad_of_padded(one):
+    padded = treescan.pad([words(3)])
+    return treescan.repad(padded, padded.data)
+
+
+@without_body(ArgumentError)
+def repad_other_steps(one):
+    packed = treescan.pack([words(3), words(2)], length=4)
+    return treescan.repad(packed, {"y": packed.data["token"][1:], "loss": one})
+
+
+@without_body(ArgumentError)
+def repad_too_long(one):
+    packed = treescan.pack([words(1), words(3)], length=4)
+    return treescan.repad(packed, packed.data, length=2)
+
+
+@without_body(TracedArgumentError, less=("disable_jit",))
+def repad_to_less_than_is_known(one):
+    return jax.jit(lambda packed: treescan.repad(packed, packed.data, length=3))(treescan.pack([words(3), words(2)]))
+
+
+@without_body(ArgumentError)
+def repad_value_no_prefix(one):
+    packed = treescan.pack([words(3)])
+    return treescan.repad(packed, packed.data, value={"token": 0})
+
+
+@without_body(ArgumentError, less=("disable_jit", "vmap", "grad"))
+def repad_of_rows_over_devices(one):
+    packed = treescan.pack([np.ones(3), np.ones(2)])
+    mesh = jax.make_mesh((1,), ("devices",), axis_types=(AxisType.Auto,))
+    whole = PartitionSpec()
+    run = jax.shard_map(
+        lambda packed: treescan.repad(packed, packed.data),
+        mesh=mesh, in_specs=(whole,), out_specs=whole, check_vma=False,
+    )  # fmt: skip
+    return run(packed)
+
+
+@without_body(ArgumentTypeError)
 def last_swapped(one):
     packed = treescan.pack([words(3)])
     return treescan.last(packed.data, packed, reverse=False)
@@ -1206,6 +1396,18 @@ def last_swapped(one):
 def last_without_direction(one):
     packed = treescan.pack([words(3)])
     return treescan.last(packed, packed.data)
+
+
+@without_body(ArgumentTypeError)
+def first_without_direction(one):
+    packed = treescan.pack([words(3)])
+    return treescan.first(packed, packed.data)
+
+
+@without_body(ArgumentTypeError)
+def first_of_data(one):
+    packed = treescan.pack([words(3)])
+    return treescan.first(packed.data, packed.data, reverse=False)
 
 
 @without_body(ArgumentTypeError)
@@ -1276,10 +1478,23 @@ for given in (each for module in _OTHERS for each in module.CASES):
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
+PLACE = re.compile(r"[^\s(]*\b(?:test_errors|(?:carry|chunk|layer|lift|while)_error_cases)\.py:\d+")
+
+
+@pytest.fixture
+def written_in_model_py(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Messages name `model.py:12` where a case was written, so that an edit of the cases moves no line break."""
+
+    def wrapped(text: str, *args: Any, **options: Any) -> str:
+        return wrap(PLACE.sub("model.py:12", text), *args, **options)
+
+    for module in (treescan._errors, treescan._layout):
+        monkeypatch.setattr(module, "wrap", wrapped)
+
+
 def text_of(error: BaseException) -> str:
-    """The error as a user reads it, less what changes with an edit of the files of cases."""
-    place = re.compile(r"[^\s(]*\b(test_errors|(?:carry|chunk|layer|lift|while)_error_cases)\.py:\d+")
-    return place.sub(r"\1.py:LINE", f"{type(error).__name__}: {error}").rstrip() + "\n"
+    """The error as a user reads it, under the traceback."""
+    return f"treescan.{type(error).__name__}: {error}".rstrip() + "\n"
 
 
 def as_spelled(text: str) -> str:
@@ -1302,6 +1517,7 @@ def modes_by_turns() -> list[Any]:
     return params
 
 
+@pytest.mark.usefixtures("written_in_model_py")
 @pytest.mark.parametrize(("name", "mode"), modes_by_turns())
 def test_text(name: str, mode: str) -> None:
     golden = GOLDEN / f"{name}.txt"
@@ -1313,6 +1529,7 @@ def test_text(name: str, mode: str) -> None:
     if os.environ.get("UPDATE_GOLDEN") == "1" and mode == "eager":
         golden.write_text(text)
     assert as_spelled(text) == as_spelled(golden.read_text())
+    assert [line for line in text.splitlines() if len(line) > WIDTH] == []
 
 
 NAMELESS = {"not_callable", "not_callable_in_fori", "named_ufunc"} | {name for name in CASES if not CASES[name].body}

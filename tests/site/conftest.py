@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, Request, sync_playwright
+from playwright.sync_api import Browser, Page, Request, Response, sync_playwright
 
 SITE = Path(__file__).parents[2] / "site"
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
@@ -57,6 +57,8 @@ def root(request: pytest.FixtureRequest) -> str:
 def visit(browser: Browser) -> Iterator[Open]:
     """`visit(url, phone=False, dark=False)`: opens a page in a browser that has seen nothing before.
 
+    `answered` is called with each response.
+
     When the test is over, nothing may have gone wrong on it: no error in the console, no request that failed, and none
     to another host.
     """
@@ -67,7 +69,9 @@ def visit(browser: Browser) -> Iterator[Open]:
         if request.failure != "net::ERR_ABORTED":  # the page was left before its icon had come
             wrong.append(f"failed: {request.url}: {request.failure}")
 
-    def open_page(url: str, *, phone: bool = False, dark: bool = False) -> Page:
+    def open_page(
+        url: str, *, phone: bool = False, dark: bool = False, answered: Callable[[Response], None] | None = None
+    ) -> Page:
         context = browser.new_context(
             viewport=PHONE if phone else DESKTOP,
             has_touch=phone,
@@ -88,6 +92,8 @@ def visit(browser: Browser) -> Iterator[Open]:
             "request",
             lambda request: None if request.url.startswith((home, "data:", "blob:")) else wrong.append(request.url),
         )
+        if answered is not None:
+            page.on("response", answered)
         page.goto(url)
         return page
 

@@ -117,7 +117,9 @@ def test_planner_by_example():
 
 @given(
     st.integers(0, 5000),
-    st.lists(st.builds(Wish, size=st.integers(1, 600), exact=st.booleans(), around=st.none()), max_size=5),
+    st.lists(
+        st.builds(Wish, size=st.integers(1, 600), exact=st.booleans(), around=st.none(), schedule=st.none()), max_size=5
+    ),
 )
 def test_planner_laws(length, wishes):
     sizes = plan_sizes(length, wishes)
@@ -130,7 +132,9 @@ def test_planner_laws(length, wishes):
 
 
 @given(
-    st.integers(1, 40), st.lists(st.builds(Wish, size=st.integers(1, 30), around=st.none()), max_size=3), st.booleans()
+    st.integers(1, 40),
+    st.lists(st.builds(Wish, size=st.integers(1, 30), around=st.none(), schedule=st.none()), max_size=3),
+    st.booleans(),
 )
 def test_planned_chunks_do_not_show(length, wishes, reverse):
     body = Count()

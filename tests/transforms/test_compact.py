@@ -391,5 +391,5 @@ BODIES = {
 @pytest.mark.parametrize("body", BODIES.values(), ids=BODIES)
 def test_a_body_that_does_something_else_on_fewer_rows_is_found_out(body):
     mask = RUNS["falling"][0]
-    with pytest.raises(treescan.BodyError, match=r"something else when it is given fewer rows, as `compact` gives it"):
+    with pytest.raises(treescan.BodyError, match=r"something else, when it is given 1 of the"):
         ours(*data(mask), mask, body=body)

@@ -43,8 +43,8 @@ PLANS = {
 
 
 def given_of(steps):
-    """Bytes that fit, whatever the number of steps."""
-    return {**PLANS, "fit": Remat.fit(400 + 100 * int(steps**0.5))}
+    """Bytes that fit, whatever the number of steps: the gradient of xs, which each level copies, is among them."""
+    return {**PLANS, "fit": Remat.fit(400 + 100 * int(steps**0.5) + 20 * steps)}
 
 
 GRID = list(itertools.product(PLANS, [0, 1, 2, 7, 97], [False, True], [1, 3, True]))
@@ -262,7 +262,7 @@ def planned(budget, steps=1024):
     return treescan.plan_remat(lambda c, _: product(c, w), c, None, steps, remat=budget and Remat.fit(budget))
 
 
-BUDGETS = [3100, 1500, 500, 100, 60, 35, 25]  # in carries
+BUDGETS = [3300, 1500, 500, 100, 60, 35, 25]  # in carries
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -296,7 +296,7 @@ def test_the_plan_is_what_is_run(steps):
         h = jnp.sin(c + x)
         return h * h, None
 
-    for budget in (44, 60, 76, 100, 1000):
+    for budget in (90, 110, 130, 160, 1000):
         plan = treescan.plan_remat(body, jnp.float32(0), jnp.ones(steps), remat=Remat.fit(budget))
         rest = steps % plan.sizes[-1] if plan.sizes else 0
         assert plan.saved_bytes <= budget
@@ -344,6 +344,8 @@ PRINTED = [
     "  a carry       2.0 KiB    what changes from step to step",
     "  a step        6.0 KiB    what it saves if it is not recomputed",
     "  saved         86.1 KiB   at one time, by the gradient",
+    "  copied        3.7 MiB    of xs and of gradients, by the levels",
+    "  needed        3.8 MiB    in all, beside arguments and results",
     "  evaluations   4          of each step, the forward pass included",
 ]
 

@@ -112,7 +112,7 @@ fold_layers(fold_block, "x", layers)  # error
 fold_layers(shared, x, layers)  # error
 fold_layers(fold_block, x, layers, cache)  # error
 fold_layers(fold_block, x, layers, out_axes=1)  # error
-fold_layers(fold_block, x, layers, length=4)  # error
+fold_layers(fold_block, x, layers, length="4")  # error
 fold_layers(fold_block, x, layers, remat="steps")  # error
 fold_layers(fold_block, x, layers, save="last")  # error
 scan_layers(block, x, layers, truncate=2)  # error

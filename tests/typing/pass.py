@@ -15,6 +15,7 @@ from treescan import (
     Remat,
     RematPlan,
     accumulate,
+    first,
     fold,
     fori,
     last,
@@ -23,6 +24,7 @@ from treescan import (
     pack,
     pad,
     plan_remat,
+    repad,
     scan,
     unpack,
     unpad,
@@ -191,6 +193,7 @@ def step_of_states(carry: Array, x: State) -> tuple[Array, dict[str, Array]]:
 assert_type(mask_scan(step_of_states, one, padded, chunk=8, remat="nested"), tuple[Array, dict[str, Array]])
 assert_type(mask_scan(step_of_states, one, packed, reverse=True, fill="hold"), tuple[Array, dict[str, Array]])
 assert_type(mask_scan(named_step, State(one, key), xs, resets=mask, compact=True, time_axis=1), tuple[State, Array])
+assert_type(mask_scan(named_step, State(one, key), xs, resets=mask, reset_to=lambda init: init), tuple[State, Array])
 assert_type(mask_scan(named_step, State(one, key), xs, mask=mask, compact=(1, 8)), tuple[State, Array])
 assert_type(scan(named_step, State(one, key), xs, remat="step"), tuple[State, Array])
 assert_type(scan(named_step, State(one, key), xs, remat=Remat(levels=3), truncate=8), tuple[State, Array])
@@ -213,3 +216,12 @@ assert_type((packed.steps, packed.rows), tuple[int, int])
 assert_type(unpack(packed, {"y": one}), list[dict[str, Array]])
 assert_type(last(packed, packed.data, reverse=False), State)
 assert_type(last(padded, one, reverse=True), Array)
+
+
+def beside(state: State, x: tuple[State, Array]) -> tuple[State, Array]:
+    return state, x[1]
+
+
+assert_type(mask_scan(beside, State(one, key), (packed, one)), tuple[State, Array])
+assert_type(repad(packed, packed.data), Padded[State])
+assert_type(first(packed, packed.data, reverse=False), State)

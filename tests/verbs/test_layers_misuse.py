@@ -199,7 +199,7 @@ def test_stack_and_block_swapped() -> None:
 def test_x_and_layers_swapped() -> None:
     with pytest.raises(LayerError, match=r"layers +none +float32\[\]"):
         fold_layers(dense, LAYERS, jnp.ones(()))
-    with pytest.raises(LayerError, match=r"`layers` holds no arrays"):
+    with pytest.raises(LayerError, match=r"`layers` is None"):
         fold_layers(dense, LAYERS, None)
 
 
@@ -207,19 +207,18 @@ def test_layers_in_a_list() -> None:
     with pytest.raises(LayerError, match=re.escape("If each item of `layers` is a layer, stack them")):
         fold_layers(dense, X, [{"w": jnp.ones((3, 4)), "b": jnp.ones(4)}] * 2)
     with pytest.raises(LayerError, match=re.escape("`treescan.stack(layers[1])`")):
-        fold_layers([dense, dense], X, [LAYERS, ({"w": jnp.eye(3), "b": 0.0}, {"w": jnp.eye(3), "b": 0.0})])
+        fold_layers([dense, dense], X, [LAYERS, ({"w": jnp.eye(3), "b": jnp.float32(0)},) * 2])
 
 
 def test_a_scalar_within_the_parameters() -> None:
     flax = {"params": {"dense": {"kernel": jnp.ones((4, 3, 3))}, "scale": jnp.float32(1.0)}}
     with pytest.raises(LayerError, match=r'layers\["params"\]\["scale"\] +none +float32\[\]'):
         fold_layers(dense, X, flax)
-    with pytest.raises(LayerError, match=r'layers\["eps"\] +none +~float32\[\]'):
-        fold_layers(dense, X, LAYERS | {"eps": 1e-6})
+    fold_layers(dense, X, LAYERS | {"eps": 1e-6})  # a number of Python is shared
 
 
 def test_stack_and_number_swapped() -> None:
-    with pytest.raises(LayerError, match=r"stacked +none"):
+    with pytest.raises(LayerError, match="`stacked` holds no arrays"):
         layer_at(1, NUMBERS)
     with pytest.raises(ArgumentTypeError, match="got dict of 1"):
         set_layer(NUMBERS, {"b": jnp.float32(1)}, 1)
@@ -267,18 +266,19 @@ KEYS = [jax.random.key(0), jax.random.key(7)]
 SORTS: dict[str, list[Any]] = {
     "one layer": [{"w": X}],
     "numpy": [{"w": np.ones((2, 3), np.float32)}, {"w": np.zeros((2, 3), np.float32)}],
-    "bools": [True, False],
+    "numpy's bools": [np.True_, np.False_],
     "bool arrays": [np.array([True, False]), np.array([False, False])],
-    "ints": [1, 2],
-    "floats": [{"s": 1.0}, {"s": 2.0}],
-    "complex": [1j, 2j],
+    "ints": [np.int32(1), np.int32(2)],
+    "floats": [{"s": np.float32(1)}, {"s": np.float32(2)}],
+    "a number beside an array": [{"s": jnp.array(1.0)}, {"s": 2.0}],
+    "complex": [jnp.array(1j), jnp.array(2j)],
     "small ints": [np.int8(1), np.int8(-1)],
     "half": [jnp.bfloat16(1), jnp.bfloat16(2)],
     "keys": KEYS,
     "raw keys": [jax.random.key_data(key) for key in KEYS],
     "none within": [{"w": X, "b": None, "e": ()}, {"w": X, "b": None, "e": ()}],
     "no elements": [jnp.ones((0, 2)), jnp.ones((0, 2))],
-    "classes": [Pair(1.0, X), Pair(2.0, X)],
+    "classes": [Pair(jnp.array(1.0), X), Pair(jnp.array(2.0), X)],
     "nan": [np.float32("nan"), np.float32("-0.0")],
 }
 

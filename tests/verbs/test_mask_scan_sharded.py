@@ -162,3 +162,63 @@ def test_outputs_of_an_explicitly_sharded_batch_are_held():
         sharded = [jax.sharding.reshard(leaf, spec) for leaf, spec in ((init, P("i")), (xs, P(None, "i")))]
         got = jax.jit(run)(*sharded, lengths=jax.sharding.reshard(lengths, P("i")))
         chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-6)
+
+
+def rows_that_reset():
+    resets = jnp.array([[0, 0], [0, 1], [1, 0], [0, 0]], bool)
+    return jnp.ones(2), jnp.ones((4, 2)), resets, jnp.array([50.0, 60.0])
+
+
+def reset(init, xs, resets, to):
+    step = lambda carry, x: (carry + x, carry)  # noqa: E731
+    return treescan.mask_scan(step, init, xs, mask=jnp.ones_like(resets), resets=resets, reset_to=to)
+
+
+@pytest.mark.parametrize("check_vma", [True, False])
+def test_reset_to_inside_shard_map(check_vma):
+    two = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    given, of_rows = rows_that_reset(), (P("i"), P(None, "i"), P(None, "i"))
+    for to, spec in ((given[3], P("i")), (5.0, P())):
+        specs = {"in_specs": (*of_rows, spec), "out_specs": of_rows[:2]}
+        sharded = jax.shard_map(reset, mesh=two, check_vma=check_vma, **specs)
+        chex.assert_trees_all_close(jax.jit(sharded)(*given[:3], to), reset(*given[:3], to))
+
+
+def test_reset_to_of_rows_over_an_explicit_mesh():
+    two = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Explicit,))
+    given = rows_that_reset()
+    with jax.set_mesh(two):
+        placed = [jax.device_put(leaf, NamedSharding(two, P(*([None] * (leaf.ndim - 1)), "i"))) for leaf in given]
+        chex.assert_trees_all_close(jax.jit(reset)(*placed), reset(*given))
+        chex.assert_trees_all_close(jax.jit(reset)(*placed[:3], 5.0), reset(*given[:3], 5.0))
+
+
+def packed_over(placed, init=None):
+    init = jnp.zeros(placed.rows) if init is None else init
+    return treescan.mask_scan(lambda carry, x: (carry + x, carry + x), init, placed)[1]
+
+
+def test_rows_of_a_packed_batch_that_are_spread():
+    """Its index counts the rows of all devices: refused where each has some, right where each has its own."""
+    packed = treescan.pack([jnp.ones(n) for n in (3, 1, 2, 2)], rows=2, init=[100.0, 200.0, 300.0, 400.0])
+    in_rows = treescan.Packed(*[P(None, "i")] * 3, P(), P())
+    two = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
+    for check_vma in (True, False):
+        spread = jax.shard_map(packed_over, mesh=two, in_specs=(in_rows,), out_specs=P(None, "i"), check_vma=check_vma)
+        with pytest.raises(treescan.ArgumentError, match="spread over devices"):
+            jax.jit(spread)(packed)
+    twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), packed)
+    own = jax.shard_map(
+        lambda packed: packed_over(jax.tree.map(lambda leaf: leaf[0], packed))[None],
+        mesh=two, in_specs=P("i"), out_specs=P("i"),
+    )  # fmt: skip
+    chex.assert_trees_all_close(jax.jit(own)(twice), jnp.stack([packed_over(packed)] * 2))
+    explicit = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        rows = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(explicit, P(None, "i"))), packed[:3])
+        with pytest.raises(treescan.ArgumentError, match="spread over devices"):
+            init = jax.device_put(jnp.zeros(2), NamedSharding(explicit, P("i")))
+            packed_over(packed._replace(data=rows[0], mask=rows[1], resets=rows[2]), init)
+    placed = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(two, P(None, "i"))), packed[:3])
+    auto = jax.jit(packed_over)(packed._replace(data=placed[0], mask=placed[1], resets=placed[2]))
+    chex.assert_trees_all_close(auto, packed_over(packed))

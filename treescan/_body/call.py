@@ -20,6 +20,7 @@ from .._types import Array, PyTree, TreeDef
 from .carries import read_carries, without_carries, write_carries
 from .conventions import SCAN, Convention
 from .invariance import check_carry
+from .modules import watch
 from .signature import Signature, signature_of
 
 
@@ -87,7 +88,10 @@ class CallBody:
         with signature.scope() as scope:
             if scope:
                 scope.check_inputs(arguments)
+            modules = watch(self._roots(len(others)), others)
             out = function(*arguments, **keywords)
+            if modules is not None:
+                modules.refuse_changes(out, lambda others: self._again(given, others, keywords))
             returned, y = _split(self.convention, out, given)
             kept, new = without_carries(given, returned) if self.custom else (given, returned)
             check_carry(self.body, self.convention, name, kept, new, y, out)
@@ -100,6 +104,20 @@ class CallBody:
             check_arrays(y, name if self.convention.stacks else None)
         keeps = self.convention.pair and not self.convention.spread  # a pair of layers' is always a tuple
         return returned, y, _container(out) if keeps else None
+
+    def _roots(self, count: int) -> tuple[str, ...]:
+        """What the arguments beside the carry are called."""
+        place, names = self.convention.place, self.body.names
+        places = [i for i in range(count + 1) if i != place]
+        return tuple(names[i] if i < len(names) else f"args[{i}]" for i in places)
+
+    def _again(self, given: PyTree, others: tuple[PyTree, ...], keywords: dict[str, Any]) -> Any:
+        """Calls the body once more, with other values beside its carry, which is copied."""
+        carry = jtu.tree_unflatten(jtu.tree_structure(given), jtu.tree_leaves(given))
+        if self.custom:
+            carry = read_carries(carry, carry_name(self.body, self.convention))
+        place = self.convention.place
+        return self.body.function(*others[:place], carry, *others[place:], **keywords)
 
 
 def carry_name(body: Body, convention: Convention) -> str:
@@ -207,6 +225,11 @@ def takes_keyword(body: Body, name: str) -> bool:
     own = body.parameters or ()
     passes_on = any(p.kind is p.VAR_KEYWORD for p in own)
     return _names_keyword(own, name) or (passes_on and _names_keyword(wrapped_parameters(body.function), name))
+
+
+def needs_keyword(body: Body, name: str) -> bool:
+    """Whether a body has a parameter of this name without a default."""
+    return any(p.name == name and p.default is p.empty for p in body.parameters or ())
 
 
 def _names_keyword(parameters: Iterable[inspect.Parameter], name: str) -> bool:

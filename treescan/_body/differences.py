@@ -221,13 +221,13 @@ def _placement(leaf: str, start: str, given: Any, returned: Any) -> tuple[str, s
             f"returned: `{cure}`; or start from an {{init}} that does not vary."
         )
     if not same_sharding(given, returned):
-        cure = f"jax.sharding.reshard({leaf.rsplit('.', 1)[-1]}, jax.sharding.{_spec(given)})"
+        cure = f"jax.sharding.reshard({leaf.rsplit('.', 1)[-1]}, {_spec(given)})"
         return "sharding", (
             f"{leaf}: {{a_carry}} keeps its sharding. Reshard what is returned, `{cure}`, or start from an {{init}} "
-            f"that is sharded as `jax.sharding.{_spec(returned)}`."
+            f"that is sharded as `{_spec(returned)}`."
         )
     return "type", f"{leaf}: return a value of the type that was given."
 
 
 def _spec(aval: Any) -> str:
-    return f"PartitionSpec({', '.join(map(repr, spec_parts(aval.sharding.spec)))})"
+    return f"jax.P({', '.join(map(repr, spec_parts(aval.sharding.spec)))})"

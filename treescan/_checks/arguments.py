@@ -252,7 +252,7 @@ def _check_replicated(xs: PyTree, leaf: Any, axis: int, axes: LeafAxes | None) -
     ]
     free = list(map(repr, spec_parts(jax.typeof(leaf).sharding.spec)))
     free[axis] = "None"
-    resharded = f"jax.sharding.reshard({rows[0].leaf}, jax.sharding.PartitionSpec({', '.join(free)}))"
+    resharded = f"jax.sharding.reshard({rows[0].leaf}, jax.P({', '.join(free)}))"
     raise Fault(
         ArgumentError,
         "{verb} over {body}: {xs} has leaves that are sharded along the axis that is scanned over.",
@@ -339,13 +339,23 @@ def check_keywords(
             )
 
 
+def needs_positional(body: Body) -> int:
+    """How many positional arguments a body cannot do without, as far as that is known."""
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return len(_needed([p for p in body.parameters or () if p.kind in kinds]))
+
+
+def _needed(positional: list[inspect.Parameter]) -> list[str]:
+    return [p.name for p in positional if p.default is p.empty and p.name not in ("key", "valid")]
+
+
 def _check_positional(body: Body, convention: Convention, takes: tuple[str, ...]) -> None:
     """Refuses a body that cannot be called with as many positional arguments."""
     parameters = body.parameters
     if parameters is None or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return
     positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    needed = [p.name for p in positional if p.default is p.empty and p.name not in ("key", "valid")]
+    needed = _needed(positional)
     if len(positional) < len(takes) or len(needed) > len(takes):
         first = ", ".join(takes)
         others = ", and bind what else it needs, `functools.partial({step}, ...)`"

@@ -17,7 +17,7 @@ from .._transforms.rows.batch_axes import RowFlags
 
 def check_rows(flags: RowFlags, time_axis: int, steps: int) -> RowFlags:
     """At most one of lengths (ints, in range if concrete) and mask, or resets alone (both bools that fit the steps)."""
-    lengths, mask, resets = flags
+    lengths, mask, resets = flags[:3]
     if (lengths is None) == (mask is None) and (resets is None or mask is not None):
         both = "both are given" if mask is not None else "neither is given"
         raise Fault(
@@ -26,10 +26,10 @@ def check_rows(flags: RowFlags, time_axis: int, steps: int) -> RowFlags:
             "`lengths` int[*batch] counts each row's steps from the first; `mask` bool[T, *batch] marks any pattern; "
             "`resets` alone means that every step is valid.",
         )
-    checked = RowFlags(
-        None if lengths is None else jnp.asarray(check_lengths(lengths, steps)),
-        None if mask is None else _check_flags("mask", mask, time_axis, steps),
-        None if resets is None else _check_flags("resets", resets, time_axis, steps),
+    checked = flags._replace(
+        lengths=None if lengths is None else jnp.asarray(check_lengths(lengths, steps)),
+        mask=None if mask is None else _check_flags("mask", mask, time_axis, steps),
+        resets=None if resets is None else _check_flags("resets", resets, time_axis, steps),
     )
     _check_batch(checked, time_axis)
     return checked
@@ -183,12 +183,12 @@ def _check_tiers(compact: Any) -> tuple[int, ...]:
     )
 
 
-def check_padded(given: Mapping[str, Any], kind: str) -> None:
+def check_padded(given: Mapping[str, Any], kind: str, path: str = "xs") -> None:
     """Refuses what a `Padded` or a `Packed` says itself."""
     said = [name for name, value in given.items() if value is not None]
     if said:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: xs is a `{kind}`, which says itself what `{said[0]}` would say.",
-            f"Leave `{said[0]}` out, or pass `xs.data` in place of xs.",
+            f"{{verb}} over {{body}}: {path} is a `{kind}`, which says itself what `{said[0]}` would say.",
+            f"Leave `{said[0]}` out, or pass `{path}.data` in place of {path}.",
         )

@@ -17,31 +17,43 @@ from .._loop.retrace import under_a_trace
 from .._loop.run import is_jit_disabled
 from .._tree import Prefix, PrefixMismatch, freeze_static, leaves_with_path, thaw_static
 from .._types import Array, PyTree
+from .boxes import add_layer_axis
+from .shared import freeze_shared
 
 Layer = TypeVar("Layer")
 
 
 @verb
-def init_layers(init: Callable[..., Layer], key: Array, n: int, *args: Any, shardings: PyTree = None) -> Layer:
+def init_layers(
+    init: Callable[..., Layer],
+    key: Array,
+    n: int,
+    *args: Any,
+    shardings: PyTree = None,
+    layer_axis_name: str | None = None,
+) -> Layer:
     """Makes a stack of n layers: `stack([init(k, *args) for k in jax.random.split(key, n)])`, as one program.
 
     `init` is traced once, whatever the number of layers, and mapped over the keys by `jax.vmap`; with `shardings` once
     more before, for its types. Under `jax.eval_shape` it makes the types alone.
 
     Args:
-        init: makes one layer, `init(key, *args) -> layer`: any pytree; leaves that are no arrays stay as they are.
+        init: makes one layer, `init(key, *args) -> layer`: any pytree. Leaves that are no arrays, Python's numbers and
+            flags among them, are the same in all layers, and stay as they are.
         key: a PRNG key. Layer i is made with `jax.random.split(key, n)[i]`.
         n: how many layers, an int from 1 up.
         *args: passed to `init` for each layer. All but arrays are a part of the program: sizes can be used as sizes.
         shardings: for each leaf of *one* layer (a prefix tree) a `jax.sharding.NamedSharding`, a `PartitionSpec` (where
             a mesh is set) or None. The stack is sharded like this, the axis of the layers not at all. Each device makes
             its own part: none ever holds the whole.
+        layer_axis_name: what the metadata of flax calls the new axis, where leaves have such (`nnx.with_partitioning`,
+            `nn.with_partitioning`): a stack's names are `(layer_axis_name, *names)`. None shards nothing along it.
 
     Returns:
         The stack, in the types that `init` returns, with leaves `[n, ...]`.
 
     Raises:
-        ArgumentError: if `n` is no number of layers, or `key` no key.
+        ArgumentError: if `n` is no number of layers, `key` no key, or `layer_axis_name` no string.
         BodyError: if `init` is not callable.
         LayerError: if `shardings` do not fit a layer.
 
@@ -55,7 +67,7 @@ def init_layers(init: Callable[..., Layer], key: Array, n: int, *args: Any, shar
         (4, 8, 8)
     """
     try:
-        return thaw_static(_run(init, key, _check_count(n), args, shardings))
+        return add_layer_axis(thaw_static(_run(init, key, _check_count(n), args, shardings)), layer_axis_name)
     except Exception as error:
         explained = explain(error, "init_layers", init)
     raise explained
@@ -87,7 +99,7 @@ def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) 
 
 
 def _one(body: Body, key: Array, frozen: PyTree) -> PyTree:
-    return freeze_static(body.function(key, *thaw_static(frozen)))
+    return freeze_shared(body.function(key, *thaw_static(frozen)))
 
 
 def _all(body: Body, n: int, key: Array, frozen: PyTree) -> PyTree:

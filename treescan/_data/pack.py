@@ -1,20 +1,17 @@
-"""`pack` puts sequences end to end into the rows of a batch, `unpack` takes them out, `last` finds their ends."""
+"""`pack` puts sequences end to end into the rows of a batch, `unpack` takes them out."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, overload
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 
-from .._avals import describe_argument, is_key
-from .._checks.arguments import check_reverse
+from .._avals import describe_argument
 from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
 from .._types import Array, PyTree, X, Y
 from .first_fit import Fit, Ints, first_fit, least_fit, shortest_fit
-from .pad import Padded
+from .inits import stack_inits
 from .sequences import (
     Spans,
     check_concrete,
@@ -50,12 +47,14 @@ class Packed(NamedTuple, Generic[X]):
         mask: bool[T, R], which steps belong to a sequence.
         resets: bool[T, R], True at the first step of each sequence.
         index: where each sequence is.
+        init: the carry that each sequence starts from, leaves `[N, ...]`; None: the row's.
     """
 
     data: X
     mask: Array
     resets: Array
     index: PackIndex  # type: ignore[assignment]  # in place of the method of tuples, which nobody looks for here
+    init: PyTree = None
 
     @property
     def steps(self) -> int:
@@ -81,15 +80,30 @@ class Packed(NamedTuple, Generic[X]):
 
 @overload
 def pack(
-    sequences: Sequence[np.ndarray[Any, Any]], *, rows: int | None = None, length: int | None = None, value: PyTree = 0
+    sequences: Sequence[np.ndarray[Any, Any]],
+    *,
+    rows: int | None = None,
+    length: int | None = None,
+    value: PyTree = 0,
+    init: Sequence[PyTree] | None = None,
 ) -> Packed[Array]: ...
 @overload
 def pack(
-    sequences: Sequence[X], *, rows: int | None = None, length: int | None = None, value: PyTree = 0
+    sequences: Sequence[X],
+    *,
+    rows: int | None = None,
+    length: int | None = None,
+    value: PyTree = 0,
+    init: Sequence[PyTree] | None = None,
 ) -> Packed[X]: ...
 @verb
 def pack(
-    sequences: Sequence[Any], *, rows: int | None = None, length: int | None = None, value: PyTree = 0
+    sequences: Sequence[Any],
+    *,
+    rows: int | None = None,
+    length: int | None = None,
+    value: PyTree = 0,
+    init: Sequence[PyTree] | None = None,
 ) -> Packed[Any]:
     """Packs sequences of different lengths end to end into rows, with little padding.
 
@@ -104,19 +118,27 @@ def pack(
             needed stay empty. With neither, the two are chosen so that few steps are padding: the length lies between
             that of the longest sequence and twice that.
         value: what is in the padding, a number, or a prefix tree of a sequence with numbers.
+        init: a list with the carry that each sequence starts from: what the `init` of the scan has for one row, or None
+            in the places of what it has for all sequences. `treescan.mask_scan` puts it back where the sequence begins,
+            in reverse at its last step. Its leaves may be traced, and `packed._replace(init=...)` puts others in their
+            place, `[N, ...]`: each sequence's init gets its own gradient.
 
     Returns:
-        The batch, leaves `[T, R, ...]`, with its mask, the first steps of the sequences, and where each of them is.
+        The batch, leaves `[T, R, ...]`, with its mask, the first steps of the sequences, where each of them is, and
+        the inits.
 
     Raises:
-        ArgumentError: as `treescan.pad`; also if `rows` of `length` do not hold all sequences.
-        ArgumentTypeError: if `sequences` is not a list, or `rows` or `length` are not ints.
+        ArgumentError: as `treescan.pad`; also if `rows` of `length` do not hold all sequences, or if there is not an
+            init for each of them, or these differ in structure.
+        ArgumentTypeError: if `sequences` or `init` is not a list, or `rows` or `length` are not ints.
         TracedArgumentError: if sequences, `rows` or `length` are traced.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> import treescan
-        >>> batch = treescan.pack([jnp.array([1, 2]), jnp.array([3, 4, 5, 6]), jnp.array([7])], rows=2)
+        >>> batch = treescan.pack(
+        ...     [jnp.array([1, 2]), jnp.array([3, 4, 5, 6]), jnp.array([7])], rows=2
+        ... )
         >>> print(batch.data.T)  # [R, T]
         [[3 4 5 6]
          [1 2 7 0]]
@@ -137,7 +159,8 @@ def pack(
             resets[steps.start : min(steps.start + 1, steps.stop), row] = True
         data = lay_out(checked, spans, fit.length, fit.rows, value)
         index = PackIndex(*put([part.astype(np.int32) for part in spans]))
-        return Packed(data, put(mask), put(resets), index)
+        carries = None if init is None else stack_inits(init, len(checked.lengths))
+        return Packed(data, put(mask), put(resets), index, carries)
     except Exception as error:
         explained = explain(error, "pack")
     raise explained
@@ -183,7 +206,9 @@ def unpack(packed: Packed[Any], ys: Y) -> list[Y]:
     Examples:
         >>> import jax.numpy as jnp
         >>> import treescan
-        >>> batch = treescan.pack([jnp.array([1, 2]), jnp.array([3, 4, 5, 6]), jnp.array([7])])
+        >>> batch = treescan.pack(
+        ...     [jnp.array([1, 2]), jnp.array([3, 4, 5, 6]), jnp.array([7])]
+        ... )
         >>> for sequence in treescan.unpack(batch, batch.data * 10):
         ...     print(sequence)
         [10 20]
@@ -192,7 +217,7 @@ def unpack(packed: Packed[Any], ys: Y) -> list[Y]:
     """
     try:
         if not isinstance(packed, Packed):
-            raise _not_packed(packed, "a `Packed`", "`unpack(packed, ys)`. A `Padded` goes to `treescan.unpad`.")
+            raise not_packed(packed, "a `Packed`", "`unpack(packed, ys)`. A `Padded` goes to `treescan.unpad`.")
         spans = Spans(*(check_concrete(part, f"packed.index.{name}") for name, part in packed.index._asdict().items()))
         check_lead("ys", ys, (packed.rows,), packed.steps)
         return cut_out(ys, spans)
@@ -201,97 +226,10 @@ def unpack(packed: Packed[Any], ys: Y) -> list[Y]:
     raise explained
 
 
-@overload
-def last(packed: Packed[Any], ys: Y, *, reverse: bool) -> Y: ...
-@overload
-def last(packed: Padded[Any], ys: Y, *, reverse: bool) -> Y: ...
-@verb
-def last(packed: Packed[Any] | Padded[Any], ys: Y, *, reverse: bool | None = None) -> Y:
-    """Gives the y that each sequence ended with: one gather, traced or not, and differentiable.
-
-    With the `reverse` of the scan that computed ys it is what `save="last"` keeps of each sequence, and, where y is the
-    carry, the carry that the sequence's run ended with.
-
-    Args:
-        packed: the batch, a `Packed` or a `Padded`.
-        ys: any pytree with leaves `[T, R, ...]`: the outputs of a scan over the batch.
-        reverse: whether the scan that computed ys ran in reverse. Required, as ys alone do not tell. False: the y of a
-            sequence's last step in time. True: the y of its first step in time, which ran last.
-
-    Returns:
-        A pytree with leaves `[N, ...]`, in the order in which the sequences were given to `pack` or `pad`; 0 for a
-        sequence of 0 steps.
-
-    Raises:
-        ArgumentError: if a leaf of ys does not lead with `[T, R]`.
-        ArgumentTypeError: if `packed` is neither a `Packed` nor a `Padded`, or `reverse` is missing or no bool.
-
-    Examples:
-        >>> import jax.numpy as jnp
-        >>> import treescan
-        >>> batch = treescan.pack([jnp.array([1, 2]), jnp.array([3, 4, 5, 6]), jnp.array([7])])
-        >>> print(treescan.last(batch, batch.data * 10, reverse=False))
-        [20 60 70]
-        >>> print(treescan.last(batch, batch.data * 10, reverse=True))
-        [10 30 70]
-    """
-    try:
-        if not isinstance(packed, Packed | Padded):
-            raise _not_packed(packed, "a `Packed` or a `Padded`", "`last(packed, ys, reverse=False)`.")
-        if reverse is None:
-            raise _no_direction()
-        backward = check_reverse(reverse)
-        if isinstance(packed, Packed):
-            check_lead("ys", ys, (packed.rows,), packed.steps)
-            where = _ends_of_spans(packed.index, packed.steps, backward)
-        else:
-            batch = np.shape(packed.lengths)
-            steps = check_lead("data", packed.data, batch)
-            check_lead("ys", ys, batch, steps)
-            where = _ends_of_rows(packed.lengths, steps, backward)
-        return jax.tree.map(lambda leaf: _gather(leaf, where), ys)
-    except Exception as error:
-        explained = explain(error, "last")
-    raise explained
-
-
-def _no_direction() -> Fault:
-    return Fault(
-        ArgumentTypeError,
-        "{verb} needs `reverse`: in which direction the scan ran that computed ys.",
-        "Pass `reverse=False` for a forward scan, whose sequences end with their last step, or `reverse=True` for one "
-        "that ran in reverse, whose sequences end with their first.",
-        "The ys alone do not tell, and the wrong direction would give another step's y without an error.",
-    )
-
-
-def _not_packed(packed: Any, kind: str, call: str) -> Fault:
+def not_packed(packed: Any, kind: str, call: str) -> Fault:
+    """What is raised where something else than a batch comes first."""
     return Fault(
         ArgumentTypeError,
         f"{{verb}} takes {kind}, got {describe_argument(packed)}.",
         f"Pass the batch first, and then what was computed from its data: {call}",
     )
-
-
-def _ends_of_spans(index: PackIndex, steps: int, reverse: bool) -> tuple[Array, ...]:
-    """The step and the row where each sequence's run ended; places outside, no two the same, for empty sequences."""
-    some = index.length > 0
-    numbers = jnp.arange(index.length.shape[0], dtype=jnp.int32)
-    end = index.start if reverse else index.start + index.length - 1
-    return jnp.where(some, end, steps), jnp.where(some, index.row, numbers)
-
-
-def _ends_of_rows(lengths: Array, steps: int, reverse: bool) -> tuple[Array, ...]:
-    counts = jnp.clip(jnp.asarray(lengths, jnp.int32), 0, steps)
-    end = jnp.zeros_like(counts) if reverse else counts - 1
-    return jnp.where(counts > 0, end, steps), *jnp.indices(counts.shape, dtype=jnp.int32)
-
-
-def _gather(leaf: Any, where: tuple[Array, ...]) -> Array:
-    """The leaf at each place, 0 for places outside. They are unique, so that the gradient is a scatter in no order."""
-    if is_key(leaf):
-        bits = _gather(jax.random.key_data(leaf), where)
-        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(leaf))
-    if 0 in leaf.shape[: len(where)]:  # which JAX refuses to gather from
-        return jnp.zeros((*where[0].shape, *leaf.shape[len(where) :]), jax.typeof(leaf).dtype)
-    return jnp.asarray(leaf).at[where].get(mode="fill", fill_value=0, unique_indices=True)

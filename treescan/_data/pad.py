@@ -140,7 +140,9 @@ def pad(sequences: Sequence[Any], *, length: int | None = None, value: PyTree = 
         [3 1]
         >>> def step(total, x):
         ...     return total + x, None
-        >>> total, _ = treescan.mask_scan(step, jnp.zeros(2), batch.data, lengths=batch.lengths)
+        >>> total, _ = treescan.mask_scan(
+        ...     step, jnp.zeros(2), batch.data, lengths=batch.lengths
+        ... )
         >>> print(total)
         [6. 4.]
     """

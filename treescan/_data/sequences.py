@@ -82,7 +82,7 @@ def _check_steps(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
             *cures[:1],
             "What is the same for all steps stays out of the sequences.",
             header=("leaf", "expected", "is"),
-            rows=_some([Row(path, "[steps, ...]", describe_node(node), "") for path, node in named]),
+            rows=some([Row(path, "[steps, ...]", describe_node(node), "") for path, node in named]),
         )
 
 
@@ -120,7 +120,7 @@ def _structures_differ(sequences: Sequence[PyTree]) -> Fault:
         "{verb}: the sequences differ in structure from the first.",
         "Give all of them the same containers with the same parts: each leaf of the batch is one array.",
         header=("leaf", "in sequences[0]", "is"),
-        rows=_some(rows),
+        rows=some(rows),
     )
 
 
@@ -145,7 +145,7 @@ def _check_types(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
             "The leaves of one sequence have the same number of steps; between sequences each leaf keeps its dtype and "
             "its shape, less the steps. Cast and reshape where they are made, as in `x.astype(dtype)`.",
             header=("leaf", "expected", "is"),
-            rows=_some(rows),
+            rows=some(rows),
         )
 
 
@@ -159,7 +159,7 @@ def _note(leaf: Any, dtype: Any) -> str:
     return "dtype" if dtype_of(leaf) != dtype else ""
 
 
-def _some(rows: list[Row]) -> list[Row]:
+def some(rows: list[Row]) -> list[Row]:
     """As many rows as one can read."""
     rest = len(rows) - _MANY
     return rows if rest <= 1 else [*rows[:_MANY], Row(f"and {rest} more", "", "", "")]
@@ -221,11 +221,11 @@ def lay_out(sequences: Sequences, spans: Spans, steps: int, rows: int, value: Py
     example = jax.tree.unflatten(sequences.structure, sequences.leaves[0])
     where = spans.each()
     batched: list[Array] = []
-    for i, number in enumerate(_spread(value, example)):
+    for i, number in enumerate(spread_value(value, example)):
         column = [flat[i] for flat in sequences.leaves]
         if is_key(column[0]):
-            bits = _lay_leaf([_key_bits(leaf) for leaf in column], where, steps, rows, 0)
-            batched.append(_keys_of(bits, column[0]))
+            bits = _lay_leaf([key_bits(leaf) for leaf in column], where, steps, rows, 0)
+            batched.append(keys_of(bits, column[0]))
         else:
             batched.append(_lay_leaf(jax.device_get(column), where, steps, rows, number))
     return jax.tree.unflatten(sequences.structure, batched)
@@ -239,17 +239,17 @@ def _lay_leaf(column: list[Any], where: list[tuple[int, slice]], steps: int, row
     return put(batch)
 
 
-def _spread(value: PyTree, example: PyTree) -> list[Any]:
-    """The value of the padding for each leaf."""
+def spread_value(value: PyTree, example: PyTree, root: str = "sequences[0]", whole: str = "a sequence") -> list[Any]:
+    """The value of the padding for each leaf of a tree, whose root and name are those of messages."""
     try:
-        numbers = broadcast_prefix(value, example, "sequences[0]")
+        numbers = broadcast_prefix(value, example, root)
     except PrefixMismatch as error:
         raise Fault(
             ArgumentError,
-            f"{{verb}}: `value` is no prefix of a sequence: {error}.",
-            "Give one number for all leaves, or a tree of numbers with the structure of a sequence, or its upper part.",
+            f"{{verb}}: `value` is no prefix of {whole}: {error}.",
+            f"Give one number for all leaves, or a tree of numbers with the structure of {whole}, or its upper part.",
         ) from None
-    named = leaves_with_path("sequences[0]", example)
+    named = leaves_with_path(root, example)
     return [
         0 if is_key(leaf) else _cast(number, path, leaf) for number, (path, leaf) in zip(numbers, named, strict=True)
     ]
@@ -291,7 +291,7 @@ def check_lead(root: str, tree: PyTree, rows: tuple[int, ...], steps: int | None
             f"{{verb}}: {root} does not have the steps and the rows of the batch.",
             "Every leaf leads with the steps, then come the rows, as `treescan.mask_scan` returns its ys.",
             header=("leaf", "expected", "is"),
-            rows=_some(bad),
+            rows=some(bad),
         )
     return steps
 
@@ -315,7 +315,7 @@ def _cut_leaf(leaf: Any, where: list[tuple[int, slice]]) -> list[Array]:
     if isinstance(leaf, Tracer):
         return [leaf[span, row] for row, span in where]
     if is_key(leaf):
-        return [_keys_of(bits, leaf) for bits in _cut_leaf(_key_bits(leaf), where)]
+        return [keys_of(bits, leaf) for bits in _cut_leaf(key_bits(leaf), where)]
     batch = np.asarray(leaf)
     return put([batch[span, row].copy() for row, span in where])
 
@@ -326,11 +326,13 @@ def put(tree: Any) -> Any:
         return jax.device_put(tree)
 
 
-def _key_bits(keys: Any) -> Any:
+def key_bits(keys: Any) -> Any:
+    """The data of typed keys, as a NumPy array."""
     with jax.ensure_compile_time_eval():
         return np.asarray(jax.random.key_data(keys))
 
 
-def _keys_of(bits: Array, like: Any) -> Array:
+def keys_of(bits: Array, like: Any) -> Array:
+    """Typed keys of the same kind as `like`."""
     with jax.ensure_compile_time_eval():
         return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(like))

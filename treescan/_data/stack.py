@@ -9,36 +9,44 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._avals import describe_argument, describe_leaf, describe_traced, dtype_of, exact_int, shape_of, spec_parts
-from .._axes import LeafAxes
+from .._avals import describe_argument, describe_leaf, describe_traced, dtype_of, exact_int, same_type, shape_of
 from .._body.differences import agree, find_differences
 from .._errors import ArgumentTypeError, Fault, LayerError, Row, explain, verb
 from .._loop.retrace import under_a_trace
-from .._tree import freeze_static, is_static, leaves_with_path, thaw_static
+from .._tree import freeze_leaves, is_number, is_static, leaves_with_path, same_structure, thaw_static
 from .._types import Array, ArrayLike, PyTree, TreeDef
+from .boxes import add_layer_axis, remove_layer_axis
+from .shared import freeze_shared, is_same_number, is_traced_number, numbers_in
+from .split import refuse_split
 
 Layer = TypeVar("Layer")
 
 
 @verb
-def stack(layers: Iterable[Layer]) -> Layer:
+def stack(layers: Iterable[Layer], *, layer_axis_name: str | None = None) -> Layer:
     """Makes one tree of many alike: each leaf is the layers' leaves, stacked along a new first axis.
 
     Args:
         layers: the layers, n of them: any pytrees of one structure, whose leaves have the same shapes and dtypes.
-            Leaves that are no arrays (functions, strings) are the same in all layers, and stay.
+            Leaves that are no arrays (functions, strings, Python's numbers and flags) are the same in all layers, and
+            stay as they are. Under `jax.jit` a number that is an argument is an array.
+        layer_axis_name: what the metadata of flax calls the new axis, where leaves have such (`nnx.with_partitioning`,
+            `nn.with_partitioning`): a stack's names are `(layer_axis_name, *names)`. None shards nothing along it.
 
     Returns:
         The stack, in the layers' own types, with leaves `[n, ...]`. `treescan.scan_layers` runs it, `unstack`
         undoes it.
 
     Raises:
+        ArgumentTypeError: if `layers` is no sequence, or `layer_axis_name` no string.
         LayerError: if there are no layers, or some differ; all leaves that do are listed.
 
     Examples:
         >>> import jax.numpy as jnp
         >>> import treescan
-        >>> stacked = treescan.stack([{"w": jnp.ones((2, 3))}, {"w": jnp.zeros((2, 3))}])
+        >>> stacked = treescan.stack(
+        ...     [{"w": jnp.ones((2, 3))}, {"w": jnp.zeros((2, 3))}]
+        ... )
         >>> print(stacked["w"].shape)
         (2, 2, 3)
     """
@@ -46,14 +54,14 @@ def stack(layers: Iterable[Layer]) -> Layer:
         listed = _as_list(layers)
         if not listed:
             raise Fault(LayerError, "{verb}: there are no layers.", "Give at least one: the others are held to it.")
-        return _stack(listed)
+        return add_layer_axis(_stack(listed), layer_axis_name)
     except Exception as error:
         explained = explain(error, "stack")
     raise explained
 
 
 @verb
-def unstack(stacked: Layer) -> list[Layer]:
+def unstack(stacked: Layer, *, layer_axis_name: str | None = None) -> list[Layer]:
     """The layers of a stack: `unstack(stack(layers))` is equal to `layers`, bit by bit.
 
     What is given as NumPy arrays comes back as JAX arrays, 64-bit ones in the types that JAX has for them
@@ -61,12 +69,15 @@ def unstack(stacked: Layer) -> list[Layer]:
 
     Args:
         stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`.
+        layer_axis_name: what the metadata of flax calls the axis of the layers, where leaves have such. It is taken
+            out. None reads it off the metadata.
 
     Returns:
         A list of n trees, in the stack's own types, with leaves `[...]`.
 
     Raises:
-        LayerError: if the leaves do not lead with one number of layers.
+        ArgumentTypeError: if `layer_axis_name` is no string.
+        LayerError: if the leaves do not lead with one number of layers, or their metadata calls the axis otherwise.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -76,28 +87,33 @@ def unstack(stacked: Layer) -> list[Layer]:
         2.0
     """
     try:
-        frozen = freeze_static(stacked)
+        frozen = freeze_shared(stacked)
         count_layers(frozen, "stacked")
-        return [thaw_static(layer) for layer in split_layers(frozen)]
+        layers = split_layers(remove_layer_axis(frozen, "stacked", layer_axis_name))
+        return [thaw_static(layer) for layer in layers]
     except Exception as error:
         explained = explain(error, "unstack")
     raise explained
 
 
 @verb
-def layer_at(stacked: Layer, i: ArrayLike) -> Layer:
+def layer_at(stacked: Layer, i: ArrayLike, *, layer_axis_name: str | None = None) -> Layer:
     """One layer of a stack.
 
     Args:
         stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`.
         i: which, from 0 to n - 1, or from -n counted from the end; traced too. A traced number that is out of range is
             moved to the nearest that is not, as in `jax.lax.dynamic_index_in_dim`.
+        layer_axis_name: what the metadata of flax calls the axis of the layers, where leaves have such. It is taken
+            out. None reads it off the metadata.
 
     Returns:
         The layer, in the stack's own types, with leaves `[...]`.
 
     Raises:
-        LayerError: if a concrete number is out of range, or the leaves do not lead with one number of layers.
+        ArgumentTypeError: if `i` is no number of a layer, or `layer_axis_name` no string.
+        LayerError: if a concrete number is out of range, if the leaves do not lead with one number of layers, or if
+            their metadata calls the axis otherwise.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -106,8 +122,9 @@ def layer_at(stacked: Layer, i: ArrayLike) -> Layer:
         2.0
     """
     try:
-        frozen = freeze_static(stacked)
-        return thaw_static(_take(frozen, _check_number(i, count_layers(frozen, "stacked"))))
+        frozen = freeze_shared(stacked)
+        number = _check_number(i, count_layers(frozen, "stacked"))
+        return thaw_static(_take(remove_layer_axis(frozen, "stacked", layer_axis_name), number))
     except Exception as error:
         explained = explain(error, "layer_at")
     raise explained
@@ -131,13 +148,19 @@ def set_layer(stacked: Layer, i: ArrayLike, layer: Layer) -> Layer:
     Examples:
         >>> import jax.numpy as jnp
         >>> import treescan
-        >>> print(treescan.set_layer({"b": jnp.array([1.0, 2.0])}, 0, {"b": jnp.array(5.0)})["b"])
+        >>> print(
+        ...     treescan.set_layer(
+        ...         {"b": jnp.array([1.0, 2.0])}, 0, {"b": jnp.array(5.0)}
+        ...     )["b"]
+        ... )
         [5. 2.]
     """
     try:
-        frozen = freeze_static(stacked)
+        frozen = freeze_shared(stacked)
         number = _check_number(i, count_layers(frozen, "stacked"))
-        return thaw_static(_put(frozen, number, freeze_static(layer)))
+        structure: TreeDef = jax.tree.structure(frozen)
+        leaves = jax.tree.leaves(_put(remove_layer_axis(frozen, "stacked"), number, layer))
+        return thaw_static(jax.tree.unflatten(structure, leaves))
     except Exception as error:
         explained = explain(error, "set_layer")
     raise explained
@@ -172,26 +195,31 @@ def _stack_arrays(layers: list[list[Any]]) -> list[Array]:
 @_in_one_call
 def _take_arrays(arrays: list[Any], i: Any) -> list[Array]:
     take = jax.lax.index_in_dim if isinstance(i, int) else jax.lax.dynamic_index_in_dim
-    return [take(jnp.asarray(leaf), i, keepdims=False) for leaf in arrays]
+    return [leaf if is_traced_number(leaf) else take(jnp.asarray(leaf), i, keepdims=False) for leaf in arrays]
 
 
 @_in_one_call
 def _split_arrays(arrays: list[Any]) -> list[list[Array]]:
-    return [_take_arrays(arrays, i) for i in range(arrays[0].shape[0])]
+    count = next(leaf.shape[0] for leaf in arrays if not is_traced_number(leaf))
+    return [_take_arrays(arrays, i) for i in range(count)]
 
 
 @_in_one_call
 def _put_arrays(arrays: list[Any], i: Any, layer: list[Any]) -> list[Array]:
     put = jax.lax.dynamic_update_index_in_dim
-    return [put(jnp.asarray(leaf), jnp.asarray(new), i, 0) for leaf, new in zip(arrays, layer, strict=True)]
+    return [
+        leaf if is_traced_number(leaf) else put(jnp.asarray(leaf), jnp.asarray(new), i, 0)
+        for leaf, new in zip(arrays, layer, strict=True)
+    ]
 
 
 def _stack(layers: list[PyTree]) -> PyTree:
+    shared = _shared_leaves(layers)
+    numbers = [_differing_numbers(f"layers[{i}]", layers[0], layer, shared) for i, layer in enumerate(layers)]
     rows = [
-        difference.row
+        row
         for i, layer in enumerate(layers)
-        if not agree(layers[0], layer)
-        for difference in find_differences(f"layers[{i}]", (), layers[0], layer)
+        for row in (*_differing_types(f"layers[{i}]", layers[0], layer), *numbers[i])
     ]
     if rows:
         raise Fault(
@@ -199,12 +227,49 @@ def _stack(layers: list[PyTree]) -> PyTree:
             "{verb}: the layers differ, and cannot be one stack.",
             "Layers of one stack have the same structure, shapes and dtypes, and equal static leaves. Keep layers of "
             "several kinds in several stacks: `treescan.scan_layers` takes a sequence of blocks, with a stack each.",
+            *_number_cures([row for rows_of_layer in numbers for row in rows_of_layer]),
             header=("leaf", "layers[0]", "is"),
             rows=rows,
         )
-    structure: TreeDef = jax.tree.structure(freeze_static(layers[0]))
-    stacked = _stack_arrays([[leaf for leaf in jax.tree.leaves(layer) if not is_static(leaf)] for layer in layers])
-    return thaw_static(jax.tree.unflatten(structure, stacked))
+    structure: TreeDef = jax.tree.structure(freeze_leaves(layers[0], shared))
+    columns = zip(shared, *map(jax.tree.leaves, layers), strict=True)
+    rest = [leaves for is_shared, *leaves in columns if not is_shared]
+    return thaw_static(jax.tree.unflatten(structure, _stack_arrays(list(map(list, zip(*rest, strict=True))))))
+
+
+def _shared_leaves(layers: list[PyTree]) -> list[bool]:
+    """For each leaf of the first layer whether all share it: no array, or in every layer a Python number."""
+    alike = [numbers_in(layer) for layer in layers if same_structure(layers[0], layer)]
+    columns = zip(*alike, strict=True)
+    return [is_static(leaf) or all(column) for leaf, column in zip(jax.tree.leaves(layers[0]), columns, strict=True)]
+
+
+def _differing_types(root: str, given: PyTree, layer: PyTree) -> list[Row]:
+    return [] if agree(given, layer) else [difference.row for difference in find_differences(root, (), given, layer)]
+
+
+def _differing_numbers(root: str, given: PyTree, layer: PyTree, shared: list[bool]) -> list[Row]:
+    """The Python numbers, among the leaves that are shared, whose values differ. Their types are compared with all."""
+    if not same_structure(given, layer):
+        return []
+    triples = zip(jax.tree.leaves(given), leaves_with_path(root, layer), shared, strict=True)
+    pairs = [(old, path, new) for old, (path, new), is_shared in triples if is_shared and is_number(old)]
+    return [
+        Row(path, repr(old), describe_argument(new), "number")
+        for old, path, new in pairs
+        if same_type(old, new) and not is_same_number(old, new)
+    ]
+
+
+def _number_cures(rows: list[Row]) -> list[str]:
+    """What to do about a number that is to differ from layer to layer."""
+    if not rows:
+        return []
+    row = rows[0]
+    return [
+        f"{row.leaf}: a Python number or flag is the same in all layers. For one in each layer, make it an array in "
+        f"all of them, `jnp.array({row.came})`: it is then traced, as weights are."
+    ]
 
 
 def split_layers(frozen: PyTree) -> list[PyTree]:
@@ -221,23 +286,39 @@ def _take(frozen: PyTree, i: Any) -> PyTree:
 def _put(frozen: PyTree, i: Any, layer: PyTree) -> PyTree:
     arrays, structure = jax.tree.flatten(frozen)
     own: TreeDef
-    new, own = jax.tree.flatten(layer)
+    new, own = jax.tree.flatten(_frozen_like(frozen, layer))
     if structure != own or any(not _fits(leaf, one) for leaf, one in zip(arrays, new, strict=True)):
-        first = jax.eval_shape(lambda tree: _take(tree, 0), frozen)
-        differences = list(find_differences("layer", (), thaw_static(first), thaw_static(layer)))
-        if differences:  # static leaves without a hash make other structures, and may be equal
+        first = thaw_static(jax.eval_shape(lambda tree: _take(tree, 0), frozen))
+        numbers = _differing_numbers("layer", first, layer, numbers_in(thaw_static(frozen)))
+        rows = [*_differing_types("layer", first, layer), *numbers]
+        if rows:  # static leaves without a hash make other structures, and may be equal
             raise Fault(
                 LayerError,
                 "{verb}: the layer does not fit the stack.",
-                "A layer has the stack's structure, static leaves, dtypes and shapes, less the axis of the layers.",
+                "A layer has the stack's structure, static leaves, Python numbers, dtypes and shapes, less the axis of "
+                "the layers.",
                 header=("leaf", "in the stack", "is"),
-                rows=[difference.row for difference in differences],
+                rows=rows,
             )
     return jax.tree.unflatten(structure, _put_arrays(arrays, i, new))
 
 
+def _frozen_like(frozen: PyTree, layer: PyTree) -> PyTree:
+    """A layer that is to fit a stack: its Python numbers are shared where those of the stack are."""
+    stacked = thaw_static(frozen)
+    if not same_structure(stacked, layer):
+        return freeze_shared(layer)
+    return freeze_leaves(
+        layer,
+        [
+            is_static(leaf) or (is_shared and is_number(leaf))
+            for leaf, is_shared in zip(jax.tree.leaves(layer), numbers_in(stacked), strict=True)
+        ],
+    )
+
+
 def _fits(leaf: Any, one: Any) -> bool:
-    """Whether one layer's leaf has the type of a stacked leaf's slices."""
+    """Whether one layer's leaf has the type of a stacked leaf's slices; of what is shared, of the leaf itself."""
     return (shape_of(leaf) or ())[1:] == shape_of(one) and dtype_of(leaf) == dtype_of(one)
 
 
@@ -263,7 +344,7 @@ def _check_number(i: Any, count: int) -> int | Array:
 
 
 def count_layers(stacked: PyTree, root: str) -> int:
-    """How many layers a stack without static leaves holds: what every leaf leads with.
+    """How many layers a stack holds: what every leaf leads with, but for what is frozen, or a traced number.
 
     Raises:
         Fault: for a `LayerError` if leaves disagree, have no axis, or are of a type that is split along it.
@@ -275,6 +356,7 @@ def count_layers(stacked: PyTree, root: str) -> int:
             f"{{call}}: how many layers? `{root}` holds no arrays.",
             "A stack is a pytree whose arrays lead with the layers: `treescan.stack` makes one of a list of layers.",
         )
+    leaves = [(path, leaf) for path, leaf in leaves if not is_traced_number(leaf)] or leaves
     sizes = [(shape_of(leaf) or (None,))[0] for _, leaf in leaves]
     if None in sizes or len(set(sizes)) > 1:
         rows = [
@@ -285,7 +367,8 @@ def count_layers(stacked: PyTree, root: str) -> int:
             LayerError,
             f"{{call}}: the leaves of `{root}` do not lead with one number of layers.",
             _list_cure(root, stacked)
-            or "All leaves of a stack lead with the layers; what is the same for all layers is no part of it.",
+            or "All arrays of a stack lead with the layers. A number that is the same for all layers stays a Python "
+            "number, or is no part of the stack.",
             header=("leaf", "layers", "is"),
             rows=rows,
         )
@@ -301,60 +384,3 @@ def _list_cure(root: str, tree: PyTree) -> str | None:
     if len({str(jax.tree.structure(layer)) for layer in tree}) > 1:
         return None
     return f"If each item of `{root}` is a layer, stack them: `treescan.stack({root})`."
-
-
-def refuse_split(leaves: list[tuple[str, Any]], axes: LeafAxes | None = None, *, placed: bool = True) -> None:
-    """Refuses leaves whose layers lie on different devices, as far as that is known before a program is compiled.
-
-    Args:
-        leaves: the leaves of a stack, each with its path.
-        axes: the axis of the layers in each; None: the first in all.
-        placed: whether arrays count that are only placed so, where their types do not say it.
-    """
-    of_each = zip(leaves, axes or (0,) * len(leaves), strict=True)
-    split = [
-        (path, leaf, axis)
-        for (path, leaf), axis in of_each
-        if axis is not None and (_typed_part(leaf, axis) is not None or (placed and _is_split(leaf, axis)))
-    ]
-    if not split:
-        return
-    path, leaf, axis = split[0]
-    parts = ["None" if i == axis else repr(part) for i, part in enumerate(_spec(leaf))]
-    spec = f"jax.sharding.PartitionSpec({', '.join(parts)})"
-    cure = f"jax.device_put({path}, jax.sharding.NamedSharding(mesh, {spec}))"
-    if _typed_part(leaf, axis) is not None:
-        cure = f"jax.sharding.reshard({path}, {spec})"
-    raise Fault(
-        LayerError,
-        "{call}: layers of a stack lie on different devices.",
-        "A layer is needed whole: each device would have to fetch those of the others. Shard other axes instead, or "
-        f"none: `{cure}`.",
-        header=("leaf", "axis of the layers", "is"),
-        rows=[
-            Row(path, f"{axis}, split over {_spec(leaf)[axis]!r}", describe_leaf(leaf), "")
-            for path, leaf, axis in split
-        ],
-    )
-
-
-def _is_split(leaf: Any, axis: int) -> bool:
-    if not isinstance(leaf, jax.Array) or isinstance(leaf, Tracer) or not leaf.size:
-        return False
-    return bool(leaf.sharding.shard_shape(leaf.shape)[axis] != leaf.shape[axis])
-
-
-def _typed_part(leaf: Any, axis: int) -> Any:
-    """What splits an axis, where shardings are a part of the type."""
-    sharding = getattr(jax.typeof(leaf), "sharding", None)
-    parts = () if sharding is None else spec_parts(sharding.spec)
-    return parts[axis] if axis < len(parts) else None
-
-
-def _spec(leaf: Any) -> tuple[Any, ...]:
-    """How each axis of a leaf is split."""
-    typed = getattr(jax.typeof(leaf), "sharding", None)
-    parts = () if typed is None else spec_parts(typed.spec)
-    if not any(part is not None for part in parts) and not isinstance(leaf, Tracer):
-        parts = spec_parts(getattr(leaf.sharding, "spec", ()))
-    return (*parts, *(None,) * (len(leaf.shape) - len(parts)))

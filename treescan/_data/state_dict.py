@@ -13,8 +13,10 @@ import numpy as np
 
 from .._avals import describe_argument, describe_leaf, shape_of
 from .._errors import ArgumentTypeError, Fault, LayerError, Row, explain, verb
-from .._tree import KeyPath, freeze_static, thaw_static
+from .._tree import KeyPath, thaw_static
 from .._types import Array, PyTree
+from .boxes import add_layer_axis
+from .shared import freeze_shared, is_traced_number
 from .stack import count_layers, split_layers
 
 Layer = TypeVar("Layer")
@@ -55,7 +57,11 @@ def layers_from_state_dict(
     Examples:
         >>> import numpy as np
         >>> import treescan
-        >>> state = {"layers.0.w": np.ones((2, 3)), "layers.1.w": np.zeros((2, 3)), "head": np.ones(3)}
+        >>> state = {
+        ...     "layers.0.w": np.ones((2, 3)),
+        ...     "layers.1.w": np.zeros((2, 3)),
+        ...     "head": np.ones(3),
+        ... }
         >>> print(treescan.layers_from_state_dict(state)["w"].shape)
         (2, 2, 3)
     """
@@ -75,7 +81,8 @@ def layers_from_state_dict(
             if [name for name, _ in wanted] == [""]:  # a layer is one array
                 return stacked[0]
             return {name: leaf for (name, _), leaf in zip(wanted, stacked, strict=True)}
-        return thaw_static(jax.tree.unflatten(jax.tree.structure(freeze_static(like)), stacked))
+        whole = thaw_static(jax.tree.unflatten(jax.tree.structure(freeze_shared(like)), stacked))
+        return add_layer_axis(whole, None)
     except Exception as error:
         explained = explain(error, "layers_from_state_dict")
     raise explained
@@ -106,7 +113,7 @@ def layers_to_state_dict(
     """
     try:
         prefix = _check_texts(prefix, names)
-        frozen = freeze_static(stacked)
+        frozen = freeze_shared(stacked)
         count = count_layers(frozen, "stacked")
         paths = [path for path, _ in jtu.tree_flatten_with_path(frozen)[0]]
         own = [_name(path, names or {}) for path in paths]
@@ -114,10 +121,12 @@ def layers_to_state_dict(
         _refuse_twice(own)
         stacks = dict(zip(own, jax.tree.leaves(frozen), strict=True))
         on_host = {name: leaf for name, leaf in stacks.items() if isinstance(leaf, np.ndarray)}
-        on_device = {name: leaf for name, leaf in stacks.items() if name not in on_host}
+        shared = {name: leaf for name, leaf in stacks.items() if is_traced_number(leaf)}
+        on_device = {name: leaf for name, leaf in stacks.items() if name not in on_host | shared}
         layers: list[dict[str, Any]] = split_layers(on_device) if on_device else [{} for _ in range(count)]
         for number, layer in enumerate(layers):
-            layer.update({name: np.asarray(leaf[number]) for name, leaf in on_host.items()})
+            layer.update({name: np.asarray(leaf[number]) for name, leaf in on_host.items() if name not in shared})
+            layer.update(shared)
         return {_full(prefix, number, name): layer[name] for number, layer in enumerate(layers) for name in own}
     except Exception as error:
         explained = explain(error, "layers_to_state_dict")
@@ -188,7 +197,7 @@ def _wanted(layers: Sequence[Mapping[str, Any]], like: PyTree, names: Mapping[st
                 "Give a tree of one layer, or rename the keys of the dict that you get.",
             )
         return [(name, None) for name in layers[0]]
-    leaves = jtu.tree_flatten_with_path(freeze_static(like))[0]
+    leaves = jtu.tree_flatten_with_path(freeze_shared(like))[0]
     wanted = [(_name(path, names), leaf) for path, leaf in leaves]
     _check_names([path for path, _ in leaves], names)
     _refuse_twice([name for name, _ in wanted])

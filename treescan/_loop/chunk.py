@@ -15,6 +15,10 @@ from .body import Body, Memo
 from .loop import Feed, Loop, Step
 from .run import run
 
+Around = Callable[[Step, bool], Step]
+"""What is put around the step that runs a chunk: `around(step, looped)`, where `looped` tells whether that step is the
+step of a loop, or runs once, for the remainder."""
+
 
 @dataclass(frozen=True)
 class Level:
@@ -22,15 +26,14 @@ class Level:
 
     Attributes:
         size: the steps of a chunk.
-        around: what is put around the step that runs a chunk: `around(step, looped)`, where `looped` tells whether
-            that step is the step of a loop, or runs once, for the remainder. None: nothing.
+        around: what is put around the step that runs a chunk; None: nothing.
         scheduled: whether the feed's schedule has one entry for each chunk of this level.
         outputs: what runs a chunk, or the remainder, in place of the step that does so and keeps all of its outputs.
             What it returns leads with however many are kept of each.
     """
 
     size: int
-    around: Callable[[Step, bool], Step] | None = None
+    around: Around | None = None
     scheduled: bool = False
     outputs: Callable[[RunChunk], Step] | None = None
 

@@ -20,6 +20,7 @@ class Feed(NamedTuple):
         valid: which rows are data in this step.
         reset: which rows begin anew before this step.
         cut: whether the gradient is cut before this step.
+        end: which packed sequence of each row ends with this step, counted from 1; 0: none.
         schedule: of a chunk, not of a step: what of it is to be run.
     """
 
@@ -28,6 +29,7 @@ class Feed(NamedTuple):
     valid: Array | None = None
     reset: Array | None = None
     cut: Array | None = None
+    end: Array | None = None
     schedule: PyTree = None
 
 
@@ -65,7 +67,7 @@ class Loop:
         wishes: the chunks that transforms ask for, and what they put around them; see `nest.run_nested`.
         keeps: for each leaf of one step's y how often it is kept; None: ys are stacked whole.
         rows: what a masked scan was told of its rows, and from `over_rows.OverRows` on where they are.
-        runner: what runs the loop in place of the plain loop or its nested chunks.
+        runner: what runs the loop in place of `nest.run_planned`.
         finish: what each transform does to the loop's results, in the order of the transforms.
     """
 

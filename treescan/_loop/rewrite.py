@@ -47,7 +47,10 @@ def rewriting(enabled: bool) -> Generator[None]:
         ...     def step(h, x):
         ...         h = jnp.tanh(w * h + x)
         ...         return h, h
-        ...     _, ys = treescan.mask_scan(step, jnp.zeros(2), jnp.ones((9, 2)), lengths=jnp.array([9, 4]))
+        ...
+        ...     _, ys = treescan.mask_scan(
+        ...         step, jnp.zeros(2), jnp.ones((9, 2)), lengths=jnp.array([9, 4])
+        ...     )
         ...     return ys.sum()
         >>> with treescan.rewriting(False):
         ...     plain = jax.grad(loss)(0.5)

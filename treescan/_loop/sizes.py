@@ -16,11 +16,14 @@ class Wish(NamedTuple):
         size: the steps of a chunk.
         exact: whether the boundaries have to be there.
         around: what is put around the chunks that come nearest to it, as for `Level.around`; None: nothing.
+        schedule: makes, from the loop and the size that was planned, the loop with a schedule for its chunks, and what
+            is put around them. One transform at most has one. None: the chunks have no schedule.
     """
 
     size: int
     exact: bool = False
     around: Any = None
+    schedule: Any = None
 
 
 def plan_sizes(length: int, wishes: Iterable[Wish]) -> tuple[int, ...]:

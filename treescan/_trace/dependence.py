@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .equations import called
+from .equations import called, loop_of
 
 Flags = list[bool]
 
@@ -52,17 +52,10 @@ def _settled(carry: Flags, step: Callable[[Flags], Flags]) -> Flags:
 
 
 def _of_scan(equation: Any, given: Flags) -> Flags:
-    jaxpr = equation.params["jaxpr"].jaxpr
-    carried = _alike(equation.outvars, jaxpr.outvars)  # ys lead with the steps
-    start = _alike(equation.invars, jaxpr.invars) - carried
+    jaxpr, start, carried = loop_of(equation)
     consts, carry, xs = given[:start], given[start : start + carried], given[start + carried :]
     carry = _settled(carry, lambda carry: _outputs(jaxpr, [*consts, *carry, *xs])[:carried])
     return [*carry, *_outputs(jaxpr, [*consts, *carry, *xs])[carried:]]
-
-
-def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
-    """How many of a scan's variables are of one type outside and inside: xs and ys are not."""
-    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True))
 
 
 def _of_while(equation: Any, given: Flags) -> Flags:

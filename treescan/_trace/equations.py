@@ -10,6 +10,7 @@ from jax.core import eval_jaxpr
 _CALLS = frozenset({"jit", "closed_call", "remat2"})
 _REVERSE_RULES = frozenset({"custom_vjp_call", "custom_lin"})
 _BRANCHES = frozenset({"cond"})
+PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 _CALLS_WITH_RULES = frozenset({"custom_jvp_call", "custom_vjp_call"})
 
 
@@ -32,6 +33,32 @@ def called(equation: Any) -> tuple[Any, list[Any]] | None:
     return (inner.jaxpr, list(inner.consts)) if hasattr(inner, "jaxpr") else (inner, [])
 
 
+def loop_of(equation: Any) -> tuple[Any, int, int]:
+    """The jaxpr of a scan's step, how many constants it takes, and how many values it carries."""
+    jaxpr = equation.params["jaxpr"].jaxpr
+    carried = _alike(equation.outvars, jaxpr.outvars)  # ys lead with the steps
+    return jaxpr, _alike(equation.invars, jaxpr.invars) - carried, carried
+
+
+def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
+    """How many of a scan's variables are of one type outside and inside: xs and ys are not."""
+    return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True))
+
+
+def origins(jaxpr: Any, given: Sequence[Any]) -> list[Any]:
+    """For each output of an open jaxpr what is given for the input that it is; None for one that is computed."""
+    known = dict(zip(jaxpr.invars, given, strict=True))
+    for equation in jaxpr.eqns:
+        inner = called(equation)
+        if inner is not None:
+            known.update(zip(equation.outvars, origins(inner[0], _looked_up(equation.invars, known)), strict=True))
+    return _looked_up(jaxpr.outvars, known)
+
+
+def _looked_up(atoms: Sequence[Any], known: dict[Any, Any]) -> list[Any]:
+    return [None if hasattr(atom, "val") else known.get(atom) for atom in atoms]
+
+
 def has_reverse_rule(jaxpr: Any) -> bool:
     """Whether anything in a jaxpr has a rule for reverse mode alone (`jax.custom_vjp`).
 
@@ -43,6 +70,11 @@ def has_reverse_rule(jaxpr: Any) -> bool:
 def has_branches(jaxpr: Any) -> bool:
     """Whether anything in a jaxpr is a branch."""
     return _holds(jaxpr, _BRANCHES)
+
+
+def has_products(jaxpr: Any) -> bool:
+    """Whether anything in a jaxpr multiplies matrices."""
+    return _holds(jaxpr, PRODUCTS)
 
 
 def _holds(jaxpr: Any, names: frozenset[str]) -> bool:

@@ -26,7 +26,7 @@ from .._loop.loop import Feed, Loop, Step
 from .._loop.rewrite import is_rewriting
 from .._loop.run import as_arrays, is_jit_disabled, named_signature, settle, weak_types_settled
 from .._types import PyTree, TreeDef
-from .equations import has_branches, has_reverse_rule
+from .equations import has_branches, has_products, has_reverse_rule
 from .silence import silenced
 
 Shapes = tuple[tuple[int, ...], ...]
@@ -40,11 +40,13 @@ class Traced:
         jaxprs: the step, flat, for the shapes of its arguments: (inner consts, state, feed) to (state, y).
         fixed: for each leaf of the state whether it is unchanged.
         y: the structure of y.
+        changing: for each leaf of the state whether something else than the step changes it.
     """
 
     jaxprs: dict[Shapes, Any]
     fixed: tuple[bool, ...]
     y: TreeDef
+    changing: tuple[bool, ...]
 
     def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
         return self.evaluate(None, consts, state, feed)
@@ -140,6 +142,7 @@ class Hoisted(NamedTuple):
         refs: whether it reads or writes mutable arrays that it closes over.
         reverse_rule: whether anything in it has a rule for reverse mode alone.
         branches: whether it branches.
+        products: whether it multiplies matrices.
     """
 
     loop: Loop
@@ -152,12 +155,19 @@ class Hoisted(NamedTuple):
     refs: bool = False
     reverse_rule: bool = False
     branches: bool = False
+    products: bool = False
 
     @property
     def traced(self) -> Traced:
         """The step, where `hoist` made it and nothing was lifted yet."""
         assert isinstance(self.loop.step, Traced)
         return self.loop.step
+
+    @property
+    def closed(self) -> list[Any]:
+        """What the step closes over, and is not lifted yet; see `lift`."""
+        jaxprs = self.loop.step.jaxprs.values() if isinstance(self.loop.step, Traced) else ()
+        return [value for jaxpr in jaxprs for value in jaxpr.consts]
 
     @property
     def repeatable(self) -> Repeatable:
@@ -176,19 +186,25 @@ class Hoisted(NamedTuple):
         return jax.tree.unflatten(self.structure, merge(self.fixed, unchanged, changed))
 
 
-def hoist(loop: Loop) -> Hoisted:
-    """Traces the step, once and for all, and takes unchanged leaves out of the state."""
+def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
+    """Traces the step, once and for all, and takes unchanged leaves out of the state.
+
+    Args:
+        loop: the loop.
+        changing: for each leaf of the state whether something else than the step changes it, so that it stays.
+    """
     leaves, structure = jax.tree.flatten(loop.state)
     jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, one_step(loop.xs)))
     leaves, changed = settle(leaves, new)
     if changed:  # a weakly typed init: as lax.scan does, once more from what it is promoted to
         with weak_types_settled():
             jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, one_step(loop.xs)))
-    fixed = _unchanged(jaxpr, len(jax.tree.leaves(loop.consts)), len(leaves))
+    changing = (False,) * len(leaves) if changing is None else tuple(changing)
+    fixed = _unchanged(jaxpr, len(jax.tree.leaves(loop.consts)), changing)
     unchanged = [leaf for leaf, is_fixed in zip(leaves, fixed, strict=True) if is_fixed]
     state = [leaf for leaf, is_fixed in zip(leaves, fixed, strict=True) if not is_fixed]
     shapes = _shapes(jax.tree.leaves((loop.consts, leaves, one_step(loop.xs))))
-    traced = Traced({shapes: jaxpr}, fixed, jax.tree.structure(y))
+    traced = Traced({shapes: jaxpr}, fixed, jax.tree.structure(y), changing)
     hoisted = dataclasses.replace(loop, step=traced, consts=(unchanged, loop.consts), state=state, memo=Memo())
     return Hoisted(
         hoisted,
@@ -201,6 +217,7 @@ def hoist(loop: Loop) -> Hoisted:
         refs=_has_refs(jaxpr),
         reverse_rule=has_reverse_rule(jaxpr.jaxpr),
         branches=has_branches(jaxpr.jaxpr),
+        products=has_products(jaxpr.jaxpr),
     )
 
 
@@ -213,7 +230,7 @@ def traced(loop: Loop) -> Loop:
     """The loop with its step traced, once and for all, and its unchanged leaves out of the state; see `Loop.trace`."""
     if loop.trace is not None:
         return loop
-    return _restoring(hoist(loop))
+    return as_loop(hoist(loop))
 
 
 def lifted(loop: Loop) -> Loop:
@@ -226,10 +243,11 @@ def lifted(loop: Loop) -> Loop:
 
 def flattened(loop: Loop) -> Loop:
     """The same form without a trace, for a loop that `is_untraced`."""
-    return _restoring(flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state))))
+    return as_loop(flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state))))
 
 
-def _restoring(hoisted: Hoisted) -> Loop:
+def as_loop(hoisted: Hoisted) -> Loop:
+    """The loop that `hoist` made, which finishes with the whole state."""
     loop = dataclasses.replace(hoisted.loop, trace=hoisted)
     return loop.finished(lambda state, ys: (hoisted.restore(state), ys))
 
@@ -270,10 +288,10 @@ def flatten_only(loop: Loop) -> Hoisted:
     return Hoisted(flat, (False,) * len(leaves), structure, None, [])
 
 
-def fixed_leaves(loop: Loop) -> tuple[bool, ...]:
-    """For each leaf of a loop's state whether no step changes it, under `jax.disable_jit` too."""
+def fixed_leaves(loop: Loop, changing: Sequence[bool] | None = None) -> tuple[bool, ...]:
+    """For each leaf of a loop's state whether no step changes it, under `jax.disable_jit` too; see `hoist`."""
     with jax.disable_jit(False):
-        return hoist(dataclasses.replace(loop, state=as_arrays(loop.state))).fixed
+        return hoist(dataclasses.replace(loop, state=as_arrays(loop.state)), changing).fixed
 
 
 def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Feed], y_shapes: Shapes) -> None:
@@ -286,23 +304,21 @@ def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Fee
         y_shapes: the shapes that y must have then.
     """
     traced = hoisted.traced
-    consts, leaves, _ = given
+    consts = given[0]
     with weak_types_settled():
         jaxpr, (_, y) = _trace(loop, hoisted.structure, given)
-    fixed = _unchanged(jaxpr, len(jax.tree.leaves(consts)), len(leaves))
+    fixed = _unchanged(jaxpr, len(jax.tree.leaves(consts)), traced.changing)
     dtypes = [[leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (y, hoisted.y)]
-    if (fixed, jax.tree.structure(y), dtypes[0]) != (traced.fixed, traced.y, dtypes[1]) or _shapes_of(y) != y_shapes:
+    if (fixed, jax.tree.structure(y), dtypes[0]) != (traced.fixed, traced.y, dtypes[1]) or _shapes(
+        jax.tree.leaves(y)
+    ) != y_shapes:
         raise Fault(
             BodyError,
-            "{body} does something else when it is given fewer rows, as `compact` gives it.",
+            "{body} does something else",
             "Let the body treat any number of rows alike, each by itself, or leave `compact` out. `y_axes` says where "
             "the rows are in its outputs.",
         )
     traced.jaxprs[_shapes(jax.tree.leaves(given))] = jaxpr
-
-
-def _shapes_of(tree: PyTree) -> Shapes:
-    return _shapes(jax.tree.leaves(tree))
 
 
 def one_step(xs: Feed) -> Feed:
@@ -333,10 +349,11 @@ def _trace(loop: Loop, structure: TreeDef, given: tuple[PyTree, list[Any], Feed]
     return jax.make_jaxpr(flat, return_shape=True)(consts, jax.tree.unflatten(structure, leaves), feed)
 
 
-def _unchanged(jaxpr: Any, first: int, count: int) -> tuple[bool, ...]:
-    """Which of the `count` leaves of the state, which follow `first` others, are outputs in their own place."""
-    given, returned = jaxpr.jaxpr.invars[first : first + count], jaxpr.jaxpr.outvars[:count]
-    return tuple(a is b and is_rewriting() for a, b in zip(given, returned, strict=True))
+def _unchanged(jaxpr: Any, first: int, changing: tuple[bool, ...]) -> tuple[bool, ...]:
+    """Which leaves of the state, which follow `first` others, come back in their own place and change nowhere else."""
+    given, returned = jaxpr.jaxpr.invars[first : first + len(changing)], jaxpr.jaxpr.outvars[: len(changing)]
+    pairs = zip(given, returned, changing, strict=True)
+    return tuple(a is b and not other and is_rewriting() for a, b, other in pairs)
 
 
 def _has_effects(jaxpr: Any) -> bool:

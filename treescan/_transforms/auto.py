@@ -14,8 +14,9 @@ from .._loop.rewrite import is_rewriting
 from .._remat import Remat
 from .._trace.cost import count_operations
 from .._trace.hoist import Hoisted, one_step
-from .budget import RematPlan, best_segment, bytes_of_step, plan_of
+from .budget import RematPlan, best_segment, plan_of
 from .checkpoint import Checkpointed
+from .footprint import bytes_of_step
 from .weights.deferred import save_all_but_cheap
 
 Auto: TypeAlias = Literal["auto"]

@@ -1,4 +1,4 @@
-"""`Remat.fit` picks the cheapest plan that fits a number of bytes."""
+"""Chooses the cheapest plan whose gradient fits a number of bytes, for `Remat.fit`, and describes plans."""
 
 from __future__ import annotations
 
@@ -7,20 +7,28 @@ import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 import jax
-import jax.numpy as jnp
 
-from .._errors import ArgumentError, Fault, table
-from .._loop.loop import Feed, Step
+from .._errors import ArgumentError, Fault
+from .._layout import table
 from .._loop.sizes import count_parts, divide
 from .._remat import Remat
-from .._trace.hoist import Hoisted, one_step
+from .._trace.hoist import Hoisted
 from .checkpoint import Checkpointed, checkpoint_step, remat_sizes, saves_whole_steps
+from .footprint import Footprint, bytes_of_step, footprint_of
 from .refuse import refuse_symbolic
 from .weights.deferred import save_all_but_cheap
 from .weights.in_bulk import bytes_of_products, ready_for_chunks
+
+_EVERYTHING = jax.checkpoint_policies.everything_saveable
+
+MARGIN = 1.05
+"""A plan is taken to fit where so many times what it needs fits. XLA's own plan of memory differs by a few per cent."""
+
+_OF_A_REST = 1.1
+"""A plan that leaves steps over, for which the step is compiled once more, has to need so much less than another."""
 
 
 @dataclass(frozen=True)
@@ -30,11 +38,16 @@ class RematPlan:
     Attributes:
         remat: the `Remat`, with nothing left to choose; None: everything is saved; "auto": the same, in chunks whose
             products with weights are computed at once.
-        steps: the number of steps T.
+        steps: the number of steps T; of a pattern, the periods.
         sizes: the steps of the nested chunks, innermost first.
         carry_bytes: of the leaves of the carry that change from step to step.
         step_bytes: of all that one step saves where nothing is recomputed, its carry included.
         saved_bytes: of all that is saved at one time.
+        copied_bytes: of what the levels copy: the slices of xs that a chunk is given, the gradients of these and of its
+            outputs, and a sum of the gradients of what all steps share; where steps are left that fill no chunk, all
+            of xs once more.
+        needed_bytes: of all that the gradient needs beside its arguments and results, which is what `Remat.fit` holds
+            against its budget: what is saved and copied, and what one step needs while its own gradient is computed.
         evaluations: how often each step is evaluated by a gradient, the forward pass included.
     """
 
@@ -44,11 +57,18 @@ class RematPlan:
     carry_bytes: int
     step_bytes: int
     saved_bytes: int
+    copied_bytes: int
+    needed_bytes: int
     evaluations: int
 
     def with_remat(self, remat: Remat | Literal["auto"] | None) -> RematPlan:
         """The same under another name."""
         return dataclasses.replace(self, remat=remat)
+
+    @property
+    def has_rest(self) -> bool:
+        """Whether steps are left that fill no chunk."""
+        return bool(self.sizes and self.steps % self.sizes[-1])
 
     def __str__(self) -> str:
         parts = [self.steps] if not self.sizes else [-(-self.steps // self.sizes[-1])]
@@ -58,6 +78,8 @@ class RematPlan:
             ("a carry", describe_bytes(self.carry_bytes), "what changes from step to step"),
             ("a step", describe_bytes(self.step_bytes), "what it saves if it is not recomputed"),
             ("saved", describe_bytes(self.saved_bytes), "at one time, by the gradient"),
+            ("copied", describe_bytes(self.copied_bytes), "of xs and of gradients, by the levels"),
+            ("needed", describe_bytes(self.needed_bytes), "in all, beside arguments and results"),
             ("evaluations", f"{self.evaluations:,}", "of each step, the forward pass included"),
         ]
         return f"remat={self.remat!r}\n\n{table(('', '', ''), rows).lstrip(chr(10)).rstrip()}"
@@ -87,55 +109,88 @@ def plan_of(hoisted: Hoisted, remat: Remat | None) -> RematPlan:
     """What a loop's gradient saves under a `Remat`."""
     length = hoisted.loop.length
     refuse_symbolic(length, "remat")
-    carry = _carry_bytes(hoisted)
-    step = bytes_of_step(hoisted, hoisted.loop.step)
-    if remat is None or remat.budget is None:
-        chosen = None if remat is None else remat.policy
-        if remat is not None and saves_whole_steps(hoisted, remat):
-            return _describe(remat, length, carry, step, whole=_bytes_in_chunk(hoisted, step))
-        named = callable(chosen) and chosen is not jax.checkpoint_policies.everything_saveable
-        saving = checkpoint_step(hoisted.loop.step, remat, looped=True) if named and remat else None
-        kept = None if saving is None else bytes_of_step(hoisted, saving)
-        return _describe(remat, length, carry, step, kept)
-    fitting = least = None
-    for plan in _candidates(length, carry, step, _bytes_in_chunk(hoisted, step)):
-        least = plan if least is None or plan.saved_bytes < least.saved_bytes else least
-        if plan.saved_bytes <= remat.budget and (fitting is None or _better(plan, fitting)):
-            fitting = plan
-    assert least is not None
-    if fitting is None:
-        raise Fault(
-            ArgumentError,
-            f"{{verb}} over {{body}}: no plan fits {describe_bytes(remat.budget)}.",
-            f"The least that one saves is {describe_bytes(least.saved_bytes)}, with `remat={least.remat!r}`: there are "
-            f"{length:,} {{unit}}s, a carry has {describe_bytes(carry)}, and a {{unit}} saves {describe_bytes(step)}. "
-            "Give `Remat.fit` more, or carry less.",
+    step = footprint_of(hoisted)
+    if remat is not None and remat.budget is not None:
+        return cheapest_within(remat.budget, length, step, *_in_chunk(hoisted, step))
+    if remat is not None and saves_whole_steps(hoisted, remat):
+        in_chunk, whole = _in_chunk(hoisted, step)
+        return describe(remat, length, in_chunk, whole)
+    return describe(remat, length, step, kept_by_policy(hoisted, remat))
+
+
+def kept_by_policy(hoisted: Hoisted, remat: Remat | None) -> int | None:
+    """What each step saves under the policy of a `Remat`; None: its carry alone, or all where all is saved."""
+    if remat is None or not callable(remat.policy) or remat.policy is _EVERYTHING:
+        return None
+    return bytes_of_step(hoisted, checkpoint_step(hoisted.loop.step, remat, looped=True))
+
+
+def cheapest_within(
+    budget: int, length: int, step: Footprint, in_chunk: Footprint, whole: int, unit: str = "{unit}"
+) -> RematPlan:
+    """The plan with the fewest evaluations that needs no more than a budget, and of these the one that needs least.
+
+    Args:
+        budget: the bytes.
+        length: the number of steps.
+        step: the bytes of one.
+        in_chunk: the same in a chunk that saves its steps.
+        whole: what such a chunk saves of each step.
+        unit: what a step is called in the message.
+
+    Raises:
+        Fault: for an `ArgumentError` if no plan fits.
+    """
+    plans = list(_candidates(length, step, in_chunk, whole))
+    fitting = [plan for plan in plans if MARGIN * plan.needed_bytes <= budget]
+    if fitting:
+        return min(
+            fitting, key=lambda plan: (plan.evaluations, plan.needed_bytes * (_OF_A_REST if plan.has_rest else 1))
         )
-    return fitting
+    least = min(plans, key=lambda plan: plan.needed_bytes)
+    raise Fault(
+        ArgumentError,
+        f"{{verb}} over {{body}}: no plan fits {describe_bytes(budget)}.",
+        f"The least that one needs is {describe_bytes(round(MARGIN * least.needed_bytes))}, with "
+        f"`remat={least.remat!r}` and 5 % to spare: there are "
+        f"{length:,} {unit}s, a carry has {describe_bytes(step.carry)}, a {unit} saves "
+        f"{describe_bytes(step.whole)}, and its slices of xs have {describe_bytes(step.xs)}. "
+        "Give `Remat.fit` more, or carry less.",
+    )
 
 
-def _better(plan: RematPlan, other: RematPlan) -> bool:
-    return (plan.evaluations, plan.saved_bytes) < (other.evaluations, other.saved_bytes)
+def _in_chunk(hoisted: Hoisted, step: Footprint) -> tuple[Footprint, int]:
+    """The bytes of a step in a chunk that saves its steps, and what it saves of each.
 
-
-def _bytes_in_chunk(hoisted: Hoisted, step: int) -> int:
-    """What a chunk that saves its steps saves of each, where one that is not in a chunk saves `step`."""
-    if not saves_whole_steps(hoisted, Remat(jax.checkpoint_policies.everything_saveable, levels=2)):
-        return step
+    Where it computes the products of its steps at once, no step has gradients of weights of its own, and those of x
+    take the place of what they were computed from.
+    """
+    if not saves_whole_steps(hoisted, Remat(_EVERYTHING, levels=2)):
+        return step, step.whole
     products = bytes_of_products(ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted)))
+    if not products:
+        return step, step.whole
     saved = Checkpointed(hoisted.loop.step, looped=True, policy=save_all_but_cheap)
-    return bytes_of_step(hoisted, saved) + products if products else step
+    in_chunk = dataclasses.replace(step, once=step.once - step.weights)
+    return in_chunk, bytes_of_step(hoisted, saved) + products - step.d_xs
 
 
-def _candidates(length: int, carry: int, step: int, whole: int) -> Iterator[RematPlan]:
-    """The plans: a step saves so many bytes, one in a chunk that saves whole steps so many."""
-    everything = jax.checkpoint_policies.everything_saveable
-    yield _describe(None, length, carry, step)
-    for levels in range(1, max(2, length.bit_length())):
-        yield _describe(Remat(levels=levels), length, carry, step)
-        if levels > 1:
-            segment = best_segment(length, levels, carry, whole)
-            yield _describe(Remat(everything, levels=levels, segment=segment), length, carry, step, whole=whole)
+def _candidates(length: int, step: Footprint, in_chunk: Footprint, whole: int) -> Iterator[RematPlan]:
+    """The plans, for chunks that save `whole` of each step."""
+    yield describe(None, length, step)
+    yield describe(Remat(levels=1), length, step)
+    for levels in range(2, max(2, length.bit_length())):
+        yield describe(Remat(levels=levels), length, step)
+        for segment in _segments(length, levels):
+            yield describe(Remat(levels=levels, segment=segment), length, step)
+            yield describe(Remat(_EVERYTHING, levels=levels, segment=segment), length, in_chunk, whole)
+
+
+def _segments(length: int, levels: int) -> list[int]:
+    """Sizes of an innermost chunk that are worth a look: those of equal parts, of fewer steps, and of some more."""
+    most = min(length - 1, round(4 * length ** (1 / levels)) + 1)
+    within = range(2, max(3, most + 1))
+    return sorted({*within[:: max(1, len(within) // 64)], *(size for size in within if length % size == 0)})
 
 
 def best_segment(length: int, levels: int, carry: int, step: int) -> int:
@@ -152,16 +207,17 @@ def best_segment(length: int, levels: int, carry: int, step: int) -> int:
     return min(within[:: max(1, len(within) // 64)], key=saved)
 
 
-def _describe(
-    remat: Remat | None, length: int, carry: int, step: int, kept: int | None = None, whole: int | None = None
-) -> RematPlan:
-    """A plan under which each step of an innermost chunk saves its carry, or `kept` bytes, or `whole` of all of it."""
+def describe(remat: Remat | None, length: int, step: Footprint, kept: int | None = None) -> RematPlan:
+    """A plan of which each step of an innermost chunk saves `kept` bytes; None: as much as the policy says."""
     sizes = remat_sizes(length, remat)
-    everything = remat is None or remat.policy is jax.checkpoint_policies.everything_saveable
-    saved = _saved_bytes(length, sizes, carry, (whole or step) if everything else (kept or carry))
-    saved += 0 if everything else step
+    everything = remat is None or remat.policy is _EVERYTHING
+    kept = (step.whole if everything else step.kept) if kept is None else kept
+    saved = _saved_bytes(length, sizes, step.carry, kept) + (0 if everything else step.working)
+    copied = _copied_bytes(length, sizes, step)
+    of_one = max(step.working, 2 * step.carry + step.leaf) if everything else 0
+    needed = saved + copied + step.d_xs + step.weights + of_one
     evaluations = 1 + len(sizes) + (0 if everything else 1)
-    return RematPlan(remat, length, sizes, carry, step, saved, evaluations)
+    return RematPlan(remat, length, sizes, step.carry, step.whole, saved, copied, needed, evaluations)
 
 
 def _saved_bytes(length: int, sizes: tuple[int, ...], carry: int, each: int) -> int:
@@ -170,37 +226,10 @@ def _saved_bytes(length: int, sizes: tuple[int, ...], carry: int, each: int) -> 
     return (count_parts(length, sizes) - innermost) * carry + innermost * each
 
 
-def _carry_bytes(hoisted: Hoisted) -> int:
-    return sum(_bytes_of(jax.typeof(jnp.asarray(leaf))) for leaf in hoisted.loop.state)
+def _copied_bytes(length: int, sizes: tuple[int, ...], step: Footprint) -> int:
+    """What the levels copy and add up. XLA holds a chunk's slices of xs, and writes its gradients before it adds them.
 
-
-def _bytes_of(aval: Any) -> int:
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return 16 * math.prod(aval.shape)
-    return math.prod(aval.shape) * aval.dtype.itemsize
-
-
-def bytes_of_step(hoisted: Hoisted, step: Step) -> int:
-    """The bytes that the gradient saves of a step: what its linearization keeps, less what lies outside of the loop."""
-    loop = hoisted.loop
-
-    def residuals(consts: Any, state: list[Any], feed: Feed) -> list[Any]:
-        leaves, structure = jax.tree.flatten((consts, state, feed))
-        floats = [jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact) for leaf in leaves]
-
-        def of_floats(*given: Any) -> list[Any]:
-            mine = iter(given)
-            whole = [next(mine) if is_float else leaf for leaf, is_float in zip(leaves, floats, strict=True)]
-            new, y = step(*jax.tree.unflatten(structure, whole))
-            return [leaf for leaf in jax.tree.leaves((new, y)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
-
-        _, pullback = jax.vjp(of_floats, *(leaf for leaf, is_float in zip(leaves, floats, strict=True) if is_float))
-        return jax.tree.leaves(pullback)
-
-    jaxpr = jax.make_jaxpr(residuals)(loop.consts, loop.state, one_step(loop.xs)).jaxpr
-    first = len(jax.tree.leaves(loop.consts))
-    carries = set(map(id, jaxpr.invars[first : first + len(loop.state)]))
-    outside = set(map(id, (*jaxpr.invars, *jaxpr.constvars))) - carries
-    saved = {id(var): var for var in jaxpr.outvars if not hasattr(var, "val") and id(var) not in outside}
-    own = sum(_bytes_of(var.aval) for key, var in saved.items() if key not in carries)
-    return own + _carry_bytes(hoisted)
+    Where the last chunk is not full, the whole chunks are cut off xs.
+    """
+    cut = length * step.xs if sizes and length % sizes[-1] else 0
+    return sum(sizes) * step.at_one_level + len(sizes) * step.weights + cut + step.once

@@ -6,26 +6,16 @@ from collections.abc import Sequence
 
 from .._loop.chunk import Level, run_chunked
 from .._loop.loop import Loop
-from .._loop.run import run
 from .._loop.sizes import Wish, plan_sizes
 from .._types import PyTree
-from .outputs import Keep, boundaries, is_thinned
+from .outputs import boundaries, is_thinned
 from .thin import last_chunk, run_keeping
 
 
 def run_nested(loop: Loop) -> tuple[PyTree, PyTree]:
     """Runs a loop and finishes its results; without wishes, this is its `jax.lax.scan` and nothing else."""
-    if loop.runner is not None:
-        state, ys = loop.runner(loop)
-    elif loop.keeps is not None:
-        state, ys = run_keeping(loop, levels_for(loop, loop.wishes, loop.keeps), loop.keeps)
-    elif loop.wishes:
-        state, ys = run_chunked(loop, levels_for(loop, loop.wishes))
-    elif loop.finish:
-        state, ys = run(loop)
-    else:
-        return run(loop)  # in the container that the body chose for its pair
-    return finish(loop, state, ys)
+    results = (loop.runner or run_planned)(loop)
+    return finish(loop, *results) if loop.finish else results  # in the container that the body chose for its pair
 
 
 def finish(loop: Loop, state: PyTree, ys: PyTree) -> tuple[PyTree, PyTree]:
@@ -35,23 +25,59 @@ def finish(loop: Loop, state: PyTree, ys: PyTree) -> tuple[PyTree, PyTree]:
     return state, ys
 
 
-def levels_for(loop: Loop, wishes: Sequence[Wish], keeps: Sequence[Keep] = ()) -> tuple[Level, ...]:
-    """One list of nested chunks for all wishes, and for the outputs that are not kept in all steps."""
-    thinned = is_thinned(keeps)
-    sizes = plan_sizes(loop.length, [*wishes, *boundaries(keeps, loop.length)]) if wishes or thinned else ()
-    if not sizes and thinned:
-        sizes = last_chunk(loop)
-    return levels_of(sizes, wishes)
+def run_planned(loop: Loop) -> tuple[PyTree, PyTree]:
+    """Runs a loop in the chunks that its transforms ask for. Its results are still those of the transformed loop."""
+    loop, levels = plan(loop)
+    if loop.keeps is not None:
+        return run_keeping(loop, levels, loop.keeps)
+    return run_chunked(loop, levels)
 
 
-def levels_of(sizes: Sequence[int], wishes: Sequence[Wish]) -> tuple[Level, ...]:
-    """Levels of the given sizes. What a wish puts around its chunks goes to the size that comes nearest to it."""
+def plan(loop: Loop) -> tuple[Loop, tuple[Level, ...]]:
+    """One list of nested chunks for all wishes and for the outputs that are not kept, and the loop that runs in them.
+
+    What a wish puts around its chunks goes to the size that comes nearest to it. A schedule is made for the size that
+    was planned.
+    """
+    wishes = loop.wishes
+    scheduled = next((wish for wish in wishes if wish.schedule is not None), None)
+    others = [wish for wish in wishes if wish is not scheduled]
+    if scheduled is None:
+        return loop, _levels_of(_sizes(loop, others), others)
+    whole = scheduled.size == loop.length  # which may be symbolic
+    sizes = _sizes(loop, others if whole else wishes)
+    size = scheduled.size if whole or scheduled.size == 1 else _nearest((*sizes, loop.length), scheduled.size)
+    loop, around = scheduled.schedule(loop, size)
+    levels = [*_levels_of([other for other in sizes if other != size], others), Level(size, around, scheduled=True)]
+    return loop, tuple(sorted(levels, key=lambda level: level.size))
+
+
+def _sizes(loop: Loop, wishes: Sequence[Wish]) -> tuple[int, ...]:
+    """The sizes of nested chunks.
+
+    An output that is not kept as often as an exact wish allows is kept in all steps, and cut afterwards. A schedule
+    gives way to such outputs alone.
+    """
+    keeps = loop.keeps or ()
+    asked = [wish.size for wish in wishes if wish.exact]
+    kept = [wish for wish in boundaries(keeps, loop.length) if not any(_crosses(wish.size, size) for size in asked)]
+    wishes = [wish._replace(exact=wish.exact or (wish.schedule is not None and not kept)) for wish in wishes]
+    sizes = plan_sizes(loop.length, [*wishes, *kept]) if wishes or kept else ()
+    may_cut = not any(wish.schedule is not None for wish in loop.wishes)
+    return last_chunk(loop) if not sizes and is_thinned(keeps) and may_cut else sizes
+
+
+def _crosses(size: int, other: int) -> bool:
+    return bool(size % other and other % size)
+
+
+def _levels_of(sizes: Sequence[int], wishes: Sequence[Wish]) -> tuple[Level, ...]:
     if not sizes:
         return ()
-    around = {nearest(sizes, wish.size): wish.around for wish in wishes if wish.around is not None}
+    around = {_nearest(sizes, wish.size): wish.around for wish in wishes if wish.around is not None}
     return tuple(Level(size, around.get(size)) for size in sizes)
 
 
-def nearest(sizes: Sequence[int], wish: int) -> int:
+def _nearest(sizes: Sequence[int], wish: int) -> int:
     """The size that comes nearest to a wished one, in ratio."""
     return min(sizes, key=lambda size: max(size / wish, wish / size))

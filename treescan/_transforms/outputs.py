@@ -129,9 +129,9 @@ def boundaries(keeps: Sequence[Keep], length: int) -> list[Wish]:
     return [Wish(keep, exact=True) for keep in sorted({k for k in keeps if k and k > 1}) if keep < length]
 
 
-def is_thinned(keeps: Sequence[Keep]) -> bool:
-    """Whether any output is kept in some steps alone."""
-    return any(keep not in (ALL, None) for keep in keeps)
+def is_thinned(keeps: Sequence[Keep] | None) -> bool:
+    """Whether any output is kept in some steps alone; None: ys are stacked whole."""
+    return any(keep not in (ALL, None) for keep in keeps or ())
 
 
 def keep_afterwards(ys: PyTree, save: Prefix, *, reverse: bool) -> PyTree:

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 
 from .._avals import describe_argument, exact_int
-from .._errors import ArgumentError, ArgumentTypeError, Fault
+from .._errors import ArgumentError, ArgumentTypeError, Fault, warn_user
 from .._loop.loop import Loop, Step
 from .._loop.sizes import Wish, chunk_size
 from .._remat import Remat
@@ -208,9 +208,21 @@ def _check_offload(kind: Any) -> str | None:
         return None
     kinds = [memory.kind for memory in jax.devices()[0].addressable_memories()]
     if isinstance(kind, str) and kind in kinds:
+        _warn_of_no_change(kind)
         return kind
     raise Fault(
         ArgumentError,
         f"{{verb}} over {{body}}: `offload` of a `Remat` is a memory kind, got {describe_argument(kind)}.",
         f"This device has {', '.join(map(repr, kinds))}.",
     )
+
+
+def _warn_of_no_change(kind: str) -> None:
+    """Says it where moving carries frees no memory of the device, which is then kept as told all the same."""
+    device = jax.devices()[0]
+    if device.platform == "cpu" or device.default_memory().kind == kind:
+        warn_user(
+            f'`Remat(offload="{kind}")` changes nothing on this device ({device.platform}), which keeps its arrays in '
+            "that memory anyway. Give `levels`, with which less is saved.",
+            UserWarning,
+        )

@@ -73,7 +73,11 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
     Examples:
         >>> import jax.numpy as jnp
         >>> import treescan
-        >>> print(treescan.fold(lambda total, x: total + x, 0.0, jnp.array([1.0, 2.0, 3.0])))
+        >>> print(
+        ...     treescan.fold(
+        ...         lambda total, x: total + x, 0.0, jnp.array([1.0, 2.0, 3.0])
+        ...     )
+        ... )
         6.0
     """
     try:
@@ -143,7 +147,11 @@ def accumulate(
     Examples:
         >>> import jax.numpy as jnp
         >>> import treescan
-        >>> print(treescan.accumulate(lambda total, x: total + x, 0.0, jnp.array([1.0, 2.0, 3.0])))
+        >>> print(
+        ...     treescan.accumulate(
+        ...         lambda total, x: total + x, 0.0, jnp.array([1.0, 2.0, 3.0])
+        ...     )
+        ... )
         [1. 3. 6.]
     """
     try:

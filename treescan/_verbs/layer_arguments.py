@@ -9,13 +9,15 @@ import jax
 
 from .._avals import describe_argument, describe_leaf, describe_node, is_mutable, shape_of
 from .._axes import LeafAxes
-from .._checks.arguments import no_axis, resolve_axes
-from .._data.stack import count_layers, refuse_split
+from .._checks.arguments import check_length, no_axis, resolve_axes
+from .._data.boxes import remove_layer_axis
+from .._data.shared import freeze_shared, is_traced_number
+from .._data.split import refuse_split
+from .._data.stack import count_layers
 from .._errors import ArgumentError, Fault, LayerError, Row
 from .._remat import Remat
 from .._transforms.layers.turns import Remats, Saves
 from .._transforms.outputs import check_save
-from .._transforms.refuse import refuse_budget
 from .._transforms.remat import check_remat
 from .._tree import freeze_static, is_static, leaves_with_path
 from .._types import Axes, PyTree, Save
@@ -42,10 +44,10 @@ class Stacks(NamedTuple):
     sequence: bool
     frozen: bool
 
-    @property
-    def arguments(self) -> tuple[tuple[PyTree, ...], ...]:
-        """What each block is given of its own: layers, and xs where there are any."""
-        return tuple((stack,) if x is None else (stack, x) for stack, x in zip(self.layers, self.xs, strict=True))
+    def arguments(self, own: list[bool]) -> tuple[tuple[PyTree, ...], ...]:
+        """What each block is given of its own: layers, and where flagged xs."""
+        each = zip(self.layers, self.xs, own, strict=True)
+        return tuple((stack, x) if flag else (stack,) for stack, x, flag in each)
 
 
 def is_pattern(block: Any) -> bool:
@@ -53,8 +55,8 @@ def is_pattern(block: Any) -> bool:
     return isinstance(block, list | tuple) and not callable(block)
 
 
-def check_stacks(block: Any, layers: PyTree, xs: PyTree, in_axes: Axes) -> Stacks:
-    """Holds blocks, stacks and xs against one another.
+def check_stacks(block: Any, layers: PyTree, xs: PyTree, in_axes: Axes, length: int | None = None) -> Stacks:
+    """Holds blocks, stacks and xs against one another. `length` is for layers that have no parameters of their own.
 
     Raises:
         Fault: for a `LayerError` that lists all the leaves in question.
@@ -69,15 +71,39 @@ def check_stacks(block: Any, layers: PyTree, xs: PyTree, in_axes: Axes) -> Stack
         own = (None,) * len(blocks) if xs is None else _one_each(blocks, xs, "xs")
         is_given = isinstance(in_axes, list | tuple)
         own_axes = _one_each(blocks, in_axes, "in_axes") if is_given else (in_axes,) * len(blocks)
-    given, (stacks, own) = (*stacks, *own), (tuple(map(freeze_static, stacks)), tuple(map(freeze_static, own)))
+    given, (stacks, own) = (*stacks, *own), (tuple(map(freeze_shared, stacks)), tuple(map(freeze_static, own)))
     frozen = any(before is not after for before, after in zip(given, (*stacks, *own), strict=True))
-    counts = tuple(count_layers(stack, f"layers{name}") for stack, name in zip(stacks, names, strict=True))
+    length = check_length(length)
+    counts = tuple(_count(stack, f"layers{name}", length) for stack, name in zip(stacks, names, strict=True))
     for stack, name in zip(stacks, names, strict=True):
-        refuse_split(leaves_with_path(f"layers{name}", stack))
+        refuse_split(leaves_with_path(f"layers{name}", stack), _axes_of(stack))
     _check_pattern(counts)
+    named = zip(stacks, names, strict=True)
+    stacks = tuple(remove_layer_axis(stack, f"layers{name}") for stack, name in named)
     parts = zip(stacks, own, own_axes, counts, names, strict=True)
     axes = tuple(_check_own(stack, x, axis, count, name) for stack, x, axis, count, name in parts)
     return Stacks(blocks, stacks, own, counts, axes, sequence, frozen)
+
+
+def _count(stack: PyTree, root: str, length: int | None) -> int:
+    """How many layers a stack holds, or is said to hold."""
+    if length is None and stack is None:
+        raise Fault(
+            LayerError,
+            f"{{call}}: how many layers? `{root}` is None.",
+            "A stack is a pytree whose arrays lead with the layers: `treescan.stack` makes one of a list of layers.",
+            "Layers without parameters of their own, which share one set in `args`, are counted by `length=`.",
+        )
+    if length is None:
+        return count_layers(stack, root)
+    count = count_layers(stack, root) if jax.tree.leaves(stack) else length
+    if count != length:
+        raise Fault(
+            LayerError,
+            f"{{call}}: `length` is {length}, but `{root}` holds {count} layers.",
+            "Leave `length` out: it is for layers without parameters of their own, which share one set in `args`.",
+        )
+    return count
 
 
 def _several(blocks: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
@@ -153,7 +179,15 @@ def _check_own(layers: PyTree, xs: PyTree, in_axes: Axes, count: int, name: str)
             rows=rows,
         )
     refuse_split(named, axes)
-    return None if axes is None else (*(0 for _ in jax.tree.leaves(layers)), *axes)
+    led = _axes_of(layers)
+    if axes is None and None not in led:
+        return None
+    return (*led, *(axes or (0,) * len(named)))
+
+
+def _axes_of(layers: PyTree) -> LeafAxes:
+    """Where the layers are in each leaf of a stack; None for a number that they share."""
+    return tuple(None if is_traced_number(leaf) else 0 for leaf in jax.tree.leaves(layers))
 
 
 def _size(leaf: Any, axis: int) -> int | None:
@@ -164,10 +198,7 @@ def _size(leaf: Any, axis: int) -> int | None:
 def check_remats(remat: Any, stacks: Stacks) -> Remats:
     """What the gradient recomputes: one plan for all, or one for each block of a pattern."""
     if not isinstance(remat, list | tuple):
-        plan = check_remat(remat)
-        if len(stacks.blocks) > 1:
-            refuse_budget(plan, "several blocks")
-        return plan
+        return check_remat(remat)
     if not stacks.sequence:
         raise Fault(
             ArgumentError,

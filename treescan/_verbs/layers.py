@@ -2,39 +2,20 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar, Unpack, overload
 
-from .._axes import static_axes
-from .._body.conventions import FOLD_LAYERS, SCAN_LAYERS, Convention
-from .._checks.arguments import (
-    OF_MASK_SCAN,
-    check_key,
-    check_keywords,
-    check_name,
-    check_options,
-    check_reverse,
-    check_unroll,
-)
-from .._errors import LAYER_WORDS, explain, speaking_of, verb
-from .._loop.body import Body
-from .._transforms.layers.pattern import Pattern
-from .._transforms.program import Arguments, Call
-from .._tree import Prefix, freeze_static
-from .._types import Array, Axes, Carry, LayersOptions, PyTree, Save, StackedLayersOptions, X, X_contra, Y, Y_co
-from ..carries._registry import adopt
-from .layer_arguments import Stacks, check_args, check_remats, check_saves, check_stacks, is_pattern, refuse_mutable
-from .prepare import body_of, restored
+from .._body.conventions import FOLD_LAYERS, SCAN_LAYERS
+from .._checks.arguments import OF_MASK_SCAN, check_options
+from .._errors import LAYER_WORDS, explain, verb
+from .._types import Array, Carry, LayersOptions, PyTree, StackedLayersOptions, X, X_contra, Y, Y_co
+from .prepare_layers import explain_traced, prepare_layers
 
 Layer = TypeVar("Layer")
 Layer_contra = TypeVar("Layer_contra", contravariant=True)
 
 _ACCEPTED = frozenset((*StackedLayersOptions.__annotations__, "key"))
-_SCAN_REFUSES = {
-    **dict.fromkeys(OF_MASK_SCAN, "it is for rows of unequal length. What all layers share goes into `args`."),
-    "length": "it runs as many layers as the stack holds.",
-}
+_SCAN_REFUSES = dict.fromkeys(OF_MASK_SCAN, "it is for rows of unequal length. What all layers share goes into `args`.")
 _NO_OUTPUTS = "it stacks no outputs. `treescan.scan_layers` does."
 _FOLD_REFUSES = {**_SCAN_REFUSES, "out_axes": _NO_OUTPUTS, "save": _NO_OUTPUTS}
 
@@ -139,19 +120,23 @@ def scan_layers(
             on. Then `layers`, and `xs` where given, are sequences too, with one item for each block, and so is ys.
         x: what the first layer is given: any pytree, custom carries included. Each layer returns the next.
         layers: the stack: any pytree whose arrays lead with the layers, `[n, ...]`; `treescan.stack` and
-            `treescan.init_layers` make one. In a pattern the last period need not be full: stacks that lead may hold
-            one layer more than the others, at the price of one copy of these stacks.
+            `treescan.init_layers` make one. What is no array in it, Python's numbers and flags among it, all layers
+            share. In a pattern the last period need not be full: stacks that lead may hold one layer more than the
+            others, at the price of one copy of these stacks. None, with `length`, where layers have no parameters of
+            their own: each is given None (ALBERT, whose layers share one set, in `args`).
         xs: what each layer has of its own beside its parameters (a cache): any pytree whose leaves are `[n, ...]`.
+            None: nothing, and a block that needs an argument in its place is given None.
         args: what all layers share, passed to each call. Arrays are values of the program, and are differentiated; all
             else, Python's numbers and bools included, is a part of it: the block sees it as it is, and another number
             is another program, so what changes from call to call (a position) is given as an array.
         **options: `reverse` (the last layer first; its y is at its own place), `unroll` (how many layers, or
             periods of a pattern, are compiled into one round of the loop), `key` (each layer is given
-            `key=jax.random.fold_in(key, number of the layer among all)`), `in_axes` (of xs), `out_axes`, `name`, as for
+            `key=jax.random.fold_in(key, number of the layer among all)`), `length` (the number of layers, where
+            `layers` is None), `in_axes` (of xs), `out_axes`, `name`, as for
             `treescan.scan`; `save` (of ys; in a pattern, a sequence has one for each block, which counts its own
             layers); and `remat`: "step" has the gradient recompute each layer from what it was given, "nested" about
-            sqrt(n) layers and in these each, and a `treescan.Remat` is for all that one says there, less `fit` in a
-            pattern. There a sequence has "step", a `Remat(policy)` or None for each block.
+            sqrt(n) layers and in these each, and a `treescan.Remat` is for all that one says there. In a pattern a
+            sequence has "step", a `Remat(policy)` or None for each block.
 
     Returns:
         What the last layer returned, and the outputs of all layers, `[n, ...]`; for a sequence of blocks a tuple of
@@ -177,9 +162,9 @@ def scan_layers(
     """
     try:
         check_options(options, _ACCEPTED, _SCAN_REFUSES)
-        return _run(SCAN_LAYERS, block, x, layers, xs, args, **options)
+        return prepare_layers(SCAN_LAYERS, block, x, layers, xs, args, **options).run()
     except Exception as error:
-        explained = explain(error, "scan_layers", block, x, LAYER_WORDS)
+        explained = explain(explain_traced(error), "scan_layers", block, x, LAYER_WORDS)
     raise explained
 
 
@@ -254,7 +239,7 @@ def fold_layers(
         layers: the stack: any pytree whose arrays lead with the layers, `[n, ...]`; for a sequence of blocks one each.
         xs: what each layer has of its own beside its parameters: any pytree whose leaves are `[n, ...]`.
         args: what all layers share, as for `treescan.scan_layers`.
-        **options: `reverse`, `unroll`, `key`, `in_axes`, `remat`, `name`, as for `treescan.scan_layers`.
+        **options: `reverse`, `unroll`, `key`, `length`, `in_axes`, `remat`, `name`, as for `treescan.scan_layers`.
 
     Returns:
         What the last layer returned.
@@ -270,71 +255,16 @@ def fold_layers(
         >>> import jax.numpy as jnp
         >>> import treescan
         >>> layers = {"w": jnp.stack([jnp.eye(3), 2 * jnp.eye(3)])}
-        >>> print(treescan.fold_layers(lambda layer, x: x @ layer["w"], jnp.ones(3), layers))
+        >>> print(
+        ...     treescan.fold_layers(
+        ...         lambda layer, x: x @ layer["w"], jnp.ones(3), layers
+        ...     )
+        ... )
         [2. 2. 2.]
     """
     try:
         check_options(options, _ACCEPTED - _FOLD_REFUSES.keys(), _FOLD_REFUSES)
-        return _run(FOLD_LAYERS, block, x, layers, xs, args, **options)[0]
+        return prepare_layers(FOLD_LAYERS, block, x, layers, xs, args, **options).run()[0]
     except Exception as error:
-        explained = explain(error, "fold_layers", block, x, LAYER_WORDS)
+        explained = explain(explain_traced(error), "fold_layers", block, x, LAYER_WORDS)
     raise explained
-
-
-def _run(
-    convention: Convention,
-    block: Any,
-    x: PyTree,
-    layers: PyTree,
-    xs: PyTree,
-    args: Any,
-    *,
-    reverse: bool = False,
-    unroll: int | bool = 1,
-    in_axes: Axes = 0,
-    out_axes: Axes = 0,
-    key: Array | None = None,
-    remat: Any = None,
-    save: Save = "all",
-    name: str | None = None,
-) -> tuple[Any, Any]:
-    handles = [body_of(function, convention) for function in (block if is_pattern(block) else [block])]
-    bodies = tuple(body for body, _ in handles)
-    stacks = check_stacks(block, layers, xs, in_axes)
-    adopted, frozen_args, key = adopt(x, "x"), check_args(args), check_key(key)
-    frozen_x = freeze_static(adopted.init)
-    refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "args": frozen_args})
-    _check_blocks(bodies, convention, stacks, len(frozen_args), keyed=key is not None)
-    frozen = stacks.frozen or frozen_x is not adopted.init or any(map(operator.is_not, frozen_args, args))
-    told: dict[str, Any] = {"reverse": check_reverse(reverse), "unroll": check_unroll(unroll, stacks.counts[-1])}
-    told |= {"frozen": frozen, "custom": adopted.custom}
-    counted = zip(bodies, stacks.counts, strict=True)
-    pattern = Pattern(
-        blocks=tuple(Call(body, convention, count, **told) for body, count in counted),
-        axes=tuple(stacks.axes),
-        sequence=stacks.sequence,
-        out_axes=_check_out_axes(out_axes, stacks),
-        remat=check_remats(remat, stacks),
-        saves=check_saves(save, stacks),
-        name=check_name(name),
-    )
-    result = pattern.run(Arguments(frozen_x, stacks.arguments, key, frozen_args))
-    del handles
-    return restored(result, pattern.blocks[0], adopted)
-
-
-def _check_out_axes(out_axes: Axes, stacks: Stacks) -> Prefix | None:
-    """Where the layers are in ys, which is a tuple for a sequence of blocks; None: first."""
-    if type(out_axes) is int and out_axes == 0:
-        return None
-    return static_axes("out_axes", tuple(out_axes) if stacks.sequence and type(out_axes) is list else out_axes)
-
-
-def _check_blocks(bodies: tuple[Body, ...], convention: Convention, stacks: Stacks, args: int, *, keyed: bool) -> None:
-    """Holds the parameters of each block against what it will be passed."""
-    shared = [f"arg_{i}" for i in range(args)]
-    passed = {"key": "the option `key`"} if keyed else {}
-    for body, own in zip(bodies, stacks.xs, strict=True):
-        takes = (*convention.takes, *(("x_layer",) if own is not None else ()), *shared)
-        with speaking_of(body.function):
-            check_keywords(body, passed, convention, takes)

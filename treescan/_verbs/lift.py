@@ -155,8 +155,12 @@ def lift(
         >>> import treescan
         >>> def step(variables, rngs, carry, x):
         ...     carry = jnp.tanh(carry @ variables["params"]["w"] + x)
-        ...     return (carry, carry.sum()), {"calls": {"n": variables["calls"]["n"] + 1}}
-        >>> run = treescan.lift(step, variable_broadcast="params", variable_carry="calls")
+        ...     return (carry, carry.sum()), {
+        ...         "calls": {"n": variables["calls"]["n"] + 1}
+        ...     }
+        >>> run = treescan.lift(
+        ...     step, variable_broadcast="params", variable_carry="calls"
+        ... )
         >>> variables = {"params": {"w": jnp.eye(2)}, "calls": {"n": jnp.int32(0)}}
         >>> (carry, ys), updates = run(variables, {}, jnp.zeros(2), jnp.ones((3, 2)))
         >>> print(ys.shape, updates)

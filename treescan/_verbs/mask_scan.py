@@ -5,28 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any, Unpack, overload
 
-import jax
-import numpy as np
-
 from .._axes import static_axes
 from .._body.call import check_callable
 from .._body.conventions import MASK_SCAN
 from .._checks.arguments import check_options
-from .._checks.rows import check_chunk, check_compact, check_padded, check_rows, check_time_axis
+from .._checks.reset_to import Said, check_targets
+from .._checks.rows import check_chunk, check_compact, check_rows, check_time_axis
 from .._data.pack import Packed
 from .._data.pad import Padded
-from .._errors import ArgumentError, Fault, explain, verb
+from .._errors import explain, verb
 from .._transforms.outputs import MoveOutputs, check_save
 from .._transforms.remat import Recompute
 from .._transforms.rows.batch_axes import RowFlags
+from .._transforms.rows.ends import EndsOfSequences
 from .._transforms.rows.fill import check_fill
 from .._transforms.rows.keep_rows import KeepRows
 from .._transforms.rows.mask import Mask
 from .._transforms.rows.over_rows import OverRows
-from .._transforms.rows.resets import ResetRows
+from .._transforms.rows.resets import BeginSegments, ResetRows
 from .._transforms.rows.skip import Skip
 from .._transforms.truncate import Truncate
-from .._tree import Prefix, is_static, leaves_with_path
+from .._tree import Prefix
 from .._types import (
     Array,
     ArrayLike,
@@ -43,7 +42,8 @@ from .._types import (
     X,
     Y,
 )
-from .prepare import prepare
+from .batches import rows_of
+from .prepare import Prepared, prepare
 
 
 # One overload for each kind of body and of xs. mypy mistakes a union of bodies here once it has seen another kind.
@@ -161,6 +161,15 @@ def mask_scan(
     key: Array,
     **options: Unpack[MaskOptions],
 ) -> tuple[Carry, Y]: ...
+@overload
+def mask_scan(
+    f: Callable[[Carry, Any], tuple[Carry, Y]],
+    init: Carry,
+    xs: tuple[Padded[Any] | Packed[Any], *tuple[Any, ...]],
+    *,
+    length: int | None = None,
+    **options: Unpack[MaskOptions],
+) -> tuple[Carry, Y]: ...
 @verb
 def mask_scan(
     f: Callable[..., Any],
@@ -170,6 +179,7 @@ def mask_scan(
     lengths: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     resets: ArrayLike | None = None,
+    reset_to: PyTree = None,
     time_axis: int = 0,
     length: int | None = None,
     fill: PyTree = 0,
@@ -194,16 +204,25 @@ def mask_scan(
         init: the carry that each row starts from; leaves `[*batch, ...]`. It stays what it was in steps that are not
             valid, and a row of length 0 returns it.
         xs: what is scanned over; leaves `[T, *batch, ...]`. None needs `length`. A `treescan.Padded` or a
-            `treescan.Packed` brings its data together with its lengths, or its mask and resets.
+            `treescan.Packed` brings its data together with its lengths, or its mask and resets; also as a part of a
+            tree, `(packed, extra)`, where `f` sees a step of its data in its place. Several are of the same rows.
         lengths: int[*batch], traced or not: row b is valid in its first `lengths[b]` steps. The shape is the batch
             shape: () for a single row, several axes for nested batches. Concrete lengths must lie between 0 and T;
             traced ones are clamped to that.
         mask: bool[T, *batch], instead of lengths: which steps are valid, in any pattern.
         resets: bool[T, *batch]: where a segment (an episode, a sequence among others in a row) begins. Before that
-            step `init` is put back, and no gradient passes; in reverse, before the segment's last valid step. Flags at
-            steps that are not valid mean nothing, and shared leaves are never reset. Without lengths and mask every
-            step is valid: then nothing is masked or skipped, and the gradient follows `remat="auto"` of
-            `treescan.scan`, or recomputes chunks of `chunk` steps if that is given.
+            step `init` is put back, and no gradient passes; in reverse, before the segment's last valid step. If
+            `init` is a state that was stored in the middle of an episode, say with `reset_to` what later segments begin
+            from: without it they begin from the stored state too. Flags at steps that are not valid mean nothing, and
+            shared leaves are never reset. Without lengths and mask every step is valid: then nothing is masked or
+            skipped, and the gradient follows `remat="auto"` of `treescan.scan`, or recomputes chunks of `chunk` steps
+            if that is given.
+        reset_to: what a reset puts back instead of `init`: a number, an array for each leaf of init, a prefix tree of
+            these, with None for what `init` has, or a function of init that returns one. It gets the gradient of what
+            follows. A flag at a row's first valid step resets it too. In reverse there is a reset between two segments;
+            what a row runs first, its segment that is the last in time, starts from `init`. All sequences of a `Packed`
+            begin from it, in both directions. A `Packed` with an `init` for each sequence puts back these, and
+            `init` is what a row without any sequence returns.
         time_axis: 0, or 1 for data that leads with the batch: where the steps are in xs, ys, `mask` and `resets`.
             `in_axes` or `out_axes`, where given, say so instead for xs or ys.
         length: the number of steps T; needed without xs.
@@ -230,13 +249,17 @@ def mask_scan(
             `save="last"` each row has its own last valid y, and `fill` if it has none.
 
     Returns:
-        The carry after each row's last valid step, and the outputs `[T, *batch, ...]`.
+        The carry after each row's last valid step, and the outputs `[T, *batch, ...]`. A scan over a `Packed` returns
+        the carry of each sequence instead: leaves `[N, ...]`, with an entry per sequence where init has one per row.
+        `save="last"` keeps the last y of each sequence in the same form. A sequence of 0 steps ends with what it
+        begins from.
 
     Raises:
         ArgumentError: as `treescan.scan`; also if none of lengths, mask and resets is given, or lengths and mask both,
-            if they do not fit xs, if the batch shape is not where the axes say, if y cannot hold `fill`, or if
-            `compact` cannot order the rows (with `key`, `chunk=0`, a single row, rows spread over an explicit mesh,
-            a mutable array in the body, or in a `jax.shard_map` with `check_vma=False`).
+            if they do not fit xs, if the batch shape is not where the axes say, if `reset_to` or what a
+            `Packed` holds does not fit init, if y cannot hold `fill`, or if `compact` cannot order the rows (with
+            `key`, `chunk=0`, a single row, rows spread over an explicit mesh, a mutable array in the body, or in a
+            `jax.shard_map` with `check_vma=False`).
         BodyError: as `treescan.scan`.
         CarryError: as `treescan.scan`.
         SignatureError: as `treescan.scan`.
@@ -244,10 +267,13 @@ def mask_scan(
     Examples:
         >>> import jax.numpy as jnp
         >>> import treescan
-        >>> xs = jnp.array([[1.0, 10.0], [2.0, 20.0], [3.0, jnp.nan]])  # [T, B], the second row has two steps
+        >>> # [T, B]: the second row has two steps.
+        >>> xs = jnp.array([[1.0, 10.0], [2.0, 20.0], [3.0, jnp.nan]])
         >>> def step(total, x):
         ...     return total + x, total + x
-        >>> total, sums = treescan.mask_scan(step, jnp.zeros(2), xs, lengths=jnp.array([3, 2]))
+        >>> total, sums = treescan.mask_scan(
+        ...     step, jnp.zeros(2), xs, lengths=jnp.array([3, 2])
+        ... )
         >>> print(total)
         [ 6. 30.]
         >>> print(sums)
@@ -258,29 +284,35 @@ def mask_scan(
     try:
         check_options(options, _ACCEPTED, {})
         check_callable(f, MASK_SCAN.call)
-        time_axis = check_time_axis(time_axis)
-        carries = static_axes("carry_axes", carry_axes, none=True)
+        time_axis, carries = check_time_axis(time_axis), static_axes("carry_axes", carry_axes, none=True)
         inputs, outputs = static_axes("x_axes", x_axes, none=True), static_axes("y_axes", y_axes, none=True)
         filled, chunk = Prefix.of(check_fill(fill)), check_chunk(chunk, compact)
         compact = check_compact(compact, keyed=options.get("key") is not None)
-        xs, flags = _rows_of(xs, RowFlags(lengths, mask, resets), time_axis, options.get("in_axes"))
-        stacked: dict[str, Any] = {"in_axes": time_axis, "out_axes": time_axis}
-        out_axes, remat, save, truncate, others = _split({**stacked, **options})
+        xs, flags = rows_of(xs, RowFlags(lengths, mask, resets), time_axis, options.get("in_axes"))
+        out_axes, remat, save, truncate, others = _split({"in_axes": time_axis, "out_axes": time_axis} | options)
         call = prepare(MASK_SCAN, f, init, xs, length, masked=True, **others)
-        call = call.with_rows(check_rows(flags, time_axis, call.call.length))
+        call = _with_rows(call, flags, reset_to, Said(init, carries, time_axis))
         return call.run(
             MoveOutputs.of(out_axes, save),
             OverRows(carries, inputs, outputs, time_axis, call.axes, compact),
+            BeginSegments.of(call.given.rows),
             Mask(filled, repr(fill)),
             ResetRows(),
             Truncate.of(truncate),
             KeepRows(check_save(save), filled),
+            EndsOfSequences(),
             Recompute.of(remat),
             Skip(chunk, compact),
         )
     except Exception as error:
         explained = explain(error, "mask_scan", f, init)
     raise explained
+
+
+def _with_rows(call: Prepared, flags: RowFlags, reset_to: PyTree, said: Said) -> Prepared:
+    """The call with what was told of its rows, checked."""
+    checked = check_rows(flags, said.time_axis, call.call.length)
+    return call.with_rows(check_targets(checked, reset_to, said, call.adopted, call.given.init, call.call.names[0]))
 
 
 def _split(options: Mapping[str, Any]) -> tuple[Axes, RematLike | None, Save, int | None, dict[str, Any]]:
@@ -292,37 +324,3 @@ def _split(options: Mapping[str, Any]) -> tuple[Axes, RematLike | None, Save, in
 
 _OF_TRANSFORMS = {"out_axes": 0, "remat": None, "save": "all", "truncate": None}
 _ACCEPTED = frozenset(Options.__annotations__) | MaskOptions.__annotations__.keys() | {"length"}
-
-
-def _rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple[PyTree, RowFlags]:
-    """The data and the rows of a `Padded` or a `Packed`; those of anything else as they were given."""
-    said = {"lengths": flags.lengths, "mask": flags.mask, "time_axis": time_axis or None, "in_axes": in_axes}
-    if isinstance(xs, Padded):
-        check_padded(said, "Padded")
-        return xs.data, RowFlags(lengths=xs.lengths, resets=flags.resets)
-    if isinstance(xs, Packed):
-        check_padded({**said, "resets": flags.resets}, "Packed")
-        return xs.data, RowFlags(mask=xs.mask, resets=xs.resets)
-    _refuse_within(xs, flags)
-    return xs, flags
-
-
-def _refuse_within(xs: PyTree, flags: RowFlags) -> None:
-    """Refuses a `Padded` or a `Packed` as a part of xs, unless the rows are given and its own parts can be scanned."""
-    nodes = leaves_with_path("xs", xs, is_leaf=lambda node: isinstance(node, Padded | Packed))
-    path, batch = next((pair for pair in nodes if isinstance(pair[1], Padded | Packed)), ("", None))
-    if batch is None:
-        return
-    sizes = {np.shape(leaf)[:1] for leaf in jax.tree.leaves(xs) if not is_static(leaf)}
-    if len(sizes) <= 1 and not (flags.lengths is None and flags.mask is None):
-        return
-    kind = type(batch).__name__
-    parts = "lengths=xs.lengths" if isinstance(batch, Padded) else "mask=xs.mask, resets=xs.resets"
-    named = parts.replace("=xs.", "=" + kind.lower() + ".")
-    raise Fault(
-        ArgumentError,
-        f"{{verb}} over {{body}}: {path} is a `{kind}`, which brings its rows along only as the whole of xs.",
-        f"Give its data together with the rest, and its rows as options: with `{kind.lower()}` for the batch, "
-        f"`mask_scan(step, init, ({kind.lower()}.data, ...), {named})`. Or let the rest be a part of what is scanned, "
-        f"`{kind.lower()}._replace(data=({kind.lower()}.data, ...))`.",
-    )

@@ -7,16 +7,17 @@ from typing import Any
 
 import jax
 
-from .._body.conventions import FOLD, SCAN
-from .._errors import explain, verb
+from .._body.conventions import FOLD, FOLD_LAYERS, SCAN, SCAN_LAYERS
+from .._errors import LAYER_WORDS, STEP_WORDS, ArgumentError, Fault, explain, verb
 from .._remat import Remat
 from .._trace.hoist import Hoisted, hoist
 from .._transforms.auto import AUTO, Auto, fastest
 from .._transforms.budget import RematPlan, plan_of
 from .._transforms.program import Arguments
-from .._transforms.remat import check_remat_or_auto
+from .._transforms.remat import check_remat, check_remat_or_auto
 from .._types import Array, PyTree, RematLike
 from .prepare import prepare
+from .prepare_layers import prepare_layers
 
 
 @verb
@@ -29,18 +30,26 @@ def plan_remat(
     remat: RematLike | None,
     key: Array | None = None,
     pair: bool = True,
+    layers: PyTree = None,
+    args: tuple[Any, ...] = (),
 ) -> RematPlan:
-    """What the gradient of a scan would save under a plan, and how often it would evaluate the body. Nothing is run.
+    """What the gradient of a scan would need under a plan, and how often it would evaluate the body. Nothing is run.
+
+    What is scanned over counts as if it were differentiated, as parameters are, where it is floating-point.
 
     Args:
-        f: the body, as for `treescan.scan`.
-        init: the carry that the first step is given.
-        xs: what is scanned over; leaves `[T, ...]`. Types with shapes (`jax.ShapeDtypeStruct`) will do, here and in
-            `init`.
+        f: the body, as for `treescan.scan`; with `layers` a block or a sequence of blocks, as for
+            `treescan.scan_layers`.
+        init: the carry that the first step is given; what the first layer is given.
+        xs: what is scanned over; leaves `[T, ...]`. Types with shapes (`jax.ShapeDtypeStruct`) will do, here, in
+            `init` and in `layers`.
         length: the number of steps T; needed without xs.
         remat: the plan; `treescan.Remat.fit(bytes)` and "auto" have one chosen.
         key: as for `treescan.scan`.
-        pair: whether the body returns a pair (carry, y); False for one of `treescan.fold` and `treescan.accumulate`.
+        pair: whether the body returns a pair (carry, y); False for one of `treescan.fold`, `treescan.accumulate` and
+            `treescan.fold_layers`.
+        layers: the stack, `[n, ...]`, or for a sequence of blocks one each, as for `treescan.scan_layers`.
+        args: what all layers share, as for `treescan.scan_layers`.
 
     Returns:
         The plan, to be printed; its `remat` may be passed on in place of `Remat.fit`. Bytes are those of the types
@@ -58,20 +67,39 @@ def plan_remat(
         >>> import treescan
         >>> def step(h, w):
         ...     return jnp.sin(h @ w), None
-        >>> h, w = jax.ShapeDtypeStruct((8, 64), jnp.float32), jax.ShapeDtypeStruct((1000, 64, 64), jnp.float32)
-        >>> plan = treescan.plan_remat(step, h, w, remat=treescan.Remat.fit(250_000))
-        >>> print(plan.remat, plan.evaluations, plan.saved_bytes)
-        Remat(policy="everything_saveable", levels=2, segment=20) 2 184320
+        >>> h, w = (
+        ...     jax.ShapeDtypeStruct((8, 64), jnp.float32),
+        ...     jax.ShapeDtypeStruct((1000, 64, 64), jnp.float32),
+        ... )
+        >>> plan = treescan.plan_remat(
+        ...     step, h, w, remat=treescan.Remat.fit(1_000_000)
+        ... )
+        >>> print(plan.remat.segment, plan.evaluations, plan.needed_bytes)
+        8 2 587776
     """
     try:
+        if layers is not None:
+            return _plan_layers(f, init, layers, xs, length, args=args, key=key, remat=remat, pair=pair)
+        if args:
+            raise Fault(ArgumentError, "{verb} over {body}: `args` is for `layers`.", "Let the body close over it.")
         call = prepare(SCAN if pair else FOLD, f, init, xs, length, key=key)
         chosen = check_remat_or_auto(remat)
         if not call.call.length:
-            return RematPlan(chosen, 0, (), 0, 0, 0, 0)
+            return RematPlan(chosen, 0, (), 0, 0, 0, 0, 0, 0)
         return _traced(lambda given: _plan(hoist(call.call.lay(given)), chosen), call.given)
     except Exception as error:
-        explained = explain(error, "plan_remat", f, init)
+        explained = explain(error, "plan_remat", f, init, STEP_WORDS if layers is None else LAYER_WORDS)
     raise explained
+
+
+def _plan_layers(
+    block: Any, x: PyTree, layers: PyTree, xs: PyTree, length: int | None, *, remat: Any, pair: bool, **options: Any
+) -> RematPlan:
+    if length is not None:
+        raise Fault(ArgumentError, "{verb} over {body}: `length` is not for layers.", "The stacks say how many.")
+    plan = check_remat(remat)
+    call = prepare_layers(SCAN_LAYERS if pair else FOLD_LAYERS, block, x, layers, xs, remat=plan, **options)
+    return _traced(call.pattern.plan, call.given)
 
 
 def _plan(hoisted: Hoisted, remat: Remat | Auto | None) -> RematPlan:

@@ -105,7 +105,7 @@ def scan(
 
     The same program as `jax.lax.scan`, with which it shares its first six parameters: without further options both
     trace to the same jaxpr. What it adds are checks, in the one trace that runs anyway, whose errors speak of the
-    body's own names, and the options below.
+    body's own names, and the options below. `_split_transpose` is passed on to `jax.lax.scan`, which may change it.
 
     Args:
         f: the body, `f(carry, x) -> (carry, y)`. It may be annotated with jaxtyping types, which are then checked.

@@ -90,7 +90,8 @@ def as_seen(carry: AbstractCarry[Seen_co, Any]) -> Seen_co:
     Examples:
         >>> import jax
         >>> from treescan.carries import Keys, as_seen
-        >>> init = {"rng": as_seen(Keys(jax.random.key(0)))}  # dict[str, Array] to a type checker
+        >>> # To a type checker this is a dict[str, Array].
+        >>> init = {"rng": as_seen(Keys(jax.random.key(0)))}
         >>> type(init["rng"]).__name__
         'Keys'
     """
@@ -111,7 +112,9 @@ def carry_of(value: Any, kind: type[CarryT]) -> CarryT:
         >>> import jax.numpy as jnp
         >>> import treescan
         >>> from treescan.carries import Moments, carry_of, moments
-        >>> final = treescan.fold(lambda seen, x: x, moments(), jnp.array([1.0, 2.0, 6.0]))
+        >>> final = treescan.fold(
+        ...     lambda seen, x: x, moments(), jnp.array([1.0, 2.0, 6.0])
+        ... )
         >>> print(carry_of(final, Moments).mean)
         3.0
     """
@@ -139,7 +142,9 @@ def read_tree(tree: PyTree) -> PyTree:
         >>> import treescan
         >>> from treescan.carries import ema, read_tree, sum_
         >>> init = {"mean": ema(0.0, decay=0.5), "sum": sum_()}
-        >>> final = treescan.fold(lambda seen, x: {"mean": x, "sum": x}, init, jnp.array([1.0, 1.0]))
+        >>> final = treescan.fold(
+        ...     lambda seen, x: {"mean": x, "sum": x}, init, jnp.array([1.0, 1.0])
+        ... )
         >>> print(read_tree(final))
         {'mean': Array(0.75, dtype=float32), 'sum': Array(2., dtype=float32)}
     """

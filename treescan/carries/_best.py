@@ -116,7 +116,9 @@ def best(
         >>> def descend(carry, _):
         ...     x = carry["x"] - 0.9 * 2 * carry["x"]
         ...     return {"x": x, "best": (x**2, x)}, None
-        >>> final, _ = treescan.scan(descend, {"x": 1.0, "best": best(1.0, mode="min")}, length=5)
+        >>> final, _ = treescan.scan(
+        ...     descend, {"x": 1.0, "best": best(1.0, mode="min")}, length=5
+        ... )
         >>> print(final["best"].value.round(3))
         -0.328
     """

@@ -67,8 +67,12 @@ def cast(tree: Any) -> Any:
         >>> import treescan
         >>> from treescan.carries import cast
         >>> def step(h, x):
-        ...     return jnp.tanh(h + x), h  # x is float32, h bfloat16: the sum is float32
-        >>> final, _ = treescan.scan(step, cast(jnp.zeros((), jnp.bfloat16)), jnp.ones(4))
+        ...     return jnp.tanh(
+        ...         h + x
+        ...     ), h  # x is float32, h bfloat16: the sum is float32
+        >>> final, _ = treescan.scan(
+        ...     step, cast(jnp.zeros((), jnp.bfloat16)), jnp.ones(4)
+        ... )
         >>> final.read().dtype
         dtype(bfloat16)
     """

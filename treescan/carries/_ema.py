@@ -101,7 +101,9 @@ def ema(start: Any, decay: ArrayLike, *, debias: bool = False, shared: bool | No
         >>> import jax.numpy as jnp
         >>> import treescan
         >>> from treescan.carries import ema
-        >>> final = treescan.fold(lambda average, x: x, ema(0.0, decay=0.5), jnp.array([1.0, 1.0, 1.0]))
+        >>> final = treescan.fold(
+        ...     lambda average, x: x, ema(0.0, decay=0.5), jnp.array([1.0, 1.0, 1.0])
+        ... )
         >>> print(final.read())
         0.875
     """

@@ -114,7 +114,9 @@ def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLik
         >>> import treescan
         >>> from treescan.carries import clip_gradient
         >>> def loss(h):
-        ...     return treescan.fold(lambda h, _: 3 * h, clip_gradient(h, 2.0), length=4).tree
+        ...     return treescan.fold(
+        ...         lambda h, _: 3 * h, clip_gradient(h, 2.0), length=4
+        ...     ).tree
         >>> print(jax.grad(loss)(1.0))
         2.0
     """
@@ -160,7 +162,9 @@ def stop_gradient(tree: T) -> T:
         >>> import treescan
         >>> from treescan.carries import stop_gradient
         >>> def loss(w):  # only the last step counts: h is a constant in it
-        ...     return treescan.fold(lambda h, x: w * h + x, stop_gradient(1.0), jnp.ones(2)).tree
+        ...     return treescan.fold(
+        ...         lambda h, x: w * h + x, stop_gradient(1.0), jnp.ones(2)
+        ...     ).tree
         >>> print(jax.grad(loss)(2.0))
         3.0
     """

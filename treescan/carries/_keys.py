@@ -77,7 +77,9 @@ def keys(key: Array) -> Array:
         >>> def walk(carry, _):
         ...     carry["place"] += jax.random.normal(carry["rng"])
         ...     return carry, carry["place"]
-        >>> final, places = treescan.scan(walk, {"place": 0.0, "rng": keys(jax.random.key(0))}, length=3)
+        >>> final, places = treescan.scan(
+        ...     walk, {"place": 0.0, "rng": keys(jax.random.key(0))}, length=3
+        ... )
         >>> places.shape, int(final["rng"].drawn)
         ((3,), 3)
     """

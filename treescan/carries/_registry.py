@@ -90,8 +90,16 @@ def register_carry(
         >>> class Lags:  # a type of another package, which is no pytree
         ...     def __init__(self, values):
         ...         self.values = values
-        >>> register_carry(Lags, lambda lags: Window(lags.values), lambda carry: Lags(carry.values))
-        >>> final = treescan.fold(lambda last, x: x + last[-1], Lags(jnp.zeros(2)), jnp.array([1.0, 2.0, 3.0]))
+        >>> register_carry(
+        ...     Lags,
+        ...     lambda lags: Window(lags.values),
+        ...     lambda carry: Lags(carry.values),
+        ... )
+        >>> final = treescan.fold(
+        ...     lambda last, x: x + last[-1],
+        ...     Lags(jnp.zeros(2)),
+        ...     jnp.array([1.0, 2.0, 3.0]),
+        ... )
         >>> print(type(final).__name__, final.values)
         Lags [3. 6.]
     """

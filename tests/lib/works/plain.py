@@ -208,8 +208,8 @@ def restarts(valid: np.ndarray, begins: np.ndarray, row: tuple[int, ...], positi
 
 def mask_scan(
     f: Body, init: Any, xs: Any = None, *, lengths: Any = None, mask: Any = None, resets: Any = None,
-    time_axis: int = 0, length: int | None = None, fill: Any = 0, carry_axes: Any = 0, x_axes: Any = 0,
-    y_axes: Any = 0, reverse: bool = False, in_axes: Any = None, out_axes: Any = None, key: Any = None,
+    reset_to: Any = None, time_axis: int = 0, length: int | None = None, fill: Any = 0, carry_axes: Any = 0,
+    x_axes: Any = 0, y_axes: Any = 0, reverse: bool = False, in_axes: Any = None, out_axes: Any = None, key: Any = None,
     save: Any = "all", truncate: int | None = None, **costs: Any,
 ) -> tuple[Any, Any]:  # fmt: skip
     in_axes = time_axis if in_axes is None else in_axes
@@ -224,6 +224,8 @@ def mask_scan(
     rows = list(np.ndindex(*batch))
     states = {row: row_of(init, carry_axes, row) for row in rows}
     starts, before = dict(states), dict.fromkeys(rows)
+    if reset_to is not None:
+        starts = {row: row_of(reset_to, carry_axes, row)._replace(act=init.act) for row in rows}
     outputs: dict[int, dict[tuple[int, ...], Any]] = {}
     for position in reversed(range(count)) if reverse else range(count):
         running = [row for row in rows if valid[(position, *row)]]

@@ -44,6 +44,7 @@ FORMS = {
     "traced lengths": Form("lengths", how=has("traced")),
     "Padded": Form("lengths", how=has("padded")),
     "resets": Form("resets", {"resets": RESETS}),
+    "reset_to": Form("reset_to", {"resets": RESETS, "reset_to": "another state"}),
     "time_axis": Form("time_axis", {"time_axis": 1}),
     "carry_axes": Form("carry_axes", {"carry_axes": State(1, 0)}),
     "carry_axes=(0, None)": Form("carry_axes", {"carry_axes": State(0, None)}, has("shared count")),
@@ -149,6 +150,8 @@ def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Gi
         init = init._replace(h=jnp.moveaxis(init.h, 0, carry_axes.h))
     if lib is plain and "valid" in how:
         body = functools.partial(body, valid=jnp.asarray(True))
+    if "reset_to" in passed:
+        passed["reset_to"] = carried(lib, body, State(2 * init.h, init.n + 3), how)[1]
     body, init = carried(lib, body, init, how)
     xs = _laid_out(given, options, how)
     if "padded" in how and lib is not plain:

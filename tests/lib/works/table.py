@@ -32,8 +32,8 @@ TOLERANCE = 2e-5
 # What a verb is offered that is an option of other verbs only. `lift` is called in two steps, and Python refuses these.
 OFFERED = {
     "in_axes": 0, "out_axes": 0, "key": KEY, "remat": "step", "save": "last", "truncate": 2, "length": 5,
-    "lengths": 5, "mask": np.ones(5, bool), "resets": np.ones(5, bool), "time_axis": 1, "fill": 1, "carry_axes": 0,
-    "x_axes": 0, "y_axes": 0, "chunk": 2, "compact": True, "max_length": 5, "args": (),
+    "lengths": 5, "mask": np.ones(5, bool), "resets": np.ones(5, bool), "reset_to": 0, "time_axis": 1, "fill": 1,
+    "carry_axes": 0, "x_axes": 0, "y_axes": 0, "chunk": 2, "compact": True, "max_length": 5, "args": (),
 }  # fmt: skip
 
 
@@ -149,5 +149,5 @@ def _difference(got: Any, want: Any) -> str | None:
 
 
 def _first_line(error: BaseException) -> str:
-    line = str(error).partition("\n")[0]
+    line = " ".join(str(error).partition("\n\n")[0].split())  # the headline, which may break
     return re.sub(r" \([\w./<>-]+:\d+\)", "", line)[:300]

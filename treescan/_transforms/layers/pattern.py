@@ -13,12 +13,16 @@ import jax.numpy as jnp
 from ..._axes import LeafAxes
 from ..._loop.body import Memo
 from ..._loop.loop import Loop
+from ..._remat import Remat
+from ..._trace.hoist import hoist
 from ..._tree import Prefix
 from ..._types import PyTree
 from ..axes import scan_over_axes
+from ..budget import RematPlan, plan_of
 from ..outputs import ALL, move_kept
 from ..program import Arguments, Call, execute
-from .turns import Remats, Saves, run_turns
+from .fit import plan_of_turns
+from .turns import Remats, Saves, run_turns, trace_turns
 
 
 @dataclass(frozen=True)
@@ -66,6 +70,14 @@ class Pattern:
             saves = [ALL if save is None else save.tree for save in self.saves]
             save = Prefix.of(tuple(saves) if self.sequence else saves[0])
             return state, (ys if self.out_axes is None else move_kept(ys, self.out_axes.tree, save))
+
+    def plan(self, given: Arguments) -> RematPlan:
+        """What the gradient needs under its `remat`, and a plan where that is a budget."""
+        assert self.remat is None or isinstance(self.remat, Remat)
+        loops = [self._loop_of(given, place) for place, call in enumerate(self.blocks) if call.length]
+        if len(self.blocks) == 1:
+            return plan_of(hoist(loops[0]), self.remat)
+        return plan_of_turns(trace_turns(loops), self.remat)
 
     def _loop_of(self, given: Arguments, place: int) -> Loop:
         """The loop of one block. A layer's position is its number among all layers."""

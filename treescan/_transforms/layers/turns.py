@@ -16,11 +16,11 @@ from ..._loop.body import Body, Memo
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import is_jit_disabled, run
 from ..._remat import Remat
-from ..._trace.hoist import Hoisted, hoist, is_untraced, merge
+from ..._trace.hoist import Hoisted, as_loop, is_untraced, merge
 from ..._tree import Prefix
 from ..._types import Array, PyTree
 from ..checkpoint import checkpoint_step, checkpoint_steps
-from ..nest import levels_for, run_nested
+from ..nest import run_nested, run_planned
 from ..outputs import (
     ALL,
     EVERYTHING,
@@ -34,7 +34,8 @@ from ..outputs import (
 )
 from ..refuse import refuse_to_repeat
 from ..remat import Recompute, remat_wishes
-from ..thin import run_keeping
+from .fit import fit_turns
+from .shared_traces import Traces, share_traces
 
 Remats = tuple[Remat | None, ...] | Remat | None
 Saves = tuple[Prefix | None, ...]
@@ -56,9 +57,10 @@ class Turns:
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         ys: list[PyTree] = [None] * len(self.steps)
-        for i in _order(len(self.steps), self.reverse):
+        steps = share_traces(self.steps)
+        for i in _order(len(steps), self.reverse):
             with speaking_of(self.bodies[i].function):
-                state, ys[i] = self.steps[i](consts[i], state, feed.x[i])
+                state, ys[i] = steps[i](consts[i], state, feed.x[i])
         return state, tuple(ys)
 
 
@@ -109,6 +111,8 @@ def run_turns(loops: Sequence[Loop], remat: Remats, saves: Saves, memo: Memo) ->
     rounds = loops[-1].length
     rest = sum(loop.length > rounds for loop in loops)
     if len(loops) == 1 or not rounds:
+        if len(loops) > 1 and isinstance(remat, Remat) and remat.budget is not None:
+            remat = fit_turns(trace_turns(loops[:rest]), remat)
         return _run_in_order(loops, remat, saves)
     if is_jit_disabled() or not (rest or remat or any(saves)):
         state, ys = _run_rounds(_Turn.of(loops), loops[0], rounds, rest, lambda main: run(main), memo)
@@ -119,11 +123,13 @@ def run_turns(loops: Sequence[Loop], remat: Remats, saves: Saves, memo: Memo) ->
 
 def _run_in_order(loops: Sequence[Loop], remat: Remats, saves: Saves) -> tuple[PyTree, list[PyTree]]:
     """Loops of which none has a second turn before another has its first: one after the other."""
-    state, ys = loops[0].state, [None] * len(loops)
+    state, ys, traces = loops[0].state, [None] * len(loops), Traces()
     for i in _order(len(loops), loops[0].reverse):
         loop = dataclasses.replace(loops[i], state=state)
         plan, save = remat[i] if isinstance(remat, tuple) else remat, saves[i]
         with speaking_of(loop.body.function):
+            if (plan is not None or save is not None) and not is_untraced(loop):
+                loop = as_loop(traces.hoist(loop))
             loop = loop if plan is None else Recompute(plan)(loop)
             loop = loop if save is None else KeepOutputs(save)(loop)
             state, ys[i] = run_nested(loop)
@@ -134,7 +140,8 @@ def _run_traced(
     loops: Sequence[Loop], remat: Remats, saves: Saves, rounds: int, rest: int
 ) -> tuple[PyTree, list[PyTree]]:
     """Traces each step once, for the rounds and what is left after them, and has each recomputed by itself."""
-    traced = _trace(loops)
+    traced = trace_turns(loops)
+    remat = fit_turns(traced, remat) if isinstance(remat, Remat) and remat.budget is not None else remat
     plans = remat if isinstance(remat, tuple) else (remat,) * len(loops)
     for loop, hoisted in zip(loops, traced, strict=True):
         with speaking_of(loop.body.function):
@@ -148,11 +155,11 @@ def _run_traced(
         kept = [leaf for leaf, fixed in zip(main.state, unchanged, strict=True) if fixed]
         state = [leaf for leaf, fixed in zip(main.state, unchanged, strict=True) if not fixed]
         step = WithUnchanged(main.step, unchanged)
-        main = dataclasses.replace(main, step=step, consts=(kept, main.consts), state=state)
         every = tuple(keep for each in keeps for keep in each)
-        wishes = remat_wishes(main.length, remat) if isinstance(remat, Remat) else ()
-        levels = levels_for(main, wishes, every)
-        state, ys = run_keeping(main, levels, every)
+        wishes = tuple(remat_wishes(main.length, remat)) if isinstance(remat, Remat) else ()
+        state, ys = run_planned(
+            dataclasses.replace(main, step=step, consts=(kept, main.consts), state=state, wishes=wishes, keeps=every)
+        )
         left = iter(kept_leaves(ys, every))
         return merge(unchanged, kept, state), [[next(left) for _ in each] for each in keeps]
 
@@ -183,13 +190,13 @@ def _joins(keep: Keep, position: int) -> bool:
     return keep is not None and keep >= ALL and (position + 1) % keep == 0
 
 
-def _trace(loops: Sequence[Loop]) -> list[Hoisted]:
-    """Traces each loop's step once, from a state whose weak types have settled."""
-    state, traced = loops[0].state, list[Hoisted]()
+def trace_turns(loops: Sequence[Loop]) -> list[Hoisted]:
+    """Traces each loop's step, equal ones once, from a state whose weak types have settled."""
+    state, traced, traces = loops[0].state, list[Hoisted](), Traces()
     while len(traced) < len(loops):
         loop, leaves = loops[len(traced)], jax.tree.leaves(state)
         with speaking_of(loop.body.function):
-            hoisted = hoist(dataclasses.replace(loop, state=state))
+            hoisted = traces.hoist(dataclasses.replace(loop, state=state))
         if traced and not all(map(same_type, leaves, hoisted.settled)):
             traced.clear()  # a weakly typed leaf that a later body promotes: those before it have to see that too
         else:

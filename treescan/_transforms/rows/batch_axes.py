@@ -39,11 +39,35 @@ class RowFlags(NamedTuple):
         lengths: int[*batch], or None.
         mask: bool[T, *batch], or None; the steps along the time axis.
         resets: the same.
+        to: for each leaf of init what a reset puts back, a scalar or all rows of it, None for its init; None: all are
+            put back to their init.
+        spans: of a `Packed`: the row, the first step and the number of steps of each sequence, int32[N].
+        inits: of a `Packed` whose sequences have inits: for each leaf of init those of all sequences, [N, ...], or None
+            for its init.
     """
 
     lengths: Any = None
     mask: Any = None
     resets: Any = None
+    to: Any = None
+    spans: tuple[Array, Array, Array] | None = None
+    inits: Any = None
+
+
+class Begins(NamedTuple):
+    """What segments begin from.
+
+    Attributes:
+        flags: bool[T, *batch], where a row begins anew; or int32[T, R]: which sequence begins there, counted from 1, or
+            0 for none.
+        targets: for each leaf of the state what it begins from: a scalar, or all rows of it; where a table is, those of
+            all sequences, [N, ...]. None for a leaf that is never reset.
+        tables: for each leaf of the state whether there is a table.
+    """
+
+    flags: Array
+    targets: list[Array | None]
+    tables: tuple[bool, ...]
 
 
 class Rows(NamedTuple):
@@ -57,6 +81,11 @@ class Rows(NamedTuple):
         unchanged: for each leaf of the state whether no step changes it; None: those have left the state.
         outputs: what is kept of ys; see `keep_rows.RowOutputs`.
         all_valid: whether every step of every row is known to be data: there are resets alone.
+        given: what the verb was told of them.
+        was_fixed: for each leaf of the user's state whether it left the state, as no step changes it.
+        begins: where a row begins anew, and from what; None: from its init, where `resets` say.
+        apart: whether the trace of the body proves that it treats rows independently.
+        tiers: the numbers of rows that the body was traced for; one where rows are not ordered.
     """
 
     axes: RowAxes
@@ -66,6 +95,16 @@ class Rows(NamedTuple):
     unchanged: Callable[[], tuple[bool, ...]] | None = None
     outputs: Any = None
     all_valid: bool = False
+    given: RowFlags = RowFlags()
+    was_fixed: tuple[bool, ...] = ()
+    begins: Begins | None = None
+    apart: Callable[[], bool] = lambda: False
+    tiers: tuple[int, ...] = (0,)
+
+
+def without_arrays(rows: Rows) -> Rows:
+    """Where the rows are, and nothing that holds arrays: rules for derivatives may not hold tracers."""
+    return rows._replace(resets=None, begins=None, given=RowFlags(), apart=Rows._field_defaults["apart"])
 
 
 def with_axes(loop: Loop, **axes: LeafAxes) -> Loop:
@@ -99,10 +138,10 @@ def check_batch_axes(option: str, axes: LeafAxes, tree: PyTree, root: str, batch
         other = _other_batch(option, root, found - {batch})
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: the batch shape {_shape(batch)} of the mask is not in every leaf.",
+            f"{{verb}} over {{body}}: the batch shape {_shape(batch)} of {{mask}} is not in every leaf.",
             *([other] if other else []),
             f"`{option}` says where the batch shape starts in each leaf of {root} (0: it leads), and None marks a leaf "
-            "that all rows share.",
+            "that all rows share.{all_rows}",
             header=("leaf", "batch shape", "is"),
             rows=rows,
         )
@@ -115,16 +154,9 @@ def _other_batch(option: str, root: str, found: set[tuple[int, ...]]) -> str:
         return ""
     batch = _shape(*found)
     if option == "carry_axes":
-        return (
-            f"If {batch} is the batch shape of {root}, there are other rows than in the mask. `init` has one entry for "
-            "each row of the batch (`packed.rows` of them for a `Packed`), and the lengths or the mask are of the same "
-            "rows."
-        )
+        return f"If {batch} is the batch shape of {root}, {{rows_of_init}}"
     if option == "x_axes":
-        return (
-            f"If {batch} is the batch shape of the data, pass the lengths or the mask of just these rows. If the data "
-            "lead with the batch instead of time, pass `time_axis=1`."
-        )
+        return f"If {batch} is the batch shape of the data, {{rows_of_x}}"
     return ""
 
 

@@ -25,7 +25,7 @@ from .lend import may_branch
 MOST_TIERS = 7
 """That `compact=True` makes; the body is compiled once for each."""
 
-_OF_ROWS = ("valid", "reset", "cut")
+_OF_ROWS = ("valid", "reset", "cut", "end")
 """What a step is fed that has rows, beside x."""
 
 _Idle = Callable[[PyTree, PyTree], PyTree]
@@ -190,7 +190,7 @@ def refuse_tiers(tiers: tuple[int, ...], loop: Loop) -> None:
     if not may_branch():
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `compact` takes a branch that depends on the mask, which would deadlock devices where "
+            "{verb} over {body}: `compact` takes a branch that depends on {mask}, which would deadlock devices where "
             "JAX does not tell what varies over them: in a `jax.shard_map` with `check_vma=False`, or in `jax.pmap`.",
             "Leave `check_vma` on, or `compact` out.",
         )

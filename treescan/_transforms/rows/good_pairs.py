@@ -9,7 +9,7 @@ import jax.numpy as jnp
 
 from ..._axes import LeafAxes
 from ..._types import Array
-from .leaves import RowMask, pick_steps, take_row
+from .leaves import RowMask, pick_steps, take_row, unsigned
 
 
 class GoodPair(NamedTuple):
@@ -56,7 +56,7 @@ def own_pairs(
     carry_axes, x_axes = axes
     batch = valid.shape[1:]
     have, first = first_valid(valid, reverse=reverse)
-    lender, mask = jnp.argmax(have.reshape(-1)), RowMask(have)
+    lender, mask = unsigned(jnp.argmax(have.reshape(-1))), RowMask(have)
 
     def borrow(leaf: Array, axis: int | None) -> Array:
         assert axis is not None
@@ -83,7 +83,7 @@ def earliest_pair(
     batch, length = valid.shape[1:], valid.shape[0]
     have, first = first_valid(valid, reverse=reverse)
     order = length - 1 - first if reverse else first
-    lender = jnp.argmin(jnp.where(have, order, length).reshape(-1))
+    lender = unsigned(jnp.argmin(jnp.where(have, order, length).reshape(-1)))
     step = first.reshape(-1)[lender]
 
     def row(leaf: Array, axis: int | None) -> Array:

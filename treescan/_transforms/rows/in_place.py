@@ -22,15 +22,18 @@ import jax.numpy as jnp
 
 from ..._avals import is_sharded, vary_over, varying_axes
 from ..._loop.chunk import RunChunk, as_step
-from ..._loop.loop import Feed, Loop
-from ..._loop.run import run
+from ..._loop.loop import Feed, Loop, Step
+from ..._loop.run import debugs_nans, run
 from ..._trace.smooth import fill_in, nonzero_part, smooth_part
 from ..._types import Array, PyTree
 from ..checkpoint import is_remat3
-from ..weights.in_bulk import AllOfStep, RestOfStep, types_of_y, with_early_products
+from ..nest import plan
+from ..outputs import is_thinned
+from ..thin import emitting, run_keeping
+from ..weights.in_bulk import with_early_products, without_early_products
 from .batch_axes import RowAxes
 from .compact import put_rows, take_feed, take_rows
-from .fill import Idle
+from .mask import with_kept_states
 from .schedule import Schedule
 
 Result = tuple[PyTree, list[Array]]
@@ -57,34 +60,41 @@ class Carried(NamedTuple):
     outputs: list[Array]
 
 
+def write_in_place(loop: Loop, tiers: tuple[int, ...]) -> Loop:
+    """The loop, with a runner that writes its outputs in place; as it was where that is not possible or gains nothing.
+
+    What XLA's other backends make of it is not known. Under `jax_remat3` the derivative of a rule like that of
+    `InPlace` saves what its checkpoints were to leave out.
+    """
+    chunks = loop.wishes[0].size < loop.length and len(loop.wishes) == 1
+    held = any(slot is not None for slot in loop.rows.outputs.idle.held or ())
+    sharded = any(map(is_sharded, jax.tree.leaves((loop.consts, loop.state, loop.xs))))
+    changed = loop.recomputed or is_thinned(loop.keeps) or held
+    known = jax.default_backend() == "cpu" and not is_remat3()
+    fits = chunks and known and not (changed or sharded)
+    return dataclasses.replace(loop, runner=InPlace(tiers, loop.rows.apart() and not debugs_nans())) if fits else loop
+
+
 @dataclass(frozen=True)
 class InPlace:
-    """How a masked loop is run in chunks that write their outputs.
+    """Runs a masked loop in chunks that write their outputs.
 
     Attributes:
-        size: the steps of a chunk.
         tiers: the numbers of rows to choose from; only the last, all of them, where rows are not ordered.
-        axes: where the rows are.
-        idle: the outputs where nothing is run.
+        keeps_states: whether padded rows may be shown the state that they keep; see `mask.with_kept_states`.
     """
 
-    size: int
     tiers: tuple[int, ...]
-    axes: RowAxes
-    idle: Idle
+    keeps_states: bool
 
-    def fits(self, loop: Loop) -> bool:
-        """Whether a loop can be run so and gains by it; what XLA's other backends make of it is not known."""
-        held = any(slot is not None for slot in self.idle.held or ())
-        leaves = jax.tree.leaves((loop.consts, loop.state, loop.xs))
-        # Under jax_remat3 the derivative of a rule like that of `run` saves what its checkpoints were to leave out.
-        known = jax.default_backend() == "cpu" and not is_remat3()
-        return known and not held and not any(map(is_sharded, leaves))
-
-    def run(self, loop: Loop, stacked: Callable[[Loop], Result]) -> Result:
-        """Runs a loop whose step returns a list; `stacked` runs it where it is differentiated."""
-        given = _Given(loop.consts, loop.state, loop.xs)
-        loop = dataclasses.replace(loop, consts=None, state=None, xs=Feed(None))  # the rule may not hold tracers
+    def __call__(self, loop: Loop) -> Result:
+        stacked, levels = plan(loop)
+        keeps = loop.keeps or ()
+        given = _Given(stacked.consts, stacked.state, stacked.xs)
+        empty = _Given(None, None, Feed(None))  # the rule may not hold tracers
+        stacked, loop = empty.put_into(stacked), empty.put_into(loop)
+        step = with_kept_states(loop.step) if self.keeps_states else loop.step
+        loop = dataclasses.replace(loop, step=emitting(step, keeps))
 
         def rule(primals: tuple[_Given], tangents: tuple[_Given]) -> tuple[Any, Any]:
             part, d_on = nonzero_part(primals[0], tangents[0])
@@ -92,27 +102,28 @@ class InPlace:
 
             def differentiated(on: list[Any]) -> tuple[list[Any], Any]:
                 given: _Given = part.join(on, off)
-                result = stacked(given.put_into(loop))
+                result = run_keeping(given.put_into(stacked), levels, keeps)
                 return smooth_part(result).split(result)[0], result
 
             _, d_result, result = jax.jvp(differentiated, (on,), (d_on,), has_aux=True)
             return result, fill_in(result, d_result)
 
-        function = jax.custom_jvp(lambda given: self._run(given.put_into(loop)))
+        function = jax.custom_jvp(lambda given: self._run(given.put_into(loop), levels[0].size))
         function.defjvp(rule, symbolic_zeros=True)
         return function(given)
 
-    def _run(self, loop: Loop) -> Result:
+    def _run(self, loop: Loop, size: int) -> Result:
         schedule: Schedule = loop.xs.schedule
         loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=None))
-        count, left = divmod(loop.length, self.size)
-        main = _Chunk(as_step(dataclasses.replace(loop, length=self.size)), self.tiers, self.axes)
+        axes, products = loop.rows.axes, loop.trace.products
+        count, left = divmod(loop.length, size)
+        main = _Chunk(as_step(dataclasses.replace(loop, length=size)), self.tiers, axes, products)
         # A remainder is not worth further copies of the body.
-        rest = _Chunk(as_step(dataclasses.replace(loop, length=left)), self.tiers[-1:], self.axes)
+        rest = _Chunk(as_step(dataclasses.replace(loop, length=left)), self.tiers[-1:], axes, products)
         consts = (loop.consts, loop.xs)
-        starts = jnp.arange(count, dtype=jnp.uint32) * self.size
+        starts = jnp.arange(count, dtype=jnp.uint32) * size
         whole = Feed(starts, schedule=jax.tree.map(lambda leaf: leaf[:count], schedule))
-        last = Feed(jnp.uint32(count * self.size), schedule=jax.tree.map(lambda leaf: leaf[-1], schedule))
+        last = Feed(jnp.uint32(count * size), schedule=jax.tree.map(lambda leaf: leaf[-1], schedule))
         carried = Carried(loop.state, self._outputs(loop))
         if left and loop.reverse:
             carried, _ = rest(consts, carried, last)
@@ -124,21 +135,32 @@ class InPlace:
             carried, _ = rest(consts, carried, last)
         return carried.state, carried.outputs
 
-    def _outputs(self, loop: Loop) -> list[Array]:
+    @staticmethod
+    def _outputs(loop: Loop) -> list[Array]:
         """The outputs of a loop that runs nothing."""
-        y = types_of_y(loop)
+        kept = zip(loop.trace.y_avals, loop.keeps or (), strict=True)
+        y = [aval for aval, keep in kept if keep is not None]
         types = [jax.ShapeDtypeStruct((loop.length, *leaf.shape), leaf.dtype) for leaf in y]
-        idle = self.idle(loop.state, types)
-        return [vary_over(leaf, varying_axes(of)) for leaf, of in zip(idle, y, strict=True)]
+        idle = loop.rows.outputs.idle(loop.state, types)
+        masked = varying_axes(jax.typeof(loop.xs.valid))
+        return [vary_over(leaf, varying_axes(of) | masked) for leaf, of in zip(idle, y, strict=True)]
 
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A step that runs of a chunk what its schedule says. Its consts are (consts, xs), its x where the chunk begins."""
+    """A step that runs of a chunk what its schedule says. Its consts are (consts, xs), its x where the chunk begins.
+
+    Attributes:
+        steps: runs the steps of a chunk.
+        tiers: the numbers of rows to choose from.
+        axes: where the rows are.
+        products: whether a step has products that may be computed for a chunk at once.
+    """
 
     steps: RunChunk
     tiers: tuple[int, ...]
     axes: RowAxes
+    products: bool
 
     def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
         schedule: Schedule = feed.schedule
@@ -176,9 +198,10 @@ class _Chunk:
 
         return jax.lax.cond(schedule.branch > 0, run_some, _as_it_is, state), None
 
-    def _begin(self, consts: PyTree, state: PyTree, fed: Feed) -> tuple[Loop, RestOfStep | AllOfStep, PyTree]:
+    def _begin(self, consts: PyTree, state: PyTree, fed: Feed) -> tuple[Loop, Step, PyTree]:
         loop = self.steps.loop(consts, state, fed)
-        return loop, *with_early_products(loop)
+        step, consts = with_early_products(loop) if self.products else without_early_products(loop)
+        return loop, step, consts
 
     def _places(self) -> Array:
         """The steps' places in the chunk; unsigned, as of signed ones JAX asks whether they count from the end."""
@@ -189,7 +212,7 @@ class _Chunk:
 class _Write:
     """A step that writes its outputs. Its consts are (consts, xs, where the chunk begins), its x its place in it."""
 
-    step: RestOfStep | AllOfStep
+    step: Step
 
     def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
         (inner, xs, start), place = consts, feed.x

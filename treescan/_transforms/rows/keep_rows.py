@@ -13,24 +13,25 @@ import jax.numpy as jnp
 from ..._loop.loop import Loop
 from ..._trace.hoist import is_untraced
 from ..._tree import Prefix
-from ..._types import PyTree
+from ..._types import Array, PyTree
 from ..outputs import EVERYTHING, LAST, Keep, keep_afterwards, kept_leaves, one_of, spread_keeps, without_dropped
 from .batch_axes import spread_batch_axes, with_axes
 from .fill import HOLD, Idle, fill_leaves, hold, hold_afterwards, without_hold
+from .packed import are_valid, ends_of
 
 
 class RowOutputs(NamedTuple):
-    """What is kept of the outputs of a masked loop.
+    """What a masked loop makes of its outputs.
 
     Attributes:
-        keeps: for each leaf of y.
         idle: the outputs that are kept where nothing is run.
         held: for each leaf of y whether the state holds it.
+        lasts: for each leaf that the state holds whether its last value is what is kept.
     """
 
-    keeps: tuple[Keep, ...]
     idle: Idle
     held: tuple[bool, ...]
+    lasts: tuple[bool, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -48,16 +49,16 @@ class KeepRows:
 
     def __call__(self, loop: Loop) -> Loop:
         if is_untraced(loop):
-            outputs = RowOutputs((), Idle(without_hold(self.fill)), ())
+            outputs = RowOutputs(Idle(without_hold(self.fill)), ())
             kept = dataclasses.replace(loop, rows=loop.rows._replace(outputs=outputs))
             return kept.finished(lambda state, ys: (state, self._afterwards(loop, ys)))
         y, save = loop.trace.y, self.save or EVERYTHING
         keeps = spread_keeps(save, y)
-        loop, outputs = self._hold(loop, keeps)
-        loop = dataclasses.replace(loop, rows=loop.rows._replace(outputs=outputs))
+        loop, stacked, outputs = self._hold(loop, keeps)
+        loop = dataclasses.replace(loop, keeps=stacked, rows=loop.rows._replace(outputs=outputs))
 
         def finish(state: PyTree, left: list[Any]) -> tuple[PyTree, PyTree]:
-            ys = kept_leaves(left, outputs.keeps)
+            ys = kept_leaves(left, stacked)
             if any(outputs.held):
                 held, state = state
                 last = iter(leaf for leaf, keep in zip(held, _of(keeps, outputs.held), strict=True) if keep == LAST)
@@ -66,14 +67,18 @@ class KeepRows:
 
         return loop.finished(finish)
 
-    def _hold(self, loop: Loop, keeps: tuple[Keep, ...]) -> tuple[Loop, RowOutputs]:
-        """Holds the outputs whose fill says so, and those of which each row's last one is kept: none is stacked."""
+    def _hold(self, loop: Loop, keeps: tuple[Keep, ...]) -> tuple[Loop, tuple[Keep, ...], RowOutputs]:
+        """Holds the outputs whose fill says so, and those of which each row's last one is kept: none is stacked.
+
+        Returns:
+            The loop, what it keeps of the outputs that it stacks, and what it makes of them.
+        """
         y, fill = loop.trace.y, self.fill
         start, fills = fill_leaves(fill, y), fill.spread(y, "y")
         if loop.rows.all_valid:  # nothing is filled, and the last y of all rows is that of the last step
             none = (False,) * len(keeps)
             left = _of(loop.rows.axes.y, [keep is not None for keep in keeps])
-            return with_axes(loop, y=tuple(left)), RowOutputs(keeps, Idle(Prefix.of([])), none)
+            return with_axes(loop, y=tuple(left)), keeps, RowOutputs(Idle(Prefix.of([])), none)
         held = tuple(k == LAST or (k is not None and fill == HOLD) for k, fill in zip(keeps, fills, strict=True))
         loop = hold(loop, held, start, loop.trace.y_avals)
         stacked = tuple(None if keep == LAST else keep for keep in keeps)
@@ -81,16 +86,16 @@ class KeepRows:
         numbers = iter(range(sum(held)))
         slots = _of([next(numbers) if on else None for on in held], left)
         idle = Idle(Prefix.of(_of(fills, left)), tuple(slots))
-        return with_axes(loop, y=tuple(_of(loop.rows.axes.y, left))), RowOutputs(stacked, idle, held)
+        lasts = tuple(keep == LAST for keep in _of(keeps, held))
+        return with_axes(loop, y=tuple(_of(loop.rows.axes.y, left))), stacked, RowOutputs(idle, held, lasts)
 
     def _afterwards(self, loop: Loop, ys: PyTree) -> PyTree:
         """The same from the outputs of all steps, where these were computed one by one, or where there is no step."""
         starts, fills = fill_leaves(self.fill, ys), self.fill.spread(ys, "y")
         keeps, valid = spread_keeps(self.save or EVERYTHING, one_of(ys)), loop.xs.valid
         assert valid is not None
+        y_axes = spread_batch_axes("y_axes", loop.rows.y_axes, one_of(ys), "y", valid.shape[1:])
         if loop.length:
-            first = jax.tree.map(lambda y: y[0], ys)
-            y_axes = spread_batch_axes("y_axes", loop.rows.y_axes, first, "y", valid.shape[1:])
             held = [keep == LAST or fill == HOLD for keep, fill in zip(keeps, fills, strict=True)]
             ys = hold_afterwards(ys, valid, held, starts, y_axes, reverse=loop.reverse)
         elif LAST in keeps:
@@ -98,7 +103,23 @@ class KeepRows:
             wide = [jnp.broadcast_to(value, (1, *y.shape[1:])) for value, y in zip(starts, leaves, strict=True)]
             none = [leaf if keep == LAST else y for leaf, y, keep in zip(wide, leaves, keeps, strict=True)]
             ys = jax.tree.unflatten(jax.tree.structure(ys), none)
+        if loop.rows.given.spans is not None:
+            ys = _of_sequences(
+                loop, ys, [axis if keep == LAST else None for axis, keep in zip(y_axes, keeps, strict=True)], starts
+            )
         return ys if self.save is None else keep_afterwards(ys, self.save, reverse=loop.reverse)
+
+
+def _of_sequences(loop: Loop, ys: PyTree, axes: Sequence[int | None], starts: Sequence[Array]) -> PyTree:
+    """The outputs, those of which the last is kept with what the sequences ended with, as if of a single step."""
+    spans, (leaves, structure) = loop.rows.given.spans, jax.tree.flatten(ys)
+    assert loop.xs.valid is not None
+    some = are_valid(spans, loop.xs.valid)
+    ended = [
+        y if axis is None else ends_of(y, spans, axis, start, some, reverse=loop.reverse)[None]
+        for y, axis, start in zip(leaves, axes, starts, strict=True)
+    ]
+    return jax.tree.unflatten(structure, ended)
 
 
 def _of(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:

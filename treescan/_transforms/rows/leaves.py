@@ -78,13 +78,25 @@ def select_valid(valid: Array, new: Array, old: Array, axis: int | None) -> Arra
     return RowMask(valid).select(new, old, axis)
 
 
+def unsigned(number: Array) -> Array:
+    """A number that is not negative, in a type that says so."""
+    return number.astype(jnp.uint32)
+
+
 def take_row(leaf: Array, row: Array, axis: int, batch: tuple[int, ...]) -> Array:
-    """One row of a leaf, its batch axes kept with size 1; `row` counts through the batch shape in C order."""
+    """One row of a leaf, its batch axes kept with size 1; `row` counts through the batch shape in C order.
+
+    It is unsigned where many leaves are taken of: of a signed number JAX asks each time whether it counts from the end.
+    """
     if is_sharded(leaf):
-        chosen = jnp.arange(_size(batch)).reshape(batch) == row
+        chosen = jnp.arange(_size(batch), dtype=row.dtype).reshape(batch) == row
         return _pick_out(leaf, expand(chosen, leaf, axis), tuple(range(axis, axis + len(batch))), keepdims=True)
     head, tail = leaf.shape[:axis], leaf.shape[axis + len(batch) :]
-    flat = leaf.reshape((*head, -1, *tail)) if len(batch) != 1 else leaf
+    if len(batch) == 1:
+        zero = np.zeros((), row.dtype)
+        starts = [row if i == axis else zero for i in range(leaf.ndim)]
+        return jax.lax.dynamic_slice(leaf, starts, (*head, 1, *tail))
+    flat = leaf.reshape((*head, -1, *tail))
     return jax.lax.dynamic_index_in_dim(flat, row, axis).reshape((*head, *(1 for _ in batch), *tail))
 
 
@@ -97,12 +109,20 @@ def pick_steps(leaf: Array, steps: Array, axis: int | None) -> Array:
         tail = (1 for _ in range(leaf.ndim - 1 - axis - steps.ndim))
         return _pick_out(leaf, chosen.reshape((leaf.shape[0], *ones, *steps.shape, *tail)), (0,), keepdims=False)
 
-    def pick(column: Array, step: Array) -> Array:
-        return jax.lax.dynamic_index_in_dim(column, step, 0, keepdims=False)
-
-    for _ in range(steps.ndim):
-        pick = jax.vmap(pick, in_axes=(1 + axis, 0), out_axes=axis)
-    return pick(leaf, steps)
+    rows = tuple(range(1 + axis, 1 + axis + steps.ndim))
+    return jax.lax.gather(
+        leaf,
+        steps[..., None],
+        jax.lax.GatherDimensionNumbers(
+            offset_dims=tuple(i for i in range(leaf.ndim - 1) if i + 1 not in rows),
+            collapsed_slice_dims=(0,),
+            start_index_map=(0,),
+            operand_batching_dims=rows,
+            start_indices_batching_dims=tuple(range(steps.ndim)),
+        ),
+        tuple(1 if i == 0 or i in rows else size for i, size in enumerate(leaf.shape)),
+        mode="clip",
+    )
 
 
 def _size(batch: tuple[int, ...]) -> int:

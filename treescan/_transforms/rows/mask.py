@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from ..._types import Array, PyTree
 from .batch_axes import RowAxes, spread_batch_axes, with_axes
 from .fill import fill_leaves, without_hold
 from .good_pairs import GoodPair, earliest_pair, own_pairs
-from .leaves import RowMask, expand, select, take_row
+from .leaves import RowMask, expand, select, take_row, unsigned
 from .lend import choose_own, lend, lend_to_elements
 
 
@@ -43,6 +43,7 @@ class Masked:
         x_axes: the same for each leaf of one step's x.
         y_axes: a prefix of y, of the same meaning; None: `fill` on steps that no row runs.
         fill: a prefix of y: what it is on padded steps.
+        shows_state: whether padded rows are shown a good state too. Otherwise they are shown the state that they keep.
     """
 
     step: Step
@@ -51,6 +52,7 @@ class Masked:
     x_axes: LeafAxes
     y_axes: Prefix
     fill: Prefix
+    shows_state: bool = True
 
     def __call__(self, consts: Any, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
         good, (fixed, inner) = consts
@@ -59,7 +61,7 @@ class Masked:
         x, x_tree = jax.tree.flatten(feed.x)
         mask = RowMask(valid)
         show = _show_shared if None in (*self.carry_axes, *self.x_axes) else _show_own
-        shown = show(mask, state, good.state, self.carry_axes)
+        shown = show(mask, state, good.state, self.carry_axes) if self.shows_state else state
         shown_fixed = show(mask, fixed, good.fixed, self.fixed_axes)
         shown_x = jax.tree.unflatten(x_tree, show(mask, x, good.x, self.x_axes))
         returned, y = self.step((shown_fixed, inner), shown, feed._replace(x=shown_x))
@@ -76,6 +78,21 @@ class Masked:
             for leaf, fill, axis in zip(jax.tree.leaves(y), fill_leaves(self.fill, y), axes, strict=True)
         ]
         return jax.tree.unflatten(jax.tree.structure(y), filled)
+
+
+def with_kept_states(step: Step) -> Step:
+    """A masked step that shows padded rows the state that they keep, for a loop that nobody differentiates.
+
+    What the body makes of a padded row is thrown away. Where it treats rows independently, only a gradient could tell
+    that the state did not fit the x. So one selection per leaf of the state is saved.
+
+    Args:
+        step: a `Masked` step, or others around it, each of which has the inner one as its `step`.
+    """
+    if isinstance(step, Masked):
+        return dataclasses.replace(step, shows_state=False)
+    inner: Step = getattr(step, "step")  # noqa: B009, not all steps have one
+    return dataclasses.replace(cast(Any, step), step=with_kept_states(inner))
 
 
 def _show_own(mask: RowMask, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:
@@ -95,7 +112,7 @@ def _show_shared(mask: RowMask, leaves: list[Array], good: list[Any], axes: Leaf
     if valid.size == 0:
         return leaves
     rows = valid.reshape(-1)
-    any_row, lender = jnp.any(rows), jnp.argmax(rows)
+    any_row, lender = jnp.any(rows), unsigned(jnp.argmax(rows))
 
     def show(leaf: Array, other: Array | None, axis: int | None) -> Array:
         if other is None:
@@ -149,7 +166,7 @@ def lend_rows(leaves: list[Array], axes: LeafAxes, valid: Array) -> list[Array]:
     if all(axis is None for axis in axes) or 0 in valid.shape:
         return leaves
     have = jnp.any(valid, axis=0)
-    lender = jnp.argmax(have.reshape(-1))
+    lender = unsigned(jnp.argmax(have.reshape(-1)))
 
     def lent(leaf: Array, axis: int | None) -> Array:
         if axis is None:
@@ -182,7 +199,7 @@ def _good_pair(loop: Loop, axes: RowAxes, fixed_axes: LeafAxes, *, share: bool) 
     (good, lent), own = lend(have, (good, jax.lax.stop_gradient(consts)))
     unchanged, inner = choose_own(consts, lent, own[len(jax.tree.leaves(good)) :])
     inner = inner if closed is None else (lend_closed(closed, have), inner)
-    return jax.lax.stop_gradient(good), (unchanged, inner)
+    return good, (unchanged, inner)
 
 
 def lend_closed(closed: list[Any], have: Array) -> list[Any]:

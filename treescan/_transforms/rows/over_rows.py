@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
@@ -10,18 +11,20 @@ import jax.numpy as jnp
 
 from ..._avals import vary_over, varying_axes
 from ..._axes import LeafAxes
-from ..._loop.loop import Loop
+from ..._loop.loop import Feed, Loop
 from ..._loop.run import as_arrays, debugs_nans
-from ..._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist, is_untraced, lift
+from ..._trace.hoist import Hoisted, Traced, fixed_leaves, flatten_only, hoist, is_untraced, lift, merge
+from ..._trace.independence import keeps_rows_apart
 from ..._trace.smooth import is_smooth
 from ..._tree import Prefix
-from ..._types import Array
+from ..._types import Array, PyTree
 from ..axes import scan_over_axes
 from .batch_axes import RowAxes, RowFlags, Rows, rows_of_x, spread_batch_axes
 from .carry_axes import refuse_shared_keys, spread_carry_axes
 from .compact import refuse_tiers, tiers_of, trace_tiers
 from .leaves import mask_of_lengths, select_valid
 from .mask import lend_rows
+from .packed import at_rows
 
 
 @dataclass(frozen=True)
@@ -47,24 +50,29 @@ class OverRows:
 
     def __call__(self, loop: Loop) -> Loop:
         valid, resets = self._flags(loop)
-        all_valid = loop.rows[:2] == (None, None)
+        all_valid, changing = loop.rows[:2] == (None, None), _changing(loop.rows)
+        given: RowFlags = loop.rows
         loop, axes = self._lay(loop, valid, lends=not all_valid)
         y_axes = self.y_axes or Prefix.of(jax.tree.unflatten(jax.tree.structure(loop.state), axes.state))
         tiers = tiers_of(self.compact, valid.shape[1:]) if self.compact and not all_valid else (0,)
         refuse_tiers(tiers, loop)
-        unchanged = None
+        unchanged, apart = None, _unknown
         if is_untraced(loop):
             hoisted, before = flatten_only(loop), loop
-            unchanged = lambda: fixed_leaves(before)  # noqa: E731
+            unchanged = lambda: fixed_leaves(before, changing)  # noqa: E731
         else:
             loop = _without_false_alarms(loop, axes.x)
-            hoisted = hoist(loop)
+            hoisted = hoist(loop, changing)
             axes = axes._replace(y=spread_batch_axes("y_axes", y_axes, hoisted.y, "y", valid.shape[1:]))
             trace_tiers(hoisted, loop, axes, tiers)
+            apart = _proof_of(hoisted.traced, axes, loop.xs)
             hoisted = lift(hoisted)
-        rows = _rows_of(hoisted, axes, y_axes)._replace(resets=resets, unchanged=unchanged, all_valid=all_valid)
+        rows = _rows_of(hoisted, axes, y_axes)._replace(
+            resets=resets, unchanged=unchanged, all_valid=all_valid, given=given, was_fixed=hoisted.fixed, apart=apart
+        )
+        rows = rows._replace(tiers=tiers)
         loop = dataclasses.replace(hoisted.loop, trace=hoisted, rows=rows)
-        return loop.finished(lambda state, ys: (hoisted.restore(state), ys))
+        return loop.finished(lambda state, ys: (_restored(hoisted, rows, state), ys))
 
     def _flags(self, loop: Loop) -> tuple[Array, Array | None]:
         """bool[T, *batch]: which steps of which rows are data, and which begin a segment."""
@@ -95,6 +103,35 @@ class OverRows:
             loop = dataclasses.replace(loop, consts=(whole, inner))
         others = len(jax.tree.leaves(loop.consts)) - len(whole_axes)
         return loop, RowAxes((*whole_axes, *(None,) * others), carry_axes, x_axes, ())
+
+
+def _unknown() -> bool:
+    return False
+
+
+def _proof_of(traced: Traced, axes: RowAxes, xs: Feed) -> Callable[[], bool]:
+    """What tells whether a body treats rows independently, whatever their number, for a single axis of rows."""
+    if xs.valid is None or xs.valid.ndim != 2 or None in (*axes.state, *axes.x):
+        return _unknown
+    others = (None,) * (len(jax.tree.leaves(xs)) - len(axes.x) - 1)  # then the mask, which is the last
+    given, returned = (*axes.consts, *axes.state, *axes.x, *others, 0), (*axes.state, *axes.y)
+    programs = [(jaxpr.jaxpr, shapes[len(given) - 1][0]) for shapes, jaxpr in traced.jaxprs.items()]
+    return lambda: all(keeps_rows_apart(jaxpr, given, returned, rows) for jaxpr, rows in programs)
+
+
+def _restored(hoisted: Hoisted, rows: Rows, state: list[Array]) -> PyTree:
+    """The whole state; that of packed sequences has an entry for each of them, in its unchanged leaves too."""
+    spans, (unchanged, _) = rows.given.spans, hoisted.loop.consts
+    if spans is None or not rows.fixed:
+        return hoisted.restore(state)
+    of_each = [at_rows(leaf, spans, axis) for leaf, axis in zip(unchanged, rows.fixed, strict=True)]
+    return jax.tree.unflatten(hoisted.structure, merge(hoisted.fixed, of_each, state))
+
+
+def _changing(rows: RowFlags) -> list[bool] | None:
+    """For each leaf of init whether resets change it, also where no step does; None: they put its init back."""
+    targets = rows.to if rows.inits is None else rows.inits
+    return None if targets is None else [target is not None for target in targets]
 
 
 def _rows_of(hoisted: Hoisted, axes: RowAxes, y_axes: Prefix) -> Rows:

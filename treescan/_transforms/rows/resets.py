@@ -1,4 +1,4 @@
-"""`resets`: a row starts again from its init."""
+"""`resets` and `reset_to`: a row starts again where a segment begins, from its init or from what is put back."""
 
 from __future__ import annotations
 
@@ -9,61 +9,144 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..._avals import vary_over, varying_axes
 from ..._axes import LeafAxes
 from ..._loop.loop import Feed, Loop, Step
 from ..._types import Array, PyTree
-from .batch_axes import with_axes
-from .leaves import expand, select
+from .batch_axes import Begins, RowFlags, with_axes
+from .good_pairs import first_valid
+from .leaves import expand, pick_steps, select
+from .packed import numbers_of, refuse_split_rows, turns
 
 
 @dataclass(frozen=True)
 class Reset:
-    """The step that puts the init back first. Its consts are (init leaves, inner consts), its state a list of leaves.
+    """The step that begins segments first. Its consts are (targets, inner consts), its state a list of leaves.
+
+    A target is what a leaf begins from, in the leaf's shape or a scalar; or a table of that, with an entry for each
+    sequence. The feed's flags then are the numbers of the sequences that begin, counted from 1.
 
     Attributes:
         step: the inner step.
         carry_axes: for each leaf of the state, the axis where the batch shape starts; None: shared by all rows, and
             never reset.
+        tables: for each leaf of the state whether its target is a table.
     """
 
     step: Step
     carry_axes: LeafAxes
+    tables: tuple[bool, ...]
 
     def __call__(self, consts: Any, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
-        inits, inner = consts
-        flags = feed.reset
-        assert flags is not None
-        init = iter(inits)
-        state = [
-            leaf if axis is None else select(expand(flags, leaf, axis), next(init), leaf)
-            for leaf, axis in zip(state, self.carry_axes, strict=True)
-        ]
+        targets, inner = consts
+        assert feed.reset is not None
+        state = begin(feed.reset, state, targets, self.carry_axes, self.tables)
         return self.step(inner, state, feed._replace(reset=None))
+
+
+def begin(
+    flags: Array, state: list[Array], targets: list[Array | None], axes: LeafAxes, tables: tuple[bool, ...]
+) -> list[Array]:
+    """The state, with the rows that are flagged at what they begin from; flags are bool[*batch] or numbers, int[R]."""
+    begins = flags if flags.dtype == jnp.bool_ else flags > 0
+
+    def of_leaf(leaf: Array, target: Array | None, axis: int | None, is_table: bool) -> Array:
+        if axis is None or target is None:
+            return leaf
+        new = _rows_of(target, flags, axis) if is_table else target
+        return select(expand(begins, leaf, axis), new if new.dtype == leaf.dtype else new.astype(leaf.dtype), leaf)
+
+    return [of_leaf(*each) for each in zip(state, targets, axes, tables, strict=True)]
+
+
+def _rows_of(table: Array, numbers: Array, axis: int) -> Array:
+    """For each row the entry of its number, counted from 1; of a row that has none any entry."""
+    return jnp.moveaxis(jnp.take(table, jnp.maximum(numbers - 1, 0), 0, mode="clip"), 0, axis)
+
+
+@dataclass(frozen=True)
+class BeginSegments:
+    """`reset_to`, and packed sequences with an init each: what segments begin from, and so each row's first valid step.
+
+    A row whose first valid step is flagged is never shown its init. So its loop starts from what it begins from, which
+    is what stands in for its padding.
+    """
+
+    moves = True
+
+    @classmethod
+    def of(cls, flags: RowFlags) -> BeginSegments | None:
+        """What the user said; None if segments begin from `init`."""
+        return None if flags.to is None and flags.inits is None else cls()
+
+    def __call__(self, loop: Loop) -> Loop:
+        begins, valid, axes = self._begins(loop), loop.xs.valid, loop.rows.axes.state
+        assert valid is not None
+        state = loop.state
+        if not (loop.rows.all_valid or 0 in valid.shape):
+            have, first = first_valid(valid, reverse=loop.reverse)
+            flags = pick_steps(begins.flags, first, 0)
+            flags = flags & have if flags.dtype == jnp.bool_ else jnp.where(have, flags, 0)
+            state = begin(flags, state, begins.targets, axes, begins.tables)
+        return dataclasses.replace(loop, state=state, rows=loop.rows._replace(begins=begins))
+
+    def _begins(self, loop: Loop) -> Begins:
+        rows, varying = loop.rows, varying_axes(jax.typeof(loop.xs.valid))
+        given = rows.given.to if rows.given.inits is None else rows.given.inits
+        own = [value for value, is_fixed in zip(given, rows.was_fixed, strict=True) if not is_fixed]
+        tables = tuple(rows.given.inits is not None and value is not None for value in own)
+        targets = [
+            None if axis is None else leaf if value is None else vary_over(value, varying)
+            for leaf, value, axis in zip(loop.state, own, rows.axes.state, strict=True)
+        ]
+        return Begins(self._flags(loop), targets, tables)
+
+    def _flags(self, loop: Loop) -> Array:
+        """Where rows begin anew; of a `Packed` also where a sequence does that no flag tells of, and by its number."""
+        spans, valid = loop.rows.given.spans, loop.xs.valid
+        assert valid is not None
+        if spans is None:
+            return flags_of(loop)
+        refuse_split_rows(spans, valid)
+        numbers = numbers_of(spans, valid.shape)
+        flags = turns(numbers, valid, later=loop.reverse) | flags_of(loop)
+        return flags if loop.rows.given.inits is None else jnp.where(flags, numbers, 0)
 
 
 @dataclass(frozen=True)
 class ResetRows:
-    """`resets`: puts the init back before each step that begins a segment, in the order of the run."""
+    """`resets`: puts back, before each step that begins a segment, what it begins from, in the order of the run."""
 
     moves = True
 
     def __call__(self, loop: Loop) -> Loop:
-        return loop if loop.rows.resets is None else reset_rows(loop, loop.rows.resets)
+        return loop if loop.rows.resets is None else reset_rows(loop)
 
 
-def reset_rows(loop: Loop, resets: Array) -> Loop:
-    """The same; `resets`: bool[T, *batch]."""
-    axes = loop.rows.axes
-    assert loop.xs.valid is not None
-    own = [axis for axis in axes.state if axis is not None]
-    inits = [leaf for leaf, axis in zip(loop.state, axes.state, strict=True) if axis is not None]
-    flags = _shifted(resets) if loop.rows.all_valid and loop.reverse else resets
-    if not loop.rows.all_valid:
-        flags = beginnings(resets, loop.xs.valid, reverse=loop.reverse)
+def reset_rows(loop: Loop) -> Loop:
+    """The same, where there are resets."""
+    axes, begins = loop.rows.axes, loop.rows.begins
+    if begins is None:
+        inits = [leaf if axis is not None else None for leaf, axis in zip(loop.state, axes.state, strict=True)]
+        begins = Begins(flags_of(loop), inits, (False,) * len(inits))
+    pairs = zip(begins.targets, begins.tables, axes.state, strict=True)
+    own = [None if is_table or not target.ndim else axis for target, is_table, axis in pairs if target is not None]
     loop = dataclasses.replace(
-        loop, step=Reset(loop.step, axes.state), consts=(inits, loop.consts), xs=loop.xs._replace(reset=flags)
+        loop,
+        step=Reset(loop.step, axes.state, begins.tables),
+        consts=(begins.targets, loop.consts),
+        xs=loop.xs._replace(reset=begins.flags),
     )
     return with_axes(loop, consts=(*own, *axes.consts))
+
+
+def flags_of(loop: Loop) -> Array:
+    """bool[T, *batch]: before which steps a row begins anew."""
+    rows, valid = loop.rows, loop.xs.valid
+    assert valid is not None
+    if rows.all_valid:
+        return _shifted(rows.resets) if loop.reverse else rows.resets
+    return beginnings(rows.resets, valid, reverse=loop.reverse)
 
 
 def _shifted(resets: Array) -> Array:

@@ -14,25 +14,22 @@ from typing import Any
 import jax
 
 from ..._avals import is_key, promoted
-from ..._loop.chunk import Level, run_chunked
+from ..._loop.chunk import Around
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.rewrite import is_rewriting
-from ..._loop.run import run
-from ..._loop.sizes import Wish, chunk_size, plan_sizes
+from ..._loop.sizes import Wish, chunk_size
 from ..._trace.hoist import is_untraced
 from ..._types import PyTree
 from ..checkpoint import Checkpointed, checkpoint
-from ..nest import levels_for, levels_of, nearest
-from ..outputs import boundaries, is_thinned
+from ..outputs import is_thinned
 from ..refuse import refuse_symbolic, refuse_with_refs
 from ..remat import choose_fastest, recompute_chunks
-from ..thin import emitting, run_keeping
 from ..weights.branches import with_safe_branches
 from ..weights.in_bulk import in_bulk
 from .batch_axes import RowAxes
 from .compact import LiveRows, tiers_of
 from .fill import Idle
-from .in_place import InPlace
+from .in_place import write_in_place
 from .lend import may_branch
 from .schedule import Schedule, make_schedule
 
@@ -99,44 +96,34 @@ class Skip:
     moves = True
 
     def __call__(self, loop: Loop) -> Loop:
-        return dataclasses.replace(loop, runner=run_unskipped if is_untraced(loop) else self.run)
-
-    def run(self, loop: Loop) -> tuple[PyTree, list[Any]]:
-        """Runs a masked loop, without the chunks in which no row is valid."""
+        if is_untraced(loop):
+            return _run_unless_all_is_padding(loop)
         if loop.rows.all_valid:
-            return self._run_all(loop)
-        valid = loop.xs.valid
-        assert valid is not None
+            return self._recompute_chunks(loop)
         chunk, tiers = self._plan(loop)
-        trace, outputs = loop.trace, loop.rows.outputs
-        if 0 in valid.shape or not may_branch():
-            return run_keeping(loop, levels_for(loop, loop.wishes, outputs.keeps), outputs.keeps)
+        if not _has_schedule(loop):
+            return loop
+        for option, asked in (("chunk", chunk), ("compact", len(tiers) > 1)):
+            if asked:
+                refuse_symbolic(loop.length, option)
+        trace, cut = loop.trace, chunk != 0 and isinstance(loop.length, int)
+        size = min(chunk or chunk_size(loop.length), loop.length) if cut else loop.length
         may_rule = is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
-        size, levels = _levels(loop, chunk, tiers, may_rule=may_rule)
-        recomputed = _is_cut(loop, chunk) and not trace.effects
-        loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=make_schedule(valid, size, tiers)))
-        in_place = InPlace(size, tiers, loop.rows.axes, outputs.idle)
-        plain = len(levels) == 1 and size < loop.length and not loop.recomputed
-        ruled = may_rule and recomputed
-        if may_rule and plain and not is_thinned(outputs.keeps) and in_place.fits(loop):
-            loop = dataclasses.replace(loop, step=emitting(loop.step, outputs.keeps))
-            return in_place.run(loop, lambda loop: run_chunked(with_safe_branches(loop) if ruled else loop, levels))
-        return run_keeping(with_safe_branches(loop) if ruled else loop, levels, outputs.keeps)
+        schedule = ScheduleChunks(tiers, remat=cut and not trace.effects, rules=may_rule)
+        loop = _with_wish(loop, Wish(size, exact=bool(chunk), schedule=schedule))
+        return write_in_place(loop, tiers) if may_rule else loop
 
-    def _run_all(self, loop: Loop) -> tuple[PyTree, list[Any]]:
-        """Runs a loop in which every step is valid: in chunks that the gradient recomputes, if the user asked for some.
+    def _recompute_chunks(self, loop: Loop) -> Loop:
+        """A loop in which every step is valid: in chunks that the gradient recomputes, if the user asked for some.
 
         Nothing is skipped, so that chunks have no branch.
         """
-        keeps = loop.rows.outputs.keeps
-        if is_thinned(keeps):
+        if is_thinned(loop.keeps):
             refuse_symbolic(loop.length, "save")
         if self.chunk and not loop.recomputed:
             refuse_symbolic(loop.length, "chunk")
-            loop = recompute_chunks(loop, self.chunk)
-        elif self.chunk is None and not loop.wishes:
-            loop = choose_fastest(loop)
-        return run_keeping(loop, levels_for(loop, loop.wishes, keeps), keeps)
+            return recompute_chunks(loop, self.chunk)
+        return choose_fastest(loop) if self.chunk is None and not loop.wishes else loop
 
     def _plan(self, loop: Loop) -> tuple[int | None, tuple[int, ...]]:
         """The steps of a chunk, and the numbers of rows that the body is made for; only one for all rows.
@@ -153,7 +140,7 @@ class Skip:
             asked = {
                 "chunk": bool(chunk),
                 "compact": len(tiers) > 1,
-                "save": is_thinned(loop.rows.outputs.keeps),
+                "save": is_thinned(loop.keeps),
             }
             for option in (name for name, on in asked.items() if on):
                 refuse_with_refs(option)
@@ -161,41 +148,45 @@ class Skip:
         return (0 if chunk is None and not self.compact and not is_rewriting() else chunk), tiers
 
 
-def _is_cut(loop: Loop, chunk: int | None) -> bool:
-    """Whether there are chunks that may be skipped, and not all steps alone."""
-    return chunk != 0 and isinstance(loop.length, int)
+def _run_unless_all_is_padding(loop: Loop) -> Loop:
+    """A loop whose steps were not traced: they run one by one, if any row is valid in any of them."""
+    if not _has_schedule(loop):
+        return loop
+    return _with_wish(loop, Wish(loop.length, schedule=ScheduleChunks((0,), remat=False, rules=False)))
 
 
-def _levels(loop: Loop, chunk: int | None, tiers: tuple[int, ...], *, may_rule: bool) -> tuple[int, tuple[Level, ...]]:
-    """The size of the chunks that may be skipped, and all levels."""
-    length, rows, remat = loop.length, loop.rows, loop.wishes
-    for option, asked in (("chunk", chunk), ("compact", len(tiers) > 1)):
-        if asked:
-            refuse_symbolic(length, option)
-    whole = not _is_cut(loop, chunk)
-    size = length if whole else min(chunk or chunk_size(length), length)
-    kept = boundaries(rows.outputs.keeps, length)
-    if chunk:  # what does not fit the chunks that were asked for is kept in all steps, and cut afterwards
-        kept = [wish for wish in kept if not (wish.size % size and size % wish.size)]
-    own = [] if whole else [Wish(size, exact=bool(chunk) or not kept)]
-    sizes = plan_sizes(length, [*own, *remat, *kept]) if own or remat or kept else ()
-    size = size if whole or size == 1 else nearest((*sizes, length), size)
-    recomputes = not (whole or loop.trace.effects)
-    around = _Around(rows.axes, tiers, rows.outputs.idle, remat=recomputes, only=size == length, rules=may_rule)
-    others = levels_of([other for other in sizes if other != size], remat)
-    levels = [*others, Level(size, around, scheduled=True)]
-    return size, tuple(sorted(levels, key=lambda level: level.size))
-
-
-def run_unskipped(loop: Loop) -> tuple[PyTree, PyTree]:
-    """Runs a masked loop step by step, unless nothing at all is valid: its steps were not traced."""
+def _has_schedule(loop: Loop) -> bool:
+    """Whether there is anything to skip, and branches may depend on data here."""
     valid = loop.xs.valid
-    assert valid is not None
-    if 0 in valid.shape or not may_branch():
-        return run(loop)
-    around = _Around(loop.rows.axes, (0,), loop.rows.outputs.idle, remat=False, only=True, rules=False)
-    loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=make_schedule(valid, loop.length, (0,))))
-    return run_chunked(loop, (Level(loop.length, around, scheduled=True),))
+    return valid is not None and 0 not in valid.shape and may_branch()
+
+
+def _with_wish(loop: Loop, wish: Wish) -> Loop:
+    return dataclasses.replace(loop, wishes=(wish, *loop.wishes))
+
+
+@dataclass(frozen=True)
+class ScheduleChunks:
+    """Makes the schedule of the chunks, and what is put around them, once it is known how long they are.
+
+    Attributes:
+        tiers: the numbers of rows to choose from.
+        remat: whether the gradient recomputes the chunks.
+        rules: whether they may have a rule for derivatives of their own.
+    """
+
+    tiers: tuple[int, ...]
+    remat: bool
+    rules: bool
+
+    def __call__(self, loop: Loop, size: int) -> tuple[Loop, Around]:
+        rows, valid = loop.rows, loop.xs.valid
+        assert valid is not None
+        rules = self.rules and loop.trace.products
+        around = _Around(rows.axes, self.tiers, rows.outputs.idle, self.remat, size == loop.length, rules)
+        loop = with_safe_branches(loop) if self.remat and self.rules else loop
+        schedule = make_schedule(valid, size, self.tiers)
+        return dataclasses.replace(loop, xs=loop.xs._replace(schedule=schedule)), around
 
 
 @dataclass(frozen=True)

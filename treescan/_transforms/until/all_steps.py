@@ -16,15 +16,16 @@ from ..._loop.chunk import run_chunked
 from ..._loop.loop import Feed, Loop, Step
 from ..._trace.hoist import merge
 from ..._types import PyTree
-from ..rows.good_pairs import GoodPair
 from .condition import Condition
 from .early_exit import Progress, Reads, StepOutputs, going_on
-from .tangents import good_pair, masked_step
+from .stand_ins import good_pair, masked_step
 
 
 @dataclass(frozen=True)
 class MaskedStep:
-    """The step that is masked where the loop has ended. Its consts are (GoodPair, `Reads`), its state is `Progress`.
+    """The step that is masked where the loop has ended. Its state is `Progress`.
+
+    Its consts are `Reads`, in which the consts of the inner step are (GoodPair, consts).
 
     Attributes:
         masked: the inner step, which is told whether it is taken.
@@ -36,11 +37,10 @@ class MaskedStep:
     condition: Condition
     fixed: tuple[bool, ...]
 
-    def __call__(self, consts: tuple[GoodPair, Reads], progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        good, reads = consts
+    def __call__(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
         going = going_on(progress, reads)
-        unchanged, _ = reads.inner
-        new, y = self.masked((good, reads.inner), progress.leaves, feed._replace(valid=going))
+        _, (unchanged, _) = reads.inner
+        new, y = self.masked(reads.inner, progress.leaves, feed._replace(valid=going))
         after = self.condition(reads.closed, merge(self.fixed, unchanged, new))
         taken = progress.taken + going.astype(progress.taken.dtype)
         return Progress(jnp.where(going, after, progress.holds), taken, new), y
@@ -61,5 +61,10 @@ def run_all_steps(
     """
     good, consts, _ = good_pair(loop, going_on(first, reads))
     step = MaskedStep(masked_step(loop, outputs.fill), condition, fixed)
-    loop = dataclasses.replace(loop, step=step, consts=(good, reads._replace(inner=consts)), state=first)
+    loop = dataclasses.replace(loop, step=step, consts=reads._replace(inner=(good, consts)), state=first)
+    return run_masked(loop, outputs)
+
+
+def run_masked(loop: Loop, outputs: StepOutputs) -> tuple[Progress, Any]:
+    """Runs all steps of a loop whose step is masked."""
     return run_chunked(loop, outputs.levels(loop.length, (), lambda size: None))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,7 +13,7 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import eval_jaxpr
 
-from ..._avals import describe_node, describe_traced, dtype_of, shape_of
+from ..._avals import describe_node, describe_traced, dtype_of
 from ..._body.carries import read_carries
 from ..._errors import BodyError, Fault, speaking_of
 from ..._loop.body import Body
@@ -52,30 +52,21 @@ class CallCondition:
             carry = thaw_static(carry) if self.frozen else carry
             carry = read_carries(carry, self.name) if self.custom else carry
             holds = self.body.function(carry)
-            _check_flag(holds)
+            _check_flags(holds)
         return jnp.asarray(holds, bool)
 
 
-def _check_flag(holds: Any) -> None:
-    """Refuses what is not one bool."""
-    if not jtu.all_leaves([holds]) or is_static(holds):
-        is_flag = False
-    else:
-        is_flag = shape_of(holds) == () and dtype_of(holds) == np.bool_
-    if not is_flag:
+def _check_flags(holds: Any) -> None:
+    """Refuses what is not one array of bools."""
+    is_array = jtu.all_leaves([holds]) and not is_static(holds)
+    if not is_array or dtype_of(holds) != np.bool_:
         raise Fault(
             BodyError,
-            f"{{body}}, the condition, must return one bool, but returned {describe_node(holds)}.",
-            _flag_cure(holds),
+            "{body}, the condition, must return one bool, or one for each row of a batch, but returned "
+            f"{describe_node(holds)}.",
+            "Return a comparison, `carry > 0`: an array of dtype bool, of shape [] or of the batch shape; or a Python "
+            "bool.",
         )
-
-
-def _flag_cure(holds: Any) -> str:
-    if dtype_of(holds) == np.bool_:
-        return (
-            "Reduce it, `jnp.any(...)` or `jnp.all(...)`; or, for rows that stop each by itself, `jax.vmap` the loop."
-        )
-    return "Return a comparison, `carry > 0`: an array of shape [] and dtype bool, or a Python bool."
 
 
 def check_condition(cond: Any) -> None:
@@ -90,36 +81,52 @@ def check_condition(cond: Any) -> None:
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """A condition that was traced already: from (what it closes over, the leaves of the state) to one bool.
+    """A condition that was traced already: from (what it closes over, the leaves of the state) to its bools.
 
     Attributes:
-        jaxpr: the trace; None for a condition that always holds.
+        jaxprs: the traces, one for each number of rows; none for a condition that always holds.
         count: how many leaves of the state, its last, are the user's.
     """
 
-    jaxpr: Any
+    jaxprs: tuple[Any, ...]
     count: int
 
-    def __call__(self, closed: list[Any], leaves: Sequence[Any]) -> Array:
-        if self.jaxpr is None:
+    def __call__(self, closed: list[list[Any]], leaves: Sequence[Any]) -> Array:
+        if not self.jaxprs:
             return jnp.ones((), bool)
-        given = leaves[len(leaves) - self.count :]
-        (holds,) = eval_jaxpr(self.jaxpr.jaxpr, closed, *given, propagate_source_info=True)
+        given = self._given(leaves)
+        number = [_shapes(jaxpr.in_avals) for jaxpr in self.jaxprs].index(_shapes(map(jax.typeof, given)))
+        (holds,) = eval_jaxpr(self.jaxprs[number].jaxpr, closed[number], *given, propagate_source_info=True)
         return jnp.asarray(holds, bool)
 
+    def _given(self, leaves: Sequence[Any]) -> list[Any]:
+        return list(leaves[len(leaves) - self.count :])
+
     @property
-    def closed(self) -> list[Any]:
-        """What the condition closes over."""
-        return [] if self.jaxpr is None else list(self.jaxpr.consts)
+    def closed(self) -> list[list[Any]]:
+        """What each trace closes over."""
+        return [list(jaxpr.consts) for jaxpr in self.jaxprs]
+
+    @property
+    def avals(self) -> list[Any]:
+        """The types of what it returns, for each trace."""
+        return [aval for jaxpr in self.jaxprs for aval in jaxpr.out_avals]
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The shape of its bools: [] for one."""
+        return self.avals[0].shape if self.jaxprs else ()
 
     def fits(self, leaves: Sequence[Any]) -> bool:
         """Whether it was traced for leaves of these types."""
-        if self.jaxpr is None:
-            return True
-        return list(map(jax.typeof, leaves[len(leaves) - self.count :])) == list(self.jaxpr.in_avals)
+        return not self.jaxprs or list(map(jax.typeof, self._given(leaves))) == list(self.jaxprs[0].in_avals)
+
+
+def _shapes(avals: Iterable[Any]) -> list[tuple[int, ...]]:
+    return [aval.shape for aval in avals]
 
 
 def trace_condition(call: CallCondition | None, state: PyTree) -> Condition:
     """Traces a condition, once and for all; None is one that always holds."""
     count = len(jax.tree.leaves(state))
-    return Condition(None if call is None else jax.make_jaxpr(call)(state), count)
+    return Condition(() if call is None else (jax.make_jaxpr(call)(state),), count)

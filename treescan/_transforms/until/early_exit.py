@@ -11,14 +11,14 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from ..._avals import place_like, vary_over, varying_axes
-from ..._loop.chunk import Level, run_chunked
+from ..._loop.chunk import Around, Level, run_chunked
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.sizes import Wish, plan_sizes
 from ..._remat import Remat
@@ -40,8 +40,8 @@ class Progress(NamedTuple):
     """How far a loop has come.
 
     Attributes:
-        holds: bool[], the condition of the state.
-        taken: int32[], the steps that were taken.
+        holds: bool[*batch], the condition of the state; [] but where each row stops by itself.
+        taken: int32[*batch], the steps that were taken.
         leaves: the state, its leaves that change.
     """
 
@@ -55,12 +55,12 @@ class Reads(NamedTuple):
 
     Attributes:
         inner: the consts of the step.
-        closed: what the condition closes over.
+        closed: what the condition closes over, for each of its traces.
         limit: int32[], the most steps to take.
     """
 
     inner: Any
-    closed: list[Any]
+    closed: list[list[Any]]
     limit: Array
 
 
@@ -124,12 +124,13 @@ def _unless_alone_rule(axis_size: int, in_batched: list[bool], going: Array) -> 
 
 
 def any_of_all(flags: Array) -> Array:
-    """Whether a flag is set in any element of a vmap, on any device: the same for all."""
+    """Whether a flag is set in any row, in any element of a vmap, on any device: the same for all."""
+    flags = jnp.any(flags) if flags.ndim else flags
     return most_of_all(most_of_devices(flags.astype(jnp.int32))) > 0
 
 
 def going_on(progress: Progress, reads: Reads) -> Array:
-    """Whether another step is to be taken."""
+    """bool[*batch]: whether another step is to be taken."""
     return progress.holds & (progress.taken < reads.limit)
 
 
@@ -213,7 +214,23 @@ class _Around:
         return TakeChunk(step, self.size, self.outputs, self.branches, self.saves)
 
 
-def run_until(loop: Loop, take: TakeStep, sizes: tuple[int, ...], *, save: bool) -> tuple[Progress, PyTree, Any]:
+class Take(Step, Protocol):
+    """The step of a loop that ends early, which is only taken while the loop goes on."""
+
+    @property
+    def outputs(self) -> StepOutputs:
+        """Y where no step is taken."""
+        ...
+
+    @property
+    def branches(self) -> bool:
+        """Whether a branch may depend on data."""
+        ...
+
+
+def run_until(
+    loop: Loop, take: Take, sizes: tuple[int, ...], *, save: bool, innermost: Around | None = None
+) -> tuple[Progress, PyTree, Any]:
     """Runs a loop while it goes on.
 
     Args:
@@ -221,13 +238,19 @@ def run_until(loop: Loop, take: TakeStep, sizes: tuple[int, ...], *, save: bool)
         take: its step.
         sizes: of nested chunks, each dividing the next; with `save` one at most.
         save: whether the state at the start of each chunk is returned too.
+        innermost: what is put around chunks of the first size; None: what is put around those of the others.
 
     Returns:
         How far it came, ys, and with `save` the leaves of the state at the start of each chunk, [N, ...].
     """
     loop = dataclasses.replace(loop, step=take)
     outputs = take.outputs
-    levels = outputs.levels(loop.length, sizes, lambda size: _Around(size, outputs, take.branches, save))
+
+    def around(size: int) -> Around:
+        own = innermost if size == sizes[0] else None
+        return own or _Around(size, outputs, take.branches, save)
+
+    levels = outputs.levels(loop.length, sizes, around)
     progress, ys = run_chunked(loop, levels)
     if not save:
         return progress, ys, []
@@ -253,10 +276,17 @@ class Chunks(NamedTuple):
     remat: Remat | None = None
 
 
-def plan_chunks(length: int, stride: int, remat: Remat | None) -> Chunks:
-    """Chunks for a loop of so many steps, with a boundary wherever one in `stride` outputs is kept."""
+def plan_chunks(length: int, stride: int, remat: Remat | None, chunk: int | None = None) -> Chunks:
+    """Chunks for a loop of so many steps, with a boundary wherever one in `stride` outputs is kept.
+
+    Args:
+        length: the steps of the loop.
+        stride: every how many steps outputs leave a chunk.
+        remat: what the user said; its chunks are the ones that are taken.
+        chunk: the size of a chunk else; None: to be chosen.
+    """
     sizes = remat_sizes(length, remat)
-    size, inner = (sizes[-1], sizes[:-1]) if sizes else (_chunk_of(length), ())
+    size, inner = (sizes[-1], sizes[:-1]) if sizes else (chunk or _chunk_of(length), ())
     if stride > 1:
         size = min(-(-size // stride), length // stride) * stride
         sizes = plan_sizes(size, [Wish(stride, exact=True), *map(Wish, inner)]) if inner else ()

@@ -11,12 +11,15 @@ import jax
 import jax.numpy as jnp
 
 from ..._avals import is_key, place_like, vary_over
-from ..._loop.loop import Feed
+from ..._axes import LeafAxes
+from ..._loop.loop import Feed, Loop
 from ..._trace.hoist import Hoisted, Repeatable
 from ..._tree import Prefix
 from ..._types import Array, PyTree
 from ..outputs import ALL, LAST, Keep, kept_leaves, spread_keeps, without_dropped
+from ..rows.batch_axes import spread_batch_axes, with_axes
 from ..rows.fill import fill_leaves
+from ..rows.leaves import pick_steps, select_valid
 from .early_exit import StepOutputs
 
 
@@ -97,6 +100,9 @@ class Kept(NamedTuple):
         ]
         step = Keeping(hoisted.repeatable, self.last, self.stacked)
         loop = dataclasses.replace(hoisted.loop, step=step, state=[*first, *hoisted.loop.state])
+        if loop.rows is not None:
+            axes = loop.rows.axes.y
+            loop = with_outputs(loop, tuple(axes[i] for i in self.last), tuple(axes[i] for i in self.stacked))
         types = tuple(hoisted.y_avals[i] for i in self.stacked)
         every = tuple(1 if self.keeps[i] == ALL else stride for i in self.stacked)
         outputs = StepOutputs(types, Prefix.of([fills[i] for i in self.stacked]), varying, every)
@@ -129,22 +135,40 @@ def _thin(ys: Array, keep: int, every: int) -> Array:
     return ys[stride - 1 :: stride]
 
 
-def keep_what_ran(ys: PyTree, save: Prefix, fill: Prefix, steps: Array, *, reverse: bool) -> PyTree:
-    """What is kept, from the outputs of all steps; those after the last one that was taken are filled."""
+def with_outputs(loop: Loop, held: LeafAxes, stacked: LeafAxes) -> Loop:
+    """The loop whose state is led by outputs, and which stacks others; and where their rows are."""
+    axes = loop.rows.axes
+    rows = loop.rows._replace(y_axes=Prefix.of(list(stacked)))
+    return with_axes(dataclasses.replace(loop, rows=rows), state=(*held, *axes.state), y=stacked)
+
+
+def axes_of_outputs(loop: Loop, ys: PyTree) -> LeafAxes:
+    """Where the rows are in each leaf of one step's y, from the outputs of all steps."""
+    assert loop.xs.valid is not None
+    one = jax.tree.map(lambda y: jax.ShapeDtypeStruct(y.shape[1:], y.dtype), ys)
+    return spread_batch_axes("y_axes", loop.rows.y_axes, one, "y", loop.xs.valid.shape[1:])
+
+
+def keep_what_ran(ys: PyTree, save: Prefix, fill: Prefix, steps: Array, y_axes: LeafAxes, *, reverse: bool) -> PyTree:
+    """What is kept, from the outputs of all steps; those after the last one that was taken are filled.
+
+    `steps` is int32[*batch], and `y_axes` says where the rows are in one step's y, if there are any.
+    """
     leaves, structure = jax.tree.flatten(ys)
     keeps = spread_keeps(save, ys)
 
-    def last_of(leaf: Array, value: Array) -> Array:
+    def last_of(leaf: Array, value: Array, axis: int | None) -> Array:
         if not leaf.shape[0]:
             return jnp.broadcast_to(value, leaf.shape[1:])
-        at = jnp.clip(leaf.shape[0] - steps if reverse else steps - 1, 0, leaf.shape[0] - 1)
-        picked = jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False)
-        return jnp.where(steps > 0, picked, jnp.broadcast_to(value, picked.shape))
+        own, axis = (jnp.max(steps), 0) if axis is None else (steps, axis)
+        at = jnp.clip(leaf.shape[0] - own if reverse else own - 1, 0, leaf.shape[0] - 1)
+        picked = pick_steps(leaf, at, axis)
+        return select_valid(own > 0, picked, jnp.broadcast_to(value, picked.shape), axis)
 
-    def kept(leaf: Array, keep: Keep, value: Array) -> Array | None:
+    def kept(leaf: Array, keep: Keep, value: Array, axis: int | None) -> Array | None:
         if keep is None:
             return None
-        return last_of(leaf, value) if keep == LAST else leaf[keep - 1 :: keep]
+        return last_of(leaf, value, axis) if keep == LAST else leaf[keep - 1 :: keep]
 
-    given = zip(leaves, keeps, fill_leaves(fill, ys), strict=True)
+    given = zip(leaves, keeps, fill_leaves(fill, ys), y_axes or (None,) * len(leaves), strict=True)
     return without_dropped([kept(*each) for each in given], structure, save)

@@ -16,7 +16,8 @@ from ..._types import Array, PyTree
 from ..rows.fill import fill_leaves
 from .condition import CallCondition
 from .early_exit import any_of_all
-from .tangents import good_pair, masked_step
+from .rows import mask_rows
+from .stand_ins import good_pair, masked_step
 
 
 class Ended(NamedTuple):
@@ -25,8 +26,8 @@ class Ended(NamedTuple):
     Attributes:
         state: its last state.
         ys: the outputs, filled where no step was taken.
-        steps: int32[], the steps that were taken.
-        stopped: bool[], whether the condition no longer held.
+        steps: int32[*batch], the steps that were taken.
+        stopped: bool[*batch], whether the condition no longer held.
     """
 
     state: PyTree
@@ -35,13 +36,16 @@ class Ended(NamedTuple):
     stopped: Array
 
 
-def run_step_by_step(loop: Loop, call: CallCondition | None, init: PyTree, limit: Array, fill: Prefix) -> Ended:
+def run_step_by_step(
+    loop: Loop, call: CallCondition | None, init: PyTree, holds: Array, limit: Array, fill: Prefix
+) -> Ended:
     """Runs a loop while its condition holds, `limit` steps at most.
 
     Args:
-        loop: the loop.
+        loop: the loop; as `OverRows` left it where each row stops by itself.
         call: its condition; None holds always.
         init: the user's part of its state, which is last in it.
+        holds: bool[*batch], the condition of the first state.
         limit: int32[].
         fill: a prefix of y: what it is where no step is taken.
     """
@@ -53,20 +57,28 @@ def run_step_by_step(loop: Loop, call: CallCondition | None, init: PyTree, limit
         return call(jax.tree.unflatten(structure, leaves[len(leaves) - count :]))
 
     whole = jax.tree.structure(loop.state)
-    hoisted = flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state), xs=as_arrays(loop.xs)))
-    flat, leaves = hoisted.loop, hoisted.loop.state
-    holds, steps, ran = holds_of(leaves), jnp.zeros((), jnp.int32), list[PyTree]()
-    pair, consts, _ = good_pair(flat, holds & (limit > 0), lifted=False)
-    flat = dataclasses.replace(flat, step=masked_step(flat, fill), consts=(pair, consts), length=1)
+    flat, leaves = _masked(loop, holds & (limit > 0), fill)
+    steps, ran = jnp.zeros(holds.shape, jnp.int32), list[PyTree]()
     while len(ran) < loop.length and any_of_all(going := holds & (steps < limit)):
         place = loop.length - 1 - len(ran) if loop.reverse else len(ran)
-        x = jax.tree.map(lambda leaf, at=place: jax.lax.slice_in_dim(leaf, at, at + 1), hoisted.loop.xs)
-        leaves, y = run(dataclasses.replace(flat, state=leaves, xs=x._replace(valid=going[None])))
+        x = jax.tree.map(lambda leaf, at=place: jax.lax.slice_in_dim(leaf, at, at + 1), flat.xs)
+        one = dataclasses.replace(flat, state=leaves, xs=x._replace(valid=going[None]), length=1)
+        leaves, y = run(one)
         ran.append(y)
         steps = steps + going.astype(steps.dtype)
         holds = jnp.where(going, holds_of(leaves), holds)
     ys = _stack(loop, ran, fill)
     return Ended(jax.tree.unflatten(whole, leaves), ys, steps, ~holds)
+
+
+def _masked(loop: Loop, going: Array, fill: Prefix) -> tuple[Loop, list[Array]]:
+    """The loop whose step is told what is taken, and the leaves of its state."""
+    if loop.rows is not None:
+        return mask_rows(loop, going, fill), loop.state
+    hoisted = flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state), xs=as_arrays(loop.xs)))
+    flat = hoisted.loop
+    pair, consts, _ = good_pair(flat, going, lifted=False)
+    return dataclasses.replace(flat, step=masked_step(flat, fill), consts=(pair, consts)), flat.state
 
 
 def _stack(loop: Loop, ran: list[PyTree], fill: Prefix) -> PyTree:

@@ -22,7 +22,7 @@ from ..._trace.smooth import Unproven
 from ..._types import PyTree
 from .branches import with_safe_branches
 from .deferred import Arguments, Forward, run_split
-from .products import Split, StepProducts, products_of_step
+from .products import Split, products_of_step
 from .steps_at_once import compute_early
 
 
@@ -120,30 +120,28 @@ class AllOfStep:
         return self.step(consts, state, fed)
 
 
+def without_early_products(loop: Loop) -> tuple[AllOfStep, PyTree]:
+    """The same for a step that has none."""
+    return AllOfStep(loop.step), loop.consts
+
+
 def with_early_products(loop: Loop) -> tuple[RestOfStep | AllOfStep, PyTree]:
     """The step of a chunk whose early products are computed now, and its consts; for what is not differentiated."""
     split = _split_of(loop)
     if split is None or not split.forward.early.outvars:
-        return AllOfStep(loop.step), loop.consts
+        return without_early_products(loop)
     reads = _reads(split, loop.consts)
     try:
         early = compute_early(split.forward.early, reads, jax.tree.leaves(loop.xs))
     except Unproven:
-        return AllOfStep(loop.step), loop.consts
+        return without_early_products(loop)
     return RestOfStep(Forward(split)), (reads, early)
-
-
-def types_of_y(loop: Loop) -> list[Any]:
-    """The types of one step's y, flat, as JAX has them in a trace."""
-    return _products_of(loop).y
 
 
 def _split_of(loop: Loop) -> Split | None:
     sharded = any(map(is_sharded, jax.tree.leaves((loop.consts, loop.state, loop.xs))))
-    return None if sharded else _products_of(loop).split
-
-
-def _products_of(loop: Loop) -> StepProducts:
+    if sharded:
+        return None
     one = one_step(loop.xs)
     key = (InBulk, loop.step, *map(jax.typeof, jax.tree.leaves((loop.consts, loop.state))), *jax.tree.leaves(one))
     return (loop.memo or Memo())(key, lambda: products_of_step(loop.step, loop.consts, loop.state, one))

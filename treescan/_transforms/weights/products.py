@@ -17,10 +17,8 @@ import jax.numpy as jnp
 
 from ..._loop.loop import Feed, Step
 from ..._trace.dependence import dependent
-from ..._trace.equations import called, evaluate_inlined, has_reverse_rule, variables_of
+from ..._trace.equations import PRODUCTS, called, evaluate_inlined, has_reverse_rule, variables_of
 from ..._types import PyTree
-
-PRODUCTS = frozenset({"dot_general", "conv_general_dilated"})
 
 # fmt: off
 ELEMENTWISE = frozenset(
@@ -111,24 +109,12 @@ class Split:
     y: Any
 
 
-class StepProducts(NamedTuple):
-    """What was found out about a step.
+def products_of_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> Split | None:
+    """Splits a step, given the types of its arguments; None if all of it is to be computed step by step.
 
-    Attributes:
-        split: None if all of it is to be computed step by step.
-        y: the types of its y, flat.
-    """
-
-    split: Split | None
-    y: list[Any]
-
-
-def products_of_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> StepProducts:
-    """Splits a step, given the types of its arguments, where not all of it is to be computed step by step.
-
-    So it is where the step does something beside computing, where it has functions with a rule for reverse mode alone,
-    where it multiplies nothing with weights, and where that would have to be moved with what may not be computed for
-    many steps at once.
+    That is where the step does something beside computing, has functions with a rule for reverse mode alone, or
+    multiplies nothing with weights. It is also where its products would have to be moved with what may not be computed
+    for many steps at once.
     """
     groups = [jax.tree.leaves(tree) for tree in (consts, state, feed)]
     leaves = [leaf for group in groups for leaf in group]
@@ -139,8 +125,7 @@ def products_of_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> S
         return jax.tree.leaves(new), y
 
     traced, (_, y) = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-    split = _split(traced, groups, state, y)
-    return StepProducts(split, traced.out_avals[len(groups[1]) :])
+    return _split(traced, groups, state, y)
 
 
 def _split(traced: Any, groups: list[list[Any]], state: PyTree, y: PyTree) -> Split | None:

@@ -11,10 +11,9 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from ..._trace.equations import alone, values_of
+from ..._trace.equations import PRODUCTS, alone, values_of
 from ..._trace.smooth import Unproven
 from ..._types import Array
-from .products import PRODUCTS
 
 
 def compute_early(program: Any, reads: list[Any], fed: list[Any]) -> list[Array]:

@@ -65,12 +65,18 @@ class RNN(nn.Module):
         >>> import jax
         >>> import jax.numpy as jnp
         >>> from treescan.integrations.flax import RNN
-        >>> x = jnp.ones((2, 5, 3)).at[1, 2:].set(jnp.nan)  # [B, T, F], the second row has two steps
+        >>> # [B, T, F]: the second row has two steps.
+        >>> x = jnp.ones((2, 5, 3)).at[1, 2:].set(jnp.nan)
         >>> rnn = RNN(nn.GRUCell(4), return_carry=True)
         >>> lengths = jnp.array([5, 2])
         >>> variables = rnn.init(jax.random.key(0), x, seq_lengths=lengths)
         >>> carry, y = rnn.apply(variables, x, seq_lengths=lengths)
-        >>> print(carry.shape, y.shape, bool((carry[1] == y[1, 1]).all()), bool((y[1, 2:] == 0).all()))
+        >>> print(
+        ...     carry.shape,
+        ...     y.shape,
+        ...     bool((carry[1] == y[1, 1]).all()),
+        ...     bool((y[1, 2:] == 0).all()),
+        ... )
         (2, 4) (2, 5, 4) True True
     """
 

@@ -177,9 +177,13 @@ def scan(
         >>> import jax
         >>> import jax.numpy as jnp
         >>> from treescan.integrations.flax import scan
-        >>> cells = scan(nn.GRUCell, variable_broadcast="params", split_rngs={"params": False})
+        >>> cells = scan(
+        ...     nn.GRUCell, variable_broadcast="params", split_rngs={"params": False}
+        ... )
         >>> carry, xs = jnp.zeros((2, 4)), jnp.ones((5, 2, 3))
-        >>> (carry, ys), variables = cells(4).init_with_output(jax.random.key(0), carry, xs)
+        >>> (carry, ys), variables = cells(4).init_with_output(
+        ...     jax.random.key(0), carry, xs
+        ... )
         >>> print(ys.shape)
         (5, 2, 4)
     """

@@ -17,15 +17,20 @@ class Histogram:
     """How many values fell into each bin.
 
     Attributes:
-        edges: floating point[bins + 1], increasing. A bin has its left edge in it; the last one has both.
+        edges: floating point[bins + 1], increasing. A bin has its left edge
+            in it; the last one has both.
         counts: int32[bins].
     """
 
     edges: Array
     counts: Array
 
-    def add(self, values: ArrayLike, where: ArrayLike | None = None) -> Histogram:
-        """The histogram with more values. Those outside of the edges, and NaN, are not counted.
+    def add(
+        self, values: ArrayLike, where: ArrayLike | None = None
+    ) -> Histogram:
+        """The histogram with more values.
+
+        Those outside of the edges, and NaN, are not counted.
 
         Args:
             values: an array of any shape.
@@ -36,13 +41,19 @@ class Histogram:
         if where is not None:
             inside &= jnp.asarray(where)
         bins = jnp.searchsorted(self.edges, values, side="right") - 1
-        bins = jnp.clip(bins, 0, self.counts.size - 1)  # the last edge belongs to the last bin
-        return replace(self, counts=self.counts.at[bins].add(inside.astype(self.counts.dtype)))
+        # The last edge belongs to the last bin.
+        bins = jnp.clip(bins, 0, self.counts.size - 1)
+        return replace(
+            self,
+            counts=self.counts.at[bins].add(inside.astype(self.counts.dtype)),
+        )
 
     def density(self) -> Array:
         """The counts, scaled to an integral of 1; 0 while there are none."""
         total = jnp.maximum(jnp.sum(self.counts), 1).astype(self.edges.dtype)
-        return self.counts.astype(self.edges.dtype) / (total * jnp.diff(self.edges))
+        return self.counts.astype(self.edges.dtype) / (
+            total * jnp.diff(self.edges)
+        )
 
 
 def histogram(edges: ArrayLike | Sequence[float]) -> Histogram:

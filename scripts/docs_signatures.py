@@ -1,0 +1,78 @@
+"""What mkdocstrings shows as the signature of a verb: one that is typed, in place of what the verb is at run time.
+
+At run time a verb takes `Callable[..., Any]` and `**options`. Its types are in its overloads, one for each kind of
+body. The reference shows the first overload with every option spelled out, and their defaults.
+"""
+
+import ast
+from typing import Any
+
+import griffe
+
+# The verbs, by their modules, with what one overload does not say of `xs`.
+VERBS = {
+    "scan.scan": "X | None",
+    "fold.fold": "X | None",
+    "fold.accumulate": "X | None",
+    "fori.fori": None,
+    "while_scan.while_scan": "X | None",
+    "mask_scan.mask_scan": "X | Padded[X] | Packed[X] | None",
+    "layers.scan_layers": "X | None",
+    "layers.fold_layers": "X | None",
+}
+
+
+class Signatures(griffe.Extension):
+    """Gives each verb its ideal signature, once the package is read."""
+
+    def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
+        """Called by griffe."""
+        if pkg.name == "treescan":
+            functions = {name: pkg[f"_verbs.{name}"] for name in VERBS}
+            ideal = {name: parameters_of(pkg, function, VERBS[name]) for name, function in functions.items()}
+            for name, function in functions.items():
+                function.returns = function.overloads[0].returns
+                function.parameters = ideal[name]
+
+
+def parameters_of(package: griffe.Module, function: griffe.Function, xs: str | None) -> griffe.Parameters:
+    """The parameters of a verb, less `**unknown`, and with the options in place of `**options`."""
+    typed = {parameter.name: parameter for parameter in function.overloads[0].parameters}
+    shown = []
+    for given in function.parameters:
+        if given.kind is griffe.ParameterKind.var_keyword:
+            continue
+        annotation = typed[given.name].annotation if given.name in typed else given.annotation
+        if given.name == "xs" and xs is not None:
+            annotation = griffe.safe_get_expression(ast.parse(xs, mode="eval").body, parent=function.parent)
+        if given.name == "key":
+            annotation = given.annotation
+        shown.append(griffe.Parameter(given.name, annotation=annotation, kind=given.kind, default=given.default))
+    if "options" in typed:
+        shown += options_of(package, str(typed["options"].annotation), {parameter.name for parameter in shown})
+    return griffe.Parameters(*shown)
+
+
+def options_of(package: griffe.Module, annotation: str, known: set[str]) -> list[griffe.Parameter]:
+    """The options that `Unpack[MaskOptions]` stands for, and `key`, with the defaults that other verbs give them."""
+    defaults = {
+        parameter.name: parameter.default
+        for verb in ("mask_scan.mask_scan", "scan.scan")
+        for parameter in package[f"_verbs.{verb}"].parameters
+    }
+    annotations: dict[str, Any] = {"key": package["_types.Options"].members["key"].annotation}
+    kind = package[f"_types.{annotation.removeprefix('Unpack[').removesuffix(']')}"]
+    while kind.name != "TypedDict":
+        annotations = {name: each.annotation for name, each in kind.members.items() if each.is_attribute} | annotations
+        base = str(kind.bases[0])
+        if base == "TypedDict":
+            break
+        kind = package[f"_types.{base}"]
+    order = [name for name in defaults if name in annotations]
+    return [
+        griffe.Parameter(
+            name, annotation=annotations[name], kind=griffe.ParameterKind.keyword_only, default=defaults[name]
+        )
+        for name in [*order, *(name for name in annotations if name not in order)]
+        if name not in known
+    ]

@@ -1,0 +1,82 @@
+"""Code, output and errors in the documentation fit in 78 columns: they are read on narrow screens and in terminals.
+
+What a block includes of other files (`--8<--`) counts, and so do the examples in public docstrings.
+"""
+
+import inspect
+import re
+from pathlib import Path
+
+import pytest
+from test_docs import DOCUMENTS, FENCE, PUBLIC, ROOT
+from widths import too_wide
+
+from treescan._layout import table, wrap
+
+INCLUDED = re.compile(r'^ *--8<-- "(?P<file>[^":]+)(?::(?P<section>\w+))?"$', re.MULTILINE)
+
+
+def whole(text: str) -> str:
+    """A page with the files that it includes, as far as a block holds them in full."""
+    return INCLUDED.sub(lambda found: found[0] if found["section"] else (ROOT / found["file"]).read_text(), text)
+
+
+@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
+def test_blocks_of_a_page_fit(page: Path) -> None:
+    fences = list(FENCE.finditer(page.read_text()))
+    lines = [line.removeprefix(f["indent"]) for f in fences for line in whole(f["code"]).splitlines()]
+    assert list(too_wide("\n".join(lines))) == []
+
+
+@pytest.mark.parametrize("name", [f"{module}.{name}" for module, names in PUBLIC.items() for name in names])
+def test_examples_of_a_docstring_fit(name: str) -> None:
+    module, _, bare = name.rpartition(".")
+    value = PUBLIC[module][bare]
+    members = vars(value).values() if inspect.isclass(value) else ()
+    for documented in (value, *members):
+        text = inspect.getdoc(documented) or ""
+        for example in re.findall(r"^Examples?:\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL):
+            assert list(too_wide(inspect.cleandoc(example))) == []
+
+
+def test_a_wide_line_is_found() -> None:
+    assert list(too_wide("x" * 79 + "\n" + "x" * 78)) == ["x" * 79]
+    assert list(too_wide("# https://example.org/" + "x" * 79)) == []
+    assert len(whole('--8<-- "README.md"').splitlines()) > 50
+
+
+# How messages are laid out.
+
+
+def test_a_paragraph_breaks_around_code_and_not_within() -> None:
+    text = "Some words and then `a + piece(of, code)`, which stays on a line of its own."
+    assert wrap(text, 30) == ("Some words and then\n`a + piece(of, code)`, which\nstays on a line of its own.")
+    assert wrap("word `" + "code " * 20 + "`", 30).count("\n") == 3  # it has room on no line
+
+
+def test_the_first_line_leaves_room() -> None:
+    assert wrap("aaaa bbbb cccc", 10, taken=5) == "aaaa\nbbbb cccc"
+
+
+def test_a_table_that_is_too_wide_puts_notes_below_rows() -> None:
+    rows = [("leaf", "a" * 20, "b" * 20, "note " * 8), ("other", "a", "b", "")]
+    assert table(("leaf", "given", "is"), rows).splitlines() == [
+        "  leaf    given                  is",
+        "  leaf    " + "a" * 20 + "   " + "b" * 20,
+        "    " + ("note " * 8).strip(),
+        "  other   a                      b",
+    ]
+
+
+def test_a_table_that_is_wider_still_is_a_list_of_rows() -> None:
+    rows = [("leaf", "a" * 40, "b" * 40, "note"), ("other", "a", "b")]
+    assert table(("leaf", "given", "is"), rows).splitlines() == [
+        "  leaf    leaf",
+        "  given   " + "a" * 40,
+        "  is      " + "b" * 40,
+        "          note",
+        "",
+        "  leaf    other",
+        "  given   a",
+        "  is      b",
+    ]

@@ -1,0 +1,52 @@
+"""The reference shows one typed signature for each verb, an argument a line. Needs no browser."""
+
+import html
+import re
+
+import pytest
+from conftest import SITE
+
+import treescan
+from treescan._types import Options
+
+VERBS = ("scan", "fold", "accumulate", "fori", "while_scan", "mask_scan", "scan_layers", "fold_layers")
+STACKS_OUTPUTS = ("scan", "accumulate", "while_scan", "mask_scan", "scan_layers")
+GUIDES = re.compile(r'<a href="\.\./(?:guides|tutorials|getting-started|choosing)[^"]*"')
+
+
+def signature_of(verb: str) -> str:
+    page = (SITE / "reference" / f"{verb}.html").read_text()
+    (shown,) = re.findall(r'<div class="[^"]*doc-signature[^"]*">(.*?)</div>', page, re.DOTALL)[:1]
+    return shown
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_signature_is_typed_and_has_an_argument_a_line(verb: str) -> None:
+    text = html.unescape(re.sub(r"<[^>]+>", "", signature_of(verb))).strip()
+    first, *lines, last = text.splitlines()
+    assert first == f"{verb}("
+    assert re.match(r"\) -> (tuple\[Carry, Y\]|Carry|WhileResult\[Carry, Y\])$", last)
+    assert all(re.match(r"    (\*|\w+: .+),$", line) for line in lines)
+    assert all(len(line) <= 78 for line in text.splitlines())
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_signature_spells_out_the_options(verb: str) -> None:
+    shown = signature_of(verb)
+    text = re.sub(r"<[^>]+>", "", shown)
+    options = set(Options.__annotations__)
+    missing = {name for name in options if not re.search(rf"\b{name}: ", text)}
+    assert missing <= {"in_axes", "out_axes", "save", "truncate"}, missing
+    assert ("save" not in missing) == (verb in STACKS_OUTPUTS)
+    assert "**" not in text
+    if "Axes" in text:
+        assert re.search(r'href="types\.html#axes"', shown)
+    assert re.search(r'href="types\.html#rematlike"', shown)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_a_verb_leads_to_its_guides(verb: str) -> None:
+    assert hasattr(treescan, verb)
+    page = (SITE / "reference" / f"{verb}.html").read_text()
+    before, _, _ = page[page.index("<article") :].partition("doc-signature")
+    assert GUIDES.search(before)

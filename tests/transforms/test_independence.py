@@ -1,0 +1,218 @@
+"""Whether a trace treats rows independently: what is proven holds, and of plain bodies it is proven."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.testing as npt
+import pytest
+from jax import lax
+from jaxprs import equations
+from loops import array
+
+import treescan
+from treescan._trace import independence
+from treescan._trace.independence import keeps_rows_apart
+
+ROWS = 4
+
+
+@pytest.fixture(autouse=True)
+def ranks_may_differ():
+    with jax.numpy_rank_promotion("allow"):
+        yield
+
+
+W = array(3, 3, seed=8)
+TABLE = array(7, 3, seed=9)
+
+
+def numbers(h):
+    """An index per row."""
+    return jnp.argmax(h, -1)
+
+
+APART = {
+    "elementwise": lambda h, x: jnp.tanh(h) * x + jax.nn.sigmoid(x) ** 2 - jnp.where(h > 0, h, jnp.exp(-x)),
+    "product": lambda h, x: h @ W + x @ W.T,
+    "product on the left": lambda h, x: (W @ h.T).T + x,
+    "batched product": lambda h, x: jnp.einsum("bi,bj->bij", h, x) @ h[..., None],
+    "quadratic form": lambda h, x: jnp.einsum("bi,ij,bj->b", h, W, x),
+    "attention": lambda h, x: jax.nn.softmax(jnp.einsum("bi,ji->bj", h, TABLE)) @ TABLE,
+    "reductions": lambda h, x: (h.sum(-1) + x.max(-1) - jnp.prod(h, -1), jnp.argmin(x, 1)),
+    "norms": lambda h, x: (h - h.mean(-1, keepdims=True)) / jnp.linalg.norm(x, axis=-1, keepdims=True),
+    "logsumexp": lambda h, x: jax.nn.logsumexp(h[:, :, None] + W, axis=1) + x,
+    "split and concatenate": lambda h, x: jnp.concatenate([*jnp.split(h, [1, 2], -1), x], -1),
+    "stack": lambda h, x: jnp.stack([h, x], 1).reshape(ROWS, 6),
+    "heads": lambda h, x: jnp.concatenate([h, x], -1).reshape(ROWS, 2, 3).transpose(0, 2, 1),
+    "rows last": lambda h, x: jnp.moveaxis(h[None, :, :] * x, 1, 2),
+    "columns": lambda h, x: (h[:, 1], x[:, ::2], h[:, ::-1], x[:, None, 1:]),
+    "columns by index": lambda h, x: h[:, jnp.array([2, 0])] + x[:, jnp.array([1, 1])],
+    "embedding": lambda h, x: TABLE[numbers(h)] + x,
+    "own entry": lambda h, x: jnp.take_along_axis(h, numbers(x)[:, None], 1),
+    "padding": lambda h, x: jnp.pad(h, [(0, 0), (1, 2)]) + jnp.pad(x, [(0, 0), (2, 1)]),
+    "cumulative": lambda h, x: jnp.cumsum(h, 1) + lax.cummax(x, 1),
+    "sort": lambda h, x: jnp.sort(h, -1) + jnp.take_along_axis(x, jnp.argsort(h, -1), -1),
+    "mapped": lambda h, x: jax.vmap(lambda h, x: W @ h + jnp.dot(h, x) * x)(h, x),
+    "mapped over columns": lambda h, x: jax.vmap(lambda h, x: h * x.sum(), (0, 0))(h, x),
+    "branch": lambda h, x: lax.cond(W[0, 0] > 0, lambda h: jnp.sin(h), lambda h: h * 2, h) + x,
+    "loop": lambda h, x: lax.scan(lambda c, w: (jnp.tanh(c + w), c), h, W)[0] * x,
+    "loop over the columns": lambda h, x: lax.scan(lambda c, row: (c + row, c * row), x[:, 0], h.T)[1].T,
+    "loop that begins without rows": lambda h, x: lax.fori_loop(0, 3, lambda i, c: c * 2 + h, jnp.zeros_like(x)),
+    "remat": lambda h, x: jax.checkpoint(lambda h, x: jnp.sin(h) @ W * x)(h, x),
+    "cholesky": lambda h, x: jnp.linalg.cholesky(h[:, :, None] * h[:, None] + 9 * jnp.eye(3)) @ x[..., None],
+    "update": lambda h, x: lax.dynamic_update_slice(h, x[:, :1], (0, 1)),
+    "a constant": lambda h, x: (jnp.ones((ROWS, 2)), x),
+}
+TOGETHER = {
+    "sum": lambda h, x: h + x.sum(0),
+    "mean": lambda h, x: h - jnp.mean(x, axis=0, keepdims=True),
+    "batch norm": lambda h, x: (h - h.mean(0)) / h.std(0) + x,
+    "products of rows": lambda h, x: h @ x.T @ x,
+    "contracted rows": lambda h, x: h + (x.T @ x)[0],
+    "shifted": lambda h, x: jnp.roll(h, 1, 0) + x,
+    "reversed": lambda h, x: h[::-1] + x,
+    "sorted rows": lambda h, x: jnp.sort(h, 0) + x,
+    "cumulative rows": lambda h, x: jnp.cumsum(h, 0) + x,
+    "first row": lambda h, x: h + x[0],
+    "a row by index": lambda h, x: h + x[jnp.argmax(TABLE[0])],
+    "rows by index": lambda h, x: h[numbers(x) % ROWS],
+    "another order": lambda h, x: h[jnp.array([1, 0, 2, 3])] + x,
+    "all of one": lambda h, x: jnp.broadcast_to(h.reshape(-1)[:3], h.shape) + x,
+    "transposed": lambda h, x: jnp.concatenate([h, x[:, :1]], 1).T,
+    "merged axes": lambda h, x: jnp.concatenate([h, x[:, :1]], 1).reshape(2, 2, 4).swapaxes(0, 1).reshape(4, 4),
+    "any row": lambda h, x: jnp.where(jnp.any(h > 0), h, x),
+    "a branch on rows": lambda h, x: lax.cond(h.sum() > 0, lambda h: h, lambda h: -h, x),
+    "a loop over rows": lambda h, x: lax.scan(lambda c, row: (c + row, c), jnp.zeros(3), h)[1] + x,
+    "a loop until all": lambda h, x: lax.while_loop(lambda c: jnp.any(c < 1), lambda c: c + 1, jnp.abs(h)) + x,
+}
+
+
+def is_proven(body):
+    traced, out = jax.make_jaxpr(body, return_shape=True)(*given())
+    returned = [0] * len(jax.tree.leaves(out))
+    return keeps_rows_apart(traced.jaxpr, (0, 0), returned, ROWS)
+
+
+def given():
+    return array(ROWS, 3, seed=1), array(ROWS, 3, seed=2)
+
+
+def meet(body):
+    """Whether a row of the results changes with another row of what is given."""
+    h, x = given()
+    before = [np.asarray(leaf) for leaf in jax.tree.leaves(body(h, x))]
+    for row in range(ROWS):
+        others = np.arange(ROWS) != row
+        for bad in (jnp.nan, 50.0, -0.3):
+            after = jax.tree.leaves(body(h.at[row].set(bad), x.at[row].set(bad)))
+            if any(not np.array_equal(np.asarray(a)[others], b[others]) for a, b in zip(after, before, strict=True)):
+                return True
+    return False
+
+
+@pytest.mark.parametrize("name", APART)
+def test_rows_that_are_apart_are_proven_so(name):
+    body = APART[name]
+    if name == "rows last":  # rows of the result lie along its last axis
+        traced = jax.make_jaxpr(body)(*given())
+        assert keeps_rows_apart(traced.jaxpr, (0, 0), [2], ROWS)
+        assert not keeps_rows_apart(traced.jaxpr, (0, 0), [0], ROWS)
+        return
+    assert not meet(body)
+    assert is_proven(body)
+
+
+@pytest.mark.parametrize("name", TOGETHER)
+def test_rows_that_meet_are_not(name):
+    assert not is_proven(TOGETHER[name])
+    assert meet(TOGETHER[name]) or name in {"any row", "a loop until all"}  # with other numbers
+
+
+OF_TWO = {
+    "add", "and", "atan2", "complex", "div", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne", "nextafter", "or",
+    "pow", "rem", "sub", "xor",
+}  # fmt: skip
+CALLED = {"and": "bitwise_and", "copy": "exp", "not": "bitwise_not", "or": "bitwise_or", "xor": "bitwise_xor"}
+OTHERWISE = {
+    "add_any": None, "name": None, "stop_gradient": None,
+    "clamp": lambda h, x: lax.clamp(-0.5, h, 0.5),
+    "convert_element_type": lambda h, x: lax.convert_element_type(h, jnp.int32),
+    "copy": lambda h, x: jnp.array(h, copy=True),
+    "integer_pow": lambda h, x: lax.integer_pow(h, 3),
+    "reduce_precision": lambda h, x: lax.reduce_precision(h, 8, 4),
+    "round": lambda h, x: lax.round(h),
+    "select_n": lambda h, x: lax.select_n(h > 0, h, x),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(independence._ELEMENTWISE - {n for n, f in OTHERWISE.items() if f is None}))
+def test_what_counts_as_elementwise_is(name):
+    function = getattr(lax, CALLED.get(name, name), None)
+
+    def body(h, x):
+        if name in OTHERWISE:
+            return OTHERWISE[name](h, x)
+        if name in {"and", "or", "xor", "not"}:
+            h, x = h > 0, x > 0
+        if name in {"conj", "real", "imag"}:
+            h = lax.complex(h, x)
+        return function(h, x) if name in OF_TWO else function(h)
+
+    assert name in {each.primitive.name for each in equations(jax.make_jaxpr(body)(*given()).jaxpr)}
+    assert is_proven(body)
+    assert not meet(lambda h, x: jnp.nan_to_num(body(h, x)))
+
+
+def test_what_all_rows_share_may_not_depend_on_any():
+    traced = jax.make_jaxpr(lambda h, x: (h + x, h * 2, W * 3))(*given())
+    assert keeps_rows_apart(traced.jaxpr, (0, 0), [0, 0, None], ROWS)
+    assert keeps_rows_apart(traced.jaxpr, (0, 0), [0, 0, 0], ROWS)  # the same for all of them
+    assert not keeps_rows_apart(traced.jaxpr, (0, 0), [0, None, None], ROWS)
+
+
+def selections(body, *, rows=ROWS):
+    """How many selections the step makes where nothing is differentiated."""
+    init, xs = array(rows, 3, seed=1), array(32, rows, 3, seed=2)
+
+    def run(init, xs, lengths):
+        return treescan.mask_scan(lambda h, x: (body(h, x),) * 2, init, xs, lengths=lengths, chunk=8)
+
+    program = jax.make_jaxpr(run)(init, xs, jnp.full(rows, 30))
+    loops = list(equations(program.jaxpr, "custom_jvp_call"))
+    names = [each.primitive.name for each in equations(loops[0].params["call_jaxpr"].jaxpr)]
+    return names.count("select_n")
+
+
+def test_a_step_that_nobody_differentiates_selects_its_state_once():
+    apart, together = APART["product"], TOGETHER["sum"]
+    assert selections(together) - selections(apart) == 1
+
+
+@pytest.mark.parametrize("options", [{}, {"compact": True}, {"reverse": True}, {"fill": -1, "chunk": 3}], ids=repr)
+@pytest.mark.parametrize("name", ["product", "norms", "embedding", "attention", "loop", "sum"])
+def test_padding_is_not_read(name, options):
+    """By jit, by vmap, and beside a gradient: padding of NaN, a state that no step fits after its end."""
+    body, lengths = {**APART, **TOGETHER}[name], jnp.array([9, 0, 13, 4])
+    if name == "sum" and options.get("compact"):
+        pytest.skip("it is told how many rows there are")
+    init, xs = array(ROWS, 3, seed=1), array(13, ROWS, 3, seed=2)
+    xs = jnp.where(treescan.length_mask(lengths, 13)[..., None], xs, jnp.nan)
+
+    def run(init, xs):
+        return treescan.mask_scan(lambda h, x: (body(h, x),) * 2, init, xs, lengths=lengths, **options)
+
+    def differentiated(init):
+        out = run(init, xs)
+        return jnp.sum(out[1]), out
+
+    want = jax.jit(run)(init, xs)
+    (_, beside), _ = jax.jit(jax.value_and_grad(differentiated, has_aux=True))(init)
+    with treescan.rewriting(False):
+        plain = jax.jit(functools.partial(run))(init, xs)
+    mapped = jax.vmap(run)(jnp.stack([-init, init]), jnp.stack([xs, xs]))
+    for other in (beside, plain, jax.tree.map(lambda leaf: leaf[1], mapped)):
+        for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(other), strict=True):
+            assert np.all(np.isfinite(a))
+            npt.assert_allclose(a, b, rtol=2e-5, atol=1e-5)

@@ -1,0 +1,135 @@
+"""What `plan_remat` predicts is what XLA plans, and `Remat.fit` stays within its budget."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy.testing as npt
+import pytest
+from loops import array
+from plan_bytes import PLANS, cases, layers_case, mlp, mlp_stack, plain, plain_stack, sine, steps_case
+
+import treescan
+from treescan import Remat
+
+CASES = list(cases())  # 72
+EVERYDAY = {("large parameters", 3), ("pattern with a rest", 2), ("transformer", 1), ("recurrence", 4), ("both", 0)}
+
+
+def named(case):
+    return f"{case.name}, {case.remat!r}"
+
+
+def is_everyday(case):
+    return (case.name, PLANS.index(case.remat)) in EVERYDAY
+
+
+@pytest.mark.parametrize(
+    "case", [c if is_everyday(c) else pytest.param(c, marks=pytest.mark.slow) for c in CASES], ids=named
+)
+def test_the_prediction_is_within_15_percent(case):
+    assert 0.85 <= case.predicted / case.compiled <= 1.15
+
+
+# Remat.fit
+
+LARGE = functools.partial(layers_case, "", plain, (16, 256), plain_stack(128, 256))  # 33.6 MB, a carry of 16 kB
+MIXED = functools.partial(layers_case, "", [mlp, mlp, sine], (128, 64), [mlp_stack(n, 64) for n in (17, 16, 16)])
+LONG = functools.partial(steps_case, "", 256, 64, 128)
+SMALL = functools.partial(layers_case, "", mlp, (64, 16), mlp_stack(36, 16))
+FAMILY = [
+    *PLANS,
+    *(Remat(policy, levels, size) for policy in (None, "everything_saveable") for levels in (2, 3) for size in (2, 6)),
+]
+
+
+@pytest.mark.parametrize(
+    ("make", "budgets"),
+    [
+        (LARGE, [2e6, 2.6e6, 9e6]),
+        *(pytest.param(*each, marks=pytest.mark.slow) for each in ((MIXED, [4e6, 6e6, 2e7]), (LONG, [9e5, 2e6, 3e7]))),
+        pytest.param(SMALL, [1e5, 3e5, 1e6], marks=pytest.mark.slow),
+    ],
+    ids=["large parameters", "pattern", "steps", "small"],
+)
+def test_fit_stays_within_its_budget(make, budgets):
+    """Where it finds no plan, there is none: none that is compiled here fits with 15 % to spare."""
+    least = []
+    for budget in map(int, budgets):
+        case = make(Remat.fit(budget))
+        try:
+            plan = case.plan(case.remat)
+        except treescan.ArgumentError as error:
+            assert "no plan fits" in str(error)
+            least = least or [make(remat).compiled for remat in FAMILY]
+            assert 1.15 * min(least) > budget
+        else:
+            assert case.compiled <= budget
+            assert make(plan.remat).compiled == case.compiled
+
+
+def test_large_parameters_are_not_nested():
+    """Where slices of parameters are larger than carries, a level costs more than it saves."""
+    assert LARGE(None).plan(Remat.fit(3_000_000)).remat == Remat(levels=1)
+    plans = [LARGE(None).plan(remat) for remat in (Remat(), Remat(levels=2), Remat(levels=3))]
+    assert [plan.needed_bytes for plan in plans] == sorted(plan.needed_bytes for plan in plans)
+    assert [plan.saved_bytes for plan in plans] == sorted((plan.saved_bytes for plan in plans), reverse=True)
+
+
+@pytest.mark.parametrize("counts", [(4, 4, 4), (5, 4, 4), (1, 1, 0)])
+@pytest.mark.parametrize("budget", [20_000, 10**7])
+def test_fit_of_a_pattern_changes_no_result(counts, budget):
+    stacks = [{"up": array(n, 8, 32, seed=i), "down": array(n, 32, 8, seed=9 + i)} for i, n in enumerate(counts)]
+
+    def loss(x, stacks, remat):
+        return jnp.sum(treescan.fold_layers([mlp, mlp, sine], x, stacks, remat=remat) ** 2)
+
+    got, want = (
+        jax.grad(functools.partial(loss, remat=r), (0, 1))(array(3, 8), stacks) for r in (Remat.fit(budget), None)
+    )
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        npt.assert_allclose(a, b, rtol=2e-4, atol=1e-4)
+
+
+def test_a_pattern_saves_a_carry_for_each_block():
+    plan = MIXED(None).plan(Remat())
+    assert plan.steps == 16
+    assert plan.carry_bytes == 128 * 64 * 4
+    assert 48 * plan.carry_bytes < plan.saved_bytes < 48 * plan.carry_bytes + plan.step_bytes
+    assert plan.copied_bytes == 16 * 2 * 64 * 256 * 4  # of the stack that leads
+
+
+def test_layers_are_planned_as_the_steps_that_they_are():
+    x, layers = jax.ShapeDtypeStruct((16, 64), jnp.float32), plain_stack(32, 64)
+    for remat in PLANS:
+        ours = treescan.plan_remat(plain, x, layers=layers, remat=remat, pair=False)
+        assert ours == treescan.plan_remat(lambda x, w: plain(w, x), x, layers, remat=remat, pair=False)
+    with_y = treescan.plan_remat(
+        lambda layer, x, scale: (plain(layer, x) * scale, x), x, layers=layers, args=(2.0,), remat=None
+    )
+    assert with_y.step_bytes >= ours.step_bytes
+
+
+def test_what_ys_and_integers_add():
+    x = jax.ShapeDtypeStruct((4, 8), jnp.float32)
+    ints, floats = (jax.ShapeDtypeStruct((64, 1000), dtype) for dtype in (jnp.int32, jnp.float32))
+
+    def copied(xs, body):
+        return treescan.plan_remat(body, x, xs, remat=Remat(levels=2)).copied_bytes
+
+    assert (
+        copied(ints, lambda h, x: (jnp.sin(h) + x.sum().astype(h.dtype), None)) == 8 * 4000
+    )  # which have no gradients
+    assert copied(floats, lambda h, x: (jnp.sin(h) + x.sum().astype(h.dtype), None)) == 8 * 8000
+    assert copied(ints, lambda h, x: (jnp.sin(h) + x.sum().astype(h.dtype), h)) == 8 * (4000 + 128)
+
+
+def test_offload_says_where_it_changes_nothing():
+    for call in (
+        lambda remat: treescan.fold(lambda c, x: c + x, 0.0, jnp.ones(4), remat=remat),
+        lambda remat: treescan.plan_remat(lambda c, x: (c + x, None), 0.0, jnp.ones(4), remat=remat),
+    ):
+        with pytest.warns(UserWarning, match="changes nothing on this device") as caught:
+            call(Remat(levels=2, offload="pinned_host"))
+        assert caught[0].filename == __file__
+        assert "treescan explain" not in str(caught[0].message)  # which knows treescan's own kinds alone

@@ -1,0 +1,313 @@
+"""What a scan over a packed batch ends with: of each sequence what it gives alone, in either direction."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.testing as npt
+import pytest
+from loops import array
+from oracle import as_numpy
+
+import treescan
+from treescan.carries import window
+
+H, ROWS = 2, 3
+LONG = [3, 1, 0, 4, 2, 0, 5]
+N = len(LONG)
+WEIGHTS = array(H, H, seed=1)
+SEQUENCES = [array(n, H, seed=40 + i) for i, n in enumerate(LONG)]
+PACKED = treescan.pack(SEQUENCES, rows=ROWS, length=7, value=np.nan)
+START = {"goal": 1 + abs(array(ROWS, H, seed=2)), "h": array(ROWS, H, seed=3), "n": jnp.arange(ROWS)}
+TO = {"goal": 1 + abs(array(ROWS, H, seed=5)), "h": array(ROWS, H, seed=6), "n": 5 + jnp.arange(ROWS)}
+INITS = {"goal": 1 + abs(array(N, H, seed=7)), "h": array(N, H, seed=8), "n": jnp.arange(N)}
+
+
+def step(w, carry, x):
+    """A goal that no step changes, a state, and a count."""
+    h = jnp.tanh(carry["h"] @ w + x) / carry["goal"]
+    return {"goal": carry["goal"], "h": h, "n": carry["n"] + 1}, {"h": h, "before": carry["h"]}
+
+
+def alone(w, starts, data, *, reverse=False):
+    """Each sequence by itself, from its own start: its last carry and its last y, 0 if it has none."""
+    carries, lasts = [], []
+    for i, sequence in enumerate(treescan.unpack(PACKED, data)):
+        carry = jax.tree.map(lambda leaf, i=i: leaf[i], starts)
+        y = {"h": jnp.zeros(H), "before": jnp.zeros(H)}
+        for x in sequence[::-1] if reverse else sequence:
+            carry, y = step(w, carry, x)
+        carries.append(carry)
+        lasts.append(y)
+    return tuple(jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in (carries, lasts))
+
+
+def of_rows(tree):
+    """For each sequence what its row has."""
+    return jax.tree.map(lambda leaf: leaf[PACKED.index.row], tree)
+
+
+FROM = {
+    "init": lambda start, to, inits: (start, {}, None, of_rows(start)),
+    "reset_to": lambda start, to, inits: (start, {"reset_to": to}, None, of_rows(to)),
+    "inits": lambda start, to, inits: (start, {}, inits, inits),
+}
+OPTIONS = {
+    "plain": {},
+    "chunk": {"chunk": 2},
+    "no chunk": {"chunk": 0},
+    "compact": {"chunk": 2, "compact": True},
+    "remat": {"remat": "nested", "chunk": 2},
+    "step": {"remat": "step"},
+}
+
+
+def floats(tree):
+    return {name: leaf for name, leaf in tree.items() if name != "n"}
+
+
+def derivatives(run):
+    def of(w, start, to, inits, data):
+        carry, lasts = result = run(w, {**START, **start}, {**TO, **to}, {**INITS, **inits}, data)
+        parts = carry["h"], carry["goal"], lasts["h"], lasts["before"]
+        return sum(jnp.sum(jnp.sin(part) * array(*part.shape, seed=i)) for i, part in enumerate(parts)), result
+
+    def both(*given):
+        (_, result), grads = jax.value_and_grad(of, (0, 1, 2, 3, 4), has_aux=True)(*given)
+        return result, grads
+
+    return both
+
+
+GIVEN = WEIGHTS, floats(START), floats(TO), floats(INITS), PACKED.data
+
+
+def close(got, want):
+    chex.assert_trees_all_equal_structs(got, want)
+    jax.tree.map(lambda a, b: npt.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
+
+
+def packed_run(begin, option, reverse):
+    def run(w, start, to, inits, data):
+        start, options, inits, _ = FROM[begin](start, to, inits)
+        batch = PACKED._replace(data=data, init=inits)
+        options = {**options, **OPTIONS[option], "reverse": reverse, "save": "last"}
+        return treescan.mask_scan(functools.partial(step, w), start, batch, **options)
+
+    return run
+
+
+def plain_run(begin, reverse):
+    def run(w, start, to, inits, data):
+        return alone(w, FROM[begin](start, to, inits)[3], data, reverse=reverse)
+
+    return run
+
+
+@functools.cache
+def expected(begin, reverse):
+    return jax.jit(derivatives(plain_run(begin, reverse)))(*GIVEN)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("begin", FROM)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_each_sequence_ends_with_what_it_gives_alone(option, begin, reverse):
+    run = packed_run(begin, option, reverse)
+    close(jax.jit(derivatives(run))(*GIVEN), expected(begin, reverse))
+    if option == "plain":
+        close(derivatives(run)(*GIVEN), expected(begin, reverse))
+        with jax.disable_jit():
+            close(derivatives(run)(*GIVEN), expected(begin, reverse))
+
+
+@pytest.mark.parametrize("begin", FROM)
+def test_under_vmap_and_forwards(begin):
+    ws, datas = jnp.stack([WEIGHTS, -WEIGHTS]), jnp.stack([PACKED.data, 2 * PACKED.data])
+
+    def mapped(run):
+        def of(ws):
+            return jax.vmap(run, (0, None, None, None, 0))(ws, START, TO, INITS, datas)
+
+        def loss(ws):
+            return sum(jnp.sum(jnp.sin(part[name])) for part in of(ws) for name in ("h",))
+
+        return of(ws), jax.grad(loss)(ws), jax.jvp(loss, (ws,), (jnp.ones_like(ws),))
+
+    runs = packed_run(begin, "chunk", True), plain_run(begin, True)
+    close(*[jax.jit(mapped, static_argnums=0)(run) for run in runs])
+
+
+def test_batches_of_a_vmap_end_each_their_own():
+    """Packed batches whose sequences stand elsewhere, and have other lengths."""
+    lists = [[3, 2, 2], [1, 5, 1]]
+    batches = [
+        treescan.pack([array(n, seed=n + 9 * i) for n in long], rows=2, length=5) for i, long in enumerate(lists)
+    ]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *batches)
+
+    def run(batch):
+        return treescan.mask_scan(lambda c, x: (0.5 * c + x, c), jnp.zeros(2), batch)
+
+    want = [run(batch) for batch in batches]
+    close(jax.vmap(run)(stacked), jax.tree.map(lambda *leaves: jnp.stack(leaves), *want))
+
+
+def test_first_and_last_are_what_the_run_began_and_ended_with():
+    def body(carry, x):
+        return carry + x, (carry, carry + x)
+
+    padded = treescan.pad(SEQUENCES)
+    for reverse in (False, True):
+        for batch, rows in ((PACKED, ROWS), (padded, N)):
+            run = functools.partial(treescan.mask_scan, body, jnp.ones((rows, H)), batch, reverse=reverse)
+            final, (before, after) = run()
+            some = np.array(LONG) > 0
+            npt.assert_array_equal(treescan.last(batch, after, reverse=reverse)[some], final[some])
+            npt.assert_array_equal(treescan.first(batch, before, reverse=reverse), np.where(some[:, None], [[1, 1]], 0))
+            close(run(save="last")[1][1], treescan.last(batch, after, reverse=reverse))
+            close(treescan.first(batch, after, reverse=reverse), treescan.last(batch, after, reverse=not reverse))
+
+
+def test_what_else_is_kept():
+    """`save` leaf by leaf, and a fill that is held or that empty sequences have."""
+
+    def body(carry, x):
+        return carry + x.sum(-1), {"a": carry, "b": x, "c": carry + 1}
+
+    run = functools.partial(treescan.mask_scan, body, jnp.zeros(ROWS), PACKED)
+    _, ys = run()
+    for fill in (-1, "hold", {"a": "hold", "b": -1, "c": 7}):
+        for disabled in (False, True):
+            with jax.disable_jit(disabled):
+                carry, kept = run(save={"a": "last", "b": None, "c": 3}, fill=fill)
+                whole = run(fill=fill)[1]
+            of = fill["a"] if isinstance(fill, dict) else fill
+            want = treescan.last(PACKED, ys["a"], reverse=False)
+            npt.assert_allclose(kept["a"], np.where(np.array(LONG) > 0, want, 0 if of == "hold" else of), rtol=1e-6)
+            assert kept["b"] is None
+            npt.assert_allclose(kept["c"], whole["c"][2::3], rtol=1e-6)
+            npt.assert_allclose(carry, [sequence.sum() for sequence in SEQUENCES], rtol=1e-5, atol=1e-6)
+
+
+def test_entries_stand_where_rows_stood():
+    """In a carry whose rows do not lead, in a custom carry, in leaves without rows, and beside static leaves."""
+
+    def body(carry, x):
+        h = jnp.tanh(carry["h"] + x.T)
+        return {**carry, "h": h, "w": x[:, 0], "steps": carry["steps"] + 1}, {"h": h, "steps": carry["steps"]}
+
+    init = {
+        "act": jnp.tanh,
+        "h": START["h"].T,
+        "k": jax.random.split(jax.random.key(0), ROWS),
+        "steps": 0,
+        "w": window(array(2, ROWS)),
+    }
+    axes = {"act": None, "h": 1, "k": 0, "steps": None, "w": 0}
+    options = {"carry_axes": axes, "y_axes": {"h": 1, "steps": None}, "save": "last"}
+    for disabled in (False, True):
+        with jax.disable_jit(disabled):
+            carry, ys = treescan.mask_scan(body, init, PACKED, **options)
+        rows = np.asarray(PACKED.index.row)
+        hs, last = [], []
+        for i, sequence in enumerate(SEQUENCES):
+            h, w = START["h"][rows[i]], init["w"].values[:, rows[i]]
+            for x in sequence:
+                h, w = jnp.tanh(h + x), jnp.stack([w[1], x[0]])
+            hs.append(h)
+            last.append(w)
+        npt.assert_allclose(carry["h"], np.stack(hs, 1), rtol=1e-5, atol=1e-6)
+        npt.assert_allclose(ys["h"], np.stack(hs, 1) * (np.array(LONG) > 0), rtol=1e-5, atol=1e-6)
+        npt.assert_array_equal(carry["w"].values, np.stack(last, 1))
+        npt.assert_array_equal(as_numpy(carry["k"]), as_numpy(init["k"])[rows])
+        assert carry["act"] is jnp.tanh
+        assert carry["steps"].shape == ys["steps"].shape == ()
+
+
+def test_keys_that_change():
+    def body(key, _):
+        return jax.vmap(lambda key: jax.random.split(key)[0])(key), None
+
+    keys = jax.random.split(jax.random.key(0), ROWS)
+    final, _ = treescan.mask_scan(body, keys, PACKED)
+    want = []
+    for i, n in enumerate(LONG):
+        key = keys[int(PACKED.index.row[i])]
+        for _ in range(n):
+            key = jax.random.split(key)[0]
+        want.append(key)
+    npt.assert_array_equal(as_numpy(final), as_numpy(jnp.stack(want)))
+
+
+def test_a_truncated_gradient_ends_in_each_sequence():
+    """What an earlier sequence of a row ended with is not cut by the stretches that follow it."""
+
+    def final(data, truncate, **options):
+        batch = PACKED._replace(data=data)
+        return jnp.sum(
+            treescan.mask_scan(lambda c, x: (c + x, None), START["h"], batch, truncate=truncate, **options)[0]
+        )
+
+    data = jnp.nan_to_num(PACKED.data)
+    for options in ({}, {"chunk": 2, "compact": True}):
+        got = jax.grad(functools.partial(final, **options))(data, 3)
+        want = np.zeros(data.shape)
+        for row, start, n in zip(*map(np.asarray, PACKED.index), strict=True):
+            last = start + n - 1
+            first = max(start, last // 3 * 3)
+            want[first : last + 1, row] = 1
+        npt.assert_array_equal(got, want)
+
+
+def test_one_scan_goes_on_where_another_ended():
+    body = functools.partial(step, WEIGHTS)
+    halves = [[s[: len(s) // 2] for s in SEQUENCES], [s[len(s) // 2 :] for s in SEQUENCES]]
+    first, second = (treescan.pack(half, rows=ROWS) for half in halves)
+    middle, _ = treescan.mask_scan(body, START, first._replace(init=INITS))
+    final, _ = treescan.mask_scan(body, START, second._replace(init=middle))
+    whole, _ = treescan.mask_scan(body, START, PACKED._replace(init=INITS))
+    close(final, whole)
+
+
+def test_rows_that_are_given_as_options_end_as_rows():
+    final, _ = treescan.mask_scan(
+        functools.partial(step, WEIGHTS), START, PACKED.data, mask=PACKED.mask, resets=PACKED.resets
+    )
+    assert final["h"].shape == (ROWS, H)
+
+
+def test_nothing_but_empty_sequences():
+    packed = treescan.pack([np.zeros((0, H), np.float32)] * 2)
+    for rows in (1, 2):
+        batch = treescan.pack([np.zeros((0, H), np.float32)] * 2, rows=rows)
+        final, last = treescan.mask_scan(lambda c, x: (c + x, x), jnp.ones((rows, H)), batch, save="last", fill=3)
+        npt.assert_array_equal(final, np.ones((2, H)))
+        npt.assert_array_equal(last, np.full((2, H), 3))
+    longer = treescan.pack([np.zeros((0, H), np.float32)] * 2, length=4, init=[np.ones(H), np.zeros(H)])
+    npt.assert_array_equal(treescan.mask_scan(lambda c, x: (c + x, x), jnp.ones((1, H)), longer)[0], [[1, 1], [0, 0]])
+    assert packed.steps == 0
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("begin", ["reset_to", "inits"])
+def test_steps_that_are_left_out_of_the_mask(begin, reverse):
+    """A sequence begins with its first step that is left, and ends with its last; one without any ends as it begins."""
+    left = np.asarray(PACKED.mask) & (np.random.default_rng(3).random(PACKED.mask.shape) < 0.5)
+    start, options, inits, starts = FROM[begin](START, TO, INITS)
+    batch = PACKED._replace(mask=jnp.asarray(left), init=inits)
+    run = functools.partial(treescan.mask_scan, functools.partial(step, WEIGHTS), start, batch, save="last")
+    results = [run(reverse=reverse, **options, **more) for more in ({"chunk": 1}, {"chunk": 2, "compact": True}, {})]
+    with jax.disable_jit():
+        close(run(reverse=reverse, **options), results[-1])
+    for got, lasts in results:
+        for i, (row, first, n) in enumerate(zip(*map(np.asarray, PACKED.index), strict=True)):
+            carry = jax.tree.map(lambda leaf, i=i: leaf[i], starts)
+            steps, y = [t for t in range(first, first + n) if left[t, row]], jnp.zeros(H)
+            for t in steps[::-1] if reverse else steps:
+                carry, _ = step(WEIGHTS, carry, PACKED.data[t, row])
+                y = carry["h"]
+            npt.assert_allclose(lasts["h"][i], y, rtol=2e-5, atol=2e-5)
+            close(jax.tree.map(lambda leaf, i=i: leaf[i], got), carry)

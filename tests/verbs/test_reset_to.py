@@ -1,0 +1,470 @@
+"""`reset_to` and the inits of packed sequences, against a loop over the steps of each row, one by one."""
+
+import functools
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.testing as npt
+import pytest
+from loops import array
+from oracle import as_numpy
+from traces import compilations
+
+import treescan
+from treescan.carries import keys, window
+
+T, B, H = 7, 3, 2
+LENGTHS = np.array([7, 3, 0])
+HOLES = np.array([[0, 1, 0], [1, 1, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0], [1, 0, 0], [1, 1, 0]], bool)
+RESETS = np.array([[1, 0, 1], [0, 1, 0], [1, 1, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0], [0, 1, 0]], bool)
+ALL = np.ones((T, B), bool)
+WEIGHTS = array(H, H, seed=1)
+INIT = {"goal": 1 + abs(array(B, H, seed=2)), "h": array(B, H, seed=3), "n": jnp.arange(B)}
+TO = {"goal": 2 + abs(array(B, H, seed=4)), "h": array(B, H, seed=5), "n": 10 * jnp.arange(B)}
+XS = array(T, B, H, seed=6)
+
+
+def step(w, carry, x):
+    """A goal that no step changes, a state, and a count; what is divided by is 0 in a goal that must not be seen."""
+    h = jnp.tanh(carry["h"] @ w + x) / carry["goal"]
+    n = carry["n"] + 1
+    return {"goal": carry["goal"], "h": h, "n": n}, h * n.astype(h.dtype)[..., None]
+
+
+def restarts(valid, resets, t, b, reverse):
+    """Whether a row begins anew before a step."""
+    later = [s for s in range(t + 1, len(valid)) if valid[s, b]]
+    return bool(later) and bool(resets[later[0], b]) if reverse else bool(resets[t, b])
+
+
+def by_hand(w, init, to, xs, valid, resets, *, reverse=False):
+    """Every row by itself, each step by itself; `to(row, step)` is what a reset of the row puts back before a step."""
+    finals, ys = [], [[None] * valid.shape[1] for _ in range(len(valid))]
+    for b in range(valid.shape[1]):
+        carry = jax.tree.map(lambda leaf, b=b: leaf[b], init)
+        for t in reversed(range(len(valid))) if reverse else range(len(valid)):
+            ys[t][b] = jnp.zeros(H)
+            if valid[t, b]:
+                if restarts(valid, resets, t, b, reverse):
+                    carry = to(b, t)
+                carry, ys[t][b] = step(w, carry, xs[t, b])
+        finals.append(carry)
+    return jax.tree.map(lambda *rows: jnp.stack(rows), *finals), jnp.stack([jnp.stack(row) for row in ys])
+
+
+def loss(result):
+    final, ys = result
+    parts = (final["h"], final["goal"], ys)
+    return sum(jnp.sum(jnp.sin(part) * array(*part.shape, seed=i)) for i, part in enumerate(parts))
+
+
+def floats(tree):
+    return {name: leaf for name, leaf in tree.items() if name != "n"}
+
+
+def derivatives(run):
+    """Results, and the gradient with respect to weights, init, what is put back, and xs."""
+
+    def of(w, init, to, xs):
+        given = {**INIT, **init}, {**TO, **to}
+        result = run(w, *given, xs)
+        return loss(result), result
+
+    return jax.value_and_grad(of, (0, 1, 2, 3), has_aux=True)
+
+
+def close(got, want):
+    chex.assert_trees_all_equal_structs(got, want)
+    jax.tree.map(lambda a, b: npt.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
+
+
+ROWS = {
+    "alone": (ALL, {}),
+    "lengths": (np.arange(T)[:, None] < LENGTHS, {"lengths": LENGTHS}),
+    "mask": (HOLES, {"mask": HOLES}),
+}
+OPTIONS = {
+    "plain": {},
+    "chunk": {"chunk": 2},
+    "no chunk": {"chunk": 0},
+    "compact": {"chunk": 3, "compact": True},
+    "remat": {"remat": "nested", "chunk": 2},
+    "step": {"remat": "step"},
+}
+
+
+@functools.cache
+def expected(rows, reverse):
+    valid, _ = ROWS[rows]
+
+    def run(w, init, to, xs):
+        return by_hand(w, init, lambda b, t: jax.tree.map(lambda leaf: leaf[b], to), xs, valid, RESETS, reverse=reverse)
+
+    return jax.jit(derivatives(run))(WEIGHTS, floats(INIT), floats(TO), XS)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("rows", ROWS)
+@pytest.mark.parametrize("option", OPTIONS)
+def test_is_the_loop_by_hand(rows, option, reverse):
+    valid, given = ROWS[rows]
+    if rows == "alone" and option in ("compact", "no chunk"):
+        pytest.skip("every step is valid: nothing to skip")
+    poisoned = jnp.where(valid[..., None], XS, jnp.nan)
+
+    def run(w, init, to, xs):
+        return treescan.mask_scan(
+            functools.partial(step, w),
+            init,
+            xs,
+            resets=RESETS,
+            reset_to=to,
+            reverse=reverse,
+            **given,
+            **OPTIONS[option],
+        )
+
+    want = expected(rows, reverse)
+    close(jax.jit(derivatives(run))(WEIGHTS, floats(INIT), floats(TO), poisoned), want)
+    if option == "plain":
+        close(derivatives(run)(WEIGHTS, floats(INIT), floats(TO), poisoned), want)
+        with jax.disable_jit():
+            close(derivatives(run)(WEIGHTS, floats(INIT), floats(TO), poisoned), want)
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+def test_under_vmap_and_forwards(reverse):
+    """Elements of a vmap whose flags and states differ, one of them without a valid step."""
+    valid = np.stack([HOLES, np.zeros_like(HOLES), ~HOLES])
+    resets = np.stack([RESETS, RESETS, ~RESETS])
+    tos = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf + 1, leaf * 2]), TO)
+
+    def run(w, valid, resets, to):
+        return treescan.mask_scan(
+            functools.partial(step, w), INIT, XS, mask=valid, resets=resets, reset_to=to, reverse=reverse, chunk=2
+        )
+
+    def one(w, i):
+        to = jax.tree.map(lambda leaf: leaf[i], tos)
+        return by_hand(
+            w,
+            INIT,
+            lambda b, t: jax.tree.map(lambda leaf: leaf[b], to),
+            XS,
+            valid[i],
+            resets[i],
+            reverse=reverse,
+        )
+
+    def mapped(w):
+        return jax.vmap(run, (None, 0, 0, 0))(w, valid, resets, tos)
+
+    def plain(w):
+        return jax.tree.map(lambda *leaves: jnp.stack(leaves), *[one(w, i) for i in range(3)])
+
+    close(jax.jit(mapped)(WEIGHTS), plain(WEIGHTS))
+    direction = array(H, H, seed=9)
+    close(*(jax.jvp(lambda w, f=f: loss(f(w)), (WEIGHTS,), (direction,)) for f in (mapped, plain)))
+    grads = [jax.jit(jax.grad(lambda w, f=f: loss(f(w))))(WEIGHTS) for f in (mapped, plain)]
+    close(*grads)
+
+
+def test_an_init_that_is_not_seen_is_not_read():
+    """A row whose first valid step is flagged starts from what is put back: not from its init, NaN say."""
+    resets = RESETS | (np.cumsum(HOLES, 0) == 1)
+    lost = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan) if leaf.dtype == jnp.float32 else leaf, INIT)
+
+    def run(w, init, to, xs, **options):
+        return treescan.mask_scan(
+            functools.partial(step, w), init, xs, mask=HOLES, resets=resets, reset_to=to, **options
+        )
+
+    def total(w, init, to, **options):
+        return jnp.sum(jnp.sin(run(w, {**INIT, **init}, {**TO, **to}, XS, **options)[1]))
+
+    for options in ({}, {"chunk": 2}, {"chunk": 2, "compact": True}, {"carry_axes": {"goal": 0, "h": 0, "n": None}}):
+        to = floats(TO)
+        if "carry_axes" in options:
+            init, to = {**lost, "n": jnp.int32(0)}, {**TO, "n": None}
+
+            def body(carry, x):
+                new, y = step(WEIGHTS, {**carry, "n": jnp.broadcast_to(carry["n"], (B,))}, x)
+                return {**new, "n": carry["n"] + 1}, y
+
+            def shared(init, to, init0=init, body=body, options=options, others=to):
+                given = {**init0, **init}, {**others, **to}
+                result = treescan.mask_scan(body, given[0], XS, mask=HOLES, resets=resets, reset_to=given[1], **options)
+                return jnp.sum(jnp.sin(result[1]))
+
+            grads = jax.jit(jax.grad(shared, (0, 1)))(floats(lost), floats(TO))
+        else:
+            grads = jax.jit(jax.grad(functools.partial(total, **options), (0, 1, 2)))(WEIGHTS, floats(lost), to)
+        assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(grads))
+
+
+def test_what_may_be_said():
+    """A number, a tree of numbers with None for what `init` has, a function of init: each is the tree it stands for."""
+
+    def run(to, **options):
+        return treescan.mask_scan(
+            functools.partial(step, WEIGHTS), INIT, XS, resets=RESETS, lengths=LENGTHS, reset_to=to, **options
+        )
+
+    def of(goal, h, n):
+        return run({"goal": jnp.broadcast_to(goal, (B, H)), "h": jnp.broadcast_to(h, (B, H)), "n": n})
+
+    ones = jnp.ones(B, jnp.int32)
+    close(run(1), of(1.0, 1.0, ones))
+    close(run({"goal": 2, "h": None, "n": np.int32(1)}), of(2.0, INIT["h"], ones))
+    close(run(lambda init: {**init, "h": 0.5, "n": init["n"] * 0}), of(INIT["goal"], 0.5, 0 * ones))
+    close(run(lambda init: jax.tree.map(jnp.ones_like, init)), of(1.0, 1.0, ones))
+    close(run({"goal": None, "h": None, "n": None}), run(None))
+    close(run(lambda init: init), run(None))
+
+
+def test_other_layouts():
+    """Rows elsewhere in the carry, several batch axes, none, and batch-first data."""
+
+    def cell(carry, x):
+        return jnp.tanh(carry + x), carry
+
+    init, to, xs = array(B, H, seed=2), array(B, H, seed=3), array(T, B, H, seed=4)
+    want = treescan.mask_scan(cell, init, xs, mask=HOLES, resets=RESETS, reset_to=to)
+
+    def transposed(carry, x):
+        carry, y = cell(carry.T, x)
+        return carry.T, y
+
+    got = treescan.mask_scan(transposed, init.T, xs, mask=HOLES, resets=RESETS, reset_to=to.T, carry_axes=1)
+    close((got[0].T, got[1]), want)
+    got = treescan.mask_scan(cell, init, xs.swapaxes(0, 1), mask=HOLES.T, resets=RESETS.T, reset_to=to, time_axis=1)
+    close((got[0], got[1].swapaxes(0, 1)), want)
+    single = [
+        treescan.mask_scan(cell, init[b], xs[:, b], mask=HOLES[:, b], resets=RESETS[:, b], reset_to=to[b])
+        for b in range(B)
+    ]
+    close((jnp.stack([c for c, _ in single]), jnp.stack([y for _, y in single], 1)), want)
+    two = treescan.mask_scan(
+        cell,
+        jnp.stack([init, init]),
+        jnp.stack([xs, xs], 1),
+        mask=np.stack([HOLES, HOLES], 1),
+        resets=np.stack([RESETS, RESETS], 1),
+        reset_to=jnp.stack([to, to]),
+        compact=True,
+    )
+    close((two[0][0], two[1][:, 1]), want)
+
+
+def test_shared_leaves_are_never_reset():
+    def count(carry, x):
+        totals, steps = carry
+        return (totals + x, steps + 1), totals
+
+    run = functools.partial(
+        treescan.mask_scan, count, (jnp.ones(B), 0), XS[..., 0], resets=RESETS, carry_axes=(0, None)
+    )
+    want = treescan.mask_scan(lambda c, x: (c + x, c), jnp.ones(B), XS[..., 0], resets=RESETS, reset_to=5 * jnp.ones(B))
+    for to in (5, (5.0, None), lambda init: (5 * init[0], init[1])):
+        (totals, steps), ys = run(reset_to=to)
+        close((totals, ys), want)
+        assert steps == T
+
+
+def test_truncate_cuts_the_carry_and_not_what_is_put_back():
+    def total(to, resets):
+        ys = treescan.mask_scan(lambda c, x: (c, c), jnp.zeros(1), jnp.zeros((4, 1)), resets=resets, reset_to=to,
+                                truncate=2)[1]  # fmt: skip
+        return jnp.sum(ys)
+
+    begins = np.array([[0], [0], [1], [0]], bool)
+    npt.assert_array_equal(jax.grad(total)(jnp.ones(1), begins), [2])
+    npt.assert_array_equal(jax.grad(total)(jnp.ones(1), np.roll(begins, -1)), [1])
+
+
+def test_custom_carries():
+    """A carry is put back to another of its class; what it shares stays; None stands for its init."""
+
+    def body(carry, x):
+        return {"m": x, "w": x, "h": carry["w"].sum(0)}, carry["w"][0]
+
+    def init(first):
+        return {
+            "m": window(first * jnp.ones((1, B))),
+            "w": window(first * jnp.ones((2, B))),
+            "h": jnp.zeros(B),
+        }
+
+    xs = array(T, B)
+    ours = treescan.mask_scan(
+        body, init(1.0), xs, resets=RESETS, mask=HOLES, reset_to={"m": None, "w": init(5.0)["w"], "h": 0.0}
+    )
+
+    def plain(carry, x):
+        _, w = carry
+        return (x[None], jnp.concatenate([w[1:], x[None]])), w[0]
+
+    theirs = treescan.mask_scan(
+        plain,
+        (jnp.ones((1, B)), jnp.ones((2, B))),
+        xs,
+        resets=RESETS,
+        mask=HOLES,
+        reset_to=(None, 5 * jnp.ones((2, B))),
+        carry_axes=1,
+    )
+    close((ours[0]["m"].values, ours[0]["w"].values), theirs[0])
+    close(ours[1], theirs[1])
+
+
+def test_keys_are_put_back():
+    first, second = (jax.random.split(jax.random.key(i), B) for i in range(2))
+
+    def draw(carry, _):
+        return carry, jax.vmap(jax.random.normal)(carry)
+
+    _, ys = treescan.mask_scan(draw, keys(first), length=T, resets=RESETS, reset_to=keys(second))
+    _, of_second = treescan.mask_scan(draw, keys(second), length=T, resets=RESETS)
+    begun = np.cumsum(RESETS, 0) > 0
+    npt.assert_array_equal(np.asarray(ys)[begun], np.asarray(of_second)[begun])
+    raw = treescan.mask_scan(lambda k, x: (k, k), first, length=T, resets=RESETS, reset_to=second)[1]
+    want = np.where(begun[..., None], as_numpy(second), as_numpy(first))
+    npt.assert_array_equal(as_numpy(raw), want)
+
+
+# Packed sequences, each with an init.
+
+LONG = [3, 1, 0, 4, 2]
+INITS = [
+    {"goal": 1 + abs(array(H, seed=20 + i)), "h": array(H, seed=30 + i), "n": jnp.int32(i)} for i in range(len(LONG))
+]
+SEQUENCES = [array(n, H, seed=40 + i) for i, n in enumerate(LONG)]
+
+
+def packed_inits():
+    return jax.tree.map(lambda *leaves: jnp.stack(leaves), *INITS)
+
+
+def sequences_alone(w, inits, sequences, reverse):
+    outs = []
+    for i, sequence in enumerate(sequences):
+        carry, ys = jax.tree.map(lambda leaf, i=i: leaf[i], inits), [jnp.zeros((0, H))]
+        for x in sequence[::-1] if reverse else sequence:
+            carry, y = step(w, carry, x)
+            ys.append(y[None])
+        outs.append((carry, jnp.concatenate(ys[::-1] if reverse else ys)))
+    return outs
+
+
+@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
+@pytest.mark.parametrize("option", ["plain", "chunk", "compact", "remat"])
+def test_each_sequence_starts_from_its_own(option, reverse):
+    packed = treescan.pack(SEQUENCES, rows=3, length=6, value=np.nan, init=INITS)
+    assert packed.mask.all(0).sum() < 3
+    chex.assert_trees_all_equal(packed.init, packed_inits())
+    lost = jax.tree.map(lambda leaf: jnp.full_like(leaf, jnp.nan) if leaf.ndim > 1 else leaf, INIT)
+
+    def total(ys):
+        return sum(jnp.sum(jnp.sin(y) * array(*y.shape, seed=i)) for i, y in enumerate(ys))
+
+    def ours(w, inits, data):
+        batch = packed._replace(data=data, init={**packed.init, **inits})
+        _, ys = treescan.mask_scan(functools.partial(step, w), lost, batch, reverse=reverse, **OPTIONS[option])
+        ys = treescan.unpack(packed, ys)
+        return total(ys), ys
+
+    def theirs(w, inits, data):
+        sequences = treescan.unpack(packed, data)
+        ys = [y for _, y in sequences_alone(w, {**packed.init, **inits}, sequences, reverse)]
+        return total(ys), ys
+
+    given = WEIGHTS, floats(packed.init), packed.data
+    got, want = (jax.value_and_grad(f, (0, 1, 2), has_aux=True)(*given) for f in (jax.jit(ours), theirs))
+    close(got, want)
+    if option == "plain":
+        with jax.disable_jit():
+            close(jax.value_and_grad(ours, (0, 1, 2), has_aux=True)(*given), want)
+        twice = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), given[1])
+        mapped = jax.vmap(lambda inits: ours(given[0], inits, given[2]))(twice)
+        close(jax.tree.map(lambda leaf: leaf[0], mapped), want[0])
+        close(jax.jit(lambda inits: jax.jvp(lambda i: ours(given[0], i, given[2])[0], (inits,), (inits,)))(given[1]),
+              jax.jvp(lambda i: theirs(given[0], i, given[2])[0], (given[1],), (given[1],)))  # fmt: skip
+
+
+def test_rows_before_their_first_sequence_have_the_scans_init():
+    packed = treescan.pack([np.ones(2, np.float32)], rows=2, init=[5.0])
+    _, ys = treescan.mask_scan(lambda c, x: (c + x, c), jnp.array([1.0, 2.0]), packed)
+    npt.assert_array_equal(ys.T, [[5, 6], [0, 0]])
+
+
+def test_none_in_an_init_stands_for_the_scans():
+    packed = treescan.pack(SEQUENCES, rows=2, init=[{**init, "goal": None} for init in INITS])
+    same = jax.tree.map(lambda leaf: jnp.stack([leaf[0]] * 2), INIT)
+    whole = treescan.pack(SEQUENCES, rows=2, init=[{**init, "goal": INIT["goal"][0]} for init in INITS])
+    body = functools.partial(step, WEIGHTS)
+    close(treescan.mask_scan(body, same, packed)[1], treescan.mask_scan(body, same, whole)[1])
+
+
+def test_reset_to_of_a_packed_batch_begins_all_its_sequences():
+    packed = treescan.pack(SEQUENCES, rows=2)
+    alike = [INITS[0]] * len(LONG)
+    body, to = functools.partial(step, WEIGHTS), jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), INITS[0])
+    lost = jax.tree.map(lambda leaf: 0 * leaf, to)
+    for reverse in (False, True):
+        got = treescan.mask_scan(body, lost, packed, reset_to=to, reverse=reverse)
+        want = treescan.mask_scan(body, lost, treescan.pack(SEQUENCES, rows=2, init=alike), reverse=reverse)
+        close(got[1], want[1])
+
+
+def test_inits_of_custom_carries_and_keys():
+    of = jax.random.split(jax.random.key(0), 3)
+    sequences = [np.ones(n, np.float32) for n in (2, 3, 1)]
+    inits = [{"w": window(jnp.array([1.0, 2.0]) * i), "k": of[i]} for i in range(3)]
+    packed = treescan.pack(sequences, rows=2, init=inits)
+    rows = {"w": window(jnp.zeros((2, 2))), "k": jax.random.split(jax.random.key(1), 2)}
+
+    def body(carry, x):
+        return {"w": x, "k": carry["k"]}, (carry["w"][0], carry["k"])
+
+    _, (oldest, drawn) = treescan.mask_scan(body, rows, packed)
+    assert [part.tolist() for part in treescan.unpack(packed, oldest)] == [[0, 0], [1, 2, 1], [2]]
+    for i, part in enumerate(treescan.unpack(packed, drawn)):
+        npt.assert_array_equal(as_numpy(part), as_numpy(jnp.stack([of[i]] * len(sequences[i]))))
+
+
+def test_pack_of_traced_inits():
+    def total(inits):
+        packed = treescan.pack(SEQUENCES, rows=2, init=[{**a, **b} for a, b in zip(INITS, inits, strict=True)])
+        start = jax.tree.map(lambda leaf: leaf[:2], packed_inits())
+        return jnp.sum(jnp.sin(treescan.mask_scan(functools.partial(step, WEIGHTS), start, packed)[1]))
+
+    def alone(inits):
+        stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *inits)
+        outs = sequences_alone(WEIGHTS, {**packed_inits(), **stacked}, SEQUENCES, reverse=False)
+        return sum(jnp.sum(jnp.sin(y)) for _, y in outs)
+
+    given = [floats(init) for init in INITS]
+    close(jax.jit(jax.grad(total))(given), jax.grad(alone)(given))
+
+
+def test_pack_of_inits_compiles_nothing():
+    inits = [{"h": np.zeros(31, np.float32), "n": i} for i in range(len(LONG))]
+    assert not compilations(lambda: treescan.pack(SEQUENCES_ON_THE_HOST, init=inits))
+
+
+SEQUENCES_ON_THE_HOST = [np.asarray(sequence) for sequence in SEQUENCES]
+
+
+def test_resets_within_packed_sequences():
+    """They put back what the sequence began from: its own init, or what `reset_to` says."""
+    ones = [np.ones(4, np.float32), np.ones(3, np.float32)]
+    for reverse, want in ((False, [[11, 12, 11, 12], [21, 22, 23]]), (True, [[12, 11, 12, 11], [23, 22, 21]])):
+        packed = treescan.pack(ones, rows=1, init=[10.0, 20.0])
+        within = packed._replace(resets=packed.resets.at[packed.index.start[0] + 2, 0].set(True))
+        run = functools.partial(treescan.mask_scan, lambda c, x: (c + x, c + x), jnp.zeros(1), reverse=reverse)
+        _, ys = run(within)
+        assert [y.tolist() for y in treescan.unpack(packed, ys)] == want
+        _, ys = run(within._replace(init=None), reset_to=10.0)
+        assert [y.tolist() for y in treescan.unpack(packed, ys)] == [want[0], [y - 10 for y in want[1]]]

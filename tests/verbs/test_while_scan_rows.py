@@ -1,0 +1,578 @@
+"""Rows of a `while_scan` that stop each by itself: against a Python loop for each row."""
+
+import functools
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hlo import Program
+from loops import array
+from oracle import as_numpy
+from thin import everyday, slow
+from unpadded import QUICKLY, assert_close
+
+import treescan
+from treescan import Remat, while_scan
+from treescan.carries import ema, keys
+
+LENGTH, D, FILL = 19, 2, -1.0
+STOPS = jnp.array([0.0, 3.0, 7.0, 30.0, 19.0, 1.0])
+COMPACT = {"all": False, "live": True, "tiers": (1, 4)}
+
+
+def step(weights, carry, x):
+    """Divides by what is zero where a row has stopped, and reads a scale that is bad where a row never starts."""
+    h = jnp.tanh(carry["h"] @ weights + (0.3 if x is None else x)) * jnp.log(carry["scale"])[..., None]
+    h = h + 0.1 * jnp.sqrt(carry["left"])[..., None]
+    y = {"a": h / carry["left"][..., None], "n": carry["n"]}
+    return {**carry, "h": h, "n": carry["n"] + 1, "left": carry["left"] - 1.0}, y
+
+
+def goes_on(carry):
+    return carry["left"] > 0
+
+
+def init_of(h, left):
+    bad = jnp.where(left > 0, 0.5 + 0.1 * left, jnp.nan)
+    return {"h": h, "left": left, "n": jnp.zeros(left.shape, jnp.int32), "scale": bad}
+
+
+def ours(options, weights, h, left, xs=None):
+    body = functools.partial(step, weights)
+    return while_scan(goes_on, body, init_of(h, left), xs, max_length=LENGTH, fill={"a": FILL, "n": -1}, **options)
+
+
+def one_row(options, weights, h, left, xs):
+    """The loop of one row, in Python."""
+    places = range(LENGTH)[::-1] if options.get("reverse") else range(LENGTH)
+    carry, ys, steps = init_of(h, left), [{"a": jnp.full(D, FILL), "n": jnp.int32(-1)}] * LENGTH, 0
+    for t in places:
+        if not goes_on(carry):
+            break
+        carry, ys[t] = step(weights, carry, None if xs is None else xs[t])
+        last, steps = ys[t], steps + 1
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *ys)
+    if options.get("save") == "last":
+        stacked = last if steps else ys[0]
+    elif isinstance(options.get("save"), int):
+        stacked = jax.tree.map(lambda leaf: leaf[options["save"] - 1 :: options["save"]], stacked)
+    return carry, stacked, jnp.int32(steps), ~goes_on(carry)
+
+
+def by_hand(options, weights, h, left, xs=None):
+    """The rows one by one, over any number of batch axes."""
+    batch = np.shape(left)
+    places = list(itertools.product(*map(range, batch)))
+    rows = [one_row(options, weights, h[at], left[at], None if xs is None else xs[(slice(None), *at)]) for at in places]
+    ys_axis = 0 if options.get("save") == "last" else 1
+
+    def together(axis):
+        def stack(*leaves):
+            stacked = jnp.stack(leaves, axis)
+            return stacked.reshape(*stacked.shape[:axis], *batch, *stacked.shape[axis + 1 :])
+
+        return lambda trees: jax.tree.map(stack, *trees)
+
+    carry, ys, steps, stopped = zip(*rows, strict=True)
+    return together(0)(carry), together(ys_axis)(ys), together(0)(steps), together(0)(stopped)
+
+
+def loss_of(run):
+    """A loss of what is smooth; it reads nothing that is bad before the loop."""
+
+    def loss(weights, h, left, xs=None):
+        carry, ys = run(weights, h, left, xs)[:2]
+        return jnp.sum(jnp.sin(carry["h"])) + jnp.sum(ys["a"] ** 2) + jnp.sum(carry["left"])
+
+    return loss
+
+
+def derived(run, *given):
+    loss = loss_of(run)
+    places = tuple(i for i in range(len(given)) if i != 2)
+    carry, *others = run(*given)
+    return {**carry, "scale": jnp.zeros(())}, *others, jax.grad(loss, places)(*given)
+
+
+def given_of(*batch, xs=True, stops=STOPS):
+    left = stops.reshape(batch)
+    return array(D, D, seed=1), array(*batch, D, seed=2), left, *([array(LENGTH, *batch, D, seed=3)] if xs else [])
+
+
+def assert_same(options, *given, **others):
+    mine = functools.partial(derived, functools.partial(ours, {**options, **others}))
+    assert_close(jax.jit(mine, compiler_options=QUICKLY)(*given), derived(functools.partial(by_hand, options), *given))
+
+
+GRID = list(itertools.product(COMPACT, [True, False], [False, True], ["all", "last", 3]))
+ROWS = [("live", True, False, "all"), ("all", True, True, "last"), ("tiers", False, True, 3), ("live", False, False, 3)]
+
+
+@pytest.mark.parametrize(("compact", "with_xs", "reverse", "save"), everyday([*ROWS, *GRID]))
+def test_values_and_gradients(compact, with_xs, reverse, save):
+    options = {"reverse": reverse, "save": save}
+    assert_same(options, *given_of(6, xs=with_xs), compact=COMPACT[compact])
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("batch", [(2, 3), (6, 1)])
+def test_several_batch_axes(batch, compact):
+    assert_same({}, *given_of(*batch), compact=compact)
+
+
+def same_derivative(got, want, *given):
+    tangents = tuple(jnp.cos(3 * leaf) for leaf in given)
+    mine, theirs = (jax.jit(functools.partial(jax.jvp, f))(given, tangents) for f in (got, want))
+    assert_close(mine, theirs)
+
+
+def smooth(run, left, xs, weights, h):
+    carry, ys = run(weights, h, left, xs)[:2]
+    return carry["h"], carry["left"], ys["a"]
+
+
+def known(options, stops, weights, h, left, xs):
+    """The same, for numbers of steps that are known: it may be traced."""
+    del left
+    rows = [
+        jax.lax.fori_loop(0, 1, lambda _, c: c, 0.0) * 0 + _row_of(options, int(n), weights, h[b], stops[b], xs[:, b])
+        for b, n in enumerate(stops)
+    ]
+    return jnp.stack(rows)
+
+
+def _row_of(options, steps, weights, h, left, xs):
+    carry, total = init_of(h, left), 0.0
+    for t in range(min(steps, LENGTH)):
+        carry, y = step(weights, carry, xs[t])
+        total = total + jnp.sum(y["a"] ** 2)
+    return jnp.sum(jnp.sin(carry["h"])) + total
+
+
+def each_loss(options, stops, weights, h, xs):
+    """One loss for each row."""
+    carry, ys = ours(options, weights, h, stops, xs)[:2]
+    filled = jnp.where(ys["n"][..., None] < 0, 0.0, ys["a"])
+    return jnp.sum(jnp.sin(carry["h"]), 1) + jnp.sum(filled**2, (0, 2))
+
+
+@pytest.mark.parametrize("compact", [True, *slow((False,))])
+def test_forward_mode(compact):
+    weights, h, stops, xs = given_of(6)
+    mine = functools.partial(each_loss, {"compact": compact}, stops)
+    same_derivative(mine, lambda *given: known({}, np.asarray(stops), *given[:2], None, given[2]), weights, h, xs)
+
+
+@pytest.mark.parametrize("compact", [False, *slow((True,))])
+def test_gradient_of_a_gradient(compact):
+    weights, h, stops, xs = given_of(6)
+
+    def twice(f):
+        def norm(weights, h):
+            return sum(jnp.sum(g**2) for g in jax.grad(lambda *two: jnp.sum(f(*two)), (0, 1))(weights, h))
+
+        return jax.jit(jax.grad(norm, (0, 1)), compiler_options=QUICKLY)(weights, h)
+
+    mine = functools.partial(each_loss, {"compact": compact}, stops)
+    want = twice(lambda weights, h: known({}, np.asarray(stops), weights, h, None, xs))
+    assert_close(twice(lambda weights, h: mine(weights, h, xs)), want, 1e-3)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_under_disable_jit(compact):
+    given = given_of(6)
+    for save in ("all", "last", 3):
+        with jax.disable_jit():
+            carry, *got = ours({"compact": compact, "save": save, "reverse": save == 3}, *given)
+        plain, *want = by_hand({"save": save, "reverse": save == 3}, *given)
+        assert_close(({**carry, "scale": jnp.zeros(())}, *got), ({**plain, "scale": jnp.zeros(())}, *want))
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_each_element_of_vmap_has_rows(compact):
+    """Of the first element no row ever starts: it borrows from the other."""
+    stops = jnp.stack([jnp.zeros(6), STOPS])
+    weights, xs = array(D, D, seed=1), array(LENGTH, 6, D, seed=3)
+    h = array(2, 6, D, seed=2)
+    run = functools.partial(derived, functools.partial(ours, {"compact": compact}))
+    got = jax.jit(jax.vmap(run, (None, 0, 0, None)), compiler_options=QUICKLY)(weights, h, stops, xs)
+    want = [derived(functools.partial(by_hand, {}), weights, h[i], stops[i], xs) for i in range(2)]
+    assert_close(got, jax.tree.map(lambda *leaves: jnp.stack(leaves), *want))
+    loss = jax.vmap(loss_of(functools.partial(ours, {"compact": compact})), (None, 0, 0, None))
+    grads = jax.jit(jax.grad(lambda *given: jnp.sum(loss(*given)), (0, 1)))(weights, h, stops, xs)
+    assert_close(grads, (want[0][-1][0] + want[1][-1][0], jnp.stack([want[0][-1][1], want[1][-1][1]])))
+
+
+REMATS = {"step": "step", "levels": Remat(levels=3), "segment": Remat(segment=4)}
+
+
+@pytest.mark.parametrize(("remat", "compact"), everyday(list(itertools.product(REMATS, [True, False]))))
+def test_remat(remat, compact):
+    assert_same({}, *given_of(6), compact=compact, remat=REMATS[remat])
+
+
+def test_without_rewriting_it_runs_every_step():
+    given = given_of(6)
+    with treescan.rewriting(False):
+        assert_same({}, *given, compact=True)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_no_row_ever_starts(compact):
+    weights, h, _, xs = given_of(6)
+    carry, ys, steps, stopped = ours({"compact": compact}, weights, h, jnp.zeros(6), xs)
+    assert_close((carry["h"], ys["a"]), (h, jnp.full((LENGTH, 6, D), FILL)))
+    assert not steps.any()
+    assert stopped.all()
+    loss = loss_of(functools.partial(ours, {"compact": compact}))
+    assert_close(jax.grad(loss, (0, 1))(weights, h, jnp.zeros(6), xs), (0 * weights, jnp.cos(h)))
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_no_steps_at_all(compact):
+    result = while_scan(lambda c: c < 3, lambda c, _: (c + 1, c), jnp.arange(6.0), max_length=0, compact=compact)
+    assert_close(result.carry, jnp.arange(6.0))
+    assert result.ys.shape == (0, 6)
+    assert result.steps.tolist() == [0] * 6
+    assert result.stopped.tolist() == [False] * 3 + [True] * 3
+
+
+# Where the rows are.
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_axes(compact):
+    """A carry that leads with features, x with the batch, a leaf of x that is given whole, and one without rows."""
+    weights, h, left, xs = given_of(6)
+    whole, clock = array(6, D, seed=5), jnp.arange(LENGTH) / 10
+
+    def swapped(weights, carry, x):
+        a, whole, now = x
+        new, y = step(weights, {**carry, "h": carry["h"].T}, a + whole + now)
+        return {**new, "h": new["h"].T}, {"a": y["a"].T, "n": y["n"]}
+
+    def run(weights, h, left, xs):
+        init = {**init_of(h, left), "h": h.T}
+        given = jnp.moveaxis(xs, 0, 1), whole, clock
+        axes = {"h": 1, "left": 0, "n": 0, "scale": 0}
+        carry, ys, steps, stopped = while_scan(
+            goes_on, functools.partial(swapped, weights), init, given, in_axes=(1, None, 0), x_axes=(0, 0, None),
+            carry_axes=axes, y_axes={"a": 1, "n": 0}, out_axes={"a": 2, "n": 1}, fill={"a": FILL, "n": -1},
+            compact=compact,
+        )  # fmt: skip
+        ys = {"a": jnp.transpose(ys["a"], (2, 1, 0)), "n": ys["n"].T}
+        return {**carry, "h": carry["h"].T}, ys, steps, stopped
+
+    plain = functools.partial(by_hand, {})
+    got = jax.jit(functools.partial(derived, run), compiler_options=QUICKLY)(weights, h, left, xs)
+    want = derived(
+        lambda w, h, left, xs: plain(w, h, left, xs + whole[None] + clock[:, None, None]), weights, h, left, xs
+    )
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_leaves_that_all_rows_share(compact):
+    """They change in steps that any row takes; a body that adds rows up is told which ones."""
+
+    def body(carry, x, *, valid):
+        left, total = carry
+        taking = jnp.where(valid, jnp.sqrt(left) * x, 0.0)
+        return (left - 1, total + jnp.sum(taking)), jnp.sum(taking)
+
+    def run(left, xs):
+        return while_scan(
+            lambda carry: carry[0] > 0, body, (left, jnp.float32(1)), xs, carry_axes=(0, None), y_axes=None, fill=FILL,
+            compact=compact,
+        )  # fmt: skip
+
+    def expected(left, xs):
+        total, ys = jnp.float32(1), []
+        for t in range(LENGTH):
+            now = sum((jnp.sqrt(left[b] - t) * xs[t, b] for b in range(6) if STOPS[b] > t), jnp.float32(0))
+            total, ys = total + now, [*ys, now]
+        return total, jnp.stack(ys)
+
+    xs = array(LENGTH, 6, seed=3)
+    got = jax.jit(run)(STOPS, xs)
+    assert_close((got.carry[1], got.ys), expected(STOPS, xs))
+    grads = jax.jit(jax.grad(lambda *given: run(*given).carry[1] ** 2 + jnp.sum(run(*given).ys ** 2), (0, 1)))(
+        STOPS, xs
+    )
+
+    def loss(left, xs):
+        total, ys = expected(left, xs)
+        return total**2 + jnp.sum(ys**2)
+
+    assert_close(grads, jax.grad(loss, (0, 1))(STOPS, xs))
+    with jax.disable_jit():
+        got = run(STOPS, xs)
+    assert_close((got.carry[1], got.ys), expected(STOPS, xs))
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_custom_carries_and_static_leaves(compact):
+    """An average and a key for each row, and a function in the carry; the condition sees them as the body does."""
+    own = jax.random.split(jax.random.key(0), 6)
+
+    def body(carry, x):
+        drawn = jax.vmap(jax.random.uniform)(carry["key"])
+        value = carry["act"](carry["mean"]) + drawn + x
+        return {**carry, "mean": value, "left": carry["left"] - 1}, drawn
+
+    def run(left, xs):
+        init = {"mean": ema(jnp.zeros(6), 0.5), "key": keys(own), "act": jnp.sin, "left": left}
+        return while_scan(lambda carry: (carry["left"] > 0) & (carry["mean"] < 9), body, init, xs, compact=compact)
+
+    def one(b, xs):
+        init = {"mean": ema(jnp.zeros(1), 0.5), "key": keys(own[b][None]), "act": jnp.sin, "left": STOPS[b][None]}
+        (carry, ys) = treescan.scan(body, init, xs[: min(int(STOPS[b]), LENGTH), b][:, None])
+        return carry["mean"].read()[0], carry["key"], ys[:, 0]
+
+    xs = array(LENGTH, 6, seed=3)
+    got = run(STOPS, xs)
+    assert got.carry["act"] is jnp.sin
+    for b in range(6):
+        mean, key, ys = one(b, xs)
+        assert_close((got.carry["mean"].read()[b], got.ys[: len(ys), b]), (mean, ys))
+        assert (jax.random.key_data(got.carry["key"].key[b]) == jax.random.key_data(key.key[0])).all()
+
+
+def test_a_key_for_all_rows():
+    def body(left, x, *, key):
+        return left - 1, jax.random.uniform(key, (6,))
+
+    key = jax.random.key(0)
+    for reverse in (False, True):
+        _, drawn = treescan.scan(body, STOPS, jnp.zeros(LENGTH), key=key, reverse=reverse)
+        result = while_scan(
+            lambda left: left > 0, body, STOPS, jnp.zeros(LENGTH), x_axes=None, key=key, reverse=reverse
+        )
+        order = jnp.arange(LENGTH)[::-1] if reverse else jnp.arange(LENGTH)
+        assert_close(result.ys, jnp.where(order[:, None] < result.steps[None], drawn, 0))
+
+
+def test_a_weakly_typed_init():
+    def grow(carry, _):
+        return (carry[0] + 1.5, carry[1] * 1.5), None
+
+    init = jnp.zeros(4), 2
+    result = while_scan(lambda c: c[0] < 3, grow, init, max_length=5, carry_axes=(0, None), compact=True)
+    assert_close(result.carry, (jnp.full(4, 3.0), jnp.float32(4.5)))
+
+
+def test_a_body_and_a_condition_see_good_values_alone():
+    """Not even forwards does a row that has stopped show what it stopped with."""
+    seen = []
+
+    def body(left, x):
+        jax.debug.callback(lambda left: seen.append(as_numpy(left)), left)
+        return left - 1, None
+
+    jax.block_until_ready(while_scan(lambda left: left > 0, body, jnp.array([0.0, 2.0, 5.0]), max_length=9))
+    jax.effects_barrier()
+    assert [rows.tolist() for rows in seen] == [[2, 2, 5], [2, 1, 4], [2, 2, 3], [2, 2, 2], [2, 2, 1]]
+
+
+def test_a_body_that_takes_valid_only_where_there_are_rows():
+    def body(left, x, valid=None):
+        return left - 1, None if valid is None else valid
+
+    rows = while_scan(lambda left: left > 0, body, jnp.array([1.0, 3.0]), max_length=4)
+    assert rows.ys.tolist() == [[True, True], [False, True], [False, True], [False, False]]
+    assert while_scan(lambda left: left > 0, body, 2.0, max_length=4).ys is None
+
+
+def test_the_second_eager_call_neither_traces_nor_compiles():
+    traced = []
+
+    def body(left, x):
+        traced.append("body")
+        return left - 1, left
+
+    def cond(left):
+        traced.append("cond")
+        return left > 0
+
+    for _ in range(2):
+        while_scan(cond, body, jnp.arange(8.0), max_length=16)
+    assert sorted(traced) == ["body", "cond"]
+
+
+# On devices, and beside what JAX has of its own.
+
+LEFT = jnp.array([0.0, 3.0, 7.0, 2.0, 1.0, 1.0, 0.0, 12.0])
+
+
+def loss_of_rows(weights, h, left, **options):
+    """The body divides by what is zero where a row has stopped."""
+
+    def body(carry, _):
+        h, left = carry
+        h = jnp.tanh(h @ weights) + 0.1 * jnp.sqrt(left)[:, None]
+        return (h, left - 1), jnp.sum(h, 1) / left
+
+    carry, ys = while_scan(lambda carry: carry[1] > 0, body, (h, left), max_length=16, **options)[:2]
+    return jnp.sum(carry[0] ** 2) + jnp.sum(jnp.sin(ys))
+
+
+def value_and_grads(f, *given):
+    return jax.jit(jax.value_and_grad(f, (0, 1)), compiler_options=QUICKLY)(*given)
+
+
+@pytest.mark.parametrize(("compact", "check"), [(True, True), (False, False), *slow((False, True))])
+def test_rows_of_several_devices(compact, check):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    rows, shared = jax.sharding.PartitionSpec("d"), jax.sharding.PartitionSpec()
+    given = array(3, 3, seed=1), array(8, 3, seed=2), LEFT
+
+    def inner(*given):
+        return jax.lax.psum(loss_of_rows(*given, compact=compact), "d")
+
+    def sharded(*given):
+        return jax.shard_map(inner, mesh=mesh, in_specs=(shared, rows, rows), out_specs=shared, check_vma=check)(*given)
+
+    assert_close(value_and_grads(sharded, *given), value_and_grads(loss_of_rows, *given))
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_rows_on_a_mesh(kind):
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(getattr(jax.sharding.AxisType, kind),))
+    weights, h = array(3, 3, seed=1), array(8, 3, seed=2)
+    want = value_and_grads(loss_of_rows, weights, h, LEFT)
+    rows = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("d"))
+    with jax.set_mesh(mesh):
+        run = functools.partial(loss_of_rows, compact=kind == "Auto")
+        got = value_and_grads(run, weights, jax.device_put(h, rows), jax.device_put(LEFT, rows))
+    assert_close(got, want)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_no_false_alarms_under_debug_nans(compact):
+    given = array(3, 3, seed=1), array(8, 3, seed=2), LEFT
+    want = value_and_grads(loss_of_rows, *given)
+    with jax.debug_nans(True):
+        assert_close(value_and_grads(functools.partial(loss_of_rows, compact=compact), *given), want)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_what_the_gradient_computes_again_it_does_not_say_again(compact):
+    rows = []
+
+    def body(carry, _):
+        jax.debug.callback(lambda h: rows.append(len(h)), carry[0])
+        return (jnp.sin(carry[0]), carry[1] - 1), None
+
+    def loss(h):
+        result = while_scan(lambda c: c[1] > 0, body, (h, LEFT), max_length=16, compact=compact)
+        return jnp.sum(result.carry[0])
+
+    jax.block_until_ready(jax.jit(jax.grad(loss))(LEFT))
+    jax.effects_barrier()
+    assert rows == ([6] * 8 + [1] * 4 if compact else [8] * 12)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_rule_for_reverse_mode_alone(compact):
+    own = jax.custom_vjp(lambda a: jnp.sin(a))
+    own.defvjp(lambda a: (jnp.sin(a), a), lambda a, t: (t * jnp.cos(a),))
+
+    def loss(sin, h):
+        body = lambda c, _: ((sin(c[0]), c[1] - 1), None)  # noqa: E731
+        return jnp.sum(while_scan(lambda c: c[1] > 0, body, (h, LEFT), max_length=16, compact=compact).carry[0])
+
+    got, want = (jax.jit(jax.grad(functools.partial(loss, sin)))(LEFT) for sin in (own, jnp.sin))
+    assert_close(got, want)
+
+
+def test_leaves_of_every_dtype():
+    own = jax.random.split(jax.random.key(0), 8)
+
+    def body(carry, _):
+        key, z, b, left = carry
+        drawn = jax.vmap(jax.random.uniform)(key)
+        key = jax.vmap(lambda key: jax.random.fold_in(key, 1))(key)
+        return (key, z * jnp.complex64(1 + 0.5j), b * jnp.bfloat16(1.5), left - 1), (drawn * b.astype(jnp.float32), key)
+
+    def loss(z, left, own, **options):
+        init = own, z.astype(jnp.complex64) * jnp.complex64(1 + 1j), z.astype(jnp.bfloat16), left
+        carry, ys = while_scan(lambda c: c[3] > 0, body, init, max_length=16, **options)[:2]
+        return jnp.sum(jnp.abs(carry[1]) + carry[2].astype(jnp.float32)) + jnp.sum(ys[0])
+
+    z = jnp.arange(1.0, 9)
+    got = jax.jit(jax.value_and_grad(functools.partial(loss, compact=True)))(z, LEFT, own)
+    by_itself = jax.jit(jax.value_and_grad(loss))
+    alone = [by_itself(z[b : b + 1], LEFT[b : b + 1], own[b : b + 1]) for b in range(8)]
+    assert_close(got, (sum(value for value, _ in alone), jnp.concatenate([grad for _, grad in alone])))
+
+
+def test_a_number_of_rows_that_is_symbolic():
+    def run(left):
+        return while_scan(lambda left: left > 0, lambda left, _: (left - 1, left), left, max_length=16).steps
+
+    (rows,) = jax.export.symbolic_shape("b")
+    exported = jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct((rows,), jnp.float32))
+    assert_close(exported.call(LEFT), LEFT.astype(jnp.int32))
+
+
+def test_no_rows():
+    result = while_scan(
+        lambda left: left > 0, lambda left, _: (left - 1, left), jnp.zeros(0), max_length=4, compact=True
+    )
+    assert (result.ys.shape, result.steps.shape, result.stopped.shape) == ((4, 0), (0,), (0,))
+
+
+@pytest.mark.parametrize("most", [700, *slow((691,))])
+def test_of_many_chunks_several_are_left_out_together(most):
+    """In a derivative, of a length that they divide, and of one that they do not."""
+
+    def loss(weights, h, xs):
+        body = lambda c, x: ((jnp.tanh(c[0] @ weights + x), c[1] - 1), c[0])  # noqa: E731
+        run = while_scan(lambda c: c[1] > 0, body, (h, LEFT), xs, max_length=most, compact=(3,), fill=0)
+        return jnp.sum(run.carry[0] ** 2) + jnp.sum(jnp.sin(run.ys))
+
+    def plain(weights, h, xs):
+        total = 0.0
+        for b, steps in enumerate(np.asarray(LEFT)):
+            c = h[b]
+            for t in range(int(steps)):
+                total, c = total + jnp.sum(jnp.sin(c)), jnp.tanh(c @ weights + xs[t, b])
+            total = total + jnp.sum(c**2)
+        return total
+
+    given = array(3, 3, seed=1), array(8, 3, seed=2), array(most, 8, 3, seed=3)
+    got, want = (jax.jit(jax.value_and_grad(f, (0, 1, 2)), compiler_options=QUICKLY)(*given) for f in (loss, plain))
+    assert_close(got, want)
+    tangents = jax.tree.map(jnp.cos, given)
+    assert_close(*(jax.jit(functools.partial(jax.jvp, f))(given, tangents) for f in (loss, plain)))
+
+
+# What it costs.
+
+
+def test_with_compact_each_row_is_run_on_its_own_steps():
+    """Of rows that stop after exponentially distributed numbers of steps: at most 1.5 times their sum, in gradients."""
+    rows, steps = 256, np.ceil(np.random.default_rng(0).exponential(100, 256))
+    count = []
+
+    def body(carry, _):
+        jax.debug.callback(lambda c: count.append(c.shape[0]), carry[1])
+        return (carry[0] - 1, jnp.sin(carry[1])), None
+
+    left = jnp.asarray(steps, jnp.float32)
+    init = left, jnp.ones(rows)
+    jax.block_until_ready(while_scan(lambda c: c[0] > 0, body, init, max_length=1024, compact=True))
+    jax.effects_barrier()
+    assert steps.sum() <= sum(count) <= 1.5 * steps.sum()
+
+
+def test_without_compact_the_body_is_compiled_for_all_rows_alone():
+    def run(left, w):
+        return while_scan(
+            lambda left: jnp.sum(left, 1) > 0, lambda left, _: (left @ w, None), left, max_length=64
+        ).carry
+
+    program = Program(run, jnp.ones((32, 4)), jnp.eye(4))
+    assert program.loops()

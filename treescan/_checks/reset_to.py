@@ -1,0 +1,312 @@
+"""Checks of what resets put back: `reset_to`, and the inits of packed sequences."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jax.tree_util as jtu
+import numpy as np
+from jax.core import ShapedArray
+
+from .._avals import describe_argument, describe_leaf, describe_node, dtype_of, holds, is_key, is_weak, shape_of
+from .._axes import LeafAxes
+from .._body.differences import agree
+from .._errors import ArgumentError, Fault, Row
+from .._transforms.rows.batch_axes import RowFlags
+from .._transforms.rows.carry_axes import spread_carry_axes
+from .._tree import Prefix, PrefixMismatch, broadcast_prefix, is_static, path_str
+from .._types import PyTree
+from ..carries._base import is_carry
+from ..carries._registry import Adopted, adopt, kind_of
+
+
+class Said(NamedTuple):
+    """What `mask_scan` was told of its rows.
+
+    Attributes:
+        init: the carry as the user gave it.
+        carry_axes: a prefix of it.
+        time_axis: the axis of the steps in the mask and the resets.
+    """
+
+    init: PyTree
+    carry_axes: Prefix
+    time_axis: int
+
+
+class Start(NamedTuple):
+    """The carry that a scan starts from, and where its rows are.
+
+    Attributes:
+        given: the carry as the user gave it.
+        tree: the same, values of registered types as custom carries.
+        axes: for each leaf that is an array the axis where the batch shape starts; None: shared by all rows.
+        batch: the batch shape.
+        root: the body's own name for its carry.
+    """
+
+    given: PyTree
+    tree: PyTree
+    axes: LeafAxes
+    batch: tuple[int, ...]
+    root: str
+
+
+def check_targets(
+    flags: RowFlags, reset_to: PyTree, said: Said, adopted: Adopted, arrays: PyTree, root: str
+) -> RowFlags:
+    """The flags, with what a reset puts back for each leaf of init.
+
+    Args:
+        flags: checked ones. Their `inits` are those of a `Packed`, as it holds them.
+        reset_to: what the user said.
+        said: what else the user did.
+        adopted: the init, values of registered types as custom carries.
+        arrays: the same without its static leaves.
+        root: the body's own name for its carry.
+
+    Raises:
+        Fault: for an `ArgumentError` if nothing is reset, or what is put back does not fit the init.
+    """
+    if reset_to is None and flags.inits is None:
+        return flags
+    if reset_to is not None:
+        _refuse_useless(flags)
+    batch = _batch_of(flags, said.time_axis)
+    axes = spread_carry_axes(said.carry_axes, arrays, root, batch)
+    start = Start(said.init, adopted.init, axes, batch, root)
+    if flags.inits is not None:
+        return flags._replace(inits=_tables(flags, start))
+    return flags._replace(to=_targets(reset_to, start))
+
+
+def _refuse_useless(flags: RowFlags) -> None:
+    if flags.inits is not None:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: xs is a `Packed` with an `init` for each sequence, which says itself what `reset_to` "
+            "would say.",
+            "Leave `reset_to` out, or leave `init` out of `pack`.",
+        )
+    if flags.resets is None:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `reset_to` says what a reset puts back, but nothing is reset.",
+            "Mark the first step of each segment, as in `resets=episode_step == 0`. What each row starts from is "
+            "`init`.",
+        )
+
+
+def _batch_of(flags: RowFlags, time: int) -> tuple[int, ...]:
+    if flags.lengths is not None:
+        return tuple(np.shape(flags.lengths))
+    shape = np.shape(flags.resets if flags.mask is None else flags.mask)
+    return (*shape[:time], *shape[time + 1 :])
+
+
+class _Place(NamedTuple):
+    """A leaf of init that is an array, and what a prefix tree has for it.
+
+    Attributes:
+        path: the leaf's.
+        leaf: the leaf.
+        axis: where its rows start, or None.
+        value: what the prefix has; None: nothing.
+        own: whether the prefix has it for this leaf alone.
+        carry: the custom carry that the leaf is a part of, or None.
+        within: whether the prefix has a carry there too, and the value is a part of it.
+        shared: whether the leaf has no rows, nor has any other leaf of the carry that it is a part of.
+    """
+
+    path: str
+    leaf: Any
+    axis: int | None
+    value: Any
+    own: bool
+    carry: Any
+    within: bool
+    shared: bool
+
+
+class _Misfit(NamedTuple):
+    row: Row
+    cure: str = ""
+
+
+def _targets(reset_to: PyTree, start: Start) -> list[Any]:
+    """What a reset puts back for each leaf of init, a number or all rows of it; None: its init."""
+    tree = _called(reset_to, start) if _is_function(reset_to) else reset_to
+    places = _places("`reset_to`", adopt(tree).init, start, _PREFIX)
+    found = [_misfit(place) or _mistyped(place) for place in places]
+    _refuse("`reset_to`", start, found, _FITS)
+    return [
+        None if place.value is None or place.axis is None else _as_array(place.value, place.leaf)
+        for place in places
+        if not is_static(place.leaf)
+    ]
+
+
+def _tables(flags: RowFlags, start: Start) -> list[Any]:
+    """The inits of all packed sequences for each leaf of init, `[N, ...]`; None: mask_scan's own."""
+    assert flags.spans is not None
+    name, count = "the `init` of the `Packed`", np.shape(flags.spans[0])[0]
+    places = _places(name, adopt(flags.inits).init, start, _SEQUENCES)
+    found = [_misfit(place) or _mistyped_table(place, count, start) for place in places]
+    _refuse(name, start, found, _SEQUENCES)
+    return [
+        None if place.value is None or place.axis is None else jnp.asarray(place.value)
+        for place in places
+        if not is_static(place.leaf)
+    ]
+
+
+_PREFIX = (
+    "Give a number for all leaves, a tree with the structure of {root} down to where a number, or None for what `init` "
+    "has, holds for everything below, or a function of `init` that returns one."
+)
+_FITS = (
+    "What it has for a leaf is a number, or an array of the leaf's shape and dtype with an entry for each row, or None "
+    "for what `init` has. `jnp.broadcast_to(state, leaf.shape)` spreads the state of one row, and "
+    "`state.astype(leaf.dtype)` casts it."
+)
+_SEQUENCES = (
+    "Give `pack` for each sequence what {root} has for one row, with None in the place of what `init` has for all "
+    "sequences."
+)
+
+
+def _refuse(name: str, start: Start, found: list[_Misfit | None], cure: str) -> None:
+    bad = [misfit for misfit in found if misfit]
+    if bad:
+        plain = [cure.replace("{root}", start.root)] if any(not misfit.cure for misfit in bad) else []
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: {name} does not fit {start.root}.",
+            *plain,
+            *dict.fromkeys(misfit.cure for misfit in bad if misfit.cure),
+            header=("leaf", "expected", "is"),
+            rows=list(dict.fromkeys(misfit.row for misfit in bad)),
+        )
+
+
+def _is_function(reset_to: Any) -> bool:
+    """Whether it is to be called: what can be called and is a container, as a module is, is a value."""
+    if not callable(reset_to) or kind_of(reset_to):
+        return False
+    return isinstance(reset_to, jtu.Partial) or jtu.all_leaves([reset_to])
+
+
+def _called(reset_to: Any, start: Start) -> PyTree:
+    tree = reset_to(start.given)
+    if tree is None or _is_function(tree):
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `reset_to` is a function, which returned {describe_argument(tree)}.",
+            "It is given `init` and returns what a reset puts back: `lambda init: jax.tree.map(jnp.zeros_like, init)`.",
+        )
+    return tree
+
+
+def _places(name: str, prefix: PyTree, start: Start, cure: str) -> list[_Place]:
+    """Each leaf of init that is an array, with what a prefix tree has for it."""
+    init = start.tree
+    flat, structure = jtu.tree_flatten_with_path(prefix, is_leaf=lambda node: node is None)
+    try:
+        chosen = broadcast_prefix(jax.tree.unflatten(structure, range(len(flat))), init, start.root)
+    except PrefixMismatch as error:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: {name} is no prefix of {start.root}: {error}.",
+            cure.replace("{root}", start.root),
+        ) from None
+    named, axes = jtu.tree_flatten_with_path(init)[0], iter(start.axes)
+    leaves = [(path, leaf, None if is_static(leaf) else next(axes)) for path, leaf in named]
+    left, places = iter(zip(chosen, leaves, strict=True)), list[_Place]()
+    for above, node in jtu.tree_flatten_with_path(init, is_leaf=is_carry)[0]:
+        carry, of_node = (node if is_carry(node) else None), [next(left) for _ in jax.tree.leaves(node)]
+        shared = all(axis is None for _, (_, _, axis) in of_node)
+        for number, (path, leaf, axis) in of_node:
+            where, value = flat[number]
+            value = None if value is leaf or (is_static(leaf) and (where != path or _equal(value, leaf))) else value
+            within = len(where) > len(above)
+            places.append(_Place(path_str(start.root, path), leaf, axis, value, where == path, carry, within, shared))
+    return places
+
+
+def _equal(value: Any, leaf: Any) -> bool:
+    """Whether a static leaf is that of init."""
+    return is_static(value) and agree(leaf, value)
+
+
+def _misfit(place: _Place) -> _Misfit | None:
+    """What is wrong with what a prefix has for a leaf, whatever its shape and dtype."""
+    path, leaf, value = place.path, place.leaf, place.value
+    if value is None:
+        return None
+    if is_static(leaf):
+        cure = f"{path}: a leaf that is no array is the same in every step. Give None there."
+        return _Misfit(Row(path, describe_leaf(leaf), describe_argument(value), "static"), cure)
+    if is_static(value):
+        return _Misfit(Row(path, f"{_type_of(leaf)}", describe_leaf(value), ""))
+    if place.carry is not None and not place.within:
+        kind = type(place.carry).__name__
+        cure = (
+            f"{path} is a part of a custom carry (`{kind}`), which knows itself how it begins: give a carry of that "
+            "class there, or None for what `init` has."
+        )
+        return _Misfit(Row(path, f"a part of a {kind}", describe_argument(value), ""), cure)
+    if place.shared and place.own:
+        cure = (
+            f"{path}: all rows share this leaf, and such a leaf is never reset. Give None there, or give it rows, with "
+            "an axis for it in `carry_axes`."
+        )
+        return _Misfit(Row(path, "None", describe_argument(value), "shared"), cure)
+    return None
+
+
+def _mistyped(place: _Place) -> _Misfit | None:
+    """What is wrong with the value that a reset puts back for a leaf: its shape, or its dtype."""
+    value, leaf = place.value, place.leaf
+    if value is None or place.axis is None:
+        return None
+    if isinstance(value, _NUMBERS) and not is_key(leaf):
+        fits = holds(_type_of(leaf).dtype, value.item() if isinstance(value, np.generic) else value)
+    else:
+        shapes = [shape_of(leaf)] if is_key(leaf) else [(), shape_of(leaf)]
+        fits = shape_of(value) in shapes and _same_dtype(value, leaf)
+    if fits:
+        return None
+    came = describe_argument(value) + ("" if place.own else " for several leaves")
+    return _Misfit(Row(place.path, f"{_type_of(leaf)}", came, ""))
+
+
+def _mistyped_table(place: _Place, count: int, start: Start) -> _Misfit | None:
+    value, leaf, axis = place.value, place.leaf, place.axis
+    if value is None or axis is None:
+        return None
+    shape = shape_of(leaf) or ()
+    wanted = (count, *shape[:axis], *shape[axis + len(start.batch) :])
+    if place.own and shape_of(value) == wanted and _same_dtype(value, leaf):
+        return None
+    return _Misfit(Row(place.path, f"{ShapedArray(wanted, _type_of(leaf).dtype)}", describe_node(value), ""))
+
+
+_NUMBERS = (bool, int, float, complex, np.generic)
+
+
+def _type_of(leaf: Any) -> ShapedArray:
+    """A leaf's shape and dtype, weak or not."""
+    return ShapedArray(jax.typeof(leaf).shape, jax.typeof(leaf).dtype)
+
+
+def _same_dtype(value: Any, leaf: Any) -> bool:
+    dtype = dtype_of(leaf)
+    return dtype_of(value) == dtype or (
+        is_weak(value) and not is_key(leaf) and bool(jnp.result_type(value, jnp.zeros((), dtype)) == dtype)
+    )
+
+
+def _as_array(value: Any, leaf: Any) -> Any:
+    return value if is_key(leaf) else jnp.asarray(value, _type_of(leaf).dtype)

@@ -1,0 +1,171 @@
+"""Adds the axis of the layers to the metadata of flax, and removes it.
+
+Variables of nnx and boxes of linen name the axes of their array. flax's helpers shard the array by these names.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import PartitionSpec
+
+from .._avals import describe_argument, shape_of, spec_parts
+from .._errors import ArgumentTypeError, Fault, LayerError, Row
+from .._flax import box_classes, holds, variable_classes
+from .._tree import leaves_with_path
+from .._types import PyTree
+
+_PARTITION_NAME = "partition_name"  # PARTITION_NAME of `flax.nnx` and `flax.core.meta`
+_NAMES = ("out_sharding", "sharding_names")  # what a variable calls the names of its axes, now and in flax 0.12.2
+
+
+def _is_variable(box: Any) -> bool:
+    return isinstance(box, variable_classes())
+
+
+def add_layer_axis(stacked: PyTree, name: Any) -> PyTree:
+    """A stack whose boxes have the metadata of one layer, with the axis of the layers in it, first.
+
+    Args:
+        stacked: the stack; what it holds is not changed.
+        name: what the axis is called; None where nothing is to be sharded along it.
+
+    Raises:
+        Fault: if the name is none, or a box of the user's own fails.
+    """
+    _check_name(name)
+    params = {_PARTITION_NAME: name}
+
+    def add(box: Any) -> Any:
+        return (
+            sys.modules["flax.nnx"].spmd.add_axis(_copy(box), 0, params)
+            if _is_variable(box)
+            else box.add_axis(0, params)
+        )
+
+    return _map_boxes("layer", stacked, add, "add_axis")
+
+
+def remove_layer_axis(stacked: PyTree, root: str, name: Any = None) -> PyTree:
+    """A stack, arrays and all, whose boxes have the metadata of one layer.
+
+    flax's own `vmap` leaves the axis out of the metadata unless it is told its name. So names count as those of a stack
+    where there is one for each axis of an array, and shorter ones beside these if they begin with the same name.
+
+    Args:
+        stacked: the stack; what it holds is not changed.
+        root: what it is called.
+        name: what the axis is called, if the user says so.
+
+    Raises:
+        Fault: if the axis is called otherwise, or a box of the user's own fails.
+    """
+    _check_name(name)
+    boxes = _boxes(root, stacked)
+    if not boxes:
+        return stacked
+    whole = [names for _, box in boxes if (names := _names(box)) and len(names) == _rank(box)]
+    if name is not None:
+        _refuse_other_names(boxes, name)
+    axis = whole[0][0] if whole else name
+
+    def remove(box: Any) -> Any:
+        names = _names(box)
+        if names is None:
+            return _remove(box, axis)
+        is_short = 0 < len(names) < _rank(box) and (whole or name is not None) and names[0] == axis
+        return _remove(box, names[0]) if is_short or len(names) == _rank(box) else box
+
+    return _map_boxes(root, stacked, remove, "remove_axis")
+
+
+def _remove(box: Any, name: Any) -> Any:
+    if not _is_variable(box):
+        return box.remove_axis(0, {_PARTITION_NAME: name})
+    copy = _copy(box)
+    if _names(box) is None:
+        copy.remove_axis(0, name)  # hooks, if it has any
+        return copy
+    return sys.modules["flax.nnx"].spmd.remove_axis(copy, 0, {_PARTITION_NAME: name})
+
+
+def _copy(box: Any) -> Any:
+    """Another variable with the same array, whose metadata may be changed."""
+    leaves, structure = jax.tree.flatten(box)
+    return jax.tree.unflatten(structure, leaves)
+
+
+def _names(box: Any) -> tuple[Any, ...] | None:
+    """The names of the axes in a box; None if it has none."""
+    if _is_variable(box):
+        metadata = box.get_metadata()
+        names = next((metadata[key] for key in _NAMES if key in metadata), None)
+    else:
+        names = getattr(box, "names", None)
+    return tuple(spec_parts(names)) if isinstance(names, tuple | list | PartitionSpec) else None
+
+
+def _rank(box: Any) -> int:
+    return max((len(shape_of(leaf) or ()) for leaf in jax.tree.leaves(box)), default=0)
+
+
+def _boxes(root: str, tree: PyTree) -> list[tuple[str, Any]]:
+    """All boxes with their paths."""
+    kinds = box_classes()
+    if not holds(tree, kinds):
+        return []
+    named = leaves_with_path(root, tree, is_leaf=lambda node: isinstance(node, kinds))
+    return [(path, node) for path, node in named if isinstance(node, kinds)]
+
+
+def _map_boxes(root: str, tree: PyTree, function: Callable[[Any], Any], method: str) -> PyTree:
+    boxes = _boxes(root, tree)
+    if not boxes:
+        return tree
+    mapped = iter([_call(path, box, function, method) for path, box in boxes])
+    kinds = box_classes()
+    return jax.tree.map(
+        lambda node: next(mapped) if isinstance(node, kinds) else node,
+        tree,
+        is_leaf=lambda node: isinstance(node, kinds),
+    )
+
+
+def _call(path: str, box: Any, function: Callable[[Any], Any], method: str) -> Any:
+    try:
+        return function(box)
+    except Exception as error:
+        raise Fault(
+            LayerError,
+            f"{{call}}: `{type(box).__name__}.{method}` failed for {path}. {type(error).__name__}: {error}",
+            "It is given 0, the axis of the layers, and `{'partition_name': layer_axis_name}`. Fix it in this class, "
+            "or take the arrays out of their boxes, `flax.core.meta.unbox(layer)`.",
+            cause=error,
+        ) from None
+
+
+def _check_name(name: Any) -> None:
+    if name is not None and not isinstance(name, str):
+        raise Fault(
+            ArgumentTypeError,
+            f"{{call}}: `layer_axis_name` is a string or None, got {describe_argument(name)}.",
+            'It is what flax\'s metadata calls the axis of the layers: `layer_axis_name="layers"`.',
+        )
+
+
+def _refuse_other_names(boxes: list[tuple[str, Any]], name: str) -> None:
+    rows = [
+        Row(path, repr(name), repr(names), "") for path, box in boxes if (names := _names(box)) and names[0] != name
+    ]
+    if rows:
+        raise Fault(
+            LayerError,
+            f"{{call}}: the metadata does not call the axis of the layers {name!r}.",
+            "Without `layer_axis_name` the name is read off the metadata. `treescan.stack` and `treescan.init_layers` "
+            "write it there, and so does `nnx.vmap` that is given `transform_metadata`.",
+            header=("leaf", "axis of the layers", "names of all axes"),
+            rows=rows,
+        )

@@ -1,0 +1,50 @@
+"""The page of errors in the documentation, for a terminal: a section for each error and warning."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+from ._layout import WIDTH
+
+_HERE = Path(__file__).parent
+_PLACES = (_HERE / "errors.md", _HERE.parent / "docs" / "errors.md")  # in a wheel, in a checkout
+_FENCE = re.compile(r"^(```\w+[^\n]*\n.*?^```)$", re.MULTILINE | re.DOTALL)
+_ITEM = re.compile(r"^(?=- )", re.MULTILINE)
+
+
+def section(title: str) -> str:
+    """What the page says about one error or warning, without what only a browser makes use of, its lines wrapped."""
+    page = next(place for place in _PLACES if place.exists()).read_text(encoding="utf-8")
+    _, text = page.split(f"\n## {title}\n")
+    text = re.sub(r"<!--.*?-->\n", "", text.split("\n## ")[0])
+    return "\n\n".join([f"{title}\n{'=' * len(title)}", *_paragraphs(text)])
+
+
+def _paragraphs(text: str) -> Iterator[str]:
+    for number, part in enumerate(_FENCE.split(text)):
+        if number % 2:
+            yield _block(part)
+            continue
+        for paragraph in filter(None, map(str.strip, part.split("\n\n"))):
+            yield "\n".join(map(_wrapped, filter(None, _ITEM.split(_without_links(paragraph)))))
+
+
+def _block(fence: str) -> str:
+    """A block of code or output: the name of its file in place of what marks a block."""
+    head, *lines, _ = fence.splitlines()
+    title = re.search(r'title="(.*)"', head)
+    code = "\n".join(lines)
+    return f"# {title[1]}\n{code}" if title else code
+
+
+def _without_links(text: str) -> str:
+    return re.sub(r"\*\*|\[([^]]*)\]\([^)]*\)", lambda link: link[1] or "", text)
+
+
+def _wrapped(text: str) -> str:
+    indent = "  " if text.startswith("- ") else ""
+    text = " ".join(text.split())
+    return textwrap.fill(text, WIDTH, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,133 @@
+"""The start and end of the verbs over layers: checks the arguments, and lays the pattern."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .._axes import static_axes
+from .._body.conventions import Convention
+from .._checks.arguments import check_key, check_keywords, check_name, check_reverse, check_unroll, needs_positional
+from .._errors import TreescanError, speaking_of
+from .._loop.body import Body
+from .._transforms.layers.pattern import Pattern
+from .._transforms.program import Arguments, Call
+from .._tree import Prefix, freeze_static
+from .._types import Array, Axes, PyTree, Save
+from ..carries._registry import Adopted, adopt
+from .layer_arguments import Stacks, check_args, check_remats, check_saves, check_stacks, is_pattern, refuse_mutable
+from .prepare import body_of, restored
+
+
+@dataclass(frozen=True, eq=False)
+class PreparedLayers:
+    """A call of a verb over layers that can run.
+
+    Attributes:
+        pattern: what the verb was told, less its arrays.
+        given: the arrays.
+        adopted: the values in x that became custom carries.
+        alive: the blocks, which may be other objects than the user's that are equal to them.
+    """
+
+    pattern: Pattern
+    given: Arguments
+    adopted: Adopted
+    alive: list[Any]
+
+    def run(self) -> tuple[Any, Any]:
+        """Runs the layers."""
+        return restored(self.pattern.run(self.given), self.pattern.blocks[0], self.adopted)
+
+
+def prepare_layers(
+    convention: Convention,
+    block: Any,
+    x: PyTree,
+    layers: PyTree,
+    xs: PyTree,
+    args: Any,
+    *,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    in_axes: Axes = 0,
+    out_axes: Axes = 0,
+    key: Array | None = None,
+    remat: Any = None,
+    save: Save = "all",
+    name: str | None = None,
+) -> PreparedLayers:
+    """Checks what the verbs over layers are told, as `treescan.scan_layers` says it.
+
+    Raises:
+        Fault: as `treescan.scan_layers`.
+    """
+    handles = [body_of(function, convention) for function in (block if is_pattern(block) else [block])]
+    bodies = tuple(body for body, _ in handles)
+    stacks = check_stacks(block, layers, xs, in_axes, length)
+    adopted, frozen_args, key = adopt(x, "x"), check_args(args), check_key(key)
+    frozen_x = freeze_static(adopted.init)
+    refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "args": frozen_args})
+    own = _check_blocks(bodies, convention, stacks, len(frozen_args), keyed=key is not None)
+    frozen = stacks.frozen or frozen_x is not adopted.init or any(map(operator.is_not, frozen_args, args))
+    told: dict[str, Any] = {"reverse": check_reverse(reverse), "unroll": check_unroll(unroll, stacks.counts[-1])}
+    told |= {"frozen": frozen, "custom": adopted.custom}
+    counted = zip(bodies, stacks.counts, strict=True)
+    pattern = Pattern(
+        blocks=tuple(Call(body, convention, count, **told) for body, count in counted),
+        axes=tuple(stacks.axes),
+        sequence=stacks.sequence,
+        out_axes=_check_out_axes(out_axes, stacks),
+        remat=check_remats(remat, stacks),
+        saves=check_saves(save, stacks),
+        name=check_name(name),
+    )
+    return PreparedLayers(pattern, Arguments(frozen_x, stacks.arguments(own), key, frozen_args), adopted, handles)
+
+
+def _check_out_axes(out_axes: Axes, stacks: Stacks) -> Prefix | None:
+    """Where the layers are in ys, which is a tuple for a sequence of blocks; None: first."""
+    if type(out_axes) is int and out_axes == 0:
+        return None
+    return static_axes("out_axes", tuple(out_axes) if stacks.sequence and type(out_axes) is list else out_axes)
+
+
+def _check_blocks(
+    bodies: tuple[Body, ...], convention: Convention, stacks: Stacks, args: int, *, keyed: bool
+) -> list[bool]:
+    """Holds the parameters of each block against what it will be passed; returns which are passed something of xs.
+
+    A block that needs it is passed None where there are no xs, so that it may be run with a cache and without.
+    """
+    shared = [f"arg_{i}" for i in range(args)]
+    passed = {"key": "the option `key`"} if keyed else {}
+    flags = list[bool]()
+    for body, own in zip(bodies, stacks.xs, strict=True):
+        flags.append(own is not None or needs_positional(body) == len(convention.takes) + args + 1)
+        takes = (*convention.takes, *(("x_layer",) if flags[-1] else ()), *shared)
+        with speaking_of(body.function):
+            check_keywords(body, passed, convention, takes)
+    return flags
+
+
+_OF_TRACED_VALUES = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+)
+
+
+def explain_traced(error: Exception) -> Exception:
+    """The error, with a note where a block used a traced value as Python's, as when it branches on a window."""
+    if isinstance(error, _OF_TRACED_VALUES) and not isinstance(error, TreescanError):
+        error.add_note(
+            "A block is traced once for all layers of its stack: what a layer has in `layers` or `xs` is traced. A "
+            "value that is a part of the program and differs from layer to layer, as a window, goes by pattern: "
+            "`local = functools.partial(block, window=512)` and so on, `[local, local, global_]` with a stack for "
+            "each. One that all layers share goes into `args`."
+        )
+    return error
