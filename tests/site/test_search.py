@@ -36,11 +36,11 @@ def test_the_first_result_is_the_page_about_it(server: str, visit: Open, query: 
 
 @pytest.mark.parametrize("page", [str(page.relative_to(SITE)) for page in sorted(SITE.rglob("*.html"))])
 def test_a_page_is_light(server: str, visit: Open, page: str) -> None:
-    bodies: list[int] = []
-
-    def weigh(answer: Response) -> None:
-        bodies.append(len(gzip.compress(answer.body())))
-
-    opened = visit(f"{server}/{page}", answered=weigh)
+    answers: list[Response] = []
+    opened = visit(f"{server}/{page}", answered=lambda answer: answers.append(answer))
+    for _ in range(200):  # the index is asked for last, by a worker, however busy the machine is
+        if any("search_index" in answer.url for answer in answers):
+            break
+        opened.wait_for_timeout(100)
     opened.wait_for_load_state("networkidle")
-    assert 100_000 < sum(bodies) < LIMIT
+    assert 100_000 < sum(len(gzip.compress(answer.body())) for answer in answers) < LIMIT
