@@ -312,6 +312,25 @@ def test_leaves_that_all_rows_share(compact):
     assert_close((got.carry[1], got.ys), expected(STOPS, xs))
 
 
+def shared_total(stops, compact=False):
+    """Rows that count down, and a total of theirs, whatever a row that has stopped would add to it."""
+    return while_scan(
+        lambda carry: carry[0] > 0, lambda carry, _: ((carry[0] - 1, carry[1] + jnp.max(carry[0])), None),
+        (stops, jnp.float32(1)), max_length=9, carry_axes=(0, None), compact=compact,
+    ).carry  # fmt: skip
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_shared_leaf_stays_where_an_element_of_vmap_has_ended(compact):
+    """A step is taken while any element goes on: that changes nothing for those that have ended."""
+    stops = jnp.array([[0.0, 0, 0], [2, 1, 2], [5, 0, 3], [9, 1, 0]])
+    got = jax.jit(jax.vmap(functools.partial(shared_total, compact=compact)))(stops)
+    want = [1 + sum(range(1, int(row.max()) + 1)) for row in stops]
+    assert_close(got, (jnp.zeros((4, 3)), jnp.array(want, jnp.float32)))
+    nested = jax.vmap(jax.vmap(shared_total))(stops[None].repeat(2, 0))
+    assert_close(nested[1], jnp.array([want, want], jnp.float32))
+
+
 @pytest.mark.parametrize("compact", [False, True])
 def test_custom_carries_and_static_leaves(compact):
     """An average and a key for each row, and a function in the carry; the condition sees them as the body does."""
@@ -566,6 +585,50 @@ def test_with_compact_each_row_is_run_on_its_own_steps():
     jax.block_until_ready(while_scan(lambda c: c[0] > 0, body, init, max_length=1024, compact=True))
     jax.effects_barrier()
     assert steps.sum() <= sum(count) <= 1.5 * steps.sum()
+
+
+def selections(function, *args, shape):
+    """How many instructions choose between two arrays of a shape."""
+    return sum(f"{shape}{{" in line.split(" select(")[0] for line in Program(function, *args) if " select(" in line)
+
+
+def decode(axes, left, cache):
+    """Writes a row of a cache in each step, as decoding does; `axes` says where the cache has rows."""
+    rows = jnp.arange(left.shape[0])
+
+    def body(carry, _, *, valid):
+        left, cache = carry
+        place = jnp.where(valid, left.astype(int), cache.shape[1])
+        return (left - 1, cache.at[rows, place].set(jnp.sin(left), mode="drop")), None
+
+    init = left, cache
+    return while_scan(lambda carry: carry[0] > 0, body, init, max_length=64, carry_axes=(0, axes)).carry
+
+
+def test_what_all_rows_share_is_not_copied():
+    """A step runs where some row takes it, so that nothing chooses between a shared leaf of before and of after."""
+    left, cache = jnp.arange(8.0), jnp.zeros((8, 33))
+    assert selections(functools.partial(decode, None), left, cache, shape="f32[8,33]") == 0
+    assert selections(functools.partial(decode, 0), left, cache, shape="f32[8,33]") > 0
+    whole, rows = decode(None, left, cache), decode(0, left, cache)
+    assert_close(whole, rows)
+    assert int(jnp.count_nonzero(whole[1])) == sum(range(8))
+
+
+def test_rows_that_are_independent_are_shown_what_they_keep():
+    """One selection per leaf and step, where a body that might mix rows needs two."""
+
+    def run(mix, left, h):
+        def body(carry, _):
+            left, h = carry
+            mean = jnp.mean(h, axis=0, keepdims=True) if mix else 0.5
+            return (left - 1, jnp.tanh(h + mean)), None
+
+        return while_scan(lambda carry: carry[0] > 0, body, (left, h), max_length=64).carry
+
+    given = jnp.arange(8.0), jnp.ones((8, 33))
+    apart, mixed = (selections(functools.partial(run, mix), *given, shape="f32[8,33]") for mix in (False, True))
+    assert (apart, mixed) == (1, 4)
 
 
 def test_without_compact_the_body_is_compiled_for_all_rows_alone():

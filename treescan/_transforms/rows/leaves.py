@@ -48,9 +48,14 @@ class RowMask:
         valid: bool[*batch].
     """
 
-    def __init__(self, valid: Array) -> None:
+    def __init__(self, valid: Array, some: Callable[[Array], Array] = jnp.any) -> None:
         self.valid = valid
+        self._some = some
         self._shaped: dict[tuple[Any, ...], Array] = {}
+
+    def some(self) -> Array:
+        """bool[]: whether any row is valid."""
+        return self._made((), lambda: self._some(self.valid))
 
     def select(self, new: Array, old: Array, axis: int | None) -> Array:
         """`new` for valid rows, `old` for others; for a leaf without rows (None), `new` if any row is valid.
@@ -58,7 +63,7 @@ class RowMask:
         `old` has the shape of `new`, or is broadcast to it.
         """
         if axis is None:
-            return select(self._made((), lambda: jnp.any(self.valid)), new, old)
+            return select(self.some(), new, old)
         if is_sharded(new) or is_sharded(old) or new.dtype != old.dtype or old.ndim not in (0, new.ndim):
             return select(expand(self.valid, new, axis), new, old)
         dimensions = tuple(range(axis, axis + self.valid.ndim))

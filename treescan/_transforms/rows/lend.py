@@ -33,6 +33,25 @@ def _most_of_all_rule(axis_size: int, in_batched: list[bool], counts: Array) -> 
     return most_of_all(counts), False
 
 
+@custom_vmap
+def _unless_alone(going: Array) -> Array:
+    return jnp.ones_like(going)
+
+
+@_unless_alone.def_vmap
+def _unless_alone_rule(axis_size: int, in_batched: list[bool], going: Array) -> tuple[Array, bool]:
+    del axis_size
+    return (going, True) if in_batched[0] else (_unless_alone(going), False)
+
+
+def unless_alone(going: Array) -> Array:
+    """True, within a branch that is taken if `going` is set; `going` itself where others share the branch.
+
+    These are the elements of a vmap and the devices of a shard_map: the branch is taken if any of them goes on.
+    """
+    return going if varying_axes(jax.typeof(going)) else _unless_alone(going)
+
+
 def may_branch() -> bool:
     """Whether a branch may depend on data: not inside of a `shard_map` that does not tell which axes a value varies on.
 

@@ -26,7 +26,7 @@ from .batch_axes import RowAxes, spread_batch_axes, with_axes
 from .fill import fill_leaves, without_hold
 from .good_pairs import GoodPair, earliest_pair, own_pairs
 from .leaves import RowMask, expand, select, take_row, unsigned
-from .lend import choose_own, lend, lend_to_elements
+from .lend import choose_own, lend, lend_to_elements, unless_alone
 
 
 @dataclass(frozen=True)
@@ -44,6 +44,7 @@ class Masked:
         y_axes: a prefix of y, of the same meaning; None: `fill` on steps that no row runs.
         fill: a prefix of y: what it is on padded steps.
         shows_state: whether padded rows are shown a good state too. Otherwise they are shown the state that they keep.
+        branches: whether the step runs in a branch that is only taken where some row is valid.
     """
 
     step: Step
@@ -53,13 +54,14 @@ class Masked:
     y_axes: Prefix
     fill: Prefix
     shows_state: bool = True
+    branches: bool = False
 
     def __call__(self, consts: Any, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
         good, (fixed, inner) = consts
         valid = feed.valid
         assert valid is not None
         x, x_tree = jax.tree.flatten(feed.x)
-        mask = RowMask(valid)
+        mask = RowMask(valid, _some_of_all if self.branches else jnp.any)
         show = _show_shared if None in (*self.carry_axes, *self.x_axes) else _show_own
         shown = show(mask, state, good.state, self.carry_axes) if self.shows_state else state
         shown_fixed = show(mask, fixed, good.fixed, self.fixed_axes)
@@ -80,6 +82,10 @@ class Masked:
         return jax.tree.unflatten(jax.tree.structure(y), filled)
 
 
+def _some_of_all(valid: Array) -> Array:
+    return unless_alone(jnp.any(valid))
+
+
 def with_kept_states(step: Step) -> Step:
     """A masked step that shows padded rows the state that they keep, for a loop that nobody differentiates.
 
@@ -89,10 +95,23 @@ def with_kept_states(step: Step) -> Step:
     Args:
         step: a `Masked` step, or others around it, each of which has the inner one as its `step`.
     """
+    return _changed(step, shows_state=False)
+
+
+def in_branches(step: Step) -> Step:
+    """A masked step that only runs where some row is valid: what all rows share needs no selection then.
+
+    Args:
+        step: as for `with_kept_states`.
+    """
+    return _changed(step, branches=True)
+
+
+def _changed(step: Step, **attributes: bool) -> Step:
     if isinstance(step, Masked):
-        return dataclasses.replace(step, shows_state=False)
+        return dataclasses.replace(step, **attributes)
     inner: Step = getattr(step, "step")  # noqa: B009, not all steps have one
-    return dataclasses.replace(cast(Any, step), step=with_kept_states(inner))
+    return dataclasses.replace(cast(Any, step), step=_changed(inner, **attributes))
 
 
 def _show_own(mask: RowMask, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:
@@ -111,8 +130,7 @@ def _show_shared(mask: RowMask, leaves: list[Array], good: list[Any], axes: Leaf
     valid = mask.valid
     if valid.size == 0:
         return leaves
-    rows = valid.reshape(-1)
-    any_row, lender = jnp.any(rows), unsigned(jnp.argmax(rows))
+    any_row, lender = mask.some(), unsigned(jnp.argmax(valid.reshape(-1)))
 
     def show(leaf: Array, other: Array | None, axis: int | None) -> Array:
         if other is None:

@@ -13,10 +13,12 @@ import jax.numpy as jnp
 from ..._avals import place_like, vary_over
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.rewrite import is_rewriting
+from ..._loop.run import debugs_nans
 from ..._trace.hoist import Hoisted
 from ..._trace.smooth import Part, fill_in, instantiated, is_smooth, no_tangent, nonzero_part
 from ..._types import Array, PyTree
 from ..rows.batch_axes import without_arrays
+from ..rows.mask import in_branches, with_kept_states
 from ..weights.branches import MappedLater
 from .all_steps import MaskedStep, run_all_steps, run_masked
 from .condition import Condition
@@ -82,6 +84,7 @@ class EarlyExit:
         branches: whether a branch may depend on data.
         refusal: what to raise where it is differentiated, which may be after the verb has returned.
         tiers: where rows stop each by itself, the numbers of rows to choose from; else empty.
+        apart: whether the body is known to treat these rows independently.
     """
 
     hoisted: Hoisted
@@ -91,6 +94,7 @@ class EarlyExit:
     branches: bool
     refusal: Exception | None
     tiers: tuple[int, ...] = ()
+    apart: bool = False
 
     @functools.cached_property
     def _silent(self) -> Step:
@@ -117,9 +121,15 @@ class EarlyExit:
             loop = dataclasses.replace(loop, consts=given.reads, state=first)
             return Saved(*run_until(loop, take, sizes, save=save))
         loop, masked = self._lay_rows(given, first, length)
+        masked = dataclasses.replace(masked, masked=self._undifferentiated(masked.masked))
         rows = TakeRows(masked, self.outputs, loop.rows.axes.y, self.branches)
         around = around_live_rows(loop, self.outputs, sizes[0], self.tiers, save=save) if sizes else None
         return Saved(*run_until(loop, rows, sizes, save=save, innermost=around))
+
+    def _undifferentiated(self, step: Step) -> Step:
+        """A masked step that nobody differentiates, and that only runs where some row takes it."""
+        step = with_kept_states(step) if self.apart and not debugs_nans() else step
+        return in_branches(step) if self.branches else step
 
     def _lay_rows(self, given: Operands, first: Progress, length: int) -> tuple[Loop, MaskedStep]:
         """The loop of rows that stop, and its step."""

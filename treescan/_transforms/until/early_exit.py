@@ -15,9 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
-from jax.custom_batching import custom_vmap
 
-from ..._avals import place_like, vary_over, varying_axes
+from ..._avals import place_like, vary_over
 from ..._loop.chunk import Around, Level, run_chunked
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.sizes import Wish, plan_sizes
@@ -28,7 +27,7 @@ from ..._types import Array, PyTree
 from ..checkpoint import remat_sizes
 from ..rows.fill import fill_leaves
 from ..rows.leaves import select_valid
-from ..rows.lend import most_of_all, most_of_devices
+from ..rows.lend import most_of_all, most_of_devices, unless_alone
 from ..thin import Thinned
 from .condition import Condition
 
@@ -111,18 +110,6 @@ class StepOutputs:
         return [vary_over(leaf, self.varying) for leaf in jax.tree.leaves(y)]
 
 
-@custom_vmap
-def _unless_alone(going: Array) -> Array:
-    """True; under vmap `going` itself: a single element takes no branch unless it is its own."""
-    return jnp.ones_like(going)
-
-
-@_unless_alone.def_vmap
-def _unless_alone_rule(axis_size: int, in_batched: list[bool], going: Array) -> tuple[Array, bool]:
-    del axis_size
-    return (going, True) if in_batched[0] else (_unless_alone(going), False)
-
-
 def any_of_all(flags: Array) -> Array:
     """Whether a flag is set in any row, in any element of a vmap, on any device: the same for all."""
     flags = jnp.any(flags) if flags.ndim else flags
@@ -156,7 +143,7 @@ class TakeStep:
         going = going_on(progress, reads)
         if not self.branches:
             return self._take(going, reads, progress, feed)
-        mine = going if varying_axes(jax.typeof(going)) else _unless_alone(going)
+        mine = unless_alone(going)
         return jax.lax.cond(any_of_all(going), self._take, self._leave, mine, reads, progress, feed)
 
     def _take(self, mine: Array, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:

@@ -207,6 +207,7 @@ def _run_traced(
         condition = trace_condition(call, init)
     if call is not None and len(tiers) > 1:
         condition = trace_for_tiers(condition, call, init, axes_of_carry(loop, hoisted.fixed, count), tiers)
+    apart = bool(condition.batch) and loop.rows.apart()
     holds = asked.holds
     if holds is None:
         holds = condition(condition.closed, hoisted.settled)
@@ -222,6 +223,7 @@ def _run_traced(
         may_branch(),
         explain(_NO_GRADIENT, program.call.convention.verb, loop.body.function) if hoisted.effects else None,
         tiers,
+        apart,
     )
     lengthened, front = padded(restricted.loop, early.length)
     given = Operands(
