@@ -37,10 +37,10 @@ demo: .venv/.runtime ## Trains a recurrent classifier on spoken vowels and print
 test: .venv/.group-test ## The everyday tests.
 	.venv/bin/python $(PYTEST) -m "not slow"
 
-test-slow: .venv/.group-test ## The tests that are too slow for every day.
+test-slow: .venv/.group-peers ## The tests that are too slow for every day.
 	$(call slow,slow and not exhaustive)
 
-test-exhaustive: .venv/.group-test ## All tests that are slow, those that are too many for CI included.
+test-exhaustive: .venv/.group-peers ## All tests that are slow, those that are too many for CI included.
 	$(call slow,slow)
 
 test-site: docs .venv/.group-site ## Tries the built documentation in the Chromium of this machine, if there is one.

@@ -1,0 +1,1 @@
+"""Programs that people write around scans, with treescan and by hand."""

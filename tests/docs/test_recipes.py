@@ -1,0 +1,123 @@
+"""The recipes of docs/recipes compute what the same programs by hand, or those of peers, compute: gradients too."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from oracle import as_numpy
+
+from benchmarks._recipe_peers import installed
+from benchmarks.recipes import problems
+from examples.recipes import agents, ppo, state_space
+
+NAMES = (
+    "bidirectional GRU with CTC, padded", "bidirectional GRU with CTC, packed", "R2D2's replay", "GAE", "V-trace",
+    "recurrent PPO", "Kalman filter", "Kalman filter and RTS smoother", "HMM, forward and backward", "HMM filter",
+    "HMM, all rows whole", "RTS smoother, all rows whole", "greedy decoding", "beam search", "a descent that stops",
+    "nested recomputation", "thinning", "CTC over padded frames", "a GRU with resets",
+)  # fmt: skip
+OF_PEERS = {"HMM filter": "distrax", "HMM, all rows whole": "dynamax", "RTS smoother, all rows whole": "dynamax"}
+
+
+@pytest.fixture(autouse=True)
+def as_users_run_it():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+def assert_equal(got, want, tolerance):
+    for mine, other in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        assert (mine.shape, mine.dtype) == (other.shape, other.dtype)
+        mine, other = as_numpy(mine), as_numpy(other)
+        np.testing.assert_allclose(mine, other, rtol=tolerance, atol=tolerance * max(1, np.abs(other).max(initial=0)))
+
+
+@pytest.fixture(scope="module")
+def recipes():
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        return list(problems(small=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.filterwarnings("default")  # of what peers import
+def test_a_recipe_equals_its_reference(recipes, name):
+    if name in OF_PEERS and not installed(OF_PEERS[name]):
+        pytest.skip(f"{OF_PEERS[name]} cannot be imported here")
+    found = [problem for problem in recipes if problem.name == name]
+    assert found
+    for problem in found:
+        assert_equal(problem.value(True)(), problem.value(False)(), problem.tolerance)
+        if problem.differentiable:
+            assert_equal(problem.gradient(True)(), problem.gradient(False)(), 10 * problem.tolerance)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("default")
+def test_every_recipe_is_compared(recipes):
+    assert {problem.name for problem in recipes} <= set(NAMES)
+
+
+@pytest.mark.parametrize("length", [1, 4])
+def test_a_smoother_equals_the_normal_distribution_of_all_states(length):
+    """Of states and observations together, conditioned on the entries that were seen."""
+    random = np.random.default_rng(0)
+    a, c = 0.9 * np.eye(2) + 0.1 * random.normal(size=(2, 2)), random.normal(size=(2, 2))
+    q, r = np.array([[0.3, 0.1], [0.1, 0.2]]), np.array([[0.5, 0.2], [0.2, 0.4]])
+    ys = random.normal(size=(4, 1, 2))
+    ys[1, 0, 0] = ys[2, 0] = np.nan
+    system = state_space.System(*(jnp.asarray(leaf, jnp.float32) for leaf in (a, q, c, r)))
+    first = state_space.Belief(jnp.ones((1, 2)), jnp.eye(2)[None])
+    lengths = jnp.array([length])
+    found = state_space.filtered(system, first, jnp.asarray(ys, jnp.float32), lengths)
+    smoothed = state_space.smoothed(system, found, lengths)
+
+    n = 2 * length
+    mean, cov, m, p = np.zeros(n), np.zeros((n, n)), np.ones(2), np.eye(2)
+    for t in range(length):
+        mean[2 * t : 2 * t + 2] = m
+        block = p
+        for s in range(t, length):
+            cov[2 * s : 2 * s + 2, 2 * t : 2 * t + 2] = block
+            cov[2 * t : 2 * t + 2, 2 * s : 2 * s + 2] = block.T
+            block = a @ block
+        m, p = a @ m, a @ p @ a.T + q
+    seen = ~np.isnan(ys[:length, 0]).reshape(-1)
+    look = np.kron(np.eye(length), c)[seen]
+    error = ys[:length, 0].reshape(-1)[seen] - look @ mean
+    spread = look @ cov @ look.T + np.kron(np.eye(length), r)[np.ix_(seen, seen)]
+    gain = cov @ look.T @ np.linalg.inv(spread)
+    want = (mean + gain @ error).reshape(length, 2)
+    np.testing.assert_allclose(smoothed.mean[:length, 0], want, rtol=1e-4, atol=1e-5)
+    want_cov = cov - gain @ look @ cov
+    blocks = [want_cov[2 * t : 2 * t + 2, 2 * t : 2 * t + 2] for t in range(length)]
+    np.testing.assert_allclose(smoothed.cov[:length, 0], blocks, rtol=1e-4, atol=1e-5)
+    assert not np.any(smoothed.mean[length:])
+    log_likelihood = -0.5 * (
+        error @ np.linalg.solve(spread, error) + np.linalg.slogdet(spread)[1] + seen.sum() * np.log(2 * np.pi)
+    )
+    np.testing.assert_allclose(found.log_likelihood.sum(), log_likelihood, rtol=1e-4)
+
+
+def test_advantages_equal_sums_over_each_episode():
+    rewards, values = jnp.arange(8.0).reshape(4, 2), jnp.ones((4, 2))
+    ends = jnp.array([[0, 0], [1, 0], [0, 1], [0, 0]], bool)
+    data = agents.Trajectory(rewards, values, ends, jnp.ones((4, 2)), jnp.array([10.0, 20.0]))
+    got = agents.gae(data, 0.5, 0.5)
+    for b in range(2):
+        later = 0.0
+        for t in reversed(range(4)):
+            following = 0.0 if ends[t, b] else float(data.last_value[b] if t == 3 else values[t + 1, b])
+            error = float(rewards[t, b]) + 0.5 * following - float(values[t, b])
+            later = error + (0.0 if ends[t, b] else 0.25 * later)
+            assert abs(float(got[t, b]) - later) < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+def test_ppo_learns_to_remember():
+    """The cue of an episode's first step is asked for in its last: who guesses is right half of the time."""
+    learner = ppo.make(jax.random.key(0), 32, 16)
+    _, rewards = jax.jit(ppo.train, static_argnums=(2, 3, 4))(learner, jax.random.key(1), 100, 20, 4)
+    best = 1 / ppo.EPISODE  # a step's mean reward where every answer is right
+    assert rewards[:10].mean() < 0.5 * best < 0.8 * best < rewards[-10:].mean()
