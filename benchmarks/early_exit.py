@@ -11,6 +11,7 @@ from typing import Any, Literal, NamedTuple
 import equinox.internal as eqxi
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import Array
 
 import treescan
@@ -19,6 +20,7 @@ from benchmarks._lstm import normal
 
 LONGEST, SHORT = 10_000, 64
 ROWS, WIDTH = 128, 64
+WIDTH_OF_ROWS = 128
 STOPS = (0.05, 0.2, 0.5, 1.0)  # of the longest loop
 GROWTH = (1_000, 10_000, 100_000, 1_000_000)  # bounds of a loop that takes as many steps each time
 STEPS = 500
@@ -28,6 +30,7 @@ EQUINOX: dict[str, Literal["bounded", "checkpointed"]] = {
     "equinox, bounded": "bounded",
     "equinox, checkpointed": "checkpointed",
 }
+ROWS_TARGET = 1.5  # of a scan of all rows over their mean number of steps
 FORWARD_TARGET = 1.2
 GRADIENT_TARGET = 1 / 1.5
 
@@ -54,12 +57,14 @@ def comparisons() -> Iterator[Comparison | Memory]:
     """The comparisons of this suite."""
     yield from _compare(LONGEST, FORWARD_TARGET, GRADIENT_TARGET)
     yield from _growth(GROWTH, STEPS)
+    yield from _rows_that_stop(256, 100, ROWS_TARGET)
 
 
 def smoke() -> Iterator[Comparison | Memory]:
     """The same with few steps, without targets."""
     yield from _compare(SHORT, None, None)
     yield from _growth((SHORT, 4 * SHORT), SHORT // 4)
+    yield from _rows_that_stop(8, 4, None)
 
 
 def _step(weights: Array, state: State) -> State:
@@ -139,6 +144,48 @@ def _compare(longest: int, forward: float | None, gradient: float | None) -> Ite
             yield Comparison(f"gradient, {share:.0%} of the steps", against, mine, theirs, gradient, details)
             if share == STOPS[-1]:
                 yield Memory("memory, gradient", against, mine.temporaries, theirs.temporaries)
+
+
+def _rows_that_stop(rows: int, mean: int, target: float | None) -> Iterator[Comparison]:
+    """Rows that stop after exponentially distributed numbers of steps, with `compact`.
+
+    The work is the sum of these numbers. A scan of all rows over their mean does as much, though not the same: of the
+    results only that they are finite is compared. A mapped `jax.lax.while_loop` does the same.
+    """
+    steps = np.ceil(np.random.default_rng(0).exponential(mean, rows))
+    left, length = jnp.asarray(steps, jnp.float32), 10 * mean
+    given = normal(0, (WIDTH_OF_ROWS, WIDTH_OF_ROWS)) / WIDTH_OF_ROWS**0.5, normal(1, (rows, WIDTH_OF_ROWS))
+
+    def ours(weights: Array, values: Array) -> Array:
+        def step(carry: tuple[Array, Array], _: None) -> tuple[tuple[Array, Array], None]:
+            return (carry[0] - 1, jnp.tanh(carry[1] @ weights)), None
+
+        init = left, values
+        return treescan.while_scan(lambda c: c[0] > 0, step, init, max_length=length, compact=True).carry[1]
+
+    def whole(weights: Array, values: Array) -> Array:
+        number = int(np.ceil(steps.mean()))
+        return jax.lax.scan(lambda h, _: (jnp.tanh(h @ weights), None), values, length=number)[0]
+
+    def mapped(weights: Array, values: Array) -> Array:
+        def one(left: Array, h: Array) -> Array:
+            init = left, h
+            return jax.lax.while_loop(lambda c: c[0] > 0, lambda c: (c[0] - 1, jnp.tanh(c[1] @ weights)), init)[1]
+
+        return jax.vmap(one)(left, values)
+
+    def finite(function: Callable[..., Any]) -> Callable[[], Array]:
+        run = jax.jit(lambda: jnp.stack([jnp.isfinite(leaf).all() for leaf in jax.tree.leaves(function(*given))]))
+        return lambda: run()
+
+    def gradient(function: Callable[..., Array]) -> Callable[..., Any]:
+        return jax.grad(lambda *given: jnp.sum(function(*given) ** 2), (0, 1))
+
+    against, details = "a scan over the mean", {"sum of steps": float(steps.sum()), "most": float(steps.max())}
+    yield Comparison("rows that stop, forward", against, finite(ours), finite(whole), target, details)
+    mine, theirs = finite(gradient(ours)), finite(gradient(whole))
+    yield Comparison("rows that stop, gradient", against, mine, theirs, target, details)
+    yield Comparison("rows that stop, forward", "mapped while_loop", finite(ours), finite(mapped), None, details)
 
 
 def _growth(bounds: tuple[int, ...], steps: int) -> Iterator[Comparison]:

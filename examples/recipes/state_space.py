@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.scipy.linalg import cho_factor, cho_solve
+from jax.scipy.linalg import cho_factor, cho_solve, solve_triangular
 from jaxtyping import Array, Float, Int
 
 import treescan
@@ -42,24 +42,24 @@ def observe(
 ) -> Filtered:
     """Updates by what was seen; a missing entry tells nothing."""
     seen = ~jnp.isnan(y)
-    c = jnp.where(seen[..., None], system.c, 0.0)  # [B, seen, state]
     both = seen[:, :, None] & seen[:, None, :]
-    eye = jnp.eye(y.shape[-1])
+    across = jnp.where(seen[..., None], system.c @ belief.cov, 0.0)
     # A missing entry becomes one of variance 1 that was as expected.
-    noise = jnp.where(both, system.r, eye)
-    error = jnp.where(
-        seen, jnp.where(seen, y, 0.0) - belief.mean @ system.c.T, 0.0
-    )
-    spread = c @ belief.cov @ c.swapaxes(-1, -2) + noise
-    root = cho_factor(spread, lower=True)
-    gain = cho_solve(root, c @ belief.cov).swapaxes(-1, -2)
-    mean = belief.mean + jnp.einsum("bij,bj->bi", gain, error)
-    cov = belief.cov - gain @ c @ belief.cov
-    scaled = cho_solve(root, error[..., None])[..., 0]
-    diagonal = jnp.diagonal(root[0], axis1=-2, axis2=-1)
+    spread = across @ system.c.T + system.r
+    spread = jnp.where(both, spread, jnp.eye(y.shape[-1]))
+    error = jnp.where(seen, y, 0.0) - belief.mean @ system.c.T
+    error = jnp.where(seen, error, 0.0)
+    root = jnp.linalg.cholesky(spread)
+    # With `spread = root root'`, the gain is `across' root'^-1 root^-1`.
+    solved = jnp.concatenate([across, error[..., None]], -1)
+    solved = solve_triangular(root, solved, lower=True)
+    across, scaled = solved[..., :-1], solved[..., -1]
+    mean = belief.mean + jnp.einsum("bji,bj->bi", across, scaled)
+    cov = belief.cov - across.swapaxes(-1, -2) @ across
+    diagonal = jnp.diagonal(root, axis1=-2, axis2=-1)
     log_det = 2 * jnp.log(diagonal).sum(-1)
     count = seen.sum(-1) * jnp.log(2 * jnp.pi)
-    log_likelihood = -0.5 * ((error * scaled).sum(-1) + log_det + count)
+    log_likelihood = -0.5 * (jnp.square(scaled).sum(-1) + log_det + count)
     return Filtered(belief, Belief(mean, cov), log_likelihood)
 
 

@@ -45,6 +45,7 @@ LONG = (
     *(TUTORIALS / f"{name}.md" for name in ("plugin", "vowels", "llama", "solvers")),
     *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("migrating", "layers", "flax", "random-keys", "training")),
     *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("variable-length", "performance", "custom-carries")),
+    ROOT / "docs" / "recipes" / "speech.md",
 )
 FENCE = re.compile(
     r"^(?:<!-- raises: (?P<raises>\w+) -->\n)?"

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from oracle import as_numpy
 
-from benchmarks._recipe_peers import installed
-from benchmarks.recipes import problems
+from benchmarks.recipes import installed, problems
 from examples.recipes import agents, ppo, state_space
 
 NAMES = (
