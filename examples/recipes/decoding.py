@@ -61,11 +61,6 @@ def attend(
     return x @ p.embed.T, cache
 
 
-# The cache is one array for all rows: a step writes a row of it for each, and
-# nothing chooses between the old cache and the new one.
-AXES = Writing._make((0, 0, None))
-
-
 def room(p: Decoder, rows: int, steps: int) -> Cache:
     """An empty cache."""
     empty = jnp.zeros((rows, steps, p.embed.shape[1]))
@@ -73,6 +68,11 @@ def room(p: Decoder, rows: int, steps: int) -> Cache:
 
 
 # --8<-- [start:greedy]
+# The cache is one array for all rows: a step writes a row of it for each, and
+# nothing chooses between the old cache and the new one.
+AXES = Writing._make((0, 0, None))
+
+
 def read(p: Decoder, prompts: treescan.Padded[Array], steps: int) -> Writing:
     """Reads prompts int32[T, B] of different lengths into a cache."""
 

@@ -109,7 +109,7 @@ def in_branches(step: Step) -> Step:
 
 def _changed(step: Step, **attributes: bool) -> Step:
     if isinstance(step, Masked):
-        return dataclasses.replace(step, **attributes)
+        return dataclasses.replace(cast(Any, step), **attributes)
     inner: Step = getattr(step, "step")  # noqa: B009, not all steps have one
     return dataclasses.replace(cast(Any, step), step=_changed(inner, **attributes))
 
