@@ -52,7 +52,7 @@ def find_root(
 
 
 class Solution(NamedTuple):
-    """Where a solver stands, and the step that it is about to try."""
+    """Where a solver is, and the step that it is about to try."""
 
     t: Scalar
     y: Scalar

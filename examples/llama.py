@@ -275,7 +275,7 @@ def cached_logits(
     cache: Cache,
     start: Int[Array, ""] | int,
 ) -> tuple[Float[Array, "batch time vocabulary"], Cache]:
-    """The same for tokens that stand at `start` and after.
+    """The same for tokens at `start` and after.
 
     Each layer takes its slice of the cache and returns it.
     """

@@ -67,7 +67,7 @@ def _pad(
 
 
 class LSTM(NamedTuple):
-    """The weights of one direction; the four gates stand side by side."""
+    """The weights of one direction; the four gates are side by side."""
 
     x: Float[Array, "features gates"]
     h: Float[Array, "hidden gates"]
