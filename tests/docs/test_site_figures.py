@@ -134,3 +134,23 @@ def _with_spread(ratio: dict[str, float]) -> str:
 
 def _three_digits(value: float) -> str:
     return f"{value:.2f}" if value < 9.995 else f"{value:.3g}"
+
+
+def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
+    """Memory and time of the gradient of a masked LSTM, and the time to compile 64 layers."""
+
+    def found(suite: str, kind: str, name: str, against: str) -> dict[str, Any]:
+        report = json.loads((ROOT / "benchmarks" / "results" / f"{suite}.json").read_text())
+        return next(each for each in report[kind] if (each["name"], each["against"]) == (name, against))
+
+    memory = found("masked", "memory", "B=32, memory, default, gradient", "where by hand")
+    time = found("masked", "comparisons", "B=32, pareto, compact, gradient", "where by hand")
+    compile = found("layers", "comparisons", "compile 64 layers, gradient", "unrolled loop")
+    cells = [
+        f"| {memory['candidate_bytes'] / 1e6:.1f} MB | {memory['peer_bytes'] / 1e6:.1f} MB |",
+        f"| {time['ratio']['median']:.2f} | 1 |",
+        f"| {compile['candidate_seconds']['median']:.1f} | {compile['peer_seconds']['median']:.1f} |",
+    ]
+    table = (ROOT / "README.md").read_text().split("<!-- figures -->")[1].split("<!-- /figures -->")[0]
+    for cell, line in zip(cells, table.strip().splitlines()[2:], strict=True):
+        assert line.endswith(cell)
