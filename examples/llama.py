@@ -277,12 +277,13 @@ def cached_logits(
 ) -> tuple[Float[Array, "batch time vocabulary"], Cache]:
     """The same for tokens at `start` and after.
 
-    Each layer takes its slice of the cache and returns it.
+    Each layer takes its slice of the cache and returns it. The loop writes
+    it in place: no step copies the cache.
     """
     x = gathered(params.embedding)[tokens]
     positions = start + jnp.arange(tokens.shape[1])
-    x, cache = treescan.scan_layers(
-        cached_block, x, params.layers, cache, args=(positions,)
+    x, cache = treescan.fold_layers(
+        cached_block, x, params.layers, state=cache, args=(positions,)
     )
     return norm(x, params.norm) @ gathered(params.head), cache
 

@@ -793,6 +793,96 @@ def pattern_with_a_named_tuple_of_stacks(one):
     return scan_layers([local, block], X, Dense(denses(one), denses(one)))
 
 
+def decode(layer, x, cache):
+    return x @ layer["w"], {"k": cache["k"] + x, "v": cache["v"]}
+
+
+def caches(one: Any, n: int = 4) -> Any:
+    return {"k": one * jnp.zeros((n, 3)), "v": jnp.zeros((n, 3))}
+
+
+@without_body(LayerError)
+def state_of_another_depth(one):
+    return fold_layers(decode, X, denses(one), state=caches(one) | {"k": jnp.zeros((3, 3)), "step": jnp.int32(0)})
+
+
+@without_body(LayerError)
+def state_of_another_depth_in_a_pattern(one):
+    return fold_layers([decode, decode], X, [denses(one), denses(one)], state=[caches(one), caches(one, 5)])
+
+
+@without_body(LayerError)
+def state_that_is_no_sequence_in_a_pattern(one):
+    return fold_layers([decode, decode], X, [denses(one), denses(one)], state=caches(one))
+
+
+@without_body(LayerError)
+def state_with_too_few_stacks(one):
+    return fold_layers([decode, decode], X, [denses(one), denses(one)], state=[caches(one)])
+
+
+@case(BodyError)
+def state_is_not_returned(one):
+    def block(layer, x, cache):
+        return decode(layer, x, cache)[0]
+
+    return fold_layers(block, X, denses(one), state=caches(one))
+
+
+@case(BodyError)
+def state_is_not_returned_beside_y(one):
+    def block(layer, x, cache):
+        return decode(layer, x, cache)
+
+    return scan_layers(block, X, denses(one), state=caches(one))
+
+
+@case(BodyError)
+def state_returned_with_a_y_in_fold_layers(one):
+    def block(layer, x, cache):
+        return (*decode(layer, x, cache), x)
+
+    return fold_layers(block, X, denses(one), state=caches(one))
+
+
+@case(CarryError)
+def state_of_another_type_is_returned(one):
+    def block(layer, x, cache):
+        return x, {"k": cache["k"].astype(jnp.bfloat16), "v": jnp.concatenate([cache["v"], x[:1]])}
+
+    return fold_layers(block, X, denses(one), state=caches(one))
+
+
+@case(CarryError)
+def state_of_another_structure_is_returned(one):
+    def block(layer, x, cache):
+        return x, {"k": cache["k"], "position": one}
+
+    return fold_layers(block, X, denses(one), state=caches(one), remat="step")
+
+
+@case(CarryError)
+def state_and_x_are_swapped(one):
+    def block(layer, x, cache):
+        return cache, x
+
+    return fold_layers(block, X, denses(one), state=caches(one))
+
+
+@case(BodyError)
+def state_is_not_taken(one):
+    def block(layer, x):
+        return x, None
+
+    return fold_layers(block, X, denses(one), state=caches(one))
+
+
+@without_body(LayerError, context=on_mesh)
+def state_split(one):
+    w = jax.sharding.reshard(jnp.ones((4, 3)), PartitionSpec("rows", None))
+    return fold_layers(decode, X, denses(one), state=caches(one) | {"k": w})
+
+
 @without_body(LayerError)
 def pattern_with_too_few_stacks(one):
     return scan_layers([local, local, block], X, [denses(one), denses(one)])

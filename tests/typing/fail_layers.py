@@ -74,6 +74,22 @@ def keyed_fold(layer: Layer, x: Array, mask: Array, *, key: Array) -> Array:
     return x
 
 
+def decode(layer: Layer, x: Array, cache: Cache) -> tuple[Array, Cache]:
+    return x, cache
+
+
+def decode_at(layer: Layer, x: Array, cache: Cache, position: int) -> tuple[Array, Cache]:
+    return x, cache
+
+
+def decode_noted(layer: Layer, x: Array, own: Array, cache: Cache) -> tuple[Array, Cache, Array]:
+    return x, cache, x
+
+
+def keyed_decode(layer: Layer, x: Array, cache: Cache, *, key: Array) -> tuple[Array, Cache]:
+    return x, cache
+
+
 def scaled(scale: float, layer: Layer, x: Array) -> Array:
     return x
 
@@ -107,6 +123,17 @@ fold_layers(jax.checkpoint(fold_block), x, layers)
 fold_layers(jax.jit(fold_block), x, layers)
 scan_layers(jax.jit(block), x, layers)
 
+assert_type(fold_layers(decode, x, layers, state=cache), tuple[Array, Cache])
+assert_type(fold_layers(decode_at, x, layers, state=cache, args=(3,)), tuple[Array, Cache])
+assert_type(fold_layers(keyed_decode, x, layers, state=cache, key=key), tuple[Array, Cache])
+assert_type(fold_layers([decode, decode], x, [layers, layers], state=[cache, cache]), tuple[Array, list[Cache]])
+assert_type(scan_layers(decode_noted, x, layers, x, state=cache, save=2), tuple[Array, Cache, Array])
+assert_type(scan_layers([decode_noted], x, [layers], [x], state=(cache,)), tuple[Array, tuple[Cache], tuple[Any, ...]])
+
+fold_layers(decode, x, layers)  # error
+fold_layers(decode, x, layers, state=x)  # error
+fold_layers(fold_block, x, layers, state=cache)  # error
+scan_layers(decode, x, layers, state=cache)  # error
 fold_layers(fold_block, x, cache)  # error
 fold_layers(fold_block, "x", layers)  # error
 fold_layers(shared, x, layers)  # error

@@ -22,6 +22,7 @@ from .conventions import SCAN, Convention
 from .invariance import check_carry
 from .modules import watch
 from .signature import Signature, signature_of
+from .state import OwnState, split_with_state
 
 
 class Shared(NamedTuple):
@@ -67,23 +68,36 @@ class CallBody:
             keywords["valid"] = feed.valid
         args = jtu.tree_unflatten(jtu.tree_structure(args), jtu.tree_leaves(args))  # for the same reason
         others = (*x, *(thaw_static(args) if self.frozen else args)) if self.convention.spread else (x,)
-        returned, y, structure = self._call(carry, others, keywords, unchanged, feed.valid)
-        if self.frozen:  # the check has found the static leaves equal: the state keeps the ones that it had
-            leaves = zip(jtu.tree_leaves(returned), jtu.tree_leaves(unchanged), strict=True)
-            arrays = [leaf for leaf, given in leaves if not is_static(given)]
-            returned = jtu.tree_unflatten(jtu.tree_structure(state), arrays)
+        own = len(x) - 1 if self.convention.stateful else None
+        returned, y, structure = self._call(carry, others, keywords, unchanged, feed.valid, own)
+        if self.frozen:
+            returned = _frozen_as(state, unchanged, returned)
+        if self.frozen and own is not None:
+            y = _frozen_as(feed.x[own], thaw_static(feed.x[own]), y[0]), y[1]
         return (returned, y) if structure is None else jtu.tree_unflatten(structure, (returned, y))
 
     def _call(
-        self, carry: PyTree, others: tuple[PyTree, ...], keywords: dict[str, Any], given: PyTree, valid: Array | None
+        self,
+        carry: PyTree,
+        others: tuple[PyTree, ...],
+        keywords: dict[str, Any],
+        given: PyTree,
+        valid: Array | None,
+        own: int | None,
     ) -> tuple[PyTree, PyTree, TreeDef | None]:
-        """The next carry, y, and the pair's container where the body chose another than a tuple: the result has it."""
+        """The next carry, y, and the pair's container where the body chose another than a tuple: the result has it.
+
+        `own` is the place of the layer's state among `others`; then y is a pair of the new state and y.
+        """
         function = self.body.function
         signature = self.body.memo(Signature, lambda: signature_of(self.body))
         name = carry_name(self.body, self.convention)
         if self.custom:
             carry = read_carries(carry, name)
-        place = self.convention.place
+        place, state = self.convention.place, None
+        if own is not None:
+            state = OwnState.read(self.body, others[own], own + 1, bool(self.custom))
+            others = (*others[:own], state.seen, *others[own + 1 :])
         arguments = (*others[:place], carry, *others[place:])
         with signature.scope() as scope:
             if scope:
@@ -92,18 +106,25 @@ class CallBody:
             out = function(*arguments, **keywords)
             if modules is not None:
                 modules.refuse_changes(out, lambda others: self._again(given, others, keywords))
-            returned, y = _split(self.convention, out, given)
+            returned, new_state, y = _split(self.convention, out, given)
             kept, new = without_carries(given, returned) if self.custom else (given, returned)
-            check_carry(self.body, self.convention, name, kept, new, y, out)
+            check_carry(self.body, self.convention, name, kept, new, y if own is None else new_state, out)
             if self.custom:
                 returned = write_carries(given, returned, valid, name)
                 y = returned if self.convention.stacks else y
+            new_state = None if state is None else state.written(new_state)
             if scope:
-                carried = f"returned {name}"
-                scope.check_outputs(out, (carried, "y") if self.convention.pair else carried)
+                scope.check_outputs(out, self._names_of_outputs(name, state))
             check_arrays(y, name if self.convention.stacks else None)
+        y = y if state is None else (new_state, y)
         keeps = self.convention.pair and not self.convention.spread  # a pair of layers' is always a tuple
         return returned, y, _container(out) if keeps else None
+
+    def _names_of_outputs(self, name: str, state: OwnState | None) -> str | tuple[str, ...]:
+        """What the parts of what the body returns are called."""
+        own = () if state is None else (f"returned {state.name}",)
+        names = (f"returned {name}", *own, *(("y",) if self.convention.pair else ()))
+        return names if len(names) > 1 else names[0]
 
     def _roots(self, count: int) -> tuple[str, ...]:
         """What the arguments beside the carry are called."""
@@ -126,12 +147,21 @@ def carry_name(body: Body, convention: Convention) -> str:
     return names[convention.place] if len(names) > convention.place else convention.carry
 
 
-def _split(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTree]:
-    """The next carry and y, by the verb's convention."""
+def _split(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTree, PyTree]:
+    """The next carry, a layer's state and y, by the verb's convention."""
+    if convention.stateful:
+        return split_with_state(convention, out)
     if convention.pair:
-        return _pair(convention, out, carry)
+        returned, y = _pair(convention, out, carry)
+        return returned, None, y
     _refuse_pair(convention, out, carry)
-    return out, (out if convention.stacks else None)
+    return out, None, (out if convention.stacks else None)
+
+
+def _frozen_as(frozen: PyTree, given: PyTree, returned: PyTree) -> PyTree:
+    """A returned tree with the static leaves of the given one frozen, as which the check has found them equal."""
+    leaves = zip(jtu.tree_leaves(returned), jtu.tree_leaves(given), strict=True)
+    return jtu.tree_unflatten(jtu.tree_structure(frozen), [leaf for leaf, old in leaves if not is_static(old)])
 
 
 def _pair(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTree]:

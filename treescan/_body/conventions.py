@@ -19,6 +19,7 @@ class Convention:
         pair: whether the body returns a pair of the carry and y; else the carry alone.
         stacks: whether the carry after each step is what is stacked.
         other: the verb whose body returns the other of the two, if there is one.
+        stateful: whether the last item of x is a state, which the body returns behind the carry.
     """
 
     verb: str
@@ -29,6 +30,7 @@ class Convention:
     pair: bool = False
     stacks: bool = False
     other: str = "scan"
+    stateful: bool = False
 
     @property
     def carry(self) -> str:
@@ -57,6 +59,12 @@ FOLD_LAYERS = Convention(
 )
 SCAN_LAYERS = dataclasses.replace(
     FOLD_LAYERS, verb="scan_layers", call="scan_layers(block, x, layers)", pair=True, other="fold_layers"
+)
+FOLD_LAYERS_WITH_STATE = dataclasses.replace(
+    FOLD_LAYERS, call="fold_layers(block, x, layers, state=state)", stateful=True
+)
+SCAN_LAYERS_WITH_STATE = dataclasses.replace(
+    SCAN_LAYERS, call="scan_layers(block, x, layers, state=state)", stateful=True
 )
 LIFT = Convention(
     "lift",

@@ -29,7 +29,7 @@ def check_carry(
         root: the body's own name for its carry.
         given: the carry as the body saw it.
         returned: the carry as the body returned it.
-        y: the other half of the pair, to tell whether the two may be swapped.
+        y: the other half of the pair, or a layer's state, to tell whether the two may be swapped.
         out: all that the body returned, to tell whether it is a carry that happens to be a pair.
 
     Raises:
@@ -46,7 +46,7 @@ def check_carry(
         warn_second_trace(body.function, [(row.row.leaf, row.row.expected, row.row.came) for row in weak])
         return
     name = convention.carry
-    if _fits(given, out):
+    if _fits(given, out) and not convention.stateful:
         raise Fault(
             BodyError,
             f"{{body}} must return a pair ({name}, y). What it returned has the type of {{the_carry}} itself; as a "
@@ -60,7 +60,7 @@ def check_carry(
     if _fits(given, y) and not _same_shapes(given, returned) and not _is_given(given, y):
         swapped = (
             f"The second item that it returned has {{the_carry}}'s type. If the two are swapped, return "
-            f"`{name}, y`, the next {root} first.",
+            f"`{name}, {'state' if convention.stateful else 'y'}`, the next {root} first.",
         )
     raise Fault(
         CarryError,

@@ -44,10 +44,11 @@ class Stacks(NamedTuple):
     sequence: bool
     frozen: bool
 
-    def arguments(self, own: list[bool]) -> tuple[tuple[PyTree, ...], ...]:
-        """What each block is given of its own: layers, and where flagged xs."""
-        each = zip(self.layers, self.xs, own, strict=True)
-        return tuple((stack, x) if flag else (stack,) for stack, x, flag in each)
+    def arguments(self, own: list[bool], states: tuple[PyTree, ...] | None) -> tuple[tuple[PyTree, ...], ...]:
+        """What each block is given of its own: layers, where flagged xs, and its state if there are any."""
+        last = [()] * len(own) if states is None else [(state,) for state in states]
+        each = zip(self.layers, self.xs, own, last, strict=True)
+        return tuple((stack, *((x,) if flag else ()), *state) for stack, x, flag, state in each)
 
 
 def is_pattern(block: Any) -> bool:
@@ -67,10 +68,10 @@ def check_stacks(block: Any, layers: PyTree, xs: PyTree, in_axes: Axes, length: 
     own: tuple[PyTree, ...] = (xs,)
     own_axes: tuple[Axes, ...] = (in_axes,)
     if sequence:
-        stacks = _one_each(blocks, layers, "layers")
-        own = (None,) * len(blocks) if xs is None else _one_each(blocks, xs, "xs")
+        stacks = one_each(blocks, layers, "layers")
+        own = (None,) * len(blocks) if xs is None else one_each(blocks, xs, "xs")
         is_given = isinstance(in_axes, list | tuple)
-        own_axes = _one_each(blocks, in_axes, "in_axes") if is_given else (in_axes,) * len(blocks)
+        own_axes = one_each(blocks, in_axes, "in_axes") if is_given else (in_axes,) * len(blocks)
     given, (stacks, own) = (*stacks, *own), (tuple(map(freeze_shared, stacks)), tuple(map(freeze_static, own)))
     frozen = any(before is not after for before, after in zip(given, (*stacks, *own), strict=True))
     length = check_length(length)
@@ -113,9 +114,9 @@ def _several(blocks: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
     return tuple(blocks), tuple(f"[{i}]" for i in range(len(blocks)))
 
 
-def _one_each(blocks: tuple[Any, ...], given: Any, name: str) -> tuple[Any, ...]:
+def one_each(blocks: tuple[Any, ...], given: Any, name: str) -> tuple[Any, ...]:
     """A sequence with one item for each block."""
-    error = LayerError if name in ("layers", "xs") else ArgumentError
+    error = LayerError if name in ("layers", "xs", "state") else ArgumentError
     if not isinstance(given, list | tuple) or hasattr(given, "_fields"):
         raise Fault(
             error,
@@ -205,7 +206,7 @@ def check_remats(remat: Any, stacks: Stacks) -> Remats:
             "{verb} over {body}: `remat` is a sequence, but there is one block.",
             '"step" has the gradient recompute each layer; a sequence says so block by block, for several.',
         )
-    each = [(given, check_remat(given)) for given in _one_each(stacks.blocks, remat, "remat")]
+    each = [(given, check_remat(given)) for given in one_each(stacks.blocks, remat, "remat")]
     for given, plan in each:
         if plan is not None and plan != Remat(plan.policy, 1 if plan.levels else None):
             raise Fault(
@@ -220,7 +221,7 @@ def check_remats(remat: Any, stacks: Stacks) -> Remats:
 def check_saves(save: Save, stacks: Stacks) -> Saves:
     """What is kept of the outputs of each block: a sequence for several blocks has one for each."""
     if stacks.sequence and isinstance(save, list | tuple):
-        return tuple(check_save(each) for each in _one_each(stacks.blocks, save, "save"))
+        return tuple(check_save(each) for each in one_each(stacks.blocks, save, "save"))
     return (check_save(save),) * len(stacks.blocks)
 
 

@@ -3,45 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar, Unpack, overload
+from typing import Any, TypeVar, Unpack, overload
 
-from .._body.conventions import FOLD_LAYERS, SCAN_LAYERS
+from .._body.conventions import FOLD_LAYERS, FOLD_LAYERS_WITH_STATE, SCAN_LAYERS, SCAN_LAYERS_WITH_STATE
 from .._checks.arguments import OF_MASK_SCAN, check_options
 from .._errors import LAYER_WORDS, explain, verb
-from .._types import Array, Carry, LayersOptions, PyTree, StackedLayersOptions, X, X_contra, Y, Y_co
+from .._types import Array, Carry, LayersOptions, PyTree, StackedLayersOptions, X, Y
+from .layer_blocks import KeyedBlock, KeyedBlockWithOwn, KeyedFoldBlock, KeyedFoldBlockWithOwn
 from .prepare_layers import explain_traced, prepare_layers
 
 Layer = TypeVar("Layer")
-Layer_contra = TypeVar("Layer_contra", contravariant=True)
+State = TypeVar("State")
 
 _ACCEPTED = frozenset((*StackedLayersOptions.__annotations__, "key"))
 _SCAN_REFUSES = dict.fromkeys(OF_MASK_SCAN, "it is for rows of unequal length. What all layers share goes into `args`.")
 _NO_OUTPUTS = "it stacks no outputs. `treescan.scan_layers` does."
 _FOLD_REFUSES = {**_SCAN_REFUSES, "out_axes": _NO_OUTPUTS, "save": _NO_OUTPUTS}
-
-
-class KeyedBlock(Protocol[Layer_contra, Carry, Y_co]):
-    """A block of `scan_layers` that takes a fresh key in each layer."""
-
-    def __call__(self, layer: Layer_contra, x: Carry, /, *, key: Array) -> tuple[Carry, Y_co]: ...
-
-
-class KeyedBlockWithOwn(Protocol[Layer_contra, X_contra, Carry, Y_co]):
-    """The same for layers that have something of their own."""
-
-    def __call__(self, layer: Layer_contra, x: Carry, x_layer: X_contra, /, *, key: Array) -> tuple[Carry, Y_co]: ...
-
-
-class KeyedFoldBlock(Protocol[Layer_contra, Carry]):
-    """A block of `fold_layers` that takes a fresh key in each layer."""
-
-    def __call__(self, layer: Layer_contra, x: Carry, /, *, key: Array) -> Carry: ...
-
-
-class KeyedFoldBlockWithOwn(Protocol[Layer_contra, X_contra, Carry]):
-    """The same for layers that have something of their own."""
-
-    def __call__(self, layer: Layer_contra, x: Carry, x_layer: X_contra, /, *, key: Array) -> Carry: ...
 
 
 @overload
@@ -102,10 +79,73 @@ def scan_layers(
     key: Array | None = None,
     **options: Unpack[StackedLayersOptions],
 ) -> tuple[Carry, tuple[Any, ...]]: ...
+@overload
+def scan_layers(
+    block: Callable[[Layer, Carry, State], tuple[Carry, State, Y]],
+    x: Carry,
+    layers: Layer,
+    xs: None = None,
+    *,
+    state: State,
+    **options: Unpack[StackedLayersOptions],
+) -> tuple[Carry, State, Y]: ...
+@overload
+def scan_layers(
+    block: Callable[[Layer, Carry, X, State], tuple[Carry, State, Y]],
+    x: Carry,
+    layers: Layer,
+    xs: X,
+    *,
+    state: State,
+    **options: Unpack[StackedLayersOptions],
+) -> tuple[Carry, State, Y]: ...
+@overload
+def scan_layers(
+    block: Callable[..., tuple[Carry, Any, Y]],
+    x: Carry,
+    layers: Any,
+    xs: Any = None,
+    *,
+    state: State,
+    key: Array,
+    args: tuple[Any, ...] = ...,
+    **options: Unpack[StackedLayersOptions],
+) -> tuple[Carry, State, Y]: ...
+@overload
+def scan_layers(
+    block: Callable[..., tuple[Carry, Any, Y]],
+    x: Carry,
+    layers: Any,
+    xs: Any = None,
+    *,
+    state: State,
+    args: tuple[Any, ...],
+    key: Array | None = None,
+    **options: Unpack[StackedLayersOptions],
+) -> tuple[Carry, State, Y]: ...
+@overload
+def scan_layers(
+    block: Sequence[Callable[..., tuple[Carry, Any, Any]]],
+    x: Carry,
+    layers: Sequence[Any],
+    xs: Sequence[Any] | None = None,
+    *,
+    state: State,
+    args: tuple[Any, ...] = ...,
+    key: Array | None = None,
+    **options: Unpack[StackedLayersOptions],
+) -> tuple[Carry, State, tuple[Any, ...]]: ...
 @verb
 def scan_layers(
-    block: Any, x: PyTree, layers: PyTree, xs: PyTree = None, *, args: tuple[Any, ...] = (), **options: Any
-) -> tuple[Any, Any]:
+    block: Any,
+    x: PyTree,
+    layers: PyTree,
+    xs: PyTree = None,
+    *,
+    state: PyTree = None,
+    args: tuple[Any, ...] = (),
+    **options: Any,
+) -> tuple[Any, ...]:
     """Runs a block with each layer of a stack in turn, each on what the one before returned, and stacks outputs.
 
     The program is one loop, whatever the number of layers: neither its size nor the time to compile it grows with the
@@ -124,8 +164,13 @@ def scan_layers(
             share. In a pattern the last period need not be full: stacks that lead may hold one layer more than the
             others, at the price of one copy of these stacks. None, with `length`, where layers have no parameters of
             their own: each is given None (ALBERT, whose layers share one set, in `args`).
-        xs: what each layer has of its own beside its parameters (a cache): any pytree whose leaves are `[n, ...]`.
+        xs: what each layer has of its own beside its parameters: any pytree whose leaves are `[n, ...]`.
             None: nothing, and a block that needs an argument in its place is given None.
+        state: what each layer reads and writes (a cache): any pytree whose leaves are `[n, ...]`; for a sequence of
+            blocks one each, or None. A block is given its layer's state after x, and after x_layer where there are xs,
+            and returns it behind x, of the same type: `block(layer, x, state, *args) -> (x, state, y)`. The loop
+            carries the whole and writes in place, so that nothing of it is copied where the caller donates it. With
+            `remat` it is scanned over and stacked instead, and copied: a carried one would be saved for each layer.
         args: what all layers share, passed to each call. Arrays are values of the program, and are differentiated; all
             else, Python's numbers and bools included, is a part of it: the block sees it as it is, and another number
             is another program, so what changes from call to call (a position) is given as an array.
@@ -140,13 +185,14 @@ def scan_layers(
 
     Returns:
         What the last layer returned, and the outputs of all layers, `[n, ...]`; for a sequence of blocks a tuple of
-        these.
+        these. With `state` three items, `(x, state, ys)`: the new states of all layers, in the form of the given.
 
     Raises:
         ArgumentError: as `treescan.scan`.
-        BodyError: as `treescan.scan`, of the block.
-        CarryError: if a block returns another structure, shape, dtype or sharding for x than it was given.
-        LayerError: if the stacks do not fit one another, the blocks or xs, or are split over devices by layers.
+        BodyError: as `treescan.scan`, of the block; also if it returns no state.
+        CarryError: if a block returns another structure, shape, dtype or sharding for x than it was given, or for the
+            state.
+        LayerError: if the stacks do not fit one another, the blocks, xs or the state, or lie on devices layer by layer.
         SignatureError: if a jaxtyping annotation of a block does not hold.
 
     Examples:
@@ -162,7 +208,8 @@ def scan_layers(
     """
     try:
         check_options(options, _ACCEPTED, _SCAN_REFUSES)
-        return prepare_layers(SCAN_LAYERS, block, x, layers, xs, args, **options).run()
+        convention = SCAN_LAYERS if state is None else SCAN_LAYERS_WITH_STATE
+        return prepare_layers(convention, block, x, layers, xs, args, state=state, **options).run()
     except Exception as error:
         explained = explain(explain_traced(error), "scan_layers", block, x, LAYER_WORDS)
     raise explained
@@ -226,9 +273,72 @@ def fold_layers(
     key: Array | None = None,
     **options: Unpack[LayersOptions],
 ) -> Carry: ...
+@overload
+def fold_layers(
+    block: Callable[[Layer, Carry, State], tuple[Carry, State]],
+    x: Carry,
+    layers: Layer,
+    xs: None = None,
+    *,
+    state: State,
+    **options: Unpack[LayersOptions],
+) -> tuple[Carry, State]: ...
+@overload
+def fold_layers(
+    block: Callable[[Layer, Carry, X, State], tuple[Carry, State]],
+    x: Carry,
+    layers: Layer,
+    xs: X,
+    *,
+    state: State,
+    **options: Unpack[LayersOptions],
+) -> tuple[Carry, State]: ...
+@overload
+def fold_layers(
+    block: Callable[..., tuple[Carry, Any]],
+    x: Carry,
+    layers: Any,
+    xs: Any = None,
+    *,
+    state: State,
+    key: Array,
+    args: tuple[Any, ...] = ...,
+    **options: Unpack[LayersOptions],
+) -> tuple[Carry, State]: ...
+@overload
+def fold_layers(
+    block: Callable[..., tuple[Carry, Any]],
+    x: Carry,
+    layers: Any,
+    xs: Any = None,
+    *,
+    state: State,
+    args: tuple[Any, ...],
+    key: Array | None = None,
+    **options: Unpack[LayersOptions],
+) -> tuple[Carry, State]: ...
+@overload
+def fold_layers(
+    block: Sequence[Callable[..., tuple[Carry, Any]]],
+    x: Carry,
+    layers: Sequence[Any],
+    xs: Sequence[Any] | None = None,
+    *,
+    state: State,
+    args: tuple[Any, ...] = ...,
+    key: Array | None = None,
+    **options: Unpack[LayersOptions],
+) -> tuple[Carry, State]: ...
 @verb
 def fold_layers(
-    block: Any, x: PyTree, layers: PyTree, xs: PyTree = None, *, args: tuple[Any, ...] = (), **options: Any
+    block: Any,
+    x: PyTree,
+    layers: PyTree,
+    xs: PyTree = None,
+    *,
+    state: PyTree = None,
+    args: tuple[Any, ...] = (),
+    **options: Any,
 ) -> Any:
     """Runs a block with each layer of a stack in turn: `scan_layers` for blocks that return x alone.
 
@@ -238,11 +348,13 @@ def fold_layers(
         x: what the first layer is given: any pytree. Each layer returns the next.
         layers: the stack: any pytree whose arrays lead with the layers, `[n, ...]`; for a sequence of blocks one each.
         xs: what each layer has of its own beside its parameters: any pytree whose leaves are `[n, ...]`.
+        state: what each layer reads and writes, as for `treescan.scan_layers`: `block(layer, x, state, *args) -> (x,
+            state)`.
         args: what all layers share, as for `treescan.scan_layers`.
         **options: `reverse`, `unroll`, `key`, `length`, `in_axes`, `remat`, `name`, as for `treescan.scan_layers`.
 
     Returns:
-        What the last layer returned.
+        What the last layer returned; with `state` a pair `(x, state)` with the new states of all layers.
 
     Raises:
         ArgumentError: as `treescan.scan`; also for `out_axes`, as there are no outputs.
@@ -264,7 +376,9 @@ def fold_layers(
     """
     try:
         check_options(options, _ACCEPTED - _FOLD_REFUSES.keys(), _FOLD_REFUSES)
-        return prepare_layers(FOLD_LAYERS, block, x, layers, xs, args, **options).run()[0]
+        convention = FOLD_LAYERS if state is None else FOLD_LAYERS_WITH_STATE
+        x_and_state = prepare_layers(convention, block, x, layers, xs, args, state=state, **options).run()[:-1]
+        return x_and_state if convention.stateful else x_and_state[0]
     except Exception as error:
         explained = explain(explain_traced(error), "fold_layers", block, x, LAYER_WORDS)
     raise explained

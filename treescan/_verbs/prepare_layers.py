@@ -8,7 +8,7 @@ from typing import Any
 
 import jax
 
-from .._axes import static_axes
+from .._axes import LeafAxes, static_axes
 from .._body.conventions import Convention
 from .._checks.arguments import check_key, check_keywords, check_name, check_reverse, check_unroll, needs_positional
 from .._errors import TreescanError, speaking_of
@@ -19,6 +19,7 @@ from .._tree import Prefix, freeze_static
 from .._types import Array, Axes, PyTree, Save
 from ..carries._registry import Adopted, adopt
 from .layer_arguments import Stacks, check_args, check_remats, check_saves, check_stacks, is_pattern, refuse_mutable
+from .layer_state import LayerStates, check_state
 from .prepare import body_of, restored
 
 
@@ -31,16 +32,24 @@ class PreparedLayers:
         given: the arrays.
         adopted: the values in x that became custom carries.
         alive: the blocks, which may be other objects than the user's that are equal to them.
+        states: what each layer reads and writes.
     """
 
     pattern: Pattern
     given: Arguments
     adopted: Adopted
     alive: list[Any]
+    states: LayerStates | None = None
 
-    def run(self) -> tuple[Any, Any]:
-        """Runs the layers."""
-        return restored(self.pattern.run(self.given), self.pattern.blocks[0], self.adopted)
+    def run(self) -> tuple[Any, ...]:
+        """Runs the layers: what the last one returned, the stack of their states if they have any, and the outputs."""
+        x, ys = self.pattern.run(self.given)
+        caches: tuple[Any, ...] = ()
+        if self.states is not None:
+            x, stacks = x
+            caches = (self.states.restored(stacks),)
+        x, ys = restored((x, ys), self.pattern.blocks[0], self.adopted)
+        return x, *caches, ys
 
 
 def prepare_layers(
@@ -56,6 +65,7 @@ def prepare_layers(
     unroll: int | bool = 1,
     in_axes: Axes = 0,
     out_axes: Axes = 0,
+    state: PyTree = None,
     key: Array | None = None,
     remat: Any = None,
     save: Save = "all",
@@ -71,22 +81,32 @@ def prepare_layers(
     stacks = check_stacks(block, layers, xs, in_axes, length)
     adopted, frozen_args, key = adopt(x, "x"), check_args(args), check_key(key)
     frozen_x = freeze_static(adopted.init)
-    refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "args": frozen_args})
+    refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "state": state, "args": frozen_args})
+    states = check_state(state, stacks)
     own = _check_blocks(bodies, convention, stacks, len(frozen_args), keyed=key is not None)
     frozen = stacks.frozen or frozen_x is not adopted.init or any(map(operator.is_not, frozen_args, args))
+    frozen = frozen or (states is not None and states.frozen)
     told: dict[str, Any] = {"reverse": check_reverse(reverse), "unroll": check_unroll(unroll, stacks.counts[-1])}
-    told |= {"frozen": frozen, "custom": adopted.custom}
+    told |= {"frozen": frozen, "custom": (*adopted.custom, *(states.custom if states is not None else ()))}
     counted = zip(bodies, stacks.counts, strict=True)
     pattern = Pattern(
         blocks=tuple(Call(body, convention, count, **told) for body, count in counted),
-        axes=tuple(stacks.axes),
+        axes=stacks.axes if states is None else _axes_with(states, stacks),
         sequence=stacks.sequence,
         out_axes=_check_out_axes(out_axes, stacks),
         remat=check_remats(remat, stacks),
         saves=check_saves(save, stacks),
         name=check_name(name),
+        states=None if states is None else states.counts,
     )
-    return PreparedLayers(pattern, Arguments(frozen_x, stacks.arguments(own), key, frozen_args), adopted, handles)
+    arguments = stacks.arguments(own, None if states is None else states.stacks)
+    return PreparedLayers(pattern, Arguments(frozen_x, arguments, key, frozen_args), adopted, handles, states)
+
+
+def _axes_with(states: LayerStates, stacks: Stacks) -> tuple[LeafAxes | None, ...]:
+    """For each block the axes of what it scans over, its states, which lead with the layers, last."""
+    pairs = zip(stacks.axes, states.counts, strict=True)
+    return tuple(None if axes is None else (*axes, *(0,) * count) for axes, count in pairs)
 
 
 def _check_out_axes(out_axes: Axes, stacks: Stacks) -> Prefix | None:
@@ -107,8 +127,9 @@ def _check_blocks(
     passed = {"key": "the option `key`"} if keyed else {}
     flags = list[bool]()
     for body, own in zip(bodies, stacks.xs, strict=True):
-        flags.append(own is not None or needs_positional(body) == len(convention.takes) + args + 1)
-        takes = (*convention.takes, *(("x_layer",) if flags[-1] else ()), *shared)
+        state = ("state",) if convention.stateful else ()
+        flags.append(own is not None or needs_positional(body) == len(convention.takes) + len(state) + args + 1)
+        takes = (*convention.takes, *(("x_layer",) if flags[-1] else ()), *state, *shared)
         with speaking_of(body.function):
             check_keywords(body, passed, convention, takes)
     return flags

@@ -1,5 +1,7 @@
 """Examples of `scan_layers` and `fold_layers`: a stack of layers, or two that take turns."""
 
+import functools
+import operator
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
@@ -41,6 +43,7 @@ FORMS = {
     "key": Form("key", {"key": KEY}, has("key")),
     "xs": Form("xs", how=has("xs")),
     "in_axes": Form("in_axes", {"in_axes": Own(1)}, has("xs")),
+    "state": Form("state", how=has("state")),
     "args": Form("args", how=has("args")),
     "pattern": Form("pattern", how=has("pattern")),
     "static leaf": Form("static leaf", how=has("static")),
@@ -52,22 +55,28 @@ FORMS = {
 def _block(given: Given, how: frozenset[str], *, pair: bool) -> Any:
     def block(layer: Layer, state: State, *shares: Any, **keywords: Any) -> Any:
         terms = [share.a if isinstance(share, Own) else share for share in shares]
-        term = None if not terms else terms[0] if len(terms) == 1 else terms[0] + terms[1]
-        carry, y = cell(layer.w, state, term, how, **keywords)
+        carry, y = cell(layer.w, state, functools.reduce(operator.add, terms) if terms else None, how, **keywords)
+        if "state" in how:
+            own = Own(shares["xs" in how].a / 2 + carry.h)
+            return (carry, own, y) if pair else (carry, own)
         return (carry, y) if pair else carry
 
-    taken = 2 + len({"xs", "args"} & how)
+    taken = 2 + len({"xs", "state", "args"} & how)
     body = {
         (2, False): lambda a, b: block(a, b),
         (3, False): lambda a, b, c: block(a, b, c),
         (4, False): lambda a, b, c, d: block(a, b, c, d),
+        (5, False): lambda a, b, c, d, e: block(a, b, c, d, e),
         (2, True): lambda a, b, *, key: block(a, b, key=key),
         (3, True): lambda a, b, c, *, key: block(a, b, c, key=key),
         (4, True): lambda a, b, c, d, *, key: block(a, b, c, d, key=key),
+        (5, True): lambda a, b, c, d, e, *, key: block(a, b, c, d, e, key=key),
     }[taken, "key" in how]
     body.__name__ = body.__qualname__ = "block"
     if "annotated" in how:
-        annotate(body, {"a": Layer, "b": State, "return": tuple[State, Y] if pair else State})
+        own = (Own,) if "state" in how else ()
+        returned = (State, *own, *((Y,) if pair else ()))
+        annotate(body, {"a": Layer, "b": State, "return": tuple[returned] if len(returned) > 1 else State})
     return body
 
 
@@ -84,8 +93,10 @@ def _program(name: str, pair: bool) -> Any:
                 first, second = (xs.a[:3], xs.a[3:]) if "in_axes" not in options else (xs.a[:, :3], xs.a[:, 3:])
                 xs, block = [Own(first), Own(second)], block
             block = [block, block] if not isinstance(block, list) else block
-        args = {"args": (given["b"],)} if "args" in how else {}
-        return values(getattr(lib, name)(block, x, layers, xs, **args, **options))
+        others = {"args": (given["b"],)} if "args" in how else {}
+        if "state" in how:
+            others["state"] = [Own(given["a"][:3]), Own(given["a"][3:])] if pattern else Own(given["a"])
+        return values(getattr(lib, name)(block, x, layers, xs, **others, **options))
 
     return program
 

@@ -296,33 +296,43 @@ def _lasts(
 
 
 def scan_layers(
-    block: Any, x: Any, layers: Any, xs: Any = None, *, args: tuple[Any, ...] = (), reverse: bool = False,
-    in_axes: Any = 0, out_axes: Any = 0, key: Any = None, save: Any = "all", **costs: Any,
-) -> tuple[Any, Any]:  # fmt: skip
+    block: Any, x: Any, layers: Any, xs: Any = None, *, state: Any = None, args: tuple[Any, ...] = (),
+    reverse: bool = False, in_axes: Any = 0, out_axes: Any = 0, key: Any = None, save: Any = "all", **costs: Any,
+) -> tuple[Any, ...]:  # fmt: skip
     pattern = isinstance(block, list)
     blocks, stacks = (block, layers) if pattern else ([block], [layers])
     own = (xs if pattern else [xs]) if xs is not None else [None] * len(blocks)
+    states = None if state is None else list(state) if pattern else [state]
     counts = [steps_in(stack, 0) or 0 for stack in stacks]
     turns = [(n, which) for n in range(max(counts)) for which in range(len(blocks)) if n < counts[which]]
     ys: list[dict[int, Any]] = [{} for _ in blocks]
     lasts: list[Any] = [None for _ in blocks]
     for number, (n, which) in reversed(list(enumerate(turns))) if reverse else enumerate(turns):
         share = () if own[which] is None else (at(own[which], in_axes, n),)
-        x, lasts[which] = blocks[which](at(stacks[which], 0, n), x, *share, *args, **keyword(key, number))
+        share = (*share, at(states[which], 0, n)) if states else share
+        x, *new, lasts[which] = blocks[which](at(stacks[which], 0, n), x, *share, *args, **keyword(key, number))
         ys[which][n] = lasts[which]
+        if states:
+            states[which] = jax.tree.map(lambda old, one, n=n: old.at[n].set(one), states[which], new[0])
     found = [
         kept([of[n] for n in range(count)], last, save, out_axes)
         for of, count, last in zip(ys, counts, lasts, strict=True)
     ]
-    return x, tuple(found) if pattern else found[0]
+    own_states = () if states is None else (states if pattern else states[0],)
+    return x, *own_states, tuple(found) if pattern else found[0]
 
 
-def fold_layers(block: Any, x: Any, layers: Any, xs: Any = None, **options: Any) -> Any:
+def fold_layers(block: Any, x: Any, layers: Any, xs: Any = None, *, state: Any = None, **options: Any) -> Any:
     def with_output(function: Body) -> Body:
-        return lambda *given, **keys: (function(*given, **keys), ())
+        def call(*given: Any, **keys: Any) -> Any:
+            returned = function(*given, **keys)
+            return (returned, ()) if state is None else (*returned, ())
+
+        return call
 
     blocks = [with_output(one) for one in block] if isinstance(block, list) else with_output(block)
-    return scan_layers(blocks, x, layers, xs, **options)[0]
+    x_and_state = scan_layers(blocks, x, layers, xs, state=state, **options)[:-1]
+    return x_and_state[0] if state is None else x_and_state
 
 
 # A custom carry: the moving average of what the body returns.
@@ -336,7 +346,7 @@ def averaged(f: Body, decay: float) -> Body:
         returned = f(*given, **keys)
         new = returned if hasattr(returned, "h") else returned[0]
         new = new._replace(h=decay * state.h + (1 - decay) * new.h)
-        return new if hasattr(returned, "h") else (new, returned[1])
+        return new if hasattr(returned, "h") else (new, *returned[1:])
 
     return step
 

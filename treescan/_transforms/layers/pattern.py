@@ -22,6 +22,7 @@ from ..budget import RematPlan, plan_of
 from ..outputs import ALL, move_kept
 from ..program import Arguments, Call, execute
 from .fit import plan_of_turns
+from .state import carry_states, shape_states, with_state
 from .turns import Remats, Saves, run_turns, trace_turns
 
 
@@ -37,6 +38,7 @@ class Pattern:
         remat: what the gradient recomputes, of all blocks or of each.
         saves: for each block what is kept of its outputs.
         name: the profiler's name for the loop.
+        states: for each block the number of leaves of its state, which is the last item of its xs; None: no state.
     """
 
     blocks: tuple[Call, ...]
@@ -46,12 +48,13 @@ class Pattern:
     remat: Remats
     saves: Saves
     name: str | None
+    states: tuple[int, ...] | None = None
 
     @property
     def moves(self) -> bool:
         """Whether there is work around the loop."""
         moves = self.out_axes is not None or any(axes is not None for axes in self.axes)
-        return moves or len(self.blocks) > 1 or self.remat is not None or any(self.saves)
+        return moves or len(self.blocks) > 1 or self.remat is not None or any(self.saves) or self.states is not None
 
     def _joint(self, memo: Memo) -> Memo:
         """What is kept for all blocks together, from what is kept for the first."""
@@ -65,11 +68,22 @@ class Pattern:
     def __call__(self, given: Arguments) -> tuple[PyTree, PyTree]:
         loops = [self._loop_of(given, place) for place in range(len(self.blocks))]
         with jax.named_scope(self.name) if self.name else contextlib.nullcontext():
-            state, each = run_turns(loops, self.remat, self.saves, self._joint(self.blocks[0].body.memo))
+            state, each = self._run(loops, given)
             ys = tuple(each) if self.sequence else each[0]
             saves = [ALL if save is None else save.tree for save in self.saves]
             save = Prefix.of(tuple(saves) if self.sequence else saves[0])
             return state, (ys if self.out_axes is None else move_kept(ys, self.out_axes.tree, save))
+
+    def _run(self, loops: list[Loop], given: Arguments) -> tuple[PyTree, list[PyTree]]:
+        """The last state, with the stacks of the layers' own states if there are any, and the outputs of each loop."""
+        memo = self._joint(self.blocks[0].body.memo)
+        if self.states is None:
+            return run_turns(loops, self.remat, self.saves, memo)
+        if self.remat is not None:
+            state, each = run_turns(loops, self.remat, tuple(map(with_state, self.saves)), memo)
+            return (state, tuple(new for new, _ in each)), [y for _, y in each]
+        (state, stacks), each = run_turns(carry_states(loops, self.states), None, self.saves, memo)
+        return (state, shape_states(stacks, [xs[-1] for xs in given.xs])), each
 
     def plan(self, given: Arguments) -> RematPlan:
         """What the gradient needs under its `remat`, and a plan where that is a budget."""

@@ -14,17 +14,21 @@ from ..._loop.body import Memo
 from ..._loop.loop import Feed, Loop, Step
 from ..._trace.hoist import Hoisted, hoist
 from ..._types import PyTree
+from .state import CarryState
 
 
 def share_traces(steps: Sequence[Step]) -> list[Step]:
     """The steps, of which JAX traces equal ones once for each set of types that they are given.
 
     The equations of that trace are copied to each place, so the program is the one that a trace per place makes. A
-    trace may hold values of the trace around it: what is returned is for one call of the step around it.
+    trace may hold values of the trace around it: what is returned is for one call of the step around it. Steps that
+    carry states differ in their places; what they wrap is shared.
     """
-    counts = collections.Counter(steps)
+    inner = [step.step if isinstance(step, CarryState) else step for step in steps]
+    counts = collections.Counter(inner)
     shared = {step: jax.jit(_fresh(step), inline=True) for step, count in counts.items() if count > 1}
-    return [shared.get(step, step) for step in steps]
+    pairs = [(step, shared.get(each, each)) for step, each in zip(steps, inner, strict=True)]
+    return [dataclasses.replace(step, step=each) if isinstance(step, CarryState) else each for step, each in pairs]
 
 
 def _fresh(step: Step) -> Step:

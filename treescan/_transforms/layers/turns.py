@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import jax
@@ -36,6 +36,7 @@ from ..refuse import refuse_to_repeat
 from ..remat import Recompute, remat_wishes
 from .fit import fit_turns
 from .shared_traces import Traces, share_traces
+from .state import CarryState
 
 Remats = tuple[Remat | None, ...] | Remat | None
 Saves = tuple[Prefix | None, ...]
@@ -192,6 +193,8 @@ def _joins(keep: Keep, position: int) -> bool:
 
 def trace_turns(loops: Sequence[Loop]) -> list[Hoisted]:
     """Traces each loop's step, equal ones once, from a state whose weak types have settled."""
+    shared = share_traces([loop.step for loop in loops]) if isinstance(loops[0].step, CarryState) else None
+    loops = loops if shared is None else [replace(loop, step=step) for loop, step in zip(loops, shared, strict=True)]
     state, traced, traces = loops[0].state, list[Hoisted](), Traces()
     while len(traced) < len(loops):
         loop, leaves = loops[len(traced)], jax.tree.leaves(state)

@@ -1,0 +1,352 @@
+"""What each layer reads and writes: `state` of the verbs over layers, against a Python loop over the layers."""
+
+import functools
+import re
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import numpy.testing as npt
+import pytest
+from jaxtyping import Array, Float
+from loops import array
+
+import treescan
+from treescan.carries import Window
+
+WIDTH = 4
+X = array(3, WIDTH)
+
+
+class Cache(NamedTuple):
+    sums: Float[Array, "*layers rows width"]
+    seen: Float[Array, "*layers width"]
+
+
+def stack_of(count, seed=0):
+    return {"w": array(count, WIDTH, WIDTH, seed=seed) / 2}
+
+
+def states_of(count, seed=5):
+    return Cache(array(count, 3, WIDTH, seed=seed), array(count, WIDTH, seed=seed + 1))
+
+
+def fold_block(layer, x, state):
+    x = jnp.tanh(x @ layer["w"] + state.seen[None])
+    return x, Cache(state.sums * 0.5 + x, state.seen + x.mean(0) * state.seen)
+
+
+def scan_block(layer, x, state):
+    x, state = fold_block(layer, x, state)
+    return x, state, {"mean": x.mean(), "first": x[0]}
+
+
+def other_block(layer, x, own, state, scale):
+    x, state = fold_block(layer, x * scale + own[None], state)
+    return x, state, state.sums.sum()
+
+
+def python_loop(block, x, layers, states, xs=None, args=(), *, reverse=False):
+    """The same for a pattern, by hand: what the last layer returns, the stacks of states and the stacks of outputs."""
+    blocks = block if isinstance(block, list) else [block]
+    layers, states = (layers, states) if isinstance(block, list) else ([layers], [states])
+    xs = [None] * len(blocks) if xs is None else xs if isinstance(block, list) else [xs]
+    counts = [len(stack["w"]) for stack in layers]
+    order = [(n, which) for n in range(max(counts)) for which in range(len(blocks)) if n < counts[which]]
+    new = [[None] * count for count in counts]
+    ys = [[None] * count for count in counts]
+    for n, which in reversed(order) if reverse else order:
+        take = functools.partial(jax.tree.map, lambda leaf, n=n: leaf[n])
+        own = () if xs[which] is None else (take(xs[which]),)
+        x, new[which][n], *y = blocks[which](take(layers[which]), x, *own, take(states[which]), *args)
+        ys[which][n] = y[0] if y else None
+    stacked = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in new]
+    outputs = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in ys]
+    return (x, stacked, tuple(outputs)) if isinstance(block, list) else (x, stacked[0], outputs[0])
+
+
+PATTERNS = {"full": [2, 2, 2], "remainder": [3, 2, 2], "once": [1, 1, 1], "fewer than a period": [1, 1, 0]}
+OPTIONS = [{}, {"reverse": True}, {"unroll": 2}, {"remat": "step"}, {"remat": "nested"}, {"name": "decoder"}]
+
+
+def close(found, wanted):
+    assert jax.tree.structure(found) == jax.tree.structure(wanted)
+    jax.tree.map(functools.partial(npt.assert_allclose, rtol=1e-5, atol=1e-6), found, wanted)
+
+
+def holds(ours, wanted, *given):
+    """Values eagerly, compiled, step by step and mapped, and gradients of all that comes back."""
+    want = wanted(*given)
+    close(ours(*given), want)
+    close(jax.jit(ours)(*given), want)
+    with jax.disable_jit():
+        close(ours(*given), want)
+    twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf / 2]), given)
+    close(jax.jit(jax.vmap(ours))(*twice), jax.vmap(wanted)(*twice))
+
+    def loss(function, *given):
+        leaves = jax.tree.leaves(function(*given))
+        return sum(((leaf * jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape)) ** 2).sum() for leaf in leaves)
+
+    every = tuple(range(len(given)))
+    close(
+        jax.jit(jax.grad(functools.partial(loss, ours), every))(*given),
+        jax.grad(functools.partial(loss, wanted), every)(*given),
+    )
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_one_block_that_folds(options):
+    def ours(x, layers, states):
+        return treescan.fold_layers(fold_block, x, layers, state=states, **options)
+
+    reverse = options.get("reverse", False)
+    holds(
+        ours,
+        lambda *given: python_loop(fold_block, *given, reverse=reverse)[:2],
+        X, stack_of(5), states_of(5),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+def test_one_block_with_outputs_and_something_of_its_own(options):
+    def ours(x, layers, states, xs, scale):
+        return treescan.scan_layers(other_block, x, layers, xs, state=states, args=(scale,), **options)
+
+    def wanted(x, layers, states, xs, scale):
+        return python_loop(other_block, x, layers, states, xs, (scale,), reverse=options.get("reverse", False))
+
+    holds(ours, wanted, X, stack_of(5), states_of(5), array(5, WIDTH, seed=9), jnp.float32(0.5))
+
+
+@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"remat": "step"}, {"remat": "nested"}], ids=str)
+@pytest.mark.parametrize("counts", PATTERNS.values(), ids=PATTERNS)
+def test_patterns(counts, options):
+    def second(layer, x, state):
+        x = jnp.sin(x + layer["w"][0][None]) + state[None]
+        return x, state * x[0], x[:1]
+
+    blocks = [scan_block, scan_block, second]
+
+    def ours(x, layers, states):
+        return treescan.scan_layers(blocks, x, layers, state=states, **options)
+
+    def wanted(x, layers, states):
+        if not counts[-1]:
+            x, new, ys = python_loop(blocks[:2], x, layers[:2], states[:2], reverse=options.get("reverse", False))
+            return x, [*new, states[2]], (*ys, jnp.zeros((0, 1, WIDTH)))
+        return python_loop(blocks, x, layers, states, reverse=options.get("reverse", False))
+
+    layers = [stack_of(count, seed) for seed, count in enumerate(counts)]
+    states = [states_of(counts[0]), states_of(counts[1], seed=7), array(counts[2], WIDTH, seed=8)]
+    holds(ours, wanted, X, layers, states)
+
+
+def test_a_block_without_a_state_in_a_pattern():
+    def plain(layer, x, state):
+        assert state is None
+        return jnp.tanh(x @ layer["w"]), None
+
+    layers, states = [stack_of(3), stack_of(2, 1)], (None, states_of(2))
+    x, new = treescan.fold_layers([plain, fold_block], X, layers, state=states)
+    want, of_second = X, []
+    for i in range(3):
+        want, _ = plain(treescan.layer_at(layers[0], i), want, None)
+        if i < 2:
+            want, state = fold_block(treescan.layer_at(layers[1], i), want, treescan.layer_at(states[1], i))
+            of_second.append(state)
+    close((x, new), (want, (None, treescan.stack(of_second))))
+
+
+@pytest.mark.parametrize("remat", [None, "step"])
+def test_options_of_outputs_leave_the_state_alone(remat):
+    layers, states = stack_of(4), states_of(4)
+    options = {"save": {"mean": "last", "first": 2}, "out_axes": {"mean": 0, "first": 1}, "remat": remat}
+    found = treescan.scan_layers(scan_block, X, layers, state=states, **options)
+    x, new, ys = python_loop(scan_block, X, layers, states)
+    close(found, (x, new, {"mean": ys["mean"][-1], "first": ys["first"][1::2].T}))
+
+
+def test_in_axes_are_those_of_xs():
+    layers, states, own, scale = stack_of(3), states_of(3), array(WIDTH, 3, seed=4), jnp.float32(2)
+    found = treescan.scan_layers(other_block, X, layers, own, state=states, args=(scale,), in_axes=1)
+    close(found, python_loop(other_block, X, layers, states, own.T, (scale,)))
+    found = treescan.scan_layers(other_block, X, layers, own[:, 0], state=states, args=(scale,), in_axes=None)
+    close(found, python_loop(other_block, X, layers, states, jnp.stack([own[:, 0]] * 3), (scale,)))
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_keys_are_folded_with_the_number_among_all_layers(count):
+    def noisy(layer, x, state, *, key):
+        x = x + jax.random.normal(key, x.shape) * layer["w"][0][None]
+        return x, state + x[0]
+
+    key, layers = jax.random.key(3), [stack_of(count), stack_of(3, 1)]
+    states = [array(count, WIDTH, seed=2), array(3, WIDTH, seed=3)]
+    found = treescan.fold_layers([noisy, noisy], X, layers, state=states, key=key)
+    x, number, new = X, 0, ([], [])
+    for i in range(count):
+        for which in range(2):
+            if i < len(layers[which]["w"]):
+                one, state = treescan.layer_at(layers[which], i), states[which][i]
+                x, state = noisy(one, x, state, key=jax.random.fold_in(key, number))
+                new[which].append(state)
+                number += 1
+    close(found, (x, [jnp.stack(each) for each in new]))
+
+
+def test_keys_and_flags_and_static_leaves_are_states():
+    def block(layer, x, state):
+        assert state["kind"] == "cache"
+        key, own = jax.random.split(state["key"])
+        x = jnp.where(state["on"], x @ layer["w"] + jax.random.normal(own, x.shape), x)
+        return x, state | {"key": key, "on": ~state["on"]}
+
+    layers = stack_of(3)
+    state = {"key": jax.random.split(jax.random.key(0), 3), "on": jnp.array([True, False, True]), "kind": "cache"}
+    x, new = treescan.fold_layers(block, X, layers, state=state)
+    want, one = X, []
+    for i in range(3):
+        of_layer = {"key": state["key"][i], "on": state["on"][i], "kind": "cache"}
+        want, of_layer = block(treescan.layer_at(layers, i), want, of_layer)
+        one.append(of_layer)
+    npt.assert_allclose(x, want, rtol=1e-5)
+    assert new["kind"] == "cache"
+    npt.assert_array_equal(jax.random.key_data(new["key"]), jax.random.key_data(jnp.stack([s["key"] for s in one])))
+    npt.assert_array_equal(new["on"], ~state["on"])
+
+
+def test_custom_carries_are_states():
+    """The last inputs of each layer: a window shows them, and is given the newest."""
+
+    def block(layer, x, lags):
+        return jnp.tanh(x @ layer["w"]) + lags.mean(0), x
+
+    layers, state = stack_of(3), treescan.stack([Window(array(2, 3, WIDTH, seed=i)) for i in range(3)])
+    x, new = treescan.fold_layers(block, X, layers, state=state)
+    want, of_each = X, []
+    for i in range(3):
+        lags = state.values[i]
+        of_each.append(jnp.concatenate([lags[1:], want[None]]))
+        want, _ = block(treescan.layer_at(layers, i), want, lags)
+    close(x, want)
+    assert isinstance(new, Window)
+    npt.assert_allclose(new.values, jnp.stack(of_each), rtol=1e-6)
+
+
+def test_annotations_of_states_hold():
+    def block(layer: dict, x: Float[Array, "rows width"], state: Cache) -> tuple[Float[Array, "rows width"], Cache]:
+        return fold_block(layer, x, state)
+
+    treescan.fold_layers(block, X, stack_of(3), state=states_of(3))
+    with pytest.raises(treescan.SignatureError, match=r"state\.sums"):
+        treescan.fold_layers(block, X, stack_of(3), state=Cache(jnp.zeros((3, 3, 5)), jnp.zeros((3, WIDTH))))
+
+
+def test_a_decode_loop_carries_what_comes_back():
+    """Lists stay lists: what comes back has the structure of what was given."""
+    layers, states = [stack_of(2), stack_of(2, 1)], [states_of(2), states_of(2, 7)]
+
+    def step(caches, x):
+        x, caches = treescan.fold_layers([fold_block, fold_block], x, layers, state=caches)
+        return caches, x
+
+    treescan.scan(step, states, jnp.stack([X, X]))
+    treescan.scan(step, states, jnp.stack([X, X]), length=2)
+
+
+# What it costs.
+
+
+def wide(n, size):
+    return {"k": jnp.zeros((n, size, WIDTH)), "v": jnp.zeros((n, size, WIDTH))}
+
+
+def cached(layer, x, cache, position):
+    put = functools.partial(jax.lax.dynamic_update_slice_in_dim, start_index=position, axis=0)
+    cache = {"k": put(cache["k"], x @ layer["w"]), "v": put(cache["v"], x)}
+    return x + jax.nn.softmax(x @ cache["k"].T) @ cache["v"], cache
+
+
+def by_hand(x, layers, caches, position):
+    def step(carry, one):
+        x, caches = carry
+        i, layer = one
+        cache = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), caches)
+        x, cache = cached(layer, x, cache, position)
+        put = functools.partial(jax.lax.dynamic_update_index_in_dim, index=i, axis=0)
+        return (x, jax.tree.map(put, caches, cache)), None
+
+    return jax.lax.scan(step, (x, caches), (jnp.arange(len(layers["w"])), layers))[0]
+
+
+def ours_of(x, layers, caches, position):
+    return treescan.fold_layers(cached, x, layers, state=caches, args=(position,))
+
+
+def pattern_of(x, layers, caches, position):
+    return treescan.fold_layers([cached, cached], x, layers, state=caches, args=(position,))
+
+
+@pytest.mark.parametrize("counts", [(8,), (8, 8), (8, 7)], ids=str)
+def test_a_donated_cache_is_written_in_place(counts):
+    size = 2000
+    x, layers, caches = X, [stack_of(n) for n in counts], [wide(n, size) for n in counts]
+    run = pattern_of
+    if len(counts) == 1:
+        run, layers, caches = ours_of, layers[0], caches[0]
+    whole = sum(leaf.nbytes for leaf in jax.tree.leaves(caches))
+    compiled = jax.jit(run, donate_argnums=2).lower(x, layers, caches, jnp.int32(3)).compile()
+    memory = compiled.memory_analysis()
+    assert memory.alias_size_in_bytes >= whole
+    assert memory.temp_size_in_bytes < whole / 4
+    shapes = "|".join(re.escape(f"f32[{n},{size},{WIDTH}]") for n in counts)
+    assert not re.search(rf"= (?:{shapes})\S* copy\(", compiled.as_text())
+
+
+def test_memory_is_that_of_the_loop_by_hand():
+    given = X, stack_of(8), wide(8, 2000), jnp.int32(3)
+    ours, hand = (
+        jax.jit(f, donate_argnums=2).lower(*given).compile().memory_analysis().temp_size_in_bytes
+        for f in (ours_of, by_hand)
+    )
+    assert ours <= 1.05 * hand + 256
+    close(jax.jit(ours_of)(*given), jax.jit(by_hand)(*given))
+
+
+def test_a_state_that_no_layer_changes_is_not_written():
+    def block(layer, x, state):
+        return x @ layer["w"] + state[None], state
+
+    text = str(jax.make_jaxpr(lambda s: treescan.fold_layers(block, X, stack_of(3), state=s))(array(3, WIDTH)))
+    assert "dynamic_update_slice" not in text
+
+
+@pytest.mark.parametrize("counts", [(3, 3, 3), (4, 3, 3)])
+def test_a_block_is_traced_once_for_its_places(counts):
+    traces = []
+
+    def block(layer, x, state):
+        traces.append(1)
+        return fold_block(layer, x, state)
+
+    layers, states = [stack_of(n) for n in counts], [states_of(n) for n in counts]
+    jax.jit(lambda x: treescan.fold_layers([block] * 3, x, layers, state=states))(X)
+    assert len(traces) == 1
+
+
+def test_recomputed_layers_save_no_stack_of_states_for_each():
+    size, n = 512, 12
+    given = X, stack_of(n), wide(n, size)
+
+    def pullback(remat):
+        run = functools.partial(treescan.fold_layers, cached, remat=remat, args=(jnp.int32(2),))
+        kept = jax.eval_shape(
+            lambda x, layers, caches: jax.vjp(lambda *a: run(a[0], a[1], state=a[2]), x, layers, caches)[1], *given
+        )
+        return sum(np.prod(leaf.shape) for leaf in jax.tree.leaves(kept))
+
+    whole = sum(leaf.size for leaf in jax.tree.leaves(given[2]))
+    assert pullback("step") < 1.5 * whole
+    assert pullback("nested") < 1.5 * whole

@@ -1,0 +1,88 @@
+"""Gives each layer its own state, from stacks that the loop carries and writes in place.
+
+A stack that goes in as xs and comes out as ys is copied: XLA does not write outputs over what is scanned over. In the
+carry one array is read and written, and the caller may donate it. Where the gradient recomputes layers, what goes into
+each is saved, and a carried stack would be saved whole for each: there it is scanned over.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from ..._loop.loop import Feed, Loop, Step
+from ..._tree import Prefix
+from ..._types import PyTree, TreeDef
+from ..outputs import ALL
+
+
+@dataclass(frozen=True)
+class CarryState:
+    """The step that takes its layer's state from a carried stack, and writes the new one there.
+
+    Its state is (the inner state, for each loop the leaves of its stack). Its x is (the number of the layer in its
+    stack, the leaves of the inner x but for the state, which are the last of them). The inner y is (new state, y).
+
+    Attributes:
+        step: the inner step.
+        structure: of its x.
+        place: which of the stacks is this loop's.
+    """
+
+    step: Step
+    structure: TreeDef
+    place: int
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        inner, stacks = state
+        number, others = feed.x
+        own = [_read(stack, number) for stack in stacks[self.place]]
+        x = jax.tree.unflatten(self.structure, [*others, *own])
+        inner, (new, y) = self.step(consts, inner, feed._replace(x=x))
+        triples = zip(stacks[self.place], own, jax.tree.leaves(new), strict=True)
+        written = [stack if new is old else _write(stack, number, new) for stack, old, new in triples]
+        return (inner, (*stacks[: self.place], written, *stacks[self.place + 1 :])), y
+
+
+def _read(stack: Any, number: Any) -> Any:
+    if not stack.shape[0]:  # a loop without steps is traced all the same
+        return jax.lax.full_like(stack, 0, shape=stack.shape[1:])
+    return jax.lax.dynamic_index_in_dim(stack, number, keepdims=False)
+
+
+def _write(stack: Any, number: Any, new: Any) -> Any:
+    return jax.lax.dynamic_update_index_in_dim(stack, new, number, 0) if stack.shape[0] else stack
+
+
+def carry_states(loops: Sequence[Loop], counts: Sequence[int]) -> list[Loop]:
+    """Loops that scan over stacks of states, as loops over one state that carry the stacks.
+
+    Args:
+        loops: loops over the same state, each with its stack last in its xs.
+        counts: the number of leaves in each stack.
+    """
+    flat = [jax.tree.flatten(loop.xs.x) for loop in loops]
+    firsts = [len(leaves) - count for (leaves, _), count in zip(flat, counts, strict=True)]
+    stacks = tuple(leaves[first:] for (leaves, _), first in zip(flat, firsts, strict=True))
+    carried: list[Loop] = []
+    for place, (loop, (leaves, structure), first) in enumerate(zip(loops, flat, firsts, strict=True)):
+        step = CarryState(loop.step, structure, place)
+        xs = loop.xs._replace(x=(jnp.arange(loop.length), leaves[:first]))
+        carried.append(dataclasses.replace(loop, step=step, state=(loop.state, stacks), xs=xs))
+    return carried
+
+
+def with_state(save: Prefix | None) -> Prefix | None:
+    """What is kept of (new states, ys), where this is kept of ys."""
+    return None if save is None else Prefix.of((ALL, save.tree))
+
+
+def shape_states(stacks: Sequence[list[Any]], like: Sequence[PyTree]) -> tuple[PyTree, ...]:
+    """Stacks of states from their leaves."""
+    pairs = zip(stacks, like, strict=True)
+    return tuple(jax.tree.unflatten(jax.tree.structure(tree), leaves) for leaves, tree in pairs)
