@@ -22,6 +22,7 @@ from .._checks.arguments import (
 )
 from .._loop.body import Body
 from .._loop.loop import Transform
+from .._loop.retrace import note_types
 from .._transforms.axes import OverAxes
 from .._transforms.program import Arguments, Call, Program, Transformed, execute
 from .._tree import freeze_static, thaw_static
@@ -129,6 +130,7 @@ def prepare(
         name=check_name(name),
         lowering=lowering,
     )
+    note_types(alive, body.memo, convention.verb, {"init": init, "xs": xs, "length": steps})
     return Prepared(call, Arguments(frozen_init, frozen_xs, key), axes, adopted, alive)
 
 

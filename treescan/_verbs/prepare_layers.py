@@ -13,6 +13,7 @@ from .._body.conventions import Convention
 from .._checks.arguments import check_key, check_keywords, check_name, check_reverse, check_unroll, needs_positional
 from .._errors import TreescanError, speaking_of
 from .._loop.body import Body
+from .._loop.retrace import note_types
 from .._transforms.layers.pattern import Pattern
 from .._transforms.program import Arguments, Call
 from .._tree import Prefix, freeze_static
@@ -86,6 +87,8 @@ def prepare_layers(
         saves=check_saves(save, stacks),
         name=check_name(name),
     )
+    named = {"x": x, "layers": layers, "xs": xs, "args": args}
+    note_types(handles[0][1], handles[0][0].memo, convention.verb, named)
     return PreparedLayers(pattern, Arguments(frozen_x, stacks.arguments(own), key, frozen_args), adopted, handles)
 
 
