@@ -15,6 +15,7 @@ from .._data.pack import Packed
 from .._data.pad import Padded
 from .._errors import explain, verb
 from .._transforms.outputs import MoveOutputs, check_save
+from .._transforms.progress import ShowProgress
 from .._transforms.remat import Recompute
 from .._transforms.rows.batch_axes import RowFlags
 from .._transforms.rows.ends import EndsOfSequences
@@ -35,6 +36,7 @@ from .._types import (
     KeyedValidBody,
     MaskOptions,
     Options,
+    ProgressLike,
     PyTree,
     RematLike,
     Save,
@@ -241,9 +243,9 @@ def mask_scan(
             rows (seven of them from 1 to B where that would be more); a tuple names them. The body is traced and
             compiled once a tier. Steps that fill no chunk, at the end, are run on all rows if they are on any. Results
             are in their places.
-        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, as for
-            `treescan.scan`. In reverse each row runs from its own last valid step to its first; ys stay where their xs
-            are. `key` excludes `compact`. Where chunks are skipped, the gradient recomputes each chunk in any case,
+        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, `progress`,
+            as for `treescan.scan`. Progress counts the steps in which any row is valid. In reverse each row runs from
+            its own last valid step to its first; ys stay where their xs are. `key` excludes `compact`. Where chunks are skipped, the gradient recomputes each chunk in any case,
             unless the body has effects, so that it saves T/chunk carries; what weights get is one product a chunk.
             `remat` saves less within, whatever the effects; where it recomputes steps, each has its own products. With
             `save="last"` each row has its own last valid y, and `fill` if it has none.
@@ -289,7 +291,9 @@ def mask_scan(
         filled, chunk = Prefix.of(check_fill(fill)), check_chunk(chunk, compact)
         compact = check_compact(compact, keyed=options.get("key") is not None)
         xs, flags = rows_of(xs, RowFlags(lengths, mask, resets), time_axis, options.get("in_axes"))
-        out_axes, remat, save, truncate, others = _split({"in_axes": time_axis, "out_axes": time_axis} | options)
+        out_axes, remat, save, truncate, progress, others = _split(
+            {"in_axes": time_axis, "out_axes": time_axis} | options
+        )
         call = prepare(MASK_SCAN, f, init, xs, length, masked=True, **others)
         call = _with_rows(call, flags, reset_to, Said(init, carries, time_axis))
         return call.run(
@@ -303,6 +307,7 @@ def mask_scan(
             EndsOfSequences(),
             Recompute.of(remat),
             Skip(chunk, compact),
+            ShowProgress.of(progress, call.call.body, "mask_scan", custom=bool(call.call.custom)),
         )
     except Exception as error:
         explained = explain(error, "mask_scan", f, init)
@@ -315,12 +320,12 @@ def _with_rows(call: Prepared, flags: RowFlags, reset_to: PyTree, said: Said) ->
     return call.with_rows(check_targets(checked, reset_to, said, call.adopted, call.given.init, call.call.names[0]))
 
 
-def _split(options: Mapping[str, Any]) -> tuple[Axes, RematLike | None, Save, int | None, dict[str, Any]]:
+def _split(options: Mapping[str, Any]) -> tuple[Axes, RematLike | None, Save, int | None, ProgressLike, dict[str, Any]]:
     """The options that transforms are made of, and the others."""
     others = dict(options)
     taken = [others.pop(name, default) for name, default in _OF_TRANSFORMS.items()]
     return *taken, others
 
 
-_OF_TRANSFORMS = {"out_axes": 0, "remat": None, "save": "all", "truncate": None}
+_OF_TRANSFORMS = {"out_axes": 0, "remat": None, "save": "all", "truncate": None, "progress": None}
 _ACCEPTED = frozenset(Options.__annotations__) | MaskOptions.__annotations__.keys() | {"length"}

@@ -8,6 +8,7 @@ from typing import Any
 from .._body.conventions import Convention
 from .._checks.rows import check_rows
 from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
+from .._transforms.progress import ShowProgress
 from .._transforms.remat import Recompute
 from .._transforms.rows.batch_axes import RowFlags
 from .._transforms.rows.keep_rows import KeepRows
@@ -16,7 +17,7 @@ from .._transforms.rows.over_rows import OverRows
 from .._transforms.rows.skip import Skip
 from .._transforms.truncate import Truncate
 from .._tree import Prefix
-from .._types import ArrayLike, Axes, PyTree, RematLike, Save
+from .._types import ArrayLike, Axes, ProgressLike, PyTree, RematLike, Save
 from .prepare import prepare
 
 _LEADING = _ZERO = Prefix.of(0)
@@ -34,6 +35,7 @@ def run_scan(
     remat: RematLike | None = None,
     save: Save = "all",
     truncate: int | None = None,
+    progress: ProgressLike = None,
     **options: Any,
 ) -> tuple[Any, Any]:
     """Runs a scan.
@@ -49,9 +51,11 @@ def run_scan(
         remat: as for `treescan.scan`.
         save: as for `treescan.scan`.
         truncate: as for `treescan.scan`.
+        progress: as for `treescan.scan`.
         **options: those of `prepare`.
     """
     call = prepare(convention, f, init, xs, length, masked=lengths is not None, **options)
+    shown = ShowProgress.of(progress, call.call.body, convention.verb, custom=bool(call.call.custom))
     if lengths is not None:
         call = call.with_rows(check_rows(RowFlags(lengths), 0, call.call.length))
         return call.run(
@@ -62,6 +66,7 @@ def run_scan(
             KeepRows(check_save(save), _ZERO),
             Recompute.of(remat),
             Skip(None, compact=False),
+            shown,
         )
     return call.run(
         call.over_axes,
@@ -69,4 +74,5 @@ def run_scan(
         Recompute.of(remat),
         Truncate.of(truncate),
         KeepOutputs.of(save),
+        shown,
     )

@@ -20,7 +20,7 @@ from ..rows.batch_axes import without_arrays
 from ..weights.branches import MappedLater
 from .all_steps import MaskedStep, run_all_steps, run_masked
 from .condition import Condition
-from .early_exit import Chunks, Progress, Reads, StepOutputs, TakeStep, going_on, nested_sizes, run_until
+from .early_exit import Chunks, Progress, Reads, Report, StepOutputs, TakeStep, going_on, nested_sizes, run_until
 from .rows import TakeRows, around_live_rows, mask_rows, ways_of_rows
 from .tangents import FinishedLoop, Tangents, Ways, push_forward
 from .ways import ways_of
@@ -82,6 +82,7 @@ class EarlyExit:
         branches: whether a branch may depend on data.
         refusal: what to raise where it is differentiated, which may be after the verb has returned.
         tiers: where rows stop each by itself, the numbers of rows to choose from; else empty.
+        report: reports how far the loop has come; None: nothing does.
     """
 
     hoisted: Hoisted
@@ -91,6 +92,7 @@ class EarlyExit:
     branches: bool
     refusal: Exception | None
     tiers: tuple[int, ...] = ()
+    report: Report | None = None
 
     @functools.cached_property
     def _silent(self) -> Step:
@@ -115,11 +117,11 @@ class EarlyExit:
         if not self.tiers:
             take = TakeStep(step, self.condition, self.hoisted.fixed, self.outputs, branches=self.branches)
             loop = dataclasses.replace(loop, consts=given.reads, state=first)
-            return Saved(*run_until(loop, take, sizes, save=save))
+            return Saved(*run_until(loop, take, sizes, save=save, report=self.report))
         loop, masked = self._lay_rows(given, first, length)
         rows = TakeRows(masked, self.outputs, loop.rows.axes.y, self.branches)
         around = around_live_rows(loop, self.outputs, sizes[0], self.tiers, save=save) if sizes else None
-        return Saved(*run_until(loop, rows, sizes, save=save, innermost=around))
+        return Saved(*run_until(loop, rows, sizes, save=save, innermost=around, report=self.report))
 
     def _lay_rows(self, given: Operands, first: Progress, length: int) -> tuple[Loop, MaskedStep]:
         """The loop of rows that stop, and its step."""
