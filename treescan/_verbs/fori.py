@@ -14,7 +14,7 @@ from .._body.conventions import FORI
 from .._checks.arguments import check_bound, check_length, check_options
 from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
 from .._transforms.count import Count
-from .._transforms.progress import ShowProgress, check_progress
+from .._transforms.progress import check_progress
 from .._transforms.remat import Recompute
 from .._transforms.until.program import Bounds, Until, remat_of
 from .._types import Array, ArrayLike, Carry, ForiOptions, KeyedIndexBody, PyTree
@@ -76,7 +76,8 @@ def fori(
             which runs no more steps than there are indices, and is differentiated at their cost. A longer range is
             an error if it is known, and is cut to its first `max_length` indices if traced.
         **options: `reverse` (from upper - 1 down to lower), `unroll`, `key`, `remat`, `name`, `progress`, as for
-            `treescan.scan`; a key is folded with i - lower. With a traced bound, `remat` is that of `treescan.while_scan`.
+            `treescan.scan`; a key is folded with i - lower. With a traced bound, `remat` is that of
+            `treescan.while_scan`.
 
     Returns:
         The last step's carry, or `init` if no step runs.
@@ -108,8 +109,7 @@ def fori(
         _check_most(length, most)
         remat, progress = options.pop("remat", None), options.pop("progress", None)
         call = prepare(FORI, f, init, length=length, **options)
-        bar = ShowProgress.of(progress, call.call.body, "fori", custom=bool(call.call.custom))
-        return call.run(Count(low), Recompute.of(remat), bar)[0]
+        return call.run(Count(low), Recompute.of(remat), call.showing(progress))[0]
     except Exception as error:
         explained = explain(error, "fori", f, init)
     raise explained

@@ -8,7 +8,6 @@ from typing import Any
 from .._body.conventions import Convention
 from .._checks.rows import check_rows
 from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
-from .._transforms.progress import ShowProgress
 from .._transforms.remat import Recompute
 from .._transforms.rows.batch_axes import RowFlags
 from .._transforms.rows.keep_rows import KeepRows
@@ -55,7 +54,6 @@ def run_scan(
         **options: those of `prepare`.
     """
     call = prepare(convention, f, init, xs, length, masked=lengths is not None, **options)
-    shown = ShowProgress.of(progress, call.call.body, convention.verb, custom=bool(call.call.custom))
     if lengths is not None:
         call = call.with_rows(check_rows(RowFlags(lengths), 0, call.call.length))
         return call.run(
@@ -66,7 +64,7 @@ def run_scan(
             KeepRows(check_save(save), _ZERO),
             Recompute.of(remat),
             Skip(None, compact=False),
-            shown,
+            call.showing(progress),
         )
     return call.run(
         call.over_axes,
@@ -74,5 +72,5 @@ def run_scan(
         Recompute.of(remat),
         Truncate.of(truncate),
         KeepOutputs.of(save),
-        shown,
+        call.showing(progress),
     )

@@ -16,8 +16,8 @@ from .._checks.rows import check_compact
 from .._errors import WHILE_WORDS, ArgumentError, Fault, Row, explain, verb
 from .._loop.body import Body
 from .._transforms.outputs import MoveOutputs, check_save
-from .._transforms.rows.fill import HOLD, check_fill
 from .._transforms.progress import check_progress
+from .._transforms.rows.fill import HOLD, check_fill
 from .._transforms.until.condition import check_condition
 from .._transforms.until.program import Until, remat_of
 from .._transforms.until.stop_rows import StopRows

@@ -31,8 +31,8 @@ from ..rows.lend import may_branch
 from .condition import CallCondition, Condition, trace_condition
 from .derivative import EarlyExit, Operands, padded, without_tracers
 from .early_exit import Reads, plan_chunks
-from .reports import Reports
 from .kept import Kept, axes_of_outputs, keep_what_ran
+from .reports import Reports
 from .rows import axes_of_carry, trace_for_tiers
 from .step_by_step import Ended, run_step_by_step
 from .stop_rows import with_rows
@@ -212,22 +212,14 @@ def _run_traced(
     condition, laid = asked.condition, loop
     assert condition is not None
     loop, hoisted, varying = _hoist_rows(loop) if condition.batch else _hoist(loop, condition, limit)
-    if hoisted.refs:
-        raise Fault(
-            ArgumentError,
-            "{verb} over {body}: the body closes over a mutable array (a `Ref`), which no step that may not be taken "
-            "can read or write.",
-            "Carry its value instead.",
-        )
+    _refuse_refs(hoisted)
     count, tiers = condition.count, (loop.rows.tiers if condition.batch else ())
     init = jax.tree.unflatten(jax.tree.structure(init), hoisted.settled[len(hoisted.settled) - count :])
     if not condition.fits(hoisted.settled):
         condition = trace_condition(call, init)
     if call is not None and len(tiers) > 1:
         condition = trace_for_tiers(condition, call, init, axes_of_carry(loop, hoisted.fixed, count), tiers)
-    holds = asked.holds
-    if holds is None:
-        holds = condition(condition.closed, hoisted.settled)
+    holds = condition(condition.closed, hoisted.settled) if asked.holds is None else asked.holds
     most = loop.length
     kept = Kept.of(hoisted, program.save or EVERYTHING)
     stride = kept.stride(most, reverse=loop.reverse)
@@ -251,6 +243,16 @@ def _run_traced(
     ys = [y[front // every :] for y, every in zip(ys, outputs.every, strict=True)]
     leaves, ys = kept.assemble(progress.leaves, ys, outputs.every, most)
     return Ended(leaves if condition.batch else hoisted.restore(leaves), ys, progress.taken, ~progress.holds)
+
+
+def _refuse_refs(hoisted: Hoisted) -> None:
+    if hoisted.refs:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: the body closes over a mutable array (a `Ref`), which no step that may not be taken "
+            "can read or write.",
+            "Carry its value instead.",
+        )
 
 
 def _hoist_rows(loop: Loop) -> tuple[Loop, Hoisted, frozenset[str]]:
