@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._avals import describe_argument, exact_int
+from .._avals import describe_argument, dtype_of, exact_int, shape_of
 from .._body.carries import read_carries
 from .._errors import ArgumentError, ArgumentTypeError, Fault
 from .._loop.body import Body, Memo
@@ -167,10 +167,10 @@ class Showing:
         assert progress.label is not None and progress.meter is not None
         self._show, self._custom, self._carry_name = progress.show, custom, loop.names[0]
         self._carry_of = loop.carry_of
-        names: tuple[str, ...] = ()
+        names: list[str] = []
         if progress.show is not None:
-            names = tuple(check_shown(jax.eval_shape(lambda: self._shown(loop.carry_of(as_arrays(loop.state))))))
-        self.site = Site(progress.label, progress.meter, names)
+            jax.eval_shape(lambda: names.extend(check_shown(self._shown(loop.carry_of(as_arrays(loop.state))))))
+        self.site = Site(progress.label, progress.meter, tuple(names))
 
     def __call__(self, state: PyTree) -> list[Array]:
         """The values."""
@@ -199,7 +199,7 @@ def check_shown(shown: Any) -> list[str]:
             'For example `show=lambda carry: {"loss": carry.loss}`.',
         )
     for name, value in shown.items():
-        if getattr(value, "shape", None) != () or not _is_number(value.dtype):
+        if shape_of(value) != () or not _is_number(dtype_of(value)):
             raise Fault(
                 ArgumentError,
                 f"{{verb}} over {{body}}: `show` of a `Progress` returns a dict of scalars, but `{name}` is "
@@ -210,7 +210,7 @@ def check_shown(shown: Any) -> list[str]:
 
 
 def _is_number(dtype: Any) -> bool:
-    return any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
+    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
 
 
 def check_progress(progress: Any, body: Body, verb: str) -> Progress | None:
