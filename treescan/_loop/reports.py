@@ -10,6 +10,7 @@ from __future__ import annotations
 import atexit
 import itertools
 import threading
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -26,6 +27,9 @@ from .._types import Array, PyTree
 
 NOBODY = -1
 """The number of a run that nobody shows."""
+
+PATIENCE = 1.0
+"""The seconds for which a run is silent before it may be taken for one that was abandoned."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,9 +54,10 @@ class _Run:
     number: int
     done: int = 0
     reported: bool = False
+    heard_of: float = field(default_factory=time.monotonic)
     bar: Any = None
     is_open: bool = False
-    heard: set[int] = field(default_factory=set[int])
+    silent: set[int] = field(default_factory=set[int])
 
 
 class Report(NamedTuple):
@@ -89,12 +94,12 @@ class Runs:
                 self._show(run)
             if run is None:
                 return
-            run.reported = True
+            run.reported, run.heard_of = True, time.monotonic()
             if report.done > run.done:  # chunks of padding change nothing
                 run.done = report.done
                 self._tell(run, lambda: site.meter.step(run.bar, report.done, shown))
             for other in self._open.values():
-                other.heard.discard(number)
+                other.silent.discard(number)
             if report.last:
                 self.end(number)
 
@@ -103,9 +108,9 @@ class Runs:
         with self._lock:
             run = self._open.get(number)
             self._close(run)
-            silent = [] if run is None else [self._open.get(other) for other in run.heard]
-            for other in silent:
-                self._close(other)
+            for other in [] if run is None else map(self._open.get, run.silent):
+                if other is not None and time.monotonic() - other.heard_of >= PATIENCE:
+                    self._close(other)
 
     def close_all(self) -> None:
         """Closes what is open."""
@@ -114,7 +119,7 @@ class Runs:
                 self._close(run)
 
     def _show(self, run: _Run) -> None:
-        run.heard = {other.number for other in self._open.values() if other.site == run.site}
+        run.silent = {other.number for other in self._open.values() if other.site == run.site}
         self._open[run.number] = run
         run.is_open = True
 
