@@ -24,6 +24,12 @@ from ._errors import (
     TreescanError as TreescanError,
 )
 from ._loop.rewrite import rewriting as rewriting
+from ._progress import (
+    AbstractProgressMeter as AbstractProgressMeter,
+    Progress as Progress,
+    Text as Text,
+    Tqdm as Tqdm,
+)
 from ._remat import Remat as Remat
 from ._transforms.budget import RematPlan as RematPlan
 from ._verbs.filters import DenyList as DenyList, In as In, Out as Out

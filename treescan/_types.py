@@ -8,6 +8,7 @@ from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 import jax
 import jax.typing
 
+from ._progress import Progress
 from ._remat import Remat
 
 PyTree: TypeAlias = Any
@@ -21,6 +22,9 @@ Axes: TypeAlias = Any
 
 RematLike: TypeAlias = Literal["auto", "step", "nested"] | Remat
 """What the gradient recomputes: the fastest plan, each step, chunks of steps and each step in these, or a `Remat`."""
+
+ProgressLike: TypeAlias = bool | str | Progress | None
+"""Whether a loop shows its progress: a flag, the label of its bar, or a `Progress`."""
 
 Save: TypeAlias = Any
 """A prefix tree of what is kept of an output: "all", "last", every k-th, or None for nothing."""
@@ -77,6 +81,7 @@ class ForiOptions(IndexOptions, total=False):
     """The options of `fori`, less `key`, which an overload asks for by name."""
 
     remat: RematLike | None
+    progress: ProgressLike
 
 
 class FoldOptions(ForiOptions, total=False):

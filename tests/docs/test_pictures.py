@@ -43,10 +43,10 @@ def test_files_are_what_the_script_draws(draw) -> None:
     assert file.read_text() == str(picture), "run `python scripts/draw_pictures.py`"
 
 
-def test_all_pictures_are_drawn_and_shown_once() -> None:
+def test_all_pictures_are_drawn_and_shown() -> None:
     assert [file.stem for file in PICTURES] == sorted(draw.__name__ for draw in DRAW.PICTURES)
     shown = re.findall(r'^--8<-- "docs/pictures/(\w+)\.svg"$', PAGES, re.MULTILINE)
-    assert sorted(shown) == [file.stem for file in PICTURES]
+    assert sorted(set(shown)) == [file.stem for file in PICTURES]
 
 
 @pytest.mark.parametrize("file", PICTURES, ids=lambda file: file.stem)
@@ -134,10 +134,11 @@ def test_a_verb_runs_the_transforms_that_it_lists(verb: str, monkeypatch: pytest
         return Transformed(call, transforms)
 
     monkeypatch.setattr("treescan._verbs.prepare.Transformed", record)
-    every = {"out_axes": 0, "remat": "step", "save": 2, "truncate": 2}
+    shown = treescan.Progress(meter=treescan.Text())
+    every = {"out_axes": 0, "remat": "step", "save": 2, "truncate": 2, "progress": shown}
     run = {
         "scan": lambda: treescan.scan(add, 0.0, jnp.ones((1, 4)), in_axes=1, **(every | {"out_axes": -1})),
-        "fori": lambda: treescan.fori(0, 3, lambda i, total: total + i, 0, remat="step"),
+        "fori": lambda: treescan.fori(0, 3, lambda i, total: total + i, 0, remat="step", progress=shown),
         "mask_scan": lambda: treescan.mask_scan(
             add,
             jnp.zeros(2),

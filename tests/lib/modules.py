@@ -8,6 +8,7 @@ PACKAGE = Path(__file__).parents[2] / "treescan"
 
 LAYERS = [  # a module imports from its own line and from lines above; no two modules import each other
     "_remat",
+    "_progress",
     "_types",
     "_avals",
     "_tree",

@@ -26,6 +26,7 @@ import jax.numpy as jnp
 import layer_error_cases
 import lift_error_cases
 import numpy as np
+import progress_error_cases
 import pytest
 import while_error_cases
 from jax.sharding import AxisType, PartitionSpec
@@ -1470,7 +1471,14 @@ def named_inner(one):
 
 # --- custom carries, memory, layers -----------------------------------------------------------------------------------
 
-_OTHERS = (carry_error_cases, chunk_error_cases, layer_error_cases, lift_error_cases, while_error_cases)
+_OTHERS = (
+    carry_error_cases,
+    chunk_error_cases,
+    layer_error_cases,
+    lift_error_cases,
+    progress_error_cases,
+    while_error_cases,
+)
 for given in (each for module in _OTHERS for each in module.CASES):
     case(given.error, **given.options)(given.run)
 

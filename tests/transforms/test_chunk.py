@@ -118,7 +118,10 @@ def test_planner_by_example():
 @given(
     st.integers(0, 5000),
     st.lists(
-        st.builds(Wish, size=st.integers(1, 600), exact=st.booleans(), around=st.none(), schedule=st.none()), max_size=5
+        st.builds(
+            Wish, size=st.integers(1, 600), exact=st.booleans(), around=st.none(), schedule=st.none(), ticks=st.none()
+        ),
+        max_size=5,
     ),
 )
 def test_planner_laws(length, wishes):
@@ -133,7 +136,9 @@ def test_planner_laws(length, wishes):
 
 @given(
     st.integers(1, 40),
-    st.lists(st.builds(Wish, size=st.integers(1, 30), around=st.none(), schedule=st.none()), max_size=3),
+    st.lists(
+        st.builds(Wish, size=st.integers(1, 30), around=st.none(), schedule=st.none(), ticks=st.none()), max_size=3
+    ),
     st.booleans(),
 )
 def test_planned_chunks_do_not_show(length, wishes, reverse):

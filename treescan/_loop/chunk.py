@@ -30,12 +30,19 @@ class Level:
         scheduled: whether the feed's schedule has one entry for each chunk of this level.
         outputs: what runs a chunk, or the remainder, in place of the step that does so and keeps all of its outputs.
             What it returns leads with however many are kept of each.
+        ticked: whether the feed's tick has one entry for each chunk of this level.
     """
 
     size: int
     around: Around | None = None
     scheduled: bool = False
     outputs: Callable[[RunChunk], Step] | None = None
+    ticked: bool = False
+
+    @property
+    def counted(self) -> bool:
+        """Whether the feed has entries for its chunks, so that a chunk which holds the whole loop is one too."""
+        return self.scheduled or self.ticked
 
 
 @dataclass(frozen=True)
@@ -88,9 +95,9 @@ def run_chunked(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
     Args:
         loop: the loop.
         levels: ascending in size, each dividing the next. Nothing is put around a chunk that holds the whole loop,
-            unless it is scheduled: then it is its remainder.
+            unless the feed has an entry for it: then it is its remainder.
     """
-    while levels and levels[-1].size >= loop.length and not levels[-1].scheduled:
+    while levels and levels[-1].size >= loop.length and not levels[-1].counted:
         levels, outputs = levels[:-1], levels[-1].outputs
         if outputs is not None:
             return outputs(as_step(loop, levels))(loop.consts, loop.state, loop.xs)
@@ -99,8 +106,7 @@ def run_chunked(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
     left = loop.length if levels[-1].size >= loop.length else loop.length % levels[-1].size
     last = _around(levels[-1], as_step(dataclasses.replace(loop, length=left), levels[:-1]), looped=False)
     if left == loop.length:
-        schedule = jax.tree.map(lambda leaf: leaf[0], loop.xs.schedule)
-        return last(loop.consts, loop.state, loop.xs._replace(schedule=schedule))
+        return last(loop.consts, loop.state, _first_entries(loop.xs, levels[-1]))
     main, rest = _split(loop.xs, loop.length - left, levels)
     if not left:
         return _run_main(loop, main, levels)
@@ -121,14 +127,30 @@ def _around(level: Level, chunk: RunChunk, *, looped: bool) -> Step:
 def _split(xs: Feed, steps: int, levels: tuple[Level, ...]) -> tuple[Feed, Feed]:
     """The feed of all whole chunks of the last level, which hold the first `steps` steps, and that of the rest."""
     size = levels[-1].size
-    unit = next((level.size for level in levels if level.scheduled), 1)  # the steps that one entry represents
-    whole, schedule = xs._replace(schedule=None), xs.schedule
-    main, rest = _group(whole, steps, size)
-    main_schedule, rest_schedule = _group(schedule, steps // unit, size // unit)
-    if levels[-1].scheduled:
-        main_schedule = jax.tree.map(lambda leaf: leaf[:, 0], main_schedule)
-        rest_schedule = jax.tree.map(lambda leaf: leaf[0], rest_schedule)
-    return main._replace(schedule=main_schedule), rest._replace(schedule=rest_schedule)
+    main, rest = _group(xs._replace(schedule=None, tick=None), steps, size)
+    scheduled = _split_entries(xs.schedule, levels, [level.scheduled for level in levels], steps)
+    ticks = _split_entries(xs.tick, levels, [level.ticked for level in levels], steps)
+    return main._replace(schedule=scheduled[0], tick=ticks[0]), rest._replace(schedule=scheduled[1], tick=ticks[1])
+
+
+def _split_entries(entries: PyTree, levels: tuple[Level, ...], has: list[bool], steps: int) -> tuple[PyTree, PyTree]:
+    """The same for entries of which each is for a chunk of the level that has them."""
+    unit = next((level.size for level, own in zip(levels, has, strict=True) if own), 1)
+    main, rest = _group(entries, steps // unit, levels[-1].size // unit)
+    if has[-1]:
+        main = jax.tree.map(lambda leaf: leaf[:, 0], main)
+        rest = _first(rest)
+    return main, rest
+
+
+def _first(entries: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[0], entries)
+
+
+def _first_entries(xs: Feed, level: Level) -> Feed:
+    """The feed of a single chunk of a level."""
+    xs = xs._replace(schedule=_first(xs.schedule)) if level.scheduled else xs
+    return xs._replace(tick=_first(xs.tick)) if level.ticked else xs
 
 
 def _group(tree: PyTree, steps: int, size: int) -> tuple[PyTree, PyTree]:

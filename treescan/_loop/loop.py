@@ -22,6 +22,7 @@ class Feed(NamedTuple):
         cut: whether the gradient is cut before this step.
         end: which packed sequence of each row ends with this step, counted from 1; 0: none.
         schedule: of a chunk, not of a step: what of it is to be run.
+        tick: of a chunk, not of a step: what is reported after it.
     """
 
     x: PyTree
@@ -31,6 +32,7 @@ class Feed(NamedTuple):
     cut: Array | None = None
     end: Array | None = None
     schedule: PyTree = None
+    tick: PyTree = None
 
 
 class Step(Protocol):
@@ -41,8 +43,25 @@ class Step(Protocol):
         ...
 
 
-Finish = Callable[[PyTree, PyTree], tuple[PyTree, PyTree]]
-"""(last state, ys) to the same in the terms of the loop that a transform was given."""
+def _same(state: PyTree) -> PyTree:
+    return state
+
+
+def _same_ys(state: PyTree, ys: PyTree) -> PyTree:
+    del state
+    return ys
+
+
+class Finish(NamedTuple):
+    """A loop's results in the terms of the loop that a transform was given.
+
+    Attributes:
+        state: of the state, the last one or that between two chunks.
+        ys: of ys, which may be in the last state, as it is before.
+    """
+
+    state: Callable[[PyTree], PyTree] = _same
+    ys: Callable[[PyTree, PyTree], PyTree] = _same_ys
 
 
 @dataclass(frozen=True)
@@ -90,9 +109,19 @@ class Loop:
     runner: Callable[[Loop], tuple[PyTree, PyTree]] | None = None
     finish: tuple[Finish, ...] = ()
 
-    def finished(self, finish: Finish) -> Loop:
-        """The loop, with one more thing to do to its results."""
-        return dataclasses.replace(self, finish=(*self.finish, finish))
+    def finished(
+        self,
+        state: Callable[[PyTree], PyTree] = _same,
+        ys: Callable[[PyTree, PyTree], PyTree] = _same_ys,
+    ) -> Loop:
+        """The loop, with one more thing to do to its results; see `Finish`."""
+        return dataclasses.replace(self, finish=(*self.finish, Finish(state, ys)))
+
+    def carry_of(self, state: PyTree) -> PyTree:
+        """A state of this loop in the terms of the loop before any transform."""
+        for undo in reversed(self.finish):
+            state = undo.state(state)
+        return state
 
 
 class Transform(Protocol):

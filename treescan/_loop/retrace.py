@@ -1,17 +1,21 @@
-"""`TREESCAN_WARN_RETRACE=1` warns where a new function object per call makes JAX trace again."""
+"""`TREESCAN_WARN_RETRACE=1` warns where JAX traces a body again, and says what differs from the last trace."""
 
 from __future__ import annotations
 
 import collections
+import functools
 import os
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._errors import RetraceWarning, describe_body, warn_user
+from .._avals import describe_leaf, is_weak, shape_of
+from .._errors import RetraceWarning, describe_body, place_of_user, warn_user
+from .._tree import is_static, leaves_with_path
+from .._types import PyTree
 
 _seen: collections.Counter[str] = collections.Counter()
 
@@ -40,12 +44,121 @@ def count_body(function: Callable[..., Any]) -> None:
     place = describe_body(function)
     _seen[place] += 1
     times = _seen[place]
-    if times > 1 and times & (times - 1) == 0:
+    if _is_due(times):
         _warn(
-            f"{place} was passed as {times} different function objects, and traced and compiled {times} times. A "
-            f"lambda, a partial, a bound method or a nested function is a new object each time that it is written "
-            f"down: define the body once, outside of the code that calls the scan, or wrap that code in `jax.jit`."
+            f"{place} was passed as {times} different function objects, and traced and compiled {times} times. Its "
+            f"identity differs from that of the last trace: {_made_anew(function)}. Define the body once, outside of "
+            f"the code that calls the scan, or wrap that code in `jax.jit`."
         )
+
+
+def _is_due(times: int) -> bool:
+    """Whether this is the 2nd, 4th, 8th, ... time."""
+    return times > 1 and times & (times - 1) == 0
+
+
+def _made_anew(function: Callable[..., Any]) -> str:
+    """How a body comes to be another object in each call, and on which line."""
+    code, name = getattr(function, "__code__", None), getattr(function, "__qualname__", "")
+    if isinstance(function, functools.partial):
+        return f"a new `functools.partial` is made for the call at {place_of_user()}"
+    if getattr(function, "__self__", None) is not None:
+        return f"a bound method is a new object each time that it is looked up, for the call at {place_of_user()}"
+    if code is None:
+        return f"a new `{type(function).__qualname__}` is made for the call at {place_of_user()}"
+    kind = "lambda" if name.endswith("<lambda>") else "nested function" if "<locals>" in name else "function"
+    owner = name.rpartition(".<locals>.")[0].rpartition(".<locals>.")[2]
+    return f"line {code.co_firstlineno} makes this {kind} anew each time that " + (
+        f"`{owner}` runs" if owner else "it runs"
+    )
+
+
+class _Leaf(NamedTuple):
+    """What a trace is kept under, of one leaf: text alone, so that nothing is kept alive."""
+
+    path: str
+    is_now: str
+    shape: str
+    weak: bool
+    static: bool
+
+
+class _Types(NamedTuple):
+    leaves: tuple[_Leaf, ...]
+    structure: str
+
+
+def note_types(body: Callable[..., Any], memo: Callable[..., Any], verb: str, given: dict[str, PyTree]) -> None:
+    """Warns at the 2nd, 4th, 8th, ... set of types of its arguments for which a body is traced.
+
+    Args:
+        body: the body.
+        memo: keeps what this verb traced the body for so far, for as long as the body lives.
+        verb: the name of the verb.
+        given: the verb's arguments by their names. The number of steps, "length", counts where there are no xs.
+    """
+    if not wanted() or under_a_trace():
+        return
+    if jax.tree.leaves(given.get("xs")):
+        given = {name: tree for name, tree in given.items() if name != "length"}
+    leaves = [pair for name, tree in given.items() for pair in leaves_with_path(name, tree)]
+    now = _Types(tuple(_leaf(path, leaf) for path, leaf in leaves), str(jax.tree.structure(given)))
+    before: list[_Types] = memo((_Types, verb), list[_Types])
+    if now in before:
+        return
+    before.append(now)
+    times = len(before)
+    if _is_due(times):
+        what, cure = _difference(before[-2], now)
+        _warn(
+            f"{describe_body(body)} is traced and compiled by `{verb}` for {times} sets of types. What differs from "
+            f"the last trace is {what}. {cure}"
+        )
+
+
+def _leaf(path: str, leaf: Any) -> _Leaf:
+    if path == "length":
+        return _Leaf(path, str(leaf), "", weak=False, static=False)
+    return _Leaf(path, describe_leaf(leaf), str(shape_of(leaf)), is_weak(leaf), is_static(leaf))
+
+
+def _difference(last: _Types, now: _Types) -> tuple[str, str]:
+    """What differs between two traces, with up to three leaves; and what one may do about it."""
+    old, new = ({leaf.path: leaf for leaf in types.leaves} for types in (last, now))
+    if old.keys() != new.keys() or (old == new and last.structure != now.structure):
+        added = [f"{path} is there" for path in new if path not in old]
+        gone = [f"{path} is gone" for path in old if path not in new]
+        return f"the structure: {_listed(added + gone) or 'containers of another type'}", _STRUCTURE
+    pairs = [(old[path], new[path]) for path in new if old[path] != new[path]]
+    changes = [f"{b.path} is {b.is_now}, was {a.is_now}" for a, b in pairs]
+    for name, cure, differs in _KINDS:
+        if any(differs(a, b) for a, b in pairs):
+            return f"the {name}: {_listed(changes)}", cure
+    return f"the dtype: {_listed(changes)}", _DTYPE
+
+
+_STRUCTURE = "Pass trees of one structure, with zeros in the place of what is not there yet."
+_DTYPE = "Cast to one dtype before the call."
+_KINDS: tuple[tuple[str, str, Callable[[_Leaf, _Leaf], bool]], ...] = (
+    (
+        "number of steps",
+        "It is a part of the program. `treescan.fori` and `treescan.while_scan` take one that changes, up to a "
+        "`max_length`.",
+        lambda a, b: a.path == b.path == "length",
+    ),
+    (
+        "static value",
+        "What is no array is a part of the program: pass an array where the value changes.",
+        lambda a, b: a.static or b.static,
+    ),
+    ("shape", "Pad to a few shapes: `treescan.pad` and `treescan.repad` do.", lambda a, b: a.shape != b.shape),
+    ("weak type", "Pass an array in place of a Python number.", lambda a, b: a.weak != b.weak),
+)
+
+
+def _listed(parts: Sequence[str]) -> str:
+    more = [f"and {len(parts) - 3} more"] if len(parts) > 3 else []
+    return "; ".join([*parts[:3], *more])
 
 
 def warn_second_trace(body: Callable[..., Any], leaves: list[tuple[str, str, str]]) -> None:

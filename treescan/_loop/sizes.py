@@ -18,12 +18,15 @@ class Wish(NamedTuple):
         around: what is put around the chunks that come nearest to it, as for `Level.around`; None: nothing.
         schedule: makes, from the loop and the size that was planned, the loop with a schedule for its chunks, and what
             is put around them. One transform at most has one. None: the chunks have no schedule.
+        ticks: the same for what is reported after each chunk; no more chunks are made than were asked for, and these
+            lie around all others that have something put around them.
     """
 
     size: int
     exact: bool = False
     around: Any = None
     schedule: Any = None
+    ticks: Any = None
 
 
 def plan_sizes(length: int, wishes: Iterable[Wish]) -> tuple[int, ...]:

@@ -249,7 +249,7 @@ def flattened(loop: Loop) -> Loop:
 def as_loop(hoisted: Hoisted) -> Loop:
     """The loop that `hoist` made, which finishes with the whole state."""
     loop = dataclasses.replace(hoisted.loop, trace=hoisted)
-    return loop.finished(lambda state, ys: (hoisted.restore(state), ys))
+    return loop.finished(hoisted.restore)
 
 
 def lift(hoisted: Hoisted) -> Hoisted:

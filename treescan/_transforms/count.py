@@ -49,4 +49,4 @@ def count_from(loop: Loop, first: ArrayLike, place: Literal["x", "position"] = "
     """Feeds indices as x, or as positions from which keys are folded; the first step is given `first`."""
     step = Counted(loop.step, -1 if loop.reverse else 1, place)
     loop = dataclasses.replace(loop, step=step, state=(first, loop.state))
-    return loop.finished(lambda state, ys: (state[1], ys))
+    return loop.finished(lambda state: state[1])

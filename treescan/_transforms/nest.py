@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from dataclasses import dataclass
 
-from .._loop.chunk import Level, run_chunked
-from .._loop.loop import Loop
+from .._loop.chunk import Around, Level, run_chunked
+from .._loop.loop import Loop, Step
 from .._loop.sizes import Wish, plan_sizes
 from .._types import PyTree
 from .outputs import boundaries, is_thinned
@@ -21,7 +23,7 @@ def run_nested(loop: Loop) -> tuple[PyTree, PyTree]:
 def finish(loop: Loop, state: PyTree, ys: PyTree) -> tuple[PyTree, PyTree]:
     """A loop's results in the terms of the loop that its first transform was given."""
     for undo in reversed(loop.finish):
-        state, ys = undo(state, ys)
+        state, ys = undo.state(state), undo.ys(state, ys)
     return state, ys
 
 
@@ -37,9 +39,49 @@ def plan(loop: Loop) -> tuple[Loop, tuple[Level, ...]]:
     """One list of nested chunks for all wishes and for the outputs that are not kept, and the loop that runs in them.
 
     What a wish puts around its chunks goes to the size that comes nearest to it. A schedule is made for the size that
-    was planned.
+    was planned, and so is what is reported after each chunk.
     """
-    wishes = loop.wishes
+    reports = next((wish for wish in loop.wishes if wish.ticks is not None), None)
+    if reports is None:
+        return _plan(loop, loop.wishes)
+    others = tuple(wish for wish in loop.wishes if wish is not reports)
+    planned, levels = _plan(loop, (*others, Wish(reports.size)))
+    size = _size_of_reports(levels, reports.size)
+    if size is None:
+        planned, levels = _plan(loop, others)
+        outermost = max((level.size for level in levels if level.size < loop.length), default=1)
+        size = -(-reports.size // outermost) * outermost
+    loop, around = reports.ticks(planned, size)
+    return loop, _with_reports(levels, size, around)
+
+
+def _size_of_reports(levels: Sequence[Level], least: int) -> int | None:
+    """The smallest size that gives no more reports than were asked for, outside of all that is put around chunks."""
+    inner = max((level.size for level in levels if level.around is not None), default=1)
+    return min((level.size for level in levels if level.size >= max(inner, least)), default=None)
+
+
+def _with_reports(levels: Sequence[Level], size: int, around: Around) -> tuple[Level, ...]:
+    """The levels, with one of this size that reports."""
+    own = next((level for level in levels if level.size == size), Level(size))
+    reporting = dataclasses.replace(own, around=Outside(own.around, around), ticked=True)
+    others = [level for level in levels if level is not own]
+    return tuple(sorted([*others, reporting], key=lambda level: level.size))
+
+
+@dataclass(frozen=True)
+class Outside:
+    """What is put around chunks: something, and something else around that."""
+
+    inner: Around | None
+    outer: Around
+
+    def __call__(self, step: Step, looped: bool) -> Step:
+        step = step if self.inner is None else self.inner(step, looped)
+        return self.outer(step, looped)
+
+
+def _plan(loop: Loop, wishes: tuple[Wish, ...]) -> tuple[Loop, tuple[Level, ...]]:
     scheduled = next((wish for wish in wishes if wish.schedule is not None), None)
     others = [wish for wish in wishes if wish is not scheduled]
     if scheduled is None:

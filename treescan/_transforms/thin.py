@@ -223,7 +223,7 @@ def _as_function(loop: Loop, step: Step) -> Step:
 
 def _settled(loop: Loop) -> PyTree:
     """The state, its weak types those that a step returns: the first step is the same program as the others."""
-    state, _ = jax.eval_shape(loop.step, loop.consts, loop.state, one_step(loop.xs._replace(schedule=None)))
+    state, _ = jax.eval_shape(loop.step, loop.consts, loop.state, one_step(loop.xs._replace(schedule=None, tick=None)))
     return jax.tree.map(
         lambda leaf, after: leaf if after.weak_type or not is_weak(leaf) else leaf.astype(after.dtype),
         as_arrays(loop.state),

@@ -14,6 +14,7 @@ from .._body.conventions import FORI
 from .._checks.arguments import check_bound, check_length, check_options
 from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
 from .._transforms.count import Count
+from .._transforms.progress import check_progress
 from .._transforms.remat import Recompute
 from .._transforms.until.program import Bounds, Until, remat_of
 from .._types import Array, ArrayLike, Carry, ForiOptions, KeyedIndexBody, PyTree
@@ -74,8 +75,9 @@ def fori(
         max_length: the most steps there may be, needed if a bound is traced. The loop is then a `treescan.while_scan`,
             which runs no more steps than there are indices, and is differentiated at their cost. A longer range is
             an error if it is known, and is cut to its first `max_length` indices if traced.
-        **options: `reverse` (from upper - 1 down to lower), `unroll`, `key`, `remat`, `name`, as for `treescan.scan`; a
-            key is folded with i - lower. With a traced bound, `remat` is that of `treescan.while_scan`.
+        **options: `reverse` (from upper - 1 down to lower), `unroll`, `key`, `remat`, `name`, `progress`, as for
+            `treescan.scan`; a key is folded with i - lower. With a traced bound, `remat` is that of
+            `treescan.while_scan`.
 
     Returns:
         The last step's carry, or `init` if no step runs.
@@ -97,15 +99,17 @@ def fori(
         most = check_length(max_length, "max_length", _TRACED_MOST)
         if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
             bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
-            plan = remat_of(options.pop("remat", None))
+            plan, progress = remat_of(options.pop("remat", None)), options.pop("progress", None)
             call = prepare(FORI, f, init, length=most, **options)
-            ended = Until(call.call, remat=plan).run(call.given, bounds)
+            shown = check_progress(progress, call.call.body, "fori")
+            ended = Until(call.call, remat=plan, progress=shown).run(call.given, bounds)
             return call.restored((ended.state, None))[0]
         low, high = check_bound(lower, "lower"), check_bound(upper, "upper")
         length = max(high - low, 0)
         _check_most(length, most)
-        remat = options.pop("remat", None)
-        return prepare(FORI, f, init, length=length, **options).run(Count(low), Recompute.of(remat))[0]
+        remat, progress = options.pop("remat", None), options.pop("progress", None)
+        call = prepare(FORI, f, init, length=length, **options)
+        return call.run(Count(low), Recompute.of(remat), call.showing(progress))[0]
     except Exception as error:
         explained = explain(error, "fori", f, init)
     raise explained

@@ -35,6 +35,7 @@ from .._types import (
     KeyedValidBody,
     MaskOptions,
     Options,
+    ProgressLike,
     PyTree,
     RematLike,
     Save,
@@ -241,12 +242,13 @@ def mask_scan(
             rows (seven of them from 1 to B where that would be more); a tuple names them. The body is traced and
             compiled once a tier. Steps that fill no chunk, at the end, are run on all rows if they are on any. Results
             are in their places.
-        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, as for
-            `treescan.scan`. In reverse each row runs from its own last valid step to its first; ys stay where their xs
-            are. `key` excludes `compact`. Where chunks are skipped, the gradient recomputes each chunk in any case,
-            unless the body has effects, so that it saves T/chunk carries; what weights get is one product a chunk.
-            `remat` saves less within, whatever the effects; where it recomputes steps, each has its own products. With
-            `save="last"` each row has its own last valid y, and `fill` if it has none.
+        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, `progress`,
+            as for `treescan.scan`. Progress counts the steps in which any row is valid. In reverse each row runs from
+            its own last valid step to its first; ys stay where their xs are. `key` excludes `compact`. Where chunks are
+            skipped, the gradient recomputes each chunk in any case, unless the body has effects, so that it saves
+            T/chunk carries; what weights get is one product a chunk. `remat` saves less within, whatever the effects;
+            where it recomputes steps, each has its own products. With `save="last"` each row has its own last valid y,
+            and `fill` if it has none.
 
     Returns:
         The carry after each row's last valid step, and the outputs `[T, *batch, ...]`. A scan over a `Packed` returns
@@ -282,14 +284,13 @@ def mask_scan(
          [ 6.  0.]]
     """
     try:
-        check_options(options, _ACCEPTED, {})
+        out_axes, remat, save, truncate, progress, others = _split(options, time_axis)
         check_callable(f, MASK_SCAN.call)
         time_axis, carries = check_time_axis(time_axis), static_axes("carry_axes", carry_axes, none=True)
         inputs, outputs = static_axes("x_axes", x_axes, none=True), static_axes("y_axes", y_axes, none=True)
         filled, chunk = Prefix.of(check_fill(fill)), check_chunk(chunk, compact)
         compact = check_compact(compact, keyed=options.get("key") is not None)
         xs, flags = rows_of(xs, RowFlags(lengths, mask, resets), time_axis, options.get("in_axes"))
-        out_axes, remat, save, truncate, others = _split({"in_axes": time_axis, "out_axes": time_axis} | options)
         call = prepare(MASK_SCAN, f, init, xs, length, masked=True, **others)
         call = _with_rows(call, flags, reset_to, Said(init, carries, time_axis))
         return call.run(
@@ -303,6 +304,7 @@ def mask_scan(
             EndsOfSequences(),
             Recompute.of(remat),
             Skip(chunk, compact),
+            call.showing(progress),
         )
     except Exception as error:
         explained = explain(error, "mask_scan", f, init)
@@ -315,12 +317,16 @@ def _with_rows(call: Prepared, flags: RowFlags, reset_to: PyTree, said: Said) ->
     return call.with_rows(check_targets(checked, reset_to, said, call.adopted, call.given.init, call.call.names[0]))
 
 
-def _split(options: Mapping[str, Any]) -> tuple[Axes, RematLike | None, Save, int | None, dict[str, Any]]:
+def _split(
+    options: Mapping[str, Any], time_axis: int
+) -> tuple[Axes, RematLike | None, Save, int | None, ProgressLike, dict[str, Any]]:
     """The options that transforms are made of, and the others."""
-    others = dict(options)
-    taken = [others.pop(name, default) for name, default in _OF_TRANSFORMS.items()]
+    check_options(options, _ACCEPTED, {})
+    time_axis = check_time_axis(time_axis)
+    others = {"in_axes": time_axis, "out_axes": time_axis} | dict(options)
+    taken: list[Any] = [others.pop(name, default) for name, default in _OF_TRANSFORMS.items()]
     return *taken, others
 
 
-_OF_TRANSFORMS = {"out_axes": 0, "remat": None, "save": "all", "truncate": None}
+_OF_TRANSFORMS = {"out_axes": 0, "remat": None, "save": "all", "truncate": None, "progress": None}
 _ACCEPTED = frozenset(Options.__annotations__) | MaskOptions.__annotations__.keys() | {"length"}

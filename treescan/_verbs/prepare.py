@@ -22,10 +22,12 @@ from .._checks.arguments import (
 )
 from .._loop.body import Body
 from .._loop.loop import Transform
+from .._loop.retrace import note_types
 from .._transforms.axes import OverAxes
 from .._transforms.program import Arguments, Call, Program, Transformed, execute
+from .._transforms.progress import ShowProgress
 from .._tree import freeze_static, thaw_static
-from .._types import Array, Axes, PyTree
+from .._types import Array, Axes, ProgressLike, PyTree
 from ..carries._registry import Adopted, adopt
 
 
@@ -55,6 +57,11 @@ class Prepared:
     def run(self, *transforms: Transform | None) -> tuple[Any, Any]:
         """Runs the call with these transforms, innermost first; None is skipped."""
         return self.run_program(Transformed(self.call, present(*transforms)))
+
+    def showing(self, progress: ProgressLike) -> ShowProgress | None:
+        """The transform of `progress`, or None if nothing is shown."""
+        call = self.call
+        return ShowProgress.of(progress, call.body, call.convention.verb, custom=bool(call.custom))
 
     def with_rows(self, rows: Any) -> Prepared:
         """The same, with what a masked scan was told of its rows."""
@@ -129,6 +136,7 @@ def prepare(
         name=check_name(name),
         lowering=lowering,
     )
+    note_types(alive, body.memo, convention.verb, {"init": init, "xs": xs, "length": steps})
     return Prepared(call, Arguments(frozen_init, frozen_xs, key), axes, adopted, alive)
 
 

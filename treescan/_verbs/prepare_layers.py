@@ -13,6 +13,7 @@ from .._body.conventions import Convention
 from .._checks.arguments import check_key, check_keywords, check_name, check_reverse, check_unroll, needs_positional
 from .._errors import TreescanError, speaking_of
 from .._loop.body import Body
+from .._loop.retrace import note_types
 from .._transforms.layers.pattern import Pattern
 from .._transforms.program import Arguments, Call
 from .._tree import Prefix, freeze_static
@@ -85,9 +86,8 @@ def prepare_layers(
     states = check_state(state, stacks)
     own = _check_blocks(bodies, convention, stacks, len(frozen_args), keyed=key is not None)
     frozen = stacks.frozen or frozen_x is not adopted.init or any(map(operator.is_not, frozen_args, args))
-    frozen = frozen or (states is not None and states.frozen)
     told: dict[str, Any] = {"reverse": check_reverse(reverse), "unroll": check_unroll(unroll, stacks.counts[-1])}
-    told |= {"frozen": frozen, "custom": (*adopted.custom, *(states.custom if states is not None else ()))}
+    told |= {"frozen": frozen or _is_frozen(states), "custom": (*adopted.custom, *_custom(states))}
     counted = zip(bodies, stacks.counts, strict=True)
     pattern = Pattern(
         blocks=tuple(Call(body, convention, count, **told) for body, count in counted),
@@ -99,8 +99,18 @@ def prepare_layers(
         name=check_name(name),
         states=None if states is None else states.counts,
     )
+    named = {"x": x, "layers": layers, "xs": xs, "args": args, "state": state}
+    note_types(handles[0][1], handles[0][0].memo, convention.verb, named)
     arguments = stacks.arguments(own, None if states is None else states.stacks)
     return PreparedLayers(pattern, Arguments(frozen_x, arguments, key, frozen_args), adopted, handles, states)
+
+
+def _is_frozen(states: LayerStates | None) -> bool:
+    return states is not None and states.frozen
+
+
+def _custom(states: LayerStates | None) -> tuple[type, ...]:
+    return () if states is None else states.custom
 
 
 def _axes_with(states: LayerStates, stacks: Stacks) -> tuple[LeafAxes | None, ...]:

@@ -16,7 +16,7 @@ from .._transforms.rows.over_rows import OverRows
 from .._transforms.rows.skip import Skip
 from .._transforms.truncate import Truncate
 from .._tree import Prefix
-from .._types import ArrayLike, Axes, PyTree, RematLike, Save
+from .._types import ArrayLike, Axes, ProgressLike, PyTree, RematLike, Save
 from .prepare import prepare
 
 _LEADING = _ZERO = Prefix.of(0)
@@ -34,6 +34,7 @@ def run_scan(
     remat: RematLike | None = None,
     save: Save = "all",
     truncate: int | None = None,
+    progress: ProgressLike = None,
     **options: Any,
 ) -> tuple[Any, Any]:
     """Runs a scan.
@@ -49,6 +50,7 @@ def run_scan(
         remat: as for `treescan.scan`.
         save: as for `treescan.scan`.
         truncate: as for `treescan.scan`.
+        progress: as for `treescan.scan`.
         **options: those of `prepare`.
     """
     call = prepare(convention, f, init, xs, length, masked=lengths is not None, **options)
@@ -62,6 +64,7 @@ def run_scan(
             KeepRows(check_save(save), _ZERO),
             Recompute.of(remat),
             Skip(None, compact=False),
+            call.showing(progress),
         )
     return call.run(
         call.over_axes,
@@ -69,4 +72,5 @@ def run_scan(
         Recompute.of(remat),
         Truncate.of(truncate),
         KeepOutputs.of(save),
+        call.showing(progress),
     )

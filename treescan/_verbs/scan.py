@@ -8,7 +8,7 @@ from typing import Any, overload
 from .._body.conventions import SCAN
 from .._checks.arguments import check_options
 from .._errors import explain, verb
-from .._types import Array, Axes, Carry, KeyedBody, Options, PyTree, RematLike, Save, X, Y
+from .._types import Array, Axes, Carry, KeyedBody, Options, ProgressLike, PyTree, RematLike, Save, X, Y
 from .run import run_scan
 
 _ACCEPTED = frozenset(Options.__annotations__) | {"length"}
@@ -30,6 +30,7 @@ def scan(
     save: Save = "all",
     truncate: int | None = None,
     name: str | None = None,
+    progress: ProgressLike = None,
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan(
@@ -47,6 +48,7 @@ def scan(
     save: Save = "all",
     truncate: int | None = None,
     name: str | None = None,
+    progress: ProgressLike = None,
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan(
@@ -64,6 +66,7 @@ def scan(
     save: Save = "all",
     truncate: int | None = None,
     name: str | None = None,
+    progress: ProgressLike = None,
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan(
@@ -81,6 +84,7 @@ def scan(
     save: Save = "all",
     truncate: int | None = None,
     name: str | None = None,
+    progress: ProgressLike = None,
 ) -> tuple[Carry, Y]: ...
 @verb
 def scan(
@@ -99,6 +103,7 @@ def scan(
     save: Save = "all",
     truncate: int | None = None,
     name: str | None = None,
+    progress: ProgressLike = None,
     **unknown: Any,
 ) -> tuple[Any, Any]:
     """Scans a function over the steps of `xs`, carrying state from step to step.
@@ -135,6 +140,9 @@ def scan(
             of it, in reverse too: truncated backpropagation through time. Leaves of the carry that no step changes,
             weights say, are constants of the loop and are not cut.
         name: how profilers name the loop (a `jax.named_scope`).
+        progress: show how far the loop has come: True, the label of the bar, or a `treescan.Progress`. The loop is cut
+            into chunks, at most 100, and reports after each: no step has a branch, and the gradient reports nothing.
+            Under `jax.vmap` there is one bar for all elements.
 
     Returns:
         The last step's carry, and ys, the outputs of all steps, stacked to `[T, ...]`.
@@ -172,6 +180,7 @@ def scan(
             save=save,
             truncate=truncate,
             name=name,
+            progress=progress,
             lowering=lowering,
         )
     except Exception as error:

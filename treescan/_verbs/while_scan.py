@@ -16,6 +16,7 @@ from .._checks.rows import check_compact
 from .._errors import WHILE_WORDS, ArgumentError, Fault, Row, explain, verb
 from .._loop.body import Body
 from .._transforms.outputs import MoveOutputs, check_save
+from .._transforms.progress import check_progress
 from .._transforms.rows.fill import HOLD, check_fill
 from .._transforms.until.condition import check_condition
 from .._transforms.until.program import Until, remat_of
@@ -27,6 +28,7 @@ from .._types import (
     Carry,
     KeyedBody,
     KeyedValidBody,
+    ProgressLike,
     PyTree,
     RematLike,
     Save,
@@ -162,6 +164,7 @@ def while_scan(
     x_axes: Axes = 0,
     y_axes: Axes = 0,
     compact: bool | tuple[int, ...] = False,
+    progress: ProgressLike = None,
     **options: Any,
 ) -> WhileResult[Any, Any]:
     """Scans while a condition on the carry holds; differentiable both ways, at the cost of the steps that are taken.
@@ -207,6 +210,7 @@ def while_scan(
             are brought together along the first axis of the batch, and the body is run on the smallest tier that holds
             them. Tiers are the batch and 3/4, 1/2, 1/3, 1/5, 1/10 and 1/32 of it; a tuple names them instead. The body
             is traced and compiled once a tier. Results are in their places.
+        progress: as for `treescan.scan`: of the steps that were taken, as their number is not known before.
         **options: `reverse` (from step max_length-1 down; each y is at the position of its x), `unroll` (within the
             chunks into which the loop is cut), `in_axes`, `out_axes`, `key`, `name`, as for `treescan.scan`. `key`
             excludes `compact`.
@@ -263,7 +267,8 @@ def while_scan(
         filled, condition = _check_fill(fill), Body.of(cond)
         asked = condition.function  # kept alive, as that of an equal condition may be another object
         transforms = present(StopRows(carries, inputs, outputs, call.axes, compact), MoveOutputs.of(out_axes, save))
-        program = Until(call.call, condition, transforms, plan, kept, Prefix.of(filled), repr(filled))
+        shown = check_progress(progress, call.call.body, "while_scan")
+        program = Until(call.call, condition, transforms, plan, kept, Prefix.of(filled), repr(filled), shown)
         ended = program.run(call.given)
         del asked
         carry, ys = call.restored((ended.state, ended.ys))

@@ -1,11 +1,12 @@
 """Examples of `scan`, `fold`, `accumulate`, `fori` and `while_scan`."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
 import jax.numpy as jnp
 
-from treescan import Remat
+from treescan import AbstractProgressMeter, Progress, Remat
 
 from .example import (
     KEY,
@@ -28,6 +29,22 @@ from .example import (
     with_keywords,
 )
 
+
+@dataclasses.dataclass(frozen=True)
+class Silent(AbstractProgressMeter):
+    """A meter that shows nothing."""
+
+    def init(self, label: str, total: int | None) -> None:
+        return None
+
+    def step(self, bar: Any, done: int, shown: Mapping[str, float]) -> None:
+        pass
+
+    def close(self, bar: Any) -> None:
+        pass
+
+
+SILENT = Progress(show=lambda carry: {"n": jnp.max(carry.n)}, updates=2, meter=Silent())
 COSTS = {
     "unroll=2": Form("unroll", {"unroll": 2}, free=True),
     "unroll=True": Form("unroll", {"unroll": True}, free=True),
@@ -46,6 +63,7 @@ SHARED = {
     "in_axes=(-1, None)": Form("in_axes", {"in_axes": X(-1, None)}),
     "key": Form("key", {"key": KEY}, has("key")),
     "truncate": Form("truncate", {"truncate": 2}),
+    "progress": Form("progress", {"progress": SILENT}, free=True),
     "no xs": Form("xs", {"length": T}, has("no xs")),
     "static leaf": Form("static leaf", how=has("static")),
     "custom carry": Form("custom carry", how=has("ema")),
@@ -122,7 +140,7 @@ def _fori(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Give
 
 GIVEN = {"w": numbers(0, D, D), "h": abs(numbers(1, D)), "a": numbers(2, T, D), "b": numbers(3, T, D)}
 FORI = {name: form for name, form in SHARED.items() if form.option in (
-    "reverse", "unroll", "name", "key", "static leaf", "custom carry", "annotated body")}  # fmt: skip
+    "reverse", "unroll", "name", "progress", "key", "static leaf", "custom carry", "annotated body")}  # fmt: skip
 WHILE = {
     **SHARED,
     **OUTPUTS,

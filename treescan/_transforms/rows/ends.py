@@ -95,11 +95,11 @@ class EndsOfSequences:
         outputs = sum(loop.rows.outputs.held)
         loop = with_axes(loop, state=(*axes[:outputs], *(None,) * len(starts), *axes[outputs:]))
 
-        def finish(state: PyTree, ys: PyTree) -> tuple[PyTree, PyTree]:
+        def finish(state: PyTree) -> PyTree:
             ends, inner = _split(state, held=held)
             found = iter(ends)
             pairs = zip(jax.tree.leaves(inner), kept, strict=True)
-            return jax.tree.unflatten(structure, [leaf if axis is None else next(found) for leaf, axis in pairs]), ys
+            return jax.tree.unflatten(structure, [leaf if axis is None else next(found) for leaf, axis in pairs])
 
         return loop.finished(finish)
 

@@ -51,21 +51,21 @@ class KeepRows:
         if is_untraced(loop):
             outputs = RowOutputs(Idle(without_hold(self.fill)), ())
             kept = dataclasses.replace(loop, rows=loop.rows._replace(outputs=outputs))
-            return kept.finished(lambda state, ys: (state, self._afterwards(loop, ys)))
+            return kept.finished(ys=lambda _, ys: self._afterwards(loop, ys))
         y, save = loop.trace.y, self.save or EVERYTHING
         keeps = spread_keeps(save, y)
         loop, stacked, outputs = self._hold(loop, keeps)
         loop = dataclasses.replace(loop, keeps=stacked, rows=loop.rows._replace(outputs=outputs))
 
-        def finish(state: PyTree, left: list[Any]) -> tuple[PyTree, PyTree]:
+        def finish(state: PyTree, left: list[Any]) -> PyTree:
             ys = kept_leaves(left, stacked)
             if any(outputs.held):
-                held, state = state
-                last = iter(leaf for leaf, keep in zip(held, _of(keeps, outputs.held), strict=True) if keep == LAST)
+                kept = zip(state[0], _of(keeps, outputs.held), strict=True)
+                last = iter(leaf for leaf, keep in kept if keep == LAST)
                 ys = [next(last) if keep == LAST else y for y, keep in zip(ys, keeps, strict=True)]
-            return state, without_dropped(ys, jax.tree.structure(y), save)
+            return without_dropped(ys, jax.tree.structure(y), save)
 
-        return loop.finished(finish)
+        return loop.finished(lambda state: state[1] if any(outputs.held) else state, finish)
 
     def _hold(self, loop: Loop, keeps: tuple[Keep, ...]) -> tuple[Loop, tuple[Keep, ...], RowOutputs]:
         """Holds the outputs whose fill says so, and those of which each row's last one is kept: none is stacked.

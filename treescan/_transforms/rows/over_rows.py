@@ -72,7 +72,7 @@ class OverRows:
         )
         rows = rows._replace(tiers=tiers)
         loop = dataclasses.replace(hoisted.loop, trace=hoisted, rows=rows)
-        return loop.finished(lambda state, ys: (_restored(hoisted, rows, state), ys))
+        return loop.finished(lambda state: _restored(hoisted, rows, state))
 
     def _flags(self, loop: Loop) -> tuple[Array, Array | None]:
         """bool[T, *batch]: which steps of which rows are data, and which begin a segment."""

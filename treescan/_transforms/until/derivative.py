@@ -22,7 +22,7 @@ from ..rows.mask import in_branches, with_kept_states
 from ..weights.branches import MappedLater
 from .all_steps import MaskedStep, run_all_steps, run_masked
 from .condition import Condition
-from .early_exit import Chunks, Progress, Reads, StepOutputs, TakeStep, going_on, nested_sizes, run_until
+from .early_exit import Chunks, Progress, Reads, Report, StepOutputs, TakeStep, going_on, nested_sizes, run_until
 from .rows import TakeRows, around_live_rows, mask_rows, ways_of_rows
 from .tangents import FinishedLoop, Tangents, Ways, push_forward
 from .ways import ways_of
@@ -85,6 +85,7 @@ class EarlyExit:
         refusal: what to raise where it is differentiated, which may be after the verb has returned.
         tiers: where rows stop each by itself, the numbers of rows to choose from; else empty.
         apart: whether the body is known to treat these rows independently.
+        report: reports how far the loop has come; None: nothing does.
     """
 
     hoisted: Hoisted
@@ -95,6 +96,7 @@ class EarlyExit:
     refusal: Exception | None
     tiers: tuple[int, ...] = ()
     apart: bool = False
+    report: Report | None = None
 
     @functools.cached_property
     def _silent(self) -> Step:
@@ -119,12 +121,12 @@ class EarlyExit:
         if not self.tiers:
             take = TakeStep(step, self.condition, self.hoisted.fixed, self.outputs, branches=self.branches)
             loop = dataclasses.replace(loop, consts=given.reads, state=first)
-            return Saved(*run_until(loop, take, sizes, save=save))
+            return Saved(*run_until(loop, take, sizes, save=save, report=self.report))
         loop, masked = self._lay_rows(given, first, length)
         masked = dataclasses.replace(masked, masked=self._undifferentiated(masked.masked))
         rows = TakeRows(masked, self.outputs, loop.rows.axes.y, self.branches)
         around = around_live_rows(loop, self.outputs, sizes[0], self.tiers, save=save) if sizes else None
-        return Saved(*run_until(loop, rows, sizes, save=save, innermost=around))
+        return Saved(*run_until(loop, rows, sizes, save=save, innermost=around, report=self.report))
 
     def _undifferentiated(self, step: Step) -> Step:
         """A masked step that nobody differentiates, and that only runs where some row takes it."""

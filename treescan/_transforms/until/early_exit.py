@@ -56,11 +56,13 @@ class Reads(NamedTuple):
         inner: the consts of the step.
         closed: what the condition closes over, for each of its traces.
         limit: int32[], the most steps to take.
+        run: int32[] each: the number of the run that is reported, and its steps, -1 where they are not known; or None.
     """
 
     inner: Any
     closed: list[list[Any]]
     limit: Array
+    run: Any = None
 
 
 @dataclass(frozen=True)
@@ -215,8 +217,30 @@ class Take(Step, Protocol):
         ...
 
 
+class Report(Protocol):
+    """Reports how far a loop has come, after each chunk of a size or after each step."""
+
+    def size(self, length: int, sizes: Sequence[int], unit: int) -> int:
+        """Which of the chunks it is, or a multiple of the largest of them, and of `unit`."""
+        ...
+
+    def around(self, inner: Around | None) -> Around:
+        """What is put around chunks of that size: that, and a report outside of it."""
+        ...
+
+    def after_each(self, take: Take) -> Take:
+        """The step of a loop, and a report after it."""
+        ...
+
+
 def run_until(
-    loop: Loop, take: Take, sizes: tuple[int, ...], *, save: bool, innermost: Around | None = None
+    loop: Loop,
+    take: Take,
+    sizes: tuple[int, ...],
+    *,
+    save: bool,
+    innermost: Around | None = None,
+    report: Report | None = None,
 ) -> tuple[Progress, PyTree, Any]:
     """Runs a loop while it goes on.
 
@@ -226,22 +250,30 @@ def run_until(
         sizes: of nested chunks, each dividing the next; with `save` one at most.
         save: whether the state at the start of each chunk is returned too.
         innermost: what is put around chunks of the first size; None: what is put around those of the others.
+        report: reports how far it has come; None: nothing does.
 
     Returns:
         How far it came, ys, and with `save` the leaves of the state at the start of each chunk, [N, ...].
     """
+    outputs, reported = take.outputs, 0
+    if report is not None:  # rows that are brought together for a chunk are not in their places within it
+        stride = max(outputs.every, default=1)
+        reported = report.size(loop.length, sizes if innermost else (*range(1, 1 + (stride == 1)), *sizes), stride)
+        take = report.after_each(take) if reported == 1 else take
     loop = dataclasses.replace(loop, step=take)
-    outputs = take.outputs
 
-    def around(size: int) -> Around:
-        own = innermost if size == sizes[0] else None
-        return own or _Around(size, outputs, take.branches, save)
+    def around(size: int) -> Around | None:
+        own = None
+        if size in sizes:
+            own = (innermost if size == sizes[0] else None) or _Around(size, outputs, take.branches, save)
+        return report.around(own) if report is not None and size == reported else own
 
-    levels = outputs.levels(loop.length, sizes, around)
+    further = () if reported in (0, 1, *sizes) else (reported,)
+    levels = outputs.levels(loop.length, (*sizes, *further), around)
     progress, ys = run_chunked(loop, levels)
     if not save:
         return progress, ys, []
-    if all(level.around is None for level in levels):
+    if not any(level.size in sizes for level in levels if level.around is not None):
         return progress, ys, [leaf[None] for leaf in loop.state.leaves]
     ys, starts = ys
     return progress, ys, starts

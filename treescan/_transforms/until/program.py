@@ -16,6 +16,7 @@ from ..._loop.body import Body
 from ..._loop.loop import Feed, Loop, Transform
 from ..._loop.run import as_arrays, is_jit_disabled, run
 from ..._loop.sizes import chunk_size
+from ..._progress import Progress as Settings
 from ..._remat import Remat
 from ..._trace.hoist import Hoisted, hoist, lift
 from ..._tree import Prefix
@@ -31,6 +32,7 @@ from .condition import CallCondition, Condition, trace_condition
 from .derivative import EarlyExit, Operands, padded, without_tracers
 from .early_exit import Reads, plan_chunks
 from .kept import Kept, axes_of_outputs, keep_what_ran
+from .reports import Reports
 from .rows import axes_of_carry, trace_for_tiers
 from .step_by_step import Ended, run_step_by_step
 from .stop_rows import with_rows
@@ -85,6 +87,7 @@ class Until:
         save: a prefix of y: what is kept of the outputs; None: everything.
         fill: a prefix of y: what it is on steps that are not taken.
         spelled: the fill as text: 0.0 and -0.0 compare as equal.
+        progress: how it shows its progress, with a label and a meter; None: it does not.
     """
 
     call: Call
@@ -94,6 +97,7 @@ class Until:
     save: Prefix | None = None
     fill: Prefix = _ZERO
     spelled: str = ""
+    progress: Settings | None = None
     moves = True
 
     def run(self, given: Arguments, bounds: Bounds | None = None) -> Ended:
@@ -118,18 +122,26 @@ class Until:
             limit = jnp.asarray(np.int32(length)) if bounds is None else _steps(bounds, length)
             asked = _ask(call, arguments.init, traced=bool(length) and not is_jit_disabled())
             loop = self._lay(arguments, bounds, limit, asked)
+            reports = self._reports(loop, None if bounds is None else limit)
             if not length:
                 ended = _no_steps(loop, asked.holds)
             elif asked.condition is None:
-                ended = run_step_by_step(loop, call, arguments.init, asked.holds, limit, self.fill)
+                ended = run_step_by_step(loop, call, arguments.init, asked.holds, limit, self.fill, reports)
             else:
-                ended = _run_traced(loop, call, asked, arguments.init, limit, self)
+                ended = _run_traced(loop, call, asked, arguments.init, limit, self, reports)
             state, ys = ended.state, ended.ys
             if self.save is not None and asked.condition is None:
                 y_axes = () if loop.rows is None else axes_of_outputs(loop, ys)
                 ys = keep_what_ran(ys, self.save, self.fill, ended.steps, y_axes, reverse=loop.reverse)
             state, ys = finish(loop, state, ys)
+            if reports is not None:
+                reports.end(ended.steps, state)
             return ended._replace(state=state, ys=ys)
+
+    def _reports(self, loop: Loop, total: Array | None) -> Reports | None:
+        if self.progress is None:
+            return None
+        return Reports(self.progress, loop, total, custom=bool(self.call.custom))
 
     def _lay(self, given: Arguments, bounds: Bounds | None, limit: Array, asked: _Asked) -> Loop:
         """The loop, with xs that are as long as it is, and positions and indices in the state."""
@@ -189,11 +201,52 @@ def _no_steps(loop: Loop, holds: Array) -> Ended:
 
 
 def _run_traced(
-    loop: Loop, call: CallCondition | None, asked: _Asked, init: PyTree, limit: Array, program: Until
+    loop: Loop,
+    call: CallCondition | None,
+    asked: _Asked,
+    init: PyTree,
+    limit: Array,
+    program: Until,
+    reports: Reports | None,
 ) -> Ended:
-    condition = asked.condition
+    condition, laid = asked.condition, loop
     assert condition is not None
     loop, hoisted, varying = _hoist_rows(loop) if condition.batch else _hoist(loop, condition, limit)
+    _refuse_refs(hoisted)
+    count, tiers = condition.count, (loop.rows.tiers if condition.batch else ())
+    init = jax.tree.unflatten(jax.tree.structure(init), hoisted.settled[len(hoisted.settled) - count :])
+    if not condition.fits(hoisted.settled):
+        condition = trace_condition(call, init)
+    if call is not None and len(tiers) > 1:
+        condition = trace_for_tiers(condition, call, init, axes_of_carry(loop, hoisted.fixed, count), tiers)
+    holds = condition(condition.closed, hoisted.settled) if asked.holds is None else asked.holds
+    most = loop.length
+    kept = Kept.of(hoisted, program.save or EVERYTHING)
+    stride = kept.stride(most, reverse=loop.reverse)
+    restricted, outputs = kept.restrict(hoisted, program.fill, varying, stride)
+    chunks = plan_chunks(most, stride, program.remat, chunk_size(most) if len(tiers) > 1 else None)
+    early = EarlyExit(
+        without_tracers(restricted),
+        condition,
+        outputs,
+        chunks if reports is None else reports.fit(chunks),
+        may_branch(),
+        explain(_NO_GRADIENT, program.call.convention.verb, loop.body.function) if hoisted.effects else None,
+        tiers,
+        bool(condition.batch) and loop.rows.apart(),
+        None if reports is None else reports.in_chunks(restricted, laid, len(kept.last)),
+    )
+    lengthened, front = padded(restricted.loop, early.length)
+    run = None if reports is None else (reports.run, reports.total)
+    reads = Reads(lengthened.consts, condition.closed, limit, run)
+    given = Operands(reads, vary_over(holds, varying), lengthened.state, lengthened.xs)
+    progress, ys = early.differentiable()(given)
+    ys = [y[front // every :] for y, every in zip(ys, outputs.every, strict=True)]
+    leaves, ys = kept.assemble(progress.leaves, ys, outputs.every, most)
+    return Ended(leaves if condition.batch else hoisted.restore(leaves), ys, progress.taken, ~progress.holds)
+
+
+def _refuse_refs(hoisted: Hoisted) -> None:
     if hoisted.refs:
         raise Fault(
             ArgumentError,
@@ -201,38 +254,6 @@ def _run_traced(
             "can read or write.",
             "Carry its value instead.",
         )
-    count, tiers = condition.count, (loop.rows.tiers if condition.batch else ())
-    init = jax.tree.unflatten(jax.tree.structure(init), hoisted.settled[len(hoisted.settled) - count :])
-    if not condition.fits(hoisted.settled):
-        condition = trace_condition(call, init)
-    if call is not None and len(tiers) > 1:
-        condition = trace_for_tiers(condition, call, init, axes_of_carry(loop, hoisted.fixed, count), tiers)
-    apart = bool(condition.batch) and loop.rows.apart()
-    holds = asked.holds
-    if holds is None:
-        holds = condition(condition.closed, hoisted.settled)
-    most = loop.length
-    kept = Kept.of(hoisted, program.save or EVERYTHING)
-    stride = kept.stride(most, reverse=loop.reverse)
-    restricted, outputs = kept.restrict(hoisted, program.fill, varying, stride)
-    early = EarlyExit(
-        without_tracers(restricted),
-        condition,
-        outputs,
-        plan_chunks(most, stride, program.remat, chunk_size(most) if len(tiers) > 1 else None),
-        may_branch(),
-        explain(_NO_GRADIENT, program.call.convention.verb, loop.body.function) if hoisted.effects else None,
-        tiers,
-        apart,
-    )
-    lengthened, front = padded(restricted.loop, early.length)
-    given = Operands(
-        Reads(lengthened.consts, condition.closed, limit), vary_over(holds, varying), lengthened.state, lengthened.xs
-    )
-    progress, ys = early.differentiable()(given)
-    ys = [y[front // every :] for y, every in zip(ys, outputs.every, strict=True)]
-    leaves, ys = kept.assemble(progress.leaves, ys, outputs.every, most)
-    return Ended(leaves if condition.batch else hoisted.restore(leaves), ys, progress.taken, ~progress.holds)
 
 
 def _hoist_rows(loop: Loop) -> tuple[Loop, Hoisted, frozenset[str]]:

@@ -16,6 +16,7 @@ from ..._types import Array, PyTree
 from ..rows.fill import fill_leaves
 from .condition import CallCondition
 from .early_exit import any_of_all
+from .reports import Reports
 from .rows import mask_rows
 from .stand_ins import good_pair, masked_step
 
@@ -37,7 +38,13 @@ class Ended(NamedTuple):
 
 
 def run_step_by_step(
-    loop: Loop, call: CallCondition | None, init: PyTree, holds: Array, limit: Array, fill: Prefix
+    loop: Loop,
+    call: CallCondition | None,
+    init: PyTree,
+    holds: Array,
+    limit: Array,
+    fill: Prefix,
+    reports: Reports | None = None,
 ) -> Ended:
     """Runs a loop while its condition holds, `limit` steps at most.
 
@@ -48,7 +55,9 @@ def run_step_by_step(
         holds: bool[*batch], the condition of the first state.
         limit: int32[].
         fill: a prefix of y: what it is where no step is taken.
+        reports: reports how far it has come; None: nothing does.
     """
+    every = -(-loop.length // reports.updates) if reports else 0
     structure, count = jax.tree.structure(init), len(jax.tree.leaves(init))
 
     def holds_of(leaves: list[Any]) -> Array:
@@ -67,6 +76,8 @@ def run_step_by_step(
         ran.append(y)
         steps = steps + going.astype(steps.dtype)
         holds = jnp.where(going, holds_of(leaves), holds)
+        if reports and len(ran) % every == 0:
+            reports.step(steps, jax.tree.unflatten(whole, leaves))
     ys = _stack(loop, ran, fill)
     return Ended(jax.tree.unflatten(whole, leaves), ys, steps, ~holds)
 

@@ -1,0 +1,569 @@
+"""`progress`: what the meter is told, that values and gradients are those without, and that gradients say nothing."""
+
+import contextlib
+import dataclasses
+import functools
+import io
+import itertools
+import math
+import sys
+import threading
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Mesh, PartitionSpec
+from jaxprs import equations
+
+import treescan
+from treescan import Progress
+from treescan._loop.reports import RUNS, Site
+from treescan.carries import ema
+
+LOG = []
+_numbers = itertools.count()
+
+
+@dataclasses.dataclass(frozen=True)
+class Recorder(treescan.AbstractProgressMeter):
+    """Notes what it is told, with the number of the bar."""
+
+    def init(self, label, total):
+        bar = next(_numbers)
+        LOG.append((bar, "init", label, total))
+        return bar
+
+    def step(self, bar, done, shown):
+        LOG.append((bar, "step", done, dict(shown)))
+
+    def close(self, bar):
+        LOG.append((bar, "close"))
+
+
+def bars(run):
+    """What each bar was told, in the order in which they began: its total, (steps done, shown), whether it closed."""
+    LOG.clear()
+    jax.block_until_ready(run())
+    jax.effects_barrier()
+    found = {}
+    for bar, kind, *rest in LOG:
+        if kind == "init":
+            found[bar] = (rest[1], [], [])
+        elif kind == "step":
+            assert not found[bar][2], "told after it was closed"
+            found[bar][1].append(tuple(rest))
+        else:
+            found[bar][2].append("close")
+    assert all(closed == ["close"] for _, _, closed in found.values())
+    return [(total, steps) for total, steps, _ in found.values()]
+
+
+def steps_of(run):
+    """The steps that the only bar was told of, and its total."""
+    ((total, steps),) = bars(run)
+    return total, [done for done, _ in steps]
+
+
+def progress(updates=4, **options):
+    return Progress("loop", updates=updates, meter=Recorder(), **options)
+
+
+T, D = 12, 3
+W = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (D, D)), jnp.float32)
+H = jnp.linspace(0.1, 1, D)
+XS = jnp.asarray(np.random.default_rng(1).uniform(-1, 1, (T, D)), jnp.float32)
+ROWS, LENGTHS = jnp.stack([XS, XS + 1], 1), jnp.array([7, 4])
+
+
+def step(carry, x):
+    h = jnp.tanh(carry["h"] @ W + x)
+    return {"h": h, "n": carry["n"] + 1}, h * 2
+
+
+def init(h=H):
+    return {"h": h, "n": jnp.int32(0)}
+
+
+def shown(carry):
+    return {"n": carry["n"], "mean": carry["h"].mean()}
+
+
+# What is told.
+
+
+@pytest.mark.parametrize("length", [0, 1, 2, 5, 11, 12])
+@pytest.mark.parametrize("updates", [1, 3, 4, 100])
+def test_the_steps_of_a_scan_are_multiples_of_its_chunks(length, updates):
+    size = max(1, math.ceil(length / updates))
+    expected = [*range(size, length, size), *([length] if length else [])]
+    run = lambda: treescan.scan(step, init(), XS[:length], progress=progress(updates))  # noqa: E731
+    assert steps_of(run) == (length, expected)
+
+
+@pytest.mark.parametrize("length", [1, 2, 5, 11, 12])
+def test_in_reverse_a_remainder_is_reported_with_the_chunk_after_it(length):
+    size = math.ceil(length / 4)
+    starts = [start for start in range(0, length, size) if start + size <= length] or [0]
+    run = lambda: treescan.scan(step, init(), XS[:length], reverse=True, progress=progress())  # noqa: E731
+    assert steps_of(run) == (length, [length - start for start in reversed(starts)])
+
+
+def test_what_is_shown_is_the_carry_after_the_steps_that_are_done():
+    carries = treescan.accumulate(lambda c, x: step(c, x)[0], init(), XS)
+    expected = [
+        (n, {"n": n, "mean": pytest.approx(float(carries["h"][n - 1].mean()), abs=1e-5)}) for n in (3, 6, 9, 12)
+    ]
+    for form in ({}, {"remat": "step"}, {"save": "last"}, {"truncate": 5}, {"unroll": True}):
+        found = bars(lambda form=form: treescan.scan(step, init(), XS, progress=progress(show=shown), **form))
+        assert found == [(T, expected)], form
+
+
+def test_a_label_is_given_or_that_of_the_body():
+    for given, label in (("train", "train"), (None, "step")):
+        bars(lambda given=given: treescan.scan(step, init(), XS, progress=Progress(given, meter=Recorder())))
+        assert LOG[0][2] == label
+    bars(lambda: treescan.fold(lambda c, x: c + x, H, XS, progress=Progress(meter=Recorder())))
+    assert LOG[0][2] == "fold"
+
+
+def test_static_leaves_and_custom_carries_are_shown_as_the_body_sees_them():
+    def average(carry, x):
+        return {**carry, "ema": carry["act"](x)}, None
+
+    given = {"ema": ema(H, 0.5), "act": jnp.sin}
+    seen = progress(show=lambda carry: {"first": carry["act"](carry["ema"][0])})
+    last = treescan.scan(average, given, XS)[0]["ema"].value
+    _, steps = bars(lambda: treescan.scan(average, given, XS, progress=seen))[0]
+    assert steps[-1] == (T, {"first": pytest.approx(float(jnp.sin(last[0])), abs=1e-6)})
+
+
+def test_a_masked_scan_counts_the_steps_in_which_any_row_is_valid():
+    rows = functools.partial(treescan.mask_scan, step, {"h": jnp.stack([H, H]), "n": jnp.zeros(2, int)}, ROWS)
+    assert steps_of(lambda: rows(lengths=LENGTHS, progress=progress(12)))[0] == 7
+    mask = jnp.zeros((T, 2), bool).at[jnp.array([1, 2, 9])].set(True)
+    for reverse in (False, True):
+        total, steps = steps_of(
+            lambda reverse=reverse: rows(mask=mask, chunk=3, reverse=reverse, progress=progress(12))
+        )
+        assert (total, steps[-1]) == (3, 3)
+        assert steps == sorted(set(steps))
+    assert steps_of(lambda: rows(lengths=jnp.array([0, 0]), progress=progress())) == (0, [])
+    assert steps_of(lambda: rows(resets=mask, progress=progress())) == (T, [3, 6, 9, 12])
+
+
+def halve(carry, _):
+    return carry / 2, carry
+
+
+@pytest.mark.parametrize("most", [3, 7, 40, 1000])
+def test_a_loop_that_ends_early_has_no_total(most):
+    run = lambda: treescan.while_scan(lambda c: c > 1, halve, 1000.0, max_length=most, progress=progress(20))  # noqa: E731
+    total, steps = steps_of(run)
+    assert (total, steps[-1]) == (None, min(10, most))
+    assert steps == sorted(set(steps))
+    assert len(steps) <= 21
+
+
+def test_a_range_with_traced_bounds_has_a_total():
+    run = jax.jit(lambda n: treescan.fori(0, n, lambda i, c: c + i, 0, max_length=40, progress=progress(10)))
+    assert steps_of(lambda: run(13)) == (13, [7, 13])
+    assert steps_of(lambda: treescan.fori(2, 9, lambda i, c: c + i, 0, progress=progress(3))) == (7, [3, 6, 7])
+
+
+def test_the_bar_is_there_before_the_first_step():
+    def speaking(carry, x):
+        jax.debug.callback(lambda: LOG.append(("body", "said")))
+        return step(carry, x)
+
+    for run in (jax.jit(lambda xs: treescan.scan(speaking, init(), xs, progress=progress())),):
+        LOG.clear()
+        jax.block_until_ready(run(XS))
+        jax.effects_barrier()
+        assert [entry[1] for entry in LOG[:4]] == ["init", "said", "said", "said"]
+        assert [entry[1] for entry in LOG].count("said") == T
+
+
+# Values, and what transforms make of it.
+
+FORMS = {
+    "plain": {},
+    "reverse": {"reverse": True},
+    "unroll": {"unroll": 2},
+    "step": {"remat": "step"},
+    "nested": {"remat": "nested"},
+    "levels": {"remat": treescan.Remat(levels=3)},
+    "auto": {"remat": "auto"},
+    "last": {"save": "last"},
+    "every": {"save": 5},
+    "none": {"save": None},
+    "truncate": {"truncate": 5},
+    "axes": {"out_axes": -1},
+}
+
+
+def both(make, h):
+    """The values and the gradient with progress and without; the number of bars of the former."""
+
+    def loss(h, **options):
+        out = make(h, **options)
+        floats = [leaf for leaf in jax.tree.leaves(out) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in floats), out
+
+    run = jax.jit(jax.value_and_grad(functools.partial(loss, progress=progress()), has_aux=True))
+    found = []
+    told = bars(lambda: found.append(run(h)) or found)
+    chex.assert_trees_all_close(found[0], jax.jit(jax.value_and_grad(loss, has_aux=True))(h), rtol=1e-5, atol=1e-5)
+    return told
+
+
+def law(told):
+    ((total, steps),) = told
+    done = [n for n, _ in steps]
+    assert done == sorted(set(done))
+    assert done[-1] == total or total is None
+    return len(done)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_values_and_gradients_of_a_scan_are_those_without(form):
+    assert 1 <= law(both(lambda h, **more: treescan.scan(step, init(h), XS, **FORMS[form], **more), H)) <= 4
+
+
+MASKED = {"plain": {}, "chunk": {"chunk": 2}, "compact": {"compact": True, "chunk": 2}, "whole": {"chunk": 0},
+          "reverse": {"reverse": True, "chunk": 3}, "hold": {"fill": "hold", "chunk": 3}, "last": {"save": "last"},
+          "nested": {"remat": "nested"}}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", MASKED)
+def test_values_and_gradients_of_a_masked_scan_are_those_without(form):
+    def rows(h, **more):
+        start = {"h": jnp.stack([h, 2 * h]), "n": jnp.zeros(2, int)}
+        return treescan.mask_scan(step, start, ROWS, lengths=LENGTHS, **MASKED[form], **more)
+
+    assert law(both(rows, H)) <= 4
+
+
+OTHERS = {
+    "fold": lambda h, **more: treescan.fold(lambda c, x: step(c, x)[0], init(h), XS, **more),
+    "ragged": lambda h, **more: treescan.fold(
+        lambda c, x: jnp.tanh(c + x), jnp.stack([h, h]), ROWS, lengths=LENGTHS, **more
+    ),
+    "accumulate": lambda h, **more: treescan.accumulate(lambda c, x: step(c, x)[0], init(h), XS, **more),
+    "no xs": lambda h, **more: treescan.scan(lambda c, _: (jnp.sin(c), c), h, None, 10, **more),
+    "weak": lambda h, **more: treescan.fold(lambda c, x: c + jnp.sum(jnp.sin(x)), 0.0, XS * h[None], **more),
+    "fori": lambda h, **more: treescan.fori(0, 10, lambda i, c: jnp.sin(c * (i + 1)), h, **more),
+    "key": lambda h, **more: treescan.fold(
+        lambda c, x, *, key: jnp.tanh(c + x * jax.random.uniform(key)), h, XS, key=jax.random.key(0), **more
+    ),
+    "while": lambda h, **more: treescan.while_scan(
+        lambda c: c["n"] < 7, step, init(h), XS, save="last", **more
+    )[:2],
+    "while state": lambda h, **more: treescan.while_scan(
+        lambda c: jnp.sum(c) > 0.3, lambda c, _: (c * 0.8, None), h, max_length=50, **more
+    ).carry,
+    "while rows": lambda h, **more: treescan.while_scan(
+        lambda c: c.sum(-1) > 0.3, lambda c, _: (c * 0.8, c), jnp.stack([h, h * 3]), max_length=50, **more
+    )[:2],
+    "while compact": lambda h, **more: treescan.while_scan(
+        lambda c: c.sum(-1) > 0.3, lambda c, _: (c * 0.8, c), jnp.stack([h, h * 3]), max_length=50, compact=True, **more
+    )[:2],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OTHERS)
+def test_values_and_gradients_of_other_verbs_are_those_without(name):
+    assert law(both(OTHERS[name], H)) <= 5
+
+
+def _loss(h, **options):
+    return jnp.sum(treescan.scan(step, init(h), XS, progress=progress(), **options)[0]["h"])
+
+
+BATCH = jnp.stack([H, H * 2, H / 2])
+TRANSFORMS = {
+    "grad": lambda loss: jax.grad(loss)(H),
+    "jit of grad": lambda loss: jax.jit(jax.grad(loss))(H),
+    "jvp": lambda loss: jax.jvp(loss, (H,), (H,)),
+    "vmap": lambda loss: jax.vmap(loss)(BATCH),
+    "vmap of vmap": lambda loss: jax.vmap(jax.vmap(loss))(jnp.stack([BATCH, BATCH])),
+    "vmap of grad": lambda loss: jax.jit(jax.vmap(jax.grad(loss)))(BATCH),
+    "grad of vmap": lambda loss: jax.jit(jax.grad(lambda b: jnp.sum(jax.vmap(loss)(b))))(BATCH),
+    "grad of checkpoint": lambda loss: jax.jit(jax.grad(jax.checkpoint(loss)))(H),
+    "eager grad of checkpoint": lambda loss: jax.grad(jax.checkpoint(loss))(H),
+    "vmap of grad of checkpoint": lambda loss: jax.jit(jax.vmap(jax.grad(jax.checkpoint(loss))))(BATCH),
+    "grad of checkpoint in a loss": lambda loss: jax.grad(jax.checkpoint(lambda h: jnp.sin(loss(jnp.sin(h)))))(H),
+    "hessian": lambda loss: jax.jit(jax.hessian(loss))(H),
+    "jacobian": lambda loss: jax.jit(
+        jax.jacrev(lambda h: treescan.scan(step, init(h), XS, progress=progress())[0]["h"])
+    )(H),
+}
+
+
+@pytest.mark.parametrize("option", [{}, {"remat": "step"}, {"remat": "nested"}, {"remat": "auto"}], ids=str)
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_every_transform_has_one_bar_and_the_gradient_says_nothing(transform, option):
+    told = bars(lambda: TRANSFORMS[transform](functools.partial(_loss, **option)))
+    assert [(total, [done for done, _ in steps]) for total, steps in told] == [(T, [3, 6, 9, 12])]
+
+
+@pytest.mark.parametrize("transform", [name for name in TRANSFORMS if name != "jacobian"])
+def test_so_does_a_loop_that_ends_early(transform):
+    def loss(h):
+        ended = treescan.while_scan(
+            lambda c: c["n"] < 10, lambda c, _: step(c, 0.0), init(h), max_length=20, save=None, progress=progress(5)
+        )
+        return jnp.sum(ended.carry["h"])
+
+    ((total, steps),) = bars(lambda: TRANSFORMS[transform](loss))
+    assert (total, steps[-1][0]) == (None, 10)
+
+
+def test_under_vmap_the_values_beside_the_bar_are_those_of_the_first_element():
+    def run(h):
+        return treescan.scan(step, init(h), XS, progress=progress(1, show=shown))[0]["h"]
+
+    ((_, [(_, values)]),) = bars(lambda: jax.vmap(run)(BATCH))
+    assert values == {"n": T, "mean": pytest.approx(float(run(BATCH[0]).mean()), abs=1e-6)}
+    assert bars(lambda: jax.vmap(run)(jnp.zeros((0, D))))[0][0] == T
+
+
+def test_one_device_of_a_shard_map_reports():
+    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
+    spec = PartitionSpec("d")
+
+    def run(h, check=True):
+        one = lambda h: treescan.scan(step, init(h[0]), XS, progress=progress(show=shown))[0]["h"][None]  # noqa: E731
+        return jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check)(h)
+
+    for check in (True, False):
+        assert steps_of(lambda check=check: jax.jit(run, static_argnums=1)(BATCH[:2], check)) == (T, [3, 6, 9, 12])
+        loss = lambda h, check=check: jnp.sum(run(h, check))  # noqa: E731
+        assert steps_of(lambda loss=loss: jax.jit(jax.grad(loss))(BATCH[:2])) == (T, [3, 6, 9, 12])
+
+
+@pytest.mark.parametrize("name", ["scan", "while_scan", "mask_scan"])
+def test_without_jit_the_steps_are_told_too(name):
+    runs = {
+        "scan": lambda: treescan.scan(step, {"h": H, "n": 0}, XS, progress=progress(show=shown)),
+        "while_scan": lambda: treescan.while_scan(
+            lambda c: c["n"] < 12, step, init(), XS, progress=progress(show=shown)
+        ),
+        "mask_scan": lambda: treescan.mask_scan(
+            step,
+            init(H[None]),
+            ROWS[:, :1],
+            lengths=jnp.array([12]),
+            carry_axes={"h": 0, "n": None},
+            progress=progress(show=shown),
+        ),
+    }
+    with jax.disable_jit():
+        ((total, steps),) = bars(runs[name])
+    assert total == (None if name == "while_scan" else T)
+    assert [(done, values["n"]) for done, values in steps][-1] == (12, 12)
+    assert len(steps) == (1 if name == "mask_scan" else 4)
+
+
+# Runs.
+
+
+def test_each_run_of_a_program_has_a_bar_of_its_own():
+    run = jax.jit(lambda h: treescan.scan(step, init(h), XS, progress=progress())[0]["h"])
+    assert [total for total, _ in bars(lambda: [run(H + i) for i in range(5)])] == [T] * 5
+
+
+def test_two_calls_within_one_program_have_two_bars():
+    run = jax.jit(lambda h: treescan.scan(step, init(h), XS, progress=progress())[0]["h"])
+    told = bars(lambda: jax.jit(lambda h: run(h) + run(h * 2))(H))
+    assert [[done for done, _ in steps] for _, steps in told] == [[3, 6, 9, 12]] * 2
+
+
+def test_loops_within_loops_have_bars_within_bars():
+    def outer(h, x):
+        return treescan.scan(step, init(h), XS, progress=progress(2))[0]["h"] + x, None
+
+    for transform in (lambda f: f, jax.grad):
+        run = transform(lambda h: treescan.scan(outer, h, jnp.ones(3), progress=progress(3))[0].sum())
+        told = bars(lambda run=run: run(H))
+        assert [(total, [done for done, _ in steps]) for total, steps in told] == [
+            (3, [1, 2, 3]),
+            *[(T, [6, 12])] * 3,
+        ]
+        kinds = [(entry[1], entry[0] - LOG[0][0]) for entry in LOG]
+        assert kinds[:5] == [("init", 0), ("init", 1), ("step", 1), ("step", 1), ("close", 1)]
+        assert kinds[-1] == ("close", 0)
+
+
+def test_threads_have_bars_of_their_own():
+    run = jax.jit(lambda h: treescan.scan(step, init(h), XS, progress=progress())[0]["h"])
+    run(H)
+
+    def all_at_once():
+        threads = [threading.Thread(target=lambda i=i: jax.block_until_ready(run(H + i))) for i in range(6)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    told = bars(lambda: all_at_once() or H)
+    assert [[done for done, _ in steps] for _, steps in told] == [[3, 6, 9, 12]] * 6
+
+
+def test_an_abandoned_run_is_closed_by_the_next_one(monkeypatch):
+    monkeypatch.setattr("treescan._loop.reports.PATIENCE", 0)
+
+    def failing(carry, x):
+        def check(n):
+            if n == 7 and fail:
+                raise ValueError("this is meant")
+
+        jax.debug.callback(check, carry["n"])
+        return step(carry, x)
+
+    run = jax.jit(lambda h: treescan.scan(failing, init(h), XS, progress=progress())[0]["h"])
+    LOG.clear()
+    fail = True
+    with pytest.raises(Exception, match="this is meant"):
+        jax.block_until_ready(run(H))
+        jax.effects_barrier()
+    fail = False
+    with contextlib.suppress(Exception):  # what the failed run left
+        jax.effects_barrier()
+    assert [entry[1] for entry in LOG] == ["init", "step", "step"]
+    jax.block_until_ready(run(H))
+    jax.effects_barrier()
+    first, second = LOG[0][0], LOG[3][0]
+    assert [entry[:2] for entry in LOG[3:]] == [
+        (second, "init"), *[(second, "step")] * 4, (second, "close"), (first, "close"),
+    ]  # fmt: skip
+
+
+def test_what_is_open_at_the_end_of_the_process_is_closed():
+    LOG.clear()
+    RUNS.begin(Site("left", Recorder()), 3)
+    RUNS.close_all()
+    assert [entry[1] for entry in LOG] == ["init", "close"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Failing(Recorder):
+    def step(self, bar, done, shown):
+        raise OSError("no terminal")
+
+
+def test_a_meter_that_fails_is_a_warning_and_the_loop_goes_on():
+    with pytest.warns(RuntimeWarning, match=r"the progress of `step` is shown no further.*`Failing` failed: OSError"):
+        carry, _ = treescan.scan(step, init(), XS, progress=Progress(meter=Failing()))
+        jax.block_until_ready(carry)
+        jax.effects_barrier()
+    assert carry["n"] == T
+
+
+# What it costs.
+
+VERBS = {
+    "scan": functools.partial(treescan.scan, step),
+    "fold": functools.partial(treescan.fold, lambda c, x: step(c, x)[0]),
+    "while_scan": functools.partial(treescan.while_scan, lambda c: c["n"] < 3, step),
+    "mask_scan": functools.partial(treescan.mask_scan, step, lengths=7),
+}
+
+
+@pytest.mark.parametrize("verb", VERBS)
+@pytest.mark.parametrize("off", [None, False])
+def test_off_is_the_same_program(verb, off):
+    def programs(**options):
+        return str(jax.make_jaxpr(lambda h: VERBS[verb](init(h), XS, **options))(H))
+
+    assert programs(progress=off) == programs()
+    assert programs(progress=progress()) != programs()
+
+
+def test_no_step_has_a_branch_or_a_callback():
+    jaxpr = jax.make_jaxpr(lambda h: treescan.scan(step, init(h), XS, progress=progress()))(H).jaxpr
+    (chunks,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    assert chunks.params["length"] == 4
+    (steps,) = [eqn for eqn in chunks.params["jaxpr"].jaxpr.eqns if eqn.primitive.name == "scan"]
+    inside = [eqn.primitive.name for eqn in equations(steps.params["jaxpr"].jaxpr)]
+    assert not {"cond", "debug_callback", "custom_vmap_call"} & set(inside)
+
+
+def test_a_second_eager_call_is_no_new_trace():
+    count = 0
+
+    def counted(carry, x):
+        nonlocal count
+        count += 1
+        return step(carry, x)
+
+    for _ in range(3):
+        treescan.scan(counted, init(), XS, progress=progress())
+    assert count == 1
+
+
+# The meters.
+
+
+class Terminal(io.StringIO):
+    def __init__(self, tty):
+        super().__init__()
+        self.tty = tty
+
+    def isatty(self):
+        return self.tty
+
+
+def test_text_is_a_line_for_each_tenth(monkeypatch):
+    stream = Terminal(tty=False)
+    monkeypatch.setattr(sys, "stderr", stream)
+    treescan.scan(step, init(), XS, progress=Progress("loop", meter=treescan.Text(), show=shown))
+    jax.effects_barrier()
+    lines = stream.getvalue().splitlines()
+    assert lines[0] == "loop: 0%, 0/12"
+    assert lines[-1].startswith("loop: 100%, 12/12, ")
+    assert "n=12 mean=" in lines[-1]
+    assert len(lines) <= 11
+    treescan.while_scan(lambda c: c["n"] < 2, step, init(), XS, progress=Progress("open", meter=treescan.Text()))
+    jax.effects_barrier()
+    assert stream.getvalue().splitlines()[-1].startswith("open: 2, ")
+
+
+def test_text_writes_over_one_line_of_a_terminal(monkeypatch):
+    stream = Terminal(tty=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    text = treescan.Text()
+    outer = text.init("epochs", 2)
+    inner = text.init("steps", 4)
+    text.step(inner, 2, {"loss": 0.5})
+    text.close(inner)
+    text.step(outer, 1, {})
+    text.close(outer)
+    parts = stream.getvalue().split("\r\x1b[K")
+    assert parts[1] == "epochs: 0%, 0/2"
+    assert parts[3].startswith("epochs: 0%, 0/2 | steps: 50%, 2/4, ")
+    assert parts[3].endswith(" loss=0.5")
+    assert parts[4] == "epochs: 0%, 0/2"
+    assert parts[5].startswith("epochs: 50%, 1/2, ")
+    assert parts[5].endswith("\n")
+
+
+def test_tqdm_is_the_default_where_it_is_installed(monkeypatch):
+    pytest.importorskip("tqdm")
+    stream = io.StringIO()
+    monkeypatch.setattr(sys, "stderr", stream)
+    treescan.scan(step, init(), XS, progress=Progress("loop", show=shown))
+    jax.effects_barrier()
+    assert "loop: 100%" in stream.getvalue()
+    assert "12/12" in stream.getvalue()
+    assert "n=12, mean=" in stream.getvalue()
+
+
+def test_text_is_the_default_where_tqdm_is_not_installed(monkeypatch):
+    monkeypatch.setattr("treescan._transforms.progress.has_tqdm", lambda: False)
+    stream = Terminal(tty=False)
+    monkeypatch.setattr(sys, "stderr", stream)
+    treescan.scan(step, init(), XS, progress=True)
+    jax.effects_barrier()
+    assert stream.getvalue().startswith("step: 0%, 0/12\n")

@@ -1,0 +1,194 @@
+"""`Progress`, and the meters that show it."""
+
+from __future__ import annotations
+
+import abc
+import importlib
+import importlib.util
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, TextIO
+
+
+class AbstractProgressMeter(abc.ABC):
+    """Shows how far a loop has come: a bar, lines of text, entries of a log.
+
+    A meter is hashable, as frozen dataclasses are, because it is a part of the program. It holds nothing of a run: what
+    `init` returns is given to `step` and to `close`. They are called from the threads of JAX, one at a time, with
+    Python numbers. What they raise is a warning, and that run is shown no further.
+
+    Examples:
+        >>> import dataclasses
+        >>> import jax
+        >>> import treescan
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Log(treescan.AbstractProgressMeter):
+        ...     def init(self, label, total):
+        ...         print(f"{label}: {total} steps")
+        ...
+        ...     def step(self, bar, done, shown):
+        ...         print(done, shown)
+        ...
+        ...     def close(self, bar):
+        ...         print("done")
+        >>> progress = treescan.Progress("count", updates=2, meter=Log())
+        >>> total = treescan.fori(0, 4, lambda i, n: n + i, 0, progress=progress)
+        count: 4 steps
+        2 {}
+        4 {}
+        done
+        >>> jax.effects_barrier()
+    """
+
+    @abc.abstractmethod
+    def init(self, label: str, total: int | None) -> Any:
+        """Begins a run, before its first step. What it returns is `bar` below. None: the total is not known."""
+
+    @abc.abstractmethod
+    def step(self, bar: Any, done: int, shown: Mapping[str, float]) -> None:
+        """So many steps of the run are done, counted from 0. `shown` is what `Progress.show` returned."""
+
+    @abc.abstractmethod
+    def close(self, bar: Any) -> None:
+        """The run has ended, or was abandoned."""
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How a loop shows its progress, for the option `progress` of the verbs.
+
+    Attributes:
+        label: what the bar is called; None: the name of the body.
+        show: values that are printed beside the bar: a function of the carry, as the body sees it, that returns a dict
+            of scalars. It is traced, and computed once for each update.
+        updates: the most updates of a run. The loop is cut into at most so many chunks, and no step has a branch.
+        meter: what shows it; None: `Tqdm()` where tqdm is installed, else `Text()`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> progress = treescan.Progress(
+        ...     "decay", show=lambda h: {"h": h}, updates=10, meter=treescan.Text()
+        ... )
+        >>> h = treescan.fold(
+        ...     lambda h, x: h * x, 1.0, jnp.full(100, 0.5), progress=progress
+        ... )
+    """
+
+    label: str | None = None
+    _: KW_ONLY
+    show: Callable[[Any], Mapping[str, Any]] | None = None
+    updates: int = 100
+    meter: AbstractProgressMeter | None = None
+
+
+def has_tqdm() -> bool:
+    """Whether tqdm is installed."""
+    return "tqdm" in sys.modules or importlib.util.find_spec("tqdm") is not None
+
+
+@dataclass(frozen=True)
+class Tqdm(AbstractProgressMeter):
+    """A bar of tqdm: in a terminal, or a widget in a notebook. It is the default where tqdm is installed.
+
+    Examples:
+        >>> import treescan
+        >>> progress = treescan.Progress("train", meter=treescan.Tqdm())
+    """
+
+    def init(self, label: str, total: int | None) -> Any:
+        """A new bar; that of a loop within another goes when it is done."""
+        auto: Any = importlib.import_module("tqdm.auto")
+        return auto.tqdm(total=total, desc=label, leave=None, dynamic_ncols=True)
+
+    def step(self, bar: Any, done: int, shown: Mapping[str, float]) -> None:
+        """Moves the bar."""
+        if shown:
+            bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items()}, refresh=False)
+        bar.update(done - bar.n)
+
+    def close(self, bar: Any) -> None:
+        """Leaves the bar as it is."""
+        bar.close()
+
+
+@dataclass
+class _Line:
+    """The line of one run."""
+
+    label: str
+    total: int | None
+    began: float = field(default_factory=time.monotonic)
+    done: int = 0
+    shown: Mapping[str, float] = field(default_factory=dict[str, float])
+    tenths: int = -1
+
+    def __str__(self) -> str:
+        took = time.monotonic() - self.began
+        rate = f"{self.done / took:.4g} steps/s" if self.done and took > 0 else ""
+        part = f"{self.done}" if self.total is None else f"{self.done}/{self.total}"
+        percent = f"{100 * self.done // self.total}%" if self.total else ""
+        values = " ".join(f"{name}={value:.4g}" for name, value in self.shown.items())
+        return f"{self.label}: " + ", ".join(filter(None, [percent, part, rate, values]))
+
+
+_lines: list[_Line] = []  # those that a terminal shows, side by side, outermost first
+_lock = threading.RLock()
+
+
+@dataclass(frozen=True)
+class Text(AbstractProgressMeter):
+    """Text on the standard error stream: one line that is written over in a terminal, else a line for each tenth.
+
+    It is the default where tqdm is not installed.
+
+    Examples:
+        >>> import treescan
+        >>> progress = treescan.Progress("train", meter=treescan.Text())
+    """
+
+    def init(self, label: str, total: int | None) -> Any:
+        """A new line, beside those of the loops around."""
+        line = _Line(label, total)
+        with _lock:
+            if _stream().isatty():
+                _lines.append(line)
+        self.step(line, 0, {})
+        return line
+
+    def step(self, bar: Any, done: int, shown: Mapping[str, float]) -> None:
+        """Writes the line."""
+        line: _Line = bar
+        line.done, line.shown = done, shown
+        with _lock:
+            if line in _lines:
+                _rewrite()
+                return
+            tenths = 10 * done // line.total if line.total else done
+            if tenths > line.tenths:
+                line.tenths = tenths
+                _stream().write(f"{line}\n")
+                _stream().flush()
+
+    def close(self, bar: Any) -> None:
+        """Ends the line, where no other is beside it."""
+        with _lock:
+            if bar in _lines:
+                if len(_lines) == 1:
+                    _stream().write("\n")
+                _lines.remove(bar)
+                if _lines:
+                    _rewrite()
+                _stream().flush()
+
+
+def _stream() -> TextIO:
+    return sys.stderr
+
+
+def _rewrite() -> None:
+    _stream().write("\r\x1b[K" + " | ".join(map(str, _lines)))
+    _stream().flush()

@@ -1,0 +1,292 @@
+"""`progress`: reports after each chunk how far the loop has come, so that no step has a branch.
+
+Reports are callbacks that JAX neither differentiates nor repeats: the gradient has none, see `reports`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from .._avals import describe_argument, dtype_of, exact_int, shape_of
+from .._body.carries import read_carries
+from .._errors import ArgumentError, ArgumentTypeError, Fault
+from .._loop.body import Body, Memo
+from .._loop.chunk import Around
+from .._loop.loop import Feed, Loop, Step
+from .._loop.reports import Reporter, Site, Tick, probes_of
+from .._loop.run import as_arrays
+from .._loop.sizes import Wish
+from .._progress import AbstractProgressMeter, Progress, Text, Tqdm, has_tqdm
+from .._trace.hoist import hoist, is_untraced, traced
+from .._tree import thaw_static
+from .._types import Array, PyTree
+from .refuse import refuse_symbolic
+from .rows.lend import most_of_all, most_of_devices
+
+
+@dataclass(frozen=True)
+class ShowProgress:
+    """`progress`: shows how far the loop has come.
+
+    Attributes:
+        progress: what the user said, with a label and a meter.
+        custom: whether the state holds custom carries.
+    """
+
+    progress: Progress
+    custom: bool = False
+    moves = True
+
+    @classmethod
+    def of(cls, progress: Any, body: Body, verb: str, *, custom: bool = False) -> ShowProgress | None:
+        """What the user said: True, a label, a `Progress`, or None or False.
+
+        Raises:
+            Fault: for an `ArgumentError` if it is none of these, or a `Progress` that cannot be had.
+        """
+        checked = check_progress(progress, body, verb)
+        return None if checked is None else cls(checked, custom)
+
+    def __call__(self, loop: Loop) -> Loop:
+        refuse_symbolic(loop.length, "progress")
+        if loop.length:
+            loop = _settled(loop) if is_untraced(loop) else traced(loop)
+        showing = Showing(self.progress, loop, custom=self.custom)
+        reporter = Reporter(showing.site)
+        done = _live_steps(loop)
+        total = jnp.int32(loop.length) if done is None else jnp.sum(done)
+        run = reporter.begin(total, probes_of(loop.state, loop.xs.x))
+        if not loop.length:
+            reporter.end(run)
+            return loop
+        wish = Wish(-(-loop.length // self.progress.updates), ticks=_Ticks(reporter, showing, run, total, done))
+        return dataclasses.replace(loop, wishes=(*loop.wishes, wish), runner=None)
+
+
+def _settled(loop: Loop) -> Loop:
+    """A loop that is not traced, its weak types settled: a chunk is not run a second time for them."""
+    with jax.disable_jit(False):
+        settled = hoist(dataclasses.replace(loop, state=as_arrays(loop.state))).settled
+    return dataclasses.replace(loop, state=jax.tree.unflatten(jax.tree.structure(loop.state), settled), memo=Memo())
+
+
+def _live_steps(loop: Loop) -> Array | None:
+    """int32[T]: whether any row is valid in each step; None: all steps count."""
+    valid = loop.xs.valid
+    if loop.rows is None or valid is None or loop.rows.all_valid:
+        return None
+    live = jnp.any(valid.reshape(valid.shape[0], -1), axis=1).astype(jnp.int32)
+    return most_of_all(most_of_devices(live))
+
+
+@dataclass(frozen=True, eq=False)
+class _Ticks:
+    """Makes what is reported after each chunk, once it is known how long these are.
+
+    Attributes:
+        reporter: reports it.
+        showing: what is shown of the state.
+        run: the number of the run.
+        total: its steps.
+        live: int32[T], whether each step counts; None: all do.
+    """
+
+    reporter: Reporter
+    showing: Showing
+    run: Array
+    total: Array
+    live: Array | None
+
+    def __call__(self, loop: Loop, size: int) -> tuple[Loop, Around]:
+        starts = jnp.arange(0, loop.length, size, dtype=jnp.int32)
+        ends = jnp.minimum(starts + size, loop.length)
+        led = loop.reverse and loop.length > size and loop.length % size != 0
+        place, count = jnp.arange(starts.size), starts.size
+        first, last = place == (count - 1 - led if loop.reverse else 0), place == (0 if loop.reverse else count - 1)
+        if self.live is not None:  # how many steps count before each of them
+            before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(self.live, dtype=jnp.int32)])
+            starts, ends = before[starts], before[ends]
+        done = self.total - starts if loop.reverse else ends
+        run, total = (jnp.broadcast_to(number, done.shape) for number in (self.run, self.total))
+        xs = loop.xs._replace(tick=Tick(run, total, done, first, last))
+        return dataclasses.replace(loop, xs=xs), _Around(self.reporter, self.showing, led)
+
+
+@dataclass(frozen=True, eq=False)
+class _Around:
+    """What is put around a chunk.
+
+    Attributes:
+        reporter: reports it.
+        showing: what is shown of the state.
+        led: whether a remainder runs before the chunks: nothing makes its report come before theirs, so it has none.
+    """
+
+    reporter: Reporter
+    showing: Showing
+    led: bool
+
+    def __call__(self, step: Step, looped: bool) -> Step:
+        return ReportingChunk(step, self.reporter, self.showing, silent=self.led and not looped)
+
+
+@dataclass(frozen=True, eq=False)
+class ReportingChunk:
+    """The step that runs a chunk, and reports that it is done, unless it is silent."""
+
+    step: Step
+    reporter: Reporter
+    showing: Showing
+    silent: bool
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        tick: Tick = feed.tick
+        state, ys = self.step(consts, state, feed._replace(tick=None))
+        if self.silent:
+            return state, ys
+        self.reporter.step(tick, self.showing(state), probes_of(state))
+        return state, ys
+
+
+class Showing:
+    """What is shown of a state beside the bar.
+
+    Args:
+        progress: what the user said.
+        loop: whose state it is.
+        custom: whether it holds custom carries.
+    """
+
+    def __init__(self, progress: Progress, loop: Loop, *, custom: bool) -> None:
+        assert progress.label is not None and progress.meter is not None
+        self._show, self._custom, self._carry_name = progress.show, custom, loop.names[0]
+        self._carry_of = loop.carry_of
+        names: list[str] = []
+        if progress.show is not None:
+            jax.eval_shape(lambda: names.extend(check_shown(self._shown(loop.carry_of(as_arrays(loop.state))))))
+        self.site = Site(progress.label, progress.meter, tuple(names))
+
+    def __call__(self, state: PyTree) -> list[Array]:
+        """The values."""
+        return [] if self._show is None else self.of_carry(self._carry_of(as_arrays(state)))
+
+    def of_carry(self, carry: PyTree) -> list[Array]:
+        """The same of the user's carry."""
+        if self._show is None:
+            return []
+        shown = self._shown(carry)
+        return [jax.lax.stop_gradient(jnp.asarray(shown[name])) for name in self.site.shown]
+
+    def _shown(self, carry: PyTree) -> Any:
+        assert self._show is not None
+        carry = thaw_static(carry)
+        return self._show(read_carries(carry, self._carry_name) if self._custom else carry)
+
+
+def check_shown(shown: Any) -> list[str]:
+    """The names of the values that are printed beside a bar."""
+    if not isinstance(shown, Mapping) or not all(isinstance(name, str) for name in shown):
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `show` of a `Progress` returns a dict from names to scalars, got "
+            f"{describe_argument(shown)}.",
+            'For example `show=lambda carry: {"loss": carry.loss}`.',
+        )
+    for name, value in shown.items():
+        if shape_of(value) != () or not _is_number(dtype_of(value)):
+            raise Fault(
+                ArgumentError,
+                f"{{verb}} over {{body}}: `show` of a `Progress` returns a dict of scalars, but `{name}` is "
+                f"{describe_argument(value)}.",
+                f'Reduce it to one number: `{{"{name}": jnp.mean(...)}}`.',
+            )
+    return list(shown)
+
+
+def _is_number(dtype: Any) -> bool:
+    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
+
+
+def check_progress(progress: Any, body: Body, verb: str) -> Progress | None:
+    """A `Progress` with a label and a meter; None: nothing is shown."""
+    if progress is None or progress is False:
+        return None
+    if progress is True or isinstance(progress, str):
+        progress = Progress(None if progress is True else progress)
+    if not isinstance(progress, Progress):
+        raise Fault(
+            ArgumentTypeError,
+            "{verb} over {body}: `progress` is True, a label, a `treescan.Progress` or None, got "
+            f"{describe_argument(progress)}.",
+            '`progress="train"` shows a bar with that label. `treescan.Progress("train", updates=20)` says how often '
+            "it moves, and what is printed beside it.",
+        )
+    _check_label_and_show(progress)
+    updates = exact_int(progress.updates)
+    if updates is None or updates < 1:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `updates` of a `Progress` counts the updates of a run, from 1 up, got "
+            f"{describe_argument(progress.updates)}.",
+            "The loop is cut into at most so many chunks; 100 is the default. `progress=None` shows nothing.",
+        )
+    label = _default_label(body, verb) if progress.label is None else progress.label
+    return dataclasses.replace(progress, label=label, updates=updates, meter=_check_meter(progress.meter))
+
+
+def _check_label_and_show(progress: Progress) -> None:
+    if progress.label is not None and not isinstance(progress.label, str):
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}} over {{body}}: `label` of a `Progress` is a text, got {describe_argument(progress.label)}.",
+            "Leave it out to have the bar named as the body is.",
+        )
+    if progress.show is not None and not callable(progress.show):
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}} over {{body}}: `show` of a `Progress` is a function of the carry, got "
+            f"{describe_argument(progress.show)}.",
+            'For example `show=lambda carry: {"loss": carry.loss}`.',
+        )
+
+
+def _check_meter(meter: Any) -> AbstractProgressMeter:
+    if meter is None:
+        return Tqdm() if has_tqdm() else Text()
+    if not isinstance(meter, AbstractProgressMeter):
+        called = isinstance(meter, type) and issubclass(meter, AbstractProgressMeter)
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}} over {{body}}: `meter` of a `Progress` is a `treescan.AbstractProgressMeter`, got "
+            f"{describe_argument(meter)}.",
+            f"Pass an instance: `meter={meter.__name__}()`."
+            if called
+            else "`treescan.Tqdm()` and `treescan.Text()` are there. A class of your own has the methods `init`, "
+            "`step` and `close`.",
+        )
+    try:
+        hash(meter)
+    except TypeError:
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}} over {{body}}: the meter `{type(meter).__name__}` has no hash, but it is a part of the program.",
+            "Make its class a dataclass with `frozen=True`, and keep what belongs to a run in what `init` returns.",
+        ) from None
+    if isinstance(meter, Tqdm) and not has_tqdm():
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: the meter is `Tqdm()`, but tqdm is not installed.",
+            "`pip install tqdm` installs it. `treescan.Text()` needs nothing, and is taken where no meter is given.",
+        )
+    return meter
+
+
+def _default_label(body: Body, verb: str) -> str:
+    name = getattr(body.function, "__name__", "<")
+    return verb if name.startswith("<") else name
