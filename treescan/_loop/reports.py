@@ -185,41 +185,50 @@ class Reporter:
             probes: what has to be known before.
         """
 
-        def told(total: Any, device: Any, *probes: Any) -> Any:
-            del probes
-            first = not int(device)
-            return np.int32(RUNS.begin(self.site, _known(total)) if first else NOBODY)
+        def told(numbers: Any) -> Any:
+            total, device = np.asarray(numbers).tolist()
+            return np.int32(NOBODY if device else RUNS.begin(self.site, _known(total)))
 
-        def call(*args: Array) -> Array:
-            return jax.pure_callback(told, jax.ShapeDtypeStruct((), jnp.int32), *args)
+        def call(numbers: Array, *probes: Array) -> Array:
+            return jax.pure_callback(told, jax.ShapeDtypeStruct((), jnp.int32), _after(numbers, probes))
 
-        return _for_all(call, has_result=True)(total, _device(), *probes)
+        return _for_all(call, has_result=True)(jnp.stack([total, _device()]), *probes)
 
     def step(self, tick: Tick, shown: Sequence[Array], probes: Sequence[Array]) -> None:
         """Reports how far a run has come, once the probes are known."""
         names = self.site.shown
 
-        def told(run: Any, total: Any, done: Any, first: Any, last: Any, *values: Any) -> None:
-            if int(run) != NOBODY:
-                numbers = {name: np.asarray(value).item() for name, value in zip(names, values, strict=False)}
-                report = Report(_known(total), int(done), bool(first), bool(last))
-                RUNS.step(self.site, int(run), report, numbers)
+        def told(numbers: Any, *values: Any) -> None:
+            run, total, done, first, last = np.asarray(numbers).tolist()
+            if run != NOBODY:
+                named = {name: np.asarray(value).item() for name, value in zip(names, values, strict=True)}
+                RUNS.step(self.site, run, Report(_known(total), done, bool(first), bool(last)), named)
 
-        _for_all(lambda *args: jax.debug.callback(told, *args))(*tick, *shown, *probes)
+        def call(numbers: Array, *others: Array) -> None:
+            jax.debug.callback(told, _after(numbers, others[len(names) :]), *others[: len(names)])
 
-    def end(self, run: Array, *probes: Array) -> None:
-        """Reports the end of a run, once the probes are known."""
+        _for_all(call)(jnp.stack([part.astype(jnp.int32) for part in tick]), *shown, *probes)
 
-        def told(run: Any, *probes: Any) -> None:
-            del probes
+    def end(self, run: Array) -> None:
+        """Reports the end of a run."""
+
+        def told(run: Any) -> None:
             if int(run) != NOBODY:
                 RUNS.end(int(run))
 
-        _for_all(lambda *args: jax.debug.callback(told, *args))(run, *probes)
+        _for_all(lambda run: jax.debug.callback(told, run))(run)
 
 
-def _known(total: Any) -> int | None:
-    return None if int(total) < 0 else int(total)
+def _known(total: int) -> int | None:
+    return None if total < 0 else total
+
+
+def _after(numbers: Array, probes: Sequence[Array]) -> Array:
+    """The numbers, once the probes are known. Each argument of a callback takes time: what waits is one of them."""
+    for probe in probes:
+        real = jnp.real(probe).astype(jnp.float32)
+        numbers = numbers + (jnp.isnan(real) & jnp.isinf(real)).astype(numbers.dtype)
+    return numbers
 
 
 def _for_all(call: Callable[..., Any], *, has_result: bool = False) -> Callable[..., Any]:
