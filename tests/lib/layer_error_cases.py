@@ -1089,6 +1089,74 @@ def checkpoint_paths_alike(one):
     return layers_to_state_dict({"q": {"weight": one * X}, "q.weight": X})
 
 
+TWO = [{"w": X}, {"w": X}]
+
+
+def numbered(one: Any, n: int = 5) -> dict[str, Any]:
+    return {f"layers.{i}.w": one * X for i in range(n)}
+
+
+@without_body(LayerError)
+def checkpoint_of_several_kinds_without_order(one):
+    return layers_from_state_dict(numbered(one), TWO)
+
+
+@without_body(ArgumentTypeError)
+def checkpoint_order_of_another_text(one):
+    return layers_from_state_dict(numbered(one), TWO, order="alternating")
+
+
+@without_body(ArgumentTypeError)
+def checkpoint_order_of_floats(one):
+    return layers_to_state_dict([one * X, one * X], order=[0.0, 1.0])
+
+
+@without_body(ArgumentTypeError)
+def checkpoint_turns_without_like(one):
+    return layers_from_state_dict(numbered(one), order="turns")
+
+
+@without_body(LayerError)
+def checkpoint_order_of_other_layers(one):
+    return layers_from_state_dict(numbered(one), TWO, order=[0, 0, 1])
+
+
+@without_body(LayerError)
+def checkpoint_order_of_another_stack(one):
+    return layers_from_state_dict(numbered(one), TWO, order=[0, 0, 1, 1, 2])
+
+
+@without_body(LayerError)
+def checkpoint_order_without_layers_for_a_stack(one):
+    return layers_from_state_dict(numbered(one), TWO, order=[1, 1, 1, 1, 1])
+
+
+@without_body(LayerError)
+def checkpoint_order_for_a_single_stack(one):
+    return layers_from_state_dict(numbered(one), {"w": X}, order="turns")
+
+
+@without_body(LayerError)
+def checkpoint_stacks_that_do_not_take_turns(one):
+    return layers_to_state_dict([{"w": one * jnp.zeros((3, 2))}, {"w": jnp.zeros((5, 2))}], order="turns")
+
+
+@without_body(LayerError)
+def checkpoint_names_for_other_stacks(one):
+    return layers_from_state_dict(numbered(one), TWO, order="turns", names=[{"w": "w"}])
+
+
+@without_body(ArgumentTypeError)
+def checkpoint_ignore_number(one):
+    return layers_from_state_dict(numbered(one), ignore=3)
+
+
+@without_body(LayerError)
+def checkpoint_shardings_misfit(one):
+    place = NamedSharding(two_devices(), PartitionSpec("rows"))
+    return layers_from_state_dict(numbered(one), TWO, order="turns", shardings=[place, None])
+
+
 @without_body(ArgumentTypeError)
 def checkpoint_prefix_none(one):
     return layers_from_state_dict(checkpoint(one), prefix=None)

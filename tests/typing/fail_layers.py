@@ -48,6 +48,9 @@ assert_type(set_layer(layers, 0, Layer(x)), Layer)
 assert_type(layers_to_state_dict(layers, prefix="model"), dict[str, Array])
 assert_type(layers_from_state_dict({"layers.0.w": x}, layers), Layer)
 assert_type(layers_from_state_dict({"layers.0.w": x}), Any)
+assert_type(layers_from_state_dict({"layers.0.w": x}, order=[0, 1], ignore="*.freq"), Any)
+assert_type(layers_from_state_dict({"layers.0.w": x}, [Layer(x), Layer(x)], order="turns"), list[Layer])
+assert_type(layers_to_state_dict([layers, layers], order="turns", names=[{"w": "v"}, None]), dict[str, Array])
 
 
 def fold_block(layer: Layer, x: Array) -> Array:
@@ -149,4 +152,6 @@ scan_layers(keyed, x, layers, key=0)  # error
 layer_at(layers, "0")  # error
 init_layers(fold_block, key, "4")  # error
 layers_to_state_dict(layers, prefix=3)  # error
+layers_to_state_dict([layers], order="alternating")  # error
+layers_from_state_dict({"layers.0.w": x}, order="turns")  # error
 layers_from_state_dict([x])  # error

@@ -7,17 +7,18 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AxisType
 
-from .._avals import describe_argument, describe_leaf, describe_traced, exact_int, spec_parts
+from .._avals import describe_argument, describe_traced, exact_int
 from .._checks.arguments import check_key
-from .._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, LayerError, Row, explain, verb
+from .._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
 from .._loop.body import Body
 from .._loop.retrace import under_a_trace
 from .._loop.run import is_jit_disabled
-from .._tree import Prefix, PrefixMismatch, freeze_static, leaves_with_path, thaw_static
+from .._tree import Prefix, freeze_static, thaw_static
 from .._types import Array, PyTree
 from .boxes import add_layer_axis
+from .shardings import flatten_places, map_places, spec_of, stacked_shardings
 from .shared import freeze_shared
 
 Layer = TypeVar("Layer")
@@ -89,7 +90,7 @@ def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) 
     if shardings is None and (under_a_trace() or is_jit_disabled()):
         return _all(body, n, key, frozen)
     given, structure = jax.tree.flatten((key, frozen))
-    types = (structure, *map(jax.typeof, given), Prefix(*_flatten_places(shardings)))
+    types = (structure, *map(jax.typeof, given), Prefix(*flatten_places(shardings)))
     mesh = jax.sharding.get_abstract_mesh()
     made = body.programs(("init_layers", n, types, mesh), lambda: _program(body, n, shardings, mesh, key, frozen))
     with jax.disable_jit(False):  # which would leave shardings out
@@ -111,89 +112,10 @@ def _program(body: Body, n: int, shardings: PyTree, mesh: Any, key: Array, froze
     make = functools.partial(_all, body, n)
     if shardings is None:
         return jax.jit(make)
-    places = _stacked_shardings(functools.partial(_one, body), key, frozen, shardings).tree
+    places = stacked_shardings(jax.eval_shape(functools.partial(_one, body), key, frozen), shardings).tree
     if AxisType.Explicit in mesh.axis_types:  # there each value would be made as its type says: on every device
-        return jax.jit(jax.sharding.auto_axes(make, out_sharding=_map_places(_spec_of, places)))
+        return jax.jit(jax.sharding.auto_axes(make, out_sharding=map_places(spec_of, places)))
     return jax.jit(make, out_shardings=places)
-
-
-def _map_places(function: Callable[[Any], Any], places: PyTree) -> PyTree:
-    return jax.tree.map(function, places, is_leaf=_is_place)
-
-
-def _is_place(node: Any) -> bool:
-    return node is None or isinstance(node, jax.sharding.Sharding | PartitionSpec)
-
-
-def _spec_of(place: Any) -> PartitionSpec:
-    if place is None:
-        return PartitionSpec()
-    return place.spec if isinstance(place, NamedSharding) else place
-
-
-def _stacked_shardings(one: Callable[..., PyTree], key: Array, frozen: PyTree, shardings: PyTree) -> Prefix:
-    """The shardings of the stack's leaves, from those of a layer's.
-
-    Raises:
-        Fault: for a `LayerError` that lists all the leaves that cannot be sharded so.
-    """
-    layer = jax.eval_shape(one, key, frozen)
-    prefix = Prefix(*_flatten_places(shardings))
-    try:
-        places = prefix.spread(layer, "layer")
-    except PrefixMismatch as error:
-        raise Fault(
-            LayerError,
-            f"{{verb}} over {{body}}: `shardings` is no prefix of a layer: {error}.",
-            "Give one sharding for all leaves, or a tree with the structure of a layer down to where one holds for "
-            "everything below; None leaves it to JAX.",
-        ) from None
-    rows: list[Row] = []
-    for (path, leaf), place in zip(leaves_with_path("layer", layer), places, strict=True):
-        why = _misfit(leaf, place)
-        if why:
-            rows.append(Row(path, str(getattr(place, "spec", place)), describe_leaf(leaf), why))
-    if rows:
-        raise Fault(
-            LayerError,
-            "{verb} over {body}: leaves of a layer cannot be sharded as `shardings` says.",
-            "It speaks of one layer, without the axis of the layers; a PartitionSpec needs `jax.set_mesh`, and mesh "
-            "axes divide the axes that they shard.",
-            header=("leaf", "sharding", "is"),
-            rows=rows,
-        )
-    return Prefix(tuple(map(_stacked, places)), jax.tree.structure(layer))
-
-
-def _flatten_places(shardings: PyTree) -> tuple[tuple[Any, ...], Any]:
-    leaves, structure = jax.tree.flatten(shardings, is_leaf=_is_place)
-    return tuple(leaves), structure
-
-
-def _misfit(leaf: Any, place: Any) -> str:
-    """Why a leaf cannot be sharded so; nothing if it can."""
-    if place is None:
-        return ""
-    if not _is_place(place) or (isinstance(place, jax.sharding.Sharding) and not isinstance(place, NamedSharding)):
-        return f"no NamedSharding: {describe_argument(place)}"
-    if len(spec_parts(_spec_of(place))) > len(leaf.shape):
-        return f"rank {len(leaf.shape)}"
-    mesh = jax.sharding.get_abstract_mesh()
-    if isinstance(place, PartitionSpec) and mesh.empty:
-        return "no mesh is set"
-    try:
-        sharding = place if isinstance(place, NamedSharding) else NamedSharding(mesh, place)
-        sharding.shard_shape(leaf.shape)
-    except ValueError as error:
-        return "does not divide" if "divi" in str(error) else "no such axis of the mesh"
-    return ""
-
-
-def _stacked(place: Any) -> Any:
-    if place is None:
-        return None
-    spec = PartitionSpec(None, *spec_parts(_spec_of(place)))
-    return NamedSharding(place.mesh, spec, memory_kind=place.memory_kind) if isinstance(place, NamedSharding) else spec
 
 
 def _check_count(n: Any) -> int:

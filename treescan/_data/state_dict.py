@@ -2,38 +2,88 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar, overload
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._avals import describe_argument, describe_leaf, shape_of
-from .._errors import ArgumentTypeError, Fault, LayerError, Row, explain, verb
-from .._tree import KeyPath, thaw_static
+from .._avals import describe_argument, shape_of
+from .._errors import ArgumentTypeError, Cure, Fault, LayerError, Row, explain, verb, warn_user
+from .._tree import thaw_static
 from .._types import Array, PyTree
 from .boxes import add_layer_axis
+from .checkpoint_names import (
+    check_ignore,
+    check_mapping,
+    check_names,
+    check_prefix,
+    full_name,
+    layers_by_number,
+    leaf_name,
+    plain_name,
+    refuse_twice,
+)
+from .layer_order import check_counts, check_order, check_sequence, is_several, one_each
+from .shardings import stacked_shardings
 from .shared import freeze_shared, is_traced_number
 from .stack import count_layers, split_layers
 
 Layer = TypeVar("Layer")
+Order: TypeAlias = Literal["turns"] | Sequence[int]
+Ignore: TypeAlias = str | Iterable[str] | Callable[[str], bool] | None
 _PREFIX = "layers"
+_SEVERAL = 'If it is a sequence of {what}, `order` says how their layers are numbered: `order="turns"` for a pattern.'
+
+
+class _Wanted(NamedTuple):
+    """What the layers of one stack have to hold.
+
+    Attributes:
+        like: one layer, its static leaves frozen; None: a dict of what the first layer has.
+        leaves: the names, and of what shape, where that is known.
+        layers: the layers, each with its number among all.
+    """
+
+    like: PyTree
+    leaves: list[tuple[str, Any]]
+    layers: list[tuple[int, Mapping[str, Any]]]
 
 
 @overload
 def layers_from_state_dict(
-    state: Mapping[str, Any], like: None = None, *, prefix: str = _PREFIX, names: None = None
+    state: Mapping[str, Any],
+    like: None = None,
+    *,
+    prefix: str = _PREFIX,
+    names: None = None,
+    order: Sequence[int] | None = None,
+    ignore: Ignore = None,
+    shardings: PyTree = None,
 ) -> Any: ...
 @overload
 def layers_from_state_dict(
-    state: Mapping[str, Any], like: Layer, *, prefix: str = _PREFIX, names: Mapping[str, str] | None = None
+    state: Mapping[str, Any],
+    like: Layer,
+    *,
+    prefix: str = _PREFIX,
+    names: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None = None,
+    order: Order | None = None,
+    ignore: Ignore = None,
+    shardings: PyTree = None,
 ) -> Layer: ...
 @verb
 def layers_from_state_dict(
-    state: Mapping[str, Any], like: PyTree = None, *, prefix: str = _PREFIX, names: Mapping[str, str] | None = None
+    state: Mapping[str, Any],
+    like: PyTree = None,
+    *,
+    prefix: str = _PREFIX,
+    names: Any = None,
+    order: Any = None,
+    ignore: Any = None,
+    shardings: PyTree = None,
 ) -> Any:
     """Makes a stack of a flat checkpoint's layers, whose arrays are named `{prefix}.{number}.{name}`.
 
@@ -42,17 +92,30 @@ def layers_from_state_dict(
             the prefix and a number are left alone.
         like: a tree with the structure and shapes of *one* layer (`jax.eval_shape(init, key)` makes one). The stack
             then has its structure; a leaf's name is its path, joined by dots (`attention.q_proj`). None: the stack is a
-            dict from each name to its array.
+            dict from each name to its array. With `order` a sequence, with one layer of each stack.
         prefix: the text before the number; "" for nothing.
-        names: where the checkpoint calls a leaf something else: `{"attention.q_proj": "self_attn.q_proj.weight"}`.
+        names: where the checkpoint calls a leaf something else: `{"attention.q_proj": "self_attn.q_proj.weight"}`. With
+            `order` also a sequence of these, one for each stack.
+        order: for layers of several kinds, which of several stacks holds each. "turns": they take turns as the blocks
+            of a pattern in `treescan.scan_layers`. Layer i of k stacks is in stack i % k; the last period need not be
+            full. Else a sequence with the number of its stack for each layer: `[0] * 3 + [1] * 58`.
+        ignore: names that are left out, buffers for example: a pattern such as "*.inv_freq" (as of `fnmatch`, for the
+            whole name), several, or a function from the name to a bool.
+        shardings: for each leaf of *one* layer (a prefix tree) a `jax.sharding.NamedSharding`, a `PartitionSpec` (where
+            a mesh is set) or None, as for `treescan.init_layers`; with `order` also a sequence, one for each stack.
+            Each leaf is put on its devices once it is stacked, before the next is.
 
     Returns:
         The stack, with leaves `[n, ...]` of the checkpoint's dtypes. Where all arrays of a leaf are NumPy's, they are
-        stacked by NumPy, and stay on the host.
+        stacked by NumPy, and stay on the host, unless `shardings` says where to put them. With `order` the stacks, a
+        list where `like` is one, else a tuple.
 
     Raises:
         LayerError: if layers are missing, or arrays: too few, too many, or of another shape than `like` has; all of
-            them are listed.
+            them are listed. Also if `order` or `shardings` do not fit.
+
+    Warns:
+        UserWarning: if dtypes differ from those of `like`.
 
     Examples:
         >>> import numpy as np
@@ -66,23 +129,21 @@ def layers_from_state_dict(
         (2, 2, 3)
     """
     try:
-        prefix = _check_texts(prefix, names)
+        prefix, ignores = check_prefix(prefix), check_ignore(ignore)
         if not isinstance(state, Mapping):
             raise Fault(
                 ArgumentTypeError,
                 f"{{verb}}: `state` is a mapping, got {describe_argument(state)}.",
                 'From names to arrays: `{"layers.0.w": w0, "layers.1.w": w1}`.',
             )
-        layers = _by_number(state, prefix)
-        wanted = _wanted(layers, like, names or {})
-        _check_complete(layers, wanted, prefix)
-        stacked = [_join([layer[name] for layer in layers]) for name, _ in wanted]
-        if like is None:
-            if [name for name, _ in wanted] == [""]:  # a layer is one array
-                return stacked[0]
-            return {name: leaf for (name, _), leaf in zip(wanted, stacked, strict=True)}
-        whole = thaw_static(jax.tree.unflatten(jax.tree.structure(freeze_shared(like)), stacked))
-        return add_layer_axis(whole, None)
+        layers = list(enumerate(layers_by_number(state, prefix, ignores)))
+        if order is None:
+            return _stacked([_wanted(layers, like, check_mapping(names))], (shardings,), prefix, like)[0]
+        likes = None if like is None else check_sequence(like, "like")
+        places = check_order(order, len(layers), None if likes is None else len(likes))
+        parts = _several(layers, likes, names, places)
+        stacks = _stacked(parts, one_each(shardings, len(parts), "shardings"), prefix, like)
+        return stacks if isinstance(like, list) else tuple(stacks)
     except Exception as error:
         explained = explain(error, "layers_from_state_dict")
     raise explained
@@ -90,20 +151,28 @@ def layers_from_state_dict(
 
 @verb
 def layers_to_state_dict(
-    stacked: PyTree, *, prefix: str = _PREFIX, names: Mapping[str, str] | None = None
+    stacked: PyTree,
+    *,
+    prefix: str = _PREFIX,
+    names: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None = None,
+    order: Order | None = None,
 ) -> dict[str, Array]:
     """The arrays of a stack, layer by layer, under the names of a flat checkpoint: undoes `layers_from_state_dict`.
 
     Args:
-        stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`. Other leaves are left out.
+        stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`. Other leaves are left out. With
+            `order` a sequence of such stacks.
         prefix: the text before the number; "" for nothing.
-        names: where the checkpoint calls a leaf something else than its path: `{"attention.q_proj": "q.weight"}`.
+        names: where the checkpoint calls a leaf something else than its path: `{"attention.q_proj": "q.weight"}`. With
+            `order` also a sequence of these, one for each stack.
+        order: how the layers of several stacks are numbered, as for `layers_from_state_dict`.
 
     Returns:
         A dict from names, `{prefix}.{number}.{name}`, to arrays `[...]`, n of them for each leaf. NumPy's stay NumPy's.
 
     Raises:
-        LayerError: if the leaves do not lead with one number of layers, or two of them would have one name.
+        LayerError: if the leaves do not lead with one number of layers, two of them would have one name, or `order`
+            does not fit the stacks.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -112,83 +181,96 @@ def layers_to_state_dict(
         ['layers.0.w', 'layers.1.w']
     """
     try:
-        prefix = _check_texts(prefix, names)
-        frozen = freeze_shared(stacked)
-        count = count_layers(frozen, "stacked")
-        paths = [path for path, _ in jtu.tree_flatten_with_path(frozen)[0]]
-        own = [_name(path, names or {}) for path in paths]
-        _check_names(paths, names or {})
-        _refuse_twice(own)
-        stacks = dict(zip(own, jax.tree.leaves(frozen), strict=True))
-        on_host = {name: leaf for name, leaf in stacks.items() if isinstance(leaf, np.ndarray)}
-        shared = {name: leaf for name, leaf in stacks.items() if is_traced_number(leaf)}
-        on_device = {name: leaf for name, leaf in stacks.items() if name not in on_host | shared}
-        layers: list[dict[str, Any]] = split_layers(on_device) if on_device else [{} for _ in range(count)]
-        for number, layer in enumerate(layers):
-            layer.update({name: np.asarray(leaf[number]) for name, leaf in on_host.items() if name not in shared})
-            layer.update(shared)
-        return {_full(prefix, number, name): layer[name] for number, layer in enumerate(layers) for name in own}
+        prefix = check_prefix(prefix)
+        if order is None:
+            return _named(prefix, _layers_of_one(stacked, check_mapping(names)))
+        stacks = check_sequence(stacked, "stacked")
+        own = _names_of_each(names, [_paths(freeze_shared(stack)) for stack in stacks])
+        each = [
+            _layers_of(stack, f"stacked[{i}]", of_stack)
+            for i, (stack, of_stack) in enumerate(zip(stacks, own, strict=True))
+        ]
+        counts = list(map(len, each))
+        places = check_order(order, sum(counts), len(stacks))
+        check_counts(places, counts)
+        following = list(map(iter, each))
+        return _named(prefix, [next(following[place]) for place in places])
     except Exception as error:
         explained = explain(error, "layers_to_state_dict")
     raise explained
 
 
-def _name(path: KeyPath, names: Mapping[str, str]) -> str:
-    """A leaf's name: its path joined by dots, or what `names` has for that."""
-    plain = _plain(path)
-    return names.get(plain, plain)
+def _named(prefix: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    return {
+        full_name(prefix, number, name): leaf for number, layer in enumerate(layers) for name, leaf in layer.items()
+    }
 
 
-def _plain(path: KeyPath) -> str:
-    return jtu.keystr(path, simple=True, separator=".")
+def _paths(frozen: PyTree) -> list[Any]:
+    return [path for path, _ in jtu.tree_flatten_with_path(frozen)[0]]
 
 
-def _full(prefix: str, number: int, name: str) -> str:
-    return ".".join(part for part in (prefix, str(number), name) if part)
+def _layers_of_one(stacked: PyTree, names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """The same of what is to be a single stack; where it may be several, the cure for these is given too."""
+    try:
+        return _layers_of(stacked, "stacked", names)
+    except Fault as fault:
+        if is_several(stacked):
+            fault.cures = (*fault.cures, Cure(_SEVERAL.format(what="stacks")))
+        raise
 
 
-def _by_number(state: Mapping[str, Any], prefix: str) -> list[dict[str, Any]]:
-    """For each layer its arrays by name."""
-    found: dict[int, dict[str, Any]] = {}
-    pattern = re.compile(rf"{re.escape(prefix + '.' if prefix else '')}(0|[1-9]\d*)(?:\.(.+))?", re.DOTALL)
-    for name, value in state.items():
-        match = pattern.fullmatch(name) if isinstance(name, str) else None
-        if match:
-            found.setdefault(int(match[1]), {})[match[2] or ""] = _as_array(name, value)
-    if not found:
-        prefixes = sorted({part[1] or "" for name in state if (part := re.match(r"(?:(.*?)\.)?\d+(\.|$)", str(name)))})
+def _layers_of(stacked: PyTree, root: str, names: Mapping[str, str]) -> list[dict[str, Any]]:
+    """For each layer of a stack its arrays by name."""
+    frozen = freeze_shared(stacked)
+    count = count_layers(frozen, root)
+    paths = _paths(frozen)
+    own = [leaf_name(path, names) for path in paths]
+    check_names(paths, names)
+    refuse_twice(own)
+    stacks = dict(zip(own, jax.tree.leaves(frozen), strict=True))
+    on_host = {name: leaf for name, leaf in stacks.items() if isinstance(leaf, np.ndarray)}
+    shared = {name: leaf for name, leaf in stacks.items() if is_traced_number(leaf)}
+    on_device = {name: leaf for name, leaf in stacks.items() if name not in on_host | shared}
+    layers: list[dict[str, Any]] = split_layers(on_device) if on_device else [{} for _ in range(count)]
+    for number, layer in enumerate(layers):
+        layer.update({name: np.asarray(leaf[number]) for name, leaf in on_host.items() if name not in shared})
+        layer.update(shared)
+    return [{name: layer[name] for name in own} for layer in layers]
+
+
+def _names_of_each(names: Any, paths: Sequence[Sequence[Any]]) -> list[Mapping[str, str]]:
+    """What each of several stacks calls its leaves. A single mapping is about the leaves of all."""
+    if is_several(names):
+        return [check_mapping(each) for each in one_each(names, len(paths), "names")]
+    names = check_mapping(names)
+    check_names([path for each in paths for path in each], names)
+    known = [set(map(plain_name, each)) for each in paths]
+    return [{path: name for path, name in names.items() if path in own} for own in known]
+
+
+def _several(
+    layers: Sequence[tuple[int, Mapping[str, Any]]], likes: tuple[PyTree, ...] | None, names: Any, places: Sequence[int]
+) -> list[_Wanted]:
+    """What is wanted of several stacks, with the layers of each."""
+    count = max(places) + 1 if likes is None else len(likes)
+    each = [[layer for layer, place in zip(layers, places, strict=True) if place == i] for i in range(count)]
+    empty = [i for i, of_stack in enumerate(each) if not of_stack]
+    if empty:
         raise Fault(
             LayerError,
-            f"{{verb}}: no name is `{_full(prefix, 0, 'w')}`, or the like.",
-            f"Names with a number in them have the prefix {', '.join(map(repr, prefixes))}: pass it as `prefix`."
-            if prefixes
-            else "Layers have numbers: without any, there is nothing to stack.",
+            f"{{verb}}: stack {empty[0]} of {count} has no layers: the checkpoint has {len(layers)}.",
+            "A stack holds one layer at least. Leave out those that have none, in `like` and in `order`.",
         )
-    missing = next(i for i in range(len(found) + 1) if i not in found)
-    if missing < len(found):
-        raise Fault(
-            LayerError,
-            f"{{verb}}: layers are missing: there is {_full(prefix, max(found), '')}, but not "
-            f"{_full(prefix, missing, '')}.",
-            "Layers are numbered from 0 on. A checkpoint in several files is one only when all are read.",
-        )
-    return [found[i] for i in range(len(found))]
+    if likes is None:
+        own = [check_mapping(names)] * count
+        return [_wanted(of_stack, None, of_names) for of_stack, of_names in zip(each, own, strict=True)]
+    own = _names_of_each(names, [_paths(freeze_shared(like)) for like in likes])
+    return [_wanted(*parts) for parts in zip(each, likes, own, strict=True)]
 
 
-def _as_array(name: str, value: Any) -> Any:
-    readable = hasattr(value, "shape") or isinstance(value, bool | int | float | complex)
-    array = np.asarray(value) if readable and not isinstance(value, jax.Array) else value
-    if not readable or shape_of(array) is None:
-        raise Fault(
-            LayerError,
-            f"{{verb}}: `{name}` is no array, but {describe_argument(value)}.",
-            "Arrays of NumPy and JAX can be stacked, and what NumPy can read as one; leave all else out of `state`.",
-        )
-    return array
-
-
-def _wanted(layers: Sequence[Mapping[str, Any]], like: PyTree, names: Mapping[str, str]) -> list[tuple[str, Any]]:
-    """What each layer must have: the names, and of what shape, where that is known."""
+def _wanted(layers: Sequence[tuple[int, Mapping[str, Any]]], like: PyTree, names: Mapping[str, str]) -> _Wanted:
+    """What each layer of a stack must have."""
     if like is None:
         if names:
             raise Fault(
@@ -196,32 +278,51 @@ def _wanted(layers: Sequence[Mapping[str, Any]], like: PyTree, names: Mapping[st
                 "{verb}: `names` says what the leaves of `like` are called, and there is no `like`.",
                 "Give a tree of one layer, or rename the keys of the dict that you get.",
             )
-        return [(name, None) for name in layers[0]]
-    leaves = jtu.tree_flatten_with_path(freeze_shared(like))[0]
-    wanted = [(_name(path, names), leaf) for path, leaf in leaves]
-    _check_names([path for path, _ in leaves], names)
-    _refuse_twice([name for name, _ in wanted])
-    return wanted
+        return _Wanted(None, [(name, None) for name in layers[0][1]], list(layers))
+    frozen = freeze_shared(like)
+    leaves = jtu.tree_flatten_with_path(frozen)[0]
+    check_names([path for path, _ in leaves], names)
+    wanted = [(leaf_name(path, names), leaf) for path, leaf in leaves]
+    refuse_twice([name for name, _ in wanted])
+    return _Wanted(frozen, wanted, list(layers))
 
 
-def _check_complete(layers: Sequence[Mapping[str, Any]], wanted: Sequence[tuple[str, Any]], prefix: str) -> None:
-    """Every layer has what is wanted and nothing else, in one shape."""
-    first = layers[0]
-    expected = {name: (first.get(name) if leaf is None else leaf) for name, leaf in wanted}
-    rows: list[Row] = []
-    for number, layer in enumerate(layers):
-        for name in dict.fromkeys((*expected, *layer)):
-            row = _compare(expected.get(name), layer.get(name), first.get(name))
-            rows.extend([] if row is None else [Row(_full(prefix, number, name), *row)])
+def _stacked(parts: Sequence[_Wanted], shardings: Sequence[PyTree], prefix: str, like: PyTree) -> list[Any]:
+    """The stacks, once every layer is found to have what is wanted.
+
+    Raises:
+        Fault: for a `LayerError` that lists all that differs.
+    """
+    rows = [row for part in parts for row in _differences(part, prefix)]
     if rows:
         raise Fault(
             LayerError,
             "{verb}: the checkpoint's layers are not what they should be.",
-            "`like` says what one layer holds (without it, the first does), `names` what the checkpoint calls it. "
-            "Arrays that are laid out otherwise, as torch's transposed weights, are changed before, or once stacked.",
+            "`like` says what one layer holds (without it, the first does), `names` what the checkpoint calls it, and "
+            "`ignore` what is left out of it. Arrays that are laid out otherwise, as torch's transposed weights, are "
+            "changed before, or once stacked.",
+            *(
+                [_SEVERAL.format(what="a layer of each of several stacks")]
+                if len(parts) == 1 and is_several(like)
+                else []
+            ),
             header=("name", "expected", "is"),
             rows=rows,
         )
+    _warn_of_dtypes(parts, prefix)
+    return [_join_all(part, of_stack) for part, of_stack in zip(parts, shardings, strict=True)]
+
+
+def _differences(part: _Wanted, prefix: str) -> list[Row]:
+    """Where a layer has something else than what is wanted, or another shape."""
+    first = part.layers[0][1]
+    expected = {name: (first.get(name) if leaf is None else leaf) for name, leaf in part.leaves}
+    rows: list[Row] = []
+    for number, layer in part.layers:
+        for name in dict.fromkeys((*expected, *layer)):
+            row = _compare(expected.get(name), layer.get(name), first.get(name))
+            rows.extend([] if row is None else [Row(full_name(prefix, number, name), *row)])
+    return rows
 
 
 def _compare(expected: Any, value: Any, of_first: Any) -> tuple[str, str, str] | None:
@@ -240,44 +341,48 @@ def _shape(value: Any) -> str:
     return "" if value is None else f"[{','.join(map(str, shape_of(value) or ()))}]"
 
 
-def _join(leaves: Sequence[Any]) -> Any:
+def _warn_of_dtypes(parts: Sequence[_Wanted], prefix: str) -> None:
+    """Says it where a template has another dtype, which the stack then does not get."""
+    found: list[str] = []
+    for part in parts:
+        number, first = part.layers[0]
+        for name, leaf in part.leaves:
+            wanted = getattr(leaf, "dtype", first[name].dtype)  # as it is given: JAX makes 32 bits of 64
+            if leaf is not None and wanted != first[name].dtype:
+                found.append(f"{full_name(prefix, number, name)} is {first[name].dtype}, not {wanted}")
+    if found:
+        more = f", and {len(found) - 3} more" if len(found) > 3 else ""
+        warn_user(
+            f"The checkpoint has other dtypes than `like`: {'; '.join(found[:3])}{more}. The stack has those of the "
+            "checkpoint. Cast it, or give a `like` that has them too.",
+            UserWarning,
+        )
+
+
+def _join_all(part: _Wanted, shardings: PyTree) -> Any:
+    """The stack of one kind of layers."""
+    names = [name for name, _ in part.leaves]
+    alone = part.like is None and names == [""]  # a layer is one array
+    first = part.layers[0][1]
+    like = (first[""] if alone else {name: first[name] for name in names}) if part.like is None else part.like
+    if part.like is None and not alone:
+        names = sorted(names)  # as JAX orders the leaves of a dict
+    places: Sequence[Any] = [None] * len(names)
+    if shardings is not None:
+        types = jax.tree.unflatten(jax.tree.structure(like), [first[name] for name in names])
+        places = stacked_shardings(jax.eval_shape(lambda: types), shardings, "{verb}").leaves
+    leaves = [
+        _join([layer[name] for _, layer in part.layers], place) for name, place in zip(names, places, strict=True)
+    ]
+    whole = thaw_static(jax.tree.unflatten(jax.tree.structure(like), leaves))
+    if part.like is not None:
+        return add_layer_axis(whole, None)
+    return whole if alone else {name: whole[name] for name, _ in part.leaves}
+
+
+def _join(leaves: Sequence[Any], place: Any) -> Any:
     if any(isinstance(leaf, jax.Array) for leaf in leaves):
-        return jnp.stack(list(map(jnp.asarray, leaves)))
-    return np.stack(leaves)
-
-
-def _refuse_twice(names: Sequence[str]) -> None:
-    twice = sorted({name for name in names if names.count(name) > 1})
-    if twice:
-        raise Fault(
-            LayerError,
-            f"{{verb}}: two leaves would be called {', '.join(twice)}.",
-            "Give one of them another name: `names={path: name}`.",
-        )
-
-
-def _check_names(paths: Sequence[KeyPath], names: Mapping[str, str]) -> None:
-    unknown = sorted(map(str, names.keys() - set(map(_plain, paths))))
-    if unknown:
-        raise Fault(
-            LayerError,
-            f"{{verb}}: `names` speaks of {', '.join(unknown)}, which a layer does not have.",
-            f"Its leaves are {', '.join(map(_plain, paths))}.",
-        )
-
-
-def _check_texts(prefix: Any, names: Any) -> str:
-    """The prefix, without a dot at its end."""
-    if not isinstance(prefix, str):
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}}: `prefix` is a string, got {describe_argument(prefix)}.",
-            'It is the text before the number: `prefix="model.layers"`.',
-        )
-    if names is not None and not isinstance(names, Mapping):
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}}: `names` is a mapping, got {describe_leaf(names)}.",
-            'From paths in a layer to names in the checkpoint: `{"attention.q_proj": "q.weight"}`.',
-        )
-    return prefix.removesuffix(".")
+        whole: Any = jnp.stack(list(map(jnp.asarray, leaves)))
+    else:
+        whole = np.stack(leaves)
+    return whole if place is None else jax.device_put(whole, place)

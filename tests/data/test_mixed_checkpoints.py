@@ -1,0 +1,302 @@
+"""Checkpoints of layers of several kinds, under the names and in the order in which models are published.
+
+Names are those of the models' files; weights are made up.
+"""
+
+import functools
+import warnings
+from typing import Any, NamedTuple
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+import treescan
+
+WIDTH, HEADS, HIDDEN, EXPERTS = 4, 6, 10, 3
+
+
+def weights(shapes: dict[str, tuple[int, ...]], seed: int) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    return {name: rng.normal(size=shape).astype(np.float32) for name, shape in shapes.items()}
+
+
+def published(kinds: list[dict[str, tuple[int, ...]]], order: list[int], prefix: str) -> dict[str, np.ndarray]:
+    """A checkpoint in which layer i is of kind `order[i]`."""
+    state = {"model.embed_tokens.weight": np.ones((8, WIDTH), np.float32)}
+    for i, kind in enumerate(order):
+        state |= {f"{prefix}.{i}.{name}": leaf for name, leaf in weights(kinds[kind], i).items()}
+    return state
+
+
+ATTENTION = {
+    "self_attn.q_proj.weight": (HEADS, WIDTH),
+    "self_attn.k_proj.weight": (HEADS, WIDTH),
+    "self_attn.v_proj.weight": (HEADS, WIDTH),
+    "self_attn.o_proj.weight": (WIDTH, HEADS),
+}
+DENSE = {
+    "mlp.gate_proj.weight": (HIDDEN, WIDTH),
+    "mlp.up_proj.weight": (HIDDEN, WIDTH),
+    "mlp.down_proj.weight": (WIDTH, HIDDEN),
+}
+NORMS = {"input_layernorm.weight": (WIDTH,), "post_attention_layernorm.weight": (WIDTH,)}
+GEMMA = (
+    ATTENTION | DENSE | NORMS
+    | {f"self_attn.{name}_norm.weight": (3,) for name in "qk"}
+    | {f"{name}_feedforward_layernorm.weight": (WIDTH,) for name in ("pre", "post")}
+)  # fmt: skip
+
+
+def experts(root: str, names: tuple[str, str, str]) -> dict[str, tuple[int, ...]]:
+    gate, up, down = names
+    shapes = {gate: (HIDDEN, WIDTH), up: (HIDDEN, WIDTH), down: (WIDTH, HIDDEN)}
+    return {f"{root}.{i}.{name}.weight": shape for i in range(EXPERTS) for name, shape in shapes.items()}
+
+
+PROJECTIONS = "gate_proj", "up_proj", "down_proj"
+LATENT = {
+    "self_attn.q_a_proj.weight": (3, WIDTH),
+    "self_attn.q_a_layernorm.weight": (3,),
+    "self_attn.q_b_proj.weight": (HEADS, 3),
+    "self_attn.kv_a_proj_with_mqa.weight": (5, WIDTH),
+    "self_attn.kv_a_layernorm.weight": (3,),
+    "self_attn.kv_b_proj.weight": (HEADS, 3),
+    "self_attn.o_proj.weight": (WIDTH, HEADS),
+}
+DEEPSEEK = [
+    LATENT | NORMS | DENSE,
+    LATENT | NORMS
+    | {"mlp.gate.weight": (EXPERTS, WIDTH), "mlp.gate.e_score_correction_bias": (EXPERTS,)}
+    | experts("mlp.experts", PROJECTIONS)
+    | {name.replace("mlp.", "mlp.shared_experts."): shape for name, shape in DENSE.items()},
+]  # fmt: skip
+
+MAMBA = {
+    "mamba.A_log": (HIDDEN, 2),
+    "mamba.D": (HIDDEN,),
+    "mamba.conv1d.weight": (HIDDEN, 1, 4),
+    "mamba.conv1d.bias": (HIDDEN,),
+    "mamba.in_proj.weight": (2 * HIDDEN, WIDTH),
+    "mamba.x_proj.weight": (5, HIDDEN),
+    "mamba.dt_proj.weight": (HIDDEN, 1),
+    "mamba.dt_proj.bias": (HIDDEN,),
+    "mamba.out_proj.weight": (WIDTH, HIDDEN),
+    "mamba.dt_layernorm.weight": (1,),
+    "mamba.b_layernorm.weight": (2,),
+    "mamba.c_layernorm.weight": (2,),
+}
+OF_JAMBA = {"input_layernorm.weight": (WIDTH,), "pre_ff_layernorm.weight": (WIDTH,)}
+FEED_FORWARD = {name.replace("mlp.", "feed_forward."): shape for name, shape in DENSE.items()}
+MOE = {"feed_forward.router.weight": (EXPERTS, WIDTH)} | experts("feed_forward.experts", PROJECTIONS)
+JAMBA = [MAMBA | OF_JAMBA | FEED_FORWARD, MAMBA | OF_JAMBA | MOE, ATTENTION | OF_JAMBA | FEED_FORWARD]
+
+
+def jamba_order(layers: int) -> list[int]:
+    """Attention in one layer of eight, experts in every second one."""
+    return [2 if i % 8 == 4 else i % 2 for i in range(layers)]
+
+
+MODELS = {
+    "gemma, by kind": ([GEMMA, GEMMA], [int(i % 6 == 5) for i in range(26)]),
+    "gemma, by turns": ([GEMMA] * 6, [i % 6 for i in range(26)]),
+    "deepseek": (DEEPSEEK, [0] * 3 + [1] * 4),
+    "jamba, by kind": (JAMBA, jamba_order(16)),
+    "jamba, by turns": ([JAMBA[kind] for kind in jamba_order(8)], [i % 8 for i in range(16)]),
+}
+
+
+def like_of(kind: dict[str, tuple[int, ...]]) -> Any:
+    """A nested dict of a layer's types."""
+    tree: dict[str, Any] = {}
+    for name, shape in kind.items():
+        *parents, last = name.split(".")
+        at = tree
+        for parent in parents:
+            at = at.setdefault(parent, {})
+        at[last] = jax.ShapeDtypeStruct(shape, jnp.float32)
+    return tree
+
+
+@pytest.mark.parametrize("turns", [False, True])
+@pytest.mark.parametrize("model", MODELS)
+def test_a_mixed_checkpoint_comes_back(model, turns, tmp_path):
+    safetensors = pytest.importorskip("safetensors.numpy")
+    kinds, places = MODELS[model]
+    order = "turns" if turns else places
+    if turns and "turns" not in model:
+        pytest.skip("these layers do not take turns")
+    safetensors.save_file(published(kinds, places, "model.layers"), tmp_path / "model.safetensors")
+    state = safetensors.load_file(tmp_path / "model.safetensors")
+    likes = list(map(like_of, kinds))
+    stacks = treescan.layers_from_state_dict(state, likes, prefix="model.layers", order=order)
+    assert isinstance(stacks, list)
+    for i, stack in enumerate(stacks):
+        numbers = [number for number, place in enumerate(places) if place == i]
+        for row, number in enumerate(numbers):
+            of_layer = {
+                f"model.layers.{number}." + jax.tree_util.keystr(path, simple=True, separator="."): leaf[row]
+                for path, leaf in jax.tree.leaves_with_path(stack)
+            }
+            chex.assert_trees_all_equal(of_layer, {name: state[name] for name in of_layer})
+    back = treescan.layers_to_state_dict(stacks, prefix="model.layers", order=order)
+    safetensors.save_file(back, tmp_path / "again.safetensors")
+    again = safetensors.load_file(tmp_path / "again.safetensors")
+    chex.assert_trees_all_equal(again, {name: leaf for name, leaf in state.items() if "layers" in name})
+
+
+def test_layers_of_a_pattern_are_numbered_as_they_run():
+    """What the verbs run is what the checkpoint's numbers say, with a period that is not full."""
+    rng = np.random.default_rng(0)
+    state = {f"layers.{i}.w": rng.normal(size=(3, 3)).astype(np.float32) for i in range(8)}
+    like = {"w": jax.ShapeDtypeStruct((3, 3), jnp.float32)}
+    stacks = treescan.layers_from_state_dict(state, [like] * 3, order="turns")
+    assert [len(stack["w"]) for stack in stacks] == [3, 3, 2]
+    x = jnp.ones((2, 3))
+    found = treescan.fold_layers([lambda layer, x: jnp.tanh(x @ layer["w"])] * 3, x, stacks)
+    want = functools.reduce(lambda x, i: jnp.tanh(x @ state[f"layers.{i}.w"]), range(8), x)
+    np.testing.assert_allclose(found, want, rtol=1e-5)
+
+
+class Dense(NamedTuple):
+    up: Any
+    down: Any
+
+
+class Experts(NamedTuple):
+    router: Any
+    up: Any
+
+
+def mixed() -> dict[str, np.ndarray]:
+    dense = {"mlp.up.weight": (5, 4), "mlp.down.weight": (4, 5)}
+    return published([dense, {"moe.router": (2, 4), "moe.up": (2, 5, 4)}], [0, 1, 0, 1, 1], "h")
+
+
+LIKES = (
+    Dense(jax.ShapeDtypeStruct((5, 4), jnp.float32), jax.ShapeDtypeStruct((4, 5), jnp.float32)),
+    Experts(jax.ShapeDtypeStruct((2, 4), jnp.float32), jax.ShapeDtypeStruct((2, 5, 4), jnp.float32)),
+)
+NAMES = [{"up": "mlp.up.weight", "down": "mlp.down.weight"}, {"router": "moe.router", "up": "moe.up"}]
+ORDER = [0, 1, 0, 1, 1]
+
+
+def test_names_for_each_stack_or_for_all():
+    state = mixed()
+    dense, experts = treescan.layers_from_state_dict(state, LIKES, prefix="h", names=NAMES, order=np.array(ORDER))
+    assert (type(dense), type(experts)) == (Dense, Experts)
+    np.testing.assert_array_equal(dense.up[1], state["h.2.mlp.up.weight"])
+    np.testing.assert_array_equal(experts.up[2], state["h.4.moe.up"])
+    back = treescan.layers_to_state_dict([dense, experts], prefix="h", names=NAMES, order=ORDER)
+    chex.assert_trees_all_equal(back, {name: leaf for name, leaf in state.items() if name.startswith("h.")})
+    for_all = {"router": "gate", "down": "out"}
+    back = treescan.layers_to_state_dict([dense, experts], names=for_all, order=ORDER)
+    assert sorted(name for name in back if ".0." in name or ".1." in name) == [
+        "layers.0.out", "layers.0.up", "layers.1.gate", "layers.1.up",
+    ]  # fmt: skip
+    again = treescan.layers_from_state_dict(back, LIKES, names=for_all, order=ORDER)
+    chex.assert_trees_all_equal(again, (dense, experts))
+
+
+def test_dicts_of_several_stacks():
+    state = mixed()
+    stacks = treescan.layers_from_state_dict(state, prefix="h", order=ORDER)
+    assert [{name: leaf.shape for name, leaf in stack.items()} for stack in stacks] == [
+        {"mlp.up.weight": (2, 5, 4), "mlp.down.weight": (2, 4, 5)},
+        {"moe.router": (3, 2, 4), "moe.up": (3, 2, 5, 4)},
+    ]
+    back = treescan.layers_to_state_dict(stacks, prefix="h", order=ORDER)
+    chex.assert_trees_all_equal(back, {name: leaf for name, leaf in state.items() if name.startswith("h.")})
+
+
+@pytest.mark.parametrize(
+    "ignore",
+    ["*.inv_freq", ["*.inv_freq"], ("*.rotary_emb.*", "*.none"), lambda name: name.endswith("inv_freq")],
+    ids=["pattern", "list", "tuple", "function"],
+)
+def test_buffers_are_ignored(ignore):
+    state = {f"layers.{i}.w": np.full(2, i, np.float32) for i in range(3)}
+    buffers = {f"layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(3) for i in range(3)}
+    like = {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}
+    found = treescan.layers_from_state_dict(state | buffers, like, ignore=ignore)
+    chex.assert_trees_all_equal(found, treescan.layers_from_state_dict(state, like))
+
+
+def test_a_layer_beyond_the_last_is_ignored():
+    """As that of DeepSeek-V3 which predicts a further token."""
+    state = {f"model.layers.{i}.w": np.full(2, i, np.float32) for i in range(3)}
+    further = {"model.layers.3.enorm.weight": np.ones(2), "model.layers.3.w": np.ones(2)}
+    found = treescan.layers_from_state_dict(state | further, prefix="model.layers", ignore="model.layers.3.*")
+    assert found["w"].shape == (3, 2)
+
+
+def test_another_dtype_is_said_once():
+    state = {f"layers.{i}.{name}": jnp.ones(2, jnp.bfloat16) for i in range(2) for name in "abcde"}
+    like = dict.fromkeys("abcde", jax.ShapeDtypeStruct((2,), jnp.float32))
+    with pytest.warns(UserWarning) as record:
+        found = treescan.layers_from_state_dict(state, like)
+    text = " ".join(str(record[0].message).split())
+    assert len(record) == 1
+    assert "layers.0.a is bfloat16, not float32" in text
+    assert "and 2 more" in text
+    assert found["a"].dtype == jnp.bfloat16
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        treescan.layers_from_state_dict({"layers.0.a": np.ones(2)}, {"a": np.ones(2)})
+
+
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_each_leaf_is_put_where_shardings_say(axis_type):
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
+    rows = NamedSharding(mesh, PartitionSpec(None, "data"))
+    state, shardings = mixed(), [rows, Experts(None, NamedSharding(mesh, PartitionSpec("data")))]
+    dense, experts = treescan.layers_from_state_dict(
+        state, LIKES, prefix="h", names=NAMES, order=ORDER, shardings=[Dense(rows, None), shardings[1]]
+    )
+    assert dense.up.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(None, None, "data")), 3)
+    assert isinstance(dense.down, np.ndarray)
+    assert experts.up.sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(None, "data")), 4)
+    np.testing.assert_array_equal(dense.up[1], state["h.2.mlp.up.weight"])
+    single = {f"layers.{i}.w": np.full((2, 4), i, np.float32) for i in range(3)}
+    with jax.set_mesh(mesh):
+        found = treescan.layers_from_state_dict(single, shardings=PartitionSpec("data"))
+    assert found["w"].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(None, "data")), 3)
+    found = treescan.layers_from_state_dict(single, shardings=rows)
+    assert found["w"].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(None, None, "data")), 3)
+
+
+def test_orbax_keeps_a_pattern_with_its_shardings(tmp_path):
+    ocp = pytest.importorskip("orbax.checkpoint")
+    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
+    kinds, places = MODELS["gemma, by turns"]
+    state = published(kinds, places, "model.layers")
+    likes = list(map(like_of, kinds))
+
+    def by_rows(leaf: Any) -> NamedSharding:
+        return NamedSharding(mesh, PartitionSpec("data" if leaf.shape[0] % 2 == 0 else None))
+
+    shardings = [jax.tree.map(by_rows, like) for like in likes]
+    stacks = treescan.layers_from_state_dict(state, likes, prefix="model.layers", order="turns", shardings=shardings)
+    with ocp.StandardCheckpointer() as checkpointer:
+        checkpointer.save(tmp_path / "stacks", stacks)
+        checkpointer.wait_until_finished()
+        types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), stacks)
+        back = checkpointer.restore(tmp_path / "stacks", types)
+    chex.assert_trees_all_equal(back, stacks)
+    assert all(
+        a.sharding.is_equivalent_to(b.sharding, a.ndim)
+        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(stacks), strict=True)
+    )
+    again = treescan.layers_to_state_dict(back, prefix="model.layers", order="turns")
+    chex.assert_trees_all_equal(again, {name: leaf for name, leaf in state.items() if "layers" in name})
+
+
+def test_several_stacks_under_jit():
+    state = {f"layers.{i}": jnp.full(2, float(i)) for i in range(5)}
+    stacks = jax.jit(lambda state: treescan.layers_from_state_dict(state, order=[0, 1, 0, 1, 0]))(state)
+    np.testing.assert_array_equal(stacks[0], [[0, 0], [2, 2], [4, 4]])
+    back = jax.jit(lambda stacks: treescan.layers_to_state_dict(stacks, order="turns"))(stacks)
+    chex.assert_trees_all_equal(back, state)
