@@ -323,7 +323,7 @@ def _split(
     """The options that transforms are made of, and the others."""
     check_options(options, _ACCEPTED, {})
     time_axis = check_time_axis(time_axis)
-    others = {"in_axes": time_axis, "out_axes": time_axis} | dict(options)
+    others: dict[str, Any] = {"in_axes": time_axis, "out_axes": time_axis} | dict(options)
     taken: list[Any] = [others.pop(name, default) for name, default in _OF_TRANSFORMS.items()]
     return *taken, others
 
