@@ -378,3 +378,27 @@ def test_static_leaves_of_a_stack_are_freed():
     reference = use()
     gc.collect()
     assert reference() is None
+
+
+@pytest.mark.parametrize("counts", [(1,), (1, 1, 1), (2, 1)], ids=str)
+def test_a_stack_of_one_layer_is_recomputed_too(counts):
+    """XLA removes a loop of one step: without a barrier the second computation is merged with the first."""
+
+    def block(layer, x):
+        return x + jnp.sin(jnp.tanh(x @ layer["up"])) @ layer["down"]
+
+    def other(layer, x):
+        return block(layer, x) * 2
+
+    blocks = [block, other, block][: len(counts)]
+    stacks = [{"up": jnp.ones((n, 8, 64)), "down": jnp.ones((n, 64, 8))} for n in counts]
+
+    def tanhs(remat):
+        def loss(stacks):
+            x = jnp.ones((32, 8))
+            return jnp.sin(treescan.fold_layers(blocks, x, stacks, remat=remat)).sum()
+
+        text = jax.jit(jax.grad(loss)).lower(stacks).compile().as_text()
+        return len(re.findall(r" tanh\(", text))
+
+    assert tanhs("step") > tanhs(None)

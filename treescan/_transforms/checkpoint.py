@@ -173,7 +173,9 @@ def checkpoint_step(step: Step, remat: Remat, *, looped: bool) -> Step:
 
 
 def _stays_a_loop(loop: Loop) -> bool:
-    return loop.unroll is not True and loop.unroll == 1
+    """Whether XLA runs the steps as a loop: it removes one of a single step, and would then save all after all."""
+    single = isinstance(loop.length, int) and loop.length == 1
+    return loop.unroll is not True and loop.unroll == 1 and not single
 
 
 def levels_in(remat: Remat) -> int:

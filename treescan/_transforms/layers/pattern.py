@@ -82,7 +82,7 @@ class Pattern:
         if self.remat is not None:
             state, each = run_turns(loops, self.remat, tuple(map(with_state, self.saves)), memo)
             return (state, tuple(new for new, _ in each)), [y for _, y in each]
-        (state, stacks), each = run_turns(carry_states(loops, self.states), None, self.saves, memo)
+        (state, stacks, _), each = run_turns(carry_states(loops, self.states), None, self.saves, memo)
         return (state, shape_states(stacks, [xs[-1] for xs in given.xs])), each
 
     def plan(self, given: Arguments) -> RematPlan:

@@ -25,8 +25,10 @@ from ..outputs import ALL
 class CarryState:
     """The step that takes its layer's state from a carried stack, and writes the new one there.
 
-    Its state is (the inner state, for each loop the leaves of its stack). Its x is (the number of the layer in its
-    stack, the leaves of the inner x but for the state, which are the last of them). The inner y is (new state, y).
+    Its state is (the inner state, for each loop the leaves of its stack, the number of the layer in its stack). Its x
+    is (that number or None, the leaves of the inner x but for the state, which are the last of them). The inner y is
+    (new state, y). Loops that take turns have their layers of one number after each other. The first of them is told
+    the number, and the others read it: XLA frees more of what they slice where it sees that their numbers are one.
 
     Attributes:
         step: the inner step.
@@ -39,14 +41,15 @@ class CarryState:
     place: int
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        inner, stacks = state
-        number, others = feed.x
+        inner, stacks, number = state
+        told, others = feed.x
+        number = number if told is None else told
         own = [_read(stack, number) for stack in stacks[self.place]]
         x = jax.tree.unflatten(self.structure, [*others, *own])
         inner, (new, y) = self.step(consts, inner, feed._replace(x=x))
         triples = zip(stacks[self.place], own, jax.tree.leaves(new), strict=True)
         written = [stack if new is old else _write(stack, number, new) for stack, old, new in triples]
-        return (inner, (*stacks[: self.place], written, *stacks[self.place + 1 :])), y
+        return (inner, (*stacks[: self.place], written, *stacks[self.place + 1 :]), number), y
 
 
 def _read(stack: Any, number: Any) -> Any:
@@ -69,11 +72,16 @@ def carry_states(loops: Sequence[Loop], counts: Sequence[int]) -> list[Loop]:
     flat = [jax.tree.flatten(loop.xs.x) for loop in loops]
     firsts = [len(leaves) - count for (leaves, _), count in zip(flat, counts, strict=True)]
     stacks = tuple(leaves[first:] for (leaves, _), first in zip(flat, firsts, strict=True))
+    numbers = jnp.arange(loops[0].length)
+    last, reverse = len(loops) - 1, loops[0].reverse
     carried: list[Loop] = []
     for place, (loop, (leaves, structure), first) in enumerate(zip(loops, flat, firsts, strict=True)):
         step = CarryState(loop.step, structure, place)
-        xs = loop.xs._replace(x=(jnp.arange(loop.length), leaves[:first]))
-        carried.append(dataclasses.replace(loop, step=step, state=(loop.state, stacks), xs=xs))
+        told = numbers[: loop.length] if place == (last if reverse else 0) else None
+        xs = loop.xs._replace(x=(told, leaves[:first]))
+        # In reverse the layers that are left over come first: they have the number to begin with.
+        state = (loop.state, stacks, jnp.full((), loops[0].length - 1, numbers.dtype))
+        carried.append(dataclasses.replace(loop, step=step, state=state, xs=xs))
     return carried
 
 

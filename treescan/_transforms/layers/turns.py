@@ -150,7 +150,7 @@ def _run_traced(
                 refuse_to_repeat(hoisted)
     unchanged = tuple(map(all, zip(*(hoisted.fixed for hoisted in traced), strict=True)))
     keeps = [_keeps_of(loop, save, each) for loop, save, each in zip(loops, saves, traced, strict=True)]
-    turns = [_on_whole_state(hoisted, plan) for hoisted, plan in zip(traced, plans, strict=True)]
+    turns = [_on_whole_state(hoisted, plan, rounds) for hoisted, plan in zip(traced, plans, strict=True)]
 
     def run_main(main: Loop) -> tuple[PyTree, PyTree]:
         kept = [leaf for leaf, fixed in zip(main.state, unchanged, strict=True) if fixed]
@@ -230,13 +230,16 @@ class _Turn(NamedTuple):
         return [cls(loop.body, loop.step, loop.step, loop.consts, loop.xs) for loop in loops]
 
 
-def _on_whole_state(hoisted: Hoisted, remat: Remat | None) -> _Turn:
-    """The turn of a loop that was traced, over the leaves of the whole state."""
+def _on_whole_state(hoisted: Hoisted, remat: Remat | None, rounds: int) -> _Turn:
+    """The turn of a loop that was traced, over the leaves of the whole state, in so many rounds."""
     loop = hoisted.loop
     _, inner = loop.consts
     steps = (loop.step,) * 2
     if remat is not None:
-        steps = (checkpoint_steps(loop, remat).step, checkpoint_step(loop.step, remat, looped=False))
+        steps = (
+            checkpoint_steps(replace(loop, length=rounds), remat).step,
+            checkpoint_step(loop.step, remat, looped=False),
+        )
     main, last = (KeepUnchanged(step, hoisted.fixed) for step in steps)
     return _Turn(loop.body, main, last, inner, loop.xs)
 
