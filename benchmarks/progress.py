@@ -20,7 +20,8 @@ from benchmarks._harness import Comparison
 
 SHORT, LONG = 32, 512
 """The sizes of the state: steps of about ten microseconds, and of one millisecond."""
-STEPS = {SHORT: 20_000, LONG: 500}
+STEPS = {SHORT: 20_000, LONG: 2_000}
+BLOCKS = {SHORT: None, LONG: 6}
 METER = treescan.Tqdm() if importlib.util.find_spec("tqdm") else treescan.Text()
 
 
@@ -36,12 +37,14 @@ def comparisons() -> Iterator[Comparison]:
         shown = _quietly(_shown(treescan.Progress("loop", meter=METER)), init, xs)
         plain = _quietly(_shown(None), init, xs)
         target = 1.02 if size == LONG else None
-        yield Comparison(f"scan, {about}, 100 updates", "the same without progress", shown, plain, target)
+        yield Comparison(
+            f"scan, {about}, 100 updates", "the same without progress", shown, plain, target, blocks=BLOCKS[size]
+        )
         if importlib.util.find_spec("jax_tqdm"):
             peer = _quietly(_by_jax_tqdm(STEPS[size]), init, xs)
             twenty = _quietly(_shown(treescan.Progress("loop", updates=20, meter=METER)), init, xs)
-            yield Comparison(f"scan, {about}, 20 updates", "jax-tqdm, as many", twenty, peer, 1.0)
-            yield Comparison(f"scan, {about}, 100 updates", "jax-tqdm, 20 updates", shown, peer)
+            yield Comparison(f"scan, {about}, 20 updates", "jax-tqdm, as many", twenty, peer, 1.0, blocks=BLOCKS[size])
+            yield Comparison(f"scan, {about}, 100 updates", "jax-tqdm, 20 updates", shown, peer, blocks=BLOCKS[size])
 
 
 def _shown(progress: treescan.Progress | None) -> Callable[[Array, Array], Array]:
