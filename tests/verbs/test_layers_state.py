@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from loops import array
 
@@ -378,3 +379,37 @@ def test_recomputed_layers_save_no_stack_of_states_for_each():
     whole = sum(leaf.size for leaf in jax.tree.leaves(given[2]))
     assert pullback("step") < 1.5 * whole
     assert pullback("nested") < 1.5 * whole
+
+
+def attending(layer, x, state):
+    x = jnp.tanh(x @ layer["w"]) + state
+    return x, state + x
+
+
+@pytest.mark.parametrize("remat", [None, "step"])
+@pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
+def test_states_whose_rows_lie_on_several_devices(axis_type, remat):
+    layers, x, state = stack_of(3), array(8, WIDTH), array(3, 8, WIDTH, seed=3)
+    want = jax.jit(lambda *given: python_loop(attending, *given)[:2])(x, layers, state)
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(axis_type,))
+    with jax.set_mesh(mesh):
+        over_rows = NamedSharding(mesh, PartitionSpec("rows")), NamedSharding(mesh, PartitionSpec(None, "rows"))
+        x, state = jax.device_put(x, over_rows[0]), jax.device_put(state, over_rows[1])
+        layers = jax.device_put(layers, NamedSharding(mesh, PartitionSpec()))
+        run = jax.jit(lambda *given: treescan.fold_layers(attending, *given[:2], state=given[2], remat=remat))
+        found = run(x, layers, state)
+        assert "all-gather" not in run.lower(x, layers, state).compile().as_text()
+    close(found, want)
+    assert found[1].sharding.is_equivalent_to(over_rows[1], 3)
+
+
+def test_states_within_shard_map():
+    layers, x, state = stack_of(3), array(8, WIDTH), array(3, 8, WIDTH, seed=3)
+    mesh = jax.make_mesh((2,), ("rows",), axis_types=(AxisType.Auto,))
+    rows, of_state = PartitionSpec("rows"), PartitionSpec(None, "rows")
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(rows, PartitionSpec(), of_state), out_specs=(rows, of_state))
+    def run(x, layers, state):
+        return treescan.fold_layers(attending, x, layers, state=state)
+
+    close(jax.jit(run)(x, layers, state), python_loop(attending, x, layers, state)[:2])
