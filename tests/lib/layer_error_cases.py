@@ -869,6 +869,14 @@ def state_and_x_are_swapped(one):
     return fold_layers(block, X, denses(one), state=caches(one))
 
 
+@without_body(ArgumentError)
+def state_beside_a_save_that_is_no_prefix(one):
+    def block(layer, x, cache):
+        return (*decode(layer, x, cache), {"mean": x.mean()})
+
+    return scan_layers(block, X, denses(one), state=caches(one), remat="step", save={"sum": "last"})
+
+
 @case(BodyError)
 def state_is_not_taken(one):
     def block(layer, x):

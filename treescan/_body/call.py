@@ -22,7 +22,7 @@ from .conventions import SCAN, Convention
 from .invariance import check_carry
 from .modules import watch
 from .signature import Signature, signature_of
-from .state import OwnState, split_with_state
+from .state import OwnState, StateAndY, split_with_state
 
 
 class Shared(NamedTuple):
@@ -73,7 +73,7 @@ class CallBody:
         if self.frozen:
             returned = _frozen_as(state, unchanged, returned)
         if self.frozen and own is not None:
-            y = _frozen_as(feed.x[own], thaw_static(feed.x[own]), y[0]), y[1]
+            y = StateAndY(_frozen_as(feed.x[own], thaw_static(feed.x[own]), y.state), y.y)
         return (returned, y) if structure is None else jtu.tree_unflatten(structure, (returned, y))
 
     def _call(
@@ -87,7 +87,7 @@ class CallBody:
     ) -> tuple[PyTree, PyTree, TreeDef | None]:
         """The next carry, y, and the pair's container where the body chose another than a tuple: the result has it.
 
-        `own` is the place of the layer's state among `others`; then y is a pair of the new state and y.
+        `own` is the place of the layer's state among `others`; then y is a `StateAndY`.
         """
         function = self.body.function
         signature = self.body.memo(Signature, lambda: signature_of(self.body))
@@ -116,7 +116,7 @@ class CallBody:
             if scope:
                 scope.check_outputs(out, self._names_of_outputs(name, state))
             check_arrays(y, name if self.convention.stacks else None)
-        y = y if state is None else (new_state, y)
+        y = y if state is None else StateAndY(new_state, y)
         keeps = self.convention.pair and not self.convention.spread  # a pair of layers' is always a tuple
         return returned, y, _container(out) if keeps else None
 

@@ -9,10 +9,21 @@ import jax
 from .._avals import describe_node
 from .._errors import BodyError, CarryError, Cure, Fault
 from .._loop.body import Body
+from .._tree import Root, named_roots
 from .._types import PyTree
 from .carries import read_carries, without_carries, write_carries
 from .conventions import Convention
 from .differences import agree, find_differences, one_of_a_kind
+
+
+class StateAndY(NamedTuple):
+    """What a step returns beside its carry where layers have a state."""
+
+    state: PyTree
+    y: PyTree
+
+
+named_roots(StateAndY, state=Root("state"), y=Root("y"))
 
 _OF_STATE = {
     "an {init}": "an initial state",

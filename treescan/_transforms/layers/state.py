@@ -15,6 +15,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from ..._body.state import StateAndY
 from ..._loop.loop import Feed, Loop, Step
 from ..._tree import Prefix
 from ..._types import PyTree, TreeDef
@@ -87,7 +88,7 @@ def carry_states(loops: Sequence[Loop], counts: Sequence[int]) -> list[Loop]:
 
 def with_state(save: Prefix | None) -> Prefix | None:
     """What is kept of (new states, ys), where this is kept of ys."""
-    return None if save is None else Prefix.of((ALL, save.tree))
+    return None if save is None else Prefix.of(StateAndY(ALL, save.tree))
 
 
 def shape_states(stacks: Sequence[list[Any]], like: Sequence[PyTree]) -> tuple[PyTree, ...]:
