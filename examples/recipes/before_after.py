@@ -193,8 +193,10 @@ def ctc(
         one = jnp.concatenate([low[:, :1], alpha[:, :-1]], 1)
         two = jnp.where(skips, alpha[:, :-2], -1e30)
         two = jnp.concatenate([low, two], 1)
-        reached = jnp.logaddexp(jnp.logaddexp(alpha, one), two)
-        return reached + chance, None
+        highest = jnp.maximum(jnp.maximum(alpha, one), two)
+        highest = jax.lax.stop_gradient(highest)
+        total = sum(jnp.exp(each - highest) for each in (alpha, one, two))
+        return highest + jnp.log(total) + chance, None
 
     # Before the first step: a place before the path, which leads to 0 and 1.
     start = jnp.full(path.shape, -1e30).at[:, 0].set(0.0)
