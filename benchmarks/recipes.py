@@ -23,7 +23,7 @@ from examples.recipes import agents, before_after, decoding, markov, ppo, speech
 TARGET = 1.1
 BY_HAND = "by hand"
 FOR_INFORMATION = ("dynamax", "distrax", "rlax")
-"""Peers whose programs do something else beside: they have no lengths, or no scales, or know nothing of gaps."""
+"""Peers whose programs do less: they have no lengths, know nothing of gaps, or multiply chances that may underflow."""
 
 
 @dataclasses.dataclass(frozen=True)
