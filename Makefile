@@ -86,7 +86,7 @@ check: .venv/.group-lint ## Lint, format and types.
 	.venv/bin/pyright --pythonpath .venv/bin/python
 	.venv/bin/mypy
 
-format: .venv/.group-lint ## Formats the code and mends what ruff can mend.
+format: .venv/.group-lint ## Formats the code and fixes what ruff can fix.
 	.venv/bin/ruff check --fix
 	.venv/bin/ruff format
 

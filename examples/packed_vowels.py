@@ -4,8 +4,8 @@ So hardly any padding is left to run.
 
 The same task as in `vowels.py`: nine speakers, utterances of 7 to 29 frames.
 Here `treescan.pack` lays each batch into rows, and `mask_scan` takes the
-result as it is: where an utterance begins, the LSTM begins anew, forwards and
-backwards, and both directions' outputs stand at their frames. The weights and
+result: where an utterance begins, the LSTM begins anew, forwards and
+backwards, and both directions' outputs are at their frames. The weights and
 their training are those of `vowels.py`.
 
     python examples/packed_vowels.py

@@ -54,7 +54,7 @@ def parameters_of(package: griffe.Module, function: griffe.Function, xs: str | N
 
 
 def options_of(package: griffe.Module, annotation: str, known: set[str]) -> list[griffe.Parameter]:
-    """The options that `Unpack[MaskOptions]` stands for, and `key`, with the defaults that other verbs give them."""
+    """The options in `Unpack[MaskOptions]`, and `key`, with the defaults that other verbs give them."""
     defaults = {
         parameter.name: parameter.default
         for verb in ("mask_scan.mask_scan", "scan.scan")

@@ -39,7 +39,7 @@ def indent(text: str) -> str:
 def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """Lays out rows under their header, columns aligned, two columns in.
 
-    What stands in a fourth column goes below its row where the line would be too wide, and if that is too wide too,
+    A fourth column goes below its row where the line would be too wide, and if that is too wide too,
     each row becomes a list of its own.
     """
     lines = [header, *rows]

@@ -111,7 +111,7 @@ class Tqdm(AbstractProgressMeter):
         bar.update(done - bar.n)
 
     def close(self, bar: Any) -> None:
-        """Leaves the bar as it is."""
+        """Does nothing to the bar."""
         bar.close()
 
 

@@ -229,7 +229,7 @@ class Static:
 
 
 def freeze_static(tree: PyTree, *, scalars: bool = False) -> PyTree:
-    """Replaces the static leaves of a tree by nodes that hold them; a tree without any comes back as it is.
+    """Replaces the static leaves of a tree by nodes that hold them; a tree without any comes back unchanged.
 
     Args:
         tree: any tree.
@@ -244,7 +244,7 @@ def is_number(leaf: Any) -> bool:
 
 
 def freeze_leaves(tree: PyTree, static: list[bool]) -> PyTree:
-    """Replaces those of a tree's leaves that are marked; a tree without any comes back as it is."""
+    """Replaces those of a tree's leaves that are marked; a tree without any comes back unchanged."""
     if not any(static):
         return tree
     leaves, treedef = jax.tree.flatten(tree)

@@ -141,7 +141,7 @@ def test_under_vmap_and_forwards(begin):
 
 
 def test_batches_of_a_vmap_end_each_their_own():
-    """Packed batches whose sequences stand elsewhere, and have other lengths."""
+    """Packed batches whose sequences are elsewhere, and have other lengths."""
     lists = [[3, 2, 2], [1, 5, 1]]
     batches = [
         treescan.pack([array(n, seed=n + 9 * i) for n in long], rows=2, length=5) for i, long in enumerate(lists)

@@ -205,7 +205,7 @@ def test_an_init_that_is_not_seen_is_not_read():
 
 
 def test_what_may_be_said():
-    """A number, a tree of numbers with None for what `init` has, a function of init: each is the tree it stands for."""
+    """A number, a tree of numbers with None for what `init` has, a function of init: each means a tree."""
 
     def run(to, **options):
         return treescan.mask_scan(
@@ -285,7 +285,7 @@ def test_truncate_cuts_the_carry_and_not_what_is_put_back():
 
 
 def test_custom_carries():
-    """A carry is put back to another of its class; what it shares stays; None stands for its init."""
+    """A carry is put back to another of its class; what it shares stays; None means its init."""
 
     def body(carry, x):
         return {"m": x, "w": x, "h": carry["w"].sum(0)}, carry["w"][0]

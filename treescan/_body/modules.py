@@ -31,7 +31,7 @@ class Variable(NamedTuple):
 
 
 class Watched(NamedTuple):
-    """What a body is given beside its carry, and the variables in it as they are before.
+    """What a body is given beside its carry, and the variables in it before the call.
 
     Attributes:
         roots: what each of the arguments is called.

@@ -40,7 +40,7 @@ def init_layers(
 
     Args:
         init: makes one layer, `init(key, *args) -> layer`: any pytree. Leaves that are no arrays, Python's numbers and
-            flags among them, are the same in all layers, and stay as they are.
+            flags among them, are the same in all layers, and do not change.
         key: a PRNG key. Layer i is made with `jax.random.split(key, n)[i]`.
         n: how many layers, an int from 1 up.
         *args: passed to `init` for each layer. All but arrays are a part of the program: sizes can be used as sizes.

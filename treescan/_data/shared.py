@@ -14,7 +14,7 @@ from .._types import PyTree
 
 
 def freeze_shared(tree: PyTree) -> PyTree:
-    """Replaces what all layers share by nodes that hold it; a tree without any comes back as it is."""
+    """Replaces what all layers share by nodes that hold it; a tree without any comes back unchanged."""
     pairs = zip(jax.tree.leaves(tree), numbers_in(tree), strict=True)
     return freeze_leaves(tree, [shared or is_static(leaf) for leaf, shared in pairs])
 

@@ -29,7 +29,7 @@ def stack(layers: Iterable[Layer], *, layer_axis_name: str | None = None) -> Lay
     Args:
         layers: the layers, n of them: any pytrees of one structure, whose leaves have the same shapes and dtypes.
             Leaves that are no arrays (functions, strings, Python's numbers and flags) are the same in all layers, and
-            stay as they are. Under `jax.jit` a number that is an argument is an array.
+            do not change. Under `jax.jit` a number that is an argument is an array.
         layer_axis_name: what the metadata of flax calls the new axis, where leaves have such (`nnx.with_partitioning`,
             `nn.with_partitioning`): a stack's names are `(layer_axis_name, *names)`. None shards nothing along it.
 

@@ -347,7 +347,7 @@ def _warn_of_dtypes(parts: Sequence[_Wanted], prefix: str) -> None:
     for part in parts:
         number, first = part.layers[0]
         for name, leaf in part.leaves:
-            wanted = getattr(leaf, "dtype", first[name].dtype)  # as it is given: JAX makes 32 bits of 64
+            wanted = getattr(leaf, "dtype", first[name].dtype)  # that of the given array: JAX makes 32 bits of 64
             if leaf is not None and wanted != first[name].dtype:
                 found.append(f"{full_name(prefix, number, name)} is {first[name].dtype}, not {wanted}")
     if found:

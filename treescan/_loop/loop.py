@@ -57,7 +57,7 @@ class Finish(NamedTuple):
 
     Attributes:
         state: of the state, the last one or that between two chunks.
-        ys: of ys, which may be in the last state, as it is before.
+        ys: of ys. They may be in the last state, which is given before it is undone.
     """
 
     state: Callable[[PyTree], PyTree] = _same

@@ -89,7 +89,7 @@ def _check_stack(state: PyTree, name: str, count: int) -> None:
 
 
 def _strong(state: PyTree) -> PyTree:
-    """The state with types that no layer promotes. A tree whose leaves have such comes back as it is."""
+    """The state with types that no layer promotes. A tree whose leaves have such comes back unchanged."""
     if not any(map(is_weak, jax.tree.leaves(state))):
         return state
     return jax.tree.map(lambda leaf: jax.lax.convert_element_type(leaf, leaf.dtype) if is_weak(leaf) else leaf, state)

@@ -227,7 +227,7 @@ def _with_metadata(groups: Any, axes: tuple[int, ...], metadata_fn: Any, *, adde
             raise Fault(
                 ArgumentTypeError,
                 f"{{verb}} over {{body}}: `metadata_fn` returned None for {listed(lost)}.",
-                "`metadata_fn(collection, axis, added)` returns the collection, with other metadata or as it is.",
+                "`metadata_fn(collection, axis, added)` returns the collection, with other metadata or unchanged.",
             )
     return tuple(found)
 

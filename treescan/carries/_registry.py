@@ -132,7 +132,7 @@ def _check_registration(kind: Any, to_carry: Any, from_carry: Any) -> None:
     if kind in _PLAIN or issubclass(kind, jax.Array):
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}} got `{kind.__name__}`, whose values every scan carries as they are.",
+            f"{{verb}} got `{kind.__name__}`, whose values every scan carries unchanged.",
             "Register a class of your own, for example a subclass of this one.",
         )
     if issubclass(kind, AbstractCarry):

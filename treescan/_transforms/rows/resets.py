@@ -69,7 +69,7 @@ class BeginSegments:
     """`reset_to`, and packed sequences with an init each: what segments begin from, and so each row's first valid step.
 
     A row whose first valid step is flagged is never shown its init. So its loop starts from what it begins from, which
-    is what stands in for its padding.
+    is what its padding is shown.
     """
 
     moves = True

@@ -95,7 +95,7 @@ def with_rows(loop: Loop, holds: Array) -> Loop:
 
 
 def cut(loop: Loop, axes: LeafAxes | None) -> Loop:
-    """The loop, its xs as long as it is."""
+    """The loop, with xs cut to its length."""
     leaves, structure = jax.tree.flatten(loop.xs.x)
     short = [
         leaf if axis is None else jax.lax.slice_in_dim(leaf, 0, loop.length, axis=axis)
