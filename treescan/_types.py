@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar
 
 import jax
@@ -22,6 +22,9 @@ Axes: TypeAlias = Any
 
 RematLike: TypeAlias = Literal["auto", "step", "nested"] | Remat
 """What the gradient recomputes: the fastest plan, each step, chunks of steps and each step in these, or a `Remat`."""
+
+Prefetch: TypeAlias = Literal[1] | Callable[[Any], Any] | None
+"""What is done to the weights of the next layer while one is computed: 1 gathers them; or a function of one layer."""
 
 ProgressLike: TypeAlias = bool | str | Progress | None
 """Whether a loop shows its progress: a flag, the label of its bar, or a `Progress`."""
@@ -145,6 +148,7 @@ class LayersOptions(IndexOptions, total=False):
     length: int | None
     in_axes: Axes
     remat: RematLike | Sequence[RematLike | None] | None
+    prefetch: Prefetch
 
 
 class StackedLayersOptions(LayersOptions, total=False):

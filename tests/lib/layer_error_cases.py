@@ -510,6 +510,50 @@ def pattern_remat_over_a_ref(one):
     return scan_layers([local, block_of_a_ref()], X, [denses(one), denses(one)], remat=[None, "step"])
 
 
+@case(ArgumentError)
+def layers_prefetch_two(one):
+    return fold_layers(block_alone, X, denses(one), prefetch=2)
+
+
+@case(ArgumentError)
+def layers_prefetch_without_a_mesh(one):
+    return fold_layers(block_alone, X, denses(one), prefetch=1)
+
+
+@case(ArgumentError)
+def layers_prefetch_of_another_tree(one):
+    return fold_layers(block_alone, X, denses(one), prefetch=jax.tree.leaves)
+
+
+@case(ArgumentError)
+def layers_prefetch_with_remat_nested(one):
+    return fold_layers(block_alone, X, denses(one), prefetch=1, remat="nested")
+
+
+@case(ArgumentError)
+def layers_prefetch_of_a_pattern(one):
+    return fold_layers([block_alone, block_alone], X, [denses(one), denses(one)], prefetch=1)
+
+
+@case(ArgumentError)
+def layers_prefetch_without_weights(one):
+    return fold_layers(lambda layer, x, w: x * w, X, None, args=(one,), length=3, prefetch=1)
+
+
+@case(ArgumentError, less=("disable_jit", "vmap"))
+def layers_prefetch_over_a_ref(one):
+    return scan_layers(block_of_a_ref(), X, denses(one), prefetch=lambda layer: layer)
+
+
+@case(ArgumentError, less=("disable_jit", "vmap"))
+def layers_prefetch_of_a_block_with_an_effect(one):
+    def block(layer, x):
+        jax.experimental.io_callback(lambda: None, None)
+        return x
+
+    return fold_layers(block, X, denses(one), prefetch=lambda layer: layer)
+
+
 # --- the parameters of a block ----------------------------------------------------------------------------------------
 
 

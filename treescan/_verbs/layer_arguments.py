@@ -16,6 +16,8 @@ from .._data.split import refuse_split
 from .._data.stack import count_layers
 from .._errors import ArgumentError, Fault, LayerError, Row
 from .._remat import Remat
+from .._transforms.layers.gather import Gather
+from .._transforms.layers.prefetch import EACH_LAYER
 from .._transforms.layers.turns import Remats, Saves
 from .._transforms.outputs import check_save
 from .._transforms.remat import check_remat
@@ -216,6 +218,29 @@ def check_remats(remat: Any, stacks: Stacks) -> Remats:
                 "What divides the loop over all of them, or chooses for it, is given alone.",
             )
     return tuple(plan for _, plan in each) if any(plan for _, plan in each) else None
+
+
+def check_gradient(remat: Any, prefetch: Any, stacks: Stacks) -> tuple[Remats, Gather | None]:
+    """What the gradient recomputes, and what gathers the next layer: for one block, which is then recomputed anyway."""
+    plans, gather = check_remats(remat, stacks), Gather.of(prefetch)
+    if gather is None:
+        return plans, None
+    if len(stacks.blocks) > 1:
+        raise Fault(
+            ArgumentError,
+            f"{{call}}: `prefetch` is for one block, and these are {len(stacks.blocks)} that take turns.",
+            "Leave it out. The blocks of a period are in one round of the loop, where no weights wait for x: the "
+            "compiler may gather those of the next block early.",
+        )
+    if not jax.tree.leaves(stacks.layers):
+        raise Fault(ArgumentError, "{call}: `prefetch` gathers weights, and the layers have none.", "Leave it out.")
+    if (plans[0] if isinstance(plans, tuple) else plans) not in (None, EACH_LAYER):
+        raise Fault(
+            ArgumentError,
+            '{call}: with `prefetch`, `remat` is "step" or None.',
+            "The gradient gathers ahead as well, and recomputes each layer, whether `remat` says so or not.",
+        )
+    return None, gather
 
 
 def check_saves(save: Save, stacks: Stacks) -> Saves:

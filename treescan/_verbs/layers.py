@@ -179,9 +179,11 @@ def scan_layers(
             `key=jax.random.fold_in(key, number of the layer among all)`), `length` (the number of layers, where
             `layers` is None), `in_axes` (of xs), `out_axes`, `name`, as for
             `treescan.scan`; `save` (of ys; in a pattern, a sequence has one for each block, which counts its own
-            layers); and `remat`: "step" has the gradient recompute each layer from what it was given, "nested" about
-            sqrt(n) layers and in these each, and a `treescan.Remat` is for all that one says there. In a pattern a
-            sequence has "step", a `Remat(policy)` or None for each block.
+            layers); `prefetch` (1 has the weights of the next layer gathered while one is computed, on all devices of
+            the mesh that is set, forwards and in the gradient, which recomputes each layer; a function of one layer
+            says what is done to them in place of that); and `remat`: "step" has the gradient recompute each layer from
+            what it was given, "nested" about sqrt(n) layers and in these each, and a `treescan.Remat` is for all that
+            one says there. In a pattern a sequence has "step", a `Remat(policy)` or None for each block.
 
     Returns:
         What the last layer returned, and the outputs of all layers, `[n, ...]`; for a sequence of blocks a tuple of
@@ -351,7 +353,8 @@ def fold_layers(
         state: what each layer reads and writes, as for `treescan.scan_layers`: `block(layer, x, state, *args) -> (x,
             state)`.
         args: what all layers share, as for `treescan.scan_layers`.
-        **options: `reverse`, `unroll`, `key`, `length`, `in_axes`, `remat`, `name`, as for `treescan.scan_layers`.
+        **options: `reverse`, `unroll`, `key`, `length`, `in_axes`, `remat`, `prefetch`, `name`, as for
+                `treescan.scan_layers`.
 
     Returns:
         What the last layer returned; with `state` a pair `(x, state)` with the new states of all layers.

@@ -19,7 +19,15 @@ from .._transforms.program import Arguments, Call
 from .._tree import Prefix, freeze_static
 from .._types import Array, Axes, PyTree, Save
 from ..carries._registry import Adopted, adopt
-from .layer_arguments import Stacks, check_args, check_remats, check_saves, check_stacks, is_pattern, refuse_mutable
+from .layer_arguments import (
+    Stacks,
+    check_args,
+    check_gradient,
+    check_saves,
+    check_stacks,
+    is_pattern,
+    refuse_mutable,
+)
 from .layer_state import LayerStates, check_state
 from .prepare import body_of, restored
 
@@ -70,6 +78,7 @@ def prepare_layers(
     key: Array | None = None,
     remat: Any = None,
     save: Save = "all",
+    prefetch: Any = None,
     name: str | None = None,
 ) -> PreparedLayers:
     """Checks what the verbs over layers are told, as `treescan.scan_layers` says it.
@@ -81,28 +90,32 @@ def prepare_layers(
     bodies = tuple(body for body, _ in handles)
     stacks = check_stacks(block, layers, xs, in_axes, length)
     adopted, frozen_args, key = adopt(x, "x"), check_args(args), check_key(key)
-    frozen_x = freeze_static(adopted.init)
+    frozen_x, states = freeze_static(adopted.init), check_state(state, stacks)
     refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "state": state, "args": frozen_args})
-    states = check_state(state, stacks)
     own = _check_blocks(bodies, convention, stacks, len(frozen_args), keyed=key is not None)
     frozen = stacks.frozen or frozen_x is not adopted.init or any(map(operator.is_not, frozen_args, args))
     told: dict[str, Any] = {"reverse": check_reverse(reverse), "unroll": check_unroll(unroll, stacks.counts[-1])}
     told |= {"frozen": frozen or _is_frozen(states), "custom": (*adopted.custom, *_custom(states))}
-    counted = zip(bodies, stacks.counts, strict=True)
+    plans, gather = check_gradient(remat, prefetch, stacks)
     pattern = Pattern(
-        blocks=tuple(Call(body, convention, count, **told) for body, count in counted),
+        blocks=tuple(Call(body, convention, n, **told) for body, n in zip(bodies, stacks.counts, strict=True)),
         axes=stacks.axes if states is None else _axes_with(states, stacks),
         sequence=stacks.sequence,
         out_axes=_check_out_axes(out_axes, stacks),
-        remat=check_remats(remat, stacks),
+        remat=plans,
         saves=check_saves(save, stacks),
         name=check_name(name),
         states=None if states is None else states.counts,
+        prefetch=gather,
     )
-    named = {"x": x, "layers": layers, "xs": xs, "args": args, "state": state}
-    note_types(handles[0][1], handles[0][0].memo, convention.verb, named)
-    arguments = stacks.arguments(own, None if states is None else states.stacks)
-    return PreparedLayers(pattern, Arguments(frozen_x, arguments, key, frozen_args), adopted, handles, states)
+    _note(handles[0], convention, x=x, layers=layers, xs=xs, args=args, state=state)
+    given = Arguments(frozen_x, stacks.arguments(own, None if states is None else states.stacks), key, frozen_args)
+    return PreparedLayers(pattern, given, adopted, handles, states)
+
+
+def _note(handle: tuple[Body, Any], convention: Convention, **given: PyTree) -> None:
+    body, alive = handle
+    note_types(alive, body.memo, convention.verb, given)
 
 
 def _is_frozen(states: LayerStates | None) -> bool:

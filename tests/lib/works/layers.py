@@ -37,6 +37,10 @@ class Own(NamedTuple):
     a: Any
 
 
+def _as_it_is(layer: Layer) -> Layer:
+    return layer
+
+
 FORMS = {
     "reverse": Form("reverse", {"reverse": True}),
     **COSTS,
@@ -45,6 +49,7 @@ FORMS = {
     "in_axes": Form("in_axes", {"in_axes": Own(1)}, has("xs")),
     "state": Form("state", how=has("state")),
     "args": Form("args", how=has("args")),
+    "prefetch": Form("prefetch", {"prefetch": _as_it_is}, free=True),
     "pattern": Form("pattern", how=has("pattern")),
     "static leaf": Form("static leaf", how=has("static")),
     "custom carry": Form("custom carry", how=has("ema")),

@@ -19,9 +19,11 @@ from ..._tree import Prefix
 from ..._types import PyTree
 from ..axes import scan_over_axes
 from ..budget import RematPlan, plan_of
-from ..outputs import ALL, move_kept
+from ..outputs import ALL, keep_afterwards, move_kept
 from ..program import Arguments, Call, execute
 from .fit import plan_of_turns
+from .gather import Gather
+from .prefetch import in_reverse_alone, run_prefetched
 from .state import carry_states, shape_states, with_state
 from .turns import Remats, Saves, run_turns, trace_turns
 
@@ -39,6 +41,7 @@ class Pattern:
         saves: for each block what is kept of its outputs.
         name: the profiler's name for the loop.
         states: for each block the number of leaves of its state, which is the last item of its xs; None: no state.
+        prefetch: what gathers the next layer while one is computed, for a single block without `remat`.
     """
 
     blocks: tuple[Call, ...]
@@ -49,11 +52,12 @@ class Pattern:
     saves: Saves
     name: str | None
     states: tuple[int, ...] | None = None
+    prefetch: Gather | None = None
 
     @property
     def moves(self) -> bool:
         """Whether there is work around the loop."""
-        moves = self.out_axes is not None or any(axes is not None for axes in self.axes)
+        moves = self.out_axes is not None or any(axes is not None for axes in self.axes) or self.prefetch is not None
         return moves or len(self.blocks) > 1 or self.remat is not None or any(self.saves) or self.states is not None
 
     def _joint(self, memo: Memo) -> Memo:
@@ -63,7 +67,8 @@ class Pattern:
     def run(self, given: Arguments) -> tuple[PyTree, PyTree]:
         """Runs the layers."""
         programs = self._joint(self.blocks[0].body.programs)
-        return execute(self, given, programs, moves=self.moves or given.key is not None)
+        with contextlib.nullcontext() if self.prefetch is None else in_reverse_alone():
+            return execute(self, given, programs, moves=self.moves or given.key is not None)
 
     def __call__(self, given: Arguments) -> tuple[PyTree, PyTree]:
         loops = [self._loop_of(given, place) for place in range(len(self.blocks))]
@@ -78,12 +83,19 @@ class Pattern:
         """The last state, with the stacks of the layers' own states if there are any, and the outputs of each loop."""
         memo = self._joint(self.blocks[0].body.memo)
         if self.states is None:
-            return run_turns(loops, self.remat, self.saves, memo)
-        if self.remat is not None:
-            state, each = run_turns(loops, self.remat, tuple(map(with_state, self.saves)), memo)
+            return self._run_scanned(loops, self.saves, memo)
+        if self.remat is not None or self.prefetch is not None:
+            state, each = self._run_scanned(loops, tuple(map(with_state, self.saves)), memo)
             return (state, tuple(new for new, _ in each)), [y for _, y in each]
         (state, stacks, _), each = run_turns(carry_states(loops, self.states), None, self.saves, memo)
         return (state, shape_states(stacks, [xs[-1] for xs in given.xs])), each
+
+    def _run_scanned(self, loops: list[Loop], saves: Saves, memo: Memo) -> tuple[PyTree, list[PyTree]]:
+        """The last state and the outputs of each loop, where nothing of the layers' own is carried."""
+        if self.prefetch is None:
+            return run_turns(loops, self.remat, saves, memo)
+        state, ys = run_prefetched(loops[0], self.axes[0], self.prefetch)
+        return state, [ys if saves[0] is None else keep_afterwards(ys, saves[0], reverse=loops[0].reverse)]
 
     def plan(self, given: Arguments) -> RematPlan:
         """What the gradient needs under its `remat`, and a plan where that is a budget."""
@@ -100,4 +112,4 @@ class Pattern:
         if given.key is not None:
             position = place + len(self.blocks) * jnp.arange(call.length)
             loop = dataclasses.replace(loop, xs=loop.xs._replace(position=position))
-        return loop if axes is None else scan_over_axes(loop, axes)
+        return loop if axes is None or self.prefetch is not None else scan_over_axes(loop, axes)

@@ -1,0 +1,335 @@
+"""`prefetch`: the weights of the next layer are gathered while one is computed, in the gradient too."""
+
+import functools
+import re
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hlo import Program
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from loops import array
+
+import treescan
+
+DEVICES, LAYERS, WIDTH, HIDDEN, ROWS = 8, 6, 32, 128, 8
+FSDP = {"up": P("d"), "down": P(None, "d"), "scale": P()}
+LAYER_BYTES = 4 * (2 * WIDTH * HIDDEN + WIDTH)
+X = array(ROWS, WIDTH)
+
+
+def init(key):
+    up, down = jax.random.split(key)
+    return {
+        "up": jax.random.normal(up, (WIDTH, HIDDEN)) / 6,
+        "down": jax.random.normal(down, (HIDDEN, WIDTH)) / 12,
+        "scale": jnp.ones(WIDTH),
+    }
+
+
+def block(layer, x):
+    return x + jnp.tanh((x * layer["scale"][None]) @ layer["up"]) @ layer["down"]
+
+
+def stack():
+    return treescan.init_layers(init, jax.random.key(0), LAYERS)
+
+
+def same(layer):
+    return layer
+
+
+def loss(layers, x, block=block, **options):
+    return jnp.mean(treescan.fold_layers(block, x, layers, **options) ** 2)
+
+
+both = jax.value_and_grad(loss, (0, 1))
+
+
+def sharded(kind):
+    """A mesh, a stack that is split over it, and rows that are."""
+    mesh = jax.make_mesh((DEVICES,), ("d",), axis_types=(kind,))
+    places = {name: NamedSharding(mesh, spec) for name, spec in FSDP.items()}
+    layers = treescan.init_layers(init, jax.random.key(0), LAYERS, shardings=places)
+    return mesh, layers, jax.device_put(X, NamedSharding(mesh, P("d")))
+
+
+def compiled(kind, **options):
+    """The gradient on eight devices, which leaves it where the stack is."""
+    mesh, layers, x = sharded(kind)
+    places = jax.tree.map(lambda leaf: leaf.sharding, (layers, x))
+    with jax.set_mesh(mesh):
+        auto = {"out_shardings": (None, places)} if kind is AxisType.Auto else {}
+        step = jax.jit(lambda layers, x: both(layers, x, **options), **auto)
+        return Program(step, layers, x), step(layers, x), layers
+
+
+# The program
+
+
+def ancestors(lines, name):
+    """All instructions that one needs, within its computation."""
+    needs, found, todo = {}, set(), [name]
+    for line in lines:
+        own, _, rest = line.strip().removeprefix("ROOT ").partition(" = ")
+        needs[own] = re.findall(r"%[\w.\-]+", rest)
+    while todo:
+        for other in needs.get(todo.pop(), ()):
+            if other in needs and other not in found:
+                found.add(other)
+                todo.append(other)
+    return found
+
+
+def of_kind(lines, program, *kinds):
+    """The names of instructions of these kinds, by themselves or within what they call."""
+
+    def text(line):
+        return "\n".join([line, *map(program._text, program._called(line))])
+
+    return {
+        line.strip().removeprefix("ROOT ").partition(" = ")[0]
+        for line in lines
+        if " while(" not in line and any(re.search(rf" {kind}\(", text(line)) for kind in kinds)
+    }
+
+
+def bodies(program):
+    """The lines of the body of each loop that gathers something."""
+    found = [re.search(r"body=(%[\w.\-]+)", line) for line in program if " while(" in line]
+    lines = [program._computations[match[1]] for match in found if match]
+    return [body for body in lines if of_kind(body, program, "all-gather")]
+
+
+def waits(program):
+    """For each loop whether a gather waits for a product, and whether a product waits for a gather."""
+    answers = []
+    for body in bodies(program):
+        gathers, products = of_kind(body, program, "all-gather"), of_kind(body, program, "dot")
+        assert gathers
+        assert products
+        answers.append(
+            (
+                any(ancestors(body, gather) & products for gather in gathers),
+                any(ancestors(body, product) & gathers for product in products),
+            )
+        )
+    return answers
+
+
+def gathered_layer(layer, x):
+    whole = jax.tree.map(lambda leaf: jax.lax.with_sharding_constraint(leaf, P()), layer)
+    return block(whole, x)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_no_gather_waits_for_a_layer_and_no_layer_for_a_gather_of_its_round(kind):
+    program, (value, gradient), layers = compiled(kind, prefetch=1)
+    assert waits(program) == [(False, False)] * 2  # forwards, and backwards
+    expected, expected_gradient = both(stack(), X)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    chex.assert_trees_all_close(jax.device_get(gradient), jax.device_get(expected_gradient), rtol=1e-4, atol=1e-6)
+    for ours, leaf in zip(jax.tree.leaves(gradient[0]), jax.tree.leaves(layers), strict=True):
+        assert ours.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
+
+
+def test_without_it_each_layer_waits_for_its_gather():
+    program, _, _ = compiled(AxisType.Auto, block=gathered_layer, remat="step")
+    assert waits(program) == [(False, True)] * 2
+
+
+def test_two_layers_are_gathered_at_a_time_and_no_stack():
+    ahead, _, _ = compiled(AxisType.Auto, prefetch=1)
+    plain, _, _ = compiled(AxisType.Auto, block=gathered_layer, remat="step")
+    shapes = re.findall(r"= \(?\w+\[([\d,]+)\]\S* all-gather", "\n".join(ahead))
+    assert shapes
+    assert all(int(shape.split(",")[0]) != LAYERS for shape in shapes)
+    assert ahead.temp_bytes - plain.temp_bytes <= 1.1 * LAYER_BYTES
+    assert ahead.temp_bytes < LAYERS * LAYER_BYTES
+
+
+def test_tensor_parallel_weights_by_a_function():
+    """What is split over `model` remains so, what is split over `data` is gathered."""
+    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
+    held = {"up": P("data", "model"), "down": P("model", "data"), "scale": P()}
+    used = {"up": P(None, "model"), "down": P("model"), "scale": P()}
+    on = {name: NamedSharding(mesh, spec) for name, spec in held.items()}
+    layers = treescan.init_layers(init, jax.random.key(0), LAYERS, shardings=on)
+    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+
+    def gather(layer):
+        return jax.lax.with_sharding_constraint(layer, {name: NamedSharding(mesh, used[name]) for name in layer})
+
+    places = jax.tree.map(lambda leaf: leaf.sharding, (layers, x))
+    step = jax.jit(lambda layers, x: both(layers, x, prefetch=gather), out_shardings=(None, places))
+    program = Program(step, layers, x)
+    shapes = re.findall(r"= \(?\w+\[([\d,]+)\]\S* all-gather", "\n".join(program))
+    halves = {(WIDTH, HIDDEN // 2), (HIDDEN // 2, WIDTH)}
+    assert {tuple(int(size) for size in shape.split(",") if size != "1") for shape in shapes} <= halves
+    chex.assert_trees_all_close(jax.device_get(step(layers, x)), jax.device_get(both(stack(), X)), rtol=1e-4, atol=1e-6)
+
+
+def test_under_shard_map_by_a_function():
+    """FSDP by hand: what each device is given of a layer is gathered, and its gradient scattered."""
+    mesh = jax.make_mesh((DEVICES,), ("d",), axis_types=(AxisType.Auto,))
+    specs = {"up": P(None, "d"), "down": P(None, None, "d"), "scale": P()}
+
+    def gather(layer):
+        up = jax.lax.all_gather(layer["up"], "d", tiled=True)
+        down = jax.lax.all_gather(layer["down"], "d", axis=1, tiled=True)
+        return {**layer, "up": up, "down": down}
+
+    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs, P("d")), out_specs=P())
+    def local_loss(layers, x):
+        y = treescan.fold_layers(block, x, layers, prefetch=gather)
+        return jax.lax.pmean(jnp.mean(y**2), "d")
+
+    value, gradient = jax.jit(jax.value_and_grad(local_loss))(stack(), X)
+    expected, expected_gradient = jax.value_and_grad(loss)(stack(), X)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    chex.assert_trees_all_close(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
+
+
+# Values and gradients
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"reverse": True}, {"unroll": 2}, {"unroll": True}, {"remat": "step"}, {"length": LAYERS}],
+    ids=str,
+)
+def test_values_and_gradients_are_those_without_it(options):
+    ours = jax.jit(functools.partial(both, prefetch=same, **options))(stack(), X)
+    chex.assert_trees_all_close(ours, jax.jit(functools.partial(both, **options))(stack(), X), rtol=1e-5, atol=1e-7)
+
+
+def everything(layer, x, own, state, args, *, key):
+    """A block with all that a block can have: numbers too, which have no cotangent."""
+    h, count = x
+    h = block(layer, h) * args + own["shift"][None] + state["h"][None] + jax.random.normal(key, h.shape) / 10
+    new = {"h": h.mean(axis=0), "calls": state["calls"] + own["number"]}
+    return (jnp.tanh(h), count + own["number"]), new, {"mean": h.mean(), "count": count}
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"reverse": True}, {"save": {"mean": "last", "count": 2}}, {"out_axes": {"mean": 0, "count": -1}}]
+)
+def test_with_all_that_a_block_can_have(options):
+    xs = {"shift": array(LAYERS, WIDTH), "number": jnp.arange(LAYERS)}
+    state = {"h": array(LAYERS, WIDTH, seed=1), "calls": jnp.zeros(LAYERS, int)}
+    given = {"layers": stack(), "x": X, "shift": xs["shift"], "h": state["h"], "args": jnp.float32(0.9)}
+
+    def run(given, **more):
+        own, caches = {**xs, "shift": given["shift"]}, {**state, "h": given["h"]}
+        (h, count), caches, ys = treescan.scan_layers(
+            everything, (given["x"], jnp.int32(0)), given["layers"], own, state=caches, args=(given["args"],),
+            key=jax.random.key(3), **options, **more,
+        )  # fmt: skip
+        return (h**2).sum() + caches["h"].sum() + jnp.sum(ys["mean"] * 3), (count, caches, ys)
+
+    ours, want = (
+        jax.jit(jax.value_and_grad(functools.partial(run, **more), has_aux=True))(given)
+        for more in ({"prefetch": same}, {})
+    )
+    chex.assert_trees_all_close(ours, want, rtol=1e-4, atol=1e-5)
+
+
+def test_a_function_may_change_types():
+    """Weights that are kept as int8 with a scale that is trained, and one that all layers share."""
+
+    def init(key):
+        return {"w": jax.random.randint(key, (WIDTH, WIDTH), -99, 99, jnp.int8), "scale": jnp.full(WIDTH, 1e-3)}
+
+    def unpacked(layer):
+        return {"w": layer["w"].astype(jnp.float32) * layer["scale"][None], "scale": layer["scale"]}
+
+    def plain(layer, x):
+        return jnp.tanh(x @ unpacked(layer)["w"])
+
+    layers = treescan.init_layers(init, jax.random.key(0), LAYERS)
+
+    def run(scale, x, block, **options):
+        return treescan.fold_layers(block, x, {**layers, "scale": scale}, **options).sum()
+
+    ours = jax.grad(run, (0, 1))(layers["scale"], X, lambda layer, x: jnp.tanh(x @ layer["w"]), prefetch=unpacked)
+    chex.assert_trees_all_close(ours, jax.grad(run, (0, 1))(layers["scale"], X, plain), rtol=1e-4, atol=1e-6)
+
+
+def test_what_all_layers_share_has_its_gradient():
+    """Under `jax.grad` a Python number of the stack is an array without a layer axis."""
+
+    def scaled(layer, x):
+        return x + layer["gain"] * jnp.tanh(x @ layer["w"])
+
+    layers = {"w": array(LAYERS, WIDTH, WIDTH) / 6, "gain": 0.5, "name": "mlp", "bias": 2}
+
+    def run(numbers, **options):
+        return treescan.fold_layers(scaled, X, {**layers, **numbers}, **options).sum()
+
+    numbers = {"w": layers["w"], "gain": 0.5}
+    ours = jax.grad(functools.partial(run, prefetch=lambda layer: {**layer, "gain": layer["gain"] * 1}))(numbers)
+    chex.assert_trees_all_close(ours, jax.grad(run)(numbers), rtol=1e-4, atol=1e-5)
+
+
+def test_a_sequence_of_one_block_is_one_block():
+    ours = treescan.fold_layers([block], X, [stack()], prefetch=same, remat=["step"])
+    np.testing.assert_array_equal(ours, jax.jit(treescan.fold_layers, static_argnums=0)(block, X, stack()))
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_few_layers(count):
+    layers = jax.tree.map(lambda leaf: leaf[:count], stack())
+    chex.assert_trees_all_close(both(layers, X, prefetch=same), both(layers, X), rtol=1e-5, atol=1e-7)
+
+
+def test_under_disable_jit_each_layer_is_gathered_before_it_runs():
+    seen = []
+
+    def gather(layer):
+        seen.append(type(layer["up"]))
+        return layer
+
+    with jax.disable_jit():
+        y = treescan.fold_layers(block, X, stack(), prefetch=gather)
+    assert len(seen) == LAYERS
+    assert not any(issubclass(kind, jax.core.Tracer) for kind in seen)
+    np.testing.assert_allclose(y, treescan.fold_layers(block, X, stack()), rtol=1e-5, atol=1e-6)
+
+
+def test_the_block_is_traced_once():
+    traces = []
+
+    def counted(layer, x):
+        traces.append(1)
+        return block(layer, x)
+
+    jax.jit(functools.partial(both, block=counted, prefetch=same))(stack(), X)
+    assert len(traces) == 1
+
+
+def test_forward_mode_is_refused():
+    def run(x):
+        return treescan.fold_layers(block, x, stack(), prefetch=same)
+
+    with pytest.raises(treescan.ArgumentError, match="differentiates a loop with `prefetch` in reverse mode alone"):
+        jax.jvp(run, (X,), (X,))
+    with pytest.raises(TypeError, match="forward-mode"):
+        jax.jvp(jax.jit(run), (X,), (X,))
+
+
+def test_forward_mode_of_a_gradient():
+    layers = jax.tree.map(lambda leaf: leaf[:2], stack())
+    ours, want = (
+        jax.jvp(jax.grad(functools.partial(loss, layers, **more)), (X,), (jnp.cos(X),))
+        for more in ({"prefetch": same}, {})
+    )
+    chex.assert_trees_all_close(ours, want, rtol=1e-4, atol=1e-6)
+
+
+def test_without_it_the_program_is_the_same():
+    plain, off = (
+        jax.make_jaxpr(functools.partial(both, **options))(stack(), X) for options in ({}, {"prefetch": None})
+    )
+    assert str(plain) == str(off)

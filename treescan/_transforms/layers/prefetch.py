@@ -1,0 +1,266 @@
+"""Runs a block over a stack, and gathers the next layer's weights while a layer is computed.
+
+The loop carries the gathered weights of the layer that it is about to run, and gathers those of the next one, which
+wait for nothing that the layer computes. A carry is what JAX saves for the gradient, one for each layer: so would the
+whole stack be, gathered. Hence the loop has a rule for reverse mode, a loop of its own in the other direction. It
+gathers ahead too, and recomputes each layer from what this was given.
+
+The last step gathers its own layer once more, as there is none to follow. The gradient begins with that one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from ..._axes import LeafAxes
+from ..._errors import ArgumentError, Fault
+from ..._loop.body import Memo
+from ..._loop.loop import Feed, Loop, Step
+from ..._loop.run import run
+from ..._remat import Remat
+from ..._trace.hoist import Hoisted, is_untraced, lifted, traced
+from ..._trace.smooth import smooth_part, zeros_like
+from ..._types import Array, PyTree, TreeDef
+from ..axes import scan_over_axes
+from ..nest import finish, run_nested
+from ..refuse import once_only
+from ..remat import Recompute
+from .gather import Gather, GatherFirst, GatherLeaves
+
+EACH_LAYER = Remat(levels=1)
+
+
+@contextlib.contextmanager
+def in_reverse_alone() -> Generator[None]:
+    """Says it in these terms where JAX refuses forward mode."""
+    try:
+        yield
+    except TypeError as error:
+        if "to a custom_vjp function" in str(error):
+            raise _no_forward_mode() from None
+        raise
+
+
+def _no_forward_mode() -> Fault:
+    return Fault(
+        ArgumentError,
+        "{verb} over {body}: forward mode was asked for, and JAX differentiates a loop with `prefetch` in reverse mode "
+        "alone. So it does a function with a `jax.custom_vjp`.",
+        "Leave `prefetch` out there. `jax.grad`, `jax.vmap`, and forward mode of a gradient work with it.",
+    )
+
+
+def run_prefetched(loop: Loop, axes: LeafAxes | None, gather: Gather) -> tuple[PyTree, PyTree]:
+    """Runs a loop over layers: its state, and its outputs.
+
+    Args:
+        loop: the loop; its x is a tuple that begins with the layer.
+        axes: for each leaf of xs the axis of the layers, None for what all share; None as a whole: axis 0 for all.
+        gather: gathers the weights of one layer.
+    """
+    if is_untraced(loop) or loop.length == 1:
+        loop = dataclasses.replace(loop, step=GatherFirst(loop.step, gather))
+        return run_nested(Recompute(EACH_LAYER)(loop if axes is None else scan_over_axes(loop, axes)))
+    layers, structure = jax.tree.flatten(loop.xs.x[0])
+    of_layers = (0,) * len(layers) if axes is None else axes[: len(layers)]
+    gathers = GatherLeaves(gather, structure, of_layers)
+    shared = [leaf for leaf, axis in zip(layers, of_layers, strict=True) if axis is None]
+    loop = loop if axes is None else scan_over_axes(loop, axes)
+    leaves, structure = jax.tree.flatten(loop.xs.x)
+    count = len(layers) - len(shared)
+    stack, others = leaves[:count], leaves[count:]
+    types = jax.eval_shape(lambda stack, shared: _all_gathered(gathers, stack, shared), stack, shared)
+    xs = loop.xs._replace(x=jax.tree.unflatten(structure, [*types, *others]))
+    loop = lifted(traced(dataclasses.replace(loop, xs=xs)))
+    _refuse_to_repeat(loop.trace)
+    layer = _Layer(loop.step, gathers, structure)
+    both = _BothWays(layer, dataclasses.replace(loop, step=layer.step, consts=None, state=None, xs=Feed(None)))
+    own = xs._replace(x=others)
+    return finish(loop, *both.run(_Operands(loop.consts, shared, stack, loop.state, own)))
+
+
+def _all_gathered(gathers: GatherLeaves, stack: list[Array], shared: list[Array]) -> list[Array]:
+    """All layers gathered, for their types."""
+    length = stack[0].shape[0]
+    gathered = gathers([leaf[0] for leaf in stack], shared)
+    return [jax.lax.broadcast(leaf, (length,)) for leaf in gathered]
+
+
+def _refuse_to_repeat(hoisted: Hoisted) -> None:
+    if hoisted.refs:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `prefetch` cannot be had for a block that closes over a mutable array (a `Ref`).",
+            "Hand its value on in x instead, or leave the option out.",
+        )
+    if hoisted.once_only:
+        raise once_only("`prefetch` recomputes each {unit} in the gradient", "Leave `prefetch` out")
+
+
+class _Operands(NamedTuple):
+    """The arrays of the loop.
+
+    Attributes:
+        consts: what the step reads in all layers.
+        shared: the leaves of a layer that all share.
+        stack: the other leaves, `[n, ...]`.
+        state: what the first layer is given.
+        own: what each layer is fed beside its weights, `[n, ...]`.
+    """
+
+    consts: PyTree
+    shared: list[Array]
+    stack: list[Array]
+    state: list[Array]
+    own: Feed
+
+
+@dataclass(frozen=True)
+class _Layer:
+    """One layer of the loop.
+
+    Attributes:
+        step: runs it.
+        gathers: gathers its weights.
+        structure: of the step's x.
+    """
+
+    step: Step
+    gathers: GatherLeaves
+    structure: TreeDef
+
+    def run(
+        self, consts: PyTree, weights: Sequence[Array], state: list[Array], own: Feed
+    ) -> tuple[list[Array], PyTree]:
+        """The next state and y, from gathered weights."""
+        return self.step(consts, state, own._replace(x=jax.tree.unflatten(self.structure, [*weights, *own.x])))
+
+    def gathered(self, stack: Sequence[Array], number: Any, shared: Sequence[Array]) -> list[Array]:
+        """The gathered weights of the layer with this number."""
+        return self.gathers(_layer_at(stack, number), shared)
+
+
+def _layer_at(stack: Sequence[Array], number: Any) -> list[Array]:
+    return [jax.lax.dynamic_index_in_dim(leaf, number, keepdims=False) for leaf in stack]
+
+
+@dataclass(frozen=True)
+class _Forwards:
+    """The step of the loop: its state is (state, gathered weights), its x (the number of the next layer, own feed).
+
+    Attributes:
+        layer: runs and gathers.
+        saves: whether the outputs are (the state that the layer was given, y).
+    """
+
+    layer: _Layer
+    saves: bool
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        (inner, shared, stack), (before, weights), (number, own) = consts, state, feed.x
+        following = self.layer.gathered(stack, number, shared)
+        after, y = self.layer.run(inner, weights, before, own)
+        return (after, following), ((before, y) if self.saves else y)
+
+
+@dataclass(frozen=True)
+class _Backwards:
+    """The step of the gradient.
+
+    Its state is (cotangents of the state, sums of those of consts and of shared leaves, gathered weights), its x
+    (number, number of the layer that comes next here, state that the layer was given, own feed, cotangents of y). Its
+    outputs are the cotangents of the layer's weights and of its own feed. All these are lists of what has any.
+    """
+
+    layer: _Layer
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        (inner, shared, stack), (d_state, d_inner, d_shared, weights) = consts, state
+        number, next_number, before, own, d_y = feed.x
+        following = self.layer.gathered(stack, next_number, shared)
+        inputs = (inner, weights, before, own)
+        d_consts, d_weights, d_before, d_own = _pull(self.layer.run, inputs, [*d_state, *d_y])
+        parts = (_layer_at(stack, number), shared)
+        d_layer, d_of_all = _pull(self.layer.gathers, parts, jax.tree.leaves(d_weights))
+        sums = _add(d_inner, d_consts), _add(d_shared, d_of_all)
+        return (jax.tree.leaves(d_before), *sums, following), (jax.tree.leaves(d_layer), jax.tree.leaves(d_own))
+
+
+def _pull(function: Any, inputs: tuple[Any, ...], cotangents: list[Array]) -> Any:
+    """The cotangents of inputs, None for those that have none, from those of the outputs that have any."""
+    part = smooth_part(inputs)
+    on, off = part.split(inputs)
+
+    def outputs(on: list[Array]) -> list[Array]:
+        out = function(*part.join(on, off))
+        return smooth_part(out).split(out)[0]
+
+    return part.join(jax.vjp(outputs, on)[1](cotangents)[0], [None] * len(off))
+
+
+def _add(sums: list[Array], more: PyTree) -> list[Array]:
+    return [jnp.add(a, b) for a, b in zip(sums, jax.tree.leaves(more), strict=True)]
+
+
+@dataclass(frozen=True, eq=False)
+class _BothWays:
+    """The loop and its rule for reverse mode.
+
+    Attributes:
+        layer: runs and gathers.
+        like: how the loop runs, without arrays.
+    """
+
+    layer: _Layer
+    like: Loop
+
+    def run(self, operands: _Operands) -> tuple[list[Array], PyTree]:
+        """The last state, and ys."""
+        rule = jax.custom_vjp(lambda operands: self._forwards(operands, saves=False)[:2])
+        rule.defvjp(self._forwards_saving, self._backwards)
+        return rule(operands)
+
+    def _forwards(self, operands: _Operands, *, saves: bool) -> tuple[list[Array], PyTree, list[Array]]:
+        """The last state, the outputs, and the gathered weights of the last layer."""
+        consts, shared, stack, state, own = operands
+        first, following = self._order(reverse=self.like.reverse)
+        weights = self.layer.gathered(stack, first, shared)
+        loop = self._loop(_Forwards(self.layer, saves), (consts, shared, stack), (state, weights), (following, own))
+        (state, weights), ys = run(loop)
+        return state, ys, weights
+
+    def _forwards_saving(self, operands: _Operands) -> tuple[Any, Any]:
+        state, (states, ys), weights = self._forwards(operands, saves=True)
+        return (state, ys), (operands, states, weights)
+
+    def _backwards(self, saved: Any, cotangents: Any) -> tuple[_Operands]:
+        operands, states, weights = saved
+        consts, shared, stack, _, own = operands
+        d_state, d_ys = ([leaf for leaf in jax.tree.leaves(tree) if _is_there(leaf)] for tree in cotangents)
+        sums = [[zeros_like(leaf) for leaf in smooth_part(tree).split(tree)[0]] for tree in (consts, shared)]
+        _, following = self._order(reverse=not self.like.reverse)
+        xs = jnp.arange(self.like.length), following, states, own, d_ys
+        loop = self._loop(_Backwards(self.layer), (consts, shared, stack), (d_state, *sums, weights), xs)
+        (d_state, *sums, _), (d_stack, d_own) = run(dataclasses.replace(loop, reverse=not loop.reverse))
+        part = smooth_part(operands)
+        each = [*sums[0], *sums[1], *d_stack, *d_state, *d_own]  # in the order of the operands
+        return (part.join(each, [None] * part.on.count(False)),)
+
+    def _order(self, *, reverse: bool) -> tuple[int, Array]:
+        """The number of the first layer, and for each that of the next one, or its own if it is the last."""
+        numbers, last = jnp.arange(self.like.length), self.like.length - 1
+        return (last, jnp.maximum(numbers - 1, 0)) if reverse else (0, jnp.minimum(numbers + 1, last))
+
+    def _loop(self, step: Step, consts: PyTree, state: PyTree, xs: PyTree) -> Loop:
+        return dataclasses.replace(self.like, step=step, consts=consts, state=state, xs=Feed(xs), memo=Memo())
+
+
+def _is_there(cotangent: Any) -> bool:
+    return cotangent.dtype != jax.dtypes.float0
