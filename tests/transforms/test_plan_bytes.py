@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy.testing as npt
 import pytest
 from loops import array
-from plan_bytes import PLANS, cases, layers_case, mlp, mlp_stack, plain, plain_stack, sine, steps_case
+from plan_bytes import PLANS, cases, compiled, layers_case, mlp, mlp_stack, plain, plain_stack, sine, steps_case
 
 import treescan
 from treescan import Remat
@@ -133,3 +133,54 @@ def test_offload_says_where_it_changes_nothing():
             call(Remat(levels=2, offload="pinned_host"))
         assert caught[0].filename == __file__
         assert "treescan explain" not in str(caught[0].message)  # which knows treescan's own kinds alone
+
+
+# States of layers
+
+
+def attends(layer, x, cache):
+    new = jnp.tanh(x @ layer["w"])
+    cache = jax.lax.dynamic_update_slice_in_dim(cache, new[:, None], 3, 1)
+    weights = jax.nn.softmax(jnp.einsum("bd,bsd->bs", x, cache))
+    return x + jnp.tanh(jnp.einsum("bs,bsd->bd", weights, cache) @ layer["w"]), cache
+
+
+def averages(layer, x, mean):
+    mean = jnp.tanh(mean * 0.9 + (x @ layer["w"])[:, None])
+    return x + jnp.tanh(mean.mean(1) @ layer["w"]), mean
+
+
+@pytest.mark.parametrize(
+    ("blocks", "remat", "most"),
+    [
+        (attends, None, 1.15),
+        (attends, "step", 1.15),
+        (averages, None, 1.15),
+        pytest.param([attends, averages], None, 1.15, marks=pytest.mark.slow),
+        pytest.param(averages, "step", 3, marks=pytest.mark.slow),  # XLA writes gradients over what it has read
+        pytest.param(attends, "nested", 1.15, marks=pytest.mark.slow),
+    ],
+)
+def test_states_count(blocks, remat, most):
+    one, own = plain_stack(12, 64), jax.ShapeDtypeStruct((12, 8, 256, 64), jnp.float32)
+    layers, state = ([one, one], [own, own]) if isinstance(blocks, list) else (one, own)
+    x = jax.ShapeDtypeStruct((8, 64), jnp.float32)
+    plan = treescan.plan_remat(blocks, x, layers=layers, state=state, remat=remat, pair=False)
+    run = functools.partial(treescan.fold_layers, blocks, remat=remat)
+    needed = compiled(lambda x, layers, state: run(x, layers, state=state), x, layers, state)
+    assert 0.85 <= plan.needed_bytes / needed <= most
+
+
+def test_counts_among_the_states_have_no_gradient():
+    def counts(layer, x, calls):
+        return plain(layer, x), calls + 1
+
+    x, calls = jnp.ones((4, 16)), jnp.zeros((6, 1000), int)
+    layers = {"w": jnp.ones((6, 16, 16))}
+    plan = treescan.plan_remat(counts, x, layers=layers, state=calls, remat=None, pair=False)
+    assert plan.needed_bytes < calls.nbytes
+
+
+def test_state_is_for_layers():
+    with pytest.raises(treescan.ArgumentError, match="`state` is for `layers`"):
+        treescan.plan_remat(lambda h, _: h, jnp.ones(2), length=3, state=1, remat=None, pair=False)

@@ -7,7 +7,14 @@ from typing import Any
 
 import jax
 
-from .._body.conventions import FOLD, FOLD_LAYERS, SCAN, SCAN_LAYERS
+from .._body.conventions import (
+    FOLD,
+    FOLD_LAYERS,
+    FOLD_LAYERS_WITH_STATE,
+    SCAN,
+    SCAN_LAYERS,
+    SCAN_LAYERS_WITH_STATE,
+)
 from .._errors import LAYER_WORDS, STEP_WORDS, ArgumentError, Fault, explain, verb
 from .._remat import Remat
 from .._trace.hoist import Hoisted, hoist
@@ -32,6 +39,7 @@ def plan_remat(
     pair: bool = True,
     layers: PyTree = None,
     args: tuple[Any, ...] = (),
+    state: PyTree = None,
 ) -> RematPlan:
     """What the gradient of a scan would need under a plan, and how often it would evaluate the body. Nothing is run.
 
@@ -50,6 +58,7 @@ def plan_remat(
             `treescan.fold_layers`.
         layers: the stack, `[n, ...]`, or for a sequence of blocks one each, as for `treescan.scan_layers`.
         args: what all layers share, as for `treescan.scan_layers`.
+        state: what each layer reads and writes, as for `treescan.scan_layers`. It counts as if it were differentiated.
 
     Returns:
         The plan, to be printed; its `remat` may be passed on in place of `Remat.fit`. Bytes are those of the types
@@ -79,9 +88,12 @@ def plan_remat(
     """
     try:
         if layers is not None:
-            return _plan_layers(f, init, layers, xs, length, args=args, key=key, remat=remat, pair=pair)
+            own = {"args": args, "key": key, "state": state}
+            return _plan_layers(f, init, layers, xs, length, remat=remat, pair=pair, **own)
         if args:
             raise Fault(ArgumentError, "{verb} over {body}: `args` is for `layers`.", "Let the body close over it.")
+        if state is not None:
+            raise Fault(ArgumentError, "{verb} over {body}: `state` is for `layers`.", "Let the body carry it.")
         call = prepare(SCAN if pair else FOLD, f, init, xs, length, key=key)
         chosen = check_remat_or_auto(remat)
         if not call.call.length:
@@ -98,7 +110,10 @@ def _plan_layers(
     if length is not None:
         raise Fault(ArgumentError, "{verb} over {body}: `length` is not for layers.", "The stacks say how many.")
     plan = check_remat(remat)
-    call = prepare_layers(SCAN_LAYERS if pair else FOLD_LAYERS, block, x, layers, xs, remat=plan, **options)
+    pairs, alone = SCAN_LAYERS, FOLD_LAYERS
+    if options["state"] is not None:
+        pairs, alone = SCAN_LAYERS_WITH_STATE, FOLD_LAYERS_WITH_STATE
+    call = prepare_layers(pairs if pair else alone, block, x, layers, xs, remat=plan, **options)
     return _traced(call.pattern.plan, call.given)
 
 

@@ -24,7 +24,7 @@ from ..program import Arguments, Call, execute
 from .fit import plan_of_turns
 from .gather import Gather
 from .prefetch import in_reverse_alone, run_prefetched
-from .state import carry_states, shape_states, with_state
+from .state import carry_states, cotangent_bytes, shape_states, with_state
 from .turns import Remats, Saves, run_turns, trace_turns
 
 
@@ -101,9 +101,12 @@ class Pattern:
         """What the gradient needs under its `remat`, and a plan where that is a budget."""
         assert self.remat is None or isinstance(self.remat, Remat)
         loops = [self._loop_of(given, place) for place, call in enumerate(self.blocks) if call.length]
-        if len(self.blocks) == 1:
-            return plan_of(hoist(loops[0]), self.remat)
-        return plan_of_turns(trace_turns(loops), self.remat)
+        single = len(self.blocks) == 1
+        plan = plan_of(hoist(loops[0]), self.remat) if single else plan_of_turns(trace_turns(loops), self.remat)
+        if self.states is None or self.remat is not None:
+            return plan
+        carried = sum(map(cotangent_bytes, (xs[-1] for xs in given.xs)))  # the gradient of stacks that are carried
+        return dataclasses.replace(plan, needed_bytes=plan.needed_bytes + carried)
 
     def _loop_of(self, given: Arguments, place: int) -> Loop:
         """The loop of one block. A layer's position is its number among all layers."""

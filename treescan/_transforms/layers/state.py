@@ -8,6 +8,7 @@ each is saved, and a carried stack would be saved whole for each: there it is sc
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import jax.numpy as jnp
 
 from ..._body.state import StateAndY
 from ..._loop.loop import Feed, Loop, Step
+from ..._trace.smooth import is_smooth
 from ..._tree import Prefix
 from ..._types import PyTree, TreeDef
 from ..outputs import ALL
@@ -84,6 +86,12 @@ def carry_states(loops: Sequence[Loop], counts: Sequence[int]) -> list[Loop]:
         state = (loop.state, stacks, jnp.full((), loops[0].length - 1, numbers.dtype))
         carried.append(dataclasses.replace(loop, step=step, state=state, xs=xs))
     return carried
+
+
+def cotangent_bytes(stack: PyTree) -> int:
+    """The bytes of a cotangent of a stack of states: counts and flags have none."""
+    types = [jax.typeof(leaf) for leaf in jax.tree.leaves(stack) if is_smooth(leaf)]
+    return sum(math.prod(aval.shape) * aval.dtype.itemsize for aval in types)
 
 
 def with_state(save: Prefix | None) -> Prefix | None:
