@@ -136,6 +136,20 @@ def _three_digits(value: float) -> str:
     return f"{value:.2f}" if value < 9.995 else f"{value:.3g}"
 
 
+def test_the_guide_of_layers_quotes_the_committed_results() -> None:
+    report = json.loads((ROOT / "benchmarks" / "results" / "layer_modules.json").read_text())
+    found = {each["name"]: each for each in report["comparisons"]}
+    memory = {each["name"]: each["ratio"] for each in report["memory"]}
+    page = (ROOT / "docs" / "guides" / "layers.md").read_text()
+    lines = page[page.index("| modules of | against |") :].split("\n\n")[0].splitlines()[2:]
+    for line, name in zip(lines, ("equinox", "linen", "nnx"), strict=True):
+        cells = [cell.strip() for cell in line.strip("|").split("|")]
+        assert found[f"{name}, value and gradient"]["details"] == {"differs by": 0.0}
+        kinds = ("tracing", "compiling", "value and gradient")
+        times = [_with_spread(found[f"{name}, {kind}"]["ratio"]) for kind in kinds]
+        assert [cells[0], *cells[2:]] == [name, "equal", _three_digits(memory[f"{name}, memory"]), *times]
+
+
 def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
     """Memory and time of the gradient of a masked LSTM, and the time to compile 64 layers."""
 
