@@ -145,6 +145,11 @@ def plan_remat_with_args_of_no_layers(one):
 
 
 @case(ArgumentError)
+def plan_of_states_without_layers(one):
+    return plan_remat(step, one, XS, state=one, remat=None)
+
+
+@case(ArgumentError)
 def remat_policy_unknown(one):
     return scan(step, one, XS, remat=Remat("dots"))
 

@@ -554,6 +554,21 @@ def layers_prefetch_of_a_block_with_an_effect(one):
     return fold_layers(block, X, denses(one), prefetch=lambda layer: layer)
 
 
+@case(ArgumentError, less=("disable_jit", "jit", "vmap", "grad"))
+def layers_prefetch_in_forward_mode(one):
+    return jax.jvp(lambda x: fold_layers(block_alone, x, denses(one), prefetch=lambda layer: layer), (X,), (X,))
+
+
+@case(ArgumentError, less=("disable_jit", "vmap", "grad"))
+def layers_prefetch_within_shard_map(one):
+    mesh = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec()
+    run = jax.shard_map(
+        lambda layers: fold_layers(block_alone, X, layers, prefetch=1), mesh=mesh, in_specs=spec, out_specs=spec
+    )
+    return run(denses(one))
+
+
 # --- the parameters of a block ----------------------------------------------------------------------------------------
 
 
