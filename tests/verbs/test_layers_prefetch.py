@@ -1,7 +1,9 @@
 """`prefetch`: the weights of the next layer are gathered while one is computed, in the gradient too."""
 
 import functools
+import gc
 import re
+import weakref
 
 import chex
 import jax
@@ -333,3 +335,23 @@ def test_without_it_the_program_is_the_same():
         jax.make_jaxpr(functools.partial(both, **options))(stack(), X) for options in ({}, {"prefetch": None})
     )
     assert str(plain) == str(off)
+
+
+def test_an_eager_call_is_kept_and_goes_with_its_block():
+    traces = []
+
+    def counted(layer, x):
+        traces.append(1)
+        return block(layer, x)
+
+    def gather(layer):
+        return layer
+
+    for _ in range(3):
+        treescan.fold_layers(counted, X, stack(), prefetch=gather)
+    jax.grad(lambda x: treescan.fold_layers(counted, x, stack(), prefetch=gather).sum())(X)
+    assert len(traces) <= 2
+    refs = weakref.ref(counted), weakref.ref(gather)
+    del counted, gather
+    gc.collect()
+    assert [ref() for ref in refs] == [None, None]
