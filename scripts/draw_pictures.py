@@ -175,7 +175,10 @@ def _draw_chunks(picture: Picture, top: float, chunks: list[Chunk]) -> None:
 # The house of modules.
 
 FLOORS = (  # from the ground up: what each holds, and its modules and packages
-    ("types and trees", ("_remat, _progress, _types, _avals, _tree,", "_axes, _layout, _manual, _errors, _flax")),
+    (
+        "types and trees",
+        ("_remat, _progress, _finite, _types, _avals, _tree,", "_axes, _layout, _manual, _errors, _flax"),
+    ),
     ("custom carries", ("carries/",)),
     ("the loop", ("_loop/",)),
     ("traces of steps, calls of bodies", ("_trace/, _body/",)),
