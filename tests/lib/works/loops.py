@@ -141,7 +141,8 @@ def _fori(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Give
 
 GIVEN = {"w": numbers(0, D, D), "h": abs(numbers(1, D)), "a": numbers(2, T, D), "b": numbers(3, T, D)}
 FORI = {name: form for name, form in CHECKED.items() if form.option in (
-    "reverse", "unroll", "name", "progress", "check_finite", "key", "static leaf", "custom carry", "annotated body")}  # fmt: skip
+    "reverse", "unroll", "name", "progress", "check_finite", "key", "static leaf", "custom carry",
+    "annotated body")}  # fmt: skip
 WHILE = {
     **SHARED,
     **OUTPUTS,

@@ -33,7 +33,7 @@ TOLERANCE = 2e-5
 OFFERED = {
     "in_axes": 0, "out_axes": 0, "key": KEY, "remat": "step", "save": "last", "truncate": 2, "length": 5,
     "lengths": 5, "mask": np.ones(5, bool), "resets": np.ones(5, bool), "reset_to": 0, "time_axis": 1, "fill": 1,
-    "carry_axes": 0, "x_axes": 0, "y_axes": 0, "chunk": 2, "compact": True, "max_length": 5, "args": (), "state": 0, "check_finite": True,
+    "carry_axes": 0, "x_axes": 0, "y_axes": 0, "chunk": 2, "compact": True, "max_length": 5, "args": (), "state": 0,
 }  # fmt: skip
 
 
