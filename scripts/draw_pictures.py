@@ -175,7 +175,10 @@ def _draw_chunks(picture: Picture, top: float, chunks: list[Chunk]) -> None:
 # The house of modules.
 
 FLOORS = (  # from the ground up: what each holds, and its modules and packages
-    ("types and trees", ("_remat, _progress, _types, _avals, _tree,", "_axes, _layout, _manual, _errors, _flax")),
+    (
+        "types and trees",
+        ("_remat, _progress, _types, _avals, _tree,", "_axes, _finite, _layout, _manual, _errors, _flax"),
+    ),
     ("custom carries", ("carries/",)),
     ("the loop", ("_loop/",)),
     ("traces of steps, calls of bodies", ("_trace/, _body/",)),
@@ -405,7 +408,8 @@ def transforms_of(verb: str) -> list[str]:
 def _class_of(argument: ast.expr) -> str:
     """`KeepOutputs` of `KeepOutputs.of(save)` and of `KeepOutputs(save)`; nothing of what is no transform."""
     text = ast.unparse(argument.func if isinstance(argument, ast.Call) else argument).removesuffix(".of")
-    named = {"over_axes": "OverAxes", "showing": "ShowProgress"}.get(text.rpartition(".")[2])
+    calls = {"over_axes": "OverAxes", "checking": "CheckFinite", "showing": "ShowProgress"}
+    named = calls.get(text.rpartition(".")[2])
     return named or (text if text[0].isupper() else "")
 
 

@@ -16,6 +16,7 @@ from ._errors import (
     BodyError as BodyError,
     CarryError as CarryError,
     LayerError as LayerError,
+    NonFiniteError as NonFiniteError,
     PluginError as PluginError,
     PluginWarning as PluginWarning,
     RetraceWarning as RetraceWarning,
@@ -23,6 +24,7 @@ from ._errors import (
     TracedArgumentError as TracedArgumentError,
     TreescanError as TreescanError,
 )
+from ._finite import NonFinite as NonFinite, last_nonfinite as last_nonfinite
 from ._loop.rewrite import rewriting as rewriting
 from ._progress import (
     AbstractProgressMeter as AbstractProgressMeter,

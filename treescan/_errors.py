@@ -96,6 +96,10 @@ class SignatureError(TreescanError, TypeError):
     """A value does not fit the jaxtyping annotation that the body gives it."""
 
 
+class NonFiniteError(TreescanError, FloatingPointError):
+    """A leaf of the carry became NaN or infinite, in a loop with `check_finite`."""
+
+
 class PluginError(TreescanError, TypeError):
     """A custom carry breaks the contract of `treescan.carries.AbstractCarry`, or a type is registered twice."""
 
@@ -120,6 +124,7 @@ PUBLIC = (
     CarryError,
     LayerError,
     SignatureError,
+    NonFiniteError,
     PluginError,
     PluginWarning,
     RetraceWarning,
@@ -282,6 +287,11 @@ def walk_traceback(traceback: types.TracebackType | None) -> Iterator[types.Trac
 def is_package_frame(frame: types.FrameType) -> bool:
     """Whether a frame runs treescan's own code."""
     return frame.f_code.co_filename.startswith(_PACKAGE)
+
+
+def is_library_file(filename: str) -> bool:
+    """Whether a file is treescan's own or JAX's."""
+    return filename.startswith((_PACKAGE, _JAX))
 
 
 def is_jax_frame(frame: types.FrameType) -> bool:

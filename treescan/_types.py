@@ -87,6 +87,12 @@ class ForiOptions(IndexOptions, total=False):
     progress: ProgressLike
 
 
+class CheckedForiOptions(ForiOptions, total=False):
+    """The same with what looks at the carry."""
+
+    check_finite: bool
+
+
 class FoldOptions(ForiOptions, total=False):
     """The options of `fold`, less `key`."""
 
@@ -105,12 +111,14 @@ class RaggedFoldOptions(FoldOptions, total=False):
     """The options of `fold`, less `key`, with the lengths of its rows."""
 
     lengths: ArrayLike | None
+    check_finite: bool
 
 
 class RaggedOptions(UnkeyedOptions, total=False):
     """The options of `accumulate`, less `key`, with the lengths of its rows."""
 
     lengths: ArrayLike | None
+    check_finite: bool
 
 
 class WhileOptions(ForiOptions, total=False):

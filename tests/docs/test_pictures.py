@@ -137,8 +137,12 @@ def test_a_verb_runs_the_transforms_that_it_lists(verb: str, monkeypatch: pytest
     shown = treescan.Progress(meter=treescan.Text())
     every = {"out_axes": 0, "remat": "step", "save": 2, "truncate": 2, "progress": shown}
     run = {
-        "scan": lambda: treescan.scan(add, 0.0, jnp.ones((1, 4)), in_axes=1, **(every | {"out_axes": -1})),
-        "fori": lambda: treescan.fori(0, 3, lambda i, total: total + i, 0, remat="step", progress=shown),
+        "scan": lambda: treescan.scan(
+            add, 0.0, jnp.ones((1, 4)), in_axes=1, check_finite=True, **(every | {"out_axes": -1})
+        ),
+        "fori": lambda: treescan.fori(
+            0, 3, lambda i, total: total + i, 0, remat="step", progress=shown, check_finite=True
+        ),
         "mask_scan": lambda: treescan.mask_scan(
             add,
             jnp.zeros(2),

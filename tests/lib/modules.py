@@ -10,6 +10,7 @@ LAYERS = [  # a module imports from its own line and from lines above; no two mo
     "_remat",
     "_progress",
     "_types",
+    "_finite",
     "_avals",
     "_tree",
     "_layout",

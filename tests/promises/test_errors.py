@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import carry_error_cases
 import chunk_error_cases
+import finite_error_cases
 import jax
 import jax.numpy as jnp
 import layer_error_cases
@@ -1474,6 +1475,7 @@ def named_inner(one):
 _OTHERS = (
     carry_error_cases,
     chunk_error_cases,
+    finite_error_cases,
     layer_error_cases,
     lift_error_cases,
     progress_error_cases,
@@ -1486,7 +1488,7 @@ for given in (each for module in _OTHERS for each in module.CASES):
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
-PLACE = re.compile(r"[^\s(]*\b(?:test_errors|(?:carry|chunk|layer|lift|while)_error_cases)\.py:\d+")
+PLACE = re.compile(r"[^\s(]*\b(?:test_errors|(?:carry|chunk|finite|layer|lift|while)_error_cases)\.py:\d+")
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from .run import run_scan
 
 _NO_OUTPUTS = "it stacks no outputs. `treescan.accumulate` and `treescan.scan` do."
 _FOLD_REFUSES = {"out_axes": _NO_OUTPUTS, "save": _NO_OUTPUTS}
-_ACCEPTED = frozenset((*Options.__annotations__, "lengths"))
+_ACCEPTED = frozenset((*Options.__annotations__, "lengths", "check_finite"))
 
 
 @overload
@@ -57,9 +57,9 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
         init: the carry that the first step is given.
         xs: what is folded: any pytree whose leaves are `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
-        **options: `reverse`, `unroll`, `in_axes`, `key`, `remat`, `truncate`, `name`, `progress`, as for
-            `treescan.scan`; and `lengths`, int[*batch], as for `treescan.mask_scan`: row b of `xs` `[T, *batch, ...]`
-            is folded over its first `lengths[b]` steps, and its padding is never read.
+        **options: `reverse`, `unroll`, `in_axes`, `key`, `remat`, `truncate`, `name`, `progress`, `check_finite`,
+            as for `treescan.scan`; and `lengths`, int[*batch], as for `treescan.mask_scan`: row b of `xs`
+            `[T, *batch, ...]` is folded over its first `lengths[b]` steps, and its padding is never read.
 
     Returns:
         The last step's carry.
@@ -132,8 +132,8 @@ def accumulate(
         xs: what is folded: any pytree whose leaves are `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
         **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, `progress`,
-            as for `treescan.scan`. `lengths`, int[*batch], as for `treescan.mask_scan`: the padding of `xs`
-            `[T, *batch, ...]` is never read, and the carries of padded steps are 0.
+            `check_finite`, as for `treescan.scan`. `lengths`, int[*batch], as for `treescan.mask_scan`: the padding of
+            `xs` `[T, *batch, ...]` is never read, and the carries of padded steps are 0.
 
     Returns:
         The carries, `[T, ...]`; in reverse the carry after the step at position t is at t.

@@ -14,6 +14,7 @@ from .._checks.rows import check_chunk, check_compact, check_rows, check_time_ax
 from .._data.pack import Packed
 from .._data.pad import Padded
 from .._errors import explain, verb
+from .._transforms.finite import UNCHECKED
 from .._transforms.outputs import MoveOutputs, check_save
 from .._transforms.remat import Recompute
 from .._transforms.rows.batch_axes import RowFlags
@@ -321,7 +322,7 @@ def _split(
     options: Mapping[str, Any], time_axis: int
 ) -> tuple[Axes, RematLike | None, Save, int | None, ProgressLike, dict[str, Any]]:
     """The options that transforms are made of, and the others."""
-    check_options(options, _ACCEPTED, {})
+    check_options(options, _ACCEPTED, UNCHECKED)
     time_axis = check_time_axis(time_axis)
     others: dict[str, Any] = {"in_axes": time_axis, "out_axes": time_axis} | dict(options)
     taken: list[Any] = [others.pop(name, default) for name, default in _OF_TRANSFORMS.items()]

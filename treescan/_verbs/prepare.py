@@ -24,6 +24,7 @@ from .._loop.body import Body
 from .._loop.loop import Transform
 from .._loop.retrace import note_types
 from .._transforms.axes import OverAxes
+from .._transforms.finite import CheckFinite, deliver
 from .._transforms.program import Arguments, Call, Program, Transformed, execute
 from .._transforms.progress import ShowProgress
 from .._tree import freeze_static, thaw_static
@@ -63,6 +64,10 @@ class Prepared:
         call = self.call
         return ShowProgress.of(progress, call.body, call.convention.verb, custom=bool(call.custom))
 
+    def checking(self, checks: bool, *, indexed: bool = False) -> CheckFinite | None:
+        """The transform of `check_finite`, or None if nothing is looked at."""
+        return CheckFinite(indexed, bool(self.call.custom)) if checks else None
+
     def with_rows(self, rows: Any) -> Prepared:
         """The same, with what a masked scan was told of its rows."""
         return dataclasses.replace(self, given=self.given._replace(rows=rows))
@@ -70,7 +75,9 @@ class Prepared:
     def run_program(self, program: Program[tuple[PyTree, PyTree]]) -> tuple[Any, Any]:
         """Runs a program of this call."""
         moves = program.moves or self.given.key is not None
-        return self.restored(execute(program, self.given, self.call.body.programs, moves=moves))
+        state, ys = result = execute(program, self.given, self.call.body.programs, moves=moves)
+        told = deliver(ys)
+        return self.restored(result if told is ys else (state, told))
 
     def restored(self, result: tuple[PyTree, PyTree]) -> tuple[Any, Any]:
         """The result with static leaves and values of registered types in their places."""

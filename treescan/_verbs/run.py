@@ -7,6 +7,7 @@ from typing import Any
 
 from .._body.conventions import Convention
 from .._checks.rows import check_rows
+from .._transforms.finite import check_finite_of, refuse_rows
 from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
 from .._transforms.remat import Recompute
 from .._transforms.rows.batch_axes import RowFlags
@@ -35,6 +36,7 @@ def run_scan(
     save: Save = "all",
     truncate: int | None = None,
     progress: ProgressLike = None,
+    check_finite: bool = False,
     **options: Any,
 ) -> tuple[Any, Any]:
     """Runs a scan.
@@ -51,10 +53,13 @@ def run_scan(
         save: as for `treescan.scan`.
         truncate: as for `treescan.scan`.
         progress: as for `treescan.scan`.
+        check_finite: as for `treescan.scan`.
         **options: those of `prepare`.
     """
+    checks = check_finite_of(check_finite)
     call = prepare(convention, f, init, xs, length, masked=lengths is not None, **options)
     if lengths is not None:
+        refuse_rows(checks)
         call = call.with_rows(check_rows(RowFlags(lengths), 0, call.call.length))
         return call.run(
             MoveOutputs.of(out_axes, save),
@@ -68,6 +73,7 @@ def run_scan(
         )
     return call.run(
         call.over_axes,
+        call.checking(checks),
         MoveOutputs.of(out_axes, save),
         Recompute.of(remat),
         Truncate.of(truncate),

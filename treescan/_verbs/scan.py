@@ -31,6 +31,7 @@ def scan(
     truncate: int | None = None,
     name: str | None = None,
     progress: ProgressLike = None,
+    check_finite: bool = False,
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan(
@@ -49,6 +50,7 @@ def scan(
     truncate: int | None = None,
     name: str | None = None,
     progress: ProgressLike = None,
+    check_finite: bool = False,
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan(
@@ -67,6 +69,7 @@ def scan(
     truncate: int | None = None,
     name: str | None = None,
     progress: ProgressLike = None,
+    check_finite: bool = False,
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan(
@@ -85,6 +88,7 @@ def scan(
     truncate: int | None = None,
     name: str | None = None,
     progress: ProgressLike = None,
+    check_finite: bool = False,
 ) -> tuple[Carry, Y]: ...
 @verb
 def scan(
@@ -104,6 +108,7 @@ def scan(
     truncate: int | None = None,
     name: str | None = None,
     progress: ProgressLike = None,
+    check_finite: bool = False,
     **unknown: Any,
 ) -> tuple[Any, Any]:
     """Scans a function over the steps of `xs`, carrying state from step to step.
@@ -143,6 +148,10 @@ def scan(
         progress: show how far the loop has come: True, the label of the bar, or a `treescan.Progress`. The loop is cut
             into chunks, at most 100, and reports after each: no step has a branch, and the gradient reports nothing.
             Under `jax.vmap` there is one bar for all elements.
+        check_finite: look at the carry after each step. Where a leaf becomes NaN or infinite, a `NonFiniteError` names
+            the leaf, the first such step, the rows and the operation, and `treescan.last_nonfinite()` has the carry
+            and x of that step. Under a transformation of JAX it is JAX's runtime error with this text. An infinity that
+            the carry had before the step is let through. Cotangents are not looked at.
 
     Returns:
         The last step's carry, and ys, the outputs of all steps, stacked to `[T, ...]`.
@@ -151,6 +160,7 @@ def scan(
         ArgumentError: if an argument is out of range, in conflict with another or does not fit xs.
         BodyError: if `f` is not callable, does not return a pair, or lacks a keyword.
         CarryError: if the returned carry differs from the given one in structure, shape, dtype or sharding.
+        NonFiniteError: if `check_finite` finds something.
         SignatureError: if a jaxtyping annotation of the body does not hold.
 
     Examples:
@@ -181,6 +191,7 @@ def scan(
             truncate=truncate,
             name=name,
             progress=progress,
+            check_finite=check_finite,
             lowering=lowering,
         )
     except Exception as error:

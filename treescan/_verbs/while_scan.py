@@ -15,6 +15,7 @@ from .._checks.arguments import check_length, check_options, infer_length
 from .._checks.rows import check_compact
 from .._errors import WHILE_WORDS, ArgumentError, Fault, Row, explain, verb
 from .._loop.body import Body
+from .._transforms.finite import UNCHECKED
 from .._transforms.outputs import MoveOutputs, check_save
 from .._transforms.progress import check_progress
 from .._transforms.rows.fill import HOLD, check_fill
@@ -45,7 +46,7 @@ _TRACED_MOST = (
     'only at run time, carry a counter and let `cond` compare it, `lambda carry: (carry["step"] < limit) & ...`: the '
     "loop then ends there, and takes no step more."
 )
-_REFUSES = {"length": "how many steps it runs is what `cond` says; `max_length` is the most."}
+_REFUSES = UNCHECKED | {"length": "how many steps it runs is what `cond` says; `max_length` is the most."}
 
 
 class WhileResult(NamedTuple, Generic[Carry, Y]):

@@ -1,0 +1,77 @@
+"""Cases of `test_errors.py` about `check_finite`."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from error_cases import Given, collector
+
+from treescan import ArgumentError, ArgumentTypeError, fold, fori, mask_scan, scan, scan_layers, while_scan
+
+CASES: list[Given] = []
+case = collector(CASES)
+
+XS = jnp.arange(4.0)
+
+
+def step(carry, x):
+    return carry + x, x
+
+
+def add(carry, x):
+    return carry + x
+
+
+@case(ArgumentTypeError)
+def check_finite_backward(one: Any) -> Any:
+    return scan(step, one, XS, check_finite="backward")
+
+
+@case(ArgumentError)
+def check_finite_of_rows(one: Any) -> Any:
+    return fold(add, one[None], XS[:, None], lengths=jnp.array([3]), check_finite=True)
+
+
+@case(ArgumentError)
+def check_finite_of_mask_scan(one: Any) -> Any:
+    return mask_scan(step, one[None], XS[:, None], lengths=jnp.array([3]), check_finite=True)
+
+
+@case(ArgumentError)
+def check_finite_of_while_scan(one: Any) -> Any:
+    return while_scan(lambda carry: carry < 3, step, one, XS, check_finite=True)
+
+
+@case(ArgumentTypeError)
+def check_finite_of_layers(one: Any) -> Any:
+    return scan_layers(lambda layer, x: (x + layer, x), one, XS, check_finite=True)
+
+
+@case(ArgumentError, less=("disable_jit",))
+def check_finite_of_traced_bounds(one: Any) -> Any:
+    def run(upper: Any) -> Any:
+        return fori(0, upper, lambda i, total: total + i, one, max_length=4, check_finite=True)
+
+    return jax.jit(run)(3)
+
+
+@case(ArgumentError)
+def check_finite_with_a_ref(one: Any) -> Any:
+    count = jax.new_ref(jnp.zeros(()))
+
+    def counted(carry, x):
+        count[...] += 1.0
+        return carry + x, x
+
+    return scan(counted, one, XS, check_finite=True)
+
+
+@case(ArgumentError)
+def check_finite_within_shard_map(one: Any) -> Any:
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spread = jax.sharding.PartitionSpec("d")
+
+    def run(xs: Any) -> Any:
+        return scan(step, xs[0], xs, check_finite=True)[1]
+
+    return jax.shard_map(run, mesh=mesh, in_specs=spread, out_specs=spread)(one * XS)
