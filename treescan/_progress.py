@@ -111,7 +111,7 @@ class Tqdm(AbstractProgressMeter):
         bar.update(done - bar.n)
 
     def close(self, bar: Any) -> None:
-        """Does nothing to the bar."""
+        """Closes the bar."""
         bar.close()
 
 

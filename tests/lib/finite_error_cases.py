@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from error_cases import Given, collector
 
-from treescan import ArgumentError, ArgumentTypeError, fold, fori, mask_scan, scan, scan_layers, while_scan
+from treescan import ArgumentError, ArgumentTypeError, NonFiniteError, fold, fori, mask_scan, scan, scan_layers, while_scan
 
 CASES: list[Given] = []
 case = collector(CASES)
@@ -20,6 +20,15 @@ def step(carry, x):
 
 def add(carry, x):
     return carry + x
+
+
+def root(carry, x):
+    return jnp.sqrt(carry - x), x
+
+
+@case(NonFiniteError, less=("jit", "grad", "vmap"))
+def check_finite_finds_a_step(one: Any) -> Any:
+    return scan(root, one, XS, check_finite=True)
 
 
 @case(ArgumentTypeError)
