@@ -57,7 +57,7 @@ def options_of(package: griffe.Module, annotation: str, known: set[str]) -> list
     """The options in `Unpack[MaskOptions]`, and `key`, with the defaults that other verbs give them."""
     defaults = {
         parameter.name: parameter.default
-        for verb in ("mask_scan.mask_scan", "scan.scan")
+        for verb in ("mask_scan.mask_scan", "scan.scan", "prepare_layers.prepare_layers")
         for parameter in package[f"_verbs.{verb}"].parameters
     }
     annotations: dict[str, Any] = {"key": package["_types.Options"].members["key"].annotation}

@@ -6,7 +6,17 @@ import jax
 import jax.numpy as jnp
 from error_cases import Given, collector
 
-from treescan import ArgumentError, ArgumentTypeError, NonFiniteError, fold, fori, mask_scan, scan, scan_layers, while_scan
+from treescan import (
+    ArgumentError,
+    ArgumentTypeError,
+    NonFiniteError,
+    fold,
+    fori,
+    mask_scan,
+    scan,
+    scan_layers,
+    while_scan,
+)
 
 CASES: list[Given] = []
 case = collector(CASES)
