@@ -16,7 +16,8 @@ class NonFinite:
 
     Attributes:
         path: the leaf, as in `h.cell`.
-        kind: whether it became NaN or infinite.
+        kind: whether it became NaN or infinite; None: the step was run once more to find out, and came out otherwise.
+            Then `path` is the whole carry, and the operation is not known.
         step: the position of the step, counted from 0, in reverse too: that of its x in xs.
         steps: the steps of the loop.
         rows: the entries along the leaf's first axis that did; empty for a leaf without axes.
@@ -29,7 +30,7 @@ class NonFinite:
     """
 
     path: str
-    kind: Literal["NaN", "inf"]
+    kind: Literal["NaN", "inf"] | None
     step: int
     steps: int
     rows: tuple[int, ...]
@@ -42,14 +43,17 @@ class NonFinite:
 
     def __str__(self) -> str:
         rows = f" ({_counted(self.rows)})" if self.rows else ""
-        return f"`{self.path}` became {self.kind} in step {self.step:,} of {self.steps:,}{rows}, {self._origin()}"
+        became = f"`{self.path}` became {self.kind or 'NaN or infinite'}"
+        return f"{became} in step {self.step:,} of {self.steps:,}{rows}{self._origin()}"
 
     def _origin(self) -> str:
+        if self.kind is None:
+            return ". Run once more, the steps came out otherwise: rounding may decide, or a callback"
         if self.source is not None:
-            return f"which got it from `{self.source}`"
+            return f", which got it from `{self.source}`"
         place = "" if self.place is None else f" at {self.place}"
         before = "; the carry before it was finite" if self.was_finite else ""
-        return f"first in `{self.operation}`{place}{before}"
+        return f", first in `{self.operation}`{place}{before}"
 
 
 def _counted(rows: Sequence[int]) -> str:

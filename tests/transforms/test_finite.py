@@ -92,6 +92,7 @@ def test_a_planted_value_is_named(verb: str, way: str, leaf: str, kind: str, ste
     named = f"row{'s' * (len(rows) > 1)} {' and '.join(', '.join(map(str, rows)).rsplit(', ', 1))}"
     operation, line = {"NaN": ("log", spoil), "inf": ("div", burst)}[kind]
     place = f"test_finite.py:{line.__code__.co_firstlineno + 1}"
+    assert f"`{verb}` over `" in text
     assert f'`h["{leaf}"]` became {kind} in step {step} of {T} ({named}), first in `{operation}` at' in text
     assert f"{place}; the carry before it was finite." in text
     record = treescan.last_nonfinite()
@@ -136,6 +137,55 @@ def test_a_carry_that_was_not_finite_is_not_called_so() -> None:
     xs = jnp.array([1.0, -9.0])
     text = caught(lambda: treescan.fold(lambda h, x: (jnp.log(h[0] + x), h[1] - x), init, xs, check_finite=True))
     assert "in step 1 of 2, first in `log`" in text and "the carry before it" not in text
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+def test_a_leaf_that_no_step_changes_is_never_blamed(disabled: bool) -> None:
+    def step(h: Any, x: Any) -> Any:
+        return {"a": h["a"], "b": jnp.log(h["b"] + x)}
+
+    init = {"a": jnp.float32(jnp.nan), "b": jnp.float32(1)}
+    with jax.disable_jit(disabled):
+        text = caught(lambda: treescan.fold(step, init, jnp.array([2.0, 3.0, -50.0]), check_finite=True))
+    assert '`h["b"]` became NaN in step 2 of 3, first in `log`' in text
+
+
+def test_rows_that_became_infinite_are_not_called_nan() -> None:
+    def step(h: Any, x: Any) -> Any:
+        return jnp.array([jnp.exp(-x * 20), jnp.log(h[1] + x)])
+
+    text = caught(lambda: treescan.fold(step, jnp.ones(2), jnp.array([2.0, -50.0]), check_finite=True))
+    assert "became NaN in step 1 of 2 (row 1), first in `log`" in text
+
+
+@pytest.mark.parametrize("again", [None, 0], ids=["finite the second time", "NaN too early the second time"])
+@pytest.mark.parametrize("jitted", [False, True])
+def test_steps_that_come_out_otherwise_the_second_time_are_not_explained(again: int | None, jitted: bool) -> None:
+    seen: list[int] = []
+
+    def value(x: Any) -> Any:
+        seen.append(int(x))
+        bad = seen[-1] == (1 if seen.count(seen[-1]) == 1 else again)
+        return np.float32(np.nan if bad else 1)
+
+    def step(h: Any, x: Any) -> Any:
+        return h + jax.pure_callback(value, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+    run = lambda xs: treescan.fold(step, jnp.float32(1), xs, check_finite=True)  # noqa: E731
+    text = caught(lambda: (jax.jit(run) if jitted else run)(jnp.arange(3.0)))
+    assert "`h` became NaN or infinite in step 1 of 3. Run once more, the steps came out otherwise" in text
+    record = treescan.last_nonfinite()
+    assert record is not None and (record.kind, record.operation, record.rows) == (None, None, ())
+
+
+def test_a_derivative_does_not_run_through_the_evidence() -> None:
+    def sines(on: bool) -> int:
+        def loss(w: Any) -> Any:
+            return treescan.fold(lambda h, x: jnp.sin(h * w + x), jnp.float32(1), jnp.arange(4.0), check_finite=on)
+
+        return str(jax.make_jaxpr(jax.grad(loss))(0.5)).count(" cos ")
+
+    assert sines(True) == sines(False) > 0
 
 
 def test_an_infinity_of_init_is_let_through() -> None:

@@ -32,6 +32,8 @@ from .axes import MergeWhole
 UNCHECKED = {"check_finite": "it does not look at its carry. `scan`, `fold`, `accumulate` and `fori` do."}
 """Why a verb has no `check_finite`."""
 
+_CONSTANT = "a constant of the body"
+
 _GOOD = -1
 """In place of a step's position: none went wrong."""
 
@@ -43,10 +45,12 @@ class CheckedStep:
     Attributes:
         step: the inner step.
         keyed: whether the inner step is fed its position too.
+        watched: for each leaf of its state whether it is looked at: the body may change it.
     """
 
     step: Step
     keyed: bool
+    watched: tuple[bool, ...]
 
     def __call__(self, consts: PyTree, state: tuple[Array, list[Array]], feed: Feed) -> tuple[PyTree, PyTree]:
         first, given = state
@@ -54,8 +58,8 @@ class CheckedStep:
         assert position is not None
         new, y = self.step(consts, given, feed if self.keyed else feed._replace(position=None))
         bad = jnp.zeros((), bool)
-        for old, leaf in zip(given, jax.tree.leaves(new), strict=True):
-            if is_checked(leaf):
+        for old, leaf, watched in zip(given, jax.tree.leaves(new), self.watched, strict=True):
+            if watched and is_checked(leaf):
                 bad = bad | jnp.any(becomes_bad(old, leaf))
         return (jnp.where((first == _GOOD) & bad, position, first), new), y
 
@@ -116,62 +120,76 @@ class Case:
 
     Attributes:
         length: the steps of the loop.
+        begin: the position of the step that runs first.
         operations: those of one step, inputs first.
         results: for each leaf of the state the operation that makes it.
         inputs: what each input is called.
         paths: what each leaf of the state is called.
+        fixed: for each leaf of the state whether no step changes it.
         structure: of the state.
-        indexed: as for `CheckFinite`.
-        custom: as for `CheckFinite`.
+        check: the transform.
         name: of the carry.
     """
 
     length: int
+    begin: int
     operations: tuple[Operation, ...]
     results: tuple[int | None, ...]
     inputs: tuple[str, ...]
     paths: tuple[str, ...]
+    fixed: tuple[bool, ...]
     structure: TreeDef
-    indexed: bool
-    custom: bool
+    check: CheckFinite
     name: str
 
     def record(self, evidence: Evidence) -> NonFinite:
         """The record, of values that are known."""
-        bits = np.asarray(evidence.bits).tolist()
-        place, rows, is_nan = self._worst(evidence)
-        bit = NAN if is_nan else INF
-        made = self.results[place]
-        number = None if made is None else origin(self.operations, bits, made, bit)
-        found = Operation("a constant", None, ()) if number is None else self.operations[number]
         state = jax.tree.unflatten(self.structure, evidence.before)
-        carry = thaw_static(state[1] if self.indexed else state)
+        carry = thaw_static(state[1] if self.check.indexed else state)
         return NonFinite(
-            path=self.paths[place],
-            kind="NaN" if is_nan else "inf",
+            **self._diagnosis(evidence),
             step=int(evidence.first),
             steps=self.length,
-            rows=rows,
-            operation=found.name,
-            place=found.place,
-            source=None
-            if found.name is not None or number is None
-            else self.inputs[number] or "what the body closes over",
             was_finite=all(bool(np.isfinite(_numbers(leaf)).all()) for leaf in evidence.before if is_checked(leaf)),
-            carry=read_carries(carry, self.name) if self.custom else carry,
-            x=evidence.before[0] if self.indexed else thaw_static(evidence.x),
+            carry=read_carries(carry, self.name) if self.check.custom else carry,
+            x=evidence.before[0] if self.check.indexed else thaw_static(evidence.x),
         )
 
-    def _worst(self, evidence: Evidence) -> tuple[int, tuple[int, ...], bool]:
-        """The first leaf that is bad, its rows that are, and whether any element of it is NaN."""
-        for i, (old, new) in enumerate(zip(evidence.before, evidence.after, strict=True)):
-            if not is_checked(new):
-                continue
-            bad = np.asarray(becomes_bad(old, new))
+    def _diagnosis(self, evidence: Evidence) -> dict[str, Any]:
+        """What became NaN or infinite, and why, if the steps came out as they did in the loop."""
+        worst = self._worst(evidence)
+        if worst is None:
+            return {"path": self.name, "kind": None, "rows": (), "operation": None, "place": None, "source": None}
+        leaf, rows, is_nan = worst
+        made, bits = self.results[leaf], np.asarray(evidence.bits).tolist()
+        number = None if made is None else origin(self.operations, bits, made, NAN if is_nan else INF)
+        found = Operation(None, None, ()) if number is None else self.operations[number]
+        given = _CONSTANT if number is None else self.inputs[number] if found.name is None else None
+        return {
+            "path": self.paths[leaf],
+            "kind": "NaN" if is_nan else "inf",
+            "rows": rows,
+            "operation": found.name,
+            "place": found.place,
+            "source": given,
+        }
+
+    def _worst(self, evidence: Evidence) -> tuple[int, tuple[int, ...], bool] | None:
+        """The first leaf that is bad, its rows that are, and whether that is for NaN; None: no leaf became so here.
+
+        The steps that ran again may be rounded otherwise than in the loop, and a callback may return something else.
+        """
+        leaves = zip(evidence.before, evidence.after, self.fixed, strict=True)
+        watched = [(i, old, new) for i, (old, new, fixed) in enumerate(leaves) if not fixed and is_checked(new)]
+        if int(evidence.first) != self.begin and any(np.isnan(_numbers(old)).any() for _, old, _ in watched):
+            return None
+        for i, old, new in watched:
+            nan = np.isnan(_numbers(new))
+            bad = nan if nan.any() else np.asarray(becomes_bad(old, new))
             if bad.any():
                 rows = np.flatnonzero(bad.reshape(bad.shape[0], -1).any(axis=1)).tolist() if bad.ndim else []
-                return i, tuple(rows), bool(np.isnan(_numbers(new)).any())
-        raise AssertionError("no leaf is bad")
+                return i, tuple(rows), bool(nan.any())
+        return None
 
 
 def _numbers(leaf: Any) -> Any:
@@ -184,10 +202,12 @@ class CheckFinite:
     """`check_finite`: notes the first step whose carry became NaN or infinite.
 
     Attributes:
+        call: the verb and the body, as messages name them.
         indexed: whether x is an index that the state holds, as that of `fori` is.
         custom: whether the state holds custom carries.
     """
 
+    call: str
     indexed: bool = False
     custom: bool = False
     moves = True
@@ -202,11 +222,13 @@ class CheckFinite:
             hoisted = hoist(loop)
             _refuse_effects(hoisted)
             hoisted = lift(hoisted)
+        changing = tuple(not fixed for fixed in hoisted.fixed)
         plain = flattened(loop) if is_jit_disabled() else as_loop(hoisted)
+        watched = changing if is_jit_disabled() else (True,) * sum(changing)
         position = jnp.arange(loop.length, dtype=jnp.int32)
         checked = dataclasses.replace(
             plain,
-            step=CheckedStep(plain.step, keyed),
+            step=CheckedStep(plain.step, keyed, watched),
             state=(jnp.int32(_GOOD), plain.state),
             xs=plain.xs._replace(position=position),
             memo=Memo(),
@@ -221,8 +243,9 @@ class CheckFinite:
 
 
 def _gather(first: Array, loop: Loop, hoisted: Hoisted, check: CheckFinite) -> tuple[Evidence, Case]:
-    """What is known of the first bad step, in a branch that is taken only if there is one."""
+    """What is known of the first bad step, in a branch that is taken only if there is one. It has no derivative."""
     blames: list[Blame] = []
+    loop, hoisted = _constant(loop), hoisted._replace(loop=_constant(hoisted.loop))
 
     def explain(first: Array) -> Evidence:
         blames.append(Blame())
@@ -234,6 +257,12 @@ def _gather(first: Array, loop: Loop, hoisted: Hoisted, check: CheckFinite) -> t
     nothing = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
     evidence = jax.lax.cond(first != _GOOD, explain, lambda first: nothing._replace(first=first), first)
     return jax.lax.stop_gradient(evidence), case
+
+
+def _constant(loop: Loop) -> Loop:
+    """The loop on values without tangents: else a derivative would run through the branch too."""
+    consts, state, xs = jax.lax.stop_gradient((loop.consts, loop.state, loop.xs))
+    return dataclasses.replace(loop, consts=consts, state=state, xs=xs)
 
 
 def _explain(first: Array, loop: Loop, hoisted: Hoisted, blame: Blame) -> Evidence:
@@ -270,18 +299,18 @@ def _case(loop: Loop, hoisted: Hoisted, check: CheckFinite, blame: Blame) -> Cas
     paths = tuple(names.get(i, loop.names[1]) for i in range(count))
     constants = len(jax.tree.leaves(hoisted.loop.consts[1]))
     xs = [path for path, _ in leaves_with_path(loop.names[1], _x_of(loop, loop.xs.x))]
-    inputs = (*(["a constant of the body"] * constants), *paths, *xs)
+    inputs = (*([_CONSTANT] * constants), *paths, *xs)
     inputs = (*inputs, *(["the position"] * (len(blame.bits) - len(inputs))))
-
     return Case(
         loop.length,
+        loop.length - 1 if loop.reverse else 0,
         tuple(blame.operations),
         tuple(blame.results[:count]),
         inputs,
         paths,
+        hoisted.fixed,
         hoisted.structure,
-        check.indexed,
-        check.custom,
+        check,
         loop.names[0],
     )
 
@@ -309,7 +338,7 @@ def deliver(ys: PyTree) -> PyTree:
         if int(evidence.first) != _GOOD:
             record = case.record(jax.tree.map(np.asarray, evidence))
             note(record)
-            raise NonFiniteError(f"{record}.")
+            raise NonFiniteError(f"{case.check.call}: {record}.")
 
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(evidence)):
         jax.lax.cond(evidence.first != _GOOD, lambda told: jax.debug.callback(tell, told), lambda told: None, evidence)

@@ -20,6 +20,7 @@ from .._checks.arguments import (
     infer_length,
     resolve_axes,
 )
+from .._errors import describe_body
 from .._loop.body import Body
 from .._loop.loop import Transform
 from .._loop.retrace import note_types
@@ -66,7 +67,11 @@ class Prepared:
 
     def checking(self, checks: bool, *, indexed: bool = False) -> CheckFinite | None:
         """The transform of `check_finite`, or None if nothing is looked at."""
-        return CheckFinite(indexed, bool(self.call.custom)) if checks else None
+        if not checks:
+            return None
+        call = self.call
+        about = f"`{call.convention.verb}` over {describe_body(call.body.function)}"
+        return CheckFinite(about, indexed, bool(call.custom))
 
     def with_rows(self, rows: Any) -> Prepared:
         """The same, with what a masked scan was told of its rows."""
