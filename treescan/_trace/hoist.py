@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import ShapedArray, eval_jaxpr
 
-from .._avals import is_weak
+from .._avals import is_sharded, is_weak, varying_axes
 from .._errors import BodyError, Fault
 from .._loop.body import Body, Memo
 from .._loop.loop import Feed, Loop, Step
@@ -323,7 +323,18 @@ def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Fee
 
 def one_step(xs: Feed) -> Feed:
     """The types of what one step is fed."""
+
+    def entry(leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, weak_type=is_weak(leaf))
+
+    if all(map(_is_plain, jax.tree.leaves(xs))):  # a trace of the indexing would say the same, and takes longer
+        return jax.tree.map(entry, xs)
     return jax.eval_shape(lambda xs: jax.tree.map(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), xs), xs)
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether a leaf's type is its shape and its dtype: its axes are not sharded, and it does not vary over a mesh."""
+    return not is_sharded(leaf) and not varying_axes(jax.typeof(leaf))
 
 
 @dataclass(frozen=True, eq=False)

@@ -20,6 +20,7 @@ from ..._trace.hoist import Hoisted, one_step, trace_also
 from ..._types import Array, PyTree
 from ..refuse import refuse_symbolic
 from .batch_axes import RowAxes
+from .leaves import gather_rows
 from .lend import may_branch
 
 MOST_TIERS = 7
@@ -67,7 +68,7 @@ def take_rows(tree: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
     """The given rows of each leaf that has rows. All rows are different: the gradient of the gather relies on it."""
 
     def take(leaf: Array, axis: int | None) -> Array:
-        return leaf if axis is None else jnp.take(leaf, rows, axis, mode="clip", unique_indices=True)
+        return leaf if axis is None else gather_rows(leaf, rows, axis, distinct=True)
 
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, list(map(take, leaves, axes)))
@@ -82,8 +83,10 @@ def put_rows(tree: PyTree, new: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
         leaf = vary_over(leaf, varying_axes(jax.typeof(ran)))
         if rows.shape == (1,):  # XLA's CPU backend makes several operations of a scatter of one row
             return jax.lax.dynamic_update_slice_in_dim(leaf, ran, rows[0].astype(np.uint32), axis)
-        place = (*(slice(None) for _ in range(axis)), rows)
-        return leaf.at[place].set(ran, mode="promise_in_bounds", unique_indices=True)
+        others = tuple(i for i in range(leaf.ndim) if i != axis)
+        numbers = jax.lax.ScatterDimensionNumbers(others, (axis,), (axis,))
+        places = jax.lax.expand_dims(rows, (1,))
+        return jax.lax.scatter(leaf, places, ran, numbers, unique_indices=True, mode="promise_in_bounds")
 
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, list(map(put, leaves, jax.tree.leaves(new), axes)))

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..._avals import is_sharded
 from ..._axes import LeafAxes
 from ..._types import Array
-from .leaves import RowMask, pick_steps, take_row, unsigned
+from .leaves import RowMask, gather_rows, pick_steps, take_row, unsigned
 
 
 class GoodPair(NamedTuple):
@@ -37,33 +38,64 @@ def first_valid(valid: Array, *, reverse: bool) -> tuple[Array, Array]:
         bool[*batch] and int32[*batch]; of a row without a valid step any position.
     """
     length = valid.shape[0]
-    steps = jnp.arange(length, dtype=jnp.int32).reshape(length, *(1 for _ in valid.shape[1:]))
     # The least of numbers, which is cheaper than an argmax.
     if reverse:
-        first = jnp.max(jnp.where(valid, steps, -1), axis=0)
-        return first >= 0, jnp.maximum(first, 0)
-    first = jnp.min(jnp.where(valid, steps, length), axis=0)
-    return first < length, jnp.minimum(first, length - 1)
+        first = jax.lax.reduce_max(_steps_or(-1, valid), (0,))
+        return jax.lax.ge(first, jnp.zeros_like(first)), jax.lax.max(first, jnp.zeros_like(first))
+    first = jax.lax.reduce_min(_steps_or(length, valid), (0,))
+    return first < length, jax.lax.min(first, jax.lax.full_like(first, length - 1))
+
+
+def _steps_or(other: int, valid: Array) -> Array:
+    """int32[T, *batch]: the position of each valid step, `other` elsewhere."""
+    if is_sharded(valid) or not isinstance(other, int):
+        steps = jnp.arange(valid.shape[0], dtype=jnp.int32).reshape(-1, *(1 for _ in valid.shape[1:]))
+        return jnp.where(valid, steps, other)
+    steps = jax.lax.broadcasted_iota(jnp.int32, valid.shape, 0)
+    return jax.lax.select_n(valid, jax.lax.full(valid.shape, other, jnp.int32), steps)
+
+
+def first_of_lengths(lengths: Array, steps: int, *, reverse: bool) -> tuple[Array, Array | None]:
+    """The same where each row's steps are its first `lengths`, int[*batch]; None: the first position for all rows."""
+    have = lengths > 0
+    return have, jnp.clip(lengths.astype(jnp.int32) - 1, 0, steps - 1) if reverse else None
 
 
 def own_pairs(
-    state: list[Array], xs: list[Array], valid: Array, axes: tuple[LeafAxes, LeafAxes], *, reverse: bool
+    state: list[Array], xs: list[Array], begin: tuple[Array, Array | None], axes: tuple[LeafAxes, LeafAxes]
 ) -> GoodPair:
     """Each row's own first valid pair; a row that has none borrows that of another row of the batch.
 
-    `axes` says where the batch shape starts in the state and in one step's x. No unchanged leaf is looked at.
+    Args:
+        state: leaves of the state.
+        xs: leaves of x, of all steps.
+        begin: for each row whether it has a valid step, and the first one; None: it is the first of all.
+        axes: where the batch shape starts in the state and in one step's x.
     """
     carry_axes, x_axes = axes
-    batch = valid.shape[1:]
-    have, first = first_valid(valid, reverse=reverse)
+    have, first = begin
+    batch = have.shape
     lender, mask = unsigned(jnp.argmax(have.reshape(-1))), RowMask(have)
+    # One gather per leaf, in place of a slice, its broadcast and a selection: less to trace.
+    source = _own_or(lender, have) if len(batch) == 1 and not is_sharded(have) else None
 
     def borrow(leaf: Array, axis: int | None) -> Array:
         assert axis is not None
-        return mask.select(leaf, take_row(leaf, lender, axis, batch), axis)
+        if source is None or is_sharded(leaf):
+            return mask.select(leaf, take_row(leaf, lender, axis, batch), axis)
+        return gather_rows(leaf, source, axis)
 
-    at_first = [pick_steps(leaf, first, axis) for leaf, axis in zip(xs, x_axes, strict=True)]
+    at_first = [
+        jax.lax.index_in_dim(leaf, 0, keepdims=False) if first is None else pick_steps(leaf, first, axis)
+        for leaf, axis in zip(xs, x_axes, strict=True)
+    ]
     return GoodPair(list(map(borrow, state, carry_axes)), [], list(map(borrow, at_first, x_axes)))
+
+
+def _own_or(lender: Array, have: Array) -> Array:
+    """For each row its own number, or that of the lender where it has nothing."""
+    own = jax.lax.iota(lender.dtype, have.size)
+    return jax.lax.select_n(have, jax.lax.broadcast(lender, own.shape), own)
 
 
 def earliest_pair(

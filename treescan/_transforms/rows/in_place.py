@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..._avals import is_sharded, vary_over, varying_axes
 from ..._loop.chunk import RunChunk, as_step
@@ -121,18 +122,20 @@ class InPlace:
         # A remainder is not worth further copies of the body.
         rest = _Chunk(as_step(dataclasses.replace(loop, length=left)), self.tiers[-1:], axes, products)
         consts = (loop.consts, loop.xs)
-        starts = jnp.arange(count, dtype=jnp.uint32) * size
-        whole = Feed(starts, schedule=jax.tree.map(lambda leaf: leaf[:count], schedule))
-        last = Feed(jnp.uint32(count * size), schedule=jax.tree.map(lambda leaf: leaf[-1], schedule))
+        starts = np.arange(count, dtype=np.uint32) * np.uint32(size)
+        whole = Feed(starts, schedule=jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, count), schedule))
         carried = Carried(loop.state, self._outputs(loop))
-        if left and loop.reverse:
-            carried, _ = rest(consts, carried, last)
+
+        def run_rest(carried: Carried) -> Carried:
+            last = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, count, keepdims=False), schedule)
+            return rest(consts, carried, Feed(np.uint32(count * size), schedule=last))[0]
+
+        carried = run_rest(carried) if left and loop.reverse else carried
         chunks = dataclasses.replace(
             loop, step=main, consts=consts, state=carried, xs=whole, length=count, unroll=1, lowering=()
         )
         carried, _ = run(chunks)
-        if left and not loop.reverse:
-            carried, _ = rest(consts, carried, last)
+        carried = run_rest(carried) if left and not loop.reverse else carried
         return carried.state, carried.outputs
 
     @staticmethod
@@ -167,7 +170,8 @@ class _Chunk:
         inner, xs = consts
 
         def all_rows(carried: Carried) -> Carried:
-            loop, step, consts = self._begin(inner, carried.state, _steps_from(xs, feed.x, self.steps.length))
+            fed = _steps_from(xs, feed.x, self.steps.length) if self.products else xs
+            loop, step, consts = self._begin(inner, carried.state, fed)
             writing = dataclasses.replace(
                 loop, step=_Write(step), consts=(consts, xs, feed.x), state=carried, xs=Feed(self._places())
             )
@@ -196,16 +200,16 @@ class _Chunk:
                 carried = jax.lax.cond(schedule.branch == branch, run_tier, _as_it_is, carried)
             return carried
 
-        return jax.lax.cond(schedule.branch > 0, run_some, _as_it_is, state), None
+        return jax.lax.cond(jax.lax.gt(schedule.branch, np.int32(0)), run_some, _as_it_is, state), None
 
     def _begin(self, consts: PyTree, state: PyTree, fed: Feed) -> tuple[Loop, Step, PyTree]:
         loop = self.steps.loop(consts, state, fed)
         step, consts = with_early_products(loop) if self.products else without_early_products(loop)
         return loop, step, consts
 
-    def _places(self) -> Array:
+    def _places(self) -> np.ndarray:
         """The steps' places in the chunk; unsigned, as of signed ones JAX asks whether they count from the end."""
-        return jnp.arange(self.steps.length, dtype=jnp.uint32)
+        return np.arange(self.steps.length, dtype=np.uint32)
 
 
 @dataclass(frozen=True)
@@ -216,8 +220,8 @@ class _Write:
 
     def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
         (inner, xs, start), place = consts, feed.x
-        at = start + place
-        fed = jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at, keepdims=False), xs)
+        at = jax.lax.add(start, place)
+        fed = jax.tree.map(lambda leaf: _step_of(leaf, at), xs)
         new, ys = self.step(inner, state.state, Feed((place, fed)))
         outputs = zip(state.outputs, ys, strict=True)
         return Carried(new, [jax.lax.dynamic_update_index_in_dim(out, y, at, 0) for out, y in outputs]), None
@@ -239,6 +243,13 @@ def _put(outputs: Array, ys: Array, axis: int | None, rows: Array, start: Array)
         scatter_dims_to_operand_dims=(0, axis + 1),
     )
     return jax.lax.scatter(outputs, places, ys, numbers, unique_indices=True, mode="promise_in_bounds")
+
+
+def _step_of(leaf: Array, at: Array) -> Array:
+    """`dynamic_index_in_dim`, which JAX traces as a call."""
+    zero = np.zeros((), np.uint32)
+    one = jax.lax.dynamic_slice(leaf, (at, *(zero,) * (leaf.ndim - 1)), (1, *leaf.shape[1:]))
+    return jax.lax.squeeze(one, (0,))
 
 
 def _steps_from(xs: Feed, first: Array, length: int) -> Feed:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -19,7 +19,21 @@ def mask_of_lengths(lengths: ArrayLike, steps: int) -> Array:
     fits = isinstance(steps, int) and steps <= jnp.iinfo(lengths.dtype).max  # a symbolic size is of any size
     dtype = lengths.dtype if fits else np.int32  # the positions must fit
     positions = jax.lax.broadcasted_iota(dtype, (steps, *lengths.shape), 0)
-    return positions < lengths.astype(dtype)[None]
+    if is_sharded(lengths) or not isinstance(steps, int):
+        return positions < lengths.astype(dtype)[None]
+    ends = jax.lax.convert_element_type(lengths, dtype)
+    return jax.lax.lt(positions, jax.lax.broadcast_in_dim(ends, positions.shape, tuple(range(1, positions.ndim))))
+
+
+def any_along(flags: Array, axes: Iterable[int]) -> Array:
+    """`jnp.any` along some axes: one operation, where that is a call of a compiled function, which is dear to trace."""
+    axes = tuple(axes)
+    return jax.lax.reduce_or(flags, axes) if axes else flags
+
+
+def any_of(flags: Array) -> Array:
+    """bool[]: whether any flag is set."""
+    return any_along(flags, range(flags.ndim))
 
 
 def select(chosen: Array, new: Array, old: Array) -> Array:
@@ -48,7 +62,7 @@ class RowMask:
         valid: bool[*batch].
     """
 
-    def __init__(self, valid: Array, some: Callable[[Array], Array] = jnp.any) -> None:
+    def __init__(self, valid: Array, some: Callable[[Array], Array] = any_of) -> None:
         self.valid = valid
         self._some = some
         self._shaped: dict[tuple[Any, ...], Array] = {}
@@ -103,6 +117,26 @@ def take_row(leaf: Array, row: Array, axis: int, batch: tuple[int, ...]) -> Arra
         return jax.lax.dynamic_slice(leaf, starts, (*head, 1, *tail))
     flat = leaf.reshape((*head, -1, *tail))
     return jax.lax.dynamic_index_in_dim(flat, row, axis).reshape((*head, *(1 for _ in batch), *tail))
+
+
+def gather_rows(leaf: Array, rows: Array, axis: int, *, distinct: bool = False) -> Array:
+    """The given rows of a leaf; `rows` is int[N], each within the leaf.
+
+    Args:
+        leaf: rows at `axis`.
+        rows: which rows; unsigned numbers are not asked whether they count from the end.
+        axis: where the rows are.
+        distinct: whether all rows differ, which the gradient then relies on.
+    """
+    others = tuple(i for i in range(leaf.ndim) if i != axis)
+    return jax.lax.gather(
+        leaf,
+        jax.lax.expand_dims(rows, (1,)),
+        jax.lax.GatherDimensionNumbers(others, (axis,), (axis,)),
+        tuple(1 if i == axis else size for i, size in enumerate(leaf.shape)),
+        unique_indices=distinct,
+        mode="clip",
+    )
 
 
 def pick_steps(leaf: Array, steps: Array, axis: int | None) -> Array:

@@ -24,8 +24,8 @@ from ..._tree import Prefix
 from ..._types import Array, PyTree
 from .batch_axes import RowAxes, spread_batch_axes, with_axes
 from .fill import fill_leaves, without_hold
-from .good_pairs import GoodPair, earliest_pair, own_pairs
-from .leaves import RowMask, expand, select, take_row, unsigned
+from .good_pairs import GoodPair, earliest_pair, first_of_lengths, first_valid, own_pairs
+from .leaves import RowMask, any_of, expand, select, take_row, unsigned
 from .lend import choose_own, lend, lend_to_elements, unless_alone
 
 
@@ -61,7 +61,7 @@ class Masked:
         valid = feed.valid
         assert valid is not None
         x, x_tree = jax.tree.flatten(feed.x)
-        mask = RowMask(valid, _some_of_all if self.branches else jnp.any)
+        mask = RowMask(valid, _some_of_all if self.branches else any_of)
         show = _show_shared if None in (*self.carry_axes, *self.x_axes) else _show_own
         shown = show(mask, state, good.state, self.carry_axes) if self.shows_state else state
         shown_fixed = show(mask, fixed, good.fixed, self.fixed_axes)
@@ -83,7 +83,7 @@ class Masked:
 
 
 def _some_of_all(valid: Array) -> Array:
-    return unless_alone(jnp.any(valid))
+    return unless_alone(any_of(valid))
 
 
 def with_kept_states(step: Step) -> Step:
@@ -161,18 +161,25 @@ class Mask:
     def __call__(self, loop: Loop) -> Loop:
         if loop.rows.all_valid:
             return loop
-        return mask(loop, without_hold(self.fill) if is_untraced(loop) else self.fill)
+        fill = without_hold(self.fill) if is_untraced(loop) else self.fill
+        return mask(loop, fill, lengths=loop.rows.given.lengths)
 
 
-def mask(loop: Loop, fill: Prefix) -> Loop:
-    """Masks the steps of a loop whose state is a list of leaves."""
+def mask(loop: Loop, fill: Prefix, *, lengths: Array | None = None) -> Loop:
+    """Masks the steps of a loop whose state is a list of leaves.
+
+    Args:
+        loop: the loop.
+        fill: a prefix of y: what it is on padded steps.
+        lengths: int[*batch], if each row's valid steps are known to be its first ones; None: they are any.
+    """
     axes, fixed_axes, valid = loop.rows.axes, loop.rows.fixed, loop.xs.valid
     assert valid is not None
     share = None in (*axes.state, *axes.x)  # a shared leaf that changes; one that does not fits every pair
     fixed, inner = loop.consts
     if not share:  # a row's unchanged leaves are good for it throughout; a row without any step is lent another's
         loop = dataclasses.replace(loop, consts=(lend_rows(fixed, fixed_axes, valid), inner))
-    good, consts = _good_pair(loop, axes, fixed_axes, share=share)
+    good, consts = _good_pair(loop, axes, fixed_axes, lengths, share=share)
     step = Masked(loop.step, axes.state, fixed_axes, axes.x, loop.rows.y_axes, fill)
     good_axes: LeafAxes = (None,) * len(jax.tree.leaves(good)) if share else (*axes.state, *axes.x)  # one row, or all
     loop = dataclasses.replace(loop, step=step, consts=(good, consts))
@@ -194,7 +201,9 @@ def lend_rows(leaves: list[Array], axes: LeafAxes, valid: Array) -> list[Array]:
     return list(map(lent, leaves, axes))
 
 
-def _good_pair(loop: Loop, axes: RowAxes, fixed_axes: LeafAxes, *, share: bool) -> tuple[GoodPair, PyTree]:
+def _good_pair(
+    loop: Loop, axes: RowAxes, fixed_axes: LeafAxes, lengths: Array | None, *, share: bool
+) -> tuple[GoodPair, PyTree]:
     """The pair for padded rows, and the consts; both from another element of a vmap for one that has nothing valid.
 
     Under stop_gradient: each would be a cotangent accumulator otherwise, and a way in for NaN.
@@ -211,13 +220,22 @@ def _good_pair(loop: Loop, axes: RowAxes, fixed_axes: LeafAxes, *, share: bool) 
         lasting = [None if axis is None else leaf for leaf, axis in zip(fixed, fixed_axes, strict=True)]
         good = earliest_pair(state, lasting, xs, valid, (axes.state, fixed_axes, axes.x), reverse=loop.reverse)
     else:
-        good = own_pairs(state, xs, valid, (axes.state, axes.x), reverse=loop.reverse)
+        good = own_pairs(state, xs, _begin_of(loop, lengths), (axes.state, axes.x))
         good = good._replace(fixed=[None] * len(fixed))
-    have, consts = jnp.any(valid), (unchanged, inner)
+    have, consts = any_of(valid), (unchanged, inner)
     (good, lent), own = lend(have, (good, jax.lax.stop_gradient(consts)))
     unchanged, inner = choose_own(consts, lent, own[len(jax.tree.leaves(good)) :])
     inner = inner if closed is None else (lend_closed(closed, have), inner)
     return good, (unchanged, inner)
+
+
+def _begin_of(loop: Loop, lengths: Array | None) -> tuple[Array, Array | None]:
+    """For each row whether it has a valid step, and which is the first in the order of the run."""
+    valid = loop.xs.valid
+    assert valid is not None
+    if lengths is not None and isinstance(loop.length, int):
+        return first_of_lengths(lengths, loop.length, reverse=loop.reverse)
+    return first_valid(valid, reverse=loop.reverse)
 
 
 def lend_closed(closed: list[Any], have: Array) -> list[Any]:

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 
 from ..._types import Array
+from .leaves import any_along
 from .lend import most_of_all, most_of_devices
 
 
@@ -33,9 +35,9 @@ def make_schedule(valid: Array, size: int, tiers: tuple[int, ...]) -> Schedule:
     live = _live_rows(valid, size)
     count = live.shape[0]
     if len(tiers) == 1:
-        branch = jnp.any(live.reshape(count, -1), axis=1).astype(jnp.int32)
+        branch = any_along(live, range(1, live.ndim)).astype(jnp.int32)
         return Schedule(most_of_all(most_of_devices(branch)))
-    live = jnp.any(live.reshape(*live.shape[:2], -1), axis=2)
+    live = any_along(live, range(2, live.ndim))
     number = jnp.sum(live, axis=1, dtype=jnp.int32)
     needed = jnp.sum(number[:, None] > jnp.array([[0, *tiers[:-1]]], jnp.int32), axis=1, dtype=jnp.int32)
     return Schedule(most_of_all(most_of_devices(needed)), _live_first(live))
@@ -51,7 +53,9 @@ def _live_rows(valid: Array, size: int) -> Array:
     """bool[N, *batch]: which rows have a valid step in each chunk."""
     length = valid.shape[0]
     if size == length:  # a symbolic length too
-        return jnp.any(valid, axis=0)[None]
+        return any_along(valid, (0,))[None]
     count = -(-length // size)
-    padded = jnp.pad(valid, [(0, count * size - length), *((0, 0) for _ in valid.shape[1:])])
-    return jnp.any(padded.reshape(count, size, *valid.shape[1:]), axis=1)
+    if count * size != length:
+        none = jnp.zeros((), valid.dtype)
+        valid = jax.lax.pad(valid, none, [(0, count * size - length, 0), *((0, 0, 0) for _ in valid.shape[1:])])
+    return any_along(valid.reshape(count, size, *valid.shape[1:]), (1,))
