@@ -18,6 +18,7 @@ TRANSCENDENTAL = frozenset(
 _PER_TRANSCENDENTAL = 100
 _DECOMPOSITIONS = ("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "triangular_solve")
 _PER_DECOMPOSITION = 20
+_PRODUCTS = ("conv_general_dilated", "dot_general")
 
 
 def count_operations(jaxpr: Any) -> int:
@@ -27,6 +28,27 @@ def count_operations(jaxpr: Any) -> int:
     as 1.
     """
     return sum(map(_of_equation, jaxpr.eqns))
+
+
+def count_saved_bytes(jaxpr: Any) -> int:
+    """About how many bytes the gradient of an open jaxpr saves: the results of products and of dear functions.
+
+    What else is saved is made from these by functions that cost next to nothing, or is an argument. Loops count as in
+    `count_operations`.
+    """
+    return sum(map(_saved_of, jaxpr.eqns))
+
+
+def _saved_of(equation: Any) -> int:
+    name = equation.primitive.name
+    inner = [count_saved_bytes(jaxpr) for jaxpr in jaxprs_within(equation)]
+    if name == "scan":
+        return int(equation.params["length"]) * sum(inner)
+    if inner:
+        return sum(inner)
+    if name not in TRANSCENDENTAL and name not in _DECOMPOSITIONS and name not in _PRODUCTS:
+        return 0
+    return sum(_size(var.aval) * var.aval.dtype.itemsize for var in equation.outvars)
 
 
 def _of_equation(equation: Any) -> int:

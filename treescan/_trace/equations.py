@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -75,6 +76,20 @@ def has_branches(jaxpr: Any) -> bool:
 def has_products(jaxpr: Any) -> bool:
     """Whether anything in a jaxpr multiplies matrices."""
     return _holds(jaxpr, PRODUCTS)
+
+
+def has_large_products(jaxpr: Any, size: int) -> bool:
+    """Whether anything in a jaxpr multiplies with an array of at least so many elements."""
+    return any(
+        equation.primitive.name in PRODUCTS
+        and any(_elements(atom.aval) >= size for atom in equation.invars)
+        or any(has_large_products(inner, size) for inner in jaxprs_within(equation))
+        for equation in jaxpr.eqns
+    )
+
+
+def _elements(aval: Any) -> int:
+    return math.prod(n for n in aval.shape if isinstance(n, int))
 
 
 def _holds(jaxpr: Any, names: frozenset[str]) -> bool:

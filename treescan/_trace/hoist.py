@@ -143,6 +143,7 @@ class Hoisted(NamedTuple):
         reverse_rule: whether anything in it has a rule for reverse mode alone.
         branches: whether it branches.
         products: whether it multiplies matrices.
+        jaxpr: one step, open; None if nothing was traced.
     """
 
     loop: Loop
@@ -156,6 +157,7 @@ class Hoisted(NamedTuple):
     reverse_rule: bool = False
     branches: bool = False
     products: bool = False
+    jaxpr: Any = None
 
     @property
     def traced(self) -> Traced:
@@ -218,6 +220,7 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
         reverse_rule=has_reverse_rule(jaxpr.jaxpr),
         branches=has_branches(jaxpr.jaxpr),
         products=has_products(jaxpr.jaxpr),
+        jaxpr=jaxpr.jaxpr,
     )
 
 

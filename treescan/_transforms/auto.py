@@ -12,7 +12,7 @@ import jax
 
 from .._loop.rewrite import is_rewriting
 from .._remat import Remat
-from .._trace.cost import count_operations
+from .._trace.cost import count_operations, count_saved_bytes
 from .._trace.hoist import Hoisted, one_step
 from .budget import RematPlan, best_segment, plan_of
 from .checkpoint import Checkpointed
@@ -48,6 +48,20 @@ def fastest(hoisted: Hoisted) -> RematPlan:
     if chunks.saved_bytes < plain.saved_bytes and _operations(hoisted) < price * plain.step_bytes:
         return chunks
     return plain.with_remat(AUTO)
+
+
+def saves_steps(hoisted: Hoisted) -> bool:
+    """Whether chunks that would be recomputed had better save their steps.
+
+    They had where all that is saved stays in a processor's cache, and a step takes longer than to write and read that.
+    It is read off the trace alone: a plan would trace the derivative, which is not wanted before it is taken.
+    """
+    length = hoisted.loop.length
+    if not isinstance(length, int):
+        return False
+    saved = count_saved_bytes(hoisted.jaxpr)
+    dear = OPERATIONS_PER_STEP + count_operations(hoisted.jaxpr) >= OPERATIONS_PER_BYTE // CACHED * saved
+    return length * saved < CACHE and dear
 
 
 def saves_more(hoisted: Hoisted, plain: RematPlan, size: int, products: int) -> bool:

@@ -246,10 +246,11 @@ def mask_scan(
         **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, `progress`,
             as for `treescan.scan`. Progress counts the steps in which any row is valid. In reverse each row runs from
             its own last valid step to its first; ys stay where their xs are. `key` excludes `compact`. Where chunks are
-            skipped, the gradient recomputes each chunk in any case, unless the body has effects, so that it saves
-            T/chunk carries; what weights get is one product a chunk. `remat` saves less within, whatever the effects;
-            where it recomputes steps, each has its own products. With `save="last"` each row has its own last valid y,
-            and `fill` if it has none.
+            skipped, the gradient saves T/chunk carries and recomputes each chunk; what weights get is one product per
+            chunk. It recomputes nothing if the body has effects, or if all that it saves is less than about 16 MB and a
+            step is expensive; a `chunk` that is given, or `compact`, recomputes in that case too. `remat` saves less
+            within, whatever the effects; where it recomputes steps, each has its own products. With `save="last"` each
+            row has its own last valid y, and `fill` if it has none.
 
     Returns:
         The carry after each row's last valid step, and the outputs `[T, *batch, ...]`. A scan over a `Packed` returns

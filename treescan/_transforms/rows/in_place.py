@@ -25,6 +25,7 @@ from ..._avals import is_sharded, vary_over, varying_axes
 from ..._loop.chunk import RunChunk, as_step
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import debugs_nans, run
+from ..._trace.equations import has_large_products
 from ..._trace.smooth import fill_in, nonzero_part, smooth_part
 from ..._types import Array, PyTree
 from ..checkpoint import is_remat3
@@ -32,6 +33,7 @@ from ..nest import plan
 from ..outputs import is_thinned
 from ..thin import emitting, run_keeping
 from ..weights.in_bulk import with_early_products, without_early_products
+from ..weights.products import LARGE
 from .batch_axes import RowAxes
 from .compact import put_rows, take_feed, take_rows
 from .mask import with_kept_states
@@ -116,7 +118,7 @@ class InPlace:
     def _run(self, loop: Loop, size: int) -> Result:
         schedule: Schedule = loop.xs.schedule
         loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=None))
-        axes, products = loop.rows.axes, loop.trace.products
+        axes, products = loop.rows.axes, has_large_products(loop.trace.jaxpr, LARGE)
         count, left = divmod(loop.length, size)
         main = _Chunk(as_step(dataclasses.replace(loop, length=size)), self.tiers, axes, products)
         # A remainder is not worth further copies of the body.

@@ -7,6 +7,7 @@ The checkpoint encloses the branch: what a branch saves, weights included, would
 from __future__ import annotations
 
 import dataclasses
+import enum
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -20,11 +21,13 @@ from ..._loop.rewrite import is_rewriting
 from ..._loop.sizes import Wish, chunk_size
 from ..._trace.hoist import is_untraced
 from ..._types import PyTree
+from ..auto import saves_steps
 from ..checkpoint import Checkpointed, checkpoint
 from ..outputs import is_thinned
 from ..refuse import refuse_symbolic, refuse_with_refs
 from ..remat import choose_fastest, recompute_chunks
 from ..weights.branches import with_safe_branches
+from ..weights.deferred import save_all_but_cheap
 from ..weights.in_bulk import in_bulk
 from .batch_axes import RowAxes
 from .compact import LiveRows, tiers_of
@@ -32,6 +35,17 @@ from .fill import Idle
 from .in_place import write_in_place
 from .lend import may_branch
 from .schedule import Schedule, make_schedule
+
+
+class ChunkRemat(enum.Enum):
+    """What the gradient does with a chunk.
+
+    `SAVES_STEPS` has a checkpoint too: what goes into it, weights included, is not stacked once per chunk.
+    """
+
+    NONE = enum.auto()
+    RECOMPUTES = enum.auto()
+    SAVES_STEPS = enum.auto()
 
 
 @dataclass(frozen=True)
@@ -43,7 +57,7 @@ class RunLive:
         tiers: the numbers of rows to choose from; only the last, all of them, where rows are not ordered.
         axes: where the rows are.
         idle: the outputs where nothing is run.
-        remat: whether the gradient recomputes the chunk.
+        remat: what the gradient does with the chunk.
         looped: whether this is the step of a loop.
     """
 
@@ -51,22 +65,24 @@ class RunLive:
     tiers: tuple[int, ...]
     axes: RowAxes
     idle: Idle
-    remat: bool
+    remat: ChunkRemat
     looped: bool
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         schedule: Schedule = feed.schedule
         feed = feed._replace(schedule=schedule.order)
-        return (Checkpointed(self.branch, self.looped) if self.remat else self.branch)(
-            (schedule.branch, consts), state, feed
-        )
+        step: Step = self.branch
+        if self.remat is not ChunkRemat.NONE:
+            policy = save_all_but_cheap if self.remat is ChunkRemat.SAVES_STEPS else None
+            step = Checkpointed(step, self.looped, policy)
+        return step((schedule.branch, consts), state, feed)
 
     def branch(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         """One of the branches, by the number that leads the consts."""
         index, consts = consts
         some = [LiveRows(self.step, tier, self.axes, self.idle) for tier in self.tiers[:-1]]
         taken: list[Callable[..., Any]] = [*some, self._everything]
-        if self.remat and _may_nest(
+        if self.remat is ChunkRemat.RECOMPUTES and _may_nest(
             (consts, state, feed)
         ):  # else the branches that are not taken would write zeros for all that these save
             taken = [checkpoint(branch, prevent_cse=False) for branch in taken]
@@ -109,9 +125,19 @@ class Skip:
         trace, cut = loop.trace, chunk != 0 and isinstance(loop.length, int)
         size = min(chunk or chunk_size(loop.length), loop.length) if cut else loop.length
         may_rule = is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
-        schedule = ScheduleChunks(tiers, remat=cut and not trace.effects, rules=may_rule)
+        schedule = ScheduleChunks(tiers, self._remat(loop, tiers) if cut else ChunkRemat.NONE, rules=cut and may_rule)
         loop = _with_wish(loop, Wish(size, exact=bool(chunk), schedule=schedule))
         return write_in_place(loop, tiers) if may_rule else loop
+
+    def _remat(self, loop: Loop, tiers: tuple[int, ...]) -> ChunkRemat:
+        """What the gradient does with the chunks of a loop. It recomputes those that the user asked for.
+
+        A branch that is not taken writes zeros for what the others save, so that the branches of `compact` recompute.
+        """
+        if loop.trace.effects:
+            return ChunkRemat.NONE
+        chosen = self.chunk is None and len(tiers) == 1 and not loop.recomputed and is_rewriting()
+        return ChunkRemat.SAVES_STEPS if chosen and saves_steps(loop.trace) else ChunkRemat.RECOMPUTES
 
     def _recompute_chunks(self, loop: Loop) -> Loop:
         """A loop in which every step is valid: in chunks that the gradient recomputes, if the user asked for some.
@@ -152,7 +178,7 @@ def _run_unless_all_is_padding(loop: Loop) -> Loop:
     """A loop whose steps were not traced: they run one by one, if any row is valid in any of them."""
     if not _has_schedule(loop):
         return loop
-    return _with_wish(loop, Wish(loop.length, schedule=ScheduleChunks((0,), remat=False, rules=False)))
+    return _with_wish(loop, Wish(loop.length, schedule=ScheduleChunks((0,), ChunkRemat.NONE, rules=False)))
 
 
 def _has_schedule(loop: Loop) -> bool:
@@ -171,12 +197,12 @@ class ScheduleChunks:
 
     Attributes:
         tiers: the numbers of rows to choose from.
-        remat: whether the gradient recomputes the chunks.
+        remat: what the gradient does with the chunks.
         rules: whether they may have a rule for derivatives of their own.
     """
 
     tiers: tuple[int, ...]
-    remat: bool
+    remat: ChunkRemat
     rules: bool
 
     def __call__(self, loop: Loop, size: int) -> tuple[Loop, Around]:
@@ -184,7 +210,7 @@ class ScheduleChunks:
         assert valid is not None
         rules = self.rules and loop.trace.products
         around = _Around(rows.axes, self.tiers, rows.outputs.idle, self.remat, size == loop.length, rules)
-        loop = with_safe_branches(loop) if self.remat and self.rules else loop
+        loop = with_safe_branches(loop) if self.rules else loop
         schedule = make_schedule(valid, size, self.tiers)
         return dataclasses.replace(loop, xs=loop.xs._replace(schedule=schedule)), around
 
@@ -196,15 +222,15 @@ class _Around:
     axes: RowAxes
     tiers: tuple[int, ...]
     idle: Idle
-    remat: bool
+    remat: ChunkRemat
     only: bool
     rules: bool
 
     def __call__(self, step: Step, looped: bool) -> Step:
         # A remainder is not worth further copies of the body.
         tiers = self.tiers if looped or self.only else self.tiers[-1:]
-        step = in_bulk(step) if self.remat and self.rules else step
-        return RunLive(step, tiers, self.axes, self.idle, self.remat and looped, looped)
+        step = in_bulk(step) if self.rules else step
+        return RunLive(step, tiers, self.axes, self.idle, self.remat if looped else ChunkRemat.NONE, looped)
 
 
 def _may_nest(tree: PyTree) -> bool:
