@@ -33,7 +33,6 @@ def make_schedule(valid: Array, size: int, tiers: tuple[int, ...]) -> Schedule:
         tiers: the numbers of rows to choose from, ascending.
     """
     live = _live_rows(valid, size)
-    count = live.shape[0]
     if len(tiers) == 1:
         branch = any_along(live, range(1, live.ndim)).astype(jnp.int32)
         return Schedule(most_of_all(most_of_devices(branch)))
