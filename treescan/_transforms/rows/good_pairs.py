@@ -57,7 +57,7 @@ def _steps_or(other: int, valid: Array) -> Array:
 
 def first_of_lengths(lengths: Array, steps: int, *, reverse: bool) -> tuple[Array, Array | None]:
     """The same where each row's steps are its first `lengths`, int[*batch]; None: the first position for all rows."""
-    have = lengths > 0
+    have = jax.lax.gt(lengths, jnp.zeros_like(lengths))
     return have, jnp.clip(lengths.astype(jnp.int32) - 1, 0, steps - 1) if reverse else None
 
 
