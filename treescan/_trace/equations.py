@@ -81,8 +81,7 @@ def has_products(jaxpr: Any) -> bool:
 def has_large_products(jaxpr: Any, size: int) -> bool:
     """Whether anything in a jaxpr multiplies with an array of at least so many elements."""
     return any(
-        (equation.primitive.name in PRODUCTS
-        and any(_elements(atom.aval) >= size for atom in equation.invars))
+        (equation.primitive.name in PRODUCTS and any(_elements(atom.aval) >= size for atom in equation.invars))
         or any(has_large_products(inner, size) for inner in jaxprs_within(equation))
         for equation in jaxpr.eqns
     )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
-from jax.core import ShapedArray, eval_jaxpr
+from jax.core import eval_jaxpr
 
 from .._avals import is_sharded, is_weak, varying_axes
 from .._errors import BodyError, Fault
@@ -26,6 +26,7 @@ from .._loop.loop import Feed, Loop, Step
 from .._loop.rewrite import is_rewriting
 from .._loop.run import as_arrays, is_jit_disabled, named_signature, settle, weak_types_settled
 from .._types import PyTree, TreeDef
+from .effects import has_effects, has_refs, is_once_only, is_ref
 from .equations import has_branches, has_products, has_reverse_rule
 from .silence import silenced
 
@@ -94,7 +95,7 @@ class Lifted:
     @property
     def once_only(self) -> bool:
         """Whether it has effects that JAX refuses to repeat."""
-        return any(map(_is_once_only, self.traced.jaxprs.values()))
+        return any(map(is_once_only, self.traced.jaxprs.values()))
 
     def silenced(self) -> Lifted:
         """The same without what it says in callbacks."""
@@ -214,9 +215,9 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
         structure,
         y,
         jaxpr.out_avals[len(leaves) :],
-        effects=_has_effects(jaxpr),
-        once_only=_is_once_only(jaxpr),
-        refs=_has_refs(jaxpr),
+        effects=has_effects(jaxpr),
+        once_only=is_once_only(jaxpr),
+        refs=has_refs(jaxpr),
         reverse_rule=has_reverse_rule(jaxpr.jaxpr),
         branches=has_branches(jaxpr.jaxpr),
         products=has_products(jaxpr.jaxpr),
@@ -262,7 +263,7 @@ def lift(hoisted: Hoisted) -> Hoisted:
     """
     traced = hoisted.traced
     found = [pair for jaxpr in traced.jaxprs.values() for pair in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)]
-    closed = list({id(value): value for var, value in found if not _is_ref(var)}.values())
+    closed = list({id(value): value for var, value in found if not is_ref(var)}.values())
     numbers = {id(value): i for i, value in enumerate(closed)}
     places = {key: tuple(numbers.get(id(value)) for value in jaxpr.consts) for key, jaxpr in traced.jaxprs.items()}
     unchanged, inner = hoisted.loop.consts
@@ -370,30 +371,8 @@ def _unchanged(jaxpr: Any, first: int, changing: tuple[bool, ...]) -> tuple[bool
     return tuple(a is b and not other and is_rewriting() for a, b, other in pairs)
 
 
-def _has_effects(jaxpr: Any) -> bool:
-    """Whether a jaxpr does what must not be done twice. That it runs over a named axis counts as an effect for JAX."""
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects)
-
-
-def _is_once_only(jaxpr: Any) -> bool:
-    """Whether a jaxpr has effects that JAX refuses under `jax.checkpoint`; it repeats those of `jax.debug`."""
-    return not _REPEATED.issuperset(type(effect).__name__ for effect in jaxpr.effects)
-
-
-_REPEATED = frozenset({"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "ErrorEffect"})  # the last: checkify
-
-
-def _has_refs(jaxpr: Any) -> bool:
-    """Whether a jaxpr closes over mutable arrays, which JAX cannot differentiate through within a branch."""
-    return any(map(_is_ref, jaxpr.jaxpr.constvars))
-
-
 def _lifted(var: Any, value: Any) -> Any:
-    return value if _is_ref(var) else jax.typeof(value)
-
-
-def _is_ref(var: Any) -> bool:
-    return not isinstance(var.aval, ShapedArray)
+    return value if is_ref(var) else jax.typeof(value)
 
 
 def array_of(value: Any, aval: Any) -> Any:
