@@ -5,9 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from ._types import PyTree
+from ._types import Array, PyTree
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,31 +20,37 @@ class NonFinite:
             Then `path` is the whole carry, and the operation is not known.
         step: the position of the step, counted from 0, in reverse too: that of its x in xs.
         steps: the steps of the loop.
-        rows: the entries along the leaf's first axis that did; empty for a leaf without axes.
+        ends_early: whether these are the most that it may take.
+        rows: the rows that did; in a loop without rows the entries along the leaf's first axis. Empty for a leaf that
+            has none. Where rows are in several axes, each is a tuple.
         operation: the first operation with such a result, as JAX names it; None: the value was there before the step.
         place: the line of that operation, as in `model.py:31`; None where it is not known.
         source: the leaf of the carry or of x that the value came from, where no operation of this step made it.
         was_finite: whether all of the carry before the step was finite.
         carry: the carry before the step, as the body sees it.
         x: what the step was given beside it.
+        valid: which rows ran the step; None: all.
     """
 
     path: str
     kind: Literal["NaN", "inf"] | None
     step: int
     steps: int
-    rows: tuple[int, ...]
+    rows: tuple[int, ...] | tuple[tuple[int, ...], ...]
     operation: str | None
     place: str | None
     source: str | None
     was_finite: bool
     carry: PyTree
     x: PyTree
+    ends_early: bool = False
+    valid: Array | None = None
 
     def __str__(self) -> str:
         rows = f" ({_counted(self.rows)})" if self.rows else ""
         became = f"`{self.path}` became {self.kind or 'NaN or infinite'}"
-        return f"{became} in step {self.step:,} of {self.steps:,}{rows}{self._origin()}"
+        most = "at most " if self.ends_early else ""
+        return f"{became} in step {self.step:,} of {most}{self.steps:,}{rows}{self._origin()}"
 
     def _origin(self) -> str:
         if self.kind is None:
@@ -56,7 +62,7 @@ class NonFinite:
         return f", first in `{self.operation}`{place}{before}"
 
 
-def _counted(rows: Sequence[int]) -> str:
+def _counted(rows: Sequence[Any]) -> str:
     """Some rows by number: `rows 3 and 9`."""
     if len(rows) == 1:
         return f"row {rows[0]}"

@@ -132,6 +132,7 @@ class WhileOptions(ForiOptions, total=False):
     x_axes: Axes
     y_axes: Axes
     compact: bool | tuple[int, ...]
+    check_finite: bool
 
 
 class MaskOptions(UnkeyedOptions, total=False):
@@ -148,6 +149,7 @@ class MaskOptions(UnkeyedOptions, total=False):
     y_axes: Axes
     chunk: int | None
     compact: bool | tuple[int, ...]
+    check_finite: bool
 
 
 class LayersOptions(IndexOptions, total=False):

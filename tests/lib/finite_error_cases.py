@@ -10,12 +10,8 @@ from treescan import (
     ArgumentError,
     ArgumentTypeError,
     NonFiniteError,
-    fold,
-    fori,
-    mask_scan,
     scan,
     scan_layers,
-    while_scan,
 )
 
 CASES: list[Given] = []
@@ -47,31 +43,8 @@ def check_finite_backward(one: Any) -> Any:
 
 
 @case(ArgumentError)
-def check_finite_of_rows(one: Any) -> Any:
-    return fold(add, one[None], XS[:, None], lengths=jnp.array([3]), check_finite=True)
-
-
-@case(ArgumentError)
-def check_finite_of_mask_scan(one: Any) -> Any:
-    return mask_scan(step, one[None], XS[:, None], lengths=jnp.array([3]), check_finite=True)
-
-
-@case(ArgumentError)
-def check_finite_of_while_scan(one: Any) -> Any:
-    return while_scan(lambda carry: carry < 3, step, one, XS, check_finite=True)
-
-
-@case(ArgumentTypeError)
 def check_finite_of_layers(one: Any) -> Any:
     return scan_layers(lambda layer, x: (x + layer, x), one, XS, check_finite=True)
-
-
-@case(ArgumentError, less=("disable_jit",))
-def check_finite_of_traced_bounds(one: Any) -> Any:
-    def run(upper: Any) -> Any:
-        return fori(0, upper, lambda i, total: total + i, one, max_length=4, check_finite=True)
-
-    return jax.jit(run)(3)
 
 
 @case(ArgumentError)

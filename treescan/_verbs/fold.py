@@ -68,6 +68,7 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
         ArgumentError: as `treescan.scan`; also for `out_axes` and `save`, as there are no outputs.
         BodyError: as `treescan.scan`; also if the body returns a pair whose first item is the carry.
         CarryError: as `treescan.scan`.
+        NonFiniteError: if `check_finite` finds something.
         SignatureError: as `treescan.scan`.
 
     Examples:
@@ -142,6 +143,7 @@ def accumulate(
         ArgumentError: as `treescan.scan`.
         BodyError: as `treescan.fold`.
         CarryError: as `treescan.scan`.
+        NonFiniteError: if `check_finite` finds something.
         SignatureError: as `treescan.scan`.
 
     Examples:

@@ -14,7 +14,8 @@ from .._body.conventions import FORI
 from .._checks.arguments import check_bound, check_length, check_options
 from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
 from .._transforms.count import Count
-from .._transforms.finite import check_finite_of
+from .._transforms.finite.deliver import deliver
+from .._transforms.finite.refuse import check_finite_of
 from .._transforms.progress import check_progress
 from .._transforms.remat import Recompute
 from .._transforms.until.program import Bounds, Until, remat_of
@@ -78,7 +79,7 @@ def fori(
             an error if it is known, and is cut to its first `max_length` indices if traced.
         **options: `reverse` (from upper - 1 down to lower), `unroll`, `key`, `remat`, `name`, `progress`,
             `check_finite`, as for `treescan.scan`; a key is folded with i - lower. With a traced bound, `remat` is that
-            of `treescan.while_scan`, and there is no `check_finite`.
+            of `treescan.while_scan`.
 
     Returns:
         The last step's carry, or `init` if no step runs.
@@ -87,6 +88,7 @@ def fori(
         ArgumentError: as `treescan.scan`; also if the range exceeds `max_length`, or a bound is traced without it.
         BodyError: as `treescan.fold`.
         CarryError: as `treescan.scan`.
+        NonFiniteError: if `check_finite` finds something.
         SignatureError: as `treescan.scan`.
 
     Examples:
@@ -100,12 +102,13 @@ def fori(
         checks = check_finite_of(options.pop("check_finite", False))
         most = check_length(max_length, "max_length", _TRACED_MOST)
         if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
-            _refuse_check(checks)
             bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
             plan, progress = remat_of(options.pop("remat", None)), options.pop("progress", None)
             call = prepare(FORI, f, init, length=most, **options)
             shown = check_progress(progress, call.call.body, "fori")
-            ended = Until(call.call, remat=plan, progress=shown).run(call.given, bounds)
+            check = call.checking(checks, indexed=True, ends_early=True)
+            ended = Until(call.call, check=check, remat=plan, progress=shown).run(call.given, bounds)
+            deliver(ended.ys)
             return call.restored((ended.state, None))[0]
         low, high = check_bound(lower, "lower"), check_bound(upper, "upper")
         length = max(high - low, 0)
@@ -116,15 +119,6 @@ def fori(
     except Exception as error:
         explained = explain(error, "fori", f, init)
     raise explained
-
-
-def _refuse_check(checks: bool) -> None:
-    if checks:
-        raise Fault(
-            ArgumentError,
-            "{verb} over {body}: `check_finite` needs bounds that are known.",
-            "Leave it out, or give `lower` and `upper` as ints.",
-        )
 
 
 def _check_most(length: int, most: int | None) -> None:

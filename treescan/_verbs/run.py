@@ -7,7 +7,7 @@ from typing import Any
 
 from .._body.conventions import Convention
 from .._checks.rows import check_rows
-from .._transforms.finite import check_finite_of, refuse_rows
+from .._transforms.finite.refuse import check_finite_of
 from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
 from .._transforms.remat import Recompute
 from .._transforms.rows.batch_axes import RowFlags
@@ -18,7 +18,7 @@ from .._transforms.rows.skip import Skip
 from .._transforms.truncate import Truncate
 from .._tree import Prefix
 from .._types import ArrayLike, Axes, ProgressLike, PyTree, RematLike, Save
-from .prepare import prepare
+from .prepare import AROUND_ROWS, prepare
 
 _LEADING = _ZERO = Prefix.of(0)
 
@@ -59,11 +59,11 @@ def run_scan(
     checks = check_finite_of(check_finite)
     call = prepare(convention, f, init, xs, length, masked=lengths is not None, **options)
     if lengths is not None:
-        refuse_rows(checks)
         call = call.with_rows(check_rows(RowFlags(lengths), 0, call.call.length))
         return call.run(
-            MoveOutputs.of(out_axes, save),
             OverRows(_LEADING, _LEADING, None if convention.stacks else _LEADING, 0, call.axes, compact=False),
+            call.checking(checks, around=AROUND_ROWS),
+            MoveOutputs.of(out_axes, save),
             Mask(_ZERO, "0"),
             Truncate.of(truncate),
             KeepRows(check_save(save), _ZERO),

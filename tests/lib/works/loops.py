@@ -144,7 +144,7 @@ FORI = {name: form for name, form in CHECKED.items() if form.option in (
     "reverse", "unroll", "name", "progress", "check_finite", "key", "static leaf", "custom carry",
     "annotated body")}  # fmt: skip
 WHILE = {
-    **SHARED,
+    **CHECKED,
     **OUTPUTS,
     "max_length": Form("max_length", {"max_length": 4}),
     "fill": Form("fill", {"fill": Y(7, -1)}),

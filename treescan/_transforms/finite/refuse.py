@@ -1,0 +1,47 @@
+"""What `check_finite` refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from ..._avals import describe_argument
+from ..._errors import ArgumentError, ArgumentTypeError, Fault
+from ..._trace.hoist import Hoisted
+
+
+def check_finite_of(value: Any) -> bool:
+    """Whether to check.
+
+    Raises:
+        Fault: for an `ArgumentTypeError` if it is neither True nor False.
+    """
+    if isinstance(value, bool):
+        return value
+    raise Fault(
+        ArgumentTypeError,
+        f"{{verb}} over {{body}}: `check_finite` is True or False, got {describe_argument(value)}.",
+        "True looks at the carry after each step, and at no cotangent. `jax.debug_nans` finds a NaN of the gradient.",
+    )
+
+
+def refuse_effects(hoisted: Hoisted) -> None:
+    """Refuses bodies that cannot be run once more."""
+    if hoisted.refs or hoisted.once_only:
+        why = "closes over a mutable array (a `Ref`)" if hoisted.refs else "has an effect that JAX refuses to repeat"
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `check_finite` runs steps once more to say what went wrong, but the body {why}.",
+            "Leave it out. `jax.debug_nans` stops at the operation.",
+        )
+
+
+def refuse_devices() -> None:
+    """Refuses loops within a `jax.shard_map`."""
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `check_finite` does not work within `jax.shard_map`.",
+            "Check a loop outside of it, on one device.",
+        )
