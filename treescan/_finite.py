@@ -14,6 +14,8 @@ from ._types import Array, PyTree
 class NonFinite:
     """The first step of a loop with `check_finite` in which a leaf of the carry became NaN or infinite.
 
+    For a verb over layers, a step is a layer, the carry is the block's x, and `x` what a layer has of its own.
+
     Attributes:
         path: the leaf, as in `h.cell`.
         kind: whether it became NaN or infinite; None: the step was run once more to find out, and came out otherwise.
@@ -30,6 +32,8 @@ class NonFinite:
         carry: the carry before the step, as the body sees it.
         x: what the step was given beside it.
         valid: which rows ran the step; None: all.
+        unit: what a step is: "step", or "layer".
+        place_in_stack: for layers of several blocks, which of their stacks this one is in, and where. Else None.
     """
 
     path: str
@@ -45,12 +49,16 @@ class NonFinite:
     x: PyTree
     ends_early: bool = False
     valid: Array | None = None
+    unit: Literal["step", "layer"] = "step"
+    place_in_stack: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        rows = f" ({_counted(self.rows)})" if self.rows else ""
+        stack = ["layer {1} of `layers[{0}]`".format(*self.place_in_stack)] if self.place_in_stack else []
+        details = [*stack, *([_counted(self.rows)] if self.rows else [])]
+        where = f" ({'; '.join(details)})" if details else ""
         became = f"`{self.path}` became {self.kind or 'NaN or infinite'}"
         most = "at most " if self.ends_early else ""
-        return f"{became} in step {self.step:,} of {most}{self.steps:,}{rows}{self._origin()}"
+        return f"{became} in {self.unit} {self.step:,} of {most}{self.steps:,}{where}{self._origin()}"
 
     def _origin(self) -> str:
         if self.kind is None:

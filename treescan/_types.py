@@ -78,6 +78,7 @@ class IndexOptions(TypedDict, total=False):
     reverse: bool
     unroll: int | bool
     name: str | None
+    check_finite: bool
 
 
 class ForiOptions(IndexOptions, total=False):
@@ -85,12 +86,6 @@ class ForiOptions(IndexOptions, total=False):
 
     remat: RematLike | None
     progress: ProgressLike
-
-
-class CheckedForiOptions(ForiOptions, total=False):
-    """The same with what looks at the carry."""
-
-    check_finite: bool
 
 
 class FoldOptions(ForiOptions, total=False):
@@ -111,14 +106,12 @@ class RaggedFoldOptions(FoldOptions, total=False):
     """The options of `fold`, less `key`, with the lengths of its rows."""
 
     lengths: ArrayLike | None
-    check_finite: bool
 
 
 class RaggedOptions(UnkeyedOptions, total=False):
     """The options of `accumulate`, less `key`, with the lengths of its rows."""
 
     lengths: ArrayLike | None
-    check_finite: bool
 
 
 class WhileOptions(ForiOptions, total=False):
@@ -132,7 +125,6 @@ class WhileOptions(ForiOptions, total=False):
     x_axes: Axes
     y_axes: Axes
     compact: bool | tuple[int, ...]
-    check_finite: bool
 
 
 class MaskOptions(UnkeyedOptions, total=False):
@@ -149,7 +141,6 @@ class MaskOptions(UnkeyedOptions, total=False):
     y_axes: Axes
     chunk: int | None
     compact: bool | tuple[int, ...]
-    check_finite: bool
 
 
 class LayersOptions(IndexOptions, total=False):

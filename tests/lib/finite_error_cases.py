@@ -43,8 +43,8 @@ def check_finite_backward(one: Any) -> Any:
 
 
 @case(ArgumentError)
-def check_finite_of_layers(one: Any) -> Any:
-    return scan_layers(lambda layer, x: (x + layer, x), one, XS, check_finite=True)
+def check_finite_with_prefetch(one: Any) -> Any:
+    return scan_layers(lambda layer, x: (x + layer, x), one, XS, prefetch=lambda layer: layer, check_finite=True)
 
 
 @case(ArgumentError)

@@ -13,7 +13,7 @@ from .run import run_scan
 
 _NO_OUTPUTS = "it stacks no outputs. `treescan.accumulate` and `treescan.scan` do."
 _FOLD_REFUSES = {"out_axes": _NO_OUTPUTS, "save": _NO_OUTPUTS}
-_ACCEPTED = frozenset((*Options.__annotations__, "lengths", "check_finite"))
+_ACCEPTED = frozenset((*Options.__annotations__, "lengths"))
 
 
 @overload

@@ -19,7 +19,7 @@ from .._transforms.finite.refuse import check_finite_of
 from .._transforms.progress import check_progress
 from .._transforms.remat import Recompute
 from .._transforms.until.program import Bounds, Until, remat_of
-from .._types import Array, ArrayLike, Carry, CheckedForiOptions, KeyedIndexBody, PyTree
+from .._types import Array, ArrayLike, Carry, ForiOptions, KeyedIndexBody, PyTree
 from .prepare import prepare
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
@@ -32,7 +32,7 @@ _REFUSES = {
     "out_axes": _NO_AXES,
     "length": "its length is upper - lower; `max_length` is the most it may be.",
 }
-_ACCEPTED = frozenset((*CheckedForiOptions.__annotations__, "key"))
+_ACCEPTED = frozenset((*ForiOptions.__annotations__, "key"))
 
 
 @overload
@@ -43,7 +43,7 @@ def fori(
     init: Carry,
     *,
     max_length: int | None = None,
-    **options: Unpack[CheckedForiOptions],
+    **options: Unpack[ForiOptions],
 ) -> Carry: ...
 @overload
 def fori(
@@ -54,7 +54,7 @@ def fori(
     *,
     max_length: int | None = None,
     key: Array,
-    **options: Unpack[CheckedForiOptions],
+    **options: Unpack[ForiOptions],
 ) -> Carry: ...
 @verb
 def fori(

@@ -264,7 +264,7 @@ def while_scan(
         plan, kept, out_axes = remat_of(remat), check_save(save), options.pop("out_axes", 0)
         measure = functools.partial(_check_max_length, max_length)
         call = prepare(WHILE_SCAN, f, init, xs, measure=measure, masked=True, **options)
-        rows = _row_axes(carry_axes=carry_axes, x_axes=x_axes, y_axes=y_axes)
+        rows = _row_axes(carry_axes, x_axes, y_axes)
         compact = check_compact(compact, keyed=options.get("key") is not None)
         condition = Body.of(cond)
         asked = condition.function  # kept alive, as that of an equal condition may be another object
@@ -329,9 +329,13 @@ def _too_short(xs: PyTree, most: int, axes: LeafAxes) -> Fault:
     )
 
 
-def _row_axes(**axes: Axes) -> list[Prefix]:
+def _row_axes(carry_axes: Axes, x_axes: Axes, y_axes: Axes) -> tuple[Prefix, Prefix, Prefix]:
     """Where rows are, as the options say."""
-    return [static_axes(name, said, none=True) for name, said in axes.items()]
+    return (
+        static_axes("carry_axes", carry_axes, none=True),
+        static_axes("x_axes", x_axes, none=True),
+        static_axes("y_axes", y_axes, none=True),
+    )
 
 
 def _filled(fill: PyTree) -> dict[str, Any]:

@@ -50,12 +50,18 @@ class About(NamedTuple):
         indexed: whether x is an index that leads the state, as that of `fori` does.
         custom: whether the carry holds custom carries.
         ends_early: whether the loop may end before its last step.
+        layers: which of the stacks its layers are in, for a verb over layers; -1 for a single one. None: it has steps.
+        length: the steps, or layers, of all; None: those of the loop.
+        blocks: how many blocks take turns.
     """
 
     call: str
     indexed: bool = False
     custom: bool = False
     ends_early: bool = False
+    layers: int | None = None
+    length: int | None = None
+    blocks: int = 1
 
 
 class Bad(NamedTuple):
@@ -111,12 +117,18 @@ class Case:
             **self._diagnosis(evidence),
             step=int(evidence.position),
             steps=self.length,
+            unit="step" if self.about.layers is None else "layer",
+            place_in_stack=self._place(int(evidence.position)),
             ends_early=self.about.ends_early,
             was_finite=all(self._is_finite(evidence, i) for i, leaf in enumerate(before) if is_checked(leaf)),
             carry=read_carries(carry, self.name) if self.about.custom else carry,
             x=before[0] if self.about.indexed else thaw_static(evidence.x),
             valid=evidence.valid,
         )
+
+    def _place(self, position: int) -> tuple[int, int] | None:
+        stack = self.about.layers
+        return None if stack is None or self.about.blocks == 1 else (stack, position // self.about.blocks)
 
     def _is_finite(self, evidence: Evidence, leaf: int) -> bool:
         return bool((np.isfinite(_numbers(evidence.before[leaf])) | ~self._ran(evidence, leaf)).all())

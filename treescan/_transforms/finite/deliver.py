@@ -51,7 +51,7 @@ def _deliver(evidence: Evidence, case: Case) -> None:
         jax.lax.cond(evidence.first != GOOD, lambda told: jax.debug.callback(tell, told), lambda told: None, evidence)
     elif int(evidence.first) != GOOD:
         record = _noted(case, evidence)
-        raise Fault(NonFiniteError, f"{{call}}: {record}.", "`treescan.last_nonfinite()` has the carry and x.")
+        raise Fault(NonFiniteError, f"{case.about.call}: {record}.", "`treescan.last_nonfinite()` has the carry and x.")
 
 
 def _noted(case: Case, evidence: Evidence) -> NonFinite:

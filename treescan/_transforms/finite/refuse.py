@@ -45,3 +45,13 @@ def refuse_devices() -> None:
             "{verb} over {body}: `check_finite` does not work within `jax.shard_map`.",
             "Check a loop outside of it, on one device.",
         )
+
+
+def refuse_prefetch(gather: Any) -> None:
+    """Refuses to look at layers of which the next one is gathered ahead."""
+    if gather is not None:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `check_finite` does not look at layers with `prefetch`.",
+            "Leave out one of the two: the results are the same without `prefetch`.",
+        )

@@ -49,6 +49,7 @@ class Site:
         whole: these leaves.
         around: what is put around a step of rows.
         last: the position of the step that runs first, in reverse.
+        roots: what the items of x are called, where x is a tuple of arguments.
     """
 
     given: Loop
@@ -57,6 +58,7 @@ class Site:
     whole: list[Array]
     around: tuple[Transform, ...]
     last: Any
+    roots: tuple[str, ...] | None = None
 
     @property
     def fixed(self) -> tuple[bool, ...]:
@@ -99,7 +101,9 @@ class Site:
     def names_of_feed(self) -> tuple[list[str], list[str]]:
         """What the leaves that are given whole are called, and those that a step is fed."""
         xs, name = self.given.xs, self.given.names[1]
-        named = [path for path, _ in leaves_with_path(name, self.x_of(xs.x))]
+        x = self.x_of(xs.x)
+        trees = [(name, x)] if self.roots is None else zip(self.roots, x, strict=False)
+        named = [path for root, tree in trees for path, _ in leaves_with_path(root, tree)]
         whole: list[str] = []
         if self.slices is not None:
             pairs = list(zip(named, self.slices.axes, strict=True))
@@ -113,7 +117,7 @@ def site_of(loop: Loop, slices: Slices | None, around: tuple[Transform, ...], la
     """The site of a loop, whose body is traced here unless it was already."""
     with jax.disable_jit(False):
         hoisted = _traced(loop)
-    return Site(loop, hoisted, slices, _whole(loop) if slices is not None else [], around, last)
+    return Site(loop, hoisted, slices, whole_of(loop) if slices is not None else [], around, last)
 
 
 def _traced(loop: Loop) -> Hoisted:
@@ -125,7 +129,7 @@ def _traced(loop: Loop) -> Hoisted:
     return in_rows(loop, lift(hoist(loop, changing)))
 
 
-def _whole(loop: Loop) -> list[Array]:
+def whole_of(loop: Loop) -> list[Array]:
     """The leaves of xs that are given whole, which lead the consts that the body's own step is given."""
     if isinstance(loop.step, MergeWhole):
         return loop.consts[0]
