@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 from ._types import Array, PyTree
 
+OF_RESULT = "what is computed of the result"
+"""Where a cotangent comes from that no step of the loop made."""
+
 
 @dataclass(frozen=True, eq=False)
 class NonFinite:
@@ -33,6 +36,7 @@ class NonFinite:
         x: what the step was given beside it.
         valid: which rows ran the step; None: all.
         unit: what a step is: "step", or "layer".
+        backward: whether it is the cotangent of that leaf, of the carry before the step.
         place_in_stack: for layers of several blocks, which of their stacks this one is in, and where. Else None.
     """
 
@@ -51,22 +55,27 @@ class NonFinite:
     valid: Array | None = None
     unit: Literal["step", "layer"] = "step"
     place_in_stack: tuple[int, int] | None = None
+    backward: bool = False
 
     def __str__(self) -> str:
         stack = ["layer {1} of `layers[{0}]`".format(*self.place_in_stack)] if self.place_in_stack else []
         details = [*stack, *([_counted(self.rows)] if self.rows else [])]
         where = f" ({'; '.join(details)})" if details else ""
-        became = f"`{self.path}` became {self.kind or 'NaN or infinite'}"
+        what = "the cotangent of " if self.backward else ""
+        became = f"{what}`{self.path}` became {self.kind or 'NaN or infinite'}"
         most = "at most " if self.ends_early else ""
         return f"{became} in {self.unit} {self.step:,} of {most}{self.steps:,}{where}{self._origin()}"
 
     def _origin(self) -> str:
+        if self.backward and self.source == OF_RESULT:
+            return f"; it was so before that step, from {OF_RESULT}"
         if self.kind is None:
             return ". Run once more, the steps came out otherwise: rounding may decide, or a callback"
         if self.source is not None:
             return f", which got it from `{self.source}`"
         place = "" if self.place is None else f" at {self.place}"
-        before = "; the carry before it was finite" if self.was_finite else ""
+        which = "carry in that step" if self.backward else "carry before it"
+        before = f"; the {which} was finite" if self.was_finite else ""
         return f", first in `{self.operation}`{place}{before}"
 
 

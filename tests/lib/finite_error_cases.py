@@ -10,6 +10,7 @@ from treescan import (
     ArgumentError,
     ArgumentTypeError,
     NonFiniteError,
+    mask_scan,
     scan,
     scan_layers,
 )
@@ -38,8 +39,23 @@ def check_finite_finds_a_step(one: Any) -> Any:
 
 
 @case(ArgumentTypeError)
-def check_finite_backward(one: Any) -> Any:
-    return scan(step, one, XS, check_finite="backward")
+def check_finite_forward(one: Any) -> Any:
+    return scan(step, one, XS, check_finite="forward")
+
+
+@case(ArgumentError)
+def check_finite_backward_of_mask_scan(one: Any) -> Any:
+    return mask_scan(step, one[None], XS[:, None], lengths=jnp.array([3]), check_finite="backward")
+
+
+@case(ArgumentError)
+def check_finite_backward_with_truncate(one: Any) -> Any:
+    return scan(step, one, XS, truncate=2, check_finite="backward")
+
+
+@case(ArgumentError, less=("grad", "vmap", "jit", "disable_jit"))
+def check_finite_backward_in_forward_mode(one: Any) -> Any:
+    return jax.jvp(lambda one: scan(step, one, XS, check_finite="backward"), (one,), (one,))
 
 
 @case(ArgumentError)

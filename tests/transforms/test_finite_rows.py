@@ -131,7 +131,7 @@ def plantings(count: int) -> list[Any]:
         if way == "disable_jit" and name == "progress":
             way = "eager"
         leaf, kind = ("cell", "wide")[draw.integers(2)], ("NaN", "inf")[draw.integers(2)]
-        everyday = i % 27 == 0
+        everyday = i % 61 == 0
         cases.append(
             pytest.param(name, way, leaf, kind, i, id=f"{i}-{name}-{way}", marks=[] if everyday else pytest.mark.slow)
         )

@@ -99,14 +99,14 @@ def fori(
     try:
         check_options(options, _ACCEPTED, _REFUSES)
         check_callable(f, FORI.call)
-        checks = check_finite_of(options.pop("check_finite", False))
+        checks = options.pop("check_finite", False)
         most = check_length(max_length, "max_length", _TRACED_MOST)
         if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
             bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
             plan, progress = remat_of(options.pop("remat", None)), options.pop("progress", None)
             call = prepare(FORI, f, init, length=most, **options)
             shown = check_progress(progress, call.call.body, "fori")
-            check = call.checking(checks, indexed=True, ends_early=True)
+            check = call.checking(check_finite_of(checks), indexed=True, ends_early=True)
             ended = Until(call.call, check=check, remat=plan, progress=shown).run(call.given, bounds)
             deliver(ended.ys)
             return call.restored((ended.state, None))[0]
@@ -115,7 +115,9 @@ def fori(
         _check_most(length, most)
         remat, progress = options.pop("remat", None), options.pop("progress", None)
         call = prepare(FORI, f, init, length=length, **options)
-        return call.run(Count(low), call.checking(checks, indexed=True), Recompute.of(remat), call.showing(progress))[0]
+        return call.run(
+            Count(low), call.checking_either(checks, indexed=True), Recompute.of(remat), call.showing(progress)
+        )[0]
     except Exception as error:
         explained = explain(error, "fori", f, init)
     raise explained

@@ -22,7 +22,7 @@ from .._transforms.finite.site import Slices
 from .._transforms.layers.pattern import Pattern
 from .._transforms.program import Arguments, Call
 from .._tree import Prefix, freeze_static
-from .._types import Array, Axes, PyTree, Save
+from .._types import Array, Axes, FiniteCheck, PyTree, Save
 from ..carries._registry import Adopted, adopt
 from .layer_arguments import (
     Stacks,
@@ -85,7 +85,7 @@ def prepare_layers(
     remat: Any = None,
     save: Save = "all",
     prefetch: Any = None,
-    check_finite: bool = False,
+    check_finite: FiniteCheck = False,
     name: str | None = None,
 ) -> PreparedLayers:
     """Checks what the verbs over layers are told, as `treescan.scan_layers` says it.

@@ -28,6 +28,7 @@ from .._types import (
     Array,
     Axes,
     Carry,
+    FiniteCheck,
     KeyedBody,
     KeyedValidBody,
     ProgressLike,
@@ -167,7 +168,7 @@ def while_scan(
     y_axes: Axes = 0,
     compact: bool | tuple[int, ...] = False,
     progress: ProgressLike = None,
-    check_finite: bool = False,
+    check_finite: FiniteCheck = False,
     **options: Any,
 ) -> WhileResult[Any, Any]:
     """Scans while a condition on the carry holds; differentiable both ways, at the cost of the steps that are taken.

@@ -102,7 +102,7 @@ def gather(first: Array, site: Site, about: About, taken: Array | None = None) -
             loop = dataclasses.replace(loop, xs=loop.xs._replace(valid=ran[::-1] if loop.reverse else ran))
         last = loop.length - 1
         at = At(first, last - first, site.last - first) if loop.reverse else At(first, first, first)
-        return evidence_at(told, at, _state_before(at, site, loop), site, loop)
+        return evidence_at(told, at, state_before(at, site, loop), site, loop)
 
     evidence, told = in_branch(first != GOOD, explain, first, taken)
     return evidence, case_of(site, about, told)
@@ -154,7 +154,7 @@ def _without_padding(state: list[Array], feed: Feed, site: Site, loop: Loop) -> 
     return show_one(state, tuple(axes), feed.valid), feed._replace(x=x)
 
 
-def _state_before(at: At, site: Site, loop: Loop) -> list[Array]:
+def state_before(at: At, site: Site, loop: Loop) -> list[Array]:
     """The leaves of the state before a step; where rows begin anew, as they begin."""
     around = loop
     for transform in () if loop.rows is None else site.around:

@@ -12,7 +12,7 @@ import numpy as np
 
 from ..._axes import LeafAxes
 from ..._body.carries import read_carries
-from ..._finite import NonFinite
+from ..._finite import OF_RESULT, NonFinite
 from ..._trace.blame import INF, NAN, Operation, becomes_bad, is_checked, origin
 from ..._tree import thaw_static
 from ..._types import Array, PyTree, TreeDef
@@ -53,6 +53,7 @@ class About(NamedTuple):
         layers: which of the stacks its layers are in, for a verb over layers; -1 for a single one. None: it has steps.
         length: the steps, or layers, of all; None: those of the loop.
         blocks: how many blocks take turns.
+        backward: whether it is the cotangent of the carry that is looked at.
     """
 
     call: str
@@ -62,6 +63,7 @@ class About(NamedTuple):
     layers: int | None = None
     length: int | None = None
     blocks: int = 1
+    backward: bool = False
 
 
 class Bad(NamedTuple):
@@ -124,6 +126,7 @@ class Case:
             carry=read_carries(carry, self.name) if self.about.custom else carry,
             x=before[0] if self.about.indexed else thaw_static(evidence.x),
             valid=evidence.valid,
+            backward=self.about.backward,
         )
 
     def _place(self, position: int) -> tuple[int, int] | None:
@@ -143,10 +146,21 @@ class Case:
     def _diagnosis(self, evidence: Evidence) -> dict[str, Any]:
         """What became NaN or infinite, and why, if the steps came out as they did in the loop."""
         worst = self._worst(evidence)
+        if worst is not None and self.about.backward and int(evidence.first) == self.length:
+            kind = "NaN" if worst.is_nan else "inf"
+            path = self.paths[worst.leaf]
+            return {
+                "path": path,
+                "kind": kind,
+                "rows": worst.rows,
+                "operation": None,
+                "place": None,
+                "source": OF_RESULT,
+            }
         if worst is None:
             return {"path": self.name, "kind": None, "rows": (), "operation": None, "place": None, "source": None}
-        made, bits = self.results[worst.leaf], np.asarray(evidence.bits).tolist()
-        number = None if made is None else origin(self.operations, bits, made, NAN if worst.is_nan else INF)
+        made, bits, bit = self.results[worst.leaf], np.asarray(evidence.bits).tolist(), NAN if worst.is_nan else INF
+        number = None if made is None else origin(self.operations, bits, made, bit)
         found = Operation(None, None, ()) if number is None else self.operations[number]
         given = CONSTANT if number is None else self.inputs[number] if found.name is None else None
         return {
@@ -163,7 +177,9 @@ class Case:
 
         The steps that ran again may be rounded otherwise than in the loop, and a callback may return something else.
         """
-        watched = [i for i, new in enumerate(evidence.after) if not self.fixed[i] and is_checked(new)]
+        watched = [i for i, new in enumerate(evidence.before) if not self.fixed[i] and is_checked(new)]
+        if self.about.backward:
+            return next(self._bad_cotangents(evidence, watched), None)
         if int(evidence.first) and any(
             (np.isnan(_numbers(evidence.before[i])) & self._ran(evidence, i)).any() for i in watched
         ):
@@ -177,6 +193,13 @@ class Case:
             bad = nan if nan.any() else np.asarray(becomes_bad(old, new)) & ran
             if bad.any():
                 yield Bad(i, _rows(bad, evidence.valid, self.axes[i]), bool(nan.any()))
+
+    def _bad_cotangents(self, evidence: Evidence, watched: list[int]) -> Iterator[Bad]:
+        for i in watched:
+            numbers = _numbers(evidence.after[i])
+            nan, bad = np.isnan(numbers), ~np.isfinite(numbers)
+            if bad.any():
+                yield Bad(i, _rows(nan if nan.any() else bad, None, None), bool(nan.any()))
 
 
 def _rows(bad: Any, valid: Any, axis: int | None) -> tuple[Any, ...]:

@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ..._errors import Fault, NonFiniteError
-from ..._finite import NonFinite, note
+from ..._finite import note
 from ..._types import PyTree
 from .case import Case, Evidence
 from .watch import GOOD
@@ -43,18 +43,28 @@ def deliver(ys: PyTree) -> PyTree:
 
 
 def _deliver(evidence: Evidence, case: Case) -> None:
-    def tell(evidence: Evidence) -> None:
+    try:
+        tell(evidence, case)
+    except NonFiniteError as error:
+        raise Fault(NonFiniteError, str(error), "`treescan.last_nonfinite()` has the carry and x.") from None
+
+
+def tell(evidence: Evidence, case: Case) -> None:
+    """Raises what is known, and where it is traced, has JAX raise it.
+
+    Raises:
+        NonFiniteError: if a step went wrong.
+    """
+
+    def told(evidence: Evidence) -> None:
         if int(evidence.first) != GOOD:
-            raise NonFiniteError(f"{case.about.call}: {_noted(case, evidence)}.")
+            record = case.record(jax.tree.map(np.asarray, evidence))
+            note(record)
+            raise NonFiniteError(f"{case.about.call}: {record}.")
 
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(evidence)):
-        jax.lax.cond(evidence.first != GOOD, lambda told: jax.debug.callback(tell, told), lambda told: None, evidence)
-    elif int(evidence.first) != GOOD:
-        record = _noted(case, evidence)
-        raise Fault(NonFiniteError, f"{case.about.call}: {record}.", "`treescan.last_nonfinite()` has the carry and x.")
-
-
-def _noted(case: Case, evidence: Evidence) -> NonFinite:
-    record = case.record(jax.tree.map(np.asarray, evidence))
-    note(record)
-    return record
+        jax.lax.cond(
+            evidence.first != GOOD, lambda given: jax.debug.callback(told, given), lambda given: None, evidence
+        )
+    else:
+        told(evidence)
