@@ -5,14 +5,19 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
-from ._types import PyTree
+from ._types import Array, PyTree
+
+OF_RESULT = "what is computed of the result"
+"""Where a cotangent comes from that no step of the loop made."""
 
 
 @dataclass(frozen=True, eq=False)
 class NonFinite:
     """The first step of a loop with `check_finite` in which a leaf of the carry became NaN or infinite.
+
+    For a verb over layers, a step is a layer, the carry is the block's x, and `x` what a layer has of its own.
 
     Attributes:
         path: the leaf, as in `h.cell`.
@@ -20,43 +25,61 @@ class NonFinite:
             Then `path` is the whole carry, and the operation is not known.
         step: the position of the step, counted from 0, in reverse too: that of its x in xs.
         steps: the steps of the loop.
-        rows: the entries along the leaf's first axis that did; empty for a leaf without axes.
+        ends_early: whether these are the most that it may take.
+        rows: the rows that did; in a loop without rows the entries along the leaf's first axis. Empty for a leaf that
+            has none. Where rows are in several axes, each is a tuple.
         operation: the first operation with such a result, as JAX names it; None: the value was there before the step.
         place: the line of that operation, as in `model.py:31`; None where it is not known.
         source: the leaf of the carry or of x that the value came from, where no operation of this step made it.
         was_finite: whether all of the carry before the step was finite.
         carry: the carry before the step, as the body sees it.
         x: what the step was given beside it.
+        valid: which rows ran the step; None: all.
+        unit: what a step is: "step", or "layer".
+        backward: whether it is the cotangent of that leaf, of the carry before the step.
+        place_in_stack: for layers of several blocks, which of their stacks this one is in, and where. Else None.
     """
 
     path: str
     kind: Literal["NaN", "inf"] | None
     step: int
     steps: int
-    rows: tuple[int, ...]
+    rows: tuple[int, ...] | tuple[tuple[int, ...], ...]
     operation: str | None
     place: str | None
     source: str | None
     was_finite: bool
     carry: PyTree
     x: PyTree
+    ends_early: bool = False
+    valid: Array | None = None
+    unit: Literal["step", "layer"] = "step"
+    place_in_stack: tuple[int, int] | None = None
+    backward: bool = False
 
     def __str__(self) -> str:
-        rows = f" ({_counted(self.rows)})" if self.rows else ""
-        became = f"`{self.path}` became {self.kind or 'NaN or infinite'}"
-        return f"{became} in step {self.step:,} of {self.steps:,}{rows}{self._origin()}"
+        stack = ["layer {1} of `layers[{0}]`".format(*self.place_in_stack)] if self.place_in_stack else []
+        details = [*stack, *([_counted(self.rows)] if self.rows else [])]
+        where = f" ({'; '.join(details)})" if details else ""
+        what = "the cotangent of " if self.backward else ""
+        became = f"{what}`{self.path}` became {self.kind or 'NaN or infinite'}"
+        most = "at most " if self.ends_early else ""
+        return f"{became} in {self.unit} {self.step:,} of {most}{self.steps:,}{where}{self._origin()}"
 
     def _origin(self) -> str:
+        if self.backward and self.source == OF_RESULT:
+            return f"; it was so before that step, from {OF_RESULT}"
         if self.kind is None:
             return ". Run once more, the steps came out otherwise: rounding may decide, or a callback"
         if self.source is not None:
             return f", which got it from `{self.source}`"
         place = "" if self.place is None else f" at {self.place}"
-        before = "; the carry before it was finite" if self.was_finite else ""
+        which = "carry in that step" if self.backward else "carry before it"
+        before = f"; the {which} was finite" if self.was_finite else ""
         return f", first in `{self.operation}`{place}{before}"
 
 
-def _counted(rows: Sequence[int]) -> str:
+def _counted(rows: Sequence[Any]) -> str:
     """Some rows by number: `rows 3 and 9`."""
     if len(rows) == 1:
         return f"row {rows[0]}"

@@ -26,6 +26,9 @@ RematLike: TypeAlias = Literal["auto", "step", "nested"] | Remat
 Prefetch: TypeAlias = Literal[1] | Callable[[Any], Any] | None
 """What is done to the weights of the next layer while one is computed: 1 gathers them; or a function of one layer."""
 
+FiniteCheck: TypeAlias = bool | Literal["backward"]
+"""Whether the carry is looked at after each step, or its cotangents on their way back."""
+
 ProgressLike: TypeAlias = bool | str | Progress | None
 """Whether a loop shows its progress: a flag, the label of its bar, or a `Progress`."""
 
@@ -78,6 +81,7 @@ class IndexOptions(TypedDict, total=False):
     reverse: bool
     unroll: int | bool
     name: str | None
+    check_finite: FiniteCheck
 
 
 class ForiOptions(IndexOptions, total=False):
@@ -85,12 +89,6 @@ class ForiOptions(IndexOptions, total=False):
 
     remat: RematLike | None
     progress: ProgressLike
-
-
-class CheckedForiOptions(ForiOptions, total=False):
-    """The same with what looks at the carry."""
-
-    check_finite: bool
 
 
 class FoldOptions(ForiOptions, total=False):
@@ -111,14 +109,12 @@ class RaggedFoldOptions(FoldOptions, total=False):
     """The options of `fold`, less `key`, with the lengths of its rows."""
 
     lengths: ArrayLike | None
-    check_finite: bool
 
 
 class RaggedOptions(UnkeyedOptions, total=False):
     """The options of `accumulate`, less `key`, with the lengths of its rows."""
 
     lengths: ArrayLike | None
-    check_finite: bool
 
 
 class WhileOptions(ForiOptions, total=False):

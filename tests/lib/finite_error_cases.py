@@ -10,12 +10,9 @@ from treescan import (
     ArgumentError,
     ArgumentTypeError,
     NonFiniteError,
-    fold,
-    fori,
     mask_scan,
     scan,
     scan_layers,
-    while_scan,
 )
 
 CASES: list[Given] = []
@@ -42,36 +39,28 @@ def check_finite_finds_a_step(one: Any) -> Any:
 
 
 @case(ArgumentTypeError)
-def check_finite_backward(one: Any) -> Any:
-    return scan(step, one, XS, check_finite="backward")
+def check_finite_forward(one: Any) -> Any:
+    return scan(step, one, XS, check_finite="forward")
 
 
 @case(ArgumentError)
-def check_finite_of_rows(one: Any) -> Any:
-    return fold(add, one[None], XS[:, None], lengths=jnp.array([3]), check_finite=True)
+def check_finite_backward_of_mask_scan(one: Any) -> Any:
+    return mask_scan(step, one[None], XS[:, None], lengths=jnp.array([3]), check_finite="backward")
 
 
 @case(ArgumentError)
-def check_finite_of_mask_scan(one: Any) -> Any:
-    return mask_scan(step, one[None], XS[:, None], lengths=jnp.array([3]), check_finite=True)
+def check_finite_backward_with_truncate(one: Any) -> Any:
+    return scan(step, one, XS, truncate=2, check_finite="backward")
+
+
+@case(ArgumentError, less=("grad", "vmap", "jit", "disable_jit"))
+def check_finite_backward_in_forward_mode(one: Any) -> Any:
+    return jax.jvp(lambda one: scan(step, one, XS, check_finite="backward"), (one,), (one,))
 
 
 @case(ArgumentError)
-def check_finite_of_while_scan(one: Any) -> Any:
-    return while_scan(lambda carry: carry < 3, step, one, XS, check_finite=True)
-
-
-@case(ArgumentTypeError)
-def check_finite_of_layers(one: Any) -> Any:
-    return scan_layers(lambda layer, x: (x + layer, x), one, XS, check_finite=True)
-
-
-@case(ArgumentError, less=("disable_jit",))
-def check_finite_of_traced_bounds(one: Any) -> Any:
-    def run(upper: Any) -> Any:
-        return fori(0, upper, lambda i, total: total + i, one, max_length=4, check_finite=True)
-
-    return jax.jit(run)(3)
+def check_finite_with_prefetch(one: Any) -> Any:
+    return scan_layers(lambda layer, x: (x + layer, x), one, XS, prefetch=lambda layer: layer, check_finite=True)
 
 
 @case(ArgumentError)

@@ -80,7 +80,7 @@ def plantings(count: int) -> list[Any]:
             way = "eager"
         rows = sorted(draw.choice(B, size=draw.integers(1, B + 1), replace=False).tolist())
         case = (verb, way, LEAVES[draw.integers(2)], ("NaN", "inf")[draw.integers(2)], int(draw.integers(T)), rows)
-        everyday = i % 13 == 0
+        everyday = i % 29 == 0
         cases.append(pytest.param(*case, id=f"{i}-{verb}-{way}", marks=[] if everyday else pytest.mark.slow))
     return cases
 

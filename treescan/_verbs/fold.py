@@ -13,7 +13,7 @@ from .run import run_scan
 
 _NO_OUTPUTS = "it stacks no outputs. `treescan.accumulate` and `treescan.scan` do."
 _FOLD_REFUSES = {"out_axes": _NO_OUTPUTS, "save": _NO_OUTPUTS}
-_ACCEPTED = frozenset((*Options.__annotations__, "lengths", "check_finite"))
+_ACCEPTED = frozenset((*Options.__annotations__, "lengths"))
 
 
 @overload
@@ -68,6 +68,7 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
         ArgumentError: as `treescan.scan`; also for `out_axes` and `save`, as there are no outputs.
         BodyError: as `treescan.scan`; also if the body returns a pair whose first item is the carry.
         CarryError: as `treescan.scan`.
+        NonFiniteError: if `check_finite` finds something.
         SignatureError: as `treescan.scan`.
 
     Examples:
@@ -142,6 +143,7 @@ def accumulate(
         ArgumentError: as `treescan.scan`.
         BodyError: as `treescan.fold`.
         CarryError: as `treescan.scan`.
+        NonFiniteError: if `check_finite` finds something.
         SignatureError: as `treescan.scan`.
 
     Examples:

@@ -14,11 +14,12 @@ from .._body.conventions import FORI
 from .._checks.arguments import check_bound, check_length, check_options
 from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
 from .._transforms.count import Count
-from .._transforms.finite import check_finite_of
+from .._transforms.finite.deliver import deliver
+from .._transforms.finite.refuse import check_finite_of
 from .._transforms.progress import check_progress
 from .._transforms.remat import Recompute
 from .._transforms.until.program import Bounds, Until, remat_of
-from .._types import Array, ArrayLike, Carry, CheckedForiOptions, KeyedIndexBody, PyTree
+from .._types import Array, ArrayLike, Carry, ForiOptions, KeyedIndexBody, PyTree
 from .prepare import prepare
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
@@ -31,7 +32,7 @@ _REFUSES = {
     "out_axes": _NO_AXES,
     "length": "its length is upper - lower; `max_length` is the most it may be.",
 }
-_ACCEPTED = frozenset((*CheckedForiOptions.__annotations__, "key"))
+_ACCEPTED = frozenset((*ForiOptions.__annotations__, "key"))
 
 
 @overload
@@ -42,7 +43,7 @@ def fori(
     init: Carry,
     *,
     max_length: int | None = None,
-    **options: Unpack[CheckedForiOptions],
+    **options: Unpack[ForiOptions],
 ) -> Carry: ...
 @overload
 def fori(
@@ -53,7 +54,7 @@ def fori(
     *,
     max_length: int | None = None,
     key: Array,
-    **options: Unpack[CheckedForiOptions],
+    **options: Unpack[ForiOptions],
 ) -> Carry: ...
 @verb
 def fori(
@@ -78,7 +79,7 @@ def fori(
             an error if it is known, and is cut to its first `max_length` indices if traced.
         **options: `reverse` (from upper - 1 down to lower), `unroll`, `key`, `remat`, `name`, `progress`,
             `check_finite`, as for `treescan.scan`; a key is folded with i - lower. With a traced bound, `remat` is that
-            of `treescan.while_scan`, and there is no `check_finite`.
+            of `treescan.while_scan`.
 
     Returns:
         The last step's carry, or `init` if no step runs.
@@ -87,6 +88,7 @@ def fori(
         ArgumentError: as `treescan.scan`; also if the range exceeds `max_length`, or a bound is traced without it.
         BodyError: as `treescan.fold`.
         CarryError: as `treescan.scan`.
+        NonFiniteError: if `check_finite` finds something.
         SignatureError: as `treescan.scan`.
 
     Examples:
@@ -97,34 +99,28 @@ def fori(
     try:
         check_options(options, _ACCEPTED, _REFUSES)
         check_callable(f, FORI.call)
-        checks = check_finite_of(options.pop("check_finite", False))
+        checks = options.pop("check_finite", False)
         most = check_length(max_length, "max_length", _TRACED_MOST)
         if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
-            _refuse_check(checks)
             bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
             plan, progress = remat_of(options.pop("remat", None)), options.pop("progress", None)
             call = prepare(FORI, f, init, length=most, **options)
             shown = check_progress(progress, call.call.body, "fori")
-            ended = Until(call.call, remat=plan, progress=shown).run(call.given, bounds)
+            check = call.checking(check_finite_of(checks), indexed=True, ends_early=True)
+            ended = Until(call.call, check=check, remat=plan, progress=shown).run(call.given, bounds)
+            deliver(ended.ys)
             return call.restored((ended.state, None))[0]
         low, high = check_bound(lower, "lower"), check_bound(upper, "upper")
         length = max(high - low, 0)
         _check_most(length, most)
         remat, progress = options.pop("remat", None), options.pop("progress", None)
         call = prepare(FORI, f, init, length=length, **options)
-        return call.run(Count(low), call.checking(checks, indexed=True), Recompute.of(remat), call.showing(progress))[0]
+        return call.run(
+            Count(low), call.checking_either(checks, indexed=True), Recompute.of(remat), call.showing(progress)
+        )[0]
     except Exception as error:
         explained = explain(error, "fori", f, init)
     raise explained
-
-
-def _refuse_check(checks: bool) -> None:
-    if checks:
-        raise Fault(
-            ArgumentError,
-            "{verb} over {body}: `check_finite` needs bounds that are known.",
-            "Leave it out, or give `lower` and `upper` as ints.",
-        )
 
 
 def _check_most(length: int, most: int | None) -> None:

@@ -177,8 +177,8 @@ def scan_layers(
         **options: `reverse` (the last layer first; its y is at its own place), `unroll` (how many layers, or
             periods of a pattern, are compiled into one round of the loop), `key` (each layer is given
             `key=jax.random.fold_in(key, number of the layer among all)`), `length` (the number of layers, where
-            `layers` is None), `in_axes` (of xs), `out_axes`, `name`, as for
-            `treescan.scan`; `save` (of ys; in a pattern, a sequence has one for each block, which counts its own
+            `layers` is None), `in_axes` (of xs), `out_axes`, `name`, `check_finite`, as
+            for `treescan.scan`; `save` (of ys; in a pattern, a sequence has one for each block, which counts its own
             layers); `prefetch` (1 has the weights of the next layer gathered while one is computed, on all devices of
             the mesh that is set, forwards and in the gradient, which recomputes each layer; a function of one layer
             says what is done to them in place of that); and `remat`: "step" has the gradient recompute each layer from
@@ -195,6 +195,7 @@ def scan_layers(
         CarryError: if a block returns another structure, shape, dtype or sharding for x than it was given, or for the
             state.
         LayerError: if the stacks do not fit one another, the blocks, xs or the state, or lie on devices layer by layer.
+        NonFiniteError: if `check_finite` finds something.
         SignatureError: if a jaxtyping annotation of a block does not hold.
 
     Examples:
@@ -353,7 +354,7 @@ def fold_layers(
         state: what each layer reads and writes, as for `treescan.scan_layers`: `block(layer, x, state, *args) -> (x,
             state)`.
         args: what all layers share, as for `treescan.scan_layers`.
-        **options: `reverse`, `unroll`, `key`, `length`, `in_axes`, `remat`, `prefetch`, `name`, as for
+        **options: `reverse`, `unroll`, `key`, `length`, `in_axes`, `remat`, `prefetch`, `name`, `check_finite`, as for
                 `treescan.scan_layers`.
 
     Returns:
@@ -364,6 +365,7 @@ def fold_layers(
         BodyError: as `treescan.fold`, of the block.
         CarryError: as `treescan.scan_layers`.
         LayerError: as `treescan.scan_layers`.
+        NonFiniteError: if `check_finite` finds something.
         SignatureError: as `treescan.scan_layers`.
 
     Examples:

@@ -14,7 +14,7 @@ from .._checks.rows import check_chunk, check_compact, check_rows, check_time_ax
 from .._data.pack import Packed
 from .._data.pad import Padded
 from .._errors import explain, verb
-from .._transforms.finite import UNCHECKED
+from .._transforms.finite.refuse import check_finite_of
 from .._transforms.outputs import MoveOutputs, check_save
 from .._transforms.remat import Recompute
 from .._transforms.rows.batch_axes import RowFlags
@@ -45,7 +45,7 @@ from .._types import (
     Y,
 )
 from .batches import rows_of
-from .prepare import Prepared, prepare
+from .prepare import AROUND_ROWS, Prepared, prepare
 
 
 # One overload for each kind of body and of xs. mypy mistakes a union of bodies here once it has seen another kind.
@@ -244,13 +244,13 @@ def mask_scan(
             compiled once a tier. Steps that fill no chunk, at the end, are run on all rows if they are on any. Results
             are in their places.
         **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, `progress`,
-            as for `treescan.scan`. Progress counts the steps in which any row is valid. In reverse each row runs from
-            its own last valid step to its first; ys stay where their xs are. `key` excludes `compact`. Where chunks are
-            skipped, the gradient saves T/chunk carries and recomputes each chunk; what weights get is one product per
-            chunk. It recomputes nothing if the body has effects, or if all that it saves is less than about 16 MB and a
-            step is expensive; a `chunk` that is given, or `compact`, recomputes in that case too. `remat` saves less
-            within, whatever the effects; where it recomputes steps, each has its own products. With `save="last"` each
-            row has its own last valid y, and `fill` if it has none.
+            `check_finite`, as for `treescan.scan`. Padding is not looked at. Progress counts the steps in which any row
+            is valid. In reverse each row runs from its own last valid step to its first; ys stay where their xs are.
+            `key` excludes `compact`. Where chunks are skipped, the gradient saves T/chunk carries and recomputes each
+            chunk; what weights get is one product per chunk. It recomputes nothing if the body has effects, or if all
+            that it saves is less than about 16 MB and a step is expensive; a `chunk` that is given, or `compact`,
+            recomputes in that case too. `remat` saves less within, whatever the effects; where it recomputes steps,
+            each has its own products. With `save="last"` each row has its own last valid y, and `fill` if it has none.
 
     Returns:
         The carry after each row's last valid step, and the outputs `[T, *batch, ...]`. A scan over a `Packed` returns
@@ -266,6 +266,7 @@ def mask_scan(
             `jax.shard_map` with `check_vma=False`).
         BodyError: as `treescan.scan`.
         CarryError: as `treescan.scan`.
+        NonFiniteError: if `check_finite` finds something.
         SignatureError: as `treescan.scan`.
 
     Examples:
@@ -286,19 +287,19 @@ def mask_scan(
          [ 6.  0.]]
     """
     try:
-        out_axes, remat, save, truncate, progress, others = _split(options, time_axis)
-        check_callable(f, MASK_SCAN.call)
-        time_axis, carries = check_time_axis(time_axis), static_axes("carry_axes", carry_axes, none=True)
-        inputs, outputs = static_axes("x_axes", x_axes, none=True), static_axes("y_axes", y_axes, none=True)
+        out_axes, remat, save, truncate, progress, checks, others = _split(f, options, time_axis)
+        time_axis, axes = check_time_axis(time_axis), {"carry_axes": carry_axes, "x_axes": x_axes, "y_axes": y_axes}
+        carries, inputs, outputs = (static_axes(*each, none=True) for each in axes.items())
         filled, chunk = Prefix.of(check_fill(fill)), check_chunk(chunk, compact)
         compact = check_compact(compact, keyed=options.get("key") is not None)
         xs, flags = rows_of(xs, RowFlags(lengths, mask, resets), time_axis, options.get("in_axes"))
         call = prepare(MASK_SCAN, f, init, xs, length, masked=True, **others)
         call = _with_rows(call, flags, reset_to, Said(init, carries, time_axis))
         return call.run(
-            MoveOutputs.of(out_axes, save),
             OverRows(carries, inputs, outputs, time_axis, call.axes, compact),
             BeginSegments.of(call.given.rows),
+            call.checking(check_finite_of(checks), around=AROUND_ROWS),
+            MoveOutputs.of(out_axes, save),
             Mask(filled, repr(fill)),
             ResetRows(),
             Truncate.of(truncate),
@@ -320,15 +321,23 @@ def _with_rows(call: Prepared, flags: RowFlags, reset_to: PyTree, said: Said) ->
 
 
 def _split(
-    options: Mapping[str, Any], time_axis: int
-) -> tuple[Axes, RematLike | None, Save, int | None, ProgressLike, dict[str, Any]]:
+    f: Any, options: Mapping[str, Any], time_axis: int
+) -> tuple[Axes, RematLike | None, Save, int | None, ProgressLike, Any, dict[str, Any]]:
     """The options that transforms are made of, and the others."""
-    check_options(options, _ACCEPTED, UNCHECKED)
+    check_options(options, _ACCEPTED, {})
+    check_callable(f, MASK_SCAN.call)
     time_axis = check_time_axis(time_axis)
     others: dict[str, Any] = {"in_axes": time_axis, "out_axes": time_axis} | dict(options)
     taken: list[Any] = [others.pop(name, default) for name, default in _OF_TRANSFORMS.items()]
     return *taken, others
 
 
-_OF_TRANSFORMS = {"out_axes": 0, "remat": None, "save": "all", "truncate": None, "progress": None}
+_OF_TRANSFORMS = {
+    "out_axes": 0,
+    "remat": None,
+    "save": "all",
+    "truncate": None,
+    "progress": None,
+    "check_finite": False,
+}
 _ACCEPTED = frozenset(Options.__annotations__) | MaskOptions.__annotations__.keys() | {"length"}

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+import jax
 
 from .._axes import LeafAxes
 from .._body.call import check_callable, takes_keyword
@@ -25,12 +28,22 @@ from .._loop.body import Body
 from .._loop.loop import Transform
 from .._loop.retrace import note_types
 from .._transforms.axes import OverAxes
-from .._transforms.finite import CheckFinite, deliver
+from .._transforms.finite.backward import CheckCotangents, in_reverse_mode
+from .._transforms.finite.case import About
+from .._transforms.finite.check import CheckFinite
+from .._transforms.finite.deliver import deliver
+from .._transforms.finite.refuse import looks_backward
+from .._transforms.finite.site import Slices
 from .._transforms.program import Arguments, Call, Program, Transformed, execute
 from .._transforms.progress import ShowProgress
-from .._tree import freeze_static, thaw_static
+from .._transforms.rows.mask import Mask
+from .._transforms.rows.resets import ResetRows
+from .._tree import Prefix, freeze_static, thaw_static
 from .._types import Array, Axes, ProgressLike, PyTree
 from ..carries._registry import Adopted, adopt
+
+AROUND_ROWS: tuple[Transform, ...] = (Mask(Prefix.of(0), "0"), ResetRows())
+"""What is put around each step of rows, where nothing is kept of its y."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,13 +78,26 @@ class Prepared:
         call = self.call
         return ShowProgress.of(progress, call.body, call.convention.verb, custom=bool(call.custom))
 
-    def checking(self, checks: bool, *, indexed: bool = False) -> CheckFinite | None:
-        """The transform of `check_finite`, or None if nothing is looked at."""
+    def checking_either(self, value: Any, *, indexed: bool = False) -> CheckFinite | CheckCotangents | None:
+        """The transform of what `check_finite` says, where it may be "backward"."""
+        backward = looks_backward(value)
+        check = self.checking(backward is not None, indexed=indexed)
+        if check is None or not backward:
+            return check
+        return CheckCotangents(check.about._replace(backward=True), check.slices)
+
+    def checking(
+        self, checks: bool, *, indexed: bool = False, ends_early: bool = False, around: tuple[Transform, ...] = ()
+    ) -> CheckFinite | None:
+        """The transform of `check_finite`, or None if nothing is looked at; see `CheckFinite`."""
         if not checks:
             return None
         call = self.call
-        about = f"`{call.convention.verb}` over {describe_body(call.body.function)}"
-        return CheckFinite(about, indexed, bool(call.custom))
+        over = f"`{call.convention.verb}` over {describe_body(call.body.function)}"
+        whole = self.axes is not None and None in self.axes
+        slices = Slices(self.axes or (), jax.tree.structure(self.given.xs)) if whole else None
+        about = About(over, indexed, bool(call.custom), ends_early)
+        return CheckFinite(about, slices, around)
 
     def with_rows(self, rows: Any) -> Prepared:
         """The same, with what a masked scan was told of its rows."""
@@ -80,13 +106,18 @@ class Prepared:
     def run_program(self, program: Program[tuple[PyTree, PyTree]]) -> tuple[Any, Any]:
         """Runs a program of this call."""
         moves = program.moves or self.given.key is not None
-        state, ys = result = execute(program, self.given, self.call.body.programs, moves=moves)
+        with in_reverse_mode() if _looks_backward(program) else contextlib.nullcontext():
+            state, ys = result = execute(program, self.given, self.call.body.programs, moves=moves)
         told = deliver(ys)
         return self.restored(result if told is ys else (state, told))
 
     def restored(self, result: tuple[PyTree, PyTree]) -> tuple[Any, Any]:
         """The result with static leaves and values of registered types in their places."""
         return restored(result, self.call, self.adopted)
+
+
+def _looks_backward(program: Program[Any]) -> bool:
+    return any(isinstance(each, CheckCotangents) for each in getattr(program, "transforms", ()))
 
 
 def present(*transforms: Transform | None) -> tuple[Transform, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -11,13 +11,18 @@ import jax
 from .._axes import LeafAxes, static_axes
 from .._body.conventions import Convention
 from .._checks.arguments import check_key, check_keywords, check_name, check_reverse, check_unroll, needs_positional
-from .._errors import TreescanError, speaking_of
+from .._errors import TreescanError, describe_body, speaking_of
 from .._loop.body import Body
 from .._loop.retrace import note_types
+from .._transforms.finite.case import About
+from .._transforms.finite.deliver import deliver
+from .._transforms.finite.layers import CheckLayers
+from .._transforms.finite.refuse import check_finite_of, refuse_prefetch
+from .._transforms.finite.site import Slices
 from .._transforms.layers.pattern import Pattern
 from .._transforms.program import Arguments, Call
 from .._tree import Prefix, freeze_static
-from .._types import Array, Axes, PyTree, Save
+from .._types import Array, Axes, FiniteCheck, PyTree, Save
 from ..carries._registry import Adopted, adopt
 from .layer_arguments import (
     Stacks,
@@ -53,6 +58,7 @@ class PreparedLayers:
     def run(self) -> tuple[Any, ...]:
         """Runs the layers: what the last one returned, the stack of their states if they have any, and the outputs."""
         x, ys = self.pattern.run(self.given)
+        ys = deliver(ys)
         caches: tuple[Any, ...] = ()
         if self.states is not None:
             x, stacks = x
@@ -79,6 +85,7 @@ def prepare_layers(
     remat: Any = None,
     save: Save = "all",
     prefetch: Any = None,
+    check_finite: FiniteCheck = False,
     name: str | None = None,
 ) -> PreparedLayers:
     """Checks what the verbs over layers are told, as `treescan.scan_layers` says it.
@@ -86,8 +93,7 @@ def prepare_layers(
     Raises:
         Fault: as `treescan.scan_layers`.
     """
-    handles = [body_of(function, convention) for function in (block if is_pattern(block) else [block])]
-    bodies = tuple(body for body, _ in handles)
+    handles, bodies = _handles(block, convention)
     stacks = check_stacks(block, layers, xs, in_axes, length)
     adopted, frozen_args, key = adopt(x, "x"), check_args(args), check_key(key)
     frozen_x, states = freeze_static(adopted.init), check_state(state, stacks)
@@ -97,6 +103,7 @@ def prepare_layers(
     told: dict[str, Any] = {"reverse": check_reverse(reverse), "unroll": check_unroll(unroll, stacks.counts[-1])}
     told |= {"frozen": frozen or _is_frozen(states), "custom": (*adopted.custom, *_custom(states))}
     plans, gather = check_gradient(remat, prefetch, stacks)
+    given = Arguments(frozen_x, stacks.arguments(own, None if states is None else states.stacks), key, frozen_args)
     pattern = Pattern(
         blocks=tuple(Call(body, convention, n, **told) for body, n in zip(bodies, stacks.counts, strict=True)),
         axes=stacks.axes if states is None else _axes_with(states, stacks),
@@ -109,8 +116,47 @@ def prepare_layers(
         prefetch=gather,
     )
     _note(handles[0], convention, x=x, layers=layers, xs=xs, args=args, state=state)
-    given = Arguments(frozen_x, stacks.arguments(own, None if states is None else states.stacks), key, frozen_args)
-    return PreparedLayers(pattern, given, adopted, handles, states)
+    return PreparedLayers(_checked(pattern, check_finite, stacks, given.xs), given, adopted, handles, states)
+
+
+def _checked(pattern: Pattern, check_finite: Any, stacks: Stacks, xs: tuple[PyTree, ...]) -> Pattern:
+    """The pattern, with what looks at x after each layer if the user asked for it."""
+    if not check_finite_of(check_finite):
+        return pattern
+    refuse_prefetch(pattern.prefetch)
+    return replace(pattern, check=_check(pattern, stacks, xs))
+
+
+def _check(pattern: Pattern, stacks: Stacks, xs: tuple[PyTree, ...]) -> CheckLayers:
+    count = len(pattern.blocks)
+    abouts = tuple(
+        About(
+            f"`{call.convention.verb}` over {describe_body(call.body.function)}",
+            custom=bool(call.custom),
+            layers=place if stacks.sequence else -1,
+            length=sum(stacks.counts),
+            blocks=count,
+        )
+        for place, call in enumerate(pattern.blocks)
+    )
+    slices = tuple(
+        Slices(axes, jax.tree.structure(own)) if axes is not None and None in axes else None
+        for axes, own in zip(pattern.axes, xs, strict=True)
+    )
+    return CheckLayers(
+        abouts, slices, tuple(_names_of_own(call, own) for call, own in zip(pattern.blocks, xs, strict=True))
+    )
+
+
+def _names_of_own(call: Call, own: PyTree) -> tuple[str, ...]:
+    """What a block calls what it is given beside x, but for what all layers share."""
+    names = [name for i, name in enumerate(call.body.names) if i != call.convention.place]
+    return tuple(names[i] if i < len(names) else f"args[{i}]" for i in range(len(own)))
+
+
+def _handles(block: Any, convention: Convention) -> tuple[list[tuple[Body, Any]], tuple[Body, ...]]:
+    handles = [body_of(function, convention) for function in (block if is_pattern(block) else [block])]
+    return handles, tuple(body for body, _ in handles)
 
 
 def _note(handle: tuple[Body, Any], convention: Convention, **given: PyTree) -> None:

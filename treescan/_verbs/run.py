@@ -7,7 +7,8 @@ from typing import Any
 
 from .._body.conventions import Convention
 from .._checks.rows import check_rows
-from .._transforms.finite import check_finite_of, refuse_rows
+from .._transforms.finite.backward import refuse_truncate
+from .._transforms.finite.refuse import check_finite_of
 from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
 from .._transforms.remat import Recompute
 from .._transforms.rows.batch_axes import RowFlags
@@ -17,8 +18,8 @@ from .._transforms.rows.over_rows import OverRows
 from .._transforms.rows.skip import Skip
 from .._transforms.truncate import Truncate
 from .._tree import Prefix
-from .._types import ArrayLike, Axes, ProgressLike, PyTree, RematLike, Save
-from .prepare import prepare
+from .._types import ArrayLike, Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
+from .prepare import AROUND_ROWS, prepare
 
 _LEADING = _ZERO = Prefix.of(0)
 
@@ -36,7 +37,7 @@ def run_scan(
     save: Save = "all",
     truncate: int | None = None,
     progress: ProgressLike = None,
-    check_finite: bool = False,
+    check_finite: FiniteCheck = False,
     **options: Any,
 ) -> tuple[Any, Any]:
     """Runs a scan.
@@ -56,14 +57,13 @@ def run_scan(
         check_finite: as for `treescan.scan`.
         **options: those of `prepare`.
     """
-    checks = check_finite_of(check_finite)
     call = prepare(convention, f, init, xs, length, masked=lengths is not None, **options)
     if lengths is not None:
-        refuse_rows(checks)
         call = call.with_rows(check_rows(RowFlags(lengths), 0, call.call.length))
         return call.run(
-            MoveOutputs.of(out_axes, save),
             OverRows(_LEADING, _LEADING, None if convention.stacks else _LEADING, 0, call.axes, compact=False),
+            call.checking(check_finite_of(check_finite), around=AROUND_ROWS),
+            MoveOutputs.of(out_axes, save),
             Mask(_ZERO, "0"),
             Truncate.of(truncate),
             KeepRows(check_save(save), _ZERO),
@@ -71,9 +71,11 @@ def run_scan(
             Skip(None, compact=False),
             call.showing(progress),
         )
+    if check_finite == "backward":
+        refuse_truncate(truncate)
     return call.run(
         call.over_axes,
-        call.checking(checks),
+        call.checking_either(check_finite),
         MoveOutputs.of(out_axes, save),
         Recompute.of(remat),
         Truncate.of(truncate),

@@ -8,7 +8,7 @@ from typing import Any, overload
 from .._body.conventions import SCAN
 from .._checks.arguments import check_options
 from .._errors import explain, verb
-from .._types import Array, Axes, Carry, KeyedBody, Options, ProgressLike, PyTree, RematLike, Save, X, Y
+from .._types import Array, Axes, Carry, FiniteCheck, KeyedBody, Options, ProgressLike, PyTree, RematLike, Save, X, Y
 from .run import run_scan
 
 _ACCEPTED = frozenset(Options.__annotations__) | {"length"}
@@ -31,7 +31,7 @@ def scan(
     truncate: int | None = None,
     name: str | None = None,
     progress: ProgressLike = None,
-    check_finite: bool = False,
+    check_finite: FiniteCheck = False,
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan(
@@ -50,7 +50,7 @@ def scan(
     truncate: int | None = None,
     name: str | None = None,
     progress: ProgressLike = None,
-    check_finite: bool = False,
+    check_finite: FiniteCheck = False,
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan(
@@ -69,7 +69,7 @@ def scan(
     truncate: int | None = None,
     name: str | None = None,
     progress: ProgressLike = None,
-    check_finite: bool = False,
+    check_finite: FiniteCheck = False,
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan(
@@ -88,7 +88,7 @@ def scan(
     truncate: int | None = None,
     name: str | None = None,
     progress: ProgressLike = None,
-    check_finite: bool = False,
+    check_finite: FiniteCheck = False,
 ) -> tuple[Carry, Y]: ...
 @verb
 def scan(
@@ -108,7 +108,7 @@ def scan(
     truncate: int | None = None,
     name: str | None = None,
     progress: ProgressLike = None,
-    check_finite: bool = False,
+    check_finite: FiniteCheck = False,
     **unknown: Any,
 ) -> tuple[Any, Any]:
     """Scans a function over the steps of `xs`, carrying state from step to step.
@@ -151,7 +151,8 @@ def scan(
         check_finite: look at the carry after each step. Where a leaf becomes NaN or infinite, a `NonFiniteError` names
             the leaf, the first such step, the rows and the operation, and `treescan.last_nonfinite()` has the carry
             and x of that step. Under a transformation of JAX it is JAX's runtime error with this text. An infinity that
-            the carry had before the step is let through. Cotangents are not looked at.
+            the carry had before the step is let through. "backward" looks at the cotangents of the carry instead, in
+            reverse mode: a NaN or an infinity that the gradient makes on its way back through a step.
 
     Returns:
         The last step's carry, and ys, the outputs of all steps, stacked to `[T, ...]`.

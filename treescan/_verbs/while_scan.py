@@ -15,7 +15,8 @@ from .._checks.arguments import check_length, check_options, infer_length
 from .._checks.rows import check_compact
 from .._errors import WHILE_WORDS, ArgumentError, Fault, Row, explain, verb
 from .._loop.body import Body
-from .._transforms.finite import UNCHECKED
+from .._transforms.finite.deliver import deliver
+from .._transforms.finite.refuse import check_finite_of
 from .._transforms.outputs import MoveOutputs, check_save
 from .._transforms.progress import check_progress
 from .._transforms.rows.fill import HOLD, check_fill
@@ -27,6 +28,7 @@ from .._types import (
     Array,
     Axes,
     Carry,
+    FiniteCheck,
     KeyedBody,
     KeyedValidBody,
     ProgressLike,
@@ -38,7 +40,7 @@ from .._types import (
     X,
     Y,
 )
-from .prepare import prepare, present
+from .prepare import AROUND_ROWS, prepare
 
 _ACCEPTED = frozenset(WhileOptions.__annotations__) | {"max_length", "key"}
 _TRACED_MOST = (
@@ -46,7 +48,7 @@ _TRACED_MOST = (
     'only at run time, carry a counter and let `cond` compare it, `lambda carry: (carry["step"] < limit) & ...`: the '
     "loop then ends there, and takes no step more."
 )
-_REFUSES = UNCHECKED | {"length": "how many steps it runs is what `cond` says; `max_length` is the most."}
+_REFUSES = {"length": "how many steps it runs is what `cond` says; `max_length` is the most."}
 
 
 class WhileResult(NamedTuple, Generic[Carry, Y]):
@@ -166,6 +168,7 @@ def while_scan(
     y_axes: Axes = 0,
     compact: bool | tuple[int, ...] = False,
     progress: ProgressLike = None,
+    check_finite: FiniteCheck = False,
     **options: Any,
 ) -> WhileResult[Any, Any]:
     """Scans while a condition on the carry holds; differentiable both ways, at the cost of the steps that are taken.
@@ -212,6 +215,7 @@ def while_scan(
             them. Tiers are the batch and 3/4, 1/2, 1/3, 1/5, 1/10 and 1/32 of it; a tuple names them instead. The body
             is traced and compiled once a tier. Results are in their places.
         progress: as for `treescan.scan`: of the steps that were taken, as their number is not known before.
+        check_finite: as for `treescan.scan`. Of a row that has stopped nothing is looked at.
         **options: `reverse` (from step max_length-1 down; each y is at the position of its x), `unroll` (within the
             chunks into which the loop is cut), `in_axes`, `out_axes`, `key`, `name`, as for `treescan.scan`. `key`
             excludes `compact`.
@@ -227,6 +231,7 @@ def while_scan(
             explicit mesh, or in a `jax.shard_map` with `check_vma=False`).
         BodyError: as `treescan.scan`; also if `cond` returns anything but bools.
         CarryError: as `treescan.scan`.
+        NonFiniteError: if `check_finite` finds something.
         SignatureError: as `treescan.scan`.
 
     Examples:
@@ -260,20 +265,24 @@ def while_scan(
         plan, kept, out_axes = remat_of(remat), check_save(save), options.pop("out_axes", 0)
         measure = functools.partial(_check_max_length, max_length)
         call = prepare(WHILE_SCAN, f, init, xs, measure=measure, masked=True, **options)
-        carries, inputs, outputs = (
-            static_axes(name, axes, none=True)
-            for name, axes in (("carry_axes", carry_axes), ("x_axes", x_axes), ("y_axes", y_axes))
-        )
+        rows = _row_axes(carry_axes, x_axes, y_axes)
         compact = check_compact(compact, keyed=options.get("key") is not None)
-        filled, condition = _check_fill(fill), Body.of(cond)
+        condition = Body.of(cond)
         asked = condition.function  # kept alive, as that of an equal condition may be another object
-        transforms = present(StopRows(carries, inputs, outputs, call.axes, compact), MoveOutputs.of(out_axes, save))
-        shown = check_progress(progress, call.call.body, "while_scan")
-        program = Until(call.call, condition, transforms, plan, kept, Prefix.of(filled), repr(filled), shown)
+        program = Until(
+            call.call,
+            condition,
+            StopRows(*rows, call.axes, compact),
+            call.checking(check_finite_of(check_finite), ends_early=True, around=AROUND_ROWS),
+            MoveOutputs.of(out_axes, save),
+            plan,
+            kept,
+            **_filled(fill),
+            progress=check_progress(progress, call.call.body, "while_scan"),
+        )
         ended = program.run(call.given)
         del asked
-        carry, ys = call.restored((ended.state, ended.ys))
-        return WhileResult(carry, ys, ended.steps, ended.stopped)
+        return WhileResult(*call.restored((ended.state, deliver(ended.ys))), ended.steps, ended.stopped)
     except Exception as error:
         explained = explain(error, "while_scan", f, init, WHILE_WORDS)
     raise explained
@@ -319,6 +328,21 @@ def _too_short(xs: PyTree, most: int, axes: LeafAxes) -> Fault:
         header=("leaf", "steps", "is"),
         rows=rows,
     )
+
+
+def _row_axes(carry_axes: Axes, x_axes: Axes, y_axes: Axes) -> tuple[Prefix, Prefix, Prefix]:
+    """Where rows are, as the options say."""
+    return (
+        static_axes("carry_axes", carry_axes, none=True),
+        static_axes("x_axes", x_axes, none=True),
+        static_axes("y_axes", y_axes, none=True),
+    )
+
+
+def _filled(fill: PyTree) -> dict[str, Any]:
+    """What outputs are where no step is taken, and that as text."""
+    checked = _check_fill(fill)
+    return {"fill": Prefix.of(checked), "spelled": repr(checked)}
 
 
 def _check_fill(fill: PyTree) -> PyTree:

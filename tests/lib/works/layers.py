@@ -50,6 +50,7 @@ FORMS = {
     "state": Form("state", how=has("state")),
     "args": Form("args", how=has("args")),
     "prefetch": Form("prefetch", {"prefetch": _as_it_is}, free=True),
+    "check_finite": Form("check_finite", {"check_finite": True}, free=True),
     "pattern": Form("pattern", how=has("pattern")),
     "static leaf": Form("static leaf", how=has("static")),
     "custom carry": Form("custom carry", how=has("ema")),

@@ -70,6 +70,7 @@ SHARED = {
     "annotated body": Form("annotated body", how=has("annotated")),
 }
 CHECKED = {**SHARED, "check_finite": Form("check_finite", {"check_finite": True}, free=True)}
+BACKWARD = {'check_finite="backward"': Form("check_finite", {"check_finite": "backward"}, free=True)}
 OUTPUTS = {
     "out_axes": Form("out_axes", {"out_axes": Y(1, 0)}),
     "out_axes=-1": Form("out_axes", {"out_axes": -1}),
@@ -140,22 +141,22 @@ def _fori(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Give
 
 
 GIVEN = {"w": numbers(0, D, D), "h": abs(numbers(1, D)), "a": numbers(2, T, D), "b": numbers(3, T, D)}
-FORI = {name: form for name, form in CHECKED.items() if form.option in (
+FORI = {name: form for name, form in {**CHECKED, **BACKWARD}.items() if form.option in (
     "reverse", "unroll", "name", "progress", "check_finite", "key", "static leaf", "custom carry",
     "annotated body")}  # fmt: skip
 WHILE = {
-    **SHARED,
+    **CHECKED,
     **OUTPUTS,
     "max_length": Form("max_length", {"max_length": 4}),
     "fill": Form("fill", {"fill": Y(7, -1)}),
     "no xs": Form("xs", {"max_length": T}, has("no xs")),
 }
 VERBS = {
-    "scan": Verb(_program("scan", True), {**CHECKED, **OUTPUTS}, GIVEN, ALONE),
-    "fold": Verb(_program("fold", False), CHECKED, GIVEN, ALONE, brief=True),
+    "scan": Verb(_program("scan", True), {**CHECKED, **BACKWARD, **OUTPUTS}, GIVEN, ALONE),
+    "fold": Verb(_program("fold", False), {**CHECKED, **BACKWARD}, GIVEN, ALONE, brief=True),
     "accumulate": Verb(
         _program("accumulate", False),
-        {**CHECKED, **OUTPUTS, "out_axes": Form("out_axes", {"out_axes": State(1, 0, 0)}),
+        {**CHECKED, **BACKWARD, **OUTPUTS, "out_axes": Form("out_axes", {"out_axes": State(1, 0, 0)}),
          'save=(2, "last")': Form("save", {"save": State(2, "last")})},
         GIVEN, ALONE, brief=True,
     ),

@@ -29,7 +29,7 @@ from .example import (
     values,
     with_keywords,
 )
-from .loops import ALONE, OUTPUTS, SHARED
+from .loops import ALONE, CHECKED, OUTPUTS
 
 B = 3
 LENGTHS = np.array([4, 2, 0])
@@ -37,7 +37,7 @@ VALID = np.arange(T)[:, None] < LENGTHS
 MASK = np.array([[0, 1, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0], [0, 0, 0]], bool)
 RESETS = np.array([[1, 0, 0], [0, 1, 1], [1, 0, 0], [0, 1, 0], [1, 0, 0]], bool)
 FORMS = {
-    **SHARED,
+    **CHECKED,
     **OUTPUTS,
     'save=(2, "last")': Form("save", {"save": Y(2, "last")}),
     "mask": Form("lengths", {"mask": MASK}),

@@ -5,7 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -28,6 +30,26 @@ from .state import carry_states, cotangent_bytes, shape_states, with_state
 from .turns import Remats, Saves, run_turns, trace_turns
 
 
+class Watching(Protocol):
+    """What looks at x, for what is told of it once the layers have run."""
+
+    def x_of(self, state: list[Any], /) -> PyTree:
+        """What the last layer returned."""
+        ...
+
+    def evidence(self, state: list[Any], ys: PyTree, /) -> PyTree:
+        """The outputs, with what was found."""
+        ...
+
+
+class Check(Protocol):
+    """`check_finite`."""
+
+    def watch(self, loops: Sequence[Loop], /) -> tuple[list[Loop], Watching]:
+        """The loops, with a step that looks at x after each layer."""
+        ...
+
+
 @dataclass(frozen=True)
 class Pattern:
     """The program of a verb over layers. The xs that it is given are a tuple with one item for each block.
@@ -42,6 +64,7 @@ class Pattern:
         name: the profiler's name for the loop.
         states: for each block the number of leaves of its state, which is the last item of its xs; None: no state.
         prefetch: what gathers the next layer while one is computed, for a single block without `remat`.
+        check: looks at x after each layer; None: nothing does.
     """
 
     blocks: tuple[Call, ...]
@@ -53,12 +76,14 @@ class Pattern:
     name: str | None
     states: tuple[int, ...] | None = None
     prefetch: Gather | None = None
+    check: Check | None = None
 
     @property
     def moves(self) -> bool:
         """Whether there is work around the loop."""
         moves = self.out_axes is not None or any(axes is not None for axes in self.axes) or self.prefetch is not None
-        return moves or len(self.blocks) > 1 or self.remat is not None or any(self.saves) or self.states is not None
+        moves = moves or len(self.blocks) > 1 or self.remat is not None or any(self.saves)
+        return moves or self.states is not None or self.check is not None
 
     def _joint(self, memo: Memo) -> Memo:
         """What is kept for all blocks together, from what is kept for the first."""
@@ -73,11 +98,22 @@ class Pattern:
     def __call__(self, given: Arguments) -> tuple[PyTree, PyTree]:
         loops = [self._loop_of(given, place) for place in range(len(self.blocks))]
         with jax.named_scope(self.name) if self.name else contextlib.nullcontext():
+            if self.check is None:
+                state, each = self._run(loops, given)
+                return state, self._moved(each)
+            loops, watch = self.check.watch(loops)
             state, each = self._run(loops, given)
-            ys = tuple(each) if self.sequence else each[0]
-            saves = [ALL if save is None else save.tree for save in self.saves]
-            save = Prefix.of(tuple(saves) if self.sequence else saves[0])
-            return state, (ys if self.out_axes is None else move_kept(ys, self.out_axes.tree, save))
+            leaves, *others = (state,) if self.states is None else state
+            x, ys = watch.x_of(leaves), watch.evidence(leaves, self._moved(each))
+            return (x if self.states is None else (x, *others)), ys
+
+    def _moved(self, each: list[PyTree]) -> PyTree:
+        """The outputs of all blocks, the axis of their layers where it is to be."""
+        ys = tuple(each) if self.sequence else each[0]
+        if self.out_axes is None:
+            return ys
+        saves = [ALL if save is None else save.tree for save in self.saves]
+        return move_kept(ys, self.out_axes.tree, Prefix.of(tuple(saves) if self.sequence else saves[0]))
 
     def _run(self, loops: list[Loop], given: Arguments) -> tuple[PyTree, list[PyTree]]:
         """The last state, with the stacks of the layers' own states if there are any, and the outputs of each loop."""

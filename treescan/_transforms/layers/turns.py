@@ -34,6 +34,7 @@ from ..outputs import (
 )
 from ..refuse import refuse_to_repeat
 from ..remat import Recompute, remat_wishes
+from ..whole_state import KeepUnchanged
 from .fit import fit_turns
 from .shared_traces import Traces, share_traces
 from .state import CarryState
@@ -67,20 +68,6 @@ class Turns:
 
 def _order(count: int, reverse: bool) -> range:
     return range(count)[::-1] if reverse else range(count)
-
-
-@dataclass(frozen=True)
-class KeepUnchanged:
-    """A step that was traced already, on the leaves of the whole state: those that it does not change go past it."""
-
-    step: Step
-    fixed: tuple[bool, ...]
-
-    def __call__(self, consts: PyTree, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
-        unchanged = [leaf for leaf, fixed in zip(state, self.fixed, strict=True) if fixed]
-        changed = [leaf for leaf, fixed in zip(state, self.fixed, strict=True) if not fixed]
-        changed, y = self.step((unchanged, consts), changed, feed)
-        return merge(self.fixed, unchanged, changed), y
 
 
 @dataclass(frozen=True)

@@ -114,7 +114,8 @@ def _start(loop: Loop, number: int, leaf: Array, axis: int | None, spans: Spans)
     """What a leaf's ends are before any: what the sequences begin from. Those of 0 steps end with it."""
     assert axis is not None
     begins, of_state = loop.rows.begins, number - len(loop.rows.outputs.lasts)
-    target = leaf if begins is None or of_state < 0 else begins.targets[of_state]
+    target = None if begins is None or of_state < 0 else begins.targets[of_state]
+    target = leaf if target is None else target
     if begins is not None and of_state >= 0 and begins.tables[of_state]:
         start = jnp.moveaxis(target, 0, axis)
     else:

@@ -125,10 +125,7 @@ class ResetRows:
 
 def reset_rows(loop: Loop) -> Loop:
     """The same, where there are resets."""
-    axes, begins = loop.rows.axes, loop.rows.begins
-    if begins is None:
-        inits = [leaf if axis is not None else None for leaf, axis in zip(loop.state, axes.state, strict=True)]
-        begins = Begins(flags_of(loop), inits, (False,) * len(inits))
+    axes, begins = loop.rows.axes, begins_of(loop, loop.state)
     pairs = zip(begins.targets, begins.tables, axes.state, strict=True)
     own = [None if is_table or not target.ndim else axis for target, is_table, axis in pairs if target is not None]
     loop = dataclasses.replace(
@@ -138,6 +135,14 @@ def reset_rows(loop: Loop) -> Loop:
         xs=loop.xs._replace(reset=begins.flags),
     )
     return with_axes(loop, consts=(*own, *axes.consts))
+
+
+def begins_of(loop: Loop, state: list[Array]) -> Begins:
+    """What segments begin from, in the leaves of a state: what was said, or that state."""
+    if loop.rows.begins is not None:
+        return loop.rows.begins
+    inits = [leaf if axis is not None else None for leaf, axis in zip(state, loop.rows.axes.state, strict=True)]
+    return Begins(flags_of(loop), inits, (False,) * len(inits))
 
 
 def flags_of(loop: Loop) -> Array:

@@ -22,6 +22,7 @@ from ..._trace.hoist import Hoisted, hoist, lift
 from ..._tree import Prefix
 from ..._types import Array, ArrayLike, PyTree
 from ..count import count_from
+from ..finite.check import CheckFinite
 from ..nest import finish
 from ..outputs import EVERYTHING
 from ..program import Arguments, Call, execute
@@ -82,7 +83,9 @@ class Until:
     Attributes:
         call: how each step is run; its length is the most steps that are taken.
         cond: the condition, by its handle; None holds always.
-        transforms: of the loop's arguments and results.
+        lays: lays the loop's arguments; None: there is nothing to do.
+        check: looks at the carry after each step; None: nothing does.
+        moves_outputs: moves the axes of its outputs; None: they stay where they are.
         remat: what the gradient recomputes beyond what it does unasked.
         save: a prefix of y: what is kept of the outputs; None: everything.
         fill: a prefix of y: what it is on steps that are not taken.
@@ -92,7 +95,9 @@ class Until:
 
     call: Call
     cond: Body | None = None
-    transforms: tuple[Transform, ...] = ()
+    lays: Transform | None = None
+    check: CheckFinite | None = None
+    moves_outputs: Transform | None = None
     remat: Remat | None = None
     save: Prefix | None = None
     fill: Prefix = _ZERO
@@ -147,12 +152,17 @@ class Until:
         """The loop, with xs that are as long as it is, and positions and indices in the state."""
         loop = self.call.lay(given)
         loop = with_rows(loop, asked.holds) if asked.batch else loop
-        for transform in self.transforms:
-            loop = transform(loop)
-        if asked.batch:
-            return loop
+        loop = loop if self.lays is None else self.lays(loop)
+        if not asked.batch:
+            loop = self._number(loop, given.key is not None, bounds, limit)
+        loop = loop if self.check is None else self.check(loop, limit - 1)
+        return loop if self.moves_outputs is None else self.moves_outputs(loop)
+
+    @staticmethod
+    def _number(loop: Loop, keyed: bool, bounds: Bounds | None, limit: Array) -> Loop:
+        """The loop with positions and indices in the state: it may have no xs at all."""
         loop = dataclasses.replace(loop, xs=Feed(loop.xs.x))
-        if given.key is not None:
+        if keyed:
             loop = count_from(loop, limit - 1 if loop.reverse else 0, "position")
         if bounds is not None:
             loop = count_from(loop, bounds.lower + limit - 1 if loop.reverse else bounds.lower)

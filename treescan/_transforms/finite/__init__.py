@@ -1,0 +1,1 @@
+"""`check_finite`: the first step that made a NaN or an infinity, and the operation."""

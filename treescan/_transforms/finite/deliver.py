@@ -1,0 +1,70 @@
+"""Reads the evidence of a checked loop: raises where it is known, and leaves a callback where it is traced."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.core import Tracer
+
+from ..._errors import Fault, NonFiniteError
+from ..._finite import note
+from ..._types import PyTree
+from .case import Case, Evidence
+from .watch import GOOD
+
+
+class WithEvidence(NamedTuple):
+    """The outputs of a checked loop, on their way to `deliver`.
+
+    Attributes:
+        ys: the outputs.
+        evidence: what is known of the first bad step, for each body that may have run it.
+        cases: what is static of these.
+    """
+
+    ys: PyTree
+    evidence: tuple[Evidence, ...]
+    cases: tuple[Case, ...]
+
+
+def deliver(ys: PyTree) -> PyTree:
+    """The outputs of a loop, once its evidence was read.
+
+    Raises:
+        NonFiniteError: if a step went wrong, and that is known here: under a trace JAX raises a runtime error.
+    """
+    if not isinstance(ys, WithEvidence):
+        return ys
+    for evidence, case in zip(ys.evidence, ys.cases, strict=True):
+        _deliver(evidence, case)
+    return ys.ys
+
+
+def _deliver(evidence: Evidence, case: Case) -> None:
+    try:
+        tell(evidence, case)
+    except NonFiniteError as error:
+        raise Fault(NonFiniteError, str(error), "`treescan.last_nonfinite()` has the carry and x.") from None
+
+
+def tell(evidence: Evidence, case: Case) -> None:
+    """Raises what is known, and where it is traced, has JAX raise it.
+
+    Raises:
+        NonFiniteError: if a step went wrong.
+    """
+
+    def told(evidence: Evidence) -> None:
+        if int(evidence.first) != GOOD:
+            record = case.record(jax.tree.map(np.asarray, evidence))
+            note(record)
+            raise NonFiniteError(f"{case.about.call}: {record}.")
+
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(evidence)):
+        jax.lax.cond(
+            evidence.first != GOOD, lambda given: jax.debug.callback(told, given), lambda given: None, evidence
+        )
+    else:
+        told(evidence)
