@@ -14,6 +14,8 @@ LAYERS = [  # a module imports from its own line and from lines above; no two mo
     "_avals",
     "_tree",
     "_layout",
+    "_html",
+    "_reprs",
     "_manual",
     "_flax",
     "_errors",
