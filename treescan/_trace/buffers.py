@@ -134,17 +134,18 @@ class _Timelines:
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Timeline, Any]] = {}
 
-    def of(self, jaxpr: Any, carried: range = range(0), slices: int = 0) -> Timeline:
+    def of(self, jaxpr: Any, carried: range = range(0), slices: int = 0, stacked: int = 0) -> Timeline:
         """The timeline of an open jaxpr.
 
         Args:
             jaxpr: the jaxpr.
             carried: the places of the inputs whose buffers it may write over.
             slices: how many of the last inputs are slices that its loop cuts out for each step.
+            stacked: how many of the last outputs its loop copies to their places.
         """
-        key = (id(jaxpr), carried, slices)
+        key = (id(jaxpr), carried, slices, stacked)
         if key not in self._known:
-            self._known[key] = (_Layout(self, jaxpr, carried, slices).timeline(), jaxpr)
+            self._known[key] = (_Layout(self, jaxpr, carried, slices, stacked).timeline(), jaxpr)
         return self._known[key][0]
 
 
@@ -159,7 +160,7 @@ class _Held:
 class _Layout:
     """Lays out one jaxpr."""
 
-    def __init__(self, inner: _Timelines, jaxpr: Any, carried: range, slices: int) -> None:
+    def __init__(self, inner: _Timelines, jaxpr: Any, carried: range, slices: int, stacked: int) -> None:
         self._inner = inner
         self._inputs = [_Value(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)]
         operations, self._outputs = _inlined(jaxpr, self._inputs)
@@ -170,7 +171,8 @@ class _Layout:
                 self._readers.setdefault(value, []).append(operation)
         self._writer = {value: operation for operation in self._operations for value in operation.writes}
         self._given = set(self._inputs)
-        self._outside = {*self._given, *self._outputs}
+        copied = set(filter(self._is_copied, self._outputs[len(self._outputs) - stacked :]))
+        self._outside = {*self._given, *(value for value in self._outputs if value not in copied)}
         self._last = self._last_reads()
         self._add_what_becomes_an_output()
         self._add_what_is_written_over([self._inputs[place] for place in carried])
@@ -180,6 +182,11 @@ class _Layout:
             if self._is_run(operation):
                 for value in self._sources(operation):
                     self._first_read.setdefault(value, number)
+
+    def _is_copied(self, value: _Value) -> bool:
+        """Whether an output has a buffer before it is stacked: what is elementwise is written to its place at once."""
+        writer = self._writer.get(value)
+        return writer is not None and writer.name not in _FUSED
 
     def _is_read_whole(self, value: _Value) -> bool:
         return any(not reader.computes_at_once for reader in self._readers.get(value, []))
@@ -221,6 +228,8 @@ class _Layout:
         for value in self._outputs:
             if not self._is_stored(value):
                 last.update(dict.fromkeys(self._sources(self._writer[value]), len(self._operations)))
+            elif value not in self._outside:
+                last[value] = len(self._operations)
         return last
 
     def _in_place(self, operation: _Operation) -> list[tuple[_Value, _Value]]:
@@ -310,9 +319,10 @@ class _Layout:
     def _copies(self, operation: _Operation, begun: dict[_Operation, int], end: int) -> list[Buffer]:
         """A product copies an operand of which its batch axes do not lead, or of the second what it sums over.
 
-        It does so as soon as the other operand can be computed.
+        One of two matrices does not. The others do so as soon as the other operand can be computed.
         """
-        if operation.name != "dot_general":
+        ranks = [len(value.aval.shape) for value in operation.reads]
+        if operation.name != "dot_general" or max(ranks) <= 2:
             return []
         (_, summed), batches = operation.equation.params["dimension_numbers"]
         first, second = (tuple(axes) == tuple(range(len(axes))) for axes in batches)
@@ -337,7 +347,8 @@ class _Layout:
 
 def _of_scan(inner: _Timelines, equation: Any) -> Timeline:
     jaxpr, first, carried = loop_of(equation)
-    return inner.of(jaxpr, range(first, first + carried), len(jaxpr.invars) - first - carried)
+    slices, stacked = len(jaxpr.invars) - first - carried, len(jaxpr.outvars) - carried
+    return inner.of(jaxpr, range(first, first + carried), slices, stacked)
 
 
 def _of_branches(inner: _Timelines, equation: Any) -> Timeline:
