@@ -189,6 +189,7 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
     ("from Loop to Loop", ("_transforms/",)),
     ("checks of arguments", ("_checks/",)),
     ("stacks, and batches of sequences", ("_data/",)),
+    ("descriptions of calls", ("_describe/",)),
     ("verbs", ("_verbs/",)),
     ("public names", ("__init__, __main__, testing",)),
     ("other libraries", ("integrations/",)),

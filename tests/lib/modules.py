@@ -27,6 +27,7 @@ LAYERS = [  # a module imports from its own line and from lines above; no two mo
     "_transforms",
     "_checks",
     "_data",
+    "_describe",
     "_verbs",
     "testing",
     "__init__",
