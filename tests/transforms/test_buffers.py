@@ -57,6 +57,14 @@ def test_results_are_not_counted():
     assert bytes_of(lambda x: scan(lambda h, _: (h, h + 1), x, jnp.arange(100))[1], X) <= 2 * 16 * KIB
 
 
+def test_what_is_dead_has_its_place_where_a_result_is_written_later():
+    def last(x):
+        return ((jnp.sin(x) @ x) @ x) @ x
+
+    assert bytes_of(lambda x: jnp.sum(last(x)), X) == 2 * 16 * KIB
+    assert bytes_of(lambda x: jnp.concatenate([last(x)] * 2), X) == 16 * KIB
+
+
 def test_branches_share_what_they_need():
     def program(x):
         return jax.lax.cond(x[0, 0] > 0, lambda x: jnp.sin(x) @ x, lambda x: jnp.cos(x) @ x, x)
@@ -123,5 +131,5 @@ def test_most_plans_are_within_a_tenth():
     for case in list(cases())[::3]:
         loss = lambda *given, case=case: sum(map(jnp.sum, jax.tree.leaves(case.run(*given, remat=case.remat))))  # noqa: E731
         ratios.append(bytes_of(jax.grad(loss, (0, 1)), case.x, case.layers) / case.compiled)
-    assert all(0.75 < ratio < 1.25 for ratio in ratios), ratios
+    assert all(0.8 < ratio < 1.3 for ratio in ratios), ratios
     assert sum(0.9 < ratio < 1.1 for ratio in ratios) > 0.8 * len(ratios), ratios

@@ -39,11 +39,12 @@ _WRITES_INTO = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "sca
 
 
 class Buffer(NamedTuple):
-    """Some bytes, held from one point in time through another."""
+    """Some bytes, held from one point in time through another; of a result, from when it is written."""
 
     size: int
     start: int
     end: int
+    is_result: bool = False
 
 
 class Timeline(NamedTuple):
@@ -62,8 +63,8 @@ def bytes_of(aval: Any) -> int:
 
 
 def timeline(jaxpr: Any) -> Timeline:
-    """The buffers of an open jaxpr, beside what it is given and returns."""
-    return _Timelines().of(jaxpr)
+    """The buffers of an open jaxpr, beside what it is given. What it returns is marked."""
+    return _Layout(_Timelines(), jaxpr, whole=True).timeline()
 
 
 @dataclass(eq=False)
@@ -155,12 +156,22 @@ class _Held:
 
     size: int
     start: int
+    is_result: bool = False
 
 
 class _Layout:
     """Lays out one jaxpr."""
 
-    def __init__(self, inner: _Timelines, jaxpr: Any, carried: range, slices: int, stacked: int) -> None:
+    def __init__(
+        self,
+        inner: _Timelines,
+        jaxpr: Any,
+        carried: range = range(0),
+        slices: int = 0,
+        stacked: int = 0,
+        *,
+        whole: bool = False,
+    ) -> None:
         self._inner = inner
         self._inputs = [_Value(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)]
         operations, self._outputs = _inlined(jaxpr, self._inputs)
@@ -171,17 +182,13 @@ class _Layout:
                 self._readers.setdefault(value, []).append(operation)
         self._writer = {value: operation for operation in self._operations for value in operation.writes}
         self._given = set(self._inputs)
-        copied = set(filter(self._is_copied, self._outputs[len(self._outputs) - stacked :]))
+        self._results = {value for value in self._outputs if value in self._writer} if whole else set[_Value]()
+        copied = self._results | set(filter(self._is_copied, self._outputs[len(self._outputs) - stacked :]))
         self._outside = {*self._given, *(value for value in self._outputs if value not in copied)}
         self._last = self._last_reads()
         self._add_what_becomes_an_output()
         self._add_what_is_written_over([self._inputs[place] for place in carried])
         self._slices = [v for v in self._inputs[len(self._inputs) - slices :] if self._is_read_whole(v)]
-        self._first_read = dict[_Value, int]()
-        for number, operation in enumerate(self._operations):
-            if self._is_run(operation):
-                for value in self._sources(operation):
-                    self._first_read.setdefault(value, number)
 
     def _is_copied(self, value: _Value) -> bool:
         """Whether an output has a buffer before it is stacked: what is elementwise is written to its place at once."""
@@ -194,7 +201,7 @@ class _Layout:
     def _is_stored(self, value: _Value) -> bool:
         """Whether a value has a buffer, its own or outside: it is not computed by each of its readers."""
         writer = self._writer.get(value)
-        if writer is None or writer.name not in _FUSED:
+        if writer is None or writer.name not in _FUSED or value in self._results:
             return True
         shared = writer.name in TRANSCENDENTAL and len(self._readers.get(value, [])) > 1
         return shared or self._is_read_whole(value)
@@ -282,12 +289,14 @@ class _Layout:
             for value in operation.writes:
                 if value not in held and value not in self._outside and self._is_stored(value):
                     held[value] = _Held(value.size, now)
+            for value in self._results.intersection(operation.writes):
+                held[value].is_result = True
             ended = [v for v in (*dying, *operation.writes) if v in held and self._last.get(v, -1) <= number]
             for value in dict.fromkeys(ended):
                 buffer = held.pop(value)
-                done.append(Buffer(buffer.size, buffer.start, end))
+                done.append(Buffer(buffer.size, buffer.start, end, buffer.is_result))
             now = end + 1
-        done += [Buffer(buffer.size, buffer.start, now) for buffer in held.values()]
+        done += [Buffer(buffer.size, buffer.start, now, buffer.is_result) for buffer in held.values()]
         return Timeline(tuple(done), now + 1)
 
     def _taken_over(self, operation: _Operation, dying: Sequence[_Value]) -> list[tuple[_Value, _Value]]:
@@ -296,7 +305,8 @@ class _Layout:
         if operation.name in _FUSED:
             free = [value for value in dying if not self._is_folded(value)]
             for value in operation.writes:
-                fits = [other for other in free if other.size == value.size and not self._is_folded(value)]
+                kept = self._is_folded(value) or value in self._results
+                fits = [other for other in free if other.size == value.size and not kept]
                 match = next(iter(fits), None)
                 if match is not None:
                     free.remove(match)
@@ -364,7 +374,7 @@ def _of_while(inner: _Timelines, equation: Any) -> Timeline:
 def _one_after_another(timelines: Sequence[Timeline]) -> Timeline:
     buffers, now = list[Buffer](), 0
     for each in timelines:
-        buffers += [Buffer(size, start + now, end + now) for size, start, end in each.buffers]
+        buffers += [Buffer(size, start + now, end + now) for size, start, end, _ in each.buffers]
         now += each.duration
     return Timeline(tuple(buffers), now)
 

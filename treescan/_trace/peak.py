@@ -1,4 +1,7 @@
-"""The bytes that a program needs at one time: XLA packs its buffers into one heap, and so does this."""
+"""The bytes that a program needs at one time: XLA packs its buffers into one heap, and so does this.
+
+What is dead before a result is written may have its place there, if it is not larger.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,23 @@ _SMALL = 4096
 
 def temporary_bytes(jaxpr: Any) -> int:
     """What an open jaxpr needs beside its arguments and results."""
-    return packed_size(timeline(jaxpr).buffers)
+    return packed_size(_beside_results(timeline(jaxpr).buffers))
+
+
+def _beside_results(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """The buffers that have no place where a result is written later."""
+    places = [[buffer] for buffer in sorted(buffers) if buffer.is_result]  # the smallest that fits is taken
+    left = list[Buffer]()
+    for buffer in sorted((each for each in buffers if not each.is_result), reverse=True):
+        fitting = (place for place in places if place[0].size >= buffer.size and not _meets(buffer, place))
+        place = next(fitting, left)
+        place.append(buffer)
+    return left
+
+
+def _meets(buffer: Buffer, others: Sequence[Buffer]) -> bool:
+    """Whether a buffer is held while any of the others is."""
+    return any(buffer.start <= other.end and other.start <= buffer.end for other in others)
 
 
 def packed_size(buffers: Sequence[Buffer]) -> int:
@@ -27,7 +46,8 @@ def packed_size(buffers: Sequence[Buffer]) -> int:
     for number, buffer in enumerate(large):
         at_once = (starts[:number] <= buffer.end) & (ends[:number] >= buffer.start)
         place = _smallest_gap(offsets[:number][at_once], tops[:number][at_once], buffer.size)
-        starts[number], ends[number], offsets[number], tops[number] = *buffer[1:], place, place + buffer.size
+        starts[number], ends[number] = buffer.start, buffer.end
+        offsets[number], tops[number] = place, place + buffer.size
     return int(tops.max(initial=0)) + held_at_most(small)
 
 
@@ -45,7 +65,7 @@ def held_at_most(buffers: Sequence[Buffer]) -> int:
     if not buffers:
         return 0
     changes = np.zeros(max(buffer.end for buffer in buffers) + 2, np.int64)
-    for size, start, end in buffers:
+    for size, start, end, _ in buffers:
         changes[start] += size
         changes[end + 1] -= size
     return int(np.cumsum(changes).max())

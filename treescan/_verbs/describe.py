@@ -80,8 +80,8 @@ def describe(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Descrip
         >>> description = treescan.describe(
         ...     treescan.scan, step, jnp.zeros((8, 64)), jnp.ones((1000, 8, 64))
         ... )
-        >>> print(description.steps, description.plan.bytes)
-        1000 4098048
+        >>> print(description.carry[0].type, description.plan.evaluations)
+        float32[8,64] 1
     """
     name, known = getattr(verb, "__name__", "describe"), _known(verb)
     try:
