@@ -1,12 +1,15 @@
 """`describe`: bytes against XLA's own, planted faults, clean examples, and that nothing is run."""
 
 import functools
+import gc
 import html.parser
 import importlib
 import re
 import sys
+import weakref
 
 import jax
+import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -336,6 +339,17 @@ def test_what_has_no_gradient_says_why():
     assert found.plan.refusal in str(found) and found.findings == ()
 
 
+def test_what_jax_refuses_to_differentiate_is_told():
+    def cell(h, x):
+        return h + jax.experimental.io_callback(
+            lambda a: a, jax.ShapeDtypeStruct(x["a"].shape, x["a"].dtype), x["a"]
+        ), None
+
+    found = describe(treescan.scan, cell, INIT, XS)
+    assert (found.plan.bytes, found.saved) == (None, ())
+    assert "JAX says, IO callbacks do not support JVP" in str(found)
+
+
 class Tags(html.parser.HTMLParser):
     def __init__(self):
         super().__init__()
@@ -353,6 +367,18 @@ def assert_well_formed(text):
     tags.feed(text)
     tags.close()
     assert not tags.open
+
+
+def test_describing_keeps_no_body_alive():
+    def described():
+        w = jnp.ones(64)
+        body = lambda h, x: (h * w[None] + x["a"], None)  # noqa: E731
+        describe(treescan.scan, body, INIT, XS)
+        return weakref.ref(body)
+
+    body = described()
+    gc.collect()
+    assert body() is None
 
 
 def test_html_is_escaped():

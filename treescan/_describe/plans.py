@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from .._errors import Fault, TreescanError
+from .._errors import TreescanError
 from .._loop.loop import Loop
 from .._remat import Remat
 from .._trace.buffers import bytes_of
@@ -59,7 +59,7 @@ def other_plans(own: Plan, retake: Callable[[Any], Taken]) -> Iterator[Plan]:
     """
     seen = {(own.sizes, own.bytes, own.evaluations)}
     for other in (other for other in OTHERS if not _same(other, own.remat)):
-        with contextlib.suppress(Fault, TreescanError):  # the verb does not take it
+        with contextlib.suppress(Exception):  # the verb or JAX does not take it, and nobody asked for it
             plan, _ = plan_of(retake(other), other, used=False)
             key = (plan.sizes, plan.bytes, plan.evaluations)
             if key not in seen:
@@ -105,8 +105,9 @@ def gradient_bytes(program: Any, given: Any) -> tuple[int | None, str | None]:
     try:
         gradient = jax.grad(loss)
         jaxpr = jax.make_jaxpr(gradient)([leaf for leaf, is_float in zip(leaves, floats, strict=True) if is_float])
-    except Exception as error:  # JAX refuses it, as it would in the call
-        return None, str(error).split("\n\n")[0].replace("\n", " ")
+    except Exception as error:  # it is refused, as in the call
+        says = " ".join(str(error).split("\n\n")[0].split())
+        return None, says if isinstance(error, TreescanError) else f"JAX says, {says}"
     return temporary_bytes(jaxpr.jaxpr), None
 
 

@@ -18,8 +18,14 @@ _ELSEWHERE = "elsewhere"
 
 
 def saved_by_steps(bodies: list[TracedBody]) -> tuple[Saved, ...]:
-    """What one step of each body saves if nothing is recomputed, the largest first."""
-    return tuple(sorted(_all(bodies), key=lambda each: -each.bytes))
+    """What one step of each body saves if nothing is recomputed, the largest first.
+
+    Nothing if JAX refuses a gradient.
+    """
+    try:
+        return tuple(sorted(_all(bodies), key=lambda each: -each.bytes))
+    except Exception:  # the plan of the call says why
+        return ()
 
 
 def _all(bodies: list[TracedBody]) -> Iterator[Saved]:

@@ -25,7 +25,7 @@ def sections(of: Facts) -> list[Section]:
     """The sections that have something to say."""
     return [
         Section("", ("", "", "", ""), list(_leaves(of))),
-        Section(_title_of_saved(of), ("", "", ""), list(_saved(of))),
+        *([Section(_title_of_saved(of), ("", "", ""), list(_saved(of)))] if of.saved else []),
         *_cost(of),
         Section(_title_of_plan(of), ("remat", "chunks", "needs", "evaluations"), list(_plans(of)), _notes(of)),
         _findings(of),
