@@ -177,7 +177,11 @@ def _draw_chunks(picture: Picture, top: float, chunks: list[Chunk]) -> None:
 FLOORS = (  # from the ground up: what each holds, and its modules and packages
     (
         "types and trees",
-        ("_remat, _progress, _types, _avals, _tree,", "_axes, _finite, _layout, _manual, _errors, _flax"),
+        (
+            "_remat, _progress, _types, _avals, _tree,",
+            "_axes, _finite, _layout, _html, _reprs,",
+            "_manual, _errors, _flax",
+        ),
     ),
     ("custom carries", ("carries/",)),
     ("the loop", ("_loop/",)),
@@ -185,6 +189,7 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
     ("from Loop to Loop", ("_transforms/",)),
     ("checks of arguments", ("_checks/",)),
     ("stacks, and batches of sequences", ("_data/",)),
+    ("descriptions of calls", ("_describe/",)),
     ("verbs", ("_verbs/",)),
     ("public names", ("__init__, __main__, testing",)),
     ("other libraries", ("integrations/",)),

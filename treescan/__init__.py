@@ -10,6 +10,7 @@ from ._data.state_dict import (
     layers_from_state_dict as layers_from_state_dict,
     layers_to_state_dict as layers_to_state_dict,
 )
+from ._describe.description import Description as Description
 from ._errors import (
     ArgumentError as ArgumentError,
     ArgumentTypeError as ArgumentTypeError,
@@ -34,6 +35,7 @@ from ._progress import (
 )
 from ._remat import Remat as Remat
 from ._transforms.budget import RematPlan as RematPlan
+from ._verbs.describe import describe as describe
 from ._verbs.filters import DenyList as DenyList, In as In, Out as Out
 from ._verbs.fold import accumulate as accumulate, fold as fold
 from ._verbs.fori import fori as fori

@@ -1,7 +1,7 @@
 """What one can ask of an installed treescan, in a terminal.
 
-`python -m treescan explain CarryError` says what an error means. `python -m treescan plugins` lists what installed
-distributions declare for custom carries.
+`python -m treescan explain CarryError` says what an error means, and `explain TS001` what a finding of `describe` does.
+`python -m treescan plugins` lists what installed distributions declare for custom carries.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import textwrap
 import warnings
 
+from ._describe.findings.table import FINDINGS
 from ._errors import PUBLIC, TreescanError
 from ._layout import table
 from ._manual import section
@@ -27,14 +28,18 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("python -m treescan")
     commands = parser.add_subparsers(dest="command", required=True, metavar="command")
     kinds = [kind.__name__ for kind in PUBLIC if kind is not TreescanError]
-    explaining = commands.add_parser("explain", help="says what an error or a warning means, and what to do about it")
+    kinds += FINDINGS
+    explaining = commands.add_parser(
+        "explain", help="says what an error, a warning or a finding means, and what to do about it"
+    )
     explaining.add_argument("name", choices=kinds, metavar="name", help=f"one of {', '.join(kinds)}")
     commands.add_parser(
         "plugins", help="lists the custom carries that installed distributions declare, and what failed to load and why"
     )
     parsed = parser.parse_args(arguments)
     if parsed.command == "explain":
-        print(section(parsed.name))  # noqa: T201, a program for a terminal
+        page = "findings.md" if parsed.name in FINDINGS else "errors.md"
+        print(section(parsed.name, page))  # noqa: T201, a program for a terminal
         return 0
     return _list_plugins()
 

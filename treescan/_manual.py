@@ -1,4 +1,4 @@
-"""The page of errors in the documentation, for a terminal: a section for each error and warning."""
+"""The pages of errors and of findings in the documentation, for a terminal: a section for each of them."""
 
 from __future__ import annotations
 
@@ -10,17 +10,22 @@ from pathlib import Path
 from ._layout import WIDTH
 
 _HERE = Path(__file__).parent
-_PLACES = (_HERE / "errors.md", _HERE.parent / "docs" / "errors.md")  # in a wheel, in a checkout
+_FOLDERS = (_HERE, _HERE.parent / "docs")  # in a wheel, in a checkout
 _FENCE = re.compile(r"^(```\w+[^\n]*\n.*?^```)$", re.MULTILINE | re.DOTALL)
 _ITEM = re.compile(r"^(?=- )", re.MULTILINE)
 
 
-def section(title: str) -> str:
-    """What the page says about one error or warning, without what only a browser makes use of, its lines wrapped."""
-    page = next(place for place in _PLACES if place.exists()).read_text(encoding="utf-8")
+def section(title: str, page_name: str) -> str:
+    """What a page says about one error, warning or finding, without what only a browser uses, its lines wrapped."""
+    page = _read(page_name)
     _, text = page.split(f"\n## {title}\n")
     text = re.sub(r"<!--.*?-->\n", "", text.split("\n## ")[0])
     return "\n\n".join([f"{title}\n{'=' * len(title)}", *_paragraphs(text)])
+
+
+def _read(page_name: str) -> str:
+    places = [folder / page_name for folder in _FOLDERS]
+    return next(place for place in places if place.exists()).read_text(encoding="utf-8")
 
 
 def _paragraphs(text: str) -> Iterator[str]:

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 
 import carry_error_cases
 import chunk_error_cases
+import describe_error_cases
 import finite_error_cases
 import jax
 import jax.numpy as jnp
@@ -1475,6 +1476,7 @@ def named_inner(one):
 _OTHERS = (
     carry_error_cases,
     chunk_error_cases,
+    describe_error_cases,
     finite_error_cases,
     layer_error_cases,
     lift_error_cases,

@@ -9,6 +9,7 @@ import numpy as np
 
 from .._avals import describe_argument
 from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
+from .._reprs import short_html, short_repr
 from .._types import Array, PyTree, X, Y
 from .first_fit import Fit, Ints, first_fit, least_fit, shortest_fit
 from .inits import stack_inits
@@ -55,6 +56,12 @@ class Packed(NamedTuple, Generic[X]):
     resets: Array
     index: PackIndex  # type: ignore[assignment]  # in place of the method of tuples, which nobody looks for here
     init: PyTree = None
+
+    def __repr__(self) -> str:
+        return short_repr("Packed", **self._asdict())
+
+    def _repr_html_(self) -> str:
+        return short_html("Packed", **self._asdict())
 
     @property
     def steps(self) -> int:

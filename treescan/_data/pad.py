@@ -10,6 +10,7 @@ import numpy as np
 from .._avals import describe_argument
 from .._checks.rows import check_lengths
 from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
+from .._reprs import short_html, short_repr
 from .._transforms.rows.leaves import mask_of_lengths
 from .._types import Array, ArrayLike, PyTree, X
 from .sequences import (
@@ -74,6 +75,12 @@ class Padded(NamedTuple, Generic[X]):
 
     data: X
     lengths: Array
+
+    def __repr__(self) -> str:
+        return short_repr("Padded", **self._asdict())
+
+    def _repr_html_(self) -> str:
+        return short_html("Padded", **self._asdict())
 
     @property
     @verb

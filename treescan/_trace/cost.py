@@ -21,13 +21,17 @@ _PER_DECOMPOSITION = 20
 _PRODUCTS = ("conv_general_dilated", "dot_general")
 
 
-def count_operations(jaxpr: Any) -> int:
+def count_operations(jaxpr: Any, transcendental: int = _PER_TRANSCENDENTAL) -> int:
     """The operations of an open jaxpr; a transcendental function counts as a hundred.
 
     Loops whose number of rounds is not known count once, and of branches the dearest. A size that is a symbol counts
     as 1.
+
+    Args:
+        jaxpr: the jaxpr.
+        transcendental: what such a function counts as, for each element.
     """
-    return sum(map(_of_equation, jaxpr.eqns))
+    return sum(_of_equation(equation, transcendental) for equation in jaxpr.eqns)
 
 
 def count_saved_bytes(jaxpr: Any) -> int:
@@ -51,9 +55,9 @@ def _saved_of(equation: Any) -> int:
     return sum(_size(var.aval) * var.aval.dtype.itemsize for var in equation.outvars)
 
 
-def _of_equation(equation: Any) -> int:
+def _of_equation(equation: Any, transcendental: int) -> int:
     name, written = equation.primitive.name, sum(_size(var.aval) for var in equation.outvars)
-    inner = [count_operations(jaxpr) for jaxpr in jaxprs_within(equation)]
+    inner = [count_operations(jaxpr, transcendental) for jaxpr in jaxprs_within(equation)]
     if name == "scan":
         return int(equation.params["length"]) * sum(inner)
     if name == "cond":
@@ -71,7 +75,7 @@ def _of_equation(equation: Any) -> int:
         return _PER_DECOMPOSITION * max(
             (_size(v.aval) * _product(v.aval.shape[-1:]) for v in equation.invars), default=0
         )
-    return written * (_PER_TRANSCENDENTAL if name in TRANSCENDENTAL else 1)
+    return written * (transcendental if name in TRANSCENDENTAL else 1)
 
 
 def _size(aval: Any) -> int:

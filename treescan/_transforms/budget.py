@@ -12,6 +12,7 @@ from typing import Literal
 import jax
 
 from .._errors import ArgumentError, Fault
+from .._html import Section, page
 from .._layout import table
 from .._loop.sizes import count_parts, divide
 from .._remat import Remat
@@ -31,7 +32,7 @@ _OF_A_REST = 1.1
 """A plan that leaves steps over, for which the step is compiled once more, has to need so much less than another."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class RematPlan:
     """What the gradient of a loop saves under a `Remat`, and how often it evaluates the body. Print it.
 
@@ -70,10 +71,20 @@ class RematPlan:
         """Whether steps are left that fill no chunk."""
         return bool(self.sizes and self.steps % self.sizes[-1])
 
+    def __repr__(self) -> str:
+        needed = describe_bytes(self.needed_bytes)
+        return f"<RematPlan of {self.remat!r}: {needed} needed, {self.evaluations} evaluations of each step>"
+
     def __str__(self) -> str:
+        return f"remat={self.remat!r}\n\n{table(('', '', ''), self._rows()).lstrip(chr(10)).rstrip()}"
+
+    def _repr_html_(self) -> str:
+        return page(f"remat={self.remat!r}", [Section("", (), self._rows())])
+
+    def _rows(self) -> list[tuple[str, str, str]]:
         parts = [self.steps] if not self.sizes else [-(-self.steps // self.sizes[-1])]
         parts += [large // small for small, large in itertools.pairwise((1, *self.sizes))][::-1]
-        rows = [
+        return [
             ("steps", f"{self.steps:,}", " x ".join(f"{part:,}" for part in parts) if self.sizes else "one loop"),
             ("a carry", describe_bytes(self.carry_bytes), "what changes from step to step"),
             ("a step", describe_bytes(self.step_bytes), "what it saves if it is not recomputed"),
@@ -82,7 +93,6 @@ class RematPlan:
             ("needed", describe_bytes(self.needed_bytes), "in all, beside arguments and results"),
             ("evaluations", f"{self.evaluations:,}", "of each step, the forward pass included"),
         ]
-        return f"remat={self.remat!r}\n\n{table(('', '', ''), rows).lstrip(chr(10)).rstrip()}"
 
 
 def describe_bytes(count: int) -> str:

@@ -142,6 +142,7 @@ class RematChunk:
 
     offload: str | None = None
     inside: Callable[[Step], Step] | None = None
+    recomputes = True
 
     def __call__(self, step: Step, looped: bool) -> Step:
         step = step if self.inside is None else self.inside(step)

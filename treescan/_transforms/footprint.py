@@ -6,7 +6,7 @@ import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -111,6 +111,18 @@ def bytes_of_step(hoisted: Hoisted, step: Step) -> int:
     What depends on nothing that changes from step to step is not saved in each, nor is what JAX's linearization keeps
     without reading it.
     """
+    return _sum(residual.aval for residual in residuals_of_step(hoisted, step)) + carry_bytes(hoisted)
+
+
+class Residual(NamedTuple):
+    """A value that the gradient saves of each step: its type, and the equation that computes it."""
+
+    aval: Any
+    equation: Any
+
+
+def residuals_of_step(hoisted: Hoisted, step: Step) -> list[Residual]:
+    """What the gradient saves of a step beside its carry; see `bytes_of_step`."""
     loop, read = hoisted.loop, list[bool]()
 
     def residuals(consts: Any, state: list[Any], feed: Feed) -> list[Any]:
@@ -133,7 +145,8 @@ def bytes_of_step(hoisted: Hoisted, step: Step) -> int:
     shared = len(jax.tree.leaves(loop.consts))
     changing = dependent(jaxpr, [place >= shared for place in range(len(jaxpr.invars))]) - set(jaxpr.invars)
     kept = [var for var, is_read in zip(jaxpr.outvars, read, strict=True) if is_read and not hasattr(var, "val")]
-    return _sum(var.aval for var in dict.fromkeys(kept) if var in changing) + carry_bytes(hoisted)
+    computed = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    return [Residual(var.aval, computed[var]) for var in dict.fromkeys(kept) if var in changing]
 
 
 def _read(function: Any, leaves: list[Any], *others: Any) -> list[bool]:

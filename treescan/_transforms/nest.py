@@ -76,9 +76,19 @@ class Outside:
     inner: Around | None
     outer: Around
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether what it puts around chunks has the gradient compute them once more."""
+        return recomputes(self.inner)
+
     def __call__(self, step: Step, looped: bool) -> Step:
         step = step if self.inner is None else self.inner(step, looped)
         return self.outer(step, looped)
+
+
+def recomputes(around: Around | None) -> bool:
+    """Whether what is put around chunks has the gradient compute them once more."""
+    return bool(getattr(around, "recomputes", False))
 
 
 def _plan(loop: Loop, wishes: tuple[Wish, ...]) -> tuple[Loop, tuple[Level, ...]]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import contextvars
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -133,6 +134,38 @@ class Transformed:
 _R = TypeVar("_R")
 
 
+class Taken(BaseException):
+    """A program and its arrays on their way out of a verb, which is not to run them. No verb takes it for an error.
+
+    Attributes:
+        program: what the verb would run.
+        given: on what.
+    """
+
+    def __init__(self, program: Program[Any], given: Any) -> None:
+        super().__init__()
+        self.program = program
+        self.given = given
+
+
+_taking: contextvars.ContextVar[bool] = contextvars.ContextVar("taking", default=False)
+
+
+def take(verb: Callable[..., Any], *args: Any, **options: Any) -> Taken:
+    """What a verb would run, once it has checked its arguments. Nothing is run or traced.
+
+    The result also keeps alive, by its traceback, the functions that the program refers to weakly.
+    """
+    token = _taking.set(True)
+    try:
+        verb(*args, **options)
+    except Taken as taken:
+        return taken
+    finally:
+        _taking.reset(token)
+    raise AssertionError(f"{verb} runs nothing")
+
+
 def execute(program: Program[_R], given: Any, programs: Memo, *, moves: bool = True) -> _R:
     """Runs a program.
 
@@ -140,6 +173,8 @@ def execute(program: Program[_R], given: Any, programs: Memo, *, moves: bool = T
     eager call puts the whole of it under one `jax.jit`, kept with the body, so that the second call neither traces nor
     compiles anything. Under an outer trace, that trace is the one that counts.
     """
+    if _taking.get():
+        raise Taken(program, given)
     if moves and not is_jit_disabled() and not under_a_trace():
         key: Hashable = ("jit", program, is_rewriting(), debugs_nans())
         compiled: Callable[[Any], _R] = programs(key, lambda: jax.jit(functools.partial(_run, program)))

@@ -15,6 +15,7 @@ from .._checks.arguments import check_length, check_options, infer_length
 from .._checks.rows import check_compact
 from .._errors import WHILE_WORDS, ArgumentError, Fault, Row, explain, verb
 from .._loop.body import Body
+from .._reprs import short_html, short_repr
 from .._transforms.finite.deliver import deliver
 from .._transforms.finite.refuse import check_finite_of
 from .._transforms.outputs import MoveOutputs, check_save
@@ -65,6 +66,12 @@ class WhileResult(NamedTuple, Generic[Carry, Y]):
     ys: Y
     steps: Array
     stopped: Array
+
+    def __repr__(self) -> str:
+        return short_repr("WhileResult", **self._asdict())
+
+    def _repr_html_(self) -> str:
+        return short_html("WhileResult", **self._asdict())
 
 
 # One overload for each kind of body and of xs, as for `mask_scan`.

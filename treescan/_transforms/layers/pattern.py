@@ -96,7 +96,7 @@ class Pattern:
             return execute(self, given, programs, moves=self.moves or given.key is not None)
 
     def __call__(self, given: Arguments) -> tuple[PyTree, PyTree]:
-        loops = [self._loop_of(given, place) for place in range(len(self.blocks))]
+        loops = self.lay(given)
         with jax.named_scope(self.name) if self.name else contextlib.nullcontext():
             if self.check is None:
                 state, each = self._run(loops, given)
@@ -143,6 +143,10 @@ class Pattern:
             return plan
         carried = sum(map(cotangent_bytes, (xs[-1] for xs in given.xs)))  # the gradient of stacks that are carried
         return dataclasses.replace(plan, needed_bytes=plan.needed_bytes + carried)
+
+    def lay(self, given: Arguments) -> list[Loop]:
+        """For each block the loop of its layers by themselves."""
+        return [self._loop_of(given, place) for place in range(len(self.blocks))]
 
     def _loop_of(self, given: Arguments, place: int) -> Loop:
         """The loop of one block. A layer's position is its number among all layers."""

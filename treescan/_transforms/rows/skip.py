@@ -226,6 +226,11 @@ class _Around:
     only: bool
     rules: bool
 
+    @property
+    def recomputes(self) -> bool:
+        """Whether the gradient computes the chunks once more."""
+        return self.remat is ChunkRemat.RECOMPUTES
+
     def __call__(self, step: Step, looped: bool) -> Step:
         # A remainder is not worth further copies of the body.
         tiers = self.tiers if looped or self.only else self.tiers[-1:]

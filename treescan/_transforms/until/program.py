@@ -31,7 +31,7 @@ from ..remat import check_remat
 from ..rows.lend import may_branch
 from .condition import CallCondition, Condition, trace_condition
 from .derivative import EarlyExit, Operands, padded, without_tracers
-from .early_exit import Reads, plan_chunks
+from .early_exit import Chunks, Reads, plan_chunks
 from .kept import Kept, axes_of_outputs, keep_what_ran
 from .reports import Reports
 from .rows import axes_of_carry, trace_for_tiers
@@ -121,12 +121,9 @@ class Until:
 
     def __call__(self, given: tuple[Arguments, Bounds | None]) -> Ended:
         arguments, bounds = given
-        length, name = self.call.length, self.call.names[0]
-        call = None if self.cond is None else CallCondition(self.cond, name, self.call.frozen, bool(self.call.custom))
+        length, call = self.call.length, self._condition
         with self.call.scope():
-            limit = jnp.asarray(np.int32(length)) if bounds is None else _steps(bounds, length)
-            asked = _ask(call, arguments.init, traced=bool(length) and not is_jit_disabled())
-            loop = self._lay(arguments, bounds, limit, asked)
+            loop, limit, asked = self._laid(arguments, bounds)
             reports = self._reports(loop, None if bounds is None else limit)
             if not length:
                 ended = _no_steps(loop, asked.holds)
@@ -142,6 +139,28 @@ class Until:
             if reports is not None:
                 reports.end(ended.steps, state)
             return ended._replace(state=state, ys=ys)
+
+    @property
+    def _condition(self) -> CallCondition | None:
+        name = self.call.names[0]
+        return None if self.cond is None else CallCondition(self.cond, name, self.call.frozen, bool(self.call.custom))
+
+    def lay(self, given: tuple[Arguments, Bounds | None]) -> Loop:
+        """The loop of all steps, before it is cut into chunks; of rows that stop, already traced."""
+        return self._laid(*given)[0]
+
+    def chunks(self, hoisted: Hoisted, tiers: tuple[int, ...]) -> Chunks:
+        """The chunks of the derivative."""
+        most = self.call.length
+        stride = Kept.of(hoisted, self.save or EVERYTHING).stride(most, reverse=hoisted.loop.reverse)
+        return plan_chunks(most, stride, self.remat, chunk_size(most) if len(tiers) > 1 else None)
+
+    def _laid(self, arguments: Arguments, bounds: Bounds | None) -> tuple[Loop, Array, _Asked]:
+        """The loop, the most steps that it takes, and what its condition says of the first state."""
+        length = self.call.length
+        limit = jnp.asarray(np.int32(length)) if bounds is None else _steps(bounds, length)
+        asked = _ask(self._condition, arguments.init, traced=bool(length) and not is_jit_disabled())
+        return self._lay(arguments, bounds, limit, asked), limit, asked
 
     def _reports(self, loop: Loop, total: Array | None) -> Reports | None:
         if self.progress is None:
@@ -232,9 +251,8 @@ def _run_traced(
     holds = condition(condition.closed, hoisted.settled) if asked.holds is None else asked.holds
     most = loop.length
     kept = Kept.of(hoisted, program.save or EVERYTHING)
-    stride = kept.stride(most, reverse=loop.reverse)
-    restricted, outputs = kept.restrict(hoisted, program.fill, varying, stride)
-    chunks = plan_chunks(most, stride, program.remat, chunk_size(most) if len(tiers) > 1 else None)
+    restricted, outputs = kept.restrict(hoisted, program.fill, varying, kept.stride(most, reverse=loop.reverse))
+    chunks = program.chunks(hoisted, tiers)
     early = EarlyExit(
         without_tracers(restricted),
         condition,

@@ -1,0 +1,431 @@
+"""`describe`: bytes against XLA's own, planted faults, clean examples, and that nothing is run."""
+
+import functools
+import gc
+import html.parser
+import importlib
+import re
+import sys
+import weakref
+
+import jax
+import jax.experimental
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from describe_cases import FAULTS, describe_all
+from widths import too_wide
+
+import treescan
+from benchmarks import layers, masked, memory
+from treescan import Remat, describe
+from treescan._describe.findings.table import FINDINGS
+
+
+def step(h, x):
+    return jnp.tanh(h + x["a"]), {"h": h, "none": None}
+
+
+INIT, XS = jnp.zeros((8, 64)), {"a": jnp.ones((1000, 8, 64))}
+
+
+@pytest.fixture(autouse=True)
+def _no_plans_but_its_own(request, monkeypatch):
+    """Each further plan is two more traces; tests of plans have them in their names."""
+    if "plan" not in request.node.name:
+        monkeypatch.setattr(treescan._describe.plans, "OTHERS", ())
+
+
+# Bytes
+
+
+def ratio(description, compiled):
+    return description.plan.bytes / compiled.memory_analysis().temp_size_in_bytes
+
+
+def of_memory(remat):
+    program = functools.partial(memory._fold, memory.STEPS, remat)
+    (description,) = describe_all(program, *memory._inputs())
+    gradient = memory._gradient(program)._executable
+    return ratio(description, gradient)
+
+
+def of_save():
+    program = functools.partial(memory._scan, memory.STEPS, memory.EVERY)
+    (description,) = describe_all(program, *memory._inputs())
+    return ratio(description, jax.jit(memory._both(program)).lower(*memory._inputs()).compile())
+
+
+def of_masked(size, option):
+    program = functools.partial(masked._mask_scan, **masked.OPTIONS[option])
+    params, init, xs = masked._data(size)
+    given = params, init, xs, masked._lengths(size)[masked.FULL]
+    (description,) = describe_all(program, *given)
+    gradient = masked._programs(program)[masked.GRADIENT]._for(given)
+    return ratio(description, gradient)
+
+
+def of_layers(program):
+    given = layers._inputs(layers.RUN, layers.RUN_LAYERS)
+    (description,) = describe_all(program, *given)
+    return ratio(description, layers.Compiled(layers.GRADIENT, program, given)._executable)
+
+
+BENCHMARKS = {
+    "memory, nested": lambda: of_memory(Remat(levels=2)),
+    "memory, everything": lambda: of_memory(None),
+    "memory, three levels": lambda: of_memory(Remat(levels=3)),
+    "memory, save": of_save,
+    "masked, small": lambda: of_masked(masked.SMALL, "default"),
+    "masked, small, compact": lambda: of_masked(masked.SMALL, "compact"),
+    "masked, large": lambda: of_masked(masked.LARGE, "default"),
+    "masked, large, compact": lambda: of_masked(masked.LARGE, "compact"),
+    "layers": lambda: of_layers(layers._fold),
+    "layers, remat": lambda: of_layers(layers._fold_remat),
+}
+
+
+@pytest.mark.optimized
+@pytest.mark.parametrize(
+    "name", [name if name == "memory, nested" else pytest.param(name, marks=pytest.mark.slow) for name in BENCHMARKS]
+)
+def test_bytes_are_those_of_the_compiled_gradient(name):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        assert BENCHMARKS[name]() == pytest.approx(1, abs=0.05)
+
+
+def forward_ratio(program, *given):
+    (description,) = describe_all(program, *given)
+    found = jax.jit(program).lower(*given).compile().memory_analysis()
+    both = found.temp_size_in_bytes + found.output_size_in_bytes
+    return (description.forward_bytes + description.result_bytes) / both
+
+
+@pytest.mark.slow
+@pytest.mark.optimized
+@pytest.mark.parametrize("option", masked.OPTIONS)
+def test_bytes_of_the_forward_loop(option):
+    program = functools.partial(masked._mask_scan, **masked.OPTIONS[option])
+    lengths = masked._lengths(masked.SMALL)[masked.FULL]
+    with jax.numpy_rank_promotion("allow"):
+        assert forward_ratio(program, *masked._data(masked.SMALL), lengths) == pytest.approx(1, abs=0.05)
+
+
+def test_plans_save_less_and_evaluate_more():
+    plans = {str(plan.remat): plan for plan in describe(treescan.scan, step, INIT, XS).plans}
+    assert plans["None"].used
+    assert [plans[name].evaluations for name in ("None", "step", "nested", "Remat(levels=3)")] == [1, 2, 3, 4]
+    assert plans["None"].bytes >= plans["step"].bytes > plans["nested"].bytes
+    assert plans["nested"].sizes == treescan.plan_remat(step, INIT, XS, remat="nested").sizes
+
+
+def test_a_budget_is_a_plan():
+    found = describe(treescan.scan, step, INIT, XS, remat=Remat.fit(20_000_000))
+    assert found.plan.used and found.plan.bytes <= 20_000_000
+
+
+# Findings
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_is_found(name):
+    fault = FAULTS[name]
+    with jax.numpy_dtype_promotion("standard"):
+        description = fault.describe(True)
+    (finding,) = description.findings
+    assert (finding.code, fault.says in finding.says) == (fault.code, True), finding
+    assert finding.code in str(description) and finding.code in description._repr_html_()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAULTS)
+def test_without_the_fault_there_is_no_finding(name):
+    with jax.numpy_dtype_promotion("standard"):
+        assert FAULTS[name].describe(False).findings == ()
+
+
+def test_every_code_has_a_planted_fault():
+    assert {fault.code for fault in FAULTS.values()} == set(FINDINGS)
+
+
+REASONS = {
+    "`remat` recomputes each of them": {"remat": "step"},
+    "`save` keeps some outputs": {"save": 10},
+    "`chunk=0`": {"chunk": 0},
+}
+
+
+@pytest.mark.parametrize("reason", [*REASONS, "the body does something beside computing", "rewriting is off"])
+def test_why_products_are_not_taken_together(reason):
+    w, lengths = jnp.ones((64, 64)), np.full(8, 900)
+
+    def cell(h, x):
+        if reason.startswith("the body"):
+            jax.debug.callback(lambda: None)
+        h = jnp.tanh(h @ w + x)
+        return h, h
+
+    with treescan.rewriting(reason != "rewriting is off"):
+        found = describe(treescan.mask_scan, cell, INIT, XS["a"], lengths=lengths, **REASONS.get(reason, {}))
+    assert [finding.code for finding in found.findings] == ["TS008"]
+    assert reason in found.findings[0].says
+
+
+def example(name):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend("examples")
+        return importlib.import_module(name)
+
+
+def train_vowels():
+    vowels = example("vowels")
+    data, _ = vowels.load(vowels.DATA)
+    return vowels.loss(vowels.init_params(jax.random.key(0), data.frames.shape[2]), data, jax.random.key(1))
+
+
+def pack_vowels():
+    packed = example("packed_vowels")
+    utterances, speakers = packed.load("train")
+    params = packed.init_params(jax.random.key(0), utterances[0].shape[1])
+    batch = packed.Labelled(treescan.pack(utterances), jnp.asarray(speakers))
+    return packed.accuracy(params, batch)
+
+
+def find_roots():
+    early_exit = example("early_exit")
+    early_exit.find_root(lambda x: jnp.cos(x) - x, jnp.ones(()), 1e-6)
+    early_exit.solve(lambda y: y * (1 - y), jnp.float32(0.01), 10.0, jnp.float32(1e-3))
+    return early_exit.newton_sqrt(jnp.float32(2))
+
+
+MESH = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def write_plays():
+    llama = example("llama")
+    params = llama.init_params(jax.random.key(0), MESH)
+    return llama.mean_loss(params, jnp.zeros((12, 4, 65), jnp.int32))
+
+
+EXAMPLES = {"early_exit": find_roots, "vowels": train_vowels, "packed_vowels": pack_vowels, "llama": write_plays}
+
+
+@pytest.mark.parametrize(
+    "name", [name if name == "early_exit" else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES]
+)
+def test_clean_examples_have_no_finding(name):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"), jax.set_mesh(MESH):
+        found = describe_all(EXAMPLES[name])
+    assert found
+    assert not [(repr(each), each.findings) for each in found if each.findings]
+
+
+# What is shown
+
+
+def test_leaves_have_the_paths_of_the_user():
+    w = jnp.ones((64, 64))
+
+    def cell(carry, x, key):
+        h = carry["h"] @ w + x["a"] + jax.random.normal(key, (8, 64))
+        return {**carry, "h": h}, {"y": h[0], "z": (h, None)}
+
+    init = {"h": INIT, "scale": jnp.ones(3)}
+    xs = {**XS, "b": jnp.ones(5)}
+    found = describe(treescan.scan, cell, init, xs, in_axes={"a": 0, "b": None}, key=jax.random.key(0), reverse=True)
+    assert [(leaf.path, leaf.type, leaf.bytes, leaf.changes) for leaf in found.carry] == [
+        ('carry["h"]', "float32[8,64]", 2048, True),
+        ('carry["scale"]', "float32[3]", 12, False),
+    ]
+    assert [(leaf.path, leaf.type) for leaf in found.x] == [('x["a"]', "float32[8,64]")]
+    assert [(leaf.path, leaf.bytes) for leaf in found.y] == [('y["y"]', 256), ('y["z"][0]', 2048)]
+    assert [leaf.path for leaf in found.constants] == ["w", 'x["b"]', "key"]
+    assert "1,000 steps in reverse" in str(found)
+
+
+def test_what_is_saved_is_told_by_line():
+    found = describe(treescan.scan, step, INIT, XS)
+    line = step.__code__.co_firstlineno + 1
+    places = {each.place: each for each in found.saved}
+    (place,) = [place for place in places if place.endswith(f"test_describe.py:{line}")]
+    assert set(places[place].operations) <= {"tanh", "sub"}
+    assert sum(each.bytes for each in found.saved) == treescan.plan_remat(step, INIT, XS, remat=None).step_bytes
+
+
+def stops(h):
+    return jnp.all(h < 3)
+
+
+def block(layer, x, scale):
+    return jnp.tanh(x @ layer["w"]) * scale
+
+
+STACK = {"w": jnp.ones((6, 64, 64))}
+CALLS = {
+    "scan": (treescan.scan, (step, INIT, XS), {"save": {"h": 10, "none": "all"}}),
+    "fold": (treescan.fold, (lambda h, x: h + x["a"], INIT, XS), {"lengths": np.arange(8)}),
+    "accumulate": (treescan.accumulate, (lambda h, x: h + x["a"], INIT, XS), {"remat": "auto"}),
+    "fori": (treescan.fori, (0, 50, lambda i, h: h * i, INIT), {}),
+    "mask_scan": (treescan.mask_scan, (step, INIT, XS), {"lengths": np.arange(8), "compact": True}),
+    "while_scan": (treescan.while_scan, (stops, step, INIT, XS), {}),
+    "rows that stop": (treescan.while_scan, (lambda h: h[:, 0] < 3, step, INIT, XS), {"compact": True}),
+    "scan_layers": (treescan.scan_layers, (lambda w, x: (x @ w["w"], x), INIT, STACK), {"remat": "nested"}),
+    "fold_layers": (treescan.fold_layers, (block, INIT, STACK), {"args": (jnp.ones(()),)}),
+    "pattern": (treescan.fold_layers, ([block, block], INIT, [STACK, STACK]), {"args": (2.0,), "remat": "step"}),
+    "layers with state": (
+        treescan.fold_layers,
+        (lambda w, x, state: (x @ w["w"], state + x), INIT, STACK),
+        {"state": jnp.zeros((6, 8, 64))},
+    ),
+}
+FAST = ("mask_scan", "while_scan", "pattern")
+
+
+@pytest.mark.parametrize(
+    "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CALLS]
+)
+def test_every_verb(name, monkeypatch):
+    monkeypatch.setattr(treescan._layout, "WIDTH", 78)
+    monkeypatch.setattr(treescan._describe.text, "WIDTH", 78)
+    verb, args, options = CALLS[name]
+    found = describe(verb, *args, **options)
+    assert found.plan.bytes > 0 and found.plan.refusal is None and found.plan.evaluations >= 1
+    assert found.findings == ()
+    assert [leaf.bytes for leaf in found.carry] == [2048]
+    assert list(too_wide(str(found))) == []
+    assert_well_formed(found._repr_html_())
+    assert repr(found).startswith(f"<Description of `{verb.__name__}` over ")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CALLS)
+def test_types_and_traced_arrays_will_do(name):
+    verb, args, options = CALLS[name]
+    want, found = describe(verb, *args, **options), []
+    jax.jit(lambda h: found.append(describe(verb, *_put(args, h), **options)))(INIT)
+    types = jax.ShapeDtypeStruct(INIT.shape, INIT.dtype)
+    for got in (found[0], describe(verb, *_put(args, types), **options)):
+        assert (got.plan.bytes, got.plan.sizes, got.saved) == (want.plan.bytes, want.plan.sizes, want.saved)
+
+
+def _put(args, init):
+    return tuple(init if arg is INIT else arg for arg in args)
+
+
+def test_nothing_is_run():
+    ran = []
+
+    def cell(h, x):
+        jax.debug.callback(ran.append, 1)
+        return h + x["a"], None
+
+    describe(treescan.scan, cell, INIT, XS)
+    describe(treescan.while_scan, stops, cell, INIT, XS)
+    jax.effects_barrier()
+    assert not ran
+    treescan.scan(cell, INIT, {"a": XS["a"][:2]})  # the next call of the verb runs
+    jax.effects_barrier()
+    assert len(ran) == 2
+
+
+def test_under_disable_jit():
+    with jax.disable_jit():
+        assert describe(treescan.scan, step, INIT, XS).plan == describe(treescan.scan, step, INIT, XS).plan
+
+
+def test_what_has_no_gradient_says_why():
+    found = describe(treescan.fori, 0, 100, lambda i, total: total + i, 0)
+    assert (found.plan.bytes, found.plan.refusal) == (None, "nothing in it is floating-point")
+    assert found.plan.refusal in str(found) and found.findings == ()
+
+
+def test_what_jax_refuses_to_differentiate_is_told():
+    def cell(h, x):
+        return h + jax.experimental.io_callback(
+            lambda a: a, jax.ShapeDtypeStruct(x["a"].shape, x["a"].dtype), x["a"]
+        ), None
+
+    found = describe(treescan.scan, cell, INIT, XS)
+    assert (found.plan.bytes, found.saved) == (None, ())
+    assert "JAX says, IO callbacks do not support JVP" in str(found)
+
+
+class Tags(html.parser.HTMLParser):
+    def __init__(self):
+        super().__init__()
+        self.open = []
+
+    def handle_starttag(self, tag, attrs):
+        self.open.append(tag)
+
+    def handle_endtag(self, tag):
+        assert self.open.pop() == tag
+
+
+def assert_well_formed(text):
+    tags = Tags()
+    tags.feed(text)
+    tags.close()
+    assert not tags.open
+
+
+def test_describing_keeps_no_body_alive():
+    def described():
+        w = jnp.ones(64)
+        body = lambda h, x: (h * w[None] + x["a"], None)  # noqa: E731
+        describe(treescan.scan, body, INIT, XS)
+        return weakref.ref(body)
+
+    body = described()
+    gc.collect()
+    assert body() is None
+
+
+def test_html_is_escaped():
+    found = describe(treescan.scan, lambda h, x: (h + x["<b>"], None), 0.0, {"<b>": jnp.ones(500)})
+    assert "<b>&quot;" not in found._repr_html_() and "&lt;b&gt;" in found._repr_html_()
+    assert_well_formed(found._repr_html_())
+
+
+def test_rich_shows_the_same_text(capsys):
+    rich = pytest.importorskip("rich.console")
+    found = describe(treescan.fold, lambda h, x: h + x, 0.0, jnp.ones(3))
+    console = rich.Console(width=200, force_terminal=True, color_system="standard")
+    with console.capture() as captured:
+        console.print(found)
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", captured.get())
+    assert plain != captured.get() and plain.split() == str(found).split()
+    found.show()
+    assert capsys.readouterr().out.split() == str(found).split()
+
+
+def test_show_without_rich(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "rich.console", None)
+    found = describe(treescan.fold, lambda h, x: h + x, 0.0, jnp.ones(3))
+    found.show()
+    assert capsys.readouterr().out == f"{found}\n"
+
+
+class Axes:
+    """What `plot` asks of matplotlib's axes."""
+
+    def __init__(self):
+        self.calls = {}
+
+    def __getattr__(self, name):
+        return lambda *args, **options: self.calls.setdefault(name, (args, options))
+
+
+def test_plot_draws_each_plan():
+    found, axes = describe(treescan.scan, step, INIT, XS), Axes()
+    assert found.plot(axes) is axes
+    names, widths = axes.calls["barh"][0]
+    assert widths == [plan.bytes for plan in found.plans]
+    assert names[0] == "None\n1 evaluations" and names[1] == '"step"\n2 evaluations'
+
+
+def test_it_is_drawn_with_matplotlib():
+    matplotlib = pytest.importorskip("matplotlib")
+    matplotlib.use("agg")
+    axes = describe(treescan.scan, step, INIT, XS).plot()
+    assert len(axes.patches) == 1
