@@ -66,6 +66,9 @@ class Progress:
             of scalars. It is traced, and computed once for each update.
         updates: the most updates of a run. The loop is cut into at most so many chunks, and no step has a branch.
         meter: what shows it; None: `Tqdm()` where tqdm is installed, else `Text()`.
+        backward: whether the gradient has a bar too, with a label that says so. JAX then differentiates the loop in
+            reverse mode alone. Loops that end early have none.
+        batched: whether each element of a `jax.vmap` has a bar of its own, with its place in the label.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -83,6 +86,8 @@ class Progress:
     show: Callable[[Any], Mapping[str, Any]] | None = None
     updates: int = 100
     meter: AbstractProgressMeter | None = None
+    backward: bool = False
+    batched: bool = False
 
 
 def has_tqdm() -> bool:

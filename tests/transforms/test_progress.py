@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import itertools
 import math
 import sys
 import threading
@@ -14,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bars import LOG, Recorder, bars, progress, steps_of
 from jax.sharding import Mesh, PartitionSpec
 from jaxprs import equations
 
@@ -21,54 +21,6 @@ import treescan
 from treescan import Progress
 from treescan._loop.reports import RUNS, Site
 from treescan.carries import ema
-
-LOG = []
-_numbers = itertools.count()
-
-
-@dataclasses.dataclass(frozen=True)
-class Recorder(treescan.AbstractProgressMeter):
-    """Notes what it is told, with the number of the bar."""
-
-    def init(self, label, total):
-        bar = next(_numbers)
-        LOG.append((bar, "init", label, total))
-        return bar
-
-    def step(self, bar, done, shown):
-        LOG.append((bar, "step", done, dict(shown)))
-
-    def close(self, bar):
-        LOG.append((bar, "close"))
-
-
-def bars(run):
-    """What each bar was told, in the order in which they began: its total, (steps done, shown), whether it closed."""
-    LOG.clear()
-    jax.block_until_ready(run())
-    jax.effects_barrier()
-    found = {}
-    for bar, kind, *rest in LOG:
-        if kind == "init":
-            found[bar] = (rest[1], [], [])
-        elif kind == "step":
-            assert not found[bar][2], "told after it was closed"
-            found[bar][1].append(tuple(rest))
-        else:
-            found[bar][2].append("close")
-    assert all(closed == ["close"] for _, _, closed in found.values())
-    return [(total, steps) for total, steps, _ in found.values()]
-
-
-def steps_of(run):
-    """The steps that the only bar was told of, and its total."""
-    ((total, steps),) = bars(run)
-    return total, [done for done, _ in steps]
-
-
-def progress(updates=4, **options):
-    return Progress("loop", updates=updates, meter=Recorder(), **options)
-
 
 T, D = 12, 3
 W = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (D, D)), jnp.float32)

@@ -15,7 +15,7 @@ from .._checks.arguments import check_bound, check_length, check_options
 from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
 from .._transforms.count import Count
 from .._transforms.finite import check_finite_of
-from .._transforms.progress import check_progress
+from .._transforms.progress import check_progress, refuse_backward
 from .._transforms.remat import Recompute
 from .._transforms.until.program import Bounds, Until, remat_of
 from .._types import Array, ArrayLike, Carry, CheckedForiOptions, KeyedIndexBody, PyTree
@@ -104,7 +104,7 @@ def fori(
             bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
             plan, progress = remat_of(options.pop("remat", None)), options.pop("progress", None)
             call = prepare(FORI, f, init, length=most, **options)
-            shown = check_progress(progress, call.call.body, "fori")
+            shown = refuse_backward(check_progress(progress, call.call.body, "fori"))
             ended = Until(call.call, remat=plan, progress=shown).run(call.given, bounds)
             return call.restored((ended.state, None))[0]
         low, high = check_bound(lower, "lower"), check_bound(upper, "upper")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -25,9 +26,11 @@ from .._loop.body import Body
 from .._loop.loop import Transform
 from .._loop.retrace import note_types
 from .._transforms.axes import OverAxes
+from .._transforms.backward import no_forward_mode
 from .._transforms.finite import CheckFinite, deliver
 from .._transforms.program import Arguments, Call, Program, Transformed, execute
 from .._transforms.progress import ShowProgress
+from .._transforms.refuse import in_reverse_alone
 from .._tree import freeze_static, thaw_static
 from .._types import Array, Axes, ProgressLike, PyTree
 from ..carries._registry import Adopted, adopt
@@ -58,7 +61,10 @@ class Prepared:
 
     def run(self, *transforms: Transform | None) -> tuple[Any, Any]:
         """Runs the call with these transforms, innermost first; None is skipped."""
-        return self.run_program(Transformed(self.call, present(*transforms)))
+        program = Transformed(self.call, present(*transforms))
+        shows = any(isinstance(transform, ShowProgress) and transform.progress.backward for transform in transforms)
+        with in_reverse_alone(no_forward_mode) if shows else contextlib.nullcontext():
+            return self.run_program(program)
 
     def showing(self, progress: ProgressLike) -> ShowProgress | None:
         """The transform of `progress`, or None if nothing is shown."""

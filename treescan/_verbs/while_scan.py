@@ -17,7 +17,7 @@ from .._errors import WHILE_WORDS, ArgumentError, Fault, Row, explain, verb
 from .._loop.body import Body
 from .._transforms.finite import UNCHECKED
 from .._transforms.outputs import MoveOutputs, check_save
-from .._transforms.progress import check_progress
+from .._transforms.progress import check_progress, refuse_backward
 from .._transforms.rows.fill import HOLD, check_fill
 from .._transforms.until.condition import check_condition
 from .._transforms.until.program import Until, remat_of
@@ -268,7 +268,7 @@ def while_scan(
         filled, condition = _check_fill(fill), Body.of(cond)
         asked = condition.function  # kept alive, as that of an equal condition may be another object
         transforms = present(StopRows(carries, inputs, outputs, call.axes, compact), MoveOutputs.of(out_axes, save))
-        shown = check_progress(progress, call.call.body, "while_scan")
+        shown = refuse_backward(check_progress(progress, call.call.body, "while_scan"))
         program = Until(call.call, condition, transforms, plan, kept, Prefix.of(filled), repr(filled), shown)
         ended = program.run(call.given)
         del asked

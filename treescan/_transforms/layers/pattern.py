@@ -21,9 +21,10 @@ from ..axes import scan_over_axes
 from ..budget import RematPlan, plan_of
 from ..outputs import ALL, keep_afterwards, move_kept
 from ..program import Arguments, Call, execute
+from ..refuse import in_reverse_alone
 from .fit import plan_of_turns
 from .gather import Gather
-from .prefetch import in_reverse_alone, run_prefetched
+from .prefetch import no_forward_mode, run_prefetched
 from .state import carry_states, cotangent_bytes, shape_states, with_state
 from .turns import Remats, Saves, run_turns, trace_turns
 
@@ -67,7 +68,7 @@ class Pattern:
     def run(self, given: Arguments) -> tuple[PyTree, PyTree]:
         """Runs the layers."""
         programs = self._joint(self.blocks[0].body.programs)
-        with contextlib.nullcontext() if self.prefetch is None else in_reverse_alone():
+        with contextlib.nullcontext() if self.prefetch is None else in_reverse_alone(no_forward_mode):
             return execute(self, given, programs, moves=self.moves or given.key is not None)
 
     def __call__(self, given: Arguments) -> tuple[PyTree, PyTree]:
