@@ -159,6 +159,13 @@ def progress_of_symbolic_steps(one: Any) -> Any:
     return jax.export.export(run)(jax.ShapeDtypeStruct((n,), jnp.float32))
 
 
-@case(ArgumentTypeError)
-def progress_of_layers(one: Any) -> Any:
-    return scan_layers(lambda layer, x: (x + layer, x), one, XS, progress=True)
+@case(ArgumentError)
+def progress_of_layers_with_prefetch(one: Any) -> Any:
+    layers = jnp.ones(3) * one
+    return scan_layers(lambda layer, x: (x + layer, x), one, layers, prefetch=lambda layer: layer, progress="layers")
+
+
+@case(ArgumentError)
+def progress_backward_of_a_pattern(one: Any) -> Any:
+    blocks, layers = [lambda layer, x: (x + layer, x)] * 2, [jnp.ones(3) * one] * 2
+    return scan_layers(blocks, one, layers, progress=Progress(meter=Text(), backward=True))

@@ -5,8 +5,9 @@ Reports are callbacks that JAX neither differentiates nor repeats: the gradient 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -68,7 +69,7 @@ class ShowProgress:
             reporter.end(run)
             return loop
         back = Backward(Reporter(showing.backward_site, progress.batched)) if progress.backward else None
-        ticks = _Ticks(reporter, back, showing, run, total, done)
+        ticks = TellChunks(reporter, back, showing, run, total, done)
         wish = Wish(-(-loop.length // progress.updates), ticks=ticks)
         runner = None if back is None else RunBackward(back, ticks.ending)
         return dataclasses.replace(loop, wishes=(*loop.wishes, wish), runner=runner)
@@ -103,7 +104,7 @@ def _live_steps(loop: Loop, *, each: bool) -> Array | None:
 
 
 @dataclass(frozen=True, eq=False)
-class _Ticks:
+class TellChunks:
     """Makes what is reported after each chunk, once it is known how long these are.
 
     Attributes:
@@ -112,7 +113,8 @@ class _Ticks:
         showing: what is shown of the state.
         run: the number of the run.
         total: its steps.
-        live: int32[T], whether each step counts; None: all do.
+        live: int32[T], for how many each step counts; None: for one.
+        more: whether something runs after these steps, so that the run does not end with them.
     """
 
     reporter: Reporter
@@ -121,6 +123,7 @@ class _Ticks:
     run: Array
     total: Array
     live: Array | None
+    more: bool = False
 
     def __call__(self, loop: Loop, size: int) -> tuple[Loop, Around]:
         starts = jnp.arange(0, loop.length, size, dtype=jnp.int32)
@@ -134,7 +137,7 @@ class _Ticks:
             starts, ends = before[starts], before[ends]
         done, left = (self.total - starts, ends) if loop.reverse else (ends, self.total - starts)
         run, total = (jnp.broadcast_to(number, done.shape) for number in (self.run, self.total))
-        tick = Tick(run, total, done, first, last)
+        tick = Tick(run, total, done, first, last & (not self.more))
         ticks = Ticks(tick, None if self.back is None else tick.backward(left, begins))
         around = _Around(self.reporter, self.back, self.showing, led, alone=count == 1)
         return dataclasses.replace(loop, xs=loop.xs._replace(tick=ticks)), around
@@ -223,9 +226,15 @@ class Showing:
         self._carry_of = loop.carry_of
         names: list[str] = []
         if progress.show is not None:
-            jax.eval_shape(lambda: names.extend(check_shown(self._shown(loop.carry_of(as_arrays(loop.state))))))
+            jax.eval_shape(lambda: names.extend(check_shown(self._shown(self._carry_of(as_arrays(loop.state))))))
         self.site = Site(progress.label, progress.meter, tuple(names))
         self.backward_site = Site(f"{progress.label} (backward)", progress.meter)
+
+    def through(self, restore: Callable[[PyTree], PyTree]) -> Showing:
+        """The same of what is made of a state that it has in another form."""
+        other, carry_of = copy.copy(self), self._carry_of
+        other._carry_of = lambda state: carry_of(restore(state))
+        return other
 
     def __call__(self, state: PyTree) -> list[Array]:
         """The values."""

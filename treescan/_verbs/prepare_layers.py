@@ -14,10 +14,11 @@ from .._checks.arguments import check_key, check_keywords, check_name, check_rev
 from .._errors import TreescanError, speaking_of
 from .._loop.body import Body
 from .._loop.retrace import note_types
+from .._transforms.layers.bar import check_shown
 from .._transforms.layers.pattern import Pattern
 from .._transforms.program import Arguments, Call
 from .._tree import Prefix, freeze_static
-from .._types import Array, Axes, PyTree, Save
+from .._types import Array, Axes, ProgressLike, PyTree, Save
 from ..carries._registry import Adopted, adopt
 from .layer_arguments import (
     Stacks,
@@ -79,6 +80,7 @@ def prepare_layers(
     remat: Any = None,
     save: Save = "all",
     prefetch: Any = None,
+    progress: ProgressLike = None,
     name: str | None = None,
 ) -> PreparedLayers:
     """Checks what the verbs over layers are told, as `treescan.scan_layers` says it.
@@ -87,15 +89,13 @@ def prepare_layers(
         Fault: as `treescan.scan_layers`.
     """
     handles = [body_of(function, convention) for function in (block if is_pattern(block) else [block])]
-    bodies = tuple(body for body, _ in handles)
-    stacks = check_stacks(block, layers, xs, in_axes, length)
-    adopted, frozen_args, key = adopt(x, "x"), check_args(args), check_key(key)
-    frozen_x, states = freeze_static(adopted.init), check_state(state, stacks)
+    bodies, stacks = tuple(body for body, _ in handles), check_stacks(block, layers, xs, in_axes, length)
+    adopted, frozen_args, key, states = adopt(x, "x"), check_args(args), check_key(key), check_state(state, stacks)
+    frozen_x = freeze_static(adopted.init)
     refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "state": state, "args": frozen_args})
     own = _check_blocks(bodies, convention, stacks, len(frozen_args), keyed=key is not None)
     frozen = stacks.frozen or frozen_x is not adopted.init or any(map(operator.is_not, frozen_args, args))
-    told: dict[str, Any] = {"reverse": check_reverse(reverse), "unroll": check_unroll(unroll, stacks.counts[-1])}
-    told |= {"frozen": frozen or _is_frozen(states), "custom": (*adopted.custom, *_custom(states))}
+    told = _told(adopted, states, frozen, check_reverse(reverse), check_unroll(unroll, stacks.counts[-1]))
     plans, gather = check_gradient(remat, prefetch, stacks)
     pattern = Pattern(
         blocks=tuple(Call(body, convention, n, **told) for body, n in zip(bodies, stacks.counts, strict=True)),
@@ -105,17 +105,26 @@ def prepare_layers(
         remat=plans,
         saves=check_saves(save, stacks),
         name=check_name(name),
-        states=None if states is None else states.counts,
+        states=states and states.counts,
         prefetch=gather,
+        shown=check_shown(progress, bodies, convention.verb, custom=bool(told["custom"]), ahead=gather is not None),
     )
     _note(handles[0], convention, x=x, layers=layers, xs=xs, args=args, state=state)
-    given = Arguments(frozen_x, stacks.arguments(own, None if states is None else states.stacks), key, frozen_args)
+    given = Arguments(frozen_x, stacks.arguments(own, states and states.stacks), key, frozen_args)
     return PreparedLayers(pattern, given, adopted, handles, states)
 
 
 def _note(handle: tuple[Body, Any], convention: Convention, **given: PyTree) -> None:
     body, alive = handle
     note_types(alive, body.memo, convention.verb, given)
+
+
+def _told(
+    adopted: Adopted, states: LayerStates | None, frozen: bool, reverse: bool, unroll: int | bool
+) -> dict[str, Any]:
+    """What is the same in the calls of all blocks."""
+    custom = (*adopted.custom, *_custom(states))
+    return {"frozen": frozen or _is_frozen(states), "custom": custom, "reverse": reverse, "unroll": unroll}
 
 
 def _is_frozen(states: LayerStates | None) -> bool:

@@ -24,7 +24,7 @@ from .example import (
     start,
     values,
 )
-from .loops import COSTS, OUTPUTS
+from .loops import COSTS, OUTPUTS, SILENT
 
 LAYERS = 5
 
@@ -52,6 +52,7 @@ FORMS = {
     "prefetch": Form("prefetch", {"prefetch": _as_it_is}, free=True),
     "pattern": Form("pattern", how=has("pattern")),
     "static leaf": Form("static leaf", how=has("static")),
+    "progress": Form("progress", {"progress": SILENT}, free=True),
     "custom carry": Form("custom carry", how=has("ema")),
     "annotated body": Form("annotated body", how=has("annotated")),
 }
