@@ -105,12 +105,12 @@ def prepare_layers(
         remat=plans,
         saves=check_saves(save, stacks),
         name=check_name(name),
-        states=states and states.counts,
+        states=None if states is None else states.counts,
         prefetch=gather,
         shown=check_shown(progress, bodies, convention.verb, custom=bool(told["custom"]), ahead=gather is not None),
     )
     _note(handles[0], convention, x=x, layers=layers, xs=xs, args=args, state=state)
-    given = Arguments(frozen_x, stacks.arguments(own, states and states.stacks), key, frozen_args)
+    given = Arguments(frozen_x, stacks.arguments(own, None if states is None else states.stacks), key, frozen_args)
     return PreparedLayers(pattern, given, adopted, handles, states)
 
 

@@ -35,7 +35,8 @@ class Reports:
         self.showing, self.each = Showing(settings, loop, custom=custom), settings.batched
         self.reporter, self.updates = Reporter(self.showing.site, self.each), settings.updates
         self.total = jnp.full((), -1, jnp.int32) if total is None else _largest(total, each=self.each)
-        self._loop, self._run = loop, None
+        self._loop = loop
+        self._run: Array | None = None
 
     @property
     def run(self) -> Array:
@@ -46,8 +47,9 @@ class Reports:
         """Begins the run. With `batched` the others are what the loop reads beside its state and xs."""
         loop = self._loop
         probes = probes_of(*jax.tree.leaves((loop.consts, loop.state, loop.xs, others))) if self.each else None
-        self._run = self.reporter.begin(self.total, probes_of(loop.state, loop.xs.x) if probes is None else probes)
-        return self._run
+        run = self.reporter.begin(self.total, probes_of(loop.state, loop.xs.x) if probes is None else probes)
+        self._run = run
+        return run
 
     def end(self, steps: Array, carry: PyTree) -> None:
         """The loop has ended, with this carry."""
