@@ -186,7 +186,7 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
     ("checks of arguments", ("_checks/",)),
     ("stacks, and batches of sequences", ("_data/",)),
     ("verbs", ("_verbs/",)),
-    ("public names", ("__init__, __main__, testing",)),
+    ("public names", ("__init__, __main__, testing, _doctor/",)),
     ("other libraries", ("integrations/",)),
 )
 

@@ -1,7 +1,7 @@
 """What one can ask of an installed treescan, in a terminal.
 
 `python -m treescan explain CarryError` says what an error means. `python -m treescan plugins` lists what installed
-distributions declare for custom carries.
+distributions declare for custom carries. `python -m treescan doctor` measures what loops cost on this machine.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import sys
 import textwrap
 import warnings
 
+from ._doctor.examine import examine
 from ._errors import PUBLIC, TreescanError
 from ._layout import table
 from ._manual import section
@@ -32,7 +33,15 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser(
         "plugins", help="lists the custom carries that installed distributions declare, and what failed to load and why"
     )
+    examining = commands.add_parser(
+        "doctor", help="measures what loops cost on this machine, in under a minute, and looks for faults of its XLA"
+    )
+    examining.add_argument("--json", action="store_true", help="prints it as data")
     parsed = parser.parse_args(arguments)
+    if parsed.command == "doctor":
+        report = examine()
+        print(report.as_json() if parsed.json else report)  # noqa: T201, a program for a terminal
+        return 0
     if parsed.command == "explain":
         print(section(parsed.name))  # noqa: T201, a program for a terminal
         return 0

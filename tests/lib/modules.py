@@ -27,6 +27,7 @@ LAYERS = [  # a module imports from its own line and from lines above; no two mo
     "_data",
     "_verbs",
     "testing",
+    "_doctor",
     "__init__",
     "__main__",
     "integrations",
