@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import importlib
 import importlib.util
+import shutil
 import sys
 import threading
 import time
@@ -105,9 +106,11 @@ class Tqdm(AbstractProgressMeter):
     """
 
     def init(self, label: str, total: int | None) -> Any:
-        """A new bar; that of a loop within another goes when it is done."""
+        """A new bar; that of a loop within another goes when it is done, and those of the elements of a vmap stay."""
         auto: Any = importlib.import_module("tqdm.auto")
-        return auto.tqdm(total=total, desc=label, leave=None, dynamic_ncols=True)
+        bar = auto.tqdm(total=total, desc=label, leave=None, dynamic_ncols=True)
+        bar.leave = bar.pos == 0 or label.endswith("]")  # a widget makes nothing of None: it would go
+        return bar
 
     def step(self, bar: Any, done: int, shown: Mapping[str, float]) -> None:
         """Moves the bar."""
@@ -195,5 +198,6 @@ def _stream() -> TextIO:
 
 
 def _rewrite() -> None:
-    _stream().write("\r\x1b[K" + " | ".join(map(str, _lines)))
+    room = shutil.get_terminal_size().columns - 1  # what is wider would be broken into lines that stay
+    _stream().write("\r\x1b[K" + " | ".join(map(str, _lines))[:room])
     _stream().flush()

@@ -501,6 +501,19 @@ def test_text_writes_over_one_line_of_a_terminal(monkeypatch):
     assert parts[5].endswith("\n")
 
 
+def test_text_is_no_wider_than_the_terminal(monkeypatch):
+    stream = Terminal(tty=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("COLUMNS", "20")
+    text = treescan.Text()
+    bars = [text.init(f"rows [{i}]", 4) for i in range(3)]
+    for bar in bars:
+        text.step(bar, 2, {"loss": 0.5})
+        text.close(bar)
+    assert max(map(len, stream.getvalue().split("\r\x1b[K"))) == 20  # the last of them ends the line
+    assert stream.getvalue().split("\r\x1b[K")[3] == "rows [0]: 0%, 0/4 |"
+
+
 def test_tqdm_is_the_default_where_it_is_installed(monkeypatch):
     pytest.importorskip("tqdm")
     stream = io.StringIO()
@@ -519,3 +532,12 @@ def test_text_is_the_default_where_tqdm_is_not_installed(monkeypatch):
     treescan.scan(step, init(), XS, progress=True)
     jax.effects_barrier()
     assert stream.getvalue().startswith("step: 0%, 0/12\n")
+
+
+def test_a_bar_within_another_goes_when_it_is_done_and_the_outermost_stays(monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    outer, inner, element = (treescan.Tqdm().init(label, 3) for label in ("epochs", "steps", "rows [0]"))
+    assert (outer.leave, inner.leave, element.leave) == (True, False, True)
+    for bar in (element, inner, outer):
+        treescan.Tqdm().close(bar)
