@@ -19,6 +19,7 @@ from jaxprs import equations
 
 import treescan
 from treescan import Progress
+from treescan._doctor.copies import copies_in_loops
 from treescan._loop.reports import RUNS, Site
 from treescan.carries import ema
 
@@ -440,6 +441,31 @@ def test_no_step_has_a_branch_or_a_callback():
     (steps,) = [eqn for eqn in chunks.params["jaxpr"].jaxpr.eqns if eqn.primitive.name == "scan"]
     inside = [eqn.primitive.name for eqn in equations(steps.params["jaxpr"].jaxpr)]
     assert not {"cond", "debug_callback", "custom_vmap_call"} & set(inside)
+
+
+def test_a_callback_has_one_operand_however_many_values_are_shown():
+    kinds = {"f": jnp.float32(0.1), "b": jnp.bfloat16(1.5), "h": jnp.float16(-2.5), "inf": jnp.float32(jnp.inf)}
+    kinds |= {"i": jnp.int32(-7), "u": jnp.uint32(2**32 - 1), "s": jnp.int8(-3), "t": jnp.bool_(True)}
+    given = progress(1, show=lambda carry: {**kinds, "n": carry["n"]})
+    run = lambda h: treescan.scan(step, init(h), XS, progress=given)  # noqa: E731
+    callbacks = [e for e in equations(jax.make_jaxpr(run)(H).jaxpr) if e.primitive.name == "debug_callback"]
+    assert [len(eqn.invars) for eqn in callbacks] == [1]
+    ((_, [(_, values)]),) = bars(lambda: run(H))
+    assert values == {name: value.item() for name, value in kinds.items()} | {"n": T}
+    with jax.enable_x64(True):
+        wide = progress(1, show=lambda carry: {"d": jnp.float64(0.1), "n": carry["n"], "l": jnp.int64(2**40)})
+        ((_, [(_, values)]),) = bars(lambda: treescan.scan(step, init(H), XS, progress=wide))
+    assert values == {"d": 0.1, "n": T, "l": 2**40}
+
+
+def test_no_state_is_copied_for_an_update():
+    def copies(show):
+        run = lambda w: treescan.scan(lambda w, x: (jnp.tanh(w @ w + x), None), w, jnp.ones(40), progress=show)[0]  # noqa: E731
+        text = jax.jit(run).lower(jnp.zeros((96, 96))).compile().as_text()
+        assert ("callback" in text) == (show is not None)
+        return copies_in_loops(text, (96, 96))
+
+    assert copies(progress(10, show=lambda w: {"first": w[0, 0]})) == copies(None)
 
 
 def test_a_second_eager_call_is_no_new_trace():
