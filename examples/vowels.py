@@ -234,7 +234,9 @@ def train(
     start = Adam(
         params, mean=zeros, square=zeros, steps=jnp.zeros((), jnp.int32)
     )
-    end, losses = treescan.scan(epoch, start, length=EPOCHS, key=key)
+    end, losses = treescan.scan(
+        epoch, start, length=EPOCHS, key=key, progress="epochs"
+    )
     return end.params, losses
 
 

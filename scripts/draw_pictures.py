@@ -191,7 +191,7 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
     ("stacks, and batches of sequences", ("_data/",)),
     ("descriptions of calls", ("_describe/",)),
     ("verbs", ("_verbs/",)),
-    ("public names", ("__init__, __main__, testing",)),
+    ("public names", ("__init__, __main__, testing, _doctor/",)),
     ("other libraries", ("integrations/",)),
 )
 

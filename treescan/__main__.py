@@ -1,7 +1,8 @@
 """What one can ask of an installed treescan, in a terminal.
 
 `python -m treescan explain CarryError` says what an error means, and `explain TS001` what a finding of `describe` does.
-`python -m treescan plugins` lists what installed distributions declare for custom carries.
+`python -m treescan plugins` lists what installed distributions declare for custom carries. `python -m treescan doctor`
+measures what loops cost on this machine.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import textwrap
 import warnings
 
 from ._describe.findings.table import FINDINGS
+from ._doctor.examine import examine
 from ._errors import PUBLIC, TreescanError
 from ._layout import table
 from ._manual import section
@@ -36,7 +38,15 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser(
         "plugins", help="lists the custom carries that installed distributions declare, and what failed to load and why"
     )
+    examining = commands.add_parser(
+        "doctor", help="measures what loops cost on this machine, in under a minute, and looks for faults of its XLA"
+    )
+    examining.add_argument("--json", action="store_true", help="prints it as data")
     parsed = parser.parse_args(arguments)
+    if parsed.command == "doctor":
+        report = examine()
+        print(report.as_json() if parsed.json else report)  # noqa: T201, a program for a terminal
+        return 0
     if parsed.command == "explain":
         page = "findings.md" if parsed.name in FINDINGS else "errors.md"
         print(section(parsed.name, page))  # noqa: T201, a program for a terminal

@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import importlib
 import importlib.util
+import shutil
 import sys
 import threading
 import time
@@ -66,6 +67,9 @@ class Progress:
             of scalars. It is traced, and computed once for each update.
         updates: the most updates of a run. The loop is cut into at most so many chunks, and no step has a branch.
         meter: what shows it; None: `Tqdm()` where tqdm is installed, else `Text()`.
+        backward: whether the gradient has a bar too, with a label that says so. JAX then differentiates the loop in
+            reverse mode alone. Loops that end early have none.
+        batched: whether each element of a `jax.vmap` has a bar of its own, with its place in the label.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -83,6 +87,8 @@ class Progress:
     show: Callable[[Any], Mapping[str, Any]] | None = None
     updates: int = 100
     meter: AbstractProgressMeter | None = None
+    backward: bool = False
+    batched: bool = False
 
 
 def has_tqdm() -> bool:
@@ -100,9 +106,11 @@ class Tqdm(AbstractProgressMeter):
     """
 
     def init(self, label: str, total: int | None) -> Any:
-        """A new bar; that of a loop within another goes when it is done."""
+        """A new bar; that of a loop within another goes when it is done, and those of the elements of a vmap stay."""
         auto: Any = importlib.import_module("tqdm.auto")
-        return auto.tqdm(total=total, desc=label, leave=None, dynamic_ncols=True)
+        bar = auto.tqdm(total=total, desc=label, leave=None, dynamic_ncols=True)
+        bar.leave = bar.pos == 0 or label.endswith("]")  # a widget makes nothing of None: it would go
+        return bar
 
     def step(self, bar: Any, done: int, shown: Mapping[str, float]) -> None:
         """Moves the bar."""
@@ -190,5 +198,6 @@ def _stream() -> TextIO:
 
 
 def _rewrite() -> None:
-    _stream().write("\r\x1b[K" + " | ".join(map(str, _lines)))
+    room = shutil.get_terminal_size().columns - 1  # what is wider would be broken into lines that stay
+    _stream().write("\r\x1b[K" + " | ".join(map(str, _lines))[:room])
     _stream().flush()

@@ -153,6 +153,7 @@ class LayersOptions(IndexOptions, total=False):
     in_axes: Axes
     remat: RematLike | Sequence[RematLike | None] | None
     prefetch: Prefetch
+    progress: ProgressLike
 
 
 class StackedLayersOptions(LayersOptions, total=False):

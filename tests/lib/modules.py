@@ -30,6 +30,7 @@ LAYERS = [  # a module imports from its own line and from lines above; no two mo
     "_describe",
     "_verbs",
     "testing",
+    "_doctor",
     "__init__",
     "__main__",
     "integrations",

@@ -101,6 +101,27 @@ def progress_updates_float(one: Any) -> Any:
 
 
 @case(ArgumentTypeError)
+def progress_backward_of_a_text(one: Any) -> Any:
+    return scan(step, one, XS, progress=Progress(backward="yes"))
+
+
+@case(ArgumentTypeError)
+def progress_batched_of_a_number(one: Any) -> Any:
+    return scan(step, one, XS, progress=Progress(batched=1))
+
+
+@case(ArgumentError)
+def progress_backward_of_while_scan(one: Any) -> Any:
+    return while_scan(lambda carry: carry < 3, step, one, XS, progress=Progress(meter=Text(), backward=True))
+
+
+@case(ArgumentError, less=("disable_jit", "jit", "vmap", "grad"))
+def progress_backward_in_forward_mode(one: Any) -> Any:
+    progress = Progress(meter=Text(), backward=True)
+    return jax.jvp(lambda carry: scan(step, carry, XS, progress=progress)[0], (1.0,), (1.0,))
+
+
+@case(ArgumentTypeError)
 def progress_meter_by_name(one: Any) -> Any:
     return scan(step, one, XS, progress=Progress(meter="tqdm"))
 
@@ -138,6 +159,13 @@ def progress_of_symbolic_steps(one: Any) -> Any:
     return jax.export.export(run)(jax.ShapeDtypeStruct((n,), jnp.float32))
 
 
-@case(ArgumentTypeError)
-def progress_of_layers(one: Any) -> Any:
-    return scan_layers(lambda layer, x: (x + layer, x), one, XS, progress=True)
+@case(ArgumentError)
+def progress_of_layers_with_prefetch(one: Any) -> Any:
+    layers = jnp.ones(3) * one
+    return scan_layers(lambda layer, x: (x + layer, x), one, layers, prefetch=lambda layer: layer, progress="layers")
+
+
+@case(ArgumentError)
+def progress_backward_of_a_pattern(one: Any) -> Any:
+    blocks, layers = [lambda layer, x: (x + layer, x)] * 2, [jnp.ones(3) * one] * 2
+    return scan_layers(blocks, one, layers, progress=Progress(meter=Text(), backward=True))

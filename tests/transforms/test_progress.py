@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import io
-import itertools
 import math
 import sys
 import threading
@@ -14,61 +13,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from bars import LOG, Recorder, bars, progress, steps_of
 from jax.sharding import Mesh, PartitionSpec
 from jaxprs import equations
 
 import treescan
 from treescan import Progress
+from treescan._doctor.copies import copies_in_loops
 from treescan._loop.reports import RUNS, Site
 from treescan.carries import ema
-
-LOG = []
-_numbers = itertools.count()
-
-
-@dataclasses.dataclass(frozen=True)
-class Recorder(treescan.AbstractProgressMeter):
-    """Notes what it is told, with the number of the bar."""
-
-    def init(self, label, total):
-        bar = next(_numbers)
-        LOG.append((bar, "init", label, total))
-        return bar
-
-    def step(self, bar, done, shown):
-        LOG.append((bar, "step", done, dict(shown)))
-
-    def close(self, bar):
-        LOG.append((bar, "close"))
-
-
-def bars(run):
-    """What each bar was told, in the order in which they began: its total, (steps done, shown), whether it closed."""
-    LOG.clear()
-    jax.block_until_ready(run())
-    jax.effects_barrier()
-    found = {}
-    for bar, kind, *rest in LOG:
-        if kind == "init":
-            found[bar] = (rest[1], [], [])
-        elif kind == "step":
-            assert not found[bar][2], "told after it was closed"
-            found[bar][1].append(tuple(rest))
-        else:
-            found[bar][2].append("close")
-    assert all(closed == ["close"] for _, _, closed in found.values())
-    return [(total, steps) for total, steps, _ in found.values()]
-
-
-def steps_of(run):
-    """The steps that the only bar was told of, and its total."""
-    ((total, steps),) = bars(run)
-    return total, [done for done, _ in steps]
-
-
-def progress(updates=4, **options):
-    return Progress("loop", updates=updates, meter=Recorder(), **options)
-
 
 T, D = 12, 3
 W = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (D, D)), jnp.float32)
@@ -490,6 +443,31 @@ def test_no_step_has_a_branch_or_a_callback():
     assert not {"cond", "debug_callback", "custom_vmap_call"} & set(inside)
 
 
+def test_a_callback_has_one_operand_however_many_values_are_shown():
+    kinds = {"f": jnp.float32(0.1), "b": jnp.bfloat16(1.5), "h": jnp.float16(-2.5), "inf": jnp.float32(jnp.inf)}
+    kinds |= {"i": jnp.int32(-7), "u": jnp.uint32(2**32 - 1), "s": jnp.int8(-3), "t": jnp.bool_(True)}
+    given = progress(1, show=lambda carry: {**kinds, "n": carry["n"]})
+    run = lambda h: treescan.scan(step, init(h), XS, progress=given)  # noqa: E731
+    callbacks = [e for e in equations(jax.make_jaxpr(run)(H).jaxpr) if e.primitive.name == "debug_callback"]
+    assert [len(eqn.invars) for eqn in callbacks] == [1]
+    ((_, [(_, values)]),) = bars(lambda: run(H))
+    assert values == {name: value.item() for name, value in kinds.items()} | {"n": T}
+    with jax.enable_x64(True):
+        wide = progress(1, show=lambda carry: {"d": jnp.float64(0.1), "n": carry["n"], "l": jnp.int64(2**40)})
+        ((_, [(_, values)]),) = bars(lambda: treescan.scan(step, init(H), XS, progress=wide))
+    assert values == {"d": 0.1, "n": T, "l": 2**40}
+
+
+def test_no_state_is_copied_for_an_update():
+    def copies(show):
+        run = lambda w: treescan.scan(lambda w, x: (jnp.tanh(w @ w + x), None), w, jnp.ones(40), progress=show)[0]  # noqa: E731
+        text = jax.jit(run).lower(jnp.zeros((96, 96))).compile().as_text()
+        assert ("callback" in text) == (show is not None)
+        return copies_in_loops(text, (96, 96))
+
+    assert copies(progress(10, show=lambda w: {"first": w[0, 0]})) == copies(None)
+
+
 def test_a_second_eager_call_is_no_new_trace():
     count = 0
 
@@ -549,6 +527,19 @@ def test_text_writes_over_one_line_of_a_terminal(monkeypatch):
     assert parts[5].endswith("\n")
 
 
+def test_text_is_no_wider_than_the_terminal(monkeypatch):
+    stream = Terminal(tty=True)
+    monkeypatch.setattr(sys, "stderr", stream)
+    monkeypatch.setenv("COLUMNS", "20")
+    text = treescan.Text()
+    bars = [text.init(f"rows [{i}]", 4) for i in range(3)]
+    for bar in bars:
+        text.step(bar, 2, {"loss": 0.5})
+        text.close(bar)
+    assert max(map(len, stream.getvalue().split("\r\x1b[K"))) == 20  # the last of them ends the line
+    assert stream.getvalue().split("\r\x1b[K")[3] == "rows [0]: 0%, 0/4 |"
+
+
 def test_tqdm_is_the_default_where_it_is_installed(monkeypatch):
     pytest.importorskip("tqdm")
     stream = io.StringIO()
@@ -567,3 +558,12 @@ def test_text_is_the_default_where_tqdm_is_not_installed(monkeypatch):
     treescan.scan(step, init(), XS, progress=True)
     jax.effects_barrier()
     assert stream.getvalue().startswith("step: 0%, 0/12\n")
+
+
+def test_a_bar_within_another_goes_when_it_is_done_and_the_outermost_stays(monkeypatch):
+    pytest.importorskip("tqdm")
+    monkeypatch.setattr(sys, "stderr", io.StringIO())
+    outer, inner, element = (treescan.Tqdm().init(label, 3) for label in ("epochs", "steps", "rows [0]"))
+    assert (outer.leave, inner.leave, element.leave) == (True, False, True)
+    for bar in (element, inner, outer):
+        treescan.Tqdm().close(bar)

@@ -1,8 +1,9 @@
 """What a running program tells of its loops, and to which meters it is told.
 
 Each run of a loop has a number, which a callback returns before the first step. With it the loop reports how far it has
-come. Callbacks under `custom_vmap` are called once for all elements of a `jax.vmap`. Where `jax.checkpoint` computes a
-loop again, JAX leaves out equations that have effects and no rule of their own for it: such a callback is not repeated.
+come. Callbacks under `custom_vmap` are called once for all elements of a `jax.vmap`, which share a run, or have one
+each. Where `jax.checkpoint` computes a loop again, JAX leaves out equations that have effects and no rule of their own
+for it: such a callback is not repeated.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import itertools
 import threading
 import time
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -30,6 +31,9 @@ NOBODY = -1
 
 PATIENCE = 1.0
 """The seconds for which a run is silent before it may be taken for one that was abandoned."""
+
+BACKWARD = 2**30
+"""What is added to the number of a run for that of its backward pass."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -50,6 +54,7 @@ class Site:
 @dataclass
 class _Run:
     site: Site
+    label: str
     total: int | None
     number: int
     done: int = 0
@@ -77,20 +82,21 @@ class Runs:
         self._open: dict[int, _Run] = {}
         self._lock = threading.RLock()
 
-    def begin(self, site: Site, total: int | None) -> int:
-        """A new run, shown from now on."""
+    def begin(self, site: Site, total: int | None, element: str = "") -> int:
+        """A new run, shown from now on. `element` tells which of several it is that run at once."""
         with self._lock:
-            number = next(self._numbers) % 2**31
-            self._show(_Run(site, total, number))
+            number = next(self._numbers) % BACKWARD
+            self._show(_Run(site, site.label + element, total, number))
             return number
 
-    def step(self, site: Site, number: int, report: Report, shown: Mapping[str, float]) -> None:
+    def step(self, site: Site, number: int, report: Report, shown: Mapping[str, float], *, element: str = "") -> None:
         """So many steps of a run are done; after the last report it has ended."""
         with self._lock:
             run = self._open.get(number)
-            if report.first and (run is None or run.reported):  # the compiler made one number of those of two runs
+            begins = run is None if number >= BACKWARD else report.first and (run is None or run.reported)
+            if begins:  # a backward pass; or the compiler made one number of those of two runs
                 self._close(run)
-                run = _Run(site, report.total, number)
+                run = _Run(site, site.label + element, report.total, number)
                 self._show(run)
             if run is None:
                 return
@@ -124,7 +130,7 @@ class Runs:
         run.is_open = True
 
         def init() -> None:
-            run.bar = run.site.meter.init(run.site.label, run.total)
+            run.bar = run.site.meter.init(run.label, run.total)
 
         self._tell(run, init)
 
@@ -143,9 +149,7 @@ class Runs:
         except Exception as error:
             run.is_open = False
             name = type(run.site.meter).__name__
-            text = (
-                f"the progress of `{run.site.label}` is shown no further, because the meter `{name}` failed: {error!r}"
-            )
+            text = f"the progress of `{run.label}` is shown no further, because the meter `{name}` failed: {error!r}"
             warnings.warn(text, RuntimeWarning, stacklevel=1)
 
 
@@ -154,7 +158,7 @@ atexit.register(RUNS.close_all)
 
 
 class Tick(NamedTuple):
-    """What is reported after a chunk; an entry for each where there are several.
+    """What is reported of a chunk; an entry for each where there are several.
 
     Attributes:
         run: int32[...], the number of the run.
@@ -170,53 +174,89 @@ class Tick(NamedTuple):
     first: Array
     last: Array
 
+    def backward(self, done: Array, last: Array) -> Tick:
+        """The same of the backward pass, which begins with its first report."""
+        run = jnp.where(self.run == NOBODY, self.run, self.run + BACKWARD)
+        return Tick(run, self.total, done, jnp.zeros_like(last), last)
+
 
 @dataclass(frozen=True)
 class Reporter:
-    """The callbacks of a loop."""
+    """The callbacks of a loop.
+
+    Attributes:
+        site: the loop.
+        batched: whether each element of a `jax.vmap` has a run of its own.
+    """
 
     site: Site
+    batched: bool = False
 
-    def begin(self, total: Array, probes: Sequence[Array]) -> Array:
+    def begin(self, total: Array, probes: Sequence[Array], *, kept: bool = False) -> Array:
         """int32[]: the number of a new run.
 
         Args:
             total: int32[], the number of steps; -1: not known.
             probes: what has to be known before.
+            kept: whether the gradient reads the number. It has to be that of the forward pass: so the equation has an
+                effect, and is not computed again.
         """
 
         def told(numbers: Any) -> Any:
-            total, device = np.asarray(numbers).tolist()
-            return np.int32(NOBODY if device else RUNS.begin(self.site, _known(total)))
+            rows = np.asarray(numbers)
+            runs = np.full(rows.shape[:-1], NOBODY, np.int32)
+            for place, element in _elements(runs.shape):
+                total, device = rows[place].tolist()
+                runs[place] = NOBODY if device else RUNS.begin(self.site, _known(total), element)
+            return runs
 
         def call(numbers: Array, *probes: Array) -> Array:
-            return jax.pure_callback(told, jax.ShapeDtypeStruct((), jnp.int32), _after(numbers, probes))
+            types = jax.ShapeDtypeStruct(numbers.shape[:-1], jnp.int32)
+            runs = jax.pure_callback(told, types, _after(numbers, probes))
+            if kept:
+                jax.debug.callback(lambda runs: None, runs)
+            return runs
 
-        return _for_all(call, has_result=True)(jnp.stack([total, _device()]), *probes)
+        return self._once(call, has_result=True)(jnp.stack([total, _device()]), *probes)
 
     def step(self, tick: Tick, shown: Sequence[Array], probes: Sequence[Array]) -> None:
         """Reports how far a run has come, once the probes are known."""
-        names = self.site.shown
+        names, kinds = self.site.shown, [np.dtype(value.dtype) for value in shown]
 
-        def told(numbers: Any, *values: Any) -> None:
-            run, total, done, first, last = np.asarray(numbers).tolist()
-            if run != NOBODY:
-                named = {name: np.asarray(value).item() for name, value in zip(names, values, strict=True)}
-                RUNS.step(self.site, run, Report(_known(total), done, bool(first), bool(last)), named)
+        def told(numbers: Any, *wide: Any) -> None:
+            words, others = np.asarray(numbers), [np.asarray(value) for value in wide]
+            values = _unpacked(words[..., len(tick) :], others, kinds)
+            for place, element in _elements(words.shape[:-1]):
+                run, total, done, first, last = words[place][: len(tick)].tolist()
+                if run != NOBODY:
+                    named = {name: value[place].item() for name, value in zip(names, values, strict=True)}
+                    report = Report(_known(total), done, bool(first), bool(last))
+                    RUNS.step(self.site, run, report, named, element=element)
 
         def call(numbers: Array, *others: Array) -> None:
-            jax.debug.callback(told, _after(numbers, others[len(names) :]), *others[: len(names)])
+            words, wide = _packed(_after(numbers, others[len(names) :]), others[: len(names)])
+            jax.debug.callback(told, words, *wide)
 
-        _for_all(call)(jnp.stack([part.astype(jnp.int32) for part in tick]), *shown, *probes)
+        self._once(call)(jnp.stack([part.astype(jnp.int32) for part in tick]), *shown, *probes)
 
     def end(self, run: Array) -> None:
         """Reports the end of a run."""
 
-        def told(run: Any) -> None:
-            if int(run) != NOBODY:
-                RUNS.end(int(run))
+        def told(runs: Any) -> None:
+            for run in np.ravel(np.asarray(runs)).tolist():
+                if run != NOBODY:
+                    RUNS.end(run)
 
-        _for_all(lambda run: jax.debug.callback(told, run))(run)
+        self._once(lambda run: jax.debug.callback(told, run))(run)
+
+    def _once(self, call: Callable[..., Any], *, has_result: bool = False) -> Callable[..., Any]:
+        return _called_once(call, has_result=has_result, each=self.batched)
+
+
+def _elements(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
+    """Where each element of a vmap is, and what is added to the label of its bar."""
+    for place in np.ndindex(shape):
+        yield place, f" {list(place)}" if place else ""
 
 
 def _known(total: int) -> int | None:
@@ -227,12 +267,46 @@ def _after(numbers: Array, probes: Sequence[Array]) -> Array:
     """The numbers, once the probes are known. Each argument of a callback takes time: what waits is one of them."""
     for probe in probes:
         real = jnp.real(probe).astype(jnp.float32)
-        numbers = numbers + (jnp.isnan(real) & jnp.isinf(real)).astype(numbers.dtype)
+        unlikely = (jnp.isnan(real) & jnp.isinf(real)).astype(numbers.dtype)
+        numbers = numbers + unlikely.reshape(*unlikely.shape, *(1,) * (numbers.ndim - unlikely.ndim))
     return numbers
 
 
-def _for_all(call: Callable[..., Any], *, has_result: bool = False) -> Callable[..., Any]:
-    """A function that is called once for all elements of a vmap: with the values of the first."""
+def _packed(numbers: Array, values: Sequence[Array]) -> tuple[Array, list[Array]]:
+    """Numbers and values in one array of words, and the values that do not fit a word.
+
+    JAX moves each argument of a callback to the host by itself: one took 50 microseconds, and each further one 35.
+    """
+    words = [_word(value)[..., None] for value in values if value.dtype.itemsize <= 4]
+    return jnp.concatenate([numbers, *words], axis=-1), [value for value in values if value.dtype.itemsize > 4]
+
+
+def _word(value: Array) -> Array:
+    if jnp.issubdtype(value.dtype, jnp.floating):
+        return jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.int32)
+    return value.astype(jnp.int32)
+
+
+def _unpacked(words: Any, wide: Sequence[Any], kinds: Sequence[Any]) -> list[Any]:
+    """The values again, of these dtypes."""
+    others, places = iter(wide), itertools.count()
+    return [next(others) if kind.itemsize > 4 else _value(words[..., next(places)], kind) for kind in kinds]
+
+
+def _value(word: Any, kind: Any) -> Any:
+    floating = jnp.issubdtype(kind, jnp.floating)
+    return np.ascontiguousarray(word).view(np.float32 if floating else np.uint32 if kind.kind == "u" else np.int32)
+
+
+def _called_once(call: Callable[..., Any], *, has_result: bool, each: bool) -> Callable[..., Any]:
+    """A function that is called once for all elements of a vmap.
+
+    Args:
+        call: the function.
+        has_result: whether it returns one array.
+        each: whether it is given the values of all elements, in leading axes, where the first argument is mapped or
+            there is a result; else it is given those of the first element.
+    """
 
     @custom_vmap
     def once(*args: Array) -> Any:
@@ -241,6 +315,9 @@ def _for_all(call: Callable[..., Any], *, has_result: bool = False) -> Callable[
 
     def rule(axis_size: int, in_batched: Sequence[bool], *args: Array) -> Any:
         pairs = zip(args, in_batched, strict=True)
+        if each and (has_result or in_batched[0]):
+            whole = [arg if batched else jnp.broadcast_to(arg, (axis_size, *arg.shape)) for arg, batched in pairs]
+            return once(*whole), (True if has_result else ())
         first = [_first(arg, axis_size) if batched else arg for arg, batched in pairs]
         return once(*first), (False if has_result else ())
 

@@ -29,7 +29,11 @@ def finish(loop: Loop, state: PyTree, ys: PyTree) -> tuple[PyTree, PyTree]:
 
 def run_planned(loop: Loop) -> tuple[PyTree, PyTree]:
     """Runs a loop in the chunks that its transforms ask for. Its results are still those of the transformed loop."""
-    loop, levels = plan(loop)
+    return run_levels(*plan(loop))
+
+
+def run_levels(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
+    """Runs a loop in chunks that were planned."""
     if loop.keeps is not None:
         return run_keeping(loop, levels, loop.keeps)
     return run_chunked(loop, levels)

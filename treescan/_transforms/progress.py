@@ -5,10 +5,11 @@ Reports are callbacks that JAX neither differentiates nor repeats: the gradient 
 
 from __future__ import annotations
 
+import copy
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -26,6 +27,7 @@ from .._progress import AbstractProgressMeter, Progress, Text, Tqdm, has_tqdm
 from .._trace.hoist import hoist, is_untraced, traced
 from .._tree import thaw_static
 from .._types import Array, PyTree
+from .backward import Backward, RunBackward
 from .refuse import refuse_symbolic
 from .rows.lend import most_of_all, most_of_devices
 
@@ -57,16 +59,20 @@ class ShowProgress:
         refuse_symbolic(loop.length, "progress")
         if loop.length:
             loop = _settled(loop) if is_untraced(loop) else traced(loop)
-        showing = Showing(self.progress, loop, custom=self.custom)
-        reporter = Reporter(showing.site)
-        done = _live_steps(loop)
+        showing, progress = Showing(self.progress, loop, custom=self.custom), self.progress
+        reporter = Reporter(showing.site, progress.batched)
+        done = _live_steps(loop, each=progress.batched)
         total = jnp.int32(loop.length) if done is None else jnp.sum(done)
-        run = reporter.begin(total, probes_of(loop.state, loop.xs.x))
+        probes = _all_probes(loop) if progress.batched else probes_of(loop.state, loop.xs.x)
+        run = reporter.begin(total, probes, kept=progress.backward)
         if not loop.length:
             reporter.end(run)
             return loop
-        wish = Wish(-(-loop.length // self.progress.updates), ticks=_Ticks(reporter, showing, run, total, done))
-        return dataclasses.replace(loop, wishes=(*loop.wishes, wish), runner=None)
+        back = Backward(Reporter(showing.backward_site, progress.batched)) if progress.backward else None
+        ticks = TellChunks(reporter, back, showing, run, total, done)
+        wish = Wish(-(-loop.length // progress.updates), ticks=ticks)
+        runner = None if back is None else RunBackward(back, ticks.ending)
+        return dataclasses.replace(loop, wishes=(*loop.wishes, wish), runner=runner)
 
 
 def _settled(loop: Loop) -> Loop:
@@ -76,46 +82,78 @@ def _settled(loop: Loop) -> Loop:
     return dataclasses.replace(loop, state=jax.tree.unflatten(jax.tree.structure(loop.state), settled), memo=Memo())
 
 
-def _live_steps(loop: Loop) -> Array | None:
-    """int32[T]: whether any row is valid in each step; None: all steps count."""
+def _all_probes(loop: Loop) -> list[Array]:
+    """Numbers of all that the loop reads: they are mapped if anything is that differs between its runs."""
+    closed = [] if loop.trace is None else loop.trace.closed
+    return probes_of(*jax.tree.leaves((loop.consts, loop.state, loop.xs, closed)))
+
+
+def _live_steps(loop: Loop, *, each: bool) -> Array | None:
+    """int32[T]: whether any row is valid in each step; None: all steps count.
+
+    Args:
+        loop: the loop.
+        each: whether the elements of a vmap count for themselves.
+    """
     valid = loop.xs.valid
     if loop.rows is None or valid is None or loop.rows.all_valid:
         return None
     live = jnp.any(valid.reshape(valid.shape[0], -1), axis=1).astype(jnp.int32)
-    return most_of_all(most_of_devices(live))
+    live = most_of_devices(live)
+    return live if each else most_of_all(live)
 
 
 @dataclass(frozen=True, eq=False)
-class _Ticks:
+class TellChunks:
     """Makes what is reported after each chunk, once it is known how long these are.
 
     Attributes:
         reporter: reports it.
+        back: reports the backward pass; None: nothing does.
         showing: what is shown of the state.
         run: the number of the run.
         total: its steps.
-        live: int32[T], whether each step counts; None: all do.
+        live: int32[T], for how many each step counts; None: for one.
+        more: whether something runs after these steps, so that the run does not end with them.
     """
 
     reporter: Reporter
+    back: Backward | None
     showing: Showing
     run: Array
     total: Array
     live: Array | None
+    more: bool = False
 
     def __call__(self, loop: Loop, size: int) -> tuple[Loop, Around]:
         starts = jnp.arange(0, loop.length, size, dtype=jnp.int32)
         ends = jnp.minimum(starts + size, loop.length)
         led = loop.reverse and loop.length > size and loop.length % size != 0
         place, count = jnp.arange(starts.size), starts.size
-        first, last = place == (count - 1 - led if loop.reverse else 0), place == (0 if loop.reverse else count - 1)
+        begins, last = place == (count - 1 if loop.reverse else 0), place == (0 if loop.reverse else count - 1)
+        first = place == count - 2 if led else begins
         if self.live is not None:  # how many steps count before each of them
             before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(self.live, dtype=jnp.int32)])
             starts, ends = before[starts], before[ends]
-        done = self.total - starts if loop.reverse else ends
+        done, left = (self.total - starts, ends) if loop.reverse else (ends, self.total - starts)
         run, total = (jnp.broadcast_to(number, done.shape) for number in (self.run, self.total))
-        xs = loop.xs._replace(tick=Tick(run, total, done, first, last))
-        return dataclasses.replace(loop, xs=xs), _Around(self.reporter, self.showing, led)
+        tick = Tick(run, total, done, first, last & (not self.more))
+        ticks = Ticks(tick, None if self.back is None else tick.backward(left, begins))
+        around = _Around(self.reporter, self.back, self.showing, led, alone=count == 1)
+        return dataclasses.replace(loop, xs=loop.xs._replace(tick=ticks)), around
+
+    @property
+    def ending(self) -> Tick:
+        """What the backward pass reports when it begins."""
+        false = jnp.zeros((), bool)
+        return Tick(self.run, self.total, self.total, false, false).backward(jnp.zeros_like(self.total), false)
+
+
+class Ticks(NamedTuple):
+    """What is reported of a chunk, forwards and backwards."""
+
+    forward: Tick
+    backward: Tick | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -124,33 +162,52 @@ class _Around:
 
     Attributes:
         reporter: reports it.
+        back: reports its backward pass.
         showing: what is shown of the state.
         led: whether a remainder runs before the chunks: nothing makes its report come before theirs, so it has none.
+        alone: whether there is one chunk alone.
     """
 
     reporter: Reporter
+    back: Backward | None
     showing: Showing
     led: bool
+    alone: bool
 
     def __call__(self, step: Step, looped: bool) -> Step:
-        return ReportingChunk(step, self.reporter, self.showing, silent=self.led and not looped)
+        leads = not looped and (self.led or self.alone)
+        return ReportingChunk(step, self.reporter, self.back, self.showing, silent=self.led and leads, leads=leads)
 
 
 @dataclass(frozen=True, eq=False)
 class ReportingChunk:
-    """The step that runs a chunk, and reports that it is done, unless it is silent."""
+    """The step that runs a chunk, and reports that it is done, unless it is silent.
+
+    Attributes:
+        step: runs the chunk.
+        reporter: reports it.
+        back: reports its backward pass.
+        showing: what is shown of the state.
+        silent: whether nothing is reported.
+        leads: whether it runs before all others, and outside of their loop.
+    """
 
     step: Step
     reporter: Reporter
+    back: Backward | None
     showing: Showing
     silent: bool
+    leads: bool
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        tick: Tick = feed.tick
-        state, ys = self.step(consts, state, feed._replace(tick=None))
+        ticks: Ticks = feed.tick
+        step = self.step
+        if self.back is not None and ticks.backward is not None:
+            step = self.back.around(step, ticks.backward, leads=self.leads)
+        state, ys = step(consts, state, feed._replace(tick=None))
         if self.silent:
             return state, ys
-        self.reporter.step(tick, self.showing(state), probes_of(state))
+        self.reporter.step(ticks.forward, self.showing(state), probes_of(state))
         return state, ys
 
 
@@ -169,8 +226,15 @@ class Showing:
         self._carry_of = loop.carry_of
         names: list[str] = []
         if progress.show is not None:
-            jax.eval_shape(lambda: names.extend(check_shown(self._shown(loop.carry_of(as_arrays(loop.state))))))
+            jax.eval_shape(lambda: names.extend(check_shown(self._shown(self._carry_of(as_arrays(loop.state))))))
         self.site = Site(progress.label, progress.meter, tuple(names))
+        self.backward_site = Site(f"{progress.label} (backward)", progress.meter)
+
+    def through(self, restore: Callable[[PyTree], PyTree]) -> Showing:
+        """The same of what is made of a state that it has in another form."""
+        other, carry_of = copy.copy(self), self._carry_of
+        other._carry_of = lambda state: carry_of(restore(state))
+        return other
 
     def __call__(self, state: PyTree) -> list[Array]:
         """The values."""
@@ -236,8 +300,32 @@ def check_progress(progress: Any, body: Body, verb: str) -> Progress | None:
             f"{describe_argument(progress.updates)}.",
             "The loop is cut into at most so many chunks; 100 is the default. `progress=None` shows nothing.",
         )
+    _check_flags(progress)
     label = _default_label(body, verb) if progress.label is None else progress.label
     return dataclasses.replace(progress, label=label, updates=updates, meter=_check_meter(progress.meter))
+
+
+def _check_flags(progress: Progress) -> None:
+    for name in ("backward", "batched"):
+        value = getattr(progress, name)
+        if not isinstance(value, bool):
+            raise Fault(
+                ArgumentTypeError,
+                f"{{verb}} over {{body}}: `{name}` of a `Progress` is True or False, got {describe_argument(value)}.",
+                "`backward=True` asks for a bar of the gradient too, `batched=True` for one of each element of a vmap.",
+            )
+
+
+def refuse_backward(progress: Progress | None) -> Progress | None:
+    """Refuses a bar for the backward pass of a loop whose number of steps is not known; else `progress` itself."""
+    if progress is not None and progress.backward:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `backward=True` of a `Progress` asks for a bar of the gradient, but a loop that ends "
+            "early differentiates by a rule of its own, which reports nothing.",
+            "Leave it out: the steps that are taken are shown all the same.",
+        )
+    return progress
 
 
 def _check_label_and_show(progress: Progress) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Callable, Generator
 from typing import NoReturn
 
 from .._errors import ArgumentError, Fault
@@ -64,3 +66,14 @@ def refuse_budget(remat: Remat | None, where: str) -> None:
             f"{{verb}} over {{body}}: `Remat.fit` does not choose a plan for {where}.",
             "Name one: `Remat(levels=...)`, with more levels where less is to be saved.",
         )
+
+
+@contextlib.contextmanager
+def in_reverse_alone(fault: Callable[[], Fault]) -> Generator[None]:
+    """Says it in these terms where JAX refuses forward mode of a function with a rule for reverse mode alone."""
+    try:
+        yield
+    except TypeError as error:
+        if "to a custom_vjp function" in str(error):
+            raise fault() from None
+        raise

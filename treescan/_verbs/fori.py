@@ -16,7 +16,7 @@ from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
 from .._transforms.count import Count
 from .._transforms.finite.deliver import deliver
 from .._transforms.finite.refuse import check_finite_of
-from .._transforms.progress import check_progress
+from .._transforms.progress import check_progress, refuse_backward
 from .._transforms.remat import Recompute
 from .._transforms.until.program import Bounds, Until, remat_of
 from .._types import Array, ArrayLike, Carry, ForiOptions, KeyedIndexBody, PyTree
@@ -105,7 +105,7 @@ def fori(
             bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
             plan, progress = remat_of(options.pop("remat", None)), options.pop("progress", None)
             call = prepare(FORI, f, init, length=most, **options)
-            shown = check_progress(progress, call.call.body, "fori")
+            shown = refuse_backward(check_progress(progress, call.call.body, "fori"))
             check = call.checking(check_finite_of(checks), indexed=True, ends_early=True)
             ended = Until(call.call, check=check, remat=plan, progress=shown).run(call.given, bounds)
             deliver(ended.ys)

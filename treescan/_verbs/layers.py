@@ -181,7 +181,8 @@ def scan_layers(
             for `treescan.scan`; `save` (of ys; in a pattern, a sequence has one for each block, which counts its own
             layers); `prefetch` (1 has the weights of the next layer gathered while one is computed, on all devices of
             the mesh that is set, forwards and in the gradient, which recomputes each layer; a function of one layer
-            says what is done to them in place of that); and `remat`: "step" has the gradient recompute each layer from
+            says what is done to them in place of that); `progress` (as for `treescan.scan`, of layers; the carry is x);
+            and `remat`: "step" has the gradient recompute each layer from
             what it was given, "nested" about sqrt(n) layers and in these each, and a `treescan.Remat` is for all that
             one says there. In a pattern a sequence has "step", a `Remat(policy)` or None for each block.
 
@@ -354,7 +355,8 @@ def fold_layers(
         state: what each layer reads and writes, as for `treescan.scan_layers`: `block(layer, x, state, *args) -> (x,
             state)`.
         args: what all layers share, as for `treescan.scan_layers`.
-        **options: `reverse`, `unroll`, `key`, `length`, `in_axes`, `remat`, `prefetch`, `name`, `check_finite`, as for
+        **options: `reverse`, `unroll`, `key`, `length`, `in_axes`, `remat`, `prefetch`, `progress`, `name`,
+                `check_finite`, as for
                 `treescan.scan_layers`.
 
     Returns:

@@ -28,6 +28,7 @@ from .._loop.body import Body
 from .._loop.loop import Transform
 from .._loop.retrace import note_types
 from .._transforms.axes import OverAxes
+from .._transforms.backward import no_forward_mode
 from .._transforms.finite.backward import CheckCotangents, in_reverse_mode
 from .._transforms.finite.case import About
 from .._transforms.finite.check import CheckFinite
@@ -36,6 +37,7 @@ from .._transforms.finite.refuse import looks_backward
 from .._transforms.finite.site import Slices
 from .._transforms.program import Arguments, Call, Program, Transformed, execute
 from .._transforms.progress import ShowProgress
+from .._transforms.refuse import in_reverse_alone
 from .._transforms.rows.mask import Mask
 from .._transforms.rows.resets import ResetRows
 from .._tree import Prefix, freeze_static, thaw_static
@@ -71,7 +73,10 @@ class Prepared:
 
     def run(self, *transforms: Transform | None) -> tuple[Any, Any]:
         """Runs the call with these transforms, innermost first; None is skipped."""
-        return self.run_program(Transformed(self.call, present(*transforms)))
+        program = Transformed(self.call, present(*transforms))
+        shows = any(isinstance(transform, ShowProgress) and transform.progress.backward for transform in transforms)
+        with in_reverse_alone(no_forward_mode) if shows else contextlib.nullcontext():
+            return self.run_program(program)
 
     def showing(self, progress: ProgressLike) -> ShowProgress | None:
         """The transform of `progress`, or None if nothing is shown."""

@@ -19,10 +19,11 @@ from .._transforms.finite.deliver import deliver
 from .._transforms.finite.layers import CheckLayers
 from .._transforms.finite.refuse import check_finite_of, refuse_prefetch
 from .._transforms.finite.site import Slices
+from .._transforms.layers.bar import check_shown
 from .._transforms.layers.pattern import Pattern
 from .._transforms.program import Arguments, Call
 from .._tree import Prefix, freeze_static
-from .._types import Array, Axes, FiniteCheck, PyTree, Save
+from .._types import Array, Axes, FiniteCheck, ProgressLike, PyTree, Save
 from ..carries._registry import Adopted, adopt
 from .layer_arguments import (
     Stacks,
@@ -86,6 +87,7 @@ def prepare_layers(
     save: Save = "all",
     prefetch: Any = None,
     check_finite: FiniteCheck = False,
+    progress: ProgressLike = None,
     name: str | None = None,
 ) -> PreparedLayers:
     """Checks what the verbs over layers are told, as `treescan.scan_layers` says it.
@@ -100,8 +102,7 @@ def prepare_layers(
     refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "state": state, "args": frozen_args})
     own = _check_blocks(bodies, convention, stacks, len(frozen_args), keyed=key is not None)
     frozen = stacks.frozen or frozen_x is not adopted.init or any(map(operator.is_not, frozen_args, args))
-    told: dict[str, Any] = {"reverse": check_reverse(reverse), "unroll": check_unroll(unroll, stacks.counts[-1])}
-    told |= {"frozen": frozen or _is_frozen(states), "custom": (*adopted.custom, *_custom(states))}
+    told = _told(adopted, states, frozen, check_reverse(reverse), check_unroll(unroll, stacks.counts[-1]))
     plans, gather = check_gradient(remat, prefetch, stacks)
     given = Arguments(frozen_x, stacks.arguments(own, None if states is None else states.stacks), key, frozen_args)
     pattern = Pattern(
@@ -114,6 +115,7 @@ def prepare_layers(
         name=check_name(name),
         states=None if states is None else states.counts,
         prefetch=gather,
+        shown=check_shown(progress, bodies, convention.verb, custom=bool(told["custom"]), ahead=gather is not None),
     )
     _note(handles[0], convention, x=x, layers=layers, xs=xs, args=args, state=state)
     return PreparedLayers(_checked(pattern, check_finite, stacks, given.xs), given, adopted, handles, states)
@@ -162,6 +164,14 @@ def _handles(block: Any, convention: Convention) -> tuple[list[tuple[Body, Any]]
 def _note(handle: tuple[Body, Any], convention: Convention, **given: PyTree) -> None:
     body, alive = handle
     note_types(alive, body.memo, convention.verb, given)
+
+
+def _told(
+    adopted: Adopted, states: LayerStates | None, frozen: bool, reverse: bool, unroll: int | bool
+) -> dict[str, Any]:
+    """What is the same in the calls of all blocks."""
+    custom = (*adopted.custom, *_custom(states))
+    return {"frozen": frozen or _is_frozen(states), "custom": custom, "reverse": reverse, "unroll": unroll}
 
 
 def _is_frozen(states: LayerStates | None) -> bool:

@@ -24,7 +24,7 @@ from .example import (
     start,
     values,
 )
-from .loops import COSTS, OUTPUTS
+from .loops import COSTS, OUTPUTS, SILENT
 
 LAYERS = 5
 
@@ -53,6 +53,7 @@ FORMS = {
     "check_finite": Form("check_finite", {"check_finite": True}, free=True),
     "pattern": Form("pattern", how=has("pattern")),
     "static leaf": Form("static leaf", how=has("static")),
+    "progress": Form("progress", {"progress": SILENT}, free=True),
     "custom carry": Form("custom carry", how=has("ema")),
     "annotated body": Form("annotated body", how=has("annotated")),
 }

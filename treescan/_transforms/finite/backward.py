@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,6 +24,7 @@ from ..._loop.run import as_arrays
 from ..._trace.blame import is_checked
 from ..._trace.hoist import as_loop
 from ..._types import Array, PyTree
+from ..refuse import in_reverse_alone
 from .again import in_branch
 from .case import About
 from .deliver import tell
@@ -219,17 +220,15 @@ def refuse_truncate(truncate: Any) -> None:
         )
 
 
-@contextlib.contextmanager
-def in_reverse_mode() -> Generator[None]:
+def in_reverse_mode() -> contextlib.AbstractContextManager[None]:
     """Says it in these terms where JAX refuses forward mode."""
-    try:
-        yield
-    except TypeError as error:
-        if "to a custom_vjp function" in str(error):
-            raise Fault(
-                ArgumentError,
-                '{verb} over {body}: forward mode was asked for, and `check_finite="backward"` looks at cotangents, '
-                "which reverse mode alone has.",
-                "Leave it out there. True looks at the carry, in forward mode too.",
-            ) from None
-        raise
+    return in_reverse_alone(_no_forward_mode)
+
+
+def _no_forward_mode() -> Fault:
+    return Fault(
+        ArgumentError,
+        '{verb} over {body}: forward mode was asked for, and `check_finite="backward"` looks at cotangents, which '
+        "reverse mode alone has.",
+        "Leave it out there. True looks at the carry, in forward mode too.",
+    )

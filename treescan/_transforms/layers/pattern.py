@@ -19,13 +19,17 @@ from ..._remat import Remat
 from ..._trace.hoist import hoist
 from ..._tree import Prefix
 from ..._types import PyTree
+from .. import backward
 from ..axes import scan_over_axes
 from ..budget import RematPlan, plan_of
 from ..outputs import ALL, keep_afterwards, move_kept
 from ..program import Arguments, Call, execute
+from ..progress import ShowProgress
+from ..refuse import in_reverse_alone
+from .bar import beside_states
 from .fit import plan_of_turns
 from .gather import Gather
-from .prefetch import in_reverse_alone, run_prefetched
+from .prefetch import no_forward_mode, run_prefetched
 from .state import carry_states, cotangent_bytes, shape_states, with_state
 from .turns import Remats, Saves, run_turns, trace_turns
 
@@ -65,6 +69,7 @@ class Pattern:
         states: for each block the number of leaves of its state, which is the last item of its xs; None: no state.
         prefetch: what gathers the next layer while one is computed, for a single block without `remat`.
         check: looks at x after each layer; None: nothing does.
+        shown: how the loop shows its progress.
     """
 
     blocks: tuple[Call, ...]
@@ -77,13 +82,14 @@ class Pattern:
     states: tuple[int, ...] | None = None
     prefetch: Gather | None = None
     check: Check | None = None
+    shown: ShowProgress | None = None
 
     @property
     def moves(self) -> bool:
         """Whether there is work around the loop."""
         moves = self.out_axes is not None or any(axes is not None for axes in self.axes) or self.prefetch is not None
         moves = moves or len(self.blocks) > 1 or self.remat is not None or any(self.saves)
-        return moves or self.states is not None or self.check is not None
+        return moves or self.states is not None or self.check is not None or self.shown is not None
 
     def _joint(self, memo: Memo) -> Memo:
         """What is kept for all blocks together, from what is kept for the first."""
@@ -92,8 +98,14 @@ class Pattern:
     def run(self, given: Arguments) -> tuple[PyTree, PyTree]:
         """Runs the layers."""
         programs = self._joint(self.blocks[0].body.programs)
-        with contextlib.nullcontext() if self.prefetch is None else in_reverse_alone():
+        with self._refusing_forward_mode():
             return execute(self, given, programs, moves=self.moves or given.key is not None)
+
+    def _refusing_forward_mode(self) -> contextlib.AbstractContextManager[None]:
+        if self.prefetch is not None:
+            return in_reverse_alone(no_forward_mode)
+        shows = self.shown is not None and self.shown.progress.backward
+        return in_reverse_alone(backward.no_forward_mode) if shows else contextlib.nullcontext()
 
     def __call__(self, given: Arguments) -> tuple[PyTree, PyTree]:
         loops = self.lay(given)
@@ -123,13 +135,15 @@ class Pattern:
         if self.remat is not None or self.prefetch is not None:
             state, each = self._run_scanned(loops, tuple(map(with_state, self.saves)), memo)
             return (state, tuple(new for new, _ in each)), [y for _, y in each]
-        (state, stacks, _), each = run_turns(carry_states(loops, self.states), None, self.saves, memo)
+        (state, stacks, _), each = run_turns(
+            carry_states(loops, self.states), None, self.saves, memo, beside_states(self.shown)
+        )
         return (state, shape_states(stacks, [xs[-1] for xs in given.xs])), each
 
     def _run_scanned(self, loops: list[Loop], saves: Saves, memo: Memo) -> tuple[PyTree, list[PyTree]]:
         """The last state and the outputs of each loop, where nothing of the layers' own is carried."""
         if self.prefetch is None:
-            return run_turns(loops, self.remat, saves, memo)
+            return run_turns(loops, self.remat, saves, memo, self.shown)
         state, ys = run_prefetched(loops[0], self.axes[0], self.prefetch)
         return state, [ys if saves[0] is None else keep_afterwards(ys, saves[0], reverse=loops[0].reverse)]
 

@@ -10,9 +10,8 @@ The last step gathers its own layer once more, as there is none to follow. The g
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,18 +36,8 @@ from .gather import Gather, GatherFirst, GatherLeaves
 EACH_LAYER = Remat(levels=1)
 
 
-@contextlib.contextmanager
-def in_reverse_alone() -> Generator[None]:
-    """Says it in these terms where JAX refuses forward mode."""
-    try:
-        yield
-    except TypeError as error:
-        if "to a custom_vjp function" in str(error):
-            raise _no_forward_mode() from None
-        raise
-
-
-def _no_forward_mode() -> Fault:
+def no_forward_mode() -> Fault:
+    """What is wrong with forward mode of a loop that gathers ahead."""
     return Fault(
         ArgumentError,
         "{verb} over {body}: forward mode was asked for, and JAX differentiates a loop with `prefetch` in reverse mode "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
@@ -32,9 +33,11 @@ from ..outputs import (
     spread_keeps,
     without_dropped,
 )
+from ..progress import ShowProgress
 from ..refuse import refuse_to_repeat
 from ..remat import Recompute, remat_wishes
 from ..whole_state import KeepUnchanged
+from .bar import LayersBar
 from .fit import fit_turns
 from .shared_traces import Traces, share_traces
 from .state import CarryState
@@ -83,7 +86,9 @@ class WithUnchanged:
         return [leaf for leaf, fixed in zip(whole, self.fixed, strict=True) if not fixed], y
 
 
-def run_turns(loops: Sequence[Loop], remat: Remats, saves: Saves, memo: Memo) -> tuple[PyTree, list[PyTree]]:
+def run_turns(
+    loops: Sequence[Loop], remat: Remats, saves: Saves, memo: Memo, shown: ShowProgress | None = None
+) -> tuple[PyTree, list[PyTree]]:
     """Runs loops by turns, until the last has no step left; those that have one more come once more, in their order.
 
     Args:
@@ -91,25 +96,42 @@ def run_turns(loops: Sequence[Loop], remat: Remats, saves: Saves, memo: Memo) ->
         remat: what the gradient recomputes: of all loops alike, or of the steps of each.
         saves: what is kept of the outputs of each.
         memo: keeps what is made for these loops together.
+        shown: how they show their progress.
 
     Returns:
         The last state, and the outputs of each loop.
     """
+    if shown is None or len(loops) == 1:
+        return _run_turns(loops, remat, saves, memo, None, shown)
+    bar = LayersBar.begin(shown, loops)
+    state, ys = _run_turns(loops, remat, saves, memo, bar, None)
+    bar.end(state)
+    return state, ys
+
+
+def _run_turns(
+    loops: Sequence[Loop], remat: Remats, saves: Saves, memo: Memo, bar: LayersBar | None, shown: ShowProgress | None
+) -> tuple[PyTree, list[PyTree]]:
+    """The same, with a bar that has begun, or how a single loop shows its progress."""
     remat = None if is_untraced(loops[0]) else remat
     rounds = loops[-1].length
     rest = sum(loop.length > rounds for loop in loops)
     if len(loops) == 1 or not rounds:
         if len(loops) > 1 and isinstance(remat, Remat) and remat.budget is not None:
             remat = fit_turns(trace_turns(loops[:rest]), remat)
-        return _run_in_order(loops, remat, saves)
-    if is_jit_disabled() or not (rest or remat or any(saves)):
-        state, ys = _run_rounds(_Turn.of(loops), loops[0], rounds, rest, lambda main: run(main), memo)
+        return _run_in_order(loops, remat, saves, shown)
+    if is_jit_disabled() or not (rest or remat or any(saves) or bar):
+        wish = None if bar is None else bar.wish(lambda state: state)
+        run_main = run if wish is None else lambda main: run_planned(dataclasses.replace(main, wishes=(wish,)))
+        state, ys = _run_rounds(_Turn.of(loops), loops[0], rounds, rest, run_main, memo)
         pairs = zip(ys, saves, strict=True)
         return state, [y if s is None else keep_afterwards(y, s, reverse=loops[0].reverse) for y, s in pairs]
-    return _run_traced(loops, remat, saves, rounds, rest)
+    return _run_traced(loops, remat, saves, rounds, rest, bar)
 
 
-def _run_in_order(loops: Sequence[Loop], remat: Remats, saves: Saves) -> tuple[PyTree, list[PyTree]]:
+def _run_in_order(
+    loops: Sequence[Loop], remat: Remats, saves: Saves, shown: ShowProgress | None
+) -> tuple[PyTree, list[PyTree]]:
     """Loops of which none has a second turn before another has its first: one after the other."""
     state, ys, traces = loops[0].state, [None] * len(loops), Traces()
     for i in _order(len(loops), loops[0].reverse):
@@ -120,12 +142,13 @@ def _run_in_order(loops: Sequence[Loop], remat: Remats, saves: Saves) -> tuple[P
                 loop = as_loop(traces.hoist(loop))
             loop = loop if plan is None else Recompute(plan)(loop)
             loop = loop if save is None else KeepOutputs(save)(loop)
+            loop = loop if shown is None else shown(loop)
             state, ys[i] = run_nested(loop)
     return state, ys
 
 
 def _run_traced(
-    loops: Sequence[Loop], remat: Remats, saves: Saves, rounds: int, rest: int
+    loops: Sequence[Loop], remat: Remats, saves: Saves, rounds: int, rest: int, bar: LayersBar | None
 ) -> tuple[PyTree, list[PyTree]]:
     """Traces each step once, for the rounds and what is left after them, and has each recomputed by itself."""
     traced = trace_turns(loops)
@@ -139,12 +162,16 @@ def _run_traced(
     keeps = [_keeps_of(loop, save, each) for loop, save, each in zip(loops, saves, traced, strict=True)]
     turns = [_on_whole_state(hoisted, plan, rounds) for hoisted, plan in zip(traced, plans, strict=True)]
 
+    restore = functools.partial(jax.tree.unflatten, traced[0].structure)
+
     def run_main(main: Loop) -> tuple[PyTree, PyTree]:
         kept = [leaf for leaf, fixed in zip(main.state, unchanged, strict=True) if fixed]
         state = [leaf for leaf, fixed in zip(main.state, unchanged, strict=True) if not fixed]
         step = WithUnchanged(main.step, unchanged)
         every = tuple(keep for each in keeps for keep in each)
         wishes = tuple(remat_wishes(main.length, remat)) if isinstance(remat, Remat) else ()
+        if bar is not None:
+            wishes = (*wishes, bar.wish(lambda state: restore(merge(unchanged, kept, state))))
         state, ys = run_planned(
             dataclasses.replace(main, step=step, consts=(kept, main.consts), state=state, wishes=wishes, keeps=every)
         )
@@ -161,11 +188,8 @@ def _run_traced(
 
     first = dataclasses.replace(loops[0], state=traced[0].settled)
     state, each = _run_rounds(turns, first, rounds, rest, run_main, Memo(), append)
-    ys = [
-        without_dropped(leaves, jax.tree.structure(hoisted.y), save or EVERYTHING)
-        for leaves, hoisted, save in zip(each, traced, saves, strict=True)
-    ]
-    return jax.tree.unflatten(traced[0].structure, state), ys
+    triples = zip(each, traced, saves, strict=True)
+    return restore(state), [without_dropped(y, jax.tree.structure(t.y), save or EVERYTHING) for y, t, save in triples]
 
 
 def _keeps_of(loop: Loop, save: Prefix | None, hoisted: Hoisted) -> tuple[Keep, ...]:

@@ -265,7 +265,7 @@ def _run_traced(
         None if reports is None else reports.in_chunks(restricted, laid, len(kept.last)),
     )
     lengthened, front = padded(restricted.loop, early.length)
-    run = None if reports is None else (reports.run, reports.total)
+    run = None if reports is None else (reports.begin(lengthened.consts, condition.closed), reports.total)
     reads = Reads(lengthened.consts, condition.closed, limit, run)
     given = Operands(reads, vary_over(holds, varying), lengthened.state, lengthened.xs)
     progress, ys = early.differentiable()(given)

@@ -32,21 +32,37 @@ class Reports:
     """
 
     def __init__(self, settings: Settings, loop: Loop, total: Array | None, *, custom: bool) -> None:
-        self.showing = Showing(settings, loop, custom=custom)
-        self.reporter, self.updates = Reporter(self.showing.site), settings.updates
-        self.total = jnp.full((), -1, jnp.int32) if total is None else _largest(total)
-        self.run = self.reporter.begin(self.total, probes_of(loop.state, loop.xs.x))
+        self.showing, self.each = Showing(settings, loop, custom=custom), settings.batched
+        self.reporter, self.updates = Reporter(self.showing.site, self.each), settings.updates
+        self.total = jnp.full((), -1, jnp.int32) if total is None else _largest(total, each=self.each)
+        self._loop = loop
+        self._run: Array | None = None
+
+    @property
+    def run(self) -> Array:
+        """The number of the run."""
+        return self.begin() if self._run is None else self._run
+
+    def begin(self, *others: PyTree) -> Array:
+        """Begins the run. With `batched` the others are what the loop reads beside its state and xs."""
+        loop = self._loop
+        probes = probes_of(*jax.tree.leaves((loop.consts, loop.state, loop.xs, others))) if self.each else None
+        run = self.reporter.begin(self.total, probes_of(loop.state, loop.xs.x) if probes is None else probes)
+        self._run = run
+        return run
 
     def end(self, steps: Array, carry: PyTree) -> None:
         """The loop has ended, with this carry."""
-        false = jnp.zeros((), bool)
-        tick = Tick(self.run, self.total, _largest(steps), false, ~false)
-        self.reporter.step(tick, self.showing.of_carry(carry), probes_of(carry))
+        self._tell(steps, self.showing.of_carry(carry), probes_of(carry), last=True)
 
     def step(self, steps: Array, state: PyTree) -> None:
         """Reports the steps that were taken, where they run one by one, and the state that they led to."""
+        self._tell(steps, self.showing(state), [])
+
+    def _tell(self, steps: Array, shown: list[Array], probes: list[Array], *, last: bool = False) -> None:
         false = jnp.zeros((), bool)
-        self.reporter.step(Tick(self.run, self.total, _largest(steps), false, false), self.showing(state), [])
+        tick = Tick(self.run, self.total, _largest(steps, each=self.each), false, ~false if last else false)
+        self.reporter.step(tick, shown, probes)
 
     def fit(self, chunks: Chunks) -> Chunks:
         """As many chunks that several of them together report, if there are too many for a report each."""
@@ -69,10 +85,11 @@ class Reports:
         )
 
 
-def _largest(steps: Array) -> Array:
-    """int32[]: the most steps of all rows, elements of a vmap and devices."""
+def _largest(steps: Array, *, each: bool) -> Array:
+    """int32[]: the most steps of all rows and devices, and of all elements of a vmap unless each counts for itself."""
     steps = jnp.max(steps) if steps.ndim else steps
-    return most_of_all(most_of_devices(steps.astype(jnp.int32)))
+    steps = most_of_devices(steps.astype(jnp.int32))
+    return steps if each else most_of_all(steps)
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,7 +131,7 @@ class ReportTaken:
         """Reports how far the loop has come."""
         run, total = reads.run
         false = jnp.zeros((), bool)
-        tick = Tick(run, total, _largest(progress.taken), false, false)
+        tick = Tick(run, total, _largest(progress.taken, each=self.reporter.batched), false, false)
         self.reporter.step(tick, self._shown(reads, progress), probes_of(progress.leaves))
 
     def _shown(self, reads: Reads, progress: Progress) -> list[Array]:
