@@ -407,7 +407,9 @@ def transforms_of(verb: str) -> list[str]:
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     lists = [call.args for call in calls if ast.unparse(call.func).split(".")[-1] in ("run", "present")]
     listed = [arguments for arguments in lists if arguments and all(map(_class_of, arguments))]
-    return [_class_of(argument) for argument in min(listed, key=len)]
+    if not listed:  # a program of its own, which is given its transforms among other things
+        (listed,) = ([call.args] for call in calls if ast.unparse(call.func) == "Until")
+    return [name for name in map(_class_of, min(listed, key=len)) if name]
 
 
 def _class_of(argument: ast.expr) -> str:

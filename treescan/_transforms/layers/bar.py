@@ -30,6 +30,14 @@ class ShowX:
         return self.show(state[0])
 
 
+def of_x(shown: ShowProgress | None, x_of: Callable[[Any], Any]) -> ShowProgress | None:
+    """The same for a loop whose state `x_of` makes x of."""
+    if shown is None or shown.progress.show is None:
+        return shown
+    show = shown.progress.show
+    return dataclasses.replace(shown, progress=dataclasses.replace(shown.progress, show=lambda state: show(x_of(state))))
+
+
 def beside_states(shown: ShowProgress | None) -> ShowProgress | None:
     """The same for a loop that carries the layers' own states beside x."""
     if shown is None or shown.progress.show is None:

@@ -26,7 +26,7 @@ from ..outputs import ALL, keep_afterwards, move_kept
 from ..program import Arguments, Call, execute
 from ..progress import ShowProgress
 from ..refuse import in_reverse_alone
-from .bar import beside_states
+from .bar import beside_states, of_x
 from .fit import plan_of_turns
 from .gather import Gather
 from .prefetch import no_forward_mode, run_prefetched
@@ -114,7 +114,7 @@ class Pattern:
                 state, each = self._run(loops, given)
                 return state, self._moved(each)
             loops, watch = self.check.watch(loops)
-            state, each = self._run(loops, given)
+            state, each = dataclasses.replace(self, shown=of_x(self.shown, watch.x_of))._run(loops, given)
             leaves, *others = (state,) if self.states is None else state
             x, ys = watch.x_of(leaves), watch.evidence(leaves, self._moved(each))
             return (x if self.states is None else (x, *others)), ys
