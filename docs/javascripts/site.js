@@ -34,3 +34,16 @@ addEventListener("load", () => { // the theme has put each table into what scrol
     option.checked = option.dataset.mdColorScheme === document.body.dataset.mdColorScheme
   }
 })
+
+// Where there is no page, the words of its address may find another.
+const lost = document.getElementById("not-found-search")
+if (lost) {
+  const words = decodeURIComponent(location.pathname).replace(/\.html?$/, "").split(/[^A-Za-z0-9]+/).filter(word => word)
+  const query = words.slice(-3).join(" ")
+  if (query) {
+    const link = document.createElement("a")
+    link.href = `?q=${encodeURIComponent(query)}`
+    link.textContent = `Search for “${query}”`
+    lost.append(link, ".")
+  }
+}
