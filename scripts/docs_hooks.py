@@ -67,7 +67,12 @@ def on_files(files: Any, **_: object) -> None:
 
 
 def on_page_content(html: str, page: Any, **_: object) -> str:
-    """Makes the links of a page, docstrings included, and drops links that only say what the heading below defines."""
+    """Makes the links of a page, docstrings included, and drops links that only say what the heading below defines.
+
+    Where a page has `tables_in_search: false`, the index of the search, which every page loads, is without its tables.
+    """
+    if page.meta.get("tables_in_search") is False:
+        html = html.replace("<table", "<table data-search-exclude")
     html = re.sub(r'<p><a href="" id="[\w.]+"></a></p>\n?', "", html)
     return link_names(html, lambda name: url_of(name, _reference, page.url))
 

@@ -214,25 +214,6 @@ def test_all_public_names_are_documented() -> None:
     assert sorted(documented) == sorted(f"{module}.{name}" for module, names in PUBLIC.items() for name in names)
 
 
-def test_the_list_of_messages_has_all_that_are_tested() -> None:
-    page = ROOT / "docs" / "messages.md"
-    head, *sections = re.split(r"^(?=## )", page.read_text(), flags=re.MULTILINE)
-    golden = sorted((ROOT / "tests" / "golden").glob("*.txt"))
-    kinds = {file.name: re.match(r"treescan\.(\w+):", file.read_text())[1] for file in golden}
-    listed = {}
-    for section in sections:
-        kind = section[3:].partition("\n")[0]
-        listed.update(dict.fromkeys(re.findall(r'^--8<-- "tests/golden/(.+)"$', section, re.MULTILINE), kind))
-    if os.environ.get("TREESCAN_REGENERATE") == "1":
-        order = dict.fromkeys([*listed.values(), *kinds.values()])
-        blocks = {
-            kind: [f'```text\n--8<-- "tests/golden/{n}"\n```\n' for n in kinds if kinds[n] == kind] for kind in order
-        }
-        page.write_text(head + "\n".join(f"## {kind}\n\n" + "\n".join(found) for kind, found in blocks.items()))
-    else:
-        assert listed == kinds
-
-
 @pytest.mark.parametrize("kind", [kind for kind in PUBLIC["treescan"].values() if is_error(kind)])
 def test_errors_say_where_they_are_explained(kind: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
     (note,) = explain(Fault(kind, "{verb}"), "scan").__notes__
