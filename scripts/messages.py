@@ -371,7 +371,11 @@ def blocks(names: Iterable[str]) -> list[str]:
 def folded_blocks(names: list[str]) -> list[str]:
     """The same, behind a line that opens them. They would be a seventh of what each page loads for its search."""
     count = f"{len(names)} more" if len(names) > 1 else "One more"
-    return [f'<details class="messages" data-search-exclude markdown="1">\n<summary>{count}</summary>\n', *blocks(names), "</details>\n"]
+    return [
+        f'<details class="messages" data-search-exclude markdown="1">\n<summary>{count}</summary>\n',
+        *blocks(names),
+        "</details>\n",
+    ]
 
 
 def page_of(page: str) -> str:

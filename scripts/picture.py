@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import html
 import math
-from collections.abc import Iterator
+from collections.abc import Generator
 
 WIDTH = 400
 
@@ -69,7 +69,7 @@ class Picture:
         self.area((x1, y1), *sides, kind="head")
 
     @contextlib.contextmanager
-    def moving(self, kind: str, at: float, **by: float) -> Iterator[None]:
+    def moving(self, kind: str, at: float, **by: float) -> Generator[None]:
         """A group that moves as the stylesheet says of its kind, from so many seconds on.
 
         Everything is drawn where it is in the end, which is what those see who want nothing to move.

@@ -1,6 +1,7 @@
 """One name for each page, a description, a card for links, a page for what is not there, and a sheet that prints."""
 
 import html
+import json
 import re
 import struct
 from pathlib import Path
@@ -66,3 +67,16 @@ def test_the_cheat_sheet_is_one_sheet(server: str, visit: Open, tmp_path: Path, 
     edge = dict.fromkeys(("top", "right", "bottom", "left"), "10mm")
     printed = page.pdf(format=paper, margin=edge)
     assert len(re.findall(rb"/Type\s*/Page\b", printed)) == 1
+
+
+def test_programs_find_every_page() -> None:
+    listed = re.findall(r"^- \[.+\]\((.+?)\): .{50,160}$", (SITE / "llms.txt").read_text(), re.MULTILINE)
+    assert sorted(listed) == PAGES
+
+
+@pytest.mark.parametrize("name", ["vowels", "llama", "solvers", "plugin"])
+def test_a_tutorial_has_its_notebook(server: str, visit: Open, name: str) -> None:
+    page = visit(f"{server}/tutorials/{name}.html")
+    with page.expect_download() as download:
+        page.get_by_role("link", name="Download this page as a notebook").click()
+    assert json.loads(download.value.path().read_text())["nbformat"] == 4
