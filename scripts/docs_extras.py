@@ -27,7 +27,7 @@ _navigation: list[Any] = []  # of the build that runs
 
 def on_files(files: Any, config: Any, **_: object) -> None:
     """Adds the notebooks, as files of MkDocs' own kind."""
-    file = type(next(iter(files)))
+    file: Any = type(next(iter(files)))
     for page in notebooks.PAGES:
         content = notebooks.written(page, config.site_url or "")
         files.append(file.generated(config, f"tutorials/{page}.ipynb", content=content))
