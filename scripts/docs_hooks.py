@@ -71,6 +71,7 @@ def on_page_content(html: str, page: Any, **_: object) -> str:
 
     Where a page has `tables_in_search: false`, the index of the search, which every page loads, is without its tables.
     """
+    html = html.replace('<details class="overloads" open>', '<details class="overloads" data-search-exclude>')
     if page.meta.get("tables_in_search") is False:
         html = html.replace("<table", "<table data-search-exclude")
     html = re.sub(r'<p><a href="" id="[\w.]+"></a></p>\n?', "", html)
