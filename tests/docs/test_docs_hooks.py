@@ -105,3 +105,10 @@ def test_names_that_are_ambiguous_are_ours() -> None:
 def test_tables_are_left_out_of_the_search_where_a_page_says_so() -> None:
     for meta, made in (({}, "<table>"), ({"tables_in_search": False}, "<table data-search-exclude>")):
         assert hooks.on_page_content("<table>", SimpleNamespace(url="index.html", meta=meta)) == made
+
+
+def test_files_of_the_repository_are_left_out_of_the_search() -> None:
+    for title, left_out in (("examples/vowels.py", True), ("src/a/b.py", True), ("model.py", False)):
+        block = f'<div class="language-py highlight"><span class="filename">{title}</span>'
+        made = hooks.on_page_content(block, SimpleNamespace(url="index.html", meta={}))
+        assert ("data-search-exclude" in made) == left_out
