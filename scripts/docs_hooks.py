@@ -55,6 +55,7 @@ TOKEN = re.compile(
     r"<code>(?P<code>[^<]*)</code>"
     r"|<(?P<close>/?)(?P<tag>h[1-6]|pre|a|autoref|svg)\b(?:[^>\"']|\"[^\"]*\"|'[^']*')*>"
 )
+FILE = re.compile(r'(<div class="[^"]*highlight")(><span class="filename">(?:examples|src|tests)/)')
 
 _reference: dict[str, str] = {}  # of the build that runs: public names, and bare ones, by where they are documented
 
@@ -67,7 +68,15 @@ def on_files(files: Any, **_: object) -> None:
 
 
 def on_page_content(html: str, page: Any, **_: object) -> str:
-    """Makes the links of a page, docstrings included, and drops links that only say what the heading below defines."""
+    """Makes the links of a page, docstrings included, and drops links that only say what the heading below defines.
+
+    The index of the search, which every page loads, is without overloads, without whole files of the repository and,
+    where a page has `tables_in_search: false`, without its tables.
+    """
+    html = html.replace('<details class="overloads" open>', '<details class="overloads" data-search-exclude>')
+    html = FILE.sub(r"\1 data-search-exclude\2", html)
+    if page.meta.get("tables_in_search") is False:
+        html = html.replace("<table", "<table data-search-exclude")
     html = re.sub(r'<p><a href="" id="[\w.]+"></a></p>\n?', "", html)
     return link_names(html, lambda name: url_of(name, _reference, page.url))
 

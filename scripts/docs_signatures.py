@@ -1,7 +1,8 @@
 """What mkdocstrings shows as the signature of a verb: one that is typed, in place of what the verb is at run time.
 
 At run time a verb takes `Callable[..., Any]` and `**options`. Its types are in its overloads, one for each kind of
-body. The reference shows the first overload with every option spelled out, and their defaults.
+body. The reference shows the first overload with every option spelled out, and their defaults. All overloads are below
+the description, folded.
 """
 
 import ast
@@ -31,8 +32,31 @@ class Signatures(griffe.Extension):
             functions = {name: pkg[f"_verbs.{name}"] for name in VERBS}
             ideal = {name: parameters_of(pkg, function, VERBS[name]) for name, function in functions.items()}
             for name, function in functions.items():
+                fold_overloads(function)
                 function.returns = function.overloads[0].returns
                 function.parameters = ideal[name]
+
+
+def fold_overloads(function: griffe.Function) -> None:
+    """Writes the overloads below the docstring, as a section that opens with a click."""
+    assert function.docstring
+    code = "\n".join(map(source_of, function.overloads or ()))
+    section = f"Overloads: All overloads, one for each kind of body\n```python\n{code}```"
+    function.docstring.value += "\n\n" + section.replace("\n", "\n    ")
+
+
+def source_of(overload: griffe.Function) -> str:
+    """An overload as it would be written, an argument a line."""
+    lines, keywords = [], False
+    for parameter in overload.parameters:
+        if parameter.kind is griffe.ParameterKind.keyword_only and not keywords:
+            keywords = True
+            lines.append("*")
+        stars = "**" if parameter.kind is griffe.ParameterKind.var_keyword else ""
+        default = "" if stars or parameter.default is None else f" = {parameter.default}"
+        lines.append(f"{stars}{parameter.name}: {parameter.annotation}{default}")
+    body = "".join(f"    {line},\n" for line in lines)
+    return f"@overload\ndef {overload.name}(\n{body}) -> {overload.returns}: ...\n"
 
 
 def parameters_of(package: griffe.Module, function: griffe.Function, xs: str | None) -> griffe.Parameters:

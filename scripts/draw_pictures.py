@@ -3,173 +3,30 @@
 Run `python scripts/draw_pictures.py`.
 
 What a picture shows of the library it asks the library: which chunks are run, what a plan saves, what a carry reads.
-`tests/docs/test_pictures.py` holds the files to what is drawn here. Colours and sizes of text stand in
-docs/stylesheets/pictures.css, so that the pictures follow the page's colour scheme; they are included in the pages
-inline, which is why no line of a file is blank.
+`tests/docs/test_pictures.py` holds the files to what is drawn here and in the files beside: `draw_padding.py` and
+`draw_tutorials.py`, on `picture.py`.
 """
 
 from __future__ import annotations
 
 import ast
 import functools
-import html
 import math
 import re
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from draw_padding import compact, padding
+from draw_tutorials import cache, newton, vowels
+from picture import WIDTH, Picture
 
 import treescan
 from treescan import Remat
-from treescan._transforms.rows.compact import spread_tiers
-from treescan._transforms.rows.schedule import make_schedule
 from treescan.carries import Ema, carry_of, ema
 
 DIRECTORY = Path(__file__).parent.parent / "docs" / "pictures"
-WIDTH = 400
-
-
-class Picture:
-    """An SVG that is put together piece by piece; positions are in its own units, `WIDTH` of them from left to right.
-
-    Args:
-        name: the file's.
-        height: in units.
-        title: its name to those who do not see it.
-        describes: what it shows, to the same.
-    """
-
-    def __init__(self, name: str, height: float, title: str, describes: str) -> None:
-        self.name = name
-        self.lines = [
-            f'<svg class="picture" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="img" '
-            f'aria-labelledby="{name}-title" aria-describedby="{name}-desc" data-search-exclude="">',
-            f'<title id="{name}-title">{html.escape(title)}</title>',
-            f'<desc id="{name}-desc">{html.escape(describes)}</desc>',
-        ]
-
-    def box(self, x: float, y: float, width: float, height: float, kind: str = "box", *, round_: float = 3) -> None:
-        """A rectangle of a kind that the stylesheet knows."""
-        corners = f' rx="{round_:g}"' if round_ else ""
-        self.lines.append(f'<rect class="{kind}" x="{x:g}" y="{y:g}" width="{width:g}" height="{height:g}"{corners}/>')
-
-    def text(self, x: float, y: float, text: str, kind: str = "", anchor: str = "start") -> None:
-        """A line of text; `y` is its baseline."""
-        style = f' class="{kind}"' if kind else ""
-        where = f' text-anchor="{anchor}"' if anchor != "start" else ""
-        self.lines.append(f'<text{style} x="{x:g}" y="{y:g}"{where}>{html.escape(text, quote=False)}</text>')
-
-    def line(self, *points: tuple[float, float], kind: str = "line") -> None:
-        """A line through some points."""
-        path = " ".join(f"{x:g},{y:g}" for x, y in points)
-        self.lines.append(f'<polyline class="{kind}" points="{path}"/>')
-
-    def area(self, *points: tuple[float, float], kind: str = "box") -> None:
-        """A polygon."""
-        path = " ".join(f"{x:g},{y:g}" for x, y in points)
-        self.lines.append(f'<polygon class="{kind}" points="{path}"/>')
-
-    def dot(self, x: float, y: float, radius: float) -> None:
-        """A dot of a diagram."""
-        self.lines.append(f'<circle class="data" cx="{x:g}" cy="{y:g}" r="{radius:g}"/>')
-
-    def arrow(self, *points: tuple[float, float]) -> None:
-        """A line through some points that ends in a head."""
-        (x0, y0), (x1, y1) = points[-2:]
-        length = math.hypot(x1 - x0, y1 - y0)
-        dx, dy = (x1 - x0) / length, (y1 - y0) / length
-        foot = (x1 - 9 * dx, y1 - 9 * dy)
-        self.line(*points[:-1], foot)
-        sides = [(foot[0] - side * dy, foot[1] + side * dx) for side in (4.5, -4.5)]
-        self.area((x1, y1), *sides, kind="head")
-
-    def __str__(self) -> str:
-        """The file."""
-        return "\n".join([*self.lines, "</svg>"]) + "\n"
-
-
-# How padding, chunks and tiers are run.
-
-LENGTHS = (6, 3, 11, 1, 4, 7, 2, 0)
-STEPS, CHUNK = 16, 4
-TIERS = spread_tiers(len(LENGTHS))
-ROW = 18  # the height of one
-
-
-def tiers_and_orders() -> list[tuple[int, list[int]]]:
-    """Of each chunk: how many rows `compact` runs, and all rows in its order."""
-    valid = treescan.length_mask(jnp.array(LENGTHS), STEPS)
-    schedule = make_schedule(valid, CHUNK, TIERS)
-    assert schedule.order is not None
-    branches = [int(branch) for branch in schedule.branch]
-    orders: list[list[int]] = schedule.order.tolist()
-    return [((0, *TIERS)[branch], order) for branch, order in zip(branches, orders, strict=True)]
-
-
-class Chunk(NamedTuple):
-    """What is drawn of a chunk: its heading, the rows that are shown, and how many of these are run."""
-
-    heading: str
-    shown: list[int]
-    live: int
-
-
-def padding() -> Picture:
-    """Which steps of which rows are run, without and with `compact`."""
-    chunks = tiers_and_orders()
-    rows, data = len(LENGTHS), sum(LENGTHS)
-    every = list(range(rows))
-    plain = [
-        Chunk(f"steps {n * CHUNK}-{(n + 1) * CHUNK - 1}", every, rows if tier else 0)
-        for n, (tier, _) in enumerate(chunks)
-    ]
-    compact = [Chunk(f"tier of {tier}" if tier else "no tier", order[:tier], tier) for tier, order in chunks]
-    runs, runs_compact = (sum(CHUNK * chunk.live for chunk in panel) for panel in (plain, compact))
-    first = 54
-    second = first + rows * ROW + 42
-    legend = second + 38 + rows * ROW + 30
-    picture = Picture(
-        "padding",
-        legend + 8,
-        "What mask_scan runs of a padded batch",
-        f"{rows} rows of lengths {', '.join(map(str, LENGTHS))}, padded to {STEPS} steps, in chunks of {CHUNK}. "
-        "The last chunk has no valid step and is not run. With compact, the rows that have a valid step come first, "
-        f"and the chunks run on {', '.join(str(tier) for tier, _ in chunks if tier)} rows. {data} of {STEPS * rows} "
-        f"rows' steps are data; {runs} are run without compact, and {runs_compact} with it.",
-    )
-    picture.text(0, 16, f"chunk={CHUNK}", "code")
-    picture.text(WIDTH, 16, f"{runs} of {STEPS * rows} rows' steps are run", "", "end")
-    picture.text(0, first - 8, "row", "small")
-    _draw_chunks(picture, first, plain)
-    picture.text(0, second, f"chunk={CHUNK}, compact=True", "code")
-    picture.text(WIDTH, second, f"{runs_compact} are run", "", "end")
-    _draw_chunks(picture, second + 38, compact)
-    for x, kind, says in (
-        (0, "data", f"data: {data}"),
-        (110, "padding", "padding that is run"),
-        (290, "absent", "not run"),
-    ):
-        picture.box(x + 1, legend - 13, 18, 16, kind, round_=2)
-        picture.text(x + 26, legend, says)
-    return picture
-
-
-def _draw_chunks(picture: Picture, top: float, chunks: list[Chunk]) -> None:
-    """One chunk beside the other; the rows are numbered where they are not those of the chunk before."""
-    cell, left, gap = 18, 46, 18
-    for number, chunk in enumerate(chunks):
-        x = left + number * (CHUNK * cell + gap)
-        picture.text(x + CHUNK * cell / 2, top - 8, chunk.heading, "small", "middle")
-        for place, row in enumerate(chunk.shown):
-            y = top + place * ROW
-            if not number or chunk.shown != chunks[number - 1].shown:
-                picture.text(x - 4, y + 13.5, str(row), "small", "end")
-            for step in range(CHUNK):
-                is_data = number * CHUNK + step < LENGTHS[row]
-                kind = "data" if is_data else "padding" if place < chunk.live else "absent"
-                picture.box(x + step * cell + 1, y + 1, cell - 2, ROW - 2, kind, round_=2)
 
 
 # The house of modules.
@@ -511,7 +368,7 @@ def choosing() -> Picture:
     return picture
 
 
-PICTURES = (padding, house, remat, layers, carry, loop, choosing)
+PICTURES = (padding, compact, house, remat, layers, carry, loop, choosing, vowels, cache, newton)
 
 
 def main() -> None:

@@ -55,6 +55,8 @@ FENCE = re.compile(
     re.MULTILINE | re.DOTALL,
 )
 
+FRONT_MATTER = re.compile(r"(?:---\n.*?\n---\n+)?", re.DOTALL)  # no line of the page's text
+
 
 class Block(NamedTuple):
     """A `python` block, and the place of the `text` block with its output if it has one."""
@@ -69,6 +71,7 @@ class Block(NamedTuple):
 
 def blocks_of(text: str) -> Iterator[Block]:
     fences = list(FENCE.finditer(text))
+    begin = len(FRONT_MATTER.match(text)[0])
     assert 2 * len(fences) == len(re.findall(r"^ *```", text, re.MULTILINE)), "a block that this test cannot read"
     for fence, following in zip(fences, [*fences[1:], None], strict=True):
         if fence["language"] != "python":
@@ -77,7 +80,7 @@ def blocks_of(text: str) -> Iterator[Block]:
         shown = following.span("code") if adjacent and following and following["language"] == "text" else None
         yield Block(
             code=textwrap.dedent(fence["code"]),
-            line=text.count("\n", 0, fence.start("code")),
+            line=text.count("\n", begin, fence.start("code")),
             title=fence["title"],
             raises=exception(fence["raises"]) if fence["raises"] else None,
             output=shown,
@@ -93,7 +96,7 @@ def exception(name: str) -> type[BaseException]:
 
 def run(block: Block, page: str, namespace: dict[str, object]) -> str:
     """What the block prints, or its error as Python would print it."""
-    # Lines count from the block's first where it is shown as a file of its own, else from the page's.
+    # Lines count from the block's first where it is shown as a file of its own, else from the page's title.
     source = block.code if block.title else "\n" * block.line + block.code
     code = compile(source, block.title or page, "exec", dont_inherit=True)
     printed = io.StringIO()
@@ -212,25 +215,6 @@ def test_all_public_names_are_documented() -> None:
     reference = "\n".join(page.read_text() for page in (ROOT / "docs" / "reference").glob("*.md"))
     documented = re.findall(r"^::: ([\w.]+)$", reference, re.MULTILINE)
     assert sorted(documented) == sorted(f"{module}.{name}" for module, names in PUBLIC.items() for name in names)
-
-
-def test_the_list_of_messages_has_all_that_are_tested() -> None:
-    page = ROOT / "docs" / "messages.md"
-    head, *sections = re.split(r"^(?=## )", page.read_text(), flags=re.MULTILINE)
-    golden = sorted((ROOT / "tests" / "golden").glob("*.txt"))
-    kinds = {file.name: re.match(r"treescan\.(\w+):", file.read_text())[1] for file in golden}
-    listed = {}
-    for section in sections:
-        kind = section[3:].partition("\n")[0]
-        listed.update(dict.fromkeys(re.findall(r'^--8<-- "tests/golden/(.+)"$', section, re.MULTILINE), kind))
-    if os.environ.get("TREESCAN_REGENERATE") == "1":
-        order = dict.fromkeys([*listed.values(), *kinds.values()])
-        blocks = {
-            kind: [f'```text\n--8<-- "tests/golden/{n}"\n```\n' for n in kinds if kinds[n] == kind] for kind in order
-        }
-        page.write_text(head + "\n".join(f"## {kind}\n\n" + "\n".join(found) for kind, found in blocks.items()))
-    else:
-        assert listed == kinds
 
 
 @pytest.mark.parametrize("kind", [kind for kind in PUBLIC["treescan"].values() if is_error(kind)])

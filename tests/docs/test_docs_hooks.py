@@ -80,7 +80,7 @@ def test_mkdocs_reads_the_reference_first(tmp_path: Path) -> None:
     reference = SimpleNamespace(src_uri="reference/scan.md", url="reference/scan.html", abs_src_path=str(page))
     other = SimpleNamespace(src_uri="index.md", url="index.html", abs_src_path="nowhere")
     hooks.on_files(SimpleNamespace(documentation_pages=lambda: [reference, other]), config=None)
-    made = hooks.on_page_content("<code>treescan.scan</code>", SimpleNamespace(url="index.html"), config=None)
+    made = hooks.on_page_content("<code>treescan.scan</code>", SimpleNamespace(url="index.html", meta={}), config=None)
     assert made == '<a href="reference/scan.html#treescan.scan"><code>treescan.scan</code></a>'
 
 
@@ -100,3 +100,15 @@ def test_names_that_are_ambiguous_are_ours() -> None:
     bare = {name.rpartition(".")[2] for name in hooks.reference_urls([("", text)])}
     assert "scan_layers" in bare
     assert all(f".{name}\n" in f"{text}\n" or name == "stop_gradient" for name in hooks.AMBIGUOUS.split())
+
+
+def test_tables_are_left_out_of_the_search_where_a_page_says_so() -> None:
+    for meta, made in (({}, "<table>"), ({"tables_in_search": False}, "<table data-search-exclude>")):
+        assert hooks.on_page_content("<table>", SimpleNamespace(url="index.html", meta=meta)) == made
+
+
+def test_files_of_the_repository_are_left_out_of_the_search() -> None:
+    for title, left_out in (("examples/vowels.py", True), ("src/a/b.py", True), ("model.py", False)):
+        block = f'<div class="language-py highlight"><span class="filename">{title}</span>'
+        made = hooks.on_page_content(block, SimpleNamespace(url="index.html", meta={}))
+        assert ("data-search-exclude" in made) == left_out

@@ -1,14 +1,14 @@
 """The pictures of the documentation: they are what the script draws, and what they show is so."""
 
 import colorsys
-import importlib.util
 import re
+import sys
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from types import ModuleType
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from modules import LAYERS, MODULES, own_imports
 
@@ -25,15 +25,12 @@ TEXT = {"default": ((0.0, 0.0, 0.0), 0.87), "slate": (colorsys.hls_to_rgb(225 / 
 PAGE = {"default": (1.0, 1.0, 1.0), "slate": colorsys.hls_to_rgb(225 / 360, 0.14, 0.15)}
 
 
-def script() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("draw_pictures", ROOT / "scripts" / "draw_pictures.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+sys.path.insert(0, str(ROOT / "scripts"))  # the script's own files are beside it
+import draw_padding  # noqa: E402
+import draw_pictures as DRAW  # noqa: E402
+import draw_tutorials  # noqa: E402
 
-
-DRAW = script()
+sys.path.pop(0)
 
 
 @pytest.mark.parametrize("draw", DRAW.PICTURES, ids=lambda draw: draw.__name__)
@@ -83,7 +80,7 @@ def test_classes_are_styled() -> None:
         for names in re.findall(r'class="([^"]+)"', file.read_text())
         for name in names.split()
     }
-    selectors = "".join(re.findall(r"^[.\[].*[{,]$", STYLES, re.MULTILINE))
+    selectors = "".join(re.findall(r"^ *[.\[].*[{,]$", STYLES, re.MULTILINE))
     assert used == set(re.findall(r"\.([\w-]+)", selectors)) - {"md-typeset"}
 
 
@@ -161,21 +158,55 @@ def add(total, x):
     return total + jnp.sum(x) if jnp.ndim(total) == 0 else total + x, x
 
 
-@pytest.mark.parametrize("compact", [False, True])
-def test_padding_is_run_as_drawn(compact: bool) -> None:
+def rows_that_run(compact: bool) -> list[int]:
+    """How many rows each step of the drawn batch runs on."""
     sizes: list[int] = []
 
     def body(total, x):
         jax.debug.callback(lambda x: sizes.append(len(x)), x)
         return total + x, None
 
-    rows = len(DRAW.LENGTHS)
-    xs, lengths = jnp.ones((DRAW.STEPS, rows)), jnp.array(DRAW.LENGTHS)
-    treescan.mask_scan(body, jnp.zeros(rows), xs, lengths=lengths, chunk=DRAW.CHUNK, compact=compact)
+    rows = len(draw_padding.LENGTHS)
+    xs, lengths = jnp.ones((draw_padding.STEPS, rows)), jnp.array(draw_padding.LENGTHS)
+    treescan.mask_scan(body, jnp.zeros(rows), xs, lengths=lengths, chunk=draw_padding.CHUNK, compact=compact)
     jax.effects_barrier()
-    text = (ROOT / "docs" / "pictures" / "padding.svg").read_text()
-    before, after = text.split(f">chunk={DRAW.CHUNK}, compact=True<")
+    return sizes
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("picture", ["padding", "compact"])
+def test_padding_is_run_as_drawn(picture: str, compact: bool) -> None:
+    run, rows = sum(rows_that_run(compact)), len(draw_padding.LENGTHS)
+    text = (ROOT / "docs" / "pictures" / f"{picture}.svg").read_text()
+    before, after = text.split(f">chunk={draw_padding.CHUNK}, compact=True<")
     cells = re.findall(r'class="(data|padding)"', after if compact else before)
     legend = 2 if compact else 0
-    assert len(cells) - legend == sum(sizes)
-    assert f">{sum(sizes)} {'are' if compact else f'of {rows * DRAW.STEPS} rows'}" in (after if compact else before)
+    assert len(cells) - legend == run
+    of_all = f"of {rows * draw_padding.STEPS} rows"
+    assert f">{run} {'are' if compact and picture == 'padding' else of_all}" in (after if compact else before)
+
+
+def test_rows_move_from_their_places() -> None:
+    svg = ET.fromstring((ROOT / "docs" / "pictures" / "compact.svg").read_text())
+    row, space = draw_padding.ROW, "{http://www.w3.org/2000/svg}"
+    groups = [group for group in svg.iter(f"{space}g") if group.get("class") == "moves"]
+    assert len(groups) == 2 * len(draw_padding.LENGTHS) * draw_padding.STEPS // draw_padding.CHUNK
+    moved = 0
+    for number, group in enumerate(groups):
+        (by,) = re.findall(r"--by:(-?[\d.]+)", group.get("style", ""))
+        name = group.find(f"{space}text")
+        place = number % len(draw_padding.LENGTHS)
+        if name is not None:
+            assert int(name.text or "") - place == float(by) / row
+        moved += float(by) != 0
+    orders = [order for _, order in draw_padding.tiers_and_orders()]
+    assert moved == sum(row != place for order in orders for place, row in enumerate(order)) > 0
+
+
+def test_the_pictures_of_tutorials_show_what_is_so() -> None:
+    visited = draw_tutorials.iterates()
+    assert visited[-1] == pytest.approx(2**0.5, rel=1e-6)
+    with np.load(draw_tutorials.VOWELS) as data:
+        lengths = data["train_lengths"]
+    drawn = re.findall(r'text-anchor="end">(\d+)<', (ROOT / "docs" / "pictures" / "vowels.svg").read_text())
+    assert [int(length) for length in drawn] == lengths[: len(drawn)].tolist()

@@ -24,6 +24,15 @@ class _Quiet(http.server.SimpleHTTPRequestHandler):
     def log_message(self, *_: object) -> None:
         """Says nothing."""
 
+    def send_error(self, code: int, *_: object) -> None:
+        """Shows the site's own page where there is none."""
+        page = (SITE / "404.html").read_bytes()
+        self.send_response(code)
+        self.send_header("Content-Type", "text/html")
+        self.send_header("Content-Length", str(len(page)))
+        self.end_headers()
+        self.wfile.write(page)
+
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[str]:
@@ -57,7 +66,7 @@ def root(request: pytest.FixtureRequest) -> str:
 def visit(browser: Browser) -> Iterator[Open]:
     """`visit(url, phone=False, dark=False)`: opens a page in a browser that has seen nothing before.
 
-    `answered` is called with each response.
+    `answered` is called with each response. With `missing` there is no such page; with `moving` pictures may move.
 
     When the test is over, nothing may have gone wrong on it: no error in the console, no request that failed, and none
     to another host.
@@ -70,23 +79,36 @@ def visit(browser: Browser) -> Iterator[Open]:
             wrong.append(f"failed: {request.url}: {request.failure}")
 
     def open_page(
-        url: str, *, phone: bool = False, dark: bool = False, answered: Callable[[Response], None] | None = None
+        url: str,
+        *,
+        phone: bool = False,
+        dark: bool = False,
+        missing: bool = False,
+        moving: bool = False,
+        answered: Callable[[Response], None] | None = None,
     ) -> Page:
         context = browser.new_context(
             viewport=PHONE if phone else DESKTOP,
             has_touch=phone,
             color_scheme="dark" if dark else "light",
             permissions=["clipboard-read", "clipboard-write"],
-            reduced_motion="reduce",  # or one would look at colours that are about to change
+            # Where things move, one would look at colours that are about to change.
+            reduced_motion="no-preference" if moving else "reduce",
         )
         contexts.append(context)
         page = context.new_page()
         home = "file://" if url.startswith("file:") else "/".join(url.split("/")[:3])
-        page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
+        if not missing:
+            page.on("console", lambda message: wrong.append(message.text) if message.type == "error" else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("requestfailed", note_failure)
         page.on(
-            "response", lambda answer: wrong.append(f"{answer.status}: {answer.url}") if answer.status >= 400 else None
+            "response",
+            lambda answer: (
+                wrong.append(f"{answer.status}: {answer.url}")
+                if answer.status >= 400 and not (missing and answer.url.partition("?")[0] == url)
+                else None
+            ),
         )
         page.on(
             "request",

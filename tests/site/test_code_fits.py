@@ -14,6 +14,8 @@ COVERED = """() => [...document.querySelectorAll(".md-code__button")].filter(but
     return button.getBoundingClientRect().left < code.right - 1
 }).length"""
 
+UNFOLD = "() => document.querySelectorAll('details').forEach(folded => { folded.open = true })"
+
 SCROLLS = """() => {
     const all = [...document.querySelectorAll("article pre > code, article .md-typeset__scrollwrap")]
     return all.map(element => {
@@ -28,6 +30,7 @@ SCROLLS = """() => {
 def test_a_desktop_shows_whole_lines_of_code(server: str, visit: Open, page: str) -> None:
     opened = visit(f"{server}/{page}")
     opened.wait_for_load_state("networkidle")
+    opened.evaluate(UNFOLD)
     assert opened.evaluate(CUT_OFF) == []
     assert opened.evaluate(COVERED) == 0
 
@@ -36,7 +39,8 @@ def test_a_desktop_shows_whole_lines_of_code(server: str, visit: Open, page: str
 def test_a_phone_shows_that_there_is_more(server: str, visit: Open, page: str) -> None:
     opened = visit(f"{server}/{page}", phone=True)
     opened.wait_for_load_state("networkidle")
-    opened.wait_for_timeout(100)  # the sizes are observed
+    opened.evaluate(UNFOLD)
+    opened.wait_for_timeout(500)  # the sizes are observed
     for wide, fades, more, text in opened.evaluate(SCROLLS):
         assert fades == wide, text
         assert more == ("right" if wide else ""), text

@@ -1,5 +1,7 @@
 """What holds for every page: it loads without an error, it fits a phone, and everybody can read it."""
 
+import re
+
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 from conftest import SITE, Open
@@ -30,6 +32,12 @@ def test_page_loads(server: str, visit: Open, page: str) -> None:
     opened = visit(f"{server}/{page}")
     opened.wait_for_load_state("networkidle")
     assert opened.locator("h1").count() == 1
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_what_a_page_includes_is_there(page: str) -> None:
+    text = re.sub(r"<[^>]+>", "", (SITE / page).read_text())
+    assert not re.search(r"--8\s*&lt;", text)  # a formatter once took these lines for Python
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -9,6 +9,7 @@ from conftest import SITE
 import treescan
 from treescan._types import Options
 
+ROOT = SITE.parent
 VERBS = ("scan", "fold", "accumulate", "fori", "while_scan", "mask_scan", "scan_layers", "fold_layers")
 STACKS_OUTPUTS = ("scan", "accumulate", "while_scan", "mask_scan", "scan_layers")
 GUIDES = re.compile(r'<a href="\.\./(?:guides|tutorials|getting-started|choosing)[^"]*"')
@@ -51,3 +52,15 @@ def test_a_verb_leads_to_its_guides(verb: str) -> None:
     page = (SITE / "reference" / f"{verb}.html").read_text()
     before, _, _ = page[page.index("<article") :].partition("doc-signature")
     assert GUIDES.search(before)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_overloads_are_folded_below(verb: str) -> None:
+    page = (SITE / "reference" / f"{verb}.html").read_text()
+    above, _, folded = page.partition('<details class="overloads"')
+    assert "doc-signature" in above
+    assert not re.match(r"[^>]* open\b", folded)
+    text = html.unescape(re.sub(r"<[^>]+>", "", folded.partition("</details>")[0]))
+    source = "".join(file.read_text() for file in (ROOT / "treescan" / "_verbs").glob("*.py"))
+    assert text.count("@overload\n") == len(re.findall(rf"^@overload\ndef {verb}\(", source, re.MULTILINE)) > 1
+    assert all(len(line) <= 78 for line in text.splitlines())

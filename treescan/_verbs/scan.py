@@ -115,7 +115,11 @@ def scan(
 
     The same program as `jax.lax.scan`, with which it shares its first six parameters: without further options both
     trace to the same jaxpr. What it adds are checks, in the one trace that runs anyway, whose errors speak of the
-    body's own names, and the options below. `_split_transpose` is passed on to `jax.lax.scan`, which may change it.
+    body's own names, and the options below.
+
+    `_split_transpose` is an experiment of JAX, and is passed on to `jax.lax.scan`. With it the gradient of the loop is
+    split into a scan, for the carry, and a map, for what each step reads. It may take more memory, and JAX may change
+    or remove it.
 
     Args:
         f: the body, `f(carry, x) -> (carry, y)`. It may be annotated with jaxtyping types, which are then checked.

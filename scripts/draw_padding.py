@@ -1,0 +1,156 @@
+"""What `mask_scan` runs of a padded batch: a picture, and one that moves.
+
+Which chunks and which rows are run is what the library's own schedule says.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import jax.numpy as jnp
+from picture import WIDTH, Picture
+
+import treescan
+from treescan._transforms.rows.compact import spread_tiers
+from treescan._transforms.rows.schedule import make_schedule
+
+LENGTHS = (6, 3, 11, 1, 4, 7, 2, 0)
+STEPS, CHUNK = 16, 4
+TIERS = spread_tiers(len(LENGTHS))
+ROW = 18  # the height of one
+
+
+def tiers_and_orders() -> list[tuple[int, list[int]]]:
+    """Of each chunk: how many rows `compact` runs, and all rows in its order."""
+    valid = treescan.length_mask(jnp.array(LENGTHS), STEPS)
+    schedule = make_schedule(valid, CHUNK, TIERS)
+    assert schedule.order is not None
+    branches = [int(branch) for branch in schedule.branch]
+    orders: list[list[int]] = schedule.order.tolist()
+    return [((0, *TIERS)[branch], order) for branch, order in zip(branches, orders, strict=True)]
+
+
+class Chunk(NamedTuple):
+    """What is drawn of a chunk: its heading, the rows that are shown, and how many of these are run."""
+
+    heading: str
+    shown: list[int]
+    live: int
+
+
+def padding() -> Picture:
+    """Which steps of which rows are run, without and with `compact`."""
+    chunks = tiers_and_orders()
+    rows, data = len(LENGTHS), sum(LENGTHS)
+    every = list(range(rows))
+    plain = [
+        Chunk(f"steps {n * CHUNK}-{(n + 1) * CHUNK - 1}", every, rows if tier else 0)
+        for n, (tier, _) in enumerate(chunks)
+    ]
+    compact = [Chunk(f"tier of {tier}" if tier else "no tier", order[:tier], tier) for tier, order in chunks]
+    runs, runs_compact = (sum(CHUNK * chunk.live for chunk in panel) for panel in (plain, compact))
+    first = 54
+    second = first + rows * ROW + 42
+    legend = second + 38 + rows * ROW + 30
+    picture = Picture(
+        "padding",
+        legend + 8,
+        "What mask_scan runs of a padded batch",
+        f"{rows} rows of lengths {', '.join(map(str, LENGTHS))}, padded to {STEPS} steps, in chunks of {CHUNK}. "
+        "The last chunk has no valid step and is not run. With compact, the rows that have a valid step come first, "
+        f"and the chunks run on {', '.join(str(tier) for tier, _ in chunks if tier)} rows. {data} of {STEPS * rows} "
+        f"rows' steps are data; {runs} are run without compact, and {runs_compact} with it.",
+    )
+    picture.text(0, 16, f"chunk={CHUNK}", "code")
+    picture.text(WIDTH, 16, f"{runs} of {STEPS * rows} rows' steps are run", "", "end")
+    picture.text(0, first - 8, "row", "small")
+    _draw_chunks(picture, first, plain)
+    picture.text(0, second, f"chunk={CHUNK}, compact=True", "code")
+    picture.text(WIDTH, second, f"{runs_compact} are run", "", "end")
+    _draw_chunks(picture, second + 38, compact)
+    for x, kind, says in (
+        (0, "data", f"data: {data}"),
+        (110, "padding", "padding that is run"),
+        (290, "absent", "not run"),
+    ):
+        picture.box(x + 1, legend - 13, 18, 16, kind, round_=2)
+        picture.text(x + 26, legend, says)
+    return picture
+
+
+def _draw_chunks(picture: Picture, top: float, chunks: list[Chunk]) -> None:
+    """One chunk beside the other; the rows are numbered where they are not those of the chunk before."""
+    cell, left, gap = 18, 46, 18
+    for number, chunk in enumerate(chunks):
+        x = left + number * (CHUNK * cell + gap)
+        picture.text(x + CHUNK * cell / 2, top - 8, chunk.heading, "small", "middle")
+        for place, row in enumerate(chunk.shown):
+            y = top + place * ROW
+            if not number or chunk.shown != chunks[number - 1].shown:
+                picture.text(x - 4, y + 13.5, str(row), "small", "end")
+            for step in range(CHUNK):
+                is_data = number * CHUNK + step < LENGTHS[row]
+                kind = "data" if is_data else "padding" if place < chunk.live else "absent"
+                picture.box(x + step * cell + 1, y + 1, cell - 2, ROW - 2, kind, round_=2)
+
+
+# The same, as it goes: a chunk after the other.
+
+SECONDS, SORTS, COLUMN = 2.6, 0.9, 0.3  # of a chunk; until its rows are in order; of a step
+
+
+def compact() -> Picture:
+    """What is run, chunk by chunk: with `chunk` alone, and with `compact`, which brings the rows together before."""
+    chunks = tiers_and_orders()
+    rows = len(LENGTHS)
+    tiers = [tier for tier, _ in chunks]
+    every = list(range(rows))
+    plain = [(rows if tier else 0, every) for tier in tiers]
+    first = 54
+    second = first + rows * ROW + 72
+    legend = second + rows * ROW + 30
+    picture = Picture(
+        "compact",
+        legend + 8,
+        "Chunks, and what compact does to them",
+        f"{rows} rows of lengths {', '.join(map(str, LENGTHS))} in chunks of {CHUNK} steps, which run one after the "
+        f"other. With chunk alone, a chunk runs all {rows} rows, or none if no row has a valid step in it. With "
+        "compact, the rows that have a valid step in the chunk move to the top before it runs, and it runs on the "
+        f"smallest tier that holds them: {', '.join(str(tier) for tier in tiers if tier)} rows. The last chunk is not "
+        "run.",
+    )
+    for top, code, panel in ((first, f"chunk={CHUNK}", plain), (second, f"chunk={CHUNK}, compact=True", chunks)):
+        runs = CHUNK * sum(live for live, _ in panel)
+        picture.text(0, top - 38, code, "code")
+        picture.text(WIDTH, top - 38, f"{runs} of {STEPS * rows} rows' steps are run", "", "end")
+        for number, (live, order) in enumerate(panel):
+            _draw_moving_chunk(picture, top, number, live, order)
+    for x, kind, says in (
+        (0, "data", "data"),
+        (110, "padding", "padding that is run"),
+        (290, "absent", "not run"),
+    ):
+        picture.box(x + 1, legend - 13, 18, 16, kind, round_=2)
+        picture.text(x + 26, legend, says)
+    return picture
+
+
+def _draw_moving_chunk(picture: Picture, top: float, number: int, live: int, order: list[int]) -> None:
+    """A chunk: its rows come in their order, a frame is put around those that are run, and these are run."""
+    cell, left, gap = 18, 46, 18
+    x, begins = left + number * (CHUNK * cell + gap), number * SECONDS
+    in_place = order == sorted(order)
+    for place, row in enumerate(order):
+        with picture.moving("moves", begins, by=(row - place) * ROW):
+            if not number or not in_place:
+                picture.text(x - 4, top + place * ROW + 13.5, str(row), "small", "end")
+            for step in range(CHUNK):
+                is_data = number * CHUNK + step < LENGTHS[row]
+                kind = "data" if is_data else "padding" if place < live else "absent"
+                with picture.moving("appears", begins + SORTS + COLUMN * (step + 1)):
+                    picture.box(x + step * cell + 1, top + place * ROW + 1, cell - 2, ROW - 2, kind, round_=2)
+    with picture.moving("appears", begins + SORTS):
+        says = f"{live} row{'s' * (live > 1)}" if live else "not run"
+        picture.text(x + CHUNK * cell / 2, top - 10, says, "small", "middle")
+        if live:
+            picture.box(x - 1, top - 2, CHUNK * cell + 2, live * ROW + 4, "frame", round_=4)

@@ -1,0 +1,395 @@
+"""Writes docs/messages.md, the texts of all errors by what went wrong: `python scripts/messages.py`.
+
+The texts are the golden files of the tests. A topic shows the few that people meet, and folds the others away. A golden
+file that no topic names comes under "Others" of its kind, so that a new message is on the page before it has a topic.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parent.parent
+GOLDEN, PAGE = ROOT / "tests" / "golden", ROOT / "docs" / "messages.md"
+START = "<!-- by scripts/messages.py, from here on -->\n"
+
+
+class Topic(NamedTuple):
+    """What some messages of one kind have in common.
+
+    Attributes:
+        title: what went wrong.
+        says: what to do about it, in a sentence or two.
+        shown: the golden files that are shown, without their ending.
+        folded: patterns of the names of those that are folded away.
+    """
+
+    title: str
+    says: str
+    shown: tuple[str, ...]
+    folded: tuple[str, ...] = ()
+
+
+TOPICS: dict[str, tuple[Topic, ...]] = {
+    "CarryError": (
+        Topic(
+            "A dtype differs",
+            "Cast the leaf back in the step, or start from the dtype that the step computes in.",
+            ("carry_dtype", "x_dtype"),
+            ("carry_dtype_*", "x_dtype_*", "*_weak_type", "*computes_in_half*", "carry_shape_and_dtype"),
+        ),
+        Topic(
+            "A shape differs",
+            "A carry cannot grow. Allocate the full size in `init` and write into it, or return the new part as `y`.",
+            ("carry_grows", "carry_shape"),
+            ("x_grows", "x_shape", "*_rank", "pair_drops_the_batch", "compact_*"),
+        ),
+        Topic(
+            "Carry and output are swapped",
+            "Return the next carry first.",
+            ("pair_swapped",),
+            ("*swapped*",),
+        ),
+        Topic(
+            "The structure differs",
+            "Return every part of the carry, in the containers that it was given in.",
+            ("carry_keys", "carry_none_returned"),
+            (
+                *("carry_list_*", "carry_tuple_*", "carry_namedtuple_*", "carry_other_*", "carry_none_*"),
+                *("carry_static_for_array", "carry_without_*", "x_structure", "x_classes", "pair_none_*"),
+                *("block_of_*", "state_of_*"),
+            ),
+        ),
+        Topic(
+            "Something that is not an array changed",
+            "Functions, texts and metadata are the same in all steps.",
+            ("carry_static_changed",),
+            ("*_static", "*_metadata*"),
+        ),
+        Topic(
+            "A random key changed its kind", "Keep one kind of key through the loop.", ("carry_key_impl",), ("*_key_*",)
+        ),
+        Topic(
+            "Devices differ",
+            "Start from a value that is laid out over the devices as the step returns it.",
+            ("carry_begins_to_vary", "carry_sharding"),
+            ("*_vary", "*_sharding"),
+        ),
+        Topic(
+            "Several leaves differ, or a loop within a loop",
+            "The text lists all leaves, and names the body that is wrong, which may be the inner one.",
+            ("carry_several_leaves", "named_inner"),
+            ("lift_*", "while_*"),
+        ),
+    ),
+    "BodyError": (
+        Topic(
+            "The body returns something else",
+            "`scan`, `mask_scan` and `while_scan` want a pair `(carry, y)`, and the other loops the carry alone.",
+            ("pair_none", "pair_carry_only", "pair_in_fold"),
+            ("pair_*", "while_carry_alone", "body_of_three", "y_static*"),
+        ),
+        Topic(
+            "The block of a layer",
+            "`scan_layers` wants a pair `(x, y)`, and `fold_layers` x alone. With `state` the new state is behind x.",
+            ("block_returns_x_alone", "block_of_fold_layers_returns_pair", "state_is_not_returned"),
+            ("block_return*", "block_of_*", "block_changes_*", "state_*", "pattern_*returns*"),
+        ),
+        Topic(
+            "The body takes other arguments",
+            "Give the option that the body asks for, or let the body take what the option brings.",
+            ("key_needed", "key_not_taken", "valid_needed"),
+            (
+                *("key_*", "keyword_*", "block_that_*", "block_with*", "*_without_key", "*_takes_too_much"),
+                *("while_key_*", "while_valid_*", "init_layers_*", "state_is_not_taken"),
+            ),
+        ),
+        Topic(
+            "It cannot be called",
+            "The body comes first, as a function.",
+            ("not_callable",),
+            ("*not_callable*", "named_*", "*something_else_than_a_block", "lift_of_no_function"),
+        ),
+        Topic(
+            "The condition of while_scan",
+            "It takes the carry, and returns one bool, or one for each row with `carry_axes`.",
+            ("while_condition_of_nothing",),
+            ("while_condition_*",),
+        ),
+        Topic(
+            "A body that `compact` cannot run",
+            "It must take any number of rows.",
+            ("compact_body_counts_rows",),
+            ("*compact*",),
+        ),
+        Topic(
+            "The function of `lift`", "It returns `((carry, y), updates)`.", ("lift_returns_no_updates",), ("lift_*",)
+        ),
+    ),
+    "SignatureError": (
+        Topic(
+            "An annotation does not hold",
+            "Change the annotation, or the value. An axis name means one size in the whole of a step.",
+            ("signature_carry", "signature_y"),
+            ("*",),
+        ),
+    ),
+    "ArgumentError": (
+        Topic(
+            "How many steps",
+            "`length` and the leaves of xs must agree, and one of them must say how many steps there are.",
+            ("length_missing", "length_conflict", "xs_sizes_differ"),
+            ("length_[!m]*", "length_missing*", "xs_*", "fori_*", "unroll_*"),
+        ),
+        Topic(
+            "Lengths, masks and rows",
+            "Give `lengths` or `mask`. Each leaf must have the rows, or its axis must say where they are.",
+            ("mask_neither", "lengths_out_of_range", "batch_not_in_x"),
+            (
+                *("mask_*", "lengths_*", "length_mask_*", "batch_*", "init_of_*", "time_*", "resets_*"),
+                *("carry_axes_*",),
+            ),
+        ),
+        Topic(
+            "What outputs are on padding",
+            "`fill` must fit the dtype of the output.",
+            ("fill_does_not_fit",),
+            ("fill_*",),
+        ),
+        Topic(
+            "What a reset puts back", "`reset_to` must fit the carry.", ("reset_to_of_other_types",), ("reset_to_*",)
+        ),
+        Topic(
+            "chunk and compact",
+            "`compact` asks something of the body and of the rows, which the text says.",
+            ("compact_single_row", "compact_with_key"),
+            ("chunk_*", "compact_*"),
+        ),
+        Topic(
+            "Padding and packing",
+            "`pad` and `pack` take a list of sequences, each a tree of arrays that lead with its steps.",
+            ("pad_types_differ", "pad_too_long", "packed_with_time_axis"),
+            ("pad_*", "pack_*", "packed_*", "padded_*", "unpad_*", "unpack_*", "repad_*", "last_*"),
+        ),
+        Topic(
+            "Axes",
+            "An axis must be there, and a tree of axes must be a prefix of what it speaks about.",
+            ("in_axes_out_of_range", "in_axes_no_prefix"),
+            ("in_axes_*", "out_axes_*", "*_in_axes_*", "*_out_axes_not_there"),
+        ),
+        Topic(
+            "An option that the verb does not take",
+            "The text names the verbs that take it.",
+            ("option_refused_by_fold",),
+            ("option_*", "*_in_fold", "*_in_fold_layers", "layers_option_*"),
+        ),
+        Topic(
+            "Recomputing: remat",
+            'It is `"step"`, `"nested"`, `"auto"`, a `Remat`, or None. A budget must be enough for some plan.',
+            ("remat_unknown", "remat_budget_too_small"),
+            ("remat_*", "plan_*", "*_remat_*", "*_with_nested_*"),
+        ),
+        Topic(
+            "What is kept: save and truncate",
+            'An output is kept whole ("all"), once ("last"), each k-th time, or not at all (None).',
+            ("save_unknown",),
+            ("save_*", "truncate_*", "*_save_*", "state_beside_a_save_*"),
+        ),
+        Topic(
+            "Loops that stop",
+            "`while_scan` needs xs or a `max_length`, and rows where the condition has rows.",
+            ("while_without_max_length",),
+            ("while_*",),
+        ),
+        Topic(
+            "Layers, and prefetch",
+            "What all layers share goes into `args`. `prefetch` needs a mesh and weights.",
+            ("layers_args_array", "layers_prefetch_without_a_mesh"),
+            ("layers_*", "init_layers_*", "pattern_*"),
+        ),
+        Topic(
+            "check_finite and progress",
+            "The text says with which loops they do not work, and what to do in place of them.",
+            ("check_finite_of_mask_scan",),
+            ("check_finite_*", "progress_*"),
+        ),
+        Topic("lift", "Each collection and each stream needs a role.", ("lift_collection_without_role",), ("lift_*",)),
+    ),
+    "ArgumentTypeError": (
+        Topic(
+            "An option that the verb does not have",
+            "The text names the option that may be meant.",
+            ("option_misspelt", "option_of_mask_scan"),
+            ("option_*", "*_unknown_option", "truncate_in_layers", "*_of_layers", "check_finite_*"),
+        ),
+        Topic(
+            "A key",
+            "Pass a key of `jax.random.key`, not a seed.",
+            ("key_int",),
+            ("key_*", "*_of_a_seed", "*_key_seed", "lift_seed_*", "*_keys_*", "init_layers_*"),
+        ),
+        Topic(
+            "A number, a flag or a text where another type belongs",
+            "The text says what the option takes.",
+            ("length_float", "mask_not_bool", "in_axes_float"),
+            (
+                *("length_*", "lengths_*", "mask_*", "resets_*", "in_axes_*", "out_axes_*", "batch_axes_*", "chunk_*"),
+                *("compact_*", "fill_*", "fori_*", "name_*", "reverse_*", "unroll_*", "remat_*", "layers_*"),
+            ),
+        ),
+        Topic(
+            "Padding and packing",
+            "`pad` and `pack` take a list. `last` and `first` need the direction of the scan.",
+            ("pad_array", "last_without_direction"),
+            ("pad_*", "pack_*", "unpad_*", "unpack_*", "repad_*", "last_*", "first_*"),
+        ),
+        Topic(
+            "Layers and checkpoints",
+            "The text says which function takes what.",
+            ("layer_at_traced_float",),
+            ("layer_*", "checkpoint_*", "stack_*", "state_dict_*"),
+        ),
+        Topic(
+            "A custom carry",
+            "A carry is made by its function, `ema(0.0, 0.9)`, and stays in its place in `init`.",
+            ("carry_class_not_called", "carry_of_another_carry"),
+            ("carry_*", "cast_*", "register_*", "write_tree_*", "x_of_*"),
+        ),
+        Topic("Progress", "Pass True, a label, or a `treescan.Progress`.", ("progress_number",), ("progress_*",)),
+        Topic("lift", "The text says what the argument is.", ("lift_variables_not_a_dict",), ("lift_*",)),
+    ),
+    "TracedArgumentError": (
+        Topic(
+            "A value that is known only while the program runs",
+            "Shapes and numbers of steps are parts of a compiled program. Give an int, or mark the argument as static.",
+            ("length_traced", "fori_traced", "pad_traced"),
+            ("*",),
+        ),
+    ),
+    "LayerError": (
+        Topic(
+            "Layers that differ",
+            "Layers of one stack have the same structure, shapes and dtypes.",
+            ("stack_types_differ", "stack_structures_differ"),
+            ("stack_*", "set_layer_*"),
+        ),
+        Topic(
+            "How many layers",
+            "Every leaf of a stack leads with the layers.",
+            ("layers_in_a_list", "layers_of_two_depths"),
+            (
+                *("layers_and_*", "layers_length_*", "layers_none*", "layers_with_scalar", "layers_without_*"),
+                *("layer_at_*", "unstack_[!s]*", "unstack_static_*", "state_of_*"),
+            ),
+        ),
+        Topic(
+            "Several kinds of layers",
+            "A pattern has one stack for each block, and the layers take turns.",
+            ("pattern_of_uneven_stacks", "pattern_with_one_stack"),
+            ("pattern_*", "state_with_*", "state_that_*"),
+        ),
+        Topic(
+            "Checkpoints",
+            "The text lists the names that are missing, and those that are there.",
+            ("checkpoint_that_does_not_fit", "checkpoint_without_a_layer"),
+            ("checkpoint_*", "state_dict_*"),
+        ),
+        Topic(
+            "Layers on devices",
+            "Shard what is within a layer, and not the axis of the layers.",
+            ("layers_split",),
+            ("layers_split_*", "*_split", "*_split_*", "*shardings*"),
+        ),
+        Topic(
+            "Boxes and names of axes",
+            "Metadata of flax must know the axis of the layers.",
+            ("layer_axis_name_of_another_stack",),
+            ("box_*", "layer_axis_*"),
+        ),
+    ),
+    "NonFiniteError": (
+        Topic(
+            "A carry became NaN or infinite",
+            "The text names the step, the leaf and the operation.",
+            ("check_finite_finds_a_step",),
+            ("*",),
+        ),
+    ),
+    "PluginError": (
+        Topic(
+            "A hook of a custom carry failed",
+            "The error of the hook is the cause of this one, and is printed above it.",
+            ("plugin_write_fails",),
+            ("*_fails", "plugin_*given*"),
+        ),
+        Topic(
+            "A hook returned something else",
+            "`write` returns the same class, with the same structure, shapes and dtypes.",
+            ("plugin_writes_other_dtype",),
+            ("plugin_writes_*", "plugin_rows_*", "registered_*"),
+        ),
+        Topic(
+            "A class that cannot be a carry",
+            "It defines `read` and `write`.",
+            ("plugin_without_write",),
+            ("plugin_*", "register_*"),
+        ),
+    ),
+}
+
+
+def kinds() -> dict[str, list[str]]:
+    """The golden files by the kind of their errors, in the order of the topics; kinds without topics come last."""
+    found: dict[str, list[str]] = {kind: [] for kind in TOPICS}
+    for file in sorted(GOLDEN.glob("*.txt")):
+        kind = re.match(r"treescan\.(\w+):", file.read_text())
+        assert kind, f"{file.name} does not begin with an error"
+        found.setdefault(kind[1], []).append(file.stem)
+    return {kind: names for kind, names in found.items() if names}
+
+
+def sections(kind: str, names: list[str]) -> Iterator[tuple[Topic, list[str]]]:
+    """The topics of a kind, each with the files that it folds away: a file is in the first topic that names it."""
+    shown = {name for topic in TOPICS.get(kind, ()) for name in topic.shown}
+    left = [name for name in names if name not in shown]
+    for topic in TOPICS.get(kind, ()):
+        folded = [name for name in left if any(fnmatch.fnmatchcase(name, pattern) for pattern in topic.folded)]
+        left = [name for name in left if name not in folded]
+        yield topic, folded
+    if left:
+        yield Topic("Others", "Texts that belong to none of these.", ()), left
+
+
+def blocks(names: Iterable[str]) -> list[str]:
+    """What includes golden files."""
+    return [f'```text\n--8<-- "tests/golden/{name}.txt"\n```\n' for name in names]
+
+
+def folded_blocks(names: list[str]) -> list[str]:
+    """The same, behind a line that opens them. They would be a seventh of what each page loads for its search."""
+    count = f"{len(names)} more" if len(names) > 1 else "One more"
+    return [
+        f'<details class="messages" data-search-exclude markdown="1">\n<summary>{count}</summary>\n',
+        *blocks(names),
+        "</details>\n",
+    ]
+
+
+def page_of(page: str) -> str:
+    """The page with its sections written anew; what is above them is by hand."""
+    head, _, _ = page.partition(START)
+    parts = [head + START]
+    for kind, names in kinds().items():
+        parts.append(f"## {kind}\n")
+        for topic, folded in sections(kind, names):
+            anchor = re.sub(r"\W+", "-", f"{kind} {topic.title}".lower()).strip("-")
+            parts += [f"### {topic.title} {{ #{anchor} }}\n", f"{topic.says}\n", *blocks(topic.shown)]
+            parts += folded_blocks(folded) if folded else []
+    return "\n".join(parts)
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page_of(PAGE.read_text()))

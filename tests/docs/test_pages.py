@@ -1,0 +1,57 @@
+"""What every page of the documentation has: a description, and one name. And the logo is what its script draws."""
+
+import importlib.util
+import re
+import xml.etree.ElementTree as ET
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+DOCS = ROOT / "docs"
+PAGES = sorted(page for page in DOCS.rglob("*.md") if "pictures" not in page.parts)
+NAV = re.search(r"^nav:.*?\n(.*?)^\S", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE | re.DOTALL)
+DESCRIPTION = re.compile(r'\A---\n(?:.*\n)*?description: (?:"([^"]+)"|([^"\n]+))\n(?:.*\n)*?---\n')
+
+
+def load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def description(page: Path) -> str:
+    found = DESCRIPTION.match(page.read_text())
+    assert found, "a page begins with its description, which search engines and llms.txt show"
+    return found[1] or found[2]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(DOCS)))
+def test_a_page_has_a_description(page: Path) -> None:
+    assert 50 <= len(description(page)) <= 160  # what search engines show
+
+
+def test_no_two_pages_have_the_same_description() -> None:
+    assert len({description(page) for page in PAGES}) == len(PAGES)
+
+
+def test_the_navigation_names_pages_by_their_titles() -> None:
+    assert NAV
+    entries = re.findall(r"^ +- (?:(.+): )?(\S+\.md)$", NAV[1], re.MULTILINE)
+    assert sorted(file for _, file in entries) == [str(page.relative_to(DOCS)) for page in PAGES]
+    named = {file: name for name, file in entries if name}
+    assert named.pop("index.md") == "Home"
+    for file, name in named.items():  # a tab of one page
+        assert re.search(rf"^# {name}$", (DOCS / file).read_text(), re.MULTILINE)
+
+
+def test_the_logo_is_what_its_script_draws() -> None:
+    draw = load("draw_logo")
+    assert (draw.DIRECTORY / "logo.svg").read_text() == draw.logo(), "run `python scripts/draw_logo.py`"
+    ET.fromstring(draw.card())
+    width, height, digest = draw.size_and_digest((draw.DIRECTORY / "social.png").read_bytes())
+    assert (width, height) == draw.CARD
+    assert digest == draw.digest(draw.card()), "run `python scripts/draw_logo.py`"
