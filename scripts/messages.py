@@ -213,8 +213,14 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         Topic(
             "check_finite and progress",
             "The text says with which loops they do not work, and what to do in place of them.",
-            ("check_finite_of_mask_scan",),
+            ("check_finite_with_prefetch",),
             ("check_finite_*", "progress_*"),
+        ),
+        Topic(
+            "describe",
+            "Pass a verb of treescan and its own arguments.",
+            ("describe_of_no_verb",),
+            ("describe_*",),
         ),
         Topic("lift", "Each collection and each stream needs a role.", ("lift_collection_without_role",), ("lift_*",)),
     ),
