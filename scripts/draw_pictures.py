@@ -262,7 +262,8 @@ def transforms_of(verb: str) -> list[str]:
     """The classes of a verb's transforms, innermost first, read off the tuple in its source."""
     tree = ast.parse((PACKAGE / "_verbs" / f"{WHERE[verb]}.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    lists = [call.args for call in calls if ast.unparse(call.func).split(".")[-1] in ("run", "present")]
+    lists = [call.args for call in calls if ast.unparse(call.func).split(".")[-1] == "run"]
+    lists += [list(filter(_class_of, call.args)) for call in calls if ast.unparse(call.func) == "Until"]
     listed = [arguments for arguments in lists if arguments and all(map(_class_of, arguments))]
     if not listed:  # a program of its own, which is given its transforms among other things
         (listed,) = ([call.args] for call in calls if ast.unparse(call.func) == "Until")
@@ -272,7 +273,12 @@ def transforms_of(verb: str) -> list[str]:
 def _class_of(argument: ast.expr) -> str:
     """`KeepOutputs` of `KeepOutputs.of(save)` and of `KeepOutputs(save)`; nothing of what is no transform."""
     text = ast.unparse(argument.func if isinstance(argument, ast.Call) else argument).removesuffix(".of")
-    calls = {"over_axes": "OverAxes", "checking": "CheckFinite", "showing": "ShowProgress"}
+    calls = {
+        "over_axes": "OverAxes",
+        "checking": "CheckFinite",
+        "checking_either": "CheckFinite",
+        "showing": "ShowProgress",
+    }
     named = calls.get(text.rpartition(".")[2])
     return named or (text if text[0].isupper() else "")
 

@@ -147,6 +147,7 @@ def test_a_verb_runs_the_transforms_that_it_lists(verb: str, monkeypatch: pytest
             lengths=jnp.array([4, 1]),
             resets=jnp.ones((4, 2), bool),
             reset_to=1.0,
+            check_finite=True,
             **(every | {"out_axes": 1}),
         ),
     }
