@@ -126,10 +126,10 @@ def test_the_timeline_of_nothing_is_empty():
 
 @pytest.mark.slow
 @pytest.mark.optimized
-def test_most_plans_are_within_a_tenth():
+def test_most_gradients_are_within_a_tenth():
     ratios = []
     for case in list(cases())[::3]:
         loss = lambda *given, case=case: sum(map(jnp.sum, jax.tree.leaves(case.run(*given, remat=case.remat))))  # noqa: E731
         ratios.append(bytes_of(jax.grad(loss, (0, 1)), case.x, case.layers) / case.compiled)
     assert all(0.8 < ratio < 1.3 for ratio in ratios), ratios
-    assert sum(0.9 < ratio < 1.1 for ratio in ratios) > 0.8 * len(ratios), ratios
+    assert sum(0.9 < ratio < 1.1 for ratio in ratios) > 0.7 * len(ratios), ratios

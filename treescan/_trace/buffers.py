@@ -27,7 +27,8 @@ _FUSED = frozenset(
         "abs", "add", "add_any", "and", "atan2", "broadcast_in_dim", "cbrt", "ceil", "clamp", "concatenate",
         "convert_element_type", "cos", "cosh", "div", "dynamic_slice", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
         "expm1", "floor", "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic",
-        "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad", "pow", "real", "reduce_precision", "rem", "rev",
+        "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square",
+        "or", "pad", "pow", "real", "reduce_precision", "rem", "rev",
         "round", "rsqrt", "select_n", "shift_left", "shift_right_logical", "sign", "sin", "sinh", "slice", "split",
         "sqrt", "square", "sub", "tan", "tanh", "transpose", "xor",
     }
