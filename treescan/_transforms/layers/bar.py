@@ -35,7 +35,8 @@ def of_x(shown: ShowProgress | None, x_of: Callable[[Any], Any]) -> ShowProgress
     if shown is None or shown.progress.show is None:
         return shown
     show = shown.progress.show
-    return dataclasses.replace(shown, progress=dataclasses.replace(shown.progress, show=lambda state: show(x_of(state))))
+    progress = dataclasses.replace(shown.progress, show=lambda state: show(x_of(state)))
+    return dataclasses.replace(shown, progress=progress)
 
 
 def beside_states(shown: ShowProgress | None) -> ShowProgress | None:
