@@ -95,16 +95,15 @@ def prepare_layers(
     Raises:
         Fault: as `treescan.scan_layers`.
     """
-    handles, bodies = _handles(block, convention)
-    stacks = check_stacks(block, layers, xs, in_axes, length)
-    adopted, frozen_args, key = adopt(x, "x"), check_args(args), check_key(key)
-    frozen_x, states = freeze_static(adopted.init), check_state(state, stacks)
+    (handles, bodies), stacks = _handles(block, convention), check_stacks(block, layers, xs, in_axes, length)
+    adopted, frozen_args, key, states = adopt(x, "x"), check_args(args), check_key(key), check_state(state, stacks)
+    frozen_x = freeze_static(adopted.init)
     refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "state": state, "args": frozen_args})
     own = _check_blocks(bodies, convention, stacks, len(frozen_args), keyed=key is not None)
-    frozen = stacks.frozen or frozen_x is not adopted.init or any(map(operator.is_not, frozen_args, args))
+    frozen = stacks.frozen or any(map(operator.is_not, (frozen_x, *frozen_args), (adopted.init, *args)))
     told = _told(adopted, states, frozen, check_reverse(reverse), check_unroll(unroll, stacks.counts[-1]))
     plans, gather = check_gradient(remat, prefetch, stacks)
-    given = Arguments(frozen_x, stacks.arguments(own, None if states is None else states.stacks), key, frozen_args)
+    given = Arguments(frozen_x, stacks.arguments(own, states and states.stacks), key, frozen_args)
     pattern = Pattern(
         blocks=tuple(Call(body, convention, n, **told) for body, n in zip(bodies, stacks.counts, strict=True)),
         axes=stacks.axes if states is None else _axes_with(states, stacks),
@@ -113,7 +112,7 @@ def prepare_layers(
         remat=plans,
         saves=check_saves(save, stacks),
         name=check_name(name),
-        states=None if states is None else states.counts,
+        states=states and states.counts,
         prefetch=gather,
         shown=check_shown(progress, bodies, convention.verb, custom=bool(told["custom"]), ahead=gather is not None),
     )
