@@ -33,8 +33,8 @@ STEP_WORDS = {
     "xs": "xs",
     "leaves_of_xs": "leaves of xs",
     "arrays_as_xs": "arrays as xs",
-    "all_whole": "every leaf of xs is given whole (in_axes None)",
-    "axis_none": "None gives a leaf whole to every step",
+    "all_whole": "every leaf of xs has in_axes None",
+    "axis_none": "with None, every step receives the whole leaf",
     "mask": "the mask",
     "rows_of_init": "there are other rows than in the mask. `init` has one entry for each row of the batch "
     "(`packed.rows` of them for a `Packed`), and the lengths or the mask are of the same rows.",
@@ -207,7 +207,7 @@ class Fault(Exception):
                 yield (
                     path,
                     f"{path}: {{init}} is weakly typed there, {describe_leaf(leaf)}, as Python scalars are. A weak "
-                    f"type gives way to what the {{step}} returns, once. That did not settle: given "
+                    f"type adopts the type that the {{step}} returns, once. It changed again: given "
                     f"{bad[path].expected}, it returns {bad[path].came}. "
                     f"Start from an array, `jnp.asarray({leaf}, jnp.{dtype})`, and keep its dtype.",
                 )

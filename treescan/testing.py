@@ -106,7 +106,10 @@ def _report(kind: type, failed: dict[str, list[Row]], cause: Exception | None) -
     for says, rows in failed.items():
         parts += [wrap(f"{says}."), table(("leaf", "expected", "came"), rows)]
     if cause is not None and failed_hook(kind, cause)[0] == "write(valid=None)":
-        says = "Outside of `mask_scan` every verb calls `write` with `valid=None`: then all that is returned counts."
+        says = (
+            "Outside of `mask_scan`, every verb calls `write` with `valid=None`: then everything that is returned "
+            "counts."
+        )
         parts.append(wrap(says))
     return "\n\n".join(parts)
 

@@ -65,9 +65,9 @@ class Watched(NamedTuple):
         if lost:
             raise Fault(
                 BodyError,
-                "{body} changed variables of modules that it is given, and the changes would be lost.",
-                "`treescan.integrations.nnx.scan` runs a {step} with modules and updates these in place. If nothing is "
-                "to change, call the module's `eval()` before. What the {step} returns of a module is not lost.",
+                "{body} changed variables of modules that it was given, and the changes would be lost.",
+                "`treescan.integrations.nnx.scan` runs a {step} with modules and updates these in place. If nothing "
+                "should change, call the module's `eval()` first. Or let the {step} return the changes.",
                 header=("leaf", "variable", "is"),
                 rows=[
                     Row(path, variable.kind, "changed" if path in self.variables else "new", "")

@@ -39,7 +39,7 @@ def init_layers(
     more before, for its types. Under `jax.eval_shape` it makes the types alone.
 
     Args:
-        init: makes one layer, `init(key, *args) -> layer`: any pytree. Leaves that are no arrays, Python's numbers and
+        init: makes one layer, `init(key, *args) -> layer`: any pytree. Leaves that are not arrays, Python's numbers and
             flags among them, are the same in all layers, and do not change.
         key: a PRNG key. Layer i is made with `jax.random.split(key, n)[i]`.
         n: how many layers, an int from 1 up.
@@ -123,9 +123,11 @@ def _check_count(n: Any) -> int:
     if count is None:
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}} over {{body}}: `n` is an int, got {describe_traced(n)}.",
-            "It is the number of layers, a part of the program: `treescan.init_layers(init, key, n)`.",
+            f"{{verb}} over {{body}}: `n` must be an int, got {describe_traced(n)}.",
+            "It is the number of layers, and part of the program: `treescan.init_layers(init, key, n)`.",
         )
     if count < 1:
-        raise Fault(ArgumentError, f"{{verb}} over {{body}}: `n` counts layers, got {count}.", "Give an int from 1 up.")
+        raise Fault(
+            ArgumentError, f"{{verb}} over {{body}}: `n` must be at least 1, got {count}.", "Give an int of at least 1."
+        )
     return count

@@ -56,7 +56,7 @@ def length_mask(lengths: ArrayLike, length: int) -> Array:
             raise Fault(
                 ArgumentTypeError,
                 "{verb}: `length` is None.",
-                "It is the number of steps of the mask: the size of axis 0 of what is masked, `xs.shape[0]`.",
+                "It is the number of steps of the mask, the size of axis 0 of the masked array, `xs.shape[0]`.",
             )
         return mask_of_lengths(check_lengths(lengths, steps, "{verb}"), steps)
     except Exception as error:
@@ -191,8 +191,7 @@ def unpad(data: Any, lengths: ArrayLike | None = None) -> list[Any]:
             raise Fault(
                 ArgumentError,
                 f"{{verb}}: `lengths` are {'missing' if lengths is None else 'given twice'}.",
-                "A `Padded` brings its own: `unpad(padded)`. What was computed from it does not: "
-                "`unpad(ys, padded.lengths)`.",
+                "A `Padded` has its own: `unpad(padded)`. Values computed from it do not: `unpad(ys, padded.lengths)`.",
             )
         data, lengths = data if isinstance(data, Padded) else (data, lengths)
         counts = check_concrete(check_lengths(lengths, None, "{verb}"), "lengths")

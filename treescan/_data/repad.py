@@ -80,9 +80,9 @@ def _check_length(packed: Packed[Any], steps: int) -> None:
         raise Fault(
             TracedArgumentError,
             f"{{verb}}: `length` is {steps}, less than the {packed.steps} steps of the rows, and the lengths of the "
-            "sequences are traced: nothing tells whether it holds the longest.",
+            "sequences are traced: it may not hold the longest.",
             "Leave `length` out: the steps of the rows hold every sequence. Or pack to rows of that length, "
-            f"`pack(sequences, length={steps})`. Where you know that no sequence is longer, cut the result: "
+            f"`pack(sequences, length={steps})`. If you know that no sequence is longer, cut the result: "
             f"`padded._replace(data=padded.data[:{steps}])`.",
         )
     check_fits(np.asarray(lengths), steps)

@@ -28,7 +28,7 @@ def stack(layers: Iterable[Layer], *, layer_axis_name: str | None = None) -> Lay
 
     Args:
         layers: the layers, n of them: any pytrees of one structure, whose leaves have the same shapes and dtypes.
-            Leaves that are no arrays (functions, strings, Python's numbers and flags) are the same in all layers, and
+            Leaves that are not arrays (functions, strings, Python's numbers and flags) are the same in all layers, and
             do not change. Under `jax.jit` a number that is an argument is an array.
         layer_axis_name: what the metadata of flax calls the new axis, where leaves have such (`nnx.with_partitioning`,
             `nn.with_partitioning`): a stack's names are `(layer_axis_name, *names)`. None shards nothing along it.
@@ -53,7 +53,7 @@ def stack(layers: Iterable[Layer], *, layer_axis_name: str | None = None) -> Lay
     try:
         listed = _as_list(layers)
         if not listed:
-            raise Fault(LayerError, "{verb}: there are no layers.", "Give at least one: the others are held to it.")
+            raise Fault(LayerError, "{verb}: there are no layers.", "Give at least one layer.")
         return add_layer_axis(_stack(listed), layer_axis_name)
     except Exception as error:
         explained = explain(error, "stack")
@@ -169,11 +169,14 @@ def set_layer(stacked: Layer, i: ArrayLike, layer: Layer) -> Layer:
 def _as_list(layers: Any) -> list[Any]:
     if isinstance(layers, Iterable) and not isinstance(layers, Mapping | str):
         return list(layers)
-    cure = "Give a list of them, `[first, second, ...]`; what has the axis of the layers already is a stack."
+    cure = (
+        "Give a list of them, `[first, second, ...]`; a tree whose leaves have the axis of the layers is a stack "
+        "already."
+    )
     if isinstance(layers, Mapping):
         cure = "If its values are the layers, stack these: `treescan.stack(layers.values())`."
     raise Fault(
-        ArgumentTypeError, f"{{verb}}: `layers` is a sequence of layers, got {describe_argument(layers)}.", cure
+        ArgumentTypeError, f"{{verb}}: `layers` must be a sequence of layers, got {describe_argument(layers)}.", cure
     )
 
 
@@ -226,7 +229,7 @@ def _stack(layers: list[PyTree]) -> PyTree:
             LayerError,
             "{verb}: the layers differ, and cannot be one stack.",
             "Layers of one stack have the same structure, shapes and dtypes, and equal static leaves. Keep layers of "
-            "several kinds in several stacks: `treescan.scan_layers` takes a sequence of blocks, with a stack each.",
+            "several kinds in several stacks: `treescan.scan_layers` takes a sequence of blocks, and a stack for each.",
             *_number_cures([row for rows_of_layer in numbers for row in rows_of_layer]),
             header=("leaf", "layers[0]", "is"),
             rows=rows,
@@ -267,7 +270,7 @@ def _number_cures(rows: list[Row]) -> list[str]:
         return []
     row = rows[0]
     return [
-        f"{row.leaf}: a Python number or flag is the same in all layers. For one in each layer, make it an array in "
+        f"{row.leaf}: a Python number or flag must be the same in all layers. If it differs, make it an array in "
         f"all of them, `jnp.array({row.came})`: it is then traced, as weights are."
     ]
 
@@ -295,8 +298,8 @@ def _put(frozen: PyTree, i: Any, layer: PyTree) -> PyTree:
             raise Fault(
                 LayerError,
                 "{verb}: the layer does not fit the stack.",
-                "A layer has the stack's structure, static leaves, Python numbers, dtypes and shapes, less the axis of "
-                "the layers.",
+                "A layer must have the stack's structure, static leaves, Python numbers, dtypes and shapes, without "
+                "the axis of the layers.",
                 header=("leaf", "in the stack", "is"),
                 rows=rows,
             )
@@ -330,7 +333,7 @@ def _check_number(i: Any, count: int) -> int | Array:
             return i.astype(jnp.int32)  # a smaller type may not hold the number of layers
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}}: `i` is the number of a layer, got {describe_traced(i)}.",
+            f"{{verb}}: `i` must be the number of a layer, got {describe_traced(i)}.",
             "Give one int, or an int array of shape []. For several layers, index the leaves, "
             "`jax.tree.map(lambda leaf: leaf[i], stacked)`.",
         )
@@ -354,7 +357,8 @@ def count_layers(stacked: PyTree, root: str) -> int:
         raise Fault(
             LayerError,
             f"{{call}}: how many layers? `{root}` holds no arrays.",
-            "A stack is a pytree whose arrays lead with the layers: `treescan.stack` makes one of a list of layers.",
+            "A stack is a pytree of arrays whose first axis is the layers: `treescan.stack` makes one of a list of "
+            "layers.",
         )
     leaves = [(path, leaf) for path, leaf in leaves if not is_traced_number(leaf)] or leaves
     sizes = [(shape_of(leaf) or (None,))[0] for _, leaf in leaves]
@@ -365,10 +369,10 @@ def count_layers(stacked: PyTree, root: str) -> int:
         ]
         raise Fault(
             LayerError,
-            f"{{call}}: the leaves of `{root}` do not lead with one number of layers.",
+            f"{{call}}: the leaves of `{root}` do not have the same number of layers on their first axis.",
             _list_cure(root, stacked)
-            or "All arrays of a stack lead with the layers. A number that is the same for all layers stays a Python "
-            "number, or is no part of the stack.",
+            or "The first axis of all arrays in a stack is the layers. Keep a number that all layers share as a Python "
+            "number, or out of the stack.",
             header=("leaf", "layers", "is"),
             rows=rows,
         )

@@ -133,8 +133,8 @@ def layers_from_state_dict(
         if not isinstance(state, Mapping):
             raise Fault(
                 ArgumentTypeError,
-                f"{{verb}}: `state` is a mapping, got {describe_argument(state)}.",
-                'From names to arrays: `{"layers.0.w": w0, "layers.1.w": w1}`.',
+                f"{{verb}}: `state` must be a mapping, got {describe_argument(state)}.",
+                'It maps names to arrays: `{"layers.0.w": w0, "layers.1.w": w1}`.',
             )
         layers = list(enumerate(layers_by_number(state, prefix, ignores)))
         if order is None:
@@ -260,7 +260,7 @@ def _several(
         raise Fault(
             LayerError,
             f"{{verb}}: stack {empty[0]} of {count} has no layers: the checkpoint has {len(layers)}.",
-            "A stack holds one layer at least. Leave out those that have none, in `like` and in `order`.",
+            "A stack has at least one layer. Leave out empty stacks, in `like` and in `order`.",
         )
     if likes is None:
         own = [check_mapping(names)] * count
@@ -275,7 +275,7 @@ def _wanted(layers: Sequence[tuple[int, Mapping[str, Any]]], like: PyTree, names
         if names:
             raise Fault(
                 ArgumentTypeError,
-                "{verb}: `names` says what the leaves of `like` are called, and there is no `like`.",
+                "{verb}: `names` renames the leaves of `like`, but there is no `like`.",
                 "Give a tree of one layer, or rename the keys of the dict that you get.",
             )
         return _Wanted(None, [(name, None) for name in layers[0][1]], list(layers))
@@ -297,10 +297,10 @@ def _stacked(parts: Sequence[_Wanted], shardings: Sequence[PyTree], prefix: str,
     if rows:
         raise Fault(
             LayerError,
-            "{verb}: the checkpoint's layers are not what they should be.",
-            "`like` says what one layer holds (without it, the first does), `names` what the checkpoint calls it, and "
-            "`ignore` what is left out of it. Arrays that are laid out otherwise, as torch's transposed weights, are "
-            "changed before, or once stacked.",
+            "{verb}: the checkpoint's layers do not fit.",
+            "`like` says what one layer holds (default: the first layer), `names` how the checkpoint calls it, and "
+            "`ignore` what to leave out. If arrays have another layout, for example torch's transposed weights, "
+            "convert them before or after stacking.",
             *(
                 [_SEVERAL.format(what="a layer of each of several stacks")]
                 if len(parts) == 1 and is_several(like)

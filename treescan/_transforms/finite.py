@@ -29,7 +29,7 @@ from .._tree import leaves_with_path, thaw_static
 from .._types import Array, PyTree, TreeDef
 from .axes import MergeWhole
 
-UNCHECKED = {"check_finite": "it does not look at its carry. `scan`, `fold`, `accumulate` and `fori` do."}
+UNCHECKED = {"check_finite": "it cannot check its carry. `scan`, `fold`, `accumulate` and `fori` can."}
 """Why a verb has no `check_finite`."""
 
 _CONSTANT = "a constant of the body"
@@ -359,8 +359,8 @@ def check_finite_of(value: Any) -> bool:
         return value
     raise Fault(
         ArgumentTypeError,
-        f"{{verb}} over {{body}}: `check_finite` is True or False, got {describe_argument(value)}.",
-        "True looks at the carry after each step, and at no cotangent. `jax.debug_nans` finds a NaN of the gradient.",
+        f"{{verb}} over {{body}}: `check_finite` must be True or False, got {describe_argument(value)}.",
+        "True checks the carry after each step, but not cotangents. `jax.debug_nans` finds a NaN of the gradient.",
     )
 
 
@@ -369,7 +369,7 @@ def refuse_rows(checks: bool) -> None:
     if checks:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `check_finite` does not look at rows with `lengths`.",
+            "{verb} over {body}: `check_finite` does not support `lengths`.",
             "Leave out one of the two.",
         )
 
@@ -379,7 +379,7 @@ def _refuse_effects(hoisted: Hoisted) -> None:
         why = "closes over a mutable array (a `Ref`)" if hoisted.refs else "has an effect that JAX refuses to repeat"
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `check_finite` runs steps once more to say what went wrong, but the body {why}.",
+            f"{{verb}} over {{body}}: `check_finite` runs steps again to find out what went wrong, but the body {why}.",
             "Leave it out. `jax.debug_nans` stops at the operation.",
         )
 

@@ -23,7 +23,8 @@ from .prepare import prepare
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
 _TRACED_MOST = (
-    "It is part of the compiled program: give an int, the most steps that there may ever be. The bounds may be traced: "
+    "It is part of the compiled program: give an int, the most steps that the loop may ever take. The bounds may be "
+    "traced: "
     "the loop ends at `upper`."
 )
 _REFUSES = {
@@ -122,7 +123,7 @@ def _refuse_check(checks: bool) -> None:
     if checks:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `check_finite` needs bounds that are known.",
+            "{verb} over {body}: `check_finite` needs bounds that are not traced.",
             "Leave it out, or give `lower` and `upper` as ints.",
         )
 
@@ -132,8 +133,7 @@ def _check_most(length: int, most: int | None) -> None:
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: from `lower` to `upper` there are {length} steps, but `max_length` is {most}.",
-            "Bounds that are known need no `max_length`; for traced ones, give the largest number of steps there may "
-            "be.",
+            "Known bounds need no `max_length`. For traced bounds, give the largest possible number of steps.",
         )
 
 
@@ -144,7 +144,7 @@ def _check_traced(bound: Any, name: str) -> ArrayLike:
     if bound.shape != () or not jnp.issubdtype(bound.dtype, jnp.integer):
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}} over {{body}}: `{name}` is one int, got {describe_traced(bound)}.",
+            f"{{verb}} over {{body}}: `{name}` must be one int, got {describe_traced(bound)}.",
             "Give an int of shape []. For loops of unequal length in one batch, `jax.vmap` over it.",
         )
     return bound

@@ -16,7 +16,9 @@ Layer = TypeVar("Layer")
 State = TypeVar("State")
 
 _ACCEPTED = frozenset((*StackedLayersOptions.__annotations__, "key"))
-_SCAN_REFUSES = dict.fromkeys(OF_MASK_SCAN, "it is for rows of unequal length. What all layers share goes into `args`.")
+_SCAN_REFUSES = dict.fromkeys(
+    OF_MASK_SCAN, "it is for rows of unequal length. Pass values that all layers share as `args`."
+)
 _NO_OUTPUTS = "it stacks no outputs. `treescan.scan_layers` does."
 _FOLD_REFUSES = {**_SCAN_REFUSES, "out_axes": _NO_OUTPUTS, "save": _NO_OUTPUTS}
 

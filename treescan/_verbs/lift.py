@@ -55,7 +55,7 @@ class _Call:
             raise Fault(
                 BodyError,
                 f"{{body}} returned {listed(only_read)}, which `variable_axes` has as `In`: only read.",
-                "Do not return it, or give it an int in place of `In`.",
+                "Do not return it, or give it an int instead of `In`.",
             )
         if left:
             raise Fault(
@@ -204,7 +204,7 @@ def _run(
         keys, unsaid = collections.rngs(_checked("rngs", {} if rngs is None else rngs))
         _check_keys(keys)
         _refuse_left("variables", left, "`variable_axes`, `variable_broadcast` or `variable_carry`")
-        _refuse_left("rngs", unsaid, "`split_rngs`, whether each step has its own key or all the same")
+        _refuse_left("rngs", unsaid, "`split_rngs`, whether each step has its own key or all share one")
         scanned = _with_metadata(groups.scanned, roles.scanned_in, metadata_fn, added=False)
         carry, ys, found = run_groups(step, roles, groups._replace(scanned=scanned), keys, carry, args)
         stacked = _with_metadata(found.scanned, roles.scanned_out, metadata_fn, added=True)
@@ -241,8 +241,9 @@ def _check_keys(rngs: Rngs) -> None:
                 one = "one PRNG key" if split else "a PRNG key"
                 raise Fault(
                     ArgumentTypeError,
-                    f"{{verb}} over {{body}}: {path} is {one}, got {describe_argument(leaf)}.",
-                    "Make it with `jax.random.key(seed)`. Where `split_rngs` has True, each step's is split from it.",
+                    f"{{verb}} over {{body}}: {path} must be {one}, got {describe_argument(leaf)}.",
+                    "Make it with `jax.random.key(seed)`. If `split_rngs` is True for it, each step's key is split "
+                    "from it.",
                 )
 
 
@@ -251,8 +252,9 @@ def _checked(what: str, given: Any) -> Mapping[str, PyTree]:
         return given
     raise Fault(
         ArgumentTypeError,
-        f"{{verb}} over {{body}}: `{what}` is a dict by name, got {describe_argument(given)}.",
-        "What `lift` returns is called as `run(variables, rngs, carry, *args)`, with `{}` where there are none.",
+        f"{{verb}} over {{body}}: `{what}` must be a dict by name, got {describe_argument(given)}.",
+        "Call the function that `lift` returns as `run(variables, rngs, carry, *args)`, with `{}` where there are "
+        "none.",
     )
 
 

@@ -42,11 +42,11 @@ from .prepare import prepare, present
 
 _ACCEPTED = frozenset(WhileOptions.__annotations__) | {"max_length", "key"}
 _TRACED_MOST = (
-    "It is part of the compiled program: give an int, the most steps that there may ever be. For a limit that is known "
-    'only at run time, carry a counter and let `cond` compare it, `lambda carry: (carry["step"] < limit) & ...`: the '
-    "loop then ends there, and takes no step more."
+    "It is part of the compiled program: give an int, the most steps that the loop may ever take. For a limit that is "
+    'known only at run time, carry a counter and let `cond` compare it, `lambda carry: (carry["step"] < limit) & ...`: '
+    "the loop then ends there."
 )
-_REFUSES = UNCHECKED | {"length": "how many steps it runs is what `cond` says; `max_length` is the most."}
+_REFUSES = UNCHECKED | {"length": "`cond` decides how many steps it runs, at most `max_length`."}
 
 
 class WhileResult(NamedTuple, Generic[Carry, Y]):
@@ -290,7 +290,7 @@ def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int
                 ArgumentError,
                 "{verb} over {body}: how many steps at most? No `max_length` is given, and there are no xs to scan "
                 "over.",
-                "Pass `max_length=`: the loop ends there if the condition still holds.",
+                "Pass `max_length=`: the loop ends there even if the condition is still true.",
             )
         return most
     there = infer_length(xs, None, axes)
@@ -315,7 +315,7 @@ def _too_short(xs: PyTree, most: int, axes: LeafAxes) -> Fault:
     return Fault(
         ArgumentError,
         f"{{verb}} over {{body}}: `max_length` is {most}, but xs has {rows[0].expected} steps.",
-        "Leave it out to take as many steps as there are xs, or give xs for each of the steps that may be taken.",
+        "Leave it out to run at most as many steps as xs has, or give xs for all `max_length` steps.",
         header=("leaf", "steps", "is"),
         rows=rows,
     )
@@ -328,6 +328,6 @@ def _check_fill(fill: PyTree) -> PyTree:
         raise Fault(
             ArgumentError,
             '{verb} over {body}: `fill` cannot be "hold".',
-            "Give a scalar. The last output is in its place, `ys[steps - 1]`; or carry what is to last.",
+            "Give a scalar. The last output is in its place, `ys[steps - 1]`; or keep the value in the carry.",
         )
     return filled

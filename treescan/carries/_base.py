@@ -175,7 +175,7 @@ def write_tree(tree: PyTree, returned: PyTree, valid: Array | None = None) -> Py
             ArgumentTypeError,
             f"{{verb}} got {describe_node(returned)}, whose structure is not that of the tree to write to, "
             f"{describe_node(tree)}.",
-            "Return the structure of what `read_tree` shows of it, with anything in the places of custom carries.",
+            "Return the structure that `read_tree` returns, with any value in the places of custom carries.",
         )
         raise explain(fault, "write_tree")
     pairs = zip(nodes, parts, strict=True)
@@ -213,7 +213,7 @@ def origin(module: str) -> str:
     for name in importlib.metadata.packages_distributions().get(package, (package,)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return f"`{module}`, which the distribution {name} {importlib.metadata.version(name)} brings"
-    return f"`{module}`, which is of no installed distribution"
+    return f"`{module}`, which belongs to no installed distribution"
 
 
 def describe_error(error: Exception) -> str:

@@ -127,8 +127,8 @@ def best(
     if callable(score):
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}}: `score` is a number, or one for each row, got {describe_argument(score)}.",
-            "It is the score of the value to begin with; None is worse than any. The body computes the others, and "
+            f"{{verb}}: `score` must be a number, or one for each row, got {describe_argument(score)}.",
+            "It is the score of the first value; None is worse than any score. The body computes the others, and "
             "returns `(score, candidate)` in the carry's place.",
         )
     start = (-jnp.inf if mode == "max" else jnp.inf) if score is None else numbers(score, "score")

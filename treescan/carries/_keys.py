@@ -90,7 +90,7 @@ def keys(key: Array) -> Array:
     except (TypeError, ValueError):
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}}: `key` is a PRNG key, got {describe_argument(key)}.",
+            f"{{verb}}: `key` must be a PRNG key, got {describe_argument(key)}.",
             "Make it with `jax.random.key(seed)`; with `jax.random.split(key, rows)` for one per row.",
         ) from None
     return as_seen(Keys(own(made)))

@@ -51,8 +51,8 @@ def in_reverse_alone() -> Generator[None]:
 def _no_forward_mode() -> Fault:
     return Fault(
         ArgumentError,
-        "{verb} over {body}: forward mode was asked for, and JAX differentiates a loop with `prefetch` in reverse mode "
-        "alone. So it does a function with a `jax.custom_vjp`.",
+        "{verb} over {body}: this is forward mode, but JAX differentiates a loop with `prefetch` only in reverse "
+        "mode, as any function with a `jax.custom_vjp`.",
         "Leave `prefetch` out there. `jax.grad`, `jax.vmap`, and forward mode of a gradient work with it.",
     )
 
@@ -97,8 +97,8 @@ def _refuse_to_repeat(hoisted: Hoisted) -> None:
     if hoisted.refs:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `prefetch` cannot be had for a block that closes over a mutable array (a `Ref`).",
-            "Hand its value on in x instead, or leave the option out.",
+            "{verb} over {body}: `prefetch` does not support a block that closes over a mutable array (a `Ref`).",
+            "Pass its value in x instead, or leave the option out.",
         )
     if hoisted.once_only:
         raise once_only("`prefetch` recomputes each {unit} in the gradient", "Leave `prefetch` out")

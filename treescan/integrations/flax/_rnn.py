@@ -194,7 +194,7 @@ def _checked(seq_lengths: Any, batch: tuple[int, ...], steps: int) -> Array:
     dtype = dtype_of(lengths)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise refused(
-            f"{{verb}}: `seq_lengths` are ints, got {describe_argument(seq_lengths)}.",
+            f"{{verb}}: `seq_lengths` must be ints, got {describe_argument(seq_lengths)}.",
             "Give the number of valid steps of each row as an array, int[*batch]; from a bool mask of them, "
             "`mask.sum(axis)` along the steps.",
             error=ArgumentTypeError,
