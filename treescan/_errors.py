@@ -66,7 +66,7 @@ class TreescanError(Exception):
 
 
 class ArgumentError(TreescanError, ValueError):
-    """An argument of a verb is out of range, in conflict with another, or does not fit the data."""
+    """An argument of a verb is out of range, conflicts with another, or does not fit the data."""
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
@@ -74,14 +74,14 @@ class ArgumentTypeError(ArgumentError, TypeError):
 
 
 class TracedArgumentError(ArgumentTypeError, jax.errors.ConcretizationTypeError):
-    """An argument of a verb is traced, where a concrete value is a part of the program."""
+    """An argument of a verb is traced, but must be a concrete value, because it is part of the program."""
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)  # JAX's own constructor takes the tracer, and writes another message
 
 
 class BodyError(TreescanError, TypeError):
-    """The body is not callable, or does not return what the verb asks of it."""
+    """The body is not callable, or does not return what the verb expects."""
 
 
 class CarryError(TreescanError, TypeError):
@@ -89,11 +89,11 @@ class CarryError(TreescanError, TypeError):
 
 
 class LayerError(TreescanError, ValueError):
-    """Layers that do not fit one another, or stacks of them that do not fit the blocks."""
+    """Layers do not fit together, or stacks do not fit the blocks."""
 
 
 class SignatureError(TreescanError, TypeError):
-    """A value does not fit the jaxtyping annotation that the body gives it."""
+    """A value does not fit its jaxtyping annotation in the body."""
 
 
 class NonFiniteError(TreescanError, FloatingPointError):
@@ -105,7 +105,7 @@ class PluginError(TreescanError, TypeError):
 
 
 class PluginWarning(UserWarning):
-    """A distribution declares custom carries for treescan that do not load; scans go on without them."""
+    """A distribution declares custom carries for treescan that do not load. Scans continue without them."""
 
 
 class RetraceWarning(UserWarning):

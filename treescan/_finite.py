@@ -15,18 +15,18 @@ class NonFinite:
     """The first step of a loop with `check_finite` in which a leaf of the carry became NaN or infinite.
 
     Attributes:
-        path: the leaf, as in `h.cell`.
-        kind: whether it became NaN or infinite; None: the step was run once more to find out, and came out otherwise.
-            Then `path` is the whole carry, and the operation is not known.
+        path: the leaf, for example `h.cell`.
+        kind: whether it became NaN or infinite; None: the step was run again to find out, with another result. Then
+            `path` is the whole carry, and the operation is not known.
         step: the position of the step, counted from 0, in reverse too: that of its x in xs.
         steps: the steps of the loop.
         rows: the entries along the leaf's first axis that did; empty for a leaf without axes.
         operation: the first operation with such a result, as JAX names it; None: the value was there before the step.
-        place: the line of that operation, as in `model.py:31`; None where it is not known.
-        source: the leaf of the carry or of x that the value came from, where no operation of this step made it.
+        place: the line of that operation, for example `model.py:31`; None if it is not known.
+        source: the leaf of the carry or of x that the value came from, if no operation of this step made it.
         was_finite: whether all of the carry before the step was finite.
         carry: the carry before the step, as the body sees it.
-        x: what the step was given beside it.
+        x: the x of the step.
     """
 
     path: str
@@ -83,11 +83,11 @@ def note(record: NonFinite) -> None:
 
 
 def last_nonfinite() -> NonFinite | None:
-    """What `check_finite` found last in this process, under `jax.jit` too.
+    """Returns the last record of `check_finite` in this process, also under `jax.jit`.
 
     Returns:
-        The record, or None if there is none yet. Its `carry` and `x` are those of the step that went wrong, so that the
-        body can be called on them. They are kept until the next record.
+        The record, or None if there is none yet. Its `carry` and `x` are those of that step, so you can call the body
+        on them. They are kept until the next record.
 
     Examples:
         >>> import jax.numpy as jnp

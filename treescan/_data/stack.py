@@ -24,22 +24,23 @@ Layer = TypeVar("Layer")
 
 @verb
 def stack(layers: Iterable[Layer], *, layer_axis_name: str | None = None) -> Layer:
-    """Makes one tree of many alike: each leaf is the layers' leaves, stacked along a new first axis.
+    """Makes a stack from a list of layers: each leaf is stacked along a new first axis.
 
     Args:
         layers: the layers, n of them: any pytrees of one structure, whose leaves have the same shapes and dtypes.
-            Leaves that are not arrays (functions, strings, Python's numbers and flags) are the same in all layers, and
-            do not change. Under `jax.jit` a number that is an argument is an array.
-        layer_axis_name: what the metadata of flax calls the new axis, where leaves have such (`nnx.with_partitioning`,
-            `nn.with_partitioning`): a stack's names are `(layer_axis_name, *names)`. None shards nothing along it.
+            Leaves that are not arrays (functions, strings, Python numbers and flags) must be the same in all layers,
+            and do not change. Under `jax.jit`, a number that is an argument is an array.
+        layer_axis_name: the name of the new axis in the metadata of flax, if leaves have metadata
+            (`nnx.with_partitioning`, `nn.with_partitioning`): a stack's names are `(layer_axis_name, *names)`. None
+            shards nothing along it.
 
     Returns:
         The stack, in the layers' own types, with leaves `[n, ...]`. `treescan.scan_layers` runs it, `unstack`
         undoes it.
 
     Raises:
-        ArgumentTypeError: if `layers` is no sequence, or `layer_axis_name` no string.
-        LayerError: if there are no layers, or some differ; all leaves that do are listed.
+        ArgumentTypeError: if `layers` is not a sequence, or `layer_axis_name` not a string.
+        LayerError: if there are no layers, or some differ; all leaves that differ are listed.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -62,22 +63,21 @@ def stack(layers: Iterable[Layer], *, layer_axis_name: str | None = None) -> Lay
 
 @verb
 def unstack(stacked: Layer, *, layer_axis_name: str | None = None) -> list[Layer]:
-    """The layers of a stack: `unstack(stack(layers))` is equal to `layers`, bit by bit.
+    """Returns the layers of a stack as a list: `unstack(stack(layers))` equals `layers` bitwise.
 
-    What is given as NumPy arrays comes back as JAX arrays, 64-bit ones in the types that JAX has for them
-    (`jax_enable_x64`).
+    NumPy arrays are returned as JAX arrays, and 64-bit types as JAX handles them (`jax_enable_x64`).
 
     Args:
-        stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`.
-        layer_axis_name: what the metadata of flax calls the axis of the layers, where leaves have such. It is taken
-            out. None reads it off the metadata.
+        stacked: any pytree of arrays whose first axis is the layers, `[n, ...]`.
+        layer_axis_name: the name of the layer axis in the metadata of flax, if leaves have metadata. It is removed.
+            None reads it from the metadata.
 
     Returns:
         A list of n trees, in the stack's own types, with leaves `[...]`.
 
     Raises:
-        ArgumentTypeError: if `layer_axis_name` is no string.
-        LayerError: if the leaves do not lead with one number of layers, or their metadata calls the axis otherwise.
+        ArgumentTypeError: if `layer_axis_name` is not a string.
+        LayerError: if the leaves have different numbers of layers, or if their metadata names the axis differently.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -98,22 +98,22 @@ def unstack(stacked: Layer, *, layer_axis_name: str | None = None) -> list[Layer
 
 @verb
 def layer_at(stacked: Layer, i: ArrayLike, *, layer_axis_name: str | None = None) -> Layer:
-    """One layer of a stack.
+    """Takes one layer out of a stack.
 
     Args:
-        stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`.
-        i: which, from 0 to n - 1, or from -n counted from the end; traced too. A traced number that is out of range is
-            moved to the nearest that is not, as in `jax.lax.dynamic_index_in_dim`.
-        layer_axis_name: what the metadata of flax calls the axis of the layers, where leaves have such. It is taken
-            out. None reads it off the metadata.
+        stacked: any pytree of arrays whose first axis is the layers, `[n, ...]`.
+        i: the number of the layer, from 0 to n - 1, or from -n counted from the end. It may be traced. A traced number
+            that is out of range is clamped, as in `jax.lax.dynamic_index_in_dim`.
+        layer_axis_name: the name of the layer axis in the metadata of flax, if leaves have metadata. It is removed.
+            None reads it from the metadata.
 
     Returns:
         The layer, in the stack's own types, with leaves `[...]`.
 
     Raises:
-        ArgumentTypeError: if `i` is no number of a layer, or `layer_axis_name` no string.
-        LayerError: if a concrete number is out of range, if the leaves do not lead with one number of layers, or if
-            their metadata calls the axis otherwise.
+        ArgumentTypeError: if `i` is not an int, or `layer_axis_name` not a string.
+        LayerError: if a concrete number is out of range, if the leaves have different numbers of layers, or if their
+            metadata names the axis differently.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -132,18 +132,18 @@ def layer_at(stacked: Layer, i: ArrayLike, *, layer_axis_name: str | None = None
 
 @verb
 def set_layer(stacked: Layer, i: ArrayLike, layer: Layer) -> Layer:
-    """A stack with another layer in the place of one.
+    """Returns a new stack in which one layer is replaced.
 
     Args:
-        stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`. It is not changed.
-        i: which to replace, as for `layer_at`.
+        stacked: any pytree of arrays whose first axis is the layers, `[n, ...]`. It is not changed.
+        i: the number of the layer, as for `layer_at`.
         layer: the new layer: leaves `[...]`, of the stack's structure and types.
 
     Returns:
         The new stack, with leaves `[n, ...]`.
 
     Raises:
-        LayerError: if the layer does not fit; all leaves that do not are listed. Else as `layer_at`.
+        LayerError: if the layer does not fit; all leaves that do not fit are listed. Also as `layer_at`.
 
     Examples:
         >>> import jax.numpy as jnp

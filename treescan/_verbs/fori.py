@@ -73,13 +73,13 @@ def fori(
         upper: the index after the last one, an int; at or below `lower`, no step runs.
         f: the body, `f(i, carry) -> carry`, with i an int array of shape [], weakly typed as in `jax.lax.fori_loop`
             unless it starts from a traced bound.
-        init: the carry that the first step is given.
-        max_length: the most steps there may be, needed if a bound is traced. The loop is then a `treescan.while_scan`,
-            which runs no more steps than there are indices, and is differentiated at their cost. A longer range is
-            an error if it is known, and is cut to its first `max_length` indices if traced.
+        init: the carry that the first step receives.
+        max_length: the most steps that the loop may take; needed if a bound is traced. The loop is then a
+            `treescan.while_scan`: it runs only as many steps as there are indices, in the gradient too. A longer range
+            is an error if it is known. If it is traced, it is cut to its first `max_length` indices.
         **options: `reverse` (from upper - 1 down to lower), `unroll`, `key`, `remat`, `name`, `progress`,
-            `check_finite`, as for `treescan.scan`; a key is folded with i - lower. With a traced bound, `remat` is that
-            of `treescan.while_scan`, and there is no `check_finite`.
+            `check_finite`, as for `treescan.scan`; a key is folded with i - lower. With a traced bound, `remat` is as
+            for `treescan.while_scan`, and `check_finite` is not supported.
 
     Returns:
         The last step's carry, or `init` if no step runs.

@@ -69,18 +69,18 @@ def register_carry(
     to_carry: Callable[[_T], AbstractCarry[Any, Any]],
     from_carry: Callable[[Any], _T],
 ) -> None:
-    """Teaches treescan to carry values of a type that one does not own.
+    """Registers how treescan carries values of a type that you do not own.
 
-    Where such a value is in an `init`, a carry takes its place during the scan, and the caller gets a value of the
-    type back. Subclasses are adopted too, unless they are registered themselves: the most specific class counts.
+    If an `init` contains such a value, a carry replaces it during the scan, and the caller receives a value of the type
+    again. This includes subclasses, unless they are registered themselves: the most specific class counts.
 
     Args:
         kind: the type.
-        to_carry: makes a carry of a value. Called once a scan, before the loop.
-        from_carry: makes a value of the final carry (`accumulate`: of the carries, whose leaves are `[T, ...]`).
+        to_carry: makes a carry from a value. Called once per scan, before the loop.
+        from_carry: makes a value from the final carry (in `accumulate`, from all carries, with leaves `[T, ...]`).
 
     Raises:
-        ArgumentTypeError: if `kind` is no class, or an argument that should be is not callable.
+        ArgumentTypeError: if `kind` is not a class, or a function is not callable.
         PluginError: if the type is registered already, or is a carry itself.
 
     Examples:

@@ -25,7 +25,7 @@ from ._named import variables_in
 class ModuleCarry(AbstractCarry[Any, Any]):
     """An nnx module in the loop. The body sees the module, may change its variables, and returns it.
 
-    All rows of a `mask_scan` share it: it is updated in steps in which any row is valid.
+    All rows of a `mask_scan` share it. It is updated in steps in which any row is valid.
 
     Attributes:
         state: its variables.

@@ -102,7 +102,7 @@ def scan(
         transform_metadata: with `nnx.PARTITION_NAME`, the name of the scanned axis in the shardings of variables.
         graph: None or True: modules are graphs, in which references may be shared.
         graph_updates: None or True: what changes in the structure of scanned modules is seen outside.
-        remat: what the gradient recomputes, as for `treescan.scan`.
+        remat: as for `treescan.scan`.
         name: how profilers name the loop (a `jax.named_scope`).
 
     Returns:
