@@ -1,8 +1,7 @@
-"""What one can ask of an installed treescan, in a terminal.
+"""Commands of an installed treescan.
 
-`python -m treescan explain CarryError` says what an error means. `python -m treescan plugins` lists what installed
-distributions declare for custom carries.
-"""
+`python -m treescan explain CarryError` explains an error. `python -m treescan plugins` lists the custom carries of
+installed distributions."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Exceptions, warnings, and the one renderer that every message goes through.
 
-A cause is raised bare, as a `Fault`, where it is found. The public verb catches it, adds what only the verb knows (its
-own name, the body and where the body was written) and raises the public exception: see `explain`.
-"""
+The code that finds a cause raises it as a `Fault`, without context. The public verb catches it, adds its own name, the
+body and the place of the body, and raises the public exception: see `explain`."""
 
 from __future__ import annotations
 

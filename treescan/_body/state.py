@@ -1,4 +1,4 @@
-"""A layer's state: takes what a block returns apart, and holds the new state against the one that was given."""
+"""A layer's state: splits the results of a block, and compares the new state with the given one."""
 
 from __future__ import annotations
 

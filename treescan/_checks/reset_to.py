@@ -1,4 +1,4 @@
-"""Checks of what resets put back: `reset_to`, and the inits of packed sequences."""
+"""Checks of the values that resets restore: `reset_to`, and the inits of packed sequences."""
 
 from __future__ import annotations
 

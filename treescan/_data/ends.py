@@ -1,4 +1,4 @@
-"""`first` and `last`: what each sequence of a batch began with, and what it ended with."""
+"""`first` and `last`: the first and the last output of each sequence in a batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The carries that packed sequences start from: one of each, stacked."""
+"""The carries that packed sequences start from, stacked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`repad`: packed sequences as rows of their own, on the device."""
+"""`repad` gives each packed sequence its own row, on the device."""
 
 from __future__ import annotations
 

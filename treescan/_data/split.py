@@ -1,4 +1,4 @@
-"""Refuses stacks whose layers lie on different devices."""
+"""Raises an error for stacks whose layers are on different devices."""
 
 from __future__ import annotations
 

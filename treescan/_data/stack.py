@@ -1,4 +1,4 @@
-"""Stacks of layers: pytrees whose arrays lead with the layers."""
+"""Stacks of layers: pytrees of arrays whose first axis is the layers."""
 
 from __future__ import annotations
 

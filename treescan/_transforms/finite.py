@@ -1,8 +1,7 @@
-"""`check_finite`: the first step whose carry became NaN or infinite, with what is needed to say why.
+"""`check_finite`: finds the first step whose carry became NaN or infinite, and the operation that caused it.
 
-One int rides along. Only if it says that a step went wrong, a branch after the loop runs the steps before it once more,
-and evaluates that step operation by operation.
-"""
+The loop carries one more int, the first bad step. If there is one, a branch after the loop runs the steps before it
+again, and evaluates that step operation by operation."""
 
 from __future__ import annotations
 

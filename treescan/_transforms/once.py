@@ -1,4 +1,4 @@
-"""Outputs that are proven to be the same in every step are computed once, before the loop."""
+"""Computes outputs that are proven to be the same in every step once, before the loop."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches in the xs of `mask_scan`: a `Padded` or a `Packed` brings its rows along, whole or as a part of a tree."""
+"""Batches in the xs of `mask_scan`: a `Padded` or a `Packed`, whole or as a part of a tree."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`fold` and `accumulate`: scans whose body returns the carry alone."""
+"""`fold` and `accumulate`: scans whose body returns only the carry."""
 
 from __future__ import annotations
 

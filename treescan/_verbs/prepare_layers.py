@@ -1,4 +1,4 @@
-"""The start and end of the verbs over layers: checks the arguments, and lays the pattern."""
+"""The start and end of the verbs over layers: checks the arguments, and arranges the pattern."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`while_scan`: a scan that ends when a condition on the carry no longer holds."""
+"""`while_scan`: a scan that ends when a condition on the carry becomes false."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The best so far."""
+"""The best candidate so far."""
 
 from __future__ import annotations
 

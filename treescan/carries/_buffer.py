@@ -1,4 +1,4 @@
-"""Values that are appended when told."""
+"""A store that values are appended to."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dtype that the loop keeps."""
+"""Values that are cast back to their first dtype."""
 
 from __future__ import annotations
 

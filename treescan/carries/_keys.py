@@ -1,4 +1,4 @@
-"""Random keys: a fresh one each step."""
+"""Random keys: a fresh one per step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The last values: lags."""
+"""The last k values (lags)."""
 
 from __future__ import annotations
 

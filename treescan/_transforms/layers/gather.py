@@ -1,4 +1,4 @@
-"""What `prefetch` does to the weights of a layer: gathers them on all devices, or what a function of the user does."""
+"""Gathers the weights of a layer for `prefetch`: on all devices, or with a function of the user."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""What an element of a `vmap` is shown once it has stopped: a pair (state, x) on which the body is known to run."""
+"""Replaces the input of an element of a `vmap` that has stopped: by a pair (state, x) on which the body is known to
+run."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """nnx modules, optimizers, metrics and rngs as carries, whose shared parts stay shared.
 
-A module is a pytree, but a pytree does not know that two of its parts are one: carried as it is, tied weights would
-come apart in the first step. As a carry it travels as its graph and its state, by `nnx.split` and `nnx.merge`.
-"""
+A module is a pytree, but a pytree cannot express that two of its parts are the same object. Carried as a plain pytree,
+tied weights would come apart in the first step. So `nnx.split` and `nnx.merge` split a carried module into its graph
+and its state."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The role of each nnx variable in a scan: scanned over, given whole, or carried."""
+"""The role of each nnx variable in a scan: scanned over, passed whole, or carried."""
 
 from __future__ import annotations
 
