@@ -1,4 +1,4 @@
-"""`rewriting(False)` and `TREESCAN_REWRITE=0` leave the steps of loops alone."""
+"""`rewriting(False)` and `TREESCAN_REWRITE=0` turn the rewriting of steps off."""
 
 from __future__ import annotations
 
