@@ -1,7 +1,8 @@
 """Commands of an installed treescan.
 
 `python -m treescan explain CarryError` explains an error. `python -m treescan plugins` lists the custom carries of
-installed distributions."""
+installed distributions.
+"""
 
 from __future__ import annotations
 

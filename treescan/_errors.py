@@ -1,7 +1,8 @@
 """Exceptions, warnings, and the one renderer that every message goes through.
 
 The code that finds a cause raises it as a `Fault`, without context. The public verb catches it, adds its own name, the
-body and the place of the body, and raises the public exception: see `explain`."""
+body and the place of the body, and raises the public exception: see `explain`.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A step receives a module of its own, which is gone after the step. So a changed variable is an error, unless the body
 returns the new value. Transforms of nnx within the body, for example `nnx.remat`, write all variables again. A second
-trace then distinguishes variables that were computed from those that were only passed on."""
+trace then distinguishes variables that were computed from those that were only passed on.
+"""
 
 from __future__ import annotations
 

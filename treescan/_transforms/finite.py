@@ -1,7 +1,8 @@
 """`check_finite`: finds the first step whose carry became NaN or infinite, and the operation that caused it.
 
 The loop carries one more int, the first bad step. If there is one, a branch after the loop runs the steps before it
-again, and evaluates that step operation by operation."""
+again, and evaluates that step operation by operation.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """`save`: outputs that are not kept are not stacked, and not computed if nothing else needs them.
 
 If every k-th output is kept, a chunk of k steps runs k - 1 of them without the output, and one with it. The compiler
-removes the operations that only the output needs from the former. So one entry per chunk is stacked."""
+removes the operations that only the output needs from the former. So one entry per chunk is stacked.
+"""
 
 from __future__ import annotations
 

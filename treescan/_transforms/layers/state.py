@@ -2,7 +2,8 @@
 
 XLA copies a stack that is passed as xs and returned as ys, because it does not write outputs over inputs of a scan. As
 a carry, one array is read and written, and the caller may donate it. If the gradient recomputes layers, it saves the
-input of each layer, which would include the whole carried stack. So the loop then scans over the stack instead."""
+input of each layer, which would include the whole carried stack. So the loop then scans over the stack instead.
+"""
 
 from __future__ import annotations
 

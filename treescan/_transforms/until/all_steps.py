@@ -1,7 +1,8 @@
 """Runs a loop with an early exit as a scan over all the steps that it may take, when nothing is rewritten.
 
 Steps after the end are masked, so JAX differentiates the loop like any other scan. That takes the time and the memory
-of all steps."""
+of all steps.
+"""
 
 from __future__ import annotations
 

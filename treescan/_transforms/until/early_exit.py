@@ -2,7 +2,8 @@
 
 Each step, and each chunk of steps at every level, is a branch on whether the loop continues. Under `jax.vmap` and
 inside a `shard_map`, all elements and devices share one predicate, so the branch stays a branch. Within it, elements
-that have stopped keep their state."""
+that have stopped keep their state.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A module is a pytree, but a pytree cannot express that two of its parts are the same object. Carried as a plain pytree,
 tied weights would come apart in the first step. So `nnx.split` and `nnx.merge` split a carried module into its graph
-and its state."""
+and its state.
+"""
 
 from __future__ import annotations
 
