@@ -36,6 +36,7 @@ def test_a_desktop_shows_whole_lines_of_code(server: str, visit: Open, page: str
 def test_a_phone_shows_that_there_is_more(server: str, visit: Open, page: str) -> None:
     opened = visit(f"{server}/{page}", phone=True)
     opened.wait_for_load_state("networkidle")
+    opened.evaluate("() => document.querySelectorAll('details').forEach(one => one.open = true)")
     opened.wait_for_timeout(100)  # the sizes are observed
     for wide, fades, more, text in opened.evaluate(SCROLLS):
         assert fades == wide, text
