@@ -227,7 +227,7 @@ def cached_block(
     cache: Cache | None,
     positions: Int[Array, " time"],
 ) -> tuple[Float[Array, "batch time width"], Cache]:
-    """One layer, and what attention shall remember of it."""
+    """One layer, and its keys and values for the cache."""
     layer = gathered(layer)
     mixed, cache = attend(
         layer.attention, norm(x, layer.input_norm), cache, positions
@@ -253,10 +253,10 @@ def logits(
 ) -> Float[Array, "batch time vocabulary"]:
     """The logits of the byte after each, for training.
 
-    With `remat="step"` the gradient recomputes each layer from its input,
-    which is all that is saved of it. It also gathers the layer's weights
-    anew; else all layers' gathered weights would be saved, and sharding them
-    in vain.
+    With `remat="step"` the gradient saves only the input of each layer, and
+    recomputes the rest. It also gathers the layer's weights again. Otherwise
+    it would save the gathered weights of all layers, and sharding them would
+    be useless.
     """
     x = gathered(params.embedding)[tokens]
     x = treescan.fold_layers(

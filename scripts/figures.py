@@ -1,7 +1,8 @@
 """Writes the tables and charts of docs/benchmarks.md from benchmarks/results/*.json: `python scripts/figures.py`.
 
-What stands in the page between `<!-- figures: NAME -->` and `<!-- /figures -->` is made here, and the rest by hand.
-NAME is a suite; `overview`, the table of all suites; or `others`, a section for each suite that the page does not name.
+The script writes the text between `<!-- figures: NAME -->` and `<!-- /figures -->`; the rest of the page is edited.
+NAME is a suite; `headlines`, five results; `overview`, the table of all suites; or `others`, a section for each suite
+that the page does not name.
 benchmarks/README.md describes the layout of the JSON. A test compares the page with what this makes of the results.
 """
 
@@ -21,6 +22,15 @@ TICKS = [m * 10.0**e for e in range(-3, 4) for m in (1, 2, 5)]
 FINE_TICKS = [n / 10 for n in range(1, 31)]
 ROW, AXIS = 32, 20  # pixels: a comparison, and the numbers below all of them
 NONE = "There are no results of this suite in the repository: run `python -m benchmarks {}`.\n"
+
+# What the page begins with: suite, comparison, what it is compared with, and what the chart calls it.
+HEADLINES = (
+    ("run_time", "scan, gradient", "jax.lax.scan", "a scan without options, gradient / jax.lax.scan"),
+    ("masked", "B=32, pareto, compact, gradient", "where by hand", "a batch with 90 % padding, gradient / a where"),
+    ("layers", "compile 64 layers, gradient", "unrolled loop", "compiling 64 layers / a Python loop"),
+    ("early_exit", "gradient, 5% of the steps", "equinox, checkpointed", "a loop that stops, gradient / equinox"),
+    ("bodies", "HMM, full, gradient", "where by hand", "a masked hidden Markov model, gradient / a where"),
+)
 
 Report = Mapping[str, Any]
 
@@ -54,6 +64,8 @@ def page_of(text: str, reports: Mapping[str, Report | None]) -> str:
     def made(part: re.Match[str]) -> str:
         if part[2] == "overview":
             body = overview(reports)
+        elif part[2] == "headlines":
+            body = headlines(reports)
         elif part[2] == "others":
             body = "\n".join(f"## {name}\n\n{section(name, report)}" for name, report in others.items())
         else:
@@ -76,21 +88,45 @@ def overview(reports: Mapping[str, Report | None]) -> str:
     return _table(rows)
 
 
+def headlines(reports: Mapping[str, Report | None]) -> str:
+    """A chart of five results, each from the suite that it names."""
+    found = []
+    for suite, name, against, label in HEADLINES:
+        report = reports[suite]
+        comparisons = report["comparisons"] if report else []
+        found += [{**c, "label": label} for c in comparisons if (c["name"], c["against"]) == (name, against)]
+    return chart("headlines", found)
+
+
 def section(name: str, report: Report | None) -> str:
-    """What was measured in a suite: where and with what, a chart of the ratios, and the numbers."""
+    """What was measured in a suite, folded: where and with what, then a chart and a table for each peer."""
     if report is None:
         return NONE.format(name)
-    parts = [_circumstances(report)]
-    if report["comparisons"]:
-        parts += [chart(name, report["comparisons"]), times(report["comparisons"])]
+    count = len(_measurements(report))
+    parts = [
+        f'<details markdown="1"><summary>{count} measurement{"s"[: count != 1]} of <code>{name}</code></summary>\n',
+        _circumstances(report),
+    ]
+    for number, (peer, comparisons) in enumerate(_by_peer(report["comparisons"])):
+        parts += [f"**Against {peer}**\n", chart(f"{name}-{number}", comparisons), times(comparisons)]
     if report.get("memory"):
         parts.append(memory(report["memory"]))
-    return "\n".join(parts)
+    return "\n".join([*parts, "</details>\n"])
+
+
+def _by_peer(comparisons: Sequence[Report]) -> list[tuple[str, list[Report]]]:
+    """The comparisons by what they are compared with; controls, which are against themselves, come last."""
+    found: dict[str, list[Report]] = {}
+    for comparison in comparisons:
+        found.setdefault(comparison["against"], []).append(comparison)
+    return sorted(found.items(), key=lambda group: group[0] == "itself")
 
 
 def times(comparisons: Sequence[Report]) -> str:
     """The table of what was timed."""
-    rows: list[Sequence[str]] = [("comparison", "against", "ratio", "p10 to p90", "target", "treescan", "the other")]
+    rows: list[Sequence[str]] = [
+        ("comparison", "against", "ratio", "p10 to p90", "target", "treescan, per call", "the other, per call")
+    ]
     for c in comparisons:
         spread = f"{_number(c['ratio']['p10'])} to {_number(c['ratio']['p90'])}"
         seconds = (_seconds(c[who]["median"]) for who in ("candidate_seconds", "peer_seconds"))
@@ -120,7 +156,7 @@ def chart(name: str, comparisons: Sequence[Report]) -> str:
     height = ROW * len(comparisons) + AXIS
     lines = [
         f'<figure class="ratios"><svg role="img" aria-labelledby="ratios-{name}" width="100%" height="{height}">',
-        f'<title id="ratios-{name}">Ratios of {name}, with their spread: the numbers are in the table below.</title>',
+        f'<title id="ratios-{name}">Ratios and their spread: the numbers are in the tables.</title>',
     ]
     for tick in _ticks(low, high):
         x = _x(tick, low, high)
@@ -135,7 +171,8 @@ def _row(comparison: Report, top: int, low: float, high: float) -> Iterator[str]
     """A comparison's name, its spread, its median and its target."""
     x = {quantile: _x(value, low, high) for quantile, value in comparison["ratio"].items()}
     y = top + 23
-    yield f'<text x="0" y="{top + 13}">{escape(comparison["name"])} / {escape(comparison["against"])}</text>'
+    label = comparison.get("label", f"{comparison['name']} / {comparison['against']}")
+    yield f'<text x="0" y="{top + 13}">{escape(label)}</text>'
     yield f'<line class="tenths" x1="{x["p10"]}" x2="{x["p90"]}" y1="{y}" y2="{y}"/>'
     yield f'<line class="half" x1="{x["p25"]}" x2="{x["p75"]}" y1="{y}" y2="{y}"/>'
     if comparison["target"] is not None:
@@ -145,7 +182,7 @@ def _row(comparison: Report, top: int, low: float, high: float) -> Iterator[str]
 
 
 def _x(value: float, low: float, high: float) -> str:
-    """Where a ratio stands across the chart, with room left for half a number at both ends."""
+    """Where a ratio is across the chart, with room left for half a number at both ends."""
     return f"{4 + 92 * math.log(value / low) / math.log(high / low):.1f}%"
 
 

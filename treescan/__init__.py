@@ -1,4 +1,4 @@
-"""Typed, checked scans for JAX, lowered to nothing but `jax.lax.scan`."""
+"""Typed, checked scans for JAX. Everything lowers to `jax.lax.scan`."""
 
 from ._data.ends import first as first, last as last
 from ._data.init_layers import init_layers as init_layers

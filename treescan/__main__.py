@@ -1,8 +1,8 @@
-"""What one can ask of an installed treescan, in a terminal.
+"""Commands of an installed treescan.
 
-`python -m treescan explain CarryError` says what an error means, and `explain TS001` what a finding of `describe` does.
-`python -m treescan plugins` lists what installed distributions declare for custom carries. `python -m treescan doctor`
-measures what loops cost on this machine.
+`python -m treescan explain CarryError` explains an error, and `explain TS001` a finding of `describe`.
+`python -m treescan plugins` lists the custom carries of installed distributions. `python -m treescan doctor` measures
+what loops cost on this machine.
 """
 
 from __future__ import annotations

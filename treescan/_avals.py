@@ -1,6 +1,6 @@
-"""What JAX knows of a value without its elements: types, weak types, shardings.
+"""Describes values without their elements: types, weak types, shardings.
 
-The one place that bridges what JAX names differently between the oldest and the newest supported release.
+The only file that handles names that differ between the oldest and the newest supported release of JAX.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ def spread_axes(option: str, axes: Axes, tree: PyTree, root: str, *, none: bool 
     except PrefixMismatch as error:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `{option}` is no prefix of {root}: {error}.",
+            f"{{verb}} over {{body}}: `{option}` is not a prefix of {root}: {error}.",
             f"Give one int for all leaves, or a tree with the structure of {root} down to where one int holds for "
             "everything below.",
         ) from None

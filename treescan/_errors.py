@@ -1,7 +1,7 @@
 """Exceptions, warnings, and the one renderer that every message goes through.
 
-A cause is raised bare, as a `Fault`, where it is found. The public verb catches it, adds what only the verb knows (its
-own name, the body and where the body was written) and raises the public exception: see `explain`.
+The code that finds a cause raises it as a `Fault`, without context. The public verb catches it, adds its own name, the
+body and the place of the body, and raises the public exception: see `explain`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ STEP_WORDS = {
     "xs": "xs",
     "leaves_of_xs": "leaves of xs",
     "arrays_as_xs": "arrays as xs",
-    "all_whole": "every leaf of xs is given whole (in_axes None)",
-    "axis_none": "None gives a leaf whole to every step",
+    "all_whole": "every leaf of xs has in_axes None",
+    "axis_none": "with None, every step receives the whole leaf",
     "mask": "the mask",
     "rows_of_init": "there are other rows than in the mask. `init` has one entry for each row of the batch "
     "(`packed.rows` of them for a `Packed`), and the lengths or the mask are of the same rows.",
@@ -66,7 +66,7 @@ class TreescanError(Exception):
 
 
 class ArgumentError(TreescanError, ValueError):
-    """An argument of a verb is out of range, in conflict with another, or does not fit the data."""
+    """An argument of a verb is out of range, conflicts with another, or does not fit the data."""
 
 
 class ArgumentTypeError(ArgumentError, TypeError):
@@ -74,14 +74,14 @@ class ArgumentTypeError(ArgumentError, TypeError):
 
 
 class TracedArgumentError(ArgumentTypeError, jax.errors.ConcretizationTypeError):
-    """An argument of a verb is traced, where a concrete value is a part of the program."""
+    """An argument of a verb is traced, but must be a concrete value, because it is part of the program."""
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)  # JAX's own constructor takes the tracer, and writes another message
 
 
 class BodyError(TreescanError, TypeError):
-    """The body is not callable, or does not return what the verb asks of it."""
+    """The body is not callable, or does not return what the verb expects."""
 
 
 class CarryError(TreescanError, TypeError):
@@ -89,11 +89,11 @@ class CarryError(TreescanError, TypeError):
 
 
 class LayerError(TreescanError, ValueError):
-    """Layers that do not fit one another, or stacks of them that do not fit the blocks."""
+    """Layers do not fit together, or stacks do not fit the blocks."""
 
 
 class SignatureError(TreescanError, TypeError):
-    """A value does not fit the jaxtyping annotation that the body gives it."""
+    """A value does not fit its jaxtyping annotation in the body."""
 
 
 class NonFiniteError(TreescanError, FloatingPointError):
@@ -105,7 +105,7 @@ class PluginError(TreescanError, TypeError):
 
 
 class PluginWarning(UserWarning):
-    """A distribution declares custom carries for treescan that do not load; scans go on without them."""
+    """A distribution declares custom carries for treescan that do not load. Scans continue without them."""
 
 
 class RetraceWarning(UserWarning):
@@ -207,7 +207,7 @@ class Fault(Exception):
                 yield (
                     path,
                     f"{path}: {{init}} is weakly typed there, {describe_leaf(leaf)}, as Python scalars are. A weak "
-                    f"type gives way to what the {{step}} returns, once. That did not settle: given "
+                    f"type adopts the type that the {{step}} returns, once. It changed again: given "
                     f"{bad[path].expected}, it returns {bad[path].came}. "
                     f"Start from an array, `jnp.asarray({leaf}, jnp.{dtype})`, and keep its dtype.",
                 )

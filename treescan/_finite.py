@@ -20,24 +20,24 @@ class NonFinite:
     For a verb over layers, a step is a layer, the carry is the block's x, and `x` what a layer has of its own.
 
     Attributes:
-        path: the leaf, as in `h.cell`.
-        kind: whether it became NaN or infinite; None: the step was run once more to find out, and came out otherwise.
-            Then `path` is the whole carry, and the operation is not known.
+        path: the leaf, for example `h.cell`.
+        kind: whether it became NaN or infinite; None: the step was run again to find out, with another result. Then
+            `path` is the whole carry, and the operation is not known.
         step: the position of the step, counted from 0, in reverse too: that of its x in xs.
         steps: the steps of the loop.
         ends_early: whether these are the most that it may take.
         rows: the rows that did; in a loop without rows the entries along the leaf's first axis. Empty for a leaf that
             has none. Where rows are in several axes, each is a tuple.
         operation: the first operation with such a result, as JAX names it; None: the value was there before the step.
-        place: the line of that operation, as in `model.py:31`; None where it is not known.
-        source: the leaf of the carry or of x that the value came from, where no operation of this step made it.
+        place: the line of that operation, for example `model.py:31`; None if it is not known.
+        source: the leaf of the carry or of x that the value came from, if no operation of this step made it.
         was_finite: whether all of the carry before the step was finite.
         carry: the carry before the step, as the body sees it.
-        x: what the step was given beside it.
+        x: the x of the step.
         valid: which rows ran the step; None: all.
         unit: what a step is: "step", or "layer".
-        backward: whether it is the cotangent of that leaf, of the carry before the step.
-        place_in_stack: for layers of several blocks, which of their stacks this one is in, and where. Else None.
+        backward: whether this is the cotangent of the leaf, of the carry before the step.
+        place_in_stack: for layers of several blocks, which of their stacks this layer is in, and where. Otherwise None.
     """
 
     path: str
@@ -106,11 +106,11 @@ def note(record: NonFinite) -> None:
 
 
 def last_nonfinite() -> NonFinite | None:
-    """What `check_finite` found last in this process, under `jax.jit` too.
+    """Returns the last record of `check_finite` in this process, also under `jax.jit`.
 
     Returns:
-        The record, or None if there is none yet. Its `carry` and `x` are those of the step that went wrong, so that the
-        body can be called on them. They are kept until the next record.
+        The record, or None if there is none yet. Its `carry` and `x` are those of that step, so you can call the body
+        on them. They are kept until the next record.
 
     Examples:
         >>> import jax.numpy as jnp

@@ -15,11 +15,11 @@ from typing import Any, TextIO
 
 
 class AbstractProgressMeter(abc.ABC):
-    """Shows how far a loop has come: a bar, lines of text, entries of a log.
+    """Shows the progress of a loop: a bar, lines of text, entries of a log.
 
-    A meter is hashable, as frozen dataclasses are, because it is a part of the program. It holds nothing of a run: what
-    `init` returns is given to `step` and to `close`. They are called from the threads of JAX, one at a time, with
-    Python numbers. What they raise is a warning, and that run is shown no further.
+    A meter must be hashable, as frozen dataclasses are, because it is part of the program. It holds no state of a run:
+    `step` and `close` receive what `init` returned. They are called from the threads of JAX, one at a time, with Python
+    numbers. If they raise an exception, you get a warning, and the run is no longer shown.
 
     Examples:
         >>> import dataclasses
@@ -59,17 +59,17 @@ class AbstractProgressMeter(abc.ABC):
 
 @dataclass(frozen=True)
 class Progress:
-    """How a loop shows its progress, for the option `progress` of the verbs.
+    """Settings of the progress bar, for the option `progress` of the verbs.
 
     Attributes:
-        label: what the bar is called; None: the name of the body.
-        show: values that are printed beside the bar: a function of the carry, as the body sees it, that returns a dict
+        label: the name of the bar; None: the name of the body.
+        show: values to print next to the bar: a function of the carry, as the body sees it, that returns a dict
             of scalars. It is traced, and computed once for each update.
-        updates: the most updates of a run. The loop is cut into at most so many chunks, and no step has a branch.
-        meter: what shows it; None: `Tqdm()` where tqdm is installed, else `Text()`.
-        backward: whether the gradient has a bar too, with a label that says so. JAX then differentiates the loop in
-            reverse mode alone. Loops that end early have none.
-        batched: whether each element of a `jax.vmap` has a bar of its own, with its place in the label.
+        updates: the most updates of a run. The loop is cut into at most this many chunks, and no step has a branch.
+        meter: the meter; None: `Tqdm()` if tqdm is installed, otherwise `Text()`.
+        backward: whether the gradient has a bar too, with a label that says so. JAX then differentiates the loop
+            only in reverse mode. Loops that end early cannot have one.
+        batched: whether each element of a `jax.vmap` has its own bar, with its place in the label.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -98,7 +98,7 @@ def has_tqdm() -> bool:
 
 @dataclass(frozen=True)
 class Tqdm(AbstractProgressMeter):
-    """A bar of tqdm: in a terminal, or a widget in a notebook. It is the default where tqdm is installed.
+    """A bar of tqdm: in a terminal, or a widget in a notebook. It is the default if tqdm is installed.
 
     Examples:
         >>> import treescan
@@ -149,9 +149,9 @@ _lock = threading.RLock()
 
 @dataclass(frozen=True)
 class Text(AbstractProgressMeter):
-    """Text on the standard error stream: one line that is written over in a terminal, else a line for each tenth.
+    """Text on the standard error stream: in a terminal one line that is updated, otherwise a line for each tenth.
 
-    It is the default where tqdm is not installed.
+    It is the default if tqdm is not installed.
 
     Examples:
         >>> import treescan

@@ -11,24 +11,24 @@ import jax
 
 @dataclass(frozen=True, repr=False)
 class Remat:
-    """What the gradient of a loop saves, and what it recomputes: an option of the verbs, `remat=Remat(levels=3)`.
+    """A plan of what the gradient of a loop saves and recomputes, for the option `remat` of the verbs.
 
     A loop of T steps in L levels is cut into nested chunks of about `T**(1/L)` parts each. The gradient saves the
-    carry before each part of one level at a time, about `L * T**(1/L)` carries, and evaluates each step once more for
-    each level. Any length will do; results do not depend on the plan beyond rounding, and forward mode stays possible.
+    carry before each part of one level at a time, about `L * T**(1/L)` carries, and evaluates each step once more per
+    level. Any length works. Results do not depend on the plan, except for rounding. Forward mode works too.
 
     `"step"` is short for `Remat()`, `"nested"` for `Remat(levels=2)`. Chunks that save whole steps
-    (`policy="everything_saveable"`) compute the products of their steps with shared weights at once.
+    (`policy="everything_saveable"`) compute the gradient of shared weights with one product per chunk.
 
     Attributes:
-        policy: what of each step is saved beside its carry: a policy of `jax.checkpoint_policies` or its name, such as
-            `"dots_saveable"`. None: nothing. `"everything_saveable"` leaves the steps alone: with several levels the
-            innermost chunks then save all of their steps, and no step is evaluated a last time.
-        levels: into how many levels the loop is cut. None: 1, or 2 where a segment is given.
-        segment: the number of steps of an innermost chunk. None: chosen for T.
-        offload: where the carries of the outermost level are kept until the gradient needs them: a memory kind of the
-            device, such as `"pinned_host"`. None: where they are. A CPU warns that it changes nothing.
-        budget: the bytes that the gradient may need, where `Remat.fit` is to choose the plan.
+        policy: what each step saves besides its carry: a policy of `jax.checkpoint_policies` or its name, for example
+            `"dots_saveable"`. None: nothing. With `"everything_saveable"` and several levels, the innermost chunks save
+            all of their steps, so each step is evaluated once less.
+        levels: the number of levels. None: 1, or 2 if a segment is given.
+        segment: the number of steps in an innermost chunk. None: chosen for T.
+        offload: the memory kind of the device, for example `"pinned_host"`, that keeps the carries of the outermost
+            level until the gradient needs them. None: device memory. A CPU warns that it changes nothing.
+        budget: the bytes that the gradient may need, if `Remat.fit` chooses the plan.
     """
 
     policy: str | Callable[..., Any] | None = None
@@ -43,16 +43,15 @@ class Remat:
 
     @classmethod
     def fit(cls, budget: int) -> Remat:
-        """The plan with the fewest evaluations of the body whose gradient needs no more bytes than a budget.
+        """Picks the plan with the fewest evaluations of the body that fits a budget of bytes.
 
-        Which one that is depends on the body and on the number of steps: `treescan.plan_remat` shows it. Counted is
-        all that the loop's gradient needs beside its arguments and results: what is saved, what levels copy of xs and
-        of gradients, and what one step needs while its own gradient is computed. That is what
-        `memory_analysis().temp_size_in_bytes` of the compiled gradient says, within 15 %; so a plan is taken only where
-        5 % are to spare.
+        The choice depends on the body and on the number of steps; `treescan.plan_remat` shows it. The budget covers the
+        memory of the loop's gradient without its arguments and results: what is saved, the copies that levels make of
+        xs and of gradients, and what the gradient of one step needs. This predicts
+        `memory_analysis().temp_size_in_bytes` of the compiled gradient within 15 %. A plan must fit with 5 % to spare.
 
         Args:
-            budget: how many bytes, of all devices together.
+            budget: the number of bytes, of all devices together.
         """
         return cls(budget=budget)
 

@@ -124,11 +124,11 @@ def _where_off(prefix: PyTree, tree: PyTree, root: str, path: KeyPath) -> str:
     if parts is None:
         return ""
     if wholes is None or type(prefix) is not type(tree):
-        return f"{here} is {describe_node(tree)}, where it has {describe_node(prefix)}"
+        return f"{here} is {describe_node(tree)}, but it has {describe_node(prefix)} there"
     given, there = dict(parts), dict(wholes)
     for key in there:
         if key not in given:
-            return f"it has nothing for {path_str(root, (*path, *key))}"
+            return f"it has no entry for {path_str(root, (*path, *key))}"
     for key in given:
         if key not in there:
             return f"there is no {path_str(root, (*path, *key))}"

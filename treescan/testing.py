@@ -48,19 +48,19 @@ class _Trial(NamedTuple):
 
 
 def check_carry(carry: AbstractCarry[Any, Any], returned: PyTree, *, batch: tuple[int, ...] = ()) -> None:
-    """Checks that a custom carry keeps the laws by which it works with every verb and every option.
+    """Checks the laws that a custom carry must satisfy to work with every verb and every option.
 
     Args:
         carry: a carry to begin with.
-        returned: what a body returns in its place, step by step: any pytree whose leaves are [T, *batch, ...], T >= 3.
-        batch: the batch shape of what is returned; leaves of the carry that have rows (`rows`) have it too. Give one
-            with at least 3 rows to have masks tried row by row, and shared leaves with rows that are not valid.
+        returned: what a body returns in its place in each step: any pytree with leaves [T, *batch, ...], T >= 3.
+        batch: the batch shape of what is returned; leaves of the carry that have rows (`rows`) have it too. With at
+            least 3 rows, it also tests masks row by row, and shared leaves with rows that are not valid.
 
-    The hooks are called as the verbs call them: `write` is given `valid=None`, as outside of `mask_scan`, and masks.
+    The hooks are called as the verbs call them: `write` receives `valid=None`, as outside of `mask_scan`, and masks.
 
     Raises:
-        AssertionError: if a law does not hold; lists for each the leaves in which it does not. Where a hook failed, it
-            says which, with what `valid`, and at which line, and what the hook raised is its cause.
+        AssertionError: if a law does not hold; it lists the leaves for each law. If a hook failed, it names the hook,
+            its `valid` and the line, and the hook's exception is the cause.
         ValueError: if `returned` has less than 3 steps.
 
     Examples:
@@ -106,7 +106,10 @@ def _report(kind: type, failed: dict[str, list[Row]], cause: Exception | None) -
     for says, rows in failed.items():
         parts += [wrap(f"{says}."), table(("leaf", "expected", "came"), rows)]
     if cause is not None and failed_hook(kind, cause)[0] == "write(valid=None)":
-        says = "Outside of `mask_scan` every verb calls `write` with `valid=None`: then all that is returned counts."
+        says = (
+            "Outside of `mask_scan`, every verb calls `write` with `valid=None`: then everything that is returned "
+            "counts."
+        )
         parts.append(wrap(says))
     return "\n\n".join(parts)
 

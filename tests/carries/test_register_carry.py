@@ -231,7 +231,7 @@ def failing(value: Any) -> Any:
 @pytest.mark.parametrize(
     ("to_carry", "says"),
     [
-        (no_carry, "returned float32[3], which is no custom carry."),
+        (no_carry, "returned float32[3], which is not a custom carry."),
         (failing, "failed. ZeroDivisionError: nothing to divide by."),
     ],
 )
@@ -243,8 +243,8 @@ def test_what_to_carry_does_wrong_is_an_error_with_path_and_place(to_carry: Call
     text = message(error)
     assert text.startswith("`scan` over `step` (")
     assert f'`to_carry` of the registered type `Meter`, called for init["a"][1], {says}' in text
-    assert f"It is `{to_carry.__name__}` of `test_register_carry`, which is of no installed distribution." in text
-    assert "`Meter` is defined in `test_register_carry`, which is of no installed distribution." in text
+    assert f"It is `{to_carry.__name__}` of `test_register_carry`, which belongs to no installed distribution." in text
+    assert "`Meter` is defined in `test_register_carry`, which belongs to no installed distribution." in text
     cause = error.value.__cause__
     assert isinstance(cause, ZeroDivisionError) if to_carry is failing else cause is None
 
@@ -297,8 +297,8 @@ def test_a_type_is_registered_once(Meter: Any) -> None:
     with pytest.raises(PluginError) as error:
         register_carry(Meter, another, lambda carry: Meter(carry.total))
     assert "Meter`, which is registered already." in message(error)
-    assert "First by `to_total` of `test_register_carry`, which is of no installed distribution." in message(error)
-    assert "Now by `another` of `test_register_carry`, which is of no installed distribution." in message(error)
+    assert "First by `to_total` of `test_register_carry`, which belongs to no installed distribution." in message(error)
+    assert "Now by `another` of `test_register_carry`, which belongs to no installed distribution." in message(error)
     npt.assert_array_equal(treescan.scan(step, Meter(1.0), XS)[0].total, 10.0)  # the first one stays
 
 

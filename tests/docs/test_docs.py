@@ -43,8 +43,10 @@ TUTORIAL = TUTORIALS / "plugin.md"
 # What compiles more than a few programs: the rest is enough to see every day that pages run at all.
 LONG = (
     *(TUTORIALS / f"{name}.md" for name in ("plugin", "vowels", "llama", "solvers")),
-    *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("migrating", "layers", "flax", "random-keys", "training")),
+    *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("layers", "flax", "random-keys", "training")),
+    *sorted((ROOT / "docs" / "guides").glob("migrating-*.md")),
     *(ROOT / "docs" / "guides" / f"{name}.md" for name in ("variable-length", "performance", "custom-carries")),
+    *(ROOT / "docs" / "guides" / f"layers-{name}.md" for name in ("patterns", "devices", "checkpoints")),
     ROOT / "docs" / "recipes" / "speech.md",
 )
 FENCE = re.compile(

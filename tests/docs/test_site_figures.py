@@ -64,8 +64,24 @@ def test_a_section_has_the_numbers_and_where_they_come_from() -> None:
     made = figures.section("some", REPORT)
     assert "Measured on 2026-01-02: A CPU, 4 cores, A GPU, load average 0.2 before it began; " in made
     assert "python 3.11.7, jax 0.10.2." in made
+    assert made.startswith('<details markdown="1"><summary>2 measurements of <code>some</code></summary>\n')
+    assert made.index("**Against by hand**") < made.index("| a < b | by hand | 1.00 |")
     assert "| a < b | by hand | 1.00 | 0.50 to 2.00 | 0.90, **missed** | 1 s | 20 µs |" in made
     assert "| gradient | by hand | 0.012 |  | 12.3 MB | 1000.0 MB |" in made
+
+
+def test_measurements_are_grouped_by_peer() -> None:
+    """In the order in which peers come; what is against itself comes last."""
+    comparisons = [{**COMPARISON, "against": peer} for peer in ("itself", "b", "a", "b")]
+    made = figures.section("some", {**REPORT, "comparisons": comparisons})
+    assert re.findall(r"\*\*Against (\w+)\*\*", made) == ["b", "a", "itself"]
+    assert len(set(re.findall(r' id="(.*?)"', made))) == 3
+
+
+def test_the_page_begins_with_five_results() -> None:
+    made = figures.headlines(figures.suites())
+    assert made.count('class="median"') == 5
+    assert all(label.partition(" / ")[0] in made for *_, label in figures.HEADLINES)
 
 
 def test_the_axis_is_logarithmic() -> None:
@@ -82,7 +98,7 @@ def test_a_suite_without_a_part_of_its_own_is_among_the_others() -> None:
     made = figures.page_of(text, {"new": REPORT, "idle": None})
     assert "| `new` | 0 of 1 | 2026-01-02 | A CPU, 4 cores, A GPU | 0.10.2 |" in made
     assert "| `idle` | no results |" in made
-    assert "## new\n\nMeasured on" in made
+    assert "## new\n\n<details" in made
     assert "## idle\n\nThere are no results" in made
     assert figures.page_of(made, {"new": REPORT, "idle": None}) == made
 
@@ -125,6 +141,17 @@ def test_how_to_choose_quotes_the_committed_results(table: str) -> None:
     for line, names in zip(lines, CHOOSING[table].values(), strict=True):
         quoted = re.findall(r": ([\d.]+ \([\d.]+ to [\d.]+\))", line)
         assert quoted == [_with_spread(ratios[name]) for name in names]
+
+
+def test_how_to_choose_quotes_associative_scan() -> None:
+    report = json.loads((ROOT / "benchmarks" / "results" / "linear.json").read_text())
+    ratios = {each["name"]: each["ratio"] for each in [*report["comparisons"], *report["memory"]]}
+    page = (ROOT / "docs" / "choosing.md").read_text()
+    lines = page[page.index("| 4,096 steps |") :].split("\n\n")[0].splitlines()[2:]
+    for line, name in zip(lines, ("compile", "1 wide", "64 wide", "4,096 wide"), strict=True):
+        quoted = [cell.strip() for cell in line.strip("|").split("|")][1:]
+        memory = "" if name == "compile" else _three_digits(ratios[f"{name}, memory, gradient"])
+        assert quoted == [*(_with_spread(ratios[f"{name}, {kind}"]) for kind in ("forward", "gradient")), memory]
 
 
 def _with_spread(ratio: dict[str, float]) -> str:

@@ -445,7 +445,7 @@ def test_carried_variables_that_may_not_change_are_read() -> None:
 
 
 def test_carried_variables_have_to_be_there() -> None:
-    with pytest.raises(BodyError, match="is there before the first"):
+    with pytest.raises(BodyError, match="must exist before the first step"):
         RNN(Normed(H), variable_carry="stats").init(jax.random.key(0), X)
     with pytest.raises(Exception, match="structure"):
         nn.RNN(Normed(H), variable_carry="stats").init(jax.random.key(0), X)
@@ -537,23 +537,23 @@ class Clocked(nn.SimpleCell):
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
     "shape": ({}, {"seq_lengths": LENGTHS[:2]}, ArgumentError, r"batch shape of the inputs, \(3,\), but are"),
-    "dtype": ({}, {"seq_lengths": LENGTHS.astype(jnp.float32)}, ArgumentTypeError, r"are ints, got float32\[3\]"),
+    "dtype": ({}, {"seq_lengths": LENGTHS.astype(jnp.float32)}, ArgumentTypeError, r"must be ints, got float32\[3\]"),
     "mask": ({}, {"seq_lengths": LENGTHS > 2}, ArgumentTypeError, "from a bool mask"),
     "large": ({}, {"seq_lengths": [1, 6, 2]}, ArgumentError, "between 0 and the 5 steps of the inputs"),
     "negative": ({}, {"seq_lengths": np.array([1, -1, 2])}, ArgumentError, "but one is -1"),
     "axes": ({}, {"inputs": X[0, 0]}, ArgumentError, r"\[\*batch, T, \*features\]"),
     "cast": ({"cell": Casting(H)}, {"seq_lengths": LENGTHS}, CarryError, r"`Casting.__call__` \(.*test_flax_rnn.py"),
     "clock": ({"cell": Clocked(H)}, {"seq_lengths": LENGTHS}, ArgumentError, r"carry\[\"t\"\] is int32\[\]"),
-    "ragged": ({}, {"seq_lengths": [[1], [1, 2], 3]}, ArgumentTypeError, r"are ints, got"),
+    "ragged": ({}, {"seq_lengths": [[1], [1, 2], 3]}, ArgumentTypeError, r"must be ints, got"),
     "split": ({"split_rngs": {"params": True}}, {}, BodyError, "values that must be the same in every step"),
     "axis": (
         {"variable_axes": {"steps": None}},
         {},
         ArgumentTypeError,
-        "`variable_axes` is an int, got None",
+        "`variable_axes` must be an int, got None",
     ),
     "own": ({"cell": Own(H), **OWN}, {"seq_lengths": LENGTHS}, ArgumentError, "Initialize without `seq_lengths`"),
-    "chunk": ({"chunk": -1}, {"seq_lengths": LENGTHS}, ArgumentError, "`chunk` is an int of at least 0"),
+    "chunk": ({"chunk": -1}, {"seq_lengths": LENGTHS}, ArgumentError, "`chunk` must be an int of at least 0"),
     "remat": ({"remat": "some"}, {}, ArgumentError, "remat"),
 }
 

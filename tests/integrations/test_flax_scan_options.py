@@ -227,14 +227,14 @@ def carried_collection_changes(self, h, x):
 
 @wrong(
     BodyError,
-    """`made_inside` (here) made variables of a collection that is carried. What one step hands to the next is there before the first.
+    """`made_inside` (here) made variables of a collection that is carried. A carry must exist before the first step.
 
   leaf                      before        after
   variables["state"]["n"]   (not there)   float32[]
 
-  Make them before the loop: initialize what is run in each step by itself. Or give their
+  Make them before the loop: initialize the module of one step on its own. Or give their
   collection an axis, or broadcast it.
-""",  # noqa: E501
+""",
     variable_carry="state",
 )
 def made_inside(self, h, x):
@@ -244,13 +244,12 @@ def made_inside(self, h, x):
 
 @wrong(
     BodyError,
-    """`broadcast_depends_on_x` (here) returned values that must be the same in every step, but are computed from what may differ between steps: the carry, x, or keys that are split.
+    """`broadcast_depends_on_x` (here) returned values that must be the same in every step, but they depend on values that may differ between steps: the carry, x, or keys that are split.
 
   leaf                       expected                 is
   variables["params"]["w"]   the same in every step   float32[]
 
-  What is broadcast is computed once, for all steps: it may be made from keys that are not split
-  and from constants. Carry what changes, or give it an axis to be stacked along.
+  A broadcast value is computed once for all steps, from constants and from keys that are not split. Carry a value that changes, or give it an axis to stack along.
 """,  # noqa: E501
     **SHARED,
 )
@@ -263,13 +262,12 @@ def broadcast_depends_on_x(self, h, x):
 
 @wrong(
     BodyError,
-    """`broadcast_depends_on_the_carry` (here) returned values that must be the same in every step, but are computed from what may differ between steps: the carry, x, or keys that are split.
+    """`broadcast_depends_on_the_carry` (here) returned values that must be the same in every step, but they depend on values that may differ between steps: the carry, x, or keys that are split.
 
   leaf                            expected                 is
   variables["params"]["w"]["a"]   the same in every step   float32[2,3]
 
-  What is broadcast is computed once, for all steps: it may be made from keys that are not split
-  and from constants. Carry what changes, or give it an axis to be stacked along.
+  A broadcast value is computed once for all steps, from constants and from keys that are not split. Carry a value that changes, or give it an axis to stack along.
 """,  # noqa: E501
     **SHARED,
 )
@@ -280,13 +278,12 @@ def broadcast_depends_on_the_carry(self, h, x):
 
 @wrong(
     BodyError,
-    """`broadcast_depends_on_a_key_of_its_own` (here) returned values that must be the same in every step, but are computed from what may differ between steps: the carry, x, or keys that are split.
+    """`broadcast_depends_on_a_key_of_its_own` (here) returned values that must be the same in every step, but they depend on values that may differ between steps: the carry, x, or keys that are split.
 
   leaf                       expected                 is
   variables["params"]["w"]   the same in every step   float32[3]
 
-  What is broadcast is computed once, for all steps: it may be made from keys that are not split
-  and from constants. Carry what changes, or give it an axis to be stacked along.
+  A broadcast value is computed once for all steps, from constants and from keys that are not split. Carry a value that changes, or give it an axis to stack along.
 """,  # noqa: E501
     variable_broadcast="params",
     split_rngs={"params": True},
@@ -298,13 +295,12 @@ def broadcast_depends_on_a_key_of_its_own(self, h, x):
 
 @wrong(
     BodyError,
-    """`output_depends_on_x` (here) returned values that must be the same in every step, but are computed from what may differ between steps: the carry, x, or keys that are split.
+    """`output_depends_on_x` (here) returned values that must be the same in every step, but they depend on values that may differ between steps: the carry, x, or keys that are split.
 
   leaf     expected                 is
   y["a"]   the same in every step   float32[2,3]
 
-  What is broadcast is computed once, for all steps: it may be made from keys that are not split
-  and from constants. Carry what changes, or give it an axis to be stacked along.
+  A broadcast value is computed once for all steps, from constants and from keys that are not split. Carry a value that changes, or give it an axis to stack along.
 """,  # noqa: E501
     out_axes={"a": nn.broadcast, "b": 0},
 )
@@ -320,7 +316,7 @@ def output_depends_on_x(self, h, x):
   args[0]   5       float32[5,2,3]   axis 0
   args[1]   3       float32[3,2,3]   axis 0
 
-  All variables and arguments are scanned together, and `length`, where given, is their size. For
+  All variables and arguments are scanned together, and `length`, if given, must be their size. For
   fewer steps, slice what is scanned over.
 """,
     H,
@@ -338,7 +334,7 @@ def lengths_differ(self, h, x, more):
   leaf      steps   is
   args[0]   5       float32[5,2,3]   axis 0
 
-  All variables and arguments are scanned together, and `length`, where given, is their size. For
+  All variables and arguments are scanned together, and `length`, if given, must be their size. For
   fewer steps, slice what is scanned over.
 """,
     length=3,
@@ -351,8 +347,7 @@ def another_length(self, h, x):
     ArgumentError,
     """`flax.scan` over `ever` (here): how many steps? No `length` is given, and what is scanned over holds no arrays.
 
-  Pass `length=` for a loop that consumes nothing, or arrays to scan over, which lead with the
-  steps.
+  Pass `length=` for a loop without inputs, or arrays to scan over whose first axis is the steps.
 """,
     H,
     None,
@@ -368,8 +363,7 @@ def ever(self, h, x):
   leaf      axis        is
   args[0]   in_axes 3   float32[5,2,3]   rank 3
 
-  An axis counts from 0, or from the end if it is negative, and None gives a leaf whole to every
-  step.
+  An axis counts from 0, or from the end if it is negative, and with None, every step receives the whole leaf.
 """,
     in_axes=3,
 )
@@ -379,7 +373,7 @@ def no_such_axis(self, h, x):
 
 @wrong(
     ArgumentError,
-    """`flax.scan` over `axes_of_another_structure` (here): `in_axes` is no prefix of args: args[0] is float32[5,2,3], where it has dict of 1.
+    """`flax.scan` over `axes_of_another_structure` (here): `in_axes` is not a prefix of args: args[0] is float32[5,2,3], but it has dict of 1 there.
 
   Give one int for all leaves, or a tree with the structure of args down to where one int holds
   for everything below.
@@ -419,9 +413,9 @@ def no_such_axis_of_y(self, h, x):
 
 @wrong(
     ArgumentTypeError,
-    """`flax.scan` over `length_is_no_int` (here): `length` is an int, got 3.0.
+    """`flax.scan` over `length_is_no_int` (here): `length` must be an int, got 3.0.
 
-  Give a number of steps, from 0 up, as an int: `int(...)` if it is one already.
+  Give the number of steps as an int of at least 0: `int(...)` converts a whole number.
 """,
     length=3.0,
 )
@@ -473,5 +467,5 @@ def test_errors_of_classes_name_them() -> None:
 
 
 def test_save_with_outputs_that_are_returned_once() -> None:
-    with pytest.raises(ArgumentError, match="`save` chooses among outputs that are stacked"):
+    with pytest.raises(ArgumentError, match="`save` selects from stacked outputs"):
         recurrent(scan, Block, save="last", out_axes=nn.broadcast).init(KEY, H, XS)

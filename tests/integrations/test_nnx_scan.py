@@ -518,7 +518,7 @@ WRONG_AXES: dict[str, tuple[dict[str, Any], str]] = {
     "boolean": ({"in_axes": (C, True)}, "in_axes[1] is True"),
     "entries": ({"in_axes": (C, 0, 0)}, "`in_axes` has 3 entries, but there are 2 arguments: h, m"),
     "prefix": ({"in_axes": (C, {"a": 0})}, "`in_axes` does not fit"),
-    "filters": ({"in_axes": (C, nnx.StateAxes({nnx.BatchStat: 0}))}, "takes m.bias, a Param"),
+    "filters": ({"in_axes": (C, nnx.StateAxes({nnx.BatchStat: 0}))}, "matches m.bias, a Param"),
     "out of range": ({"in_axes": (C, 2)}, "m.bias   in_axes 2   float32[4,5]   rank 2"),
     "metadata": ({"transform_metadata": {"a": 1}}, "has no `nnx.PARTITION_NAME`"),
 }
@@ -669,7 +669,7 @@ def test_a_carried_variable_keeps_its_type_and_metadata(name: str) -> None:
             run(nnx.scan)
         text = words(error_of(lambda run=run: run(scan), treescan.CarryError))
         assert words(f"leaf given returned {where} {says}") in text
-        assert "set them before the scan, or after it" in text
+        assert "set them before or after the scan" in text
 
 
 def test_metadata_of_what_is_scanned_over_may_change() -> None:
@@ -717,7 +717,9 @@ def test_a_variable_that_is_new() -> None:
 
     assert "m.new" in error_of(scanned(step, Counter(), XS), treescan.CarryError)
     run = scanned(lambda m, x: step(m, x)[1], Counter(), XS, in_axes=(None, 0), out_axes=0)
-    assert "given whole to each step, or took some away: m.new" in error_of(run, treescan.CarryError)
+    assert "added or removed variables of a module that each step receives whole: m.new" in error_of(
+        run, treescan.CarryError
+    )
 
 
 def test_another_module_in_the_carry() -> None:
@@ -784,7 +786,7 @@ def test_keyword_only_parameters_are_refused() -> None:
         return h * scale, x
 
     text = error_of(lambda: scan(step)(H, XS, scale=2.0), treescan.ArgumentTypeError)
-    assert "scale are passed by keyword alone" in text
+    assert "scale are passed by keyword" in text
     assert "missing" in error_of(scanned(step, H, XS), treescan.BodyError)
 
 

@@ -103,7 +103,7 @@ def test_a_window_that_is_branched_on_is_explained(options):
 
     with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
         treescan.fold_layers(block, X, stack_of(3), jnp.array([0, 2, 2]), **options)
-    assert any("goes by pattern" in note for note in caught.value.__notes__)
+    assert any("use a pattern" in note for note in caught.value.__notes__)
     with pytest.raises(jax.errors.TracerIntegerConversionError) as caught:
         treescan.scan_layers(lambda layer, x: (x, jnp.zeros(range(9)[layer["n"]])), X, {"n": jnp.array([1, 2])})
-    assert any("goes by pattern" in note for note in caught.value.__notes__)
+    assert any("use a pattern" in note for note in caught.value.__notes__)

@@ -229,7 +229,8 @@ def test_stack_and_number_swapped() -> None:
 @pytest.mark.parametrize("args", [None, 1, "mask", X, {"mask": X}, Pair(1.0)])
 def test_args_that_are_no_tuple(args: Any) -> None:
     with pytest.raises(
-        ArgumentError, match=r"`args` is a tuple of what all layers share, got .*\n\n.*`args=\(value,\)`"
+        ArgumentError,
+        match=r"`args` must be a tuple of the values that all layers share, got .*\n\n.*`args=\(value,\)`",
     ):
         fold_layers(with_any, X, LAYERS, args=args)
 
@@ -357,7 +358,7 @@ def test_numbers_of_any_kind(kind: Callable[[int], Any]) -> None:
 @pytest.mark.parametrize("i", [None, True, np.True_, 1.0, np.float32(1), "1", [0], (0,), slice(1), X, np.array([1])])
 def test_no_number(i: Any) -> None:
     for use in (layer_at, lambda stacked, i: set_layer(stacked, i, {"b": jnp.float32(0)})):
-        with pytest.raises(ArgumentTypeError, match=r"`i` is the number of a layer, got "):
+        with pytest.raises(ArgumentTypeError, match=r"`i` must be the number of a layer, got "):
             use(NUMBERS, i)
 
 
@@ -430,7 +431,7 @@ def test_init_layers_of_any_kind() -> None:
 
 @pytest.mark.parametrize("n", [True, 2.0, "2", None, (2,), X])
 def test_init_layers_of_no_number(n: Any) -> None:
-    with pytest.raises(ArgumentTypeError, match="`n` is an int, got "):
+    with pytest.raises(ArgumentTypeError, match="`n` must be an int, got "):
         init_layers(lambda key: X, KEYS[0], n)
 
 

@@ -315,7 +315,7 @@ def test_forward_mode_is_refused():
     def run(x):
         return treescan.fold_layers(block, x, stack(), prefetch=same)
 
-    with pytest.raises(treescan.ArgumentError, match="differentiates a loop with `prefetch` in reverse mode alone"):
+    with pytest.raises(treescan.ArgumentError, match="differentiates a loop with `prefetch` only in reverse mode"):
         jax.jvp(run, (X,), (X,))
     with pytest.raises(TypeError, match="forward-mode"):
         jax.jvp(jax.jit(run), (X,), (X,))

@@ -231,9 +231,8 @@ def check_arrays(y: PyTree, carry: str | None = None) -> None:
             raise _static_carry(named)
         raise Fault(
             BodyError,
-            "{body} returned outputs that are no arrays.",
-            "Outputs are stacked over the {unit}s. Return what is the same in all of them some other way than through "
-            "the scan.",
+            "{body} returned outputs that are not arrays.",
+            "Outputs are stacked over the {unit}s, so they must be arrays. Keep other values out of the scan.",
             header=("leaf", "expected", "is"),
             rows=[Row(path, "an array", describe_leaf(leaf), "") for path, leaf in named if is_static(leaf)],
         )
@@ -242,9 +241,9 @@ def check_arrays(y: PyTree, carry: str | None = None) -> None:
 def _static_carry(named: list[tuple[str, Any]]) -> Fault:
     return Fault(
         BodyError,
-        "{call} stacks {the_carry} after each {step}, but it holds leaves that are no arrays.",
-        "Let the {step} close over what is the same in all of them, and keep it out of {init}. Or call "
-        "`treescan.scan`, which carries it: its body returns what is to be stacked as y.",
+        "{call} stacks {the_carry} after each {step}, but it holds leaves that are not arrays.",
+        "Let the {step} close over such leaves, and keep them out of {init}. Or call "
+        "`treescan.scan`, which carries it: its body returns the values to stack as y.",
         header=("leaf", "expected", "is"),
         rows=[Row(path, "an array", describe_leaf(leaf), "") for path, leaf in named if is_static(leaf)],
     )
@@ -273,5 +272,5 @@ def check_callable(function: Any, call: str) -> None:
         raise Fault(
             BodyError,
             f"{{verb}} needs a function as its body, but got {describe_argument(function)}.",
-            f"Pass the {{step}} function in its place: `treescan.{call}`.",
+            f"Pass the {{step}} function there: `treescan.{call}`.",
         )

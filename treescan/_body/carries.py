@@ -82,7 +82,7 @@ def _check_written(old: AbstractCarry[Any, Any], new: Any, path: str) -> None:
         return
     drift = (
         f"`{name}.write` returns a `{name}` with the structure, the static fields, the shapes and the dtypes of the "
-        "one before. Either it does not see to that, or what the body returned there does not fit."
+        "one before. Either it does not do so, or what the body returned there does not fit."
     )
     raise Fault(
         PluginError,
@@ -113,7 +113,7 @@ def call_hook(state: PyTree, root: str, index: int, hook: str, call: Callable[[]
         ) from None
 
 
-_ASK = " It returns what is to be written to the carry, not the carry itself."
+_ASK = " Return the value to write to the carry, not the carry itself."
 
 
 def _path_of(state: PyTree, root: str, index: int) -> str:

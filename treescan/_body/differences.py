@@ -116,8 +116,8 @@ def _metadata_difference(leaf: str, given: PyTree, returned: PyTree) -> Differen
         leaf, f"{type(given).__name__} {metadata(given)}", f"{type(returned).__name__} {metadata(returned)}", "metadata"
     )
     text = (
-        f"{leaf}: the fields of {type(given).__name__} that are no leaves are the same in every step. Make a leaf of "
-        "what changes, or return it as it came."
+        f"{leaf}: the fields of {type(given).__name__} that are not leaves must be the same in every step. Make a "
+        "field that changes a leaf, or return it unchanged."
     )
     return Difference(row, (Cure(text, "metadata", leaf),))
 
@@ -152,9 +152,9 @@ def _node_difference(leaf: str, given: PyTree, returned: PyTree) -> Difference:
 def _leaf_difference(leaf: str, start: str, given: Any, returned: Any) -> Difference:
     expected, came = describe_leaf(given), describe_leaf(returned)
     if is_static(given) or is_static(returned):
-        cure = f"{leaf}: return an array; {came} is no value that JAX can carry."
+        cure = f"{leaf}: return an array; {came} is not a value that JAX can carry."
         if is_static(given):
-            cure = f"{leaf}: a leaf that is no array is the same in every {{unit}}. Return it as it came."
+            cure = f"{leaf}: a leaf that is not an array must be the same in every {{unit}}. Return it unchanged."
         return Difference(Row(leaf, expected, came, "static"), (Cure(cure, "static", leaf),))
     note, cures = _explain_types(leaf, start, given, returned)
     return Difference(Row(leaf, expected, came, note), cures, given_is_weak=is_weak(given))

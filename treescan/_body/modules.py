@@ -1,8 +1,8 @@
-"""Refuses what a body changes in modules of flax.nnx beside its carry, and does not return.
+"""Raises an error if a body changes a module of flax.nnx outside its carry, and does not return the change.
 
-A step is given a module of its own, which is gone after the step. So a changed variable is an error, unless the body
-returns the new value. Transforms of nnx within the body, `nnx.remat` say, write all variables anew. A second trace then
-tells variables that were computed from those that were only passed on.
+A step receives a module of its own, which is gone after the step. So a changed variable is an error, unless the body
+returns the new value. Transforms of nnx within the body, for example `nnx.remat`, write all variables again. A second
+trace then distinguishes variables that were computed from those that were only passed on.
 """
 
 from __future__ import annotations
@@ -65,9 +65,9 @@ class Watched(NamedTuple):
         if lost:
             raise Fault(
                 BodyError,
-                "{body} changed variables of modules that it is given, and the changes would be lost.",
-                "`treescan.integrations.nnx.scan` runs a {step} with modules and updates these in place. If nothing is "
-                "to change, call the module's `eval()` before. What the {step} returns of a module is not lost.",
+                "{body} changed variables of modules that it was given, and the changes would be lost.",
+                "`treescan.integrations.nnx.scan` runs a {step} with modules and updates these in place. If nothing "
+                "should change, call the module's `eval()` first. Or let the {step} return the changes.",
                 header=("leaf", "variable", "is"),
                 rows=[
                     Row(path, variable.kind, "changed" if path in self.variables else "new", "")

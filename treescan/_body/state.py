@@ -1,4 +1,4 @@
-"""A layer's state: takes what a block returns apart, and holds the new state against the one that was given."""
+"""A layer's state: splits the results of a block, and compares the new state with the given one."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ def split_with_state(convention: Convention, out: Any) -> tuple[PyTree, PyTree, 
     raise Fault(
         BodyError,
         f"{{body}} must return ({', '.join(parts)}), but returned {describe_node(out)}.",
-        f"With `state=` each layer returns its new state behind x: `return {', '.join(parts)}`. What a layer does not "
-        "change it returns as it was given.",
+        f"With `state=` each layer returns its new state behind x: `return {', '.join(parts)}`. It returns the parts "
+        f"that it does not change as it received them.",
         f"A block of `treescan.{convention.other}` returns {of_other}.",
     )
 

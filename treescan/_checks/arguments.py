@@ -33,7 +33,7 @@ from .._types import Array, Axes, MaskOptions, PyTree, UnkeyedOptions
 
 _TRACED_LENGTH = (
     "A loop's length is part of the compiled program. For a length that is known only at run time, scan over the "
-    "longest length there may be and pass the traced one to `treescan.mask_scan(..., lengths=...)`; or make it a "
+    "longest possible length and pass the traced one to `treescan.mask_scan(..., lengths=...)`; or make it a "
     "static argument of the function under `jax.jit`."
 )
 
@@ -73,7 +73,7 @@ def check_reverse(reverse: Any) -> bool:
         return bool(reverse)
     raise Fault(
         ArgumentTypeError,
-        f"{{call}}: `reverse` is True or False, got {describe_traced(reverse)}.",
+        f"{{call}}: `reverse` must be True or False, got {describe_traced(reverse)}.",
         "The direction is part of the program: pass a plain bool, `bool(...)` of a concrete value.",
     )
 
@@ -86,14 +86,14 @@ def check_unroll(unroll: Any, length: int) -> int:
     if steps is None:
         raise Fault(
             TracedArgumentError if isinstance(unroll, Tracer) else ArgumentTypeError,
-            f"{{verb}} over {{body}}: `unroll` is an int or a bool, got {describe_traced(unroll)}.",
-            "It is the number of {unit}s that are compiled into one round of the loop: a part of the program.",
+            f"{{verb}} over {{body}}: `unroll` must be an int or a bool, got {describe_traced(unroll)}.",
+            "It is the number of {unit}s that are compiled into one round of the loop, and part of the program.",
         )
     if steps < 0:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `unroll` counts {{unit}}s, got {steps}.",
-            "Give 1 for a plain loop, k for k {unit}s a round, 0 or True to unroll the whole loop.",
+            f"{{verb}} over {{body}}: `unroll` must be at least 0, got {steps}.",
+            "Give 1 for a plain loop, k for k {unit}s per round, 0 or True to unroll the whole loop.",
         )
     return steps
 
@@ -108,12 +108,14 @@ def check_length(length: Any, name: str = "length", cure: str = _TRACED_LENGTH) 
     if steps is None:
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}} over {{body}}: `{name}` is an int, got {describe_argument(length)}.",
-            "Give a number of steps, from 0 up, as an int: `int(...)` if it is one already.",
+            f"{{verb}} over {{body}}: `{name}` must be an int, got {describe_argument(length)}.",
+            "Give the number of steps as an int of at least 0: `int(...)` converts a whole number.",
         )
     if steps < 0:
         raise Fault(
-            ArgumentError, f"{{verb}} over {{body}}: `{name}` counts steps, got {steps}.", "Give an int from 0 up."
+            ArgumentError,
+            f"{{verb}} over {{body}}: `{name}` must be at least 0, got {steps}.",
+            "Give an int of at least 0.",
         )
     return steps
 
@@ -127,12 +129,12 @@ def check_bound(bound: Any, name: str) -> int:
         raise Fault(
             TracedArgumentError,
             f"{{verb}} over {{body}}: `{name}` is {describe_traced(bound)}.",
-            "Pass `max_length=`, the most steps there may be: only those up to the bound are run, and the loop is "
-            "differentiable. Or make the bound a static argument of the function under `jax.jit`.",
+            "Pass `max_length=`, the most steps that the loop may take: only those up to the bound run, and the loop "
+            "is differentiable. Or make the bound a static argument of the function under `jax.jit`.",
         )
     raise Fault(
         ArgumentTypeError,
-        f"{{verb}} over {{body}}: `{name}` is an int, got {describe_argument(bound)}.",
+        f"{{verb}} over {{body}}: `{name}` must be an int, got {describe_argument(bound)}.",
         "The bounds come first, `treescan.fori(lower, upper, step, init)`, and are counted in whole steps.",
     )
 
@@ -171,7 +173,7 @@ def infer_length(xs: PyTree, length: int | None, axes: LeafAxes | None) -> int:
                 ArgumentError,
                 f"{{verb}} over {{body}}: how many steps? No `length` is given, and "
                 f"{'there are no xs' if xs is None else why}.",
-                "Pass `length=` for a loop that consumes nothing, or {arrays_as_xs}, which lead with the steps.",
+                "Pass `length=` for a loop without inputs, or {arrays_as_xs} whose first axis is the steps.",
             )
         length = sizes[0]
     if any(size != length for size in sizes):
@@ -190,7 +192,10 @@ def no_axis(xs: PyTree, root: str = "xs", error: type[TreescanError] = ArgumentE
     without = _without_axis(xs, root)
     rows = [Row(path, "an axis to scan over", describe_node(node), "") for path, node in without]
     lists = [(row, node) for row, (_, node) in zip(rows, without, strict=True) if isinstance(node, list | tuple)]
-    cure = "Every leaf of xs leads with the {unit}s. What is the same for all {unit}s goes with `in_axes=None`."
+    cure = (
+        "The first axis of every leaf of xs is the {unit}s. If a leaf is the same for all {unit}s, give it "
+        "`in_axes=None`."
+    )
     if lists:
         row, node = lists[0]
         cure = (
@@ -233,7 +238,7 @@ def _sizes_differ(xs: PyTree, length: Any, axes: LeafAxes | None) -> Fault:
     return Fault(
         ArgumentError,
         says,
-        "All {leaves_of_xs} are scanned together, and `length`, where given, is their size. For fewer steps, slice "
+        "All {leaves_of_xs} are scanned together, and `length`, if given, must be their size. For fewer steps, slice "
         "{xs}.",
         header=("leaf", "steps", "is"),
         rows=rows,
@@ -256,7 +261,7 @@ def _check_replicated(xs: PyTree, leaf: Any, axis: int, axes: LeafAxes | None) -
     raise Fault(
         ArgumentError,
         "{verb} over {body}: {xs} has leaves that are sharded along the axis that is scanned over.",
-        f"One step needs one slice, and on every device: `{resharded}`, or shard another axis.",
+        f"Every device needs the slice of the current step: `{resharded}`, or shard another axis.",
         header=("leaf", "expected", "is"),
         rows=rows,
     )
@@ -275,7 +280,7 @@ def check_name(name: Any) -> str | None:
         return name
     raise Fault(
         ArgumentTypeError,
-        f"{{verb}} over {{body}}: `name` is a string, got {describe_argument(name)}.",
+        f"{{verb}} over {{body}}: `name` must be a string, got {describe_argument(name)}.",
         'It is how profilers name the loop: `name="encoder"`.',
     )
 
@@ -295,7 +300,7 @@ def check_key(key: Any, why: str = _OWN_KEYS) -> Array | None:
             return jnp.asarray(key)
     raise Fault(
         ArgumentTypeError,
-        f"{{verb}} over {{body}}: `key` is one PRNG key, got {describe_argument(key)}.",
+        f"{{verb}} over {{body}}: `key` must be one PRNG key, got {describe_argument(key)}.",
         f"Pass `jax.random.key(seed)`: {why}",
     )
 

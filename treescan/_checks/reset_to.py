@@ -1,4 +1,4 @@
-"""Checks of what resets put back: `reset_to`, and the inits of packed sequences."""
+"""Checks of the values that resets restore: `reset_to`, and the inits of packed sequences."""
 
 from __future__ import annotations
 
@@ -86,16 +86,15 @@ def _refuse_useless(flags: RowFlags) -> None:
     if flags.inits is not None:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: xs is a `Packed` with an `init` for each sequence, which says itself what `reset_to` "
-            "would say.",
+            "{verb} over {body}: xs is a `Packed` with an `init` for each sequence, which already says what "
+            "`reset_to` would say.",
             "Leave `reset_to` out, or leave `init` out of `pack`.",
         )
     if flags.resets is None:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `reset_to` says what a reset puts back, but nothing is reset.",
-            "Mark the first step of each segment, as in `resets=episode_step == 0`. What each row starts from is "
-            "`init`.",
+            "{verb} over {body}: `reset_to` says what a reset restores, but nothing is reset.",
+            "Mark the first step of each segment, for example `resets=episode_step == 0`. Each row starts from `init`.",
         )
 
 
@@ -163,17 +162,16 @@ def _tables(flags: RowFlags, start: Start) -> list[Any]:
 
 
 _PREFIX = (
-    "Give a number for all leaves, a tree with the structure of {root} down to where a number, or None for what `init` "
-    "has, holds for everything below, or a function of `init` that returns one."
+    "Give a number for all leaves, a prefix tree of {root} with numbers, or None for the value of `init`, or a "
+    "function of `init` that returns one of these."
 )
 _FITS = (
-    "What it has for a leaf is a number, or an array of the leaf's shape and dtype with an entry for each row, or None "
-    "for what `init` has. `jnp.broadcast_to(state, leaf.shape)` spreads the state of one row, and "
+    "For each leaf give a number, an array of the leaf's shape and dtype with an entry for each row, or None for the "
+    "value of `init`. `jnp.broadcast_to(state, leaf.shape)` spreads the state of one row, and "
     "`state.astype(leaf.dtype)` casts it."
 )
 _SEQUENCES = (
-    "Give `pack` for each sequence what {root} has for one row, with None in the place of what `init` has for all "
-    "sequences."
+    "Give `pack` the {root} of one row for each sequence, with None for the parts that `init` has for all sequences."
 )
 
 
@@ -204,7 +202,7 @@ def _called(reset_to: Any, start: Start) -> PyTree:
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: `reset_to` is a function, which returned {describe_argument(tree)}.",
-            "It is given `init` and returns what a reset puts back: `lambda init: jax.tree.map(jnp.zeros_like, init)`.",
+            "It receives `init` and returns what a reset restores: `lambda init: jax.tree.map(jnp.zeros_like, init)`.",
         )
     return tree
 
@@ -218,7 +216,7 @@ def _places(name: str, prefix: PyTree, start: Start, cure: str) -> list[_Place]:
     except PrefixMismatch as error:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: {name} is no prefix of {start.root}: {error}.",
+            f"{{verb}} over {{body}}: {name} is not a prefix of {start.root}: {error}.",
             cure.replace("{root}", start.root),
         ) from None
     named, axes = jtu.tree_flatten_with_path(init)[0], iter(start.axes)
@@ -246,15 +244,15 @@ def _misfit(place: _Place) -> _Misfit | None:
     if value is None:
         return None
     if is_static(leaf):
-        cure = f"{path}: a leaf that is no array is the same in every step. Give None there."
+        cure = f"{path}: a leaf that is not an array must be the same in every step. Give None there."
         return _Misfit(Row(path, describe_leaf(leaf), describe_argument(value), "static"), cure)
     if is_static(value):
         return _Misfit(Row(path, f"{_type_of(leaf)}", describe_leaf(value), ""))
     if place.carry is not None and not place.within:
         kind = type(place.carry).__name__
         cure = (
-            f"{path} is a part of a custom carry (`{kind}`), which knows itself how it begins: give a carry of that "
-            "class there, or None for what `init` has."
+            f"{path} is a part of a custom carry (`{kind}`), which defines its own start: give a carry of that "
+            "class there, or None for the value of `init`."
         )
         return _Misfit(Row(path, f"a part of a {kind}", describe_argument(value), ""), cure)
     if place.shared and place.own:

@@ -46,7 +46,7 @@ def _check_batch(flags: RowFlags, time_axis: int) -> None:
             ArgumentError,
             f"{{verb}} over {{body}}: `resets` {describe_argument(flags.resets)} and `{name}` "
             f"{describe_argument(other)} are of different rows.",
-            "Both have the batch shape; `resets` has the steps besides.",
+            "Both have the batch shape; `resets` also has the steps.",
         )
 
 
@@ -62,7 +62,7 @@ def check_lengths(lengths: Any, steps: int | None, call: str = "{verb} over {bod
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise Fault(
             ArgumentTypeError,
-            f"{call}: `lengths` are ints, got {describe_argument(given)}.",
+            f"{call}: `lengths` must be ints, got {describe_argument(given)}.",
             "Give the number of valid steps of each row, int[*batch]; a bool pattern is a `mask`.",
         )
     if steps is None or isinstance(lengths, Tracer) or not getattr(lengths, "is_fully_addressable", True):
@@ -94,12 +94,13 @@ def _check_flags(name: str, flags: Any, time_axis: int, steps: int) -> Any:
         flags = _as_array(flags)
     if dtype_of(flags) != np.dtype(bool):
         cure = {
-            "mask": "Compare, as in `mask=tokens != pad`; for the number of valid steps of each row, use `lengths`.",
-            "resets": "Mark the first step of each segment, as in `resets=episode_step == 0`.",
+            "mask": "Compare, for example `mask=tokens != pad`; for the number of valid steps of each row, use "
+            "`lengths`.",
+            "resets": "Mark the first step of each segment, for example `resets=episode_step == 0`.",
         }
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}} over {{body}}: `{name}` is a bool array, got {describe_argument(flags)}.",
+            f"{{verb}} over {{body}}: `{name}` must be a bool array, got {describe_argument(flags)}.",
             cure[name],
         )
     shape = shape_of(flags) or ()
@@ -120,7 +121,7 @@ def _cure_axis(name: str, shape: tuple[int, ...], time_axis: int, steps: int) ->
         leads = "batch" if time_axis == 0 else "steps"
         return (
             f"If the {leads} lead{'s' if time_axis == 0 else ''} there, pass `{name}.T`, or `time_axis={other}` if xs "
-            f"are laid out like that too. Else xs has {steps} steps: give `{name}` as many, along axis {time_axis}."
+            f"have that layout too. Otherwise xs has {steps} steps: give `{name}` as many, along axis {time_axis}."
         )
     return f"xs has {steps} steps: give `{name}` as many, along axis {time_axis}."
 
@@ -131,8 +132,8 @@ def check_time_axis(time_axis: Any) -> int:
     if axis not in (0, 1):
         raise Fault(
             ArgumentTypeError if axis is None else ArgumentError,
-            f"{{verb}} over {{body}}: `time_axis` is 0 or 1, got {describe_traced(time_axis)}.",
-            "0: time leads, [T, B, ...]; 1: the batch does, [B, T, ...]. For other layouts there are `in_axes` and "
+            f"{{verb}} over {{body}}: `time_axis` must be 0 or 1, got {describe_traced(time_axis)}.",
+            "0: time leads, [T, B, ...]; 1: the batch does, [B, T, ...]. For other layouts use `in_axes` and "
             "`out_axes`.",
         )
     return axis
@@ -146,8 +147,8 @@ def check_chunk(chunk: Any, compact: Any) -> int | None:
     if size is None or size < 0:
         raise Fault(
             ArgumentTypeError if size is None else ArgumentError,
-            f"{{verb}} over {{body}}: `chunk` is an int of at least 0, or None, got {describe_traced(chunk)}.",
-            "It is the number of steps that are skipped together where no row is valid; None chooses it, 0 skips none.",
+            f"{{verb}} over {{body}}: `chunk` must be an int of at least 0, or None, got {describe_traced(chunk)}.",
+            "It is the number of steps that are skipped together if no row is valid; None chooses it, 0 skips none.",
         )
     if size == 0 and compact:
         raise Fault(
@@ -164,7 +165,7 @@ def check_compact(compact: Any, *, keyed: bool) -> bool | tuple[int, ...]:
     if tiers and keyed:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `compact` and `key` exclude each other: the body would draw for other rows.",
+            "{verb} over {body}: `compact` and `key` exclude each other: the body would draw different numbers.",
             "Give each row a key of its own, in the carry: `keys = jax.random.split(key, B)`, and in the body "
             "`keys, now = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)`.",
         )
@@ -177,7 +178,7 @@ def _check_tiers(compact: Any) -> tuple[int, ...]:
         return tuple(count for count in counts if count is not None)
     raise Fault(
         ArgumentTypeError,
-        f"{{verb}} over {{body}}: `compact` is True, False or a tuple of ints above 0, got "
+        f"{{verb}} over {{body}}: `compact` must be True, False or a tuple of ints above 0, got "
         f"{'(' + ', '.join(map(describe_traced, compact)) + ')' if counts else describe_traced(compact)}.",
         "`compact=True` makes tiers of 1, 2, 4, ... rows; a tuple names the numbers of rows instead.",
     )
@@ -189,6 +190,6 @@ def check_padded(given: Mapping[str, Any], kind: str, path: str = "xs") -> None:
     if said:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: {path} is a `{kind}`, which says itself what `{said[0]}` would say.",
+            f"{{verb}} over {{body}}: {path} is a `{kind}`, which already says what `{said[0]}` would say.",
             f"Leave `{said[0]}` out, or pass `{path}.data` in place of {path}.",
         )

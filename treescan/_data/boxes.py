@@ -141,7 +141,7 @@ def _call(path: str, box: Any, function: Callable[[Any], Any], method: str) -> A
         raise Fault(
             LayerError,
             f"{{call}}: `{type(box).__name__}.{method}` failed for {path}. {type(error).__name__}: {error}",
-            "It is given 0, the axis of the layers, and `{'partition_name': layer_axis_name}`. Fix it in this class, "
+            "It receives 0, the axis of the layers, and `{'partition_name': layer_axis_name}`. Fix it in this class, "
             "or take the arrays out of their boxes, `flax.core.meta.unbox(layer)`.",
             cause=error,
         ) from None
@@ -151,7 +151,7 @@ def _check_name(name: Any) -> None:
     if name is not None and not isinstance(name, str):
         raise Fault(
             ArgumentTypeError,
-            f"{{call}}: `layer_axis_name` is a string or None, got {describe_argument(name)}.",
+            f"{{call}}: `layer_axis_name` must be a string or None, got {describe_argument(name)}.",
             'It is what flax\'s metadata calls the axis of the layers: `layer_axis_name="layers"`.',
         )
 
@@ -164,8 +164,8 @@ def _refuse_other_names(boxes: list[tuple[str, Any]], name: str) -> None:
         raise Fault(
             LayerError,
             f"{{call}}: the metadata does not call the axis of the layers {name!r}.",
-            "Without `layer_axis_name` the name is read off the metadata. `treescan.stack` and `treescan.init_layers` "
-            "write it there, and so does `nnx.vmap` that is given `transform_metadata`.",
+            "Without `layer_axis_name`, the name is read from the metadata. `treescan.stack` and "
+            "`treescan.init_layers` write it there, and so does `nnx.vmap` with `transform_metadata`.",
             header=("leaf", "axis of the layers", "names of all axes"),
             rows=rows,
         )

@@ -46,7 +46,7 @@ def layers_by_number(state: Mapping[str, Any], prefix: str, ignores: Ignores) ->
         prefixes = sorted({part[1] or "" for name in state if (part := re.match(r"(?:(.*?)\.)?\d+(\.|$)", str(name)))})
         raise Fault(
             LayerError,
-            f"{{verb}}: no name is `{full_name(prefix, 0, 'w')}`, or the like.",
+            f"{{verb}}: no name is `{full_name(prefix, 0, 'w')}` or similar.",
             f"Names with a number in them have the prefix {', '.join(map(repr, prefixes))}: pass it as `prefix`."
             if prefixes
             else "Layers have numbers: without any, there is nothing to stack.",
@@ -57,7 +57,7 @@ def layers_by_number(state: Mapping[str, Any], prefix: str, ignores: Ignores) ->
             LayerError,
             f"{{verb}}: layers are missing: there is {full_name(prefix, max(found), '')}, but not "
             f"{full_name(prefix, missing, '')}.",
-            "Layers are numbered from 0 on. A checkpoint in several files is one only when all are read.",
+            "Layers are numbered from 0. If a checkpoint has several files, read all of them.",
         )
     return [found[i] for i in range(len(found))]
 
@@ -68,8 +68,8 @@ def _as_array(name: str, value: Any) -> Any:
     if not readable or shape_of(array) is None:
         raise Fault(
             LayerError,
-            f"{{verb}}: `{name}` is no array, but {describe_argument(value)}.",
-            "Arrays of NumPy and JAX can be stacked, and what NumPy can read as one; leave all else out of `state`.",
+            f"{{verb}}: `{name}` is not an array, but {describe_argument(value)}.",
+            "`state` takes arrays of NumPy and JAX, and values that NumPy can convert; leave out all others.",
         )
     return array
 
@@ -91,7 +91,7 @@ def check_names(paths: Sequence[KeyPath], names: Mapping[str, str]) -> None:
     if unknown:
         raise Fault(
             LayerError,
-            f"{{verb}}: `names` speaks of {', '.join(unknown)}, which a layer does not have.",
+            f"{{verb}}: `names` has {', '.join(unknown)}, which a layer does not have.",
             f"Its leaves are {', '.join(map(plain_name, paths))}.",
         )
 
@@ -101,7 +101,7 @@ def check_prefix(prefix: Any) -> str:
     if not isinstance(prefix, str):
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}}: `prefix` is a string, got {describe_argument(prefix)}.",
+            f"{{verb}}: `prefix` must be a string, got {describe_argument(prefix)}.",
             'It is the text before the number: `prefix="model.layers"`.',
         )
     return prefix.removesuffix(".")
@@ -112,8 +112,8 @@ def check_mapping(names: Any) -> Mapping[str, str]:
     if names is not None and not isinstance(names, Mapping):
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}}: `names` is a mapping, got {describe_leaf(names)}.",
-            'From paths in a layer to names in the checkpoint: `{"attention.q_proj": "q.weight"}`.',
+            f"{{verb}}: `names` must be a mapping, got {describe_leaf(names)}.",
+            'It maps paths in a layer to names in the checkpoint: `{"attention.q_proj": "q.weight"}`.',
         )
     return names or {}
 
@@ -128,7 +128,8 @@ def check_ignore(ignore: Any) -> Ignores:
     if not isinstance(globs, list | tuple | set | frozenset) or not all(isinstance(glob, str) for glob in globs):
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}}: `ignore` is a pattern of names, several or a function, got {describe_argument(ignore)}.",
+            f"{{verb}}: `ignore` must be a pattern of names, several patterns or a function, got "
+            f"{describe_argument(ignore)}.",
             'For example `ignore="*.rotary_emb.inv_freq"`, or a function from the whole name to a bool.',
         )
     return lambda name: any(fnmatch.fnmatchcase(name, glob) for glob in globs)

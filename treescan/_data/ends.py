@@ -1,4 +1,4 @@
-"""`first` and `last`: what each sequence of a batch began with, and what it ended with."""
+"""`first` and `last`: the first and the last output of each sequence in a batch."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ def first(packed: Packed[Any], ys: Y, *, reverse: bool) -> Y: ...
 def first(packed: Padded[Any], ys: Y, *, reverse: bool) -> Y: ...
 @verb
 def first(packed: Packed[Any] | Padded[Any], ys: Y, *, reverse: bool | None = None) -> Y:
-    """Gives the y that each sequence's run began with: one gather, traced or not, and differentiable.
+    """Returns the first y of each sequence's run. It is one gather, works on traced arrays, and is differentiable.
 
     Args:
         packed: the batch, a `Packed` or a `Padded`.
         ys: any pytree with leaves `[T, R, ...]`: the outputs of a scan over the batch, or its data.
-        reverse: whether the scan that computed ys ran in reverse. Required, as ys alone do not tell. False: the y of a
-            sequence's first step in time. True: the y of its last step in time, which ran first.
+        reverse: whether the scan that computed ys ran in reverse. Required, because ys do not show it. False: the y of
+            a sequence's first step in time. True: the y of its last step in time, which ran first.
 
     Returns:
-        A pytree with leaves `[N, ...]`, in the order in which the sequences were given to `pack` or `pad`; 0 for a
+        A pytree with leaves `[N, ...]`, in the order of the sequences in `pack` or `pad`; 0 for a
         sequence of 0 steps.
 
     Raises:
-        ArgumentError: if a leaf of ys does not lead with `[T, R]`.
-        ArgumentTypeError: if `packed` is neither a `Packed` nor a `Padded`, or `reverse` is missing or no bool.
+        ArgumentError: if a leaf of ys does not start with the axes `[T, R]`.
+        ArgumentTypeError: if `packed` is neither a `Packed` nor a `Padded`, or `reverse` is missing or not a bool.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -63,24 +63,24 @@ def last(packed: Packed[Any], ys: Y, *, reverse: bool) -> Y: ...
 def last(packed: Padded[Any], ys: Y, *, reverse: bool) -> Y: ...
 @verb
 def last(packed: Packed[Any] | Padded[Any], ys: Y, *, reverse: bool | None = None) -> Y:
-    """Gives the y that each sequence ended with: one gather, traced or not, and differentiable.
+    """Returns the last y of each sequence. It is one gather, works on traced arrays, and is differentiable.
 
-    With the `reverse` of the scan that computed ys it is what `save="last"` keeps of each sequence, and, where y is the
-    carry, the carry that the sequence's run ended with.
+    With the `reverse` of the scan that computed ys, this is the y that `save="last"` keeps for each sequence. If y is
+    the carry, it is the carry after each sequence.
 
     Args:
         packed: the batch, a `Packed` or a `Padded`.
         ys: any pytree with leaves `[T, R, ...]`: the outputs of a scan over the batch.
-        reverse: whether the scan that computed ys ran in reverse. Required, as ys alone do not tell. False: the y of a
-            sequence's last step in time. True: the y of its first step in time, which ran last.
+        reverse: whether the scan that computed ys ran in reverse. Required, because ys do not show it. False: the y of
+            a sequence's last step in time. True: the y of its first step in time, which ran last.
 
     Returns:
-        A pytree with leaves `[N, ...]`, in the order in which the sequences were given to `pack` or `pad`; 0 for a
+        A pytree with leaves `[N, ...]`, in the order of the sequences in `pack` or `pad`; 0 for a
         sequence of 0 steps.
 
     Raises:
-        ArgumentError: if a leaf of ys does not lead with `[T, R]`.
-        ArgumentTypeError: if `packed` is neither a `Packed` nor a `Padded`, or `reverse` is missing or no bool.
+        ArgumentError: if a leaf of ys does not start with the axes `[T, R]`.
+        ArgumentTypeError: if `packed` is neither a `Packed` nor a `Padded`, or `reverse` is missing or not a bool.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -123,10 +123,10 @@ def _no_direction(name: str) -> Fault:
     other = {"last": "first", "first": "last"}[name]
     return Fault(
         ArgumentTypeError,
-        "{verb} needs `reverse`: in which direction the scan ran that computed ys.",
+        "{verb} needs `reverse`: the direction of the scan that computed ys.",
         f"Pass `reverse=False` for a forward scan, whose sequences {does[0]}, or `reverse=True` for one "
         f"that ran in reverse, whose sequences {does[1]} with their {other}.",
-        "The ys alone do not tell, and the wrong direction would give another step's y without an error.",
+        "The ys do not show it, and the wrong direction would return another step's y without an error.",
     )
 
 

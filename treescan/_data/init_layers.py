@@ -35,26 +35,28 @@ def init_layers(
 ) -> Layer:
     """Makes a stack of n layers: `stack([init(k, *args) for k in jax.random.split(key, n)])`, as one program.
 
-    `init` is traced once, whatever the number of layers, and mapped over the keys by `jax.vmap`; with `shardings` once
-    more before, for its types. Under `jax.eval_shape` it makes the types alone.
+    `init` is traced once, for any number of layers, and mapped over the keys by `jax.vmap`. With `shardings`, it is
+    traced once more, for its types. Under `jax.eval_shape`, only the types are made.
 
     Args:
-        init: makes one layer, `init(key, *args) -> layer`: any pytree. Leaves that are no arrays, Python's numbers and
-            flags among them, are the same in all layers, and do not change.
+        init: makes one layer, `init(key, *args) -> layer`: any pytree. Leaves that are not arrays, including Python
+            numbers and flags, are the same in all layers, and do not change.
         key: a PRNG key. Layer i is made with `jax.random.split(key, n)[i]`.
         n: how many layers, an int from 1 up.
-        *args: passed to `init` for each layer. All but arrays are a part of the program: sizes can be used as sizes.
-        shardings: for each leaf of *one* layer (a prefix tree) a `jax.sharding.NamedSharding`, a `PartitionSpec` (where
-            a mesh is set) or None. The stack is sharded like this, the axis of the layers not at all. Each device makes
-            its own part: none ever holds the whole.
-        layer_axis_name: what the metadata of flax calls the new axis, where leaves have such (`nnx.with_partitioning`,
-            `nn.with_partitioning`): a stack's names are `(layer_axis_name, *names)`. None shards nothing along it.
+        *args: passed to `init` for each layer. Arguments that are not arrays are part of the program, so sizes can be
+            used as sizes.
+        shardings: for each leaf of *one* layer (a prefix tree) a `jax.sharding.NamedSharding`, a `PartitionSpec` (if a
+            mesh is set) or None. The layer axis is not sharded. Each device makes its own part, and none ever holds the
+            whole.
+        layer_axis_name: the name of the new axis in the metadata of flax, if leaves have metadata
+            (`nnx.with_partitioning`, `nn.with_partitioning`): a stack's names are `(layer_axis_name, *names)`. None
+            shards nothing along it.
 
     Returns:
         The stack, in the types that `init` returns, with leaves `[n, ...]`.
 
     Raises:
-        ArgumentError: if `n` is no number of layers, `key` no key, or `layer_axis_name` no string.
+        ArgumentError: if `n`, `key` or `layer_axis_name` has the wrong type or value.
         BodyError: if `init` is not callable.
         LayerError: if `shardings` do not fit a layer.
 
@@ -123,9 +125,11 @@ def _check_count(n: Any) -> int:
     if count is None:
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}} over {{body}}: `n` is an int, got {describe_traced(n)}.",
-            "It is the number of layers, a part of the program: `treescan.init_layers(init, key, n)`.",
+            f"{{verb}} over {{body}}: `n` must be an int, got {describe_traced(n)}.",
+            "It is the number of layers, and part of the program: `treescan.init_layers(init, key, n)`.",
         )
     if count < 1:
-        raise Fault(ArgumentError, f"{{verb}} over {{body}}: `n` counts layers, got {count}.", "Give an int from 1 up.")
+        raise Fault(
+            ArgumentError, f"{{verb}} over {{body}}: `n` must be at least 1, got {count}.", "Give an int of at least 1."
+        )
     return count

@@ -1,4 +1,4 @@
-"""The carries that packed sequences start from: one of each, stacked."""
+"""The carries that packed sequences start from, stacked."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ def stack_inits(inits: Any, count: int) -> PyTree:
     if not isinstance(inits, Sequence) or isinstance(inits, str | bytes) or hasattr(inits, "_fields"):
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}}: `init` is a list with the carry of each sequence, got {describe_argument(inits)}.",
-            "Give `[carry] * len(sequences)` where all start from the same. Carries that are stacked already go into "
-            "the batch: `pack(sequences)._replace(init=carries)`.",
+            f"{{verb}}: `init` must be a list with the carry of each sequence, got {describe_argument(inits)}.",
+            "Give `[carry] * len(sequences)` if all start from the same carry. If the carries are stacked already, "
+            "put them into the batch: `pack(sequences)._replace(init=carries)`.",
         )
     if len(inits) != count:
         raise Fault(
@@ -50,8 +50,8 @@ def stack_inits(inits: Any, count: int) -> PyTree:
             ArgumentError,
             "{verb}: the carries of `init` differ from the first.",
             "Give all sequences the same containers with the same parts, and in each part the same shape and dtype. "
-            "A part that one sequence has, all have: zeros will do. What the `init` of the scan has for all of them is "
-            "None here.",
+            "If one sequence has a part, all need it, for example as zeros. Use None for the parts that the `init` of "
+            "the scan has for all.",
             header=("leaf", "in init[0]", "is"),
             rows=some(rows),
         )
@@ -63,7 +63,7 @@ def _counted(number: int, stem: str, one: str, more: str) -> str:
 
 
 def _check_leaves(inits: Sequence[PyTree]) -> None:
-    """Refuses leaves that are no arrays."""
+    """Refuses leaves that are not arrays."""
     rows = [
         Row(path, "an array", describe_leaf(leaf), "")
         for i, init in enumerate(inits)
@@ -73,8 +73,8 @@ def _check_leaves(inits: Sequence[PyTree]) -> None:
     if rows:
         raise Fault(
             ArgumentError,
-            "{verb}: the carries of `init` hold leaves that are no arrays.",
-            "What is the same for all sequences stays in the `init` of the scan: give None in its place here.",
+            "{verb}: the carries of `init` hold leaves that are not arrays.",
+            "Keep what is the same for all sequences in the `init` of the scan, and give None there.",
             header=("leaf", "expected", "is"),
             rows=some(rows),
         )

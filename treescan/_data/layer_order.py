@@ -26,7 +26,8 @@ def check_sequence(given: Any, name: str) -> tuple[Any, ...]:
         return tuple(given)
     raise Fault(
         LayerError,
-        f"{{verb}}: with `order`, `{name}` is a sequence with one item for each stack, got {describe_argument(given)}.",
+        f"{{verb}}: with `order`, `{name}` must be a sequence with one item for each stack, got "
+        f"{describe_argument(given)}.",
         f"Give `[{name}_0, {name}_1, ...]`, or leave `order` out for a single stack.",
     )
 
@@ -43,7 +44,7 @@ def one_each(given: Any, count: int, name: str) -> tuple[Any, ...]:
         raise Fault(
             LayerError,
             f"{{verb}}: there are {count} stacks, but `{name}` has {len(given)} item{'s'[: len(given) != 1]}.",
-            "Give one for each stack, or a single one for all.",
+            "Give one item for each stack, or a single one for all.",
         )
     return tuple(given)
 
@@ -71,7 +72,7 @@ def check_order(order: Any, layers: int, stacks: int | None) -> tuple[int, ...]:
     if places is None or None in places:
         raise Fault(
             ArgumentTypeError,
-            f'{{verb}}: `order` is "turns" or a sequence of ints, got {describe_argument(order)}.',
+            f'{{verb}}: `order` must be "turns" or a sequence of ints, got {describe_argument(order)}.',
             "It says for each layer, in the order of their numbers, which stack holds it: `[0] * 3 + [1] * 58`.",
         )
     return _check_places([place for place in places if place is not None], layers, stacks)
@@ -82,14 +83,14 @@ def _check_places(places: Sequence[int], layers: int, stacks: int | None) -> tup
     if len(places) != layers:
         raise Fault(
             LayerError,
-            f"{{verb}}: `order` is about {len(places)} layers, and there are {layers}.",
+            f"{{verb}}: `order` has {len(places)} layers, but there are {layers}.",
             "It has one item for each layer, in the order of their numbers.",
         )
     wrong = sorted({place for place in places if not 0 <= place < count})
     if wrong:
         raise Fault(
             LayerError,
-            f"{{verb}}: `order` names stack {wrong[0]}, and there are {count}.",
+            f"{{verb}}: `order` names stack {wrong[0]}, but there are {count} stacks.",
             f"Stacks are numbered from 0 to {count - 1}.",
         )
     return tuple(places)
@@ -113,9 +114,9 @@ def check_counts(order: Sequence[int], counts: Sequence[int]) -> None:
     if wanted != list(counts):
         raise Fault(
             LayerError,
-            "{verb}: the stacks hold other numbers of layers than `order` says.",
-            '"turns" is the first layer of each stack, the second of each, and so on: only the stacks that lead may '
-            "hold one layer more. For another order give the number of its stack for each layer.",
+            "{verb}: the stacks do not have the numbers of layers that `order` says.",
+            '"turns" is the first layer of each stack, the second of each, and so on: only the first stacks may have '
+            "one layer more. For another order give the number of its stack for each layer.",
             header=("stack", "by order", "is"),
             rows=[
                 Row(f"stacked[{i}]", str(want), str(count), "")

@@ -41,14 +41,14 @@ class PackIndex(NamedTuple):
 
 
 class Packed(NamedTuple, Generic[X]):
-    """A batch of rows with several sequences in each, end to end: what `treescan.pack` makes, a pytree as any.
+    """A batch of rows with several sequences in each, end to end: the result of `treescan.pack`. It is a pytree.
 
     Attributes:
         data: the sequences, leaves `[T, R, ...]`.
         mask: bool[T, R], which steps belong to a sequence.
         resets: bool[T, R], True at the first step of each sequence.
         index: where each sequence is.
-        init: the carry that each sequence starts from, leaves `[N, ...]`; None: the row's.
+        init: the carry that each sequence starts from, leaves `[N, ...]`; None: the init of the row.
     """
 
     data: X
@@ -114,25 +114,24 @@ def pack(
 ) -> Packed[Any]:
     """Packs sequences of different lengths end to end into rows, with little padding.
 
-    Sequences are placed by first-fit decreasing, which needs at most 11/9 of the fewest rows that would do, and one.
-    The work is done on the host, outside of `jax.jit`; the result is a pytree of arrays.
+    Sequences are placed by first-fit decreasing, which needs at most 11/9 of the smallest possible number of rows, plus
+    one. It runs on the host, outside of `jax.jit`. The result is a pytree of arrays.
 
     Args:
-        sequences: a list of pytrees, as for `treescan.pad`. Those of 0 steps occupy nothing.
-        rows: the number of rows R. Alone: rows are as short as first-fit decreasing can do with so many (to within
-            0.2%, where that takes many trials).
-        length: the number of steps T. Alone: as many rows as it takes. With `rows`: exactly these; rows that are not
-            needed stay empty. With neither, the two are chosen so that few steps are padding: the length lies between
-            that of the longest sequence and twice that.
-        value: what is in the padding, a number, or a prefix tree of a sequence with numbers.
-        init: a list with the carry that each sequence starts from: what the `init` of the scan has for one row, or None
-            in the places of what it has for all sequences. `treescan.mask_scan` puts it back where the sequence begins,
-            in reverse at its last step. Its leaves may be traced, and `packed._replace(init=...)` puts others in their
-            place, `[N, ...]`: each sequence's init gets its own gradient.
+        sequences: a list of pytrees, as for `treescan.pad`. Sequences of 0 steps take no room.
+        rows: the number of rows R. Without `length`: rows are as short as first-fit decreasing can make them (to within
+            0.2%, if that takes many trials).
+        length: the number of steps T. Without `rows`: as many rows as needed. With both: exactly this shape; rows that
+            are not needed stay empty. With neither: both are chosen so that few steps are padding, with a length
+            between that of the longest sequence and twice that.
+        value: the value of the padding: a number, or a prefix tree of a sequence with numbers.
+        init: a list with the carry that each sequence starts from: the `init` of the scan for one row, with None for
+            the parts that are the same for all sequences. `treescan.mask_scan` restores it where the sequence begins,
+            in reverse at its last step. Its leaves may be traced. `packed._replace(init=...)` replaces them, with
+            leaves `[N, ...]`. Each sequence's init gets its own gradient.
 
     Returns:
-        The batch, leaves `[T, R, ...]`, with its mask, the first steps of the sequences, where each of them is, and
-        the inits.
+        The batch, leaves `[T, R, ...]`, with its mask, resets, index and inits.
 
     Raises:
         ArgumentError: as `treescan.pad`; also if `rows` of `length` do not hold all sequences, or if there is not an
@@ -196,7 +195,7 @@ def _rows(rows: int, length: int | None) -> str:
 
 @verb
 def unpack(packed: Packed[Any], ys: Y) -> list[Y]:
-    """Cuts what a scan made of a packed batch into the sequences, in the order in which `pack` was given them.
+    """Cuts outputs of a packed batch into sequences, in the order in which `pack` received them.
 
     Args:
         packed: the batch.
@@ -206,9 +205,9 @@ def unpack(packed: Packed[Any], ys: Y) -> list[Y]:
         A list of N pytrees, leaves `[steps of the sequence, ...]`.
 
     Raises:
-        ArgumentError: if a leaf of ys does not lead with `[T, R]`.
+        ArgumentError: if a leaf of ys does not start with the axes `[T, R]`.
         ArgumentTypeError: if `packed` is not a `Packed`.
-        TracedArgumentError: if `packed` is traced: its lengths are the shapes of what is returned.
+        TracedArgumentError: if `packed` is traced, because its lengths become shapes.
 
     Examples:
         >>> import jax.numpy as jnp

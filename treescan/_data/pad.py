@@ -40,7 +40,7 @@ def length_mask(lengths: ArrayLike, length: int) -> Array:
 
     Raises:
         ArgumentError: if lengths are out of range, or `length` is negative.
-        ArgumentTypeError: if lengths are not ints, or `length` is none.
+        ArgumentTypeError: if lengths are not ints, or `length` is None.
         TracedArgumentError: if `length` is traced.
 
     Examples:
@@ -57,7 +57,7 @@ def length_mask(lengths: ArrayLike, length: int) -> Array:
             raise Fault(
                 ArgumentTypeError,
                 "{verb}: `length` is None.",
-                "It is the number of steps of the mask: the size of axis 0 of what is masked, `xs.shape[0]`.",
+                "It is the number of steps of the mask, the size of axis 0 of the masked array, `xs.shape[0]`.",
             )
         return mask_of_lengths(check_lengths(lengths, steps, "{verb}"), steps)
     except Exception as error:
@@ -66,7 +66,7 @@ def length_mask(lengths: ArrayLike, length: int) -> Array:
 
 
 class Padded(NamedTuple, Generic[X]):
-    """A batch of rows that are padded to one length: what `treescan.pad` makes, a pytree as any.
+    """A batch of rows that are padded to one length: the result of `treescan.pad`. It is a pytree.
 
     Attributes:
         data: the sequences, leaves `[T, B, ...]`: sequence b is the first `lengths[b]` steps of row b.
@@ -116,15 +116,15 @@ def pad(sequences: Sequence[X], *, length: int | None = None, value: PyTree = 0)
 def pad(sequences: Sequence[Any], *, length: int | None = None, value: PyTree = 0) -> Padded[Any]:
     """Pads sequences of different lengths to rows of one length.
 
-    The work is done on the host, outside of `jax.jit`. The result is a pytree of arrays: pass it to compiled functions,
-    `data` and `lengths` to `treescan.mask_scan`.
+    It runs on the host, outside of `jax.jit`. The result is a pytree of arrays: pass it to compiled functions, and to
+    `treescan.mask_scan` as `xs`.
 
     Args:
-        sequences: a list of pytrees of one structure. The leaves of a sequence are `[its steps, ...]`, with a number of
-            steps from 0 up; dtypes and trailing shapes are the same in all sequences. Typed PRNG keys are welcome.
-        length: the number of steps T. None: that of the longest sequence. Batches that are padded to the same length
-            are compiled for once.
-        value: what is in the padding, a number, or a prefix tree of a sequence with numbers.
+        sequences: a list of pytrees of one structure. The leaves of a sequence are `[its steps, ...]`, with 0 or more
+            steps; dtypes and trailing shapes are the same in all sequences. Typed PRNG keys are allowed.
+        length: the number of steps T. None: that of the longest sequence. A compiled function is reused for batches of
+            the same length.
+        value: the value of the padding: a number, or a prefix tree of a sequence with numbers.
 
     Returns:
         The batch, leaves `[T, B, ...]`, and the lengths, int32[B].
@@ -170,19 +170,20 @@ def unpad(data: Padded[X]) -> list[X]: ...
 def unpad(data: X, lengths: ArrayLike) -> list[X]: ...
 @verb
 def unpad(data: Any, lengths: ArrayLike | None = None) -> list[Any]:
-    """Cuts a padded batch into its sequences: what `pad` was given, or what a scan made of it.
+    """Cuts a padded batch, or outputs of a scan over it, into sequences.
 
     Args:
-        data: a `Padded`; or any pytree with leaves `[T, B, ...]`, the outputs of `treescan.mask_scan` say.
-        lengths: int[B], the number of steps of each sequence: `Padded.lengths`. Left out where `data` is a `Padded`.
+        data: a `Padded`; or any pytree with leaves `[T, B, ...]`, for example the outputs of `treescan.mask_scan`.
+        lengths: int[B], the number of steps of each sequence: `Padded.lengths`. Omit it if `data` is a `Padded`.
 
     Returns:
         A list of B pytrees, leaves `[lengths[b], ...]`.
 
     Raises:
-        ArgumentError: if lengths are missing, given twice or out of range, or if a leaf does not lead with `[T, B]`.
+        ArgumentError: if lengths are missing, given twice or out of range, or if a leaf does not start with the axes
+            `[T, B]`.
         ArgumentTypeError: if lengths are not ints.
-        TracedArgumentError: if lengths are traced: they are the shapes of what is returned.
+        TracedArgumentError: if lengths are traced, because they become shapes.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -198,8 +199,7 @@ def unpad(data: Any, lengths: ArrayLike | None = None) -> list[Any]:
             raise Fault(
                 ArgumentError,
                 f"{{verb}}: `lengths` are {'missing' if lengths is None else 'given twice'}.",
-                "A `Padded` brings its own: `unpad(padded)`. What was computed from it does not: "
-                "`unpad(ys, padded.lengths)`.",
+                "A `Padded` has its own: `unpad(padded)`. Values computed from it do not: `unpad(ys, padded.lengths)`.",
             )
         data, lengths = data if isinstance(data, Padded) else (data, lengths)
         counts = check_concrete(check_lengths(lengths, None, "{verb}"), "lengths")

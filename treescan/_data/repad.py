@@ -1,4 +1,4 @@
-"""`repad`: packed sequences as rows of their own, on the device."""
+"""`repad` gives each packed sequence its own row, on the device."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from .sequences import check_count, check_fits, check_lead, spread_value
 
 @verb
 def repad(packed: Packed[Any], ys: Y, *, length: int | None = None, value: PyTree = 0) -> Padded[Y]:
-    """Gives each packed sequence a row of its own: one gather, traced or not, and differentiable.
+    """Gives each packed sequence a row of its own. It is one gather, works on traced arrays, and is differentiable.
 
-    A loss of each sequence, CTC say, takes it in this form. Padding is not read, and gets no gradient.
+    Losses that expect a padded batch, for example CTC, take it in this form. Padding is not read, and gets no gradient.
 
     Args:
         packed: the batch.
         ys: any pytree with leaves `[T, R, ...]`: the outputs of a scan over the batch, or its data.
         length: the number of steps of the rows. None: the T of the batch, which holds each sequence. A smaller number
-            must hold the longest; whether it does is known where the batch is not traced.
-        value: what the padding holds, a number, or a prefix tree of ys with numbers.
+            must hold the longest sequence. That is checked if the batch is not traced.
+        value: the value of the padding: a number, or a prefix tree of ys with numbers.
 
     Returns:
-        The batch, leaves `[length, N, ...]` and lengths int32[N], in the order in which `pack` was given the sequences.
+        The batch, leaves `[length, N, ...]` and lengths int32[N], in the order of the sequences in `pack`.
 
     Raises:
-        ArgumentError: if a leaf of ys does not lead with `[T, R]`, if a sequence is longer than `length`, if a leaf
-            cannot hold `value`, or if rows are spread over devices.
+        ArgumentError: if a leaf of ys does not start with the axes `[T, R]`, if a sequence is longer than `length`, if
+            a leaf cannot hold `value`, or if rows are spread over devices.
         ArgumentTypeError: if `packed` is not a `Packed`, or `length` is not an int.
-        TracedArgumentError: if `length` is traced, or is less than T where the batch is traced.
+        TracedArgumentError: if `length` is traced, or is less than T and the batch is traced.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -80,9 +80,9 @@ def _check_length(packed: Packed[Any], steps: int) -> None:
         raise Fault(
             TracedArgumentError,
             f"{{verb}}: `length` is {steps}, less than the {packed.steps} steps of the rows, and the lengths of the "
-            "sequences are traced: nothing tells whether it holds the longest.",
+            "sequences are traced: it may not hold the longest.",
             "Leave `length` out: the steps of the rows hold every sequence. Or pack to rows of that length, "
-            f"`pack(sequences, length={steps})`. Where you know that no sequence is longer, cut the result: "
+            f"`pack(sequences, length={steps})`. If you know that no sequence is longer, cut the result: "
             f"`padded._replace(data=padded.data[:{steps}])`.",
         )
     check_fits(np.asarray(lengths), steps)

@@ -19,7 +19,7 @@ from .._types import Array, PyTree, TreeDef
 from .first_fit import Ints
 
 _MANY = 8  # rows of a table
-_OUTSIDE_JIT = "This is work for the host: do it outside of `jax.jit`, and pass the result in."
+_OUTSIDE_JIT = "This runs on the host: call it outside of `jax.jit`, and pass the result in."
 
 
 class Sequences(NamedTuple):
@@ -40,13 +40,13 @@ def check_sequences(sequences: Any) -> Sequences:
         raise Fault(
             ArgumentTypeError,
             f"{{verb}} takes a list of sequences, got {describe_argument(sequences)}.",
-            "Each is a pytree with leaves [steps, ...]: `[sequence]` if this is one, `list(...)` if it makes them.",
+            "Each is a pytree with leaves [steps, ...]: `[sequence]` for a single one, `list(...)` for an iterator.",
         )
     if not sequences:
         raise Fault(
             ArgumentError,
             "{verb} got no sequences.",
-            "An empty list does not say what a step looks like: give one sequence at least, be it of 0 steps.",
+            "An empty list does not show the type of a step: give at least one sequence; it may have 0 steps.",
         )
     trees: list[tuple[list[Any], TreeDef]] = [jax.tree.flatten(sequence) for sequence in sequences]
     leaves = [flat for flat, _ in trees]
@@ -78,9 +78,9 @@ def _check_steps(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
         ]
         raise Fault(
             ArgumentError,
-            "{verb}: a sequence is a pytree of arrays that lead with its steps, which these are not.",
+            "{verb}: the leaves of a sequence must be arrays whose first axis is the steps, but these are not.",
             *cures[:1],
-            "What is the same for all steps stays out of the sequences.",
+            "Keep values that are the same for all steps out of the sequences.",
             header=("leaf", "expected", "is"),
             rows=some([Row(path, "[steps, ...]", describe_node(node), "") for path, node in named]),
         )
@@ -143,7 +143,7 @@ def _check_types(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
             ArgumentError,
             "{verb}: the sequences do not fit together.",
             "The leaves of one sequence have the same number of steps; between sequences each leaf keeps its dtype and "
-            "its shape, less the steps. Cast and reshape where they are made, as in `x.astype(dtype)`.",
+            "its shape without the steps. Cast or reshape the sequences first, for example `x.astype(dtype)`.",
             header=("leaf", "expected", "is"),
             rows=some(rows),
         )
@@ -178,17 +178,17 @@ def check_count(value: Any, name: str, least: int = 0) -> int | None:
     if count is None or isinstance(value, bool | np.bool_):
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}}: `{name}` is an int, got {describe_argument(value)}.",
-            f"Give a number from {least} up, as an int: `int(...)` if it is one already.",
+            f"{{verb}}: `{name}` must be an int, got {describe_argument(value)}.",
+            f"Give an int of at least {least}: `int(...)` converts a whole number.",
         )
     if count < least:
-        raise Fault(ArgumentError, f"{{verb}}: `{name}` is {count}.", f"Give an int from {least} up.")
+        raise Fault(ArgumentError, f"{{verb}}: `{name}` is {count}.", f"Give an int of at least {least}.")
     return count
 
 
 _STATIC = (
-    "It is the size of an axis, and so a part of the compiled program: take it from a shape, or make it a static "
-    "argument of the function under `jax.jit`."
+    "It is the size of an axis, and part of the compiled program: take it from a shape, or make it a static argument "
+    "of the function under `jax.jit`."
 )
 
 
@@ -199,7 +199,7 @@ def check_fits(lengths: Ints, length: int) -> None:
         raise Fault(
             ArgumentError,
             f"{{verb}}: `length` is {length}, but sequences[{longest}] has {lengths[longest]} steps.",
-            f"Give `length` {lengths[longest]} or more, or cut the sequences: nothing is dropped here.",
+            f"Give `length` {lengths[longest]} or more, or cut the sequences: {{verb}} drops nothing.",
         )
 
 
@@ -246,8 +246,8 @@ def spread_value(value: PyTree, example: PyTree, root: str = "sequences[0]", who
     except PrefixMismatch as error:
         raise Fault(
             ArgumentError,
-            f"{{verb}}: `value` is no prefix of {whole}: {error}.",
-            f"Give one number for all leaves, or a tree of numbers with the structure of {whole}, or its upper part.",
+            f"{{verb}}: `value` is not a prefix of {whole}: {error}.",
+            f"Give one number for all leaves, or a tree of numbers that is a prefix of {whole}.",
         ) from None
     named = leaves_with_path(root, example)
     return [
@@ -289,7 +289,7 @@ def check_lead(root: str, tree: PyTree, rows: tuple[int, ...], steps: int | None
         raise Fault(
             ArgumentError,
             f"{{verb}}: {root} does not have the steps and the rows of the batch.",
-            "Every leaf leads with the steps, then come the rows, as `treescan.mask_scan` returns its ys.",
+            "The first axis of every leaf is the steps, the second the rows, as in the ys of `treescan.mask_scan`.",
             header=("leaf", "expected", "is"),
             rows=some(bad),
         )

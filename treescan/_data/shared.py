@@ -1,4 +1,4 @@
-"""Finds what all layers of a stack share: leaves that are no arrays, and the numbers and flags of Python."""
+"""Finds what all layers of a stack share: leaves that are not arrays, and the numbers and flags of Python."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Refuses stacks whose layers lie on different devices."""
+"""Raises an error for stacks whose layers are on different devices."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def refuse_split(leaves: list[tuple[str, Any]], axes: LeafAxes | None = None, *,
         cure = f"jax.sharding.reshard({path}, {spec})"
     raise Fault(
         LayerError,
-        "{call}: layers of a stack lie on different devices.",
-        "A layer is needed whole: each device would have to fetch those of the others. Shard other axes instead, or "
+        "{call}: layers of a stack are on different devices.",
+        "Every device runs all layers, and would have to fetch those of the others. Shard other axes instead, or "
         f"none: `{cure}`.",
         header=("leaf", "axis of the layers", "is"),
         rows=[

@@ -1,4 +1,4 @@
-"""Stacks of layers: pytrees whose arrays lead with the layers."""
+"""Stacks of layers: pytrees of arrays whose first axis is the layers."""
 
 from __future__ import annotations
 
@@ -24,22 +24,23 @@ Layer = TypeVar("Layer")
 
 @verb
 def stack(layers: Iterable[Layer], *, layer_axis_name: str | None = None) -> Layer:
-    """Makes one tree of many alike: each leaf is the layers' leaves, stacked along a new first axis.
+    """Makes a stack from a list of layers: each leaf is stacked along a new first axis.
 
     Args:
         layers: the layers, n of them: any pytrees of one structure, whose leaves have the same shapes and dtypes.
-            Leaves that are no arrays (functions, strings, Python's numbers and flags) are the same in all layers, and
-            do not change. Under `jax.jit` a number that is an argument is an array.
-        layer_axis_name: what the metadata of flax calls the new axis, where leaves have such (`nnx.with_partitioning`,
-            `nn.with_partitioning`): a stack's names are `(layer_axis_name, *names)`. None shards nothing along it.
+            Leaves that are not arrays (functions, strings, Python numbers and flags) must be the same in all layers,
+            and do not change. Under `jax.jit`, a number that is an argument is an array.
+        layer_axis_name: the name of the new axis in the metadata of flax, if leaves have metadata
+            (`nnx.with_partitioning`, `nn.with_partitioning`): a stack's names are `(layer_axis_name, *names)`. None
+            shards nothing along it.
 
     Returns:
         The stack, in the layers' own types, with leaves `[n, ...]`. `treescan.scan_layers` runs it, `unstack`
         undoes it.
 
     Raises:
-        ArgumentTypeError: if `layers` is no sequence, or `layer_axis_name` no string.
-        LayerError: if there are no layers, or some differ; all leaves that do are listed.
+        ArgumentTypeError: if `layers` is not a sequence, or `layer_axis_name` not a string.
+        LayerError: if there are no layers, or some differ; all leaves that differ are listed.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -53,7 +54,7 @@ def stack(layers: Iterable[Layer], *, layer_axis_name: str | None = None) -> Lay
     try:
         listed = _as_list(layers)
         if not listed:
-            raise Fault(LayerError, "{verb}: there are no layers.", "Give at least one: the others are held to it.")
+            raise Fault(LayerError, "{verb}: there are no layers.", "Give at least one layer.")
         return add_layer_axis(_stack(listed), layer_axis_name)
     except Exception as error:
         explained = explain(error, "stack")
@@ -62,22 +63,21 @@ def stack(layers: Iterable[Layer], *, layer_axis_name: str | None = None) -> Lay
 
 @verb
 def unstack(stacked: Layer, *, layer_axis_name: str | None = None) -> list[Layer]:
-    """The layers of a stack: `unstack(stack(layers))` is equal to `layers`, bit by bit.
+    """Returns the layers of a stack as a list: `unstack(stack(layers))` equals `layers` bitwise.
 
-    What is given as NumPy arrays comes back as JAX arrays, 64-bit ones in the types that JAX has for them
-    (`jax_enable_x64`).
+    NumPy arrays are returned as JAX arrays, and 64-bit types as JAX handles them (`jax_enable_x64`).
 
     Args:
-        stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`.
-        layer_axis_name: what the metadata of flax calls the axis of the layers, where leaves have such. It is taken
-            out. None reads it off the metadata.
+        stacked: any pytree of arrays whose first axis is the layers, `[n, ...]`.
+        layer_axis_name: the name of the layer axis in the metadata of flax, if leaves have metadata. It is removed.
+            None reads it from the metadata.
 
     Returns:
         A list of n trees, in the stack's own types, with leaves `[...]`.
 
     Raises:
-        ArgumentTypeError: if `layer_axis_name` is no string.
-        LayerError: if the leaves do not lead with one number of layers, or their metadata calls the axis otherwise.
+        ArgumentTypeError: if `layer_axis_name` is not a string.
+        LayerError: if the leaves have different numbers of layers, or if their metadata names the axis differently.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -98,22 +98,22 @@ def unstack(stacked: Layer, *, layer_axis_name: str | None = None) -> list[Layer
 
 @verb
 def layer_at(stacked: Layer, i: ArrayLike, *, layer_axis_name: str | None = None) -> Layer:
-    """One layer of a stack.
+    """Takes one layer out of a stack.
 
     Args:
-        stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`.
-        i: which, from 0 to n - 1, or from -n counted from the end; traced too. A traced number that is out of range is
-            moved to the nearest that is not, as in `jax.lax.dynamic_index_in_dim`.
-        layer_axis_name: what the metadata of flax calls the axis of the layers, where leaves have such. It is taken
-            out. None reads it off the metadata.
+        stacked: any pytree of arrays whose first axis is the layers, `[n, ...]`.
+        i: the number of the layer, from 0 to n - 1, or from -n counted from the end. It may be traced. A traced number
+            that is out of range is clamped, as in `jax.lax.dynamic_index_in_dim`.
+        layer_axis_name: the name of the layer axis in the metadata of flax, if leaves have metadata. It is removed.
+            None reads it from the metadata.
 
     Returns:
         The layer, in the stack's own types, with leaves `[...]`.
 
     Raises:
-        ArgumentTypeError: if `i` is no number of a layer, or `layer_axis_name` no string.
-        LayerError: if a concrete number is out of range, if the leaves do not lead with one number of layers, or if
-            their metadata calls the axis otherwise.
+        ArgumentTypeError: if `i` is not an int, or `layer_axis_name` not a string.
+        LayerError: if a concrete number is out of range, if the leaves have different numbers of layers, or if their
+            metadata names the axis differently.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -132,18 +132,18 @@ def layer_at(stacked: Layer, i: ArrayLike, *, layer_axis_name: str | None = None
 
 @verb
 def set_layer(stacked: Layer, i: ArrayLike, layer: Layer) -> Layer:
-    """A stack with another layer in the place of one.
+    """Returns a new stack in which one layer is replaced.
 
     Args:
-        stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`. It is not changed.
-        i: which to replace, as for `layer_at`.
+        stacked: any pytree of arrays whose first axis is the layers, `[n, ...]`. It is not changed.
+        i: the number of the layer, as for `layer_at`.
         layer: the new layer: leaves `[...]`, of the stack's structure and types.
 
     Returns:
         The new stack, with leaves `[n, ...]`.
 
     Raises:
-        LayerError: if the layer does not fit; all leaves that do not are listed. Else as `layer_at`.
+        LayerError: if the layer does not fit; all leaves that do not fit are listed. Also as `layer_at`.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -169,11 +169,14 @@ def set_layer(stacked: Layer, i: ArrayLike, layer: Layer) -> Layer:
 def _as_list(layers: Any) -> list[Any]:
     if isinstance(layers, Iterable) and not isinstance(layers, Mapping | str):
         return list(layers)
-    cure = "Give a list of them, `[first, second, ...]`; what has the axis of the layers already is a stack."
+    cure = (
+        "Give a list of them, `[first, second, ...]`; a tree whose leaves have the axis of the layers is a stack "
+        "already."
+    )
     if isinstance(layers, Mapping):
         cure = "If its values are the layers, stack these: `treescan.stack(layers.values())`."
     raise Fault(
-        ArgumentTypeError, f"{{verb}}: `layers` is a sequence of layers, got {describe_argument(layers)}.", cure
+        ArgumentTypeError, f"{{verb}}: `layers` must be a sequence of layers, got {describe_argument(layers)}.", cure
     )
 
 
@@ -226,7 +229,7 @@ def _stack(layers: list[PyTree]) -> PyTree:
             LayerError,
             "{verb}: the layers differ, and cannot be one stack.",
             "Layers of one stack have the same structure, shapes and dtypes, and equal static leaves. Keep layers of "
-            "several kinds in several stacks: `treescan.scan_layers` takes a sequence of blocks, with a stack each.",
+            "several kinds in several stacks: `treescan.scan_layers` takes a sequence of blocks, and a stack for each.",
             *_number_cures([row for rows_of_layer in numbers for row in rows_of_layer]),
             header=("leaf", "layers[0]", "is"),
             rows=rows,
@@ -267,7 +270,7 @@ def _number_cures(rows: list[Row]) -> list[str]:
         return []
     row = rows[0]
     return [
-        f"{row.leaf}: a Python number or flag is the same in all layers. For one in each layer, make it an array in "
+        f"{row.leaf}: a Python number or flag must be the same in all layers. If it differs, make it an array in "
         f"all of them, `jnp.array({row.came})`: it is then traced, as weights are."
     ]
 
@@ -295,8 +298,8 @@ def _put(frozen: PyTree, i: Any, layer: PyTree) -> PyTree:
             raise Fault(
                 LayerError,
                 "{verb}: the layer does not fit the stack.",
-                "A layer has the stack's structure, static leaves, Python numbers, dtypes and shapes, less the axis of "
-                "the layers.",
+                "A layer must have the stack's structure, static leaves, Python numbers, dtypes and shapes, without "
+                "the axis of the layers.",
                 header=("leaf", "in the stack", "is"),
                 rows=rows,
             )
@@ -330,7 +333,7 @@ def _check_number(i: Any, count: int) -> int | Array:
             return i.astype(jnp.int32)  # a smaller type may not hold the number of layers
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}}: `i` is the number of a layer, got {describe_traced(i)}.",
+            f"{{verb}}: `i` must be the number of a layer, got {describe_traced(i)}.",
             "Give one int, or an int array of shape []. For several layers, index the leaves, "
             "`jax.tree.map(lambda leaf: leaf[i], stacked)`.",
         )
@@ -354,7 +357,8 @@ def count_layers(stacked: PyTree, root: str) -> int:
         raise Fault(
             LayerError,
             f"{{call}}: how many layers? `{root}` holds no arrays.",
-            "A stack is a pytree whose arrays lead with the layers: `treescan.stack` makes one of a list of layers.",
+            "A stack is a pytree of arrays whose first axis is the layers: `treescan.stack` makes one of a list of "
+            "layers.",
         )
     leaves = [(path, leaf) for path, leaf in leaves if not is_traced_number(leaf)] or leaves
     sizes = [(shape_of(leaf) or (None,))[0] for _, leaf in leaves]
@@ -365,10 +369,10 @@ def count_layers(stacked: PyTree, root: str) -> int:
         ]
         raise Fault(
             LayerError,
-            f"{{call}}: the leaves of `{root}` do not lead with one number of layers.",
+            f"{{call}}: the leaves of `{root}` do not have the same number of layers on their first axis.",
             _list_cure(root, stacked)
-            or "All arrays of a stack lead with the layers. A number that is the same for all layers stays a Python "
-            "number, or is no part of the stack.",
+            or "The first axis of all arrays in a stack is the layers. Keep a number that all layers share as a Python "
+            "number, or out of the stack.",
             header=("leaf", "layers", "is"),
             rows=rows,
         )

@@ -85,7 +85,7 @@ def layers_from_state_dict(
     ignore: Any = None,
     shardings: PyTree = None,
 ) -> Any:
-    """Makes a stack of a flat checkpoint's layers, whose arrays are named `{prefix}.{number}.{name}`.
+    """Makes a stack from the layers of a flat checkpoint, whose arrays are named `{prefix}.{number}.{name}`.
 
     Args:
         state: all arrays by name: `{"layers.0.w": ..., "layers.1.w": ..., "head": ...}`. Names that do not begin with
@@ -94,25 +94,25 @@ def layers_from_state_dict(
             then has its structure; a leaf's name is its path, joined by dots (`attention.q_proj`). None: the stack is a
             dict from each name to its array. With `order` a sequence, with one layer of each stack.
         prefix: the text before the number; "" for nothing.
-        names: where the checkpoint calls a leaf something else: `{"attention.q_proj": "self_attn.q_proj.weight"}`. With
-            `order` also a sequence of these, one for each stack.
-        order: for layers of several kinds, which of several stacks holds each. "turns": they take turns as the blocks
-            of a pattern in `treescan.scan_layers`. Layer i of k stacks is in stack i % k; the last period need not be
-            full. Else a sequence with the number of its stack for each layer: `[0] * 3 + [1] * 58`.
-        ignore: names that are left out, buffers for example: a pattern such as "*.inv_freq" (as of `fnmatch`, for the
-            whole name), several, or a function from the name to a bool.
-        shardings: for each leaf of *one* layer (a prefix tree) a `jax.sharding.NamedSharding`, a `PartitionSpec` (where
-            a mesh is set) or None, as for `treescan.init_layers`; with `order` also a sequence, one for each stack.
-            Each leaf is put on its devices once it is stacked, before the next is.
+        names: the names of leaves in the checkpoint, if they differ from the paths: `{"attention.q_proj":
+            "self_attn.q_proj.weight"}`. With `order` also a sequence of these, one for each stack.
+        order: for layers of several kinds, the stack that holds each layer. "turns": the stacks take turns, as in a
+            pattern of `treescan.scan_layers`. With k stacks, layer i is in stack i % k; the last period need not be
+            full. Otherwise a sequence with the number of a stack for each layer: `[0] * 3 + [1] * 58`.
+        ignore: names to leave out, for example buffers: a pattern such as "*.inv_freq" (as in `fnmatch`, for the whole
+            name), several patterns, or a function from the name to a bool.
+        shardings: for each leaf of *one* layer (a prefix tree) a `jax.sharding.NamedSharding`, a `PartitionSpec` (if a
+            mesh is set) or None, as for `treescan.init_layers`; with `order` also a sequence, one for each stack. Each
+            leaf is moved to its devices as soon as it is stacked.
 
     Returns:
-        The stack, with leaves `[n, ...]` of the checkpoint's dtypes. Where all arrays of a leaf are NumPy's, they are
-        stacked by NumPy, and stay on the host, unless `shardings` says where to put them. With `order` the stacks, a
-        list where `like` is one, else a tuple.
+        The stack, with leaves `[n, ...]` of the checkpoint's dtypes. If all arrays of a leaf are NumPy arrays, NumPy
+        stacks them and they stay on the host, unless `shardings` moves them. With `order`, the stacks, in a list if
+        `like` is one, otherwise in a tuple.
 
     Raises:
-        LayerError: if layers are missing, or arrays: too few, too many, or of another shape than `like` has; all of
-            them are listed. Also if `order` or `shardings` do not fit.
+        LayerError: if layers or arrays are missing, superfluous, or of another shape than in `like`; all of them are
+            listed. Also if `order` or `shardings` do not fit.
 
     Warns:
         UserWarning: if dtypes differ from those of `like`.
@@ -133,8 +133,8 @@ def layers_from_state_dict(
         if not isinstance(state, Mapping):
             raise Fault(
                 ArgumentTypeError,
-                f"{{verb}}: `state` is a mapping, got {describe_argument(state)}.",
-                'From names to arrays: `{"layers.0.w": w0, "layers.1.w": w1}`.',
+                f"{{verb}}: `state` must be a mapping, got {describe_argument(state)}.",
+                'It maps names to arrays: `{"layers.0.w": w0, "layers.1.w": w1}`.',
             )
         layers = list(enumerate(layers_by_number(state, prefix, ignores)))
         if order is None:
@@ -157,21 +157,22 @@ def layers_to_state_dict(
     names: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None = None,
     order: Order | None = None,
 ) -> dict[str, Array]:
-    """The arrays of a stack, layer by layer, under the names of a flat checkpoint: undoes `layers_from_state_dict`.
+    """Returns the arrays of a stack under the names of a flat checkpoint: the inverse of `layers_from_state_dict`.
 
     Args:
-        stacked: any pytree whose arrays lead with the layers: leaves `[n, ...]`. Other leaves are left out. With
+        stacked: any pytree of arrays whose first axis is the layers, `[n, ...]`. Other leaves are left out. With
             `order` a sequence of such stacks.
         prefix: the text before the number; "" for nothing.
-        names: where the checkpoint calls a leaf something else than its path: `{"attention.q_proj": "q.weight"}`. With
-            `order` also a sequence of these, one for each stack.
+        names: the names of leaves in the checkpoint, if they differ from the paths: `{"attention.q_proj": "q.weight"}`.
+            With `order` also a sequence of these, one for each stack.
         order: how the layers of several stacks are numbered, as for `layers_from_state_dict`.
 
     Returns:
-        A dict from names, `{prefix}.{number}.{name}`, to arrays `[...]`, n of them for each leaf. NumPy's stay NumPy's.
+        A dict from names, `{prefix}.{number}.{name}`, to arrays `[...]`, n of them for each leaf. NumPy arrays stay
+        NumPy arrays.
 
     Raises:
-        LayerError: if the leaves do not lead with one number of layers, two of them would have one name, or `order`
+        LayerError: if the leaves have different numbers of layers, two of them would have one name, or `order`
             does not fit the stacks.
 
     Examples:
@@ -260,7 +261,7 @@ def _several(
         raise Fault(
             LayerError,
             f"{{verb}}: stack {empty[0]} of {count} has no layers: the checkpoint has {len(layers)}.",
-            "A stack holds one layer at least. Leave out those that have none, in `like` and in `order`.",
+            "A stack has at least one layer. Leave out empty stacks, in `like` and in `order`.",
         )
     if likes is None:
         own = [check_mapping(names)] * count
@@ -275,7 +276,7 @@ def _wanted(layers: Sequence[tuple[int, Mapping[str, Any]]], like: PyTree, names
         if names:
             raise Fault(
                 ArgumentTypeError,
-                "{verb}: `names` says what the leaves of `like` are called, and there is no `like`.",
+                "{verb}: `names` renames the leaves of `like`, but there is no `like`.",
                 "Give a tree of one layer, or rename the keys of the dict that you get.",
             )
         return _Wanted(None, [(name, None) for name in layers[0][1]], list(layers))
@@ -297,10 +298,10 @@ def _stacked(parts: Sequence[_Wanted], shardings: Sequence[PyTree], prefix: str,
     if rows:
         raise Fault(
             LayerError,
-            "{verb}: the checkpoint's layers are not what they should be.",
-            "`like` says what one layer holds (without it, the first does), `names` what the checkpoint calls it, and "
-            "`ignore` what is left out of it. Arrays that are laid out otherwise, as torch's transposed weights, are "
-            "changed before, or once stacked.",
+            "{verb}: the checkpoint's layers do not fit.",
+            "`like` says what one layer holds (default: the first layer), `names` how the checkpoint calls it, and "
+            "`ignore` what to leave out. If arrays have another layout, for example torch's transposed weights, "
+            "convert them before or after stacking.",
             *(
                 [_SEVERAL.format(what="a layer of each of several stacks")]
                 if len(parts) == 1 and is_several(like)

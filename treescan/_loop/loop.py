@@ -1,4 +1,4 @@
-"""The Loop, what one step of it is given, and what transforms may change."""
+"""The Loop, the input of one step, and what transforms may change."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`TREESCAN_WARN_RETRACE=1` warns where JAX traces a body again, and says what differs from the last trace."""
+"""`TREESCAN_WARN_RETRACE=1` warns if JAX traces a body again, and says what changed since the last trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`rewriting(False)` and `TREESCAN_REWRITE=0` leave the steps of loops alone."""
+"""`rewriting(False)` and `TREESCAN_REWRITE=0` turn the rewriting of steps off."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ def is_rewriting() -> bool:
 
 @contextlib.contextmanager
 def rewriting(enabled: bool) -> Generator[None]:
-    """Turns the rewriting of steps on or off for the loops that are traced within.
+    """Turns the rewriting of steps on or off, for loops that are traced inside the context.
 
-    treescan runs some products of a step for many steps at once, writes outputs in place, takes leaves that no step
-    changes out of the state, and differentiates `while_scan` by a rule of its own. Each rewriting checks what it relies
-    on. If you doubt a number all the same, compute it once more without any of them: every loop then runs the step as
-    you wrote it, and JAX differentiates it. It is slower, takes more memory, and should differ by rounding alone.
+    treescan computes some products for many steps at once, writes outputs in place, takes leaves that no step changes
+    out of the carry, and has its own rule to differentiate `while_scan`. Each rewriting checks its conditions. If you
+    still doubt a number, compute it again without any rewriting: every loop then runs the step as you wrote it, and JAX
+    differentiates it. That is slower, takes more memory, and should differ only by rounding.
 
     The setting acts while JAX traces. A function under `jax.jit` that was traced before keeps its program: trace it
-    again within, or start Python with the environment variable `TREESCAN_REWRITE=0`.
+    again inside the context, or start Python with the environment variable `TREESCAN_REWRITE=0`.
 
     Args:
         enabled: whether steps may be rewritten.
@@ -37,7 +37,7 @@ def rewriting(enabled: bool) -> Generator[None]:
         A context manager.
 
     Raises:
-        ArgumentTypeError: if `enabled` is no bool.
+        ArgumentTypeError: if `enabled` is not a bool.
 
     Examples:
         >>> import jax

@@ -1,4 +1,4 @@
-"""A body's callbacks run once: not again when the gradient computes a step again."""
+"""Removes callbacks from steps that the gradient computes again, so each callback runs once."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """`remat="auto"` picks the plan that is expected to be the fastest and saves no more than a loop without `remat`.
 
-Steps run in chunks whose products with weights are computed at once. The gradient recomputes the chunks where computing
-a step again takes less time than writing and reading what it saves.
+Steps run in chunks whose products with weights are computed at once. The gradient recomputes the chunks if computing a
+step again takes less time than writing and reading what it saves.
 """
 
 from __future__ import annotations

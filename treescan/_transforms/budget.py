@@ -34,21 +34,21 @@ _OF_A_REST = 1.1
 
 @dataclass(frozen=True, repr=False)
 class RematPlan:
-    """What the gradient of a loop saves under a `Remat`, and how often it evaluates the body. Print it.
+    """A report of what the gradient of a loop saves under a `Remat`, and how often it evaluates the body. Print it.
 
     Attributes:
-        remat: the `Remat`, with nothing left to choose; None: everything is saved; "auto": the same, in chunks whose
+        remat: the `Remat` that was picked; None: everything is saved; "auto": the same, in chunks whose
             products with weights are computed at once.
         steps: the number of steps T; of a pattern, the periods.
         sizes: the steps of the nested chunks, innermost first.
         carry_bytes: of the leaves of the carry that change from step to step.
-        step_bytes: of all that one step saves where nothing is recomputed, its carry included.
-        saved_bytes: of all that is saved at one time.
-        copied_bytes: of what the levels copy: the slices of xs that a chunk is given, the gradients of these and of its
-            outputs, and a sum of the gradients of what all steps share; where steps are left that fill no chunk, all
-            of xs once more.
-        needed_bytes: of all that the gradient needs beside its arguments and results, which is what `Remat.fit` holds
-            against its budget: what is saved and copied, and what one step needs while its own gradient is computed.
+        step_bytes: of everything that one step saves if nothing is recomputed, including its carry.
+        saved_bytes: of everything that is saved at the same time.
+        copied_bytes: of the copies that levels make: the slices of xs for a chunk, the gradients of these and of its
+            outputs, and a sum of the gradients of shared values. If steps are left over that fill no chunk, all of xs
+            is copied too.
+        needed_bytes: of everything that the gradient needs besides its arguments and results: saved values, copies, and
+            the memory of one step's gradient. `Remat.fit` compares this with its budget.
         evaluations: how often each step is evaluated by a gradient, the forward pass included.
     """
 

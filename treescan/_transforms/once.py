@@ -1,4 +1,4 @@
-"""Outputs that are proven to be the same in every step are computed once, before the loop."""
+"""Computes outputs that are proven to be the same in every step once, before the loop."""
 
 from __future__ import annotations
 
@@ -106,9 +106,9 @@ def _flags(wanted: Prefix, y: PyTree) -> tuple[bool, ...]:
     except PrefixMismatch as error:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `out_axes` is no prefix of y: {error}.",
-            "Give one axis for all leaves, or a tree with the structure of y down to where one holds for everything "
-            "below; None for what is the same in every {step}.",
+            f"{{verb}} over {{body}}: `out_axes` is not a prefix of y: {error}.",
+            "Give one axis for all leaves, or a prefix tree of y with axes; None for outputs that are the same in "
+            "every {step}.",
         ) from None
 
 
@@ -320,10 +320,10 @@ def _varies(program: _Program, hoisted: Hoisted, flags: Sequence[bool]) -> Fault
     ]
     return Fault(
         BodyError,
-        "{body} returned values that must be the same in every {unit}, but are computed from what may differ between "
-        "{unit}s: the carry, x, or keys that are split.",
-        "What is broadcast is computed once, for all {unit}s: it may be made from keys that are not split and from "
-        "constants. Carry what changes, or give it an axis to be stacked along.",
+        "{body} returned values that must be the same in every {unit}, but they depend on values that may differ "
+        "between {unit}s: the carry, x, or keys that are split.",
+        "A broadcast value is computed once for all {unit}s, from constants and from keys that are not split. Carry a "
+        "value that changes, or give it an axis to stack along.",
         header=("leaf", "expected", "is"),
         rows=rows,
     )

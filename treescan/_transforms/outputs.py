@@ -118,9 +118,8 @@ def spread_keeps(save: Prefix, y: PyTree) -> tuple[Keep, ...]:
     except PrefixMismatch as error:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `save` is no prefix of y: {error}.",
-            'Give "all", "last", a number or None for all of y, or a tree with the structure of y down to where one of '
-            "them holds.",
+            f"{{verb}} over {{body}}: `save` is not a prefix of y: {error}.",
+            'Give "all", "last", a number or None for all of y, or a prefix tree of y with these.',
         ) from None
 
 

@@ -286,19 +286,19 @@ def check_progress(progress: Any, body: Body, verb: str) -> Progress | None:
     if not isinstance(progress, Progress):
         raise Fault(
             ArgumentTypeError,
-            "{verb} over {body}: `progress` is True, a label, a `treescan.Progress` or None, got "
+            "{verb} over {body}: `progress` must be True, a label, a `treescan.Progress` or None, got "
             f"{describe_argument(progress)}.",
-            '`progress="train"` shows a bar with that label. `treescan.Progress("train", updates=20)` says how often '
-            "it moves, and what is printed beside it.",
+            '`progress="train"` shows a bar with that label. `treescan.Progress("train", updates=20)` sets how often '
+            "it moves, and what is printed next to it.",
         )
     _check_label_and_show(progress)
     updates = exact_int(progress.updates)
     if updates is None or updates < 1:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `updates` of a `Progress` counts the updates of a run, from 1 up, got "
+            "{verb} over {body}: `updates` of a `Progress` must be an int of at least 1, got "
             f"{describe_argument(progress.updates)}.",
-            "The loop is cut into at most so many chunks; 100 is the default. `progress=None` shows nothing.",
+            "The loop is cut into at most this many chunks; 100 is the default. `progress=None` shows nothing.",
         )
     _check_flags(progress)
     label = _default_label(body, verb) if progress.label is None else progress.label
@@ -332,13 +332,14 @@ def _check_label_and_show(progress: Progress) -> None:
     if progress.label is not None and not isinstance(progress.label, str):
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}} over {{body}}: `label` of a `Progress` is a text, got {describe_argument(progress.label)}.",
-            "Leave it out to have the bar named as the body is.",
+            f"{{verb}} over {{body}}: `label` of a `Progress` must be a string, got "
+            f"{describe_argument(progress.label)}.",
+            "Without a label, the bar has the name of the body.",
         )
     if progress.show is not None and not callable(progress.show):
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}} over {{body}}: `show` of a `Progress` is a function of the carry, got "
+            f"{{verb}} over {{body}}: `show` of a `Progress` must be a function of the carry, got "
             f"{describe_argument(progress.show)}.",
             'For example `show=lambda carry: {"loss": carry.loss}`.',
         )
@@ -351,7 +352,7 @@ def _check_meter(meter: Any) -> AbstractProgressMeter:
         called = isinstance(meter, type) and issubclass(meter, AbstractProgressMeter)
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}} over {{body}}: `meter` of a `Progress` is a `treescan.AbstractProgressMeter`, got "
+            f"{{verb}} over {{body}}: `meter` of a `Progress` must be a `treescan.AbstractProgressMeter`, got "
             f"{describe_argument(meter)}.",
             f"Pass an instance: `meter={meter.__name__}()`."
             if called
@@ -363,14 +364,14 @@ def _check_meter(meter: Any) -> AbstractProgressMeter:
     except TypeError:
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}} over {{body}}: the meter `{type(meter).__name__}` has no hash, but it is a part of the program.",
+            f"{{verb}} over {{body}}: the meter `{type(meter).__name__}` has no hash, but it is part of the program.",
             "Make its class a dataclass with `frozen=True`, and keep what belongs to a run in what `init` returns.",
         ) from None
     if isinstance(meter, Tqdm) and not has_tqdm():
         raise Fault(
             ArgumentError,
             "{verb} over {body}: the meter is `Tqdm()`, but tqdm is not installed.",
-            "`pip install tqdm` installs it. `treescan.Text()` needs nothing, and is taken where no meter is given.",
+            "`pip install tqdm` installs it. `treescan.Text()` needs nothing.",
         )
     return meter
 

@@ -25,8 +25,8 @@ def refuse_with_refs(option: str) -> NoReturn:
     """Refuses what needs a branch or a second computation, for a body that closes over a mutable array."""
     raise Fault(
         ArgumentError,
-        f"{{verb}} over {{body}}: `{option}` cannot be had for a body that closes over a mutable array (a `Ref`).",
-        "Carry its value instead, or leave the option out: then all {unit}s are run, and none is recomputed.",
+        f"{{verb}} over {{body}}: `{option}` does not support a body that closes over a mutable array (a `Ref`).",
+        "Carry its value instead, or leave the option out: then all {unit}s run, and none is recomputed.",
     )
 
 
@@ -53,8 +53,8 @@ def refuse_offload(remat: Remat | None) -> None:
     if remat is not None and remat.offload is not None:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: {verb} takes no `offload` of a `Remat`, as it recomputes chunks of its own.",
-            "Leave it out, or give `levels`, with which less is saved.",
+            "{verb} over {body}: {verb} takes no `offload` of a `Remat`, because it already recomputes chunks.",
+            "Leave it out, or save less with `levels`.",
         )
 
 
@@ -64,7 +64,7 @@ def refuse_budget(remat: Remat | None, where: str) -> None:
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: `Remat.fit` does not choose a plan for {where}.",
-            "Name one: `Remat(levels=...)`, with more levels where less is to be saved.",
+            "Name one: `Remat(levels=...)`. More levels save less.",
         )
 
 

@@ -117,7 +117,7 @@ def check_remat(remat: Any, named: str = '"step", "nested"') -> Remat | None:
     if isinstance(remat, str) and remat == AUTO:
         raise Fault(
             ArgumentError,
-            '{verb} over {body}: {verb} does not choose a plan by itself, as `remat="auto"` asks.',
+            '{verb} over {body}: {verb} does not support `remat="auto"`, which chooses a plan.',
             'Name one: "step", "nested" or a `treescan.Remat`. `scan`, `fold`, `accumulate`, and `fori` with known '
             'bounds take "auto".',
         )
@@ -126,16 +126,17 @@ def check_remat(remat: Any, named: str = '"step", "nested"') -> Remat | None:
         policy = " A policy is one part of it: `treescan.Remat(policy=...)`." if callable(plan) else ""
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `remat` is {named}, a `treescan.Remat` or None, got {describe_argument(remat)}.",
-            '"step" has the gradient recompute each {unit} from what it was given; "nested" saves even less, and '
-            f"`treescan.Remat(levels=3)` less again.{policy}",
+            f"{{verb}} over {{body}}: `remat` must be {named}, a `treescan.Remat` or None, got "
+            f"{describe_argument(remat)}.",
+            'With "step", the gradient recomputes each {unit} from its inputs. "nested" saves less, and '
+            f"`treescan.Remat(levels=3)` saves even less.{policy}",
         )
     for name, least in (("levels", 1), ("segment", 2), ("budget", 1)):
         _check_count(name, getattr(plan, name), least)
     if plan.segment is not None and plan.levels == 1:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `Remat(segment={plan.segment}, levels=1)` names the {{unit}}s of a chunk, but "
+            f"{{verb}} over {{body}}: `Remat(segment={plan.segment}, levels=1)` sets the {{unit}}s of a chunk, but "
             "one level has no chunks.",
             "Leave `levels` out, or give 2 or more.",
         )
@@ -146,10 +147,10 @@ def check_remat(remat: Any, named: str = '"step", "nested"') -> Remat | None:
 def _check_count(name: str, value: Any, least: int) -> None:
     count = exact_int(value)
     if value is not None and (count is None or count < least):
-        what = {"budget": "counts bytes", "levels": "is a number", "segment": "counts {unit}s"}[name]
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `{name}` of a `Remat` {what}, from {least} up, got {describe_argument(value)}.",
+            f"{{verb}} over {{body}}: `{name}` of a `Remat` must be an int of at least {least}, got "
+            f"{describe_argument(value)}.",
             _COUNTS[name],
         )
 
@@ -157,7 +158,7 @@ def _check_count(name: str, value: Any, least: int) -> None:
 _COUNTS = {
     "budget": "Give an int: `Remat.fit(2**30)`.",
     "levels": "1 recomputes each {unit}, 2 nests chunks of about sqrt(T) {unit}s around that, 3 nests once more.",
-    "segment": "It is the size of an innermost chunk; None has it chosen.",
+    "segment": "It is the size of an innermost chunk; None chooses it.",
 }
 
 
@@ -166,9 +167,8 @@ def _check_budget(plan: Remat) -> None:
     if plan.budget is not None and others:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `Remat` was given a `budget` and `{others[0]}`, but a budget is to choose "
-            "the plan.",
-            "Give `Remat.fit(budget)` alone, or name the plan without a budget.",
+            f"{{verb}} over {{body}}: `Remat` was given a `budget` and `{others[0]}`, but a budget chooses the plan.",
+            "Give only `Remat.fit(budget)`, or a plan without a budget.",
         )
 
 
@@ -183,7 +183,7 @@ def _check_policy(policy: Any) -> Callable[..., Any] | None:
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: `policy` of a `Remat` names no policy: {policy!r}.",
-            f"The policies of `jax.checkpoint_policies` are {plain}. Those that take arguments, "
+            f"The policies of `jax.checkpoint_policies` are {plain}. Policies that take arguments, "
             "for example `save_only_these_names`, are called first: "
             '`Remat(policy=jax.checkpoint_policies.save_only_these_names("h"))`.',
         )
@@ -191,9 +191,9 @@ def _check_policy(policy: Any) -> Callable[..., Any] | None:
         return named
     raise Fault(
         ArgumentTypeError,
-        f"{{verb}} over {{body}}: `policy` of a `Remat` is a policy of `jax.checkpoint` or its name, got "
+        f"{{verb}} over {{body}}: `policy` of a `Remat` must be a policy of `jax.checkpoint` or its name, got "
         f"{describe_argument(policy)}.",
-        '`Remat(policy="dots_saveable")` saves the products of matrices of each {unit} beside its carry.',
+        '`Remat(policy="dots_saveable")` saves the matrix products of each {unit} besides its carry.',
     )
 
 
@@ -212,7 +212,7 @@ def _check_offload(kind: Any) -> str | None:
         return kind
     raise Fault(
         ArgumentError,
-        f"{{verb}} over {{body}}: `offload` of a `Remat` is a memory kind, got {describe_argument(kind)}.",
+        f"{{verb}} over {{body}}: `offload` of a `Remat` must be a memory kind, got {describe_argument(kind)}.",
         f"This device has {', '.join(map(repr, kinds))}.",
     )
 
@@ -223,6 +223,6 @@ def _warn_of_no_change(kind: str) -> None:
     if device.platform == "cpu" or device.default_memory().kind == kind:
         warn_user(
             f'`Remat(offload="{kind}")` changes nothing on this device ({device.platform}), which keeps its arrays in '
-            "that memory anyway. Give `levels`, with which less is saved.",
+            "that memory anyway. `levels` saves less.",
             UserWarning,
         )

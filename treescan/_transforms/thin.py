@@ -1,7 +1,7 @@
-"""`save`: outputs that are not kept are neither stacked nor, where nothing else needs them, computed.
+"""`save`: outputs that are not kept are not stacked, and not computed if nothing else needs them.
 
-An output that is kept every k-th step is made by a step of its own: a chunk of k steps runs k - 1 of them without it,
-which leaves what only it needs to the compiler to remove, and one step with it. So one entry per chunk is stacked.
+If every k-th output is kept, a chunk of k steps runs k - 1 of them without the output, and one with it. The compiler
+removes the operations that only the output needs from the former. So one entry per chunk is stacked.
 """
 
 from __future__ import annotations

@@ -83,8 +83,8 @@ def check_truncate(truncate: Any) -> int | None:
     if steps is None or steps < 1:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `truncate` counts steps, from 1 up, got {describe_argument(truncate)}.",
-            "The gradient is cut between stretches of so many steps: `truncate=32`. None does not cut it.",
+            f"{{verb}} over {{body}}: `truncate` must be an int of at least 1, got {describe_argument(truncate)}.",
+            "The gradient is cut every so many steps: `truncate=32`. None does not cut it.",
         )
     return steps
 

@@ -1,4 +1,4 @@
-"""Batches in the xs of `mask_scan`: a `Padded` or a `Packed` brings its rows along, whole or as a part of a tree."""
+"""Batches in the xs of `mask_scan`: a `Padded` or a `Packed`, whole or as a part of a tree."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def _refuse_other_rows(first: tuple[str, _Batch], other: tuple[str, _Batch]) -> 
     if type(batch) is not type(other_batch):
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: {both}, which lay rows out differently.",
+            f"{{verb}} over {{body}}: {both}, which have different rows.",
             f"Make both with `pad`, or both with `pack`. `repad({path if isinstance(batch, Packed) else other_path}, "
             "ys)` gives packed sequences a row each.",
         )
@@ -77,15 +77,14 @@ def _refuse_other_rows(first: tuple[str, _Batch], other: tuple[str, _Batch]) -> 
     if any(a is not b and (isinstance(a, Tracer) or isinstance(b, Tracer)) for a, b in pairs):
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: {both}, whose rows are traced, so that nothing tells whether they are the same.",
+            f"{{verb}} over {{body}}: {both}, whose rows are traced, so they may differ.",
             f"Put the data of both into one: {one}.",
         )
     if not all(a is b or _equal(a, b) for a, b in pairs):
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: {both}, of other rows.",
-            "Make one batch of both: of sequences that hold what belongs together, `pad([(a, b), ...])`, and as well "
-            "with `pack`.",
+            "Make one batch from sequences that contain both, `pad([(a, b), ...])`, or the same with `pack`.",
         )
 
 
@@ -124,6 +123,7 @@ def _check_in_axes(in_axes: Axes, xs: PyTree, data: PyTree) -> None:
         if is_own and not (type(axis) is int and axis == 0):
             raise Fault(
                 ArgumentError,
-                f"{{verb}} over {{body}}: `in_axes` is {axis!r} for {path}, a part of a batch, whose steps lead.",
-                "Give 0 for the parts of a `Padded` or a `Packed`, and other axes, or None, for what is beside it.",
+                f"{{verb}} over {{body}}: `in_axes` is {axis!r} for {path}, a part of a batch, whose first axis is "
+                f"the steps.",
+                "Give 0 for the parts of a `Padded` or a `Packed`, and other axes, or None, for the other leaves.",
             )

@@ -55,7 +55,7 @@ def check_hook(option: str, hook: Any) -> None:
     if hook is not None and not callable(hook):
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}} over {{body}}: `{option}` is a function, got {describe_argument(hook)}.",
+            f"{{verb}} over {{body}}: `{option}` must be a function, got {describe_argument(hook)}.",
             "`data_transform(variables, rngs)` returns both, `metadata_fn(collection, axis, added)` a collection.",
         )
 
@@ -81,9 +81,9 @@ def _axis(names: Any, axis: Any) -> Axis:
     if number is None:
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}} over {{body}}: an axis of `variable_axes` is an int, got {describe_argument(axis)}.",
-            "Or `treescan.In(axis)` or `treescan.Out(axis)`, for collections that go one way alone. What has no axis "
-            "belongs in `variable_broadcast` or `variable_carry`.",
+            f"{{verb}} over {{body}}: an axis of `variable_axes` must be an int, got {describe_argument(axis)}.",
+            "Or `treescan.In(axis)` or `treescan.Out(axis)`, for collections that go only one way. Collections "
+            "without an axis belong in `variable_broadcast` or `variable_carry`.",
         )
     kind = type(axis).__name__  # flax has an In and an Out of its own
     return Axis(names, None if kind == "Out" else number, None if kind == "In" else number)

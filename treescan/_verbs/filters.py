@@ -15,7 +15,7 @@ Filter: TypeAlias = "bool | str | Iterable[str] | Callable[[str], bool] | DenyLi
 
 @dataclass(frozen=True)
 class DenyList:
-    """All names but those that another filter is for.
+    """All names except those that another filter matches.
 
     Attributes:
         deny: that filter.
@@ -37,7 +37,7 @@ class In:
 
 @dataclass(frozen=True)
 class Out:
-    """An axis along which a collection that the steps make is stacked; they are not given it.
+    """An axis along which a collection is stacked that the steps return, but do not receive.
 
     Attributes:
         axis: the axis.
@@ -60,7 +60,7 @@ def check_filter(option: str, given: Any) -> Any:
         ArgumentTypeError,
         f"{{verb}} over {{body}}: `{option}` takes names of collections, got {describe_argument(given)}.",
         "Give a name, a set of names, True for all or False for none, a function of the name, or a "
-        "`treescan.DenyList` of those that are left out.",
+        "`treescan.DenyList` of the names to leave out.",
     )
 
 

@@ -1,4 +1,4 @@
-"""`fold` and `accumulate`: scans whose body returns the carry alone."""
+"""`fold` and `accumulate`: scans whose body returns only the carry."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ def fold(
 ) -> Carry: ...
 @verb
 def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | None = None, **options: Any) -> Any:
-    """Folds `xs` into one value: a scan whose body returns the carry alone and stacks nothing.
+    """Folds `xs` into one value: a scan whose body returns only the carry.
 
     Args:
         f: the body, `f(carry, x) -> carry`.
-        init: the carry that the first step is given.
-        xs: what is folded: any pytree whose leaves are `[T, ...]`, or None.
+        init: the carry that the first step receives.
+        xs: the inputs: any pytree with leaves `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
         **options: `reverse`, `unroll`, `in_axes`, `key`, `remat`, `truncate`, `name`, `progress`, `check_finite`,
             as for `treescan.scan`; and `lengths`, int[*batch], as for `treescan.mask_scan`: row b of `xs`
@@ -125,19 +125,19 @@ def accumulate(
 def accumulate(
     f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | None = None, **options: Any
 ) -> Any:
-    """The carry after each step of a fold, stacked: what `itertools.accumulate` gives, without `init` itself.
+    """Returns the carry after each step of a fold, stacked, like `itertools.accumulate`; without `init` itself.
 
     Args:
         f: the body, `f(carry, x) -> carry`.
-        init: the carry that the first step is given; it holds no static leaves, which cannot be stacked.
-        xs: what is folded: any pytree whose leaves are `[T, ...]`, or None.
+        init: the carry that the first step receives. It must not contain static leaves, which cannot be stacked.
+        xs: the inputs: any pytree with leaves `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
         **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, `progress`,
             `check_finite`, as for `treescan.scan`. `lengths`, int[*batch], as for `treescan.mask_scan`: the padding of
             `xs` `[T, *batch, ...]` is never read, and the carries of padded steps are 0.
 
     Returns:
-        The carries, `[T, ...]`; in reverse the carry after the step at position t is at t.
+        The carries, `[T, ...]`. In reverse, the carry after the step at position t is at t.
 
     Raises:
         ArgumentError: as `treescan.scan`.

@@ -24,7 +24,8 @@ from .prepare import prepare
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
 _TRACED_MOST = (
-    "It is part of the compiled program: give an int, the most steps that there may ever be. The bounds may be traced: "
+    "It is part of the compiled program: give an int, the most steps that the loop may ever take. The bounds may be "
+    "traced: "
     "the loop ends at `upper`."
 )
 _REFUSES = {
@@ -73,13 +74,13 @@ def fori(
         upper: the index after the last one, an int; at or below `lower`, no step runs.
         f: the body, `f(i, carry) -> carry`, with i an int array of shape [], weakly typed as in `jax.lax.fori_loop`
             unless it starts from a traced bound.
-        init: the carry that the first step is given.
-        max_length: the most steps there may be, needed if a bound is traced. The loop is then a `treescan.while_scan`,
-            which runs no more steps than there are indices, and is differentiated at their cost. A longer range is
-            an error if it is known, and is cut to its first `max_length` indices if traced.
+        init: the carry that the first step receives.
+        max_length: the most steps that the loop may take; needed if a bound is traced. The loop is then a
+            `treescan.while_scan`: it runs only as many steps as there are indices, in the gradient too. A longer range
+            is an error if it is known. If it is traced, it is cut to its first `max_length` indices.
         **options: `reverse` (from upper - 1 down to lower), `unroll`, `key`, `remat`, `name`, `progress`,
-            `check_finite`, as for `treescan.scan`; a key is folded with i - lower. With a traced bound, `remat` is that
-            of `treescan.while_scan`.
+            `check_finite`, as for `treescan.scan`; a key is folded with i - lower. With a traced bound, `remat` is as
+            for `treescan.while_scan`.
 
     Returns:
         The last step's carry, or `init` if no step runs.
@@ -128,8 +129,7 @@ def _check_most(length: int, most: int | None) -> None:
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: from `lower` to `upper` there are {length} steps, but `max_length` is {most}.",
-            "Bounds that are known need no `max_length`; for traced ones, give the largest number of steps there may "
-            "be.",
+            "Known bounds need no `max_length`. For traced bounds, give the largest possible number of steps.",
         )
 
 
@@ -140,7 +140,7 @@ def _check_traced(bound: Any, name: str) -> ArrayLike:
     if bound.shape != () or not jnp.issubdtype(bound.dtype, jnp.integer):
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}} over {{body}}: `{name}` is one int, got {describe_traced(bound)}.",
+            f"{{verb}} over {{body}}: `{name}` must be one int, got {describe_traced(bound)}.",
             "Give an int of shape []. For loops of unequal length in one batch, `jax.vmap` over it.",
         )
     return bound

@@ -162,9 +162,8 @@ def refuse_made(given: PyTree, returned: PyTree) -> None:
     if rows:
         raise Fault(
             BodyError,
-            "{body} made variables of a collection that is carried. What one step hands to the next is there before "
-            "the first.",
-            "Make them before the loop: initialize what is run in each step by itself. Or give their collection an "
+            "{body} made variables of a collection that is carried. A carry must exist before the first step.",
+            "Make them before the loop: initialize the module of one step on its own. Or give their collection an "
             "axis, or broadcast it.",
             header=("leaf", "before", "after"),
             rows=rows,
@@ -322,8 +321,8 @@ def _saved(roles: Roles) -> Save:
     if _has_once(roles):
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `save` chooses among outputs that are stacked, and `out_axes` has None for some that "
-            "are not.",
+            "{verb} over {body}: `save` selects from stacked outputs, but `out_axes` has None for some, which are not "
+            "stacked.",
             "Give each output an axis, or leave `save` out.",
         )
     return GroupOutputs(roles.save, ("all",) * len(roles.scanned_out), "all")

@@ -94,8 +94,9 @@ def _count(stack: PyTree, root: str, length: int | None) -> int:
         raise Fault(
             LayerError,
             f"{{call}}: how many layers? `{root}` is None.",
-            "A stack is a pytree whose arrays lead with the layers: `treescan.stack` makes one of a list of layers.",
-            "Layers without parameters of their own, which share one set in `args`, are counted by `length=`.",
+            "A stack is a pytree of arrays whose first axis is the layers: `treescan.stack` makes one of a list of "
+            "layers.",
+            "Layers without parameters of their own, which share one set in `args`, need `length=`.",
         )
     if length is None:
         return count_layers(stack, root)
@@ -122,14 +123,14 @@ def one_each(blocks: tuple[Any, ...], given: Any, name: str) -> tuple[Any, ...]:
     if not isinstance(given, list | tuple) or hasattr(given, "_fields"):
         raise Fault(
             error,
-            f"{{call}}: there are {len(blocks)} blocks, but `{name}` is no sequence: it is {describe_node(given)}.",
+            f"{{call}}: there are {len(blocks)} blocks, but `{name}` is not a sequence: it is {describe_node(given)}.",
             f"Give one item for each block: `({name}_0, {name}_1, ...)`.",
         )
     if len(given) != len(blocks):
         raise Fault(
             error,
             f"{{call}}: there are {len(blocks)} blocks, but `{name}` has {len(given)} item{'s'[: len(given) != 1]}.",
-            "Give one for each block. A block that has several turns in a period is given as often.",
+            "Give one for each block. Repeat a block that has several turns in a period.",
         )
     return tuple(given)
 
@@ -144,8 +145,8 @@ def _check_pattern(counts: tuple[int, ...]) -> None:
         raise Fault(
             LayerError,
             "{call}: the stacks do not make a pattern.",
-            "Blocks take turns: the first layer of each, the second of each, and so on. So all stacks hold the same "
-            "number of layers; only the last period need not be full, and then the leading stacks hold one more.",
+            "Blocks take turns: the first layer of each, the second of each, and so on. So all stacks have the same "
+            "number of layers. Only the last period need not be full: then the first stacks have one layer more.",
             header=("stack", "layers"),
             rows=[Row(f"layers[{i}]", str(count), "", "") for i, count in enumerate(counts)],
         )
@@ -161,8 +162,8 @@ def _check_own(layers: PyTree, xs: PyTree, in_axes: Axes, count: int, name: str)
     if xs is None and not (type(in_axes) is int and in_axes == 0) and not name:
         raise Fault(
             ArgumentError,
-            "{call}: `in_axes` speaks of xs, and there are none.",
-            "Layers are scanned along axis 0 of their stack. What each has beside its parameters goes into `xs`.",
+            "{call}: `in_axes` is for xs, but there are none.",
+            "Layers are scanned along axis 0 of their stack. Pass other inputs of each layer as `xs`.",
         )
     axes = resolve_axes(in_axes, xs, root)
     named = leaves_with_path(root, xs)
@@ -177,7 +178,7 @@ def _check_own(layers: PyTree, xs: PyTree, in_axes: Axes, count: int, name: str)
         raise Fault(
             LayerError,
             f"{{call}}: `layers{name}` holds {count} layers, but `{root}` has leaves for another number.",
-            "Each layer is given its own slice of xs. What all layers share goes into `args`.",
+            "Each layer receives its own slice of xs. Pass values that all layers share as `args`.",
             header=("leaf", "layers", "is"),
             rows=rows,
         )
@@ -206,16 +207,17 @@ def check_remats(remat: Any, stacks: Stacks) -> Remats:
         raise Fault(
             ArgumentError,
             "{verb} over {body}: `remat` is a sequence, but there is one block.",
-            '"step" has the gradient recompute each layer; a sequence says so block by block, for several.',
+            'With "step", the gradient recomputes each layer. A sequence is for several blocks, one item for each.',
         )
     each = [(given, check_remat(given)) for given in one_each(stacks.blocks, remat, "remat")]
     for given, plan in each:
         if plan is not None and plan != Remat(plan.policy, 1 if plan.levels else None):
             raise Fault(
                 ArgumentError,
-                f'{{call}}: in a sequence, `remat` is "step", `Remat(policy)` or None for each block, got '
+                f'{{call}}: in a sequence, `remat` must be "step", `Remat(policy)` or None for each block, got '
                 f"{describe_argument(given)}.",
-                "What divides the loop over all of them, or chooses for it, is given alone.",
+                "A plan that divides the loop over all blocks, or a budget, applies to all: do not put it in a "
+                "sequence.",
             )
     return tuple(plan for _, plan in each) if any(plan for _, plan in each) else None
 
@@ -228,17 +230,17 @@ def check_gradient(remat: Any, prefetch: Any, stacks: Stacks) -> tuple[Remats, G
     if len(stacks.blocks) > 1:
         raise Fault(
             ArgumentError,
-            f"{{call}}: `prefetch` is for one block, and these are {len(stacks.blocks)} that take turns.",
+            f"{{call}}: `prefetch` is for one block, but there are {len(stacks.blocks)} that take turns.",
             "Leave it out. The blocks of a period are in one round of the loop, where no weights wait for x: the "
             "compiler may gather those of the next block early.",
         )
     if not jax.tree.leaves(stacks.layers):
-        raise Fault(ArgumentError, "{call}: `prefetch` gathers weights, and the layers have none.", "Leave it out.")
+        raise Fault(ArgumentError, "{call}: `prefetch` gathers weights, but the layers have none.", "Leave it out.")
     if (plans[0] if isinstance(plans, tuple) else plans) not in (None, EACH_LAYER):
         raise Fault(
             ArgumentError,
             '{call}: with `prefetch`, `remat` is "step" or None.',
-            "The gradient gathers ahead as well, and recomputes each layer, whether `remat` says so or not.",
+            "The gradient gathers early too, and recomputes each layer with or without `remat`.",
         )
     return None, gather
 
@@ -261,7 +263,7 @@ def refuse_mutable(given: Mapping[str, PyTree]) -> None:
     if rows:
         raise Fault(
             ArgumentError,
-            "{call}: mutable arrays are no leaves of a stack, nor of what layers share or hand on.",
+            "{call}: mutable arrays cannot be leaves of a stack, of `args` or of x.",
             "Let the block close over them, or give their values, `ref[...]`.",
             header=("leaf", "expected", "is"),
             rows=rows,
@@ -273,7 +275,8 @@ def check_args(args: Any) -> tuple[PyTree, ...]:
     if not isinstance(args, tuple | list) or hasattr(args, "_fields"):
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `args` is a tuple of what all layers share, got {describe_argument(args)}.",
+            f"{{verb}} over {{body}}: `args` must be a tuple of the values that all layers share, got "
+            f"{describe_argument(args)}.",
             "For a single argument write `args=(value,)`.",
         )
     return tuple(freeze_static(arg, scalars=True) for arg in args)

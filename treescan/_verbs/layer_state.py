@@ -80,8 +80,8 @@ def _check_stack(state: PyTree, name: str, count: int) -> None:
             LayerError,
             f"{{call}}: `{name.replace('state', 'layers')}` holds {count} layers, but `{name}` has leaves for another "
             "number.",
-            "Each layer is given its own slice of the state, and returns it: every leaf leads with the layers. What "
-            "all layers share and change goes through x.",
+            "Each layer receives its own slice of the state, and returns it. The first axis of every leaf is the "
+            "layers. Pass a state that all layers share through x.",
             header=("leaf", "layers", "is"),
             rows=rows,
         )

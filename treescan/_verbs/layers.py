@@ -16,7 +16,9 @@ Layer = TypeVar("Layer")
 State = TypeVar("State")
 
 _ACCEPTED = frozenset((*StackedLayersOptions.__annotations__, "key"))
-_SCAN_REFUSES = dict.fromkeys(OF_MASK_SCAN, "it is for rows of unequal length. What all layers share goes into `args`.")
+_SCAN_REFUSES = dict.fromkeys(
+    OF_MASK_SCAN, "it is for rows of unequal length. Pass values that all layers share as `args`."
+)
 _NO_OUTPUTS = "it stacks no outputs. `treescan.scan_layers` does."
 _FOLD_REFUSES = {**_SCAN_REFUSES, "out_axes": _NO_OUTPUTS, "save": _NO_OUTPUTS}
 
@@ -146,56 +148,57 @@ def scan_layers(
     args: tuple[Any, ...] = (),
     **options: Any,
 ) -> tuple[Any, ...]:
-    """Runs a block with each layer of a stack in turn, each on what the one before returned, and stacks outputs.
+    """Runs a block once per layer of a stack, each on the result of the layer before, and stacks the outputs.
 
-    The program is one loop, whatever the number of layers: neither its size nor the time to compile it grows with the
-    depth of a model. It does what this does, and checks, as `treescan.scan` does, that x keeps its type:
+    The program is one loop. Neither its size nor its compile time grows with the number of layers. It computes the
+    following, and checks that x keeps its type, as `treescan.scan` does for the carry:
 
         for layer, x_layer in zip(unstack(layers), xs):
             x, y = block(layer, x, x_layer, *args)
 
     Args:
         block: `block(layer, x, *args) -> (x, y)`, or with xs `block(layer, x, x_layer, *args) -> (x, y)`. Or a sequence
-            of blocks, which take turns (`[local, local, global_]`): the first layer of each, the second of each, and so
-            on. Then `layers`, and `xs` where given, are sequences too, with one item for each block, and so is ys.
-        x: what the first layer is given: any pytree, custom carries included. Each layer returns the next.
-        layers: the stack: any pytree whose arrays lead with the layers, `[n, ...]`; `treescan.stack` and
-            `treescan.init_layers` make one. What is no array in it, Python's numbers and flags among it, all layers
-            share. In a pattern the last period need not be full: stacks that lead may hold one layer more than the
-            others, at the price of one copy of these stacks. None, with `length`, where layers have no parameters of
-            their own: each is given None (ALBERT, whose layers share one set, in `args`).
-        xs: what each layer has of its own beside its parameters: any pytree whose leaves are `[n, ...]`.
-            None: nothing, and a block that needs an argument in its place is given None.
-        state: what each layer reads and writes (a cache): any pytree whose leaves are `[n, ...]`; for a sequence of
-            blocks one each, or None. A block is given its layer's state after x, and after x_layer where there are xs,
-            and returns it behind x, of the same type: `block(layer, x, state, *args) -> (x, state, y)`. The loop
-            carries the whole and writes in place, so that nothing of it is copied where the caller donates it. With
-            `remat` it is scanned over and stacked instead, and copied: a carried one would be saved for each layer.
-        args: what all layers share, passed to each call. Arrays are values of the program, and are differentiated; all
-            else, Python's numbers and bools included, is a part of it: the block sees it as it is, and another number
-            is another program, so what changes from call to call (a position) is given as an array.
-        **options: `reverse` (the last layer first; its y is at its own place), `unroll` (how many layers, or
-            periods of a pattern, are compiled into one round of the loop), `key` (each layer is given
-            `key=jax.random.fold_in(key, number of the layer among all)`), `length` (the number of layers, where
-            `layers` is None), `in_axes` (of xs), `out_axes`, `name`, `check_finite`, as
-            for `treescan.scan`; `save` (of ys; in a pattern, a sequence has one for each block, which counts its own
-            layers); `prefetch` (1 has the weights of the next layer gathered while one is computed, on all devices of
-            the mesh that is set, forwards and in the gradient, which recomputes each layer; a function of one layer
-            says what is done to them in place of that); `progress` (as for `treescan.scan`, of layers; the carry is x);
-            and `remat`: "step" has the gradient recompute each layer from
-            what it was given, "nested" about sqrt(n) layers and in these each, and a `treescan.Remat` is for all that
-            one says there. In a pattern a sequence has "step", a `Remat(policy)` or None for each block.
+            of blocks that take turns (`[local, local, global_]`): the first layer of each, the second of each, and so
+            on. `layers`, `xs` and ys are then sequences too, with one item per block.
+        x: the input of the first layer: any pytree, which may contain custom carries. Each layer returns the next x.
+        layers: the stack: any pytree of arrays whose first axis is the layers, `[n, ...]`. `treescan.stack` and
+            `treescan.init_layers` make one. Leaves that are not arrays, including Python numbers and flags, are shared
+            by all layers. In a pattern, the last period need not be full: the first stacks may have one layer more
+            than the others, which costs one copy of these stacks. None, with `length`, if layers have no parameters of
+            their own (as in ALBERT, whose layers share one set, in `args`): each block then receives None.
+        xs: inputs of each layer besides its parameters: any pytree with leaves `[n, ...]`. With None, a block that
+            needs this argument receives None.
+        state: a state that each layer reads and writes, for example a cache: any pytree with leaves `[n, ...]`. For a
+            sequence of blocks, one each, or None. A block receives its layer's state after x (after x_layer if there
+            are xs), and returns the new one behind x: `block(layer, x, state, *args) -> (x, state, y)`. The loop
+            carries the states of all layers and writes them in place, so a donated state is not copied. With `remat`,
+            it scans over the states and stacks the new ones instead, which copies them; otherwise the gradient would
+            save all states for each layer.
+        args: values that all layers share, passed to each call. Arrays are values of the program, and can be
+            differentiated. Everything else, including Python numbers and bools, is part of the program: another number
+            is another program. So pass what changes from call to call, for example a position, as an array.
+        **options: `reverse` (the last layer first; each y stays at the place of its layer), `unroll` (how many layers,
+            or periods of a pattern, are compiled into one round of the loop), `key` (each layer receives
+            `key=jax.random.fold_in(key, number of the layer among all)`), `length` (the number of layers, if `layers`
+            is None), `in_axes` (of xs), `out_axes`, `name`, `check_finite`, as for `treescan.scan`; `save` (of ys; in a
+            pattern, a sequence with one item per block, which counts its own layers); `prefetch` (1 gathers the weights
+            of the next layer while one is computed, on all devices of the mesh that is set; the gradient does so too,
+            and recomputes each layer; a function of one layer gathers them in another way); `progress` (as for
+            `treescan.scan`, of layers; the carry is x); and `remat`: with "step" the gradient recomputes each layer
+            from its input, with "nested" chunks of about sqrt(n) layers and each layer within them, and a
+            `treescan.Remat` has more options. In a pattern, a sequence has "step", a `Remat(policy)` or None for each
+            block.
 
     Returns:
-        What the last layer returned, and the outputs of all layers, `[n, ...]`; for a sequence of blocks a tuple of
-        these. With `state` three items, `(x, state, ys)`: the new states of all layers, in the form of the given.
+        The x that the last layer returned, and the outputs of all layers, `[n, ...]`; for a sequence of blocks, a tuple
+        of these. With `state` three items, `(x, state, ys)`, with the new states of all layers.
 
     Raises:
         ArgumentError: as `treescan.scan`.
         BodyError: as `treescan.scan`, of the block; also if it returns no state.
         CarryError: if a block returns another structure, shape, dtype or sharding for x than it was given, or for the
             state.
-        LayerError: if the stacks do not fit one another, the blocks, xs or the state, or lie on devices layer by layer.
+        LayerError: if the stacks do not fit one another, the blocks, xs or the state, or if the layer axis is sharded.
         NonFiniteError: if `check_finite` finds something.
         SignatureError: if a jaxtyping annotation of a block does not hold.
 
@@ -344,23 +347,24 @@ def fold_layers(
     args: tuple[Any, ...] = (),
     **options: Any,
 ) -> Any:
-    """Runs a block with each layer of a stack in turn: `scan_layers` for blocks that return x alone.
+    """Runs a block once per layer of a stack: `scan_layers` for blocks that return only x.
 
     Args:
         block: `block(layer, x, *args) -> x`, or with xs `block(layer, x, x_layer, *args) -> x`; or a sequence of
             blocks, as for `treescan.scan_layers`.
-        x: what the first layer is given: any pytree. Each layer returns the next.
-        layers: the stack: any pytree whose arrays lead with the layers, `[n, ...]`; for a sequence of blocks one each.
-        xs: what each layer has of its own beside its parameters: any pytree whose leaves are `[n, ...]`.
-        state: what each layer reads and writes, as for `treescan.scan_layers`: `block(layer, x, state, *args) -> (x,
-            state)`.
-        args: what all layers share, as for `treescan.scan_layers`.
+        x: the input of the first layer: any pytree. Each layer returns the next x.
+        layers: the stack: any pytree of arrays whose first axis is the layers, `[n, ...]`; for a sequence of blocks,
+            one each.
+        xs: inputs of each layer besides its parameters: any pytree with leaves `[n, ...]`.
+        state: a state that each layer reads and writes, as for `treescan.scan_layers`: `block(layer, x, state, *args)
+            -> (x, state)`.
+        args: values that all layers share, as for `treescan.scan_layers`.
         **options: `reverse`, `unroll`, `key`, `length`, `in_axes`, `remat`, `prefetch`, `progress`, `name`,
                 `check_finite`, as for
                 `treescan.scan_layers`.
 
     Returns:
-        What the last layer returned; with `state` a pair `(x, state)` with the new states of all layers.
+        The x that the last layer returned; with `state` a pair `(x, state)` with the new states of all layers.
 
     Raises:
         ArgumentError: as `treescan.scan`; also for `out_axes`, as there are no outputs.

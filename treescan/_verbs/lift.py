@@ -55,7 +55,7 @@ class _Call:
             raise Fault(
                 BodyError,
                 f"{{body}} returned {listed(only_read)}, which `variable_axes` has as `In`: only read.",
-                "Do not return it, or give it an int in place of `In`.",
+                "Do not return it, or give it an int instead of `In`.",
             )
         if left:
             raise Fault(
@@ -110,32 +110,35 @@ def lift(
     save: Save = "all",
     name: str | None = None,
 ) -> Lifted:
-    """A function of one step, with variables in named collections, as a function of all steps.
+    """Turns a function of one step, with variables in named collections, into a function of all steps.
 
-    The vocabulary is that of `flax.linen.scan`, for plain dicts and without any framework. Each collection has one
-    role: it is *scanned* over (each step has its slice, and what steps return is stacked), *carried* from step to
-    step, or *broadcast* (all steps share it). The first role that names it counts: broadcast, then carry, then axes.
+    The arguments are those of `flax.linen.scan`, for plain dicts and without a framework. Each collection has one role.
+    It is *scanned* over (each step receives its slice, and the slices that steps return are stacked), *carried* from
+    step to step, or *broadcast* (all steps share it). If several arguments name a collection, broadcast comes first,
+    then carry, then axes.
 
     Args:
         fn: `fn(variables, rngs, carry, *args) -> ((carry, y), updates)`. It is traced once.
-        variable_axes: for collections, the axis that they are scanned over and stacked along. `In(axis)` for those that
-            are only read, `Out(axis)` for those that are only returned.
-        variable_broadcast: the collections that all steps share. A step may make or change them, but from constants,
-            shared keys and other broadcast values alone, which is proven from its trace; they are computed once.
-        variable_carry: the collections that are carried. They exist before the loop, with the types that they keep.
-        split_rngs: for streams of keys, whether each step has a key of its own, `jax.random.split(key, T)[i]`, or all
-            the same. Every stream that is given must be named.
-        in_axes: a prefix of args: the axis that each is scanned over, None for what every step is given whole.
-        out_axes: a prefix of y: where its stacked axis goes, None for what is the same in every step and returned once.
-        length: the number of steps T. Not needed where anything is scanned over.
+        variable_axes: for each scanned collection, the axis to scan over and to stack along. `In(axis)` for collections
+            that are only read, `Out(axis)` for those that are only returned.
+        variable_broadcast: the collections that all steps share. A step may make or change them, but only from
+            constants, shared keys and other broadcast values. The trace is checked for that; they are computed once.
+        variable_carry: the collections that are carried. They must exist before the loop, with the types that they
+            keep.
+        split_rngs: for each stream of keys, True if each step has its own key, `jax.random.split(key, T)[i]`, and False
+            if all steps share one. Every stream that is passed must be named.
+        in_axes: a prefix of args: the axis to scan over, or None if every step receives the whole argument.
+        out_axes: a prefix of y: the axis to stack along, or None for an output that is the same in every step.
+        length: the number of steps T. Not needed if anything is scanned over.
         reverse: whether the last step comes first.
         unroll: as for `treescan.scan`.
         data_transform: `data_transform(variables, rngs) -> (variables, rngs)`, called within each step before `fn`:
             the place for sharding constraints.
-        metadata_fn: `metadata_fn(collection, axis, added) -> collection`, for metadata that names axes: called before
-            the loop on each scanned collection, `added` False, and on each stacked one after it, `added` True.
+        metadata_fn: `metadata_fn(collection, axis, added) -> collection`, for metadata that names axes. It is called on
+            each scanned collection before the loop, with `added` False, and on each stacked one after it, with `added`
+            True.
         remat: as for `treescan.scan`.
-        save: as for `treescan.scan`: what is kept of y.
+        save: as for `treescan.scan`.
         name: as for `treescan.scan`.
 
     Returns:
@@ -144,9 +147,9 @@ def lift(
 
     Raises:
         ArgumentError: for collections, streams or axes that do not fit.
-        ArgumentTypeError: for filters and axes that are none.
-        BodyError: if `fn` returns something else, collections without a role, broadcast values that vary, or carried
-            variables that were not there before the loop.
+        ArgumentTypeError: for filters and axes of the wrong type.
+        BodyError: if `fn` does not return this structure, or returns collections without a role, broadcast values that
+            vary, or carried variables that did not exist before the loop.
         CarryError: if the carry or a carried collection changes its structure or types.
         SignatureError: if a jaxtyping annotation of `fn` does not hold.
 
@@ -204,7 +207,7 @@ def _run(
         keys, unsaid = collections.rngs(_checked("rngs", {} if rngs is None else rngs))
         _check_keys(keys)
         _refuse_left("variables", left, "`variable_axes`, `variable_broadcast` or `variable_carry`")
-        _refuse_left("rngs", unsaid, "`split_rngs`, whether each step has its own key or all the same")
+        _refuse_left("rngs", unsaid, "`split_rngs`, whether each step has its own key or all share one")
         scanned = _with_metadata(groups.scanned, roles.scanned_in, metadata_fn, added=False)
         carry, ys, found = run_groups(step, roles, groups._replace(scanned=scanned), keys, carry, args)
         stacked = _with_metadata(found.scanned, roles.scanned_out, metadata_fn, added=True)
@@ -241,8 +244,9 @@ def _check_keys(rngs: Rngs) -> None:
                 one = "one PRNG key" if split else "a PRNG key"
                 raise Fault(
                     ArgumentTypeError,
-                    f"{{verb}} over {{body}}: {path} is {one}, got {describe_argument(leaf)}.",
-                    "Make it with `jax.random.key(seed)`. Where `split_rngs` has True, each step's is split from it.",
+                    f"{{verb}} over {{body}}: {path} must be {one}, got {describe_argument(leaf)}.",
+                    "Make it with `jax.random.key(seed)`. If `split_rngs` is True for it, each step's key is split "
+                    "from it.",
                 )
 
 
@@ -251,8 +255,9 @@ def _checked(what: str, given: Any) -> Mapping[str, PyTree]:
         return given
     raise Fault(
         ArgumentTypeError,
-        f"{{verb}} over {{body}}: `{what}` is a dict by name, got {describe_argument(given)}.",
-        "What `lift` returns is called as `run(variables, rngs, carry, *args)`, with `{}` where there are none.",
+        f"{{verb}} over {{body}}: `{what}` must be a dict by name, got {describe_argument(given)}.",
+        "Call the function that `lift` returns as `run(variables, rngs, carry, *args)`, with `{}` where there are "
+        "none.",
     )
 
 

@@ -192,76 +192,77 @@ def mask_scan(
     compact: bool | tuple[int, ...] = False,
     **options: Any,
 ) -> tuple[Any, Any]:
-    """Scans a batch of rows of unequal length. Padding is never read, whatever is in it, and hardly costs anything.
+    """Scans a batch of rows of unequal length. Padding is never read, and steps that are only padding are skipped.
 
-    Values and every gradient are those of the unpadded rows, each scanned on its own, and gradients with respect to
-    the padding are exactly 0, NaN or inf in the padding or not. This holds for bodies that treat rows independently;
-    one that reduces over rows takes the keyword `valid` and leaves the others out. Chunks of steps in which no row is
-    valid are not run, forward, in the gradient, in reverse and under `jax.vmap`; with `compact=True`, in the others
-    only the rows that are.
+    Values and gradients are those of the unpadded rows, each scanned on its own. Gradients with respect to the padding
+    are exactly 0. Both hold whatever the padding contains, including NaN and inf, for bodies that treat rows
+    independently. A body that reduces over rows must take the keyword `valid` and leave the other rows out. Chunks of
+    steps in which no row is valid are skipped, forward, in the gradient, in reverse and under `jax.vmap`. With
+    `compact=True`, the other chunks run only the rows that are valid.
 
     Args:
-        f: the body, `f(carry, x) -> (carry, y)`, run once a step on the whole batch. With a parameter `valid`
-            behind these two it is given the step's mask, bool[*batch].
-        init: the carry that each row starts from; leaves `[*batch, ...]`. It stays what it was in steps that are not
-            valid, and a row of length 0 returns it.
-        xs: what is scanned over; leaves `[T, *batch, ...]`. None needs `length`. A `treescan.Padded` or a
-            `treescan.Packed` brings its data together with its lengths, or its mask and resets; also as a part of a
-            tree, `(packed, extra)`, where `f` sees a step of its data in its place. Several are of the same rows.
+        f: the body, `f(carry, x) -> (carry, y)`, which runs once per step, on the whole batch. A body with a third
+            parameter `valid` receives the step's mask, bool[*batch].
+        init: the carry that each row starts from; leaves `[*batch, ...]`. The carry of a row does not change in steps
+            that are not valid, and a row of length 0 returns its init.
+        xs: the inputs; leaves `[T, *batch, ...]`. None needs `length`. A `treescan.Padded` or a `treescan.Packed`
+            contains data together with lengths, or with mask and resets. It may also be a part of a tree,
+            `(packed, extra)`: `f` then receives a step of its data in its place. Several of them must have the same
+            rows.
         lengths: int[*batch], traced or not: row b is valid in its first `lengths[b]` steps. The shape is the batch
             shape: () for a single row, several axes for nested batches. Concrete lengths must lie between 0 and T;
             traced ones are clamped to that.
         mask: bool[T, *batch], instead of lengths: which steps are valid, in any pattern.
-        resets: bool[T, *batch]: where a segment (an episode, a sequence among others in a row) begins. Before that
-            step `init` is put back, and no gradient passes; in reverse, before the segment's last valid step. If
-            `init` is a state that was stored in the middle of an episode, say with `reset_to` what later segments begin
-            from: without it they begin from the stored state too. Flags at steps that are not valid mean nothing, and
-            shared leaves are never reset. Without lengths and mask every step is valid: then nothing is masked or
-            skipped, and the gradient follows `remat="auto"` of `treescan.scan`, or recomputes chunks of `chunk` steps
-            if that is given.
-        reset_to: what a reset puts back instead of `init`: a number, an array for each leaf of init, a prefix tree of
-            these, with None for what `init` has, or a function of init that returns one. It gets the gradient of what
-            follows. A flag at a row's first valid step resets it too. In reverse there is a reset between two segments;
-            what a row runs first, its segment that is the last in time, starts from `init`. All sequences of a `Packed`
-            begin from it, in both directions. A `Packed` with an `init` for each sequence puts back these, and
-            `init` is what a row without any sequence returns.
-        time_axis: 0, or 1 for data that leads with the batch: where the steps are in xs, ys, `mask` and `resets`.
-            `in_axes` or `out_axes`, where given, say so instead for xs or ys.
+        resets: bool[T, *batch]: True where a segment begins (an episode, or one of several sequences in a row). Before
+            that step, `init` is restored and the gradient is cut; in reverse, before the segment's last valid step. If
+            `init` is a state that was stored in the middle of an episode, use `reset_to`: otherwise later segments
+            start from the stored state too. Flags at steps that are not valid have no effect, and shared leaves are
+            never reset. Without lengths and mask, every step is valid: nothing is masked or skipped, and the gradient
+            follows `remat="auto"` of `treescan.scan`, or recomputes chunks of `chunk` steps if that is given.
+        reset_to: the value that a reset restores instead of `init`: a number, an array for each leaf of init, a prefix
+            tree of these (None for the value of `init`), or a function of init that returns one of these. It receives
+            the gradient of the steps that follow. A flag at a row's first valid step resets it too. In reverse, a reset
+            happens between two segments; the segment that a row runs first, its last in time, starts from `init`. All
+            sequences of a `Packed` start from `reset_to`, in both directions. A `Packed` with an `init` for each
+            sequence restores those instead, and a row without any sequence returns `init`.
+        time_axis: the axis of the steps in xs, ys, `mask` and `resets`: 0, or 1 for data with the batch first.
+            `in_axes` and `out_axes`, if given, replace it for xs and ys.
         length: the number of steps T; needed without xs.
-        fill: what y is on padded steps, a number, or "hold": the last valid y, in the order of the run, and 0 before
-            there is one; or a prefix tree of y with these.
-        carry_axes: for each leaf of the carry (a prefix tree) the axis where the batch shape starts. None: the leaf is
-            shared by all rows, and changes in steps in which any row is valid.
-        x_axes: the same for each leaf of one step's x. None: shared by all rows, as a time index is. A leaf that is
-            given whole (None in `in_axes`) has rows only where `x_axes` is a tree that says so.
-        y_axes: the same for each leaf of one step's y. None: it has no rows, and is `fill` where no row is valid.
-        chunk: how many steps are skipped together where no row is valid. None: about 16, fewer for short loops; 0:
-            nothing is skipped, unless nothing at all is valid. Chunks do not show in results.
-        compact: True: the body must not close over arrays that have rows (they are to come through the carry or xs),
-            and must take any number of rows: it is run on those rows alone that have a valid step in the chunk, brought
-            together along the first axis of the batch, on the smallest tier that holds them. Tiers are 1, 2, 4, ..., B
-            rows (seven of them from 1 to B where that would be more); a tuple names them. The body is traced and
-            compiled once a tier. Steps that fill no chunk, at the end, are run on all rows if they are on any. Results
-            are in their places.
+        fill: the value of y at padded steps: a number; or "hold", the row's last valid y in the order of the run, and 0
+            before there is one; or a prefix tree of y with these.
+        carry_axes: the axis where the batch shape starts, for each leaf of the carry (a prefix tree). None: all rows
+            share the leaf, and it changes in every step in which any row is valid.
+        x_axes: the same for each leaf of one step's x. None: shared by all rows, for example a time index. A leaf with
+            None in `in_axes` has rows only if `x_axes` is a tree that says so.
+        y_axes: the same for each leaf of one step's y. None: it has no rows, and is `fill` if no row is valid.
+        chunk: the number of steps that are skipped together if no row is valid. None: about 16, fewer for short loops.
+            0: nothing is skipped, unless no step at all is valid. Results do not depend on it.
+        compact: True: in each chunk, the rows that have a valid step are moved to the front, along the first axis of
+            the batch, and the body runs on the smallest tier that holds them. The body must not close over arrays that
+            have rows (pass them through the carry or xs), and must accept any number of rows. Tiers are 1, 2, 4, ..., B
+            rows (at most seven, spaced evenly in ratio from 1 to B); a tuple sets other tiers. The body is traced and
+            compiled once per tier. Steps at the end that fill no chunk run on all rows, if they run on any. Results
+            return in the order of the rows.
         **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, `progress`,
-            `check_finite`, as for `treescan.scan`. Padding is not looked at. Progress counts the steps in which any row
-            is valid. In reverse each row runs from its own last valid step to its first; ys stay where their xs are.
-            `key` excludes `compact`. Where chunks are skipped, the gradient saves T/chunk carries and recomputes each
-            chunk; what weights get is one product per chunk. It recomputes nothing if the body has effects, or if all
-            that it saves is less than about 16 MB and a step is expensive; a `chunk` that is given, or `compact`,
-            recomputes in that case too. `remat` saves less within, whatever the effects; where it recomputes steps,
-            each has its own products. With `save="last"` each row has its own last valid y, and `fill` if it has none.
+            `check_finite`, as for `treescan.scan`. Padding is not checked. Progress counts the steps in which any row
+            is valid. In reverse, each row runs from its own last valid step to its first, and ys stay where their xs
+            are. `key` excludes `compact`. If chunks are skipped, the gradient saves T/chunk carries and recomputes each
+            chunk; the gradient of weights is one product per chunk. It recomputes nothing if the body has effects, or
+            if all that it saves is less than about 16 MB and a step is expensive; with a `chunk` that is given, or with
+            `compact`, it recomputes in that case too. `remat` saves less within a chunk, with or without effects; steps
+            that it recomputes have their own products. With `save="last"`, each row has its own last valid y, and
+            `fill` if it has none.
 
     Returns:
         The carry after each row's last valid step, and the outputs `[T, *batch, ...]`. A scan over a `Packed` returns
         the carry of each sequence instead: leaves `[N, ...]`, with an entry per sequence where init has one per row.
-        `save="last"` keeps the last y of each sequence in the same form. A sequence of 0 steps ends with what it
-        begins from.
+        `save="last"` keeps the last y of each sequence in the same form. A sequence of 0 steps ends with the carry that
+        it starts from.
 
     Raises:
         ArgumentError: as `treescan.scan`; also if none of lengths, mask and resets is given, or lengths and mask both,
-            if they do not fit xs, if the batch shape is not where the axes say, if `reset_to` or what a
-            `Packed` holds does not fit init, if y cannot hold `fill`, or if `compact` cannot order the rows (with
+            if they do not fit xs, if the batch shape is not where the axes say, if `reset_to` or the inits of a
+            `Packed` do not fit init, if y cannot hold `fill`, or if `compact` cannot order the rows (with
             `key`, `chunk=0`, a single row, rows spread over an explicit mesh, a mutable array in the body, or in a
             `jax.shard_map` with `check_vma=False`).
         BodyError: as `treescan.scan`.

@@ -41,28 +41,28 @@ def plan_remat(
     args: tuple[Any, ...] = (),
     state: PyTree = None,
 ) -> RematPlan:
-    """What the gradient of a scan would need under a plan, and how often it would evaluate the body. Nothing is run.
+    """Counts the memory of a scan's gradient under a plan, and how often it evaluates the body. Nothing is run.
 
-    What is scanned over counts as if it were differentiated, as parameters are, where it is floating-point.
+    Floating-point leaves of xs count as if they were differentiated, as parameters are.
 
     Args:
         f: the body, as for `treescan.scan`; with `layers` a block or a sequence of blocks, as for
             `treescan.scan_layers`.
-        init: the carry that the first step is given; what the first layer is given.
-        xs: what is scanned over; leaves `[T, ...]`. Types with shapes (`jax.ShapeDtypeStruct`) will do, here, in
-            `init` and in `layers`.
+        init: the carry of the first step, or the x of the first layer.
+        xs: the inputs; leaves `[T, ...]`. Here, in `init` and in `layers`, types (`jax.ShapeDtypeStruct`) are enough.
         length: the number of steps T; needed without xs.
-        remat: the plan; `treescan.Remat.fit(bytes)` and "auto" have one chosen.
+        remat: the plan; `treescan.Remat.fit(bytes)` and "auto" choose one.
         key: as for `treescan.scan`.
         pair: whether the body returns a pair (carry, y); False for one of `treescan.fold`, `treescan.accumulate` and
             `treescan.fold_layers`.
         layers: the stack, `[n, ...]`, or for a sequence of blocks one each, as for `treescan.scan_layers`.
-        args: what all layers share, as for `treescan.scan_layers`.
-        state: what each layer reads and writes, as for `treescan.scan_layers`. It counts as if it were differentiated.
+        args: values that all layers share, as for `treescan.scan_layers`.
+        state: a state that each layer reads and writes, as for `treescan.scan_layers`. It counts as if it were
+            differentiated.
 
     Returns:
-        The plan, to be printed; its `remat` may be passed on in place of `Remat.fit`. Bytes are those of the types
-        that the body sees: under `jax.vmap` of one element, and of all devices together.
+        The plan. Print it, or pass its `remat` to a verb instead of `Remat.fit`. Bytes are those of the types that the
+        body sees: under `jax.vmap` those of one element, and with sharded arrays those of all devices together.
 
     Raises:
         ArgumentError: if no plan fits the budget, and as `treescan.scan`.

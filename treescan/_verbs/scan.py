@@ -113,56 +113,54 @@ def scan(
 ) -> tuple[Any, Any]:
     """Scans a function over the steps of `xs`, carrying state from step to step.
 
-    The same program as `jax.lax.scan`, with which it shares its first six parameters: without further options both
-    trace to the same jaxpr. What it adds are checks, in the one trace that runs anyway, whose errors speak of the
-    body's own names, and the options below.
+    A drop-in replacement for `jax.lax.scan`. The first six parameters are the same, and without further options both
+    trace to the same jaxpr. It adds the options below, and checks, which run during the one trace and whose errors use
+    the names in your body.
 
-    `_split_transpose` is an experiment of JAX, and is passed on to `jax.lax.scan`. With it the gradient of the loop is
+    `_split_transpose` is an experiment of JAX, and is passed on to `jax.lax.scan`. With it, the gradient of the loop is
     split into a scan, for the carry, and a map, for what each step reads. It may take more memory, and JAX may change
     or remove it.
 
     Args:
-        f: the body, `f(carry, x) -> (carry, y)`. It may be annotated with jaxtyping types, which are then checked.
-        init: the carry that the first step is given: any pytree of arrays and scalars. A leaf that is neither (a
-            function, a string) stays outside of the loop; the body sees it in its place and returns it as it came.
-        xs: what is scanned over: any pytree whose leaves are `[T, ...]`, or None for a loop that consumes nothing.
-        length: the number of steps T; needed without xs, and must agree with them otherwise.
+        f: the body, `f(carry, x) -> (carry, y)`. If it has jaxtyping annotations, they are checked.
+        init: the carry that the first step receives: any pytree of arrays and scalars. Other leaves (a function, a
+            string) stay outside of the loop. The body sees them in their place, and must return them unchanged.
+        xs: the inputs to scan over: any pytree with leaves `[T, ...]`, or None for a loop without inputs.
+        length: the number of steps T. It is needed without xs, and must agree with them otherwise.
         reverse: run from step T-1 to step 0. Each y is at the position of its x.
         unroll: how many steps are compiled into one round of the loop; 0 or True unrolls the whole loop.
-        in_axes: for each leaf of xs (a prefix tree) the axis that is scanned over, counted from the end if negative.
-            None gives the leaf whole to every step. Axes other than 0 cost a transposed copy of the leaf.
-        out_axes: for each leaf of ys (a prefix tree) where the axis of the steps is. Axes other than 0 cost a
-            transposed copy.
-        key: a PRNG key. The body is then given `key=jax.random.fold_in(key, position)` with the step's position in
-            xs, the same in reverse.
+        in_axes: the axis to scan over, for each leaf of xs (a prefix tree). Negative axes count from the end. With
+            None, every step receives the whole leaf. Axes other than 0 cost a transposed copy of the leaf.
+        out_axes: the axis of the steps, for each leaf of ys (a prefix tree). Axes other than 0 cost a transposed copy.
+        key: a PRNG key. The body then receives `key=jax.random.fold_in(key, position)`, where `position` is that of the
+            step in xs, also in reverse.
         remat: what the gradient recomputes instead of saving it. None: nothing. "auto": the plan that is expected to be
-            the fastest, which saves no more than None. "step": each step, so that of all that
-            is computed in one only the carry is saved, T of them. "nested": chunks of about sqrt(T) steps, and in
-            these each step, so that about 2 sqrt(T) carries are saved, for one more evaluation of each step. A
-            `treescan.Remat` says what is saved of a step, has more levels, fits a budget of bytes or moves carries to
-            another memory.
-        save: what is kept of ys (a prefix tree of y). "all"; "last": of the last step that runs, without an axis of
-            steps, 0 if there is no step; a number k: of the positions k-1, 2k-1 and so on, in reverse too; None:
-            nothing, and None is in its place. What is not kept takes no memory, and is not computed where nothing
-            else needs it.
-        truncate: cut the gradient of the carry between stretches of so many steps, at the positions that are multiples
-            of it, in reverse too: truncated backpropagation through time. Leaves of the carry that no step changes,
-            weights say, are constants of the loop and are not cut.
-        name: how profilers name the loop (a `jax.named_scope`).
-        progress: show how far the loop has come: True, the label of the bar, or a `treescan.Progress`. The loop is cut
-            into chunks, at most 100, and reports after each: no step has a branch, and the gradient reports nothing.
+            the fastest, among those that save no more than None. "step": each step; of each step, only the carry is
+            saved. "nested": chunks of about sqrt(T) steps, and each step within them; about 2 sqrt(T) carries are
+            saved, and each step is evaluated once more. A `treescan.Remat` sets what a step saves, the number of
+            levels, a budget in bytes, or another memory for carries.
+        save: which ys to keep (a prefix tree of y). "all". "last": those of the last step that runs, without an axis of
+            steps; 0 if there is no step. A number k: those at the positions k-1, 2k-1 and so on, also in reverse. None:
+            None instead of the output. Outputs that are not kept take no memory, and operations that only they need are
+            not run.
+        truncate: the gradient of the carry is cut at the positions that are multiples of this number, also in reverse:
+            truncated backpropagation through time. Leaves of the carry that no step changes, for example weights, are
+            constants of the loop, and are not cut.
+        name: the name of the loop in profilers (a `jax.named_scope`).
+        progress: show the progress of the loop: True, a label for the bar, or a `treescan.Progress`. The loop is cut
+            into at most 100 chunks, and reports after each. No step has a branch, and the gradient reports nothing.
             Under `jax.vmap` there is one bar for all elements.
-        check_finite: look at the carry after each step. Where a leaf becomes NaN or infinite, a `NonFiniteError` names
-            the leaf, the first such step, the rows and the operation, and `treescan.last_nonfinite()` has the carry
-            and x of that step. Under a transformation of JAX it is JAX's runtime error with this text. An infinity that
-            the carry had before the step is let through. "backward" looks at the cotangents of the carry instead, in
-            reverse mode: a NaN or an infinity that the gradient makes on its way back through a step.
+        check_finite: check the carry after each step. If a leaf becomes NaN or infinite, a `NonFiniteError` names the
+            leaf, the first step where it happened, the rows and the operation. `treescan.last_nonfinite()` returns the
+            carry and x of that step. Under a transformation of JAX, it is JAX's runtime error with this text. An
+            infinity that the carry had before the step is allowed. "backward" checks the cotangents of the carry
+            instead, in reverse mode: a NaN or an infinity that the gradient makes on its way back through a step.
 
     Returns:
-        The last step's carry, and ys, the outputs of all steps, stacked to `[T, ...]`.
+        The carry of the last step, and ys, the outputs of all steps, stacked to `[T, ...]`.
 
     Raises:
-        ArgumentError: if an argument is out of range, in conflict with another or does not fit xs.
+        ArgumentError: if an argument is out of range, conflicts with another, or does not fit xs.
         BodyError: if `f` is not callable, does not return a pair, or lacks a keyword.
         CarryError: if the returned carry differs from the given one in structure, shape, dtype or sharding.
         NonFiniteError: if `check_finite` finds something.

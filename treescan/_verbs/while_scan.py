@@ -1,4 +1,4 @@
-"""`while_scan`: a scan that ends when a condition on the carry no longer holds."""
+"""`while_scan`: a scan that ends when a condition on the carry becomes false."""
 
 from __future__ import annotations
 
@@ -45,21 +45,21 @@ from .prepare import AROUND_ROWS, prepare
 
 _ACCEPTED = frozenset(WhileOptions.__annotations__) | {"max_length", "key"}
 _TRACED_MOST = (
-    "It is part of the compiled program: give an int, the most steps that there may ever be. For a limit that is known "
-    'only at run time, carry a counter and let `cond` compare it, `lambda carry: (carry["step"] < limit) & ...`: the '
-    "loop then ends there, and takes no step more."
+    "It is part of the compiled program: give an int, the most steps that the loop may ever take. For a limit that is "
+    'known only at run time, carry a counter and let `cond` compare it, `lambda carry: (carry["step"] < limit) & ...`: '
+    "the loop then ends there."
 )
-_REFUSES = {"length": "how many steps it runs is what `cond` says; `max_length` is the most."}
+_REFUSES = {"length": "`cond` decides how many steps it runs, at most `max_length`."}
 
 
 class WhileResult(NamedTuple, Generic[Carry, Y]):
-    """What `while_scan` returns.
+    """The result of `while_scan`.
 
     Attributes:
         carry: the carry after the last step that was taken, or `init`.
         ys: the outputs, `[max_length, ...]`, `fill` where no step was taken.
-        steps: int32[], how many steps were taken; int32[*batch] where rows stop each by itself.
-        stopped: bool[], whether `cond` no longer held; else the loop ran into `max_length`. bool[*batch] for rows.
+        steps: int32[], how many steps were taken; int32[*batch] if rows stop independently.
+        stopped: bool[], True if `cond` became false; False if the loop reached `max_length`. bool[*batch] for rows.
     """
 
     carry: Carry
@@ -178,63 +178,64 @@ def while_scan(
     check_finite: FiniteCheck = False,
     **options: Any,
 ) -> WhileResult[Any, Any]:
-    """Scans while a condition on the carry holds; differentiable both ways, at the cost of the steps that are taken.
+    """Scans while a condition on the carry is true; differentiable both ways, at the cost of the steps that are taken.
 
-    Steps that are not taken are not run, forwards or in the gradient, where each step that was taken is computed once
-    more; in the chunk of about sqrt(max_length) steps in which the loop ends, twice. What is left of the cost of the
-    others grows as the logarithm of `max_length`, in the gradient as its square root; with `xs` or ys, these take their
-    time to be read and filled.
+    Steps that are not taken are not run, in the forward or the backward pass. The gradient computes each step that was
+    taken once more, and twice in the chunk of about sqrt(max_length) steps in which the loop ends. The remaining cost
+    of the other steps grows with the logarithm of `max_length`, in the gradient with its square root. xs and ys take
+    the time to be read and filled.
 
-    A condition that returns `bool[*batch]` stops each row of a batch by itself. The loop goes on until the last row has
-    stopped. Until then the rows that have stopped keep their carry, and their ys are `fill`; the body is shown another
-    step in their place, as in `treescan.mask_scan`, of which nothing is in any result or gradient.
+    A condition that returns `bool[*batch]` stops each row of a batch independently. The loop ends when the last row has
+    stopped. Until then, rows that have stopped keep their carry, and their ys are `fill`. The body receives another
+    step in their place, as in `treescan.mask_scan`, and its results for these rows are discarded.
 
-    Under `jax.vmap` each element stops by itself too: it keeps its carry, and whatever the body would make of that, NaN
-    included, is in no result and in no gradient. The loop goes on until all elements have stopped, and costs each of
-    them as much.
+    Under `jax.vmap`, each element stops independently too. It keeps its carry, and nothing that the body computes after
+    that, including NaN, reaches a result or a gradient. The loop ends when all elements have stopped, and every element
+    costs as much as the slowest.
 
     Args:
-        cond: the condition, `cond(carry) -> bool[]`, or `bool[*batch]` for rows that stop each by itself. It is asked
-            before every step, and sees the carry as the body does. Of a row that has stopped it is not asked again.
-        f: the body, `f(carry, x) -> (carry, y)`, as for `treescan.scan`; run once a step on the whole batch. Where rows
-            stop each by itself, and it has a parameter `valid` behind these two, it is given bool[*batch]: which rows
+        cond: the condition, `cond(carry) -> bool[]`, or `bool[*batch]` for rows that stop independently. It is
+            evaluated before every step, on the same carry that the body receives. A row that has stopped stays stopped.
+        f: the body, `f(carry, x) -> (carry, y)`, as for `treescan.scan`; it runs once per step, on the whole batch. If
+            rows stop independently, a body with a third parameter `valid` receives bool[*batch]: True for the rows that
             take this step.
-        init: the carry that the first step is given; leaves `[*batch, ...]` where rows stop each by itself.
-        xs: what is scanned over: any pytree whose leaves are `[T, ...]`, T at least `max_length`; or None. Leaves are
-            `[T, *batch, ...]` where rows stop each by itself.
-        max_length: the most steps to take; T where there are xs, of which else the first `max_length` are scanned.
-        fill: for each leaf of y (a prefix tree of scalars) what it is where no step was taken.
-        remat: the gradient saves the state before each of about sqrt(max_length) chunks in any case (with `compact`,
-            before every 16 steps or so), and recomputes these. "step" recomputes each step in them as well, and a
-            `treescan.Remat` says what else: its levels beyond two cut the chunks up. It takes no budget and offloads
-            nothing.
-        save: as for `treescan.scan`. "last" is the output of the last step that was taken, of each row its own, `fill`
-            if none was; it is computed in every step.
-        carry_axes: for each leaf of the carry (a prefix tree) the axis where the batch shape starts. None: the leaf is
-            shared by all rows, and changes in steps that any row takes. As all row options, it needs a condition that
-            returns `bool[*batch]`.
-        x_axes: the same for each leaf of one step's x. None: shared by all rows. A leaf that is given whole (None in
-            `in_axes`) has rows only where `x_axes` is a tree that says so.
-        y_axes: the same for each leaf of one step's y. None: it has no rows, and is `fill` where no row takes a step.
-        compact: True: neither the body nor the condition may close over arrays that have rows (these are to come
-            through the carry or xs), and both must take any number of rows. Every 16 steps or so the rows that go on
-            are brought together along the first axis of the batch, and the body is run on the smallest tier that holds
-            them. Tiers are the batch and 3/4, 1/2, 1/3, 1/5, 1/10 and 1/32 of it; a tuple names them instead. The body
-            is traced and compiled once a tier. Results are in their places.
-        progress: as for `treescan.scan`: of the steps that were taken, as their number is not known before.
-        check_finite: as for `treescan.scan`. Of a row that has stopped nothing is looked at.
+        init: the carry that the first step receives; leaves `[*batch, ...]` if rows stop independently.
+        xs: the inputs to scan over: any pytree with leaves `[T, ...]`, T at least `max_length`; or None. Leaves are
+            `[T, *batch, ...]` if rows stop independently.
+        max_length: the most steps to take. With xs it defaults to T, and otherwise only the first `max_length` of them
+            are scanned.
+        fill: the value of y for steps that were not taken, for each leaf (a prefix tree of scalars).
+        remat: the gradient always saves the state before each of about sqrt(max_length) chunks (with `compact`, before
+            about every 16 steps), and recomputes the chunks. "step" also recomputes each step within them. A
+            `treescan.Remat` sets a policy; its levels beyond two divide the chunks further. A budget and offloading are
+            not supported.
+        save: as for `treescan.scan`. "last" is the output of the last step that was taken, per row if rows stop
+            independently, or `fill` if there was none; it is computed in every step.
+        carry_axes: the axis where the batch shape starts, for each leaf of the carry (a prefix tree). None: all rows
+            share the leaf, and it changes in every step that any row takes. Like all row options, it needs a condition
+            that returns `bool[*batch]`.
+        x_axes: the same for each leaf of one step's x. None: shared by all rows. A leaf with None in `in_axes` has rows
+            only if `x_axes` is a tree that says so.
+        y_axes: the same for each leaf of one step's y. None: it has no rows, and is `fill` if no row takes the step.
+        compact: True: about every 16 steps, the rows that continue are moved to the front, along the first axis of the
+            batch, and the body runs on the smallest tier that holds them. Neither the body nor the condition may close
+            over arrays that have rows (pass them through the carry or xs), and both must accept any number of rows.
+            Tiers are the batch and 3/4, 1/2, 1/3, 1/5, 1/10 and 1/32 of it; a tuple sets other tiers. The body is
+            traced and compiled once per tier. Results return in the order of the rows.
+        progress: as for `treescan.scan`. It shows the steps that were taken, because their number is not known before.
+        check_finite: as for `treescan.scan`. Rows that have stopped are not checked.
         **options: `reverse` (from step max_length-1 down; each y is at the position of its x), `unroll` (within the
             chunks into which the loop is cut), `in_axes`, `out_axes`, `key`, `name`, as for `treescan.scan`. `key`
             excludes `compact`.
 
     Returns:
         The carry after the last step that was taken, ys `[max_length, ...]`, the number of steps that were taken, and
-        whether `cond` no longer held; the latter two `[*batch]` where rows stop each by itself.
+        whether `cond` became false. The last two are `[*batch]` if rows stop independently.
 
     Raises:
         ArgumentError: as `treescan.scan`; also if there are fewer xs than `max_length`, or neither of them is given, if
-            the batch shape of the condition is not where the axes say, if y cannot hold `fill`, if an option is about
-            rows and `cond` returns one bool, or if `compact` cannot order the rows (with `key`, rows spread over an
+            the batch shape of the condition is not where the axes say, if y cannot hold `fill`, if `cond` returns one
+            bool but an option is for rows, or if `compact` cannot order the rows (with `key`, with rows spread over an
             explicit mesh, or in a `jax.shard_map` with `check_vma=False`).
         BodyError: as `treescan.scan`; also if `cond` returns anything but bools.
         CarryError: as `treescan.scan`.
@@ -306,7 +307,7 @@ def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int
                 ArgumentError,
                 "{verb} over {body}: how many steps at most? No `max_length` is given, and there are no xs to scan "
                 "over.",
-                "Pass `max_length=`: the loop ends there if the condition still holds.",
+                "Pass `max_length=`: the loop ends there even if the condition is still true.",
             )
         return most
     there = infer_length(xs, None, axes)
@@ -331,7 +332,7 @@ def _too_short(xs: PyTree, most: int, axes: LeafAxes) -> Fault:
     return Fault(
         ArgumentError,
         f"{{verb}} over {{body}}: `max_length` is {most}, but xs has {rows[0].expected} steps.",
-        "Leave it out to take as many steps as there are xs, or give xs for each of the steps that may be taken.",
+        "Leave it out to run at most as many steps as xs has, or give xs for all `max_length` steps.",
         header=("leaf", "steps", "is"),
         rows=rows,
     )
@@ -359,6 +360,6 @@ def _check_fill(fill: PyTree) -> PyTree:
         raise Fault(
             ArgumentError,
             '{verb} over {body}: `fill` cannot be "hold".',
-            "Give a scalar. The last output is in its place, `ys[steps - 1]`; or carry what is to last.",
+            "Give a scalar. The last output is in its place, `ys[steps - 1]`; or keep the value in the carry.",
         )
     return filled

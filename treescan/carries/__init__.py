@@ -1,4 +1,4 @@
-"""Custom carries: values in an `init` that show the body something else than they store."""
+"""Custom carries: values in an `init` that store one thing and show the body another."""
 
 from ._base import (
     AbstractCarry as AbstractCarry,

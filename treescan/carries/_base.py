@@ -24,17 +24,17 @@ CarryT = TypeVar("CarryT", bound="AbstractCarry[Any, Any]")
 class AbstractCarry(abc.ABC, Generic[Seen_co, Returned_contra]):
     """A carry that stores one thing in the loop and shows another to the body.
 
-    An instance takes the place of its value in `init`, anywhere in the tree. It may hold others. Subclasses are frozen
+    Put an instance into `init`, anywhere in the tree. It may contain other carries. Subclasses are frozen
     pytrees: a frozen dataclass under `jax.tree_util.register_dataclass`, a `chex.dataclass(frozen=True)`, an equinox
-    module. Their array leaves are the loop's state; a leaf that `write` hands on as the same object is a constant of
-    the loop, so that hyperparameters may be leaves too, traced and differentiated. Everything else is static.
+    module. Their array leaves are the loop's state; a leaf that `write` passes on as the same object is a constant of
+    the loop. So hyperparameters may be leaves too, traced and differentiated. Everything else is static.
 
-    A subclass is either abstract or final: nothing derives from one that can be instantiated. Its hooks are pure; they
-    are called in the trace of the body, once. What they raise reaches the user as a `PluginError`.
+    A subclass is either abstract or final: do not derive from a class that can be instantiated. Its hooks are pure, and
+    are called once, in the trace of the body. An exception that they raise reaches the user as a `PluginError`.
 
-    Masks, resets and `compact` follow from `rows` alone: in `mask_scan` leaves with rows keep what they were where a
-    row is not valid, are put back where one is reset, and come along where rows are brought together. Leaves that all
-    rows share stay what they were in steps in which no row is valid, and are never reset.
+    Masks, resets and `compact` need only `rows`. In `mask_scan`, leaves with rows keep their value for a row that is
+    not valid, are restored when a row is reset, and move with their rows. Leaves that all rows share keep their value
+    in steps in which no row is valid, and are never reset.
 
     Type parameters:
         Seen_co: what the body sees in the carry's place.
@@ -82,10 +82,10 @@ def is_carry(node: Any) -> bool:
 
 
 def as_seen(carry: AbstractCarry[Seen_co, Any]) -> Seen_co:
-    """A carry, typed as what the body sees in its place: to a type checker an `init` then has the type of the carry.
+    """Returns a carry, typed as what the body sees in its place, so that `init` has the type of the body's carry.
 
     Args:
-        carry: the carry, which is returned as it is.
+        carry: the carry, which is returned unchanged.
 
     Examples:
         >>> import jax
@@ -99,7 +99,7 @@ def as_seen(carry: AbstractCarry[Seen_co, Any]) -> Seen_co:
 
 
 def carry_of(value: Any, kind: type[CarryT]) -> CarryT:
-    """What a scan returned in the place of a carry, typed as the carry that it is: the way back from `as_seen`.
+    """Returns a part of a final carry, typed as the custom carry that it is. The inverse of `as_seen`.
 
     Args:
         value: a part of the carry that a verb returned.
@@ -132,10 +132,10 @@ def carry_of(value: Any, kind: type[CarryT]) -> CarryT:
 
 
 def read_tree(tree: PyTree) -> PyTree:
-    """What a body sees of a tree: its custom carries replaced by what each shows.
+    """Returns what a body sees of a tree: each custom carry is replaced by what it shows.
 
     Args:
-        tree: any pytree, a final carry say, or what a carry that wraps others holds.
+        tree: any pytree, for example a final carry, or the contents of a carry that wraps others.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -152,11 +152,12 @@ def read_tree(tree: PyTree) -> PyTree:
 
 
 def write_tree(tree: PyTree, returned: PyTree, valid: Array | None = None) -> PyTree:
-    """A tree after one step, for carries that wrap others: what was returned, written to the carries that it holds.
+    """Returns a tree after one step, for carries that wrap others: returned values are written to the carries in it.
 
     Args:
         tree: what was read by `read_tree`.
-        returned: what the body returned in its place: the same structure, anything in the places of custom carries.
+        returned: what the body returned in its place: the same structure, with any value in the places of custom
+            carries.
         valid: as for `AbstractCarry.write`.
 
     Raises:
@@ -175,7 +176,7 @@ def write_tree(tree: PyTree, returned: PyTree, valid: Array | None = None) -> Py
             ArgumentTypeError,
             f"{{verb}} got {describe_node(returned)}, whose structure is not that of the tree to write to, "
             f"{describe_node(tree)}.",
-            "Return the structure of what `read_tree` shows of it, with anything in the places of custom carries.",
+            "Return the structure that `read_tree` returns, with any value in the places of custom carries.",
         )
         raise explain(fault, "write_tree")
     pairs = zip(nodes, parts, strict=True)
@@ -213,7 +214,7 @@ def origin(module: str) -> str:
     for name in importlib.metadata.packages_distributions().get(package, (package,)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             return f"`{module}`, which the distribution {name} {importlib.metadata.version(name)} brings"
-    return f"`{module}`, which is of no installed distribution"
+    return f"`{module}`, which belongs to no installed distribution"
 
 
 def describe_error(error: Exception) -> str:

@@ -1,4 +1,4 @@
-"""The best so far."""
+"""The best candidate so far."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ T = TypeVar("T")
 class Best(AbstractCarry[tuple[Array, Any], tuple[ArrayLike, Any]]):
     """The candidate with the best score so far, of the pairs (score, value) that the body returns.
 
-    The first of several with the same score stays, and a score that is NaN is never better.
+    Of several candidates with the same score, the first stays. A score that is NaN is never better.
 
     Attributes:
         score: of the best, floating point.
-        value: the best: any pytree of arrays, which lead with the axes of the score.
+        value: the best: any pytree of arrays that start with the axes of the score.
         mode: "max" or "min", which scores are better.
         shared: whether all rows share it; None: if the score has no axes.
     """
@@ -95,9 +95,9 @@ def best(
     """Carries the best candidate so far.
 
     Args:
-        value: what counts as the best before there is one: any pytree of arrays. They are copied, so that a state
-            that holds them too can be donated.
-        score: its score, a number, or one a row [*batch]. None: worse than any, -inf or inf, of shape [].
+        value: the first best value: any pytree of arrays. They are copied, so a state that also holds them can be
+            donated.
+        score: its score, a number, or one per row [*batch]. None: worse than any, -inf or inf, of shape [].
         mode: whether high ("max") or low scores ("min") are better.
         shared: whether all rows of a `mask_scan` share it: then the body returns scores [*batch] and values
             [*batch, ...], of which the best valid row counts. None: if the score has no axes.
@@ -106,7 +106,8 @@ def best(
         `Best`, typed as the pair (score, value) that the body sees. The body returns a pair (score, candidate).
 
     Raises:
-        ArgumentTypeError: if the score is no number, a function that computes it say, or the value holds no arrays.
+        ArgumentTypeError: if the score is not a number (but, for example, a function that computes it), or the value
+            contains no arrays.
         ValueError: if the mode is another.
 
     Examples:
@@ -127,8 +128,8 @@ def best(
     if callable(score):
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}}: `score` is a number, or one for each row, got {describe_argument(score)}.",
-            "It is the score of the value to begin with; None is worse than any. The body computes the others, and "
+            f"{{verb}}: `score` must be a number, or one for each row, got {describe_argument(score)}.",
+            "It is the score of the first value; None is worse than any score. The body computes the others, and "
             "returns `(score, candidate)` in the carry's place.",
         )
     start = (-jnp.inf if mode == "max" else jnp.inf) if score is None else numbers(score, "score")

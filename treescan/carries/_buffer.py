@@ -1,4 +1,4 @@
-"""Values that are appended when told."""
+"""A store that values are appended to."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ T = TypeVar("T")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Buffer(AbstractCarry[tuple[Any, Array], tuple[Any, ArrayLike]]):
-    """Room for some values; of the pairs (value, append) that the body returns, those with `append` are kept.
+    """A store for a number of values. The body returns pairs (value, append), and values with `append` are kept.
 
-    Values beyond its capacity are left out, and counted: `count` may be larger than the capacity.
+    Values beyond its capacity are dropped, but counted: `count` may be larger than the capacity.
 
     Attributes:
-        values: any pytree of arrays, leaves [capacity, ...]; [capacity, *batch, ...] where each row has its own.
-        count: int32, [] or [*batch]: how many were to be appended so far.
+        values: any pytree of arrays, leaves [capacity, ...]; [capacity, *batch, ...] if each row has its own.
+        count: int32, [] or [*batch]: how many values were appended so far, including dropped ones.
         shared: whether all rows share it; None: if the count has no axes.
     """
 
@@ -91,11 +91,11 @@ def _capacity(values: PyTree) -> int:
 
 @maker
 def buffer(value: T, capacity: int, *, batch: tuple[int, ...] = (), shared: bool | None = None) -> tuple[T, Array]:
-    """Carries room for values, which are appended when told.
+    """Carries a store for values, which the body appends to.
 
     Args:
-        value: a value, for its types: any pytree of arrays; where each row has its own, without the batch shape.
-        capacity: how many there is room for. Further ones are left out, and counted.
+        value: a value, for its types: any pytree of arrays; without the batch shape, even if each row has its own.
+        capacity: the number of values that fit. Further values are dropped, but counted.
         batch: the batch shape of a `mask_scan` in which each row has its own.
         shared: whether all rows of a `mask_scan` share it: then the body returns values [*batch, ...] and flags
             [*batch], of which those of valid rows are appended. None: if `batch` is ().
@@ -105,7 +105,7 @@ def buffer(value: T, capacity: int, *, batch: tuple[int, ...] = (), shared: bool
         returns a pair (value, append), a new value and a bool: whether to append it.
 
     Raises:
-        ValueError: if there is no room for anything.
+        ValueError: if the capacity is less than 1.
 
     Examples:
         >>> import jax.numpy as jnp

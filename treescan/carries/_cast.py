@@ -1,4 +1,4 @@
-"""A dtype that the loop keeps."""
+"""Values that are cast back to their first dtype."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ T = TypeVar("T")
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Cast(AbstractCarry[Any, Any]):
-    """Values that are cast back to the dtypes they began with, each step, on purpose.
+    """Values that are cast back to their first dtypes in each step.
 
-    The body may return them in any dtype, the result of computing in bfloat16 with float32 weights say.
+    The body may return them in any dtype, for example after computing in bfloat16 with float32 weights.
 
     Attributes:
         tree: any pytree of arrays; custom carries may be in it.
@@ -54,7 +54,7 @@ def cast(tree: float) -> Array: ...
 def cast(tree: T) -> T: ...
 @maker
 def cast(tree: Any) -> Any:
-    """Carries values that keep their dtypes, whatever the body returns.
+    """Carries values that keep their dtypes, whatever dtypes the body returns.
 
     Args:
         tree: any pytree of arrays; custom carries may be in it.

@@ -22,16 +22,16 @@ T = TypeVar("T")
 class Ema(AbstractCarry[Any, Any]):
     """The exponential moving average of what the body returns: value = decay * value + (1 - decay) * returned.
 
-    With a weight, what the body sees is value / weight, weight = decay * weight + (1 - decay) from 0 on: the average
+    With a weight, the body sees value / weight, weight = decay * weight + (1 - decay) from 0 on: the average
     that is not biased towards its start (the bias correction of Adam: Kingma and Ba, 2015, section 3).
 
-    A value that all rows of a `mask_scan` share takes one step for the mean of the entries that are valid.
+    A value that all rows of a `mask_scan` share is updated once per step, with the mean of the valid entries.
 
     Attributes:
         value: any pytree of floating-point arrays.
         decay: a number, or an array that broadcasts against each leaf and has no rows; may be traced.
         weight: the same tree, or None.
-        shared: whether all rows share it; None: those leaves that have no axes.
+        shared: whether all rows share it; None: leaves without axes are shared.
     """
 
     value: PyTree

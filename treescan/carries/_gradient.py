@@ -56,11 +56,11 @@ _limit_norm.defvjp(lambda value, limit: (value, limit), _scale_to)
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ClipGradient(AbstractCarry[Any, Any]):
-    """Values whose gradient is clipped each step on its way back through time (A. Graves, arXiv:1308.0850, 2.1).
+    """Values whose gradient is clipped per step on its way back through time (A. Graves, arXiv:1308.0850, 2.1).
 
-    Each cotangent that arrives at the value which a step was shown, from that step and all later ones, is limited. The
-    values themselves are not changed. Reverse mode only: a limit of the cotangent has no meaning in forward mode. A
-    loss of the final values takes them from `tree`; through `read` their cotangent is limited once more.
+    The cotangent of the value that a step sees, from that step and all later ones, is limited. The values do not
+    change. Reverse mode only: forward mode has no cotangent to limit. If a loss uses the final values, take them from
+    `tree`; with `read`, their cotangent is limited once more.
 
     Attributes:
         tree: any pytree of floating-point arrays; custom carries may be in it.
@@ -95,12 +95,13 @@ class ClipGradient(AbstractCarry[Any, Any]):
 
 
 def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLike | None = None) -> T:
-    """Carries values whose gradient is clipped each step on its way back through time. Reverse mode only.
+    """Carries values whose gradient is clipped per step on its way back through time. Reverse mode only.
 
     Args:
         tree: any pytree of floating-point arrays; custom carries may be in it.
         limit: the largest absolute value that an element of the cotangent keeps.
-        max_norm: the largest Euclidean norm that the cotangent keeps along its last axis, a row's features say.
+        max_norm: the largest Euclidean norm that the cotangent keeps along its last axis, for example the features of a
+            row.
 
     Returns:
         `ClipGradient`, typed as the tree.
@@ -128,9 +129,9 @@ def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLik
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StopGradient(AbstractCarry[Any, Any]):
-    """Values through which no gradient flows back in time: what a step is shown counts as a constant.
+    """Values through which no gradient flows back in time: a step sees them as constants.
 
-    A loss of the final values takes them from `tree`; what `read` gives is a constant.
+    If a loss uses the final values, take them from `tree`; `read` returns constants.
 
     Attributes:
         tree: any pytree of arrays; custom carries may be in it.

@@ -1,4 +1,4 @@
-"""Random keys: a fresh one each step."""
+"""Random keys: a fresh one per step."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ from ._entries import maker, own
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Keys(AbstractCarry[Array, Any]):
-    """A fresh key each step: the n-th one is `jax.random.fold_in(key, n)`. What the body returns there is ignored.
+    """A fresh key per step: the n-th one is `jax.random.fold_in(key, n)`. What the body returns there is ignored.
 
-    The key itself is a constant of the loop, only n is carried. In `mask_scan` a key of shape [] is shared by all rows
-    and goes on in steps in which any row is valid; keys `[*batch]` are one a row, and each row draws what it draws
-    unpadded. A shared one draws other numbers than the unpadded rows with `reverse`, gaps in the `mask` or `resets`.
+    The key is a constant of the loop; only n is carried. In `mask_scan`, a key of shape [] is shared by all rows, and
+    advances in steps in which any row is valid. Keys `[*batch]` are one per row, and each row draws the same numbers as
+    without padding. With `reverse`, gaps in the `mask` or `resets`, a shared key draws other numbers.
 
     Attributes:
-        key: a PRNG key [], or one a row [*batch].
-        drawn: int32, of the shape of the key: how many were drawn so far. None: none.
+        key: a PRNG key [], or one per row [*batch].
+        drawn: int32, of the shape of the key: how many keys were drawn so far. None: none.
     """
 
     key: Array
@@ -58,17 +58,17 @@ class Keys(AbstractCarry[Array, Any]):
 
 @maker
 def keys(key: Array) -> Array:
-    """Carries a key, and gives the body a fresh one each step.
+    """Carries a key, and shows the body a fresh one per step.
 
     Args:
-        key: a PRNG key [] (also raw key data, uint32[2]), or one a row [*batch], as `jax.random.split(key, rows)`
-            makes them.
+        key: a PRNG key [] (also raw key data, uint32[2]), or one per row [*batch], for example `jax.random.split(key,
+            rows)`.
 
     Returns:
         `Keys`, typed as the key that the body sees.
 
     Raises:
-        ArgumentTypeError: if it is no key.
+        ArgumentTypeError: if it is not a key.
 
     Examples:
         >>> import jax
@@ -90,7 +90,7 @@ def keys(key: Array) -> Array:
     except (TypeError, ValueError):
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}}: `key` is a PRNG key, got {describe_argument(key)}.",
+            f"{{verb}}: `key` must be a PRNG key, got {describe_argument(key)}.",
             "Make it with `jax.random.key(seed)`; with `jax.random.split(key, rows)` for one per row.",
         ) from None
     return as_seen(Keys(own(made)))

@@ -25,7 +25,7 @@ class Statistics:
     """What the body sees of `Moments`.
 
     Attributes:
-        count: int32: how many entries there were so far.
+        count: int32: the number of entries so far.
         mean: their mean.
         variance: their variance, 0 before the first: the sum of squared deviations by the count.
     """
@@ -42,7 +42,7 @@ class Moments(AbstractCarry[Statistics, ArrayLike]):
 
     Entries of several rows at once, and two `Moments`, are merged by the formula of Chan, Golub and LeVeque (1979):
     with d = mean_b - mean_a and n = n_a + n_b the mean is mean_a + d n_b / n, the sum of squared deviations
-    squares_a + squares_b + d^2 n_a n_b / n. Both are exact but for rounding, and neither subtracts large numbers.
+    squares_a + squares_b + d^2 n_a n_b / n. Both are exact except for rounding, and neither subtracts large numbers.
 
     Attributes:
         count: int32, of the mean's shape, [] if shared: the number of entries.
@@ -104,7 +104,7 @@ def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bo
     """Carries the running mean and variance of what the body returns.
 
     Args:
-        shape: of one entry; where each row of a `mask_scan` has its own, [*batch, ...].
+        shape: the shape of an entry; [*batch, ...] if each row of a `mask_scan` has its own.
         dtype: of the mean, floating point.
         shared: whether all rows of a `mask_scan` share them: then the body returns entries [*batch, *shape], of which
             those of valid rows count. None: if the shape is ().
@@ -113,7 +113,7 @@ def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bo
         `Moments`, typed as the statistics that the body sees. The body returns an entry in their place.
 
     Raises:
-        ArgumentTypeError: if the shape is no tuple of ints, an array say.
+        ArgumentTypeError: if the shape is not a tuple of ints, for example an array.
         ValueError: if the dtype is not floating point.
 
     Examples:
@@ -143,6 +143,8 @@ def _checked(shape: Any) -> tuple[int, ...]:
     cure = "Give a tuple of ints: `moments((features,))`, or `moments()` for the moments of a number."
     if isinstance(shape, jax.Array | np.ndarray):
         cure = (
-            f"For entries of the type of this array give its shape, `moments({tuple(shape.shape)})`: they begin empty."
+            f"For entries of the type of this array give its shape, `moments({tuple(shape.shape)})`: they start empty."
         )
-    raise Fault(ArgumentTypeError, f"{{verb}}: `shape` is the shape of an entry, got {describe_argument(shape)}.", cure)
+    raise Fault(
+        ArgumentTypeError, f"{{verb}}: `shape` must be the shape of an entry, got {describe_argument(shape)}.", cure
+    )

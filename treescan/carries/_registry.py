@@ -69,18 +69,18 @@ def register_carry(
     to_carry: Callable[[_T], AbstractCarry[Any, Any]],
     from_carry: Callable[[Any], _T],
 ) -> None:
-    """Teaches treescan to carry values of a type that one does not own.
+    """Registers how treescan carries values of a type that you do not own.
 
-    Where such a value is in an `init`, a carry takes its place during the scan, and the caller gets a value of the
-    type back. Subclasses are adopted too, unless they are registered themselves: the most specific class counts.
+    If an `init` contains such a value, a carry replaces it during the scan, and the caller receives a value of the type
+    again. This includes subclasses, unless they are registered themselves: the most specific class counts.
 
     Args:
         kind: the type.
-        to_carry: makes a carry of a value. Called once a scan, before the loop.
-        from_carry: makes a value of the final carry (`accumulate`: of the carries, whose leaves are `[T, ...]`).
+        to_carry: makes a carry from a value. Called once per scan, before the loop.
+        from_carry: makes a value from the final carry (in `accumulate`, from all carries, with leaves `[T, ...]`).
 
     Raises:
-        ArgumentTypeError: if `kind` is no class, or an argument that should be is not callable.
+        ArgumentTypeError: if `kind` is not a class, or a function is not callable.
         PluginError: if the type is registered already, or is a carry itself.
 
     Examples:
@@ -127,7 +127,7 @@ def _check_registration(kind: Any, to_carry: Any, from_carry: Any) -> None:
             raise Fault(
                 ArgumentTypeError,
                 f"{{verb}} needs a function as `{name}`, but got {describe_node(function)}.",
-                "`to_carry` makes a carry of a value, `from_carry` a value of the final carry.",
+                "`to_carry` makes a carry from a value, `from_carry` a value from the final carry.",
             )
     if kind in _PLAIN or issubclass(kind, jax.Array):
         raise Fault(
@@ -252,7 +252,7 @@ def _not_called(init: PyTree, root: str) -> Fault:
     first = rows[0]
     return Fault(
         ArgumentTypeError,
-        "{call} was given functions that make carries, in place of carries.",
+        "{call} was given functions that make carries, instead of carries.",
         f"Call it: `{first.came.strip('`')}(...)` at {first.leaf}.",
         header=("leaf", "expected", "is"),
         rows=rows,
@@ -285,7 +285,7 @@ def _classes(nodes: list[Any]) -> tuple[type, ...]:
 def _no_pytree(kind: type) -> Fault:
     return Fault(
         PluginError,
-        f"{{call}}: the custom carry `{kind.__name__}` is no pytree, so that it has no leaves to carry.",
+        f"{{call}}: the custom carry `{kind.__name__}` is not a pytree, so it has no leaves to carry.",
         "Register its class: `@jax.tree_util.register_dataclass` above `@dataclass(frozen=True)`.",
         describe_class(kind),
     )
@@ -314,7 +314,7 @@ def _convert(how: Adoption, name: str, given: Any, to: type, called: str, path: 
     function: Callable[[Any], Any] = getattr(how, name)
     try:
         value = function(given)
-        says, cause = f"returned {describe_node(value)}, which is no {called}", None
+        says, cause = f"returned {describe_node(value)}, which is not a {called}", None
         if isinstance(value, to):
             return value
     except Exception as error:
@@ -376,7 +376,7 @@ def load(plugin: Plugin) -> None:
                     del _adoptions[kind]
             warn_user(
                 f"treescan: the carries for `{plugin.package}` that the distribution {plugin.distribution} declares "
-                f"({plugin.value}) do not load, and are left out. {plugin.fault}",
+                f"({plugin.value}) do not load, and are ignored. {plugin.fault}",
                 PluginWarning,
             )
         _forget()

@@ -17,10 +17,10 @@ from ._entries import entries, entry, inexact, is_shared, maker
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Sum(AbstractCarry[Array, ArrayLike]):
-    """The sum of what the body returns, compensated: the rounding error of each addition is added up beside it.
+    """The compensated sum of what the body returns: the rounding errors of the additions are summed separately.
 
-    The improved Kahan-Babuska algorithm (A. Neumaier, ZAMM 54, 1974): the error is about that of one rounding of the
-    result, however many terms there are, where a plain sum's grows with their number.
+    The improved Kahan-Babuska algorithm (A. Neumaier, ZAMM 54, 1974): the error is about one rounding of the result,
+    for any number of terms. The error of a plain sum grows with their number.
 
     Attributes:
         total: the plain sum.
@@ -58,7 +58,7 @@ def sum_(start: ArrayLike = 0.0, *, shared: bool | None = None) -> Array:
     """Carries the compensated sum of what the body returns.
 
     Args:
-        start: what is added to; a number or an array, floating point.
+        start: the first value of the sum: a floating-point number or array.
         shared: whether all rows of a `mask_scan` share it: then the body returns terms [*batch, ...], of which those of
             valid rows are added. None: if `start` has no axes.
 

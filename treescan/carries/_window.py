@@ -1,4 +1,4 @@
-"""The last values: lags."""
+"""The last k values (lags)."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 class Window(AbstractCarry[Any, Any]):
     """The last k values that the body returned, oldest first: `window[-1]` is the last one, `window[-i]` lag i.
 
-    A step costs one copy of the window. In `mask_scan` the batch shape is behind the k values.
+    A step costs one copy of the window. In `mask_scan`, the batch shape comes after axis k.
 
     Attributes:
         values: any pytree of arrays, leaves [k, ...].
@@ -53,7 +53,7 @@ def _shift(values: Array, returned: Any) -> Array:
 
 @maker
 def window(history: T) -> T:
-    """Carries the last k values, as an autoregression of order k needs them.
+    """Carries the last k values, for example for an autoregressive model of order k.
 
     Args:
         history: the values before the first step, oldest first: any pytree of arrays, leaves [k, ...], k at least 1.

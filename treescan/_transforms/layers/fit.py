@@ -1,4 +1,4 @@
-"""What the gradient of blocks that take turns needs under a `Remat`, and the plan that fits a budget."""
+"""Counts the memory of the gradient of blocks that take turns, and picks the plan that fits a budget."""
 
 from __future__ import annotations
 

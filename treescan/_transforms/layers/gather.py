@@ -1,4 +1,4 @@
-"""What `prefetch` does to the weights of a layer: gathers them on all devices, or what a function of the user does."""
+"""Gathers the weights of a layer for `prefetch`: on all devices, or with a function of the user."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..._tree import Static, same_structure, thaw_static
 from ..._types import Array, PyTree, TreeDef
 
 _MANUAL = (
-    "`prefetch=1` gathers whole arrays, and within a `jax.shard_map` a device has its own parts",
+    "`prefetch=1` gathers whole arrays, but within a `jax.shard_map` each device has only its part",
     'Give a function that gathers them: `prefetch=lambda layer: jax.lax.all_gather(layer, "data", tiled=True)`.',
 )
 _NO_MESH = (
-    "`prefetch=1` gathers the weights on the devices of a mesh, and no mesh is set",
+    "`prefetch=1` gathers the weights on the devices of a mesh, but no mesh is set",
     "Call it under `jax.set_mesh(mesh)`. Or give a function: `prefetch=lambda layer: "
     "jax.lax.with_sharding_constraint(layer, whole)`, where `whole` is a sharding.",
 )
@@ -52,9 +52,9 @@ class Gather:
             return cls()
         raise Fault(
             ArgumentError,
-            f"{{call}}: `prefetch` is 1, a function of one layer, or None, got {describe_argument(prefetch)}.",
-            "1 gathers the weights of the next layer on all devices while a layer is computed. A function says what is "
-            "done to them in place of that, and returns the layer.",
+            f"{{call}}: `prefetch` must be 1, a function of one layer, or None, got {describe_argument(prefetch)}.",
+            "1 gathers the weights of the next layer on all devices while a layer is computed. A function does so in "
+            "another way, and returns the layer.",
         )
 
     def __call__(self, layer: PyTree) -> PyTree:

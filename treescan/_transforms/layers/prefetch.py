@@ -1,11 +1,11 @@
 """Runs a block over a stack, and gathers the next layer's weights while a layer is computed.
 
-The loop carries the gathered weights of the layer that it is about to run, and gathers those of the next one, which
-wait for nothing that the layer computes. A carry is what JAX saves for the gradient, one for each layer: so would the
-whole stack be, gathered. Hence the loop has a rule for reverse mode, a loop of its own in the other direction. It
-gathers ahead too, and recomputes each layer from what this was given.
+The loop carries the gathered weights of the layer that it runs next, and gathers those of the following layer, which do
+not depend on what the layer computes. JAX would save the carry of each step for the gradient, that is, the whole stack
+of gathered weights. So the loop has its own rule for reverse mode: a loop in the other direction, which gathers early
+too, and recomputes each layer from its input.
 
-The last step gathers its own layer once more, as there is none to follow. The gradient begins with that one.
+The last step gathers its own layer again, because no layer follows. The gradient starts with that one.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def no_forward_mode() -> Fault:
     """What is wrong with forward mode of a loop that gathers ahead."""
     return Fault(
         ArgumentError,
-        "{verb} over {body}: forward mode was asked for, and JAX differentiates a loop with `prefetch` in reverse mode "
-        "alone. So it does a function with a `jax.custom_vjp`.",
+        "{verb} over {body}: this is forward mode, but JAX differentiates a loop with `prefetch` only in reverse "
+        "mode, as any function with a `jax.custom_vjp`.",
         "Leave `prefetch` out there. `jax.grad`, `jax.vmap`, and forward mode of a gradient work with it.",
     )
 
@@ -86,8 +86,8 @@ def _refuse_to_repeat(hoisted: Hoisted) -> None:
     if hoisted.refs:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `prefetch` cannot be had for a block that closes over a mutable array (a `Ref`).",
-            "Hand its value on in x instead, or leave the option out.",
+            "{verb} over {body}: `prefetch` does not support a block that closes over a mutable array (a `Ref`).",
+            "Pass its value in x instead, or leave the option out.",
         )
     if hoisted.once_only:
         raise once_only("`prefetch` recomputes each {unit} in the gradient", "Leave `prefetch` out")

@@ -1,4 +1,4 @@
-"""Traces a block once where several places of a pattern run it on the same types."""
+"""Traces a block once if several places of a pattern run it on the same types."""
 
 from __future__ import annotations
 

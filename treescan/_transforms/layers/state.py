@@ -1,8 +1,8 @@
 """Gives each layer its own state, from stacks that the loop carries and writes in place.
 
-A stack that goes in as xs and comes out as ys is copied: XLA does not write outputs over what is scanned over. In the
-carry one array is read and written, and the caller may donate it. Where the gradient recomputes layers, what goes into
-each is saved, and a carried stack would be saved whole for each: there it is scanned over.
+XLA copies a stack that is passed as xs and returned as ys, because it does not write outputs over inputs of a scan. As
+a carry, one array is read and written, and the caller may donate it. If the gradient recomputes layers, it saves the
+input of each layer, which would include the whole carried stack. So the loop then scans over the stack instead.
 """
 
 from __future__ import annotations

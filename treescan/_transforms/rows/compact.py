@@ -1,4 +1,4 @@
-"""`compact` runs the body on the live rows of a chunk alone."""
+"""`compact` runs the body only on the live rows of a chunk."""
 
 from __future__ import annotations
 

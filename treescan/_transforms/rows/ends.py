@@ -1,4 +1,4 @@
-"""What each packed sequence ended with: its final carry, and the outputs of which the last one is kept."""
+"""The end of each packed sequence: its final carry, and its last outputs."""
 
 from __future__ import annotations
 

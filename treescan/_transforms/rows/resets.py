@@ -1,4 +1,4 @@
-"""`resets` and `reset_to`: a row starts again where a segment begins, from its init or from what is put back."""
+"""`resets` and `reset_to`: a row starts again where a segment begins, from its init or from `reset_to`."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Loops that end when a condition no longer holds."""
+"""Loops that end when a condition becomes false."""

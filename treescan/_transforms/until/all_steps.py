@@ -1,7 +1,7 @@
-"""A loop that ends early, run as a scan over all the steps that it may take, for when nothing is rewritten.
+"""Runs a loop with an early exit as a scan over all the steps that it may take, when nothing is rewritten.
 
-Each step is masked where the loop has ended, so JAX differentiates it as any other scan. That takes the time and the
-memory of all steps.
+Steps after the end are masked, so JAX differentiates the loop like any other scan. That takes the time and the memory
+of all steps.
 """
 
 from __future__ import annotations

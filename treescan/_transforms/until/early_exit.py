@@ -1,8 +1,8 @@
 """Runs the steps of a loop that ends early, and branches past the others.
 
-Each step, and each chunk of steps at every level, is a branch on whether the loop still goes on. Under `jax.vmap` and
-inside of a `shard_map` that is one question for all elements and devices, so that the branch stays a branch; within
-it, the elements that have stopped keep their state.
+Each step, and each chunk of steps at every level, is a branch on whether the loop continues. Under `jax.vmap` and
+inside a `shard_map`, all elements and devices share one predicate, so the branch stays a branch. Within it, elements
+that have stopped keep their state.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Rows that stop each by itself.
+"""Rows that stop independently.
 
-The loop goes on until the last row has stopped. A row that has stopped keeps its state, and the body is shown a good
-pair in its place, as in a masked scan. With `compact` each chunk of steps is run on the rows that go on, and on some
-others beside them where the next number of rows is larger.
+The loop ends when the last row has stopped. A row that has stopped keeps its state, and the body receives a good pair
+in its place, as in a masked scan. With `compact`, each chunk of steps runs on the rows that continue, and on some
+others to fill the tier.
 
 Once the loop has run, the steps of each row are known. The chunks are then those of a masked scan, for the derivative.
 """

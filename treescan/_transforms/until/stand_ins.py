@@ -1,4 +1,4 @@
-"""What an element of a `vmap` is shown once it has stopped: a pair (state, x) on which the body is known to run."""
+"""Replaces the (state, x) of an element of a `vmap` that has stopped by one on which the body is known to run."""
 
 from __future__ import annotations
 

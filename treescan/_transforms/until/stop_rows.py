@@ -1,4 +1,4 @@
-"""`carry_axes`, `x_axes`, `y_axes` and `compact` of `while_scan`: where the rows are that stop each by itself."""
+"""`carry_axes`, `x_axes`, `y_axes` and `compact` of `while_scan`: the axes of rows that stop independently."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
 """The derivative of a loop that ends early, in both modes, at the cost of the steps that were taken.
 
-Once the loop has run, it is known how many steps it took, and what the state was at the start of each chunk. The
-tangent is then a loop over chunks of which each is computed once more from there. Chunks that were not run are left
-out. What runs the others is in `ways.py`, and in `rows.py` where each row stops by itself.
+Once the loop has run, the number of steps is known, and the state at the start of each chunk. The tangent is then a
+loop over chunks, and each chunk is computed again from its start. Chunks that were not run are left out. `ways.py` runs
+the others, and `rows.py` if rows stop independently.
 
-Backwards a chunk saves nothing but what goes in. Two checkpoints see to it: the outer one encloses the branch, the
-inner ones what is taken, because what a branch would save is written, as zeros, for chunks that are left out too.
+In the backward pass, a chunk saves only its input. Two checkpoints ensure that. The outer one encloses the branch. The
+inner one encloses the taken side, because what a branch saves is also written, as zeros, for chunks that are left out.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """How the chunks of a loop that has ended are computed again, for its derivative.
 
-Chunks that were run to their end are plain loops, and in the one in which the loop ended each step is a branch.
+Chunks that were run to their end are plain loops. In the chunk in which the loop ended, each step is a branch.
 """
 
 from __future__ import annotations

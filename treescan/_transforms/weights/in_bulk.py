@@ -1,6 +1,6 @@
 """Runs a chunk of steps with its products with weights computed at once.
 
-Forward, these are the products of x with large weights. In the derivative they are all products that read x alone. For
+Forward, these are the products of x with large weights. In the derivative they are all products that read only x. For
 the products that read the state they are the cotangents of the weights; see `deferred`.
 """
 

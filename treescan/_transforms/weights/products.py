@@ -1,6 +1,6 @@
 """Finds, in the trace of a step, the products that need not be computed step by step.
 
-Some products read x alone: those of many steps are one product. Others read the carry and something that no step
+Some products read only x: those of many steps are one product. Others read the carry and something that no step
 changes, for example weights. These are computed step by step, but their derivatives with respect to the weights of many
 steps are one product.
 """

@@ -23,42 +23,42 @@ from ._rnn_lift import LoopPlan, lift_loop, refused
 
 
 class RNN(nn.Module):
-    """Applies a cell over sequences. It can replace flax.linen.RNN, and never reads padding.
+    """Applies a cell over sequences. It is a drop-in replacement for flax.linen.RNN that never reads padding.
 
     It has the fields, the arguments and the variables of `flax.linen.RNN`, and without `seq_lengths` its results. With
-    `seq_lengths` each row is run as if it were alone:
+    `seq_lengths`, each row runs as if it were alone:
 
     - Padding is never read. NaN there reaches no output, carry or gradient, and gradients with respect to padding are
       exactly 0.
-    - Steps that no row has are not run, forward and in the gradient.
-    - Outputs at padding are exactly 0, where flax leaves what the cell made of the padding.
-    - The carry is that after each row's last valid step, with any number of batch axes; a row of length 0 returns its
-      initial carry. No history of carries is kept.
+    - Steps that no row has are not run, in the forward or the backward pass.
+    - Outputs at padding are exactly 0, while flax returns what the cell computes there.
+    - The carry is the one after each row's last valid step, with any number of batch axes. A row of length 0 returns
+    its initial carry. No history of carries is kept.
 
-    Rows are to be independent of one another. What a cell computes across rows, for example the mean of a
-    normalization, sees another row in the place of a row that has ended.
+    Rows must be independent. If a cell computes across rows, for example the mean of a normalization, it sees another
+    row in the place of a row that has ended.
 
-    Variables of `variable_carry` are shared by all rows. They are changed in steps in which any row is valid, and have
-    to be there before the first. Variables of `variable_axes` stay what they were in steps that no row reaches; those
-    made there are 0.
+    Variables of `variable_carry` are shared by all rows. They change in steps in which any row is valid, and must exist
+    before the first step. Variables of `variable_axes` keep their value in steps that no row reaches; variables made
+    there are 0.
 
     Attributes:
         cell: an instance of `flax.linen.RNNCellBase`.
         time_major: True: inputs and outputs are `[T, *batch, *features]`; False: `[*batch, T, *features]`.
-        return_carry: whether to return `(carry, outputs)` in place of the outputs alone.
-        reverse: run each row from its last valid step to its first. Outputs are in the order of the run, and padding
-            stays at the end.
+        return_carry: whether to return `(carry, outputs)` instead of only the outputs.
+        reverse: run each row from its last valid step to its first. Outputs are in the order of the run, with padding
+            at the end.
         keep_order: with `reverse`, outputs are in the order of the inputs.
         unroll: how many steps are compiled into one round of the loop.
-        variable_axes: collections of which each step has its own variables, with the axis of the steps in them.
+        variable_axes: collections of which each step has its own variables, and the axis of the steps in them.
         variable_broadcast: collections that all steps share.
-        variable_carry: collections that each step hands to the next.
-        split_rngs: the rngs that the cell is given. True: each step has its own; False: all have the same.
-        remat: what the gradient recomputes, as for `treescan.scan`.
-        chunk: how many steps are skipped together where no row has them, as for `treescan.mask_scan`. Without
-            `seq_lengths` there is nothing to skip.
-        compact: whether to run the cell on those rows alone that have not ended, as for `treescan.mask_scan`. Not for
-            cells that draw. Without `seq_lengths` all rows go on to the end.
+        variable_carry: collections that are carried from step to step.
+        split_rngs: the rngs of the cell. True: each step has its own; False: all steps share one.
+        remat: as for `treescan.scan`.
+        chunk: the number of steps that are skipped together if no row has them, as for `treescan.mask_scan`. Without
+            `seq_lengths`, nothing is skipped.
+        compact: whether to run the cell only on rows that have not ended, as for `treescan.mask_scan`. Not for cells
+            that draw random numbers. Without `seq_lengths`, all rows run to the end.
 
     Examples:
         >>> import flax.linen as nn
@@ -194,7 +194,7 @@ def _checked(seq_lengths: Any, batch: tuple[int, ...], steps: int) -> Array:
     dtype = dtype_of(lengths)
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise refused(
-            f"{{verb}}: `seq_lengths` are ints, got {describe_argument(seq_lengths)}.",
+            f"{{verb}}: `seq_lengths` must be ints, got {describe_argument(seq_lengths)}.",
             "Give the number of valid steps of each row as an array, int[*batch]; from a bool mask of them, "
             "`mask.sum(axis)` along the steps.",
             error=ArgumentTypeError,

@@ -129,7 +129,7 @@ class _LiftedLoop:
     def _refuse(self, scopes: list[Scope]) -> None:
         if self.plan.compact and not self.plan.initializing and any(scope.rngs for scope in scopes):
             raise refused(
-                "{verb}: `compact` and rngs exclude each other: the cell would draw for other rows.",
+                "{verb}: `compact` and rngs exclude each other: the cell would draw different numbers.",
                 "Leave `compact` out where the cell draws, as dropout does, or drop its rngs from `split_rngs`.",
             )
         mutable = self.out.axes and any(_any_mutable(scopes, group) for group in self.plan.variable_axes)

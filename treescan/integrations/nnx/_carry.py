@@ -1,7 +1,8 @@
 """nnx modules, optimizers, metrics and rngs as carries, whose shared parts stay shared.
 
-A module is a pytree, but a pytree does not know that two of its parts are one: carried as it is, tied weights would
-come apart in the first step. As a carry it travels as its graph and its state, by `nnx.split` and `nnx.merge`.
+A module is a pytree, but a pytree cannot express that two of its parts are the same object. Carried as a plain pytree,
+tied weights would come apart in the first step. So `nnx.split` and `nnx.merge` split a carried module into its graph
+and its state.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from ._named import variables_in
 class ModuleCarry(AbstractCarry[Any, Any]):
     """An nnx module in the loop. The body sees the module, may change its variables, and returns it.
 
-    All rows of a `mask_scan` share it: it is updated in steps in which any row is valid.
+    All rows of a `mask_scan` share it. It is updated in steps in which any row is valid.
 
     Attributes:
         state: its variables.

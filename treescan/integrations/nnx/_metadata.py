@@ -1,4 +1,4 @@
-"""Compares what of a variable is static: its type and its metadata."""
+"""Compares the static parts of variables: types and metadata."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The role of each nnx variable in a scan: scanned over, given whole, or carried."""
+"""The role of each nnx variable in a scan: scanned over, passed whole, or carried."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def check_axes(in_axes: Axes, out_axes: Axes) -> tuple[int | None, int | None]:
         raise Fault(
             ArgumentError,
             f"{{call}}: `{has}` has `nnx.Carry`, but `{lacks}` has none.",
-            "What is carried is an argument of the {step} and one of its outputs: mark it in both.",
+            "A carried value is an argument of the {step} and one of its outputs: mark it in both.",
         )
     for path, role in _roles(in_axes):
         _check_role("in_axes" + path, role, (is_axis, _is_none, _is_carry))
@@ -65,14 +65,14 @@ def _find_carry(name: str, axes: Axes) -> int | None:
         raise Fault(
             ArgumentError,
             f"{{call}}: `{name}` has `nnx.Carry` within an entry, at {name}{nested[0]}.",
-            "An argument is carried as a whole. What is carried of a module, an `nnx.StateAxes` says: "
+            "An argument is carried as a whole. To carry a part of a module, use an `nnx.StateAxes`: "
             "`nnx.StateAxes({nnx.BatchStat: nnx.Carry, ...: 0})`.",
         )
     if len(found) > 1:
         raise Fault(
             ArgumentError,
             f"{{call}}: `{name}` has `nnx.Carry` more than once, at {' and '.join(name + path for path in found)}.",
-            "Put all that is carried into one argument, a tuple say.",
+            "Put all carried values into one argument, for example a tuple.",
         )
     return entries[found[0]] if found else None
 
@@ -119,8 +119,8 @@ def _refuse_whole_output(where: str, role: Role) -> None:
         raise Fault(
             ArgumentError,
             f"{{call}}: {where} is {role!r}, but an output is stacked.",
-            "Give it the axis of the steps. What is the same in all steps needs no output. What is carried is in "
-            "the argument with `nnx.Carry`.",
+            "Give it the axis of the steps. A value that is the same in all steps need not be an output. A carried "
+            "value belongs in the argument with `nnx.Carry`.",
         )
 
 
@@ -154,8 +154,8 @@ def role_of(role: Role, path: tuple[Any, ...], value: Any, name: str) -> Role:
         where = name + "".join(f".{key}" for key in path)
         raise Fault(
             ArgumentError,
-            f"{{call}}: no filter of {role!r} takes {where}, a {type(value).__name__}.",
-            "Let the last filter take the rest: `...: None`, `...: 0` or `...: nnx.Carry`.",
+            f"{{call}}: no filter of {role!r} matches {where}, a {type(value).__name__}.",
+            "Let the last filter match the rest: `...: None`, `...: 0` or `...: nnx.Carry`.",
         ) from None
 
 

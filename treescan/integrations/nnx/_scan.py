@@ -102,7 +102,7 @@ def scan(
         transform_metadata: with `nnx.PARTITION_NAME`, the name of the scanned axis in the shardings of variables.
         graph: None or True: modules are graphs, in which references may be shared.
         graph_updates: None or True: what changes in the structure of scanned modules is seen outside.
-        remat: what the gradient recomputes, as for `treescan.scan`.
+        remat: as for `treescan.scan`.
         name: how profilers name the loop (a `jax.named_scope`).
 
     Returns:
@@ -223,7 +223,7 @@ def _take_in(
             raise Fault(
                 ArgumentError,
                 f"{{call}}: {path} is scanned over axis {role}, but is {describe_node(leaf)}.",
-                "Give None in `in_axes` for what every {step} is given whole.",
+                "Give None in `in_axes` for a value that every {step} receives whole.",
             )
     places = tuple(parts.add(path, leaf, role) for (path, leaf), role in zip(leaves, roles, strict=True))
     return carry, jax.tree.structure(rest, is_leaf=is_node), places
@@ -253,7 +253,7 @@ def _positional(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     if bound.kwargs:
         raise Fault(
             ArgumentTypeError,
-            f"{{call}}: {', '.join(bound.kwargs)} are passed by keyword alone, but `in_axes` goes by place.",
+            f"{{call}}: {', '.join(bound.kwargs)} are passed by keyword, but `in_axes` goes by position.",
             "Make it a positional parameter, or bind it beforehand in a function of the others.",
         )
     variadic = inspect.Parameter.VAR_POSITIONAL
@@ -268,7 +268,7 @@ def _refuse_method(f: Any) -> None:
     if inspect.ismethod(f) and isinstance(f.__self__, nnx.Pytree):
         raise Fault(
             ArgumentTypeError,
-            "{call} got the method of an instance, whose variables it would not see.",
+            "{call} got the method of an instance, and would not see its variables.",
             "Use it as a decorator in the class, or pass the function of the class and the instance as an argument: "
             f"`scan({type(f.__self__).__name__}.{f.__name__}, ...)(module, ...)`.",
         )

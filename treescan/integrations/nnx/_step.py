@@ -191,8 +191,8 @@ class ModuleStep:
             if not is_node(leaf) and is_static(leaf):
                 raise Fault(
                     BodyError,
-                    f"{{body}} returned outputs that are no arrays: {name} is {describe_node(leaf)}.",
-                    "Outputs are stacked over the steps. Return what is the same in all of them some other way.",
+                    f"{{body}} returned outputs that are not arrays: {name} is {describe_node(leaf)}.",
+                    "Outputs are stacked over the steps, so they must be arrays. Keep other values out of the scan.",
                 )
         places = tuple(parts.add(name, leaf, role) for (name, leaf), role in zip(named, roles, strict=True))
         graph, states = split(parts, self.axes, dict(self.metadata))
@@ -229,7 +229,7 @@ def take_nodes(name: str, given: PyTree, returned: PyTree, parts: Parts) -> PyTr
         raise Fault(
             CarryError,
             "{body} returned a carry with other modules than it was given.",
-            "Change the variables of the module that the {step} is given, and return this module.",
+            "Change the variables of the module that the {step} receives, and return that module.",
             header=("leaf", "expected", "came"),
             rows=wrong,
         )
@@ -243,8 +243,7 @@ def _check_whole(given: Named, now: Named) -> None:
         other = sorted(set(given.names) ^ set(now.names))
         raise Fault(
             CarryError,
-            f"{{body}} added variables to a module that is given whole to each step, or took some away: "
-            f"{', '.join(other)}.",
+            f"{{body}} added or removed variables of a module that each step receives whole: {', '.join(other)}.",
             "Make all variables before the scan, or scan over the module or carry it.",
         )
 
@@ -259,8 +258,8 @@ def _check_carried(given: Named, now: Named, nodes: tuple[str, ...]) -> None:
         raise Fault(
             CarryError,
             "{body} changed the type or the metadata of carried variables.",
-            "These are the same in every step: set them before the scan, or after it. What changes from step to step "
-            "is an array, the value of a variable.",
+            "These must be the same in every step: set them before or after the scan. Only the value of a variable, "
+            "an array, may change.",
             header=("leaf", "given", "returned"),
             rows=rows,
         )

@@ -1,0 +1,104 @@
+"""A linear recurrence, `h = a * h + x`, as a scan and as `jax.lax.associative_scan`: where a scan loses.
+
+A scan takes the steps one after the other. `associative_scan` combines pairs of steps, in about 2 log2(T) rounds that
+each work on many steps at once. It needs an associative operation, and holds all states at once.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import Array
+
+import treescan
+from benchmarks._harness import Comparison, Memory, Thunk
+from benchmarks._lstm import normal
+
+STEPS, FEW_STEPS = 4_096, 8
+WIDTHS = (1, 64, 4_096)
+COMPILE_BLOCKS = 4
+ASSOCIATIVE = "associative_scan"
+FORWARD, GRADIENT = "forward", "gradient"
+
+Program = Callable[[Array, Array], Array]  # decays and inputs [T, N] to states [T, N]
+
+
+def comparisons() -> Iterator[Comparison | Memory]:
+    """The comparisons of this suite."""
+    yield from _all(STEPS, WIDTHS, COMPILE_BLOCKS)
+
+
+def smoke() -> Iterator[Comparison | Memory]:
+    """The same with few steps."""
+    yield from _all(FEW_STEPS, WIDTHS[:1], 1)
+
+
+def _all(steps: int, widths: tuple[int, ...], blocks: int) -> Iterator[Comparison | Memory]:
+    for width in widths:
+        given = jax.nn.sigmoid(normal(0, (steps, width))), normal(1, (steps, width))
+        for kind in (FORWARD, GRADIENT):
+            ours, peer = Compiled(kind, _scan, given), Compiled(kind, _associative, given)
+            if width == widths[0]:
+                yield Comparison(f"control, {kind}", "itself", ours, ours)
+                compiling = _compiling(kind, _scan, given), _compiling(kind, _associative, given)
+                yield Comparison(f"compile, {kind}", ASSOCIATIVE, *compiling, blocks=blocks)
+            yield Comparison(f"{width:,} wide, {kind}", ASSOCIATIVE, ours, peer, details={"steps": float(steps)})
+            yield Memory(f"{width:,} wide, memory, {kind}", ASSOCIATIVE, ours.temporaries, peer.temporaries)
+
+
+def _scan(decays: Array, xs: Array) -> Array:
+    def step(state: Array, inputs: tuple[Array, Array]) -> Array:
+        decay, x = inputs
+        return decay * state + x
+
+    return treescan.accumulate(step, jnp.zeros_like(xs[0]), (decays, xs))
+
+
+def _associative(decays: Array, xs: Array) -> Array:
+    def combine(one: tuple[Array, Array], two: tuple[Array, Array]) -> tuple[Array, Array]:
+        (a, x), (b, y) = one, two
+        return a * b, b * x + y
+
+    return jax.lax.associative_scan(combine, (decays, xs))[1]
+
+
+def _jit(kind: str, program: Program) -> Any:
+    """A new function: the states, or the gradient of the sum of their squares."""
+
+    def loss(decays: Array, xs: Array) -> Array:
+        return jnp.sum(program(decays, xs) ** 2)
+
+    return jax.jit((lambda *given: program(*given)) if kind == FORWARD else jax.grad(loss, argnums=(0, 1)))
+
+
+def _compiling(kind: str, program: Program, given: tuple[Array, Array]) -> Thunk:
+    """Traces, lowers and compiles a new function."""
+
+    def compile_anew() -> None:
+        _jit(kind, program).lower(*given).compile()
+
+    return compile_anew
+
+
+@dataclasses.dataclass(frozen=True)
+class Compiled:
+    """A program and its inputs, compiled when first used."""
+
+    kind: str
+    program: Program
+    given: tuple[Array, Array]
+
+    def __call__(self) -> Any:
+        """Runs it."""
+        return self._executable(*self.given)
+
+    def temporaries(self) -> int:
+        """The bytes it allocates beside its inputs and results."""
+        return self._executable.memory_analysis().temp_size_in_bytes
+
+    @functools.cached_property
+    def _executable(self) -> Any:
+        return _jit(self.kind, self.program).lower(*self.given).compile()
