@@ -2,8 +2,8 @@
 
 Each run of a loop has a number, which a callback returns before the first step. With it the loop reports how far it has
 come. Callbacks under `custom_vmap` are called once for all elements of a `jax.vmap`, which share a run or have one
-each. If `jax.checkpoint` computes a loop again, JAX leaves out equations that have effects and no rule for it, so such a
-callback is not repeated.
+each. If `jax.checkpoint` computes a loop again, JAX leaves out equations that have effects and no rule for it, so such
+a callback is not repeated.
 """
 
 from __future__ import annotations
