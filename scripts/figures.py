@@ -104,7 +104,7 @@ def section(name: str, report: Report | None) -> str:
         return NONE.format(name)
     count = len(_measurements(report))
     parts = [
-        f'<details markdown="1"><summary>{count} measurement{"s"[: count != 1]} of <code>{name}</code></summary>\n',
+        f'<details markdown="1" data-search-exclude><summary>{count} measurement{"s"[: count != 1]} of <code>{name}</code></summary>\n',
         _circumstances(report),
     ]
     for number, (peer, comparisons) in enumerate(_by_peer(report["comparisons"])):
