@@ -103,8 +103,9 @@ def section(name: str, report: Report | None) -> str:
     if report is None:
         return NONE.format(name)
     count = len(_measurements(report))
+    summary = f"{count} measurement{'s'[: count != 1]} of <code>{name}</code>"
     parts = [
-        f'<details markdown="1"><summary>{count} measurement{"s"[: count != 1]} of <code>{name}</code></summary>\n',
+        f'<details markdown="1" data-search-exclude><summary>{summary}</summary>\n',
         _circumstances(report),
     ]
     for number, (peer, comparisons) in enumerate(_by_peer(report["comparisons"])):

@@ -64,7 +64,9 @@ def test_a_section_has_the_numbers_and_where_they_come_from() -> None:
     made = figures.section("some", REPORT)
     assert "Measured on 2026-01-02: A CPU, 4 cores, A GPU, load average 0.2 before it began; " in made
     assert "python 3.11.7, jax 0.10.2." in made
-    assert made.startswith('<details markdown="1"><summary>2 measurements of <code>some</code></summary>\n')
+    assert made.startswith(
+        '<details markdown="1" data-search-exclude><summary>2 measurements of <code>some</code></summary>\n'
+    )
     assert made.index("**Against by hand**") < made.index("| a < b | by hand | 1.00 |")
     assert "| a < b | by hand | 1.00 | 0.50 to 2.00 | 0.90, **missed** | 1 s | 20 µs |" in made
     assert "| gradient | by hand | 0.012 |  | 12.3 MB | 1000.0 MB |" in made
