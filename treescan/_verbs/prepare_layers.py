@@ -103,7 +103,7 @@ def prepare_layers(
     frozen = stacks.frozen or any(map(operator.is_not, (frozen_x, *frozen_args), (adopted.init, *args)))
     told = _told(adopted, states, frozen, check_reverse(reverse), check_unroll(unroll, stacks.counts[-1]))
     plans, gather = check_gradient(remat, prefetch, stacks)
-    given = Arguments(frozen_x, stacks.arguments(own, states and states.stacks), key, frozen_args)
+    given = Arguments(frozen_x, stacks.arguments(own, None if states is None else states.stacks), key, frozen_args)
     pattern = Pattern(
         blocks=tuple(Call(body, convention, n, **told) for body, n in zip(bodies, stacks.counts, strict=True)),
         axes=stacks.axes if states is None else _axes_with(states, stacks),
@@ -112,7 +112,7 @@ def prepare_layers(
         remat=plans,
         saves=check_saves(save, stacks),
         name=check_name(name),
-        states=states and states.counts,
+        states=None if states is None else states.counts,
         prefetch=gather,
         shown=check_shown(progress, bodies, convention.verb, custom=bool(told["custom"]), ahead=gather is not None),
     )
