@@ -16,7 +16,7 @@ STEPS, WIDTH = 256, 64
 
 
 @dataclass(frozen=True)
-class Fault:
+class KnownFault:
     """A fault that a release of XLA may have.
 
     Attributes:
@@ -67,27 +67,27 @@ def _pass_through(buffer: Any) -> Any:
 
 
 FAULTS = (
-    Fault(
+    KnownFault(
         "small outputs of bfloat16 copy their stack",
         _stack_small,
         "bfloat16",
         "The time of a loop that stacks them grows with the square of its steps. Return them as float32, and convert "
         "the stack after the loop, or keep fewer (`save=`).",
     ),
-    Fault(
+    KnownFault(
         "small outputs of float32 copy their stack",
         _stack_small,
         "float32",
         "The time of a loop that stacks them grows with the square of its steps. Keep fewer (`save=`).",
     ),
-    Fault(
+    KnownFault(
         "small writes into the carry copy it",
         _write_small,
         "float32",
         "A step that writes a few numbers of a large carry takes the time of all of it. Return what is written as an "
         "output, and read it after the loop.",
     ),
-    Fault(
+    KnownFault(
         "a branch that passes its carry on copies it",
         _pass_through,
         "float32",

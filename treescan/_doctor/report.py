@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import jax
 
 from .._layout import indented, table, wrap
-from .faults import Fault
+from .faults import KnownFault
 from .growth import Found
 from .lines import Line
 
@@ -26,7 +26,7 @@ class Report(NamedTuple):
 
     machine: Mapping[str, str]
     found: Sequence[Found]
-    copies: Sequence[tuple[Fault, int]]
+    copies: Sequence[tuple[KnownFault, int]]
 
     def __str__(self) -> str:
         parts = [", ".join(self.machine.values()), _growth(self.found), _noise(self.found), _faults(self.copies)]
@@ -88,7 +88,7 @@ def _noise(found: Sequence[Found]) -> str:
     )
 
 
-def _faults(copies: Sequence[tuple[Fault, int]]) -> str:
+def _faults(copies: Sequence[tuple[KnownFault, int]]) -> str:
     there = [(fault, number) for fault, number in copies if number]
     names = [fault.name for fault, number in copies if not number]
     parts = [wrap(f"Faults of this XLA: {len(there)} of the {len(copies)} that are looked for.")]

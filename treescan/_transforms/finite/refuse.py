@@ -50,7 +50,7 @@ def refuse_effects(hoisted: Hoisted) -> None:
         why = "closes over a mutable array (a `Ref`)" if hoisted.refs else "has an effect that JAX refuses to repeat"
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `check_finite` runs steps once more to say what went wrong, but the body {why}.",
+            f"{{verb}} over {{body}}: `check_finite` runs steps again to find out what went wrong, but the body {why}.",
             "Leave it out. `jax.debug_nans` stops at the operation.",
         )
 
