@@ -13,7 +13,7 @@ QUESTIONS = {
         ["tab: Tutorials", "menu: A carry of your own", "contents: The carry"],
         "AbstractCarry",
     ),
-    "What does this error mean?": (["tab: Errors", "contents: CarryError"], "What to do, by what the last column says"),
+    "What does this error mean?": (["tab: Errors", "contents: CarryError"], "What to do depends on the last column"),
     "Which loop, and which library?": (["menu: How to choose"], "jax.lax.cond"),
     "How is it maintained?": (["tab: Project", "menu: Contributing"], "make test"),
 }
