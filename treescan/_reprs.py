@@ -14,7 +14,7 @@ from ._tree import leaves_with_path
 
 
 class _Shown:
-    """A leaf as it is shown."""
+    """A leaf with what is shown of it."""
 
     def __init__(self, leaf: Any) -> None:
         self._text = describe_leaf(leaf)

@@ -5,7 +5,7 @@ from conftest import DESKTOP, Open
 from playwright.sync_api import Page, expect
 
 PLACES = {"tab": ".md-tabs a", "menu": ".md-nav--primary a", "contents": ".md-nav--secondary a", "page": "article a"}
-# The question, the clicks from the first page on, and what stands in the answer.
+# The question, the clicks from the first page on, and a part of the answer.
 QUESTIONS = {
     "My sequences have different lengths.": (["tab: Guides"], "mask_scan("),
     "How do I run the layers of a model as one loop?": (["tab: Guides", "menu: Stacks of layers"], "fold_layers"),

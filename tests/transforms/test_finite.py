@@ -1,6 +1,5 @@
 """`check_finite`: a NaN that is planted is named, and nothing else is."""
 
-import contextlib
 import functools
 import gc
 import weakref
@@ -10,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nonfinite import caught
 
 import treescan
 from treescan import carries
@@ -62,15 +62,6 @@ def go(way: str, call: Any, flags: Any) -> Any:
             1.0
         )
     return call(flags)
-
-
-def caught(call: Any) -> str:
-    with pytest.raises((treescan.NonFiniteError, jax.errors.JaxRuntimeError)) as error:
-        jax.block_until_ready(call())
-        jax.effects_barrier()
-    with contextlib.suppress(Exception):  # of another element of a vmap
-        jax.effects_barrier()
-    return " ".join(str(error.value).split())
 
 
 def plantings(count: int) -> list[Any]:

@@ -1,6 +1,5 @@
 """`check_finite="backward"`: a cotangent that goes wrong is named, with the step that made it so."""
 
-import contextlib
 import functools
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nonfinite import caught
 
 import treescan
 
@@ -67,15 +67,6 @@ def go(way: str, call: Any, bad: Any) -> Any:
     if way == "grad of vmap":
         return jax.grad(lambda s: jax.vmap(call, (None, 0, None))(bad, jnp.ones(2), s).sum())(one)
     return jax.grad(call, 1 if way == "weight" else 2)(bad, one, one)
-
-
-def caught(call: Any) -> str:
-    with pytest.raises((treescan.NonFiniteError, jax.errors.JaxRuntimeError)) as error:
-        jax.block_until_ready(call())
-        jax.effects_barrier()
-    with contextlib.suppress(Exception):  # of another element of a vmap
-        jax.effects_barrier()
-    return " ".join(str(error.value).split())
 
 
 def plantings(count: int) -> list[Any]:

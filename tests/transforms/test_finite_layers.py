@@ -1,6 +1,5 @@
 """`check_finite` over layers: the layer and the block are named."""
 
-import contextlib
 import functools
 from typing import Any
 
@@ -8,21 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nonfinite import caught
 
 import treescan
 
 N, D = 5, 3
 WAYS = ("eager", "jit", "grad", "vmap", "disable_jit")
 FORMS = ("scan_layers", "fold_layers", "pattern", "state", "state recomputed", "own", "remat", "save")
-
-
-def caught(call: Any) -> str:
-    with pytest.raises((treescan.NonFiniteError, jax.errors.JaxRuntimeError)) as error:
-        jax.block_until_ready(call())
-        jax.effects_barrier()
-    with contextlib.suppress(Exception):  # of another element of a vmap
-        jax.effects_barrier()
-    return " ".join(str(error.value).split())
 
 
 def spoil(leaf: Any, w: Any) -> Any:

@@ -1,6 +1,5 @@
 """`check_finite` of rows of unequal length: what is planted in data is named, what is in padding is not."""
 
-import contextlib
 import functools
 from typing import Any
 
@@ -8,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nonfinite import caught
 
 import treescan
 from treescan import carries
@@ -82,15 +82,6 @@ def expected(bad: Any, *, reverse: bool) -> tuple[int, list[int]]:
     steps = np.flatnonzero(bad.any(axis=1))
     first = int(steps[-1] if reverse else steps[0])
     return first, np.flatnonzero(bad[first]).tolist()
-
-
-def caught(call: Any) -> str:
-    with pytest.raises((treescan.NonFiniteError, jax.errors.JaxRuntimeError)) as error:
-        jax.block_until_ready(call())
-        jax.effects_barrier()
-    with contextlib.suppress(Exception):  # of another element of a vmap
-        jax.effects_barrier()
-    return " ".join(str(error.value).split())
 
 
 def run(kind: str, leaf: str, options: Any, lengths: Any, resets: Any, flags: Any, u: Any, h: Any) -> Any:

@@ -1,6 +1,5 @@
 """`check_finite` of loops that end early: a step that was taken is named, and none that was not."""
 
-import contextlib
 import functools
 from typing import Any
 
@@ -8,21 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from nonfinite import caught
 
 import treescan
 
 T, B = 8, 3
 KINDS = ("xs", "no xs", "rows", "compact rows", "fori")
 WAYS = ("eager", "jit", "grad", "vmap", "disable_jit")
-
-
-def caught(call: Any) -> str:
-    with pytest.raises((treescan.NonFiniteError, jax.errors.JaxRuntimeError)) as error:
-        jax.block_until_ready(call())
-        jax.effects_barrier()
-    with contextlib.suppress(Exception):  # of another element of a vmap
-        jax.effects_barrier()
-    return " ".join(str(error.value).split())
 
 
 def spoil(leaf: Any, hit: Any) -> Any:

@@ -17,7 +17,7 @@ _DEEPEST = 4
 def named_constants(function: Any, values: Sequence[Any]) -> list[str]:
     """For each array that a function closes over its path in the name that it has there, for example `params["w"]`.
 
-    One that is not found, as it is made within the function, is called by its number.
+    One that is not found, because the function makes it, is called by its number.
     """
     known = dict[int, str]()
     for name, value in _reachable(function, _DEEPEST, set()):

@@ -23,7 +23,7 @@ from .while_scan import while_scan
 
 
 class _Verb(NamedTuple):
-    """What is said of a verb's body and init in messages, and where among its arguments they are."""
+    """The words for a verb's body and init in messages, and where they are among its arguments."""
 
     words: Mapping[str, str] = STEP_WORDS
     body: int = 0

@@ -91,7 +91,7 @@ def gather(first: Array, site: Site, about: About, taken: Array | None = None) -
     Args:
         first: int32[], how many steps ran before it; -1: there is none.
         site: the loop.
-        about: what else is said of it.
+        about: the words for messages about it.
         taken: int32[*batch], how many steps ran, of a loop that ends early; None: all.
     """
 

@@ -148,7 +148,7 @@ class CheckCotangents:
     """`check_finite="backward"`.
 
     Attributes:
-        about: what is said of the loop.
+        about: the words for messages about the loop.
         slices: what is scanned over, where some leaves are given whole; None: none are.
     """
 

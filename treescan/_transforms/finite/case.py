@@ -43,7 +43,7 @@ class Evidence(NamedTuple):
 
 
 class About(NamedTuple):
-    """What is said of a checked loop.
+    """The words for messages about a checked loop.
 
     Attributes:
         call: the verb and the body, as messages name them.
@@ -86,7 +86,7 @@ class Case:
     """What is static of the evidence: the operations of a step, and what its leaves are called.
 
     Attributes:
-        about: what is said of the loop.
+        about: the words for messages about the loop.
         length: its steps, or the most that it may take.
         operations: those of one step, inputs first.
         results: for each leaf of the state the operation that makes it.

@@ -32,7 +32,7 @@ class CheckFinite:
     """`check_finite`.
 
     Attributes:
-        about: what is said of the loop.
+        about: the words for messages about the loop.
         slices: what is scanned over, where some leaves are given whole; None: none are.
         around: what is put around a step of rows.
     """

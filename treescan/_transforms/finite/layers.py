@@ -30,7 +30,7 @@ class CheckLayers:
     """`check_finite` of a verb over layers.
 
     Attributes:
-        abouts: what is said of each block.
+        abouts: the words for messages about each block.
         slices: what the layers of each are scanned over, where some leaves are given whole; None: none are.
         roots: what the arguments of each are called that are a layer's own.
     """
