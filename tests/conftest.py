@@ -100,6 +100,12 @@ def pytest_collection_modifyitems(config, items):
         items[:] = left
 
 
+@pytest.fixture
+def one_device(monkeypatch):
+    """What the library does for a single device, which the tests have eight of."""
+    monkeypatch.setattr(jax, "device_count", lambda: 1)
+
+
 def _function(item):
     return item.nodeid.partition("[")[0]
 

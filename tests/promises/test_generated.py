@@ -56,7 +56,9 @@ def test_programs_by_hypothesis(data):
 
 
 @pytest.mark.parametrize("number", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 40))])
-def test_a_few_programs(number):
+def test_a_few_programs(number, request):
+    if number % 2:
+        request.getfixturevalue("one_device")
     try:
         check(draw_program(Seeded(f"everyday {number}")))
     except Refused:

@@ -12,6 +12,8 @@ from unpadded import assert_close
 
 import treescan
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 STEPS, ROWS, WIDTH = 40, 3, 4
 LENGTHS = np.array([40, 17, 0])
 

@@ -17,6 +17,8 @@ from unpadded import compiled
 
 import treescan
 
+pytestmark = pytest.mark.usefixtures("one_device")
+
 STEPS, ROWS, WIDTH, CHUNK = 43, 5, 3, 8
 LENGTHS = np.array([43, 3, 0, 17, 26])
 MASK = np.random.default_rng(0).uniform(size=(STEPS, ROWS)) < np.where(np.arange(STEPS) < 9, 0.8, 0.05)[:, None]

@@ -21,7 +21,6 @@ import treescan
 import treescan._transforms.auto as auto_remat
 import treescan._transforms.remat as remat_transform
 from treescan._trace.cost import count_operations
-from treescan._transforms.weights import steps_at_once
 
 STEPS, CHUNK, ROWS, D, H = 10, 4, 3, 2, 3
 LENGTHS = np.array([9, 0, 4])
@@ -187,10 +186,7 @@ BODIES = {
 }
 
 
-@pytest.fixture(autouse=True)
-def one_device(monkeypatch):
-    """The forms of products for a single device, which the tests have eight of; the last tests undo it."""
-    monkeypatch.setattr(steps_at_once, "_has_one_device", lambda: True)
+pytestmark = pytest.mark.usefixtures("one_device")  # the last tests undo it
 
 
 def params():
@@ -597,11 +593,12 @@ def test_no_loop_over_steps_adds_up_the_cotangents_of_weights(features):
     assert adds_up(by_steps, f"f32[{WIDE},{4 * WIDE}]")
 
 
-@parametrize("features", {"small": WIDE, "large": 4 * WIDE})
-def test_no_loop_of_scan_adds_up_the_cotangents_of_weights(features):
+@parametrize("features, dots", {"small": (WIDE, 2), "large": (4 * WIDE, 1)})
+def test_no_loop_of_scan_adds_up_the_cotangents_of_weights(features, dots):
+    """A product of x with small weights is computed beside the other, as is what it gives to the cotangent of x."""
     ours = Program(functools.partial(gradient, lstm, verb=treescan.scan, remat=WHOLE_STEPS), *wide(features))
     plain = Program(functools.partial(gradient, lstm, verb=jax.lax.scan), *wide(features))
-    assert dots_in_loops(ours) == [1, 1, 1]
+    assert dots_in_loops(ours) == [dots] * 3
     assert max(dots_in_loops(plain)) >= 4
     assert not adds_up(ours, f"f32[{WIDE},{4 * WIDE}]")
     assert adds_up(plain, f"f32[{WIDE},{4 * WIDE}]")
@@ -644,8 +641,13 @@ def test_a_body_without_products_has_no_rule_for_its_chunks():
         h = jnp.tanh(h * p["h"][:1] + x[:, :1])
         return h, h
 
-    stacked = [functools.partial(run, each, fill="hold") for each in (body, lstm)]  # the loop has no rule of its own
-    assert ["custom_jvp" in str(jax.make_jaxpr(each)(*given())) for each in stacked] == [False, True]
+    def rules(body):
+        stacked = functools.partial(run, body, fill="hold")  # the loop has no rule of its own
+        calls = equations(jax.make_jaxpr(stacked)(*given()).jaxpr, "custom_jvp_call")
+        return [call for call in calls if list(equations(call.params["call_jaxpr"].jaxpr, "scan"))]
+
+    assert not rules(body)
+    assert rules(lstm)
 
 
 def test_rows_over_an_explicit_mesh_are_multiplied_step_by_step():

@@ -22,6 +22,7 @@ from ..._loop.loop import Feed, Loop, Step
 from ..._trace.hoist import is_untraced
 from ..._tree import Prefix
 from ..._types import Array, PyTree
+from ..written import written
 from .batch_axes import RowAxes, spread_batch_axes, with_axes
 from .fill import fill_leaves, without_hold
 from .good_pairs import GoodPair, earliest_pair, first_of_lengths, first_valid, own_pairs
@@ -65,7 +66,7 @@ class Masked:
         show = _show_shared if None in (*self.carry_axes, *self.x_axes) else _show_own
         shown = show(mask, state, good.state, self.carry_axes) if self.shows_state else state
         shown_fixed = show(mask, fixed, good.fixed, self.fixed_axes)
-        shown_x = jax.tree.unflatten(x_tree, show(mask, x, good.x, self.x_axes))
+        shown_x = jax.tree.unflatten(x_tree, list(map(written, show(mask, x, good.x, self.x_axes))))
         returned, y = self.step((shown_fixed, inner), shown, feed._replace(x=shown_x))
         kept = [
             old if new is seen else mask.select(new, old, axis)

@@ -29,6 +29,7 @@ from ..._trace.hoist import array_of
 from ..._trace.smooth import Unproven, add_alike, fill_in, nonzero_part, smooth_part, typed_like
 from ..._types import Array
 from ..checkpoint import RealOnly
+from ..written import written
 from .products import ELEMENTWISE, Deferred, Split
 from .steps_at_once import compute_early, entry_of, product_of_steps
 from .sums import Slot, slots_of
@@ -69,7 +70,8 @@ class Forward:
 class Recorded:
     """A step as a function of its products too.
 
-    Its consts are (reads, weights), its x (early, fed, added), its y (y, what the weights are multiplied with).
+    Its consts are (reads, weights), its x (early, fed, added), its y (y, what the weights are multiplied with). The
+    latter is None for a product of what the step is fed.
 
     Attributes:
         split: the step.
@@ -84,7 +86,8 @@ class Recorded:
     def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
         (reads, weights), (early, fed, added) = consts, feed.x
         rest = self.split.derivative.rest
-        values = dict(zip(rest.invars, [*reads, *early, *state, *fed], strict=True))
+        values = dict(zip(rest.invars, [*reads, *map(written, early), *state, *fed], strict=True))
+        is_fed = set(rest.invars[len(rest.invars) - len(fed) :])
         numbers = {product.equation: i for i, product in enumerate(self.deferred)}
         tangents = {slot.equation: zero for slot, zero in zip(self.slots, added, strict=True)}
         kept: list[Any] = [None] * len(self.deferred)
@@ -94,7 +97,7 @@ class Recorded:
             i = numbers.get(number)
             if i is not None:
                 same, other = self.deferred[i].of(equation)
-                kept[i] = values[other]
+                kept[i] = None if other in is_fed else values[other]
                 given = [weights[i] if var is same else value for var, value in zip(taken, given, strict=True)]
             out = eval_jaxpr(one, [], *given, propagate_source_info=True)
             if number in tangents:
@@ -196,7 +199,7 @@ def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments
     _, push, (result, kept) = jax.linearize(recorded, on, zeros, has_aux=True)
     products = [
         product_of_steps(rest.eqns[each.equation], stacked, d_given.reads[each.read], each.operand)
-        for each, stacked in zip(deferred, kept, strict=True)
+        for each, stacked in zip(deferred, _operands(rest, deferred, kept, given.fed), strict=True)
     ]
     d_early = dict(zip(apart, push_apart(d_on), strict=True))
     added = [
@@ -207,6 +210,13 @@ def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments
         for slot, zero in zip(slots, zeros, strict=True)
     ]
     return result, fill_in(result, push(d_on, added))
+
+
+def _operands(rest: Any, deferred: Sequence[Deferred], kept: list[Any], fed: list[Any]) -> list[Array]:
+    """What each product multiplies its weights with in each step, `[C, ...]`: what the loop kept, or was fed."""
+    feed = dict(zip(rest.invars[len(rest.invars) - len(fed) :], fed, strict=True))
+    others = [each.of(rest.eqns[each.equation])[1] for each in deferred]
+    return [feed.get(other, stacked) for other, stacked in zip(others, kept, strict=True)]
 
 
 def save_all_but_cheap(prim: Any, *args: Any, **params: Any) -> bool:

@@ -1,8 +1,9 @@
 """Finds, in the trace of a step, the products that need not be computed step by step.
 
-Some products read only x: those of many steps are one product. Others read the carry and something that no step
-changes, for example weights. These are computed step by step, but their derivatives with respect to the weights of many
-steps are one product.
+Some products read only what is computed from x: those of many steps are one product. Others read the carry and
+something that no step changes, for example weights. These are computed step by step, but their derivatives with respect
+to the weights of many steps are one product. Products of x itself with small weights are of this second kind: a step
+takes as long for such a product as for its share of the product of many steps, and need not read that share.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ ELEMENTWISE = frozenset(
         "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate",
         "convert_element_type", "copy", "cos", "cosh", "div", "eq", "exp", "exp2",
         "expm1", "floor", "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "log", "log1p",
-        "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad", "pow", "real", "rem",
-        "reshape", "rev", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "slice", "split", "sqrt",
+        "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "pad", "pow",
+        "real", "rem", "reshape", "rev", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "slice", "split", "sqrt",
         "square", "squeeze", "sub", "tan", "tanh", "transpose", "xor",
     }
 )
@@ -57,7 +58,7 @@ Smaller ones stay in the cache from step to step, and a processor takes their pr
 
 
 class Deferred(NamedTuple):
-    """A product of something carried with something that is the same in every step.
+    """A product that is computed step by step, with something that is the same in every step.
 
     Attributes:
         equation: its number in the rest.
@@ -242,7 +243,8 @@ class _Found:
 
     def early(self, least: int = 0) -> list[Any]:
         """The products with weights of so many elements that wait for nothing but x, as far as the rest reads them."""
-        products = (p for p in self.products() if p.other in self.movable and _size(p.same.aval) >= least)
+        movable = (p for p in self.products() if p.other in self.movable and not self._is_small_of_x(p))
+        products = (p for p in movable if _size(p.same.aval) >= least)
         early = [product.equation.outvars[0] for product in products]
         rest = self.needed(self.jaxpr.outvars, set(early))
         read = {var for equation in rest for var in variables_of(equation.invars)}
@@ -250,9 +252,13 @@ class _Found:
         return [var for var in early if var in read]
 
     def deferred(self) -> list[_Product]:
-        """The products with weights that wait for the state."""
+        """The products with weights that wait for the state, or are computed beside those that do."""
         found = {id(equation) for equation in self.needed(self.jaxpr.outvars, set())}
-        return [p for p in self.products() if p.other in self.on_state and id(p.equation) in found]
+        products = (p for p in self.products() if id(p.equation) in found)
+        return [p for p in products if p.other in self.on_state or self._is_small_of_x(p)]
+
+    def _is_small_of_x(self, product: _Product) -> bool:
+        return product.other in self.feed and _size(product.same.aval) < LARGE
 
 
 def _size(aval: Any) -> int:

@@ -8,12 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
 from ..._trace.equations import PRODUCTS, alone, values_of
 from ..._trace.smooth import Unproven
 from ..._types import Array
+from ..written import has_one_device, written
 
 
 def compute_early(program: Any, reads: list[Any], fed: list[Any]) -> list[Array]:
@@ -83,7 +83,7 @@ def product_of_steps(equation: Any, stacked: Array, same: Array, operand: int) -
     free = [axis for axis in range(stacked.ndim - 1) if axis not in mine]
     ordered = stacked.transpose(0, *(axis + 1 for axis in (*free, *mine)))
     outer, inner = ordered.shape[: 1 + len(free)], ordered.shape[1 + len(free) :]
-    if _has_one_device():
+    if has_one_device():
         # As one matrix: with several axes to add up over, XLA's CPU backend copies what the transposed product reads.
         ordered = ordered.reshape(math.prod(outer), *inner)
     product = jax.lax.dot_general(
@@ -100,20 +100,5 @@ def product_of_steps(equation: Any, stacked: Array, same: Array, operand: int) -
 
 
 def entry_of(stack: Array, place: Array) -> Array:
-    """One step's entry of a stack, `[C, ...]`.
-
-    A slice would be fused into what reads it, and XLA's CPU backend does not vectorize functions of such operands: an
-    LSTM's step takes up to twice as long then. Rows that are gathered are written first.
-    """
-    entry = jax.lax.dynamic_index_in_dim(stack, place, keepdims=False)
-    if entry.ndim < 2 or not _has_one_device():
-        return entry
-    return jnp.take(entry, jnp.arange(entry.shape[0]), 0, mode="clip", unique_indices=True, indices_are_sorted=True)
-
-
-def _has_one_device() -> bool:
-    """Whether rows cannot be spread over devices, which no trace tells where the axes of a mesh are not explicit.
-
-    Axes that are joined with that of the steps could not be, and neither could rows that are gathered.
-    """
-    return jax.device_count() == 1
+    """One step's entry of a stack, `[C, ...]`."""
+    return written(jax.lax.dynamic_index_in_dim(stack, place, keepdims=False))
