@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -11,6 +12,9 @@ from ..._avals import is_sharded
 from ..._axes import LeafAxes
 from ..._types import Array
 from .leaves import RowMask, gather_rows, pick_steps, take_row, unsigned
+
+_once_a_shape = functools.partial(jax.jit, inline=True)
+"""Traces a function once for each shape of its arguments, and hands its equations out from then on."""
 
 
 class GoodPair(NamedTuple):
@@ -57,8 +61,9 @@ def _steps_or(other: int, valid: Array) -> Array:
 
 def first_of_lengths(lengths: Array, steps: int, *, reverse: bool) -> tuple[Array, Array | None]:
     """The same where each row's steps are its first `lengths`, int[*batch]; None: the first position for all rows."""
-    have = jax.lax.gt(lengths, jnp.zeros_like(lengths))
-    return have, jnp.clip(lengths.astype(jnp.int32) - 1, 0, steps - 1) if reverse else None
+    return jax.lax.gt(lengths, jnp.zeros_like(lengths)), jnp.clip(
+        lengths.astype(jnp.int32) - 1, 0, steps - 1
+    ) if reverse else None
 
 
 def own_pairs(
@@ -75,14 +80,18 @@ def own_pairs(
     carry_axes, x_axes = axes
     have, first = begin
     batch = have.shape
-    lender, mask = unsigned(jnp.argmax(have.reshape(-1))), RowMask(have)
     # One gather per leaf, in place of a slice, its broadcast and a selection: less to trace.
-    source = _own_or(lender, have) if len(batch) == 1 and not is_sharded(have) else None
+    source = _own_or_first(have) if len(batch) == 1 and not is_sharded(have) else None
+
+    @functools.cache
+    def lender() -> tuple[Array, RowMask]:
+        return unsigned(jnp.argmax(have.reshape(-1))), RowMask(have)
 
     def borrow(leaf: Array, axis: int | None) -> Array:
         assert axis is not None
         if source is None or is_sharded(leaf):
-            return mask.select(leaf, take_row(leaf, lender, axis, batch), axis)
+            row, mask = lender()
+            return mask.select(leaf, take_row(leaf, row, axis, batch), axis)
         return gather_rows(leaf, source, axis)
 
     at_first = [
@@ -92,10 +101,11 @@ def own_pairs(
     return GoodPair(list(map(borrow, state, carry_axes)), [], list(map(borrow, at_first, x_axes)))
 
 
-def _own_or(lender: Array, have: Array) -> Array:
-    """For each row its own number, or that of the lender where it has nothing."""
-    own = jax.lax.iota(lender.dtype, have.size)
-    return jax.lax.select_n(have, jax.lax.broadcast(lender, own.shape), own)
+@_once_a_shape
+def _own_or_first(have: Array) -> Array:
+    """For each row its own number, or that of the first row that has something."""
+    first = unsigned(jnp.argmax(have))
+    return jax.lax.select_n(have, jax.lax.broadcast(first, have.shape), jax.lax.iota(first.dtype, have.size))
 
 
 def earliest_pair(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -16,13 +17,15 @@ from ..._types import Array, ArrayLike
 def mask_of_lengths(lengths: ArrayLike, steps: int) -> Array:
     """bool[steps, *batch]: whether a step is among the first `lengths` of its row."""
     lengths = jnp.asarray(lengths)
-    fits = isinstance(steps, int) and steps <= jnp.iinfo(lengths.dtype).max  # a symbolic size is of any size
-    dtype = lengths.dtype if fits else np.int32  # the positions must fit
-    positions = jax.lax.broadcasted_iota(dtype, (steps, *lengths.shape), 0)
-    if is_sharded(lengths) or not isinstance(steps, int):
-        return positions < lengths.astype(dtype)[None]
-    ends = jax.lax.convert_element_type(lengths, dtype)
-    return jax.lax.lt(positions, jax.lax.broadcast_in_dim(ends, positions.shape, tuple(range(1, positions.ndim))))
+    if is_sharded(lengths) or not isinstance(steps, int):  # a symbolic size is of any size
+        return jax.lax.broadcasted_iota(np.int32, (steps, *lengths.shape), 0) < lengths.astype(np.int32)[None]
+    return _mask_of_lengths(lengths, steps)
+
+
+@functools.partial(jax.jit, static_argnames="steps", inline=True)  # traced once for each shape
+def _mask_of_lengths(lengths: Array, steps: int) -> Array:
+    dtype = lengths.dtype if steps <= jnp.iinfo(lengths.dtype).max else np.int32  # the positions must fit
+    return jax.lax.broadcasted_iota(dtype, (steps, *lengths.shape), 0) < lengths.astype(dtype)[None]
 
 
 def any_along(flags: Array, axes: Iterable[int]) -> Array:

@@ -98,6 +98,9 @@ def _lend_rule(
     return (lent, flags), (list(leaves_batched), flags_batched)
 
 
+_lend_traced_once = jax.jit(_lend, inline=True)  # for each list of types
+
+
 def lend(have: Array, tree: PyTree) -> tuple[PyTree, list[Array]]:
     """Gives elements of mapped axes that have nothing good the values of one that has.
 
@@ -110,13 +113,13 @@ def lend(have: Array, tree: PyTree) -> tuple[PyTree, list[Array]]:
         own value is there. A leaf that is the same for all elements stays so, and so does its flag.
     """
     leaves, structure = jax.tree.flatten(tree)
-    lent, own = _lend(*_across_devices(have, leaves))
+    lent, own = _lend_traced_once(*_across_devices(have, leaves))
     return jax.tree.unflatten(structure, lent), own
 
 
 def lend_to_elements(have: Array, leaves: list[Array]) -> tuple[list[Array], list[Array]]:
     """The same for a list of leaves, between the elements of mapped axes alone: never between devices."""
-    return _lend(have, leaves) if leaves else ([], [])
+    return _lend_traced_once(have, leaves) if leaves else ([], [])
 
 
 def choose_own(mine: PyTree, lent: PyTree, own: list[Array]) -> PyTree:

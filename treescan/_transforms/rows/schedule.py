@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -24,6 +25,7 @@ class Schedule(NamedTuple):
     order: Array | None = None
 
 
+@functools.partial(jax.jit, static_argnames=("size", "tiers"), inline=True)  # traced once for each shape
 def make_schedule(valid: Array, size: int, tiers: tuple[int, ...]) -> Schedule:
     """What of each chunk is to be run: the same for all elements of a vmap and on all devices of a shard_map.
 
