@@ -552,7 +552,7 @@ def test_tqdm_is_the_default_where_it_is_installed(monkeypatch):
 
 
 def test_text_is_the_default_where_tqdm_is_not_installed(monkeypatch):
-    monkeypatch.setattr("treescan._transforms.progress.has_tqdm", lambda: False)
+    monkeypatch.setattr("treescan._transforms.progress_arguments.has_tqdm", lambda: False)
     stream = Terminal(tty=False)
     monkeypatch.setattr(sys, "stderr", stream)
     treescan.scan(step, init(), XS, progress=True)
