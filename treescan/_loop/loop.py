@@ -40,11 +40,15 @@ class Paced(NamedTuple):
 
     Attributes:
         state: the state.
-        due: int32[], the steps after which the next report is due.
+        due: int32[], the steps after which the next report is due; 0 before the first.
+        run: int32[], the number of the run. No chunk changes it.
+        total: int32[], the steps of the run. No chunk changes it.
     """
 
     state: PyTree
     due: Array
+    run: Array
+    total: Array
 
 
 class Step(Protocol):

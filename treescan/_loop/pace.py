@@ -11,7 +11,7 @@ INTERVAL = 0.2
 SHARE = 0.02
 """The part of the time that reports may take. If a meter is slow, it is told less often."""
 
-GROWTH = 5
+GROWTH = 10
 """By which factor the steps that are done may grow between two reports: later steps may be slower than these."""
 
 NEVER = 2**31 - 1

@@ -251,15 +251,21 @@ class Reporter:
         kinds = [np.dtype(value.dtype) for value in shown]
         self._once(call)(tick.numbers, *shown, *probes)
 
-    def step_if_due(self, tick: Tick, due: Array, shown: Sequence[Array], probes: Sequence[Array]) -> Array:
+    def step_if_due(
+        self, run: Array, total: Array, done: Array, due: Array, shown: Sequence[Array], probes: Sequence[Array]
+    ) -> Array:
         """Reports how far a run has come, if `due` steps are done; but not that it has ended.
 
         The result has to be used, or JAX leaves the callback out: it has no effect that JAX knows of. So it is not
         called once more where `jax.checkpoint` computes the loop again, because nothing there needs its result.
 
         Returns:
-            int32[], the steps after which the next report is due.
+            int32[], the steps after which the next report is due. 0 before the first.
         """
+
+        def tell() -> Array:
+            tick = Tick(run, total, done, first=due == 0, last=jnp.zeros((), bool))
+            return self._once(call, has_result=True)(tick.numbers, *shown, *probes)
 
         def told(words: Any, *wide: Any) -> Any:
             due = [RUNS.step_and_pace(self.site, *heard) for _, heard in self._heard(kinds, words, wide)]
@@ -269,9 +275,7 @@ class Reporter:
             return jax.pure_callback(told, jax.ShapeDtypeStruct((), jnp.int32), *self._words(numbers, others))
 
         kinds = [np.dtype(value.dtype) for value in shown]
-        tell = self._once(call, has_result=True)
-        ready = (tick.done >= due) & (tick.done < tick.total)
-        return jax.lax.cond(ready, lambda: tell(tick.numbers, *shown, *probes), lambda: due)
+        return jax.lax.cond((done >= due) & (done < total), tell, lambda: due)
 
     def _words(self, numbers: Array, others: Sequence[Array]) -> list[Array]:
         """What a callback is given, once the probes are known, which come after the values."""

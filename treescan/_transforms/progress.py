@@ -141,17 +141,14 @@ class TellChunks:
             before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(self.live, dtype=jnp.int32)])
             starts, ends = before[starts], before[ends]
         done, left = (self.total - starts, ends) if loop.reverse else (ends, self.total - starts)
-        run, total = (jnp.broadcast_to(number, done.shape) for number in (self.run, self.total))
-        tick = Tick(run, total, done, first, last & (not (self.more or self.paced)))
-        ticks = Ticks(tick, None if self.back is None else tick.backward(left, begins))
         around = _Around(self.reporter, self.back, self.showing, led, alone=count == 1)
-        state = Paced(loop.state, jnp.where(self.run == NOBODY, NEVER, 0)) if self.paced else loop.state
-        return dataclasses.replace(loop, state=state, xs=loop.xs._replace(tick=ticks)), around
-
-    def end(self, paced: Paced) -> None:
-        """Reports the end of a run that was paced, once its last report is known to have been made."""
-        tick = Tick(self.run, self.total, self.total, first=paced.due == 0, last=paced.due >= 0)
-        self.reporter.step(tick, self.showing(paced.state), probes_of(paced.state))
+        if self.paced:
+            state = Paced(loop.state, jnp.where(self.run == NOBODY, NEVER, 0), self.run, self.total)
+            return dataclasses.replace(loop, state=state, xs=loop.xs._replace(tick=done)), around
+        run, total = (jnp.broadcast_to(number, done.shape) for number in (self.run, self.total))
+        tick = Tick(run, total, done, first, last & (not self.more))
+        ticks = Ticks(tick, None if self.back is None else tick.backward(left, begins))
+        return dataclasses.replace(loop, xs=loop.xs._replace(tick=ticks)), around
 
     @property
     def ending(self) -> Tick:
@@ -168,8 +165,10 @@ class RunPaced:
 
     def __call__(self, loop: Loop) -> tuple[PyTree, PyTree]:
         paced, ys = run_levels(*plan(loop))
-        self.tell.end(paced)
-        return paced.state, ys
+        state, due, run, total = paced
+        tick = Tick(run, total, total, first=due == 0, last=due >= 0)  # reads `due`, so that JAX keeps the last call
+        self.tell.reporter.step(tick, self.tell.showing(state), probes_of(state))
+        return state, ys
 
 
 class Ticks(NamedTuple):
@@ -236,11 +235,13 @@ class ReportingChunk:
         return state, ys
 
     def _run_paced(self, consts: PyTree, paced: Paced, feed: Feed) -> tuple[PyTree, PyTree]:
+        """The same, with as little beside the chunk as can be: XLA runs a few operations at once, more in threads."""
         state, ys = self.step(consts, paced.state, feed._replace(tick=None))
         if self.silent:
-            return Paced(state, paced.due), ys
-        tick, showing = feed.tick.forward, self.showing(state)
-        return Paced(state, self.reporter.step_if_due(tick, paced.due, showing, probes_of(state))), ys
+            return paced._replace(state=state), ys
+        shown, probes = self.showing(state), probes_of(state)
+        due = self.reporter.step_if_due(paced.run, paced.total, feed.tick, paced.due, shown, probes)
+        return paced._replace(state=state, due=due), ys
 
 
 class Showing:
