@@ -1,8 +1,10 @@
 """`progress` without a number of updates: how often a run reports, and that values and transforms are unharmed."""
 
+import contextlib
 import dataclasses
 import functools
 import itertools
+import threading
 import time
 
 import chex
@@ -10,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bars import Recorder, bars, steps_of
+from bars import LOG, Recorder, bars, steps_of
 from jax.sharding import Mesh, PartitionSpec
 from jaxprs import equations
 
@@ -21,6 +23,7 @@ from treescan._loop.pace import GROWTH, INTERVAL, NEVER, SHARE, Pace
 T = 200
 XS = jnp.sin(jnp.arange(float(T)))
 PACED = Progress("loop", meter=Recorder(), show=lambda c: {"c": c})
+LABEL = Progress("label", meter=Recorder())
 RARE, OFTEN = [2, 20, T], [*range(2, T, 2), T]
 """The reports of a run of 100 chunks: those whose distance `GROWTH` alone bounds, and all that there can be."""
 
@@ -187,6 +190,52 @@ def test_two_calls_within_one_program_have_two_bars(rare):
         run = lambda c, n=length: treescan.scan(step, c, XS[:n], progress=PACED)[0]  # noqa: E731
         told = bars(lambda run=run: jax.jit(lambda c: run(c) + run(c * 2))(0.1))
         assert [total for total, _ in told] == [length] * 2
+
+
+def test_threads_and_loops_within_loops_have_bars_of_their_own(rare):
+    run = jax.jit(lambda c: treescan.scan(lambda c, _: (jnp.sin(c), None), c, None, T, progress=LABEL)[0])
+
+    def all_at_once():
+        threads = [threading.Thread(target=lambda i=i: jax.block_until_ready(run(i / 9))) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    run(0.0)
+    jax.effects_barrier()
+    told = bars(lambda: all_at_once() or jnp.zeros(()))
+    assert [[done for done, _ in steps] for _, steps in told] == [RARE] * 4
+    nested = lambda c, _: (treescan.scan(step, c, XS, progress=PACED)[0], None)  # noqa: E731
+    told = bars(lambda: jax.grad(lambda c: treescan.scan(nested, c, None, 3, progress=LABEL)[0])(0.1))
+    assert [[done for done, _ in steps] for _, steps in told] == [[1, 3], RARE, RARE, RARE]
+
+
+def test_an_abandoned_run_is_closed_by_the_next_one(rare, monkeypatch):
+    monkeypatch.setattr("treescan._loop.reports.PATIENCE", 0)
+
+    def failing(c, x):
+        def check(c):
+            if fail and c > 40:
+                raise ValueError("this is meant")
+
+        jax.debug.callback(check, c)
+        return c + 1, x
+
+    run = jax.jit(lambda c: treescan.scan(failing, c, XS, progress=PACED)[0])
+    LOG.clear()
+    fail = True
+    with pytest.raises(Exception, match="this is meant"):
+        jax.block_until_ready(run(0.0))
+        jax.effects_barrier()
+    fail = False
+    with contextlib.suppress(Exception):  # what the failed run left
+        jax.effects_barrier()
+    assert [kind for _, kind, *_ in LOG] == ["init", "step", "step"]
+    jax.block_until_ready(run(0.0))
+    jax.effects_barrier()
+    assert [kind for _, kind, *_ in LOG[3:]] == ["init", "step", "step", "step", "close", "close"]
+    assert LOG[-1][0] == LOG[0][0]
 
 
 def test_what_cannot_be_paced_has_twenty_updates():
