@@ -18,6 +18,7 @@ from jaxprs import equations
 
 import treescan
 from treescan import Progress
+from treescan._doctor.copies import copies_in_loops
 from treescan._loop.pace import GROWTH, INTERVAL, NEVER, SHARE, Pace
 
 T = 200
@@ -250,6 +251,16 @@ def test_no_step_has_a_branch_and_no_state_passes_through_one():
     inside = {eqn.primitive.name for eqn in equations(steps.params["jaxpr"].jaxpr)}
     assert not {"cond", "pure_callback", "debug_callback", "custom_vmap_call"} & inside
     assert [var.aval.str_short() for var in branch.outvars] == ["int32[]"]
+
+
+def test_no_state_is_copied_for_a_report():
+    def copies(bar):
+        run = lambda w: treescan.scan(lambda w, x: (jnp.tanh(w @ w + x), None), w, XS, progress=bar)[0]  # noqa: E731
+        text = jax.jit(run).lower(jnp.zeros((96, 96))).compile().as_text()
+        assert ("callback" in text) == (bar is not None)
+        return copies_in_loops(text, (96, 96))
+
+    assert copies(Progress(meter=Recorder(), show=lambda w: {"first": w[0, 0]})) == copies(None)
 
 
 @dataclasses.dataclass(frozen=True)
