@@ -28,7 +28,8 @@ import numpy as np
 
 Thunk = Callable[[], object]
 
-PACKAGES = {name: name for name in ("treescan", "jax", "jaxlib", "numpy", "flax", "equinox", "torch")}
+PACKAGES = {name: name for name in ("treescan", "jax", "jaxlib", "numpy", "flax", "equinox", "torch", "tqdm")}
+PACKAGES["jax_tqdm"] = "jax-tqdm"
 PACKAGES["haiku"] = "dm-haiku"  # by the name of the import, that of the distribution
 SETTLE = 0.02  # seconds; after its work a thread pool spins on for some ms, on the cores that the other process needs
 

@@ -1,7 +1,7 @@
 """Progress: what it costs to show how far a loop is, against the same loop without, and against jax-tqdm.
 
-jax-tqdm makes 20 updates by default, treescan 100.
-The bars are those of tqdm, and are written to nowhere. `jax-tqdm` is optional: `pip install jax-tqdm`.
+Both have as many updates as they make unasked: jax-tqdm 20, treescan five a second at most. The bars are those of tqdm,
+and are written to nowhere. `jax-tqdm` is optional: `pip install jax-tqdm`.
 """
 
 import contextlib
@@ -19,10 +19,13 @@ import treescan
 from benchmarks._harness import Comparison
 
 SHORT, LONG = 32, 512
-"""The sizes of the state: steps of about ten microseconds, and of one millisecond."""
-STEPS = {SHORT: 20_000, LONG: 2_000}
-BLOCKS = {SHORT: None, LONG: 6}
+"""The sizes of the state: steps of about ten microseconds, and of about one millisecond."""
+LENGTHS = {100: 40, 1000: 3, 4000: 1}
+"""The steps of the loops of the latter, and how many blocks are measured of each."""
+MANY = 20_000
 METER = treescan.Tqdm() if importlib.util.find_spec("tqdm") else treescan.Text()
+BAR = treescan.Progress("loop", meter=METER)
+WITHOUT, PEER = "the same without progress", "jax-tqdm"
 
 
 def step(state: Array, x: Array) -> tuple[Array, None]:
@@ -32,31 +35,37 @@ def step(state: Array, x: Array) -> tuple[Array, None]:
 
 def comparisons() -> Iterator[Comparison]:
     """The comparisons of this suite."""
-    for size, about in ((LONG, "1 ms a step"), (SHORT, "10 us a step")):
-        init, xs = jnp.eye(size) / 2, jnp.arange(STEPS[size])
-        shown = _quietly(_shown(treescan.Progress("loop", meter=METER)), init, xs)
-        plain = _quietly(_shown(None), init, xs)
-        target = 1.02 if size == LONG else None
-        yield Comparison(
-            f"scan, {about}, 100 updates", "the same without progress", shown, plain, target, blocks=BLOCKS[size]
-        )
-        if importlib.util.find_spec("jax_tqdm"):
-            peer = _quietly(_by_jax_tqdm(STEPS[size]), init, xs)
-            twenty = _quietly(_shown(treescan.Progress("loop", updates=20, meter=METER)), init, xs)
-            yield Comparison(f"scan, {about}, 20 updates", "jax-tqdm, as many", twenty, peer, 1.0, blocks=BLOCKS[size])
-            yield Comparison(f"scan, {about}, 100 updates", "jax-tqdm, 20 updates", shown, peer, blocks=BLOCKS[size])
+    for length, blocks in LENGTHS.items():
+        yield from _of_default(f"scan, {length} steps of 1 ms", LONG, length, 1.02, blocks)
+    hundred = treescan.Progress("loop", updates=100, meter=METER)
+    name, blocks = "scan, 1000 steps of 1 ms, 100 updates", LENGTHS[1000]
+    yield Comparison(name, WITHOUT, _quietly(hundred, LONG, 1000), _quietly(None, LONG, 1000), blocks=blocks)
+    yield from _of_default(f"scan, {MANY} steps of 10 us", SHORT, MANY, None, None)
 
 
-def _shown(progress: treescan.Progress | None) -> Callable[[Array, Array], Array]:
-    return jax.jit(lambda init, xs: treescan.scan(step, init, xs, progress=progress)[0])
+def smoke() -> Iterator[Comparison]:
+    """The comparisons of short loops."""
+    for length in (20, 100):
+        yield from _of_default(f"scan, {length} steps", SHORT, length, None, None)
 
 
-def _by_jax_tqdm(steps: int) -> Callable[[Array, Array], Array]:
-    with_bar: Any = importlib.import_module("jax_tqdm").scan_tqdm(steps)(step)
-    return jax.jit(lambda init, xs: lax.scan(with_bar, init, xs)[0])
+def _of_default(name: str, size: int, length: int, target: float | None, blocks: int | None) -> Iterator[Comparison]:
+    shown = _quietly(BAR, size, length)
+    yield Comparison(name, WITHOUT, shown, _quietly(None, size, length), target, blocks=blocks)
+    if importlib.util.find_spec("jax_tqdm"):
+        yield Comparison(name, PEER, shown, _quietly(PEER, size, length), 1.0, blocks=blocks)
 
 
-def _quietly(run: Callable[[Array, Array], Array], init: Array, xs: Array) -> Callable[[], Array]:
+def _loop(bar: treescan.Progress | str | None, length: int) -> Callable[[Array, Array], Array]:
+    if bar == PEER:
+        with_bar: Any = importlib.import_module("jax_tqdm").scan_tqdm(length)(step)
+        return jax.jit(lambda init, xs: lax.scan(with_bar, init, xs)[0])
+    return jax.jit(lambda init, xs: treescan.scan(step, init, xs, progress=bar)[0])
+
+
+def _quietly(bar: treescan.Progress | str | None, size: int, length: int) -> Callable[[], Array]:
+    run, init, xs = _loop(bar, length), jnp.eye(size) / 2, jnp.arange(length)
+
     def quiet() -> Array:
         with contextlib.redirect_stderr(io.StringIO()):
             result = jax.block_until_ready(run(init, xs))

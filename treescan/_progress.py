@@ -65,7 +65,9 @@ class Progress:
         label: the name of the bar; None: the name of the body.
         show: values to print next to the bar: a function of the carry, as the body sees it, that returns a dict
             of scalars. It is traced, and computed once for each update.
-        updates: the most updates of a run. The loop is cut into at most this many chunks, and no step has a branch.
+        updates: how many updates a run has. The loop is cut into at most this many chunks, and no step has a branch.
+            None: at most 100, and no more than five a second, so that a bar costs next to nothing. With `backward`
+            or `batched`, and for blocks that take turns, None is 20; for a loop that ends early it is 100.
         meter: the meter; None: `Tqdm()` if tqdm is installed, otherwise `Text()`.
         backward: whether the gradient has a bar too, with a label that says so. JAX then differentiates the loop
             only in reverse mode. Loops that end early cannot have one.
@@ -85,10 +87,14 @@ class Progress:
     label: str | None = None
     _: KW_ONLY
     show: Callable[[Any], Mapping[str, Any]] | None = None
-    updates: int = 100
+    updates: int | None = None
     meter: AbstractProgressMeter | None = None
     backward: bool = False
     batched: bool = False
+
+
+MOST, FEW = 100, 20
+"""The updates of a run for which the user gave no number: where they are paced, and where they are not."""
 
 
 def has_tqdm() -> bool:

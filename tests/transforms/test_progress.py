@@ -63,6 +63,7 @@ def test_in_reverse_a_remainder_is_reported_with_the_chunk_after_it(length):
     assert steps_of(run) == (length, [length - start for start in reversed(starts)])
 
 
+@pytest.mark.slow  # an everyday test of paced reports does the same
 def test_what_is_shown_is_the_carry_after_the_steps_that_are_done():
     carries = treescan.accumulate(lambda c, x: step(c, x)[0], init(), XS)
     expected = [
@@ -282,6 +283,7 @@ def test_under_vmap_the_values_beside_the_bar_are_those_of_the_first_element():
     assert bars(lambda: jax.vmap(run)(jnp.zeros((0, D))))[0][0] == T
 
 
+@pytest.mark.slow  # an everyday test of paced reports does the same
 def test_one_device_of_a_shard_map_reports():
     mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
     spec = PartitionSpec("d")
@@ -296,6 +298,7 @@ def test_one_device_of_a_shard_map_reports():
         assert steps_of(lambda loss=loss: jax.jit(jax.grad(loss))(BATCH[:2])) == (T, [3, 6, 9, 12])
 
 
+@pytest.mark.slow  # an everyday test of paced reports does the same
 @pytest.mark.parametrize("name", ["scan", "while_scan", "mask_scan"])
 def test_without_jit_the_steps_are_told_too(name):
     runs = {
@@ -552,7 +555,7 @@ def test_tqdm_is_the_default_where_it_is_installed(monkeypatch):
 
 
 def test_text_is_the_default_where_tqdm_is_not_installed(monkeypatch):
-    monkeypatch.setattr("treescan._transforms.progress.has_tqdm", lambda: False)
+    monkeypatch.setattr("treescan._transforms.progress_arguments.has_tqdm", lambda: False)
     stream = Terminal(tty=False)
     monkeypatch.setattr(sys, "stderr", stream)
     treescan.scan(step, init(), XS, progress=True)

@@ -25,6 +25,8 @@ from jax.custom_batching import custom_vmap
 from .._avals import is_key, is_sharded
 from .._progress import AbstractProgressMeter
 from .._types import Array, PyTree
+from .pace import NEVER, Pace
+from .words import packed, unpacked
 
 NOBODY = -1
 """The number of a run that nobody shows."""
@@ -60,6 +62,7 @@ class _Run:
     done: int = 0
     reported: bool = False
     heard_of: float = field(default_factory=time.monotonic)
+    pace: Pace = field(default_factory=Pace)
     bar: Any = None
     is_open: bool = False
     silent: set[int] = field(default_factory=set[int])
@@ -72,6 +75,9 @@ class Report(NamedTuple):
     done: int
     first: bool
     last: bool
+
+
+_Heard = tuple[int, Report, dict[str, float]]
 
 
 class Runs:
@@ -108,6 +114,14 @@ class Runs:
                 other.silent.discard(number)
             if report.last:
                 self.end(number)
+
+    def step_and_pace(self, site: Site, number: int, report: Report, shown: Mapping[str, float]) -> int:
+        """The same. Returns the steps after which the next report is due."""
+        heard = time.monotonic()
+        with self._lock:
+            self.step(site, number, report, shown)
+            run = self._open.get(number)
+            return NEVER if run is None else run.pace.next_due(report.done, heard)
 
     def end(self, number: int) -> None:
         """A run has ended. One of the same loop that began earlier and was silent meanwhile was abandoned."""
@@ -174,6 +188,11 @@ class Tick(NamedTuple):
     first: Array
     last: Array
 
+    @property
+    def numbers(self) -> Array:
+        """int32[5, ...]: all of it."""
+        return jnp.stack([part.astype(jnp.int32) for part in self])
+
     def backward(self, done: Array, last: Array) -> Tick:
         """The same of the backward pass, which begins with its first report."""
         run = jnp.where(self.run == NOBODY, self.run, self.run + BACKWARD)
@@ -221,23 +240,58 @@ class Reporter:
 
     def step(self, tick: Tick, shown: Sequence[Array], probes: Sequence[Array]) -> None:
         """Reports how far a run has come, once the probes are known."""
-        names, kinds = self.site.shown, [np.dtype(value.dtype) for value in shown]
 
-        def told(numbers: Any, *wide: Any) -> None:
-            words, others = np.asarray(numbers), [np.asarray(value) for value in wide]
-            values = _unpacked(words[..., len(tick) :], others, kinds)
-            for place, element in _elements(words.shape[:-1]):
-                run, total, done, first, last = words[place][: len(tick)].tolist()
-                if run != NOBODY:
-                    named = {name: value[place].item() for name, value in zip(names, values, strict=True)}
-                    report = Report(_known(total), done, bool(first), bool(last))
-                    RUNS.step(self.site, run, report, named, element=element)
+        def told(words: Any, *wide: Any) -> None:
+            for element, heard in self._heard(kinds, words, wide):
+                RUNS.step(self.site, *heard, element=element)
 
         def call(numbers: Array, *others: Array) -> None:
-            words, wide = _packed(_after(numbers, others[len(names) :]), others[: len(names)])
-            jax.debug.callback(told, words, *wide)
+            jax.debug.callback(told, *self._words(numbers, others))
 
-        self._once(call)(jnp.stack([part.astype(jnp.int32) for part in tick]), *shown, *probes)
+        kinds = [np.dtype(value.dtype) for value in shown]
+        self._once(call)(tick.numbers, *shown, *probes)
+
+    def step_if_due(
+        self, run: Array, total: Array, done: Array, due: Array, shown: Sequence[Array], probes: Sequence[Array]
+    ) -> Array:
+        """Reports how far a run has come, if `due` steps are done; but not that it has ended.
+
+        The result has to be used, or JAX leaves the callback out: it has no effect that JAX knows of. So it is not
+        called once more where `jax.checkpoint` computes the loop again, because nothing there needs its result.
+
+        Returns:
+            int32[], the steps after which the next report is due. 0 before the first.
+        """
+
+        def tell() -> Array:
+            tick = Tick(run, total, done, first=due == 0, last=jnp.zeros((), bool))
+            return self._once(call, has_result=True)(tick.numbers, *shown, *probes)
+
+        def told(words: Any, *wide: Any) -> Any:
+            due = [RUNS.step_and_pace(self.site, *heard) for _, heard in self._heard(kinds, words, wide)]
+            return np.int32(due[0] if due else NEVER)
+
+        def call(numbers: Array, *others: Array) -> Array:
+            return jax.pure_callback(told, jax.ShapeDtypeStruct((), jnp.int32), *self._words(numbers, others))
+
+        kinds = [np.dtype(value.dtype) for value in shown]
+        return jax.lax.cond((done >= due) & (done < total), tell, lambda: due)
+
+    def _words(self, numbers: Array, others: Sequence[Array]) -> list[Array]:
+        """What a callback is given, once the probes are known, which come after the values."""
+        count = len(self.site.shown)
+        words, wide = packed(_after(numbers, others[count:]), others[:count])
+        return [words, *wide]
+
+    def _heard(self, kinds: Sequence[Any], given: Any, wide: Sequence[Any]) -> Iterator[tuple[str, _Heard]]:
+        """The same again, for each element of a vmap, in the arguments of `Runs.step`; `kinds` are those of values."""
+        words, count = np.asarray(given), len(Tick._fields)
+        values = unpacked(words[..., count:], [np.asarray(value) for value in wide], kinds)
+        for place, element in _elements(words.shape[:-1]):
+            run, total, done, first, last = words[place][:count].tolist()
+            if run != NOBODY:
+                named = {name: value[place].item() for name, value in zip(self.site.shown, values, strict=True)}
+                yield element, (run, Report(_known(total), done, bool(first), bool(last)), named)
 
     def end(self, run: Array) -> None:
         """Reports the end of a run."""
@@ -270,32 +324,6 @@ def _after(numbers: Array, probes: Sequence[Array]) -> Array:
         unlikely = (jnp.isnan(real) & jnp.isinf(real)).astype(numbers.dtype)
         numbers = numbers + unlikely.reshape(*unlikely.shape, *(1,) * (numbers.ndim - unlikely.ndim))
     return numbers
-
-
-def _packed(numbers: Array, values: Sequence[Array]) -> tuple[Array, list[Array]]:
-    """Numbers and values in one array of words, and the values that do not fit a word.
-
-    JAX moves each argument of a callback to the host by itself: one took 50 microseconds, and each further one 35.
-    """
-    words = [_word(value)[..., None] for value in values if value.dtype.itemsize <= 4]
-    return jnp.concatenate([numbers, *words], axis=-1), [value for value in values if value.dtype.itemsize > 4]
-
-
-def _word(value: Array) -> Array:
-    if jnp.issubdtype(value.dtype, jnp.floating):
-        return jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.int32)
-    return value.astype(jnp.int32)
-
-
-def _unpacked(words: Any, wide: Sequence[Any], kinds: Sequence[Any]) -> list[Any]:
-    """The values again, of these dtypes."""
-    others, places = iter(wide), itertools.count()
-    return [next(others) if kind.itemsize > 4 else _value(words[..., next(places)], kind) for kind in kinds]
-
-
-def _value(word: Any, kind: Any) -> Any:
-    floating = jnp.issubdtype(kind, jnp.floating)
-    return np.ascontiguousarray(word).view(np.float32 if floating else np.uint32 if kind.kind == "u" else np.int32)
 
 
 def _called_once(call: Callable[..., Any], *, has_result: bool, each: bool) -> Callable[..., Any]:

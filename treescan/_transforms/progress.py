@@ -7,27 +7,28 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._avals import describe_argument, dtype_of, exact_int, shape_of
 from .._body.carries import read_carries
-from .._errors import ArgumentError, ArgumentTypeError, Fault
 from .._loop.body import Body, Memo
 from .._loop.chunk import Around
-from .._loop.loop import Feed, Loop, Step
-from .._loop.reports import Reporter, Site, Tick, probes_of
+from .._loop.loop import Feed, Loop, Paced, Step
+from .._loop.pace import NEVER
+from .._loop.reports import NOBODY, Reporter, Site, Tick, probes_of
 from .._loop.run import as_arrays
 from .._loop.sizes import Wish
-from .._progress import AbstractProgressMeter, Progress, Text, Tqdm, has_tqdm
+from .._progress import FEW, MOST, Progress
 from .._trace.hoist import hoist, is_untraced, traced
 from .._tree import thaw_static
 from .._types import Array, PyTree
 from .backward import Backward, RunBackward
+from .nest import plan, run_levels
+from .progress_arguments import check_progress, check_shown
 from .refuse import refuse_symbolic
 from .rows.lend import most_of_all, most_of_devices
 
@@ -69,9 +70,10 @@ class ShowProgress:
             reporter.end(run)
             return loop
         back = Backward(Reporter(showing.backward_site, progress.batched)) if progress.backward else None
-        ticks = TellChunks(reporter, back, showing, run, total, done)
-        wish = Wish(-(-loop.length // progress.updates), ticks=ticks)
-        runner = None if back is None else RunBackward(back, ticks.ending)
+        paced = progress.updates is None and not (progress.backward or progress.batched)
+        ticks = TellChunks(reporter, back, showing, run, total, done, paced=paced)
+        wish = Wish(-(-loop.length // (progress.updates or (MOST if paced else FEW))), ticks=ticks)
+        runner = RunPaced(ticks) if paced else None if back is None else RunBackward(back, ticks.ending)
         return dataclasses.replace(loop, wishes=(*loop.wishes, wish), runner=runner)
 
 
@@ -115,6 +117,8 @@ class TellChunks:
         total: its steps.
         live: int32[T], for how many each step counts; None: for one.
         more: whether something runs after these steps, so that the run does not end with them.
+        paced: whether a report is only made when it is due. It is known in the loop alone when that is: the state of
+            the chunks is `Paced`, and the end of the run is not reported by them.
     """
 
     reporter: Reporter
@@ -124,6 +128,7 @@ class TellChunks:
     total: Array
     live: Array | None
     more: bool = False
+    paced: bool = False
 
     def __call__(self, loop: Loop, size: int) -> tuple[Loop, Around]:
         starts = jnp.arange(0, loop.length, size, dtype=jnp.int32)
@@ -136,10 +141,13 @@ class TellChunks:
             before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(self.live, dtype=jnp.int32)])
             starts, ends = before[starts], before[ends]
         done, left = (self.total - starts, ends) if loop.reverse else (ends, self.total - starts)
+        around = _Around(self.reporter, self.back, self.showing, led, alone=count == 1)
+        if self.paced:
+            state = Paced(loop.state, jnp.where(self.run == NOBODY, NEVER, 0), self.run, self.total)
+            return dataclasses.replace(loop, state=state, xs=loop.xs._replace(tick=done)), around
         run, total = (jnp.broadcast_to(number, done.shape) for number in (self.run, self.total))
         tick = Tick(run, total, done, first, last & (not self.more))
         ticks = Ticks(tick, None if self.back is None else tick.backward(left, begins))
-        around = _Around(self.reporter, self.back, self.showing, led, alone=count == 1)
         return dataclasses.replace(loop, xs=loop.xs._replace(tick=ticks)), around
 
     @property
@@ -147,6 +155,20 @@ class TellChunks:
         """What the backward pass reports when it begins."""
         false = jnp.zeros((), bool)
         return Tick(self.run, self.total, self.total, false, false).backward(jnp.zeros_like(self.total), false)
+
+
+@dataclass(frozen=True, eq=False)
+class RunPaced:
+    """Runs a loop whose reports are paced, and reports its end."""
+
+    tell: TellChunks
+
+    def __call__(self, loop: Loop) -> tuple[PyTree, PyTree]:
+        paced, ys = run_levels(*plan(loop))
+        state, due, run, total = paced
+        tick = Tick(run, total, total, first=due == 0, last=due >= 0)  # reads `due`, so that JAX keeps the last call
+        self.tell.reporter.step(tick, self.tell.showing(state), probes_of(state))
+        return state, ys
 
 
 class Ticks(NamedTuple):
@@ -200,6 +222,8 @@ class ReportingChunk:
     leads: bool
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        if isinstance(state, Paced):
+            return self._run_paced(consts, state, feed)
         ticks: Ticks = feed.tick
         step = self.step
         if self.back is not None and ticks.backward is not None:
@@ -209,6 +233,15 @@ class ReportingChunk:
             return state, ys
         self.reporter.step(ticks.forward, self.showing(state), probes_of(state))
         return state, ys
+
+    def _run_paced(self, consts: PyTree, paced: Paced, feed: Feed) -> tuple[PyTree, PyTree]:
+        """The same, with as little beside the chunk as can be: XLA runs a few operations at once, more in threads."""
+        state, ys = self.step(consts, paced.state, feed._replace(tick=None))
+        if self.silent:
+            return paced._replace(state=state), ys
+        shown, probes = self.showing(state), probes_of(state)
+        due = self.reporter.step_if_due(paced.run, paced.total, feed.tick, paced.due, shown, probes)
+        return paced._replace(state=state, due=due), ys
 
 
 class Showing:
@@ -251,131 +284,3 @@ class Showing:
         assert self._show is not None
         carry = thaw_static(carry)
         return self._show(read_carries(carry, self._carry_name) if self._custom else carry)
-
-
-def check_shown(shown: Any) -> list[str]:
-    """The names of the values that are printed beside a bar."""
-    if not isinstance(shown, Mapping) or not all(isinstance(name, str) for name in shown):
-        raise Fault(
-            ArgumentError,
-            "{verb} over {body}: `show` of a `Progress` returns a dict from names to scalars, got "
-            f"{describe_argument(shown)}.",
-            'For example `show=lambda carry: {"loss": carry.loss}`.',
-        )
-    for name, value in shown.items():
-        if shape_of(value) != () or not _is_number(dtype_of(value)):
-            raise Fault(
-                ArgumentError,
-                f"{{verb}} over {{body}}: `show` of a `Progress` returns a dict of scalars, but `{name}` is "
-                f"{describe_argument(value)}.",
-                f'Reduce it to one number: `{{"{name}": jnp.mean(...)}}`.',
-            )
-    return list(shown)
-
-
-def _is_number(dtype: Any) -> bool:
-    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
-
-
-def check_progress(progress: Any, body: Body, verb: str) -> Progress | None:
-    """A `Progress` with a label and a meter; None: nothing is shown."""
-    if progress is None or progress is False:
-        return None
-    if progress is True or isinstance(progress, str):
-        progress = Progress(None if progress is True else progress)
-    if not isinstance(progress, Progress):
-        raise Fault(
-            ArgumentTypeError,
-            "{verb} over {body}: `progress` must be True, a label, a `treescan.Progress` or None, got "
-            f"{describe_argument(progress)}.",
-            '`progress="train"` shows a bar with that label. `treescan.Progress("train", updates=20)` sets how often '
-            "it moves, and what is printed next to it.",
-        )
-    _check_label_and_show(progress)
-    updates = exact_int(progress.updates)
-    if updates is None or updates < 1:
-        raise Fault(
-            ArgumentError,
-            "{verb} over {body}: `updates` of a `Progress` must be an int of at least 1, got "
-            f"{describe_argument(progress.updates)}.",
-            "The loop is cut into at most this many chunks; 100 is the default. `progress=None` shows nothing.",
-        )
-    _check_flags(progress)
-    label = _default_label(body, verb) if progress.label is None else progress.label
-    return dataclasses.replace(progress, label=label, updates=updates, meter=_check_meter(progress.meter))
-
-
-def _check_flags(progress: Progress) -> None:
-    for name in ("backward", "batched"):
-        value = getattr(progress, name)
-        if not isinstance(value, bool):
-            raise Fault(
-                ArgumentTypeError,
-                f"{{verb}} over {{body}}: `{name}` of a `Progress` is True or False, got {describe_argument(value)}.",
-                "`backward=True` asks for a bar of the gradient too, `batched=True` for one of each element of a vmap.",
-            )
-
-
-def refuse_backward(progress: Progress | None) -> Progress | None:
-    """Refuses a bar for the backward pass of a loop whose number of steps is not known; else `progress` itself."""
-    if progress is not None and progress.backward:
-        raise Fault(
-            ArgumentError,
-            "{verb} over {body}: `backward=True` of a `Progress` asks for a bar of the gradient, but a loop that ends "
-            "early differentiates by a rule of its own, which reports nothing.",
-            "Leave it out: the steps that are taken are shown all the same.",
-        )
-    return progress
-
-
-def _check_label_and_show(progress: Progress) -> None:
-    if progress.label is not None and not isinstance(progress.label, str):
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}} over {{body}}: `label` of a `Progress` must be a string, got "
-            f"{describe_argument(progress.label)}.",
-            "Without a label, the bar has the name of the body.",
-        )
-    if progress.show is not None and not callable(progress.show):
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}} over {{body}}: `show` of a `Progress` must be a function of the carry, got "
-            f"{describe_argument(progress.show)}.",
-            'For example `show=lambda carry: {"loss": carry.loss}`.',
-        )
-
-
-def _check_meter(meter: Any) -> AbstractProgressMeter:
-    if meter is None:
-        return Tqdm() if has_tqdm() else Text()
-    if not isinstance(meter, AbstractProgressMeter):
-        called = isinstance(meter, type) and issubclass(meter, AbstractProgressMeter)
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}} over {{body}}: `meter` of a `Progress` must be a `treescan.AbstractProgressMeter`, got "
-            f"{describe_argument(meter)}.",
-            f"Pass an instance: `meter={meter.__name__}()`."
-            if called
-            else "`treescan.Tqdm()` and `treescan.Text()` are there. A class of your own has the methods `init`, "
-            "`step` and `close`.",
-        )
-    try:
-        hash(meter)
-    except TypeError:
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}} over {{body}}: the meter `{type(meter).__name__}` has no hash, but it is part of the program.",
-            "Make its class a dataclass with `frozen=True`, and keep what belongs to a run in what `init` returns.",
-        ) from None
-    if isinstance(meter, Tqdm) and not has_tqdm():
-        raise Fault(
-            ArgumentError,
-            "{verb} over {body}: the meter is `Tqdm()`, but tqdm is not installed.",
-            "`pip install tqdm` installs it. `treescan.Text()` needs nothing.",
-        )
-    return meter
-
-
-def _default_label(body: Body, verb: str) -> str:
-    name = getattr(body.function, "__name__", "<")
-    return verb if name.startswith("<") else name

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from .._avals import is_weak, place_like
 from .._loop.chunk import Level, RunChunk, run_chunked
-from .._loop.loop import Feed, Loop, Step
+from .._loop.loop import Feed, Loop, Paced, Step
 from .._loop.run import as_arrays, run
 from .._trace.hoist import one_step
 from .._types import Array, PyTree
@@ -223,6 +223,8 @@ def _as_function(loop: Loop, step: Step) -> Step:
 
 def _settled(loop: Loop) -> PyTree:
     """The state, its weak types those that a step returns: the first step is the same program as the others."""
+    if isinstance(loop.state, Paced):  # those of a loop that shows its progress have settled
+        return loop.state
     state, _ = jax.eval_shape(loop.step, loop.consts, loop.state, one_step(loop.xs._replace(schedule=None, tick=None)))
     return jax.tree.map(
         lambda leaf, after: leaf if after.weak_type or not is_weak(leaf) else leaf.astype(after.dtype),

@@ -16,7 +16,7 @@ from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
 from .._transforms.count import Count
 from .._transforms.finite.deliver import deliver
 from .._transforms.finite.refuse import check_finite_of
-from .._transforms.progress import check_progress, refuse_backward
+from .._transforms.progress_arguments import check_progress, refuse_backward
 from .._transforms.remat import Recompute
 from .._transforms.until.program import Bounds, Until, remat_of
 from .._types import Array, ArrayLike, Carry, ForiOptions, KeyedIndexBody, PyTree

@@ -19,7 +19,7 @@ from .._reprs import short_html, short_repr
 from .._transforms.finite.deliver import deliver
 from .._transforms.finite.refuse import check_finite_of
 from .._transforms.outputs import MoveOutputs, check_save
-from .._transforms.progress import check_progress, refuse_backward
+from .._transforms.progress_arguments import check_progress, refuse_backward
 from .._transforms.rows.fill import HOLD, check_fill
 from .._transforms.until.condition import check_condition
 from .._transforms.until.program import Until, remat_of

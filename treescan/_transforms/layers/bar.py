@@ -15,6 +15,7 @@ from ..._loop.body import Body
 from ..._loop.loop import Loop
 from ..._loop.reports import Reporter, Tick, probes_of
 from ..._loop.sizes import Wish
+from ..._progress import FEW
 from ..._types import Array, ProgressLike, PyTree
 from ..progress import Showing, ShowProgress, TellChunks
 from ..refuse import refuse_symbolic
@@ -83,7 +84,7 @@ class LayersBar:
         rounds = loops[-1].length
         left = not rounds or (first.length > rounds and not first.reverse)
         run = reporter.begin(total, probes)
-        return cls(reporter, showing, progress.updates, run, total, rounds, len(loops), left)
+        return cls(reporter, showing, progress.updates or FEW, run, total, rounds, len(loops), left)
 
     def wish(self, restore: Callable[[PyTree], PyTree]) -> Wish:
         """What is wished of the loop of rounds; `restore` makes the state of all loops from its own."""

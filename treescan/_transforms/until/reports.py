@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from ..._loop.chunk import Around
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.reports import Reporter, Tick, probes_of
-from ..._progress import Progress as Settings
+from ..._progress import MOST, Progress as Settings
 from ..._trace.hoist import Hoisted, merge
 from ..._types import Array, PyTree
 from ..progress import Showing
@@ -33,7 +33,7 @@ class Reports:
 
     def __init__(self, settings: Settings, loop: Loop, total: Array | None, *, custom: bool) -> None:
         self.showing, self.each = Showing(settings, loop, custom=custom), settings.batched
-        self.reporter, self.updates = Reporter(self.showing.site, self.each), settings.updates
+        self.reporter, self.updates = Reporter(self.showing.site, self.each), settings.updates or MOST
         self.total = jnp.full((), -1, jnp.int32) if total is None else _largest(total, each=self.each)
         self._loop = loop
         self._run: Array | None = None

@@ -1,0 +1,277 @@
+"""`progress` without a number of updates: how often a run reports, and that values and transforms are unharmed."""
+
+import contextlib
+import dataclasses
+import functools
+import itertools
+import threading
+import time
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from bars import LOG, Recorder, bars, steps_of
+from jax.sharding import Mesh, PartitionSpec
+from jaxprs import equations
+
+import treescan
+from treescan import Progress
+from treescan._doctor.copies import copies_in_loops
+from treescan._loop.pace import GROWTH, INTERVAL, NEVER, SHARE, Pace
+
+T = 200
+XS = jnp.sin(jnp.arange(float(T)))
+PACED = Progress("loop", meter=Recorder(), show=lambda c: {"c": c})
+LABEL = Progress("label", meter=Recorder())
+RARE, OFTEN = [2, 20, T], [*range(2, T, 2), T]
+"""The reports of a run of 100 chunks: those whose distance `GROWTH` alone bounds, and all that there can be."""
+
+
+def step(c, x):
+    c = jnp.tanh(c + x)
+    return c, c * 2
+
+
+def loss(c, **options):
+    carry, ys = treescan.scan(step, c, XS, progress=PACED, **options)
+    return carry + jnp.sum(ys)
+
+
+@pytest.fixture
+def rare(monkeypatch):
+    """As if each run took no time."""
+    monkeypatch.setattr("treescan._loop.pace.INTERVAL", 1e6)
+
+
+@pytest.fixture
+def often(monkeypatch):
+    """As if each chunk took longer than it is to take between two reports."""
+    monkeypatch.setattr("treescan._loop.pace.INTERVAL", 0.0)
+    monkeypatch.setattr("treescan._loop.pace.SHARE", np.inf)
+
+
+# The pace.
+
+
+def dues(monkeypatch, seconds_of, *, shows=0.0, steps=10_000, size=100):
+    """When a run reports, and after how many steps, if step i takes `seconds_of(i)` and a meter `shows`."""
+    now, due, told = 100.0, 0, []
+    monkeypatch.setattr(time, "monotonic", lambda: now)
+    pace = Pace(since=now)
+    for done in range(size, steps, size):
+        now += sum(map(seconds_of, range(done - size, done)))
+        if done >= due:
+            heard, now = now, now + shows
+            told.append((now - 100.0, done))
+            due = pace.next_due(done, heard)
+    return told
+
+
+def test_a_run_reports_five_times_a_second_if_its_steps_take_equally_long(monkeypatch):
+    told = dues(monkeypatch, lambda i: 1e-3)
+    assert [done for _, done in told[:3]] == [100, 300, 500]
+    assert max(b - a for (a, _), (b, _) in itertools.pairwise(told)) <= INTERVAL + 1e-3 * 100
+    assert len(told) == pytest.approx(10 / INTERVAL, abs=3)
+
+
+def test_a_fast_run_reports_a_few_times_and_a_slow_one_after_each_chunk(monkeypatch):
+    assert [done for _, done in dues(monkeypatch, lambda i: 1e-7)] == [100, 1000]
+    assert [done for _, done in dues(monkeypatch, lambda i: 0.1)] == [*range(100, 10_000, 100)]
+
+
+def test_a_run_whose_steps_become_slower_is_seen_to_move(monkeypatch):
+    told = dues(monkeypatch, lambda i: 1e-5 if i < 500 else 1e-2)
+    assert all(after <= GROWTH * before for (_, before), (_, after) in itertools.pairwise(told))
+    assert len(told) > 60
+
+
+def test_a_slow_meter_is_told_less_often(monkeypatch):
+    told = dues(monkeypatch, lambda i: 1e-3, shows=0.05, steps=30_000)
+    apart = [after - before for (before, _), (after, _) in itertools.pairwise(told)]
+    assert apart[2:] == [pytest.approx(0.05 + 0.05 / SHARE, abs=0.11)] * len(apart[2:])
+
+
+def test_the_next_report_is_never_after_more_steps_than_fit_an_int():
+    pace = Pace(since=time.monotonic() - 1e-6)
+    assert pace.next_due(2**30, time.monotonic()) == NEVER
+
+
+# The runs.
+
+
+def test_between_few_reports_and_all_lies_the_interval(rare):
+    assert steps_of(lambda: loss(0.0)) == (T, RARE)
+
+
+def test_a_run_that_takes_long_reports_each_chunk(often):
+    assert steps_of(lambda: loss(0.0)) == (T, OFTEN)
+    assert steps_of(lambda: treescan.scan(step, 0.0, XS[:1], progress=PACED)) == (1, [1])
+    assert steps_of(lambda: treescan.scan(step, 0.0, XS[:7], progress=PACED)) == (7, [1, 2, 3, 4, 5, 6, 7])
+    assert steps_of(lambda: treescan.scan(step, 0.0, XS[:0], progress=PACED)) == (0, [])
+
+
+def test_in_reverse_with_a_remainder_it_does_too(often):
+    run = lambda: treescan.scan(step, 0.0, XS[:103], reverse=True, progress=PACED)  # noqa: E731
+    assert steps_of(run) == (103, [*range(3, 103, 2), 103])
+
+
+def test_what_is_shown_is_the_carry_after_the_steps_that_are_done(rare):
+    carries = treescan.accumulate(lambda c, x: step(c, x)[0], 0.0, XS)
+    ((_, told),) = bars(lambda: jax.jit(loss)(0.0))
+    assert told == [(done, {"c": pytest.approx(float(carries[done - 1]), abs=1e-6)}) for done in RARE]
+
+
+MASKED = {"reverse": {"reverse": True}, "whole": {"chunk": 0}, "plain": {}, "compact": {"compact": True, "chunk": 4}}
+
+
+@pytest.mark.parametrize("form", ["reverse", *(pytest.param(f, marks=pytest.mark.slow) for f in [*MASKED][1:])])
+def test_a_masked_scan_paces_the_steps_in_which_any_row_is_valid(form, often):
+    rows = functools.partial(treescan.mask_scan, step, jnp.zeros(2), jnp.stack([XS, XS], 1), progress=LABEL)
+    total, steps = steps_of(lambda: rows(lengths=jnp.array([3, 90]), **MASKED[form]))
+    assert (total, steps[-1]) == (90, 90)
+    assert steps == sorted(set(steps))
+    assert steps_of(lambda: rows(lengths=jnp.array([0, 0]), **MASKED[form])) == (0, [])
+
+
+TRANSFORMS = {
+    "grad": lambda loss: jax.jit(jax.grad(loss))(0.1),
+    "jvp": lambda loss: jax.jvp(loss, (0.1,), (1.0,)),
+    "vmap of grad of checkpoint": lambda loss: jax.jit(jax.vmap(jax.grad(jax.checkpoint(loss))))(jnp.ones(3)),
+    "eager grad of checkpoint": lambda loss: jax.grad(jax.checkpoint(lambda c: loss(jnp.sin(c))))(0.1),
+    "hessian": lambda loss: jax.jit(jax.hessian(loss))(0.1),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_every_transform_has_one_bar_and_the_gradient_says_nothing(transform, rare):
+    assert steps_of(lambda: TRANSFORMS[transform](loss)) == (T, RARE)
+
+
+FORMS = {"reverse": {"reverse": True}, "step": {"remat": "step"}, "nested": {"remat": "nested"},
+         "last": {"save": "last"}, "every": {"save": 5}, "truncate": {"truncate": 7}, "unroll": {"unroll": 2},
+}  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", FORMS)
+def test_values_and_gradients_are_those_without(form):
+    def run(c, progress):
+        carry, ys = treescan.scan(step, c, XS, progress=progress, **FORMS[form])
+        return jnp.sum(jnp.sin(ys)) + carry, (carry, ys)
+
+    one, other = (jax.value_and_grad(functools.partial(run, progress=bar), has_aux=True) for bar in (PACED, None))
+    for transform, c in ((lambda f: f, jnp.float32(0.1)), (jax.vmap, jnp.linspace(0.1, 1, 3))):
+        shown = jax.jit(transform(one))
+        ((total, told),) = bars(functools.partial(shown, c))
+        assert (total, told[-1][0]) == (T, T)
+        chex.assert_trees_all_close(shown(c), jax.jit(transform(other))(c), rtol=1e-5)
+
+
+def test_one_device_of_a_shard_map_reports(rare):
+    mesh, spec = Mesh(np.array(jax.devices()[:2]), ("d",)), PartitionSpec("d")
+    for check in (True, False):
+        run = jax.shard_map(lambda c: loss(c[0])[None], mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check)
+        assert steps_of(lambda run=run: jax.jit(jax.grad(lambda c: jnp.sum(run(c))))(jnp.ones(2))) == (T, RARE)
+
+
+def test_without_jit_it_does_too(often):
+    with jax.disable_jit():
+        total, steps = steps_of(lambda: treescan.scan(step, 0.0, XS[:3], progress=PACED))
+    assert (total, steps) == (3, [1, 2, 3])
+
+
+def test_two_calls_within_one_program_have_two_bars(rare):
+    for length in (1, T):
+        run = lambda c, n=length: treescan.scan(step, c, XS[:n], progress=PACED)[0]  # noqa: E731
+        told = bars(lambda run=run: jax.jit(lambda c: run(c) + run(c * 2))(0.1))
+        assert [total for total, _ in told] == [length] * 2
+
+
+def test_threads_and_loops_within_loops_have_bars_of_their_own(rare):
+    run = jax.jit(lambda c: treescan.scan(lambda c, _: (jnp.sin(c), None), c, None, T, progress=LABEL)[0])
+
+    def all_at_once():
+        threads = [threading.Thread(target=lambda i=i: jax.block_until_ready(run(i / 9))) for i in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    run(0.0)
+    jax.effects_barrier()
+    told = bars(lambda: all_at_once() or jnp.zeros(()))
+    assert [[done for done, _ in steps] for _, steps in told] == [RARE] * 4
+    nested = lambda c, _: (treescan.scan(step, c, XS, progress=PACED)[0], None)  # noqa: E731
+    told = bars(lambda: jax.grad(lambda c: treescan.scan(nested, c, None, 3, progress=LABEL)[0])(0.1))
+    assert [[done for done, _ in steps] for _, steps in told] == [[1, 3], RARE, RARE, RARE]
+
+
+def test_an_abandoned_run_is_closed_by_the_next_one(rare, monkeypatch):
+    monkeypatch.setattr("treescan._loop.reports.PATIENCE", 0)
+
+    def failing(c, x):
+        def check(c):
+            if fail and c > 40:
+                raise ValueError("this is meant")
+
+        jax.debug.callback(check, c)
+        return c + 1, x
+
+    run = jax.jit(lambda c: treescan.scan(failing, c, XS, progress=PACED)[0])
+    LOG.clear()
+    fail = True
+    with pytest.raises(Exception, match="this is meant"):
+        jax.block_until_ready(run(0.0))
+        jax.effects_barrier()
+    fail = False
+    with contextlib.suppress(Exception):  # what the failed run left
+        jax.effects_barrier()
+    assert [kind for _, kind, *_ in LOG] == ["init", "step", "step"]
+    jax.block_until_ready(run(0.0))
+    jax.effects_barrier()
+    assert [kind for _, kind, *_ in LOG[3:]] == ["init", "step", "step", "step", "close", "close"]
+    assert LOG[-1][0] == LOG[0][0]
+
+
+def test_what_cannot_be_paced_has_twenty_updates():
+    for options in ({"backward": True}, {"batched": True}):
+        given = Progress("loop", meter=Recorder(), **options)
+        run = lambda c, given=given: treescan.scan(step, c, XS, progress=given)[0]  # noqa: E731
+        assert steps_of(lambda run=run: run(0.1)) == (T, [*range(10, T, 10), T])
+
+
+def test_no_step_has_a_branch_and_no_state_passes_through_one():
+    jaxpr = jax.make_jaxpr(lambda c: treescan.scan(step, c, XS, progress=PACED))(0.1).jaxpr
+    (chunks,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
+    body = chunks.params["jaxpr"].jaxpr
+    (steps,) = [eqn for eqn in body.eqns if eqn.primitive.name == "scan"]
+    (branch,) = [eqn for eqn in body.eqns if eqn.primitive.name == "cond"]
+    inside = {eqn.primitive.name for eqn in equations(steps.params["jaxpr"].jaxpr)}
+    assert not {"cond", "pure_callback", "debug_callback", "custom_vmap_call"} & inside
+    assert [var.aval.str_short() for var in branch.outvars] == ["int32[]"]
+
+
+def test_no_state_is_copied_for_a_report():
+    def copies(bar):
+        run = lambda w: treescan.scan(lambda w, x: (jnp.tanh(w @ w + x), None), w, XS, progress=bar)[0]  # noqa: E731
+        text = jax.jit(run).lower(jnp.zeros((96, 96))).compile().as_text()
+        assert ("callback" in text) == (bar is not None)
+        return copies_in_loops(text, (96, 96))
+
+    assert copies(Progress(meter=Recorder(), show=lambda w: {"first": w[0, 0]})) == copies(None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Failing(Recorder):
+    def step(self, bar, done, shown):
+        raise OSError("no terminal")
+
+
+def test_a_meter_that_fails_is_a_warning_and_the_loop_goes_on():
+    with pytest.warns(RuntimeWarning, match="`Failing` failed: OSError"):
+        carry, _ = treescan.scan(step, 0.0, XS, progress=Progress(meter=Failing()))
+        jax.block_until_ready(carry)
+        jax.effects_barrier()
+    chex.assert_trees_all_close(carry, treescan.scan(step, 0.0, XS)[0], rtol=1e-6)
