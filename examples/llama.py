@@ -472,8 +472,7 @@ def run(steps: int, mesh: Mesh) -> None:
         sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves),
     )
     print(
-        f"parameters     {whole} bytes, "
-        f"of which each of {mesh.size} devices holds {part}"
+        f"parameters     {whole} bytes, {part} on each of {mesh.size} devices"
     )
     before = mean_loss(params, tests)
     params = fit(params, text, steps, mesh)
