@@ -1,11 +1,9 @@
-"""Loops that end when they are done: four classics of `treescan.while_scan`.
+"""Four loops that stop when they are done, with `treescan.while_scan`.
 
-Each is differentiated or mapped.
-
-A square root by Newton's method, a root finder with a tolerance, a solver of
-differential equations that chooses its own steps, and greedy decoding that
-ends at a token. All gradients are compared with what mathematics says they
-are.
+They are a square root by Newton's method, a root finder with a tolerance, a
+solver of differential equations that chooses its step sizes, and greedy
+decoding that ends at a token. Each is differentiated, or mapped over several
+problems. All gradients are compared with exact ones.
 
     python examples/early_exit.py
 """
@@ -40,7 +38,7 @@ def newton_sqrt(a: Scalar) -> treescan.WhileResult[Scalar, None]:
 def find_root(
     f: Callable[[Scalar], Scalar], guess: Scalar, tolerance: float
 ) -> treescan.WhileResult[Scalar, Scalar]:
-    """Where f is 0, by Newton's method; the ys are the errors on the way."""
+    """A root of f, by Newton's method. The ys are the errors before steps."""
 
     def step(x: Scalar, _: None) -> tuple[Scalar, Scalar]:
         value, slope = jax.jvp(f, (x,), (jnp.ones_like(x),))
@@ -52,7 +50,7 @@ def find_root(
 
 
 class Solution(NamedTuple):
-    """Where a solver is, and the step that it is about to try."""
+    """The carry of a solver: t, y, and the next step size to try."""
 
     t: Scalar
     y: Scalar
@@ -67,7 +65,7 @@ def solve(
 ) -> treescan.WhileResult[Solution, None]:
     """dy/dt = slope(y) from t = 0 to `end`, by Heun's method.
 
-    Its distance from Euler's decides on the next step.
+    The difference from Euler's method sets the next step size.
     """
 
     def step(now: Solution, _: None) -> tuple[Solution, None]:
@@ -94,7 +92,7 @@ def solve(
 
 
 class Letters(NamedTuple):
-    """How often each character follows two others."""
+    """How often each character follows each pair of characters."""
 
     alphabet: str
     counts: Int[Array, "letters letters letters"]
@@ -112,7 +110,7 @@ def read_letters(text: str) -> Letters:
 def decode(
     letters: Letters, prompt: Int[Array, " 2"], end: int
 ) -> treescan.WhileResult[Int[Array, " 2"], Int[Array, ""]]:
-    """The likeliest letter after the last two, and so on until `end`; the ys
+    """Appends the likeliest letter after the last two, until `end`. The ys
     are the letters.
     """
 
@@ -170,7 +168,7 @@ def main() -> None:
     exact, exact_slope = jax.value_and_grad(
         lambda r: 1 / (1 + 99 * jnp.exp(-10 * r))
     )(rate)
-    print("\nlogistic growth, with steps as small as they have to be")
+    print("\nlogistic growth, with adaptive steps")
     for tolerance, y, n, slope in zip(
         tolerances, ys, steps, slopes, strict=True
     ):

@@ -4,16 +4,16 @@ Its layers are one stack, which `treescan.fold_layers` runs.
 
 The decoder is Llama's: RMSNorm, rotary embedding, grouped-query attention,
 SwiGLU. It reads "Romeo and Juliet" byte by byte. Each weight of its layers is
-one array with a leading layer axis, so that the program is one layer long
-however many there are. Training is a scan over batches, and writing one over
-new bytes, which carries a cache of keys and values. It takes a minute or so
-on two cores.
+one array with a leading layer axis. So the program contains one layer, for
+any number of layers. Training is a scan over batches. Writing is a scan over
+new bytes, which carries a cache of keys and values. All of it takes about a
+minute on two cores.
 
     python examples/llama.py
 
-With more devices the parameters are sharded over them (FSDP): each holds a
-slice of every matrix, and sees one layer whole at a time. Eight devices,
-simulated on the CPU, get the numbers of one:
+With more devices the parameters are sharded over them (FSDP): each device
+holds a slice of every matrix, and gathers one layer at a time. Eight devices,
+simulated on the CPU, compute the same numbers as one:
 
     python examples/llama.py --devices 8 --steps 20
 """
@@ -41,8 +41,8 @@ WARMUP, LEARNING_RATE = 20, 4e-3
 PROMPT, WRITTEN, TEMPERATURE = b"ROMEO:\n", 300, 0.6
 
 
-# Here `*layers` is nothing in the one layer that a block is given, and the
-# layer axis in the stack of all.
+# `*layers` means no axis in the single layer that a block receives, and the
+# layer axis in the stack.
 class Attention(NamedTuple):
     """Each head of keys and values is shared by a group of query heads
     (Ainslie et al., 2023).
@@ -55,8 +55,8 @@ class Attention(NamedTuple):
 
 
 class DecoderBlock(NamedTuple):
-    """A layer: attention, then SwiGLU (Shazeer, 2020), each of which reads
-    the normed stream and adds to it.
+    """A layer: attention, then SwiGLU (Shazeer, 2020). Both read the normed
+    stream and add to it.
     """
 
     input_norm: Float[Array, "*layers width"]
@@ -77,14 +77,14 @@ class Params(NamedTuple):
 
 
 def normal(key: PRNGKeyArray, shape: tuple[int, ...], fan_in: int) -> Array:
-    """Weights whose sums over `fan_in` inputs are as large as these."""
+    """Normal weights, scaled for sums over `fan_in` inputs."""
     return jax.random.normal(key, shape) / fan_in**0.5
 
 
 def init_block(key: PRNGKeyArray) -> DecoderBlock:
     """One layer.
 
-    What a layer adds starts small, so that the sum over all of them does not
+    The last matrices start small: the sum over all layers then does not
     depend on their number.
     """
     q, k, v, out, gate, up, down = jax.random.split(key, 7)
@@ -109,8 +109,8 @@ def init_block(key: PRNGKeyArray) -> DecoderBlock:
 
 
 def init_params(key: PRNGKeyArray, mesh: Mesh) -> Params:
-    """All parameters, made where they live: weights split along their longest
-    axis, norms on every device.
+    """All parameters, each made on its devices: weights are split along their
+    longest axis, and norms are on every device.
     """
     embedding, layers, head = jax.random.split(key, 3)
 
@@ -142,8 +142,8 @@ def init_params(key: PRNGKeyArray, mesh: Mesh) -> Params:
 
 
 class Cache(NamedTuple):
-    """The keys and values of the positions so far; later ones are zeros,
-    which no query may look at yet.
+    """The keys and values of the positions so far. Later ones are zeros,
+    which no query reads yet.
     """
 
     keys: Float[Array, "*layers batch positions kv_heads head"]
@@ -153,7 +153,7 @@ class Cache(NamedTuple):
 def gathered(weights: Any) -> Any:
     """The weights whole on each device: the all-gather of FSDP.
 
-    Their gradients are summed and go back in slices.
+    The gradient sums over the devices, and gives each its slice.
     """
     return jax.lax.with_sharding_constraint(weights, PartitionSpec())
 
@@ -190,8 +190,8 @@ def attend(
     cache: Cache | None,
     positions: Int[Array, " time"],
 ) -> tuple[Float[Array, "batch time width"], Cache]:
-    """Attention over what the cache holds and x adds to it; without a cache,
-    over x alone.
+    """Attention over the positions in the cache and in x; without a cache,
+    only over those in x.
     """
     queries = rotate(
         jnp.einsum("btd,dkgh->btkgh", x, weights.q_proj), positions
@@ -210,8 +210,8 @@ def attend(
         )
         new = jax.tree.map(put, cache, new)
     scores = jnp.einsum("btkgh,bskh->bkgts", queries, new.keys) / HEAD**0.5
-    # A query looks at its own position and at those before, no further back
-    # than it was trained to.
+    # A query reads its own position and those before it, at most as far back
+    # as in training.
     distance = positions[:, None] - jnp.arange(new.keys.shape[1])[None]
     seen = (distance >= 0) & (distance < CONTEXT)
     scores = jnp.where(seen[None, None, None], scores, -jnp.inf)
@@ -244,14 +244,14 @@ def block(
     x: Float[Array, "batch time width"],
     positions: Int[Array, " time"],
 ) -> Float[Array, "batch time width"]:
-    """One layer, with nothing to remember."""
+    """One layer, without a cache."""
     return cached_block(layer, x, None, positions)[0]
 
 
 def logits(
     params: Params, tokens: Int[Array, "batch time"]
 ) -> Float[Array, "batch time vocabulary"]:
-    """The logits of the byte after each, for training.
+    """The logits of the next byte at each position, for training.
 
     With `remat="step"` the gradient saves only the input of each layer, and
     recomputes the rest. It also gathers the layer's weights again. Otherwise
@@ -275,7 +275,7 @@ def cached_logits(
     cache: Cache,
     start: Int[Array, ""] | int,
 ) -> tuple[Float[Array, "batch time vocabulary"], Cache]:
-    """The same for tokens at `start` and after.
+    """The logits of the next byte, for tokens from position `start` on.
 
     Each layer takes its slice of the cache and returns it. The loop writes
     it in place: no step copies the cache.
@@ -289,8 +289,8 @@ def cached_logits(
 
 
 class Adam(NamedTuple):
-    """Parameters with their running moments (Kingma and Ba, 2015), sharded
-    alike.
+    """Parameters with their running moments (Kingma and Ba, 2015), which are
+    sharded in the same way.
     """
 
     params: Params
@@ -366,7 +366,7 @@ def train(adam: Adam, stretch: Batch) -> tuple[Adam, Float[Array, " steps"]]:
 def place(
     tokens: Int[np.ndarray, "steps batch bytes"], mesh: Mesh
 ) -> Int[Array, "steps batch bytes"]:
-    """Batches on the devices, the rows of each split over them."""
+    """Batches on the devices, with their rows split over the devices."""
     return jax.device_put(
         tokens, NamedSharding(mesh, PartitionSpec(None, "data"))
     )
@@ -395,7 +395,7 @@ def stretches(
 def fit(
     params: Params, text: Int[np.ndarray, " bytes"], steps: int, mesh: Mesh
 ) -> Params:
-    """Trains, and prints how it goes."""
+    """Trains, and prints the loss."""
     mean, square = (
         jax.tree.map(jnp.zeros_like, params),
         jax.tree.map(jnp.zeros_like, params),
@@ -413,7 +413,7 @@ def fit(
 
 
 class Writer(NamedTuple):
-    """What is carried from byte to byte: the last one, which is not in the
+    """The carry while writing: the cache, the last byte, which is not in the
     cache yet, and its position.
     """
 
@@ -429,9 +429,9 @@ def write(
     length: int,
     key: PRNGKeyArray,
 ) -> tuple[Int[Array, "batch new"], Float[Array, ""]]:
-    """Reads the prompt in one pass and goes on from it byte by byte.
+    """Reads the prompt in one pass, then writes byte by byte.
 
-    Also how far the cache leads the logits astray.
+    Also returns how far the logits are from those without a cache.
     """
 
     def step(
@@ -458,7 +458,7 @@ def write(
 
 
 def run(steps: int, mesh: Mesh) -> None:
-    """Trains, and prints how well the model predicts, and what it writes."""
+    """Trains, and prints the loss on held-out text, and what it writes."""
     text, held_out = np.split(
         np.frombuffer(TEXT.read_bytes(), np.uint8).astype(np.int32),
         [-TEXT.stat().st_size // 10],
@@ -472,8 +472,7 @@ def run(steps: int, mesh: Mesh) -> None:
         sum(leaf.addressable_shards[0].data.nbytes for leaf in leaves),
     )
     print(
-        f"parameters     {whole} bytes, "
-        f"of which each of {mesh.size} devices holds {part}"
+        f"parameters     {whole} bytes, {part} on each of {mesh.size} devices"
     )
     before = mean_loss(params, tests)
     params = fit(params, text, steps, mesh)
@@ -482,7 +481,7 @@ def run(steps: int, mesh: Mesh) -> None:
         f"{mean_loss(params, tests):.4f} nats a byte"
     )
 
-    # Small: gathered once, not for each byte.
+    # The model is small: gather it once, not for each byte.
     params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
     began = time.perf_counter()
     written, error = write(
@@ -519,8 +518,7 @@ def main() -> None:
     if options.devices > 1:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", options.devices)
-    # Auto: the compiler passes the shardings on, through what it need not be
-    # told of.
+    # Auto: the compiler propagates the shardings by itself.
     mesh = jax.make_mesh(
         (options.devices,), ("data",), axis_types=(AxisType.Auto,)
     )

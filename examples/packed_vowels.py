@@ -1,11 +1,11 @@
 """Who is speaking, packed: several utterances end to end in a row.
 
-So hardly any padding is left to run.
+This leaves hardly any padding to run.
 
-The same task as in `vowels.py`: nine speakers, utterances of 7 to 29 frames.
+The task is that of `vowels.py`: nine speakers, utterances of 7 to 29 frames.
 Here `treescan.pack` lays each batch into rows, and `mask_scan` takes the
-result: where an utterance begins, the LSTM begins anew, forwards and
-backwards, and both directions' outputs are at their frames. The weights and
+result. Where an utterance begins, the state of the LSTM starts again, in both
+directions. Outputs are at the positions of their frames. The weights and
 their training are those of `vowels.py`.
 
     python examples/packed_vowels.py
@@ -48,7 +48,7 @@ class Labelled(NamedTuple):
 
 
 def load(part: str) -> tuple[list[Utterance], Int[np.ndarray, " utterances"]]:
-    """The utterances of one part of the data, features standardised by the
+    """The utterances of one part of the data, features standardized by the
     training frames, and who speaks.
     """
     with np.load(DATA) as data:
@@ -65,8 +65,8 @@ def load(part: str) -> tuple[list[Utterance], Int[np.ndarray, " utterances"]]:
 def batches(
     utterances: list[Utterance], speaker: np.ndarray, seed: int
 ) -> Labelled:
-    """All training batches, packed alike and stacked along a new leading
-    axis.
+    """All training batches, packed to one shape and stacked along a new
+    leading axis.
     """
     order = (
         np.random.default_rng(seed)
@@ -74,7 +74,7 @@ def batches(
         .reshape(-1, BATCH)
     )
     chosen = [[utterances[i] for i in batch] for batch in order]
-    # All alike: one program for all of them.
+    # One shape: one program for all batches.
     steps = max(treescan.pack(batch, rows=ROWS).steps for batch in chosen)
     packed = [
         treescan.pack(batch, rows=ROWS, length=steps) for batch in chosen
@@ -140,7 +140,7 @@ def loss(
 
 @jax.jit
 def accuracy(params: Params, batch: Labelled) -> Float[Array, ""]:
-    """The share of utterances whose speaker is recognised."""
+    """The share of utterances whose speaker is recognized."""
     return jnp.mean(
         jnp.argmax(pool(params, batch.packed) @ params.out, axis=-1)
         == batch.speaker
@@ -176,8 +176,8 @@ def train(
 
 
 def main() -> None:
-    """Train, and print what the classifier makes of the test utterances, and
-    what packing saved.
+    """Trains the classifier, and prints its accuracy and the steps that
+    packing saves.
     """
     utterances, speaker = load("train")
     data = batches(utterances, speaker, seed=0)

@@ -2,9 +2,8 @@
 
 Nine men said two Japanese vowels in a row, 30 times each for training. An
 utterance is 7 to 29 frames of 12 cepstral coefficients, so a batch has
-padding. A bidirectional LSTM reads it with `mask_scan`: the padding is filled
-with NaN here, on purpose, and neither the outputs nor the gradients ever see
-it.
+padding. A bidirectional LSTM reads it with `mask_scan`. The padding is NaN
+here on purpose, and reaches neither the outputs nor the gradients.
 
     python examples/vowels.py
 """
@@ -37,7 +36,7 @@ class Utterances(NamedTuple):
 
 
 def load(path: Path) -> tuple[Utterances, Utterances]:
-    """The training and the test utterances, features standardised by the
+    """The training and the test utterances, features standardized by the
     training frames.
     """
     with np.load(path) as data:
@@ -59,7 +58,7 @@ def load(path: Path) -> tuple[Utterances, Utterances]:
 def _pad(
     frames: np.ndarray, lengths: np.ndarray, speaker: np.ndarray
 ) -> Utterances:
-    """From all frames in one row after the other to `[T, B, F]`."""
+    """Pads the utterances, which are end to end in `frames`: `[T, B, F]`."""
     padded = treescan.pad(
         np.split(frames, np.cumsum(lengths)[:-1]), value=np.nan
     )
@@ -67,7 +66,7 @@ def _pad(
 
 
 class LSTM(NamedTuple):
-    """The weights of one direction; the four gates are side by side."""
+    """The weights of one direction, with the four gates side by side."""
 
     x: Float[Array, "features gates"]
     h: Float[Array, "hidden gates"]
@@ -75,7 +74,7 @@ class LSTM(NamedTuple):
 
 
 class State(NamedTuple):
-    """What an LSTM carries from frame to frame."""
+    """The carry of an LSTM."""
 
     h: Float[Array, "batch hidden"]
     c: Float[Array, "batch hidden"]
@@ -110,8 +109,8 @@ def lstm(
 
 
 class Params(NamedTuple):
-    """The classifier: an LSTM each way, the mean over the frames, one linear
-    layer.
+    """The classifier: an LSTM in each direction, the mean over the frames,
+    and one linear layer.
     """
 
     forward: LSTM
@@ -171,7 +170,7 @@ def loss(
 
 @jax.jit
 def accuracy(params: Params, batch: Utterances) -> Float[Array, ""]:
-    """The share of utterances whose speaker is recognised."""
+    """The share of utterances whose speaker is recognized."""
     return jnp.mean(
         jnp.argmax(pool(params, batch) @ params.out, axis=-1) == batch.speaker
     )
@@ -241,7 +240,7 @@ def train(
 
 
 def main() -> None:
-    """Train, and print what the classifier makes of the test utterances."""
+    """Trains the classifier, and prints its accuracy."""
     train_data, test_data = load(DATA)
     init_key, train_key = jax.random.split(jax.random.key(0))
     began = time.perf_counter()

@@ -49,7 +49,7 @@ def key(cell: Cell) -> str:
 
 
 def page_of(text: str, data: Data) -> str:
-    """The page with its generated parts made anew."""
+    """The page with new generated parts."""
 
     def made(part: re.Match[str]) -> str:
         match part[2]:
@@ -159,7 +159,7 @@ def section(verb: str, data: Data) -> str:
             row.append(NONE if apart else WORKS if outcome == EQUAL else letters[outcome])
         rows.append([*row, *[NONE] * (len(forms) - 1 - i)])
     matrix = grid([NONE, *[str(n + 1) for n in range(len(forms) - 1)]], rows)
-    counted = f"{data['cells']} cells, {data['cells'] - len(bad)} of them equal to the plain meaning."
+    counted = f"{data['cells']} cells, {data['cells'] - len(bad)} of them equal to the reference."
     text = f"{counted}\n\n{matrix}\n"
     if letters:
         text += "\n" + "".join(f"- **{letter}**: {quoted(line)}\n" for line, letter in letters.items())
@@ -172,7 +172,7 @@ def pair_lines(verb: str, bad: Mapping[str, str]) -> list[str]:
 
 
 def exceptions(verb: str, bad: Mapping[str, str]) -> str:
-    """What comes of single options under transforms, where it is not the plain meaning, by what comes."""
+    """The single options under transforms that are not equal to the reference, by outcome."""
     tried: dict[tuple[str, ...], list[str]] = defaultdict(list)
     under: dict[str, dict[tuple[str, ...], list[str]]] = defaultdict(lambda: defaultdict(list))
     for cell in table.singles(verb):
@@ -186,7 +186,7 @@ def exceptions(verb: str, bad: Mapping[str, str]) -> str:
             together["every transform" if names == tried[of] else ", ".join(names)].append(of)
         where = "; ".join(f"{_listed(of, list(tried))} under {names}" for names, of in together.items())
         lines.append(f"- {where}: {quoted(line)}\n")
-    return "\nAlone:\n\n" + "".join(lines) if lines else ""
+    return "\nSingle options that are not equal:\n\n" + "".join(lines) if lines else ""
 
 
 def _listed(forms: Sequence[tuple[str, ...]], all_forms: Sequence[tuple[str, ...]]) -> str:

@@ -41,8 +41,8 @@ def step(p: Network, h: Array, x: Array) -> tuple[Array, Array]:
 def r2d2(p: Network, data: Replayed, burn_in: int) -> Array:
     """Values of actions [T - burn_in, B, actions], after a burn-in.
 
-    A row continues from the state that was stored with it. An episode that
-    begins in it begins from zeros, which `reset_to` says.
+    A row continues from the state that was stored with it. `reset_to` starts
+    each episode that begins within the row from zeros.
     """
     run = functools.partial(
         treescan.mask_scan, functools.partial(step, p), reset_to=0.0
@@ -93,7 +93,7 @@ def begins_of(ends: Bool[Array, "time batch"]) -> Array:
 
 # --8<-- [start:returns]
 def gae(data: Trajectory, discount: float, trace: float) -> Array:
-    """Generalised advantage estimates, [T, B]."""
+    """Generalized advantage estimates, [T, B]."""
     errors = data.rewards + next_values(data, discount) - data.values
 
     def add(later: Array, error: Array) -> tuple[Array, Array]:

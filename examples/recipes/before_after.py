@@ -1,4 +1,4 @@
-"""What public projects write around scans by hand, and the same here.
+"""Loops of public projects, written by hand and with treescan.
 
 Each `..._by_hand` is a program of our own that computes what the project's
 computes, in the same way. The page names the projects.
@@ -50,7 +50,7 @@ def descent(problem: Problem, most: int) -> State:
 # --8<-- [end:descent]
 # --8<-- [start:descent_by_hand]
 def descent_by_hand(problem: Problem, most: int) -> State:
-    """A scan of all steps, each of which may do nothing."""
+    """A scan over all steps. After the end, a step does nothing."""
 
     def steep(z: State) -> Array:
         return jnp.abs(slope(problem, z)).max() > 1e-4
@@ -175,7 +175,7 @@ def ctc(
     labels: Int[Array, "batch labels"],
     label_lengths: Int[Array, " batch"],
 ) -> Float[Array, " batch"]:
-    """The CTC loss of each sequence; blank is 0, and padding is not run."""
+    """The CTC loss of each sequence. Blank is 0. Padding is skipped."""
     rows, most = labels.shape
     # Blanks between the labels: _ a _ b _
     path = jnp.zeros((rows, 2 * most + 1), labels.dtype)
@@ -216,7 +216,7 @@ def gru(
     xs: Float[Array, "time batch features"],
     begins: Bool[Array, "time batch"],
 ) -> Float[Array, "time batch hidden"]:
-    """A GRU of flax whose state begins anew where an episode does."""
+    """A GRU of flax whose state is reset where an episode begins."""
     cell = nn.GRUCell(width)
 
     def step(h: Array, x: Array) -> tuple[Array, Array]:

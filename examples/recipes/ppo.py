@@ -1,6 +1,6 @@
 """Recurrent PPO, whole: acting, advantages and updates are one program.
 
-The game is one of memory. A cue is shown in the first step of an episode
+The game tests memory. A cue is shown in the first step of an episode
 and asked for in the last. `train` is written with treescan, `by_hand` with
 `jax.lax.scan` alone; both draw the same random numbers.
 """
@@ -61,7 +61,7 @@ class Learner(NamedTuple):
 
 
 def make(key: PRNGKeyArray, games: int, hidden: int) -> Learner:
-    """A learner that has learnt nothing."""
+    """A new learner, with random weights."""
     of_x, of_h, of_a, of_cue = jax.random.split(key, 4)
     policy = Policy(
         jax.random.normal(of_x, (3, hidden)),
@@ -90,7 +90,7 @@ def look(game: Game) -> Array:
 def play(
     p: Policy, carry: tuple[Game, Array], _: None, *, key: PRNGKeyArray
 ) -> tuple[tuple[Game, Array], Played]:
-    """One step of all games. Those that end begin anew."""
+    """One step of all games. A game that ends starts again."""
     game, memory = carry
     for_action, for_cue = jax.random.split(key)
     begins, seen = game.played == 0, look(game)

@@ -95,7 +95,7 @@ def filtered(
     """Filters ys [T, B, seen]; leaves [T, B, ...], 0 after the end.
 
     `chunk=0` runs padded steps too, and saves what each step computes for the
-    gradient. By default a chunk is computed once more, and a factorisation
+    gradient. By default a chunk is computed once more, and a factorization
     takes longer than saving its result.
     """
 
@@ -165,8 +165,8 @@ def smoothed_by_hand(
 ) -> Belief:
     """The same with `jax.lax.scan` and a mask.
 
-    Padded steps are given the belief of the first step: theirs are zeros, of
-    which the solve would make NaN, and the gradient too.
+    Padded steps get the belief of the first step. Their own are zeros, for
+    which the result and the gradient of the solve are NaN.
     """
     mask = jnp.arange(len(found.log_likelihood))[:, None] < lengths
 
