@@ -51,16 +51,16 @@ fuzz: .venv/.group-test ## Runs CASES fresh random programs of SEED against a pl
 
 # A merge is not held up by a program that nobody has seen before: the tests have those of known seeds.
 fuzz-ci: .venv/.group-test
-	PYTHONPATH=.:tests/lib .venv/bin/python -m generated --minutes 5 --report --no-shrink $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=.:tests/lib .venv/bin/python -m generated --minutes 3 --report --no-shrink $(if $(SEED),--seed $(SEED))
 
 # What holds the library to JAX under flags, to random programs and to tables runs on one release alone, for time's sake.
 ONE_RELEASE = $(foreach name,flags generated leaks primitives,--ignore tests/promises/test_$(name).py) \
 	--ignore tests/docs/test_what_works.py
 
-# Each test function runs on these releases, and a quarter of its cases: all cases run on the main one.
-test-oldest test-newest: export TREESCAN_RELEASE_SHARE := 4
+# Each test function runs on these releases, and a sixth of its cases: all cases run on the main one.
+test-oldest test-newest: export TREESCAN_RELEASE_SHARE := 6
 
-test-matrix: test-oldest test-newest ## The everyday tests, a quarter of their cases, on the oldest and the newest Python and JAX.
+test-matrix: test-oldest test-newest ## The everyday tests, a sixth of their cases, on the oldest and the newest Python and JAX.
 
 test-oldest: .venvs/oldest/.group-test
 	.venvs/oldest/bin/python $(PYTEST) $(ONE_RELEASE) -m "not slow"
