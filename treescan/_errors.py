@@ -34,18 +34,18 @@ STEP_WORDS = {
     "leaves_of_xs": "leaves of xs",
     "arrays_as_xs": "arrays as xs",
     "all_whole": "every leaf of xs has in_axes None",
-    "axis_none": "with None, every step receives the whole leaf",
+    "axis_none": "With None, every step receives the whole leaf",
     "mask": "the mask",
-    "rows_of_init": "there are other rows than in the mask. `init` has one entry for each row of the batch "
-    "(`packed.rows` of them for a `Packed`), and the lengths or the mask are of the same rows.",
-    "rows_of_x": "pass the lengths or the mask of just these rows. If the data lead with the batch instead of time, "
-    "pass `time_axis=1`.",
+    "rows_of_init": "its rows are not those of the mask. `init` needs one entry for each row of the batch "
+    "(`packed.rows` of them for a `Packed`), and the lengths or the mask must be for the same rows.",
+    "rows_of_x": "pass the lengths or the mask of exactly these rows. If the data lead with the batch instead of "
+    "time, pass `time_axis=1`.",
     "all_rows": "",
 }
 WHILE_WORDS = {
     **STEP_WORDS,
     "mask": "the condition",
-    "rows_of_init": "the condition is about other rows: let it return one bool for each row of `init`.",
+    "rows_of_init": "the condition has other rows: let it return one bool for each row of `init`.",
     "rows_of_x": "the carry and the condition have other rows. If the data lead with the batch instead of time, pass "
     "`in_axes=1`.",
     "all_rows": " To stop all rows together, reduce the condition to one bool, `jnp.any(...)` or `jnp.all(...)`.",
@@ -356,6 +356,6 @@ def _name_and_place(body: Any) -> tuple[str, str]:
 
 
 def shorten(filename: str) -> str:
-    """A path relative to the working directory where it lies below it, else as it is."""
+    """A path relative to the working directory if it is below it, else unchanged."""
     here = os.getcwd() + os.sep
     return filename[len(here) :] if filename.startswith(here) else filename

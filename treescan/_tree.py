@@ -23,7 +23,7 @@ _ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 @dataclass(frozen=True)
 class Root:
-    """A key at which the rendered path starts anew, with the name that the user knows.
+    """A key at which the rendered path starts again, with the name that the user knows.
 
     Attributes:
         name: what is rendered in place of all that leads here.

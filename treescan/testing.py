@@ -106,10 +106,7 @@ def _report(kind: type, failed: dict[str, list[Row]], cause: Exception | None) -
     for says, rows in failed.items():
         parts += [wrap(f"{says}."), table(("leaf", "expected", "came"), rows)]
     if cause is not None and failed_hook(kind, cause)[0] == "write(valid=None)":
-        says = (
-            "Outside of `mask_scan`, every verb calls `write` with `valid=None`: then everything that is returned "
-            "counts."
-        )
+        says = "Outside `mask_scan`, every verb calls `write` with `valid=None`. Then all returned values are valid."
         parts.append(wrap(says))
     return "\n\n".join(parts)
 

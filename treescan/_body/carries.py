@@ -81,12 +81,12 @@ def _check_written(old: AbstractCarry[Any, Any], new: Any, path: str) -> None:
     if differences and all(difference.given_is_weak for difference in differences) and not is_last_trace():
         return
     drift = (
-        f"`{name}.write` returns a `{name}` with the structure, the static fields, the shapes and the dtypes of the "
-        "one before. Either it does not do so, or what the body returned there does not fit."
+        f"`{name}.write` must return a `{name}` with the same structure, static fields, shapes and dtypes as "
+        "before. Either the method does not, or it was given a value from the body that does not fit."
     )
     raise Fault(
         PluginError,
-        f"{{verb}} over {{body}}: the custom carry at {path} is of another type after `{name}.write`.",
+        f"{{verb}} over {{body}}: `{name}.write` changed the type of the custom carry at {path}.",
         drift,
         describe_class(type(old)),
         header=("leaf", "before", "written"),

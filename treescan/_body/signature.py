@@ -73,8 +73,8 @@ class Scope:
         if bad:
             raise Fault(
                 SignatureError,
-                "{body} has annotations that do not hold.",
-                "Change the annotation, or the value: an axis name means one size in the whole of a {step}.",
+                "{body} does not match its annotations.",
+                "Change the annotation or the value. Within a {step}, each axis name has one size.",
                 header=("value", "annotated", "is"),
                 rows=bad,
             )

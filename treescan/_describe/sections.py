@@ -67,12 +67,12 @@ def _saved(of: Facts) -> Iterator[Sequence[str]]:
 
 def _cost(of: Facts) -> Iterator[Section]:
     text = (
-        f"A {of.unit} takes {of.flops:,} FLOPs, or {of.operations:,} operations where a function such as `tanh` counts "
+        f"A {of.unit} takes {of.flops:,} FLOPs, or {of.operations:,} operations if a function such as `tanh` counts "
         "as a hundred."
     )
     if of.forward_bytes is not None and of.result_bytes is not None:
         text += (
-            f" Forward, the loop needs {describe_bytes(of.forward_bytes)} beside its arguments and "
+            f" The forward pass needs {describe_bytes(of.forward_bytes)}, not counting its arguments and "
             f"{describe_bytes(of.result_bytes)} of results."
         )
     yield Section("", (), [], [text])
@@ -102,7 +102,10 @@ def _notes(of: Facts) -> list[str]:
     plan: Plan = of.plan
     if plan.refusal is not None:
         return [f"There is none: {plan.refusal}"]
-    return ["Needs: beside arguments and results. Evaluations: of each step, the forward pass included."]
+    return [
+        "Needs: the memory, without arguments and results. Evaluations: how often each step runs, including the "
+        "forward pass."
+    ]
 
 
 def _findings(of: Facts) -> Section:

@@ -19,7 +19,7 @@ from .._types import PyTree
 from .body import Body
 from .loop import Feed, Loop, Step
 
-_lax_scan = jax.lax.scan  # as it is now: a program may put treescan's own in its place
+_lax_scan = jax.lax.scan  # bound now, because a program may replace it with treescan's own
 
 
 @dataclass(frozen=True, eq=False)

@@ -111,6 +111,6 @@ def _no_verb(verb: Any) -> Fault:
     named = ", ".join(f"`{known.__name__}`" for known in _VERBS)
     return Fault(
         ArgumentError,
-        f"`describe` describes calls of {named}, got {describe_argument(verb)}.",
-        "Give the verb, and behind it what it is called with: `treescan.describe(treescan.scan, step, init, xs)`.",
+        f"the first argument of `describe` must be one of {named}, got {describe_argument(verb)}.",
+        "Pass the verb, and then the arguments of its call: `treescan.describe(treescan.scan, step, init, xs)`.",
     )

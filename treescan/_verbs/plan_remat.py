@@ -91,9 +91,9 @@ def plan_remat(
             own = {"args": args, "key": key, "state": state}
             return _plan_layers(f, init, layers, xs, length, remat=remat, pair=pair, **own)
         if args:
-            raise Fault(ArgumentError, "{verb} over {body}: `args` is for `layers`.", "Let the body close over it.")
+            raise Fault(ArgumentError, "{verb} over {body}: `args` needs `layers`.", "Let the body close over it.")
         if state is not None:
-            raise Fault(ArgumentError, "{verb} over {body}: `state` is for `layers`.", "Let the body carry it.")
+            raise Fault(ArgumentError, "{verb} over {body}: `state` needs `layers`.", "Let the body carry it.")
         call = prepare(SCAN if pair else FOLD, f, init, xs, length, key=key)
         chosen = check_remat_or_auto(remat)
         if not call.call.length:
@@ -108,7 +108,11 @@ def _plan_layers(
     block: Any, x: PyTree, layers: PyTree, xs: PyTree, length: int | None, *, remat: Any, pair: bool, **options: Any
 ) -> RematPlan:
     if length is not None:
-        raise Fault(ArgumentError, "{verb} over {body}: `length` is not for layers.", "The stacks say how many.")
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `length` cannot be given with `layers`.",
+            "Leave it out: the stacks have the number of layers.",
+        )
     plan = check_remat(remat)
     pairs, alone = SCAN_LAYERS, FOLD_LAYERS
     if options["state"] is not None:

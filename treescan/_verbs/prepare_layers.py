@@ -224,9 +224,9 @@ def explain_traced(error: Exception) -> Exception:
     """The error, with a note where a block used a traced value as Python's, as when it branches on a window."""
     if isinstance(error, _OF_TRACED_VALUES) and not isinstance(error, TreescanError):
         error.add_note(
-            "A block is traced once for all layers of its stack, so values in `layers` or `xs` are traced. If a value "
-            "must be part of the program and differs between layers, for example a window, use a pattern: "
-            "`local = functools.partial(block, window=512)` and so on, `[local, local, global_]` with a stack for "
-            "each. Pass a value that all layers share as `args`."
+            "A block is traced once for all layers of its stack, so values in `layers` or `xs` are traced. If a "
+            "value must be known when the program is traced, and differs between layers, for example a window size, "
+            "use a pattern: `local = functools.partial(block, window=512)` and so on, `[local, local, global_]` "
+            "with a stack for each. Pass a value that all layers share as `args`."
         )
     return error

@@ -120,9 +120,9 @@ def carry_of(value: Any, kind: type[CarryT]) -> CarryT:
     """
     if isinstance(value, kind):
         return value
-    cure = "Give it the part of the final carry at the place of the custom carry in `init`."
+    cure = "Pass the part of the final carry that is at the place of the custom carry in `init`."
     if is_carry(value):
-        cure = f"Ask for the class that `init` had there, `{type(value).__name__}`, or give it another part."
+        cure = f"Ask for the class that `init` has there, `{type(value).__name__}`, or pass another part."
     fault = Fault(
         ArgumentTypeError,
         f"{{verb}} was asked for a carry of class {kind.__name__}, but got {describe_node(value)}.",
@@ -174,9 +174,9 @@ def write_tree(tree: PyTree, returned: PyTree, valid: Array | None = None) -> Py
     if parts is None:
         fault = Fault(
             ArgumentTypeError,
-            f"{{verb}} got {describe_node(returned)}, whose structure is not that of the tree to write to, "
+            f"{{verb}} got {describe_node(returned)}, whose structure differs from that of the tree to write to, "
             f"{describe_node(tree)}.",
-            "Return the structure that `read_tree` returns, with any value in the places of custom carries.",
+            "Return the structure that `read_tree` returns, with any values in the places of custom carries.",
         )
         raise explain(fault, "write_tree")
     pairs = zip(nodes, parts, strict=True)
@@ -213,8 +213,8 @@ def origin(module: str) -> str:
     # One that is installed in place, editable, declares no packages: then it is known by its name, if at all.
     for name in importlib.metadata.packages_distributions().get(package, (package,)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return f"`{module}`, which the distribution {name} {importlib.metadata.version(name)} brings"
-    return f"`{module}`, which belongs to no installed distribution"
+            return f"`{module}`, from the installed distribution {name} {importlib.metadata.version(name)}"
+    return f"`{module}`, which is not part of an installed distribution"
 
 
 def describe_error(error: Exception) -> str:

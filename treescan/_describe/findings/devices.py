@@ -20,12 +20,12 @@ def gathered_weights(case: Case) -> Iterator[Finding]:
             layers = isinstance(case.program, Pattern)
             yield Finding(
                 "TS010",
-                f"{', '.join(paths[:3])}{' and others' if len(paths) > 3 else ''}: spread over {_shown(used)}, as the "
-                f"carry is, so that the devices gather them whole "
-                f"{'in each layer, while nothing else runs' if layers else 'for the loop'}.",
-                "Pass `prefetch=1`: the next layer's are gathered while one is computed."
+                f"{', '.join(paths[:3])}{' and others' if len(paths) > 3 else ''}: sharded over {_shown(used)}, "
+                "like the carry, so every device gathers the whole arrays {'in each layer, and computes nothing "
+                "meanwhile' if layers else 'for the loop'}.",
+                "Pass `prefetch=1`: it gathers the weights of the next layer while the current layer is computed."
                 if layers
-                else "Keep them whole on each device, if they fit, or spread them over another mesh axis.",
+                else "Replicate them on all devices, if they fit, or shard them over another mesh axis.",
             )
 
 

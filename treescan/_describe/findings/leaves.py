@@ -30,7 +30,9 @@ def unchanged_leaves(case: Case) -> Iterator[Finding]:
     paths = [leaf.path for leaf in leaves if not _has_rows(leaf.value, case.bodies[0])]
     if paths and not any(call.custom for call in case.calls):
         instead = "Pass it in `args`." if case.unit != "step" else "Let the body close over it."
-        yield Finding("TS001", f"{_listed(paths)}: no {case.unit} changes it.", f"{instead} The carry is what changes.")
+        yield Finding(
+            "TS001", f"{_listed(paths)}: no {case.unit} changes it.", f"{instead} The carry is for values that change."
+        )
 
 
 def _has_rows(value: Any, body: TracedBody) -> bool:
@@ -50,7 +52,7 @@ def large_constants(case: Case) -> Iterator[Finding]:
                 yield Finding(
                     "TS004",
                     f"{constant.path}: {variable.aval}, {describe_bytes(size)}, is as large as the carry, "
-                    f"{describe_bytes(carry)}. Each {case.unit} of the gradient adds to one as large.",
+                    f"{describe_bytes(carry)}. Each {case.unit} of the gradient adds to an array of this size.",
                     cure,
                 )
 
@@ -80,9 +82,9 @@ def many_scalars(case: Case) -> Iterator[Finding]:
     if len(scalars) >= MANY:
         yield Finding(
             "TS005",
-            f"{len(scalars)} leaves are single numbers, {_listed(list(scalars))} among them. Each is an array of its "
-            "own, read and written in operations of its own.",
-            "Put them into one array.",
+            f"{len(scalars)} leaves are single numbers, for example {_listed(list(scalars))}. Each is a separate "
+            "array, which separate operations read and write.",
+            "Combine them into one array.",
         )
 
 
@@ -96,7 +98,7 @@ def promoted_leaves(case: Case) -> Iterator[Finding]:
                 yield Finding(
                     "TS006",
                     f"{leaf.path}: {describe_leaf(leaf.value)} becomes {describe_leaf(after).lstrip('~')} in the "
-                    f"first {case.unit}, so that the body is traced twice.",
+                    f"first {case.unit}, so the body is traced twice.",
                     f"Start from an array: `jnp.asarray({leaf.path}, jnp.{dtype})`.",
                 )
 

@@ -178,7 +178,7 @@ def _layout(inputs: Any, features: int, *, time_major: bool) -> tuple[int, tuple
     if batch_axes < 0:
         order = "[T, *batch, *features]" if time_major else "[*batch, T, *features]"
         raise refused(
-            f"{{verb}}: inputs are {order}, with {features} axes of features for this cell, but are "
+            f"{{verb}}: inputs must be {order}, with {features} axes of features for this cell, but are "
             f"{describe_argument(inputs)}.",
             f"Give them at least {features + 1} axes.",
         )
@@ -195,13 +195,13 @@ def _checked(seq_lengths: Any, batch: tuple[int, ...], steps: int) -> Array:
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise refused(
             f"{{verb}}: `seq_lengths` must be ints, got {describe_argument(seq_lengths)}.",
-            "Give the number of valid steps of each row as an array, int[*batch]; from a bool mask of them, "
+            "Give the number of valid steps of each row as an array, int[*batch]. From a bool mask, compute "
             "`mask.sum(axis)` along the steps.",
             error=ArgumentTypeError,
         )
     if lengths.shape != batch:
         raise refused(
-            f"{{verb}}: `seq_lengths` have the batch shape of the inputs, {batch}, but are "
+            f"{{verb}}: `seq_lengths` must have the batch shape of the inputs, {batch}, but are "
             f"{describe_argument(seq_lengths)}.",
             "Give one length for each row. Where the steps lead, `[T, *batch, *features]`, set `time_major=True`.",
         )
@@ -221,9 +221,9 @@ def _check_rows(carry: PyTree, batch: tuple[int, ...]) -> None:
     for path, leaf in leaves_with_path("carry", carry):
         if jnp.shape(leaf)[: len(batch)] != batch:
             raise refused(
-                f"{{verb}}: with `seq_lengths` each row holds its own carry, so that every leaf has the batch shape "
-                f"{batch} in front, but {path} is {describe_argument(leaf)}.",
-                "Give each row its own: for a counter, `jnp.zeros(batch, jnp.int32)`.",
+                "{verb}: with `seq_lengths` each row has its own carry, so every leaf must lead with the batch "
+                f"shape {batch}, but {path} is {describe_argument(leaf)}.",
+                "Give each row its own entry, for example `jnp.zeros(batch, jnp.int32)` for a counter.",
             )
 
 

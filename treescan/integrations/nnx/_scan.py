@@ -206,7 +206,7 @@ def _take_in(
         raise Fault(
             ArgumentError,
             f"{{call}}: `in_axes` has {len(prefix)} entries, but there are {len(args)} arguments: {', '.join(names)}.",
-            "It has one entry for each argument, defaults included.",
+            "Give one entry for each argument, including those with a default.",
         )
     carry, rest = None, args
     if step.carried is not None:
@@ -253,8 +253,9 @@ def _positional(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     if bound.kwargs:
         raise Fault(
             ArgumentTypeError,
-            f"{{call}}: {', '.join(bound.kwargs)} are passed by keyword, but `in_axes` goes by position.",
-            "Make it a positional parameter, or bind it beforehand in a function of the others.",
+            f"{{call}}: {', '.join(bound.kwargs)} are passed by keyword, but `in_axes` applies to positional "
+            "arguments.",
+            "Make it a positional parameter, or bind it first, in a function of the other arguments.",
         )
     variadic = inspect.Parameter.VAR_POSITIONAL
     single = [name for name in bound.arguments if signature.parameters[name].kind is not variadic]
@@ -268,7 +269,7 @@ def _refuse_method(f: Any) -> None:
     if inspect.ismethod(f) and isinstance(f.__self__, nnx.Pytree):
         raise Fault(
             ArgumentTypeError,
-            "{call} got the method of an instance, and would not see its variables.",
+            "{call} got a bound method, so it would not see the variables of the instance.",
             "Use it as a decorator in the class, or pass the function of the class and the instance as an argument: "
             f"`scan({type(f.__self__).__name__}.{f.__name__}, ...)(module, ...)`.",
         )
@@ -283,7 +284,7 @@ def _check_modes(modes: Mapping[str, bool | None]) -> None:
             raise Fault(
                 ArgumentError,
                 f"{{call}}: `{mode}` is {value!r}" + (f", by `nnx.{settings[mode]}`." if given is None else "."),
-                f"Modules are scanned as graphs, whose updates are seen outside: pass `{mode}=True`.",
+                f"Modules are scanned as graphs, so that their updates are visible outside: pass `{mode}=True`.",
             )
 
 
