@@ -41,7 +41,7 @@ def plan_remat(
     args: tuple[Any, ...] = (),
     state: PyTree = None,
 ) -> RematPlan:
-    """Counts the memory of a scan's gradient under a plan, and how often it evaluates the body. Nothing is run.
+    """Counts the memory of a scan's gradient under a plan, and how often it evaluates the body. Runs nothing.
 
     Floating-point leaves of xs count as if they were differentiated, as parameters are.
 

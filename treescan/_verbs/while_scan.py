@@ -226,7 +226,7 @@ def while_scan(
         check_finite: as for `treescan.scan`. Rows that have stopped are not checked.
         **options: `reverse` (from step max_length-1 down; each y is at the position of its x), `unroll` (within the
             chunks into which the loop is cut), `in_axes`, `out_axes`, `key`, `name`, as for `treescan.scan`. `key`
-            excludes `compact`.
+            and `compact` cannot be combined.
 
     Returns:
         The carry after the last step that was taken, ys `[max_length, ...]`, the number of steps that were taken, and
@@ -257,7 +257,7 @@ def while_scan(
         >>> print(f"{sqrt(2.0):.4f} {jax.grad(sqrt)(2.0):.4f}")
         1.4142 0.3536
 
-        Rows that stop each by itself:
+        Rows that stop independently:
 
         >>> def halve(x, _):
         ...     return x / 2, x
