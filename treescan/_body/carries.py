@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 @jtu.register_static
 class _Place:
-    """Stands where a custom carry is while a returned tree is compared: it is equal to all that the body may return."""
+    """Replaces a custom carry while a returned tree is compared. It is equal to everything that the body may return."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Place)
@@ -38,7 +38,7 @@ def read_carries(state: PyTree, root: str) -> PyTree:
 
 
 def without_carries(given: PyTree, returned: PyTree) -> tuple[PyTree, PyTree]:
-    """Both trees with the places of custom carries blanked, as far as the returned tree has them: to be compared."""
+    """Both trees without their custom carries, as far as the returned tree has these places, for a comparison."""
     if is_carry(given):
         return _Place(), _Place()
     mine, theirs = children(given), children(returned)

@@ -39,7 +39,7 @@ def check_carry(
     if agree(given, returned):
         return
     rows = list(find_differences(root, (), given, returned))
-    if not rows:  # structures that compare as different, and differ in nothing: JAX lets them pass too
+    if not rows:  # structures that compare as different without a visible difference: JAX accepts them too
         return
     weak = [row for row in rows if row.given_is_weak]
     if weak and not is_last_trace():

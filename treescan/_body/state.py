@@ -85,7 +85,7 @@ class OwnState(NamedTuple):
         """
         kept, new = without_carries(self.given, returned) if self.custom else (self.given, returned)
         differences = [] if agree(kept, new) else list(find_differences(self.name, (), kept, new))
-        if not differences:  # or structures that compare as different, and differ in nothing
+        if not differences:  # or structures that compare as different without a visible difference
             return write_carries(self.given, returned, None, self.name) if self.custom else returned
         raise Fault(
             CarryError,

@@ -189,7 +189,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def no_axis(xs: PyTree, root: str = "xs", error: type[TreescanError] = ArgumentError) -> Fault:
-    """Says which leaves have no axis to scan over, and how a list of numbers is made an array."""
+    """The error for leaves without an axis to scan over, with advice for lists of numbers."""
     without = _without_axis(xs, root)
     rows = [Row(path, "an axis to scan over", describe_node(node), "") for path, node in without]
     lists = [(row, node) for row, (_, node) in zip(rows, without, strict=True) if isinstance(node, list | tuple)]

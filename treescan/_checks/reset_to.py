@@ -136,7 +136,7 @@ class _Misfit(NamedTuple):
 
 
 def _targets(reset_to: PyTree, start: Start) -> list[Any]:
-    """What a reset puts back for each leaf of init, a number or all rows of it; None: its init."""
+    """The value that a reset restores in each leaf of init, a number or all rows of it; None: its init."""
     tree = _called(reset_to, start) if _is_function(reset_to) else reset_to
     places = _places("`reset_to`", adopt(tree).init, start, _PREFIX)
     found = [_misfit(place) or _mistyped(place) for place in places]
@@ -241,7 +241,7 @@ def _equal(value: Any, leaf: Any) -> bool:
 
 
 def _misfit(place: _Place) -> _Misfit | None:
-    """What is wrong with what a prefix has for a leaf, whatever its shape and dtype."""
+    """The error for the value of a prefix at a leaf, apart from its shape and dtype."""
     path, leaf, value = place.path, place.leaf, place.value
     if value is None:
         return None
@@ -267,7 +267,7 @@ def _misfit(place: _Place) -> _Misfit | None:
 
 
 def _mistyped(place: _Place) -> _Misfit | None:
-    """What is wrong with the value that a reset puts back for a leaf: its shape, or its dtype."""
+    """The error for the shape or dtype of the value that a reset restores in a leaf."""
     value, leaf = place.value, place.leaf
     if value is None or place.axis is None:
         return None

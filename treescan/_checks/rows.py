@@ -36,7 +36,7 @@ def check_rows(flags: RowFlags, time_axis: int, steps: int) -> RowFlags:
 
 
 def _check_batch(flags: RowFlags, time_axis: int) -> None:
-    """Refuses resets of other rows than the lengths or the mask are of."""
+    """Refuses resets whose rows differ from those of the lengths or the mask."""
     if flags.resets is None or flags[:2] == (None, None):
         return
     resets = _batch(flags.resets, time_axis)
@@ -81,7 +81,7 @@ def check_lengths(lengths: Any, steps: int | None, call: str = "{verb} over {bod
 
 
 def _as_array(lengths: list[Any] | tuple[Any, ...]) -> Any:
-    """A list of lengths as an array of ints, a concrete one unless there are tracers in it; a ragged one as it is."""
+    """A list of lengths as an array of ints, concrete unless it contains tracers. A ragged list is unchanged."""
     for convert in (np.asarray, jnp.asarray):
         with contextlib.suppress(TypeError, ValueError):
             array = convert(lengths)

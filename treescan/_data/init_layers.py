@@ -115,7 +115,9 @@ def _program(body: Body, n: int, shardings: PyTree, mesh: Any, key: Array, froze
     if shardings is None:
         return jax.jit(make)
     places = stacked_shardings(jax.eval_shape(functools.partial(_one, body), key, frozen), shardings).tree
-    if AxisType.Explicit in mesh.axis_types:  # there each value would be made as its type says: on every device
+    if (
+        AxisType.Explicit in mesh.axis_types
+    ):  # with explicit axes, each value would be made as its type says: on every device
         return jax.jit(jax.sharding.auto_axes(make, out_sharding=map_places(spec_of, places)))
     return jax.jit(make, out_shardings=places)
 

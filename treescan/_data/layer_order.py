@@ -106,7 +106,7 @@ def _is_iterable(order: Any) -> bool:
 
 
 def check_counts(order: Sequence[int], counts: Sequence[int]) -> None:
-    """Holds the number of layers in each stack against an order.
+    """Compares the number of layers in each stack with an order.
 
     Raises:
         Fault: for a `LayerError` that lists the stacks.

@@ -162,7 +162,7 @@ def _note(leaf: Any, dtype: Any) -> str:
 
 
 def some(rows: list[Row]) -> list[Row]:
-    """As many rows as one can read."""
+    """The rows of a table, up to a readable number."""
     rest = len(rows) - _MANY
     return rows if rest <= 1 else [*rows[:_MANY], Row(f"and {rest} more", "", "", "")]
 

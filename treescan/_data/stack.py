@@ -265,7 +265,7 @@ def _differing_numbers(root: str, given: PyTree, layer: PyTree, shared: list[boo
 
 
 def _number_cures(rows: list[Row]) -> list[str]:
-    """What to do about a number that is to differ from layer to layer."""
+    """The advice for a number that differs between layers."""
     if not rows:
         return []
     row = rows[0]
@@ -326,7 +326,7 @@ def _fits(leaf: Any, one: Any) -> bool:
 
 
 def _check_number(i: Any, count: int) -> int | Array:
-    """The number of a layer, from 0 up; one that is traced as it is."""
+    """The number of a layer, counted from 0; a traced number is returned unchanged."""
     number = exact_int(i)
     if number is None:
         if isinstance(i, Tracer) and i.shape == () and jnp.issubdtype(i.dtype, jnp.integer):
@@ -382,7 +382,7 @@ def count_layers(stacked: PyTree, root: str) -> int:
 
 
 def _list_cure(root: str, tree: PyTree) -> str | None:
-    """What to say of a plain sequence of trees that look like layers."""
+    """The advice for a plain sequence of trees that look like layers."""
     if not isinstance(tree, list | tuple) or hasattr(tree, "_fields") or not tree:
         return None
     if len({str(jax.tree.structure(layer)) for layer in tree}) > 1:

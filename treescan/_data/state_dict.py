@@ -340,12 +340,12 @@ def _compare(expected: Any, value: Any, of_first: Any) -> tuple[str, str, str] |
 
 
 def _shape(value: Any) -> str:
-    """A shape as it is written in a message; nothing for None."""
+    """A shape for a message; empty for None."""
     return "" if value is None else f"[{','.join(map(str, shape_of(value) or ()))}]"
 
 
 def _warn_of_dtypes(parts: Sequence[_Wanted], prefix: str) -> None:
-    """Says it where a template has another dtype, which the stack then does not get."""
+    """Warns if `like` has other dtypes, because the stack keeps those of the checkpoint."""
     found: list[str] = []
     for part in parts:
         number, first = part.layers[0]

@@ -22,7 +22,7 @@ def headline(of: Facts) -> str:
 
 
 def sections(of: Facts) -> list[Section]:
-    """The sections that have something to say."""
+    """The sections that are not empty."""
     return [
         Section("", ("", "", "", ""), list(_leaves(of))),
         *([Section(_title_of_saved(of), ("", "", ""), list(_saved(of)))] if of.saved else []),
@@ -94,7 +94,7 @@ def _plans(of: Facts) -> Iterator[Sequence[str]]:
 
 
 def spelled(remat: Any) -> str:
-    """A `remat` as one would write it."""
+    """A `remat` as the user would write it."""
     return f'"{remat}"' if isinstance(remat, str) else repr(remat)
 
 

@@ -58,7 +58,7 @@ def _write_small(buffer: Any) -> Any:
 
 
 def _pass_through(buffer: Any) -> Any:
-    """A loop with a branch that hands its carry on, beside one that writes a row of it."""
+    """A loop with one branch that returns its carry unchanged, and one that writes a row of it."""
 
     def step(carry: Any, i: Any) -> tuple[Any, None]:
         return jax.lax.cond(i % 2 == 0, lambda c: c, lambda c: c.at[i].add(1.0), carry), None

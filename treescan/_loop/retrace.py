@@ -37,7 +37,7 @@ def under_a_trace() -> bool:
 def count_body(function: Callable[..., Any]) -> None:
     """Notes that a body was seen for the first time, and warns at the 2nd, 4th, 8th, ... one from the same place.
 
-    Under an outer trace a new body is no cost of its own: the outer trace is what is cached.
+    Under an outer trace a new body costs nothing extra, because the outer trace is cached.
     """
     if not wanted() or under_a_trace():
         return
@@ -74,7 +74,7 @@ def _how_it_is_new(function: Callable[..., Any]) -> str:
 
 
 class _Leaf(NamedTuple):
-    """What a trace is kept under, of one leaf: text alone, so that nothing is kept alive."""
+    """One leaf in the key of a trace: only text, so that nothing is kept alive."""
 
     path: str
     is_now: str
@@ -123,7 +123,7 @@ def _leaf(path: str, leaf: Any) -> _Leaf:
 
 
 def _difference(last: _Types, now: _Types) -> tuple[str, str]:
-    """What differs between two traces, with up to three leaves; and what one may do about it."""
+    """The difference between two traces, with up to three leaves, and the advice."""
     old, new = ({leaf.path: leaf for leaf in types.leaves} for types in (last, now))
     if old.keys() != new.keys() or (old == new and last.structure != now.structure):
         added = [f"{path} is there" for path in new if path not in old]

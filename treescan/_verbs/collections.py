@@ -52,7 +52,7 @@ def check_split(split_rngs: Any) -> tuple[tuple[Any, bool], ...]:
 
 
 def check_hook(option: str, hook: Any) -> None:
-    """Refuses what is no function."""
+    """Refuses hooks that are not functions."""
     if hook is not None and not callable(hook):
         raise Fault(
             ArgumentTypeError,
@@ -164,5 +164,5 @@ def merged(groups: Groups) -> Collections:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names as a message lists them."""
+    """Names, for a list in a message."""
     return ", ".join(repr(name) for name in names)

@@ -1,4 +1,4 @@
-"""`describe` tells what a call of a verb would do."""
+"""`describe` shows what a call of a verb would do."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _VERBS: dict[Callable[..., Any], _Verb] = {
 
 @verb
 def describe(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Description:
-    """Tells what a call of a verb would do, from its own arguments. Nothing is run: the body is traced.
+    """Shows what a call of a verb would do, from its arguments. The body is traced, and nothing is run.
 
     Args:
         verb: one of `treescan.scan`, `fold`, `accumulate`, `fori`, `mask_scan`, `while_scan`, `scan_layers` and

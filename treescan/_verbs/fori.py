@@ -133,7 +133,7 @@ def _check_most(length: int, most: int | None) -> None:
 
 
 def _check_traced(bound: Any, name: str) -> ArrayLike:
-    """A bound as it is: a concrete int, or a traced int of shape []."""
+    """A checked bound, unchanged: a concrete int, or a traced int of shape []."""
     if not isinstance(bound, Tracer):
         return check_bound(bound, name)
     if bound.shape != () or not jnp.issubdtype(bound.dtype, jnp.integer):

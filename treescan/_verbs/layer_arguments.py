@@ -59,7 +59,7 @@ def is_pattern(block: Any) -> bool:
 
 
 def check_stacks(block: Any, layers: PyTree, xs: PyTree, in_axes: Axes, length: int | None = None) -> Stacks:
-    """Holds blocks, stacks and xs against one another. `length` is for layers that have no parameters of their own.
+    """Checks that blocks, stacks and xs fit together. `length` is for layers that have no parameters of their own.
 
     Raises:
         Fault: for a `LayerError` that lists all the leaves in question.
@@ -136,7 +136,7 @@ def one_each(blocks: tuple[Any, ...], given: Any, name: str) -> tuple[Any, ...]:
 
 
 def _check_pattern(counts: tuple[int, ...]) -> None:
-    """Refuses stacks from which blocks cannot take turns."""
+    """Refuses stacks whose blocks cannot take turns."""
     fewest = counts[-1]
     leading = sum(count == fewest + 1 for count in counts)
     if not any(counts):

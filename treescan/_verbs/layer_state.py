@@ -51,7 +51,7 @@ class LayerStates:
 
 
 def check_state(state: PyTree, stacks: Stacks) -> LayerStates | None:
-    """Holds the states of the layers against their stacks; None if there are no states.
+    """Checks that the states fit the stacks of layers; None if there are no states.
 
     Raises:
         Fault: for a `LayerError` that lists all the leaves in question.

@@ -126,7 +126,7 @@ def _plan(hoisted: Hoisted, remat: Remat | Auto | None) -> RematPlan:
 
 
 def _traced(plan: Callable[[Arguments], RematPlan], given: Arguments) -> RematPlan:
-    """What is found out from types alone, where the arrays may be nothing but these."""
+    """Runs on types alone, because the arrays may be only types."""
     found: list[RematPlan] = []
 
     def look(given: Arguments) -> None:

@@ -197,7 +197,7 @@ def _check_out_axes(out_axes: Axes, stacks: Stacks) -> Prefix | None:
 def _check_blocks(
     bodies: tuple[Body, ...], convention: Convention, stacks: Stacks, args: int, *, keyed: bool
 ) -> list[bool]:
-    """Holds the parameters of each block against what it will be passed; returns which are passed something of xs.
+    """Checks the parameters of each block against its arguments; returns which blocks receive something from xs.
 
     A block that needs it is passed None where there are no xs, so that it may be run with a cache and without.
     """

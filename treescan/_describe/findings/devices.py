@@ -1,4 +1,4 @@
-"""Findings about arrays that are spread over devices."""
+"""Findings about arrays that are sharded over devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .case import Case, constants_of, is_weight
 
 
 def gathered_weights(case: Case) -> Iterator[Finding]:
-    """TS010: weights that are spread over the devices over which what they multiply is spread: each needs all."""
+    """TS010: weights that are sharded over the same mesh axis as their operands, so each device needs all of them."""
     for body in case.bodies:
         used = _axes_of(body.carry) if isinstance(case.program, Pattern) else _axes_of([*body.carry, *body.x])
         paths = [leaf.path for leaf in _weights(case, body) if used & _axes_of([leaf])]

@@ -1,4 +1,4 @@
-"""Findings about the leaves of the carry, of x, and of what every step is given alike."""
+"""Findings about the leaves of the carry, of x, and of the values that all steps share."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..facts import Finding
 from .case import Case, constants_of
 
 LARGE = 4096
-"""Bytes from which on a constant is worth a word."""
+"""The smallest constant, in bytes, that is reported."""
 
 MANY = 16
-"""Scalar leaves from which on it pays to put them into one array."""
+"""The number of scalar leaves from which it pays to combine them into one array."""
 
 
 def unchanged_leaves(case: Case) -> Iterator[Finding]:
-    """TS001: leaves of the carry that no step changes, but for those with rows, whose place it is."""
+    """TS001: leaves of the carry that no step changes, except leaves with rows, which belong there."""
     fixed = [all(flags) for flags in zip(*(body.fixed for body in case.bodies), strict=True)]
     leaves = [leaf for leaf, is_fixed in zip(case.bodies[0].carry, fixed, strict=True) if is_fixed]
     paths = [leaf.path for leaf in leaves if not _has_rows(leaf.value, case.bodies[0])]
@@ -41,7 +41,7 @@ def _has_rows(value: Any, body: TracedBody) -> bool:
 
 
 def large_constants(case: Case) -> Iterator[Finding]:
-    """TS004: constants as large as the carry that each step reads a part of, or as a whole, but not for a product."""
+    """TS004: constants as large as the carry which each step reads, whole or in part, but not for a product."""
     for body, call in zip(case.bodies, case.calls, strict=True):
         flags = zip(body.carry, body.fixed, strict=True)
         carry = sum(bytes_of(jax.typeof(leaf.value)) for leaf, is_fixed in flags if not is_fixed)
