@@ -1,4 +1,4 @@
-"""The contract of a custom carry, and the trees that hold some."""
+"""The contract of a custom carry, and trees that contain custom carries."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ class AbstractCarry(abc.ABC, Generic[Seen_co, Returned_contra]):
 
         Args:
             returned: what the body returned in this place.
-            valid: in `mask_scan` which rows are data in this step, bool[*batch]; None elsewhere. Leaves with rows
-                ignore it: what is written to a row that is not valid is not kept. Leaves that all rows share leave out
-                what was returned for rows that are not valid, without dividing by their number, which may be 0.
+            valid: in `mask_scan`, the rows that are data in this step, bool[*batch]; elsewhere None. Leaves with rows
+                can ignore it, because the values of invalid rows are not kept. Leaves that all rows share must leave
+                out the values of invalid rows. The number of valid rows may be 0, so do not divide by it.
         """
 
     def rows(self) -> int | Mapping[str, Any] | None:
         """Where the batch shape of `mask_scan` starts in the leaves.
 
         Returns:
-            The axis (0 if it leads), or None for leaves that all rows share, or both by the names of fields; of a field
-            that holds a tree, a prefix tree of these. A field that is not named is as if it were given 0. A carry that
-            is held says so itself, unless None is given for it.
+            The axis (0 if it leads), None for leaves that all rows share, or a mapping from the names of fields to
+            these. A field that contains a tree may have a prefix tree of these. A field that is not named has axis 0. A
+            carry inside this one uses its own `rows`, unless it has None here.
         """
         return 0
 
@@ -156,7 +156,7 @@ def write_tree(tree: PyTree, returned: PyTree, valid: Array | None = None) -> Py
 
     Args:
         tree: what was read by `read_tree`.
-        returned: what the body returned in its place: the same structure, with any value in the places of custom
+        returned: what the body returned in its place: the same structure, with any values in the places of custom
             carries.
         valid: as for `AbstractCarry.write`.
 
