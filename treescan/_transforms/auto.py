@@ -23,10 +23,10 @@ Auto: TypeAlias = Literal["auto"]
 AUTO: Final = "auto"
 
 OPERATIONS_PER_BYTE = 20
-"""A device takes as long for this many operations as for one saved byte, which is written once and read once."""
+"""How many operations take a device as long as one byte that is saved: it is written once, and read once."""
 
 CACHE, CACHED = 2**24, 4
-"""Up to CACHE saved bytes may stay in a processor's cache. There, a byte costs only one part in CACHED."""
+"""Up to so many bytes may stay in a processor's cache from when they are saved; there they cost this part."""
 
 OPERATIONS_PER_STEP = 100_000
 """The overhead of a step, in operations: even a small step takes at least a microsecond."""
