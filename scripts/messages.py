@@ -70,7 +70,10 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             ("*_static", "*_metadata*"),
         ),
         Topic(
-            "A random key changed its kind", "Keep the same kind of key throughout the loop.", ("carry_key_impl",), ("*_key_*",)
+            "A random key changed its kind",
+            "Keep the same kind of key throughout the loop.",
+            ("carry_key_impl",),
+            ("*_key_*",),
         ),
         Topic(
             "Devices differ",
@@ -88,13 +91,15 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
     "BodyError": (
         Topic(
             "The body returns something else",
-            "The body of `scan`, `mask_scan` and `while_scan` must return a pair `(carry, y)`. The body of the other loops must return only the carry.",
+            "The body of `scan`, `mask_scan` and `while_scan` must return a pair `(carry, y)`. The body of the "
+            "other loops must return only the carry.",
             ("pair_none", "pair_carry_only", "pair_in_fold"),
             ("pair_*", "while_carry_alone", "body_of_three", "y_static*"),
         ),
         Topic(
             "The block of a layer",
-            "A block of `scan_layers` must return a pair `(x, y)`, and a block of `fold_layers` only x. With `state`, the new state comes after x.",
+            "A block of `scan_layers` must return a pair `(x, y)`, and a block of `fold_layers` only x. With "
+            "`state`, the new state comes after x.",
             ("block_returns_x_alone", "block_of_fold_layers_returns_pair", "state_is_not_returned"),
             ("block_return*", "block_of_*", "block_changes_*", "state_*", "pattern_*returns*"),
         ),
@@ -126,7 +131,10 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             ("*compact*",),
         ),
         Topic(
-            "The function of `lift`", "The function must return `((carry, y), updates)`.", ("lift_returns_no_updates",), ("lift_*",)
+            "The function of `lift`",
+            "The function must return `((carry, y), updates)`.",
+            ("lift_returns_no_updates",),
+            ("lift_*",),
         ),
     ),
     "SignatureError": (
@@ -146,7 +154,8 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         ),
         Topic(
             "Lengths, masks and rows",
-            "Pass `lengths` or `mask`. Each leaf must have the batch shape in front, or an entry in `carry_axes`, `x_axes` or `y_axes` that says where it is.",
+            "Pass `lengths` or `mask`. Each leaf must have the batch shape in front, or an entry in "
+            "`carry_axes`, `x_axes` or `y_axes` that says where it is.",
             ("mask_neither", "lengths_out_of_range", "batch_not_in_x"),
             (
                 *("mask_*", "lengths_*", "length_mask_*", "batch_*", "init_of_*", "time_*", "resets_*"),
@@ -160,7 +169,10 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             ("fill_*",),
         ),
         Topic(
-            "The value that a reset restores", "`reset_to` must fit the carry.", ("reset_to_of_other_types",), ("reset_to_*",)
+            "The value that a reset restores",
+            "`reset_to` must fit the carry.",
+            ("reset_to_of_other_types",),
+            ("reset_to_*",),
         ),
         Topic(
             "chunk and compact",
@@ -188,7 +200,8 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         ),
         Topic(
             "Recomputing: remat",
-            'Pass `"step"`, `"nested"`, `"auto"`, a `Remat` or None. A budget must be large enough for at least one plan.',
+            'Pass `"step"`, `"nested"`, `"auto"`, a `Remat` or None. A budget must be large enough for at '
+            "least one plan.",
             ("remat_unknown", "remat_budget_too_small"),
             ("remat_*", "plan_*", "*_remat_*", "*_with_nested_*"),
         ),
