@@ -18,7 +18,7 @@ START = "<!-- by scripts/messages.py, from here on -->\n"
 
 
 class Topic(NamedTuple):
-    """What some messages of one kind have in common.
+    """Messages of one kind that have the same cause.
 
     Attributes:
         title: what went wrong.
@@ -37,13 +37,13 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
     "CarryError": (
         Topic(
             "A dtype differs",
-            "Cast the leaf back in the step, or start from the dtype that the step computes in.",
+            "In the step, cast the leaf back to its dtype. Or start from the dtype that the step computes in.",
             ("carry_dtype", "x_dtype"),
             ("carry_dtype_*", "x_dtype_*", "*_weak_type", "*computes_in_half*", "carry_shape_and_dtype"),
         ),
         Topic(
             "A shape differs",
-            "A carry cannot grow. Allocate the full size in `init` and write into it, or return the new part as `y`.",
+            "A carry cannot grow. Allocate the final size in `init` and write into it, or return the new part as `y`.",
             ("carry_grows", "carry_shape"),
             ("x_grows", "x_shape", "*_rank", "pair_drops_the_batch", "compact_*"),
         ),
@@ -55,7 +55,7 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         ),
         Topic(
             "The structure differs",
-            "Return every part of the carry, in the containers that it was given in.",
+            "Return every part of the carry, in the same containers.",
             ("carry_keys", "carry_none_returned"),
             (
                 *("carry_list_*", "carry_tuple_*", "carry_namedtuple_*", "carry_other_*", "carry_none_*"),
@@ -65,22 +65,25 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         ),
         Topic(
             "Something that is not an array changed",
-            "Functions, texts and metadata are the same in all steps.",
+            "Functions, strings and metadata must be the same in all steps.",
             ("carry_static_changed",),
             ("*_static", "*_metadata*"),
         ),
         Topic(
-            "A random key changed its kind", "Keep one kind of key through the loop.", ("carry_key_impl",), ("*_key_*",)
+            "A random key changed its kind",
+            "Keep the same kind of key throughout the loop.",
+            ("carry_key_impl",),
+            ("*_key_*",),
         ),
         Topic(
             "Devices differ",
-            "Start from a value that is laid out over the devices as the step returns it.",
+            "Start from a value with the sharding that the step returns.",
             ("carry_begins_to_vary", "carry_sharding"),
             ("*_vary", "*_sharding"),
         ),
         Topic(
             "Several leaves differ, or a loop within a loop",
-            "The text lists all leaves, and names the body that is wrong, which may be the inner one.",
+            "The message lists all leaves. It names the body that is wrong, which may be the inner one.",
             ("carry_several_leaves", "named_inner"),
             ("lift_*", "while_*"),
         ),
@@ -88,19 +91,21 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
     "BodyError": (
         Topic(
             "The body returns something else",
-            "`scan`, `mask_scan` and `while_scan` want a pair `(carry, y)`, and the other loops the carry alone.",
+            "The body of `scan`, `mask_scan` and `while_scan` must return a pair `(carry, y)`. The body of the "
+            "other loops must return only the carry.",
             ("pair_none", "pair_carry_only", "pair_in_fold"),
             ("pair_*", "while_carry_alone", "body_of_three", "y_static*"),
         ),
         Topic(
             "The block of a layer",
-            "`scan_layers` wants a pair `(x, y)`, and `fold_layers` x alone. With `state` the new state is behind x.",
+            "A block of `scan_layers` must return a pair `(x, y)`, and a block of `fold_layers` only x. With "
+            "`state`, the new state comes after x.",
             ("block_returns_x_alone", "block_of_fold_layers_returns_pair", "state_is_not_returned"),
             ("block_return*", "block_of_*", "block_changes_*", "state_*", "pattern_*returns*"),
         ),
         Topic(
             "The body takes other arguments",
-            "Give the option that the body asks for, or let the body take what the option brings.",
+            "Pass the option that the body needs, or add the parameter that the option passes.",
             ("key_needed", "key_not_taken", "valid_needed"),
             (
                 *("key_*", "keyword_*", "block_that_*", "block_with*", "*_without_key", "*_takes_too_much"),
@@ -109,30 +114,33 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         ),
         Topic(
             "It cannot be called",
-            "The body comes first, as a function.",
+            "Pass the body first. It must be a function.",
             ("not_callable",),
             ("*not_callable*", "named_*", "*something_else_than_a_block", "lift_of_no_function"),
         ),
         Topic(
             "The condition of while_scan",
-            "It takes the carry, and returns one bool, or one for each row with `carry_axes`.",
+            "The condition receives the carry. It returns one bool, or one for each row.",
             ("while_condition_of_nothing",),
             ("while_condition_*",),
         ),
         Topic(
             "A body that `compact` cannot run",
-            "It must take any number of rows.",
+            "The body must work for any number of rows.",
             ("compact_body_counts_rows",),
             ("*compact*",),
         ),
         Topic(
-            "The function of `lift`", "It returns `((carry, y), updates)`.", ("lift_returns_no_updates",), ("lift_*",)
+            "The function of `lift`",
+            "The function must return `((carry, y), updates)`.",
+            ("lift_returns_no_updates",),
+            ("lift_*",),
         ),
     ),
     "SignatureError": (
         Topic(
-            "An annotation does not hold",
-            "Change the annotation, or the value. An axis name means one size in the whole of a step.",
+            "A value does not match its annotation",
+            "Change the annotation or the value. Within a step, each axis name has one size.",
             ("signature_carry", "signature_y"),
             ("*",),
         ),
@@ -140,13 +148,14 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
     "ArgumentError": (
         Topic(
             "How many steps",
-            "`length` and the leaves of xs must agree, and one of them must say how many steps there are.",
+            "`length` or xs must determine the number of steps. If both are given, they must agree.",
             ("length_missing", "length_conflict", "xs_sizes_differ"),
             ("length_[!m]*", "length_missing*", "xs_*", "fori_*", "unroll_*"),
         ),
         Topic(
             "Lengths, masks and rows",
-            "Give `lengths` or `mask`. Each leaf must have the rows, or its axis must say where they are.",
+            "Pass `lengths` or `mask`. Each leaf must have the batch shape in front, or an entry in "
+            "`carry_axes`, `x_axes` or `y_axes` that says where it is.",
             ("mask_neither", "lengths_out_of_range", "batch_not_in_x"),
             (
                 *("mask_*", "lengths_*", "length_mask_*", "batch_*", "init_of_*", "time_*", "resets_*"),
@@ -154,71 +163,75 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             ),
         ),
         Topic(
-            "What outputs are on padding",
+            "The value of outputs on padding",
             "`fill` must fit the dtype of the output.",
             ("fill_does_not_fit",),
             ("fill_*",),
         ),
         Topic(
-            "What a reset puts back", "`reset_to` must fit the carry.", ("reset_to_of_other_types",), ("reset_to_*",)
+            "The value that a reset restores",
+            "`reset_to` must fit the carry.",
+            ("reset_to_of_other_types",),
+            ("reset_to_*",),
         ),
         Topic(
             "chunk and compact",
-            "`compact` asks something of the body and of the rows, which the text says.",
+            "`compact` makes demands on the body and on the rows. The message says which.",
             ("compact_single_row", "compact_with_key"),
             ("chunk_*", "compact_*"),
         ),
         Topic(
             "Padding and packing",
-            "`pad` and `pack` take a list of sequences, each a tree of arrays that lead with its steps.",
+            "`pad` and `pack` take a list of sequences. Each is a tree of arrays whose first axis is the steps.",
             ("pad_types_differ", "pad_too_long", "packed_with_time_axis"),
             ("pad_*", "pack_*", "packed_*", "padded_*", "unpad_*", "unpack_*", "repad_*", "last_*"),
         ),
         Topic(
             "Axes",
-            "An axis must be there, and a tree of axes must be a prefix of what it speaks about.",
+            "Every axis must exist. A tree of axes must be a prefix of the tree that it describes.",
             ("in_axes_out_of_range", "in_axes_no_prefix"),
             ("in_axes_*", "out_axes_*", "*_in_axes_*", "*_out_axes_not_there"),
         ),
         Topic(
             "An option that the verb does not take",
-            "The text names the verbs that take it.",
+            "The message names the verbs that take it.",
             ("option_refused_by_fold",),
             ("option_*", "*_in_fold", "*_in_fold_layers", "layers_option_*"),
         ),
         Topic(
             "Recomputing: remat",
-            'It is `"step"`, `"nested"`, `"auto"`, a `Remat`, or None. A budget must be enough for some plan.',
+            'Pass `"step"`, `"nested"`, `"auto"`, a `Remat` or None. A budget must be large enough for at '
+            "least one plan.",
             ("remat_unknown", "remat_budget_too_small"),
             ("remat_*", "plan_*", "*_remat_*", "*_with_nested_*"),
         ),
         Topic(
             "What is kept: save and truncate",
-            'An output is kept whole ("all"), once ("last"), each k-th time, or not at all (None).',
+            '`save` keeps all outputs ("all"), the last one ("last"), every k-th one (an int), or none (None).',
             ("save_unknown",),
             ("save_*", "truncate_*", "*_save_*", "state_beside_a_save_*"),
         ),
         Topic(
             "Loops that stop",
-            "`while_scan` needs xs or a `max_length`, and rows where the condition has rows.",
+            "`while_scan` needs xs or a `max_length`. If the condition has rows, the carry must have them too.",
             ("while_without_max_length",),
             ("while_*",),
         ),
         Topic(
             "Layers, and prefetch",
-            "What all layers share goes into `args`. `prefetch` needs a mesh and weights.",
+            "Pass values that all layers share as `args`. `prefetch` needs a mesh and weights.",
             ("layers_args_array", "layers_prefetch_without_a_mesh"),
             ("layers_*", "init_layers_*", "pattern_*"),
         ),
         Topic(
             "check_finite and progress",
-            "The text says with which loops they do not work, and what to do in place of them.",
+            "The message names the loops that do not support them, and an alternative.",
             ("check_finite_with_prefetch",),
             ("check_finite_*", "progress_*"),
         ),
         Topic(
             "describe",
-            "Pass a verb of treescan and its own arguments.",
+            "Pass a verb of treescan, and then its arguments.",
             ("describe_of_no_verb",),
             ("describe_*",),
         ),
@@ -227,19 +240,19 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
     "ArgumentTypeError": (
         Topic(
             "An option that the verb does not have",
-            "The text names the option that may be meant.",
+            "The message suggests the option with the most similar name.",
             ("option_misspelt", "option_of_mask_scan"),
             ("option_*", "*_unknown_option", "truncate_in_layers", "*_of_layers", "check_finite_*"),
         ),
         Topic(
             "A key",
-            "Pass a key of `jax.random.key`, not a seed.",
+            "Pass a key made by `jax.random.key`, not a seed.",
             ("key_int",),
             ("key_*", "*_of_a_seed", "*_key_seed", "lift_seed_*", "*_keys_*", "init_layers_*"),
         ),
         Topic(
-            "A number, a flag or a text where another type belongs",
-            "The text says what the option takes.",
+            "An argument has the wrong type",
+            "The message says which types the option accepts.",
             ("length_float", "mask_not_bool", "in_axes_float"),
             (
                 *("length_*", "lengths_*", "mask_*", "resets_*", "in_axes_*", "out_axes_*", "batch_axes_*", "chunk_*"),
@@ -254,23 +267,23 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         ),
         Topic(
             "Layers and checkpoints",
-            "The text says which function takes what.",
+            "The message says which type the function accepts.",
             ("layer_at_traced_float",),
             ("layer_*", "checkpoint_*", "stack_*", "state_dict_*"),
         ),
         Topic(
             "A custom carry",
-            "A carry is made by its function, `ema(0.0, 0.9)`, and stays in its place in `init`.",
+            "Make a carry by calling its function, for example `ema(0.0, 0.9)`. It must keep its place in `init`.",
             ("carry_class_not_called", "carry_of_another_carry"),
             ("carry_*", "cast_*", "register_*", "write_tree_*", "x_of_*"),
         ),
         Topic("Progress", "Pass True, a label, or a `treescan.Progress`.", ("progress_number",), ("progress_*",)),
-        Topic("lift", "The text says what the argument is.", ("lift_variables_not_a_dict",), ("lift_*",)),
+        Topic("lift", "The message says what the argument must be.", ("lift_variables_not_a_dict",), ("lift_*",)),
     ),
     "TracedArgumentError": (
         Topic(
             "A value that is known only while the program runs",
-            "Shapes and numbers of steps are parts of a compiled program. Give an int, or mark the argument as static.",
+            "Shapes and numbers of steps are compiled into the program. Pass an int, or mark the argument as static.",
             ("length_traced", "fori_traced", "pad_traced"),
             ("*",),
         ),
@@ -278,13 +291,13 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
     "LayerError": (
         Topic(
             "Layers that differ",
-            "Layers of one stack have the same structure, shapes and dtypes.",
+            "All layers of one stack must have the same structure, shapes and dtypes.",
             ("stack_types_differ", "stack_structures_differ"),
             ("stack_*", "set_layer_*"),
         ),
         Topic(
             "How many layers",
-            "Every leaf of a stack leads with the layers.",
+            "The first axis of every leaf of a stack must be the layers.",
             ("layers_in_a_list", "layers_of_two_depths"),
             (
                 *("layers_and_*", "layers_length_*", "layers_none*", "layers_with_scalar", "layers_without_*"),
@@ -293,25 +306,25 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         ),
         Topic(
             "Several kinds of layers",
-            "A pattern has one stack for each block, and the layers take turns.",
+            "A pattern needs one stack for each block. Their layers take turns.",
             ("pattern_of_uneven_stacks", "pattern_with_one_stack"),
             ("pattern_*", "state_with_*", "state_that_*"),
         ),
         Topic(
             "Checkpoints",
-            "The text lists the names that are missing, and those that are there.",
+            "The message lists the names that are missing, and the names that are not expected.",
             ("checkpoint_that_does_not_fit", "checkpoint_without_a_layer"),
             ("checkpoint_*", "state_dict_*"),
         ),
         Topic(
             "Layers on devices",
-            "Shard what is within a layer, and not the axis of the layers.",
+            "Do not shard the axis of the layers. Shard other axes.",
             ("layers_split",),
             ("layers_split_*", "*_split", "*_split_*", "*shardings*"),
         ),
         Topic(
             "Boxes and names of axes",
-            "Metadata of flax must know the axis of the layers.",
+            "The metadata of flax must have a name for the axis of the layers.",
             ("layer_axis_name_of_another_stack",),
             ("box_*", "layer_axis_*"),
         ),
@@ -319,7 +332,7 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
     "NonFiniteError": (
         Topic(
             "A carry became NaN or infinite",
-            "The text names the step, the leaf and the operation.",
+            "The message names the step, the leaf and the operation.",
             ("check_finite_finds_a_step",),
             ("*",),
         ),
@@ -327,19 +340,19 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
     "PluginError": (
         Topic(
             "A hook of a custom carry failed",
-            "The error of the hook is the cause of this one, and is printed above it.",
+            "The error that the hook raised is printed above this one, as its cause.",
             ("plugin_write_fails",),
             ("*_fails", "plugin_*given*"),
         ),
         Topic(
             "A hook returned something else",
-            "`write` returns the same class, with the same structure, shapes and dtypes.",
+            "`write` must return the same class, with the same structure, shapes and dtypes.",
             ("plugin_writes_other_dtype",),
             ("plugin_writes_*", "plugin_rows_*", "registered_*"),
         ),
         Topic(
             "A class that cannot be a carry",
-            "It defines `read` and `write`.",
+            "The class must define `read` and `write`.",
             ("plugin_without_write",),
             ("plugin_*", "register_*"),
         ),
@@ -358,7 +371,7 @@ def kinds() -> dict[str, list[str]]:
 
 
 def sections(kind: str, names: list[str]) -> Iterator[tuple[Topic, list[str]]]:
-    """The topics of a kind, each with the files that it folds away: a file is in the first topic that names it."""
+    """The topics of a kind, each with the files that it folds away. A file is in the first topic that names it."""
     shown = {name for topic in TOPICS.get(kind, ()) for name in topic.shown}
     left = [name for name in names if name not in shown]
     for topic in TOPICS.get(kind, ()):
@@ -366,7 +379,7 @@ def sections(kind: str, names: list[str]) -> Iterator[tuple[Topic, list[str]]]:
         left = [name for name in left if name not in folded]
         yield topic, folded
     if left:
-        yield Topic("Others", "Texts that belong to none of these.", ()), left
+        yield Topic("Others", "Messages that fit none of these topics.", ()), left
 
 
 def blocks(names: Iterable[str]) -> list[str]:
@@ -385,7 +398,7 @@ def folded_blocks(names: list[str]) -> list[str]:
 
 
 def page_of(page: str) -> str:
-    """The page with its sections written anew; what is above them is by hand."""
+    """The page with new sections. The text above them is written by hand."""
     head, _, _ = page.partition(START)
     parts = [head + START]
     for kind, names in kinds().items():

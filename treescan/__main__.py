@@ -39,9 +39,10 @@ def main(arguments: list[str] | None = None) -> int:
         "plugins", help="lists the custom carries that installed distributions declare, and what failed to load and why"
     )
     examining = commands.add_parser(
-        "doctor", help="measures what loops cost on this machine, in under a minute, and looks for faults of its XLA"
+        "doctor",
+        help="measures the cost of loops on this machine in under a minute, and looks for known faults of its XLA",
     )
-    examining.add_argument("--json", action="store_true", help="prints it as data")
+    examining.add_argument("--json", action="store_true", help="prints the result as JSON")
     parsed = parser.parse_args(arguments)
     if parsed.command == "doctor":
         report = examine()

@@ -49,7 +49,7 @@ def describe_node(node: Any) -> str:
 
 
 def describe_argument(value: Any) -> str:
-    """An argument as it is named in a message, the same traced or not: arrays by type, scalars by value."""
+    """An argument as it appears in a message, whether traced or not: arrays by type, scalars by value."""
     if isinstance(value, jax.Array | np.ndarray):
         return describe_leaf(value)
     if isinstance(value, bool | int | float | complex | str):

@@ -28,8 +28,7 @@ def spread_axes(option: str, axes: Axes, tree: PyTree, root: str, *, none: bool 
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: `{option}` is not a prefix of {root}: {error}.",
-            f"Give one int for all leaves, or a tree with the structure of {root} down to where one int holds for "
-            "everything below.",
+            f"Give one int for all leaves, or a prefix tree of {root}, in which one int may cover a whole subtree.",
         ) from None
     _check_ints(option, spread, none=none)
     return tuple(None if axis is None else int(axis) for axis in spread)
@@ -52,7 +51,7 @@ def _check_ints(option: str, axes: Sequence[Any], *, none: bool) -> None:
         allowed = "ints or None" if none else "ints"
         raise Fault(
             ArgumentTypeError,
-            f"{{verb}} over {{body}}: `{option}` takes {allowed}, got {describe_argument(wrong[0])}.",
+            f"{{verb}} over {{body}}: `{option}` must be {allowed}, got {describe_argument(wrong[0])}.",
             "Give one for all leaves, or a prefix tree of them.",
         )
 
@@ -71,8 +70,8 @@ def check_axes(option: str, axes: LeafAxes, tree: PyTree, root: str) -> None:
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: {names} {'name' if len(options) > 1 else 'names'} an axis that is not there.",
-            "An axis counts from 0, or from the end if it is negative"
-            + (", and {axis_none}." if "in_axes" in options else "."),
+            "Axes count from 0, and negative axes count from the end"
+            + (". {axis_none}." if "in_axes" in options else "."),
             header=("leaf", "axis", "is"),
             rows=rows,
         )

@@ -34,18 +34,18 @@ STEP_WORDS = {
     "leaves_of_xs": "leaves of xs",
     "arrays_as_xs": "arrays as xs",
     "all_whole": "every leaf of xs has in_axes None",
-    "axis_none": "with None, every step receives the whole leaf",
+    "axis_none": "With None, every step receives the whole leaf",
     "mask": "the mask",
-    "rows_of_init": "there are other rows than in the mask. `init` has one entry for each row of the batch "
-    "(`packed.rows` of them for a `Packed`), and the lengths or the mask are of the same rows.",
-    "rows_of_x": "pass the lengths or the mask of just these rows. If the data lead with the batch instead of time, "
-    "pass `time_axis=1`.",
+    "rows_of_init": "its rows are not those of the mask. `init` needs one entry for each row of the batch "
+    "(`packed.rows` of them for a `Packed`), and the lengths or the mask must be for the same rows.",
+    "rows_of_x": "pass the lengths or the mask of exactly these rows. If the data lead with the batch instead of "
+    "time, pass `time_axis=1`.",
     "all_rows": "",
 }
 WHILE_WORDS = {
     **STEP_WORDS,
     "mask": "the condition",
-    "rows_of_init": "the condition is about other rows: let it return one bool for each row of `init`.",
+    "rows_of_init": "the condition has other rows: let it return one bool for each row of `init`.",
     "rows_of_x": "the carry and the condition have other rows. If the data lead with the batch instead of time, pass "
     "`in_axes=1`.",
     "all_rows": " To stop all rows together, reduce the condition to one bool, `jnp.any(...)` or `jnp.all(...)`.",
@@ -74,7 +74,7 @@ class ArgumentTypeError(ArgumentError, TypeError):
 
 
 class TracedArgumentError(ArgumentTypeError, jax.errors.ConcretizationTypeError):
-    """An argument of a verb is traced, but must be a concrete value, because it is part of the program."""
+    """An argument of a verb is traced, but must be a concrete value, because the program is compiled for it."""
 
     def __init__(self, message: str) -> None:
         Exception.__init__(self, message)  # JAX's own constructor takes the tracer, and writes another message
@@ -93,7 +93,7 @@ class LayerError(TreescanError, ValueError):
 
 
 class SignatureError(TreescanError, TypeError):
-    """A value does not fit its jaxtyping annotation in the body."""
+    """A value does not match its jaxtyping annotation in the body."""
 
 
 class NonFiniteError(TreescanError, FloatingPointError):
@@ -105,7 +105,7 @@ class PluginError(TreescanError, TypeError):
 
 
 class PluginWarning(UserWarning):
-    """A distribution declares custom carries for treescan that do not load. Scans continue without them."""
+    """A distribution declares custom carries for treescan that could not be loaded. Scans continue without them."""
 
 
 class RetraceWarning(UserWarning):
@@ -188,7 +188,7 @@ class Fault(Exception):
         self.body: Any = None
 
     def render(self, words: Mapping[str, str], init: Any = None) -> str:
-        """The whole message, with words for its placeholders; Python scalars in `init` get a cure of their own."""
+        """The whole message, with words for its placeholders. Python scalars in `init` have their own advice."""
         weak = dict(self._weak_cures(init))  # what it says of a leaf replaces the plain advice to cast
         cures = [text for text, kind, leaf in self.cures if not (kind == "dtype" and leaf in weak)]
         named = [_fill_in(text, words) for text in (self.says, *cures, *weak.values())]
@@ -214,7 +214,7 @@ class Fault(Exception):
 
 
 def _fill_in(text: str, words: Mapping[str, str]) -> str:
-    """Puts words in the places of their names; everything else in braces stays, it may be the user's."""
+    """Replaces names in braces by their words. Other braces stay, because they may be the user's."""
     for name, word in words.items():
         text = text.replace(f"{{{name}}}", word)
     return text
@@ -223,7 +223,7 @@ def _fill_in(text: str, words: Mapping[str, str]) -> str:
 def explain(
     error: Exception, name: str, body: Any = None, init: Any = None, words: Mapping[str, str] = STEP_WORDS
 ) -> Exception:
-    """Makes of an exception what the user of the verb `name` should see; one without a body has no `{body}` to name.
+    """The exception that the user of the verb `name` sees. Without a body, there is no `{body}` to name.
 
     A `Fault` becomes its public error, with the body named and no trace of the package's inside. Any other exception
     is the user's own: it stays the same object, less the package's frames in its traceback. The verb raises the
@@ -243,7 +243,7 @@ def explain(
 
 
 def more_about(kind: type[Exception]) -> str:
-    """Where a kind of error or warning is explained, wherever treescan is installed."""
+    """The command that explains a kind of error or warning."""
     return f"More about it: python -m treescan explain {kind.__name__}"
 
 
@@ -269,7 +269,7 @@ def verb(function: _F) -> _F:
 
 
 def _without_inner_frames(traceback: types.TracebackType | None) -> types.TracebackType | None:
-    """Drops the package's frames, but for those of verbs that were called further in (by a body that scans)."""
+    """Drops the package's frames, except those of inner verbs (called by a body that scans)."""
     kept: types.TracebackType | None = None
     for tb in reversed(list(walk_traceback(traceback))):
         if not is_package_frame(tb.tb_frame) or (tb is not traceback and tb.tb_frame.f_code in _VERBS):
@@ -356,6 +356,6 @@ def _name_and_place(body: Any) -> tuple[str, str]:
 
 
 def shorten(filename: str) -> str:
-    """A path relative to the working directory where it lies below it, else as it is."""
+    """A path relative to the working directory if it is below it, else unchanged."""
     here = os.getcwd() + os.sep
     return filename[len(here) :] if filename.startswith(here) else filename

@@ -23,7 +23,7 @@ _ARRAY_LIKE = (jax.Array, np.ndarray, np.generic, bool, int, float, complex)
 
 @dataclass(frozen=True)
 class Root:
-    """A key at which the rendered path starts anew, with the name that the user knows.
+    """A key at which the rendered path starts again, with the name that the user knows.
 
     Attributes:
         name: what is rendered in place of all that leads here.
@@ -96,7 +96,7 @@ def metadata(node: PyTree) -> Any:
 
 
 class PrefixMismatch(Exception):
-    """A prefix tree does not fit the tree it is meant for; says where it is first off."""
+    """A prefix tree does not fit its tree. The message names the first place."""
 
 
 def broadcast_prefix(prefix: PyTree, tree: PyTree, root: str) -> list[Any]:
@@ -118,7 +118,7 @@ def broadcast_prefix(prefix: PyTree, tree: PyTree, root: str) -> list[Any]:
 
 
 def _where_off(prefix: PyTree, tree: PyTree, root: str, path: KeyPath) -> str:
-    """Walks a prefix and its tree to the first node at which they part."""
+    """Walks a prefix and its tree to the first node at which they differ."""
     here = path_str(root, path)
     parts, wholes = children(prefix) if prefix is not None else None, children(tree)
     if parts is None:
@@ -260,7 +260,7 @@ def holds_static(tree: PyTree) -> bool:
 
 
 def thaw_static(tree: PyTree) -> PyTree:
-    """Puts static leaves back in their place."""
+    """Restores the static leaves."""
     return jax.tree.map(
         lambda node: node.box.value if isinstance(node, Static) else node,
         tree,

@@ -24,10 +24,10 @@ RematLike: TypeAlias = Literal["auto", "step", "nested"] | Remat
 """What the gradient recomputes: the fastest plan, each step, chunks of steps and each step in these, or a `Remat`."""
 
 Prefetch: TypeAlias = Literal[1] | Callable[[Any], Any] | None
-"""What is done to the weights of the next layer while one is computed: 1 gathers them; or a function of one layer."""
+"""How the next layer's weights are gathered early: 1 gathers them on all devices; or a function of one layer."""
 
 FiniteCheck: TypeAlias = bool | Literal["backward"]
-"""Whether the carry is looked at after each step, or its cotangents on their way back."""
+"""Whether the carry is checked after each step, or its cotangents in reverse mode."""
 
 ProgressLike: TypeAlias = bool | str | Progress | None
 """Whether a loop shows its progress: a flag, the label of its bar, or a `Progress`."""
@@ -70,7 +70,7 @@ class ValidBody(Protocol[Carry, X_contra, Y_co]):
 
 
 class KeyedValidBody(Protocol[Carry, X_contra, Y_co]):
-    """A body of `mask_scan` or `while_scan` that takes both."""
+    """A body of `mask_scan` or `while_scan` that takes a key and the step's mask."""
 
     def __call__(self, carry: Carry, x: X_contra, /, *, key: Array, valid: Array) -> tuple[Carry, Y_co]: ...
 

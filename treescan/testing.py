@@ -106,10 +106,7 @@ def _report(kind: type, failed: dict[str, list[Row]], cause: Exception | None) -
     for says, rows in failed.items():
         parts += [wrap(f"{says}."), table(("leaf", "expected", "came"), rows)]
     if cause is not None and failed_hook(kind, cause)[0] == "write(valid=None)":
-        says = (
-            "Outside of `mask_scan`, every verb calls `write` with `valid=None`: then everything that is returned "
-            "counts."
-        )
+        says = "Outside `mask_scan`, every verb calls `write` with `valid=None`. Then all returned values are valid."
         parts.append(wrap(says))
     return "\n\n".join(parts)
 
@@ -118,7 +115,7 @@ def _report(kind: type, failed: dict[str, list[Row]], cause: Exception | None) -
 
 
 def _hooks_run(trial: _Trial) -> Iterator[Row]:
-    """`read`, `write` and `rows` run and are pure: the same result twice, and the carry stays what it was."""
+    """`read`, `write` and `rows` run, and are pure: they return the same result twice, and do not change the carry."""
     carry = trial.carry
     before = jax.tree.map(lambda leaf: values_of(leaf).copy(), carry)
     first, again = carry.read(), carry.read()
@@ -131,7 +128,7 @@ def _hooks_run(trial: _Trial) -> Iterator[Row]:
 
 
 def _types_stay(trial: _Trial) -> Iterator[Row]:
-    """`write` returns a carry of the same class, structure, shapes and dtypes, static fields included."""
+    """`write` returns a carry with the same class, structure, shapes, dtypes and static fields."""
     carry, end = trial.carry, trial.steps
     for step in (0, end - 1):
         new: Any = carry.write(jax.tree.map(lambda leaf, step=step: leaf[step], trial.returned), None)
@@ -142,7 +139,7 @@ def _types_stay(trial: _Trial) -> Iterator[Row]:
 
 
 def _python_loop(trial: _Trial) -> Iterator[Row]:
-    """A scan, jitted or eager or under `jax.disable_jit`, does what a Python loop over the hooks does."""
+    """A scan, whether jitted, eager or under `jax.disable_jit`, equals a Python loop over the hooks."""
     carry, shown = trial.carry, list[Any]()
     for step in range(trial.steps):
         shown.append(carry.read())
@@ -155,7 +152,7 @@ def _python_loop(trial: _Trial) -> Iterator[Row]:
 
 
 def _vmapped(trial: _Trial) -> Iterator[Row]:
-    """Under `jax.vmap` each element is what it is alone."""
+    """Under `jax.vmap`, each element has the same result as on its own."""
     flipped = jax.tree.map(lambda leaf: leaf[::-1], trial.returned)
     both = jax.tree.map(lambda a, b: jnp.stack([a, b]), trial.returned, flipped)
     carries = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), trial.carry)
@@ -166,7 +163,7 @@ def _vmapped(trial: _Trial) -> Iterator[Row]:
 
 
 def _continued(trial: _Trial) -> Iterator[Row]:
-    """A scan from the carry that another returned goes on as if it were one, bit by bit."""
+    """A scan that continues from a returned carry equals one long scan, bit by bit."""
     half = trial.steps // 2
     middle, _ = _scan(trial.carry, trial.part(None, half))
     final, _ = _scan(middle, trial.part(half, None))
@@ -174,7 +171,7 @@ def _continued(trial: _Trial) -> Iterator[Row]:
 
 
 def _chunked(trial: _Trial) -> Iterator[Row]:
-    """Chunks do not show: neither those of a masked scan nor recomputed ones."""
+    """Chunks do not change the result, neither those of a masked scan nor recomputed ones."""
     whole = _scan(trial.carry, trial.returned)
     yield from _both('remat="nested": ', whole, _scan(trial.carry, trial.returned, remat="nested"))
     valid = jnp.ones((trial.steps, *trial.batch), bool)
@@ -182,7 +179,7 @@ def _chunked(trial: _Trial) -> Iterator[Row]:
 
 
 def _unpadded(trial: _Trial) -> Iterator[Row]:
-    """In a masked scan leaves with rows are what they are for each row alone, without its padding."""
+    """In a masked scan, leaves with rows have the same values as for each row on its own, without padding."""
     if not any(axis is not None for axis in trial.axes) or _shared_leaves_change(trial):
         return
     valid = _some_valid(trial)
@@ -197,7 +194,7 @@ def _unpadded(trial: _Trial) -> Iterator[Row]:
 
 
 def _compacted(trial: _Trial) -> Iterator[Row]:
-    """`compact=True` does not show."""
+    """`compact=True` does not change the result."""
     if not trial.batch:
         return
     valid = _some_valid(trial)
@@ -210,7 +207,7 @@ def _compacted(trial: _Trial) -> Iterator[Row]:
 
 
 def _blind(trial: _Trial) -> Iterator[Row]:
-    """Leaves that all rows share do not depend on what was returned for rows that are not valid."""
+    """Leaves that all rows share do not depend on values that were returned for invalid rows."""
     if not trial.batch or all(axis is not None for axis in trial.axes):
         return
     valid = _some_valid(trial)[0]
@@ -231,7 +228,7 @@ def _zero_cotangents(trial: _Trial) -> Iterator[Row]:
 
 
 def _finite_gradients(trial: _Trial) -> Iterator[Row]:
-    """Gradients are finite, also of a step in which no row is valid."""
+    """Gradients are finite, even in a step in which no row is valid."""
     _, pull = _vjp(trial)
     yield from finite("gradient", pull(jnp.ones_like))
     invalid = jnp.zeros(trial.batch, bool)

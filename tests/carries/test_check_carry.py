@@ -230,18 +230,18 @@ class NamesNoField(Plain):
 
 
 BROKEN: dict[type, tuple[Any, str]] = {
-    Impure: (jnp.zeros(3), "`read`, `write` and `rows` run and are pure: the same result twice"),
+    Impure: (jnp.zeros(3), "`read`, `write` and `rows` run, and are pure: they return the same result twice"),
     Raises: (jnp.zeros(3), "KeyError: 'nothing to write'"),
-    Drifts: (jnp.zeros(3), "`write` returns a carry of the same class, structure, shapes and dtypes"),
-    LooksAtTracers: (jnp.zeros(3), "does what a Python loop over the hooks does."),
-    OtherUnderVmap: (jnp.zeros(3), "Under `jax.vmap` each element is what it is alone."),
-    Forgets: (jnp.zeros(3), "does what a Python loop over the hooks does."),
-    NotTheLast: (jnp.zeros(3), "A scan from the carry that another returned goes on as if it were one, bit by bit."),
-    LooksAtTheMask: (jnp.zeros(3), "Chunks do not show"),
-    MixesRows: (jnp.zeros(3), "In a masked scan leaves with rows are what they are for each row alone"),
-    CountsPadding: (jnp.zeros(()), "do not depend on what was returned for rows that are not valid."),
+    Drifts: (jnp.zeros(3), "`write` returns a carry with the same class, structure, shapes, dtypes"),
+    LooksAtTracers: (jnp.zeros(3), "equals a Python loop over the hooks."),
+    OtherUnderVmap: (jnp.zeros(3), "Under `jax.vmap`, each element has the same result as on its own."),
+    Forgets: (jnp.zeros(3), "equals a Python loop over the hooks."),
+    NotTheLast: (jnp.zeros(3), "A scan that continues from a returned carry equals one long scan, bit by bit."),
+    LooksAtTheMask: (jnp.zeros(3), "Chunks do not change the result"),
+    MixesRows: (jnp.zeros(3), "In a masked scan, leaves with rows have the same values as for each row on its own"),
+    CountsPadding: (jnp.zeros(()), "do not depend on values that were returned for invalid rows."),
     NormalisesGradient: (jnp.zeros(3), "The gradient of zero is zero, not NaN."),
-    DividesByNone: (jnp.zeros(()), "Gradients are finite, also of a step in which no row is valid."),
+    DividesByNone: (jnp.zeros(()), "Gradients are finite, even in a step in which no row is valid."),
 }
 
 
@@ -257,7 +257,7 @@ def test_a_broken_law_is_named(broken: type) -> None:
 
 @pytest.mark.slow
 def test_compact_is_a_law() -> None:
-    with pytest.raises(AssertionError, match="`compact=True` does not show"):
+    with pytest.raises(AssertionError, match="`compact=True` does not change the result"):
         check_carry(MixesRows(jnp.zeros(3)), entries(3), batch=ROWS)
 
 
@@ -266,7 +266,7 @@ def test_the_report_shows_the_leaf() -> None:
         check_carry(Drifts(jnp.zeros(3)), entries(3), batch=ROWS)
     assert str(caught.value) == (
         "`Drifts` breaks 1 of the 11 laws of custom carries.\n\n"
-        "`write` returns a carry of the same class, structure, shapes and dtypes, static fields included.\n\n"
+        "`write` returns a carry with the same class, structure, shapes, dtypes and static fields.\n\n"
         "  leaf          expected     came\n"
         "  carry.value   float32[3]   float16[3]   dtype"
     )

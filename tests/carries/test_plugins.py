@@ -360,8 +360,8 @@ def test_all_that_is_declared_for_a_package_is_loaded_and_called_once(several: P
         def check(text):
             words = " ".join(text.split())
             assert "`pair.Left`, which is registered already" in words, text
-            assert "First by `to_first` of `pair_first`, which the distribution first 1.0 brings." in words, text
-            assert "Now by `to_third` of `pair_third`, which the distribution third 1.0 brings." in words, text
+            assert "First by `to_first` of `pair_first`, from the installed distribution first 1.0." in words, text
+            assert "Now by `to_third` of `pair_third`, from the installed distribution third 1.0." in words, text
 
         check(str(warning.message))
         try:

@@ -243,8 +243,10 @@ def test_what_to_carry_does_wrong_is_an_error_with_path_and_place(to_carry: Call
     text = message(error)
     assert text.startswith("`scan` over `step` (")
     assert f'`to_carry` of the registered type `Meter`, called for init["a"][1], {says}' in text
-    assert f"It is `{to_carry.__name__}` of `test_register_carry`, which belongs to no installed distribution." in text
-    assert "`Meter` is defined in `test_register_carry`, which belongs to no installed distribution." in text
+    assert (
+        f"It is `{to_carry.__name__}` of `test_register_carry`, which is not part of an installed distribution." in text
+    )
+    assert "`Meter` is defined in `test_register_carry`, which is not part of an installed distribution." in text
     cause = error.value.__cause__
     assert isinstance(cause, ZeroDivisionError) if to_carry is failing else cause is None
 
@@ -255,8 +257,8 @@ def test_an_error_names_the_distribution_that_brings_the_plugin() -> None:
     kind.__module__ = "jax.of_somebody"
     with pytest.raises(PluginError) as error:
         treescan.scan(step, kind(0.0), XS)
-    assert f"It is `zeros_like` of `numpy`, which the distribution numpy {np.__version__} brings." in message(error)
-    assert f"`jax.of_somebody`, which the distribution jax {jax.__version__} brings." in message(error)
+    assert f"It is `zeros_like` of `numpy`, from the installed distribution numpy {np.__version__}." in message(error)
+    assert f"`jax.of_somebody`, from the installed distribution jax {jax.__version__}." in message(error)
 
 
 # What cannot be registered.
@@ -297,8 +299,12 @@ def test_a_type_is_registered_once(Meter: Any) -> None:
     with pytest.raises(PluginError) as error:
         register_carry(Meter, another, lambda carry: Meter(carry.total))
     assert "Meter`, which is registered already." in message(error)
-    assert "First by `to_total` of `test_register_carry`, which belongs to no installed distribution." in message(error)
-    assert "Now by `another` of `test_register_carry`, which belongs to no installed distribution." in message(error)
+    assert "First by `to_total` of `test_register_carry`, which is not part of an installed distribution." in message(
+        error
+    )
+    assert "Now by `another` of `test_register_carry`, which is not part of an installed distribution." in message(
+        error
+    )
     npt.assert_array_equal(treescan.scan(step, Meter(1.0), XS)[0].total, 10.0)  # the first one stays
 
 

@@ -208,7 +208,7 @@ def test_every_page_with_code_is_found() -> None:
 def test_the_design_names_tests_that_exist() -> None:
     text = (ROOT / "docs" / "design.md").read_text()
     promises, table = (
-        text.split(f"{start}\n")[1].split("\n## ")[0] for start in ("## Promises", "tests that keep them")
+        text.split(f"{start}\n")[1].split("\n## ")[0] for start in ("## Promises", "tests that enforce them")
     )
     named = set(re.findall(r"tests/\w+/\w+\.py", table))
     assert named and all((ROOT / file).exists() for file in named)

@@ -60,21 +60,21 @@ def test_the_text():
     assert str(report()).splitlines()[:6] == [
         "jax 1.2.3, 1 x cpu, Linux x86_64",
         "",
-        "What one more costs:",
+        "The cost of one more:",
         "                       time   half of the rounds   memory",
         "  a step               2 us   1.9 us to 2.1 us     0 B",
         "  a branch, per step   2 us   1.9 us to 2.1 us     0 B",
     ]
     text = " ".join(str(report()).split())
-    assert "Faults of this XLA: 2 of the 4 that are looked for." in text
-    assert "a branch that passes its carry on copies it (3 in the loop that shows it)" in text
-    assert "Not found: small outputs of bfloat16 copy their stack; small outputs of float32" in text
+    assert "Faults of this XLA: 2 of 4 known ones." in text
+    assert "a branch that returns its carry unchanged copies it (3 in the loop that shows it)" in text
+    assert "Not found: small bfloat16 outputs copy their whole stack; small float32 outputs" in text
     assert "noisy" not in text
 
 
 def test_it_says_so_where_the_machine_is_too_noisy():
     assert "  a step               too noisy   1 us to 3.5 us" in str(report(NOISY))
-    assert "too noisy to tell the time of 1 of 2" in str(report(NOISY))
+    assert "too noisy to measure the time of 1 of 2" in str(report(NOISY))
 
 
 def test_lines_are_at_most_78_columns(monkeypatch):

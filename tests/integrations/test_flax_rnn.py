@@ -538,7 +538,7 @@ class Clocked(nn.SimpleCell):
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception], str]] = {
     "shape": ({}, {"seq_lengths": LENGTHS[:2]}, ArgumentError, r"batch shape of the inputs, \(3,\), but are"),
     "dtype": ({}, {"seq_lengths": LENGTHS.astype(jnp.float32)}, ArgumentTypeError, r"must be ints, got float32\[3\]"),
-    "mask": ({}, {"seq_lengths": LENGTHS > 2}, ArgumentTypeError, "from a bool mask"),
+    "mask": ({}, {"seq_lengths": LENGTHS > 2}, ArgumentTypeError, "From a bool mask"),
     "large": ({}, {"seq_lengths": [1, 6, 2]}, ArgumentError, "between 0 and the 5 steps of the inputs"),
     "negative": ({}, {"seq_lengths": np.array([1, -1, 2])}, ArgumentError, "but one is -1"),
     "axes": ({}, {"inputs": X[0, 0]}, ArgumentError, r"\[\*batch, T, \*features\]"),
@@ -569,7 +569,7 @@ def test_compact_is_refused_to_a_cell_that_draws() -> None:
     rnn = RNN(Dropped(H), compact=True, split_rngs={"params": False, "dropout": True})
     variables = rnn.init(jax.random.key(0), X, seq_lengths=LENGTHS)
     rnn.apply(variables, X, seq_lengths=LENGTHS)
-    with pytest.raises(ArgumentError, match="`compact` and rngs exclude each other"):
+    with pytest.raises(ArgumentError, match="`compact` and rngs cannot be combined"):
         rnn.apply(variables, X, seq_lengths=LENGTHS, rngs={"dropout": jax.random.key(0)})
 
 

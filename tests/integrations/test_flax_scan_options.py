@@ -227,12 +227,12 @@ def carried_collection_changes(self, h, x):
 
 @wrong(
     BodyError,
-    """`made_inside` (here) made variables of a collection that is carried. A carry must exist before the first step.
+    """`made_inside` (here) created variables in a collection that is carried. A carry must exist before the first step.
 
   leaf                      before        after
   variables["state"]["n"]   (not there)   float32[]
 
-  Make them before the loop: initialize the module of one step on its own. Or give their
+  Create them before the loop: initialize the module of one step on its own. Or give the
   collection an axis, or broadcast it.
 """,
     variable_carry="state",
@@ -345,10 +345,10 @@ def another_length(self, h, x):
 
 @wrong(
     ArgumentError,
-    """`flax.scan` over `ever` (here): how many steps? No `length` is given, and what is scanned over holds no arrays.
+    """`flax.scan` over `ever` (here): the number of steps is unknown. No `length` is given, and what is scanned over holds no arrays.
 
   Pass `length=` for a loop without inputs, or arrays to scan over whose first axis is the steps.
-""",
+""",  # noqa: E501
     H,
     None,
 )
@@ -363,7 +363,7 @@ def ever(self, h, x):
   leaf      axis        is
   args[0]   in_axes 3   float32[5,2,3]   rank 3
 
-  An axis counts from 0, or from the end if it is negative, and with None, every step receives the whole leaf.
+  Axes count from 0, and negative axes count from the end. With None, every step receives the whole leaf.
 """,
     in_axes=3,
 )
@@ -375,8 +375,8 @@ def no_such_axis(self, h, x):
     ArgumentError,
     """`flax.scan` over `axes_of_another_structure` (here): `in_axes` is not a prefix of args: args[0] is float32[5,2,3], but it has dict of 1 there.
 
-  Give one int for all leaves, or a tree with the structure of args down to where one int holds
-  for everything below.
+  Give one int for all leaves, or a prefix tree of args, in which one int may cover a whole
+  subtree.
 """,  # noqa: E501
     in_axes=({"a": 0},),
 )
@@ -386,7 +386,7 @@ def axes_of_another_structure(self, h, x):
 
 @wrong(
     ArgumentTypeError,
-    """`flax.scan` over `axes_that_are_none` (here): `in_axes` takes ints or None, got 'x'.
+    """`flax.scan` over `axes_that_are_none` (here): `in_axes` must be ints or None, got 'x'.
 
   Give one for all leaves, or a prefix tree of them.
 """,
@@ -403,7 +403,7 @@ def axes_that_are_none(self, h, x):
   leaf   axis         is
   y      out_axes 4   float32[5,2,3]   rank 3
 
-  An axis counts from 0, or from the end if it is negative.
+  Axes count from 0, and negative axes count from the end.
 """,
     out_axes=4,
 )
@@ -415,7 +415,7 @@ def no_such_axis_of_y(self, h, x):
     ArgumentTypeError,
     """`flax.scan` over `length_is_no_int` (here): `length` must be an int, got 3.0.
 
-  Give the number of steps as an int of at least 0: `int(...)` converts a whole number.
+  Give the number of steps as an int of at least 0. `int(...)` converts a whole number.
 """,
     length=3.0,
 )

@@ -510,7 +510,7 @@ C = nnx.Carry
 WRONG_AXES: dict[str, tuple[dict[str, Any], str]] = {
     "in only": ({"out_axes": 0}, "`in_axes` has `nnx.Carry`, but `out_axes` has none"),
     "out only": ({"in_axes": 0}, "`out_axes` has `nnx.Carry`, but `in_axes` has none"),
-    "nested": ({"in_axes": ((C, 0), 0)}, "within an entry, at in_axes[0][0]"),
+    "nested": ({"in_axes": ((C, 0), 0)}, "inside an entry, at in_axes[0][0]"),
     "two": ({"in_axes": (C, C)}, "more than once, at in_axes[0] and in_axes[1]"),
     "whole output": ({"out_axes": (C, None)}, "out_axes[1] is None, but an output is stacked"),
     "carried output": ({"out_axes": (C, nnx.StateAxes({...: C}))}, "but an output is stacked"),
@@ -798,7 +798,9 @@ def test_a_module_of_an_outer_trace() -> None:
 
     with pytest.raises(ValueError, match="trace level"):
         run(nnx.scan)
-    assert "m.n was made outside of a function that is traced" in error_of(lambda: run(scan), treescan.ArgumentError)
+    assert "m.n was created outside the function that is being traced" in error_of(
+        lambda: run(scan), treescan.ArgumentError
+    )
     assert float(counter.n[...]) == 0.0
 
 

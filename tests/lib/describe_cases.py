@@ -137,7 +137,7 @@ FAULTS = {
     "rows closed over": Faulty("TS007", "scale: the body closes over", _rows_closed_over),
     "separate products": Faulty("TS008", "the products with w", _separate_products),
     "short loop": Faulty("TS009", "3 steps of about 4 operations each", _short_loop),
-    "gathered weights": Faulty("TS010", 'layer["w"]: spread over `data`', _gathered_weights),
+    "gathered weights": Faulty("TS010", 'layer["w"]: sharded over `data`', _gathered_weights),
 }
 
 

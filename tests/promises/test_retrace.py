@@ -41,40 +41,40 @@ PADDED = "Pad to a few shapes: `treescan.pad` and `treescan.repad` do."
 TYPES = {
     "shape": (
         lambda f: [treescan.scan(f, ZERO, jnp.ones((3, n))) for n in (4, 5)],
-        f"the shape: xs is float32[3,5], was float32[3,4]. {PADDED}",
+        f"the shape changed: xs is float32[3,5], was float32[3,4]. {PADDED}",
     ),
     "dtype": (
         lambda f: [treescan.scan(f, ZERO.astype(t), ONES.astype(t)) for t in ("float32", "bfloat16")],
-        "the dtype: init is bfloat16[], was float32[]; xs is bfloat16[3], was float32[3]. Cast to one dtype before "
-        "the call.",
+        "the dtype changed: init is bfloat16[], was float32[]; xs is bfloat16[3], was float32[3]. Cast to one dtype "
+        "before the call.",
     ),
     "weak type": (
         lambda f: [treescan.scan(f, init, ONES) for init in (0.0, ZERO)],
-        "the weak type: init is float32[], was ~float32[]. Pass an array in place of a Python number.",
+        "the weak type changed: init is float32[], was ~float32[]. Pass an array instead of a Python number.",
     ),
     "structure": (
         lambda f: [treescan.scan(f, init, ONES) for init in ({"h": ZERO}, {"h": ZERO, "c": ZERO})],
-        'the structure: init["c"] is there. Pass trees of one structure, with zeros in the place of what is not '
-        "there yet.",
+        'the structure changed: init["c"] is there. Pass trees with the same structure, with zeros for the parts that '
+        "do not exist yet.",
     ),
     "leaf that is gone": (
         lambda f: [treescan.scan(f, init, ONES) for init in ([ZERO, ZERO], [ZERO])],
-        "the structure: init[1] is gone. Pass trees of one structure, with zeros in the place of what is not there "
-        "yet.",
+        "the structure changed: init[1] is gone. Pass trees with the same structure, with zeros for the parts that do "
+        "not exist yet.",
     ),
     "container": (
         lambda f: [treescan.scan(f, init, ONES) for init in ([ZERO], (ZERO,))],
-        "the structure: containers of another type. Pass trees of one structure, with zeros in the place of what is "
-        "not there yet.",
+        "the structure changed: containers of another type. Pass trees with the same structure, with zeros for the "
+        "parts that do not exist yet.",
     ),
     "steps": (
         lambda f: [treescan.scan(f, ZERO, None, length=n) for n in (3, 4)],
-        "the number of steps: length is 4, was 3. It is a part of the program. `treescan.fori` and "
-        "`treescan.while_scan` take one that changes, up to a `max_length`.",
+        "the number of steps changed: length is 4, was 3. It is compiled into the program. `treescan.fori` and "
+        "`treescan.while_scan` accept a number that changes, up to a `max_length`.",
     ),
     "many leaves": (
         lambda f: [treescan.scan(f, [jnp.ones(n)] * 5, ONES) for n in (1, 2)],
-        "the shape: init[0] is float32[2], was float32[1]; init[1] is float32[2], was float32[1]; init[2] is "
+        "the shape changed: init[0] is float32[2], was float32[1]; init[1] is float32[2], was float32[1]; init[2] is "
         f"float32[2], was float32[1]; and 2 more. {PADDED}",
     ),
 }
@@ -85,9 +85,9 @@ def test_each_kind_of_difference_has_its_text(kind):
     run, expected = TYPES[kind]
     body = fresh()
     line = body.__code__.co_firstlineno
-    start = f"`step` (tests/promises/test_retrace.py:{line}) is traced and compiled by `scan` for 2 sets of types. "
+    start = f"`scan` traced and compiled `step` (tests/promises/test_retrace.py:{line}) for 2 sets of types. "
     texts = said(functools.partial(run, body))
-    assert texts == [f"{start}What differs from the last trace is {expected}"]
+    assert texts == [f"{start}Since the last trace, {expected}"]
 
 
 def keep(carry, x):
@@ -96,9 +96,9 @@ def keep(carry, x):
 
 def test_a_static_value_is_named():
     texts = said(lambda: [treescan.scan(keep, (ZERO, act), ONES) for act in (jnp.sin, jnp.cos)])
-    assert [text.partition("last trace is ")[2] for text in texts] == [
-        "the static value: init[1] is `cos`, was `sin`. What is no array is a part of the program: pass an array "
-        "where the value changes."
+    assert [text.partition("last trace, ")[2] for text in texts] == [
+        "the static value changed: init[1] is `cos`, was `sin`. A value that is not an array is compiled into the "
+        "program. If it changes, pass an array."
     ]
 
 
@@ -120,9 +120,8 @@ def test_layers_are_warned_of():
         return x * w
 
     texts = said(lambda: [treescan.fold_layers(block, ZERO, jnp.ones(n)) for n in (2, 3)])
-    assert [text.partition("is traced and compiled by ")[2] for text in texts] == [
-        f"`fold_layers` for 2 sets of types. What differs from the last trace is the shape: layers is float32[3], was "
-        f"float32[2]. {PADDED}"
+    assert [text.partition(") for ")[2] for text in texts] == [
+        f"2 sets of types. Since the last trace, the shape changed: layers is float32[3], was float32[2]. {PADDED}"
     ]
 
 
@@ -153,16 +152,16 @@ def nested():
 
 STEP = Step()
 IDENTITIES = {
-    "lambda": (lambda: treescan.scan(lambda c, x: (c, x), ZERO, ONES), "line {lambda} makes this lambda anew each time "
+    "lambda": (lambda: treescan.scan(lambda c, x: (c, x), ZERO, ONES), "line {lambda} creates a new lambda each time "
                "that `<lambda>` runs"),
-    "nested": (lambda: treescan.scan(nested(), ZERO, ONES), "line {inner} makes this nested function anew each time "
+    "nested": (lambda: treescan.scan(nested(), ZERO, ONES), "line {inner} creates a new nested function each time "
                "that `nested` runs"),
-    "partial": (lambda: treescan.scan(functools.partial(keep), ZERO, ONES), "a new `functools.partial` is made for "
-                "the call at tests/promises/test_retrace.py:{call}"),
-    "method": (lambda: treescan.scan(STEP.method, ZERO, ONES), "a bound method is a new object each time that it is "
-               "looked up, for the call at tests/promises/test_retrace.py:{call}"),
-    "object": (lambda: treescan.scan(Step(), ZERO, ONES), "a new `Step` is made for the call at "
-               "tests/promises/test_retrace.py:{call}"),
+    "partial": (lambda: treescan.scan(functools.partial(keep), ZERO, ONES), "the call at "
+                "tests/promises/test_retrace.py:{call} creates a new `functools.partial`"),
+    "method": (lambda: treescan.scan(STEP.method, ZERO, ONES), "the call at tests/promises/test_retrace.py:{call} "
+               "looks up a bound method, which is a new object each time"),
+    "object": (lambda: treescan.scan(Step(), ZERO, ONES), "the call at "
+               "tests/promises/test_retrace.py:{call} creates a new `Step`"),
 }  # fmt: skip
 
 
@@ -177,7 +176,7 @@ def test_a_new_identity_is_named_with_its_line(kind):
     (text,) = said(lambda: [run() for _ in range(2)])
     _, _, rest = text.partition(" was passed as ")
     assert rest == (
-        f"2 different function objects, and traced and compiled 2 times. Its identity differs from that of the last "
-        f"trace: {expected}. Define the body once, outside of the code that calls the scan, or wrap that code in "
+        f"2 different function objects, so it was traced and compiled 2 times. The last call passed a new object: "
+        f"{expected}. Define the body once, outside of the code that calls the scan, or wrap that code in "
         "`jax.jit`."
     )

@@ -129,7 +129,7 @@ def test_offload_says_where_it_changes_nothing():
         lambda remat: treescan.fold(lambda c, x: c + x, 0.0, jnp.ones(4), remat=remat),
         lambda remat: treescan.plan_remat(lambda c, x: (c + x, None), 0.0, jnp.ones(4), remat=remat),
     ):
-        with pytest.warns(UserWarning, match="changes nothing on this device") as caught:
+        with pytest.warns(UserWarning, match="has no effect on this device") as caught:
             call(Remat(levels=2, offload="pinned_host"))
         assert caught[0].filename == __file__
         assert "treescan explain" not in str(caught[0].message)  # which knows treescan's own kinds alone
@@ -182,5 +182,5 @@ def test_counts_among_the_states_have_no_gradient():
 
 
 def test_state_is_for_layers():
-    with pytest.raises(treescan.ArgumentError, match="`state` is for `layers`"):
+    with pytest.raises(treescan.ArgumentError, match="`state` needs `layers`"):
         treescan.plan_remat(lambda h, _: h, jnp.ones(2), length=3, state=1, remat=None, pair=False)

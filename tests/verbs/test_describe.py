@@ -155,7 +155,7 @@ REASONS = {
 }
 
 
-@pytest.mark.parametrize("reason", [*REASONS, "the body does something beside computing", "rewriting is off"])
+@pytest.mark.parametrize("reason", [*REASONS, "the body has a side effect", "rewriting is off"])
 def test_why_products_are_not_taken_together(reason):
     w, lengths = jnp.ones((64, 64)), np.full(8, 900)
 

@@ -283,7 +283,7 @@ def test_the_first_role_counts() -> None:
 
 @pytest.mark.parametrize("deny", [False, DenyList(True), (), DenyList(lambda name: True)])
 def test_filters_for_none(deny: Any) -> None:
-    with pytest.raises(treescan.ArgumentError, match="'params' in `variables` has no role"):
+    with pytest.raises(treescan.ArgumentError, match="`variables` has names without a role: 'params'"):
         lift(plain, variable_broadcast=deny)(_w(), {}, H, XS)
 
 

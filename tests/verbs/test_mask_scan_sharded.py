@@ -205,7 +205,7 @@ def test_rows_of_a_packed_batch_that_are_spread():
     two = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
     for check_vma in (True, False):
         spread = jax.shard_map(packed_over, mesh=two, in_specs=(in_rows,), out_specs=P(None, "i"), check_vma=check_vma)
-        with pytest.raises(treescan.ArgumentError, match="spread over devices"):
+        with pytest.raises(treescan.ArgumentError, match="sharded over devices"):
             jax.jit(spread)(packed)
     twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), packed)
     own = jax.shard_map(
@@ -216,7 +216,7 @@ def test_rows_of_a_packed_batch_that_are_spread():
     explicit = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Explicit,))
     with jax.set_mesh(explicit):
         rows = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(explicit, P(None, "i"))), packed[:3])
-        with pytest.raises(treescan.ArgumentError, match="spread over devices"):
+        with pytest.raises(treescan.ArgumentError, match="sharded over devices"):
             init = jax.device_put(jnp.zeros(2), NamedSharding(explicit, P("i")))
             packed_over(packed._replace(data=rows[0], mask=rows[1], resets=rows[2]), init)
     placed = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(two, P(None, "i"))), packed[:3])

@@ -26,7 +26,7 @@ from .state import OwnState, StateAndY, split_with_state
 
 
 class Shared(NamedTuple):
-    """What all steps are given alike.
+    """The values that all steps share.
 
     Attributes:
         key: the loop's PRNG key, folded for each step with its position.
@@ -39,7 +39,7 @@ class Shared(NamedTuple):
 
 @dataclass(frozen=True)
 class CallBody:
-    """The step that calls the body. Its consts are what all steps are given alike, or None.
+    """The step that calls the body. Its consts are the values that all steps share, or None.
 
     Attributes:
         body: the body.
@@ -121,13 +121,13 @@ class CallBody:
         return returned, y, _container(out) if keeps else None
 
     def _names_of_outputs(self, name: str, state: OwnState | None) -> str | tuple[str, ...]:
-        """What the parts of what the body returns are called."""
+        """The names of the parts that the body returns."""
         own = () if state is None else (f"returned {state.name}",)
         names = (f"returned {name}", *own, *(("y",) if self.convention.pair else ()))
         return names if len(names) > 1 else names[0]
 
     def _roots(self, count: int) -> tuple[str, ...]:
-        """What the arguments beside the carry are called."""
+        """The names of the arguments besides the carry."""
         place, names = self.convention.place, self.body.names
         places = [i for i in range(count + 1) if i != place]
         return tuple(names[i] if i < len(names) else f"args[{i}]" for i in places)
@@ -165,7 +165,7 @@ def _frozen_as(frozen: PyTree, given: PyTree, returned: PyTree) -> PyTree:
 
 
 def _pair(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTree]:
-    """Any container of two parts passes for a pair, as with lax.scan; where that fails, it is told in these terms."""
+    """Any container of two parts counts as a pair, as in lax.scan. Otherwise the error is about a pair."""
     if isinstance(out, tuple | list):
         parts: list[Any] = list(out)
     else:
@@ -204,7 +204,7 @@ def _pair_cure(convention: Convention, out: Any, carry: PyTree) -> str:
 
 
 def _refuse_pair(convention: Convention, out: Any, carry: PyTree) -> None:
-    """Says it when a body written for scan is given to a verb whose body returns the carry alone."""
+    """Refuses a pair from a body that should return only the carry, for example a body written for `scan`."""
     is_pair = isinstance(out, tuple) and len(out) == 2
     if is_pair and not _same_structure(carry, out) and any(_same_structure(carry, half) for half in out):
         name = convention.carry
@@ -267,7 +267,7 @@ def _names_keyword(parameters: Iterable[inspect.Parameter], name: str) -> bool:
 
 
 def check_callable(function: Any, call: str) -> None:
-    """Refuses what cannot be called, and shows a `call` that works."""
+    """Refuses a body that cannot be called, and shows a correct `call`."""
     if not callable(function):
         raise Fault(
             BodyError,

@@ -21,7 +21,7 @@ _T = TypeVar("_T")
 
 @jtu.register_static
 class _Place:
-    """Stands where a custom carry is while a returned tree is compared: it is equal to all that the body may return."""
+    """Replaces a custom carry while a returned tree is compared. It is equal to everything that the body may return."""
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, _Place)
@@ -38,7 +38,7 @@ def read_carries(state: PyTree, root: str) -> PyTree:
 
 
 def without_carries(given: PyTree, returned: PyTree) -> tuple[PyTree, PyTree]:
-    """Both trees with the places of custom carries blanked, as far as the returned tree has them: to be compared."""
+    """Both trees without their custom carries, as far as the returned tree has these places, for a comparison."""
     if is_carry(given):
         return _Place(), _Place()
     mine, theirs = children(given), children(returned)
@@ -81,12 +81,12 @@ def _check_written(old: AbstractCarry[Any, Any], new: Any, path: str) -> None:
     if differences and all(difference.given_is_weak for difference in differences) and not is_last_trace():
         return
     drift = (
-        f"`{name}.write` returns a `{name}` with the structure, the static fields, the shapes and the dtypes of the "
-        "one before. Either it does not do so, or what the body returned there does not fit."
+        f"`{name}.write` must return a `{name}` with the same structure, static fields, shapes and dtypes as "
+        "before. Either the method does not, or it was given a value from the body that does not fit."
     )
     raise Fault(
         PluginError,
-        f"{{verb}} over {{body}}: the custom carry at {path} is of another type after `{name}.write`.",
+        f"{{verb}} over {{body}}: `{name}.write` changed the type of the custom carry at {path}.",
         drift,
         describe_class(type(old)),
         header=("leaf", "before", "written"),

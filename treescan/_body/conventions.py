@@ -34,7 +34,7 @@ class Convention:
 
     @property
     def carry(self) -> str:
-        """What the carry is called where the body's own name for it does not matter."""
+        """The name of the carry where the body's own name does not matter."""
         return self.takes[self.place]
 
     @property

@@ -116,8 +116,8 @@ def _metadata_difference(leaf: str, given: PyTree, returned: PyTree) -> Differen
         leaf, f"{type(given).__name__} {metadata(given)}", f"{type(returned).__name__} {metadata(returned)}", "metadata"
     )
     text = (
-        f"{leaf}: the fields of {type(given).__name__} that are not leaves must be the same in every step. Make a "
-        "field that changes a leaf, or return it unchanged."
+        f"{leaf}: the fields of {type(given).__name__} that are not leaves must be the same in every step. If a "
+        "field has to change, make it a leaf. Otherwise return it unchanged."
     )
     return Difference(row, (Cure(text, "metadata", leaf),))
 
@@ -126,7 +126,7 @@ def _node_difference(leaf: str, given: PyTree, returned: PyTree) -> Difference:
     row = Row(leaf, describe_node(given), describe_node(returned), "structure")
     if given is None:
         text, kind = (
-            "{init} holds None there. Start from an array of the type that the {step} returns (`jnp.zeros`).",
+            "{init} has None there. Start from an array of the type that the {step} returns (`jnp.zeros`).",
             "none",
         )
     elif returned is None:
@@ -136,7 +136,7 @@ def _node_difference(leaf: str, given: PyTree, returned: PyTree) -> Difference:
         )
     elif isinstance(given, tuple) and hasattr(given, "_replace"):
         text, kind = (
-            f"build the same class in the {{step}} as in {{init}}, e.g. with `{leaf}._replace(...)`.",
+            f"build the same class in the {{step}} as in {{init}}, for example with `{leaf}._replace(...)`.",
             "named tuple",
         )
     elif isinstance(returned, tuple) and hasattr(returned, "_replace"):

@@ -39,7 +39,7 @@ def check_carry(
     if agree(given, returned):
         return
     rows = list(find_differences(root, (), given, returned))
-    if not rows:  # structures that compare as different, and differ in nothing: JAX lets them pass too
+    if not rows:  # structures that compare as different without a visible difference: JAX accepts them too
         return
     weak = [row for row in rows if row.given_is_weak]
     if weak and not is_last_trace():
@@ -51,8 +51,8 @@ def check_carry(
             BodyError,
             f"{{body}} must return a pair ({name}, y). What it returned has the type of {{the_carry}} itself; as a "
             "pair, its first item differs from {the_carry}.",
-            f"If it is the next {name}, return `{name}, None` where there is no output to stack{convention.or_alone}.",
-            f"If it is meant as the pair, return the whole of the next {name} as its first item.",
+            f"If it is the next {name}, return `{name}, None`, which stacks no output{convention.or_alone}.",
+            f"If it is the pair, its first item must be the whole of the next {name}.",
             header=_HEADER,
             rows=[row.row for row in rows],
         )

@@ -66,7 +66,7 @@ class Watched(NamedTuple):
             raise Fault(
                 BodyError,
                 "{body} changed variables of modules that it was given, and the changes would be lost.",
-                "`treescan.integrations.nnx.scan` runs a {step} with modules and updates these in place. If nothing "
+                "`treescan.integrations.nnx.scan` runs a {step} with modules and updates them in place. If nothing "
                 "should change, call the module's `eval()` first. Or let the {step} return the changes.",
                 header=("leaf", "variable", "is"),
                 rows=[

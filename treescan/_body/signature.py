@@ -73,8 +73,8 @@ class Scope:
         if bad:
             raise Fault(
                 SignatureError,
-                "{body} has annotations that do not hold.",
-                "Change the annotation, or the value: an axis name means one size in the whole of a {step}.",
+                "{body} does not match its annotations.",
+                "Change the annotation or the value. Within a {step}, each axis name has one size.",
                 header=("value", "annotated", "is"),
                 rows=bad,
             )
@@ -96,7 +96,7 @@ class Scope:
 
 
 def _by_names(names: Any, hint: Any, value: Any) -> Iterator[tuple[str, Any, Any]]:
-    """The named parts of a value with their annotations, as far as it is annotated as a tuple of so many parts."""
+    """The named parts of a value with their annotations, if it is annotated as a tuple of this many parts."""
     if isinstance(names, str):
         yield names, hint, value
         return
@@ -174,7 +174,7 @@ def _resolve(annotation: Any, names: dict[str, Any]) -> Any:
     stub.__annotations__ = {"it": annotation}
     try:
         return typing.get_type_hints(stub, globalns=names, include_extras=True)["it"]
-    except Exception:  # names in annotations resolve in the user's modules, where anything may happen
+    except Exception:  # names in annotations resolve in the user's modules, which may raise anything
         return Any
 
 
@@ -229,7 +229,7 @@ def _with_arguments(hint: Any, given: Mapping[Any, Any]) -> Any:
 
 
 def _inside(hint: Any) -> tuple[Any, ...]:
-    """The annotations that an annotation is made of."""
+    """The annotations inside an annotation."""
     if _is_tree_hint(hint):
         return (hint.leaftype,)
     alias = getattr(hint, "__value__", None)  # a `type` statement

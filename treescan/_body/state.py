@@ -47,8 +47,8 @@ def split_with_state(convention: Convention, out: Any) -> tuple[PyTree, PyTree, 
     raise Fault(
         BodyError,
         f"{{body}} must return ({', '.join(parts)}), but returned {describe_node(out)}.",
-        f"With `state=` each layer returns its new state behind x: `return {', '.join(parts)}`. It returns the parts "
-        f"that it does not change as it received them.",
+        f"With `state=`, each layer returns its new state after x: `return {', '.join(parts)}`. Return the parts "
+        "that do not change, too.",
         f"A block of `treescan.{convention.other}` returns {of_other}.",
     )
 
@@ -85,7 +85,7 @@ class OwnState(NamedTuple):
         """
         kept, new = without_carries(self.given, returned) if self.custom else (self.given, returned)
         differences = [] if agree(kept, new) else list(find_differences(self.name, (), kept, new))
-        if not differences:  # or structures that compare as different, and differ in nothing
+        if not differences:  # or structures that compare as different without a visible difference
             return write_carries(self.given, returned, None, self.name) if self.custom else returned
         raise Fault(
             CarryError,

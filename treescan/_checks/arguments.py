@@ -74,7 +74,7 @@ def check_reverse(reverse: Any) -> bool:
     raise Fault(
         ArgumentTypeError,
         f"{{call}}: `reverse` must be True or False, got {describe_traced(reverse)}.",
-        "The direction is part of the program: pass a plain bool, `bool(...)` of a concrete value.",
+        "The direction must be known when tracing: pass a Python bool, for example `bool(...)` of a concrete value.",
     )
 
 
@@ -87,13 +87,14 @@ def check_unroll(unroll: Any, length: int) -> int:
         raise Fault(
             TracedArgumentError if isinstance(unroll, Tracer) else ArgumentTypeError,
             f"{{verb}} over {{body}}: `unroll` must be an int or a bool, got {describe_traced(unroll)}.",
-            "It is the number of {unit}s that are compiled into one round of the loop, and part of the program.",
+            "It is the number of {unit}s that are compiled into one iteration of the loop, so it must be known when "
+            "the program is traced.",
         )
     if steps < 0:
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: `unroll` must be at least 0, got {steps}.",
-            "Give 1 for a plain loop, k for k {unit}s per round, 0 or True to unroll the whole loop.",
+            "Give 1 for a plain loop, k for k {unit}s per iteration, and 0 or True to unroll the whole loop.",
         )
     return steps
 
@@ -109,7 +110,7 @@ def check_length(length: Any, name: str = "length", cure: str = _TRACED_LENGTH) 
         raise Fault(
             ArgumentTypeError,
             f"{{verb}} over {{body}}: `{name}` must be an int, got {describe_argument(length)}.",
-            "Give the number of steps as an int of at least 0: `int(...)` converts a whole number.",
+            "Give the number of steps as an int of at least 0. `int(...)` converts a whole number.",
         )
     if steps < 0:
         raise Fault(
@@ -129,13 +130,13 @@ def check_bound(bound: Any, name: str) -> int:
         raise Fault(
             TracedArgumentError,
             f"{{verb}} over {{body}}: `{name}` is {describe_traced(bound)}.",
-            "Pass `max_length=`, the most steps that the loop may take: only those up to the bound run, and the loop "
-            "is differentiable. Or make the bound a static argument of the function under `jax.jit`.",
+            "Pass `max_length=`, the largest number of steps that the loop may take. It runs only the steps up to "
+            "the bound, and is differentiable. Or make the bound a static argument of the function under `jax.jit`.",
         )
     raise Fault(
         ArgumentTypeError,
         f"{{verb}} over {{body}}: `{name}` must be an int, got {describe_argument(bound)}.",
-        "The bounds come first, `treescan.fori(lower, upper, step, init)`, and are counted in whole steps.",
+        "The bounds come first, `treescan.fori(lower, upper, step, init)`, and count whole steps.",
     )
 
 
@@ -171,7 +172,7 @@ def infer_length(xs: PyTree, length: int | None, axes: LeafAxes | None) -> int:
             why = "{all_whole}" if leaves else "{xs} holds no arrays"
             raise Fault(
                 ArgumentError,
-                f"{{verb}} over {{body}}: how many steps? No `length` is given, and "
+                "{verb} over {body}: the number of steps is unknown. No `length` is given, and "
                 f"{'there are no xs' if xs is None else why}.",
                 "Pass `length=` for a loop without inputs, or {arrays_as_xs} whose first axis is the steps.",
             )
@@ -188,7 +189,7 @@ def _is_array(leaf: Any) -> bool:
 
 
 def no_axis(xs: PyTree, root: str = "xs", error: type[TreescanError] = ArgumentError) -> Fault:
-    """Says which leaves have no axis to scan over, and how a list of numbers is made an array."""
+    """The error for leaves without an axis to scan over, with advice for lists of numbers."""
     without = _without_axis(xs, root)
     rows = [Row(path, "an axis to scan over", describe_node(node), "") for path, node in without]
     lists = [(row, node) for row, (_, node) in zip(rows, without, strict=True) if isinstance(node, list | tuple)]
@@ -199,8 +200,8 @@ def no_axis(xs: PyTree, root: str = "xs", error: type[TreescanError] = ArgumentE
     if lists:
         row, node = lists[0]
         cure = (
-            f"{row.leaf}: xs is a pytree, in which a {type(node).__name__} of numbers is not {len(node)} {{unit}}s, "
-            f"but {len(jax.tree.leaves(node))} leaves without an axis. Make it an array, `jnp.asarray({row.leaf})`."
+            f"{row.leaf}: JAX reads a {type(node).__name__} of numbers as {len(jax.tree.leaves(node))} leaves "
+            f"without an axis, not as {len(node)} {{unit}}s. Make it an array, `jnp.asarray({row.leaf})`."
         )
     return Fault(
         error,
@@ -281,7 +282,7 @@ def check_name(name: Any) -> str | None:
     raise Fault(
         ArgumentTypeError,
         f"{{verb}} over {{body}}: `name` must be a string, got {describe_argument(name)}.",
-        'It is how profilers name the loop: `name="encoder"`.',
+        'Profilers show the loop under this name, for example `name="encoder"`.',
     )
 
 
@@ -363,9 +364,9 @@ def _check_positional(body: Body, convention: Convention, takes: tuple[str, ...]
     needed = _needed(positional)
     if len(positional) < len(takes) or len(needed) > len(takes):
         first = ", ".join(takes)
-        others = ", and bind what else it needs, `functools.partial({step}, ...)`"
+        others = ". Bind other arguments first, `functools.partial({step}, ...)`"
         if convention.spread:
-            others = ", and pass what all layers share as `args=(...)`, what each has of its own as `xs`"
+            others = ". Pass what all layers share as `args=(...)`, and what differs between layers as `xs`"
         raise Fault(
             BodyError,
             f"{{body}} takes ({', '.join(p.name for p in positional)}), but {{verb}} calls it with ({first}).",
@@ -378,7 +379,7 @@ def _needs(name: str) -> str:
         return "Pass `key=jax.random.key(seed)`: each {unit} gets its own key."
     if name == "valid":
         return "`valid` is the step's mask: `treescan.mask_scan` passes it."
-    return "Bind it beforehand, `functools.partial({step}, ...)`, or give it a default."
+    return "Bind it first, `functools.partial({step}, ...)`, or give it a default."
 
 
 def _keywords(

@@ -86,15 +86,16 @@ def _refuse_useless(flags: RowFlags) -> None:
     if flags.inits is not None:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: xs is a `Packed` with an `init` for each sequence, which already says what "
-            "`reset_to` would say.",
+            "{verb} over {body}: xs is a `Packed` with an `init` for each sequence, which already determines "
+            "`reset_to`.",
             "Leave `reset_to` out, or leave `init` out of `pack`.",
         )
     if flags.resets is None:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `reset_to` says what a reset restores, but nothing is reset.",
-            "Mark the first step of each segment, for example `resets=episode_step == 0`. Each row starts from `init`.",
+            "{verb} over {body}: `reset_to` says what a reset restores, but no `resets` are given.",
+            "Mark the first step of each segment, for example `resets=episode_step == 0`. Without resets, each row "
+            "only starts from `init`.",
         )
 
 
@@ -135,7 +136,7 @@ class _Misfit(NamedTuple):
 
 
 def _targets(reset_to: PyTree, start: Start) -> list[Any]:
-    """What a reset puts back for each leaf of init, a number or all rows of it; None: its init."""
+    """The value that a reset restores in each leaf of init, a number or all rows of it; None: its init."""
     tree = _called(reset_to, start) if _is_function(reset_to) else reset_to
     places = _places("`reset_to`", adopt(tree).init, start, _PREFIX)
     found = [_misfit(place) or _mistyped(place) for place in places]
@@ -162,8 +163,8 @@ def _tables(flags: RowFlags, start: Start) -> list[Any]:
 
 
 _PREFIX = (
-    "Give a number for all leaves, a prefix tree of {root} with numbers, or None for the value of `init`, or a "
-    "function of `init` that returns one of these."
+    "Give a number for all leaves, a prefix tree of {root} with numbers, or a function of `init` that returns one "
+    "of these. None keeps the value of `init`."
 )
 _FITS = (
     "For each leaf give a number, an array of the leaf's shape and dtype with an entry for each row, or None for the "
@@ -171,7 +172,8 @@ _FITS = (
     "`state.astype(leaf.dtype)` casts it."
 )
 _SEQUENCES = (
-    "Give `pack` the {root} of one row for each sequence, with None for the parts that `init` has for all sequences."
+    "Give `pack` one {root} for each sequence, with the shapes of one row. Use None for the parts that all "
+    "sequences take from `init`."
 )
 
 
@@ -239,7 +241,7 @@ def _equal(value: Any, leaf: Any) -> bool:
 
 
 def _misfit(place: _Place) -> _Misfit | None:
-    """What is wrong with what a prefix has for a leaf, whatever its shape and dtype."""
+    """The error for the value of a prefix at a leaf, apart from its shape and dtype."""
     path, leaf, value = place.path, place.leaf, place.value
     if value is None:
         return None
@@ -257,15 +259,15 @@ def _misfit(place: _Place) -> _Misfit | None:
         return _Misfit(Row(path, f"a part of a {kind}", describe_argument(value), ""), cure)
     if place.shared and place.own:
         cure = (
-            f"{path}: all rows share this leaf, and such a leaf is never reset. Give None there, or give it rows, with "
-            "an axis for it in `carry_axes`."
+            f"{path}: all rows share this leaf, and a shared leaf is never reset. Give None there, or give the leaf "
+            "one entry per row and an axis in `carry_axes`."
         )
         return _Misfit(Row(path, "None", describe_argument(value), "shared"), cure)
     return None
 
 
 def _mistyped(place: _Place) -> _Misfit | None:
-    """What is wrong with the value that a reset puts back for a leaf: its shape, or its dtype."""
+    """The error for the shape or dtype of the value that a reset restores in a leaf."""
     value, leaf = place.value, place.leaf
     if value is None or place.axis is None:
         return None

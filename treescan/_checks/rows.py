@@ -36,7 +36,7 @@ def check_rows(flags: RowFlags, time_axis: int, steps: int) -> RowFlags:
 
 
 def _check_batch(flags: RowFlags, time_axis: int) -> None:
-    """Refuses resets of other rows than the lengths or the mask are of."""
+    """Refuses resets whose rows differ from those of the lengths or the mask."""
     if flags.resets is None or flags[:2] == (None, None):
         return
     resets = _batch(flags.resets, time_axis)
@@ -45,8 +45,8 @@ def _check_batch(flags: RowFlags, time_axis: int) -> None:
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: `resets` {describe_argument(flags.resets)} and `{name}` "
-            f"{describe_argument(other)} are of different rows.",
-            "Both have the batch shape; `resets` also has the steps.",
+            f"{describe_argument(other)} have different rows.",
+            "Both must have the same batch shape. `resets` also has the axis of the steps.",
         )
 
 
@@ -81,7 +81,7 @@ def check_lengths(lengths: Any, steps: int | None, call: str = "{verb} over {bod
 
 
 def _as_array(lengths: list[Any] | tuple[Any, ...]) -> Any:
-    """A list of lengths as an array of ints, a concrete one unless there are tracers in it; a ragged one as it is."""
+    """A list of lengths as an array of ints, concrete unless it contains tracers. A ragged list is unchanged."""
     for convert in (np.asarray, jnp.asarray):
         with contextlib.suppress(TypeError, ValueError):
             array = convert(lengths)
@@ -108,7 +108,7 @@ def _check_flags(name: str, flags: Any, time_axis: int, steps: int) -> Any:
         wanted = f"bool[{steps}, *batch]" if time_axis == 0 else f"bool[B, {steps}]"
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `{name}` has the steps along axis {time_axis}, {wanted}, but is "
+            f"{{verb}} over {{body}}: `{name}` must have the steps along axis {time_axis}, {wanted}, but is "
             f"{describe_argument(flags)}.",
             _cure_axis(name, shape, time_axis, steps),
         )
@@ -120,10 +120,11 @@ def _cure_axis(name: str, shape: tuple[int, ...], time_axis: int, steps: int) ->
     if len(shape) == 2 and shape[other] == steps:
         leads = "batch" if time_axis == 0 else "steps"
         return (
-            f"If the {leads} lead{'s' if time_axis == 0 else ''} there, pass `{name}.T`, or `time_axis={other}` if xs "
-            f"have that layout too. Otherwise xs has {steps} steps: give `{name}` as many, along axis {time_axis}."
+            f"If the {leads} lead{'s' if time_axis == 0 else ''} there, pass `{name}.T`, or `time_axis={other}` if "
+            f"xs have that layout too. Otherwise xs has {steps} steps: give `{name}` the same number, along axis "
+            f"{time_axis}."
         )
-    return f"xs has {steps} steps: give `{name}` as many, along axis {time_axis}."
+    return f"xs has {steps} steps: give `{name}` the same number, along axis {time_axis}."
 
 
 def check_time_axis(time_axis: Any) -> int:
@@ -133,8 +134,8 @@ def check_time_axis(time_axis: Any) -> int:
         raise Fault(
             ArgumentTypeError if axis is None else ArgumentError,
             f"{{verb}} over {{body}}: `time_axis` must be 0 or 1, got {describe_traced(time_axis)}.",
-            "0: time leads, [T, B, ...]; 1: the batch does, [B, T, ...]. For other layouts use `in_axes` and "
-            "`out_axes`.",
+            "0 means that time leads, [T, B, ...]; 1 that the batch leads, [B, T, ...]. For other layouts, use "
+            "`in_axes` and `out_axes`.",
         )
     return axis
 
@@ -148,13 +149,14 @@ def check_chunk(chunk: Any, compact: Any) -> int | None:
         raise Fault(
             ArgumentTypeError if size is None else ArgumentError,
             f"{{verb}} over {{body}}: `chunk` must be an int of at least 0, or None, got {describe_traced(chunk)}.",
-            "It is the number of steps that are skipped together if no row is valid; None chooses it, 0 skips none.",
+            "It is the number of steps that are skipped together if no row is valid. None lets treescan choose it, "
+            "and 0 turns skipping off.",
         )
     if size == 0 and compact:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `compact` orders the rows of each chunk, but `chunk=0` makes none.",
-            "Leave `chunk` out, or give the steps of a chunk.",
+            "{verb} over {body}: `compact` sorts the rows of each chunk, but `chunk=0` turns chunks off.",
+            "Leave `chunk` out, or give the number of steps in a chunk.",
         )
     return size
 
@@ -165,7 +167,7 @@ def check_compact(compact: Any, *, keyed: bool) -> bool | tuple[int, ...]:
     if tiers and keyed:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `compact` and `key` exclude each other: the body would draw different numbers.",
+            "{verb} over {body}: `compact` and `key` cannot be combined: the body would draw different numbers.",
             "Give each row a key of its own, in the carry: `keys = jax.random.split(key, B)`, and in the body "
             "`keys, now = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)`.",
         )
@@ -185,11 +187,11 @@ def _check_tiers(compact: Any) -> tuple[int, ...]:
 
 
 def check_padded(given: Mapping[str, Any], kind: str, path: str = "xs") -> None:
-    """Refuses what a `Padded` or a `Packed` says itself."""
+    """Refuses options that a `Padded` or a `Packed` already determines."""
     said = [name for name, value in given.items() if value is not None]
     if said:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: {path} is a `{kind}`, which already says what `{said[0]}` would say.",
+            f"{{verb}} over {{body}}: {path} is a `{kind}`, which already determines `{said[0]}`.",
             f"Leave `{said[0]}` out, or pass `{path}.data` in place of {path}.",
         )

@@ -141,8 +141,8 @@ def _call(path: str, box: Any, function: Callable[[Any], Any], method: str) -> A
         raise Fault(
             LayerError,
             f"{{call}}: `{type(box).__name__}.{method}` failed for {path}. {type(error).__name__}: {error}",
-            "It receives 0, the axis of the layers, and `{'partition_name': layer_axis_name}`. Fix it in this class, "
-            "or take the arrays out of their boxes, `flax.core.meta.unbox(layer)`.",
+            "The method receives 0, the axis of the layers, and `{'partition_name': layer_axis_name}`. Fix the "
+            "method, or take the arrays out of their boxes, `flax.core.meta.unbox(layer)`.",
             cause=error,
         ) from None
 
@@ -152,7 +152,7 @@ def _check_name(name: Any) -> None:
         raise Fault(
             ArgumentTypeError,
             f"{{call}}: `layer_axis_name` must be a string or None, got {describe_argument(name)}.",
-            'It is what flax\'s metadata calls the axis of the layers: `layer_axis_name="layers"`.',
+            'It is the name of the axis of the layers in flax\'s metadata, for example `layer_axis_name="layers"`.',
         )
 
 

@@ -46,10 +46,10 @@ def layers_by_number(state: Mapping[str, Any], prefix: str, ignores: Ignores) ->
         prefixes = sorted({part[1] or "" for name in state if (part := re.match(r"(?:(.*?)\.)?\d+(\.|$)", str(name)))})
         raise Fault(
             LayerError,
-            f"{{verb}}: no name is `{full_name(prefix, 0, 'w')}` or similar.",
-            f"Names with a number in them have the prefix {', '.join(map(repr, prefixes))}: pass it as `prefix`."
+            f"{{verb}}: no name has the form `{full_name(prefix, 0, 'w')}`.",
+            f"The names that contain a number have the prefix {', '.join(map(repr, prefixes))}: pass it as `prefix`."
             if prefixes
-            else "Layers have numbers: without any, there is nothing to stack.",
+            else "Layers are found by the numbers in their names, but no name contains a number.",
         )
     missing = next(i for i in range(len(found) + 1) if i not in found)
     if missing < len(found):
@@ -69,7 +69,7 @@ def _as_array(name: str, value: Any) -> Any:
         raise Fault(
             LayerError,
             f"{{verb}}: `{name}` is not an array, but {describe_argument(value)}.",
-            "`state` takes arrays of NumPy and JAX, and values that NumPy can convert; leave out all others.",
+            "`state` may contain arrays of NumPy or JAX, and values that NumPy can convert. Leave out all others.",
         )
     return array
 
@@ -91,8 +91,8 @@ def check_names(paths: Sequence[KeyPath], names: Mapping[str, str]) -> None:
     if unknown:
         raise Fault(
             LayerError,
-            f"{{verb}}: `names` has {', '.join(unknown)}, which a layer does not have.",
-            f"Its leaves are {', '.join(map(plain_name, paths))}.",
+            f"{{verb}}: `names` has {', '.join(unknown)}, which is not in a layer.",
+            f"The leaves of a layer are {', '.join(map(plain_name, paths))}.",
         )
 
 

@@ -123,10 +123,11 @@ def _no_direction(name: str) -> Fault:
     other = {"last": "first", "first": "last"}[name]
     return Fault(
         ArgumentTypeError,
-        "{verb} needs `reverse`: the direction of the scan that computed ys.",
+        "{verb} needs `reverse`: the direction of the scan that computed the ys.",
         f"Pass `reverse=False` for a forward scan, whose sequences {does[0]}, or `reverse=True` for one "
         f"that ran in reverse, whose sequences {does[1]} with their {other}.",
-        "The ys do not show it, and the wrong direction would return another step's y without an error.",
+        "treescan cannot tell the direction from the ys, and the wrong direction would return the y of another step "
+        "without an error.",
     )
 
 

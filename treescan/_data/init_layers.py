@@ -88,7 +88,7 @@ def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) 
     key = check_key(key, "layer i is made with `jax.random.split(key, n)[i]`.")
     frozen = freeze_static(args, scalars=True)
     if key is None:
-        raise Fault(ArgumentTypeError, "{verb} over {body}: there is no key.", "Pass `jax.random.key(seed)`.")
+        raise Fault(ArgumentTypeError, "{verb} over {body}: `key` is missing.", "Pass `jax.random.key(seed)`.")
     if shardings is None and (under_a_trace() or is_jit_disabled()):
         return _all(body, n, key, frozen)
     given, structure = jax.tree.flatten((key, frozen))
@@ -115,7 +115,9 @@ def _program(body: Body, n: int, shardings: PyTree, mesh: Any, key: Array, froze
     if shardings is None:
         return jax.jit(make)
     places = stacked_shardings(jax.eval_shape(functools.partial(_one, body), key, frozen), shardings).tree
-    if AxisType.Explicit in mesh.axis_types:  # there each value would be made as its type says: on every device
+    if (
+        AxisType.Explicit in mesh.axis_types
+    ):  # with explicit axes, each value would be made as its type says: on every device
         return jax.jit(jax.sharding.auto_axes(make, out_sharding=map_places(spec_of, places)))
     return jax.jit(make, out_shardings=places)
 
@@ -126,7 +128,8 @@ def _check_count(n: Any) -> int:
         raise Fault(
             ArgumentTypeError,
             f"{{verb}} over {{body}}: `n` must be an int, got {describe_traced(n)}.",
-            "It is the number of layers, and part of the program: `treescan.init_layers(init, key, n)`.",
+            "It is the number of layers, and must be known when the program is traced: `treescan.init_layers(init, "
+            "key, n)`.",
         )
     if count < 1:
         raise Fault(

@@ -50,8 +50,8 @@ def stack_inits(inits: Any, count: int) -> PyTree:
             ArgumentError,
             "{verb}: the carries of `init` differ from the first.",
             "Give all sequences the same containers with the same parts, and in each part the same shape and dtype. "
-            "If one sequence has a part, all need it, for example as zeros. Use None for the parts that the `init` of "
-            "the scan has for all.",
+            "If one sequence has a part, all need it, for example as zeros. Use None for the parts that all "
+            "sequences take from the `init` of the scan.",
             header=("leaf", "in init[0]", "is"),
             rows=some(rows),
         )
@@ -74,7 +74,7 @@ def _check_leaves(inits: Sequence[PyTree]) -> None:
         raise Fault(
             ArgumentError,
             "{verb}: the carries of `init` hold leaves that are not arrays.",
-            "Keep what is the same for all sequences in the `init` of the scan, and give None there.",
+            "Put values that all sequences share into the `init` of the scan, and give None here.",
             header=("leaf", "expected", "is"),
             rows=some(rows),
         )

@@ -64,8 +64,9 @@ def check_order(order: Any, layers: int, stacks: int | None) -> tuple[int, ...]:
         if stacks is None:
             raise Fault(
                 ArgumentTypeError,
-                '{verb}: how many stacks take turns? `order` is "turns", and there is no `like`.',
-                "Give `like`, a sequence with one layer of each stack, or the number of its stack for each layer.",
+                '{verb}: the number of stacks is unknown. `order` is "turns", but `like` is not given.',
+                "Give `like`, a sequence with one layer of each stack. Or give `order` as a sequence with the "
+                "number of the stack for each layer.",
             )
         return tuple(i % stacks for i in range(layers))
     places = None if isinstance(order, str) or not _is_iterable(order) else [exact_int(place) for place in order]
@@ -73,7 +74,7 @@ def check_order(order: Any, layers: int, stacks: int | None) -> tuple[int, ...]:
         raise Fault(
             ArgumentTypeError,
             f'{{verb}}: `order` must be "turns" or a sequence of ints, got {describe_argument(order)}.',
-            "It says for each layer, in the order of their numbers, which stack holds it: `[0] * 3 + [1] * 58`.",
+            "A sequence has the number of the stack for each layer, in the order of the layers: `[0] * 3 + [1] * 58`.",
         )
     return _check_places([place for place in places if place is not None], layers, stacks)
 
@@ -84,7 +85,7 @@ def _check_places(places: Sequence[int], layers: int, stacks: int | None) -> tup
         raise Fault(
             LayerError,
             f"{{verb}}: `order` has {len(places)} layers, but there are {layers}.",
-            "It has one item for each layer, in the order of their numbers.",
+            "Give one item for each layer, in the order of the layers.",
         )
     wrong = sorted({place for place in places if not 0 <= place < count})
     if wrong:
@@ -105,7 +106,7 @@ def _is_iterable(order: Any) -> bool:
 
 
 def check_counts(order: Sequence[int], counts: Sequence[int]) -> None:
-    """Holds the number of layers in each stack against an order.
+    """Compares the number of layers in each stack with an order.
 
     Raises:
         Fault: for a `LayerError` that lists the stacks.
@@ -114,9 +115,10 @@ def check_counts(order: Sequence[int], counts: Sequence[int]) -> None:
     if wanted != list(counts):
         raise Fault(
             LayerError,
-            "{verb}: the stacks do not have the numbers of layers that `order` says.",
-            '"turns" is the first layer of each stack, the second of each, and so on: only the first stacks may have '
-            "one layer more. For another order give the number of its stack for each layer.",
+            "{verb}: the numbers of layers in the stacks do not match `order`.",
+            '"turns" means the first layer of each stack, then the second of each, and so on. So only the first '
+            "stacks may have one layer more. For another order, give a sequence with the number of the stack for "
+            "each layer.",
             header=("stack", "by order", "is"),
             rows=[
                 Row(f"stacked[{i}]", str(want), str(count), "")

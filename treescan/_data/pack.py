@@ -237,5 +237,5 @@ def not_packed(packed: Any, kind: str, call: str) -> Fault:
     return Fault(
         ArgumentTypeError,
         f"{{verb}} takes {kind}, got {describe_argument(packed)}.",
-        f"Pass the batch first, and then what was computed from its data: {call}",
+        f"Pass the batch first, and then values computed from its data: {call}",
     )

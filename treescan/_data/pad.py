@@ -199,15 +199,16 @@ def unpad(data: Any, lengths: ArrayLike | None = None) -> list[Any]:
             raise Fault(
                 ArgumentError,
                 f"{{verb}}: `lengths` are {'missing' if lengths is None else 'given twice'}.",
-                "A `Padded` has its own: `unpad(padded)`. Values computed from it do not: `unpad(ys, padded.lengths)`.",
+                "A `Padded` contains them: `unpad(padded)`. Other values do not: `unpad(ys, padded.lengths)`.",
             )
         data, lengths = data if isinstance(data, Padded) else (data, lengths)
         counts = check_concrete(check_lengths(lengths, None, "{verb}"), "lengths")
         if counts.ndim != 1:
             raise Fault(
                 ArgumentError,
-                f"{{verb}}: `lengths` are {describe_argument(lengths)}, but a list has one axis.",
-                "Give int[B], one for each row of leaves [T, B, ...]: flatten several batch axes into one.",
+                f"{{verb}}: `lengths` must have one axis, got {describe_argument(lengths)}.",
+                "Give int[B], one length for each row of leaves [T, B, ...]. If there are several batch axes, "
+                "flatten them into one.",
             )
         check_lengths(lengths, check_lead("data", data, counts.shape), "{verb}")
         return cut_out(data, _rows(counts))

@@ -57,7 +57,9 @@ def repad(packed: Packed[Any], ys: Y, *, length: int | None = None, value: PyTre
     """
     try:
         if not isinstance(packed, Packed):
-            raise not_packed(packed, "a `Packed`", "`repad(packed, ys)`. A `Padded` has a row for each sequence.")
+            raise not_packed(
+                packed, "a `Packed`", "`repad(packed, ys)`. A `Padded` already has one row for each sequence."
+            )
         steps = check_count(length, "length")
         steps = packed.steps if steps is None else steps
         check_lead("ys", ys, (packed.rows,), packed.steps)
@@ -80,8 +82,8 @@ def _check_length(packed: Packed[Any], steps: int) -> None:
         raise Fault(
             TracedArgumentError,
             f"{{verb}}: `length` is {steps}, less than the {packed.steps} steps of the rows, and the lengths of the "
-            "sequences are traced: it may not hold the longest.",
-            "Leave `length` out: the steps of the rows hold every sequence. Or pack to rows of that length, "
+            "sequences are traced, so the longest may not fit.",
+            "Leave `length` out: every sequence fits the steps of the rows. Or pack to rows of that length, "
             f"`pack(sequences, length={steps})`. If you know that no sequence is longer, cut the result: "
             f"`padded._replace(data=padded.data[:{steps}])`.",
         )

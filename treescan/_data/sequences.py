@@ -19,7 +19,7 @@ from .._types import Array, PyTree, TreeDef
 from .first_fit import Ints
 
 _MANY = 8  # rows of a table
-_OUTSIDE_JIT = "This runs on the host: call it outside of `jax.jit`, and pass the result in."
+_OUTSIDE_JIT = "This function runs on the host: call it outside `jax.jit`, and pass in the result."
 
 
 class Sequences(NamedTuple):
@@ -46,7 +46,8 @@ def check_sequences(sequences: Any) -> Sequences:
         raise Fault(
             ArgumentError,
             "{verb} got no sequences.",
-            "An empty list does not show the type of a step: give at least one sequence; it may have 0 steps.",
+            "Give at least one sequence, because an empty list does not have the type of a step. The sequence may "
+            "have 0 steps.",
         )
     trees: list[tuple[list[Any], TreeDef]] = [jax.tree.flatten(sequence) for sequence in sequences]
     leaves = [flat for flat, _ in trees]
@@ -72,7 +73,7 @@ def _check_steps(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
     ]
     if named:
         cures = [
-            f"A list of numbers is a pytree of as many leaves: make it an array, `jnp.asarray({path})`."
+            f"JAX reads a list of numbers as separate leaves: make it an array, `jnp.asarray({path})`."
             for path, node in named
             if isinstance(node, list | tuple) and node
         ]
@@ -80,7 +81,7 @@ def _check_steps(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
             ArgumentError,
             "{verb}: the leaves of a sequence must be arrays whose first axis is the steps, but these are not.",
             *cures[:1],
-            "Keep values that are the same for all steps out of the sequences.",
+            "Leave values that are the same for all steps out of the sequences.",
             header=("leaf", "expected", "is"),
             rows=some([Row(path, "[steps, ...]", describe_node(node), "") for path, node in named]),
         )
@@ -118,7 +119,7 @@ def _structures_differ(sequences: Sequence[PyTree]) -> Fault:
     return Fault(
         ArgumentError,
         "{verb}: the sequences differ in structure from the first.",
-        "Give all of them the same containers with the same parts: each leaf of the batch is one array.",
+        "Give all of them the same containers with the same parts, because each leaf of the batch becomes one array.",
         header=("leaf", "in sequences[0]", "is"),
         rows=some(rows),
     )
@@ -142,8 +143,9 @@ def _check_types(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
         raise Fault(
             ArgumentError,
             "{verb}: the sequences do not fit together.",
-            "The leaves of one sequence have the same number of steps; between sequences each leaf keeps its dtype and "
-            "its shape without the steps. Cast or reshape the sequences first, for example `x.astype(dtype)`.",
+            "All leaves of one sequence must have the same number of steps. Between sequences, a leaf must keep its "
+            "dtype, and its shape apart from the steps. Cast or reshape the sequences first, for example "
+            "`x.astype(dtype)`.",
             header=("leaf", "expected", "is"),
             rows=some(rows),
         )
@@ -160,7 +162,7 @@ def _note(leaf: Any, dtype: Any) -> str:
 
 
 def some(rows: list[Row]) -> list[Row]:
-    """As many rows as one can read."""
+    """The rows of a table, up to a readable number."""
     rest = len(rows) - _MANY
     return rows if rest <= 1 else [*rows[:_MANY], Row(f"and {rest} more", "", "", "")]
 
@@ -187,8 +189,8 @@ def check_count(value: Any, name: str, least: int = 0) -> int | None:
 
 
 _STATIC = (
-    "It is the size of an axis, and part of the compiled program: take it from a shape, or make it a static argument "
-    "of the function under `jax.jit`."
+    "It is the size of an axis, so it must be known when the program is traced: take it from a shape, or make it a "
+    "static argument of the function under `jax.jit`."
 )
 
 
@@ -289,7 +291,8 @@ def check_lead(root: str, tree: PyTree, rows: tuple[int, ...], steps: int | None
         raise Fault(
             ArgumentError,
             f"{{verb}}: {root} does not have the steps and the rows of the batch.",
-            "The first axis of every leaf is the steps, the second the rows, as in the ys of `treescan.mask_scan`.",
+            "The first axis of every leaf must be the steps, and the second the rows, as in the ys of "
+            "`treescan.mask_scan`.",
             header=("leaf", "expected", "is"),
             rows=some(bad),
         )

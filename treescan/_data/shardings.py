@@ -48,8 +48,7 @@ def stacked_shardings(layer: PyTree, shardings: PyTree, call: str = "{verb} over
         raise Fault(
             LayerError,
             f"{call}: `shardings` is not a prefix of a layer: {error}.",
-            "Give one sharding for all leaves, or a prefix tree of a layer with shardings; None leaves the leaf to "
-            "JAX.",
+            "Give one sharding for all leaves, or a prefix tree of a layer with shardings. None lets JAX choose.",
         ) from None
     rows: list[Row] = []
     for (path, leaf), place in zip(leaves_with_path("layer", layer), places, strict=True):
@@ -60,8 +59,8 @@ def stacked_shardings(layer: PyTree, shardings: PyTree, call: str = "{verb} over
         raise Fault(
             LayerError,
             f"{call}: leaves of a layer cannot be sharded as `shardings` says.",
-            "It describes one layer, without the axis of the layers. A PartitionSpec needs `jax.set_mesh`, and a mesh "
-            "axis must divide the axis that it shards.",
+            "A sharding describes one layer, without the axis of the layers. A PartitionSpec needs `jax.set_mesh`, "
+            "and a mesh axis must divide the axis that it shards.",
             header=("leaf", "sharding", "is"),
             rows=rows,
         )

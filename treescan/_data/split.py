@@ -37,8 +37,8 @@ def refuse_split(leaves: list[tuple[str, Any]], axes: LeafAxes | None = None, *,
     raise Fault(
         LayerError,
         "{call}: layers of a stack are on different devices.",
-        "Every device runs all layers, and would have to fetch those of the others. Shard other axes instead, or "
-        f"none: `{cure}`.",
+        "Every device runs all layers, so it would have to fetch the layers of the other devices. Shard other axes "
+        f"instead, or none: `{cure}`.",
         header=("leaf", "axis of the layers", "is"),
         rows=[
             Row(path, f"{axis}, split over {_spec(leaf)[axis]!r}", describe_leaf(leaf), "")

@@ -265,7 +265,7 @@ def _differing_numbers(root: str, given: PyTree, layer: PyTree, shared: list[boo
 
 
 def _number_cures(rows: list[Row]) -> list[str]:
-    """What to do about a number that is to differ from layer to layer."""
+    """The advice for a number that differs between layers."""
     if not rows:
         return []
     row = rows[0]
@@ -298,8 +298,8 @@ def _put(frozen: PyTree, i: Any, layer: PyTree) -> PyTree:
             raise Fault(
                 LayerError,
                 "{verb}: the layer does not fit the stack.",
-                "A layer must have the stack's structure, static leaves, Python numbers, dtypes and shapes, without "
-                "the axis of the layers.",
+                "A layer must have the structure, static leaves, Python numbers, dtypes and shapes of the stack, "
+                "without the axis of the layers.",
                 header=("leaf", "in the stack", "is"),
                 rows=rows,
             )
@@ -326,7 +326,7 @@ def _fits(leaf: Any, one: Any) -> bool:
 
 
 def _check_number(i: Any, count: int) -> int | Array:
-    """The number of a layer, from 0 up; one that is traced as it is."""
+    """The number of a layer, counted from 0; a traced number is returned unchanged."""
     number = exact_int(i)
     if number is None:
         if isinstance(i, Tracer) and i.shape == () and jnp.issubdtype(i.dtype, jnp.integer):
@@ -356,7 +356,7 @@ def count_layers(stacked: PyTree, root: str) -> int:
     if not leaves:
         raise Fault(
             LayerError,
-            f"{{call}}: how many layers? `{root}` holds no arrays.",
+            f"{{call}}: the number of layers is unknown. `{root}` holds no arrays.",
             "A stack is a pytree of arrays whose first axis is the layers: `treescan.stack` makes one of a list of "
             "layers.",
         )
@@ -371,8 +371,8 @@ def count_layers(stacked: PyTree, root: str) -> int:
             LayerError,
             f"{{call}}: the leaves of `{root}` do not have the same number of layers on their first axis.",
             _list_cure(root, stacked)
-            or "The first axis of all arrays in a stack is the layers. Keep a number that all layers share as a Python "
-            "number, or out of the stack.",
+            or "The first axis of all arrays in a stack is the layers. If all layers share a number, make it a "
+            "Python number, or keep it out of the stack.",
             header=("leaf", "layers", "is"),
             rows=rows,
         )
@@ -382,7 +382,7 @@ def count_layers(stacked: PyTree, root: str) -> int:
 
 
 def _list_cure(root: str, tree: PyTree) -> str | None:
-    """What to say of a plain sequence of trees that look like layers."""
+    """The advice for a plain sequence of trees that look like layers."""
     if not isinstance(tree, list | tuple) or hasattr(tree, "_fields") or not tree:
         return None
     if len({str(jax.tree.structure(layer)) for layer in tree}) > 1:

@@ -35,7 +35,9 @@ Layer = TypeVar("Layer")
 Order: TypeAlias = Literal["turns"] | Sequence[int]
 Ignore: TypeAlias = str | Iterable[str] | Callable[[str], bool] | None
 _PREFIX = "layers"
-_SEVERAL = 'If it is a sequence of {what}, `order` says how their layers are numbered: `order="turns"` for a pattern.'
+_SEVERAL = (
+    'If it is a sequence of {what}, `order` must say how their layers are numbered: `order="turns"` for a pattern.'
+)
 
 
 class _Wanted(NamedTuple):
@@ -299,9 +301,9 @@ def _stacked(parts: Sequence[_Wanted], shardings: Sequence[PyTree], prefix: str,
         raise Fault(
             LayerError,
             "{verb}: the checkpoint's layers do not fit.",
-            "`like` says what one layer holds (default: the first layer), `names` how the checkpoint calls it, and "
-            "`ignore` what to leave out. If arrays have another layout, for example torch's transposed weights, "
-            "convert them before or after stacking.",
+            "`like` describes one layer (by default, the first layer). `names` maps its paths to names in the "
+            "checkpoint, and `ignore` lists the names to leave out. If arrays have another layout, for example "
+            "torch's transposed weights, convert them before or after stacking.",
             *(
                 [_SEVERAL.format(what="a layer of each of several stacks")]
                 if len(parts) == 1 and is_several(like)
@@ -338,12 +340,12 @@ def _compare(expected: Any, value: Any, of_first: Any) -> tuple[str, str, str] |
 
 
 def _shape(value: Any) -> str:
-    """A shape as it is written in a message; nothing for None."""
+    """A shape for a message; empty for None."""
     return "" if value is None else f"[{','.join(map(str, shape_of(value) or ()))}]"
 
 
 def _warn_of_dtypes(parts: Sequence[_Wanted], prefix: str) -> None:
-    """Says it where a template has another dtype, which the stack then does not get."""
+    """Warns if `like` has other dtypes, because the stack keeps those of the checkpoint."""
     found: list[str] = []
     for part in parts:
         number, first = part.layers[0]
@@ -354,8 +356,8 @@ def _warn_of_dtypes(parts: Sequence[_Wanted], prefix: str) -> None:
     if found:
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""
         warn_user(
-            f"The checkpoint has other dtypes than `like`: {'; '.join(found[:3])}{more}. The stack has those of the "
-            "checkpoint. Cast it, or give a `like` that has them too.",
+            f"The dtypes of the checkpoint differ from those of `like`: {'; '.join(found[:3])}{more}. The stack "
+            "keeps the dtypes of the checkpoint. Cast the stack, or give a `like` with the same dtypes.",
             UserWarning,
         )
 

@@ -48,7 +48,7 @@ class TracedBody:
         carry: the leaves of the carry.
         fixed: for each of them whether no step changes it.
         x: what is scanned over.
-        constants: what every step is given alike, and what the body closes over, in the order of the loop's consts.
+        constants: the values that all steps share, and what the body closes over, in the order of the loop's consts.
     """
 
     body: Body

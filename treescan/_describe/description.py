@@ -30,7 +30,7 @@ class Description(Facts):
         carry: the leaves of the carry. A leaf has `path`, `type`, `bytes`, `sharding`, and whether it `changes`.
         x: what one step is given of what is scanned over.
         y: what one step returns beside the carry.
-        constants: what all steps are given alike, and what the body closes over.
+        constants: the values that all steps share, and what the body closes over.
         saved: what each step saves for the gradient if nothing is recomputed: for each line of the body its `place`,
             the `operations`, the `types` and the `bytes`.
         tiers: the numbers of rows for which the body is made, with `compact`.

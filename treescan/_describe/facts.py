@@ -65,7 +65,7 @@ class Plan:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something in a call that one would want to change.
+    """Something in a call that is worth changing.
 
     Attributes:
         code: `TS001` and so on.

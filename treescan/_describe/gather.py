@@ -72,17 +72,17 @@ def _check_steps(taken: Taken) -> None:
         raise Fault(
             ArgumentError,
             "`describe` of {verb} over {body}: the number of {unit}s is symbolic.",
-            "Describe the call for a number of {unit}s that is known.",
+            "Describe a call with a known number of {unit}s.",
         )
     if not all(lengths):
         raise Fault(
             ArgumentError,
-            "`describe` of {verb} over {body}: there is no {unit}.",
-            "Describe the call for at least one.",
+            "`describe` of {verb} over {body}: the loop has no {unit}s.",
+            "Describe a call with at least one.",
         )
 
 
-_UNKNOWN = "the body cannot be given fewer rows"
+_UNKNOWN = "the body cannot be called with fewer rows"
 
 
 def _plan_of(taken: Taken, remat: Any, case: Case, findings: Any) -> tuple[Plan, tuple[int, ...]]:

@@ -22,7 +22,7 @@ def plot_plans(title: str, plans: Sequence[Plan], ax: Any) -> Any:
     """
     plans = [plan for plan in plans if plan.bytes is not None]
     if not plans:
-        raise Fault(ArgumentError, "{verb} draws what the gradient needs, and there is no gradient.")
+        raise Fault(ArgumentError, "{verb} draws the memory that the gradient needs, but this call has no gradient.")
     if ax is None:
         ax = _pyplot().subplots(figsize=(7, 0.6 + 0.5 * len(plans)), layout="constrained")[1]
     names = [f"{spelled(plan.remat)}\n{plan.evaluations} evaluations" for plan in plans]
@@ -42,6 +42,6 @@ def _pyplot() -> Any:
     except ImportError:
         raise Fault(
             ArgumentError,
-            "{verb} draws with matplotlib, which is not installed.",
-            "Install it: `pip install matplotlib`. Or print the description, which has the same numbers.",
+            "{verb} needs matplotlib, which is not installed.",
+            "Install it: `pip install matplotlib`. Or print the description, which shows the same numbers.",
         ) from None

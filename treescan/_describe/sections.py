@@ -22,7 +22,7 @@ def headline(of: Facts) -> str:
 
 
 def sections(of: Facts) -> list[Section]:
-    """The sections that have something to say."""
+    """The sections that are not empty."""
     return [
         Section("", ("", "", "", ""), list(_leaves(of))),
         *([Section(_title_of_saved(of), ("", "", ""), list(_saved(of)))] if of.saved else []),
@@ -67,12 +67,12 @@ def _saved(of: Facts) -> Iterator[Sequence[str]]:
 
 def _cost(of: Facts) -> Iterator[Section]:
     text = (
-        f"A {of.unit} takes {of.flops:,} FLOPs, or {of.operations:,} operations where a function such as `tanh` counts "
+        f"A {of.unit} takes {of.flops:,} FLOPs, or {of.operations:,} operations if a function such as `tanh` counts "
         "as a hundred."
     )
     if of.forward_bytes is not None and of.result_bytes is not None:
         text += (
-            f" Forward, the loop needs {describe_bytes(of.forward_bytes)} beside its arguments and "
+            f" The forward pass needs {describe_bytes(of.forward_bytes)}, not counting its arguments and "
             f"{describe_bytes(of.result_bytes)} of results."
         )
     yield Section("", (), [], [text])
@@ -94,7 +94,7 @@ def _plans(of: Facts) -> Iterator[Sequence[str]]:
 
 
 def spelled(remat: Any) -> str:
-    """A `remat` as one would write it."""
+    """A `remat` as the user would write it."""
     return f'"{remat}"' if isinstance(remat, str) else repr(remat)
 
 
@@ -102,7 +102,10 @@ def _notes(of: Facts) -> list[str]:
     plan: Plan = of.plan
     if plan.refusal is not None:
         return [f"There is none: {plan.refusal}"]
-    return ["Needs: beside arguments and results. Evaluations: of each step, the forward pass included."]
+    return [
+        "Needs: the memory, without arguments and results. Evaluations: how often each step runs, including the "
+        "forward pass."
+    ]
 
 
 def _findings(of: Facts) -> Section:

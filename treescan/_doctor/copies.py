@@ -1,4 +1,4 @@
-"""Reads a compiled program: what of a buffer its loops write anew in each step."""
+"""Reads a compiled program, and finds the parts of a buffer that its loops write again in each step."""
 
 from __future__ import annotations
 

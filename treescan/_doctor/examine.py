@@ -1,4 +1,4 @@
-"""Looks for all of it."""
+"""Runs all measurements, and looks for all faults."""
 
 from __future__ import annotations
 

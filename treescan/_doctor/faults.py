@@ -58,7 +58,7 @@ def _write_small(buffer: Any) -> Any:
 
 
 def _pass_through(buffer: Any) -> Any:
-    """A loop with a branch that hands its carry on, beside one that writes a row of it."""
+    """A loop with one branch that returns its carry unchanged, and one that writes a row of it."""
 
     def step(carry: Any, i: Any) -> tuple[Any, None]:
         return jax.lax.cond(i % 2 == 0, lambda c: c, lambda c: c.at[i].add(1.0), carry), None
@@ -68,30 +68,30 @@ def _pass_through(buffer: Any) -> Any:
 
 FAULTS = (
     KnownFault(
-        "small outputs of bfloat16 copy their stack",
+        "small bfloat16 outputs copy their whole stack",
         _stack_small,
         "bfloat16",
-        "The time of a loop that stacks them grows with the square of its steps. Return them as float32, and convert "
-        "the stack after the loop, or keep fewer (`save=`).",
+        "The time of such a loop grows with the square of its steps. Return the outputs as float32 and convert the "
+        "stack after the loop, or keep fewer of them (`save=`).",
     ),
     KnownFault(
-        "small outputs of float32 copy their stack",
+        "small float32 outputs copy their whole stack",
         _stack_small,
         "float32",
-        "The time of a loop that stacks them grows with the square of its steps. Keep fewer (`save=`).",
+        "The time of such a loop grows with the square of its steps. Keep fewer outputs (`save=`).",
     ),
     KnownFault(
-        "small writes into the carry copy it",
+        "small writes into the carry copy all of it",
         _write_small,
         "float32",
-        "A step that writes a few numbers of a large carry takes the time of all of it. Return what is written as an "
-        "output, and read it after the loop.",
+        "A step that writes a few numbers into a large carry takes as long as writing all of it. Return these "
+        "numbers as an output, and read them after the loop.",
     ),
     KnownFault(
-        "a branch that passes its carry on copies it",
+        "a branch that returns its carry unchanged copies it",
         _pass_through,
         "float32",
-        "A `jax.lax.cond` in a step over a large carry takes the time of all of it, whichever branch is taken. Let "
-        "the branch return what is to be written, and write it outside of the branch.",
+        "A `jax.lax.cond` over a large carry takes as long as copying all of it, whichever branch is taken. Return "
+        "the new values from the branch, and write them outside the branch.",
     ),
 )

@@ -1,4 +1,4 @@
-"""Loops that differ in one thing alone, and what one more of it costs."""
+"""Loops that differ in only one thing, and the cost of one more of it."""
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ GROWTHS = (
 
 
 def measure(seconds: float, growths: Sequence[Growth] = GROWTHS, *, least: int = 4) -> list[Found]:
-    """Measures all of them in turn, round by round, so that no one of them has the quiet moments for itself.
+    """Measures all of them in turn, round by round, so that quiet moments are shared by all.
 
     Args:
         seconds: for how long, compiling left out.

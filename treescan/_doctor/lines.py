@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 NOISY = 0.5
-"""The spread of a slope, as a part of it, from which on nothing can be told."""
+"""The relative spread of a slope above which it is too noisy."""
 
 
 class Line(NamedTuple):

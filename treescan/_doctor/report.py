@@ -55,7 +55,7 @@ def _data(line: Line) -> dict[str, Any]:
 
 def _growth(found: Sequence[Found]) -> str:
     rows = [(each.name, _time(each.seconds), _spread(each.seconds), _bytes(each.bytes.slope)) for each in found]
-    return "What one more costs:\n" + table(("", "time", "half of the rounds", "memory"), rows)
+    return "The cost of one more:\n" + table(("", "time", "half of the rounds", "memory"), rows)
 
 
 def _time(line: Line) -> str:
@@ -83,15 +83,15 @@ def _noise(found: Sequence[Found]) -> str:
     if not noisy:
         return ""
     return indented(
-        f"This machine is too noisy to tell the time of {len(noisy)} of {len(found)}. Run it again when nothing else "
-        "runs."
+        f"This machine is too noisy to measure the time of {len(noisy)} of {len(found)}. Run this again when the "
+        "machine is idle."
     )
 
 
 def _faults(copies: Sequence[tuple[KnownFault, int]]) -> str:
     there = [(fault, number) for fault, number in copies if number]
     names = [fault.name for fault, number in copies if not number]
-    parts = [wrap(f"Faults of this XLA: {len(there)} of the {len(copies)} that are looked for.")]
+    parts = [wrap(f"Faults of this XLA: {len(there)} of {len(copies)} known ones.")]
     parts += [
         indented(f"{fault.name} ({number} in the loop that shows it). {fault.meaning}") for fault, number in there
     ]

@@ -1,4 +1,4 @@
-"""A handle of the user's body, which keeps what was made for the body for as long as the body lives."""
+"""A handle of the user's body. It keeps everything that was made for the body while the body lives."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ class Memo:
 
 
 class _Reference(weakref.ref[Any]):
-    """A weak reference that nobody shares.
+    """A weak reference that is not shared.
 
     Python gives all who ask for a plain `weakref.ref` of an object the same one, and it keeps the hash that the object
     had when it was first asked. A body that hashes by value and was changed would be found under its old hash.

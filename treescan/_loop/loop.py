@@ -18,7 +18,7 @@ class Feed(NamedTuple):
         x: the slice of xs.
         position: the step's position in xs.
         valid: which rows are data in this step.
-        reset: which rows begin anew before this step.
+        reset: which rows begin a segment before this step.
         cut: whether the gradient is cut before this step.
         end: which packed sequence of each row ends with this step, counted from 1; 0: none.
         schedule: of a chunk, not of a step: what of it is to be run.

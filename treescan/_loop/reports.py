@@ -29,7 +29,7 @@ from .pace import NEVER, Pace
 from .words import packed, unpacked
 
 NOBODY = -1
-"""The number of a run that nobody shows."""
+"""The number of a run that is not shown."""
 
 PATIENCE = 1.0
 """The seconds for which a run is silent before it may be taken for one that was abandoned."""
@@ -155,7 +155,7 @@ class Runs:
 
     @staticmethod
     def _tell(run: _Run, call: Callable[[], None]) -> None:
-        """Calls the meter. If it fails the run is shown no further: a program does not end for its meter."""
+        """Calls the meter. If it fails, the run is no longer shown, but the program continues."""
         if not run.is_open:
             return
         try:

@@ -37,7 +37,7 @@ def under_a_trace() -> bool:
 def count_body(function: Callable[..., Any]) -> None:
     """Notes that a body was seen for the first time, and warns at the 2nd, 4th, 8th, ... one from the same place.
 
-    Under an outer trace a new body is no cost of its own: the outer trace is what is cached.
+    Under an outer trace a new body costs nothing extra, because the outer trace is cached.
     """
     if not wanted() or under_a_trace():
         return
@@ -46,9 +46,9 @@ def count_body(function: Callable[..., Any]) -> None:
     times = _seen[place]
     if _is_due(times):
         _warn(
-            f"{place} was passed as {times} different function objects, and traced and compiled {times} times. Its "
-            f"identity differs from that of the last trace: {_made_anew(function)}. Define the body once, outside of "
-            f"the code that calls the scan, or wrap that code in `jax.jit`."
+            f"{place} was passed as {times} different function objects, so it was traced and compiled {times} "
+            f"times. The last call passed a new object: {_how_it_is_new(function)}. Define the body once, outside of "
+            "the code that calls the scan, or wrap that code in `jax.jit`."
         )
 
 
@@ -57,24 +57,24 @@ def _is_due(times: int) -> bool:
     return times > 1 and times & (times - 1) == 0
 
 
-def _made_anew(function: Callable[..., Any]) -> str:
-    """How a body comes to be another object in each call, and on which line."""
+def _how_it_is_new(function: Callable[..., Any]) -> str:
+    """Why the body is a new object in each call, and on which line."""
     code, name = getattr(function, "__code__", None), getattr(function, "__qualname__", "")
     if isinstance(function, functools.partial):
-        return f"a new `functools.partial` is made for the call at {place_of_user()}"
+        return f"the call at {place_of_user()} creates a new `functools.partial`"
     if getattr(function, "__self__", None) is not None:
-        return f"a bound method is a new object each time that it is looked up, for the call at {place_of_user()}"
+        return f"the call at {place_of_user()} looks up a bound method, which is a new object each time"
     if code is None:
-        return f"a new `{type(function).__qualname__}` is made for the call at {place_of_user()}"
+        return f"the call at {place_of_user()} creates a new `{type(function).__qualname__}`"
     kind = "lambda" if name.endswith("<lambda>") else "nested function" if "<locals>" in name else "function"
     owner = name.rpartition(".<locals>.")[0].rpartition(".<locals>.")[2]
-    return f"line {code.co_firstlineno} makes this {kind} anew each time that " + (
+    return f"line {code.co_firstlineno} creates a new {kind} each time that " + (
         f"`{owner}` runs" if owner else "it runs"
     )
 
 
 class _Leaf(NamedTuple):
-    """What a trace is kept under, of one leaf: text alone, so that nothing is kept alive."""
+    """One leaf in the key of a trace: only text, so that nothing is kept alive."""
 
     path: str
     is_now: str
@@ -111,8 +111,8 @@ def note_types(body: Callable[..., Any], memo: Callable[..., Any], verb: str, gi
     if _is_due(times):
         what, cure = _difference(before[-2], now)
         _warn(
-            f"{describe_body(body)} is traced and compiled by `{verb}` for {times} sets of types. What differs from "
-            f"the last trace is {what}. {cure}"
+            f"`{verb}` traced and compiled {describe_body(body)} for {times} sets of types. Since the last trace, "
+            f"{what}. {cure}"
         )
 
 
@@ -123,36 +123,36 @@ def _leaf(path: str, leaf: Any) -> _Leaf:
 
 
 def _difference(last: _Types, now: _Types) -> tuple[str, str]:
-    """What differs between two traces, with up to three leaves; and what one may do about it."""
+    """The difference between two traces, with up to three leaves, and the advice."""
     old, new = ({leaf.path: leaf for leaf in types.leaves} for types in (last, now))
     if old.keys() != new.keys() or (old == new and last.structure != now.structure):
         added = [f"{path} is there" for path in new if path not in old]
         gone = [f"{path} is gone" for path in old if path not in new]
-        return f"the structure: {_listed(added + gone) or 'containers of another type'}", _STRUCTURE
+        return f"the structure changed: {_listed(added + gone) or 'containers of another type'}", _STRUCTURE
     pairs = [(old[path], new[path]) for path in new if old[path] != new[path]]
     changes = [f"{b.path} is {b.is_now}, was {a.is_now}" for a, b in pairs]
     for name, cure, differs in _KINDS:
         if any(differs(a, b) for a, b in pairs):
-            return f"the {name}: {_listed(changes)}", cure
-    return f"the dtype: {_listed(changes)}", _DTYPE
+            return f"the {name} changed: {_listed(changes)}", cure
+    return f"the dtype changed: {_listed(changes)}", _DTYPE
 
 
-_STRUCTURE = "Pass trees of one structure, with zeros in the place of what is not there yet."
+_STRUCTURE = "Pass trees with the same structure, with zeros for the parts that do not exist yet."
 _DTYPE = "Cast to one dtype before the call."
 _KINDS: tuple[tuple[str, str, Callable[[_Leaf, _Leaf], bool]], ...] = (
     (
         "number of steps",
-        "It is a part of the program. `treescan.fori` and `treescan.while_scan` take one that changes, up to a "
-        "`max_length`.",
+        "It is compiled into the program. `treescan.fori` and `treescan.while_scan` accept a number that changes, "
+        "up to a `max_length`.",
         lambda a, b: a.path == b.path == "length",
     ),
     (
         "static value",
-        "What is no array is a part of the program: pass an array where the value changes.",
+        "A value that is not an array is compiled into the program. If it changes, pass an array.",
         lambda a, b: a.static or b.static,
     ),
     ("shape", "Pad to a few shapes: `treescan.pad` and `treescan.repad` do.", lambda a, b: a.shape != b.shape),
-    ("weak type", "Pass an array in place of a Python number.", lambda a, b: a.weak != b.weak),
+    ("weak type", "Pass an array instead of a Python number.", lambda a, b: a.weak != b.weak),
 )
 
 

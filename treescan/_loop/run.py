@@ -19,7 +19,7 @@ from .._types import PyTree
 from .body import Body
 from .loop import Feed, Loop, Step
 
-_lax_scan = jax.lax.scan  # as it is now: a program may put treescan's own in its place
+_lax_scan = jax.lax.scan  # bound now, because a program may replace it with treescan's own
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +49,7 @@ def is_jit_disabled() -> bool:
 
 
 def debugs_nans() -> bool:
-    """Whether the user asked, with `jax.debug_nans`, to be told of every NaN. JAX traces nothing again for it."""
+    """Whether the user turned on `jax.debug_nans`. JAX does not trace functions again for this flag."""
     return bool(getattr(jax.config, "jax_debug_nans", False))
 
 
@@ -137,7 +137,7 @@ def _blame_step(function: _Lowered, carry: PyTree, xs: PyTree) -> None:
 
 
 def settle(carry: PyTree, out: PyTree) -> tuple[PyTree, bool]:
-    """What lax.scan makes of an init whose weakly typed leaves came back as another type, and whether it changed."""
+    """The init that lax.scan uses if weakly typed leaves were returned with another type, and whether it changed."""
     leaves, treedef = jax.tree.flatten(carry)
     pairs = [promoted(given, returned) for given, returned in zip(leaves, jax.tree.leaves(out), strict=True)]
     return jax.tree.unflatten(treedef, [leaf for leaf, _ in pairs]), any(changed for _, changed in pairs)
@@ -166,7 +166,7 @@ def as_arrays(tree: PyTree) -> PyTree:
 def _run_step_by_step(
     function: _Lowered, carry: PyTree, xs: PyTree, length: int, reverse: bool
 ) -> tuple[PyTree, PyTree]:
-    """What `jax.disable_jit` is for: the body runs on concrete values, one step after the other, with every check."""
+    """Runs a loop under `jax.disable_jit`: the body runs on concrete values, step by step, with every check."""
     carry = as_arrays(carry)
     positions = range(length)[::-1] if reverse else range(length)
 

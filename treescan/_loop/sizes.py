@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 
 class Wish(NamedTuple):
-    """What one transform asks of the chunks: a boundary every `size` steps; exactly there, or about there.
+    """The wish of one transform: a boundary every `size` steps, exactly or approximately.
 
     Attributes:
         size: the steps of a chunk.
@@ -30,7 +30,7 @@ class Wish(NamedTuple):
 
 
 def plan_sizes(length: int, wishes: Iterable[Wish]) -> tuple[int, ...]:
-    """One list of nested sizes for all wishes, so that no two features nest loops, and copies of the body, each.
+    """One list of nested sizes for all wishes, so that features do not each nest loops and copies of the body.
 
     Exact wishes keep their boundaries: where they do not divide one another, their greatest common divisor has them
     all. The others are moved to the nearest size (in ratio) that divides the next larger exact one and is a multiple

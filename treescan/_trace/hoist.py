@@ -138,7 +138,7 @@ class Hoisted(NamedTuple):
         structure: of that state.
         y: the types of one step's y; None if nothing was traced.
         y_avals: the same for each leaf, as JAX has them in a trace.
-        effects: whether the body does something beside computing, as callbacks do.
+        effects: whether the body has side effects, for example callbacks.
         once_only: whether any of that is something that JAX refuses to do once more in the gradient.
         refs: whether it reads or writes mutable arrays that it closes over.
         reverse_rule: whether anything in it has a rule for reverse mode alone.
@@ -318,9 +318,9 @@ def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Fee
     ) != y_shapes:
         raise Fault(
             BodyError,
-            "{body} does something else",
-            "Let the body treat any number of rows alike, each by itself, or leave `compact` out. `y_axes` says where "
-            "the rows are in its outputs.",
+            "{body} behaved differently",
+            "The body must compute each row independently of the others, for any number of rows. If it cannot, "
+            "leave `compact` out. `y_axes` says where the rows are in its outputs.",
         )
     traced.jaxprs[_shapes(jax.tree.leaves(given))] = jaxpr
 

@@ -29,10 +29,10 @@ CACHE, CACHED = 2**24, 8
 """Up to so many bytes may stay in a processor's cache from when they are saved; there they cost this part."""
 
 OPERATIONS_PER_STEP = 100_000
-"""What a step costs beside its operations, in operations: small ones take a microsecond at least."""
+"""The overhead of a step, in operations: even a small step takes at least a microsecond."""
 
 LEAST_STEPS = 32
-"""Shorter loops are left as they are."""
+"""Shorter loops are not changed."""
 
 
 def fastest(hoisted: Hoisted) -> RematPlan:
@@ -51,10 +51,10 @@ def fastest(hoisted: Hoisted) -> RematPlan:
 
 
 def saves_steps(hoisted: Hoisted) -> bool:
-    """Whether chunks that would be recomputed had better save their steps.
+    """Whether it is faster if chunks save their steps instead of recomputing them.
 
-    They had where all that is saved stays in a processor's cache, and a step takes longer than to write and read that.
-    It is read off the trace alone: a plan would trace the derivative, which is not wanted before it is taken.
+    It is faster if all saved values stay in a processor's cache, and a step takes longer than writing and reading them.
+    Only the trace of the step is needed. A plan would also trace the derivative, which may never be taken.
     """
     length = hoisted.loop.length
     if not isinstance(length, int):
@@ -65,7 +65,7 @@ def saves_steps(hoisted: Hoisted) -> bool:
 
 
 def saves_more(hoisted: Hoisted, plain: RematPlan, size: int, products: int) -> bool:
-    """Whether a loop saves more in chunks of so many steps whose products, so many bytes per step, are at once."""
+    """Whether a loop saves more in chunks of this size, whose products (bytes per step) are computed at once."""
     step = Checkpointed(hoisted.loop.step, looped=True, policy=save_all_but_cheap)
     return plain.steps * bytes_of_step(hoisted, step) + 2 * size * products > plain.saved_bytes
 

@@ -16,7 +16,7 @@ from .._types import Axes, PyTree, TreeDef
 
 @dataclass(frozen=True)
 class MergeWhole:
-    """The step that puts the leaves which are given whole in their place among a step's slices.
+    """The step that merges the leaves without an axis into the slices of a step.
 
     Its consts are (whole leaves, the inner step's consts); its x is the list of sliced leaves.
     """
@@ -34,7 +34,7 @@ class MergeWhole:
 
 @dataclass(frozen=True)
 class OverAxes:
-    """`in_axes`: scans each leaf of xs over its own axis, and gives those without one whole to every step."""
+    """`in_axes`: scans each leaf of xs over its own axis. Every step receives leaves without an axis whole."""
 
     axes: LeafAxes
     moves = True
@@ -46,7 +46,7 @@ class OverAxes:
 def scan_over_axes(loop: Loop, axes: LeafAxes) -> Loop:
     """Moves each leaf's axis to the front, and turns leaves without one into constants of the loop.
 
-    A leaf that is scanned over axis 0 is passed on as it is. Others are transposed once, before the loop: indexing
+    A leaf that is scanned over axis 0 is not changed. Other leaves are transposed once, before the loop: indexing
     them inside of the loop would cost the gradient a zero array of the whole leaf each step.
     """
     leaves, structure = jax.tree.flatten(loop.xs.x)
@@ -66,7 +66,7 @@ def scan_over_axes(loop: Loop, axes: LeafAxes) -> Loop:
 
 
 def move_outputs(ys: PyTree, out_axes: Axes, root: str = "y") -> PyTree:
-    """Moves the stacked axis of every output, which leads, to where `out_axes` wants it.
+    """Moves the stacked axis of every output from the front to the axis in `out_axes`.
 
     Raises:
         Fault: for an `ArgumentError` that lists the leaves without that axis.

@@ -1,7 +1,7 @@
 """`Progress(backward=True)`: the backward pass of each chunk reports that it is done.
 
-What a chunk is given passes through a function that changes nothing, and whose rule for reverse mode is a callback: the
-cotangents of it are known once the chunk was differentiated. So forward mode has none, and JAX refuses it.
+The inputs of a chunk pass through an identity whose rule for reverse mode is a callback: the
+cotangents are known when the chunk has been differentiated. There is no rule for forward mode, so JAX refuses it.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ class RunBackward:
 
 
 def no_forward_mode() -> Fault:
-    """What is wrong with forward mode of a loop that does so."""
+    """The error for forward mode of such a loop."""
     return Fault(
         ArgumentError,
-        "{verb} over {body}: forward mode was asked for, and JAX differentiates a loop whose `Progress` has "
-        "`backward=True` in reverse mode alone. So it does a body with a `jax.custom_vjp`.",
+        "{verb} over {body}: this is forward mode, but JAX differentiates a loop whose `Progress` has "
+        "`backward=True` only in reverse mode, like any function with a `jax.custom_vjp`.",
         "Leave `backward` out there. `jax.grad`, `jax.vmap`, and forward mode of a gradient work with it.",
     )

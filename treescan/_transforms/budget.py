@@ -26,10 +26,10 @@ from .weights.in_bulk import bytes_of_products, ready_for_chunks
 _EVERYTHING = jax.checkpoint_policies.everything_saveable
 
 MARGIN = 1.05
-"""A plan is taken to fit where so many times what it needs fits. XLA's own plan of memory differs by a few per cent."""
+"""A plan fits if the bytes that it needs, times this margin, fit. XLA's own plan differs by a few per cent."""
 
 _OF_A_REST = 1.1
-"""A plan that leaves steps over, for which the step is compiled once more, has to need so much less than another."""
+"""A plan with a remainder compiles the step once more, so it must need this much less than another plan."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -63,12 +63,12 @@ class RematPlan:
     evaluations: int
 
     def with_remat(self, remat: Remat | Literal["auto"] | None) -> RematPlan:
-        """The same under another name."""
+        """The same plan under another name."""
         return dataclasses.replace(self, remat=remat)
 
     @property
     def has_rest(self) -> bool:
-        """Whether steps are left that fill no chunk."""
+        """Whether there is a remainder: steps that do not fill a chunk."""
         return bool(self.sizes and self.steps % self.sizes[-1])
 
     def __repr__(self) -> str:
@@ -96,7 +96,7 @@ class RematPlan:
 
 
 def describe_bytes(count: int) -> str:
-    """A number of bytes in the unit that suits it."""
+    """A number of bytes, in a suitable unit."""
     power = min(int(math.log2(count) // 10), 4) if count else 0
     return (
         f"{count:,} B" if not power else f"{count / 2 ** (10 * power):,.1f} {('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
@@ -138,7 +138,7 @@ def kept_by_policy(hoisted: Hoisted, remat: Remat | None) -> int | None:
 def cheapest_within(
     budget: int, length: int, step: Footprint, in_chunk: Footprint, whole: int, unit: str = "{unit}"
 ) -> RematPlan:
-    """The plan with the fewest evaluations that needs no more than a budget, and of these the one that needs least.
+    """The plan with the fewest evaluations that fits a budget; of several such plans, the one that needs least.
 
     Args:
         budget: the bytes.
@@ -161,11 +161,11 @@ def cheapest_within(
     raise Fault(
         ArgumentError,
         f"{{verb}} over {{body}}: no plan fits {describe_bytes(budget)}.",
-        f"The least that one needs is {describe_bytes(round(MARGIN * least.needed_bytes))}, with "
-        f"`remat={least.remat!r}` and 5 % to spare: there are "
-        f"{length:,} {unit}s, a carry has {describe_bytes(step.carry)}, a {unit} saves "
-        f"{describe_bytes(step.whole)}, and its slices of xs have {describe_bytes(step.xs)}. "
-        "Give `Remat.fit` more, or carry less.",
+        f"The smallest plan is `remat={least.remat!r}`. It needs "
+        f"{describe_bytes(round(MARGIN * least.needed_bytes))}, including a margin of 5 %. There are {length:,} "
+        f"{unit}s, the carry takes {describe_bytes(step.carry)}, a {unit} saves {describe_bytes(step.whole)}, and "
+        f"its slices of xs take {describe_bytes(step.xs)}. Give `Remat.fit` a larger budget, or make the carry "
+        "smaller.",
     )
 
 
@@ -197,7 +197,7 @@ def _candidates(length: int, step: Footprint, in_chunk: Footprint, whole: int) -
 
 
 def _segments(length: int, levels: int) -> list[int]:
-    """Sizes of an innermost chunk that are worth a look: those of equal parts, of fewer steps, and of some more."""
+    """Candidate sizes of an innermost chunk: equal parts, fewer steps, and some more steps."""
     most = min(length - 1, round(4 * length ** (1 / levels)) + 1)
     within = range(2, max(3, most + 1))
     return sorted({*within[:: max(1, len(within) // 64)], *(size for size in within if length % size == 0)})

@@ -29,7 +29,7 @@ _OF_ONE_ARRAY = frozenset({"add", "sub", "neg", "broadcast_in_dim", "reshape", "
 
 @dataclass(frozen=True)
 class Checkpointed:
-    """A step of which the gradient saves nothing but what goes in, and what the policy says.
+    """A step of which the gradient saves only the inputs, and what the policy selects.
 
     Attributes:
         step: the inner step.
@@ -54,7 +54,7 @@ class Checkpointed:
 
 
 def is_remat3() -> bool:
-    """Whether `jax.checkpoint` is the one that JAX is about to make the default, by its flag `jax_remat3`."""
+    """Whether JAX's flag `jax_remat3` is on: a new `jax.checkpoint`, which will become the default."""
     return bool(getattr(jax.config, "jax_remat3", False))
 
 
@@ -78,7 +78,7 @@ def checkpoint(
 class RealOnly:
     """A policy that saves what another does, but no complex number: JAX cannot save one by a policy.
 
-    It rounds what is saved with `reduce_precision`, which takes real numbers alone
+    JAX rounds saved values with `reduce_precision`, which accepts only real numbers
     (`TypeError: reduce_precision does not accept dtype complex64`, in JAX 0.8 to 0.10 at least).
     """
 
@@ -92,7 +92,7 @@ _COMPLEX_OF_REAL = frozenset({"complex", "eig", "fft", "io_callback", "pure_call
 
 
 def _may_be_complex(prim: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> bool:
-    """Whether a primitive may return complex numbers: it reads some, or is told to, or can make them of others."""
+    """Whether a primitive may return complex numbers: from complex inputs, by a parameter, or from real inputs."""
     types = (*(aval.dtype for aval in avals), *(params.get(name) for name in _DTYPES))
     return prim.name in _COMPLEX_OF_REAL or any(_is_complex(dtype) for dtype in types)
 
@@ -106,7 +106,7 @@ def _is_complex(dtype: Any) -> bool:
 
 @dataclass(frozen=True)
 class _Named:
-    """A step whose incoming state has a name, by which policies know it."""
+    """A step that names its incoming state, so that policies can refer to it."""
 
     step: Step
 
@@ -150,7 +150,7 @@ class RematChunk:
 
 
 def save_costly(prim: Any, *avals: Any, **params: Any) -> bool:
-    """The policy of chunks that the gradient recomputes unasked: it saves what is not had for next to nothing.
+    """The default policy of recomputed chunks: it saves everything that is not cheap to compute again.
 
     Products are not saved, as their derivative needs their factors, nor are cheap functions of one array: as many
     arrays are saved as without, or fewer. Of `tanh` that is its result, and not one minus it as well.
@@ -161,7 +161,7 @@ def save_costly(prim: Any, *avals: Any, **params: Any) -> bool:
 
 
 def checkpoint_steps(loop: Loop, remat: Remat) -> Loop:
-    """Saves of each step its carry, and what the policy says; the rest is computed once more in the gradient."""
+    """Saves the carry of each step and what the policy selects. The gradient computes the rest again."""
     return dataclasses.replace(loop, step=checkpoint_step(loop.step, remat, looped=_stays_a_loop(loop)))
 
 
@@ -174,7 +174,7 @@ def checkpoint_step(step: Step, remat: Remat, *, looped: bool) -> Step:
 
 
 def _stays_a_loop(loop: Loop) -> bool:
-    """Whether XLA runs the steps as a loop: it removes one of a single step, and would then save all after all."""
+    """Whether XLA runs the steps as a loop. It removes a loop of one step, and would then save everything."""
     single = isinstance(loop.length, int) and loop.length == 1
     return loop.unroll is not True and loop.unroll == 1 and not single
 
@@ -192,6 +192,6 @@ def remat_sizes(length: int, remat: Remat | None) -> tuple[int, ...]:
 
 
 def saves_whole_steps(trace: Hoisted, remat: Remat) -> bool:
-    """Whether the chunks of a plan save all of each step; then the products of their steps are computed at once."""
+    """Whether the chunks of a plan save whole steps. Then the products of these steps are computed at once."""
     whole = remat.policy is jax.checkpoint_policies.everything_saveable and levels_in(remat) > 1
     return whole and is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)

@@ -35,7 +35,7 @@ class Counted:
 class Count:
     """`fori`: feeds the positions of a loop as x, from `lower` up.
 
-    A Python int to begin with, the index keeps a weak type, and takes on that of what it is mixed with.
+    The index starts as a Python int. So it has a weak type, and adopts the type of the values it is combined with.
     """
 
     lower: int

@@ -18,8 +18,8 @@ from .._trace.hoist import Hoisted, one_step
 from .._trace.smooth import is_smooth
 
 AHEAD = 0.6
-"""Of what the other blocks of a period save, this part is held while the gradient of one is computed: XLA computes a
-block once more as soon as it can, not as late."""
+"""The part of the other blocks' saved values that is in memory during the gradient of one block: XLA computes a
+block again as early as possible, not as late as possible."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class Footprint:
 
     @property
     def at_one_level(self) -> int:
-        """What each step of a chunk has copied by the level that cuts the chunk out, and sums up for it."""
+        """The bytes per step that a level copies and adds up when it slices out a chunk."""
         return self.xs + self.d_xs + self.d_ys
 
 
@@ -150,7 +150,7 @@ def residuals_of_step(hoisted: Hoisted, step: Step) -> list[Residual]:
 
 
 def _read(function: Any, leaves: list[Any], *others: Any) -> list[bool]:
-    """Which of the leaves that a function is given it reads, or returns. Calls are looked into."""
+    """The input leaves that a function reads or returns, also inside calls."""
     outer = jax.make_jaxpr(function)(leaves, *others)
     given = jax.tree.leaves((leaves, others))
     inlined = jax.make_jaxpr(lambda *given: evaluate_inlined(outer.jaxpr, outer.consts, given, called))(*given).jaxpr

@@ -15,13 +15,13 @@ from .thin import last_chunk, run_keeping
 
 
 def run_nested(loop: Loop) -> tuple[PyTree, PyTree]:
-    """Runs a loop and finishes its results; without wishes, this is its `jax.lax.scan` and nothing else."""
+    """Runs a loop and finishes its results. Without wishes, this is only its `jax.lax.scan`."""
     results = (loop.runner or run_planned)(loop)
     return finish(loop, *results) if loop.finish else results  # in the container that the body chose for its pair
 
 
 def finish(loop: Loop, state: PyTree, ys: PyTree) -> tuple[PyTree, PyTree]:
-    """A loop's results in the terms of the loop that its first transform was given."""
+    """The results of a loop, with all transforms undone."""
     for undo in reversed(loop.finish):
         state, ys = undo.state(state), undo.ys(state, ys)
     return state, ys
@@ -135,5 +135,5 @@ def _levels_of(sizes: Sequence[int], wishes: Sequence[Wish]) -> tuple[Level, ...
 
 
 def _nearest(sizes: Sequence[int], wish: int) -> int:
-    """The size that comes nearest to a wished one, in ratio."""
+    """The size with the smallest ratio to the requested one."""
     return min(sizes, key=lambda size: max(size / wish, wish / size))

@@ -73,7 +73,7 @@ class Parted(NamedTuple):
 
 
 def part_outputs(loop: Loop, wanted: Prefix) -> Parted:
-    """Computes what is the same in every step, and leaves it out of the loop.
+    """Computes values that are the same in every step before the loop, and removes them from the loop.
 
     Raises:
         Fault: for a `BodyError` that lists the outputs which are not the same in every step, as far as it is known.
@@ -275,7 +275,7 @@ class _Program:
         return _Once(outputs, frozenset(equations), later, [values[var] for var in later])
 
     def _evaluate(self, equations: Sequence[int], needed: set[Any]) -> dict[Any, Any]:
-        """What these equations compute; of one that computes more than is needed, a loop say, only that part."""
+        """The results of these equations. Of an equation that computes too much (a loop), only the needed part."""
         known = zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*self.consts, *self.given], strict=True)
         varies = dict(zip(self.jaxpr.invars, self.varying, strict=True))
         values = {var: value for var, value in known if not varies.get(var, False)}

@@ -100,9 +100,10 @@ def _check_keep(keep: Any) -> int | None:
     if steps is None or steps < 1:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `save` does not know {describe_argument(keep)}.",
-            'Give "all", "last", a number k for the positions k-1, 2k-1 and so on, or None to drop an output; or a '
-            "prefix tree of y with these. For other positions, keep all and index ys.",
+            '{verb} over {body}: `save` must be "all", "last", an int of at least 1 or None, got '
+            f"{describe_argument(keep)}.",
+            "An int k keeps the positions k-1, 2k-1 and so on, and None drops an output. Give one for all of y, or "
+            "a prefix tree of y. For other positions, keep all and index ys.",
         )
     return steps
 

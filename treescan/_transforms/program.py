@@ -27,7 +27,7 @@ _R_co = TypeVar("_R_co", covariant=True)
 
 @dataclass(frozen=True)
 class Call:
-    """What a verb was told, less its arrays: hashable, so that what is made for it is found again.
+    """The arguments of a verb without the arrays. It is hashable, so it can be the key of a cache.
 
     Attributes:
         body: the body.
@@ -135,7 +135,7 @@ _R = TypeVar("_R")
 
 
 class Taken(BaseException):
-    """A program and its arrays on their way out of a verb, which is not to run them. No verb takes it for an error.
+    """Carries a program and its arrays out of a verb that should not run them. No verb treats it as an error.
 
     Attributes:
         program: what the verb would run.
@@ -152,7 +152,7 @@ _taking: contextvars.ContextVar[bool] = contextvars.ContextVar("taking", default
 
 
 def take(verb: Callable[..., Any], *args: Any, **options: Any) -> Taken:
-    """What a verb would run, once it has checked its arguments. Nothing is run or traced.
+    """What a verb would run after it has checked its arguments. Nothing is run or traced.
 
     The result also keeps alive, by its traceback, the functions that the program refers to weakly.
     """
@@ -169,7 +169,7 @@ def take(verb: Callable[..., Any], *args: Any, **options: Any) -> Taken:
 def execute(program: Program[_R], given: Any, programs: Memo, *, moves: bool = True) -> _R:
     """Runs a program.
 
-    A scan without options is nothing but its lax.scan, eager or not. With options there is work around the loop: an
+    A scan without options is only its lax.scan, eager or not. With options, there is work outside the loop. An
     eager call puts the whole of it under one `jax.jit`, kept with the body, so that the second call neither traces nor
     compiles anything. Under an outer trace, that trace is the one that counts.
     """

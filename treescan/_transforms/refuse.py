@@ -12,12 +12,12 @@ from .._trace.hoist import Hoisted
 
 
 def refuse_symbolic(count: int, option: str, of: str = "steps") -> None:
-    """Refuses to divide steps or rows whose number is a symbol, as `jax.export` has them."""
+    """Refuses to split steps or rows if their number is symbolic, as in `jax.export`."""
     if not isinstance(count, int):
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `{option}` divides the {of}, but their number is symbolic.",
-            f"Leave it out, or export for a number of {of} that is known.",
+            f"{{verb}} over {{body}}: `{option}` needs to know the number of {of}, but it is symbolic.",
+            f"Leave it out, or export with a known number of {of}.",
         )
 
 
@@ -44,33 +44,34 @@ def once_only(says: str, cure: str) -> Fault:
         ArgumentError,
         f"{{verb}} over {{body}}: {says}, but the body has an effect that JAX refuses to repeat. That may be a "
         "`jax.experimental.io_callback`.",
-        f"{cure}. Or call out with `jax.debug.callback` or `jax.pure_callback`, which may run more than once.",
+        f"{cure}. Or use `jax.debug.callback` or `jax.pure_callback`, which may run more than once.",
     )
 
 
 def refuse_offload(remat: Remat | None) -> None:
-    """Refuses to move carries where the outermost chunks are not those of the plan."""
+    """Refuses to move carries if the outermost chunks are not those of the plan."""
     if remat is not None and remat.offload is not None:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: {verb} takes no `offload` of a `Remat`, because it already recomputes chunks.",
+            "{verb} over {body}: {verb} does not support the `offload` of a `Remat`, because it already recomputes "
+            "chunks.",
             "Leave it out, or save less with `levels`.",
         )
 
 
 def refuse_budget(remat: Remat | None, where: str) -> None:
-    """Refuses to choose a plan by its bytes where these are not known."""
+    """Refuses to choose a plan if the bytes of plans are unknown."""
     if remat is not None and remat.budget is not None:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `Remat.fit` does not choose a plan for {where}.",
-            "Name one: `Remat(levels=...)`. More levels save less.",
+            f"{{verb}} over {{body}}: `Remat.fit` cannot choose a plan for {where}.",
+            "Choose one yourself: `Remat(levels=...)`. More levels save less.",
         )
 
 
 @contextlib.contextmanager
 def in_reverse_alone(fault: Callable[[], Fault]) -> Generator[None]:
-    """Says it in these terms where JAX refuses forward mode of a function with a rule for reverse mode alone."""
+    """Raises this error if JAX refuses forward mode of a function that has a rule only for reverse mode."""
     try:
         yield
     except TypeError as error:

@@ -118,8 +118,8 @@ def check_remat(remat: Any, named: str = '"step", "nested"') -> Remat | None:
         raise Fault(
             ArgumentError,
             '{verb} over {body}: {verb} does not support `remat="auto"`, which chooses a plan.',
-            'Name one: "step", "nested" or a `treescan.Remat`. `scan`, `fold`, `accumulate`, and `fori` with known '
-            'bounds take "auto".',
+            'Choose one yourself: "step", "nested" or a `treescan.Remat`. `scan`, `fold`, `accumulate`, and `fori` '
+            'with known bounds take "auto".',
         )
     plan = _PLANS.get(remat) if isinstance(remat, str) else remat
     if not isinstance(plan, Remat):
@@ -136,8 +136,8 @@ def check_remat(remat: Any, named: str = '"step", "nested"') -> Remat | None:
     if plan.segment is not None and plan.levels == 1:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `Remat(segment={plan.segment}, levels=1)` sets the {{unit}}s of a chunk, but "
-            "one level has no chunks.",
+            f"{{verb}} over {{body}}: `Remat(segment={plan.segment}, levels=1)` sets the number of {{unit}}s in a "
+            "chunk, but one level has no chunks.",
             "Leave `levels` out, or give 2 or more.",
         )
     _check_budget(plan)
@@ -157,8 +157,9 @@ def _check_count(name: str, value: Any, least: int) -> None:
 
 _COUNTS = {
     "budget": "Give an int: `Remat.fit(2**30)`.",
-    "levels": "1 recomputes each {unit}, 2 nests chunks of about sqrt(T) {unit}s around that, 3 nests once more.",
-    "segment": "It is the size of an innermost chunk; None chooses it.",
+    "levels": "1 recomputes each {unit}, 2 adds chunks of about sqrt(T) {unit}s around that, and 3 adds one more "
+    "level.",
+    "segment": "It is the number of steps in an innermost chunk. None lets treescan choose it.",
 }
 
 
@@ -173,7 +174,7 @@ def _check_budget(plan: Remat) -> None:
 
 
 def _check_policy(policy: Any) -> Callable[..., Any] | None:
-    """A policy of `jax.checkpoint`, by its name or as it is."""
+    """A policy of `jax.checkpoint`, from its name or from the function itself."""
     if policy is None:
         return None
     named = getattr(jax.checkpoint_policies, policy, None) if isinstance(policy, str) else policy
@@ -182,9 +183,9 @@ def _check_policy(policy: Any) -> Callable[..., Any] | None:
         plain = ", ".join(f'"{name}"' for name in known if not _makes_policies(name))
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `policy` of a `Remat` names no policy: {policy!r}.",
-            f"The policies of `jax.checkpoint_policies` are {plain}. Policies that take arguments, "
-            "for example `save_only_these_names`, are called first: "
+            f"{{verb}} over {{body}}: `policy` of a `Remat` is not the name of a policy: {policy!r}.",
+            f"The policies of `jax.checkpoint_policies` are {plain}. If a policy takes arguments, for example "
+            "`save_only_these_names`, call it first: "
             '`Remat(policy=jax.checkpoint_policies.save_only_these_names("h"))`.',
         )
     if callable(named):
@@ -198,7 +199,7 @@ def _check_policy(policy: Any) -> Callable[..., Any] | None:
 
 
 def _makes_policies(name: str) -> bool:
-    """Whether a member of `jax.checkpoint_policies` is no policy, but makes one of its arguments."""
+    """Whether a member of `jax.checkpoint_policies` is not a policy, but returns one."""
     return name.startswith(("save_", "offload_"))
 
 
@@ -218,11 +219,11 @@ def _check_offload(kind: Any) -> str | None:
 
 
 def _warn_of_no_change(kind: str) -> None:
-    """Says it where moving carries frees no memory of the device, which is then kept as told all the same."""
+    """Warns if moving carries frees no memory of the device. The carries are moved anyway."""
     device = jax.devices()[0]
     if device.platform == "cpu" or device.default_memory().kind == kind:
         warn_user(
-            f'`Remat(offload="{kind}")` changes nothing on this device ({device.platform}), which keeps its arrays in '
-            "that memory anyway. `levels` saves less.",
+            f'`Remat(offload="{kind}")` has no effect on this device ({device.platform}), because its arrays are '
+            "already in that memory. To save less, use `levels`.",
             UserWarning,
         )

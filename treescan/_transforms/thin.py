@@ -116,7 +116,7 @@ class _QuietSteps:
             state, new = _run_part(dataclasses.replace(loop, state=state), start, stop, flags, alone=start in loud)
             kept = [i for i, flag in enumerate(flags) if flag]
             if not all(always[i] or i in loud[start] for i in kept):
-                new = jax.lax.optimization_barrier(new)  # all steps by themselves are alike: one program for them
+                new = jax.lax.optimization_barrier(new)  # all single steps are the same, so they share one program
             for i, y in zip(kept, new, strict=True):
                 if always[i] or i in loud[start]:
                     ys[i].append(y)
@@ -135,7 +135,7 @@ class _QuietSteps:
         return loud
 
     def _put_none(self, loop: Loop, ys: dict[int, list[Array]]) -> None:
-        """Stacks of nothing for the outputs that are not kept of any step of this chunk."""
+        """Empty stacks for the outputs that no step of this chunk keeps."""
         _, y = jax.eval_shape(loop.step, loop.consts, loop.state, one_step(loop.xs))
         for i, (leaf, pieces) in enumerate(
             zip(jax.tree.leaves(y), map(ys.get, range(len(self.level.keeps))), strict=True)
@@ -152,7 +152,7 @@ def _run_part(loop: Loop, start: int, stop: int, flags: tuple[bool, ...], *, alo
     step = _as_function(loop, Emit(loop.step, flags))
     if alone:
         feed = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, start, keepdims=False), loop.xs)
-        state, ys = as_arrays(step(loop.consts, loop.state, feed))  # a constant comes out of a call as a number
+        state, ys = as_arrays(step(loop.consts, loop.state, feed))  # a call returns a constant as a number
         return state, [y[None] for y in ys]
     whole = (start, stop) == (0, loop.length)
     xs = loop.xs if whole else jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, start, stop), loop.xs)

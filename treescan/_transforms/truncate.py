@@ -84,7 +84,7 @@ def check_truncate(truncate: Any) -> int | None:
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: `truncate` must be an int of at least 1, got {describe_argument(truncate)}.",
-            "The gradient is cut every so many steps: `truncate=32`. None does not cut it.",
+            "The gradient is cut after every so many steps, for example `truncate=32`. None does not cut it.",
         )
     return steps
 

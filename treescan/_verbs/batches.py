@@ -57,7 +57,7 @@ def _refuse_within(path: str, batch: _Batch) -> None:
             raise Fault(
                 ArgumentError,
                 f"{{verb}} over {{body}}: {inner} is a `{type(node).__name__}` within a `{type(batch).__name__}`.",
-                f"A batch holds data alone: put `{inner}.data` in its place, or both batches beside each other.",
+                f"A batch may only contain data: use `{inner}.data` there, or pass both batches side by side.",
             )
 
 
@@ -70,21 +70,21 @@ def _refuse_other_rows(first: tuple[str, _Batch], other: tuple[str, _Batch]) -> 
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: {both}, which have different rows.",
-            f"Make both with `pad`, or both with `pack`. `repad({path if isinstance(batch, Packed) else other_path}, "
-            "ys)` gives packed sequences a row each.",
+            "Make both with `pad`, or both with `pack`. "
+            f"`repad({path if isinstance(batch, Packed) else other_path}, ys)` gives each packed sequence a row.",
         )
     pairs = list(zip(_said(batch), _said(other_batch), strict=True))
     if any(a is not b and (isinstance(a, Tracer) or isinstance(b, Tracer)) for a, b in pairs):
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: {both}, whose rows are traced, so they may differ.",
-            f"Put the data of both into one: {one}.",
+            f"Combine the data of both into one batch: {one}.",
         )
     if not all(a is b or _equal(a, b) for a, b in pairs):
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: {both}, of other rows.",
-            "Make one batch from sequences that contain both, `pad([(a, b), ...])`, or the same with `pack`.",
+            f"{{verb}} over {{body}}: {both}, which have different rows.",
+            "Make one batch from sequences that contain both, `pad([(a, b), ...])` or `pack([(a, b), ...])`.",
         )
 
 
@@ -123,7 +123,7 @@ def _check_in_axes(in_axes: Axes, xs: PyTree, data: PyTree) -> None:
         if is_own and not (type(axis) is int and axis == 0):
             raise Fault(
                 ArgumentError,
-                f"{{verb}} over {{body}}: `in_axes` is {axis!r} for {path}, a part of a batch, whose first axis is "
-                f"the steps.",
+                f"{{verb}} over {{body}}: `in_axes` is {axis!r} for {path}, a part of a batch. The first axis of a "
+                "batch is always the steps.",
                 "Give 0 for the parts of a `Padded` or a `Packed`, and other axes, or None, for the other leaves.",
             )

@@ -28,7 +28,7 @@ def check_axes_of(variable_axes: Any) -> tuple[Axis, ...]:
     if not isinstance(variable_axes, Mapping):
         raise Fault(
             ArgumentTypeError,
-            "{verb} over {body}: `variable_axes` maps names of collections to axes, got "
+            "{verb} over {body}: `variable_axes` must be a dict from names of collections to axes, got "
             f"{describe_argument(variable_axes)}.",
             'Write `variable_axes={"params": 0}`.',
         )
@@ -45,18 +45,20 @@ def check_split(split_rngs: Any) -> tuple[tuple[Any, bool], ...]:
         wrong = others[0]
     raise Fault(
         ArgumentTypeError,
-        f"{{verb}} over {{body}}: `split_rngs` maps names of streams to True or False, got {describe_argument(wrong)}.",
+        "{verb} over {body}: `split_rngs` must be a dict from names of streams to True or False, got "
+        f"{describe_argument(wrong)}.",
         'Write `split_rngs={"dropout": True}`: each step has its own key.',
     )
 
 
 def check_hook(option: str, hook: Any) -> None:
-    """Refuses what is no function."""
+    """Refuses hooks that are not functions."""
     if hook is not None and not callable(hook):
         raise Fault(
             ArgumentTypeError,
             f"{{verb}} over {{body}}: `{option}` must be a function, got {describe_argument(hook)}.",
-            "`data_transform(variables, rngs)` returns both, `metadata_fn(collection, axis, added)` a collection.",
+            "`data_transform(variables, rngs)` returns both, and `metadata_fn(collection, axis, added)` returns a "
+            "collection.",
         )
 
 
@@ -82,8 +84,8 @@ def _axis(names: Any, axis: Any) -> Axis:
         raise Fault(
             ArgumentTypeError,
             f"{{verb}} over {{body}}: an axis of `variable_axes` must be an int, got {describe_argument(axis)}.",
-            "Or `treescan.In(axis)` or `treescan.Out(axis)`, for collections that go only one way. Collections "
-            "without an axis belong in `variable_broadcast` or `variable_carry`.",
+            "Or use `treescan.In(axis)` for a collection that is only read, and `treescan.Out(axis)` for one that "
+            "is only written. Collections without an axis belong in `variable_broadcast` or `variable_carry`.",
         )
     kind = type(axis).__name__  # flax has an In and an Out of its own
     return Axis(names, None if kind == "Out" else number, None if kind == "In" else number)
@@ -162,5 +164,5 @@ def merged(groups: Groups) -> Collections:
 
 
 def listed(names: Iterable[str]) -> str:
-    """Names as a message lists them."""
+    """Names, for a list in a message."""
     return ", ".join(repr(name) for name in names)

@@ -1,4 +1,4 @@
-"""`describe` tells what a call of a verb would do."""
+"""`describe` shows what a call of a verb would do."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ _VERBS: dict[Callable[..., Any], _Verb] = {
 
 @verb
 def describe(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Description:
-    """Tells what a call of a verb would do, from its own arguments. Nothing is run: the body is traced.
+    """Shows what a call of a verb would do, from its arguments. The body is traced, and nothing is run.
 
     Args:
         verb: one of `treescan.scan`, `fold`, `accumulate`, `fori`, `mask_scan`, `while_scan`, `scan_layers` and
@@ -111,6 +111,6 @@ def _no_verb(verb: Any) -> Fault:
     named = ", ".join(f"`{known.__name__}`" for known in _VERBS)
     return Fault(
         ArgumentError,
-        f"`describe` describes calls of {named}, got {describe_argument(verb)}.",
-        "Give the verb, and behind it what it is called with: `treescan.describe(treescan.scan, step, init, xs)`.",
+        f"the first argument of `describe` must be one of {named}, got {describe_argument(verb)}.",
+        "Pass the verb, and then the arguments of its call: `treescan.describe(treescan.scan, step, init, xs)`.",
     )

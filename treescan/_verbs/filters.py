@@ -58,7 +58,7 @@ def check_filter(option: str, given: Any) -> Any:
             return names
     raise Fault(
         ArgumentTypeError,
-        f"{{verb}} over {{body}}: `{option}` takes names of collections, got {describe_argument(given)}.",
+        f"{{verb}} over {{body}}: `{option}` must be names of collections, got {describe_argument(given)}.",
         "Give a name, a set of names, True for all or False for none, a function of the name, or a "
         "`treescan.DenyList` of the names to leave out.",
     )

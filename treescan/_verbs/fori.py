@@ -24,14 +24,13 @@ from .prepare import prepare
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
 _TRACED_MOST = (
-    "It is part of the compiled program: give an int, the most steps that the loop may ever take. The bounds may be "
-    "traced: "
-    "the loop ends at `upper`."
+    "It is part of the compiled program: give an int, the largest number of steps that the loop may take. The "
+    "bounds may be traced: the loop ends at `upper`."
 )
 _REFUSES = {
     "in_axes": _NO_AXES,
     "out_axes": _NO_AXES,
-    "length": "its length is upper - lower; `max_length` is the most it may be.",
+    "length": "its length is upper - lower, and `max_length` is the limit for traced bounds.",
 }
 _ACCEPTED = frozenset((*ForiOptions.__annotations__, "key"))
 
@@ -134,13 +133,13 @@ def _check_most(length: int, most: int | None) -> None:
 
 
 def _check_traced(bound: Any, name: str) -> ArrayLike:
-    """A bound as it is: a concrete int, or a traced int of shape []."""
+    """A checked bound, unchanged: a concrete int, or a traced int of shape []."""
     if not isinstance(bound, Tracer):
         return check_bound(bound, name)
     if bound.shape != () or not jnp.issubdtype(bound.dtype, jnp.integer):
         raise Fault(
             ArgumentTypeError,
             f"{{verb}} over {{body}}: `{name}` must be one int, got {describe_traced(bound)}.",
-            "Give an int of shape []. For loops of unequal length in one batch, `jax.vmap` over it.",
+            "Give an int of shape []. For a batch of loops with different lengths, use `jax.vmap`.",
         )
     return bound

@@ -162,8 +162,8 @@ def refuse_made(given: PyTree, returned: PyTree) -> None:
     if rows:
         raise Fault(
             BodyError,
-            "{body} made variables of a collection that is carried. A carry must exist before the first step.",
-            "Make them before the loop: initialize the module of one step on its own. Or give their collection an "
+            "{body} created variables in a collection that is carried. A carry must exist before the first step.",
+            "Create them before the loop: initialize the module of one step on its own. Or give the collection an "
             "axis, or broadcast it.",
             header=("leaf", "before", "after"),
             rows=rows,

@@ -59,7 +59,7 @@ def is_pattern(block: Any) -> bool:
 
 
 def check_stacks(block: Any, layers: PyTree, xs: PyTree, in_axes: Axes, length: int | None = None) -> Stacks:
-    """Holds blocks, stacks and xs against one another. `length` is for layers that have no parameters of their own.
+    """Checks that blocks, stacks and xs fit together. `length` is for layers that have no parameters of their own.
 
     Raises:
         Fault: for a `LayerError` that lists all the leaves in question.
@@ -93,7 +93,7 @@ def _count(stack: PyTree, root: str, length: int | None) -> int:
     if length is None and stack is None:
         raise Fault(
             LayerError,
-            f"{{call}}: how many layers? `{root}` is None.",
+            f"{{call}}: the number of layers is unknown. `{root}` is None.",
             "A stack is a pytree of arrays whose first axis is the layers: `treescan.stack` makes one of a list of "
             "layers.",
             "Layers without parameters of their own, which share one set in `args`, need `length=`.",
@@ -130,23 +130,23 @@ def one_each(blocks: tuple[Any, ...], given: Any, name: str) -> tuple[Any, ...]:
         raise Fault(
             error,
             f"{{call}}: there are {len(blocks)} blocks, but `{name}` has {len(given)} item{'s'[: len(given) != 1]}.",
-            "Give one for each block. Repeat a block that has several turns in a period.",
+            "Give one item for each block. If a block has several turns in a period, repeat it.",
         )
     return tuple(given)
 
 
 def _check_pattern(counts: tuple[int, ...]) -> None:
-    """Refuses stacks from which blocks cannot take turns."""
+    """Refuses stacks whose blocks cannot take turns."""
     fewest = counts[-1]
     leading = sum(count == fewest + 1 for count in counts)
     if not any(counts):
-        raise Fault(LayerError, "{call}: there are no layers: every stack is empty.", "Give at least one.")
+        raise Fault(LayerError, "{call}: there are no layers: every stack is empty.", "Give at least one layer.")
     if counts != (fewest + 1,) * leading + (fewest,) * (len(counts) - leading):
         raise Fault(
             LayerError,
             "{call}: the stacks do not make a pattern.",
-            "Blocks take turns: the first layer of each, the second of each, and so on. So all stacks have the same "
-            "number of layers. Only the last period need not be full: then the first stacks have one layer more.",
+            "Blocks take turns: the first layer of each, the second of each, and so on. So all stacks need the same "
+            "number of layers. Only if the last period is not full, the first stacks have one layer more.",
             header=("stack", "layers"),
             rows=[Row(f"layers[{i}]", str(count), "", "") for i, count in enumerate(counts)],
         )
@@ -177,7 +177,7 @@ def _check_own(layers: PyTree, xs: PyTree, in_axes: Axes, count: int, name: str)
     if rows:
         raise Fault(
             LayerError,
-            f"{{call}}: `layers{name}` holds {count} layers, but `{root}` has leaves for another number.",
+            f"{{call}}: `layers{name}` holds {count} layers, but leaves of `{root}` have a different number.",
             "Each layer receives its own slice of xs. Pass values that all layers share as `args`.",
             header=("leaf", "layers", "is"),
             rows=rows,
@@ -216,8 +216,8 @@ def check_remats(remat: Any, stacks: Stacks) -> Remats:
                 ArgumentError,
                 f'{{call}}: in a sequence, `remat` must be "step", `Remat(policy)` or None for each block, got '
                 f"{describe_argument(given)}.",
-                "A plan that divides the loop over all blocks, or a budget, applies to all: do not put it in a "
-                "sequence.",
+                "A plan that splits the loop over all blocks, or a budget, applies to all of them: pass it alone, "
+                "not in a sequence.",
             )
     return tuple(plan for _, plan in each) if any(plan for _, plan in each) else None
 
@@ -231,8 +231,8 @@ def check_gradient(remat: Any, prefetch: Any, stacks: Stacks) -> tuple[Remats, G
         raise Fault(
             ArgumentError,
             f"{{call}}: `prefetch` is for one block, but there are {len(stacks.blocks)} that take turns.",
-            "Leave it out. The blocks of a period are in one round of the loop, where no weights wait for x: the "
-            "compiler may gather those of the next block early.",
+            "Leave it out. All blocks of a period are in one iteration of the loop, and their weights do not depend "
+            "on x, so the compiler can gather the weights of the next block early.",
         )
     if not jax.tree.leaves(stacks.layers):
         raise Fault(ArgumentError, "{call}: `prefetch` gathers weights, but the layers have none.", "Leave it out.")
@@ -240,7 +240,7 @@ def check_gradient(remat: Any, prefetch: Any, stacks: Stacks) -> tuple[Remats, G
         raise Fault(
             ArgumentError,
             '{call}: with `prefetch`, `remat` is "step" or None.',
-            "The gradient gathers early too, and recomputes each layer with or without `remat`.",
+            "The gradient also gathers early, and it recomputes each layer with or without `remat`.",
         )
     return None, gather
 

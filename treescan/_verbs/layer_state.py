@@ -51,7 +51,7 @@ class LayerStates:
 
 
 def check_state(state: PyTree, stacks: Stacks) -> LayerStates | None:
-    """Holds the states of the layers against their stacks; None if there are no states.
+    """Checks that the states fit the stacks of layers; None if there are no states.
 
     Raises:
         Fault: for a `LayerError` that lists all the leaves in question.
@@ -78,10 +78,10 @@ def _check_stack(state: PyTree, name: str, count: int) -> None:
     if rows:
         raise Fault(
             LayerError,
-            f"{{call}}: `{name.replace('state', 'layers')}` holds {count} layers, but `{name}` has leaves for another "
-            "number.",
-            "Each layer receives its own slice of the state, and returns it. The first axis of every leaf is the "
-            "layers. Pass a state that all layers share through x.",
+            f"{{call}}: `{name.replace('state', 'layers')}` holds {count} layers, but leaves of `{name}` have a "
+            "different number.",
+            "Each layer receives its own slice of the state, and returns it. So the first axis of every leaf must "
+            "be the layers. Pass a state that all layers share through x.",
             header=("leaf", "layers", "is"),
             rows=rows,
         )

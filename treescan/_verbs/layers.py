@@ -170,21 +170,21 @@ def scan_layers(
             needs this argument receives None.
         state: a state that each layer reads and writes, for example a cache: any pytree with leaves `[n, ...]`. For a
             sequence of blocks, one each, or None. A block receives its layer's state after x (after x_layer if there
-            are xs), and returns the new one behind x: `block(layer, x, state, *args) -> (x, state, y)`. The loop
+            are xs), and returns the new one after x: `block(layer, x, state, *args) -> (x, state, y)`. The loop
             carries the states of all layers and writes them in place, so a donated state is not copied. With `remat`,
             it scans over the states and stacks the new ones instead, which copies them; otherwise the gradient would
             save all states for each layer.
         args: values that all layers share, passed to each call. Arrays are values of the program, and can be
-            differentiated. Everything else, including Python numbers and bools, is part of the program: another number
-            is another program. So pass what changes from call to call, for example a position, as an array.
+            differentiated. Everything else, including Python numbers and bools, is compiled into the program, so a new
+            number compiles again. So pass values that change from call to call, for example a position, as arrays.
         **options: `reverse` (the last layer first; each y stays at the place of its layer), `unroll` (how many layers,
-            or periods of a pattern, are compiled into one round of the loop), `key` (each layer receives
+            or periods of a pattern, are compiled into one iteration), `key` (each layer receives
             `key=jax.random.fold_in(key, number of the layer among all)`), `length` (the number of layers, if `layers`
             is None), `in_axes` (of xs), `out_axes`, `name`, `check_finite`, as for `treescan.scan`; `save` (of ys; in a
             pattern, a sequence with one item per block, which counts its own layers); `prefetch` (1 gathers the weights
-            of the next layer while one is computed, on all devices of the mesh that is set; the gradient does so too,
-            and recomputes each layer; a function of one layer gathers them in another way); `progress` (as for
-            `treescan.scan`, of layers; the carry is x); and `remat`: with "step" the gradient recomputes each layer
+            of the next layer while the current one is computed, on all devices of the current mesh, also in the
+            gradient, which recomputes each layer; a function of one layer gathers them in its own way); `progress` (as
+            for `treescan.scan`, of layers; the carry is x); and `remat`: with "step" the gradient recomputes each layer
             from its input, with "nested" chunks of about sqrt(n) layers and each layer within them, and a
             `treescan.Remat` has more options. In a pattern, a sequence has "step", a `Remat(policy)` or None for each
             block.

@@ -54,13 +54,13 @@ class _Call:
         if only_read:
             raise Fault(
                 BodyError,
-                f"{{body}} returned {listed(only_read)}, which `variable_axes` has as `In`: only read.",
+                f"{{body}} returned {listed(only_read)}, but `In` in `variable_axes` makes it read-only.",
                 "Do not return it, or give it an int instead of `In`.",
             )
         if left:
             raise Fault(
                 BodyError,
-                f"{{body}} returned collections that have no role: {listed(left)}.",
+                f"{{body}} returned collections without a role: {listed(left)}.",
                 "Name each in `variable_axes`, `variable_broadcast` or `variable_carry`, or do not return it.",
             )
         return carry, y, found._replace(carried={**groups.carried, **found.carried})
@@ -86,8 +86,8 @@ def _parts(returned: Any) -> tuple[PyTree, PyTree, Mapping[str, PyTree]]:
             raise Fault(
                 BodyError,
                 f"{{body}} must return a pair ((carry, y), variables), but returned {describe_node(returned)}.",
-                "Write `return (carry, y), {}`, with the collections that changed in the dict, by name: what "
-                "`module.apply(..., mutable=[...])` of flax returns.",
+                "Write `return (carry, y), {}`, with the dict from names to the collections that changed, as "
+                "`module.apply(..., mutable=[...])` of flax returns it.",
             )
 
 
@@ -255,8 +255,8 @@ def _checked(what: str, given: Any) -> Mapping[str, PyTree]:
         return given
     raise Fault(
         ArgumentTypeError,
-        f"{{verb}} over {{body}}: `{what}` must be a dict by name, got {describe_argument(given)}.",
-        "Call the function that `lift` returns as `run(variables, rngs, carry, *args)`, with `{}` where there are "
+        f"{{verb}} over {{body}}: `{what}` must be a dict from names to values, got {describe_argument(given)}.",
+        "Call the function that `lift` returns as `run(variables, rngs, carry, *args)`, and pass `{}` if there are "
         "none.",
     )
 
@@ -265,6 +265,6 @@ def _refuse_left(what: str, left: list[str], where: str) -> None:
     if left:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: {listed(left)} in `{what}` has no role.",
-            f"Name it in {where}, or leave it out of `{what}`.",
+            f"{{verb}} over {{body}}: `{what}` has names without a role: {listed(left)}.",
+            f"Name each in {where}, or leave it out of `{what}`.",
         )

@@ -41,7 +41,7 @@ def plan_remat(
     args: tuple[Any, ...] = (),
     state: PyTree = None,
 ) -> RematPlan:
-    """Counts the memory of a scan's gradient under a plan, and how often it evaluates the body. Nothing is run.
+    """Counts the memory of a scan's gradient under a plan, and how often it evaluates the body. Runs nothing.
 
     Floating-point leaves of xs count as if they were differentiated, as parameters are.
 
@@ -91,9 +91,9 @@ def plan_remat(
             own = {"args": args, "key": key, "state": state}
             return _plan_layers(f, init, layers, xs, length, remat=remat, pair=pair, **own)
         if args:
-            raise Fault(ArgumentError, "{verb} over {body}: `args` is for `layers`.", "Let the body close over it.")
+            raise Fault(ArgumentError, "{verb} over {body}: `args` needs `layers`.", "Let the body close over it.")
         if state is not None:
-            raise Fault(ArgumentError, "{verb} over {body}: `state` is for `layers`.", "Let the body carry it.")
+            raise Fault(ArgumentError, "{verb} over {body}: `state` needs `layers`.", "Let the body carry it.")
         call = prepare(SCAN if pair else FOLD, f, init, xs, length, key=key)
         chosen = check_remat_or_auto(remat)
         if not call.call.length:
@@ -108,7 +108,11 @@ def _plan_layers(
     block: Any, x: PyTree, layers: PyTree, xs: PyTree, length: int | None, *, remat: Any, pair: bool, **options: Any
 ) -> RematPlan:
     if length is not None:
-        raise Fault(ArgumentError, "{verb} over {body}: `length` is not for layers.", "The stacks say how many.")
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `length` cannot be given with `layers`.",
+            "Leave it out: the stacks have the number of layers.",
+        )
     plan = check_remat(remat)
     pairs, alone = SCAN_LAYERS, FOLD_LAYERS
     if options["state"] is not None:
@@ -122,7 +126,7 @@ def _plan(hoisted: Hoisted, remat: Remat | Auto | None) -> RematPlan:
 
 
 def _traced(plan: Callable[[Arguments], RematPlan], given: Arguments) -> RematPlan:
-    """What is found out from types alone, where the arrays may be nothing but these."""
+    """Runs on types alone, because the arrays may be only types."""
     found: list[RematPlan] = []
 
     def look(given: Arguments) -> None:

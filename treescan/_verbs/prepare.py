@@ -45,7 +45,7 @@ from .._types import Array, Axes, ProgressLike, PyTree
 from ..carries._registry import Adopted, adopt
 
 AROUND_ROWS: tuple[Transform, ...] = (Mask(Prefix.of(0), "0"), ResetRows())
-"""What is put around each step of rows, where nothing is kept of its y."""
+"""Surrounds each step of rows if its y is not kept."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -206,7 +206,7 @@ def restored(result: tuple[PyTree, PyTree], call: Call, adopted: Adopted) -> tup
 
 
 def check_body(body: Body, convention: Convention, *, keyed: bool, masked: bool = False) -> bool:
-    """Holds a body's parameters against what it will be passed; returns whether it takes `valid`."""
+    """Checks a body's parameters against its arguments; returns whether it takes `valid`."""
     sees_valid = masked and takes_keyword(body, "valid")
     passed = {"key": "the option `key`"} if keyed else {}
     passed |= {"valid": "mask_scan"} if sees_valid else {}

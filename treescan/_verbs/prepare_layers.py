@@ -197,7 +197,7 @@ def _check_out_axes(out_axes: Axes, stacks: Stacks) -> Prefix | None:
 def _check_blocks(
     bodies: tuple[Body, ...], convention: Convention, stacks: Stacks, args: int, *, keyed: bool
 ) -> list[bool]:
-    """Holds the parameters of each block against what it will be passed; returns which are passed something of xs.
+    """Checks the parameters of each block against its arguments; returns which blocks receive something from xs.
 
     A block that needs it is passed None where there are no xs, so that it may be run with a cache and without.
     """
@@ -224,9 +224,9 @@ def explain_traced(error: Exception) -> Exception:
     """The error, with a note where a block used a traced value as Python's, as when it branches on a window."""
     if isinstance(error, _OF_TRACED_VALUES) and not isinstance(error, TreescanError):
         error.add_note(
-            "A block is traced once for all layers of its stack, so values in `layers` or `xs` are traced. If a value "
-            "must be part of the program and differs between layers, for example a window, use a pattern: "
-            "`local = functools.partial(block, window=512)` and so on, `[local, local, global_]` with a stack for "
-            "each. Pass a value that all layers share as `args`."
+            "A block is traced once for all layers of its stack, so values in `layers` or `xs` are traced. If a "
+            "value must be known when the program is traced, and differs between layers, for example a window size, "
+            "use a pattern: `local = functools.partial(block, window=512)` and so on, `[local, local, global_]` "
+            "with a stack for each. Pass a value that all layers share as `args`."
         )
     return error

@@ -128,7 +128,7 @@ def scan(
         xs: the inputs to scan over: any pytree with leaves `[T, ...]`, or None for a loop without inputs.
         length: the number of steps T. It is needed without xs, and must agree with them otherwise.
         reverse: run from step T-1 to step 0. Each y is at the position of its x.
-        unroll: how many steps are compiled into one round of the loop; 0 or True unrolls the whole loop.
+        unroll: how many steps are compiled into one iteration of the loop. 0 or True unrolls the whole loop.
         in_axes: the axis to scan over, for each leaf of xs (a prefix tree). Negative axes count from the end. With
             None, every step receives the whole leaf. Axes other than 0 cost a transposed copy of the leaf.
         out_axes: the axis of the steps, for each leaf of ys (a prefix tree). Axes other than 0 cost a transposed copy.

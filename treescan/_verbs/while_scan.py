@@ -45,9 +45,9 @@ from .prepare import AROUND_ROWS, prepare
 
 _ACCEPTED = frozenset(WhileOptions.__annotations__) | {"max_length", "key"}
 _TRACED_MOST = (
-    "It is part of the compiled program: give an int, the most steps that the loop may ever take. For a limit that is "
-    'known only at run time, carry a counter and let `cond` compare it, `lambda carry: (carry["step"] < limit) & ...`: '
-    "the loop then ends there."
+    "It is part of the compiled program: give an int, the largest number of steps that the loop may take. For a "
+    'limit that is known only at run time, carry a counter and let `cond` compare it, `lambda carry: (carry["step"] '
+    "< limit) & ...`: the loop then ends there."
 )
 _REFUSES = {"length": "`cond` decides how many steps it runs, at most `max_length`."}
 
@@ -226,7 +226,7 @@ def while_scan(
         check_finite: as for `treescan.scan`. Rows that have stopped are not checked.
         **options: `reverse` (from step max_length-1 down; each y is at the position of its x), `unroll` (within the
             chunks into which the loop is cut), `in_axes`, `out_axes`, `key`, `name`, as for `treescan.scan`. `key`
-            excludes `compact`.
+            and `compact` cannot be combined.
 
     Returns:
         The carry after the last step that was taken, ys `[max_length, ...]`, the number of steps that were taken, and
@@ -257,7 +257,7 @@ def while_scan(
         >>> print(f"{sqrt(2.0):.4f} {jax.grad(sqrt)(2.0):.4f}")
         1.4142 0.3536
 
-        Rows that stop each by itself:
+        Rows that stop independently:
 
         >>> def halve(x, _):
         ...     return x / 2, x
@@ -305,8 +305,8 @@ def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int
         if most is None:
             raise Fault(
                 ArgumentError,
-                "{verb} over {body}: how many steps at most? No `max_length` is given, and there are no xs to scan "
-                "over.",
+                "{verb} over {body}: the maximum number of steps is unknown. No `max_length` is given, and there "
+                "are no xs to scan over.",
                 "Pass `max_length=`: the loop ends there even if the condition is still true.",
             )
         return most
@@ -315,7 +315,7 @@ def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int
         raise Fault(
             ArgumentError,
             "{verb} over {body}: the number of steps in xs is symbolic.",
-            "The loop is cut into chunks: export for a number of steps that is known.",
+            "The loop is split into chunks, so export it with a known number of steps.",
         )
     if most is not None and most > there:
         raise _too_short(xs, most, axes or (0,) * len(leaves))
@@ -332,7 +332,7 @@ def _too_short(xs: PyTree, most: int, axes: LeafAxes) -> Fault:
     return Fault(
         ArgumentError,
         f"{{verb}} over {{body}}: `max_length` is {most}, but xs has {rows[0].expected} steps.",
-        "Leave it out to run at most as many steps as xs has, or give xs for all `max_length` steps.",
+        "Leave it out to stop at the end of xs, or give xs for all `max_length` steps.",
         header=("leaf", "steps", "is"),
         rows=rows,
     )
@@ -360,6 +360,6 @@ def _check_fill(fill: PyTree) -> PyTree:
         raise Fault(
             ArgumentError,
             '{verb} over {body}: `fill` cannot be "hold".',
-            "Give a scalar. The last output is in its place, `ys[steps - 1]`; or keep the value in the carry.",
+            "Give a scalar. The last output is `ys[steps - 1]`. Or keep the value in the carry.",
         )
     return filled

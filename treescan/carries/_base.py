@@ -1,4 +1,4 @@
-"""The contract of a custom carry, and the trees that hold some."""
+"""The contract of a custom carry, and trees that contain custom carries."""
 
 from __future__ import annotations
 
@@ -60,18 +60,18 @@ class AbstractCarry(abc.ABC, Generic[Seen_co, Returned_contra]):
 
         Args:
             returned: what the body returned in this place.
-            valid: in `mask_scan` which rows are data in this step, bool[*batch]; None elsewhere. Leaves with rows
-                ignore it: what is written to a row that is not valid is not kept. Leaves that all rows share leave out
-                what was returned for rows that are not valid, without dividing by their number, which may be 0.
+            valid: in `mask_scan`, the rows that are data in this step, bool[*batch]; elsewhere None. Leaves with rows
+                can ignore it, because the values of invalid rows are not kept. Leaves that all rows share must leave
+                out the values of invalid rows. The number of valid rows may be 0, so do not divide by it.
         """
 
     def rows(self) -> int | Mapping[str, Any] | None:
         """Where the batch shape of `mask_scan` starts in the leaves.
 
         Returns:
-            The axis (0 if it leads), or None for leaves that all rows share, or both by the names of fields; of a field
-            that holds a tree, a prefix tree of these. A field that is not named is as if it were given 0. A carry that
-            is held says so itself, unless None is given for it.
+            The axis (0 if it leads), None for leaves that all rows share, or a mapping from the names of fields to
+            these. A field that contains a tree may have a prefix tree of these. A field that is not named has axis 0. A
+            carry inside this one uses its own `rows`, unless it has None here.
         """
         return 0
 
@@ -120,9 +120,9 @@ def carry_of(value: Any, kind: type[CarryT]) -> CarryT:
     """
     if isinstance(value, kind):
         return value
-    cure = "Give it the part of the final carry at the place of the custom carry in `init`."
+    cure = "Pass the part of the final carry that is at the place of the custom carry in `init`."
     if is_carry(value):
-        cure = f"Ask for the class that `init` had there, `{type(value).__name__}`, or give it another part."
+        cure = f"Ask for the class that `init` has there, `{type(value).__name__}`, or pass another part."
     fault = Fault(
         ArgumentTypeError,
         f"{{verb}} was asked for a carry of class {kind.__name__}, but got {describe_node(value)}.",
@@ -156,7 +156,7 @@ def write_tree(tree: PyTree, returned: PyTree, valid: Array | None = None) -> Py
 
     Args:
         tree: what was read by `read_tree`.
-        returned: what the body returned in its place: the same structure, with any value in the places of custom
+        returned: what the body returned in its place: the same structure, with any values in the places of custom
             carries.
         valid: as for `AbstractCarry.write`.
 
@@ -174,9 +174,9 @@ def write_tree(tree: PyTree, returned: PyTree, valid: Array | None = None) -> Py
     if parts is None:
         fault = Fault(
             ArgumentTypeError,
-            f"{{verb}} got {describe_node(returned)}, whose structure is not that of the tree to write to, "
+            f"{{verb}} got {describe_node(returned)}, whose structure differs from that of the tree to write to, "
             f"{describe_node(tree)}.",
-            "Return the structure that `read_tree` returns, with any value in the places of custom carries.",
+            "Return the structure that `read_tree` returns, with any values in the places of custom carries.",
         )
         raise explain(fault, "write_tree")
     pairs = zip(nodes, parts, strict=True)
@@ -213,8 +213,8 @@ def origin(module: str) -> str:
     # One that is installed in place, editable, declares no packages: then it is known by its name, if at all.
     for name in importlib.metadata.packages_distributions().get(package, (package,)):
         with contextlib.suppress(importlib.metadata.PackageNotFoundError):
-            return f"`{module}`, which the distribution {name} {importlib.metadata.version(name)} brings"
-    return f"`{module}`, which belongs to no installed distribution"
+            return f"`{module}`, from the installed distribution {name} {importlib.metadata.version(name)}"
+    return f"`{module}`, which is not part of an installed distribution"
 
 
 def describe_error(error: Exception) -> str:

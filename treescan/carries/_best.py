@@ -129,8 +129,8 @@ def best(
         raise Fault(
             ArgumentTypeError,
             f"{{verb}}: `score` must be a number, or one for each row, got {describe_argument(score)}.",
-            "It is the score of the first value; None is worse than any score. The body computes the others, and "
-            "returns `(score, candidate)` in the carry's place.",
+            "It is the score of the first value. None is worse than any score. The body computes the scores of "
+            "later values, and returns `(score, candidate)` in the place of the carry.",
         )
     start = (-jnp.inf if mode == "max" else jnp.inf) if score is None else numbers(score, "score")
     return as_seen(Best(inexact(start), jax.tree.map(strong, value), mode, shared))

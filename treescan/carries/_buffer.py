@@ -75,9 +75,9 @@ class Buffer(AbstractCarry[tuple[Any, Array], tuple[Any, ArrayLike]]):
 
     def _misfit(self, values: Array, value: Any, expected: tuple[int, ...]) -> TypeError:
         one = describe_leaf(jax.ShapeDtypeStruct(expected, values.dtype))
-        says = f"it appends a value of type {one} per step, but was given {describe_leaf(value)}"
+        says = f"it appends one value of type {one} per step, but was given {describe_leaf(value)}"
         if jnp.shape(value) == values.shape:
-            says += f", which has the shape of the whole store of {values.shape[0]} values: return the new value alone"
+            says += f", which has the shape of the whole buffer of {values.shape[0]} values: return only the new value"
         return TypeError(says)
 
     def rows(self) -> Mapping[str, Any] | None:

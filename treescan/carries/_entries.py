@@ -54,7 +54,7 @@ def numbers(value: Any, name: str = "") -> Array:
             ArgumentTypeError,
             f"{{verb}}: {f'`{name}` is an array or a number' if name else 'it carries arrays and numbers'}, got "
             f"{describe_argument(value)}.",
-            "Give its value: an array, a number or, where a pytree is carried, a tree of these.",
+            "Give an array, a number or, if a pytree is carried, a tree of these.",
         ) from None
 
 

@@ -91,6 +91,6 @@ def keys(key: Array) -> Array:
         raise Fault(
             ArgumentTypeError,
             f"{{verb}}: `key` must be a PRNG key, got {describe_argument(key)}.",
-            "Make it with `jax.random.key(seed)`; with `jax.random.split(key, rows)` for one per row.",
+            "Make it with `jax.random.key(seed)`, or with `jax.random.split(key, rows)` for one per row.",
         ) from None
     return as_seen(Keys(own(made)))

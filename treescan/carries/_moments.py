@@ -142,9 +142,7 @@ def _checked(shape: Any) -> tuple[int, ...]:
         pass
     cure = "Give a tuple of ints: `moments((features,))`, or `moments()` for the moments of a number."
     if isinstance(shape, jax.Array | np.ndarray):
-        cure = (
-            f"For entries of the type of this array give its shape, `moments({tuple(shape.shape)})`: they start empty."
-        )
+        cure = f"For entries like this array, give its shape, `moments({tuple(shape.shape)})`. The moments start empty."
     raise Fault(
         ArgumentTypeError, f"{{verb}}: `shape` must be the shape of an entry, got {describe_argument(shape)}.", cure
     )

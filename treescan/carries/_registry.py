@@ -152,7 +152,7 @@ def _refuse_second(kind: type, to_carry: Callable[..., Any]) -> None:
         f"{{verb}} got `{kind.__module__}.{kind.__qualname__}`, which is registered already.",
         f"First by {describe_function(before.to_carry)}.",
         f"Now by {describe_function(to_carry)}.",
-        "A type has one kind of carry. Remove one of the two, or register a subclass of your own.",
+        "A type can only be registered once. Remove one of the two, or register a subclass of your own.",
     )
 
 
@@ -375,8 +375,8 @@ def load(plugin: Plugin) -> None:
                 for kind in set(_adoptions) - before:
                     del _adoptions[kind]
             warn_user(
-                f"treescan: the carries for `{plugin.package}` that the distribution {plugin.distribution} declares "
-                f"({plugin.value}) do not load, and are ignored. {plugin.fault}",
+                f"treescan could not load the carries for `{plugin.package}` that the distribution "
+                f"{plugin.distribution} declares ({plugin.value}), and ignores them. {plugin.fault}",
                 PluginWarning,
             )
         _forget()

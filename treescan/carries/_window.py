@@ -76,5 +76,5 @@ def window(history: T) -> T:
     """
     for leaf in jax.tree.leaves(history):
         if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] == 0:
-            raise ValueError(f"the history holds {describe_leaf(leaf)}: its first axis is that of the last k values")
+            raise ValueError(f"the history has {describe_leaf(leaf)}: its first axis must be the last k values")
     return as_seen(Window(jax.tree.map(strong, history)))

@@ -1,1 +1,1 @@
-"""What one would want to change in a call: a table of codes, and a function for each of them."""
+"""Things in a call that are worth changing: a table of codes, and a function for each code."""

@@ -68,7 +68,7 @@ def calls_of(program: Any) -> tuple[Call, ...]:
 
 
 def constants_of(body: TracedBody) -> Iterator[tuple[Named, Any, set[str]]]:
-    """What every step of a body is given alike: each with its variable, and the operations that read it."""
+    """The values that all steps of a body share: each with its variable, and the operations that read it."""
     for constant, variable in zip(body.constants, body.closed_vars, strict=True):
         yield constant, variable, readers(body.jaxpr, variable)
 

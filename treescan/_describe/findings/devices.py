@@ -1,4 +1,4 @@
-"""Findings about arrays that are spread over devices."""
+"""Findings about arrays that are sharded over devices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .case import Case, constants_of, is_weight
 
 
 def gathered_weights(case: Case) -> Iterator[Finding]:
-    """TS010: weights that are spread over the devices over which what they multiply is spread: each needs all."""
+    """TS010: weights that are sharded over the same mesh axis as their operands, so each device needs all of them."""
     for body in case.bodies:
         used = _axes_of(body.carry) if isinstance(case.program, Pattern) else _axes_of([*body.carry, *body.x])
         paths = [leaf.path for leaf in _weights(case, body) if used & _axes_of([leaf])]
@@ -20,12 +20,12 @@ def gathered_weights(case: Case) -> Iterator[Finding]:
             layers = isinstance(case.program, Pattern)
             yield Finding(
                 "TS010",
-                f"{', '.join(paths[:3])}{' and others' if len(paths) > 3 else ''}: spread over {_shown(used)}, as the "
-                f"carry is, so that the devices gather them whole "
-                f"{'in each layer, while nothing else runs' if layers else 'for the loop'}.",
-                "Pass `prefetch=1`: the next layer's are gathered while one is computed."
+                f"{', '.join(paths[:3])}{' and others' if len(paths) > 3 else ''}: sharded over {_shown(used)}, "
+                "like the carry, so every device gathers the whole arrays {'in each layer, and computes nothing "
+                "meanwhile' if layers else 'for the loop'}.",
+                "Pass `prefetch=1`: it gathers the weights of the next layer while the current layer is computed."
                 if layers
-                else "Keep them whole on each device, if they fit, or spread them over another mesh axis.",
+                else "Replicate them on all devices, if they fit, or shard them over another mesh axis.",
             )
 
 

@@ -1,4 +1,4 @@
-"""Findings about the leaves of the carry, of x, and of what every step is given alike."""
+"""Findings about the leaves of the carry, of x, and of the values that all steps share."""
 
 from __future__ import annotations
 
@@ -17,20 +17,22 @@ from ..facts import Finding
 from .case import Case, constants_of
 
 LARGE = 4096
-"""Bytes from which on a constant is worth a word."""
+"""The smallest constant, in bytes, that is reported."""
 
 MANY = 16
-"""Scalar leaves from which on it pays to put them into one array."""
+"""The number of scalar leaves from which it pays to combine them into one array."""
 
 
 def unchanged_leaves(case: Case) -> Iterator[Finding]:
-    """TS001: leaves of the carry that no step changes, but for those with rows, whose place it is."""
+    """TS001: leaves of the carry that no step changes, except leaves with rows, which belong there."""
     fixed = [all(flags) for flags in zip(*(body.fixed for body in case.bodies), strict=True)]
     leaves = [leaf for leaf, is_fixed in zip(case.bodies[0].carry, fixed, strict=True) if is_fixed]
     paths = [leaf.path for leaf in leaves if not _has_rows(leaf.value, case.bodies[0])]
     if paths and not any(call.custom for call in case.calls):
         instead = "Pass it in `args`." if case.unit != "step" else "Let the body close over it."
-        yield Finding("TS001", f"{_listed(paths)}: no {case.unit} changes it.", f"{instead} The carry is what changes.")
+        yield Finding(
+            "TS001", f"{_listed(paths)}: no {case.unit} changes it.", f"{instead} The carry is for values that change."
+        )
 
 
 def _has_rows(value: Any, body: TracedBody) -> bool:
@@ -39,7 +41,7 @@ def _has_rows(value: Any, body: TracedBody) -> bool:
 
 
 def large_constants(case: Case) -> Iterator[Finding]:
-    """TS004: constants as large as the carry that each step reads a part of, or as a whole, but not for a product."""
+    """TS004: constants as large as the carry which each step reads, whole or in part, but not for a product."""
     for body, call in zip(case.bodies, case.calls, strict=True):
         flags = zip(body.carry, body.fixed, strict=True)
         carry = sum(bytes_of(jax.typeof(leaf.value)) for leaf, is_fixed in flags if not is_fixed)
@@ -50,7 +52,7 @@ def large_constants(case: Case) -> Iterator[Finding]:
                 yield Finding(
                     "TS004",
                     f"{constant.path}: {variable.aval}, {describe_bytes(size)}, is as large as the carry, "
-                    f"{describe_bytes(carry)}. Each {case.unit} of the gradient adds to one as large.",
+                    f"{describe_bytes(carry)}. Each {case.unit} of the gradient adds to an array of this size.",
                     cure,
                 )
 
@@ -80,9 +82,9 @@ def many_scalars(case: Case) -> Iterator[Finding]:
     if len(scalars) >= MANY:
         yield Finding(
             "TS005",
-            f"{len(scalars)} leaves are single numbers, {_listed(list(scalars))} among them. Each is an array of its "
-            "own, read and written in operations of its own.",
-            "Put them into one array.",
+            f"{len(scalars)} leaves are single numbers, for example {_listed(list(scalars))}. Each is a separate "
+            "array, which separate operations read and write.",
+            "Combine them into one array.",
         )
 
 
@@ -96,7 +98,7 @@ def promoted_leaves(case: Case) -> Iterator[Finding]:
                 yield Finding(
                     "TS006",
                     f"{leaf.path}: {describe_leaf(leaf.value)} becomes {describe_leaf(after).lstrip('~')} in the "
-                    f"first {case.unit}, so that the body is traced twice.",
+                    f"first {case.unit}, so the body is traced twice.",
                     f"Start from an array: `jnp.asarray({leaf.path}, jnp.{dtype})`.",
                 )
 

@@ -30,8 +30,9 @@ def rows_closed_over(case: Case) -> Iterator[Finding]:
             if variable.aval.shape[:1] == (rows,) and reading and not is_weight(reading):
                 yield Finding(
                     "TS007",
-                    f"{constant.path}: the body closes over {variable.aval}, which seems to have an entry "
-                    f"for each of the {rows} rows. `compact` gives the body fewer rows, and does not bring it along.",
+                    f"{constant.path}: the body closes over {variable.aval}, which seems to have an entry for each "
+                    f"of the {rows} rows. `compact` calls the body with fewer rows, but cannot select the rows of "
+                    "this array.",
                     "Pass it through the carry, or through xs with None in `in_axes` and a tree as `x_axes`.",
                 )
 
@@ -44,8 +45,8 @@ def separate_products(case: Case) -> Iterator[Finding]:
         if reason is not None:
             yield Finding(
                 "TS008",
-                f"the products with {', '.join(weights)} are taken in each {case.unit}, not for a chunk at once: "
-                f"{reason[0]}.",
+                f"the products with {', '.join(weights)} are computed in each {case.unit}, not once per chunk. The "
+                f"reason: {reason[0]}.",
                 reason[1],
             )
 
@@ -62,26 +63,26 @@ def _why_separate(case: Case, body: TracedBody) -> tuple[str, str] | None:
     save = getattr(case.transform(KeepRows) or case.transform(KeepOutputs), "save", None)
     reasons = [
         (not is_rewriting(), "rewriting is off", "Leave `rewriting(False)` and `TREESCAN_REWRITE=0` out."),
-        (trace.effects, "the body does something beside computing", "Leave the callback out where it is trained."),
+        (trace.effects, "the body has a side effect", "Leave the callback out when training."),
         (
             trace.reverse_rule,
             "the body calls a function with a `jax.custom_vjp`",
-            "Give it a `jax.custom_jvp` instead, if that can be written.",
+            "Give it a `jax.custom_jvp` instead, if possible.",
         ),
         (skip is not None and skip.chunk == 0, "`chunk=0`", "Leave `chunk` out."),
         (
             _recomputes_steps(remat),
             "`remat` recomputes each of them",
-            'Use `Remat("everything_saveable", levels=2)`, or leave `remat` out, if the memory is there.',
+            'Use `Remat("everything_saveable", levels=2)`, or leave `remat` out, if there is enough memory.',
         ),
         (
             save is not None and any(keep not in (1, None) for keep in save.leaves),
             "`save` keeps some outputs",
-            "Keep all of them, if the memory is there.",
+            "Keep all of them, if there is enough memory.",
         ),
         (
             any(map(is_sharded, _leaves(body))),
-            "what is scanned over is spread over an explicit mesh",
+            "the carry or xs is sharded over an explicit mesh",
             "Run the loop within `jax.shard_map`.",
         ),
     ]
@@ -107,6 +108,7 @@ def short_loop(case: Case) -> Iterator[Finding]:
     if 0 < steps <= FEW_STEPS and case.operations < FEW_OPERATIONS and not (unrolled or case.ends_early):
         yield Finding(
             "TS009",
-            f"{steps} {case.unit}s of about {case.operations:,} operations each: a loop takes longer to start one.",
+            f"{steps} {case.unit}s of about {case.operations:,} operations each: the loop itself takes longer than "
+            f"its {case.unit}s.",
             "Pass `unroll=True`.",
         )

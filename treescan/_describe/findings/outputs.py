@@ -33,6 +33,6 @@ def constant_outputs(case: Case) -> Iterator[Finding]:
             if hasattr(variable, "val") or variable not in varying:
                 yield Finding(
                     "TS003",
-                    f"{path}: {variable.aval} is the same in every {case.unit}, and is stacked.",
-                    "Return None in its place, and use it outside of the loop.",
+                    f"{path}: {variable.aval} is the same in every {case.unit}, but it is stacked.",
+                    "Return None instead, and use the value outside the loop.",
                 )

@@ -53,8 +53,8 @@ class Gather:
         raise Fault(
             ArgumentError,
             f"{{call}}: `prefetch` must be 1, a function of one layer, or None, got {describe_argument(prefetch)}.",
-            "1 gathers the weights of the next layer on all devices while a layer is computed. A function does so in "
-            "another way, and returns the layer.",
+            "1 gathers the weights of the next layer on all devices while the current layer is computed. A function "
+            "gathers them in its own way, and returns the layer.",
         )
 
     def __call__(self, layer: PyTree) -> PyTree:
@@ -66,9 +66,9 @@ class Gather:
         if not same_structure(given, gathered):
             raise Fault(
                 ArgumentError,
-                f"{{call}}: `prefetch` returned another tree than the layer that it was given: "
+                "{call}: `prefetch` must return a layer with the structure that it was given, but returned "
                 f"{describe_node(gathered)}.",
-                "It returns the same layer with its weights gathered; shapes and dtypes may change.",
+                "Return the same layer with its weights gathered. Shapes and dtypes may change.",
             )
         nodes = jax.tree.leaves(layer, is_leaf=lambda node: isinstance(node, Static))
         pairs = zip(nodes, jax.tree.leaves(gathered), strict=True)

@@ -35,7 +35,7 @@ from .turns import Remats, Saves, run_turns, trace_turns
 
 
 class Watching(Protocol):
-    """What looks at x, for what is told of it once the layers have run."""
+    """Watches x during the loop, and reports after the layers have run."""
 
     def x_of(self, state: list[Any], /) -> PyTree:
         """What the last layer returned."""
@@ -86,7 +86,7 @@ class Pattern:
 
     @property
     def moves(self) -> bool:
-        """Whether there is work around the loop."""
+        """Whether there is work outside the loop."""
         moves = self.out_axes is not None or any(axes is not None for axes in self.axes) or self.prefetch is not None
         moves = moves or len(self.blocks) > 1 or self.remat is not None or any(self.saves)
         return moves or self.states is not None or self.check is not None or self.shown is not None

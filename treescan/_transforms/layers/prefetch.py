@@ -37,11 +37,11 @@ EACH_LAYER = Remat(levels=1)
 
 
 def no_forward_mode() -> Fault:
-    """What is wrong with forward mode of a loop that gathers ahead."""
+    """The error for forward mode of a loop that gathers early."""
     return Fault(
         ArgumentError,
         "{verb} over {body}: this is forward mode, but JAX differentiates a loop with `prefetch` only in reverse "
-        "mode, as any function with a `jax.custom_vjp`.",
+        "mode, like any function with a `jax.custom_vjp`.",
         "Leave `prefetch` out there. `jax.grad`, `jax.vmap`, and forward mode of a gradient work with it.",
     )
 

@@ -89,7 +89,7 @@ class WithUnchanged:
 def run_turns(
     loops: Sequence[Loop], remat: Remats, saves: Saves, memo: Memo, shown: ShowProgress | None = None
 ) -> tuple[PyTree, list[PyTree]]:
-    """Runs loops by turns, until the last has no step left; those that have one more come once more, in their order.
+    """Runs a step of each loop in turn. After the last common round, the loops with one more step run it, in order.
 
     Args:
         loops: loops over the same state. The first of them may have one step more than the others.
@@ -132,7 +132,7 @@ def _run_turns(
 def _run_in_order(
     loops: Sequence[Loop], remat: Remats, saves: Saves, shown: ShowProgress | None
 ) -> tuple[PyTree, list[PyTree]]:
-    """Loops of which none has a second turn before another has its first: one after the other."""
+    """Loops with only one step each, which run one after the other."""
     state, ys, traces = loops[0].state, [None] * len(loops), Traces()
     for i in _order(len(loops), loops[0].reverse):
         loop = dataclasses.replace(loops[i], state=state)
@@ -212,7 +212,7 @@ def trace_turns(loops: Sequence[Loop]) -> list[Hoisted]:
         with speaking_of(loop.body.function):
             hoisted = traces.hoist(dataclasses.replace(loop, state=state))
         if traced and not all(map(same_type, leaves, hoisted.settled)):
-            traced.clear()  # a weakly typed leaf that a later body promotes: those before it have to see that too
+            traced.clear()  # if a later body promotes a weakly typed leaf, earlier bodies must see that type
         else:
             traced.append(hoisted)
         state = jax.tree.unflatten(hoisted.structure, hoisted.settled)

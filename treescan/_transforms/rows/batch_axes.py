@@ -58,7 +58,7 @@ class Begins(NamedTuple):
     """What segments begin from.
 
     Attributes:
-        flags: bool[T, *batch], where a row begins anew; or int32[T, R]: which sequence begins there, counted from 1, or
+        flags: bool[T, *batch], where a segment begins; or int32[T, R]: which sequence begins there, counted from 1, or
             0 for none.
         targets: for each leaf of the state what it begins from: a scalar, or all rows of it; where a table is, those of
             all sequences, [N, ...]. None for a leaf that is never reset.
@@ -83,7 +83,7 @@ class Rows(NamedTuple):
         all_valid: whether every step of every row is known to be data: there are resets alone.
         given: what the verb was told of them.
         was_fixed: for each leaf of the user's state whether it left the state, as no step changes it.
-        begins: where a row begins anew, and from what; None: from its init, where `resets` say.
+        begins: where segments begin, and from what; None: from `init`, where `resets` are set.
         apart: whether the trace of the body proves that it treats rows independently.
         tiers: the numbers of rows that the body was traced for; one where rows are not ordered.
     """
@@ -103,12 +103,12 @@ class Rows(NamedTuple):
 
 
 def without_arrays(rows: Rows) -> Rows:
-    """Where the rows are, and nothing that holds arrays: rules for derivatives may not hold tracers."""
+    """Where the rows are, without arrays, because rules for derivatives must not contain tracers."""
     return rows._replace(resets=None, begins=None, given=RowFlags(), apart=Rows._field_defaults["apart"])
 
 
 def with_axes(loop: Loop, **axes: LeafAxes) -> Loop:
-    """The loop, with its rows elsewhere."""
+    """The loop, with its rows on other axes."""
     return dataclasses.replace(loop, rows=loop.rows._replace(axes=loop.rows.axes._replace(**axes)))
 
 
@@ -149,7 +149,7 @@ def check_batch_axes(option: str, axes: LeafAxes, tree: PyTree, root: str, batch
 
 
 def _other_batch(option: str, root: str, found: set[tuple[int, ...]]) -> str:
-    """What to say where the leaves that differ may have one other batch shape."""
+    """The advice if all differing leaves may have one other batch shape."""
     if len(found) != 1:
         return ""
     batch = _shape(*found)

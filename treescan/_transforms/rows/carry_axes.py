@@ -39,8 +39,9 @@ def spread_carry_axes(prefix: Prefix, state: PyTree, root: str, batch: tuple[int
 
 
 _ROWS = (
-    "A custom carry says itself where its rows are (`rows`): start it from arrays that have the batch shape there. "
-    "For one that all rows share, give None in `carry_axes`, or `shared=True` to it if it has that option."
+    "The method `rows` of a custom carry says where its rows are. Start the carry from arrays that have the batch "
+    "shape there. If all rows share it, give None in `carry_axes`, or create it with `shared=True` if it has that "
+    "option."
 )
 
 
@@ -58,10 +59,9 @@ def _axes_within(state: PyTree, root: str, prefix: PyTree) -> LeafAxes:
         elif axis != 0:
             raise Fault(
                 ArgumentError,
-                f"{{verb}} over {{body}}: `carry_axes` is {axis} for {path}, a custom carry (`{type(node).__name__}`), "
-                "which says itself where its rows are.",
-                "`carry_axes` takes a tree with an axis for each part of the carry: give 0 for this one, or None if "
-                "all rows share it.",
+                f"{{verb}} over {{body}}: `carry_axes` is {axis} for {path}, a custom carry "
+                f"(`{type(node).__name__}`), whose own method `rows` says where its rows are.",
+                "Give a tree with an entry for each part of the carry: 0 for this one, or None if all rows share it.",
             )
         else:
             axes.extend(row_axes(node, path))
@@ -102,7 +102,7 @@ def _field_axes(node: AbstractCarry[Any, Any], path: str, key: KeyPath, child: P
         if fault.error is PluginError:
             raise
         name = path_str("", key).removeprefix(".")
-        says = f"gives {given!r} for the field `{name}`, {describe_node(child)}, which it does not fit"
+        says = f"returned {given!r} for the field `{name}`, which does not fit {describe_node(child)}"
         raise _bad_rows(node, path, says) from None
 
 
@@ -111,9 +111,9 @@ def _bad_rows(node: AbstractCarry[Any, Any], path: str, says: str) -> Fault:
     return Fault(
         PluginError,
         f"{{verb}} over {{body}}: `{name}.rows` of the custom carry at {path} {says}.",
-        "It returns the axis where the batch shape starts in the leaves (0: it leads), None if all rows share them, or "
-        "a mapping from the names of fields to these: to a prefix tree of them for a field that holds a tree, to 0 or "
-        "None for one that holds a custom carry.",
+        "Return the axis where the batch shape starts in all leaves (0: it leads), None if all rows share them, or "
+        "a mapping from the names of fields to these. A field that holds a tree may have a prefix tree of them. A "
+        "field that holds a custom carry has 0 or None.",
         describe_class(type(node)),
     )
 
@@ -126,15 +126,15 @@ def refuse_shared_keys(state: PyTree, axes: LeafAxes, root: str) -> None:
         own = [next(paths) for _ in jax.tree.leaves(node)]
         if is_carry(node):
             rows.extend(
-                Row(path, "one key a row", "one for all", "")
+                Row(path, "one key per row", "one for all", "")
                 for (path, leaf), axis in own
                 if axis is None and _is_random(node, leaf)
             )
     if rows:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `compact` runs the body on fewer rows, for which a key that all rows share would draw "
-            "other numbers.",
+            "{verb} over {body}: `compact` calls the body with fewer rows, so a key that all rows share would draw "
+            "different numbers.",
             "Give each row a key of its own: `keys(jax.random.split(key, rows))`.",
             header=("leaf", "needed", "is"),
             rows=rows,

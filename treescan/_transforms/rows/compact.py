@@ -24,7 +24,7 @@ from .leaves import gather_rows
 from .lend import may_branch
 
 MOST_TIERS = 7
-"""That `compact=True` makes; the body is compiled once for each."""
+"""The largest number of tiers of `compact=True`. The body is compiled once for each."""
 
 _OF_ROWS = ("valid", "reset", "cut", "end")
 """What a step is fed that has rows, beside x."""
@@ -120,7 +120,7 @@ def tiers_of(compact: bool | tuple[int, ...], batch: tuple[int, ...]) -> tuple[i
     if not batch:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `compact` orders the rows of a batch, but the batch shape of the mask is [].",
+            "{verb} over {body}: `compact` sorts the rows of a batch, but the batch shape of the mask is [].",
             "Leave `compact` out: for a single row, chunks without a valid step are skipped anyway.",
         )
     refuse_symbolic(batch[0], "compact", of="rows")
@@ -141,7 +141,7 @@ def _within(tiers: tuple[int, ...], rows: int) -> list[int]:
         raise Fault(
             ArgumentError,
             f"{{verb}} over {{body}}: `compact` names a tier of {above[0]} rows, but the batch has {rows}.",
-            "A tier is a number of rows that the body is made for; the whole batch always is one.",
+            "A tier is a number of rows that the body is compiled for. The whole batch is always a tier.",
         )
     return sorted({tier for tier in tiers if tier < rows})
 
@@ -164,18 +164,18 @@ def trace_tiers(hoisted: Hoisted, loop: Loop, axes: RowAxes, tiers: tuple[int, .
         except Fault as fault:
             raise _of_fewer_rows(fault, tier, max(tiers)) from None
         except Exception as error:
-            error.add_note(f"`compact` had the body run on {tier} of the {max(tiers)} rows.")
+            error.add_note(f"`compact` called the body with {tier} of the {max(tiers)} rows.")
             raise
 
 
 def _of_fewer_rows(fault: Fault, tier: int, rows: int) -> Fault:
-    """What is wrong where the body is given fewer rows, with the cause that is the likeliest."""
+    """The error for a body that fails with fewer rows, and its most likely cause."""
     return Fault(
         fault.error,
-        f"{fault.says.rstrip('.')}, when it is given {tier} of the {rows} rows, as `compact` gives it.",
-        "An array with rows that the body closes over does not come along: pass it through the carry, or through xs "
-        "with `in_axes=None` and a tree as `x_axes` that says where its rows are. And the body must take any number "
-        "of rows.",
+        f"{fault.says.rstrip('.')} when `compact` called it with {tier} of the {rows} rows.",
+        "The body must work for any number of rows. `compact` cannot select the rows of an array that the body "
+        "closes over: pass such an array through the carry, or through xs with `in_axes=None` and a tree as "
+        "`x_axes` that says where its rows are.",
         header=fault.header,
         rows=fault.rows,
     )
@@ -187,19 +187,20 @@ def _first_rows(axes: RowAxes, count: int, consts: PyTree, state: PyTree, feed: 
 
 
 def refuse_tiers(tiers: tuple[int, ...], loop: Loop) -> None:
-    """Refuses to order rows where no branch may depend on data, and rows that are spread over devices by their type."""
+    """Refuses to sort rows if no branch may depend on data, or if their type shards them over devices."""
     if len(tiers) < 2:
         return
     if not may_branch():
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `compact` takes a branch that depends on {mask}, which would deadlock devices where "
-            "JAX does not tell what varies over them: in a `jax.shard_map` with `check_vma=False`, or in `jax.pmap`.",
-            "Leave `check_vma` on, or `compact` out.",
+            "{verb} over {body}: `compact` branches on {mask}. Here JAX does not track which values vary over "
+            "devices, and devices that take different branches would deadlock. This is so in a `jax.shard_map` with "
+            "`check_vma=False`, and in `jax.pmap`.",
+            "Leave `check_vma` on, or leave `compact` out.",
         )
     if any(is_sharded(leaf) for leaf in jax.tree.leaves((loop.state, loop.xs.x, loop.xs.valid))):
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `compact` orders the rows of a batch, which are spread over an explicit mesh.",
-            "Leave `compact` out, or run the scan inside of `jax.shard_map`, where each device orders its own rows.",
+            "{verb} over {body}: `compact` sorts the rows of a batch, but they are sharded over an explicit mesh.",
+            "Leave `compact` out, or run the scan inside `jax.shard_map`, where each device sorts its own rows.",
         )

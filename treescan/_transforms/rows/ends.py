@@ -19,7 +19,7 @@ from .packed import Spans, at_rows, numbers_of, refuse_split_rows, turns
 
 @dataclass(frozen=True)
 class KeepEnds:
-    """The step that keeps what the sequences ended with that end with it.
+    """The step that stores the final values of the sequences that end in it.
 
     Its state is (ends, the inner state); where outputs are held, (held outputs, (ends, the inner state)). The ends are
     of the leaves that have rows, with an entry for each sequence in the place of one for each row. The feed says which
@@ -111,7 +111,7 @@ def _unkept(loop: Loop, count: int) -> list[bool]:
 
 
 def _start(loop: Loop, number: int, leaf: Array, axis: int | None, spans: Spans) -> Array:
-    """What a leaf's ends are before any: what the sequences begin from. Those of 0 steps end with it."""
+    """The initial ends of a leaf: the values that the sequences begin from. Sequences of 0 steps end with these."""
     assert axis is not None
     begins, of_state = loop.rows.begins, number - len(loop.rows.outputs.lasts)
     target = None if begins is None or of_state < 0 else begins.targets[of_state]

@@ -150,8 +150,8 @@ def _spread(fill: Prefix, tree: PyTree) -> list[Any]:
     except PrefixMismatch as error:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `fill` is no prefix of y: {error}.",
-            "Give one scalar for all of y, or a tree with the structure of y down to where one scalar holds.",
+            f"{{verb}} over {{body}}: `fill` is not a prefix of y: {error}.",
+            "Give one scalar for all of y, or a prefix tree of y with scalars.",
         ) from None
 
 
@@ -177,7 +177,7 @@ def check_fill(fill: PyTree) -> PyTree:
         if isinstance(value, Tracer) or np.ndim(value) or not isinstance(value, _SCALARS):
             raise Fault(
                 ArgumentTypeError,
-                f"{{verb}} over {{body}}: `fill` takes numbers, got {describe_argument(value)}.",
+                f"{{verb}} over {{body}}: `fill` must be a number, got {describe_argument(value)}.",
                 'Give a Python or NumPy scalar, "hold" for the last valid y, or a prefix tree of them.',
             )
         plain = value.item() if isinstance(value, np.generic | np.ndarray | jax.Array) else value

@@ -18,7 +18,7 @@ _once_a_shape = functools.partial(jax.jit, inline=True)
 
 
 class GoodPair(NamedTuple):
-    """What padded rows are shown; the batch axes may have size 1, where all rows are shown one.
+    """The values that padded rows see. If all rows see the same values, the batch axes have size 1.
 
     Attributes:
         state: leaves of the state.

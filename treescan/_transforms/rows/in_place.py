@@ -64,9 +64,9 @@ class Carried(NamedTuple):
 
 
 def write_in_place(loop: Loop, tiers: tuple[int, ...]) -> Loop:
-    """The loop, with a runner that writes its outputs in place; as it was where that is not possible or gains nothing.
+    """The loop with a runner that writes its outputs in place. If that is impossible or useless, the loop itself.
 
-    What XLA's other backends make of it is not known. Under `jax_remat3` the derivative of a rule like that of
+    This was not tested on XLA's other backends. Under `jax_remat3` the derivative of a rule like that of
     `InPlace` saves what its checkpoints were to leave out.
     """
     chunks = loop.wishes[0].size < loop.length and len(loop.wishes) == 1
@@ -153,7 +153,7 @@ class InPlace:
 
 @dataclass(frozen=True)
 class _Chunk:
-    """A step that runs of a chunk what its schedule says. Its consts are (consts, xs), its x where the chunk begins.
+    """A step that runs the scheduled part of a chunk. Its consts are (consts, xs), its x is where the chunk begins.
 
     Attributes:
         steps: runs the steps of a chunk.

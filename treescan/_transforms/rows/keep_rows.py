@@ -21,7 +21,7 @@ from .packed import are_valid, ends_of
 
 
 class RowOutputs(NamedTuple):
-    """What a masked loop makes of its outputs.
+    """What a masked loop does with its outputs.
 
     Attributes:
         idle: the outputs that are kept where nothing is run.
@@ -36,7 +36,7 @@ class RowOutputs(NamedTuple):
 
 @dataclass(frozen=True)
 class KeepRows:
-    """Keeps of each output what `save` says, each row for itself; holds those whose fill says so.
+    """Applies `save` to the outputs, for each row separately, and holds outputs whose fill is "hold".
 
     Attributes:
         save: a prefix of y: what is kept; None: everything.

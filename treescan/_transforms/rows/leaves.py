@@ -29,7 +29,7 @@ def _mask_of_lengths(lengths: Array, steps: int) -> Array:
 
 
 def any_along(flags: Array, axes: Iterable[int]) -> Array:
-    """`jnp.any` along some axes: one operation, where that is a call of a compiled function, which is dear to trace."""
+    """`jnp.any` along some axes, as a single operation. `jnp.any` calls a compiled function, which is slow to trace."""
     axes = tuple(axes)
     return jax.lax.reduce_or(flags, axes) if axes else flags
 
@@ -101,7 +101,7 @@ def select_valid(valid: Array, new: Array, old: Array, axis: int | None) -> Arra
 
 
 def unsigned(number: Array) -> Array:
-    """A number that is not negative, in a type that says so."""
+    """A number that is not negative, in an unsigned type."""
     return number.astype(jnp.uint32)
 
 

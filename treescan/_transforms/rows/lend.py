@@ -45,7 +45,7 @@ def _unless_alone_rule(axis_size: int, in_batched: list[bool], going: Array) -> 
 
 
 def unless_alone(going: Array) -> Array:
-    """True, within a branch that is taken if `going` is set; `going` itself where others share the branch.
+    """True, inside a branch that is taken if `going` is set. If others share the branch, `going` itself.
 
     These are the elements of a vmap and the devices of a shard_map: the branch is taken if any of them goes on.
     """

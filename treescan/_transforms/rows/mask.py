@@ -1,8 +1,8 @@
 """`mask_scan`: a step that is not valid holds the carry, and its x is never read.
 
 Before the body, the (state, x) of a padded row is replaced by a pair known to be good; after the body, the state and
-y are selected. Selecting afterwards alone would not do: its gradient is 0 times the body's Jacobian at the padding,
-and where that is NaN or inf, so is the product.
+y are selected. It is not enough to select afterwards: the gradient is 0 times the body's Jacobian at the padding,
+and if that is NaN or inf, the product is NaN.
 
 About gradients through a selection: https://github.com/jax-ml/jax/issues/1052.
 """
@@ -88,9 +88,9 @@ def _some_of_all(valid: Array) -> Array:
 
 
 def with_kept_states(step: Step) -> Step:
-    """A masked step that shows padded rows the state that they keep, for a loop that nobody differentiates.
+    """A masked step that shows padded rows the state that they keep, for a loop that is not differentiated.
 
-    What the body makes of a padded row is thrown away. Where it treats rows independently, only a gradient could tell
+    The results of a padded row are discarded. If the body treats rows independently, only a gradient could show
     that the state did not fit the x. So one selection per leaf of the state is saved.
 
     Args:
@@ -100,7 +100,7 @@ def with_kept_states(step: Step) -> Step:
 
 
 def in_branches(step: Step) -> Step:
-    """A masked step that only runs where some row is valid: what all rows share needs no selection then.
+    """A masked step that runs only if some row is valid, so values that all rows share need no selection.
 
     Args:
         step: as for `with_kept_states`.
@@ -123,7 +123,7 @@ def _show_own(mask: RowMask, leaves: list[Array], good: list[Any], axes: LeafAxe
 
 
 def _show_shared(mask: RowMask, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:
-    """Some leaves are shared by all rows: a row's first pair might not fit what these are by now.
+    """Some leaves are shared by all rows, and a row's first pair may not fit their current values.
 
     Padded rows are shown a row that is valid at this very step. Where there is none, everything is as it was when the
     earliest row began, shared leaves included; nothing that the body then returns is kept.
@@ -146,9 +146,9 @@ def _show_shared(mask: RowMask, leaves: list[Array], good: list[Any], axes: Leaf
 
 @dataclass(frozen=True)
 class Mask:
-    """Runs the steps of rows that are not valid on a good pair, and keeps nothing of what comes of it.
+    """Runs the steps of invalid rows on a good pair, and discards their results.
 
-    Where every step is valid, the loop is left alone.
+    If every step is valid, the loop does not change.
 
     Attributes:
         fill: a prefix of y: what it is on padded steps.
@@ -207,14 +207,14 @@ def _good_pair(
 ) -> tuple[GoodPair, PyTree]:
     """The pair for padded rows, and the consts; both from another element of a vmap for one that has nothing valid.
 
-    Under stop_gradient: each would be a cotangent accumulator otherwise, and a way in for NaN.
+    They are under stop_gradient. Otherwise each would have a cotangent accumulator, and could let NaN in.
     """
     valid = loop.xs.valid
     assert valid is not None
     unchanged, inner = loop.consts
     closed, inner = (None, inner) if is_untraced(loop) else inner  # what the body closes over was lifted by OverRows
     state, fixed, xs = jax.lax.stop_gradient((loop.state, unchanged, jax.tree.leaves(loop.xs.x)))
-    if 0 in valid.shape:  # no step, or no row: there is no pair, and nothing that would be shown one
+    if 0 in valid.shape:  # no step or no row: there is no pair, and none is needed
         first = [jax.lax.full(leaf.shape[1:], 0, leaf.dtype) for leaf in xs]
         return GoodPair(state, [None] * len(fixed), first), loop.consts
     if share:

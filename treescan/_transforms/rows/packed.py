@@ -15,34 +15,34 @@ Spans = tuple[Array, Array, Array]
 
 
 def refuse_split_rows(spans: Spans, valid: Array) -> None:
-    """Refuses rows that are spread over devices: the index counts the rows of all of them."""
+    """Refuses rows that are sharded over devices, because the index counts the rows of all devices."""
     if valid.ndim != 2:
         raise Fault(
             ArgumentError,
-            f"{{call}}: the mask of the `Packed` is {describe_leaf(valid)}, but its steps and rows are two axes.",
-            "Map whole batches, stacked with all their leaves: `jax.vmap(run)(batches)`. Or scan a single row, "
-            "`mask_scan(step, init, data, mask=mask, resets=resets)`.",
+            f"{{call}}: the mask of the `Packed` must have two axes, steps and rows, but is {describe_leaf(valid)}.",
+            "To map over several batches, stack all of their leaves: `jax.vmap(run)(batches)`. Or scan a single "
+            "row, `mask_scan(step, init, data, mask=mask, resets=resets)`.",
         )
     split = varying_axes(jax.typeof(valid)) - varying_axes(jax.typeof(spans[0]))
     if not split and may_branch() and not is_sharded(valid):
         return
     raise Fault(
         ArgumentError,
-        "{call}: the rows of a `Packed` are spread over devices, but its index counts those of all.",
-        "Leave mesh axes out of the types of the batch, so that JAX itself spreads the rows; in a `jax.shard_map`, "
-        "leave `check_vma` on and give each device a `Packed` of its own, with its index. Or scan the rows, whose "
-        "carries are those of rows and not of sequences: `mask_scan(step, init, packed.data, mask=packed.mask, "
-        "resets=packed.resets)`.",
+        "{call}: the rows of a `Packed` are sharded over devices, but its index counts the rows of all devices.",
+        "Leave mesh axes out of the types of the batch, so that JAX itself shards the rows. In a `jax.shard_map`, "
+        "leave `check_vma` on and give each device its own `Packed`, with its own index. Or scan the rows "
+        "themselves, which gives the carry of each row instead of each sequence: `mask_scan(step, init, "
+        "packed.data, mask=packed.mask, resets=packed.resets)`.",
     )
 
 
 def at_rows(leaf: Array, spans: Spans, axis: int | None) -> Array:
-    """A leaf with an entry for each sequence in the place of one for each row: that of its row."""
+    """A leaf with an entry for each sequence instead of each row: the entry of the row of the sequence."""
     return leaf if axis is None else jnp.take(leaf, spans[0], axis, mode="clip")
 
 
 def ends_of(ys: Array, spans: Spans, axis: int, value: Array, some: Array, *, reverse: bool) -> Array:
-    """What each sequence ended with, from the outputs of all steps, held; `value` where there is not `some`."""
+    """The last output of each sequence, from the held outputs of all steps; `value` where `some` is not set."""
     row, start, length = spans
     step = jnp.where(length > 0, start if reverse else start + length - 1, ys.shape[0])
     picked = jnp.moveaxis(ys, axis + 1, 1).at[step, row].get(mode="clip") if ys.size else None

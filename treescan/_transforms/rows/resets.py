@@ -102,7 +102,7 @@ class BeginSegments:
         return Begins(self._flags(loop), targets, tables)
 
     def _flags(self, loop: Loop) -> Array:
-        """Where rows begin anew; of a `Packed` also where a sequence does that no flag tells of, and by its number."""
+        """Where segments begin. For a `Packed`, the numbers of the sequences that begin, also those without a flag."""
         spans, valid = loop.rows.given.spans, loop.xs.valid
         assert valid is not None
         if spans is None:
@@ -115,7 +115,7 @@ class BeginSegments:
 
 @dataclass(frozen=True)
 class ResetRows:
-    """`resets`: puts back, before each step that begins a segment, what it begins from, in the order of the run."""
+    """`resets`: before each step that begins a segment, restores the state that the segment begins from."""
 
     moves = True
 
@@ -146,7 +146,7 @@ def begins_of(loop: Loop, state: list[Array]) -> Begins:
 
 
 def flags_of(loop: Loop) -> Array:
-    """bool[T, *batch]: before which steps a row begins anew."""
+    """bool[T, *batch]: before which steps a segment begins."""
     rows, valid = loop.rows, loop.xs.valid
     assert valid is not None
     if rows.all_valid:
@@ -155,14 +155,14 @@ def flags_of(loop: Loop) -> Array:
 
 
 def _shifted(resets: Array) -> Array:
-    """In reverse a row begins anew one step before each flag, in time; where every step is valid."""
+    """In reverse, if every step is valid, a segment begins one step before each flag, in time."""
     return jnp.concatenate([resets[1:], jnp.zeros_like(resets[:1])])
 
 
 def beginnings(resets: Array, valid: Array, *, reverse: bool) -> Array:
-    """bool[T, *batch]: where a row begins anew. In reverse, that is the last valid step of each segment.
+    """bool[T, *batch]: where a segment begins. In reverse, that is its last valid step.
 
-    Flags at steps that are not valid mean nothing.
+    Flags at invalid steps are ignored.
     """
     resets = resets & valid
     if not reverse or not valid.shape[0]:

@@ -14,7 +14,7 @@ from .lend import most_of_all, most_of_devices
 
 
 class Schedule(NamedTuple):
-    """What of each chunk is to be run.
+    """The part of each chunk that runs.
 
     Attributes:
         branch: int32[N]: 0: nothing; i: the first tiers[i-1] rows of the order.

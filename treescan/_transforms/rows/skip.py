@@ -50,7 +50,7 @@ class ChunkRemat(enum.Enum):
 
 @dataclass(frozen=True)
 class RunLive:
-    """The step that runs of a chunk what its schedule says.
+    """The step that runs the part of a chunk that its schedule selects.
 
     Attributes:
         step: runs a whole chunk.
@@ -84,7 +84,7 @@ class RunLive:
         taken: list[Callable[..., Any]] = [*some, self._everything]
         if self.remat is ChunkRemat.RECOMPUTES and _may_nest(
             (consts, state, feed)
-        ):  # else the branches that are not taken would write zeros for all that these save
+        ):  # otherwise the other branches would write zeros for all values that this one saves
             taken = [checkpoint(branch, prevent_cse=False) for branch in taken]
         return jax.lax.switch(index, [self._nothing, *taken], consts, state, feed)
 
@@ -93,7 +93,7 @@ class RunLive:
 
     def _nothing(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         final, types = jax.eval_shape(self._everything, consts, state, feed)
-        # The branches must agree: a weakly typed init that no trace has settled is promoted as it is by the loop.
+        # The branches must have the same types: an untraced, weakly typed init is promoted here as in the loop.
         state = jax.tree.map(lambda given, returned: promoted(given, returned)[0], state, final)
         return state, self.idle(state, types)
 
@@ -232,12 +232,12 @@ class _Around:
         return self.remat is ChunkRemat.RECOMPUTES
 
     def __call__(self, step: Step, looped: bool) -> Step:
-        # A remainder is not worth further copies of the body.
+        # A remainder does not justify more copies of the body.
         tiers = self.tiers if looped or self.only else self.tiers[-1:]
         step = in_bulk(step) if self.rules else step
         return RunLive(step, tiers, self.axes, self.idle, self.remat if looped else ChunkRemat.NONE, looped)
 
 
 def _may_nest(tree: PyTree) -> bool:
-    """Whether a branch may be recomputed by itself: before 0.10, JAX does not split one that typed keys enter."""
+    """Whether a branch alone may be recomputed. Before 0.10, JAX could not split a branch with typed keys as inputs."""
     return jax.__version_info__ >= (0, 10) or not any(map(is_key, jax.tree.leaves(tree)))

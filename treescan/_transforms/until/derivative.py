@@ -29,7 +29,7 @@ from .ways import ways_of
 
 
 def without_tracers(hoisted: Hoisted) -> Hoisted:
-    """The same with the types of its arrays in their place: rules for derivatives may not hold tracers."""
+    """The same with types instead of arrays, because rules for derivatives must not contain tracers."""
     loop = hoisted.loop
     consts, state, xs = jax.tree.map(jax.typeof, (loop.consts, loop.state, loop.xs))
     rows = None if loop.rows is None else without_arrays(loop.rows)
@@ -51,7 +51,7 @@ def padded(loop: Loop, length: int) -> tuple[Loop, int]:
 
 
 class Operands(NamedTuple):
-    """All values that such a loop reads: a rule for its derivative may close over none.
+    """All values that such a loop reads. A rule for its derivative must not close over any.
 
     Attributes:
         reads: the consts.
@@ -100,7 +100,7 @@ class EarlyExit:
 
     @functools.cached_property
     def _silent(self) -> Step:
-        """The step as the derivative computes it again: what it says, it has said."""
+        """The step that the derivative computes again, without its callbacks."""
         step = self.hoisted.repeatable
         silent = step.silenced() if self.hoisted.effects else step
         if self.refusal is not None and silent.once_only:
@@ -129,7 +129,7 @@ class EarlyExit:
         return Saved(*run_until(loop, rows, sizes, save=save, innermost=around, report=self.report))
 
     def _undifferentiated(self, step: Step) -> Step:
-        """A masked step that nobody differentiates, and that only runs where some row takes it."""
+        """A masked step that is not differentiated, and runs only if some row takes it."""
         step = with_kept_states(step) if self.apart and not debugs_nans() else step
         return in_branches(step) if self.branches else step
 

@@ -316,8 +316,8 @@ def plan_chunks(length: int, stride: int, remat: Remat | None, chunk: int | None
 def _chunk_of(length: int) -> int:
     """The size of chunks, somewhat fewer than each has steps; without a remainder where that is near.
 
-    A chunk that is not run still costs some copies of the state: fewer and larger ones are faster where a loop stops
-    early, and take hardly more memory.
+    A chunk that does not run still copies the state a few times. So fewer, larger chunks are faster if a loop stops
+    early, and they take little more memory.
     """
     root = math.isqrt(3 * length // 2 - 1) + 1
     near = [size for size in range(max(1, root // 2), min(length, 2 * root) + 1) if length % size == 0]

@@ -42,7 +42,7 @@ class Keeping:
         return self.step.once_only
 
     def silenced(self) -> Keeping:
-        """The same without what the body says in callbacks."""
+        """The same without the callbacks of the body."""
         return dataclasses.replace(self, step=self.step.silenced())
 
 

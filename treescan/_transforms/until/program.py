@@ -50,10 +50,10 @@ _CUSTOM_VJP = "to a custom_vjp function"
 def _no_forward_mode() -> Fault:
     return Fault(
         ArgumentError,
-        "{verb} over {body}: the body calls a function with a `jax.custom_vjp`, which JAX differentiates in reverse "
-        "mode alone. Forward mode was asked for, or the gradient of a `jax.vmap`, for which JAX needs it here.",
-        "Take `jax.vmap` of `jax.grad` in place of `jax.grad` of `jax.vmap`. Or run the loop within "
-        "`treescan.rewriting(False)`, where it runs all of its `max_length` steps.",
+        "{verb} over {body}: the body calls a function with a `jax.custom_vjp`, which JAX differentiates only in "
+        "reverse mode. But this is forward mode, or the gradient of a `jax.vmap`, which needs forward mode here.",
+        "Use `jax.vmap` of `jax.grad` instead of `jax.grad` of `jax.vmap`. Or run the loop under "
+        "`treescan.rewriting(False)`, where it always runs `max_length` steps.",
     )
 
 
@@ -278,8 +278,8 @@ def _refuse_refs(hoisted: Hoisted) -> None:
     if hoisted.refs:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: the body closes over a mutable array (a `Ref`), which no step that may not be taken "
-            "can read or write.",
+            "{verb} over {body}: the body closes over a mutable array (a `Ref`). This loop may skip steps, and such "
+            "steps cannot read or write one.",
             "Carry its value instead.",
         )
 

@@ -65,7 +65,7 @@ def trace_for_tiers(
         try:
             traced = trace_condition(call, given)
         except Exception as error:
-            error.add_note(f"`compact` had the condition asked about {tier} of the {max(tiers)} rows.")
+            error.add_note(f"`compact` called the condition with {tier} of the {max(tiers)} rows.")
             raise
         if traced.batch != (tier, *condition.batch[1:]):
             with speaking_of(call.body.function):
@@ -78,10 +78,9 @@ def _of_other_rows(batch: tuple[int, ...], tier: int, rows: int) -> Fault:
     shape = ",".join(map(str, batch))
     return Fault(
         BodyError,
-        f"{{body}}, the condition, returned bool[{shape}] when it was asked about {tier} of the {rows} rows, as "
-        "`compact` asks it.",
-        "Let it return one bool for each row that it is given. An array with rows that it closes over does not come "
-        "along: pass it through the carry.",
+        f"{{body}}, the condition, returned bool[{shape}] when `compact` called it with {tier} of the {rows} rows.",
+        "It must return one bool for each row of the carry that it receives. `compact` cannot select the rows of an "
+        "array that the condition closes over: pass such an array through the carry.",
     )
 
 
@@ -221,7 +220,7 @@ def ways_of_rows(
     branches: bool,
     rules: bool,
 ) -> Ways:
-    """How to compute the chunks of a loop whose rows stop each by itself.
+    """How to compute the chunks of a loop whose rows stop independently.
 
     Args:
         ran: the loop, not yet masked, and what is known of how it ran.

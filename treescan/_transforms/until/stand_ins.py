@@ -26,7 +26,7 @@ class _Unflagged:
 
 
 def masked_step(loop: Loop, fill: Prefix) -> Step:
-    """The step of a loop that is told which steps are taken, and shows the body good values on all others."""
+    """The step of a loop that knows which steps are taken, and shows the body good values in all others."""
     state, x = (len(jax.tree.leaves(tree)) for tree in (loop.state, loop.xs.x))
     unchanged, _ = loop.consts
     return Masked(_Unflagged(loop.step), (0,) * state, (None,) * len(unchanged), (0,) * x, Prefix.of(0), fill)

@@ -26,7 +26,7 @@ _FALLING = (1 / 32, 1 / 10, 1 / 5, 1 / 3, 1 / 2, 3 / 4)
 
 @dataclass(frozen=True)
 class StopRows:
-    """Lays the rows of a loop that stop each by itself; of one without rows, the axes that it is scanned over.
+    """Arranges the rows of a loop whose rows stop independently. In a loop without rows, only the axes of xs.
 
     Attributes:
         carry_axes: a prefix of the carry: where the batch shape starts; None: shared by all rows.
@@ -64,10 +64,10 @@ class StopRows:
         if asked:
             raise Fault(
                 ArgumentError,
-                f"{{verb}} over {{body}}: `{asked[0]}` is about rows that stop each by itself, but the condition "
-                "returned one bool.",
-                "Let the condition return one bool for each row, bool[*batch]: compare, and do not reduce. Or leave "
-                f"`{asked[0]}` out.",
+                f"{{verb}} over {{body}}: `{asked[0]}` is for rows that stop independently, but the condition "
+                "returned a single bool.",
+                "Let the condition return one bool for each row, bool[*batch], without reducing over the rows. Or "
+                f"leave `{asked[0]}` out.",
             )
         step = loop.step
         assert isinstance(step, CallBody)
@@ -76,8 +76,8 @@ class StopRows:
         if needs_keyword(step.body, "valid"):
             raise Fault(
                 BodyError,
-                "{body} needs the keyword `valid`, which {verb} passes to it where the condition returns one bool for "
-                "each row. It returned one bool.",
+                "{body} needs the keyword `valid`, which {verb} passes only if the condition returns one bool for "
+                "each row. It returned a single bool.",
                 "Let the condition return bool[*batch], or give `valid` a default.",
             )
         return dataclasses.replace(loop, step=dataclasses.replace(step, sees_valid=False))

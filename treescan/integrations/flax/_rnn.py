@@ -28,15 +28,15 @@ class RNN(nn.Module):
     It has the fields, the arguments and the variables of `flax.linen.RNN`, and without `seq_lengths` its results. With
     `seq_lengths`, each row runs as if it were alone:
 
-    - Padding is never read. NaN there reaches no output, carry or gradient, and gradients with respect to padding are
-      exactly 0.
-    - Steps that no row has are not run, in the forward or the backward pass.
-    - Outputs at padding are exactly 0, while flax returns what the cell computes there.
+    - Padding is never read. A NaN there reaches no output, carry or gradient, and gradients with respect to padding
+      are exactly 0.
+    - Steps that no row reaches do not run, neither in the forward nor in the backward pass.
+    - Outputs at padding are exactly 0. flax returns what the cell computes there.
     - The carry is the one after each row's last valid step, with any number of batch axes. A row of length 0 returns
     its initial carry. No history of carries is kept.
 
     Rows must be independent. If a cell computes across rows, for example the mean of a normalization, it sees another
-    row in the place of a row that has ended.
+    row instead of a row that has ended.
 
     Variables of `variable_carry` are shared by all rows. They change in steps in which any row is valid, and must exist
     before the first step. Variables of `variable_axes` keep their value in steps that no row reaches; variables made
@@ -49,7 +49,7 @@ class RNN(nn.Module):
         reverse: run each row from its last valid step to its first. Outputs are in the order of the run, with padding
             at the end.
         keep_order: with `reverse`, outputs are in the order of the inputs.
-        unroll: how many steps are compiled into one round of the loop.
+        unroll: how many steps are compiled into one iteration of the loop.
         variable_axes: collections of which each step has its own variables, and the axis of the steps in them.
         variable_broadcast: collections that all steps share.
         variable_carry: collections that are carried from step to step.
@@ -110,14 +110,14 @@ class RNN(nn.Module):
 
         Args:
             inputs: `[*batch, T, *features]`, or `[T, *batch, *features]` if `time_major`.
-            initial_carry: the carry that each row starts from, leaves `[*batch, ...]`; by default what the cell's
-                `initialize_carry` makes.
+            initial_carry: the carry that each row starts from, leaves `[*batch, ...]`; by default the result of the
+                cell's `initialize_carry`.
             init_key: the key for `initialize_carry`; by default `jax.random.key(0)`.
             seq_lengths: int[*batch]: how many steps of each row are valid, 0 to T; by default all.
-            return_carry: in place of the field.
-            time_major: in place of the field.
-            reverse: in place of the field.
-            keep_order: in place of the field.
+            return_carry: replaces the field.
+            time_major: replaces the field.
+            reverse: replaces the field.
+            keep_order: replaces the field.
 
         Returns:
             The outputs, with the steps where the inputs have them; or the carry after each row's last valid step, and
@@ -125,7 +125,7 @@ class RNN(nn.Module):
 
         Raises:
             ArgumentError: if the inputs have too few axes, if `seq_lengths` have another shape than the batch or are
-                out of range, if the carry has no rows to hold, or if the fields ask for what cannot be had.
+                out of range, if the carry has no rows, or if the fields cannot be combined.
             ArgumentTypeError: if `seq_lengths` are not ints, or an axis of `variable_axes` is not.
             BodyError: if the cell makes broadcast variables of anything but constants and keys that all steps share,
                 or makes variables that are carried.
@@ -178,7 +178,7 @@ def _layout(inputs: Any, features: int, *, time_major: bool) -> tuple[int, tuple
     if batch_axes < 0:
         order = "[T, *batch, *features]" if time_major else "[*batch, T, *features]"
         raise refused(
-            f"{{verb}}: inputs are {order}, with {features} axes of features for this cell, but are "
+            f"{{verb}}: inputs must be {order}, with {features} axes of features for this cell, but are "
             f"{describe_argument(inputs)}.",
             f"Give them at least {features + 1} axes.",
         )
@@ -195,13 +195,13 @@ def _checked(seq_lengths: Any, batch: tuple[int, ...], steps: int) -> Array:
     if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
         raise refused(
             f"{{verb}}: `seq_lengths` must be ints, got {describe_argument(seq_lengths)}.",
-            "Give the number of valid steps of each row as an array, int[*batch]; from a bool mask of them, "
+            "Give the number of valid steps of each row as an array, int[*batch]. From a bool mask, compute "
             "`mask.sum(axis)` along the steps.",
             error=ArgumentTypeError,
         )
     if lengths.shape != batch:
         raise refused(
-            f"{{verb}}: `seq_lengths` have the batch shape of the inputs, {batch}, but are "
+            f"{{verb}}: `seq_lengths` must have the batch shape of the inputs, {batch}, but are "
             f"{describe_argument(seq_lengths)}.",
             "Give one length for each row. Where the steps lead, `[T, *batch, *features]`, set `time_major=True`.",
         )
@@ -221,9 +221,9 @@ def _check_rows(carry: PyTree, batch: tuple[int, ...]) -> None:
     for path, leaf in leaves_with_path("carry", carry):
         if jnp.shape(leaf)[: len(batch)] != batch:
             raise refused(
-                f"{{verb}}: with `seq_lengths` each row holds its own carry, so that every leaf has the batch shape "
-                f"{batch} in front, but {path} is {describe_argument(leaf)}.",
-                "Give each row its own: for a counter, `jnp.zeros(batch, jnp.int32)`.",
+                "{verb}: with `seq_lengths` each row has its own carry, so every leaf must lead with the batch "
+                f"shape {batch}, but {path} is {describe_argument(leaf)}.",
+                "Give each row its own entry, for example `jnp.zeros(batch, jnp.int32)` for a counter.",
             )
 
 

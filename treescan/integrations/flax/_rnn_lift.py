@@ -129,14 +129,15 @@ class _LiftedLoop:
     def _refuse(self, scopes: list[Scope]) -> None:
         if self.plan.compact and not self.plan.initializing and any(scope.rngs for scope in scopes):
             raise refused(
-                "{verb}: `compact` and rngs exclude each other: the cell would draw different numbers.",
-                "Leave `compact` out where the cell draws, as dropout does, or drop its rngs from `split_rngs`.",
+                "{verb}: `compact` and rngs cannot be combined: the cell would draw different numbers.",
+                "Leave `compact` out if the cell draws random numbers, for example for dropout. Otherwise remove "
+                "its rngs from `split_rngs`.",
             )
         mutable = self.out.axes and any(_any_mutable(scopes, group) for group in self.plan.variable_axes)
         if self.plan.initializing and self.plan.lengths is not None and mutable:
             raise refused(
-                "{verb}: `variable_axes` gives each step variables of its own, and those of a step that no row reaches "
-                "would not be made.",
+                "{verb}: `variable_axes` gives each step its own variables, and a step that no row reaches would "
+                "not create them.",
                 "Initialize without `seq_lengths`: variables do not depend on them.",
             )
 

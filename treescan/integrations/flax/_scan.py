@@ -128,48 +128,50 @@ def scan(
 ) -> Target:
     """`flax.linen.scan` on treescan.
 
-    Arguments, names of variables and results are those of `flax.linen.scan`, for the same seeds too: checkpoints are
-    interchangeable. The body is traced once where flax traces it twice: that broadcast variables do not depend on
-    the loop is read off its trace. It is traced a second time where keys are used in the loop, by dropout say, or a
-    broadcast variable is changed: flax counts the keys of its first trace, and results are to be equal.
+    Arguments, names of variables and results are the same as in `flax.linen.scan`, also for the same seeds, so
+    checkpoints are interchangeable. flax traces the body twice; here it is traced once, and the trace shows that
+    broadcast variables do not depend on the loop. The body is traced a second time if it uses keys in the loop, for
+    example for dropout, or changes a broadcast variable. flax counts the keys of its first trace, so this is needed for
+    equal results.
 
-    In two ways flax's second trace shows at init where this one does not: a body that asks `has_variable` for a
-    parameter that it makes is told that there is none, and of a key that becomes a parameter's value and something else
-    beside both are made.
+    During init, flax's second trace has two effects that are missing here. If a body asks `has_variable` for a
+    parameter that it makes, the answer here is no. If a key becomes both the value of a parameter and something else,
+    both are made here.
 
-    Carries may hold custom carries of `treescan.carries`. Carried collections that are not mutable stay as they are.
+    Carries may contain custom carries of `treescan.carries`. Carried collections that are not mutable do not change.
 
     Args:
-        target: a Module class, or a function of a module (or modules), the carry and what is scanned over, as in
+        target: a Module class, or a function of a module (or modules), the carry and the scanned arguments, as in
             `flax.linen.scan`, within `nn.compact` and `setup`.
-        variable_axes: for filters of collections, the axis that they are scanned over and stacked along, or
-            `In(axis)` or `Out(axis)` of flax.
+        variable_axes: for filters of collections, the axis to scan over and to stack along, or flax's `In(axis)` or
+            `Out(axis)`.
         variable_broadcast: a filter of the collections that all steps share.
         variable_carry: a filter of the collections that are carried. They are made before the loop.
-        split_rngs: for filters of streams of keys, whether each step has a key of its own.
-        in_axes: a prefix of the arguments behind the carry: the axis that each is scanned over; `nn.broadcast` (or
-            None) for what every step is given whole.
-        out_axes: a prefix of y: where the stacked axis goes; `nn.broadcast` (or None) for what is the same in all.
-        length: the number of steps. Not needed where anything is scanned over.
+        split_rngs: for filters of streams of keys, whether each step has its own key.
+        in_axes: a prefix of the arguments after the carry: the axis to scan over, or `nn.broadcast` (or None) if every
+            step receives the whole argument.
+        out_axes: a prefix of y: the axis to stack along, or `nn.broadcast` (or None) for an output that is the same in
+            every step.
+        length: the number of steps; not needed if anything is scanned over.
         reverse: whether the last step comes first.
         unroll: as for `treescan.scan`.
-        data_transform: called within each step with the groups of variables and of keys, and returns both.
-        metadata_params: passed on to the boxes of variables that name their axes, `nn.Partitioned` say.
-        methods: the methods of a Module class that are transformed, or a dict of them with the arguments of each.
-        _split_transpose: as for `jax.lax.scan`.
+        data_transform: called in each step with the groups of variables and of keys, and returns both.
+        metadata_params: passed to the boxes of variables that name their axes, for example `nn.Partitioned`.
+        methods: the methods of a Module class to transform, or a dict of them with the arguments of each.
+        _split_transpose: as for `treescan.scan`.
         check_constancy_invariants: False: broadcast variables are only read, and nothing is proven.
         remat: as for `treescan.scan`.
-        save: as for `treescan.scan`: what is kept of y.
+        save: as for `treescan.scan`.
         name: as for `treescan.scan`.
 
     Returns:
-        The transformed class or function, which is called as `(carry, *args) -> (carry, ys)`.
+        The transformed class or function. Call it as `(carry, *args) -> (carry, ys)`.
 
     Raises:
         ArgumentError: for axes and lengths that do not fit.
-        ArgumentTypeError: for an axis of `variable_axes` that is no int.
-        BodyError: if the body returns no pair, broadcast values that depend on the loop, or carried variables that
-            were not there before it.
+        ArgumentTypeError: if an axis of `variable_axes` is not an int.
+        BodyError: if the body does not return a pair, or returns broadcast values that depend on the loop, or carried
+            variables that did not exist before the loop.
         CarryError: if the carry, or a carried collection, changes its structure or types.
 
     Examples:

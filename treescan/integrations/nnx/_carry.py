@@ -43,7 +43,7 @@ class ModuleCarry(AbstractCarry[Any, Any]):
     def write(self, returned: Any, valid: Array | None) -> ModuleCarry:
         """The variables of the module that was returned."""
         if not isinstance(returned, nnx.Pytree):
-            raise TypeError(f"the step returned a {type(returned).__name__}, not the module that it was given")
+            raise TypeError(f"the step returned a {type(returned).__name__} instead of the module that it was given")
         graph, state = nnx.split(returned)
         if graph != self.graph:
             raise TypeError(
@@ -51,8 +51,8 @@ class ModuleCarry(AbstractCarry[Any, Any]):
                 + "".join(
                     f"{row.leaf} had {row.expected}, now {row.came}. " for row in _differences(self.read(), returned)
                 )
-                + "Submodules, variables, their metadata and settings are the same in every step. Make all of them "
-                "before the scan"
+                + "Submodules, variables, their metadata and settings must be the same in every step. Create all of "
+                "them before the scan"
             )
         return ModuleCarry(state, self.graph)
 

@@ -40,7 +40,7 @@ def check_axes(in_axes: Axes, out_axes: Axes) -> tuple[int | None, int | None]:
         raise Fault(
             ArgumentError,
             f"{{call}}: `{has}` has `nnx.Carry`, but `{lacks}` has none.",
-            "A carried value is an argument of the {step} and one of its outputs: mark it in both.",
+            "A carried value is both an argument and an output of the {step}: mark it in both.",
         )
     for path, role in _roles(in_axes):
         _check_role("in_axes" + path, role, (is_axis, _is_none, _is_carry))
@@ -64,7 +64,7 @@ def _find_carry(name: str, axes: Axes) -> int | None:
     if nested:
         raise Fault(
             ArgumentError,
-            f"{{call}}: `{name}` has `nnx.Carry` within an entry, at {name}{nested[0]}.",
+            f"{{call}}: `{name}` has `nnx.Carry` inside an entry, at {name}{nested[0]}.",
             "An argument is carried as a whole. To carry a part of a module, use an `nnx.StateAxes`: "
             "`nnx.StateAxes({nnx.BatchStat: nnx.Carry, ...: 0})`.",
         )
@@ -109,7 +109,7 @@ def _check_role(where: str, role: Role, allowed: Sequence[Callable[[Role], bool]
             raise Fault(
                 ArgumentTypeError,
                 f"{{call}}: {where} is {role!r}.",
-                f"It takes {KINDS}, or a tree of these.",
+                f"Give {KINDS}, or a tree of these.",
             )
 
 
@@ -119,8 +119,8 @@ def _refuse_whole_output(where: str, role: Role) -> None:
         raise Fault(
             ArgumentError,
             f"{{call}}: {where} is {role!r}, but an output is stacked.",
-            "Give it the axis of the steps. A value that is the same in all steps need not be an output. A carried "
-            "value belongs in the argument with `nnx.Carry`.",
+            "Give it the axis of the steps. If a value is the same in all steps, do not make it an output. If it is "
+            "carried, put it into the argument with `nnx.Carry`.",
         )
 
 
@@ -188,8 +188,8 @@ def check_shared(nodes: Sequence[Any], roles: Sequence[Role], names: Sequence[st
         if any(role is not places[0][1] and role != places[0][1] for _, role in places):
             raise Fault(
                 ArgumentError,
-                f"{{call}}: one {type(value).__name__} is in several places, which do not agree on its axis.",
-                "A shared variable has one role: give it the same in all places.",
+                f"{{call}}: one {type(value).__name__} is in several places, which give it different axes.",
+                "Give a shared variable the same axis in all places.",
                 header=("place", "role", ""),
                 rows=[Row(where, _spell(role), "", "") for where, role in places],
             )
@@ -204,9 +204,9 @@ def check_level(nodes: Sequence[Any], names: Sequence[str]) -> None:
             except TraceContextError as error:
                 raise Fault(
                     ArgumentError,
-                    f"{{call}}: {name}{''.join(f'.{key}' for key in path)} was made outside of a function that is "
-                    "traced here, and cannot be updated within it.",
-                    "Pass the module to that function as an argument, by `nnx.jit`, `nnx.grad` or the like.",
+                    f"{{call}}: {name}{''.join(f'.{key}' for key in path)} was created outside the function that "
+                    "is being traced, and cannot be updated inside it.",
+                    "Pass the module to that function as an argument, for example with `nnx.jit` or `nnx.grad`.",
                     cause=error,
                 ) from None
 

@@ -78,40 +78,40 @@ def scan(
 ) -> Any:
     """Scans a function whose arguments and outputs are arrays, flax.nnx modules, or trees of both.
 
-    Takes what `nnx.scan` takes, and gives what it gives: outputs, and variables of the modules updated in place. The
-    loop is that of `treescan.scan`, with its checks, and with its options `remat` and `name`. `scan(...)` without `f`
-    is a decorator.
+    It takes the arguments of `nnx.scan`, and returns the same: outputs, and modules that are updated in place. The loop
+    is a `treescan.scan`, with its checks and its options `remat` and `name`. Without `f`, `scan(...)` is a decorator.
 
-    A variable has a role. Scanned over: each step is given its slice, and what the step makes of it is stacked again.
-    Whole: each step is given all of it, and what a step changes of its values is dropped, as `nnx.scan` does; scan over
-    the variable, or carry it, to keep it. Carried: each step is given what the last one made of it.
+    Each variable has one role. *Scanned* over: each step receives its slice, and the slices after the steps are
+    stacked again. *Whole*: each step receives all of it, and changes to its value are dropped, as in `nnx.scan`. To
+    keep changes, scan over the variable or carry it. *Carried*: each step receives the value of the last step.
 
-    What `nnx.scan` takes and this does not, with an error: `graph=False` and `graph_updates=False`, in which what a
-    step changes of a variable given whole is kept (carry it here), and variables of mutable arrays.
+    Two things that `nnx.scan` supports raise an error here: `graph=False` and `graph_updates=False`, which keep changes
+    to a whole variable (carry it instead), and variables of mutable arrays.
 
     Args:
-        f: the body. It may be a function or the method of a class, not of an instance.
-        length: the number of steps T; needed where nothing is scanned over.
+        f: the body. It may be a function, or a method of a class, but not of an instance.
+        length: the number of steps T; needed if nothing is scanned over.
         reverse: run from step T-1 to step 0. Each output is at the position of its inputs.
-        unroll: how many steps are compiled into one round of the loop; 0 or True unrolls the whole loop.
-        in_axes: one entry for each argument, or one for all: the axis of size T that is scanned over; None for what
-            every step is given whole; `nnx.Carry` for the one that is carried. An entry may be a tree prefix of the
-            argument. `nnx.StateAxes` gives each variable of a module one of these by its type or path.
-        out_axes: the same for the outputs: where the axis of the steps is, or `nnx.Carry`. Without a tuple it is
-            for the one output.
+        unroll: how many steps are compiled into one iteration of the loop. 0 or True unrolls the whole loop.
+        in_axes: one entry for each argument, or one for all: the axis of size T to scan over; None if every step
+            receives the whole argument; or `nnx.Carry` for the argument that is carried. An entry may be a tree prefix
+            of the argument. `nnx.StateAxes` gives each variable of a module one of these, by its type or path.
+        out_axes: the same for the outputs: the axis of the steps, or `nnx.Carry`. If it is not a tuple, it is for a
+            single output.
         transform_metadata: with `nnx.PARTITION_NAME`, the name of the scanned axis in the shardings of variables.
-        graph: None or True: modules are graphs, in which references may be shared.
-        graph_updates: None or True: what changes in the structure of scanned modules is seen outside.
+        graph: None or True: modules are graphs, which may share references.
+        graph_updates: None or True: changes to the structure of scanned modules are visible outside.
+        _split_transpose: as for `treescan.scan`.
         remat: as for `treescan.scan`.
-        name: how profilers name the loop (a `jax.named_scope`).
+        name: the name of the loop in profilers (a `jax.named_scope`).
 
     Returns:
-        The function that scans, or a decorator. It returns what `f` does. The modules of the last carry are those
-        that were passed in, and outputs are stacked, `[T, ...]` where their axis is 0.
+        The function that scans, or a decorator. The function returns what `f` returns. The modules of the last carry
+        are those that were passed in. Outputs are stacked, `[T, ...]` if their axis is 0.
 
     Raises:
-        ArgumentError: if an argument is out of range, in conflict with another or does not fit the data.
-        BodyError: if `f` is not callable, or does not return what `out_axes` says.
+        ArgumentError: if an argument is out of range, conflicts with another, or does not fit the data.
+        BodyError: if `f` is not callable, or its outputs do not match `out_axes`.
         CarryError: if the returned carry differs from the given one in structure, shape, dtype or modules.
 
     Examples:
@@ -206,7 +206,7 @@ def _take_in(
         raise Fault(
             ArgumentError,
             f"{{call}}: `in_axes` has {len(prefix)} entries, but there are {len(args)} arguments: {', '.join(names)}.",
-            "It has one entry for each argument, defaults included.",
+            "Give one entry for each argument, including those with a default.",
         )
     carry, rest = None, args
     if step.carried is not None:
@@ -253,8 +253,9 @@ def _positional(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     if bound.kwargs:
         raise Fault(
             ArgumentTypeError,
-            f"{{call}}: {', '.join(bound.kwargs)} are passed by keyword, but `in_axes` goes by position.",
-            "Make it a positional parameter, or bind it beforehand in a function of the others.",
+            f"{{call}}: {', '.join(bound.kwargs)} are passed by keyword, but `in_axes` applies to positional "
+            "arguments.",
+            "Make it a positional parameter, or bind it first, in a function of the other arguments.",
         )
     variadic = inspect.Parameter.VAR_POSITIONAL
     single = [name for name in bound.arguments if signature.parameters[name].kind is not variadic]
@@ -268,7 +269,7 @@ def _refuse_method(f: Any) -> None:
     if inspect.ismethod(f) and isinstance(f.__self__, nnx.Pytree):
         raise Fault(
             ArgumentTypeError,
-            "{call} got the method of an instance, and would not see its variables.",
+            "{call} got a bound method, so it would not see the variables of the instance.",
             "Use it as a decorator in the class, or pass the function of the class and the instance as an argument: "
             f"`scan({type(f.__self__).__name__}.{f.__name__}, ...)(module, ...)`.",
         )
@@ -283,7 +284,7 @@ def _check_modes(modes: Mapping[str, bool | None]) -> None:
             raise Fault(
                 ArgumentError,
                 f"{{call}}: `{mode}` is {value!r}" + (f", by `nnx.{settings[mode]}`." if given is None else "."),
-                f"Modules are scanned as graphs, whose updates are seen outside: pass `{mode}=True`.",
+                f"Modules are scanned as graphs, so that their updates are visible outside: pass `{mode}=True`.",
             )
 
 

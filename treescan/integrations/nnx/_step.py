@@ -78,7 +78,7 @@ class Parts:
             raise Fault(
                 ArgumentError,
                 f"{{call}}: {name} has an `nnx.StateAxes`, but is {describe_node(leaf)}.",
-                "It is for modules and variables. An array has an axis, or None for the whole.",
+                "An `nnx.StateAxes` is for modules and variables. Give an array an axis, or None to pass it whole.",
             )
         leaves = self.arrays.setdefault(role, [])
         leaves.append((name, leaf))
@@ -102,8 +102,8 @@ def split(parts: Parts, axes: Sequence[int], metadata: Mapping[str, Any]) -> tup
         if is_mutable(leaf):
             raise Fault(
                 ArgumentError,
-                f"{{call}}: {name} holds a mutable array (a `Ref`), which is neither scanned over nor carried.",
-                "Make the variable without a reference: it then holds the array itself.",
+                f"{{call}}: {name} holds a mutable array (a `Ref`), which can be neither scanned over nor carried.",
+                "Create the variable without a reference, so that it holds the array itself.",
             )
     return graph, named
 
@@ -176,8 +176,8 @@ class ModuleStep:
         if not isinstance(out, tuple) or len(out) != len(axes):
             raise Fault(
                 BodyError,
-                f"{{body}} returned {describe_node(out)}, where `out_axes` has {len(axes)} entries.",
-                "Return a tuple of as many outputs; with `out_axes=nnx.Carry` the carry alone.",
+                f"{{body}} returned {describe_node(out)}, but `out_axes` has {len(axes)} entries.",
+                "Return a tuple with one output for each entry. With `out_axes=nnx.Carry`, return only the carry.",
             )
         return out[self.returned], (*out[: self.returned], None, *out[self.returned + 1 :])
 
@@ -228,7 +228,7 @@ def take_nodes(name: str, given: PyTree, returned: PyTree, parts: Parts) -> PyTr
     if wrong:
         raise Fault(
             CarryError,
-            "{body} returned a carry with other modules than it was given.",
+            "{body} returned a carry with different modules than it was given.",
             "Change the variables of the module that the {step} receives, and return that module.",
             header=("leaf", "expected", "came"),
             rows=wrong,
@@ -244,7 +244,7 @@ def _check_whole(given: Named, now: Named) -> None:
         raise Fault(
             CarryError,
             f"{{body}} added or removed variables of a module that each step receives whole: {', '.join(other)}.",
-            "Make all variables before the scan, or scan over the module or carry it.",
+            "Create all variables before the scan, or scan over the module, or carry it.",
         )
 
 
@@ -258,7 +258,7 @@ def _check_carried(given: Named, now: Named, nodes: tuple[str, ...]) -> None:
         raise Fault(
             CarryError,
             "{body} changed the type or the metadata of carried variables.",
-            "These must be the same in every step: set them before or after the scan. Only the value of a variable, "
+            "They must be the same in every step: set them before or after the scan. Only the value of a variable, "
             "an array, may change.",
             header=("leaf", "given", "returned"),
             rows=rows,
