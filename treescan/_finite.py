@@ -68,13 +68,13 @@ class NonFinite:
 
     def _origin(self) -> str:
         if self.backward and self.source == OF_RESULT:
-            return f"; it was so before that step, from {OF_RESULT}"
+            return f"; it was so before that {self.unit}, from {OF_RESULT}"
         if self.kind is None:
             return ". Run once more, the steps came out otherwise: rounding may decide, or a callback"
         if self.source is not None:
             return f", which got it from `{self.source}`"
         place = "" if self.place is None else f" at {self.place}"
-        which = "carry in that step" if self.backward else "carry before it"
+        which = f"carry in that {self.unit}" if self.backward else "carry before it"
         before = f"; the {which} was finite" if self.was_finite else ""
         return f", first in `{self.operation}`{place}{before}"
 

@@ -31,6 +31,7 @@ class Evidence(NamedTuple):
         x: what it was fed beside the state.
         valid: bool[*batch], which rows ran it; None: all.
         bits: int32[...], of each operation; see `Blame`.
+        of_result: bool[], of cotangents: whether it was so before the step.
     """
 
     first: Array
@@ -40,6 +41,7 @@ class Evidence(NamedTuple):
     x: PyTree
     valid: Array | None
     bits: Array
+    of_result: Array | None = None
 
 
 class About(NamedTuple):
@@ -146,7 +148,7 @@ class Case:
     def _diagnosis(self, evidence: Evidence) -> dict[str, Any]:
         """What became NaN or infinite, and why, if the steps came out as they did in the loop."""
         worst = self._worst(evidence)
-        if worst is not None and self.about.backward and int(evidence.first) == self.length:
+        if worst is not None and evidence.of_result is not None and bool(evidence.of_result):
             kind = "NaN" if worst.is_nan else "inf"
             path = self.paths[worst.leaf]
             return {
@@ -199,7 +201,7 @@ class Case:
             numbers = _numbers(evidence.after[i])
             nan, bad = np.isnan(numbers), ~np.isfinite(numbers)
             if bad.any():
-                yield Bad(i, _rows(nan if nan.any() else bad, None, None), bool(nan.any()))
+                yield Bad(i, _rows(nan if nan.any() else bad, evidence.valid, self.axes[i]), bool(nan.any()))
 
 
 def _rows(bad: Any, valid: Any, axis: int | None) -> tuple[Any, ...]:
