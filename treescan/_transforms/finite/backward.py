@@ -35,6 +35,7 @@ from .refuse import looks_backward, refuse_devices, refuse_effects
 from .rows import batch_of, with_heads
 from .site import Site, Slices, site_of
 from .watch import number_of_position
+from .within import outer_steps
 
 
 @dataclass(frozen=True)
@@ -152,7 +153,9 @@ class CheckCotangents:
             return loop
         refuse_devices()
         loop = dataclasses.replace(loop, state=as_arrays(loop.state))
-        site = site_of(loop, self.slices, self.around, loop.length - 1 if last is None else last)
+        site = site_of(
+            loop, self.slices, self.around, loop.length - 1 if last is None else last, self.about.numbers(loop)
+        )
         refuse_effects(site.hoisted)
         plain, early = self._in_leaves(loop, site), self.about.ends_early
         watched = _watched(plain, site)
@@ -190,17 +193,19 @@ class CheckCotangents:
         """The state before the first step, and a probe; what its cotangent says is told in the gradient."""
         pulled = Pulled.of(site, changing_of(site), watched.axes, watched.y_axes)
 
-        def told(reads: Any, probe: Probe) -> None:
-            found = Found.of(probe)
+        outer, places = outer_steps()
+
+        def told(given: Any, probe: Probe) -> None:
+            (reads, positions), found = given, Found.of(probe)
             evidence, told = in_branch(
                 found.number >= 0, lambda told, *given: evidence_of(told, pulled, *given), found, reads
             )
-            tell(evidence, case_of_pulled(pulled, self.about, told))
+            tell(evidence, case_of_pulled(pulled, self.about, told), outer, positions)
 
         rows = None if site.given.rows is None else batch_of(site.given)
         picked = watched.pick(state)
         probe = _probe(picked, site, watched, rows, ends_early=self.about.ends_early)
-        seen, probe = begin(told, pulled.reads, picked, probe)
+        seen, probe = begin(told, (pulled.reads, places), picked, probe)
         return watched.put(state, seen), probe
 
 

@@ -12,7 +12,8 @@ import numpy as np
 
 from ..._axes import LeafAxes
 from ..._body.carries import read_carries
-from ..._finite import OF_RESULT, NonFinite
+from ..._finite import OF_RESULT, NonFinite, Within
+from ..._loop.loop import Loop
 from ..._trace.blame import INF, NAN, Operation, becomes_bad, is_checked, origin
 from ..._tree import thaw_static
 from ..._types import Array, PyTree, TreeDef
@@ -67,6 +68,10 @@ class About(NamedTuple):
     blocks: int = 1
     backward: bool = False
 
+    def numbers(self, loop: Loop) -> str | None:
+        """The call, if the loops within a step are told of the step: its position is known before the loop runs."""
+        return None if self.ends_early or loop.rows is not None else self.call
+
 
 class Bad(NamedTuple):
     """A leaf that is NaN or infinite.
@@ -113,8 +118,8 @@ class Case:
     structure: TreeDef
     name: str
 
-    def record(self, evidence: Evidence) -> NonFinite:
-        """The record, of values that are known."""
+    def record(self, evidence: Evidence, within: tuple[Within, ...] = ()) -> NonFinite:
+        """The record, of values that are known; `within`: the steps of other loops in which this loop ran."""
         before = evidence.before
         carry = thaw_static(jax.tree.unflatten(self.structure, [before[i] for i in self.carry]))
         return NonFinite(
@@ -129,6 +134,7 @@ class Case:
             x=before[0] if self.about.indexed else thaw_static(evidence.x),
             valid=evidence.valid,
             backward=self.about.backward,
+            within=within,
         )
 
     def _place(self, position: int) -> tuple[int, int] | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,12 +18,13 @@ from ..._trace.hoist import merge
 from ..._types import Array, PyTree
 from .again import At, Told, in_branch
 from .backward import Watched, WatchedBackward, begin, changing_of
-from .case import Evidence
+from .case import Case, Evidence
 from .deliver import tell
 from .layers import CheckLayers, at_layer, before_layer, in_leaves, positions_of
 from .probe import Look, Probe, pass_state
 from .pull import Found, Pulled, Reads, case_of_pulled, evidence_there
 from .site import Site
+from .within import Outer, outer_steps
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,9 @@ class CheckLayerCotangents:
         pulled = _Pulled.of(self.layers, sites)
         leaves, watched = sites[0].hoisted.settled, pulled.watched
         probe = pulled.probe(watched[0].pick(leaves))
-        seen, probe = begin(pulled.tell, pulled.reads, watched[0].pick(leaves), probe)
+        outer, places = outer_steps()
+        told = functools.partial(pulled.tell, outer)
+        seen, probe = begin(told, (pulled.reads, places), watched[0].pick(leaves), probe)
         parts, structure = jax.tree.flatten(probe)
         state = [*parts, *watched[0].put(leaves, seen)]
         checked = list[Loop]()
@@ -122,8 +126,9 @@ class _Pulled:
         zeros = list(map(jnp.zeros_like, leaves))
         return Probe(jnp.zeros(3, jnp.float32), zeros, zeros, y)
 
-    def tell(self, reads: tuple[Reads, ...], probe: Probe) -> None:
-        """Tells what a probe found."""
+    def tell(self, outer: tuple[Outer, ...], given: tuple[tuple[Reads, ...], tuple[Array, ...]], probe: Probe) -> None:
+        """Tells what a probe found, of loops in steps of others, whose positions are the last of what is given."""
+        reads, positions = given
         found, site = Found.of(probe), self.sites[0]
         loops = [block.laid(each) for block, each in zip(self.blocks, reads, strict=True)]
         unchanged, _ = loops[0].consts
@@ -131,10 +136,13 @@ class _Pulled:
         position = reads[0].last - found.number if site.given.reverse else found.number
         for place, loop in enumerate(loops):
             if loop.length:
-                self._tell_of_block(place, loop, found, position, before)
+                evidence, case = self._of_block(place, loop, found, position, before)
+                tell(evidence, case, outer, positions)
 
-    def _tell_of_block(self, place: int, loop: Loop, found: Found, position: Array, before: list[Array]) -> None:
-        """Tells of a layer, if it is this block's."""
+    def _of_block(
+        self, place: int, loop: Loop, found: Found, position: Array, before: list[Array]
+    ) -> tuple[Evidence, Case]:
+        """What is known of a layer, if it is this block's."""
         block, count, first = self.blocks[place], len(self.blocks), self.y_from[place]
 
         def explain(told: Told, found: Found, position: Array, before: list[Array], loop_reads: Any) -> Evidence:
@@ -145,7 +153,7 @@ class _Pulled:
 
         here = (found.number >= 0) & (position % count == place)
         evidence, told = in_branch(here, explain, found, position, before, (loop.consts, loop.xs))
-        tell(evidence, case_of_pulled(block, self.layers.abouts[place], told))
+        return evidence, case_of_pulled(block, self.layers.abouts[place], told)
 
 
 def _y_of(site: Site) -> list[Any]:
