@@ -276,7 +276,6 @@ def _class_of(argument: ast.expr) -> str:
     calls = {
         "over_axes": "OverAxes",
         "checking": "CheckFinite",
-        "checking_either": "CheckFinite",
         "showing": "ShowProgress",
     }
     named = calls.get(text.rpartition(".")[2])

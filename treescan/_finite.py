@@ -5,12 +5,29 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ._types import Array, PyTree
 
 OF_RESULT = "what is computed of the result"
 """Where a cotangent comes from that no step of the loop made."""
+
+
+class Within(NamedTuple):
+    """A step of a loop, in which another loop ran.
+
+    Attributes:
+        call: the verb and the body, for example "`fold` over `step` (model.py:7)".
+        step: the position of the step.
+        steps: the steps of the loop.
+    """
+
+    call: str
+    step: int
+    steps: int
+
+    def __str__(self) -> str:
+        return f"step {self.step:,} of {self.steps:,} of {self.call}"
 
 
 @dataclass(frozen=True, eq=False)
@@ -37,6 +54,7 @@ class NonFinite:
         valid: which rows ran the step; None: all.
         unit: what a step is: "step", or "layer".
         backward: whether this is the cotangent of the leaf, of the carry before the step.
+        within: the steps of other checked loops in which this loop ran, the innermost first.
         place_in_stack: for layers of several blocks, which of their stacks this layer is in, and where. Otherwise None.
     """
 
@@ -56,6 +74,7 @@ class NonFinite:
     unit: Literal["step", "layer"] = "step"
     place_in_stack: tuple[int, int] | None = None
     backward: bool = False
+    within: tuple[Within, ...] = ()
 
     def __str__(self) -> str:
         stack = ["layer {1} of `layers[{0}]`".format(*self.place_in_stack)] if self.place_in_stack else []
@@ -64,17 +83,18 @@ class NonFinite:
         what = "the cotangent of " if self.backward else ""
         became = f"{what}`{self.path}` became {self.kind or 'NaN or infinite'}"
         most = "at most " if self.ends_early else ""
-        return f"{became} in {self.unit} {self.step:,} of {most}{self.steps:,}{where}{self._origin()}"
+        outer = "".join(f", within {step}" for step in self.within)
+        return f"{became} in {self.unit} {self.step:,} of {most}{self.steps:,}{where}{outer}{self._origin()}"
 
     def _origin(self) -> str:
         if self.backward and self.source == OF_RESULT:
-            return f"; it was so before that step, from {OF_RESULT}"
+            return f"; it was so before that {self.unit}, from {OF_RESULT}"
         if self.kind is None:
             return ". Run once more, the steps came out otherwise: rounding may decide, or a callback"
         if self.source is not None:
             return f", which got it from `{self.source}`"
         place = "" if self.place is None else f" at {self.place}"
-        which = "carry in that step" if self.backward else "carry before it"
+        which = f"carry in that {self.unit}" if self.backward else "carry before it"
         before = f"; the {which} was finite" if self.was_finite else ""
         return f", first in `{self.operation}`{place}{before}"
 

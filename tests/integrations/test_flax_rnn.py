@@ -592,3 +592,32 @@ def test_the_docstrings_example() -> None:
 def test_defaults_are_hashable() -> None:
     assert RNN(nn.SimpleCell(H)).variable_axes == FrozenDict()
     assert hash(RNN(nn.SimpleCell(H))) == hash(RNN(nn.SimpleCell(H)))
+
+
+def test_a_module_that_becomes_nan_is_named() -> None:
+    """A cell of flax as the body, and a loop within a step of the integration's `scan`."""
+    cell, x = nn.GRUCell(3), jnp.ones((4, 2, 3)).at[2, 1, 0].set(jnp.nan)
+    h = cell.initialize_carry(jax.random.key(0), x.shape[1:])
+    variables = cell.init(jax.random.key(1), h, x[0])
+    for lengths in (None, jnp.array([4, 3])):
+        rows = {} if lengths is None else {"lengths": lengths}
+        with pytest.raises(treescan.NonFiniteError) as error:
+            treescan.fold(lambda h, x: cell.apply(variables, h, x)[0], h, x, check_finite=True, **rows)
+        assert "`h` became NaN in step 2 of 4 (row 1), which got it from `x`" in " ".join(str(error.value).split())
+
+    class Block(nn.Module):
+        @nn.compact
+        def __call__(self, h: Any, x: Any) -> Any:
+            dense = nn.Dense(3)
+            h = dense(h)
+            return treescan.fold(lambda h, x: jnp.sqrt(h * h + x), h, x, check_finite=True), None
+
+    outer = treescan.integrations.flax.scan(Block, variable_broadcast="params", split_rngs={"params": False})()
+    xs = jnp.ones((3, 4, 3)).at[1, 2, 0].set(-99.0)
+    variables = outer.init(jax.random.key(0), jnp.ones(3), jnp.ones((3, 4, 3)))
+    with pytest.raises((treescan.NonFiniteError, jax.errors.JaxRuntimeError)):
+        jax.block_until_ready(outer.apply(variables, jnp.ones(3), xs))
+        jax.effects_barrier()
+    record = treescan.last_nonfinite()
+    assert record is not None
+    assert (record.step, record.steps, record.rows, record.operation) == (2, 4, (0,), "sqrt")

@@ -10,9 +10,9 @@ from treescan import (
     ArgumentError,
     ArgumentTypeError,
     NonFiniteError,
-    mask_scan,
     scan,
     scan_layers,
+    while_scan,
 )
 
 CASES: list[Given] = []
@@ -44,11 +44,6 @@ def check_finite_forward(one: Any) -> Any:
 
 
 @case(ArgumentError)
-def check_finite_backward_of_mask_scan(one: Any) -> Any:
-    return mask_scan(step, one[None], XS[:, None], lengths=jnp.array([3]), check_finite="backward")
-
-
-@case(ArgumentError)
 def check_finite_backward_with_truncate(one: Any) -> Any:
     return scan(step, one, XS, truncate=2, check_finite="backward")
 
@@ -56,6 +51,14 @@ def check_finite_backward_with_truncate(one: Any) -> Any:
 @case(ArgumentError, less=("grad", "vmap", "jit", "disable_jit"))
 def check_finite_backward_in_forward_mode(one: Any) -> Any:
     return jax.jvp(lambda one: scan(step, one, XS, check_finite="backward"), (one,), (one,))
+
+
+@case(ArgumentError, less=("grad", "vmap", "jit", "disable_jit"))
+def check_finite_backward_of_while_scan_in_forward_mode(one: Any) -> Any:
+    def run(one: Any) -> Any:
+        return while_scan(lambda h: h < 3, step, one, XS, check_finite="backward").carry
+
+    return jax.jvp(run, (one,), (one,))
 
 
 @case(ArgumentError)

@@ -15,7 +15,6 @@ from .._checks.arguments import check_bound, check_length, check_options
 from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
 from .._transforms.count import Count
 from .._transforms.finite.deliver import deliver
-from .._transforms.finite.refuse import check_finite_of
 from .._transforms.progress_arguments import check_progress, refuse_backward
 from .._transforms.remat import Recompute
 from .._transforms.until.program import Bounds, Until, remat_of
@@ -106,7 +105,7 @@ def fori(
             plan, progress = remat_of(options.pop("remat", None)), options.pop("progress", None)
             call = prepare(FORI, f, init, length=most, **options)
             shown = refuse_backward(check_progress(progress, call.call.body, "fori"))
-            check = call.checking(check_finite_of(checks), indexed=True, ends_early=True)
+            check = call.checking(checks, indexed=True, ends_early=True)
             ended = Until(call.call, check=check, remat=plan, progress=shown).run(call.given, bounds)
             deliver(ended.ys)
             return call.restored((ended.state, None))[0]
@@ -115,9 +114,7 @@ def fori(
         _check_most(length, most)
         remat, progress = options.pop("remat", None), options.pop("progress", None)
         call = prepare(FORI, f, init, length=length, **options)
-        return call.run(
-            Count(low), call.checking_either(checks, indexed=True), Recompute.of(remat), call.showing(progress)
-        )[0]
+        return call.run(Count(low), call.checking(checks, indexed=True), Recompute.of(remat), call.showing(progress))[0]
     except Exception as error:
         explained = explain(error, "fori", f, init)
     raise explained

@@ -14,7 +14,7 @@ from .._checks.rows import check_chunk, check_compact, check_rows, check_time_ax
 from .._data.pack import Packed
 from .._data.pad import Padded
 from .._errors import explain, verb
-from .._transforms.finite.refuse import check_finite_of
+from .._transforms.finite.backward import refuse_truncate
 from .._transforms.outputs import MoveOutputs, check_save
 from .._transforms.remat import Recompute
 from .._transforms.rows.batch_axes import RowFlags
@@ -299,7 +299,7 @@ def mask_scan(
         return call.run(
             OverRows(carries, inputs, outputs, time_axis, call.axes, compact),
             BeginSegments.of(call.given.rows),
-            call.checking(check_finite_of(checks), around=AROUND_ROWS),
+            call.checking(checks, around=AROUND_ROWS),
             MoveOutputs.of(out_axes, save),
             Mask(filled, repr(fill)),
             ResetRows(),
@@ -330,6 +330,7 @@ def _split(
     time_axis = check_time_axis(time_axis)
     others: dict[str, Any] = {"in_axes": time_axis, "out_axes": time_axis} | dict(options)
     taken: list[Any] = [others.pop(name, default) for name, default in _OF_TRANSFORMS.items()]
+    refuse_truncate(options.get("truncate"), options.get("check_finite", False))
     return *taken, others
 
 

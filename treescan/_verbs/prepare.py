@@ -83,26 +83,19 @@ class Prepared:
         call = self.call
         return ShowProgress.of(progress, call.body, call.convention.verb, custom=bool(call.custom))
 
-    def checking_either(self, value: Any, *, indexed: bool = False) -> CheckFinite | CheckCotangents | None:
-        """The transform of what `check_finite` says, where it may be "backward"."""
-        backward = looks_backward(value)
-        check = self.checking(backward is not None, indexed=indexed)
-        if check is None or not backward:
-            return check
-        return CheckCotangents(check.about._replace(backward=True), check.slices)
-
     def checking(
-        self, checks: bool, *, indexed: bool = False, ends_early: bool = False, around: tuple[Transform, ...] = ()
-    ) -> CheckFinite | None:
-        """The transform of `check_finite`, or None if nothing is looked at; see `CheckFinite`."""
-        if not checks:
+        self, value: Any, *, indexed: bool = False, ends_early: bool = False, around: tuple[Transform, ...] = ()
+    ) -> CheckFinite | CheckCotangents | None:
+        """The transform of what `check_finite` says, or None if nothing is looked at; see `CheckFinite`."""
+        backward = looks_backward(value)
+        if backward is None:
             return None
         call = self.call
         over = f"`{call.convention.verb}` over {describe_body(call.body.function)}"
         whole = self.axes is not None and None in self.axes
         slices = Slices(self.axes or (), jax.tree.structure(self.given.xs)) if whole else None
-        about = About(over, indexed, bool(call.custom), ends_early)
-        return CheckFinite(about, slices, around)
+        about = About(over, indexed, bool(call.custom), ends_early, backward=backward)
+        return (CheckCotangents if backward else CheckFinite)(about, slices, around)
 
     def with_rows(self, rows: Any) -> Prepared:
         """The same, with what a masked scan was told of its rows."""

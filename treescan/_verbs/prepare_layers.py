@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,10 +15,12 @@ from .._checks.arguments import check_key, check_keywords, check_name, check_rev
 from .._errors import TreescanError, describe_body, speaking_of
 from .._loop.body import Body
 from .._loop.retrace import note_types
+from .._transforms.finite.backward import in_reverse_mode
 from .._transforms.finite.case import About
 from .._transforms.finite.deliver import deliver
 from .._transforms.finite.layers import CheckLayers
-from .._transforms.finite.refuse import check_finite_of, refuse_prefetch
+from .._transforms.finite.layers_backward import CheckLayerCotangents
+from .._transforms.finite.refuse import looks_backward, refuse_prefetch
 from .._transforms.finite.site import Slices
 from .._transforms.layers.bar import check_shown
 from .._transforms.layers.pattern import Pattern
@@ -58,7 +61,9 @@ class PreparedLayers:
 
     def run(self) -> tuple[Any, ...]:
         """Runs the layers: what the last one returned, the stack of their states if they have any, and the outputs."""
-        x, ys = self.pattern.run(self.given)
+        backward = isinstance(self.pattern.check, CheckLayerCotangents)
+        with in_reverse_mode() if backward else contextlib.nullcontext():
+            x, ys = self.pattern.run(self.given)
         ys = deliver(ys)
         caches: tuple[Any, ...] = ()
         if self.states is not None:
@@ -122,13 +127,15 @@ def prepare_layers(
 
 def _checked(pattern: Pattern, check_finite: Any, stacks: Stacks, xs: tuple[PyTree, ...]) -> Pattern:
     """The pattern, with what looks at x after each layer if the user asked for it."""
-    if not check_finite_of(check_finite):
+    backward = looks_backward(check_finite)
+    if backward is None:
         return pattern
     refuse_prefetch(pattern.prefetch)
-    return replace(pattern, check=_check(pattern, stacks, xs))
+    check = _check(pattern, stacks, xs, backward=backward)
+    return replace(pattern, check=CheckLayerCotangents(check) if backward else check)
 
 
-def _check(pattern: Pattern, stacks: Stacks, xs: tuple[PyTree, ...]) -> CheckLayers:
+def _check(pattern: Pattern, stacks: Stacks, xs: tuple[PyTree, ...], *, backward: bool) -> CheckLayers:
     count = len(pattern.blocks)
     abouts = tuple(
         About(
@@ -137,6 +144,7 @@ def _check(pattern: Pattern, stacks: Stacks, xs: tuple[PyTree, ...]) -> CheckLay
             layers=place if stacks.sequence else -1,
             length=sum(stacks.counts),
             blocks=count,
+            backward=backward,
         )
         for place, call in enumerate(pattern.blocks)
     )

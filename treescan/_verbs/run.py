@@ -8,7 +8,6 @@ from typing import Any
 from .._body.conventions import Convention
 from .._checks.rows import check_rows
 from .._transforms.finite.backward import refuse_truncate
-from .._transforms.finite.refuse import check_finite_of
 from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
 from .._transforms.remat import Recompute
 from .._transforms.rows.batch_axes import RowFlags
@@ -57,12 +56,13 @@ def run_scan(
         check_finite: as for `treescan.scan`.
         **options: those of `prepare`.
     """
+    refuse_truncate(truncate, check_finite)
     call = prepare(convention, f, init, xs, length, masked=lengths is not None, **options)
     if lengths is not None:
         call = call.with_rows(check_rows(RowFlags(lengths), 0, call.call.length))
         return call.run(
             OverRows(_LEADING, _LEADING, None if convention.stacks else _LEADING, 0, call.axes, compact=False),
-            call.checking(check_finite_of(check_finite), around=AROUND_ROWS),
+            call.checking(check_finite, around=AROUND_ROWS),
             MoveOutputs.of(out_axes, save),
             Mask(_ZERO, "0"),
             Truncate.of(truncate),
@@ -71,11 +71,9 @@ def run_scan(
             Skip(None, compact=False),
             call.showing(progress),
         )
-    if check_finite == "backward":
-        refuse_truncate(truncate)
     return call.run(
         call.over_axes,
-        call.checking_either(check_finite),
+        call.checking(check_finite),
         MoveOutputs.of(out_axes, save),
         Recompute.of(remat),
         Truncate.of(truncate),

@@ -17,7 +17,6 @@ from .._errors import WHILE_WORDS, ArgumentError, Fault, Row, explain, verb
 from .._loop.body import Body
 from .._reprs import short_html, short_repr
 from .._transforms.finite.deliver import deliver
-from .._transforms.finite.refuse import check_finite_of
 from .._transforms.outputs import MoveOutputs, check_save
 from .._transforms.progress_arguments import check_progress, refuse_backward
 from .._transforms.rows.fill import HOLD, check_fill
@@ -281,7 +280,7 @@ def while_scan(
             call.call,
             condition,
             StopRows(*rows, call.axes, compact),
-            call.checking(check_finite_of(check_finite), ends_early=True, around=AROUND_ROWS),
+            call.checking(check_finite, ends_early=True, around=AROUND_ROWS),
             MoveOutputs.of(out_axes, save),
             plan,
             kept,

@@ -51,6 +51,7 @@ FORMS = {
     "args": Form("args", how=has("args")),
     "prefetch": Form("prefetch", {"prefetch": _as_it_is}, free=True),
     "check_finite": Form("check_finite", {"check_finite": True}, free=True),
+    'check_finite="backward"': Form("check_finite", {"check_finite": "backward"}, free=True),
     "pattern": Form("pattern", how=has("pattern")),
     "static leaf": Form("static leaf", how=has("static")),
     "progress": Form("progress", {"progress": SILENT}, free=True),

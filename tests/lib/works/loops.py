@@ -146,6 +146,7 @@ FORI = {name: form for name, form in {**CHECKED, **BACKWARD}.items() if form.opt
     "annotated body")}  # fmt: skip
 WHILE = {
     **CHECKED,
+    **BACKWARD,
     **OUTPUTS,
     "max_length": Form("max_length", {"max_length": 4}),
     "fill": Form("fill", {"fill": Y(7, -1)}),

@@ -29,7 +29,7 @@ from .example import (
     values,
     with_keywords,
 )
-from .loops import ALONE, CHECKED, OUTPUTS
+from .loops import ALONE, BACKWARD, CHECKED, OUTPUTS
 
 B = 3
 LENGTHS = np.array([4, 2, 0])
@@ -38,6 +38,7 @@ MASK = np.array([[0, 1, 0], [1, 0, 0], [1, 1, 0], [0, 1, 0], [0, 0, 0]], bool)
 RESETS = np.array([[1, 0, 0], [0, 1, 1], [1, 0, 0], [0, 1, 0], [1, 0, 0]], bool)
 FORMS = {
     **CHECKED,
+    **BACKWARD,
     **OUTPUTS,
     'save=(2, "last")': Form("save", {"save": Y(2, "last")}),
     "mask": Form("lengths", {"mask": MASK}),

@@ -12,7 +12,8 @@ import numpy as np
 
 from ..._axes import LeafAxes
 from ..._body.carries import read_carries
-from ..._finite import OF_RESULT, NonFinite
+from ..._finite import OF_RESULT, NonFinite, Within
+from ..._loop.loop import Loop
 from ..._trace.blame import INF, NAN, Operation, becomes_bad, is_checked, origin
 from ..._tree import thaw_static
 from ..._types import Array, PyTree, TreeDef
@@ -31,6 +32,7 @@ class Evidence(NamedTuple):
         x: what it was fed beside the state.
         valid: bool[*batch], which rows ran it; None: all.
         bits: int32[...], of each operation; see `Blame`.
+        of_result: bool[], of cotangents: whether it was so before the step.
     """
 
     first: Array
@@ -40,6 +42,7 @@ class Evidence(NamedTuple):
     x: PyTree
     valid: Array | None
     bits: Array
+    of_result: Array | None = None
 
 
 class About(NamedTuple):
@@ -64,6 +67,10 @@ class About(NamedTuple):
     length: int | None = None
     blocks: int = 1
     backward: bool = False
+
+    def numbers(self, loop: Loop) -> str | None:
+        """The call, if the loops within a step are told of the step: its position is known before the loop runs."""
+        return None if self.ends_early or loop.rows is not None else self.call
 
 
 class Bad(NamedTuple):
@@ -111,8 +118,8 @@ class Case:
     structure: TreeDef
     name: str
 
-    def record(self, evidence: Evidence) -> NonFinite:
-        """The record, of values that are known."""
+    def record(self, evidence: Evidence, within: tuple[Within, ...] = ()) -> NonFinite:
+        """The record, of values that are known; `within`: the steps of other loops in which this loop ran."""
         before = evidence.before
         carry = thaw_static(jax.tree.unflatten(self.structure, [before[i] for i in self.carry]))
         return NonFinite(
@@ -127,6 +134,7 @@ class Case:
             x=before[0] if self.about.indexed else thaw_static(evidence.x),
             valid=evidence.valid,
             backward=self.about.backward,
+            within=within,
         )
 
     def _place(self, position: int) -> tuple[int, int] | None:
@@ -146,7 +154,7 @@ class Case:
     def _diagnosis(self, evidence: Evidence) -> dict[str, Any]:
         """What became NaN or infinite, and why, if the steps came out as they did in the loop."""
         worst = self._worst(evidence)
-        if worst is not None and self.about.backward and int(evidence.first) == self.length:
+        if worst is not None and evidence.of_result is not None and bool(evidence.of_result):
             kind = "NaN" if worst.is_nan else "inf"
             path = self.paths[worst.leaf]
             return {
@@ -199,7 +207,7 @@ class Case:
             numbers = _numbers(evidence.after[i])
             nan, bad = np.isnan(numbers), ~np.isfinite(numbers)
             if bad.any():
-                yield Bad(i, _rows(nan if nan.any() else bad, None, None), bool(nan.any()))
+                yield Bad(i, _rows(nan if nan.any() else bad, evidence.valid, self.axes[i]), bool(nan.any()))
 
 
 def _rows(bad: Any, valid: Any, axis: int | None) -> tuple[Any, ...]:

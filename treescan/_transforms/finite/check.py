@@ -25,6 +25,7 @@ from .refuse import refuse_devices, refuse_effects
 from .rows import batch_of, with_heads
 from .site import Site, Slices, site_of
 from .watch import GOOD, Watched, earliest
+from .within import numbered
 
 
 @dataclass(frozen=True)
@@ -48,13 +49,15 @@ class CheckFinite:
             return loop
         refuse_devices()
         loop = dataclasses.replace(loop, state=as_arrays(loop.state))
-        site = site_of(loop, self.slices, self.around, loop.length - 1 if last is None else last)
+        site = site_of(
+            loop, self.slices, self.around, loop.length - 1 if last is None else last, self.about.numbers(loop)
+        )
         refuse_effects(site.hoisted)
         plain, watched = self._in_leaves(loop, site)
         heads = [jnp.full(batch_of(loop), number, jnp.int32) for number in (GOOD, 0)[: 1 + self.about.ends_early]]
         axes = (None,) * len(watched) if loop.rows is None else loop.rows.axes.state
         last = loop.length - 1 if loop.reverse else None
-        keyed = loop.xs.position is not None
+        keyed = plain.xs.position is not None
         step = Watched(plain.step, keyed, watched, axes, counts=self.about.ends_early, last=last)
         position = plain.xs.position if self.about.ends_early else jnp.arange(loop.length, dtype=jnp.int32)
         checked = dataclasses.replace(
@@ -73,7 +76,8 @@ class CheckFinite:
         if loop.rows is not None:
             return loop, changing if is_jit_disabled() else (True,) * len(loop.state)
         if is_jit_disabled():
-            return dataclasses.replace(flattened(loop), trace=None), changing
+            call = self.about.numbers(loop)
+            return dataclasses.replace(flattened(loop if call is None else numbered(loop, call)), trace=None), changing
         if self.about.ends_early:
             return in_whole_state(site.hoisted), changing
         return dataclasses.replace(as_loop(site.hoisted), trace=None), (True,) * sum(changing)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -10,9 +11,10 @@ from jax.core import Tracer
 
 from ..._errors import Fault, NonFiniteError
 from ..._finite import note
-from ..._types import PyTree
+from ..._types import Array, PyTree
 from .case import Case, Evidence
 from .watch import GOOD
+from .within import Outer, outer_steps
 
 
 class WithEvidence(NamedTuple):
@@ -43,28 +45,40 @@ def deliver(ys: PyTree) -> PyTree:
 
 
 def _deliver(evidence: Evidence, case: Case) -> None:
+    loops, positions = outer_steps()
     try:
-        tell(evidence, case)
+        tell(evidence, case, loops, positions)
     except NonFiniteError as error:
         raise Fault(NonFiniteError, str(error), "`treescan.last_nonfinite()` has the carry and x.") from None
 
 
-def tell(evidence: Evidence, case: Case) -> None:
+def tell(evidence: Evidence, case: Case, loops: Sequence[Outer], positions: Sequence[Array]) -> None:
     """Raises what is known, and where it is traced, has JAX raise it.
+
+    Args:
+        evidence: what is known of the first bad step.
+        case: what is static of it.
+        loops: the checked loops in whose steps this loop ran.
+        positions: of these steps, as values of the program that tells it.
 
     Raises:
         NonFiniteError: if a step went wrong.
     """
 
-    def told(evidence: Evidence) -> None:
+    def told(evidence: Evidence, positions: Sequence[Any]) -> None:
         if int(evidence.first) != GOOD:
-            record = case.record(jax.tree.map(np.asarray, evidence))
+            within = tuple(loop.at(position) for loop, position in zip(loops, positions, strict=False))
+            record = case.record(jax.tree.map(np.asarray, evidence), within)
             note(record)
             raise NonFiniteError(f"{case.about.call}: {record}.")
 
     if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(evidence)):
         jax.lax.cond(
-            evidence.first != GOOD, lambda given: jax.debug.callback(told, given), lambda given: None, evidence
+            evidence.first != GOOD,
+            lambda *given: jax.debug.callback(told, *given),
+            lambda *given: None,
+            evidence,
+            list(positions),
         )
     else:
-        told(evidence)
+        told(evidence, () if any(isinstance(position, Tracer) for position in positions) else positions)

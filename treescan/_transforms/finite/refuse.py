@@ -11,22 +11,6 @@ from ..._errors import ArgumentError, ArgumentTypeError, Fault
 from ..._trace.hoist import Hoisted
 
 
-def check_finite_of(value: Any) -> bool:
-    """Whether to check, of a verb that does not look at cotangents.
-
-    Raises:
-        Fault: for an `ArgumentError` if it is to, and an `ArgumentTypeError` if it is neither True nor False.
-    """
-    if isinstance(value, str) and value == "backward":
-        raise Fault(
-            ArgumentError,
-            '{verb} over {body}: `check_finite="backward"` is for `scan`, `fold`, `accumulate` and `fori`, without '
-            "`lengths`, and with bounds that are known.",
-            "True looks at the carry after each step. `jax.debug_nans` finds a NaN of the gradient.",
-        )
-    return looks_backward(value) is False
-
-
 def looks_backward(value: Any) -> bool | None:
     """Whether to look at cotangents in place of the carry; None: at nothing.
 

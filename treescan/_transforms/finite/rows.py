@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -24,8 +24,14 @@ def batch_of(loop: Loop) -> tuple[int, ...]:
     return () if loop.rows is None or valid is None else valid.shape[1:]
 
 
-def with_heads(loop: Loop, heads: list[Array]) -> Loop:
-    """The loop with further leaves before those of its state, which have rows where it has, and are never reset."""
+def with_heads(loop: Loop, heads: list[Array], axes: LeafAxes | None = None) -> Loop:
+    """The loop with further leaves before those of its state, which are never reset.
+
+    Args:
+        loop: the loop.
+        heads: the leaves.
+        axes: for each where the rows are, in a loop that has rows; None: they lead in all of them.
+    """
     loop = dataclasses.replace(loop, state=[*heads, *loop.state])
     if loop.rows is None:
         return loop
@@ -36,7 +42,7 @@ def with_heads(loop: Loop, heads: list[Array]) -> Loop:
         begins = begins._replace(targets=[*none, *begins.targets], tables=tables)
     trace = loop.trace._replace(fixed=(*(False for _ in heads), *loop.trace.fixed))
     loop = dataclasses.replace(loop, trace=trace, rows=rows._replace(begins=begins, unchanged=_after(heads, rows)))
-    return with_axes(loop, state=(*(0 for _ in heads), *rows.axes.state))
+    return with_axes(loop, state=(*(axes or (0,) * len(heads)), *rows.axes.state))
 
 
 def _after(heads: list[Array], rows: Rows) -> Any:
@@ -79,3 +85,32 @@ def without_tangents(rows: Rows | None) -> Rows | None:
     if rows is None or rows.begins is None:
         return rows
     return rows._replace(begins=rows.begins._replace(targets=jax.lax.stop_gradient(rows.begins.targets)))
+
+
+class RowArrays(NamedTuple):
+    """The arrays of the rows of a loop, as far as its steps need them.
+
+    Attributes:
+        resets: where segments begin, or None.
+        lengths: of each row, or None.
+        flags: where a row begins anew, if that is another place; or None.
+        targets: what it begins from.
+    """
+
+    resets: Array | None
+    lengths: Array | None
+    flags: Array | None
+    targets: list[Array | None] | None
+
+    @classmethod
+    def of(cls, rows: Rows) -> RowArrays:
+        """Those of the rows of a loop."""
+        flags, targets = (None, None) if rows.begins is None else (rows.begins.flags, rows.begins.targets)
+        return cls(rows.resets, rows.given.lengths, flags, targets)
+
+    def put(self, rows: Rows) -> Rows:
+        """The rows with these."""
+        begins = rows.begins
+        if begins is not None and self.flags is not None and self.targets is not None:
+            begins = begins._replace(flags=self.flags, targets=self.targets)
+        return rows._replace(resets=self.resets, given=rows.given._replace(lengths=self.lengths), begins=begins)

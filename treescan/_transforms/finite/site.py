@@ -18,6 +18,7 @@ from ..._tree import leaves_with_path
 from ..._types import Array, PyTree, TreeDef
 from ..axes import MergeWhole
 from .rows import in_rows, without_tangents
+from .within import numbered
 
 
 @dataclass(frozen=True)
@@ -109,14 +110,24 @@ class Site:
             pairs = list(zip(named, self.slices.axes, strict=True))
             whole = [path for path, axis in pairs if axis is None]
             named = [path for path, axis in pairs if axis is not None]
-        others = {"position": "the position", "valid": "valid"}
-        return whole, [*named, *(text for field, text in others.items() if getattr(xs, field) is not None)]
+        fed, others = self.hoisted.loop.xs, {"position": "the position", "valid": "valid"}
+        return whole, [*named, *(text for field, text in others.items() if getattr(fed, field) is not None)]
 
 
-def site_of(loop: Loop, slices: Slices | None, around: tuple[Transform, ...], last: Any) -> Site:
-    """The site of a loop, whose body is traced here unless it was already."""
+def site_of(
+    loop: Loop, slices: Slices | None, around: tuple[Transform, ...], last: Any, call: str | None = None
+) -> Site:
+    """The site of a loop, whose body is traced here unless it was already.
+
+    Args:
+        loop: the loop.
+        slices: what is scanned over, where some leaves are given whole; None: none are.
+        around: what is put around a step of rows.
+        last: the position of the step that runs first, in reverse.
+        call: the verb and the body, where loops within a step are told of it; None: they are not.
+    """
     with jax.disable_jit(False):
-        hoisted = _traced(loop)
+        hoisted = _traced(loop if call is None else numbered(loop, call))
     return Site(loop, hoisted, slices, whole_of(loop) if slices is not None else [], around, last)
 
 

@@ -46,7 +46,7 @@ class Watched:
 
     def __call__(self, consts: PyTree, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
         (first, *count), given = state[: self.heads], state[self.heads :]
-        number = count[0] if count else _number(feed.position, self.last)
+        number = count[0] if count else number_of_position(feed.position, self.last)
         new, y = self.step(consts, given, feed if self.keyed else feed._replace(position=None))
         bad = (first == GOOD) & place_like(self._went_bad(given, new, first.ndim), jax.typeof(first))
         return [jnp.where(bad, number, first), *(n + 1 for n in count), *new], y
@@ -74,7 +74,8 @@ class Watched:
         return dataclasses.replace(self, step=cast(Repeatable, self.step).silenced())
 
 
-def _number(position: Array | None, last: Any) -> Array:
+def number_of_position(position: Array | None, last: Any) -> Array:
+    """How many steps run before the one at a position; `last` is the highest one, of a loop in reverse."""
     assert position is not None
     return position if last is None else last - position
 

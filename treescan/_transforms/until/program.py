@@ -22,6 +22,7 @@ from ..._trace.hoist import Hoisted, hoist, lift
 from ..._tree import Prefix
 from ..._types import Array, ArrayLike, PyTree
 from ..count import count_from
+from ..finite.backward import CheckCotangents, no_forward_mode_early
 from ..finite.check import CheckFinite
 from ..nest import finish
 from ..outputs import EVERYTHING
@@ -84,7 +85,7 @@ class Until:
         call: how each step is run; its length is the most steps that are taken.
         cond: the condition, by its handle; None holds always.
         lays: lays the loop's arguments; None: there is nothing to do.
-        check: looks at the carry after each step; None: nothing does.
+        check: looks at the carry after each step, or at its cotangents; None: nothing does.
         moves_outputs: moves the axes of its outputs; None: they stay where they are.
         remat: what the gradient recomputes beyond what it does unasked.
         save: a prefix of y: what is kept of the outputs; None: everything.
@@ -96,7 +97,7 @@ class Until:
     call: Call
     cond: Body | None = None
     lays: Transform | None = None
-    check: CheckFinite | None = None
+    check: CheckFinite | CheckCotangents | None = None
     moves_outputs: Transform | None = None
     remat: Remat | None = None
     save: Prefix | None = None
@@ -116,7 +117,8 @@ class Until:
             return execute(self, (given, bounds), programs if self.cond is None else programs.joint(self.cond.function))
         except TypeError as error:
             if _CUSTOM_VJP in str(error):
-                raise _no_forward_mode() from None
+                looks_backward = isinstance(self.check, CheckCotangents)
+                raise (no_forward_mode_early if looks_backward else _no_forward_mode)() from None
             raise
 
     def __call__(self, given: tuple[Arguments, Bounds | None]) -> Ended:
