@@ -27,7 +27,7 @@ ELEMENTWISE = frozenset(
         "abs", "add", "add_any", "and", "broadcast_in_dim", "ceil", "clamp", "concatenate",
         "convert_element_type", "copy", "cos", "cosh", "div", "eq", "exp", "exp2",
         "expm1", "floor", "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "log", "log1p",
-        "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square", "or", "pad", "pow",
+        "logistic", "lt", "max", "min", "mul", "ne", "neg", "not", "or", "pad", "pow",
         "real", "rem", "reshape", "rev", "round", "rsqrt", "select_n", "sign", "sin", "sinh", "slice", "split", "sqrt",
         "square", "squeeze", "sub", "tan", "tanh", "transpose", "xor",
     }
