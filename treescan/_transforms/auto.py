@@ -22,10 +22,10 @@ from .weights.deferred import save_all_but_cheap
 Auto: TypeAlias = Literal["auto"]
 AUTO: Final = "auto"
 
-OPERATIONS_PER_BYTE = 40
+OPERATIONS_PER_BYTE = 64
 """How many operations take a device as long as one byte that is saved: it is written once, and read once."""
 
-CACHE, CACHED = 2**24, 8
+CACHE, CACHED = 2**24, 12
 """Up to so many bytes may stay in a processor's cache from when they are saved; there they cost this part."""
 
 OPERATIONS_PER_STEP = 100_000
