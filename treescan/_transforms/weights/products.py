@@ -136,7 +136,8 @@ def _split(traced: Any, groups: list[list[Any]], state: PyTree, y: PyTree) -> Sp
     if any(map(_is_inlined, traced.jaxpr.eqns)):
         traced = _inline(traced, leaves)
     found = _Found.of(traced.jaxpr, *map(len, groups))
-    early, deferred = found.early(), found.deferred()
+    early = found.early()
+    deferred = found.deferred(early)
     if not early and not deferred:
         return None
     given = {*traced.jaxpr.constvars, *found.consts}
@@ -251,9 +252,9 @@ class _Found:
         read.update(variables_of(self.jaxpr.outvars))
         return [var for var in early if var in read]
 
-    def deferred(self) -> list[_Product]:
+    def deferred(self, early: list[Any]) -> list[_Product]:
         """The products with weights that wait for the state, or are computed beside those that do."""
-        found = {id(equation) for equation in self.needed(self.jaxpr.outvars, set())}
+        found = {id(equation) for equation in self.needed(self.jaxpr.outvars, set(early))}
         products = (p for p in self.products() if id(p.equation) in found)
         return [p for p in products if p.other in self.on_state or self._is_small_of_x(p)]
 
