@@ -110,6 +110,26 @@ def test_both_steps_are_named_of_a_carry(way: str, *, keyed: bool) -> None:
     np.testing.assert_allclose(record.x, -1)
 
 
+@pytest.mark.parametrize("check", [True, "backward"])
+def test_a_compiled_function_with_a_loop_serves_several_outer_loops(check: Any) -> None:
+    """JAX keeps its trace, which may hold no position of the step that called it first."""
+
+    @jax.jit
+    def inner(h: Any) -> Any:
+        return treescan.fold(lambda h, x: jnp.sqrt(h + x), h, jnp.ones(3), check_finite=check)
+
+    def outer(h: Any, steps: int, check: Any) -> Any:
+        return treescan.fold(lambda h, x: inner(h) + x, h, jnp.arange(float(steps)), check_finite=check)
+
+    for steps in (4, 5):
+        for derive in (lambda f: f, jax.grad, jax.jit):
+            got = derive(functools.partial(outer, steps=steps, check=check))(jnp.float32(2))
+            expected = derive(functools.partial(outer, steps=steps, check=False))(jnp.float32(2))
+            np.testing.assert_allclose(got, expected, rtol=1e-6)
+    text = caught(lambda: outer(jnp.float32(-9), 4, True))
+    assert "`h` became NaN" in text and "within" not in text
+
+
 def test_without_a_check_of_its_own_the_inner_loop_is_an_operation() -> None:
     xs = jnp.ones((4, 5)).at[3, 2].set(-1.0)
     call = functools.partial(treescan.fold, lambda h, x: treescan.fold(lambda h, x: jnp.sqrt(h * x), h, x))

@@ -193,7 +193,7 @@ class CheckCotangents:
         """The state before the first step, and a probe; what its cotangent says is told in the gradient."""
         pulled = Pulled.of(site, changing_of(site), watched.axes, watched.y_axes)
 
-        outer, places = outer_steps()
+        outer, places, _ = outer_steps()
 
         def told(given: Any, probe: Probe) -> None:
             (reads, positions), found = given, Found.of(probe)

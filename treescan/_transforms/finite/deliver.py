@@ -45,7 +45,7 @@ def deliver(ys: PyTree) -> PyTree:
 
 
 def _deliver(evidence: Evidence, case: Case) -> None:
-    loops, positions = outer_steps()
+    loops, positions, _ = outer_steps()
     try:
         tell(evidence, case, loops, positions)
     except NonFiniteError as error:

@@ -43,7 +43,7 @@ class CheckLayerCotangents:
         pulled = _Pulled.of(self.layers, sites)
         leaves, watched = sites[0].hoisted.settled, pulled.watched
         probe = pulled.probe(watched[0].pick(leaves))
-        outer, places = outer_steps()
+        outer, places, _ = outer_steps()
         told = functools.partial(pulled.tell, outer)
         seen, probe = begin(told, (pulled.reads, places), watched[0].pick(leaves), probe)
         parts, structure = jax.tree.flatten(probe)

@@ -9,6 +9,8 @@ from collections.abc import Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import jax.core
+import jax.extend.core
 import jax.numpy as jnp
 
 from ..._finite import Within
@@ -38,24 +40,37 @@ class OuterSteps(NamedTuple):
     Attributes:
         loops: the loops.
         positions: int32[] each, of the step.
+        trace: the trace in which the innermost step runs.
     """
 
     loops: tuple[Outer, ...] = ()
     positions: tuple[Array, ...] = ()
+    trace: Any = None
 
 
 _outer: contextvars.ContextVar[OuterSteps] = contextvars.ContextVar("outer", default=OuterSteps())  # noqa: B039
 
 
+def _trace_state() -> Any:
+    """What equals itself within one trace of JAX, and nothing of another."""
+    home = jax.extend.core if hasattr(jax.extend.core, "get_opaque_trace_state") else jax.core  # JAX 0.8 has it there
+    return getattr(home, "get_opaque_trace_state")()  # noqa: B009, an attribute that checkers do not see
+
+
 def outer_steps() -> OuterSteps:
-    """The steps of checked loops in which a loop runs that is traced now."""
-    return _outer.get()
+    """The steps of checked loops in which a loop runs that is traced now; none within a function that JAX traces apart.
+
+    JAX keeps the trace of such a function, for example of one under `jax.jit`, for calls from other steps, whose
+    positions it does not know.
+    """
+    steps = _outer.get()
+    return steps if steps.loops and steps.trace == _trace_state() else OuterSteps()
 
 
 @contextlib.contextmanager
-def _within(outer: Outer, position: Array) -> Generator[None]:
-    loops, positions = _outer.get()
-    token = _outer.set(OuterSteps((outer, *loops), (position, *positions)))
+def _within(outer: Outer, position: Array, follows: bool) -> Generator[None]:
+    steps = _outer.get() if follows else OuterSteps()
+    token = _outer.set(OuterSteps((outer, *steps.loops), (position, *steps.positions), _trace_state()))
     try:
         yield
     finally:
@@ -71,16 +86,18 @@ class Numbered:
         keyed: whether that is fed its position too.
         call: the verb and the body, as messages name them.
         length: the steps of the loop.
+        follows: whether the loop itself runs in a step whose position is known.
     """
 
     step: Step
     keyed: bool
     call: str
     length: Any
+    follows: bool
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         assert feed.position is not None
-        with _within(Outer(self.call, self.length), feed.position):
+        with _within(Outer(self.call, self.length), feed.position, self.follows):
             return self.step(consts, state, feed if self.keyed else feed._replace(position=None))
 
 
@@ -88,4 +105,6 @@ def numbered(loop: Loop, call: str) -> Loop:
     """The loop, whose steps tell the loops within them of their positions."""
     keyed = loop.xs.position is not None
     xs = loop.xs if keyed else loop.xs._replace(position=jnp.arange(loop.length, dtype=jnp.int32))
-    return dataclasses.replace(loop, step=Numbered(loop.step, keyed, call, loop.length), xs=xs)
+    return dataclasses.replace(
+        loop, step=Numbered(loop.step, keyed, call, loop.length, bool(outer_steps().loops)), xs=xs
+    )
