@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nonfinite import caught, halve
+from nonfinite import caught, gradient, halve, layer_plantings
 
 import treescan
 
@@ -50,31 +50,12 @@ def run(form: str, reverse: bool, check: Any, w: Any, s: Any) -> Any:
 
 
 def go(way: str, call: Any, w: Any) -> Any:
-    one = jnp.float32(1)
-    if way == "disable_jit":
-        with jax.disable_jit():
-            return jax.grad(call, 1)(w, one)
-    if way == "jit":
-        return jax.jit(jax.grad(call, 1))(w, one)
-    if way == "vmap of grad":
-        return jax.vmap(jax.grad(call, 1), (None, 0))(w, jnp.ones(2))
-    if way == "grad of vmap":
-        return jax.grad(lambda s: jax.vmap(call, (None, 0))(w, s * jnp.ones(2)).sum())(one)
-    return jax.grad(call, 0 if way == "weight" else 1)(w, one)
+    return jax.grad(call)(w, jnp.float32(1)) if way == "weight" else gradient(way, call, w)
 
 
-def cases(count: int) -> list[Any]:
-    draw = np.random.default_rng(14)
-    found = []
-    for i in range(count):
-        form, way = FORMS[i % len(FORMS)], WAYS[(i // len(FORMS)) % len(WAYS)]
-        rows = sorted(draw.choice(D, size=draw.integers(1, D + 1), replace=False).tolist())
-        case = form, way, int(draw.integers(N)), rows, bool(draw.integers(2))
-        found.append(pytest.param(*case, id=f"{i}-{form}-{way}", marks=[] if i == 11 else pytest.mark.slow))
-    return found
-
-
-@pytest.mark.parametrize(("form", "way", "layer", "rows", "reverse"), cases(54))
+@pytest.mark.parametrize(
+    ("form", "way", "layer", "rows", "reverse"), layer_plantings(54, 14, FORMS, WAYS, (N, D), (11,))
+)
 def test_a_layer_is_named(form: str, way: str, layer: int, rows: list[int], *, reverse: bool) -> None:
     w = jnp.ones((N, D)).at[layer, jnp.array(rows)].set(jnp.nan)
     text = caught(lambda: go(way, functools.partial(run, form, reverse, "backward"), w))

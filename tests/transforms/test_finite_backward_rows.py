@@ -7,22 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nonfinite import caught, halve
+from nonfinite import ROW_OPTIONS, caught, gradient, halve
 
 import treescan
 
 T, B = 9, 4
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "reverse": {"reverse": True},
-    "chunk": {"chunk": 3},
-    "unskipped": {"chunk": 0},
-    "compact": {"compact": True},
-    "compact in reverse": {"compact": (2,), "chunk": 4, "reverse": True},
-    "hold": {"fill": "hold"},
-    "last": {"save": "last"},
-    "every second": {"save": 2},
-    "remat": {"remat": "nested"},
+    **ROW_OPTIONS,
     "unroll": {"unroll": 2},
     "shared": {"chunk": 3},
     "shared in reverse": {"reverse": True, "remat": "step"},
@@ -110,17 +101,9 @@ def loss(name: str, leaf: str, rows: Any, resets: Any, check: Any, flags: Any, u
 
 
 def go(way: str, call: Any, flags: Any, u: Any) -> Any:
-    one = jnp.float32(1)
-    if way == "disable_jit":
-        with jax.disable_jit():
-            return jax.grad(call, 2)(flags, u, one)
-    if way == "jit":
-        return jax.jit(jax.grad(call, 2))(flags, u, one)
-    if way == "vmap of grad":
-        return jax.vmap(jax.grad(call, 2), (None, None, 0))(flags, u, jnp.ones(2))
-    if way == "grad of vmap":
-        return jax.grad(lambda w: jax.vmap(call, (None, None, 0))(flags, u, w * jnp.ones(2)).sum())(one)
-    return jax.grad(call, 1 if way == "weight" else 2)(flags, jnp.nan_to_num(u) if way == "weight" else u, one)
+    if way == "weight":
+        return jax.grad(call, 1)(flags, jnp.nan_to_num(u), jnp.float32(1))
+    return gradient(way, call, flags, u)
 
 
 def plantings(count: int) -> list[Any]:

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nonfinite import caught, halve
+from nonfinite import caught, gradient, halve
 
 import treescan
 
@@ -50,20 +50,6 @@ def _share(step: Any, h: Any, x: Any, valid: Any) -> Any:
     return {**new, "cell": new["cell"] + h["all"] * 0.1, "all": shared}, y
 
 
-def go(way: str, call: Any, lengths: Any, flags: Any) -> Any:
-    one = jnp.float32(1)
-    if way == "disable_jit":
-        with jax.disable_jit():
-            return jax.grad(call, 2)(lengths, flags, one)
-    if way == "jit":
-        return jax.jit(jax.grad(call, 2))(lengths, flags, one)
-    if way == "grad of jit":
-        return jax.grad(jax.jit(call), 2)(lengths, flags, one)
-    if way == "vmap of grad":
-        return jax.jit(jax.vmap(jax.grad(call, 2), (None, None, 0)))(lengths, flags, jnp.ones(2))
-    return jax.grad(call, 2)(lengths, flags, one)
-
-
 def cases(count: int) -> list[Any]:
     draw = np.random.default_rng(12)
     found = []
@@ -92,7 +78,7 @@ def test_a_step_that_was_taken_is_named(kind: str, way: str, lengths: Any, order
     flags[place] = np.nan
     rows = "rows" in kind
     flags = jnp.asarray(np.broadcast_to(flags[:, None], (T, B)) if rows else flags, jnp.float32)
-    text = caught(lambda: go(way, functools.partial(run, kind, "backward", reverse), jnp.asarray(lengths), flags))
+    text = caught(lambda: gradient(way, functools.partial(run, kind, "backward", reverse), jnp.asarray(lengths), flags))
     record = treescan.last_nonfinite()
     assert record is not None and record.backward and record.ends_early
     hit = np.flatnonzero(lengths > order).tolist() if rows else []

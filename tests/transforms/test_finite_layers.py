@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nonfinite import caught
+from nonfinite import caught, layer_plantings
 
 import treescan
 
@@ -62,18 +62,9 @@ def go(way: str, call: Any, w: Any) -> Any:
     return call(w, 1.0)
 
 
-def cases(count: int) -> list[Any]:
-    draw = np.random.default_rng(4)
-    found = []
-    for i in range(count):
-        form, way = FORMS[i % len(FORMS)], WAYS[(i // len(FORMS)) % len(WAYS)]
-        rows = sorted(draw.choice(D, size=draw.integers(1, D + 1), replace=False).tolist())
-        case = form, way, int(draw.integers(N)), rows, bool(draw.integers(2))
-        found.append(pytest.param(*case, id=f"{i}-{form}-{way}", marks=[] if i % 20 == 2 else pytest.mark.slow))
-    return found
-
-
-@pytest.mark.parametrize(("form", "way", "layer", "rows", "reverse"), cases(40))
+@pytest.mark.parametrize(
+    ("form", "way", "layer", "rows", "reverse"), layer_plantings(40, 4, FORMS, WAYS, (N, D), range(2, 40, 20))
+)
 def test_a_layer_is_named(form: str, way: str, layer: int, rows: list[int], *, reverse: bool) -> None:
     w = jnp.ones((N, D)).at[layer, jnp.array(rows)].set(-1.0)
     call = functools.partial(run, form, reverse, check_finite=True)

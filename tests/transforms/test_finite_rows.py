@@ -7,23 +7,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nonfinite import caught
+from nonfinite import ROW_OPTIONS, caught
 
 import treescan
 from treescan import carries
 
 T, B = 9, 4
 OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "reverse": {"reverse": True},
-    "chunk": {"chunk": 3},
-    "unskipped": {"chunk": 0},
-    "compact": {"compact": True},
-    "compact in reverse": {"compact": (2,), "chunk": 4, "reverse": True},
-    "hold": {"fill": "hold"},
-    "last": {"save": "last"},
-    "every second": {"save": 2},
-    "remat": {"remat": "nested"},
+    **ROW_OPTIONS,
     "truncate": {"truncate": 2},
     "unroll": {"unroll": 2},
     "progress": {"progress": treescan.Progress(updates=2, meter=treescan.Text())},
