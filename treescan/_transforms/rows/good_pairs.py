@@ -61,9 +61,8 @@ def _steps_or(other: int, valid: Array) -> Array:
 
 def first_of_lengths(lengths: Array, steps: int, *, reverse: bool) -> tuple[Array, Array | None]:
     """The same where each row's steps are its first `lengths`, int[*batch]; None: the first position for all rows."""
-    return jax.lax.gt(lengths, jnp.zeros_like(lengths)), jnp.clip(
-        lengths.astype(jnp.int32) - 1, 0, steps - 1
-    ) if reverse else None
+    last = jnp.clip(lengths.astype(jnp.int32) - 1, 0, steps - 1) if reverse else None
+    return jax.lax.gt(lengths, jnp.zeros_like(lengths)), last
 
 
 def own_pairs(
