@@ -275,3 +275,26 @@ def test_a_custom_carry_is_read() -> None:
     assert "in step 2 of 4 (row 1)" in text
     record = treescan.last_nonfinite()
     assert record is not None and record.carry["mean"].shape == (2,)
+
+
+@pytest.mark.parametrize("way", ["eager", "jit"])
+@pytest.mark.parametrize("check", [True, "backward"])
+def test_keys_stay_keys_in_the_record(way: str, check: Any) -> None:
+    def body(carry: Any, x: Any) -> Any:
+        key, h = carry
+        return (jax.random.split(key)[0], jnp.sqrt(h) - h), jax.random.uniform(x)
+
+    def call(h: Any) -> Any:
+        keys = jax.random.split(jax.random.key(1), T)
+        return treescan.scan(body, (jax.random.key(0), h), keys, check_finite=check)[0][1]
+
+    call = call if check is True else jax.grad(call)
+    caught(lambda: (jax.jit(call) if way == "jit" else call)(jnp.float32(2)))
+    record = treescan.last_nonfinite()
+    assert record is not None
+    for key in (record.carry[0], record.x):
+        assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
+    assert (
+        jax.random.key_data(record.x).tolist()
+        == jax.random.key_data(jax.random.split(jax.random.key(1), T)[record.step]).tolist()
+    )

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -20,6 +22,7 @@ class Convention:
         stacks: whether the carry after each step is what is stacked.
         other: the verb whose body returns the other of the two, if there is one.
         stateful: whether the last item of x is a state, which the body returns behind the carry.
+        records: from a carry and an x to those that a record of `check_finite` holds.
     """
 
     verb: str
@@ -31,6 +34,7 @@ class Convention:
     stacks: bool = False
     other: str = "scan"
     stateful: bool = False
+    records: Callable[[Any, Any], tuple[Any, Any]] | None = None
 
     @property
     def carry(self) -> str:

@@ -12,12 +12,12 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from .._avals import describe_leaf, place_like
+from .._avals import describe_leaf
 from .._errors import ArgumentError, BodyError, Fault, Row
 from .._loop.loop import Feed, Loop, Step, Transform
 from .._loop.run import as_arrays, is_jit_disabled
-from .._trace.dependence import dependent
-from .._trace.equations import alone, called, evaluate_inlined, variables_of
+from .._trace.constant_outputs import Once, StepProgram
+from .._trace.equations import variables_of
 from .._trace.hoist import Hoisted, flatten_only, hoist, merge
 from .._tree import Prefix, PrefixMismatch, leaves_with_path
 from .._types import PyTree
@@ -60,20 +60,23 @@ class Parted(NamedTuple):
     """A loop without the outputs that are the same in every step.
 
     Attributes:
-        loop: the loop; its state is a list of leaves.
-        hoisted: what its trace told: `hoisted.restore` gives back the state.
+        loop: the loop; its state is a list of leaves, and it finishes with the whole state.
         once: y with these outputs in their places, and None in those of the others.
         reads: for each leaf of the consts and of what a step is fed whether what is left reads it.
     """
 
     loop: Loop
-    hoisted: Hoisted
     once: PyTree
     reads: tuple[tuple[bool, ...], tuple[bool, ...]]
 
 
-def part_outputs(loop: Loop, wanted: Prefix) -> Parted:
+def part_outputs(loop: Loop, wanted: Prefix, *, whole: bool = False) -> Parted:
     """Computes values that are the same in every step before the loop, and removes them from the loop.
+
+    Args:
+        loop: the loop.
+        wanted: a prefix of y, True for each output that must be the same in every step.
+        whole: whether leaves that no step changes stay in the state.
 
     Raises:
         Fault: for a `BodyError` that lists the outputs which are not the same in every step, as far as it is known.
@@ -83,7 +86,7 @@ def part_outputs(loop: Loop, wanted: Prefix) -> Parted:
     with jax.disable_jit(False):
         hoisted = hoist(typed)
     flags = _flags(wanted, hoisted.y)
-    program = _Program.of(hoisted)
+    program = StepProgram.of(hoisted)
     places = [len(hoisted.fixed) + i for i, flag in enumerate(flags) if flag]
     once = program.compute(places) or _compute_inlined(program, hoisted, flags, places)
     rest = program.without(once, places)
@@ -92,11 +95,17 @@ def part_outputs(loop: Loop, wanted: Prefix) -> Parted:
     if is_jit_disabled():
         hoisted = flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state)))
         step: Step = _Dropping(hoisted.loop.step, flags)
-        return Parted(dataclasses.replace(hoisted.loop, step=step), hoisted, y, reads)
-    step = _Rest(rest, program.consts, hoisted.fixed, jax.tree.structure(_pruned(hoisted.y, flags)))
-    consts = (once.early, hoisted.loop.consts)
-    run = dataclasses.replace(hoisted.loop, step=step, consts=consts, xs=loop.xs, length=loop.length)
-    return Parted(run, hoisted, y, reads)
+        return Parted(dataclasses.replace(hoisted.loop, step=step).finished(hoisted.restore), y, reads)
+    unchanged, inner = hoisted.loop.consts
+    rest_y = jax.tree.structure(_pruned(hoisted.y, flags))
+    run = dataclasses.replace(hoisted.loop, xs=loop.xs, length=loop.length)
+    if whole:
+        step = _Rest(rest, program.consts, (False,) * len(hoisted.fixed), rest_y)
+        run = dataclasses.replace(run, step=step, consts=(once.early, ([], inner)), state=hoisted.settled)
+        return Parted(run.finished(functools.partial(jax.tree.unflatten, hoisted.structure)), y, reads)
+    step = _Rest(rest, program.consts, hoisted.fixed, rest_y)
+    run = dataclasses.replace(run, step=step, consts=(once.early, (unchanged, inner)))
+    return Parted(run.finished(hoisted.restore), y, reads)
 
 
 def _flags(wanted: Prefix, y: PyTree) -> tuple[bool, ...]:
@@ -112,7 +121,7 @@ def _flags(wanted: Prefix, y: PyTree) -> tuple[bool, ...]:
         ) from None
 
 
-def _compute_inlined(program: _Program, hoisted: Hoisted, flags: tuple[bool, ...], places: Sequence[int]) -> _Once:
+def _compute_inlined(program: StepProgram, hoisted: Hoisted, flags: tuple[bool, ...], places: Sequence[int]) -> Once:
     """The same within what the step calls; the calls themselves stay in the loop as they are."""
     inlined = program.inlined()
     once = inlined.compute(places)
@@ -122,7 +131,7 @@ def _compute_inlined(program: _Program, hoisted: Hoisted, flags: tuple[bool, ...
 
 
 def _reads(
-    rest: Any, program: _Program, hoisted: Hoisted, once: _Once, places: Sequence[int]
+    rest: Any, program: StepProgram, hoisted: Hoisted, once: Once, places: Sequence[int]
 ) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     """Which of the consts, and of what a step is fed, what is left reads.
 
@@ -145,7 +154,7 @@ def _reads(
 
 def drop_outputs(loop: Loop, wanted: Prefix) -> Loop:
     """The loop without these outputs, whatever they are."""
-    return dataclasses.replace(loop, step=_DroppingPrefix(loop.step, wanted))
+    return dataclasses.replace(loop, step=DroppingOnce(loop.step, wanted))
 
 
 def _one_zero(leaf: Any) -> Any:
@@ -170,7 +179,7 @@ class _Dropping:
 
 
 @dataclass(frozen=True)
-class _DroppingPrefix:
+class DroppingOnce:
     """The same, before it is known what leaves there are."""
 
     step: Step
@@ -200,116 +209,7 @@ class _Rest:
         return changed, jax.tree.unflatten(self.y, y)
 
 
-class _Once(NamedTuple):
-    """Outputs that were computed before the loop, and by which equations.
-
-    Attributes:
-        values: the outputs.
-        equations: the equations that need not be run again, by number.
-        variables: what these compute and others need.
-        early: their values.
-    """
-
-    values: list[Any]
-    equations: frozenset[int]
-    variables: list[Any]
-    early: list[Any]
-
-
-def _any_value(aval: Any) -> Any:
-    """A value of this type, of which nothing that is needed depends."""
-    return place_like(jnp.zeros(aval.shape, aval.dtype), aval)
-
-
-@dataclass(frozen=True, eq=False)
-class _Program:
-    """A traced step as equations.
-
-    Attributes:
-        jaxpr: the open jaxpr.
-        consts: what it closes over.
-        given: for each of its inputs the value, None where steps differ in it.
-        varying: for each of its inputs whether steps differ in it.
-    """
-
-    jaxpr: Any
-    consts: list[Any]
-    given: list[Any]
-    varying: tuple[bool, ...]
-
-    @classmethod
-    def of(cls, hoisted: Hoisted) -> _Program:
-        """The program of a loop's step."""
-        traced = hoisted.traced
-        (closed,) = traced.jaxprs.values()
-        unchanged, inner = hoisted.loop.consts
-        known = [*jax.tree.leaves(inner), *merge(traced.fixed, unchanged, [None] * len(hoisted.loop.state))]
-        fed = len(closed.jaxpr.invars) - len(known)
-        varying = (*(False for _ in jax.tree.leaves(inner)), *(not fixed for fixed in traced.fixed), *(True,) * fed)
-        return cls(closed.jaxpr, list(closed.consts), [*known, *[None] * fed], varying)
-
-    def inlined(self) -> _Program:
-        """The same with the equations of what it calls in place of the calls."""
-        avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in self.jaxpr.invars]
-        closed = jax.make_jaxpr(lambda *given: evaluate_inlined(self.jaxpr, self.consts, given, called))(*avals)
-        return _Program(closed.jaxpr, list(closed.consts), self.given, self.varying)
-
-    def vary(self) -> set[Any]:
-        """The variables in which steps differ, or may."""
-        return dependent(self.jaxpr, self.varying)
-
-    def compute(self, places: Sequence[int]) -> _Once | None:
-        """The outputs in these places, or None if one of them varies."""
-        wanted, vary = [self.jaxpr.outvars[place] for place in places], self.vary()
-        if not vary.isdisjoint(variables_of(wanted)):
-            return None
-        needed, parts, equations = set(variables_of(wanted)), set[int](), set[int]()
-        for number, equation in reversed(list(enumerate(self.jaxpr.eqns))):
-            if not needed.isdisjoint(equation.outvars):
-                (equations if vary.isdisjoint(equation.outvars) else parts).add(number)
-                needed.update(var for var in variables_of(equation.invars) if var not in vary)
-        later = self._read_later(equations)
-        values = self._evaluate(sorted(equations | parts), needed)
-        outputs = [atom.val if hasattr(atom, "val") else values[atom] for atom in wanted]
-        outputs = [value if isinstance(value, jax.Array) else jnp.asarray(value) for value in outputs]
-        return _Once(outputs, frozenset(equations), later, [values[var] for var in later])
-
-    def _evaluate(self, equations: Sequence[int], needed: set[Any]) -> dict[Any, Any]:
-        """The results of these equations. Of an equation that computes too much (a loop), only the needed part."""
-        known = zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*self.consts, *self.given], strict=True)
-        varies = dict(zip(self.jaxpr.invars, self.varying, strict=True))
-        values = {var: value for var, value in known if not varies.get(var, False)}
-        for number in equations:
-            equation = self.jaxpr.eqns[number]
-            out = [var for var in equation.outvars if var in needed]
-            own, program = alone(self.jaxpr, equation, out)
-            given = [values[var] if var in values else _any_value(var.aval) for var in own]
-            evaluate: Callable[..., list[Any]] = functools.partial(eval_jaxpr, program, [])
-            if not all(var in values for var in own):
-                evaluate = jax.jit(evaluate)
-            values.update(zip(out, evaluate(*given), strict=True))
-        return values
-
-    def _read_later(self, equations: set[int]) -> list[Any]:
-        """What these equations compute that others read, or that leaves the step."""
-        made = {var: None for number in sorted(equations) for var in self.jaxpr.eqns[number].outvars}
-        others = (equation for number, equation in enumerate(self.jaxpr.eqns) if number not in equations)
-        read = {var for equation in others for var in variables_of(equation.invars)}
-        read.update(variables_of(self.jaxpr.outvars))
-        return [var for var in made if var in read]
-
-    def without(self, once: _Once, places: Sequence[int]) -> Any:
-        """What is left of the jaxpr: it is given what was computed before the loop first."""
-        outputs = [var for place, var in enumerate(self.jaxpr.outvars) if place not in set(places)]
-        needed, equations = set(variables_of(outputs)), list[Any]()
-        for number, equation in reversed(list(enumerate(self.jaxpr.eqns))):
-            if number not in once.equations and (equation.effects or not needed.isdisjoint(equation.outvars)):
-                equations.append(equation)
-                needed.update(variables_of(equation.invars))
-        return self.jaxpr.replace(invars=[*once.variables, *self.jaxpr.invars], outvars=outputs, eqns=equations[::-1])
-
-
-def _varies(program: _Program, hoisted: Hoisted, flags: Sequence[bool]) -> Fault:
+def _varies(program: StepProgram, hoisted: Hoisted, flags: Sequence[bool]) -> Fault:
     """Says which outputs are not the same in every step."""
     found, outvars = program.vary(), program.jaxpr.outvars[len(hoisted.fixed) :]
     named = zip(leaves_with_path("y", hoisted.y), outvars, flags, strict=True)
@@ -337,6 +237,7 @@ class WithOnce:
         call: how each step is run.
         once: these outputs.
         over_axes: the transform of `in_axes`, or None.
+        checks: the transform of `check_finite`, or None.
         transforms: those of what is left of the loop.
         out_axes: a prefix of y.
         save: a prefix of y: what is kept of the outputs that are stacked; None: everything.
@@ -345,24 +246,23 @@ class WithOnce:
     call: Call
     once: OncePlan
     over_axes: OverAxes | None
+    checks: Transform | None
     transforms: tuple[Transform, ...]
     out_axes: Prefix
     save: Prefix | None
     moves = True
 
-    def __call__(self, given: Arguments) -> tuple[PyTree, StackedAndOnce]:
+    def __call__(self, given: Arguments) -> tuple[PyTree, PyTree]:
         with self.call.scope():
-            parted = part_outputs(self._lay(given), self.once.wanted)
+            parted = part_outputs(self._lay(given), self.once.wanted, whole=self.checks is not None)
             again = (
                 None if self.once.again is None else self.once.again(parted.once, self._reads_watched(given, parted))
             )
-            if again is None:
-                state, stacked = self._run(parted.loop)
-                state = parted.hoisted.restore(state)
-            else:
+            loop = parted.loop
+            if again is not None:
                 loop = self._lay(given._replace(args=(*given.args[:-1], again)))
-                state, stacked = self._run(drop_outputs(loop, self.once.wanted))
-            return state, StackedAndOnce(move_kept(stacked, self.out_axes.tree, self.save), parted.once)
+                loop = drop_outputs(loop, self.once.wanted)
+            return self._run(loop, parted.once)
 
     def constant_outputs(self, given: Arguments) -> PyTree:
         """Y with the outputs that are the same in every step, and None in place of the others. No step is run."""
@@ -372,7 +272,10 @@ class WithOnce:
         loop = self.call.lay(given)
         return loop if self.over_axes is None else self.over_axes(loop)
 
-    def _run(self, loop: Loop) -> tuple[PyTree, PyTree]:
+    def _run(self, loop: Loop, once: PyTree) -> tuple[PyTree, PyTree]:
+        """The last state and `StackedAndOnce`, with the evidence of a loop that is checked."""
+        loop = loop if self.checks is None else self.checks(loop)
+        loop = loop.finished(ys=lambda _, ys: StackedAndOnce(move_kept(ys, self.out_axes.tree, self.save), once))
         for transform in self.transforms:
             loop = transform(loop)
         return run_nested(loop)

@@ -15,16 +15,15 @@ import jax
 
 from .._avals import describe_leaf
 from .._axes import spread_axes, static_axes
-from .._body.conventions import LIFT
+from .._body.conventions import LIFT, Convention
 from .._checks.arguments import check_length, check_name, check_reverse, check_unroll, infer_length, resolve_axes
 from .._errors import ArgumentError, BodyError, Fault, Row
-from .._transforms.axes import OverAxes
 from .._transforms.once import OncePlan, WithOnce
 from .._transforms.outputs import KeepOutputs, check_save
 from .._transforms.program import Arguments, Call
 from .._transforms.remat import Recompute
 from .._tree import Prefix, Root, freeze_static, holds_static, leaves_with_path, named_roots
-from .._types import Axes, PyTree, RematLike, Save
+from .._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
 from ..carries._registry import adopt
 from .prepare import Prepared, body_of, present
 
@@ -186,8 +185,11 @@ class Roles:
         save: as for `treescan.scan`.
         name: as for `treescan.scan`.
         lowering: further keyword arguments of `jax.lax.scan`.
+        progress: as for `treescan.scan`.
+        check_finite: as for `treescan.scan`.
         closes_over: whether steps are given what is given whole as it came, concrete where that is, in eager calls too.
             These are then not compiled as a whole. Without it Python's numbers come as they are, and nothing else.
+        convention: how messages name the verb.
     """
 
     scanned_in: tuple[int, ...]
@@ -201,17 +203,22 @@ class Roles:
     save: Save = "all"
     name: str | None = None
     lowering: tuple[tuple[str, Any], ...] = ()
+    progress: ProgressLike = None
+    check_finite: FiniteCheck = False
     closes_over: bool = False
+    convention: Convention = LIFT
 
 
-class _Xs(NamedTuple):
+class StepInputs(NamedTuple):
+    """What one step receives beside what is carried."""
+
     variables: PyTree
     rngs: Rngs
     args: PyTree
 
 
-named_roots(_Xs, variables=_SCANNED, rngs=Root("rngs"), args=Root("args"))
-_KEYS = Prefix.of(_Xs(False, Rngs(True, True), False))
+named_roots(StepInputs, variables=_SCANNED, rngs=Root("rngs"), args=Root("args"))
+_KEYS = Prefix.of(StepInputs(False, Rngs(True, True), False))
 
 
 def _prepare(
@@ -219,21 +226,21 @@ def _prepare(
 ) -> tuple[WithOnce, Prepared]:
     adopted = adopt(State(groups.carried, carry))
     of_args = spread_axes("in_axes", roles.in_axes, args, "args", none=True)
-    axes = _Xs(roles.scanned_in, Rngs(None, 0), roles.in_axes)
-    frozen_xs = freeze_static(_Xs(groups.scanned, Rngs(None, None), args))
+    axes = StepInputs(roles.scanned_in, Rngs(None, 0), roles.in_axes)
+    frozen_xs = freeze_static(StepInputs(groups.scanned, Rngs(None, None), args))
     length = infer_length(frozen_xs, check_length(roles.length), resolve_axes(axes, frozen_xs))
     keys = Rngs(rngs.shared, split_keys(rngs.split, length))
     given: Any = _freeze_numbers(args, of_args)
     if roles.closes_over:
         whole, given = _Whole.part(args, of_args)
         step, axes = dataclasses.replace(step, whole=whole), axes._replace(args=whole.sliced_axes)
-    body, alive = body_of(step, LIFT)
-    frozen_init, frozen_xs = map(freeze_static, (adopted.init, _Xs(groups.scanned, keys, given)))
+    body, alive = body_of(step, roles.convention)
+    frozen_init, frozen_xs = map(freeze_static, (adopted.init, StepInputs(groups.scanned, keys, given)))
     broadcast = freeze_static(groups.broadcast, scalars=True)
     out_axes, wanted = _outputs(roles)
     call = Call(
         body,
-        LIFT,
+        roles.convention,
         length,
         reverse=check_reverse(roles.reverse),
         unroll=check_unroll(roles.unroll, length),
@@ -244,15 +251,17 @@ def _prepare(
     )
     once = OncePlan(wanted, None if again is None else lambda y, keys: again(y.broadcast, keys), _KEYS)
     over, save = resolve_axes(axes, frozen_xs), _saved(roles)
+    prepared = Prepared(call, Arguments(frozen_init, frozen_xs, args=(broadcast,)), over, adopted, alive)
     program = WithOnce(
         call,
         once,
-        None if over is None else OverAxes(over),
-        present(Recompute.of(roles.remat), KeepOutputs.of(save)),
+        prepared.over_axes,
+        prepared.checking(roles.check_finite),
+        present(Recompute.of(roles.remat), KeepOutputs.of(save), prepared.showing(roles.progress)),
         static_axes("out_axes", out_axes),
         check_save(save),
     )
-    return program, Prepared(call, Arguments(frozen_init, frozen_xs, args=(broadcast,)), over, adopted, alive)
+    return program, prepared
 
 
 def _freeze_numbers(args: tuple[Any, ...], axes: Sequence[Any]) -> tuple[Any, ...]:
@@ -289,10 +298,8 @@ def run_groups(
         The carry, ys, and the variables that the steps returned: stacked where they have an axis.
     """
     program, call = _prepare(step, roles, groups, rngs, carry, args, again)
-    if roles.closes_over:
-        state, (stacked, once) = call.restored(program(call.given))
-    else:
-        state, (stacked, once) = call.run_program(program)
+    told = present(program.checks, *program.transforms)
+    state, (stacked, once) = call.run_program(program, told, compiles=not roles.closes_over)
     y = jax.tree.map(_either, stacked.y, once.y, is_leaf=_is_none) if _has_once(roles) else stacked.y
     return state.carry, y, Groups(once.broadcast, state.variables, stacked.variables)
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +18,7 @@ from .._body.signature import Signature, signature_of
 from .._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
 from .._loop.body import Body
 from .._tree import leaves_with_path
-from .._types import Axes, PyTree, RematLike, Save
+from .._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
 from .collections import (
     CollectionRoles,
     Collections,
@@ -29,11 +30,27 @@ from .collections import (
     transformed,
 )
 from .filters import Filter, In, Out, check_filter
-from .groups import Groups, GroupStep, Rngs, Roles, State, run_groups
+from .groups import Groups, GroupStep, Rngs, Roles, State, StepInputs, run_groups
 
 Lifted: TypeAlias = Callable[..., tuple[tuple[PyTree, PyTree], Collections]]
 
 BROADCAST, CARRY = "variable_broadcast", "variable_carry"
+
+
+class LiftedInputs(NamedTuple):
+    """The x of a record of `check_finite`: collections and keys by their names, as `fn` receives them."""
+
+    variables: Collections
+    rngs: Collections
+    args: tuple[Any, ...]
+
+
+def _as_passed(carry: PyTree, x: StepInputs) -> tuple[PyTree, LiftedInputs]:
+    variables = merged(Groups({}, {}, x.variables))
+    return carry, LiftedInputs(variables, {**x.rngs.shared, **x.rngs.split}, x.args)
+
+
+_CONVENTION = dataclasses.replace(LIFT, records=_as_passed)
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,6 +126,8 @@ def lift(
     remat: RematLike | None = None,
     save: Save = "all",
     name: str | None = None,
+    progress: ProgressLike = None,
+    check_finite: FiniteCheck = False,
 ) -> Lifted:
     """Turns a function of one step, with variables in named collections, into a function of all steps.
 
@@ -140,6 +159,10 @@ def lift(
         remat: as for `treescan.scan`.
         save: as for `treescan.scan`.
         name: as for `treescan.scan`.
+        progress: as for `treescan.scan`.
+        check_finite: as for `treescan.scan`, of the carry and the carried collections. In the record, `carry` has the
+            fields `variables` (the carried collections) and `carry`, and `x` has the fields `variables` (the scanned
+            collections), `rngs` and `args`.
 
     Returns:
         `run(variables, rngs, carry, *args) -> ((carry, ys), updates)`. The updates hold the collections that `fn`
@@ -151,6 +174,7 @@ def lift(
         BodyError: if `fn` does not return this structure, or returns collections without a role, broadcast values that
             vary, or carried variables that did not exist before the loop.
         CarryError: if the carry or a carried collection changes its structure or types.
+        NonFiniteError: if `check_finite` finds something.
         SignatureError: if a jaxtyping annotation of `fn` does not hold.
 
     Examples:
@@ -181,7 +205,7 @@ def lift(
         )
         roles = Roles(
             collections.numbers(out=False), collections.numbers(out=True), in_axes, out_axes, length, reverse, unroll,
-            remat, save, name,
+            remat, save, name, progress=progress, check_finite=check_finite, convention=_CONVENTION,
         )  # fmt: skip
         step = GroupStep(_Call(fn, collections, data_transform), fn)
     except Exception as error:

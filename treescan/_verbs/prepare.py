@@ -73,10 +73,7 @@ class Prepared:
 
     def run(self, *transforms: Transform | None) -> tuple[Any, Any]:
         """Runs the call with these transforms, innermost first; None is skipped."""
-        program = Transformed(self.call, present(*transforms))
-        shows = any(isinstance(transform, ShowProgress) and transform.progress.backward for transform in transforms)
-        with in_reverse_alone(no_forward_mode) if shows else contextlib.nullcontext():
-            return self.run_program(program)
+        return self.run_program(Transformed(self.call, present(*transforms)), present(*transforms))
 
     def showing(self, progress: ProgressLike) -> ShowProgress | None:
         """The transform of `progress`, or None if nothing is shown."""
@@ -94,18 +91,29 @@ class Prepared:
         over = f"`{call.convention.verb}` over {describe_body(call.body.function)}"
         whole = self.axes is not None and None in self.axes
         slices = Slices(self.axes or (), jax.tree.structure(self.given.xs)) if whole else None
-        about = About(over, indexed, bool(call.custom), ends_early, backward=backward)
+        records = call.convention.records
+        about = About(over, indexed, bool(call.custom), ends_early, backward=backward, records=records)
         return (CheckCotangents if backward else CheckFinite)(about, slices, around)
 
     def with_rows(self, rows: Any) -> Prepared:
         """The same, with what a masked scan was told of its rows."""
         return dataclasses.replace(self, given=self.given._replace(rows=rows))
 
-    def run_program(self, program: Program[tuple[PyTree, PyTree]]) -> tuple[Any, Any]:
-        """Runs a program of this call."""
+    def run_program(
+        self, program: Program[tuple[PyTree, PyTree]], transforms: tuple[Transform, ...], *, compiles: bool = True
+    ) -> tuple[Any, Any]:
+        """Runs a program of this call.
+
+        Args:
+            program: the program.
+            transforms: those of its transforms that may tell something while it runs.
+            compiles: whether an eager call compiles it; else its steps are given values.
+        """
         moves = program.moves or self.given.key is not None
-        with in_reverse_mode() if _looks_backward(program) else contextlib.nullcontext():
-            state, ys = result = execute(program, self.given, self.call.body.programs, moves=moves)
+        with _in_reverse_alone(transforms):
+            state, ys = result = (
+                execute(program, self.given, self.call.body.programs, moves=moves) if compiles else program(self.given)
+            )
         told = deliver(ys)
         return self.restored(result if told is ys else (state, told))
 
@@ -114,8 +122,12 @@ class Prepared:
         return restored(result, self.call, self.adopted)
 
 
-def _looks_backward(program: Program[Any]) -> bool:
-    return any(isinstance(each, CheckCotangents) for each in getattr(program, "transforms", ()))
+def _in_reverse_alone(transforms: tuple[Transform, ...]) -> contextlib.AbstractContextManager[None]:
+    """Says in the words of the option why forward mode is refused, if one of these has reverse mode alone."""
+    if any(isinstance(transform, CheckCotangents) for transform in transforms):
+        return in_reverse_mode()
+    shows = any(isinstance(transform, ShowProgress) and transform.progress.backward for transform in transforms)
+    return in_reverse_alone(no_forward_mode) if shows else contextlib.nullcontext()
 
 
 def present(*transforms: Transform | None) -> tuple[Transform, ...]:

@@ -27,7 +27,7 @@ from .example import (
     start,
     values,
 )
-from .loops import COSTS, OUTPUTS, laid_out
+from .loops import BACKWARD, COSTS, OUTPUTS, SILENT, laid_out
 
 
 def _halved(variables: Any, rngs: Any) -> tuple[Any, Any]:
@@ -52,6 +52,9 @@ FORMS = {
     "data_transform": Form("data_transform", {"data_transform": _halved}),
     "metadata_fn": Form("metadata_fn", {"metadata_fn": _as_it_is}, free=True),
     **COSTS,
+    "progress": Form("progress", {"progress": SILENT}, free=True),
+    "check_finite": Form("check_finite", {"check_finite": True}, free=True),
+    **BACKWARD,
     **OUTPUTS,
     "static leaf": Form("static leaf", how=has("static")),
     "custom carry": Form("custom carry", how=has("ema")),

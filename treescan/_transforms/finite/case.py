@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -57,6 +57,7 @@ class About(NamedTuple):
         length: the steps, or layers, of all; None: those of the loop.
         blocks: how many blocks take turns.
         backward: whether it is the cotangent of the carry that is looked at.
+        records: from a carry and an x to those that the record holds; None: the same.
     """
 
     call: str
@@ -67,6 +68,7 @@ class About(NamedTuple):
     length: int | None = None
     blocks: int = 1
     backward: bool = False
+    records: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] | None = None
 
     def numbers(self, loop: Loop) -> str | None:
         """The call, if the loops within a step are told of the step: its position is known before the loop runs."""
@@ -122,6 +124,9 @@ class Case:
         """The record, of values that are known; `within`: the steps of other loops in which this loop ran."""
         before = evidence.before
         carry = thaw_static(jax.tree.unflatten(self.structure, [before[i] for i in self.carry]))
+        carry = read_carries(carry, self.name) if self.about.custom else carry
+        x = before[0] if self.about.indexed else thaw_static(evidence.x)
+        carry, x = (carry, x) if self.about.records is None else self.about.records(carry, x)
         return NonFinite(
             **self._diagnosis(evidence),
             step=int(evidence.position),
@@ -130,8 +135,8 @@ class Case:
             place_in_stack=self._place(int(evidence.position)),
             ends_early=self.about.ends_early,
             was_finite=all(self._is_finite(evidence, i) for i, leaf in enumerate(before) if is_checked(leaf)),
-            carry=read_carries(carry, self.name) if self.about.custom else carry,
-            x=before[0] if self.about.indexed else thaw_static(evidence.x),
+            carry=carry,
+            x=x,
             valid=evidence.valid,
             backward=self.about.backward,
             within=within,

@@ -9,6 +9,7 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
+from ..._avals import is_key
 from ..._errors import Fault, NonFiniteError
 from ..._finite import note
 from ..._types import Array, PyTree
@@ -64,11 +65,15 @@ def tell(evidence: Evidence, case: Case, loops: Sequence[Outer], positions: Sequ
     Raises:
         NonFiniteError: if a step went wrong.
     """
+    # A callback is given keys as plain numbers.
+    kinds = [jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in jax.tree.leaves(evidence)]
 
     def told(evidence: Evidence, positions: Sequence[Any]) -> None:
         if int(evidence.first) != GOOD:
             within = tuple(loop.at(position) for loop, position in zip(loops, positions, strict=False))
-            record = case.record(jax.tree.map(np.asarray, evidence), within)
+            leaves, structure = jax.tree.flatten(evidence)
+            known = jax.tree.unflatten(structure, list(map(_value, leaves, kinds)))
+            record = case.record(known, within)
             note(record)
             raise NonFiniteError(f"{case.about.call}: {record}.")
 
@@ -82,3 +87,10 @@ def tell(evidence: Evidence, case: Case, loops: Sequence[Outer], positions: Sequ
         )
     else:
         told(evidence, () if any(isinstance(position, Tracer) for position in positions) else positions)
+
+
+def _value(leaf: Any, kind: Any) -> Any:
+    """A leaf of the evidence in NumPy; a key stays one."""
+    if kind is None:
+        return np.asarray(leaf)
+    return leaf if is_key(leaf) else jax.random.wrap_key_data(leaf, impl=kind)

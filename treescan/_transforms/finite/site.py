@@ -17,6 +17,7 @@ from ..._trace.hoist import Hoisted, hoist, lift
 from ..._tree import leaves_with_path
 from ..._types import Array, PyTree, TreeDef
 from ..axes import MergeWhole
+from ..once import DroppingOnce
 from .rows import in_rows, without_tangents
 from .within import numbered
 
@@ -142,7 +143,7 @@ def _traced(loop: Loop) -> Hoisted:
 
 def whole_of(loop: Loop) -> list[Array]:
     """The leaves of xs that are given whole, which lead the consts that the body's own step is given."""
-    if isinstance(loop.step, MergeWhole):
+    if isinstance(loop.step, MergeWhole | DroppingOnce):
         return loop.consts[0]
     _, inner = loop.consts
     return inner[0] if is_jit_disabled() else inner[1][0]

@@ -18,7 +18,7 @@ from jax.core import Tracer
 from ..._avals import describe_argument, dtype_of
 from ..._errors import ArgumentTypeError
 from ..._tree import leaves_with_path
-from ..._types import Array, ArrayLike, PyTree, RematLike
+from ..._types import Array, ArrayLike, FiniteCheck, ProgressLike, PyTree, RematLike
 from ._rnn_lift import LoopPlan, lift_loop, refused
 
 
@@ -59,6 +59,8 @@ class RNN(nn.Module):
             `seq_lengths`, nothing is skipped.
         compact: whether to run the cell only on rows that have not ended, as for `treescan.mask_scan`. Not for cells
             that draw random numbers. Without `seq_lengths`, all rows run to the end.
+        progress: as for `treescan.scan`; `init` shows nothing.
+        check_finite: as for `treescan.scan`, of the cell's carry and the carried variables; `init` does not check.
 
     Examples:
         >>> import flax.linen as nn
@@ -93,6 +95,8 @@ class RNN(nn.Module):
     remat: RematLike | None = dataclasses.field(default=None, kw_only=True)
     chunk: int | None = dataclasses.field(default=None, kw_only=True)
     compact: bool | tuple[int, ...] = dataclasses.field(default=False, kw_only=True)
+    progress: ProgressLike = dataclasses.field(default=None, kw_only=True)
+    check_finite: FiniteCheck = dataclasses.field(default=False, kw_only=True)
 
     def __call__(
         self,
@@ -130,6 +134,7 @@ class RNN(nn.Module):
             BodyError: if the cell makes broadcast variables of anything but constants and keys that all steps share,
                 or makes variables that are carried.
             CarryError: if the cell returns a carry of another structure, shape or dtype than it was given.
+            NonFiniteError: if `check_finite` finds something.
         """
         time_major = self.time_major if time_major is None else time_major
         reverse = self.reverse if reverse is None else reverse
@@ -161,6 +166,8 @@ class RNN(nn.Module):
             remat=self.remat,
             chunk=self.chunk,
             compact=self.compact,
+            progress=self.progress,
+            check_finite=self.check_finite,
             variable_axes=self.variable_axes,
             variable_broadcast=self.variable_broadcast,
             variable_carry=self.variable_carry,

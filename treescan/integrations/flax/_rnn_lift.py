@@ -15,7 +15,7 @@ from flax.core.scope import CollectionFilter, PRNGSequenceFilter, Scope, interse
 from ..._errors import GROUP_WORDS, ArgumentError, Fault, explain
 from ..._loop.run import named_signature
 from ..._tree import Root, named_roots
-from ..._types import Array, PyTree, RematLike
+from ..._types import Array, FiniteCheck, ProgressLike, PyTree, RematLike
 from ..._verbs.groups import Groups, GroupStep, Rngs, Roles, State, broadcast_of, refuse_made, split_keys
 from ..._verbs.mask_scan import mask_scan
 from ..._verbs.scan import scan
@@ -42,6 +42,8 @@ class LoopPlan:
         remat: as for `treescan.scan`.
         chunk: as for `treescan.mask_scan`.
         compact: as for `treescan.mask_scan`.
+        progress: as for `treescan.scan`.
+        check_finite: as for `treescan.scan`.
         variable_axes: the collections of which each step has its own, and the axis of the steps in their variables.
         variable_broadcast: the collections that all steps share.
         variable_carry: the collections that one step hands to the next.
@@ -56,6 +58,8 @@ class LoopPlan:
     remat: RematLike | None
     chunk: int | None
     compact: bool | tuple[int, ...]
+    progress: ProgressLike
+    check_finite: FiniteCheck
     variable_axes: Mapping[CollectionFilter, Any]
     variable_broadcast: CollectionFilter
     variable_carry: CollectionFilter
@@ -77,7 +81,22 @@ class Loop(NamedTuple):
     constants: Any
 
 
+class CellInputs(NamedTuple):
+    """What one step receives.
+
+    Attributes:
+        inputs: the cell's.
+        keys: those that each step has for itself.
+        variables: the collections of `variable_axes`.
+    """
+
+    inputs: Any
+    keys: Any
+    variables: Any
+
+
 named_roots(Loop, carry=Root("carry"), variables=Root("variables"), constants=Root("constants"))
+named_roots(CellInputs, inputs=Root("inputs"), keys=Root("rngs"), variables=Root("variables"))
 
 
 def lift_loop(cell: Callable[..., Any], plan: LoopPlan) -> Callable[..., Any]:
@@ -119,7 +138,7 @@ class _LiftedLoop:
         steps = inputs.shape[self.plan.time_axis]
         stacked = tuple(_move(group, axis, 0) for group, axis in zip(scanned, self.into.axes, strict=True))
         loop = Loop(carry, carried, (broadcast, keys.shared))
-        last, (outputs, made) = self._scan(loop, (inputs, (split_keys(keys.split, steps), stacked)))
+        last, (outputs, made) = self._scan(loop, CellInputs(inputs, split_keys(keys.split, steps), stacked))
         if self.plan.lengths is not None and made:
             reached = jnp.arange(steps) < jnp.max(self.plan.lengths, initial=0)
             made = _kept_where_no_row_is(reached, made, stacked)
@@ -152,26 +171,29 @@ class _LiftedLoop:
             return merged(variables.broadcast, made)
         raise failure
 
-    def _scan(self, loop: Loop, xs: PyTree) -> tuple[Loop, tuple[PyTree, Any]]:
+    def _scan(self, loop: Loop, xs: CellInputs) -> tuple[Loop, tuple[PyTree, Any]]:
         plan = self.plan
-        axes: dict[str, Any] = {"in_axes": (plan.time_axis, 0), "out_axes": (plan.time_axis, 0)}
+        axes: dict[str, Any] = {"in_axes": CellInputs(plan.time_axis, 0, 0), "out_axes": (plan.time_axis, 0)}
         options: dict[str, Any] = {"unroll": plan.unroll, "remat": plan.remat, **axes}
+        if not plan.initializing:
+            options |= {"progress": plan.progress, "check_finite": plan.check_finite}
 
-        def cell(loop: Loop, x: PyTree) -> tuple[Loop, Any]:
+        def cell(loop: Loop, x: CellInputs) -> tuple[Loop, Any]:
             return self.step(loop, x)
 
         functools.update_wrapper(cell, plan.named, ("__name__", "__qualname__"), ())  # errors say where it was written
         vars(cell)["__signature__"] = named_signature("carry", "x")
         if plan.lengths is None:
             return scan(cell, loop, xs, **options)
-        rows: dict[str, Any] = {"carry_axes": Loop(0, None, None), "x_axes": (0, None), "y_axes": (0, None)}
+        rows: dict[str, Any] = {"carry_axes": Loop(0, None, None), "x_axes": CellInputs(0, None, None)}
+        rows["y_axes"] = (0, None)
         return mask_scan(
             cell, loop, xs, lengths=plan.lengths, chunk=plan.chunk, compact=plan.compact, **rows, **options
         )
 
-    def step(self, loop: Loop, x: PyTree) -> tuple[Loop, Any]:
+    def step(self, loop: Loop, x: CellInputs) -> tuple[Loop, Any]:
         """One step of the loop. However often it is traced, the rngs count from where they were before the loop."""
-        inputs, (own, stacked) = x
+        inputs, own, stacked = x
         broadcast, shared = loop.constants
         groups = Groups(broadcast, loop.variables, stacked)
         carry, y, returned = self.call(groups, Rngs(shared, own), loop.carry, (inputs,))

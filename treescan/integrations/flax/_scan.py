@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -10,13 +11,15 @@ from flax.core import FrozenDict, broadcast
 from flax.core.lift import pack
 from flax.linen.transforms import lift_transform
 
+from ..._body.conventions import LIFT
 from ..._errors import GROUP_WORDS, Fault, explain, verb
-from ..._types import PyTree, RematLike, Save
+from ..._types import FiniteCheck, ProgressLike, PyTree, RematLike, Save
 from ..._verbs.collections import check_hook, check_split
 from ..._verbs.groups import Groups, GroupStep, Roles, State, run_groups
 from ._scopes import Axes, ScopedCall, axes_of, merged, parted_rngs, with_axes, without_axes
 
 Target = TypeVar("Target")
+FLAX = dataclasses.replace(LIFT, verb="flax.scan")
 
 
 class Lifting(NamedTuple):
@@ -97,7 +100,18 @@ def _transform(target: Any, more: Mapping[str, Any]) -> Any:
             raise explain(error, "flax.scan", target) from None
         lowering = (("_split_transpose", True),) if _split_transpose else ()
         axes = _plain(in_axes), _plain(out_axes)
-        roles = Roles(into.axes, out.axes, *axes, length, reverse, unroll, lowering=lowering, closes_over=True, **more)
+        roles = Roles(
+            into.axes,
+            out.axes,
+            *axes,
+            length,
+            reverse,
+            unroll,
+            lowering=lowering,
+            closes_over=True,
+            convention=FLAX,
+            **more,
+        )
         split = tuple(split_rngs.values())
         lifting = Lifting(target, into, out, split, roles, data_transform, metadata_params, check_constancy_invariants)
         return _lift(lifting, (variable_broadcast, variable_carry), tuple(split_rngs), fn)
@@ -125,6 +139,8 @@ def scan(
     remat: RematLike | None = None,
     save: Save = "all",
     name: str | None = None,
+    progress: ProgressLike = None,
+    check_finite: FiniteCheck = False,
 ) -> Target:
     """`flax.linen.scan` on treescan.
 
@@ -163,6 +179,9 @@ def scan(
         remat: as for `treescan.scan`.
         save: as for `treescan.scan`.
         name: as for `treescan.scan`.
+        progress: as for `treescan.scan`. `init` shows it too.
+        check_finite: as for `treescan.scan`, of the carry and the carried variables. Not with `nn.remat` around the
+            loop.
 
     Returns:
         The transformed class or function. Call it as `(carry, *args) -> (carry, ys)`.
@@ -173,6 +192,7 @@ def scan(
         BodyError: if the body does not return a pair, or returns broadcast values that depend on the loop, or carried
             variables that did not exist before the loop.
         CarryError: if the carry, or a carried collection, changes its structure or types.
+        NonFiniteError: if `check_finite` finds something.
 
     Examples:
         >>> import flax.linen as nn
@@ -204,5 +224,6 @@ def scan(
         "_split_transpose": _split_transpose,
         "check_constancy_invariants": check_constancy_invariants,
     }
-    transform = _transform(target, {"remat": remat, "save": save, "name": name})
+    watch = {"progress": progress, "check_finite": check_finite}
+    transform = _transform(target, {"remat": remat, "save": save, "name": name, **watch})
     return cast("Target", lift_transform(transform, target, methods=methods, **given))

@@ -44,6 +44,11 @@ def named_state(state: PyTree, nodes: tuple[str, ...]) -> Named:
     return Named(names, tuple(leaf for _, leaf in leaves), structure)
 
 
+def by_name(tree: PyTree) -> dict[str, Any]:
+    """The arrays of a tree by their names in messages."""
+    return dict(leaves_with_path("", tree))
+
+
 def state_of(named: Named) -> PyTree:
     """The way back."""
     return jtu.tree_unflatten(named.structure, named.values)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
@@ -15,13 +16,14 @@ from ..._body.call import check_callable
 from ..._body.conventions import SCAN
 from ..._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
 from ..._tree import Prefix
-from ..._types import Axes, PyTree, RematLike
+from ..._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike
 from ..._verbs.run import run_scan
-from ._named import Named, is_node, leaves_and_nodes, replace_nodes
+from ._named import Named, by_name, is_node, leaves_and_nodes, replace_nodes
 from ._roles import axes_of, check_axes, check_level, is_axis, spread_roles
 from ._step import TAG, Layout, ModuleStep, Node, Parts, fill, merge, split
 
 F = TypeVar("F", bound=Callable[..., Any])
+CONVENTION = dataclasses.replace(SCAN, records=lambda carry, x: (by_name(carry), by_name(x)))
 NNX_WORDS = {
     **GROUP_WORDS,
     "axis_none": "None gives it whole to every step. `nnx.Carry` is for what is carried, and `nnx.StateAxes` gives "
@@ -43,6 +45,8 @@ def scan(
     graph_updates: bool | None = None,
     remat: RematLike | None = None,
     name: str | None = None,
+    progress: ProgressLike = None,
+    check_finite: FiniteCheck = False,
 ) -> Callable[[F], F]: ...
 @overload
 def scan(
@@ -59,6 +63,8 @@ def scan(
     graph_updates: bool | None = None,
     remat: RematLike | None = None,
     name: str | None = None,
+    progress: ProgressLike = None,
+    check_finite: FiniteCheck = False,
 ) -> F: ...
 @verb
 def scan(
@@ -75,11 +81,14 @@ def scan(
     graph_updates: bool | None = None,
     remat: RematLike | None = None,
     name: str | None = None,
+    progress: ProgressLike = None,
+    check_finite: FiniteCheck = False,
 ) -> Any:
     """Scans a function whose arguments and outputs are arrays, flax.nnx modules, or trees of both.
 
     It takes the arguments of `nnx.scan`, and returns the same: outputs, and modules that are updated in place. The loop
-    is a `treescan.scan`, with its checks and its options `remat` and `name`. Without `f`, `scan(...)` is a decorator.
+    is a `treescan.scan`, with its checks and its options `remat`, `name`, `progress` and `check_finite`. Without `f`,
+    `scan(...)` is a decorator.
 
     Each variable has one role. *Scanned* over: each step receives its slice, and the slices after the steps are
     stacked again. *Whole*: each step receives all of it, and changes to its value are dropped, as in `nnx.scan`. To
@@ -104,6 +113,9 @@ def scan(
         _split_transpose: as for `treescan.scan`.
         remat: as for `treescan.scan`.
         name: the name of the loop in profilers (a `jax.named_scope`).
+        progress: as for `treescan.scan`, without `show`.
+        check_finite: as for `treescan.scan`, of the carry and the carried variables. In the record, `carry` and `x` are
+            dicts from names to arrays.
 
     Returns:
         The function that scans, or a decorator. The function returns what `f` returns. The modules of the last carry
@@ -113,6 +125,7 @@ def scan(
         ArgumentError: if an argument is out of range, conflicts with another, or does not fit the data.
         BodyError: if `f` is not callable, or its outputs do not match `out_axes`.
         CarryError: if the returned carry differs from the given one in structure, shape, dtype or modules.
+        NonFiniteError: if `check_finite` finds something.
 
     Examples:
         >>> import jax.numpy as jnp
@@ -130,6 +143,7 @@ def scan(
         6.0 [1. 3. 6.]
     """
     options: dict[str, Any] = {"length": length, "reverse": reverse, "unroll": unroll, "remat": remat, "name": name}
+    options |= {"progress": progress, "check_finite": check_finite}
     options["lowering"] = (("_split_transpose", True),) if _split_transpose else ()
     modes = {"graph": graph, "graph_updates": graph_updates}
     try:
@@ -191,7 +205,7 @@ def _run(step: ModuleStep, in_axes: Axes, names: list[str], args: tuple[Any, ...
         init = Named((name, ""), (carry, variables))
         xs = (layout, whole, parts.named(None), groups)
         given: dict[str, Any] = {**options, "in_axes": (None, None, None, step.axes), "out_axes": (0, step.axes)}
-        final, (layout, groups) = run_scan(SCAN, step, init, xs, **given)
+        final, (layout, groups) = run_scan(CONVENTION, step, init, xs, **given)
         carry, variables = final.values
         nodes = merge(layout.graph, [variables, whole, *(state for state, _ in groups)], inner=False)
     return _put_out(step, layout, fill(carry, nodes), nodes, [leaves.values for _, leaves in groups])

@@ -1,0 +1,175 @@
+"""`check_finite` and `progress` of the loops over flax and nnx modules."""
+
+import re
+from typing import Any
+
+import flax.linen as nn
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from nonfinite import caught, halve
+
+import treescan
+from treescan.integrations.flax import RNN, scan
+from treescan.integrations.nnx import scan as nnx_scan
+
+T, B, F = 6, 2, 4
+STEP, ROW = 3, 1
+WAYS = ("eager", "jit", "disable_jit")
+BAR = treescan.Progress("cells", meter=treescan.Text())
+
+
+class Logs(nn.Module):
+    """A cell that is NaN where its inputs are negative."""
+
+    drops: bool = False
+
+    @nn.compact
+    def __call__(self, carry: Any, x: Any) -> Any:
+        carry = nn.Dense(F)(carry) * 0.1 + jnp.log(x)
+        if self.drops:
+            carry = nn.Dropout(0.5, deterministic=False)(carry)
+        return carry, carry.sum(-1)
+
+
+class Halves(nn.Module):
+    """A cell whose derivative is NaN where its inputs are."""
+
+    @nn.compact
+    def __call__(self, carry: Any, x: Any) -> Any:
+        carry = halve(nn.Dense(F)(carry), x)
+        return carry, carry.sum(-1)
+
+
+def planted(value: float = -1.0) -> Any:
+    return jnp.ones((T, B, F)).at[STEP, ROW].set(value)
+
+
+def go(way: str, call: Any, *given: Any) -> Any:
+    if way == "disable_jit":
+        with jax.disable_jit():
+            return call(*given)
+    return (jax.jit(call) if way == "jit" else call)(*given)
+
+
+def found() -> Any:
+    record = treescan.last_nonfinite()
+    assert record is not None and (record.step, record.rows, record.kind) == (STEP, (ROW,), "NaN")
+    return record
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"remat": "nested"}, {"out_axes": 1}], ids=str)
+def test_a_step_of_flax_scan_is_named(way: str, options: dict[str, Any]) -> None:
+    lifted: Any = scan(Logs, variable_broadcast="params", split_rngs={"params": False}, check_finite=True, **options)
+    layer = lifted()
+    variables = layer.init(jax.random.key(0), jnp.ones((B, F)), jnp.ones((T, B, F)))
+    text = caught(lambda: go(way, layer.apply, variables, jnp.ones((B, F)), planted()))
+    assert "`flax.scan` over `Logs`: `carry` became NaN in step 3 of 6 (row 1), first in `log` at" in text
+    record = found()
+    np.testing.assert_array_equal(record.x.args[0], planted()[STEP])
+    _, ys = Logs().apply({"params": variables["params"]}, record.carry.carry, *record.x.args)
+    assert np.isnan(ys).tolist() == [False, True]
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_step_of_a_cell_that_is_traced_twice_is_named(way: str) -> None:
+    rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
+    lifted: Any = scan(
+        Logs, variable_broadcast="params", split_rngs={"params": False, "dropout": True}, check_finite=True
+    )
+    layer = lifted(drops=True)
+    variables = layer.init(rngs, jnp.ones((B, F)), jnp.ones((T, B, F)))
+    plain: Any = scan(Logs, variable_broadcast="params", split_rngs={"params": False, "dropout": True})
+    jax.tree.map(
+        np.testing.assert_array_equal,
+        layer.apply(variables, jnp.ones((B, F)), jnp.ones((T, B, F)), rngs=rngs),
+        plain(drops=True).apply(variables, jnp.ones((B, F)), jnp.ones((T, B, F)), rngs=rngs),
+    )
+    caught(lambda: go(way, lambda xs: layer.apply(variables, jnp.ones((B, F)), xs, rngs=rngs), planted()))
+    found()
+
+
+@pytest.mark.parametrize("way", ["eager", "jit"])
+def test_a_cotangent_in_flax_scan_is_named(way: str) -> None:
+    lifted: Any = scan(Halves, variable_broadcast="params", split_rngs={"params": False}, check_finite="backward")
+    layer = lifted()
+    variables = layer.init(jax.random.key(0), jnp.ones((B, F)), jnp.ones((T, B, F)))
+
+    def loss(init: Any) -> Any:
+        return layer.apply(variables, init, planted(jnp.nan))[1].sum()
+
+    assert "the cotangent of `carry` became NaN" in caught(lambda: go(way, jax.grad(loss), jnp.ones((B, F))))
+    record = found()
+    assert record.backward
+
+
+@pytest.mark.parametrize("way", ["eager", "jit"])
+@pytest.mark.parametrize("lengths", [None, (6, 5), (6, 2)], ids=str)
+@pytest.mark.parametrize("options", [{}, {"compact": True}, {"remat": "nested"}], ids=str)
+def test_a_step_of_an_rnn_is_named(way: str, lengths: Any, options: dict[str, Any]) -> None:
+    rnn = RNN(nn.GRUCell(F), time_major=True, check_finite=True, **options)
+    given = {} if lengths is None else {"seq_lengths": jnp.array(lengths)}
+    variables = rnn.init(jax.random.key(0), jnp.ones((T, B, F)))
+
+    def call(xs: Any) -> Any:
+        return rnn.apply(variables, xs, **given)
+
+    if lengths == (6, 2):  # it is padding
+        go(way, call, planted(jnp.nan))
+        return
+    text = caught(lambda: go(way, call, planted(jnp.nan)))
+    verb = "scan" if lengths is None else "mask_scan"
+    assert f"`{verb}` over `GRUCell.__call__`" in text
+    assert "`carry` became NaN in step 3 of 6 (row 1), which got it from `inputs`" in text
+    found()
+
+
+@pytest.mark.parametrize("way", ["eager", "jit"])
+@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"remat": "nested"}], ids=str)
+def test_a_step_of_nnx_scan_is_named(way: str, options: dict[str, Any]) -> None:
+    class Sum(nnx.Module):
+        def __init__(self) -> None:
+            self.total = nnx.Variable(jnp.zeros(B))
+
+    @nnx_scan(check_finite=True, **options)
+    def step(module: Any, x: Any) -> Any:
+        module.total[...] = module.total[...] * 0.5 + jnp.log(x).sum(-1)
+        return module, x
+
+    call = (lambda m, xs: step(m, xs)) if way == "eager" else nnx.jit(lambda m, xs: step(m, xs))
+    text = caught(lambda: call(Sum(), planted()))
+    assert "`module.total` became NaN in step 3 of 6 (row 1), first in `log` at" in text
+    record = found()
+    assert list(record.carry) == ["module.total"] and list(record.x) == ["x"]
+    np.testing.assert_array_equal(record.x["x"], planted()[STEP])
+
+
+def test_bars_of_flax_and_of_nnx(capsys: pytest.CaptureFixture[str]) -> None:
+    xs, init = jnp.ones((T, B, F)), jnp.ones((B, F))
+    lifted: Any = scan(Logs, variable_broadcast="params", split_rngs={"params": False}, progress=BAR)
+    layer = lifted()
+    variables = layer.init(jax.random.key(0), init, xs)
+    jax.effects_barrier()
+    capsys.readouterr()
+    jax.jit(layer.apply)(variables, init, xs)
+    rnn = RNN(nn.GRUCell(F), time_major=True, progress=treescan.Progress("rnn", meter=treescan.Text()))
+    of_rnn = rnn.init(jax.random.key(0), xs)
+    jax.effects_barrier()
+    said = capsys.readouterr().err
+    assert "rnn" not in said  # init of an RNN shows nothing
+    rnn.apply(of_rnn, xs, seq_lengths=jnp.array([4, 2]))
+
+    @nnx_scan(in_axes=(nnx.Carry, 0), progress=treescan.Progress("nnx", meter=treescan.Text()))
+    def step(carry: Any, x: Any) -> Any:
+        return carry + x, x
+
+    step(init, xs)
+    jax.effects_barrier()
+    said += capsys.readouterr().err
+    assert [re.search(rf"{bar}: 100%, {count}", said) is not None for bar, count in BARS.items()] == [True] * len(BARS)
+
+
+BARS = {"cells": "6/6", "rnn": "4/4", "nnx": "6/6"}
