@@ -18,7 +18,7 @@ from treescan.integrations.nnx import scan as nnx_scan
 T, B, F = 6, 2, 4
 STEP, ROW = 3, 1
 WAYS = ("eager", "jit", "disable_jit")
-BAR = treescan.Progress("cells", meter=treescan.Text())
+BAR = treescan.Progress("cells", show=lambda carry: {"h": carry.sum()}, meter=treescan.Text())
 
 
 class Logs(nn.Module):
@@ -155,21 +155,30 @@ def test_bars_of_flax_and_of_nnx(capsys: pytest.CaptureFixture[str]) -> None:
     jax.effects_barrier()
     capsys.readouterr()
     jax.jit(layer.apply)(variables, init, xs)
-    rnn = RNN(nn.GRUCell(F), time_major=True, progress=treescan.Progress("rnn", meter=treescan.Text()))
+    rnn = RNN(
+        nn.GRUCell(F),
+        time_major=True,
+        progress=treescan.Progress("rnn", show=lambda carry: {"h": carry.sum()}, meter=treescan.Text()),
+    )
     of_rnn = rnn.init(jax.random.key(0), xs)
     jax.effects_barrier()
     said = capsys.readouterr().err
     assert "rnn" not in said  # init of an RNN shows nothing
     rnn.apply(of_rnn, xs, seq_lengths=jnp.array([4, 2]))
 
-    @nnx_scan(in_axes=(nnx.Carry, 0), progress=treescan.Progress("nnx", meter=treescan.Text()))
+    @nnx_scan(
+        in_axes=(nnx.Carry, 0),
+        progress=treescan.Progress("nnx", show=lambda carry: {"h": carry["carry"].sum()}, meter=treescan.Text()),
+    )
     def step(carry: Any, x: Any) -> Any:
         return carry + x, x
 
     step(init, xs)
     jax.effects_barrier()
     said += capsys.readouterr().err
-    assert [re.search(rf"{bar}: 100%, {count}", said) is not None for bar, count in BARS.items()] == [True] * len(BARS)
+    assert [re.search(rf"{bar}: 100%, {count}.*h=", said) is not None for bar, count in BARS.items()] == [True] * len(
+        BARS
+    )
 
 
 BARS = {"cells": "6/6", "rnn": "4/4", "nnx": "6/6"}

@@ -165,7 +165,7 @@ def test_values_that_all_steps_share_are_still_computed_once() -> None:
 
 
 def test_a_bar_of_lift(capsys: pytest.CaptureFixture[str]) -> None:
-    bar = treescan.Progress("sums", show=lambda carry: {"h": carry.carry["h"].sum()}, meter=treescan.Text(), updates=T)
+    bar = treescan.Progress("sums", show=lambda carry: {"h": carry["h"].sum()}, meter=treescan.Text(), updates=T)
     run("carry", forwards, jnp.zeros((T, B), bool), False, progress=bar)
     jax.effects_barrier()
     said = capsys.readouterr().err

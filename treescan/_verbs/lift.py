@@ -159,7 +159,7 @@ def lift(
         remat: as for `treescan.scan`.
         save: as for `treescan.scan`.
         name: as for `treescan.scan`.
-        progress: as for `treescan.scan`.
+        progress: as for `treescan.scan`. `show` receives the carry.
         check_finite: as for `treescan.scan`, of the carry and the carried collections. In the record, `carry` has the
             fields `variables` (the carried collections) and `carry`, and `x` has the fields `variables` (the scanned
             collections), `rngs` and `args`.

@@ -59,7 +59,7 @@ class RNN(nn.Module):
             `seq_lengths`, nothing is skipped.
         compact: whether to run the cell only on rows that have not ended, as for `treescan.mask_scan`. Not for cells
             that draw random numbers. Without `seq_lengths`, all rows run to the end.
-        progress: as for `treescan.scan`; `init` shows nothing.
+        progress: as for `treescan.scan`. `show` receives the cell's carry, and `init` shows nothing.
         check_finite: as for `treescan.scan`, of the cell's carry and the carried variables; `init` does not check.
 
     Examples:

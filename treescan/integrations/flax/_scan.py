@@ -179,7 +179,7 @@ def scan(
         remat: as for `treescan.scan`.
         save: as for `treescan.scan`.
         name: as for `treescan.scan`.
-        progress: as for `treescan.scan`. `init` shows it too.
+        progress: as for `treescan.scan`. `show` receives the carry, and `init` shows the bar too.
         check_finite: as for `treescan.scan`, of the carry and the carried variables. Not with `nn.remat` around the
             loop.
 
