@@ -188,7 +188,7 @@ def test_deny_lists_hold_what_they_deny() -> None:
 def test_the_signature_is_flax_s_and_a_few_more() -> None:
     ours, theirs = inspect.signature(scan).parameters, inspect.signature(nn.scan).parameters
     more = [name for name, parameter in ours.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
-    assert more == ["remat", "save", "name"]
+    assert more == ["remat", "save", "name", "progress", "check_finite"]
     assert [name for name in ours if name not in more] == list(theirs)
     for name, parameter in theirs.items():
         assert ours[name].kind == parameter.kind

@@ -139,7 +139,7 @@ def test_fields_and_arguments_are_those_of_flax() -> None:
     def fields(module: Any) -> list[tuple[str, Any]]:
         return [(f.name, f.default) for f in dataclasses.fields(module) if f.init]
 
-    ours, own = fields(RNN), {"remat", "chunk", "compact"}
+    ours, own = fields(RNN), {"remat", "chunk", "compact", "progress", "check_finite"}
     assert sorted(f for f in ours if f[0] not in own) == sorted((n, d) for n, d in fields(nn.RNN))
     assert all(f.kw_only for f in dataclasses.fields(RNN) if f.name in own)
     arguments = [

@@ -326,7 +326,7 @@ def test_mutable_arrays_of_variables_are_leaves_of_the_state() -> None:
 def test_the_signature_is_flax_s_and_a_few_more() -> None:
     ours, theirs = inspect.signature(scan).parameters, inspect.signature(nnx.scan).parameters
     modes = [] if HAS_MODES else ["graph", "graph_updates"]
-    more = [*modes, "remat", "name"]
+    more = [*modes, "remat", "name", "progress", "check_finite"]
     assert [name for name in ours if name not in more] == list(theirs)
     for name, parameter in theirs.items():
         if name != "f":
