@@ -20,7 +20,7 @@ from benchmarks._harness import Comparison
 
 SHORT, LONG = 32, 512
 """The sizes of the state: steps of about ten microseconds, and of about one millisecond."""
-LENGTHS = {100: 40, 1000: 7, 2000: 4}
+LENGTHS = {100: 40, 1000: 3, 4000: 1}
 """The steps of the loops of the latter, and how many blocks are measured of each."""
 MANY = 20_000
 METER = treescan.Tqdm() if importlib.util.find_spec("tqdm") else treescan.Text()
