@@ -10,7 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TextIO
 
 
@@ -207,3 +207,21 @@ def _rewrite() -> None:
     room = shutil.get_terminal_size().columns - 1  # what is wider would be broken into lines that stay
     _stream().write("\r\x1b[K" + " | ".join(map(str, _lines))[:room])
     _stream().flush()
+
+
+@dataclass(frozen=True)
+class _ShowOf:
+    """`show` of a `Progress`, of what is read from the state of a loop."""
+
+    show: Callable[[Any], Any]
+    read: Callable[[Any], Any]
+
+    def __call__(self, state: Any) -> Any:
+        return self.show(self.read(state))
+
+
+def shown_as(progress: Any, read: Callable[[Any], Any]) -> Any:
+    """What the user gave as `progress`, with a `show` that receives what is read from the state."""
+    if isinstance(progress, Progress) and callable(progress.show):
+        return replace(progress, show=_ShowOf(progress.show, read))
+    return progress

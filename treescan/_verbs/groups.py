@@ -18,7 +18,7 @@ from .._axes import spread_axes, static_axes
 from .._body.conventions import LIFT, Convention
 from .._checks.arguments import check_length, check_name, check_reverse, check_unroll, infer_length, resolve_axes
 from .._errors import ArgumentError, BodyError, Fault, Row
-from .._progress import Progress
+from .._progress import shown_as
 from .._transforms.once import OncePlan, WithOnce
 from .._transforms.outputs import KeepOutputs, check_save
 from .._transforms.program import Arguments, Call
@@ -170,22 +170,9 @@ def refuse_made(given: PyTree, returned: PyTree) -> None:
         )
 
 
-@dataclass(frozen=True)
-class ShowCarry:
-    """`show` of a `Progress`, of what is carried: it is given the user's carry."""
-
-    show: Callable[[PyTree], Any]
-
-    def __call__(self, state: Any) -> Any:
-        """What is shown."""
-        return self.show(state.carry)
-
-
-def of_carry(progress: ProgressLike) -> ProgressLike:
-    """The same, with a `show` that is given the user's carry."""
-    if isinstance(progress, Progress) and callable(progress.show):
-        return dataclasses.replace(progress, show=ShowCarry(progress.show))
-    return progress
+def carry_of(state: Any) -> PyTree:
+    """The user's carry, for `show` of a `Progress`."""
+    return state.carry
 
 
 @dataclass(frozen=True)
@@ -276,7 +263,7 @@ def _prepare(
         once,
         prepared.over_axes,
         prepared.checking(roles.check_finite),
-        present(Recompute.of(roles.remat), KeepOutputs.of(save), prepared.showing(of_carry(roles.progress))),
+        present(Recompute.of(roles.remat), KeepOutputs.of(save), prepared.showing(shown_as(roles.progress, carry_of))),
         static_axes("out_axes", out_axes),
         check_save(save),
     )

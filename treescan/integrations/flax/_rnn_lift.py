@@ -14,9 +14,10 @@ from flax.core.scope import CollectionFilter, PRNGSequenceFilter, Scope, interse
 
 from ..._errors import GROUP_WORDS, ArgumentError, Fault, explain
 from ..._loop.run import named_signature
+from ..._progress import shown_as
 from ..._tree import Root, named_roots
 from ..._types import Array, FiniteCheck, ProgressLike, PyTree, RematLike
-from ..._verbs.groups import Groups, GroupStep, Rngs, Roles, State, broadcast_of, of_carry, refuse_made, split_keys
+from ..._verbs.groups import Groups, GroupStep, Rngs, Roles, State, broadcast_of, carry_of, refuse_made, split_keys
 from ..._verbs.mask_scan import mask_scan
 from ..._verbs.scan import scan
 from ._scopes import Axes, Group, ScopedCall, axes_of, copied, merged, parted_rngs, with_axes, without_axes
@@ -176,7 +177,7 @@ class _LiftedLoop:
         axes: dict[str, Any] = {"in_axes": CellInputs(plan.time_axis, 0, 0), "out_axes": (plan.time_axis, 0)}
         options: dict[str, Any] = {"unroll": plan.unroll, "remat": plan.remat, **axes}
         if not plan.initializing:
-            options |= {"progress": of_carry(plan.progress), "check_finite": plan.check_finite}
+            options |= {"progress": shown_as(plan.progress, carry_of), "check_finite": plan.check_finite}
 
         def cell(loop: Loop, x: CellInputs) -> tuple[Loop, Any]:
             return self.step(loop, x)

@@ -180,8 +180,7 @@ def scan(
         save: as for `treescan.scan`.
         name: as for `treescan.scan`.
         progress: as for `treescan.scan`. `show` receives the carry, and `init` shows the bar too.
-        check_finite: as for `treescan.scan`, of the carry and the carried variables. Not with `nn.remat` around the
-            loop.
+        check_finite: as for `treescan.scan`, of the carry and the carried variables.
 
     Returns:
         The transformed class or function. Call it as `(carry, *args) -> (carry, ys)`.

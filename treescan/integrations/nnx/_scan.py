@@ -6,7 +6,6 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
 import jax
@@ -16,7 +15,7 @@ from ..._avals import describe_node, shape_of
 from ..._body.call import check_callable
 from ..._body.conventions import SCAN
 from ..._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
-from ..._progress import Progress
+from ..._progress import shown_as
 from ..._tree import Prefix
 from ..._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike
 from ..._verbs.run import run_scan
@@ -31,23 +30,6 @@ NNX_WORDS = {
     "axis_none": "None gives it whole to every step. `nnx.Carry` is for what is carried, and `nnx.StateAxes` gives "
     "each variable of a module one of these",
 }
-
-
-@dataclass(frozen=True)
-class ShowNames:
-    """`show` of a `Progress`, of what is carried: it is given the arrays by their names."""
-
-    show: Callable[[dict[str, Any]], Any]
-
-    def __call__(self, carry: PyTree) -> Any:
-        """What is shown."""
-        return self.show(by_name(carry))
-
-
-def _of_names(progress: ProgressLike) -> ProgressLike:
-    if isinstance(progress, Progress) and callable(progress.show):
-        return dataclasses.replace(progress, show=ShowNames(progress.show))
-    return progress
 
 
 @overload
@@ -162,7 +144,7 @@ def scan(
         6.0 [1. 3. 6.]
     """
     options: dict[str, Any] = {"length": length, "reverse": reverse, "unroll": unroll, "remat": remat, "name": name}
-    options |= {"progress": _of_names(progress), "check_finite": check_finite}
+    options |= {"progress": shown_as(progress, by_name), "check_finite": check_finite}
     options["lowering"] = (("_split_transpose", True),) if _split_transpose else ()
     modes = {"graph": graph, "graph_updates": graph_updates}
     try:
