@@ -8,6 +8,8 @@ import contextlib
 import importlib
 import importlib.util
 import io
+import itertools
+import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,10 +20,10 @@ from jax import Array, lax
 import treescan
 from benchmarks._harness import Comparison
 
-SHORT, LONG = 32, 512
-"""The sizes of the state: steps of about ten microseconds, and of about one millisecond."""
-LENGTHS = {100: 40, 1000: 3, 4000: 1}
-"""The steps of the loops of the latter, and how many blocks are measured of each."""
+SHORT = 32
+"""The size of the state whose step takes about ten microseconds. That of one millisecond depends on the machine."""
+LENGTHS = {100: 40, 1000: 10, 2000: 10}
+"""The lengths of the loops with steps of one millisecond, and how many blocks are measured of each."""
 MANY = 20_000
 METER = treescan.Tqdm() if importlib.util.find_spec("tqdm") else treescan.Text()
 BAR = treescan.Progress("loop", meter=METER)
@@ -35,11 +37,12 @@ def step(state: Array, x: Array) -> tuple[Array, None]:
 
 def comparisons() -> Iterator[Comparison]:
     """The comparisons of this suite."""
+    long = _size_of_a_millisecond()
     for length, blocks in LENGTHS.items():
-        yield from _of_default(f"scan, {length} steps of 1 ms", LONG, length, 1.02, blocks)
+        yield from _of_default(f"scan, {length} steps of 1 ms", long, length, 1.02, blocks)
     hundred = treescan.Progress("loop", updates=100, meter=METER)
     name, blocks = "scan, 1000 steps of 1 ms, 100 updates", LENGTHS[1000]
-    yield Comparison(name, WITHOUT, _quietly(hundred, LONG, 1000), _quietly(None, LONG, 1000), blocks=blocks)
+    yield Comparison(name, WITHOUT, _quietly(hundred, long, 1000), _quietly(None, long, 1000), blocks=blocks)
     yield from _of_default(f"scan, {MANY} steps of 10 us", SHORT, MANY, None, None)
 
 
@@ -47,6 +50,20 @@ def smoke() -> Iterator[Comparison]:
     """The comparisons of short loops."""
     for length in (20, 100):
         yield from _of_default(f"scan, {length} steps", SHORT, length, None, None)
+
+
+def _size_of_a_millisecond() -> int:
+    """The size of the state whose step takes one millisecond or a little more on this machine: a multiple of 32."""
+    return next(size for size in itertools.count(256, 32) if _seconds_per_step(size) >= 1e-3)
+
+
+def _seconds_per_step(size: int) -> float:
+    run, times = _quietly(None, size, 100), list[float]()
+    for _ in range(4):
+        began = time.perf_counter()
+        run()
+        times.append((time.perf_counter() - began) / 100)
+    return min(times[1:])
 
 
 def _of_default(name: str, size: int, length: int, target: float | None, blocks: int | None) -> Iterator[Comparison]:

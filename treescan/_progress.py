@@ -122,7 +122,10 @@ class Tqdm(AbstractProgressMeter):
         """Moves the bar."""
         if shown:
             bar.set_postfix({name: f"{value:.4g}" for name, value in shown.items()}, refresh=False)
-        bar.update(done - bar.n)
+        if done == bar.total:  # `close` follows, and draws it
+            bar.n = done
+        else:
+            bar.update(done - bar.n)
 
     def close(self, bar: Any) -> None:
         """Closes the bar."""

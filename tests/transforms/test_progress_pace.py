@@ -6,6 +6,7 @@ import functools
 import itertools
 import threading
 import time
+import weakref
 
 import chex
 import jax
@@ -20,6 +21,7 @@ import treescan
 from treescan import Progress
 from treescan._doctor.copies import copies_in_loops
 from treescan._loop.pace import GROWTH, INTERVAL, NEVER, SHARE, Pace
+from treescan._loop.reports import RUNS
 
 T = 200
 XS = jnp.sin(jnp.arange(float(T)))
@@ -37,6 +39,12 @@ def step(c, x):
 def loss(c, **options):
     carry, ys = treescan.scan(step, c, XS, progress=PACED, **options)
     return carry + jnp.sum(ys)
+
+
+@pytest.fixture(autouse=True)
+def no_loop_has_run_before(monkeypatch):
+    """As if each loop ran for the first time: eager calls of one body share a loop, and tests share the body."""
+    monkeypatch.setattr(RUNS, "_first_due", weakref.WeakKeyDictionary())
 
 
 @pytest.fixture
@@ -59,7 +67,7 @@ def dues(monkeypatch, seconds_of, *, shows=0.0, steps=10_000, size=100):
     """When a run reports, and after how many steps, if step i takes `seconds_of(i)` and a meter `shows`."""
     now, due, told = 100.0, 0, []
     monkeypatch.setattr(time, "monotonic", lambda: now)
-    pace = Pace(since=now)
+    pace = Pace(began=now)
     for done in range(size, steps, size):
         now += sum(map(seconds_of, range(done - size, done)))
         if done >= due:
@@ -94,8 +102,16 @@ def test_a_slow_meter_is_told_less_often(monkeypatch):
 
 
 def test_the_next_report_is_never_after_more_steps_than_fit_an_int():
-    pace = Pace(since=time.monotonic() - 1e-6)
+    pace = Pace(began=time.monotonic() - 1e-6)
+    assert pace.due_of_the_next_run(2**30) == NEVER
     assert pace.next_due(2**30, time.monotonic()) == NEVER
+
+
+def test_the_next_run_first_reports_after_the_steps_that_this_one_makes_between_two_reports(monkeypatch):
+    monkeypatch.setattr(time, "monotonic", lambda: 102.0)
+    assert Pace(began=100.0).due_of_the_next_run(1000) == 1000 * INTERVAL / 2
+    assert Pace(began=100.0).due_of_the_next_run(1) == 1
+    assert Pace(began=102.0).due_of_the_next_run(1) == INTERVAL / 1e-9
 
 
 # The runs.
@@ -199,13 +215,21 @@ def test_threads_and_loops_within_loops_have_bars_of_their_own(rare):
         for thread in threads:
             thread.join()
 
-    run(0.0)
-    jax.effects_barrier()
     told = bars(lambda: all_at_once() or jnp.zeros(()))
-    assert [[done for done, _ in steps] for _, steps in told] == [RARE] * 4
+    each = [[done for done, _ in steps] for _, steps in told]
+    assert len(each) == 4 and all(steps in (RARE, [T]) for steps in each)  # those that begin after one has ended know
     nested = lambda c, _: (treescan.scan(step, c, XS, progress=PACED)[0], None)  # noqa: E731
     told = bars(lambda: jax.grad(lambda c: treescan.scan(nested, c, None, 3, progress=LABEL)[0])(0.1))
-    assert [[done for done, _ in steps] for _, steps in told] == [[1, 3], RARE, RARE, RARE]
+    assert [[done for done, _ in steps] for _, steps in told] == [[1, 3], RARE, [T], [T]]
+
+
+def test_a_run_after_another_first_reports_when_the_pace_of_that_one_says(rare, monkeypatch):
+    run = jax.jit(lambda c: treescan.scan(step, c, XS, progress=PACED)[0])
+    dues = iter([50, 1, NEVER, 1, 1])
+    monkeypatch.setattr(Pace, "due_of_the_next_run", lambda *_: next(dues))
+    assert [steps_of(lambda: run(0.1))[1] for _ in range(4)] == [RARE, [50, T], RARE, [T]]
+    other = jax.jit(lambda c: treescan.scan(lambda c, x: step(c, x), c, XS, progress=PACED)[0])
+    assert steps_of(lambda: other(0.1))[1][0] == 2
 
 
 def test_an_abandoned_run_is_closed_by_the_next_one(rare, monkeypatch):

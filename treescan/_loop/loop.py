@@ -40,7 +40,7 @@ class Paced(NamedTuple):
 
     Attributes:
         state: the state.
-        due: int32[], the steps after which the next report is due; 0 before the first.
+        due: int32[], the steps after which the next report is due; less than 0 before the first.
         run: int32[], the number of the run. No chunk changes it.
         total: int32[], the steps of the run. No chunk changes it.
     """

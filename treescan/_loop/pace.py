@@ -23,12 +23,25 @@ class Pace:
     """How fast a run is, from its last report to this one.
 
     Attributes:
+        began: when the run began.
         since: when the last report had been shown; before the first, when the run began.
         done: the steps that were done then.
     """
 
-    since: float = field(default_factory=time.monotonic)
+    began: float = field(default_factory=time.monotonic)
+    since: float = field(init=False)
     done: int = 0
+
+    def __post_init__(self) -> None:
+        self.since = self.began
+
+    def due_of_the_next_run(self, done: int) -> int:
+        """The steps after which the first report is due of the next run of the same loop, now that this one has ended.
+
+        Args:
+            done: the steps of this run.
+        """
+        return min(max(1, int(INTERVAL * done / max(time.monotonic() - self.began, 1e-9))), NEVER)
 
     def next_due(self, done: int, heard: float) -> int:
         """The steps after which the next report is due, now that this one was shown.

@@ -13,6 +13,7 @@ import itertools
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -86,6 +87,7 @@ class Runs:
     def __init__(self) -> None:
         self._numbers = itertools.count()
         self._open: dict[int, _Run] = {}
+        self._first_due = weakref.WeakKeyDictionary[Site, int]()
         self._lock = threading.RLock()
 
     def begin(self, site: Site, total: int | None, element: str = "") -> int:
@@ -123,10 +125,17 @@ class Runs:
             run = self._open.get(number)
             return NEVER if run is None else run.pace.next_due(report.done, heard)
 
+    def first_due(self, site: Site) -> int:
+        """The steps after which the first report is due of a run: the first chunk's, if the loop has not run before."""
+        with self._lock:
+            return self._first_due.get(site, 1)
+
     def end(self, number: int) -> None:
         """A run has ended. One of the same loop that began earlier and was silent meanwhile was abandoned."""
         with self._lock:
             run = self._open.get(number)
+            if run is not None and run.done:
+                self._first_due[run.site] = run.pace.due_of_the_next_run(run.done)
             self._close(run)
             for other in [] if run is None else map(self._open.get, run.silent):
                 if other is not None and time.monotonic() - other.heard_of >= PATIENCE:
@@ -211,14 +220,15 @@ class Reporter:
     site: Site
     batched: bool = False
 
-    def begin(self, total: Array, probes: Sequence[Array], *, kept: bool = False) -> Array:
-        """int32[]: the number of a new run.
+    def begin(self, total: Array, probes: Sequence[Array], *, kept: bool = False, paced: bool = False) -> Array:
+        """int32[]: the number of a new run. If it is paced, int32[2]: also the `due` of its first report.
 
         Args:
             total: int32[], the number of steps; -1: not known.
             probes: what has to be known before.
             kept: whether the gradient reads the number. It has to be that of the forward pass: so the equation has an
                 effect, and is not computed again.
+            paced: whether a report is only made when it is due. All elements of a vmap share such a run.
         """
 
         def told(numbers: Any) -> Any:
@@ -227,10 +237,10 @@ class Reporter:
             for place, element in _elements(runs.shape):
                 total, device = rows[place].tolist()
                 runs[place] = NOBODY if device else RUNS.begin(self.site, _known(total), element)
-            return runs
+            return np.stack([runs, NEVER if runs == NOBODY else -RUNS.first_due(self.site)]) if paced else runs
 
         def call(numbers: Array, *probes: Array) -> Array:
-            types = jax.ShapeDtypeStruct(numbers.shape[:-1], jnp.int32)
+            types = jax.ShapeDtypeStruct((2,) if paced else numbers.shape[:-1], jnp.int32)
             runs = jax.pure_callback(told, types, _after(numbers, probes))
             if kept:
                 jax.debug.callback(lambda runs: None, runs)
@@ -260,11 +270,11 @@ class Reporter:
         called once more where `jax.checkpoint` computes the loop again, because nothing there needs its result.
 
         Returns:
-            int32[], the steps after which the next report is due. 0 before the first.
+            int32[], the steps after which the next report is due. Before the first report, `due` is less than 0.
         """
 
         def tell() -> Array:
-            tick = Tick(run, total, done, first=due == 0, last=jnp.zeros((), bool))
+            tick = Tick(run, total, done, first=due < 0, last=jnp.zeros((), bool))
             return self._once(call, has_result=True)(tick.numbers, *shown, *probes)
 
         def told(words: Any, *wide: Any) -> Any:
@@ -275,7 +285,7 @@ class Reporter:
             return jax.pure_callback(told, jax.ShapeDtypeStruct((), jnp.int32), *self._words(numbers, others))
 
         kinds = [np.dtype(value.dtype) for value in shown]
-        return jax.lax.cond((done >= due) & (done < total), tell, lambda: due)
+        return jax.lax.cond((done >= jnp.abs(due)) & (done < total), tell, lambda: due)
 
     def _words(self, numbers: Array, others: Sequence[Array]) -> list[Array]:
         """What a callback is given, once the probes are known, which come after the values."""

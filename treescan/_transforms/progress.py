@@ -19,7 +19,7 @@ from .._loop.body import Body, Memo
 from .._loop.chunk import Around
 from .._loop.loop import Feed, Loop, Paced, Step
 from .._loop.pace import NEVER
-from .._loop.reports import NOBODY, Reporter, Site, Tick, probes_of
+from .._loop.reports import Reporter, Site, Tick, probes_of
 from .._loop.run import as_arrays
 from .._loop.sizes import Wish
 from .._progress import FEW, MOST, Progress
@@ -65,13 +65,14 @@ class ShowProgress:
         done = _live_steps(loop, each=progress.batched)
         total = jnp.int32(loop.length) if done is None else jnp.sum(done)
         probes = _all_probes(loop) if progress.batched else probes_of(loop.state, loop.xs.x)
-        run = reporter.begin(total, probes, kept=progress.backward)
+        paced = progress.updates is None and not (progress.backward or progress.batched)
+        begun = reporter.begin(total, probes, kept=progress.backward, paced=paced)
+        run, due = begun if paced else (begun, None)
         if not loop.length:
             reporter.end(run)
             return loop
         back = Backward(Reporter(showing.backward_site, progress.batched)) if progress.backward else None
-        paced = progress.updates is None and not (progress.backward or progress.batched)
-        ticks = TellChunks(reporter, back, showing, run, total, done, paced=paced)
+        ticks = TellChunks(reporter, back, showing, run, total, done, due=due)
         wish = Wish(-(-loop.length // (progress.updates or (MOST if paced else FEW))), ticks=ticks)
         runner = RunPaced(ticks) if paced else None if back is None else RunBackward(back, ticks.ending)
         return dataclasses.replace(loop, wishes=(*loop.wishes, wish), runner=runner)
@@ -117,8 +118,8 @@ class TellChunks:
         total: its steps.
         live: int32[T], for how many each step counts; None: for one.
         more: whether something runs after these steps, so that the run does not end with them.
-        paced: whether a report is only made when it is due. It is known in the loop alone when that is: the state of
-            the chunks is `Paced`, and the end of the run is not reported by them.
+        due: int32[], when the first report is due; None: each chunk makes one. It is known in the loop alone when the
+            others are: the state of the chunks is `Paced`, and the end of the run is not reported by them.
     """
 
     reporter: Reporter
@@ -128,7 +129,7 @@ class TellChunks:
     total: Array
     live: Array | None
     more: bool = False
-    paced: bool = False
+    due: Array | None = None
 
     def __call__(self, loop: Loop, size: int) -> tuple[Loop, Around]:
         starts = jnp.arange(0, loop.length, size, dtype=jnp.int32)
@@ -142,8 +143,8 @@ class TellChunks:
             starts, ends = before[starts], before[ends]
         done, left = (self.total - starts, ends) if loop.reverse else (ends, self.total - starts)
         around = _Around(self.reporter, self.back, self.showing, led, alone=count == 1)
-        if self.paced:
-            state = Paced(loop.state, jnp.where(self.run == NOBODY, NEVER, 0), self.run, self.total)
+        if self.due is not None:
+            state = Paced(loop.state, self.due, self.run, self.total)
             return dataclasses.replace(loop, state=state, xs=loop.xs._replace(tick=done)), around
         run, total = (jnp.broadcast_to(number, done.shape) for number in (self.run, self.total))
         tick = Tick(run, total, done, first, last & (not self.more))
@@ -166,7 +167,8 @@ class RunPaced:
     def __call__(self, loop: Loop) -> tuple[PyTree, PyTree]:
         paced, ys = run_levels(*plan(loop))
         state, due, run, total = paced
-        tick = Tick(run, total, total, first=due == 0, last=due >= 0)  # reads `due`, so that JAX keeps the last call
+        always = due >= -NEVER  # reads `due`, so that JAX keeps the last call
+        tick = Tick(run, total, total, first=due < 0, last=always)
         self.tell.reporter.step(tick, self.tell.showing(state), probes_of(state))
         return state, ys
 
