@@ -34,6 +34,9 @@ OPERATIONS_PER_STEP = 100_000
 LEAST_STEPS = 32
 """Shorter loops are not changed."""
 
+LEAST_CHUNKS, CHUNK = 16, 32
+"""A loop has at least so many chunks if they have fewer than so many steps: each chunk takes time and memory."""
+
 
 def fastest(hoisted: Hoisted) -> RematPlan:
     """The plan. Its `remat` is "auto" where nothing is recomputed, and products may be computed at once."""
@@ -42,12 +45,18 @@ def fastest(hoisted: Hoisted) -> RematPlan:
     told = hoisted.effects or hoisted.refs or hoisted.reverse_rule
     if told or length < LEAST_STEPS or not is_rewriting():
         return plain
-    segment = best_segment(length, 2, plain.carry_bytes, plain.step_bytes)
+    segment = max(best_segment(length, 2, plain.carry_bytes, plain.step_bytes), _least_segment(length))
     chunks = plan_of(hoisted, Remat(jax.checkpoint_policies.everything_saveable, levels=2, segment=segment))
     price = OPERATIONS_PER_BYTE // (CACHED if plain.saved_bytes < CACHE else 1)
     if chunks.saved_bytes < plain.saved_bytes and _operations(hoisted) < price * plain.step_bytes:
         return chunks
     return plain.with_remat(AUTO)
+
+
+def _least_segment(length: int) -> int:
+    """The steps of the smallest chunks to be used. If possible they divide the loop: a remainder is compiled apart."""
+    least = min(CHUNK, length // LEAST_CHUNKS)
+    return next((segment for segment in range(least, 2 * least) if length % segment == 0), least)
 
 
 def saves_steps(hoisted: Hoisted) -> bool:
