@@ -56,6 +56,9 @@ TOKEN = re.compile(
     r"|<(?P<close>/?)(?P<tag>h[1-6]|pre|a|autoref|svg)\b(?:[^>\"']|\"[^\"]*\"|'[^']*')*>"
 )
 FILE = re.compile(r'(<div class="[^"]*highlight")(><span class="filename">(?:examples|src|tests)/)')
+OUTPUT = re.compile(  # a block that no lexer has coloured
+    r'(<div class="highlight")(><pre><span></span><code>(?:(?!</code>|<span class=).)*</code></pre></div>)', re.DOTALL
+)
 
 _reference: dict[str, str] = {}  # of the build that runs: public names, and bare ones, by where they are documented
 
@@ -70,11 +73,14 @@ def on_files(files: Any, **_: object) -> None:
 def on_page_content(html: str, page: Any, **_: object) -> str:
     """Makes the links of a page, docstrings included, and drops links that only say what the heading below defines.
 
-    The index of the search, which every page loads, is without overloads, without whole files of the repository and,
-    where a page has `tables_in_search: false`, without its tables.
+    The index of the search, which every page loads, is without overloads, without whole files of the repository,
+    without what code prints unless a page has `output_in_search: true`, and without the tables of a page that has
+    `tables_in_search: false`.
     """
     html = html.replace('<details class="overloads" open>', '<details class="overloads" data-search-exclude>')
     html = FILE.sub(r"\1 data-search-exclude\2", html)
+    if page.meta.get("output_in_search") is not True:
+        html = OUTPUT.sub(r"\1 data-search-exclude\2", html)
     if page.meta.get("tables_in_search") is False:
         html = html.replace("<table", "<table data-search-exclude")
     html = re.sub(r'<p><a href="" id="[\w.]+"></a></p>\n?', "", html)

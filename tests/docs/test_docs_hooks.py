@@ -107,6 +107,15 @@ def test_tables_are_left_out_of_the_search_where_a_page_says_so() -> None:
         assert hooks.on_page_content("<table>", SimpleNamespace(url="index.html", meta=meta)) == made
 
 
+def test_what_code_prints_is_left_out_of_the_search_unless_a_page_says_otherwise() -> None:
+    code = '<div class="highlight"><pre><span></span><code><span class="n">a</span> = 1</code></pre></div>\n'
+    output = '<div class="highlight"><pre><span></span><code>a: 1\nb: 2\n</code></pre></div>'
+    for meta, left_out in (({}, True), ({"output_in_search": True}, False)):
+        made = hooks.on_page_content(code + output, SimpleNamespace(url="index.html", meta=meta))
+        assert made.startswith(code)
+        assert ("data-search-exclude" in made.removeprefix(code)) == left_out
+
+
 def test_files_of_the_repository_are_left_out_of_the_search() -> None:
     for title, left_out in (("examples/vowels.py", True), ("src/a/b.py", True), ("model.py", False)):
         block = f'<div class="language-py highlight"><span class="filename">{title}</span>'

@@ -4,6 +4,7 @@ The oracle is `chunk=0`, which stacks the outputs of all steps; it is tried itse
 """
 
 import functools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -231,3 +232,30 @@ def test_nothing_is_copied(monkeypatch, options):
     monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
     elsewhere = Program(functools.partial(run, cell, lengths=jnp.asarray(LENGTHS), **options), *given())
     assert any(chunk in each for each in returned_by_branches(elsewhere))
+
+
+@pytest.mark.optimized
+@pytest.mark.slow
+def test_a_step_has_no_more_operations_than_one_that_is_masked_by_hand():
+    """XLA's CPU backend runs up to eight operations one after the other, and more of them in its threads."""
+    weights, xs, lengths = jnp.ones((WIDTH, WIDTH)), jnp.ones((48, ROWS, WIDTH)), jnp.asarray(LENGTHS)
+    valid = jnp.arange(48)[:, None] < lengths[None]
+    body = functools.partial(cell, weights)
+
+    def by_hand(init, xs):
+        def step(carry, fed):
+            x, chosen = fed
+            new, y = body(carry, x)
+            return jnp.where(chosen, new, carry), jnp.where(chosen, y, 0)
+
+        return jax.lax.scan(step, init, (xs, valid[:, :, None]))
+
+    def operations(run):
+        loops = Program(run, jnp.ones((ROWS, WIDTH)), xs).loops()
+        return max(len(re.findall(r"= \S+ (?:fusion|copy)\(", loop)) for loop in loops if " while(" not in loop)
+
+    def masked(chunk):
+        return operations(lambda init, xs: treescan.mask_scan(body, init, xs, lengths=lengths, chunk=chunk))
+
+    assert masked(CHUNK) <= operations(by_hand)
+    assert masked(CHUNK) < masked(CHUNK - 1)  # with a remainder, the index is a sum

@@ -120,13 +120,16 @@ class InPlace:
         loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=None))
         axes, products = loop.rows.axes, has_large_products(loop.trace.jaxpr, LARGE)
         count, left = divmod(loop.length, size)
-        main = _Chunk(as_step(dataclasses.replace(loop, length=size)), self.tiers, axes, products)
+        folded = not left and len(self.tiers) == 1
+        main = _Chunk(as_step(dataclasses.replace(loop, length=size)), self.tiers, axes, products, folded)
         # A remainder is not worth further copies of the body.
         rest = _Chunk(as_step(dataclasses.replace(loop, length=left)), self.tiers[-1:], axes, products)
-        consts = (loop.consts, loop.xs)
-        starts = np.arange(count, dtype=np.uint32) * np.uint32(size)
+        carried, xs = Carried(loop.state, self._outputs(loop)), loop.xs
+        if folded:
+            carried, xs = carried._replace(outputs=_fold(carried.outputs, size)), _fold(xs, size)
+        consts = (loop.consts, xs)
+        starts = np.arange(count, dtype=np.uint32) * np.uint32(1 if folded else size)
         whole = Feed(starts, schedule=jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, count), schedule))
-        carried = Carried(loop.state, self._outputs(loop))
 
         def run_rest(carried: Carried) -> Carried:
             last = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, count, keepdims=False), schedule)
@@ -138,7 +141,7 @@ class InPlace:
         )
         carried, _ = run(chunks)
         carried = run_rest(carried) if left and not loop.reverse else carried
-        return carried.state, carried.outputs
+        return carried.state, _unfold(carried.outputs) if folded else carried.outputs
 
     @staticmethod
     def _outputs(loop: Loop) -> list[Array]:
@@ -155,34 +158,44 @@ class InPlace:
 class _Chunk:
     """A step that runs the scheduled part of a chunk. Its consts are (consts, xs), its x is where the chunk begins.
 
+    If the loop is folded, its xs and outputs are `[chunks, steps, ...]` instead of `[T, ...]`, and its x is the number
+    of the chunk. XLA reads and writes them at a pair of indices as fast as at one, and at a sum of two it does not: the
+    sum is one operation more in each step, which matters if a step takes a few microseconds.
+
     Attributes:
         steps: runs the steps of a chunk.
         tiers: the numbers of rows to choose from.
         axes: where the rows are.
         products: whether a step has products that may be computed for a chunk at once.
+        folded: whether the loop is folded. Then there is one tier.
     """
 
     steps: RunChunk
     tiers: tuple[int, ...]
     axes: RowAxes
     products: bool
+    folded: bool = False
 
     def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
         schedule: Schedule = feed.schedule
         inner, xs = consts
 
         def all_rows(carried: Carried) -> Carried:
-            fed = _steps_from(xs, feed.x, self.steps.length) if self.products else xs
+            fed = self._steps_of(xs, feed.x) if self.products else xs
             loop, step, consts = self._begin(inner, carried.state, fed)
             writing = dataclasses.replace(
-                loop, step=_Write(step), consts=(consts, xs, feed.x), state=carried, xs=Feed(self._places())
+                loop,
+                step=_Write(step, self.folded),
+                consts=(consts, xs, feed.x),
+                state=carried,
+                xs=Feed(self._places()),
             )
             return run(writing)[0]
 
         def first_rows(rows: int, carried: Carried) -> Carried:
             assert schedule.order is not None
             live, axes = schedule.order[:rows], self.axes
-            fed = take_feed(_steps_from(xs, feed.x, self.steps.length), axes.x, live)
+            fed = take_feed(self._steps_of(xs, feed.x), axes.x, live)
             loop, step, consts = self._begin(
                 take_rows(inner, axes.consts, live), take_rows(carried.state, axes.state, live), fed
             )
@@ -209,6 +222,11 @@ class _Chunk:
         step, consts = with_early_products(loop) if self.products else without_early_products(loop)
         return loop, step, consts
 
+    def _steps_of(self, xs: Feed, first: Array) -> Feed:
+        if self.folded:
+            return jax.tree.map(lambda leaf: _entry(leaf, (first,)), xs)
+        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, self.steps.length), xs)
+
     def _places(self) -> np.ndarray:
         """The steps' places in the chunk; unsigned, as of signed ones JAX asks whether they count from the end."""
         return np.arange(self.steps.length, dtype=np.uint32)
@@ -216,17 +234,18 @@ class _Chunk:
 
 @dataclass(frozen=True)
 class _Write:
-    """A step that writes its outputs. Its consts are (consts, xs, where the chunk begins), its x its place in it."""
+    """A step that writes its outputs. Its consts are (consts, xs, the chunk's x), its x is its place in the chunk."""
 
     step: Step
+    folded: bool
 
     def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
         (inner, xs, start), place = consts, feed.x
-        at = jax.lax.add(start, place)
-        fed = jax.tree.map(lambda leaf: _step_of(leaf, at), xs)
+        at = (start, place) if self.folded else (jax.lax.add(start, place),)
+        fed = jax.tree.map(lambda leaf: _entry(leaf, at), xs)
         new, ys = self.step(inner, state.state, Feed((place, fed)))
         outputs = zip(state.outputs, ys, strict=True)
-        return Carried(new, [jax.lax.dynamic_update_index_in_dim(out, y, at, 0) for out, y in outputs]), None
+        return Carried(new, [_put_entry(out, y, at) for out, y in outputs]), None
 
 
 def _put(outputs: Array, ys: Array, axis: int | None, rows: Array, start: Array) -> Array:
@@ -247,15 +266,27 @@ def _put(outputs: Array, ys: Array, axis: int | None, rows: Array, start: Array)
     return jax.lax.scatter(outputs, places, ys, numbers, unique_indices=True, mode="promise_in_bounds")
 
 
-def _step_of(leaf: Array, at: Array) -> Array:
-    """`dynamic_index_in_dim`, which JAX traces as a call."""
-    zero = np.zeros((), np.uint32)
-    one = jax.lax.dynamic_slice(leaf, (at, *(zero,) * (leaf.ndim - 1)), (1, *leaf.shape[1:]))
-    return jax.lax.squeeze(one, (0,))
+def _entry(leaf: Array, at: tuple[Array, ...]) -> Array:
+    """`leaf[at]`, without the call that JAX traces for `dynamic_index_in_dim`."""
+    one = jax.lax.dynamic_slice(leaf, _begin_of(leaf, at), (*(1 for _ in at), *leaf.shape[len(at) :]))
+    return jax.lax.squeeze(one, range(len(at)))
 
 
-def _steps_from(xs: Feed, first: Array, length: int) -> Feed:
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, length), xs)
+def _put_entry(leaf: Array, entry: Array, at: tuple[Array, ...]) -> Array:
+    return jax.lax.dynamic_update_slice(leaf, jax.lax.expand_dims(entry, range(len(at))), _begin_of(leaf, at))
+
+
+def _begin_of(leaf: Array, at: tuple[Array, ...]) -> list[Any]:
+    return [*at, *[np.zeros((), np.uint32)] * (leaf.ndim - len(at))]
+
+
+def _fold(tree: PyTree, size: int) -> PyTree:
+    """Leaves `[T, ...]` as `[chunks, size, ...]`."""
+    return jax.tree.map(lambda leaf: jax.lax.reshape(leaf, (leaf.shape[0] // size, size, *leaf.shape[1:])), tree)
+
+
+def _unfold(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jax.lax.reshape(leaf, (leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])), tree)
 
 
 def _as_it_is(carried: Carried) -> Carried:
