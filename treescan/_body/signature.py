@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import inspect
 import sys
 import types
@@ -236,10 +237,22 @@ def _inside(hint: Any) -> tuple[Any, ...]:
     return (*typing.get_args(hint), *_fields(hint).values(), *(() if alias is None else (alias,)))
 
 
-def _mentions_jaxtyping(hint: Any, seen: tuple[Any, ...] = ()) -> bool:
+def _mentions_jaxtyping(hint: Any) -> bool:
+    try:
+        return _mentions_jaxtyping_hashable(hint)
+    except TypeError:  # `Annotated` with what has no hash
+        return _mentions(hint, ())
+
+
+@functools.lru_cache(maxsize=64)
+def _mentions_jaxtyping_hashable(hint: Any) -> bool:
+    return _mentions(hint, ())
+
+
+def _mentions(hint: Any, seen: tuple[Any, ...]) -> bool:
     if any(hint is other for other in seen):
         return False
-    return _is_array_hint(hint) or any(_mentions_jaxtyping(part, (*seen, hint)) for part in _inside(hint))
+    return _is_array_hint(hint) or any(_mentions(part, (*seen, hint)) for part in _inside(hint))
 
 
 def _parts(path: str, hint: Any, value: Any) -> Iterator[_Part]:

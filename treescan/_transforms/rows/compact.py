@@ -68,7 +68,7 @@ def take_rows(tree: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
     """The given rows of each leaf that has rows. All rows are different: the gradient of the gather relies on it."""
 
     def take(leaf: Array, axis: int | None) -> Array:
-        return leaf if axis is None else gather_rows(leaf, rows, axis, distinct=True)
+        return leaf if axis is None else gather_rows(leaf, jax.lax.expand_dims(rows, (1,)), axis, distinct=True)
 
     leaves, structure = jax.tree.flatten(tree)
     return jax.tree.unflatten(structure, list(map(take, leaves, axes)))

@@ -7,11 +7,12 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from ..._avals import is_sharded
 from ..._axes import LeafAxes
 from ..._types import Array
-from .leaves import RowMask, gather_rows, pick_steps, take_row, unsigned
+from .leaves import RowMask, any_of, gather_rows, pick_steps, take_row, unsigned
 
 _once_a_shape = functools.partial(jax.jit, inline=True)
 """Traces a function once for each shape of its arguments, and hands its equations out from then on."""
@@ -93,18 +94,41 @@ def own_pairs(
             return mask.select(leaf, take_row(leaf, row, axis, batch), axis)
         return gather_rows(leaf, source, axis)
 
-    at_first = [
-        jax.lax.index_in_dim(leaf, 0, keepdims=False) if first is None else pick_steps(leaf, first, axis)
-        for leaf, axis in zip(xs, x_axes, strict=True)
-    ]
-    return GoodPair(list(map(borrow, state, carry_axes)), [], list(map(borrow, at_first, x_axes)))
+    def borrow_x(leaf: Array, axis: int | None) -> Array:
+        if first is not None:
+            return borrow(pick_steps(leaf, first, axis), axis)
+        if axis is None or source is None or is_sharded(leaf):
+            return borrow(jax.lax.index_in_dim(leaf, 0, keepdims=False), axis)
+        return gather_rows(leaf, source, axis, of_first_step=True)
+
+    return GoodPair(list(map(borrow, state, carry_axes)), [], list(map(borrow_x, xs, x_axes)))
+
+
+@functools.partial(jax.jit, static_argnames=("steps", "reverse", "axes"), inline=True)  # traced once for each shape
+def own_pairs_of_lengths(
+    state: list[Array],
+    xs: list[Array],
+    lengths: Array,
+    *,
+    steps: int,
+    reverse: bool,
+    axes: tuple[LeafAxes, LeafAxes],
+) -> tuple[GoodPair, Array]:
+    """`own_pairs` where each row's steps are its first `lengths`, int[*batch]; and whether any row has a pair.
+
+    The pairs are under stop_gradient.
+    """
+    state, xs = jax.lax.stop_gradient((state, xs))
+    have, first = first_of_lengths(lengths, steps, reverse=reverse)
+    return own_pairs(state, xs, (have, first), axes), any_of(have)
 
 
 @_once_a_shape
 def _own_or_first(have: Array) -> Array:
-    """For each row its own number, or that of the first row that has something."""
-    first = unsigned(jnp.argmax(have))
-    return jax.lax.select_n(have, jax.lax.broadcast(first, have.shape), jax.lax.iota(first.dtype, have.size))
+    """uint32[N, 1]: for each row its own number, or that of the first row that has something."""
+    first, shape = jax.lax.argmax(have, 0, np.uint32), (have.size, 1)
+    own = jax.lax.broadcasted_iota(first.dtype, shape, 0)
+    return jax.lax.select_n(jax.lax.reshape(have, shape), jax.lax.broadcast(first, shape), own)
 
 
 def earliest_pair(

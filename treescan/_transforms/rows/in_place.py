@@ -122,16 +122,16 @@ class InPlace:
         count, left = divmod(loop.length, size)
         folded = not left and len(self.tiers) == 1
         main = _Chunk(as_step(dataclasses.replace(loop, length=size)), self.tiers, axes, products, folded)
-        # A remainder is not worth further copies of the body.
-        rest = _Chunk(as_step(dataclasses.replace(loop, length=left)), self.tiers[-1:], axes, products)
         carried, xs = Carried(loop.state, self._outputs(loop)), loop.xs
         if folded:
             carried, xs = carried._replace(outputs=_fold(carried.outputs, size)), _fold(xs, size)
         consts = (loop.consts, xs)
         starts = np.arange(count, dtype=np.uint32) * np.uint32(1 if folded else size)
-        whole = Feed(starts, schedule=jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, count), schedule))
+        scheduled = jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, count), schedule) if left else schedule
+        whole = Feed(starts, schedule=scheduled)
 
-        def run_rest(carried: Carried) -> Carried:
+        def run_rest(carried: Carried) -> Carried:  # not worth further copies of the body
+            rest = _Chunk(as_step(dataclasses.replace(loop, length=left)), self.tiers[-1:], axes, products)
             last = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, count, keepdims=False), schedule)
             return rest(consts, carried, Feed(np.uint32(count * size), schedule=last))[0]
 

@@ -122,21 +122,23 @@ def take_row(leaf: Array, row: Array, axis: int, batch: tuple[int, ...]) -> Arra
     return jax.lax.dynamic_index_in_dim(flat, row, axis).reshape((*head, *(1 for _ in batch), *tail))
 
 
-def gather_rows(leaf: Array, rows: Array, axis: int, *, distinct: bool = False) -> Array:
-    """The given rows of a leaf; `rows` is int[N], each within the leaf.
+def gather_rows(leaf: Array, rows: Array, axis: int, *, distinct: bool = False, of_first_step: bool = False) -> Array:
+    """The given rows of a leaf; `rows` is int[N, 1], each within the leaf.
 
     Args:
         leaf: rows at `axis`.
         rows: which rows; unsigned numbers are not asked whether they count from the end.
         axis: where the rows are.
         distinct: whether all rows differ, which the gradient then relies on.
+        of_first_step: the leaf is `[T, ...]`, and the rows are those of the entry 0, where they are at `axis`.
     """
-    others = tuple(i for i in range(leaf.ndim) if i != axis)
+    collapsed = (0, axis + 1) if of_first_step else (axis,)
+    others = tuple(i for i in range(leaf.ndim - of_first_step) if i != axis)
     return jax.lax.gather(
         leaf,
-        jax.lax.expand_dims(rows, (1,)),
-        jax.lax.GatherDimensionNumbers(others, (axis,), (axis,)),
-        tuple(1 if i == axis else size for i, size in enumerate(leaf.shape)),
+        rows,
+        jax.lax.GatherDimensionNumbers(others, collapsed, collapsed[-1:]),
+        tuple(1 if i in collapsed else size for i, size in enumerate(leaf.shape)),
         unique_indices=distinct,
         mode="clip",
     )

@@ -25,7 +25,7 @@ from ..._types import Array, PyTree
 from ..written import written
 from .batch_axes import RowAxes, spread_batch_axes, with_axes
 from .fill import fill_leaves, without_hold
-from .good_pairs import GoodPair, earliest_pair, first_of_lengths, first_valid, own_pairs
+from .good_pairs import GoodPair, earliest_pair, first_valid, own_pairs, own_pairs_of_lengths
 from .leaves import RowMask, any_of, expand, select, take_row, unsigned
 from .lend import choose_own, lend, lend_to_elements, unless_alone
 
@@ -213,30 +213,35 @@ def _good_pair(
     assert valid is not None
     unchanged, inner = loop.consts
     closed, inner = (None, inner) if is_untraced(loop) else inner  # what the body closes over was lifted by OverRows
-    state, fixed, xs = jax.lax.stop_gradient((loop.state, unchanged, jax.tree.leaves(loop.xs.x)))
+    xs = jax.tree.leaves(loop.xs.x)
     if 0 in valid.shape:  # no step or no row: there is no pair, and none is needed
         first = [jax.lax.full(leaf.shape[1:], 0, leaf.dtype) for leaf in xs]
-        return GoodPair(state, [None] * len(fixed), first), loop.consts
+        return GoodPair(jax.lax.stop_gradient(loop.state), [None] * len(unchanged), first), loop.consts
     if share:
+        state, fixed, xs = jax.lax.stop_gradient((loop.state, unchanged, xs))
         lasting = [None if axis is None else leaf for leaf, axis in zip(fixed, fixed_axes, strict=True)]
         good = earliest_pair(state, lasting, xs, valid, (axes.state, fixed_axes, axes.x), reverse=loop.reverse)
+        have = any_of(valid)
     else:
-        good = own_pairs(state, xs, _begin_of(loop, lengths), (axes.state, axes.x))
-        good = good._replace(fixed=[None] * len(fixed))
-    have, consts = any_of(valid), (unchanged, inner)
+        good, have = _own_pairs(loop, xs, lengths, (axes.state, axes.x))
+        good = good._replace(fixed=[None] * len(unchanged))
+    consts = unchanged, inner
     (good, lent), own = lend(have, (good, jax.lax.stop_gradient(consts)))
     unchanged, inner = choose_own(consts, lent, own[len(jax.tree.leaves(good)) :])
     inner = inner if closed is None else (lend_closed(closed, have), inner)
     return good, (unchanged, inner)
 
 
-def _begin_of(loop: Loop, lengths: Array | None) -> tuple[Array, Array | None]:
-    """For each row whether it has a valid step, and which is the first in the order of the run."""
-    valid = loop.xs.valid
-    assert valid is not None
+def _own_pairs(
+    loop: Loop, xs: list[Array], lengths: Array | None, axes: tuple[LeafAxes, LeafAxes]
+) -> tuple[GoodPair, Array]:
+    """Each row's own pair, and whether any row has one."""
+    assert loop.xs.valid is not None
     if lengths is not None and isinstance(loop.length, int):
-        return first_of_lengths(lengths, loop.length, reverse=loop.reverse)
-    return first_valid(valid, reverse=loop.reverse)
+        return own_pairs_of_lengths(loop.state, xs, lengths, steps=loop.length, reverse=loop.reverse, axes=axes)
+    state, xs = jax.lax.stop_gradient((loop.state, xs))
+    have, first = first_valid(loop.xs.valid, reverse=loop.reverse)
+    return own_pairs(state, xs, (have, first), axes), any_of(have)
 
 
 def lend_closed(closed: list[Any], have: Array) -> list[Any]:

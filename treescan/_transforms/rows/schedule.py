@@ -34,11 +34,10 @@ def make_schedule(valid: Array, size: int, tiers: tuple[int, ...]) -> Schedule:
         size: the steps of a chunk.
         tiers: the numbers of rows to choose from, ascending.
     """
-    live = _live_rows(valid, size)
     if len(tiers) == 1:
-        branch = any_along(live, range(1, live.ndim)).astype(jnp.int32)
+        branch = any_along(_chunks_of(valid, size), range(1, valid.ndim + 1)).astype(jnp.int32)
         return Schedule(most_of_all(most_of_devices(branch)))
-    live = any_along(live, range(2, live.ndim))
+    live = any_along(_chunks_of(valid, size), (1, *range(3, valid.ndim + 1)))
     number = jnp.sum(live, axis=1, dtype=jnp.int32)
     needed = jnp.sum(number[:, None] > jnp.array([[0, *tiers[:-1]]], jnp.int32), axis=1, dtype=jnp.int32)
     return Schedule(most_of_all(most_of_devices(needed)), _live_first(live))
@@ -50,13 +49,13 @@ def _live_first(live: Array) -> Array:
     return jnp.sort(jnp.where(live, rows, rows + rows.size), axis=1) % rows.size
 
 
-def _live_rows(valid: Array, size: int) -> Array:
-    """bool[N, *batch]: which rows have a valid step in each chunk."""
+def _chunks_of(valid: Array, size: int) -> Array:
+    """bool[N, size, *batch], the steps of each chunk; those after the last are not valid."""
     length = valid.shape[0]
     if size == length:  # a symbolic length too
-        return any_along(valid, (0,))[None]
+        return valid[None]
     count = -(-length // size)
     if count * size != length:
         none = jnp.zeros((), valid.dtype)
         valid = jax.lax.pad(valid, none, [(0, count * size - length, 0), *((0, 0, 0) for _ in valid.shape[1:])])
-    return any_along(valid.reshape(count, size, *valid.shape[1:]), (1,))
+    return valid.reshape(count, size, *valid.shape[1:])
