@@ -56,7 +56,7 @@ class Carried(NamedTuple):
 
     Attributes:
         state: the loop's.
-        outputs: for each leaf of y, `[T, ...]`.
+        outputs: for each leaf of y, `[T, ...]`, or `[chunks, steps, ...]` if the loop is folded.
     """
 
     state: PyTree
