@@ -446,6 +446,21 @@ def test_what_auto_chooses():
         assert plan(4096, 4, 8).remat is None
 
 
+def test_auto_has_chunks_of_about_a_sixteenth_or_32_steps_unless_larger_ones_save_less():
+    p, h = {"x4": array(4, 32), "h4": array(8, 32), "b": array(32)}, array(4096, 8)
+
+    def plan(steps):
+        xs = jax.ShapeDtypeStruct((steps, 4096, 4), jnp.float32)
+        return treescan.plan_remat(functools.partial(lstm, p), h, xs, remat="auto")
+
+    plans = {steps: plan(steps) for steps in (64, 256, 500, 512, 521, 1000, 100_000)}
+    assert {steps: plan.sizes[0] for steps, plan in plans.items() if steps < 100_000} == {
+        64: 4, 256: 16, 500: 50, 512: 32, 521: 32, 1000: 40,  # of 500 and of 1,000 these are divisors, 521 is prime
+    }  # fmt: skip
+    assert plans[100_000].sizes[0] > 32
+    assert all(plan.saved_bytes < steps * plan.step_bytes for steps, plan in plans.items())
+
+
 @parametrize(
     "function, shapes",
     {
