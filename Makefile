@@ -12,19 +12,18 @@ CASES ?= 200
 SEED ?=
 MUTANTS_ARGS ?=
 PYTEST = -m pytest --numprocesses $(WORKERS) $(PYTEST_ARGS)
+# Tests of one device, which are compiled as for users, then those of eight. pytest ends with 5 where it selected none.
+# tests PYTHON, MARKS, ARGUMENTS
+define tests
+failed=0; \
+$(1) $(PYTEST) $(3) -m "$(2) and not devices" || test $$? -eq 5 || failed=1; \
+JAX_NUM_CPU_DEVICES=8 $(1) $(PYTEST) $(3) -m "$(2) and devices" || test $$? -eq 5 || failed=1; \
+exit $$failed
+endef
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PIP_REQUIRE_VIRTUALENV := 1
 export NO_MKDOCS_2_WARNING := 1
-
-# Half of the time of a test is XLA's, for the code of tiny arrays: `make test QUICK=` has it optimize that as users do.
-QUICK ?= 1
-test test-slow test-exhaustive test-oldest test-newest: export TREESCAN_QUICK_COMPILES := $(QUICK)
-# Slow tests of one kind, those that need optimized code apart. pytest ends with 5 where none was selected.
-define slow
-.venv/bin/python $(PYTEST) -m "$(1) and not optimized" || test $$? -eq 5
-TREESCAN_QUICK_COMPILES= .venv/bin/python $(PYTEST) -m "$(1) and optimized" || test $$? -eq 5
-endef
 
 .PHONY: help demo test test-slow test-exhaustive test-site test-matrix test-oldest test-newest bench docs serve check format clean fuzz fuzz-ci mutants
 
@@ -35,38 +34,40 @@ demo: .venv/.runtime ## Trains a recurrent classifier on spoken vowels and print
 	.venv/bin/python examples/vowels.py
 
 test: .venv/.group-test ## The everyday tests.
-	.venv/bin/python $(PYTEST) -m "not slow"
+	$(call tests,.venv/bin/python,not slow)
 
 test-slow: .venv/.group-peers ## The tests that are too slow for every day.
-	$(call slow,slow and not exhaustive)
+	$(call tests,.venv/bin/python,slow and not exhaustive)
 
 test-exhaustive: .venv/.group-peers ## All tests that are slow, those that are too many for CI included.
-	$(call slow,slow)
+	$(call tests,.venv/bin/python,slow)
 
 test-site: docs .venv/.group-site ## Tries the built documentation in the Chromium of this machine, if there is one.
 	.venv/bin/python $(PYTEST) --confcutdir tests/site tests/site
 
 fuzz: .venv/.group-test ## Runs CASES fresh random programs of SEED against a plain loop; keeps those that fail.
 	PYTHONPATH=.:tests/lib .venv/bin/python -m generated --cases $(CASES) $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=.:tests/lib .venv/bin/python -m generated.decisions --cases $(CASES) $(if $(SEED),--seed $(SEED))
 
 # A merge is not held up by a program that nobody has seen before: the tests have those of known seeds.
 fuzz-ci: .venv/.group-test
-	PYTHONPATH=.:tests/lib .venv/bin/python -m generated --minutes 3 --report --no-shrink $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=.:tests/lib .venv/bin/python -m generated --minutes 2 --report --no-shrink $(if $(SEED),--seed $(SEED))
+	PYTHONPATH=.:tests/lib .venv/bin/python -m generated.decisions --minutes 1 --report $(if $(SEED),--seed $(SEED))
 
 # What holds the library to JAX under flags, to random programs and to tables runs on one release alone, for time's sake.
 ONE_RELEASE = $(foreach name,flags generated leaks primitives,--ignore tests/promises/test_$(name).py) \
 	--ignore tests/docs/test_what_works.py
 
-# Each test function runs on these releases, and a sixth of its cases: all cases run on the main one.
-test-oldest test-newest: export TREESCAN_RELEASE_SHARE := 6
+# Each test function runs on these releases, and a twelfth of its cases: all cases run on the main one.
+test-oldest test-newest: export TREESCAN_RELEASE_SHARE := 12
 
-test-matrix: test-oldest test-newest ## The everyday tests, a sixth of their cases, on the oldest and the newest Python and JAX.
+test-matrix: test-oldest test-newest ## The everyday tests, a twelfth of their cases, on the oldest and the newest Python and JAX.
 
 test-oldest: .venvs/oldest/.group-test
-	.venvs/oldest/bin/python $(PYTEST) $(ONE_RELEASE) -m "not slow"
+	$(call tests,.venvs/oldest/bin/python,not slow,$(ONE_RELEASE))
 
 test-newest: .venvs/newest/.group-test
-	.venvs/newest/bin/python $(PYTEST) $(ONE_RELEASE) -m "not slow"
+	$(call tests,.venvs/newest/bin/python,not slow,$(ONE_RELEASE))
 
 bench: .venv/.group-bench ## Runs the benchmarks and writes benchmarks/results/*.json.
 	.venv/bin/python -m benchmarks

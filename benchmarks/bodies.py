@@ -169,7 +169,9 @@ def smoke() -> Iterator[Comparison | Memory]:
     yield from _returns(128)
 
 
-def _loss(scan: Callable[..., Any]) -> Callable[..., Any]:
+def gradient_of(scan: Callable[..., Any]) -> Callable[..., Any]:
+    """The gradient of the sum of squares of all results, with respect to all arguments."""
+
     def loss(*args: Any) -> Array:
         leaves = jax.tree.leaves(scan(*args))
         return sum((jnp.sum(leaf.astype(jnp.float32) ** 2) for leaf in leaves), jnp.zeros(()))
@@ -181,7 +183,7 @@ def _control(body: Body) -> Iterator[Comparison]:
     def plain(params: Any, init: Any, xs: Any) -> Any:
         return jax.lax.scan(functools.partial(body.step, params), init, xs)
 
-    for kind, program in ((FORWARD, Program(plain)), (GRADIENT, Program(_loss(plain)))):
+    for kind, program in ((FORWARD, Program(plain)), (GRADIENT, Program(gradient_of(plain)))):
         run = functools.partial(program, body.params, body.init, body.xs)
         yield Comparison(f"control, {kind}", "itself", run, run)
 
@@ -198,7 +200,7 @@ def _masked(body: Body) -> Iterator[Comparison]:
     def by_hand(params: Any, init: Any, xs: Any, lengths: Array) -> Any:
         return where_scan(functools.partial(body.step, params), init, xs, lengths)
 
-    for kind, made in ((FORWARD, Program), (GRADIENT, lambda scan: Program(_loss(scan)))):
+    for kind, made in ((FORWARD, Program), (GRADIENT, lambda scan: Program(gradient_of(scan)))):
         candidate, peer = made(ours), made(by_hand)
         for name, each in lengths.items():
             args = body.params, body.init, body.xs, each
@@ -221,9 +223,9 @@ def _auto(body: Body) -> Iterator[Comparison | Memory]:
 
     whole = functools.partial(ours, remat=treescan.Remat("everything_saveable", levels=2, segment=32))
     args = body.params, body.init, body.xs
-    peer = Program(_loss(theirs))
+    peer = Program(gradient_of(theirs))
     for name, scan, target in (("auto", ours, AUTO_TARGETS.get(body.name, TARGET)), ("chunks of 32", whole, None)):
-        candidate = Program(_loss(scan))
+        candidate = Program(gradient_of(scan))
         run, other = functools.partial(candidate, *args), functools.partial(peer, *args)
         yield Comparison(f"{body.name}, remat {name}, {GRADIENT}", SCAN, run, other, target, tolerance=body.tolerance)
         yield Memory(
@@ -259,7 +261,7 @@ def _returns(steps: int) -> Iterator[Comparison]:
         return jax.lax.scan(body, init, ((rewards, values), ends), reverse=True)
 
     args = jnp.zeros(rows), rewards, values
-    for kind, made in ((FORWARD, Program), (GRADIENT, lambda scan: Program(_loss(scan)))):
+    for kind, made in ((FORWARD, Program), (GRADIENT, lambda scan: Program(gradient_of(scan)))):
         yield Comparison(
             f"returns in reverse, T={steps}, {kind}",
             WHERE,

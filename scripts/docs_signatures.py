@@ -13,8 +13,8 @@ import griffe
 # The verbs, by their modules, with what one overload does not say of `xs`.
 VERBS = {
     "scan.scan": "X | None",
-    "fold.fold": "X | None",
-    "fold.accumulate": "X | None",
+    "scan.fold": "X | None",
+    "scan.accumulate": "X | None",
     "fori.fori": None,
     "while_scan.while_scan": "X | None",
     "mask_scan.mask_scan": "X | Padded[X] | Packed[X] | None",
@@ -60,11 +60,11 @@ def source_of(overload: griffe.Function) -> str:
 
 
 def parameters_of(package: griffe.Module, function: griffe.Function, xs: str | None) -> griffe.Parameters:
-    """The parameters of a verb, less `**unknown`, and with the options in place of `**options`."""
+    """The parameters of a verb, less those that only catch mistakes, and with the options in place of `**options`."""
     typed = {parameter.name: parameter for parameter in function.overloads[0].parameters}
     shown = []
     for given in function.parameters:
-        if given.kind is griffe.ParameterKind.var_keyword:
+        if given.kind in (griffe.ParameterKind.var_positional, griffe.ParameterKind.var_keyword):
             continue
         annotation = typed[given.name].annotation if given.name in typed else given.annotation
         if given.name == "xs" and xs is not None:

@@ -13,6 +13,8 @@ import ast
 import functools
 import math
 import re
+import subprocess
+import sys
 from pathlib import Path
 from typing import Literal
 
@@ -36,8 +38,7 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
         "types and trees",
         (
             "_remat, _progress, _types, _avals, _tree,",
-            "_axes, _finite, _layout, _html, _reprs,",
-            "_manual, _errors, _flax",
+            "_axes, _finite, _text, _reprs, _errors, _flax",
         ),
     ),
     ("custom carries", ("carries/",)),
@@ -48,7 +49,7 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
     ("stacks, and batches of sequences", ("_data/",)),
     ("descriptions of calls", ("_describe/",)),
     ("verbs", ("_verbs/",)),
-    ("public names", ("__init__, __main__, testing, _doctor/",)),
+    ("public names", ("__init__, __main__, testing",)),
     ("other libraries", ("integrations/",)),
 )
 
@@ -253,8 +254,8 @@ def carry() -> Picture:
 
 
 PACKAGE = Path(treescan.__file__).parent
-WHERE = {"scan": "run", "fori": "fori", "while_scan": "while_scan", "mask_scan": "mask_scan"}
-"""Where each verb lists its transforms; `run` lists first those of `fold` and `accumulate` with `lengths`."""
+WHERE = {"scan": "prepare", "fori": "fori", "while_scan": "while_scan", "mask_scan": "prepare"}
+"""Where each verb lists its transforms; `prepare` lists those of a plain loop, and the longer list of one over rows."""
 INNERMOST, OUTERMOST = "call the body", "run"
 
 
@@ -267,7 +268,7 @@ def transforms_of(verb: str) -> list[str]:
     listed = [arguments for arguments in lists if arguments and all(map(_class_of, arguments))]
     if not listed:  # a program of its own, which is given its transforms among other things
         (listed,) = ([call.args] for call in calls if ast.unparse(call.func) == "Until")
-    return [name for name in map(_class_of, min(listed, key=len)) if name]
+    return [name for name in map(_class_of, (max if verb == "mask_scan" else min)(listed, key=len)) if name]
 
 
 def _class_of(argument: ast.expr) -> str:
@@ -343,6 +344,27 @@ QUESTIONS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
 )
 
 
+def files() -> str:
+    """Every file of the package with its thought: the first line of its docstring."""
+    lines = []
+    for file in sorted(PACKAGE.rglob("*.py"), key=_place_of):
+        sentence = (ast.get_docstring(ast.parse(file.read_text())) or "").split("\n\n")[0].replace("\n", " ")
+        lines.append(f"- `{file.relative_to(PACKAGE)}`: {sentence}")
+    return "\n".join(lines) + "\n"
+
+
+def _place_of(file: Path) -> tuple[int, str]:
+    """From the bottom of the house up; a folder's files together."""
+    parts = file.relative_to(PACKAGE).parts
+    return floor_of(parts[0].removesuffix(".py")), str(file)
+
+
+def walk() -> str:
+    """The files that calls of the verbs enter, from a process in which nothing was traced before."""
+    script = Path(__file__).with_name("walk.py")
+    return subprocess.run([sys.executable, script], check=True, capture_output=True, text=True).stdout
+
+
 def choosing() -> Picture:
     """Questions that lead to a verb: a yes goes to the right, a no goes down."""
     height, apart, wide, answer = 46, 66, 222, 262
@@ -383,6 +405,8 @@ def main() -> None:
         picture = draw()
         (DIRECTORY / f"{picture.name}.svg").write_text(str(picture))
     (DIRECTORY / "transforms.md").write_text(table())
+    (DIRECTORY / "files.md").write_text(files())
+    (DIRECTORY / "walk.md").write_text(walk())
 
 
 if __name__ == "__main__":

@@ -121,14 +121,20 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         Topic(
             "The condition of while_scan",
             "The condition receives the carry. It returns one bool, or one for each row.",
-            ("while_condition_of_nothing",),
+            ("while_condition_of_nothing", "while_condition_of_two"),
             ("while_condition_*",),
         ),
         Topic(
             "A body that `compact` cannot run",
             "The body must work for any number of rows.",
-            ("compact_body_counts_rows",),
+            ("compact_body_counts_rows", "while_compact_over_closed_over_rates"),
             ("*compact*",),
+        ),
+        Topic(
+            "A module of another library",
+            "A body must not change a module that was made outside of it. Use the loops of the integrations.",
+            ("dropout_closed_over", "linen_module_in_a_body"),
+            ("dropout_*", "linen_*", "model_*"),
         ),
         Topic(
             "The function of `lift`",
@@ -150,7 +156,7 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             "How many steps",
             "`length` or xs must determine the number of steps. If both are given, they must agree.",
             ("length_missing", "length_conflict", "xs_sizes_differ"),
-            ("length_[!m]*", "length_missing*", "xs_*", "fori_*", "unroll_*"),
+            ("length_[!m]*", "length_missing*", "xs_*", "fori_*", "unroll_*", "forgotten_*"),
         ),
         Topic(
             "Lengths, masks and rows",
@@ -183,8 +189,8 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         Topic(
             "Padding and packing",
             "`pad` and `pack` take a list of sequences. Each is a tree of arrays whose first axis is the steps.",
-            ("pad_types_differ", "pad_too_long", "packed_with_time_axis"),
-            ("pad_*", "pack_*", "packed_*", "padded_*", "unpad_*", "unpack_*", "repad_*", "last_*"),
+            ("pad_types_differ", "pad_too_long", "packed_with_time_axis", "padded_in_fold"),
+            ("pad_*", "pack_*", "packed_*", "padded_*", "unpad_*", "unpack_*", "repad_*", "last_*", "sequences_in_*"),
         ),
         Topic(
             "Axes",
@@ -241,8 +247,17 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         Topic(
             "An option that the verb does not have",
             "The message suggests the option with the most similar name.",
-            ("option_misspelt", "option_of_mask_scan"),
-            ("option_*", "*_unknown_option", "truncate_in_layers", "*_of_layers", "check_finite_*"),
+            ("option_misspelt", "option_of_mask_scan", "pad_fill", "lengths_by_position"),
+            (
+                "option_*",
+                "ema_option_*",
+                "stack_axis",
+                "*_by_position",
+                "*_unknown_option",
+                "truncate_in_layers",
+                "*_of_layers",
+                "check_finite_*",
+            ),
         ),
         Topic(
             "A key",
@@ -253,10 +268,11 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         Topic(
             "An argument has the wrong type",
             "The message says which types the option accepts.",
-            ("length_float", "mask_not_bool", "in_axes_float"),
+            ("length_float", "length_of_rows", "mask_not_bool", "in_axes_float"),
             (
                 *("length_*", "lengths_*", "mask_*", "resets_*", "in_axes_*", "out_axes_*", "batch_axes_*", "chunk_*"),
                 *("compact_*", "fill_*", "fori_*", "name_*", "reverse_*", "unroll_*", "remat_*", "layers_*"),
+                "max_length_*",
             ),
         ),
         Topic(
@@ -275,7 +291,7 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             "A custom carry",
             "Make a carry by calling its function, for example `ema(0.0, 0.9)`. It must keep its place in `init`.",
             ("carry_class_not_called", "carry_of_another_carry"),
-            ("carry_*", "cast_*", "register_*", "write_tree_*", "x_of_*"),
+            ("buffer_*", "carry_*", "cast_*", "register_*", "write_tree_*", "x_of_*"),
         ),
         Topic("Progress", "Pass True, a label, or a `treescan.Progress`.", ("progress_number",), ("progress_*",)),
         Topic("lift", "The message says what the argument must be.", ("lift_variables_not_a_dict",), ("lift_*",)),
@@ -298,9 +314,16 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
         Topic(
             "How many layers",
             "The first axis of every leaf of a stack must be the layers.",
-            ("layers_in_a_list", "layers_of_two_depths"),
+            ("forgotten_stack_in_fold_layers", "layers_in_a_list", "layers_of_two_depths"),
             (
-                *("layers_and_*", "layers_length_*", "layers_none*", "layers_with_scalar", "layers_without_*"),
+                *(
+                    "forgotten_*",
+                    "layers_and_*",
+                    "layers_length_*",
+                    "layers_none*",
+                    "layers_with_scalar",
+                    "layers_without_*",
+                ),
                 *("layer_at_*", "unstack_[!s]*", "unstack_static_*", "state_of_*"),
             ),
         ),

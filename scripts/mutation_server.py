@@ -65,7 +65,7 @@ def spread(items: list[Any], count: int) -> list[Any]:
     return [items[i * (len(items) - 1) // (count - 1)] for i in range(count)]
 
 
-def run(package: str, arguments: list[str], answer: str, log: str, cases: int | None) -> NoReturn:
+def run(package: str, arguments: list[str], answer: str, log: str, cases: int | None, devices: int) -> NoReturn:
     """Runs pytest, in a copy of this process."""
     os.setsid()
     output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
@@ -74,7 +74,11 @@ def run(package: str, arguments: list[str], answer: str, log: str, cases: int | 
     here = ("", os.getcwd(), os.path.dirname(__file__))
     sys.path[:] = [package, *(path for path in sys.path if path not in here)]
     os.environ["PYTHONPATH"] = package
+    os.environ["JAX_NUM_CPU_DEVICES"] = str(devices)
+    import jax
     import pytest
+
+    jax.config.update("jax_num_cpu_devices", devices)  # JAX read the environment when it was imported
 
     recorder, code = Recorder(cases), 3
     try:

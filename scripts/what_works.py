@@ -22,14 +22,13 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 sys.path[:0] = [str(ROOT / "tests" / "lib"), str(ROOT)]
-if "host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):  # as in the tests, before JAX starts
-    os.environ["XLA_FLAGS"] = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+if "jax" not in sys.modules:  # the tests choose for themselves
+    os.environ["JAX_NUM_CPU_DEVICES"] = "8"  # for the cells of `shard_map`
     os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax  # noqa: E402
 from works import table  # noqa: E402
-from works.table import EQUAL, NOTHING, Cell  # noqa: E402
-from works.transforms import TRANSFORMS  # noqa: E402
+from works.table import EQUAL, NOTHING, TRANSFORMS, Cell  # noqa: E402
 
 DATA = ROOT / "docs" / "what-works.json"
 PAGE = ROOT / "docs" / "what-works.md"

@@ -1,12 +1,13 @@
-"""Eight simulated devices for the tests that shard, and JAX's strictest promotion rules for all."""
+"""The program that users run: one device, and XLA as it comes, for each test whose marks do not ask for another.
+
+`devices` asks for eight devices, which are a process of their own: JAX_NUM_CPU_DEVICES=8. `quick` asks for a
+compilation without most of XLA's optimizations, in any process. JAX's promotion rules are the strictest for all tests.
+"""
 
 import os
 import pathlib
 import zlib
 
-import xla_flags
-
-os.environ["XLA_FLAGS"] = xla_flags.chosen()
 os.environ["JAX_PLATFORMS"] = "cpu"
 
 import jax
@@ -16,6 +17,10 @@ from hypothesis import HealthCheck, settings
 import treescan
 
 collect_ignore = ["site"]  # needs a browser: `make test-site` runs it, without this file
+
+DEVICES = 8
+MANY = os.environ.get("JAX_NUM_CPU_DEVICES") == str(DEVICES)
+QUICK = "jax_disable_most_optimizations"
 
 jax.config.update("jax_numpy_rank_promotion", "raise")
 jax.config.update("jax_numpy_dtype_promotion", "strict")
@@ -47,25 +52,43 @@ def _unbroken_messages(request):
     """
     with pytest.MonkeyPatch.context() as patch:
         if request.path.stem != "test_errors" and request.path.parent.name != "docs":
-            patch.setattr(treescan._layout, "WIDTH", 10_000)
+            patch.setattr(treescan._text, "WIDTH", 10_000)
         yield
 
 
 _SHARES = {  # of the slow tests of these modules one in so many runs in CI
+    "test_bodies": 4,
     "test_carries_masked": 3,
     "test_conformance": 10,
+    "test_decisions": 5,
     "test_errors": 4,
+    "test_finite": 4,
+    "test_finite_backward": 4,
+    "test_finite_backward_layers": 3,
+    "test_finite_backward_rows": 4,
+    "test_finite_backward_until": 4,
+    "test_finite_layers": 3,
+    "test_finite_lift": 4,
+    "test_finite_nested": 3,
+    "test_finite_rows": 4,
+    "test_finite_until": 4,
     "test_flags": 10,
     "test_flax_rnn": 3,
     "test_flax_scan": 4,
+    "test_handed_on": 6,
     "test_in_place": 3,
+    "test_key_reuse": 3,
     "test_layers": 3,
     "test_leaks": 10,
+    "test_meshes": 12,
     "test_nnx_scan": 4,
+    "test_plan_bytes": 3,
     "test_primitives": 10,
     "test_products": 5,
+    "test_remat_plans": 3,
     "test_save": 4,
     "test_torch": 3,
+    "test_truncate": 2,
     "test_variable_length": 3,
     "test_what_works": 20,
 }
@@ -76,6 +99,13 @@ _SHARE_OF_SLOW = 5  # one in so many of these runs in CI, of functions that run 
 _RELEASE_SHARE = int(os.environ.get("TREESCAN_RELEASE_SHARE", "1"))
 
 
+def pytest_ignore_collect(collection_path, config):
+    """Where there are many devices, only files with tests of them are imported, and those that are named."""
+    if MANY and collection_path.suffix == ".py" and not any(collection_path.name in each for each in config.args):
+        return "mark.devices" not in collection_path.read_text() or None
+    return None
+
+
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config, items):
     """Marks what was measured to be slow, and what CI leaves out, always the same; `make test-exhaustive` runs all.
@@ -83,6 +113,8 @@ def pytest_collection_modifyitems(config, items):
     On a release of JAX beside the main one (TREESCAN_RELEASE_SHARE=n) each test function runs, in its first case and
     one in n of the others: all cases run on the main release.
     """
+    if MANY:
+        _keep(config, items, [item for item in items if item.get_closest_marker("devices")])
     for item in items:
         if item.nodeid in _SLOW:
             item.add_marker("slow")
@@ -95,15 +127,24 @@ def pytest_collection_modifyitems(config, items):
             item.add_marker("exhaustive")
     if _RELEASE_SHARE > 1:
         firsts = {_function(item): item for item in reversed(items) if not _is_slow(item)}
-        left = [item for item in items if item is firsts.get(_function(item)) or _has_turn(item, _RELEASE_SHARE)]
-        config.hook.pytest_deselected(items=[item for item in items if item not in set(left)])
-        items[:] = left
+        _keep(config, items, [i for i in items if i is firsts.get(_function(i)) or _has_turn(i, _RELEASE_SHARE)])
 
 
-@pytest.fixture
-def one_device(monkeypatch):
-    """What the library does for a single device, which the tests have eight of."""
-    monkeypatch.setattr(jax, "device_count", lambda: 1)
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Runs before the fixtures, which compile too."""
+    devices = DEVICES if item.get_closest_marker("devices") else 1
+    if jax.device_count() != devices:
+        pytest.skip(f"runs with JAX_NUM_CPU_DEVICES={devices}; `make test` runs both")
+    quick = item.get_closest_marker("quick") is not None or os.environ.get(QUICK.upper()) == "1"
+    if quick != jax.config.values[QUICK]:
+        jax.config.update(QUICK, quick)
+        jax.clear_caches()  # which do not ask how their programs were compiled
+
+
+def _keep(config, items, kept):
+    config.hook.pytest_deselected(items=[item for item in items if item not in set(kept)])
+    items[:] = kept
 
 
 def _function(item):

@@ -1,10 +1,19 @@
 """Typed, checked scans for JAX. Everything lowers to `jax.lax.scan`."""
 
-from ._data.ends import first as first, last as last
+from ._data.batches import (
+    Packed as Packed,
+    PackIndex as PackIndex,
+    Padded as Padded,
+    first as first,
+    last as last,
+    length_mask as length_mask,
+    pack as pack,
+    pad as pad,
+    repad as repad,
+    unpack as unpack,
+    unpad as unpad,
+)
 from ._data.init_layers import init_layers as init_layers
-from ._data.pack import Packed as Packed, PackIndex as PackIndex, pack as pack, unpack as unpack
-from ._data.pad import Padded as Padded, length_mask as length_mask, pad as pad, unpad as unpad
-from ._data.repad import repad as repad
 from ._data.stack import layer_at as layer_at, set_layer as set_layer, stack as stack, unstack as unstack
 from ._data.state_dict import (
     layers_from_state_dict as layers_from_state_dict,
@@ -35,15 +44,13 @@ from ._progress import (
 )
 from ._remat import Remat as Remat
 from ._transforms.budget import RematPlan as RematPlan
-from ._verbs.describe import describe as describe
-from ._verbs.filters import DenyList as DenyList, In as In, Out as Out
-from ._verbs.fold import accumulate as accumulate, fold as fold
+from ._verbs.describe import describe as describe, plan_remat as plan_remat
 from ._verbs.fori import fori as fori
+from ._verbs.groups import DenyList as DenyList, In as In, Out as Out
 from ._verbs.layers import fold_layers as fold_layers, scan_layers as scan_layers
 from ._verbs.lift import lift as lift
 from ._verbs.mask_scan import mask_scan as mask_scan
-from ._verbs.plan_remat import plan_remat as plan_remat
-from ._verbs.scan import scan as scan
+from ._verbs.scan import accumulate as accumulate, fold as fold, scan as scan
 from ._verbs.while_scan import WhileResult as WhileResult, while_scan as while_scan
 
 __version__ = "0.1.0"

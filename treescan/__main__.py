@@ -1,8 +1,7 @@
 """Commands of an installed treescan.
 
 `python -m treescan explain CarryError` explains an error, and `explain TS001` a finding of `describe`.
-`python -m treescan plugins` lists the custom carries of installed distributions. `python -m treescan doctor` measures
-what loops cost on this machine.
+`python -m treescan plugins` lists the custom carries of installed distributions.
 """
 
 from __future__ import annotations
@@ -13,11 +12,9 @@ import sys
 import textwrap
 import warnings
 
-from ._describe.findings.table import FINDINGS
-from ._doctor.examine import examine
+from ._describe.findings import FINDINGS
 from ._errors import PUBLIC, TreescanError
-from ._layout import table
-from ._manual import section
+from ._text import section, table
 from .carries._registry import GROUP, Plugin, discovers, load, plugins
 
 
@@ -38,16 +35,7 @@ def main(arguments: list[str] | None = None) -> int:
     commands.add_parser(
         "plugins", help="lists the custom carries that installed distributions declare, and what failed to load and why"
     )
-    examining = commands.add_parser(
-        "doctor",
-        help="measures the cost of loops on this machine in under a minute, and looks for known faults of its XLA",
-    )
-    examining.add_argument("--json", action="store_true", help="prints the result as JSON")
     parsed = parser.parse_args(arguments)
-    if parsed.command == "doctor":
-        report = examine()
-        print(report.as_json() if parsed.json else report)  # noqa: T201, a program for a terminal
-        return 0
     if parsed.command == "explain":
         page = "findings.md" if parsed.name in FINDINGS else "errors.md"
         print(section(parsed.name, page))  # noqa: T201, a program for a terminal

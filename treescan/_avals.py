@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 import operator
+import re
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -14,8 +16,9 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 from jax.core import ShapedArray, Tracer
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ._types import Array
+from ._types import Array, PyTree
 
 
 def describe_leaf(leaf: Any) -> str:
@@ -37,6 +40,14 @@ def _describe_value(value: Any) -> str:
     if " at 0x" in text:
         return f"a {type(value).__qualname__}"
     return text if len(text) <= 40 else f"{text[:37]}..."
+
+
+def describe_static(value: Any) -> str:
+    """A value that is no array: a function by its name, anything else by its repr, without addresses."""
+    if callable(value) and isinstance(getattr(value, "__qualname__", None), str):
+        return _describe_value(value)
+    text = re.sub(r"(?: object)? at 0x[0-9a-f]+", "", repr(value))
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def describe_node(node: Any) -> str:
@@ -101,8 +112,7 @@ def same_sharding(a: Any, b: Any) -> bool:
     mesh_a, mesh_b = a.sharding.mesh, b.sharding.mesh
     if mesh_a.empty or mesh_b.empty:
         return True
-    explicit = jax.sharding.AxisType.Explicit
-    if explicit not in (*mesh_a.axis_types, *mesh_b.axis_types):
+    if AxisType.Explicit not in (*mesh_a.axis_types, *mesh_b.axis_types):
         return True
     return bool(a.sharding == b.sharding)
 
@@ -131,7 +141,12 @@ def vary_over(leaf: Array, axes: frozenset[str]) -> Array:
 
 def is_sharded(leaf: Any) -> bool:
     """Whether a value is sharded along any of its axes, where shardings are part of the type."""
-    return any(part is not None for part in spec_parts(jax.typeof(leaf).sharding.spec))
+    return any(part is not None for part in parts_of(leaf))
+
+
+def parts_of(leaf: Any) -> tuple[Any, ...]:
+    """How each axis of a value is sharded, where shardings are part of the type."""
+    return spec_parts(_sharding(leaf).spec)
 
 
 def spec_parts(spec: Any) -> tuple[Any, ...]:
@@ -140,11 +155,67 @@ def spec_parts(spec: Any) -> tuple[Any, ...]:
 
 
 def place_like(value: Array, struct: Any) -> Array:
-    """Gives a value the manual axes and the explicit sharding of a `jax.ShapeDtypeStruct`."""
+    """Gives a value the manual axes and the explicit sharding of a type, a `jax.ShapeDtypeStruct` for example."""
     sharding = getattr(struct, "sharding", None)
-    if sharding is not None and any(part is not None for part in spec_parts(sharding.spec)):
-        value = jax.sharding.reshard(value, sharding)
+    if sharding is not None and is_explicit(sharding):
+        value = shard(value, sharding)
     return vary_over(value, varying_axes(struct))
+
+
+def stacked_type(aval: Any, length: Any) -> jax.ShapeDtypeStruct:
+    """The type of a stack of so many arrays, which is not sharded along its new axis."""
+    own = getattr(aval, "sharding", None)
+    if own is None or not is_explicit(own):
+        return jax.ShapeDtypeStruct((length, *aval.shape), aval.dtype)
+    stacked = NamedSharding(own.mesh, PartitionSpec(None, *spec_parts(own.spec)))
+    return jax.ShapeDtypeStruct((length, *aval.shape), aval.dtype, sharding=stacked)
+
+
+def is_explicit(sharding: Any) -> bool:
+    """Whether a sharding is part of the type of an array, as it is over the explicit axes of a mesh."""
+    return AxisType.Explicit in sharding.mesh.axis_types
+
+
+def on_automatic_axes(function: Callable[..., Array], parts: Sequence[Any], *given: Array) -> Array:
+    """Calls a function of arrays that JAX cannot give a type where axes of the mesh are explicit, a gather for example.
+
+    Args:
+        function: JAX spreads it over the devices by itself.
+        parts: how the axes of its result are sharded.
+        given: its arguments.
+    """
+    mesh = next((sharding.mesh for sharding in map(_sharding, given) if is_explicit(sharding)), None)
+    if mesh is None:
+        return function(*given)
+    axes = tuple(name for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True) if kind == AxisType.Explicit)
+    sharding = NamedSharding(mesh, PartitionSpec(*parts))
+    spread: Any = jax.sharding.auto_axes(function, axes=axes, out_sharding=sharding)
+    return spread(*given)
+
+
+def _sharding(leaf: Any) -> Any:
+    return jax.typeof(leaf).sharding
+
+
+def sets_explicit_mesh() -> bool:
+    """Whether a mesh is set of which an axis is explicit."""
+    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+
+
+def in_mesh(tree: PyTree) -> PyTree:
+    """Arrays, of which those that name no mesh are whole on all devices of the one that is set."""
+    whole = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
+
+    def named(leaf: Any) -> Any:
+        is_array = isinstance(jax.typeof(leaf), ShapedArray)
+        return jax.sharding.reshard(leaf, whole) if is_array and _sharding(leaf).mesh.empty else leaf
+
+    return jax.tree.map(named, tree)
+
+
+def shard(value: Array, sharding: Any) -> Array:
+    """A value with another sharding, where shardings are part of the type. It names its mesh, so none has to be set."""
+    return value if jax.typeof(value).sharding == sharding else jax.sharding.reshard(value, sharding)
 
 
 def is_key(leaf: Any) -> bool:

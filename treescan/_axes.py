@@ -8,8 +8,8 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from ._avals import describe_argument, describe_leaf, shape_of
-from ._errors import ArgumentError, ArgumentTypeError, Fault, Row
+from ._avals import describe_leaf, shape_of
+from ._errors import ArgumentError, Fault, Row, TreescanError, expect
 from ._tree import Prefix, PrefixMismatch, Root, broadcast_prefix, path_str
 from ._types import Axes, PyTree
 
@@ -22,20 +22,37 @@ def spread_axes(option: str, axes: Axes, tree: PyTree, root: str, *, none: bool 
     Raises:
         Fault: for an `ArgumentError` if the prefix does not fit or holds anything else.
     """
-    try:
-        spread = broadcast_prefix(axes, tree, root)
-    except PrefixMismatch as error:
-        raise Fault(
-            ArgumentError,
-            f"{{verb}} over {{body}}: `{option}` is not a prefix of {root}: {error}.",
-            f"Give one int for all leaves, or a prefix tree of {root}, in which one int may cover a whole subtree.",
-        ) from None
+    cure = f"Give one int for all leaves, or a prefix tree of {root}, in which one int may cover a whole subtree."
+    spread = spread_prefix(f"`{option}`", axes, tree, root, cure)
     _check_ints(option, spread, none=none)
     return tuple(None if axis is None else int(axis) for axis in spread)
 
 
-def _is_int(axis: Any) -> bool:
-    return hasattr(axis, "__index__") and not isinstance(axis, bool | jax.Array)
+def spread_prefix(
+    option: str,
+    prefix: PyTree,
+    tree: PyTree,
+    root: str,
+    cure: str,
+    *,
+    whole: str | None = None,
+    error: type[TreescanError] = ArgumentError,
+) -> list[Any]:
+    """One value of a prefix tree for each leaf of a tree.
+
+    Args:
+        option: what messages call the prefix.
+        prefix: the prefix tree.
+        tree: the tree.
+        root: what the user calls the tree where a path in it begins.
+        cure: what the user may do about a prefix that does not fit.
+        whole: what messages call the tree, if not as its root.
+        error: the public exception.
+    """
+    try:
+        return broadcast_prefix(prefix, tree, root)
+    except PrefixMismatch as off:
+        raise Fault(error, f"{{call}}: {option} is not a prefix of {whole or root}: {off}.", cure) from None
 
 
 def static_axes(option: str, axes: Axes, *, none: bool = False) -> Prefix:
@@ -46,14 +63,11 @@ def static_axes(option: str, axes: Axes, *, none: bool = False) -> Prefix:
 
 
 def _check_ints(option: str, axes: Sequence[Any], *, none: bool) -> None:
-    wrong = [axis for axis in axes if not (_is_int(axis) or (none and axis is None))]
-    if wrong:
+    for axis in axes:
+        is_int = hasattr(axis, "__index__") and not isinstance(axis, bool | jax.Array)
         allowed = "ints or None" if none else "ints"
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}} over {{body}}: `{option}` must be {allowed}, got {describe_argument(wrong[0])}.",
-            "Give one for all leaves, or a prefix tree of them.",
-        )
+        cure = "Give one for all leaves, or a prefix tree of them."
+        expect(is_int or (none and axis is None), option, allowed, axis, cure)
 
 
 def check_axes(option: str, axes: LeafAxes, tree: PyTree, root: str) -> None:
@@ -69,7 +83,7 @@ def check_axes(option: str, axes: LeafAxes, tree: PyTree, root: str) -> None:
         names = " and ".join(f"`{name}`" for name in sorted(options))
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: {names} {'name' if len(options) > 1 else 'names'} an axis that is not there.",
+            f"{{call}}: {names} {'name' if len(options) > 1 else 'names'} an axis that is not there.",
             "Axes count from 0, and negative axes count from the end"
             + (". {axis_none}." if "in_axes" in options else "."),
             header=("leaf", "axis", "is"),

@@ -13,13 +13,13 @@ import os
 import types
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar, cast
 
 import jax
 import jax.errors
 
-from ._avals import describe_leaf, is_weak
-from ._layout import indented, table, wrap
+from ._avals import describe_leaf, describe_traced, exact_int, is_weak
+from ._text import advice, indented, table, wrap
 from ._tree import leaves_with_path
 
 _JAX = os.path.dirname(os.path.abspath(jax.__file__)) + os.sep
@@ -115,19 +115,10 @@ class RetraceWarning(UserWarning):
     """
 
 
-PUBLIC = (
-    TreescanError,
-    ArgumentError,
-    ArgumentTypeError,
-    TracedArgumentError,
-    BodyError,
-    CarryError,
-    LayerError,
-    SignatureError,
-    NonFiniteError,
-    PluginError,
-    PluginWarning,
-    RetraceWarning,
+PUBLIC = tuple(
+    kind
+    for kind in list(globals().values())
+    if isinstance(kind, type) and issubclass(kind, TreescanError | UserWarning) and kind.__module__ == __name__
 )
 for _cls in PUBLIC:  # a traceback then reads `treescan.CarryError`, the name under which users import it
     _cls.__module__ = "treescan"
@@ -139,7 +130,7 @@ class Row(NamedTuple):
     leaf: str
     expected: str
     came: str
-    note: str
+    note: str = ""
 
 
 class Cure(NamedTuple):
@@ -172,7 +163,7 @@ class Fault(Exception):
         error: type[TreescanError],
         says: str,
         *cures: str | Cure,
-        header: Sequence[str] = (),
+        header: Sequence[str] = ("leaf", "expected", "is"),
         rows: Sequence[Row] = (),
         carry_root: str | None = None,
         cause: Exception | None = None,
@@ -211,6 +202,52 @@ class Fault(Exception):
                     f"{bad[path].expected}, it returns {bad[path].came}. "
                     f"Start from an array, `jnp.asarray({leaf}, jnp.{dtype})`, and keep its dtype.",
                 )
+
+
+def expect(
+    holds: object, name: str, kind: str, given: Any, *cures: str, error: type[TreescanError] = ArgumentTypeError
+) -> None:
+    """Refuses an argument that is not of its kind, an `ArgumentTypeError` if nothing else is said.
+
+    Args:
+        holds: whether it is.
+        name: the argument's.
+        kind: what it must be, as in "a string or None".
+        given: what it is.
+        cures: what the user may do about it.
+        error: the public exception.
+    """
+    if not holds:
+        raise Fault(error, f"{{call}}: `{name}` must be {kind}, got {describe_traced(given)}.", *cures)
+
+
+def expect_int(
+    given: Any,
+    name: str,
+    cure: str,
+    *,
+    kind: str = "an int",
+    least: int | None = None,
+    small: str = "",
+    error: type[TreescanError] = ArgumentTypeError,
+) -> int:
+    """An argument that must be an exact int.
+
+    Args:
+        given: the argument.
+        name: its name.
+        cure: what the user may do about another type.
+        kind: what it must be, in words.
+        least: the smallest that is allowed, if there is one.
+        small: what the user may do about a smaller one.
+        error: the public exception for another type.
+    """
+    number = exact_int(given)
+    expect(number is not None, name, kind, given, cure, error=error)
+    assert number is not None
+    if least is not None:
+        expect(number >= least, name, f"at least {least}", number, small, error=ArgumentError)
+    return number
 
 
 def _fill_in(text: str, words: Mapping[str, str]) -> str:
@@ -261,11 +298,36 @@ _VERBS: set[types.CodeType] = set()
 
 
 def verb(function: _F) -> _F:
-    """Marks a public function whose frame stays in tracebacks: the one frame that a user sees of this package."""
-    code = getattr(function, "__code__", None)
+    """Marks a public function whose frame stays in tracebacks: the one frame that a user sees of this package.
+
+    One that takes no `**options`, which it would check itself, is wrapped: see `named_options`.
+    """
+    kinds = {parameter.kind for parameter in inspect.signature(function).parameters.values()}
+    shown = function if inspect.Parameter.VAR_KEYWORD in kinds else named_options(function)
+    code = getattr(shown, "__code__", None)
     assert isinstance(code, types.CodeType)
     _VERBS.add(code)
-    return function
+    return shown
+
+
+def named_options(function: _F) -> _F:
+    """Explains what a public function raises. A keyword that it does not have is refused, with the one that is meant.
+
+    The frame of the function itself is taken out of tracebacks, as the wrapper has one too.
+    """
+    options = inspect.signature(function).parameters.keys() - {"self"}
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            for name in kwargs.keys() - options:
+                raise Fault(ArgumentTypeError, f"{{verb}} has no option `{name}`.", advice(name, options))
+            return function(*args, **kwargs)
+        except Exception as error:
+            explained = explain(error, function.__qualname__.removesuffix(".__init__"))
+        raise explained
+
+    return cast("_F", call)
 
 
 def _without_inner_frames(traceback: types.TracebackType | None) -> types.TracebackType | None:

@@ -48,6 +48,8 @@ class NonFinite:
         operation: the first operation with such a result, as JAX names it; None: the value was there before the step.
         place: the line of that operation, for example `model.py:31`; None if it is not known.
         source: the leaf of the carry or of x that the value came from, if no operation of this step made it.
+        one_of: operations and leaves of which one made the value, if it cannot be decided which. Then `operation`,
+            `place` and `source` are None.
         was_finite: whether all of the carry before the step was finite.
         carry: the carry before the step, as the body sees it.
         x: the x of the step.
@@ -75,6 +77,7 @@ class NonFinite:
     place_in_stack: tuple[int, int] | None = None
     backward: bool = False
     within: tuple[Within, ...] = ()
+    one_of: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         stack = ["layer {1} of `layers[{0}]`".format(*self.place_in_stack)] if self.place_in_stack else []
@@ -91,6 +94,8 @@ class NonFinite:
             return f"; it was so before that {self.unit}, from {OF_RESULT}"
         if self.kind is None:
             return ". Run once more, the steps came out otherwise: rounding may decide, or a callback"
+        if self.one_of:
+            return f", which comes from one of {_listed(self.one_of)}"
         if self.source is not None:
             return f", which got it from `{self.source}`"
         place = "" if self.place is None else f" at {self.place}"
@@ -101,11 +106,13 @@ class NonFinite:
 
 def _counted(rows: Sequence[Any]) -> str:
     """Some rows by number: `rows 3 and 9`."""
-    if len(rows) == 1:
-        return f"row {rows[0]}"
-    if len(rows) > 5:
-        return f"rows {', '.join(map(str, rows[:4]))} and {len(rows) - 4} others"
-    return f"rows {', '.join(map(str, rows[:-1]))} and {rows[-1]}"
+    return f"row{'s' * (len(rows) > 1)} {_listed(list(map(str, rows)))}"
+
+
+def _listed(names: Sequence[str]) -> str:
+    """Some names: `3, 4 and 9`."""
+    first, last = (names[:4], f"{len(names) - 4} others") if len(names) > 5 else (names[:-1], names[-1])
+    return f"{', '.join(first)} and {last}" if first else last
 
 
 class _Last:

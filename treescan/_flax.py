@@ -1,4 +1,4 @@
-"""Finds the classes of flax whose values trees may hold. It imports nothing: without flax there are no such values."""
+"""Finds classes of flax and equinox. It imports nothing: without these libraries there are no such values."""
 
 from __future__ import annotations
 
@@ -17,6 +17,16 @@ def variable_classes() -> tuple[type, ...]:
 def box_classes() -> tuple[type, ...]:
     """The classes that hold an array and its metadata: the variables of nnx, and the boxes of linen."""
     return (*variable_classes(), *_class("flax.core.meta", "AxisMetadata"))
+
+
+def module_classes() -> tuple[type, ...]:
+    """The class of the modules of equinox."""
+    return _class("equinox", "Module")
+
+
+def refusals_of_changes() -> tuple[type[Exception], ...]:
+    """The classes of errors that flax raises if a module is changed in another trace than the one that made it."""
+    return (*_class("flax.errors", "TraceContextError"), *_class("flax.errors", "JaxTransformError"))
 
 
 def holds(tree: PyTree, kinds: tuple[type, ...]) -> bool:

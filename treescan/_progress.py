@@ -13,13 +13,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, TextIO
 
+from ._text import named_fields
+
 
 class AbstractProgressMeter(abc.ABC):
     """Shows the progress of a loop: a bar, lines of text, entries of a log.
 
     A meter must be hashable, as frozen dataclasses are, because it is part of the program. It holds no state of a run:
     `step` and `close` receive what `init` returned. They are called from the threads of JAX, one at a time, with Python
-    numbers. If they raise an exception, you get a warning, and the run is no longer shown.
+    numbers. If one of them raises an exception, you get a warning, and the run is no longer shown. If `step` raises,
+    `close` is called.
 
     Examples:
         >>> import dataclasses
@@ -57,6 +60,7 @@ class AbstractProgressMeter(abc.ABC):
         """The run has ended, or was abandoned."""
 
 
+@named_fields
 @dataclass(frozen=True)
 class Progress:
     """Settings of the progress bar, for the option `progress` of the verbs.

@@ -8,7 +8,10 @@ from typing import Any
 
 import jax
 
+from ._text import named_fields
 
+
+@named_fields
 @dataclass(frozen=True, repr=False)
 class Remat:
     """A plan of what the gradient of a loop saves and recomputes, for the option `remat` of the verbs.

@@ -9,7 +9,7 @@ import numpy as np
 from jax.core import Tracer
 
 from ._avals import describe_leaf, describe_node
-from ._html import escaped, table_of
+from ._text import escaped, table_of
 from ._tree import leaves_with_path
 
 
@@ -49,7 +49,7 @@ def _number(leaf: Any) -> str | None:
 
 
 def short_html(name: str, **fields: Any) -> str:
-    """The same for notebooks: a row for each leaf."""
+    """A short repr for notebooks: a table with a row for each leaf."""
     rows = [
         (path, _number(leaf) or describe_leaf(leaf))
         for field, value in fields.items()

@@ -45,6 +45,10 @@ Y = TypeVar("Y")
 Y_co = TypeVar("Y_co", covariant=True)
 
 
+FoldBody: TypeAlias = Callable[[Carry, X], Carry]
+"""A body of `fold` or `accumulate`."""
+
+
 class KeyedBody(Protocol[Carry, X_contra, Y_co]):
     """A body of `scan` that takes a fresh key each step."""
 
@@ -73,6 +77,19 @@ class KeyedValidBody(Protocol[Carry, X_contra, Y_co]):
     """A body of `mask_scan` or `while_scan` that takes a key and the step's mask."""
 
     def __call__(self, carry: Carry, x: X_contra, /, *, key: Array, valid: Array) -> tuple[Carry, Y_co]: ...
+
+
+class ScanOptions(TypedDict, total=False):
+    """The options of `scan` that are given by name, less `key`; what each means is in its documentation."""
+
+    in_axes: Axes
+    out_axes: Axes
+    remat: RematLike | None
+    save: Save
+    truncate: int | None
+    name: str | None
+    progress: ProgressLike
+    check_finite: FiniteCheck
 
 
 class IndexOptions(TypedDict, total=False):
@@ -105,7 +122,7 @@ class UnkeyedOptions(FoldOptions, total=False):
     save: Save
 
 
-class RaggedFoldOptions(FoldOptions, total=False):
+class RaggedFold(FoldOptions, total=False):
     """The options of `fold`, less `key`, with the lengths of its rows."""
 
     lengths: ArrayLike | None
@@ -133,6 +150,7 @@ class WhileOptions(ForiOptions, total=False):
 class MaskOptions(UnkeyedOptions, total=False):
     """The options of `mask_scan`, less `key`."""
 
+    length: int | None
     lengths: ArrayLike | None
     mask: ArrayLike | None
     resets: ArrayLike | None

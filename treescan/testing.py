@@ -11,17 +11,17 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._avals import is_key
-from ._body.differences import agree, find_differences
-from ._checks.compare import differ, finite, values_of
+from ._body.carry import agree, find_differences
+from ._checks.arguments import differ, finite, values_of
 from ._errors import ArgumentError, Row
-from ._layout import table, wrap
-from ._transforms.rows.carry_axes import row_axes
+from ._text import table, wrap
+from ._transforms.rows.axes import row_axes
 from ._tree import leaves_with_path
 from ._types import Array, PyTree
 from ._verbs.mask_scan import mask_scan
 from ._verbs.scan import scan
 from .carries._base import AbstractCarry, describe_error
-from .carries._failures import failed_hook, root_of
+from .carries._registry import failed_hook, root_of
 
 
 class _Trial(NamedTuple):

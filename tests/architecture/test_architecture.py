@@ -4,6 +4,7 @@ import ast
 import graphlib
 import inspect
 import re
+import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -17,7 +18,7 @@ import treescan
 
 TESTS = Path(__file__).parents[1]
 
-LONGEST_FILE, LONGEST_FUNCTION = 400, 45
+LONGEST_FILE, LONGEST_FUNCTION = 700, 60
 PUBLIC = {
     name: value for name, value in vars(treescan).items() if not name.startswith("_") and not inspect.ismodule(value)
 }
@@ -99,6 +100,16 @@ def test_only_declared_dependencies_are_imported() -> None:
         assert roots <= declared | sys.stdlib_module_names | optional, module
 
 
+def test_the_import_loads_only_what_every_call_needs() -> None:
+    code = "import sys, jax; there = set(sys.modules); import treescan; print(*sorted(set(sys.modules) - there))"
+    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
+    assert "treescan" in found
+    foreign = {name.split(".")[0] for name in found} & {"beartype", "chex", "equinox", "flax", "jaxtyping", "tqdm"}
+    assert not foreign
+    late = ("treescan._describe.gather", "treescan._transforms.until", "treescan.integrations", "treescan.testing")
+    assert not [name for name in found if name.startswith(late)]
+
+
 def test_files_are_short() -> None:
     lines = {file: len(file.read_text().splitlines()) for file in PACKAGE.rglob("*.py")}
     assert not {file.name: count for file, count in lines.items() if count >= LONGEST_FILE}
@@ -115,6 +126,13 @@ def test_functions_are_short() -> None:
     nodes = [(module, node) for module, tree in MODULES.items() for node in ast.walk(tree)]
     functions = [(m, node) for m, node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)]
     assert not {(m, f.name): length_of(f) for m, f in functions if length_of(f) > LONGEST_FUNCTION}
+
+
+def test_docstrings_can_be_read_alone() -> None:
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    nodes = [(module, node) for module, tree in MODULES.items() for node in ast.walk(tree) if isinstance(node, kinds)]
+    texts = [(module, ast.get_docstring(node) or "") for module, node in nodes]
+    assert not [(module, text) for module, text in texts if re.match(r"(The same\b|As `|Likewise|See )", text)]
 
 
 def test_init_holds_exports_and_nothing_else() -> None:
@@ -179,5 +197,5 @@ def test_the_reader_of_imports_sees_what_it_should() -> None:
     assert sorted(imports(tree)) == [(0, "a.b", []), (0, "jax.lax", ["scan"]), (2, "c", ["d"])]
     assert {"jax.lax.scan", "jax.lax.map", "a.b"} <= set(references(tree))
     program = set(own_imports("_transforms.program"))
-    assert {"_loop.loop", "_loop.retrace", "_body.call", "_transforms.nest"} <= program
+    assert {"_loop.loop", "_loop.body", "_body.call", "_transforms.nest"} <= program
     assert "_transforms.program" in set(own_imports("_verbs.prepare"))

@@ -123,3 +123,48 @@ def test_the_best_and_its_score_are_copies_where_they_have_buffers() -> None:
     kept = jnp.ones(3)
     for make in (lambda x: best(x).value, lambda x: best(kept).value, lambda x: cast(kept).tree):
         assert not jax.make_jaxpr(make)(kept).eqns
+
+
+NUMBERS = {
+    "ema": (lambda **o: ema(0.0, 0.5, **o), lambda c: c.value, [0.5, 5.0, 50.0]),
+    "sum": (sum_, lambda c: c.total, [1.0, 10.0, 100.0]),
+    "moments": (moments, lambda c: c.mean, [1.0, 10.0, 100.0]),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_carry_of_a_number_combines_the_entries_of_a_vector_only_if_told_to(name: str) -> None:
+    make, value, of_each = NUMBERS[name]
+    xs = jnp.array([[1.0, 10.0, 100.0]])
+
+    def run(init: Any) -> Any:
+        return value(fold(lambda _, x: x, init, xs))
+
+    with pytest.raises(treescan.PluginError, match=r"make it of shape \(3,\).*shared=True"):
+        run(make())
+    combined = jnp.sum if name == "sum" else jnp.mean
+    np.testing.assert_allclose(run(make(shared=True)), combined(jnp.array(of_each)), rtol=1e-6)
+    np.testing.assert_allclose(jax.vmap(lambda x: value(fold(lambda _, x: x, make(), x[None])))(xs[0]), of_each)
+    rows = treescan.mask_scan(lambda _, x: (x, None), make(), xs, lengths=jnp.array([1, 1, 0]))[0]
+    np.testing.assert_allclose(value(rows), combined(jnp.array(of_each[:2])), rtol=1e-6)
+    rows = treescan.mask_scan(lambda _, x: (x, None), make(), xs, resets=jnp.zeros((1, 3), bool))[0]
+    np.testing.assert_allclose(value(rows), combined(jnp.array(of_each)), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ema", "unbiased", "clip_gradient"])
+def test_stretches_of_one_length_are_one_program(name: str) -> None:
+    """Also where a hyperparameter was given as a Python number."""
+    makes = {
+        "ema": lambda: ema(0.0, 0.9),
+        "unbiased": lambda: ema(0, 0.9, debias=True),
+        "clip_gradient": lambda: clip_gradient(jnp.zeros(()), 2.0),
+    }
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def stretch(carry: Any, xs: Any) -> Any:
+        return fold(lambda _, x: x, carry, xs)
+
+    carry = makes[name]()
+    for _ in range(3):
+        carry = stretch(carry, jnp.ones(4))
+    assert stretch._cache_size() == 1

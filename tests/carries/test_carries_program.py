@@ -16,6 +16,8 @@ from traces import Counted
 import treescan
 from treescan.carries import ema, keys, sum_, window
 
+pytestmark = pytest.mark.quick
+
 T, B, LENGTHS = 5, 2, np.array([4, 2])
 START, KEYS, XS = array(B, seed=1), jax.random.split(jax.random.key(0), B), array(T, B, seed=2)
 OPTIONS = {"scan": {}, "mask_scan": {"lengths": LENGTHS, "chunk": 2}}

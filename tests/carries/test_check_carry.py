@@ -26,6 +26,8 @@ from treescan.carries import (
 )
 from treescan.testing import check_carry
 
+pytestmark = pytest.mark.quick
+
 ROWS = (3,)
 STEPS = 5
 
@@ -47,11 +49,11 @@ BUILT_IN: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
     "window": (window(array(2, 3)), entries(3), ROWS),
     "ema": (ema(array(3), jnp.array(0.9)), entries(3), ROWS),
     "ema, shared": (ema({"a": array(2), "b": array()}, 0.9, shared=True), {"a": entries(3, 2), "b": entries(3)}, ROWS),
-    "ema, unbiased": (ema(0.0, 0.9, debias=True), entries(3), ROWS),
+    "ema, unbiased": (ema(0.0, 0.9, debias=True, shared=True), entries(3), ROWS),
     "moments": (moments((3,)), entries(3), ROWS),
     "moments, shared": (moments((2,), shared=True), entries(3, 2), ROWS),
     "sum": (sum_(jnp.zeros(3)), entries(3), ROWS),
-    "sum, shared": (sum_(), entries(3), ROWS),
+    "sum, shared": (sum_(shared=True), entries(3), ROWS),
     "best": (best(jnp.zeros((3, 2)), jnp.full(3, -jnp.inf)), (entries(3), entries(3, 2)), ROWS),
     "best, shared": (best(jnp.zeros(2), mode="min"), (entries(3), entries(3, 2)), ROWS),
     "clip_gradient": (clip_gradient(array(3, 2), max_norm=0.5), entries(3, 2), ROWS),

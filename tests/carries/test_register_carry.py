@@ -17,6 +17,8 @@ import treescan
 from treescan import ArgumentTypeError, PluginError
 from treescan.carries import AbstractCarry, _registry, carry_of, cast, register_carry
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(autouse=True)
 def nothing_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -248,6 +248,7 @@ def test_another_dtype_is_said_once():
         treescan.layers_from_state_dict({"layers.0.a": np.ones(2)}, {"a": np.ones(2)})
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("axis_type", [AxisType.Auto, AxisType.Explicit])
 def test_each_leaf_is_put_where_shardings_say(axis_type):
     mesh = jax.make_mesh((2,), ("data",), axis_types=(axis_type,))
@@ -268,6 +269,7 @@ def test_each_leaf_is_put_where_shardings_say(axis_type):
     assert found["w"].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(None, None, "data")), 3)
 
 
+@pytest.mark.devices
 def test_orbax_keeps_a_pattern_with_its_shardings(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))

@@ -163,16 +163,6 @@ def test_long_sequences_are_not_tried_step_by_step(longest):
     assert time.perf_counter() - started < 20
 
 
-@pytest.mark.parametrize("options", [{}, {"rows": 32}, {"length": 700}])
-def test_thousands_of_sequences(options):
-    lengths = np.random.default_rng(0).integers(0, 500, 5_000)
-    started = time.perf_counter()
-    packed = pack(of_lengths(lengths), **options)
-    assert time.perf_counter() - started < 10
-    assert packed.efficiency > 0.99
-    check(packed, of_lengths(lengths))
-
-
 def test_nothing_but_empty_sequences():
     for options, shape in (
         ({}, (0, 1)),
@@ -254,63 +244,6 @@ def test_last_of_several_batch_axes_and_clamped_lengths():
     single = treescan.Padded(data[:, 0, 0], jnp.array(2))
     npt.assert_array_equal(last(single, data[:, 0, 0], reverse=False), 6)
     npt.assert_array_equal(last(single, data[:, 0, 0], reverse=True), 0)
-
-
-def leaky(h, x):
-    h = 0.5 * h + x
-    return h, h
-
-
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-def test_last_is_what_the_scan_ended_with(reverse):
-    """Of padded rows the final carry and `save="last"`; of packed ones what each sequence gives alone."""
-    sequences = [sequence.astype(np.float32) for sequence in of_lengths([3, 0, 5, 1, 2])]
-    padded, packed = pad(sequences), pack(sequences, rows=2)
-    weights = array(5)
-    ends = functools.partial(last, reverse=reverse)
-    run = functools.partial(treescan.mask_scan, leaky, reverse=reverse)
-
-    def of_padded(data):
-        return ends(padded, run(jnp.zeros(5), padded._replace(data=data))[1])
-
-    def saved(data):
-        return run(jnp.zeros(5), padded._replace(data=data), save="last")[1]
-
-    def of_packed(data):
-        return ends(packed, run(jnp.zeros(2), packed._replace(data=data))[1])
-
-    def both(f):
-        return jax.jit(lambda data: (f(data), jax.grad(lambda d: jnp.vdot(f(d), weights))(data)))
-
-    values, grads = both(of_padded)(padded.data)
-    carry = run(jnp.zeros(5), padded)[0]
-    npt.assert_array_equal(values, carry)
-    npt.assert_array_equal(of_padded(padded.data), carry)
-    chex.assert_trees_all_close((values, grads), both(saved)(padded.data), rtol=1e-6)
-    alone = [treescan.fold(lambda h, x: leaky(h, x)[0], 0.0, s, reverse=reverse) for s in sequences]
-    in_rows, grads_in_rows = both(of_packed)(packed.data)
-    npt.assert_allclose(values, np.asarray(alone), rtol=1e-6)
-    npt.assert_allclose(in_rows, np.asarray(alone), rtol=1e-6)
-    for i, (row, start, length) in enumerate(zip(*map(np.asarray, packed.index), strict=True)):
-        npt.assert_allclose(grads_in_rows[start : start + length, row], grads[:length, i], rtol=1e-6)
-    two = jnp.stack([padded.data, -padded.data])
-    npt.assert_allclose(jax.vmap(of_padded)(two), jnp.stack([values, -values]), rtol=1e-6)
-
-
-def test_last_of_both_directions():
-    """The numbers of the issue: rows [1, 2, 3] and [10, 20], added up in both directions."""
-    sequences = [jnp.array([1.0, 2.0, 3.0]), jnp.array([10.0, 20.0])]
-
-    def add(h, x):
-        return h + x, h + x
-
-    for batch, rows in ((pad(sequences), 2), (pack(sequences, rows=1), 1)):
-        sums = {
-            reverse: treescan.mask_scan(add, jnp.zeros(rows), batch, reverse=reverse)[1] for reverse in (False, True)
-        }
-        both = [last(batch, ys, reverse=reverse) for reverse, ys in sums.items()]
-        npt.assert_array_equal(both, [[6, 30], [6, 30]])
-        npt.assert_array_equal(last(batch, sums[True], reverse=False), [3, 20])
 
 
 def test_trees_without_leaves():

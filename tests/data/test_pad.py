@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from loops import State
 from oracle import as_numpy, assert_bitwise
-from thin import parametrize
+from thin import by_turns, parametrize
 from traces import compilations
 
 import treescan
@@ -186,20 +186,10 @@ def test_gradients_go_through_unpad():
     npt.assert_array_equal(grads, [[1, 2], [1, 2], [0, 2]])
 
 
-def test_a_masked_scan_of_a_padded_batch():
-    sequences = [np.arange(n, dtype=np.float32) + n for n in (3, 1, 0, 5)]
-    batch = pad(sequences, value=np.nan)
-    totals, ys = mask_scan(lambda c, x: (c + x, c + x), jnp.zeros(4), batch.data, lengths=batch.lengths)
-    npt.assert_array_equal(totals, [s.sum() for s in sequences])
-    assert_same_lists(unpad(ys, batch.lengths), [np.cumsum(s) for s in sequences])
-
-
 # length_mask
 
 
-@pytest.mark.parametrize("shape", [(), (4,), (2, 3), (2, 1, 2), (0,)])
-@pytest.mark.parametrize("dtype", [np.int32, np.int8, np.uint8, np.uint32])
-@pytest.mark.parametrize("steps", [0, 1, 7, 300])
+@by_turns(4, shape=[(), (4,), (2, 3), (0,)], dtype=[np.int32, np.int8, np.uint8, np.uint32], steps=[0, 1, 7, 300])
 def test_mask_of_lengths(shape, dtype, steps):
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, min(steps, np.iinfo(dtype).max), shape, endpoint=True).astype(dtype)
@@ -225,6 +215,7 @@ def test_the_mask_is_that_of_mask_scan():
     assert_bitwise(first, second)
 
 
+@pytest.mark.devices
 def test_sharded_lengths():
     mesh = jax.make_mesh((4,), ("rows",), axis_types=(jax.sharding.AxisType.Explicit,))
     with jax.set_mesh(mesh):

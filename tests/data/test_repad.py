@@ -1,11 +1,12 @@
 """`repad`: packed sequences in rows of their own, against the list that `unpack` makes of them, padded anew."""
 
+import contextlib
+
 import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
-import optax
 import pytest
 from hypothesis import given, settings
 from jaxprs import equations
@@ -96,35 +97,16 @@ def test_nothing_but_empty_sequences():
     assert repad(packed, {"y": None}).data == {"y": None}
 
 
-def gru(w, h, x):
-    r, z = jax.nn.sigmoid(x @ w["x"] + h @ w["h"]), jax.nn.sigmoid(x @ w["z"])
-    h = (1 - z) * jnp.tanh(r * h + x @ w["x"]) + z * h
-    return h, h @ w["out"]
-
-
-@pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
-def test_a_ctc_loss_of_each_sequence(reverse):
-    """Packed, and each sequence by itself: the same losses, and the same gradient of the weights."""
-    w = {"x": array(2, 3, seed=1), "h": array(3, 3, seed=2), "z": array(2, 3, seed=3), "out": array(3, 4, seed=4)}
-    sequences = [array(n, 2, seed=10 + n) for n in (4, 6, 3)]
-    labels, absent = np.array([[1, 2], [3, 0], [2, 2]]), np.array([[0, 0], [0, 1], [0, 0]], np.float32)
-    packed = pack(sequences, rows=2)
-
-    def losses(w, packed):
-        _, ys = treescan.mask_scan(lambda h, x: gru(w, h, x), jnp.zeros((packed.rows, 3)), packed, reverse=reverse)
-        logits = repad(packed, ys)
-        return optax.ctc_loss(
-            logits.data.swapaxes(0, 1), 1.0 - logits.mask.T.astype(jnp.float32), jnp.asarray(labels), absent
-        )
-
-    def one_by_one(w):
-        found = []
-        for i, sequence in enumerate(sequences):
-            _, ys = jax.lax.scan(lambda h, x: gru(w, h, x), jnp.zeros(3), sequence, reverse=reverse)
-            none = jnp.zeros((1, len(sequence)))
-            found.append(optax.ctc_loss(ys[None], none, jnp.asarray(labels[i : i + 1]), absent[i : i + 1])[0])
-        return jnp.stack(found)
-
-    npt.assert_allclose(jax.jit(losses)(w, packed), one_by_one(w), rtol=1e-4)
-    got = jax.jit(jax.grad(lambda w: losses(w, packed).sum()))(w)
-    chex.assert_trees_all_close(got, jax.grad(lambda w: one_by_one(w).sum())(w), rtol=1e-3, atol=1e-5)
+@pytest.mark.devices
+def test_rows_over_an_explicit_mesh():
+    mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Explicit,))
+    packed = treescan.pack([jnp.arange(3.0), jnp.full(2, 5.0), jnp.full(1, 7.0)], rows=2)
+    place = lambda leaf: jax.device_put(leaf, jax.NamedSharding(mesh, jax.P(None, "i")))  # noqa: E731
+    spread = packed._replace(data=place(packed.data), mask=place(packed.mask), resets=place(packed.resets))
+    runs = [lambda packed: treescan.repad(packed, packed.data, length=3).data]
+    runs += [lambda packed, of=of: of(packed, packed.data, reverse=False) for of in (treescan.first, treescan.last)]
+    wanted = [jax.device_get(run(packed)) for run in runs]
+    for is_set in (False, True):
+        with jax.set_mesh(mesh) if is_set else contextlib.nullcontext():
+            for run, want in zip(runs, wanted, strict=True):
+                npt.assert_array_equal(jax.device_get(jax.jit(run)(spread)), want)

@@ -7,6 +7,8 @@ import pytest
 
 import treescan
 
+pytestmark = pytest.mark.quick
+
 SEQUENCES = [np.ones((3, 2), np.float32), np.ones((2, 2), np.float32)]
 
 

@@ -12,6 +12,8 @@ from loops import State, array
 
 import treescan
 
+pytestmark = pytest.mark.quick
+
 
 class Params(NamedTuple):
     w: Any

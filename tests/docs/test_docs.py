@@ -49,6 +49,7 @@ LONG = (
     *(ROOT / "docs" / "guides" / f"layers-{name}.md" for name in ("patterns", "devices", "checkpoints")),
     ROOT / "docs" / "recipes" / "speech.md",
 )
+OF_DEVICES = [ROOT / "docs" / "guides" / name for name in ("devices.md", "layers-devices.md")]
 FENCE = re.compile(
     r"^(?:<!-- raises: (?P<raises>\w+) -->\n)?"
     r'^(?P<indent> *)```(?P<language>\w+)(?: title="(?P<title>[^"]*)")?\n'
@@ -172,10 +173,15 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_registry, "_plugins", None)  # to be read anew
 
 
+def marks(page: Path) -> list[pytest.MarkDecorator]:
+    chosen = [(pytest.mark.slow, page in LONG), (pytest.mark.devices, page in OF_DEVICES)]
+    return [mark for mark, is_chosen in chosen if is_chosen]
+
+
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     "page",
-    [pytest.param(page, marks=pytest.mark.slow) if page in LONG else page for page in PAGES],
+    [pytest.param(page, marks=marks(page)) for page in PAGES],
     ids=lambda page: str(page.relative_to(ROOT)),
 )
 def test_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,6 @@ def assert_shown(name: str, text: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.optimized
 @pytest.mark.parametrize("name", ["vowels.py", "packed_vowels.py"])
 def test_speakers_are_recognised(name: str) -> None:
     text = printed(name)
@@ -47,7 +46,6 @@ def test_speakers_are_recognised(name: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.optimized
 def test_the_llama_learns_to_write() -> None:
     text = printed("llama.py")
     assert number(text, r"held-out loss +([\d.]+) ->") > 4.5  # it knows nothing: 4.85 is the logarithm of 128
@@ -59,7 +57,6 @@ def test_the_llama_learns_to_write() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.optimized
 def test_the_llama_is_the_same_on_eight_devices() -> None:
     one, eight = printed("llama.py", "--steps", "20"), printed("llama.py", "--devices", "8", "--steps", "20")
     for pattern in (r"step +20 +loss ([\d.]+)", r"held-out loss +([\d.]+) ->", r"held-out loss .* -> ([\d.]+)"):
@@ -72,7 +69,6 @@ def test_the_llama_is_the_same_on_eight_devices() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.optimized
 def test_loops_end_when_they_are_done() -> None:
     text = printed("early_exit.py")
     assert_shown("early_exit.py", text)

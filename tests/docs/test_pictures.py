@@ -1,6 +1,7 @@
 """The pictures of the documentation: they are what the script draws, and what they show is so."""
 
 import colorsys
+import json
 import re
 import sys
 import xml.etree.ElementTree as ET
@@ -19,6 +20,7 @@ ROOT = Path(__file__).parents[2]
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
 STYLES = (ROOT / "docs" / "stylesheets" / "pictures.css").read_text()
 PAGES = "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
+RELEASE = json.loads((ROOT / "docs" / "what-works.json").read_text())["jax"]
 READABLE = 4.5  # contrast, WCAG 2.2, 1.4.3
 # mkdocs-material's colours of text (with its opacity) and of the page, in each scheme.
 TEXT = {"default": ((0.0, 0.0, 0.0), 0.87), "slate": (colorsys.hls_to_rgb(225 / 360, 0.9, 0.15), 0.82)}
@@ -119,7 +121,16 @@ def test_the_house_stands() -> None:
 
 def test_the_table_of_transforms_is_read_off_the_verbs() -> None:
     assert (DRAW.DIRECTORY / "transforms.md").read_text() == DRAW.table(), "run `python scripts/draw_pictures.py`"
+    assert (DRAW.DIRECTORY / "files.md").read_text() == DRAW.files(), "run `python scripts/draw_pictures.py`"
     assert '--8<-- "docs/pictures/transforms.md"' in PAGES
+    assert '--8<-- "docs/pictures/files.md"' in PAGES
+
+
+def test_the_map_is_of_what_runs() -> None:
+    if jax.__version__ != RELEASE:
+        pytest.skip(f"the map is of jax {RELEASE}: other releases call back in another order")
+    assert (DRAW.DIRECTORY / "walk.md").read_text() == DRAW.walk(), "run `python scripts/draw_pictures.py`"
+    assert '--8<-- "docs/pictures/walk.md"' in PAGES
 
 
 @pytest.mark.parametrize("verb", ["scan", "fori", "mask_scan"])

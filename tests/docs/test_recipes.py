@@ -113,7 +113,6 @@ def test_advantages_equal_sums_over_each_episode():
 
 
 @pytest.mark.slow
-@pytest.mark.optimized
 def test_ppo_learns_to_remember():
     """The cue of an episode's first step is asked for in its last: who guesses is right half of the time."""
     learner = ppo.make(jax.random.key(0), 32, 16)

@@ -52,6 +52,16 @@ def hold(cells: list[Cell]) -> None:
     assert not changed, "run `python scripts/what_works.py` if these are meant:\n" + "\n".join(changed)
 
 
+def here(cell: Cell) -> bool:
+    """Whether a process of as many devices as this one has is that of the cell."""
+    return (cell.transform in ("shard_map", "Explicit mesh")) == (jax.device_count() > 1)
+
+
+PROCESS = pytest.mark.parametrize(
+    "process", [pytest.param("one device"), pytest.param("many devices", marks=pytest.mark.devices)]
+)
+
+
 def everyday(verb: str) -> list[Cell]:
     """A share of the cells, and each way in which the verb refuses: that is quick, as nothing is compiled."""
     of = SHARE_MASKED if verb == "mask_scan" else SHARE
@@ -60,16 +70,18 @@ def everyday(verb: str) -> list[Cell]:
     return list(dict.fromkeys([*refused, *(cell for cell in table.cells(verb) if table.share(cell, of))]))
 
 
+@PROCESS
 @pytest.mark.parametrize("verb", table.VERBS)
-def test_a_share_of_the_cells(verb: str) -> None:
-    hold(everyday(verb))
+def test_a_share_of_the_cells(verb: str, process: str) -> None:
+    hold([cell for cell in everyday(verb) if here(cell)])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(4))
+@PROCESS
 @pytest.mark.parametrize("verb", table.VERBS)
-def test_all_cells(verb: str, part: int) -> None:
-    hold(table.cells(verb)[part::4])
+def test_all_cells(verb: str, part: int, process: str) -> None:
+    hold([cell for cell in table.cells(verb)[part::4] if here(cell)])
 
 
 @pytest.mark.parametrize("verb", table.VERBS)

@@ -11,7 +11,7 @@ import pytest
 from test_docs import DOCUMENTS, FENCE, PUBLIC, ROOT
 from widths import too_wide
 
-from treescan._layout import table, wrap
+from treescan._text import table, wrap
 
 INCLUDED = re.compile(r'^ *--8<-- "(?P<file>[^":]+)(?::(?P<section>\w+))?"$', re.MULTILINE)
 

@@ -8,12 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import core, linen as nn
-from flax.core import meta
 from flax.core.lift import pack
 from flax.linen import transforms
 from flax.typing import In, Out
 
 from treescan.integrations.flax import scan
+
+pytestmark = pytest.mark.quick
 
 KEYS = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
 
@@ -51,36 +52,6 @@ def test_pack_hands_on_groups_by_filter_and_scope() -> None:
     assert changed["state"]["n"] == 1, "what is returned is published in the outer scope"
 
 
-def test_groups_of_collections_that_do_not_come_back_are_frozen() -> None:
-    def run(scope_fn: Any, repack_fn: Any, variable_groups: Any, rng_groups: Any) -> Any:
-        assert isinstance(variable_groups[2][0]["table"], core.FrozenDict)
-        assert isinstance(variable_groups[0][0]["params"], dict)
-        return None, repack_fn(scope_fn(variable_groups, rng_groups))
-
-    apply(packed(run))
-
-
-def test_groups_out_hold_mutable_collections_alone() -> None:
-    def run(scope_fn: Any, repack_fn: Any, variable_groups: Any, rng_groups: Any) -> Any:
-        groups = repack_fn(scope_fn(variable_groups, rng_groups))
-        assert [sorted(group[0]) for group in groups] == [[], ["state"]]
-        return None, groups
-
-    apply(packed(run), mutable=("state",))
-
-
-def test_groups_of_keys_are_trees_of_keys() -> None:
-    def run(scope_fn: Any, repack_fn: Any, variable_groups: Any, rng_groups: Any) -> Any:
-        (key,) = jax.tree.leaves(rng_groups[0])
-        assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
-        split = jax.tree.map(lambda key: jax.random.split(key, 3)[1], rng_groups)
-        scope = scope_fn(variable_groups, split)
-        repacked = repack_fn(scope)
-        return None, repacked
-
-    apply(packed(run))
-
-
 def test_scopes_count_on_from_the_keys_of_the_scope_before() -> None:
     """Why the body is traced again where flax would: its second trace reads other keys."""
     seen: list[Any] = []
@@ -94,30 +65,6 @@ def test_scopes_count_on_from_the_keys_of_the_scope_before() -> None:
 
     apply(packed(run))
     assert not np.array_equal(*seen)
-
-
-def test_pack_over_several_scopes() -> None:
-    def run(scope_fn: Any, repack_fn: Any, variable_groups: Any, rng_groups: Any) -> Any:
-        assert all(len(group) == 2 for group in variable_groups)
-        scopes = scope_fn(variable_groups, rng_groups)
-        assert len(scopes) == 2
-        return None, repack_fn(scopes)
-
-    def main(scope: Any) -> Any:
-        children = [scope.push(name) for name in "ab"]
-        for child in children:
-            child.put_variable("state", "n", jnp.ones(()))
-        return packed(run)(children)
-
-    apply(main)
-
-
-def test_pack_ignores_keyword_arguments_and_says_so() -> None:
-    def run(scope_fn: Any, repack_fn: Any, variable_groups: Any, rng_groups: Any, *args: Any) -> Any:
-        return None, repack_fn(scope_fn(variable_groups, rng_groups))
-
-    with pytest.warns(RuntimeWarning, match='kwargs are not supported in scan, so "x"'):
-        apply(lambda scope: packed(run)(scope, x=1))
 
 
 class Cell(nn.Module):
@@ -144,30 +91,8 @@ def test_lift_transform_names_classes_by_the_transform_and_passes_options(method
     assert len(calls) == (1 if methods is None else 2)
 
 
-def test_lift_transform_takes_functions_of_modules() -> None:
-    def passing(function: Any) -> Any:
-        return lambda scopes, *args: function(scopes, *args)
-
-    class Main(nn.Module):
-        @nn.compact
-        def __call__(self, h: Any) -> Any:
-            return transforms.lift_transform(passing, lambda cell, h: cell(h, 1), methods=None)(Cell(), h)
-
-    assert Main().apply({}, 1) == (2, 1)
-
-
 def test_modules_are_named_by_flax_s_transform() -> None:
     assert scan(Cell).__name__ == nn.scan(Cell).__name__ == "ScanCell"
-
-
-def test_axes_of_metadata() -> None:
-    box = meta.Partitioned(jnp.ones((2, 3)), ("a", "b"))
-    params = {meta.PARTITION_NAME: "layers"}
-    added = meta.add_axis({"w": box, "b": jnp.ones(2)}, 1, params)
-    assert added["w"].names == ("a", "layers", "b")
-    assert meta.remove_axis(added, 1, params)["w"].names == ("a", "b")
-    np.testing.assert_array_equal(added["w"].value, box.value)  # the arrays stay as they are
-    assert meta.add_axis(({},), 0, {}) == ({},)
 
 
 def test_broadcast_is_one_object_and_a_leaf() -> None:

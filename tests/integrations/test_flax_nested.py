@@ -7,7 +7,6 @@ import flax.linen as nn
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from loops import array
 from thin import by_turns
 
@@ -191,7 +190,6 @@ def mapped_variables(scan: Any, rnn: Any, h: Any, xs: Any) -> Any:
     return scan(mapped, **STEPS)(name="mapped")(h, xs)
 
 
-@pytest.mark.optimized
 @by_turns(2, run=CASES)
 def test_is_flax_s(run: Case) -> None:
     ours, theirs = Main(scan, RNN, run), Main(nn.scan, nn.RNN, run)

@@ -16,7 +16,6 @@ from thin import parametrize
 from treescan.integrations.flax import scan
 
 Result = dict[str, Any]
-FAST = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}  # to compile
 KEYS = {name: jax.random.key(seed) for seed, name in enumerate(("params", "dropout"))}
 
 
@@ -53,7 +52,7 @@ def with_gradient(case: Model, using: Callable[..., Any]) -> Result:
         gradient, applied = jax.grad(of_floats, has_aux=True)(floats)
         return {"made": made, "variables": variables, "applied": applied, "gradient": gradient}
 
-    return jax.jit(everything, compiler_options=FAST)(case.inputs)
+    return jax.jit(everything)(case.inputs)
 
 
 def step_by_step(case: Model, using: Callable[..., Any]) -> Result:
@@ -81,58 +80,28 @@ def assert_same(actual: Any, expected: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
-_SLOW = {
-    "cache_in_time_and_layers",
-    "gru",
-    "axis_one",
-    "unrolled",
-    "recurrent_dropout_shared",
-    "recurrent_in_layers",
-    "lstm_function",
-    "cache_in_layers",
-    "layers_with_batch_norm",
-    "recurrent_unrolled",
-    "several_modules",
-    "frozen_metadata_params",
-    "dropout_shared",
-    "methods_list",
-    "recurrent_dropout_split",
-    "nested",
-    "filter_lists",
-    "logically_partitioned",
-}
-_CHANGED = {"changed_broadcast", "replaced_broadcast"}
+_CHANGED = ("changed_broadcast", "replaced_broadcast")
 
 
-def params(slow: Callable[[str], bool]) -> list[Any]:
-    def marks(name: str) -> list[Any]:
-        return [pytest.mark.slow] * slow(name)
-
-    return [pytest.param(case, id=name, marks=marks(name)) for name, case in MODELS.items()]
-
-
-@pytest.mark.parametrize("case", params(_SLOW.__contains__))
+@parametrize("case", MODELS)
 def test_is_flax_s_scan(case: Model) -> None:
     assert_same(with_gradient(case, scan), with_gradient(case, nn.scan))
 
 
-_EAGER = {"residual_stack", "counter", "in_and_out"}
+EAGER = ("residual_stack", "counter", "in_and_out")
 
 
-@pytest.mark.parametrize("case", params(lambda name: name not in _EAGER))
+@parametrize("case", {name: MODELS[name] for name in EAGER})
 def test_is_flax_s_scan_without_jit(case: Model) -> None:
     assert_same(step_by_step(case, scan), step_by_step(case, nn.scan))
 
 
-_DISABLED = {"residual_stack", "counter", "in_and_out", *_CHANGED}
-
-
-@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n not in _DISABLED)) for n in MODELS])
+@pytest.mark.parametrize("name", [*EAGER, *_CHANGED])
 def test_with_jit_disabled(name: str) -> None:
     assert_same(disabled(MODELS[name], scan), disabled(MODELS[name], nn.scan))
 
 
-@parametrize("case", {name: MODELS[name] for name in sorted(_CHANGED)})
+@parametrize("case", {name: MODELS[name] for name in _CHANGED})
 def test_changed_broadcast_variables_at_apply(case: Model) -> None:
     variables = case.build(nn.scan).init(keys_of(case), *case.inputs)
     found, expected = (case.build(f).apply(variables, *case.inputs, **at_apply(case)) for f in (scan, nn.scan))

@@ -396,24 +396,20 @@ def test_what_comes_out_is_what_comes_out_of_nnx(case: Callable[[Any], Any]) -> 
     assert_same(case(scan), case(nnx.scan))
 
 
-EVERYDAY = ("recurrent", "shared", "counters")
+EAGER = ("recurrent", "shared", "counters", "nested", "partitioned", "new_variables")
 
 
 def pure(case: Callable[[Any], Any], scan: Any) -> Callable[[], Any]:
     return lambda: nnx.state(case(scan))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in EVERYDAY else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", EAGER)
 @pytest.mark.parametrize("jit", [jax.jit, nnx.jit])
 def test_the_same_under_jit(name: str, jit: Any) -> None:
     assert_same(jit(pure(CASES[name], scan))(), CASES[name](nnx.scan))
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in EVERYDAY[1:] else pytest.mark.slow) for name in CASES]
-)
+@pytest.mark.parametrize("name", EAGER)
 def test_the_same_step_by_step(name: str) -> None:
     with jax.disable_jit():
         assert_same(CASES[name](scan), CASES[name](nnx.scan))
@@ -431,16 +427,6 @@ def test_gradients(options: dict[str, Any]) -> None:
         return nnx.jit(nnx.value_and_grad(of, argnums=(0, 1)))(layers, H), layers
 
     assert_same(loss(scan, options), loss(nnx.scan, {}))
-
-
-def test_gradients_of_a_recurrent_cell() -> None:
-    def loss(scan: Any) -> Any:
-        cell = Cell(nnx.Rngs(0))
-        axes = nnx.StateAxes({nnx.Param: None, ...: nnx.Carry})
-        forward = scan(lambda cell, x: cell(x), in_axes=(axes, 0), out_axes=0)
-        return nnx.grad(lambda cell: jnp.sum(jnp.sin(forward(cell, XS))))(cell), cell
-
-    assert_same(loss(scan), loss(nnx.scan))
 
 
 def test_it_is_a_loop_of_the_layers() -> None:
@@ -582,6 +568,7 @@ def test_a_carry_that_changes() -> None:
     assert "structure" in text
 
 
+@pytest.mark.devices
 def test_a_carry_that_begins_to_vary() -> None:
     def sums(xs: jax.Array) -> jax.Array:
         run = scan(lambda h, x: ({"a": h["a"] + jax.lax.axis_index("rows")}, None))
@@ -748,30 +735,6 @@ def test_outputs_that_do_not_fit() -> None:
 def test_methods_of_instances_are_refused() -> None:
     text = error_of(lambda: scan(Counter().__call__), treescan.ArgumentTypeError)
     assert "scan(Counter.__call__, ...)(module, ...)" in text
-
-
-@pytest.mark.parametrize("f", [3, nnx.Carry])
-def test_what_is_no_function(f: Any) -> None:
-    with pytest.raises(treescan.TreescanError):
-        scan(f)(H, XS)
-
-
-@pytest.mark.parametrize("mode", ["graph", "graph_updates"])
-def test_other_modes_are_refused(mode: str) -> None:
-    options: dict[str, Any] = {mode: False}
-    text = error_of(scanned(identity, H, XS, **options), treescan.ArgumentError)
-    assert f"pass `{mode}=True`" in text
-
-
-@pytest.mark.skipif(not HAS_MODES, reason="flax has no modes")
-@pytest.mark.parametrize("mode", ["graph", "graph_updates"])
-def test_other_modes_around_are_refused(mode: str) -> None:
-    setting = getattr(nnx, {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}[mode])
-    layers = stack(kind=linear)
-    with setting(False):
-        assert "nnx.set_graph" in error_of(scanned(identity, H, layers), treescan.ArgumentError)
-        options: dict[str, Any] = {mode: True}
-        assert scan(lambda h, m: (m(h), None), **options)(H, layers)[0].shape == H.shape
 
 
 def test_variables_of_references_are_refused() -> None:

@@ -15,6 +15,8 @@ import treescan
 from treescan.integrations.flax import RNN, scan
 from treescan.integrations.nnx import scan as nnx_scan
 
+pytestmark = pytest.mark.quick
+
 T, B, F = 6, 2, 4
 STEP, ROW = 3, 1
 WAYS = ("eager", "jit", "disable_jit")
@@ -60,8 +62,11 @@ def found() -> Any:
     return record
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"remat": "nested"}, {"out_axes": 1}], ids=str)
+@pytest.mark.parametrize(
+    ("way", "options"),
+    [("eager", {"reverse": True}), ("jit", {"remat": "nested"}), ("jit", {"out_axes": 1}), ("disable_jit", {})],
+    ids=str,
+)
 def test_a_step_of_flax_scan_is_named(way: str, options: dict[str, Any]) -> None:
     lifted: Any = scan(Logs, variable_broadcast="params", split_rngs={"params": False}, check_finite=True, **options)
     layer = lifted()
@@ -74,8 +79,7 @@ def test_a_step_of_flax_scan_is_named(way: str, options: dict[str, Any]) -> None
     assert np.isnan(ys).tolist() == [False, True]
 
 
-@pytest.mark.parametrize("way", ["eager", "jit"])
-@pytest.mark.parametrize("around", ["cell", "loop"])
+@pytest.mark.parametrize(("way", "around"), [("eager", "cell"), ("jit", "loop")])
 def test_a_step_of_a_rematerialized_cell_or_loop_is_named(way: str, around: str) -> None:
     roles: dict[str, Any] = {"variable_broadcast": "params", "split_rngs": {"params": False}, "check_finite": True}
     lifted: Any = scan(nn.remat(Logs), **roles) if around == "cell" else nn.remat(scan(Logs, **roles))
@@ -124,9 +128,18 @@ def test_a_cotangent_in_flax_scan_is_named(way: str) -> None:
     assert record.backward
 
 
-@pytest.mark.parametrize("way", ["eager", "jit"])
-@pytest.mark.parametrize("lengths", [None, (6, 5), (6, 2)], ids=str)
-@pytest.mark.parametrize("options", [{}, {"compact": True}, {"remat": "nested"}], ids=str)
+@pytest.mark.parametrize(
+    ("way", "lengths", "options"),
+    [
+        ("eager", None, {"remat": "nested"}),
+        ("jit", None, {}),
+        ("eager", (6, 5), {"compact": True}),
+        ("jit", (6, 5), {}),
+        ("jit", (6, 2), {"compact": True}),
+        ("eager", (6, 2), {"remat": "nested"}),
+    ],
+    ids=str,
+)
 def test_a_step_of_an_rnn_is_named(way: str, lengths: Any, options: dict[str, Any]) -> None:
     rnn = RNN(nn.GRUCell(F), time_major=True, check_finite=True, **options)
     given = {} if lengths is None else {"seq_lengths": jnp.array(lengths)}
@@ -145,8 +158,9 @@ def test_a_step_of_an_rnn_is_named(way: str, lengths: Any, options: dict[str, An
     found()
 
 
-@pytest.mark.parametrize("way", ["eager", "jit"])
-@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"remat": "nested"}], ids=str)
+@pytest.mark.parametrize(
+    ("way", "options"), [("eager", {}), ("jit", {"reverse": True}), ("eager", {"remat": "nested"})], ids=str
+)
 def test_a_step_of_nnx_scan_is_named(way: str, options: dict[str, Any]) -> None:
     class Sum(nnx.Module):
         def __init__(self) -> None:

@@ -158,6 +158,14 @@ def plugin_given_other_rows(one):
 
 
 @case(PluginError)
+def plugin_given_a_vector_for_a_number(one):
+    def step(state, x):
+        return {"loss": x * jnp.ones(3)}, None
+
+    return scan(step, {"loss": ema(one, 0.9)}, XS)
+
+
+@case(PluginError)
 def plugin_given_other_structure(one):
     def step(state, x):
         return {"h": state["h"]}, None

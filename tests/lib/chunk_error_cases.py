@@ -194,6 +194,41 @@ def plan_remat_that_does_not_fit(one):
     return plan_remat(lambda c, x: (jnp.sin(c) * x, None), one * jnp.ones(256), XS, remat=Remat.fit(10))
 
 
+@jax.custom_vjp
+def product(x, y):
+    return x * y
+
+
+def forward(x, y):
+    raise NotImplementedError("no residuals are known")
+
+
+product.defvjp(forward, lambda residuals, g: (g, g), symbolic_zeros=False)
+
+
+@case(ArgumentError)
+def plan_remat_of_a_body_without_a_gradient(one):
+    return plan_remat(lambda c, x: (product(c, x), None), one, XS, remat="nested")
+
+
+def step_with_a_rule_in_a_branch(carry, x):
+    rule = jax.custom_vjp(lambda x, y: x * y)
+    rule.defvjp(lambda x, y: (x.value * y.value, None), lambda residuals, g: (g, g), symbolic_zeros=True)
+    return jax.lax.cond(x > 0, rule, lambda x, y: x, carry, x), None
+
+
+@case(ArgumentError)
+def remat_budget_of_a_rule_with_symbolic_zeros(one):
+    return scan(step_with_a_rule_in_a_branch, one, XS, remat=Remat.fit(2**20))
+
+
+@case(ArgumentError, less=("disable_jit",))
+def remat_budget_of_symbolic_rows(one):
+    rows = jax.ShapeDtypeStruct((8, jax.export.symbolic_shape("b")[0]), jnp.float32)
+    run = jax.jit(lambda xs: fold(lambda c, x: c + x, one * jnp.zeros(xs.shape[1]), xs, remat=Remat.fit(2**20)))
+    return jax.export.export(run)(rows)
+
+
 @case(ArgumentError)
 def plan_remat_unknown(one):
     return plan_remat(step, one, XS, remat="all")

@@ -1,5 +1,6 @@
 """Reads compiled programs: what stands in their branches and in their loops."""
 
+import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -8,6 +9,7 @@ import jax
 
 _CALLED = re.compile(r"=\{?(%[\w.\-]+(?:, %[\w.\-]+)*)")
 _COLLECTIVE = re.compile(r"\b(?:all-reduce|all-gather|all-to-all|collective-permute|reduce-scatter)(?:-start)?\(")
+_SHAPE = re.compile(r"\b[a-z]+\d*\w*\[([\d,]*)\]")
 
 
 class Program:
@@ -40,6 +42,12 @@ class Program:
 
     def collectives(self) -> int:
         return len(_COLLECTIVE.findall("\n".join(self)))
+
+    def collective_sizes(self) -> list[int]:
+        """The elements of each array that devices exchange, as each of them has it afterwards."""
+        found = filter(_COLLECTIVE.search, self)
+        shapes = [shape for line in found for shape in _SHAPE.findall(_COLLECTIVE.split(line.partition(" = ")[2])[0])]
+        return [math.prod(map(int, filter(None, shape.split(",")))) for shape in shapes]
 
     def collectives_in_loops(self) -> int:
         return sum(len(_COLLECTIVE.findall(text)) for text in self.loops())

@@ -7,16 +7,14 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "treescan"
 
 LAYERS = [  # a module imports from its own line and from lines above; no two modules import each other
+    "_text",
     "_remat",
     "_progress",
     "_types",
     "_finite",
     "_avals",
     "_tree",
-    "_layout",
-    "_html",
     "_reprs",
-    "_manual",
     "_flax",
     "_errors",
     "_axes",
@@ -30,7 +28,6 @@ LAYERS = [  # a module imports from its own line and from lines above; no two mo
     "_describe",
     "_verbs",
     "testing",
-    "_doctor",
     "__init__",
     "__main__",
     "integrations",

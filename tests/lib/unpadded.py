@@ -192,12 +192,9 @@ def derive(kind: str, run: Callable[..., Any], batch: Batch) -> tuple[Any, Any]:
 # The oracle.
 
 
-QUICKLY = {"xla_backend_optimization_level": 0}  # compiled in half the time; the programs are tiny
-
-
 def compiled(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a function as one program, compiled quickly."""
-    return jax.jit(function, compiler_options=QUICKLY)(*args)
+    """The result of a function as one program."""
+    return jax.jit(function)(*args)
 
 
 @functools.cache
@@ -207,7 +204,7 @@ def segment_program(name: str, kind: str) -> Callable[[Batch], Any]:
     def run(params, rows, xs):
         return jax.lax.scan(functools.partial(CASES[name].body, params | {"act": jnp.tanh}), rows, xs)
 
-    return jax.jit(lambda batch: derive(kind, run, batch), compiler_options=QUICKLY)
+    return jax.jit(lambda batch: derive(kind, run, batch))
 
 
 def segments_of(valid: np.ndarray, resets: np.ndarray, *, reverse: bool) -> list[list[int]]:
@@ -376,9 +373,7 @@ class Setup(NamedTuple):
 @functools.cache
 def masked_program(setup: Setup, kind: str) -> Callable[..., Any]:
     """`derive(kind, ...)` of data, mask and resets, all traced: examples of one shape cost one compilation."""
-    return jax.jit(
-        lambda batch, valid, resets: derive(kind, setup.runner(valid, resets), batch), compiler_options=QUICKLY
-    )
+    return jax.jit(lambda batch, valid, resets: derive(kind, setup.runner(valid, resets), batch))
 
 
 def draw_rows(

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterator
 
-from treescan._layout import WIDTH
+from treescan._text import WIDTH
 
 # Why a line may be wider, by what it looks like.
 WIDER = {"an address that cannot be broken": re.compile(r"\s*(# )?\S*https?://\S+")}

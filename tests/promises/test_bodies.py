@@ -19,6 +19,8 @@ from thin import by_turns, parametrize
 
 import treescan
 
+pytestmark = pytest.mark.quick
+
 XS = array(4)
 TRACES = []
 

@@ -15,6 +15,8 @@ from thin import parametrize
 
 import treescan
 
+pytestmark = pytest.mark.quick
+
 
 def is_traced(tree):
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))

@@ -27,6 +27,7 @@ import jax
 import jax.numpy as jnp
 import layer_error_cases
 import lift_error_cases
+import mistake_error_cases
 import numpy as np
 import progress_error_cases
 import pytest
@@ -49,7 +50,9 @@ from treescan import (
     mask_scan,
     scan,
 )
-from treescan._layout import WIDTH, wrap
+from treescan._text import WIDTH, wrap
+
+pytestmark = [pytest.mark.quick, pytest.mark.devices]
 
 GOLDEN = Path(__file__).parents[1] / "golden"
 PACKAGE = Path(treescan.__file__).parent
@@ -1091,6 +1094,23 @@ def compact_over_a_ref(one):
     return mask_scan(step_of_a_ref(), one * jnp.ones(2), ROWS, lengths=LENGTHS, compact=True)
 
 
+@case(ArgumentError, less=("disable_jit", "vmap"))
+def compact_over_a_ref_with_rows(one):
+    ref = (jax.new_ref if hasattr(jax, "new_ref") else jax.array_ref)(jnp.ones(2))
+    return mask_scan(lambda c, x: (c + ref[...], None), one * jnp.ones(2), ROWS, lengths=LENGTHS, compact=True)
+
+
+@case(ArgumentError, less=("disable_jit", "vmap"))
+def ref_written_in_padding(one):
+    ref = (jax.new_ref if hasattr(jax, "new_ref") else jax.array_ref)(jnp.ones(()))
+
+    def step(carry, x):
+        ref[...] += 1
+        return carry, None
+
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS)
+
+
 # --- annotations ------------------------------------------------------------------------------------------------------
 
 
@@ -1480,6 +1500,7 @@ _OTHERS = (
     finite_error_cases,
     layer_error_cases,
     lift_error_cases,
+    mistake_error_cases,
     progress_error_cases,
     while_error_cases,
 )
@@ -1490,7 +1511,7 @@ for given in (each for module in _OTHERS for each in module.CASES):
 # --- the tests --------------------------------------------------------------------------------------------------------
 
 
-PLACE = re.compile(r"[^\s(]*\b(?:test_errors|(?:carry|chunk|finite|layer|lift|while)_error_cases)\.py:\d+")
+PLACE = re.compile(r"[^\s(]*\b(?:test_errors|(?:carry|chunk|finite|layer|lift|mistake|while)_error_cases)\.py:\d+")
 
 
 @pytest.fixture
@@ -1500,7 +1521,7 @@ def written_in_model_py(monkeypatch: pytest.MonkeyPatch) -> None:
     def wrapped(text: str, *args: Any, **options: Any) -> str:
         return wrap(PLACE.sub("model.py:12", text), *args, **options)
 
-    for module in (treescan._errors, treescan._layout):
+    for module in (treescan._errors, treescan._text):
         monkeypatch.setattr(module, "wrap", wrapped)
 
 
@@ -1584,7 +1605,7 @@ def fault_sites() -> Iterator[Site]:
     """Where the package finds faults. The integrations, of optional libraries, have error tests of their own."""
     for file in (file for file in PACKAGE.rglob("*.py") if "integrations" not in file.parts):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "Fault":
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Fault", "expect"):
                 yield Site(file.name, node.lineno, node.end_lineno or node.lineno)
 
 
@@ -1594,8 +1615,8 @@ def test_every_fault_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
     initialise = fault.__init__
 
     def record(self: Any, *args: Any, **kwargs: Any) -> None:
-        frame = sys._getframe(1)
-        made.add((Path(frame.f_code.co_filename).name, frame.f_lineno))
+        frames = (sys._getframe(1), sys._getframe(2))  # the second is that of a check which calls `expect`
+        made.update((Path(frame.f_code.co_filename).name, frame.f_lineno) for frame in frames)
         initialise(self, *args, **kwargs)
 
     monkeypatch.setattr(fault, "__init__", record)

@@ -14,6 +14,8 @@ import pytest
 
 import treescan
 
+pytestmark = pytest.mark.quick
+
 FLAGS = {
     "remat3": ("jax_remat3", True),
     "custom_vjp3": ("jax_custom_vjp3", True),

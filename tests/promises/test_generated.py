@@ -55,10 +55,14 @@ def test_programs_by_hypothesis(data):
         raise AssertionError(f"{source(program)}\n\nPROGRAM = {program!r}\n\n{failure}") from failure
 
 
-@pytest.mark.parametrize("number", [*range(4), *(pytest.param(n, marks=pytest.mark.slow) for n in range(4, 40))])
-def test_a_few_programs(number, request):
-    if number % 2:
-        request.getfixturevalue("one_device")
+def numbered(number):
+    """One in four is traced where there are many devices, for which some operations have other forms."""
+    marks = [*([pytest.mark.slow] if number > 3 else []), *([] if number % 4 else [pytest.mark.devices])]
+    return pytest.param(number, marks=marks)
+
+
+@pytest.mark.parametrize("number", [numbered(number) for number in range(40)])
+def test_a_few_programs(number):
     try:
         check(draw_program(Seeded(f"everyday {number}")))
     except Refused:

@@ -20,6 +20,8 @@ import treescan
 from treescan.integrations.flax import RNN, scan as flax_scan
 from treescan.integrations.nnx import scan as nnx_scan
 
+pytestmark = pytest.mark.quick
+
 LENGTH, ROWS, WIDTH = 4, 3, 2
 LENGTHS = np.array([2, 0, 4])
 RESETS = np.arange(LENGTH)[:, None] == np.array([1, 1, 3])

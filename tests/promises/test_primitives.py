@@ -18,10 +18,17 @@ import treescan
 from treescan._trace import equations as equations_module
 from treescan._trace.cost import TRANSCENDENTAL
 from treescan._trace.dependence import _RULES, dependent
-from treescan._transforms.checkpoint import _COMPLEX_OF_REAL, _OF_ONE_ARRAY, _PRODUCTS, RealOnly, save_costly
-from treescan._transforms.weights import deferred, products, steps_at_once
+from treescan._transforms.checkpoint import (
+    _COMPLEX_OF_REAL,
+    _OF_ONE_ARRAY,
+    _PRODUCTS,
+    SaveDecisions,
+    is_decision,
+    save_costly,
+)
+from treescan._transforms.weights import deferred, products
+from treescan._transforms.weights.deferred import compute_early
 from treescan._transforms.weights.products import _CALLS, _OF_EACH_STEP, PRODUCTS
-from treescan._transforms.weights.steps_at_once import compute_early
 
 TABLES = tables()
 EARLY = sorted((_OF_EACH_STEP | _CALLS) & ENTRIES.keys() - {"pvary"})  # that is for within a shard_map only
@@ -339,6 +346,7 @@ def test_a_bound_that_differs_from_step_to_step():
         assert_close(got, jax.grad(loss, (0, 1, 2))(w, 0.1, 0.6), "float32")
 
 
+@pytest.mark.devices
 def test_within_a_shard_map():
     """What is the same on all devices is made to vary: `pvary` is for there only."""
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
@@ -367,13 +375,9 @@ def test_within_a_shard_map():
 # Products of many steps.
 
 
-@pytest.fixture(params=["one device", "many devices"])
-def devices(request, monkeypatch):
-    monkeypatch.setattr(jax, "device_count", lambda: 1 if request.param == "one device" else 8)
-
-
+@pytest.mark.parametrize("process", ["one device", pytest.param("many devices", marks=pytest.mark.devices)])
 @by_dtype("float32", of=("float32", "complex64", "bfloat16", "int32", "uint8", "float64"))
-def test_products_of_many_steps(dtype, devices):
+def test_products_of_many_steps(dtype, process):
     """Each form of each product, the weights in either place, as one product and step by step."""
     with jax.enable_x64(dtype == "float64"):
         rng = np.random.default_rng(1)
@@ -388,7 +392,7 @@ def test_products_of_many_steps(dtype, devices):
             got, expected = {}, {}
             for name, (equation, place, *_) in cases.items():
                 stacked, same = given[name]
-                got[name] = steps_at_once.product_of_steps(equation, stacked, same, place)
+                got[name] = deferred.product_of_steps(equation, stacked, same, place)
                 steps = [(same, one) if place == 0 else (one, same) for one in stacked]
                 expected[name] = jnp.stack([equation.primitive.bind(*pair, **equation.params) for pair in steps])
             return got, expected
@@ -499,6 +503,24 @@ def kept(policy: Any, example: Example, name: str) -> list[bool]:
     ]
 
 
+def is_decision_of(prim: Any, *avals: Any, **params: Any) -> bool:
+    return is_decision(prim, avals, params)
+
+
+@pytest.mark.parametrize("name", sorted(ENTRIES))
+def test_decisions_are_those_that_make_bools_and_ints_of_floats(name):
+    for example in examples(name, *DTYPES[:4]):
+        for equation in equations(example.jaxpr().jaxpr, name):
+            avals = [atom.aval for atom in equation.invars]
+            discrete = all(not jnp.issubdtype(var.aval.dtype, jnp.inexact) for var in equation.outvars)
+            of_floats = any(jnp.issubdtype(aval.dtype, jnp.inexact) for aval in avals)
+            decides = is_decision_of(equation.primitive, *avals, **equation.params)
+            if discrete and of_floats and not equation.effects:
+                assert decides, example.name
+            elif decides:
+                assert name in {"ceil", "floor", "round", "sign"}, example.name
+
+
 @pytest.mark.parametrize("name", sorted(ENTRIES))
 def test_what_the_policies_save(name):
     """Nothing complex; of real numbers all but what is had again sooner."""
@@ -511,8 +533,9 @@ def test_what_the_policies_save(name):
         within = kept(own["steps"], example, name)
         assert within == [name not in products.ELEMENTWISE or name in TRANSCENDENTAL] * len(within)
         for policy in own.values():
-            saved = kept(RealOnly(policy), example, name)
-            plain = kept(policy, example, name)
+            saved = kept(SaveDecisions(policy), example, name)
+            decided = kept(is_decision_of, example, name)
+            plain = [a or b for a, b in zip(kept(policy, example, name), decided, strict=True)]
             assert not any(a and b for a, b in zip(saved, complex_out, strict=True)), example.name
             reads_complex = any(operand.dtype == "complex64" for operand in example.operands)
             if not reads_complex and not any(complex_out) and name not in _COMPLEX_OF_REAL:

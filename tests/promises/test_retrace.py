@@ -10,11 +10,13 @@ import pytest
 
 import treescan
 
+pytestmark = pytest.mark.quick
+
 
 @pytest.fixture(autouse=True)
 def _warn(monkeypatch):
     monkeypatch.setenv("TREESCAN_WARN_RETRACE", "1")
-    monkeypatch.setattr("treescan._loop.retrace._seen", collections.Counter())
+    monkeypatch.setattr("treescan._loop.body._seen", collections.Counter())
 
 
 def said(run):

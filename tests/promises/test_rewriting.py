@@ -110,6 +110,7 @@ def test_an_element_without_steps_borrows_what_the_body_closes_over(chunk, effec
     assert one_by_one[1] == 0
 
 
+@pytest.mark.devices
 def test_devices_do_not_lend_what_a_body_gathers():
     """Each device holds a part of the weights; one of them has no valid row, and the others count on its part."""
     mesh = jax.make_mesh((4,), ("d",), (jax.sharding.AxisType.Auto,), devices=jax.devices()[:4])
@@ -273,6 +274,7 @@ def test_linear_transpose_is_what_jax_cannot_do():
     close(jax.vjp(masked, xs * 0)[1](ct)[0][:5], jax.vjp(whole, xs[:5])[1](ct)[0])
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("verb", ["mask_scan", "while_scan"])
 def test_the_gradient_of_a_body_that_branches_in_a_shard_map(verb):
     """Each device branches on a value of its own: the branch is left as JAX has it."""

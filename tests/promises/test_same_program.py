@@ -11,6 +11,8 @@ from thin import parametrize
 
 import treescan
 
+pytestmark = pytest.mark.quick
+
 
 def closes_over(carry, x):
     return carry + array(3) @ array(3, 2), x

@@ -13,6 +13,8 @@ import pytest
 
 import treescan
 
+pytestmark = pytest.mark.quick
+
 PACKAGE = Path(treescan.__file__).parent
 XS, ROWS, LENGTHS = jnp.arange(3.0), jnp.ones((3, 2)), jnp.array([3, 1])
 

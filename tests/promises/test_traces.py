@@ -19,6 +19,8 @@ from traces import Counted, compilations
 import treescan
 from treescan._loop.body import Body
 
+pytestmark = pytest.mark.quick
+
 
 def annotated(
     carry: dict[str, Float[Array, "batch _"]], x: Float[Array, "batch d"]
@@ -263,7 +265,7 @@ def test_64_programs_are_kept_a_body():
 @pytest.fixture
 def _warn(monkeypatch):
     monkeypatch.setenv("TREESCAN_WARN_RETRACE", "1")
-    monkeypatch.setattr("treescan._loop.retrace._seen", collections.Counter())
+    monkeypatch.setattr("treescan._loop.body._seen", collections.Counter())
 
 
 def a_lambda_a_call(xs):

@@ -284,6 +284,7 @@ def mesh(kind):
     return jax.make_mesh((4,), ("d",), axis_types=(kind,), devices=jax.devices()[:4])
 
 
+@pytest.mark.devices
 @pytest.mark.parametrize("check_vma", [False, True])
 def test_shard_map(check_vma):
     """The carry varies over the mesh, and a collective runs in the body."""
@@ -310,6 +311,7 @@ def test_shard_map(check_vma):
         "out_axes": (over(treescan.scan, out_axes=0, unroll=2, name="cell"), 0),
     },
 )
+@pytest.mark.devices
 def test_options_in_shard_map(case):
     verb, axis = case
 
@@ -325,6 +327,7 @@ def test_options_in_shard_map(case):
     )
 
 
+@pytest.mark.devices
 def test_explicit_shardings():
     def call(scan):
         with jax.set_mesh(mesh(AxisType.Explicit)):
@@ -344,6 +347,7 @@ def test_explicit_shardings():
     assert_bitwise(ours, lax)
 
 
+@pytest.mark.devices
 def test_shardings_of_jit():
     def call(scan):
         sharding = NamedSharding(mesh(AxisType.Auto), P("d"))

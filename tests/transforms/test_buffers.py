@@ -7,8 +7,7 @@ import pytest
 from hypothesis import given
 from plan_bytes import cases
 
-from treescan._trace.buffers import Buffer, timeline
-from treescan._trace.peak import held_at_most, packed_size, temporary_bytes
+from treescan._trace.cost import Buffer, held_at_most, packed_size, temporary_bytes, timeline
 
 KIB = 1024
 X = jnp.ones((64, 64))  # 16 KiB
@@ -125,7 +124,6 @@ def test_the_timeline_of_nothing_is_empty():
 
 
 @pytest.mark.slow
-@pytest.mark.optimized
 def test_most_gradients_are_within_a_tenth():
     ratios = []
     for case in list(cases())[::3]:

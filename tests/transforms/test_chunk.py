@@ -12,12 +12,12 @@ import pytest
 from hypothesis import given
 from thin import by_turns
 
+import treescan
 from treescan._body.call import CallBody
 from treescan._loop.body import Body
-from treescan._loop.chunk import Level, run_chunked as run_levels
+from treescan._loop.chunk import Level, Wish, plan_sizes, run_chunked as run_levels
 from treescan._loop.loop import Feed, Loop
 from treescan._loop.run import run
-from treescan._loop.sizes import Wish, plan_sizes
 
 
 class Count:
@@ -145,3 +145,13 @@ def test_planned_chunks_do_not_show(length, wishes, reverse):
     body = Count()
     loop = make_loop(body, length, reverse=reverse)
     chex.assert_trees_all_equal(run_chunked(loop, plan_sizes(length, wishes)), run(loop))
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("remat", ["nested", treescan.Remat(levels=3), treescan.Remat(segment=4)])
+@pytest.mark.parametrize("steps", [1, 2, 3, 5, 7, 9, 13])
+def test_without_xs_each_step_is_taken_once(steps, remat, reverse):
+    count = treescan.fold(lambda n, _: n + 1, 0, None, steps, remat=remat, reverse=reverse)
+    total, ys = treescan.scan(lambda n, _: (n + 1, n), 0, None, steps, remat=remat, reverse=reverse)
+    assert (count, total) == (steps, steps)
+    assert ys.tolist() == (list(range(steps))[::-1] if reverse else list(range(steps)))

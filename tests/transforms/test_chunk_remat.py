@@ -12,8 +12,6 @@ from unpadded import assert_close
 
 import treescan
 
-pytestmark = pytest.mark.usefixtures("one_device")
-
 STEPS, ROWS, WIDTH = 40, 3, 4
 LENGTHS = np.array([40, 17, 0])
 
@@ -77,26 +75,6 @@ def test_weights_are_not_saved_for_each_chunk():
         return jax.jit(jax.grad(total)).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
     assert memory() < 3 * steps * width * 4 + 4 * width * width * 4
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("step", [solving, widening])
-def test_both_are_the_values_and_derivatives_of_a_loop_without_chunks(step):
-    args, tangents = given(), jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.1), given())
-    plain, saved = (functools.partial(loss, step, **options) for options in ({"chunk": 0}, {}))
-    everything = (0, 1, 2)
-    assert_close(jax.value_and_grad(saved, everything)(*args), jax.value_and_grad(plain, everything)(*args))
-    assert_close(jax.jvp(saved, args, tangents), jax.jvp(plain, args, tangents))
-
-    def mapped(loss):
-        stacked = jax.tree.map(lambda leaf: jnp.stack([leaf, 0.5 * leaf]), args)
-        return jax.jit(jax.vmap(jax.grad(loss, everything)))(*stacked)
-
-    def twice(loss):
-        return jax.grad(lambda w: jnp.sum(jax.grad(loss)(w, *args[1:]) ** 2))(args[0])
-
-    assert_close(mapped(saved), mapped(plain))
-    assert_close(twice(saved), twice(plain))
 
 
 def test_padding_is_not_read_by_a_gradient_that_saves_its_steps():

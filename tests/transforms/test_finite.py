@@ -14,6 +14,8 @@ from nonfinite import caught
 import treescan
 from treescan import carries
 
+pytestmark = pytest.mark.quick
+
 T, B = 7, 3
 LEAVES = ("cell", "norm")
 VERBS = ("scan", "fold", "accumulate", "fori")

@@ -11,6 +11,8 @@ from nonfinite import caught, halve
 
 import treescan
 
+pytestmark = pytest.mark.quick
+
 T, B = 7, 3
 LEAVES = ("cell", "norm")
 VERBS = ("scan", "fold", "accumulate", "fori")

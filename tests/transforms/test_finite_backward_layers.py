@@ -11,6 +11,8 @@ from nonfinite import caught, gradient, halve, layer_plantings
 
 import treescan
 
+pytestmark = pytest.mark.quick
+
 N, D = 5, 3
 WAYS = ("grad", "jit", "vmap of grad", "grad of vmap", "disable_jit", "weight")
 FORMS = ("scan_layers", "fold_layers", "pattern", "state", "state recomputed", "own", "remat", "save", "pattern remat")

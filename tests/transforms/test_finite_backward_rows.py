@@ -11,6 +11,8 @@ from nonfinite import ROW_OPTIONS, caught, gradient, halve
 
 import treescan
 
+pytestmark = pytest.mark.quick
+
 T, B = 9, 4
 OPTIONS: dict[str, dict[str, Any]] = {
     **ROW_OPTIONS,

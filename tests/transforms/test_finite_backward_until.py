@@ -11,6 +11,8 @@ from nonfinite import caught, gradient, halve
 
 import treescan
 
+pytestmark = pytest.mark.quick
+
 T, B = 8, 3
 KINDS = ("xs", "no xs", "rows", "compact rows", "shared rows", "fori", "outputs")
 WAYS = ("grad", "jit", "vmap of grad", "grad of jit", "disable_jit", "reverse")

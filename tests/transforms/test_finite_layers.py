@@ -11,6 +11,8 @@ from nonfinite import caught, layer_plantings
 
 import treescan
 
+pytestmark = pytest.mark.quick
+
 N, D = 5, 3
 WAYS = ("eager", "jit", "grad", "vmap", "disable_jit")
 FORMS = ("scan_layers", "fold_layers", "pattern", "state", "state recomputed", "own", "remat", "save")

@@ -13,6 +13,8 @@ from nonfinite import caught, gradient, halve
 import treescan
 from treescan import In
 
+pytestmark = pytest.mark.quick
+
 T, B = 6, 3
 PLACES = ("carry", "collection")
 WAYS = ("eager", "jit", "vmap", "grad", "disable_jit")

@@ -11,6 +11,8 @@ from nonfinite import caught, halve
 
 import treescan
 
+pytestmark = pytest.mark.quick
+
 N, T, B = 4, 3, 2
 OUTER = ("scan", "fold", "accumulate", "fori", "reverse")
 INNER = ("fold", "rows", "layers", "while")

@@ -12,6 +12,8 @@ from nonfinite import ROW_OPTIONS, caught
 import treescan
 from treescan import carries
 
+pytestmark = pytest.mark.quick
+
 T, B = 9, 4
 OPTIONS: dict[str, dict[str, Any]] = {
     **ROW_OPTIONS,
@@ -313,3 +315,17 @@ def test_a_custom_carry_of_rows() -> None:
     assert "in step 2 of 4 (row 1)" in text
     record = treescan.last_nonfinite()
     assert record is not None and record.carry["mean"].shape == (2, 1)
+
+
+@pytest.mark.parametrize("check", [True, "backward"])
+def test_a_batch_without_rows_has_nothing_to_look_at(check):
+    h, xs = jnp.zeros((0, 3)), jnp.ones((4, 0, 3))
+    step = lambda h, x: (h + x, h)  # noqa: E731
+    run = lambda h: treescan.mask_scan(step, h, xs, lengths=jnp.zeros(0, int), check_finite=check)  # noqa: E731
+    for carry, ys in (
+        run(h),
+        jax.jit(run)(h),
+        treescan.while_scan(lambda h: h[:, 0] < 1, step, h, xs, check_finite=check)[:2],
+    ):
+        assert (carry.shape, ys.shape) == (h.shape, xs.shape)
+    assert jax.grad(lambda h: run(h)[0].sum())(h).shape == h.shape

@@ -11,6 +11,8 @@ from nonfinite import caught
 
 import treescan
 
+pytestmark = pytest.mark.quick
+
 T, B = 8, 3
 KINDS = ("xs", "no xs", "rows", "compact rows", "fori")
 WAYS = ("eager", "jit", "grad", "vmap", "disable_jit")

@@ -18,8 +18,6 @@ from unpadded import compiled
 
 import treescan
 
-pytestmark = pytest.mark.usefixtures("one_device")
-
 STEPS, ROWS, WIDTH, CHUNK = 43, 5, 3, 8
 LENGTHS = np.array([43, 3, 0, 17, 26])
 MASK = np.random.default_rng(0).uniform(size=(STEPS, ROWS)) < np.where(np.arange(STEPS) < 9, 0.8, 0.05)[:, None]
@@ -108,24 +106,12 @@ def value_beside_gradient(body, *args, **options):
     return jax.grad(told, argnums=(0, 1, 2), has_aux=True)(*args)[1]
 
 
-def tangent(body, *args, **options):
-    return jax.jvp(functools.partial(loss, body, **options), args, tuple(map(jnp.cos, args)))
-
-
-def mapped(body, *args, **options):
-    pairs = [jnp.stack([arg, arg / 2]) for arg in args]
-    return jax.vmap(functools.partial(run, body, **options))(*pairs)
-
-
 def gradient_of_mapped(body, *args, **options):
     def total(*args):
         return jnp.sum(jax.vmap(functools.partial(loss, body, **options), (None, 0, 0))(*args))
 
     weights, init, xs = args
     return jax.grad(total, argnums=(0, 1, 2))(weights, jnp.stack([init, init / 2]), jnp.stack([xs, xs / 2]))
-
-
-DERIVED = {f.__name__: f for f in (run, value_beside_gradient, gradient, tangent, mapped, gradient_of_mapped)}
 
 
 def plain(options):
@@ -138,28 +124,11 @@ def test_values_are_those_of_the_stacked_loop(body, options):
     assert_close(ours, run(body, *given(), **plain(options)), 1e-6)
 
 
-@by_turns(3, derive=DERIVED, options={name: OPTIONS[name] for name in ("lengths", "compact", "tiers in reverse")})
-def test_derivatives_are_those_of_the_stacked_loop(options, derive):
-    ours, expected = (functools.partial(derive, cell, **each) for each in (options, plain(options)))
-    assert_close(compiled(ours, *given()), compiled(expected, *given()), 1e-5)
-
-
 @by_turns(2, body=(with_constants, of_all_kinds), derive=(value_beside_gradient, gradient, gradient_of_mapped))
 def test_derivatives_of_other_outputs(body, derive):
     ours, expected = ({"mask": MASK, "compact": True}, {"mask": MASK, "chunk": 0})
     ours, expected = (functools.partial(derive, body, **each) for each in (ours, expected))
     assert_close(compiled(ours, *given()), compiled(expected, *given()), 1e-5)
-
-
-def test_rows_of_two_axes():
-    weights, init, xs = given()
-    init, xs = (jnp.stack([leaf, leaf / 2], axis=-2) for leaf in (init, xs))
-    mask = np.stack([MASK, MASK[:, ::-1]], axis=-1)
-    for derive in (run, gradient):
-        ours, expected = (
-            functools.partial(derive, cell, mask=mask, **each) for each in ({"compact": True}, {"chunk": 0})
-        )
-        assert_close(compiled(ours, weights, init, xs), compiled(expected, weights, init, xs), 1e-5)
 
 
 def test_a_gradient_with_respect_to_what_the_body_closes_over():
@@ -234,7 +203,6 @@ def test_nothing_is_copied(monkeypatch, options):
     assert any(chunk in each for each in returned_by_branches(elsewhere))
 
 
-@pytest.mark.optimized
 @pytest.mark.slow
 def test_a_step_has_no_more_operations_than_one_that_is_masked_by_hand():
     """XLA's CPU backend runs up to eight operations one after the other, and more of them in its threads."""

@@ -18,7 +18,7 @@ from thin import by_turns, parametrize
 from unpadded import compiled
 
 import treescan
-import treescan._transforms.auto as auto_remat
+import treescan._transforms.remat as auto_remat
 import treescan._transforms.remat as remat_transform
 from treescan._trace.cost import count_operations
 
@@ -46,48 +46,12 @@ def made_within(p, h, x):
     return h, x @ p["x"]
 
 
-def weights_first(p, h, x):
-    """Weights on the left, and axes added up over that are not the last."""
-    h = jnp.tanh((p["h"] @ h.T).T + jnp.einsum("bd,dh->hb", x, p["x"]).T)
-    return h, jnp.einsum("bh,hk->kb", h, p["h"]).T
-
-
-def several_axes(p, h, x):
-    """Products over two axes at once, and products that leave two."""
-    grid = jnp.einsum("bh,hij->bij", h, p["hij"]) + jnp.einsum("bd,dij->bij", x, p["xij"])
-    h = jnp.tanh(jnp.einsum("bij,hij->bh", grid, p["hij"]))
-    return h, grid.sum((-1, -2))
-
-
-def heads(p, h, x):
-    """A product with an axis that is not added up over."""
-    h = jnp.tanh(jnp.einsum("bh,hk->bkh", h, p["h"]).sum(-1) + jnp.einsum("bh,hi->bh", h, p["h"]) + x @ p["x"])
-    return h, jnp.einsum("bk,bk,kj->bj", h, h, p["h"])
-
-
-def batched(p, h, x):
-    """Weights for each of several heads."""
-    each = jnp.einsum("bnd,ndh->bnh", jnp.stack([x, x + 1], 1), jnp.stack([p["x"], -p["x"]]))
-    h = jnp.tanh(each.sum(1) + jnp.einsum("bnh,nhk->bk", jnp.stack([h, 2 * h], 1), jnp.stack([p["h"], p["h"].T])))
-    return h, each
-
-
 def deep(p, h, x):
     """x through two layers before it meets the carry, and with itself."""
     x = jax.nn.relu(x @ p["x"] + 1) @ p["h"]
     scores = jax.nn.softmax(jnp.einsum("bi,bj->bij", x, x))
     h = jnp.tanh(h @ p["h"] + jnp.einsum("bij,jk->bk", scores, p["h"]))
     return h, x
-
-
-def convolved(p, h, x):
-    """Convolutions of x and of the carry."""
-
-    def convolve(a):
-        return jax.lax.conv_general_dilated(a[:, None], p["kernel"], (1,), "SAME")[:, 0]
-
-    h = jnp.tanh(convolve(h) + convolve(jnp.concatenate([x, x[:, :1]], -1)))
-    return h, h
 
 
 def called(p, h, x):
@@ -129,12 +93,6 @@ def read_twice(p, h, x):
     return jnp.tanh(total + early), (late, total - early)
 
 
-def by_rows(p, h, x):
-    """Products of each row by itself."""
-    h = jax.vmap(lambda h, x: jnp.tanh(p["h"] @ h + x @ p["x"]))(h, x)
-    return h, h
-
-
 def of_integers(p, h, x):
     """Products of numbers that have no derivative, and of halves, beside others."""
     counts = jnp.round(x).astype(jnp.int32) @ jnp.arange(D * H).reshape(D, H)
@@ -168,30 +126,20 @@ BODIES = {
         lstm,
         joined,
         made_within,
-        weights_first,
-        several_axes,
-        heads,
-        batched,
         deep,
-        convolved,
         called,
         checkpointed,
         looped,
         summed,
         read_twice,
-        by_rows,
         of_integers,
         rounded,
     )
 }
 
 
-pytestmark = pytest.mark.usefixtures("one_device")  # the last tests undo it
-
-
 def params():
     sizes = {"x": (D, H), "h": (H, H), "x4": (D, 4 * H), "h4": (H, 4 * H), "b": (4 * H,)}
-    sizes |= {"hij": (H, 2, 2), "xij": (D, 2, 2), "kernel": (1, 1, 3)}
     return {name: array(*shape, seed=seed) for seed, (name, shape) in enumerate(sizes.items())}
 
 
@@ -306,26 +254,6 @@ def test_scan_that_saves_whole_steps_with_every_option(options, derive):
     assert_as_lax_scan(derive, lstm, given(), **options)
 
 
-@parametrize("derive", {"gradient": gradient, "values": run})
-def test_scan_that_saves_whole_steps_cuts_and_thins(derive):
-    """Beside the same options without `remat`, which is tried itself against loops by hand."""
-    for options in ({"truncate": 3}, {"truncate": 3, "reverse": True}, {"save": "last"}, {"save": 2}, {"save": None}):
-        ours, plain = (
-            functools.partial(derive, lstm, verb=treescan.scan, **options, **more)
-            for more in ({"remat": WHOLE_STEPS}, {})
-        )
-        assert_close(compiled(ours, *given()), compiled(plain, *given()))
-
-
-@parametrize("verb", {"fold": treescan.fold, "accumulate": treescan.accumulate})
-def test_folds_that_save_whole_steps(verb):
-    def loss(p, h, xs, **options):
-        return jnp.sum(jnp.sin(verb(lambda h, x: lstm(p, h, x)[0], h, xs, **options)))
-
-    ours, plain = (jax.grad(functools.partial(loss, **o), argnums=(0, 1, 2)) for o in ({"remat": WHOLE_STEPS}, {}))
-    assert_close(compiled(ours, *given()), compiled(plain, *given()))
-
-
 def test_scan_that_saves_whole_steps_under_vmap():
     """A branch on a mapped value is in the step: it is differentiated before it is mapped."""
 
@@ -361,19 +289,6 @@ def auto(request, monkeypatch):
 @by_turns(4, body=BODIES, derive=DERIVED)
 def test_auto_is_lax_scan(body, derive, auto):
     assert_as_lax_scan(derive, body, given_long(), tolerance=1e-2 if body is of_integers else 1e-4, remat="auto")
-
-
-@parametrize("options", {"reverse": {"reverse": True}, "unroll": {"unroll": 3}})
-def test_auto_with_every_option(options, auto):
-    assert_as_lax_scan(gradient, lstm, given_long(), tolerance=1e-4, remat="auto", **options)
-
-
-def test_auto_thins_and_cuts(auto):
-    for options in ({"truncate": 5, "reverse": True}, {"save": "last"}, {"save": 3}, {"save": None}):
-        ours, plain = (
-            functools.partial(gradient, lstm, verb=treescan.scan, **options, **more) for more in ({"remat": "auto"}, {})
-        )
-        assert_close(compiled(ours, *given_long()), compiled(plain, *given_long()), 1e-4)
 
 
 def test_auto_computes_products_at_once():
@@ -488,11 +403,6 @@ def test_operations_of_loops_branches_and_functions():
     assert count(jax.jit(lambda a: a @ a)) == one
     assert count(jnp.tanh) == 100 * count(jnp.negative)
     assert count(jnp.linalg.cholesky) > one
-
-
-def test_scan_that_saves_whole_steps_without_rewriting():
-    with treescan.rewriting(False):
-        assert_as_lax_scan(gradient, lstm, given())
 
 
 def test_a_rule_for_gradients_is_kept():
@@ -640,17 +550,6 @@ def test_products_that_are_added_up_have_one_cotangent():
     assert counts == [2, 4]
 
 
-def test_the_body_is_traced_once():
-    traces = []
-
-    def body(p, h, x):
-        traces.append(1)
-        return lstm(p, h, x)
-
-    compiled(functools.partial(gradient, body), *given())
-    assert len(traces) == 1
-
-
 def test_a_body_without_products_has_no_rule_for_its_chunks():
     def body(p, h, x):
         h = jnp.tanh(h * p["h"][:1] + x[:, :1])
@@ -750,17 +649,6 @@ def test_rows_that_carry_keys_and_counts():
 # On many devices.
 
 
-def on_many_devices(monkeypatch):
-    monkeypatch.undo()
-    assert jax.device_count() > 1
-
-
-@by_turns(4, body={name: BODIES[name] for name in ("lstm", "weights_first", "several_axes", "deep")}, derive=DERIVED)
-def test_as_step_by_step_in_the_forms_for_many_devices(body, derive, monkeypatch):
-    on_many_devices(monkeypatch)
-    assert_as_step_by_step(derive, body, given())
-
-
 def spread_rows(mesh, args):
     p, h, xs = args
     return (
@@ -775,15 +663,15 @@ def many_rows():
     return p, jnp.tile(h, (8, 1)), jnp.tile(xs / 8, (1, 8, 1))
 
 
+@pytest.mark.devices
 @parametrize("derive", {"values": run, "gradient": gradient})
-def test_rows_that_are_spread_from_outside_do_not_communicate_in_the_steps(derive, monkeypatch):
+def test_rows_that_are_spread_from_outside_do_not_communicate_in_the_steps(derive):
     """Only the cotangents of weights are added up over devices, once a chunk."""
 
     def simple(p, h, x):
         h = jnp.tanh((x @ p["x4"] + h @ p["h4"])[:, :WIDE])
         return h, h
 
-    on_many_devices(monkeypatch)
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     options = {"lengths": np.arange(8 * ROWS) % (4 * CHUNK)}
     args = spread_rows(mesh, many_rows())
@@ -795,6 +683,7 @@ def test_rows_that_are_spread_from_outside_do_not_communicate_in_the_steps(deriv
     assert_close(jax.jit(function)(*args), expected, tolerance=1e-4)
 
 
+@pytest.mark.devices
 def test_a_function_that_says_where_its_results_are_is_called_as_it_is():
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     everywhere = jax.NamedSharding(mesh, jax.P())
@@ -810,9 +699,9 @@ def test_a_function_that_says_where_its_results_are_is_called_as_it_is():
     assert_as_step_by_step(gradient, body, given())
 
 
+@pytest.mark.devices
 @parametrize("check_vma", {"checked": True, "unchecked": False})
-def test_in_a_shard_map(check_vma, monkeypatch):
-    on_many_devices(monkeypatch)
+def test_in_a_shard_map(check_vma):
     mesh = jax.make_mesh((8,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
     specs = (jax.P(), jax.P("rows"), jax.P(None, "rows"), jax.P("rows"))
 

@@ -6,7 +6,6 @@ import functools
 import io
 import math
 import sys
-import threading
 
 import chex
 import jax
@@ -14,14 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from bars import LOG, Recorder, bars, progress, steps_of
-from jax.sharding import Mesh, PartitionSpec
+from copies_in_loops import copies_in_loops
 from jaxprs import equations
+from thin import by_turns
 
 import treescan
 from treescan import Progress
-from treescan._doctor.copies import copies_in_loops
 from treescan._loop.reports import RUNS, Site
 from treescan.carries import ema
+
+pytestmark = pytest.mark.quick
 
 T, D = 12, 3
 W = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (D, D)), jnp.float32)
@@ -46,8 +47,8 @@ def shown(carry):
 # What is told.
 
 
-@pytest.mark.parametrize("length", [0, 1, 2, 5, 11, 12])
-@pytest.mark.parametrize("updates", [1, 3, 4, 100])
+@pytest.mark.parametrize("length", [0, 1, 5, 11, 12])
+@pytest.mark.parametrize("updates", [1, 4, 100])
 def test_the_steps_of_a_scan_are_multiples_of_its_chunks(length, updates):
     size = max(1, math.ceil(length / updates))
     expected = [*range(size, length, size), *([length] if length else [])]
@@ -61,17 +62,6 @@ def test_in_reverse_a_remainder_is_reported_with_the_chunk_after_it(length):
     starts = [start for start in range(0, length, size) if start + size <= length] or [0]
     run = lambda: treescan.scan(step, init(), XS[:length], reverse=True, progress=progress())  # noqa: E731
     assert steps_of(run) == (length, [length - start for start in reversed(starts)])
-
-
-@pytest.mark.slow  # an everyday test of paced reports does the same
-def test_what_is_shown_is_the_carry_after_the_steps_that_are_done():
-    carries = treescan.accumulate(lambda c, x: step(c, x)[0], init(), XS)
-    expected = [
-        (n, {"n": n, "mean": pytest.approx(float(carries["h"][n - 1].mean()), abs=1e-5)}) for n in (3, 6, 9, 12)
-    ]
-    for form in ({}, {"remat": "step"}, {"save": "last"}, {"truncate": 5}, {"unroll": True}):
-        found = bars(lambda form=form: treescan.scan(step, init(), XS, progress=progress(show=shown), **form))
-        assert found == [(T, expected)], form
 
 
 def test_a_label_is_given_or_that_of_the_body():
@@ -107,6 +97,31 @@ def test_a_masked_scan_counts_the_steps_in_which_any_row_is_valid():
     assert steps_of(lambda: rows(resets=mask, progress=progress())) == (T, [3, 6, 9, 12])
 
 
+def add(carry, x):
+    return carry + x, carry
+
+
+EMPTY = {
+    "scan": lambda xs, n, **o: treescan.scan(add, jnp.zeros(xs.shape[1:]), xs, **o),
+    "mask_scan": lambda xs, n, **o: treescan.mask_scan(add, jnp.zeros(xs.shape[1:]), xs, lengths=n, **o),
+    "fold": lambda xs, n, **o: treescan.fold(lambda c, x: c + x, jnp.zeros(xs.shape[1:]), xs, lengths=n, **o),
+    "while_scan": lambda xs, n, **o: treescan.while_scan(lambda c: c < 3, add, jnp.zeros(xs.shape[1:]), xs, **o),
+    "fori": lambda xs, n, **o: treescan.fori(0, len(xs), lambda i, c: c + i, jnp.zeros(xs.shape[1:]), **o),
+}
+
+
+@pytest.mark.parametrize("verb", EMPTY)
+@pytest.mark.parametrize(("shape", "compiled"), [((0, 2), False), ((0, 0), True), ((4, 0), True)], ids=str)
+def test_a_batch_without_steps_or_without_rows_has_a_bar(verb, shape, compiled):
+    xs, lengths = jnp.zeros(shape), jnp.zeros(shape[1], int)
+    options = {"paced": Progress("loop", meter=Recorder()), "fixed": progress(), "batched": progress(batched=True)}
+    for name, option in options.items():
+        run = lambda option=option: EMPTY[verb](xs, lengths, progress=option)  # noqa: E731
+        found = bars(jax.jit(run) if compiled else run)
+        assert len(found) == 1, name
+        chex.assert_trees_all_equal(EMPTY[verb](xs, lengths), run())
+
+
 def halve(carry, _):
     return carry / 2, carry
 
@@ -131,12 +146,12 @@ def test_the_bar_is_there_before_the_first_step():
         jax.debug.callback(lambda: LOG.append(("body", "said")))
         return step(carry, x)
 
-    for run in (jax.jit(lambda xs: treescan.scan(speaking, init(), xs, progress=progress())),):
-        LOG.clear()
-        jax.block_until_ready(run(XS))
-        jax.effects_barrier()
-        assert [entry[1] for entry in LOG[:4]] == ["init", "said", "said", "said"]
-        assert [entry[1] for entry in LOG].count("said") == T
+    run = jax.jit(lambda xs: treescan.scan(speaking, init(), xs, progress=progress()))
+    LOG.clear()
+    jax.block_until_ready(run(XS))
+    jax.effects_barrier()
+    assert [entry[1] for entry in LOG[:4]] == ["init", "said", "said", "said"]
+    assert [entry[1] for entry in LOG].count("said") == T
 
 
 # Values, and what transforms make of it.
@@ -255,8 +270,7 @@ TRANSFORMS = {
 }
 
 
-@pytest.mark.parametrize("option", [{}, {"remat": "step"}, {"remat": "nested"}, {"remat": "auto"}], ids=str)
-@pytest.mark.parametrize("transform", TRANSFORMS)
+@by_turns(4, option=[{}, {"remat": "step"}, {"remat": "nested"}, {"remat": "auto"}], transform=list(TRANSFORMS))
 def test_every_transform_has_one_bar_and_the_gradient_says_nothing(transform, option):
     told = bars(lambda: TRANSFORMS[transform](functools.partial(_loss, **option)))
     assert [(total, [done for done, _ in steps]) for total, steps in told] == [(T, [3, 6, 9, 12])]
@@ -281,45 +295,6 @@ def test_under_vmap_the_values_beside_the_bar_are_those_of_the_first_element():
     ((_, [(_, values)]),) = bars(lambda: jax.vmap(run)(BATCH))
     assert values == {"n": T, "mean": pytest.approx(float(run(BATCH[0]).mean()), abs=1e-6)}
     assert bars(lambda: jax.vmap(run)(jnp.zeros((0, D))))[0][0] == T
-
-
-@pytest.mark.slow  # an everyday test of paced reports does the same
-def test_one_device_of_a_shard_map_reports():
-    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
-    spec = PartitionSpec("d")
-
-    def run(h, check=True):
-        one = lambda h: treescan.scan(step, init(h[0]), XS, progress=progress(show=shown))[0]["h"][None]  # noqa: E731
-        return jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=check)(h)
-
-    for check in (True, False):
-        assert steps_of(lambda check=check: jax.jit(run, static_argnums=1)(BATCH[:2], check)) == (T, [3, 6, 9, 12])
-        loss = lambda h, check=check: jnp.sum(run(h, check))  # noqa: E731
-        assert steps_of(lambda loss=loss: jax.jit(jax.grad(loss))(BATCH[:2])) == (T, [3, 6, 9, 12])
-
-
-@pytest.mark.slow  # an everyday test of paced reports does the same
-@pytest.mark.parametrize("name", ["scan", "while_scan", "mask_scan"])
-def test_without_jit_the_steps_are_told_too(name):
-    runs = {
-        "scan": lambda: treescan.scan(step, {"h": H, "n": 0}, XS, progress=progress(show=shown)),
-        "while_scan": lambda: treescan.while_scan(
-            lambda c: c["n"] < 12, step, init(), XS, progress=progress(show=shown)
-        ),
-        "mask_scan": lambda: treescan.mask_scan(
-            step,
-            init(H[None]),
-            ROWS[:, :1],
-            lengths=jnp.array([12]),
-            carry_axes={"h": 0, "n": None},
-            progress=progress(show=shown),
-        ),
-    }
-    with jax.disable_jit():
-        ((total, steps),) = bars(runs[name])
-    assert total == (None if name == "while_scan" else T)
-    assert [(done, values["n"]) for done, values in steps][-1] == (12, 12)
-    assert len(steps) == (1 if name == "mask_scan" else 4)
 
 
 # Runs.
@@ -350,21 +325,6 @@ def test_loops_within_loops_have_bars_within_bars():
         kinds = [(entry[1], entry[0] - LOG[0][0]) for entry in LOG]
         assert kinds[:5] == [("init", 0), ("init", 1), ("step", 1), ("step", 1), ("close", 1)]
         assert kinds[-1] == ("close", 0)
-
-
-def test_threads_have_bars_of_their_own():
-    run = jax.jit(lambda h: treescan.scan(step, init(h), XS, progress=progress())[0]["h"])
-    run(H)
-
-    def all_at_once():
-        threads = [threading.Thread(target=lambda i=i: jax.block_until_ready(run(H + i))) for i in range(6)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    told = bars(lambda: all_at_once() or H)
-    assert [[done for done, _ in steps] for _, steps in told] == [[3, 6, 9, 12]] * 6
 
 
 def test_an_abandoned_run_is_closed_by_the_next_one(monkeypatch):
@@ -461,14 +421,15 @@ def test_a_callback_has_one_operand_however_many_values_are_shown():
     assert values == {"d": 0.1, "n": T, "l": 2**40}
 
 
-def test_no_state_is_copied_for_an_update():
+@pytest.mark.parametrize("updates", [10, None])
+def test_no_state_is_copied_for_an_update(updates):
     def copies(show):
         run = lambda w: treescan.scan(lambda w, x: (jnp.tanh(w @ w + x), None), w, jnp.ones(40), progress=show)[0]  # noqa: E731
         text = jax.jit(run).lower(jnp.zeros((96, 96))).compile().as_text()
         assert ("callback" in text) == (show is not None)
         return copies_in_loops(text, (96, 96))
 
-    assert copies(progress(10, show=lambda w: {"first": w[0, 0]})) == copies(None)
+    assert copies(progress(updates, show=lambda w: {"first": w[0, 0]})) == copies(None)
 
 
 def test_a_second_eager_call_is_no_new_trace():
@@ -555,7 +516,7 @@ def test_tqdm_is_the_default_where_it_is_installed(monkeypatch):
 
 
 def test_text_is_the_default_where_tqdm_is_not_installed(monkeypatch):
-    monkeypatch.setattr("treescan._transforms.progress_arguments.has_tqdm", lambda: False)
+    monkeypatch.setattr("treescan._transforms.progress.has_tqdm", lambda: False)
     stream = Terminal(tty=False)
     monkeypatch.setattr(sys, "stderr", stream)
     treescan.scan(step, init(), XS, progress=True)

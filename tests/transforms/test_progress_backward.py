@@ -11,6 +11,8 @@ from bars import LOG, bars, labels, progress
 
 import treescan
 
+pytestmark = pytest.mark.quick
+
 T, D = 11, 3
 W = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (D, D)), jnp.float32)
 H = jnp.linspace(0.1, 1, D)

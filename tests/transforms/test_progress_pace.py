@@ -1,27 +1,24 @@
 """`progress` without a number of updates: how often a run reports, and that values and transforms are unharmed."""
 
-import contextlib
-import dataclasses
 import functools
 import itertools
 import threading
 import time
 import weakref
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from bars import LOG, Recorder, bars, steps_of
+from bars import Recorder, bars, steps_of
 from jax.sharding import Mesh, PartitionSpec
 from jaxprs import equations
 
 import treescan
 from treescan import Progress
-from treescan._doctor.copies import copies_in_loops
-from treescan._loop.pace import GROWTH, INTERVAL, NEVER, SHARE, Pace
-from treescan._loop.reports import RUNS
+from treescan._loop.reports import GROWTH, INTERVAL, NEVER, RUNS, SHARE, Pace
+
+pytestmark = pytest.mark.quick
 
 T = 200
 XS = jnp.sin(jnp.arange(float(T)))
@@ -50,14 +47,14 @@ def no_loop_has_run_before(monkeypatch):
 @pytest.fixture
 def rare(monkeypatch):
     """As if each run took no time."""
-    monkeypatch.setattr("treescan._loop.pace.INTERVAL", 1e6)
+    monkeypatch.setattr("treescan._loop.reports.INTERVAL", 1e6)
 
 
 @pytest.fixture
 def often(monkeypatch):
     """As if each chunk took longer than it is to take between two reports."""
-    monkeypatch.setattr("treescan._loop.pace.INTERVAL", 0.0)
-    monkeypatch.setattr("treescan._loop.pace.SHARE", np.inf)
+    monkeypatch.setattr("treescan._loop.reports.INTERVAL", 0.0)
+    monkeypatch.setattr("treescan._loop.reports.SHARE", np.inf)
 
 
 # The pace.
@@ -165,26 +162,7 @@ def test_every_transform_has_one_bar_and_the_gradient_says_nothing(transform, ra
     assert steps_of(lambda: TRANSFORMS[transform](loss)) == (T, RARE)
 
 
-FORMS = {"reverse": {"reverse": True}, "step": {"remat": "step"}, "nested": {"remat": "nested"},
-         "last": {"save": "last"}, "every": {"save": 5}, "truncate": {"truncate": 7}, "unroll": {"unroll": 2},
-}  # fmt: skip
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("form", FORMS)
-def test_values_and_gradients_are_those_without(form):
-    def run(c, progress):
-        carry, ys = treescan.scan(step, c, XS, progress=progress, **FORMS[form])
-        return jnp.sum(jnp.sin(ys)) + carry, (carry, ys)
-
-    one, other = (jax.value_and_grad(functools.partial(run, progress=bar), has_aux=True) for bar in (PACED, None))
-    for transform, c in ((lambda f: f, jnp.float32(0.1)), (jax.vmap, jnp.linspace(0.1, 1, 3))):
-        shown = jax.jit(transform(one))
-        ((total, told),) = bars(functools.partial(shown, c))
-        assert (total, told[-1][0]) == (T, T)
-        chex.assert_trees_all_close(shown(c), jax.jit(transform(other))(c), rtol=1e-5)
-
-
+@pytest.mark.devices
 def test_one_device_of_a_shard_map_reports(rare):
     mesh, spec = Mesh(np.array(jax.devices()[:2]), ("d",)), PartitionSpec("d")
     for check in (True, False):
@@ -196,13 +174,6 @@ def test_without_jit_it_does_too(often):
     with jax.disable_jit():
         total, steps = steps_of(lambda: treescan.scan(step, 0.0, XS[:3], progress=PACED))
     assert (total, steps) == (3, [1, 2, 3])
-
-
-def test_two_calls_within_one_program_have_two_bars(rare):
-    for length in (1, T):
-        run = lambda c, n=length: treescan.scan(step, c, XS[:n], progress=PACED)[0]  # noqa: E731
-        told = bars(lambda run=run: jax.jit(lambda c: run(c) + run(c * 2))(0.1))
-        assert [total for total, _ in told] == [length] * 2
 
 
 def test_threads_and_loops_within_loops_have_bars_of_their_own(rare):
@@ -232,33 +203,6 @@ def test_a_run_after_another_first_reports_when_the_pace_of_that_one_says(rare, 
     assert steps_of(lambda: other(0.1))[1][0] == 2
 
 
-def test_an_abandoned_run_is_closed_by_the_next_one(rare, monkeypatch):
-    monkeypatch.setattr("treescan._loop.reports.PATIENCE", 0)
-
-    def failing(c, x):
-        def check(c):
-            if fail and c > 40:
-                raise ValueError("this is meant")
-
-        jax.debug.callback(check, c)
-        return c + 1, x
-
-    run = jax.jit(lambda c: treescan.scan(failing, c, XS, progress=PACED)[0])
-    LOG.clear()
-    fail = True
-    with pytest.raises(Exception, match="this is meant"):
-        jax.block_until_ready(run(0.0))
-        jax.effects_barrier()
-    fail = False
-    with contextlib.suppress(Exception):  # what the failed run left
-        jax.effects_barrier()
-    assert [kind for _, kind, *_ in LOG] == ["init", "step", "step"]
-    jax.block_until_ready(run(0.0))
-    jax.effects_barrier()
-    assert [kind for _, kind, *_ in LOG[3:]] == ["init", "step", "step", "step", "close", "close"]
-    assert LOG[-1][0] == LOG[0][0]
-
-
 def test_what_cannot_be_paced_has_twenty_updates():
     for options in ({"backward": True}, {"batched": True}):
         given = Progress("loop", meter=Recorder(), **options)
@@ -275,27 +219,3 @@ def test_no_step_has_a_branch_and_no_state_passes_through_one():
     inside = {eqn.primitive.name for eqn in equations(steps.params["jaxpr"].jaxpr)}
     assert not {"cond", "pure_callback", "debug_callback", "custom_vmap_call"} & inside
     assert [var.aval.str_short() for var in branch.outvars] == ["int32[]"]
-
-
-def test_no_state_is_copied_for_a_report():
-    def copies(bar):
-        run = lambda w: treescan.scan(lambda w, x: (jnp.tanh(w @ w + x), None), w, XS, progress=bar)[0]  # noqa: E731
-        text = jax.jit(run).lower(jnp.zeros((96, 96))).compile().as_text()
-        assert ("callback" in text) == (bar is not None)
-        return copies_in_loops(text, (96, 96))
-
-    assert copies(Progress(meter=Recorder(), show=lambda w: {"first": w[0, 0]})) == copies(None)
-
-
-@dataclasses.dataclass(frozen=True)
-class Failing(Recorder):
-    def step(self, bar, done, shown):
-        raise OSError("no terminal")
-
-
-def test_a_meter_that_fails_is_a_warning_and_the_loop_goes_on():
-    with pytest.warns(RuntimeWarning, match="`Failing` failed: OSError"):
-        carry, _ = treescan.scan(step, 0.0, XS, progress=Progress(meter=Failing()))
-        jax.block_until_ready(carry)
-        jax.effects_barrier()
-    chex.assert_trees_all_close(carry, treescan.scan(step, 0.0, XS)[0], rtol=1e-6)

@@ -6,17 +6,16 @@ import itertools
 import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hypothesis import given, settings
-from loops import TRANSFORMS, array, loss_of
+from loops import TRANSFORMS, array
 from test_remat import arguments, assert_same, evaluations
-from thin import all_pairs, everyday, slow
-from unpadded import QUICKLY, assert_close
+from thin import all_pairs, everyday
+from unpadded import assert_close
 
 import treescan
 from treescan import Remat
-from treescan._loop.sizes import count_parts, divide
+from treescan._loop.chunk import count_parts, divide
 
 policies = jax.checkpoint_policies
 
@@ -59,18 +58,6 @@ def test_equals_lax_scan(plan, steps, reverse, unroll):
     assert_same(ours, functools.partial(jax.lax.scan, **options), arguments(steps))
 
 
-LONG = ["nested", "three levels", "four levels", "segment", "everything in levels", "fit"]
-
-
-@pytest.mark.parametrize("steps", [1024, pytest.param(4099, marks=pytest.mark.slow)])
-@pytest.mark.parametrize(
-    "plan", ["three levels", *(pytest.param(plan, marks=pytest.mark.slow) for plan in LONG if plan != "three levels")]
-)
-def test_long_loops(plan, steps):
-    ours = functools.partial(treescan.scan, remat=given_of(steps)[plan])
-    assert_same(ours, jax.lax.scan, arguments(steps))
-
-
 def cell(carry, x):
     h = jnp.tanh(carry["h"] * carry["w"] + x)
     return {"h": h, "w": carry["w"]}, h * x
@@ -97,41 +84,6 @@ def test_transforms_of_jax(plan, transform):
         pytest.skip("jax 0.10.2: no reverse mode over a reverse mode that offloads, in a loop by hand either")
     got = transformed(transform, functools.partial(treescan.scan, remat=given_of(7)[plan]))
     assert_close(got, transformed(transform, jax.lax.scan))
-
-
-@pytest.mark.parametrize(
-    ("plan", "reverse"),
-    [
-        *[("three levels", False), ("dots", True)],
-        *slow(("three levels", True), ("dots", False), ("segment", True), ("everything in levels", False)),
-    ],
-)
-def test_mask_scan(plan, reverse):
-    init, xs = {"h": array(3, seed=1), "w": array(3, seed=2)}, array(13, 3, seed=3)
-    masked = functools.partial(treescan.mask_scan, cell, lengths=np.array([13, 0, 6]), reverse=reverse, chunk=2)
-    got, want = (
-        jax.jit(lambda *floats, run=run: jax.value_and_grad(run)(list(floats)), compiler_options=QUICKLY)(*floats)
-        for run, floats in (
-            loss_of(functools.partial(masked, **options), init, xs) for options in ({"remat": PLANS[plan]}, {})
-        )
-    )
-    assert_close(got, want)
-
-
-@pytest.mark.parametrize("plan", ["three levels", "dots", "everything", "fit"])
-def test_layers(plan):
-    def block(layer, x):
-        return jnp.tanh(x @ layer)
-
-    x, layers = array(2, 4, seed=1), array(9, 4, 4, seed=2)
-    got, want = (
-        jax.value_and_grad(lambda x, w, run=run: jnp.sum(run(x, w) ** 2), (0, 1))(x, layers)
-        for run in (
-            functools.partial(treescan.fold_layers, block, remat=given_of(9)[plan]),
-            lambda x, layers: jax.lax.scan(lambda x, w: (block(w, x), None), x, layers)[0],
-        )
-    )
-    assert_close(got, want)
 
 
 # Evaluations

@@ -8,10 +8,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from loops import TRANSFORMS, array, loss_of
-from thin import all_pairs, everyday, parametrize, slow
-from unpadded import QUICKLY, assert_close
+from thin import all_pairs, everyday, parametrize
+from unpadded import assert_close
 
 import treescan
 from treescan import Remat
@@ -63,7 +62,7 @@ def derived(run, init, xs):
     return run(init, xs), jax.grad(loss)(floats)
 
 
-compiled = functools.partial(jax.jit, static_argnums=0, compiler_options=QUICKLY)(derived)
+compiled = functools.partial(jax.jit, static_argnums=0)(derived)
 
 
 def assert_same(ours, theirs, *given):
@@ -97,7 +96,7 @@ def test_scan(save, steps, reverse, remat):
     assert_same(ours, functools.partial(stacked, save=save, reverse=reverse), *arguments(steps))
 
 
-@pytest.mark.parametrize(("steps", "reverse"), [(7, False), (8, True), *slow((7, True), (8, False))])
+@pytest.mark.parametrize(("steps", "reverse"), [(7, False), (8, True)])
 def test_all_in_one_length(steps, reverse):
     """k = T - 1, T and T + 1, of a prime and of a power of 2."""
     for save in (steps - 1, steps, steps + 1):
@@ -106,22 +105,12 @@ def test_all_in_one_length(steps, reverse):
 
 
 @parametrize("transform", TRANSFORMS)
-@pytest.mark.parametrize("save", ["tree", *slow(("last",), ("third",))])
-def test_transforms_of_jax(transform, save):
+def test_transforms_of_jax(transform):
     floats = arguments(7)
     floats = floats[0], floats[1] | {"i": array(7, seed=5)}
-    save = SAVES[save]
+    save = SAVES["tree"]
     got, want = (transform(functools.partial(run, save=save), *floats) for run in (scanned, stacked))
     assert_close(got, want)
-
-
-@pytest.mark.parametrize("unroll", [2, True])
-@pytest.mark.parametrize("save", ["last", "third", "tree"])
-def test_unroll(unroll, save):
-    save = SAVES[save]
-    assert_same(
-        functools.partial(scanned, save=save, unroll=unroll), functools.partial(stacked, save=save), *arguments(11)
-    )
 
 
 @pytest.mark.parametrize("save", ["all", "last", 3, None, {"h": 2, "w": "last"}, {"h": None, "w": 3}], ids=str)
@@ -135,33 +124,6 @@ def test_accumulate(save, reverse):
         return kept(carries, save, reverse=reverse)
 
     assert_same(ours, theirs, *arguments(7))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("reverse", [False, True])
-def test_axes_and_keys(reverse):
-    """`out_axes` moves the axis of the outputs that have one; keys are those of the positions, and may be outputs."""
-    save = {"m": 3, "last": "last", "key": 2, "all": "all", "keys": "last"}
-    out_axes = {"m": 1, "last": 1, "key": 0, "all": -1, "keys": 0}
-
-    def keyed(carry, x, *, key):
-        h = jnp.sin(carry["h"] + x["u"] + jax.random.normal(key, (2,)))
-        out = {"m": jnp.outer(h, h), "last": jnp.outer(h, x["u"]), "key": key, "all": h, "keys": key}
-        return carry | {"h": h}, out
-
-    def ours(init, xs):
-        key = jax.random.key(3)
-        return treescan.scan(keyed, init, xs, key=key, save=save, out_axes=out_axes, reverse=reverse)
-
-    def theirs(init, xs):
-        def step(carry, x):
-            return keyed(carry, x, key=jax.random.fold_in(jax.random.key(3), x["i"]))
-
-        final, ys = jax.lax.scan(step, init, xs, reverse=reverse)
-        ys = kept(ys, save, reverse=reverse)
-        return final, ys | {"m": jnp.moveaxis(ys["m"], 0, 1), "all": jnp.moveaxis(ys["all"], 0, -1)}
-
-    assert_same(ours, theirs, *arguments(8))
 
 
 def test_no_xs_and_other_dtypes():
@@ -286,8 +248,9 @@ def test_mask_scan(mask, save, fill, way, reverse, steps):
 
 MIXED = {"a": "last", "b": 2, "c": None}
 COMPACT = [
-    *[("last", "hold", True), (4, 0, False)],
-    *slow((MIXED, 0, True), ("last", 0, False), (4, "hold", True), (MIXED, "hold", False)),
+    ("last", "hold", True),
+    (4, 0, False),
+    (MIXED, 0, True),
 ]
 
 
@@ -311,41 +274,6 @@ def test_compact(save, fill, reverse):
         return final, {name: ys[name] for name in "abc"}
 
     assert_same(ours, theirs, *masked_arguments(13))
-
-
-MASKED_TRANSFORMS = [("vmap", False), *slow(("jvp", True), ("disable_jit", False), ("grad_of_grad", True))]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("transform", "reverse"), MASKED_TRANSFORMS)
-def test_transforms_of_the_masked_scan(transform, reverse):
-    transform = TRANSFORMS[transform]
-    init, xs = masked_arguments(7)
-    save, fill = {"a": "last", "b": 3, "c": "last", "t": 2}, FILLS["tree"]
-    ours = functools.partial(masked, mask=gaps(7), save=save, fill=fill, reverse=reverse)
-    theirs = functools.partial(masked_stacked, valid=gaps(7), save=save, fill=fill, reverse=reverse)
-    assert_close(transform(ours, init, xs), transform(theirs, init, xs))
-
-
-def test_time_axis_and_traced_lengths():
-    init, xs = masked_arguments(9)
-
-    @jax.jit
-    def ours(lengths, batch_first):
-        return treescan.mask_scan(
-            lambda c, x: (c | {"h": jnp.sin(c["h"] + x)}, c["h"] + x),
-            init,
-            batch_first,
-            lengths=lengths,
-            time_axis=1,
-            save=3,
-        )
-
-    _, ys = ours(jnp.array([9, 0, 4]), jnp.swapaxes(xs["u"], 0, 1))
-    _, want = treescan.mask_scan(
-        lambda c, x: (c | {"h": jnp.sin(c["h"] + x)}, c["h"] + x), init, xs["u"], lengths=jnp.array([9, 0, 4])
-    )
-    assert_close(ys, jnp.swapaxes(want[2::3], 0, 1))
 
 
 # Layers
@@ -433,8 +361,8 @@ def test_patterns(saves, counts, reverse):
 
 
 PATTERN_REMATS = [
-    *[("step", False), ((None, "step", "step"), True)],
-    *slow(("nested", True), (Remat(levels=2, segment=2), False)),
+    ("nested", True),
+    ((None, "step", "step"), False),
 ]
 
 
@@ -468,38 +396,6 @@ def test_one_save_for_all_blocks_and_out_axes():
 # At random
 
 leaves = st.one_of(st.sampled_from(["all", "last", None]), st.integers(1, 12))
-trees = st.one_of(leaves, st.fixed_dictionaries({"a": leaves, "b": st.one_of(leaves, st.tuples(leaves, leaves))}))
-
-
-@pytest.mark.slow
-@settings(max_examples=12)
-@given(
-    save=trees,
-    steps=st.integers(0, 24),
-    reverse=st.booleans(),
-    remat=st.sampled_from(list(REMATS)),
-    truncate=st.sampled_from([None, 100]),
-)
-def test_scan_at_random(save, steps, reverse, remat, truncate):
-    ours = functools.partial(scanned, save=save, reverse=reverse, remat=REMATS[remat], truncate=truncate)
-    assert_same(ours, functools.partial(stacked, save=save, reverse=reverse), *arguments(steps))
-
-
-@pytest.mark.slow
-@settings(max_examples=8)
-@given(
-    save=st.one_of(leaves, st.fixed_dictionaries(dict.fromkeys("abct", leaves))),
-    steps=st.integers(1, 24),
-    mask=st.sampled_from(list(MASKS)),
-    fill=st.sampled_from(list(FILLS)),
-    chunk=st.one_of(st.none(), st.integers(0, 9)),
-    reverse=st.booleans(),
-)
-def test_mask_scan_at_random(save, steps, mask, fill, chunk, reverse):
-    valid, fill = MASKS[mask](steps), FILLS[fill]
-    ours = functools.partial(masked, mask=valid, save=save, fill=fill, chunk=chunk, reverse=reverse)
-    theirs = functools.partial(masked_stacked, valid=valid, save=save, fill=fill, reverse=reverse)
-    assert_same(ours, theirs, *masked_arguments(steps))
 
 
 # Memory
@@ -526,9 +422,7 @@ def memory(save, steps, *, gradient=False, verb=treescan.scan, **options):
     return np.array([found.temp_size_in_bytes, found.output_size_in_bytes]) / (4 * width)
 
 
-@pytest.mark.parametrize(
-    ("steps", "every", "reverse"), [(512, 32, False), (509, 8, True), *slow((509, 32, False), (512, 8, True))]
-)
+@pytest.mark.parametrize(("steps", "every", "reverse"), [(512, 32, False), (509, 8, True)])
 def test_memory_falls_with_what_is_kept(steps, every, reverse):
     """In outputs: those that are kept, and hardly a copy of one."""
     none, some = (memory(save, steps, reverse=reverse) for save in (None, every))
@@ -609,9 +503,7 @@ def makings(save, steps, *, verb="scan", **options):
     return len(calls)
 
 
-@pytest.mark.parametrize(
-    ("verb", "reverse"), [("scan", False), ("scan_layers", True), *slow(("scan", True), ("scan_layers", False))]
-)
+@pytest.mark.parametrize(("verb", "reverse"), [("scan", False), ("scan_layers", True)])
 def test_outputs_that_are_not_kept_are_not_made(verb, reverse):
     count = functools.partial(makings, verb=verb, reverse=reverse)
     assert count("all", 32) == 32

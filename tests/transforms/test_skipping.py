@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hlo import Program
 from loops import array
-from thin import parametrize
+from thin import by_turns, parametrize
 from traces import Counted, compilations
 
 import treescan
@@ -308,9 +308,10 @@ def test_other_options_keep_the_branch(options):
 # One trace of the body, whatever the chunk.
 
 
-@pytest.mark.parametrize("transform", ["eager", "jit", "grad", "vmap", "vmap of grad"])
-@pytest.mark.parametrize(
-    "options", [{"chunk": 1}, {"chunk": 4}, {"chunk": 99}, {"chunk": 3, "remat": "nested"}], ids=str
+@by_turns(
+    4,
+    transform=["eager", "jit", "grad", "vmap", "vmap of grad"],
+    options=[{"chunk": 1}, {"chunk": 4}, {"chunk": 99}, {"chunk": 3, "remat": "nested"}],
 )
 def test_all_chunks_share_one_trace(options, transform):
     mask = spans([(0, 5)], [(0, 1)])
@@ -329,35 +330,7 @@ def test_all_chunks_share_one_trace(options, transform):
         assert compilations(lambda: run(init, xs))
         assert counted.calls == 1
         assert compilations(lambda: run(init, xs)) == []
-        assert (
-            compilations(lambda: run(init, xs, mask=spans([], []))) == []
-        )  # other chunks are skipped: the same program
+        assert compilations(lambda: run(init, xs, mask=spans([], []))) == []  # other chunks are skipped
     else:
         abstractly[transform]()
     assert counted.calls == 1
-
-
-# Every derivative, and around it whatever JAX has.
-
-
-DERIVATIVES = {
-    "jacfwd": jax.jacfwd,
-    "checkpoint": lambda f: jax.grad(jax.checkpoint(f)),
-    "hessian": jax.hessian,
-    "forward over reverse": lambda f: lambda h: jax.jvp(jax.grad(f), (h,), (jnp.cos(h),)),
-    "vmap of jacrev": lambda f: lambda h: jax.vmap(jax.jacrev(f))(jnp.stack([h, 2 * h])),
-    "grad of vmap": lambda f: jax.grad(lambda h: jnp.sum(jax.vmap(f)(jnp.stack([h, 2 * h])))),
-}
-
-
-@pytest.mark.parametrize(
-    "name", [*list(DERIVATIVES)[:2], *(pytest.param(n, marks=pytest.mark.slow) for n in list(DERIVATIVES)[2:])]
-)
-def test_derivatives_are_those_of_every_step(name):
-    mask = PATTERNS["a hole"][0]
-    init, xs = data(mask)
-    got, want = (
-        jax.jit(DERIVATIVES[name](lambda h, total=total: total(h, xs, mask)))(init)
-        for total in (functools.partial(loss, ours), LOSS_BY_HAND)
-    )
-    chex.assert_trees_all_close(got, want, rtol=1e-4, atol=1e-5)

@@ -12,6 +12,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import treescan
 
+pytestmark = pytest.mark.devices
+
 DEVICES, STEPS, ROWS, WIDTH = 8, 8, 16, 3  # two rows a device
 LENGTHS = np.array([5, 0, 0, 0, 1, 2, 5, 5, 0, 3, 0, 0, 4, 4, 0, 1])  # by device: 1, 0, 2, 2, 1, 0, 2, 1 rows with data
 SPECS = (P("i"), P(None, "i"), P("i"))
@@ -132,15 +134,6 @@ def test_devices_with_unlike_numbers_of_live_rows_run_the_largest():
         assert ran[:DEVICES] == [rows] * DEVICES
         chex.assert_trees_all_close(got, plain(*data(lengths)), rtol=1e-5)
     assert ran_in(lambda: compacted(*data(DEAD)))[0] == []
-
-
-@pytest.mark.parametrize("options", [{"chunk": 2}, {"chunk": 3, "compact": True}], ids=str)
-def test_gradients_inside(options):
-    def local(*args, **options):
-        return jax.grad(lambda i, x: jax.lax.psum(loss(i, x, args[2], **options), "i"), argnums=(0, 1))(*args[:2])
-
-    got = inside(local, **options)(*data())
-    chex.assert_trees_all_close(got, gradient(*data(), chunk=0), rtol=1e-5)
 
 
 def test_without_check_vma_nothing_is_skipped():

@@ -19,7 +19,7 @@ from widths import too_wide
 import treescan
 from benchmarks import layers, masked, memory
 from treescan import Remat, describe
-from treescan._describe.findings.table import FINDINGS
+from treescan._describe.findings import FINDINGS
 
 
 def step(h, x):
@@ -73,42 +73,21 @@ def of_layers(program):
 
 BENCHMARKS = {
     "memory, nested": lambda: of_memory(Remat(levels=2)),
-    "memory, everything": lambda: of_memory(None),
     "memory, three levels": lambda: of_memory(Remat(levels=3)),
     "memory, save": of_save,
     "masked, small": lambda: of_masked(masked.SMALL, "default"),
-    "masked, small, compact": lambda: of_masked(masked.SMALL, "compact"),
     "masked, large": lambda: of_masked(masked.LARGE, "default"),
     "masked, large, compact": lambda: of_masked(masked.LARGE, "compact"),
-    "layers": lambda: of_layers(layers._fold),
     "layers, remat": lambda: of_layers(layers._fold_remat),
 }
 
 
-@pytest.mark.optimized
 @pytest.mark.parametrize(
     "name", [name if name == "memory, nested" else pytest.param(name, marks=pytest.mark.slow) for name in BENCHMARKS]
 )
 def test_bytes_are_those_of_the_compiled_gradient(name):
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
         assert BENCHMARKS[name]() == pytest.approx(1, abs=0.05)
-
-
-def forward_ratio(program, *given):
-    (description,) = describe_all(program, *given)
-    found = jax.jit(program).lower(*given).compile().memory_analysis()
-    both = found.temp_size_in_bytes + found.output_size_in_bytes
-    return (description.forward_bytes + description.result_bytes) / both
-
-
-@pytest.mark.slow
-@pytest.mark.optimized
-@pytest.mark.parametrize("option", masked.OPTIONS)
-def test_bytes_of_the_forward_loop(option):
-    program = functools.partial(masked._mask_scan, **masked.OPTIONS[option])
-    lengths = masked._lengths(masked.SMALL)[masked.FULL]
-    with jax.numpy_rank_promotion("allow"):
-        assert forward_ratio(program, *masked._data(masked.SMALL), lengths) == pytest.approx(1, abs=0.05)
 
 
 def test_plans_save_less_and_evaluate_more():
@@ -126,8 +105,10 @@ def test_a_budget_is_a_plan():
 
 # Findings
 
+NAMES = [pytest.param(n, marks=pytest.mark.devices) if n == "gathered weights" else n for n in FAULTS]
 
-@pytest.mark.parametrize("name", FAULTS)
+
+@pytest.mark.parametrize("name", NAMES)
 def test_a_fault_is_found(name):
     fault = FAULTS[name]
     with jax.numpy_dtype_promotion("standard"):
@@ -138,7 +119,7 @@ def test_a_fault_is_found(name):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FAULTS)
+@pytest.mark.parametrize("name", NAMES)
 def test_without_the_fault_there_is_no_finding(name):
     with jax.numpy_dtype_promotion("standard"):
         assert FAULTS[name].describe(False).findings == ()
@@ -285,8 +266,8 @@ FAST = ("mask_scan", "while_scan", "pattern")
     "name", [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in CALLS]
 )
 def test_every_verb(name, monkeypatch):
-    monkeypatch.setattr(treescan._layout, "WIDTH", 78)
-    monkeypatch.setattr(treescan._describe.text, "WIDTH", 78)
+    monkeypatch.setattr(treescan._text, "WIDTH", 78)
+    monkeypatch.setattr(treescan._describe.description, "WIDTH", 78)
     verb, args, options = CALLS[name]
     found = describe(verb, *args, **options)
     assert found.plan.bytes > 0 and found.plan.refusal is None and found.plan.evaluations >= 1

@@ -1,7 +1,5 @@
 """What blocks are given: nothing in the place of xs, weights that all layers share, values that are no arrays."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy.testing as npt
@@ -38,16 +36,6 @@ def test_a_block_with_and_without_a_cache(remat):
     npt.assert_allclose(treescan.fold_layers(pattern, X, stacks, [None, caches], remat=remat), want, rtol=1e-5)
 
 
-def test_args_come_behind_the_place_of_xs():
-    def block(layer, x, cache, scale):
-        assert cache is None
-        return attend(layer, x, cache) * scale
-
-    layers = stack_of(2)
-    want = functools.reduce(lambda x, layer: attend(layer, x, None) * 2.0, treescan.unstack(layers), X)
-    npt.assert_allclose(treescan.fold_layers(block, X, layers, args=(2.0,)), want, rtol=1e-5)
-
-
 @pytest.mark.parametrize("options", [{}, {"remat": "step"}, {"remat": "nested"}, {"key": jax.random.key(0)}], ids=str)
 def test_layers_that_share_one_set_of_weights(options):
     """As in ALBERT."""
@@ -82,18 +70,6 @@ def test_a_pattern_of_shared_weights():
         want = own(layer, shared(None, want, WEIGHTS), WEIGHTS)
     got = treescan.fold_layers([shared, own], X, [None, layers], args=(WEIGHTS,), length=3)
     npt.assert_allclose(got, want, rtol=1e-5)
-
-
-def test_a_static_value_for_each_layer_by_pattern():
-    def block(layer, x, *, window):
-        return x @ layer["w"] if window is None else x + window
-
-    local, global_ = functools.partial(block, window=2), functools.partial(block, window=None)
-    stacks = [stack_of(2, seed) for seed in range(3)]
-    want = X
-    for first, second, third in zip(*map(treescan.unstack, stacks), strict=True):
-        want = global_(third, local(second, local(first, want)))
-    npt.assert_allclose(treescan.fold_layers([local, local, global_], X, stacks), want, rtol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{}, {"remat": "step"}])

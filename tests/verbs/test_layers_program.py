@@ -244,6 +244,7 @@ def test_static_arguments_that_were_changed_are_others():
         assert treescan.fold_layers(scale, 1.0, jnp.ones(2), args=(config,)) == width**2
 
 
+@pytest.mark.devices
 def test_init_with_shardings_is_traced_for_its_types_and_once_more():
     calls = []
 
@@ -329,29 +330,6 @@ def test_nested_remat_copies_a_chunk_and_not_the_stack(count):
 
 
 # Nothing leaks
-
-
-@pytest.mark.parametrize("place", [0, 1])
-@pytest.mark.parametrize("counts", [(2, 2), (3, 2)])
-def test_every_block_of_a_pattern_is_freed(place, counts):
-    stacks = [stack_of(count) for count in counts]
-
-    def make():
-        held = jnp.ones(WIDTH)
-        return lambda layer, x: block(layer, x) * held[None]
-
-    others = make()
-
-    def use():
-        blocks = [others, others]
-        blocks[place] = make()
-        for _ in range(2):
-            treescan.fold_layers(blocks, X, stacks)
-        return weakref.ref(blocks[place])
-
-    reference = use()
-    gc.collect()
-    assert reference() is None
 
 
 def test_what_was_compiled_for_a_pattern_goes_with_its_last_block():

@@ -14,6 +14,8 @@ from loops import array
 
 import treescan
 
+pytestmark = pytest.mark.devices
+
 DEVICES, LAYERS, WIDTH, HIDDEN, ROWS = 8, 6, 16, 64, 8
 FSDP = {"up": P("d"), "down": P(None, "d"), "scale": None}  # each weight over one of its own axes
 TENSOR = {"up": P(None, "d"), "down": P("d"), "scale": None}  # the hidden axis
@@ -138,6 +140,7 @@ def test_each_step_gathers_one_layer_at_most(specs, remat):
     assert jax.tree.map(lambda leaf: leaf.sharding, gradient) == shardings
 
 
+@pytest.mark.slow
 def test_a_pattern_keeps_shardings_too():
     mesh = mesh_of()
     stacks = [
@@ -225,7 +228,7 @@ def test_layers_on_different_devices_are_refused():
 # A pattern with a remainder
 
 
-@pytest.mark.parametrize("remat", [None, "step"])
+@pytest.mark.parametrize("remat", [None, pytest.param("step", marks=pytest.mark.slow)])
 def test_a_remainder_gathers_as_often_as_by_hand(remat):
     mesh = mesh_of()
     stacks = [

@@ -13,6 +13,8 @@ from traces import Counted
 
 import treescan
 
+pytestmark = pytest.mark.quick
+
 WIDTH = 4
 X = array(3, WIDTH)
 

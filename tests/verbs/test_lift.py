@@ -1,6 +1,7 @@
 """`treescan.lift` against a loop in Python: roles, filters, keys, axes, and what is computed before the loop."""
 
 import functools
+import itertools
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -11,7 +12,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import linen as nn
 from hypothesis import given, settings, strategies as st
 from jax.experimental import io_callback
 from jaxprs import equations
@@ -198,16 +198,11 @@ def assert_close(actual: Any, expected: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
-def rows() -> list[Any]:
-    often = ("carried", "scanned", "made", "keys")
-    grid = [(name, transform) for name in CASES for transform in ("grad", "eager", "vmap", "disable_jit", "jvp")]
-    return [
-        pytest.param(*row, marks=() if row[1] == "grad" or (row[0] in often and row[1] != "jvp") else pytest.mark.slow)
-        for row in grid
-    ]
+OFTEN = ("carried", "scanned", "made", "keys")
+ROWS = [(name, "grad") for name in CASES] + list(itertools.product(OFTEN, ("eager", "vmap", "disable_jit", "jvp")))
 
 
-@pytest.mark.parametrize(("name", "transform"), rows())
+@pytest.mark.parametrize(("name", "transform"), ROWS)
 def test_is_a_loop(name: str, transform: str) -> None:
     case = CASES[name]
 
@@ -321,32 +316,6 @@ def test_frozen_dicts() -> None:
     )
 
 
-def test_flax_modules() -> None:
-    module = nn.BatchNorm(use_running_average=False, momentum=0.5)
-
-    def step(variables, rngs, carry, x):
-        y, updates = module.apply(variables, x, mutable=["batch_stats"])
-        return (jnp.tanh(carry + y), y), updates
-
-    def body(module, carry, x):
-        y = module(x)
-        return jnp.tanh(carry + y), y
-
-    xs, h = array(T, 5, 3), array(5, 3, seed=1)
-    variables = module.init(KEY, xs[0])
-    (carry, ys), updates = lift(step, variable_broadcast="params", variable_carry="batch_stats")(variables, {}, h, xs)
-
-    class Main(nn.Module):
-        @nn.compact
-        def __call__(self, h, xs):
-            scan = nn.scan(body, variable_broadcast="params", variable_carry="batch_stats")
-            return scan(nn.BatchNorm(use_running_average=False, momentum=0.5, parent=self, name="n"), h, xs)
-
-    given = {collection: {"n": tree} for collection, tree in variables.items()}
-    expected, changed = Main().apply(given, h, xs, mutable=["batch_stats"])
-    assert_close(((carry, ys), updates["batch_stats"]), (expected, changed["batch_stats"]["n"]))
-
-
 # Keys.
 
 
@@ -413,13 +382,12 @@ _MADE = {"variable_broadcast": ("params", "made"), "split_rngs": {"shared": Fals
 _ROLES = Roles(("params", "made"))
 
 
-@pytest.mark.parametrize("transform", ["grad", pytest.param("eager", marks=pytest.mark.slow)])
 @parametrize("make", MAKERS)
-def test_values_made_before_the_loop(make: Any, transform: str) -> None:
+def test_values_made_before_the_loop(make: Any) -> None:
     case = Case(with_made(make), _MADE, _ROLES, _w(), rngs={"shared": KEY})
 
     def compare(run: Callable[..., Any]) -> Any:
-        return TRANSFORMS[transform](lambda given, args: run(*given, args), (_w(), H), (XS,))
+        return TRANSFORMS["grad"](lambda given, args: run(*given, args), (_w(), H), (XS,))
 
     assert_close(compare(case.run), jax.jit(lambda: compare(case.expected))())
 

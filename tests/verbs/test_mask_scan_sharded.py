@@ -11,6 +11,8 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 
 import treescan
 
+pytestmark = pytest.mark.devices
+
 LENGTHS = np.array([3, 0, 5, 1, 0, 0, 2, 4])
 
 
@@ -89,30 +91,6 @@ def test_an_init_that_does_not_vary_takes_on_the_axes_of_the_mask(mesh):
     np.testing.assert_allclose(run(xs, lengths), want, rtol=1e-6)
 
 
-def test_a_sharded_batch(mesh):
-    init, xs, lengths = data()
-    put = [
-        jax.device_put(value, NamedSharding(mesh, spec))
-        for value, spec in ((init, P("i")), (xs, P(None, "i")), (lengths, P("i")))
-    ]
-    got = jax.jit(jax.value_and_grad(loss, argnums=(0, 1)))(*put)
-    chex.assert_trees_all_close(got, jax.value_and_grad(loss, argnums=(0, 1))(init, xs, lengths), rtol=1e-5)
-
-
-def test_an_explicitly_sharded_batch():
-    mesh = jax.make_mesh((8,), ("i",), axis_types=(AxisType.Explicit,))
-    init, xs, lengths = data()
-    with jax.set_mesh(mesh):
-        put = [
-            jax.device_put(value, NamedSharding(mesh, spec))
-            for value, spec in ((init, P("i")), (xs, P(None, "i")), (lengths, P("i")))
-        ]
-        carry, ys = jax.jit(lambda i, x, n: treescan.mask_scan(body, i, x, lengths=n))(*put)
-        assert jax.typeof(carry).sharding.spec == P("i")
-    want = treescan.mask_scan(body, init, xs, lengths=lengths)
-    chex.assert_trees_all_close(jax.device_get((carry, ys)), jax.device_get(want), rtol=1e-6)
-
-
 def test_a_padded_row_of_an_explicitly_sharded_batch_is_shown_a_flag_that_some_row_has():
     """With a flag that no row has, the gradient of the weight would be log(0) at the padding, times zero: NaN."""
     init, xs, lengths = data()
@@ -154,52 +132,13 @@ def test_an_element_without_any_step_on_any_device_borrows_another_elements_pair
     np.testing.assert_allclose(got, np.nansum(np.log(np.asarray(xs[1]))), rtol=1e-6)
 
 
-def test_outputs_of_an_explicitly_sharded_batch_are_held():
-    init, xs, lengths = data()
-    run = functools.partial(treescan.mask_scan, body, fill="hold", chunk=2)
-    want = run(init, xs, lengths=lengths)
-    with jax.set_mesh(jax.make_mesh((8,), ("i",), axis_types=(AxisType.Explicit,))):
-        sharded = [jax.sharding.reshard(leaf, spec) for leaf, spec in ((init, P("i")), (xs, P(None, "i")))]
-        got = jax.jit(run)(*sharded, lengths=jax.sharding.reshard(lengths, P("i")))
-        chex.assert_trees_all_close(jax.device_get(got), jax.device_get(want), rtol=1e-6)
-
-
-def rows_that_reset():
-    resets = jnp.array([[0, 0], [0, 1], [1, 0], [0, 0]], bool)
-    return jnp.ones(2), jnp.ones((4, 2)), resets, jnp.array([50.0, 60.0])
-
-
-def reset(init, xs, resets, to):
-    step = lambda carry, x: (carry + x, carry)  # noqa: E731
-    return treescan.mask_scan(step, init, xs, mask=jnp.ones_like(resets), resets=resets, reset_to=to)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_reset_to_inside_shard_map(check_vma):
-    two = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
-    given, of_rows = rows_that_reset(), (P("i"), P(None, "i"), P(None, "i"))
-    for to, spec in ((given[3], P("i")), (5.0, P())):
-        specs = {"in_specs": (*of_rows, spec), "out_specs": of_rows[:2]}
-        sharded = jax.shard_map(reset, mesh=two, check_vma=check_vma, **specs)
-        chex.assert_trees_all_close(jax.jit(sharded)(*given[:3], to), reset(*given[:3], to))
-
-
-def test_reset_to_of_rows_over_an_explicit_mesh():
-    two = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Explicit,))
-    given = rows_that_reset()
-    with jax.set_mesh(two):
-        placed = [jax.device_put(leaf, NamedSharding(two, P(*([None] * (leaf.ndim - 1)), "i"))) for leaf in given]
-        chex.assert_trees_all_close(jax.jit(reset)(*placed), reset(*given))
-        chex.assert_trees_all_close(jax.jit(reset)(*placed[:3], 5.0), reset(*given[:3], 5.0))
-
-
 def packed_over(placed, init=None):
     init = jnp.zeros(placed.rows) if init is None else init
     return treescan.mask_scan(lambda carry, x: (carry + x, carry + x), init, placed)[1]
 
 
 def test_rows_of_a_packed_batch_that_are_spread():
-    """Its index counts the rows of all devices: refused where each has some, right where each has its own."""
+    """Its index counts the rows of all devices: refused where a device sees its own alone, with that index."""
     packed = treescan.pack([jnp.ones(n) for n in (3, 1, 2, 2)], rows=2, init=[100.0, 200.0, 300.0, 400.0])
     in_rows = treescan.Packed(*[P(None, "i")] * 3, P(), P())
     two = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Auto,))
@@ -213,12 +152,12 @@ def test_rows_of_a_packed_batch_that_are_spread():
         mesh=two, in_specs=P("i"), out_specs=P("i"),
     )  # fmt: skip
     chex.assert_trees_all_close(jax.jit(own)(twice), jnp.stack([packed_over(packed)] * 2))
-    explicit = jax.make_mesh((2,), ("i",), axis_types=(AxisType.Explicit,))
-    with jax.set_mesh(explicit):
-        rows = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(explicit, P(None, "i"))), packed[:3])
-        with pytest.raises(treescan.ArgumentError, match="sharded over devices"):
-            init = jax.device_put(jnp.zeros(2), NamedSharding(explicit, P("i")))
-            packed_over(packed._replace(data=rows[0], mask=rows[1], resets=rows[2]), init)
-    placed = jax.tree.map(lambda leaf: jax.device_put(leaf, NamedSharding(two, P(None, "i"))), packed[:3])
-    auto = jax.jit(packed_over)(packed._replace(data=placed[0], mask=placed[1], resets=placed[2]))
-    chex.assert_trees_all_close(auto, packed_over(packed))
+    for kind in (AxisType.Auto, AxisType.Explicit):
+        mesh = jax.make_mesh((2,), ("i",), axis_types=(kind,))
+        place = lambda leaf, *axes: jax.device_put(leaf, NamedSharding(mesh, P(*axes)))  # noqa: B023, E731
+        placed = packed._replace(
+            **{name: place(getattr(packed, name), None, "i") for name in ("data", "mask", "resets")}
+        )
+        chex.assert_trees_all_close(
+            jax.device_get(jax.jit(packed_over)(placed, place(jnp.zeros(2), "i"))), packed_over(packed)
+        )

@@ -108,14 +108,3 @@ def test_a_body_may_take_valid(init, xs):
     np.testing.assert_allclose(got, want)
     with pytest.raises(TypeError, match="valid"):
         treescan.fold(centred, init, xs)
-
-
-def test_wrong_lengths_are_refused_as_by_mask_scan(init, xs):
-    with pytest.raises(treescan.ArgumentError, match=r"`fold` over `step` .*between 0 and the 6 steps"):
-        treescan.fold(step, init, xs, lengths=LENGTHS + 1)
-    with pytest.raises(treescan.ArgumentTypeError, match=r"`accumulate` over `step` .*`lengths` must be ints"):
-        treescan.accumulate(step, init, xs, lengths=LENGTHS / 2)
-    with pytest.raises(treescan.ArgumentError, match=r"batch shape \[3\]"):
-        treescan.fold(step, init, xs, lengths=LENGTHS[:3])
-    with pytest.raises(treescan.TreescanError, match="lengths"):
-        treescan.scan(lambda h, x: (step(h, x), None), init, xs, lengths=LENGTHS)

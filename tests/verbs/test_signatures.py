@@ -21,6 +21,8 @@ from jaxtyping import Array, Float, Int, Key, PyTree, jaxtyped
 
 from treescan import SignatureError, accumulate, fold, fori, mask_scan, scan
 
+pytestmark = pytest.mark.quick
+
 N, M = Float[Array, " n"], Float[Array, " m"]
 A, B = jnp.ones(3), jnp.ones(4)
 

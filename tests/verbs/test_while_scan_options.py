@@ -8,7 +8,7 @@ import pytest
 from hlo import Program
 from loops import array, loss_of
 from thin import slow
-from unpadded import QUICKLY, assert_close
+from unpadded import assert_close
 
 import treescan
 from treescan import Remat
@@ -62,7 +62,7 @@ def derived(run, *floats):
 def assert_same(stop, *, with_xs, **options):
     given = (array(2, seed=1), array(2, 2, seed=2), *([array(LENGTH, 2, seed=3)] if with_xs else []))
     mine = functools.partial(derived, functools.partial(ours, stop, options))
-    got = jax.jit(mine, compiler_options=QUICKLY)(*given)
+    got = jax.jit(mine)(*given)
     want = derived(functools.partial(by_hand, stop, options), *given)
     assert_close(got, want)
 
@@ -81,24 +81,20 @@ SAVES = {
 
 
 EVERYDAY = [("last", True), ("third", False), ("none", True), ("tree", True), ("last and a size", False)]
-OTHERS = [("each", False), ("beyond", True), ("last in a tree", False), ("two sizes", True), ("third", True)]
+OTHERS = [("each", False), ("beyond", True), ("last in a tree", False), ("two sizes", True)]
 
 
-@pytest.mark.parametrize(("save", "reverse"), [*EVERYDAY, *slow(*OTHERS, ("last", False), ("tree", False))])
+@pytest.mark.parametrize(("save", "reverse"), [*EVERYDAY, *slow(*OTHERS)])
 def test_save(save, reverse):
     assert_same(7, with_xs=True, save=SAVES[save], reverse=reverse)
 
 
-@pytest.mark.parametrize(
-    ("save", "stop"), [("last", 0), ("third", 6), *slow(("last", 6), ("tree", 0), ("tree", 6), ("none", 6))]
-)
+@pytest.mark.parametrize(("save", "stop"), [("last", 0), ("third", 6)])
 def test_save_without_xs(save, stop):
     assert_same(stop, with_xs=False, save=SAVES[save], reverse=stop == 6)
 
 
-@pytest.mark.parametrize(
-    ("save", "stop"), [("tree", LENGTH), *slow(("last", LENGTH), ("third", LENGTH + 5), ("last", 1), ("third", 1))]
-)
+@pytest.mark.parametrize(("save", "stop"), [("tree", LENGTH), ("third", LENGTH + 5), ("last", 1)])
 def test_save_at_the_ends(save, stop):
     """Of one step, and of a loop that takes all that there are; with or without a condition that still holds."""
     assert_same(stop, with_xs=True, save=SAVES[save])
@@ -116,7 +112,7 @@ REMATS = {
 MIXED = [("step", True), ("levels", False), ("segment", False), ("policy", True), ("policy and levels", False)]
 
 
-@pytest.mark.parametrize(("remat", "mixed"), [*MIXED[:4], *slow(MIXED[4], *((name, not m) for name, m in MIXED))])
+@pytest.mark.parametrize(("remat", "mixed"), MIXED)
 def test_remat(remat, mixed):
     """With everything kept, in reverse, or with two kinds of `save` and no xs."""
     save = {"a": 3, "b": "last"} if mixed else "all"
@@ -133,7 +129,7 @@ def test_each_level_of_remat_is_a_loop_within_the_others():
     assert two < three
 
 
-@pytest.mark.parametrize("save", [3, *slow(("last",))])
+@pytest.mark.parametrize("save", [3])
 def test_each_element_of_vmap_keeps_its_own(save):
     given = array(3, 2, seed=1), array(2, 2, seed=2), array(LENGTH, 2, seed=3)
     stops = [0, 4, 9]
@@ -141,7 +137,7 @@ def test_each_element_of_vmap_keeps_its_own(save):
     def run(stop, h, weights, xs):
         return derived(functools.partial(ours, stop, {"save": save}), h, weights, xs)
 
-    got = jax.jit(jax.vmap(run, (0, 0, None, None)), compiler_options=QUICKLY)(jnp.array(stops), *given)
+    got = jax.jit(jax.vmap(run, (0, 0, None, None)))(jnp.array(stops), *given)
     want = [
         derived(functools.partial(by_hand, stop, {"save": save}), h, *given[1:])
         for stop, h in zip(stops, given[0], strict=True)
@@ -149,7 +145,7 @@ def test_each_element_of_vmap_keeps_its_own(save):
     assert_close(got, jax.tree.map(lambda *leaves: jnp.stack(leaves), *want))
 
 
-@pytest.mark.parametrize("save", [{"a": 4, "b": "last"}, *slow(("last",), (3,))])
+@pytest.mark.parametrize("save", [{"a": 4, "b": "last"}])
 def test_save_under_disable_jit(save):
     given = array(2, seed=1), array(2, 2, seed=2), array(LENGTH, 2, seed=3)
     options = {"save": save, "remat": Remat(levels=3)}

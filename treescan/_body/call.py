@@ -12,17 +12,15 @@ import jax.tree_util as jtu
 
 from .._avals import describe_argument, describe_leaf, describe_node
 from .._errors import BodyError, Fault, Row
+from .._flax import holds, module_classes
 from .._loop.body import Body, wrapped_parameters
 from .._loop.loop import Feed
 from .._loop.run import keeps_named_pairs
 from .._tree import is_static, leaves_with_path, thaw_static
 from .._types import Array, PyTree, TreeDef
-from .carries import read_carries, without_carries, write_carries
-from .conventions import SCAN, Convention
-from .invariance import check_carry
-from .modules import watch
-from .signature import Signature, signature_of
-from .state import OwnState, StateAndY, split_with_state
+from .carry import OwnState, StateAndY, check_carry, read_carries, split_with_state, without_carries, write_carries
+from .failures import call_body, watch
+from .signature import SCAN, Convention, Signature, signature_of
 
 
 class Shared(NamedTuple):
@@ -89,7 +87,6 @@ class CallBody:
 
         `own` is the place of the layer's state among `others`; then y is a `StateAndY`.
         """
-        function = self.body.function
         signature = self.body.memo(Signature, lambda: signature_of(self.body))
         name = carry_name(self.body, self.convention)
         if self.custom:
@@ -103,7 +100,7 @@ class CallBody:
             if scope:
                 scope.check_inputs(arguments)
             modules = watch(self._roots(len(others)), others)
-            out = function(*arguments, **keywords)
+            out = call_body(self.body, self.convention, arguments, keywords)
             if modules is not None:
                 modules.refuse_changes(out, lambda others: self._again(given, others, keywords))
             returned, new_state, y = _split(self.convention, out, given)
@@ -228,22 +225,31 @@ def check_arrays(y: PyTree, carry: str | None = None) -> None:
     if any(map(is_static, jtu.tree_leaves(y))):
         named = leaves_with_path(carry or "y", y)
         if carry:
-            raise _static_carry(named)
+            raise _static_carry(named, *_of_a_model(y))
         raise Fault(
             BodyError,
             "{body} returned outputs that are not arrays.",
+            *_of_a_model(y),
             "Outputs are stacked over the {unit}s, so they must be arrays. Keep other values out of the scan.",
             header=("leaf", "expected", "is"),
             rows=[Row(path, "an array", describe_leaf(leaf), "") for path, leaf in named if is_static(leaf)],
         )
 
 
-def _static_carry(named: list[tuple[str, Any]]) -> Fault:
+def _of_a_model(y: PyTree) -> list[str]:
+    """The advice for modules of equinox, whose functions are leaves."""
+    if not holds(y, module_classes()):
+        return []
+    return ["To stack the arrays of a model, return `eqx.filter(model, eqx.is_array)` as y, in place of the model."]
+
+
+def _static_carry(named: list[tuple[str, Any]], *cures: str) -> Fault:
     return Fault(
         BodyError,
         "{call} stacks {the_carry} after each {step}, but it holds leaves that are not arrays.",
         "Let the {step} close over such leaves, and keep them out of {init}. Or call "
         "`treescan.scan`, which carries it: its body returns the values to stack as y.",
+        *cures,
         header=("leaf", "expected", "is"),
         rows=[Row(path, "an array", describe_leaf(leaf), "") for path, leaf in named if is_static(leaf)],
     )

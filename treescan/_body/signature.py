@@ -1,4 +1,4 @@
-"""Checks bodies that have jaxtyping annotations: carry, x and y under one scope of axis names."""
+"""How a body is called: its parameters, its words for a step, and its jaxtyping annotations."""
 
 from __future__ import annotations
 
@@ -9,19 +9,98 @@ import inspect
 import sys
 import types
 import typing
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax.tree_util as jtu
-import jaxtyping
-from beartype.door import is_bearable
 
 from .._avals import describe_node
 from .._errors import Fault, Row, SignatureError
 from .._loop.body import Body, outermost
 from .._tree import path_str
 
+
+@dataclass(frozen=True, eq=False)
+class Convention:
+    """The convention that a verb's body follows. There is one object for each, equal to itself alone.
+
+    Attributes:
+        verb: the verb's name.
+        call: how it is called, for messages.
+        takes: the body's positional parameters, for messages.
+        place: where among them the carry is.
+        spread: whether x is a tuple of arguments, which the arguments that all steps share follow.
+        pair: whether the body returns a pair of the carry and y; else the carry alone.
+        stacks: whether the carry after each step is what is stacked.
+        other: the verb whose body returns the other of the two, if there is one.
+        stateful: whether the last item of x is a state, which the body returns behind the carry.
+        records: from a carry and an x to those that a record of `check_finite` holds.
+    """
+
+    verb: str
+    call: str
+    takes: tuple[str, ...] = ("carry", "x")
+    place: int = 0
+    spread: bool = False
+    pair: bool = False
+    stacks: bool = False
+    other: str = "scan"
+    stateful: bool = False
+    records: Callable[[Any, Any], tuple[Any, Any]] | None = None
+
+    @property
+    def carry(self) -> str:
+        """The name of the carry where the body's own name does not matter."""
+        return self.takes[self.place]
+
+    @property
+    def or_alone(self) -> str:
+        """For messages: the verb to call with a body that returns the carry alone."""
+        return f", or call `treescan.{self.other}`, whose body returns {{the_carry}} alone" if self.other else ""
+
+
+SCAN = Convention("scan", "scan(step, init, xs)", pair=True, other="fold")
+MASK_SCAN = dataclasses.replace(SCAN, verb="mask_scan", call="mask_scan(step, init, xs, lengths=lengths)")
+WHILE_SCAN = dataclasses.replace(SCAN, verb="while_scan", call="while_scan(cond, step, init, xs)", other="")
+FOLD = Convention("fold", "fold(step, init, xs)")
+ACCUMULATE = dataclasses.replace(FOLD, verb="accumulate", call="accumulate(step, init, xs)", stacks=True)
+FORI = Convention("fori", "fori(lower, upper, step, init)", ("i", "carry"), place=1)
+FOLD_LAYERS = Convention(
+    "fold_layers",
+    "fold_layers(block, x, layers)",
+    ("layer", "x"),
+    place=1,
+    spread=True,
+    other="scan_layers",
+)
+SCAN_LAYERS = dataclasses.replace(
+    FOLD_LAYERS, verb="scan_layers", call="scan_layers(block, x, layers)", pair=True, other="fold_layers"
+)
+FOLD_LAYERS_WITH_STATE = dataclasses.replace(
+    FOLD_LAYERS, call="fold_layers(block, x, layers, state=state)", stateful=True
+)
+SCAN_LAYERS_WITH_STATE = dataclasses.replace(
+    SCAN_LAYERS, call="scan_layers(block, x, layers, state=state)", stateful=True
+)
+LIFT = Convention(
+    "lift",
+    'lift(fn, variable_broadcast="params")',
+    ("state", "variables", "rngs", "args", "broadcast"),
+    spread=True,
+    pair=True,
+    other="",
+)
+
+
 _UNIONS = (typing.Union, types.UnionType)
+
+
+def _holds(value: Any, hint: Any) -> bool:
+    """Whether a value fits an annotation. beartype decides; it is loaded by the first annotated body."""
+    from beartype.door import is_bearable
+
+    return is_bearable(value, hint)
 
 
 class _Part(NamedTuple):
@@ -46,6 +125,8 @@ class Signature:
         if all(hint is Any for hint in (*self.inputs, self.outputs)):
             yield None
         else:
+            import jaxtyping  # here, not above: a program without these annotations never loads it
+
             with jaxtyping.jaxtyped("context"):
                 yield Scope(self)
 
@@ -81,7 +162,7 @@ class Scope:
             )
 
     def _holds(self, part: _Part) -> bool:
-        holds = is_bearable(part.value, part.hint)
+        holds = _holds(part.value, part.hint)
         if holds:
             for name, size in _named_sizes(part):
                 self._sizes.setdefault(name, (size, part.path))
@@ -121,7 +202,7 @@ def _mismatch(part: _Part) -> str:
     if sizes:
         return ", ".join(sizes)
     any_shape = part.hint.dtype[part.hint.array_type, "..."]
-    return "" if is_bearable(part.value, any_shape) else "dtype"
+    return "" if _holds(part.value, any_shape) else "dtype"
 
 
 def signature_of(body: Body) -> Signature:
@@ -190,11 +271,17 @@ def _is_jaxtyped(function: Any) -> bool:
 
 
 def _is_array_hint(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, jaxtyping.AbstractArray)
+    return _is_of_jaxtyping(hint, "AbstractArray")
 
 
 def _is_tree_hint(hint: Any) -> bool:
-    return isinstance(hint, type) and issubclass(hint, jaxtyping.PyTree) and hasattr(hint, "leaftype")
+    return _is_of_jaxtyping(hint, "PyTree") and hasattr(hint, "leaftype")
+
+
+def _is_of_jaxtyping(hint: Any, name: str) -> bool:
+    """Whether an annotation is a class of jaxtyping. While nobody has imported jaxtyping, there is none."""
+    jaxtyping = sys.modules.get("jaxtyping")
+    return jaxtyping is not None and isinstance(hint, type) and issubclass(hint, getattr(jaxtyping, name))
 
 
 def _fields(hint: Any) -> dict[str, Any]:

@@ -2,48 +2,94 @@
 
 from __future__ import annotations
 
-import difflib
+import contextlib
 import functools
 import inspect
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import jax.tree_util as jtu
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
-from .._avals import (
-    describe_argument,
-    describe_leaf,
-    describe_node,
-    describe_traced,
-    exact_int,
-    is_key,
-    shape_of,
-    spec_parts,
-)
+from .._avals import describe_leaf, describe_node, is_key, shape_of, spec_parts
 from .._axes import LeafAxes, check_axes, spread_axes
-from .._body.conventions import Convention
-from .._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, Row, TracedArgumentError, TreescanError
+from .._body.failures import are_alike
+from .._body.signature import Convention
+from .._errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    BodyError,
+    Fault,
+    Row,
+    TracedArgumentError,
+    TreescanError,
+    expect,
+    expect_int,
+)
 from .._loop.body import Body
-from .._tree import leaves_with_path
+from .._text import advice
+from .._tree import leaves_with_path, same_structure
 from .._types import Array, Axes, MaskOptions, PyTree, UnkeyedOptions
 
-_TRACED_LENGTH = (
-    "A loop's length is part of the compiled program. For a length that is known only at run time, scan over the "
-    "longest possible length and pass the traced one to `treescan.mask_scan(..., lengths=...)`; or make it a "
-    "static argument of the function under `jax.jit`."
-)
+_SLACK = 64
+"""By how many units in the last place of the largest number two ways to the same result may differ."""
 
 
-OF_MASK_SCAN = MaskOptions.__annotations__.keys() - UnkeyedOptions.__annotations__.keys()
+def differ(root: str, expected: PyTree, came: PyTree, *, exact: bool = False) -> Iterator[Row]:
+    """A row for each leaf in which two trees differ."""
+    if not passes("assert_trees_all_equal_structs", expected, came):
+        yield Row(root, str(jax.tree.structure(expected)), str(jax.tree.structure(came)), "")
+        return
+    for (path, a), b in zip(leaves_with_path(root, expected), jax.tree.leaves(came), strict=True):
+        first, second = values_of(a), values_of(b)
+        if first.shape != second.shape or not equal(first, second, exact=exact):
+            yield Row(path, show(first), show(second), "")
 
 
-def check_options(
-    options: Mapping[str, Any], allowed: Mapping[str, str] | frozenset[str], refused: Mapping[str, str]
-) -> None:
+def passes(assertion: str, *trees: PyTree, **tolerance: float) -> bool:
+    """Whether an assertion of chex, by its name, holds. chex is loaded by the first that is asked."""
+    import chex
+
+    with contextlib.suppress(AssertionError):
+        getattr(chex, assertion)(*trees, **tolerance)
+        return True
+    return False
+
+
+def values_of(leaf: Any) -> np.ndarray:
+    """The numbers of a leaf; of a typed key its data."""
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+
+
+def equal(a: np.ndarray, b: np.ndarray, *, exact: bool) -> bool:
+    """Whether two arrays of one shape are equal, to the bit or up to rounding."""
+    if exact or not jnp.issubdtype(a.dtype, jnp.inexact):
+        return passes("assert_trees_all_equal", a, b)
+    wide_a, wide_b = (x.astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in (a, b))
+    slack = _SLACK * float(jnp.finfo(a.dtype).eps) * max(1.0, np.max(np.abs(wide_a[np.isfinite(wide_a)]), initial=0))
+    return passes("assert_trees_all_close", wide_a, wide_b, rtol=0, atol=slack)
+
+
+def show(values: np.ndarray) -> str:
+    """An array in few characters."""
+    if values.size > 4:
+        return f"{describe_leaf(values)} {np.array2string(values.reshape(-1)[:3], precision=7)[:-1]} ..."
+    return np.array2string(values, precision=7).replace("\n", "")
+
+
+def finite(root: str, tree: PyTree) -> Iterator[Row]:
+    """A row for each leaf that is not finite."""
+    for path, leaf in leaves_with_path(root, tree):
+        if not passes("assert_tree_all_finite", leaf):
+            yield Row(path, "finite", show(values_of(leaf)), "")
+
+
+OF_MASK_SCAN = MaskOptions.__annotations__.keys() - {"length", *UnkeyedOptions.__annotations__}
+
+
+def check_options(options: Mapping[str, Any], allowed: frozenset[str], refused: Mapping[str, str]) -> None:
     """Refuses options that a verb does not have, with the nearest one that it has.
 
     Args:
@@ -51,92 +97,45 @@ def check_options(
         allowed: the names that the verb takes.
         refused: options of other verbs that this one cannot honour, each with the reason.
     """
-    for name in options:
-        if name in allowed:
-            continue
+    for name in (name for name in options if name not in allowed):
         if name in refused:
-            raise Fault(ArgumentError, f"{{verb}} over {{body}} takes no `{name}`: {refused[name]}")
+            raise Fault(ArgumentError, f"{{call}} takes no `{name}`: {refused[name]}")
+        cure = advice(name, allowed)
         if name in OF_MASK_SCAN:
-            raise Fault(
-                ArgumentTypeError,
-                f"{{verb}} over {{body}} has no option `{name}`.",
-                "`treescan.mask_scan` takes it, for rows of unequal length.",
-            )
-        near = difflib.get_close_matches(name, list(allowed), 1)
-        cure = f"Did you mean `{near[0]}`?" if near else f"Its options are {', '.join(sorted(allowed))}."
-        raise Fault(ArgumentTypeError, f"{{verb}} over {{body}} has no option `{name}`.", cure)
+            cure = "`treescan.mask_scan` takes it, for rows of unequal length."
+        raise Fault(ArgumentTypeError, f"{{call}} has no option `{name}`.", cure)
+
+
+def check_positional(more: tuple[Any, ...], takes: str, option: str) -> None:
+    """Refuses further positional arguments, of which the user may mean the first as this option."""
+    if more:
+        raise Fault(
+            ArgumentTypeError,
+            f"{{call}} takes ({takes}) by position, and all options by name.",
+            f"Did you mean `{option}=...`?",
+        )
 
 
 def check_reverse(reverse: Any) -> bool:
     """A bool, Python's or NumPy's."""
-    if isinstance(reverse, bool | np.bool_):
-        return bool(reverse)
-    raise Fault(
-        ArgumentTypeError,
-        f"{{call}}: `reverse` must be True or False, got {describe_traced(reverse)}.",
-        "The direction must be known when tracing: pass a Python bool, for example `bool(...)` of a concrete value.",
-    )
+    known = "The direction must be known when tracing: pass a Python bool, for example `bool(...)` of a concrete value."
+    expect(isinstance(reverse, bool | np.bool_), "reverse", "True or False", reverse, known)
+    return bool(reverse)
 
 
 def check_unroll(unroll: Any, length: int) -> int:
     """A bool, or an int from 0 up, where 0 unrolls the whole loop; as an int, as True and 1 compare as equal."""
     if isinstance(unroll, bool | np.bool_):
         return max(length, 1) if unroll else 1
-    steps = exact_int(unroll)
-    if steps is None:
-        raise Fault(
-            TracedArgumentError if isinstance(unroll, Tracer) else ArgumentTypeError,
-            f"{{verb}} over {{body}}: `unroll` must be an int or a bool, got {describe_traced(unroll)}.",
-            "It is the number of {unit}s that are compiled into one iteration of the loop, so it must be known when "
-            "the program is traced.",
-        )
-    if steps < 0:
-        raise Fault(
-            ArgumentError,
-            f"{{verb}} over {{body}}: `unroll` must be at least 0, got {steps}.",
-            "Give 1 for a plain loop, k for k {unit}s per iteration, and 0 or True to unroll the whole loop.",
-        )
-    return steps
-
-
-def check_length(length: Any, name: str = "length", cure: str = _TRACED_LENGTH) -> int | None:
-    """An int from 0 up, or None. `cure` is what to do about a traced one."""
-    if length is None or (type(length) is int and length >= 0):
-        return length
-    steps = exact_int(length)
-    if isinstance(length, Tracer):
-        raise Fault(TracedArgumentError, f"{{verb}} over {{body}}: `{name}` is {describe_traced(length)}.", cure)
-    if steps is None:
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}} over {{body}}: `{name}` must be an int, got {describe_argument(length)}.",
-            "Give the number of steps as an int of at least 0. `int(...)` converts a whole number.",
-        )
-    if steps < 0:
-        raise Fault(
-            ArgumentError,
-            f"{{verb}} over {{body}}: `{name}` must be at least 0, got {steps}.",
-            "Give an int of at least 0.",
-        )
-    return steps
-
-
-def check_bound(bound: Any, name: str) -> int:
-    """A concrete int: the end of a range of indices."""
-    index = exact_int(bound)
-    if index is not None:
-        return index
-    if isinstance(bound, Tracer):
-        raise Fault(
-            TracedArgumentError,
-            f"{{verb}} over {{body}}: `{name}` is {describe_traced(bound)}.",
-            "Pass `max_length=`, the largest number of steps that the loop may take. It runs only the steps up to "
-            "the bound, and is differentiable. Or make the bound a static argument of the function under `jax.jit`.",
-        )
-    raise Fault(
-        ArgumentTypeError,
-        f"{{verb}} over {{body}}: `{name}` must be an int, got {describe_argument(bound)}.",
-        "The bounds come first, `treescan.fori(lower, upper, step, init)`, and count whole steps.",
+    return expect_int(
+        unroll,
+        "unroll",
+        "It is the number of {unit}s that are compiled into one iteration of the loop, so it must be known when the "
+        "program is traced.",
+        kind="an int or a bool",
+        least=0,
+        small="Give 1 for a plain loop, k for k {unit}s per iteration, and 0 or True to unroll the whole loop.",
+        error=TracedArgumentError if isinstance(unroll, Tracer) else ArgumentTypeError,
     )
 
 
@@ -161,7 +160,8 @@ def infer_length(xs: PyTree, length: int | None, axes: LeafAxes | None) -> int:
     leaves = jax.tree.leaves(xs)
     sizes: list[Any] = []
     for leaf, axis in zip(leaves, axes or (0,) * len(leaves), strict=True):
-        if axis is not None and _is_array(leaf):
+        # Of other types than arrays JAX may know how to scan over them: `lax.scan` decides.
+        if axis is not None and (hasattr(leaf, "shape") or isinstance(jax.typeof(leaf), ShapedArray)):
             shape = getattr(leaf, "shape", None)
             if not shape:
                 raise no_axis(xs)
@@ -172,7 +172,7 @@ def infer_length(xs: PyTree, length: int | None, axes: LeafAxes | None) -> int:
             why = "{all_whole}" if leaves else "{xs} holds no arrays"
             raise Fault(
                 ArgumentError,
-                "{verb} over {body}: the number of steps is unknown. No `length` is given, and "
+                "{call}: the number of steps is unknown. No `length` is given, and "
                 f"{'there are no xs' if xs is None else why}.",
                 "Pass `length=` for a loop without inputs, or {arrays_as_xs} whose first axis is the steps.",
             )
@@ -183,62 +183,46 @@ def infer_length(xs: PyTree, length: int | None, axes: LeafAxes | None) -> int:
     return length
 
 
-def _is_array(leaf: Any) -> bool:
-    """False for values of types other than arrays that JAX may know how to scan over: lax.scan decides."""
-    return hasattr(leaf, "shape") or isinstance(jax.typeof(leaf), ShapedArray)
-
-
 def no_axis(xs: PyTree, root: str = "xs", error: type[TreescanError] = ArgumentError) -> Fault:
     """The error for leaves without an axis to scan over, with advice for lists of numbers."""
-    without = _without_axis(xs, root)
-    rows = [Row(path, "an axis to scan over", describe_node(node), "") for path, node in without]
-    lists = [(row, node) for row, (_, node) in zip(rows, without, strict=True) if isinstance(node, list | tuple)]
+    without = without_axis(root, xs)
+    rows = [Row(path, "an axis to scan over", describe_node(node)) for path, node in without]
     cure = (
         "The first axis of every leaf of xs is the {unit}s. If a leaf is the same for all {unit}s, give it "
         "`in_axes=None`."
     )
-    if lists:
-        row, node = lists[0]
-        cure = (
-            f"{row.leaf}: JAX reads a {type(node).__name__} of numbers as {len(jax.tree.leaves(node))} leaves "
-            f"without an axis, not as {len(node)} {{unit}}s. Make it an array, `jnp.asarray({row.leaf})`."
-        )
-    return Fault(
-        error,
-        f"{{verb}} over {{body}}: {root} has leaves without an axis to scan over.",
-        cure,
-        header=("leaf", "expected", "is"),
-        rows=rows,
-    )
+    for path, node in without:
+        if isinstance(node, list | tuple):
+            cure = (
+                f"{path}: JAX reads a {type(node).__name__} of numbers as {len(jax.tree.leaves(node))} leaves "
+                f"without an axis, not as {len(node)} {{unit}}s. Make it an array, `jnp.asarray({path})`."
+            )
+            break
+    return Fault(error, f"{{call}}: {root} has leaves without an axis to scan over.", cure, rows=rows)
 
 
-def _without_axis(xs: PyTree, root: str) -> list[tuple[str, Any]]:
+def without_axis(root: str, tree: PyTree) -> list[tuple[str, Any]]:
     """The leaves of shape [], but a list (of lists) of nothing else as one."""
 
     def is_unit(node: Any) -> bool:
-        return isinstance(node, list | tuple) and bool(node) and all(_is_scalar(x) or is_unit(x) for x in node)
+        return isinstance(node, list | tuple) and bool(node) and all(is_unit(x) or shape_of(x) == () for x in node)
 
-    nodes = leaves_with_path(root, xs, is_leaf=is_unit)
+    nodes = leaves_with_path(root, tree, is_leaf=is_unit)
     return [(path, node) for path, node in nodes if is_unit(node) or not shape_of(node)]
 
 
-def _is_scalar(value: Any) -> bool:
-    return jtu.all_leaves([value]) and shape_of(value) == ()
-
-
 def _sizes_differ(xs: PyTree, length: Any, axes: LeafAxes | None) -> Fault:
-    named = leaves_with_path("xs", xs)
     rows = [
         Row(path, str(leaf.shape[axis]), describe_leaf(leaf), f"axis {axis}")
-        for (path, leaf), axis in zip(named, axes or (0,) * len(named), strict=True)
-        if axis is not None
+        for path, leaf, axis in with_axes(leaves_with_path("xs", xs), axes)
     ]
-    says = "{verb} over {body}: the {leaves_of_xs} do not have the same number of steps."
+    says = "{call}: the {leaves_of_xs} do not have the same number of steps."
     if len({row.expected for row in rows}) == 1:
-        says = f"{{verb}} over {{body}}: `length` is {length}, but {{xs}} has {rows[0].expected} steps."
+        says = f"{{call}}: `length` is {length}, but {{xs}} has {rows[0].expected} steps."
     return Fault(
         ArgumentError,
         says,
+        *_listed_steps(xs, axes),
         "All {leaves_of_xs} are scanned together, and `length`, if given, must be their size. For fewer steps, slice "
         "{xs}.",
         header=("leaf", "steps", "is"),
@@ -246,29 +230,50 @@ def _sizes_differ(xs: PyTree, length: Any, axes: LeafAxes | None) -> Fault:
     )
 
 
+def _listed_steps(xs: PyTree, axes: LeafAxes | None) -> list[str]:
+    """Advice for a list: its items may be steps, or sequences of different lengths."""
+    if axes is not None or type(xs) not in (list, tuple) or len(xs) < 2:
+        return []
+    if are_alike(xs):
+        return [
+            f"Did you forget `treescan.stack`? xs is a {type(xs).__name__} of {len(xs)} trees of the same types. If "
+            "each item is a {unit}, pass `treescan.stack(xs)`."
+        ]
+    if type(xs) is list and all(same_structure(item, xs[0]) for item in xs):
+        return [
+            "If each item of the list is a sequence, make one batch of them, `treescan.pad(xs)`, and pass it to "
+            "`treescan.mask_scan`."
+        ]
+    return []
+
+
+def with_axes(leaves: list[tuple[str, Any]], axes: LeafAxes | None) -> list[tuple[str, Any, int]]:
+    """Those of some leaves with their paths that have an axis, each with it; without axes, all have the first."""
+    given = axes or (0,) * len(leaves)
+    return [(*named, axis) for named, axis in zip(leaves, given, strict=True) if axis is not None]
+
+
 def _check_replicated(xs: PyTree, leaf: Any, axis: int, axes: LeafAxes | None) -> None:
     """Refuses a leaf that is sharded along the scanned axis, where shardings are part of the type."""
-    if _axis_spec(leaf, axis) is None:
+    if axis_spec(leaf, axis) is None:
         return
-    named = leaves_with_path("xs", xs)
     rows = [
         Row(path, "not sharded", describe_leaf(x), f"axis {a}")
-        for (path, x), a in zip(named, axes or (0,) * len(named), strict=True)
-        if a is not None and _axis_spec(x, a) is not None
+        for path, x, a in with_axes(leaves_with_path("xs", xs), axes)
+        if axis_spec(x, a) is not None
     ]
     free = list(map(repr, spec_parts(jax.typeof(leaf).sharding.spec)))
     free[axis] = "None"
     resharded = f"jax.sharding.reshard({rows[0].leaf}, jax.P({', '.join(free)}))"
     raise Fault(
         ArgumentError,
-        "{verb} over {body}: {xs} has leaves that are sharded along the axis that is scanned over.",
+        "{call}: {xs} has leaves that are sharded along the axis that is scanned over.",
         f"Every device needs the slice of the current step: `{resharded}`, or shard another axis.",
-        header=("leaf", "expected", "is"),
         rows=rows,
     )
 
 
-def _axis_spec(leaf: Any, axis: int) -> Any:
+def axis_spec(leaf: Any, axis: int) -> Any:
     """How an axis is sharded, where shardings are part of the type; None if it is not."""
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     parts = () if sharding is None else spec_parts(sharding.spec)
@@ -277,13 +282,9 @@ def _axis_spec(leaf: Any, axis: int) -> Any:
 
 def check_name(name: Any) -> str | None:
     """A string, or None."""
-    if name is None or isinstance(name, str):
-        return name
-    raise Fault(
-        ArgumentTypeError,
-        f"{{verb}} over {{body}}: `name` must be a string, got {describe_argument(name)}.",
-        'Profilers show the loop under this name, for example `name="encoder"`.',
-    )
+    profilers = 'Profilers show the loop under this name, for example `name="encoder"`.'
+    expect(name is None or isinstance(name, str), "name", "a string", name, profilers)
+    return name
 
 
 _OWN_KEYS = "each {unit} gets its own key, folded from it and the {unit}'s position."
@@ -293,22 +294,12 @@ def check_key(key: Any, why: str = _OWN_KEYS) -> Array | None:
     """One PRNG key, typed or raw; `why` says what becomes of it."""
     if key is None:
         return None
-    if isinstance(key, jax.Array | np.ndarray):
-        single = (
-            key.ndim == 0 if is_key(key) else key.dtype == jnp.uint32 and key.shape == _raw_key_shape(_default_keys())
-        )
-        if single:
-            return jnp.asarray(key)
-    raise Fault(
-        ArgumentTypeError,
-        f"{{verb}} over {{body}}: `key` must be one PRNG key, got {describe_argument(key)}.",
-        f"Pass `jax.random.key(seed)`: {why}",
+    default = str(getattr(jax.config, "jax_default_prng_impl"))  # noqa: B009, an attribute that checkers do not see
+    single = isinstance(key, jax.Array | np.ndarray) and (
+        key.ndim == 0 if is_key(key) else key.dtype == jnp.uint32 and key.shape == _raw_key_shape(default)
     )
-
-
-def _default_keys() -> str:
-    """The implementation of PRNG keys that JAX is set to."""
-    return str(getattr(jax.config, "jax_default_prng_impl"))  # noqa: B009, an attribute that checkers do not see
+    expect(single, "key", "one PRNG key", key, f"Pass `jax.random.key(seed)`: {why}")
+    return jnp.asarray(key)
 
 
 @functools.lru_cache
@@ -340,9 +331,16 @@ def check_keywords(
             )
     for name in needs:
         if name not in given:
-            raise Fault(
-                BodyError, f"{{body}} needs the keyword `{name}`, which {{verb}} does not pass to it.", _needs(name)
+            cure = _CURES_OF_KEYWORDS.get(
+                name, "Bind it first, `functools.partial({step}, ...)`, or give it a default."
             )
+            raise Fault(BodyError, f"{{body}} needs the keyword `{name}`, which {{verb}} does not pass to it.", cure)
+
+
+_CURES_OF_KEYWORDS = {
+    "key": "Pass `key=jax.random.key(seed)`: each {unit} gets its own key.",
+    "valid": "`valid` is the step's mask: `treescan.mask_scan` passes it.",
+}
 
 
 def needs_positional(body: Body) -> int:
@@ -374,25 +372,15 @@ def _check_positional(body: Body, convention: Convention, takes: tuple[str, ...]
         )
 
 
-def _needs(name: str) -> str:
-    if name == "key":
-        return "Pass `key=jax.random.key(seed)`: each {unit} gets its own key."
-    if name == "valid":
-        return "`valid` is the step's mask: `treescan.mask_scan` passes it."
-    return "Bind it first, `functools.partial({step}, ...)`, or give it a default."
-
-
 def _keywords(
     parameters: tuple[inspect.Parameter, ...] | None, positional: int
 ) -> tuple[frozenset[str] | None, tuple[str, ...]]:
     """The keywords that a body accepts (None: any) beside its positional arguments, and those it must be given."""
     if parameters is None:
         return None, ()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters):
-        accepts = None
-    else:
-        accepts = frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+    accepts = frozenset(p.name for p in parameters if p.kind in (p.KEYWORD_ONLY, p.POSITIONAL_OR_KEYWORD))
+    anything = any(p.kind is p.VAR_KEYWORD for p in parameters)
     later = (p for i, p in enumerate(parameters) if i >= positional and p.kind is p.POSITIONAL_OR_KEYWORD)
     named = [p for p in later if p.name in ("key", "valid")]  # all others are refused by their number
     keywords = [*named, *(p for p in parameters if p.kind is p.KEYWORD_ONLY)]
-    return accepts, tuple(p.name for p in keywords if p.default is p.empty)
+    return None if anything else accepts, tuple(p.name for p in keywords if p.default is p.empty)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -11,43 +13,27 @@ import numpy as np
 from jax.core import ShapedArray
 
 from .._avals import describe_argument, describe_leaf, describe_node, dtype_of, holds, is_key, is_weak, shape_of
-from .._axes import LeafAxes
-from .._body.differences import agree
+from .._axes import LeafAxes, spread_prefix
+from .._body.carry import agree
 from .._errors import ArgumentError, Fault, Row
-from .._transforms.rows.batch_axes import RowFlags
-from .._transforms.rows.carry_axes import spread_carry_axes
-from .._tree import Prefix, PrefixMismatch, broadcast_prefix, is_static, path_str
+from .._transforms.rows.axes import RowFlags, spread_carry_axes
+from .._tree import Prefix, is_static, path_str
 from .._types import PyTree
 from ..carries._base import is_carry
 from ..carries._registry import Adopted, adopt, kind_of
-
-
-class Said(NamedTuple):
-    """What `mask_scan` was told of its rows.
-
-    Attributes:
-        init: the carry as the user gave it.
-        carry_axes: a prefix of it.
-        time_axis: the axis of the steps in the mask and the resets.
-    """
-
-    init: PyTree
-    carry_axes: Prefix
-    time_axis: int
+from .rows import batch_of
 
 
 class Start(NamedTuple):
     """The carry that a scan starts from, and where its rows are.
 
     Attributes:
-        given: the carry as the user gave it.
-        tree: the same, values of registered types as custom carries.
+        tree: the carry, values of registered types as custom carries.
         axes: for each leaf that is an array the axis where the batch shape starts; None: shared by all rows.
         batch: the batch shape.
         root: the body's own name for its carry.
     """
 
-    given: PyTree
     tree: PyTree
     axes: LeafAxes
     batch: tuple[int, ...]
@@ -55,14 +41,23 @@ class Start(NamedTuple):
 
 
 def check_targets(
-    flags: RowFlags, reset_to: PyTree, said: Said, adopted: Adopted, arrays: PyTree, root: str
+    flags: RowFlags,
+    reset_to: PyTree,
+    init: PyTree,
+    carry_axes: Prefix,
+    time_axis: int,
+    adopted: Adopted,
+    arrays: PyTree,
+    root: str,
 ) -> RowFlags:
     """The flags, with what a reset puts back for each leaf of init.
 
     Args:
         flags: checked ones. Their `inits` are those of a `Packed`, as it holds them.
         reset_to: what the user said.
-        said: what else the user did.
+        init: the carry as the user gave it.
+        carry_axes: a prefix of it.
+        time_axis: the axis of the steps in the mask and the resets.
         adopted: the init, values of registered types as custom carries.
         arrays: the same without its static leaves.
         root: the body's own name for its carry.
@@ -74,36 +69,31 @@ def check_targets(
         return flags
     if reset_to is not None:
         _refuse_useless(flags)
-    batch = _batch_of(flags, said.time_axis)
-    axes = spread_carry_axes(said.carry_axes, arrays, root, batch)
-    start = Start(said.init, adopted.init, axes, batch, root)
-    if flags.inits is not None:
-        return flags._replace(inits=_tables(flags, start))
-    return flags._replace(to=_targets(reset_to, start))
+    batch = batch_of(flags, time_axis)
+    start = Start(adopted.init, spread_carry_axes(carry_axes, arrays, root, batch), batch, root)
+    if flags.inits is None:
+        tree = _called(reset_to, init) if _is_function(reset_to) else reset_to
+        return flags._replace(to=_checked("`reset_to`", tree, start, (_PREFIX, _FITS), _fits))
+    assert flags.spans is not None
+    fits = functools.partial(_fits_table, np.shape(flags.spans[0])[0], start.batch)
+    name = "the `init` of the `Packed`"
+    return flags._replace(inits=_checked(name, flags.inits, start, (_SEQUENCES, _SEQUENCES), fits))
 
 
 def _refuse_useless(flags: RowFlags) -> None:
     if flags.inits is not None:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: xs is a `Packed` with an `init` for each sequence, which already determines "
-            "`reset_to`.",
+            "{call}: xs is a `Packed` with an `init` for each sequence, which already determines `reset_to`.",
             "Leave `reset_to` out, or leave `init` out of `pack`.",
         )
     if flags.resets is None:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `reset_to` says what a reset restores, but no `resets` are given.",
+            "{call}: `reset_to` says what a reset restores, but no `resets` are given.",
             "Mark the first step of each segment, for example `resets=episode_step == 0`. Without resets, each row "
             "only starts from `init`.",
         )
-
-
-def _batch_of(flags: RowFlags, time: int) -> tuple[int, ...]:
-    if flags.lengths is not None:
-        return tuple(np.shape(flags.lengths))
-    shape = np.shape(flags.resets if flags.mask is None else flags.mask)
-    return (*shape[:time], *shape[time + 1 :])
 
 
 class _Place(NamedTuple):
@@ -130,33 +120,32 @@ class _Place(NamedTuple):
     shared: bool
 
 
-class _Misfit(NamedTuple):
-    row: Row
-    cure: str = ""
+def _checked(
+    name: str, given: PyTree, start: Start, cures: tuple[str, str], fits: Callable[[_Place], Row | None]
+) -> list[Any]:
+    """What a reset restores in each leaf of init that is an array, of its dtype; None: its init.
 
-
-def _targets(reset_to: PyTree, start: Start) -> list[Any]:
-    """The value that a reset restores in each leaf of init, a number or all rows of it; None: its init."""
-    tree = _called(reset_to, start) if _is_function(reset_to) else reset_to
-    places = _places("`reset_to`", adopt(tree).init, start, _PREFIX)
-    found = [_misfit(place) or _mistyped(place) for place in places]
-    _refuse("`reset_to`", start, found, _FITS)
+    Args:
+        name: what messages call it.
+        given: a prefix tree of init.
+        start: the init.
+        cures: what the user may do where it is no prefix, and where a value does not fit.
+        fits: the row of a message for a value whose shape or dtype does not fit its leaf.
+    """
+    no_prefix, misfit = (cure.replace("{root}", start.root) for cure in cures)
+    places = _places(name, adopt(given).init, start, no_prefix)
+    pairs = [_misfit(place) or (fits(place), "") for place in places]
+    bad = {row: cure for row, cure in pairs if row}
+    if bad:
+        raise Fault(
+            ArgumentError,
+            f"{{call}}: {name} does not fit {start.root}.",
+            *([] if all(bad.values()) else [misfit]),
+            *dict.fromkeys(filter(None, bad.values())),
+            rows=list(bad),
+        )
     return [
         None if place.value is None or place.axis is None else _as_array(place.value, place.leaf)
-        for place in places
-        if not is_static(place.leaf)
-    ]
-
-
-def _tables(flags: RowFlags, start: Start) -> list[Any]:
-    """The inits of all packed sequences for each leaf of init, `[N, ...]`; None: mask_scan's own."""
-    assert flags.spans is not None
-    name, count = "the `init` of the `Packed`", np.shape(flags.spans[0])[0]
-    places = _places(name, adopt(flags.inits).init, start, _SEQUENCES)
-    found = [_misfit(place) or _mistyped_table(place, count, start) for place in places]
-    _refuse(name, start, found, _SEQUENCES)
-    return [
-        None if place.value is None or place.axis is None else jnp.asarray(place.value)
         for place in places
         if not is_static(place.leaf)
     ]
@@ -177,20 +166,6 @@ _SEQUENCES = (
 )
 
 
-def _refuse(name: str, start: Start, found: list[_Misfit | None], cure: str) -> None:
-    bad = [misfit for misfit in found if misfit]
-    if bad:
-        plain = [cure.replace("{root}", start.root)] if any(not misfit.cure for misfit in bad) else []
-        raise Fault(
-            ArgumentError,
-            f"{{verb}} over {{body}}: {name} does not fit {start.root}.",
-            *plain,
-            *dict.fromkeys(misfit.cure for misfit in bad if misfit.cure),
-            header=("leaf", "expected", "is"),
-            rows=list(dict.fromkeys(misfit.row for misfit in bad)),
-        )
-
-
 def _is_function(reset_to: Any) -> bool:
     """Whether it is to be called: what can be called and is a container, as a module is, is a value."""
     if not callable(reset_to) or kind_of(reset_to):
@@ -198,12 +173,12 @@ def _is_function(reset_to: Any) -> bool:
     return isinstance(reset_to, jtu.Partial) or jtu.all_leaves([reset_to])
 
 
-def _called(reset_to: Any, start: Start) -> PyTree:
-    tree = reset_to(start.given)
+def _called(reset_to: Any, init: PyTree) -> PyTree:
+    tree = reset_to(init)
     if tree is None or _is_function(tree):
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `reset_to` is a function, which returned {describe_argument(tree)}.",
+            f"{{call}}: `reset_to` is a function, which returned {describe_argument(tree)}.",
             "It receives `init` and returns what a reset restores: `lambda init: jax.tree.map(jnp.zeros_like, init)`.",
         )
     return tree
@@ -213,14 +188,8 @@ def _places(name: str, prefix: PyTree, start: Start, cure: str) -> list[_Place]:
     """Each leaf of init that is an array, with what a prefix tree has for it."""
     init = start.tree
     flat, structure = jtu.tree_flatten_with_path(prefix, is_leaf=lambda node: node is None)
-    try:
-        chosen = broadcast_prefix(jax.tree.unflatten(structure, range(len(flat))), init, start.root)
-    except PrefixMismatch as error:
-        raise Fault(
-            ArgumentError,
-            f"{{verb}} over {{body}}: {name} is not a prefix of {start.root}: {error}.",
-            cure.replace("{root}", start.root),
-        ) from None
+    numbers = jax.tree.unflatten(structure, range(len(flat)))
+    chosen = spread_prefix(name, numbers, init, start.root, cure)
     named, axes = jtu.tree_flatten_with_path(init)[0], iter(start.axes)
     leaves = [(path, leaf, None if is_static(leaf) else next(axes)) for path, leaf in named]
     left, places = iter(zip(chosen, leaves, strict=True)), list[_Place]()
@@ -240,34 +209,35 @@ def _equal(value: Any, leaf: Any) -> bool:
     return is_static(value) and agree(leaf, value)
 
 
-def _misfit(place: _Place) -> _Misfit | None:
-    """The error for the value of a prefix at a leaf, apart from its shape and dtype."""
+def _misfit(place: _Place) -> tuple[Row, str] | None:
+    """The row and the cure for the value of a prefix at a leaf that no shape or dtype would make fit."""
     path, leaf, value = place.path, place.leaf, place.value
     if value is None:
         return None
+    came = describe_argument(value)
     if is_static(leaf):
         cure = f"{path}: a leaf that is not an array must be the same in every step. Give None there."
-        return _Misfit(Row(path, describe_leaf(leaf), describe_argument(value), "static"), cure)
+        return Row(path, describe_leaf(leaf), came, "static"), cure
     if is_static(value):
-        return _Misfit(Row(path, f"{_type_of(leaf)}", describe_leaf(value), ""))
+        return Row(path, f"{_type_of(leaf)}", describe_leaf(value)), ""
     if place.carry is not None and not place.within:
         kind = type(place.carry).__name__
         cure = (
             f"{path} is a part of a custom carry (`{kind}`), which defines its own start: give a carry of that "
             "class there, or None for the value of `init`."
         )
-        return _Misfit(Row(path, f"a part of a {kind}", describe_argument(value), ""), cure)
+        return Row(path, f"a part of a {kind}", came), cure
     if place.shared and place.own:
         cure = (
             f"{path}: all rows share this leaf, and a shared leaf is never reset. Give None there, or give the leaf "
             "one entry per row and an axis in `carry_axes`."
         )
-        return _Misfit(Row(path, "None", describe_argument(value), "shared"), cure)
+        return Row(path, "None", came, "shared"), cure
     return None
 
 
-def _mistyped(place: _Place) -> _Misfit | None:
-    """The error for the shape or dtype of the value that a reset restores in a leaf."""
+def _fits(place: _Place) -> Row | None:
+    """The row for a value that a leaf cannot hold, neither alone nor with an entry for each row."""
     value, leaf = place.value, place.leaf
     if value is None or place.axis is None:
         return None
@@ -276,21 +246,20 @@ def _mistyped(place: _Place) -> _Misfit | None:
     else:
         shapes = [shape_of(leaf)] if is_key(leaf) else [(), shape_of(leaf)]
         fits = shape_of(value) in shapes and _same_dtype(value, leaf)
-    if fits:
-        return None
     came = describe_argument(value) + ("" if place.own else " for several leaves")
-    return _Misfit(Row(place.path, f"{_type_of(leaf)}", came, ""))
+    return None if fits else Row(place.path, f"{_type_of(leaf)}", came)
 
 
-def _mistyped_table(place: _Place, count: int, start: Start) -> _Misfit | None:
+def _fits_table(count: int, batch: tuple[int, ...], place: _Place) -> Row | None:
+    """The row for a value that does not have so many entries, each of what a row of the leaf holds."""
     value, leaf, axis = place.value, place.leaf, place.axis
     if value is None or axis is None:
         return None
     shape = shape_of(leaf) or ()
-    wanted = (count, *shape[:axis], *shape[axis + len(start.batch) :])
+    wanted = (count, *shape[:axis], *shape[axis + len(batch) :])
     if place.own and shape_of(value) == wanted and _same_dtype(value, leaf):
         return None
-    return _Misfit(Row(place.path, f"{ShapedArray(wanted, _type_of(leaf).dtype)}", describe_node(value), ""))
+    return Row(place.path, f"{ShapedArray(wanted, _type_of(leaf).dtype)}", describe_node(value))
 
 
 _NUMBERS = (bool, int, float, complex, np.generic)

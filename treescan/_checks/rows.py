@@ -11,8 +11,55 @@ import numpy as np
 from jax.core import Tracer
 
 from .._avals import describe_argument, describe_traced, dtype_of, exact_int, shape_of
-from .._errors import ArgumentError, ArgumentTypeError, Fault
-from .._transforms.rows.batch_axes import RowFlags
+from .._errors import ArgumentError, ArgumentTypeError, Fault, TracedArgumentError, expect, expect_int
+from .._transforms.rows.axes import RowFlags
+
+_TRACED_LENGTH = (
+    "A loop's length is part of the compiled program. For a length that is known only at run time, scan over the "
+    "longest possible length and pass the traced one to `treescan.mask_scan(..., lengths=...)`; or make it a "
+    "static argument of the function under `jax.jit`."
+)
+_LENGTH_OF_ROWS = (
+    "`length` is the number of steps of the whole loop. Did you mean `lengths`, the number of valid steps of each row? "
+    "`mask_scan`, `fold` and `accumulate` take it."
+)
+_MOST_OF_ROWS = (
+    "It is one number for all rows. If rows should stop after different numbers of steps, count the steps in the "
+    "carry, and let the condition of `while_scan` return one bool for each row."
+)
+
+
+def check_length(length: Any, name: str = "length", cure: str = _TRACED_LENGTH) -> int | None:
+    """An int from 0 up, or None. `cure` is what to do about a traced one."""
+    if length is None or (type(length) is int and length >= 0):
+        return length
+    rows = _LENGTH_OF_ROWS if name == "length" else _MOST_OF_ROWS
+    expect(not _counts_rows(length), name, "an int", length, rows)
+    if isinstance(length, Tracer):
+        raise Fault(TracedArgumentError, f"{{call}}: `{name}` is {describe_traced(length)}.", cure)
+    whole = "Give the number of steps as an int of at least 0. `int(...)` converts a whole number."
+    return expect_int(length, name, whole, least=0, small="Give an int of at least 0.")
+
+
+def _counts_rows(length: Any) -> bool:
+    """Whether a length is a list or an array of ints, as `lengths` are."""
+    if isinstance(length, list | tuple):
+        return bool(length) and all(exact_int(item) is not None for item in length)
+    dtype = dtype_of(length)
+    return bool(shape_of(length)) and dtype is not None and jnp.issubdtype(dtype, jnp.integer)
+
+
+def check_bound(bound: Any, name: str) -> int:
+    """A concrete int: the end of a range of indices."""
+    if isinstance(bound, Tracer):
+        raise Fault(
+            TracedArgumentError,
+            f"{{call}}: `{name}` is {describe_traced(bound)}.",
+            "Pass `max_length=`, the largest number of steps that the loop may take. It runs only the steps up to "
+            "the bound, and is differentiable. Or make the bound a static argument of the function under `jax.jit`.",
+        )
+    first = "The bounds come first, `treescan.fori(lower, upper, step, init)`, and count whole steps."
+    return expect_int(bound, name, first)
 
 
 def check_rows(flags: RowFlags, time_axis: int, steps: int) -> RowFlags:
@@ -22,7 +69,7 @@ def check_rows(flags: RowFlags, time_axis: int, steps: int) -> RowFlags:
         both = "both are given" if mask is not None else "neither is given"
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: pass either `lengths` or `mask`; {both}.",
+            f"{{call}}: pass either `lengths` or `mask`; {both}.",
             "`lengths` int[*batch] counts each row's steps from the first; `mask` bool[T, *batch] marks any pattern; "
             "`resets` alone means that every step is valid.",
         )
@@ -39,32 +86,30 @@ def _check_batch(flags: RowFlags, time_axis: int) -> None:
     """Refuses resets whose rows differ from those of the lengths or the mask."""
     if flags.resets is None or flags[:2] == (None, None):
         return
-    resets = _batch(flags.resets, time_axis)
-    name, other = ("lengths", flags.lengths) if flags.mask is None else ("mask", flags.mask)
-    if resets != (shape_of(other) if flags.mask is None else _batch(other, time_axis)):
+    if batch_of(RowFlags(resets=flags.resets), time_axis) != batch_of(flags, time_axis):
+        name, other = ("lengths", flags.lengths) if flags.mask is None else ("mask", flags.mask)
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `resets` {describe_argument(flags.resets)} and `{name}` "
+            f"{{call}}: `resets` {describe_argument(flags.resets)} and `{name}` "
             f"{describe_argument(other)} have different rows.",
             "Both must have the same batch shape. `resets` also has the axis of the steps.",
         )
 
 
-def _batch(flags: Any, time_axis: int) -> tuple[int, ...]:
-    shape = shape_of(flags) or ()
+def batch_of(flags: RowFlags, time_axis: int) -> tuple[int, ...]:
+    """The shape of the batch, as the lengths say it, or the mask, or resets alone."""
+    if flags.lengths is not None:
+        return tuple(np.shape(flags.lengths))
+    shape = np.shape(flags.resets if flags.mask is None else flags.mask)
     return (*shape[:time_axis], *shape[time_axis + 1 :])
 
 
-def check_lengths(lengths: Any, steps: int | None, call: str = "{verb} over {body}") -> Any:
-    """Ints, between 0 and `steps` where both are known. The messages about anything else begin with `call`."""
+def check_lengths(lengths: Any, steps: int | None) -> Any:
+    """Ints, between 0 and `steps` where both are known."""
     given, lengths = lengths, _as_array(lengths) if isinstance(lengths, list | tuple) else lengths
     dtype = dtype_of(lengths)
-    if dtype is None or not jnp.issubdtype(dtype, jnp.integer):
-        raise Fault(
-            ArgumentTypeError,
-            f"{call}: `lengths` must be ints, got {describe_argument(given)}.",
-            "Give the number of valid steps of each row, int[*batch]; a bool pattern is a `mask`.",
-        )
+    pattern = "Give the number of valid steps of each row, int[*batch]; a bool pattern is a `mask`."
+    expect(dtype is not None and jnp.issubdtype(dtype, jnp.integer), "lengths", "ints", given, pattern)
     if steps is None or isinstance(lengths, Tracer) or not getattr(lengths, "is_fully_addressable", True):
         return lengths
     values = np.asarray(lengths)
@@ -73,7 +118,7 @@ def check_lengths(lengths: Any, steps: int | None, call: str = "{verb} over {bod
         where = list(map(int, np.unravel_index(row, values.shape))) or ""
         raise Fault(
             ArgumentError,
-            f"{call}: `lengths` must lie between 0 and the {steps} steps, but lengths{where} is {values.flat[row]}.",
+            f"{{call}}: `lengths` must lie between 0 and the {steps} steps, but lengths{where} is {values.flat[row]}.",
             f"Cut the lengths, `jnp.clip(lengths, 0, {steps})`, or pad to the longest row. If the data lead with the "
             "batch instead, `mask_scan` takes `time_axis=1`.",
         )
@@ -89,54 +134,45 @@ def _as_array(lengths: list[Any] | tuple[Any, ...]) -> Any:
     return lengths
 
 
+_CURES_OF_FLAGS = {
+    "mask": "Compare, for example `mask=tokens != pad`; for the number of valid steps of each row, use `lengths`.",
+    "resets": "Mark the first step of each segment, for example `resets=episode_step == 0`.",
+}
+
+
 def _check_flags(name: str, flags: Any, time_axis: int, steps: int) -> Any:
     if isinstance(flags, list | tuple):
         flags = _as_array(flags)
-    if dtype_of(flags) != np.dtype(bool):
-        cure = {
-            "mask": "Compare, for example `mask=tokens != pad`; for the number of valid steps of each row, use "
-            "`lengths`.",
-            "resets": "Mark the first step of each segment, for example `resets=episode_step == 0`.",
-        }
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}} over {{body}}: `{name}` must be a bool array, got {describe_argument(flags)}.",
-            cure[name],
-        )
+    expect(dtype_of(flags) == np.dtype(bool), name, "a bool array", flags, _CURES_OF_FLAGS[name])
     shape = shape_of(flags) or ()
     if len(shape) <= time_axis or shape[time_axis] != steps:
-        wanted = f"bool[{steps}, *batch]" if time_axis == 0 else f"bool[B, {steps}]"
+        wanted, leads, swapped = f"bool[{steps}, *batch]", "the batch leads", ""
+        if time_axis == 1:
+            wanted, leads = f"bool[B, {steps}]", "the steps lead"
+        if len(shape) == 2 and shape[1 - time_axis] == steps:
+            swapped = (
+                f"If {leads} there, pass `{name}.T`, or `time_axis={1 - time_axis}` if xs have that layout too. "
+                "Otherwise "
+            )
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `{name}` must have the steps along axis {time_axis}, {wanted}, but is "
+            f"{{call}}: `{name}` must have the steps along axis {time_axis}, {wanted}, but is "
             f"{describe_argument(flags)}.",
-            _cure_axis(name, shape, time_axis, steps),
+            f"{swapped}xs has {steps} steps: give `{name}` the same number, along axis {time_axis}.",
         )
     return jnp.asarray(flags)
-
-
-def _cure_axis(name: str, shape: tuple[int, ...], time_axis: int, steps: int) -> str:
-    other = 1 - time_axis
-    if len(shape) == 2 and shape[other] == steps:
-        leads = "batch" if time_axis == 0 else "steps"
-        return (
-            f"If the {leads} lead{'s' if time_axis == 0 else ''} there, pass `{name}.T`, or `time_axis={other}` if "
-            f"xs have that layout too. Otherwise xs has {steps} steps: give `{name}` the same number, along axis "
-            f"{time_axis}."
-        )
-    return f"xs has {steps} steps: give `{name}` the same number, along axis {time_axis}."
 
 
 def check_time_axis(time_axis: Any) -> int:
     """0 or 1."""
     axis = exact_int(time_axis)
-    if axis not in (0, 1):
-        raise Fault(
-            ArgumentTypeError if axis is None else ArgumentError,
-            f"{{verb}} over {{body}}: `time_axis` must be 0 or 1, got {describe_traced(time_axis)}.",
-            "0 means that time leads, [T, B, ...]; 1 that the batch leads, [B, T, ...]. For other layouts, use "
-            "`in_axes` and `out_axes`.",
-        )
+    layouts = (
+        "0 means that time leads, [T, B, ...]; 1 that the batch leads, [B, T, ...]. For other layouts, use `in_axes` "
+        "and `out_axes`."
+    )
+    error = ArgumentTypeError if axis is None else ArgumentError
+    expect(axis in (0, 1), "time_axis", "0 or 1", time_axis, layouts, error=error)
+    assert axis is not None
     return axis
 
 
@@ -145,17 +181,16 @@ def check_chunk(chunk: Any, compact: Any) -> int | None:
     if chunk is None:
         return None
     size = exact_int(chunk)
-    if size is None or size < 0:
-        raise Fault(
-            ArgumentTypeError if size is None else ArgumentError,
-            f"{{verb}} over {{body}}: `chunk` must be an int of at least 0, or None, got {describe_traced(chunk)}.",
-            "It is the number of steps that are skipped together if no row is valid. None lets treescan choose it, "
-            "and 0 turns skipping off.",
-        )
+    skipped = (
+        "It is the number of steps that are skipped together if no row is valid. None lets treescan choose it, and 0 "
+        "turns skipping off."
+    )
+    error = ArgumentTypeError if size is None else ArgumentError
+    expect(size is not None and size >= 0, "chunk", "an int of at least 0, or None", chunk, skipped, error=error)
     if size == 0 and compact:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `compact` sorts the rows of each chunk, but `chunk=0` turns chunks off.",
+            "{call}: `compact` sorts the rows of each chunk, but `chunk=0` turns chunks off.",
             "Leave `chunk` out, or give the number of steps in a chunk.",
         )
     return size
@@ -167,7 +202,7 @@ def check_compact(compact: Any, *, keyed: bool) -> bool | tuple[int, ...]:
     if tiers and keyed:
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `compact` and `key` cannot be combined: the body would draw different numbers.",
+            "{call}: `compact` and `key` cannot be combined: the body would draw different numbers.",
             "Give each row a key of its own, in the carry: `keys = jax.random.split(key, B)`, and in the body "
             "`keys, now = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)`.",
         )
@@ -180,7 +215,7 @@ def _check_tiers(compact: Any) -> tuple[int, ...]:
         return tuple(count for count in counts if count is not None)
     raise Fault(
         ArgumentTypeError,
-        f"{{verb}} over {{body}}: `compact` must be True, False or a tuple of ints above 0, got "
+        f"{{call}}: `compact` must be True, False or a tuple of ints above 0, got "
         f"{'(' + ', '.join(map(describe_traced, compact)) + ')' if counts else describe_traced(compact)}.",
         "`compact=True` makes tiers of 1, 2, 4, ... rows; a tuple names the numbers of rows instead.",
     )
@@ -192,6 +227,6 @@ def check_padded(given: Mapping[str, Any], kind: str, path: str = "xs") -> None:
     if said:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: {path} is a `{kind}`, which already determines `{said[0]}`.",
+            f"{{call}}: {path} is a `{kind}`, which already determines `{said[0]}`.",
             f"Leave `{said[0]}` out, or pass `{path}.data` in place of {path}.",
         )

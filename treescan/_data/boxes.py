@@ -12,8 +12,8 @@ from typing import Any
 import jax
 from jax.sharding import PartitionSpec
 
-from .._avals import describe_argument, shape_of, spec_parts
-from .._errors import ArgumentTypeError, Fault, LayerError, Row
+from .._avals import shape_of, spec_parts
+from .._errors import Fault, LayerError, Row, expect
 from .._flax import box_classes, holds, variable_classes
 from .._tree import leaves_with_path
 from .._types import PyTree
@@ -40,11 +40,9 @@ def add_layer_axis(stacked: PyTree, name: Any) -> PyTree:
     params = {_PARTITION_NAME: name}
 
     def add(box: Any) -> Any:
-        return (
-            sys.modules["flax.nnx"].spmd.add_axis(_copy(box), 0, params)
-            if _is_variable(box)
-            else box.add_axis(0, params)
-        )
+        if _is_variable(box):
+            return sys.modules["flax.nnx"].spmd.add_axis(_copy(box), 0, params)
+        return box.add_axis(0, params)
 
     return _map_boxes("layer", stacked, add, "add_axis")
 
@@ -114,52 +112,39 @@ def _rank(box: Any) -> int:
 
 def _boxes(root: str, tree: PyTree) -> list[tuple[str, Any]]:
     """All boxes with their paths."""
-    kinds = box_classes()
-    if not holds(tree, kinds):
+    if not holds(tree, box_classes()):
         return []
-    named = leaves_with_path(root, tree, is_leaf=lambda node: isinstance(node, kinds))
-    return [(path, node) for path, node in named if isinstance(node, kinds)]
+    return [(path, node) for path, node in leaves_with_path(root, tree, is_leaf=_is_box) if _is_box(node)]
+
+
+def _is_box(node: Any) -> bool:
+    return isinstance(node, box_classes())
 
 
 def _map_boxes(root: str, tree: PyTree, function: Callable[[Any], Any], method: str) -> PyTree:
-    boxes = _boxes(root, tree)
-    if not boxes:
-        return tree
-    mapped = iter([_call(path, box, function, method) for path, box in boxes])
-    kinds = box_classes()
-    return jax.tree.map(
-        lambda node: next(mapped) if isinstance(node, kinds) else node,
-        tree,
-        is_leaf=lambda node: isinstance(node, kinds),
-    )
-
-
-def _call(path: str, box: Any, function: Callable[[Any], Any], method: str) -> Any:
-    try:
-        return function(box)
-    except Exception as error:
-        raise Fault(
-            LayerError,
-            f"{{call}}: `{type(box).__name__}.{method}` failed for {path}. {type(error).__name__}: {error}",
-            "The method receives 0, the axis of the layers, and `{'partition_name': layer_axis_name}`. Fix the "
-            "method, or take the arrays out of their boxes, `flax.core.meta.unbox(layer)`.",
-            cause=error,
-        ) from None
+    mapped: list[Any] = []
+    for path, box in _boxes(root, tree):
+        try:
+            mapped.append(function(box))
+        except Exception as error:
+            raise Fault(
+                LayerError,
+                f"{{call}}: `{type(box).__name__}.{method}` failed for {path}. {type(error).__name__}: {error}",
+                "The method receives 0, the axis of the layers, and `{'partition_name': layer_axis_name}`. Fix the "
+                "method, or take the arrays out of their boxes, `flax.core.meta.unbox(layer)`.",
+                cause=error,
+            ) from None
+    rest = iter(mapped)
+    return jax.tree.map(lambda node: next(rest) if _is_box(node) else node, tree, is_leaf=_is_box) if mapped else tree
 
 
 def _check_name(name: Any) -> None:
-    if name is not None and not isinstance(name, str):
-        raise Fault(
-            ArgumentTypeError,
-            f"{{call}}: `layer_axis_name` must be a string or None, got {describe_argument(name)}.",
-            'It is the name of the axis of the layers in flax\'s metadata, for example `layer_axis_name="layers"`.',
-        )
+    flax = 'It is the name of the axis of the layers in flax\'s metadata, for example `layer_axis_name="layers"`.'
+    expect(name is None or isinstance(name, str), "layer_axis_name", "a string or None", name, flax)
 
 
 def _refuse_other_names(boxes: list[tuple[str, Any]], name: str) -> None:
-    rows = [
-        Row(path, repr(name), repr(names), "") for path, box in boxes if (names := _names(box)) and names[0] != name
-    ]
+    rows = [Row(path, repr(name), repr(names)) for path, box in boxes if (names := _names(box)) and names[0] != name]
     if rows:
         raise Fault(
             LayerError,

@@ -7,19 +7,93 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import jax
-from jax.sharding import AxisType
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .._avals import describe_argument, describe_traced, exact_int
+from .._avals import describe_argument, describe_leaf, spec_parts
+from .._axes import spread_prefix
 from .._checks.arguments import check_key
-from .._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
-from .._loop.body import Body
-from .._loop.retrace import under_a_trace
+from .._errors import ArgumentTypeError, BodyError, Fault, LayerError, Row, expect_int, speaking_of, verb
+from .._loop.body import Body, under_a_trace
 from .._loop.run import is_jit_disabled
-from .._tree import Prefix, freeze_static, thaw_static
+from .._tree import Prefix, freeze_static, leaves_with_path, thaw_static
 from .._types import Array, PyTree
 from .boxes import add_layer_axis
-from .shardings import flatten_places, map_places, spec_of, stacked_shardings
-from .shared import freeze_shared
+from .stack import freeze_shared
+
+
+def _is_place(node: Any) -> bool:
+    return node is None or isinstance(node, jax.sharding.Sharding | PartitionSpec)
+
+
+def spec_of(place: Any) -> PartitionSpec:
+    """How a sharding splits the axes of an array."""
+    if place is None:
+        return PartitionSpec()
+    return place.spec if isinstance(place, NamedSharding) else place
+
+
+def stacked_shardings(layer: PyTree, shardings: PyTree) -> Prefix:
+    """The shardings of the stack's leaves, from those of a layer's.
+
+    Args:
+        layer: one layer, or its types.
+        shardings: a prefix tree of it.
+
+    Raises:
+        Fault: for a `LayerError` that lists all the leaves that cannot be sharded so.
+    """
+    prefix = Prefix(*flatten_places(shardings))
+    one = "Give one sharding for all leaves, or a prefix tree of a layer with shardings. None lets JAX choose."
+    places = spread_prefix("`shardings`", prefix.tree, layer, "layer", one, whole="a layer", error=LayerError)
+    named = zip(leaves_with_path("layer", layer), places, strict=True)
+    rows = [
+        Row(path, str(getattr(place, "spec", place)), describe_leaf(leaf), why)
+        for (path, leaf), place in named
+        if (why := _misfit(leaf, place))
+    ]
+    if rows:
+        raise Fault(
+            LayerError,
+            "{call}: leaves of a layer cannot be sharded as `shardings` says.",
+            "A sharding describes one layer, without the axis of the layers. A PartitionSpec needs `jax.set_mesh`, "
+            "and a mesh axis must divide the axis that it shards.",
+            header=("leaf", "sharding", "is"),
+            rows=rows,
+        )
+    return Prefix(tuple(map(_stacked, places)), jax.tree.structure(layer))
+
+
+def flatten_places(shardings: PyTree) -> tuple[tuple[Any, ...], Any]:
+    """The leaves of a tree of shardings, in which None is one, and its structure."""
+    leaves, structure = jax.tree.flatten(shardings, is_leaf=_is_place)
+    return tuple(leaves), structure
+
+
+def _misfit(leaf: Any, place: Any) -> str:
+    """Why a leaf cannot be sharded so; nothing if it can."""
+    if place is None:
+        return ""
+    if not _is_place(place) or (isinstance(place, jax.sharding.Sharding) and not isinstance(place, NamedSharding)):
+        return f"no NamedSharding: {describe_argument(place)}"
+    if len(spec_parts(spec_of(place))) > len(leaf.shape):
+        return f"rank {len(leaf.shape)}"
+    mesh = jax.sharding.get_abstract_mesh()
+    if isinstance(place, PartitionSpec) and mesh.empty:
+        return "no mesh is set"
+    try:
+        sharding = place if isinstance(place, NamedSharding) else NamedSharding(mesh, place)
+        sharding.shard_shape(leaf.shape)
+    except ValueError as error:
+        return "does not divide" if "divi" in str(error) else "no such axis of the mesh"
+    return ""
+
+
+def _stacked(place: Any) -> Any:
+    if place is None:
+        return None
+    spec = PartitionSpec(None, *spec_parts(spec_of(place)))
+    return NamedSharding(place.mesh, spec, memory_kind=place.memory_kind) if isinstance(place, NamedSharding) else spec
+
 
 Layer = TypeVar("Layer")
 
@@ -69,11 +143,16 @@ def init_layers(
         >>> print(layers["w"].shape)
         (4, 8, 8)
     """
-    try:
-        return add_layer_axis(thaw_static(_run(init, key, _check_count(n), args, shardings)), layer_axis_name)
-    except Exception as error:
-        explained = explain(error, "init_layers", init)
-    raise explained
+    with speaking_of(init):
+        count = expect_int(
+            n,
+            "n",
+            "It is the number of layers, and must be known when the program is traced: `treescan.init_layers(init, "
+            "key, n)`.",
+            least=1,
+            small="Give an int of at least 1.",
+        )
+        return add_layer_axis(thaw_static(_run(init, key, count, args, shardings)), layer_axis_name)
 
 
 def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) -> PyTree:
@@ -88,7 +167,7 @@ def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) 
     key = check_key(key, "layer i is made with `jax.random.split(key, n)[i]`.")
     frozen = freeze_static(args, scalars=True)
     if key is None:
-        raise Fault(ArgumentTypeError, "{verb} over {body}: `key` is missing.", "Pass `jax.random.key(seed)`.")
+        raise Fault(ArgumentTypeError, "{call}: `key` is missing.", "Pass `jax.random.key(seed)`.")
     if shardings is None and (under_a_trace() or is_jit_disabled()):
         return _all(body, n, key, frozen)
     given, structure = jax.tree.flatten((key, frozen))
@@ -115,24 +194,6 @@ def _program(body: Body, n: int, shardings: PyTree, mesh: Any, key: Array, froze
     if shardings is None:
         return jax.jit(make)
     places = stacked_shardings(jax.eval_shape(functools.partial(_one, body), key, frozen), shardings).tree
-    if (
-        AxisType.Explicit in mesh.axis_types
-    ):  # with explicit axes, each value would be made as its type says: on every device
-        return jax.jit(jax.sharding.auto_axes(make, out_sharding=map_places(spec_of, places)))
+    if AxisType.Explicit in mesh.axis_types:  # where each value would be made as its type says: on every device
+        return jax.jit(jax.sharding.auto_axes(make, out_sharding=jax.tree.map(spec_of, places, is_leaf=_is_place)))
     return jax.jit(make, out_shardings=places)
-
-
-def _check_count(n: Any) -> int:
-    count = exact_int(n)
-    if count is None:
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}} over {{body}}: `n` must be an int, got {describe_traced(n)}.",
-            "It is the number of layers, and must be known when the program is traced: `treescan.init_layers(init, "
-            "key, n)`.",
-        )
-    if count < 1:
-        raise Fault(
-            ArgumentError, f"{{verb}} over {{body}}: `n` must be at least 1, got {count}.", "Give an int of at least 1."
-        )
-    return count

@@ -1,22 +1,141 @@
-"""Lists of sequences: checks them, and copies them into one array per leaf and back."""
+"""Lists of sequences: checks them, chooses their rows, and copies them into one array per leaf and back."""
 
 from __future__ import annotations
 
-import operator
 from collections import Counter
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+import numpy.typing as npt
 from jax.core import ShapedArray, Tracer
 
 from .._avals import describe_argument, describe_leaf, describe_node, describe_traced, dtype_of, holds, is_key, shape_of
-from .._body.differences import find_differences
-from .._errors import ArgumentError, ArgumentTypeError, Fault, Row, TracedArgumentError
-from .._tree import PrefixMismatch, broadcast_prefix, leaves_with_path
+from .._axes import spread_prefix
+from .._body.carry import find_differences
+from .._checks.arguments import without_axis
+from .._errors import ArgumentError, ArgumentTypeError, Fault, Row, TracedArgumentError, expect, expect_int
+from .._tree import is_static, leaves_with_path
 from .._types import Array, PyTree, TreeDef
-from .first_fit import Ints
+
+Ints: TypeAlias = npt.NDArray[np.int64]
+
+_CANDIDATES = 64  # lengths to choose from where the user leaves the choice
+_EXACT = 32  # so many lengths are tried without leaving any out
+_CLOSE = 512  # what is gained by less than this part is not searched for
+
+
+class Fit(NamedTuple):
+    """Where each sequence goes, in the order of the lengths that were given.
+
+    `slack` is how much longer the rows would have to be for any sequence to go elsewhere, 0 if none ever would.
+    """
+
+    length: int
+    rows: int
+    row: Ints
+    start: Ints
+    slack: int
+
+
+def first_fit(lengths: Ints, length: int, most: int | None = None) -> Fit:
+    """Puts the longest sequence that is left into the first row with enough room for it, and so on.
+
+    Sequences of one length are placed together: a few array operations a length, however many sequences have it.
+    (D. S. Johnson, Near-optimal bin packing algorithms, 1973: at most 11/9 of the fewest rows, and one more.)
+
+    Args:
+        lengths: those of the sequences, from 0 up. One of length 0 occupies nothing, and is at the start of row 0.
+        length: that of the rows, from the longest sequence's up.
+        most: gives up when there are more rows than so many.
+    """
+    free: Ints = np.full(len(lengths), length, np.int64)  # of each row; the first `rows` are in use
+    row: Ints = np.zeros(len(lengths), np.int64)
+    start: Ints = np.zeros(len(lengths), np.int64)
+    rows, slack = 0, 0
+    for size, group in _by_length(lengths):
+        chosen = np.flatnonzero(free[:rows] >= size)
+        missing = len(group) - int((free[chosen] // size).sum())
+        opened = max(0, -(-missing // (length // size)))
+        chosen = np.concatenate([chosen, np.arange(rows, rows + opened)])
+        room = free[chosen] // size
+        first = np.cumsum(room) - room  # the place in the group of the first sequence in each row
+        took = np.clip(len(group) - first, 0, room)
+        row[group] = np.repeat(chosen, took)
+        nth = np.arange(len(group)) - np.repeat(first, took)
+        start[group] = length - free[row[group]] + nth * size
+        free[chosen] -= took * size
+        rows += opened
+        short = size - free[:rows]
+        slack = min(filter(None, (slack, int(short.min(initial=size, where=short > 0)))))
+        if most is not None and rows > most:
+            break
+    return Fit(length, rows, row, start, slack)
+
+
+def _by_length(lengths: Ints) -> list[tuple[int, Ints]]:
+    """The sequences of each length from 1 up, by their positions: the longest first, ties in the user's order."""
+    order = np.argsort(-lengths, kind="stable")
+    order = order[lengths[order] > 0]
+    ends = np.flatnonzero(np.diff(lengths[order])) + 1
+    return [(int(lengths[group[0]]), group) for group in np.split(order, ends) if len(group)]
+
+
+def shortest_fit(lengths: Ints, rows: int) -> Fit:
+    """The shortest rows of which first-fit decreasing needs no more than `rows`.
+
+    Longer rows may need more of them, so that a bisection can miss the shortest. From the least length that could do
+    we go to the next that changes anything; past 32 of them in strides of 1/512, to be done with it.
+    """
+    fit, tried = first_fit(lengths, _least_length(lengths, rows), most=rows), 1
+    while fit.rows > rows:
+        longer = fit.length + max(fit.slack, 1 if tried < _EXACT else fit.length // _CLOSE)
+        fit, tried = first_fit(lengths, longer, most=rows), tried + 1
+    return fit
+
+
+def _least_length(lengths: Ints, rows: int) -> int:
+    """A bound from below on the length of so many rows that hold all.
+
+    Of the longest k rows + 1 sequences, k + 1 share a row, whichever: at least the shortest k + 1 of them.
+    """
+    longest_first = np.sort(lengths)[::-1]
+    total = np.concatenate([[0], np.cumsum(longest_first)])
+    k = np.arange((len(lengths) - 1) // rows + 1)
+    crowded = total[k * rows + 1] - total[k * rows - k]
+    return max(int(crowded.max()), -(-int(total[-1]) // rows))
+
+
+def least_fit(lengths: Ints) -> Fit:
+    """Rows of the length that takes the fewest steps in all, from the longest sequence's to twice that.
+
+    Of up to 64 lengths those are tried that could do better than the best so far, by 1/512 at least where that is a
+    step or more; of equals the shortest is taken.
+    """
+    longest = int(lengths.max())
+    if not longest:
+        return first_fit(lengths, 0)
+    candidates = np.unique(np.linspace(longest, 2 * longest, _CANDIDATES).astype(np.int64))
+    bounds = sorted((int(length) * _fewest_rows(lengths, int(length)), int(length)) for length in candidates)
+    best: Fit | None = None
+    for bound, length in bounds:
+        if best is None or (bound + bound // _CLOSE, length) < _cost(best):
+            fit = first_fit(lengths, length, most=_cost(best)[0] // length if best else None)
+            best = min(best or fit, fit, key=_cost)
+    assert best is not None
+    return best
+
+
+def _cost(fit: Fit) -> tuple[int, int]:
+    return fit.rows * fit.length, fit.length
+
+
+def _fewest_rows(lengths: Ints, length: int) -> int:
+    """A bound from below on the number of rows of a length: no two of more than half of it share one."""
+    return max(-(-int(lengths.sum()) // length), int(np.count_nonzero(2 * lengths > length)))
+
 
 _MANY = 8  # rows of a table
 _OUTSIDE_JIT = "This function runs on the host: call it outside `jax.jit`, and pass in the result."
@@ -30,13 +149,18 @@ class Sequences(NamedTuple):
     lengths: Ints
 
 
+def is_list(given: Any) -> bool:
+    """Whether something is a sequence, and neither a text nor a named tuple."""
+    return isinstance(given, Sequence) and not isinstance(given, str | bytes) and not hasattr(given, "_fields")
+
+
 def check_sequences(sequences: Any) -> Sequences:
     """A list of one sequence or more, equal in structure, dtypes and trailing shapes.
 
     Raises:
         Fault: for an `ArgumentError` that lists what differs, or a `TracedArgumentError` for traced leaves.
     """
-    if not isinstance(sequences, Sequence) or isinstance(sequences, str | bytes) or hasattr(sequences, "_fields"):
+    if not is_list(sequences):
         raise Fault(
             ArgumentTypeError,
             f"{{verb}} takes a list of sequences, got {describe_argument(sequences)}.",
@@ -53,14 +177,25 @@ def check_sequences(sequences: Any) -> Sequences:
     leaves = [flat for flat, _ in trees]
     for i, flat in enumerate(leaves):
         if any(isinstance(leaf, Tracer) for leaf in flat):
-            named = leaves_with_path(f"sequences[{i}]", sequences[i])
-            path, leaf = next(pair for pair in named if isinstance(pair[1], Tracer))
-            raise Fault(TracedArgumentError, f"{{verb}}: {path} is {describe_traced(leaf)}.", _OUTSIDE_JIT)
+            for path, leaf in leaves_with_path(f"sequences[{i}]", sequences[i]):
+                refuse_traced(leaf, path)
     _check_steps(sequences, leaves)
     if any(structure != trees[0][1] for _, structure in trees):
-        raise _structures_differ(sequences)
+        _refuse_differences(
+            [jax.tree.map(lambda leaf: _ANY, sequence) for sequence in sequences],
+            "sequences",
+            "{verb}: the sequences differ in structure from the first.",
+            "Give all of them the same containers with the same parts, because each leaf of the batch becomes one "
+            "array.",
+        )
     _check_types(sequences, leaves)
     return Sequences(trees[0][1], leaves, np.asarray([flat[0].shape[0] for flat in leaves], np.int64))
+
+
+def refuse_traced(value: Any, name: str, cure: str = _OUTSIDE_JIT) -> None:
+    """Refuses a traced value."""
+    if isinstance(value, Tracer):
+        raise Fault(TracedArgumentError, f"{{verb}}: {name} is {describe_traced(value)}.", cure)
 
 
 def _check_steps(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
@@ -69,7 +204,7 @@ def _check_steps(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
         pair
         for i, flat in enumerate(leaves)
         if not flat or not all(map(shape_of, flat))
-        for pair in _without_steps(f"sequences[{i}]", sequences[i])
+        for pair in without_axis(f"sequences[{i}]", sequences[i]) or [(f"sequences[{i}]", sequences[i])]
     ]
     if named:
         cures = [
@@ -82,21 +217,8 @@ def _check_steps(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
             "{verb}: the leaves of a sequence must be arrays whose first axis is the steps, but these are not.",
             *cures[:1],
             "Leave values that are the same for all steps out of the sequences.",
-            header=("leaf", "expected", "is"),
-            rows=some([Row(path, "[steps, ...]", describe_node(node), "") for path, node in named]),
+            rows=some([Row(path, "[steps, ...]", describe_node(node)) for path, node in named]),
         )
-
-
-def _without_steps(root: str, sequence: PyTree) -> list[tuple[str, Any]]:
-    """The leaves of a sequence that have no steps; a list (of lists) of nothing else as one."""
-
-    def is_unit(node: Any) -> bool:
-        return isinstance(node, list | tuple) and bool(node) and all(is_unit(x) or shape_of(x) == () for x in node)
-
-    named = leaves_with_path(root, sequence, is_leaf=is_unit)
-    return (
-        [(path, node) for path, node in named if is_unit(node) or not shape_of(node)] if named else [(root, sequence)]
-    )
 
 
 class _AnyLeaf:
@@ -109,20 +231,15 @@ class _AnyLeaf:
 _ANY = _AnyLeaf()
 
 
-def _structures_differ(sequences: Sequence[PyTree]) -> Fault:
-    first, *others = (jax.tree.map(lambda leaf: _ANY, sequence) for sequence in sequences)
+def _refuse_differences(trees: Sequence[PyTree], name: str, says: str, cure: str) -> None:
+    """Refuses trees that differ from the first."""
     rows = [
         difference.row
-        for i, other in enumerate(others, 1)
-        for difference in find_differences(f"sequences[{i}]", (), first, other)
+        for i, tree in enumerate(trees[1:], 1)
+        for difference in find_differences(f"{name}[{i}]", (), trees[0], tree)
     ]
-    return Fault(
-        ArgumentError,
-        "{verb}: the sequences differ in structure from the first.",
-        "Give all of them the same containers with the same parts, because each leaf of the batch becomes one array.",
-        header=("leaf", "in sequences[0]", "is"),
-        rows=some(rows),
-    )
+    if rows:
+        raise Fault(ArgumentError, says, cure, header=("leaf", f"in {name}[0]", "is"), rows=some(rows))
 
 
 def _check_types(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
@@ -134,7 +251,12 @@ def _check_types(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
         if [_step_type(leaf) for leaf in flat] != usual or len({leaf.shape[0] for leaf in flat}) > 1
     ]
     rows = [
-        Row(path, str(ShapedArray((leaves[i][0].shape[0], *shape), dtype)), describe_leaf(leaf), _note(leaf, dtype))
+        Row(
+            path,
+            str(ShapedArray((leaves[i][0].shape[0], *shape), dtype)),
+            describe_leaf(leaf),
+            "dtype" if dtype_of(leaf) != dtype else "",
+        )
         for i in bad
         for (path, leaf), (shape, dtype) in zip(leaves_with_path(f"sequences[{i}]", sequences[i]), usual, strict=True)
         if _step_type(leaf) != (shape, dtype) or leaf.shape[0] != leaves[i][0].shape[0]
@@ -146,7 +268,6 @@ def _check_types(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
             "All leaves of one sequence must have the same number of steps. Between sequences, a leaf must keep its "
             "dtype, and its shape apart from the steps. Cast or reshape the sequences first, for example "
             "`x.astype(dtype)`.",
-            header=("leaf", "expected", "is"),
             rows=some(rows),
         )
 
@@ -157,32 +278,18 @@ def _step_type(leaf: Any) -> tuple[tuple[int, ...], Any]:
     return aval.shape[1:], aval.dtype
 
 
-def _note(leaf: Any, dtype: Any) -> str:
-    return "dtype" if dtype_of(leaf) != dtype else ""
-
-
 def some(rows: list[Row]) -> list[Row]:
     """The rows of a table, up to a readable number."""
     rest = len(rows) - _MANY
-    return rows if rest <= 1 else [*rows[:_MANY], Row(f"and {rest} more", "", "", "")]
+    return rows if rest <= 1 else [*rows[:_MANY], Row(f"and {rest} more", "", "")]
 
 
 def check_count(value: Any, name: str, least: int = 0) -> int | None:
     """A concrete int from `least` up, or None."""
     if value is None:
         return None
-    if isinstance(value, Tracer):
-        raise Fault(TracedArgumentError, f"{{verb}}: `{name}` is {describe_traced(value)}.", _STATIC)
-    try:
-        count = operator.index(value)
-    except TypeError:
-        count = None
-    if count is None or isinstance(value, bool | np.bool_):
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}}: `{name}` must be an int, got {describe_argument(value)}.",
-            f"Give an int of at least {least}: `int(...)` converts a whole number.",
-        )
+    refuse_traced(value, f"`{name}`", _STATIC)
+    count = expect_int(value, name, f"Give an int of at least {least}: `int(...)` converts a whole number.")
     if count < least:
         raise Fault(ArgumentError, f"{{verb}}: `{name}` is {count}.", f"Give an int of at least {least}.")
     return count
@@ -222,35 +329,27 @@ def lay_out(sequences: Sequences, spans: Spans, steps: int, rows: int, value: Py
     """One array [steps, rows, ...] for each leaf, with each sequence in its span, and `value` everywhere else."""
     example = jax.tree.unflatten(sequences.structure, sequences.leaves[0])
     where = spans.each()
-    batched: list[Array] = []
-    for i, number in enumerate(spread_value(value, example)):
-        column = [flat[i] for flat in sequences.leaves]
-        if is_key(column[0]):
-            bits = _lay_leaf([key_bits(leaf) for leaf in column], where, steps, rows, 0)
-            batched.append(keys_of(bits, column[0]))
-        else:
-            batched.append(_lay_leaf(jax.device_get(column), where, steps, rows, number))
+    batched = [
+        _lay_leaf([flat[i] for flat in sequences.leaves], where, steps, rows, number)
+        for i, number in enumerate(spread_value(value, example))
+    ]
     return jax.tree.unflatten(sequences.structure, batched)
 
 
 def _lay_leaf(column: list[Any], where: list[tuple[int, slice]], steps: int, rows: int, number: Any) -> Array:
+    if is_key(column[0]):
+        return keys_of(_lay_leaf([key_bits(leaf) for leaf in column], where, steps, rows, 0), column[0])
     shape, dtype = _step_type(column[0])
     batch = np.full((steps, rows, *shape), number, dtype)
-    for leaf, (row, span) in zip(column, where, strict=True):
+    for leaf, (row, span) in zip(jax.device_get(column), where, strict=True):
         batch[span, row] = leaf
     return put(batch)
 
 
 def spread_value(value: PyTree, example: PyTree, root: str = "sequences[0]", whole: str = "a sequence") -> list[Any]:
     """The value of the padding for each leaf of a tree, whose root and name are those of messages."""
-    try:
-        numbers = broadcast_prefix(value, example, root)
-    except PrefixMismatch as error:
-        raise Fault(
-            ArgumentError,
-            f"{{verb}}: `value` is not a prefix of {whole}: {error}.",
-            f"Give one number for all leaves, or a tree of numbers that is a prefix of {whole}.",
-        ) from None
+    cure = f"Give one number for all leaves, or a tree of numbers that is a prefix of {whole}."
+    numbers = spread_prefix("`value`", value, example, root, cure, whole=whole)
     named = leaves_with_path(root, example)
     return [
         0 if is_key(leaf) else _cast(number, path, leaf) for number, (path, leaf) in zip(numbers, named, strict=True)
@@ -283,7 +382,7 @@ def check_lead(root: str, tree: PyTree, rows: tuple[int, ...], steps: int | None
     lead = (steps, *rows)
     expected = f"[{', '.join(map(str, lead))}, ...]"
     bad = [
-        Row(path, expected, describe_leaf(leaf), "")
+        Row(path, expected, describe_leaf(leaf))
         for path, leaf in named
         if (shape := shape_of(leaf)) is None or shape[: len(lead)] != lead
     ]
@@ -293,7 +392,6 @@ def check_lead(root: str, tree: PyTree, rows: tuple[int, ...], steps: int | None
             f"{{verb}}: {root} does not have the steps and the rows of the batch.",
             "The first axis of every leaf must be the steps, and the second the rows, as in the ys of "
             "`treescan.mask_scan`.",
-            header=("leaf", "expected", "is"),
             rows=some(bad),
         )
     return steps
@@ -301,8 +399,7 @@ def check_lead(root: str, tree: PyTree, rows: tuple[int, ...], steps: int | None
 
 def check_concrete(value: Any, name: str) -> Any:
     """A value whose elements can be read, as a NumPy array."""
-    if isinstance(value, Tracer):
-        raise Fault(TracedArgumentError, f"{{verb}}: {name} is {describe_traced(value)}.", _OUTSIDE_JIT)
+    refuse_traced(value, name)
     return np.asarray(value)
 
 
@@ -339,3 +436,60 @@ def keys_of(bits: Array, like: Any) -> Array:
     """Typed keys of the same kind as `like`."""
     with jax.ensure_compile_time_eval():
         return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(like))
+
+
+def stack_inits(inits: Any, count: int) -> PyTree:
+    """The inits of all sequences as one tree, leaves [N, ...].
+
+    Raises:
+        Fault: for an `ArgumentTypeError` if they are no list, or an `ArgumentError` if there is not one for each
+            sequence, or they do not fit together.
+    """
+    expect(
+        is_list(inits),
+        "init",
+        "a list with the carry of each sequence",
+        inits,
+        "Give `[carry] * len(sequences)` if all start from the same carry. If the carries are stacked already, "
+        "put them into the batch: `pack(sequences)._replace(init=carries)`.",
+    )
+    if len(inits) != count:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}}: `init` has {len(inits)} carr{'y' if len(inits) == 1 else 'ies'} for {count} sequence"
+            f"{'s'[: count != 1]}.",
+            "Give the carry that each sequence starts from, in the order of the sequences.",
+        )
+    static = [
+        Row(path, "an array", describe_leaf(leaf))
+        for i, init in enumerate(inits)
+        for path, leaf in leaves_with_path(f"init[{i}]", init)
+        if is_static(leaf)
+    ]
+    if static:
+        raise Fault(
+            ArgumentError,
+            "{verb}: the carries of `init` hold leaves that are not arrays.",
+            "Put values that all sequences share into the `init` of the scan, and give None here.",
+            rows=some(static),
+        )
+    _refuse_differences(
+        inits,
+        "init",
+        "{verb}: the carries of `init` differ from the first.",
+        "Give all sequences the same containers with the same parts, and in each part the same shape and dtype. "
+        "If one sequence has a part, all need it, for example as zeros. Use None for the parts that all "
+        "sequences take from the `init` of the scan.",
+    )
+    return jax.tree.map(lambda *leaves: _stack(leaves), *inits)
+
+
+def _stack(leaves: tuple[Any, ...]) -> Array:
+    """One array [N, ...]; concrete leaves are stacked on the host, which compiles nothing."""
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        return jnp.stack(leaves)
+    if is_key(leaves[0]):
+        return keys_of(put(np.stack([key_bits(leaf) for leaf in leaves])), leaves[0])
+    aval = jax.typeof(leaves[0])
+    assert isinstance(aval, ShapedArray)
+    return put(np.stack([np.asarray(leaf) for leaf in jax.device_get(list(leaves))]).astype(aval.dtype))

@@ -1,23 +1,213 @@
-"""Stacks of layers: pytrees of arrays whose first axis is the layers."""
+"""Stacks of layers: pytrees of arrays whose first axis is the layers, how they are made, split and ordered."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
-from .._avals import describe_argument, describe_leaf, describe_traced, dtype_of, exact_int, same_type, shape_of
-from .._body.differences import agree, find_differences
-from .._errors import ArgumentTypeError, Fault, LayerError, Row, explain, verb
-from .._loop.retrace import under_a_trace
+from .._avals import (
+    describe_argument,
+    describe_leaf,
+    dtype_of,
+    exact_int,
+    is_weak,
+    same_type,
+    shape_of,
+    spec_parts,
+)
+from .._axes import LeafAxes
+from .._body.carry import agree, find_differences
+from .._checks.arguments import axis_spec, with_axes
+from .._errors import ArgumentTypeError, Fault, LayerError, Row, expect, expect_int, verb
+from .._flax import box_classes, holds
+from .._loop.body import under_a_trace
 from .._tree import freeze_leaves, is_number, is_static, leaves_with_path, same_structure, thaw_static
 from .._types import Array, ArrayLike, PyTree, TreeDef
 from .boxes import add_layer_axis, remove_layer_axis
-from .shared import freeze_shared, is_same_number, is_traced_number, numbers_in
-from .split import refuse_split
+
+
+def freeze_shared(tree: PyTree) -> PyTree:
+    """Replaces what all layers share by nodes that hold it; a tree without any comes back unchanged."""
+    pairs = zip(jax.tree.leaves(tree), numbers_in(tree), strict=True)
+    return freeze_leaves(tree, [shared or is_static(leaf) for leaf, shared in pairs])
+
+
+def numbers_in(tree: PyTree) -> list[bool]:
+    """For each leaf whether it is a plain Python number; in a variable of flax one is an array."""
+    boxes = box_classes()
+    if not holds(tree, boxes):
+        return [is_number(leaf) for leaf in jax.tree.leaves(tree)]
+    parts = jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, boxes))
+    numbers: list[bool] = []
+    for part in parts:
+        numbers += [False] * len(jax.tree.leaves(part)) if isinstance(part, boxes) else [is_number(part)]
+    return numbers
+
+
+def is_traced_number(leaf: Any) -> bool:
+    """Whether a leaf is what JAX makes of a Python number that it traces: a scalar with a weak type, or a flag."""
+    if getattr(leaf, "ndim", 0):  # faster than to ask JAX for the type
+        return False
+    return shape_of(leaf) == () and (is_weak(leaf) or dtype_of(leaf) == np.bool_)
+
+
+def refuse_split(leaves: list[tuple[str, Any]], axes: LeafAxes | None = None, *, placed: bool = True) -> None:
+    """Refuses leaves whose layers lie on different devices, as far as that is known before a program is compiled.
+
+    Args:
+        leaves: the leaves of a stack, each with its path.
+        axes: the axis of the layers in each; None: the first in all.
+        placed: whether arrays count that are only placed so, where their types do not say it.
+    """
+
+    def is_split(leaf: Any, axis: int) -> bool:
+        if axis_spec(leaf, axis) is not None:
+            return True
+        concrete = placed and isinstance(leaf, jax.Array) and not isinstance(leaf, Tracer) and leaf.size
+        return bool(concrete and leaf.sharding.shard_shape(leaf.shape)[axis] != leaf.shape[axis])
+
+    split = [(path, leaf, axis) for path, leaf, axis in with_axes(leaves, axes) if is_split(leaf, axis)]
+    if not split:
+        return
+    path, leaf, axis = split[0]
+    parts = ["None" if i == axis else repr(part) for i, part in enumerate(_spec(leaf))]
+    spec = f"jax.P({', '.join(parts)})"
+    cure = f"jax.device_put({path}, jax.NamedSharding(mesh, {spec}))"
+    if axis_spec(leaf, axis) is not None:
+        cure = f"jax.sharding.reshard({path}, {spec})"
+    raise Fault(
+        LayerError,
+        "{call}: layers of a stack are on different devices.",
+        "Every device runs all layers, so it would have to fetch the layers of the other devices. Shard other axes "
+        f"instead, or none: `{cure}`.",
+        header=("leaf", "axis of the layers", "is"),
+        rows=[
+            Row(path, f"{axis}, split over {_spec(leaf)[axis]!r}", describe_leaf(leaf)) for path, leaf, axis in split
+        ],
+    )
+
+
+def _spec(leaf: Any) -> tuple[Any, ...]:
+    """How each axis of a leaf is split."""
+    typed = getattr(jax.typeof(leaf), "sharding", None)
+    parts = () if typed is None else spec_parts(typed.spec)
+    if not any(part is not None for part in parts) and not isinstance(leaf, Tracer):
+        parts = spec_parts(getattr(leaf.sharding, "spec", ()))
+    return (*parts, *(None,) * (len(leaf.shape) - len(parts)))
+
+
+TURNS = "turns"
+
+
+def is_several(tree: Any) -> bool:
+    """Whether a tree may be a sequence of stacks or of layers, which has no class of its own."""
+    return type(tree) in (list, tuple)
+
+
+def check_sequence(given: Any, name: str) -> tuple[Any, ...]:
+    """A sequence with one item for each stack.
+
+    Raises:
+        Fault: for a `LayerError` if it is none.
+    """
+    if is_several(given) and given:
+        return tuple(given)
+    raise Fault(
+        LayerError,
+        f"{{verb}}: with `order`, `{name}` must be a sequence with one item for each stack, got "
+        f"{describe_argument(given)}.",
+        f"Give `[{name}_0, {name}_1, ...]`, or leave `order` out for a single stack.",
+    )
+
+
+def one_each(given: Any, count: int, name: str) -> tuple[Any, ...]:
+    """What is given once for all stacks, or in a sequence with one for each.
+
+    Raises:
+        Fault: for a `LayerError` if the sequence has another length.
+    """
+    if not is_several(given):
+        return (given,) * count
+    if len(given) != count:
+        raise Fault(
+            LayerError,
+            f"{{verb}}: there are {count} stacks, but `{name}` has {len(given)} item{'s'[: len(given) != 1]}.",
+            "Give one item for each stack, or a single one for all.",
+        )
+    return tuple(given)
+
+
+def check_order(order: Any, layers: int, stacks: int | None) -> tuple[int, ...]:
+    """For each layer, in the order of their numbers, which stack holds it.
+
+    Args:
+        order: what the user said: "turns", or the number of a stack for each layer.
+        layers: how many layers there are.
+        stacks: how many stacks; None: as many as `order` names.
+
+    Raises:
+        Fault: for an `ArgumentTypeError` if it is neither, for a `LayerError` if it does not fit.
+    """
+    if isinstance(order, str) and order == TURNS:
+        if stacks is None:
+            raise Fault(
+                ArgumentTypeError,
+                '{verb}: the number of stacks is unknown. `order` is "turns", but `like` is not given.',
+                "Give `like`, a sequence with one layer of each stack. Or give `order` as a sequence with the "
+                "number of the stack for each layer.",
+            )
+        return tuple(i % stacks for i in range(layers))
+    try:
+        places = [] if isinstance(order, str) else list(map(exact_int, order))
+        known = not isinstance(order, str) and None not in places
+    except TypeError:  # it is no sequence
+        places, known = [], False
+    each = "A sequence has the number of the stack for each layer, in the order of the layers: `[0] * 3 + [1] * 58`."
+    expect(known, "order", '"turns" or a sequence of ints', order, each)
+    of_layers = [place for place in places if place is not None]
+    count = max(of_layers, default=0) + 1 if stacks is None else stacks
+    if len(of_layers) != layers:
+        raise Fault(
+            LayerError,
+            f"{{verb}}: `order` has {len(of_layers)} layers, but there are {layers}.",
+            "Give one item for each layer, in the order of the layers.",
+        )
+    wrong = sorted({place for place in of_layers if not 0 <= place < count})
+    if wrong:
+        raise Fault(
+            LayerError,
+            f"{{verb}}: `order` names stack {wrong[0]}, but there are {count} stacks.",
+            f"Stacks are numbered from 0 to {count - 1}.",
+        )
+    return tuple(of_layers)
+
+
+def check_counts(order: Sequence[int], counts: Sequence[int]) -> None:
+    """Compares the number of layers in each stack with an order.
+
+    Raises:
+        Fault: for a `LayerError` that lists the stacks.
+    """
+    wanted = [order.count(place) for place in range(len(counts))]
+    if wanted != list(counts):
+        raise Fault(
+            LayerError,
+            "{verb}: the numbers of layers in the stacks do not match `order`.",
+            '"turns" means the first layer of each stack, then the second of each, and so on. So only the first '
+            "stacks may have one layer more. For another order, give a sequence with the number of the stack for "
+            "each layer.",
+            header=("stack", "by order", "is"),
+            rows=[
+                Row(f"stacked[{i}]", str(want), str(count))
+                for i, (want, count) in enumerate(zip(wanted, counts, strict=True))
+            ],
+        )
+
 
 Layer = TypeVar("Layer")
 
@@ -51,14 +241,18 @@ def stack(layers: Iterable[Layer], *, layer_axis_name: str | None = None) -> Lay
         >>> print(stacked["w"].shape)
         (2, 2, 3)
     """
-    try:
-        listed = _as_list(layers)
-        if not listed:
-            raise Fault(LayerError, "{verb}: there are no layers.", "Give at least one layer.")
-        return add_layer_axis(_stack(listed), layer_axis_name)
-    except Exception as error:
-        explained = explain(error, "stack")
-    raise explained
+    cure = (
+        "Give a list of them, `[first, second, ...]`; a tree whose leaves have the axis of the layers is a stack "
+        "already."
+    )
+    if isinstance(layers, Mapping):
+        cure = "If its values are the layers, stack these: `treescan.stack(layers.values())`."
+    is_list = isinstance(layers, Iterable) and not isinstance(layers, Mapping | str)
+    expect(is_list, "layers", "a sequence of layers", layers, cure)
+    listed = list(layers)
+    if not listed:
+        raise Fault(LayerError, "{verb}: there are no layers.", "Give at least one layer.")
+    return add_layer_axis(_stack(listed), layer_axis_name)
 
 
 @verb
@@ -86,14 +280,10 @@ def unstack(stacked: Layer, *, layer_axis_name: str | None = None) -> list[Layer
         >>> print(second["b"])
         2.0
     """
-    try:
-        frozen = freeze_shared(stacked)
-        count_layers(frozen, "stacked")
-        layers = split_layers(remove_layer_axis(frozen, "stacked", layer_axis_name))
-        return [thaw_static(layer) for layer in layers]
-    except Exception as error:
-        explained = explain(error, "unstack")
-    raise explained
+    frozen = freeze_shared(stacked)
+    count_layers(frozen, "stacked")
+    layers = split_layers(remove_layer_axis(frozen, "stacked", layer_axis_name))
+    return [thaw_static(layer) for layer in layers]
 
 
 @verb
@@ -121,13 +311,9 @@ def layer_at(stacked: Layer, i: ArrayLike, *, layer_axis_name: str | None = None
         >>> print(treescan.layer_at({"b": jnp.array([1.0, 2.0])}, -1)["b"])
         2.0
     """
-    try:
-        frozen = freeze_shared(stacked)
-        number = _check_number(i, count_layers(frozen, "stacked"))
-        return thaw_static(_take(remove_layer_axis(frozen, "stacked", layer_axis_name), number))
-    except Exception as error:
-        explained = explain(error, "layer_at")
-    raise explained
+    frozen = freeze_shared(stacked)
+    number = _check_number(i, count_layers(frozen, "stacked"))
+    return thaw_static(_take(remove_layer_axis(frozen, "stacked", layer_axis_name), number))
 
 
 @verb
@@ -155,29 +341,11 @@ def set_layer(stacked: Layer, i: ArrayLike, layer: Layer) -> Layer:
         ... )
         [5. 2.]
     """
-    try:
-        frozen = freeze_shared(stacked)
-        number = _check_number(i, count_layers(frozen, "stacked"))
-        structure: TreeDef = jax.tree.structure(frozen)
-        leaves = jax.tree.leaves(_put(remove_layer_axis(frozen, "stacked"), number, layer))
-        return thaw_static(jax.tree.unflatten(structure, leaves))
-    except Exception as error:
-        explained = explain(error, "set_layer")
-    raise explained
-
-
-def _as_list(layers: Any) -> list[Any]:
-    if isinstance(layers, Iterable) and not isinstance(layers, Mapping | str):
-        return list(layers)
-    cure = (
-        "Give a list of them, `[first, second, ...]`; a tree whose leaves have the axis of the layers is a stack "
-        "already."
-    )
-    if isinstance(layers, Mapping):
-        cure = "If its values are the layers, stack these: `treescan.stack(layers.values())`."
-    raise Fault(
-        ArgumentTypeError, f"{{verb}}: `layers` must be a sequence of layers, got {describe_argument(layers)}.", cure
-    )
+    frozen = freeze_shared(stacked)
+    number = _check_number(i, count_layers(frozen, "stacked"))
+    structure: TreeDef = jax.tree.structure(frozen)
+    leaves = jax.tree.leaves(_put(remove_layer_axis(frozen, "stacked"), number, layer))
+    return thaw_static(jax.tree.unflatten(structure, leaves))
 
 
 def _in_one_call(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -218,19 +386,21 @@ def _put_arrays(arrays: list[Any], i: Any, layer: list[Any]) -> list[Array]:
 
 def _stack(layers: list[PyTree]) -> PyTree:
     shared = _shared_leaves(layers)
-    numbers = [_differing_numbers(f"layers[{i}]", layers[0], layer, shared) for i, layer in enumerate(layers)]
-    rows = [
-        row
-        for i, layer in enumerate(layers)
-        for row in (*_differing_types(f"layers[{i}]", layers[0], layer), *numbers[i])
-    ]
+    named = [(f"layers[{i}]", layer) for i, layer in enumerate(layers)]
+    numbers = [_differing_numbers(root, layers[0], layer, shared) for root, layer in named]
+    pairs = zip(named, numbers, strict=True)
+    rows = [row for (root, layer), of_layer in pairs for row in (*_differing_types(root, layers[0], layer), *of_layer)]
     if rows:
         raise Fault(
             LayerError,
             "{verb}: the layers differ, and cannot be one stack.",
             "Layers of one stack have the same structure, shapes and dtypes, and equal static leaves. Keep layers of "
             "several kinds in several stacks: `treescan.scan_layers` takes a sequence of blocks, and a stack for each.",
-            *_number_cures([row for rows_of_layer in numbers for row in rows_of_layer]),
+            *(
+                f"{row.leaf}: a Python number or flag must be the same in all layers. If it differs, make it an array "
+                f"in all of them, `jnp.array({row.came})`: it is then traced, as weights are."
+                for row in [row for of_layer in numbers for row in of_layer][:1]
+            ),
             header=("leaf", "layers[0]", "is"),
             rows=rows,
         )
@@ -260,18 +430,7 @@ def _differing_numbers(root: str, given: PyTree, layer: PyTree, shared: list[boo
     return [
         Row(path, repr(old), describe_argument(new), "number")
         for old, path, new in pairs
-        if same_type(old, new) and not is_same_number(old, new)
-    ]
-
-
-def _number_cures(rows: list[Row]) -> list[str]:
-    """The advice for a number that differs between layers."""
-    if not rows:
-        return []
-    row = rows[0]
-    return [
-        f"{row.leaf}: a Python number or flag must be the same in all layers. If it differs, make it an array in "
-        f"all of them, `jnp.array({row.came})`: it is then traced, as weights are."
+        if same_type(old, new) and (type(old), repr(old)) != (type(new), repr(new))  # 1 is not True, NaN is NaN
     ]
 
 
@@ -290,7 +449,8 @@ def _put(frozen: PyTree, i: Any, layer: PyTree) -> PyTree:
     arrays, structure = jax.tree.flatten(frozen)
     own: TreeDef
     new, own = jax.tree.flatten(_frozen_like(frozen, layer))
-    if structure != own or any(not _fits(leaf, one) for leaf, one in zip(arrays, new, strict=True)):
+    types = [[(shape_of(leaf), dtype_of(leaf)) for leaf in leaves] for leaves in (arrays, new)]
+    if structure != own or [((shape or ())[1:], dtype) for shape, dtype in types[0]] != types[1]:
         first = thaw_static(jax.eval_shape(lambda tree: _take(tree, 0), frozen))
         numbers = _differing_numbers("layer", first, layer, numbers_in(thaw_static(frozen)))
         rows = [*_differing_types("layer", first, layer), *numbers]
@@ -320,23 +480,17 @@ def _frozen_like(frozen: PyTree, layer: PyTree) -> PyTree:
     )
 
 
-def _fits(leaf: Any, one: Any) -> bool:
-    """Whether one layer's leaf has the type of a stacked leaf's slices; of what is shared, of the leaf itself."""
-    return (shape_of(leaf) or ())[1:] == shape_of(one) and dtype_of(leaf) == dtype_of(one)
-
-
 def _check_number(i: Any, count: int) -> int | Array:
     """The number of a layer, counted from 0; a traced number is returned unchanged."""
     number = exact_int(i)
     if number is None:
         if isinstance(i, Tracer) and i.shape == () and jnp.issubdtype(i.dtype, jnp.integer):
             return i.astype(jnp.int32)  # a smaller type may not hold the number of layers
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}}: `i` must be the number of a layer, got {describe_traced(i)}.",
+        several = (
             "Give one int, or an int array of shape []. For several layers, index the leaves, "
-            "`jax.tree.map(lambda leaf: leaf[i], stacked)`.",
+            "`jax.tree.map(lambda leaf: leaf[i], stacked)`."
         )
+        return expect_int(i, "i", several, kind="the number of a layer")
     if not -count <= number < count:
         raise Fault(
             LayerError,
@@ -363,6 +517,13 @@ def count_layers(stacked: PyTree, root: str) -> int:
     leaves = [(path, leaf) for path, leaf in leaves if not is_traced_number(leaf)] or leaves
     sizes = [(shape_of(leaf) or (None,))[0] for _, leaf in leaves]
     if None in sizes or len(set(sizes)) > 1:
+        cure = (
+            "The first axis of all arrays in a stack is the layers. If all layers share a number, make it a Python "
+            "number, or keep it out of the stack."
+        )
+        plain = isinstance(stacked, list | tuple) and not hasattr(stacked, "_fields") and stacked
+        if plain and all(same_structure(layer, stacked[0]) for layer in stacked):
+            cure = f"If each item of `{root}` is a layer, stack them: `treescan.stack({root})`."
         rows = [
             Row(path, "none" if size is None else str(size), describe_leaf(leaf), "")
             for (path, leaf), size in zip(leaves, sizes, strict=True)
@@ -370,21 +531,10 @@ def count_layers(stacked: PyTree, root: str) -> int:
         raise Fault(
             LayerError,
             f"{{call}}: the leaves of `{root}` do not have the same number of layers on their first axis.",
-            _list_cure(root, stacked)
-            or "The first axis of all arrays in a stack is the layers. If all layers share a number, make it a "
-            "Python number, or keep it out of the stack.",
+            cure,
             header=("leaf", "layers", "is"),
             rows=rows,
         )
     refuse_split(leaves, placed=False)
     assert sizes[0] is not None
     return sizes[0]
-
-
-def _list_cure(root: str, tree: PyTree) -> str | None:
-    """The advice for a plain sequence of trees that look like layers."""
-    if not isinstance(tree, list | tuple) or hasattr(tree, "_fields") or not tree:
-        return None
-    if len({str(jax.tree.structure(layer)) for layer in tree}) > 1:
-        return None
-    return f"If each item of `{root}` is a layer, stack them: `treescan.stack({root})`."

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import fnmatch
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
 
@@ -10,26 +12,141 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._avals import describe_argument, shape_of
-from .._errors import ArgumentTypeError, Cure, Fault, LayerError, Row, explain, verb, warn_user
-from .._tree import thaw_static
+from .._avals import describe_argument, describe_leaf, shape_of
+from .._errors import ArgumentTypeError, Cure, Fault, LayerError, Row, expect, verb, warn_user
+from .._tree import KeyPath, thaw_static
 from .._types import Array, PyTree
 from .boxes import add_layer_axis
-from .checkpoint_names import (
-    check_ignore,
-    check_mapping,
-    check_names,
-    check_prefix,
-    full_name,
-    layers_by_number,
-    leaf_name,
-    plain_name,
-    refuse_twice,
+from .init_layers import stacked_shardings
+from .stack import (
+    check_counts,
+    check_order,
+    check_sequence,
+    count_layers,
+    freeze_shared,
+    is_several,
+    is_traced_number,
+    one_each,
+    split_layers,
 )
-from .layer_order import check_counts, check_order, check_sequence, is_several, one_each
-from .shardings import stacked_shardings
-from .shared import freeze_shared, is_traced_number
-from .stack import count_layers, split_layers
+
+Ignores: TypeAlias = Callable[[str], bool]
+
+
+def plain_name(path: KeyPath) -> str:
+    """A leaf's path, joined by dots."""
+    return jtu.keystr(path, simple=True, separator=".")
+
+
+def full_name(prefix: str, number: int, name: str) -> str:
+    """What a checkpoint calls an array of a layer."""
+    return ".".join(part for part in (prefix, str(number), name) if part)
+
+
+def layers_by_number(state: Mapping[str, Any], prefix: str, ignores: Ignores) -> list[dict[str, Any]]:
+    """For each layer its arrays by name, but for those that are ignored."""
+    found: dict[int, dict[str, Any]] = {}
+    pattern = re.compile(rf"{re.escape(prefix + '.' if prefix else '')}(0|[1-9]\d*)(?:\.(.+))?", re.DOTALL)
+    for name, value in state.items():
+        match = pattern.fullmatch(name) if isinstance(name, str) else None
+        if match and not ignores(name):
+            found.setdefault(int(match[1]), {})[match[2] or ""] = _as_array(name, value)
+    if not found:
+        prefixes = sorted({part[1] or "" for name in state if (part := re.match(r"(?:(.*?)\.)?\d+(\.|$)", str(name)))})
+        raise Fault(
+            LayerError,
+            f"{{verb}}: no name has the form `{full_name(prefix, 0, 'w')}`.",
+            f"The names that contain a number have the prefix {', '.join(map(repr, prefixes))}: pass it as `prefix`."
+            if prefixes
+            else "Layers are found by the numbers in their names, but no name contains a number.",
+        )
+    missing = next(i for i in range(len(found) + 1) if i not in found)
+    if missing < len(found):
+        raise Fault(
+            LayerError,
+            f"{{verb}}: layers are missing: there is {full_name(prefix, max(found), '')}, but not "
+            f"{full_name(prefix, missing, '')}.",
+            "Layers are numbered from 0. If a checkpoint has several files, read all of them.",
+        )
+    return [found[i] for i in range(len(found))]
+
+
+def _as_array(name: str, value: Any) -> Any:
+    readable = hasattr(value, "shape") or isinstance(value, bool | int | float | complex)
+    array = np.asarray(value) if readable and not isinstance(value, jax.Array) else value
+    if not readable or shape_of(array) is None:
+        raise Fault(
+            LayerError,
+            f"{{verb}}: `{name}` is not an array, but {describe_argument(value)}.",
+            "`state` may contain arrays of NumPy or JAX, and values that NumPy can convert. Leave out all others.",
+        )
+    return array
+
+
+def names_of(paths: Sequence[KeyPath], names: Mapping[str, str]) -> list[str]:
+    """The leaves' names: their paths joined by dots, or what `names` has for these.
+
+    Raises:
+        Fault: for a `LayerError` if `names` has other leaves, or two leaves would have one name.
+    """
+    plain = list(map(plain_name, paths))
+    check_names(plain, names)
+    own = [names.get(path, path) for path in plain]
+    twice = sorted({name for name in own if own.count(name) > 1})
+    if twice:
+        raise Fault(
+            LayerError,
+            f"{{verb}}: two leaves would be called {', '.join(twice)}.",
+            "Give one of them another name: `names={path: name}`.",
+        )
+    return own
+
+
+def check_names(paths: Sequence[str], names: Mapping[str, str]) -> None:
+    """Refuses names of leaves that are not there."""
+    unknown = sorted(map(str, names.keys() - set(paths)))
+    if unknown:
+        raise Fault(
+            LayerError,
+            f"{{verb}}: `names` has {', '.join(unknown)}, which is not in a layer.",
+            f"The leaves of a layer are {', '.join(paths)}.",
+        )
+
+
+def check_prefix(prefix: Any) -> str:
+    """The prefix, without a dot at its end."""
+    before = 'It is the text before the number: `prefix="model.layers"`.'
+    expect(isinstance(prefix, str), "prefix", "a string", prefix, before)
+    return prefix.removesuffix(".")
+
+
+def check_mapping(names: Any) -> Mapping[str, str]:
+    """What the checkpoint calls leaves."""
+    if names is not None and not isinstance(names, Mapping):
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}}: `names` must be a mapping, got {describe_leaf(names)}.",
+            'It maps paths in a layer to names in the checkpoint: `{"attention.q_proj": "q.weight"}`.',
+        )
+    return names or {}
+
+
+def check_ignore(ignore: Any) -> Ignores:
+    """Whether a name is ignored, from what the user said: patterns, or a function."""
+    if ignore is None:
+        return lambda name: False
+    if callable(ignore):
+        return lambda name: bool(ignore(name))
+    globs = [ignore] if isinstance(ignore, str) else ignore
+    expect(
+        isinstance(globs, list | tuple | set | frozenset) and all(isinstance(glob, str) for glob in globs),
+        "ignore",
+        "a pattern of names, several patterns or a function",
+        ignore,
+        'For example `ignore="*.rotary_emb.inv_freq"`, or a function from the whole name to a bool.',
+    )
+    return lambda name: any(fnmatch.fnmatchcase(name, glob) for glob in globs)
+
 
 Layer = TypeVar("Layer")
 Order: TypeAlias = Literal["turns"] | Sequence[int]
@@ -130,25 +247,17 @@ def layers_from_state_dict(
         >>> print(treescan.layers_from_state_dict(state)["w"].shape)
         (2, 2, 3)
     """
-    try:
-        prefix, ignores = check_prefix(prefix), check_ignore(ignore)
-        if not isinstance(state, Mapping):
-            raise Fault(
-                ArgumentTypeError,
-                f"{{verb}}: `state` must be a mapping, got {describe_argument(state)}.",
-                'It maps names to arrays: `{"layers.0.w": w0, "layers.1.w": w1}`.',
-            )
-        layers = list(enumerate(layers_by_number(state, prefix, ignores)))
-        if order is None:
-            return _stacked([_wanted(layers, like, check_mapping(names))], (shardings,), prefix, like)[0]
-        likes = None if like is None else check_sequence(like, "like")
-        places = check_order(order, len(layers), None if likes is None else len(likes))
-        parts = _several(layers, likes, names, places)
-        stacks = _stacked(parts, one_each(shardings, len(parts), "shardings"), prefix, like)
-        return stacks if isinstance(like, list) else tuple(stacks)
-    except Exception as error:
-        explained = explain(error, "layers_from_state_dict")
-    raise explained
+    prefix, ignores = check_prefix(prefix), check_ignore(ignore)
+    maps = 'It maps names to arrays: `{"layers.0.w": w0, "layers.1.w": w1}`.'
+    expect(isinstance(state, Mapping), "state", "a mapping", state, maps)
+    layers = list(enumerate(layers_by_number(state, prefix, ignores)))
+    if order is None:
+        return _stacked([_wanted(layers, like, check_mapping(names))], (shardings,), prefix, like)[0]
+    likes = None if like is None else check_sequence(like, "like")
+    places = check_order(order, len(layers), None if likes is None else len(likes))
+    parts = _several(layers, likes, names, places)
+    stacks = _stacked(parts, one_each(shardings, len(parts), "shardings"), prefix, like)
+    return stacks if isinstance(like, list) else tuple(stacks)
 
 
 @verb
@@ -183,30 +292,19 @@ def layers_to_state_dict(
         >>> print(sorted(treescan.layers_to_state_dict({"w": jnp.zeros((2, 3))})))
         ['layers.0.w', 'layers.1.w']
     """
-    try:
-        prefix = check_prefix(prefix)
-        if order is None:
-            return _named(prefix, _layers_of_one(stacked, check_mapping(names)))
+    prefix = check_prefix(prefix)
+    if order is None:
+        layers = _layers_of_one(stacked, check_mapping(names))
+    else:
         stacks = check_sequence(stacked, "stacked")
         own = _names_of_each(names, [_paths(freeze_shared(stack)) for stack in stacks])
-        each = [
-            _layers_of(stack, f"stacked[{i}]", of_stack)
-            for i, (stack, of_stack) in enumerate(zip(stacks, own, strict=True))
-        ]
+        each = [_layers_of(stack, f"stacked[{i}]", own[i]) for i, stack in enumerate(stacks)]
         counts = list(map(len, each))
         places = check_order(order, sum(counts), len(stacks))
         check_counts(places, counts)
         following = list(map(iter, each))
-        return _named(prefix, [next(following[place]) for place in places])
-    except Exception as error:
-        explained = explain(error, "layers_to_state_dict")
-    raise explained
-
-
-def _named(prefix: str, layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    return {
-        full_name(prefix, number, name): leaf for number, layer in enumerate(layers) for name, leaf in layer.items()
-    }
+        layers = [next(following[place]) for place in places]
+    return {full_name(prefix, i, name): leaf for i, layer in enumerate(layers) for name, leaf in layer.items()}
 
 
 def _paths(frozen: PyTree) -> list[Any]:
@@ -214,7 +312,7 @@ def _paths(frozen: PyTree) -> list[Any]:
 
 
 def _layers_of_one(stacked: PyTree, names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The same of what is to be a single stack; where it may be several, the cure for these is given too."""
+    """For each layer of a single stack its arrays by name. Where it may be several, the cure for these is given too."""
     try:
         return _layers_of(stacked, "stacked", names)
     except Fault as fault:
@@ -227,10 +325,7 @@ def _layers_of(stacked: PyTree, root: str, names: Mapping[str, str]) -> list[dic
     """For each layer of a stack its arrays by name."""
     frozen = freeze_shared(stacked)
     count = count_layers(frozen, root)
-    paths = _paths(frozen)
-    own = [leaf_name(path, names) for path in paths]
-    check_names(paths, names)
-    refuse_twice(own)
+    own = names_of(_paths(frozen), names)
     stacks = dict(zip(own, jax.tree.leaves(frozen), strict=True))
     on_host = {name: leaf for name, leaf in stacks.items() if isinstance(leaf, np.ndarray)}
     shared = {name: leaf for name, leaf in stacks.items() if is_traced_number(leaf)}
@@ -246,9 +341,8 @@ def _names_of_each(names: Any, paths: Sequence[Sequence[Any]]) -> list[Mapping[s
     """What each of several stacks calls its leaves. A single mapping is about the leaves of all."""
     if is_several(names):
         return [check_mapping(each) for each in one_each(names, len(paths), "names")]
-    names = check_mapping(names)
-    check_names([path for each in paths for path in each], names)
-    known = [set(map(plain_name, each)) for each in paths]
+    names, known = check_mapping(names), [list(map(plain_name, each)) for each in paths]
+    check_names([path for each in known for path in each], names)
     return [{path: name for path, name in names.items() if path in own} for own in known]
 
 
@@ -266,8 +360,7 @@ def _several(
             "A stack has at least one layer. Leave out empty stacks, in `like` and in `order`.",
         )
     if likes is None:
-        own = [check_mapping(names)] * count
-        return [_wanted(of_stack, None, of_names) for of_stack, of_names in zip(each, own, strict=True)]
+        return [_wanted(of_stack, None, check_mapping(names)) for of_stack in each]
     own = _names_of_each(names, [_paths(freeze_shared(like)) for like in likes])
     return [_wanted(*parts) for parts in zip(each, likes, own, strict=True)]
 
@@ -283,11 +376,8 @@ def _wanted(layers: Sequence[tuple[int, Mapping[str, Any]]], like: PyTree, names
             )
         return _Wanted(None, [(name, None) for name in layers[0][1]], list(layers))
     frozen = freeze_shared(like)
-    leaves = jtu.tree_flatten_with_path(frozen)[0]
-    check_names([path for path, _ in leaves], names)
-    wanted = [(leaf_name(path, names), leaf) for path, leaf in leaves]
-    refuse_twice([name for name, _ in wanted])
-    return _Wanted(frozen, wanted, list(layers))
+    wanted = zip(names_of(_paths(frozen), names), jax.tree.leaves(frozen), strict=True)
+    return _Wanted(frozen, list(wanted), list(layers))
 
 
 def _stacked(parts: Sequence[_Wanted], shardings: Sequence[PyTree], prefix: str, like: PyTree) -> list[Any]:
@@ -304,11 +394,7 @@ def _stacked(parts: Sequence[_Wanted], shardings: Sequence[PyTree], prefix: str,
             "`like` describes one layer (by default, the first layer). `names` maps its paths to names in the "
             "checkpoint, and `ignore` lists the names to leave out. If arrays have another layout, for example "
             "torch's transposed weights, convert them before or after stacking.",
-            *(
-                [_SEVERAL.format(what="a layer of each of several stacks")]
-                if len(parts) == 1 and is_several(like)
-                else []
-            ),
+            *([_SEVERAL.format(what="a layer of each of several stacks")] * (len(parts) == 1 and is_several(like))),
             header=("name", "expected", "is"),
             rows=rows,
         )
@@ -317,26 +403,21 @@ def _stacked(parts: Sequence[_Wanted], shardings: Sequence[PyTree], prefix: str,
 
 
 def _differences(part: _Wanted, prefix: str) -> list[Row]:
-    """Where a layer has something else than what is wanted, or another shape."""
+    """Where a layer has something else than what is wanted, another shape, or a dtype that the first has not."""
     first = part.layers[0][1]
     expected = {name: (first.get(name) if leaf is None else leaf) for name, leaf in part.leaves}
     rows: list[Row] = []
     for number, layer in part.layers:
         for name in dict.fromkeys((*expected, *layer)):
-            row = _compare(expected.get(name), layer.get(name), first.get(name))
-            rows.extend([] if row is None else [Row(full_name(prefix, number, name), *row)])
+            want, value, of_first = expected.get(name), layer.get(name), first.get(name)
+            path, shapes = full_name(prefix, number, name), (_shape(want), _shape(value))
+            if want is None or value is None:
+                rows.append(Row(path, shapes[0] or "(nothing)", shapes[1] or "(missing)"))
+            elif tuple(np.shape(value)) != shape_of(want):
+                rows.append(Row(path, *shapes, "shape"))
+            elif of_first is not None and value.dtype != of_first.dtype:
+                rows.append(Row(path, str(of_first.dtype), str(value.dtype), "dtype"))
     return rows
-
-
-def _compare(expected: Any, value: Any, of_first: Any) -> tuple[str, str, str] | None:
-    """How an array differs from what is expected in its place, None being nothing; dtypes are as in the first layer."""
-    if expected is None or value is None:
-        return (_shape(expected) or "(nothing)", _shape(value) or "(missing)", "")
-    if tuple(np.shape(value)) != shape_of(expected):
-        return _shape(expected), _shape(value), "shape"
-    if of_first is not None and value.dtype != of_first.dtype:
-        return str(of_first.dtype), str(value.dtype), "dtype"
-    return None
 
 
 def _shape(value: Any) -> str:
@@ -373,7 +454,7 @@ def _join_all(part: _Wanted, shardings: PyTree) -> Any:
     places: Sequence[Any] = [None] * len(names)
     if shardings is not None:
         types = jax.tree.unflatten(jax.tree.structure(like), [first[name] for name in names])
-        places = stacked_shardings(jax.eval_shape(lambda: types), shardings, "{verb}").leaves
+        places = stacked_shardings(jax.eval_shape(lambda: types), shardings).leaves
     leaves = [
         _join([layer[name] for _, layer in part.layers], place) for name, place in zip(names, places, strict=True)
     ]

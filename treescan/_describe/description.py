@@ -1,16 +1,330 @@
-"""`Description`: what `describe` returns."""
+"""`Description`, what `describe` returns: its facts, as text, as HTML and as a plot."""
 
 from __future__ import annotations
 
+import collections
+import importlib
+import re
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._errors import explain, verb as keeps_its_frame
-from .._html import page
-from .facts import Facts
-from .plot import plot_plans
-from .sections import headline, sections
-from .text import print_text, rich_text, text_of
+from .._errors import ArgumentError, Fault, explain, verb as keeps_its_frame
+from .._text import WIDTH, Section, page, wrap
+from .._transforms.budget import describe_bytes
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """One array of a call.
+
+    Attributes:
+        path: where it is, in the user's names.
+        type: as JAX prints it; of what is scanned over and of outputs, that of one step.
+        bytes: of that type.
+        sharding: how it is spread over devices, where it is.
+        changes: for a leaf of the carry, whether any step changes it.
+    """
+
+    path: str
+    type: str
+    bytes: int
+    sharding: str | None = None
+    changes: bool = True
+
+
+@dataclass(frozen=True)
+class Saved:
+    """What each step saves for the gradient at one line of the body.
+
+    Attributes:
+        place: the line, as in `model.py:31`; "the carry" for the carry itself.
+        operations: what computes it.
+        types: the types of the arrays.
+        bytes: of all of them.
+    """
+
+    place: str
+    operations: tuple[str, ...]
+    types: tuple[str, ...]
+    bytes: int
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What the gradient needs under one `remat`.
+
+    Attributes:
+        remat: the option.
+        used: whether it is what the call says.
+        sizes: the steps of the nested chunks, innermost first.
+        bytes: what the gradient needs beside its arguments and results; None: it cannot be taken.
+        evaluations: how often the gradient evaluates each step, the forward pass included.
+        refusal: why the gradient cannot be taken.
+    """
+
+    remat: Any
+    used: bool
+    sizes: tuple[int, ...]
+    bytes: int | None
+    evaluations: int
+    refusal: str | None = None
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something in a call that is worth changing.
+
+    Attributes:
+        code: `TS001` and so on.
+        says: what was found, and where.
+        cure: what to do about it.
+    """
+
+    code: str
+    says: str
+    cure: str
+
+
+@dataclass(frozen=True)
+class Facts:
+    """All that is known of a call; `description.Description` says of each field what it is."""
+
+    verb: str
+    body: str
+    unit: str
+    steps: int
+    at_most: bool
+    reverse: bool
+    carry: tuple[Leaf, ...]
+    x: tuple[Leaf, ...]
+    y: tuple[Leaf, ...]
+    constants: tuple[Leaf, ...]
+    saved: tuple[Saved, ...]
+    tiers: tuple[int, ...]
+    plans: tuple[Plan, ...]
+    forward_bytes: int | None
+    result_bytes: int | None
+    operations: int
+    flops: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """What the gradient of this very call needs."""
+        return self.plans[0]
+
+
+_USED, _OTHER = "tab:blue", "lightgray"
+
+
+def plot_plans(title: str, plans: Sequence[Plan], ax: Any) -> Any:
+    """Bars of the bytes of each plan, in matplotlib's axes.
+
+    Raises:
+        Fault: for an `ArgumentError` if matplotlib is not installed, or no plan has a gradient.
+    """
+    plans = [plan for plan in plans if plan.bytes is not None]
+    if not plans:
+        raise Fault(ArgumentError, "{verb} draws the memory that the gradient needs, but this call has no gradient.")
+    if ax is None:
+        ax = _pyplot().subplots(figsize=(7, 0.6 + 0.5 * len(plans)), layout="constrained")[1]
+    names = [f"{spelled(plan.remat)}\n{plan.evaluations} evaluations" for plan in plans]
+    bars = ax.barh(names, [plan.bytes for plan in plans], color=[_USED if plan.used else _OTHER for plan in plans])
+    ax.bar_label(bars, [describe_bytes(plan.bytes or 0) for plan in plans], padding=3)
+    ax.margins(x=0.2)
+    ax.invert_yaxis()
+    ax.set_xlabel("bytes that the gradient needs")
+    ax.set_xticks([])
+    ax.set_title(title.replace("`", ""))
+    return ax
+
+
+def _pyplot() -> Any:
+    try:
+        return importlib.import_module("matplotlib.pyplot")
+    except ImportError:
+        raise Fault(
+            ArgumentError,
+            "{verb} needs matplotlib, which is not installed.",
+            "Install it: `pip install matplotlib`. Or print the description, which shows the same numbers.",
+        ) from None
+
+
+_INDENT, _GAP = "  ", "  "
+_CODE = re.compile(r"TS\d{3}")
+
+
+def text_of(headline: str, sections: Sequence[Section]) -> str:
+    """A headline and sections, as text."""
+    return "\n\n".join(filter(None, [wrap(headline), *map(_section, sections)]))
+
+
+def _section(section: Section) -> str:
+    title = [wrap(section.title)] if section.title else []
+    lines = [section.header, *section.rows] if any(section.header) else section.rows
+    notes = [wrap(note) for note in section.notes]
+    table = [_table(lines)] if section.rows else []
+    if not section.title:
+        return "\n\n".join([*table, *notes])
+    return "\n".join([*title, *table, *(f"\n{note}" if table else textwrap.indent(note, _INDENT) for note in notes)])
+
+
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    """Rows with their columns aligned. What is left of the last column goes on below."""
+    count = max(map(len, rows))
+    widths = [max(len(row[i]) for row in rows) for i in range(count - 1)]
+    taken = len(_INDENT) + sum(widths) + len(_GAP) * (count - 1)
+    if taken > WIDTH - 16:
+        return "\n".join(map(_stacked, rows))
+    lines = list[str]()
+    for row in rows:
+        start = _INDENT + "".join(cell.ljust(width) + _GAP for cell, width in zip(row, widths, strict=False))
+        first, *others = wrap(row[-1], WIDTH - taken).split("\n")
+        lines += [(start + first).rstrip(), *(" " * taken + line for line in others)]
+    return "\n".join(lines)
+
+
+def _stacked(row: Sequence[str]) -> str:
+    """A row whose cells are too wide for one line: the second begins the line, the others follow where they fit."""
+    whole = _GAP.join(filter(None, row))
+    return textwrap.fill(
+        whole,
+        WIDTH,
+        initial_indent=_INDENT,
+        subsequent_indent=_INDENT * 3,
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def rich_text(text: str) -> Any:
+    """The text for `rich`: its first line in bold, the codes of findings in colour."""
+    styled = importlib.import_module("rich.text").Text(text)
+    styled.stylize("bold", 0, len(text.partition("\n")[0]))
+    for code in _CODE.finditer(text):
+        styled.stylize("bold yellow", *code.span())
+    return styled
+
+
+def print_text(text: str) -> None:
+    """Prints the text, by `rich` if that is installed."""
+    try:
+        console = importlib.import_module("rich.console").Console()
+    except ImportError:
+        print(text)  # noqa: T201, what it is for
+        return
+    console.print(rich_text(text), soft_wrap=True)
+
+
+_MOST = 12
+"""Rows of a table; what comes after them is added up."""
+
+
+def headline(of: Facts) -> str:
+    """The call in a line."""
+    count = f"{of.steps:,} {of.unit}{'' if of.steps == 1 else 's'}"
+    way = " in reverse" if of.reverse else ""
+    return f"`{of.verb}` over {of.body}: {'at most ' if of.at_most else ''}{count}{way}"
+
+
+def sections(of: Facts) -> list[Section]:
+    """The sections that are not empty."""
+    return [
+        Section("", ("", "", "", ""), list(_leaves(of))),
+        *([Section(_title_of_saved(of), ("", "", ""), list(_saved(of)))] if of.saved else []),
+        *_cost(of),
+        Section(_title_of_plan(of), ("remat", "chunks", "needs", "evaluations"), list(_plans(of)), _notes(of)),
+        _findings(of),
+    ]
+
+
+def _leaves(of: Facts) -> Iterator[Sequence[str]]:
+    groups = (("carry", of.carry), ("x", of.x), ("y", of.y), ("constants", of.constants))
+    for name, leaves in groups:
+        for number, leaf in enumerate(leaves[:_MOST]):
+            yield name if not number else "", leaf.path, leaf.type, f"{describe_bytes(leaf.bytes)}{_note(leaf, of)}"
+        if leaves[_MOST:]:
+            yield "", f"and {len(leaves) - _MOST} more", "", describe_bytes(_sum(leaves[_MOST:]))
+
+
+def _note(leaf: Leaf, of: Facts) -> str:
+    notes = [*([leaf.sharding] if leaf.sharding else []), *([] if leaf.changes else [f"no {of.unit} changes it"])]
+    return f", {', '.join(notes)}" if notes else ""
+
+
+def _sum(parts: Iterable[Any]) -> int:
+    return sum(part.bytes for part in parts)
+
+
+def _title_of_saved(of: Facts) -> str:
+    return f"Saved by each {of.unit} for the gradient, if nothing is recomputed: {describe_bytes(_sum(of.saved))}"
+
+
+def _saved(of: Facts) -> Iterator[Sequence[str]]:
+    for each in of.saved[:_MOST]:
+        (first, count), *others = collections.Counter(each.types).most_common()
+        types = [f"{count} x {first}" if count > 1 else first]
+        types += [f"{sum(number for _, number in others)} more"] if others else []
+        operations = f", from {', '.join(each.operations)}" if each.operations else ""
+        yield each.place, describe_bytes(each.bytes), f"{' and '.join(types)}{operations}"
+    if of.saved[_MOST:]:
+        yield f"{len(of.saved) - _MOST} more lines", describe_bytes(_sum(of.saved[_MOST:])), ""
+
+
+def _cost(of: Facts) -> Iterator[Section]:
+    text = (
+        f"A {of.unit} takes {of.flops:,} FLOPs, or {of.operations:,} operations if a function such as `tanh` counts "
+        "as a hundred."
+    )
+    if of.forward_bytes is not None and of.result_bytes is not None:
+        text += (
+            f" The forward pass needs {describe_bytes(of.forward_bytes)}, not counting its arguments and "
+            f"{describe_bytes(of.result_bytes)} of results."
+        )
+    yield Section("", (), [], [text])
+
+
+def _title_of_plan(of: Facts) -> str:
+    sizes = " of ".join(f"{size:,}" for size in reversed(of.plan.sizes))
+    chunks = f"chunks of {sizes} {of.unit}s" if sizes else "one loop"
+    tiers = f"; rows in tiers of {', '.join(map(str, of.tiers))}" if of.tiers else ""
+    return f"The gradient: {chunks}{tiers}"
+
+
+def _plans(of: Facts) -> Iterator[Sequence[str]]:
+    for plan in of.plans:
+        if plan.bytes is not None:
+            sizes = ", ".join(map(str, plan.sizes)) or "-"
+            mark = " (this call)" if plan.used else ""
+            yield f"{spelled(plan.remat)}{mark}", sizes, describe_bytes(plan.bytes), str(plan.evaluations)
+
+
+def spelled(remat: Any) -> str:
+    """A `remat` as the user would write it."""
+    return f'"{remat}"' if isinstance(remat, str) else repr(remat)
+
+
+def _notes(of: Facts) -> list[str]:
+    plan: Plan = of.plan
+    if plan.refusal is not None:
+        return [f"There is none: {plan.refusal}"]
+    return [
+        "Needs: the memory, without arguments and results. Evaluations: how often each step runs, including the "
+        "forward pass."
+    ]
+
+
+def _findings(of: Facts) -> Section:
+    if not of.findings:
+        return Section("No findings", (), [])
+    notes = [f"More about them: python -m treescan explain {of.findings[0].code}"]
+    return Section("Findings", ("", ""), [(each.code, _told(each)) for each in of.findings], notes)
+
+
+def _told(finding: Finding) -> str:
+    return f"{finding.says} {finding.cure}"
 
 
 @dataclass(frozen=True, repr=False)

@@ -9,16 +9,11 @@ import jax
 
 from .._avals import describe_leaf
 from .._errors import ArgumentError, Fault, TreescanError, describe_body
-from .._trace.buffers import bytes_of
-from .._trace.cost import count_operations
+from .._trace.cost import bytes_of, count_operations
 from .._transforms.program import Taken
-from .bodies import TracedBody, sharding_of, trace_bodies
-from .description import Description
-from .facts import Leaf, Plan, Saved
-from .findings.case import Case, calls_of
-from .findings.table import find
-from .plans import forward_bytes, other_plans, plan_of
-from .saved import saved_by_steps
+from .description import Description, Leaf, Plan, Saved
+from .findings import Case, calls_of, find
+from .plans import TracedBody, forward_bytes, other_plans, plan_of, saved_by_steps, sharding_of, trace_bodies
 
 
 def gather(verb: str, unit: str, taken: Taken, remat: Any, retake: Callable[[Any], Taken]) -> Description:

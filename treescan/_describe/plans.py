@@ -1,29 +1,322 @@
-"""What a gradient needs, under what a call says of `remat` and under other plans."""
+"""What the bodies of a call read, and what its gradient saves under its own plan and under others."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
+from jax.core import Tracer, eval_jaxpr
 
-from .._errors import TreescanError
+from .._avals import describe_leaf
+from .._axes import LeafAxes
+from .._body.signature import Convention
+from .._errors import TreescanError, describe_body
+from .._loop.body import Body
 from .._loop.loop import Loop
 from .._remat import Remat
-from .._trace.buffers import bytes_of
-from .._trace.hoist import traced
-from .._trace.peak import temporary_bytes
-from .._trace.smooth import is_smooth
+from .._trace.blame import place_of
+from .._trace.cost import bytes_of, temporary_bytes
+from .._trace.equations import called, has_symbolic_zeros
+from .._trace.hoist import Hoisted, is_smooth, lifted, one_step, traced
+from .._transforms.axes import Count, OverAxes
+from .._transforms.budget import carry_bytes, residuals_of_step
 from .._transforms.checkpoint import Checkpointed, remat_sizes
 from .._transforms.layers.pattern import Pattern
+from .._transforms.layers.turns import trace_turns
 from .._transforms.nest import plan, recomputes
-from .._transforms.program import Taken, Transformed
+from .._transforms.program import Arguments, Call, Taken, Transformed
+from .._transforms.rows.over_rows import OverRows
+from .._transforms.until.condition import StopRows
 from .._transforms.until.program import Until
-from .facts import Plan
+from .._tree import leaves_with_path
+from .._types import Array
+from .description import Plan, Saved
+
+_DEEPEST = 4
+
+
+def named_constants(function: Any, values: Sequence[Any]) -> list[str]:
+    """For each array that a function closes over its path in the name that it has there, for example `params["w"]`.
+
+    One that is not found, because the function makes it, is called by its number.
+    """
+    known = dict[int, str]()
+    for name, value in _reachable(function, _DEEPEST, set()):
+        for path, leaf in _leaves(name, value):
+            known.setdefault(id(leaf), path)
+    return [known.get(id(value), f"constant {number}") for number, value in enumerate(values)]
+
+
+def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
+    try:
+        return leaves_with_path(name, value)
+    except Exception:  # a container that JAX cannot take apart: dicts whose keys cannot be ordered
+        return []
+
+
+def _reachable(function: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
+    """What a function refers to, by the names that it uses: arguments of a partial, cells, globals, attributes."""
+    if not depth or id(function) in seen:
+        return
+    seen.add(id(function))
+    for name, value in _named(function):
+        yield name, value
+        if callable(value) and not isinstance(value, type):
+            yield from _reachable(value, depth - 1, seen)
+
+
+def _named(function: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(function, functools.partial):
+        names = _parameters(function.func)
+        yield from zip([*names, *("args" for _ in function.args)], function.args, strict=False)
+        yield from function.keywords.items()
+        yield "func", function.func
+        return
+    if inspect.ismethod(function):
+        yield "self", function.__self__
+        yield "func", function.__func__
+        return
+    inner = inspect.unwrap(function)
+    code = getattr(inner, "__code__", None)
+    if code is None:
+        yield from vars(inner).items() if hasattr(inner, "__dict__") else ()
+        yield "self", inner
+        return
+    yield from _cells(inner)
+    found = getattr(inner, "__globals__", {})
+    yield from ((name, found[name]) for name in code.co_names if name in found and not inspect.ismodule(found[name]))
+
+
+def _cells(function: Any) -> Iterator[tuple[str, Any]]:
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            yield name, cell.cell_contents
+        except ValueError:  # it is empty
+            continue
+    for default in inspect.signature(function).parameters.values():
+        if default.default is not inspect.Parameter.empty and jax.tree.leaves(default.default):
+            yield default.name, default.default
+
+
+def _parameters(function: Any) -> list[str]:
+    try:
+        return list(inspect.signature(function).parameters)
+    except (TypeError, ValueError):
+        return []
+
+
+CARRY = "the carry"
+_ELSEWHERE = "elsewhere"
+
+
+def saved_by_steps(bodies: list[TracedBody]) -> tuple[Saved, ...]:
+    """What one step of each body saves if nothing is recomputed, the largest first.
+
+    Nothing if JAX refuses a gradient.
+    """
+    try:
+        return tuple(sorted(_all(bodies), key=lambda each: -each.bytes))
+    except Exception:  # the plan of the call says why
+        return ()
+
+
+def _all(bodies: list[TracedBody]) -> Iterator[Saved]:
+    for body in bodies:
+        carry = carry_bytes(body.hoisted)
+        if carry:
+            yield Saved(CARRY, (), tuple(map(describe_leaf, body.hoisted.loop.state)), carry)
+        by_place: dict[str, list[Any]] = {}
+        for residual in residuals_of_step(body.hoisted, body.hoisted.loop.step):
+            by_place.setdefault(place_of(residual.equation) or _ELSEWHERE, []).append(residual)
+        for place, residuals in by_place.items():
+            operations = dict.fromkeys(_operation(residual.equation) for residual in residuals)
+            types = tuple(str(residual.aval) for residual in residuals)
+            yield Saved(place, tuple(operations), types, sum(bytes_of(residual.aval) for residual in residuals))
+
+
+def _operation(equation: Any) -> str:
+    """The name of an operation, or of the function that is called."""
+    return str(equation.params.get("name", "call")) if called(equation) else equation.primitive.name
+
+
+@dataclass(frozen=True, eq=False)
+class Named:
+    """A value that a body is given: its path, and the value as the verb was given it."""
+
+    path: str
+    value: Any
+
+
+@dataclass(frozen=True, eq=False)
+class TracedBody:
+    """A body with the trace of its step.
+
+    Attributes:
+        body: the body.
+        hoisted: the step, what it closes over among its consts.
+        carry: the leaves of the carry.
+        fixed: for each of them whether no step changes it.
+        x: what is scanned over.
+        constants: the values that all steps share, and what the body closes over, in the order of the loop's consts.
+    """
+
+    body: Body
+    hoisted: Hoisted
+    carry: list[Named]
+    fixed: list[bool]
+    x: list[Named]
+    constants: list[Named]
+
+    @property
+    def name(self) -> str:
+        """The body, with its file and line."""
+        return describe_body(self.body.function)
+
+    @functools.cached_property
+    def jaxpr(self) -> Any:
+        """One step, on (consts, state, feed)."""
+        loop = self.hoisted.loop
+        return jax.make_jaxpr(loop.step)(loop.consts, loop.state, one_step(loop.xs)).jaxpr
+
+    @property
+    def batch(self) -> tuple[int, ...]:
+        """The shape of the rows of a masked loop; () for others."""
+        valid = self.hoisted.loop.xs.valid
+        return () if valid is None else valid.shape[1:]
+
+    @property
+    def counts(self) -> tuple[int, int]:
+        """How many consts and leaves of the state that change lead the inputs of the jaxpr."""
+        loop = self.hoisted.loop
+        return len(jax.tree.leaves(loop.consts)), len(loop.state)
+
+    @property
+    def closed_vars(self) -> list[Any]:
+        """The inputs of the jaxpr that are its constants."""
+        unchanged = sum(self.hoisted.fixed)
+        return list(self.jaxpr.invars[unchanged : unchanged + len(self.constants)])
+
+    @property
+    def x_vars(self) -> list[Any]:
+        """The inputs of the jaxpr that are scanned over."""
+        start = sum(self.counts)
+        return list(self.jaxpr.invars[start : start + len(self.x)])
+
+    @property
+    def y_vars(self) -> list[tuple[str, Any]]:
+        """The outputs of the jaxpr with their paths."""
+        outputs = self.jaxpr.outvars[len(self.hoisted.loop.state) :]
+        return [(path, var) for (path, _), var in zip(leaves_with_path("y", self.hoisted.y), outputs, strict=True)]
+
+
+def trace_bodies(program: Any, outer: Any, given: Any) -> list[TracedBody]:
+    """The bodies of a program, traced for all rows alone; several take turns.
+
+    Args:
+        program: the program of a verb.
+        outer: the arrays that the verb was given.
+        given: the same as they are traced now.
+    """
+    return _TRACERS[type(program)](program, outer, given)
+
+
+def _of_transformed(program: Transformed, outer: Arguments, given: Arguments) -> list[TracedBody]:
+    loop, axes = program.call.lay(given), None
+    for transform in program.transforms:
+        if isinstance(transform, OverRows):
+            loop, axes = dataclasses.replace(transform, compact=False)(loop), transform.in_axes
+        elif isinstance(transform, OverAxes | Count):
+            loop, axes = transform(loop), getattr(transform, "axes", None)
+    return [_traced(program.call, loop, outer, axes)]
+
+
+def _of_until(program: Until, outer: Any, given: Any) -> list[TracedBody]:
+    stops = program.lays if isinstance(program.lays, StopRows) else None
+    lays = program.lays if stops is None else dataclasses.replace(stops, compact=False)
+    loop = dataclasses.replace(program, lays=lays, check=None).lay(given)
+    return [_traced(program.call, loop, outer[0], None if stops is None else stops.in_axes)]
+
+
+def _of_pattern(program: Pattern, outer: Arguments, given: Arguments) -> list[TracedBody]:
+    loops = program.lay(given)
+    if len(loops) > 1:
+        loops = [_as_loop(hoisted) for hoisted in trace_turns(loops)]
+    each = zip(program.blocks, loops, program.axes, range(len(loops)), strict=True)
+    return [_traced(call, loop, outer._replace(xs=outer.xs[i]), axes) for call, loop, axes, i in each]
+
+
+def _as_loop(hoisted: Hoisted) -> Loop:
+    return dataclasses.replace(hoisted.loop, trace=hoisted)
+
+
+_TRACERS: dict[type, Callable[[Any, Any, Any], list[TracedBody]]] = {
+    Transformed: _of_transformed,
+    Until: _of_until,
+    Pattern: _of_pattern,
+}
+
+
+def _traced(call: Call, loop: Loop, outer: Arguments, axes: LeafAxes | None) -> TracedBody:
+    loop = traced(loop)
+    loop = lifted(loop) if loop.step is loop.trace.loop.step and loop.rows is None else loop
+    hoisted: Hoisted = loop.trace
+    carry_name, x_name = call.names
+    carry = [Named(*pair) for pair in leaves_with_path(carry_name, outer.init)]
+    counted = len(hoisted.fixed) - len(carry)  # the index of `fori` and the position of a key lead the state
+    scanned = [Named(*pair) for pair in named_x(call.convention, x_name, outer.xs)]
+    places = axes or (0,) * len(scanned)
+    whole = [leaf for leaf, axis in zip(scanned, places, strict=True) if axis is None]
+    shared = [Named(path, leaf) for path, leaf in _named_shared(outer)]
+    _, (closed, _) = hoisted.loop.consts
+    outside = named_constants(call.body.function, closed)
+    return TracedBody(
+        call.body,
+        hoisted,
+        carry,
+        list(hoisted.fixed[counted:]),
+        [leaf for leaf, axis in zip(scanned, places, strict=True) if axis is not None],
+        [*map(Named, outside, closed), *whole, *shared],
+    )
+
+
+def named_x(convention: Convention, name: str, xs: Any) -> list[tuple[str, Any]]:
+    """What is scanned over. Of layers it is a tuple: the layer, and what else it has of its own."""
+    if not convention.spread:
+        return leaves_with_path(name, xs)
+    names = [convention.takes[0], *(["x_layer"] if len(xs) > 1 + convention.stateful else [])]
+    names += ["state"] if convention.stateful else []
+    return [pair for part, own in zip(names, xs, strict=False) for pair in leaves_with_path(part, own)]
+
+
+def _named_shared(given: Arguments) -> list[tuple[str, Array]]:
+    key = [] if given.key is None else [("key", given.key)]
+    return [*key, *leaves_with_path("args", given.args)]
+
+
+def sharding_of(value: Any) -> str | None:
+    """How an array is spread over devices; None where it is on one, or that is not known."""
+    spec = spec_of(value)
+    return None if not any(part is not None for part in spec) else f"P({', '.join(map(_shown, spec))})"
+
+
+def _shown(part: Any) -> str:
+    return repr(part)
+
+
+def spec_of(value: Any) -> Sequence[Any]:
+    """For each axis of an array the mesh axes over which it is spread."""
+    sharding = getattr(jax.typeof(value), "sharding", None) if isinstance(value, Tracer) else None
+    sharding = sharding or getattr(value, "sharding", None)
+    spec = getattr(sharding, "spec", None)
+    return () if spec is None else tuple(getattr(spec, "partitions", spec))
+
 
 OTHERS = (None, "auto", "step", "nested", Remat(levels=3))
 """The plans that are shown beside that of the call."""
@@ -94,6 +387,8 @@ def gradient_bytes(program: Any, given: Any) -> tuple[int | None, str | None]:
     floats = [is_smooth(leaf) for leaf in leaves]
     if not any(floats) or not any(map(is_smooth, (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in closed.out_avals))):
         return None, "nothing in it is floating-point"
+    if has_symbolic_zeros(closed.jaxpr):  # JAX runs such a rule once: a gradient that perturbs other inputs would fail
+        return None, "a `jax.custom_vjp` in it has symbolic zeros, and JAX runs such a rule only once"
 
     def loss(smooth: list[Any]) -> Any:
         mine = iter(smooth)
@@ -121,7 +416,7 @@ def _shape_of(taken: Taken) -> Shape:
     return found[0]
 
 
-def _of_transformed(program: Transformed, given: Any) -> Shape:
+def _plans_of_transformed(program: Transformed, given: Any) -> Shape:
     loop = program.call.lay(given)
     for transform in program.transforms:
         loop = transform(loop)
@@ -136,7 +431,7 @@ def _recomputes_steps(step: Any) -> bool:
     return step is not None
 
 
-def _of_until(program: Until, given: Any) -> Shape:
+def _plans_of_until(program: Until, given: Any) -> Shape:
     loop = traced(program.lay(given))
     tiers = _tiers_of(loop)
     chunks = program.chunks(loop.trace, tiers)
@@ -149,7 +444,7 @@ def _tiers_of(loop: Loop) -> tuple[int, ...]:
     return tiers if len(tiers) > 1 else ()
 
 
-def _of_pattern(program: Pattern, given: Any) -> Shape:
+def _plans_of_pattern(program: Pattern, given: Any) -> Shape:
     if isinstance(program.remat, Remat):
         remat = program.remat if program.remat.budget is None else program.plan(given).remat
         sizes = remat_sizes(program.blocks[-1].length, remat if isinstance(remat, Remat) else None)
@@ -164,7 +459,7 @@ def _steps_too(remat: Any) -> int:
 
 
 _SHAPES: dict[type, Callable[[Any, Any], Shape]] = {
-    Transformed: _of_transformed,
-    Until: _of_until,
-    Pattern: _of_pattern,
+    Transformed: _plans_of_transformed,
+    Until: _plans_of_until,
+    Pattern: _plans_of_pattern,
 }

@@ -1,11 +1,14 @@
-"""`run_chunked` runs a loop in chunks: a loop over chunks whose step is a loop, and the remainder."""
+"""Loops in chunks: the nested sizes that serve all wishes, and `run_chunked`, which runs them."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+import functools
+import itertools
+import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +17,119 @@ from .._types import PyTree
 from .body import Body, Memo
 from .loop import Feed, Loop, Step
 from .run import run
+
+
+class Wish(NamedTuple):
+    """The wish of one transform: a boundary every `size` steps, exactly or approximately.
+
+    Attributes:
+        size: the steps of a chunk.
+        exact: whether the boundaries have to be there.
+        around: what is put around the chunks that come nearest to it, as for `Level.around`; None: nothing.
+        schedule: makes, from the loop and the size that was planned, the loop with a schedule for its chunks, and what
+            is put around them. One transform at most has one. None: the chunks have no schedule.
+        ticks: the same for what is reported after each chunk; no more chunks are made than were asked for, and these
+            lie around all others that have something put around them.
+    """
+
+    size: int
+    exact: bool = False
+    around: Any = None
+    schedule: Any = None
+    ticks: Any = None
+
+
+def plan_sizes(length: int, wishes: Iterable[Wish]) -> tuple[int, ...]:
+    """One list of nested sizes for all wishes, so that features do not each nest loops and copies of the body.
+
+    Exact wishes keep their boundaries: where they do not divide one another, their greatest common divisor has them
+    all. The others are moved to the nearest size (in ratio) that divides the next larger exact one and is a multiple
+    of the next smaller one, and two of them that lie within a factor of two become one.
+
+    Returns:
+        Ascending sizes, each dividing the next, all above 1 and below `length`.
+    """
+    wishes = list(wishes)
+    chain = _divisor_chain({wish.size for wish in wishes if wish.exact})
+    for size in sorted(wish.size for wish in wishes if not wish.exact):
+        if not any(size / 2 < other < size * 2 for other in chain):
+            chain = sorted({*chain, _fit(size, chain)})
+    return tuple(size for size in chain if 1 < size < length)
+
+
+def _divisor_chain(sizes: set[int]) -> list[int]:
+    chain = sorted(sizes)
+    if any(large % small for small, large in itertools.pairwise(chain)):
+        return [math.gcd(*chain)]
+    return chain
+
+
+def _fit(size: int, chain: list[int]) -> int:
+    """The size nearest to a wish that keeps every element of the chain dividing the next."""
+    below = max((other for other in chain if other <= size), default=1)
+    above = min((other for other in chain if other > size), default=None)
+    if above is None:
+        return max(1, round(size / below)) * below
+    fits = [below * k for k in range(1, above // below + 1) if above % (below * k) == 0]
+    return min(fits, key=lambda other: abs(math.log(other / size)))
+
+
+@functools.lru_cache(maxsize=4096)
+def divide(length: int, levels: int, first: int | None = None) -> tuple[int, ...]:
+    """Sizes of nested chunks that cut a loop into so many levels, with few parts in each.
+
+    Args:
+        length: the steps of the loop.
+        levels: how many levels there are to be; fewer come out where the loop is too short.
+        first: the size of the innermost chunks; None: to be chosen.
+
+    Returns:
+        At most `levels - 1` ascending sizes, each dividing the next. Sizes that leave no remainder come first, and
+        then those that leave a small one: what is cut in two is copied.
+    """
+    if levels < 2 or length < 4:
+        return ()
+    root = length ** (1 / levels)
+    sizes = [first] if first else _near(root, length)
+    candidates = [(size, *(size * next_size for next_size in divide(length // size, levels - 1))) for size in sizes]
+    fitting = [candidate for candidate in candidates if candidate[0] > 1 and candidate[-1] < length]
+    return min(fitting, key=lambda chain: _parts_with_remainder(length, chain), default=())
+
+
+_NEAREST = 24
+
+
+def _near(root: float, length: int) -> list[int]:
+    """Sizes within a factor of two of a root: those that divide the length, and the nearest of the others."""
+    within = range(max(2, math.ceil(root / 2)), max(3, math.floor(root * 2) + 1))
+    nearest = sorted(within, key=lambda size: abs(math.log(size / root)))
+    dividing = [size for size in nearest if length % size == 0]
+    return [*dividing[:_NEAREST], *(size for size in nearest[:_NEAREST] if length % size)]
+
+
+def count_parts(length: int, sizes: tuple[int, ...]) -> int:
+    """How many carries are saved at once: the parts of each level, from the outermost down to single steps."""
+    if not sizes:
+        return length
+    parts = -(-length // sizes[-1])
+    return parts + sum(large // small for small, large in itertools.pairwise((1, *sizes)))
+
+
+def _parts_with_remainder(length: int, sizes: tuple[int, ...]) -> float:
+    rest = length % sizes[-1]
+    return count_parts(length, sizes) * (1.25 if rest else 1) + rest
+
+
+LARGEST, SMALLEST, FEWEST = 16, 8, 4
+"""Of the chunk that is chosen for the user: the most and the least steps, and of how many a short loop is made."""
+
+
+def chunk_size(length: int) -> int:
+    """The steps of a chunk for a loop: 16, fewer for short loops, and near that a divisor, so that nothing remains."""
+    size = min(LARGEST, max(SMALLEST, length // FEWEST))
+    near = [other for other in range(size // 2 + 1, size * 2) if length % other == 0 and other < length]
+    return min(near, key=lambda other: abs(other - size), default=size)
+
 
 Around = Callable[[Step, bool], Step]
 """What is put around the step that runs a chunk: `around(step, looped)`, where `looped` tells whether that step is the
@@ -62,6 +178,21 @@ class RunChunk:
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         return run_chunked(self.loop(consts, state, feed), self.levels)
 
+    @property
+    def is_loop(self) -> bool:
+        """Whether XLA runs all of it as a loop. It puts a loop of one step into the program around it.
+
+        `jax.lax.scan` does so with steps that are left over if it unrolls the others.
+        """
+        sizes = [level.size for level in self.levels if level.size < self.length]
+        if sizes:
+            return self.length // sizes[-1] > 1
+        return self.unroll is not True and self.length > self.unroll and self.length % self.unroll == 0
+
+    def rolled(self) -> RunChunk:
+        """What runs the same steps as a loop, whatever `unroll` says, if there are several of them."""
+        return self if self.is_loop else dataclasses.replace(self, unroll=1)
+
     def loop(self, consts: PyTree, state: PyTree, feed: Feed) -> Loop:
         """The loop that it is, on the given arrays."""
         return Loop(
@@ -104,19 +235,33 @@ def run_chunked(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
     if not levels or not loop.length:
         return run(loop)
     left = loop.length if levels[-1].size >= loop.length else loop.length % levels[-1].size
+    if left == 1 and _may_grow(levels[-1]):
+        left += levels[-1].size
     last = _around(levels[-1], as_step(dataclasses.replace(loop, length=left), levels[:-1]), looped=False)
     if left == loop.length:
         return last(loop.consts, loop.state, _first_entries(loop.xs, levels[-1]))
     main, rest = _split(loop.xs, loop.length - left, levels)
+    whole = dataclasses.replace(
+        loop, length=loop.length - left
+    )  # without xs, nothing else says how many steps these are
     if not left:
-        return _run_main(loop, main, levels)
+        return _run_main(whole, main, levels)
     if loop.reverse:
         state, end = last(loop.consts, loop.state, rest)
-        state, start = _run_main(dataclasses.replace(loop, state=state), main, levels)
+        state, start = _run_main(dataclasses.replace(whole, state=state), main, levels)
     else:
-        state, start = _run_main(loop, main, levels)
+        state, start = _run_main(whole, main, levels)
         state, end = last(loop.consts, state, rest)
     return state, jax.tree.map(lambda a, b: jnp.concatenate([a, b]), start, end)
+
+
+def _may_grow(level: Level) -> bool:
+    """Whether a remainder of one step may be joined to the last chunk of a level.
+
+    XLA puts a single step into the program around it. If the gradient recomputes that step, XLA may round it and its
+    derivative in two ways, and what the step decides is lost.
+    """
+    return bool(getattr(level.around, "recomputes", False)) and level.outputs is None and not level.counted
 
 
 def _around(level: Level, chunk: RunChunk, *, looped: bool) -> Step:
@@ -134,7 +279,7 @@ def _split(xs: Feed, steps: int, levels: tuple[Level, ...]) -> tuple[Feed, Feed]
 
 
 def _split_entries(entries: PyTree, levels: tuple[Level, ...], has: list[bool], steps: int) -> tuple[PyTree, PyTree]:
-    """The same for entries of which each is for a chunk of the level that has them."""
+    """The entries of whole chunks and of the rest, where one entry is for a chunk of the level that has them."""
     unit = next((level.size for level, own in zip(levels, has, strict=True) if own), 1)
     main, rest = _group(entries, steps // unit, levels[-1].size // unit)
     if has[-1]:

@@ -20,6 +20,7 @@ class Feed(NamedTuple):
         valid: which rows are data in this step.
         reset: which rows begin a segment before this step.
         cut: whether the gradient is cut before this step.
+        cut_shared: bool[], the same for leaves that all rows share.
         end: which packed sequence of each row ends with this step, counted from 1; 0: none.
         schedule: of a chunk, not of a step: what of it is to be run.
         tick: of a chunk, not of a step: what is reported after it.
@@ -30,6 +31,7 @@ class Feed(NamedTuple):
     valid: Array | None = None
     reset: Array | None = None
     cut: Array | None = None
+    cut_shared: Array | None = None
     end: Array | None = None
     schedule: PyTree = None
     tick: PyTree = None

@@ -9,6 +9,7 @@ a callback is not repeated.
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import threading
 import time
@@ -26,8 +27,85 @@ from jax.custom_batching import custom_vmap
 from .._avals import is_key, is_sharded
 from .._progress import AbstractProgressMeter
 from .._types import Array, PyTree
-from .pace import NEVER, Pace
-from .words import packed, unpacked
+
+
+def packed(numbers: Array, values: Sequence[Array]) -> tuple[Array, list[Array]]:
+    """Numbers and values in one array of words, and the values that do not fit a word.
+
+    JAX moves each argument of a callback to the host by itself: one took 50 microseconds, and each further one 35.
+    """
+    words = [_word(value)[..., None] for value in values if value.dtype.itemsize <= 4]
+    return jnp.concatenate([numbers, *words], axis=-1), [value for value in values if value.dtype.itemsize > 4]
+
+
+def _word(value: Array) -> Array:
+    if jnp.issubdtype(value.dtype, jnp.floating):
+        return jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.int32)
+    return value.astype(jnp.int32)
+
+
+def unpacked(words: Any, wide: Sequence[Any], kinds: Sequence[Any]) -> list[Any]:
+    """The values again, of these dtypes."""
+    others, places = iter(wide), itertools.count()
+    return [next(others) if kind.itemsize > 4 else _value(words[..., next(places)], kind) for kind in kinds]
+
+
+def _value(word: Any, kind: Any) -> Any:
+    floating = jnp.issubdtype(kind, jnp.floating)
+    return np.ascontiguousarray(word).view(np.float32 if floating else np.uint32 if kind.kind == "u" else np.int32)
+
+
+INTERVAL = 0.2
+"""The seconds from one report to the next."""
+
+SHARE = 0.02
+"""The part of the time that reports may take. If a meter is slow, it is told less often."""
+
+GROWTH = 10
+"""By which factor the steps that are done may grow between two reports: later steps may be slower than these."""
+
+NEVER = 2**31 - 1
+"""The steps after which the next report is due of a run that makes none."""
+
+
+@dataclass
+class Pace:
+    """How fast a run is, from its last report to this one.
+
+    Attributes:
+        began: when the run began.
+        since: when the last report had been shown; before the first, when the run began.
+        done: the steps that were done then.
+    """
+
+    began: float = field(default_factory=time.monotonic)
+    since: float = field(init=False)
+    done: int = 0
+
+    def __post_init__(self) -> None:
+        self.since = self.began
+
+    def due_of_the_next_run(self, done: int) -> int:
+        """The steps after which the first report is due of the next run of the same loop, now that this one has ended.
+
+        Args:
+            done: the steps of this run.
+        """
+        return min(max(1, int(INTERVAL * done / max(time.monotonic() - self.began, 1e-9))), NEVER)
+
+    def next_due(self, done: int, heard: float) -> int:
+        """The steps after which the next report is due, now that this one was shown.
+
+        Args:
+            done: the steps that are done.
+            heard: when this report came.
+        """
+        now = time.monotonic()
+        interval = max(INTERVAL, (now - heard) / SHARE)
+        further = int(interval * (done - self.done) / max(heard - self.since, 1e-9))
+        self.since, self.done = now, done
+        return min(done + max(1, further), max(1, GROWTH * done), NEVER)
+
 
 NOBODY = -1
 """The number of a run that is not shown."""
@@ -111,14 +189,15 @@ class Runs:
             run.reported, run.heard_of = True, time.monotonic()
             if report.done > run.done:  # chunks of padding change nothing
                 run.done = report.done
-                self._tell(run, lambda: site.meter.step(run.bar, report.done, shown))
+                if run.is_open:
+                    self._tell(run, lambda: site.meter.step(run.bar, report.done, shown))
             for other in self._open.values():
                 other.silent.discard(number)
             if report.last:
                 self.end(number)
 
     def step_and_pace(self, site: Site, number: int, report: Report, shown: Mapping[str, float]) -> int:
-        """The same. Returns the steps after which the next report is due."""
+        """So many steps of a run are done. Returns the number of steps after which the next report is due."""
         heard = time.monotonic()
         with self._lock:
             self.step(site, number, report, shown)
@@ -150,27 +229,30 @@ class Runs:
     def _show(self, run: _Run) -> None:
         run.silent = {other.number for other in self._open.values() if other.site == run.site}
         self._open[run.number] = run
-        run.is_open = True
 
         def init() -> None:
             run.bar = run.site.meter.init(run.label, run.total)
+            run.is_open = True
 
         self._tell(run, init)
 
     def _close(self, run: _Run | None) -> None:
         if run is not None and self._open.get(run.number) is run:
             del self._open[run.number]
-            self._tell(run, lambda: run.site.meter.close(run.bar))
+            if run.is_open:
+                run.is_open = False
+                self._tell(run, lambda: run.site.meter.close(run.bar))
 
     @staticmethod
     def _tell(run: _Run, call: Callable[[], None]) -> None:
-        """Calls the meter. If it fails, the run is no longer shown, but the program continues."""
-        if not run.is_open:
-            return
+        """Calls the meter. If it fails, the run is no longer shown and its bar is closed, but the program continues."""
         try:
             call()
         except Exception as error:
-            run.is_open = False
+            if run.is_open:
+                run.is_open = False
+                with contextlib.suppress(Exception):  # the meter that failed may fail here too
+                    run.site.meter.close(run.bar)
             name = type(run.site.meter).__name__
             text = f"the progress of `{run.label}` is shown no further, because the meter `{name}` failed: {error!r}"
             warnings.warn(text, RuntimeWarning, stacklevel=1)
@@ -203,7 +285,7 @@ class Tick(NamedTuple):
         return jnp.stack([part.astype(jnp.int32) for part in self])
 
     def backward(self, done: Array, last: Array) -> Tick:
-        """The same of the backward pass, which begins with its first report."""
+        """The tick of the backward pass, which begins with its first report."""
         run = jnp.where(self.run == NOBODY, self.run, self.run + BACKWARD)
         return Tick(run, self.total, done, jnp.zeros_like(last), last)
 
@@ -294,7 +376,7 @@ class Reporter:
         return [words, *wide]
 
     def _heard(self, kinds: Sequence[Any], given: Any, wide: Sequence[Any]) -> Iterator[tuple[str, _Heard]]:
-        """The same again, for each element of a vmap, in the arguments of `Runs.step`; `kinds` are those of values."""
+        """The arguments of `Runs.step` for each element of a vmap; `kinds` are those of the values that are shown."""
         words, count = np.asarray(given), len(Tick._fields)
         values = unpacked(words[..., count:], [np.asarray(value) for value in wide], kinds)
         for place, element in _elements(words.shape[:-1]):
@@ -376,6 +458,11 @@ def _device() -> Array:
 def probes_of(*trees: PyTree) -> list[Array]:
     """A number of each tree's largest array, which is known only once the tree is: callbacks wait for it."""
     return [probe for tree in trees for probe in _probe_of(jax.tree.leaves(tree))]
+
+
+def probes_after(state: PyTree) -> list[Array]:
+    """A number of each leaf of a loop's last state: a leaf that no step changes is known before the loop has run."""
+    return probes_of(*jax.tree.leaves(state))
 
 
 def _probe_of(leaves: Sequence[Any]) -> list[Array]:

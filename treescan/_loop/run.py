@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._avals import promoted
+from .._avals import in_mesh, promoted, sets_explicit_mesh
 from .._errors import Fault, is_package_frame, walk_traceback
 from .._types import PyTree
 from .body import Body
@@ -85,16 +85,26 @@ def named_signature(*names: str) -> inspect.Signature:
 def _run_compiled(function: _Lowered, carry: PyTree, xs: PyTree, loop: Loop) -> tuple[PyTree, PyTree]:
     # The output types of a loop without steps are known from a trace alone, which lax.scan refuses under disable_jit.
     length = None if jax.tree.leaves(xs) else loop.length  # lax.scan asks for an int, and a size may be symbolic
+    step: Callable[..., Any] = function
+    if _has_remainder(loop) and sets_explicit_mesh():
+        # lax.scan writes the outputs of a remainder, which name the mesh, into arrays of a type that may name none.
+        carry, step = in_mesh(as_arrays(carry)), lambda carry, x: in_mesh(as_arrays(function(carry, x)))
     traced = jax.disable_jit(False) if is_jit_disabled() else contextlib.nullcontext()
     try:
         with traced:
-            return _lax_scan(function, carry, xs, length, loop.reverse, loop.unroll, **dict(loop.lowering))
+            return _lax_scan(step, carry, xs, length, loop.reverse, loop.unroll, **dict(loop.lowering))
     except TypeError as error:
         if not any(
             is_package_frame(tb.tb_frame) and _is_step(tb.tb_frame) for tb in walk_traceback(error.__traceback__)
         ):
             _blame_step(function, carry, xs)  # raised by lax.scan of the carry's types, not by the body
         raise
+
+
+def _has_remainder(loop: Loop) -> bool:
+    """Whether an unrolled loop has steps that are left over."""
+    unroll = loop.unroll
+    return type(unroll) is int and unroll > 1 and isinstance(loop.length, int) and loop.length % unroll > 0
 
 
 def _is_step(frame: Any) -> bool:

@@ -1,104 +1,302 @@
-"""Evaluates a jaxpr and notes which of its operations gives a result that is NaN or infinite."""
+"""Evaluates a jaxpr, and finds which of its operations made the NaN or the infinities among its results.
+
+The evaluation keeps each value. From the elements that are bad it goes back, operation by operation, to the elements
+from which these were computed, as long as they are bad in the same way. So what other elements hold does not count.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
+import numpy as np
+from jax.core import Tracer, eval_jaxpr
 
+from .._avals import place_like
 from .._errors import is_library_file, shorten
 from .._types import Array
-from .equations import alone, called
+from .equations import alone, called, jaxprs_within
+from .independence import ELEMENTWISE
 
-NAN, INF = 1, 2
-"""The bits of what is noted of a value."""
+MADE, UNSURE = 1, 2
+"""The bits of an operation: it made what is blamed; what it was given may have made it, or other things given to it."""
+
+_SELECTING = frozenset({"clamp", "max", "min", "reduce_max", "reduce_min"})
+"""Primitives whose result is one of the elements that they are given."""
+
+# fmt: off
+_LINEAR = frozenset(
+    {
+        "broadcast_in_dim", "concatenate", "conv_general_dilated", "cumsum", "dot_general", "dynamic_slice",
+        "dynamic_update_slice", "gather", "pad", "reduce_max", "reduce_min", "reduce_prod", "reduce_sum", "reshape",
+        "rev", "scatter", "scatter-add", "slice", "split", "squeeze", "stack", "transpose",
+    }
+)
+# fmt: on
+"""Primitives whose derivative, where all that they are given is 1, says which elements a result is computed from."""
 
 
 class Operation(NamedTuple):
-    """An equation, or an input.
+    """An equation, an input, or what is constant.
 
     Attributes:
-        name: of the primitive; None: an input.
+        name: of the primitive; None: an input, or what is constant.
         place: the line that it comes from, or None.
-        reads: the numbers of the operations whose results it reads.
     """
 
     name: str | None
     place: str | None
-    reads: tuple[int, ...]
 
 
-def bits_of(value: Any) -> Array:
-    """int32[]: whether any element is NaN, and whether any is infinite."""
-    if not jnp.issubdtype(value.dtype, jnp.inexact):
-        return jnp.int32(0)
-    nan, inf = (jnp.any(which(value)).astype(jnp.int32) for which in (jnp.isnan, jnp.isinf))
-    return nan * jnp.int32(NAN) + inf * jnp.int32(INF)
+@dataclass(eq=False)
+class _Value:
+    """A value of the evaluation.
+
+    Attributes:
+        array: the value.
+        number: of the operation that made it; None: it is a number that is finite.
+        blamed: bool of its shape, its elements that are to be explained; None: none are.
+    """
+
+    array: Any
+    number: int | None
+    blamed: Array | None = None
+
+    def blame(self, elements: Array) -> None:
+        """Adds elements that are to be explained."""
+        elements = place_like(elements, jax.typeof(self.array))
+        self.blamed = elements if self.blamed is None else self.blamed | elements
+
+
+_Causes = list[tuple[_Value, Array]]
+"""Values, and the elements of each from which something is computed."""
+
+
+class _Step(NamedTuple):
+    """An equation that was evaluated.
+
+    Attributes:
+        number: of the operation.
+        equation: the equation.
+        program: a jaxpr of it alone, which takes each variable once.
+        taken: what the program is given.
+        read: what the equation reads, in order.
+        made: its results.
+    """
+
+    number: int
+    equation: Any
+    program: Any
+    taken: list[_Value]
+    read: list[_Value]
+    made: list[_Value]
 
 
 class Blame:
-    """The operations of a jaxpr, in order, and the bits of their results.
+    """The operations of a jaxpr, in order: first its inputs, then all constants together, then its equations.
 
     Attributes:
         operations: what each is.
-        bits: int32[], of each.
-        results: for each output of the jaxpr the number of the operation that made it; None: a constant.
     """
 
     def __init__(self) -> None:
         self.operations: list[Operation] = []
-        self.bits: list[Array] = []
-        self.results: list[int | None] = []
+        self._given: list[_Value] = []
+        self._constants = 0
+        self._steps: list[_Step] = []
+        self._results: list[_Value] = []
 
     def evaluate(self, jaxpr: Any, given: Sequence[Any]) -> list[Any]:
-        """Evaluates a jaxpr without constants, and notes all of it: the inputs come first, each by its place."""
-        inputs = [(value, self._note(Operation(None, None, ()), [value])) for value in given]
-        results = self._run(jaxpr, [], inputs)
-        self.results = [number for _, number in results]
-        return [value for value, _ in results]
+        """Evaluates a jaxpr that closes over nothing, and keeps all of it."""
+        self._given = [_Value(jnp.asarray(value), self._add(Operation(None, None))) for value in given]
+        self._constants = self._add(Operation(None, None))
+        self._results = self._run(jaxpr, [], self._given)
+        return [result.array for result in self._results]
 
-    def _note(self, operation: Operation, values: Sequence[Any]) -> int:
-        bits = jnp.int32(0)
-        for value in values:
-            bits = bits | bits_of(jnp.asarray(value))
+    def _add(self, operation: Operation) -> int:
         self.operations.append(operation)
-        self.bits.append(bits)
-        return len(self.bits) - 1
+        return len(self.operations) - 1
 
-    def _run(self, jaxpr: Any, consts: Sequence[Any], given: Sequence[Any]) -> list[tuple[Any, int | None]]:
-        held = [(value, None) for value in consts]
-        known: dict[Any, tuple[Any, int | None]] = dict(
-            zip([*jaxpr.constvars, *jaxpr.invars], [*held, *given], strict=True)
-        )
+    def _run(self, jaxpr: Any, consts: Sequence[Any], given: Sequence[_Value]) -> list[_Value]:
+        held = list(map(self._constant, consts))
+        known: dict[Any, _Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*held, *given], strict=True))
         for equation in jaxpr.eqns:
             inner = called(equation)
-            read = _looked_up(equation.invars, known)
+            read = self._looked_up(equation.invars, known)
             if inner is not None:
-                results = self._run(*inner, read)
+                made = self._run(*inner, read)
             else:
-                taken, program = alone(jaxpr, equation)
-                values = eval_jaxpr(program, [], *(known[var][0] for var in taken))
-                reads = tuple(number for _, number in read if number is not None)
-                number = self._note(Operation(equation.primitive.name, place_of(equation), reads), values)
-                results = [(value, number) for value in values]
-            known.update(zip(equation.outvars, results, strict=True))
-        return _looked_up(jaxpr.outvars, known)
+                variables, program = alone(jaxpr, equation)
+                taken = [known[var] for var in variables]
+                number = self._add(Operation(equation.primitive.name, place_of(equation)))
+                made = [_Value(array, number) for array in eval_jaxpr(program, [], *(value.array for value in taken))]
+                self._steps.append(_Step(number, equation, program, taken, read, made))
+            known.update(zip(equation.outvars, made, strict=True))
+        return self._looked_up(jaxpr.outvars, known)
+
+    def _looked_up(self, atoms: Sequence[Any], known: dict[Any, _Value]) -> list[_Value]:
+        return [self._constant(atom.val, atom.aval.dtype) if hasattr(atom, "val") else known[atom] for atom in atoms]
+
+    def _constant(self, value: Any, dtype: Any = None) -> _Value:
+        """A constant; one that is not a finite number may be blamed."""
+        array = jnp.asarray(value, dtype)
+        is_finite = not array.ndim and not isinstance(value, Tracer) and bool(np.isfinite(value))
+        made = _Value(array, None if is_finite else self._constants)
+        self._given += [] if is_finite else [made]
+        return made
+
+    def bits(self, blamed: Sequence[Array | None], is_nan: Array) -> Array:
+        """int32[...], of each operation whether it made elements that are blamed; see `MADE`.
+
+        Args:
+            blamed: for each output which of its elements are to be explained; None: none are.
+            is_nan: bool[], whether these are NaN; otherwise they are infinite.
+        """
+        for result, elements in zip(self._results, blamed, strict=True):
+            if elements is not None:
+                result.blame(elements)
+        bits = [jnp.int32(0)] * len(self.operations)
+        for step in reversed(self._steps):
+            bits[step.number] = _explain(step, is_nan)
+        for value in self._given:
+            if value.number is not None and value.blamed is not None:
+                bits[value.number] = bits[value.number] | _bit(jnp.any(value.blamed), MADE)
+        return jnp.stack(bits)
 
 
-def _looked_up(atoms: Sequence[Any], known: dict[Any, tuple[Any, int | None]]) -> list[tuple[Any, int | None]]:
-    return [(atom.val, None) if hasattr(atom, "val") else known[atom] for atom in atoms]
+def _bit(flag: Array, bit: int) -> Array:
+    return flag.astype(jnp.int32) * jnp.int32(bit)
 
 
-def origin(operations: Sequence[Operation], bits: Sequence[int], number: int, bit: int) -> int:
-    """The operation from which a result has this bit: none of what it reads has it."""
-    while True:
-        before = next((read for read in operations[number].reads if bits[read] & bit), None)
-        if before is None:
-            return number
-        number = before
+def _explain(step: _Step, is_nan: Array) -> Array:
+    """Blames what an equation was given for what it is blamed for, where that is bad; its own bits."""
+    blamed = [value.blamed for value in step.made if value.blamed is not None]
+    if not blamed:
+        return jnp.int32(0)
+    reached, causes = _any(blamed), _causes_of(step, is_nan)
+    if causes is not None:
+        return _bit(reached & ~_blame(causes, is_nan), MADE)
+    own, causes = _as_a_whole(step, is_nan)
+    passed = _blame([(value, elements & ~own) for value, elements in causes], is_nan)
+    made = reached & (own | ~passed) if _may_run_again(step.equation) else reached
+    return _bit(made, MADE) + _bit(reached & passed, UNSURE)
+
+
+def _blame(causes: _Causes, is_nan: Array) -> Array:
+    """bool[]: whether any of these elements are bad, which then are to be explained."""
+    passed = jnp.zeros((), bool)
+    for value, elements in causes:
+        bad = elements & _bad(value.array, is_nan)
+        value.blame(bad)
+        passed = passed | jnp.any(bad)
+    return passed
+
+
+def _any(flags: Sequence[Array]) -> Array:
+    found = jnp.zeros((), bool)
+    for flag in flags:
+        found = found | jnp.any(flag)
+    return found
+
+
+def _bad(array: Any, is_nan: Array) -> Array:
+    return jnp.where(is_nan, jnp.isnan(array), jnp.isinf(array))
+
+
+def _may_be_blamed(value: _Value) -> bool:
+    return value.number is not None and is_checked(value.array)
+
+
+def _causes_of(step: _Step, is_nan: Array) -> _Causes | None:
+    """The elements from which those that are blamed are computed; None: it is not known which these are."""
+    name = step.equation.primitive.name
+    try:
+        if name in ELEMENTWISE:
+            return _in_place(step, is_nan)
+        return _by_derivative(step, is_nan) if name in _LINEAR else None
+    except (AttributeError, KeyError, NotImplementedError, TypeError, ValueError):
+        return None  # a release of JAX in which it looks otherwise
+
+
+def _in_place(step: _Step, is_nan: Array) -> _Causes:
+    """The elements in the place of those that are blamed; of a selection those that were chosen."""
+    (result,), name = step.made, step.equation.primitive.name
+    assert result.blamed is not None
+    causes: _Causes = []
+    for i, value in enumerate(step.read):
+        if not _may_be_blamed(value):
+            continue
+        elements = result.blamed
+        if name == "select_n":
+            elements = elements & (step.read[0].array.astype(jnp.int32) == i - 1)
+        elif name in _SELECTING:
+            elements = elements & (is_nan | (value.array == result.array))
+        causes.append((value, _spread_of(elements, value.array)))
+    return causes
+
+
+def _spread_of(elements: Array, array: Any) -> Array:
+    """The elements of an operand that is spread over those of a result: a number, or along axes of size 1."""
+    if not jnp.ndim(array):
+        return jnp.any(elements)
+    axes = tuple(i for i, (a, b) in enumerate(zip(array.shape, elements.shape, strict=True)) if a == 1 != b)
+    return jnp.any(elements, axes, keepdims=True) if axes else elements
+
+
+def _by_derivative(step: _Step, is_nan: Array) -> _Causes:
+    """The elements from which those that are blamed are computed."""
+    values = [value for value in step.taken if _may_be_blamed(value)]
+    if not values:
+        return []
+
+    def results(ones: list[Any]) -> list[Any]:
+        given = iter(ones)
+        arrays = [next(given) if _may_be_blamed(value) else value.array for value in step.taken]
+        return eval_jaxpr(step.program, [], *arrays)
+
+    _, back = jax.vjp(results, [jnp.ones_like(value.array) for value in values])
+    (found,) = back(
+        [
+            jnp.zeros_like(value.array) if value.blamed is None else value.blamed.astype(value.array.dtype)
+            for value in step.made
+        ]
+    )
+    causes = [(value, elements != 0) for value, elements in zip(values, found, strict=True)]
+    if step.equation.primitive.name in _SELECTING:
+        chosen = jnp.expand_dims(step.made[0].array, step.equation.params["axes"])
+        causes = [(value, elements & (is_nan | (value.array == chosen))) for value, elements in causes]
+    return causes
+
+
+def _as_a_whole(step: _Step, is_nan: Array) -> tuple[Array, _Causes]:
+    """Whether an equation makes it of good values too, and all elements that it was given."""
+    values = [value for value in step.taken if _may_be_blamed(value)]
+    causes = [(value, jnp.ones_like(value.array, bool)) for value in values]
+    if not _may_run_again(step.equation):
+        return jnp.zeros((), bool), causes
+    arrays = [
+        jnp.where(_bad(value.array, is_nan), jnp.ones_like(value.array), value.array)
+        if _may_be_blamed(value)
+        else value.array
+        for value in step.taken
+    ]
+    again = eval_jaxpr(step.program, [], *arrays)
+    pairs = [(value.blamed, array) for value, array in zip(step.made, again, strict=True)]
+    return _any([blamed & _bad(array, is_nan) for blamed, array in pairs if blamed is not None]), causes
+
+
+def _may_run_again(equation: Any) -> bool:
+    """Whether an equation may be evaluated with other values: it has no effect, calls nothing back, and ends."""
+    return not equation.effects and not _calls_or_waits(equation)
+
+
+def _calls_or_waits(equation: Any) -> bool:
+    """Whether anything in an equation calls back, or loops until something holds, which a NaN may have ended."""
+    name, inner = equation.primitive.name, (each for jaxpr in jaxprs_within(equation) for each in jaxpr.eqns)
+    return name == "while" or "callback" in name or any(map(_calls_or_waits, inner))
 
 
 def place_of(equation: Any) -> str | None:

@@ -1,11 +1,17 @@
-"""Estimates how many operations a jaxpr takes."""
+"""Estimates of a jaxpr: its operations, its buffers, and how many bytes are live at one time."""
 
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
-from .equations import jaxprs_within
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .equations import called, jaxprs_within, loop_of, origins
 
 TRANSCENDENTAL = frozenset(
     {
@@ -84,3 +90,431 @@ def _size(aval: Any) -> int:
 
 def _product(sizes: Any) -> int:
     return math.prod(size if isinstance(size, int) else 1 for size in sizes)
+
+
+_SAME = frozenset(
+    {"copy", "expand_dims", "mesh_cast", "name", "optimization_barrier", "pcast", "pvary", "reshape",
+     "sharding_constraint", "squeeze", "stop_gradient"}
+)  # fmt: skip
+_FUSED = frozenset(
+    {
+        "abs", "add", "add_any", "and", "atan2", "broadcast_in_dim", "cbrt", "ceil", "clamp", "concatenate",
+        "convert_element_type", "cos", "cosh", "div", "dynamic_slice", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
+        "expm1", "floor", "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic",
+        "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square",
+        "or", "pad", "pow", "real", "reduce_precision", "rem", "rev",
+        "round", "rsqrt", "select_n", "shift_left", "shift_right_logical", "sign", "sin", "sinh", "slice", "split",
+        "sqrt", "square", "sub", "tan", "tanh", "transpose", "xor",
+    }
+)  # fmt: skip
+_REDUCTIONS = frozenset(
+    {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"}
+)
+_WRITES_INTO = frozenset({"dynamic_update_slice", "scatter", "scatter-add", "scatter_add"})
+
+
+class Buffer(NamedTuple):
+    """Some bytes, held from one point in time through another; of a result, from when it is written."""
+
+    size: int
+    start: int
+    end: int
+    is_result: bool = False
+
+
+class Timeline(NamedTuple):
+    """The buffers of a program, and how many points in time it takes."""
+
+    buffers: tuple[Buffer, ...]
+    duration: int
+
+
+def bytes_of(aval: Any) -> int:
+    """The bytes of a value of this type; a size that is a symbol counts as 1."""
+    if not hasattr(aval, "shape"):
+        return 0
+    each = 16 if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else aval.dtype.itemsize
+    return math.prod(axis if isinstance(axis, int) else 1 for axis in aval.shape) * each
+
+
+def timeline(jaxpr: Any) -> Timeline:
+    """The buffers of an open jaxpr, beside what it is given. What it returns is marked."""
+    return _Layout(_Timelines(), jaxpr, whole=True).timeline()
+
+
+@dataclass(eq=False)
+class _Value:
+    """A value of a program, whatever it is called."""
+
+    aval: Any
+
+    @property
+    def size(self) -> int:
+        return bytes_of(self.aval)
+
+
+@dataclass(eq=False)
+class _Operation:
+    """An equation, its variables resolved: of calls and of what only changes a shape nothing is left."""
+
+    equation: Any
+    reads: list[_Value]
+    writes: list[_Value]
+
+    @property
+    def name(self) -> str:
+        return self.equation.primitive.name
+
+    @property
+    def computes_at_once(self) -> bool:
+        """Whether it can compute what it reads by itself."""
+        return self.name in _FUSED or self.name in _REDUCTIONS
+
+
+def _inlined(jaxpr: Any, given: Sequence[_Value]) -> tuple[list[_Operation], list[_Value]]:
+    """The operations of a jaxpr, and its outputs."""
+    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
+    operations = list[_Operation]()
+
+    def read(atoms: Iterable[Any]) -> list[_Value]:
+        return [_Value(atom.aval) if hasattr(atom, "val") else known[atom] for atom in atoms]
+
+    for equation in jaxpr.eqns:
+        inner, reads = called(equation), read(equation.invars)
+        if inner is not None:
+            constants = [_Value(var.aval) for var in inner[0].constvars]
+            within, writes = _inlined(inner[0], [*constants, *reads])
+            operations += within
+        elif equation.primitive.name in _SAME and len(reads) == len(equation.outvars):
+            writes = reads
+        else:
+            writes = [_Value(var.aval) for var in equation.outvars]
+            operations.append(_Operation(equation, reads, writes))
+        known.update(zip(equation.outvars, writes, strict=True))
+    return operations, read(jaxpr.outvars)
+
+
+def _needed(operations: Sequence[_Operation], outputs: Iterable[_Value]) -> list[_Operation]:
+    """The operations that something is left of once XLA has removed what nobody reads."""
+    wanted, kept = set(outputs), list[_Operation]()
+    for operation in reversed(operations):
+        if not wanted.isdisjoint(operation.writes):
+            kept.append(operation)
+            wanted.update(operation.reads)
+    return kept[::-1]
+
+
+class _Timelines:
+    """The timelines of jaxprs within jaxprs, each laid out once."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Timeline, Any]] = {}
+
+    def of(self, jaxpr: Any, carried: range = range(0), slices: int = 0, stacked: int = 0) -> Timeline:
+        """The timeline of an open jaxpr.
+
+        Args:
+            jaxpr: the jaxpr.
+            carried: the places of the inputs whose buffers it may write over.
+            slices: how many of the last inputs are slices that its loop cuts out for each step.
+            stacked: how many of the last outputs its loop copies to their places.
+        """
+        key = (id(jaxpr), carried, slices, stacked)
+        if key not in self._known:
+            self._known[key] = (_Layout(self, jaxpr, carried, slices, stacked).timeline(), jaxpr)
+        return self._known[key][0]
+
+
+@dataclass(eq=False)
+class _Held:
+    """A buffer while its program is laid out."""
+
+    size: int
+    start: int
+    is_result: bool = False
+
+
+class _Layout:
+    """Lays out one jaxpr."""
+
+    def __init__(
+        self,
+        inner: _Timelines,
+        jaxpr: Any,
+        carried: range = range(0),
+        slices: int = 0,
+        stacked: int = 0,
+        *,
+        whole: bool = False,
+    ) -> None:
+        self._inner = inner
+        self._inputs = [_Value(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)]
+        operations, self._outputs = _inlined(jaxpr, self._inputs)
+        self._operations = _needed(operations, self._outputs)
+        self._readers: dict[_Value, list[_Operation]] = {}
+        for operation in self._operations:
+            for value in dict.fromkeys(operation.reads):
+                self._readers.setdefault(value, []).append(operation)
+        self._writer = {value: operation for operation in self._operations for value in operation.writes}
+        self._given = set(self._inputs)
+        self._results = {value for value in self._outputs if value in self._writer} if whole else set[_Value]()
+        copied = self._results | set(filter(self._is_copied, self._outputs[len(self._outputs) - stacked :]))
+        self._outside = {*self._given, *(value for value in self._outputs if value not in copied)}
+        self._last = self._last_reads()
+        self._add_what_becomes_an_output()
+        self._add_what_is_written_over([self._inputs[place] for place in carried])
+        self._slices = [v for v in self._inputs[len(self._inputs) - slices :] if self._is_read_whole(v)]
+
+    def _is_copied(self, value: _Value) -> bool:
+        """Whether an output has a buffer before it is stacked: what is elementwise is written to its place at once."""
+        writer = self._writer.get(value)
+        return writer is not None and writer.name not in _FUSED
+
+    def _is_read_whole(self, value: _Value) -> bool:
+        return any(not reader.computes_at_once for reader in self._readers.get(value, []))
+
+    def _is_stored(self, value: _Value) -> bool:
+        """Whether a value has a buffer, its own or outside: it is not computed by each of its readers."""
+        writer = self._writer.get(value)
+        if writer is None or writer.name not in _FUSED or value in self._results:
+            return True
+        shared = writer.name in TRANSCENDENTAL and len(self._readers.get(value, [])) > 1
+        return shared or self._is_read_whole(value)
+
+    def _is_run(self, operation: _Operation) -> bool:
+        """Whether an operation writes anything."""
+        return operation.name not in _FUSED or any(
+            value in self._outputs or self._is_stored(value) for value in operation.writes
+        )
+
+    def _sources(self, operation: _Operation) -> Iterable[_Value]:
+        """The stored values that are read where an operation runs: of what it computes itself, what that reads."""
+        found, left = dict[_Value, None](), list(operation.reads)
+        seen = set[_Value]()
+        while left:
+            value = left.pop()
+            if value in seen:
+                continue
+            seen.add(value)
+            if self._is_stored(value):
+                found[value] = None
+            else:
+                left += self._writer[value].reads
+        return found
+
+    def _last_reads(self) -> dict[_Value, int]:
+        last = dict[_Value, int]()
+        for number, operation in enumerate(self._operations):
+            if self._is_run(operation):
+                last.update(dict.fromkeys(self._sources(operation), number))
+        for value in self._outputs:
+            if not self._is_stored(value):
+                last.update(dict.fromkeys(self._sources(self._writer[value]), len(self._operations)))
+            elif value not in self._outside:
+                last[value] = len(self._operations)
+        return last
+
+    def _in_place(self, operation: _Operation) -> list[tuple[_Value, _Value]]:
+        """The pairs of what an operation reads and what it writes in that place."""
+        if operation.name == "scan":
+            _, first, count = loop_of(operation.equation)
+            return list(zip(operation.reads[first : first + count], operation.writes[:count], strict=True))
+        if operation.name in _WRITES_INTO:
+            return [(operation.reads[0], operation.writes[0])]
+        return self._handed_on(operation) if operation.name == "cond" else []
+
+    def _handed_on(self, operation: _Operation) -> list[tuple[_Value, _Value]]:
+        """The pairs of what a branch is given and what it returns, where one of the branches hands it on."""
+        given = operation.reads[1:]
+        found = [origins(branch.jaxpr, given) for branch in operation.equation.params["branches"]]
+        pairs = zip(operation.writes, zip(*found, strict=True), strict=True)
+        return [(before, after) for after, each in pairs for before in dict.fromkeys(each) if before is not None]
+
+    def _add_what_becomes_an_output(self) -> None:
+        """What is written over in place until it is returned is in the buffer of what is returned."""
+        for number, operation in reversed(list(enumerate(self._operations))):
+            for before, after in self._in_place(operation):
+                if after in self._outside and before not in self._given and self._last.get(before) == number:
+                    self._outside.add(before)
+
+    def _add_what_is_written_over(self, carried: Sequence[_Value]) -> None:
+        """What is written over what the program is given, and may change, is in the buffer of that."""
+        free = set(carried)
+        for number, operation in enumerate(self._operations):
+            for before, after in self._in_place(operation):
+                if before in free and self._last.get(before) == number:
+                    self._outside.add(after)
+                    free.add(after)
+
+    def timeline(self) -> Timeline:
+        """The buffers, one operation after the other."""
+        held = {value: _Held(value.size, 0) for value in self._slices}
+        done, begun, now = list[Buffer](), dict[_Operation, int](), 0
+        for number, operation in enumerate(self._operations):
+            if not self._is_run(operation):
+                continue
+            dying = [value for value in self._sources(operation) if self._last[value] == number and value in held]
+            direct = [value for value in dying if value in operation.reads]
+            within = self._within(operation)
+            done += [Buffer(each.size, each.start + now + 1, each.end + now + 1) for each in within.buffers]
+            begun[operation], end = now, now + within.duration + 1
+            done += self._copies(operation, begun, end)
+            for before, after in self._taken_over(operation, direct):
+                held[after] = held.pop(before)
+            for value in operation.writes:
+                if value not in held and value not in self._outside and self._is_stored(value):
+                    held[value] = _Held(value.size, now)
+            for value in self._results.intersection(operation.writes):
+                held[value].is_result = True
+            ended = [v for v in (*dying, *operation.writes) if v in held and self._last.get(v, -1) <= number]
+            for value in dict.fromkeys(ended):
+                buffer = held.pop(value)
+                done.append(Buffer(buffer.size, buffer.start, end, buffer.is_result))
+            now = end + 1
+        done += [Buffer(buffer.size, buffer.start, now, buffer.is_result) for buffer in held.values()]
+        return Timeline(tuple(done), now + 1)
+
+    def _taken_over(self, operation: _Operation, dying: Sequence[_Value]) -> list[tuple[_Value, _Value]]:
+        """The pairs of what is read for the last time and what is written over it."""
+        pairs = [pair for pair in self._in_place(operation) if pair[0] in dying]
+        if operation.name in _FUSED:
+            free = [value for value in dying if not self._is_folded(value)]
+            for value in operation.writes:
+                kept = self._is_folded(value) or value in self._results
+                fits = [other for other in free if other.size == value.size and not kept]
+                match = next(iter(fits), None)
+                if match is not None:
+                    free.remove(match)
+                    pairs.append((match, value))
+        unique = {before: after for before, after in pairs if after not in self._outside}
+        return list(unique.items())
+
+    def _is_folded(self, value: _Value) -> bool:
+        """Whether a product reads or writes a value of more than two axes, which XLA folds into two for it."""
+        around = [*self._readers.get(value, []), *filter(None, [self._writer.get(value)])]
+        return len(value.aval.shape) > 2 and any(operation.name == "dot_general" for operation in around)
+
+    def _within(self, operation: _Operation) -> Timeline:
+        """The timeline of what an operation runs, or copies for itself."""
+        inside = _INSIDE.get(operation.name)
+        if inside is not None:
+            return inside(self._inner, operation.equation)
+        return Timeline((), 0)
+
+    def _copies(self, operation: _Operation, begun: dict[_Operation, int], end: int) -> list[Buffer]:
+        """A product copies an operand of which its batch axes do not lead, or of the second what it sums over.
+
+        One of two matrices does not. The others do so as soon as the other operand can be computed.
+        """
+        ranks = [len(value.aval.shape) for value in operation.reads]
+        if operation.name != "dot_general" or max(ranks) <= 2:
+            return []
+        (_, summed), batches = operation.equation.params["dimension_numbers"]
+        first, second = (tuple(axes) == tuple(range(len(axes))) for axes in batches)
+        second = second and tuple(summed) == tuple(range(len(batches[1]), len(batches[1]) + len(summed)))
+        copied = list[Buffer]()
+        for place, leads in enumerate((first, second)):
+            value, other = operation.reads[place], operation.reads[1 - place]
+            if not leads and not self._is_written_as_read(value):
+                copied.append(Buffer(value.size, self._ready(other, begun, begun[operation]), end))
+        return copied
+
+    def _ready(self, value: _Value, begun: dict[_Operation, int], now: int) -> int:
+        """When all that a value is computed from is there; one that is given waits for nothing, and is read now."""
+        writer = self._writer.get(value)
+        writers = [self._writer[source] for source in self._sources(writer) if source in self._writer] if writer else []
+        return max((begun[each] + 1 for each in writers), default=now)
+
+    def _is_written_as_read(self, value: _Value) -> bool:
+        writer = self._writer.get(value)
+        return writer is not None and writer.name in _FUSED and len(self._readers[value]) == 1
+
+
+def _of_scan(inner: _Timelines, equation: Any) -> Timeline:
+    jaxpr, first, carried = loop_of(equation)
+    slices, stacked = len(jaxpr.invars) - first - carried, len(jaxpr.outvars) - carried
+    return inner.of(jaxpr, range(first, first + carried), slices, stacked)
+
+
+def _of_branches(inner: _Timelines, equation: Any) -> Timeline:
+    branches = [branch.jaxpr for branch in equation.params["branches"]]
+    return _one_after_another([inner.of(branch, range(len(branch.invars))) for branch in branches])
+
+
+def _of_while(inner: _Timelines, equation: Any) -> Timeline:
+    params = equation.params
+    return _one_after_another([inner.of(params[name].jaxpr) for name in ("cond_jaxpr", "body_jaxpr")])
+
+
+def _one_after_another(timelines: Sequence[Timeline]) -> Timeline:
+    buffers, now = list[Buffer](), 0
+    for each in timelines:
+        buffers += [Buffer(size, start + now, end + now) for size, start, end, _ in each.buffers]
+        now += each.duration
+    return Timeline(tuple(buffers), now)
+
+
+_INSIDE: dict[str, Callable[[_Timelines, Any], Timeline]] = {
+    "scan": _of_scan,
+    "cond": _of_branches,
+    "while": _of_while,
+}
+
+
+_SMALL = 4096
+"""Buffers that are so many times smaller than all others together are not packed, but added."""
+
+
+def temporary_bytes(jaxpr: Any) -> int:
+    """What an open jaxpr needs beside its arguments and results."""
+    return packed_size(_beside_results(timeline(jaxpr).buffers))
+
+
+def _beside_results(buffers: Sequence[Buffer]) -> list[Buffer]:
+    """The buffers that have no place where a result is written later."""
+    places = [[buffer] for buffer in sorted(buffers) if buffer.is_result]  # the smallest that fits is taken
+    left = list[Buffer]()
+    for buffer in sorted((each for each in buffers if not each.is_result), reverse=True):
+        fitting = (place for place in places if place[0].size >= buffer.size and not _meets(buffer, place))
+        place = next(fitting, left)
+        place.append(buffer)
+    return left
+
+
+def _meets(buffer: Buffer, others: Sequence[Buffer]) -> bool:
+    """Whether a buffer is held while any of the others is."""
+    return any(buffer.start <= other.end and other.start <= buffer.end for other in others)
+
+
+def packed_size(buffers: Sequence[Buffer]) -> int:
+    """The size of a heap, the largest buffers first, each in the smallest gap that is free while it is held."""
+    least = held_at_most(buffers) // _SMALL
+    small = [buffer for buffer in buffers if buffer.size <= least]
+    large = sorted((buffer for buffer in buffers if buffer.size > least), key=lambda each: (-each.size, each.start))
+    starts, ends, offsets, tops = (np.zeros(len(large), np.int64) for _ in range(4))
+    for number, buffer in enumerate(large):
+        at_once = (starts[:number] <= buffer.end) & (ends[:number] >= buffer.start)
+        place = _smallest_gap(offsets[:number][at_once], tops[:number][at_once], buffer.size)
+        starts[number], ends[number] = buffer.start, buffer.end
+        offsets[number], tops[number] = place, place + buffer.size
+    return int(tops.max(initial=0)) + held_at_most(small)
+
+
+def _smallest_gap(offsets: np.ndarray[Any, Any], tops: np.ndarray[Any, Any], size: int) -> int:
+    """Where so many bytes fit between those that are taken; behind all of them if there is no gap."""
+    order = np.argsort(offsets, kind="stable")
+    offsets, reached = offsets[order], np.maximum.accumulate(np.concatenate([[0], tops[order]]))
+    gaps = offsets - reached[:-1]
+    fits = np.flatnonzero(gaps >= size)
+    return int(reached[fits[np.argmin(gaps[fits])]] if len(fits) else reached[-1])
+
+
+def held_at_most(buffers: Sequence[Buffer]) -> int:
+    """The most bytes that are held at one time."""
+    if not buffers:
+        return 0
+    changes = np.zeros(max(buffer.end for buffer in buffers) + 2, np.int64)
+    for size, start, end, _ in buffers:
+        changes[start] += size
+        changes[end + 1] -= size
+    return int(np.cumsum(changes).max())

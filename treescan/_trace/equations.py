@@ -68,6 +68,15 @@ def has_reverse_rule(jaxpr: Any) -> bool:
     return _holds(jaxpr, _REVERSE_RULES)
 
 
+def has_symbolic_zeros(jaxpr: Any) -> bool:
+    """Whether anything in a jaxpr has a rule for reverse mode that is told which of its inputs are perturbed."""
+    return any(
+        (equation.primitive.name in _REVERSE_RULES and bool(equation.params.get("symbolic_zeros")))
+        or any(map(has_symbolic_zeros, jaxprs_within(equation)))
+        for equation in jaxpr.eqns
+    )
+
+
 def has_branches(jaxpr: Any) -> bool:
     """Whether anything in a jaxpr is a branch."""
     return _holds(jaxpr, _BRANCHES)

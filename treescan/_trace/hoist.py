@@ -17,18 +17,98 @@ from typing import Any, NamedTuple, Protocol, cast
 
 import jax
 import jax.numpy as jnp
-from jax.core import eval_jaxpr
+from jax.core import ShapedArray, eval_jaxpr
+from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
-from .._avals import is_sharded, is_weak, varying_axes
+from .._avals import is_sharded, is_weak, place_like, varying_axes
 from .._errors import BodyError, Fault
 from .._loop.body import Body, Memo
 from .._loop.loop import Feed, Loop, Step
 from .._loop.rewrite import is_rewriting
 from .._loop.run import as_arrays, is_jit_disabled, named_signature, settle, weak_types_settled
-from .._types import PyTree, TreeDef
-from .effects import has_effects, has_refs, is_once_only, is_ref
+from .._types import Array, PyTree, TreeDef
 from .equations import has_branches, has_products, has_reverse_rule
-from .silence import silenced
+from .raw_keys import with_raw_keys
+
+
+def silenced(jaxpr: Any) -> Any:
+    """A closed jaxpr without the callbacks that return nothing, those within its loops and branches included."""
+    return jaxpr.replace(jaxpr=_silenced(jaxpr.jaxpr))
+
+
+def _silenced(jaxpr: Any) -> Any:
+    equations = [_silence_inner(eqn) for eqn in jaxpr.eqns if not _only_speaks(eqn)]
+    kinds = {type(effect) for eqn in equations for effect in eqn.effects}
+    kept = {effect for effect in jaxpr.effects if type(effect) in kinds}
+    return jaxpr.replace(eqns=equations, effects=kept)
+
+
+def _only_speaks(eqn: Any) -> bool:
+    """Whether an equation has effects and nothing else; one that writes to a mutable array has more."""
+    return bool(eqn.effects) and not eqn.outvars and all(isinstance(var.aval, ShapedArray) for var in eqn.invars)
+
+
+def _silence_inner(eqn: Any) -> Any:
+    """An equation with the loops and branches that it holds silenced; the effects of others are their own."""
+    inner = [part for value in eqn.params.values() for part in _parts(value) if _is_jaxpr(part)]
+    if not eqn.effects or not inner:
+        return eqn
+    params = {name: _silence_value(value) for name, value in eqn.params.items()}
+    left = {type(effect) for value in params.values() for part in _parts(value) for effect in _effects_of(part)}
+    return eqn.replace(params=params, effects={effect for effect in eqn.effects if type(effect) in left})
+
+
+def _parts(value: Any) -> tuple[Any, ...]:
+    return tuple(value) if type(value) in (tuple, list) else (value,)
+
+
+def _silence_value(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)(map(_silence_value, value))
+    if not _is_jaxpr(value):
+        return value
+    return silenced(value) if hasattr(value, "jaxpr") else _silenced(value)
+
+
+def _is_jaxpr(value: Any) -> bool:
+    """Whether a parameter of an equation is a jaxpr, closed or not."""
+    return hasattr(value, "effects") and (hasattr(value, "jaxpr") or hasattr(value, "eqns"))
+
+
+def _effects_of(value: Any) -> Any:
+    return value.effects if _is_jaxpr(value) else ()
+
+
+def has_effects(jaxpr: Any) -> bool:
+    """Whether a jaxpr does what must not be done twice. That it runs over a named axis counts as an effect for JAX."""
+    return any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects)
+
+
+def is_once_only(jaxpr: Any) -> bool:
+    """Whether a jaxpr has effects that JAX refuses under `jax.checkpoint`; it repeats those of `jax.debug`."""
+    return not _REPEATED.issuperset(type(effect).__name__ for effect in jaxpr.effects)
+
+
+_REPEATED = frozenset({"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "ErrorEffect"})  # the last: checkify
+
+
+def has_refs(jaxpr: Any) -> bool:
+    """Whether a jaxpr closes over mutable arrays, which JAX cannot differentiate through within a branch."""
+    return any(map(is_ref, jaxpr.jaxpr.constvars))
+
+
+def writes_refs(jaxpr: Any) -> bool:
+    """Whether a jaxpr writes mutable arrays that it closes over; those that it makes itself do not count."""
+    return has_refs(jaxpr) and not _WRITES.isdisjoint(type(effect).__name__ for effect in jaxpr.effects)
+
+
+_WRITES = frozenset({"AccumEffect", "WriteEffect"})
+
+
+def is_ref(var: Any) -> bool:
+    """Whether a variable is a mutable array."""
+    return not isinstance(var.aval, ShapedArray)
+
 
 Shapes = tuple[tuple[int, ...], ...]
 
@@ -98,7 +178,7 @@ class Lifted:
         return any(map(is_once_only, self.traced.jaxprs.values()))
 
     def silenced(self) -> Lifted:
-        """The same without what it says in callbacks."""
+        """The step without its callbacks, for a second run that must not report again."""
         jaxprs = {shapes: silenced(jaxpr) for shapes, jaxpr in self.traced.jaxprs.items()}
         return dataclasses.replace(self, traced=dataclasses.replace(self.traced, jaxprs=jaxprs))
 
@@ -112,7 +192,7 @@ class Repeatable(Step, Protocol):
         ...
 
     def silenced(self) -> Repeatable:
-        """The same without what it says in callbacks."""
+        """The step without its callbacks, for a second run that must not report again."""
         ...
 
 
@@ -141,6 +221,7 @@ class Hoisted(NamedTuple):
         effects: whether the body has side effects, for example callbacks.
         once_only: whether any of that is something that JAX refuses to do once more in the gradient.
         refs: whether it reads or writes mutable arrays that it closes over.
+        writes: whether it writes one.
         reverse_rule: whether anything in it has a rule for reverse mode alone.
         branches: whether it branches.
         products: whether it multiplies matrices.
@@ -155,6 +236,7 @@ class Hoisted(NamedTuple):
     effects: bool = False
     once_only: bool = False
     refs: bool = False
+    writes: bool = False
     reverse_rule: bool = False
     branches: bool = False
     products: bool = False
@@ -218,6 +300,7 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
         effects=has_effects(jaxpr),
         once_only=is_once_only(jaxpr),
         refs=has_refs(jaxpr),
+        writes=writes_refs(jaxpr),
         reverse_rule=has_reverse_rule(jaxpr.jaxpr),
         branches=has_branches(jaxpr.jaxpr),
         products=has_products(jaxpr.jaxpr),
@@ -234,7 +317,7 @@ def traced(loop: Loop) -> Loop:
     """The loop with its step traced, once and for all, and its unchanged leaves out of the state; see `Loop.trace`."""
     if loop.trace is not None:
         return loop
-    return as_loop(hoist(loop))
+    return as_loop(hoist(with_raw_keys(loop)))
 
 
 def lifted(loop: Loop) -> Loop:
@@ -246,7 +329,7 @@ def lifted(loop: Loop) -> Loop:
 
 
 def flattened(loop: Loop) -> Loop:
-    """The same form without a trace, for a loop that `is_untraced`."""
+    """The loop in the form of a traced one, but without a trace, if it `is_untraced`."""
     return as_loop(flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state))))
 
 
@@ -257,7 +340,7 @@ def as_loop(hoisted: Hoisted) -> Loop:
 
 
 def lift(hoisted: Hoisted) -> Hoisted:
-    """The same with what the body closes over among the consts, but for mutable arrays.
+    """A traced loop with what the body closes over among its consts, except mutable arrays.
 
     A rule for derivatives must not close over it, and under vmap one element may lend its own to another.
     """
@@ -285,7 +368,7 @@ def lift(hoisted: Hoisted) -> Hoisted:
 
 
 def flatten_only(loop: Loop) -> Hoisted:
-    """The same form without a trace: under `jax.disable_jit` the body is to see values."""
+    """A loop in the form that `hoist` returns, without a trace: under `jax.disable_jit` the body must see values."""
     leaves, structure = jax.tree.flatten(loop.state)
     step = Untraced(loop.step, structure)
     flat = dataclasses.replace(loop, step=step, consts=([], loop.consts), state=leaves)
@@ -390,3 +473,86 @@ def merge(flags: Sequence[bool], on: Sequence[Any], off: Sequence[Any]) -> list[
     """One list of two, each flag telling which of them is next."""
     first, second = iter(on), iter(off)
     return [next(first if flag else second) for flag in flags]
+
+
+class Part(NamedTuple):
+    """Which leaves of a tree have a tangent."""
+
+    structure: Any
+    on: tuple[bool, ...]
+
+    def split(self, tree: Any) -> tuple[list[Any], list[Any]]:
+        """The leaves that have one, and the others."""
+        leaves = jax.tree.leaves(tree)
+        pairs = list(zip(leaves, self.on, strict=True))
+        return [leaf for leaf, on in pairs if on], [leaf for leaf, on in pairs if not on]
+
+    def join(self, on: list[Any], off: list[Any]) -> Any:
+        """The tree of both."""
+        return jax.tree.unflatten(self.structure, merge(self.on, on, off))
+
+
+def is_smooth(leaf: Any) -> bool:
+    """Whether values of this type have tangents."""
+    return bool(jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact))
+
+
+def smooth_part(tree: Any) -> Part:
+    """All leaves of a tree that can have a tangent."""
+    leaves, structure = jax.tree.flatten(tree)
+    return Part(structure, tuple(map(is_smooth, leaves)))
+
+
+def nonzero_part(tree: PyTree, tangents: PyTree) -> tuple[Part, list[Any]]:
+    """Which leaves have a tangent that is not known to be zero, and these tangents."""
+    leaves, structure = jax.tree.flatten(tree)
+    d_leaves = jax.tree.leaves(tangents)
+    on = tuple(is_smooth(leaf) and not isinstance(d, SymbolicZero) for leaf, d in zip(leaves, d_leaves, strict=True))
+    return Part(structure, on), [d for d, is_on in zip(d_leaves, on, strict=True) if is_on]
+
+
+def zeros_like(leaf: Any) -> Array:
+    """A tangent of zero, of the leaf's type."""
+    aval = jax.typeof(leaf)
+    return place_like(jnp.zeros(aval.shape, aval.dtype), aval)
+
+
+def instantiated(tangent: Any, like: Array) -> Array:
+    """A tangent as an array, zero or not."""
+    return zeros_like(like) if isinstance(tangent, SymbolicZero) else tangent
+
+
+def no_tangent(leaf: Any) -> Any:
+    """What represents the tangent of a leaf that has none."""
+    return zero_from_primal(leaf, symbolic_zeros=True)
+
+
+class Unproven(Exception):
+    """Something that a rewriting of a step relies on does not hold: the step is left as the user wrote it."""
+
+
+def add_alike(a: Array, b: Array) -> Array:
+    """The sum of two tangents of one type, which is never broadcast.
+
+    Raises:
+        Unproven: if their shapes or dtypes differ.
+    """
+    return jax.lax.add(typed_like(b, a), b)
+
+
+def typed_like(like: Array, value: Array) -> Array:
+    """The value itself, which must have the shape and dtype of another.
+
+    Raises:
+        Unproven: if it has not.
+    """
+    types = [(jnp.shape(each), jnp.result_type(each)) for each in (value, like)]
+    if types[0] != types[1]:
+        raise Unproven(f"{types[0]} is found where {types[1]} is meant")
+    return value
+
+
+def fill_in(tree: PyTree, tangents: list[Array]) -> PyTree:
+    """The tangent of a tree, from those of the leaves that have any."""
+    part = smooth_part(tree)
+    return part.join(tangents, [no_tangent(leaf) for leaf in part.split(tree)[1]])

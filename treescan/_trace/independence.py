@@ -69,7 +69,7 @@ def _of_equation(equation: Any, axes: _Axes, rows: int) -> _Axes:
         return _outputs(inner[0], axes, rows)
     if name in _WITH_PROGRAMS:
         return _WITH_PROGRAMS[name](equation, axes, rows)
-    if name in _ELEMENTWISE:
+    if name in ELEMENTWISE:
         return [_one(axes)]
     return [_RULES[name](equation, axes)] * len(equation.outvars)
 
@@ -294,7 +294,7 @@ _RULES: dict[str, Callable[[Any, _Axes], int]] = {
 }
 
 # fmt: off
-_ELEMENTWISE = frozenset(
+ELEMENTWISE = frozenset(
     {
         "abs", "acos", "acosh", "add", "add_any", "and", "asin", "asinh", "atan", "atan2", "atanh", "cbrt", "ceil",
         "clamp", "complex", "conj", "convert_element_type", "copy", "cos", "cosh", "digamma", "div", "eq", "erf",

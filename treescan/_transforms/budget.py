@@ -1,27 +1,251 @@
-"""Chooses the cheapest plan whose gradient fits a number of bytes, for `Remat.fit`, and describes plans."""
+"""What a gradient saves under each plan, and the cheapest plan that fits a number of bytes (`Remat.fit`)."""
 
 from __future__ import annotations
 
 import dataclasses
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 
 from .._errors import ArgumentError, Fault
-from .._html import Section, page
-from .._layout import table
-from .._loop.sizes import count_parts, divide
+from .._loop.chunk import count_parts, divide
+from .._loop.loop import Feed, Step
 from .._remat import Remat
-from .._trace.hoist import Hoisted
+from .._text import Section, page, table
+from .._trace.dependence import dependent
+from .._trace.equations import called, evaluate_inlined, has_symbolic_zeros, variables_of
+from .._trace.hoist import Hoisted, is_smooth, one_step
+from .._types import PyTree
 from .checkpoint import Checkpointed, checkpoint_step, remat_sizes, saves_whole_steps
-from .footprint import Footprint, bytes_of_step, footprint_of
 from .refuse import refuse_symbolic
-from .weights.deferred import save_all_but_cheap
+from .weights.deferred import policy_within
 from .weights.in_bulk import bytes_of_products, ready_for_chunks
+
+AHEAD = 0.6
+"""The part of the other blocks' saved values that is in memory during the gradient of one block: XLA computes a
+block again as early as possible, not as late as possible."""
+
+
+class Uncounted(Fault):
+    """The bytes that the gradient of a step needs cannot be counted."""
+
+
+class NoGradient(Uncounted):
+    """They are none: JAX has no derivative of the step in reverse mode."""
+
+
+@dataclass(frozen=True)
+class Footprint:
+    """The bytes of one step. The step of a pattern is one period of it.
+
+    Attributes:
+        carry: of the leaves of the carry that change from step to step.
+        kept: what is saved of a step that is recomputed: the carry before each block of it, and its decisions.
+        whole: what is saved of a step where nothing is recomputed, its carry included.
+        working: what the gradient computes once more, and holds at one time.
+        xs: of the slice of xs.
+        d_xs: of its gradient.
+        leaf: of the largest array of that slice.
+        d_ys: of the gradient of its output.
+        weights: of the gradients of what all steps share.
+        once: what is copied for the whole loop, however it is cut.
+    """
+
+    carry: int
+    kept: int
+    whole: int
+    working: int
+    xs: int
+    d_xs: int
+    leaf: int
+    d_ys: int
+    weights: int
+    once: int = 0
+
+    @property
+    def at_one_level(self) -> int:
+        """The bytes per step that a level copies and adds up when it slices out a chunk."""
+        return self.xs + self.d_xs + self.d_ys
+
+
+def footprint_of(hoisted: Hoisted) -> Footprint:
+    """The bytes of one step of a loop."""
+    return footprint_of_turns([hoisted])
+
+
+def footprint_of_turns(loops: Sequence[Hoisted]) -> Footprint:
+    """The bytes of one round of several loops over one state, which run one step each in turn."""
+    carries = [carry_bytes(hoisted) for hoisted in loops]
+    steps = [bytes_of_step(hoisted, hoisted.loop.step) for hoisted in loops]
+    slices = [jax.tree.leaves(one_step(hoisted.loop.xs)) for hoisted in loops]
+    shared = {id(leaf): leaf for hoisted in loops for leaf in _shared(hoisted)}
+    return Footprint(
+        carry=max(carries),
+        kept=sum(bytes_of_step(hoisted, _recomputed(hoisted)) for hoisted in loops),
+        whole=sum(steps),
+        working=round(max(steps) + AHEAD * (sum(steps) - max(steps))),
+        xs=_sum(itertools.chain(*slices)),
+        d_xs=_sum(filter(is_smooth, itertools.chain(*slices))),
+        leaf=max(map(_bytes_of, itertools.chain(*slices)), default=0),
+        d_ys=_sum(aval for hoisted in loops for aval in hoisted.y_avals if _is_float(aval)),
+        weights=_sum(filter(is_smooth, shared.values())),
+    )
+
+
+def _recomputed(hoisted: Hoisted) -> Step:
+    return checkpoint_step(hoisted.loop.step, Remat(levels=1), looped=True, trace=hoisted)
+
+
+def _shared(hoisted: Hoisted) -> list[Any]:
+    """What all steps read: the arguments of the loop, what no step changes, and what the body closes over."""
+    return [leaf for leaf in (*jax.tree.leaves(hoisted.loop.consts), *hoisted.closed) if hasattr(leaf, "dtype")]
+
+
+def carry_bytes(hoisted: Hoisted) -> int:
+    """Of the leaves of the carry that change from step to step."""
+    return _sum(map(jnp.asarray, hoisted.loop.state))
+
+
+def _sum(values: Iterable[Any]) -> int:
+    return sum(map(_bytes_of, values))
+
+
+def _bytes_of(value: Any) -> int:
+    aval = value if hasattr(value, "shape") and not isinstance(value, jax.Array) else jax.typeof(value)
+    symbol = next((size for size in aval.shape if not isinstance(size, int)), None)
+    if symbol is not None:
+        raise Uncounted(
+            ArgumentError,
+            f"{{call}}: there is no plan, because it counts bytes, and the size `{symbol}` of an array is symbolic.",
+            'Choose a plan yourself, for example `remat="nested"`, or export with known sizes.',
+        )
+    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
+        return 16 * math.prod(aval.shape)
+    return math.prod(aval.shape) * aval.dtype.itemsize
+
+
+def _is_float(aval: Any) -> bool:
+    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+
+
+def bytes_of_step(hoisted: Hoisted, step: Step) -> int:
+    """The bytes that the gradient saves of a step: what its derivative reads and the step itself computes.
+
+    What depends on nothing that changes from step to step is not saved in each, nor is what JAX's linearization keeps
+    without reading it.
+    """
+    try:
+        residuals = residuals_of_step(hoisted, step)
+    except NoGradient as refused:
+        try:  # a callback may read xs that are not differentiated
+            residuals = residuals_of_step(hoisted, step, of_xs=False)
+        except NoGradient:
+            raise refused from None
+    return _sum(residual.aval for residual in residuals) + carry_bytes(hoisted)
+
+
+class Residual(NamedTuple):
+    """A value that the gradient saves of each step: its type, and the equation that computes it."""
+
+    aval: Any
+    equation: Any
+
+
+def residuals_of_step(hoisted: Hoisted, step: Step, *, of_xs: bool = True) -> list[Residual]:
+    """What the gradient saves of a step beside its carry; see `bytes_of_step`.
+
+    Args:
+        hoisted: the loop.
+        step: its step.
+        of_xs: whether the gradient is with respect to xs too.
+
+    Raises:
+        NoGradient: if JAX cannot differentiate the step in reverse mode.
+        Uncounted: if what its gradient saves cannot be known.
+    """
+    loop = hoisted.loop
+    given = loop.consts, loop.state, one_step(loop.xs)
+    differentiated = len(jax.tree.leaves(given if of_xs else given[:2]))
+    step = _without_symbolic_zeros(hoisted, step) if has_symbolic_zeros(hoisted.jaxpr) else step
+    try:
+        return _residuals(step, given, differentiated)
+    except Exception as error:  # whatever JAX or a rule of the user says: the gradient would say it too
+        says = " ".join(str(error).partition("\n\n")[0].split())
+    raise NoGradient(
+        ArgumentError,
+        "{call}: there is no plan, because JAX cannot differentiate a {unit} in reverse mode.",
+        f"`remat` changes gradients in reverse mode alone. A loop without one needs no plan. JAX says: {says}",
+    )
+
+
+def _residuals(step: Step, given: tuple[Any, list[Any], Feed], differentiated: int) -> list[Residual]:
+    """What the gradient saves, with respect to the floating-point leaves among so many of the first ones."""
+    read = list[bool]()
+
+    def residuals(*given: Any) -> list[Any]:
+        leaves, structure = jax.tree.flatten(given)
+        floats = [place < differentiated and is_smooth(leaf) for place, leaf in enumerate(leaves)]
+
+        def of_floats(*given: Any) -> list[Any]:
+            mine = iter(given)
+            whole = [next(mine) if is_float else leaf for leaf, is_float in zip(leaves, floats, strict=True)]
+            new, y = step(*jax.tree.unflatten(structure, whole))
+            return [leaf for leaf in jax.tree.leaves((new, y)) if is_smooth(leaf)]
+
+        given = tuple(leaf for leaf, is_float in zip(leaves, floats, strict=True) if is_float)
+        returned, pullback = jax.vjp(of_floats, *given)
+        kept, derivative = jax.tree.flatten(pullback)
+        read.extend(_read(lambda kept, given: jax.tree.unflatten(derivative, kept)(given), kept, returned))
+        return kept
+
+    jaxpr = jax.make_jaxpr(residuals)(*given).jaxpr
+    shared = len(jax.tree.leaves(given[0]))
+    changing = dependent(jaxpr, [place >= shared for place in range(len(jaxpr.invars))]) - set(jaxpr.invars)
+    kept = [var for var, is_read in zip(jaxpr.outvars, read, strict=True) if is_read and not hasattr(var, "val")]
+    computed = {var: equation for equation in jaxpr.eqns for var in equation.outvars}
+    return [Residual(var.aval, computed[var]) for var in dict.fromkeys(kept) if var in changing]
+
+
+def _without_symbolic_zeros(hoisted: Hoisted, step: Step) -> Step:
+    """The step, with functions in place of their derivative rules.
+
+    JAX runs a rule with symbolic zeros (`jax.custom_vjp`) once per trace, for the inputs that are perturbed then. It
+    fails in a gradient that perturbs others (jax 0.8 to 0.10), so the count must not be the first to run it.
+    """
+
+    def inlined(consts: Any, state: list[Any], feed: Feed) -> tuple[PyTree, PyTree]:
+        leaves, structure = jax.tree.flatten((consts, state, feed))
+        closed, types = jax.make_jaxpr(lambda *leaves: step(*jax.tree.unflatten(structure, leaves)), return_shape=True)(
+            *leaves
+        )
+        results = evaluate_inlined(closed.jaxpr, closed.consts, leaves, called)
+        return jax.tree.unflatten(jax.tree.structure(types), results)
+
+    loop = hoisted.loop
+    jaxpr = jax.make_jaxpr(inlined)(loop.consts, loop.state, one_step(loop.xs)).jaxpr
+    if has_symbolic_zeros(jaxpr):
+        raise Uncounted(
+            ArgumentError,
+            "{call}: there is no plan, because a loop or a branch in the body has a `jax.custom_vjp` with "
+            "symbolic zeros. JAX runs such a rule once, so treescan cannot ask it what it saves.",
+            'Choose a plan yourself, for example `remat="nested"`.',
+        )
+    return inlined
+
+
+def _read(function: Any, leaves: list[Any], *others: Any) -> list[bool]:
+    """The input leaves that a function reads or returns, also inside calls."""
+    outer = jax.make_jaxpr(function)(leaves, *others)
+    given = jax.tree.leaves((leaves, others))
+    inlined = jax.make_jaxpr(lambda *given: evaluate_inlined(outer.jaxpr, outer.consts, given, called))(*given).jaxpr
+    used = set(variables_of([*inlined.outvars, *(atom for each in inlined.eqns for atom in each.invars)]))
+    return [var in used for var in inlined.invars[: len(leaves)]]
+
 
 _EVERYTHING = jax.checkpoint_policies.everything_saveable
 
@@ -63,7 +287,7 @@ class RematPlan:
     evaluations: int
 
     def with_remat(self, remat: Remat | Literal["auto"] | None) -> RematPlan:
-        """The same plan under another name."""
+        """The plan with another `Remat` as its name."""
         return dataclasses.replace(self, remat=remat)
 
     @property
@@ -109,10 +333,16 @@ def fit_budget(hoisted: Hoisted, remat: Remat) -> Remat | None:
     Raises:
         Fault: for an `ArgumentError` if no plan fits.
     """
-    if remat.budget is None:
-        return remat
-    chosen = plan_of(hoisted, remat).remat
-    return chosen if isinstance(chosen, Remat) else None
+    return remat if remat.budget is None else chosen(lambda: plan_of(hoisted, remat))
+
+
+def chosen(plan: Callable[[], RematPlan]) -> Remat | None:
+    """What a plan says. A loop without a derivative in reverse mode saves nothing, so it has none."""
+    try:
+        remat = plan().remat
+    except NoGradient:
+        return None
+    return remat if isinstance(remat, Remat) else None
 
 
 def plan_of(hoisted: Hoisted, remat: Remat | None) -> RematPlan:
@@ -132,7 +362,7 @@ def kept_by_policy(hoisted: Hoisted, remat: Remat | None) -> int | None:
     """What each step saves under the policy of a `Remat`; None: its carry alone, or all where all is saved."""
     if remat is None or not callable(remat.policy) or remat.policy is _EVERYTHING:
         return None
-    return bytes_of_step(hoisted, checkpoint_step(hoisted.loop.step, remat, looped=True))
+    return bytes_of_step(hoisted, checkpoint_step(hoisted.loop.step, remat, looped=True, trace=hoisted))
 
 
 def cheapest_within(
@@ -180,7 +410,7 @@ def _in_chunk(hoisted: Hoisted, step: Footprint) -> tuple[Footprint, int]:
     products = bytes_of_products(ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted)))
     if not products:
         return step, step.whole
-    saved = Checkpointed(hoisted.loop.step, looped=True, policy=save_all_but_cheap)
+    saved = Checkpointed(hoisted.loop.step, looped=True, policy=policy_within(hoisted.jaxpr))
     in_chunk = dataclasses.replace(step, once=step.once - step.weights)
     return in_chunk, bytes_of_step(hoisted, saved) + products - step.d_xs
 
@@ -243,3 +473,27 @@ def _copied_bytes(length: int, sizes: tuple[int, ...], step: Footprint) -> int:
     """
     cut = length * step.xs if sizes and length % sizes[-1] else 0
     return sum(sizes) * step.at_one_level + len(sizes) * step.weights + cut + step.once
+
+
+def fit_turns(loops: Sequence[Hoisted], remat: Remat) -> Remat | None:
+    """The plan of a `Remat` for loops that take turns. One with a budget is given a plan that fits.
+
+    Raises:
+        Fault: for an `ArgumentError` if no plan fits.
+    """
+    return chosen(lambda: plan_of_turns(loops, remat))
+
+
+def plan_of_turns(loops: Sequence[Hoisted], remat: Remat | None) -> RematPlan:
+    """What the gradient of loops that take turns needs. Loops that lead may have one turn more than the others."""
+    rounds = min(hoisted.loop.length for hoisted in loops)
+    step = dataclasses.replace(footprint_of_turns(loops), once=_cut_off(loops, rounds))
+    if remat is not None and remat.budget is not None:
+        return cheapest_within(remat.budget, rounds, step, step, step.whole, unit="period")
+    kept = [kept_by_policy(hoisted, remat) for hoisted in loops]
+    return describe(remat, rounds, step, None if None in kept else sum(filter(None, kept)))
+
+
+def _cut_off(loops: Sequence[Hoisted], rounds: int) -> int:
+    """The copy of the stacks that lead, off which their last layers are cut."""
+    return sum(rounds * footprint_of(hoisted).xs for hoisted in loops if hoisted.loop.length > rounds)

@@ -1,9 +1,9 @@
-"""Applies `jax.checkpoint` to steps and chunks, as a `Remat` says."""
+"""`jax.checkpoint` for steps and chunks: as a `Remat` says, and so that no gradient decides anything again."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,14 +12,214 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
 from .._avals import is_key
+from .._errors import describe_body, is_from_jax, warn_user
+from .._loop.chunk import RunChunk, divide
 from .._loop.loop import Feed, Loop, Step
 from .._loop.rewrite import is_rewriting
-from .._loop.sizes import divide
 from .._remat import Remat
-from .._trace.hoist import Hoisted, merge
-from .._trace.smooth import is_smooth
+from .._trace.equations import jaxprs_within
+from .._trace.hoist import Hoisted, is_smooth, merge, smooth_part
 from .._types import PyTree
 from .refuse import refuse_symbolic
+
+_ORDER = frozenset({"ge", "gt", "le", "lt"})
+_COMPARE = _ORDER | {"argmax", "argmin", "eq", "is_finite", "ne"}
+_JUMP = frozenset({"ceil", "floor", "round", "sign"})
+_CHOOSE = frozenset({"argmax", "argmin", "cummax", "cummin", "max", "min", "reduce_max", "reduce_min", "sort", "top_k"})
+_DTYPES = ("new_dtype", "dtype", "preferred_element_type")
+_COMPLEX_OF_REAL = frozenset({"complex", "eig", "fft", "io_callback", "pure_callback", "schur"})
+
+
+@dataclass(frozen=True)
+class SaveDecisions:
+    """A policy that saves decisions on floating-point numbers, and beside them what another policy saves.
+
+    It saves no complex number: JAX rounds saved values with `reduce_precision`, which accepts only real numbers
+    (`TypeError: reduce_precision does not accept dtype complex64`, in JAX 0.8 to 0.10 at least).
+
+    Attributes:
+        policy: the other policy, as for `jax.checkpoint`.
+        thresholds: whether to save comparisons with a number, too. They need not be saved if only derivatives of
+            continuous functions make them, such as that of `relu`; see `compares`.
+    """
+
+    policy: Callable[..., Any] = jax.checkpoint_policies.nothing_saveable
+    thresholds: bool = True
+
+    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
+        is_threshold = prim.name in _ORDER and any(aval.shape == () for aval in avals)
+        if is_decision(prim, avals, params) and (self.thresholds or not is_threshold):
+            return True
+        return False if _may_be_complex(prim, avals, params) else self.policy(prim, *avals, **params)
+
+
+def is_decision(prim: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> bool:
+    """Whether a primitive makes something discrete of floating-point numbers: a bool, an int, a sign, whole numbers."""
+    if not any(_has_kind(aval.dtype, jnp.inexact) for aval in avals):
+        return False
+    if prim.name == "convert_element_type":
+        return not _has_kind(params["new_dtype"], jnp.inexact)
+    return prim.name in _COMPARE or (prim.name in _JUMP and not _may_be_complex(prim, avals, params))
+
+
+def chooses(jaxpr: Any) -> bool:
+    """Whether an open jaxpr chooses among values, for example their maximum.
+
+    Such a result is not less than any of the values. If it is saved and they are computed again, in other roundings,
+    it may be: then the root of the difference is not a number.
+    """
+    return any(map(_chooses, jaxpr.eqns))
+
+
+def _chooses(equation: Any) -> bool:
+    name = equation.primitive.name
+    if name == "custom_jvp_call" and _is_relu(equation.params["call_jaxpr"].jaxpr):
+        return False
+    return name in _CHOOSE or any(map(chooses, jaxprs_within(equation)))
+
+
+def compares(jaxpr: Any) -> bool:
+    """Whether an open jaxpr orders floating-point numbers by itself, or may do so in a rule for its derivative.
+
+    If not, only the derivatives of continuous functions compare, such as those of `relu`, `abs` and `clip`. Wherever
+    two roundings of a value lie on two sides of the kink of such a function, both of its slopes are as good.
+    """
+    return any(map(_compares, jaxpr.eqns))
+
+
+def _compares(equation: Any) -> bool:
+    name = equation.primitive.name
+    if name == "custom_jvp_call":
+        return not _is_relu(equation.params["call_jaxpr"].jaxpr)
+    if name == "clamp":  # between two numbers, it is continuous
+        return not all(hasattr(equation.invars[i], "val") for i in (0, 2))
+    if name in _ORDER:
+        return any(_has_kind(atom.aval.dtype, jnp.inexact) for atom in equation.invars)
+    return name == "custom_vjp_call" or any(map(compares, jaxprs_within(equation)))
+
+
+def _is_relu(jaxpr: Any) -> bool:
+    """Whether a function with a derivative rule is `jax.nn.relu`, whose rule compares with 0 alone."""
+    return len(jaxpr.eqns) == 1 and jaxpr.eqns[0].params.get("name") == "relu"
+
+
+def _may_be_complex(prim: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> bool:
+    """Whether a primitive may return complex numbers: from complex inputs, by a parameter, or from real inputs."""
+    types = (*(aval.dtype for aval in avals), *(params.get(name) for name in _DTYPES))
+    return prim.name in _COMPLEX_OF_REAL or any(_has_kind(dtype, jnp.complexfloating) for dtype in types)
+
+
+def _has_kind(dtype: Any, kind: Any) -> bool:
+    return dtype is not None and bool(jnp.issubdtype(dtype, kind))
+
+
+@jax.tree_util.register_pytree_node_class
+@dataclass(frozen=True)
+class Decided:
+    """A derivative in reverse mode that is evaluated later, in another loop, from the same inputs.
+
+    Attributes:
+        leaves: what it needs beside its inputs, that is, what the function decided.
+        places: for each leaf of the derivative, its place among the leaves of the inputs; None: it is in `leaves`.
+        structure: of the derivative.
+    """
+
+    leaves: list[Any]
+    places: tuple[int | None, ...]
+    structure: Any
+
+    def pull(self, inputs: tuple[Any, ...], cotangents: list[Any]) -> Any:
+        """The cotangents of the inputs, None for those that have none, from those of the outputs that have any."""
+        given, decided, part = jax.tree.leaves(inputs), iter(self.leaves), smooth_part(inputs)
+        leaves = [next(decided) if place is None else given[place] for place in self.places]
+        (cots,) = jax.tree.unflatten(self.structure, leaves)(cotangents)
+        return part.join(cots, [None] * part.on.count(False))
+
+    def tree_flatten(self) -> tuple[Any, Any]:
+        """The leaves, and the rest."""
+        return (self.leaves,), (self.places, self.structure)
+
+    @classmethod
+    def tree_unflatten(cls, rest: Any, leaves: Any) -> Decided:
+        """From the leaves, and the rest."""
+        return cls(*leaves, *rest)
+
+
+def pull_later(function: Callable[..., Any], inputs: tuple[Any, ...]) -> tuple[Any, Decided]:
+    """What a function returns, and its derivative, which computes the function again and decides nothing again."""
+    part = smooth_part(inputs)
+    on, off = part.split(inputs)
+
+    def outputs(on: list[Any]) -> tuple[list[Any], list[Any]]:
+        out = function(*part.join(on, off))
+        structure.append(smooth_part(out))
+        return structure[-1].split(out)
+
+    structure: list[Any] = []
+    checkpointed = jax.checkpoint(outputs, prevent_cse=False, policy=SaveDecisions())
+    smooth, pull, others = jax.vjp(checkpointed, on, has_aux=True)
+    leaves, derivative = jax.tree.flatten(pull)
+    # JAX hands on the inputs that the derivative reads as the objects that they are. Anything else has to be saved.
+    given = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(inputs))}
+    places = tuple(given.get(id(leaf)) for leaf in leaves)
+    kept = [leaf for leaf, place in zip(leaves, places, strict=True) if place is None]
+    return structure[-1].join(smooth, others), Decided(kept, places, derivative)
+
+
+def warn_of_unknown_names(plans: Sequence[Remat | None], traces: Sequence[Hoisted]) -> None:
+    """Warns if a policy of JAX has a name that no body with this plan gives to a value.
+
+    A rule of `jax.custom_vjp` may name values too, and is not in the trace: then nothing is known.
+
+    Args:
+        plans: a plan for each body.
+        traces: the traces of the bodies.
+    """
+    for i, plan in enumerate(plans):
+        if plan is not None and plan not in plans[:i]:
+            _check([trace for other, trace in zip(plans, traces, strict=True) if other == plan], plan.policy)
+
+
+def _check(traces: list[Hoisted], policy: Any) -> None:
+    asked = list(dict.fromkeys(_names_of(policy)))
+    if not asked or any(trace.jaxpr is None or trace.reverse_rule for trace in traces):
+        return
+    given = list(dict.fromkeys(name for trace in traces for name in _names_in(trace.jaxpr)))
+    unknown = [name for name in asked if name not in given]
+    if unknown:
+        body = describe_body([trace.loop.body.function for trace in traces])
+        known = f"It has the names {_listed(given)}." if given else "It has no names."
+        warn_user(
+            f"The policy of `remat` refers to the name {_listed(unknown)}, which no value in {body} has. {known} "
+            f'`jax.ad_checkpoint.checkpoint_name(value, "{unknown[0]}")` gives a value this name.',
+            UserWarning,
+        )
+
+
+def _listed(names: Sequence[str]) -> str:
+    return ", ".join(f'"{name}"' for name in names)
+
+
+def _names_of(policy: Any) -> Iterator[str]:
+    """The names in a policy that JAX made: in its attributes, or in what it closes over."""
+    if not is_from_jax(policy):
+        return
+    held = list(vars(policy).values()) if hasattr(policy, "__dict__") else []
+    for value in (*held, *(cell.cell_contents for cell in getattr(policy, "__closure__", None) or ())):
+        if isinstance(value, set | frozenset | list | tuple):
+            yield from sorted(name for name in value if isinstance(name, str))
+        elif callable(value):
+            yield from _names_of(value)
+
+
+def _names_in(jaxpr: Any) -> Iterator[str]:
+    """The names that a jaxpr gives to values, in loops and functions too."""
+    for equation in jaxpr.eqns:
+        if equation.primitive.name == "name":
+            yield equation.params["name"]
+        for inner in jaxprs_within(equation):
+            yield from _names_in(inner)
+
 
 _CARRY = "treescan carry"
 
@@ -35,7 +235,7 @@ class Checkpointed:
         step: the inner step.
         looped: whether a loop runs it, where nothing can be merged with the first computation. Elsewhere that has to
             be forbidden to the compiler, or it would save everything after all.
-        policy: what else is saved, as for `jax.checkpoint`.
+        policy: what else is saved, as for `jax.checkpoint`, beside decisions; None: nothing, not even decisions.
         offload: the memory kind where the state that goes in is kept; None: where it is.
     """
 
@@ -46,8 +246,8 @@ class Checkpointed:
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         step, policy = self.step, self.policy
-        if policy is not None:
-            policy = RealOnly(policy)
+        if policy is not None and not isinstance(policy, SaveDecisions):
+            policy = SaveDecisions(policy)
         if self.offload is not None and self.looped:
             step, policy = _Named(step), _offloading(policy, self.offload)
         return checkpoint(step, prevent_cse=not self.looped, policy=policy)(consts, state, feed)
@@ -61,47 +261,59 @@ def is_remat3() -> bool:
 def checkpoint(
     function: Callable[..., Any], *, prevent_cse: bool, policy: Callable[..., Any] | None = None
 ) -> Callable[..., Any]:
-    """`jax.checkpoint`, also under `jax_remat3`, where JAX fails on a result without a cotangent within a loop."""
-    if not is_remat3():
-        return jax.checkpoint(function, prevent_cse=prevent_cse, policy=policy)
+    """`jax.checkpoint`, past which go the inputs that a function returns unchanged.
 
-    def with_cotangents(*args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(function(*args))
-        smooth = jax.lax.optimization_barrier([leaf for leaf in leaves if is_smooth(leaf)])
-        others = [leaf for leaf in leaves if not is_smooth(leaf)]
-        return jax.tree.unflatten(structure, merge(list(map(is_smooth, leaves)), smooth, others))
+    A result of `jax.checkpoint` is a new value to JAX, even if it is an input. `jax.lax.scan` then stacks the slices
+    of an array once more that a step hands on, and XLA copies the whole array: measured, 1 GB more for each GB.
+    """
+    function = _Marking(function)
+    inner = jax.checkpoint(
+        _WithCotangents(function) if is_remat3() else function, prevent_cse=prevent_cse, policy=policy
+    )
 
-    return jax.checkpoint(with_cotangents, prevent_cse=prevent_cse, policy=policy)
+    def checkpointed(*args: Any) -> Any:
+        given = jax.tree.leaves(args)
+        out = inner(*args)
+        return jax.tree.map(lambda leaf: given[leaf.place] if type(leaf) is _Input else leaf, out, is_leaf=_is_input)
+
+    return checkpointed
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class _Input:
+    """Takes the place of a result that is an input: which of the leaves of the arguments."""
+
+    place: int
+
+
+def _is_input(node: Any) -> bool:
+    return type(node) is _Input
 
 
 @dataclass(frozen=True)
-class RealOnly:
-    """A policy that saves what another does, but no complex number: JAX cannot save one by a policy.
+class _Marking:
+    """A function that returns `_Input` in place of its inputs: JAX keeps the structure of results with their trace."""
 
-    JAX rounds saved values with `reduce_precision`, which accepts only real numbers
-    (`TypeError: reduce_precision does not accept dtype complex64`, in JAX 0.8 to 0.10 at least).
-    """
+    function: Callable[..., Any]
 
-    policy: Callable[..., Any]
-
-    def __call__(self, prim: Any, *avals: Any, **params: Any) -> Any:
-        return False if _may_be_complex(prim, avals, params) else self.policy(prim, *avals, **params)
+    def __call__(self, *args: Any) -> Any:
+        places = {id(leaf): place for place, leaf in enumerate(jax.tree.leaves(args))}
+        out = self.function(*args)
+        return jax.tree.map(lambda leaf: _Input(places[id(leaf)]) if id(leaf) in places else leaf, out)
 
 
-_COMPLEX_OF_REAL = frozenset({"complex", "eig", "fft", "io_callback", "pure_callback", "schur"})
+@dataclass(frozen=True)
+class _WithCotangents:
+    """A function under `jax_remat3`, where JAX fails on a result without a cotangent within a loop."""
 
+    function: Callable[..., Any]
 
-def _may_be_complex(prim: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> bool:
-    """Whether a primitive may return complex numbers: from complex inputs, by a parameter, or from real inputs."""
-    types = (*(aval.dtype for aval in avals), *(params.get(name) for name in _DTYPES))
-    return prim.name in _COMPLEX_OF_REAL or any(_is_complex(dtype) for dtype in types)
-
-
-_DTYPES = ("new_dtype", "dtype", "preferred_element_type")
-
-
-def _is_complex(dtype: Any) -> bool:
-    return dtype is not None and jnp.issubdtype(dtype, jnp.complexfloating)
+    def __call__(self, *args: Any) -> Any:
+        leaves, structure = jax.tree.flatten(self.function(*args))
+        smooth = jax.lax.optimization_barrier([leaf for leaf in leaves if is_smooth(leaf)])
+        others = [leaf for leaf in leaves if not is_smooth(leaf)]
+        return jax.tree.unflatten(structure, merge(list(map(is_smooth, leaves)), smooth, others))
 
 
 @dataclass(frozen=True)
@@ -145,8 +357,27 @@ class RematChunk:
     recomputes = True
 
     def __call__(self, step: Step, looped: bool) -> Step:
+        step = rolled(step)
         step = step if self.inside is None else self.inside(step)
-        return Checkpointed(step, looped, offload=self.offload)
+        return Checkpointed(step, looped, policy_of_chunk(step), self.offload)
+
+
+def rolled(step: Step) -> Step:
+    """A chunk that the gradient recomputes, as a loop if possible.
+
+    XLA rounds unrolled steps and their derivatives together, so that even `jax.lax.scan(unroll=True)` may lose what a
+    step decides.
+    """
+    return step.rolled() if isinstance(step, RunChunk) else step
+
+
+def policy_of_chunk(step: Step) -> Callable[..., Any] | None:
+    """What is saved of a chunk of steps that the gradient computes again, beside its inputs.
+
+    Nothing, if the chunk is a loop: the gradient runs it again, and that loop saves what its steps decide before the
+    loop of their derivatives begins. Any other chunk is one computation with its derivative, so decisions are saved.
+    """
+    return None if getattr(step, "is_loop", False) else SaveDecisions()
 
 
 def save_costly(prim: Any, *avals: Any, **params: Any) -> bool:
@@ -162,14 +393,16 @@ def save_costly(prim: Any, *avals: Any, **params: Any) -> bool:
 
 def checkpoint_steps(loop: Loop, remat: Remat) -> Loop:
     """Saves the carry of each step and what the policy selects. The gradient computes the rest again."""
-    return dataclasses.replace(loop, step=checkpoint_step(loop.step, remat, looped=_stays_a_loop(loop)))
+    step = checkpoint_step(loop.step, remat, looped=_stays_a_loop(loop), trace=loop.trace)
+    return dataclasses.replace(loop, step=step)
 
 
-def checkpoint_step(step: Step, remat: Remat, *, looped: bool) -> Step:
-    """The same for a step by itself."""
+def checkpoint_step(step: Step, remat: Remat, *, looped: bool, trace: Hoisted | None) -> Step:
+    """A step, recomputed as a `Remat` says. `trace` is that of its loop, if it is known."""
     if remat.policy is jax.checkpoint_policies.everything_saveable and not (remat.offload and levels_in(remat) == 1):
         return step
-    policy = remat.policy if callable(remat.policy) else None
+    chosen = remat.policy if callable(remat.policy) else jax.checkpoint_policies.nothing_saveable
+    policy = SaveDecisions(chosen, thresholds=trace is None or trace.jaxpr is None or compares(trace.jaxpr))
     return Checkpointed(step, looped, policy, remat.offload if levels_in(remat) == 1 else None)
 
 

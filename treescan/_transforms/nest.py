@@ -5,13 +5,16 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from .._loop.chunk import Around, Level, run_chunked
-from .._loop.loop import Loop, Step
-from .._loop.sizes import Wish, plan_sizes
+import jax
+
+from .._loop.body import Memo
+from .._loop.chunk import Around, Level, Wish, plan_sizes, run_chunked
+from .._loop.loop import Feed, Loop, Step
+from .._trace.hoist import Hoisted, merge
 from .._types import PyTree
-from .outputs import boundaries, is_thinned
-from .thin import last_chunk, run_keeping
+from .outputs import boundaries, is_thinned, last_chunk, run_keeping
 
 
 def run_nested(loop: Loop) -> tuple[PyTree, PyTree]:
@@ -137,3 +140,25 @@ def _levels_of(sizes: Sequence[int], wishes: Sequence[Wish]) -> tuple[Level, ...
 def _nearest(sizes: Sequence[int], wish: int) -> int:
     """The size with the smallest ratio to the requested one."""
     return min(sizes, key=lambda size: max(size / wish, wish / size))
+
+
+@dataclass(frozen=True)
+class KeepUnchanged:
+    """A step that was traced already, on the leaves of the whole state: those that it does not change go past it."""
+
+    step: Step
+    fixed: tuple[bool, ...]
+
+    def __call__(self, consts: PyTree, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        unchanged = [leaf for leaf, fixed in zip(state, self.fixed, strict=True) if fixed]
+        changed = [leaf for leaf, fixed in zip(state, self.fixed, strict=True) if not fixed]
+        changed, y = self.step((unchanged, consts), changed, feed)
+        return merge(self.fixed, unchanged, changed), y
+
+
+def in_whole_state(hoisted: Hoisted) -> Loop:
+    """The loop that `hoist` made, with all leaves in its state."""
+    _, inner = hoisted.loop.consts
+    step = KeepUnchanged(hoisted.loop.step, hoisted.fixed)
+    loop = dataclasses.replace(hoisted.loop, step=step, consts=inner, state=hoisted.settled, memo=Memo())
+    return loop.finished(lambda leaves: jax.tree.unflatten(hoisted.structure, leaves))

@@ -16,7 +16,7 @@ from .._avals import describe_leaf
 from .._errors import ArgumentError, BodyError, Fault, Row
 from .._loop.loop import Feed, Loop, Step, Transform
 from .._loop.run import as_arrays, is_jit_disabled
-from .._trace.constant_outputs import Once, StepProgram
+from .._trace.dependence import Once, StepProgram
 from .._trace.equations import variables_of
 from .._trace.hoist import Hoisted, flatten_only, hoist, merge
 from .._tree import Prefix, PrefixMismatch, leaves_with_path
@@ -122,7 +122,7 @@ def _flags(wanted: Prefix, y: PyTree) -> tuple[bool, ...]:
 
 
 def _compute_inlined(program: StepProgram, hoisted: Hoisted, flags: tuple[bool, ...], places: Sequence[int]) -> Once:
-    """The same within what the step calls; the calls themselves stay in the loop as they are."""
+    """What is computed once within functions that the step calls. The calls themselves stay in the loop."""
     inlined = program.inlined()
     once = inlined.compute(places)
     if once is None:
@@ -180,7 +180,7 @@ class _Dropping:
 
 @dataclass(frozen=True)
 class DroppingOnce:
-    """The same, before it is known what leaves there are."""
+    """The step without some leaves of its y, which a prefix tree names before the leaves are known."""
 
     step: Step
     wanted: Prefix

@@ -13,12 +13,12 @@ import jax
 import jax.numpy as jnp
 
 from .._body.call import CallBody, Shared
-from .._body.conventions import Convention
-from .._loop.body import Body, Memo
+from .._body.signature import Convention
+from .._loop.body import Body, Memo, under_a_trace
 from .._loop.loop import Feed, Loop, Transform
-from .._loop.retrace import under_a_trace
 from .._loop.rewrite import is_rewriting
 from .._loop.run import debugs_nans, is_jit_disabled
+from .._trace.raw_keys import checks_key_reuse
 from .._types import Array, PyTree
 from .nest import run_nested
 
@@ -176,7 +176,7 @@ def execute(program: Program[_R], given: Any, programs: Memo, *, moves: bool = T
     if _taking.get():
         raise Taken(program, given)
     if moves and not is_jit_disabled() and not under_a_trace():
-        key: Hashable = ("jit", program, is_rewriting(), debugs_nans())
+        key: Hashable = ("jit", program, is_rewriting(), debugs_nans(), checks_key_reuse())
         compiled: Callable[[Any], _R] = programs(key, lambda: jax.jit(functools.partial(_run, program)))
         return compiled(given)
     return program(given)

@@ -1,36 +1,241 @@
 """`progress`: reports after each chunk how far the loop has come, so that no step has a branch.
 
-Reports are callbacks that JAX neither differentiates nor repeats: the gradient has none, see `reports`.
+Reports are callbacks that JAX neither differentiates nor repeats: the gradient has none (`_loop/reports.py`).
 """
 
 from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from .._body.carries import read_carries
+from .._avals import describe_argument, dtype_of, exact_int, shape_of
+from .._body.carry import read_carries
+from .._errors import ArgumentError, ArgumentTypeError, Fault
 from .._loop.body import Body, Memo
-from .._loop.chunk import Around
+from .._loop.chunk import Around, Wish
 from .._loop.loop import Feed, Loop, Paced, Step
-from .._loop.pace import NEVER
-from .._loop.reports import Reporter, Site, Tick, probes_of
+from .._loop.reports import NEVER, Reporter, Site, Tick, probes_after, probes_of
 from .._loop.run import as_arrays
-from .._loop.sizes import Wish
-from .._progress import FEW, MOST, Progress
-from .._trace.hoist import hoist, is_untraced, traced
+from .._progress import FEW, MOST, AbstractProgressMeter, Progress, Text, Tqdm, has_tqdm
+from .._trace.hoist import hoist, is_untraced, smooth_part, traced
 from .._tree import thaw_static
 from .._types import Array, PyTree
-from .backward import Backward, RunBackward
 from .nest import plan, run_levels
-from .progress_arguments import check_progress, check_shown
 from .refuse import refuse_symbolic
-from .rows.lend import most_of_all, most_of_devices
+from .rows.leaves import any_along, most_of_all, most_of_devices
+
+
+def check_shown(shown: Any) -> list[str]:
+    """The names of the values that are printed beside a bar."""
+    if not isinstance(shown, Mapping) or not all(isinstance(name, str) for name in shown):
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `show` of a `Progress` returns a dict from names to scalars, got "
+            f"{describe_argument(shown)}.",
+            'For example `show=lambda carry: {"loss": carry.loss}`.',
+        )
+    for name, value in shown.items():
+        if shape_of(value) != () or not _is_number(dtype_of(value)):
+            raise Fault(
+                ArgumentError,
+                f"{{verb}} over {{body}}: `show` of a `Progress` returns a dict of scalars, but `{name}` is "
+                f"{describe_argument(value)}.",
+                f'Reduce it to one number: `{{"{name}": jnp.mean(...)}}`.',
+            )
+    return list(shown)
+
+
+def _is_number(dtype: Any) -> bool:
+    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
+
+
+def check_progress(progress: Any, body: Body, verb: str) -> Progress | None:
+    """A `Progress` with a label and a meter; None: nothing is shown."""
+    if progress is None or progress is False:
+        return None
+    if progress is True or isinstance(progress, str):
+        progress = Progress(None if progress is True else progress)
+    if not isinstance(progress, Progress):
+        raise Fault(
+            ArgumentTypeError,
+            "{verb} over {body}: `progress` must be True, a label, a `treescan.Progress` or None, got "
+            f"{describe_argument(progress)}.",
+            '`progress="train"` shows a bar with that label. `treescan.Progress("train", updates=20)` sets how often '
+            "it moves, and what is printed next to it.",
+        )
+    _check_label_and_show(progress)
+    updates = exact_int(progress.updates)
+    if progress.updates is not None and (updates is None or updates < 1):
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `updates` of a `Progress` must be an int of at least 1, got "
+            f"{describe_argument(progress.updates)}.",
+            "The loop is cut into at most this many chunks. Without it, the bar moves five times a second at most. "
+            "`progress=None` shows nothing.",
+        )
+    _check_flags(progress)
+    label = _default_label(body, verb) if progress.label is None else progress.label
+    return dataclasses.replace(progress, label=label, updates=updates, meter=_check_meter(progress.meter))
+
+
+def _check_flags(progress: Progress) -> None:
+    for name in ("backward", "batched"):
+        value = getattr(progress, name)
+        if not isinstance(value, bool):
+            raise Fault(
+                ArgumentTypeError,
+                f"{{verb}} over {{body}}: `{name}` of a `Progress` is True or False, got {describe_argument(value)}.",
+                "`backward=True` asks for a bar of the gradient too, `batched=True` for one of each element of a vmap.",
+            )
+
+
+def refuse_backward(progress: Progress | None) -> Progress | None:
+    """Refuses a bar for the backward pass of a loop whose number of steps is not known; else `progress` itself."""
+    if progress is not None and progress.backward:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `backward=True` of a `Progress` asks for a bar of the gradient, but a loop that ends "
+            "early differentiates by a rule of its own, which reports nothing.",
+            "Leave it out: the steps that are taken are shown all the same.",
+        )
+    return progress
+
+
+def _check_label_and_show(progress: Progress) -> None:
+    if progress.label is not None and not isinstance(progress.label, str):
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}} over {{body}}: `label` of a `Progress` must be a string, got "
+            f"{describe_argument(progress.label)}.",
+            "Without a label, the bar has the name of the body.",
+        )
+    if progress.show is not None and not callable(progress.show):
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}} over {{body}}: `show` of a `Progress` must be a function of the carry, got "
+            f"{describe_argument(progress.show)}.",
+            'For example `show=lambda carry: {"loss": carry.loss}`.',
+        )
+
+
+def _check_meter(meter: Any) -> AbstractProgressMeter:
+    if meter is None:
+        return Tqdm() if has_tqdm() else Text()
+    if not isinstance(meter, AbstractProgressMeter):
+        called = isinstance(meter, type) and issubclass(meter, AbstractProgressMeter)
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}} over {{body}}: `meter` of a `Progress` must be a `treescan.AbstractProgressMeter`, got "
+            f"{describe_argument(meter)}.",
+            f"Pass an instance: `meter={meter.__name__}()`."
+            if called
+            else "`treescan.Tqdm()` and `treescan.Text()` are there. A class of your own has the methods `init`, "
+            "`step` and `close`.",
+        )
+    try:
+        hash(meter)
+    except TypeError:
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}} over {{body}}: the meter `{type(meter).__name__}` has no hash, but it is part of the program.",
+            "Make its class a dataclass with `frozen=True`, and keep what belongs to a run in what `init` returns.",
+        ) from None
+    if isinstance(meter, Tqdm) and not has_tqdm():
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: the meter is `Tqdm()`, but tqdm is not installed.",
+            "`pip install tqdm` installs it. `treescan.Text()` needs nothing.",
+        )
+    return meter
+
+
+def _default_label(body: Body, verb: str) -> str:
+    name = getattr(body.function, "__name__", "<")
+    return verb if name.startswith("<") else name
+
+
+@dataclass(frozen=True, eq=False)
+class Backward:
+    """Reports how far the backward pass of a loop has come."""
+
+    reporter: Reporter
+
+    def around(self, step: Step, tick: Tick, *, leads: bool) -> Step:
+        """A chunk whose backward pass reports.
+
+        What it was given may have no tangent if it runs before all others and outside of a loop, and has none if the
+        loop carries none. Then what comes out of the chunk is looked at: the report is early by this chunk.
+        """
+
+        def reporting(consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+            if leads:
+                return self._tapped(tick, step(consts, state, feed))
+            if not _has_tangents(state):
+                return self.after(tick, *step(consts, state, feed))
+            return step(consts, self._tapped(tick, state), feed)
+
+        return reporting
+
+    def after(self, tick: Tick, state: PyTree, ys: PyTree) -> tuple[PyTree, PyTree]:
+        """The results of a chunk. In the backward pass the tick is reported as soon as their cotangents are known.
+
+        Where ys are not used they have no cotangents, and JAX would make zeros for them to be looked at.
+        """
+        return (self._tapped(tick, state), ys) if _has_tangents(state) else (state, self._tapped(tick, ys))
+
+    def _tapped(self, tick: Tick, tree: PyTree) -> PyTree:
+        part = smooth_part(tree)
+        on, off = part.split(tree)
+        if not on:
+            return tree
+        same = jax.custom_vjp(lambda tick, leaves: leaves)
+        same.defvjp(lambda tick, leaves: (leaves, (tick, probes_of(leaves))), self._backwards)
+        return part.join(same(tick, on), off)
+
+    def _backwards(self, saved: tuple[Tick, list[Array]], cotangents: list[Any]) -> tuple[None, list[Any]]:
+        tick, probes = saved  # a cotangent may be known before the forward pass is
+        self.reporter.step(tick, [], [*probes, *probes_of(*cotangents)])
+        return None, cotangents
+
+
+def _has_tangents(tree: PyTree) -> bool:
+    return any(smooth_part(tree).on)
+
+
+@dataclass(frozen=True, eq=False)
+class RunBackward:
+    """Runs a loop; its backward pass reports when it begins.
+
+    Attributes:
+        back: reports it.
+        ending: what is reported then.
+    """
+
+    back: Backward
+    ending: Tick
+
+    def __call__(self, loop: Loop) -> tuple[PyTree, PyTree]:
+        loop, levels = plan(loop)
+        results = run_levels(loop, levels)
+        if any(level.ticked and level.size >= loop.length for level in levels):  # one chunk, which reports its end
+            return results
+        return self.back.after(self.ending, *results)
+
+
+def no_forward_mode() -> Fault:
+    """The error for forward mode of such a loop."""
+    return Fault(
+        ArgumentError,
+        "{verb} over {body}: this is forward mode, but JAX differentiates a loop whose `Progress` has "
+        "`backward=True` only in reverse mode, like any function with a `jax.custom_vjp`.",
+        "Leave `backward` out there. `jax.grad`, `jax.vmap`, and forward mode of a gradient work with it.",
+    )
 
 
 @dataclass(frozen=True)
@@ -101,7 +306,7 @@ def _live_steps(loop: Loop, *, each: bool) -> Array | None:
     valid = loop.xs.valid
     if loop.rows is None or valid is None or loop.rows.all_valid:
         return None
-    live = jnp.any(valid.reshape(valid.shape[0], -1), axis=1).astype(jnp.int32)
+    live = any_along(valid, range(1, valid.ndim)).astype(jnp.int32)
     live = most_of_devices(live)
     return live if each else most_of_all(live)
 
@@ -134,15 +339,20 @@ class TellChunks:
     def __call__(self, loop: Loop, size: int) -> tuple[Loop, Around]:
         starts = jnp.arange(0, loop.length, size, dtype=jnp.int32)
         ends = jnp.minimum(starts + size, loop.length)
-        led = loop.reverse and loop.length > size and loop.length % size != 0
         place, count = jnp.arange(starts.size), starts.size
-        begins, last = place == (count - 1 if loop.reverse else 0), place == (0 if loop.reverse else count - 1)
+        rest = loop.length > size and loop.length % size != 0
+        led = rest and loop.reverse
+        trailed = rest and not loop.reverse and not jax.tree.leaves(loop.state)
+        if trailed:
+            ends = ends.at[count - 2].set(loop.length)
+        begins = place == (count - 1 if loop.reverse else 0)
+        last = place == (0 if loop.reverse else count - 1 - trailed)
         first = place == count - 2 if led else begins
         if self.live is not None:  # how many steps count before each of them
             before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(self.live, dtype=jnp.int32)])
             starts, ends = before[starts], before[ends]
         done, left = (self.total - starts, ends) if loop.reverse else (ends, self.total - starts)
-        around = _Around(self.reporter, self.back, self.showing, led, alone=count == 1)
+        around = _Around(self.reporter, self.back, self.showing, led, trailed, alone=count == 1)
         if self.due is not None:
             state = Paced(loop.state, self.due, self.run, self.total)
             return dataclasses.replace(loop, state=state, xs=loop.xs._replace(tick=done)), around
@@ -189,6 +399,7 @@ class _Around:
         back: reports its backward pass.
         showing: what is shown of the state.
         led: whether a remainder runs before the chunks: nothing makes its report come before theirs, so it has none.
+        trailed: whether one runs after them, and reads nothing that they make: nothing makes its report come last.
         alone: whether there is one chunk alone.
     """
 
@@ -196,11 +407,13 @@ class _Around:
     back: Backward | None
     showing: Showing
     led: bool
+    trailed: bool
     alone: bool
 
     def __call__(self, step: Step, looped: bool) -> Step:
         leads = not looped and (self.led or self.alone)
-        return ReportingChunk(step, self.reporter, self.back, self.showing, silent=self.led and leads, leads=leads)
+        silent = not looped and (self.led or self.trailed)
+        return ReportingChunk(step, self.reporter, self.back, self.showing, silent=silent, leads=leads, looped=looped)
 
 
 @dataclass(frozen=True, eq=False)
@@ -214,6 +427,7 @@ class ReportingChunk:
         showing: what is shown of the state.
         silent: whether nothing is reported.
         leads: whether it runs before all others, and outside of their loop.
+        looped: whether it is one of the loop.
     """
 
     step: Step
@@ -222,6 +436,7 @@ class ReportingChunk:
     showing: Showing
     silent: bool
     leads: bool
+    looped: bool
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         if isinstance(state, Paced):
@@ -233,11 +448,12 @@ class ReportingChunk:
         state, ys = step(consts, state, feed._replace(tick=None))
         if self.silent:
             return state, ys
-        self.reporter.step(ticks.forward, self.showing(state), probes_of(state))
+        probes = probes_of(state) if self.looped else probes_after(state)
+        self.reporter.step(ticks.forward, self.showing(state), probes)
         return state, ys
 
     def _run_paced(self, consts: PyTree, paced: Paced, feed: Feed) -> tuple[PyTree, PyTree]:
-        """The same, with as little beside the chunk as can be: XLA runs a few operations at once, more in threads."""
+        """Runs a chunk with a paced report. It adds few operations: XLA runs more than a few in threads."""
         state, ys = self.step(consts, paced.state, feed._replace(tick=None))
         if self.silent:
             return paced._replace(state=state), ys
@@ -266,7 +482,7 @@ class Showing:
         self.backward_site = Site(f"{progress.label} (backward)", progress.meter)
 
     def through(self, restore: Callable[[PyTree], PyTree]) -> Showing:
-        """The same of what is made of a state that it has in another form."""
+        """What is shown of a state that the loop has in another form, which `restore` undoes."""
         other, carry_of = copy.copy(self), self._carry_of
         other._carry_of = lambda state: carry_of(restore(state))
         return other
@@ -276,7 +492,7 @@ class Showing:
         return [] if self._show is None else self.of_carry(self._carry_of(as_arrays(state)))
 
     def of_carry(self, carry: PyTree) -> list[Array]:
-        """The same of the user's carry."""
+        """The values that are shown of the user's carry."""
         if self._show is None:
             return []
         shown = self._shown(carry)

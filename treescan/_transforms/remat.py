@@ -1,34 +1,126 @@
-"""`remat`: the gradient recomputes steps or chunks instead of saving them."""
+"""`remat`: the gradient recomputes steps or chunks instead of saving them; what `"auto"` chooses."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Literal, TypeAlias
 
 import jax
 
 from .._avals import describe_argument, exact_int
 from .._errors import ArgumentError, ArgumentTypeError, Fault, warn_user
+from .._loop.chunk import Wish, chunk_size
 from .._loop.loop import Loop, Step
-from .._loop.sizes import Wish, chunk_size
+from .._loop.rewrite import is_rewriting
 from .._remat import Remat
-from .._trace.hoist import hoist, is_untraced, traced
-from .auto import AUTO, Auto, fastest, saves_more
-from .budget import fit_budget
-from .checkpoint import RematChunk, checkpoint_steps, remat_sizes, saves_whole_steps
+from .._trace.cost import count_operations, count_saved_bytes
+from .._trace.hoist import Hoisted, hoist, is_untraced, one_step, traced
+from .budget import RematPlan, Uncounted, best_segment, bytes_of_step, fit_budget, plan_of
+from .checkpoint import (
+    Checkpointed,
+    RematChunk,
+    checkpoint_steps,
+    remat_sizes,
+    saves_whole_steps,
+    warn_of_unknown_names,
+)
 from .refuse import refuse_budget, refuse_offload, refuse_to_repeat
+from .weights.deferred import policy_within
 from .weights.in_bulk import AtOnce, bytes_of_products, in_bulk, ready_for_chunks
+
+Auto: TypeAlias = Literal["auto"]
+AUTO: Final = "auto"
+
+OPERATIONS_PER_BYTE = 64
+"""How many operations take a device as long as one byte that is saved: it is written once, and read once."""
+
+CACHE, CACHED = 2**24, 12
+"""Up to so many bytes may stay in a processor's cache from when they are saved; there they cost this part."""
+
+OPERATIONS_PER_STEP = 100_000
+"""The overhead of a step, in operations: even a small step takes at least a microsecond."""
+
+LEAST_STEPS = 32
+"""Shorter loops are not changed."""
+
+LEAST_CHUNKS, CHUNK = 16, 32
+"""A loop has at least so many chunks if they have fewer than so many steps: each chunk takes time and memory."""
+
+
+def is_left_alone(hoisted: Hoisted) -> bool:
+    """Whether "auto" changes nothing, whatever a step saves."""
+    told = hoisted.effects or hoisted.refs or hoisted.reverse_rule
+    return told or hoisted.loop.length < LEAST_STEPS or not is_rewriting()
+
+
+def fastest(hoisted: Hoisted) -> RematPlan:
+    """The plan. Its `remat` is "auto" where nothing is recomputed, and products may be computed at once.
+
+    Raises:
+        Uncounted: if there is no telling what a step saves.
+    """
+    length = hoisted.loop.length
+    plain = plan_of(hoisted, None)
+    if is_left_alone(hoisted):
+        return plain
+    segment = max(best_segment(length, 2, plain.carry_bytes, plain.step_bytes), _least_segment(length))
+    chunks = plan_of(hoisted, Remat(jax.checkpoint_policies.everything_saveable, levels=2, segment=segment))
+    price = OPERATIONS_PER_BYTE // (CACHED if plain.saved_bytes < CACHE else 1)
+    if chunks.saved_bytes < plain.saved_bytes and _operations(hoisted) < price * plain.step_bytes:
+        return chunks
+    return plain.with_remat(AUTO)
+
+
+def _least_segment(length: int) -> int:
+    """The steps of the smallest chunks to be used. If possible they divide the loop: a remainder is compiled apart."""
+    least = min(CHUNK, length // LEAST_CHUNKS)
+    return next((segment for segment in range(least, 2 * least) if length % segment == 0), least)
+
+
+def saves_steps(hoisted: Hoisted) -> bool:
+    """Whether it is faster if chunks save their steps instead of recomputing them.
+
+    It is faster if all saved values stay in a processor's cache, and a step takes longer than writing and reading them.
+    Only the trace of the step is needed. A plan would also trace the derivative, which may never be taken.
+    """
+    length = hoisted.loop.length
+    if not isinstance(length, int):
+        return False
+    saved = count_saved_bytes(hoisted.jaxpr)
+    dear = OPERATIONS_PER_STEP + count_operations(hoisted.jaxpr) >= OPERATIONS_PER_BYTE // CACHED * saved
+    return length * saved < CACHE and dear
+
+
+def saves_more(hoisted: Hoisted, plain: RematPlan, size: int, products: int) -> bool:
+    """Whether a loop saves more in chunks of this size, whose products (bytes per step) are computed at once."""
+    step = Checkpointed(hoisted.loop.step, looped=True, policy=policy_within(hoisted.jaxpr))
+    return plain.steps * bytes_of_step(hoisted, step) + 2 * size * products > plain.saved_bytes
+
+
+def _operations(hoisted: Hoisted) -> int:
+    """Of one step."""
+    loop = hoisted.loop
+    return OPERATIONS_PER_STEP + count_operations(
+        jax.make_jaxpr(loop.step)(loop.consts, loop.state, one_step(loop.xs)).jaxpr
+    )
+
 
 _PLANS = {"step": Remat(levels=1), "nested": Remat(levels=2)}
 
 
 @dataclass(frozen=True)
 class Recompute:
-    """Has the gradient recompute each step, and the chunks that a `Remat` names or a budget asks for."""
+    """Has the gradient recompute each step, and the chunks that a `Remat` names or a budget asks for.
+
+    Attributes:
+        remat: the plan.
+        checks_names: whether the names in its policy are all for this loop.
+    """
 
     remat: Remat | Auto
+    checks_names: bool = True
     moves = True
 
     @classmethod
@@ -55,6 +147,8 @@ class Recompute:
             return loop
         loop = traced(loop)
         refuse_to_repeat(loop.trace)
+        if self.checks_names:
+            warn_of_unknown_names([self.remat], [loop.trace])
         remat = fit_budget(loop.trace, self.remat)
         return loop if remat is None else _recompute(loop, remat)
 
@@ -64,7 +158,16 @@ def choose_fastest(loop: Loop) -> Loop:
     if not isinstance(loop.length, int):
         return loop
     loop = traced(loop)
-    plan, size = fastest(loop.trace), chunk_size(loop.length)
+    return loop if is_left_alone(loop.trace) else _fastest(loop)
+
+
+def _fastest(loop: Loop) -> Loop:
+    """A traced loop under the plan that is expected to be the fastest; as it was if what a step saves is unknown."""
+    size = chunk_size(loop.length)
+    try:
+        plan = fastest(loop.trace)
+    except Uncounted:
+        return loop
     if isinstance(plan.remat, Remat):
         return _recompute(loop, plan.remat)
     if plan.remat is None:
@@ -106,7 +209,7 @@ def remat_wishes(length: int, remat: Remat | None, inside: Callable[[Step], Step
 
 
 def check_remat_or_auto(remat: Any) -> Remat | Auto | None:
-    """The same, where "auto" may be said."""
+    """The plan of a verb that accepts "auto", checked."""
     return AUTO if isinstance(remat, str) and remat == AUTO else check_remat(remat, '"auto", "step", "nested"')
 
 

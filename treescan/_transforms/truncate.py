@@ -15,7 +15,8 @@ from .._errors import ArgumentError, Fault
 from .._loop.loop import Feed, Loop, Step
 from .._trace.hoist import fixed_leaves, flattened, is_untraced, traced
 from .._types import Array, PyTree
-from .rows.leaves import expand, select
+from .rows.leaves import any_along, expand, select
+from .rows.resets import segments_in_time
 
 
 @dataclass(frozen=True)
@@ -24,7 +25,7 @@ class Truncated:
 
     Attributes:
         step: the inner step.
-        axes: for each leaf where the shape of the flag starts; None: it is cut where any flag is set.
+        axes: for each leaf where the shape of the flag starts; None: it has a flag that all rows share.
         fixed: for each leaf whether no step changes it; None: none of them is such.
     """
 
@@ -33,19 +34,18 @@ class Truncated:
     fixed: tuple[bool, ...] | None = None
 
     def __call__(self, consts: PyTree, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
-        cut = feed.cut
-        assert cut is not None
         fixed = self.fixed or (False,) * len(state)
         leaves = [
-            leaf if is_fixed or not jnp.issubdtype(leaf.dtype, jnp.inexact) else _cut(cut, leaf, axis)
+            leaf if is_fixed or not jnp.issubdtype(leaf.dtype, jnp.inexact) else _cut(feed, leaf, axis)
             for leaf, axis, is_fixed in zip(state, self.axes, fixed, strict=True)
         ]
-        return self.step(consts, leaves, feed._replace(cut=None))
+        return self.step(consts, leaves, feed._replace(cut=None, cut_shared=None))
 
 
-def _cut(cut: Array, leaf: Array, axis: int | None) -> Array:
-    flags = jnp.any(cut) if axis is None else expand(cut, leaf, axis)
-    return select(flags, jax.lax.stop_gradient(leaf), leaf)
+def _cut(feed: Feed, leaf: Array, axis: int | None) -> Array:
+    cut = feed.cut_shared if axis is None else feed.cut
+    assert cut is not None
+    return select(expand(cut, leaf, axis or 0), jax.lax.stop_gradient(leaf), leaf)
 
 
 @dataclass(frozen=True)
@@ -107,18 +107,32 @@ def truncate(loop: Loop, size: int, fixed: tuple[bool, ...] | None = None) -> Lo
 
 
 def truncate_rows(loop: Loop, size: int) -> Loop:
-    """The same for each row by itself: between two valid steps of it that lie in different stretches."""
-    valid, length, unchanged = loop.xs.valid, loop.length, loop.rows.unchanged
+    """Cuts the gradient of each row by itself. It counts the valid steps of a segment from its first one in time.
+
+    A leaf that all rows share is never reset. Its steps are those in which any row is valid.
+    """
+    valid, unchanged, axes = loop.xs.valid, loop.rows.unchanged, loop.rows.axes.state
     assert valid is not None
-    position = jnp.arange(length).reshape(-1, *(1 for _ in valid.shape[1:]))
-    if loop.reverse:
-        run = jax.lax.cummin(jnp.where(valid, position, length), reverse=True)
-        before = jnp.concatenate([run[1:], jnp.full_like(run[:1], length)])
-        begun = before < length
-    else:
-        run = jax.lax.cummax(jnp.where(valid, position, -1))
-        before = jnp.concatenate([jnp.full_like(run[:1], -1), run[:-1]])
-        begun = before >= 0
-    cut = valid & begun & (before // size != position // size)
-    step = Truncated(loop.step, loop.rows.axes.state, None if unchanged is None else unchanged())
-    return dataclasses.replace(loop, step=step, xs=loop.xs._replace(cut=cut))
+    cut = _cuts(valid, segments_in_time(loop), size, reverse=loop.reverse)
+    shared = None
+    if None in axes:
+        shared = _cuts(any_along(valid, range(1, valid.ndim)), None, size, reverse=loop.reverse)
+    step = Truncated(loop.step, axes, None if unchanged is None else unchanged())
+    return dataclasses.replace(loop, step=step, xs=loop.xs._replace(cut=cut, cut_shared=shared))
+
+
+def _cuts(valid: Array, begins: Array | None, size: int, *, reverse: bool) -> Array:
+    """bool[T, ...]: the valid steps before which a stretch of `size` valid steps of one segment ends.
+
+    Args:
+        valid: bool[T, ...].
+        begins: the same: the valid steps that begin a segment in time; None: the first of all does.
+        size: the steps of a stretch.
+        reverse: whether the loop runs from the last position to the first.
+    """
+    number = jax.lax.cumsum(valid.astype(jnp.int32))  # counted from 1
+    first = jnp.minimum(number, 1)
+    within = number - (first if begins is None else jax.lax.cummax(jnp.where(begins, number, first)))
+    if reverse:  # a stretch begins with its highest step; the first step that runs has nothing before it
+        return valid & ((within + 1) % size == 0) & (number < number[-1:])
+    return valid & (within % size == 0) & (within > 0)

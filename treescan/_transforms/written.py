@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._avals import is_sharded
+from .._loop.rewrite import is_rewriting
 from .._types import Array
 
 
@@ -17,7 +18,7 @@ def written(entry: Array) -> Array:
     LSTM, a GRU or a hidden Markov model takes up to twice as long then. XLA writes rows that are gathered first.
     """
     fused = jax.default_backend() == "cpu" and entry.ndim > 1 and jnp.issubdtype(entry.dtype, jnp.inexact)
-    known = all(isinstance(size, int) for size in entry.shape)
+    known = all(isinstance(size, int) for size in entry.shape) and is_rewriting()
     return _write(entry) if fused and known and has_one_device() and not is_sharded(entry) else entry
 
 

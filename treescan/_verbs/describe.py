@@ -1,52 +1,145 @@
-"""`describe` shows what a call of a verb would do."""
+"""`describe` shows what a call of a verb would do, and `plan_remat` what plans of memory would cost it."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 
 from .._avals import describe_argument
+from .._body.signature import FOLD, FOLD_LAYERS, FOLD_LAYERS_WITH_STATE, SCAN, SCAN_LAYERS, SCAN_LAYERS_WITH_STATE
 from .._describe.description import Description
-from .._describe.gather import gather
 from .._errors import LAYER_WORDS, STEP_WORDS, WHILE_WORDS, ArgumentError, Fault, explain, verb
-from .._transforms.program import Taken, take
-from .fold import accumulate, fold
+from .._trace.hoist import hoist
+from .._transforms.budget import RematPlan, plan_of
+from .._transforms.program import Arguments, Taken, take
+from .._transforms.remat import AUTO, check_remat, check_remat_or_auto, fastest
+from .._types import Array, PyTree, RematLike
 from .fori import fori
 from .layers import fold_layers, scan_layers
 from .mask_scan import mask_scan
-from .prepare_layers import explain_traced
-from .scan import scan
+from .prepare import prepare
+from .prepare_layers import explain_traced, prepare_layers
+from .scan import accumulate, fold, scan
 from .while_scan import while_scan
 
 
-class _Verb(NamedTuple):
-    """The words for a verb's body and init in messages, and where they are among its arguments."""
+@verb
+def plan_remat(
+    f: Callable[..., Any],
+    init: PyTree,
+    xs: PyTree = None,
+    length: int | None = None,
+    *,
+    remat: RematLike | None,
+    key: Array | None = None,
+    pair: bool = True,
+    layers: PyTree = None,
+    args: tuple[Any, ...] = (),
+    state: PyTree = None,
+) -> RematPlan:
+    """Counts the memory of a scan's gradient under a plan, and how often it evaluates the body. Runs nothing.
 
-    words: Mapping[str, str] = STEP_WORDS
-    body: int = 0
+    Floating-point leaves of xs count as if they were differentiated, as parameters are.
 
-    def body_and_init(self, args: tuple[Any, ...], options: Mapping[str, Any]) -> tuple[Any, Any]:
-        """The body and the init among the arguments of a call."""
-        names = (("f", "block"), ("init", "x"))
-        return tuple(  # type: ignore[return-value]
-            args[place] if place < len(args) else next((options[name] for name in own if name in options), None)
-            for place, own in enumerate(names, self.body)
-        )
+    Args:
+        f: the body, as for `treescan.scan`; with `layers` a block or a sequence of blocks, as for
+            `treescan.scan_layers`.
+        init: the carry of the first step, or the x of the first layer.
+        xs: the inputs; leaves `[T, ...]`. Here, in `init` and in `layers`, types (`jax.ShapeDtypeStruct`) are enough.
+        length: the number of steps T; needed without xs.
+        remat: the plan; `treescan.Remat.fit(bytes)` and "auto" choose one.
+        key: as for `treescan.scan`.
+        pair: whether the body returns a pair (carry, y); False for one of `treescan.fold`, `treescan.accumulate` and
+            `treescan.fold_layers`.
+        layers: the stack, `[n, ...]`, or for a sequence of blocks one each, as for `treescan.scan_layers`.
+        args: values that all layers share, as for `treescan.scan_layers`.
+        state: a state that each layer reads and writes, as for `treescan.scan_layers`. It counts as if it were
+            differentiated.
+
+    Returns:
+        The plan. Print it, or pass its `remat` to a verb instead of `Remat.fit`. Bytes are those of the types that the
+        body sees: under `jax.vmap` those of one element, and with sharded arrays those of all devices together.
+
+    Raises:
+        ArgumentError: if no plan fits the budget, and as `treescan.scan`.
+        BodyError: as `treescan.scan`.
+        CarryError: as `treescan.scan`.
+        SignatureError: as `treescan.scan`.
+
+    Examples:
+        >>> import jax
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> def step(h, w):
+        ...     return jnp.sin(h @ w), None
+        >>> h, w = (
+        ...     jax.ShapeDtypeStruct((8, 64), jnp.float32),
+        ...     jax.ShapeDtypeStruct((1000, 64, 64), jnp.float32),
+        ... )
+        >>> plan = treescan.plan_remat(
+        ...     step, h, w, remat=treescan.Remat.fit(1_000_000)
+        ... )
+        >>> print(plan.remat.segment, plan.evaluations, plan.needed_bytes)
+        8 2 587776
+    """
+    try:
+        if layers is not None:
+            own = {"args": args, "key": key, "state": state}
+            return _plan_layers(f, init, layers, xs, length, remat=remat, pair=pair, **own)
+        if args:
+            raise Fault(ArgumentError, "{call}: `args` needs `layers`.", "Let the body close over it.")
+        if state is not None:
+            raise Fault(ArgumentError, "{call}: `state` needs `layers`.", "Let the body carry it.")
+        call = prepare(SCAN if pair else FOLD, f, init, xs, length, key=key)
+        chosen = check_remat_or_auto(remat)
+        if not call.call.length:
+            return RematPlan(chosen, 0, (), 0, 0, 0, 0, 0, 0)
+
+        def plan(given: Arguments) -> RematPlan:
+            hoisted = hoist(call.call.lay(given))
+            return fastest(hoisted) if chosen == AUTO else plan_of(hoisted, chosen)
+
+        return _traced(plan, call.given)
+    except Exception as error:
+        explained = explain(error, "plan_remat", f, init, STEP_WORDS if layers is None else LAYER_WORDS)
+    raise explained
 
 
-_VERBS: dict[Callable[..., Any], _Verb] = {
-    scan: _Verb(),
-    fold: _Verb(),
-    accumulate: _Verb(),
-    fori: _Verb(body=2),
-    mask_scan: _Verb(),
-    while_scan: _Verb(WHILE_WORDS, body=1),
-    scan_layers: _Verb(LAYER_WORDS),
-    fold_layers: _Verb(LAYER_WORDS),
+def _plan_layers(
+    block: Any, x: PyTree, layers: PyTree, xs: PyTree, length: int | None, *, remat: Any, pair: bool, **options: Any
+) -> RematPlan:
+    if length is not None:
+        cure = "Leave it out: the stacks have the number of layers."
+        raise Fault(ArgumentError, "{call}: `length` cannot be given with `layers`.", cure)
+    plan = check_remat(remat)
+    pairs, alone = SCAN_LAYERS, FOLD_LAYERS
+    if options["state"] is not None:
+        pairs, alone = SCAN_LAYERS_WITH_STATE, FOLD_LAYERS_WITH_STATE
+    call = prepare_layers(pairs if pair else alone, block, x, layers, xs, remat=plan, **options)
+    return _traced(call.pattern.plan, call.given)
+
+
+def _traced(plan: Callable[[Arguments], RematPlan], given: Arguments) -> RematPlan:
+    """Runs on types alone, because the arrays may be only types."""
+    found: list[RematPlan] = []
+    jax.eval_shape(lambda given: found.append(plan(given)), given)
+    return found[0]
+
+
+_VERBS: dict[Callable[..., Any], tuple[Mapping[str, str], int]] = {
+    scan: (STEP_WORDS, 0),
+    fold: (STEP_WORDS, 0),
+    accumulate: (STEP_WORDS, 0),
+    fori: (STEP_WORDS, 2),
+    mask_scan: (STEP_WORDS, 0),
+    while_scan: (WHILE_WORDS, 1),
+    scan_layers: (LAYER_WORDS, 0),
+    fold_layers: (LAYER_WORDS, 0),
 }
+"""For each verb the words of its messages, and the place of its body among its arguments; the init comes next."""
 
 
 @verb
@@ -83,34 +176,31 @@ def describe(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Descrip
         >>> print(description.carry[0].type, description.plan.evaluations)
         float32[8,64] 1
     """
-    name, known = getattr(verb, "__name__", "describe"), _known(verb)
+    name, known = getattr(verb, "__name__", "describe"), None
+    with contextlib.suppress(TypeError):  # it has no hash
+        known = _VERBS.get(verb)
+    words, place = known or (STEP_WORDS, 0)
     try:
         if known is None:
-            raise _no_verb(verb)
-        call = functools.partial(_take, verb, args, options)
+            named = ", ".join(f"`{other.__name__}`" for other in _VERBS)
+            raise Fault(
+                ArgumentError,
+                f"the first argument of `describe` must be one of {named}, got {describe_argument(verb)}.",
+                "Pass the verb, and then the arguments of its call: `treescan.describe(treescan.scan, step, init, "
+                "xs)`.",
+            )
+
+        def call(**other: Any) -> Taken:
+            return take(verb, *args, **{**options, **other})
+
+        from .._describe.gather import gather  # here, not above: only a description needs it
+
         with jax.disable_jit(False):
-            return gather(name, known.words["unit"], call(), options.get("remat"), lambda remat: call(remat=remat))
+            return gather(name, words["unit"], call(), options.get("remat"), lambda remat: call(remat=remat))
     except Exception as error:
-        known = known or _Verb()
-        explained = explain(explain_traced(error), name, *known.body_and_init(args, options), known.words)
+        body, init = (
+            args[place + i] if place + i < len(args) else next((options[name] for name in own if name in options), None)
+            for i, own in enumerate((("f", "block"), ("init", "x")))
+        )
+        explained = explain(explain_traced(error), name, body, init, words)
     raise explained
-
-
-def _known(verb: Any) -> _Verb | None:
-    try:
-        return _VERBS.get(verb)
-    except TypeError:  # it has no hash
-        return None
-
-
-def _take(verb: Callable[..., Any], args: tuple[Any, ...], options: Mapping[str, Any], **other: Any) -> Taken:
-    return take(verb, *args, **{**options, **other})
-
-
-def _no_verb(verb: Any) -> Fault:
-    named = ", ".join(f"`{known.__name__}`" for known in _VERBS)
-    return Fault(
-        ArgumentError,
-        f"the first argument of `describe` must be one of {named}, got {describe_argument(verb)}.",
-        "Pass the verb, and then the arguments of its call: `treescan.describe(treescan.scan, step, init, xs)`.",
-    )

@@ -10,14 +10,15 @@ from jax.core import Tracer
 
 from .._avals import describe_traced
 from .._body.call import check_callable
-from .._body.conventions import FORI
-from .._checks.arguments import check_bound, check_length, check_options
+from .._body.signature import FORI
+from .._checks.arguments import check_options
+from .._checks.rows import check_bound, check_length
 from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
-from .._transforms.count import Count
-from .._transforms.finite.deliver import deliver
-from .._transforms.progress_arguments import check_progress, refuse_backward
+from .._transforms.axes import Count
+from .._transforms.finite.check import deliver
+from .._transforms.progress import check_progress, refuse_backward
+from .._transforms.refuse import in_own_words
 from .._transforms.remat import Recompute
-from .._transforms.until.program import Bounds, Until, remat_of
 from .._types import Array, ArrayLike, Carry, ForiOptions, KeyedIndexBody, PyTree
 from .prepare import prepare
 
@@ -101,6 +102,9 @@ def fori(
         checks = options.pop("check_finite", False)
         most = check_length(max_length, "max_length", _TRACED_MOST)
         if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
+            # Here, not above: only loops that end early load what runs them.
+            from .._transforms.until.program import Bounds, Until, remat_of
+
             bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
             plan, progress = remat_of(options.pop("remat", None)), options.pop("progress", None)
             call = prepare(FORI, f, init, length=most, **options)
@@ -116,7 +120,7 @@ def fori(
         call = prepare(FORI, f, init, length=length, **options)
         return call.run(Count(low), call.checking(checks, indexed=True), Recompute.of(remat), call.showing(progress))[0]
     except Exception as error:
-        explained = explain(error, "fori", f, init)
+        explained = explain(in_own_words(error), "fori", f, init)
     raise explained
 
 

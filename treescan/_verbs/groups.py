@@ -7,18 +7,20 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from .._avals import describe_leaf
+from .._avals import describe_argument, describe_leaf, describe_node, exact_int
 from .._axes import spread_axes, static_axes
-from .._body.conventions import LIFT, Convention
-from .._checks.arguments import check_length, check_name, check_reverse, check_unroll, infer_length, resolve_axes
-from .._errors import ArgumentError, BodyError, Fault, Row
+from .._body.signature import LIFT, Convention
+from .._checks.arguments import check_name, check_reverse, check_unroll, infer_length, resolve_axes
+from .._checks.rows import check_length
+from .._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, Row, expect
 from .._progress import shown_as
+from .._trace.hoist import Part
 from .._transforms.once import OncePlan, WithOnce
 from .._transforms.outputs import KeepOutputs, check_save
 from .._transforms.program import Arguments, Call
@@ -27,6 +29,67 @@ from .._tree import Prefix, Root, freeze_static, holds_static, leaves_with_path,
 from .._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
 from ..carries._registry import adopt
 from .prepare import Prepared, body_of, present
+
+Filter: TypeAlias = "bool | str | Iterable[str] | Callable[[str], bool] | DenyList"
+"""Of names: all or none of them, one, several, those for which a function is true, or all but some."""
+
+NameFilter: TypeAlias = Callable[[str], bool]
+
+
+@dataclass(frozen=True)
+class DenyList:
+    """All names except those that another filter matches.
+
+    Attributes:
+        deny: that filter.
+    """
+
+    deny: Any
+
+
+@dataclass(frozen=True)
+class In:
+    """An axis along which a collection is scanned, but not returned.
+
+    Attributes:
+        axis: the axis.
+    """
+
+    axis: int
+
+
+@dataclass(frozen=True)
+class Out:
+    """An axis along which a collection is stacked that the steps return, but do not receive.
+
+    Attributes:
+        axis: the axis.
+    """
+
+    axis: int
+
+
+def check_filter(option: str, given: Any) -> NameFilter:
+    """A filter of these or of flax, as a function of a name."""
+    if callable(given):
+        return lambda name: bool(given(name))
+    if isinstance(given, bool):
+        return lambda name: given
+    if isinstance(given, str):
+        return lambda name: name == given
+    if hasattr(given, "deny"):
+        denied = check_filter(option, given.deny)
+        return lambda name: not denied(name)
+    names = tuple(given) if isinstance(given, Iterable) else (None,)
+    expect(
+        all(isinstance(name, str) for name in names),
+        option,
+        "names of collections",
+        given,
+        "Give a name, a set of names, True for all or False for none, a function of the name, or a "
+        "`treescan.DenyList` of the names to leave out.",
+    )
+    return lambda name: name in names
 
 
 class Groups(NamedTuple):
@@ -83,40 +146,6 @@ CallStep = Callable[[Groups, Rngs, PyTree, tuple[Any, ...]], tuple[PyTree, PyTre
 Again = Callable[[PyTree, bool], PyTree]
 
 
-class _Whole(NamedTuple):
-    """The arguments of which each step is given the whole.
-
-    Attributes:
-        structure: of all arguments.
-        axes: for each leaf its axis, None for those that are whole.
-        leaves: these.
-    """
-
-    structure: Any
-    axes: tuple[int | None, ...]
-    leaves: list[Any]
-
-    @classmethod
-    def part(cls, args: tuple[Any, ...], axes: Sequence[int | None]) -> tuple[_Whole, list[Any]]:
-        """These, and the leaves of the others."""
-        leaves, structure = jax.tree.flatten(args)
-        whole = [leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is None]
-        return cls(structure, tuple(axes), whole), [
-            leaf for leaf, axis in zip(leaves, axes, strict=True) if axis is not None
-        ]
-
-    @property
-    def sliced_axes(self) -> list[int]:
-        """The axes of the others."""
-        return [axis for axis in self.axes if axis is not None]
-
-    def among(self, sliced: Any) -> tuple[Any, ...]:
-        """All arguments, with a step's slices of the others."""
-        whole, others = iter(self.leaves), iter(sliced)
-        leaves = [next(whole if axis is None else others) for axis in self.axes]
-        return jax.tree.unflatten(self.structure, leaves)
-
-
 @dataclass(frozen=True, eq=False)
 class GroupStep:
     """A step of such a loop, in the terms of a scan. Looks like the user's function in messages.
@@ -124,12 +153,12 @@ class GroupStep:
     Attributes:
         call: what it calls.
         function: the user's function.
-        whole: arguments that it closes over.
+        whole: which arguments it closes over, and these.
     """
 
     call: CallStep
     function: Any
-    whole: _Whole | None = None
+    whole: tuple[Part, list[Any]] | None = None
 
     @property
     def __wrapped__(self) -> Any:
@@ -145,7 +174,9 @@ class GroupStep:
     ) -> tuple[State, GroupOutputs]:
         """Calls the user's function with one step's share of everything."""
         groups = Groups(broadcast, state.variables, variables)
-        args = args if self.whole is None else self.whole.among(args)
+        if self.whole is not None:
+            part, leaves = self.whole
+            args = part.join(leaves, list(args))
         carry, y, groups = self.call(groups, rngs, state.carry, args)
         refuse_made(state.variables, groups.carried)
         return State(groups.carried, carry), GroupOutputs(y, groups.scanned, groups.broadcast)
@@ -236,14 +267,21 @@ def _prepare(
     frozen_xs = freeze_static(StepInputs(groups.scanned, Rngs(None, None), args))
     length = infer_length(frozen_xs, check_length(roles.length), resolve_axes(axes, frozen_xs))
     keys = Rngs(rngs.shared, split_keys(rngs.split, length))
-    given: Any = _freeze_numbers(args, of_args)
+    leaves, structure = jax.tree.flatten(args)
+    numbers = [freeze_static(leaf, scalars=axis is None) for leaf, axis in zip(leaves, of_args, strict=True)]
+    given: Any = jax.tree.unflatten(structure, numbers)  # a number that all steps share is a part of the program
     if roles.closes_over:
-        whole, given = _Whole.part(args, of_args)
-        step, axes = dataclasses.replace(step, whole=whole), axes._replace(args=whole.sliced_axes)
+        part = Part(structure, tuple(axis is None for axis in of_args))
+        whole, given = part.split(args)
+        step = dataclasses.replace(step, whole=(part, whole))
+        axes = axes._replace(args=[axis for axis in of_args if axis is not None])
     body, alive = body_of(step, roles.convention)
     frozen_init, frozen_xs = map(freeze_static, (adopted.init, StepInputs(groups.scanned, keys, given)))
     broadcast = freeze_static(groups.broadcast, scalars=True)
-    out_axes, wanted = _outputs(roles)
+    stacked = jax.tree.map(lambda axis: 0 if axis is None else axis, roles.out_axes, is_leaf=_is_none)
+    is_once = jax.tree.map(_is_none, roles.out_axes, is_leaf=_is_none)
+    out_axes = GroupOutputs(stacked, roles.scanned_out, 0)
+    wanted = Prefix.of(GroupOutputs(is_once, (False,) * len(roles.scanned_out), True))
     call = Call(
         body,
         roles.convention,
@@ -268,15 +306,6 @@ def _prepare(
         check_save(save),
     )
     return program, prepared
-
-
-def _freeze_numbers(args: tuple[Any, ...], axes: Sequence[Any]) -> tuple[Any, ...]:
-    """Arguments in which Python's numbers, of which each step is given the whole, are a part of the program."""
-    leaves, structure = jax.tree.flatten(args)
-    return jax.tree.unflatten(
-        structure,
-        [freeze_static(leaf, scalars=axis is None) for leaf, axis in zip(leaves, axes, strict=True)],
-    )
 
 
 def run_groups(
@@ -306,7 +335,9 @@ def run_groups(
     program, call = _prepare(step, roles, groups, rngs, carry, args, again)
     told = present(program.checks, *program.transforms)
     state, (stacked, once) = call.run_program(program, told, compiles=not roles.closes_over)
-    y = jax.tree.map(_either, stacked.y, once.y, is_leaf=_is_none) if _has_once(roles) else stacked.y
+    y = stacked.y
+    if _has_once(roles):
+        y = jax.tree.map(lambda of_steps, of_all: of_all if of_steps is None else of_steps, y, once.y, is_leaf=_is_none)
     return state.carry, y, Groups(once.broadcast, state.variables, stacked.variables)
 
 
@@ -318,15 +349,6 @@ def broadcast_of(
     return program.constant_outputs(call.given).broadcast
 
 
-def _outputs(roles: Roles) -> tuple[PyTree, Prefix]:
-    """The axes of outputs that are stacked, and which are not, but the same in every step."""
-    axes = jax.tree.map(lambda axis: 0 if axis is None else axis, roles.out_axes, is_leaf=_is_none)
-    once = jax.tree.map(_is_none, roles.out_axes, is_leaf=_is_none)
-    return GroupOutputs(axes, roles.scanned_out, 0), Prefix.of(
-        GroupOutputs(once, (False,) * len(roles.scanned_out), True)
-    )
-
-
 def _saved(roles: Roles) -> Save:
     """What is kept of all outputs."""
     if isinstance(roles.save, str) and roles.save == "all":
@@ -334,8 +356,7 @@ def _saved(roles: Roles) -> Save:
     if _has_once(roles):
         raise Fault(
             ArgumentError,
-            "{verb} over {body}: `save` selects from stacked outputs, but `out_axes` has None for some, which are not "
-            "stacked.",
+            "{call}: `save` selects from stacked outputs, but `out_axes` has None for some, which are not stacked.",
             "Give each output an axis, or leave `save` out.",
         )
     return GroupOutputs(roles.save, ("all",) * len(roles.scanned_out), "all")
@@ -349,10 +370,145 @@ def _is_none(node: Any) -> bool:
     return node is None
 
 
-def _either(stacked: Any, once: Any) -> Any:
-    return once if stacked is None else stacked
-
-
 def split_keys(keys: PyTree, length: int) -> PyTree:
     """Keys for so many steps from each of the keys, which lead: as `flax.linen.scan` splits them."""
     return jax.tree.map(lambda key: jax.random.split(jax.random.clone(key), length), keys)
+
+
+Collections: TypeAlias = dict[str, PyTree]
+
+
+class Axis(NamedTuple):
+    """A filter of `variable_axes`, and the axis of its collections on the way in and out; None: not that way."""
+
+    filter: NameFilter
+    into: int | None
+    out: int | None
+
+
+def check_axes_of(variable_axes: Any) -> tuple[Axis, ...]:
+    """The entries of `variable_axes`."""
+    cure = 'Write `variable_axes={"params": 0}`.'
+    kind = "a dict from names of collections to axes"
+    expect(isinstance(variable_axes, Mapping), "variable_axes", kind, variable_axes, cure)
+    axes: list[Axis] = []
+    for names, axis in variable_axes.items():
+        number, names = exact_int(getattr(axis, "axis", axis)), check_filter("variable_axes", names)
+        if number is None:
+            raise Fault(
+                ArgumentTypeError,
+                f"{{call}}: an axis of `variable_axes` must be an int, got {describe_argument(axis)}.",
+                "Or use `treescan.In(axis)` for a collection that is only read, and `treescan.Out(axis)` for one that "
+                "is only written. Collections without an axis belong in `variable_broadcast` or `variable_carry`.",
+            )
+        way = type(axis).__name__  # flax has an In and an Out of its own
+        axes.append(Axis(names, None if way == "Out" else number, None if way == "In" else number))
+    return tuple(axes)
+
+
+def check_split(split_rngs: Any) -> tuple[tuple[Any, bool], ...]:
+    """The entries of `split_rngs`."""
+    cure = 'Write `split_rngs={"dropout": True}`: each step has its own key.'
+    kind = "a dict from names of streams to True or False"
+    wrong = [split_rngs]
+    if isinstance(split_rngs, Mapping):
+        wrong = [on for on in split_rngs.values() if not isinstance(on, bool)]
+    expect(not wrong, "split_rngs", kind, next(iter(wrong), None), cure)
+    return tuple((check_filter("split_rngs", names), on) for names, on in split_rngs.items())
+
+
+def check_hook(option: str, hook: Any) -> None:
+    """Refuses hooks that are not functions."""
+    expect(
+        hook is None or callable(hook),
+        option,
+        "a function",
+        hook,
+        "`data_transform(variables, rngs)` returns both, and `metadata_fn(collection, axis, added)` returns a "
+        "collection.",
+    )
+
+
+def transformed(data_transform: Callable[..., Any] | None, variables: Any, rngs: Any) -> tuple[Any, Any]:
+    """Variables and keys as a step is to see them."""
+    if data_transform is None:
+        return variables, rngs
+    match data_transform(variables, rngs):
+        case (variables, rngs):
+            return variables, rngs
+        case other:
+            raise Fault(
+                BodyError,
+                f"`data_transform` of {{body}} must return a pair (variables, rngs), but returned "
+                f"{describe_node(other)}.",
+                "Return both, changed or not: `return variables, rngs`.",
+            )
+
+
+@dataclass(frozen=True, eq=False)
+class CollectionRoles:
+    """Which role each collection has, and whether the keys of a stream are split.
+
+    Attributes:
+        broadcast: the filter of those that all steps share.
+        carried: that of those that are carried.
+        axes: those that are scanned or stacked.
+        split: filters of streams of keys, each with whether its keys are split.
+    """
+
+    broadcast: NameFilter
+    carried: NameFilter
+    axes: tuple[Axis, ...]
+    split: tuple[tuple[NameFilter, bool], ...]
+
+    def group(self, variables: Mapping[str, PyTree], *, out: bool) -> tuple[Groups, list[str]]:
+        """Collections by their roles, those that are scanned one tree for each axis; and those that have no role."""
+        broadcast: Collections = {}
+        carried: Collections = {}
+        scanned: list[Collections] = [{} for _ in self.numbers(out=out)]
+        left = []
+        for name, tree in variables.items():
+            if self.broadcast(name):
+                broadcast[name] = tree
+            elif self.carried(name):
+                carried[name] = tree
+            elif (place := self._place(name, out)) is not None:
+                scanned[place][name] = tree
+            elif out or self._place(name, out=True) is None:
+                left.append(name)
+        return Groups(broadcast, carried, tuple(scanned)), left
+
+    def is_only_read(self, name: str) -> bool:
+        """Whether a collection goes in, but not out."""
+        return self._place(name, out=False) is not None and self._place(name, out=True) is None
+
+    def _ways(self, out: bool) -> list[tuple[NameFilter, int]]:
+        """The filters of what is stacked, or scanned, each with its axis."""
+        found = [(axis.filter, axis.out if out else axis.into) for axis in self.axes]
+        return [(names, number) for names, number in found if number is not None]
+
+    def _place(self, name: str, out: bool) -> int | None:
+        return next((place for place, (names, _) in enumerate(self._ways(out)) if names(name)), None)
+
+    def numbers(self, *, out: bool) -> tuple[int, ...]:
+        """The axis of each tree that is scanned, or stacked."""
+        return tuple(number for _, number in self._ways(out))
+
+    def rngs(self, rngs: Mapping[str, PyTree]) -> tuple[Rngs, list[str]]:
+        """Keys by whether they are split, and the streams of which that is not said."""
+        found = {name: next((flag for names, flag in self.split if names(name)), None) for name in rngs}
+        shared, split = ({name: rngs[name] for name, flag in found.items() if flag is on} for on in (False, True))
+        return Rngs(shared, split), [name for name, flag in found.items() if flag is None]
+
+
+def merged(groups: Groups) -> Collections:
+    """The collections of all roles."""
+    together: Collections = {**groups.broadcast, **groups.carried}
+    for group in groups.scanned:
+        together.update(group)
+    return together
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names, for a list in a message."""
+    return ", ".join(repr(name) for name in names)

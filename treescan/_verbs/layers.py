@@ -5,12 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar, Unpack, overload
 
-from .._body.conventions import FOLD_LAYERS, FOLD_LAYERS_WITH_STATE, SCAN_LAYERS, SCAN_LAYERS_WITH_STATE
+from .._body.signature import FOLD_LAYERS, FOLD_LAYERS_WITH_STATE, SCAN_LAYERS, SCAN_LAYERS_WITH_STATE
 from .._checks.arguments import OF_MASK_SCAN, check_options
 from .._errors import LAYER_WORDS, explain, verb
 from .._types import Array, Carry, LayersOptions, PyTree, StackedLayersOptions, X, Y
-from .layer_blocks import KeyedBlock, KeyedBlockWithOwn, KeyedFoldBlock, KeyedFoldBlockWithOwn
-from .prepare_layers import explain_traced, prepare_layers
+from .prepare_layers import (
+    KeyedBlock,
+    KeyedBlockWithOwn,
+    KeyedFoldBlock,
+    KeyedFoldBlockWithOwn,
+    explain_traced,
+    prepare_layers,
+)
 
 Layer = TypeVar("Layer")
 State = TypeVar("State")

@@ -13,24 +13,32 @@ import jax.numpy as jnp
 
 from .._avals import describe_argument, describe_node, dtype_of, shape_of
 from .._body.call import check_callable
-from .._body.conventions import LIFT
-from .._body.signature import Signature, signature_of
+from .._body.signature import LIFT, Signature, signature_of
 from .._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
 from .._loop.body import Body
 from .._tree import leaves_with_path
 from .._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
-from .collections import (
+from .groups import (
     CollectionRoles,
     Collections,
+    Filter,
+    Groups,
+    GroupStep,
+    In,
+    Out,
+    Rngs,
+    Roles,
+    State,
+    StepInputs,
     check_axes_of,
+    check_filter,
     check_hook,
     check_split,
     listed,
     merged,
+    run_groups,
     transformed,
 )
-from .filters import Filter, In, Out, check_filter
-from .groups import Groups, GroupStep, Rngs, Roles, State, StepInputs, run_groups
 
 Lifted: TypeAlias = Callable[..., tuple[tuple[PyTree, PyTree], Collections]]
 
@@ -253,7 +261,7 @@ def _with_metadata(groups: Any, axes: tuple[int, ...], metadata_fn: Any, *, adde
         if lost:
             raise Fault(
                 ArgumentTypeError,
-                f"{{verb}} over {{body}}: `metadata_fn` returned None for {listed(lost)}.",
+                f"{{call}}: `metadata_fn` returned None for {listed(lost)}.",
                 "`metadata_fn(collection, axis, added)` returns the collection, with other metadata or unchanged.",
             )
     return tuple(found)
@@ -268,27 +276,27 @@ def _check_keys(rngs: Rngs) -> None:
                 one = "one PRNG key" if split else "a PRNG key"
                 raise Fault(
                     ArgumentTypeError,
-                    f"{{verb}} over {{body}}: {path} must be {one}, got {describe_argument(leaf)}.",
+                    f"{{call}}: {path} must be {one}, got {describe_argument(leaf)}.",
                     "Make it with `jax.random.key(seed)`. If `split_rngs` is True for it, each step's key is split "
                     "from it.",
                 )
 
 
 def _checked(what: str, given: Any) -> Mapping[str, PyTree]:
-    if isinstance(given, Mapping) and all(isinstance(name, str) for name in given):
-        return given
-    raise Fault(
-        ArgumentTypeError,
-        f"{{verb}} over {{body}}: `{what}` must be a dict from names to values, got {describe_argument(given)}.",
-        "Call the function that `lift` returns as `run(variables, rngs, carry, *args)`, and pass `{}` if there are "
-        "none.",
-    )
+    if not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
+        raise Fault(  # not by `expect`: these values may be traced, so the text does not say whether they are
+            ArgumentTypeError,
+            f"{{call}}: `{what}` must be a dict from names to values, got {describe_argument(given)}.",
+            "Call the function that `lift` returns as `run(variables, rngs, carry, *args)`, and pass `{}` if there are "
+            "none.",
+        )
+    return given
 
 
 def _refuse_left(what: str, left: list[str], where: str) -> None:
     if left:
         raise Fault(
             ArgumentError,
-            f"{{verb}} over {{body}}: `{what}` has names without a role: {listed(left)}.",
+            f"{{call}}: `{what}` has names without a role: {listed(left)}.",
             f"Name each in {where}, or leave it out of `{what}`.",
         )

@@ -2,31 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from typing import Any, Unpack, overload
+from collections.abc import Callable
+from typing import Any, TypeAlias, Unpack, overload
 
 from .._axes import static_axes
 from .._body.call import check_callable
-from .._body.conventions import MASK_SCAN
-from .._checks.arguments import check_options
-from .._checks.reset_to import Said, check_targets
-from .._checks.rows import check_chunk, check_compact, check_rows, check_time_axis
-from .._data.pack import Packed
-from .._data.pad import Padded
+from .._body.signature import MASK_SCAN
+from .._checks.arguments import check_options, check_positional
+from .._checks.rows import check_chunk, check_compact, check_time_axis
+from .._data.batches import Packed, Padded
 from .._errors import explain, verb
-from .._transforms.finite.backward import refuse_truncate
-from .._transforms.outputs import MoveOutputs, check_save
-from .._transforms.remat import Recompute
-from .._transforms.rows.batch_axes import RowFlags
-from .._transforms.rows.ends import EndsOfSequences
+from .._transforms.refuse import in_own_words
+from .._transforms.rows.axes import RowFlags
 from .._transforms.rows.fill import check_fill
-from .._transforms.rows.keep_rows import KeepRows
-from .._transforms.rows.mask import Mask
-from .._transforms.rows.over_rows import OverRows
-from .._transforms.rows.resets import BeginSegments, ResetRows
-from .._transforms.rows.skip import Skip
-from .._transforms.truncate import Truncate
-from .._tree import Prefix
 from .._types import (
     Array,
     ArrayLike,
@@ -36,140 +24,55 @@ from .._types import (
     KeyedValidBody,
     MaskOptions,
     Options,
-    ProgressLike,
     PyTree,
-    RematLike,
-    Save,
     ValidBody,
     X,
     Y,
 )
-from .batches import rows_of
-from .prepare import AROUND_ROWS, Prepared, prepare
+from .prepare import RowPlan, rows_of, run_scan
+
+Rows: TypeAlias = Padded[X] | Packed[X]
+"""A batch of rows: xs that say of which lengths they are."""
 
 
-# One overload for each kind of body and of xs. mypy mistakes a union of bodies here once it has seen another kind.
+# One overload for each kind of body. mypy mistakes a union of bodies here once it has seen another kind.
 @overload
 def mask_scan(
-    f: Callable[[Carry, X], tuple[Carry, Y]],
-    init: Carry,
-    xs: Padded[X] | Packed[X],
-    *,
-    length: int | None = None,
-    **options: Unpack[MaskOptions],
+    f: Callable[[Carry, X], tuple[Carry, Y]], init: Carry, xs: Rows[X] | X, **options: Unpack[MaskOptions]
 ) -> tuple[Carry, Y]: ...
 @overload
 def mask_scan(
-    f: ValidBody[Carry, X, Y],
-    init: Carry,
-    xs: Padded[X] | Packed[X],
-    *,
-    length: int | None = None,
-    **options: Unpack[MaskOptions],
+    f: Callable[[Carry, None], tuple[Carry, Y]], init: Carry, xs: None = None, **options: Unpack[MaskOptions]
 ) -> tuple[Carry, Y]: ...
 @overload
 def mask_scan(
-    f: Callable[[Carry, X], tuple[Carry, Y]],
-    init: Carry,
-    xs: X,
-    *,
-    length: int | None = None,
-    **options: Unpack[MaskOptions],
+    f: ValidBody[Carry, X, Y], init: Carry, xs: Rows[X] | X, **options: Unpack[MaskOptions]
 ) -> tuple[Carry, Y]: ...
 @overload
 def mask_scan(
-    f: ValidBody[Carry, X, Y],
-    init: Carry,
-    xs: X,
-    *,
-    length: int | None = None,
-    **options: Unpack[MaskOptions],
+    f: ValidBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[MaskOptions]
 ) -> tuple[Carry, Y]: ...
 @overload
 def mask_scan(
-    f: Callable[[Carry, None], tuple[Carry, Y]],
-    init: Carry,
-    xs: None = None,
-    *,
-    length: int | None = None,
-    **options: Unpack[MaskOptions],
+    f: KeyedBody[Carry, X, Y], init: Carry, xs: Rows[X] | X, *, key: Array, **options: Unpack[MaskOptions]
 ) -> tuple[Carry, Y]: ...
 @overload
 def mask_scan(
-    f: ValidBody[Carry, None, Y],
-    init: Carry,
-    xs: None = None,
-    *,
-    length: int | None = None,
-    **options: Unpack[MaskOptions],
+    f: KeyedBody[Carry, None, Y], init: Carry, xs: None = None, *, key: Array, **options: Unpack[MaskOptions]
 ) -> tuple[Carry, Y]: ...
 @overload
 def mask_scan(
-    f: KeyedBody[Carry, X, Y],
-    init: Carry,
-    xs: Padded[X] | Packed[X],
-    *,
-    length: int | None = None,
-    key: Array,
-    **options: Unpack[MaskOptions],
+    f: KeyedValidBody[Carry, X, Y], init: Carry, xs: Rows[X] | X, *, key: Array, **options: Unpack[MaskOptions]
 ) -> tuple[Carry, Y]: ...
 @overload
 def mask_scan(
-    f: KeyedBody[Carry, X, Y],
-    init: Carry,
-    xs: X,
-    *,
-    length: int | None = None,
-    key: Array,
-    **options: Unpack[MaskOptions],
-) -> tuple[Carry, Y]: ...
-@overload
-def mask_scan(
-    f: KeyedBody[Carry, None, Y],
-    init: Carry,
-    xs: None = None,
-    *,
-    length: int | None = None,
-    key: Array,
-    **options: Unpack[MaskOptions],
-) -> tuple[Carry, Y]: ...
-@overload
-def mask_scan(
-    f: KeyedValidBody[Carry, X, Y],
-    init: Carry,
-    xs: Padded[X] | Packed[X],
-    *,
-    length: int | None = None,
-    key: Array,
-    **options: Unpack[MaskOptions],
-) -> tuple[Carry, Y]: ...
-@overload
-def mask_scan(
-    f: KeyedValidBody[Carry, X, Y],
-    init: Carry,
-    xs: X,
-    *,
-    length: int | None = None,
-    key: Array,
-    **options: Unpack[MaskOptions],
-) -> tuple[Carry, Y]: ...
-@overload
-def mask_scan(
-    f: KeyedValidBody[Carry, None, Y],
-    init: Carry,
-    xs: None = None,
-    *,
-    length: int | None = None,
-    key: Array,
-    **options: Unpack[MaskOptions],
+    f: KeyedValidBody[Carry, None, Y], init: Carry, xs: None = None, *, key: Array, **options: Unpack[MaskOptions]
 ) -> tuple[Carry, Y]: ...
 @overload
 def mask_scan(
     f: Callable[[Carry, Any], tuple[Carry, Y]],
     init: Carry,
-    xs: tuple[Padded[Any] | Packed[Any], *tuple[Any, ...]],
-    *,
-    length: int | None = None,
+    xs: tuple[Rows[Any], *tuple[Any, ...]],
     **options: Unpack[MaskOptions],
 ) -> tuple[Carry, Y]: ...
 @verb
@@ -177,7 +80,7 @@ def mask_scan(
     f: Callable[..., Any],
     init: PyTree,
     xs: PyTree = None,
-    *,
+    *_more: Any,
     lengths: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     resets: ArrayLike | None = None,
@@ -288,58 +191,20 @@ def mask_scan(
          [ 6.  0.]]
     """
     try:
-        out_axes, remat, save, truncate, progress, checks, others = _split(f, options, time_axis)
+        check_positional(_more, "step, init, xs", "lengths")
+        check_options(options, _ACCEPTED, {})
+        check_callable(f, MASK_SCAN.call)
         time_axis, axes = check_time_axis(time_axis), {"carry_axes": carry_axes, "x_axes": x_axes, "y_axes": y_axes}
         carries, inputs, outputs = (static_axes(*each, none=True) for each in axes.items())
-        filled, chunk = Prefix.of(check_fill(fill)), check_chunk(chunk, compact)
+        fill, chunk = check_fill(fill), check_chunk(chunk, compact)
         compact = check_compact(compact, keyed=options.get("key") is not None)
         xs, flags = rows_of(xs, RowFlags(lengths, mask, resets), time_axis, options.get("in_axes"))
-        call = prepare(MASK_SCAN, f, init, xs, length, masked=True, **others)
-        call = _with_rows(call, flags, reset_to, Said(init, carries, time_axis))
-        return call.run(
-            OverRows(carries, inputs, outputs, time_axis, call.axes, compact),
-            BeginSegments.of(call.given.rows),
-            call.checking(checks, around=AROUND_ROWS),
-            MoveOutputs.of(out_axes, save),
-            Mask(filled, repr(fill)),
-            ResetRows(),
-            Truncate.of(truncate),
-            KeepRows(check_save(save), filled),
-            EndsOfSequences(),
-            Recompute.of(remat),
-            Skip(chunk, compact),
-            call.showing(progress),
-        )
+        rows = RowPlan(flags, carries, inputs, outputs, time_axis, reset_to, fill, chunk, compact)
+        options = {"in_axes": time_axis, "out_axes": time_axis, **options}
+        return run_scan(MASK_SCAN, f, init, xs, length, rows=rows, **options)
     except Exception as error:
-        explained = explain(error, "mask_scan", f, init)
+        explained = explain(in_own_words(error), "mask_scan", f, init)
     raise explained
 
 
-def _with_rows(call: Prepared, flags: RowFlags, reset_to: PyTree, said: Said) -> Prepared:
-    """The call with what was told of its rows, checked."""
-    checked = check_rows(flags, said.time_axis, call.call.length)
-    return call.with_rows(check_targets(checked, reset_to, said, call.adopted, call.given.init, call.call.names[0]))
-
-
-def _split(
-    f: Any, options: Mapping[str, Any], time_axis: int
-) -> tuple[Axes, RematLike | None, Save, int | None, ProgressLike, Any, dict[str, Any]]:
-    """The options that transforms are made of, and the others."""
-    check_options(options, _ACCEPTED, {})
-    check_callable(f, MASK_SCAN.call)
-    time_axis = check_time_axis(time_axis)
-    others: dict[str, Any] = {"in_axes": time_axis, "out_axes": time_axis} | dict(options)
-    taken: list[Any] = [others.pop(name, default) for name, default in _OF_TRANSFORMS.items()]
-    refuse_truncate(options.get("truncate"), options.get("check_finite", False))
-    return *taken, others
-
-
-_OF_TRANSFORMS = {
-    "out_axes": 0,
-    "remat": None,
-    "save": "all",
-    "truncate": None,
-    "progress": None,
-    "check_finite": False,
-}
-_ACCEPTED = frozenset(Options.__annotations__) | MaskOptions.__annotations__.keys() | {"length"}
+_ACCEPTED = frozenset(Options.__annotations__) | MaskOptions.__annotations__.keys()

@@ -6,43 +6,178 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
+import numpy as np
+from jax.core import Tracer
 
+from .._avals import shape_of
 from .._axes import LeafAxes
 from .._body.call import check_callable, takes_keyword
-from .._body.conventions import Convention
+from .._body.signature import Convention
 from .._checks.arguments import (
     check_key,
     check_keywords,
-    check_length,
     check_name,
     check_reverse,
     check_unroll,
     infer_length,
     resolve_axes,
 )
-from .._errors import describe_body
-from .._loop.body import Body
+from .._checks.reset_to import check_targets
+from .._checks.rows import check_length, check_padded, check_rows
+from .._data.batches import Packed, Padded
+from .._errors import ArgumentError, Fault, describe_body
+from .._loop.body import Body, note_types
 from .._loop.loop import Transform
-from .._loop.retrace import note_types
 from .._transforms.axes import OverAxes
-from .._transforms.backward import no_forward_mode
-from .._transforms.finite.backward import CheckCotangents, in_reverse_mode
-from .._transforms.finite.case import About
-from .._transforms.finite.check import CheckFinite
-from .._transforms.finite.deliver import deliver
-from .._transforms.finite.refuse import looks_backward
+from .._transforms.finite.backward import CheckCotangents, in_reverse_mode, refuse_truncate
+from .._transforms.finite.case import About, looks_backward
+from .._transforms.finite.check import CheckFinite, deliver
 from .._transforms.finite.site import Slices
+from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
 from .._transforms.program import Arguments, Call, Program, Transformed, execute
-from .._transforms.progress import ShowProgress
+from .._transforms.progress import ShowProgress, no_forward_mode
 from .._transforms.refuse import in_reverse_alone
+from .._transforms.remat import Recompute
+from .._transforms.rows.axes import RowFlags
+from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.mask import Mask
-from .._transforms.rows.resets import ResetRows
-from .._tree import Prefix, freeze_static, thaw_static
-from .._types import Array, Axes, ProgressLike, PyTree
+from .._transforms.rows.over_rows import OverRows
+from .._transforms.rows.packed import EndsOfSequences
+from .._transforms.rows.resets import BeginSegments, ResetRows
+from .._transforms.rows.skip import Skip
+from .._transforms.truncate import Truncate
+from .._tree import Prefix, PrefixMismatch, broadcast_prefix, freeze_static, leaves_with_path, thaw_static
+from .._types import Array, ArrayLike, Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
 from ..carries._registry import Adopted, adopt
+
+_Batch = Padded[Any] | Packed[Any]
+
+
+def rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple[PyTree, RowFlags]:
+    """The data of xs, and the rows of the batches in it; those of anything else as they were given.
+
+    Raises:
+        Fault: for an `ArgumentError` if something else says what the batches say, or if they differ in that.
+    """
+    batches = _batches("xs", xs)
+    if not batches:
+        return xs, flags
+    path, first = batches[0]
+    kind, is_packed = type(first).__name__, isinstance(first, Packed)
+    said = {"lengths": flags.lengths, "mask": flags.mask, "time_axis": time_axis or None}
+    said |= {"resets": flags.resets} if is_packed else {}
+    said |= {"in_axes": in_axes} if _is_batch(xs) else {}
+    check_padded(said, kind, path)
+    for other_path, other in batches:
+        for inner, node in _batches(f"{other_path}.data", other.data):
+            raise Fault(
+                ArgumentError,
+                f"{{call}}: {inner} is a `{type(node).__name__}` within a `{type(other).__name__}`.",
+                f"A batch may only contain data: use `{inner}.data` there, or pass both batches side by side.",
+            )
+        _refuse_other_rows(batches[0], (other_path, other))
+    data = jax.tree.map(lambda node: node.data if _is_batch(node) else node, xs, is_leaf=_is_batch)
+    if in_axes is not None:
+        _check_in_axes(in_axes, xs, data)
+    if isinstance(first, Padded):
+        return data, RowFlags(lengths=first.lengths, resets=flags.resets)
+    spans = first.index.row, first.index.start, first.index.length
+    return data, RowFlags(mask=first.mask, resets=first.resets, spans=spans, inits=_init_of(batches))
+
+
+def refuse_batches(xs: PyTree, in_axes: Axes, convention: Convention) -> None:
+    """Refuses a `Padded` or a `Packed` as xs of a loop that does not know of them: its lengths have no steps.
+
+    A stack of several batches, one for each step, is allowed, and so is what `in_axes` describes.
+    """
+    if not (type(in_axes) is int and in_axes == 0):
+        return
+    for path, node in _batches("xs", xs):
+        counts = node.lengths if isinstance(node, Padded) else node.index.length
+        sizes = {(shape_of(leaf) or (None,))[0] for leaf in jax.tree.leaves(node)}
+        if len(shape_of(counts) or ()) > 1 and len(sizes) == 1:  # a stack of batches
+            continue
+        kind = type(node).__name__
+        cures = [
+            f"`treescan.mask_scan` takes a `{kind}` as xs. Its body returns a pair (carry, y).",
+            f"To run all steps, also the padded ones, pass `{path}.data`.",
+        ]
+        if kind == "Padded" and convention.verb in ("fold", "accumulate"):
+            cures.insert(0, f"Pass `{path}.data` in its place, and `lengths={path}.lengths`.")
+        raise Fault(
+            ArgumentError,
+            f"{{call}}: {path} is a `{kind}`, but {{verb}} does not know its lengths, and would scan over them too.",
+            *cures,
+        )
+
+
+def _is_batch(node: Any) -> bool:
+    return isinstance(node, Padded | Packed)
+
+
+def _batches(root: str, tree: PyTree) -> list[tuple[str, _Batch]]:
+    return [(path, node) for path, node in leaves_with_path(root, tree, is_leaf=_is_batch) if _is_batch(node)]
+
+
+def _refuse_other_rows(first: tuple[str, _Batch], other: tuple[str, _Batch]) -> None:
+    """Refuses two batches that do not say the same of their rows, or may not."""
+    (path, batch), (other_path, other_batch) = first, other
+    both = f"{path} is a `{type(batch).__name__}` and {other_path} a `{type(other_batch).__name__}`"
+    says, cure = f"{{call}}: {both}, which have different rows.", ""
+    pairs = [] if type(batch) is not type(other_batch) else list(zip(_said(batch), _said(other_batch), strict=True))
+    if not pairs:
+        cure = (
+            "Make both with `pad`, or both with `pack`. "
+            f"`repad({path if isinstance(batch, Packed) else other_path}, ys)` gives each packed sequence a row."
+        )
+    elif any(a is not b and (isinstance(a, Tracer) or isinstance(b, Tracer)) for a, b in pairs):
+        says = f"{{call}}: {both}, whose rows are traced, so they may differ."
+        cure = f"Combine the data of both into one batch: `{path}._replace(data=({path}.data, {other_path}.data))`."
+    elif not all(a is b or np.array_equal(a, b) for a, b in pairs):
+        cure = "Make one batch from sequences that contain both, `pad([(a, b), ...])` or `pack([(a, b), ...])`."
+    if cure:
+        raise Fault(ArgumentError, says, cure)
+
+
+def _said(batch: _Batch) -> list[Any]:
+    """What a batch says of its rows."""
+    return [batch.lengths] if isinstance(batch, Padded) else [batch.mask, batch.resets, *batch.index]
+
+
+def _init_of(batches: list[tuple[str, Any]]) -> PyTree:
+    """The inits of the one batch that has some."""
+    having = [(path, batch.init) for path, batch in batches if batch.init is not None]
+    if len(having) > 1 and any(init is not having[0][1] for _, init in having):
+        raise Fault(
+            ArgumentError,
+            f"{{call}}: {having[0][0]} and {having[1][0]} both have an `init` for each sequence.",
+            f"Leave one of them out: `{having[1][0]}._replace(init=None)`.",
+        )
+    return having[0][1] if having else None
+
+
+def _check_in_axes(in_axes: Axes, xs: PyTree, data: PyTree) -> None:
+    """Refuses `in_axes` that say of the data of a batch anything but 0; what is no prefix is found out later."""
+    own = jax.tree.map(
+        lambda node: jax.tree.map(lambda _: True, node.data) if _is_batch(node) else False, xs, is_leaf=_is_batch
+    )
+    try:
+        axes = broadcast_prefix(in_axes, data, "xs")
+    except PrefixMismatch:
+        return
+    named = leaves_with_path("xs", data)
+    for axis, is_own, (path, _) in zip(axes, jax.tree.leaves(own), named, strict=True):
+        if is_own and not (type(axis) is int and axis == 0):
+            raise Fault(
+                ArgumentError,
+                f"{{call}}: `in_axes` is {axis!r} for {path}, a part of a batch. The first axis of a "
+                "batch is always the steps.",
+                "Give 0 for the parts of a `Padded` or a `Packed`, and other axes, or None, for the other leaves.",
+            )
+
 
 AROUND_ROWS: tuple[Transform, ...] = (Mask(Prefix.of(0), "0"), ResetRows())
 """Surrounds each step of rows if its y is not kept."""
@@ -94,10 +229,6 @@ class Prepared:
         records = call.convention.records
         about = About(over, indexed, bool(call.custom), ends_early, backward=backward, records=records)
         return (CheckCotangents if backward else CheckFinite)(about, slices, around)
-
-    def with_rows(self, rows: Any) -> Prepared:
-        """The same, with what a masked scan was told of its rows."""
-        return dataclasses.replace(self, given=self.given._replace(rows=rows))
 
     def run_program(
         self, program: Program[tuple[PyTree, PyTree]], transforms: tuple[Transform, ...], *, compiles: bool = True
@@ -177,11 +308,15 @@ def prepare(
     frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
     axes = resolve_axes(in_axes, frozen_xs)
     steps = measure(frozen_xs, axes) if measure else infer_length(frozen_xs, check_length(length), axes)
+    sees_valid = masked and takes_keyword(body, "valid")
+    passed = {"key": "the option `key`"} if key is not None else {}
+    passed |= {"valid": "mask_scan"} if sees_valid else {}
+    check_keywords(body, passed, convention)
     call = Call(
         body,
         convention,
         steps,
-        sees_valid=check_body(body, convention, keyed=key is not None, masked=masked),
+        sees_valid=sees_valid,
         reverse=check_reverse(reverse),
         unroll=check_unroll(unroll, steps),
         frozen=frozen_init is not adopted.init or frozen_xs is not xs,
@@ -210,10 +345,106 @@ def restored(result: tuple[PyTree, PyTree], call: Call, adopted: Adopted) -> tup
     return adopted.restore(state), (adopted.restore(ys) if call.convention.stacks else ys)
 
 
-def check_body(body: Body, convention: Convention, *, keyed: bool, masked: bool = False) -> bool:
-    """Checks a body's parameters against its arguments; returns whether it takes `valid`."""
-    sees_valid = masked and takes_keyword(body, "valid")
-    passed = {"key": "the option `key`"} if keyed else {}
-    passed |= {"valid": "mask_scan"} if sees_valid else {}
-    check_keywords(body, passed, convention)
-    return sees_valid
+_ZERO = Prefix.of(0)
+
+
+class RowPlan(NamedTuple):
+    """What a verb is told of its rows.
+
+    Attributes:
+        flags: where they are valid, and where segments begin.
+        carries: the axis of the batch in each leaf of the carry, a prefix of it.
+        inputs: that in each leaf of a step's x.
+        outputs: that in each leaf of a step's y; None: it has none.
+        time_axis: the axis of the steps in the mask and the resets.
+        reset_to: what a reset restores.
+        fill: the y of padded steps.
+        chunk: the number of steps that are skipped together.
+        compact: the numbers of rows that the body runs on.
+    """
+
+    flags: RowFlags
+    carries: Prefix = _ZERO
+    inputs: Prefix = _ZERO
+    outputs: Prefix | None = _ZERO
+    time_axis: int = 0
+    reset_to: PyTree = None
+    fill: PyTree = 0
+    chunk: int | None = None
+    compact: bool | tuple[int, ...] = False
+
+
+def run_scan(
+    convention: Convention,
+    f: Callable[..., Any],
+    init: PyTree,
+    xs: PyTree,
+    length: int | None,
+    *,
+    lengths: ArrayLike | None = None,
+    rows: RowPlan | None = None,
+    out_axes: Axes = 0,
+    remat: RematLike | None = None,
+    save: Save = "all",
+    truncate: int | None = None,
+    progress: ProgressLike = None,
+    check_finite: FiniteCheck = False,
+    **options: Any,
+) -> tuple[Any, Any]:
+    """Runs a scan.
+
+    Args:
+        convention: how the verb calls the body, and what the body returns.
+        f: the body.
+        init: the carry that the first step is given.
+        xs: what is scanned over.
+        length: the number of steps.
+        lengths: as for `treescan.mask_scan`.
+        rows: what else the verb is told of its rows, whose xs hold no batch.
+        out_axes: as for `treescan.scan`.
+        remat: as for `treescan.scan`.
+        save: as for `treescan.scan`.
+        truncate: as for `treescan.scan`.
+        progress: as for `treescan.scan`.
+        check_finite: as for `treescan.scan`.
+        **options: those of `prepare`.
+    """
+    refuse_truncate(truncate, check_finite)
+    if rows is None:
+        refuse_batches(xs, options.get("in_axes", 0), convention)
+    if lengths is not None:
+        rows = RowPlan(RowFlags(lengths), outputs=None if convention.stacks else _ZERO)
+    call = prepare(convention, f, init, xs, length, masked=rows is not None, **options)
+    if rows is None:
+        return call.run(
+            call.over_axes,
+            call.checking(check_finite),
+            MoveOutputs.of(out_axes, save),
+            Recompute.of(remat),
+            Truncate.of(truncate),
+            KeepOutputs.of(save),
+            call.showing(progress),
+        )
+    given, filled = call.given._replace(rows=_checked(rows, call, init)), Prefix.of(rows.fill)
+    call = dataclasses.replace(call, given=given)
+    return call.run(
+        OverRows(rows.carries, rows.inputs, rows.outputs, rows.time_axis, call.axes, rows.compact),
+        BeginSegments.of(call.given.rows),
+        call.checking(check_finite, around=AROUND_ROWS),
+        MoveOutputs.of(out_axes, save),
+        Mask(filled, repr(rows.fill)),
+        ResetRows(),
+        Truncate.of(truncate),
+        KeepRows(check_save(save), filled),
+        EndsOfSequences(),
+        Recompute.of(remat),
+        Skip(rows.chunk, rows.compact),
+        call.showing(progress),
+    )
+
+
+def _checked(rows: RowPlan, call: Prepared, init: PyTree) -> RowFlags:
+    """Where rows are, with what a reset restores."""
+    time, root = rows.time_axis, call.call.names[0]
+    flags = check_rows(rows.flags, time, call.call.length)
+    return check_targets(flags, rows.reset_to, init, rows.carries, time, call.adopted, call.given.init, root)

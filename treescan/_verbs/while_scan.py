@@ -3,26 +3,24 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Generic, NamedTuple, Unpack, overload
 
 import jax
 
 from .._avals import describe_leaf
 from .._axes import LeafAxes, static_axes
-from .._body.conventions import WHILE_SCAN
-from .._checks.arguments import check_length, check_options, infer_length
-from .._checks.rows import check_compact
+from .._body.signature import WHILE_SCAN
+from .._checks.arguments import check_options, check_positional, infer_length
+from .._checks.rows import check_compact, check_length
 from .._errors import WHILE_WORDS, ArgumentError, Fault, Row, explain, verb
 from .._loop.body import Body
 from .._reprs import short_html, short_repr
-from .._transforms.finite.deliver import deliver
+from .._transforms.finite.check import deliver
 from .._transforms.outputs import MoveOutputs, check_save
-from .._transforms.progress_arguments import check_progress, refuse_backward
+from .._transforms.progress import check_progress, refuse_backward
+from .._transforms.refuse import in_own_words
 from .._transforms.rows.fill import HOLD, check_fill
-from .._transforms.until.condition import check_condition
-from .._transforms.until.program import Until, remat_of
-from .._transforms.until.stop_rows import StopRows
 from .._tree import Prefix, leaves_with_path
 from .._types import (
     Array,
@@ -40,7 +38,7 @@ from .._types import (
     X,
     Y,
 )
-from .prepare import AROUND_ROWS, prepare
+from .prepare import AROUND_ROWS, prepare, refuse_batches
 
 _ACCEPTED = frozenset(WhileOptions.__annotations__) | {"max_length", "key"}
 _TRACED_MOST = (
@@ -164,7 +162,7 @@ def while_scan(
     f: Callable[..., Any],
     init: PyTree,
     xs: PyTree = None,
-    *,
+    *_more: Any,
     max_length: int | None = None,
     fill: PyTree = 0,
     remat: RematLike | None = None,
@@ -267,8 +265,11 @@ def while_scan(
         [1.  0.5 1. ] [3 0 1]
     """
     try:
-        check_options(options, _ACCEPTED, _REFUSES)
-        check_condition(cond)
+        _check_call(cond, xs, options, _more)
+        # Here, not above: only loops that end early load what runs them.
+        from .._transforms.until.condition import StopRows
+        from .._transforms.until.program import Until, remat_of
+
         plan, kept, out_axes = remat_of(remat), check_save(save), options.pop("out_axes", 0)
         measure = functools.partial(_check_max_length, max_length)
         call = prepare(WHILE_SCAN, f, init, xs, measure=measure, masked=True, **options)
@@ -291,8 +292,18 @@ def while_scan(
         del asked
         return WhileResult(*call.restored((ended.state, deliver(ended.ys))), ended.steps, ended.stopped)
     except Exception as error:
-        explained = explain(error, "while_scan", f, init, WHILE_WORDS)
+        explained = explain(in_own_words(error), "while_scan", f, init, WHILE_WORDS)
     raise explained
+
+
+def _check_call(cond: Any, xs: PyTree, options: Mapping[str, Any], more: tuple[Any, ...]) -> None:
+    """Refuses arguments that the verb does not take, and a condition that it cannot call."""
+    from .._transforms.until.condition import check_condition
+
+    check_positional(more, "cond, step, init, xs", "max_length")
+    check_options(options, _ACCEPTED, _REFUSES)
+    check_condition(cond)
+    refuse_batches(xs, options.get("in_axes", 0), WHILE_SCAN)
 
 
 def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int:

@@ -197,7 +197,7 @@ def describe_class(kind: type) -> str:
 
 
 def describe_function(function: Callable[..., Any]) -> str:
-    """The same for a function."""
+    """A function, where it is defined, and the distribution that brings it."""
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__qualname__", type(function).__qualname__).rsplit("<locals>.", 1)[-1]

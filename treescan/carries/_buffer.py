@@ -1,18 +1,191 @@
-"""A store that values are appended to."""
+"""Stores of values: a buffer that is appended to, and the best values so far."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
+from jax.core import Tracer
+from jax.typing import DTypeLike
 
-from .._avals import describe_leaf
-from .._types import Array, ArrayLike, PyTree
+from .._avals import describe_argument, describe_leaf, describe_node, describe_traced, exact_int
+from .._errors import ArgumentTypeError, Fault, TracedArgumentError, named_options
+from .._types import Array, ArrayLike, PyTree, TreeDef
 from ._base import AbstractCarry, as_seen
-from ._entries import entries, entry, fitted, is_shared, maker, numbers, pair, same_structure
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+def strong(value: ArrayLike) -> Array:
+    """A copy that is not weakly typed, so that the loop need not be traced again with its promoted type."""
+    array = numbers(value)
+    return own(jnp.asarray(array, array.dtype))
+
+
+def own(value: Any) -> Any:
+    """A copy of an array, for a state that is donated: JAX refuses one that holds the same buffer twice.
+
+    A traced value has no buffer, and is not copied.
+    """
+    if isinstance(value, Tracer) or not isinstance(value, jax.Array):
+        return value
+    with jax.ensure_compile_time_eval():  # under a trace the copy would be an operation of the program
+        return value.copy()
+
+
+def inexact(value: ArrayLike) -> Array:
+    """A value as a floating-point array with a strong type."""
+    array = numbers(value)
+    return strong(value if jnp.issubdtype(array.dtype, jnp.inexact) else array.astype(float))
+
+
+def numbers(value: Any, name: str = "") -> Array:
+    """A value as an array.
+
+    Raises:
+        Fault: for an `ArgumentTypeError` if it is none. `name` is the parameter that it was given as, if it is one.
+    """
+    try:
+        return jnp.asarray(value)
+    except (TypeError, ValueError):
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}}: {f'`{name}` is an array or a number' if name else 'it carries arrays and numbers'}, got "
+            f"{describe_argument(value)}.",
+            "Give an array, a number or, if a pytree is carried, a tree of these.",
+        ) from None
+
+
+def maker(function: _F) -> _F:
+    """A public function that makes a carry: of what is wrong with its arguments, the user sees the public error."""
+    return named_options(function)
+
+
+def same_structure(given: PyTree, value: PyTree) -> None:
+    """Refuses a value whose structure is not that of what is carried.
+
+    Raises:
+        TypeError: if it is not.
+    """
+    structures: list[TreeDef] = [jax.tree.structure(given), jax.tree.structure(value)]
+    if structures[0] != structures[1]:
+        raise TypeError(f"it carries {describe_node(value)}, but was given {describe_node(given)}")
+
+
+def widest(*dtypes: DTypeLike) -> DTypeLike:
+    """The floating-point dtype to compute in, at least float32: whatever JAX is told about promotion."""
+    wide: DTypeLike = jnp.float32
+    for dtype in dtypes:
+        wide = dtype if jnp.issubdtype(dtype, jnp.floating) and jnp.finfo(dtype).bits > 32 else wide
+    return wide
+
+
+class Entries(NamedTuple):
+    """What was returned in one step for a value that all rows share: `[*rows, ...]`.
+
+    Attributes:
+        values: the entries; 0 in those that do not count.
+        counts: bool[*rows, ...], broadcast over the trailing axes: which of them count; None if all do.
+        number: int32[]: how many rows count.
+        axes: the axes of the rows.
+    """
+
+    values: Array
+    counts: Array | None
+    number: Array
+    axes: tuple[int, ...]
+
+
+def is_shared(shared: bool | None, value: Array) -> bool:
+    """Whether all rows share a value: if it is said, else if it has no axis that rows could be on."""
+    return jnp.ndim(value) == 0 if shared is None else shared
+
+
+def entry(returned: ArrayLike, value: Array) -> Array:
+    """What was returned for a value, in its dtype.
+
+    Raises:
+        TypeError: if the shapes differ.
+    """
+    new = _array(returned)
+    if new.shape != value.shape:
+        raise TypeError(f"it carries {describe_leaf(value)}, but was given {describe_leaf(returned)}")
+    return fitted(new, value)
+
+
+def fitted(new: Array, value: Array) -> Array:
+    """A number in the dtype of what is carried.
+
+    Raises:
+        TypeError: if that would lose more than precision: the fraction, the imaginary part, all but whether it is 0.
+    """
+    order = (jnp.bool_, jnp.integer, jnp.floating, jnp.complexfloating)
+    kinds = [next((i for i, kind in enumerate(order) if jnp.issubdtype(x.dtype, kind)), 0) for x in (new, value)]
+    if kinds[0] > kinds[1]:
+        raise TypeError(f"it carries {describe_leaf(value)}, which cannot hold {describe_leaf(new)}")
+    return new.astype(value.dtype)
+
+
+def entries(returned: ArrayLike, value: Array, valid: Array | None, *, shared: bool | None = True) -> Entries:
+    """What was returned for the rows of a batch, for a value that they share.
+
+    Args:
+        returned: what was returned.
+        value: what is carried.
+        valid: the rows that are data; None: there are no rows, or nothing says so.
+        shared: whether the user said that rows share the value; None: it is only taken to be so.
+
+    Raises:
+        TypeError: if the shape does not end in the value's, or does not begin with the mask's; or if nothing says that
+            its other axes are rows.
+    """
+    new = _array(returned)
+    extra = new.ndim - value.ndim
+    rows = new.shape[:extra]
+    if extra > 0 and valid is None and shared is None:
+        raise TypeError(
+            f"it carries {describe_leaf(value)}, but was given {describe_leaf(returned)}. For a number per "
+            f"entry, make it of shape {new.shape}. To combine all entries into one number, say `shared=True`"
+        )
+    if extra < 0 or new.shape[extra:] != value.shape or (valid is not None and rows not in ((), valid.shape)):
+        rows_too = "" if valid is None else f", one for each row of {list(valid.shape)} or one for all"
+        raise TypeError(f"it carries {describe_leaf(value)}{rows_too}, but was given {describe_leaf(returned)}")
+    new = fitted(new, value)
+    axes = tuple(range(extra))
+    if valid is None:
+        return Entries(new, None, jnp.asarray(_size(rows), jnp.int32), axes)
+    counts = jnp.any(valid) if not rows else valid
+    number = jnp.sum(counts, dtype=jnp.int32)
+    counts = counts.reshape(*counts.shape, *(1 for _ in value.shape))
+    return Entries(jnp.where(counts, new, jnp.zeros_like(new)), counts, number, axes)
+
+
+def pair(returned: Any, names: str) -> tuple[Any, Any]:
+    """What was returned, as the pair that it must be.
+
+    Raises:
+        TypeError: if it is none.
+    """
+    if not isinstance(returned, tuple | list) or len(returned) != 2:
+        raise TypeError(f"the body returns a pair ({names}) in its place")
+    return returned[0], returned[1]
+
+
+def _array(returned: ArrayLike) -> Array:
+    if isinstance(returned, list | tuple):  # of which JAX would make an array
+        raise TypeError(f"it carries an array, but was given {describe_node(returned)}")
+    return jnp.asarray(returned)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    size = 1
+    for n in shape:
+        size *= n
+    return size
+
 
 T = TypeVar("T")
 
@@ -81,12 +254,35 @@ class Buffer(AbstractCarry[tuple[Any, Array], tuple[Any, ArrayLike]]):
         return TypeError(says)
 
     def rows(self) -> Mapping[str, Any] | None:
-        """As `shared` has it: behind the capacity in the values."""
+        """Where rows are: behind the capacity in the values; None if all rows share the buffer."""
         return None if is_shared(self.shared, self.count) else {"values": 1, "count": 0}
 
 
 def _capacity(values: PyTree) -> int:
     return jax.tree.leaves(values)[0].shape[0]
+
+
+def _checked_batch(batch: Any) -> tuple[int, ...]:
+    sizes = [exact_int(size) for size in batch] if isinstance(batch, tuple | list) else [None]
+    if any(size is None or size < 0 for size in sizes):
+        one = exact_int(batch)
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}}: `batch` must be a tuple of ints, got {describe_traced(batch)}.",
+            f"Did you mean `batch=({one},)`?" if one is not None else "Give the batch shape, `batch=(rows,)`.",
+        )
+    return tuple(size for size in sizes if size is not None)
+
+
+def _checked_capacity(capacity: Any) -> int:
+    count = exact_int(capacity)
+    if count is None:
+        raise Fault(
+            TracedArgumentError if isinstance(capacity, Tracer) else ArgumentTypeError,
+            f"{{verb}}: `capacity` must be an int, got {describe_traced(capacity)}.",
+            "It is a part of the shape of the buffer, so it must be known when the program is traced.",
+        )
+    return count
 
 
 @maker
@@ -119,6 +315,7 @@ def buffer(value: T, capacity: int, *, batch: tuple[int, ...] = (), shared: bool
     """
     if not jax.tree.leaves(value):
         raise ValueError("a buffer holds values, but the one given for their types has no leaves")
+    batch, capacity = _checked_batch(batch), _checked_capacity(capacity)
     if capacity < 1:
         raise ValueError(f"a buffer has room for at least one value, but got capacity={capacity}")
 
@@ -126,3 +323,121 @@ def buffer(value: T, capacity: int, *, batch: tuple[int, ...] = (), shared: bool
         return jnp.zeros((capacity, *batch, *jnp.shape(leaf)), numbers(leaf).dtype)
 
     return as_seen(Buffer(jax.tree.map(room, value), jnp.zeros(batch, jnp.int32), shared))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Best(AbstractCarry[tuple[Array, Any], tuple[ArrayLike, Any]]):
+    """The candidate with the best score so far, of the pairs (score, value) that the body returns.
+
+    Of several candidates with the same score, the first stays. A score that is NaN is never better.
+
+    Attributes:
+        score: of the best, floating point.
+        value: the best: any pytree of arrays that start with the axes of the score.
+        mode: "max" or "min", which scores are better.
+        shared: whether all rows share it; None: if the score has no axes.
+    """
+
+    score: Array
+    value: PyTree
+    mode: Literal["max", "min"] = field(default="max", metadata={"static": True})
+    shared: bool | None = field(default=None, metadata={"static": True})
+
+    def read(self) -> tuple[Array, PyTree]:
+        """The best score and its value."""
+        return self.score, self.value
+
+    def write(self, returned: tuple[ArrayLike, PyTree], valid: Array | None) -> Best:
+        """The better one of two, or of all valid rows."""
+        score, value = pair(returned, "score, value")
+        same_structure(value, self.value)
+        if is_shared(self.shared, self.score):
+            if 0 in jnp.shape(score):
+                return self
+            score, value = self._best_row(score, value, valid)
+        score = entry(score, self.score)
+        better = score > self.score if self.mode == "max" else score < self.score
+
+        def choose(new: Any, old: Array) -> Array:
+            new = entry(new, old)
+            return jnp.where(better.reshape(*better.shape, *(1 for _ in range(old.ndim - better.ndim))), new, old)
+
+        return replace(self, score=jnp.where(better, score, self.score), value=jax.tree.map(choose, value, self.value))
+
+    def _best_row(self, score: ArrayLike, value: PyTree, valid: Array | None) -> tuple[Array, PyTree]:
+        rows = entries(score, self.score, valid)
+        if not rows.axes:
+            counts = True if rows.counts is None else rows.counts
+            return jnp.where(counts, rows.values, self._worst()), value
+        counts = ~jnp.isnan(rows.values) if rows.counts is None else rows.counts & ~jnp.isnan(rows.values)
+        flat = jnp.where(counts, rows.values, self._worst()).reshape(-1)
+        place = jnp.argmax(flat) if self.mode == "max" else jnp.argmin(flat)
+
+        def take(leaf: Any) -> Array:
+            leaf = jnp.asarray(leaf)
+            shape = rows.values.shape
+            if leaf.shape[: len(shape)] != shape:
+                raise TypeError(f"the scores are {describe_leaf(score)}, but a value is {describe_leaf(leaf)}")
+            return leaf.reshape(-1, *leaf.shape[len(shape) :])[place]
+
+        return flat[place], jax.tree.map(take, value)
+
+    def _worst(self) -> float:
+        return -jnp.inf if self.mode == "max" else jnp.inf
+
+    def rows(self) -> Mapping[str, Any] | None:
+        """Where rows are in each field; None if all rows share it."""
+        return None if is_shared(self.shared, self.score) else {"score": 0, "value": 0}
+
+
+@maker
+def best(
+    value: T,
+    score: ArrayLike | None = None,
+    *,
+    mode: Literal["max", "min"] = "max",
+    shared: bool | None = None,
+) -> tuple[Array, T]:
+    """Carries the best candidate so far.
+
+    Args:
+        value: the first best value: any pytree of arrays. They are copied, so a state that also holds them can be
+            donated.
+        score: its score, a number, or one per row [*batch]. None: worse than any, -inf or inf, of shape [].
+        mode: whether high ("max") or low scores ("min") are better.
+        shared: whether all rows of a `mask_scan` share it: then the body returns scores [*batch] and values
+            [*batch, ...], of which the best valid row counts. None: if the score has no axes.
+
+    Returns:
+        `Best`, typed as the pair (score, value) that the body sees. The body returns a pair (score, candidate).
+
+    Raises:
+        ArgumentTypeError: if the score is not a number (but, for example, a function that computes it), or the value
+            contains no arrays.
+        ValueError: if the mode is another.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> from treescan.carries import best
+        >>> def descend(carry, _):
+        ...     x = carry["x"] - 0.9 * 2 * carry["x"]
+        ...     return {"x": x, "best": (x**2, x)}, None
+        >>> final, _ = treescan.scan(
+        ...     descend, {"x": 1.0, "best": best(1.0, mode="min")}, length=5
+        ... )
+        >>> print(final["best"].value.round(3))
+        -0.328
+    """
+    if mode not in ("max", "min"):
+        raise ValueError(f'mode is "max" or "min", but got {mode!r}')
+    if callable(score):
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}}: `score` must be a number, or one for each row, got {describe_argument(score)}.",
+            "It is the score of the first value. None is worse than any score. The body computes the scores of "
+            "later values, and returns `(score, candidate)` in the place of the carry.",
+        )
+    start = (-jnp.inf if mode == "max" else jnp.inf) if score is None else numbers(score, "score")
+    return as_seen(Best(inexact(start), jax.tree.map(strong, value), mode, shared))

@@ -1,17 +1,17 @@
-"""Changes the gradient of a carry on its way back through time."""
+"""Carries that change a gradient on its way back through time, or the dtype of what they hold."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, overload
 
 import jax
 import jax.numpy as jnp
 
 from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen, read_tree, write_tree
-from ._entries import own
+from ._buffer import inexact, maker, own, strong
 from ._registry import adopt_within
 
 T = TypeVar("T")
@@ -123,7 +123,8 @@ def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLik
     """
     if (limit is None) == (max_norm is None):
         raise ValueError("clip_gradient needs either `limit` or `max_norm`")
-    return as_seen(ClipGradient(jax.tree.map(own, adopt_within(tree, "clip_gradient")), limit, max_norm))
+    limits = (None if bound is None else inexact(bound) for bound in (limit, max_norm))
+    return as_seen(ClipGradient(jax.tree.map(own, adopt_within(tree, "clip_gradient")), *limits))
 
 
 @jax.tree_util.register_dataclass
@@ -170,3 +171,65 @@ def stop_gradient(tree: T) -> T:
         3.0
     """
     return as_seen(StopGradient(jax.tree.map(own, adopt_within(tree, "stop_gradient"))))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Cast(AbstractCarry[Any, Any]):
+    """Values that are cast back to their first dtypes in each step.
+
+    The body may return them in any dtype, for example after computing in bfloat16 with float32 weights.
+
+    Attributes:
+        tree: any pytree of arrays; custom carries may be in it.
+    """
+
+    tree: PyTree
+
+    def read(self) -> PyTree:
+        """The tree as it is."""
+        return read_tree(self.tree)
+
+    def write(self, returned: PyTree, valid: Array | None) -> Cast:
+        """What was returned, in the dtypes of before."""
+        new = write_tree(self.tree, returned, valid)
+        return Cast(jax.tree.map(_cast, self.tree, new))
+
+    def rows(self) -> int | Mapping[str, Any]:
+        """They lead; custom carries that it holds say so themselves."""
+        return 0
+
+
+def _cast(old: Any, new: Any) -> Any:
+    return new if old is new else jnp.asarray(new).astype(jnp.result_type(old))
+
+
+@overload
+def cast(tree: float) -> Array: ...
+@overload
+def cast(tree: T) -> T: ...
+@maker
+def cast(tree: Any) -> Any:
+    """Carries values that keep their dtypes, whatever dtypes the body returns.
+
+    Args:
+        tree: any pytree of arrays; custom carries may be in it.
+
+    Returns:
+        `Cast`, typed as the tree.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> from treescan.carries import cast
+        >>> def step(h, x):
+        ...     return jnp.tanh(
+        ...         h + x
+        ...     ), h  # x is float32, h bfloat16: the sum is float32
+        >>> final, _ = treescan.scan(
+        ...     step, cast(jnp.zeros((), jnp.bfloat16)), jnp.ones(4)
+        ... )
+        >>> final.read().dtype
+        dtype(bfloat16)
+    """
+    return as_seen(Cast(jax.tree.map(strong, adopt_within(tree, "cast"))))

@@ -14,7 +14,7 @@ from .._avals import describe_argument
 from .._errors import ArgumentTypeError, Fault
 from .._types import Array
 from ._base import AbstractCarry, as_seen
-from ._entries import maker, own
+from ._buffer import maker, own
 
 
 @jax.tree_util.register_dataclass

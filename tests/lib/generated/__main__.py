@@ -2,12 +2,6 @@
 
 from __future__ import annotations
 
-import os
-
-FLAGS = "--xla_backend_optimization_level=0 --xla_cpu_multi_thread_eigen=false"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
-os.environ.setdefault("JAX_PLATFORMS", "cpu")
-
 import argparse
 import collections
 import gc

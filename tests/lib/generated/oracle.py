@@ -96,6 +96,7 @@ class Record(NamedTuple):
     inputs: Any
     reset: bool
     cut: bool
+    cut_all: bool
     first: bool  # of the rows that are valid in this step
 
 
@@ -144,7 +145,9 @@ class Plain:
         state = [np.array(leaf) for leaf in init]
         ys: dict[Any, list[np.ndarray]] = {}
         records, before = [], dict.fromkeys(rows)
-        truncate = program.option("truncate")
+        any_valid = valid.any(axis=tuple(range(1, valid.ndim)))
+        stretches, of_all = self._stretches(valid, resets), self._stretches(any_valid, np.zeros_like(any_valid))
+        before_all = None
         for t in self.order():
             shared = [np.array(leaf) for leaf in state]
             first = True
@@ -154,7 +157,7 @@ class Plain:
                 last = before[row]
                 flag = t if not program.option("reverse") else last
                 reset = last is not None and bool(resets[(flag, *row)])
-                cut = bool(truncate) and last is not None and last // int(truncate) != t // int(truncate)
+                cut = last is not None and stretches[(last, *row)] != stretches[(t, *row)]
                 carry = []
                 for leaf, new, place in zip(init, shared, self.carry, strict=True):
                     source = leaf if reset and place.axis is not None else new
@@ -167,9 +170,16 @@ class Plain:
                     if place.axis is not None or first:
                         leaf[place.index(row)] = np.asarray(value)
                 ys[(t, row)] = [np.asarray(a) for a in out]
-                records.append(Record(t, row, inputs, reset, cut, first))
+                cut_all = before_all is not None and of_all[before_all] != of_all[t]
+                records.append(Record(t, row, inputs, reset, cut, cut_all, first))
                 before[row], first = t, False
+            before_all = before_all if first else t
         return state, ys, records
+
+    def _stretches(self, valid: np.ndarray, resets: np.ndarray) -> np.ndarray:
+        """The stretch of `truncate` in which each step lies, by the valid steps of its segment that are before it."""
+        begins = np.maximum.accumulate(np.where(resets & valid, np.cumsum(valid, 0) - 1, 0), 0)
+        return (np.cumsum(valid, 0) - 1 - begins) // int(self.program.option("truncate") or valid.shape[0] + 1)
 
     # Outputs.
 
@@ -293,7 +303,7 @@ class Plain:
                         to_weights[i] += wide(next(found))
             for i, g in enumerate(shared):
                 if g is not None:
-                    to_state[i] = np.zeros_like(g) if any(r.cut for r in group) and not self.fixed[i] else g
+                    to_state[i] = np.zeros_like(g) if group[0].cut_all and not self.fixed[i] else g
         for i, c in enumerate(to_state):
             if c is not None:
                 to_init[i] += c

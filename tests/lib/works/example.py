@@ -12,7 +12,7 @@ from treescan.carries import Ema, ema
 
 from . import plain
 
-T, D = 5, 3
+T, D = 5, 2
 DECAY = 0.25
 
 
@@ -89,7 +89,7 @@ def cell(w: Any, state: State, term: Any, how: frozenset[str], key: Any = None, 
     """One step: an array that is multiplied by weights, and a count."""
     linear = "linear" in how
     act = state.act or (same if linear else jnp.tanh)
-    h = state.h @ w
+    h = state.h * jnp.broadcast_to(w[0], state.h.shape) if "apart" in how else state.h @ w
     h = act(h if term is None else h + term)
     if key is not None:
         h = h * jnp.broadcast_to(1 + jax.random.uniform(key, (D,)), h.shape)
@@ -146,7 +146,7 @@ def values(tree: Any) -> Any:
 
 def flag(given: Given) -> Any:
     """A bool that is traced wherever `given` is, and is another one for the second of two mapped examples."""
-    return given["w"].ravel()[0] > 0
+    return jnp.sum(given["w"]) > 0
 
 
 KEY = jax.random.key(7)

@@ -206,6 +206,16 @@ def restarts(valid: np.ndarray, begins: np.ndarray, row: tuple[int, ...], positi
     return bool(later) and bool(begins[(later[0], *row)])
 
 
+def steps_of_segment(valid: np.ndarray, begins: np.ndarray, row: tuple[int, ...]) -> list[int]:
+    """How many valid steps of a row's segment are before each step, in time."""
+    counts, count = [], 0
+    for t in range(len(valid)):
+        count = 0 if valid[(t, *row)] and begins[(t, *row)] else count
+        counts.append(count)
+        count += bool(valid[(t, *row)])
+    return counts
+
+
 def mask_scan(
     f: Body, init: Any, xs: Any = None, *, lengths: Any = None, mask: Any = None, resets: Any = None,
     reset_to: Any = None, time_axis: int = 0, length: int | None = None, fill: Any = 0, carry_axes: Any = 0,
@@ -232,7 +242,8 @@ def mask_scan(
         outputs[position], was = {}, dict(states)
         for row in running:
             state = was[row]
-            if crosses(before[row], position, truncate):
+            counts = steps_of_segment(valid, begins, row)
+            if before[row] is not None and crosses(counts[before[row]], counts[position], truncate):
                 state = each(jax.lax.stop_gradient, state)
             if restarts(valid, begins, row, position, reverse):
                 state = without_rows(starts[row], carry_axes, state)

@@ -114,12 +114,17 @@ def _laid_out(given: Given, options: Mapping[str, Any], how: frozenset[str]) -> 
         if "one row" not in how:
             shared = row is None or (whole and not tree)
             if shared:
-                leaf = leaf[:, 0]
+                leaf = _first_row(leaf)
             else:
                 leaf = leaf if whole else jnp.where(_good(options, how, given), leaf, jnp.nan)
                 leaf = jnp.moveaxis(leaf, 1, 1 + row)
         parts.append(leaf[0] if whole else jnp.moveaxis(leaf, 0, time))
     return X(*parts)
+
+
+def _first_row(leaf: Any) -> Any:
+    """The first row of `[..., B, D]`, in which rows may be split over devices."""
+    return jnp.sum(leaf * np.broadcast_to(np.eye(B, 1, dtype=np.float32), leaf.shape), -2)
 
 
 def _good(options: Mapping[str, Any], how: frozenset[str], given: Given) -> Any:
@@ -143,7 +148,7 @@ def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Gi
     if "mask" not in passed:
         lengths = _lengths(given) if "traced" in how else LENGTHS
         passed["lengths"] = lengths[0] if one else lengths
-    given = {name: leaf if not one or name == "w" else leaf[..., 0, :] for name, leaf in given.items()}
+    given = {name: leaf if not one or name == "w" else _first_row(leaf) for name, leaf in given.items()}
     carry_axes = _axes(options, "carry_axes", State)
     count = jnp.zeros(() if one or carry_axes.n is None else B, jnp.int32)
     body, init = _step(given, options, how), start(given, how, count)

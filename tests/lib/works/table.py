@@ -17,8 +17,9 @@ import numpy as np
 import treescan
 
 from . import layers, lifted, loops, plain, rows
-from .example import KEY, Form, Given, Verb
-from .transforms import TRANSFORMS, Run
+from .example import KEY, Form, Given, Verb, has
+from .meshes import MESHES
+from .transforms import OF_JAX, Run
 
 EQUAL = "equal"
 PAIRED = "grad"  # the transform under which options are paired
@@ -27,6 +28,11 @@ FEW = ("eager", "jit", "grad", "jvp", "vmap of grad")
 NOTHING = "no option"
 VERBS: dict[str, Verb] = {**loops.VERBS, **rows.VERBS, **layers.VERBS, **lifted.VERBS}
 TOLERANCE = 2e-5
+TRANSFORMS = {**OF_JAX, "Explicit mesh": MESHES["Explicit mesh, rows and features"]}
+_ALL = {**TRANSFORMS, **MESHES}
+_OF_FEATURES = [name for name in _ALL if name == "Explicit mesh" or name.endswith("features")]
+_BODIES = {LINEAR: has("linear"), **dict.fromkeys(_OF_FEATURES, has("apart"))}
+"""What the body is like. A product over features that are split would need a sharding in the body itself."""
 
 
 # What a verb is offered that is an option of other verbs only. `lift` is called in two steps, and Python refuses these.
@@ -96,7 +102,7 @@ def share(cell: Cell, of: int) -> bool:
 def outcome(cell: Cell) -> str:
     """What comes of a cell."""
     verb = VERBS[cell.verb]
-    transform = TRANSFORMS[cell.transform][0]
+    transform = _ALL[cell.transform][0]
     try:
         got = transform(_run(cell, treescan), verb.given)
     except treescan.TreescanError as error:
@@ -117,14 +123,14 @@ def _meant(cell: Cell) -> Any:
 
 @functools.lru_cache(maxsize=1024)
 def _plainly(cell: Cell) -> Any:
-    return jax.tree.map(np.asarray, TRANSFORMS[cell.transform][1](_run(cell, plain), VERBS[cell.verb].given))
+    return jax.tree.map(np.asarray, _ALL[cell.transform][1](_run(cell, plain), VERBS[cell.verb].given))
 
 
 def _run(cell: Cell, lib: Any) -> Run:
     verb = VERBS[cell.verb]
     forms = [form_of(cell.verb, name) for name in cell.forms]
     options = {name: value for form in forms for name, value in form.options.items()}
-    how = frozenset().union(*[form.how for form in forms], {"linear"} if cell.transform == LINEAR else ())
+    how = frozenset().union(*[form.how for form in forms], _BODIES.get(cell.transform, ()))
 
     def run(given: Given) -> list[jax.Array]:
         leaves = jax.tree.leaves(verb.program(lib, options, how, given))

@@ -18,12 +18,11 @@ import treescan
 from .example import Given
 
 Run = Callable[[Given], list[jax.Array]]
-CHEAP = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 
 def compiled(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """The program, run once: compiled without the passes that make it fast."""
-    return jax.jit(function, **options).lower(*given).compile(compiler_options=CHEAP)(*given)
+    """The program, run once."""
+    return jax.jit(function, **options)(*given)
 
 
 def is_inexact(leaf: Any) -> bool:
@@ -191,7 +190,7 @@ def _plain_transposed(run: Run, given: Given) -> Any:
     return transposed(run, given, _plain_vjp, lambda linear, numbers: linear(numbers))
 
 
-TRANSFORMS: dict[str, tuple[Callable[[Run, Given], Any], Callable[[Run, Given], Any]]] = {
+OF_JAX: dict[str, tuple[Callable[[Run, Given], Any], Callable[[Run, Given], Any]]] = {
     "eager": (_eager, _plain_values),
     "jit": (_jit, _plain_values),
     "disable_jit": (_disable_jit, _plain_values),

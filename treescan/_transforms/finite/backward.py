@@ -1,13 +1,15 @@
 """`check_finite="backward"`: looks at the cotangents of the carry, in reverse mode.
 
-The state holds a probe, whose cotangent notes what is found; see `probe.py`. A rule before the first step reads it once
-the gradient has come through all steps. Nothing is told in a program that is not differentiated.
+The state holds a probe, whose cotangent notes what is found (`Probe` in `again.py`). A rule before the first step reads
+it once the gradient has come through all steps. Nothing is told in a program that is not differentiated.
 """
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, cast
@@ -15,27 +17,38 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from ..._avals import place_like
 from ..._axes import LeafAxes
 from ..._errors import ArgumentError, Fault
 from ..._loop.body import Memo
 from ..._loop.loop import Feed, Loop, Step, Transform
 from ..._loop.run import as_arrays
 from ..._trace.blame import is_checked
-from ..._trace.hoist import Repeatable, as_loop
+from ..._trace.hoist import Repeatable, as_loop, merge
+from ..._trace.raw_keys import with_raw_keys
 from ..._types import Array, PyTree, TreeDef
+from ..nest import in_whole_state
 from ..refuse import in_reverse_alone
-from ..rows.batch_axes import spread_batch_axes
-from ..whole_state import in_whole_state
-from .again import in_branch
-from .case import About
-from .deliver import tell
-from .probe import Look, Probe, pass_outputs, pass_state, zero_of
-from .pull import Found, Pulled, case_of_pulled, evidence_of
-from .refuse import looks_backward, refuse_devices, refuse_effects
-from .rows import batch_of, with_heads
-from .site import Site, Slices, site_of
-from .watch import number_of_position
-from .within import outer_steps
+from ..rows.axes import spread_batch_axes
+from .again import (
+    At,
+    Found,
+    Look,
+    Probe,
+    Pulled,
+    Reads,
+    Told,
+    case_of_pulled,
+    evidence_of,
+    evidence_there,
+    in_branch,
+    pass_outputs,
+    pass_state,
+    zero_of,
+)
+from .case import About, Case, Evidence, Outer, looks_backward, outer_steps, refuse_devices, refuse_effects
+from .check import CheckLayers, at_layer, before_layer, in_leaves, positions_of, tell
+from .site import Site, Slices, batch_of, number_of_position, of_rows, site_of, with_heads
 
 
 @dataclass(frozen=True)
@@ -128,7 +141,7 @@ class WatchedBackward:
         return cast(Repeatable, self.step).once_only
 
     def silenced(self) -> WatchedBackward:
-        """The same without what the body says in callbacks."""
+        """The step without the callbacks of the body, for a second run that must not report again."""
         return dataclasses.replace(self, step=cast(Repeatable, self.step).silenced())
 
 
@@ -149,10 +162,10 @@ class CheckCotangents:
 
     def __call__(self, loop: Loop, last: Any = None) -> Loop:
         """The checked loop. `last` is the position that a loop in reverse begins with, if not its highest."""
-        if not loop.length:
+        if not loop.length or 0 in batch_of(loop):  # there is nothing to look at
             return loop
         refuse_devices()
-        loop = dataclasses.replace(loop, state=as_arrays(loop.state))
+        loop = with_raw_keys(dataclasses.replace(loop, state=as_arrays(loop.state)))
         site = site_of(
             loop, self.slices, self.around, loop.length - 1 if last is None else last, self.about.numbers(loop)
         )
@@ -161,7 +174,7 @@ class CheckCotangents:
         watched = _watched(plain, site)
         leaves, probe = self._begin(plain.state, site, watched)
         parts, structure = jax.tree.flatten(probe)
-        count = [jnp.zeros(batch_of(loop), jnp.int32)] * early
+        count = [of_rows(jnp.zeros(batch_of(loop), jnp.int32), loop)] * early
         step = WatchedBackward(
             plain.step,
             keyed=plain.xs.position is not None,
@@ -265,17 +278,24 @@ def _probe(
 ) -> Probe:
     rows = batch or ()
     y = [aval for aval in site.hoisted.y_avals if jnp.issubdtype(aval.dtype, jnp.inexact)]
-    pairs = zip(y, watched.y_axes, strict=True)
-    shapes = [aval.shape if axis is not None else (*rows, *aval.shape) for aval, axis in pairs]
+    zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in y]
+    pairs = zip(zeros, y, watched.y_axes, strict=True)
     shared = batch is not None and None in watched.axes
     return Probe(
-        jnp.zeros((*rows, 3), jnp.float32),
+        of_rows(jnp.zeros((*rows, 3), jnp.float32), site.given),
         list(map(jnp.zeros_like, leaves)),
         list(map(jnp.zeros_like, leaves)),
-        [jnp.zeros(shape, aval.dtype) for shape, aval in zip(shapes, y, strict=True)],
+        [
+            _of_each_row(zero, site.given, rows) if axis is None and rows else place_like(zero, aval)
+            for zero, aval, axis in pairs
+        ],
         jnp.zeros((), jnp.float32) if shared else None,
-        jnp.zeros((*rows, 2), jnp.float32) if ends_early and batch is not None else None,
+        of_rows(jnp.zeros((*rows, 2), jnp.float32), site.given) if ends_early and batch is not None else None,
     )
+
+
+def _of_each_row(leaf: Array, loop: Loop, rows: tuple[int, ...]) -> Array:
+    return of_rows(jnp.broadcast_to(leaf, (*rows, *leaf.shape)), loop)
 
 
 def _end(step: WatchedBackward, state: list[Array], length: Any) -> list[Array]:
@@ -305,7 +325,7 @@ def in_reverse_mode() -> contextlib.AbstractContextManager[None]:
 
 
 def no_forward_mode_early() -> Fault:
-    """The same, of a loop that ends early."""
+    """Says why a loop that ends early has no forward mode here, where JAX would refuse it."""
     return Fault(
         ArgumentError,
         '{verb} over {body}: `check_finite="backward"` looks at cotangents, which reverse mode alone has. Forward mode '
@@ -323,3 +343,137 @@ def no_forward_mode() -> Fault:
         "reverse mode alone has.",
         "Leave it out there. True looks at the carry, in forward mode too.",
     )
+
+
+@dataclass(frozen=True)
+class CheckLayerCotangents:
+    """`check_finite="backward"` of a verb over layers.
+
+    Attributes:
+        layers: what it is told of the blocks.
+    """
+
+    layers: CheckLayers
+
+    def watch(self, loops: Sequence[Loop]) -> tuple[list[Loop], WatchBackward]:
+        """The checked loops, whose state is [*the leaves of a probe, *the leaves of x]."""
+        sites = self.layers.sites_of(loops)
+        pulled = _Pulled.of(self.layers, sites)
+        leaves, watched = sites[0].hoisted.settled, pulled.watched
+        probe = pulled.probe(watched[0].pick(leaves))
+        outer, places, _ = outer_steps()
+        told = functools.partial(pulled.tell, outer)
+        seen, probe = begin(told, (pulled.reads, places), watched[0].pick(leaves), probe)
+        parts, structure = jax.tree.flatten(probe)
+        state = [*parts, *watched[0].put(leaves, seen)]
+        checked = list[Loop]()
+        for place, site in enumerate(sites):
+            loop = in_leaves(site)
+            last = site.last if loop.reverse else None
+            first_y = pulled.y_from[place]
+            step = WatchedBackward(loop.step, site.keyed, structure, watched[place], last=last, y_from=first_y)
+            xs = loop.xs._replace(position=positions_of(loop, place, len(sites)))
+            checked.append(dataclasses.replace(loop, step=step, state=state, xs=xs, memo=Memo(), trace=None, finish=()))
+        return checked, WatchBackward(sites[0], watched[0], checked[0].step)
+
+
+@dataclass(frozen=True, eq=False)
+class WatchBackward:
+    """Layers whose cotangents are looked at, and that have run.
+
+    Attributes:
+        site: the first block.
+        watched: which leaves of x are looked at.
+        step: its step.
+    """
+
+    site: Site
+    watched: Watched
+    step: Any
+
+    def x_of(self, state: list[Array]) -> PyTree:
+        """What the last layer returned, of a state."""
+        leaves, _, inner = self.step.split(state)
+        look, number = Look(self.watched.axes, of_result=True), jnp.asarray(self.site.last, jnp.int32)
+        seen, _ = pass_state(look, self.watched.pick(inner), jax.tree.unflatten(self.step.probe, leaves), number)
+        return jax.tree.unflatten(self.site.hoisted.structure, self.watched.put(inner, seen))
+
+    def evidence(self, state: list[Array], ys: PyTree) -> PyTree:
+        """The outputs: what was found is told in the gradient."""
+        del state
+        return ys
+
+
+@dataclass(frozen=True, eq=False)
+class _Pulled:
+    """The blocks, for the evidence of a bad cotangent.
+
+    Attributes:
+        layers: what is told of them.
+        sites: what they are called; their arrays are not used.
+        blocks: their loops.
+        watched: of each block which leaves are looked at: those that any of them changes.
+    """
+
+    layers: CheckLayers
+    sites: tuple[Site, ...]
+    blocks: tuple[Pulled, ...]
+    watched: tuple[Watched, ...]
+
+    @classmethod
+    def of(cls, layers: CheckLayers, sites: Sequence[Site]) -> _Pulled:
+        """Of the sites of the blocks."""
+        flags = tuple(map(any, zip(*map(changing_of, sites), strict=True)))
+        axes, y_axes = (None,) * sum(flags), [(None,) * len(_y_of(site)) for site in sites]
+        blocks = tuple(Pulled.of(site, flags, axes, y) for site, y in zip(sites, y_axes, strict=True))
+        return cls(layers, tuple(sites), blocks, tuple(Watched(flags, axes, y) for y in y_axes))
+
+    @property
+    def reads(self) -> tuple[Reads, ...]:
+        """The arrays of the blocks."""
+        return tuple(block.reads for block in self.blocks)
+
+    @property
+    def y_from(self) -> tuple[int, ...]:
+        """For each block how many outputs of others lead those that the probe notes of it."""
+        return tuple(itertools.accumulate((len(block.y_axes) for block in self.blocks), initial=0))
+
+    def probe(self, leaves: list[Array]) -> Probe:
+        """A probe that notes nothing yet; `leaves` are those of x that are looked at."""
+        y = [place_like(jnp.zeros(a.shape, a.dtype), a) for site in self.sites for a in _y_of(site)]
+        zeros = list(map(jnp.zeros_like, leaves))
+        return Probe(jnp.zeros(3, jnp.float32), zeros, zeros, y)
+
+    def tell(self, outer: tuple[Outer, ...], given: tuple[tuple[Reads, ...], tuple[Array, ...]], probe: Probe) -> None:
+        """Tells what a probe found, of loops in steps of others, whose positions are the last of what is given."""
+        reads, positions = given
+        found, site = Found.of(probe), self.sites[0]
+        loops = [block.laid(each) for block, each in zip(self.blocks, reads, strict=True)]
+        unchanged, _ = loops[0].consts
+        before = before_layer(self.sites, loops, found.number, merge(site.fixed, unchanged, loops[0].state))
+        position = reads[0].last - found.number if site.given.reverse else found.number
+        for place, loop in enumerate(loops):
+            if loop.length:
+                evidence, case = self._of_block(place, loop, found, position, before)
+                tell(evidence, case, outer, positions)
+
+    def _of_block(
+        self, place: int, loop: Loop, found: Found, position: Array, before: list[Array]
+    ) -> tuple[Evidence, Case]:
+        """What is known of a layer, if it is this block's."""
+        block, count, first = self.blocks[place], len(self.blocks), self.y_from[place]
+
+        def explain(told: Told, found: Found, position: Array, before: list[Array], loop_reads: Any) -> Evidence:
+            there = dataclasses.replace(loop, consts=loop_reads[0], xs=loop_reads[1])
+            there, changing = at_layer(block.site, there, before)
+            own = found._replace(y=found.y[first : first + len(block.y_axes)])
+            return evidence_there(told, block, own, there, At(found.number, position // count, position), changing)
+
+        here = (found.number >= 0) & (position % count == place)
+        evidence, told = in_branch(here, explain, found, position, before, (loop.consts, loop.xs))
+        return evidence, case_of_pulled(block, self.layers.abouts[place], told)
+
+
+def _y_of(site: Site) -> list[Any]:
+    """The types of the leaves of one layer's y that have a cotangent."""
+    return [aval for aval in site.hoisted.y_avals if jnp.issubdtype(aval.dtype, jnp.inexact)]

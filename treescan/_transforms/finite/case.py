@@ -1,24 +1,215 @@
-"""What is static of the evidence of a checked loop, and the record that is made of the two."""
+"""What is static of the evidence of a checked loop, the record made of it, and what cannot be checked."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import contextlib
+import contextvars
+import dataclasses
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
+import jax.core
+import jax.extend.core
+import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
+from ..._avals import describe_argument
 from ..._axes import LeafAxes
-from ..._body.carries import read_carries
+from ..._body.carry import read_carries
+from ..._errors import ArgumentError, ArgumentTypeError, Fault
 from ..._finite import OF_RESULT, NonFinite, Within
-from ..._loop.loop import Loop
-from ..._trace.blame import INF, NAN, Operation, becomes_bad, is_checked, origin
+from ..._loop.loop import Feed, Loop, Step
+from ..._trace.blame import MADE, UNSURE, Operation, is_checked
+from ..._trace.hoist import Hoisted
 from ..._tree import thaw_static
 from ..._types import Array, PyTree, TreeDef
 
+
+def looks_backward(value: Any) -> bool | None:
+    """Whether to look at cotangents in place of the carry; None: at nothing.
+
+    Raises:
+        Fault: for an `ArgumentTypeError` if it is not what `check_finite` takes.
+    """
+    if isinstance(value, bool):
+        return False if value else None
+    if isinstance(value, str) and value == "backward":
+        return True
+    raise Fault(
+        ArgumentTypeError,
+        f'{{verb}} over {{body}}: `check_finite` is True, False or "backward", got {describe_argument(value)}.',
+        'True looks at the carry after each step, and "backward" at its cotangents.',
+    )
+
+
+def refuse_effects(hoisted: Hoisted) -> None:
+    """Refuses bodies that cannot be run once more."""
+    if hoisted.refs or hoisted.once_only:
+        why = "closes over a mutable array (a `Ref`)" if hoisted.refs else "has an effect that JAX refuses to repeat"
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `check_finite` runs steps again to find out what went wrong, but the body {why}.",
+            "Leave it out. `jax.debug_nans` stops at the operation.",
+        )
+
+
+def refuse_devices() -> None:
+    """Refuses loops within a `jax.shard_map`. JAX makes one of a `jax.pmap`, too."""
+    if jax.sharding.get_abstract_mesh().manual_axes:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `check_finite` does not work within `jax.shard_map` or `jax.pmap`.",
+            "Check the loop outside of it, for example under `jax.jit` with sharded arrays.",
+        )
+
+
+def refuse_prefetch(gather: Any) -> None:
+    """Refuses to look at layers of which the next one is gathered ahead."""
+    if gather is not None:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: `check_finite` does not look at layers with `prefetch`.",
+            "Leave out one of the two: the results are the same without `prefetch`.",
+        )
+
+
+class Outer(NamedTuple):
+    """A checked loop, in whose steps another loop runs.
+
+    Attributes:
+        call: the verb and the body, as messages name them.
+        length: the steps of the loop.
+    """
+
+    call: str
+    length: Any
+
+    def at(self, position: Any) -> Within:
+        """One of its steps."""
+        return Within(self.call, int(position), int(self.length))
+
+
+class OuterSteps(NamedTuple):
+    """The steps in which a loop runs, the innermost first.
+
+    Attributes:
+        loops: the loops.
+        positions: int32[] each, of the step.
+        trace: the trace in which the innermost step runs.
+    """
+
+    loops: tuple[Outer, ...] = ()
+    positions: tuple[Array, ...] = ()
+    trace: Any = None
+
+
+_outer: contextvars.ContextVar[OuterSteps] = contextvars.ContextVar("outer", default=OuterSteps())  # noqa: B039
+
+
+def _trace_state() -> Any:
+    """What equals itself within one trace of JAX, and nothing of another."""
+    home = jax.extend.core if hasattr(jax.extend.core, "get_opaque_trace_state") else jax.core  # JAX 0.8 has it there
+    return getattr(home, "get_opaque_trace_state")()  # noqa: B009, an attribute that checkers do not see
+
+
+def outer_steps() -> OuterSteps:
+    """The steps of checked loops in which a loop runs that is traced now; none within a function that JAX traces apart.
+
+    JAX keeps the trace of such a function, for example of one under `jax.jit`, for calls from other steps, whose
+    positions it does not know.
+    """
+    steps = _outer.get()
+    return steps if steps.loops and steps.trace == _trace_state() else OuterSteps()
+
+
+@contextlib.contextmanager
+def _within(outer: Outer, position: Array, follows: bool) -> Generator[None]:
+    steps = _outer.get() if follows else OuterSteps()
+    token = _outer.set(OuterSteps((outer, *steps.loops), (position, *steps.positions), _trace_state()))
+    try:
+        yield
+    finally:
+        _outer.reset(token)
+
+
+@dataclass(frozen=True)
+class Numbered:
+    """A step that tells the loops within it of its position.
+
+    Attributes:
+        step: the inner step.
+        keyed: whether that is fed its position too.
+        call: the verb and the body, as messages name them.
+        length: the steps of the loop.
+        follows: whether the loop itself runs in a step whose position is known.
+    """
+
+    step: Step
+    keyed: bool
+    call: str
+    length: Any
+    follows: bool
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        assert feed.position is not None
+        with _within(Outer(self.call, self.length), feed.position, self.follows):
+            return self.step(consts, state, feed if self.keyed else feed._replace(position=None))
+
+
+def numbered(loop: Loop, call: str) -> Loop:
+    """The loop, whose steps tell the loops within them of their positions."""
+    keyed = loop.xs.position is not None
+    xs = loop.xs if keyed else loop.xs._replace(position=jnp.arange(loop.length, dtype=jnp.int32))
+    return dataclasses.replace(
+        loop, step=Numbered(loop.step, keyed, call, loop.length, bool(outer_steps().loops)), xs=xs
+    )
+
+
 CONSTANT = "a constant of the body"
+
+
+class Bad(NamedTuple):
+    """The elements of a leaf that are bad.
+
+    Attributes:
+        nan: bool[...], those that are NaN.
+        bad: bool[...], those and others that are infinite.
+    """
+
+    nan: Array
+    bad: Array
+
+
+class Worst(NamedTuple):
+    """The first leaf that is bad.
+
+    Attributes:
+        leaf: int32[], its number; -1: there is none.
+        is_nan: bool[], whether any of its elements is NaN; otherwise some are infinite.
+    """
+
+    leaf: Array
+    is_nan: Array
+
+    @classmethod
+    def of(cls, leaves: Sequence[Bad | None]) -> Worst:
+        """Of the elements of each leaf; None: of a leaf that is not looked at."""
+        leaf, is_nan = jnp.int32(-1), jnp.zeros((), bool)
+        for i, elements in reversed(list(enumerate(leaves))):
+            if elements is not None:
+                found = jnp.any(elements.bad)
+                leaf, is_nan = jnp.where(found, jnp.int32(i), leaf), jnp.where(found, jnp.any(elements.nan), is_nan)
+        return cls(leaf, is_nan)
+
+    def pick(self, leaves: Sequence[Bad | None]) -> list[Array | None]:
+        """The elements that are blamed: those of that leaf, and only NaN if there is any."""
+        return [
+            None if elements is None else (self.leaf == i) & jnp.where(self.is_nan, elements.nan, elements.bad)
+            for i, elements in enumerate(leaves)
+        ]
 
 
 class Evidence(NamedTuple):
@@ -31,7 +222,8 @@ class Evidence(NamedTuple):
         after: those after it.
         x: what it was fed beside the state.
         valid: bool[*batch], which rows ran it; None: all.
-        bits: int32[...], of each operation; see `Blame`.
+        worst: which leaf is blamed.
+        bits: int32[...], of each operation; see `Blame.bits`.
         of_result: bool[], of cotangents: whether it was so before the step.
     """
 
@@ -41,6 +233,7 @@ class Evidence(NamedTuple):
     after: list[Array]
     x: PyTree
     valid: Array | None
+    worst: Worst
     bits: Array
     of_result: Array | None = None
 
@@ -75,20 +268,6 @@ class About(NamedTuple):
         return None if self.ends_early or loop.rows is not None else self.call
 
 
-class Bad(NamedTuple):
-    """A leaf that is NaN or infinite.
-
-    Attributes:
-        leaf: its number.
-        rows: its rows that are.
-        is_nan: whether any element is NaN.
-    """
-
-    leaf: int
-    rows: tuple[Any, ...]
-    is_nan: bool
-
-
 @jtu.register_static
 @dataclass(frozen=True, eq=False)
 class Case:
@@ -98,20 +277,19 @@ class Case:
         about: the words for messages about the loop.
         length: its steps, or the most that it may take.
         operations: those of one step, inputs first.
-        results: for each leaf of the state the operation that makes it.
-        inputs: what each input is called; of those of the state and x, their paths.
+        inputs: what each input is called; of those of the state and x, their paths. What is constant is the last.
         paths: what each leaf of the state is called.
         fixed: for each leaf of the state whether no step changes it.
         axes: for each leaf of the state where the batch shape starts; None: it belongs to all rows.
         carry: for each leaf of the user's carry which leaf of the state it is.
         structure: of the user's carry.
         name: of the carry.
+        mesh: over which the arrays of the loop are spread, or None.
     """
 
     about: About
     length: int
     operations: tuple[Operation, ...]
-    results: tuple[int | None, ...]
     inputs: tuple[str, ...]
     paths: tuple[str, ...]
     fixed: tuple[bool, ...]
@@ -119,6 +297,7 @@ class Case:
     carry: tuple[int, ...]
     structure: TreeDef
     name: str
+    mesh: Any = None
 
     def record(self, evidence: Evidence, within: tuple[Within, ...] = ()) -> NonFinite:
         """The record, of values that are known; `within`: the steps of other loops in which this loop ran."""
@@ -158,61 +337,54 @@ class Case:
 
     def _diagnosis(self, evidence: Evidence) -> dict[str, Any]:
         """What became NaN or infinite, and why, if the steps came out as they did in the loop."""
-        worst = self._worst(evidence)
-        if worst is not None and evidence.of_result is not None and bool(evidence.of_result):
-            kind = "NaN" if worst.is_nan else "inf"
-            path = self.paths[worst.leaf]
-            return {
-                "path": path,
-                "kind": kind,
-                "rows": worst.rows,
-                "operation": None,
-                "place": None,
-                "source": OF_RESULT,
-            }
-        if worst is None:
-            return {"path": self.name, "kind": None, "rows": (), "operation": None, "place": None, "source": None}
-        made, bits, bit = self.results[worst.leaf], np.asarray(evidence.bits).tolist(), NAN if worst.is_nan else INF
-        number = None if made is None else origin(self.operations, bits, made, bit)
-        found = Operation(None, None, ()) if number is None else self.operations[number]
-        given = CONSTANT if number is None else self.inputs[number] if found.name is None else None
+        leaf = self._worst(evidence)
+        found: dict[str, Any] = {"operation": None, "place": None, "source": None}
+        if leaf is None:
+            return {"path": self.name, "kind": None, "rows": (), **found}
+        is_nan = bool(evidence.worst.is_nan)
+        bad = _rows(self._bad(evidence, leaf, is_nan), evidence.valid, self.axes[leaf])
+        found |= {"path": self.paths[leaf], "kind": "NaN" if is_nan else "inf", "rows": bad}
+        if evidence.of_result is not None and bool(evidence.of_result):
+            return {**found, "source": OF_RESULT}
+        return {**found, **self._origin(np.asarray(evidence.bits))}
+
+    def _origin(self, bits: Any) -> dict[str, Any]:
+        """The first operation or input that made what is bad; or several, if one of them did."""
+        numbers = np.flatnonzero(bits & MADE).tolist()
+        if not numbers:
+            return {"source": CONSTANT}
+        if len(numbers) > 1 and (bits & UNSURE).any():
+            return {"one_of": tuple(dict.fromkeys(map(self._named, numbers)))}
+        found = self.operations[numbers[0]]
         return {
-            "path": self.paths[worst.leaf],
-            "kind": "NaN" if worst.is_nan else "inf",
-            "rows": worst.rows,
             "operation": found.name,
             "place": found.place,
-            "source": given,
+            "source": self.inputs[numbers[0]] if found.name is None else None,
         }
 
-    def _worst(self, evidence: Evidence) -> Bad | None:
+    def _named(self, number: int) -> str:
+        name, place = self.operations[number]
+        return f"`{self.inputs[number]}`" if name is None else f"`{name}`" + ("" if place is None else f" at {place}")
+
+    def _worst(self, evidence: Evidence) -> int | None:
         """The first leaf that is bad; None: no leaf became so here.
 
         The steps that ran again may be rounded otherwise than in the loop, and a callback may return something else.
         """
         watched = [i for i, new in enumerate(evidence.before) if not self.fixed[i] and is_checked(new)]
-        if self.about.backward:
-            return next(self._bad_cotangents(evidence, watched), None)
-        if int(evidence.first) and any(
-            (np.isnan(_numbers(evidence.before[i])) & self._ran(evidence, i)).any() for i in watched
-        ):
+        was_nan = (np.isnan(_numbers(evidence.before[i])) & self._ran(evidence, i) for i in watched)
+        if not self.about.backward and int(evidence.first) and any(nan.any() for nan in was_nan):
             return None
-        return next(self._bad_leaves(evidence, watched), None)
+        leaf = int(evidence.worst.leaf)
+        return None if leaf < 0 else leaf
 
-    def _bad_leaves(self, evidence: Evidence, watched: list[int]) -> Iterator[Bad]:
-        for i in watched:
-            old, new, ran = evidence.before[i], evidence.after[i], self._ran(evidence, i)
-            nan = np.isnan(_numbers(new)) & ran
-            bad = nan if nan.any() else np.asarray(becomes_bad(old, new)) & ran
-            if bad.any():
-                yield Bad(i, _rows(bad, evidence.valid, self.axes[i]), bool(nan.any()))
-
-    def _bad_cotangents(self, evidence: Evidence, watched: list[int]) -> Iterator[Bad]:
-        for i in watched:
-            numbers = _numbers(evidence.after[i])
-            nan, bad = np.isnan(numbers), ~np.isfinite(numbers)
-            if bad.any():
-                yield Bad(i, _rows(nan if nan.any() else bad, evidence.valid, self.axes[i]), bool(nan.any()))
+    def _bad(self, evidence: Evidence, leaf: int, is_nan: bool) -> Any:
+        """bool[...]: the elements of a leaf that became bad."""
+        old, new = _numbers(evidence.before[leaf]), _numbers(evidence.after[leaf])
+        if self.about.backward:
+            return np.isnan(new) if is_nan else ~np.isfinite(new)
+        bad = np.isnan(new) if is_nan else np.isinf(new) & ~np.isinf(old)
+        return bad & self._ran(evidence, leaf)
 
 
 def _rows(bad: Any, valid: Any, axis: int | None) -> tuple[Any, ...]:

@@ -19,19 +19,26 @@ from ..._remat import Remat
 from ..._trace.hoist import hoist
 from ..._tree import Prefix
 from ..._types import PyTree
-from .. import backward
+from .. import progress as backward
 from ..axes import scan_over_axes
-from ..budget import RematPlan, plan_of
+from ..budget import RematPlan, plan_of, plan_of_turns
 from ..outputs import ALL, keep_afterwards, move_kept
 from ..program import Arguments, Call, execute
 from ..progress import ShowProgress
 from ..refuse import in_reverse_alone
-from .bar import beside_states, of_x
-from .fit import plan_of_turns
-from .gather import Gather
-from .prefetch import no_forward_mode, run_prefetched
-from .state import carry_states, cotangent_bytes, shape_states, with_state
-from .turns import Remats, Saves, run_turns, trace_turns
+from .prefetch import Gather, no_forward_mode, run_prefetched
+from .turns import (
+    Remats,
+    Saves,
+    beside_states,
+    carry_states,
+    cotangent_bytes,
+    of_x,
+    run_turns,
+    shape_states,
+    trace_turns,
+    with_state,
+)
 
 
 class Watching(Protocol):

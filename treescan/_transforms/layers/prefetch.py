@@ -11,27 +11,141 @@ The last step gathers its own layer again, because no layer follows. The gradien
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AxisType, PartitionSpec
 
+from ..._avals import describe_argument, describe_node, exact_int
 from ..._axes import LeafAxes
 from ..._errors import ArgumentError, Fault
 from ..._loop.body import Memo
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import run
 from ..._remat import Remat
-from ..._trace.hoist import Hoisted, is_untraced, lifted, traced
-from ..._trace.smooth import smooth_part, zeros_like
+from ..._trace.hoist import Hoisted, is_untraced, lifted, smooth_part, traced, zeros_like
+from ..._tree import Static, same_structure, thaw_static
 from ..._types import Array, PyTree, TreeDef
 from ..axes import scan_over_axes
+from ..checkpoint import pull_later
 from ..nest import finish, run_nested
 from ..refuse import once_only
 from ..remat import Recompute
-from .gather import Gather, GatherFirst, GatherLeaves
+
+_MANUAL = (
+    "`prefetch=1` gathers whole arrays, but within a `jax.shard_map` each device has only its part",
+    'Give a function that gathers them: `prefetch=lambda layer: jax.lax.all_gather(layer, "data", tiled=True)`.',
+)
+_NO_MESH = (
+    "`prefetch=1` gathers the weights on the devices of a mesh, but no mesh is set",
+    "Call it under `jax.set_mesh(mesh)`. Or give a function: `prefetch=lambda layer: "
+    "jax.lax.with_sharding_constraint(layer, whole)`, where `whole` is a sharding.",
+)
+
+
+@dataclass(frozen=True)
+class Gather:
+    """Gathers one layer.
+
+    Attributes:
+        function: maps a layer to a gathered one; None: each of its arrays becomes whole on each device.
+    """
+
+    function: Callable[[PyTree], PyTree] | None = None
+
+    @classmethod
+    def of(cls, prefetch: Any) -> Gather | None:
+        """What the user said.
+
+        Raises:
+            Fault: for an `ArgumentError` if it is neither 1, a function nor None.
+        """
+        if prefetch is None:
+            return None
+        if callable(prefetch):
+            return cls(prefetch)
+        if exact_int(prefetch) == 1:
+            return cls()
+        raise Fault(
+            ArgumentError,
+            f"{{call}}: `prefetch` must be 1, a function of one layer, or None, got {describe_argument(prefetch)}.",
+            "1 gathers the weights of the next layer on all devices while the current layer is computed. A function "
+            "gathers them in its own way, and returns the layer.",
+        )
+
+    def __call__(self, layer: PyTree) -> PyTree:
+        """The gathered layer; static leaves are frozen in both."""
+        if self.function is None:
+            return jax.tree.map(_whole, layer)
+        given = thaw_static(layer)
+        gathered = self.function(given)
+        if not same_structure(given, gathered):
+            raise Fault(
+                ArgumentError,
+                "{call}: `prefetch` must return a layer with the structure that it was given, but returned "
+                f"{describe_node(gathered)}.",
+                "Return the same layer with its weights gathered. Shapes and dtypes may change.",
+            )
+        nodes = jax.tree.leaves(layer, is_leaf=lambda node: isinstance(node, Static))
+        pairs = zip(nodes, jax.tree.leaves(gathered), strict=True)
+        return jax.tree.unflatten(
+            jax.tree.structure(layer), [leaf for node, leaf in pairs if not isinstance(node, Static)]
+        )
+
+
+def _whole(leaf: Any) -> Any:
+    """An array whole on each device of the mesh that is set."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty:
+        raise _fault(_NO_MESH)
+    if AxisType.Manual in mesh.axis_types:
+        raise _fault(_MANUAL)
+    spec = PartitionSpec(*[None] * leaf.ndim)
+    if AxisType.Explicit in mesh.axis_types:
+        leaf = jax.sharding.reshard(leaf, spec)
+    return jax.lax.with_sharding_constraint(leaf, spec) if AxisType.Auto in mesh.axis_types else leaf
+
+
+def _fault(says: tuple[str, str]) -> Fault:
+    return Fault(ArgumentError, f"{{call}}: {says[0]}.", says[1])
+
+
+@dataclass(frozen=True)
+class GatherFirst:
+    """The step that gathers its own layer before it runs. Its x is a tuple that begins with the layer."""
+
+    step: Step
+    gather: Gather
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        layer, *others = feed.x
+        return self.step(consts, state, feed._replace(x=(self.gather(layer), *others)))
+
+
+@dataclass(frozen=True)
+class GatherLeaves:
+    """Gathers a layer that comes as the leaves which are its own and those which all layers share.
+
+    Attributes:
+        gather: gathers the layer.
+        structure: of the layer.
+        axes: for each leaf None if all layers share it.
+    """
+
+    gather: Gather
+    structure: TreeDef
+    axes: LeafAxes
+
+    def __call__(self, own: Sequence[Array], shared: Sequence[Array]) -> list[Array]:
+        """The layer's own leaves, gathered."""
+        of_layer, of_all = iter(own), iter(shared)
+        leaves = [next(of_all if axis is None else of_layer) for axis in self.axes]
+        gathered = jax.tree.leaves(self.gather(jax.tree.unflatten(self.structure, leaves)))
+        return [leaf for leaf, axis in zip(gathered, self.axes, strict=True) if axis is not None]
+
 
 EACH_LAYER = Remat(levels=1)
 
@@ -146,7 +260,7 @@ class _Forwards:
 
     Attributes:
         layer: runs and gathers.
-        saves: whether the outputs are (the state that the layer was given, y).
+        saves: whether the outputs are (the state that the layer was given, what the layer decided, y).
     """
 
     layer: _Layer
@@ -155,8 +269,11 @@ class _Forwards:
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         (inner, shared, stack), (before, weights), (number, own) = consts, state, feed.x
         following = self.layer.gathered(stack, number, shared)
-        after, y = self.layer.run(inner, weights, before, own)
-        return (after, following), ((before, y) if self.saves else y)
+        if not self.saves:
+            after, y = self.layer.run(inner, weights, before, own)
+            return (after, following), y
+        (after, y), decided = pull_later(self.layer.run, (inner, weights, before, own))
+        return (after, following), (before, decided, y)
 
 
 @dataclass(frozen=True)
@@ -164,18 +281,19 @@ class _Backwards:
     """The step of the gradient.
 
     Its state is (cotangents of the state, sums of those of consts and of shared leaves, gathered weights), its x
-    (number, number of the layer that comes next here, state that the layer was given, own feed, cotangents of y). Its
-    outputs are the cotangents of the layer's weights and of its own feed. All these are lists of what has any.
+    (number, number of the layer that comes next here, state that the layer was given, what it decided, own feed,
+    cotangents of y). Its outputs are the cotangents of the layer's weights and of its own feed. All these are lists of
+    what has any.
     """
 
     layer: _Layer
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         (inner, shared, stack), (d_state, d_inner, d_shared, weights) = consts, state
-        number, next_number, before, own, d_y = feed.x
+        number, next_number, before, decided, own, d_y = feed.x
         following = self.layer.gathered(stack, next_number, shared)
         inputs = (inner, weights, before, own)
-        d_consts, d_weights, d_before, d_own = _pull(self.layer.run, inputs, [*d_state, *d_y])
+        d_consts, d_weights, d_before, d_own = decided.pull(inputs, [*d_state, *d_y])
         parts = (_layer_at(stack, number), shared)
         d_layer, d_of_all = _pull(self.layer.gathers, parts, jax.tree.leaves(d_weights))
         sums = _add(d_inner, d_consts), _add(d_shared, d_of_all)
@@ -226,16 +344,16 @@ class _BothWays:
         return state, ys, weights
 
     def _forwards_saving(self, operands: _Operands) -> tuple[Any, Any]:
-        state, (states, ys), weights = self._forwards(operands, saves=True)
-        return (state, ys), (operands, states, weights)
+        state, (states, decided, ys), weights = self._forwards(operands, saves=True)
+        return (state, ys), (operands, states, decided, weights)
 
     def _backwards(self, saved: Any, cotangents: Any) -> tuple[_Operands]:
-        operands, states, weights = saved
+        operands, states, decided, weights = saved
         consts, shared, stack, _, own = operands
         d_state, d_ys = ([leaf for leaf in jax.tree.leaves(tree) if _is_there(leaf)] for tree in cotangents)
         sums = [[zeros_like(leaf) for leaf in smooth_part(tree).split(tree)[0]] for tree in (consts, shared)]
         _, following = self._order(reverse=not self.like.reverse)
-        xs = jnp.arange(self.like.length), following, states, own, d_ys
+        xs = jnp.arange(self.like.length), following, states, decided, own, d_ys
         loop = self._loop(_Backwards(self.layer), (consts, shared, stack), (d_state, *sums, weights), xs)
         (d_state, *sums, _), (d_stack, d_own) = run(dataclasses.replace(loop, reverse=not loop.reverse))
         part = smooth_part(operands)

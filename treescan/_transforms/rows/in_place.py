@@ -21,23 +21,21 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._avals import is_sharded, vary_over, varying_axes
+from ..._avals import place_like, stacked_type, vary_over, varying_axes
 from ..._loop.chunk import RunChunk, as_step
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import debugs_nans, run
 from ..._trace.equations import has_large_products
-from ..._trace.smooth import fill_in, nonzero_part, smooth_part
+from ..._trace.hoist import fill_in, nonzero_part, smooth_part
 from ..._types import Array, PyTree
 from ..checkpoint import is_remat3
 from ..nest import plan
-from ..outputs import is_thinned
-from ..thin import emitting, run_keeping
+from ..outputs import emitting, is_thinned, run_keeping
 from ..weights.in_bulk import with_early_products, without_early_products
 from ..weights.products import LARGE
-from .batch_axes import RowAxes
-from .compact import put_rows, take_feed, take_rows
+from .axes import RowAxes
+from .compact import Schedule, put_rows, take_feed, take_rows
 from .mask import with_kept_states
-from .schedule import Schedule
 
 Result = tuple[PyTree, list[Array]]
 
@@ -71,10 +69,9 @@ def write_in_place(loop: Loop, tiers: tuple[int, ...]) -> Loop:
     """
     chunks = loop.wishes[0].size < loop.length and len(loop.wishes) == 1
     held = any(slot is not None for slot in loop.rows.outputs.idle.held or ())
-    sharded = any(map(is_sharded, jax.tree.leaves((loop.consts, loop.state, loop.xs))))
     changed = loop.recomputed or is_thinned(loop.keeps) or held
     known = jax.default_backend() == "cpu" and not is_remat3()
-    fits = chunks and known and not (changed or sharded)
+    fits = chunks and known and not changed
     return dataclasses.replace(loop, runner=InPlace(tiers, loop.rows.apart() and not debugs_nans())) if fits else loop
 
 
@@ -148,7 +145,7 @@ class InPlace:
         """The outputs of a loop that runs nothing."""
         kept = zip(loop.trace.y_avals, loop.keeps or (), strict=True)
         y = [aval for aval, keep in kept if keep is not None]
-        types = [jax.ShapeDtypeStruct((loop.length, *leaf.shape), leaf.dtype) for leaf in y]
+        types = [stacked_type(leaf, loop.length) for leaf in y]
         idle = loop.rows.outputs.idle(loop.state, types)
         masked = varying_axes(jax.typeof(loop.xs.valid))
         return [vary_over(leaf, varying_axes(of) | masked) for leaf, of in zip(idle, y, strict=True)]
@@ -273,7 +270,8 @@ def _entry(leaf: Array, at: tuple[Array, ...]) -> Array:
 
 
 def _put_entry(leaf: Array, entry: Array, at: tuple[Array, ...]) -> Array:
-    return jax.lax.dynamic_update_slice(leaf, jax.lax.expand_dims(entry, range(len(at))), _begin_of(leaf, at))
+    entry = place_like(jax.lax.expand_dims(entry, range(len(at))), jax.typeof(leaf))
+    return jax.lax.dynamic_update_slice(leaf, entry, _begin_of(leaf, at))
 
 
 def _begin_of(leaf: Array, at: tuple[Array, ...]) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Selects rows in the leaves of a batch, whatever their sharding."""
+"""Selects and lends rows in the leaves of a batch, whatever their sharding."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.custom_batching import custom_vmap
 
-from ..._avals import is_key, is_sharded
-from ..._types import Array, ArrayLike
+from ..._avals import is_key, is_sharded, on_automatic_axes, parts_of, place_like, shard, varying_axes
+from ..._types import Array, ArrayLike, PyTree
+from ..written import has_one_device
 
 
 def mask_of_lengths(lengths: ArrayLike, steps: int) -> Array:
@@ -41,13 +43,16 @@ def any_of(flags: Array) -> Array:
 
 def select(chosen: Array, new: Array, old: Array) -> Array:
     """`jnp.where`, with the mask and the other value sharded as the leaf is, where shardings are part of the type."""
-    like = next((value for value in (new, old) if is_sharded(value)), None)
-    if like is None:
+    if not any(map(is_sharded, (chosen, new, old))):
         return jnp.where(chosen, new, old)
-    spec = jax.typeof(like).sharding.spec
-    parts = (jnp.broadcast_to(value, like.shape) for value in (chosen, new, old))
-    mask, first, second = (jax.sharding.reshard(part, spec) for part in parts)
-    return jnp.where(mask, first, second)
+    shape = jnp.broadcast_shapes(chosen.shape, new.shape, old.shape)
+    whole = [value for value in (new, old) if value.shape == shape]
+    like = next(filter(is_sharded, whole), whole[0] if whole else chosen)
+    sharding = jax.typeof(like).sharding
+    if like.shape != shape or sharding.mesh.empty:  # a leaf that names no mesh takes the mask's
+        return jnp.where(chosen, new, old)
+    chosen, new, old = (shard(jnp.broadcast_to(value, shape), sharding) for value in (chosen, new, old))
+    return jnp.where(chosen, new, old)
 
 
 def expand(valid: Array, leaf: Array, axis: int) -> Array:
@@ -81,7 +86,7 @@ class RowMask:
         """
         if axis is None:
             return select(self.some(), new, old)
-        if is_sharded(new) or is_sharded(old) or new.dtype != old.dtype or old.ndim not in (0, new.ndim):
+        if any(map(is_sharded, (self.valid, new, old))) or new.dtype != old.dtype or old.ndim not in (0, new.ndim):
             return select(expand(self.valid, new, axis), new, old)
         dimensions = tuple(range(axis, axis + self.valid.ndim))
         mask = self._made((new.shape, axis), lambda: jax.lax.broadcast_in_dim(self.valid, new.shape, dimensions))
@@ -100,19 +105,29 @@ def select_valid(valid: Array, new: Array, old: Array, axis: int | None) -> Arra
     return RowMask(valid).select(new, old, axis)
 
 
-def unsigned(number: Array) -> Array:
-    """A number that is not negative, in an unsigned type."""
-    return number.astype(jnp.uint32)
+def last_set(flags: Array) -> Array:
+    """uint32[]: the number of the last flag that is set, in C order; 0 if none is.
+
+    It is the largest of numbers, because an argmax of flags over devices gathers all of them on each device.
+    """
+    numbers = place_like(jnp.arange(flags.size, dtype=jnp.uint32).reshape(flags.shape), jax.typeof(flags))
+    return jax.lax.reduce_max(select(flags, numbers, jnp.zeros_like(numbers)), range(flags.ndim))
 
 
 def take_row(leaf: Array, row: Array, axis: int, batch: tuple[int, ...]) -> Array:
     """One row of a leaf, its batch axes kept with size 1; `row` counts through the batch shape in C order.
 
-    It is unsigned where many leaves are taken of: of a signed number JAX asks each time whether it counts from the end.
+    The number is unsigned: of a signed one JAX asks each time whether it counts from the end. Where rows may be spread
+    over devices, the row is added up: a slice at a number that is computed would gather all rows on each device.
     """
-    if is_sharded(leaf):
+    if is_sharded(leaf) or not has_one_device():
         chosen = jnp.arange(_size(batch), dtype=row.dtype).reshape(batch) == row
-        return _pick_out(leaf, expand(chosen, leaf, axis), tuple(range(axis, axis + len(batch))), keepdims=True)
+        rows = tuple(range(axis, axis + len(batch)))
+
+        def total(part: Array) -> Array:  # `jnp.sum` would lose a weak type
+            return jax.lax.expand_dims(jax.lax.reduce_sum(part, rows), rows)
+
+        return add_up(leaf, expand(chosen, leaf, axis), total)
     head, tail = leaf.shape[:axis], leaf.shape[axis + len(batch) :]
     if len(batch) == 1:
         zero = np.zeros((), row.dtype)
@@ -147,12 +162,10 @@ def gather_rows(leaf: Array, rows: Array, axis: int, *, distinct: bool = False, 
 def pick_steps(leaf: Array, steps: Array, axis: int | None) -> Array:
     """For each row the slice of `leaf` [T, ...] at the row's own step; `steps` is int[*batch]."""
     assert axis is not None
-    if is_sharded(leaf):
-        chosen = jax.lax.broadcasted_iota(steps.dtype, (leaf.shape[0], *(1 for _ in steps.shape)), 0) == steps[None]
-        ones = (1 for _ in range(axis))
-        tail = (1 for _ in range(leaf.ndim - 1 - axis - steps.ndim))
-        return _pick_out(leaf, chosen.reshape((leaf.shape[0], *ones, *steps.shape, *tail)), (0,), keepdims=False)
+    return on_automatic_axes(functools.partial(_pick_steps, axis=axis), parts_of(leaf)[1:], leaf, steps)
 
+
+def _pick_steps(leaf: Array, steps: Array, *, axis: int) -> Array:
     rows = tuple(range(1 + axis, 1 + axis + steps.ndim))
     return jax.lax.gather(
         leaf,
@@ -176,11 +189,6 @@ def _size(batch: tuple[int, ...]) -> int:
     return size
 
 
-def _pick_out(leaf: Array, chosen: Array, axes: tuple[int, ...], *, keepdims: bool) -> Array:
-    """The one entry along `axes` at which `chosen` is set: a reduction, which works along sharded axes too."""
-    return add_up(leaf, chosen, lambda part: jnp.sum(part, axes, dtype=part.dtype, keepdims=keepdims))
-
-
 def add_up(leaf: Array, chosen: Array, total: Callable[[Array], Array]) -> Array:
     """Adds up a leaf of which only the one chosen part counts, for dtypes that cannot be added up as well."""
     if is_key(leaf):
@@ -189,3 +197,138 @@ def add_up(leaf: Array, chosen: Array, total: Callable[[Array], Array]) -> Array
     if leaf.dtype == jnp.bool_:
         return add_up(leaf.astype(jnp.int32), chosen, total) > 0
     return total(select(chosen, leaf, jnp.zeros_like(leaf)))
+
+
+@custom_vmap
+def most_of_all(counts: Array) -> Array:
+    """`counts` itself; under vmap, nested or not, the largest of all elements. int32[...] to int32[...]."""
+    return counts
+
+
+@most_of_all.def_vmap
+def _most_of_all_rule(axis_size: int, in_batched: list[bool], counts: Array) -> tuple[Array, bool]:
+    if in_batched[0]:
+        counts = jnp.max(counts, axis=0) if axis_size else jnp.zeros_like(counts, shape=counts.shape[1:])
+    return most_of_all(counts), False
+
+
+@custom_vmap
+def _unless_alone(going: Array) -> Array:
+    return jnp.ones_like(going)
+
+
+@_unless_alone.def_vmap
+def _unless_alone_rule(axis_size: int, in_batched: list[bool], going: Array) -> tuple[Array, bool]:
+    del axis_size
+    return (going, True) if in_batched[0] else (_unless_alone(going), False)
+
+
+def unless_alone(going: Array) -> Array:
+    """True, inside a branch that is taken if `going` is set. If others share the branch, `going` itself.
+
+    These are the elements of a vmap and the devices of a shard_map: the branch is taken if any of them goes on.
+    """
+    return going if varying_axes(jax.typeof(going)) else _unless_alone(going)
+
+
+def may_branch() -> bool:
+    """Whether a branch may depend on data: not inside of a `shard_map` that does not tell which axes a value varies on.
+
+    Devices that took different branches around a collective of the body's would wait for each other forever.
+    """
+    manual = jax.sharding.get_abstract_mesh().manual_axes
+    return not manual or bool(varying_axes(jax.typeof(jax.lax.axis_index(manual[0]))))
+
+
+def most_of_devices(counts: Array) -> Array:
+    """The largest counts over the manual mesh axes that they vary on, so that all devices take the same branch."""
+    axes = tuple(sorted(varying_axes(jax.typeof(counts))))
+    return jax.lax.pmax(counts, axes) if axes else counts
+
+
+@custom_vmap
+def _lend(have: Array, leaves: list[Array]) -> tuple[list[Array], list[Array]]:
+    return leaves, [jnp.ones((), bool)] * len(leaves)
+
+
+@_lend.def_vmap
+def _lend_rule(
+    axis_size: int, in_batched: list[Any], have: Array, leaves: list[Array]
+) -> tuple[tuple[list[Array], list[Array]], tuple[list[bool], list[bool]]]:
+    """Fills in the elements of one mapped axis, then asks the next axis out for those that found no lender in it."""
+    have_batched, leaves_batched = in_batched
+    if not have_batched:
+        have_any, own, filled = have, have, leaves
+    elif not axis_size:
+        have_any, own, filled = jnp.zeros((), bool), have, leaves
+    else:
+        have_any, own, lender = jnp.any(have, axis=0), have, jnp.argmax(have, axis=0)
+        filled = [
+            _choose(own, leaf, leaf[lender]) if batched else leaf
+            for leaf, batched in zip(leaves, leaves_batched, strict=True)
+        ]
+    # The next axis out lends to whole elements: a leaf that is mapped here keeps this axis as one of its own.
+    lent, outer_own = _lend(have_any, filled)
+    flags = [
+        jnp.where(have_any, own, outer) if batched and have_batched else outer
+        for outer, batched in zip(outer_own, leaves_batched, strict=True)
+    ]
+    flags_batched = [batched and have_batched for batched in leaves_batched]
+    return (lent, flags), (list(leaves_batched), flags_batched)
+
+
+_lend_traced_once = jax.jit(_lend, inline=True)  # for each list of types
+
+
+def lend(have: Array, tree: PyTree) -> tuple[PyTree, list[Array]]:
+    """Gives elements of mapped axes that have nothing good the values of one that has.
+
+    Args:
+        have: bool[], whether this element's values are good.
+        tree: the values.
+
+    Returns:
+        The values, where `have` is set the element's own; and for each leaf a bool[] that tells whether the element's
+        own value is there. A leaf that is the same for all elements stays so, and so does its flag.
+    """
+    leaves, structure = jax.tree.flatten(tree)
+    lent, own = _lend_traced_once(*_across_devices(have, leaves))
+    return jax.tree.unflatten(structure, lent), own
+
+
+def lend_to_elements(have: Array, leaves: list[Array]) -> tuple[list[Array], list[Array]]:
+    """Lends a list of leaves between the elements of mapped axes, and never between devices."""
+    return _lend_traced_once(have, leaves) if leaves else ([], [])
+
+
+def choose_own(mine: PyTree, lent: PyTree, own: list[Array]) -> PyTree:
+    """A tree, each leaf this element's own where its flag in `own` is set, else the one that was lent."""
+    leaves, structure = jax.tree.flatten(mine)
+    pairs = zip(own, leaves, jax.tree.leaves(lent), strict=True)
+    return jax.tree.unflatten(structure, [select(flag, leaf, other) for flag, leaf, other in pairs])
+
+
+def _across_devices(have: Array, leaves: list[Array]) -> tuple[Array, list[Array]]:
+    """Lends over the manual axes of a `shard_map` that `have` varies on, from the lowest device that has something."""
+    for axis in sorted(varying_axes(jax.typeof(have))):
+        rank = jax.lax.axis_index(axis)
+        lender = jax.lax.pmin(jnp.where(have, rank, jax.lax.axis_size(axis)), axis)
+        chosen = rank == lender
+        leaves = [
+            _choose(have, leaf, _from_device(leaf, chosen, axis)) if axis in varying_axes(jax.typeof(leaf)) else leaf
+            for leaf in leaves
+        ]
+        have = jax.lax.pmax(have.astype(jnp.int32), axis) > 0
+    return have, leaves
+
+
+def _from_device(leaf: Array, chosen: Array, axis: str) -> Array:
+    """The leaf of the one device on which `chosen` is set."""
+    shaped = chosen.reshape((1,) * leaf.ndim)
+    return add_up(leaf, shaped, lambda part: jax.lax.psum(part, axis))
+
+
+def _choose(flag: Array, own: Array, other: Array) -> Array:
+    """`own` where the flag is set, else `other`; the flag's axes lead the value's."""
+    shaped = flag.reshape(flag.shape + (1,) * (own.ndim - flag.ndim))
+    return select(shaped, own, other)

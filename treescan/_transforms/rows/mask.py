@@ -10,24 +10,185 @@ About gradients through a selection: https://github.com/jax-ml/jax/issues/1052.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.core import Tracer
 
+from ..._avals import is_sharded
 from ..._axes import LeafAxes
 from ..._loop.loop import Feed, Loop, Step
 from ..._trace.hoist import is_untraced
 from ..._tree import Prefix
 from ..._types import Array, PyTree
-from ..written import written
-from .batch_axes import RowAxes, spread_batch_axes, with_axes
+from ..written import has_one_device, written
+from .axes import RowAxes, spread_batch_axes, with_axes
 from .fill import fill_leaves, without_hold
-from .good_pairs import GoodPair, earliest_pair, first_valid, own_pairs, own_pairs_of_lengths
-from .leaves import RowMask, any_of, expand, select, take_row, unsigned
-from .lend import choose_own, lend, lend_to_elements, unless_alone
+from .leaves import (
+    RowMask,
+    any_of,
+    choose_own,
+    expand,
+    gather_rows,
+    last_set,
+    lend,
+    lend_to_elements,
+    pick_steps,
+    select,
+    take_row,
+    unless_alone,
+)
+
+_once_a_shape = functools.partial(jax.jit, inline=True)
+"""Traces a function once for each shape of its arguments, and hands its equations out from then on."""
+
+
+class GoodPair(NamedTuple):
+    """The values that padded rows see. If all rows see the same values, the batch axes have size 1.
+
+    Attributes:
+        state: leaves of the state.
+        fixed: of the leaves that no step changes, None for one that is shown as it is.
+        x: leaves of one step's x.
+    """
+
+    state: list[Array]
+    fixed: list[Array | None]
+    x: list[Array]
+
+
+def first_valid(valid: Array, *, reverse: bool) -> tuple[Array, Array]:
+    """For each row whether any step is valid, and the position of the first one in the order of the run.
+
+    Args:
+        valid: bool[T, *batch].
+        reverse: whether the loop runs from the last position to the first.
+
+    Returns:
+        bool[*batch] and int32[*batch]; of a row without a valid step any position.
+    """
+    length = valid.shape[0]
+    # The least of numbers, which is cheaper than an argmax.
+    if reverse:
+        first = jax.lax.reduce_max(_steps_or(-1, valid), (0,))
+        return jax.lax.ge(first, jnp.zeros_like(first)), jax.lax.max(first, jnp.zeros_like(first))
+    first = jax.lax.reduce_min(_steps_or(length, valid), (0,))
+    return first < length, jax.lax.min(first, jax.lax.full_like(first, length - 1))
+
+
+def _steps_or(other: int, valid: Array) -> Array:
+    """int32[T, *batch]: the position of each valid step, `other` elsewhere."""
+    if is_sharded(valid) or not isinstance(other, int):
+        steps = jnp.arange(valid.shape[0], dtype=jnp.int32).reshape(-1, *(1 for _ in valid.shape[1:]))
+        return jnp.where(valid, steps, other)
+    steps = jax.lax.broadcasted_iota(jnp.int32, valid.shape, 0)
+    return jax.lax.select_n(valid, jax.lax.full(valid.shape, other, jnp.int32), steps)
+
+
+def first_of_lengths(lengths: Array, steps: int, *, reverse: bool) -> tuple[Array, Array | None]:
+    """The first valid step of rows whose steps are their first `lengths`, int[*batch]; None: position 0 for all."""
+    last = jnp.clip(lengths.astype(jnp.int32) - 1, 0, steps - 1) if reverse else None
+    return jax.lax.gt(lengths, jnp.zeros_like(lengths)), last
+
+
+def own_pairs(
+    state: list[Array], xs: list[Array], begin: tuple[Array, Array | None], axes: tuple[LeafAxes, LeafAxes]
+) -> GoodPair:
+    """Each row's own first valid pair; a row that has none borrows that of another row of the batch.
+
+    Args:
+        state: leaves of the state.
+        xs: leaves of x, of all steps.
+        begin: for each row whether it has a valid step, and the first one; None: it is the first of all.
+        axes: where the batch shape starts in the state and in one step's x.
+    """
+    carry_axes, x_axes = axes
+    have, first = begin
+    batch = have.shape
+    # One gather per leaf, in place of a slice, its broadcast and a selection: less to trace. It would exchange all rows
+    # of a step between devices, so that rows which may be spread over these are given the one row that they need.
+    together = has_one_device() and not any(map(is_sharded, (have, *state, *xs)))
+    source = _own_or_first(have) if len(batch) == 1 and together else None
+
+    @functools.cache
+    def lender() -> tuple[Array, RowMask]:
+        return last_set(have), RowMask(have)
+
+    def borrow(leaf: Array, axis: int | None) -> Array:
+        assert axis is not None
+        if source is None:
+            row, mask = lender()
+            return mask.select(leaf, take_row(leaf, row, axis, batch), axis)
+        return gather_rows(leaf, source, axis)
+
+    def borrow_x(leaf: Array, axis: int | None) -> Array:
+        if first is not None:
+            return borrow(pick_steps(leaf, first, axis), axis)
+        if axis is None or source is None:
+            return borrow(jax.lax.index_in_dim(leaf, 0, keepdims=False), axis)
+        return gather_rows(leaf, source, axis, of_first_step=True)
+
+    return GoodPair(list(map(borrow, state, carry_axes)), [], list(map(borrow_x, xs, x_axes)))
+
+
+@functools.partial(jax.jit, static_argnames=("steps", "reverse", "axes"), inline=True)  # traced once for each shape
+def own_pairs_of_lengths(
+    state: list[Array],
+    xs: list[Array],
+    lengths: Array,
+    *,
+    steps: int,
+    reverse: bool,
+    axes: tuple[LeafAxes, LeafAxes],
+) -> tuple[GoodPair, Array]:
+    """`own_pairs` where each row's steps are its first `lengths`, int[*batch]; and whether any row has a pair.
+
+    The pairs are under stop_gradient.
+    """
+    state, xs = jax.lax.stop_gradient((state, xs))
+    have, first = first_of_lengths(lengths, steps, reverse=reverse)
+    return own_pairs(state, xs, (have, first), axes), any_of(have)
+
+
+@_once_a_shape
+def _own_or_first(have: Array) -> Array:
+    """uint32[N, 1]: for each row its own number, or that of the first row that has something."""
+    first, shape = jax.lax.argmax(have, 0, np.uint32), (have.size, 1)
+    own = jax.lax.broadcasted_iota(first.dtype, shape, 0)
+    return jax.lax.select_n(jax.lax.reshape(have, shape), jax.lax.broadcast(first, shape), own)
+
+
+def earliest_pair(
+    state: list[Array],
+    fixed: list[Array | None],
+    xs: list[Array],
+    valid: Array,
+    axes: tuple[LeafAxes, LeafAxes, LeafAxes],
+    *,
+    reverse: bool,
+) -> GoodPair:
+    """The first valid pair of the row that begins first, with the leaves that all rows share as they were then.
+
+    `axes` says where the batch shape starts in the state, in unchanged leaves and in one step's x.
+    """
+    carry_axes, fixed_axes, x_axes = axes
+    batch, length = valid.shape[1:], valid.shape[0]
+    have, first = first_valid(valid, reverse=reverse)
+    order = length - 1 - first if reverse else first
+    begins = jnp.min(select(have, order, jnp.full_like(order, length - 1)))
+    lender = last_set(have & (order == begins))
+    step = length - 1 - begins if reverse else begins
+
+    def row(leaf: Array, axis: int | None) -> Array:
+        return leaf if axis is None else take_row(leaf, lender, axis, batch)
+
+    lasting = [None if leaf is None else row(leaf, axis) for leaf, axis in zip(fixed, fixed_axes, strict=True)]
+    at_step = [jax.lax.dynamic_index_in_dim(leaf, step, 0, keepdims=False) for leaf in xs]
+    return GoodPair(list(map(row, state, carry_axes)), lasting, list(map(row, at_step, x_axes)))
 
 
 @dataclass(frozen=True)
@@ -131,7 +292,7 @@ def _show_shared(mask: RowMask, leaves: list[Array], good: list[Any], axes: Leaf
     valid = mask.valid
     if valid.size == 0:
         return leaves
-    any_row, lender = mask.some(), unsigned(jnp.argmax(valid.reshape(-1)))
+    any_row, lender = mask.some(), last_set(valid)
 
     def show(leaf: Array, other: Array | None, axis: int | None) -> Array:
         if other is None:
@@ -192,7 +353,7 @@ def lend_rows(leaves: list[Array], axes: LeafAxes, valid: Array) -> list[Array]:
     if all(axis is None for axis in axes) or 0 in valid.shape:
         return leaves
     have = jnp.any(valid, axis=0)
-    lender = unsigned(jnp.argmax(have.reshape(-1)))
+    lender = last_set(have)
 
     def lent(leaf: Array, axis: int | None) -> Array:
         if axis is None:

@@ -11,16 +11,17 @@ import jax.numpy as jnp
 
 from ..._avals import vary_over, varying_axes
 from ..._axes import LeafAxes
+from ..._errors import ArgumentError, Fault
 from ..._loop.loop import Feed, Loop
 from ..._loop.run import as_arrays, debugs_nans
-from ..._trace.hoist import Hoisted, Traced, fixed_leaves, flatten_only, hoist, is_untraced, lift, merge
+from ..._trace.hoist import Hoisted, Traced, fixed_leaves, flatten_only, hoist, is_smooth, is_untraced, lift, merge
 from ..._trace.independence import keeps_rows_apart
-from ..._trace.smooth import is_smooth
+from ..._trace.raw_keys import raw, with_raw_keys
 from ..._tree import Prefix
 from ..._types import Array, PyTree
 from ..axes import scan_over_axes
-from .batch_axes import RowAxes, RowFlags, Rows, rows_of_x, spread_batch_axes
-from .carry_axes import refuse_shared_keys, spread_carry_axes
+from ..refuse import refuse_with_refs
+from .axes import RowAxes, RowFlags, Rows, refuse_shared_keys, rows_of_x, spread_batch_axes, spread_carry_axes
 from .compact import refuse_tiers, tiers_of, trace_tiers
 from .leaves import mask_of_lengths, select_valid
 from .mask import lend_rows
@@ -52,6 +53,7 @@ class OverRows:
         valid, resets = self._flags(loop)
         all_valid, changing = loop.rows[:2] == (None, None), _changing(loop.rows)
         given: RowFlags = loop.rows
+        told = all_valid or bool(getattr(loop.step, "sees_valid", False))
         loop, axes = self._lay(loop, valid, lends=not all_valid)
         y_axes = self.y_axes or Prefix.of(jax.tree.unflatten(jax.tree.structure(loop.state), axes.state))
         tiers = tiers_of(self.compact, valid.shape[1:]) if self.compact and not all_valid else (0,)
@@ -61,8 +63,10 @@ class OverRows:
             hoisted, before = flatten_only(loop), loop
             unchanged = lambda: fixed_leaves(before, changing)  # noqa: E731
         else:
-            loop = _without_false_alarms(loop, axes.x)
+            loop = with_raw_keys(_without_false_alarms(loop, axes.x))
+            given = given._replace(to=raw(given.to), inits=raw(given.inits))
             hoisted = hoist(loop, changing)
+            _refuse_refs(hoisted, tiers, told=told)
             axes = axes._replace(y=spread_batch_axes("y_axes", y_axes, hoisted.y, "y", valid.shape[1:]))
             trace_tiers(hoisted, loop, axes, tiers)
             apart = _proof_of(hoisted.traced, axes, loop.xs)
@@ -103,6 +107,25 @@ class OverRows:
             loop = dataclasses.replace(loop, consts=(whole, inner))
         others = len(jax.tree.leaves(loop.consts)) - len(whole_axes)
         return loop, RowAxes((*whole_axes, *(None,) * others), carry_axes, x_axes, ())
+
+
+def _refuse_refs(hoisted: Hoisted, tiers: tuple[int, ...], *, told: bool) -> None:
+    """Refuses a body that would write a mutable array in padding, or that would read one with fewer rows.
+
+    Args:
+        hoisted: the loop.
+        tiers: the numbers of rows that the body runs on.
+        told: whether the body knows which rows are valid, or all are.
+    """
+    if hoisted.refs and len(tiers) > 1:
+        refuse_with_refs("compact")
+    if not told and hoisted.writes:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: the body writes a mutable array (a `Ref`), and would do so in padding too.",
+            "Let the body take the keyword `valid`, and write only what is valid: "
+            "`ref[...] = jnp.where(valid, new, ref[...])`. Or carry its value instead.",
+        )
 
 
 def _unknown() -> bool:

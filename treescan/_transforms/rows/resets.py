@@ -9,13 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._avals import vary_over, varying_axes
+from ..._avals import on_automatic_axes, parts_of, vary_over, varying_axes
 from ..._axes import LeafAxes
 from ..._loop.loop import Feed, Loop, Step
 from ..._types import Array, PyTree
-from .batch_axes import Begins, RowFlags, with_axes
-from .good_pairs import first_valid
+from .axes import Begins, RowFlags, with_axes
 from .leaves import expand, pick_steps, select
+from .mask import first_valid
 from .packed import numbers_of, refuse_split_rows, turns
 
 
@@ -53,15 +53,19 @@ def begin(
     def of_leaf(leaf: Array, target: Array | None, axis: int | None, is_table: bool) -> Array:
         if axis is None or target is None:
             return leaf
-        new = _rows_of(target, flags, axis) if is_table else target
+        new = _rows_of(target, flags, axis, leaf) if is_table else target
         return select(expand(begins, leaf, axis), new if new.dtype == leaf.dtype else new.astype(leaf.dtype), leaf)
 
     return [of_leaf(*each) for each in zip(state, targets, axes, tables, strict=True)]
 
 
-def _rows_of(table: Array, numbers: Array, axis: int) -> Array:
-    """For each row the entry of its number, counted from 1; of a row that has none any entry."""
-    return jnp.moveaxis(jnp.take(table, jnp.maximum(numbers - 1, 0), 0, mode="clip"), 0, axis)
+def _rows_of(table: Array, numbers: Array, axis: int, leaf: Array) -> Array:
+    """For each row of a leaf the entry of its number, counted from 1; of a row that has none any entry."""
+
+    def entries(table: Array, numbers: Array) -> Array:
+        return jnp.moveaxis(jnp.take(table, jnp.maximum(numbers - 1, 0), 0, mode="clip"), 0, axis)
+
+    return on_automatic_axes(entries, parts_of(leaf), table, numbers)
 
 
 @dataclass(frozen=True)
@@ -86,12 +90,14 @@ class BeginSegments:
         if not (loop.rows.all_valid or 0 in valid.shape):
             have, first = first_valid(valid, reverse=loop.reverse)
             flags = pick_steps(begins.flags, first, 0)
-            flags = flags & have if flags.dtype == jnp.bool_ else jnp.where(have, flags, 0)
+            flags = flags & have if flags.dtype == jnp.bool_ else select(have, flags, jnp.zeros_like(flags))
             state = begin(flags, state, begins.targets, axes, begins.tables)
         return dataclasses.replace(loop, state=state, rows=loop.rows._replace(begins=begins))
 
     def _begins(self, loop: Loop) -> Begins:
-        rows, varying = loop.rows, varying_axes(jax.typeof(loop.xs.valid))
+        rows, valid = loop.rows, loop.xs.valid
+        assert valid is not None
+        varying = varying_axes(jax.typeof(valid))
         given = rows.given.to if rows.given.inits is None else rows.given.inits
         own = [value for value, is_fixed in zip(given, rows.was_fixed, strict=True) if not is_fixed]
         tables = tuple(rows.given.inits is not None and value is not None for value in own)
@@ -99,18 +105,11 @@ class BeginSegments:
             None if axis is None else leaf if value is None else vary_over(value, varying)
             for leaf, value, axis in zip(loop.state, own, rows.axes.state, strict=True)
         ]
-        return Begins(self._flags(loop), targets, tables)
-
-    def _flags(self, loop: Loop) -> Array:
-        """Where segments begin. For a `Packed`, the numbers of the sequences that begin, also those without a flag."""
-        spans, valid = loop.rows.given.spans, loop.xs.valid
-        assert valid is not None
-        if spans is None:
-            return flags_of(loop)
-        refuse_split_rows(spans, valid)
-        numbers = numbers_of(spans, valid.shape)
-        flags = turns(numbers, valid, later=loop.reverse) | flags_of(loop)
-        return flags if loop.rows.given.inits is None else jnp.where(flags, numbers, 0)
+        flags = flags_of(loop)
+        if rows.given.inits is not None:
+            numbers = numbers_of(rows.given.spans, valid.shape)
+            flags = select(flags, numbers, jnp.zeros_like(numbers))
+        return Begins(flags, targets, tables)
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class ResetRows:
 
 
 def reset_rows(loop: Loop) -> Loop:
-    """The same, where there are resets."""
+    """Makes a loop restore the state that a segment begins from, before each step that is flagged."""
     axes, begins = loop.rows.axes, begins_of(loop, loop.state)
     pairs = zip(begins.targets, begins.tables, axes.state, strict=True)
     own = [None if is_table or not target.ndim else axis for target, is_table, axis in pairs if target is not None]
@@ -147,11 +146,25 @@ def begins_of(loop: Loop, state: list[Array]) -> Begins:
 
 def flags_of(loop: Loop) -> Array:
     """bool[T, *batch]: before which steps a segment begins."""
+    return _flags_in(loop, reverse=loop.reverse)
+
+
+def segments_in_time(loop: Loop) -> Array | None:
+    """bool[T, *batch]: where segments begin in time; that of a row's first may be left out. None: no row has two."""
+    return None if loop.rows.resets is None else _flags_in(loop, reverse=False)
+
+
+def _flags_in(loop: Loop, *, reverse: bool) -> Array:
+    """The beginnings in a direction. For a `Packed`, also those of sequences whose first step is not valid."""
     rows, valid = loop.rows, loop.xs.valid
     assert valid is not None
     if rows.all_valid:
-        return _shifted(rows.resets) if loop.reverse else rows.resets
-    return beginnings(rows.resets, valid, reverse=loop.reverse)
+        return _shifted(rows.resets) if reverse else rows.resets
+    flags = beginnings(rows.resets, valid, reverse=reverse)
+    if rows.given.spans is None:
+        return flags
+    refuse_split_rows(rows.given.spans, valid)
+    return flags | turns(numbers_of(rows.given.spans, valid.shape), valid, later=reverse)
 
 
 def _shifted(resets: Array) -> Array:

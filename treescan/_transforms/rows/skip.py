@@ -15,37 +15,41 @@ from typing import Any
 import jax
 
 from ..._avals import is_key, promoted
-from ..._loop.chunk import Around
+from ..._loop.chunk import Around, Wish, chunk_size
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.rewrite import is_rewriting
-from ..._loop.sizes import Wish, chunk_size
 from ..._trace.hoist import is_untraced
 from ..._types import PyTree
-from ..auto import saves_steps
-from ..checkpoint import Checkpointed, checkpoint
+from ..checkpoint import Checkpointed, checkpoint, chooses, policy_of_chunk, rolled
 from ..outputs import is_thinned
 from ..refuse import refuse_symbolic, refuse_with_refs
-from ..remat import choose_fastest, recompute_chunks
-from ..weights.branches import with_safe_branches
+from ..remat import choose_fastest, recompute_chunks, saves_steps
 from ..weights.deferred import save_all_but_cheap
-from ..weights.in_bulk import in_bulk
-from .batch_axes import RowAxes
-from .compact import LiveRows, tiers_of
+from ..weights.in_bulk import in_bulk, with_safe_branches
+from .axes import RowAxes
+from .compact import LiveRows, Schedule, make_schedule, tiers_of
 from .fill import Idle
 from .in_place import write_in_place
-from .lend import may_branch
-from .schedule import Schedule, make_schedule
+from .leaves import may_branch
 
 
 class ChunkRemat(enum.Enum):
     """What the gradient does with a chunk.
 
-    `SAVES_STEPS` has a checkpoint too: what goes into it, weights included, is not stacked once per chunk.
+    `SAVES_STEPS` and `SAVES_ALL` have a checkpoint too: what goes into it, weights included, is not stacked once per
+    chunk.
     """
 
     NONE = enum.auto()
     RECOMPUTES = enum.auto()
     SAVES_STEPS = enum.auto()
+    SAVES_ALL = enum.auto()
+
+
+_SAVED = {
+    ChunkRemat.SAVES_STEPS: save_all_but_cheap,
+    ChunkRemat.SAVES_ALL: jax.checkpoint_policies.everything_saveable,
+}
 
 
 @dataclass(frozen=True)
@@ -73,8 +77,7 @@ class RunLive:
         feed = feed._replace(schedule=schedule.order)
         step: Step = self.branch
         if self.remat is not ChunkRemat.NONE:
-            policy = save_all_but_cheap if self.remat is ChunkRemat.SAVES_STEPS else None
-            step = Checkpointed(step, self.looped, policy)
+            step = Checkpointed(step, self.looped, _SAVED.get(self.remat) or policy_of_chunk(self.step))
         return step((schedule.branch, consts), state, feed)
 
     def branch(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
@@ -137,7 +140,9 @@ class Skip:
         if loop.trace.effects:
             return ChunkRemat.NONE
         chosen = self.chunk is None and len(tiers) == 1 and not loop.recomputed and is_rewriting()
-        return ChunkRemat.SAVES_STEPS if chosen and saves_steps(loop.trace) else ChunkRemat.RECOMPUTES
+        if not chosen or not saves_steps(loop.trace):
+            return ChunkRemat.RECOMPUTES
+        return ChunkRemat.SAVES_ALL if chooses(loop.trace.jaxpr) else ChunkRemat.SAVES_STEPS
 
     def _recompute_chunks(self, loop: Loop) -> Loop:
         """A loop in which every step is valid: in chunks that the gradient recomputes, if the user asked for some.
@@ -234,6 +239,7 @@ class _Around:
     def __call__(self, step: Step, looped: bool) -> Step:
         # A remainder does not justify more copies of the body.
         tiers = self.tiers if looped or self.only else self.tiers[-1:]
+        step = rolled(step) if self.recomputes else step
         step = in_bulk(step) if self.rules else step
         return RunLive(step, tiers, self.axes, self.idle, self.remat if looped else ChunkRemat.NONE, looped)
 

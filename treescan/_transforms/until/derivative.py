@@ -14,22 +14,32 @@ from ..._avals import place_like, vary_over
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.rewrite import is_rewriting
 from ..._loop.run import debugs_nans
-from ..._trace.hoist import Hoisted
-from ..._trace.smooth import Part, fill_in, instantiated, is_smooth, no_tangent, nonzero_part
+from ..._trace.hoist import Hoisted, Part, fill_in, instantiated, is_smooth, no_tangent, nonzero_part
 from ..._types import Array, PyTree
-from ..rows.batch_axes import without_arrays
+from ..rows.axes import without_arrays
 from ..rows.mask import in_branches, with_kept_states
-from ..weights.branches import MappedLater
-from .all_steps import MaskedStep, run_all_steps, run_masked
+from ..weights.in_bulk import MappedLater
 from .condition import Condition
-from .early_exit import Chunks, Progress, Reads, Report, StepOutputs, TakeStep, going_on, nested_sizes, run_until
+from .early_exit import (
+    Chunks,
+    MaskedStep,
+    Progress,
+    Reads,
+    Report,
+    StepOutputs,
+    TakeStep,
+    going_on,
+    nested_sizes,
+    run_all_steps,
+    run_masked,
+    run_until,
+)
 from .rows import TakeRows, around_live_rows, mask_rows, ways_of_rows
-from .tangents import FinishedLoop, Tangents, Ways, push_forward
-from .ways import ways_of
+from .tangents import FinishedLoop, Tangents, Ways, push_forward, ways_of
 
 
 def without_tracers(hoisted: Hoisted) -> Hoisted:
-    """The same with types instead of arrays, because rules for derivatives must not contain tracers."""
+    """A traced loop with types instead of arrays, because rules for derivatives must not contain tracers."""
     loop = hoisted.loop
     consts, state, xs = jax.tree.map(jax.typeof, (loop.consts, loop.state, loop.xs))
     rows = None if loop.rows is None else without_arrays(loop.rows)

@@ -17,18 +17,17 @@ import jax
 import jax.numpy as jnp
 
 from ..._avals import place_like, vary_over
-from ..._loop.chunk import Around, Level, run_chunked
+from ..._loop.chunk import Around, Level, Wish, plan_sizes, run_chunked
 from ..._loop.loop import Feed, Loop, Step
-from ..._loop.sizes import Wish, plan_sizes
 from ..._remat import Remat
 from ..._trace.hoist import merge
 from ..._tree import Prefix
 from ..._types import Array, PyTree
 from ..checkpoint import remat_sizes
+from ..outputs import Thinned
 from ..rows.fill import fill_leaves
-from ..rows.leaves import select_valid
-from ..rows.lend import most_of_all, most_of_devices, unless_alone
-from ..thin import Thinned
+from ..rows.leaves import choose_own, lend, lend_to_elements, most_of_all, most_of_devices, select_valid, unless_alone
+from ..rows.mask import GoodPair, Masked
 from .condition import Condition
 
 BRANCHING = 11
@@ -90,7 +89,7 @@ class StepOutputs:
         ]
 
     def filled_chunk(self, size: int) -> list[Array]:
-        """The same for a chunk of steps."""
+        """The leaves of y for a chunk of steps that are not taken."""
         leaves = zip(self.filled(), self.every, strict=True)
         return [jnp.broadcast_to(leaf, (size // every, *leaf.shape)) for leaf, every in leaves]
 
@@ -305,7 +304,7 @@ def plan_chunks(length: int, stride: int, remat: Remat | None, chunk: int | None
         chunk: the size of a chunk else; None: to be chosen.
     """
     sizes = remat_sizes(length, remat)
-    size, inner = (sizes[-1], sizes[:-1]) if sizes else (chunk or _chunk_of(length), ())
+    size, inner = (sizes[-1], sizes[:-1]) if sizes else (min(chunk or _chunk_of(length), length), ())
     if stride > 1:
         size = min(-(-size // stride), length // stride) * stride
         sizes = plan_sizes(size, [Wish(stride, exact=True), *map(Wish, inner)]) if inner else ()
@@ -331,3 +330,94 @@ def nested_sizes(length: int) -> tuple[int, tuple[int, ...]]:
     while ratio**depth < length:
         ratio += 1
     return ratio**depth, tuple(ratio**i for i in range(1, depth) if ratio > 1)
+
+
+@dataclass(frozen=True)
+class _Unflagged:
+    """The step that does not tell another which steps are taken."""
+
+    step: Step
+
+    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
+        return self.step(consts, state, feed._replace(valid=None))
+
+
+def masked_step(loop: Loop, fill: Prefix) -> Step:
+    """The step of a loop that knows which steps are taken, and shows the body good values in all others."""
+    state, x = (len(jax.tree.leaves(tree)) for tree in (loop.state, loop.xs.x))
+    unchanged, _ = loop.consts
+    return Masked(_Unflagged(loop.step), (0,) * state, (None,) * len(unchanged), (0,) * x, Prefix.of(0), fill)
+
+
+def good_pair(loop: Loop, have: Array, *, lifted: bool = True) -> tuple[GoodPair, Any, list[Array]]:
+    """What elements that have stopped are shown: their first state and x; those that never start borrow them.
+
+    Args:
+        loop: the loop.
+        have: bool[], whether any step is taken.
+        lifted: whether its consts hold what the body closes over.
+
+    Returns:
+        The pair; the consts, borrowed as well; and for each of their leaves whether it is the element's own.
+    """
+    unchanged, _ = loop.consts
+    first = -1 if loop.reverse else 0
+    xs = [jax.lax.index_in_dim(leaf, first % loop.length, keepdims=False) for leaf in jax.tree.leaves(loop.xs.x)]
+    pair = GoodPair(loop.state, [None] * len(unchanged), xs)
+    unchanged, inner = loop.consts
+    closed, inner = inner if lifted else ([], inner)
+    (pair, *lent), own = lend(have, jax.lax.stop_gradient((pair, unchanged, inner)))
+    own = own[len(jax.tree.leaves(pair)) :]
+    lent_closed, own_closed = lend_to_elements(have, jax.lax.stop_gradient(closed))  # see `lend_closed`
+    own = [*own[: len(unchanged)], *own_closed, *own[len(unchanged) :]]
+    theirs = lent[0], (lent_closed, lent[1]) if lifted else lent[1]
+    return jax.lax.stop_gradient(pair), choose_own(loop.consts, theirs, own), own
+
+
+@dataclass(frozen=True)
+class MaskedStep:
+    """The step that is masked where the loop has ended. Its state is `Progress`.
+
+    Its consts are `Reads`, in which the consts of the inner step are (GoodPair, consts).
+
+    Attributes:
+        masked: the inner step, which is told whether it is taken.
+        condition: of the next state.
+        fixed: for each leaf of the whole state whether it is unchanged.
+    """
+
+    masked: Step
+    condition: Condition
+    fixed: tuple[bool, ...]
+
+    def __call__(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        going = going_on(progress, reads)
+        _, (unchanged, _) = reads.inner
+        new, y = self.masked(reads.inner, progress.leaves, feed._replace(valid=going))
+        after = self.condition(reads.closed, merge(self.fixed, unchanged, new))
+        taken = progress.taken + going.astype(progress.taken.dtype)
+        return Progress(jnp.where(going, after, progress.holds), taken, new), y
+
+
+def run_all_steps(
+    loop: Loop, reads: Reads, first: Progress, condition: Condition, fixed: tuple[bool, ...], outputs: StepOutputs
+) -> tuple[Progress, Any]:
+    """Runs all steps of a loop, and keeps nothing of those after its end.
+
+    Args:
+        loop: the loop, as `lift` makes it.
+        reads: what every step reads; its consts are the loop's.
+        first: the state before the first step.
+        condition: whether another step is taken.
+        fixed: for each leaf of the whole state whether it is unchanged.
+        outputs: the types of y, and what it is where no step is taken.
+    """
+    good, consts, _ = good_pair(loop, going_on(first, reads))
+    step = MaskedStep(masked_step(loop, outputs.fill), condition, fixed)
+    loop = dataclasses.replace(loop, step=step, consts=reads._replace(inner=(good, consts)), state=first)
+    return run_masked(loop, outputs)
+
+
+def run_masked(loop: Loop, outputs: StepOutputs) -> tuple[Progress, Any]:
+    """Runs all steps of a loop whose step is masked."""
+    return run_chunked(loop, outputs.levels(loop.length, (), lambda size: None))

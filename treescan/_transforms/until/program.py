@@ -13,15 +13,16 @@ import numpy as np
 from ..._avals import vary_over, varying_axes
 from ..._errors import ArgumentError, Fault, explain
 from ..._loop.body import Body
+from ..._loop.chunk import chunk_size
 from ..._loop.loop import Feed, Loop, Transform
 from ..._loop.run import as_arrays, is_jit_disabled, run
-from ..._loop.sizes import chunk_size
 from ..._progress import Progress as Settings
 from ..._remat import Remat
-from ..._trace.hoist import Hoisted, hoist, lift
+from ..._trace.hoist import Hoisted, flatten_only, hoist, lift
 from ..._tree import Prefix
 from ..._types import Array, ArrayLike, PyTree
-from ..count import count_from
+from ..axes import count_from
+from ..checkpoint import warn_of_unknown_names
 from ..finite.backward import CheckCotangents, no_forward_mode_early
 from ..finite.check import CheckFinite
 from ..nest import finish
@@ -29,15 +30,102 @@ from ..outputs import EVERYTHING
 from ..program import Arguments, Call, execute
 from ..refuse import once_only, refuse_budget, refuse_offload
 from ..remat import check_remat
-from ..rows.lend import may_branch
-from .condition import CallCondition, Condition, trace_condition
+from ..rows.fill import fill_leaves
+from ..rows.leaves import may_branch
+from .condition import CallCondition, Condition, trace_condition, with_rows
 from .derivative import EarlyExit, Operands, padded, without_tracers
-from .early_exit import Chunks, Reads, plan_chunks
-from .kept import Kept, axes_of_outputs, keep_what_ran
-from .reports import Reports
-from .rows import axes_of_carry, trace_for_tiers
-from .step_by_step import Ended, run_step_by_step
-from .stop_rows import with_rows
+from .early_exit import Chunks, Reads, any_of_all, good_pair, masked_step, plan_chunks
+from .outputs import Kept, Reports, axes_of_outputs, keep_what_ran
+from .rows import axes_of_carry, mask_rows, trace_for_tiers
+
+
+class Ended(NamedTuple):
+    """A loop that has ended.
+
+    Attributes:
+        state: its last state.
+        ys: the outputs, filled where no step was taken.
+        steps: int32[*batch], the steps that were taken.
+        stopped: bool[*batch], whether the condition no longer held.
+    """
+
+    state: PyTree
+    ys: PyTree
+    steps: Array
+    stopped: Array
+
+
+def run_step_by_step(
+    loop: Loop,
+    call: CallCondition | None,
+    init: PyTree,
+    holds: Array,
+    limit: Array,
+    fill: Prefix,
+    reports: Reports | None = None,
+) -> Ended:
+    """Runs a loop while its condition holds, `limit` steps at most.
+
+    Args:
+        loop: the loop; as `OverRows` left it where each row stops by itself.
+        call: its condition; None holds always.
+        init: the user's part of its state, which is last in it.
+        holds: bool[*batch], the condition of the first state.
+        limit: int32[].
+        fill: a prefix of y: what it is where no step is taken.
+        reports: reports how far it has come; None: nothing does.
+    """
+    every = -(-loop.length // reports.updates) if reports else 0
+    structure, count = jax.tree.structure(init), len(jax.tree.leaves(init))
+
+    def holds_of(leaves: list[Any]) -> Array:
+        if call is None:
+            return jnp.ones((), bool)
+        return call(jax.tree.unflatten(structure, leaves[len(leaves) - count :]))
+
+    whole = jax.tree.structure(loop.state)
+    flat, leaves = _masked(loop, holds & (limit > 0), fill)
+    steps, ran = jnp.zeros(holds.shape, jnp.int32), list[PyTree]()
+    while len(ran) < loop.length and any_of_all(going := holds & (steps < limit)):
+        place = loop.length - 1 - len(ran) if loop.reverse else len(ran)
+        x = jax.tree.map(lambda leaf, at=place: jax.lax.slice_in_dim(leaf, at, at + 1), flat.xs)
+        one = dataclasses.replace(flat, state=leaves, xs=x._replace(valid=going[None]), length=1)
+        leaves, y = run(one)
+        ran.append(y)
+        steps = steps + going.astype(steps.dtype)
+        holds = jnp.where(going, holds_of(leaves), holds)
+        if reports and len(ran) % every == 0:
+            reports.step(steps, jax.tree.unflatten(whole, leaves))
+    ys = _stack(loop, ran, fill)
+    return Ended(jax.tree.unflatten(whole, leaves), ys, steps, ~holds)
+
+
+def _masked(loop: Loop, going: Array, fill: Prefix) -> tuple[Loop, list[Array]]:
+    """The loop whose step is told what is taken, and the leaves of its state."""
+    if loop.rows is not None:
+        return mask_rows(loop, going, fill), loop.state
+    hoisted = flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state), xs=as_arrays(loop.xs)))
+    flat = hoisted.loop
+    pair, consts, _ = good_pair(flat, going, lifted=False)
+    return dataclasses.replace(flat, step=masked_step(flat, fill), consts=(pair, consts)), flat.state
+
+
+def _stack(loop: Loop, ran: list[PyTree], fill: Prefix) -> PyTree:
+    """Ys of all steps, from those of the steps that were taken, in their order."""
+    if not ran:
+        nothing = jax.tree.map(lambda leaf: jax.lax.slice_in_dim(jnp.asarray(leaf), 0, 0), loop.xs)
+        _, ran = run(dataclasses.replace(loop, xs=nothing, length=0))
+        ran = [ran]
+        left = loop.length
+    else:
+        left = loop.length - len(ran)
+    filled = [
+        jnp.broadcast_to(value, (left, *leaf.shape[1:]))
+        for value, leaf in zip(fill_leaves(fill, ran[0]), jax.tree.leaves(ran[0]), strict=True)
+    ]
+    parts = [*ran, jax.tree.unflatten(jax.tree.structure(ran[0]), filled)]
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *(parts[::-1] if loop.reverse else parts))
+
 
 _ZERO = Prefix.of(0)
 _NO_GRADIENT = once_only(
@@ -244,6 +332,7 @@ def _run_traced(
     assert condition is not None
     loop, hoisted, varying = _hoist_rows(loop) if condition.batch else _hoist(loop, condition, limit)
     _refuse_refs(hoisted)
+    warn_of_unknown_names([program.remat], [hoisted])
     count, tiers = condition.count, (loop.rows.tiers if condition.batch else ())
     init = jax.tree.unflatten(jax.tree.structure(init), hoisted.settled[len(hoisted.settled) - count :])
     if not condition.fits(hoisted.settled):
@@ -264,7 +353,7 @@ def _run_traced(
         explain(_NO_GRADIENT, program.call.convention.verb, loop.body.function) if hoisted.effects else None,
         tiers,
         bool(condition.batch) and loop.rows.apart(),
-        None if reports is None else reports.in_chunks(restricted, laid, len(kept.last)),
+        None if reports is None else reports.in_chunks(restricted, laid),
     )
     lengthened, front = padded(restricted.loop, early.length)
     run = None if reports is None else (reports.begin(lengthened.consts, condition.closed), reports.total)
@@ -295,7 +384,7 @@ def _hoist_rows(loop: Loop) -> tuple[Loop, Hoisted, frozenset[str]]:
 
 
 def _hoist(loop: Loop, condition: Condition, limit: Array) -> tuple[Loop, Hoisted, frozenset[str]]:
-    """The same for a condition that is one bool: if it varies, then all of the state does."""
+    """The loop, its trace and its manual axes, if the condition is one bool: if it varies, all of the state does."""
     varying = varying_axes(jax.typeof(limit))
     for aval in condition.avals:
         varying |= varying_axes(aval)

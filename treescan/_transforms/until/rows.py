@@ -22,23 +22,18 @@ from ..._axes import LeafAxes
 from ..._errors import BodyError, Fault, speaking_of
 from ..._loop.chunk import Around
 from ..._loop.loop import Feed, Loop, Step
-from ..._trace.hoist import merge
-from ..._trace.smooth import Part
+from ..._trace.hoist import Part, merge
 from ..._tree import Prefix
 from ..._types import Array, PyTree
-from ..rows.batch_axes import RowAxes
-from ..rows.compact import LiveRows, take_rows
+from ..rows.axes import RowAxes
+from ..rows.compact import LiveRows, failed_with_fewer_rows, make_schedule, take_rows
 from ..rows.fill import Idle
-from ..rows.leaves import mask_of_lengths
-from ..rows.lend import most_of_all, most_of_devices
+from ..rows.leaves import mask_of_lengths, most_of_all, most_of_devices
 from ..rows.mask import mask
-from ..rows.schedule import make_schedule
 from ..weights.in_bulk import in_bulk
-from .all_steps import MaskedStep
 from .condition import CallCondition, Condition, trace_condition
-from .early_exit import Chunks, Progress, Reads, StepOutputs, any_of_all, going_on
-from .tangents import FinishedLoop, Ways, group, order_of_steps
-from .ways import ZERO, StepByStep, recomputed_chunk, run_chunk
+from .early_exit import Chunks, MaskedStep, Progress, Reads, StepOutputs, any_of_all, going_on
+from .tangents import ZERO, FinishedLoop, StepByStep, Ways, group, order_of_steps, recomputed_chunk, run_chunk
 
 
 def mask_rows(loop: Loop, going: Array, fill: Prefix) -> Loop:
@@ -64,9 +59,11 @@ def trace_for_tiers(
         given = jax.eval_shape(lambda tree, tier=tier: take_rows(tree, axes, jnp.arange(tier)), init)
         try:
             traced = trace_condition(call, given)
-        except Exception as error:
-            error.add_note(f"`compact` called the condition with {tier} of the {max(tiers)} rows.")
+        except Fault:
             raise
+        except Exception as error:
+            with speaking_of(call.body.function):
+                raise failed_with_fewer_rows(error, "{body}, the condition,", tier, max(tiers), _ONE_EACH) from None
         if traced.batch != (tier, *condition.batch[1:]):
             with speaking_of(call.body.function):
                 raise _of_other_rows(traced.batch, tier, max(tiers))
@@ -74,13 +71,18 @@ def trace_for_tiers(
     return dataclasses.replace(condition, jaxprs=tuple(traces))
 
 
+_ONE_EACH = (
+    "It must return one bool for each row of the carry that it receives. `compact` cannot select the rows of an array "
+    "that the condition closes over: pass such an array through the carry."
+)
+
+
 def _of_other_rows(batch: tuple[int, ...], tier: int, rows: int) -> Fault:
     shape = ",".join(map(str, batch))
     return Fault(
         BodyError,
         f"{{body}}, the condition, returned bool[{shape}] when `compact` called it with {tier} of the {rows} rows.",
-        "It must return one bool for each row of the carry that it receives. `compact` cannot select the rows of an "
-        "array that the condition closes over: pass such an array through the carry.",
+        _ONE_EACH,
     )
 
 

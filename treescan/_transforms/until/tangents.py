@@ -1,8 +1,7 @@
 """The derivative of a loop that ends early, in both modes, at the cost of the steps that were taken.
 
 Once the loop has run, the number of steps is known, and the state at the start of each chunk. The tangent is then a
-loop over chunks, and each chunk is computed again from its start. Chunks that were not run are left out. `ways.py` runs
-the others, and `rows.py` if rows stop independently.
+loop over chunks, and each chunk is computed again from its start. Chunks that were not run are left out.
 
 In the backward pass, a chunk saves only its input. Two checkpoints ensure that. The outer one encloses the branch. The
 inner one encloses the taken side, because what a branch saves is also written, as zeros, for chunks that are left out.
@@ -21,15 +20,16 @@ import jax.numpy as jnp
 
 from ..._avals import is_key, vary_over
 from ..._loop.body import Memo
-from ..._loop.chunk import Level, run_chunked
+from ..._loop.chunk import Level, as_step, divide, run_chunked
 from ..._loop.loop import Feed, Loop, Step
-from ..._loop.sizes import divide
-from ..._trace.smooth import Part, instantiated, smooth_part, zeros_like
+from ..._remat import Remat
+from ..._trace.hoist import Part, instantiated, smooth_part, zeros_like
 from ..._tree import Prefix
 from ..._types import Array
-from ..checkpoint import is_remat3
-from ..rows.good_pairs import GoodPair
-from .early_exit import StepOutputs
+from ..checkpoint import RematChunk, SaveDecisions, checkpoint, checkpoint_steps, is_remat3, save_costly
+from ..rows.leaves import most_of_all, most_of_devices, select
+from ..rows.mask import GoodPair
+from .early_exit import Chunks, StepOutputs, good_pair, masked_step
 
 _Keys = tuple[Any, ...]
 
@@ -294,3 +294,92 @@ def order_of_steps(loop: Loop) -> Array:
     """int32[T]: for each position how many steps are taken before it."""
     order = jnp.arange(loop.length, dtype=jnp.int32)
     return order[::-1] if loop.reverse else order
+
+
+RUN_NONE, RUN_SOME, RUN_ALL = 0, 1, 2
+"""What of a chunk is run: no step of any element, some, or every step of all of them."""
+
+ZERO = Prefix.of(0)
+
+
+@dataclass(frozen=True)
+class StepByStep:
+    """The step that runs another where any element or row is valid, as its schedule says, and saves what goes in."""
+
+    step: Step
+    outputs: StepOutputs
+
+    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
+        live = feed.schedule
+        feed = feed._replace(schedule=None)
+        return checkpoint(self._branch, prevent_cse=False, policy=SaveDecisions())(live, consts, state, feed)
+
+    def _branch(self, live: Array, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
+        return jax.lax.cond(live, self._varied, self._leave, consts, state, feed)
+
+    def _varied(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
+        state, y = self.step(consts, state, feed)
+        return state, self.outputs.varied(y)
+
+    def _leave(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
+        del consts, feed
+        return state, self.outputs.filled()
+
+
+@dataclass(frozen=True)
+class _Whole:
+    """Runs a chunk of which every step was taken, and shows nothing else."""
+
+    step: Step
+
+    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
+        _, inner = consts
+        return self.step(inner, state, feed._replace(valid=None, schedule=None))
+
+
+def ways_of(
+    ran: FinishedLoop, part: Part, d_consts: list[Array], outputs: StepOutputs, plan: Chunks, *, branches: bool
+) -> Ways:
+    """How to compute the chunks of a loop whose condition is one bool.
+
+    Args:
+        ran: the loop, and what is known of how it ran.
+        part: which leaves of the consts have a tangent.
+        d_consts: these tangents.
+        outputs: the types of y.
+        plan: the chunks, and what is recomputed within them.
+        branches: whether a branch may depend on data.
+    """
+    loop, taken, size = ran.loop, ran.taken, plan.size
+    good, consts, own = good_pair(loop, taken > 0)
+    flags, _ = part.split(own)
+    zeroed = [select(flag, d, jnp.zeros_like(d)) for flag, d in zip(flags, d_consts, strict=True)]
+    order = group(order_of_steps(loop), size)
+    most = most_of_all(most_of_devices(taken))
+    least = -most_of_all(most_of_devices(-taken))
+    first, last = jnp.min(order, axis=1), jnp.max(order, axis=1)
+    branch = jnp.where(first >= most, RUN_NONE, jnp.where(last < least, RUN_ALL, RUN_SOME))
+    some = run_chunk(dataclasses.replace(loop, step=_masked(loop, outputs, branches)), outputs, size)
+    runners = (some, _Whole(recomputed_chunk(loop, outputs, plan))) if branches else (some,)
+    return Ways(good, consts, zeroed, runners, branch, order < taken, order < most if branches else None)
+
+
+def recomputed_chunk(loop: Loop, outputs: StepOutputs, plan: Chunks) -> Step:
+    """What runs a whole chunk, and saves of it what the user said, or what is not had for next to nothing."""
+    loop = dataclasses.replace(loop, length=plan.size)
+    loop = checkpoint_steps(loop, plan.remat or Remat(policy=save_costly))
+    return as_step(loop, outputs.levels(plan.size, plan.inner, lambda size: RematChunk())).rolled()
+
+
+def run_chunk(loop: Loop, outputs: StepOutputs, size: int) -> Step:
+    """What runs a chunk, and saves all of it."""
+    return as_step(dataclasses.replace(loop, length=size, unroll=1), outputs.levels(size, (), _nothing_around))
+
+
+def _nothing_around(size: int) -> None:
+    del size
+
+
+def _masked(loop: Loop, outputs: StepOutputs, branches: bool) -> Step:
+    masked = masked_step(loop, ZERO)
+    return StepByStep(masked, dataclasses.replace(outputs, fill=ZERO)) if branches else masked

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -24,15 +25,100 @@ from ..._loop.body import Memo
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import run
 from ..._trace.cost import TRANSCENDENTAL
-from ..._trace.equations import alone, values_of
-from ..._trace.hoist import array_of
-from ..._trace.smooth import Unproven, add_alike, fill_in, nonzero_part, smooth_part, typed_like
+from ..._trace.equations import PRODUCTS, alone, values_of
+from ..._trace.hoist import Unproven, add_alike, array_of, fill_in, nonzero_part, smooth_part, typed_like
 from ..._types import Array
-from ..checkpoint import RealOnly
-from ..written import written
-from .products import ELEMENTWISE, Deferred, Split
-from .steps_at_once import compute_early, entry_of, product_of_steps
-from .sums import Slot, slots_of
+from ..checkpoint import SaveDecisions, chooses
+from ..written import has_one_device, written
+from .products import ELEMENTWISE, Deferred, Slot, Split, slots_of
+
+
+def compute_early(program: Any, reads: list[Any], fed: list[Any]) -> list[Array]:
+    """What an open jaxpr computes of each step, for all of them: `[C, ...]`.
+
+    Args:
+        program: (reads, feed) to a list of values in which steps differ.
+        reads: what is the same in every step.
+        fed: what each step is fed, `[C, ...]`.
+
+    Raises:
+        Unproven: if a result is not a stack of what a step computes.
+    """
+    values = dict(zip(program.invars, [*reads, *fed], strict=True))
+    stacked = set(program.invars[len(reads) :])
+    for equation in program.eqns:
+        taken, one = alone(program, equation)
+        differ = [not hasattr(atom, "val") and atom in stacked for atom in equation.invars]
+        if not any(differ):
+            out = eval_jaxpr(one, [], *(values[var] for var in taken))
+        elif equation.primitive.name in PRODUCTS and not all(differ):
+            operand = differ.index(False)
+            operands = values_of(equation.invars, values)
+            out = [product_of_steps(equation, operands[1 - operand], operands[operand], operand)]
+        else:
+            out = _of_each_step(one, [values[var] for var in taken], [0 if var in stacked else None for var in taken])
+        if any(differ):
+            stacked.update(equation.outvars)
+        values.update(zip(equation.outvars, out, strict=True))
+    computed = values_of(program.outvars, values)
+    for value, var in zip(computed, program.outvars, strict=True):
+        if value.shape[1:] != var.aval.shape or value.dtype != var.aval.dtype:
+            raise Unproven(f"{value.shape} {value.dtype} is computed for steps of {var.aval}")
+    return computed
+
+
+def _of_each_step(one: Any, values: list[Any], axes: list[int | None]) -> list[Array]:
+    """What an equation gives for each step: mapped by JAX, whose rule for it may fail.
+
+    That of `clamp` does in JAX 0.10 where a bound of rank 0 is mapped, and its operand is not.
+    """
+    evaluate: Callable[..., list[Any]] = functools.partial(eval_jaxpr, one, [])
+    try:
+        return jax.vmap(evaluate, axes)(*values)
+    except Exception as error:
+        raise Unproven(f"{one.eqns[0].primitive.name} cannot be mapped") from error
+
+
+def product_of_steps(equation: Any, stacked: Array, same: Array, operand: int) -> Array:
+    """The products of all steps, `[C, ...]`.
+
+    Args:
+        equation: of one of them.
+        stacked: the operand in which steps differ, `[C, ...]`.
+        same: the other.
+        operand: the place of that other.
+    """
+    if equation.primitive.name != "dot_general" or equation.params["dimension_numbers"][1][0]:
+
+        def multiply(one: Array) -> Array:
+            pair = (same, one) if operand == 0 else (one, same)
+            return equation.primitive.bind(*pair, **equation.params)
+
+        return jax.vmap(multiply)(stacked)
+    contracted, _ = equation.params["dimension_numbers"]
+    mine, its = contracted[1 - operand], contracted[operand]
+    free = [axis for axis in range(stacked.ndim - 1) if axis not in mine]
+    ordered = stacked.transpose(0, *(axis + 1 for axis in (*free, *mine)))
+    outer, inner = ordered.shape[: 1 + len(free)], ordered.shape[1 + len(free) :]
+    if has_one_device():
+        # As one matrix: with several axes to add up over, XLA's CPU backend copies what the transposed product reads.
+        ordered = ordered.reshape(math.prod(outer), *inner)
+    product = jax.lax.dot_general(
+        ordered,
+        same,
+        ((tuple(range(ordered.ndim - len(inner), ordered.ndim)), its), ((), ())),
+        precision=equation.params["precision"],
+        preferred_element_type=equation.params["preferred_element_type"],
+    )
+    product = product.reshape(*outer, *product.shape[ordered.ndim - len(inner) :])
+    if operand == 1:
+        return product
+    return product.transpose(0, *range(len(outer), product.ndim), *range(1, len(outer)))
+
+
+def entry_of(stack: Array, place: Array) -> Array:
+    """One step's entry of a stack, `[C, ...]`."""
+    return written(jax.lax.dynamic_index_in_dim(stack, place, keepdims=False))
 
 
 class Arguments(NamedTuple):
@@ -174,7 +260,8 @@ def _push_forward(loop: Loop, split: Split, given: Arguments, d_given: Arguments
     deferred = tuple(each for each in split.deferred if not isinstance(d_given.reads[each.read], SymbolicZero))
     slots = slots_of(rest, rest.invars[len(given.reads) : len(given.reads) + len(early.outvars)], deferred)
     weights = [given.reads[each.read] for each in deferred]  # constants here, for further derivatives they are not
-    step = jax.checkpoint(Recorded(split, deferred, slots), prevent_cse=False, policy=RealOnly(save_all_but_cheap))
+    policy = SaveDecisions(policy_within(rest))
+    step = jax.checkpoint(Recorded(split, deferred, slots), prevent_cse=False, policy=policy)
     apart = [i for slot in slots for i in slot.early]  # their tangents enter the sums that they are in
 
     def of_each_step(on: list[Any]) -> list[Array]:
@@ -217,6 +304,11 @@ def _operands(rest: Any, deferred: Sequence[Deferred], kept: list[Any], fed: lis
     feed = dict(zip(rest.invars[len(rest.invars) - len(fed) :], fed, strict=True))
     others = [each.of(rest.eqns[each.equation])[1] for each in deferred]
     return [feed.get(other, stacked) for other, stacked in zip(others, kept, strict=True)]
+
+
+def policy_within(jaxpr: Any) -> Callable[..., Any]:
+    """What a chunk that saves its steps saves of each: all but cheap operations, or all if the step chooses."""
+    return jax.checkpoint_policies.everything_saveable if chooses(jaxpr) else save_all_but_cheap
 
 
 def save_all_but_cheap(prim: Any, *args: Any, **params: Any) -> bool:

@@ -8,8 +8,9 @@ takes as long for such a product as for its share of the product of many steps, 
 
 from __future__ import annotations
 
+import collections
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,6 +21,7 @@ from ..._loop.loop import Feed, Step
 from ..._trace.dependence import dependent
 from ..._trace.equations import PRODUCTS, called, evaluate_inlined, has_reverse_rule, variables_of
 from ..._types import PyTree
+from ..checkpoint import is_decision
 
 # fmt: off
 ELEMENTWISE = frozenset(
@@ -45,6 +47,9 @@ _OF_EACH_STEP = PRODUCTS | ELEMENTWISE | frozenset(
 )
 # fmt: on
 """Primitives that give for many steps what they give for each: they draw no random bits, and ask no other device."""
+
+_SELECT = frozenset({"max", "min", "reduce_max", "reduce_min", "sort"})
+"""Primitives whose derivative compares their operands with their result."""
 
 _INLINED = frozenset({"jit"})
 _CALLS = _INLINED | {"custom_jvp_call"}
@@ -291,8 +296,98 @@ def _inlined(equation: Any) -> tuple[Any, list[Any]] | None:
     return called(equation) if _is_inlined(equation) else None
 
 
-def _is_of_each_step(equation: Any) -> bool:
+def _is_of_each_step(equation: Any, *, has_rule: bool = False) -> bool:
+    """Whether an equation can be moved; `has_rule` if it is in a function with a derivative of its own."""
     if equation.primitive.name not in _CALLS:
-        return equation.primitive.name in _OF_EACH_STEP
-    inner = called(equation)
-    return inner is not None and all(map(_is_of_each_step, inner[0].eqns))
+        return equation.primitive.name in _OF_EACH_STEP and (has_rule or not _decides(equation))
+    inner, has_rule = called(equation), has_rule or equation.primitive.name == "custom_jvp_call"
+    return inner is not None and all(_is_of_each_step(each, has_rule=has_rule) for each in inner[0].eqns)
+
+
+def _decides(equation: Any) -> bool:
+    """Whether a primitive or its derivative compares computed values with each other.
+
+    A chunk computes what is moved out of its loop together with its derivative. XLA may then round the two sides of
+    the comparison differently; see `decisions`.
+    """
+    if equation.primitive.name in _SELECT:
+        return True
+    avals = tuple(atom.aval for atom in equation.invars)
+    compared = not any(hasattr(atom, "val") for atom in equation.invars)
+    return compared and is_decision(equation.primitive, avals, equation.params)
+
+
+_ADDITIONS = frozenset({"add", "add_any"})
+
+
+class Slot(NamedTuple):
+    """Where a tangent enters a step that was computed for all steps at once.
+
+    Attributes:
+        equation: the number of the equation to whose result it is added.
+        deferred: the deferred products of which it is the tangent.
+        early: the early values of which it is.
+    """
+
+    equation: int
+    deferred: tuple[int, ...]
+    early: tuple[int, ...] = ()
+
+
+def slots_of(rest: Any, early: Sequence[Any], deferred: Sequence[Deferred]) -> tuple[Slot, ...]:
+    """One slot for each sum of such values, or for a product that is in none.
+
+    Args:
+        rest: the step, an open jaxpr.
+        early: those of its inputs that were computed before.
+        deferred: its products whose tangents wait.
+    """
+    sums = _Sums(rest)
+    members: dict[Any, tuple[list[int], list[int]]] = {}
+    for i, product in enumerate(deferred):
+        total = sums.total(rest.eqns[product.equation].outvars[0])
+        members.setdefault(total, ([], []))[0].append(i)
+    for i, var in enumerate(early):
+        total = sums.total(var)
+        if total in members:
+            members[total][1].append(i)
+    return tuple(
+        Slot(sums.made_by[total], tuple(products), tuple(values)) for total, (products, values) in members.items()
+    )
+
+
+class _Sums:
+    """Which sum a value goes into.
+
+    Attributes:
+        made_by: the number of the equation that computes each variable.
+    """
+
+    def __init__(self, jaxpr: Any) -> None:
+        self.made_by = {var: number for number, equation in enumerate(jaxpr.eqns) for var in equation.outvars}
+        self._readers: dict[Any, list[Any]] = collections.defaultdict(list)
+        for equation in jaxpr.eqns:
+            for var in variables_of(equation.invars):
+                self._readers[var].append(equation)
+        for var in variables_of(jaxpr.outvars):
+            self._readers[var].append(None)
+
+    def total(self, var: Any) -> Any:
+        """The sum of all that is added to a variable that nothing else reads, and that has its type.
+
+        An addition of another type ends the sum: one of a number and an array broadcasts, and the tangent of the number
+        is no tangent of the array.
+        """
+        while len(self._readers[var]) == 1:
+            (reader,) = self._readers[var]
+            if reader is None or not _adds_alike(reader, var.aval):
+                break
+            (var,) = reader.outvars
+        return var
+
+
+def _adds_alike(equation: Any, aval: Any) -> bool:
+    """Whether an equation adds up values of one type, which its result has too."""
+    if equation.primitive.name not in _ADDITIONS:
+        return False
+    return all(atom.aval == aval for atom in (*equation.invars, *equation.outvars))

@@ -11,8 +11,7 @@ from flax.core import meta
 from ..._avals import describe_node
 from ..._errors import BodyError, Fault
 from ..._types import PyTree
-from ..._verbs.collections import check_axes_of, transformed
-from ..._verbs.groups import Groups, Rngs
+from ..._verbs.groups import Groups, Rngs, check_axes_of, transformed
 
 Group: TypeAlias = Sequence[Mapping[str, Any]]
 """Collections, or rngs, by their names, for each scope."""

@@ -1,17 +1,46 @@
-"""Trees whose parts have the names that users know, for messages."""
+"""Trees whose parts have the names that users know; variables in a carry, and their metadata."""
 
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
 import jax.tree_util as jtu
 from flax import nnx
 
+from ..._avals import describe_argument, describe_leaf
+from ..._errors import Row
 from ..._tree import KeyPath, Root, leaves_with_path, path_str
-from ..._types import PyTree
+from ..._types import Array, PyTree
+from ...carries._base import AbstractCarry
+from ...carries._registry import register_carry
+
+
+def differences(name: str, given: nnx.Variable[Any], now: nnx.Variable[Any]) -> list[Row]:
+    """How two variables differ in type and metadata, under the name of the first."""
+    if type(given) is not type(now):
+        return [Row(name, type(given).__name__, type(now).__name__, "type")]
+    old, new = given.get_metadata(), now.get_metadata()
+    changed = [key for key in {**old, **new} if not (key in old and key in new and _same_metadata(old[key], new[key]))]
+    return [Row(name, _entry(old, key), _entry(new, key), "metadata") for key in changed]
+
+
+def _same_metadata(given: Any, now: Any) -> bool:
+    try:
+        return bool(given is now or given == now)
+    except Exception:  # arrays, for example, whose `==` is no answer
+        return False
+
+
+def _entry(metadata: Mapping[str, Any], key: str) -> str:
+    if key not in metadata:
+        return f"(no {key})"
+    value = metadata[key]
+    return f"{key}={describe_leaf(value) if isinstance(value, tuple) else describe_argument(value)}"
+
 
 _GRAPH: dict[str, Any] = {"graph": True} if "graph" in inspect.signature(nnx.iter_graph).parameters else {}
 
@@ -56,8 +85,17 @@ def state_of(named: Named) -> PyTree:
 
 def variables_of(named: Named, nodes: tuple[str, ...]) -> list[tuple[str, nnx.Variable[Any]]]:
     """The variables of the state of a list of nodes, which have these names."""
-    found, _ = jtu.tree_flatten_with_path(state_of(named), is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    return [(nodes[path[0].key] + "".join(map(_attribute, path[1:])), variable) for path, variable in found]
+    return variables_of_state(state_of(named), nodes)
+
+
+def variables_of_state(state: PyTree, nodes: tuple[str, ...]) -> list[tuple[str, nnx.Variable[Any]]]:
+    """The variables in a state of named nodes, each with its path from the node's name."""
+    found, _ = jtu.tree_flatten_with_path(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    return [
+        (nodes[path[0].key] + "".join(map(_attribute, path[1:])), leaf)
+        for path, leaf in found
+        if isinstance(leaf, nnx.Variable)
+    ]
 
 
 def _attribute(key: Any) -> str:
@@ -95,3 +133,58 @@ def replace_nodes(tree: PyTree, replace: Any) -> PyTree:
 def part(path: KeyPath) -> str:
     """A key path below an unnamed root."""
     return path_str("", path)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ModuleCarry(AbstractCarry[Any, Any]):
+    """An nnx module in the loop. The body sees the module, may change its variables, and returns it.
+
+    All rows of a `mask_scan` share it. It is updated in steps in which any row is valid.
+
+    Attributes:
+        state: its variables.
+        graph: everything else, which is the same in every step.
+    """
+
+    state: PyTree
+    graph: Any = field(metadata={"static": True})
+
+    def read(self) -> Any:
+        """The module."""
+        return nnx.merge(self.graph, self.state)
+
+    def write(self, returned: Any, valid: Array | None) -> ModuleCarry:
+        """The variables of the module that was returned."""
+        if not isinstance(returned, nnx.Pytree):
+            raise TypeError(f"the step returned a {type(returned).__name__} instead of the module that it was given")
+        graph, state = nnx.split(returned)
+        if graph != self.graph:
+            raise TypeError(
+                "the module that the step returned has another structure: "
+                + "".join(
+                    f"{row.leaf} had {row.expected}, now {row.came}. " for row in _differences(self.read(), returned)
+                )
+                + "Submodules, variables, their metadata and settings must be the same in every step. Create all of "
+                "them before the scan"
+            )
+        return ModuleCarry(state, self.graph)
+
+    def rows(self) -> None:
+        """Shared by all rows."""
+        return None
+
+
+def _differences(given: Any, now: Any) -> list[Row]:
+    """What became of the variables that both modules have."""
+    old, new = (dict(variables_in(module)) for module in (given, now))
+    both = [path for path in old if path in new]
+    return [row for path in both for row in differences(".".join(map(str, path)), old[path], new[path])]
+
+
+def _to_carry(module: Any) -> ModuleCarry:
+    graph, state = nnx.split(module)
+    return ModuleCarry(state, graph)
+
+
+register_carry(nnx.Pytree, _to_carry, ModuleCarry.read)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import jax
@@ -18,7 +19,36 @@ Role: TypeAlias = Any
 """An axis, None, `nnx.Carry`, or an `nnx.StateAxes` that gives one of these to each variable."""
 
 KINDS = "an axis, None, `nnx.Carry`, or an `nnx.StateAxes` of these"
-_OF_MODULES: Any = (nnx.Pytree, nnx.Variable, nnx.State, getattr(nnx.extract, "TreeState", nnx.State))  # `nnx.prefix`
+_TREE_STATE: Any = getattr(nnx.extract, "TreeState", nnx.State)  # what `nnx.prefix` makes
+_OF_MODULES: Any = (nnx.Pytree, nnx.Variable, nnx.State, _TREE_STATE)
+
+
+@dataclass(frozen=True, eq=False)
+class ModuleAxes:
+    """The role of a module whose variables have the axes that are in their places in a prefix of it.
+
+    Attributes:
+        axes: a module, or a `TreeState` of flax, as `nnx.prefix` makes them.
+    """
+
+    axes: Any
+
+    def at(self, path: tuple[Any, ...], name: str) -> Role:
+        """The role of the variable that is there in the module of this name."""
+        axes = getattr(self.axes, "state", self.axes) if isinstance(self.axes, _TREE_STATE) else self.axes
+        for key in path:
+            if axes is None or is_axis(axes):
+                break
+            try:
+                axes = getattr(axes, key) if isinstance(key, str) and hasattr(axes, key) else axes[key]
+            except (AttributeError, KeyError, IndexError, TypeError):
+                where = name + "".join(f".{key}" for key in path)
+                raise Fault(
+                    ArgumentError,
+                    f"{{call}}: the axes of {name} have none for {where}.",
+                    "Make them of the same module: `nnx.prefix(module, {nnx.Param: 0, ...: None})`.",
+                ) from None
+        return axes
 
 
 def is_axis(role: Role) -> bool:
@@ -26,13 +56,19 @@ def is_axis(role: Role) -> bool:
     return isinstance(role, int) and not isinstance(role, bool)
 
 
-def check_axes(in_axes: Axes, out_axes: Axes) -> tuple[int | None, int | None]:
+def check_axes(in_axes: Axes, out_axes: Axes, *, updates: bool) -> tuple[int | None, int | None]:
     """Checks the axes of a scan; returns where the carry is among the arguments and among the outputs.
 
     The carry is at 0 where it is the only argument, or the only output.
+
+    Args:
+        in_axes: of the arguments.
+        out_axes: of the outputs.
+        updates: whether modules are graphs whose structure may change. Otherwise axes may be modules, and no
+            `nnx.StateAxes`.
     """
-    _refuse_prefixes_of_modules("in_axes", in_axes)
-    _refuse_prefixes_of_modules("out_axes", out_axes)
+    for name, axes in (("in_axes", in_axes), ("out_axes", out_axes)):
+        (_refuse_prefixes_of_modules if updates else _refuse_state_axes)(name, axes)
     taken = _find_carry("in_axes", in_axes)
     given = _find_carry("out_axes", out_axes)
     if (taken is None) != (given is None):
@@ -94,6 +130,16 @@ def _refuse_prefixes_of_modules(name: str, axes: Axes) -> None:
             )
 
 
+def _refuse_state_axes(name: str, axes: Axes) -> None:
+    for path, role in _roles(axes):
+        if isinstance(role, nnx.StateAxes):
+            raise Fault(
+                ArgumentError,
+                f"{{call}}: {name}{path} is an `nnx.StateAxes`, which needs `graph=True` and `graph_updates=True`.",
+                "Give the axes in the form of the module: `nnx.prefix(module, {nnx.Param: 0, ...: None})`.",
+            )
+
+
 def _is_none(role: Role) -> bool:
     return role is None
 
@@ -126,6 +172,7 @@ def _refuse_whole_output(where: str, role: Role) -> None:
 
 def spread_roles(name: str, axes: Axes, tree: PyTree, root: str) -> list[Role]:
     """One role for each leaf of a tree, where modules and variables are leaves."""
+    axes = jax.tree.map(_as_role, axes, is_leaf=lambda prefix: prefix is None or isinstance(prefix, _OF_MODULES))
     try:
         return broadcast_prefix(axes, replace_nodes(tree, lambda _: 0), root)
     except PrefixMismatch as off:
@@ -137,6 +184,10 @@ def spread_roles(name: str, axes: Axes, tree: PyTree, root: str) -> list[Role]:
         ) from None
 
 
+def _as_role(prefix: Any) -> Role:
+    return ModuleAxes(prefix) if isinstance(prefix, _OF_MODULES) else prefix
+
+
 def role_of(role: Role, path: tuple[Any, ...], value: Any, name: str) -> Role:
     """The role of one variable of a node.
 
@@ -146,6 +197,8 @@ def role_of(role: Role, path: tuple[Any, ...], value: Any, name: str) -> Role:
         value: the variable.
         name: the node's name.
     """
+    if isinstance(role, ModuleAxes):
+        return role.at(path, name)
     if not isinstance(role, nnx.StateAxes):
         return role
     try:
@@ -160,16 +213,20 @@ def role_of(role: Role, path: tuple[Any, ...], value: Any, name: str) -> Role:
 
 
 def filters_of(
-    roles: Sequence[Role], names: Sequence[str], axes: Sequence[int]
+    roles: Sequence[Role], names: Sequence[str], axes: Sequence[int], *, keeps: bool = False
 ) -> list[Callable[[tuple[Any, ...], Any], bool]]:
-    """What splits the variables of a list of nodes into the carried, those given whole, and those of each axis."""
+    """What splits the variables of a list of nodes into the carried, those given whole, and those of each axis.
+
+    If it `keeps` changes, variables that are given whole are among the carried ones.
+    """
     known: dict[tuple[Any, ...], Role] = {}  # by paths, which begin with the index of the node
 
     def has(wanted: Role) -> Callable[[tuple[Any, ...], Any], bool]:
         def takes(path: tuple[Any, ...], value: Any) -> bool:
             if path not in known:
                 node: int = path[0]
-                known[path] = role_of(roles[node], path[1:], value, names[node])
+                role = role_of(roles[node], path[1:], value, names[node])
+                known[path] = nnx.Carry if keeps and role is None and isinstance(value, nnx.Variable) else role
             return known[path] is wanted if wanted is None or wanted is nnx.Carry else known[path] == wanted
 
         return takes
@@ -196,19 +253,26 @@ def check_shared(nodes: Sequence[Any], roles: Sequence[Role], names: Sequence[st
 
 
 def check_level(nodes: Sequence[Any], names: Sequence[str]) -> None:
-    """Refuses variables that cannot be updated here, before the first of them is."""
+    """Refuses variables of nodes that cannot be updated here, before the first of them is."""
     for node, name in zip(nodes, names, strict=True):
         for path, value in variables_in(node):
-            try:
-                value.set_metadata(value.get_metadata())  # what it has already: flax says whether it may be set
-            except TraceContextError as error:
-                raise Fault(
-                    ArgumentError,
-                    f"{{call}}: {name}{''.join(f'.{key}' for key in path)} was created outside the function that "
-                    "is being traced, and cannot be updated inside it.",
-                    "Pass the module to that function as an argument, for example with `nnx.jit` or `nnx.grad`.",
-                    cause=error,
-                ) from None
+            check_updatable(name + "".join(f".{key}" for key in path), value)
+
+
+def check_updatable(name: str, variable: nnx.Variable[Any]) -> None:
+    """Refuses a variable that cannot be updated here."""
+    try:
+        variable.set_metadata(variable.get_metadata())  # what it has already: flax says whether it may be set
+    except TraceContextError as error:
+        raise Fault(
+            ArgumentError,
+            f"{{call}}: {name} was created outside the function that is being traced, and cannot be updated inside it.",
+            "If that function is the body of another loop, for example of `treescan.while_scan`, put the module into "
+            "its `init`, and return it in the carry. This is also necessary if the module is an argument of a "
+            "`nnx.jit` around that loop.",
+            "Otherwise pass the module to that function as an argument, for example with `nnx.jit` or `nnx.grad`.",
+            cause=error,
+        ) from None
 
 
 def _spell(role: Role) -> str:

@@ -11,17 +11,18 @@ from typing import Any, TypeVar, overload
 import jax
 from flax import nnx
 
-from ..._avals import describe_node, shape_of
+from ..._avals import describe_argument, describe_node, shape_of
 from ..._body.call import check_callable
-from ..._body.conventions import SCAN
+from ..._body.signature import SCAN
 from ..._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
 from ..._progress import shown_as
 from ..._tree import Prefix
 from ..._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike
-from ..._verbs.run import run_scan
-from ._named import Named, by_name, is_node, leaves_and_nodes, replace_nodes
+from ..._verbs.prepare import run_scan
+from ._named import Named, by_name, is_node, leaves_and_nodes, named_state, replace_nodes, state_of
 from ._roles import axes_of, check_axes, check_level, is_axis, spread_roles
-from ._step import TAG, Layout, ModuleStep, Node, Parts, fill, merge, split
+from ._step import TAG, Layout, ModuleStep, Node, Parts, fill, merge, split, split_live
+from ._values import Held, ValueStep, merge_apart, put_back, refuse_aliases
 
 F = TypeVar("F", bound=Callable[..., Any])
 CONVENTION = dataclasses.replace(SCAN, records=lambda carry, x: (by_name(carry), by_name(x)))
@@ -95,8 +96,12 @@ def scan(
     stacked again. *Whole*: each step receives all of it, and changes to its value are dropped, as in `nnx.scan`. To
     keep changes, scan over the variable or carry it. *Carried*: each step receives the value of the last step.
 
-    Two things that `nnx.scan` supports raise an error here: `graph=False` and `graph_updates=False`, which keep changes
-    to a whole variable (carry it instead), and variables of mutable arrays.
+    With `graph=False` or `graph_updates=False`, as in `nnx.scan`, only values of variables come out: of those that each
+    step receives whole too, so changes to them are kept, and go from step to step. New variables are dropped,
+    `transform_metadata` has no effect, an output is not a variable that the step received, and axes of variables are
+    given by `nnx.prefix` instead of `nnx.StateAxes`. With `graph=False`, no variable is in two places.
+
+    One thing that `nnx.scan` supports raises an error here: variables of mutable arrays.
 
     Args:
         f: the body. It may be a function, or a method of a class, but not of an instance.
@@ -109,8 +114,10 @@ def scan(
         out_axes: the same for the outputs: the axis of the steps, or `nnx.Carry`. If it is not a tuple, it is for a
             single output.
         transform_metadata: with `nnx.PARTITION_NAME`, the name of the scanned axis in the shardings of variables.
-        graph: None or True: modules are graphs, which may share references.
-        graph_updates: None or True: changes to the structure of scanned modules are visible outside.
+        graph: True: modules are graphs, which may share references. False: they are trees. None: the mode that
+            `nnx.set_graph_mode` set, which is True by default.
+        graph_updates: True: changes to the structure of scanned modules are visible outside. False: only new values
+            are. None: the mode that `nnx.set_graph_updates` set, which is True by default.
         _split_transpose: as for `treescan.scan`.
         remat: as for `treescan.scan`.
         name: the name of the loop in profilers (a `jax.named_scope`).
@@ -176,17 +183,21 @@ def _scanning(
     """The function that scans."""
     check_callable(f, "scan(step)")
     _refuse_method(f)
-    _check_modes(modes)
+    graph, graph_updates = _check_modes(modes)
     _check_metadata(metadata)
-    carried, returned = check_axes(in_axes, out_axes)
-    axes = axes_of(in_axes, out_axes)
-    step = ModuleStep(f, Prefix.of(out_axes), carried, returned, axes, tuple(metadata.items()))
+    updates = graph and graph_updates
+    carried, returned = check_axes(in_axes, out_axes, updates=updates)
+    common = (f, Prefix.of(out_axes), carried, returned, axes_of(in_axes, out_axes))
+    if updates:
+        run = functools.partial(_run, ModuleStep(*common, tuple(metadata.items())))
+    else:
+        run = functools.partial(_run_values, ValueStep(*common, (), tree=not graph))
 
     @functools.wraps(f)
     @verb
     def scanning(*args: Any, **kwargs: Any) -> Any:
         try:
-            return _run(step, in_axes, *_positional(f, args, kwargs), options)
+            return run(in_axes, *_positional(f, args, kwargs), options)
         except Exception as error:
             explained = explain(error, "scan", f, words=NNX_WORDS)
         raise explained
@@ -197,7 +208,7 @@ def _scanning(
 def _run(step: ModuleStep, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
     parts = Parts.none()
     with nnx.update_context(TAG):
-        carry, tree, places = _take_in(step, in_axes, names, args, parts)
+        carry, tree, places = _take_in(step, in_axes, names, args, parts, parts)
         check_level(parts.nodes, parts.names)
         graph, (variables, whole, *states) = split(parts, step.axes, {})
         layout = Layout(graph, tree, places, tuple(parts.names), tuple(parts.roles))
@@ -205,17 +216,45 @@ def _run(step: ModuleStep, in_axes: Axes, names: list[str], args: tuple[Any, ...
         name = names[step.carried] if step.carried is not None else ""
         init = Named((name, ""), (carry, variables))
         xs = (layout, whole, parts.named(None), groups)
-        given: dict[str, Any] = {**options, "in_axes": (None, None, None, step.axes), "out_axes": (0, step.axes)}
-        final, (layout, groups) = run_scan(CONVENTION, step, init, xs, **given)
+        axes: dict[str, Any] = {"in_axes": (None, None, None, step.axes), "out_axes": (0, step.axes)}
+        final, (layout, groups) = run_scan(CONVENTION, step, init, xs, **axes, **options)
         carry, variables = final.values
         nodes = merge(layout.graph, [variables, whole, *(state for state, _ in groups)], inner=False)
     return _put_out(step, layout, fill(carry, nodes), nodes, [leaves.values for _, leaves in groups])
 
 
+def _run_values(
+    step: ValueStep, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]
+) -> Any:
+    """Runs a step of which only the values of variables come out."""
+    parts, carried = Parts.none(), Parts.none()
+    carry, tree, places = _take_in(step, in_axes, names, args, parts, carried)
+    refuse_aliases(carried, parts, tree=step.tree)
+    check_level(carried.nodes, carried.names)
+    held, (inside, *_) = split_live(carried, ())
+    graph, live = split_live(parts, step.axes, keeps=True)
+    kept, whole, *states = (named_state(state, tuple(parts.names)) for state in live)
+    layout = Layout(graph, tree, places, tuple(parts.names), tuple(parts.roles))
+    groups = tuple((state, parts.named(axis)) for state, axis in zip(states, step.axes, strict=True))
+    name = names[step.carried] if step.carried is not None else ""
+    init = Named((name, "", ""), (carry, named_state(inside, tuple(carried.names)), kept))
+    xs = ((layout, Held(held, tuple(carried.names))), whole, parts.named(None), groups)
+    axes: dict[str, Any] = {"in_axes": (None, None, None, step.axes), "out_axes": (0, step.axes, step.axes)}
+    final, (layout, groups, updates) = run_scan(CONVENTION, step, init, xs, **axes, **options)
+    carry, inside, kept = final.values
+    put_back([live[0], *live[2:]], kept, updates, tuple(parts.names))
+    nnx.update(carried.nodes, state_of(inside))
+    nodes = merge_apart(layout.graph, [state for state, _ in groups])
+    return _put_out(step, layout, fill(carry, carried.nodes), nodes, [leaves.values for _, leaves in groups])
+
+
 def _take_in(
-    step: ModuleStep, in_axes: Axes, names: list[str], args: tuple[Any, ...], parts: Parts
+    step: ModuleStep, in_axes: Axes, names: list[str], args: tuple[Any, ...], parts: Parts, carried: Parts
 ) -> tuple[PyTree, Any, tuple[Any, ...]]:
-    """Takes the arguments apart; returns the carry with `Node` in the places of nodes, and where the others are."""
+    """Takes the arguments apart, the nodes of the carry to `carried`, and the rest to `parts`.
+
+    Returns the carry with `Node` in the places of nodes, the structure of the rest, and where its leaves are.
+    """
     prefix = in_axes if in_axes is not nnx.Carry else (nnx.Carry,)
     if isinstance(prefix, tuple) and len(prefix) != len(args):
         raise Fault(
@@ -227,7 +266,7 @@ def _take_in(
     if step.carried is not None:
         carry = args[step.carried]
         named = [(name, leaf) for name, leaf in leaves_and_nodes(names[step.carried], carry) if is_node(leaf)]
-        indices = iter([Node(parts.add_node(name, node, nnx.Carry)) for name, node in named])
+        indices = iter([Node(carried.add_node(name, node, nnx.Carry)) for name, node in named])
         carry = replace_nodes(carry, lambda _: next(indices))
         rest = (*args[: step.carried], None, *args[step.carried + 1 :])
         prefix = (*prefix[: step.carried], None, *prefix[step.carried + 1 :])
@@ -290,17 +329,21 @@ def _refuse_method(f: Any) -> None:
         )
 
 
-def _check_modes(modes: Mapping[str, bool | None]) -> None:
+def _check_modes(modes: Mapping[str, bool | None]) -> list[bool]:
+    """Whether modules are graphs, and whether updates of graphs are visible outside. flax sets both for None."""
     settings = {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}  # not in the oldest flax
+    values: list[bool] = []
     for mode, given in modes.items():
         ambient = getattr(nnx, settings[mode], None)
-        value = ambient.current_value() if given is None and ambient is not None else given
-        if value not in (None, True):
+        value = given if given is not None else True if ambient is None else ambient.current_value()
+        if not isinstance(value, bool):
             raise Fault(
-                ArgumentError,
-                f"{{call}}: `{mode}` is {value!r}" + (f", by `nnx.{settings[mode]}`." if given is None else "."),
-                f"Modules are scanned as graphs, so that their updates are visible outside: pass `{mode}=True`.",
+                ArgumentTypeError,
+                f"{{call}}: `{mode}` must be True, False or None, got {describe_argument(value)}.",
+                "None takes what `nnx.set_graph_mode` and `nnx.set_graph_updates` say, which is True by default.",
             )
+        values.append(value)
+    return values
 
 
 def _check_metadata(metadata: Mapping[str, Any]) -> None:

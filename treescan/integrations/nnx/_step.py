@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 from flax import nnx
@@ -13,9 +13,8 @@ from ..._avals import describe_node, is_mutable
 from ..._errors import ArgumentError, BodyError, CarryError, Fault, Row
 from ..._tree import Prefix, is_static
 from ..._types import PyTree, TreeDef
-from ._metadata import differences
-from ._named import Named, is_node, leaves_and_nodes, named_state, replace_nodes, state_of, variables_of
-from ._roles import Role, check_shared, filters_of, spread_roles
+from ._named import Named, differences, is_node, leaves_and_nodes, named_state, replace_nodes, state_of, variables_of
+from ._roles import ModuleAxes, Role, check_shared, filters_of, spread_roles
 
 TAG = "treescan"
 """The tag of the `nnx.update_context`, by which modules are told from one side of the loop to the other."""
@@ -74,11 +73,13 @@ class Parts:
         """Adds a leaf; returns its place."""
         if is_node(leaf):
             return "node", self.add_node(name, leaf, role)
-        if isinstance(role, nnx.StateAxes):
+        if isinstance(role, (nnx.StateAxes, ModuleAxes)):
+            kind = "an `nnx.StateAxes`" if isinstance(role, nnx.StateAxes) else "axes of a module"
             raise Fault(
                 ArgumentError,
-                f"{{call}}: {name} has an `nnx.StateAxes`, but is {describe_node(leaf)}.",
-                "An `nnx.StateAxes` is for modules and variables. Give an array an axis, or None to pass it whole.",
+                f"{{call}}: {name} has {kind}, but is {describe_node(leaf)}.",
+                f"{kind[0].upper()}{kind[1:]} {'is' if kind[:2] == 'an' else 'are'} for modules and variables. Give "
+                "an array an axis, or None to pass it whole.",
             )
         leaves = self.arrays.setdefault(role, [])
         leaves.append((name, leaf))
@@ -90,22 +91,39 @@ class Parts:
         return Named(tuple(name for name, _ in leaves), tuple(leaf for _, leaf in leaves))
 
 
-def split(parts: Parts, axes: Sequence[int], metadata: Mapping[str, Any]) -> tuple[Any, list[Named]]:
+def split(
+    parts: Parts, axes: Sequence[int], metadata: Mapping[str, Any], tag: str | None = TAG
+) -> tuple[Any, list[Named]]:
     """The structure of all nodes, and their arrays: the carried ones, those given whole, and those of each axis."""
-    check_shared(parts.nodes, parts.roles, parts.names)
-    with nnx.split_context(TAG) as context:
-        graph, *states = context.split(parts.nodes, *filters_of(parts.roles, parts.names, axes))
+    graph, states = split_live(parts, axes, tag)
     if metadata:
         states[2:] = [nnx.spmd.add_axis(state, axis, metadata) for state, axis in zip(states[2:], axes, strict=True)]
-    named = [named_state(state, tuple(parts.names)) for state in states]
-    for name, leaf in ((name, leaf) for state in named for name, leaf in zip(state.names, state.values, strict=True)):
-        if is_mutable(leaf):
-            raise Fault(
-                ArgumentError,
-                f"{{call}}: {name} holds a mutable array (a `Ref`), which can be neither scanned over nor carried.",
-                "Create the variable without a reference, so that it holds the array itself.",
-            )
-    return graph, named
+    return graph, [named_state(state, tuple(parts.names)) for state in states]
+
+
+def split_live(
+    parts: Parts, axes: Sequence[int], tag: str | None = None, *, keeps: bool = False
+) -> tuple[Any, list[PyTree]]:
+    """The structure of all nodes, and states with their variables themselves: the carried ones, and those of each axis.
+
+    Args:
+        parts: the nodes.
+        axes: all axes.
+        tag: of the `nnx.update_context`; None: there is none.
+        keeps: whether variables that are given whole are among the carried ones.
+    """
+    check_shared(parts.nodes, parts.roles, parts.names)
+    with nnx.split_context(tag) as context:
+        graph, *states = context.split(parts.nodes, *filters_of(parts.roles, parts.names, axes, keeps=keeps))
+    for named in (named_state(state, tuple(parts.names)) for state in states):
+        for name, leaf in zip(named.names, named.values, strict=True):
+            if is_mutable(leaf):
+                raise Fault(
+                    ArgumentError,
+                    f"{{call}}: {name} holds a mutable array (a `Ref`), which can be neither scanned over nor carried.",
+                    "Create the variable without a reference, so that it holds the array itself.",
+                )
+    return graph, states
 
 
 def merge(graph: Any, states: Sequence[Named], *, inner: bool) -> list[Any]:
@@ -128,6 +146,8 @@ class ModuleStep:
         metadata: of `transform_metadata`.
     """
 
+    tag: ClassVar[str | None] = TAG
+
     f: Callable[..., Any]
     out_axes: Prefix
     carried: int | None
@@ -147,19 +167,24 @@ class ModuleStep:
             pairs = zip(states, self.axes, strict=True)
             states = [self._without_axis(state, axis) for state, axis in pairs]
         nodes = merge(layout.graph, [variables, whole, *states], inner=True)
-        leaves: dict[Role, Any] = dict(zip(self.axes, (leaves.values for _, leaves in groups), strict=True))
-        known: dict[Role, Any] = {"node": nodes, None: arrays.values, **leaves}
-        args = list(jax.tree.unflatten(layout.tree, [known[role][i] for role, i in layout.places]))
-        if self.carried is not None:
-            args[self.carried] = fill(carry, nodes)
+        args = self._arguments(layout, nodes, fill(carry, nodes), arrays, groups)
         new_carry, out = self._apart(self.f(*args))
         parts = Parts(list(nodes), list(layout.names), list(layout.roles), {})
         new_carry = take_nodes(args__.names[0], carry, new_carry, parts)
         layout_out, (new_variables, new_whole, *states) = self._take_out(out, parts)
-        _check_carried(variables, new_variables, layout.names)
+        check_carried(variables, new_variables, layout.names)
         _check_whole(whole, new_whole)
         groups = tuple((state, parts.named(axis)) for state, axis in zip(states, self.axes, strict=True))
         return Named(args__.names, (new_carry, new_variables)), (layout_out, groups)
+
+    def _arguments(self, layout: Layout, nodes: list[Any], carry: PyTree, arrays: Named, groups: Any) -> list[Any]:
+        """What the user's function is called with."""
+        leaves: dict[Role, Any] = dict(zip(self.axes, (leaves.values for _, leaves in groups), strict=True))
+        known: dict[Role, Any] = {"node": nodes, None: arrays.values, **leaves}
+        args = list(jax.tree.unflatten(layout.tree, [known[role][i] for role, i in layout.places]))
+        if self.carried is not None:
+            args[self.carried] = carry
+        return args
 
     def _without_axis(self, state: Named, axis: int) -> Named:
         removed = nnx.spmd.remove_axis(state_of(state), axis, dict(self.metadata))
@@ -195,7 +220,7 @@ class ModuleStep:
                     "Outputs are stacked over the steps, so they must be arrays. Keep other values out of the scan.",
                 )
         places = tuple(parts.add(name, leaf, role) for (name, leaf), role in zip(named, roles, strict=True))
-        graph, states = split(parts, self.axes, dict(self.metadata))
+        graph, states = split(parts, self.axes, dict(self.metadata), self.tag)
         return Layout(graph, jax.tree.structure(out, is_leaf=is_node), places), states
 
 
@@ -248,7 +273,7 @@ def _check_whole(given: Named, now: Named) -> None:
         )
 
 
-def _check_carried(given: Named, now: Named, nodes: tuple[str, ...]) -> None:
+def check_carried(given: Named, now: Named, nodes: tuple[str, ...]) -> None:
     """What is carried keeps its types and metadata. Which variables and arrays there are, the loop itself compares."""
     if given.names != now.names or given.structure == now.structure:
         return

@@ -1,0 +1,316 @@
+"""`treescan.integrations.nnx.scan` in flax's other modes beside `nnx.scan`: only values of variables come out."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, cast
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from flax.errors import TraceContextError
+from test_nnx_scan import CASES, HAS_MODES, XS, Block, Cell, Counter, D, H, N, assert_same, linear, stack
+from thin import by_turns
+from traces import Counted
+
+import treescan
+from treescan.integrations.nnx import scan
+
+MODES: dict[str, dict[str, Any]] = {
+    "tree": {"graph": False},
+    "values": {"graph": True, "graph_updates": False},
+}
+needs_modes = pytest.mark.skipif(not HAS_MODES, reason="flax has no modes")
+by_mode = pytest.mark.parametrize("mode", MODES)
+
+
+def outcome(run: Callable[[], Any]) -> Any:
+    """What comes out, or None if it is refused."""
+    try:
+        return run()
+    except (ValueError, TypeError, TraceContextError, treescan.TreescanError):
+        return None
+
+
+def assert_as_in_nnx(case: Callable[[Any], Any], mode: str) -> None:
+    expected = outcome(lambda: case(functools.partial(nnx.scan, **MODES[mode])))
+    actual = outcome(lambda: case(functools.partial(scan, **MODES[mode])))
+    assert (actual is None) == (expected is None)
+    assert_same((actual,), (expected,))
+
+
+# The cases of the mode of graphs, but for those that ask for what these modes drop: identity, arguments by keyword,
+# new variables and metadata.
+OTHERS = (
+    *("named_by_keyword", "partitioned", "new_variables"),
+    *("recurrent_module_in_carry", "reverse_in_carry"),
+)
+
+
+@needs_modes
+@by_mode
+@by_turns(2, case={name: case for name, case in CASES.items() if name not in OTHERS})
+def test_what_comes_out_is_what_comes_out_of_nnx(case: Callable[[Any], Any], mode: str) -> None:
+    assert_as_in_nnx(case, mode)
+
+
+class Shared(nnx.Module):
+    """Two names for one variable."""
+
+    def __init__(self) -> None:
+        self.a = self.b = nnx.Variable(jnp.arange(float(N)))
+
+
+def changes_whole(scan: Any) -> Any:
+    counter = Counter()
+    return scan(lambda m, x: x * m(), in_axes=(None, 0), out_axes=0)(counter, XS), counter
+
+
+def structure_is_dropped(scan: Any) -> Any:
+    layers = stack(kind=linear)
+
+    def forward(h: jax.Array, layer: Any) -> jax.Array:
+        h = layer(h)
+        layer.seen = nnx.Intermediate(h)
+        layer.bias[...] += 1.0
+        layer.bias = nnx.Param(layer.bias[...] * 2)
+        return h
+
+    h = scan(forward, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(H, layers)
+    return h, layers, hasattr(layers, "seen")
+
+
+def metadata(scan: Any) -> Any:
+    layers = stack(kind=linear)
+
+    def forward(h: jax.Array, layer: nnx.Linear) -> jax.Array:
+        layer.kernel.set_metadata(seen=True)
+        return layer(h)
+
+    h = scan(forward, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(H, layers)
+    return h, layers, layers.kernel.get_metadata()["seen"]
+
+
+def shared_in_a_module(scan: Any) -> Any:
+    module = Shared()
+
+    def double(h: jax.Array, m: Shared) -> Any:
+        m.a[...] *= 2
+        return h + m.b[...], m.b[...]
+
+    return scan(double, in_axes=(nnx.Carry, 0))(jnp.zeros(()), module), module, module.a is module.b
+
+
+def shared_by_arguments(scan: Any) -> Any:
+    module = Counter()
+    run = scan(lambda h, a, b, x: (h + a() + b(), x), in_axes=(nnx.Carry, None, None, 0))
+    return run(jnp.zeros(()), module, module, jnp.arange(3.0)), module
+
+
+def shared_with_the_carry(scan: Any) -> Any:
+    module = Counter()
+    return scan(lambda c, m, x: (c, m() + x), in_axes=(nnx.Carry, None, 0))(module, module, jnp.arange(3.0))
+
+
+def argument_as_output(scan: Any) -> Any:
+    return scan(lambda h, m: (h, m), in_axes=(nnx.Carry, 0))(H, stack(kind=linear))
+
+
+def output_twice(scan: Any) -> Any:
+    def twice(h: jax.Array, x: jax.Array) -> Any:
+        module = Counter()
+        return h, (module, module)
+
+    return scan(twice)(H, XS)
+
+
+def another_module_of_the_variables(scan: Any) -> Any:
+    def step(cell: Cell, x: jax.Array) -> Any:
+        y = cell(x)
+        other = Cell(nnx.Rngs(1))
+        other.cell, other.h = cell.cell, cell.h
+        return other, y
+
+    cell = Cell(nnx.Rngs(0))
+    carry, ys = scan(step)(cell, XS)
+    return carry, ys, cell, carry.h is cell.h
+
+
+def other_variables(scan: Any) -> Any:
+    return scan(lambda m, x: (jax.tree.map(lambda leaf: leaf + 1, m), x))(Counter(), jnp.arange(3.0))
+
+
+def other_setting(scan: Any) -> Any:
+    def step(m: Any, x: jax.Array) -> Any:
+        m.setting = 5
+        return m, x
+
+    return scan(step)(Counter(), jnp.arange(3.0))
+
+
+def array_of_a_carried_module(scan: Any) -> Any:
+    class Raw(nnx.Module):
+        def __init__(self) -> None:
+            self.array = nnx.data(jnp.ones(()))
+            self.n = nnx.Variable(jnp.zeros(()))
+
+    def step(m: Raw, x: jax.Array) -> Any:
+        m.array = m.array * 2
+        m.n[...] += m.array
+        return m, x
+
+    module, xs = scan(step)(Raw(), jnp.arange(3.0))
+    return module.array, module.n, xs
+
+
+def axes_of_variables(scan: Any) -> Any:
+    module: Any = linear(nnx.Rngs(0))
+    module.kernel = nnx.Param(jnp.stack([module.kernel[...]] * N, 1))
+    module.bias = nnx.BatchStat(module.bias[...])
+    axes = nnx.prefix(module, {nnx.Param: 1, ...: None}, graph=scan.keywords["graph"])
+
+    def forward(h: jax.Array, layer: Any) -> Any:
+        layer.bias[...] += jnp.mean(h)
+        return layer(h), h
+
+    return scan(forward, in_axes=(nnx.Carry, axes), out_axes=(nnx.Carry, -1))(H, module), module
+
+
+def axes_of_outputs(scan: Any) -> Any:
+    axes = nnx.prefix(linear(nnx.Rngs(0)), lambda path, _: 1 if "kernel" in path else 0, graph=scan.keywords["graph"])
+    return scan(lambda h, x: (h, linear(nnx.Rngs(0))), out_axes=(nnx.Carry, axes))(H, XS)
+
+
+def axes_by_type(scan: Any) -> Any:
+    return scan(lambda h, m: m(h), in_axes=(nnx.Carry, nnx.StateAxes({...: 0})), out_axes=nnx.Carry)(H, stack())
+
+
+def read_in_an_outer_trace(scan: Any) -> Any:
+    layers = stack(kind=linear)
+    return jax.jit(lambda h: scan(lambda h, m: m(h), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(h, layers))(H)
+
+
+def changed_in_an_outer_trace(scan: Any) -> Any:
+    layers = stack()
+    return jax.jit(lambda h: scan(lambda h, m: m(h), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(h, layers))(H)
+
+
+def gradients(scan: Any) -> Any:
+    layers, counter = stack(kind=linear), Counter()
+
+    def loss(layers: Any, counter: Counter, h: jax.Array) -> jax.Array:
+        run = scan(lambda h, m, c: (m(h) * c(), h), in_axes=(nnx.Carry, 0, None))
+        h, ys = run(h, layers, counter)
+        return jnp.sum(jnp.sin(h)) + jnp.sum(jnp.cos(ys))
+
+    return nnx.value_and_grad(loss, argnums=(0, 2))(layers, counter, H), layers, counter
+
+
+REFUSED = {
+    "tree": (shared_in_a_module, shared_by_arguments, output_twice),
+    "values": (),
+}
+ALWAYS_REFUSED = (
+    *(shared_with_the_carry, argument_as_output, other_variables, other_setting, axes_by_type),
+    changed_in_an_outer_trace,
+)
+OWN = (
+    *(changes_whole, structure_is_dropped, metadata, shared_in_a_module, shared_by_arguments, output_twice),
+    *(another_module_of_the_variables, array_of_a_carried_module, axes_of_variables, axes_of_outputs),
+    *(read_in_an_outer_trace, gradients, *ALWAYS_REFUSED),
+)
+
+
+@needs_modes
+@by_mode
+@pytest.mark.parametrize("case", OWN, ids=lambda case: case.__name__)
+def test_what_the_modes_do_otherwise_is_what_nnx_does(case: Callable[[Any], Any], mode: str) -> None:
+    assert_as_in_nnx(case, mode)
+    refused = outcome(lambda: case(functools.partial(scan, **MODES[mode]))) is None
+    assert refused == (case in (*REFUSED[mode], *ALWAYS_REFUSED))
+
+
+@needs_modes
+@by_mode
+@pytest.mark.parametrize("remat", ["step", "nested"])
+def test_gradients_recompute(mode: str, remat: Any) -> None:
+    actual = gradients(functools.partial(scan, **MODES[mode], remat=remat))
+    assert_same(actual, gradients(functools.partial(nnx.scan, **MODES[mode])), 1e-4)
+
+
+@needs_modes
+@pytest.mark.parametrize("setting", ["set_graph_mode", "set_graph_updates"])
+def test_the_mode_may_be_set_around(setting: str) -> None:
+    with getattr(nnx, setting)(False):
+        assert_same(changes_whole(scan), changes_whole(nnx.scan))
+        (_, counter) = changes_whole(scan)
+        assert float(counter.n[...]) == N
+        _, counter = changes_whole(functools.partial(scan, graph=True, graph_updates=True))
+        assert float(counter.n[...]) == 0.0
+
+
+@by_mode
+def test_the_body_is_traced_once_and_not_again(mode: str) -> None:
+    def forward(h: jax.Array, layer: nnx.Linear) -> jax.Array:
+        return layer(h)
+
+    body, layers = Counted(forward), stack(kind=linear)
+    options: dict[str, Any] = {"in_axes": (nnx.Carry, 0), "out_axes": nnx.Carry, **MODES[mode]}
+    run = scan(body.body, **options)
+    assert body.traces(lambda _: run(H, layers)) == 1
+    assert body.traces(lambda _: run(H + 1, layers)) == 0
+
+
+@by_mode
+def test_step_by_step(mode: str) -> None:
+    expected = changes_whole(functools.partial(scan, **MODES[mode]))
+    with jax.disable_jit():
+        assert_same(changes_whole(functools.partial(scan, **MODES[mode])), expected)
+    assert float(expected[1].n[...]) == N
+
+
+def message(case: Callable[[Any], Any], mode: str, kind: type[Exception]) -> str:
+    with pytest.raises(kind) as caught:
+        case(functools.partial(scan, **MODES[mode]))
+    return " ".join(str(caught.value).split())
+
+
+@by_mode
+def test_messages(mode: str) -> None:
+    argument, body, carry = treescan.ArgumentError, treescan.BodyError, treescan.CarryError
+    assert "c.n and m.n are the same Variable" in message(shared_with_the_carry, mode, argument)
+    assert "out[1].bias" in message(argument_as_output, mode, body)
+    assert "returned a carry with other variables" in message(other_variables, mode, carry)
+    assert "changed the structure of modules in the carry m" in message(other_setting, mode, carry)
+    assert "in_axes[1] is an `nnx.StateAxes`" in message(axes_by_type, mode, argument)
+    assert "m.calls was created outside" in message(changed_in_an_outer_trace, mode, argument)
+
+
+def test_messages_of_trees() -> None:
+    assert "m.a and m.b are the same Variable" in message(shared_in_a_module, "tree", treescan.ArgumentError)
+    assert "one variable in two places" in message(output_twice, "tree", treescan.BodyError)
+
+
+@pytest.mark.parametrize("mode", ["graph", "graph_updates"])
+def test_a_mode_is_a_bool(mode: str) -> None:
+    with pytest.raises(treescan.ArgumentTypeError) as caught:
+        scan(lambda h, x: (h, x), **{mode: cast(Any, "tree")})(H, XS)
+    assert f"`{mode}` must be True, False or None, got 'tree'" in " ".join(str(caught.value).split())
+
+
+@needs_modes
+def test_axes_of_another_module() -> None:
+    axes = nnx.prefix(Counter(), {...: 0}, graph=False)
+    run = scan(lambda h, m: m(h), in_axes=(nnx.Carry, axes), out_axes=nnx.Carry, graph=False)
+    with pytest.raises(treescan.ArgumentError, match=r"axes of m have none for m\.\w+"):
+        run(H, stack(kind=linear))
+    with pytest.raises(treescan.ArgumentError, match="x has axes of a module, but is"):
+        scan(lambda h, x: (h, x), in_axes=(nnx.Carry, axes), graph=False)(H, XS)
+
+
+def test_all_of_a_block_is_updated() -> None:
+    assert H.shape[-1] == D
+    layers = stack()
+    scan(lambda h, m: m(h), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, graph_updates=False)(H, layers)
+    assert isinstance(layers, Block)
+    assert layers.calls[...].tolist() == [1] * N

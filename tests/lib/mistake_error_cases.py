@@ -1,0 +1,302 @@
+"""Cases of `test_errors.py` about what new users write first, and what the library can guess that they mean."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from error_cases import Given, collector
+from jax.experimental import io_callback
+
+import treescan
+from treescan import (
+    ArgumentError,
+    ArgumentTypeError,
+    BodyError,
+    CarryError,
+    LayerError,
+    TracedArgumentError,
+    TreescanError,
+    accumulate,
+    fold,
+    fold_layers,
+    fori,
+    mask_scan,
+    scan,
+    scan_layers,
+    while_scan,
+)
+from treescan.carries import buffer, ema
+
+CASES: list[Given] = []
+case = collector(CASES)
+XS = jnp.arange(3.0)
+ROWS = jnp.ones((5, 3))
+LENGTHS = np.array([5, 2, 1])
+
+
+def without_body(error: type[TreescanError], **options: Any) -> Any:
+    return case(error, body=False, **options)
+
+
+def step(carry, x):
+    return carry + x, None
+
+
+def add(carry, x):
+    return carry + x
+
+
+def layers_of(one: Any) -> list[Any]:
+    return [{"w": one * jnp.eye(4), "b": jnp.zeros(4)} for _ in range(3)]
+
+
+def block(layer, x):
+    return x @ layer["w"] + layer["b"]
+
+
+def sequences() -> list[Any]:
+    return [np.ones(3), np.ones(2)]
+
+
+# --- a list in place of a stack ---------------------------------------------------------------------------------------
+
+
+@case(LayerError)
+def forgotten_stack_in_fold_layers(one):
+    return fold_layers(block, jnp.ones(4), layers_of(one))
+
+
+@case(LayerError)
+def forgotten_stack_in_scan_layers(one):
+    return scan_layers(lambda layer, x: (block(layer, x), None), jnp.ones(4), tuple(layers_of(one)))
+
+
+@case(LayerError)
+def forgotten_stack_with_xs(one):
+    return fold_layers(lambda layer, x, bias: block(layer, x) + bias, jnp.ones(4), layers_of(one), XS)
+
+
+@case(LayerError)
+def forgotten_stack_with_length(one):
+    return fold_layers(block, jnp.ones(4), layers_of(one), length=3)
+
+
+@case(LayerError)
+def forgotten_stack_with_state(one):
+    return fold_layers(lambda layer, x, state: (block(layer, x), state), jnp.ones(4), layers_of(one), state=XS)
+
+
+@case(ArgumentError)
+def forgotten_stack_of_steps(one):
+    return fold(lambda carry, x: carry + x["a"], one * jnp.ones(2), [{"a": jnp.ones(4)}] * 3)
+
+
+@case(ArgumentError)
+def forgotten_stack_of_steps_with_length(one):
+    return scan(step, one * jnp.ones(4), [jnp.ones(4)] * 3, length=3)
+
+
+@case(ArgumentError)
+def sequences_in_a_list(one):
+    return mask_scan(step, one * jnp.ones(2), [jnp.ones(3), jnp.ones(2)], lengths=[3, 2])
+
+
+# --- a batch in a verb that does not know its lengths -----------------------------------------------------------------
+
+
+@case(ArgumentError)
+def padded_in_fold(one):
+    return fold(add, one * jnp.ones(2), treescan.pad(sequences()))
+
+
+@case(ArgumentError)
+def padded_in_scan_beside_other_xs(one):
+    return scan(step, one * jnp.ones(2), (treescan.pad(sequences()), XS))
+
+
+@case(ArgumentError)
+def padded_in_while_scan(one):
+    return while_scan(lambda carry: jnp.all(carry < 3), step, one * jnp.ones(2), {"a": treescan.pad(sequences())})
+
+
+@case(ArgumentError)
+def packed_in_accumulate(one):
+    return accumulate(add, one * jnp.ones(1), treescan.pack(sequences()))
+
+
+# --- options ----------------------------------------------------------------------------------------------------------
+
+
+@case(ArgumentTypeError)
+def length_of_rows(one):
+    return mask_scan(step, one * jnp.ones(3), ROWS, length=LENGTHS)
+
+
+@case(ArgumentTypeError)
+def length_of_rows_by_position(one):
+    return fold(add, one * jnp.ones(3), ROWS, LENGTHS)
+
+
+@case(ArgumentTypeError, less=("disable_jit",))
+def length_of_traced_rows(one):
+    return jax.jit(lambda lengths: scan(step, one * jnp.ones(3), ROWS, length=lengths))(LENGTHS)
+
+
+@case(ArgumentTypeError)
+def length_of_a_list_of_rows(one):
+    return mask_scan(step, one * jnp.ones(3), ROWS, length=[5, 2, 1])
+
+
+@case(ArgumentTypeError)
+def max_length_of_rows(one):
+    return while_scan(lambda carry: carry < 3, step, one * jnp.ones(3), ROWS, max_length=LENGTHS)
+
+
+@case(ArgumentTypeError)
+def lengths_by_position(one):
+    return mask_scan(step, one * jnp.ones(3), ROWS, LENGTHS)
+
+
+@case(ArgumentTypeError)
+def max_length_by_position(one):
+    return while_scan(lambda carry: carry < 3, step, one, XS, 3)
+
+
+@case(ArgumentTypeError)
+def option_of_another_library(one):
+    return scan(step, one, XS, checkpoint=True)
+
+
+@without_body(ArgumentTypeError)
+def pad_fill(one):
+    return treescan.pad(sequences(), fill=-1)
+
+
+@without_body(ArgumentTypeError)
+def stack_axis(one):
+    return treescan.stack(layers_of(one), axis=1)
+
+
+@without_body(ArgumentTypeError)
+def ema_option_misspelt(one):
+    return ema(one, 0.9, unbias=True)
+
+
+@without_body(ArgumentTypeError)
+def buffer_batch_int(one):
+    return buffer(one, 8, batch=3)
+
+
+@without_body(ArgumentTypeError)
+def buffer_batch_str(one):
+    return buffer(one, 8, batch="rows")
+
+
+@without_body(ArgumentTypeError)
+def buffer_capacity_float(one):
+    return buffer(one, 8.5)
+
+
+@without_body(TracedArgumentError, less=("disable_jit",))
+def buffer_capacity_traced(one):
+    return jax.jit(lambda capacity: buffer(one, capacity))(8)
+
+
+# --- the condition, rows, and what is returned ------------------------------------------------------------------------
+
+
+@case(BodyError)
+def while_condition_of_two(one):
+    return while_scan(lambda carry, x: carry < 3, step, one, XS)
+
+
+@case(BodyError)
+def while_condition_of_a_keyword(one):
+    return while_scan(lambda carry, *, x: carry < 3, step, one, XS)
+
+
+def per_row(one: Any) -> Any:
+    return one * jnp.arange(1.0, 9.0)
+
+
+@case(BodyError, less=("disable_jit",))
+def while_compact_over_closed_over_rates(one):
+    a = per_row(one)
+    return while_scan(lambda x: x > 0, lambda x, _: (x - 0 * a, None), jnp.ones(8), max_length=40, compact=(4,))
+
+
+@case(BodyError, less=("disable_jit",))
+def while_compact_over_rows_in_the_condition(one):
+    a = per_row(one)
+    return while_scan(lambda x: x < a, lambda x, _: (x + 1, None), jnp.ones(8), max_length=40, compact=(4,))
+
+
+@case(BodyError, less=("disable_jit",))
+def compact_over_closed_over_rows_of_two(one):
+    a = per_row(one)
+    return mask_scan(lambda x, _: (x + a, None), jnp.ones(8), length=40, lengths=np.arange(8), compact=(4,))
+
+
+@case(CarryError)
+def pair_swapped_with_the_given_carry(one):
+    return scan(lambda h, x: (x.sum(-1), h), one * jnp.ones((2, 3)), jnp.ones((5, 2, 3)))
+
+
+# --- callbacks --------------------------------------------------------------------------------------------------------
+
+
+def tell(carry: Any) -> Any:
+    io_callback(lambda value: None, None, carry)
+    return carry + 1
+
+
+@case(ArgumentError, less=("disable_jit",))
+def while_callback_under_vmap(one):
+    run = jax.vmap(lambda x: while_scan(lambda c: c < 5, lambda c, _: (tell(c), None), x, max_length=8).carry)
+    return run(one * jnp.arange(3.0))
+
+
+@case(ArgumentError, less=("disable_jit",))
+def fori_callback_under_vmap(one):
+    run = jax.vmap(lambda n: fori(0, n, lambda i, carry: tell(carry), one, max_length=8))
+    return run(jnp.arange(3))
+
+
+# --- modules of other libraries ---------------------------------------------------------------------------------------
+
+
+@case(BodyError, less=("disable_jit",))
+def dropout_closed_over(one):
+    from flax import nnx  # only this case needs it, and it is slow to import
+
+    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    return scan(lambda h, x: (dropout(h) + x, None), one, XS)
+
+
+@case(BodyError, less=("disable_jit",))
+def dropout_closed_over_by_the_condition(one):
+    from flax import nnx
+
+    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    return while_scan(lambda h: dropout(h) < 3, step, one, XS)
+
+
+@case(BodyError, less=("disable_jit",))
+def linen_module_in_a_body(one):
+    from flax import linen
+
+    class Model(linen.Module):
+        @linen.compact
+        def __call__(self, xs):
+            return fold(lambda h, x: linen.Dense(3)(h) + x, jnp.ones(3), xs)
+
+    return Model().init(jax.random.key(0), one * jnp.ones((4, 3)))
+
+
+@case(BodyError)
+def model_as_y(one):
+    import equinox as eqx
+
+    model = eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0))
+    return scan(lambda carry, x: (carry + x, model), one, XS)

@@ -1,0 +1,171 @@
+"""What `test_processes.py` runs in each of several processes: prints a line of JSON for each case."""
+
+import contextlib
+import dataclasses
+import json
+import logging
+import sys
+from typing import Any, ClassVar
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from processes import join
+
+import treescan
+
+T, B, D = 6, 4, 3
+LENGTHS = np.array([6, 5, 4, 6], np.int32)
+
+
+def step(h: Any, x: Any) -> Any:
+    return jnp.log(h + x)
+
+
+def walk(h: Any, x: Any) -> Any:
+    return h + jnp.sqrt(h * x)
+
+
+def layers_of(h: Any, xs: Any, **options: Any) -> Any:
+    scale = lambda layer, x: x * layer  # noqa: E731
+    return treescan.fold_layers([lambda layer, x: step(x, layer), scale], h, [xs, jnp.ones(T)], **options)
+
+
+def until(h: Any, xs: Any, **options: Any) -> Any:
+    return treescan.while_scan(lambda h: h.sum() < 1e9, lambda h, x: (step(h, x), None), h, xs, **options).carry
+
+
+def until_rows(h: Any, xs: Any, **options: Any) -> Any:
+    return treescan.while_scan(lambda h: h.sum(-1) < 1e9, lambda h, x: (step(h, x), None), h, xs, **options).carry
+
+
+def fold(h: Any, xs: Any, **options: Any) -> Any:
+    return treescan.fold(step, h, xs, **options)
+
+
+def rows(h: Any, xs: Any, **options: Any) -> Any:
+    return treescan.fold(step, h, xs, lengths=LENGTHS, **options)
+
+
+def pulled(h: Any, xs: Any, **options: Any) -> Any:
+    return treescan.fold(walk, h, xs, **options)
+
+
+def pulled_rows(h: Any, xs: Any, **options: Any) -> Any:
+    return treescan.fold(walk, h, xs, lengths=LENGTHS, **options)
+
+
+def grad_of(call: Any) -> Any:
+    return jax.grad(lambda h, xs: call(h, xs).sum())
+
+
+WAYS = {
+    "eager": lambda call: call,
+    "jit": jax.jit,
+    "grad": grad_of,
+    "jit of grad": lambda call: jax.jit(grad_of(call)),
+    "jit of vmap": lambda call: jax.jit(jax.vmap(call, (1, 2), 1)),
+    "jit of grad of checkpoint": lambda call: jax.jit(grad_of(jax.checkpoint(call))),
+}
+FORWARD = {"fold": fold, "rows": rows, "layers": layers_of, "until": until, "rows until": until_rows}
+BACKWARD = {"fold": pulled, "rows": pulled_rows}
+
+
+FEW = [
+    ("Auto", "fold", True, "eager"),
+    ("Auto", "rows", "backward", "jit of grad"),
+    ("Explicit", "fold", True, "jit"),
+]
+ALL = [
+    *(("Auto", form, True, way) for form in FORWARD for way in ("eager", "jit", "jit of grad")),
+    *(("Auto", form, "backward", way) for form in BACKWARD for way in ("grad", "jit of grad")),
+    *(("Auto", "fold", True, way) for way in ("grad", "jit of vmap", "jit of grad of checkpoint", "jit, mesh set")),
+    *(("Explicit", form, True, way) for form in FORWARD for way in ("eager", "jit of grad", "jit, mesh set")),
+    *(("Explicit", form, "backward", "jit of grad") for form in BACKWARD),
+]
+"""(kind of mesh, form, what is checked, way)"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Counter(treescan.AbstractProgressMeter):
+    """Counts the bars of this process."""
+
+    bars: ClassVar[list[str]] = []
+
+    def init(self, label: str, total: Any) -> Any:
+        self.bars.append("open")
+        return len(self.bars) - 1
+
+    def step(self, bar: Any, done: int, shown: Any) -> None:
+        del bar, done, shown
+
+    def close(self, bar: Any) -> None:
+        self.bars[bar] = "closed"
+
+
+def bars_of(h: Any, xs: Any) -> list[str]:
+    """The bars that this process shows of a loop over all processes."""
+    for updates in (None, 2):
+        shows = treescan.Progress("loop", updates=updates, meter=Counter(), show=lambda h: {"mean": h.mean()})
+        jax.block_until_ready(fold(h, xs, progress=shows))
+        jax.effects_barrier()
+    return Counter.bars
+
+
+def arrays(mesh: Any) -> Any:
+    """The carry, and xs that are good and bad, in parts that the processes hold."""
+
+    def put(array: Any, *spec: Any) -> Any:
+        sharding = NamedSharding(mesh, PartitionSpec(*spec))
+        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+
+    good = np.full((T, B, D), 2.0, np.float32)
+    bad, still = good.copy(), good.copy()
+    bad[3, 3] = -9.0
+    still[3, 3] = 0.0
+    h = put(np.ones((B, D), np.float32), "d")
+    return h, [put(xs, None, "d") for xs in (good, bad, still)]
+
+
+def outcome(run: Any, h: Any, xs: Any, mesh: Any) -> Any:
+    """What was raised, and a number that all processes make together afterwards."""
+    error = None
+    try:
+        jax.block_until_ready(run(h, xs))
+        jax.effects_barrier()
+    except (treescan.NonFiniteError, jax.errors.JaxRuntimeError) as raised:
+        error = type(raised).__name__ if "NonFiniteError" in repr(raised) else repr(raised)
+    with contextlib.suppress(Exception):  # what JAX keeps of the failure
+        jax.effects_barrier()
+    together = jax.jit(jnp.sum, out_shardings=NamedSharding(mesh, PartitionSpec()))(h)
+    return error, float(together)
+
+
+def told() -> Any:
+    """The record, and what it holds."""
+    record = treescan.last_nonfinite()
+    if record is None:
+        return None
+    leaves = [np.asarray(leaf) for leaf in jax.tree.leaves((record.carry, record.x))]
+    return str(record), [leaf.shape for leaf in leaves], [float(np.nansum(leaf)) for leaf in leaves]
+
+
+def main() -> None:
+    logging.getLogger("jax").setLevel(logging.CRITICAL)
+    number = join()
+    for kind, form, check, way in FEW if sys.argv[4] == "few" else ALL:
+        mesh = jax.make_mesh((4,), ("d",), axis_types=(getattr(AxisType, kind),))
+        h, (good, bad, still) = arrays(mesh)
+        call = (BACKWARD if check == "backward" else FORWARD)[form]
+        plain, comma, _ = way.partition(",")
+        with jax.set_mesh(mesh) if comma else contextlib.nullcontext():
+            run = WAYS[plain](lambda h, xs, call=call, check=check: call(h, xs, check_finite=check))
+            wrong = still if check == "backward" else bad
+            outcomes = [outcome(run, h, xs, mesh) for xs in (good, wrong, good, wrong, good)]
+        print(json.dumps({"case": [kind, form, check, way], "outcomes": outcomes, "told": told()}), flush=True)
+    print(json.dumps({"process": number, "bars": bars_of(h, good)}), flush=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,290 @@
+"""Arrays that are spread over the devices of a mesh, Explicit or Auto, whether the mesh is set or not.
+
+Each verb with each option equals the same on one device, in values and gradients: the cells of `works` that are on
+meshes. What these examples do not have follows by hand.
+"""
+
+import functools
+from typing import Any
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hlo import Program
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from works import table
+from works.meshes import FEATURES, MESHES, ROWS
+from works.table import EQUAL, Cell
+
+import treescan
+
+pytestmark = pytest.mark.devices
+
+SHARE = 64  # one cell in so many is for every day
+
+
+def cells(verb: str) -> list[Cell]:
+    forms = [(), *((form,) for form in table.VERBS[verb].forms)]
+    splits = ["rows"] if verb == "mask_scan" else []  # the others have no rows
+    names = [name for name in MESHES if name.endswith((*splits, " features"))]
+    return [Cell(verb, form, name) for form in forms for name in names]
+
+
+def is_right(cell: Cell) -> bool:
+    """Whether it equals one device, or is refused there too; `compact` is refused on an Explicit mesh."""
+    outcome = table.outcome(cell)
+    if "compact" in str(cell.forms) and "Explicit" in cell.transform:
+        return outcome.startswith("ArgumentError: `mask_scan` over `step`: `compact` sorts the rows")
+    return outcome in (EQUAL, table.outcome(cell._replace(transform=table.PAIRED)))
+
+
+@pytest.mark.parametrize("verb", table.VERBS)
+def test_a_share_of_the_cells(verb: str) -> None:
+    assert not [cell for cell in cells(verb) if table.share(cell, SHARE) and not is_right(cell)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MESHES)
+@pytest.mark.parametrize("verb", table.VERBS)
+def test_all_cells(verb: str, name: str) -> None:
+    assert not [cell for cell in cells(verb) if cell.transform == name and not is_right(cell)]
+
+
+# What the cells do not have.
+
+STEPS = 5
+LENGTHS = np.array([4, 2, 0])
+RNG = np.random.default_rng(0)
+GIVEN = {
+    "h": jnp.asarray(RNG.uniform(0.5, 1, (ROWS, FEATURES)), jnp.float32),
+    "a": jnp.asarray(RNG.uniform(0.5, 1, (STEPS, ROWS, FEATURES)), jnp.float32),
+    "w": jnp.asarray(RNG.uniform(0.5, 1, (1, FEATURES)), jnp.float32),
+}
+
+
+def of_rows(numbers: Any, given: dict[str, jax.Array]) -> jax.Array:
+    """Numbers of rows, [B] or [T, B], that are sharded as the rows of what is given."""
+    like = jnp.zeros_like(given["h"] if np.ndim(numbers) == 1 else given["a"])
+    return jnp.asarray(numbers, jnp.int32) + jnp.sum(like, -1).astype(jnp.int32)
+
+
+def cell(given: dict[str, jax.Array], h: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(h * jnp.broadcast_to(given["w"], h.shape)) + jnp.log(x)
+
+
+def padded(given: dict[str, jax.Array]) -> jax.Array:
+    return jnp.where(
+        np.broadcast_to((np.arange(STEPS)[:, None] < LENGTHS)[..., None], given["a"].shape), given["a"], jnp.nan
+    )
+
+
+def bodies(given: dict[str, jax.Array]) -> Any:
+    return lambda h, x: (cell(given, h, x), h * h)
+
+
+def lengths_of_rows(given: Any, **options: Any) -> Any:
+    return treescan.mask_scan(bodies(given), given["h"], padded(given), lengths=of_rows(LENGTHS, given), **options)
+
+
+def fold_of_lengths(given: Any) -> Any:
+    return treescan.fold(functools.partial(cell, given), given["h"], padded(given), lengths=of_rows(LENGTHS, given))
+
+
+def mask_of_rows(given: Any, **options: Any) -> Any:
+    mask = of_rows((np.arange(STEPS)[:, None] < LENGTHS).astype(np.int32), given) > 0
+    resets = of_rows((np.arange(STEPS)[:, None] == LENGTHS - 1).astype(np.int32), given) > 0
+    return treescan.mask_scan(bodies(given), given["h"], padded(given), mask=mask, resets=resets, **options)
+
+
+def two_axes_of_rows(given: Any) -> Any:
+    init, xs = given["h"], padded(given)
+    lengths = np.stack([LENGTHS, LENGTHS[::-1]], 1)
+    return treescan.mask_scan(lambda h, x: (jnp.sin(h) + x, h), init, jnp.nan_to_num(xs), lengths=jnp.asarray(lengths))
+
+
+def rows_that_stop(given: Any, **options: Any) -> Any:
+    steps = of_rows(LENGTHS, given)
+
+    def body(carry: Any, x: jax.Array) -> Any:
+        h, n = carry
+        return (cell(given, h, x), n + 1), h * h
+
+    init = given["h"], jnp.zeros_like(steps)
+    ended = treescan.while_scan(lambda carry: carry[1] < steps, body, init, given["a"], **options)
+    return ended.carry, ended.ys
+
+
+def shared_leaf(given: Any, **options: Any) -> Any:
+    def body(carry: Any, x: jax.Array) -> Any:
+        h, n = carry
+        return (cell(given, h, x), n + 1.0), h * n
+
+    options = {"carry_axes": (0, None), "lengths": of_rows(LENGTHS, given), **options}
+    return treescan.mask_scan(body, (given["h"], jnp.float32(0)), padded(given), **options)
+
+
+def unchanged_leaf(given: Any) -> Any:
+    def body(carry: Any, x: jax.Array) -> Any:
+        h, scale = carry
+        return (cell(given, h, x) * scale, scale), h
+
+    init = given["h"], given["h"] + 1
+    return treescan.mask_scan(body, init, padded(given), lengths=of_rows(LENGTHS, given))
+
+
+SEQUENCES = [jnp.full((n, FEATURES), 0.5 + n / 8, jnp.float32) for n in (3, 2, 2, 1, 4)]
+
+
+def packed_rows(given: Any, *, split: str = "data", inits: bool = False, **options: Any) -> Any:
+    """A packed batch of which the data alone is spread, or its mask and flags too."""
+    own = [jnp.full(FEATURES, 0.1 * n, jnp.float32) for n in range(len(SEQUENCES))] if inits else None
+    packed = treescan.pack(SEQUENCES, rows=ROWS, init=own)
+    data = packed.data * (given["a"][: packed.data.shape[0]] if packed.data.shape[0] <= STEPS else 1)
+    packed = packed._replace(data=data)
+    if split == "all":
+        mask, resets = (of_rows_of(flags, given) for flags in (packed.mask, packed.resets))
+        packed = packed._replace(mask=mask, resets=resets)
+    return treescan.mask_scan(bodies(given), given["h"], packed, **options)
+
+
+def of_rows_of(flags: jax.Array, given: Any) -> jax.Array:
+    return of_rows(np.asarray(flags, np.int32), {**given, "a": given["a"][: flags.shape[0]]}) > 0
+
+
+RUNS = {
+    "lengths": lengths_of_rows,
+    "lengths, save=2": functools.partial(lengths_of_rows, save=2),
+    'lengths, save="last"': functools.partial(lengths_of_rows, save="last"),
+    'lengths, fill="hold"': functools.partial(lengths_of_rows, fill="hold"),
+    "lengths, chunk=2": functools.partial(lengths_of_rows, chunk=2),
+    "lengths, reverse": functools.partial(lengths_of_rows, reverse=True),
+    "lengths, check_finite": functools.partial(lengths_of_rows, check_finite=True),
+    'lengths, check_finite="backward"': functools.partial(lengths_of_rows, check_finite="backward"),
+    "lengths, truncate": functools.partial(lengths_of_rows, truncate=2),
+    "fold": fold_of_lengths,
+    "mask": mask_of_rows,
+    "mask, reverse": functools.partial(mask_of_rows, reverse=True),
+    "mask, reset_to": functools.partial(mask_of_rows, reset_to=0.25),
+    "two axes of rows": two_axes_of_rows,
+    "rows that stop": rows_that_stop,
+    "rows that stop, reverse": functools.partial(rows_that_stop, reverse=True),
+    "rows that stop, save": functools.partial(rows_that_stop, save="last"),
+    "rows that stop, check_finite": functools.partial(rows_that_stop, check_finite=True),
+    'rows that stop, check_finite="backward"': functools.partial(rows_that_stop, check_finite="backward"),
+    "shared leaf": shared_leaf,
+    "shared leaf, check_finite": functools.partial(shared_leaf, check_finite=True),
+    'shared leaf, check_finite="backward"': functools.partial(shared_leaf, check_finite="backward"),
+    "unchanged leaf": unchanged_leaf,
+    "packed": packed_rows,
+    "packed, all of it": functools.partial(packed_rows, split="all"),
+    "packed, reverse": functools.partial(packed_rows, split="all", reverse=True),
+    "packed, inits": functools.partial(packed_rows, inits=True),
+    "packed, all of it, inits": functools.partial(packed_rows, split="all", inits=True),
+    'packed, save="last"': functools.partial(packed_rows, split="all", save="last"),
+    "packed, check_finite": functools.partial(packed_rows, split="all", check_finite=True),
+}
+
+
+def runs() -> list[Any]:
+    """Each on one mesh every day: on another one each time."""
+    names = list(MESHES)
+    daily = {(run, names[place % 6 if place % 2 else place % 12]) for place, run in enumerate(RUNS)}
+    pairs = [(run, name) for run in RUNS for name in names]
+    return [
+        pytest.param(RUNS[run], name, id=f"{run}-{name}", marks=() if (run, name) in daily else pytest.mark.slow)
+        for run, name in pairs
+    ]
+
+
+@pytest.mark.parametrize(("run", "name"), runs())
+def test_by_hand(run: Any, name: str) -> None:
+    if "packed_rows" in repr(run) and name.startswith("Explicit mesh, set") and jax.__version_info__ < (0, 10):
+        pytest.skip("before 0.10, JAX does not differentiate what is inside of `jax.sharding.auto_axes` there")
+    on_mesh, on_one = MESHES[name]
+    leaves = lambda given: jax.tree.leaves(run(given))  # noqa: E731
+    want = jax.jit(functools.partial(on_one, leaves))(GIVEN)
+    chex.assert_tree_all_finite(want)
+    chex.assert_trees_all_close(jax.device_get(on_mesh(leaves, GIVEN)), jax.device_get(want), rtol=2e-5, atol=1e-6)
+
+
+# What devices exchange, and what they hold.
+
+DEVICES, LONG, BATCH, WIDTH = 8, 16, 64, 32
+
+
+def step(h: jax.Array, x: jax.Array) -> jax.Array:
+    return jnp.tanh(h * 0.5 + x)
+
+
+def pair(h: jax.Array, x: jax.Array) -> Any:
+    return step(h, x), h
+
+
+def masked_by_hand(h: jax.Array, xs: jax.Array, lengths: jax.Array) -> Any:
+    def masked(h: jax.Array, x: Any) -> Any:
+        return jnp.where((x[0] < lengths)[:, None], step(h, x[1]), h), None
+
+    return jax.lax.scan(masked, h, (jnp.arange(xs.shape[0]), xs))[0]
+
+
+def counted(carry: Any, x: jax.Array) -> Any:
+    return (step(carry[0], x), carry[1] + 1), None
+
+
+WAYS: dict[str, Any] = {
+    "lengths": lambda h, xs, n: treescan.fold(step, h, xs, lengths=n),
+    "reverse": lambda h, xs, n: treescan.fold(step, h, xs, lengths=n, reverse=True),
+    "outputs": lambda h, xs, n: treescan.mask_scan(pair, h, xs, lengths=n),
+    "mask": lambda h, xs, n: treescan.mask_scan(pair, h, xs, mask=jnp.arange(LONG)[:, None] < n[None]),
+    "resets": lambda h, xs, n: treescan.mask_scan(
+        pair, h, xs, lengths=n, resets=jnp.arange(LONG)[:, None] == n[None] - 2
+    ),
+    "chunk=0": lambda h, xs, n: treescan.mask_scan(pair, h, xs, lengths=n, chunk=0),
+    "shared leaf": lambda h, xs, n: treescan.mask_scan(counted, (h, 0), xs, lengths=n, carry_axes=(0, None))[0][0],
+    "rows that stop": lambda h, xs, n: treescan.while_scan(
+        lambda carry: carry[1] < n, counted, (h, jnp.zeros_like(n)), xs
+    ).carry[0],
+}
+
+
+def types_on(kind: str, *, batch: int, width: int, dtype: Any = jnp.float32) -> list[Any]:
+    mesh = jax.make_mesh((DEVICES,), ("d",), axis_types=(getattr(AxisType, kind),))
+    shapes = (
+        ((batch, width), jnp.float32, P("d")),
+        ((LONG, batch, width), dtype, P(None, "d")),
+        ((batch,), jnp.int32, P("d")),
+    )
+    return [jax.ShapeDtypeStruct(shape, of, sharding=NamedSharding(mesh, spec)) for shape, of, spec in shapes]
+
+
+def total(function: Any) -> Any:
+    return jax.grad(lambda *args: sum(map(jnp.sum, jax.tree.leaves(function(*args)))), argnums=(0, 1))
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+@pytest.mark.parametrize("way", WAYS)
+def test_devices_exchange_one_row_and_no_step_of_the_batch(way: str, kind: str) -> None:
+    for function in (WAYS[way], total(WAYS[way])):
+        sizes = Program(function, *types_on(kind, batch=BATCH, width=WIDTH)).collective_sizes()
+        assert WIDTH in sizes  # a row without any step is shown another's
+        assert max(sizes) == WIDTH < BATCH
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_devices_hold_no_more_than_by_hand(kind: str) -> None:
+    """Of a batch in bfloat16, as in training; XLA's CPU backend computes in float32."""
+    types = types_on(kind, batch=512, width=4096, dtype=jnp.bfloat16)
+
+    def wide(h: jax.Array, x: jax.Array) -> jax.Array:
+        return step(h, x.astype(jnp.float32))
+
+    def by_hand(h: jax.Array, xs: jax.Array, lengths: jax.Array) -> jax.Array:
+        return masked_by_hand(h, xs.astype(jnp.float32), lengths)
+
+    def mine(h: jax.Array, xs: jax.Array, lengths: jax.Array) -> jax.Array:
+        return treescan.fold(wide, h, xs, lengths=lengths)
+
+    assert Program(mine, *types).temp_bytes <= 1.1 * Program(by_hand, *types).temp_bytes
+    assert Program(total(mine), *types).temp_bytes <= 1.1 * Program(total(by_hand), *types).temp_bytes

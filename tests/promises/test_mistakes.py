@@ -1,0 +1,309 @@
+"""Mistakes of new users: what is only a warning or a note, what is no mistake, and whether the advice works.
+
+The texts of the errors are in `test_errors.py`.
+"""
+
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import linen, nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.experimental import io_callback
+
+import treescan
+from treescan import Remat, fold, fold_layers, fori, mask_scan, scan, scan_layers, while_scan
+from treescan.integrations import nnx as of_nnx
+
+pytestmark = pytest.mark.quick
+
+H, XS = jnp.ones(3), jnp.ones((4, 3))
+POLICIES = jax.checkpoint_policies
+
+
+def both(run: Callable[[Any], Any]) -> Iterator[Callable[[Any], Any]]:
+    yield run
+    yield jax.jit(run)
+
+
+# --- policies ---------------------------------------------------------------------------------------------------------
+
+
+def named(h: Any, x: Any) -> Any:
+    return checkpoint_name(jnp.sin(h), "sin") + x
+
+
+def scanned(h: Any, x: Any) -> Any:
+    return named(h, x), None
+
+
+ONLY = Remat(policy=POLICIES.save_only_these_names("x"))
+OFFLOADED = POLICIES.save_and_offload_only_these_names(
+    names_which_can_be_saved=["x"],
+    names_which_can_be_offloaded=["sin"],
+    offload_src="device",
+    offload_dst="pinned_host",
+)
+POLICIES_OF_X = {
+    "only": ONLY.policy,
+    "all but": POLICIES.save_any_names_but_these("x"),
+    "offloaded": OFFLOADED,
+    "within another": POLICIES.save_from_both_policies(
+        POLICIES.dots_saveable, POLICIES.save_only_these_names("x", "sin")
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES_OF_X.values(), ids=POLICIES_OF_X)
+def test_a_policy_with_a_name_that_the_body_does_not_have(policy: Any) -> None:
+    for run in both(lambda h: scan(scanned, h, XS, remat=Remat(policy=policy))):
+        with pytest.warns(
+            UserWarning, match=r'the name "x", which no value in `scanned` .* has. It has the names "sin"'
+        ):
+            run(H)
+
+
+VERBS: dict[str, Callable[[Any], Any]] = {
+    "fold": lambda h: fold(named, h, XS, remat=ONLY),
+    "fori": lambda h: fori(0, 4, lambda i, h: named(h, 1.0), h, remat=ONLY),
+    "mask_scan": lambda h: mask_scan(scanned, h, XS, lengths=jnp.array([1, 2, 3]), remat=ONLY),
+    "while_scan": lambda h: while_scan(lambda h: jnp.sum(h) < 99, scanned, h, XS, remat=ONLY),
+    "rows": lambda h: while_scan(lambda h: h < 99, scanned, h, XS, remat=ONLY),
+    "fold_layers": lambda h: fold_layers(lambda layer, h: named(h, layer), h, XS, remat=ONLY),
+    "scan_layers": lambda h: scan_layers(lambda layer, h: scanned(h, layer), h, XS, remat=ONLY),
+    "pattern": lambda h: fold_layers([lambda layer, h: named(h, layer)] * 2, h, [XS, XS], remat=ONLY),
+}
+
+
+@pytest.mark.parametrize("run", VERBS.values(), ids=VERBS)
+def test_each_verb_warns_of_the_name(run: Callable[[Any], Any]) -> None:
+    with pytest.warns(UserWarning, match='refers to the name "x"'):
+        run(H)
+
+
+def test_a_body_without_names() -> None:
+    with pytest.warns(UserWarning, match=r'It has no names. `jax.ad_checkpoint.checkpoint_name\(value, "x"\)` gives'):
+        fold(lambda h, x: h + x, H, XS, remat=ONLY)
+
+
+@jax.custom_vjp
+def with_a_rule(h: Any) -> Any:
+    return jnp.sin(h)
+
+
+with_a_rule.defvjp(lambda h: (jnp.sin(h), checkpoint_name(jnp.cos(h), "x")), lambda cos, d: (cos * d,))
+
+FINE: dict[str, Callable[[], Any]] = {
+    "the name is there": lambda: fold(named, H, XS, remat=Remat(policy=POLICIES.save_only_these_names("sin"))),
+    "in a function within": lambda: fold(lambda h, x: jax.jit(lambda h: checkpoint_name(h, "x"))(h), H, XS, remat=ONLY),
+    "in one block of two": lambda: fold_layers(
+        [lambda layer, h: named(h, layer), lambda layer, h: checkpoint_name(h, "x") + layer], H, [XS, XS], remat=ONLY
+    ),
+    "one layer each": lambda: fold_layers(
+        [lambda layer, h: named(h, layer), lambda layer, h: checkpoint_name(h, "x") + layer],
+        H,
+        [XS[:1], XS[:1]],
+        remat=ONLY,
+    ),
+    "in a rule for derivatives": lambda: fold(lambda h, x: with_a_rule(h) + x, H, XS, remat=ONLY),
+    "a policy of the user's own": lambda: fold(named, H, XS, remat=Remat(policy=lambda prim, *_, **__: False)),
+}
+
+
+@pytest.mark.parametrize("run", FINE.values(), ids=FINE)
+def test_no_warning(run: Callable[[], Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        run()
+
+
+# --- names of settings ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (lambda: Remat(level=2), "`Remat` has no field `level`. Did you mean `levels`?"),
+        (lambda: treescan.Progress(every=5), "`Progress` has no field `every`. Did you mean `updates`?"),
+        (
+            lambda: Remat(q=2),
+            "`Remat` has no field `q`. Its fields are budget, levels, offload, policy, segment.",
+        ),
+    ],
+)
+def test_misspelt_fields(make: Callable[[], Any], text: str) -> None:
+    with pytest.raises(TypeError) as caught:
+        make()
+    assert str(caught.value) == text
+
+
+def test_settings_are_still_dataclasses() -> None:
+    assert Remat("dots_saveable", levels=2) == Remat(policy="dots_saveable", levels=2)
+    assert hash(Remat(levels=2)) == hash(Remat(levels=2))
+
+
+# --- lists ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_list_may_be_a_stack() -> None:
+    weights = [jnp.ones((4, 3)), jnp.ones((4, 3))]
+    assert fold_layers(lambda layer, h: h + layer[0] + layer[1], H, weights)[0] == 9
+    assert fold(lambda h, x: h + x[0] * x[1], H, weights)[0] == 5
+
+
+def test_an_error_that_is_not_about_a_list_stays_the_users() -> None:
+    def block(layer: Any, h: Any) -> Any:
+        (only,) = layer
+        return h + only
+
+    with pytest.raises(ValueError, match="too many values") as caught:
+        fold_layers(block, H, [jnp.ones((4, 3)), jnp.ones((4, 3))])
+    assert any("Did you forget `treescan.stack`?" in note for note in caught.value.__notes__)
+
+
+def test_an_error_about_another_list_stays_the_users() -> None:
+    def block(layer: Any, h: Any) -> Any:
+        parts: Any = [h]
+        return parts["w"] + layer
+
+    with pytest.raises(TypeError, match="list indices") as caught:
+        fold_layers(block, H, jnp.ones((4, 3)))
+    assert not any("stack" in note for note in getattr(caught.value, "__notes__", ()))
+
+
+def test_the_advice_to_stack_works() -> None:
+    layers = [{"w": jnp.eye(3) * i} for i in range(1, 4)]
+    assert fold_layers(lambda layer, h: h @ layer["w"], H, treescan.stack(layers))[0] == 6
+    assert fold(lambda h, x: h + x["a"], 0.0, treescan.stack([{"a": jnp.float32(i)} for i in range(4)])) == 6
+
+
+# --- batches ----------------------------------------------------------------------------------------------------------
+
+
+def padded() -> Any:
+    return treescan.pad([np.ones(3), np.ones(2)])
+
+
+def test_the_advice_for_padded_works() -> None:
+    batch = padded()
+    by_parts = fold(lambda h, x: h + x, jnp.zeros(2), batch.data, lengths=batch.lengths)
+    whole = mask_scan(lambda h, x: (h + x, None), jnp.zeros(2), batch)[0]
+    assert by_parts.tolist() == whole.tolist() == [3, 2]
+
+
+def test_a_stack_of_batches_is_scanned_over() -> None:
+    def step(total: Any, batch: Any) -> Any:
+        return total + mask_scan(lambda h, x: (h + x, None), jnp.zeros(2), batch)[0]
+
+    assert fold(step, jnp.zeros(2), treescan.stack([padded()] * 3)).tolist() == [9, 6]
+
+
+def test_in_axes_may_describe_a_batch() -> None:
+    batch = padded()
+    total = fold(
+        lambda h, x: h + x.data * x.lengths.astype(jnp.float32), jnp.zeros(2), batch, in_axes=treescan.Padded(0, None)
+    )
+    assert total.tolist() == [9, 4]
+
+
+# --- modules of flax --------------------------------------------------------------------------------------------------
+
+
+def test_a_dropout_in_init_works() -> None:
+    def step(carry: Any, x: Any) -> Any:
+        dropout, h = carry
+        return (dropout, dropout(h) + x), h
+
+    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
+    (dropout, _), hs = scan(step, (dropout, H), jnp.ones((8, 3)))
+    assert len(np.unique(hs)) > 2  # its numbers differ from step to step
+
+
+def tower(blocks: Any) -> Any:
+    @of_nnx.scan(in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)
+    def run(x: Any, block: Any) -> Any:
+        return jnp.tanh(block(x))
+
+    return lambda x: run(x, blocks)
+
+
+def linears() -> Any:
+    return treescan.init_layers(lambda key: nnx.Linear(3, 3, rngs=nnx.Rngs(key)), jax.random.key(0), 2)
+
+
+def test_a_module_of_nnx_jit_within_another_loop_is_told_of_init() -> None:
+    @nnx.jit
+    def run(blocks: Any, x: Any) -> Any:
+        return while_scan(lambda x: jnp.sum(x) > 0, lambda x, _: (tower(blocks)(x), None), x, max_length=2).carry
+
+    with pytest.raises(treescan.ArgumentError, match=r"put the module into its `init`, .* argument of a `nnx.jit`"):
+        run(linears(), H)
+
+
+def test_a_module_in_the_init_of_another_loop_works() -> None:
+    blocks = linears()
+
+    def step(carry: Any, _: Any) -> Any:
+        return (carry[0], tower(carry[0])(carry[1])), None
+
+    ended = while_scan(lambda carry: jnp.sum(jnp.abs(carry[1])) > 0, step, (blocks, H), max_length=2)
+    by_hand = H
+    for layer in (*treescan.unstack(blocks), *treescan.unstack(blocks)):
+        by_hand = jnp.tanh(layer(by_hand))
+    np.testing.assert_allclose(ended.carry[1], by_hand, rtol=1e-5)
+
+
+class Recurrent(linen.Module):
+    """Calls a module in the body of a plain verb."""
+
+    statistics: bool = False
+
+    @linen.compact
+    def __call__(self, xs: Any) -> Any:
+        dense = linen.Dense(3)
+        if self.is_initializing():
+            dense(xs[0])
+        norm = linen.BatchNorm(use_running_average=False) if self.statistics else (lambda h: h)
+        return fold(lambda h, x: norm(dense(h) + x), jnp.ones((2, 3)), xs)
+
+
+def test_a_linen_module_that_has_its_variables_may_be_called() -> None:
+    xs = jnp.ones((4, 2, 3))
+    variables = Recurrent().init(jax.random.key(0), xs)
+    h = jnp.ones((2, 3))
+    for x in xs:
+        h = linen.Dense(3).apply({"params": variables["params"]["Dense_0"]}, h) + x
+    for run in both(lambda xs: Recurrent().apply(variables, xs)):
+        np.testing.assert_allclose(run(xs), h, rtol=1e-5)
+
+
+def test_a_body_may_have_modules_of_its_own() -> None:
+    def step(h: Any, x: Any) -> Any:
+        variables = linen.Dense(3).init(jax.random.key(0), x)
+        return linen.Dense(3).apply(variables, h)
+
+    assert fold(step, H, XS).shape == (3,)
+
+
+def test_changed_statistics_of_a_linen_module_are_refused() -> None:
+    with pytest.raises(treescan.BodyError, match=r"made or changed variables of a flax\.linen module"):
+        Recurrent(statistics=True).init(jax.random.key(0), jnp.ones((4, 2, 3)))
+
+
+# --- callbacks --------------------------------------------------------------------------------------------------------
+
+
+def test_rows_that_stop_may_call_back() -> None:
+    seen = list[Any]()
+
+    def step(carry: Any, _: Any) -> Any:
+        io_callback(lambda value: seen.append(np.asarray(value).tolist()), None, carry, ordered=True)
+        return carry + 1, None
+
+    assert while_scan(lambda carry: carry < 3, step, jnp.arange(3), max_length=8).steps.tolist() == [3, 2, 1]
+    jax.effects_barrier()
+    assert len(seen) == 3

@@ -1,0 +1,523 @@
+"""What a step must keep of its carry, leaf by leaf: the comparison, and a cure for each difference."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, TypeVar
+
+import jax
+import jax.tree_util as jtu
+import numpy as np
+
+from .._avals import (
+    describe_leaf,
+    describe_node,
+    describe_static,
+    dtype_of,
+    is_key,
+    is_weak,
+    same_sharding,
+    same_type,
+    shape_of,
+    spec_parts,
+    varying_axes,
+)
+from .._errors import BodyError, CarryError, Cure, Fault, PluginError, Row
+from .._loop.body import Body, warn_second_trace
+from .._loop.run import is_last_trace
+from .._tree import KeyPath, Root, children, is_static, leaves_with_path, metadata, named_roots, path_str
+from .._types import Array, PyTree, TreeDef
+from ..carries._base import AbstractCarry, describe_class, describe_error, is_carry, parts_of
+from .signature import Convention
+
+_MISSING, _EXTRA = "(missing)", "(not there)"
+
+
+class Difference(NamedTuple):
+    """A row of the table, what fixes it, and whether the given leaf was weakly typed."""
+
+    row: Row
+    cures: tuple[Cure, ...] = ()
+    given_is_weak: bool = False
+
+
+def agree(given: PyTree, returned: PyTree) -> bool:
+    """Whether two trees have the same structure and types."""
+    given_tree: TreeDef
+    given_leaves, given_tree = jax.tree.flatten(given)
+    returned_leaves, returned_tree = jax.tree.flatten(returned)
+    if given_tree != returned_tree:
+        return False
+    return all(a is b or _same_leaf(a, b) for a, b in zip(given_leaves, returned_leaves, strict=True))
+
+
+def _same_leaf(given: Any, returned: Any) -> bool:
+    if same_type(given, returned):
+        return True
+    return is_static(given) and is_static(returned) and _same_value(given, returned)
+
+
+def one_of_a_kind(differences: list[Difference]) -> list[Cure]:
+    """The cures, each kind of them once: for the first of the leaves that it fixes."""
+    cures: dict[tuple[str, ...], Cure] = {}
+    for row, of_leaf, _ in differences:
+        for cure in of_leaf:
+            types = (row.expected, row.came) if cure.kind == "shape" else ()
+            cures.setdefault((cure.kind, *types), cure)
+    return list(cures.values())
+
+
+def find_differences(root: str, path: KeyPath, given: PyTree, returned: PyTree) -> Iterator[Difference]:
+    """Walks two trees side by side.
+
+    Args:
+        root: the name of the trees' root.
+        path: how far the walk has come.
+        given: what the body was given there.
+        returned: what it returned there.
+    """
+    given_children, returned_children = children(given), children(returned)
+    leaf = path_str(root, path)
+    if given_children is None and returned_children is None:
+        if not _same_leaf(given, returned):
+            yield _leaf_difference(leaf, path_str("{init}", path), given, returned)
+    elif given_children is None or returned_children is None or type(given) is not type(returned):
+        yield _node_difference(leaf, given, returned)
+    else:
+        below = list(_child_differences(root, path, dict(given_children), dict(returned_children)))
+        yield from below
+        if not below and metadata(given) != metadata(returned):
+            yield from _metadata_differences(leaf, given, returned)
+
+
+def _child_differences(
+    root: str, path: KeyPath, given: dict[KeyPath, Any], returned: dict[KeyPath, Any]
+) -> Iterator[Difference]:
+    for key, child in given.items():
+        if key in returned:
+            yield from find_differences(root, (*path, *key), child, returned[key])
+        else:
+            yield _absent(root, (*path, *key), child, missing=True)
+    for key, child in returned.items():
+        if key not in given:
+            yield _absent(root, (*path, *key), child, missing=False)
+
+
+def _absent(root: str, path: KeyPath, child: PyTree, *, missing: bool) -> Difference:
+    leaf, what = path_str(root, path), describe_node(child)
+    if missing:
+        text = f"{leaf}: return every part of {{the_carry}}, changed or not."
+        return Difference(Row(leaf, what, _MISSING, ""), (Cure(text, "missing", leaf),))
+    text = f"{leaf}: {{the_carry}} keeps its structure. Start from an {{init}} that has it, or return it in y."
+    return Difference(Row(leaf, _EXTRA, what, ""), (Cure(text, "extra", leaf),))
+
+
+def _metadata_differences(leaf: str, given: PyTree, returned: PyTree) -> Iterator[Difference]:
+    """One row for each field that differs; one for the whole metadata if its fields are not attributes."""
+    kind = type(given).__name__
+    rows = [
+        Row(f"{leaf}.{name}", describe_static(a), describe_static(b), "metadata")
+        for name, a, b in _fields_that_differ(given, returned)
+    ]
+    before, after = (f"{kind} {describe_static(metadata(node))}" for node in (given, returned))
+    text = (
+        f"{leaf}: the fields of {type(given).__name__} that are not leaves must be the same in every step. If a "
+        "field has to change, make it a leaf. Otherwise return it unchanged."
+    )
+    for row in rows or [Row(leaf, before, after, "metadata")]:
+        yield Difference(row, (Cure(text, "metadata", leaf),))
+
+
+def _fields_that_differ(given: PyTree, returned: PyTree) -> list[tuple[str, Any, Any]]:
+    """The attributes of two nodes of one class that are not children and differ; private ones only if no other does."""
+    inner = {getattr(path[0], "name", getattr(path[0], "key", None)) for path, _ in children(given) or ()}
+    before, after = getattr(given, "__dict__", {}), getattr(returned, "__dict__", {})
+    differing = [
+        (name, before.get(name), after.get(name))
+        for name in dict.fromkeys((*before, *after))
+        if name not in inner and not _same_value(before.get(name), after.get(name))
+    ]
+    return [each for each in differing if not each[0].startswith("_")] or differing
+
+
+def _same_value(given: Any, returned: Any) -> bool:
+    try:
+        return given is returned or bool(given == returned)
+    except Exception:  # the value's own `==` decides, and it has no answer
+        return False
+
+
+def _node_difference(leaf: str, given: PyTree, returned: PyTree) -> Difference:
+    row = Row(leaf, describe_node(given), describe_node(returned), "structure")
+    if given is None:
+        text, kind = (
+            "{init} has None there. Start from an array of the type that the {step} returns (`jnp.zeros`).",
+            "none",
+        )
+    elif returned is None:
+        text, kind = (
+            "the {step} returned None. Return an array of the type that was given, changed or not.",
+            "returned none",
+        )
+    elif isinstance(given, tuple) and hasattr(given, "_replace"):
+        text, kind = (
+            f"build the same class in the {{step}} as in {{init}}, for example with `{leaf}._replace(...)`.",
+            "named tuple",
+        )
+    elif isinstance(returned, tuple) and hasattr(returned, "_replace"):
+        text, kind = (
+            f"build the same class in the {{step}} as in {{init}}, a plain {type(given).__name__} here.",
+            "plain tuple",
+        )
+    else:
+        text, kind = "return the same kind of container, with the same parts, as {init} has there.", "container"
+    return Difference(row, (Cure(f"{leaf}: {text}", kind, leaf),))
+
+
+def _leaf_difference(leaf: str, start: str, given: Any, returned: Any) -> Difference:
+    expected, came = describe_leaf(given), describe_leaf(returned)
+    if is_static(given) or is_static(returned):
+        cure = f"{leaf}: return an array; {came} is not a value that JAX can carry."
+        if is_static(given):
+            cure = f"{leaf}: a leaf that is not an array must be the same in every {{unit}}. Return it unchanged."
+        return Difference(Row(leaf, expected, came, "static"), (Cure(cure, "static", leaf),))
+    note, cures = _explain_types(leaf, start, given, returned)
+    return Difference(Row(leaf, expected, came, note), cures, given_is_weak=is_weak(given))
+
+
+def _explain_types(leaf: str, start: str, given: Any, returned: Any) -> tuple[str, tuple[Cure, ...]]:
+    given_dtype, dtype = dtype_of(given), dtype_of(returned)
+    given_shape, shape = shape_of(given), shape_of(returned)
+    if given_dtype is not None and is_key(given) and dtype == np.uint32:
+        wrapped = f"jax.random.wrap_key_data({leaf.rsplit('.', 1)[-1]})"
+        text = f"{leaf}: the {{step}} returned a key's raw data. Return the typed key, `{wrapped}`."
+        return "key data", (Cure(text, "key data", leaf),)
+    explained: list[tuple[str, Cure]] = []
+    if given_shape != shape and given_shape is not None and shape is not None:
+        cure = Cure(_shape_cure(leaf, given_shape, shape), "shape", leaf)
+        explained.append((_shape_note(given_shape, shape), cure))
+    if given_dtype != dtype:
+        explained.append(("dtype", Cure(_dtype_cure(leaf, given_dtype, dtype), "dtype", leaf)))
+    if not explained:
+        note, text = _placement(leaf, start, jax.typeof(given), jax.typeof(returned))
+        explained.append((note, Cure(text, note, leaf)))
+    return ", ".join(note for note, _ in explained), tuple(cure for _, cure in explained)
+
+
+def _shape_note(given: tuple[int, ...], returned: tuple[int, ...]) -> str:
+    if len(given) != len(returned):
+        return f"rank: {len(given)} -> {len(returned)}"
+    changed = [f"axis {i}: {a} -> {b}" for i, (a, b) in enumerate(zip(given, returned, strict=True)) if a != b]
+    return ", ".join(changed)
+
+
+def _shape_cure(leaf: str, given: tuple[int, ...], returned: tuple[int, ...]) -> str:
+    if len(given) == len(returned) and [b - a for a, b in zip(given, returned, strict=True) if a != b] == [1]:
+        return (
+            f"{leaf}: {{a_carry}} cannot grow. Return the new entries in y, which is stacked over the {{unit}}s, or "
+            "start from an array of the final size and write into it with `.at[i].set(...)`."
+        )
+    wanted, had = (f"[{','.join(map(str, shape))}]" for shape in (returned, given))
+    return f"{leaf}: {{a_carry}} keeps its shape. Start from an {{init}} of shape {wanted}, or return {had}."
+
+
+def _dtype_cure(leaf: str, given: Any, returned: Any) -> str:
+    if not isinstance(given, np.dtype):
+        return f"{leaf}: the {{step}} returned {returned}. Return a value of dtype {given}."
+    cast = f"{leaf.rsplit('.', 1)[-1]}.astype(jnp.{given})"
+    return f"{leaf}: the {{step}} returned {returned}. Cast it back, `{cast}`, or start from {returned}."
+
+
+def _placement(leaf: str, start: str, given: Any, returned: Any) -> tuple[str, str]:
+    """Equal shapes and dtypes: the types differ in manual axes, sharding or memory space."""
+    varying_in, varying_out = varying_axes(given), varying_axes(returned)
+    if varying_out - varying_in:
+        axes = tuple(sorted(varying_out - varying_in))
+        cure = f"jax.lax.pcast({start}, {axes}, to='varying')"
+        return (
+            "manual axes",
+            f"{leaf}: the {{step}} returned a value that varies over {axes}. Let {{init}} vary too: `{cure}`.",
+        )
+    if varying_in - varying_out:
+        axes = tuple(sorted(varying_in - varying_out))
+        cure = f"jax.lax.pcast({leaf.rsplit('.', 1)[-1]}, {axes}, to='varying')"
+        return "manual axes", (
+            f"{leaf}: the {{step}} returned a value that no longer varies over {axes}. Let it vary again before it is "
+            f"returned: `{cure}`; or start from an {{init}} that does not vary."
+        )
+    if not same_sharding(given, returned):
+        cure = f"jax.sharding.reshard({leaf.rsplit('.', 1)[-1]}, {_spec(given)})"
+        return "sharding", (
+            f"{leaf}: {{a_carry}} keeps its sharding. Reshard what is returned, `{cure}`, or start from an {{init}} "
+            f"that is sharded as `{_spec(returned)}`."
+        )
+    return "type", f"{leaf}: return a value of the type that was given."
+
+
+def _spec(aval: Any) -> str:
+    return f"jax.P({', '.join(map(repr, spec_parts(aval.sharding.spec)))})"
+
+
+_T = TypeVar("_T")
+
+
+@jtu.register_static
+class _Place:
+    """Replaces a custom carry while a returned tree is compared. It is equal to everything that the body may return."""
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Place)
+
+    def __hash__(self) -> int:
+        return hash(_Place)
+
+
+def read_carries(state: PyTree, root: str) -> PyTree:
+    """What the body sees of the state. `root` is the body's own name for it."""
+    nodes, outer = jax.tree.flatten(state, is_leaf=is_carry)
+    seen = [call_hook(state, root, i, "read", node.read) if is_carry(node) else node for i, node in enumerate(nodes)]
+    return jax.tree.unflatten(outer, seen)
+
+
+def without_carries(given: PyTree, returned: PyTree) -> tuple[PyTree, PyTree]:
+    """Both trees without their custom carries, as far as the returned tree has these places, for a comparison."""
+    if is_carry(given):
+        return _Place(), _Place()
+    mine, theirs = children(given), children(returned)
+    if mine is None or theirs is None or type(given) is not type(returned):
+        return given, returned
+    there = dict(theirs)
+    pairs = {key: without_carries(child, there[key]) if key in there else (child, None) for key, child in mine}
+    seconds = [pairs[key][1] if key in pairs else child for key, child in theirs]
+    return _rebuild(given, [pairs[key][0] for key, _ in mine]), _rebuild(returned, seconds)
+
+
+def _rebuild(node: PyTree, parts: list[Any]) -> PyTree:
+    return jax.tree.unflatten(jax.tree.structure(node, is_leaf=lambda part: part is not node), parts)
+
+
+def write_carries(state: PyTree, returned: PyTree, valid: Array | None, root: str) -> PyTree:
+    """The next state, from a returned tree that was found to fit it.
+
+    Raises:
+        Fault: for a `PluginError` if a carry fails to write, or is another kind of carry afterwards.
+    """
+    nodes, outer = jax.tree.flatten(state, is_leaf=is_carry)
+    parts = parts_of(outer, returned)
+    assert parts is not None
+
+    def write(index: int, node: AbstractCarry[Any, Any], part: PyTree) -> AbstractCarry[Any, Any]:
+        new = call_hook(state, root, index, "write", lambda: node.write(part, valid), part)
+        if type(node) is not type(new) or not agree(node, new):
+            _check_written(node, new, _path_of(state, root, index))
+        return new
+
+    pairs = enumerate(zip(nodes, parts, strict=True))
+    return jax.tree.unflatten(outer, [write(i, node, part) if is_carry(node) else part for i, (node, part) in pairs])
+
+
+def _check_written(old: AbstractCarry[Any, Any], new: Any, path: str) -> None:
+    """Compares a written carry with the one before; a weakly typed leaf may change once, as lax.scan lets it."""
+    name = type(old).__name__
+    differences = list(find_differences(path, (), old, new))
+    if differences and all(difference.given_is_weak for difference in differences) and not is_last_trace():
+        return
+    drift = (
+        f"`{name}.write` must return a `{name}` with the same structure, static fields, shapes and dtypes as "
+        "before. Either the method does not, or it was given a value from the body that does not fit."
+    )
+    raise Fault(
+        PluginError,
+        f"{{verb}} over {{body}}: `{name}.write` changed the type of the custom carry at {path}.",
+        drift,
+        describe_class(type(old)),
+        header=("leaf", "before", "written"),
+        rows=[difference.row for difference in differences],
+    )
+
+
+def call_hook(state: PyTree, root: str, index: int, hook: str, call: Callable[[], _T], *returned: PyTree) -> _T:
+    """Calls a hook of the carry that is the `index`-th node of the state, with what was returned in its place."""
+    try:
+        return call()
+    except Fault:
+        raise
+    except Exception as error:
+        node = jax.tree.leaves(state, is_leaf=is_carry)[index]
+        raise Fault(
+            PluginError,
+            f"{{verb}} over {{body}}: `{type(node).__name__}.{hook}` failed for the custom carry at "
+            f"{_path_of(state, root, index)}.",
+            describe_error(error),
+            *(f"The body returned {describe_node(part)} there.{_ASK if is_carry(part) else ''}" for part in returned),
+            describe_class(type(node)),
+            cause=error,
+        ) from None
+
+
+_ASK = " Return the value to write to the carry, not the carry itself."
+
+
+def _path_of(state: PyTree, root: str, index: int) -> str:
+    return leaves_with_path(root, state, is_leaf=is_carry)[index][0]
+
+
+_HEADER = ("leaf", "given", "returned")
+
+
+def check_carry(
+    body: Body, convention: Convention, root: str, given: PyTree, returned: PyTree, y: PyTree, out: PyTree
+) -> None:
+    """Compares a returned carry with the given one, leaf by leaf, inside of the trace that runs anyway.
+
+    A weakly typed leaf may change its type in the first trace: lax.scan then promotes the init and traces again.
+
+    Args:
+        body: the body, to be named in warnings.
+        convention: what the body is to return.
+        root: the body's own name for its carry.
+        given: the carry as the body saw it.
+        returned: the carry as the body returned it.
+        y: the other half of the pair, or a layer's state, to tell whether the two may be swapped.
+        out: all that the body returned, to tell whether it is a carry that happens to be a pair.
+
+    Raises:
+        Fault: for a `CarryError` that lists all the leaves that differ, or a `BodyError` if the body may have
+            returned the carry alone.
+    """
+    if agree(given, returned):
+        return
+    rows = list(find_differences(root, (), given, returned))
+    if not rows:  # structures that compare as different without a visible difference: JAX accepts them too
+        return
+    weak = [row for row in rows if row.given_is_weak]
+    if weak and not is_last_trace():
+        warn_second_trace(body.function, [(row.row.leaf, row.row.expected, row.row.came) for row in weak])
+        return
+    name = convention.carry
+    if _fits(given, out) and not convention.stateful:
+        raise Fault(
+            BodyError,
+            f"{{body}} must return a pair ({name}, y). What it returned has the type of {{the_carry}} itself; as a "
+            "pair, its first item differs from {the_carry}.",
+            f"If it is the next {name}, return `{name}, None`, which stacks no output{convention.or_alone}.",
+            f"If it is the pair, its first item must be the whole of the next {name}.",
+            header=_HEADER,
+            rows=[row.row for row in rows],
+        )
+    swapped: tuple[str, ...] = ()
+    if _fits(given, y) and not _same_shapes(given, returned):
+        second = "state" if convention.stateful else "y"
+        swapped = (
+            f"Did you return `({second}, {name})`? The second item that it returned has {{the_carry}}'s type. If the "
+            f"two are swapped, return `{name}, {second}`, the next {root} first.",
+        )
+    raise Fault(
+        CarryError,
+        "{body} returned {a_carry} that differs from the one it was given.",
+        *swapped,
+        *one_of_a_kind(rows),
+        header=_HEADER,
+        rows=[row.row for row in rows],
+        carry_root=root,
+    )
+
+
+def _same_shapes(given: PyTree, returned: PyTree) -> bool:
+    """Whether the first item is a carry, but for its dtypes."""
+    structure: TreeDef = jax.tree.structure(given)
+    same = bool(structure == jax.tree.structure(returned))
+    return same and all(
+        shape_of(a) == shape_of(b) for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(returned), strict=True)
+    )
+
+
+def _fits(given: PyTree, y: PyTree) -> bool:
+    """Whether y has the carry's structure and types (a carry without leaves fits by chance)."""
+    return bool(jax.tree.leaves(given)) and agree(given, y)
+
+
+class StateAndY(NamedTuple):
+    """What a step returns beside its carry where layers have a state."""
+
+    state: PyTree
+    y: PyTree
+
+
+named_roots(StateAndY, state=Root("state"), y=Root("y"))
+
+_OF_STATE = {
+    "an {init}": "an initial state",
+    "{init}": "state",
+    "{the_carry}": "the state",
+    "{a_carry}": "a state",
+}
+
+
+def split_with_state(convention: Convention, out: Any) -> tuple[PyTree, PyTree, PyTree]:
+    """The next carry, the layer's new state, and y.
+
+    Raises:
+        Fault: for a `BodyError` if the block returned something else.
+    """
+    parts = ("x", "state", "y") if convention.pair else ("x", "state")
+    if isinstance(out, tuple | list) and not hasattr(out, "_fields") and len(out) == len(parts):
+        carry, state, *y = out
+        return carry, state, y[0] if y else None
+    of_other = "(x, state)" if convention.pair else "(x, state, y)"
+    raise Fault(
+        BodyError,
+        f"{{body}} must return ({', '.join(parts)}), but returned {describe_node(out)}.",
+        f"With `state=`, each layer returns its new state after x: `return {', '.join(parts)}`. Return the parts "
+        "that do not change, too.",
+        f"A block of `treescan.{convention.other}` returns {of_other}.",
+    )
+
+
+class OwnState(NamedTuple):
+    """The state of one layer, as its block is given it.
+
+    Attributes:
+        name: the block's own name for it.
+        given: the state; its static leaves are thawed.
+        seen: what the block sees: in the place of a custom carry what it shows.
+        custom: whether there may be custom carries.
+    """
+
+    name: str
+    given: PyTree
+    seen: PyTree
+    custom: bool
+
+    @classmethod
+    def read(cls, body: Body, given: PyTree, place: int, custom: bool) -> OwnState:
+        """The state that is to be a body's argument in this place."""
+        name = body.names[place] if len(body.names) > place else "state"
+        copied = jax.tree.unflatten(
+            jax.tree.structure(given), jax.tree.leaves(given)
+        )  # the block may change containers
+        return cls(name, given, read_carries(copied, name) if custom else copied, custom)
+
+    def written(self, returned: PyTree) -> PyTree:
+        """The new state, once it was compared with the one that the block was given, leaf by leaf.
+
+        Raises:
+            Fault: for a `CarryError` that lists all the leaves that differ.
+        """
+        kept, new = without_carries(self.given, returned) if self.custom else (self.given, returned)
+        differences = [] if agree(kept, new) else list(find_differences(self.name, (), kept, new))
+        if not differences:  # or structures that compare as different without a visible difference
+            return write_carries(self.given, returned, None, self.name) if self.custom else returned
+        raise Fault(
+            CarryError,
+            "{body} returned a state that differs from the one it was given.",
+            *(Cure(_of_state(text), kind, leaf) for text, kind, leaf in one_of_a_kind(differences)),
+            header=("leaf", "given", "returned"),
+            rows=[difference.row for difference in differences],
+        )
+
+
+def _of_state(text: str) -> str:
+    for words, of_state in _OF_STATE.items():
+        text = text.replace(words, of_state)
+    return text

@@ -1,0 +1,78 @@
+"""Loops under JAX's key-reuse checker (`jax_debug_key_reuse`): their keys travel as numbers.
+
+A mask selects between a key and another one, a checkpoint computes a step again: both count as a second use of the key,
+though no step draws from it twice. The checker knows keys only by their type. So a step makes its keys from numbers,
+and the checker sees what the body does with them.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from .._avals import is_key
+from .._loop.loop import Feed, Loop, Step
+from .._types import PyTree
+
+Impls = tuple[Any, ...]
+"""For each leaf of a tree the implementation of its keys; None: it holds none."""
+
+
+def checks_key_reuse() -> bool:
+    """Whether the user turned on `jax_debug_key_reuse`."""
+    return bool(getattr(jax.config, "jax_debug_key_reuse", False))
+
+
+def with_raw_keys(loop: Loop) -> Loop:
+    """The loop with numbers in place of keys. If the checker is off, or there are no keys, it does not change."""
+    trees = (loop.consts, loop.state, loop.xs)
+    if not checks_key_reuse() or not any(map(_is_key, jax.tree.leaves(trees))):
+        return loop
+    impls = tuple(tuple(map(_impl_of, jax.tree.leaves(tree))) for tree in trees)
+    consts, state, xs = map(raw, trees)
+    loop = dataclasses.replace(loop, step=_WithKeys(loop.step, *impls), consts=consts, state=state, xs=xs)
+    return loop.finished(lambda state: _keys_of(state, impls[1]))
+
+
+def raw(tree: PyTree) -> PyTree:
+    """A tree with numbers in place of keys, if the checker is on."""
+    if not checks_key_reuse():
+        return tree
+    return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, tree)
+
+
+@dataclass(frozen=True)
+class _WithKeys:
+    """The step that makes keys of numbers, for its consts, its state and what it is fed."""
+
+    step: Step
+    consts: Impls
+    state: Impls
+    feed: Impls
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        given = _keys_of(consts, self.consts), _keys_of(state, self.state), _keys_of(feed, self.feed)
+        known = dict(zip(map(id, jax.tree.leaves(given[1])), jax.tree.leaves(state), strict=True))
+        new, y = self.step(*given)
+        # A key that is handed on is the same object again, so that the loop can tell that it does not change.
+        return jax.tree.map(lambda leaf: known.get(id(leaf), raw(leaf)), new), y
+
+
+def _keys_of(tree: PyTree, impls: Impls) -> PyTree:
+    leaves, structure = jax.tree.flatten(tree)
+    keys = [  # what takes the place of a leaf, for example its number, is handed on
+        leaf if impl is None or not hasattr(leaf, "dtype") else jax.random.wrap_key_data(leaf, impl=impl)
+        for leaf, impl in zip(leaves, impls, strict=True)
+    ]
+    return jax.tree.unflatten(structure, keys)
+
+
+def _impl_of(leaf: Any) -> Any:
+    return jax.random.key_impl(leaf) if _is_key(leaf) else None
+
+
+def _is_key(leaf: Any) -> bool:
+    return hasattr(leaf, "dtype") and is_key(leaf)

@@ -1,0 +1,381 @@
+"""Statistics that a carry collects: sums that do not lose small terms, averages, moments, windows."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, overload
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import Tracer
+from jax.typing import DTypeLike
+
+from .._avals import describe_argument, describe_leaf
+from .._errors import ArgumentTypeError, Fault
+from .._types import Array, ArrayLike, PyTree
+from ._base import AbstractCarry, as_seen
+from ._buffer import entries, entry, fitted, inexact, is_shared, maker, strong, widest
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sum(AbstractCarry[Array, ArrayLike]):
+    """The compensated sum of what the body returns: the rounding errors of the additions are summed separately.
+
+    The improved Kahan-Babuska algorithm (A. Neumaier, ZAMM 54, 1974): the error is about one rounding of the result,
+    for any number of terms. The error of a plain sum grows with their number.
+
+    Attributes:
+        total: the plain sum.
+        lost: the sum of its rounding errors.
+        shared: whether all rows share it; None: if it has no axes.
+    """
+
+    total: Array
+    lost: Array
+    shared: bool | None = field(default=None, metadata={"static": True})
+
+    def read(self) -> Array:
+        """The sum so far."""
+        return self.total + self.lost
+
+    def write(self, returned: ArrayLike, valid: Array | None) -> Sum:
+        """Adds a term, or the sum of those of valid rows."""
+        if is_shared(self.shared, self.total):
+            rows = entries(returned, self.total, valid, shared=self.shared)
+            term = jnp.sum(rows.values, rows.axes) if rows.axes else rows.values
+        else:
+            term = entry(returned, self.total)
+        total = self.total + term
+        first = jnp.abs(self.total) >= jnp.abs(term)
+        error = jnp.where(first, (self.total - total) + term, (term - total) + self.total)
+        return replace(self, total=total, lost=self.lost + jnp.where(jnp.isfinite(total), error, jnp.zeros_like(error)))
+
+    def rows(self) -> Mapping[str, Any] | None:
+        """Where rows are in each field; None if all rows share it."""
+        return None if is_shared(self.shared, self.total) else {"total": 0, "lost": 0}
+
+
+@maker
+def sum_(start: ArrayLike = 0.0, *, shared: bool | None = None) -> Array:
+    """Carries the compensated sum of what the body returns.
+
+    Args:
+        start: the first value of the sum: a floating-point number or array.
+        shared: whether all rows of a `mask_scan` share it: then the body returns terms [*batch, ...], of which those of
+            valid rows are added; elsewhere all entries are added. None: the same if `start` has no axes, but
+            elsewhere than in rows the body returns a number.
+
+    Returns:
+        `Sum`, typed as the sum that the body sees.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> from treescan.carries import sum_
+        >>> terms = jnp.array([1e8, 1.0, 1.0, -1e8])
+        >>> print(treescan.fold(lambda total, x: total + x, 0.0, terms))
+        0.0
+        >>> print(treescan.fold(lambda total, x: x, sum_(), terms).read())
+        2.0
+    """
+    total = inexact(start)
+    return as_seen(Sum(total, jnp.zeros_like(total), shared))
+
+
+T = TypeVar("T")
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Ema(AbstractCarry[Any, Any]):
+    """The exponential moving average of what the body returns: value = decay * value + (1 - decay) * returned.
+
+    With a weight, the body sees value / weight, weight = decay * weight + (1 - decay) from 0 on: the average
+    that is not biased towards its start (the bias correction of Adam: Kingma and Ba, 2015, section 3).
+
+    A value that all rows of a `mask_scan` share is updated once per step, with the mean of the valid entries.
+
+    Attributes:
+        value: any pytree of floating-point arrays.
+        decay: a number, or an array that broadcasts against each leaf and has no rows; may be traced.
+        weight: the same tree, or None.
+        shared: whether all rows share it; None: leaves without axes are shared.
+    """
+
+    value: PyTree
+    decay: ArrayLike
+    weight: PyTree = None
+    shared: bool | None = field(default=None, metadata={"static": True})
+
+    def read(self) -> PyTree:
+        """The average."""
+        if self.weight is None:
+            return self.value
+        return jax.tree.map(lambda v, w: v / jnp.where(w == 0, jnp.ones_like(w), w), self.value, self.weight)
+
+    def write(self, returned: PyTree, valid: Array | None) -> Ema:
+        """One step of each average."""
+        new = jax.tree.map(lambda old, came: self._average(old, self._entry(old, came, valid)), self.value, returned)
+        if self.weight is None:
+            return replace(self, value=new)
+        weight = jax.tree.map(lambda old: self._average(old, jnp.ones_like(old)), self.weight)
+        return replace(self, value=new, weight=weight)
+
+    def _average(self, old: Array, came: Array) -> Array:
+        decay = jnp.asarray(self.decay)  # computed in its precision: 0.999 is 1 in bfloat16
+        dtype = old.dtype if jnp.iscomplexobj(old) else widest(decay.dtype, old.dtype)
+        if not decay.weak_type:
+            decay = decay.astype(dtype)
+        if decay.ndim not in (0, old.ndim):
+            decay = jnp.broadcast_to(decay, old.shape)
+        return (decay * old.astype(dtype) + (1 - decay) * came.astype(dtype)).astype(old.dtype)
+
+    def _entry(self, value: Array, returned: ArrayLike, valid: Array | None) -> Array:
+        if not is_shared(self.shared, value):
+            return entry(returned, value)
+        rows = entries(returned, value, valid, shared=self.shared)
+        if not rows.axes:
+            return rows.values
+        return jnp.sum(rows.values, rows.axes) / jnp.maximum(rows.number, 1).astype(value.dtype)
+
+    def rows(self) -> Mapping[str, Any]:
+        """Each leaf as `shared` has it; none in the decay."""
+        axes = jax.tree.map(lambda leaf: None if is_shared(self.shared, leaf) else 0, self.value)
+        return {"value": axes, "decay": None, "weight": None if self.weight is None else axes}
+
+
+@overload
+def ema(start: float, decay: ArrayLike, *, debias: bool = False, shared: bool | None = None) -> Array: ...
+@overload
+def ema(start: T, decay: ArrayLike, *, debias: bool = False, shared: bool | None = None) -> T: ...
+@maker
+def ema(start: Any, decay: ArrayLike, *, debias: bool = False, shared: bool | None = None) -> Any:
+    """Carries the exponential moving average of what the body returns.
+
+    Args:
+        start: the average before the first step: any pytree of numbers or arrays.
+        decay: the weight of the past, between 0 and 1; a number or an array, traced or not.
+        debias: whether the body sees the average without its bias towards `start`, which must then be 0.
+        shared: whether all rows of a `mask_scan` share the average: then the body returns entries [*batch, ...], and
+            their mean over the valid rows counts; elsewhere their mean over all. None: leaves without axes are shared,
+            others have rows; elsewhere than in rows the body returns a number for the former.
+
+    Raises:
+        ValueError: if `debias` is given with a start other than 0.
+
+    Returns:
+        `Ema`, typed as the average that the body sees.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> from treescan.carries import ema
+        >>> final = treescan.fold(
+        ...     lambda average, x: x, ema(0.0, decay=0.5), jnp.array([1.0, 1.0, 1.0])
+        ... )
+        >>> print(final.read())
+        0.875
+    """
+    value = jax.tree.map(inexact, start)
+    leaves = jax.tree.leaves(value)
+    if debias and not any(isinstance(leaf, Tracer) for leaf in leaves) and any(jnp.any(leaf != 0) for leaf in leaves):
+        raise ValueError("an average without bias starts from 0: `ema(0.0, decay, debias=True)`")
+    return as_seen(Ema(value, inexact(decay), jax.tree.map(jnp.zeros_like, value) if debias else None, shared))
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Statistics:
+    """What the body sees of `Moments`.
+
+    Attributes:
+        count: int32: the number of entries so far.
+        mean: their mean.
+        variance: their variance, 0 before the first: the sum of squared deviations by the count.
+    """
+
+    count: Array
+    mean: Array
+    variance: Array
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Moments(AbstractCarry[Statistics, ArrayLike]):
+    """The mean and variance of what the body returns, by Welford's recurrence (Technometrics 4, 1962).
+
+    Entries of several rows at once, and two `Moments`, are merged by the formula of Chan, Golub and LeVeque (1979):
+    with d = mean_b - mean_a and n = n_a + n_b the mean is mean_a + d n_b / n, the sum of squared deviations
+    squares_a + squares_b + d^2 n_a n_b / n. Both are exact except for rounding, and neither subtracts large numbers.
+
+    Attributes:
+        count: int32, of the mean's shape, [] if shared: the number of entries.
+        mean: their mean.
+        squares: the sum of their squared deviations from it.
+        shared: whether all rows share them; None: if the mean has no axes.
+    """
+
+    count: Array
+    mean: Array
+    squares: Array
+    shared: bool | None = field(default=None, metadata={"static": True})
+
+    def variance(self, ddof: int = 0) -> Array:
+        """The variance, `squares / (count - ddof)`; 0 while there are no more than `ddof` entries."""
+        return self.squares / jnp.maximum(self.count - ddof, 1).astype(self.mean.dtype)
+
+    def merge(self, other: Moments) -> Moments:
+        """The moments of all entries of both."""
+        count = self.count + other.count
+        dtype = self.mean.dtype
+        wide = widest(dtype)  # counts and their ratios: float16 ends at 65504
+        mine, theirs, all_ = (n.astype(wide) for n in (self.count, other.count, jnp.maximum(count, 1)))
+        delta = other.mean - self.mean
+        between = (delta.astype(wide) ** 2 * (mine * (theirs / all_))).astype(dtype)
+        mean = self.mean + (delta.astype(wide) * (theirs / all_)).astype(dtype)
+        return replace(self, count=count, mean=mean, squares=self.squares + other.squares + between)
+
+    def read(self) -> Statistics:
+        """Count, mean and variance."""
+        return Statistics(self.count, self.mean, self.variance())
+
+    def write(self, returned: ArrayLike, valid: Array | None) -> Moments:
+        """One entry more, or one a valid row."""
+        if not is_shared(self.shared, self.mean):
+            return self._add(entry(returned, self.mean))
+        rows = entries(returned, self.mean, valid, shared=self.shared)
+        if not rows.axes and rows.counts is None:
+            return self._add(rows.values)
+        mean = jnp.sum(rows.values, rows.axes) / jnp.maximum(rows.number, 1).astype(self.mean.dtype)
+        deviations = rows.values - jnp.broadcast_to(mean, rows.values.shape)
+        if rows.counts is not None:
+            deviations = jnp.where(rows.counts, deviations, jnp.zeros_like(deviations))
+        return self.merge(replace(self, count=rows.number, mean=mean, squares=jnp.sum(deviations**2, rows.axes)))
+
+    def _add(self, value: Array) -> Moments:
+        count = self.count + 1
+        delta = value - self.mean
+        mean = self.mean + delta / count.astype(value.dtype)
+        return replace(self, count=count, mean=mean, squares=self.squares + delta * (value - mean))
+
+    def rows(self) -> Mapping[str, Any] | None:
+        """Where rows are in each field; None if all rows share it."""
+        return None if is_shared(self.shared, self.mean) else {"count": 0, "mean": 0, "squares": 0}
+
+
+@maker
+def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bool | None = None) -> Statistics:
+    """Carries the running mean and variance of what the body returns.
+
+    Args:
+        shape: the shape of an entry; [*batch, ...] if each row of a `mask_scan` has its own.
+        dtype: of the mean, floating point.
+        shared: whether all rows of a `mask_scan` share them: then the body returns entries [*batch, *shape], of which
+            those of valid rows count; elsewhere all count. None: the same if the shape is (), but elsewhere than in
+            rows the body returns a number.
+
+    Returns:
+        `Moments`, typed as the statistics that the body sees. The body returns an entry in their place.
+
+    Raises:
+        ArgumentTypeError: if the shape is not a tuple of ints, for example an array.
+        ValueError: if the dtype is not floating point.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> from treescan.carries import moments
+        >>> def normalise(seen, x):
+        ...     return x, (x - seen.mean) / jnp.sqrt(seen.variance + 1e-6)
+        >>> final, _ = treescan.scan(normalise, moments(), jnp.array([1.0, 2.0, 6.0]))
+        >>> print(final.mean, final.variance(ddof=1))
+        3.0 7.0
+    """
+    mean = jnp.zeros(_checked(shape), dtype)
+    if not jnp.issubdtype(mean.dtype, jnp.floating):
+        raise ValueError(f"a mean is a floating-point number, but got dtype {mean.dtype}")
+    count = jnp.zeros(() if is_shared(shared, mean) else shape, jnp.int32)
+    return as_seen(Moments(count, mean, jnp.zeros_like(mean), shared))
+
+
+def _checked(shape: Any) -> tuple[int, ...]:
+    """The shape of an entry; one number is the shape of a vector."""
+    parts = shape if isinstance(shape, tuple | list) else (shape,)
+    try:
+        return tuple(operator.index(part) for part in parts)
+    except TypeError:
+        pass
+    cure = "Give a tuple of ints: `moments((features,))`, or `moments()` for the moments of a number."
+    if isinstance(shape, jax.Array | np.ndarray):
+        cure = f"For entries like this array, give its shape, `moments({tuple(shape.shape)})`. The moments start empty."
+    raise Fault(
+        ArgumentTypeError, f"{{verb}}: `shape` must be the shape of an entry, got {describe_argument(shape)}.", cure
+    )
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Window(AbstractCarry[Any, Any]):
+    """The last k values that the body returned, oldest first: `window[-1]` is the last one, `window[-i]` lag i.
+
+    A step costs one copy of the window. In `mask_scan`, the batch shape comes after axis k.
+
+    Attributes:
+        values: any pytree of arrays, leaves [k, ...].
+    """
+
+    values: PyTree
+
+    def read(self) -> PyTree:
+        """The values, leaves [k, ...]."""
+        return self.values
+
+    def write(self, returned: PyTree, valid: Array | None) -> Window:
+        """The oldest value goes, a new one comes."""
+        return Window(jax.tree.map(_shift, self.values, returned))
+
+    def rows(self) -> int:
+        """Behind the k values."""
+        return 1
+
+
+def _shift(values: Array, returned: Any) -> Array:
+    if jnp.shape(returned) != values.shape[1:]:
+        raise TypeError(
+            f"it carries {describe_leaf(values)}, values of shape {list(values.shape[1:])}, but was given "
+            f"{describe_leaf(returned)}"
+        )
+    return jnp.concatenate([values[1:], fitted(jnp.asarray(returned), values)[None]])
+
+
+@maker
+def window(history: T) -> T:
+    """Carries the last k values, for example for an autoregressive model of order k.
+
+    Args:
+        history: the values before the first step, oldest first: any pytree of arrays, leaves [k, ...], k at least 1.
+
+    Returns:
+        `Window`, typed as the history. The body sees the last k values and returns a new one, leaves [...].
+
+    Raises:
+        ValueError: if a leaf has no axis of values.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> from treescan.carries import window
+        >>> def fibonacci(last, _):
+        ...     return last[-1] + last[-2], last[-1]
+        >>> _, numbers = treescan.scan(fibonacci, window(jnp.array([0, 1])), length=8)
+        >>> print(numbers)
+        [ 1  1  2  3  5  8 13 21]
+    """
+    for leaf in jax.tree.leaves(history):
+        if jnp.ndim(leaf) == 0 or jnp.shape(leaf)[0] == 0:
+            raise ValueError(f"the history has {describe_leaf(leaf)}: its first axis must be the last k values")
+    return as_seen(Window(jax.tree.map(strong, history)))
