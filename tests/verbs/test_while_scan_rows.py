@@ -473,7 +473,7 @@ def test_leaves_of_every_dtype():
         key, z, b, left = carry
         drawn = jax.vmap(jax.random.uniform)(key)
         key = jax.vmap(lambda key: jax.random.fold_in(key, 1))(key)
-        return (key, z * jnp.complex64(1 + 0.5j), b * jnp.bfloat16(1.5), left - 1), (drawn * b.astype(jnp.float32), key)
+        return (key, z * jnp.complex64(1 + 0.5j), b * jnp.bfloat16(0.5), left - 1), (drawn * b.astype(jnp.float32), key)
 
     def loss(z, left, own, **options):
         init = own, z.astype(jnp.complex64) * jnp.complex64(1 + 1j), z.astype(jnp.bfloat16), left

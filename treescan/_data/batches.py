@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import Any, Generic, NamedTuple, overload
 
@@ -360,11 +361,15 @@ def _gather(leaf: Any, where: tuple[Array, ...], value: Any = 0) -> Array:
     if 0 in (*leaf.shape[:count], *out):  # which JAX refuses to gather from
         return jnp.full(shape, value, dtype)
 
-    def gather(leaf: Array, *where: Array) -> Array:
-        return leaf.at[where].get(mode="fill", fill_value=value, unique_indices=True)
-
     rows = parts_of(leaf)[1:count] if out == leaf.shape[1:count] else (None,) * len(out)
+    gather = functools.partial(_get, np.asarray(value).item())
     return on_automatic_axes(gather, (*rows, *parts_of(leaf)[count:]), jnp.asarray(leaf), *where)
+
+
+@functools.partial(jax.jit, static_argnums=0, inline=True)
+def _get(value: Any, leaf: Array, *where: Array) -> Array:
+    """Compiled for each type: JAX keeps eager gathers by their `fill_value` alone, and 0 is equal to False and to 0j."""
+    return leaf.at[where].get(mode="fill", fill_value=value, unique_indices=True)
 
 
 @verb
