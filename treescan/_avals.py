@@ -144,6 +144,14 @@ def is_sharded(leaf: Any) -> bool:
     return any(part is not None for part in parts_of(leaf))
 
 
+def has_one_device() -> bool:
+    """Whether rows cannot be spread over devices. A trace does not tell where the axes of a mesh are not explicit.
+
+    Axes that are joined with the axis of the steps cannot be spread, and rows that are gathered cannot be either.
+    """
+    return jax.device_count() == 1
+
+
 def parts_of(leaf: Any) -> tuple[Any, ...]:
     """How each axis of a value is sharded, where shardings are part of the type."""
     return spec_parts(_sharding(leaf).spec)

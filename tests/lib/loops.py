@@ -6,11 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxprs import num_consts
 from oracle import is_inexact
 
 import treescan
-from treescan._transforms.written import _write
 
 Scan = Callable[..., Any]
 
@@ -266,13 +264,9 @@ MASK = np.arange(LENGTH)[:, None] % 2 < np.array([1, 2, 0])
 RESETS = np.arange(LENGTH)[:, None] == np.array([1, 1, 3])
 SHARED = {"carry_axes": {"h": 0, "w": None}}
 
-# How many consts the order of the rows is: newer releases of JAX write it into the equation that reads it.
-_ORDERED = jax.make_jaxpr(lambda c: jax.lax.scan(lambda c, _: (_write(c), None), c, length=2))(np.zeros((3, 2)))
-ORDER = sum(num_consts(eqn) for eqn in _ORDERED.jaxpr.eqns if eqn.primitive.name == "scan")
-
 # Consts: the weights are one; the key, a leaf given whole, and the good pair (a leaf for each of state and x) add.
-# On one device, padded rows are given their x by a gather of all rows in their order, which is one more. A loop that
-# writes its outputs in place reads x and the mask there, from where its chunk begins: three more.
+# A loop that writes its outputs in place reads x and the mask there, from where its chunk begins: three more. Its body
+# treats rows independently, so it needs no good pair: two less.
 OPTIONS = {
     "scan": Option(plain, over(treescan.scan), 1),
     "reverse": Option(plain, over(treescan.scan, reverse=True), 1),
@@ -286,28 +280,28 @@ OPTIONS = {
     "fold": Option(folded, over(treescan.fold), 1),
     "accumulate": Option(folded, over(treescan.accumulate), 1),
     "fori": Option(indexed, _over_indices(), 1),
-    "lengths": Option(plain, over(treescan.mask_scan, lengths=LENGTHS), 3 + ORDER),
-    "mask": Option(plain, over(treescan.mask_scan, mask=MASK), 3 + ORDER),
-    "mask_reverse": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, reverse=True), 3 + ORDER),
-    "valid": Option(masked, over(treescan.mask_scan, lengths=LENGTHS), 3 + ORDER),
-    "mask_key": Option(keyed, over(treescan.mask_scan, lengths=LENGTHS, key=jax.random.key(0)), 4 + ORDER),
-    "fill": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill=-1), 3 + ORDER),
-    "fill_nan": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill=float("nan")), 3 + ORDER),
-    "carry_axes_none": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, **SHARED), 3 + ORDER),
-    "chunk": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2), 6 + ORDER),
-    "unskipped": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=0), 3 + ORDER),
+    "lengths": Option(plain, over(treescan.mask_scan, lengths=LENGTHS), 3),
+    "mask": Option(plain, over(treescan.mask_scan, mask=MASK), 3),
+    "mask_reverse": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, reverse=True), 3),
+    "valid": Option(masked, over(treescan.mask_scan, lengths=LENGTHS), 3),
+    "mask_key": Option(keyed, over(treescan.mask_scan, lengths=LENGTHS, key=jax.random.key(0)), 4),
+    "fill": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill=-1), 3),
+    "fill_nan": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill=float("nan")), 3),
+    "carry_axes_none": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, **SHARED), 3),
+    "chunk": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2), 6),
+    "unskipped": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=0), 3),
     "compact": Option(
         plain,
         over(treescan.mask_scan, lengths=LENGTHS, chunk=2, compact=True, **SHARED),
-        (3 + ORDER, 6 + ORDER),
+        (3, 6),
         traces=3,
     ),
-    "resets": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, resets=RESETS), 4 + ORDER),
+    "resets": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, resets=RESETS), 4),
     "resets_alone": Option(plain, over(treescan.mask_scan, resets=RESETS, reverse=True), 2),
-    "hold": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill="hold"), 3 + ORDER),
-    "time_axis": Option(plain, _batch_first, 3 + ORDER),
-    "padded": Option(plain, _over_padded, 3 + ORDER),
-    "packed": Option(plain, _over_packed, 4 + ORDER),
+    "hold": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill="hold"), 3),
+    "time_axis": Option(plain, _batch_first, 3),
+    "padded": Option(plain, _over_padded, 3),
+    "packed": Option(plain, _over_packed, 4),
     "remat_step": Option(plain, over(treescan.scan, remat="step"), 1),
     "remat_nested": Option(plain, over(treescan.scan, remat="nested"), 1),
     "fold_remat": Option(folded, over(treescan.fold, remat="nested"), 1),
@@ -319,6 +313,6 @@ OPTIONS = {
     "pattern_reverse": Option(layered, over_pattern(treescan.scan_layers, reverse=True, remat="step"), 1),
     "pattern_remat": Option(layered_fold, over_pattern(treescan.fold_layers, remat="nested"), 1),
     "pattern_remat_one": Option(layered, over_pattern(treescan.scan_layers, remat=(None, "step")), 1),
-    "mask_remat_step": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2, remat="step"), 3 + ORDER),
-    "mask_remat_nested": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=1, remat="nested"), 3 + ORDER),
+    "mask_remat_step": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2, remat="step"), 3),
+    "mask_remat_nested": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=1, remat="nested"), 3),
 }

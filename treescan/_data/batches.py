@@ -368,7 +368,7 @@ def _gather(leaf: Any, where: tuple[Array, ...], value: Any = 0) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _get(value: Any, leaf: Array, *where: Array) -> Array:
-    """Compiled for each type: JAX keeps eager gathers by their `fill_value` alone, and 0 is equal to False and to 0j."""
+    """Compiled for each type: JAX keeps eager gathers by their `fill_value`, and 0 is equal to False and to 0j."""
     return leaf.at[where].get(mode="fill", fill_value=value, unique_indices=True)
 
 

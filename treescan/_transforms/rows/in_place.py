@@ -35,7 +35,7 @@ from ..weights.in_bulk import with_early_products, without_early_products
 from ..weights.products import LARGE
 from .axes import RowAxes
 from .compact import Schedule, put_rows, take_feed, take_rows
-from .mask import with_kept_states
+from .mask import without_stand_ins
 
 Result = tuple[PyTree, list[Array]]
 
@@ -81,11 +81,11 @@ class InPlace:
 
     Attributes:
         tiers: the numbers of rows to choose from; only the last, all of them, where rows are not ordered.
-        keeps_states: whether padded rows may be shown the state that they keep; see `mask.with_kept_states`.
+        drops_stand_ins: whether padded rows may be shown their own values; see `mask.without_stand_ins`.
     """
 
     tiers: tuple[int, ...]
-    keeps_states: bool
+    drops_stand_ins: bool
 
     def __call__(self, loop: Loop) -> Result:
         stacked, levels = plan(loop)
@@ -93,7 +93,7 @@ class InPlace:
         given = _Given(stacked.consts, stacked.state, stacked.xs)
         empty = _Given(None, None, Feed(None))  # the rule may not hold tracers
         stacked, loop = empty.put_into(stacked), empty.put_into(loop)
-        step = with_kept_states(loop.step) if self.keeps_states else loop.step
+        step = without_stand_ins(loop.step) if self.drops_stand_ins else loop.step
         loop = dataclasses.replace(loop, step=emitting(step, keeps))
 
         def rule(primals: tuple[_Given], tangents: tuple[_Given]) -> tuple[Any, Any]:

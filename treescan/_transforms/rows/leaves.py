@@ -11,9 +11,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from ..._avals import is_key, is_sharded, on_automatic_axes, parts_of, place_like, shard, varying_axes
+from ..._avals import has_one_device, is_key, is_sharded, on_automatic_axes, parts_of, place_like, shard, varying_axes
 from ..._types import Array, ArrayLike, PyTree
-from ..written import has_one_device
 
 
 def mask_of_lengths(lengths: ArrayLike, steps: int) -> Array:

@@ -19,13 +19,12 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..._avals import is_sharded
+from ..._avals import has_one_device, is_sharded
 from ..._axes import LeafAxes
 from ..._loop.loop import Feed, Loop, Step
 from ..._trace.hoist import is_untraced
 from ..._tree import Prefix
 from ..._types import Array, PyTree
-from ..written import has_one_device, written
 from .axes import RowAxes, spread_batch_axes, with_axes
 from .fill import fill_leaves, without_hold
 from .leaves import (
@@ -205,7 +204,7 @@ class Masked:
         x_axes: the same for each leaf of one step's x.
         y_axes: a prefix of y, of the same meaning; None: `fill` on steps that no row runs.
         fill: a prefix of y: what it is on padded steps.
-        shows_state: whether padded rows are shown a good state too. Otherwise they are shown the state that they keep.
+        stands_in: whether padded rows are shown a good pair. Otherwise they are shown their own state and x.
         branches: whether the step runs in a branch that is only taken where some row is valid.
     """
 
@@ -215,20 +214,22 @@ class Masked:
     x_axes: LeafAxes
     y_axes: Prefix
     fill: Prefix
-    shows_state: bool = True
+    stands_in: bool = True
     branches: bool = False
 
     def __call__(self, consts: Any, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
         good, (fixed, inner) = consts
         valid = feed.valid
         assert valid is not None
-        x, x_tree = jax.tree.flatten(feed.x)
         mask = RowMask(valid, _some_of_all if self.branches else any_of)
-        show = _show_shared if None in (*self.carry_axes, *self.x_axes) else _show_own
-        shown = show(mask, state, good.state, self.carry_axes) if self.shows_state else state
-        shown_fixed = show(mask, fixed, good.fixed, self.fixed_axes)
-        shown_x = jax.tree.unflatten(x_tree, list(map(written, show(mask, x, good.x, self.x_axes))))
-        returned, y = self.step((shown_fixed, inner), shown, feed._replace(x=shown_x))
+        shown, shown_fixed = state, fixed
+        if self.stands_in:
+            x, x_tree = jax.tree.flatten(feed.x)
+            show = _show_shared if None in (*self.carry_axes, *self.x_axes) else _show_own
+            shown = show(mask, state, good.state, self.carry_axes)
+            shown_fixed = show(mask, fixed, good.fixed, self.fixed_axes)
+            feed = feed._replace(x=jax.tree.unflatten(x_tree, show(mask, x, good.x, self.x_axes)))
+        returned, y = self.step((shown_fixed, inner), shown, feed)
         kept = [
             old if new is seen else mask.select(new, old, axis)
             for old, seen, new, axis in zip(state, shown, returned, self.carry_axes, strict=True)
@@ -248,23 +249,23 @@ def _some_of_all(valid: Array) -> Array:
     return unless_alone(any_of(valid))
 
 
-def with_kept_states(step: Step) -> Step:
-    """A masked step that shows padded rows the state that they keep, for a loop that is not differentiated.
+def without_stand_ins(step: Step) -> Step:
+    """A masked step that shows padded rows their own state and x, for a loop that is not differentiated.
 
-    The results of a padded row are discarded. If the body treats rows independently, only a gradient could show
-    that the state did not fit the x. So one selection per leaf of the state is saved.
+    The results of a padded row are discarded. If the body treats rows independently, only a gradient can show what the
+    row was given.
 
     Args:
         step: a `Masked` step, or others around it, each of which has the inner one as its `step`.
     """
-    return _changed(step, shows_state=False)
+    return _changed(step, stands_in=False)
 
 
 def in_branches(step: Step) -> Step:
     """A masked step that runs only if some row is valid, so values that all rows share need no selection.
 
     Args:
-        step: as for `with_kept_states`.
+        step: as for `without_stand_ins`.
     """
     return _changed(step, branches=True)
 

@@ -17,7 +17,7 @@ from ..._loop.run import debugs_nans
 from ..._trace.hoist import Hoisted, Part, fill_in, instantiated, is_smooth, no_tangent, nonzero_part
 from ..._types import Array, PyTree
 from ..rows.axes import without_arrays
-from ..rows.mask import in_branches, with_kept_states
+from ..rows.mask import in_branches, without_stand_ins
 from ..weights.in_bulk import MappedLater
 from .condition import Condition
 from .early_exit import (
@@ -140,7 +140,7 @@ class EarlyExit:
 
     def _undifferentiated(self, step: Step) -> Step:
         """A masked step that is not differentiated, and runs only if some row takes it."""
-        step = with_kept_states(step) if self.apart and not debugs_nans() else step
+        step = without_stand_ins(step) if self.apart and not debugs_nans() else step
         return in_branches(step) if self.branches else step
 
     def _lay_rows(self, given: Operands, first: Progress, length: int) -> tuple[Loop, MaskedStep]:

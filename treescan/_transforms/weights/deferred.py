@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
-from ..._avals import place_like
+from ..._avals import has_one_device, place_like
 from ..._loop.body import Memo
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import run
@@ -29,7 +29,6 @@ from ..._trace.equations import PRODUCTS, alone, values_of
 from ..._trace.hoist import Unproven, add_alike, array_of, fill_in, nonzero_part, smooth_part, typed_like
 from ..._types import Array
 from ..checkpoint import SaveDecisions, chooses
-from ..written import has_one_device, written
 from .products import ELEMENTWISE, Deferred, Slot, Split, slots_of
 
 
@@ -118,7 +117,7 @@ def product_of_steps(equation: Any, stacked: Array, same: Array, operand: int) -
 
 def entry_of(stack: Array, place: Array) -> Array:
     """One step's entry of a stack, `[C, ...]`."""
-    return written(jax.lax.dynamic_index_in_dim(stack, place, keepdims=False))
+    return jax.lax.dynamic_index_in_dim(stack, place, keepdims=False)
 
 
 class Arguments(NamedTuple):
@@ -172,7 +171,7 @@ class Recorded:
     def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
         (reads, weights), (early, fed, added) = consts, feed.x
         rest = self.split.derivative.rest
-        values = dict(zip(rest.invars, [*reads, *map(written, early), *state, *fed], strict=True))
+        values = dict(zip(rest.invars, [*reads, *early, *state, *fed], strict=True))
         is_fed = set(rest.invars[len(rest.invars) - len(fed) :])
         numbers = {product.equation: i for i, product in enumerate(self.deferred)}
         tangents = {slot.equation: zero for slot, zero in zip(self.slots, added, strict=True)}
