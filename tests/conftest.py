@@ -6,6 +6,7 @@ compilation without most of XLA's optimizations, in any process. JAX's promotion
 
 import os
 import pathlib
+import time
 import zlib
 
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -97,6 +98,9 @@ _SHARES = {  # of the slow tests of these modules one in so many runs in CI
 _SLOW = frozenset((pathlib.Path(__file__).parent / "slow.txt").read_text().splitlines())
 _SHARE_OF_SLOW = 5  # one in so many of these runs in CI, of functions that run every day
 _RELEASE_SHARE = int(os.environ.get("TREESCAN_RELEASE_SHARE", "1"))
+# On a machine that is slower than ours, CI skips the slow tests that would begin later than this, and says so.
+_MINUTES = float(os.environ.get("TREESCAN_SLOW_MINUTES", "inf"))
+_BEGAN = time.monotonic()
 
 
 def pytest_ignore_collect(collection_path, config):
@@ -133,6 +137,8 @@ def pytest_collection_modifyitems(config, items):
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup(item):
     """Runs before the fixtures, which compile too."""
+    if time.monotonic() - _BEGAN > 60 * _MINUTES:
+        pytest.skip(f"the {_MINUTES:.0f} minutes of CI for these tests are over; `make test-slow` runs all")
     devices = DEVICES if item.get_closest_marker("devices") else 1
     if jax.device_count() != devices:
         pytest.skip(f"runs with JAX_NUM_CPU_DEVICES={devices}; `make test` runs both")
