@@ -26,6 +26,7 @@ from picture import WIDTH, Picture
 
 import treescan
 from treescan import Remat
+from treescan._transforms.order import ORDER
 from treescan.carries import Ema, carry_of, ema
 
 DIRECTORY = Path(__file__).parent.parent / "docs" / "pictures"
@@ -260,7 +261,7 @@ INNERMOST, OUTERMOST = "call the body", "run"
 
 
 def transforms_of(verb: str) -> list[str]:
-    """The classes of a verb's transforms, innermost first, read off the tuple in its source."""
+    """The classes of a verb's transforms, read off its source, innermost first."""
     tree = ast.parse((PACKAGE / "_verbs" / f"{WHERE[verb]}.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     lists = [call.args for call in calls if ast.unparse(call.func).split(".")[-1] == "run"]
@@ -268,7 +269,9 @@ def transforms_of(verb: str) -> list[str]:
     listed = [arguments for arguments in lists if arguments and all(map(_class_of, arguments))]
     if not listed:  # a program of its own, which is given its transforms among other things
         (listed,) = ([call.args] for call in calls if ast.unparse(call.func) == "Until")
-    return [name for name in map(_class_of, (max if verb == "mask_scan" else min)(listed, key=len)) if name]
+    names = [name for name in map(_class_of, (max if verb == "mask_scan" else min)(listed, key=len)) if name]
+    places = {each.__name__: place for place, row in enumerate(ORDER) for each in row.transforms}
+    return sorted(names, key=lambda name: places.get(name, 0))  # `StopRows` finds rows, as `OverRows` does
 
 
 def _class_of(argument: ast.expr) -> str:

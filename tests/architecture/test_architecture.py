@@ -15,6 +15,7 @@ import pytest
 from modules import LAYERS, MODULES, PACKAGE, imports, own_imports
 
 import treescan
+from treescan._transforms.order import ORDER
 
 TESTS = Path(__file__).parents[1]
 
@@ -199,3 +200,19 @@ def test_the_reader_of_imports_sees_what_it_should() -> None:
     program = set(own_imports("_transforms.program"))
     assert {"_loop.loop", "_loop.body", "_body.call", "_transforms.nest"} <= program
     assert "_transforms.program" in set(own_imports("_verbs.prepare"))
+
+
+def test_every_transform_has_one_place_in_the_order() -> None:
+    found = {
+        node.name
+        for module, tree in MODULES.items()
+        for node in tree.body
+        if module.startswith("_transforms.")
+        and isinstance(node, ast.ClassDef)
+        and any(isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "moves" for each in node.body)
+    }
+    placed = [transform.__name__ for place in ORDER for transform in place.transforms]
+    assert len(placed) == len(set(placed))
+    programs = {"StopRows", "Until", "WithOnce", "CheckLayers", "CheckLayerCotangents"}  # run by programs of their own
+    assert found - programs <= set(placed) <= found | {"CheckCotangents"}
+    assert all(place.reason.endswith(".") for place in ORDER)

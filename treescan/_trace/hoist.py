@@ -321,8 +321,11 @@ def traced(loop: Loop) -> Loop:
 
 
 def lifted(loop: Loop) -> Loop:
-    """The traced loop with what its body closes over among its consts; see `lift`. No other transform came between."""
-    assert loop.trace is not None and loop.step is loop.trace.loop.step
+    """The traced loop with what its body closes over among its consts; see `lift`. Only then may transforms follow."""
+    assert loop.trace is not None
+    if not isinstance(loop.trace.loop.step, Traced):  # it was lifted before
+        return loop
+    assert loop.step is loop.trace.loop.step
     hoisted = lift(loop.trace)
     step, consts, state = hoisted.loop.step, hoisted.loop.consts, hoisted.loop.state
     return dataclasses.replace(loop, step=step, consts=consts, state=state, trace=hoisted)

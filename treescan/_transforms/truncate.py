@@ -13,7 +13,7 @@ from .._avals import describe_argument, exact_int
 from .._axes import LeafAxes
 from .._errors import ArgumentError, Fault
 from .._loop.loop import Feed, Loop, Step
-from .._trace.hoist import fixed_leaves, flattened, is_untraced, traced
+from .._trace.hoist import fixed_leaves, flattened, is_untraced, lifted, traced
 from .._types import Array, PyTree
 from .rows.leaves import any_along, expand, select
 from .rows.resets import segments_in_time
@@ -72,7 +72,7 @@ class Truncate:
             return truncate_rows(loop, self.size)
         if is_untraced(loop):
             return truncate(flattened(loop), self.size, fixed_leaves(loop))
-        return truncate(traced(loop), self.size)
+        return truncate(lifted(traced(loop)), self.size)
 
 
 def check_truncate(truncate: Any) -> int | None:

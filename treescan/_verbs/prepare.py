@@ -36,6 +36,7 @@ from .._transforms.finite.backward import CheckCotangents, in_reverse_mode, refu
 from .._transforms.finite.case import About, looks_backward
 from .._transforms.finite.check import CheckFinite, deliver
 from .._transforms.finite.site import Slices
+from .._transforms.order import in_order
 from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
 from .._transforms.program import Arguments, Call, Program, Transformed, execute
 from .._transforms.progress import ShowProgress, no_forward_mode
@@ -207,8 +208,9 @@ class Prepared:
         return None if self.axes is None else OverAxes(self.axes)
 
     def run(self, *transforms: Transform | None) -> tuple[Any, Any]:
-        """Runs the call with these transforms, innermost first; None is skipped."""
-        return self.run_program(Transformed(self.call, present(*transforms)), present(*transforms))
+        """Runs the call with these transforms, in the order of `order.ORDER`; None is skipped."""
+        ordered = in_order(*transforms)
+        return self.run_program(Transformed(self.call, ordered), ordered)
 
     def showing(self, progress: ProgressLike) -> ShowProgress | None:
         """The transform of `progress`, or None if nothing is shown."""
