@@ -270,7 +270,7 @@ def transforms_of(verb: str) -> list[str]:
     if not listed:  # a program of its own, which is given its transforms among other things
         (listed,) = ([call.args] for call in calls if ast.unparse(call.func) == "Until")
     names = [name for name in map(_class_of, (max if verb == "mask_scan" else min)(listed, key=len)) if name]
-    places = {each.__name__: place for place, row in enumerate(ORDER) for each in row.transforms}
+    places = {name: place for place, row in enumerate(ORDER) for name in row.transforms}
     return sorted(names, key=lambda name: places.get(name, 0))  # `StopRows` finds rows, as `OverRows` does
 
 

@@ -211,7 +211,7 @@ def test_every_transform_has_one_place_in_the_order() -> None:
         and isinstance(node, ast.ClassDef)
         and any(isinstance(each, ast.Assign) and ast.unparse(each.targets[0]) == "moves" for each in node.body)
     }
-    placed = [transform.__name__ for place in ORDER for transform in place.transforms]
+    placed = [name for place in ORDER for name in place.transforms]
     assert len(placed) == len(set(placed))
     programs = {"StopRows", "Until", "WithOnce", "CheckLayers", "CheckLayerCotangents"}  # run by programs of their own
     assert found - programs <= set(placed) <= found | {"CheckCotangents"}
