@@ -10,9 +10,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from loops import CASES, TRANSFORMS, State, array, grad, named_body, nested_body
+from loops import CASES, TRANSFORMS, State, array, grad
 from oracle import assert_bitwise, python_scan
-from thin import all_pairs, parametrize
+from thin import all_pairs, everyday, parametrize
 
 import treescan
 
@@ -20,7 +20,7 @@ UNROLLS = (1, 0, 3, True, 100)
 GRID = list(itertools.product(CASES, (0, 1, 7), (False, True), UNROLLS, TRANSFORMS))
 
 
-@pytest.mark.parametrize(("case", "length", "reverse", "unroll", "transform"), all_pairs(GRID))
+@pytest.mark.parametrize(("case", "length", "reverse", "unroll", "transform"), everyday(all_pairs(GRID)))
 def test_scan_is_lax_scan(case, length, reverse, unroll, transform):
     case, by = CASES[case], TRANSFORMS[transform]
     reference_by = TRANSFORMS["jit"] if transform == "disable_jit" and length == 0 else by  # where lax.scan raises
@@ -54,33 +54,6 @@ def test_scalars_are_promoted_as_by_lax_scan(init, transform):
 
 # fold and accumulate: the scan that returns its carry as y.
 
-FOLDS = {
-    name: (lambda carry, x, body=body: body(carry, x)[0], CASES[name])
-    for name, body in {"namedtuple": named_body, "nested": nested_body}.items()
-}
-
-
-FOLD_GRID = itertools.product(
-    FOLDS, [(True, 3, 7), (False, 0, 1), (False, 1, 0)], ["jit", "vmap", "grad", "disable_jit"]
-)
-
-
-@pytest.mark.parametrize(("fold", "options", "transform"), all_pairs(list(FOLD_GRID)))
-def test_fold_and_accumulate_are_scans(fold, options, transform):
-    reverse, unroll, length = options
-    body, case = FOLDS[fold]
-    xs, by = case.make_xs(length), TRANSFORMS[transform]
-    reference_by = TRANSFORMS["jit"] if length == 0 and transform == "disable_jit" else by
-
-    def reference(init, xs):
-        return jax.lax.scan(lambda c, x: (body(c, x),) * 2, init, xs, reverse=reverse, unroll=unroll or True)
-
-    for verb, i in ((treescan.fold, 0), (treescan.accumulate, 1)):
-        actual = by(lambda c, x, v=verb: v(body, c, x, reverse=reverse, unroll=unroll), case.init, xs)
-        expected = reference_by(lambda c, x, i=i: reference(c, x)[i], case.init, xs)
-        chex.assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-6)
-        assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, expected)
-
 
 def test_accumulate_is_itertools_accumulate():
     xs = jnp.array([3, 1, 4, 1, 5])
@@ -111,20 +84,6 @@ def test_fori_is_fori_loop(transform):
         expected = reference_by(lambda c, _, a=lower, b=upper: jax.lax.fori_loop(a, b, index_body, c), init, None)
         chex.assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-6)
         assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, expected)
-
-
-@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": 0}, {"unroll": 3, "reverse": True}], ids=str)
-def test_fori_is_a_python_loop(options):
-    def python_fori(lower, upper, body, carry, reverse=False, unroll=1):
-        for i in range(lower, upper)[::-1] if reverse else range(lower, upper):
-            carry = body(jnp.int32(i), carry)
-        return carry
-
-    init = State(array(3), array(3, seed=1))
-    actual, expected = (
-        grad(lambda c, _, f=f: f(-2, 5, index_body, c, **options), init, None) for f in (treescan.fori, python_fori)
-    )
-    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 BOUNDS = {

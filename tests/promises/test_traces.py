@@ -201,25 +201,6 @@ def freed_after(make, run, context):
     assert reference() is None
 
 
-@pytest.mark.parametrize("context", [eagerly, under_grad, under_vmap])
-@pytest.mark.parametrize("fill", [0, "hold"])
-def test_what_a_body_with_products_closes_over_is_freed(fill, context):
-    def use():
-        weights = jnp.eye(3)
-
-        def body(carry, x):
-            carry = jnp.tanh(carry @ weights + x)
-            return carry, carry
-
-        run = lambda c, x: treescan.mask_scan(body, c, x, lengths=jnp.arange(3), fill=fill)  # noqa: E731
-        context(run)
-        return weakref.ref(body), weakref.ref(weights)
-
-    references = use()
-    gc.collect()
-    assert [reference() for reference in references] == [None, None]
-
-
 def test_body_that_failed_is_freed():
     def use():
         body = lambda carry, x: (carry + bad, x)  # noqa: E731, F821
