@@ -78,9 +78,10 @@ def test_all_verbs_under_a_flag(flag: str, verb: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "verb", ["scan", *(pytest.param(v, marks=pytest.mark.slow) for v in table.VERBS if v != "scan")]
+    "verb", ["scan", *(pytest.param(v, marks=pytest.mark.slow) for v in table.VERBS if v not in ("scan", "fori"))]
 )
 def test_double_precision(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The example of `fori` adds its index as a float32; the random programs have loops of float64 over indices."""
     with flag_set("jax_enable_x64"):
         given = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), table.VERBS[verb].given)
         monkeypatch.setitem(table.VERBS, verb, table.VERBS[verb]._replace(given=given))
