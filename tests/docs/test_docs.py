@@ -227,16 +227,16 @@ def test_all_public_names_are_documented() -> None:
     assert sorted(documented) == sorted(f"{module}.{name}" for module, names in PUBLIC.items() for name in names)
 
 
-@pytest.mark.parametrize("kind", [kind for kind in PUBLIC["treescan"].values() if is_error(kind)])
-def test_errors_say_where_they_are_explained(kind: type[Exception], capsys: pytest.CaptureFixture[str]) -> None:
-    (note,) = explain(Fault(kind, "{verb}"), "scan").__notes__
-    command = re.fullmatch(r"More about it: python -m treescan (explain \w+)", note)
-    assert command
-    assert main(command[1].split()) == 0
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"{kind.__name__}\n====")
-    assert list(too_wide(printed)) == []
-    assert not re.search(r"<!--|```|\]\(|\*\*|^## ", printed, re.MULTILINE)
+def test_errors_say_where_they_are_explained(capsys: pytest.CaptureFixture[str]) -> None:
+    for kind in filter(is_error, PUBLIC["treescan"].values()):
+        (note,) = explain(Fault(kind, "{verb}"), "scan").__notes__
+        command = re.fullmatch(r"More about it: python -m treescan (explain \w+)", note)
+        assert command
+        assert main(command[1].split()) == 0
+        printed = capsys.readouterr().out
+        assert printed.startswith(f"{kind.__name__}\n====")
+        assert list(too_wide(printed)) == []
+        assert not re.search(r"<!--|```|\]\(|\*\*|^## ", printed, re.MULTILINE)
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))

@@ -31,7 +31,7 @@ def script(name: str) -> Any:
 
 what_works = script("what_works")
 DATA = json.loads(what_works.DATA.read_text())
-SHARE, SHARE_MASKED = 96, 160  # one cell in so many is for every day
+SHARE, SHARE_MASKED = 64, 64  # one cell in so many is for every day
 
 
 def listed(cell: Cell) -> str:

@@ -5,9 +5,7 @@ What a block includes of other files (`--8<--`) counts, and so do the examples i
 
 import inspect
 import re
-from pathlib import Path
 
-import pytest
 from test_docs import DOCUMENTS, FENCE, PUBLIC, ROOT
 from widths import too_wide
 
@@ -21,22 +19,20 @@ def whole(text: str) -> str:
     return INCLUDED.sub(lambda found: found[0] if found["section"] else (ROOT / found["file"]).read_text(), text)
 
 
-@pytest.mark.parametrize("page", DOCUMENTS, ids=lambda page: str(page.relative_to(ROOT)))
-def test_blocks_of_a_page_fit(page: Path) -> None:
-    fences = list(FENCE.finditer(page.read_text()))
-    lines = [line.removeprefix(f["indent"]) for f in fences for line in whole(f["code"]).splitlines()]
-    assert list(too_wide("\n".join(lines))) == []
+def test_blocks_of_pages_fit() -> None:
+    for page in DOCUMENTS:
+        fences = list(FENCE.finditer(page.read_text()))
+        lines = [line.removeprefix(f["indent"]) for f in fences for line in whole(f["code"]).splitlines()]
+        assert list(too_wide("\n".join(lines))) == [], page
 
 
-@pytest.mark.parametrize("name", [f"{module}.{name}" for module, names in PUBLIC.items() for name in names])
-def test_examples_of_a_docstring_fit(name: str) -> None:
-    module, _, bare = name.rpartition(".")
-    value = PUBLIC[module][bare]
-    members = vars(value).values() if inspect.isclass(value) else ()
-    for documented in (value, *members):
-        text = inspect.getdoc(documented) or ""
-        for example in re.findall(r"^Examples?:\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL):
-            assert list(too_wide(inspect.cleandoc(example))) == []
+def test_examples_of_docstrings_fit() -> None:
+    for value in (value for names in PUBLIC.values() for value in names.values()):
+        members = vars(value).values() if inspect.isclass(value) else ()
+        for documented in (value, *members):
+            text = inspect.getdoc(documented) or ""
+            for example in re.findall(r"^Examples?:\n(.*?)(?=^\S|\Z)", text, re.MULTILINE | re.DOTALL):
+                assert list(too_wide(inspect.cleandoc(example))) == [], documented
 
 
 def test_a_wide_line_is_found() -> None:

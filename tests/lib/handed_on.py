@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import treescan
-from treescan import fold, fold_layers, fori, lift, mask_scan, scan, scan_layers, while_scan
+from treescan import fold_layers, fori, lift, mask_scan, scan, scan_layers, while_scan
 from treescan.integrations import flax as of_flax, nnx as of_nnx
 
 T, N = 8, 64
@@ -69,10 +69,6 @@ def _in_carry(loop: Loop) -> Callable[[Any, Any, bool], tuple[Any, Any]]:
 
 def _by_scan(body: Any, init: Any, remat: Any) -> Any:
     return scan(lambda carry, i: (body(carry, i), None), init, jnp.arange(T), remat=remat)[0]
-
-
-def _by_fold(body: Any, init: Any, remat: Any) -> Any:
-    return fold(body, init, jnp.arange(T), remat=remat)
 
 
 def _by_fori(body: Any, init: Any, remat: Any) -> Any:
@@ -191,7 +187,6 @@ PROGRAMS = {
     "scan, axis 1": Program(_over_axis_1, _AXIS_1),
     "scan, truncate": Program(functools.partial(_over_xs, truncate=4)),
     "scan, carry": Program(_in_carry(_by_scan)),
-    "fold": Program(_in_carry(_by_fold)),
     "fori": Program(_in_carry(_by_fori)),
     "mask_scan": Program(_in_carry(_by_mask_scan)),
     "mask_scan, resets": Program(_in_carry(_by_resets)),

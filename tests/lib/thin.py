@@ -1,7 +1,7 @@
 """Which of many cases run every day: the one way in which the tests thin a product."""
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import pytest
@@ -47,6 +47,12 @@ def by_turns(turns: int, **dimensions: Mapping[str, Any] | Sequence[Any]) -> Any
         marks = pytest.mark.slow if sum(places) % turns else ()
         params.append(pytest.param(*(value for _, value in row), marks=marks, id="-".join(name for name, _ in row)))
     return pytest.mark.parametrize(tuple(dimensions), params)
+
+
+def shares(names: Iterable[Any], count: int = 4) -> list[Any]:
+    """Lists of names, each a share of all: the first is for every day, the others are slow."""
+    parts = [sorted(names)[start::count] for start in range(count)]
+    return [pytest.param(part, marks=pytest.mark.slow if i else (), id=f"share {i}") for i, part in enumerate(parts)]
 
 
 def slow(*rows: tuple[Any, ...]) -> list[Any]:

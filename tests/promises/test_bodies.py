@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import gc
+import itertools
 import operator
 import weakref
 from typing import NamedTuple
@@ -15,7 +16,7 @@ import pytest
 from jaxtyping import Array, Float
 from loops import array
 from oracle import assert_bitwise
-from thin import by_turns, parametrize
+from thin import all_pairs, everyday, parametrize
 
 import treescan
 
@@ -141,16 +142,18 @@ BODIES = {
 }
 VERBS = {
     "scan": treescan.scan,
-    "in_axes": functools.partial(treescan.scan, in_axes=-1),
-    "out_axes": functools.partial(treescan.scan, out_axes=-1),
+    "axes": functools.partial(treescan.scan, in_axes=-1, out_axes=-1),
     "mask_scan": functools.partial(treescan.mask_scan, lengths=4),
 }
 
 
-@by_turns(3, body=BODIES, verb=VERBS, context=["eager", "jit", "disable_jit"])
+GRID = list(itertools.product(BODIES, VERBS, ["eager", "jit", "disable_jit"]))
+
+
+@pytest.mark.parametrize(("body", "verb", "context"), everyday(all_pairs(GRID)))
 def test_any_callable_is_a_body(body, verb, context):
     def run(xs):
-        return verb(body, jnp.float32(1), xs)
+        return VERBS[verb](BODIES[body], jnp.float32(1), xs)
 
     with jax.disable_jit(context == "disable_jit"):
         for _ in range(2):
@@ -279,16 +282,18 @@ def test_equal_bodies_share_one_trace(run):
     assert run(first) == run(second) != run(other)
 
 
-@parametrize("run", RUNS)
-def test_unequal_objects_do_not_share_a_trace(run):
-    for body in (Cell(5.0), Cell(6.0)):
-        assert run(body) == run(Slots(body.scale))
+DIFFERENT = {
+    "objects": Cell,
+    "methods": lambda scale: Cell(scale).method,
+    "closures": lambda scale: lambda c, x: scaled(scale, c, x),
+}
 
 
 @parametrize("run", RUNS)
-def test_a_method_of_one_object_is_not_that_of_another(run):
-    for cell in (Cell(5.0), Cell(6.0)):
-        assert run(cell.method) == run(Slots(cell.scale))
+@parametrize("make", DIFFERENT)
+def test_different_bodies_do_not_share_a_trace(run, make):
+    for scale in (5.0, 6.0):
+        assert run(make(scale)) == run(Slots(scale))
 
 
 @parametrize("run", RUNS)
@@ -321,15 +326,6 @@ def test_an_equal_body_is_in_use_while_the_first_dies(run):
     del first
     assert treescan.scan(second, jnp.ones(3), XS)[0].shape == (3,)
     assert run(second) == run(Slots(7.0))
-
-
-@parametrize("run", RUNS)
-def test_same_code_with_another_closure_is_another_body(run):
-    def make(scale):
-        return lambda c, x: scaled(scale, c, x)
-
-    for scale in (2.0, 3.0):
-        assert run(make(scale)) == run(Slots(scale))
 
 
 def test_one_body_for_two_verbs():

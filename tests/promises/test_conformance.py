@@ -10,111 +10,49 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from loops import CASES, TRANSFORMS, State, array, grad, named_body, nested_body
+from loops import CASES, TRANSFORMS, State, array, grad
 from oracle import assert_bitwise, python_scan
-from thin import all_pairs, by_turns, parametrize
+from thin import all_pairs, everyday, parametrize
 
 import treescan
 
-LENGTHS = (0, 1, 7, 64)
 UNROLLS = (1, 0, 3, True, 100)
+GRID = list(itertools.product(CASES, (0, 1, 7), (False, True), UNROLLS, TRANSFORMS))
 
 
-def is_affordable(case, length, reverse, unroll, transform):
-    """XLA takes minutes over the derivatives of a long loop that is unrolled as a whole."""
-    whole = unroll in (0, 100) or unroll is True
-    return length < 64 or not whole or transform in ("disable_jit", "jit")
-
-
-GRID = [row for row in itertools.product(CASES, LENGTHS, (False, True), UNROLLS, TRANSFORMS) if is_affordable(*row)]
-EVERYDAY = all_pairs(GRID)
-
-
-def check_against_lax(case_name, length, reverse, unroll, transform_name):
-    case, transform = CASES[case_name], TRANSFORMS[transform_name]
-    init, xs = case.init, case.make_xs(length)
-    expected_transform = transform
-    if transform_name == "disable_jit" and length == 0:  # where lax.scan raises
-        expected_transform = TRANSFORMS["jit"]
-    actual = transform(lambda *a: treescan.scan(case.body, *a, length, reverse, unroll), init, xs)
+@pytest.mark.parametrize(("case", "length", "reverse", "unroll", "transform"), everyday(all_pairs(GRID)))
+def test_scan_is_lax_scan(case, length, reverse, unroll, transform):
+    case, by = CASES[case], TRANSFORMS[transform]
+    reference_by = TRANSFORMS["jit"] if transform == "disable_jit" and length == 0 else by  # where lax.scan raises
+    given = case.init, case.make_xs(length)
+    actual = by(lambda *a: treescan.scan(case.body, *a, length, reverse, unroll), *given)
     # The oldest supported release of lax.scan does not know 0, which is documented as the same as True.
-    expected = expected_transform(lambda *a: jax.lax.scan(case.body, *a, length, reverse, unroll or True), init, xs)
+    expected = reference_by(lambda *a: jax.lax.scan(case.body, *a, length, reverse, unroll or True), *given)
     assert_bitwise(actual, expected)
 
 
-@pytest.mark.parametrize(
-    ("case", "length", "reverse", "unroll", "transform"),
-    [
-        pytest.param(*row, marks=pytest.mark.slow if row[1] == 64 and row[4] in ("disable_jit", "grad_of_grad") else ())
-        for row in EVERYDAY
-    ],
-)
-def test_scan_is_lax_scan(case, length, reverse, unroll, transform):
-    check_against_lax(case, length, reverse, unroll, transform)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("case", "length", "reverse", "unroll", "transform"),
-    [row for row in GRID if repr(row) not in map(repr, EVERYDAY)][::3],
-)
-def test_scan_is_lax_scan_on_a_third_of_the_grid(case, length, reverse, unroll, transform):
-    check_against_lax(case, length, reverse, unroll, transform)
-
-
-@pytest.mark.parametrize("reverse", [False, True])
 @parametrize("case", CASES)
-def test_scan_is_a_python_loop(case, reverse):
+def test_scan_is_a_python_loop(case):
     """An oracle that shares nothing with lax.scan, for the one above to be checked against."""
     xs = case.make_xs(7)
-    actual = grad(lambda init, xs: treescan.scan(case.body, init, xs, 7, reverse), case.init, xs)
-    expected = grad(lambda init, xs: python_scan(case.body, init, xs, 7, reverse), case.init, xs)
+    actual = grad(lambda init, xs: treescan.scan(case.body, init, xs, 7, True), case.init, xs)
+    expected = grad(lambda init, xs: python_scan(case.body, init, xs, 7, True), case.init, xs)
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("init", [0, 0.0, True, 1j, np.float32(1), np.int8(3)], ids=repr)
-@pytest.mark.parametrize("transform", ["eager", "jit", "disable_jit"])
-@pytest.mark.parametrize("length", [1, 3])
-def test_scalars_are_promoted_as_by_lax_scan(init, transform, length):
-    def body(carry, x):
-        return carry * x, carry
-
-    xs = jnp.ones(length, jnp.asarray(init).dtype)
-    actual, expected = (
-        TRANSFORMS[transform](lambda xs, _, scan=scan: scan(body, init, xs), xs, None)
-        for scan in (treescan.scan, jax.lax.scan)
-    )
-    assert_bitwise(actual, expected)
+@pytest.mark.parametrize("transform", ["jit", "disable_jit"])
+def test_scalars_are_promoted_as_by_lax_scan(init, transform):
+    for length in (1, 3):
+        xs = jnp.ones(length, jnp.asarray(init).dtype)
+        actual, expected = (
+            TRANSFORMS[transform](lambda xs, _, scan=scan: scan(lambda c, x: (c * x, c), init, xs), xs, None)
+            for scan in (treescan.scan, jax.lax.scan)
+        )
+        assert_bitwise(actual, expected)
 
 
 # fold and accumulate: the scan that returns its carry as y.
-
-FOLDS = {
-    name: (lambda carry, x, body=body: body(carry, x)[0], CASES[name])
-    for name, body in {"namedtuple": named_body, "nested": nested_body}.items()
-}
-
-
-@by_turns(
-    2,
-    fold=FOLDS,
-    options=[(True, 3, 7), (False, 0, 1), (False, 1, 0)],
-    transform=["jit", "vmap", "grad", "disable_jit"],
-)
-def test_fold_and_accumulate_are_scans(fold, options, transform):
-    reverse, unroll, length = options
-    body, case = fold
-    xs, by = case.make_xs(length), TRANSFORMS[transform]
-    reference_by = TRANSFORMS["jit"] if length == 0 and transform == "disable_jit" else by
-
-    def reference(init, xs):
-        return jax.lax.scan(lambda c, x: (body(c, x),) * 2, init, xs, reverse=reverse, unroll=unroll or True)
-
-    for verb, i in ((treescan.fold, 0), (treescan.accumulate, 1)):
-        actual = by(lambda c, x, v=verb: v(body, c, x, reverse=reverse, unroll=unroll), case.init, xs)
-        expected = reference_by(lambda c, x, i=i: reference(c, x)[i], case.init, xs)
-        chex.assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-6)
-        assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, expected)
 
 
 def test_accumulate_is_itertools_accumulate():
@@ -136,35 +74,16 @@ def index_body(i, carry):
     return State(jnp.sin(carry.h + t * carry.c), carry.c + 0.1 * jnp.cos(t))
 
 
-@by_turns(
-    2,
-    bounds=[(0, 5), (-2, 3), (3, 4), (2, 2), (5, 1)],
-    transform=["eager", "jit", "vmap", "grad", "jvp", "grad_of_grad", "disable_jit"],
-)
-def test_fori_is_fori_loop(bounds, transform):
-    lower, upper = bounds
-    init = State(array(3), array(3, seed=1))
+@pytest.mark.parametrize("transform", TRANSFORMS)
+def test_fori_is_fori_loop(transform):
     by = TRANSFORMS[transform]
-    actual = by(lambda c, _: treescan.fori(lower, upper, index_body, c), init, None)
-    if transform == "disable_jit":  # where fori_loop gives the body Python ints
-        by = TRANSFORMS["jit"]
-    expected = by(lambda c, _: jax.lax.fori_loop(lower, upper, index_body, c), init, None)
-    chex.assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-6)
-    assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, expected)
-
-
-@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"unroll": 0}, {"unroll": 3, "reverse": True}], ids=str)
-def test_fori_is_a_python_loop(options):
-    def python_fori(lower, upper, body, carry, reverse=False, unroll=1):
-        for i in range(lower, upper)[::-1] if reverse else range(lower, upper):
-            carry = body(jnp.int32(i), carry)
-        return carry
-
+    reference_by = TRANSFORMS["jit"] if transform == "disable_jit" else by  # where fori_loop gives Python ints
     init = State(array(3), array(3, seed=1))
-    actual, expected = (
-        grad(lambda c, _, f=f: f(-2, 5, index_body, c, **options), init, None) for f in (treescan.fori, python_fori)
-    )
-    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
+    for lower, upper in ((-2, 3), (3, 4), (5, 1)):
+        actual = by(lambda c, _, a=lower, b=upper: treescan.fori(a, b, index_body, c), init, None)
+        expected = reference_by(lambda c, _, a=lower, b=upper: jax.lax.fori_loop(a, b, index_body, c), init, None)
+        chex.assert_trees_all_close(actual, expected, rtol=1e-6, atol=1e-6)
+        assert jax.tree.map(jax.typeof, actual) == jax.tree.map(jax.typeof, expected)
 
 
 BOUNDS = {
@@ -230,26 +149,13 @@ def mixing_body(carry, x):
     return jax.tree.unflatten(treedef, list(map(mix, range(len(leaves)), leaves)))
 
 
-def check_random_trees(data, length, reverse, unroll):
+# Every example compiles its own loop, and runs another step by step.
+@settings(max_examples=8)
+@given(st.data(), st.integers(1, 5), st.booleans(), st.sampled_from([1, 2, True]))
+def test_random_trees(data, length, reverse, unroll):
     init, xs = data.draw(trees()), data.draw(trees(leading=(length,)))
     actual = treescan.scan(mixing_body, init, xs, length, reverse, unroll)
     assert_bitwise(actual, jax.lax.scan(mixing_body, init, xs, length, reverse, unroll))
     with jax.disable_jit():
         stepwise = treescan.scan(mixing_body, init, xs, length, reverse, unroll)
         assert_bitwise(stepwise, python_scan(mixing_body, init, xs, length, reverse))
-
-
-unrolled = st.sampled_from([1, 2, True])
-
-
-# Every example compiles its own loop, and runs another step by step.
-@settings(max_examples=8)
-@given(st.data(), st.integers(1, 5), st.booleans(), unrolled)
-def test_random_trees(data, length, reverse, unroll):
-    check_random_trees(data, length, reverse, unroll)
-
-
-@pytest.mark.slow
-@given(st.data(), st.integers(1, 5), st.booleans(), unrolled)
-def test_many_random_trees(data, length, reverse, unroll):
-    check_random_trees(data, length, reverse, unroll)

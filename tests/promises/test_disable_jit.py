@@ -1,6 +1,5 @@
 """Under `jax.disable_jit` the body runs step by step, on values, with every option and every check."""
 
-import contextlib
 import functools
 import re
 
@@ -12,6 +11,8 @@ import pytest
 from loops import LENGTH, LENGTHS, OPTIONS, ROWS, Option, array, arrays, over, plain
 from oracle import assert_bitwise
 from thin import parametrize
+from works import table
+from works.table import EQUAL, Cell
 
 import treescan
 
@@ -38,33 +39,28 @@ def test_the_body_sees_values(option):
     assert len(steps) == LENGTH
 
 
-def by_turns():
-    """On every day the values of each option, and its derivatives or a batch by turns; the rest is slow."""
-    return [
-        pytest.param(option, transform, marks=pytest.mark.slow if k % 2 == turn else (), id=f"{transform}-{name}")
-        for transform, turn in (("values", None), ("grad", 0), ("vmap", 1))
-        for k, (name, option) in enumerate(OPTIONS.items())
-    ]
+def cells(verb):
+    """Each form of each option, and none, in a gradient or in a batch, by turns; `works` has a column of values."""
+    forms = [(), *((form,) for form in table.VERBS[verb].forms)]
+    return [Cell(verb, form, ("grad", "vmap")[place % 2]) for place, form in enumerate(forms)]
 
 
-@pytest.mark.parametrize(("option", "transform"), by_turns())
-def test_results_are_those_under_jit(option, transform):
-    init, xs = arrays()
-
-    def run(init, xs):
-        return option.call(option.body, init, xs)
-
-    def derivative(init, xs):
-        return jax.grad(lambda *a: sum(map(jnp.nansum, jax.tree.leaves(run(*a)))), argnums=(0, 1))(init, xs)
-
-    call = {"values": run, "grad": derivative, "vmap": jax.vmap(run)}[transform]
-    if transform == "vmap":
-        init, xs = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), (init, xs))
-    expected = jax.jit(call)(init, xs)
+def assert_right(cells):
+    """Derivatives and batches of steps that run one by one, against a loop in Python; or refused, compiled as well."""
     with jax.disable_jit():
-        actual = call(init, xs)
-    chex.assert_trees_all_close(actual, expected, rtol=1e-5, atol=1e-6)
-    chex.assert_trees_all_equal_shapes_and_dtypes(actual, expected)
+        outcomes = {cell: table.outcome(cell) for cell in cells}
+    assert not {cell: said for cell, said in outcomes.items() if said != EQUAL and said != table.outcome(cell)}
+
+
+@pytest.mark.parametrize("verb", table.VERBS)
+def test_a_share_of_the_cells(verb):
+    assert_right([cell for place, cell in enumerate(cells(verb)) if place < 2 or table.share(cell, 12)])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("verb", table.VERBS)
+def test_all_cells(verb):
+    assert_right(cells(verb))
 
 
 EMPTY = {
@@ -101,81 +97,19 @@ WEAK = {
 }
 
 
-@pytest.mark.parametrize("length", [1, 3])
 @pytest.mark.parametrize("verb", ["scan", "fold", "accumulate", "mask_scan"])
 @parametrize("weak", WEAK)
-def test_weak_types_are_promoted_as_under_jit(weak, verb, length):
+def test_weak_types_are_promoted_as_under_jit(weak, verb):
     init, pair = weak
     body = pair if "scan" in verb else (lambda c, x: pair(c, x)[0])
-    options = {"lengths": length} if verb == "mask_scan" else {}
-
-    def run(xs):
-        return getattr(treescan, verb)(body, init, xs, **options)
-
-    expected = jax.jit(run)(array(length))
-    with jax.disable_jit():
-        actual = run(array(length))
-    chex.assert_trees_all_equal(actual, expected)
-    chex.assert_trees_all_equal_dtypes(actual, expected)  # weak or not: lax.scan does not keep that either
-
-
-def outcome(call):
-    try:
-        return call()
-    except Exception as error:
-        return f"{type(error).__name__}: {error}"
-
-
-class Faults:
-    """Bodies and arguments that every context must refuse with the same words."""
-
-    @staticmethod
-    def dtype(c, x):
-        return c.astype(jnp.float16), x
-
-    @staticmethod
-    def shape(c, x):
-        return c[:1], x
-
-    @staticmethod
-    def structure(c, x):
-        return (c, c), x
-
-    @staticmethod
-    def none(c, x):
-        return None
-
-    @staticmethod
-    def swapped(c, x):
-        return x[0], c
-
-    @staticmethod
-    def own(c, x):
-        raise ZeroDivisionError("the user's own")
-
-
-RUNS = {
-    "scan": lambda f, c, x: treescan.scan(f, c, x),
-    "out_axes": lambda f, c, x: treescan.scan(f, c, x, out_axes=1),
-    "mask_scan": lambda f, c, x: treescan.mask_scan(f, c, x, lengths=jnp.array([1, 2])),
-}
-
-
-@parametrize("run", RUNS)
-@parametrize("body", {k: v.__func__ for k, v in vars(Faults).items() if isinstance(v, staticmethod)})
-@pytest.mark.parametrize("context", ["jit", "disable_jit", "vmap", "grad"])
-def test_errors_are_those_of_an_eager_call(run, body, context):
-    init, xs = array(2), array(3, 2)
-    expected = outcome(lambda: run(body, init, xs))
-    assert expected.startswith(("CarryError", "BodyError", "ZeroDivisionError"))
-    contexts = {
-        "jit": lambda: jax.jit(lambda c, x: run(body, c, x))(init, xs),
-        "disable_jit": lambda: run(body, init, xs),
-        "vmap": lambda: jax.vmap(lambda c, x: run(body, c, x))(init[None], xs[None]),
-        "grad": lambda: jax.grad(lambda c: jnp.sum(run(body, c, xs)[0]))(init),
-    }
-    with jax.disable_jit() if context == "disable_jit" else contextlib.nullcontext():
-        assert outcome(contexts[context]) == expected
+    for length in (1, 3):
+        options = {"lengths": length} if verb == "mask_scan" else {}
+        run = functools.partial(getattr(treescan, verb), body, init, **options)
+        expected = jax.jit(run)(array(length))
+        with jax.disable_jit():
+            actual = run(array(length))
+        chex.assert_trees_all_equal(actual, expected)
+        chex.assert_trees_all_equal_dtypes(actual, expected)  # weak or not: lax.scan does not keep that either
 
 
 def test_a_fault_of_a_late_step_is_found():

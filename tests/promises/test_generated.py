@@ -3,32 +3,27 @@
 `make fuzz CASES=n SEED=s` runs as many fresh ones as you like.
 """
 
-import importlib.util
-import pathlib
-
 import jax
 import jax.numpy as jnp
 import pytest
 from generated import compare
 from generated.compare import Failure, Refused, check
+from generated.found import FOUND
 from generated.options import draw_program
 from generated.programs import Instruction, Leaf, Program, Seeded, Type, Value
 from generated.render import source
 from generated.shrink import shrink
 from hypothesis import HealthCheck, given, settings, strategies as st
+from thin import parametrize
 
 import treescan
 
-REGRESSIONS = sorted((pathlib.Path(__file__).parents[1] / "lib" / "generated" / "regressions").glob("*.py"))
 pytestmark = pytest.mark.filterwarnings("ignore")
 
 
-@pytest.mark.parametrize("file", REGRESSIONS, ids=lambda file: file.stem)
-def test_what_was_found_once(file):
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    check(module.PROGRAM)
+@parametrize("program", FOUND)
+def test_what_was_found_once(program):
+    check(program)
 
 
 class Chosen:

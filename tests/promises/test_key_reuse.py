@@ -1,11 +1,13 @@
 """JAX's key-reuse checker finds what a body does with its keys, and nothing in what treescan does with them."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import pytest
 from oracle import assert_bitwise
+from thin import all_pairs, slow
 from unpadded import assert_close
 
 import treescan
@@ -81,7 +83,7 @@ OPTIONS = {
     "check_finite": {"check_finite": True},
     "backward": {"check_finite": "backward"},
 }
-SLOW = [pytest.param(name, marks=pytest.mark.slow) for name in OPTIONS if name not in ("plain", "nested")]
+GRID = all_pairs(list(itertools.product(RUNS, VERBS, OPTIONS)))
 
 
 def derived(run, h):
@@ -95,9 +97,7 @@ def derived(run, h):
     return jax.grad(loss, has_aux=True)(h)
 
 
-@pytest.mark.parametrize("form", RUNS)
-@pytest.mark.parametrize("verb", VERBS)
-@pytest.mark.parametrize("option", ["plain", "nested", *SLOW])
+@pytest.mark.parametrize(("form", "verb", "option"), [*GRID[:3], *slow(*GRID[3:])])
 def test_a_loop_that_uses_each_key_once_passes(form, verb, option, checked):
     if option != "plain" and jax.__version_info__ < (0, 10):
         pytest.skip("JAX 0.8 does not compile a branch that is given keys and recomputed, under the checker")

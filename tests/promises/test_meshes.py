@@ -26,9 +26,9 @@ SHARE = 64  # one cell in so many is for every day
 
 
 def cells(verb: str) -> list[Cell]:
+    """Verbs without rows have one split: of features alone."""
     forms = [(), *((form,) for form in table.VERBS[verb].forms)]
-    splits = ["rows"] if verb == "mask_scan" else []  # the others have no rows
-    names = [name for name in MESHES if name.endswith((*splits, " features"))]
+    names = [name for name in MESHES if verb == "mask_scan" or name.endswith(", features")]
     return [Cell(verb, form, name) for form in forms for name in names]
 
 
@@ -46,8 +46,9 @@ def test_a_share_of_the_cells(verb: str) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MESHES)
-@pytest.mark.parametrize("verb", table.VERBS)
+@pytest.mark.parametrize(
+    ("verb", "name"), dict.fromkeys((cell.verb, cell.transform) for v in table.VERBS for cell in cells(v))
+)
 def test_all_cells(verb: str, name: str) -> None:
     assert not [cell for cell in cells(verb) if cell.transform == name and not is_right(cell)]
 
@@ -155,14 +156,10 @@ def of_rows_of(flags: jax.Array, given: Any) -> jax.Array:
 
 RUNS = {
     "lengths": lengths_of_rows,
-    "lengths, save=2": functools.partial(lengths_of_rows, save=2),
-    'lengths, save="last"': functools.partial(lengths_of_rows, save="last"),
     'lengths, fill="hold"': functools.partial(lengths_of_rows, fill="hold"),
-    "lengths, chunk=2": functools.partial(lengths_of_rows, chunk=2),
     "lengths, reverse": functools.partial(lengths_of_rows, reverse=True),
     "lengths, check_finite": functools.partial(lengths_of_rows, check_finite=True),
     'lengths, check_finite="backward"': functools.partial(lengths_of_rows, check_finite="backward"),
-    "lengths, truncate": functools.partial(lengths_of_rows, truncate=2),
     "fold": fold_of_lengths,
     "mask": mask_of_rows,
     "mask, reverse": functools.partial(mask_of_rows, reverse=True),
@@ -188,14 +185,15 @@ RUNS = {
 
 
 def runs() -> list[Any]:
-    """Each on one mesh every day: on another one each time."""
-    names = list(MESHES)
-    daily = {(run, names[place % 6 if place % 2 else place % 12]) for place, run in enumerate(RUNS)}
-    pairs = [(run, name) for run in RUNS for name in names]
-    return [
-        pytest.param(RUNS[run], name, id=f"{run}-{name}", marks=() if (run, name) in daily else pytest.mark.slow)
-        for run, name in pairs
-    ]
+    """Each on each kind of mesh, set or not, in one split each. Every fifth is for every day, on one mesh."""
+    names, params = list(MESHES), []
+    for place, run in enumerate(RUNS):
+        daily = place % 6 if place % 2 else place % 12
+        others = [kind * 3 + (place + kind) % 3 for kind in range(4) if kind != daily // 3]
+        for name in (daily, *others):
+            marks = () if name == daily and place % 5 == 0 else pytest.mark.slow
+            params.append(pytest.param(RUNS[run], names[name], id=f"{run}-{names[name]}", marks=marks))
+    return params
 
 
 @pytest.mark.parametrize(("run", "name"), runs())

@@ -13,7 +13,7 @@ import pytest
 from jaxprs import equations
 from jaxtyping import Array, Float
 from loops import LENGTHS, OPTIONS, array, arrays, masked, over, plain
-from thin import by_turns, parametrize
+from thin import parametrize
 from traces import Counted, compilations
 
 import treescan
@@ -176,14 +176,17 @@ RUNS = {
 }
 
 
-@by_turns(3, run=RUNS, context=[eagerly, under_jit, under_grad, under_vmap, disabled])
-def test_body_is_freed(run, context):
-    freed_after(closure, run, context)
+@parametrize("context", {f.__name__: f for f in (eagerly, under_jit, under_grad, under_vmap, disabled)})
+def test_body_is_freed(context):
+    """With what it closes over; `test_leaks.py` tries more verbs."""
+    for run in RUNS.values():
+        freed_after(closure, run, context)
 
 
-@by_turns(3, make=BODIES, name=["scan", "out_axes", "mask_scan"])
-def test_every_kind_of_body_is_freed(make, name):
-    freed_after(make, RUNS[name], eagerly)
+@parametrize("make", BODIES)
+def test_every_kind_of_body_is_freed(make):
+    for name in ("scan", "out_axes", "mask_scan"):
+        freed_after(make, RUNS[name], eagerly)
 
 
 def freed_after(make, run, context):
@@ -196,38 +199,6 @@ def freed_after(make, run, context):
     reference = use()
     gc.collect()
     assert reference() is None
-
-
-def test_what_a_body_closes_over_is_freed():
-    def use():
-        big = jnp.arange(4096.0)
-        body = lambda carry, x: (carry + x + big.sum(), x)  # noqa: E731
-        treescan.scan(body, array(3), array(4, 3))
-        treescan.mask_scan(body, array(3), array(4, 3), lengths=jnp.arange(3))
-        return weakref.ref(big)
-
-    reference = use()
-    gc.collect()
-    assert reference() is None
-
-
-@pytest.mark.parametrize("context", [eagerly, under_grad, under_vmap])
-@pytest.mark.parametrize("fill", [0, "hold"])
-def test_what_a_body_with_products_closes_over_is_freed(fill, context):
-    def use():
-        weights = jnp.eye(3)
-
-        def body(carry, x):
-            carry = jnp.tanh(carry @ weights + x)
-            return carry, carry
-
-        run = lambda c, x: treescan.mask_scan(body, c, x, lengths=jnp.arange(3), fill=fill)  # noqa: E731
-        context(run)
-        return weakref.ref(body), weakref.ref(weights)
-
-    references = use()
-    gc.collect()
-    assert [reference() for reference in references] == [None, None]
 
 
 def test_body_that_failed_is_freed():

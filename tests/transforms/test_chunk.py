@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from hypothesis import given
-from thin import by_turns
+from thin import all_pairs, everyday
 
 import treescan
 from treescan._body.call import CallBody
@@ -43,7 +43,10 @@ def run_chunked(loop, sizes):
     return run_levels(loop, tuple(map(Level, sizes)))
 
 
-@by_turns(3, length=[0, 1, 12, 41], sizes=[(1,), (3,), (2, 6), (2, 4, 12), (64,)], reverse=[False, True])
+GRID = list(itertools.product([0, 1, 12, 41], [(1,), (3,), (2, 4, 12), (64,)], [False, True]))
+
+
+@pytest.mark.parametrize(("length", "sizes", "reverse"), everyday(all_pairs(GRID)))
 def test_equals_the_plain_loop_in_value_and_gradient(length, sizes, reverse):
     body = Count()
     loop = make_loop(body, length, reverse=reverse)
@@ -147,11 +150,10 @@ def test_planned_chunks_do_not_show(length, wishes, reverse):
     chex.assert_trees_all_equal(run_chunked(loop, plan_sizes(length, wishes)), run(loop))
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("remat", ["nested", treescan.Remat(levels=3), treescan.Remat(segment=4)])
 @pytest.mark.parametrize("steps", [1, 2, 3, 5, 7, 9, 13])
-def test_without_xs_each_step_is_taken_once(steps, remat, reverse):
-    count = treescan.fold(lambda n, _: n + 1, 0, None, steps, remat=remat, reverse=reverse)
-    total, ys = treescan.scan(lambda n, _: (n + 1, n), 0, None, steps, remat=remat, reverse=reverse)
-    assert (count, total) == (steps, steps)
-    assert ys.tolist() == (list(range(steps))[::-1] if reverse else list(range(steps)))
+def test_without_xs_each_step_is_taken_once(steps):
+    for remat, reverse in (("nested", True), (treescan.Remat(levels=3), False), (treescan.Remat(segment=4), True)):
+        count = treescan.fold(lambda n, _: n + 1, 0, None, steps, remat=remat, reverse=reverse)
+        total, ys = treescan.scan(lambda n, _: (n + 1, n), 0, None, steps, remat=remat, reverse=reverse)
+        assert (count, total) == (steps, steps)
+        assert ys.tolist() == (list(range(steps))[::-1] if reverse else list(range(steps)))

@@ -132,43 +132,7 @@ def test_gradients_stand_in_the_order_of_the_user(name):
         assert bool(jnp.all(got[2][~mask] == 0))
 
 
-def test_every_permutation_of_a_few_live_rows():
-    """Each subset of the rows, live in another order of chunks: a wrong inverse would show."""
-    for subset in range(1, 2**4):
-        live = [row for row in range(4) if subset >> row & 1]
-        mask = np.zeros((STEPS, ROWS), bool)
-        for place, row in enumerate(live):
-            mask[2 * place : 2 * place + 3, ROWS - 1 - 2 * row] = True
-        got, want = ours(*data(mask), mask), BY_HAND(*data(mask), mask)
-        chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
-
-
 BY_HAND = jax.jit(by_hand)
-
-
-def test_rows_stand_wherever_the_axes_say_and_whole_leaves_are_ordered_too():
-    init, xs = data(FEW)
-    scale = jnp.arange(1.0, ROWS + 1)
-
-    def step(carry, x):
-        h = jnp.tanh(carry["h"] + x["x"] * x["scale"][None])
-        return {"h": h}, {"y": h, "t": x["t"]}
-
-    def run(**options):
-        return treescan.mask_scan(
-            step,
-            {"h": init["h"].T},
-            {"x": jnp.moveaxis(xs, 1, 2), "scale": scale, "t": jnp.arange(STEPS)},
-            mask=FEW,
-            in_axes={"x": 0, "scale": None, "t": 0},
-            x_axes={"x": -1, "scale": 0, "t": None},
-            carry_axes=1,
-            y_axes={"y": 1, "t": None},
-            fill={"y": "hold", "t": -1},
-            **options,
-        )
-
-    chex.assert_trees_all_close(run(chunk=CHUNK, compact=(3,)), run(chunk=0), rtol=1e-6)
 
 
 def test_several_batch_axes_are_ordered_along_the_first():
@@ -301,17 +265,6 @@ def test_tiers_rise_from_one_row_to_all_in_few_steps(rows):
 
 
 # What it cannot do.
-
-
-@pytest.mark.slow
-def test_a_key_a_row_is_the_cure_for_one_key():
-    def body(carry, x):
-        keys, now = jnp.moveaxis(jax.vmap(jax.random.split)(carry["keys"]), 1, 0)
-        return {"keys": keys, "h": carry["h"] + jax.vmap(jax.random.uniform)(now)}, None
-
-    init = {"keys": jax.random.split(jax.random.key(0), ROWS), "h": jnp.zeros(ROWS)}
-    got, want = (ours(init, data(FEW)[1], FEW, body=body, **o)[0]["h"] for o in ({"compact": (3,)}, PLAIN))
-    chex.assert_trees_all_close(got, want, rtol=1e-6)
 
 
 class Refused(Exception):

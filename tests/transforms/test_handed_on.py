@@ -11,23 +11,11 @@ from treescan import Remat
 REMATS: dict[str, Any] = {
     "none": None,
     "step": "step",
-    "nested": "nested",
     "segment": Remat(levels=2, segment=3),  # two steps are left over
-    "policy": Remat("dots_saveable"),
-    "everything": Remat("everything_saveable", levels=2),
     "auto": "auto",
-    "fit": Remat.fit(2**30),
 }
-WITHOUT = {  # what these verbs refuse
-    "auto": ("while_scan", "scan_layers", "scan_layers, state", "fold_layers, state"),
-    "fit": ("mask_scan", "while_scan"),
-}
-CASES = [
-    (verb, remat)
-    for verb in PROGRAMS
-    for remat in REMATS
-    if verb not in WITHOUT.get(remat, ()) and not (remat == "auto" and verb.startswith("pattern"))
-]
+WITHOUT_AUTO = ("while_scan", "scan_layers", "fold_layers", "pattern")  # how the names of what refuses it begin
+CASES = [(verb, remat) for verb in PROGRAMS for remat in REMATS if remat != "auto" or not verb.startswith(WITHOUT_AUTO)]
 
 
 def temporary(function: Any, given: Any, *, donates: bool) -> float:

@@ -10,6 +10,7 @@ import pytest
 from jax import lax
 from jaxprs import equations
 from loops import array
+from thin import shares
 
 import treescan
 from treescan._trace import independence
@@ -114,22 +115,24 @@ def meet(body):
     return False
 
 
-@pytest.mark.parametrize("name", APART)
-def test_rows_that_are_apart_are_proven_so(name):
-    body = APART[name]
-    if name == "rows last":  # rows of the result lie along its last axis
-        traced = jax.make_jaxpr(body)(*given())
-        assert keeps_rows_apart(traced.jaxpr, (0, 0), [2], ROWS)
-        assert not keeps_rows_apart(traced.jaxpr, (0, 0), [0], ROWS)
-        return
-    assert not meet(body)
-    assert is_proven(body)
+@pytest.mark.parametrize("names", shares(APART.keys() - {"rows last"}))
+def test_rows_that_are_apart_are_proven_so(names):
+    for name in names:
+        assert not meet(APART[name]), name
+        assert is_proven(APART[name]), name
 
 
-@pytest.mark.parametrize("name", TOGETHER)
-def test_rows_that_meet_are_not(name):
-    assert not is_proven(TOGETHER[name])
-    assert meet(TOGETHER[name]) or name in {"any row", "a loop until all"}  # with other numbers
+def test_rows_of_a_result_may_lie_along_another_axis():
+    traced = jax.make_jaxpr(APART["rows last"])(*given())
+    assert keeps_rows_apart(traced.jaxpr, (0, 0), [2], ROWS)
+    assert not keeps_rows_apart(traced.jaxpr, (0, 0), [0], ROWS)
+
+
+@pytest.mark.parametrize("names", shares(TOGETHER))
+def test_rows_that_meet_are_not(names):
+    for name in names:
+        assert not is_proven(TOGETHER[name]), name
+        assert meet(TOGETHER[name]) or name in {"any row", "a loop until all"}, name  # with other numbers
 
 
 OF_TWO = {
@@ -149,8 +152,13 @@ OTHERWISE = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", sorted(independence.ELEMENTWISE - {n for n, f in OTHERWISE.items() if f is None}))
-def test_what_counts_as_elementwise_is(name):
+@pytest.mark.parametrize("names", shares(independence.ELEMENTWISE - {n for n, f in OTHERWISE.items() if f is None}))
+def test_what_counts_as_elementwise_is(names):
+    for name in names:
+        check_elementwise(name)
+
+
+def check_elementwise(name):
     function = getattr(lax, CALLED.get(name, name), None)
 
     def body(h, x):
@@ -163,8 +171,8 @@ def test_what_counts_as_elementwise_is(name):
         return function(h, x) if name in OF_TWO else function(h)
 
     assert name in {each.primitive.name for each in equations(jax.make_jaxpr(body)(*given()).jaxpr)}
-    assert is_proven(body)
-    assert not meet(lambda h, x: jnp.nan_to_num(body(h, x)))
+    assert is_proven(body), name
+    assert not meet(lambda h, x: jnp.nan_to_num(body(h, x))), name
 
 
 def test_what_all_rows_share_may_not_depend_on_any():

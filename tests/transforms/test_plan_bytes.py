@@ -12,7 +12,7 @@ from plan_bytes import PLANS, cases, compiled, layers_case, mlp, mlp_stack, plai
 import treescan
 from treescan import Remat
 
-CASES = list(cases())  # 72
+CASES = list(cases())  # 72, of which half are tried: each program with every other plan
 EVERYDAY = {("large parameters", 3), ("pattern with a rest", 2), ("transformer", 1), ("recurrence", 4), ("both", 0)}
 
 
@@ -25,7 +25,13 @@ def is_everyday(case):
 
 
 @pytest.mark.parametrize(
-    "case", [c if is_everyday(c) else pytest.param(c, marks=pytest.mark.slow) for c in CASES], ids=named
+    "case",
+    [
+        c if is_everyday(c) else pytest.param(c, marks=pytest.mark.slow)
+        for i, c in enumerate(CASES)
+        if is_everyday(c) or i % 2
+    ],
+    ids=named,
 )
 def test_the_prediction_is_within_15_percent(case):
     assert 0.85 <= case.predicted / case.compiled <= 1.15

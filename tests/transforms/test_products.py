@@ -200,6 +200,18 @@ def test_as_step_by_step(body, derive):
     assert_as_step_by_step(derive, body, given(), tolerance=1e-2 if halves else 1e-5)
 
 
+def by_gradients(argument, values):
+    """Every third gradient is for every day; the others, and the gradients of gradients, are slow."""
+    params = [
+        pytest.param(
+            value, derive, marks=() if derive is gradient and i % 3 == 0 else pytest.mark.slow, id=f"{name}-{of}"
+        )
+        for i, (name, value) in enumerate(values.items())
+        for of, derive in (("gradient", gradient), ("hessian", hessian))
+    ]
+    return pytest.mark.parametrize((argument, "derive"), params)
+
+
 OPTIONS = {
     "reverse": {"reverse": True},
     "compact": {"compact": True},
@@ -218,7 +230,7 @@ OPTIONS = {
 }
 
 
-@by_turns(3, options=OPTIONS, derive={name: DERIVED[name] for name in ("gradient", "values", "hessian")})
+@by_gradients("options", OPTIONS)
 def test_as_step_by_step_with_every_option(options, derive):
     assert_as_step_by_step(derive, lstm, given(), **options)
 
@@ -233,7 +245,7 @@ def assert_as_lax_scan(derive, body, args, *, tolerance=1e-5, remat=WHOLE_STEPS,
     assert_close(compiled(ours, *args), compiled(expected, *args), tolerance)
 
 
-@by_turns(3, body=BODIES, derive=DERIVED)
+@by_gradients("body", BODIES)
 def test_scan_that_saves_whole_steps_is_lax_scan(body, derive):
     assert_as_lax_scan(derive, body, given(), tolerance=1e-2 if body is of_integers else 1e-5)
 
@@ -247,7 +259,7 @@ WITH_REMAT = {
 }
 
 
-@by_turns(3, options=WITH_REMAT, derive={name: DERIVED[name] for name in ("gradient", "values", "hessian")})
+@by_gradients("options", WITH_REMAT)
 def test_scan_that_saves_whole_steps_with_every_option(options, derive):
     if derive is hessian and "moved" in (name for name, each in WITH_REMAT.items() if each is options):
         pytest.skip("JAX has no reverse mode over a reverse mode that offloads, in a loop by hand either")
@@ -286,7 +298,7 @@ def auto(request, monkeypatch):
     return request.param
 
 
-@by_turns(4, body=BODIES, derive=DERIVED)
+@by_gradients("body", {name: BODIES[name] for name in ("lstm", "deep", "looped", "of_integers")})
 def test_auto_is_lax_scan(body, derive, auto):
     assert_as_lax_scan(derive, body, given_long(), tolerance=1e-2 if body is of_integers else 1e-4, remat="auto")
 
@@ -460,15 +472,6 @@ def test_gradient_within_another_loop():
 
     gradients = [jax.grad(functools.partial(outer, **o), argnums=1) for o in ({}, {"chunk": 0})]
     assert_close(*(compiled(gradient, jnp.float32(0), params()) for gradient in gradients))
-
-
-def test_nan_in_the_padding_is_not_multiplied():
-    p, h, xs = given()
-    bad = xs.at[9:, 0].set(jnp.nan).at[:, 1].set(jnp.inf).at[4:, 2].set(jnp.nan)
-    for derive in (run, gradient):
-        ours = compiled(functools.partial(derive, lstm), p, h, bad)
-        assert_close(ours, compiled(functools.partial(derive, lstm, chunk=0), p, h, xs))
-        assert not any(jnp.isnan(leaf).any() for leaf in jax.tree.leaves(ours))
 
 
 # What is run how often.

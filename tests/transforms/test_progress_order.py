@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from bars import LOG, Recorder, progress, steps_of
+from thin import all_pairs, slow
 
 import treescan
 
@@ -43,17 +44,11 @@ FORMS = {
 R = jnp.array([T, 2])
 
 
-def cases() -> Any:
-    """Every form with every check in every way; every day each form in one way, where the check may matter."""
-    for form, check, way in itertools.product(FORMS, (False, True, "backward"), WAYS):
-        if (form == "no carry" and check) or (way == "eager" and check is not True):
-            continue
-        everyday = way == "jit of grad" and check in (False, "backward")
-        marks = [] if everyday else pytest.mark.slow
-        yield pytest.param(form, check, way, marks=marks, id=f"{form}-{check}-{way}")
+GRID = itertools.product(FORMS, (False, True, "backward"), WAYS)
+ROWS = all_pairs([row for row in GRID if row[0] != "no carry" or not row[1]])
 
 
-@pytest.mark.parametrize(("form", "check", "way"), list(cases()))
+@pytest.mark.parametrize(("form", "check", "way"), [*ROWS[:5], *slow(*ROWS[5:])])
 def test_a_run_has_one_bar_which_ends_last(form: str, check: Any, way: str) -> None:
     run = WAYS[way](lambda h: FORMS[form](h, check_finite=check, progress=progress(3)))
     total, steps = steps_of(lambda: run(jnp.float32(0.5)))

@@ -13,8 +13,6 @@ from unpadded import assert_close
 
 import treescan
 
-REMATS = ["step", "nested"]
-
 
 def cell(params, carry, x):
     h = checkpoint_name(jnp.tanh(params["w"] * carry["h"] + x["a"]), "h")
@@ -42,46 +40,6 @@ def both(verb, params, init, xs):
 def assert_same(verb, oracle, given):
     got, want = (jax.jit(functools.partial(both, each))(*given) for each in (verb, oracle))
     assert_close(got, want, rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize("reverse", [False, True])
-def test_fold_and_accumulate(remat, reverse):
-    given = arguments(7)
-
-    def only(verb, **options):
-        def run(body, init, xs):
-            return verb(lambda c, x: body(c, x)[0], init, xs, reverse=reverse, **options)
-
-        return run
-
-    def carries(body, init, xs):
-        return jax.lax.scan(lambda c, x: (body(c, x)[0],) * 2, init, xs, reverse=reverse)
-
-    assert_same(only(treescan.fold, remat=remat), lambda *args: carries(*args)[0], given)
-    assert_same(only(treescan.accumulate, remat=remat), lambda *args: carries(*args)[1], given)
-
-
-@pytest.mark.parametrize("remat", REMATS)
-@pytest.mark.parametrize("reverse", [False, True])
-def test_keys_and_axes(remat, reverse):
-    """Keys are those of the positions, whatever the chunks; other axes, and leaves given whole, are followed."""
-    key, (params, init, xs) = jax.random.key(3), arguments(7)
-
-    def keyed(body, carry, x, key):
-        return body(carry, x[0] | {"a": x[0]["a"] * x[1] + jax.random.normal(key, (3,))})
-
-    def ours(body, init, xs):
-        data = {"a": xs["a"].T, "i": xs["i"]}, init["w"]
-        step = lambda c, x, *, key: keyed(body, c, x, key)  # noqa: E731
-        axes = ({"a": -1, "i": 0}, None)
-        return treescan.scan(step, init, data, in_axes=axes, key=key, remat=remat, reverse=reverse)
-
-    def oracle(body, init, xs):
-        step = lambda c, x: keyed(body, c, (x, init["w"]), jax.random.fold_in(key, x["i"]))  # noqa: E731
-        return jax.lax.scan(step, init, xs, reverse=reverse)
-
-    assert_same(ours, oracle, (params, init, xs))
 
 
 def evaluations(remat, steps, **options):
@@ -134,8 +92,10 @@ def test_what_the_gradient_saves(verb):
     assert none - step > 2 * carries
 
 
-@pytest.mark.parametrize("remat", ["step", "nested", treescan.Remat(levels=3), treescan.Remat.fit(10**6)])
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("remat", "reverse"),
+    [("step", False), ("nested", True), (treescan.Remat(levels=3), False), (treescan.Remat.fit(10**6), True)],
+)
 def test_fori(remat, reverse):
     def power(w, remat=None):
         return jnp.sum(treescan.fori(2, 30, lambda i, h: jnp.sin(h * w + i), w, remat=remat, reverse=reverse))

@@ -54,6 +54,7 @@ def given(steps=STEPS, rows=ROWS, width=WIDTH):
 
 @parametrize("options", OPTIONS)
 def test_weights_are_constants_of_the_inner_and_the_outer_loop(options):
+    """And the gradient saves none for a step or a chunk."""
     jaxpr = jax.make_jaxpr(functools.partial(run, **options))(*given())
     loops = list(equations(jaxpr.jaxpr, "scan"))
     assert len(loops) >= 2
@@ -62,10 +63,6 @@ def test_weights_are_constants_of_the_inner_and_the_outer_loop(options):
         assert shapes[: num_consts(loop)].count((WIDTH, WIDTH)) == 2
         assert (WIDTH, WIDTH) not in shapes[num_consts(loop) :]
         assert not stacks_of_weights(loop)
-
-
-@parametrize("options", OPTIONS)
-def test_the_gradient_saves_no_weights_a_step_or_a_chunk(options):
     jaxpr = jax.make_jaxpr(functools.partial(gradient, **options))(*given())
     loops = list(equations(jaxpr.jaxpr, "scan"))
     assert len(loops) >= 4

@@ -203,16 +203,6 @@ def test_under_shard_map_by_a_function():
 # Values and gradients
 
 
-@pytest.mark.parametrize(
-    "options",
-    [{}, {"reverse": True}, {"unroll": 2}, {"remat": "step"}],
-    ids=str,
-)
-def test_values_and_gradients_are_those_without_it(options):
-    ours = jax.jit(functools.partial(both, prefetch=same, **options))(stack(), X)
-    chex.assert_trees_all_close(ours, jax.jit(functools.partial(both, **options))(stack(), X), rtol=1e-5, atol=1e-7)
-
-
 def everything(layer, x, own, state, args, *, key):
     """A block with all that a block can have: numbers too, which have no cotangent."""
     h, count = x

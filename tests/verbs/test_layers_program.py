@@ -123,8 +123,7 @@ def test_memory_is_that_of_the_loop_by_hand(remat):
     assert ours.temp_bytes <= theirs.temp_bytes
 
 
-@pytest.mark.parametrize("remat", [None, "step"])
-@pytest.mark.parametrize("period", [1, 2, 3])
+@pytest.mark.parametrize(("period", "remat"), [(1, None), (1, "step"), (2, "step"), (3, None)])
 def test_no_copy_of_a_stack_and_gradients_accumulate_in_place(period, remat):
     """Twice the depth needs the activations of twice as many layers, and not a slice of any stack more."""
 
@@ -306,8 +305,7 @@ def test_what_is_left_after_the_rounds_is_recomputed_too():
     assert saved((2, 1), "step") == saved((2, 1), ("step", None)) == 0
 
 
-@pytest.mark.parametrize("counts", [(8, 8), (9, 8)], ids=str)
-@pytest.mark.parametrize("remat", ["step", "nested"])
+@pytest.mark.parametrize(("counts", "remat"), [((8, 8), "nested"), ((9, 8), "step")], ids=str)
 def test_what_no_block_changes_is_no_part_of_the_state(counts, remat):
     big = array(1000)
 

@@ -66,8 +66,7 @@ def test_init_layers_puts_each_leaf_in_its_place(kind):
     assert made["scale"].sharding.is_fully_replicated
 
 
-@pytest.mark.parametrize("outer", [False, True], ids=["eager", "jit"])
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(("kind", "outer"), [(AxisType.Auto, True), (AxisType.Explicit, False)], ids=str)
 def test_specs_speak_of_the_mesh_that_is_set(kind, outer):
     make = functools.partial(treescan.init_layers, init, n=LAYERS, shardings=FSDP)
     with jax.set_mesh(mesh_of(kind)):
@@ -111,8 +110,9 @@ def gathered(program):
     }
 
 
-@pytest.mark.parametrize("remat", [None, "step"])
-@pytest.mark.parametrize("specs", [FSDP, TENSOR], ids=["fsdp", "tensor"])
+@pytest.mark.parametrize(
+    ("specs", "remat"), [(FSDP, "step"), (FSDP, None), (TENSOR, "step")], ids=["fsdp", "saved", "tensor"]
+)
 def test_each_step_gathers_one_layer_at_most(specs, remat):
     mesh = mesh_of()
     layers = treescan.init_layers(init, jax.random.key(0), LAYERS, shardings=on(mesh, specs))

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from loops import array
-from thin import by_turns
+from thin import slow
 
 import treescan
 from treescan.carries import Window
@@ -97,32 +97,18 @@ def holds(ours, wanted, *given):
     )
 
 
-@pytest.mark.parametrize("options", [{}, {"remat": "nested"}], ids=str)
-def test_one_block_that_folds(options):
-    def ours(x, layers, states):
-        return treescan.fold_layers(fold_block, x, layers, state=states, **options)
-
-    reverse = options.get("reverse", False)
-    holds(
-        ours,
-        lambda *given: python_loop(fold_block, *given, reverse=reverse)[:2],
-        X, stack_of(5), states_of(5),
-    )  # fmt: skip
-
-
-@pytest.mark.parametrize("options", [{"reverse": True}, {"unroll": 2}, {"remat": "step"}], ids=str)
-def test_one_block_with_outputs_and_something_of_its_own(options):
-    def ours(x, layers, states, xs, scale):
-        return treescan.scan_layers(other_block, x, layers, xs, state=states, args=(scale,), **options)
-
-    def wanted(x, layers, states, xs, scale):
-        return python_loop(other_block, x, layers, states, xs, (scale,), reverse=options.get("reverse", False))
-
-    holds(ours, wanted, X, stack_of(5), states_of(5), array(5, WIDTH, seed=9), jnp.float32(0.5))
-
-
-@by_turns(4, options=[{}, {"reverse": True}, {"remat": "step"}, {"remat": "nested"}], counts=PATTERNS)
+@pytest.mark.parametrize(
+    ("counts", "options"),
+    [
+        ("remainder", {"reverse": True}),
+        *slow(("full", {}), ("once", {"remat": "step"}), ("fewer than a period", {"remat": "nested"})),
+        *slow(("remainder", {"remat": "step"}), ("full", {"remat": "nested", "reverse": True})),
+    ],
+    ids=str,
+)
 def test_patterns(counts, options):
+    counts = PATTERNS[counts]
+
     def second(layer, x, state):
         x = jnp.sin(x + layer["w"][0][None]) + state[None]
         return x, state * x[0], x[:1]

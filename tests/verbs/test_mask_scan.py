@@ -46,34 +46,6 @@ def test_valid_is_shown_and_tells_the_rows_apart():
     chex.assert_trees_all_equal(seen, jnp.array([[True, True], [True, False]]))
 
 
-def test_axes_say_where_the_batch_stands():
-    """A square leaf does not take the mask along its features, and other positions of the batch are followed."""
-    lengths = jnp.array([2, 0, 1])
-    valid = np.arange(2)[:, None] < np.asarray(lengths)
-    xs = {"x": jnp.arange(18.0).reshape(2, 3, 3), "t": jnp.arange(2)}
-
-    def body(carry, x):
-        h = carry["h"] + x["x"].T
-        return {"h": h, "steps": carry["steps"] + 1}, {"h": h, "t": x["t"]}
-
-    init = {"h": jnp.zeros((3, 3)), "steps": jnp.int32(0)}
-    carry, ys = treescan.mask_scan(
-        body,
-        init,
-        xs,
-        lengths=lengths,
-        carry_axes={"h": -1, "steps": None},
-        x_axes={"x": 0, "t": None},
-        y_axes={"h": 1, "t": None},
-        fill={"h": 0.5, "t": -1},
-    )
-    want = jnp.sum(jnp.where(valid[..., None], xs["x"], 0), axis=0).T
-    chex.assert_trees_all_close(carry["h"], want)
-    assert carry["steps"] == 2
-    assert ys["t"].tolist() == [0, 1]
-    assert bool(jnp.all(ys["h"][1][:, 1:] == 0.5))
-
-
 def test_a_plain_number_stays_weakly_typed():
     """As in lax.scan, so that what is computed with it afterwards has the other's type."""
     carry, _ = treescan.mask_scan(lambda h, x: (h * 2, x), 1.0, jnp.ones(4), lengths=3)
@@ -118,13 +90,13 @@ def test_xs_none_with_length_and_typed_keys_in_y():
     chex.assert_trees_all_equal(bits[2, 0], jax.random.key_data(jax.random.fold_in(init["key"][0], 2)))
 
 
-@pytest.mark.parametrize("length", [0, 3])
 @pytest.mark.parametrize("disable", [False, True])
-def test_a_python_scalar_init_is_promoted_as_by_scan(length, disable):
-    with jax.disable_jit(disable):
-        final, ys = treescan.mask_scan(lambda c, x: (c + x, c), 0, jnp.ones(4), lengths=length)
-    assert final == length
-    assert final.dtype == ys.dtype == jnp.float32
+def test_a_python_scalar_init_is_promoted_as_by_scan(disable):
+    for length in (0, 3):
+        with jax.disable_jit(disable):
+            final, ys = treescan.mask_scan(lambda c, x: (c + x, c), 0, jnp.ones(4), lengths=length)
+        assert final == length
+        assert final.dtype == ys.dtype == jnp.float32
 
 
 def test_leaves_given_whole_keep_their_place_and_their_rows():
@@ -302,8 +274,11 @@ def _returns(last, rewards, begins, reverse, **options):
 RESETS = np.random.default_rng(5).random((64, 3)) < 0.2
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk": 5}, {"chunk": 0}, {"remat": "nested"}, {"compact": True}], ids=str)
-@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize(
+    ("options", "reverse"),
+    [({}, True), ({"chunk": 5}, False), ({"chunk": 0}, True), ({"remat": "nested"}, True), ({"compact": True}, False)],
+    ids=str,
+)
 def test_resets_alone_are_a_loop_by_hand(reverse, options):
     args = jnp.arange(3.0), jnp.asarray(np.random.default_rng(6).normal(size=RESETS.shape), jnp.float32)
 
@@ -317,8 +292,7 @@ def test_resets_alone_are_a_loop_by_hand(reverse, options):
     chex.assert_trees_all_close(*gradients, rtol=1e-4)
 
 
-@pytest.mark.parametrize("save", ["last", 5, None])
-@pytest.mark.parametrize("fill", [0, "hold"])
+@pytest.mark.parametrize(("save", "fill"), [("last", 0), (5, "hold"), (None, 0)])
 def test_resets_alone_keep_outputs(save, fill):
     final, ys = _returns(jnp.zeros(3), jnp.ones(RESETS.shape), RESETS, True)
     kept_final, kept = _returns(jnp.zeros(3), jnp.ones(RESETS.shape), RESETS, True, save=save, fill=fill)

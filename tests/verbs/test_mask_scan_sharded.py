@@ -61,24 +61,6 @@ def test_inside_shard_map_equals_outside(mesh, check_vma):
         chex.assert_tree_all_finite(got)
 
 
-def test_a_collective_in_the_body_does_not_deadlock(mesh):
-    """Every device takes the same branch, also when it has nothing valid itself."""
-    init, xs, lengths = data()
-
-    def reducing(carry, x, *, valid):
-        total = jax.lax.psum(jnp.sum(jnp.where(valid, x, 0.0)), "i")
-        return carry + total, carry
-
-    def local(init, xs, lengths):
-        return treescan.mask_scan(reducing, init, xs, lengths=lengths)[0]
-
-    run = jax.jit(jax.shard_map(local, mesh=mesh, in_specs=(P("i"), P(None, "i"), P("i")), out_specs=P("i")))
-    totals = np.nansum(np.asarray(xs), axis=1)
-    want = [init[row] + totals[: LENGTHS[row]].sum() for row in range(8)]
-    np.testing.assert_allclose(run(init, xs, lengths), want, rtol=1e-6)
-    assert not np.any(np.isnan(run(init, xs, jnp.zeros(8, int))))
-
-
 def test_an_init_that_does_not_vary_takes_on_the_axes_of_the_mask(mesh):
     """Zeros made inside of shard_map vary over no axis; held by a mask that varies, they do."""
     _, xs, lengths = data()

@@ -42,8 +42,11 @@ def rows_of(init, xs, reverse):
     return jnp.stack(finals), jnp.stack(carries, axis=1)
 
 
-@pytest.mark.parametrize("options", [{}, {"reverse": True}, {"remat": "step"}, {"unroll": 2}])
-@pytest.mark.parametrize("disable_jit", [False, True])
+@pytest.mark.parametrize(
+    ("options", "disable_jit"),
+    [({}, True), ({"reverse": True}, False), ({"remat": "step", "unroll": 2}, False)],
+    ids=str,
+)
 def test_each_row_is_folded_by_itself(init, xs, options, disable_jit):
     final, carries = rows_of(init, xs, options.get("reverse", False))
     with jax.disable_jit(disable_jit):
@@ -53,8 +56,7 @@ def test_each_row_is_folded_by_itself(init, xs, options, disable_jit):
     np.testing.assert_allclose(stacked, carries, rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-@pytest.mark.parametrize("verb", ["fold", "accumulate"])
+@pytest.mark.parametrize(("verb", "reverse"), [("fold", True), ("accumulate", False)])
 def test_gradients_are_those_of_the_rows(init, xs, verb, reverse):
     def ours(init, xs):
         return jnp.sum(jnp.sin(getattr(treescan, verb)(step, init, xs, lengths=LENGTHS, reverse=reverse)))

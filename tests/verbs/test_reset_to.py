@@ -10,7 +10,6 @@ import numpy.testing as npt
 import pytest
 from loops import array
 from oracle import as_numpy
-from thin import by_turns
 from traces import compilations
 
 import treescan
@@ -20,7 +19,6 @@ T, B, H = 7, 3, 2
 LENGTHS = np.array([7, 3, 0])
 HOLES = np.array([[0, 1, 0], [1, 1, 0], [1, 0, 0], [0, 1, 0], [1, 1, 0], [1, 0, 0], [1, 1, 0]], bool)
 RESETS = np.array([[1, 0, 1], [0, 1, 0], [1, 1, 0], [0, 0, 1], [0, 1, 0], [1, 0, 0], [0, 1, 0]], bool)
-ALL = np.ones((T, B), bool)
 WEIGHTS = array(H, H, seed=1)
 INIT = {"goal": 1 + abs(array(B, H, seed=2)), "h": array(B, H, seed=3), "n": jnp.arange(B)}
 TO = {"goal": 2 + abs(array(B, H, seed=4)), "h": array(B, H, seed=5), "n": 10 * jnp.arange(B)}
@@ -65,72 +63,9 @@ def floats(tree):
     return {name: leaf for name, leaf in tree.items() if name != "n"}
 
 
-def derivatives(run):
-    """Results, and the gradient with respect to weights, init, what is put back, and xs."""
-
-    def of(w, init, to, xs):
-        given = {**INIT, **init}, {**TO, **to}
-        result = run(w, *given, xs)
-        return loss(result), result
-
-    return jax.value_and_grad(of, (0, 1, 2, 3), has_aux=True)
-
-
 def close(got, want):
     chex.assert_trees_all_equal_structs(got, want)
     jax.tree.map(lambda a, b: npt.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
-
-
-ROWS = {
-    "alone": (ALL, {}),
-    "lengths": (np.arange(T)[:, None] < LENGTHS, {"lengths": LENGTHS}),
-    "mask": (HOLES, {"mask": HOLES}),
-}
-OPTIONS = {
-    "plain": {},
-    "chunk": {"chunk": 2},
-    "no chunk": {"chunk": 0},
-    "compact": {"chunk": 3, "compact": True},
-    "remat": {"remat": "nested", "chunk": 2},
-    "step": {"remat": "step"},
-}
-
-
-@functools.cache
-def expected(rows, reverse):
-    valid, _ = ROWS[rows]
-
-    def run(w, init, to, xs):
-        return by_hand(w, init, lambda b, t: jax.tree.map(lambda leaf: leaf[b], to), xs, valid, RESETS, reverse=reverse)
-
-    return jax.jit(derivatives(run))(WEIGHTS, floats(INIT), floats(TO), XS)
-
-
-@by_turns(4, option=list(OPTIONS), rows=list(ROWS), reverse={"forward": False, "reverse": True})
-def test_is_the_loop_by_hand(option, rows, reverse):
-    valid, given = ROWS[rows]
-    if rows == "alone" and option in ("compact", "no chunk"):
-        pytest.skip("every step is valid: nothing to skip")
-    poisoned = jnp.where(valid[..., None], XS, jnp.nan)
-
-    def run(w, init, to, xs):
-        return treescan.mask_scan(
-            functools.partial(step, w),
-            init,
-            xs,
-            resets=RESETS,
-            reset_to=to,
-            reverse=reverse,
-            **given,
-            **OPTIONS[option],
-        )
-
-    want = expected(rows, reverse)
-    close(jax.jit(derivatives(run))(WEIGHTS, floats(INIT), floats(TO), poisoned), want)
-    if option == "plain":
-        close(derivatives(run)(WEIGHTS, floats(INIT), floats(TO), poisoned), want)
-        with jax.disable_jit():
-            close(derivatives(run)(WEIGHTS, floats(INIT), floats(TO), poisoned), want)
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])

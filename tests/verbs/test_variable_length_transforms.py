@@ -64,22 +64,6 @@ def wanted(setup, batch, valid, resets):
     return expected(setup.case, "grad", batch, valid, resets, **fill_of(setup))
 
 
-@parametrize(
-    "given",
-    {
-        "compact, held": setup(chunk=2, compact=True, fill="hold", reverse=True),
-        "nested, batch leads": setup(carried=True, remat="nested", fill=-3, time_axis=1),
-    },
-)
-def test_disable_jit(given):
-    valid, resets = draw_rows(given.given, (3, 2), 0.6, 1)
-    batch = jax.tree.map(jnp.asarray, make_batch(given.case, valid, np.nan))  # jax 0.8.2 fails on NumPy arrays here
-    with jax.disable_jit():
-        got = derive("grad", given.runner(valid, resets), batch)
-    assert_close(got, wanted(given, batch, valid, resets))
-    assert_no_gradient_of_padding(got[1][2], valid)
-
-
 # vmap: of three elements the second has nothing valid, and bad data throughout.
 
 ELEMENTS = 3

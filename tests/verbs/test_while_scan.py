@@ -12,8 +12,7 @@ from oracle import assert_bitwise
 from thin import slow
 
 import treescan
-from treescan import fori, while_scan
-from treescan.carries import ema
+from treescan import Remat, fori, while_scan
 
 LENGTH = 23
 
@@ -76,6 +75,23 @@ def test_is_a_scan_of_as_many_steps(stop, with_xs, reverse):
         close(jax.jit(jax.hessian(mine))(*args), jax.jit(jax.hessian(theirs))(*args))
 
 
+KEPT = [("last", "step", True), (3, None, False), (30, Remat("dots_saveable"), False), (8, Remat(levels=3), True)]
+
+
+@pytest.mark.parametrize(("save", "remat", "reverse"), KEPT, ids=str)
+def test_what_is_kept_is_that_of_all_outputs(save, remat, reverse):
+    stop, args = 7, (array(3), array(LENGTH, 3, seed=1))
+
+    def expected(*args):
+        carry, ys = scanned(stop, reverse)(*args)
+        at = (LENGTH - stop if reverse else stop - 1) if save == "last" else slice(save - 1, None, save)
+        return carry, jax.tree.map(lambda y: y[at], ys)
+
+    ours = until(stop, reverse=reverse, save=save, remat=remat)
+    close(tuple(ours(*args)[:2]), expected(*args))
+    close(jax.jit(jax.grad(loss_of(ours), (0, 1)))(*args), jax.grad(loss_of(expected), (0, 1))(*args))
+
+
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 100, 1000])
 def test_runs_into_max_length(length):
     result = while_scan(lambda c: c < 2000, lambda c, _: (c + 1, None), 0, max_length=length)
@@ -92,12 +108,6 @@ def test_longer_xs_are_cut():
     assert result.ys.shape == (7, 3)
     result = while_scan(lambda _: True, lambda c, x: (c + x, x), jnp.zeros(3), xs, max_length=7, reverse=True)
     close(result.ys, xs[:7])
-
-
-def test_axes():
-    xs = array(3, 9)
-    result = while_scan(lambda _: True, lambda c, x: (c + x, x), jnp.zeros(3), xs, in_axes=1, out_axes=1)
-    close(result.ys, xs)
 
 
 def logs(carry, x):
@@ -162,36 +172,6 @@ def test_steps_that_are_not_taken_are_passed_over_many_at_a_time():
         return while_scan(lambda c: c < 3, lambda c, _: (c + 1, None), h, max_length=10**6).carry
 
     assert len(Program(run, 0.0).loops()) >= 5  # within one another
-
-
-def test_keys_are_those_of_scan():
-    def keyed(carry, x, *, key):
-        return carry + 1, jax.random.uniform(key)
-
-    key = jax.random.key(0)
-    for reverse in (False, True):
-        _, ys = treescan.scan(keyed, 0, length=9, key=key, reverse=reverse)
-        result = while_scan(lambda c: c < 9, keyed, 0, max_length=9, key=key, reverse=reverse)
-        assert_bitwise(result.ys, ys)
-
-
-def test_custom_carries_and_static_leaves():
-    def body(carry, x):
-        mean, f = carry
-        return (f(x), f), mean
-
-    def cond(carry):
-        mean, f = carry
-        return f(mean) < 0.9
-
-    init = (ema(jnp.float32(0), decay=0.5), jnp.abs)
-    result = while_scan(cond, body, init, jnp.ones(10))
-    expected = treescan.scan(body, init, jnp.ones(4))
-    assert int(result.steps) == 4
-    close(jax.tree.leaves(result.carry[0]), jax.tree.leaves(expected[0][0]))
-    assert result.carry[1] is jnp.abs
-    with jax.disable_jit():
-        close(while_scan(cond, body, init, jnp.ones(10)).steps, 4)
 
 
 def test_disable_jit_sees_values():

@@ -15,24 +15,23 @@ import jax
 from .compare import Failure, Refused, check
 from .options import draw_program
 from .programs import Program, Seeded
-from .render import script
+from .render import source
 from .shrink import shrink
 
 COMPILATIONS = [0]
-REGRESSIONS = pathlib.Path(__file__).parent / "regressions"
+FOUND = pathlib.Path(__file__).parent / "found.py"
 
 
 def _note(event: str, duration: float, **_: object) -> None:
     COMPILATIONS[0] += event == "/jax/core/compile/backend_compile_duration"
 
 
-def report(program: Program, failure: Failure, folder: pathlib.Path | None, name: str) -> None:
-    """Prints the script of a failure, and writes it to the folder."""
-    text = script(program, failure.kind.replace('"', "'").replace("\\", "/"))
-    print(text, failure.text[-2000:], sep="\n", flush=True)
-    if folder:
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{name}.py").write_text(text)
+def report(program: Program, failure: Failure, file: pathlib.Path, name: str) -> None:
+    """Prints a failure, and adds its program to the file."""
+    kind = failure.kind.replace('"', "'").replace("\\", "/")
+    print(source(program), failure.text[-2000:], sep="\n", flush=True)
+    with file.open("a") as found:
+        found.write(f'\nFOUND["{name}: {kind}"] = {program!r}\n')
 
 
 def main() -> int:
@@ -41,7 +40,7 @@ def main() -> int:
     parser.add_argument("--minutes", type=float, default=0)
     parser.add_argument("--seed", type=int, default=int(time.time()) % 10**6)
     parser.add_argument("--only", type=int, help="the one case of this number")
-    parser.add_argument("--folder", type=pathlib.Path, default=REGRESSIONS)
+    parser.add_argument("--file", type=pathlib.Path, default=FOUND, help="where programs that fail are added")
     parser.add_argument("--no-shrink", action="store_true")
     parser.add_argument("--report", action="store_true", help="say what failed, and exit with 0")
     given = parser.parse_args()
@@ -72,7 +71,7 @@ def main() -> int:
             if len(failures[kind]) <= (3 if kind.startswith(("wrong", "gradient", "carry", "output")) else 1):
                 if not given.no_shrink:
                     program, failure = shrink(program, failure, seconds=40)
-                report(program, failure, given.folder, f"seed{given.seed}_{number}")
+                report(program, failure, given.file, f"seed{given.seed}_{number}")
         except Exception as error:  # the generator's own
             first = str(error).strip().splitlines()[:1]
             seen["generator errors"] += 1

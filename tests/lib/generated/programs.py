@@ -14,6 +14,20 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 
+class Brief:
+    """A dataclass whose repr has what is not the default, so that a program can be read and copied."""
+
+    def __repr__(self) -> str:
+        shown = []
+        for field_ in dataclasses.fields(self):  # type: ignore[arg-type]
+            value = getattr(self, field_.name)
+            if field_.default is dataclasses.MISSING:
+                shown.append(repr(value))
+            elif value != field_.default:
+                shown.append(f"{field_.name}={value!r}")
+        return f"{type(self).__name__}({', '.join(shown)})"
+
+
 class Draw(Protocol):
     """Where choices come from: a seed, or hypothesis, which makes them smaller."""
 
@@ -44,8 +58,8 @@ def chance(draw: Draw, percent: int) -> bool:
     return draw.integer(0, 99) >= 100 - percent
 
 
-@dataclass(frozen=True)
-class Type:
+@dataclass(frozen=True, repr=False)
+class Type(Brief):
     """Of a value.
 
     Attributes:
@@ -61,14 +75,14 @@ class Type:
     positive: bool = False
 
 
-@dataclass(frozen=True)
-class Value:
+@dataclass(frozen=True, repr=False)
+class Value(Brief):
     name: str
     type: Type
 
 
-@dataclass(frozen=True)
-class Instruction:
+@dataclass(frozen=True, repr=False)
+class Instruction(Brief):
     """`name = text`, in which `{0}` is the first of the names that it reads."""
 
     value: Value
@@ -80,8 +94,8 @@ class Instruction:
         return f"{self.value.name} = {self.text.format(*self.reads)}"
 
 
-@dataclass(frozen=True)
-class Leaf:
+@dataclass(frozen=True, repr=False)
+class Leaf(Brief):
     """An input of a program.
 
     Attributes:
@@ -111,8 +125,8 @@ class Leaf:
         return self.value.type
 
 
-@dataclass(frozen=True)
-class Program:
+@dataclass(frozen=True, repr=False)
+class Program(Brief):
     """Everything random about one case but the values of its arrays.
 
     Attributes:

@@ -174,24 +174,3 @@ def source(program: Program) -> str:
     lines = [f"def make_body({weights}):", *(f"    {line}" for line in body_lines(program)), "    return body", "", ""]
     lines += ["def make_init(init):", f"    return {init}", "", "", *run_lines(program)]
     return PRELUDE.format(dtype=program.dtype) + "\n\n" + "\n".join(lines) + "\n"
-
-
-def script(program: Program, why: str) -> str:
-    """A file that runs the program against the plain loop: `PYTHONPATH=.:tests python FILE`."""
-    return f'''"""{why}"""
-
-from generated.programs import Instruction, Leaf, Program, Type, Value
-
-SOURCE = """
-{source(program).split("lambda pull, t: pull(t))", 1)[1].strip()}
-"""
-
-PROGRAM = {program!r}
-
-if __name__ == "__main__":
-    import jax
-    from generated.compare import check
-
-    jax.config.update("jax_enable_x64", True)
-    print(check(PROGRAM), "sets of arrays and masks are equal to the plain loop")
-'''
