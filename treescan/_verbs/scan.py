@@ -129,10 +129,9 @@ def scan(
             saved. "nested": chunks of about sqrt(T) steps, and each step within them; about 2 sqrt(T) carries are
             saved, and each step is evaluated three times, the forward pass included. A `treescan.Remat` sets what a step saves, the number of
             levels, a budget in bytes, or another memory for carries.
-        save: which ys to keep (a prefix tree of y). "all". "last": those of the last step that runs, without an axis of
-            steps; 0 if there is no step. A number k: those at the positions k-1, 2k-1 and so on, also in reverse. None:
-            None instead of the output. Outputs that are not kept take no memory, and operations that only they need are
-            not run.
+        save: which ys to keep (a prefix tree of y). "all" keeps every y. "last" keeps the y of the last step that runs,
+            without an axis of steps; it is 0 if there is no step. A number k keeps every k-th y, at the positions k-1,
+            2k-1 and so on, also in reverse. None keeps nothing. Work that only a dropped output needs is skipped.
         truncate: the gradient of the carry is cut at the positions that are multiples of this number, also in reverse:
             truncated backpropagation through time. Leaves of the carry that no step changes, for example weights, are
             constants of the loop, and are not cut.
