@@ -127,8 +127,8 @@ def scan(
         remat: what the gradient recomputes instead of saving it. None: nothing. "auto": the plan that is expected to be
             the fastest, among those that save no more than None. "step": each step; of each step, only the carry is
             saved. "nested": chunks of about sqrt(T) steps, and each step within them; about 2 sqrt(T) carries are
-            saved, and each step is evaluated three times, the forward pass included. A `treescan.Remat` sets what a step saves, the number of
-            levels, a budget in bytes, or another memory for carries.
+            saved, and each step is evaluated three times, the forward pass included. A `treescan.Remat` sets what a
+            step saves, the number of levels, a budget in bytes, or another memory for carries.
         save: which ys to keep (a prefix tree of y). "all" keeps every y. "last" keeps the y of the last step that runs,
             without an axis of steps; it is 0 if there is no step. A number k keeps every k-th y, at the positions k-1,
             2k-1 and so on, also in reverse. None keeps nothing. Work that only a dropped output needs is skipped.
