@@ -124,10 +124,10 @@ def mask_scan(
             follows `remat="auto"` of `treescan.scan`, or recomputes chunks of `chunk` steps if that is given.
         reset_to: the value that a reset restores instead of `init`: a number, an array for each leaf of init, a prefix
             tree of these (None for the value of `init`), or a function of init that returns one of these. It receives
-            the gradient of the steps that follow. A flag at a row's first valid step resets it too. In reverse, a reset
-            happens between two segments; the segment that a row runs first, its last in time, starts from `init`. All
-            sequences of a `Packed` start from `reset_to`, in both directions. A `Packed` with an `init` for each
-            sequence restores those instead, and a row without any sequence returns `init`.
+            the gradient of the steps that follow. A flag at a row's first valid step resets it too. In reverse, the
+            last segment of a row starts from `init`, and earlier ones from `reset_to`. All sequences of a `Packed`
+            start from `reset_to`, in both directions. A `Packed` with an `init` for each sequence restores those
+            instead, and a row without any sequence returns `init`.
         time_axis: the axis of the steps in xs, ys, `mask` and `resets`: 0, or 1 for data with the batch first.
             `in_axes` and `out_axes`, if given, replace it for xs and ys.
         length: the number of steps T; needed without xs.
