@@ -50,8 +50,8 @@ class Remat:
 
         The choice depends on the body and on the number of steps; `treescan.plan_remat` shows it. The budget covers the
         memory of the loop's gradient without its arguments and results: what is saved, the copies that levels make of
-        xs and of gradients, and what the gradient of one step needs. This predicts
-        `memory_analysis().temp_size_in_bytes` of the compiled gradient within 15 %. A plan must fit with 5 % to spare.
+        xs and of gradients, and what the gradient of one step needs. This
+        estimates `memory_analysis().temp_size_in_bytes` of the compiled gradient. A plan must fit with 5 % to spare.
 
         Args:
             budget: the number of bytes, of all devices together.

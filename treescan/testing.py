@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._avals import is_key
+from ._avals import describe_leaf, is_key
 from ._body.carry import agree, find_differences
 from ._checks.arguments import differ, finite, values_of
 from ._errors import ArgumentError, Row
@@ -54,7 +54,8 @@ def check_carry(carry: AbstractCarry[Any, Any], returned: PyTree, *, batch: tupl
         carry: a carry to begin with.
         returned: what a body returns in its place in each step: any pytree with leaves [T, *batch, ...], T >= 3.
         batch: the batch shape of what is returned; leaves of the carry that have rows (`rows`) have it too. With at
-            least 3 rows, it also tests masks row by row, and shared leaves with rows that are not valid.
+            least 3 rows, it also tests masks row by row, and shared leaves with rows that are not valid. With (), a
+            carry that has rows is also tried on 3 of them, which begin from copies of it.
 
     The hooks are called as the verbs call them: `write` receives `valid=None`, as outside of `mask_scan`, and masks.
 
@@ -80,8 +81,13 @@ def check_carry(carry: AbstractCarry[Any, Any], returned: PyTree, *, batch: tupl
         failed |= _try(law, trial, causes)
     if not failed:
         trial = trial._replace(axes=row_axes(carry, "carry"))
-        for law in _LAWS:
-            failed |= _try(law, trial, causes)
+        trials = [trial]
+        if not batch and any(axis is not None for axis in trial.axes):
+            trials.append(_in_rows(trial))
+        for trial in trials:
+            failed |= _try(_fits_rows, trial, causes)
+            for law in () if failed else _LAWS:
+                failed |= _try(law, trial, causes)
     if failed:
         cause = causes[0] if causes else None
         raise AssertionError(_report(type(carry), failed, cause)) from cause
@@ -101,7 +107,7 @@ def _try(law: Callable[[_Trial], Iterator[Row]], trial: _Trial, causes: list[Exc
 
 
 def _report(kind: type, failed: dict[str, list[Row]], cause: Exception | None) -> str:
-    count = len(_LAWS) + 2
+    count = len(_LAWS) + 3
     parts = [f"`{kind.__name__}` breaks {len(failed)} of the {count} laws of custom carries."]
     for says, rows in failed.items():
         parts += [wrap(f"{says}."), table(("leaf", "expected", "came"), rows)]
@@ -168,6 +174,13 @@ def _continued(trial: _Trial) -> Iterator[Row]:
     middle, _ = _scan(trial.carry, trial.part(None, half))
     final, _ = _scan(middle, trial.part(half, None))
     yield from differ("carry", _scan(trial.carry, trial.returned)[0], final, exact=True)
+
+
+def _fits_rows(trial: _Trial) -> Iterator[Row]:
+    """Each leaf has the batch shape where `rows` says, or all rows share it and `rows` has None for it."""
+    for (path, leaf), axis in zip(leaves_with_path("carry", trial.carry), trial.axes, strict=True):
+        if axis is not None and leaf.shape[axis : axis + len(trial.batch)] != trial.batch:
+            yield Row(path, f"{list(trial.batch)} at axis {axis}", describe_leaf(leaf), "")
 
 
 def _chunked(trial: _Trial) -> Iterator[Row]:
@@ -318,6 +331,19 @@ def _shared_leaves_change(trial: _Trial) -> bool:
     new = trial.carry.write(jax.tree.map(lambda leaf: leaf[0], trial.returned), jnp.ones(trial.batch, bool))
     pairs = zip(jax.tree.leaves(trial.carry), jax.tree.leaves(new), trial.axes, strict=True)
     return any(axis is None and old is not now for old, now, axis in pairs)
+
+
+def _in_rows(trial: _Trial) -> _Trial:
+    """Three rows that begin from the carry; the second receives the steps in the opposite order."""
+    leaves, structure = jax.tree.flatten(trial.carry)
+    passed_on = jax.tree.leaves(trial.carry.write(jax.tree.map(lambda leaf: leaf[0], trial.returned), None))
+    # A number that `write` passes on is one for all rows: whoever creates the carry gives no batch of them.
+    rows = [
+        leaf if axis is None or (leaf is new and not leaf.ndim) else jnp.stack([leaf] * 3, axis)
+        for leaf, new, axis in zip(leaves, passed_on, trial.axes, strict=True)
+    ]
+    returned = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf[::-1], leaf], 1), trial.returned)
+    return _Trial(jax.tree.unflatten(structure, rows), returned, (3,), trial.axes)
 
 
 def _one_row(carry: PyTree, axes: tuple[int | None, ...], row: tuple[int, ...]) -> PyTree:

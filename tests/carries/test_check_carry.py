@@ -267,7 +267,7 @@ def test_the_report_shows_the_leaf() -> None:
     with pytest.raises(AssertionError) as caught:
         check_carry(Drifts(jnp.zeros(3)), entries(3), batch=ROWS)
     assert str(caught.value) == (
-        "`Drifts` breaks 1 of the 11 laws of custom carries.\n\n"
+        "`Drifts` breaks 1 of the 12 laws of custom carries.\n\n"
         "`write` returns a carry with the same class, structure, shapes, dtypes and static fields.\n\n"
         "  leaf          expected     came\n"
         "  carry.value   float32[3]   float16[3]   dtype"
@@ -320,6 +320,31 @@ def test_the_report_names_a_hook_that_fails_in_a_scan() -> None:
 
 def test_a_carry_without_fault_passes() -> None:
     check_carry(Plain(jnp.zeros(3)), entries(3), batch=ROWS)
+
+
+@carry_class
+class Decays(AbstractCarry[Any, Any]):
+    value: Any
+    decay: Any = 0.5
+
+    def read(self):
+        return self.value
+
+    def write(self, returned, valid):
+        return dataclasses.replace(self, value=self.decay * self.value + returned)
+
+
+@carry_class
+class DecaysInRows(Decays):
+    def rows(self):
+        return {"decay": None}
+
+
+@pytest.mark.slow
+def test_a_carry_with_rows_is_tried_on_rows_by_default() -> None:
+    check_carry(DecaysInRows(jnp.zeros(())), entries())
+    with pytest.raises(AssertionError, match=r"carry\.decay +\[3\] at axis 0 +~?float32\[\]"):
+        check_carry(Decays(jnp.zeros(())), entries())
 
 
 @pytest.mark.parametrize("returned", [jnp.zeros(2), 1.0, {}])

@@ -124,10 +124,10 @@ def mask_scan(
             follows `remat="auto"` of `treescan.scan`, or recomputes chunks of `chunk` steps if that is given.
         reset_to: the value that a reset restores instead of `init`: a number, an array for each leaf of init, a prefix
             tree of these (None for the value of `init`), or a function of init that returns one of these. It receives
-            the gradient of the steps that follow. A flag at a row's first valid step resets it too. In reverse, a reset
-            happens between two segments; the segment that a row runs first, its last in time, starts from `init`. All
-            sequences of a `Packed` start from `reset_to`, in both directions. A `Packed` with an `init` for each
-            sequence restores those instead, and a row without any sequence returns `init`.
+            the gradient of the steps that follow. A flag at a row's first valid step resets it too. In reverse, the
+            last segment of a row starts from `init`, and earlier ones from `reset_to`. All sequences of a `Packed`
+            start from `reset_to`, in both directions. A `Packed` with an `init` for each sequence restores those
+            instead, and a row without any sequence returns `init`.
         time_axis: the axis of the steps in xs, ys, `mask` and `resets`: 0, or 1 for data with the batch first.
             `in_axes` and `out_axes`, if given, replace it for xs and ys.
         length: the number of steps T; needed without xs.
@@ -149,12 +149,9 @@ def mask_scan(
         **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, `progress`,
             `check_finite`, as for `treescan.scan`. Padding is not checked. Progress counts the steps in which any row
             is valid. In reverse, each row runs from its own last valid step to its first, and ys stay where their xs
-            are. `key` excludes `compact`. If chunks are skipped, the gradient saves T/chunk carries and recomputes each
-            chunk; the gradient of weights is one product per chunk. It recomputes nothing if the body has effects, or
-            if all that it saves is less than about 16 MB and a step is expensive; with a `chunk` that is given, or with
-            `compact`, it recomputes in that case too. `remat` saves less within a chunk, with or without effects; steps
-            that it recomputes have their own products. With `save="last"`, each row has its own last valid y, and
-            `fill` if it has none.
+            are. `key` cannot be combined with `compact`. The gradient saves the carry before each chunk and recomputes
+            the chunk; the guide lists the exceptions. `remat` saves less within a chunk. With `save="last"`, each row
+            has its own last valid y, and `fill` if it has none.
 
     Returns:
         The carry after each row's last valid step, and the outputs `[T, *batch, ...]`. A scan over a `Packed` returns

@@ -103,7 +103,7 @@ def scan(
 ) -> tuple[Any, Any]:
     """Scans a function over the steps of `xs`, carrying state from step to step.
 
-    A drop-in replacement for `jax.lax.scan`. The first six parameters are the same, and without further options both
+    A drop-in replacement for `jax.lax.scan`. The first seven parameters are the same, and without further options both
     trace to the same jaxpr. It adds the options below, and checks, which run during the one trace and whose errors use
     the names in your body.
 
@@ -127,12 +127,11 @@ def scan(
         remat: what the gradient recomputes instead of saving it. None: nothing. "auto": the plan that is expected to be
             the fastest, among those that save no more than None. "step": each step; of each step, only the carry is
             saved. "nested": chunks of about sqrt(T) steps, and each step within them; about 2 sqrt(T) carries are
-            saved, and each step is evaluated once more. A `treescan.Remat` sets what a step saves, the number of
-            levels, a budget in bytes, or another memory for carries.
-        save: which ys to keep (a prefix tree of y). "all". "last": those of the last step that runs, without an axis of
-            steps; 0 if there is no step. A number k: those at the positions k-1, 2k-1 and so on, also in reverse. None:
-            None instead of the output. Outputs that are not kept take no memory, and operations that only they need are
-            not run.
+            saved, and each step is evaluated three times, the forward pass included. A `treescan.Remat` sets what a
+            step saves, the number of levels, a budget in bytes, or another memory for carries.
+        save: which ys to keep (a prefix tree of y). "all" keeps every y. "last" keeps the y of the last step that runs,
+            without an axis of steps; it is 0 if there is no step. A number k keeps every k-th y, at the positions k-1,
+            2k-1 and so on, also in reverse. None keeps nothing. Work that only a dropped output needs is skipped.
         truncate: the gradient of the carry is cut at the positions that are multiples of this number, also in reverse:
             truncated backpropagation through time. Leaves of the carry that no step changes, for example weights, are
             constants of the loop, and are not cut.
