@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from flax import nnx
 
 from ..._avals import describe_argument, describe_leaf
 from ..._errors import Row
-from ..._tree import KeyPath, Root, leaves_with_path, path_str
+from ..._tree import Root, leaves_with_path, path_str
 from ..._types import Array, PyTree
 from ...carries._base import AbstractCarry
 from ...carries._registry import register_carry
@@ -83,12 +83,7 @@ def state_of(named: Named) -> PyTree:
     return jtu.tree_unflatten(named.structure, named.values)
 
 
-def variables_of(named: Named, nodes: tuple[str, ...]) -> list[tuple[str, nnx.Variable[Any]]]:
-    """The variables of the state of a list of nodes, which have these names."""
-    return variables_of_state(state_of(named), nodes)
-
-
-def variables_of_state(state: PyTree, nodes: tuple[str, ...]) -> list[tuple[str, nnx.Variable[Any]]]:
+def variables_of(state: PyTree, nodes: tuple[str, ...]) -> list[tuple[str, nnx.Variable[Any]]]:
     """The variables in a state of named nodes, each with its path from the node's name."""
     found, _ = jtu.tree_flatten_with_path(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     return [
@@ -130,9 +125,9 @@ def replace_nodes(tree: PyTree, replace: Any) -> PyTree:
     return jax.tree.map(lambda leaf: replace(leaf) if is_node(leaf) else leaf, tree, is_leaf=is_node)
 
 
-def part(path: KeyPath) -> str:
-    """A key path below an unnamed root."""
-    return path_str("", path)
+def spelled(name: str, path: Iterable[Any]) -> str:
+    """The name of what is at a path of nnx in the node of this name."""
+    return name + "".join(f".{key}" for key in path)
 
 
 @jax.tree_util.register_dataclass

@@ -6,23 +6,23 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
 import jax
 from flax import nnx
 
-from ..._avals import describe_argument, describe_node, shape_of
+from ..._avals import describe_node, shape_of
 from ..._body.call import check_callable
 from ..._body.signature import SCAN
-from ..._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
+from ..._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, BodyError, Fault, expect, explain, verb
 from ..._progress import shown_as
 from ..._tree import Prefix
 from ..._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike
 from ..._verbs.prepare import run_scan
-from ._named import Named, by_name, is_node, leaves_and_nodes, named_state, replace_nodes, state_of
+from ._named import Named, by_name, is_node, leaves_and_nodes, replace_nodes, state_of
 from ._roles import axes_of, check_axes, check_level, is_axis, spread_roles
 from ._step import TAG, Layout, ModuleStep, Node, Parts, fill, merge, split, split_live
-from ._values import Held, ValueStep, merge_apart, put_back, refuse_aliases
+from ._values import Held, ValueStep, put_back, refuse_aliases
 
 F = TypeVar("F", bound=Callable[..., Any])
 CONVENTION = dataclasses.replace(SCAN, records=lambda carry, x: (by_name(carry), by_name(x)))
@@ -33,41 +33,28 @@ NNX_WORDS = {
 }
 
 
+class Settings(TypedDict, total=False):
+    """What `scan` takes by name."""
+
+    length: int | None
+    reverse: bool
+    unroll: int | bool
+    _split_transpose: bool
+    in_axes: Axes
+    out_axes: Axes
+    transform_metadata: Mapping[str, Any] | None
+    graph: bool | None
+    graph_updates: bool | None
+    remat: RematLike | None
+    name: str | None
+    progress: ProgressLike
+    check_finite: FiniteCheck
+
+
 @overload
-def scan(
-    *,
-    length: int | None = None,
-    reverse: bool = False,
-    unroll: int | bool = 1,
-    _split_transpose: bool = False,
-    in_axes: Axes = (nnx.Carry, 0),
-    out_axes: Axes = (nnx.Carry, 0),
-    transform_metadata: Mapping[str, Any] | None = None,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    remat: RematLike | None = None,
-    name: str | None = None,
-    progress: ProgressLike = None,
-    check_finite: FiniteCheck = False,
-) -> Callable[[F], F]: ...
+def scan(**settings: Unpack[Settings]) -> Callable[[F], F]: ...
 @overload
-def scan(
-    f: F,
-    *,
-    length: int | None = None,
-    reverse: bool = False,
-    unroll: int | bool = 1,
-    _split_transpose: bool = False,
-    in_axes: Axes = (nnx.Carry, 0),
-    out_axes: Axes = (nnx.Carry, 0),
-    transform_metadata: Mapping[str, Any] | None = None,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    remat: RematLike | None = None,
-    name: str | None = None,
-    progress: ProgressLike = None,
-    check_finite: FiniteCheck = False,
-) -> F: ...
+def scan(f: F, **settings: Unpack[Settings]) -> F: ...
 @verb
 def scan(
     f: Any = None,
@@ -154,17 +141,11 @@ def scan(
     options |= {"progress": shown_as(progress, by_name), "check_finite": check_finite}
     options["lowering"] = (("_split_transpose", True),) if _split_transpose else ()
     modes = {"graph": graph, "graph_updates": graph_updates}
-    try:
-        if f is not None:
-            return _scanning(f, in_axes, out_axes, transform_metadata or {}, modes, options)
-        return lambda f: _decorated(f, in_axes, out_axes, transform_metadata or {}, modes, options)
-    except Exception as error:
-        explained = explain(error, "scan", f)
-    raise explained
+    settings = in_axes, out_axes, transform_metadata or {}, modes, options
+    return functools.partial(verb(_decorated), settings) if f is None else _decorated(settings, f)
 
 
-@verb
-def _decorated(f: Any, *settings: Any) -> Any:
+def _decorated(settings: tuple[Any, ...], f: Any) -> Any:
     try:
         return _scanning(f, *settings)
     except Exception as error:
@@ -206,20 +187,19 @@ def _scanning(
 
 
 def _run(step: ModuleStep, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    parts = Parts.none()
+    parts = Parts()
     with nnx.update_context(TAG):
         carry, tree, places = _take_in(step, in_axes, names, args, parts, parts)
         check_level(parts.nodes, parts.names)
         graph, (variables, whole, *states) = split(parts, step.axes, {})
         layout = Layout(graph, tree, places, tuple(parts.names), tuple(parts.roles))
-        groups = tuple((state, parts.named(axis)) for state, axis in zip(states, step.axes, strict=True))
         name = names[step.carried] if step.carried is not None else ""
         init = Named((name, ""), (carry, variables))
-        xs = (layout, whole, parts.named(None), groups)
+        xs = (layout, whole, parts.named(None), parts.groups(states, step.axes))
         axes: dict[str, Any] = {"in_axes": (None, None, None, step.axes), "out_axes": (0, step.axes)}
         final, (layout, groups) = run_scan(CONVENTION, step, init, xs, **axes, **options)
         carry, variables = final.values
-        nodes = merge(layout.graph, [variables, whole, *(state for state, _ in groups)], inner=False)
+        nodes = merge(layout.graph, [variables, whole, *(state for state, _ in groups)], TAG, inner=False)
     return _put_out(step, layout, fill(carry, nodes), nodes, [leaves.values for _, leaves in groups])
 
 
@@ -227,24 +207,23 @@ def _run_values(
     step: ValueStep, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]
 ) -> Any:
     """Runs a step of which only the values of variables come out."""
-    parts, carried = Parts.none(), Parts.none()
+    parts, carried = Parts(), Parts()
     carry, tree, places = _take_in(step, in_axes, names, args, parts, carried)
     refuse_aliases(carried, parts, tree=step.tree)
     check_level(carried.nodes, carried.names)
     held, (inside, *_) = split_live(carried, ())
     graph, live = split_live(parts, step.axes, keeps=True)
-    kept, whole, *states = (named_state(state, tuple(parts.names)) for state in live)
+    kept, whole, *states = map(parts.state, live)
     layout = Layout(graph, tree, places, tuple(parts.names), tuple(parts.roles))
-    groups = tuple((state, parts.named(axis)) for state, axis in zip(states, step.axes, strict=True))
     name = names[step.carried] if step.carried is not None else ""
-    init = Named((name, "", ""), (carry, named_state(inside, tuple(carried.names)), kept))
-    xs = ((layout, Held(held, tuple(carried.names))), whole, parts.named(None), groups)
+    init = Named((name, "", ""), (carry, carried.state(inside), kept))
+    xs = ((layout, Held(held, tuple(carried.names))), whole, parts.named(None), parts.groups(states, step.axes))
     axes: dict[str, Any] = {"in_axes": (None, None, None, step.axes), "out_axes": (0, step.axes, step.axes)}
     final, (layout, groups, updates) = run_scan(CONVENTION, step, init, xs, **axes, **options)
     carry, inside, kept = final.values
     put_back([live[0], *live[2:]], kept, updates, tuple(parts.names))
     nnx.update(carried.nodes, state_of(inside))
-    nodes = merge_apart(layout.graph, [state for state, _ in groups])
+    nodes = merge(layout.graph, [state for state, _ in groups])
     return _put_out(step, layout, fill(carry, carried.nodes), nodes, [leaves.values for _, leaves in groups])
 
 
@@ -336,12 +315,8 @@ def _check_modes(modes: Mapping[str, bool | None]) -> list[bool]:
     for mode, given in modes.items():
         ambient = getattr(nnx, settings[mode], None)
         value = given if given is not None else True if ambient is None else ambient.current_value()
-        if not isinstance(value, bool):
-            raise Fault(
-                ArgumentTypeError,
-                f"{{call}}: `{mode}` must be True, False or None, got {describe_argument(value)}.",
-                "None takes what `nnx.set_graph_mode` and `nnx.set_graph_updates` say, which is True by default.",
-            )
+        cure = "None takes what `nnx.set_graph_mode` and `nnx.set_graph_updates` say, which is True by default."
+        expect(isinstance(value, bool), mode, "True, False or None", value, cure)
         values.append(value)
     return values
 

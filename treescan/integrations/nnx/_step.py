@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax
@@ -53,14 +53,10 @@ class Node:
 class Parts:
     """Trees that are taken apart: nodes, and arrays by their roles."""
 
-    nodes: list[Any]
-    names: list[str]
-    roles: list[Role]
-    arrays: dict[Role, list[tuple[str, Any]]]
-
-    @classmethod
-    def none(cls) -> Parts:
-        return cls([], [], [], {})
+    nodes: list[Any] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    roles: list[Role] = field(default_factory=list)
+    arrays: dict[Role, list[tuple[str, Any]]] = field(default_factory=dict)
 
     def add_node(self, name: str, node: Any, role: Role) -> int:
         """Returns its index."""
@@ -90,6 +86,14 @@ class Parts:
         leaves = self.arrays.get(role, [])
         return Named(tuple(name for name, _ in leaves), tuple(leaf for _, leaf in leaves))
 
+    def state(self, state: PyTree) -> Named:
+        """The arrays of a state of the nodes."""
+        return named_state(state, tuple(self.names))
+
+    def groups(self, states: Sequence[Named], axes: Sequence[int]) -> tuple[tuple[Named, Named], ...]:
+        """What has each axis: the state of the nodes, and arrays."""
+        return tuple((state, self.named(axis)) for state, axis in zip(states, axes, strict=True))
+
 
 def split(
     parts: Parts, axes: Sequence[int], metadata: Mapping[str, Any], tag: str | None = TAG
@@ -98,7 +102,7 @@ def split(
     graph, states = split_live(parts, axes, tag)
     if metadata:
         states[2:] = [nnx.spmd.add_axis(state, axis, metadata) for state, axis in zip(states[2:], axes, strict=True)]
-    return graph, [named_state(state, tuple(parts.names)) for state in states]
+    return graph, list(map(parts.state, states))
 
 
 def split_live(
@@ -115,7 +119,7 @@ def split_live(
     check_shared(parts.nodes, parts.roles, parts.names)
     with nnx.split_context(tag) as context:
         graph, *states = context.split(parts.nodes, *filters_of(parts.roles, parts.names, axes, keeps=keeps))
-    for named in (named_state(state, tuple(parts.names)) for state in states):
+    for named in map(parts.state, states):
         for name, leaf in zip(named.names, named.values, strict=True):
             if is_mutable(leaf):
                 raise Fault(
@@ -126,9 +130,14 @@ def split_live(
     return graph, states
 
 
-def merge(graph: Any, states: Sequence[Named], *, inner: bool) -> list[Any]:
-    """The nodes: new ones inside of the step; outside of the loop those that were there, updated."""
-    with nnx.merge_context(TAG, inner) as context:
+def merge(graph: Any, states: Sequence[Named], tag: str | None = None, inner: bool | None = None) -> list[Any]:
+    """The nodes: with a tag new ones inside of the step, and outside of the loop those that were there, updated.
+
+    Without a tag, they are new, and have no tie to others.
+    """
+    if not states:
+        return []
+    with nnx.merge_context(tag, inner) as context:
         nodes: list[Any] = context.merge(graph, *map(state_of, states))
     return nodes
 
@@ -164,23 +173,21 @@ class ModuleStep:
         carry, variables = args__.values
         states = [state for state, _ in groups]
         if self.metadata:
-            pairs = zip(states, self.axes, strict=True)
-            states = [self._without_axis(state, axis) for state, axis in pairs]
-        nodes = merge(layout.graph, [variables, whole, *states], inner=True)
+            states = [self._without_axis(state, axis) for state, axis in zip(states, self.axes, strict=True)]
+        nodes = merge(layout.graph, [variables, whole, *states], TAG, inner=True)
         args = self._arguments(layout, nodes, fill(carry, nodes), arrays, groups)
         new_carry, out = self._apart(self.f(*args))
-        parts = Parts(list(nodes), list(layout.names), list(layout.roles), {})
+        parts = Parts(list(nodes), list(layout.names), list(layout.roles))
         new_carry = take_nodes(args__.names[0], carry, new_carry, parts)
         layout_out, (new_variables, new_whole, *states) = self._take_out(out, parts)
         check_carried(variables, new_variables, layout.names)
         _check_whole(whole, new_whole)
-        groups = tuple((state, parts.named(axis)) for state, axis in zip(states, self.axes, strict=True))
-        return Named(args__.names, (new_carry, new_variables)), (layout_out, groups)
+        return Named(args__.names, (new_carry, new_variables)), (layout_out, parts.groups(states, self.axes))
 
     def _arguments(self, layout: Layout, nodes: list[Any], carry: PyTree, arrays: Named, groups: Any) -> list[Any]:
         """What the user's function is called with."""
-        leaves: dict[Role, Any] = dict(zip(self.axes, (leaves.values for _, leaves in groups), strict=True))
-        known: dict[Role, Any] = {"node": nodes, None: arrays.values, **leaves}
+        known: dict[Role, Any] = {"node": nodes, None: arrays.values}
+        known |= {axis: leaves.values for axis, (_, leaves) in zip(self.axes, groups, strict=True)}
         args = list(jax.tree.unflatten(layout.tree, [known[role][i] for role, i in layout.places]))
         if self.carried is not None:
             args[self.carried] = carry
@@ -226,11 +233,19 @@ class ModuleStep:
 
 def fill(tree: PyTree, nodes: Sequence[Any]) -> PyTree:
     """A tree with nodes in their places."""
-    return jax.tree.map(
-        lambda leaf: nodes[leaf.index] if isinstance(leaf, Node) else leaf,
-        tree,
-        is_leaf=lambda leaf: isinstance(leaf, Node),
-    )
+    return jax.tree.map(lambda leaf: nodes[leaf.index] if _is_place(leaf) else leaf, tree, is_leaf=_is_place)
+
+
+def _is_place(leaf: Any) -> bool:
+    return isinstance(leaf, Node)
+
+
+def nodes_of_carry(name: str, given: PyTree, returned: PyTree) -> tuple[list[Node], list[tuple[str, Any]], list[Row]]:
+    """The nodes of a carry that was given, those of the one that was returned, and a row if their numbers differ."""
+    was = [leaf for leaf in jax.tree.leaves(given, is_leaf=_is_place) if _is_place(leaf)]
+    now = [(path, node) for path, node in leaves_and_nodes(name, returned) if is_node(node)]
+    rows = [] if len(was) == len(now) else [Row(name, f"{len(was)} modules or variables", f"{len(now)}")]
+    return was, now, rows
 
 
 def take_nodes(name: str, given: PyTree, returned: PyTree, parts: Parts) -> PyTree:
@@ -238,18 +253,13 @@ def take_nodes(name: str, given: PyTree, returned: PyTree, parts: Parts) -> PyTr
 
     A variable that is in the carry by itself may be another one: `parts` then has it in the place of the first.
     """
-    was = [leaf for leaf in jax.tree.leaves(given, is_leaf=lambda leaf: isinstance(leaf, Node)) if type(leaf) is Node]
-    now = [(path, node) for path, node in leaves_and_nodes(name, returned) if is_node(node)]
-    if len(was) != len(now):
-        wrong = [Row(name, f"{len(was)} modules or variables", f"{len(now)}", "")]
-    else:
-        wrong = []
-        for node, (path, new) in zip(was, now, strict=True):
-            old = parts.nodes[node.index]
-            if isinstance(old, nnx.Variable) and isinstance(new, nnx.Variable):
-                parts.nodes[node.index] = new
-            elif old is not new:
-                wrong.append(Row(path, f"the {type(old).__name__} that was given", f"another {type(new).__name__}", ""))
+    was, now, wrong = nodes_of_carry(name, given, returned)
+    for node, (path, new) in [] if wrong else zip(was, now, strict=True):
+        old = parts.nodes[node.index]
+        if isinstance(old, nnx.Variable) and isinstance(new, nnx.Variable):
+            parts.nodes[node.index] = new
+        elif old is not new:
+            wrong.append(Row(path, f"the {type(old).__name__} that was given", f"another {type(new).__name__}"))
     if wrong:
         raise Fault(
             CarryError,
@@ -277,7 +287,7 @@ def check_carried(given: Named, now: Named, nodes: tuple[str, ...]) -> None:
     """What is carried keeps its types and metadata. Which variables and arrays there are, the loop itself compares."""
     if given.names != now.names or given.structure == now.structure:
         return
-    pairs = zip(variables_of(given, nodes), variables_of(now, nodes), strict=False)
+    pairs = zip(*(variables_of(state_of(named), nodes) for named in (given, now)), strict=False)
     rows = [row for (name, old), (_, new) in pairs for row in differences(name, old, new)]
     if rows:
         raise Fault(

@@ -21,13 +21,13 @@ from ._named import (
     leaves_and_nodes,
     named_state,
     replace_nodes,
+    spelled,
     state_of,
     variables_in,
     variables_of,
-    variables_of_state,
 )
 from ._roles import check_updatable
-from ._step import ModuleStep, Node, Parts, check_carried, fill, split_live
+from ._step import ModuleStep, Node, Parts, check_carried, fill, merge, nodes_of_carry, split_live
 
 Place = tuple[str, "nnx.Variable[Any]"]
 
@@ -61,11 +61,9 @@ class ValueStep(ModuleStep):
     def __call__(self, args__: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         (layout, held), whole, arrays, groups = x
         carry, carried, kept = args__.values
-        given = merge_apart(held.graph, [carried])
-        nodes = merge_apart(layout.graph, [kept, whole, *(state for state, _ in groups)])
-        _, (live, _, *scanned) = split_live(
-            Parts(nodes, list(layout.names), list(layout.roles), {}), self.axes, keeps=True
-        )
+        given = merge(held.graph, [carried])
+        nodes = merge(layout.graph, [kept, whole, *(state for state, _ in groups)])
+        _, (live, _, *scanned) = split_live(Parts(nodes, list(layout.names), list(layout.roles)), self.axes, keeps=True)
         before = [jax.tree.map(lambda leaf: leaf, state) for state in scanned]
         inside = [variable for node in (*given, *nodes) for _, variable in variables_in(node)]
         new_carry, out = self._apart(self.f(*self._arguments(layout, nodes, fill(carry, given), arrays, groups)))
@@ -73,26 +71,17 @@ class ValueStep(ModuleStep):
         new_kept = named_state(live, layout.names)
         check_carried(kept, new_kept, layout.names)
         updates = tuple(_changed(*states, layout.names) for states in zip(before, scanned, strict=True))
-        parts = Parts([], [], [], {})
         named = leaves_and_nodes("out", out)
         refuse_aliases_of_outputs([pair for pair in named if is_node(pair[1])], inside, tree=self.tree)
+        parts = Parts()
         layout_out, states = self._take_out(out, parts)
-        groups = tuple((state, parts.named(axis)) for state, axis in zip(states[2:], self.axes, strict=True))
-        return Named(args__.names, (new_carry, carried, new_kept)), (layout_out, groups, updates)
-
-
-def merge_apart(graph: Any, states: Sequence[Named]) -> list[Any]:
-    """New nodes, with no tie to others."""
-    if not states:
-        return []
-    with nnx.merge_context() as context:
-        nodes: list[Any] = context.merge(graph, *map(state_of, states))
-    return nodes
+        outputs = (layout_out, parts.groups(states[2:], self.axes), updates)
+        return Named(args__.names, (new_carry, carried, new_kept)), outputs
 
 
 def _changed(before: PyTree, now: PyTree, nodes: tuple[str, ...]) -> dict[str, nnx.Variable[Any]]:
     """The variables of a state that are not as they were."""
-    pairs = zip(variables_of_state(before, nodes), variables_of_state(now, nodes), strict=True)
+    pairs = zip(variables_of(before, nodes), variables_of(now, nodes), strict=True)
     return {name: new for (name, old), (_, new) in pairs if not _same(old, new)}
 
 
@@ -108,13 +97,11 @@ def _take_carry(name: str, carries: tuple[PyTree, PyTree], given: list[Any], hel
 
     A module may be another one if its variables are those that were given.
     """
-    was = [leaf for leaf in jax.tree.leaves(carries[0], is_leaf=_is_placeholder) if type(leaf) is Node]
-    now = [node for _, node in leaves_and_nodes(name, carries[1]) if is_node(node)]
-    rows = [Row(name, f"{len(was)} modules or variables", f"{len(now)}", "")] if len(was) != len(now) else []
-    for place, new in zip(was, now, strict=False):
+    was, now, rows = nodes_of_carry(name, *carries)
+    for place, (_, new) in zip(was, now, strict=False):
         old = dict(variables_in(given[place.index]))
         rows += [
-            Row(held.names[place.index] + _spelled(path), "the Variable that was given", "another", "")
+            Row(spelled(held.names[place.index], path), "the Variable that was given", "another")
             for path, variable in variables_in(new)
             if old.get(path) is not variable
         ]
@@ -127,7 +114,7 @@ def _take_carry(name: str, carries: tuple[PyTree, PyTree], given: list[Any], hel
             rows=rows,
         )
     with nnx.split_context() as context:
-        graph, state = context.split([now[was.index(Node(i))] for i in range(len(given))])
+        graph, state = context.split([now[was.index(Node(i))][1] for i in range(len(given))])
     if graph != held.graph:
         raise Fault(
             CarryError,
@@ -137,14 +124,6 @@ def _take_carry(name: str, carries: tuple[PyTree, PyTree], given: list[Any], hel
         )
     places = iter(was)
     return replace_nodes(carries[1], lambda _: next(places)), named_state(state, held.names)
-
-
-def _is_placeholder(leaf: Any) -> bool:
-    return type(leaf) is Node
-
-
-def _spelled(path: Iterable[Any]) -> str:
-    return "".join(f".{key}" for key in path)
 
 
 def refuse_aliases(carried: Parts, parts: Parts, *, tree: bool) -> None:
@@ -172,7 +151,7 @@ def refuse_aliases_of_outputs(out: Sequence[tuple[str, Any]], given: list[Any], 
 def _places(nodes: Iterable[tuple[str, Any]], *, tree: bool) -> list[Place]:
     """The variables of nodes with their names: in all places if nodes are trees, and otherwise each once in a node."""
     if not tree:
-        return [(name + _spelled(path), value) for name, node in nodes for path, value in variables_in(node)]
+        return [(spelled(name, path), value) for name, node in nodes for path, value in variables_in(node)]
     leaves = [
         leaf
         for name, node in nodes
@@ -202,8 +181,8 @@ def put_back(
     live: Sequence[PyTree], kept: Named, updates: Sequence[Mapping[str, nnx.Variable[Any]]], nodes: tuple[str, ...]
 ) -> None:
     """Updates the variables that went in: those given whole to every step, and those that steps changed."""
-    whole, *scanned = (variables_of_state(state, nodes) for state in live)
-    values = [value for _, value in variables_of(kept, nodes)]
+    whole, *scanned = (variables_of(state, nodes) for state in live)
+    values = [value for _, value in variables_of(state_of(kept), nodes)]
     pairs = list(zip(whole, values, strict=True))
     for variables, found in zip(scanned, updates, strict=True):
         pairs += [(place, found[place[0]]) for place in variables if place[0] in found]
