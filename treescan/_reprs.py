@@ -53,10 +53,6 @@ def short_html(name: str, **fields: Any) -> str:
     rows = [
         (path, _number(leaf) or describe_leaf(leaf))
         for field, value in fields.items()
-        for path, leaf in _leaves(field, value)
+        for path, leaf in leaves_with_path(field, value) or [(field, value)]
     ]
     return f"<div><b>{escaped(name)}</b>{table_of(rows)}</div>"
-
-
-def _leaves(field: str, value: Any) -> list[tuple[str, Any]]:
-    return leaves_with_path(field, value) or [(field, value)]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, overload
+from typing import Any, Generic, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -94,24 +94,24 @@ class Packed(NamedTuple, Generic[X]):
         return float(mask.mean()) if mask.size else 1.0
 
 
+class PadOptions(TypedDict, total=False):
+    """What `pad` takes by name."""
+
+    length: int | None
+    value: PyTree
+
+
+class PackOptions(PadOptions, total=False):
+    """What `pack` takes by name."""
+
+    rows: int | None
+    init: Sequence[PyTree] | None
+
+
 @overload
-def pack(
-    sequences: Sequence[np.ndarray[Any, Any]],
-    *,
-    rows: int | None = None,
-    length: int | None = None,
-    value: PyTree = 0,
-    init: Sequence[PyTree] | None = None,
-) -> Packed[Array]: ...
+def pack(sequences: Sequence[np.ndarray[Any, Any]], **options: Unpack[PackOptions]) -> Packed[Array]: ...
 @overload
-def pack(
-    sequences: Sequence[X],
-    *,
-    rows: int | None = None,
-    length: int | None = None,
-    value: PyTree = 0,
-    init: Sequence[PyTree] | None = None,
-) -> Packed[X]: ...
+def pack(sequences: Sequence[X], **options: Unpack[PackOptions]) -> Packed[X]: ...
 @verb
 def pack(
     sequences: Sequence[Any],
@@ -368,7 +368,7 @@ def _gather(leaf: Any, where: tuple[Array, ...], value: Any = 0) -> Array:
 
 @functools.partial(jax.jit, static_argnums=0, inline=True)
 def _get(value: Any, leaf: Array, *where: Array) -> Array:
-    """Compiled for each type: JAX keeps eager gathers by their `fill_value` alone, and 0 is equal to False and to 0j."""
+    """Compiled for each type: JAX keeps eager gathers by `fill_value` alone, where 0 equals False and 0j."""
     return leaf.at[where].get(mode="fill", fill_value=value, unique_indices=True)
 
 
@@ -441,11 +441,9 @@ class Padded(NamedTuple, Generic[X]):
 
 
 @overload
-def pad(
-    sequences: Sequence[np.ndarray[Any, Any]], *, length: int | None = None, value: PyTree = 0
-) -> Padded[Array]: ...
+def pad(sequences: Sequence[np.ndarray[Any, Any]], **options: Unpack[PadOptions]) -> Padded[Array]: ...
 @overload
-def pad(sequences: Sequence[X], *, length: int | None = None, value: PyTree = 0) -> Padded[X]: ...
+def pad(sequences: Sequence[X], **options: Unpack[PadOptions]) -> Padded[X]: ...
 @verb
 def pad(sequences: Sequence[Any], *, length: int | None = None, value: PyTree = 0) -> Padded[Any]:
     """Pads sequences of different lengths to rows of one length.
