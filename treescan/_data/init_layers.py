@@ -17,8 +17,7 @@ from .._loop.body import Body, under_a_trace
 from .._loop.run import is_jit_disabled
 from .._tree import Prefix, freeze_static, leaves_with_path, thaw_static
 from .._types import Array, PyTree
-from .boxes import add_layer_axis
-from .stack import freeze_shared
+from .stack import add_layer_axis, freeze_shared
 
 
 def _is_place(node: Any) -> bool:

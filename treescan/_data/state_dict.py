@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -12,25 +13,114 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._avals import describe_argument, describe_leaf, shape_of
+from .._avals import describe_argument, describe_leaf, exact_int, shape_of
 from .._errors import ArgumentTypeError, Cure, Fault, LayerError, Row, expect, verb, warn_user
 from .._tree import KeyPath, thaw_static
 from .._types import Array, PyTree
-from .boxes import add_layer_axis
 from .init_layers import stacked_shardings
-from .stack import (
-    check_counts,
-    check_order,
-    check_sequence,
-    count_layers,
-    freeze_shared,
-    is_several,
-    is_traced_number,
-    one_each,
-    split_layers,
-)
+from .stack import add_layer_axis, count_layers, freeze_shared, is_traced_number, split_layers
 
 Ignores: TypeAlias = Callable[[str], bool]
+
+
+def _is_several(tree: Any) -> bool:
+    """Whether a tree may be a sequence of stacks or of layers, which has no class of its own."""
+    return type(tree) in (list, tuple)
+
+
+def _check_sequence(given: Any, name: str) -> tuple[Any, ...]:
+    """A sequence with one item for each stack.
+
+    Raises:
+        Fault: for a `LayerError` if it is none.
+    """
+    if _is_several(given) and given:
+        return tuple(given)
+    raise Fault(
+        LayerError,
+        f"{{verb}}: with `order`, `{name}` must be a sequence with one item for each stack, got "
+        f"{describe_argument(given)}.",
+        f"Give `[{name}_0, {name}_1, ...]`, or leave `order` out for a single stack.",
+    )
+
+
+def _one_each(given: Any, count: int, name: str) -> tuple[Any, ...]:
+    """What is given once for all stacks, or in a sequence with one for each.
+
+    Raises:
+        Fault: for a `LayerError` if the sequence has another length.
+    """
+    if not _is_several(given):
+        return (given,) * count
+    if len(given) != count:
+        raise Fault(
+            LayerError,
+            f"{{verb}}: there are {count} stacks, but `{name}` has {len(given)} item{'s'[: len(given) != 1]}.",
+            "Give one item for each stack, or a single one for all.",
+        )
+    return tuple(given)
+
+
+def _check_order(order: Any, layers: int, stacks: int | None) -> tuple[int, ...]:
+    """For each layer, in the order of their numbers, which stack holds it.
+
+    Args:
+        order: what the user said: "turns", or the number of a stack for each layer.
+        layers: how many layers there are.
+        stacks: how many stacks; None: as many as `order` names.
+
+    Raises:
+        Fault: for an `ArgumentTypeError` if it is neither, for a `LayerError` if it does not fit.
+    """
+    if isinstance(order, str) and order == "turns":
+        if stacks is None:
+            raise Fault(
+                ArgumentTypeError,
+                '{verb}: the number of stacks is unknown. `order` is "turns", but `like` is not given.',
+                "Give `like`, a sequence with one layer of each stack. Or give `order` as a sequence with the "
+                "number of the stack for each layer.",
+            )
+        return tuple(i % stacks for i in range(layers))
+    places: list[int | None] = [None]
+    with contextlib.suppress(TypeError):  # it is no sequence
+        places = places if isinstance(order, str) else list(map(exact_int, order))
+    each = "A sequence has the number of the stack for each layer, in the order of the layers: `[0] * 3 + [1] * 58`."
+    expect(None not in places, "order", '"turns" or a sequence of ints', order, each)
+    of_layers = [place for place in places if place is not None]
+    count = max(of_layers, default=0) + 1 if stacks is None else stacks
+    if len(of_layers) != layers:
+        raise Fault(
+            LayerError,
+            f"{{verb}}: `order` has {len(of_layers)} layers, but there are {layers}.",
+            "Give one item for each layer, in the order of the layers.",
+        )
+    wrong = sorted({place for place in of_layers if not 0 <= place < count})
+    if wrong:
+        raise Fault(
+            LayerError,
+            f"{{verb}}: `order` names stack {wrong[0]}, but there are {count} stacks.",
+            f"Stacks are numbered from 0 to {count - 1}.",
+        )
+    return tuple(of_layers)
+
+
+def _check_counts(order: Sequence[int], counts: Sequence[int]) -> None:
+    """Compares the number of layers in each stack with an order.
+
+    Raises:
+        Fault: for a `LayerError` that lists the stacks.
+    """
+    wanted = [order.count(place) for place in range(len(counts))]
+    if wanted != list(counts):
+        raise Fault(
+            LayerError,
+            "{verb}: the numbers of layers in the stacks do not match `order`.",
+            '"turns" means the first layer of each stack, then the second of each, and so on. So only the first '
+            "stacks may have one layer more. For another order, give a sequence with the number of the stack for "
+            "each layer.",
+            header=("stack", "by order", "is"),
+            rows=[Row(f"stacked[{i}]", str(wanted[i]), str(count)) for i, count in enumerate(counts)],
+        )
 
 
 def plain_name(path: KeyPath) -> str:
@@ -90,7 +180,7 @@ def names_of(paths: Sequence[KeyPath], names: Mapping[str, str]) -> list[str]:
         Fault: for a `LayerError` if `names` has other leaves, or two leaves would have one name.
     """
     plain = list(map(plain_name, paths))
-    check_names(plain, names)
+    _check_names(plain, names)
     own = [names.get(path, path) for path in plain]
     twice = sorted({name for name in own if own.count(name) > 1})
     if twice:
@@ -102,7 +192,7 @@ def names_of(paths: Sequence[KeyPath], names: Mapping[str, str]) -> list[str]:
     return own
 
 
-def check_names(paths: Sequence[str], names: Mapping[str, str]) -> None:
+def _check_names(paths: Sequence[str], names: Mapping[str, str]) -> None:
     """Refuses names of leaves that are not there."""
     unknown = sorted(map(str, names.keys() - set(paths)))
     if unknown:
@@ -113,14 +203,14 @@ def check_names(paths: Sequence[str], names: Mapping[str, str]) -> None:
         )
 
 
-def check_prefix(prefix: Any) -> str:
+def _check_prefix(prefix: Any) -> str:
     """The prefix, without a dot at its end."""
     before = 'It is the text before the number: `prefix="model.layers"`.'
     expect(isinstance(prefix, str), "prefix", "a string", prefix, before)
     return prefix.removesuffix(".")
 
 
-def check_mapping(names: Any) -> Mapping[str, str]:
+def _check_mapping(names: Any) -> Mapping[str, str]:
     """What the checkpoint calls leaves."""
     if names is not None and not isinstance(names, Mapping):
         raise Fault(
@@ -131,7 +221,7 @@ def check_mapping(names: Any) -> Mapping[str, str]:
     return names or {}
 
 
-def check_ignore(ignore: Any) -> Ignores:
+def _check_ignore(ignore: Any) -> Ignores:
     """Whether a name is ignored, from what the user said: patterns, or a function."""
     if ignore is None:
         return lambda name: False
@@ -247,16 +337,16 @@ def layers_from_state_dict(
         >>> print(treescan.layers_from_state_dict(state)["w"].shape)
         (2, 2, 3)
     """
-    prefix, ignores = check_prefix(prefix), check_ignore(ignore)
+    prefix, ignores = _check_prefix(prefix), _check_ignore(ignore)
     maps = 'It maps names to arrays: `{"layers.0.w": w0, "layers.1.w": w1}`.'
     expect(isinstance(state, Mapping), "state", "a mapping", state, maps)
     layers = list(enumerate(layers_by_number(state, prefix, ignores)))
     if order is None:
-        return _stacked([_wanted(layers, like, check_mapping(names))], (shardings,), prefix, like)[0]
-    likes = None if like is None else check_sequence(like, "like")
-    places = check_order(order, len(layers), None if likes is None else len(likes))
+        return _stacked([_wanted(layers, like, _check_mapping(names))], (shardings,), prefix, like)[0]
+    likes = None if like is None else _check_sequence(like, "like")
+    places = _check_order(order, len(layers), None if likes is None else len(likes))
     parts = _several(layers, likes, names, places)
-    stacks = _stacked(parts, one_each(shardings, len(parts), "shardings"), prefix, like)
+    stacks = _stacked(parts, _one_each(shardings, len(parts), "shardings"), prefix, like)
     return stacks if isinstance(like, list) else tuple(stacks)
 
 
@@ -292,16 +382,21 @@ def layers_to_state_dict(
         >>> print(sorted(treescan.layers_to_state_dict({"w": jnp.zeros((2, 3))})))
         ['layers.0.w', 'layers.1.w']
     """
-    prefix = check_prefix(prefix)
+    prefix = _check_prefix(prefix)
     if order is None:
-        layers = _layers_of_one(stacked, check_mapping(names))
+        try:
+            layers = _layers_of(stacked, "stacked", _check_mapping(names))
+        except Fault as fault:
+            if _is_several(stacked):
+                fault.cures = (*fault.cures, Cure(_SEVERAL.format(what="stacks")))
+            raise
     else:
-        stacks = check_sequence(stacked, "stacked")
+        stacks = _check_sequence(stacked, "stacked")
         own = _names_of_each(names, [_paths(freeze_shared(stack)) for stack in stacks])
         each = [_layers_of(stack, f"stacked[{i}]", own[i]) for i, stack in enumerate(stacks)]
         counts = list(map(len, each))
-        places = check_order(order, sum(counts), len(stacks))
-        check_counts(places, counts)
+        places = _check_order(order, sum(counts), len(stacks))
+        _check_counts(places, counts)
         following = list(map(iter, each))
         layers = [next(following[place]) for place in places]
     return {full_name(prefix, i, name): leaf for i, layer in enumerate(layers) for name, leaf in layer.items()}
@@ -309,16 +404,6 @@ def layers_to_state_dict(
 
 def _paths(frozen: PyTree) -> list[Any]:
     return [path for path, _ in jtu.tree_flatten_with_path(frozen)[0]]
-
-
-def _layers_of_one(stacked: PyTree, names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """For each layer of a single stack its arrays by name. Where it may be several, the cure for these is given too."""
-    try:
-        return _layers_of(stacked, "stacked", names)
-    except Fault as fault:
-        if is_several(stacked):
-            fault.cures = (*fault.cures, Cure(_SEVERAL.format(what="stacks")))
-        raise
 
 
 def _layers_of(stacked: PyTree, root: str, names: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -339,10 +424,10 @@ def _layers_of(stacked: PyTree, root: str, names: Mapping[str, str]) -> list[dic
 
 def _names_of_each(names: Any, paths: Sequence[Sequence[Any]]) -> list[Mapping[str, str]]:
     """What each of several stacks calls its leaves. A single mapping is about the leaves of all."""
-    if is_several(names):
-        return [check_mapping(each) for each in one_each(names, len(paths), "names")]
-    names, known = check_mapping(names), [list(map(plain_name, each)) for each in paths]
-    check_names([path for each in known for path in each], names)
+    if _is_several(names):
+        return [_check_mapping(each) for each in _one_each(names, len(paths), "names")]
+    names, known = _check_mapping(names), [list(map(plain_name, each)) for each in paths]
+    _check_names([path for each in known for path in each], names)
     return [{path: name for path, name in names.items() if path in own} for own in known]
 
 
@@ -360,7 +445,7 @@ def _several(
             "A stack has at least one layer. Leave out empty stacks, in `like` and in `order`.",
         )
     if likes is None:
-        return [_wanted(of_stack, None, check_mapping(names)) for of_stack in each]
+        return [_wanted(of_stack, None, _check_mapping(names)) for of_stack in each]
     own = _names_of_each(names, [_paths(freeze_shared(like)) for like in likes])
     return [_wanted(*parts) for parts in zip(each, likes, own, strict=True)]
 
@@ -394,7 +479,7 @@ def _stacked(parts: Sequence[_Wanted], shardings: Sequence[PyTree], prefix: str,
             "`like` describes one layer (by default, the first layer). `names` maps its paths to names in the "
             "checkpoint, and `ignore` lists the names to leave out. If arrays have another layout, for example "
             "torch's transposed weights, convert them before or after stacking.",
-            *([_SEVERAL.format(what="a layer of each of several stacks")] * (len(parts) == 1 and is_several(like))),
+            *([_SEVERAL.format(what="a layer of each of several stacks")] * (len(parts) == 1 and _is_several(like))),
             header=("name", "expected", "is"),
             rows=rows,
         )

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
 from typing import Any, TypedDict, TypeVar, Unpack, overload
 
-import jax
 from flax import nnx
 
-from ..._avals import describe_node, shape_of
 from ..._body.call import check_callable
-from ..._body.signature import SCAN
 from ..._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, BodyError, Fault, expect, explain, verb
 from ..._progress import shown_as
 from ..._tree import Prefix
-from ..._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike
-from ..._verbs.prepare import run_scan
-from ._named import Named, by_name, is_node, leaves_and_nodes, replace_nodes, state_of
-from ._roles import axes_of, check_axes, check_level, is_axis, spread_roles
-from ._step import TAG, Layout, ModuleStep, Node, Parts, fill, merge, split, split_live
-from ._values import Held, ValueStep, put_back, refuse_aliases
+from ..._types import Axes, FiniteCheck, ProgressLike, RematLike
+from ._named import by_name
+from ._roles import axes_of, check_axes
+from ._step import ModuleStep, ValueStep
 
 F = TypeVar("F", bound=Callable[..., Any])
-CONVENTION = dataclasses.replace(SCAN, records=lambda carry, x: (by_name(carry), by_name(x)))
 NNX_WORDS = {
     **GROUP_WORDS,
     "axis_none": "None gives it whole to every step. `nnx.Carry` is for what is carried, and `nnx.StateAxes` gives "
@@ -169,107 +162,18 @@ def _scanning(
     updates = graph and graph_updates
     carried, returned = check_axes(in_axes, out_axes, updates=updates)
     common = (f, Prefix.of(out_axes), carried, returned, axes_of(in_axes, out_axes))
-    if updates:
-        run = functools.partial(_run, ModuleStep(*common, tuple(metadata.items())))
-    else:
-        run = functools.partial(_run_values, ValueStep(*common, (), tree=not graph))
+    step = ModuleStep(*common, tuple(metadata.items())) if updates else ValueStep(*common, (), tree=not graph)
 
     @functools.wraps(f)
     @verb
     def scanning(*args: Any, **kwargs: Any) -> Any:
         try:
-            return run(in_axes, *_positional(f, args, kwargs), options)
+            return step.run(in_axes, *_positional(f, args, kwargs), options)
         except Exception as error:
             explained = explain(error, "scan", f, words=NNX_WORDS)
         raise explained
 
     return scanning
-
-
-def _run(step: ModuleStep, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    parts = Parts()
-    with nnx.update_context(TAG):
-        carry, tree, places = _take_in(step, in_axes, names, args, parts, parts)
-        check_level(parts.nodes, parts.names)
-        graph, (variables, whole, *states) = split(parts, step.axes, {})
-        layout = Layout(graph, tree, places, tuple(parts.names), tuple(parts.roles))
-        name = names[step.carried] if step.carried is not None else ""
-        init = Named((name, ""), (carry, variables))
-        xs = (layout, whole, parts.named(None), parts.groups(states, step.axes))
-        axes: dict[str, Any] = {"in_axes": (None, None, None, step.axes), "out_axes": (0, step.axes)}
-        final, (layout, groups) = run_scan(CONVENTION, step, init, xs, **axes, **options)
-        carry, variables = final.values
-        nodes = merge(layout.graph, [variables, whole, *(state for state, _ in groups)], TAG, inner=False)
-    return _put_out(step, layout, fill(carry, nodes), nodes, [leaves.values for _, leaves in groups])
-
-
-def _run_values(
-    step: ValueStep, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]
-) -> Any:
-    """Runs a step of which only the values of variables come out."""
-    parts, carried = Parts(), Parts()
-    carry, tree, places = _take_in(step, in_axes, names, args, parts, carried)
-    refuse_aliases(carried, parts, tree=step.tree)
-    check_level(carried.nodes, carried.names)
-    held, (inside, *_) = split_live(carried, ())
-    graph, live = split_live(parts, step.axes, keeps=True)
-    kept, whole, *states = map(parts.state, live)
-    layout = Layout(graph, tree, places, tuple(parts.names), tuple(parts.roles))
-    name = names[step.carried] if step.carried is not None else ""
-    init = Named((name, "", ""), (carry, carried.state(inside), kept))
-    xs = ((layout, Held(held, tuple(carried.names))), whole, parts.named(None), parts.groups(states, step.axes))
-    axes: dict[str, Any] = {"in_axes": (None, None, None, step.axes), "out_axes": (0, step.axes, step.axes)}
-    final, (layout, groups, updates) = run_scan(CONVENTION, step, init, xs, **axes, **options)
-    carry, inside, kept = final.values
-    put_back([live[0], *live[2:]], kept, updates, tuple(parts.names))
-    nnx.update(carried.nodes, state_of(inside))
-    nodes = merge(layout.graph, [state for state, _ in groups])
-    return _put_out(step, layout, fill(carry, carried.nodes), nodes, [leaves.values for _, leaves in groups])
-
-
-def _take_in(
-    step: ModuleStep, in_axes: Axes, names: list[str], args: tuple[Any, ...], parts: Parts, carried: Parts
-) -> tuple[PyTree, Any, tuple[Any, ...]]:
-    """Takes the arguments apart, the nodes of the carry to `carried`, and the rest to `parts`.
-
-    Returns the carry with `Node` in the places of nodes, the structure of the rest, and where its leaves are.
-    """
-    prefix = in_axes if in_axes is not nnx.Carry else (nnx.Carry,)
-    if isinstance(prefix, tuple) and len(prefix) != len(args):
-        raise Fault(
-            ArgumentError,
-            f"{{call}}: `in_axes` has {len(prefix)} entries, but there are {len(args)} arguments: {', '.join(names)}.",
-            "Give one entry for each argument, including those with a default.",
-        )
-    carry, rest = None, args
-    if step.carried is not None:
-        carry = args[step.carried]
-        named = [(name, leaf) for name, leaf in leaves_and_nodes(names[step.carried], carry) if is_node(leaf)]
-        indices = iter([Node(carried.add_node(name, node, nnx.Carry)) for name, node in named])
-        carry = replace_nodes(carry, lambda _: next(indices))
-        rest = (*args[: step.carried], None, *args[step.carried + 1 :])
-        prefix = (*prefix[: step.carried], None, *prefix[step.carried + 1 :])
-    roles = spread_roles("in_axes", prefix, rest, "args")
-    leaves = [leaf for name, arg in zip(names, rest, strict=True) for leaf in leaves_and_nodes(name, arg)]
-    for (path, leaf), role in zip(leaves, roles, strict=True):
-        if is_axis(role) and not is_node(leaf) and not shape_of(leaf):
-            raise Fault(
-                ArgumentError,
-                f"{{call}}: {path} is scanned over axis {role}, but is {describe_node(leaf)}.",
-                "Give None in `in_axes` for a value that every {step} receives whole.",
-            )
-    places = tuple(parts.add(path, leaf, role) for (path, leaf), role in zip(leaves, roles, strict=True))
-    return carry, jax.tree.structure(rest, is_leaf=is_node), places
-
-
-def _put_out(step: ModuleStep, layout: Layout, carry: PyTree, nodes: list[Any], arrays: list[tuple[Any, ...]]) -> Any:
-    known: dict[Any, Any] = {"node": nodes, **dict(zip(step.axes, arrays, strict=True))}
-    out = jax.tree.unflatten(layout.tree, [known[role][i] for role, i in layout.places])
-    if step.returned is None:
-        return out
-    if not isinstance(step.out_axes.tree, tuple):
-        return carry
-    return (*out[: step.returned], carry, *out[step.returned + 1 :])
 
 
 def _positional(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], tuple[Any, ...]]:

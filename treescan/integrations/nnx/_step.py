@@ -2,20 +2,45 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax
 from flax import nnx
 
-from ..._avals import describe_node, is_mutable
-from ..._errors import ArgumentError, BodyError, CarryError, Fault, Row
-from ..._tree import Prefix, is_static
-from ..._types import PyTree, TreeDef
-from ._named import Named, differences, is_node, leaves_and_nodes, named_state, replace_nodes, state_of, variables_of
-from ._roles import ModuleAxes, Role, check_shared, filters_of, spread_roles
+from ..._avals import describe_node, is_mutable, shape_of
+from ..._body.signature import SCAN
+from ..._errors import ArgumentError, BodyError, CarryError, Fault, Row, TreescanError
+from ..._tree import Prefix, is_static, leaves_with_path
+from ..._types import Axes, PyTree, TreeDef
+from ..._verbs.prepare import run_scan
+from ._named import (
+    Named,
+    by_name,
+    differences,
+    is_node,
+    leaves_and_nodes,
+    named_state,
+    replace_nodes,
+    spelled,
+    state_of,
+    variables_in,
+    variables_of,
+)
+from ._roles import (
+    ModuleAxes,
+    Role,
+    check_level,
+    check_shared,
+    check_updatable,
+    filters_of,
+    is_axis,
+    spread_roles,
+)
 
+CONVENTION = dataclasses.replace(SCAN, records=lambda carry, x: (by_name(carry), by_name(x)))
 TAG = "treescan"
 """The tag of the `nnx.update_context`, by which modules are told from one side of the loop to the other."""
 
@@ -175,8 +200,8 @@ class ModuleStep:
         if self.metadata:
             states = [self._without_axis(state, axis) for state, axis in zip(states, self.axes, strict=True)]
         nodes = merge(layout.graph, [variables, whole, *states], TAG, inner=True)
-        args = self._arguments(layout, nodes, fill(carry, nodes), arrays, groups)
-        new_carry, out = self._apart(self.f(*args))
+        args = self._joined(layout, nodes, groups, arrays.values)
+        new_carry, out = self._apart(self.f(*_replaced(args, self.carried, fill(carry, nodes))))
         parts = Parts(list(nodes), list(layout.names), list(layout.roles))
         new_carry = take_nodes(args__.names[0], carry, new_carry, parts)
         layout_out, (new_variables, new_whole, *states) = self._take_out(out, parts)
@@ -184,14 +209,67 @@ class ModuleStep:
         _check_whole(whole, new_whole)
         return Named(args__.names, (new_carry, new_variables)), (layout_out, parts.groups(states, self.axes))
 
-    def _arguments(self, layout: Layout, nodes: list[Any], carry: PyTree, arrays: Named, groups: Any) -> list[Any]:
-        """What the user's function is called with."""
-        known: dict[Role, Any] = {"node": nodes, None: arrays.values}
+    def run(self, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """Runs the step over arguments, which have these names."""
+        parts = Parts()
+        with nnx.update_context(TAG):
+            carry, tree, places = self._take_in(in_axes, names, args, parts, parts)
+            check_level(parts.nodes, parts.names)
+            graph, (variables, whole, *states) = split(parts, self.axes, {})
+            layout = Layout(graph, tree, places, tuple(parts.names), tuple(parts.roles))
+            name = names[self.carried] if self.carried is not None else ""
+            init = Named((name, ""), (carry, variables))
+            xs = (layout, whole, parts.named(None), parts.groups(states, self.axes))
+            axes: dict[str, Any] = {"in_axes": (None, None, None, self.axes), "out_axes": (0, self.axes)}
+            final, (layout, groups) = run_scan(CONVENTION, self, init, xs, **axes, **options)
+            carry, variables = final.values
+            nodes = merge(layout.graph, [variables, whole, *(state for state, _ in groups)], TAG, inner=False)
+        return self._put_out(layout, fill(carry, nodes), nodes, groups)
+
+    def _joined(self, layout: Layout, nodes: list[Any], groups: Any, whole: tuple[Any, ...] = ()) -> Any:
+        """The arguments, or the outputs, less the carry."""
+        known: dict[Role, Any] = {"node": nodes, None: whole}
         known |= {axis: leaves.values for axis, (_, leaves) in zip(self.axes, groups, strict=True)}
-        args = list(jax.tree.unflatten(layout.tree, [known[role][i] for role, i in layout.places]))
+        return jax.tree.unflatten(layout.tree, [known[role][i] for role, i in layout.places])
+
+    def _take_in(
+        self, in_axes: Axes, names: list[str], args: tuple[Any, ...], parts: Parts, carried: Parts
+    ) -> tuple[PyTree, Any, tuple[Any, ...]]:
+        """Takes the arguments apart, the nodes of the carry to `carried`, and the rest to `parts`.
+
+        Returns the carry with `Node` in the places of nodes, the structure of the rest, and where its leaves are.
+        """
+        prefix = in_axes if in_axes is not nnx.Carry else (nnx.Carry,)
+        if isinstance(prefix, tuple) and len(prefix) != len(args):
+            raise Fault(
+                ArgumentError,
+                f"{{call}}: `in_axes` has {len(prefix)} entries, but there are {len(args)} arguments: "
+                f"{', '.join(names)}.",
+                "Give one entry for each argument, including those with a default.",
+            )
+        carry, rest = None, args
         if self.carried is not None:
-            args[self.carried] = carry
-        return args
+            carry = args[self.carried]
+            named = [(name, leaf) for name, leaf in leaves_and_nodes(names[self.carried], carry) if is_node(leaf)]
+            indices = iter([Node(carried.add_node(name, node, nnx.Carry)) for name, node in named])
+            carry = replace_nodes(carry, lambda _: next(indices))
+            rest, prefix = _replaced(args, self.carried, None), _replaced(prefix, self.carried, None)
+        roles = spread_roles("in_axes", prefix, rest, "args")
+        leaves = [leaf for name, arg in zip(names, rest, strict=True) for leaf in leaves_and_nodes(name, arg)]
+        for (path, leaf), role in zip(leaves, roles, strict=True):
+            if is_axis(role) and not is_node(leaf) and not shape_of(leaf):
+                raise Fault(
+                    ArgumentError,
+                    f"{{call}}: {path} is scanned over axis {role}, but is {describe_node(leaf)}.",
+                    "Give None in `in_axes` for a value that every {step} receives whole.",
+                )
+        places = tuple(parts.add(path, leaf, role) for (path, leaf), role in zip(leaves, roles, strict=True))
+        return carry, jax.tree.structure(rest, is_leaf=is_node), places
+
+    def _put_out(self, layout: Layout, carry: PyTree, nodes: list[Any], groups: Any) -> Any:
+        out = self._joined(layout, nodes, groups)
+        alone = self.returned is not None and not isinstance(self.out_axes.tree, tuple)
+        return carry if alone else _replaced(out, self.returned, carry)
 
     def _without_axis(self, state: Named, axis: int) -> Named:
         removed = nnx.spmd.remove_axis(state_of(state), axis, dict(self.metadata))
@@ -211,7 +289,7 @@ class ModuleStep:
                 f"{{body}} returned {describe_node(out)}, but `out_axes` has {len(axes)} entries.",
                 "Return a tuple with one output for each entry. With `out_axes=nnx.Carry`, return only the carry.",
             )
-        return out[self.returned], (*out[: self.returned], None, *out[self.returned + 1 :])
+        return out[self.returned], _replaced(out, self.returned, None)
 
     def _take_out(self, out: Any, parts: Parts) -> tuple[Layout, list[Named]]:
         axes = self.out_axes.tree
@@ -229,6 +307,11 @@ class ModuleStep:
         places = tuple(parts.add(name, leaf, role) for (name, leaf), role in zip(named, roles, strict=True))
         graph, states = split(parts, self.axes, dict(self.metadata), self.tag)
         return Layout(graph, jax.tree.structure(out, is_leaf=is_node), places), states
+
+
+def _replaced(items: tuple[Any, ...], index: int | None, item: Any) -> tuple[Any, ...]:
+    """The items with another one at an index; without an index the same."""
+    return items if index is None else (*items[:index], item, *items[index + 1 :])
 
 
 def fill(tree: PyTree, nodes: Sequence[Any]) -> PyTree:
@@ -298,3 +381,192 @@ def check_carried(given: Named, now: Named, nodes: tuple[str, ...]) -> None:
             header=("leaf", "given", "returned"),
             rows=rows,
         )
+
+
+# With `graph=False` or `graph_updates=False`, only the values of variables come out of the loop. The variables that go
+# in are held on to. Whatever else a step does to its modules, new variables included, is lost.
+
+
+Place = tuple[str, "nnx.Variable[Any]"]
+
+
+@jax.tree_util.register_static
+@dataclass(frozen=True)
+class Held:
+    """The modules in the carry, beside their values.
+
+    Attributes:
+        graph: their structure.
+        names: what they are called.
+    """
+
+    graph: Any
+    names: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class ValueStep(ModuleStep):
+    """The body of such a loop. It carries `Named((carry, its modules, variables that each step receives whole))`.
+
+    Attributes:
+        tree: whether modules are trees, in which no variable is in two places.
+    """
+
+    tag: ClassVar[str | None] = None
+
+    tree: bool = False
+
+    def __call__(self, args__: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+        (layout, held), whole, arrays, groups = x
+        carry, carried, kept = args__.values
+        given = merge(held.graph, [carried])
+        nodes = merge(layout.graph, [kept, whole, *(state for state, _ in groups)])
+        _, (live, _, *scanned) = split_live(Parts(nodes, list(layout.names), list(layout.roles)), self.axes, keeps=True)
+        before = [jax.tree.map(lambda leaf: leaf, state) for state in scanned]
+        inside = [variable for node in (*given, *nodes) for _, variable in variables_in(node)]
+        args = self._joined(layout, nodes, groups, arrays.values)
+        new_carry, out = self._apart(self.f(*_replaced(args, self.carried, fill(carry, given))))
+        new_carry, carried = _take_carry(args__.names[0], (carry, new_carry), given, held)
+        new_kept = named_state(live, layout.names)
+        check_carried(kept, new_kept, layout.names)
+        updates = tuple(_changed(*states, layout.names) for states in zip(before, scanned, strict=True))
+        named = leaves_and_nodes("out", out)
+        refuse_aliases_of_outputs([pair for pair in named if is_node(pair[1])], inside, tree=self.tree)
+        parts = Parts()
+        layout_out, states = self._take_out(out, parts)
+        outputs = (layout_out, parts.groups(states[2:], self.axes), updates)
+        return Named(args__.names, (new_carry, carried, new_kept)), outputs
+
+    def run(self, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """Runs the step over arguments, which have these names."""
+        parts, carried = Parts(), Parts()
+        carry, tree, places = self._take_in(in_axes, names, args, parts, carried)
+        refuse_aliases(carried, parts, tree=self.tree)
+        check_level(carried.nodes, carried.names)
+        held, (inside, *_) = split_live(carried, ())
+        graph, live = split_live(parts, self.axes, keeps=True)
+        kept, whole, *states = map(parts.state, live)
+        layout = Layout(graph, tree, places, tuple(parts.names), tuple(parts.roles))
+        name = names[self.carried] if self.carried is not None else ""
+        init = Named((name, "", ""), (carry, carried.state(inside), kept))
+        xs = ((layout, Held(held, tuple(carried.names))), whole, parts.named(None), parts.groups(states, self.axes))
+        axes: dict[str, Any] = {"in_axes": (None, None, None, self.axes), "out_axes": (0, self.axes, self.axes)}
+        final, (layout, groups, updates) = run_scan(CONVENTION, self, init, xs, **axes, **options)
+        carry, inside, kept = final.values
+        put_back([live[0], *live[2:]], kept, updates, tuple(parts.names))
+        nnx.update(carried.nodes, state_of(inside))
+        nodes = merge(layout.graph, [state for state, _ in groups])
+        return self._put_out(layout, fill(carry, carried.nodes), nodes, groups)
+
+
+def _changed(before: PyTree, now: PyTree, nodes: tuple[str, ...]) -> dict[str, nnx.Variable[Any]]:
+    """The variables of a state that are not as they were."""
+    pairs = zip(variables_of(before, nodes), variables_of(now, nodes), strict=True)
+    return {name: new for (name, old), (_, new) in pairs if not _same(old, new)}
+
+
+def _same(old: nnx.Variable[Any], new: nnx.Variable[Any]) -> bool:
+    was: Any = jax.tree.structure(old)
+    if was != jax.tree.structure(new):
+        return False
+    return all(a is b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True))
+
+
+def _take_carry(name: str, carries: tuple[PyTree, PyTree], given: list[Any], held: Held) -> tuple[PyTree, Named]:
+    """The carry that was returned with `Node` in the places of its nodes, and their values.
+
+    A module may be another one if its variables are those that were given.
+    """
+    was, now, rows = nodes_of_carry(name, *carries)
+    for place, (_, new) in zip(was, now, strict=False):
+        old = dict(variables_in(given[place.index]))
+        rows += [
+            Row(spelled(held.names[place.index], path), "the Variable that was given", "another")
+            for path, variable in variables_in(new)
+            if old.get(path) is not variable
+        ]
+    if rows:
+        raise Fault(
+            CarryError,
+            "{body} returned a carry with other variables than it was given.",
+            "Change the values of the variables that the {step} receives, and return the same variables.",
+            header=("leaf", "expected", "came"),
+            rows=rows,
+        )
+    with nnx.split_context() as context:
+        graph, state = context.split([now[was.index(Node(i))][1] for i in range(len(given))])
+    if graph != held.graph:
+        raise Fault(
+            CarryError,
+            f"{{body}} changed the structure of modules in the carry {name}, or the metadata of their variables.",
+            "They must be the same in every step: set them before or after the scan. Only values of variables, which "
+            "are arrays, may change.",
+        )
+    places = iter(was)
+    return replace_nodes(carries[1], lambda _: next(places)), named_state(state, held.names)
+
+
+def refuse_aliases(carried: Parts, parts: Parts, *, tree: bool) -> None:
+    """Refuses a variable in two places, of which a loop over values would make two."""
+    places = [_places(zip(some.names, some.nodes, strict=True), tree=tree) for some in (carried, parts)]
+    both = [place for group in places for place in (group if tree else _once(group))]
+    _refuse_twice(both, ArgumentError, "{call} got one variable in two places")
+
+
+def refuse_aliases_of_outputs(out: Sequence[tuple[str, Any]], given: list[Any], *, tree: bool) -> None:
+    """Refuses outputs that hold variables that the step was given, or one variable twice."""
+    places = _places(out, tree=tree)
+    inputs = [(name, variable) for name, variable in places if any(variable is one for one in given)]
+    if inputs:
+        raise Fault(
+            BodyError,
+            f"{{body}} returned a variable that it was given as an output: {inputs[0][0]}.",
+            "Return its value, `variable[...]`, or a copy, `nnx.clone(variable)`. With `graph=True, "
+            "graph_updates=True`, a variable may be both.",
+        )
+    if tree:
+        _refuse_twice(places, BodyError, "{body} returned one variable in two places")
+
+
+def _places(nodes: Iterable[tuple[str, Any]], *, tree: bool) -> list[Place]:
+    """The variables of nodes with their names: in all places if nodes are trees, and otherwise each once in a node."""
+    if not tree:
+        return [(spelled(name, path), value) for name, node in nodes for path, value in variables_in(node)]
+    leaves = [
+        leaf
+        for name, node in nodes
+        for leaf in leaves_with_path(name, node, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    ]
+    return [(name, leaf) for name, leaf in leaves if isinstance(leaf, nnx.Variable)]
+
+
+def _once(places: Iterable[Place]) -> list[Place]:
+    return list({id(variable): (name, variable) for name, variable in places}.values())
+
+
+def _refuse_twice(places: Iterable[Place], kind: type[TreescanError], what: str) -> None:
+    seen: dict[int, str] = {}
+    for name, variable in places:
+        if id(variable) in seen:
+            raise Fault(
+                kind,
+                f"{what}: {seen[id(variable)]} and {name} are the same {type(variable).__name__}.",
+                "Without updates of graphs, each variable is in one place. Pass `graph=True, graph_updates=True`, or "
+                "make a copy with `nnx.clone`.",
+            )
+        seen[id(variable)] = name
+
+
+def put_back(
+    live: Sequence[PyTree], kept: Named, updates: Sequence[Mapping[str, nnx.Variable[Any]]], nodes: tuple[str, ...]
+) -> None:
+    """Updates the variables that went in: those given whole to every step, and those that steps changed."""
+    whole, *scanned = (variables_of(state, nodes) for state in live)
+    values = [value for _, value in variables_of(state_of(kept), nodes)]
+    pairs = list(zip(whole, values, strict=True))
+    for variables, found in zip(scanned, updates, strict=True):
+        pairs += [(place, found[place[0]]) for place in variables if place[0] in found]
+    for place, _ in pairs:
+        check_updatable(*place)
+    for (_, variable), value in pairs:
+        variable.update_from_state(value)
