@@ -137,6 +137,27 @@ def _fewest_rows(lengths: Ints, length: int) -> int:
     return max(-(-int(lengths.sum()) // length), int(np.count_nonzero(2 * lengths > length)))
 
 
+def arrange(lengths: Ints, rows: int | None, length: int | None) -> Fit:
+    """A place for each sequence, in one row at least: in as many rows as are wanted, of the length that is wanted."""
+    if length is not None:
+        check_fits(lengths, length)
+        fit = first_fit(lengths, length)
+    else:
+        fit = least_fit(lengths) if rows is None else shortest_fit(lengths, rows)
+    if rows is not None and fit.rows > rows:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}}: {_rows(rows, length)} cannot hold {len(lengths)} sequences, of {lengths.sum()} steps in all.",
+            f"First-fit decreasing takes {_rows(fit.rows, length)}, or "
+            f"{_rows(rows, shortest_fit(lengths, rows).length)}.",
+        )
+    return fit._replace(rows=max(fit.rows, 1) if rows is None else rows)
+
+
+def _rows(rows: int, length: int | None) -> str:
+    return f"{rows} row{'' if rows == 1 else 's'} of {length} steps"
+
+
 _MANY = 8  # rows of a table
 _OUTSIDE_JIT = "This function runs on the host: call it outside `jax.jit`, and pass in the result."
 
@@ -147,6 +168,13 @@ class Sequences(NamedTuple):
     structure: TreeDef
     leaves: list[list[Any]]
     lengths: Ints
+
+    def lay_out(self, spans: Spans, steps: int, rows: int, value: PyTree) -> PyTree:
+        """One array [steps, rows, ...] for each leaf, with each sequence in its span, and `value` everywhere else."""
+        numbers = spread_value(value, jax.tree.unflatten(self.structure, self.leaves[0]))
+        columns = zip(zip(*self.leaves, strict=True), numbers, strict=True)
+        batched = [_lay_leaf(list(column), spans.each(), steps, rows, number) for column, number in columns]
+        return jax.tree.unflatten(self.structure, batched)
 
 
 def is_list(given: Any) -> bool:
@@ -324,16 +352,11 @@ class Spans(NamedTuple):
         spans = zip(self.row.tolist(), self.start.tolist(), self.length.tolist(), strict=True)
         return [(row, slice(start, start + length)) for row, start, length in spans]
 
-
-def lay_out(sequences: Sequences, spans: Spans, steps: int, rows: int, value: PyTree) -> PyTree:
-    """One array [steps, rows, ...] for each leaf, with each sequence in its span, and `value` everywhere else."""
-    example = jax.tree.unflatten(sequences.structure, sequences.leaves[0])
-    where = spans.each()
-    batched = [
-        _lay_leaf([flat[i] for flat in sequences.leaves], where, steps, rows, number)
-        for i, number in enumerate(spread_value(value, example))
-    ]
-    return jax.tree.unflatten(sequences.structure, batched)
+    def cut_out(self, tree: PyTree) -> list[Any]:
+        """What is in each span of a tree with leaves [steps, rows, ...]."""
+        leaves, structure = jax.tree.flatten(tree)
+        columns = [_cut_leaf(leaf, self.each()) for leaf in leaves]
+        return [jax.tree.unflatten(structure, [column[i] for column in columns]) for i in range(len(self.row))]
 
 
 def _lay_leaf(column: list[Any], where: list[tuple[int, slice]], steps: int, rows: int, number: Any) -> Array:
@@ -401,14 +424,6 @@ def check_concrete(value: Any, name: str) -> Any:
     """A value whose elements can be read, as a NumPy array."""
     refuse_traced(value, name)
     return np.asarray(value)
-
-
-def cut_out(tree: PyTree, spans: Spans) -> list[Any]:
-    """What is in each span of a tree with leaves [steps, rows, ...]."""
-    leaves, structure = jax.tree.flatten(tree)
-    where = spans.each()
-    columns = [_cut_leaf(leaf, where) for leaf in leaves]
-    return [jax.tree.unflatten(structure, [column[i] for column in columns]) for i in range(len(where))]
 
 
 def _cut_leaf(leaf: Any, where: list[tuple[int, slice]]) -> list[Array]:
