@@ -41,7 +41,7 @@ def stacked_shardings(layer: PyTree, shardings: PyTree) -> Prefix:
     Raises:
         Fault: for a `LayerError` that lists all the leaves that cannot be sharded so.
     """
-    prefix = Prefix(*flatten_places(shardings))
+    prefix = _places(shardings)
     one = "Give one sharding for all leaves, or a prefix tree of a layer with shardings. None lets JAX choose."
     places = spread_prefix("`shardings`", prefix.tree, layer, "layer", one, whole="a layer", error=LayerError)
     named = zip(leaves_with_path("layer", layer), places, strict=True)
@@ -62,10 +62,10 @@ def stacked_shardings(layer: PyTree, shardings: PyTree) -> Prefix:
     return Prefix(tuple(map(_stacked, places)), jax.tree.structure(layer))
 
 
-def flatten_places(shardings: PyTree) -> tuple[tuple[Any, ...], Any]:
-    """The leaves of a tree of shardings, in which None is one, and its structure."""
+def _places(shardings: PyTree) -> Prefix:
+    """A tree of shardings, in which None is a leaf."""
     leaves, structure = jax.tree.flatten(shardings, is_leaf=_is_place)
-    return tuple(leaves), structure
+    return Prefix(tuple(leaves), structure)
 
 
 def _misfit(leaf: Any, place: Any) -> str:
@@ -170,7 +170,7 @@ def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) 
     if shardings is None and (under_a_trace() or is_jit_disabled()):
         return _all(body, n, key, frozen)
     given, structure = jax.tree.flatten((key, frozen))
-    types = (structure, *map(jax.typeof, given), Prefix(*flatten_places(shardings)))
+    types = (structure, *map(jax.typeof, given), _places(shardings))
     mesh = jax.sharding.get_abstract_mesh()
     made = body.programs(("init_layers", n, types, mesh), lambda: _program(body, n, shardings, mesh, key, frozen))
     with jax.disable_jit(False):  # which would leave shardings out

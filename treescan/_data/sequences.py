@@ -17,6 +17,7 @@ from .._axes import spread_prefix
 from .._body.carry import find_differences
 from .._checks.arguments import without_axis
 from .._errors import ArgumentError, ArgumentTypeError, Fault, Row, TracedArgumentError, expect, expect_int
+from .._reprs import Shown
 from .._tree import is_static, leaves_with_path
 from .._types import Array, PyTree, TreeDef
 
@@ -210,7 +211,7 @@ def check_sequences(sequences: Any) -> Sequences:
     _check_steps(sequences, leaves)
     if any(structure != trees[0][1] for _, structure in trees):
         _refuse_differences(
-            [jax.tree.map(lambda leaf: _ANY, sequence) for sequence in sequences],
+            [jax.tree.map(lambda leaf: Shown("an array"), sequence) for sequence in sequences],
             "sequences",
             "{verb}: the sequences differ in structure from the first.",
             "Give all of them the same containers with the same parts, because each leaf of the batch becomes one "
@@ -247,16 +248,6 @@ def _check_steps(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
             "Leave values that are the same for all steps out of the sequences.",
             rows=some([Row(path, "[steps, ...]", describe_node(node)) for path, node in named]),
         )
-
-
-class _AnyLeaf:
-    """Represents each leaf where structures are compared."""
-
-    def __repr__(self) -> str:
-        return "an array"
-
-
-_ANY = _AnyLeaf()
 
 
 def _refuse_differences(trees: Sequence[PyTree], name: str, says: str, cure: str) -> None:

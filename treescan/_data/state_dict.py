@@ -16,7 +16,7 @@ import numpy as np
 from .._avals import describe_argument, describe_leaf, exact_int, shape_of
 from .._errors import ArgumentTypeError, Cure, Fault, LayerError, Row, expect, verb, warn_user
 from .._tree import KeyPath, thaw_static
-from .._types import Array, PyTree
+from .._types import Array, PyTree, TreeDef
 from .init_layers import stacked_shardings
 from .stack import add_layer_axis, count_layers, freeze_shared, is_traced_number, split_layers
 
@@ -251,13 +251,13 @@ class _Wanted(NamedTuple):
     """What the layers of one stack have to hold.
 
     Attributes:
-        like: one layer, its static leaves frozen; None: a dict of what the first layer has.
-        leaves: the names, and of what shape, where that is known.
+        like: one layer, its static leaves frozen.
+        leaves: for each of its leaves the name, and an array of its type.
         layers: the layers, each with its number among all.
     """
 
     like: PyTree
-    leaves: list[tuple[str, Any]]
+    leaves: dict[str, Any]
     layers: list[tuple[int, Mapping[str, Any]]]
 
 
@@ -459,10 +459,11 @@ def _wanted(layers: Sequence[tuple[int, Mapping[str, Any]]], like: PyTree, names
                 "{verb}: `names` renames the leaves of `like`, but there is no `like`.",
                 "Give a tree of one layer, or rename the keys of the dict that you get.",
             )
-        return _Wanted(None, [(name, None) for name in layers[0][1]], list(layers))
+        first = layers[0][1]
+        like = first[""] if list(first) == [""] else dict(first)  # a layer may be one array
     frozen = freeze_shared(like)
-    wanted = zip(names_of(_paths(frozen), names), jax.tree.leaves(frozen), strict=True)
-    return _Wanted(frozen, list(wanted), list(layers))
+    wanted = dict(zip(names_of(_paths(frozen), names), jax.tree.leaves(frozen), strict=True))
+    return _Wanted(frozen, wanted, list(layers))
 
 
 def _stacked(parts: Sequence[_Wanted], shardings: Sequence[PyTree], prefix: str, like: PyTree) -> list[Any]:
@@ -490,11 +491,10 @@ def _stacked(parts: Sequence[_Wanted], shardings: Sequence[PyTree], prefix: str,
 def _differences(part: _Wanted, prefix: str) -> list[Row]:
     """Where a layer has something else than what is wanted, another shape, or a dtype that the first has not."""
     first = part.layers[0][1]
-    expected = {name: (first.get(name) if leaf is None else leaf) for name, leaf in part.leaves}
     rows: list[Row] = []
     for number, layer in part.layers:
-        for name in dict.fromkeys((*expected, *layer)):
-            want, value, of_first = expected.get(name), layer.get(name), first.get(name)
+        for name in dict.fromkeys((*part.leaves, *layer)):
+            want, value, of_first = part.leaves.get(name), layer.get(name), first.get(name)
             path, shapes = full_name(prefix, number, name), (_shape(want), _shape(value))
             if want is None or value is None:
                 rows.append(Row(path, shapes[0] or "(nothing)", shapes[1] or "(missing)"))
@@ -515,9 +515,9 @@ def _warn_of_dtypes(parts: Sequence[_Wanted], prefix: str) -> None:
     found: list[str] = []
     for part in parts:
         number, first = part.layers[0]
-        for name, leaf in part.leaves:
+        for name, leaf in part.leaves.items():
             wanted = getattr(leaf, "dtype", first[name].dtype)  # that of the given array: JAX makes 32 bits of 64
-            if leaf is not None and wanted != first[name].dtype:
+            if wanted != first[name].dtype:
                 found.append(f"{full_name(prefix, number, name)} is {first[name].dtype}, not {wanted}")
     if found:
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""
@@ -530,23 +530,17 @@ def _warn_of_dtypes(parts: Sequence[_Wanted], prefix: str) -> None:
 
 def _join_all(part: _Wanted, shardings: PyTree) -> Any:
     """The stack of one kind of layers."""
-    names = [name for name, _ in part.leaves]
-    alone = part.like is None and names == [""]  # a layer is one array
-    first = part.layers[0][1]
-    like = (first[""] if alone else {name: first[name] for name in names}) if part.like is None else part.like
-    if part.like is None and not alone:
-        names = sorted(names)  # as JAX orders the leaves of a dict
-    places: Sequence[Any] = [None] * len(names)
+    structure: TreeDef = jax.tree.structure(part.like)
+    places: Sequence[Any] = [None] * len(part.leaves)
     if shardings is not None:
-        types = jax.tree.unflatten(jax.tree.structure(like), [first[name] for name in names])
+        first = part.layers[0][1]
+        types = jax.tree.unflatten(structure, [first[name] for name in part.leaves])
         places = stacked_shardings(jax.eval_shape(lambda: types), shardings).leaves
     leaves = [
-        _join([layer[name] for _, layer in part.layers], place) for name, place in zip(names, places, strict=True)
+        _join([layer[name] for _, layer in part.layers], place) for name, place in zip(part.leaves, places, strict=True)
     ]
-    whole = thaw_static(jax.tree.unflatten(jax.tree.structure(like), leaves))
-    if part.like is not None:
-        return add_layer_axis(whole, None)
-    return whole if alone else {name: whole[name] for name, _ in part.leaves}
+    whole = add_layer_axis(thaw_static(jax.tree.unflatten(structure, leaves)), None)
+    return {name: whole[name] for name in part.like} if type(whole) is dict else whole  # which JAX has sorted
 
 
 def _join(leaves: Sequence[Any], place: Any) -> Any:
