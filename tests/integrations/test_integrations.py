@@ -215,13 +215,3 @@ def test_haliax_arrays_are_carried() -> None:
     final = treescan.fold(lambda h, x: h + x, start, jnp.ones(4))
     assert final.axes == start.axes
     np.testing.assert_allclose(final.array, jnp.full(3, 4.0))
-
-
-def test_what_is_used_of_nnx_is_there() -> None:
-    """The names of flax that the plugin stands on, at every release that the tests run with."""
-    module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    graph, state = nnx.split(module)
-    assert isinstance(module, nnx.Pytree)
-    assert issubclass(nnx.Optimizer, nnx.Pytree)
-    assert hash(graph) == hash(nnx.split(nnx.merge(graph, state))[0])
-    assert graph == nnx.split(nnx.merge(graph, state))[0]

@@ -561,7 +561,17 @@ def repad(packed: Packed[Any], ys: Y, *, length: int | None = None, value: PyTre
     steps = check_count(length, "length")
     steps = packed.steps if steps is None else steps
     check_lead("ys", ys, (packed.rows,), packed.steps)
-    _check_length(packed, steps)
+    if steps < packed.steps and isinstance(packed.index.length, Tracer):
+        raise Fault(
+            TracedArgumentError,
+            f"{{verb}}: `length` is {steps}, less than the {packed.steps} steps of the rows, and the lengths of the "
+            "sequences are traced, so the longest may not fit.",
+            "Leave `length` out: every sequence fits the steps of the rows. Or pack to rows of that length, "
+            f"`pack(sequences, length={steps})`. If you know that no sequence is longer, cut the result: "
+            f"`padded._replace(data=padded.data[:{steps}])`.",
+        )
+    if steps < packed.steps:
+        check_fits(np.asarray(packed.index.length), steps)
     refuse_split_rows(packed.index[:3], packed.mask)
     values = spread_value(value, ys, "ys", "ys")
     leaves, structure = jax.tree.flatten(ys)
@@ -571,19 +581,3 @@ def repad(packed: Packed[Any], ys: Y, *, length: int | None = None, value: PyTre
     where = tuple(jnp.where(at < count, place, other) for place, other in zip((start + at, row), outside, strict=True))
     rows = [_gather(leaf, where, number) for leaf, number in zip(leaves, values, strict=True)]
     return Padded(jax.tree.unflatten(structure, rows), jnp.asarray(packed.index.length))
-
-
-def _check_length(packed: Packed[Any], steps: int) -> None:
-    lengths = packed.index.length
-    if steps >= packed.steps:
-        return
-    if isinstance(lengths, Tracer):
-        raise Fault(
-            TracedArgumentError,
-            f"{{verb}}: `length` is {steps}, less than the {packed.steps} steps of the rows, and the lengths of the "
-            "sequences are traced, so the longest may not fit.",
-            "Leave `length` out: every sequence fits the steps of the rows. Or pack to rows of that length, "
-            f"`pack(sequences, length={steps})`. If you know that no sequence is longer, cut the result: "
-            f"`padded._replace(data=padded.data[:{steps}])`.",
-        )
-    check_fits(np.asarray(lengths), steps)

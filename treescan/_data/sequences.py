@@ -466,12 +466,8 @@ def stack_inits(inits: Any, count: int) -> PyTree:
             f"{'s'[: count != 1]}.",
             "Give the carry that each sequence starts from, in the order of the sequences.",
         )
-    static = [
-        Row(path, "an array", describe_leaf(leaf))
-        for i, init in enumerate(inits)
-        for path, leaf in leaves_with_path(f"init[{i}]", init)
-        if is_static(leaf)
-    ]
+    named = leaves_with_path("init", list(inits))
+    static = [Row(path, "an array", describe_leaf(leaf)) for path, leaf in named if is_static(leaf)]
     if static:
         raise Fault(
             ArgumentError,

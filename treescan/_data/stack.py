@@ -15,16 +15,7 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from .._avals import (
-    describe_argument,
-    describe_leaf,
-    dtype_of,
-    exact_int,
-    is_weak,
-    same_type,
-    shape_of,
-    spec_parts,
-)
+from .._avals import describe_argument, describe_leaf, dtype_of, exact_int, is_weak, same_type, shape_of, spec_parts
 from .._axes import LeafAxes
 from .._body.carry import agree, find_differences
 from .._checks.arguments import axis_spec, with_axes
@@ -78,8 +69,16 @@ def remove_layer_axis(stacked: PyTree, root: str, name: Any = None) -> PyTree:
     if not boxes:
         return stacked
     whole = [names for _, box in boxes if (names := _names(box)) and len(names) == _rank(box)]
-    if name is not None:
-        _refuse_other_names(boxes, name)
+    others = [(path, names) for path, box in boxes if (names := _names(box)) and names[0] != name]
+    if name is not None and others:
+        raise Fault(
+            LayerError,
+            f"{{call}}: the metadata does not call the axis of the layers {name!r}.",
+            "Without `layer_axis_name`, the name is read from the metadata. `treescan.stack` and "
+            "`treescan.init_layers` write it there, and so does `nnx.vmap` with `transform_metadata`.",
+            header=("leaf", "axis of the layers", "names of all axes"),
+            rows=[Row(path, repr(name), repr(names)) for path, names in others],
+        )
     axis = whole[0][0] if whole else name
 
     def remove(box: Any) -> Any:
@@ -153,19 +152,6 @@ def _map_boxes(root: str, tree: PyTree, function: Callable[[Any], Any], method: 
 def _check_name(name: Any) -> None:
     flax = 'It is the name of the axis of the layers in flax\'s metadata, for example `layer_axis_name="layers"`.'
     expect(name is None or isinstance(name, str), "layer_axis_name", "a string or None", name, flax)
-
-
-def _refuse_other_names(boxes: list[tuple[str, Any]], name: str) -> None:
-    rows = [Row(path, repr(name), repr(names)) for path, box in boxes if (names := _names(box)) and names[0] != name]
-    if rows:
-        raise Fault(
-            LayerError,
-            f"{{call}}: the metadata does not call the axis of the layers {name!r}.",
-            "Without `layer_axis_name`, the name is read from the metadata. `treescan.stack` and "
-            "`treescan.init_layers` write it there, and so does `nnx.vmap` with `transform_metadata`.",
-            header=("leaf", "axis of the layers", "names of all axes"),
-            rows=rows,
-        )
 
 
 def freeze_shared(tree: PyTree) -> PyTree:
@@ -414,7 +400,9 @@ def _put_arrays(arrays: list[Any], i: Any, layer: list[Any]) -> list[Array]:
 
 
 def _stack(layers: list[PyTree]) -> PyTree:
-    shared = _shared_leaves(layers)
+    alike = [numbers_in(layer) for layer in layers if same_structure(layers[0], layer)]
+    columns = zip(jax.tree.leaves(layers[0]), *alike, strict=True)
+    shared = [is_static(leaf) or all(are_numbers) for leaf, *are_numbers in columns]  # the same in all layers
     rows: list[Row] = []
     numbers: list[Row] = []
     for i, layer in enumerate(layers):
@@ -441,13 +429,6 @@ def _stack(layers: list[PyTree]) -> PyTree:
     return thaw_static(jax.tree.unflatten(structure, _stack_arrays(list(map(list, zip(*rest, strict=True))))))
 
 
-def _shared_leaves(layers: list[PyTree]) -> list[bool]:
-    """For each leaf of the first layer whether all share it: no array, or in every layer a Python number."""
-    alike = [numbers_in(layer) for layer in layers if same_structure(layers[0], layer)]
-    columns = zip(*alike, strict=True)
-    return [is_static(leaf) or all(column) for leaf, column in zip(jax.tree.leaves(layers[0]), columns, strict=True)]
-
-
 def _differing_types(root: str, given: PyTree, layer: PyTree) -> list[Row]:
     return [] if agree(given, layer) else [difference.row for difference in find_differences(root, (), given, layer)]
 
@@ -456,13 +437,12 @@ def _differing_numbers(root: str, given: PyTree, layer: PyTree, shared: list[boo
     """The Python numbers, among the leaves that are shared, whose values differ. Their types are compared with all."""
     if not same_structure(given, layer):
         return []
-    triples = zip(jax.tree.leaves(given), leaves_with_path(root, layer), shared, strict=True)
-    pairs = [(old, path, new) for old, (path, new), is_shared in triples if is_shared and is_number(old)]
-    return [
-        Row(path, repr(old), describe_argument(new), "number")
-        for old, path, new in pairs
-        if same_type(old, new) and (type(old), repr(old)) != (type(new), repr(new))  # 1 is not True, NaN is NaN
-    ]
+    rows: list[Row] = []
+    for old, (path, new), is_shared in zip(jax.tree.leaves(given), leaves_with_path(root, layer), shared, strict=True):
+        is_same = (type(old), repr(old)) == (type(new), repr(new))  # 1 is not True, NaN is NaN
+        if is_shared and is_number(old) and same_type(old, new) and not is_same:
+            rows.append(Row(path, repr(old), describe_argument(new), "number"))
+    return rows
 
 
 def split_layers(frozen: PyTree) -> list[PyTree]:
@@ -550,10 +530,8 @@ def count_layers(stacked: PyTree, root: str) -> int:
         plain = isinstance(stacked, list | tuple) and not hasattr(stacked, "_fields") and stacked
         if plain and all(same_structure(layer, stacked[0]) for layer in stacked):
             cure = f"If each item of `{root}` is a layer, stack them: `treescan.stack({root})`."
-        rows = [
-            Row(path, "none" if size is None else str(size), describe_leaf(leaf), "")
-            for (path, leaf), size in zip(leaves, sizes, strict=True)
-        ]
+        counts = ["none" if size is None else str(size) for size in sizes]
+        rows = [Row(path, count, describe_leaf(leaf)) for (path, leaf), count in zip(leaves, counts, strict=True)]
         raise Fault(
             LayerError,
             f"{{call}}: the leaves of `{root}` do not have the same number of layers on their first axis.",

@@ -6,7 +6,7 @@ import contextlib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -240,7 +240,7 @@ def _check_ignore(ignore: Any) -> Ignores:
 
 Layer = TypeVar("Layer")
 Order: TypeAlias = Literal["turns"] | Sequence[int]
-Ignore: TypeAlias = str | Iterable[str] | Callable[[str], bool] | None
+Names: TypeAlias = Mapping[str, str] | Sequence[Mapping[str, str] | None] | None
 _PREFIX = "layers"
 _SEVERAL = (
     'If it is a sequence of {what}, `order` must say how their layers are numbered: `order="turns"` for a pattern.'
@@ -261,28 +261,32 @@ class _Wanted(NamedTuple):
     layers: list[tuple[int, Mapping[str, Any]]]
 
 
+class ReadOptions(TypedDict, total=False):
+    """What `layers_from_state_dict` takes by name with and without `like`."""
+
+    prefix: str
+    ignore: str | Iterable[str] | Callable[[str], bool] | None
+    shardings: PyTree
+
+
+class ReadDicts(ReadOptions, total=False):
+    """What it takes by name without `like`."""
+
+    names: None
+    order: Sequence[int] | None
+
+
+class ReadLayers(ReadOptions, total=False):
+    """What it takes by name with `like`."""
+
+    names: Names
+    order: Order | None
+
+
 @overload
-def layers_from_state_dict(
-    state: Mapping[str, Any],
-    like: None = None,
-    *,
-    prefix: str = _PREFIX,
-    names: None = None,
-    order: Sequence[int] | None = None,
-    ignore: Ignore = None,
-    shardings: PyTree = None,
-) -> Any: ...
+def layers_from_state_dict(state: Mapping[str, Any], like: None = None, **options: Unpack[ReadDicts]) -> Any: ...
 @overload
-def layers_from_state_dict(
-    state: Mapping[str, Any],
-    like: Layer,
-    *,
-    prefix: str = _PREFIX,
-    names: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None = None,
-    order: Order | None = None,
-    ignore: Ignore = None,
-    shardings: PyTree = None,
-) -> Layer: ...
+def layers_from_state_dict(state: Mapping[str, Any], like: Layer, **options: Unpack[ReadLayers]) -> Layer: ...
 @verb
 def layers_from_state_dict(
     state: Mapping[str, Any],
@@ -352,11 +356,7 @@ def layers_from_state_dict(
 
 @verb
 def layers_to_state_dict(
-    stacked: PyTree,
-    *,
-    prefix: str = _PREFIX,
-    names: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None = None,
-    order: Order | None = None,
+    stacked: PyTree, *, prefix: str = _PREFIX, names: Names = None, order: Order | None = None
 ) -> dict[str, Array]:
     """Returns the arrays of a stack under the names of a flat checkpoint: the inverse of `layers_from_state_dict`.
 

@@ -367,11 +367,7 @@ class Best(AbstractCarry[tuple[Array, Any], tuple[ArrayLike, Any]]):
 
 @named_options
 def best(
-    value: T,
-    score: ArrayLike | None = None,
-    *,
-    mode: Literal["max", "min"] = "max",
-    shared: bool | None = None,
+    value: T, score: ArrayLike | None = None, *, mode: Literal["max", "min"] = "max", shared: bool | None = None
 ) -> tuple[Array, T]:
     """Carries the best candidate so far.
 

@@ -102,9 +102,7 @@ _lock = threading.RLock()
 
 @named_options
 def register_carry(
-    kind: type[_T],
-    to_carry: Callable[[_T], AbstractCarry[Any, Any]],
-    from_carry: Callable[[Any], _T],
+    kind: type[_T], to_carry: Callable[[_T], AbstractCarry[Any, Any]], from_carry: Callable[[Any], _T]
 ) -> None:
     """Registers how treescan carries values of a type that you do not own.
 
@@ -252,7 +250,14 @@ def adopt(init: PyTree, root: str = "init") -> Adopted:
     nodes, outer = jax.tree.flatten(init, is_leaf=_is_special)
     kinds = [type(node) not in _plain and kind_of(node) for node in nodes]
     if any(type(node) not in _plain and _makes_carries(node) for node in nodes):
-        raise _not_called(init, root)
+        named = leaves_with_path(root, init, is_leaf=_is_special)
+        rows = [Row(path, "a custom carry", f"`{node.__name__}`") for path, node in named if _makes_carries(node)]
+        raise Fault(
+            ArgumentTypeError,
+            "{call} was given functions that make carries, instead of carries.",
+            f"Call it: `{rows[0].came.strip('`')}(...)` at {rows[0].leaf}.",
+            rows=rows,
+        )
     if not any(kinds):
         return Adopted(init)
     adoptions = tuple(kind if isinstance(kind, Adoption) else None for kind in kinds)
@@ -267,27 +272,8 @@ def adopt(init: PyTree, root: str = "init") -> Adopted:
 
 def _makes_carries(node: Any) -> bool:
     """Whether a leaf is a function, or a class, of this package that makes a carry: `keys` in place of `keys(key)`."""
-    return (
-        callable(node)
-        and (getattr(node, "__module__", None) or "").startswith(f"{__package__}.")
-        and not is_carry(node)
-    )
-
-
-def _not_called(init: PyTree, root: str) -> Fault:
-    rows = [
-        Row(path, "a custom carry", f"`{node.__name__}`", "")
-        for path, node in leaves_with_path(root, init, is_leaf=_is_special)
-        if _makes_carries(node)
-    ]
-    first = rows[0]
-    return Fault(
-        ArgumentTypeError,
-        "{call} was given functions that make carries, instead of carries.",
-        f"Call it: `{first.came.strip('`')}(...)` at {first.leaf}.",
-        header=("leaf", "expected", "is"),
-        rows=rows,
-    )
+    module = getattr(node, "__module__", None) or ""
+    return callable(node) and module.startswith(f"{__package__}.") and not is_carry(node)
 
 
 def _classes(nodes: list[Any]) -> tuple[type, ...]:

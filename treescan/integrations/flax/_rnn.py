@@ -78,15 +78,15 @@ def lift_loop(cell: Callable[..., Any], rnn: RNN, lengths: Array | None, time_ax
         lengths: int32[*batch]: how many steps of each row are valid; None: all.
         time_axis: where the steps are in the inputs and the outputs.
     """
-    named, split, initializing = type(rnn.cell).__call__, tuple(rnn.split_rngs.values()), rnn.is_initializing()
+    named, initializing = type(rnn.cell).__call__, rnn.is_initializing()
     try:
         into, out = axes_of(rnn.variable_axes)
     except Fault as error:
         raise explain(error, _NAME, named) from None
 
     def run(scope_fn: Any, repack_fn: Any, groups: Any, rngs: Any, carry: PyTree, inputs: Array) -> Any:
-        call = ScopedCall(scope_fn, repack_fn, cell, split)
-        loop = _LiftedLoop(call, rnn, named, split, lengths, time_axis, initializing, into, out)
+        call = ScopedCall(scope_fn, repack_fn, cell, tuple(rnn.split_rngs.values()))
+        loop = _LiftedLoop(call, rnn, named, lengths, time_axis, initializing, into, out)
         return loop.run(groups, rngs, carry, inputs)
 
     first = (rnn.variable_broadcast, rnn.variable_carry)
@@ -100,7 +100,6 @@ class _LiftedLoop:
     call: ScopedCall
     rnn: RNN
     named: Callable[..., Any]
-    split: tuple[bool, ...]
     lengths: Array | None
     time_axis: int
     initializing: bool
@@ -113,7 +112,7 @@ class _LiftedLoop:
         """The loop: `((carry, outputs), groups)`."""
         broadcast, carried, *given = groups
         scanned = without_axes(given, self.into, {})
-        variables, keys = Groups(broadcast, carried, scanned), parted_rngs(rngs, self.split)
+        variables, keys = Groups(broadcast, carried, scanned), parted_rngs(rngs, self.call.split)
         scopes: list[Scope] = self.call.scopes(variables, keys)
         self._refuse(scopes)
         if any(scope.rngs for scope in scopes) or _any_mutable(scopes, self.rnn.variable_broadcast):
@@ -163,7 +162,13 @@ class _LiftedLoop:
             options |= {"progress": shown_as(rnn.progress, carry_of), "check_finite": rnn.check_finite}
 
         def cell(loop: Loop, x: CellInputs) -> tuple[Loop, Any]:
-            return self.step(loop, x)
+            # However often it is traced, the rngs count from where they were before the loop: see `counters`.
+            broadcast, shared = loop.constants
+            groups, keys = Groups(broadcast, loop.variables, x.variables), Rngs(shared, x.keys)
+            carry, y, returned = self.call(groups, keys, loop.carry, (x.inputs,))
+            for before, after in zip(loop.variables, returned.carried, strict=True):
+                refuse_made(before, after)
+            return loop._replace(carry=carry, variables=returned.carried), (y, returned.scanned)
 
         functools.update_wrapper(cell, self.named, ("__name__", "__qualname__"), ())  # errors say where it was written
         vars(cell)["__signature__"] = named_signature("carry", "x")
@@ -171,16 +176,6 @@ class _LiftedLoop:
             return scan(cell, loop, xs, **options)
         options |= {"carry_axes": Loop(0, None, None), "x_axes": CellInputs(0, None, None), "y_axes": (0, None)}
         return mask_scan(cell, loop, xs, lengths=self.lengths, chunk=rnn.chunk, compact=rnn.compact, **options)
-
-    def step(self, loop: Loop, x: CellInputs) -> tuple[Loop, Any]:
-        """One step of the loop. However often it is traced, the rngs count from where they were before the loop."""
-        inputs, own, stacked = x
-        broadcast, shared = loop.constants
-        groups = Groups(broadcast, loop.variables, stacked)
-        carry, y, returned = self.call(groups, Rngs(shared, own), loop.carry, (inputs,))
-        for before, after in zip(loop.variables, returned.carried, strict=True):
-            refuse_made(before, after)
-        return loop._replace(carry=carry, variables=returned.carried), (y, returned.scanned)
 
 
 def _move(tree: PyTree, source: int, target: int) -> PyTree:

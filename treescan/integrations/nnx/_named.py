@@ -54,6 +54,17 @@ class Named:
         self.values = values
         self.structure = structure
 
+    @classmethod
+    def of(cls, state: PyTree, nodes: tuple[str, ...]) -> Named:
+        """The arrays of the state of a list of nodes, which have these names."""
+        leaves, structure = jtu.tree_flatten_with_path(state)
+        names = tuple(nodes[path[0].key] + "".join(map(_attribute, path[1:])) for path, _ in leaves)
+        return cls(names, tuple(leaf for _, leaf in leaves), structure)
+
+    def state(self) -> PyTree:
+        """The state whose arrays these are."""
+        return jtu.tree_unflatten(self.structure, self.values)
+
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Root, Any]], Any]:
         children = [(Root(name), value) for name, value in zip(self.names, self.values, strict=True)]
         return children, (self.names, self.structure)
@@ -66,21 +77,9 @@ class Named:
         return cls(known[0], tuple(values), known[1])
 
 
-def named_state(state: PyTree, nodes: tuple[str, ...]) -> Named:
-    """The arrays of the state of a list of nodes, which have these names."""
-    leaves, structure = jtu.tree_flatten_with_path(state)
-    names = tuple(nodes[path[0].key] + "".join(map(_attribute, path[1:])) for path, _ in leaves)
-    return Named(names, tuple(leaf for _, leaf in leaves), structure)
-
-
 def by_name(tree: PyTree) -> dict[str, Any]:
     """The arrays of a tree by their names in messages."""
     return dict(leaves_with_path("", tree))
-
-
-def state_of(named: Named) -> PyTree:
-    """The way back."""
-    return jtu.tree_unflatten(named.structure, named.values)
 
 
 def variables_of(state: PyTree, nodes: tuple[str, ...]) -> list[tuple[str, nnx.Variable[Any]]]:

@@ -158,7 +158,12 @@ def _scanning(
     check_callable(f, "scan(step)")
     _refuse_method(f)
     graph, graph_updates = _check_modes(modes)
-    _check_metadata(metadata)
+    if metadata and nnx.PARTITION_NAME not in metadata:
+        raise Fault(
+            ArgumentError,
+            f"{{call}}: `transform_metadata` has no `nnx.PARTITION_NAME`, but {', '.join(map(repr, metadata))}.",
+            "It names the scanned axis in the shardings of variables: `{nnx.PARTITION_NAME: 'layers'}`.",
+        )
     updates = graph and graph_updates
     carried, returned = check_axes(in_axes, out_axes, updates=updates)
     common = (f, Prefix.of(out_axes), carried, returned, axes_of(in_axes, out_axes))
@@ -223,12 +228,3 @@ def _check_modes(modes: Mapping[str, bool | None]) -> list[bool]:
         expect(isinstance(value, bool), mode, "True, False or None", value, cure)
         values.append(value)
     return values
-
-
-def _check_metadata(metadata: Mapping[str, Any]) -> None:
-    if metadata and nnx.PARTITION_NAME not in metadata:
-        raise Fault(
-            ArgumentError,
-            f"{{call}}: `transform_metadata` has no `nnx.PARTITION_NAME`, but {', '.join(map(repr, metadata))}.",
-            "It names the scanned axis in the shardings of variables: `{nnx.PARTITION_NAME: 'layers'}`.",
-        )

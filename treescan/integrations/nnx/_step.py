@@ -22,23 +22,12 @@ from ._named import (
     differences,
     is_node,
     leaves_and_nodes,
-    named_state,
     replace_nodes,
     spelled,
-    state_of,
     variables_in,
     variables_of,
 )
-from ._roles import (
-    ModuleAxes,
-    Role,
-    check_level,
-    check_shared,
-    check_updatable,
-    filters_of,
-    is_axis,
-    spread_roles,
-)
+from ._roles import ModuleAxes, Role, check_level, check_shared, check_updatable, filters_of, is_axis, spread_roles
 
 CONVENTION = dataclasses.replace(SCAN, records=lambda carry, x: (by_name(carry), by_name(x)))
 TAG = "treescan"
@@ -113,7 +102,7 @@ class Parts:
 
     def state(self, state: PyTree) -> Named:
         """The arrays of a state of the nodes."""
-        return named_state(state, tuple(self.names))
+        return Named.of(state, tuple(self.names))
 
     def groups(self, states: Sequence[Named], axes: Sequence[int]) -> tuple[tuple[Named, Named], ...]:
         """What has each axis: the state of the nodes, and arrays."""
@@ -163,7 +152,7 @@ def merge(graph: Any, states: Sequence[Named], tag: str | None = None, inner: bo
     if not states:
         return []
     with nnx.merge_context(tag, inner) as context:
-        nodes: list[Any] = context.merge(graph, *map(state_of, states))
+        nodes: list[Any] = context.merge(graph, *(state.state() for state in states))
     return nodes
 
 
@@ -206,7 +195,13 @@ class ModuleStep:
         new_carry = take_nodes(args__.names[0], carry, new_carry, parts)
         layout_out, (new_variables, new_whole, *states) = self._take_out(out, parts)
         check_carried(variables, new_variables, layout.names)
-        _check_whole(whole, new_whole)
+        if whole.names != new_whole.names:  # what changes of their values is dropped
+            other = sorted(set(whole.names) ^ set(new_whole.names))
+            raise Fault(
+                CarryError,
+                f"{{body}} added or removed variables of a module that each step receives whole: {', '.join(other)}.",
+                "Create all variables before the scan, or scan over the module, or carry it.",
+            )
         return Named(args__.names, (new_carry, new_variables)), (layout_out, parts.groups(states, self.axes))
 
     def run(self, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
@@ -272,7 +267,7 @@ class ModuleStep:
         return carry if alone else _replaced(out, self.returned, carry)
 
     def _without_axis(self, state: Named, axis: int) -> Named:
-        removed = nnx.spmd.remove_axis(state_of(state), axis, dict(self.metadata))
+        removed = nnx.spmd.remove_axis(state.state(), axis, dict(self.metadata))
         leaves, structure = jax.tree.flatten(removed)
         return Named(state.names, tuple(leaves), structure)
 
@@ -355,22 +350,11 @@ def take_nodes(name: str, given: PyTree, returned: PyTree, parts: Parts) -> PyTr
     return replace_nodes(returned, lambda _: next(indices))
 
 
-def _check_whole(given: Named, now: Named) -> None:
-    """What is given whole to each step keeps its variables; what a step changes of their values is dropped."""
-    if given.names != now.names:
-        other = sorted(set(given.names) ^ set(now.names))
-        raise Fault(
-            CarryError,
-            f"{{body}} added or removed variables of a module that each step receives whole: {', '.join(other)}.",
-            "Create all variables before the scan, or scan over the module, or carry it.",
-        )
-
-
 def check_carried(given: Named, now: Named, nodes: tuple[str, ...]) -> None:
     """What is carried keeps its types and metadata. Which variables and arrays there are, the loop itself compares."""
     if given.names != now.names or given.structure == now.structure:
         return
-    pairs = zip(*(variables_of(state_of(named), nodes) for named in (given, now)), strict=False)
+    pairs = zip(*(variables_of(named.state(), nodes) for named in (given, now)), strict=False)
     rows = [row for (name, old), (_, new) in pairs for row in differences(name, old, new)]
     if rows:
         raise Fault(
@@ -427,7 +411,7 @@ class ValueStep(ModuleStep):
         args = self._joined(layout, nodes, groups, arrays.values)
         new_carry, out = self._apart(self.f(*_replaced(args, self.carried, fill(carry, given))))
         new_carry, carried = _take_carry(args__.names[0], (carry, new_carry), given, held)
-        new_kept = named_state(live, layout.names)
+        new_kept = Named.of(live, layout.names)
         check_carried(kept, new_kept, layout.names)
         updates = tuple(_changed(*states, layout.names) for states in zip(before, scanned, strict=True))
         named = leaves_and_nodes("out", out)
@@ -454,7 +438,7 @@ class ValueStep(ModuleStep):
         final, (layout, groups, updates) = run_scan(CONVENTION, self, init, xs, **axes, **options)
         carry, inside, kept = final.values
         put_back([live[0], *live[2:]], kept, updates, tuple(parts.names))
-        nnx.update(carried.nodes, state_of(inside))
+        nnx.update(carried.nodes, inside.state())
         nodes = merge(layout.graph, [state for state, _ in groups])
         return self._put_out(layout, fill(carry, carried.nodes), nodes, groups)
 
@@ -503,7 +487,7 @@ def _take_carry(name: str, carries: tuple[PyTree, PyTree], given: list[Any], hel
             "are arrays, may change.",
         )
     places = iter(was)
-    return replace_nodes(carries[1], lambda _: next(places)), named_state(state, held.names)
+    return replace_nodes(carries[1], lambda _: next(places)), Named.of(state, held.names)
 
 
 def refuse_aliases(carried: Parts, parts: Parts, *, tree: bool) -> None:
@@ -562,7 +546,7 @@ def put_back(
 ) -> None:
     """Updates the variables that went in: those given whole to every step, and those that steps changed."""
     whole, *scanned = (variables_of(state, nodes) for state in live)
-    values = [value for _, value in variables_of(state_of(kept), nodes)]
+    values = [value for _, value in variables_of(kept.state(), nodes)]
     pairs = list(zip(whole, values, strict=True))
     for variables, found in zip(scanned, updates, strict=True):
         pairs += [(place, found[place[0]]) for place in variables if place[0] in found]
