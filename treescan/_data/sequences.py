@@ -229,22 +229,19 @@ def refuse_traced(value: Any, name: str, cure: str = _OUTSIDE_JIT) -> None:
 
 def _check_steps(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
     """Refuses leaves without an axis of steps, and sequences without leaves."""
-    named = [
-        pair
-        for i, flat in enumerate(leaves)
-        if not flat or not all(map(shape_of, flat))
-        for pair in without_axis(f"sequences[{i}]", sequences[i]) or [(f"sequences[{i}]", sequences[i])]
-    ]
+    named: list[tuple[str, Any]] = []
+    for i, flat in enumerate(leaves):
+        if not flat or not all(map(shape_of, flat)):
+            named += without_axis(f"sequences[{i}]", sequences[i]) or [(f"sequences[{i}]", sequences[i])]
     if named:
-        cures = [
-            f"JAX reads a list of numbers as separate leaves: make it an array, `jnp.asarray({path})`."
-            for path, node in named
-            if isinstance(node, list | tuple) and node
-        ]
+        lists = [path for path, node in named if isinstance(node, list | tuple) and node]
         raise Fault(
             ArgumentError,
             "{verb}: the leaves of a sequence must be arrays whose first axis is the steps, but these are not.",
-            *cures[:1],
+            *(
+                f"JAX reads a list of numbers as separate leaves: make it an array, `jnp.asarray({path})`."
+                for path in lists[:1]
+            ),
             "Leave values that are the same for all steps out of the sequences.",
             rows=some([Row(path, "[steps, ...]", describe_node(node)) for path, node in named]),
         )
@@ -252,11 +249,9 @@ def _check_steps(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
 
 def _refuse_differences(trees: Sequence[PyTree], name: str, says: str, cure: str) -> None:
     """Refuses trees that differ from the first."""
-    rows = [
-        difference.row
-        for i, tree in enumerate(trees[1:], 1)
-        for difference in find_differences(f"{name}[{i}]", (), trees[0], tree)
-    ]
+    rows: list[Row] = []
+    for i, tree in enumerate(trees[1:], 1):
+        rows += [difference.row for difference in find_differences(f"{name}[{i}]", (), trees[0], tree)]
     if rows:
         raise Fault(ArgumentError, says, cure, header=("leaf", f"in {name}[0]", "is"), rows=some(rows))
 
@@ -264,22 +259,15 @@ def _refuse_differences(trees: Sequence[PyTree], name: str, says: str, cure: str
 def _check_types(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
     """Refuses leaves whose dtype or trailing shape is not that of most, and leaves of another number of steps."""
     usual = [Counter(map(_step_type, column)).most_common(1)[0][0] for column in zip(*leaves, strict=True)]
-    bad = [
-        i
-        for i, flat in enumerate(leaves)
-        if [_step_type(leaf) for leaf in flat] != usual or len({leaf.shape[0] for leaf in flat}) > 1
-    ]
-    rows = [
-        Row(
-            path,
-            str(ShapedArray((leaves[i][0].shape[0], *shape), dtype)),
-            describe_leaf(leaf),
-            "dtype" if dtype_of(leaf) != dtype else "",
-        )
-        for i in bad
-        for (path, leaf), (shape, dtype) in zip(leaves_with_path(f"sequences[{i}]", sequences[i]), usual, strict=True)
-        if _step_type(leaf) != (shape, dtype) or leaf.shape[0] != leaves[i][0].shape[0]
-    ]
+    rows: list[Row] = []
+    for i, flat in enumerate(leaves):
+        steps = flat[0].shape[0]
+        if [_step_type(leaf) for leaf in flat] == usual and all(leaf.shape[0] == steps for leaf in flat):
+            continue
+        for (path, leaf), (shape, dtype) in zip(leaves_with_path(f"sequences[{i}]", sequences[i]), usual, strict=True):
+            if _step_type(leaf) != (shape, dtype) or leaf.shape[0] != steps:
+                expected = str(ShapedArray((steps, *shape), dtype))
+                rows.append(Row(path, expected, describe_leaf(leaf), "dtype" if dtype_of(leaf) != dtype else ""))
     if rows:
         raise Fault(
             ArgumentError,

@@ -22,7 +22,7 @@ from .._checks.arguments import axis_spec, with_axes
 from .._errors import Fault, LayerError, Row, expect, expect_int, verb
 from .._flax import box_classes, holds, variable_classes
 from .._loop.body import under_a_trace
-from .._tree import freeze_leaves, is_number, is_static, leaves_with_path, same_structure, thaw_static
+from .._tree import freeze_leaves, is_number, is_static, leaves_with_path, path_str, same_structure, thaw_static
 from .._types import Array, ArrayLike, PyTree, TreeDef
 
 _PARTITION_NAME = "partition_name"  # PARTITION_NAME of `flax.nnx` and `flax.core.meta`
@@ -65,9 +65,10 @@ def remove_layer_axis(stacked: PyTree, root: str, name: Any = None) -> PyTree:
         Fault: if the axis is called otherwise, or a box of the user's own fails.
     """
     _check_name(name)
-    boxes = _boxes(root, stacked)
-    if not boxes:
+    if not holds(stacked, box_classes()):
         return stacked
+    nodes = leaves_with_path(root, stacked, is_leaf=_is_box)
+    boxes = [(path, node) for path, node in nodes if _is_box(node)]
     whole = [names for _, box in boxes if (names := _names(box)) and len(names) == _rank(box)]
     others = [(path, names) for path, box in boxes if (names := _names(box)) and names[0] != name]
     if name is not None and others:
@@ -109,11 +110,9 @@ def _copy(box: Any) -> Any:
 
 def _names(box: Any) -> tuple[Any, ...] | None:
     """The names of the axes in a box; None if it has none."""
-    if isinstance(box, variable_classes()):
-        metadata = box.get_metadata()
-        names = next((metadata[key] for key in _NAMES if key in metadata), None)
-    else:
-        names = getattr(box, "names", None)
+    is_variable = isinstance(box, variable_classes())
+    metadata: dict[str, Any] = box.get_metadata() if is_variable else {"out_sharding": getattr(box, "names", None)}
+    names = next((metadata[key] for key in _NAMES if key in metadata), None)
     return tuple(spec_parts(names)) if isinstance(names, tuple | list | PartitionSpec) else None
 
 
@@ -121,32 +120,25 @@ def _rank(box: Any) -> int:
     return max((len(shape_of(leaf) or ()) for leaf in jax.tree.leaves(box)), default=0)
 
 
-def _boxes(root: str, tree: PyTree) -> list[tuple[str, Any]]:
-    """All boxes with their paths."""
-    if not holds(tree, box_classes()):
-        return []
-    return [(path, node) for path, node in leaves_with_path(root, tree, is_leaf=_is_box) if _is_box(node)]
-
-
 def _is_box(node: Any) -> bool:
     return isinstance(node, box_classes())
 
 
 def _map_boxes(root: str, tree: PyTree, function: Callable[[Any], Any], method: str) -> PyTree:
-    mapped: list[Any] = []
-    for path, box in _boxes(root, tree):
+    def mapped(path: Any, node: Any) -> Any:
         try:
-            mapped.append(function(box))
+            return function(node) if _is_box(node) else node
         except Exception as error:
+            failed = f"`{type(node).__name__}.{method}` failed for {path_str(root, path)}"
             raise Fault(
                 LayerError,
-                f"{{call}}: `{type(box).__name__}.{method}` failed for {path}. {type(error).__name__}: {error}",
+                f"{{call}}: {failed}. {type(error).__name__}: {error}",
                 "The method receives 0, the axis of the layers, and `{'partition_name': layer_axis_name}`. Fix the "
                 "method, or take the arrays out of their boxes, `flax.core.meta.unbox(layer)`.",
                 cause=error,
             ) from None
-    rest = iter(mapped)
-    return jax.tree.map(lambda node: next(rest) if _is_box(node) else node, tree, is_leaf=_is_box) if mapped else tree
+
+    return jax.tree.map_with_path(mapped, tree, is_leaf=_is_box) if holds(tree, box_classes()) else tree
 
 
 def _check_name(name: Any) -> None:

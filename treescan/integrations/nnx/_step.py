@@ -13,7 +13,7 @@ from flax import nnx
 from ..._avals import describe_node, is_mutable, shape_of
 from ..._body.signature import SCAN
 from ..._errors import ArgumentError, BodyError, CarryError, Fault, Row, TreescanError
-from ..._tree import Prefix, is_static, leaves_with_path
+from ..._tree import Prefix, is_static, leaves_with_path, same_structure
 from ..._types import Axes, PyTree, TreeDef
 from ..._verbs.prepare import run_scan
 from ._named import (
@@ -41,7 +41,7 @@ class Layout:
 
     Attributes:
         graph: the structure of the modules.
-        tree: the arguments less the carry, or the outputs less the carry.
+        tree: the arguments less the carry, or the outputs less the carry; None for modules alone.
         places: for each leaf of the tree the role and the index in what has this role; of a node `"node"` and its
             index among the nodes.
         names: what the nodes are called.
@@ -374,20 +374,6 @@ def check_carried(given: Named, now: Named, nodes: tuple[str, ...]) -> None:
 Place = tuple[str, "nnx.Variable[Any]"]
 
 
-@jax.tree_util.register_static
-@dataclass(frozen=True)
-class Held:
-    """The modules in the carry, beside their values.
-
-    Attributes:
-        graph: their structure.
-        names: what they are called.
-    """
-
-    graph: Any
-    names: tuple[str, ...]
-
-
 @dataclass(frozen=True)
 class ValueStep(ModuleStep):
     """The body of such a loop. It carries `Named((carry, its modules, variables that each step receives whole))`.
@@ -433,7 +419,8 @@ class ValueStep(ModuleStep):
         layout = Layout(graph, tree, places, tuple(parts.names), tuple(parts.roles))
         name = names[self.carried] if self.carried is not None else ""
         init = Named((name, "", ""), (carry, carried.state(inside), kept))
-        xs = ((layout, Held(held, tuple(carried.names))), whole, parts.named(None), parts.groups(states, self.axes))
+        of_carry = Layout(held, None, (), tuple(carried.names))
+        xs = ((layout, of_carry), whole, parts.named(None), parts.groups(states, self.axes))
         axes: dict[str, Any] = {"in_axes": (None, None, None, self.axes), "out_axes": (0, self.axes, self.axes)}
         final, (layout, groups, updates) = run_scan(CONVENTION, self, init, xs, **axes, **options)
         carry, inside, kept = final.values
@@ -450,13 +437,11 @@ def _changed(before: PyTree, now: PyTree, nodes: tuple[str, ...]) -> dict[str, n
 
 
 def _same(old: nnx.Variable[Any], new: nnx.Variable[Any]) -> bool:
-    was: Any = jax.tree.structure(old)
-    if was != jax.tree.structure(new):
-        return False
-    return all(a is b for a, b in zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=True))
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=False)
+    return same_structure(old, new) and all(a is b for a, b in pairs)
 
 
-def _take_carry(name: str, carries: tuple[PyTree, PyTree], given: list[Any], held: Held) -> tuple[PyTree, Named]:
+def _take_carry(name: str, carries: tuple[PyTree, PyTree], given: list[Any], held: Layout) -> tuple[PyTree, Named]:
     """The carry that was returned with `Node` in the places of its nodes, and their values.
 
     A module may be another one if its variables are those that were given.
