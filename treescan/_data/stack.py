@@ -104,8 +104,7 @@ def _remove(box: Any, name: Any) -> Any:
 
 def _copy(box: Any) -> Any:
     """Another variable with the same array, whose metadata may be changed."""
-    leaves, structure = jax.tree.flatten(box)
-    return jax.tree.unflatten(structure, leaves)
+    return jax.tree.map(lambda leaf: leaf, box)
 
 
 def _names(box: Any) -> tuple[Any, ...] | None:

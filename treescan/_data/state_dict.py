@@ -252,11 +252,13 @@ class _Wanted(NamedTuple):
 
     Attributes:
         like: one layer, its static leaves frozen.
-        leaves: for each of its leaves the name, and an array of its type.
+        names: those of its leaves.
+        leaves: for each name an array of its type, in the order of messages.
         layers: the layers, each with its number among all.
     """
 
     like: PyTree
+    names: list[str]
     leaves: dict[str, Any]
     layers: list[tuple[int, Mapping[str, Any]]]
 
@@ -460,10 +462,11 @@ def _wanted(layers: Sequence[tuple[int, Mapping[str, Any]]], like: PyTree, names
                 "Give a tree of one layer, or rename the keys of the dict that you get.",
             )
         first = layers[0][1]
-        like = first[""] if list(first) == [""] else dict(first)  # a layer may be one array
+        alone = list(first) == [""]  # a layer is one array
+        return _Wanted(first[""] if alone else dict(first), sorted(first), dict(first), list(layers))
     frozen = freeze_shared(like)
-    wanted = dict(zip(names_of(_paths(frozen), names), jax.tree.leaves(frozen), strict=True))
-    return _Wanted(frozen, wanted, list(layers))
+    own = names_of(_paths(frozen), names)
+    return _Wanted(frozen, own, dict(zip(own, jax.tree.leaves(frozen), strict=True)), list(layers))
 
 
 def _stacked(parts: Sequence[_Wanted], shardings: Sequence[PyTree], prefix: str, like: PyTree) -> list[Any]:
@@ -531,13 +534,13 @@ def _warn_of_dtypes(parts: Sequence[_Wanted], prefix: str) -> None:
 def _join_all(part: _Wanted, shardings: PyTree) -> Any:
     """The stack of one kind of layers."""
     structure: TreeDef = jax.tree.structure(part.like)
-    places: Sequence[Any] = [None] * len(part.leaves)
+    places: Sequence[Any] = [None] * len(part.names)
     if shardings is not None:
         first = part.layers[0][1]
-        types = jax.tree.unflatten(structure, [first[name] for name in part.leaves])
+        types = jax.tree.unflatten(structure, [first[name] for name in part.names])
         places = stacked_shardings(jax.eval_shape(lambda: types), shardings).leaves
     leaves = [
-        _join([layer[name] for _, layer in part.layers], place) for name, place in zip(part.leaves, places, strict=True)
+        _join([layer[name] for _, layer in part.layers], place) for name, place in zip(part.names, places, strict=True)
     ]
     whole = add_layer_axis(thaw_static(jax.tree.unflatten(structure, leaves)), None)
     return {name: whole[name] for name in part.like} if type(whole) is dict else whole  # which JAX has sorted

@@ -12,8 +12,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from .._avals import describe_leaf, exact_int
-from .._errors import expect, named_options
+from .._avals import describe_argument, describe_leaf, exact_int
+from .._errors import ArgumentTypeError, Fault, named_options
 from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen
 from ._buffer import entries, entry, fitted, inexact, is_shared, strong, widest
@@ -305,7 +305,9 @@ def _checked(shape: Any) -> tuple[int, ...]:
     cure = "Give a tuple of ints: `moments((features,))`, or `moments()` for the moments of a number."
     if isinstance(shape, jax.Array | np.ndarray):
         cure = f"For entries like this array, give its shape, `moments({tuple(shape.shape)})`. The moments start empty."
-    expect(None not in sizes, "shape", "the shape of an entry", shape, cure)
+    if None in sizes:
+        says = f"{{verb}}: `shape` must be the shape of an entry, got {describe_argument(shape)}."
+        raise Fault(ArgumentTypeError, says, cure)
     return tuple(size for size in sizes if size is not None)
 
 

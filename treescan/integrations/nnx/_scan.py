@@ -133,8 +133,7 @@ def scan(
     options: dict[str, Any] = {"length": length, "reverse": reverse, "unroll": unroll, "remat": remat, "name": name}
     options |= {"progress": shown_as(progress, by_name), "check_finite": check_finite}
     options["lowering"] = (("_split_transpose", True),) if _split_transpose else ()
-    modes = {"graph": graph, "graph_updates": graph_updates}
-    settings = in_axes, out_axes, transform_metadata or {}, modes, options
+    settings = in_axes, out_axes, transform_metadata or {}, graph, graph_updates, options
     return functools.partial(verb(_decorated), settings) if f is None else _decorated(settings, f)
 
 
@@ -151,20 +150,21 @@ def _scanning(
     in_axes: Axes,
     out_axes: Axes,
     metadata: Mapping[str, Any],
-    modes: Mapping[str, bool | None],
+    graph: bool | None,
+    graph_updates: bool | None,
     options: Mapping[str, Any],
 ) -> Callable[..., Any]:
     """The function that scans."""
     check_callable(f, "scan(step)")
     _refuse_method(f)
-    graph, graph_updates = _check_modes(modes)
+    graph = _check_mode("graph", graph, "set_graph_mode")
+    updates = _check_mode("graph_updates", graph_updates, "set_graph_updates") and graph
     if metadata and nnx.PARTITION_NAME not in metadata:
         raise Fault(
             ArgumentError,
             f"{{call}}: `transform_metadata` has no `nnx.PARTITION_NAME`, but {', '.join(map(repr, metadata))}.",
             "It names the scanned axis in the shardings of variables: `{nnx.PARTITION_NAME: 'layers'}`.",
         )
-    updates = graph and graph_updates
     carried, returned = check_axes(in_axes, out_axes, updates=updates)
     common = (f, Prefix.of(out_axes), carried, returned, axes_of(in_axes, out_axes))
     step = ModuleStep(*common, tuple(metadata.items())) if updates else ValueStep(*common, (), tree=not graph)
@@ -217,14 +217,11 @@ def _refuse_method(f: Any) -> None:
         )
 
 
-def _check_modes(modes: Mapping[str, bool | None]) -> list[bool]:
-    """Whether modules are graphs, and whether updates of graphs are visible outside. flax sets both for None."""
-    settings = {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}  # not in the oldest flax
-    values: list[bool] = []
-    for mode, given in modes.items():
-        ambient = getattr(nnx, settings[mode], None)
-        value = given if given is not None else True if ambient is None else ambient.current_value()
-        cure = "None takes what `nnx.set_graph_mode` and `nnx.set_graph_updates` say, which is True by default."
-        expect(isinstance(value, bool), mode, "True, False or None", value, cure)
-        values.append(value)
-    return values
+def _check_mode(name: str, mode: Any, setting: str) -> bool:
+    """Whether a mode is on; for None what flax's setting says."""
+    ambient = getattr(nnx, setting, None)  # the oldest flax has none
+    if mode is None:
+        mode = True if ambient is None else ambient.current_value()
+    cure = "None takes what `nnx.set_graph_mode` and `nnx.set_graph_updates` say, which is True by default."
+    expect(isinstance(mode, bool), name, "True, False or None", mode, cure)
+    return mode
