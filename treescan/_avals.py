@@ -75,10 +75,7 @@ def describe_traced(value: Any) -> str:
 
 def is_weak(leaf: Any) -> bool:
     """Whether a leaf has a weak type, as Python scalars have."""
-    try:
-        return bool(getattr(jax.typeof(leaf), "weak_type", False))
-    except TypeError:
-        return False
+    return bool(getattr(_type_of(leaf), "weak_type", False))
 
 
 def same_type(given: Any, returned: Any) -> bool:
@@ -88,18 +85,14 @@ def same_type(given: Any, returned: Any) -> bool:
     """
     if given is returned:
         return True
-    try:
-        a, b = jax.typeof(given), jax.typeof(returned)
-    except TypeError:
+    a, b = _type_of(given), _type_of(returned)
+    if a is None or b is None:
         return False
-    if a == b:
+    if a == b or not isinstance(a, ShapedArray):  # a mutable reference, for example: lax.scan knows what is wrong
         return True
-    if not isinstance(a, ShapedArray):  # a mutable reference, for example: lax.scan knows what is wrong with it
-        return True
-    if not isinstance(b, ShapedArray):
-        return False
     return (
-        a.shape == b.shape
+        isinstance(b, ShapedArray)
+        and a.shape == b.shape
         and a.dtype == b.dtype
         and varying_axes(a) == varying_axes(b)
         and same_sharding(a, b)
@@ -110,11 +103,8 @@ def same_type(given: Any, returned: Any) -> bool:
 def same_sharding(a: Any, b: Any) -> bool:
     """Whether two types agree in the shardings over explicit mesh axes, where both have a mesh."""
     mesh_a, mesh_b = a.sharding.mesh, b.sharding.mesh
-    if mesh_a.empty or mesh_b.empty:
-        return True
-    if AxisType.Explicit not in (*mesh_a.axis_types, *mesh_b.axis_types):
-        return True
-    return bool(a.sharding == b.sharding)
+    explicit = AxisType.Explicit in (*mesh_a.axis_types, *mesh_b.axis_types)
+    return mesh_a.empty or mesh_b.empty or not explicit or bool(a.sharding == b.sharding)
 
 
 def promoted(given: Any, returned: Any) -> tuple[Any, bool]:
@@ -134,9 +124,7 @@ def varying_axes(aval: Any) -> frozenset[str]:
 def vary_over(leaf: Array, axes: frozenset[str]) -> Array:
     """Makes a value vary over further manual mesh axes."""
     missing = tuple(sorted(axes - varying_axes(jax.typeof(leaf))))
-    if not missing:
-        return leaf
-    return jax.lax.pcast(leaf, missing, to="varying")
+    return jax.lax.pcast(leaf, missing, to="varying") if missing else leaf
 
 
 def is_sharded(leaf: Any) -> bool:
@@ -256,16 +244,18 @@ def holds(dtype: Any, value: complex) -> bool:
 
 def dtype_of(leaf: Any) -> Any:
     """The dtype of a leaf, or None for leaves that have none."""
-    try:
-        return getattr(jax.typeof(leaf), "dtype", None)
-    except TypeError:
-        return None
+    return getattr(_type_of(leaf), "dtype", None)
 
 
 def shape_of(leaf: Any) -> tuple[int, ...] | None:
     """The shape of a leaf, or None for leaves that have none."""
+    return getattr(_type_of(leaf), "shape", None)
+
+
+def _type_of(leaf: Any) -> Any:
+    """The type of a leaf; None if JAX knows none."""
     try:
-        return getattr(jax.typeof(leaf), "shape", None)
+        return jax.typeof(leaf)
     except TypeError:
         return None
 

@@ -13,14 +13,11 @@ from ._text import escaped, table_of
 from ._tree import leaves_with_path
 
 
-class _Shown:
-    """A leaf with what is shown of it."""
+class Shown(str):
+    """What is shown in place of a leaf."""
 
-    def __init__(self, leaf: Any) -> None:
-        self._text = describe_leaf(leaf)
-
-    def __repr__(self) -> str:
-        return self._text
+    __slots__ = ()
+    __repr__ = str.__str__
 
 
 def short_repr(name: str, **fields: Any) -> str:
@@ -34,7 +31,7 @@ def describe_tree(tree: Any) -> str:
     if value is not None:
         return value
     try:
-        return repr(jax.tree.map(_Shown, tree))
+        return repr(jax.tree.map(lambda leaf: Shown(describe_leaf(leaf)), tree))
     except Exception:  # a class of the user's that its own repr or constructor fails for
         return describe_node(tree)
 
@@ -53,10 +50,6 @@ def short_html(name: str, **fields: Any) -> str:
     rows = [
         (path, _number(leaf) or describe_leaf(leaf))
         for field, value in fields.items()
-        for path, leaf in _leaves(field, value)
+        for path, leaf in leaves_with_path(field, value) or [(field, value)]
     ]
     return f"<div><b>{escaped(name)}</b>{table_of(rows)}</div>"
-
-
-def _leaves(field: str, value: Any) -> list[tuple[str, Any]]:
-    return leaves_with_path(field, value) or [(field, value)]

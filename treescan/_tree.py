@@ -53,25 +53,21 @@ def path_str(root: str, path: KeyPath) -> str:
     """Renders a key path as the user would write it: `carry.cache["k"][0]`."""
     for i, key in enumerate(path):
         if isinstance(key, Root):
-            below = itertools.dropwhile(_is_number, path[i + 1 :]) if key.numbered else path[i + 1 :]
-            return path_str(key.name, tuple(below))
+            below = path[i + 1 :]
+            if key.numbered:
+                below = tuple(itertools.dropwhile(lambda key: isinstance(key, jtu.SequenceKey), below))
+            return path_str(key.name, below)
     return root + "".join(_key_str(key) for key in path)
-
-
-def _is_number(key: Any) -> bool:
-    return isinstance(key, jtu.SequenceKey)
 
 
 def _key_str(key: Any) -> str:
     match key:
         case jtu.GetAttrKey(name=name):
             return f".{name}"
-        case jtu.SequenceKey(idx=index):
+        case jtu.SequenceKey(idx=index) | jtu.FlattenedIndexKey(key=index):
             return f"[{index}]"
         case jtu.DictKey(key=value):
             return f"[{json.dumps(value) if isinstance(value, str) else repr(value)}]"
-        case jtu.FlattenedIndexKey(key=index):
-            return f"[{index}]"
         case _:
             return str(key)
 
@@ -254,15 +250,13 @@ def freeze_leaves(tree: PyTree, static: list[bool]) -> PyTree:
 
 def holds_static(tree: PyTree) -> bool:
     """Whether a tree holds nodes in place of static leaves."""
-    return any(
-        isinstance(node, Static) for node in jax.tree.leaves(tree, is_leaf=lambda node: isinstance(node, Static))
-    )
+    return any(map(_is_frozen, jax.tree.leaves(tree, is_leaf=_is_frozen)))
+
+
+def _is_frozen(node: Any) -> bool:
+    return isinstance(node, Static)
 
 
 def thaw_static(tree: PyTree) -> PyTree:
     """Restores the static leaves."""
-    return jax.tree.map(
-        lambda node: node.box.value if isinstance(node, Static) else node,
-        tree,
-        is_leaf=lambda node: isinstance(node, Static),
-    )
+    return jax.tree.map(lambda node: node.box.value if _is_frozen(node) else node, tree, is_leaf=_is_frozen)

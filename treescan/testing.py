@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -43,8 +42,8 @@ class _Trial(NamedTuple):
     def steps(self) -> int:
         return jax.tree.leaves(self.returned)[0].shape[0]
 
-    def part(self, start: int | None, stop: int | None) -> PyTree:
-        return jax.tree.map(lambda leaf: leaf[start:stop], self.returned)
+    def at(self, steps: int | slice) -> PyTree:
+        return jax.tree.map(lambda leaf: leaf[steps], self.returned)
 
 
 def check_carry(carry: AbstractCarry[Any, Any], returned: PyTree, *, batch: tuple[int, ...] = ()) -> None:
@@ -126,18 +125,18 @@ def _hooks_run(trial: _Trial) -> Iterator[Row]:
     before = jax.tree.map(lambda leaf: values_of(leaf).copy(), carry)
     first, again = carry.read(), carry.read()
     yield from differ("read()", first, again, exact=True)
-    step = jax.tree.map(lambda leaf: leaf[0], trial.returned)
+    step = trial.at(0)
     yield from differ("write()", carry.write(step, None), carry.write(step, None), exact=True)
     yield from differ("carry", before, jax.tree.map(values_of, carry), exact=True)
     if carry.rows() != carry.rows():
-        yield Row("rows()", str(carry.rows()), str(carry.rows()), "")
+        yield Row("rows()", str(carry.rows()), str(carry.rows()))
 
 
 def _types_stay(trial: _Trial) -> Iterator[Row]:
     """`write` returns a carry with the same class, structure, shapes, dtypes and static fields."""
-    carry, end = trial.carry, trial.steps
-    for step in (0, end - 1):
-        new: Any = carry.write(jax.tree.map(lambda leaf, step=step: leaf[step], trial.returned), None)
+    carry = trial.carry
+    for step in (0, -1):
+        new: Any = carry.write(trial.at(step), None)
         if type(carry) is not type(new) or not agree(carry, new):
             yield from (difference.row for difference in find_differences("carry", (), carry, new))
             return
@@ -149,7 +148,7 @@ def _python_loop(trial: _Trial) -> Iterator[Row]:
     carry, shown = trial.carry, list[Any]()
     for step in range(trial.steps):
         shown.append(carry.read())
-        carry = carry.write(jax.tree.map(lambda leaf, step=step: leaf[step], trial.returned), None)
+        carry = carry.write(trial.at(step), None)
     expected = carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *shown)
     yield from _both("", expected, _scan(trial.carry, trial.returned))
     yield from _both("jit: ", expected, jax.jit(lambda *args: _scan(*args))(trial.carry, trial.returned))
@@ -171,8 +170,8 @@ def _vmapped(trial: _Trial) -> Iterator[Row]:
 def _continued(trial: _Trial) -> Iterator[Row]:
     """A scan that continues from a returned carry equals one long scan, bit by bit."""
     half = trial.steps // 2
-    middle, _ = _scan(trial.carry, trial.part(None, half))
-    final, _ = _scan(middle, trial.part(half, None))
+    middle, _ = _scan(trial.carry, trial.at(slice(half)))
+    final, _ = _scan(middle, trial.at(slice(half, None)))
     yield from differ("carry", _scan(trial.carry, trial.returned)[0], final, exact=True)
 
 
@@ -201,7 +200,8 @@ def _unpadded(trial: _Trial) -> Iterator[Row]:
         steps = np.flatnonzero(np.asarray(valid)[(slice(None), *row)])
         own = _one_row(trial.carry, trial.axes, row)
         kept = _one_row(final, trial.axes, row)
-        mine = jax.tree.map(functools.partial(_row_of_returned, row=row, steps=steps), trial.returned)
+        alone = (slice(None), *(slice(i, i + 1) for i in row))
+        mine = jax.tree.map(lambda leaf, steps=steps, alone=alone: leaf[steps][alone], trial.returned)
         expected = _scan(own, mine)[0] if steps.size else own
         yield from differ(f"row {list(row)}: carry" if row else "carry", expected, kept)
 
@@ -224,8 +224,8 @@ def _blind(trial: _Trial) -> Iterator[Row]:
     if not trial.batch or all(axis is not None for axis in trial.axes):
         return
     valid = _some_valid(trial)[0]
-    first = jax.tree.map(lambda leaf: leaf[0], trial.returned)
-    other = jax.tree.map(functools.partial(_replace_invalid, valid=valid), first, _other(first))
+    first = trial.at(0)
+    other = jax.tree.map(lambda leaf: jnp.where(_along(valid, leaf), leaf, _other(leaf)), first)
     new, same = (trial.carry.write(given, valid) for given in (first, other))
     both = zip(leaves_with_path("carry", new), jax.tree.leaves(same), trial.axes, strict=True)
     for (path, a), b, axis in both:
@@ -235,23 +235,20 @@ def _blind(trial: _Trial) -> Iterator[Row]:
 
 def _zero_cotangents(trial: _Trial) -> Iterator[Row]:
     """The gradient of zero is zero, not NaN."""
-    _, pull = _vjp(trial)
-    zeros = pull(lambda leaf: jnp.zeros_like(leaf))
+    zeros = _pull(trial, jnp.zeros_like)
     yield from differ("gradient", jax.tree.map(jnp.zeros_like, zeros), zeros, exact=True)
 
 
 def _finite_gradients(trial: _Trial) -> Iterator[Row]:
     """Gradients are finite, even in a step in which no row is valid."""
-    _, pull = _vjp(trial)
-    yield from finite("gradient", pull(jnp.ones_like))
+    yield from finite("gradient", _pull(trial, jnp.ones_like))
     invalid = jnp.zeros(trial.batch, bool)
 
     def write(numbers: list[Array]) -> list[Array]:
-        carry, returned = _with_numbers((trial.carry, jax.tree.map(lambda leaf: leaf[0], trial.returned)), numbers)
+        carry, returned = _with_numbers((trial.carry, trial.at(0)), numbers)
         return _numbers(carry.write(returned, invalid))
 
-    numbers = _numbers((trial.carry, jax.tree.map(lambda leaf: leaf[0], trial.returned)))
-    out, back = jax.vjp(write, numbers)
+    out, back = jax.vjp(write, _numbers((trial.carry, trial.at(0))))
     yield from finite("gradient of a step without valid rows", back(jax.tree.map(jnp.ones_like, out))[0])
 
 
@@ -305,30 +302,25 @@ def _some_valid(trial: _Trial) -> Array:
 
 def _with_bad_padding(returned: PyTree, valid: Array) -> PyTree:
     def spoil(leaf: Array) -> Array:
-        if not jnp.issubdtype(leaf.dtype, jnp.inexact):
-            return leaf
-        return jnp.where(valid.reshape(*valid.shape, *(1 for _ in range(leaf.ndim - valid.ndim))), leaf, jnp.nan)
+        is_number = jnp.issubdtype(leaf.dtype, jnp.inexact)
+        return jnp.where(_along(valid, leaf), leaf, jnp.nan) if is_number else leaf
 
     return jax.tree.map(spoil, returned)
 
 
-def _other(step: PyTree) -> PyTree:
-    """Something else of the same types."""
-
-    def change(leaf: Array) -> Array:
-        if is_key(leaf):
-            return leaf
-        return ~leaf if leaf.dtype == jnp.bool_ else leaf + jnp.asarray(3, leaf.dtype)
-
-    return jax.tree.map(change, step)
+def _along(valid: Array, leaf: Array) -> Array:
+    return valid.reshape(*valid.shape, *(1,) * (leaf.ndim - valid.ndim))
 
 
-def _replace_invalid(leaf: Array, other: Array, *, valid: Array) -> Array:
-    return jnp.where(valid.reshape(*valid.shape, *(1 for _ in range(leaf.ndim - valid.ndim))), leaf, other)
+def _other(leaf: Array) -> Array:
+    """Something else of the same type, unless it is a key."""
+    if is_key(leaf):
+        return leaf
+    return ~leaf if leaf.dtype == jnp.bool_ else leaf + jnp.asarray(3, leaf.dtype)
 
 
 def _shared_leaves_change(trial: _Trial) -> bool:
-    new = trial.carry.write(jax.tree.map(lambda leaf: leaf[0], trial.returned), jnp.ones(trial.batch, bool))
+    new = trial.carry.write(trial.at(0), jnp.ones(trial.batch, bool))
     pairs = zip(jax.tree.leaves(trial.carry), jax.tree.leaves(new), trial.axes, strict=True)
     return any(axis is None and old is not now for old, now, axis in pairs)
 
@@ -356,10 +348,6 @@ def _one_row(carry: PyTree, axes: tuple[int | None, ...], row: tuple[int, ...]) 
     return jax.tree.unflatten(structure, taken)
 
 
-def _row_of_returned(leaf: Array, *, row: tuple[int, ...], steps: np.ndarray) -> Array:
-    return leaf[steps][(slice(None), *(slice(i, i + 1) for i in row))]
-
-
 def _numbers(tree: PyTree) -> list[Array]:
     return [leaf for leaf in map(_array, jax.tree.leaves(tree)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
 
@@ -375,11 +363,11 @@ def _with_numbers(tree: PyTree, numbers: list[Array]) -> PyTree:
     return jax.tree.unflatten(structure, replaced)
 
 
-def _vjp(trial: _Trial) -> tuple[list[Array], Callable[[Callable[[Array], Array]], PyTree]]:
-    """The floating-point results of a scan, and what maps a choice of their cotangents to the gradient."""
+def _pull(trial: _Trial, choose: Callable[[Array], Array]) -> PyTree:
+    """The gradient of a scan where a function of its floating-point results makes their cotangents."""
 
     def run(numbers: list[Array]) -> list[Array]:
         return _numbers(_scan(*_with_numbers((trial.carry, trial.returned), numbers)))
 
     out, back = jax.vjp(run, _numbers((trial.carry, trial.returned)))
-    return out, lambda choose: back(jax.tree.map(choose, out))[0]
+    return back(jax.tree.map(choose, out))[0]

@@ -115,6 +115,9 @@ def test_the_program_is_that_of_a_loop_by_hand(hand):
     ours = program(treescan.scan, hand.body, hand.init)
     assert ours == program(jax.lax.scan, hand.by_hand, hand.by_hand_init)
     assert ours[1] == [hand.constants]
+    ours = program(treescan.scan, hand.body, hand.init, remat="nested")
+    assert ours == program(treescan.scan, hand.by_hand, hand.by_hand_init, remat="nested")
+    assert min(ours[1]) >= hand.constants
 
 
 @parametrize(
@@ -126,10 +129,3 @@ def test_a_masked_program_is_that_of_a_carry_by_hand(hand, options):
     ours = program(treescan.mask_scan, hand.body, hand.init, **options)
     by_hand = {"carry_axes": hand.carry_axes, **options}
     assert ours == program(treescan.mask_scan, hand.by_hand, hand.by_hand_init, **by_hand)
-
-
-@parametrize("hand", HANDS)
-def test_a_nested_program_is_that_of_a_carry_by_hand(hand):
-    ours = program(treescan.scan, hand.body, hand.init, remat="nested")
-    assert ours == program(treescan.scan, hand.by_hand, hand.by_hand_init, remat="nested")
-    assert min(ours[1]) >= hand.constants

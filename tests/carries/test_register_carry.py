@@ -14,7 +14,7 @@ from oracle import assert_bitwise
 from thin import parametrize
 
 import treescan
-from treescan import ArgumentTypeError, PluginError
+from treescan import PluginError
 from treescan.carries import AbstractCarry, _registry, carry_of, cast, register_carry
 
 pytestmark = pytest.mark.quick
@@ -80,13 +80,6 @@ XS = jnp.array([1.0, 2.0, 6.0])
 
 
 # There and back.
-
-
-def test_the_body_sees_what_the_carry_shows_and_the_caller_gets_the_type_back(Meter: Any) -> None:
-    final, seen = treescan.scan(step, Meter(1.0), XS)
-    assert type(final) is Meter
-    npt.assert_array_equal(final.total, 10.0)
-    npt.assert_array_equal(seen, [1.0, 2.0, 4.0])
 
 
 VERBS: dict[str, Callable[[Any], Any]] = {
@@ -230,27 +223,13 @@ def failing(value: Any) -> Any:
     raise ZeroDivisionError("nothing to divide by")
 
 
-@pytest.mark.parametrize(
-    ("to_carry", "says"),
-    [
-        (no_carry, "returned float32[3], which is not a custom carry."),
-        (failing, "failed. ZeroDivisionError: nothing to divide by."),
-    ],
-)
-def test_what_to_carry_does_wrong_is_an_error_with_path_and_place(to_carry: Callable[[Any], Any], says: str) -> None:
+@pytest.mark.parametrize(("to_carry", "cause"), [(no_carry, type(None)), (failing, ZeroDivisionError)])
+def test_what_to_carry_raises_is_the_cause(to_carry: Callable[[Any], Any], cause: type) -> None:
     kind = fresh()
     register_carry(kind, to_carry, lambda carry: carry)
-    with pytest.raises(PluginError) as error:
+    with pytest.raises(PluginError, match=r'called\s+for\s+init\["a"\]\[1\]') as error:
         treescan.scan(step, {"a": (0.0, kind(0.0))}, XS)
-    text = message(error)
-    assert text.startswith("`scan` over `step` (")
-    assert f'`to_carry` of the registered type `Meter`, called for init["a"][1], {says}' in text
-    assert (
-        f"It is `{to_carry.__name__}` of `test_register_carry`, which is not part of an installed distribution." in text
-    )
-    assert "`Meter` is defined in `test_register_carry`, which is not part of an installed distribution." in text
-    cause = error.value.__cause__
-    assert isinstance(cause, ZeroDivisionError) if to_carry is failing else cause is None
+    assert type(error.value.__cause__) is cause
 
 
 def test_an_error_names_the_distribution_that_brings_the_plugin() -> None:
@@ -263,34 +242,7 @@ def test_an_error_names_the_distribution_that_brings_the_plugin() -> None:
     assert f"`jax.of_somebody`, from the installed distribution jax {jax.__version__}." in message(error)
 
 
-# What cannot be registered.
-
-
-@parametrize(
-    "arguments",
-    {
-        "no_class": (3, to_total, to_total),
-        "an_instance": (fresh()(0.0), to_total, to_total),
-        "no_to_carry": (fresh(), None, to_total),
-        "no_from_carry": (fresh(), to_total, "total"),
-    },
-)
-def test_arguments_are_checked(arguments: tuple[Any, Any, Any], request: pytest.FixtureRequest) -> None:
-    with pytest.raises(ArgumentTypeError) as error:
-        register_carry(*arguments)
-    expected = {
-        "no_class": "`register_carry` needs a class as its first argument, but got",
-        "an_instance": "`register_carry` needs a class as its first argument, but got",
-        "no_to_carry": "`register_carry` needs a function as `to_carry`, but got None.",
-        "no_from_carry": "`register_carry` needs a function as `from_carry`, but got",
-    }
-    assert message(error).startswith(expected[request.node.callspec.id])
-    assert arguments[0] not in _registry._adoptions
-
-
-def test_a_carry_is_not_registered() -> None:
-    with pytest.raises(PluginError, match="`register_carry` got `Total`, which is a custom carry itself"):
-        register_carry(Total, lambda carry: carry, lambda carry: carry)
+# Registered twice, and within others.
 
 
 def another(meter: Any) -> Total:
@@ -298,19 +250,13 @@ def another(meter: Any) -> Total:
 
 
 def test_a_type_is_registered_once(Meter: Any) -> None:
-    with pytest.raises(PluginError) as error:
+    with pytest.raises(PluginError, match="registered already"):
         register_carry(Meter, another, lambda carry: Meter(carry.total))
-    assert "Meter`, which is registered already." in message(error)
-    assert "First by `to_total` of `test_register_carry`, which is not part of an installed distribution." in message(
-        error
-    )
-    assert "Now by `another` of `test_register_carry`, which is not part of an installed distribution." in message(
-        error
-    )
     npt.assert_array_equal(treescan.scan(step, Meter(1.0), XS)[0].total, 10.0)  # the first one stays
 
 
 def test_a_value_within_another_carry_becomes_a_carry_too(Meter: Any) -> None:
+    npt.assert_array_equal(treescan.scan(step, Meter(1.0), XS)[1], [1.0, 2.0, 4.0])
     final, seen = treescan.scan(step, cast(Meter(1.0)), XS)
     assert type(final.tree) is Total
     npt.assert_array_equal(final.read(), 10.0)

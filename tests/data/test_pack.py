@@ -16,7 +16,6 @@ from jaxprs import equations
 from loops import array
 from oracle import as_numpy
 from test_pad import assert_same_bits, assert_same_lists, lists_of_sequences, steps_of
-from traces import compilations
 
 import treescan
 from treescan import Packed, last, pack, pad, unpack
@@ -270,24 +269,3 @@ def test_a_packed_batch_is_a_pytree():
     assert (doubled.steps, doubled.rows) == (batch.steps, batch.rows)
     assert_same_lists(unpack(doubled, doubled.data), [2 * s for s in of_lengths([3, 0, 5, 1, 0, 2])])
     assert jax.jit(lambda b: jnp.int32(b.steps * b.rows))(batch) == batch.mask.size
-
-
-def test_compiles_nothing():
-    sequences = [{"x": np.ones((n, 31), np.float32)} for n in (11, 3, 17)]
-
-    def there_and_back():
-        packed = pack(sequences)
-        return unpack(packed, packed.data)
-
-    assert not compilations(there_and_back)
-
-
-def test_concrete_under_a_trace():
-    sequences = of_lengths([3, 1])
-
-    @jax.jit
-    def cut():
-        packed = pack(sequences)
-        return unpack(packed, packed.data)
-
-    assert_same_lists(cut(), sequences)

@@ -1,7 +1,6 @@
 """flax.linen: `RNN` is flax's where that is right, and each row run by itself where it is not."""
 
 import dataclasses
-import doctest
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +16,6 @@ from jaxprs import equations
 from loops import array
 from thin import slow
 
-import treescan.integrations.flax as package
 from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError
 from treescan.integrations.flax import RNN
 
@@ -521,16 +519,6 @@ def test_compact_is_refused_to_a_cell_that_draws() -> None:
     rnn.apply(variables, X, seq_lengths=LENGTHS)
     with pytest.raises(ArgumentError, match="`compact` and rngs cannot be combined"):
         rnn.apply(variables, X, seq_lengths=LENGTHS, rngs={"dropout": jax.random.key(0)})
-
-
-# The package.
-
-
-@pytest.mark.slow
-def test_the_docstrings_example() -> None:
-    finder = doctest.DocTestFinder(recurse=False)
-    (example,) = finder.find(RNN, "RNN", package, globs={})
-    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 def test_defaults_are_hashable() -> None:

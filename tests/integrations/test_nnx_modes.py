@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from flax.errors import TraceContextError
-from test_nnx_scan import CASES, HAS_MODES, XS, Block, Cell, Counter, D, H, N, assert_same, linear, stack
+from test_nnx_scan import CASES, HAS_MODES, XS, Cell, Counter, H, N, assert_same, linear, stack
 from thin import by_turns
 from traces import Counted
 
@@ -306,11 +306,3 @@ def test_axes_of_another_module() -> None:
         run(H, stack(kind=linear))
     with pytest.raises(treescan.ArgumentError, match="x has axes of a module, but is"):
         scan(lambda h, x: (h, x), in_axes=(nnx.Carry, axes), graph=False)(H, XS)
-
-
-def test_all_of_a_block_is_updated() -> None:
-    assert H.shape[-1] == D
-    layers = stack()
-    scan(lambda h, m: m(h), in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, graph_updates=False)(H, layers)
-    assert isinstance(layers, Block)
-    assert layers.calls[...].tolist() == [1] * N

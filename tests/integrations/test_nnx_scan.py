@@ -1,6 +1,5 @@
 """`treescan.integrations.nnx.scan` beside `nnx.scan`: the same outputs, the same variables, the same gradients."""
 
-import doctest
 from collections.abc import Callable
 from typing import Any
 
@@ -765,11 +764,6 @@ def test_a_module_of_an_outer_trace() -> None:
         lambda: run(scan), treescan.ArgumentError
     )
     assert float(counter.n[...]) == 0.0
-
-
-def test_the_example_of_the_docstring() -> None:
-    (test,) = doctest.DocTestFinder(recurse=False).find(scan, "scan", globs={})
-    assert doctest.DocTestRunner().run(test).failed == 0
 
 
 def test_what_the_body_raises_is_the_users_own() -> None:

@@ -20,7 +20,12 @@ pytestmark = pytest.mark.quick
 T, B, F = 6, 2, 4
 STEP, ROW = 3, 1
 WAYS = ("eager", "jit", "disable_jit")
-BAR = treescan.Progress("cells", show=lambda carry: {"h": carry.sum()}, meter=treescan.Text())
+SHARED: dict[str, Any] = {"variable_broadcast": "params", "split_rngs": {"params": False}}
+ONES, XS = jnp.ones((B, F)), jnp.ones((T, B, F))
+
+
+def bar(label: str) -> treescan.Progress:
+    return treescan.Progress(label, show=lambda carry: {"h": jax.tree.leaves(carry)[0].sum()}, meter=treescan.Text())
 
 
 class Logs(nn.Module):
@@ -46,7 +51,7 @@ class Halves(nn.Module):
 
 
 def planted(value: float = -1.0) -> Any:
-    return jnp.ones((T, B, F)).at[STEP, ROW].set(value)
+    return XS.at[STEP, ROW].set(value)
 
 
 def go(way: str, call: Any, *given: Any) -> Any:
@@ -68,10 +73,10 @@ def found() -> Any:
     ids=str,
 )
 def test_a_step_of_flax_scan_is_named(way: str, options: dict[str, Any]) -> None:
-    lifted: Any = scan(Logs, variable_broadcast="params", split_rngs={"params": False}, check_finite=True, **options)
+    lifted: Any = scan(Logs, **SHARED, check_finite=True, **options)
     layer = lifted()
-    variables = layer.init(jax.random.key(0), jnp.ones((B, F)), jnp.ones((T, B, F)))
-    text = caught(lambda: go(way, layer.apply, variables, jnp.ones((B, F)), planted()))
+    variables = layer.init(jax.random.key(0), ONES, XS)
+    text = caught(lambda: go(way, layer.apply, variables, ONES, planted()))
     assert "`flax.scan` over `Logs`: `carry` became NaN in step 3 of 6 (row 1), first in `log` at" in text
     record = found()
     np.testing.assert_array_equal(record.x.args[0], planted()[STEP])
@@ -81,7 +86,7 @@ def test_a_step_of_flax_scan_is_named(way: str, options: dict[str, Any]) -> None
 
 @pytest.mark.parametrize(("way", "around"), [("eager", "cell"), ("jit", "loop")])
 def test_a_step_of_a_rematerialized_cell_or_loop_is_named(way: str, around: str) -> None:
-    roles: dict[str, Any] = {"variable_broadcast": "params", "split_rngs": {"params": False}, "check_finite": True}
+    roles: dict[str, Any] = {**SHARED, "check_finite": True}
     lifted: Any = scan(nn.remat(Logs), **roles) if around == "cell" else nn.remat(scan(Logs, **roles))
 
     class Net(nn.Module):
@@ -89,41 +94,40 @@ def test_a_step_of_a_rematerialized_cell_or_loop_is_named(way: str, around: str)
         def __call__(self, carry: Any, xs: Any) -> Any:
             return lifted()(carry, xs)[1].sum()
 
-    variables = Net().init(jax.random.key(0), jnp.ones((B, F)), jnp.ones((T, B, F)))
+    variables = Net().init(jax.random.key(0), ONES, XS)
     gradient = jax.grad(Net().apply)
-    go(way, gradient, variables, jnp.ones((B, F)), jnp.ones((T, B, F)))
-    text = caught(lambda: go(way, gradient, variables, jnp.ones((B, F)), planted()))
+    go(way, gradient, variables, ONES, XS)
+    text = caught(lambda: go(way, gradient, variables, ONES, planted()))
     assert "`carry` became NaN in step 3 of 6 (row 1), first in `log` at" in text
 
 
 @pytest.mark.parametrize("way", WAYS)
 def test_a_step_of_a_cell_that_is_traced_twice_is_named(way: str) -> None:
     rngs = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    lifted: Any = scan(
-        Logs, variable_broadcast="params", split_rngs={"params": False, "dropout": True}, check_finite=True
-    )
+    roles: dict[str, Any] = {"variable_broadcast": "params", "split_rngs": {"params": False, "dropout": True}}
+    lifted: Any = scan(Logs, **roles, check_finite=True)
     layer = lifted(drops=True)
-    variables = layer.init(rngs, jnp.ones((B, F)), jnp.ones((T, B, F)))
-    plain: Any = scan(Logs, variable_broadcast="params", split_rngs={"params": False, "dropout": True})
+    variables = layer.init(rngs, ONES, XS)
+    plain: Any = scan(Logs, **roles)
     jax.tree.map(
         np.testing.assert_array_equal,
-        layer.apply(variables, jnp.ones((B, F)), jnp.ones((T, B, F)), rngs=rngs),
-        plain(drops=True).apply(variables, jnp.ones((B, F)), jnp.ones((T, B, F)), rngs=rngs),
+        layer.apply(variables, ONES, XS, rngs=rngs),
+        plain(drops=True).apply(variables, ONES, XS, rngs=rngs),
     )
-    caught(lambda: go(way, lambda xs: layer.apply(variables, jnp.ones((B, F)), xs, rngs=rngs), planted()))
+    caught(lambda: go(way, lambda xs: layer.apply(variables, ONES, xs, rngs=rngs), planted()))
     found()
 
 
 @pytest.mark.parametrize("way", ["eager", "jit"])
 def test_a_cotangent_in_flax_scan_is_named(way: str) -> None:
-    lifted: Any = scan(Halves, variable_broadcast="params", split_rngs={"params": False}, check_finite="backward")
+    lifted: Any = scan(Halves, **SHARED, check_finite="backward")
     layer = lifted()
-    variables = layer.init(jax.random.key(0), jnp.ones((B, F)), jnp.ones((T, B, F)))
+    variables = layer.init(jax.random.key(0), ONES, XS)
 
     def loss(init: Any) -> Any:
         return layer.apply(variables, init, planted(jnp.nan))[1].sum()
 
-    assert "the cotangent of `carry` became NaN" in caught(lambda: go(way, jax.grad(loss), jnp.ones((B, F))))
+    assert "the cotangent of `carry` became NaN" in caught(lambda: go(way, jax.grad(loss), ONES))
     record = found()
     assert record.backward
 
@@ -143,7 +147,7 @@ def test_a_cotangent_in_flax_scan_is_named(way: str) -> None:
 def test_a_step_of_an_rnn_is_named(way: str, lengths: Any, options: dict[str, Any]) -> None:
     rnn = RNN(nn.GRUCell(F), time_major=True, check_finite=True, **options)
     given = {} if lengths is None else {"seq_lengths": jnp.array(lengths)}
-    variables = rnn.init(jax.random.key(0), jnp.ones((T, B, F)))
+    variables = rnn.init(jax.random.key(0), XS)
 
     def call(xs: Any) -> Any:
         return rnn.apply(variables, xs, **given)
@@ -180,33 +184,25 @@ def test_a_step_of_nnx_scan_is_named(way: str, options: dict[str, Any]) -> None:
 
 
 def test_bars_of_flax_and_of_nnx(capsys: pytest.CaptureFixture[str]) -> None:
-    xs, init = jnp.ones((T, B, F)), jnp.ones((B, F))
-    lifted: Any = scan(Logs, variable_broadcast="params", split_rngs={"params": False}, progress=BAR)
+    lifted: Any = scan(Logs, **SHARED, progress=bar("cells"))
     layer = lifted()
-    variables = layer.init(jax.random.key(0), init, xs)
+    variables = layer.init(jax.random.key(0), ONES, XS)
     jax.effects_barrier()
     capsys.readouterr()
-    jax.jit(layer.apply)(variables, init, xs)
-    rnn = RNN(
-        nn.GRUCell(F),
-        time_major=True,
-        progress=treescan.Progress("rnn", show=lambda carry: {"h": carry.sum()}, meter=treescan.Text()),
-    )
-    of_rnn = rnn.init(jax.random.key(0), xs)
+    jax.jit(layer.apply)(variables, ONES, XS)
+    rnn = RNN(nn.GRUCell(F), time_major=True, progress=bar("rnn"))
+    of_rnn = rnn.init(jax.random.key(0), XS)
     jax.effects_barrier()
     said = capsys.readouterr().err
     assert "rnn" not in said  # init of an RNN shows nothing
-    rnn.apply(of_rnn, xs, seq_lengths=jnp.array([4, 2]))
+    rnn.apply(of_rnn, XS, seq_lengths=jnp.array([4, 2]))
 
-    @nnx_scan(
-        in_axes=(nnx.Carry, 0),
-        progress=treescan.Progress("nnx", show=lambda carry: {"h": carry["carry"].sum()}, meter=treescan.Text()),
-    )
+    @nnx_scan(in_axes=(nnx.Carry, 0), progress=bar("nnx"))
     def step(carry: Any, x: Any) -> Any:
         return carry + x, x
 
-    step(init, xs)
+    step(ONES, XS)
     jax.effects_barrier()
     said += capsys.readouterr().err
-    for bar, count in {"cells": "6/6", "rnn": "4/4", "nnx": "6/6"}.items():
-        assert re.search(rf"{bar}: 100%, {count}.*h=", said), said
+    for label, count in {"cells": "6/6", "rnn": "4/4", "nnx": "6/6"}.items():
+        assert re.search(rf"{label}: 100%, {count}.*h=", said), said

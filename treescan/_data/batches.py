@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any, Generic, NamedTuple, overload
+from typing import Any, Generic, NamedTuple, TypedDict, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -20,20 +20,14 @@ from .._transforms.rows.leaves import mask_of_lengths
 from .._transforms.rows.packed import refuse_split_rows
 from .._types import Array, ArrayLike, PyTree, X, Y
 from .sequences import (
-    Fit,
-    Ints,
     Spans,
+    arrange,
     check_concrete,
     check_count,
     check_fits,
     check_lead,
     check_sequences,
-    cut_out,
-    first_fit,
-    lay_out,
-    least_fit,
     put,
-    shortest_fit,
     spread_value,
     stack_inits,
 )
@@ -94,24 +88,24 @@ class Packed(NamedTuple, Generic[X]):
         return float(mask.mean()) if mask.size else 1.0
 
 
+class PadOptions(TypedDict, total=False):
+    """What `pad` takes by name."""
+
+    length: int | None
+    value: PyTree
+
+
+class PackOptions(PadOptions, total=False):
+    """What `pack` takes by name."""
+
+    rows: int | None
+    init: Sequence[PyTree] | None
+
+
 @overload
-def pack(
-    sequences: Sequence[np.ndarray[Any, Any]],
-    *,
-    rows: int | None = None,
-    length: int | None = None,
-    value: PyTree = 0,
-    init: Sequence[PyTree] | None = None,
-) -> Packed[Array]: ...
+def pack(sequences: Sequence[np.ndarray[Any, Any]], **options: Unpack[PackOptions]) -> Packed[Array]: ...
 @overload
-def pack(
-    sequences: Sequence[X],
-    *,
-    rows: int | None = None,
-    length: int | None = None,
-    value: PyTree = 0,
-    init: Sequence[PyTree] | None = None,
-) -> Packed[X]: ...
+def pack(sequences: Sequence[X], **options: Unpack[PackOptions]) -> Packed[X]: ...
 @verb
 def pack(
     sequences: Sequence[Any],
@@ -165,37 +159,16 @@ def pack(
     """
     wanted = check_count(rows, "rows", least=1), check_count(length, "length")
     checked = check_sequences(sequences)
-    fit = _arrange(checked.lengths, *wanted)
+    fit = arrange(checked.lengths, *wanted)
     spans = Spans(fit.row, fit.start, checked.lengths)
     mask, resets = (np.zeros((fit.length, fit.rows), bool) for _ in range(2))
     for row, steps in spans.each():
         mask[steps, row] = True
         resets[steps.start : min(steps.start + 1, steps.stop), row] = True
-    data = lay_out(checked, spans, fit.length, fit.rows, value)
+    data = checked.lay_out(spans, fit.length, fit.rows, value)
     index = PackIndex(*put([part.astype(np.int32) for part in spans]))
     carries = None if init is None else stack_inits(init, len(checked.lengths))
     return Packed(data, put(mask), put(resets), index, carries)
-
-
-def _arrange(lengths: Ints, rows: int | None, length: int | None) -> Fit:
-    """A place for each sequence, in one row at least: in as many rows as are wanted, of the length that is wanted."""
-    if length is not None:
-        check_fits(lengths, length)
-        fit = first_fit(lengths, length)
-    else:
-        fit = least_fit(lengths) if rows is None else shortest_fit(lengths, rows)
-    if rows is not None and fit.rows > rows:
-        raise Fault(
-            ArgumentError,
-            f"{{verb}}: {_rows(rows, length)} cannot hold {len(lengths)} sequences, of {lengths.sum()} steps in all.",
-            f"First-fit decreasing takes {_rows(fit.rows, length)}, or "
-            f"{_rows(rows, shortest_fit(lengths, rows).length)}.",
-        )
-    return fit._replace(rows=max(fit.rows, 1) if rows is None else rows)
-
-
-def _rows(rows: int, length: int | None) -> str:
-    return f"{rows} row{'' if rows == 1 else 's'} of {length} steps"
 
 
 @verb
@@ -230,7 +203,7 @@ def unpack(packed: Packed[Any], ys: Y) -> list[Y]:
         raise not_packed(packed, "a `Packed`", "`unpack(packed, ys)`. A `Padded` goes to `treescan.unpad`.")
     spans = Spans(*(check_concrete(part, f"packed.index.{name}") for name, part in packed.index._asdict().items()))
     check_lead("ys", ys, (packed.rows,), packed.steps)
-    return cut_out(ys, spans)
+    return spans.cut_out(ys)
 
 
 def not_packed(packed: Any, kind: str, call: str) -> Fault:
@@ -441,11 +414,9 @@ class Padded(NamedTuple, Generic[X]):
 
 
 @overload
-def pad(
-    sequences: Sequence[np.ndarray[Any, Any]], *, length: int | None = None, value: PyTree = 0
-) -> Padded[Array]: ...
+def pad(sequences: Sequence[np.ndarray[Any, Any]], **options: Unpack[PadOptions]) -> Padded[Array]: ...
 @overload
-def pad(sequences: Sequence[X], *, length: int | None = None, value: PyTree = 0) -> Padded[X]: ...
+def pad(sequences: Sequence[X], **options: Unpack[PadOptions]) -> Padded[X]: ...
 @verb
 def pad(sequences: Sequence[Any], *, length: int | None = None, value: PyTree = 0) -> Padded[Any]:
     """Pads sequences of different lengths to rows of one length.
@@ -490,7 +461,7 @@ def pad(sequences: Sequence[Any], *, length: int | None = None, value: PyTree = 
     steps, checked = check_count(length, "length"), check_sequences(sequences)
     steps = int(checked.lengths.max()) if steps is None else steps
     check_fits(checked.lengths, steps)
-    data = lay_out(checked, _own_rows(checked.lengths), steps, len(checked.lengths), value)
+    data = checked.lay_out(_own_rows(checked.lengths), steps, len(checked.lengths), value)
     return Padded(data, put(checked.lengths.astype(np.int32)))
 
 
@@ -540,7 +511,7 @@ def unpad(data: Any, lengths: ArrayLike | None = None) -> list[Any]:
             "flatten them into one.",
         )
     check_lengths(lengths, check_lead("data", data, counts.shape))
-    return cut_out(data, _own_rows(counts))
+    return _own_rows(counts).cut_out(data)
 
 
 def _own_rows(lengths: Any) -> Spans:
@@ -590,7 +561,17 @@ def repad(packed: Packed[Any], ys: Y, *, length: int | None = None, value: PyTre
     steps = check_count(length, "length")
     steps = packed.steps if steps is None else steps
     check_lead("ys", ys, (packed.rows,), packed.steps)
-    _check_length(packed, steps)
+    if steps < packed.steps and isinstance(packed.index.length, Tracer):
+        raise Fault(
+            TracedArgumentError,
+            f"{{verb}}: `length` is {steps}, less than the {packed.steps} steps of the rows, and the lengths of the "
+            "sequences are traced, so the longest may not fit.",
+            "Leave `length` out: every sequence fits the steps of the rows. Or pack to rows of that length, "
+            f"`pack(sequences, length={steps})`. If you know that no sequence is longer, cut the result: "
+            f"`padded._replace(data=padded.data[:{steps}])`.",
+        )
+    if steps < packed.steps:
+        check_fits(np.asarray(packed.index.length), steps)
     refuse_split_rows(packed.index[:3], packed.mask)
     values = spread_value(value, ys, "ys", "ys")
     leaves, structure = jax.tree.flatten(ys)
@@ -600,19 +581,3 @@ def repad(packed: Packed[Any], ys: Y, *, length: int | None = None, value: PyTre
     where = tuple(jnp.where(at < count, place, other) for place, other in zip((start + at, row), outside, strict=True))
     rows = [_gather(leaf, where, number) for leaf, number in zip(leaves, values, strict=True)]
     return Padded(jax.tree.unflatten(structure, rows), jnp.asarray(packed.index.length))
-
-
-def _check_length(packed: Packed[Any], steps: int) -> None:
-    lengths = packed.index.length
-    if steps >= packed.steps:
-        return
-    if isinstance(lengths, Tracer):
-        raise Fault(
-            TracedArgumentError,
-            f"{{verb}}: `length` is {steps}, less than the {packed.steps} steps of the rows, and the lengths of the "
-            "sequences are traced, so the longest may not fit.",
-            "Leave `length` out: every sequence fits the steps of the rows. Or pack to rows of that length, "
-            f"`pack(sequences, length={steps})`. If you know that no sequence is longer, cut the result: "
-            f"`padded._replace(data=padded.data[:{steps}])`.",
-        )
-    check_fits(np.asarray(lengths), steps)

@@ -17,8 +17,7 @@ from .._loop.body import Body, under_a_trace
 from .._loop.run import is_jit_disabled
 from .._tree import Prefix, freeze_static, leaves_with_path, thaw_static
 from .._types import Array, PyTree
-from .boxes import add_layer_axis
-from .stack import freeze_shared
+from .stack import add_layer_axis, freeze_shared
 
 
 def _is_place(node: Any) -> bool:
@@ -42,9 +41,8 @@ def stacked_shardings(layer: PyTree, shardings: PyTree) -> Prefix:
     Raises:
         Fault: for a `LayerError` that lists all the leaves that cannot be sharded so.
     """
-    prefix = Prefix(*flatten_places(shardings))
     one = "Give one sharding for all leaves, or a prefix tree of a layer with shardings. None lets JAX choose."
-    places = spread_prefix("`shardings`", prefix.tree, layer, "layer", one, whole="a layer", error=LayerError)
+    places = spread_prefix("`shardings`", shardings, layer, "layer", one, whole="a layer", error=LayerError)
     named = zip(leaves_with_path("layer", layer), places, strict=True)
     rows = [
         Row(path, str(getattr(place, "spec", place)), describe_leaf(leaf), why)
@@ -61,12 +59,6 @@ def stacked_shardings(layer: PyTree, shardings: PyTree) -> Prefix:
             rows=rows,
         )
     return Prefix(tuple(map(_stacked, places)), jax.tree.structure(layer))
-
-
-def flatten_places(shardings: PyTree) -> tuple[tuple[Any, ...], Any]:
-    """The leaves of a tree of shardings, in which None is one, and its structure."""
-    leaves, structure = jax.tree.flatten(shardings, is_leaf=_is_place)
-    return tuple(leaves), structure
 
 
 def _misfit(leaf: Any, place: Any) -> str:
@@ -171,7 +163,8 @@ def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) 
     if shardings is None and (under_a_trace() or is_jit_disabled()):
         return _all(body, n, key, frozen)
     given, structure = jax.tree.flatten((key, frozen))
-    types = (structure, *map(jax.typeof, given), Prefix(*flatten_places(shardings)))
+    places, of_places = jax.tree.flatten(shardings, is_leaf=_is_place)
+    types = (structure, *map(jax.typeof, given), of_places, *places)
     mesh = jax.sharding.get_abstract_mesh()
     made = body.programs(("init_layers", n, types, mesh), lambda: _program(body, n, shardings, mesh, key, frozen))
     with jax.disable_jit(False):  # which would leave shardings out

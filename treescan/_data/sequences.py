@@ -17,6 +17,7 @@ from .._axes import spread_prefix
 from .._body.carry import find_differences
 from .._checks.arguments import without_axis
 from .._errors import ArgumentError, ArgumentTypeError, Fault, Row, TracedArgumentError, expect, expect_int
+from .._reprs import Shown
 from .._tree import is_static, leaves_with_path
 from .._types import Array, PyTree, TreeDef
 
@@ -137,6 +138,27 @@ def _fewest_rows(lengths: Ints, length: int) -> int:
     return max(-(-int(lengths.sum()) // length), int(np.count_nonzero(2 * lengths > length)))
 
 
+def arrange(lengths: Ints, rows: int | None, length: int | None) -> Fit:
+    """A place for each sequence, in one row at least: in as many rows as are wanted, of the length that is wanted."""
+    if length is not None:
+        check_fits(lengths, length)
+        fit = first_fit(lengths, length)
+    else:
+        fit = least_fit(lengths) if rows is None else shortest_fit(lengths, rows)
+    if rows is not None and fit.rows > rows:
+        raise Fault(
+            ArgumentError,
+            f"{{verb}}: {_rows(rows, length)} cannot hold {len(lengths)} sequences, of {lengths.sum()} steps in all.",
+            f"First-fit decreasing takes {_rows(fit.rows, length)}, or "
+            f"{_rows(rows, shortest_fit(lengths, rows).length)}.",
+        )
+    return fit._replace(rows=max(fit.rows, 1) if rows is None else rows)
+
+
+def _rows(rows: int, length: int | None) -> str:
+    return f"{rows} row{'' if rows == 1 else 's'} of {length} steps"
+
+
 _MANY = 8  # rows of a table
 _OUTSIDE_JIT = "This function runs on the host: call it outside `jax.jit`, and pass in the result."
 
@@ -147,6 +169,13 @@ class Sequences(NamedTuple):
     structure: TreeDef
     leaves: list[list[Any]]
     lengths: Ints
+
+    def lay_out(self, spans: Spans, steps: int, rows: int, value: PyTree) -> PyTree:
+        """One array [steps, rows, ...] for each leaf, with each sequence in its span, and `value` everywhere else."""
+        numbers = spread_value(value, jax.tree.unflatten(self.structure, self.leaves[0]))
+        columns = zip(zip(*self.leaves, strict=True), numbers, strict=True)
+        batched = [_lay_leaf(list(column), spans.each(), steps, rows, number) for column, number in columns]
+        return jax.tree.unflatten(self.structure, batched)
 
 
 def is_list(given: Any) -> bool:
@@ -182,7 +211,7 @@ def check_sequences(sequences: Any) -> Sequences:
     _check_steps(sequences, leaves)
     if any(structure != trees[0][1] for _, structure in trees):
         _refuse_differences(
-            [jax.tree.map(lambda leaf: _ANY, sequence) for sequence in sequences],
+            [jax.tree.map(lambda leaf: Shown("an array"), sequence) for sequence in sequences],
             "sequences",
             "{verb}: the sequences differ in structure from the first.",
             "Give all of them the same containers with the same parts, because each leaf of the batch becomes one "
@@ -200,44 +229,29 @@ def refuse_traced(value: Any, name: str, cure: str = _OUTSIDE_JIT) -> None:
 
 def _check_steps(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
     """Refuses leaves without an axis of steps, and sequences without leaves."""
-    named = [
-        pair
-        for i, flat in enumerate(leaves)
-        if not flat or not all(map(shape_of, flat))
-        for pair in without_axis(f"sequences[{i}]", sequences[i]) or [(f"sequences[{i}]", sequences[i])]
-    ]
+    named: list[tuple[str, Any]] = []
+    for i, flat in enumerate(leaves):
+        if not flat or not all(map(shape_of, flat)):
+            named += without_axis(f"sequences[{i}]", sequences[i]) or [(f"sequences[{i}]", sequences[i])]
     if named:
-        cures = [
-            f"JAX reads a list of numbers as separate leaves: make it an array, `jnp.asarray({path})`."
-            for path, node in named
-            if isinstance(node, list | tuple) and node
-        ]
+        lists = [path for path, node in named if isinstance(node, list | tuple) and node]
         raise Fault(
             ArgumentError,
             "{verb}: the leaves of a sequence must be arrays whose first axis is the steps, but these are not.",
-            *cures[:1],
+            *(
+                f"JAX reads a list of numbers as separate leaves: make it an array, `jnp.asarray({path})`."
+                for path in lists[:1]
+            ),
             "Leave values that are the same for all steps out of the sequences.",
             rows=some([Row(path, "[steps, ...]", describe_node(node)) for path, node in named]),
         )
 
 
-class _AnyLeaf:
-    """Represents each leaf where structures are compared."""
-
-    def __repr__(self) -> str:
-        return "an array"
-
-
-_ANY = _AnyLeaf()
-
-
 def _refuse_differences(trees: Sequence[PyTree], name: str, says: str, cure: str) -> None:
     """Refuses trees that differ from the first."""
-    rows = [
-        difference.row
-        for i, tree in enumerate(trees[1:], 1)
-        for difference in find_differences(f"{name}[{i}]", (), trees[0], tree)
-    ]
+    rows: list[Row] = []
+    for i, tree in enumerate(trees[1:], 1):
+        rows += [difference.row for difference in find_differences(f"{name}[{i}]", (), trees[0], tree)]
     if rows:
         raise Fault(ArgumentError, says, cure, header=("leaf", f"in {name}[0]", "is"), rows=some(rows))
 
@@ -245,22 +259,15 @@ def _refuse_differences(trees: Sequence[PyTree], name: str, says: str, cure: str
 def _check_types(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
     """Refuses leaves whose dtype or trailing shape is not that of most, and leaves of another number of steps."""
     usual = [Counter(map(_step_type, column)).most_common(1)[0][0] for column in zip(*leaves, strict=True)]
-    bad = [
-        i
-        for i, flat in enumerate(leaves)
-        if [_step_type(leaf) for leaf in flat] != usual or len({leaf.shape[0] for leaf in flat}) > 1
-    ]
-    rows = [
-        Row(
-            path,
-            str(ShapedArray((leaves[i][0].shape[0], *shape), dtype)),
-            describe_leaf(leaf),
-            "dtype" if dtype_of(leaf) != dtype else "",
-        )
-        for i in bad
-        for (path, leaf), (shape, dtype) in zip(leaves_with_path(f"sequences[{i}]", sequences[i]), usual, strict=True)
-        if _step_type(leaf) != (shape, dtype) or leaf.shape[0] != leaves[i][0].shape[0]
-    ]
+    rows: list[Row] = []
+    for i, flat in enumerate(leaves):
+        steps = flat[0].shape[0]
+        if [_step_type(leaf) for leaf in flat] == usual and all(leaf.shape[0] == steps for leaf in flat):
+            continue
+        for (path, leaf), (shape, dtype) in zip(leaves_with_path(f"sequences[{i}]", sequences[i]), usual, strict=True):
+            if _step_type(leaf) != (shape, dtype) or leaf.shape[0] != steps:
+                expected = str(ShapedArray((steps, *shape), dtype))
+                rows.append(Row(path, expected, describe_leaf(leaf), "dtype" if dtype_of(leaf) != dtype else ""))
     if rows:
         raise Fault(
             ArgumentError,
@@ -324,16 +331,11 @@ class Spans(NamedTuple):
         spans = zip(self.row.tolist(), self.start.tolist(), self.length.tolist(), strict=True)
         return [(row, slice(start, start + length)) for row, start, length in spans]
 
-
-def lay_out(sequences: Sequences, spans: Spans, steps: int, rows: int, value: PyTree) -> PyTree:
-    """One array [steps, rows, ...] for each leaf, with each sequence in its span, and `value` everywhere else."""
-    example = jax.tree.unflatten(sequences.structure, sequences.leaves[0])
-    where = spans.each()
-    batched = [
-        _lay_leaf([flat[i] for flat in sequences.leaves], where, steps, rows, number)
-        for i, number in enumerate(spread_value(value, example))
-    ]
-    return jax.tree.unflatten(sequences.structure, batched)
+    def cut_out(self, tree: PyTree) -> list[Any]:
+        """What is in each span of a tree with leaves [steps, rows, ...]."""
+        leaves, structure = jax.tree.flatten(tree)
+        columns = [_cut_leaf(leaf, self.each()) for leaf in leaves]
+        return [jax.tree.unflatten(structure, [column[i] for column in columns]) for i in range(len(self.row))]
 
 
 def _lay_leaf(column: list[Any], where: list[tuple[int, slice]], steps: int, rows: int, number: Any) -> Array:
@@ -403,14 +405,6 @@ def check_concrete(value: Any, name: str) -> Any:
     return np.asarray(value)
 
 
-def cut_out(tree: PyTree, spans: Spans) -> list[Any]:
-    """What is in each span of a tree with leaves [steps, rows, ...]."""
-    leaves, structure = jax.tree.flatten(tree)
-    where = spans.each()
-    columns = [_cut_leaf(leaf, where) for leaf in leaves]
-    return [jax.tree.unflatten(structure, [column[i] for column in columns]) for i in range(len(where))]
-
-
 def _cut_leaf(leaf: Any, where: list[tuple[int, slice]]) -> list[Array]:
     if isinstance(leaf, Tracer):
         return [leaf[span, row] for row, span in where]
@@ -460,12 +454,8 @@ def stack_inits(inits: Any, count: int) -> PyTree:
             f"{'s'[: count != 1]}.",
             "Give the carry that each sequence starts from, in the order of the sequences.",
         )
-    static = [
-        Row(path, "an array", describe_leaf(leaf))
-        for i, init in enumerate(inits)
-        for path, leaf in leaves_with_path(f"init[{i}]", init)
-        if is_static(leaf)
-    ]
+    named = leaves_with_path("init", list(inits))
+    static = [Row(path, "an array", describe_leaf(leaf)) for path, leaf in named if is_static(leaf)]
     if static:
         raise Fault(
             ArgumentError,

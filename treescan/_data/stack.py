@@ -1,34 +1,148 @@
-"""Stacks of layers: pytrees of arrays whose first axis is the layers, how they are made, split and ordered."""
+"""Stacks of layers: pytrees of arrays whose first axis is the layers. How they are made and split, and flax's metadata.
+
+Variables of nnx and boxes of linen name the axes of their array. flax's helpers shard the array by these names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.sharding import PartitionSpec
 
-from .._avals import (
-    describe_argument,
-    describe_leaf,
-    dtype_of,
-    exact_int,
-    is_weak,
-    same_type,
-    shape_of,
-    spec_parts,
-)
+from .._avals import describe_argument, describe_leaf, dtype_of, exact_int, is_weak, same_type, shape_of, spec_parts
 from .._axes import LeafAxes
 from .._body.carry import agree, find_differences
 from .._checks.arguments import axis_spec, with_axes
-from .._errors import ArgumentTypeError, Fault, LayerError, Row, expect, expect_int, verb
-from .._flax import box_classes, holds
+from .._errors import Fault, LayerError, Row, expect, expect_int, verb
+from .._flax import box_classes, holds, variable_classes
 from .._loop.body import under_a_trace
-from .._tree import freeze_leaves, is_number, is_static, leaves_with_path, same_structure, thaw_static
+from .._tree import freeze_leaves, is_number, is_static, leaves_with_path, path_str, same_structure, thaw_static
 from .._types import Array, ArrayLike, PyTree, TreeDef
-from .boxes import add_layer_axis, remove_layer_axis
+
+_PARTITION_NAME = "partition_name"  # PARTITION_NAME of `flax.nnx` and `flax.core.meta`
+_NAMES = ("out_sharding", "sharding_names")  # what a variable calls the names of its axes, now and in flax 0.12.2
+
+
+def add_layer_axis(stacked: PyTree, name: Any) -> PyTree:
+    """A stack whose boxes have the metadata of one layer, with the axis of the layers in it, first.
+
+    Args:
+        stacked: the stack; what it holds is not changed.
+        name: what the axis is called; None where nothing is to be sharded along it.
+
+    Raises:
+        Fault: if the name is none, or a box of the user's own fails.
+    """
+    _check_name(name)
+    params = {_PARTITION_NAME: name}
+
+    def add(box: Any) -> Any:
+        if isinstance(box, variable_classes()):
+            return sys.modules["flax.nnx"].spmd.add_axis(_copy(box), 0, params)
+        return box.add_axis(0, params)
+
+    return _map_boxes("layer", stacked, add, "add_axis")
+
+
+def remove_layer_axis(stacked: PyTree, root: str, name: Any = None) -> PyTree:
+    """A stack, arrays and all, whose boxes have the metadata of one layer.
+
+    flax's own `vmap` leaves the axis out of the metadata unless it is told its name. So names count as those of a stack
+    where there is one for each axis of an array, and shorter ones beside these if they begin with the same name.
+
+    Args:
+        stacked: the stack; what it holds is not changed.
+        root: what it is called.
+        name: what the axis is called, if the user says so.
+
+    Raises:
+        Fault: if the axis is called otherwise, or a box of the user's own fails.
+    """
+    _check_name(name)
+    if not holds(stacked, box_classes()):
+        return stacked
+    nodes = leaves_with_path(root, stacked, is_leaf=_is_box)
+    boxes = [(path, node) for path, node in nodes if _is_box(node)]
+    whole = [names for _, box in boxes if (names := _names(box)) and len(names) == _rank(box)]
+    others = [(path, names) for path, box in boxes if (names := _names(box)) and names[0] != name]
+    if name is not None and others:
+        raise Fault(
+            LayerError,
+            f"{{call}}: the metadata does not call the axis of the layers {name!r}.",
+            "Without `layer_axis_name`, the name is read from the metadata. `treescan.stack` and "
+            "`treescan.init_layers` write it there, and so does `nnx.vmap` with `transform_metadata`.",
+            header=("leaf", "axis of the layers", "names of all axes"),
+            rows=[Row(path, repr(name), repr(names)) for path, names in others],
+        )
+    axis = whole[0][0] if whole else name
+
+    def remove(box: Any) -> Any:
+        names = _names(box)
+        if names is None:
+            return _remove(box, axis)
+        is_short = 0 < len(names) < _rank(box) and (whole or name is not None) and names[0] == axis
+        return _remove(box, names[0]) if is_short or len(names) == _rank(box) else box
+
+    return _map_boxes(root, stacked, remove, "remove_axis")
+
+
+def _remove(box: Any, name: Any) -> Any:
+    if not isinstance(box, variable_classes()):
+        return box.remove_axis(0, {_PARTITION_NAME: name})
+    copy = _copy(box)
+    if _names(box) is None:
+        copy.remove_axis(0, name)  # hooks, if it has any
+        return copy
+    return sys.modules["flax.nnx"].spmd.remove_axis(copy, 0, {_PARTITION_NAME: name})
+
+
+def _copy(box: Any) -> Any:
+    """Another variable with the same array, whose metadata may be changed."""
+    return jax.tree.map(lambda leaf: leaf, box)
+
+
+def _names(box: Any) -> tuple[Any, ...] | None:
+    """The names of the axes in a box; None if it has none."""
+    is_variable = isinstance(box, variable_classes())
+    metadata: dict[str, Any] = box.get_metadata() if is_variable else {"out_sharding": getattr(box, "names", None)}
+    names = next((metadata[key] for key in _NAMES if key in metadata), None)
+    return tuple(spec_parts(names)) if isinstance(names, tuple | list | PartitionSpec) else None
+
+
+def _rank(box: Any) -> int:
+    return max((len(shape_of(leaf) or ()) for leaf in jax.tree.leaves(box)), default=0)
+
+
+def _is_box(node: Any) -> bool:
+    return isinstance(node, box_classes())
+
+
+def _map_boxes(root: str, tree: PyTree, function: Callable[[Any], Any], method: str) -> PyTree:
+    def mapped(path: Any, node: Any) -> Any:
+        try:
+            return function(node) if _is_box(node) else node
+        except Exception as error:
+            failed = f"`{type(node).__name__}.{method}` failed for {path_str(root, path)}"
+            raise Fault(
+                LayerError,
+                f"{{call}}: {failed}. {type(error).__name__}: {error}",
+                "The method receives 0, the axis of the layers, and `{'partition_name': layer_axis_name}`. Fix the "
+                "method, or take the arrays out of their boxes, `flax.core.meta.unbox(layer)`.",
+                cause=error,
+            ) from None
+
+    return jax.tree.map_with_path(mapped, tree, is_leaf=_is_box) if holds(tree, box_classes()) else tree
+
+
+def _check_name(name: Any) -> None:
+    flax = 'It is the name of the axis of the layers in flax\'s metadata, for example `layer_axis_name="layers"`.'
+    expect(name is None or isinstance(name, str), "layer_axis_name", "a string or None", name, flax)
 
 
 def freeze_shared(tree: PyTree) -> PyTree:
@@ -99,114 +213,6 @@ def _spec(leaf: Any) -> tuple[Any, ...]:
     if not any(part is not None for part in parts) and not isinstance(leaf, Tracer):
         parts = spec_parts(getattr(leaf.sharding, "spec", ()))
     return (*parts, *(None,) * (len(leaf.shape) - len(parts)))
-
-
-TURNS = "turns"
-
-
-def is_several(tree: Any) -> bool:
-    """Whether a tree may be a sequence of stacks or of layers, which has no class of its own."""
-    return type(tree) in (list, tuple)
-
-
-def check_sequence(given: Any, name: str) -> tuple[Any, ...]:
-    """A sequence with one item for each stack.
-
-    Raises:
-        Fault: for a `LayerError` if it is none.
-    """
-    if is_several(given) and given:
-        return tuple(given)
-    raise Fault(
-        LayerError,
-        f"{{verb}}: with `order`, `{name}` must be a sequence with one item for each stack, got "
-        f"{describe_argument(given)}.",
-        f"Give `[{name}_0, {name}_1, ...]`, or leave `order` out for a single stack.",
-    )
-
-
-def one_each(given: Any, count: int, name: str) -> tuple[Any, ...]:
-    """What is given once for all stacks, or in a sequence with one for each.
-
-    Raises:
-        Fault: for a `LayerError` if the sequence has another length.
-    """
-    if not is_several(given):
-        return (given,) * count
-    if len(given) != count:
-        raise Fault(
-            LayerError,
-            f"{{verb}}: there are {count} stacks, but `{name}` has {len(given)} item{'s'[: len(given) != 1]}.",
-            "Give one item for each stack, or a single one for all.",
-        )
-    return tuple(given)
-
-
-def check_order(order: Any, layers: int, stacks: int | None) -> tuple[int, ...]:
-    """For each layer, in the order of their numbers, which stack holds it.
-
-    Args:
-        order: what the user said: "turns", or the number of a stack for each layer.
-        layers: how many layers there are.
-        stacks: how many stacks; None: as many as `order` names.
-
-    Raises:
-        Fault: for an `ArgumentTypeError` if it is neither, for a `LayerError` if it does not fit.
-    """
-    if isinstance(order, str) and order == TURNS:
-        if stacks is None:
-            raise Fault(
-                ArgumentTypeError,
-                '{verb}: the number of stacks is unknown. `order` is "turns", but `like` is not given.',
-                "Give `like`, a sequence with one layer of each stack. Or give `order` as a sequence with the "
-                "number of the stack for each layer.",
-            )
-        return tuple(i % stacks for i in range(layers))
-    try:
-        places = [] if isinstance(order, str) else list(map(exact_int, order))
-        known = not isinstance(order, str) and None not in places
-    except TypeError:  # it is no sequence
-        places, known = [], False
-    each = "A sequence has the number of the stack for each layer, in the order of the layers: `[0] * 3 + [1] * 58`."
-    expect(known, "order", '"turns" or a sequence of ints', order, each)
-    of_layers = [place for place in places if place is not None]
-    count = max(of_layers, default=0) + 1 if stacks is None else stacks
-    if len(of_layers) != layers:
-        raise Fault(
-            LayerError,
-            f"{{verb}}: `order` has {len(of_layers)} layers, but there are {layers}.",
-            "Give one item for each layer, in the order of the layers.",
-        )
-    wrong = sorted({place for place in of_layers if not 0 <= place < count})
-    if wrong:
-        raise Fault(
-            LayerError,
-            f"{{verb}}: `order` names stack {wrong[0]}, but there are {count} stacks.",
-            f"Stacks are numbered from 0 to {count - 1}.",
-        )
-    return tuple(of_layers)
-
-
-def check_counts(order: Sequence[int], counts: Sequence[int]) -> None:
-    """Compares the number of layers in each stack with an order.
-
-    Raises:
-        Fault: for a `LayerError` that lists the stacks.
-    """
-    wanted = [order.count(place) for place in range(len(counts))]
-    if wanted != list(counts):
-        raise Fault(
-            LayerError,
-            "{verb}: the numbers of layers in the stacks do not match `order`.",
-            '"turns" means the first layer of each stack, then the second of each, and so on. So only the first '
-            "stacks may have one layer more. For another order, give a sequence with the number of the stack for "
-            "each layer.",
-            header=("stack", "by order", "is"),
-            rows=[
-                Row(f"stacked[{i}]", str(want), str(count))
-                for i, (want, count) in enumerate(zip(wanted, counts, strict=True))
-            ],
-        )
 
 
 Layer = TypeVar("Layer")
@@ -385,11 +391,15 @@ def _put_arrays(arrays: list[Any], i: Any, layer: list[Any]) -> list[Array]:
 
 
 def _stack(layers: list[PyTree]) -> PyTree:
-    shared = _shared_leaves(layers)
-    named = [(f"layers[{i}]", layer) for i, layer in enumerate(layers)]
-    numbers = [_differing_numbers(root, layers[0], layer, shared) for root, layer in named]
-    pairs = zip(named, numbers, strict=True)
-    rows = [row for (root, layer), of_layer in pairs for row in (*_differing_types(root, layers[0], layer), *of_layer)]
+    alike = [numbers_in(layer) for layer in layers if same_structure(layers[0], layer)]
+    columns = zip(jax.tree.leaves(layers[0]), *alike, strict=True)
+    shared = [is_static(leaf) or all(are_numbers) for leaf, *are_numbers in columns]  # the same in all layers
+    rows: list[Row] = []
+    numbers: list[Row] = []
+    for i, layer in enumerate(layers):
+        differing = _differing_numbers(f"layers[{i}]", layers[0], layer, shared)
+        numbers += differing
+        rows += [*_differing_types(f"layers[{i}]", layers[0], layer), *differing]
     if rows:
         raise Fault(
             LayerError,
@@ -399,7 +409,7 @@ def _stack(layers: list[PyTree]) -> PyTree:
             *(
                 f"{row.leaf}: a Python number or flag must be the same in all layers. If it differs, make it an array "
                 f"in all of them, `jnp.array({row.came})`: it is then traced, as weights are."
-                for row in [row for of_layer in numbers for row in of_layer][:1]
+                for row in numbers[:1]
             ),
             header=("leaf", "layers[0]", "is"),
             rows=rows,
@@ -410,13 +420,6 @@ def _stack(layers: list[PyTree]) -> PyTree:
     return thaw_static(jax.tree.unflatten(structure, _stack_arrays(list(map(list, zip(*rest, strict=True))))))
 
 
-def _shared_leaves(layers: list[PyTree]) -> list[bool]:
-    """For each leaf of the first layer whether all share it: no array, or in every layer a Python number."""
-    alike = [numbers_in(layer) for layer in layers if same_structure(layers[0], layer)]
-    columns = zip(*alike, strict=True)
-    return [is_static(leaf) or all(column) for leaf, column in zip(jax.tree.leaves(layers[0]), columns, strict=True)]
-
-
 def _differing_types(root: str, given: PyTree, layer: PyTree) -> list[Row]:
     return [] if agree(given, layer) else [difference.row for difference in find_differences(root, (), given, layer)]
 
@@ -425,13 +428,12 @@ def _differing_numbers(root: str, given: PyTree, layer: PyTree, shared: list[boo
     """The Python numbers, among the leaves that are shared, whose values differ. Their types are compared with all."""
     if not same_structure(given, layer):
         return []
-    triples = zip(jax.tree.leaves(given), leaves_with_path(root, layer), shared, strict=True)
-    pairs = [(old, path, new) for old, (path, new), is_shared in triples if is_shared and is_number(old)]
-    return [
-        Row(path, repr(old), describe_argument(new), "number")
-        for old, path, new in pairs
-        if same_type(old, new) and (type(old), repr(old)) != (type(new), repr(new))  # 1 is not True, NaN is NaN
-    ]
+    rows: list[Row] = []
+    for old, (path, new), is_shared in zip(jax.tree.leaves(given), leaves_with_path(root, layer), shared, strict=True):
+        is_same = (type(old), repr(old)) == (type(new), repr(new))  # 1 is not True, NaN is NaN
+        if is_shared and is_number(old) and same_type(old, new) and not is_same:
+            rows.append(Row(path, repr(old), describe_argument(new), "number"))
+    return rows
 
 
 def split_layers(frozen: PyTree) -> list[PyTree]:
@@ -471,13 +473,8 @@ def _frozen_like(frozen: PyTree, layer: PyTree) -> PyTree:
     stacked = thaw_static(frozen)
     if not same_structure(stacked, layer):
         return freeze_shared(layer)
-    return freeze_leaves(
-        layer,
-        [
-            is_static(leaf) or (is_shared and is_number(leaf))
-            for leaf, is_shared in zip(jax.tree.leaves(layer), numbers_in(stacked), strict=True)
-        ],
-    )
+    pairs = zip(jax.tree.leaves(layer), numbers_in(stacked), strict=True)
+    return freeze_leaves(layer, [is_static(leaf) or (is_shared and is_number(leaf)) for leaf, is_shared in pairs])
 
 
 def _check_number(i: Any, count: int) -> int | Array:
@@ -524,10 +521,8 @@ def count_layers(stacked: PyTree, root: str) -> int:
         plain = isinstance(stacked, list | tuple) and not hasattr(stacked, "_fields") and stacked
         if plain and all(same_structure(layer, stacked[0]) for layer in stacked):
             cure = f"If each item of `{root}` is a layer, stack them: `treescan.stack({root})`."
-        rows = [
-            Row(path, "none" if size is None else str(size), describe_leaf(leaf), "")
-            for (path, leaf), size in zip(leaves, sizes, strict=True)
-        ]
+        counts = ["none" if size is None else str(size) for size in sizes]
+        rows = [Row(path, count, describe_leaf(leaf)) for (path, leaf), count in zip(leaves, counts, strict=True)]
         raise Fault(
             LayerError,
             f"{{call}}: the leaves of `{root}` do not have the same number of layers on their first axis.",

@@ -2,35 +2,125 @@
 
 from __future__ import annotations
 
+import contextlib
 import fnmatch
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar, overload
+from typing import Any, Literal, NamedTuple, TypeAlias, TypedDict, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from .._avals import describe_argument, describe_leaf, shape_of
+from .._avals import describe_argument, describe_leaf, exact_int, shape_of
 from .._errors import ArgumentTypeError, Cure, Fault, LayerError, Row, expect, verb, warn_user
 from .._tree import KeyPath, thaw_static
-from .._types import Array, PyTree
-from .boxes import add_layer_axis
+from .._types import Array, PyTree, TreeDef
 from .init_layers import stacked_shardings
-from .stack import (
-    check_counts,
-    check_order,
-    check_sequence,
-    count_layers,
-    freeze_shared,
-    is_several,
-    is_traced_number,
-    one_each,
-    split_layers,
-)
+from .stack import add_layer_axis, count_layers, freeze_shared, is_traced_number, split_layers
 
 Ignores: TypeAlias = Callable[[str], bool]
+
+
+def _is_several(tree: Any) -> bool:
+    """Whether a tree may be a sequence of stacks or of layers, which has no class of its own."""
+    return type(tree) in (list, tuple)
+
+
+def _check_sequence(given: Any, name: str) -> tuple[Any, ...]:
+    """A sequence with one item for each stack.
+
+    Raises:
+        Fault: for a `LayerError` if it is none.
+    """
+    if _is_several(given) and given:
+        return tuple(given)
+    raise Fault(
+        LayerError,
+        f"{{verb}}: with `order`, `{name}` must be a sequence with one item for each stack, got "
+        f"{describe_argument(given)}.",
+        f"Give `[{name}_0, {name}_1, ...]`, or leave `order` out for a single stack.",
+    )
+
+
+def _one_each(given: Any, count: int, name: str) -> tuple[Any, ...]:
+    """What is given once for all stacks, or in a sequence with one for each.
+
+    Raises:
+        Fault: for a `LayerError` if the sequence has another length.
+    """
+    if not _is_several(given):
+        return (given,) * count
+    if len(given) != count:
+        raise Fault(
+            LayerError,
+            f"{{verb}}: there are {count} stacks, but `{name}` has {len(given)} item{'s'[: len(given) != 1]}.",
+            "Give one item for each stack, or a single one for all.",
+        )
+    return tuple(given)
+
+
+def _check_order(order: Any, layers: int, stacks: int | None) -> tuple[int, ...]:
+    """For each layer, in the order of their numbers, which stack holds it.
+
+    Args:
+        order: what the user said: "turns", or the number of a stack for each layer.
+        layers: how many layers there are.
+        stacks: how many stacks; None: as many as `order` names.
+
+    Raises:
+        Fault: for an `ArgumentTypeError` if it is neither, for a `LayerError` if it does not fit.
+    """
+    if isinstance(order, str) and order == "turns":
+        if stacks is None:
+            raise Fault(
+                ArgumentTypeError,
+                '{verb}: the number of stacks is unknown. `order` is "turns", but `like` is not given.',
+                "Give `like`, a sequence with one layer of each stack. Or give `order` as a sequence with the "
+                "number of the stack for each layer.",
+            )
+        return tuple(i % stacks for i in range(layers))
+    places: list[int | None] = [None]
+    with contextlib.suppress(TypeError):  # it is no sequence
+        places = places if isinstance(order, str) else list(map(exact_int, order))
+    each = "A sequence has the number of the stack for each layer, in the order of the layers: `[0] * 3 + [1] * 58`."
+    expect(None not in places, "order", '"turns" or a sequence of ints', order, each)
+    of_layers = [place for place in places if place is not None]
+    count = max(of_layers, default=0) + 1 if stacks is None else stacks
+    if len(of_layers) != layers:
+        raise Fault(
+            LayerError,
+            f"{{verb}}: `order` has {len(of_layers)} layers, but there are {layers}.",
+            "Give one item for each layer, in the order of the layers.",
+        )
+    wrong = sorted({place for place in of_layers if not 0 <= place < count})
+    if wrong:
+        raise Fault(
+            LayerError,
+            f"{{verb}}: `order` names stack {wrong[0]}, but there are {count} stacks.",
+            f"Stacks are numbered from 0 to {count - 1}.",
+        )
+    return tuple(of_layers)
+
+
+def _check_counts(order: Sequence[int], counts: Sequence[int]) -> None:
+    """Compares the number of layers in each stack with an order.
+
+    Raises:
+        Fault: for a `LayerError` that lists the stacks.
+    """
+    wanted = [order.count(place) for place in range(len(counts))]
+    if wanted != list(counts):
+        raise Fault(
+            LayerError,
+            "{verb}: the numbers of layers in the stacks do not match `order`.",
+            '"turns" means the first layer of each stack, then the second of each, and so on. So only the first '
+            "stacks may have one layer more. For another order, give a sequence with the number of the stack for "
+            "each layer.",
+            header=("stack", "by order", "is"),
+            rows=[Row(f"stacked[{i}]", str(wanted[i]), str(count)) for i, count in enumerate(counts)],
+        )
 
 
 def plain_name(path: KeyPath) -> str:
@@ -90,7 +180,7 @@ def names_of(paths: Sequence[KeyPath], names: Mapping[str, str]) -> list[str]:
         Fault: for a `LayerError` if `names` has other leaves, or two leaves would have one name.
     """
     plain = list(map(plain_name, paths))
-    check_names(plain, names)
+    _check_names(plain, names)
     own = [names.get(path, path) for path in plain]
     twice = sorted({name for name in own if own.count(name) > 1})
     if twice:
@@ -102,7 +192,7 @@ def names_of(paths: Sequence[KeyPath], names: Mapping[str, str]) -> list[str]:
     return own
 
 
-def check_names(paths: Sequence[str], names: Mapping[str, str]) -> None:
+def _check_names(paths: Sequence[str], names: Mapping[str, str]) -> None:
     """Refuses names of leaves that are not there."""
     unknown = sorted(map(str, names.keys() - set(paths)))
     if unknown:
@@ -113,14 +203,14 @@ def check_names(paths: Sequence[str], names: Mapping[str, str]) -> None:
         )
 
 
-def check_prefix(prefix: Any) -> str:
+def _check_prefix(prefix: Any) -> str:
     """The prefix, without a dot at its end."""
     before = 'It is the text before the number: `prefix="model.layers"`.'
     expect(isinstance(prefix, str), "prefix", "a string", prefix, before)
     return prefix.removesuffix(".")
 
 
-def check_mapping(names: Any) -> Mapping[str, str]:
+def _check_mapping(names: Any) -> Mapping[str, str]:
     """What the checkpoint calls leaves."""
     if names is not None and not isinstance(names, Mapping):
         raise Fault(
@@ -131,7 +221,7 @@ def check_mapping(names: Any) -> Mapping[str, str]:
     return names or {}
 
 
-def check_ignore(ignore: Any) -> Ignores:
+def _check_ignore(ignore: Any) -> Ignores:
     """Whether a name is ignored, from what the user said: patterns, or a function."""
     if ignore is None:
         return lambda name: False
@@ -150,7 +240,7 @@ def check_ignore(ignore: Any) -> Ignores:
 
 Layer = TypeVar("Layer")
 Order: TypeAlias = Literal["turns"] | Sequence[int]
-Ignore: TypeAlias = str | Iterable[str] | Callable[[str], bool] | None
+Names: TypeAlias = Mapping[str, str] | Sequence[Mapping[str, str] | None] | None
 _PREFIX = "layers"
 _SEVERAL = (
     'If it is a sequence of {what}, `order` must say how their layers are numbered: `order="turns"` for a pattern.'
@@ -161,38 +251,44 @@ class _Wanted(NamedTuple):
     """What the layers of one stack have to hold.
 
     Attributes:
-        like: one layer, its static leaves frozen; None: a dict of what the first layer has.
-        leaves: the names, and of what shape, where that is known.
+        like: one layer, its static leaves frozen.
+        names: those of its leaves.
+        leaves: for each name an array of its type, in the order of messages.
         layers: the layers, each with its number among all.
     """
 
     like: PyTree
-    leaves: list[tuple[str, Any]]
+    names: list[str]
+    leaves: dict[str, Any]
     layers: list[tuple[int, Mapping[str, Any]]]
 
 
+class ReadOptions(TypedDict, total=False):
+    """What `layers_from_state_dict` takes by name with and without `like`."""
+
+    prefix: str
+    ignore: str | Iterable[str] | Callable[[str], bool] | None
+    shardings: PyTree
+
+
+class ReadDicts(ReadOptions, total=False):
+    """What it takes by name without `like`."""
+
+    names: None
+    order: Sequence[int] | None
+
+
+class ReadLayers(ReadOptions, total=False):
+    """What it takes by name with `like`."""
+
+    names: Names
+    order: Order | None
+
+
 @overload
-def layers_from_state_dict(
-    state: Mapping[str, Any],
-    like: None = None,
-    *,
-    prefix: str = _PREFIX,
-    names: None = None,
-    order: Sequence[int] | None = None,
-    ignore: Ignore = None,
-    shardings: PyTree = None,
-) -> Any: ...
+def layers_from_state_dict(state: Mapping[str, Any], like: None = None, **options: Unpack[ReadDicts]) -> Any: ...
 @overload
-def layers_from_state_dict(
-    state: Mapping[str, Any],
-    like: Layer,
-    *,
-    prefix: str = _PREFIX,
-    names: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None = None,
-    order: Order | None = None,
-    ignore: Ignore = None,
-    shardings: PyTree = None,
-) -> Layer: ...
+def layers_from_state_dict(state: Mapping[str, Any], like: Layer, **options: Unpack[ReadLayers]) -> Layer: ...
 @verb
 def layers_from_state_dict(
     state: Mapping[str, Any],
@@ -247,26 +343,22 @@ def layers_from_state_dict(
         >>> print(treescan.layers_from_state_dict(state)["w"].shape)
         (2, 2, 3)
     """
-    prefix, ignores = check_prefix(prefix), check_ignore(ignore)
+    prefix, ignores = _check_prefix(prefix), _check_ignore(ignore)
     maps = 'It maps names to arrays: `{"layers.0.w": w0, "layers.1.w": w1}`.'
     expect(isinstance(state, Mapping), "state", "a mapping", state, maps)
     layers = list(enumerate(layers_by_number(state, prefix, ignores)))
     if order is None:
-        return _stacked([_wanted(layers, like, check_mapping(names))], (shardings,), prefix, like)[0]
-    likes = None if like is None else check_sequence(like, "like")
-    places = check_order(order, len(layers), None if likes is None else len(likes))
+        return _stacked([_wanted(layers, like, _check_mapping(names))], (shardings,), prefix, like)[0]
+    likes = None if like is None else _check_sequence(like, "like")
+    places = _check_order(order, len(layers), None if likes is None else len(likes))
     parts = _several(layers, likes, names, places)
-    stacks = _stacked(parts, one_each(shardings, len(parts), "shardings"), prefix, like)
+    stacks = _stacked(parts, _one_each(shardings, len(parts), "shardings"), prefix, like)
     return stacks if isinstance(like, list) else tuple(stacks)
 
 
 @verb
 def layers_to_state_dict(
-    stacked: PyTree,
-    *,
-    prefix: str = _PREFIX,
-    names: Mapping[str, str] | Sequence[Mapping[str, str] | None] | None = None,
-    order: Order | None = None,
+    stacked: PyTree, *, prefix: str = _PREFIX, names: Names = None, order: Order | None = None
 ) -> dict[str, Array]:
     """Returns the arrays of a stack under the names of a flat checkpoint: the inverse of `layers_from_state_dict`.
 
@@ -292,16 +384,21 @@ def layers_to_state_dict(
         >>> print(sorted(treescan.layers_to_state_dict({"w": jnp.zeros((2, 3))})))
         ['layers.0.w', 'layers.1.w']
     """
-    prefix = check_prefix(prefix)
+    prefix = _check_prefix(prefix)
     if order is None:
-        layers = _layers_of_one(stacked, check_mapping(names))
+        try:
+            layers = _layers_of(stacked, "stacked", _check_mapping(names))
+        except Fault as fault:
+            if _is_several(stacked):
+                fault.cures = (*fault.cures, Cure(_SEVERAL.format(what="stacks")))
+            raise
     else:
-        stacks = check_sequence(stacked, "stacked")
+        stacks = _check_sequence(stacked, "stacked")
         own = _names_of_each(names, [_paths(freeze_shared(stack)) for stack in stacks])
         each = [_layers_of(stack, f"stacked[{i}]", own[i]) for i, stack in enumerate(stacks)]
         counts = list(map(len, each))
-        places = check_order(order, sum(counts), len(stacks))
-        check_counts(places, counts)
+        places = _check_order(order, sum(counts), len(stacks))
+        _check_counts(places, counts)
         following = list(map(iter, each))
         layers = [next(following[place]) for place in places]
     return {full_name(prefix, i, name): leaf for i, layer in enumerate(layers) for name, leaf in layer.items()}
@@ -309,16 +406,6 @@ def layers_to_state_dict(
 
 def _paths(frozen: PyTree) -> list[Any]:
     return [path for path, _ in jtu.tree_flatten_with_path(frozen)[0]]
-
-
-def _layers_of_one(stacked: PyTree, names: Mapping[str, str]) -> list[dict[str, Any]]:
-    """For each layer of a single stack its arrays by name. Where it may be several, the cure for these is given too."""
-    try:
-        return _layers_of(stacked, "stacked", names)
-    except Fault as fault:
-        if is_several(stacked):
-            fault.cures = (*fault.cures, Cure(_SEVERAL.format(what="stacks")))
-        raise
 
 
 def _layers_of(stacked: PyTree, root: str, names: Mapping[str, str]) -> list[dict[str, Any]]:
@@ -339,10 +426,10 @@ def _layers_of(stacked: PyTree, root: str, names: Mapping[str, str]) -> list[dic
 
 def _names_of_each(names: Any, paths: Sequence[Sequence[Any]]) -> list[Mapping[str, str]]:
     """What each of several stacks calls its leaves. A single mapping is about the leaves of all."""
-    if is_several(names):
-        return [check_mapping(each) for each in one_each(names, len(paths), "names")]
-    names, known = check_mapping(names), [list(map(plain_name, each)) for each in paths]
-    check_names([path for each in known for path in each], names)
+    if _is_several(names):
+        return [_check_mapping(each) for each in _one_each(names, len(paths), "names")]
+    names, known = _check_mapping(names), [list(map(plain_name, each)) for each in paths]
+    _check_names([path for each in known for path in each], names)
     return [{path: name for path, name in names.items() if path in own} for own in known]
 
 
@@ -360,7 +447,7 @@ def _several(
             "A stack has at least one layer. Leave out empty stacks, in `like` and in `order`.",
         )
     if likes is None:
-        return [_wanted(of_stack, None, check_mapping(names)) for of_stack in each]
+        return [_wanted(of_stack, None, _check_mapping(names)) for of_stack in each]
     own = _names_of_each(names, [_paths(freeze_shared(like)) for like in likes])
     return [_wanted(*parts) for parts in zip(each, likes, own, strict=True)]
 
@@ -374,10 +461,12 @@ def _wanted(layers: Sequence[tuple[int, Mapping[str, Any]]], like: PyTree, names
                 "{verb}: `names` renames the leaves of `like`, but there is no `like`.",
                 "Give a tree of one layer, or rename the keys of the dict that you get.",
             )
-        return _Wanted(None, [(name, None) for name in layers[0][1]], list(layers))
+        first = layers[0][1]
+        alone = list(first) == [""]  # a layer is one array
+        return _Wanted(first[""] if alone else dict(first), sorted(first), dict(first), list(layers))
     frozen = freeze_shared(like)
-    wanted = zip(names_of(_paths(frozen), names), jax.tree.leaves(frozen), strict=True)
-    return _Wanted(frozen, list(wanted), list(layers))
+    own = names_of(_paths(frozen), names)
+    return _Wanted(frozen, own, dict(zip(own, jax.tree.leaves(frozen), strict=True)), list(layers))
 
 
 def _stacked(parts: Sequence[_Wanted], shardings: Sequence[PyTree], prefix: str, like: PyTree) -> list[Any]:
@@ -394,7 +483,7 @@ def _stacked(parts: Sequence[_Wanted], shardings: Sequence[PyTree], prefix: str,
             "`like` describes one layer (by default, the first layer). `names` maps its paths to names in the "
             "checkpoint, and `ignore` lists the names to leave out. If arrays have another layout, for example "
             "torch's transposed weights, convert them before or after stacking.",
-            *([_SEVERAL.format(what="a layer of each of several stacks")] * (len(parts) == 1 and is_several(like))),
+            *([_SEVERAL.format(what="a layer of each of several stacks")] * (len(parts) == 1 and _is_several(like))),
             header=("name", "expected", "is"),
             rows=rows,
         )
@@ -405,11 +494,10 @@ def _stacked(parts: Sequence[_Wanted], shardings: Sequence[PyTree], prefix: str,
 def _differences(part: _Wanted, prefix: str) -> list[Row]:
     """Where a layer has something else than what is wanted, another shape, or a dtype that the first has not."""
     first = part.layers[0][1]
-    expected = {name: (first.get(name) if leaf is None else leaf) for name, leaf in part.leaves}
     rows: list[Row] = []
     for number, layer in part.layers:
-        for name in dict.fromkeys((*expected, *layer)):
-            want, value, of_first = expected.get(name), layer.get(name), first.get(name)
+        for name in dict.fromkeys((*part.leaves, *layer)):
+            want, value, of_first = part.leaves.get(name), layer.get(name), first.get(name)
             path, shapes = full_name(prefix, number, name), (_shape(want), _shape(value))
             if want is None or value is None:
                 rows.append(Row(path, shapes[0] or "(nothing)", shapes[1] or "(missing)"))
@@ -430,9 +518,9 @@ def _warn_of_dtypes(parts: Sequence[_Wanted], prefix: str) -> None:
     found: list[str] = []
     for part in parts:
         number, first = part.layers[0]
-        for name, leaf in part.leaves:
+        for name, leaf in part.leaves.items():
             wanted = getattr(leaf, "dtype", first[name].dtype)  # that of the given array: JAX makes 32 bits of 64
-            if leaf is not None and wanted != first[name].dtype:
+            if wanted != first[name].dtype:
                 found.append(f"{full_name(prefix, number, name)} is {first[name].dtype}, not {wanted}")
     if found:
         more = f", and {len(found) - 3} more" if len(found) > 3 else ""
@@ -445,23 +533,17 @@ def _warn_of_dtypes(parts: Sequence[_Wanted], prefix: str) -> None:
 
 def _join_all(part: _Wanted, shardings: PyTree) -> Any:
     """The stack of one kind of layers."""
-    names = [name for name, _ in part.leaves]
-    alone = part.like is None and names == [""]  # a layer is one array
-    first = part.layers[0][1]
-    like = (first[""] if alone else {name: first[name] for name in names}) if part.like is None else part.like
-    if part.like is None and not alone:
-        names = sorted(names)  # as JAX orders the leaves of a dict
-    places: Sequence[Any] = [None] * len(names)
+    structure: TreeDef = jax.tree.structure(part.like)
+    places: Sequence[Any] = [None] * len(part.names)
     if shardings is not None:
-        types = jax.tree.unflatten(jax.tree.structure(like), [first[name] for name in names])
+        first = part.layers[0][1]
+        types = jax.tree.unflatten(structure, [first[name] for name in part.names])
         places = stacked_shardings(jax.eval_shape(lambda: types), shardings).leaves
     leaves = [
-        _join([layer[name] for _, layer in part.layers], place) for name, place in zip(names, places, strict=True)
+        _join([layer[name] for _, layer in part.layers], place) for name, place in zip(part.names, places, strict=True)
     ]
-    whole = thaw_static(jax.tree.unflatten(jax.tree.structure(like), leaves))
-    if part.like is not None:
-        return add_layer_axis(whole, None)
-    return whole if alone else {name: whole[name] for name, _ in part.leaves}
+    whole = add_layer_axis(thaw_static(jax.tree.unflatten(structure, leaves)), None)
+    return {name: whole[name] for name in part.like} if type(whole) is dict else whole  # which JAX has sorted
 
 
 def _join(leaves: Sequence[Any], place: Any) -> Any:

@@ -25,8 +25,7 @@ from .._checks.arguments import (
     resolve_axes,
 )
 from .._checks.rows import check_length
-from .._data.boxes import remove_layer_axis
-from .._data.stack import count_layers, freeze_shared, is_traced_number, refuse_split
+from .._data.stack import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
 from .._errors import ArgumentError, Fault, LayerError, Row, TreescanError, describe_body, speaking_of
 from .._loop.body import Body, note_types
 from .._remat import Remat

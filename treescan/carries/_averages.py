@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, overload
@@ -13,11 +12,11 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from .._avals import describe_argument, describe_leaf
-from .._errors import ArgumentTypeError, Fault
+from .._avals import describe_argument, describe_leaf, exact_int
+from .._errors import ArgumentTypeError, Fault, named_options
 from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen
-from ._buffer import entries, entry, fitted, inexact, is_shared, maker, strong, widest
+from ._buffer import entries, entry, fitted, inexact, is_shared, strong, widest
 
 
 @jax.tree_util.register_dataclass
@@ -59,7 +58,7 @@ class Sum(AbstractCarry[Array, ArrayLike]):
         return None if is_shared(self.shared, self.total) else {"total": 0, "lost": 0}
 
 
-@maker
+@named_options
 def sum_(start: ArrayLike = 0.0, *, shared: bool | None = None) -> Array:
     """Carries the compensated sum of what the body returns.
 
@@ -137,10 +136,7 @@ class Ema(AbstractCarry[Any, Any]):
     def _entry(self, value: Array, returned: ArrayLike, valid: Array | None) -> Array:
         if not is_shared(self.shared, value):
             return entry(returned, value)
-        rows = entries(returned, value, valid, shared=self.shared)
-        if not rows.axes:
-            return rows.values
-        return jnp.sum(rows.values, rows.axes) / jnp.maximum(rows.number, 1).astype(value.dtype)
+        return entries(returned, value, valid, shared=self.shared).mean()
 
     def rows(self) -> Mapping[str, Any]:
         """Each leaf as `shared` has it; none in the decay."""
@@ -152,7 +148,7 @@ class Ema(AbstractCarry[Any, Any]):
 def ema(start: float, decay: ArrayLike, *, debias: bool = False, shared: bool | None = None) -> Array: ...
 @overload
 def ema(start: T, decay: ArrayLike, *, debias: bool = False, shared: bool | None = None) -> T: ...
-@maker
+@named_options
 def ema(start: Any, decay: ArrayLike, *, debias: bool = False, shared: bool | None = None) -> Any:
     """Carries the exponential moving average of what the body returns.
 
@@ -250,7 +246,7 @@ class Moments(AbstractCarry[Statistics, ArrayLike]):
         rows = entries(returned, self.mean, valid, shared=self.shared)
         if not rows.axes and rows.counts is None:
             return self._add(rows.values)
-        mean = jnp.sum(rows.values, rows.axes) / jnp.maximum(rows.number, 1).astype(self.mean.dtype)
+        mean = rows.mean()
         deviations = rows.values - jnp.broadcast_to(mean, rows.values.shape)
         if rows.counts is not None:
             deviations = jnp.where(rows.counts, deviations, jnp.zeros_like(deviations))
@@ -267,7 +263,7 @@ class Moments(AbstractCarry[Statistics, ArrayLike]):
         return None if is_shared(self.shared, self.mean) else {"count": 0, "mean": 0, "squares": 0}
 
 
-@maker
+@named_options
 def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bool | None = None) -> Statistics:
     """Carries the running mean and variance of what the body returns.
 
@@ -305,16 +301,14 @@ def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bo
 def _checked(shape: Any) -> tuple[int, ...]:
     """The shape of an entry; one number is the shape of a vector."""
     parts = shape if isinstance(shape, tuple | list) else (shape,)
-    try:
-        return tuple(operator.index(part) for part in parts)
-    except TypeError:
-        pass
+    sizes = [exact_int(part) for part in parts]
     cure = "Give a tuple of ints: `moments((features,))`, or `moments()` for the moments of a number."
     if isinstance(shape, jax.Array | np.ndarray):
         cure = f"For entries like this array, give its shape, `moments({tuple(shape.shape)})`. The moments start empty."
-    raise Fault(
-        ArgumentTypeError, f"{{verb}}: `shape` must be the shape of an entry, got {describe_argument(shape)}.", cure
-    )
+    if None in sizes:
+        says = f"{{verb}}: `shape` must be the shape of an entry, got {describe_argument(shape)}."
+        raise Fault(ArgumentTypeError, says, cure)
+    return tuple(size for size in sizes if size is not None)
 
 
 @jax.tree_util.register_dataclass
@@ -352,7 +346,7 @@ def _shift(values: Array, returned: Any) -> Array:
     return jnp.concatenate([values[1:], fitted(jnp.asarray(returned), values)[None]])
 
 
-@maker
+@named_options
 def window(history: T) -> T:
     """Carries the last k values, for example for an autoregressive model of order k.
 

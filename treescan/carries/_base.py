@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 import jax
 
 from .._avals import describe_node
-from .._errors import ArgumentTypeError, Fault, PluginError, explain
+from .._errors import ArgumentTypeError, Fault, PluginError, explain, named_options
 from .._types import Array, PyTree, TreeDef
 
 Seen_co = TypeVar("Seen_co", covariant=True)
@@ -47,7 +47,14 @@ class AbstractCarry(abc.ABC, Generic[Seen_co, Returned_contra]):
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Refuses a class without all of its hooks."""
         if inspect.isabstract(cls):
-            raise explain(_abstract(cls), "") from None
+            missing = " and ".join(f"`{name}`" for name in sorted(cls.__abstractmethods__))
+            fault = Fault(
+                PluginError,
+                f"`{cls.__qualname__.rsplit('<locals>.', 1)[-1]}` cannot be a carry: it does not define {missing}.",
+                "A carry defines `read(self)`, what the body sees, and `write(self, returned, valid)`, the next carry.",
+                describe_class(cls),
+            )
+            raise explain(fault, "") from None
         return super().__new__(cls)
 
     @abc.abstractmethod
@@ -98,6 +105,7 @@ def as_seen(carry: AbstractCarry[Seen_co, Any]) -> Seen_co:
     return cast(Any, carry)
 
 
+@named_options
 def carry_of(value: Any, kind: type[CarryT]) -> CarryT:
     """Returns a part of a final carry, typed as the custom carry that it is. The inverse of `as_seen`.
 
@@ -123,12 +131,11 @@ def carry_of(value: Any, kind: type[CarryT]) -> CarryT:
     cure = "Pass the part of the final carry that is at the place of the custom carry in `init`."
     if is_carry(value):
         cure = f"Ask for the class that `init` has there, `{type(value).__name__}`, or pass another part."
-    fault = Fault(
+    raise Fault(
         ArgumentTypeError,
         f"{{verb}} was asked for a carry of class {kind.__name__}, but got {describe_node(value)}.",
         cure,
     )
-    raise explain(fault, "carry_of")
 
 
 def read_tree(tree: PyTree) -> PyTree:
@@ -221,15 +228,3 @@ def describe_error(error: Exception) -> str:
     """What a hook raised, in one line: the rest of a long message is in the cause."""
     text = " ".join(str(error).partition("\n\n")[0].split())
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def _abstract(kind: type) -> Fault:
-    missing = sorted(getattr(kind, "__abstractmethods__", ()))
-    names = " and ".join(f"`{name}`" for name in missing)
-    name = kind.__qualname__.rsplit("<locals>.", 1)[-1]
-    return Fault(
-        PluginError,
-        f"`{name}` cannot be a carry: it does not define {names}.",
-        "A carry defines `read(self)`, what the body sees, and `write(self, returned, valid)`, the next carry.",
-        describe_class(kind),
-    )

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -11,12 +12,11 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from .._avals import describe_argument, describe_leaf, describe_node, describe_traced, exact_int
-from .._errors import ArgumentTypeError, Fault, TracedArgumentError, named_options
-from .._types import Array, ArrayLike, PyTree, TreeDef
+from .._avals import describe_argument, describe_leaf, describe_node, exact_int
+from .._errors import ArgumentTypeError, Fault, TracedArgumentError, expect, expect_int, named_options
+from .._tree import same_structure
+from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen
-
-_F = TypeVar("_F", bound=Callable[..., Any])
 
 
 def strong(value: ArrayLike) -> Array:
@@ -59,19 +59,13 @@ def numbers(value: Any, name: str = "") -> Array:
         ) from None
 
 
-def maker(function: _F) -> _F:
-    """A public function that makes a carry: of what is wrong with its arguments, the user sees the public error."""
-    return named_options(function)
-
-
-def same_structure(given: PyTree, value: PyTree) -> None:
+def check_structure(given: PyTree, value: PyTree) -> None:
     """Refuses a value whose structure is not that of what is carried.
 
     Raises:
         TypeError: if it is not.
     """
-    structures: list[TreeDef] = [jax.tree.structure(given), jax.tree.structure(value)]
-    if structures[0] != structures[1]:
+    if not same_structure(given, value):
         raise TypeError(f"it carries {describe_node(value)}, but was given {describe_node(given)}")
 
 
@@ -97,6 +91,12 @@ class Entries(NamedTuple):
     counts: Array | None
     number: Array
     axes: tuple[int, ...]
+
+    def mean(self) -> Array:
+        """The mean of those that count, over the rows."""
+        if not self.axes:
+            return self.values
+        return jnp.sum(self.values, self.axes) / jnp.maximum(self.number, 1).astype(self.values.dtype)
 
 
 def is_shared(shared: bool | None, value: Array) -> bool:
@@ -156,7 +156,7 @@ def entries(returned: ArrayLike, value: Array, valid: Array | None, *, shared: b
     new = fitted(new, value)
     axes = tuple(range(extra))
     if valid is None:
-        return Entries(new, None, jnp.asarray(_size(rows), jnp.int32), axes)
+        return Entries(new, None, jnp.asarray(math.prod(rows), jnp.int32), axes)
     counts = jnp.any(valid) if not rows else valid
     number = jnp.sum(counts, dtype=jnp.int32)
     counts = counts.reshape(*counts.shape, *(1 for _ in value.shape))
@@ -178,13 +178,6 @@ def _array(returned: ArrayLike) -> Array:
     if isinstance(returned, list | tuple):  # of which JAX would make an array
         raise TypeError(f"it carries an array, but was given {describe_node(returned)}")
     return jnp.asarray(returned)
-
-
-def _size(shape: tuple[int, ...]) -> int:
-    size = 1
-    for n in shape:
-        size *= n
-    return size
 
 
 T = TypeVar("T")
@@ -214,30 +207,31 @@ class Buffer(AbstractCarry[tuple[Any, Array], tuple[Any, ArrayLike]]):
     def write(self, returned: tuple[PyTree, ArrayLike], valid: Array | None) -> Buffer:
         """Appends a value, or those of valid rows, in the order of the rows."""
         value, append = pair(returned, "value, append")
-        same_structure(value, self.values)
+        check_structure(value, self.values)
         append = jnp.asarray(append).astype(bool).astype(jnp.int32)
-        if not is_shared(self.shared, self.count):
+        capacity = jax.tree.leaves(self.values)[0].shape[0]
+        if is_shared(self.shared, self.count):
+            told = entries(append, self.count, valid).values.astype(bool)
+            before = jnp.cumsum(told.reshape(-1), dtype=jnp.int32).reshape(told.shape) - told.astype(jnp.int32)
+            place = jnp.where(told, self.count + before, capacity)
+            count = self.count + jnp.sum(told, dtype=jnp.int32)
+        else:
             told = entry(append, self.count) != 0
-            return self._put(
-                value, jnp.where(told, self.count, _capacity(self.values)), self.count + told.astype(jnp.int32)
-            )
-        rows = entries(append, self.count, valid)
-        told = rows.values.astype(bool)
-        before = jnp.cumsum(told.reshape(-1), dtype=jnp.int32).reshape(told.shape) - told.astype(jnp.int32)
-        place = jnp.where(told, self.count + before, _capacity(self.values))
-        return self._put(value, place, self.count + jnp.sum(told, dtype=jnp.int32))
-
-    def _put(self, value: PyTree, place: Array, count: Array) -> Buffer:
-        return replace(
-            self, values=jax.tree.map(lambda new, old: self._set(old, new, place), value, self.values), count=count
-        )
+            place = jnp.where(told, self.count, capacity)
+            count = self.count + told.astype(jnp.int32)
+        values = jax.tree.map(lambda new, old: self._set(old, new, place), value, self.values)
+        return replace(self, values=values, count=count)
 
     def _set(self, values: Array, value: Any, place: Array) -> Array:
         """Writes to the given places; one at or past the capacity writes nothing."""
         new = fitted(jnp.asarray(value), values)
         expected = values.shape[1:] if self.count.ndim else (*place.shape, *values.shape[1:])
         if new.shape != expected:
-            raise self._misfit(values, value, expected)
+            one = describe_leaf(jax.ShapeDtypeStruct(expected, values.dtype))
+            says = f"it appends one value of type {one} per step, but was given {describe_leaf(value)}"
+            if new.shape == values.shape:
+                says += f", which has the shape of the whole buffer of {len(values)} values: return only the new value"
+            raise TypeError(says)
 
         def put(values: Array, new: Array, place: Array) -> Array:
             return values.at[place].set(new, mode="drop")
@@ -246,46 +240,20 @@ class Buffer(AbstractCarry[tuple[Any, Array], tuple[Any, ArrayLike]]):
             put = jax.vmap(put, in_axes=(1, 0, 0), out_axes=1)
         return put(values, new, place)
 
-    def _misfit(self, values: Array, value: Any, expected: tuple[int, ...]) -> TypeError:
-        one = describe_leaf(jax.ShapeDtypeStruct(expected, values.dtype))
-        says = f"it appends one value of type {one} per step, but was given {describe_leaf(value)}"
-        if jnp.shape(value) == values.shape:
-            says += f", which has the shape of the whole buffer of {values.shape[0]} values: return only the new value"
-        return TypeError(says)
-
     def rows(self) -> Mapping[str, Any] | None:
         """Where rows are: behind the capacity in the values; None if all rows share the buffer."""
         return None if is_shared(self.shared, self.count) else {"values": 1, "count": 0}
 
 
-def _capacity(values: PyTree) -> int:
-    return jax.tree.leaves(values)[0].shape[0]
-
-
 def _checked_batch(batch: Any) -> tuple[int, ...]:
     sizes = [exact_int(size) for size in batch] if isinstance(batch, tuple | list) else [None]
-    if any(size is None or size < 0 for size in sizes):
-        one = exact_int(batch)
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}}: `batch` must be a tuple of ints, got {describe_traced(batch)}.",
-            f"Did you mean `batch=({one},)`?" if one is not None else "Give the batch shape, `batch=(rows,)`.",
-        )
-    return tuple(size for size in sizes if size is not None)
+    one, known = exact_int(batch), [size for size in sizes if size is not None and size >= 0]
+    cure = "Give the batch shape, `batch=(rows,)`." if one is None else f"Did you mean `batch=({one},)`?"
+    expect(len(known) == len(sizes), "batch", "a tuple of ints", batch, cure)
+    return tuple(known)
 
 
-def _checked_capacity(capacity: Any) -> int:
-    count = exact_int(capacity)
-    if count is None:
-        raise Fault(
-            TracedArgumentError if isinstance(capacity, Tracer) else ArgumentTypeError,
-            f"{{verb}}: `capacity` must be an int, got {describe_traced(capacity)}.",
-            "It is a part of the shape of the buffer, so it must be known when the program is traced.",
-        )
-    return count
-
-
-@maker
+@named_options
 def buffer(value: T, capacity: int, *, batch: tuple[int, ...] = (), shared: bool | None = None) -> tuple[T, Array]:
     """Carries a store for values, which the body appends to.
 
@@ -315,7 +283,13 @@ def buffer(value: T, capacity: int, *, batch: tuple[int, ...] = (), shared: bool
     """
     if not jax.tree.leaves(value):
         raise ValueError("a buffer holds values, but the one given for their types has no leaves")
-    batch, capacity = _checked_batch(batch), _checked_capacity(capacity)
+    batch = _checked_batch(batch)
+    capacity = expect_int(
+        capacity,
+        "capacity",
+        "It is a part of the shape of the buffer, so it must be known when the program is traced.",
+        error=TracedArgumentError if isinstance(capacity, Tracer) else ArgumentTypeError,
+    )
     if capacity < 1:
         raise ValueError(f"a buffer has room for at least one value, but got capacity={capacity}")
 
@@ -351,7 +325,7 @@ class Best(AbstractCarry[tuple[Array, Any], tuple[ArrayLike, Any]]):
     def write(self, returned: tuple[ArrayLike, PyTree], valid: Array | None) -> Best:
         """The better one of two, or of all valid rows."""
         score, value = pair(returned, "score, value")
-        same_structure(value, self.value)
+        check_structure(value, self.value)
         if is_shared(self.shared, self.score):
             if 0 in jnp.shape(score):
                 return self
@@ -391,13 +365,9 @@ class Best(AbstractCarry[tuple[Array, Any], tuple[ArrayLike, Any]]):
         return None if is_shared(self.shared, self.score) else {"score": 0, "value": 0}
 
 
-@maker
+@named_options
 def best(
-    value: T,
-    score: ArrayLike | None = None,
-    *,
-    mode: Literal["max", "min"] = "max",
-    shared: bool | None = None,
+    value: T, score: ArrayLike | None = None, *, mode: Literal["max", "min"] = "max", shared: bool | None = None
 ) -> tuple[Array, T]:
     """Carries the best candidate so far.
 
@@ -432,12 +402,10 @@ def best(
     """
     if mode not in ("max", "min"):
         raise ValueError(f'mode is "max" or "min", but got {mode!r}')
-    if callable(score):
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}}: `score` must be a number, or one for each row, got {describe_argument(score)}.",
-            "It is the score of the first value. None is worse than any score. The body computes the scores of "
-            "later values, and returns `(score, candidate)` in the place of the carry.",
-        )
+    first = (
+        "It is the score of the first value. None is worse than any score. The body computes the scores of later "
+        "values, and returns `(score, candidate)` in the place of the carry."
+    )
+    expect(not callable(score), "score", "a number, or one for each row", score, first)
     start = (-jnp.inf if mode == "max" else jnp.inf) if score is None else numbers(score, "score")
     return as_seen(Best(inexact(start), jax.tree.map(strong, value), mode, shared))

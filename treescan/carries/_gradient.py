@@ -9,10 +9,11 @@ from typing import Any, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
+from .._errors import named_options
 from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen, read_tree, write_tree
-from ._buffer import inexact, maker, own, strong
-from ._registry import adopt_within
+from ._buffer import inexact, own, strong
+from ._registry import adopt
 
 T = TypeVar("T")
 
@@ -94,6 +95,7 @@ class ClipGradient(AbstractCarry[Any, Any]):
         return {"tree": 0, "limit": None, "max_norm": None}
 
 
+@named_options
 def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLike | None = None) -> T:
     """Carries values whose gradient is clipped per step on its way back through time. Reverse mode only.
 
@@ -124,7 +126,7 @@ def clip_gradient(tree: T, limit: ArrayLike | None = None, *, max_norm: ArrayLik
     if (limit is None) == (max_norm is None):
         raise ValueError("clip_gradient needs either `limit` or `max_norm`")
     limits = (None if bound is None else inexact(bound) for bound in (limit, max_norm))
-    return as_seen(ClipGradient(jax.tree.map(own, adopt_within(tree, "clip_gradient")), *limits))
+    return as_seen(ClipGradient(jax.tree.map(own, adopt(tree, "tree").init), *limits))
 
 
 @jax.tree_util.register_dataclass
@@ -149,6 +151,7 @@ class StopGradient(AbstractCarry[Any, Any]):
         return StopGradient(write_tree(self.tree, returned, valid))
 
 
+@named_options
 def stop_gradient(tree: T) -> T:
     """Carries values through which no gradient flows back in time.
 
@@ -170,7 +173,7 @@ def stop_gradient(tree: T) -> T:
         >>> print(jax.grad(loss)(2.0))
         3.0
     """
-    return as_seen(StopGradient(jax.tree.map(own, adopt_within(tree, "stop_gradient"))))
+    return as_seen(StopGradient(jax.tree.map(own, adopt(tree, "tree").init)))
 
 
 @jax.tree_util.register_dataclass
@@ -208,7 +211,7 @@ def _cast(old: Any, new: Any) -> Any:
 def cast(tree: float) -> Array: ...
 @overload
 def cast(tree: T) -> T: ...
-@maker
+@named_options
 def cast(tree: Any) -> Any:
     """Carries values that keep their dtypes, whatever dtypes the body returns.
 
@@ -232,4 +235,4 @@ def cast(tree: Any) -> Any:
         >>> final.read().dtype
         dtype(bfloat16)
     """
-    return as_seen(Cast(jax.tree.map(strong, adopt_within(tree, "cast"))))
+    return as_seen(Cast(jax.tree.map(strong, adopt(tree, "tree").init)))

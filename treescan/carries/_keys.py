@@ -11,10 +11,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._avals import describe_argument
-from .._errors import ArgumentTypeError, Fault
+from .._errors import ArgumentTypeError, Fault, named_options
 from .._types import Array
 from ._base import AbstractCarry, as_seen
-from ._buffer import maker, own
+from ._buffer import own
 
 
 @jax.tree_util.register_dataclass
@@ -56,7 +56,7 @@ class Keys(AbstractCarry[Array, Any]):
         return None if jnp.ndim(self.drawn) == 0 else {"key": 0, "drawn": 0}
 
 
-@maker
+@named_options
 def keys(key: Array) -> Array:
     """Carries a key, and shows the body a fresh one per step.
 

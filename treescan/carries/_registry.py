@@ -21,8 +21,8 @@ from .._errors import (
     PluginError,
     PluginWarning,
     Row,
-    explain,
     is_jax_frame,
+    named_options,
     shorten,
     walk_traceback,
     warn_user,
@@ -100,10 +100,9 @@ _plugins: list[Plugin] | None = None
 _lock = threading.RLock()
 
 
+@named_options
 def register_carry(
-    kind: type[_T],
-    to_carry: Callable[[_T], AbstractCarry[Any, Any]],
-    from_carry: Callable[[Any], _T],
+    kind: type[_T], to_carry: Callable[[_T], AbstractCarry[Any, Any]], from_carry: Callable[[Any], _T]
 ) -> None:
     """Registers how treescan carries values of a type that you do not own.
 
@@ -139,16 +138,11 @@ def register_carry(
         >>> print(type(final).__name__, final.values)
         Lags [3. 6.]
     """
-    try:
-        _check_registration(kind, to_carry, from_carry)
-        with _lock:
-            _refuse_second(kind, to_carry)
-            _adoptions[kind] = Adoption(kind, to_carry, from_carry)
-            _forget()
-        return
-    except Fault as fault:
-        explained = explain(fault, "register_carry")
-    raise explained
+    _check_registration(kind, to_carry, from_carry)
+    with _lock:
+        _refuse_second(kind, to_carry)
+        _adoptions[kind] = Adoption(kind, to_carry, from_carry)
+        _forget()
 
 
 def _check_registration(kind: Any, to_carry: Any, from_carry: Any) -> None:
@@ -193,10 +187,8 @@ def _refuse_second(kind: type, to_carry: Callable[..., Any]) -> None:
 
 
 def _same_place(first: Any, second: Any) -> bool:
-    if first is second:
-        return True
     places = [(getattr(f, "__module__", None), getattr(f, "__qualname__", None)) for f in (first, second)]
-    return places[0] == places[1] and None not in places[0] and "<" not in str(places[0][1])
+    return first is second or (places[0] == places[1] and None not in places[0] and "<" not in str(places[0][1]))
 
 
 def _forget() -> None:
@@ -244,7 +236,8 @@ class Adopted(NamedTuple):
             return final
         nodes, outer = jax.tree.flatten(final, is_leaf=is_carry)
         pairs = enumerate(zip(nodes, self.back, strict=True))
-        back = [node if how is None else _unmake(final, i, how, node) for i, (node, how) in pairs]
+        name = "the final carry"
+        back = [node if how is None else _convert(how, "from_carry", node, name, final, i) for i, (node, how) in pairs]
         return jax.tree.unflatten(outer, back)
 
 
@@ -257,14 +250,21 @@ def adopt(init: PyTree, root: str = "init") -> Adopted:
     nodes, outer = jax.tree.flatten(init, is_leaf=_is_special)
     kinds = [type(node) not in _plain and kind_of(node) for node in nodes]
     if any(type(node) not in _plain and _makes_carries(node) for node in nodes):
-        raise _not_called(init, root)
+        named = leaves_with_path(root, init, is_leaf=_is_special)
+        rows = [Row(path, "a custom carry", f"`{node.__name__}`") for path, node in named if _makes_carries(node)]
+        raise Fault(
+            ArgumentTypeError,
+            "{call} was given functions that make carries, instead of carries.",
+            f"Call it: `{rows[0].came.strip('`')}(...)` at {rows[0].leaf}.",
+            rows=rows,
+        )
     if not any(kinds):
         return Adopted(init)
     adoptions = tuple(kind if isinstance(kind, Adoption) else None for kind in kinds)
     if not any(adoptions):
         return Adopted(init, _classes(nodes))
     made = [
-        node if how is None else _make(init, root, i, how, node)
+        node if how is None else _convert(how, "to_carry", node, root, init, i)
         for i, (node, how) in enumerate(zip(nodes, adoptions, strict=True))
     ]
     return Adopted(jax.tree.unflatten(outer, made), _classes(made), adoptions)
@@ -272,36 +272,8 @@ def adopt(init: PyTree, root: str = "init") -> Adopted:
 
 def _makes_carries(node: Any) -> bool:
     """Whether a leaf is a function, or a class, of this package that makes a carry: `keys` in place of `keys(key)`."""
-    return (
-        callable(node)
-        and (getattr(node, "__module__", None) or "").startswith(f"{__package__}.")
-        and not is_carry(node)
-    )
-
-
-def _not_called(init: PyTree, root: str) -> Fault:
-    rows = [
-        Row(path, "a custom carry", f"`{node.__name__}`", "")
-        for path, node in leaves_with_path(root, init, is_leaf=_is_special)
-        if _makes_carries(node)
-    ]
-    first = rows[0]
-    return Fault(
-        ArgumentTypeError,
-        "{call} was given functions that make carries, instead of carries.",
-        f"Call it: `{first.came.strip('`')}(...)` at {first.leaf}.",
-        header=("leaf", "expected", "is"),
-        rows=rows,
-    )
-
-
-def adopt_within(tree: PyTree, function: str) -> PyTree:
-    """Adopts the values in the tree that a carry wraps. An error names the function that makes the carry."""
-    try:
-        return adopt(tree, "tree").init
-    except Fault as fault:
-        explained = explain(fault, function)
-    raise explained
+    module = getattr(node, "__module__", None) or ""
+    return callable(node) and module.startswith(f"{__package__}.") and not is_carry(node)
 
 
 def _classes(nodes: list[Any]) -> tuple[type, ...]:
@@ -309,55 +281,42 @@ def _classes(nodes: list[Any]) -> tuple[type, ...]:
 
     def note(node: Any) -> bool:
         if is_carry(node):
-            found.append(type(node))
+            kind = type(node)
+            found.append(kind)
             if jax.tree_util.all_leaves([node]):
-                raise _no_pytree(type(node))
+                raise Fault(
+                    PluginError,
+                    f"{{call}}: the custom carry `{kind.__name__}` is not a pytree, so it has no leaves to carry.",
+                    "Register its class: `@jax.tree_util.register_dataclass` above `@dataclass(frozen=True)`.",
+                    describe_class(kind),
+                )
         return False
 
     jax.tree.leaves([node for node in nodes if is_carry(node)], is_leaf=note)
     return tuple(found)
 
 
-def _no_pytree(kind: type) -> Fault:
-    return Fault(
-        PluginError,
-        f"{{call}}: the custom carry `{kind.__name__}` is not a pytree, so it has no leaves to carry.",
-        "Register its class: `@jax.tree_util.register_dataclass` above `@dataclass(frozen=True)`.",
-        describe_class(kind),
-    )
-
-
 def _is_special(node: Any) -> bool:
     return type(node) not in _plain and kind_of(node) is not False
 
 
-def _make(init: PyTree, root: str, index: int, how: Adoption, node: Any) -> AbstractCarry[Any, Any]:
-    def path() -> str:
-        return leaves_with_path(root, init, is_leaf=_is_special)[index][0]
-
-    return _convert(how, "to_carry", node, AbstractCarry, "custom carry", path)
-
-
-def _unmake(final: PyTree, index: int, how: Adoption, node: AbstractCarry[Any, Any]) -> Any:
-    def path() -> str:
-        return leaves_with_path("the final carry", final, is_leaf=is_carry)[index][0]
-
-    return _convert(how, "from_carry", node, how.kind, f"`{how.kind.__name__}`", path)
-
-
-def _convert(how: Adoption, name: str, given: Any, to: type, called: str, path: Callable[[], str]) -> Any:
-    """Calls `to_carry` or `from_carry`, which must return a value of the class `to`."""
+def _convert(how: Adoption, name: str, node: Any, root: str, tree: PyTree, index: int) -> Any:
+    """What `to_carry` or `from_carry` makes of the node that is at an index of a tree."""
     function: Callable[[Any], Any] = getattr(how, name)
+    to, called, is_leaf = how.kind, f"`{how.kind.__name__}`", is_carry
+    if name == "to_carry":
+        to, called, is_leaf = AbstractCarry, "custom carry", _is_special
     try:
-        value = function(given)
+        value = function(node)
         says, cause = f"returned {describe_node(value)}, which is not a {called}", None
         if isinstance(value, to):
             return value
     except Exception as error:
         says, cause = f"failed. {describe_error(error)}", error
+    path, _ = leaves_with_path(root, tree, is_leaf=is_leaf)[index]
     raise Fault(
         PluginError,
-        f"{{call}}: `{name}` of the registered type `{how.kind.__name__}`, called for {path()}, {says}.",
+        f"{{call}}: `{name}` of the registered type `{how.kind.__name__}`, called for {path}, {says}.",
         f"It is {describe_function(function)}.",
         describe_class(how.kind),
         cause=cause,

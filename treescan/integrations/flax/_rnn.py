@@ -36,43 +36,6 @@ def refused(says: str, *cures: str, error: type[ArgumentError] = ArgumentError) 
     return explain(Fault(error, says, *cures), _NAME)
 
 
-@dataclass(frozen=True, eq=False)
-class LoopPlan:
-    """What one call of an `RNN` is told beside its carry and its inputs.
-
-    Attributes:
-        named: the function that errors are about.
-        lengths: int32[*batch]: how many steps of each row are valid; None: all.
-        time_axis: where the steps are in the inputs and the outputs.
-        initializing: whether variables are being made.
-        unroll: as for `treescan.scan`.
-        remat: as for `treescan.scan`.
-        chunk: as for `treescan.mask_scan`.
-        compact: as for `treescan.mask_scan`.
-        progress: as for `treescan.scan`.
-        check_finite: as for `treescan.scan`.
-        variable_axes: the collections of which each step has its own, and the axis of the steps in their variables.
-        variable_broadcast: the collections that all steps share.
-        variable_carry: the collections that one step hands to the next.
-        split_rngs: the rngs that the cell is given, and whether each step has its own.
-    """
-
-    named: Callable[..., Any]
-    lengths: Array | None
-    time_axis: int
-    initializing: bool
-    unroll: int
-    remat: RematLike | None
-    chunk: int | None
-    compact: bool | tuple[int, ...]
-    progress: ProgressLike
-    check_finite: FiniteCheck
-    variable_axes: Mapping[CollectionFilter, Any]
-    variable_broadcast: CollectionFilter
-    variable_carry: CollectionFilter
-    split_rngs: Mapping[PRNGSequenceFilter, bool]
-
-
 class Loop(NamedTuple):
     """What is carried. Errors speak of it as of the cell's carry.
 
@@ -106,27 +69,40 @@ named_roots(Loop, carry=Root("carry"), variables=Root("variables"), constants=Ro
 named_roots(CellInputs, inputs=Root("inputs"), keys=Root("rngs"), variables=Root("variables"))
 
 
-def lift_loop(cell: Callable[..., Any], plan: LoopPlan) -> Callable[..., Any]:
-    """A function of scopes, carry and inputs that runs a function of scopes, carry and one step's inputs."""
+def lift_loop(cell: Callable[..., Any], rnn: RNN, lengths: Array | None, time_axis: int) -> Callable[..., Any]:
+    """A function of scopes, carry and inputs that runs a function of scopes, carry and one step's inputs.
+
+    Args:
+        cell: the function of one step.
+        rnn: the module whose options are those of the loop.
+        lengths: int32[*batch]: how many steps of each row are valid; None: all.
+        time_axis: where the steps are in the inputs and the outputs.
+    """
+    named, initializing = type(rnn.cell).__call__, rnn.is_initializing()
     try:
-        into, out = axes_of(plan.variable_axes)
+        into, out = axes_of(rnn.variable_axes)
     except Fault as error:
-        raise explain(error, _NAME, plan.named) from None
+        raise explain(error, _NAME, named) from None
 
     def run(scope_fn: Any, repack_fn: Any, groups: Any, rngs: Any, carry: PyTree, inputs: Array) -> Any:
-        call = ScopedCall(scope_fn, repack_fn, cell, tuple(plan.split_rngs.values()))
-        return _LiftedLoop(call, plan, into, out).run(groups, rngs, carry, inputs)
+        call = ScopedCall(scope_fn, repack_fn, cell, tuple(rnn.split_rngs.values()))
+        loop = _LiftedLoop(call, rnn, named, lengths, time_axis, initializing, into, out)
+        return loop.run(groups, rngs, carry, inputs)
 
-    first = (plan.variable_broadcast, plan.variable_carry)
-    return lift.pack(run, (*first, *into.filters), (*first, *out.filters), tuple(plan.split_rngs), name="scan")
+    first = (rnn.variable_broadcast, rnn.variable_carry)
+    return lift.pack(run, (*first, *into.filters), (*first, *out.filters), tuple(rnn.split_rngs), name="scan")
 
 
 @dataclass(frozen=True, eq=False)
 class _LiftedLoop:
-    """One cell under one plan."""
+    """One call of an `RNN`; errors are about the function `named`."""
 
     call: ScopedCall
-    plan: LoopPlan
+    rnn: RNN
+    named: Callable[..., Any]
+    lengths: Array | None
+    time_axis: int
+    initializing: bool
     into: Axes
     out: Axes
 
@@ -136,31 +112,31 @@ class _LiftedLoop:
         """The loop: `((carry, outputs), groups)`."""
         broadcast, carried, *given = groups
         scanned = without_axes(given, self.into, {})
-        variables, keys = Groups(broadcast, carried, scanned), parted_rngs(rngs, tuple(self.plan.split_rngs.values()))
+        variables, keys = Groups(broadcast, carried, scanned), parted_rngs(rngs, self.call.split)
         scopes: list[Scope] = self.call.scopes(variables, keys)
         self._refuse(scopes)
-        if any(scope.rngs for scope in scopes) or _any_mutable(scopes, self.plan.variable_broadcast):
+        if any(scope.rngs for scope in scopes) or _any_mutable(scopes, self.rnn.variable_broadcast):
             broadcast = self._made(variables, keys, carry, inputs)
         self.call.counters = [copied(scope.rng_counters) for scope in scopes]
-        steps = inputs.shape[self.plan.time_axis]
+        steps = inputs.shape[self.time_axis]
         stacked = tuple(_move(group, axis, 0) for group, axis in zip(scanned, self.into.axes, strict=True))
         loop = Loop(carry, carried, (broadcast, keys.shared))
         last, (outputs, made) = self._scan(loop, CellInputs(inputs, split_keys(keys.split, steps), stacked))
-        if self.plan.lengths is not None and made:
-            reached = jnp.arange(steps) < jnp.max(self.plan.lengths, initial=0)
+        if self.lengths is not None and made:
+            reached = jnp.arange(steps) < jnp.max(self.lengths, initial=0)
             made = _kept_where_no_row_is(reached, made, stacked)
         made = with_axes([_move(group, 0, axis) for group, axis in zip(made, self.out.axes, strict=True)], self.out, {})
         return (last.carry, outputs), (broadcast, last.variables, *made)
 
     def _refuse(self, scopes: list[Scope]) -> None:
-        if self.plan.compact and not self.plan.initializing and any(scope.rngs for scope in scopes):
+        if self.rnn.compact and not self.initializing and any(scope.rngs for scope in scopes):
             raise refused(
                 "{verb}: `compact` and rngs cannot be combined: the cell would draw different numbers.",
                 "Leave `compact` out if the cell draws random numbers, for example for dropout. Otherwise remove "
                 "its rngs from `split_rngs`.",
             )
-        mutable = self.out.axes and any(_any_mutable(scopes, group) for group in self.plan.variable_axes)
-        if self.plan.initializing and self.plan.lengths is not None and mutable:
+        mutable = self.out.axes and any(_any_mutable(scopes, group) for group in self.rnn.variable_axes)
+        if self.initializing and self.lengths is not None and mutable:
             raise refused(
                 "{verb}: `variable_axes` gives each step its own variables, and a step that no row reaches would "
                 "not create them.",
@@ -169,44 +145,37 @@ class _LiftedLoop:
 
     def _made(self, variables: Groups, keys: Rngs, carry: PyTree, inputs: Array) -> Group:
         """The broadcast variables with what the cell makes of them. Its rngs count on from there, as flax has them."""
-        roles = Roles(self.into.axes, self.out.axes, self.plan.time_axis)
+        roles = Roles(self.into.axes, self.out.axes, self.time_axis)
         try:
-            made = broadcast_of(GroupStep(self.call, self.plan.named), roles, variables, keys, carry, (inputs,))
+            made = broadcast_of(GroupStep(self.call, self.named), roles, variables, keys, carry, (inputs,))
         except Exception as error:
-            failure = explain(error, _NAME, self.plan.named, State((), carry), GROUP_WORDS)
+            failure = explain(error, _NAME, self.named, State((), carry), GROUP_WORDS)
         else:
             return merged(variables.broadcast, made)
         raise failure
 
     def _scan(self, loop: Loop, xs: CellInputs) -> tuple[Loop, tuple[PyTree, Any]]:
-        plan = self.plan
-        axes: dict[str, Any] = {"in_axes": CellInputs(plan.time_axis, 0, 0), "out_axes": (plan.time_axis, 0)}
-        options: dict[str, Any] = {"unroll": plan.unroll, "remat": plan.remat, **axes}
-        if not plan.initializing:
-            options |= {"progress": shown_as(plan.progress, carry_of), "check_finite": plan.check_finite}
+        rnn = self.rnn
+        axes: dict[str, Any] = {"in_axes": CellInputs(self.time_axis, 0, 0), "out_axes": (self.time_axis, 0)}
+        options: dict[str, Any] = {"unroll": rnn.unroll, "remat": rnn.remat, **axes}
+        if not self.initializing:
+            options |= {"progress": shown_as(rnn.progress, carry_of), "check_finite": rnn.check_finite}
 
         def cell(loop: Loop, x: CellInputs) -> tuple[Loop, Any]:
-            return self.step(loop, x)
+            # However often it is traced, the rngs count from where they were before the loop: see `counters`.
+            broadcast, shared = loop.constants
+            groups, keys = Groups(broadcast, loop.variables, x.variables), Rngs(shared, x.keys)
+            carry, y, returned = self.call(groups, keys, loop.carry, (x.inputs,))
+            for before, after in zip(loop.variables, returned.carried, strict=True):
+                refuse_made(before, after)
+            return loop._replace(carry=carry, variables=returned.carried), (y, returned.scanned)
 
-        functools.update_wrapper(cell, plan.named, ("__name__", "__qualname__"), ())  # errors say where it was written
+        functools.update_wrapper(cell, self.named, ("__name__", "__qualname__"), ())  # errors say where it was written
         vars(cell)["__signature__"] = named_signature("carry", "x")
-        if plan.lengths is None:
+        if self.lengths is None:
             return scan(cell, loop, xs, **options)
-        rows: dict[str, Any] = {"carry_axes": Loop(0, None, None), "x_axes": CellInputs(0, None, None)}
-        rows["y_axes"] = (0, None)
-        return mask_scan(
-            cell, loop, xs, lengths=plan.lengths, chunk=plan.chunk, compact=plan.compact, **rows, **options
-        )
-
-    def step(self, loop: Loop, x: CellInputs) -> tuple[Loop, Any]:
-        """One step of the loop. However often it is traced, the rngs count from where they were before the loop."""
-        inputs, own, stacked = x
-        broadcast, shared = loop.constants
-        groups = Groups(broadcast, loop.variables, stacked)
-        carry, y, returned = self.call(groups, Rngs(shared, own), loop.carry, (inputs,))
-        for before, after in zip(loop.variables, returned.carried, strict=True):
-            refuse_made(before, after)
-        return loop._replace(carry=carry, variables=returned.carried), (y, returned.scanned)
+        options |= {"carry_axes": Loop(0, None, None), "x_axes": CellInputs(0, None, None), "y_axes": (0, None)}
+        return mask_scan(cell, loop, xs, lengths=self.lengths, chunk=rnn.chunk, compact=rnn.compact, **options)
 
 
 def _move(tree: PyTree, source: int, target: int) -> PyTree:
@@ -357,30 +326,11 @@ class RNN(nn.Module):
             _check_rows(carry, batch)
         if reverse:
             inputs = _flipped(inputs, lengths, time_axis)
-        run: Any = nn.transforms.lift_transform(lift_loop, _apply_cell, self._plan(lengths, time_axis))
+        run: Any = nn.transforms.lift_transform(lift_loop, _apply_cell, self, lengths, time_axis)
         carry, outputs = run(self.cell, carry, inputs)
         if reverse and keep_order:
             outputs = jax.tree.map(lambda leaf: _flipped(leaf, lengths, time_axis), outputs)
         return (carry, outputs) if (self.return_carry if return_carry is None else return_carry) else outputs
-
-    @nn.nowrap
-    def _plan(self, lengths: Array | None, time_axis: int) -> LoopPlan:
-        return LoopPlan(
-            type(self.cell).__call__,
-            lengths,
-            time_axis,
-            initializing=self.is_initializing(),
-            unroll=self.unroll,
-            remat=self.remat,
-            chunk=self.chunk,
-            compact=self.compact,
-            progress=self.progress,
-            check_finite=self.check_finite,
-            variable_axes=self.variable_axes,
-            variable_broadcast=self.variable_broadcast,
-            variable_carry=self.variable_carry,
-            split_rngs=self.split_rngs,
-        )
 
 
 def _apply_cell(cell: Any, carry: PyTree, x: Array) -> tuple[PyTree, PyTree]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple, TypeVar, cast
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
 
 import jax
 from flax.core import FrozenDict, broadcast
@@ -21,49 +22,39 @@ Target = TypeVar("Target")
 FLAX = dataclasses.replace(LIFT, verb="flax.scan")
 
 
-class Lifting(NamedTuple):
-    """What flax says of a loop, and what more treescan takes."""
+@dataclass(frozen=True)
+class Settings:
+    """What flax says of a loop: the arguments of its `scan`, with the defaults of those that `methods` leaves out."""
 
-    target: Any
-    into: Axes
-    out: Axes
-    split: tuple[bool, ...]
-    roles: Roles
-    data_transform: Callable[..., Any] | None
-    metadata_params: Mapping[Any, Any]
-    constant: bool
+    variable_axes: Mapping[Any, Any] = FrozenDict()
+    variable_broadcast: Any = False
+    variable_carry: Any = False
+    split_rngs: Mapping[Any, bool] = FrozenDict()
+    in_axes: Any = 0
+    out_axes: Any = 0
+    length: int | None = None
+    reverse: bool = False
+    unroll: int | bool = 1
+    _split_transpose: bool = False
+    data_transform: Callable[..., Any] | None = None
+    metadata_params: Mapping[Any, Any] = FrozenDict()
+    check_constancy_invariants: bool = True
 
-
-def _lift(lifting: Lifting, filters: tuple[Any, Any], rng_filters: tuple[Any, ...], function: Any) -> Any:
-    """A function of a scope, of one step, as that of all steps."""
-    into, out, metadata = lifting.into, lifting.out, lifting.metadata_params
-
-    def run(
-        scope_fn: Any, repack_fn: Any, variables: tuple[Any, ...], rngs: tuple[Any, ...], init: PyTree, *args: Any
-    ) -> Any:
-        shared, carried, *scanned = variables
-        call = ScopedCall(
-            scope_fn, repack_fn, function, lifting.split, lifting.data_transform, constant=lifting.constant
+    def roles(self, into: Axes, out: Axes, more: Mapping[str, Any]) -> Roles:
+        """What becomes of variables, keys and arguments, with what treescan takes beside flax's arguments."""
+        return Roles(
+            into.axes,
+            out.axes,
+            _plain(self.in_axes),
+            _plain(self.out_axes),
+            self.length,
+            self.reverse,
+            self.unroll,
+            lowering=(("_split_transpose", True),) if self._split_transpose else (),
+            closes_over=True,
+            convention=FLAX,
+            **more,
         )
-
-        def again(made: Any, reads_keys: bool) -> Any:
-            """Broadcast variables for a second trace, where flax's shows: it counts on from the keys of the first."""
-            return merged(shared, made) if lifting.constant and (call.changed or reads_keys) else None
-
-        groups = Groups(shared, carried, without_axes(scanned, into, metadata))
-        keys = parted_rngs(rngs, lifting.split)
-        try:
-            carry, ys, found = run_groups(
-                GroupStep(call, lifting.target), lifting.roles, groups, keys, init, args, again
-            )
-        except Exception as error:
-            failure = explain(error, "flax.scan", lifting.target, State((), init), GROUP_WORDS)
-        else:
-            stacked = with_axes(found.scanned, out, metadata)
-            return (carry, ys), (found.broadcast if lifting.constant else shared, found.carried, *stacked)
-        raise failure
-
-    return pack(verb(run), (*filters, *into.filters), (*filters, *out.filters), rng_filters, name="scan")
 
 
 def _plain(axes: Any) -> Any:
@@ -71,49 +62,48 @@ def _plain(axes: Any) -> Any:
     return jax.tree.map(lambda axis: None if axis is broadcast else axis, axes)
 
 
+def _lift(function: Any, target: Any, settings: Settings, more: Mapping[str, Any]) -> Any:
+    """A function of a scope, of one step, as that of all steps."""
+    try:
+        into, out = axes_of(settings.variable_axes)
+        check_split(settings.split_rngs)
+        check_hook("data_transform", settings.data_transform)
+    except Fault as error:
+        raise explain(error, "flax.scan", target) from None
+    roles, split = settings.roles(into, out, more), tuple(settings.split_rngs.values())
+    metadata, constant = settings.metadata_params, settings.check_constancy_invariants
+
+    def run(
+        scope_fn: Any, repack_fn: Any, variables: tuple[Any, ...], rngs: tuple[Any, ...], init: PyTree, *args: Any
+    ) -> Any:
+        shared, carried, *scanned = variables
+        call = ScopedCall(scope_fn, repack_fn, function, split, settings.data_transform, constant=constant)
+
+        def again(made: Any, reads_keys: bool) -> Any:
+            """Broadcast variables for a second trace, where flax's shows: it counts on from the keys of the first."""
+            return merged(shared, made) if constant and (call.changed or reads_keys) else None
+
+        groups, keys = Groups(shared, carried, without_axes(scanned, into, metadata)), parted_rngs(rngs, split)
+        try:
+            carry, ys, found = run_groups(GroupStep(call, target), roles, groups, keys, init, args, again)
+        except Exception as error:
+            failure = explain(error, "flax.scan", target, State((), init), GROUP_WORDS)
+        else:
+            stacked = with_axes(found.scanned, out, metadata)
+            return (carry, ys), (found.broadcast if constant else shared, found.carried, *stacked)
+        raise failure
+
+    first = (settings.variable_broadcast, settings.variable_carry)
+    filters = (*first, *into.filters), (*first, *out.filters)
+    return pack(verb(run), *filters, tuple(settings.split_rngs), name="scan")
+
+
 def _transform(target: Any, more: Mapping[str, Any]) -> Any:
     """The transform that flax applies to functions of scopes, with what treescan takes beside flax's arguments."""
 
     # Flax makes the names of transformed modules, under which their parameters are stored, of that of the transform.
-    def scan(
-        fn: Callable[..., Any],
-        variable_axes: Mapping[Any, Any] = FrozenDict(),
-        variable_broadcast: Any = False,
-        variable_carry: Any = False,
-        split_rngs: Mapping[Any, bool] = FrozenDict(),
-        in_axes: Any = 0,
-        out_axes: Any = 0,
-        length: int | None = None,
-        reverse: bool = False,
-        unroll: int | bool = 1,
-        _split_transpose: bool = False,
-        data_transform: Callable[..., Any] | None = None,
-        metadata_params: Mapping[Any, Any] = FrozenDict(),
-        check_constancy_invariants: bool = True,
-    ) -> Any:
-        try:
-            into, out = axes_of(variable_axes)
-            check_split(split_rngs)
-            check_hook("data_transform", data_transform)
-        except Fault as error:
-            raise explain(error, "flax.scan", target) from None
-        lowering = (("_split_transpose", True),) if _split_transpose else ()
-        axes = _plain(in_axes), _plain(out_axes)
-        roles = Roles(
-            into.axes,
-            out.axes,
-            *axes,
-            length,
-            reverse,
-            unroll,
-            lowering=lowering,
-            closes_over=True,
-            convention=FLAX,
-            **more,
-        )
-        split = tuple(split_rngs.values())
-        lifting = Lifting(target, into, out, split, roles, data_transform, metadata_params, check_constancy_invariants)
-        return _lift(lifting, (variable_broadcast, variable_carry), tuple(split_rngs), fn)
+    def scan(fn: Callable[..., Any], **given: Any) -> Any:
+        return _lift(fn, target, Settings(**given), more)
 
     return scan
 

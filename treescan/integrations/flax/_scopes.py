@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -59,35 +60,36 @@ def parted_rngs(rngs: Sequence[Group], split: Sequence[bool]) -> Rngs:
     )
 
 
+@dataclass(eq=False)
 class ScopedCall:
     """A function of scopes, in the terms of groups. Flax keeps groups of collections by scope: tuples of dicts.
 
     Attributes:
+        scope_fn: makes scopes of groups, as flax's `pack` has it.
+        repack_fn: makes groups of scopes.
+        function: the function.
+        split: for each group of rngs whether each step has its own.
+        data_transform: called with the groups of variables and of keys.
+        constant: whether what the function returns for broadcast collections counts.
         changed: whether the last call changed a broadcast variable, or made one that may have been changed since, or
             that a `data_transform` would have shown otherwise.
         counters: for each scope where its rngs count from in each call; None: they count on.
     """
 
-    def __init__(
-        self,
-        scope_fn: Callable[..., Any],
-        repack_fn: Callable[..., Any],
-        function: Callable[..., Any],
-        split: Sequence[bool],
-        data_transform: Callable[..., Any] | None = None,
-        *,
-        constant: bool = True,
-    ) -> None:
-        self._scope_fn, self._repack_fn, self._function = scope_fn, repack_fn, function
-        self._split, self._data_transform, self._constant = split, data_transform, constant
-        self.changed = False
-        self.counters: list[dict[Any, Any]] | None = None
+    scope_fn: Callable[..., Any]
+    repack_fn: Callable[..., Any]
+    function: Callable[..., Any]
+    split: Sequence[bool]
+    data_transform: Callable[..., Any] | None = None
+    constant: bool = True
+    changed: bool = False
+    counters: list[dict[Any, Any]] | None = None
 
     def scopes(self, groups: Groups, rngs: Rngs) -> Any:
         """The scopes of one step."""
         variables: Any = (groups.broadcast, groups.carried, *groups.scanned)
-        keys: Any = tuple(s if on else k for s, k, on in zip(rngs.split, rngs.shared, self._split, strict=True))
-        return self._scope_fn(*transformed(self._data_transform, variables, keys))
+        keys: Any = tuple(s if on else k for s, k, on in zip(rngs.split, rngs.shared, self.split, strict=True))
+        return self.scope_fn(*transformed(self.data_transform, variables, keys))
 
     def __call__(
         self, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...]
@@ -97,24 +99,21 @@ class ScopedCall:
         if self.counters is not None:
             for scope, counters in zip(scopes, self.counters, strict=True):
                 _rewind(scope.rng_counters, counters)
-        carry, y = _pair(self._function(scopes, carry, *args))
-        shared, carried, *scanned = self._repack_fn(scopes)
-        params = {"params"} if self._data_transform is None else set[str]()
+        match self.function(scopes, carry, *args):
+            case (carry, y):
+                pass
+            case returned:
+                raise Fault(
+                    BodyError,
+                    f"{{body}} must return a pair (carry, y), but returned {describe_node(returned)}.",
+                    "Return the next carry and this step's output: `return carry, y`, with None for y if there is "
+                    "none.",
+                )
+        shared, carried, *scanned = self.repack_fn(scopes)
+        params = {"params"} if self.data_transform is None else set[str]()
         self.changed = _is_changed(groups.broadcast, shared, params)
-        broadcast = shared if self._constant else None
+        broadcast = shared if self.constant else None
         return carry, y, Groups(broadcast, merged(groups.carried, carried), tuple(scanned))
-
-
-def _pair(returned: Any) -> tuple[PyTree, PyTree]:
-    match returned:
-        case (carry, y):
-            return carry, y
-        case _:
-            raise Fault(
-                BodyError,
-                f"{{body}} must return a pair (carry, y), but returned {describe_node(returned)}.",
-                "Return the next carry and this step's output: `return carry, y`, with None for y if there is none.",
-            )
 
 
 def merged(given: Group, returned: Group) -> Group:

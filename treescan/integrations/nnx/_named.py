@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +13,7 @@ from flax import nnx
 
 from ..._avals import describe_argument, describe_leaf
 from ..._errors import Row
-from ..._tree import KeyPath, Root, leaves_with_path, path_str
+from ..._tree import Root, leaves_with_path, path_str
 from ..._types import Array, PyTree
 from ...carries._base import AbstractCarry
 from ...carries._registry import register_carry
@@ -54,6 +54,17 @@ class Named:
         self.values = values
         self.structure = structure
 
+    @classmethod
+    def of(cls, state: PyTree, nodes: tuple[str, ...]) -> Named:
+        """The arrays of the state of a list of nodes, which have these names."""
+        leaves, structure = jtu.tree_flatten_with_path(state)
+        names = tuple(nodes[path[0].key] + "".join(map(_attribute, path[1:])) for path, _ in leaves)
+        return cls(names, tuple(leaf for _, leaf in leaves), structure)
+
+    def state(self) -> PyTree:
+        """The state whose arrays these are."""
+        return jtu.tree_unflatten(self.structure, self.values)
+
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Root, Any]], Any]:
         children = [(Root(name), value) for name, value in zip(self.names, self.values, strict=True)]
         return children, (self.names, self.structure)
@@ -66,29 +77,12 @@ class Named:
         return cls(known[0], tuple(values), known[1])
 
 
-def named_state(state: PyTree, nodes: tuple[str, ...]) -> Named:
-    """The arrays of the state of a list of nodes, which have these names."""
-    leaves, structure = jtu.tree_flatten_with_path(state)
-    names = tuple(nodes[path[0].key] + "".join(map(_attribute, path[1:])) for path, _ in leaves)
-    return Named(names, tuple(leaf for _, leaf in leaves), structure)
-
-
 def by_name(tree: PyTree) -> dict[str, Any]:
     """The arrays of a tree by their names in messages."""
     return dict(leaves_with_path("", tree))
 
 
-def state_of(named: Named) -> PyTree:
-    """The way back."""
-    return jtu.tree_unflatten(named.structure, named.values)
-
-
-def variables_of(named: Named, nodes: tuple[str, ...]) -> list[tuple[str, nnx.Variable[Any]]]:
-    """The variables of the state of a list of nodes, which have these names."""
-    return variables_of_state(state_of(named), nodes)
-
-
-def variables_of_state(state: PyTree, nodes: tuple[str, ...]) -> list[tuple[str, nnx.Variable[Any]]]:
+def variables_of(state: PyTree, nodes: tuple[str, ...]) -> list[tuple[str, nnx.Variable[Any]]]:
     """The variables in a state of named nodes, each with its path from the node's name."""
     found, _ = jtu.tree_flatten_with_path(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
     return [
@@ -130,9 +124,9 @@ def replace_nodes(tree: PyTree, replace: Any) -> PyTree:
     return jax.tree.map(lambda leaf: replace(leaf) if is_node(leaf) else leaf, tree, is_leaf=is_node)
 
 
-def part(path: KeyPath) -> str:
-    """A key path below an unnamed root."""
-    return path_str("", path)
+def spelled(name: str, path: Iterable[Any]) -> str:
+    """The name of what is at a path of nnx in the node of this name."""
+    return name + "".join(f".{key}" for key in path)
 
 
 @jax.tree_util.register_dataclass

@@ -11,9 +11,9 @@ from flax import nnx
 from flax.errors import TraceContextError
 
 from ..._errors import ArgumentError, ArgumentTypeError, Fault, Row
-from ..._tree import PrefixMismatch, broadcast_prefix
+from ..._tree import PrefixMismatch, broadcast_prefix, path_str
 from ..._types import Axes, PyTree
-from ._named import part, replace_nodes, variables_in
+from ._named import replace_nodes, spelled, variables_in
 
 Role: TypeAlias = Any
 """An axis, None, `nnx.Carry`, or an `nnx.StateAxes` that gives one of these to each variable."""
@@ -42,10 +42,9 @@ class ModuleAxes:
             try:
                 axes = getattr(axes, key) if isinstance(key, str) and hasattr(axes, key) else axes[key]
             except (AttributeError, KeyError, IndexError, TypeError):
-                where = name + "".join(f".{key}" for key in path)
                 raise Fault(
                     ArgumentError,
-                    f"{{call}}: the axes of {name} have none for {where}.",
+                    f"{{call}}: the axes of {name} have none for {spelled(name, path)}.",
                     "Make them of the same module: `nnx.prefix(module, {nnx.Param: 0, ...: None})`.",
                 ) from None
         return axes
@@ -79,18 +78,17 @@ def check_axes(in_axes: Axes, out_axes: Axes, *, updates: bool) -> tuple[int | N
             "A carried value is both an argument and an output of the {step}: mark it in both.",
         )
     for path, role in _roles(in_axes):
-        _check_role("in_axes" + path, role, (is_axis, _is_none, _is_carry))
+        _check_role("in_axes" + path, role)
     for path, role in _roles(out_axes):
         _refuse_whole_output("out_axes" + path, role)
-        _check_role("out_axes" + path, role, (is_axis, _is_carry))
+        _check_role("out_axes" + path, role)
     return taken, given
 
 
 def axes_of(*prefixes: Axes) -> tuple[int, ...]:
     """All the axes that are in prefix trees, in order."""
-    roles = [role for prefix in prefixes for _, role in _roles(prefix)]
-    flat: list[Role] = [part for role in roles for part in (role.axes if isinstance(role, nnx.StateAxes) else (role,))]
-    return tuple(sorted({role for role in flat if is_axis(role)}))
+    roles = [one for prefix in prefixes for _, role in _roles(prefix) for one in _within(role)]
+    return tuple(sorted({role for role in roles if is_axis(role)}))
 
 
 def _find_carry(name: str, axes: Axes) -> int | None:
@@ -114,8 +112,13 @@ def _find_carry(name: str, axes: Axes) -> int | None:
 
 
 def _roles(axes: Axes) -> list[tuple[str, Role]]:
-    leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=_is_none)
-    return [(part(path), role) for path, role in leaves]
+    leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=lambda role: role is None)
+    return [(path_str("", path), role) for path, role in leaves]
+
+
+def _within(role: Role) -> tuple[Role, ...]:
+    """The roles that a role gives to variables; other than an `nnx.StateAxes`, it is one itself."""
+    return role.axes if isinstance(role, nnx.StateAxes) else (role,)
 
 
 def _refuse_prefixes_of_modules(name: str, axes: Axes) -> None:
@@ -124,7 +127,7 @@ def _refuse_prefixes_of_modules(name: str, axes: Axes) -> None:
         if isinstance(prefix, _OF_MODULES):
             raise Fault(
                 ArgumentTypeError,
-                f"{{call}}: {name}{part(path)} is a {type(prefix).__name__} of axes.",
+                f"{{call}}: {name}{path_str('', path)} is a {type(prefix).__name__} of axes.",
                 "The axes of a module's variables are given by an `nnx.StateAxes`, by their types or paths: "
                 "`nnx.StateAxes({nnx.Param: 0, ...: None})`.",
             )
@@ -140,28 +143,13 @@ def _refuse_state_axes(name: str, axes: Axes) -> None:
             )
 
 
-def _is_none(role: Role) -> bool:
-    return role is None
-
-
-def _is_carry(role: Role) -> bool:
-    return role is nnx.Carry
-
-
-def _check_role(where: str, role: Role, allowed: Sequence[Callable[[Role], bool]]) -> None:
-    within = role.axes if isinstance(role, nnx.StateAxes) else (role,)
-    for one in within:
-        if not any(is_one(one) for is_one in allowed):
-            raise Fault(
-                ArgumentTypeError,
-                f"{{call}}: {where} is {role!r}.",
-                f"Give {KINDS}, or a tree of these.",
-            )
+def _check_role(where: str, role: Role) -> None:
+    if not all(is_axis(one) or one is None or one is nnx.Carry for one in _within(role)):
+        raise Fault(ArgumentTypeError, f"{{call}}: {where} is {role!r}.", f"Give {KINDS}, or a tree of these.")
 
 
 def _refuse_whole_output(where: str, role: Role) -> None:
-    within = role.axes if isinstance(role, nnx.StateAxes) else (role,)
-    if None in within or (isinstance(role, nnx.StateAxes) and nnx.Carry in within):
+    if None in _within(role) or (isinstance(role, nnx.StateAxes) and nnx.Carry in role.axes):
         raise Fault(
             ArgumentError,
             f"{{call}}: {where} is {role!r}, but an output is stacked.",
@@ -172,7 +160,11 @@ def _refuse_whole_output(where: str, role: Role) -> None:
 
 def spread_roles(name: str, axes: Axes, tree: PyTree, root: str) -> list[Role]:
     """One role for each leaf of a tree, where modules and variables are leaves."""
-    axes = jax.tree.map(_as_role, axes, is_leaf=lambda prefix: prefix is None or isinstance(prefix, _OF_MODULES))
+    axes = jax.tree.map(
+        lambda prefix: ModuleAxes(prefix) if isinstance(prefix, _OF_MODULES) else prefix,
+        axes,
+        is_leaf=lambda prefix: prefix is None or isinstance(prefix, _OF_MODULES),
+    )
     try:
         return broadcast_prefix(axes, replace_nodes(tree, lambda _: 0), root)
     except PrefixMismatch as off:
@@ -182,10 +174,6 @@ def spread_roles(name: str, axes: Axes, tree: PyTree, root: str) -> list[Role]:
             f"`{name}` is a tree prefix: one entry for each {'argument' if name == 'in_axes' else 'output'}, or one "
             "for all of them.",
         ) from None
-
-
-def _as_role(prefix: Any) -> Role:
-    return ModuleAxes(prefix) if isinstance(prefix, _OF_MODULES) else prefix
 
 
 def role_of(role: Role, path: tuple[Any, ...], value: Any, name: str) -> Role:
@@ -204,10 +192,9 @@ def role_of(role: Role, path: tuple[Any, ...], value: Any, name: str) -> Role:
     try:
         return role.map_prefix(path, value)
     except ValueError:
-        where = name + "".join(f".{key}" for key in path)
         raise Fault(
             ArgumentError,
-            f"{{call}}: no filter of {role!r} matches {where}, a {type(value).__name__}.",
+            f"{{call}}: no filter of {role!r} matches {spelled(name, path)}, a {type(value).__name__}.",
             "Let the last filter match the rest: `...: None`, `...: 0` or `...: nnx.Carry`.",
         ) from None
 
@@ -239,8 +226,8 @@ def check_shared(nodes: Sequence[Any], roles: Sequence[Role], names: Sequence[st
     seen: dict[int, tuple[Any, list[tuple[str, Role]]]] = {}
     for node, role, name in zip(nodes, roles, names, strict=True):
         for path, value in variables_in(node):
-            where = name + "".join(f".{key}" for key in path)
-            seen.setdefault(id(value), (value, []))[1].append((where, role_of(role, path, value, name)))
+            place = spelled(name, path), role_of(role, path, value, name)
+            seen.setdefault(id(value), (value, []))[1].append(place)
     for value, places in seen.values():
         if any(role is not places[0][1] and role != places[0][1] for _, role in places):
             raise Fault(
@@ -248,7 +235,7 @@ def check_shared(nodes: Sequence[Any], roles: Sequence[Role], names: Sequence[st
                 f"{{call}}: one {type(value).__name__} is in several places, which give it different axes.",
                 "Give a shared variable the same axis in all places.",
                 header=("place", "role", ""),
-                rows=[Row(where, _spell(role), "", "") for where, role in places],
+                rows=[Row(where, "nnx.Carry" if role is nnx.Carry else repr(role), "") for where, role in places],
             )
 
 
@@ -256,7 +243,7 @@ def check_level(nodes: Sequence[Any], names: Sequence[str]) -> None:
     """Refuses variables of nodes that cannot be updated here, before the first of them is."""
     for node, name in zip(nodes, names, strict=True):
         for path, value in variables_in(node):
-            check_updatable(name + "".join(f".{key}" for key in path), value)
+            check_updatable(spelled(name, path), value)
 
 
 def check_updatable(name: str, variable: nnx.Variable[Any]) -> None:
@@ -273,7 +260,3 @@ def check_updatable(name: str, variable: nnx.Variable[Any]) -> None:
             "Otherwise pass the module to that function as an argument, for example with `nnx.jit` or `nnx.grad`.",
             cause=error,
         ) from None
-
-
-def _spell(role: Role) -> str:
-    return "nnx.Carry" if role is nnx.Carry else repr(role)

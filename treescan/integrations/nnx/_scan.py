@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar, overload
+from typing import Any, TypedDict, TypeVar, Unpack, overload
 
-import jax
 from flax import nnx
 
-from ..._avals import describe_argument, describe_node, shape_of
 from ..._body.call import check_callable
-from ..._body.signature import SCAN
-from ..._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
+from ..._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, BodyError, Fault, expect, explain, verb
 from ..._progress import shown_as
 from ..._tree import Prefix
-from ..._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike
-from ..._verbs.prepare import run_scan
-from ._named import Named, by_name, is_node, leaves_and_nodes, named_state, replace_nodes, state_of
-from ._roles import axes_of, check_axes, check_level, is_axis, spread_roles
-from ._step import TAG, Layout, ModuleStep, Node, Parts, fill, merge, split, split_live
-from ._values import Held, ValueStep, merge_apart, put_back, refuse_aliases
+from ..._types import Axes, FiniteCheck, ProgressLike, RematLike
+from ._named import by_name
+from ._roles import axes_of, check_axes
+from ._step import ModuleStep, ValueStep
 
 F = TypeVar("F", bound=Callable[..., Any])
-CONVENTION = dataclasses.replace(SCAN, records=lambda carry, x: (by_name(carry), by_name(x)))
 NNX_WORDS = {
     **GROUP_WORDS,
     "axis_none": "None gives it whole to every step. `nnx.Carry` is for what is carried, and `nnx.StateAxes` gives "
@@ -33,41 +26,28 @@ NNX_WORDS = {
 }
 
 
+class Settings(TypedDict, total=False):
+    """What `scan` takes by name."""
+
+    length: int | None
+    reverse: bool
+    unroll: int | bool
+    _split_transpose: bool
+    in_axes: Axes
+    out_axes: Axes
+    transform_metadata: Mapping[str, Any] | None
+    graph: bool | None
+    graph_updates: bool | None
+    remat: RematLike | None
+    name: str | None
+    progress: ProgressLike
+    check_finite: FiniteCheck
+
+
 @overload
-def scan(
-    *,
-    length: int | None = None,
-    reverse: bool = False,
-    unroll: int | bool = 1,
-    _split_transpose: bool = False,
-    in_axes: Axes = (nnx.Carry, 0),
-    out_axes: Axes = (nnx.Carry, 0),
-    transform_metadata: Mapping[str, Any] | None = None,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    remat: RematLike | None = None,
-    name: str | None = None,
-    progress: ProgressLike = None,
-    check_finite: FiniteCheck = False,
-) -> Callable[[F], F]: ...
+def scan(**settings: Unpack[Settings]) -> Callable[[F], F]: ...
 @overload
-def scan(
-    f: F,
-    *,
-    length: int | None = None,
-    reverse: bool = False,
-    unroll: int | bool = 1,
-    _split_transpose: bool = False,
-    in_axes: Axes = (nnx.Carry, 0),
-    out_axes: Axes = (nnx.Carry, 0),
-    transform_metadata: Mapping[str, Any] | None = None,
-    graph: bool | None = None,
-    graph_updates: bool | None = None,
-    remat: RematLike | None = None,
-    name: str | None = None,
-    progress: ProgressLike = None,
-    check_finite: FiniteCheck = False,
-) -> F: ...
+def scan(f: F, **settings: Unpack[Settings]) -> F: ...
 @verb
 def scan(
     f: Any = None,
@@ -153,18 +133,11 @@ def scan(
     options: dict[str, Any] = {"length": length, "reverse": reverse, "unroll": unroll, "remat": remat, "name": name}
     options |= {"progress": shown_as(progress, by_name), "check_finite": check_finite}
     options["lowering"] = (("_split_transpose", True),) if _split_transpose else ()
-    modes = {"graph": graph, "graph_updates": graph_updates}
-    try:
-        if f is not None:
-            return _scanning(f, in_axes, out_axes, transform_metadata or {}, modes, options)
-        return lambda f: _decorated(f, in_axes, out_axes, transform_metadata or {}, modes, options)
-    except Exception as error:
-        explained = explain(error, "scan", f)
-    raise explained
+    settings = in_axes, out_axes, transform_metadata or {}, graph, graph_updates, options
+    return functools.partial(verb(_decorated), settings) if f is None else _decorated(settings, f)
 
 
-@verb
-def _decorated(f: Any, *settings: Any) -> Any:
+def _decorated(settings: tuple[Any, ...], f: Any) -> Any:
     try:
         return _scanning(f, *settings)
     except Exception as error:
@@ -177,120 +150,35 @@ def _scanning(
     in_axes: Axes,
     out_axes: Axes,
     metadata: Mapping[str, Any],
-    modes: Mapping[str, bool | None],
+    graph: bool | None,
+    graph_updates: bool | None,
     options: Mapping[str, Any],
 ) -> Callable[..., Any]:
     """The function that scans."""
     check_callable(f, "scan(step)")
     _refuse_method(f)
-    graph, graph_updates = _check_modes(modes)
-    _check_metadata(metadata)
-    updates = graph and graph_updates
+    graph = _check_mode("graph", graph, "set_graph_mode")
+    updates = _check_mode("graph_updates", graph_updates, "set_graph_updates") and graph
+    if metadata and nnx.PARTITION_NAME not in metadata:
+        raise Fault(
+            ArgumentError,
+            f"{{call}}: `transform_metadata` has no `nnx.PARTITION_NAME`, but {', '.join(map(repr, metadata))}.",
+            "It names the scanned axis in the shardings of variables: `{nnx.PARTITION_NAME: 'layers'}`.",
+        )
     carried, returned = check_axes(in_axes, out_axes, updates=updates)
     common = (f, Prefix.of(out_axes), carried, returned, axes_of(in_axes, out_axes))
-    if updates:
-        run = functools.partial(_run, ModuleStep(*common, tuple(metadata.items())))
-    else:
-        run = functools.partial(_run_values, ValueStep(*common, (), tree=not graph))
+    step = ModuleStep(*common, tuple(metadata.items())) if updates else ValueStep(*common, (), tree=not graph)
 
     @functools.wraps(f)
     @verb
     def scanning(*args: Any, **kwargs: Any) -> Any:
         try:
-            return run(in_axes, *_positional(f, args, kwargs), options)
+            return step.run(in_axes, *_positional(f, args, kwargs), options)
         except Exception as error:
             explained = explain(error, "scan", f, words=NNX_WORDS)
         raise explained
 
     return scanning
-
-
-def _run(step: ModuleStep, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
-    parts = Parts.none()
-    with nnx.update_context(TAG):
-        carry, tree, places = _take_in(step, in_axes, names, args, parts, parts)
-        check_level(parts.nodes, parts.names)
-        graph, (variables, whole, *states) = split(parts, step.axes, {})
-        layout = Layout(graph, tree, places, tuple(parts.names), tuple(parts.roles))
-        groups = tuple((state, parts.named(axis)) for state, axis in zip(states, step.axes, strict=True))
-        name = names[step.carried] if step.carried is not None else ""
-        init = Named((name, ""), (carry, variables))
-        xs = (layout, whole, parts.named(None), groups)
-        axes: dict[str, Any] = {"in_axes": (None, None, None, step.axes), "out_axes": (0, step.axes)}
-        final, (layout, groups) = run_scan(CONVENTION, step, init, xs, **axes, **options)
-        carry, variables = final.values
-        nodes = merge(layout.graph, [variables, whole, *(state for state, _ in groups)], inner=False)
-    return _put_out(step, layout, fill(carry, nodes), nodes, [leaves.values for _, leaves in groups])
-
-
-def _run_values(
-    step: ValueStep, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]
-) -> Any:
-    """Runs a step of which only the values of variables come out."""
-    parts, carried = Parts.none(), Parts.none()
-    carry, tree, places = _take_in(step, in_axes, names, args, parts, carried)
-    refuse_aliases(carried, parts, tree=step.tree)
-    check_level(carried.nodes, carried.names)
-    held, (inside, *_) = split_live(carried, ())
-    graph, live = split_live(parts, step.axes, keeps=True)
-    kept, whole, *states = (named_state(state, tuple(parts.names)) for state in live)
-    layout = Layout(graph, tree, places, tuple(parts.names), tuple(parts.roles))
-    groups = tuple((state, parts.named(axis)) for state, axis in zip(states, step.axes, strict=True))
-    name = names[step.carried] if step.carried is not None else ""
-    init = Named((name, "", ""), (carry, named_state(inside, tuple(carried.names)), kept))
-    xs = ((layout, Held(held, tuple(carried.names))), whole, parts.named(None), groups)
-    axes: dict[str, Any] = {"in_axes": (None, None, None, step.axes), "out_axes": (0, step.axes, step.axes)}
-    final, (layout, groups, updates) = run_scan(CONVENTION, step, init, xs, **axes, **options)
-    carry, inside, kept = final.values
-    put_back([live[0], *live[2:]], kept, updates, tuple(parts.names))
-    nnx.update(carried.nodes, state_of(inside))
-    nodes = merge_apart(layout.graph, [state for state, _ in groups])
-    return _put_out(step, layout, fill(carry, carried.nodes), nodes, [leaves.values for _, leaves in groups])
-
-
-def _take_in(
-    step: ModuleStep, in_axes: Axes, names: list[str], args: tuple[Any, ...], parts: Parts, carried: Parts
-) -> tuple[PyTree, Any, tuple[Any, ...]]:
-    """Takes the arguments apart, the nodes of the carry to `carried`, and the rest to `parts`.
-
-    Returns the carry with `Node` in the places of nodes, the structure of the rest, and where its leaves are.
-    """
-    prefix = in_axes if in_axes is not nnx.Carry else (nnx.Carry,)
-    if isinstance(prefix, tuple) and len(prefix) != len(args):
-        raise Fault(
-            ArgumentError,
-            f"{{call}}: `in_axes` has {len(prefix)} entries, but there are {len(args)} arguments: {', '.join(names)}.",
-            "Give one entry for each argument, including those with a default.",
-        )
-    carry, rest = None, args
-    if step.carried is not None:
-        carry = args[step.carried]
-        named = [(name, leaf) for name, leaf in leaves_and_nodes(names[step.carried], carry) if is_node(leaf)]
-        indices = iter([Node(carried.add_node(name, node, nnx.Carry)) for name, node in named])
-        carry = replace_nodes(carry, lambda _: next(indices))
-        rest = (*args[: step.carried], None, *args[step.carried + 1 :])
-        prefix = (*prefix[: step.carried], None, *prefix[step.carried + 1 :])
-    roles = spread_roles("in_axes", prefix, rest, "args")
-    leaves = [leaf for name, arg in zip(names, rest, strict=True) for leaf in leaves_and_nodes(name, arg)]
-    for (path, leaf), role in zip(leaves, roles, strict=True):
-        if is_axis(role) and not is_node(leaf) and not shape_of(leaf):
-            raise Fault(
-                ArgumentError,
-                f"{{call}}: {path} is scanned over axis {role}, but is {describe_node(leaf)}.",
-                "Give None in `in_axes` for a value that every {step} receives whole.",
-            )
-    places = tuple(parts.add(path, leaf, role) for (path, leaf), role in zip(leaves, roles, strict=True))
-    return carry, jax.tree.structure(rest, is_leaf=is_node), places
-
-
-def _put_out(step: ModuleStep, layout: Layout, carry: PyTree, nodes: list[Any], arrays: list[tuple[Any, ...]]) -> Any:
-    known: dict[Any, Any] = {"node": nodes, **dict(zip(step.axes, arrays, strict=True))}
-    out = jax.tree.unflatten(layout.tree, [known[role][i] for role, i in layout.places])
-    if step.returned is None:
-        return out
-    if not isinstance(step.out_axes.tree, tuple):
-        return carry
-    return (*out[: step.returned], carry, *out[step.returned + 1 :])
 
 
 def _positional(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[str], tuple[Any, ...]]:
@@ -329,27 +217,11 @@ def _refuse_method(f: Any) -> None:
         )
 
 
-def _check_modes(modes: Mapping[str, bool | None]) -> list[bool]:
-    """Whether modules are graphs, and whether updates of graphs are visible outside. flax sets both for None."""
-    settings = {"graph": "set_graph_mode", "graph_updates": "set_graph_updates"}  # not in the oldest flax
-    values: list[bool] = []
-    for mode, given in modes.items():
-        ambient = getattr(nnx, settings[mode], None)
-        value = given if given is not None else True if ambient is None else ambient.current_value()
-        if not isinstance(value, bool):
-            raise Fault(
-                ArgumentTypeError,
-                f"{{call}}: `{mode}` must be True, False or None, got {describe_argument(value)}.",
-                "None takes what `nnx.set_graph_mode` and `nnx.set_graph_updates` say, which is True by default.",
-            )
-        values.append(value)
-    return values
-
-
-def _check_metadata(metadata: Mapping[str, Any]) -> None:
-    if metadata and nnx.PARTITION_NAME not in metadata:
-        raise Fault(
-            ArgumentError,
-            f"{{call}}: `transform_metadata` has no `nnx.PARTITION_NAME`, but {', '.join(map(repr, metadata))}.",
-            "It names the scanned axis in the shardings of variables: `{nnx.PARTITION_NAME: 'layers'}`.",
-        )
+def _check_mode(name: str, mode: Any, setting: str) -> bool:
+    """Whether a mode is on; for None what flax's setting says."""
+    ambient = getattr(nnx, setting, None)  # the oldest flax has none
+    if mode is None:
+        mode = True if ambient is None else ambient.current_value()
+    cure = "None takes what `nnx.set_graph_mode` and `nnx.set_graph_updates` say, which is True by default."
+    expect(isinstance(mode, bool), name, "True, False or None", mode, cure)
+    return mode

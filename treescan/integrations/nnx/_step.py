@@ -2,20 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+import dataclasses
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import jax
 from flax import nnx
 
-from ..._avals import describe_node, is_mutable
-from ..._errors import ArgumentError, BodyError, CarryError, Fault, Row
-from ..._tree import Prefix, is_static
-from ..._types import PyTree, TreeDef
-from ._named import Named, differences, is_node, leaves_and_nodes, named_state, replace_nodes, state_of, variables_of
-from ._roles import ModuleAxes, Role, check_shared, filters_of, spread_roles
+from ..._avals import describe_node, is_mutable, shape_of
+from ..._body.signature import SCAN
+from ..._errors import ArgumentError, BodyError, CarryError, Fault, Row, TreescanError
+from ..._tree import Prefix, is_static, leaves_with_path, same_structure
+from ..._types import Axes, PyTree, TreeDef
+from ..._verbs.prepare import run_scan
+from ._named import (
+    Named,
+    by_name,
+    differences,
+    is_node,
+    leaves_and_nodes,
+    replace_nodes,
+    spelled,
+    variables_in,
+    variables_of,
+)
+from ._roles import ModuleAxes, Role, check_level, check_shared, check_updatable, filters_of, is_axis, spread_roles
 
+CONVENTION = dataclasses.replace(SCAN, records=lambda carry, x: (by_name(carry), by_name(x)))
 TAG = "treescan"
 """The tag of the `nnx.update_context`, by which modules are told from one side of the loop to the other."""
 
@@ -27,7 +41,7 @@ class Layout:
 
     Attributes:
         graph: the structure of the modules.
-        tree: the arguments less the carry, or the outputs less the carry.
+        tree: the arguments less the carry, or the outputs less the carry; None for modules alone.
         places: for each leaf of the tree the role and the index in what has this role; of a node `"node"` and its
             index among the nodes.
         names: what the nodes are called.
@@ -53,14 +67,10 @@ class Node:
 class Parts:
     """Trees that are taken apart: nodes, and arrays by their roles."""
 
-    nodes: list[Any]
-    names: list[str]
-    roles: list[Role]
-    arrays: dict[Role, list[tuple[str, Any]]]
-
-    @classmethod
-    def none(cls) -> Parts:
-        return cls([], [], [], {})
+    nodes: list[Any] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    roles: list[Role] = field(default_factory=list)
+    arrays: dict[Role, list[tuple[str, Any]]] = field(default_factory=dict)
 
     def add_node(self, name: str, node: Any, role: Role) -> int:
         """Returns its index."""
@@ -90,6 +100,14 @@ class Parts:
         leaves = self.arrays.get(role, [])
         return Named(tuple(name for name, _ in leaves), tuple(leaf for _, leaf in leaves))
 
+    def state(self, state: PyTree) -> Named:
+        """The arrays of a state of the nodes."""
+        return Named.of(state, tuple(self.names))
+
+    def groups(self, states: Sequence[Named], axes: Sequence[int]) -> tuple[tuple[Named, Named], ...]:
+        """What has each axis: the state of the nodes, and arrays."""
+        return tuple((state, self.named(axis)) for state, axis in zip(states, axes, strict=True))
+
 
 def split(
     parts: Parts, axes: Sequence[int], metadata: Mapping[str, Any], tag: str | None = TAG
@@ -98,7 +116,7 @@ def split(
     graph, states = split_live(parts, axes, tag)
     if metadata:
         states[2:] = [nnx.spmd.add_axis(state, axis, metadata) for state, axis in zip(states[2:], axes, strict=True)]
-    return graph, [named_state(state, tuple(parts.names)) for state in states]
+    return graph, list(map(parts.state, states))
 
 
 def split_live(
@@ -115,7 +133,7 @@ def split_live(
     check_shared(parts.nodes, parts.roles, parts.names)
     with nnx.split_context(tag) as context:
         graph, *states = context.split(parts.nodes, *filters_of(parts.roles, parts.names, axes, keeps=keeps))
-    for named in (named_state(state, tuple(parts.names)) for state in states):
+    for named in map(parts.state, states):
         for name, leaf in zip(named.names, named.values, strict=True):
             if is_mutable(leaf):
                 raise Fault(
@@ -126,10 +144,15 @@ def split_live(
     return graph, states
 
 
-def merge(graph: Any, states: Sequence[Named], *, inner: bool) -> list[Any]:
-    """The nodes: new ones inside of the step; outside of the loop those that were there, updated."""
-    with nnx.merge_context(TAG, inner) as context:
-        nodes: list[Any] = context.merge(graph, *map(state_of, states))
+def merge(graph: Any, states: Sequence[Named], tag: str | None = None, inner: bool | None = None) -> list[Any]:
+    """The nodes: with a tag new ones inside of the step, and outside of the loop those that were there, updated.
+
+    Without a tag, they are new, and have no tie to others.
+    """
+    if not states:
+        return []
+    with nnx.merge_context(tag, inner) as context:
+        nodes: list[Any] = context.merge(graph, *(state.state() for state in states))
     return nodes
 
 
@@ -164,30 +187,87 @@ class ModuleStep:
         carry, variables = args__.values
         states = [state for state, _ in groups]
         if self.metadata:
-            pairs = zip(states, self.axes, strict=True)
-            states = [self._without_axis(state, axis) for state, axis in pairs]
-        nodes = merge(layout.graph, [variables, whole, *states], inner=True)
-        args = self._arguments(layout, nodes, fill(carry, nodes), arrays, groups)
-        new_carry, out = self._apart(self.f(*args))
-        parts = Parts(list(nodes), list(layout.names), list(layout.roles), {})
+            states = [self._without_axis(state, axis) for state, axis in zip(states, self.axes, strict=True)]
+        nodes = merge(layout.graph, [variables, whole, *states], TAG, inner=True)
+        args = self._joined(layout, nodes, groups, arrays.values)
+        new_carry, out = self._apart(self.f(*_replaced(args, self.carried, fill(carry, nodes))))
+        parts = Parts(list(nodes), list(layout.names), list(layout.roles))
         new_carry = take_nodes(args__.names[0], carry, new_carry, parts)
         layout_out, (new_variables, new_whole, *states) = self._take_out(out, parts)
         check_carried(variables, new_variables, layout.names)
-        _check_whole(whole, new_whole)
-        groups = tuple((state, parts.named(axis)) for state, axis in zip(states, self.axes, strict=True))
-        return Named(args__.names, (new_carry, new_variables)), (layout_out, groups)
+        if whole.names != new_whole.names:  # what changes of their values is dropped
+            other = sorted(set(whole.names) ^ set(new_whole.names))
+            raise Fault(
+                CarryError,
+                f"{{body}} added or removed variables of a module that each step receives whole: {', '.join(other)}.",
+                "Create all variables before the scan, or scan over the module, or carry it.",
+            )
+        return Named(args__.names, (new_carry, new_variables)), (layout_out, parts.groups(states, self.axes))
 
-    def _arguments(self, layout: Layout, nodes: list[Any], carry: PyTree, arrays: Named, groups: Any) -> list[Any]:
-        """What the user's function is called with."""
-        leaves: dict[Role, Any] = dict(zip(self.axes, (leaves.values for _, leaves in groups), strict=True))
-        known: dict[Role, Any] = {"node": nodes, None: arrays.values, **leaves}
-        args = list(jax.tree.unflatten(layout.tree, [known[role][i] for role, i in layout.places]))
+    def run(self, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """Runs the step over arguments, which have these names."""
+        parts = Parts()
+        with nnx.update_context(TAG):
+            carry, tree, places = self._take_in(in_axes, names, args, parts, parts)
+            check_level(parts.nodes, parts.names)
+            graph, (variables, whole, *states) = split(parts, self.axes, {})
+            layout = Layout(graph, tree, places, tuple(parts.names), tuple(parts.roles))
+            name = names[self.carried] if self.carried is not None else ""
+            init = Named((name, ""), (carry, variables))
+            xs = (layout, whole, parts.named(None), parts.groups(states, self.axes))
+            axes: dict[str, Any] = {"in_axes": (None, None, None, self.axes), "out_axes": (0, self.axes)}
+            final, (layout, groups) = run_scan(CONVENTION, self, init, xs, **axes, **options)
+            carry, variables = final.values
+            nodes = merge(layout.graph, [variables, whole, *(state for state, _ in groups)], TAG, inner=False)
+        return self._put_out(layout, fill(carry, nodes), nodes, groups)
+
+    def _joined(self, layout: Layout, nodes: list[Any], groups: Any, whole: tuple[Any, ...] = ()) -> Any:
+        """The arguments, or the outputs, less the carry."""
+        known: dict[Role, Any] = {"node": nodes, None: whole}
+        known |= {axis: leaves.values for axis, (_, leaves) in zip(self.axes, groups, strict=True)}
+        return jax.tree.unflatten(layout.tree, [known[role][i] for role, i in layout.places])
+
+    def _take_in(
+        self, in_axes: Axes, names: list[str], args: tuple[Any, ...], parts: Parts, carried: Parts
+    ) -> tuple[PyTree, Any, tuple[Any, ...]]:
+        """Takes the arguments apart, the nodes of the carry to `carried`, and the rest to `parts`.
+
+        Returns the carry with `Node` in the places of nodes, the structure of the rest, and where its leaves are.
+        """
+        prefix = in_axes if in_axes is not nnx.Carry else (nnx.Carry,)
+        if isinstance(prefix, tuple) and len(prefix) != len(args):
+            raise Fault(
+                ArgumentError,
+                f"{{call}}: `in_axes` has {len(prefix)} entries, but there are {len(args)} arguments: "
+                f"{', '.join(names)}.",
+                "Give one entry for each argument, including those with a default.",
+            )
+        carry, rest = None, args
         if self.carried is not None:
-            args[self.carried] = carry
-        return args
+            carry = args[self.carried]
+            named = [(name, leaf) for name, leaf in leaves_and_nodes(names[self.carried], carry) if is_node(leaf)]
+            indices = iter([Node(carried.add_node(name, node, nnx.Carry)) for name, node in named])
+            carry = replace_nodes(carry, lambda _: next(indices))
+            rest, prefix = _replaced(args, self.carried, None), _replaced(prefix, self.carried, None)
+        roles = spread_roles("in_axes", prefix, rest, "args")
+        leaves = [leaf for name, arg in zip(names, rest, strict=True) for leaf in leaves_and_nodes(name, arg)]
+        for (path, leaf), role in zip(leaves, roles, strict=True):
+            if is_axis(role) and not is_node(leaf) and not shape_of(leaf):
+                raise Fault(
+                    ArgumentError,
+                    f"{{call}}: {path} is scanned over axis {role}, but is {describe_node(leaf)}.",
+                    "Give None in `in_axes` for a value that every {step} receives whole.",
+                )
+        places = tuple(parts.add(path, leaf, role) for (path, leaf), role in zip(leaves, roles, strict=True))
+        return carry, jax.tree.structure(rest, is_leaf=is_node), places
+
+    def _put_out(self, layout: Layout, carry: PyTree, nodes: list[Any], groups: Any) -> Any:
+        out = self._joined(layout, nodes, groups)
+        alone = self.returned is not None and not isinstance(self.out_axes.tree, tuple)
+        return carry if alone else _replaced(out, self.returned, carry)
 
     def _without_axis(self, state: Named, axis: int) -> Named:
-        removed = nnx.spmd.remove_axis(state_of(state), axis, dict(self.metadata))
+        removed = nnx.spmd.remove_axis(state.state(), axis, dict(self.metadata))
         leaves, structure = jax.tree.flatten(removed)
         return Named(state.names, tuple(leaves), structure)
 
@@ -204,7 +284,7 @@ class ModuleStep:
                 f"{{body}} returned {describe_node(out)}, but `out_axes` has {len(axes)} entries.",
                 "Return a tuple with one output for each entry. With `out_axes=nnx.Carry`, return only the carry.",
             )
-        return out[self.returned], (*out[: self.returned], None, *out[self.returned + 1 :])
+        return out[self.returned], _replaced(out, self.returned, None)
 
     def _take_out(self, out: Any, parts: Parts) -> tuple[Layout, list[Named]]:
         axes = self.out_axes.tree
@@ -224,13 +304,26 @@ class ModuleStep:
         return Layout(graph, jax.tree.structure(out, is_leaf=is_node), places), states
 
 
+def _replaced(items: tuple[Any, ...], index: int | None, item: Any) -> tuple[Any, ...]:
+    """The items with another one at an index; without an index the same."""
+    return items if index is None else (*items[:index], item, *items[index + 1 :])
+
+
 def fill(tree: PyTree, nodes: Sequence[Any]) -> PyTree:
     """A tree with nodes in their places."""
-    return jax.tree.map(
-        lambda leaf: nodes[leaf.index] if isinstance(leaf, Node) else leaf,
-        tree,
-        is_leaf=lambda leaf: isinstance(leaf, Node),
-    )
+    return jax.tree.map(lambda leaf: nodes[leaf.index] if _is_place(leaf) else leaf, tree, is_leaf=_is_place)
+
+
+def _is_place(leaf: Any) -> bool:
+    return isinstance(leaf, Node)
+
+
+def nodes_of_carry(name: str, given: PyTree, returned: PyTree) -> tuple[list[Node], list[tuple[str, Any]], list[Row]]:
+    """The nodes of a carry that was given, those of the one that was returned, and a row if their numbers differ."""
+    was = [leaf for leaf in jax.tree.leaves(given, is_leaf=_is_place) if _is_place(leaf)]
+    now = [(path, node) for path, node in leaves_and_nodes(name, returned) if is_node(node)]
+    rows = [] if len(was) == len(now) else [Row(name, f"{len(was)} modules or variables", f"{len(now)}")]
+    return was, now, rows
 
 
 def take_nodes(name: str, given: PyTree, returned: PyTree, parts: Parts) -> PyTree:
@@ -238,18 +331,13 @@ def take_nodes(name: str, given: PyTree, returned: PyTree, parts: Parts) -> PyTr
 
     A variable that is in the carry by itself may be another one: `parts` then has it in the place of the first.
     """
-    was = [leaf for leaf in jax.tree.leaves(given, is_leaf=lambda leaf: isinstance(leaf, Node)) if type(leaf) is Node]
-    now = [(path, node) for path, node in leaves_and_nodes(name, returned) if is_node(node)]
-    if len(was) != len(now):
-        wrong = [Row(name, f"{len(was)} modules or variables", f"{len(now)}", "")]
-    else:
-        wrong = []
-        for node, (path, new) in zip(was, now, strict=True):
-            old = parts.nodes[node.index]
-            if isinstance(old, nnx.Variable) and isinstance(new, nnx.Variable):
-                parts.nodes[node.index] = new
-            elif old is not new:
-                wrong.append(Row(path, f"the {type(old).__name__} that was given", f"another {type(new).__name__}", ""))
+    was, now, wrong = nodes_of_carry(name, given, returned)
+    for node, (path, new) in [] if wrong else zip(was, now, strict=True):
+        old = parts.nodes[node.index]
+        if isinstance(old, nnx.Variable) and isinstance(new, nnx.Variable):
+            parts.nodes[node.index] = new
+        elif old is not new:
+            wrong.append(Row(path, f"the {type(old).__name__} that was given", f"another {type(new).__name__}"))
     if wrong:
         raise Fault(
             CarryError,
@@ -262,22 +350,11 @@ def take_nodes(name: str, given: PyTree, returned: PyTree, parts: Parts) -> PyTr
     return replace_nodes(returned, lambda _: next(indices))
 
 
-def _check_whole(given: Named, now: Named) -> None:
-    """What is given whole to each step keeps its variables; what a step changes of their values is dropped."""
-    if given.names != now.names:
-        other = sorted(set(given.names) ^ set(now.names))
-        raise Fault(
-            CarryError,
-            f"{{body}} added or removed variables of a module that each step receives whole: {', '.join(other)}.",
-            "Create all variables before the scan, or scan over the module, or carry it.",
-        )
-
-
 def check_carried(given: Named, now: Named, nodes: tuple[str, ...]) -> None:
     """What is carried keeps its types and metadata. Which variables and arrays there are, the loop itself compares."""
     if given.names != now.names or given.structure == now.structure:
         return
-    pairs = zip(variables_of(given, nodes), variables_of(now, nodes), strict=False)
+    pairs = zip(*(variables_of(named.state(), nodes) for named in (given, now)), strict=False)
     rows = [row for (name, old), (_, new) in pairs for row in differences(name, old, new)]
     if rows:
         raise Fault(
@@ -288,3 +365,177 @@ def check_carried(given: Named, now: Named, nodes: tuple[str, ...]) -> None:
             header=("leaf", "given", "returned"),
             rows=rows,
         )
+
+
+# With `graph=False` or `graph_updates=False`, only the values of variables come out of the loop. The variables that go
+# in are held on to. Whatever else a step does to its modules, new variables included, is lost.
+
+
+Place = tuple[str, "nnx.Variable[Any]"]
+
+
+@dataclass(frozen=True)
+class ValueStep(ModuleStep):
+    """The body of such a loop. It carries `Named((carry, its modules, variables that each step receives whole))`.
+
+    Attributes:
+        tree: whether modules are trees, in which no variable is in two places.
+    """
+
+    tag: ClassVar[str | None] = None
+
+    tree: bool = False
+
+    def __call__(self, args__: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
+        (layout, held), whole, arrays, groups = x
+        carry, carried, kept = args__.values
+        given = merge(held.graph, [carried])
+        nodes = merge(layout.graph, [kept, whole, *(state for state, _ in groups)])
+        _, (live, _, *scanned) = split_live(Parts(nodes, list(layout.names), list(layout.roles)), self.axes, keeps=True)
+        before = [jax.tree.map(lambda leaf: leaf, state) for state in scanned]
+        inside = [variable for node in (*given, *nodes) for _, variable in variables_in(node)]
+        args = self._joined(layout, nodes, groups, arrays.values)
+        new_carry, out = self._apart(self.f(*_replaced(args, self.carried, fill(carry, given))))
+        new_carry, carried = _take_carry(args__.names[0], (carry, new_carry), given, held)
+        new_kept = Named.of(live, layout.names)
+        check_carried(kept, new_kept, layout.names)
+        updates = tuple(_changed(*states, layout.names) for states in zip(before, scanned, strict=True))
+        named = leaves_and_nodes("out", out)
+        refuse_aliases_of_outputs([pair for pair in named if is_node(pair[1])], inside, tree=self.tree)
+        parts = Parts()
+        layout_out, states = self._take_out(out, parts)
+        outputs = (layout_out, parts.groups(states[2:], self.axes), updates)
+        return Named(args__.names, (new_carry, carried, new_kept)), outputs
+
+    def run(self, in_axes: Axes, names: list[str], args: tuple[Any, ...], options: Mapping[str, Any]) -> Any:
+        """Runs the step over arguments, which have these names."""
+        parts, carried = Parts(), Parts()
+        carry, tree, places = self._take_in(in_axes, names, args, parts, carried)
+        refuse_aliases(carried, parts, tree=self.tree)
+        check_level(carried.nodes, carried.names)
+        held, (inside, *_) = split_live(carried, ())
+        graph, live = split_live(parts, self.axes, keeps=True)
+        kept, whole, *states = map(parts.state, live)
+        layout = Layout(graph, tree, places, tuple(parts.names), tuple(parts.roles))
+        name = names[self.carried] if self.carried is not None else ""
+        init = Named((name, "", ""), (carry, carried.state(inside), kept))
+        of_carry = Layout(held, None, (), tuple(carried.names))
+        xs = ((layout, of_carry), whole, parts.named(None), parts.groups(states, self.axes))
+        axes: dict[str, Any] = {"in_axes": (None, None, None, self.axes), "out_axes": (0, self.axes, self.axes)}
+        final, (layout, groups, updates) = run_scan(CONVENTION, self, init, xs, **axes, **options)
+        carry, inside, kept = final.values
+        put_back([live[0], *live[2:]], kept, updates, tuple(parts.names))
+        nnx.update(carried.nodes, inside.state())
+        nodes = merge(layout.graph, [state for state, _ in groups])
+        return self._put_out(layout, fill(carry, carried.nodes), nodes, groups)
+
+
+def _changed(before: PyTree, now: PyTree, nodes: tuple[str, ...]) -> dict[str, nnx.Variable[Any]]:
+    """The variables of a state that are not as they were."""
+    pairs = zip(variables_of(before, nodes), variables_of(now, nodes), strict=True)
+    return {name: new for (name, old), (_, new) in pairs if not _same(old, new)}
+
+
+def _same(old: nnx.Variable[Any], new: nnx.Variable[Any]) -> bool:
+    pairs = zip(jax.tree.leaves(old), jax.tree.leaves(new), strict=False)
+    return same_structure(old, new) and all(a is b for a, b in pairs)
+
+
+def _take_carry(name: str, carries: tuple[PyTree, PyTree], given: list[Any], held: Layout) -> tuple[PyTree, Named]:
+    """The carry that was returned with `Node` in the places of its nodes, and their values.
+
+    A module may be another one if its variables are those that were given.
+    """
+    was, now, rows = nodes_of_carry(name, *carries)
+    for place, (_, new) in zip(was, now, strict=False):
+        old = dict(variables_in(given[place.index]))
+        rows += [
+            Row(spelled(held.names[place.index], path), "the Variable that was given", "another")
+            for path, variable in variables_in(new)
+            if old.get(path) is not variable
+        ]
+    if rows:
+        raise Fault(
+            CarryError,
+            "{body} returned a carry with other variables than it was given.",
+            "Change the values of the variables that the {step} receives, and return the same variables.",
+            header=("leaf", "expected", "came"),
+            rows=rows,
+        )
+    with nnx.split_context() as context:
+        graph, state = context.split([now[was.index(Node(i))][1] for i in range(len(given))])
+    if graph != held.graph:
+        raise Fault(
+            CarryError,
+            f"{{body}} changed the structure of modules in the carry {name}, or the metadata of their variables.",
+            "They must be the same in every step: set them before or after the scan. Only values of variables, which "
+            "are arrays, may change.",
+        )
+    places = iter(was)
+    return replace_nodes(carries[1], lambda _: next(places)), Named.of(state, held.names)
+
+
+def refuse_aliases(carried: Parts, parts: Parts, *, tree: bool) -> None:
+    """Refuses a variable in two places, of which a loop over values would make two."""
+    places = [_places(zip(some.names, some.nodes, strict=True), tree=tree) for some in (carried, parts)]
+    both = [place for group in places for place in (group if tree else _once(group))]
+    _refuse_twice(both, ArgumentError, "{call} got one variable in two places")
+
+
+def refuse_aliases_of_outputs(out: Sequence[tuple[str, Any]], given: list[Any], *, tree: bool) -> None:
+    """Refuses outputs that hold variables that the step was given, or one variable twice."""
+    places = _places(out, tree=tree)
+    inputs = [(name, variable) for name, variable in places if any(variable is one for one in given)]
+    if inputs:
+        raise Fault(
+            BodyError,
+            f"{{body}} returned a variable that it was given as an output: {inputs[0][0]}.",
+            "Return its value, `variable[...]`, or a copy, `nnx.clone(variable)`. With `graph=True, "
+            "graph_updates=True`, a variable may be both.",
+        )
+    if tree:
+        _refuse_twice(places, BodyError, "{body} returned one variable in two places")
+
+
+def _places(nodes: Iterable[tuple[str, Any]], *, tree: bool) -> list[Place]:
+    """The variables of nodes with their names: in all places if nodes are trees, and otherwise each once in a node."""
+    if not tree:
+        return [(spelled(name, path), value) for name, node in nodes for path, value in variables_in(node)]
+    leaves = [
+        leaf
+        for name, node in nodes
+        for leaf in leaves_with_path(name, node, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
+    ]
+    return [(name, leaf) for name, leaf in leaves if isinstance(leaf, nnx.Variable)]
+
+
+def _once(places: Iterable[Place]) -> list[Place]:
+    return list({id(variable): (name, variable) for name, variable in places}.values())
+
+
+def _refuse_twice(places: Iterable[Place], kind: type[TreescanError], what: str) -> None:
+    seen: dict[int, str] = {}
+    for name, variable in places:
+        if id(variable) in seen:
+            raise Fault(
+                kind,
+                f"{what}: {seen[id(variable)]} and {name} are the same {type(variable).__name__}.",
+                "Without updates of graphs, each variable is in one place. Pass `graph=True, graph_updates=True`, or "
+                "make a copy with `nnx.clone`.",
+            )
+        seen[id(variable)] = name
+
+
+def put_back(
+    live: Sequence[PyTree], kept: Named, updates: Sequence[Mapping[str, nnx.Variable[Any]]], nodes: tuple[str, ...]
+) -> None:
+    """Updates the variables that went in: those given whole to every step, and those that steps changed."""
+    whole, *scanned = (variables_of(state, nodes) for state in live)
+    values = [value for _, value in variables_of(kept.state(), nodes)]
+    pairs = list(zip(whole, values, strict=True))
+    for variables, found in zip(scanned, updates, strict=True):
+        pairs += [(place, found[place[0]]) for place in variables if place[0] in found]
+    for place, _ in pairs:
+        check_updatable(*place)
+    for (_, variable), value in pairs:
+        variable.update_from_state(value)
