@@ -61,7 +61,6 @@ _SHARES = {  # of the slow tests of these modules one in so many runs in CI
     "test_carries_masked": 3,
     "test_conformance": 10,
     "test_decisions": 5,
-    "test_errors": 4,
     "test_finite": 4,
     "test_finite_backward": 4,
     "test_finite_backward_layers": 3,
