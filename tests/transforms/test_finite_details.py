@@ -32,7 +32,8 @@ def test_a_nan_of_x_is_no_operation() -> None:
 @pytest.mark.parametrize("options", [{}, {"lengths": jnp.array([4, 2]), "x_axes": (0, 0)}], ids=["steps", "rows"])
 def test_what_is_given_whole_is_in_the_record(options: Any) -> None:
     xs = (jnp.ones((2, 4)), jnp.array([1.0, jnp.nan]))
-    call = functools.partial(treescan.fold, lambda h, x: h + x[0] * x[1], jnp.ones(2), xs, in_axes=(1, None))
+    verb: Any = treescan.mask_scan if options else treescan.scan
+    call = functools.partial(verb, lambda h, x: (h + x[0] * x[1], None), jnp.ones(2), xs, in_axes=(1, None))
     assert "in step 0 of 4 (row 1), which got it from `x[1]`" in caught(lambda: call(check_finite=True, **options))
     record = treescan.last_nonfinite()
     assert record is not None and [leaf.shape for leaf in record.x] == [(2,), (2,)]
