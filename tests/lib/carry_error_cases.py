@@ -9,7 +9,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from error_cases import Given, collector
+from error_cases import LENGTHS, ROWS, XS, case, without_body
 
 from treescan import (
     ArgumentError,
@@ -38,13 +38,6 @@ from treescan.carries import (
     write_tree,
 )
 
-CASES: list[Given] = []
-case = collector(CASES)
-
-
-XS = jnp.arange(3.0)
-ROWS, LENGTHS = jnp.ones((3, 2, 4)), jnp.array([3, 1])  # [T, B, features]
-
 
 def step(carry, x):
     return carry, x
@@ -67,7 +60,7 @@ def count(number: Any, **hooks: Callable[..., Any]) -> Any:
 # --- classes ----------------------------------------------------------------------------------------------------------
 
 
-@case(PluginError, body=False)
+@without_body(PluginError)
 def plugin_without_write(one):
     class Latch(AbstractCarry[Any, Any]):
         def read(self):
@@ -76,7 +69,7 @@ def plugin_without_write(one):
     return Latch()
 
 
-@case(PluginError, body=False)
+@without_body(PluginError)
 def plugin_without_hooks(one):
     class Latch(AbstractCarry[Any, Any]):
         pass
@@ -84,21 +77,11 @@ def plugin_without_hooks(one):
     return Latch()
 
 
-@case(ArgumentTypeError, body=False)
-def carry_of_the_value_seen(one):
-    final = fold(lambda average, x: x, ema(one, 0.9), XS)
-    return carry_of(final.read(), Ema)
-
-
-@case(ArgumentTypeError, body=False)
-def carry_of_another_carry(one):
-    final = fold(lambda average, x: x, ema(one, 0.9), XS)
-    return carry_of(final, Sum)
-
-
-@case(ArgumentTypeError, body=False)
-def write_tree_keys(one):
-    return write_tree({"h": one, "loss": ema(one, 0.9)}, {"h": one})
+without_body(ArgumentTypeError)(
+    carry_of_the_value_seen=lambda one: carry_of(fold(lambda average, x: x, ema(one, 0.9), XS).read(), Ema),
+    carry_of_another_carry=lambda one: carry_of(fold(lambda average, x: x, ema(one, 0.9), XS), Sum),
+    write_tree_keys=lambda one: write_tree({"h": one, "loss": ema(one, 0.9)}, {"h": one}),
+)
 
 
 # --- hooks that fail --------------------------------------------------------------------------------------------------
@@ -132,16 +115,6 @@ class NoPytree(AbstractCarry[Any, Any]):
 
 
 @case(PluginError)
-def plugin_of_no_pytree(one):
-    return scan(lambda carry, x: (carry, one), {"seen": NoPytree()}, XS)
-
-
-@case(PluginError)
-def plugin_rows_fails(one):
-    return mask_scan(step, count(one * jnp.ones(2), rows=lambda self: self.axes), ROWS, lengths=LENGTHS)
-
-
-@case(PluginError)
 def plugin_given_other_shape(one):
     def step(state, x):
         return {"h": state["h"], "loss": x * jnp.ones(3)}, None
@@ -171,6 +144,14 @@ def plugin_given_other_structure(one):
         return {"h": state["h"]}, None
 
     return scan(step, cast({"h": one, "c": one}), XS)
+
+
+case(PluginError)(
+    plugin_of_no_pytree=lambda one: scan(lambda carry, x: (carry, one), {"seen": NoPytree()}, XS),
+    plugin_rows_fails=lambda one: mask_scan(
+        step, count(one * jnp.ones(2), rows=lambda self: self.axes), ROWS, lengths=LENGTHS
+    ),
+)
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
@@ -226,61 +207,6 @@ def plugin_buffer_given_its_store(one):
 
 
 @case(PluginError)
-def plugin_buffer_given_another_structure(one):
-    return scan(lambda seen, x: ((x, True), None), buffer({"loss": 0.0}, 3), one * XS)
-
-
-@case(PluginError)
-def plugin_best_given_another_structure(one):
-    return scan(lambda seen, x: ((x, x), None), best({"w": one}), XS)
-
-
-@case(ArgumentTypeError, body=False)
-def carry_moments_of_an_array(one):
-    return moments(one * XS)
-
-
-@case(ArgumentTypeError, body=False)
-def carry_moments_of_a_dtype(one):
-    return moments(jnp.float32)
-
-
-@case(ArgumentTypeError, body=False)
-def carry_best_with_a_function(one):
-    return best(one, lambda value: value.sum())
-
-
-@case(ArgumentTypeError, body=False)
-def carry_best_with_a_text(one):
-    return best(one, "loss")
-
-
-@case(ArgumentTypeError, body=False)
-def carry_best_of_a_text(one):
-    return best({"name": "adam", "w": one})
-
-
-@case(ArgumentTypeError, body=False)
-def carry_keys_of_a_seed(one):
-    return keys(0)
-
-
-@case(ArgumentTypeError)
-def carry_keys_not_called(one):
-    return scan(step, {"h": one, "rng": keys}, XS)
-
-
-@case(ArgumentTypeError)
-def carry_class_not_called(one):
-    return fold(lambda carry, x: carry, {"h": one, "loss": Ema}, XS)
-
-
-@case(ArgumentTypeError, body=False)
-def cast_of_a_function_that_makes_carries(one):
-    return cast({"h": one, "rng": keys})
-
-
-@case(PluginError)
 def plugin_writes_nothing(one):
     def write(self, returned, valid):
         self.number + returned
@@ -288,19 +214,30 @@ def plugin_writes_nothing(one):
     return scan(step, {"seen": count(one, write=write)}, XS)
 
 
+case(PluginError)(
+    plugin_buffer_given_another_structure=lambda one: scan(
+        lambda seen, x: ((x, True), None), buffer({"loss": 0.0}, 3), one * XS
+    ),
+    plugin_best_given_another_structure=lambda one: scan(lambda seen, x: ((x, x), None), best({"w": one}), XS),
+)
+
+without_body(ArgumentTypeError)(
+    carry_moments_of_an_array=lambda one: moments(one * XS),
+    carry_moments_of_a_dtype=lambda one: moments(jnp.float32),
+    carry_best_with_a_function=lambda one: best(one, lambda value: value.sum()),
+    carry_best_with_a_text=lambda one: best(one, "loss"),
+    carry_best_of_a_text=lambda one: best({"name": "adam", "w": one}),
+    carry_keys_of_a_seed=lambda one: keys(0),
+    cast_of_a_function_that_makes_carries=lambda one: cast({"h": one, "rng": keys}),
+)
+
+case(ArgumentTypeError)(
+    carry_keys_not_called=lambda one: scan(step, {"h": one, "rng": keys}, XS),
+    carry_class_not_called=lambda one: fold(lambda carry, x: carry, {"h": one, "loss": Ema}, XS),
+)
+
+
 # --- where the rows stand ---------------------------------------------------------------------------------------------
-
-
-@case(PluginError)
-def plugin_rows_of_no_field(one):
-    carry = count(one * jnp.ones(2), rows=lambda self: {"count": 0, "total": None})
-    return mask_scan(step, {"seen": carry}, ROWS, lengths=LENGTHS)
-
-
-@case(PluginError)
-def plugin_rows_str(one):
-    carry = count(one * jnp.ones(2), rows=lambda self: "number")
-    return mask_scan(step, {"seen": carry}, ROWS, lengths=LENGTHS)
 
 
 @case(PluginError)
@@ -309,40 +246,38 @@ def plugin_rows_no_prefix(one):
     return mask_scan(step, {"seen": carry}, ROWS, lengths=LENGTHS)
 
 
-@case(PluginError)
-def plugin_rows_float(one):
-    carry = count(one * jnp.ones(2), rows=lambda self: {"number": 0.0})
-    return mask_scan(step, {"seen": carry}, ROWS, lengths=LENGTHS)
+case(PluginError)(
+    plugin_rows_of_no_field=lambda one: mask_scan(
+        step, {"seen": count(one * jnp.ones(2), rows=lambda self: {"count": 0, "total": None})}, ROWS, lengths=LENGTHS
+    ),
+    plugin_rows_str=lambda one: mask_scan(
+        step, {"seen": count(one * jnp.ones(2), rows=lambda self: "number")}, ROWS, lengths=LENGTHS
+    ),
+    plugin_rows_float=lambda one: mask_scan(
+        step, {"seen": count(one * jnp.ones(2), rows=lambda self: {"number": 0.0})}, ROWS, lengths=LENGTHS
+    ),
+    plugin_rows_of_a_carry_within=lambda one: mask_scan(
+        step, {"seen": count(sum_(one * jnp.ones(2)), rows=lambda self: {"number": 1})}, ROWS, lengths=LENGTHS
+    ),
+)
 
-
-@case(PluginError)
-def plugin_rows_of_a_carry_within(one):
-    carry = count(sum_(one * jnp.ones(2)), rows=lambda self: {"number": 1})
-    return mask_scan(step, {"seen": carry}, ROWS, lengths=LENGTHS)
-
-
-@case(ArgumentError)
-def batch_not_in_custom_carry(one):
-    init = {"h": one * jnp.ones((2, 5)), "seen": count(one), "loss": ema(one * jnp.ones(3), 0.9)}
-    return mask_scan(step, init, ROWS, lengths=LENGTHS)
-
-
-@case(ArgumentError)
-def carry_axes_of_custom_carry(one):
-    init = {"h": one * jnp.ones((5, 2)), "loss": ema(one * jnp.ones(2), 0.9)}
-    return mask_scan(step, init, ROWS, lengths=LENGTHS, carry_axes=1)
-
-
-@case(ArgumentError)
-def carry_axes_within_custom_carry(one):
-    init = {"loss": ema(one * jnp.ones(2), 0.9)}
-    return mask_scan(step, init, ROWS, lengths=LENGTHS, carry_axes={"loss": {"value": 0}})
-
-
-@case(ArgumentError)
-def compact_with_shared_keys(one):
-    init = {"h": one * jnp.ones(2), "dropout": keys(jax.random.key(0))}
-    return mask_scan(step, init, ROWS, lengths=LENGTHS, compact=True)
+case(ArgumentError)(
+    batch_not_in_custom_carry=lambda one: mask_scan(
+        step,
+        {"h": one * jnp.ones((2, 5)), "seen": count(one), "loss": ema(one * jnp.ones(3), 0.9)},
+        ROWS,
+        lengths=LENGTHS,
+    ),
+    carry_axes_of_custom_carry=lambda one: mask_scan(
+        step, {"h": one * jnp.ones((5, 2)), "loss": ema(one * jnp.ones(2), 0.9)}, ROWS, lengths=LENGTHS, carry_axes=1
+    ),
+    carry_axes_within_custom_carry=lambda one: mask_scan(
+        step, {"loss": ema(one * jnp.ones(2), 0.9)}, ROWS, lengths=LENGTHS, carry_axes={"loss": {"value": 0}}
+    ),
+    compact_with_shared_keys=lambda one: mask_scan(
+        step, {"h": one * jnp.ones(2), "dropout": keys(jax.random.key(0))}, ROWS, lengths=LENGTHS, compact=True
+    ),
+)
 
 
 # --- what the body returns --------------------------------------------------------------------------------------------
@@ -397,32 +332,7 @@ def to_count_of_numbers(meter: Meter) -> Any:
     return count(meter.numbers)
 
 
-@case(ArgumentTypeError, body=False, context=forgotten)
-def register_a_value(one):
-    register_carry(Meter(one), to_count, from_count)
-
-
-@case(ArgumentTypeError, body=False, context=forgotten)
-def register_a_string(one):
-    register_carry("Meter", to_count, from_count)
-
-
-@case(ArgumentTypeError, body=False, context=forgotten)
-def register_without_way_back(one):
-    register_carry(Meter, to_count, None)
-
-
-@case(ArgumentTypeError, body=False, context=forgotten)
-def register_dict(one):
-    register_carry(dict, to_count, from_count)
-
-
-@case(PluginError, body=False, context=forgotten)
-def register_a_carry(one):
-    register_carry(Ema, to_count, from_count)
-
-
-@case(PluginError, body=False, context=forgotten)
+@without_body(PluginError, context=forgotten)
 def register_twice(one):
     register_carry(Meter, to_count, from_count)
     register_carry(Meter, to_count_of_numbers, from_count)
@@ -453,3 +363,15 @@ def registered_from_carry_fails(one):
 def registered_from_another_type(one):
     register_carry(Meter, to_count, lambda carry: carry.number)
     return accumulate(lambda carry, x: carry, {"h": one, "meters": [Meter(one)]}, XS)
+
+
+without_body(ArgumentTypeError, context=forgotten)(
+    register_a_value=lambda one: register_carry(Meter(one), to_count, from_count),
+    register_a_string=lambda one: register_carry("Meter", to_count, from_count),
+    register_without_way_back=lambda one: register_carry(Meter, to_count, None),
+    register_dict=lambda one: register_carry(dict, to_count, from_count),
+)
+
+without_body(PluginError, context=forgotten)(
+    register_a_carry=lambda one: register_carry(Ema, to_count, from_count),
+)

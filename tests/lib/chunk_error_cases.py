@@ -5,13 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import Given, collector
+from error_cases import case
 from jax.experimental import io_callback
 
 from treescan import ArgumentError, ArgumentTypeError, Remat, fold, mask_scan, plan_remat, scan, scan_layers
-
-CASES: list[Given] = []
-case = collector(CASES)
 
 XS = jnp.arange(8.0)
 LENGTHS = np.array([3])
@@ -33,7 +30,7 @@ def rows(one: Any, **options: Any) -> Any:
 
 
 def step_of_a_ref() -> Any:
-    ref = (jax.new_ref if hasattr(jax, "new_ref") else jax.array_ref)(jnp.ones(()))
+    ref = jax.new_ref(jnp.ones(()))
 
     def step(carry, x):
         return carry + ref[...], x
@@ -44,68 +41,13 @@ def step_of_a_ref() -> Any:
 # --- remat ------------------------------------------------------------------------------------------------------------
 
 
-@case(ArgumentError)
-def remat_true(one):
-    return scan(step, one, XS, remat=True)
-
-
-@case(ArgumentError)
-def remat_class(one):
-    return scan(step, one, XS, remat=Remat)
-
-
 def step_that_calls_out(carry, x):
     io_callback(lambda: None, None)
     return carry + x, x
 
 
-@case(ArgumentError, less=("disable_jit",))
-def remat_over_a_callback(one):
-    return scan(step_that_calls_out, one, XS, remat="nested")
-
-
 def save_nothing(prim, *args, **params):
     return False
-
-
-@case(ArgumentError)
-def remat_policy_alone(one):
-    return scan(step, one, XS, remat=save_nothing)
-
-
-@case(ArgumentError)
-def remat_levels_zero(one):
-    return scan(step, one, XS, remat=Remat(levels=0))
-
-
-@case(ArgumentError)
-def remat_levels_float(one):
-    return scan(step, one, XS, remat=Remat(levels=2.0))
-
-
-@case(ArgumentError)
-def remat_segment_of_one_step(one):
-    return scan(step, one, XS, remat=Remat(segment=1))
-
-
-@case(ArgumentError)
-def remat_segment_in_one_level(one):
-    return scan(step, one, XS, remat=Remat(levels=1, segment=4))
-
-
-@case(ArgumentError)
-def remat_budget_zero(one):
-    return scan(step, one, XS, remat=Remat.fit(0))
-
-
-@case(ArgumentError)
-def remat_budget_as_text(one):
-    return scan(step, one, XS, remat=Remat.fit("1GB"))
-
-
-@case(ArgumentError)
-def remat_budget_and_levels(one):
-    return scan(step, one, XS, remat=Remat(budget=100, levels=2))
 
 
 @case(ArgumentError, less=("disable_jit",))
@@ -116,82 +58,12 @@ def remat_budget_too_small(one):
     return scan(big, one * jnp.ones(256), XS, remat=Remat.fit(2000))
 
 
-@case(ArgumentError)
-def remat_budget_of_a_masked_scan(one):
-    return rows(one, remat=Remat.fit(2000))
-
-
 @case(ArgumentError, less=("disable_jit",))
 def remat_budget_of_a_pattern_too_small(one):
     def block(layer, x):
         return jnp.sin(x) * layer, None
 
     return scan_layers([block, block], one * jnp.ones(256), [XS, XS], remat=Remat.fit(2000))
-
-
-@case(ArgumentError)
-def plan_remat_of_layers_with_length(one):
-    return plan_remat(local, one, layers=XS, length=8, remat=None)
-
-
-@case(ArgumentError)
-def plan_remat_of_layers_with_a_plan_each(one):
-    return plan_remat([local, local], one, layers=[XS, XS], remat=("step", None))
-
-
-@case(ArgumentError)
-def plan_remat_with_args_of_no_layers(one):
-    return plan_remat(step, one, XS, args=(one,), remat=None)
-
-
-@case(ArgumentError)
-def plan_of_states_without_layers(one):
-    return plan_remat(step, one, XS, state=one, remat=None)
-
-
-@case(ArgumentError)
-def remat_policy_unknown(one):
-    return scan(step, one, XS, remat=Remat("dots"))
-
-
-@case(ArgumentError)
-def remat_policy_that_takes_names(one):
-    return scan(step, one, XS, remat=Remat("save_only_these_names"))
-
-
-@case(ArgumentTypeError)
-def remat_policy_number(one):
-    return scan(step, one, XS, remat=Remat(2))
-
-
-@case(ArgumentError)
-def remat_offload_unknown(one):
-    return scan(step, one, XS, remat=Remat(offload="host"))
-
-
-@case(ArgumentError)
-def remat_offload_of_a_masked_scan(one):
-    return rows(one, remat=Remat(offload="pinned_host"))
-
-
-@case(ArgumentError)
-def fold_remat_levels_zero(one):
-    return fold(lambda carry, x: carry + x, one, XS, remat=Remat(levels=0))
-
-
-@case(ArgumentError)
-def layers_remat_levels_zero(one):
-    return scan_layers(local, one, XS, remat=Remat(levels=0))
-
-
-@case(ArgumentError)
-def pattern_remat_levels_for_a_block(one):
-    return scan_layers([local, local], one, [XS, XS], remat=["step", Remat(levels=2)])
-
-
-@case(ArgumentError)
-def plan_remat_that_does_not_fit(one):
-    return plan_remat(lambda c, x: (jnp.sin(c) * x, None), one * jnp.ones(256), XS, remat=Remat.fit(10))
 
 
 @jax.custom_vjp
@@ -206,20 +78,10 @@ def forward(x, y):
 product.defvjp(forward, lambda residuals, g: (g, g), symbolic_zeros=False)
 
 
-@case(ArgumentError)
-def plan_remat_of_a_body_without_a_gradient(one):
-    return plan_remat(lambda c, x: (product(c, x), None), one, XS, remat="nested")
-
-
 def step_with_a_rule_in_a_branch(carry, x):
     rule = jax.custom_vjp(lambda x, y: x * y)
     rule.defvjp(lambda x, y: (x.value * y.value, None), lambda residuals, g: (g, g), symbolic_zeros=True)
     return jax.lax.cond(x > 0, rule, lambda x, y: x, carry, x), None
-
-
-@case(ArgumentError)
-def remat_budget_of_a_rule_with_symbolic_zeros(one):
-    return scan(step_with_a_rule_in_a_branch, one, XS, remat=Remat.fit(2**20))
 
 
 @case(ArgumentError, less=("disable_jit",))
@@ -229,67 +91,51 @@ def remat_budget_of_symbolic_rows(one):
     return jax.export.export(run)(rows)
 
 
-@case(ArgumentError)
-def plan_remat_unknown(one):
-    return plan_remat(step, one, XS, remat="all")
+case(ArgumentError)(
+    remat_true=lambda one: scan(step, one, XS, remat=True),
+    remat_class=lambda one: scan(step, one, XS, remat=Remat),
+    remat_policy_alone=lambda one: scan(step, one, XS, remat=save_nothing),
+    remat_levels_zero=lambda one: scan(step, one, XS, remat=Remat(levels=0)),
+    remat_levels_float=lambda one: scan(step, one, XS, remat=Remat(levels=2.0)),
+    remat_segment_of_one_step=lambda one: scan(step, one, XS, remat=Remat(segment=1)),
+    remat_segment_in_one_level=lambda one: scan(step, one, XS, remat=Remat(levels=1, segment=4)),
+    remat_budget_zero=lambda one: scan(step, one, XS, remat=Remat.fit(0)),
+    remat_budget_as_text=lambda one: scan(step, one, XS, remat=Remat.fit("1GB")),
+    remat_budget_and_levels=lambda one: scan(step, one, XS, remat=Remat(budget=100, levels=2)),
+    remat_budget_of_a_masked_scan=lambda one: rows(one, remat=Remat.fit(2000)),
+    plan_remat_of_layers_with_length=lambda one: plan_remat(local, one, layers=XS, length=8, remat=None),
+    plan_remat_of_layers_with_a_plan_each=lambda one: plan_remat(
+        [local, local], one, layers=[XS, XS], remat=("step", None)
+    ),
+    plan_remat_with_args_of_no_layers=lambda one: plan_remat(step, one, XS, args=(one,), remat=None),
+    plan_of_states_without_layers=lambda one: plan_remat(step, one, XS, state=one, remat=None),
+    remat_policy_unknown=lambda one: scan(step, one, XS, remat=Remat("dots")),
+    remat_policy_that_takes_names=lambda one: scan(step, one, XS, remat=Remat("save_only_these_names")),
+    remat_offload_unknown=lambda one: scan(step, one, XS, remat=Remat(offload="host")),
+    remat_offload_of_a_masked_scan=lambda one: rows(one, remat=Remat(offload="pinned_host")),
+    fold_remat_levels_zero=lambda one: fold(lambda carry, x: carry + x, one, XS, remat=Remat(levels=0)),
+    layers_remat_levels_zero=lambda one: scan_layers(local, one, XS, remat=Remat(levels=0)),
+    pattern_remat_levels_for_a_block=lambda one: scan_layers(
+        [local, local], one, [XS, XS], remat=["step", Remat(levels=2)]
+    ),
+    plan_remat_that_does_not_fit=lambda one: plan_remat(
+        lambda c, x: (jnp.sin(c) * x, None), one * jnp.ones(256), XS, remat=Remat.fit(10)
+    ),
+    plan_remat_of_a_body_without_a_gradient=lambda one: plan_remat(
+        lambda c, x: (product(c, x), None), one, XS, remat="nested"
+    ),
+    remat_budget_of_a_rule_with_symbolic_zeros=lambda one: scan(
+        step_with_a_rule_in_a_branch, one, XS, remat=Remat.fit(2**20)
+    ),
+    plan_remat_unknown=lambda one: plan_remat(step, one, XS, remat="all"),
+)
+
+case(ArgumentError, less=("disable_jit",))(
+    remat_over_a_callback=lambda one: scan(step_that_calls_out, one, XS, remat="nested"),
+)
 
 
 # --- save -------------------------------------------------------------------------------------------------------------
-
-
-@case(ArgumentError)
-def save_unknown(one):
-    return scan(step, one, XS, save="first")
-
-
-@case(ArgumentError)
-def save_zero(one):
-    return scan(step, one, XS, save=0)
-
-
-@case(ArgumentError)
-def save_true(one):
-    return scan(step, one, XS, save={"y": True, "count": "all"})
-
-
-@case(ArgumentError)
-def save_float(one):
-    return scan(step, one, XS, save=2.0)
-
-
-@case(ArgumentError)
-def save_positions(one):
-    return scan(step, one, XS, save=np.array([1, 3]))
-
-
-@case(ArgumentError)
-def save_is_no_prefix(one):
-    return scan(step, one, XS, save={"y": 2})
-
-
-@case(ArgumentError)
-def save_is_no_prefix_of_rows(one):
-    return rows(one, save=(2, "last"))
-
-
-@case(ArgumentError)
-def save_in_fold(one):
-    return fold(lambda carry, x: carry + x, one, XS, save="last")
-
-
-@case(ArgumentError)
-def layers_save_is_no_prefix(one):
-    return scan_layers(local, one, XS, save=[1, "last"])
-
-
-@case(ArgumentError)
-def pattern_with_save_of_another_length(one):
-    return scan_layers([local, local], one, [XS, XS], save=["last"])
-
-
-@case(ArgumentError, less=("disable_jit", "vmap"))
-def save_over_a_ref(one):
-    return scan(step_of_a_ref(), one, XS, save=2)
 
 
 @case(ArgumentError, less=("disable_jit",))
@@ -298,24 +144,33 @@ def save_of_symbolic_steps(one):
     return jax.export.export(jax.jit(lambda xs: scan(step, one, xs, save=2)[0]))(steps)
 
 
+case(ArgumentError)(
+    save_unknown=lambda one: scan(step, one, XS, save="first"),
+    save_zero=lambda one: scan(step, one, XS, save=0),
+    save_true=lambda one: scan(step, one, XS, save={"y": True, "count": "all"}),
+    save_float=lambda one: scan(step, one, XS, save=2.0),
+    save_positions=lambda one: scan(step, one, XS, save=np.array([1, 3])),
+    save_is_no_prefix=lambda one: scan(step, one, XS, save={"y": 2}),
+    save_is_no_prefix_of_rows=lambda one: rows(one, save=(2, "last")),
+    save_in_fold=lambda one: fold(lambda carry, x: carry + x, one, XS, save="last"),
+    layers_save_is_no_prefix=lambda one: scan_layers(local, one, XS, save=[1, "last"]),
+    pattern_with_save_of_another_length=lambda one: scan_layers([local, local], one, [XS, XS], save=["last"]),
+)
+
+case(ArgumentError, less=("disable_jit", "vmap"))(
+    save_over_a_ref=lambda one: scan(step_of_a_ref(), one, XS, save=2),
+)
+
+
 # --- truncate ---------------------------------------------------------------------------------------------------------
 
+case(ArgumentError)(
+    truncate_zero=lambda one: scan(step, one, XS, truncate=0),
+    truncate_true=lambda one: scan(step, one, XS, truncate=True),
+    truncate_float=lambda one: rows(one, truncate=8.0),
+)
 
-@case(ArgumentError)
-def truncate_zero(one):
-    return scan(step, one, XS, truncate=0)
-
-
-@case(ArgumentError)
-def truncate_true(one):
-    return scan(step, one, XS, truncate=True)
-
-
-@case(ArgumentError)
-def truncate_float(one):
-    return rows(one, truncate=8.0)
-
-
-@case(ArgumentTypeError)
-def truncate_in_layers(one):
-    return scan_layers(local, one, XS, truncate=2)
+case(ArgumentTypeError)(
+    truncate_in_layers=lambda one: scan_layers(local, one, XS, truncate=2),
+    remat_policy_number=lambda one: scan(step, one, XS, remat=Remat(2)),
+)

@@ -1,10 +1,8 @@
 """Cases of `test_errors.py` about `check_finite`."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-from error_cases import Given, collector
+from error_cases import case, mesh_of, over_devices
 
 from treescan import (
     ArgumentError,
@@ -14,9 +12,6 @@ from treescan import (
     scan_layers,
     while_scan,
 )
-
-CASES: list[Given] = []
-case = collector(CASES)
 
 XS = jnp.arange(4.0)
 
@@ -33,41 +28,16 @@ def root(carry, x):
     return jnp.sqrt(carry - x), x
 
 
-@case(NonFiniteError, less=("jit", "grad", "vmap"))
-def check_finite_finds_a_step(one: Any) -> Any:
-    return scan(root, one, XS, check_finite=True)
-
-
-@case(ArgumentTypeError)
-def check_finite_forward(one: Any) -> Any:
-    return scan(step, one, XS, check_finite="forward")
-
-
-@case(ArgumentError)
-def check_finite_backward_with_truncate(one: Any) -> Any:
-    return scan(step, one, XS, truncate=2, check_finite="backward")
-
-
 @case(ArgumentError, less=("grad", "vmap", "jit", "disable_jit"))
-def check_finite_backward_in_forward_mode(one: Any) -> Any:
-    return jax.jvp(lambda one: scan(step, one, XS, check_finite="backward"), (one,), (one,))
-
-
-@case(ArgumentError, less=("grad", "vmap", "jit", "disable_jit"))
-def check_finite_backward_of_while_scan_in_forward_mode(one: Any) -> Any:
-    def run(one: Any) -> Any:
+def check_finite_backward_of_while_scan_in_forward_mode(one):
+    def run(one):
         return while_scan(lambda h: h < 3, step, one, XS, check_finite="backward").carry
 
     return jax.jvp(run, (one,), (one,))
 
 
 @case(ArgumentError)
-def check_finite_with_prefetch(one: Any) -> Any:
-    return scan_layers(lambda layer, x: (x + layer, x), one, XS, prefetch=lambda layer: layer, check_finite=True)
-
-
-@case(ArgumentError)
-def check_finite_with_a_ref(one: Any) -> Any:
+def check_finite_with_a_ref(one):
     count = jax.new_ref(jnp.zeros(()))
 
     def counted(carry, x):
@@ -77,12 +47,26 @@ def check_finite_with_a_ref(one: Any) -> Any:
     return scan(counted, one, XS, check_finite=True)
 
 
-@case(ArgumentError)
-def check_finite_within_shard_map(one: Any) -> Any:
-    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
-    spread = jax.sharding.PartitionSpec("d")
+case(NonFiniteError, less=("jit", "grad", "vmap"))(
+    check_finite_finds_a_step=lambda one: scan(root, one, XS, check_finite=True),
+)
 
-    def run(xs: Any) -> Any:
-        return scan(step, xs[0], xs, check_finite=True)[1]
+case(ArgumentTypeError)(
+    check_finite_forward=lambda one: scan(step, one, XS, check_finite="forward"),
+)
 
-    return jax.shard_map(run, mesh=mesh, in_specs=spread, out_specs=spread)(one * XS)
+case(ArgumentError)(
+    check_finite_backward_with_truncate=lambda one: scan(step, one, XS, truncate=2, check_finite="backward"),
+    check_finite_with_prefetch=lambda one: scan_layers(
+        lambda layer, x: (x + layer, x), one, XS, prefetch=lambda layer: layer, check_finite=True
+    ),
+    check_finite_within_shard_map=lambda one: over_devices(
+        lambda xs: scan(step, xs[0], xs, check_finite=True)[1], mesh_of(1)
+    )(one * XS),
+)
+
+case(ArgumentError, less=("grad", "vmap", "jit", "disable_jit"))(
+    check_finite_backward_in_forward_mode=lambda one: jax.jvp(
+        lambda one: scan(step, one, XS, check_finite="backward"), (one,), (one,)
+    ),
+)

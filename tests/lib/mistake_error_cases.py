@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import Given, collector
+from error_cases import XS, case, without_body
 from jax.experimental import io_callback
 
 import treescan
@@ -16,7 +16,6 @@ from treescan import (
     CarryError,
     LayerError,
     TracedArgumentError,
-    TreescanError,
     accumulate,
     fold,
     fold_layers,
@@ -28,15 +27,8 @@ from treescan import (
 )
 from treescan.carries import buffer, ema
 
-CASES: list[Given] = []
-case = collector(CASES)
-XS = jnp.arange(3.0)
 ROWS = jnp.ones((5, 3))
 LENGTHS = np.array([5, 2, 1])
-
-
-def without_body(error: type[TreescanError], **options: Any) -> Any:
-    return case(error, body=False, **options)
 
 
 def step(carry, x):
@@ -61,163 +53,86 @@ def sequences() -> list[Any]:
 
 # --- a list in place of a stack ---------------------------------------------------------------------------------------
 
+case(LayerError)(
+    forgotten_stack_in_fold_layers=lambda one: fold_layers(block, jnp.ones(4), layers_of(one)),
+    forgotten_stack_in_scan_layers=lambda one: scan_layers(
+        lambda layer, x: (block(layer, x), None), jnp.ones(4), tuple(layers_of(one))
+    ),
+    forgotten_stack_with_xs=lambda one: fold_layers(
+        lambda layer, x, bias: block(layer, x) + bias, jnp.ones(4), layers_of(one), XS
+    ),
+    forgotten_stack_with_length=lambda one: fold_layers(block, jnp.ones(4), layers_of(one), length=3),
+    forgotten_stack_with_state=lambda one: fold_layers(
+        lambda layer, x, state: (block(layer, x), state), jnp.ones(4), layers_of(one), state=XS
+    ),
+)
 
-@case(LayerError)
-def forgotten_stack_in_fold_layers(one):
-    return fold_layers(block, jnp.ones(4), layers_of(one))
-
-
-@case(LayerError)
-def forgotten_stack_in_scan_layers(one):
-    return scan_layers(lambda layer, x: (block(layer, x), None), jnp.ones(4), tuple(layers_of(one)))
-
-
-@case(LayerError)
-def forgotten_stack_with_xs(one):
-    return fold_layers(lambda layer, x, bias: block(layer, x) + bias, jnp.ones(4), layers_of(one), XS)
-
-
-@case(LayerError)
-def forgotten_stack_with_length(one):
-    return fold_layers(block, jnp.ones(4), layers_of(one), length=3)
-
-
-@case(LayerError)
-def forgotten_stack_with_state(one):
-    return fold_layers(lambda layer, x, state: (block(layer, x), state), jnp.ones(4), layers_of(one), state=XS)
-
-
-@case(ArgumentError)
-def forgotten_stack_of_steps(one):
-    return fold(lambda carry, x: carry + x["a"], one * jnp.ones(2), [{"a": jnp.ones(4)}] * 3)
-
-
-@case(ArgumentError)
-def forgotten_stack_of_steps_with_length(one):
-    return scan(step, one * jnp.ones(4), [jnp.ones(4)] * 3, length=3)
-
-
-@case(ArgumentError)
-def sequences_in_a_list(one):
-    return mask_scan(step, one * jnp.ones(2), [jnp.ones(3), jnp.ones(2)], lengths=[3, 2])
+case(ArgumentError)(
+    forgotten_stack_of_steps=lambda one: fold(
+        lambda carry, x: carry + x["a"], one * jnp.ones(2), [{"a": jnp.ones(4)}] * 3
+    ),
+    forgotten_stack_of_steps_with_length=lambda one: scan(step, one * jnp.ones(4), [jnp.ones(4)] * 3, length=3),
+    sequences_in_a_list=lambda one: mask_scan(step, one * jnp.ones(2), [jnp.ones(3), jnp.ones(2)], lengths=[3, 2]),
+)
 
 
 # --- a batch in a verb that does not know its lengths -----------------------------------------------------------------
 
-
-@case(ArgumentError)
-def padded_in_fold(one):
-    return fold(add, one * jnp.ones(2), treescan.pad(sequences()))
-
-
-@case(ArgumentError)
-def padded_in_scan_beside_other_xs(one):
-    return scan(step, one * jnp.ones(2), (treescan.pad(sequences()), XS))
-
-
-@case(ArgumentError)
-def padded_in_while_scan(one):
-    return while_scan(lambda carry: jnp.all(carry < 3), step, one * jnp.ones(2), {"a": treescan.pad(sequences())})
-
-
-@case(ArgumentError)
-def packed_in_accumulate(one):
-    return accumulate(add, one * jnp.ones(1), treescan.pack(sequences()))
+case(ArgumentError)(
+    padded_in_fold=lambda one: fold(add, one * jnp.ones(2), treescan.pad(sequences())),
+    padded_in_scan_beside_other_xs=lambda one: scan(step, one * jnp.ones(2), (treescan.pad(sequences()), XS)),
+    padded_in_while_scan=lambda one: while_scan(
+        lambda carry: jnp.all(carry < 3), step, one * jnp.ones(2), {"a": treescan.pad(sequences())}
+    ),
+    packed_in_accumulate=lambda one: accumulate(add, one * jnp.ones(1), treescan.pack(sequences())),
+)
 
 
 # --- options ----------------------------------------------------------------------------------------------------------
 
+case(ArgumentTypeError)(
+    length_of_rows=lambda one: mask_scan(step, one * jnp.ones(3), ROWS, length=LENGTHS),
+    length_of_rows_by_position=lambda one: fold(add, one * jnp.ones(3), ROWS, LENGTHS),
+    length_of_a_list_of_rows=lambda one: mask_scan(step, one * jnp.ones(3), ROWS, length=[5, 2, 1]),
+    max_length_of_rows=lambda one: while_scan(
+        lambda carry: carry < 3, step, one * jnp.ones(3), ROWS, max_length=LENGTHS
+    ),
+    lengths_by_position=lambda one: mask_scan(step, one * jnp.ones(3), ROWS, LENGTHS),
+    max_length_by_position=lambda one: while_scan(lambda carry: carry < 3, step, one, XS, 3),
+    option_of_another_library=lambda one: scan(step, one, XS, checkpoint=True),
+)
 
-@case(ArgumentTypeError)
-def length_of_rows(one):
-    return mask_scan(step, one * jnp.ones(3), ROWS, length=LENGTHS)
+case(ArgumentTypeError, less=("disable_jit",))(
+    length_of_traced_rows=lambda one: jax.jit(lambda lengths: scan(step, one * jnp.ones(3), ROWS, length=lengths))(
+        LENGTHS
+    ),
+)
 
+without_body(ArgumentTypeError)(
+    pad_fill=lambda one: treescan.pad(sequences(), fill=-1),
+    stack_axis=lambda one: treescan.stack(layers_of(one), axis=1),
+    ema_option_misspelt=lambda one: ema(one, 0.9, unbias=True),
+    buffer_batch_int=lambda one: buffer(one, 8, batch=3),
+    buffer_batch_str=lambda one: buffer(one, 8, batch="rows"),
+    buffer_capacity_float=lambda one: buffer(one, 8.5),
+)
 
-@case(ArgumentTypeError)
-def length_of_rows_by_position(one):
-    return fold(add, one * jnp.ones(3), ROWS, LENGTHS)
-
-
-@case(ArgumentTypeError, less=("disable_jit",))
-def length_of_traced_rows(one):
-    return jax.jit(lambda lengths: scan(step, one * jnp.ones(3), ROWS, length=lengths))(LENGTHS)
-
-
-@case(ArgumentTypeError)
-def length_of_a_list_of_rows(one):
-    return mask_scan(step, one * jnp.ones(3), ROWS, length=[5, 2, 1])
-
-
-@case(ArgumentTypeError)
-def max_length_of_rows(one):
-    return while_scan(lambda carry: carry < 3, step, one * jnp.ones(3), ROWS, max_length=LENGTHS)
-
-
-@case(ArgumentTypeError)
-def lengths_by_position(one):
-    return mask_scan(step, one * jnp.ones(3), ROWS, LENGTHS)
-
-
-@case(ArgumentTypeError)
-def max_length_by_position(one):
-    return while_scan(lambda carry: carry < 3, step, one, XS, 3)
-
-
-@case(ArgumentTypeError)
-def option_of_another_library(one):
-    return scan(step, one, XS, checkpoint=True)
-
-
-@without_body(ArgumentTypeError)
-def pad_fill(one):
-    return treescan.pad(sequences(), fill=-1)
-
-
-@without_body(ArgumentTypeError)
-def stack_axis(one):
-    return treescan.stack(layers_of(one), axis=1)
-
-
-@without_body(ArgumentTypeError)
-def ema_option_misspelt(one):
-    return ema(one, 0.9, unbias=True)
-
-
-@without_body(ArgumentTypeError)
-def buffer_batch_int(one):
-    return buffer(one, 8, batch=3)
-
-
-@without_body(ArgumentTypeError)
-def buffer_batch_str(one):
-    return buffer(one, 8, batch="rows")
-
-
-@without_body(ArgumentTypeError)
-def buffer_capacity_float(one):
-    return buffer(one, 8.5)
-
-
-@without_body(TracedArgumentError, less=("disable_jit",))
-def buffer_capacity_traced(one):
-    return jax.jit(lambda capacity: buffer(one, capacity))(8)
+without_body(TracedArgumentError, less=("disable_jit",))(
+    buffer_capacity_traced=lambda one: jax.jit(lambda capacity: buffer(one, capacity))(8),
+)
 
 
 # --- the condition, rows, and what is returned ------------------------------------------------------------------------
 
 
-@case(BodyError)
-def while_condition_of_two(one):
-    return while_scan(lambda carry, x: carry < 3, step, one, XS)
-
-
-@case(BodyError)
-def while_condition_of_a_keyword(one):
-    return while_scan(lambda carry, *, x: carry < 3, step, one, XS)
-
-
-def per_row(one: Any) -> Any:
+def per_row(one):
     return one * jnp.arange(1.0, 9.0)
+
+
+@case(BodyError, less=("disable_jit",))
+def compact_over_closed_over_rows_of_two(one):
+    a = per_row(one)
+    return mask_scan(lambda x, _: (x + a, None), jnp.ones(8), length=40, lengths=np.arange(8), compact=(4,))
 
 
 @case(BodyError, less=("disable_jit",))
@@ -232,15 +147,16 @@ def while_compact_over_rows_in_the_condition(one):
     return while_scan(lambda x: x < a, lambda x, _: (x + 1, None), jnp.ones(8), max_length=40, compact=(4,))
 
 
-@case(BodyError, less=("disable_jit",))
-def compact_over_closed_over_rows_of_two(one):
-    a = per_row(one)
-    return mask_scan(lambda x, _: (x + a, None), jnp.ones(8), length=40, lengths=np.arange(8), compact=(4,))
+case(BodyError)(
+    while_condition_of_two=lambda one: while_scan(lambda carry, x: carry < 3, step, one, XS),
+    while_condition_of_a_keyword=lambda one: while_scan(lambda carry, *, x: carry < 3, step, one, XS),
+)
 
-
-@case(CarryError)
-def pair_swapped_with_the_given_carry(one):
-    return scan(lambda h, x: (x.sum(-1), h), one * jnp.ones((2, 3)), jnp.ones((5, 2, 3)))
+case(CarryError)(
+    pair_swapped_with_the_given_carry=lambda one: scan(
+        lambda h, x: (x.sum(-1), h), one * jnp.ones((2, 3)), jnp.ones((5, 2, 3))
+    ),
+)
 
 
 # --- callbacks --------------------------------------------------------------------------------------------------------
@@ -251,16 +167,14 @@ def tell(carry: Any) -> Any:
     return carry + 1
 
 
-@case(ArgumentError, less=("disable_jit",))
-def while_callback_under_vmap(one):
-    run = jax.vmap(lambda x: while_scan(lambda c: c < 5, lambda c, _: (tell(c), None), x, max_length=8).carry)
-    return run(one * jnp.arange(3.0))
-
-
-@case(ArgumentError, less=("disable_jit",))
-def fori_callback_under_vmap(one):
-    run = jax.vmap(lambda n: fori(0, n, lambda i, carry: tell(carry), one, max_length=8))
-    return run(jnp.arange(3))
+case(ArgumentError, less=("disable_jit",))(
+    while_callback_under_vmap=lambda one: jax.vmap(
+        lambda x: while_scan(lambda c: c < 5, lambda c, _: (tell(c), None), x, max_length=8).carry
+    )(one * jnp.arange(3.0)),
+    fori_callback_under_vmap=lambda one: jax.vmap(
+        lambda n: fori(0, n, lambda i, carry: tell(carry), one, max_length=8)
+    )(jnp.arange(3)),
+)
 
 
 # --- modules of other libraries ---------------------------------------------------------------------------------------

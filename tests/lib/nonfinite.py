@@ -1,62 +1,23 @@
 """What the tests of `check_finite` share."""
 
 import contextlib
-from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import treescan
-
-ROW_OPTIONS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "reverse": {"reverse": True},
-    "chunk": {"chunk": 3},
-    "unskipped": {"chunk": 0},
-    "compact": {"compact": True},
-    "compact in reverse": {"compact": (2,), "chunk": 4, "reverse": True},
-    "hold": {"fill": "hold"},
-    "last": {"save": "last"},
-    "every second": {"save": 2},
-    "remat": {"remat": "nested"},
-}
-"""Options of a `mask_scan`, for forward and backward checks."""
 
 
 def gradient(way: str, call: Any, *data: Any) -> Any:
     """The derivative of `call(*data, scale)` with respect to the scale at 1, taken in one of several ways."""
     one, last = jnp.float32(1), len(data)
-    axes = (*(None for _ in data), 0)
-    if way == "disable_jit":
-        with jax.disable_jit():
-            return jax.grad(call, last)(*data, one)
-    if way == "jit":
-        return jax.jit(jax.grad(call, last))(*data, one)
-    if way == "grad of jit":
-        return jax.grad(jax.jit(call), last)(*data, one)
-    if way == "vmap of grad":
-        return jax.vmap(jax.grad(call, last), axes)(*data, jnp.ones(2))
-    if way == "grad of vmap":
-        return jax.grad(lambda scale: jax.vmap(call, axes)(*data, scale * jnp.ones(2)).sum())(one)
-    return jax.grad(call, last)(*data, one)
-
-
-def layer_plantings(
-    count: int, seed: int, forms: Sequence[str], ways: Sequence[str], sizes: tuple[int, int], everyday: Sequence[int]
-) -> list[Any]:
-    """Cases (form, way, layer, rows, reverse); `sizes` are those of layers and of rows."""
-    draw, (layers, size) = np.random.default_rng(seed), sizes
-    found = []
-    for i in range(count):
-        form, way = forms[i % len(forms)], ways[(i // len(forms)) % len(ways)]
-        rows = sorted(draw.choice(size, size=draw.integers(1, size + 1), replace=False).tolist())
-        case = form, way, int(draw.integers(layers)), rows, bool(draw.integers(2))
-        marks = [] if i in everyday else pytest.mark.slow
-        found.append(pytest.param(*case, id=f"{i}-{form}-{way}", marks=marks))
-    return found
+    derived = jax.grad(call, last)
+    if way == "vmap":
+        return jax.vmap(derived, (*(None for _ in data), 0))(*data, jnp.ones(2))
+    with jax.disable_jit(way == "disable_jit"):
+        return (jax.jit(derived) if way == "jit" else derived)(*data, one)
 
 
 def caught(call: Any) -> str:

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import Given, collector
+from error_cases import XS, case, without_body
 from jax.experimental import io_callback
 
 from treescan import (
@@ -17,10 +17,6 @@ from treescan import (
 )
 from treescan.carries import keys
 
-CASES: list[Given] = []
-case = collector(CASES)
-XS = jnp.arange(3.0)
-
 
 def step(carry, x):
     return carry + 1, carry
@@ -28,31 +24,6 @@ def step(carry, x):
 
 def small(carry):
     return carry < 3
-
-
-@case(TracedArgumentError, less=("disable_jit",))
-def while_max_length_traced(one):
-    return jax.jit(lambda most: while_scan(small, step, one, max_length=most))(5)
-
-
-@case(TracedArgumentError, less=("disable_jit",))
-def fori_max_length_traced(one):
-    return jax.jit(lambda most: fori(0, most, lambda i, carry: carry + i, one, max_length=most))(5)
-
-
-@case(BodyError, body=False)
-def while_condition_not_callable(one):
-    return while_scan(True, step, one, XS)
-
-
-@case(ArgumentError)
-def while_remat_auto(one):
-    return while_scan(small, step, one, XS, remat="auto")
-
-
-@case(BodyError)
-def while_condition_of_a_number(one):
-    return while_scan(lambda carry: carry, step, one, XS)
 
 
 def rows_of(one):
@@ -64,22 +35,6 @@ def few(carry):
 
 
 @case(ArgumentError)
-def while_rows_not_in_carry(one):
-    return while_scan(few, lambda carry, x: (carry, x), rows_of(one), max_length=4)
-
-
-@case(ArgumentError)
-def while_rows_of_others(one):
-    limits = jnp.arange(4.0)
-    return while_scan(lambda carry: carry[0] < limits, lambda carry, x: (carry, x), one * jnp.ones(3), max_length=4)
-
-
-@case(ArgumentError)
-def while_rows_not_in_x(one):
-    return while_scan(small, lambda carry, x: (carry + x, x), one * jnp.ones(3), jnp.zeros((5, 4)))
-
-
-@case(ArgumentError)
 def while_rows_not_in_y(one):
     def body(carry, x):
         return carry + 1, {"sum": jnp.sum(carry), "all": carry}
@@ -88,36 +43,11 @@ def while_rows_not_in_y(one):
 
 
 @case(ArgumentError)
-def while_rows_no_prefix(one):
-    return while_scan(few, lambda carry, x: (carry, x), rows_of(one), max_length=4, carry_axes={"h": 0})
-
-
-@case(ArgumentError)
-def while_compact_without_rows(one):
-    return while_scan(small, step, one, XS, compact=True)
-
-
-@case(ArgumentError)
-def while_axes_without_rows(one):
-    return while_scan(small, step, one, XS, x_axes=1)
-
-
-@case(BodyError)
-def while_valid_without_rows(one):
-    return while_scan(small, lambda carry, x, *, valid: (carry + 1, valid), one, XS)
-
-
-@case(ArgumentError)
 def while_compact_with_key(one):
     def body(carry, x, *, key):
         return carry + jax.random.uniform(key, (3,)), None
 
     return while_scan(small, body, one * jnp.ones(3), max_length=4, key=jax.random.key(0), compact=True)
-
-
-@case(ArgumentError)
-def while_compact_tier_above_batch(one):
-    return while_scan(small, lambda carry, x: (carry + 1, x), one * jnp.ones(3), max_length=4, compact=(2, 9))
 
 
 @case(BodyError, less=("disable_jit",))
@@ -138,83 +68,11 @@ def while_compact_over_closed_over_rows(one):
     return while_scan(small, body, one * jnp.ones(3), max_length=4, compact=True)
 
 
-@case(BodyError)
-def while_condition_of_nothing(one):
-    return while_scan(lambda carry: None, step, one, XS)
-
-
-@case(BodyError)
-def while_condition_of_a_pair(one):
-    return while_scan(lambda carry: (carry < 3, carry), step, one, XS)
-
-
-@case(BodyError)
-def while_condition_of_a_text(one):
-    return while_scan(lambda carry: "yes", step, one, XS)
-
-
-@case(BodyError)
-def while_condition_without_steps(one):
-    return while_scan(lambda carry: carry, step, one, max_length=0)
-
-
-@case(BodyError)
-def while_carry_alone(one):
-    return while_scan(lambda carry: carry["n"] < 3, lambda carry, x: {"n": carry["n"] + 1}, {"n": one}, XS)
-
-
-@case(CarryError)
-def while_carry_changes(one):
-    return while_scan(small, lambda carry, x: (carry.astype(jnp.float16), None), one, XS)
-
-
-@case(ArgumentError)
-def while_without_max_length(one):
-    return while_scan(small, step, one)
-
-
-@case(ArgumentError)
-def while_xs_all_whole(one):
-    return while_scan(small, step, one, XS, in_axes=None)
-
-
-@case(ArgumentError)
-def while_xs_too_short(one):
-    return while_scan(small, step, one, {"a": XS, "b": XS * one}, max_length=5)
-
-
-@case(ArgumentError)
-def while_max_length_negative(one):
-    return while_scan(small, step, one, max_length=-1)
-
-
-@case(ArgumentError)
-def while_length(one):
-    return while_scan(small, step, one, length=3)
-
-
-@case(ArgumentTypeError)
-def while_unknown_option(one):
-    return while_scan(small, step, one, XS, fil=3)
-
-
-@case(ArgumentError)
-def while_fill_held(one):
-    return while_scan(small, step, one, XS, fill="hold")
-
-
-@case(ArgumentError)
-def while_fill_does_not_fit(one):
-    return while_scan(small, lambda carry, x: (carry + 1, jnp.int32(1)), one, XS, fill=0.5)
-
-
+@case(ArgumentError, less=("jit", "disable_jit", "vmap", "grad"))
 def while_symbolic_length(one):
     (size,) = jax.export.symbolic_shape("n")
     run = jax.jit(lambda xs: while_scan(small, step, 1.0, xs))
     return jax.export.export(run)(jax.ShapeDtypeStruct((size,), jnp.float32))
-
-
-case(ArgumentError, less=("jit", "disable_jit", "vmap", "grad"))(while_symbolic_length)
 
 
 @case(ArgumentError, less=("disable_jit",))
@@ -250,26 +108,73 @@ def while_gradient_of_a_mapped_custom_vjp(one):
     return jax.grad(total)(jnp.stack([one, one]))
 
 
-@case(BodyError)
-def while_key_not_taken(one):
-    return while_scan(small, step, one, XS, key=jax.random.key(0))
+case(TracedArgumentError, less=("disable_jit",))(
+    while_max_length_traced=lambda one: jax.jit(lambda most: while_scan(small, step, one, max_length=most))(5),
+    fori_max_length_traced=lambda one: jax.jit(
+        lambda most: fori(0, most, lambda i, carry: carry + i, one, max_length=most)
+    )(5),
+)
 
+without_body(BodyError)(
+    while_condition_not_callable=lambda one: while_scan(True, step, one, XS),
+)
 
-@case(BodyError)
-def while_condition_of_keys(one):
-    return while_scan(lambda carry: carry[0], lambda carry, x: (carry, x), (keys(jax.random.key(0)), one), XS)
+case(ArgumentError)(
+    while_remat_auto=lambda one: while_scan(small, step, one, XS, remat="auto"),
+    while_rows_not_in_carry=lambda one: while_scan(few, lambda carry, x: (carry, x), rows_of(one), max_length=4),
+    while_rows_of_others=lambda one: while_scan(
+        lambda carry: carry[0] < jnp.arange(4.0), lambda carry, x: (carry, x), one * jnp.ones(3), max_length=4
+    ),
+    while_rows_not_in_x=lambda one: while_scan(
+        small, lambda carry, x: (carry + x, x), one * jnp.ones(3), jnp.zeros((5, 4))
+    ),
+    while_rows_no_prefix=lambda one: while_scan(
+        few, lambda carry, x: (carry, x), rows_of(one), max_length=4, carry_axes={"h": 0}
+    ),
+    while_compact_without_rows=lambda one: while_scan(small, step, one, XS, compact=True),
+    while_axes_without_rows=lambda one: while_scan(small, step, one, XS, x_axes=1),
+    while_compact_tier_above_batch=lambda one: while_scan(
+        small, lambda carry, x: (carry + 1, x), one * jnp.ones(3), max_length=4, compact=(2, 9)
+    ),
+    while_without_max_length=lambda one: while_scan(small, step, one),
+    while_xs_all_whole=lambda one: while_scan(small, step, one, XS, in_axes=None),
+    while_xs_too_short=lambda one: while_scan(small, step, one, {"a": XS, "b": XS * one}, max_length=5),
+    while_max_length_negative=lambda one: while_scan(small, step, one, max_length=-1),
+    while_length=lambda one: while_scan(small, step, one, length=3),
+    while_fill_held=lambda one: while_scan(small, step, one, XS, fill="hold"),
+    while_fill_does_not_fit=lambda one: while_scan(
+        small, lambda carry, x: (carry + 1, jnp.int32(1)), one, XS, fill=0.5
+    ),
+    fori_longer_than_max_length=lambda one: fori(0, 5, lambda i, carry: carry, one, max_length=3),
+)
 
+case(BodyError)(
+    while_condition_of_a_number=lambda one: while_scan(lambda carry: carry, step, one, XS),
+    while_valid_without_rows=lambda one: while_scan(small, lambda carry, x, *, valid: (carry + 1, valid), one, XS),
+    while_condition_of_nothing=lambda one: while_scan(lambda carry: None, step, one, XS),
+    while_condition_of_a_pair=lambda one: while_scan(lambda carry: (carry < 3, carry), step, one, XS),
+    while_condition_of_a_text=lambda one: while_scan(lambda carry: "yes", step, one, XS),
+    while_condition_without_steps=lambda one: while_scan(lambda carry: carry, step, one, max_length=0),
+    while_carry_alone=lambda one: while_scan(
+        lambda carry: carry["n"] < 3, lambda carry, x: {"n": carry["n"] + 1}, {"n": one}, XS
+    ),
+    while_key_not_taken=lambda one: while_scan(small, step, one, XS, key=jax.random.key(0)),
+    while_condition_of_keys=lambda one: while_scan(
+        lambda carry: carry[0], lambda carry, x: (carry, x), (keys(jax.random.key(0)), one), XS
+    ),
+)
 
-@case(ArgumentError)
-def fori_longer_than_max_length(one):
-    return fori(0, 5, lambda i, carry: carry, one, max_length=3)
+case(CarryError)(
+    while_carry_changes=lambda one: while_scan(small, lambda carry, x: (carry.astype(jnp.float16), None), one, XS),
+)
 
+case(ArgumentTypeError)(
+    while_unknown_option=lambda one: while_scan(small, step, one, XS, fil=3),
+)
 
-@case(ArgumentTypeError, less=("disable_jit",))
-def fori_traced_float(one):
-    return jax.jit(lambda n: fori(0, n, lambda i, carry: carry, one, max_length=3))(1.0)
-
-
-@case(ArgumentTypeError, less=("disable_jit",))
-def fori_traced_rows(one):
-    return jax.jit(lambda n: fori(n, 3, lambda i, carry: carry, one, max_length=3))(jnp.arange(3))
+case(ArgumentTypeError, less=("disable_jit",))(
+    fori_traced_float=lambda one: jax.jit(lambda n: fori(0, n, lambda i, carry: carry, one, max_length=3))(1.0),
+    fori_traced_rows=lambda one: jax.jit(lambda n: fori(n, 3, lambda i, carry: carry, one, max_length=3))(
+        jnp.arange(3)
+    ),
+)

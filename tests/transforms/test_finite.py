@@ -1,302 +1,455 @@
-"""`check_finite`: a NaN that is planted is named, and nothing else is."""
+"""`check_finite` in every kind of loop: what is planted is named, and nothing else is.
+
+A loop of the table runs one body, `advance`, over the flags and numbers of T steps and B rows. Where a flag is not 1, a
+value of that row goes wrong, or its cotangent. In steps that a row does not take, flags are wrong and numbers are NaN.
+"""
 
 import functools
-import gc
-import weakref
-from typing import Any
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nonfinite import caught
+from nonfinite import caught, halve
 
 import treescan
-from treescan import carries
+from treescan import In
 
 pytestmark = pytest.mark.quick
 
 T, B = 7, 3
-LEAVES = ("cell", "norm")
-VERBS = ("scan", "fold", "accumulate", "fori")
-WAYS = ("eager", "jit", "grad", "vmap", "disable_jit", "reverse", "remat", "unroll")
 
 
-def spoil(leaf: Any, hit: Any) -> Any:
-    return jnp.log(jnp.where(hit, -1.0, 2.0)) + leaf * 0.5
+# --- what goes wrong --------------------------------------------------------------------------------------------------
 
 
-def burst(leaf: Any, hit: Any) -> Any:
-    return leaf * 0.5 / jnp.where(hit, 0.0, 2.0)
+def spoil(leaf: Any, flag: Any) -> Any:
+    return jnp.log(flag) + leaf * 0.5
 
 
-def plant(kind: str, leaf: str, flag: Any, h: Any) -> Any:
-    spoiled = spoil(h[leaf], flag) if kind == "NaN" else burst(h[leaf] + 1.0, flag)
-    return {**h, "count": h["count"] + 1, "other": h["other"] * 0.5, leaf: spoiled}
+def burst(leaf: Any, flag: Any) -> Any:
+    return jnp.divide(1.0, flag) + leaf * 0.5
 
 
-def run(verb: str, leaf: str, kind: str, flags: Any, h: Any, **options: Any) -> Any:
-    """A loop in which `flags`, bool[T, B], say which rows of a leaf go wrong."""
-    if verb == "fori":
-        return treescan.fori(0, T, lambda i, h: plant(kind, leaf, flags[i], h), h, check_finite=True, **options)
+class Flaw(NamedTuple):
+    """What is planted.
+
+    Attributes:
+        check: the option that finds it.
+        rule: changes a leaf by a flag, well where the flag is 1.
+        flag: what makes it go wrong.
+        kind: what the leaf or its cotangent becomes.
+        operation: where, if it is a value.
+    """
+
+    check: Any
+    rule: Callable[[Any, Any], Any]
+    flag: float
+    kind: str
+    operation: str = ""
+
+
+FORWARD = (Flaw(True, spoil, -1.0, "NaN", "log"), Flaw(True, burst, 0.0, "inf", "div"))
+BACKWARD = (Flaw("backward", halve, jnp.nan, "NaN"), Flaw("backward", halve, jnp.inf, "inf"))
+
+
+def advance(rule: Any, h: Any, x: Any) -> Any:
+    wide = h["cell"].ndim > 1
+    flag, number, weight = (leaf[None] if wide else leaf for leaf in (*x, h["weight"]))
+    cell = rule(h["cell"], flag) + number * weight
+    return {**h, "cell": cell, "count": h["count"] + 1}, cell
+
+
+class Data(NamedTuple):
+    """The flags and numbers of steps, [T, B], and which steps a row takes: a number of them, and each of them."""
+
+    flags: Any
+    numbers: Any
+    lengths: Any
+    valid: Any
+
+
+def start(scale: Any) -> dict[str, Any]:
+    return {"cell": jnp.ones(B) * scale, "weight": jnp.ones(B) * scale, "count": jnp.zeros(B, jnp.int32)}
+
+
+# --- the loops --------------------------------------------------------------------------------------------------------
+
+
+def steps(rule: Any, data: Data, scale: Any, verb: str = "scan", **options: Any) -> Any:
+    xs, h, body = data[:2], start(scale), functools.partial(advance, rule)
     if verb == "scan":
-        body = lambda h, flag: (plant(kind, leaf, flag, h), None)  # noqa: E731
-        return treescan.scan(body, h, flags, check_finite=True, **options)[0]
-    return getattr(treescan, verb)(lambda h, flag: plant(kind, leaf, flag, h), h, flags, check_finite=True, **options)
+        return treescan.scan(body, h, xs, **options)
+    if verb == "fori":
+        return treescan.fori(0, T, lambda i, h: body(h, (data.flags[i], data.numbers[i]))[0], h, **options)
+    return getattr(treescan, verb)(lambda h, x: body(h, x)[0], h, xs, **options)
 
 
-def start() -> dict[str, Any]:
-    return {"cell": jnp.ones(B), "count": jnp.int32(0), "norm": jnp.ones(B), "other": jnp.ones(2)}
+def sharing(rule: Any, h: Any, x: Any, valid: Any) -> Any:
+    """A leaf that all rows share changes with those that take the step."""
+    own, y = advance(rule, {name: leaf for name, leaf in h.items() if name != "shared"}, x)
+    shared = h["shared"] * 0.9 + jnp.where(valid, x[1], 0.0).mean()
+    return {**own, "cell": own["cell"] + 0.1 * h["shared"], "shared": shared}, y
 
 
-def go(way: str, call: Any, flags: Any) -> Any:
-    options = {"reverse": {"reverse": True}, "remat": {"remat": "nested"}, "unroll": {"unroll": 2}}.get(way, {})
-    call = functools.partial(call, h=start(), **options)
-    if way == "disable_jit":
-        with jax.disable_jit():
-            return call(flags)
-    if way == "jit":
-        return jax.jit(call)(flags)
-    if way == "vmap":
-        return jax.vmap(call)(jnp.stack([flags, flags]))
-    if way == "grad":
-        return jax.grad(lambda w: call(flags, h=jax.tree.map(lambda a: a * w if a.ndim else a, start()))["cell"].sum())(
-            1.0
+RESETS = jnp.asarray(np.random.default_rng(5).random((T, B)) < 0.2)
+
+
+def rows(rule: Any, data: Data, scale: Any, form: str = "", verb: str = "mask_scan", **options: Any) -> Any:
+    xs, h, body = data[:2], start(scale), functools.partial(advance, rule)
+    axes = dict.fromkeys(h, 0)
+    options |= {"mask": data.valid} if form == "holes" else {"lengths": data.lengths}
+    if verb != "mask_scan":
+        return getattr(treescan, verb)(lambda h, x: body(h, x)[0], h, xs, **options)
+    if form == "shared":
+        h, axes, body = {**h, "shared": scale}, {**axes, "shared": None}, functools.partial(sharing, rule)
+    if form == "resets":
+        options |= {"resets": RESETS, "reset_to": {"cell": 0.5, "count": None, "weight": None}}
+    if form == "infinite":  # a running maximum begins with an infinity, in each segment too
+        h, axes, options = {**h, "best": jnp.full(B, -jnp.inf)}, {**axes, "best": 0}, {**options, "resets": RESETS}
+        body = functools.partial(_watching, rule)
+    if form == "wide":
+        h, axes, xs = {**h, "cell": h["cell"][None] * jnp.ones((2, 1))}, {**axes, "cell": 1}, data[:2]
+        return treescan.mask_scan(body, h, xs, carry_axes=axes, y_axes=1, **options)
+    if form == "time last":
+        xs = tuple(leaf.T for leaf in xs)
+    return treescan.mask_scan(body, h, xs, carry_axes=axes, **options)
+
+
+def _watching(rule: Any, h: Any, x: Any) -> Any:
+    new, y = advance(rule, h, x)
+    return {**new, "best": jnp.maximum(h["best"], x[1])}, y
+
+
+def until(rule: Any, data: Data, scale: Any, form: str = "xs", **options: Any) -> Any:
+    xs, h, body = data[:2], start(scale), functools.partial(advance, rule)
+    taken, reverse = data.lengths[0], options.get("reverse")
+    if form == "fori":  # with traced bounds
+        low = taken * 0 + 2
+        each = lambda i, h: body(h, (data.flags[i - 2], data.numbers[i - 2]))[0]  # noqa: E731
+        return treescan.fori(low, low + taken, each, h, max_length=T, **options)
+    if "rows" in form:
+        h, axes = {**h, "until": data.lengths}, None
+        if form == "shared rows":
+            h, axes = {**h, "shared": scale}, {**dict.fromkeys((*h, "shared"), 0), "shared": None}
+            body = functools.partial(sharing, rule)
+        options |= {"compact": form == "compact rows"} | ({} if axes is None else {"carry_axes": axes})
+        return treescan.while_scan(lambda h: h["count"] < h["until"], body, h, xs, **options)[:2]
+    going = lambda h: h["count"][0] < taken  # noqa: E731
+    if form == "no xs":
+        place = lambda h: jnp.clip(T - 1 - h["count"][0] if reverse else h["count"][0], 0, T - 1)  # noqa: E731
+        own = lambda h, _: body(h, tuple(leaf[place(h)] for leaf in xs))  # noqa: E731
+        return treescan.while_scan(going, own, h, max_length=T, **options)[:2]
+    ended = treescan.while_scan(going, body, h, xs, **options)
+    return ended.ys if form == "outputs" else ended[:2]
+
+
+def layers(rule: Any, data: Data, scale: Any, form: str = "scan_layers", **options: Any) -> Any:
+    def block(layer: Any, x: Any, *others: Any) -> Any:
+        x, y = advance(rule, x, (layer["flag"], layer["number"]))
+        return x, *others, y
+
+    def other(layer: Any, x: Any) -> Any:
+        return advance(rule, x, layer)
+
+    x, stack = {**start(scale), "same": jnp.ones(2)}, {"flag": data.flags, "number": data.numbers}
+    if form == "pattern":  # layers 0, 2, 4 and 6 are the first block's
+        stacks = [jax.tree.map(lambda leaf: leaf[0::2], stack), tuple(leaf[1::2] for leaf in data[:2])]
+        return treescan.scan_layers([block, other], x, stacks, **options)
+    if form == "state":
+        return treescan.scan_layers(block, x, stack, state=jnp.zeros((T, 2)), **options)
+    if form == "own":
+        own = lambda layer, x, flag: block({"flag": flag, **layer}, x)  # noqa: E731
+        return treescan.scan_layers(own, x, {"number": data.numbers}, data.flags, **options)
+    if form == "fold_layers":
+        return treescan.fold_layers(lambda layer, x: block(layer, x)[0], x, stack, **options)
+    return treescan.scan_layers(block, x, stack, **options)
+
+
+def lifted(rule: Any, data: Data, scale: Any, place: str = "carry", **options: Any) -> Any:
+    def fn(variables: Any, rngs: Any, carry: Any, x: Any, whole: Any) -> Any:
+        h, sums = {**carry, "weight": variables["params"]["w"]}, variables["sums"]["s"]
+        noise = 0 * jax.random.uniform(rngs["noise"], (B,))
+        new, y = advance(
+            rule, h if place == "carry" else {**h, "cell": sums}, (variables["flags"]["f"], x * whole + noise)
         )
-    return call(flags)
+        cell, sums = (new["cell"], sums * 0.5) if place == "carry" else (h["cell"] * 0.5, new["cell"])
+        return ({"cell": cell, "count": new["count"]}, y), {"sums": {"s": sums}}
+
+    axes = options.pop("axes", {"flags": In(0)})
+    run = treescan.lift(
+        fn, variable_axes=axes, variable_broadcast="params", variable_carry="sums",
+        split_rngs={"noise": True}, in_axes=(0, None), **options,
+    )  # fmt: skip
+    h = start(scale)
+    flags = jnp.moveaxis(data.flags, 0, axes["flags"].axis)
+    variables = {"params": {"w": h.pop("weight")}, "sums": {"s": h["cell"]}, "flags": {"f": flags}}
+    return run(variables, {"noise": jax.random.key(0)}, h, data.numbers, 1.0)
 
 
-def plantings(count: int) -> list[Any]:
-    """Where a value goes wrong: every verb in every way, and all else by chance."""
-    draw = np.random.default_rng(0)
-    cases = []
-    for i in range(count):
-        verb, way = VERBS[i % len(VERBS)], WAYS[(i // len(VERBS)) % len(WAYS)]
-        if (verb, way) in {("accumulate", "grad")}:
-            way = "eager"
-        rows = sorted(draw.choice(B, size=draw.integers(1, B + 1), replace=False).tolist())
-        case = (verb, way, LEAVES[draw.integers(2)], ("NaN", "inf")[draw.integers(2)], int(draw.integers(T)), rows)
-        everyday = i % 29 == 0
-        cases.append(pytest.param(*case, id=f"{i}-{verb}-{way}", marks=[] if everyday else pytest.mark.slow))
-    return cases
+WAYS = ("eager", "jit", "vmap", "grad of vmap", "disable_jit")
+"""How a call is run: those that differentiate for a cotangent take the gradient, in these ways."""
 
 
-@pytest.mark.parametrize(("verb", "way", "leaf", "kind", "step", "rows"), plantings(200))
-def test_a_planted_value_is_named(verb: str, way: str, leaf: str, kind: str, step: int, rows: list[int]) -> None:
-    flags = jnp.zeros((T, B), bool).at[step, jnp.array(rows)].set(True)
-    text = caught(lambda: go(way, functools.partial(run, verb, leaf, kind), flags))
-    named = f"row{'s' * (len(rows) > 1)} {' and '.join(', '.join(map(str, rows)).rsplit(', ', 1))}"
-    operation, line = {"NaN": ("log", spoil), "inf": ("div", burst)}[kind]
-    place = f"test_finite.py:{line.__code__.co_firstlineno + 1}"
-    assert f"`{verb}` over `" in text
-    assert f'`h["{leaf}"]` became {kind} in step {step} of {T} ({named}), first in `{operation}` at' in text
-    assert f"{place}; the carry before it was finite." in text
-    record = treescan.last_nonfinite()
-    assert record is not None
-    assert (record.path, record.kind, record.step, record.steps) == (f'h["{leaf}"]', kind, step, T)
-    assert record.rows == tuple(rows) and record.operation == operation
-    assert record.place is not None and record.place.endswith(place) and record.source is None
-    assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(record.carry))
-    again = plant(kind, leaf, flags[record.x] if verb == "fori" else record.x, record.carry)
-    assert np.flatnonzero(~np.isfinite(again[leaf])).tolist() == rows
-    assert int(record.carry["count"]) == (T - 1 - step if way == "reverse" else step)
+class Loop(NamedTuple):
+    """A kind of loop, with options, and the ways in which it can be run."""
+
+    run: Any
+    given: dict[str, Any]
+    options: Mapping[str, Any] = MappingProxyType({})
+    ways: tuple[str, ...] = WAYS
+    directions: tuple[str, ...] = ("forward", "backward")
 
 
-def test_a_nan_of_x_is_no_operation() -> None:
-    xs = {"a": jnp.ones(4), "b": jnp.array([1.0, 1.0, jnp.nan, 1.0])}
-    with pytest.raises(treescan.NonFiniteError, match=r"`x\[\"b\"\]`"):
-        treescan.fold(lambda h, x: h * x["a"] + x["b"], jnp.float32(1), xs, check_finite=True)
-    record = treescan.last_nonfinite()
-    assert record is not None
-    assert (record.step, record.source, record.operation) == (2, 'x["b"]', None)
+BAR = treescan.Progress(updates=2, meter=treescan.Text())
+ENDING = tuple(way for way in WAYS if way != "grad of vmap")  # which is refused
+LOOPS: dict[str, Loop] = {
+    "scan": Loop(steps, {}),
+    "scan reverse": Loop(steps, {}, {"reverse": True}),
+    "scan remat": Loop(steps, {}, {"remat": "nested"}),
+    "scan unroll": Loop(steps, {}, {"unroll": 2}),
+    "fold": Loop(steps, {"verb": "fold"}),
+    "accumulate": Loop(steps, {"verb": "accumulate"}),
+    "fori": Loop(steps, {"verb": "fori"}),
+    "rows": Loop(rows, {}),
+    "rows reverse": Loop(rows, {}, {"reverse": True}),
+    "rows chunk": Loop(rows, {}, {"chunk": 3}),
+    "rows unskipped": Loop(rows, {}, {"chunk": 0}),
+    "rows compact": Loop(rows, {}, {"compact": True}),
+    "rows compact reverse": Loop(rows, {}, {"compact": (2,), "chunk": 4, "reverse": True}),
+    "rows hold": Loop(rows, {}, {"fill": "hold"}),
+    "rows last": Loop(rows, {}, {"save": "last"}),
+    "rows remat": Loop(rows, {}, {"remat": "nested"}),
+    "rows truncate": Loop(rows, {}, {"truncate": 2}, directions=("forward",)),
+    "rows unroll": Loop(rows, {}, {"unroll": 2}),
+    "rows progress": Loop(rows, {}, {"progress": BAR}, ways=("eager", "jit")),
+    "rows time last": Loop(rows, {"form": "time last"}, {"time_axis": 1}),
+    "rows wide": Loop(rows, {"form": "wide"}),
+    "rows holes": Loop(rows, {"form": "holes"}),
+    "rows resets": Loop(rows, {"form": "resets"}, {"save": 2}),
+    "rows infinite": Loop(rows, {"form": "infinite"}),
+    "rows shared": Loop(rows, {"form": "shared"}, {"chunk": 3}),
+    "rows shared reverse": Loop(rows, {"form": "shared"}, {"reverse": True, "remat": "step"}),
+    "rows of fold": Loop(rows, {"verb": "fold"}),
+    "rows of accumulate": Loop(rows, {"verb": "accumulate"}),
+    "until": Loop(until, {}, ways=ENDING),
+    "until reverse": Loop(until, {}, {"reverse": True}, ways=ENDING),
+    "until no xs": Loop(until, {"form": "no xs"}, ways=ENDING),
+    "until rows": Loop(until, {"form": "rows"}, ways=ENDING),
+    "until rows reverse": Loop(until, {"form": "rows"}, {"reverse": True}, ways=ENDING),
+    "until compact rows": Loop(until, {"form": "compact rows"}, ways=ENDING),
+    "until shared rows": Loop(until, {"form": "shared rows"}, ways=ENDING),
+    "until fori": Loop(until, {"form": "fori"}, ways=("jit", "vmap")),
+    "until fori reverse": Loop(until, {"form": "fori"}, {"reverse": True}, ways=("jit",)),
+    "until outputs": Loop(until, {"form": "outputs"}, ways=ENDING),
+    "layers": Loop(layers, {}),
+    "layers reverse": Loop(layers, {}, {"reverse": True}),
+    "layers remat": Loop(layers, {}, {"remat": "nested"}),
+    "layers save": Loop(layers, {}, {"save": 2}),
+    "layers fold": Loop(layers, {"form": "fold_layers"}),
+    "layers pattern": Loop(layers, {"form": "pattern"}),
+    "layers pattern remat": Loop(layers, {"form": "pattern"}, {"remat": ("step", None), "reverse": True}),
+    "layers state": Loop(layers, {"form": "state"}),
+    "layers state remat": Loop(layers, {"form": "state"}, {"remat": "step"}),
+    "layers own": Loop(layers, {"form": "own"}),
+    "lift": Loop(lifted, {}),
+    "lift reverse": Loop(lifted, {}, {"reverse": True, "unroll": 2}),
+    "lift remat": Loop(lifted, {"place": "collection"}, {"remat": "nested"}),
+    "lift last": Loop(lifted, {"place": "collection"}, {"save": "last"}),
+    "lift axis": Loop(lifted, {"place": "collection", "axes": {"flags": In(1)}}),
+}
 
 
-def test_a_nan_of_what_is_closed_over_is_no_operation() -> None:
-    @jax.jit
-    def run(w: Any) -> Any:
-        return treescan.fold(lambda h, x: h * w + x, jnp.float32(1), jnp.ones(3), check_finite=True)
-
-    assert "from `a constant of the body`" in caught(lambda: run(jnp.nan))
+# --- the tests --------------------------------------------------------------------------------------------------------
 
 
-def test_x_is_that_of_the_axes() -> None:
-    xs = (jnp.ones((2, 5)), jnp.array([1.0, -9.0]))
-    with pytest.raises(treescan.NonFiniteError):
-        treescan.fold(lambda h, x: jnp.log(h + x[0] * x[1]), jnp.ones(2), xs, in_axes=(1, None), check_finite=True)
-    record = treescan.last_nonfinite()
-    assert record is not None and record.step == 0 and record.rows == (1,)
-    assert [leaf.shape for leaf in record.x] == [(2,), (2,)]
+def total(loop: Loop, rule: Any, check: Any, data: Data, scale: Any) -> Any:
+    """The sum of squares of all that comes out, but for infinities."""
+    found = jax.tree.leaves(loop.run(rule, data, scale, check_finite=check, **loop.given, **loop.options))
+    numbers = [leaf for leaf in found if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    return sum((jnp.where(jnp.isinf(leaf), 0.0, leaf) ** 2).sum() for leaf in numbers)
 
 
-def test_a_carry_that_was_not_finite_is_not_called_so() -> None:
-    init = (jnp.float32(1), jnp.float32(-jnp.inf))
-    xs = jnp.array([1.0, -9.0])
-    text = caught(lambda: treescan.fold(lambda h, x: (jnp.log(h[0] + x), h[1] - x), init, xs, check_finite=True))
-    assert "in step 1 of 2, first in `log`" in text and "the carry before it" not in text
+def go(way: str, call: Any, data: Data, *, backward: bool) -> Any:
+    derive, one = jax.grad(call, 1) if backward else call, jnp.float32(1)
+    both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (data, one))
+    if way == "jit":
+        return jax.jit(derive)(data, one)
+    if way == "vmap":
+        return jax.jit(jax.vmap(derive))(*both)
+    if way == "grad of vmap":
+        return jax.grad(lambda scale: jax.vmap(call)(both[0], scale * both[1]).sum())(one)
+    with jax.disable_jit(way == "disable_jit"):
+        return derive(data, one)
 
 
-@pytest.mark.parametrize("disabled", [False, True])
-def test_a_leaf_that_no_step_changes_is_never_blamed(disabled: bool) -> None:
-    def step(h: Any, x: Any) -> Any:
-        return {"a": h["a"], "b": jnp.log(h["b"] + x)}
+def draw(loop: Loop, flaw: Flaw, seed: int, *, planted: bool) -> tuple[Data, int, list[int], Any]:
+    """Data of a loop; the step that is to be named, its rows, and which steps came before it.
 
-    init = {"a": jnp.float32(jnp.nan), "b": jnp.float32(1)}
-    with jax.disable_jit(disabled):
-        text = caught(lambda: treescan.fold(step, init, jnp.array([2.0, 3.0, -50.0]), check_finite=True))
-    assert '`h["b"]` became NaN in step 2 of 3, first in `log`' in text
-
-
-def test_rows_that_became_infinite_are_not_called_nan() -> None:
-    def step(h: Any, x: Any) -> Any:
-        return jnp.array([jnp.exp(-x * 20), jnp.log(h[1] + x)])
-
-    text = caught(lambda: treescan.fold(step, jnp.ones(2), jnp.array([2.0, -50.0]), check_finite=True))
-    assert "became NaN in step 1 of 2 (row 1), first in `log`" in text
-
-
-@pytest.mark.parametrize("again", [None, 0], ids=["finite the second time", "NaN too early the second time"])
-@pytest.mark.parametrize("jitted", [False, True])
-def test_steps_that_come_out_otherwise_the_second_time_are_not_explained(again: int | None, jitted: bool) -> None:
-    seen: list[int] = []
-
-    def value(x: Any) -> Any:
-        seen.append(int(x))
-        bad = seen[-1] == (1 if seen.count(seen[-1]) == 1 else again)
-        return np.float32(np.nan if bad else 1)
-
-    def step(h: Any, x: Any) -> Any:
-        return h + jax.pure_callback(value, jax.ShapeDtypeStruct((), jnp.float32), x)
-
-    run = lambda xs: treescan.fold(step, jnp.float32(1), xs, check_finite=True)  # noqa: E731
-    text = caught(lambda: (jax.jit(run) if jitted else run)(jnp.arange(3.0)))
-    assert "`h` became NaN or infinite in step 1 of 3. Run once more, the steps came out otherwise" in text
-    record = treescan.last_nonfinite()
-    assert record is not None and (record.kind, record.operation, record.rows) == (None, None, ())
-
-
-def test_a_derivative_does_not_run_through_the_evidence() -> None:
-    def sines(on: bool) -> int:
-        def loss(w: Any) -> Any:
-            return treescan.fold(lambda h, x: jnp.sin(h * w + x), jnp.float32(1), jnp.arange(4.0), check_finite=on)
-
-        return str(jax.make_jaxpr(jax.grad(loss))(0.5)).count(" cos ")
-
-    assert sines(True) == sines(False) > 0
-
-
-def test_an_infinity_of_init_is_let_through() -> None:
-    xs = jnp.arange(4.0)
-    best = treescan.fold(jnp.maximum, jnp.float32(-jnp.inf), xs, check_finite=True)
-    assert best == 3
-    least = treescan.fold(lambda h, x: (h[0], h[1] + x), (jnp.float32(jnp.inf), jnp.float32(0)), xs, check_finite=True)
-    assert least == (jnp.inf, 6)
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_nothing_is_raised_where_all_is_finite(way: str) -> None:
-    treescan.fold(lambda h, x: h, 1.0, jnp.ones(3), check_finite=True)
-    before = treescan.last_nonfinite()
-    flags = jnp.zeros((T, B), bool)
-    jax.block_until_ready(go(way, functools.partial(run, "scan", "cell", "NaN"), flags))
-    jax.effects_barrier()
-    assert treescan.last_nonfinite() is before
-
-
-@pytest.mark.parametrize("verb", VERBS)
-def test_results_and_gradients_are_those_without_it(verb: str) -> None:
-    def loss(w: Any, **options: Any) -> Any:
-        init = (w, jnp.int32(0))
-        if verb == "fori":
-            h = treescan.fori(0, 5, lambda i, h: (jnp.sin(h[0] * w + jnp.float32(i)), h[1] + i), init, **options)
-        else:
-            body = lambda h, x: (jnp.sin(h[0] * w + x), h[1] + 1)  # noqa: E731
-            given = (lambda h, x: (body(h, x), None)) if verb == "scan" else body
-            h = getattr(treescan, verb)(given, init, jnp.arange(5.0), **options)
-        return sum(jnp.sum(leaf) for leaf in jax.tree.leaves(h) if jnp.issubdtype(leaf.dtype, jnp.floating))
-
-    plain, checked = (jax.value_and_grad(functools.partial(loss, check_finite=on))(0.7) for on in (False, True))
-    np.testing.assert_allclose(plain, checked, rtol=1e-6)
-
-
-def test_nothing_keeps_the_body() -> None:
-    def run() -> Any:
-        w = jnp.ones(3)
-
-        def step(h: Any, x: Any) -> Any:
-            return h * w + x
-
-        treescan.fold(step, jnp.ones(3), jnp.ones((2, 3)), check_finite=True)
-        return weakref.ref(step)
-
-    gone = run()
-    gc.collect()
-    assert gone() is None
-
-
-def test_an_inner_loop_of_jax_is_one_operation() -> None:
-    def step(h: Any, x: Any) -> Any:
-        return jax.lax.fori_loop(0, 2, lambda i, h: jnp.log(h), h + x)
-
-    assert "first in `scan`" in caught(lambda: treescan.fold(step, jnp.float32(1), jnp.ones(3), check_finite=True))
-
-
-def test_off_is_the_same_program() -> None:
-    def programs(**options: Any) -> str:
-        return str(jax.make_jaxpr(lambda xs: treescan.scan(step, 0.0, xs, **options))(jnp.arange(3.0)))
-
-    def step(h: Any, x: Any) -> Any:
-        return h + x, h
-
-    assert programs(check_finite=False) == programs()
-    assert programs(check_finite=True) != programs()
-
-
-def test_a_body_that_prints_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
-    def step(h: Any, x: Any) -> Any:
-        jax.debug.print("seen {}", x)
-        return jnp.log(x)
-
-    with pytest.raises(treescan.NonFiniteError):
-        treescan.fold(step, jnp.float32(0), jnp.array([1.0, -1.0]), check_finite=True)
-    jax.effects_barrier()
-    assert capsys.readouterr().out.split("\n")[:-1] == ["seen 1.0", "seen -1.0"]
-
-
-def test_the_inner_loop_names_its_own_step() -> None:
-    def outer(h: Any, x: Any) -> Any:
-        return treescan.fold(lambda g, u: jnp.log(g + u), h, x, check_finite=True)
-
-    xs = jnp.ones((3, 4)).at[1, 2].set(-9.0)
-    assert "`g` became NaN in step 2 of 4" in caught(lambda: treescan.fold(outer, jnp.float32(1), xs))
-
-
-def test_a_custom_carry_is_read() -> None:
-    init = {"mean": carries.ema(jnp.zeros(2), 0.9)}
-    xs = jnp.ones((4, 2)).at[2, 1].set(jnp.inf)
-    text = caught(lambda: treescan.fold(lambda h, x: {"mean": x}, init, xs, check_finite=True))
-    assert "in step 2 of 4 (row 1)" in text
-    record = treescan.last_nonfinite()
-    assert record is not None and record.carry["mean"].shape == (2,)
-
-
-@pytest.mark.parametrize("way", ["eager", "jit"])
-@pytest.mark.parametrize("check", [True, "backward"])
-def test_keys_stay_keys_in_the_record(way: str, check: Any) -> None:
-    def body(carry: Any, x: Any) -> Any:
-        key, h = carry
-        return (jax.random.split(key)[0], jnp.sqrt(h) - h), jax.random.uniform(x)
-
-    def call(h: Any) -> Any:
-        keys = jax.random.split(jax.random.key(1), T)
-        return treescan.scan(body, (jax.random.key(0), h), keys, check_finite=check)[0][1]
-
-    call = call if check is True else jax.grad(call)
-    caught(lambda: (jax.jit(call) if way == "jit" else call)(jnp.float32(2)))
-    record = treescan.last_nonfinite()
-    assert record is not None
-    for key in (record.carry[0], record.x):
-        assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
-    assert (
-        jax.random.key_data(record.x).tolist()
-        == jax.random.key_data(jax.random.split(jax.random.key(1), T)[record.step]).tolist()
+    Two steps go wrong, of which the check meets one first: a value in the order of the loop, a cotangent against it.
+    """
+    random = np.random.default_rng(seed)
+    lengths = np.full(B, T)
+    if loop.run is until:
+        lengths = random.integers(3, T + 1, B if "rows" in loop.given.get("form", "") else 1) * np.ones(B, int)
+    if loop.run is rows:
+        lengths = np.roll([T, random.integers(2, T), random.integers(2, T)], random.integers(B))
+    order = np.arange(T)
+    if loop.options.get("reverse") and loop.run is not rows:
+        order = (int(lengths[0]) if loop.given.get("form") == "fori" else T) - 1 - order
+    valid = (order[:, None] < lengths) & (order[:, None] >= 0)
+    if loop.options.get("reverse") and loop.run is rows:
+        order = T - 1 - order
+    if loop.given.get("form") == "holes":
+        valid = random.random((T, B)) < 0.6
+        valid[3] = True
+    flags = np.where(valid, 1.0, jnp.nan if flaw.check == "backward" else flaw.flag)
+    ran = sorted(np.flatnonzero(valid.any(1)), key=lambda step: order[step])
+    first, second = sorted(random.choice(len(ran) - (loop.given.get("form") == "outputs"), 2, replace=False))
+    at, later = (ran[second], ran[first]) if flaw.check == "backward" else (ran[first], ran[second])
+    hit = sorted(
+        random.choice(np.flatnonzero(valid[at]), random.integers(1, valid[at].sum() + 1), replace=False).tolist()
     )
+    if planted:
+        flags[at, hit] = flaw.flag
+        flags[later, np.flatnonzero(valid[later])[0]] = flaw.flag
+    numbers = np.where(valid, random.normal(size=(T, B)) * 0.1, np.nan)
+    if loop.run is not rows:  # a loop that ends early is not shown what it does not reach
+        numbers = np.nan_to_num(numbers)
+    data = Data(
+        *(jnp.asarray(leaf, jnp.float32) for leaf in (flags, numbers)), jnp.asarray(lengths), jnp.asarray(valid)
+    )
+    return data, int(at), hit, valid & (order < order[at])[:, None]
+
+
+EVERY_DAY = {
+    "forward": ("fori", "scan remat", "rows truncate", "rows holes", "until fori reverse", "until rows reverse"),
+    "backward": ("scan unroll", "accumulate", "rows chunk", "layers pattern", "lift reverse"),
+}
+
+
+def cases() -> list[Any]:
+    """Each loop in both directions, in one of its ways each."""
+    found = []
+    for i, (name, loop) in enumerate(LOOPS.items()):
+        for direction, flaws, turn in (("forward", FORWARD, 0), ("backward", BACKWARD, 2)):
+            if direction in loop.directions:
+                way = loop.ways[(i + turn) % len(loop.ways)]
+                marks = () if name in EVERY_DAY[direction] else pytest.mark.slow
+                case = name, direction, way, flaws[(i + turn) // 2 % 2]
+                found.append(pytest.param(*case, id=f"{name}-{direction}-{way}", marks=marks))
+    return found
+
+
+@pytest.mark.parametrize(("name", "direction", "way", "flaw"), cases())
+def test_what_is_planted_is_named(name: str, direction: str, way: str, flaw: Flaw) -> None:
+    loop, backward = LOOPS[name], direction == "backward"
+    data, at, hit, before = draw(loop, flaw, len(name), planted=True)
+    call = functools.partial(total, loop, flaw.rule, flaw.check)
+    text = caught(lambda: go(way, call, data, backward=backward))
+
+    path = {layers: 'x["cell"]', lifted: 'carry["cell"]'}.get(loop.run, 'h["cell"]')
+    path = 'variables["sums"]["s"]' if loop.given.get("place") == "collection" else path
+    unit, most = "layer" if loop.run is layers else "step", "at most " if loop.run is until else ""
+    stack = f"layer {at // 2} of `layers[{at % 2}]`; " if loop.given.get("form") == "pattern" else ""
+    named = f"row{'s' * (len(hit) > 1)} {' and '.join(', '.join(map(str, hit)).rsplit(', ', 1))}"
+    what = "the cotangent of " if backward else ""
+    assert f"{what}`{path}` became {flaw.kind} in {unit} {at} of {most}{T} ({stack}{named})" in text
+    if not backward:
+        assert f", first in `{flaw.operation}` at" in text
+        assert f"test_finite.py:{flaw.rule.__code__.co_firstlineno + 1}" in text
+        assert "; the carry before it was finite." in text or loop.given.get("form") == "infinite"
+    if stack:
+        assert f"`scan_layers` over `{'other' if at % 2 else 'block'}`" in text
+
+    record = treescan.last_nonfinite()
+    assert record is not None and (record.backward, record.unit, record.ends_early) == (backward, unit, bool(most))
+    assert (record.path, record.kind, record.step, record.steps) == (path, flaw.kind, at, T)
+    assert record.rows == tuple(hit)
+    carry = record.carry.carry if loop.run is lifted else record.carry
+    if loop.given.get("form") not in ("resets", "infinite"):  # which begin to count anew
+        np.testing.assert_array_equal(carry["count"][np.array(hit)], before.sum(0)[hit])
+    if loop.given.get("form") == "fori" and loop.run is until:
+        assert record.x == at + 2
+    if name not in WITHOUT_X:  # the body can be called on what the record holds
+        h, x = given_to(loop, record)
+        np.testing.assert_array_equal(x[0][np.array(hit)], np.float32(flaw.flag))
+        again = np.asarray(advance(flaw.rule, h, x)[0]["cell"]).reshape(-1, B)[0]
+        assert backward or np.flatnonzero(np.asarray(data.valid)[at] & ~np.isfinite(again)).tolist() == hit
+
+
+WITHOUT_X = {"fori", "until fori", "until fori reverse", "until no xs", "layers own"} | {
+    name for name in LOOPS if "shared" in name
+}
+
+
+def given_to(loop: Loop, record: Any) -> tuple[Any, Any]:
+    """The carry and the x that `advance` is given in the step of a record."""
+    if loop.run is layers:
+        return record.carry, jax.tree.leaves(record.x[0])
+    if loop.run is lifted:
+        own = {"cell": record.carry.variables["sums"]["s"]} if loop.given else {}
+        h = {**record.carry.carry, "weight": jnp.ones(B), **own}
+        return h, (record.x.variables["flags"]["f"], record.x.args[0])
+    return record.carry, record.x
+
+
+def healthy() -> list[Any]:
+    """Each loop in one direction, by turns."""
+    return [
+        pytest.param(
+            name,
+            loop.directions[i % len(loop.directions)],
+            marks=() if name in ("fold", "rows chunk", "until fori", "layers own") else pytest.mark.slow,
+        )
+        for i, (name, loop) in enumerate(LOOPS.items())
+    ]
+
+
+@pytest.mark.parametrize(("name", "direction"), healthy())
+def test_nothing_else_is_named_and_results_and_gradients_are_those_without_it(name: str, direction: str) -> None:
+    loop, flaw = LOOPS[name], (FORWARD if direction == "forward" else BACKWARD)[0]
+    treescan.fold(lambda h, x: h, 1.0, jnp.ones(3), check_finite=True)
+    last = treescan.last_nonfinite()
+    data, *_ = draw(loop, flaw, len(name), planted=False)
+    plain, checked = (
+        jax.jit(jax.value_and_grad(functools.partial(total, loop, flaw.rule, check), 1))(data, jnp.float32(0.7))
+        for check in (False, flaw.check)
+    )
+    np.testing.assert_allclose(plain, checked, rtol=1e-5)
+    assert np.isfinite(plain).all()
+    jax.effects_barrier()
+    assert treescan.last_nonfinite() is last
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "direction"), [("fold", "backward"), ("until rows", "backward"), ("until", "forward")]
+)
+def test_second_derivatives_and_those_of_forward_mode_are_those_without_it(name: str, direction: str) -> None:
+    loop, flaw = LOOPS[name], (FORWARD if direction == "forward" else BACKWARD)[0]
+    data, *_ = draw(loop, flaw, 0, planted=False)
+    derive = jax.jacfwd if direction == "forward" else lambda f: jax.grad(jax.grad(f))
+    plain, checked = (
+        jax.jit(derive(functools.partial(total, loop, flaw.rule, check, data)))(jnp.float32(0.7))
+        for check in (False, flaw.check)
+    )
+    assert plain != 0
+    np.testing.assert_allclose(plain, checked, rtol=1e-5)
+
+
+@pytest.mark.parametrize("name", ["scan", "rows", "until rows", "layers pattern", "lift"])
+def test_off_is_the_same_program(name: str) -> None:
+    loop = LOOPS[name]
+    data, *_ = draw(loop, FORWARD[0], 0, planted=False)
+
+    def program(**options: Any) -> str:
+        run = functools.partial(loop.run, spoil, **loop.given, **loop.options, **options)
+        return str(jax.make_jaxpr(run)(data, jnp.float32(1)))
+
+    plain = program()
+    assert plain == program(check_finite=False) and "callback" not in plain
+    assert plain != program(check_finite=True) != program(check_finite="backward") != plain

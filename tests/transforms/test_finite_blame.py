@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from nonfinite import caught
+from thin import parametrize, slow
 
 import treescan
 
@@ -13,19 +14,6 @@ pytestmark = pytest.mark.quick
 
 B, D = 3, 4
 NAN, INF = jnp.nan, jnp.inf
-
-
-def mixed(h: Any, x: Any) -> Any:
-    """Sums over features: all of a row is bad."""
-    return h + jnp.exp(x).sum(-1, keepdims=True)
-
-
-def multiplied(h: Any, x: Any) -> Any:
-    return h + jnp.exp(x) @ jnp.full((D, D), 0.5)
-
-
-def chosen(h: Any, x: Any) -> Any:
-    return jnp.where(h < 5, h + jnp.exp(x), jnp.log(h - 1e6))
 
 
 def largest(h: Any, x: Any) -> Any:
@@ -39,21 +27,21 @@ def moved(h: Any, x: Any) -> Any:
     return jnp.flip(both[B - 1 :: -1][::-1], 0)[jnp.arange(B)] + jnp.pad(h, ((1, 0), (0, 0)))[1:]
 
 
-def summed(h: Any, x: Any) -> Any:
-    return h + jnp.cumsum(jnp.exp(x), -1)
-
-
-def sorted_rows(h: Any, x: Any) -> Any:
-    return h + jnp.sort(jnp.exp(x), -1)
-
-
-def branched(h: Any, x: Any) -> Any:
-    return h + jax.lax.cond(x.sum() > 0, lambda e: e, lambda e: -e, jnp.exp(x))
-
-
-BODIES = [mixed, multiplied, chosen, largest, moved, summed, sorted_rows, branched]
-WAYS = [(body, "eager") for body in BODIES]
-WAYS += [(mixed, way) for way in ("jit", "vmap", "disable_jit", "rows")]
+BODIES = {
+    "mixed": lambda h, x: h + jnp.exp(x).sum(-1, keepdims=True),  # all of a row is bad
+    "multiplied": lambda h, x: h + jnp.exp(x) @ jnp.full((D, D), 0.5),
+    "chosen": lambda h, x: jnp.where(h < 5, h + jnp.exp(x), jnp.log(h - 1e6)),
+    "largest": largest,
+    "moved": moved,
+    "summed": lambda h, x: h + jnp.cumsum(jnp.exp(x), -1),
+    "sorted": lambda h, x: h + jnp.sort(jnp.exp(x), -1),
+    "branched": lambda h, x: h + jax.lax.cond(x.sum() > 0, lambda e: e, lambda e: -e, jnp.exp(x)),
+}
+WAYS = [
+    *(("mixed", "jit"), ("multiplied", "eager"), ("moved", "eager"), ("branched", "eager")),
+    *slow(*((name, "eager") for name in ("mixed", "chosen", "largest", "summed", "sorted"))),
+    *slow(*(("mixed", way) for way in ("vmap", "disable_jit", "rows"))),
+]
 
 
 def data() -> Any:
@@ -62,12 +50,11 @@ def data() -> Any:
     return h, jnp.zeros((2, B, D)).at[1, 2, 3].set(1000.0)
 
 
-@pytest.mark.parametrize(("body", "way"), WAYS)
-def test_an_infinity_of_another_row_is_not_blamed(body: Any, way: str) -> None:
+@pytest.mark.parametrize(("name", "way"), WAYS)
+def test_an_infinity_of_another_row_is_not_blamed(name: str, way: str) -> None:
     h, xs = data()
-    run = lambda h, xs: treescan.fold(body, h, xs, check_finite=True)  # noqa: E731
-    if way == "rows":
-        run = lambda h, xs: treescan.fold(body, h, xs, lengths=jnp.array([2, 1, 2]), check_finite=True)  # noqa: E731
+    options = {"lengths": jnp.array([2, 1, 2])} if way == "rows" else {}
+    run = lambda h, xs: treescan.fold(BODIES[name], h, xs, check_finite=True, **options)  # noqa: E731
     if way == "vmap":
         h, xs = (jnp.stack([leaf, leaf]) for leaf in (h, xs))
     calls = {"jit": jax.jit(run), "vmap": jax.vmap(run)}
@@ -78,41 +65,108 @@ def test_an_infinity_of_another_row_is_not_blamed(body: Any, way: str) -> None:
     assert record is not None and (record.operation, record.source, record.one_of) == ("exp", None, ())
 
 
-def test_a_nan_that_is_dropped_is_not_blamed() -> None:
-    def guarded(h: Any, x: Any) -> Any:
-        wide = jnp.where(h < 5, jnp.sqrt(x) + h, jnp.log(h - 5))
-        return jax.lax.select_n(jnp.array([0, 1, 0, 1]), wide, wide * 2)
-
-    x = jnp.ones((2, 4)).at[1, jnp.array([1, 3])].set(-1.0)
-    text = caught(lambda: treescan.fold(guarded, jnp.ones(4), x, check_finite=True))
-    assert "became NaN in step 1 of 2 (rows 1 and 3), first in `sqrt` at" in text
+def guarded(h: Any, x: Any) -> Any:
+    wide = jnp.where(h < 5, jnp.sqrt(x) + h, jnp.log(h - 5))
+    return jax.lax.select_n(jnp.array([0, 1, 0, 1]), wide, wide * 2)
 
 
-def test_a_nan_of_x_in_another_row_is_not_blamed() -> None:
-    def step(h: Any, x: Any) -> Any:
-        return jnp.where(jnp.isnan(x), h, jnp.log(h + x))
-
-    x = jnp.ones((2, 3)).at[1].set(jnp.array([NAN, -9.0, 1.0]))
-    text = caught(lambda: treescan.fold(step, jnp.ones(3), x, check_finite=True))
-    assert "became NaN in step 1 of 2 (row 1), first in `log` at" in text
+def through_a_loop(h: Any, x: Any) -> Any:
+    return jax.lax.scan(lambda h, x: (h + x, None), h, x)[0]
 
 
-def test_a_nan_of_x_is_named_through_a_loop_within() -> None:
-    def step(h: Any, x: Any) -> Any:
-        return jax.lax.scan(lambda h, x: (h + x, None), h, x)[0]
-
-    h, x = jnp.zeros(3).at[0].set(-INF), jnp.zeros((2, 2, 3)).at[1, 0, 2].set(NAN)
-    text = caught(lambda: treescan.fold(step, h, x, check_finite=True))
-    assert "became NaN in step 1 of 2 (row 2), which got it from `x`" in text
+def made_in_a_loop(h: Any, x: Any) -> Any:
+    low = jnp.where(h > 2, jnp.log(x - 9), 1.0)  # NaN in places, and dropped in the loop
+    return jax.lax.scan(lambda h, x: (jnp.sqrt(h - x), None), h, jnp.stack([x, jnp.where(h > 2, low, x)]))[0]
 
 
-def test_a_loop_within_that_makes_it_is_named_whatever_it_is_given() -> None:
-    def step(h: Any, x: Any) -> Any:
-        low = jnp.where(h > 2, jnp.log(x - 9), 1.0)  # NaN in places, and dropped in the loop
-        return jax.lax.scan(lambda h, x: (jnp.sqrt(h - x), None), h, jnp.stack([x, jnp.where(h > 2, low, x)]))[0]
+def called_back(h: Any, x: Any) -> Any:
+    return h + jax.pure_callback(lambda x: x[::-1], jax.ShapeDtypeStruct((2,), jnp.float32), jnp.log(x))
 
-    text = caught(lambda: treescan.fold(step, jnp.ones(3), jnp.array([[0.0] * 3, [0.5, 2.0, 0.5]]), check_finite=True))
-    assert "became NaN in step 1 of 2 (row 1), first in `scan` at" in text
+
+def ended_by_a_nan(h: Any, x: Any) -> Any:
+    """With 1 in place of NaN, the loop within would not end."""
+    return jax.lax.while_loop(lambda h: (h > 0.5).any(), lambda h: h, jnp.log(x)) + h
+
+
+ONES = jnp.ones((3, 2))
+CASES: dict[str, tuple[Any, Any, Any, tuple[str, ...]]] = {  # a body, its init and xs, and texts of its error
+    "a NaN that is dropped": (
+        guarded,
+        jnp.ones(4),
+        jnp.ones((2, 4)).at[1, jnp.array([1, 3])].set(-1.0),
+        ("became NaN in step 1 of 2 (rows 1 and 3), first in `sqrt` at",),
+    ),
+    "a NaN of x in another row": (
+        lambda h, x: jnp.where(jnp.isnan(x), h, jnp.log(h + x)),
+        jnp.ones(3),
+        jnp.ones((2, 3)).at[1].set(jnp.array([NAN, -9.0, 1.0])),
+        ("became NaN in step 1 of 2 (row 1), first in `log` at",),
+    ),
+    "through a loop within": (
+        through_a_loop,
+        jnp.zeros(3).at[0].set(-INF),
+        jnp.zeros((2, 2, 3)).at[1, 0, 2].set(NAN),
+        ("became NaN in step 1 of 2 (row 2), which got it from `x`",),
+    ),
+    "made in a loop within": (
+        made_in_a_loop,
+        jnp.ones(3),
+        jnp.array([[0.0] * 3, [0.5, 2.0, 0.5]]),
+        ("became NaN in step 1 of 2 (row 1), first in `scan` at",),
+    ),
+    "a callback may have made it": (
+        called_back,
+        jnp.zeros(2),
+        ONES.at[2, 0].set(-1.0),
+        ("(row 1), which comes from one of `log` at", "and `pure_callback` at"),
+    ),
+    "a loop that a NaN ended": (
+        ended_by_a_nan,
+        jnp.zeros(2),
+        ONES.at[2, 0].set(-1.0),
+        ("(row 0), which comes from one of `log` at", "and `while` at"),
+    ),
+    "a constant": (
+        lambda h, x: NAN * x + h,
+        jnp.ones(2),
+        jnp.ones(3),
+        ("became NaN in step 0 of 3 (row", "which got it from `a constant of the body`"),
+    ),
+    "a constant that is an array": (
+        lambda h, x: jnp.array([1.0, NAN]) * x + h,
+        jnp.ones(2),
+        jnp.ones(3),
+        ("became NaN in step 0 of 3 (row", "which got it from `a constant of the body`"),
+    ),
+    "an infinite carry is not called finite": (
+        lambda h, x: (jnp.log(h[0] + x), h[1] - x),
+        (jnp.float32(1), jnp.float32(-INF)),
+        jnp.array([1.0, -9.0]),
+        ("in step 1 of 2, first in `log`",),
+    ),
+    "rows that became infinite are not called NaN": (
+        lambda h, x: jnp.array([jnp.exp(-x * 20), jnp.log(h[1] + x)]),
+        jnp.ones(2),
+        jnp.array([2.0, -50.0]),
+        ("became NaN in step 1 of 2 (row 1), first in `log`",),
+    ),
+    "a loop within without a check": (
+        lambda h, x: treescan.fold(lambda h, x: jnp.sqrt(h * x), h, x),
+        jnp.float32(1),
+        jnp.ones((4, 5)).at[3, 2].set(-1.0),
+        ("`h` became NaN in step 3 of 4, first in `scan` at",),
+    ),
+}
+
+
+@parametrize("case", CASES)
+def test_what_is_blamed(case: Any) -> None:
+    body, h, xs, said = case
+    text = caught(lambda: treescan.fold(body, h, xs, check_finite=True))
+    assert all(each in text for each in said), text
+    assert "within" not in text and ("the carry before it was finite" in text) == (
+        "first in" in text and not isinstance(h, tuple)
+    )
 
 
 def test_what_cannot_be_decided_is_one_of_several() -> None:
@@ -122,7 +176,7 @@ def test_what_cannot_be_decided_is_one_of_several() -> None:
         first, second = jnp.log(x["a"]), jnp.sqrt(x["b"])
         return jax.lax.scan(lambda h, _: (h + jnp.where(jnp.arange(2) == 1, first, 0.0), None), h, second)[0]
 
-    xs = {"a": jnp.ones((3, 2)).at[2].set(-1.0), "b": jnp.ones((3, 2)).at[2].set(-1.0)}
+    xs = {"a": ONES.at[2].set(-1.0), "b": ONES.at[2].set(-1.0)}
     text = caught(lambda: treescan.fold(step, jnp.zeros(2), xs, check_finite=True))
     assert "became NaN in step 2 of 3 (row 1), which comes from one of `log` at" in text and "and `sqrt` at" in text
     record = treescan.last_nonfinite()
@@ -130,41 +184,16 @@ def test_what_cannot_be_decided_is_one_of_several() -> None:
     assert [name.partition(" at ")[0] for name in record.one_of] == ["`log`", "`sqrt`"]
 
 
-def test_a_callback_may_have_made_it_too() -> None:
-    def step(h: Any, x: Any) -> Any:
-        given = jnp.log(x)
-        return h + jax.pure_callback(lambda x: x[::-1], jax.ShapeDtypeStruct((2,), jnp.float32), given)
-
-    xs = jnp.ones((3, 2)).at[2, 0].set(-1.0)
-    text = caught(lambda: treescan.fold(step, jnp.zeros(2), xs, check_finite=True))
-    assert "(row 1), which comes from one of `log` at" in text and "and `pure_callback` at" in text
-
-
-def test_a_loop_that_a_nan_ended_is_not_run_with_other_values() -> None:
-    def step(h: Any, x: Any) -> Any:
-        return jax.lax.while_loop(lambda h: (h > 0.5).any(), lambda h: h, jnp.log(x)) + h
-
-    xs = jnp.ones((3, 2)).at[2, 0].set(-1.0)  # with 1 in place of NaN it would not end
-    text = caught(lambda: treescan.fold(step, jnp.zeros(2), xs, check_finite=True))
-    assert "(row 0), which comes from one of `log` at" in text and "and `while` at" in text
-
-
 def test_a_primitive_that_looks_otherwise_is_taken_as_a_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     """Releases of JAX may change the parameters of primitives."""
     unknown: Any = lambda *_: {}["axes"]  # noqa: E731
     monkeypatch.setattr(treescan._trace.blame, "_by_derivative", unknown)
     h, xs = data()
-    text = caught(lambda: treescan.fold(mixed, jnp.zeros_like(h), xs, check_finite=True))
+    text = caught(lambda: treescan.fold(BODIES["mixed"], jnp.zeros_like(h), xs, check_finite=True))
     assert "(row 2), first in `exp` at" in text
 
 
-@pytest.mark.parametrize("nan", [NAN, jnp.array([1.0, NAN])])
-def test_a_constant_of_the_body_is_named(nan: Any) -> None:
-    text = caught(lambda: treescan.fold(lambda h, x: nan * x + h, jnp.ones(2), jnp.ones(3), check_finite=True))
-    assert "became NaN in step 0 of 3 (row" in text and "which got it from `a constant of the body`" in text
-
-
-@pytest.mark.parametrize("rows", [False, True])
+@pytest.mark.parametrize("rows", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_cotangent_is_explained_in_its_own_row(rows: bool) -> None:
     """The cotangent of row 1 is infinite times 0 in `sqrt`; that of row 0 is infinite in a place that is dropped."""
 
@@ -180,12 +209,11 @@ def test_a_cotangent_is_explained_in_its_own_row(rows: bool) -> None:
 
     text = caught(lambda: jax.grad(loss)(jnp.ones(3)))
     assert "the cotangent of `h` became NaN in step 2 of 4 (row 1), first in `mul` at" in text
+    place = f"test_finite_blame.py:{walk.__code__.co_firstlineno + 2}; the carry in that step was finite"
+    assert place in text
 
 
-DTYPES = [jnp.bfloat16, jnp.float16, jnp.float32, jnp.complex64]
-
-
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, *slow((jnp.float16,), (jnp.complex64,))])
 def test_every_dtype(dtype: Any) -> None:
     def step(h: Any, x: Any) -> Any:
         return (h + jnp.exp(x * 1000)) @ jnp.eye(2, dtype=dtype) + h * 0

@@ -1,0 +1,394 @@
+"""Cases of `test_errors.py` about `mask_scan`, and about sequences that are padded or packed."""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from error_cases import LENGTHS, ROWS, XS, case, mesh_of, on_mesh, over_devices, without_body
+from jax.sharding import PartitionSpec
+
+import treescan
+from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError, TracedArgumentError, mask_scan, scan
+
+
+def step(carry, x):
+    return carry, x
+
+
+def words(steps: int, dtype: Any = np.int32) -> dict[str, Any]:
+    """One sequence; of NumPy, as whatever `jnp` makes is traced where a case is."""
+    return {"token": np.ones(steps, dtype), "features": np.ones((steps, 4))}
+
+
+LONG = treescan.pack([words(3), words(2)], length=4)
+PADDED, PACKED = treescan.pad([words(3)]), treescan.pack([words(3)])
+TWO = treescan.pack([words(3), words(2)])
+FEATURES = treescan.pack([np.ones((3, 4)), np.ones((2, 4))])
+TOO_LONG = jnp.array([3, 4])
+RESETS = jnp.zeros((3, 2), bool)
+
+
+def encode(x):
+    return x
+
+
+class Lstm(NamedTuple):
+    h: Any
+    c: Any
+
+
+def step_of_a_ref() -> Any:
+    ref = jax.new_ref(jnp.ones(()))
+
+    def step(carry, x):
+        return carry + ref[...], None
+
+    return step
+
+
+def masked(one, body=step, **options):
+    """Two rows, of which the second is shorter."""
+    return mask_scan(body, one * jnp.ones(2), ROWS, lengths=LENGTHS, **options)
+
+
+# --- mask_scan --------------------------------------------------------------------------------------------------------
+
+
+@case(ArgumentError)
+def fill_does_not_fit(one):
+    def step(carry, x):
+        return carry, {"token": x[:, 0].astype(jnp.int32)}
+
+    return masked(one, step, fill=0.5)
+
+
+@case(CarryError)
+def carry_dtype_in_mask_scan(one):
+    def step(carry, x):
+        return {"h": carry["h"].astype(jnp.bfloat16)}, None
+
+    return mask_scan(step, {"h": one * jnp.ones(2)}, ROWS, lengths=LENGTHS)
+
+
+def resetting(one, to, init=None, **options):
+    init = {"h": one * jnp.ones(2), "n": jnp.zeros(2, jnp.int32)} if init is None else init
+    return mask_scan(state_step, init, ROWS, resets=RESETS, reset_to=to, **options)
+
+
+def state_step(carry, x):
+    return carry, None
+
+
+def packed_from(one, init, **options):
+    packed = treescan.pack([words(3), words(2), words(2)], rows=2)._replace(init=init)
+    start = {"h": one * jnp.ones((2, 4)), "n": jnp.zeros(2, jnp.int32)}
+    return mask_scan(state_step, start, packed, **options)
+
+
+@case(ArgumentError)
+def compact_with_key(one):
+    def step(carry, x, *, key):
+        return carry + jax.random.uniform(key, carry.shape), None
+
+    return masked(one, step, compact=True, key=jax.random.key(0))
+
+
+@case(BodyError, less=("disable_jit",))
+def compact_body_counts_rows(one):
+    def step(carry, x):
+        return (carry if len(x) == 1 else carry + 1), None
+
+    return masked(one, step, compact=True)
+
+
+@on_mesh(ArgumentError, less=("disable_jit", "vmap"))
+def compact_rows_on_a_mesh(one):
+    h = jax.sharding.reshard(one * jnp.ones(2), PartitionSpec("rows"))
+    return mask_scan(step, h, ROWS, lengths=LENGTHS, compact=True)
+
+
+@case(ArgumentError, less=("disable_jit", "vmap", "grad"))
+def compact_in_an_unchecked_shard_map(one):
+    def run(rows):
+        return mask_scan(step, rows, ROWS, lengths=LENGTHS, compact=True)[0]
+
+    return over_devices(run, mesh_of(1), check_vma=False)(one * jnp.ones(2))
+
+
+@case(ArgumentError)
+def packed_of_a_single_row(one):
+    packed = treescan.pack([np.ones(3), np.ones(2)])
+    row = jax.tree.map(lambda leaf: leaf[:, 0], packed[:3])
+    return mask_scan(step, one, packed._replace(data=row[0], mask=row[1], resets=row[2]))
+
+
+@case(ArgumentError, less=("disable_jit", "vmap", "grad"))
+def packed_inits_of_rows_over_devices(one):
+    packed = treescan.pack([np.ones(3), np.ones(2)], init=[0.0, 1.0])
+    run = over_devices(lambda rows, packed: mask_scan(step, rows, packed)[0], mesh_of(1), check_vma=False)
+    return run(one * jnp.ones(packed.rows), packed)
+
+
+def exported(run):
+    """Traces a function of xs of which the number of steps is not known yet."""
+    steps = jax.export.symbolic_shape("t")[0]
+    return jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct((steps, 2), jnp.float32))
+
+
+@case(ArgumentError, less=("disable_jit",))
+def compact_of_symbolic_rows(one):
+    rows = jax.export.symbolic_shape("b")[0]
+    run = jax.jit(lambda xs, lengths: mask_scan(step, xs[0], xs, lengths=lengths, compact=True))
+    shapes = jax.ShapeDtypeStruct((8, rows), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32)
+    return jax.export.export(run)(*shapes)
+
+
+@case(CarryError, less=("disable_jit",))
+def compact_over_closed_over_rows(one):
+    bias = jnp.ones(2)
+
+    def step(carry, x):
+        return carry + bias, None
+
+    return masked(one, step, compact=True)
+
+
+@case(ArgumentError, less=("disable_jit", "vmap"))
+def compact_over_a_ref_with_rows(one):
+    ref = jax.new_ref(jnp.ones(2))
+    return masked(one, lambda c, x: (c + ref[...], None), compact=True)
+
+
+@case(ArgumentError, less=("disable_jit", "vmap"))
+def ref_written_in_padding(one):
+    ref = jax.new_ref(jnp.ones(()))
+
+    def step(carry, x):
+        ref[...] += 1
+        return carry, None
+
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS)
+
+
+@case(ArgumentError)
+def packed_within_xs_with_its_mask(one):
+    packed = TWO
+    return mask_scan(step, one * jnp.ones(1), {"words": packed}, mask=packed.mask)
+
+
+@case(ArgumentError)
+def packed_beside_padded(one):
+    sequences = [words(3), words(2)]
+    return mask_scan(step, one * jnp.ones(2), (treescan.pad(sequences), treescan.pack(sequences, rows=2)))
+
+
+@case(ArgumentError, less=("disable_jit",))
+def padded_beside_one_of_traced_rows(one):
+    padded = treescan.pad([words(3), words(2)])
+    run = jax.jit(lambda first, second: mask_scan(step, one * jnp.ones(2), (first, second)))
+    return run(padded, padded)
+
+
+@case(ArgumentError)
+def packed_beside_one_that_has_inits_too(one):
+    first, second = (treescan.pack([words(3), words(2)], init=[value, value]) for value in (0.0, 1.0))
+    return mask_scan(step, one * jnp.ones(1), (first, second))
+
+
+case(ArgumentError)(
+    packed_within_padded=lambda one: mask_scan(step, one * jnp.ones(2), treescan.Padded({"words": TWO}, LENGTHS)),
+    padded_beside_one_of_other_rows=lambda one: mask_scan(
+        step, one * jnp.ones(2), {"a": treescan.pad([words(3), words(2)]), "b": treescan.pad([words(3), words(1)])}
+    ),
+    packed_with_in_axes_of_its_data=lambda one: mask_scan(
+        step, one * jnp.ones((1, 4)), (FEATURES, ROWS), in_axes=(1, 0)
+    ),
+)
+
+case(ArgumentError)(
+    mask_neither=lambda one: mask_scan(step, one * jnp.ones(2), ROWS),
+    mask_both=lambda one: masked(one, mask=jnp.ones((3, 2), bool)),
+    lengths_out_of_range=lambda one: mask_scan(step, one * jnp.ones(2), ROWS, lengths=TOO_LONG),
+    lengths_scalar_out_of_range=lambda one: mask_scan(step, one, XS, lengths=-1),
+    mask_wrong_length=lambda one: mask_scan(step, one * jnp.ones(2), ROWS, mask=jnp.ones((2, 3), bool)),
+    mask_longer_than_xs=lambda one: mask_scan(step, one * jnp.ones(2), ROWS, mask=jnp.ones((5, 2), bool)),
+    batch_not_in_carry=lambda one: mask_scan(step, {"h": one * jnp.ones((2, 5)), "count": one}, ROWS, lengths=LENGTHS),
+    batch_not_in_x=lambda one: mask_scan(step, one * jnp.ones(2), {"x": ROWS, "time": XS}, lengths=LENGTHS),
+    batch_not_in_y=lambda one: masked(one, lambda carry, x: (carry, {"mean": x.mean(), "x": x})),
+    batch_axes_no_prefix=lambda one: mask_scan(
+        step, {"h": one * jnp.ones(2)}, ROWS, lengths=LENGTHS, carry_axes={"c": 0}
+    ),
+    fill_nan_in_int=lambda one: masked(one, lambda carry, x: (carry, jnp.ones(2, int)), fill=jnp.nan),
+    fill_complex_in_float=lambda one: masked(one, fill=1j),
+    fill_no_prefix=lambda one: masked(one, fill={"token": 0}),
+    resets_wrong_length=lambda one: masked(one, resets=RESETS[:2]),
+    resets_of_other_rows=lambda one: masked(one, resets=jnp.zeros((3, 4), bool)),
+    resets_of_other_rows_than_mask=lambda one: mask_scan(
+        step, one * jnp.ones(2), ROWS, mask=~RESETS, resets=jnp.zeros((3, 4), bool)
+    ),
+    reset_to_without_resets=lambda one: masked(one, reset_to=0.0),
+    reset_to_no_prefix=lambda one: resetting(one, {"h": 0.0, "count": 0}),
+    reset_to_of_other_types=lambda one: resetting(one, {"h": jnp.zeros((2, 4)), "n": 0.5 * one}),
+    reset_to_a_number_that_does_not_fit=lambda one: resetting(one, 0.5),
+    reset_to_a_text=lambda one: resetting(one, {"h": "zeros", "n": 0}),
+    reset_to_of_a_function_that_returns_none=lambda one: resetting(one, lambda init: None),
+    reset_to_of_a_shared_leaf=lambda one: resetting(
+        one, {"h": 0.0, "n": 0}, {"h": one * jnp.ones(2), "n": jnp.int32(0)}, carry_axes={"h": 0, "n": None}
+    ),
+    reset_to_of_a_static_leaf=lambda one: resetting(one, {"h": 0.0, "f": 1.0}, {"h": one * jnp.ones(2), "f": jnp.tanh}),
+    reset_to_a_number_of_a_custom_carry=lambda one: resetting(
+        one, 0.0, {"h": one * jnp.ones(2), "last": treescan.carries.window(one * jnp.ones((3, 2)))}
+    ),
+    reset_to_a_number_of_keys=lambda one: resetting(
+        one, 0, {"h": one * jnp.ones(2), "key": jax.random.split(jax.random.key(0), 2)}
+    ),
+    packed_inits_with_reset_to=lambda one: packed_from(
+        one, {"h": jnp.zeros((3, 4)), "n": jnp.zeros(3, jnp.int32)}, reset_to=0
+    ),
+    packed_inits_of_another_structure=lambda one: packed_from(one, (jnp.zeros((3, 4)), jnp.zeros(3, jnp.int32))),
+    packed_inits_of_other_types=lambda one: packed_from(one, {"h": jnp.zeros((2, 4)), "n": one * jnp.zeros(3)}),
+    time_axis_two=lambda one: masked(one, time_axis=2),
+    time_first_mask_of_batch_first_xs=lambda one: mask_scan(
+        step, one * jnp.ones(2), ROWS.swapaxes(0, 1), mask=~RESETS, time_axis=1
+    ),
+    chunk_negative=lambda one: masked(one, chunk=-1),
+    compact_without_chunks=lambda one: masked(one, chunk=0, compact=True),
+    compact_single_row=lambda one: mask_scan(step, one, XS, lengths=2, compact=True),
+    compact_tier_above_batch=lambda one: masked(one, compact=(1, 4)),
+    padded_with_lengths=lambda one: mask_scan(step, one * jnp.ones(2), treescan.Padded(ROWS, LENGTHS), lengths=LENGTHS),
+    packed_with_time_axis=lambda one: mask_scan(step, one * jnp.ones(2), FEATURES, time_axis=1),
+    remat_unknown=lambda one: scan(step, one, XS, remat="steps"),
+    init_of_other_rows=lambda one: mask_scan(
+        step, {"h": one * jnp.ones((3, 5))}, treescan.pack([np.ones((3, 4)), np.ones((2, 4)), np.ones((1, 4))])
+    ),
+)
+
+case(ArgumentTypeError)(
+    lengths_float=lambda one: mask_scan(step, one * jnp.ones(2), ROWS, lengths=np.array([3.0, 1.0], np.float32)),
+    mask_not_bool=lambda one: mask_scan(step, one * jnp.ones(2), ROWS, mask=np.ones((3, 2), np.float32)),
+    batch_axes_str=lambda one: masked(one, x_axes="batch"),
+    fill_array=lambda one: masked(one, fill=jnp.zeros(4)),
+    fill_traced=lambda one: jax.vmap(lambda fill: masked(one, fill=fill))(jnp.ones(2)),
+    fill_str=lambda one: masked(one, fill="none"),
+    resets_not_bool=lambda one: masked(one, resets=np.zeros((3, 2), np.float32)),
+    compact_str=lambda one: masked(one, compact="rows"),
+    compact_zero_rows=lambda one: masked(one, compact=(0, 1)),
+    chunk_float=lambda one: masked(one, chunk=2.5),
+)
+
+case(ArgumentError, less=("disable_jit",))(
+    remat_nested_of_symbolic_steps=lambda one: exported(lambda xs: scan(step, one, xs, remat="nested")[0]),
+    chunk_of_symbolic_steps=lambda one: exported(
+        lambda xs: mask_scan(step, one * jnp.ones(2), xs, lengths=jnp.zeros(2, int), chunk=8)[0]
+    ),
+)
+
+case(ArgumentError, less=("disable_jit", "vmap"))(
+    remat_over_a_ref=lambda one: scan(step_of_a_ref(), one, XS, remat="step"),
+    compact_over_a_ref=lambda one: masked(one, step_of_a_ref(), compact=True),
+)
+
+
+# --- padding and packing ----------------------------------------------------------------------------------------------
+
+
+@without_body(ArgumentError)
+def repad_too_long(one):
+    packed = treescan.pack([words(1), words(3)], length=4)
+    return treescan.repad(packed, packed.data, length=2)
+
+
+@without_body(ArgumentError)
+def unpad_lengths_twice(one):
+    return treescan.unpad(PADDED, PADDED.lengths)
+
+
+@without_body(ArgumentTypeError)
+def unpack_padded(one):
+    return treescan.unpack(PADDED, PADDED.data)
+
+
+@without_body(ArgumentTypeError)
+def repad_of_padded(one):
+    return treescan.repad(PADDED, PADDED.data)
+
+
+without_body(ArgumentTypeError)(
+    pad_array=lambda one: treescan.pad(ROWS),
+    pad_single_pytree=lambda one: treescan.pad(Lstm(XS, XS)),
+    pad_length_float=lambda one: treescan.pad([words(3)], length=5.0),
+    unpad_lengths_float=lambda one: treescan.unpad(ROWS, np.array([3.0, 1.0])),
+    length_mask_of_lists=lambda one: treescan.length_mask([[3, 1], [2]], 3),
+    length_mask_without_length=lambda one: treescan.length_mask(LENGTHS, None),
+    pack_inits_that_are_stacked=lambda one: treescan.pack([words(3), words(4)], init={"h": jnp.zeros((2, 4))}),
+)
+
+without_body(ArgumentError)(
+    pad_nothing=lambda one: treescan.pad([]),
+    pad_lists_of_numbers=lambda one: treescan.pad([[1, 2, 3], [4, 5]]),
+    pad_without_steps=lambda one: treescan.pad([words(3) | {"label": 1, "speaker": "ann"}] * 6),
+    pad_without_leaves=lambda one: treescan.pad([words(3), None]),
+    pad_structures_differ=lambda one: treescan.pad(
+        [words(3), {"token": np.ones(3)}, words(1) | {"time": np.ones(1)}, list(words(2).values())]
+    ),
+    pad_types_differ=lambda one: treescan.pad(
+        [
+            words(3, np.int8),
+            words(3),
+            words(2) | {"features": np.ones((2, 5))},
+            (words(5) | {"features": np.ones((6, 4))}),
+        ]
+    ),
+    pad_many_types_differ=lambda one: treescan.pad([words(3)] * 20 + [words(3, np.int8)] * 19),
+    pad_too_long=lambda one: treescan.pad([words(3), words(7)], length=5),
+    pad_length_negative=lambda one: treescan.pad([words(3)], length=-1),
+    pad_value_does_not_fit=lambda one: treescan.pad([words(3)], value=float("nan")),
+    pad_value_array=lambda one: treescan.pad([words(3)], value={"token": 0, "features": np.zeros(4)}),
+    pad_value_no_prefix=lambda one: treescan.pad([words(3)], value={"token": -1}),
+    unpad_without_lengths=lambda one: treescan.unpad(PADDED.data),
+    unpad_batch_first=lambda one: treescan.unpad({"x": ROWS, "y": ROWS.swapaxes(0, 1)}, [3, 1]),
+    unpad_too_long=lambda one: treescan.unpad(ROWS, TOO_LONG),
+    unpad_single=lambda one: treescan.unpad(XS, 3),
+    padded_mask_out_of_range=lambda one: treescan.Padded(ROWS, TOO_LONG).mask,
+    length_mask_out_of_range=lambda one: treescan.length_mask(TOO_LONG, 3),
+    pack_too_few_rows=lambda one: treescan.pack([words(3), words(4), words(4)], rows=1, length=6),
+    pack_no_rows=lambda one: treescan.pack([words(3)], rows=0),
+    pack_too_long=lambda one: treescan.pack([words(3), words(7)], length=5),
+    pack_inits_of_other_structures=lambda one: treescan.pack(
+        [words(3), words(4), words(4)], init=[{"h": one, "c": one}, {"h": one}, {"h": one, "c": jnp.ones(2)}]
+    ),
+    pack_inits_of_other_sequences=lambda one: treescan.pack([words(3), words(4)], init=[one]),
+    pack_inits_with_a_function=lambda one: treescan.pack([words(3), words(4)], init=[{"h": one, "f": encode}] * 2),
+    last_other_rows=lambda one: treescan.last(treescan.pad([XS, XS]), ROWS[:, :1], reverse=False),
+)
+
+without_body(TracedArgumentError, less=("disable_jit",))(
+    pad_traced=lambda one: jax.jit(lambda x: treescan.pad([words(3), words(2) | {"features": x}]))(jnp.ones((2, 4))),
+    pad_length_traced=lambda one: jax.jit(lambda n: treescan.pad([words(3)], length=n))(5),
+    unpad_traced=lambda one: jax.jit(treescan.unpad)(ROWS, LENGTHS),
+    efficiency_traced=lambda one: jax.jit(lambda padded: padded.efficiency)(PADDED),
+    efficiency_of_packed_traced=lambda one: jax.jit(lambda packed: packed.efficiency)(PACKED),
+    unpack_traced=lambda one: jax.jit(lambda packed: treescan.unpack(packed, packed.data))(PACKED),
+    repad_to_less_than_is_known=lambda one: jax.jit(lambda packed: treescan.repad(packed, packed.data, length=3))(TWO),
+)
+
+without_body(ArgumentError)(
+    unpack_other_steps=lambda one: treescan.unpack(LONG, {"y": LONG.data["token"][1:], "loss": one}),
+    repad_other_steps=lambda one: treescan.repad(LONG, {"y": LONG.data["token"][1:], "loss": one}),
+    repad_value_no_prefix=lambda one: treescan.repad(PACKED, PACKED.data, value={"token": 0}),
+)
+
+without_body(ArgumentError, less=("disable_jit", "vmap", "grad"))(
+    repad_of_rows_over_devices=lambda one: over_devices(
+        lambda packed: treescan.repad(packed, packed.data), mesh_of(1), check_vma=False
+    )(TWO),
+)
+
+without_body(ArgumentTypeError)(
+    last_swapped=lambda one: treescan.last(PACKED.data, PACKED, reverse=False),
+    last_without_direction=lambda one: treescan.last(PACKED, PACKED.data),
+    first_without_direction=lambda one: treescan.first(PACKED, PACKED.data),
+    first_of_data=lambda one: treescan.first(PACKED.data, PACKED.data, reverse=False),
+    last_of_direction_as_text=lambda one: treescan.last(PACKED, PACKED.data, reverse="yes"),
+)

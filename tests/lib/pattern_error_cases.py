@@ -1,0 +1,196 @@
+"""Cases of `test_errors.py` about blocks that run by turns, and about the state of layers."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from error_cases import XS as X, case, on_mesh, without_body
+from jax.sharding import PartitionSpec
+from jaxtyping import Array, Float
+from layer_error_cases import Dense, block, dense, denses, local, two, with_cache
+
+from treescan import ArgumentError, BodyError, CarryError, LayerError, SignatureError, fold_layers, scan_layers
+
+
+def decode(layer, x, cache):
+    return x @ layer["w"], {"k": cache["k"] + x, "v": cache["v"]}
+
+
+def caches(one: Any, n: int = 4) -> Any:
+    return {"k": one * jnp.zeros((n, 3)), "v": jnp.zeros((n, 3))}
+
+
+@case(BodyError)
+def state_is_not_returned(one):
+    def block(layer, x, cache):
+        return decode(layer, x, cache)[0]
+
+    return fold_layers(block, X, denses(one), state=caches(one))
+
+
+@case(BodyError)
+def state_is_not_returned_beside_y(one):
+    def block(layer, x, cache):
+        return decode(layer, x, cache)
+
+    return scan_layers(block, X, denses(one), state=caches(one))
+
+
+@case(BodyError)
+def state_returned_with_a_y_in_fold_layers(one):
+    def block(layer, x, cache):
+        return (*decode(layer, x, cache), x)
+
+    return fold_layers(block, X, denses(one), state=caches(one))
+
+
+@case(CarryError)
+def state_of_another_type_is_returned(one):
+    def block(layer, x, cache):
+        return x, {"k": cache["k"].astype(jnp.bfloat16), "v": jnp.concatenate([cache["v"], x[:1]])}
+
+    return fold_layers(block, X, denses(one), state=caches(one))
+
+
+@case(CarryError)
+def state_of_another_structure_is_returned(one):
+    def block(layer, x, cache):
+        return x, {"k": cache["k"], "position": one}
+
+    return fold_layers(block, X, denses(one), state=caches(one), remat="step")
+
+
+@case(CarryError)
+def state_and_x_are_swapped(one):
+    def block(layer, x, cache):
+        return cache, x
+
+    return fold_layers(block, X, denses(one), state=caches(one))
+
+
+@without_body(ArgumentError)
+def state_beside_a_save_that_is_no_prefix(one):
+    def block(layer, x, cache):
+        return (*decode(layer, x, cache), {"mean": x.mean()})
+
+    return scan_layers(block, X, denses(one), state=caches(one), remat="step", save={"sum": "last"})
+
+
+@case(BodyError)
+def state_is_not_taken(one):
+    def block(layer, x):
+        return x, None
+
+    return fold_layers(block, X, denses(one), state=caches(one))
+
+
+@on_mesh(LayerError, body=False)
+def state_split(one):
+    w = jax.sharding.reshard(jnp.ones((4, 3)), PartitionSpec("rows", None))
+    return fold_layers(decode, X, denses(one), state=caches(one) | {"k": w})
+
+
+@case(ArgumentError)
+def pattern_in_axes_not_there(one):
+    caches = [{"k": one * jnp.zeros((4, 3))}, {"k": one * jnp.zeros(4)}]
+    return scan_layers([with_cache, with_cache], X, two(one), caches, in_axes=[0, {"k": 1}])
+
+
+@case(BodyError)
+def pattern_second_block_takes_too_much(one):
+    def second(layer, x, mask, scale):
+        return x * mask * scale, None
+
+    return scan_layers([lambda layer, x: (x, None), second], X, two(one))
+
+
+@case(BodyError)
+def pattern_second_block_without_key(one):
+    def first(layer, x, *, key):
+        return x, None
+
+    def second(layer, x):
+        return x, None
+
+    return scan_layers([first, second], X, two(one), key=jax.random.key(0))
+
+
+@case(BodyError)
+def pattern_second_block_returns_x_alone(one):
+    def second(layer, x):
+        return x
+
+    return scan_layers([local, second], one * X, two(one))
+
+
+def half(layer, h):
+    return h.astype(jnp.bfloat16), None
+
+
+@case(SignatureError)
+def pattern_second_block_signature(one):
+    def second(layer: Any, x: Float[Array, "rows features"]) -> Any:
+        return x, None
+
+    return scan_layers([local, second], one * X, two(one))
+
+
+@case(ArgumentError)
+def pattern_out_axes_not_there(one):
+    def second(layer, x):
+        return x, x.mean()
+
+    return scan_layers([local, second], X, two(one), out_axes=1)
+
+
+without_body(LayerError)(
+    pattern_of_no_blocks=lambda one: scan_layers([], X, []),
+    pattern_with_one_stack=lambda one: scan_layers([local, block], X, denses(one)),
+    pattern_with_a_named_tuple_of_stacks=lambda one: scan_layers([local, block], X, Dense(denses(one), denses(one))),
+    state_of_another_depth=lambda one: fold_layers(
+        decode, X, denses(one), state=caches(one) | {"k": jnp.zeros((3, 3)), "step": jnp.int32(0)}
+    ),
+    state_of_another_depth_in_a_pattern=lambda one: fold_layers(
+        [decode, decode], X, two(one), state=[caches(one), caches(one, 5)]
+    ),
+    state_that_is_no_sequence_in_a_pattern=lambda one: fold_layers([decode, decode], X, two(one), state=caches(one)),
+    state_with_too_few_stacks=lambda one: fold_layers([decode, decode], X, two(one), state=[caches(one)]),
+    pattern_with_too_few_stacks=lambda one: scan_layers([local, local, block], X, two(one)),
+    pattern_with_one_xs=lambda one: scan_layers([with_cache, with_cache], X, two(one), {"k": one * jnp.ones((4, 3))}),
+    pattern_of_uneven_stacks=lambda one: scan_layers(
+        [local, local, block], X, [denses(one, 4), denses(one, 2), denses(one, 3)]
+    ),
+    pattern_of_more_at_the_end=lambda one: scan_layers([local, block], X, [denses(one, 3), denses(one, 4)]),
+    pattern_of_no_layers=lambda one: scan_layers([local, block], X, [denses(one, 0), denses(one, 0)]),
+    pattern_of_lists_of_layers=lambda one: scan_layers([local, block], X, [denses(one), [dense(one), dense(one)]]),
+    pattern_with_xs_of_two_depths=lambda one: scan_layers(
+        [with_cache, with_cache], X, two(one), [{"k": one * jnp.zeros((4, 3))}, {"k": one * jnp.zeros((3, 3))}]
+    ),
+)
+
+without_body(ArgumentError)(
+    pattern_with_too_many_in_axes=lambda one: scan_layers(
+        [local, block], X, two(one), [None, None], in_axes=(0, 0, None)
+    ),
+    pattern_with_remat_of_another_length=lambda one: scan_layers([local, block], X, two(one), remat=["step"]),
+    pattern_with_nested_in_a_sequence=lambda one: scan_layers([local, block], X, two(one), remat=["step", "nested"]),
+)
+
+case(CarryError)(
+    pattern_second_block_computes_in_half=lambda one: scan_layers([local, half, local], one * X, [denses(one)] * 3),
+    pattern_second_block_computes_in_half_recomputed=lambda one: scan_layers(
+        [local, half, local], one * X, [denses(one)] * 3, remat=[None, "step", None]
+    ),
+    pattern_second_block_computes_in_half_nested=lambda one: scan_layers(
+        [local, half, local], one * X, [denses(one)] * 3, remat="nested"
+    ),
+    pattern_second_block_computes_in_half_once_each=lambda one: scan_layers(
+        [local, half], one * X, [denses(one, 1), denses(one, 0)]
+    ),
+)
+
+
+@case(ArgumentError)
+def layers_with_mutable_arrays(one):
+    ref = jax.new_ref(jnp.ones(4))
+    return scan_layers(with_cache, X, denses(one), ref, args=(ref,))

@@ -1,0 +1,523 @@
+"""`check_finite`, in particular: records, cotangents, rows, loops within loops. `test_finite.py` has all loops."""
+
+import functools
+import gc
+import weakref
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from nonfinite import caught, gradient, halve
+from thin import slow
+
+import treescan
+from treescan import carries
+
+pytestmark = pytest.mark.quick
+
+# --- what the record holds --------------------------------------------------------------------------------------------
+
+
+def test_a_nan_of_x_is_no_operation() -> None:
+    xs = {"a": jnp.ones(4), "b": jnp.array([1.0, 1.0, jnp.nan, 1.0])}
+    with pytest.raises(treescan.NonFiniteError, match=r"`x\[\"b\"\]`"):
+        treescan.fold(lambda h, x: h * x["a"] + x["b"], jnp.float32(1), xs, check_finite=True)
+    record = treescan.last_nonfinite()
+    assert record is not None
+    assert (record.step, record.source, record.operation) == (2, 'x["b"]', None)
+
+
+@pytest.mark.parametrize("options", [{}, {"lengths": jnp.array([4, 2]), "x_axes": (0, 0)}], ids=["steps", "rows"])
+def test_what_is_given_whole_is_in_the_record(options: Any) -> None:
+    xs = (jnp.ones((2, 4)), jnp.array([1.0, jnp.nan]))
+    verb: Any = treescan.mask_scan if options else treescan.scan
+    call = functools.partial(verb, lambda h, x: (h + x[0] * x[1], None), jnp.ones(2), xs, in_axes=(1, None))
+    assert "in step 0 of 4 (row 1), which got it from `x[1]`" in caught(lambda: call(check_finite=True, **options))
+    record = treescan.last_nonfinite()
+    assert record is not None and [leaf.shape for leaf in record.x] == [(2,), (2,)]
+
+
+@pytest.mark.parametrize("disabled", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_leaf_that_no_step_changes_is_never_blamed(disabled: bool) -> None:
+    def step(h: Any, x: Any) -> Any:
+        return {"a": h["a"], "b": jnp.log(h["b"] + x)}
+
+    init = {"a": jnp.float32(jnp.nan), "b": jnp.float32(1)}
+    with jax.disable_jit(disabled):
+        text = caught(lambda: treescan.fold(step, init, jnp.array([2.0, 3.0, -50.0]), check_finite=True))
+    assert '`h["b"]` became NaN in step 2 of 3, first in `log`' in text
+
+
+def test_an_infinity_of_init_is_let_through() -> None:
+    xs = jnp.arange(4.0)
+    best = treescan.fold(jnp.maximum, jnp.float32(-jnp.inf), xs, check_finite=True)
+    assert best == 3
+    least = treescan.fold(lambda h, x: (h[0], h[1] + x), (jnp.float32(jnp.inf), jnp.float32(0)), xs, check_finite=True)
+    assert least == (jnp.inf, 6)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_custom_carry_is_read(rows: bool) -> None:
+    init = {"mean": carries.ema(jnp.zeros((2, 1)), 0.9)}
+    xs = jnp.ones((4, 2, 1)).at[2, 1].set(jnp.inf).at[3, 0].set(jnp.nan)
+    options = {"lengths": jnp.array([3, 4])} if rows else {}
+    text = caught(lambda: treescan.fold(lambda h, x: {"mean": x}, init, xs, check_finite=True, **options))
+    assert "in step 2 of 4 (row 1)" in text
+    record = treescan.last_nonfinite()
+    assert record is not None and record.carry["mean"].shape == (2, 1)
+
+
+@pytest.mark.parametrize(("way", "check"), [("jit", True), *slow(("eager", "backward"))])
+def test_keys_stay_keys_in_the_record(way: str, check: Any) -> None:
+    def body(carry: Any, x: Any) -> Any:
+        key, h = carry
+        return (jax.random.split(key)[0], jnp.sqrt(h) - h), jax.random.uniform(x)
+
+    def call(h: Any) -> Any:
+        keys = jax.random.split(jax.random.key(1), 7)
+        return treescan.scan(body, (jax.random.key(0), h), keys, check_finite=check)[0][1]
+
+    call = call if check is True else jax.grad(call)
+    caught(lambda: (jax.jit(call) if way == "jit" else call)(jnp.float32(2)))
+    record = treescan.last_nonfinite()
+    assert record is not None
+    for key in (record.carry[0], record.x):
+        assert jnp.issubdtype(key.dtype, jax.dtypes.prng_key) and key.shape == ()
+    assert (
+        jax.random.key_data(record.x).tolist()
+        == jax.random.key_data(jax.random.split(jax.random.key(1), 7)[record.step]).tolist()
+    )
+
+
+def test_a_parameter_that_is_nan_is_named() -> None:
+    w = jnp.ones((5, 3)).at[3, 1].set(jnp.nan)
+    text = caught(
+        lambda: treescan.scan_layers(lambda layer, x: (x + layer["w"], x), jnp.ones(3), {"w": w}, check_finite=True)
+    )
+    assert '`x` became NaN in layer 3 of 5 (row 1), which got it from `layer["w"]`' in text
+
+
+# --- the program ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("again", "jitted"), [(None, True), (0, False)])  # finite the second time, or NaN too early
+def test_steps_that_come_out_otherwise_the_second_time_are_not_explained(again: int | None, jitted: bool) -> None:
+    seen: list[int] = []
+
+    def value(x: Any) -> Any:
+        seen.append(int(x))
+        bad = seen[-1] == (1 if seen.count(seen[-1]) == 1 else again)
+        return np.float32(np.nan if bad else 1)
+
+    def step(h: Any, x: Any) -> Any:
+        return h + jax.pure_callback(value, jax.ShapeDtypeStruct((), jnp.float32), x)
+
+    run = lambda xs: treescan.fold(step, jnp.float32(1), xs, check_finite=True)  # noqa: E731
+    text = caught(lambda: (jax.jit(run) if jitted else run)(jnp.arange(3.0)))
+    assert "`h` became NaN or infinite in step 1 of 3. Run once more, the steps came out otherwise" in text
+    record = treescan.last_nonfinite()
+    assert record is not None and (record.kind, record.operation, record.rows) == (None, None, ())
+
+
+def test_a_derivative_does_not_run_through_the_evidence() -> None:
+    def sines(on: bool) -> int:
+        def loss(w: Any) -> Any:
+            return treescan.fold(lambda h, x: jnp.sin(h * w + x), jnp.float32(1), jnp.arange(4.0), check_finite=on)
+
+        return str(jax.make_jaxpr(jax.grad(loss))(0.5)).count(" cos ")
+
+    assert sines(True) == sines(False) > 0
+
+
+def test_nothing_keeps_the_body() -> None:
+    def run() -> Any:
+        w = jnp.ones(3)
+
+        def step(h: Any, x: Any) -> Any:
+            return h * w + x
+
+        treescan.fold(step, jnp.ones(3), jnp.ones((2, 3)), check_finite=True)
+        return weakref.ref(step)
+
+    gone = run()
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_body_that_prints_prints_once(capsys: pytest.CaptureFixture[str]) -> None:
+    def step(h: Any, x: Any) -> Any:
+        jax.debug.print("seen {}", x)
+        return jnp.log(x)
+
+    with pytest.raises(treescan.NonFiniteError):
+        treescan.fold(step, jnp.float32(0), jnp.array([1.0, -1.0]), check_finite=True)
+    jax.effects_barrier()
+    assert capsys.readouterr().out.split("\n")[:-1] == ["seen 1.0", "seen -1.0"]
+
+
+@pytest.mark.slow
+def test_outputs_and_keys_beside_it() -> None:
+    def body(h: Any, x: Any, key: Any) -> Any:
+        return h + jnp.log(x) + jax.random.uniform(key), h
+
+    xs = jnp.ones(6).at[3].set(-1)
+    call = functools.partial(treescan.while_scan, f=body, init=jnp.float32(0), xs=xs, key=jax.random.key(0))
+    options: Any = {"save": 2, "out_axes": -1}
+    plain, checked = (call(lambda h: h < 1.2, **options, check_finite=on) for on in (False, True))
+    jax.tree.map(np.testing.assert_array_equal, plain, checked)
+    assert "in step 3 of at most 6, first in `log`" in caught(lambda: call(lambda h: h < 99, check_finite=True))
+
+
+# --- cotangents -------------------------------------------------------------------------------------------------------
+
+
+def test_a_cotangent_of_an_output_is_named() -> None:
+    def loss(h: Any) -> Any:
+        _, ys = treescan.scan(lambda h, x: (h * 0.5, h * x), h, xs, check_finite="backward")
+        return jnp.sqrt(ys).sum()
+
+    xs = jnp.ones(5).at[2].set(0.0)
+    text = caught(lambda: jax.grad(loss)(jnp.float32(1)))
+    assert "the cotangent of `h` became NaN in step 2 of 5" in text or "became inf" in text
+    assert "`mul`" in text or "from `the cotangent of y`" in text
+
+
+def rooted(verb: str, h: Any) -> Any:
+    """The root of 0 times what a loop makes, of which the cotangent is NaN."""
+    options: Any = {"check_finite": "backward"}
+    if verb == "while_scan":
+        end = treescan.while_scan(lambda h: h < 3, lambda h, x: (h + x, h), h, jnp.ones(9), **options).carry
+    elif verb == "scan_layers":
+        end, _ = treescan.scan_layers([lambda w, x: (x * w, None)] * 2, h, [jnp.ones(3), jnp.ones(2)], **options)
+    else:
+        end = treescan.fold(lambda h, x: h * x, h, jnp.ones(4), **options)
+    return jnp.sqrt(end * 0)
+
+
+@pytest.mark.parametrize(
+    ("verb", "place"),
+    [
+        ("fold", "step 3 of 4; it was so before that step"),
+        ("while_scan", "step 2 of at most 9; it was so before that step"),
+        ("scan_layers", "layer 4 of 5 (layer 2 of `layers[0]`); it was so before that layer"),
+    ],
+)
+def test_what_comes_from_the_result_is_no_step(verb: str, place: str) -> None:
+    text = caught(lambda: jax.grad(functools.partial(rooted, verb))(jnp.float32(0)))
+    assert f"became NaN in {place}, from what is computed of" in text
+
+
+def test_a_loop_that_is_not_differentiated_has_no_cotangents() -> None:
+    treescan.fold(lambda h, x: h, 1.0, jnp.ones(3), check_finite=True)
+    before = treescan.last_nonfinite()
+    rooted("fold", jnp.float32(0))
+    treescan.fold(lambda h, x: h * x, jnp.float32(1), jnp.full(3, jnp.nan), check_finite="backward")
+    jax.effects_barrier()
+    assert treescan.last_nonfinite() is before
+
+
+@pytest.mark.parametrize("verb", ["scan_layers", "lift"])
+def test_forward_mode_is_refused(verb: str) -> None:
+    def call(h: Any) -> Any:
+        if verb == "lift":
+            run = treescan.lift(lambda variables, rngs, carry, x: ((carry * x, None), {}), check_finite="backward")
+            return run({}, {}, h, jnp.ones(3))
+        return rooted(verb, h)
+
+    with pytest.raises(treescan.ArgumentError, match=r'`check_finite="backward"` looks at cotangents'):
+        jax.jvp(call, (jnp.float32(1),), (jnp.float32(1),))
+
+
+def test_the_gradient_of_a_vmap_of_a_loop_that_ends_early_is_refused() -> None:
+    with pytest.raises(treescan.ArgumentError, match=r"Take `jax.vmap` of `jax.grad`"):
+        jax.grad(lambda h: jax.vmap(functools.partial(rooted, "while_scan"))(h).sum())(jnp.ones(2))
+
+
+@pytest.mark.xfail(raises=StopIteration, reason="the gradient asks for a leaf that is not there", strict=True)
+def test_an_array_that_lift_gives_whole() -> None:
+    def fn(variables: Any, rngs: Any, carry: Any, x: Any, whole: Any) -> Any:
+        return (jnp.sqrt(carry * x * whole), x), {}
+
+    run = treescan.lift(fn, in_axes=(0, None), check_finite="backward")
+    jax.grad(lambda carry: run({}, {}, carry, jnp.ones(3), jnp.float32(1))[0][0])(jnp.float32(2))
+
+
+# --- rows -------------------------------------------------------------------------------------------------------------
+
+
+def test_a_row_without_a_step_may_hold_nan() -> None:
+    h, lengths = jnp.array([1.0, jnp.nan, 1.0]), jnp.array([9, 0, 3])
+    call = functools.partial(treescan.fold, lambda h, x: jnp.log(x) + h * 0.5, h, lengths=lengths, check_finite=True)
+    call(jnp.ones((9, 3)))
+    text = caught(lambda: call(jnp.ones((9, 3)).at[5, 0].set(-1.0)))
+    assert "in step 5 of 9 (row 0), first in `log`" in text and "the carry before it was finite" in text
+
+
+def test_what_a_padded_row_computes_is_not_blamed() -> None:
+    """Row 1 is shown its own first pair where it is padded, and that pair goes wrong."""
+
+    def body(h: Any, x: Any) -> Any:
+        bad, worse = x
+        other = jnp.sqrt(jnp.where(worse, -1.0, 1.0))
+        return h * 0.5 + other + jnp.log(jnp.where(bad, -1.0, 1.0)), None
+
+    xs = (jnp.zeros((5, 2), bool).at[1, 0].set(True), jnp.zeros((5, 2), bool).at[4, 1].set(True))
+    mask = jnp.ones((5, 2), bool).at[:4, 1].set(False)
+    text = caught(lambda: treescan.mask_scan(body, jnp.ones(2), xs, mask=mask, check_finite=True))
+    assert "in step 1 of 5 (row 0), first in `log`" in text
+
+
+def test_rows_in_several_axes_and_a_leaf_that_all_share() -> None:
+    def body(h: Any, x: Any) -> Any:
+        total = h["total"] + jnp.log(x["scale"])
+        return {"rows": jnp.log(h["rows"] + x["u"]), "total": total}, None
+
+    h = {"rows": jnp.ones((2, 3)), "total": jnp.float32(0)}
+    xs = {"u": jnp.ones((4, 2, 3)).at[2, 1, 0].set(-50).at[2, 0, 2].set(-50), "scale": jnp.ones(4)}
+    options: Any = {
+        "lengths": jnp.array([[4, 4, 4], [3, 4, 4]]),
+        "carry_axes": {"rows": 0, "total": None},
+        "x_axes": {"u": 0, "scale": None},
+        "check_finite": True,
+    }
+    text = caught(lambda: treescan.mask_scan(body, h, xs, **options))
+    assert '`h["rows"]` became NaN in step 2 of 4 (rows (0, 2) and (1, 0)), first in `log`' in text
+    xs = {"u": jnp.ones((4, 2, 3)), "scale": jnp.ones(4).at[3].set(-1)}
+    assert '`h["total"]` became NaN in step 3 of 4, first in `log`' in caught(
+        lambda: treescan.mask_scan(body, h, xs, **options)
+    )
+
+
+def test_a_single_row() -> None:
+    def body(h: Any, x: Any) -> Any:
+        return jnp.log(h + x), h
+
+    xs = jnp.ones(5).at[3].set(-9).at[4].set(jnp.nan)
+    call = functools.partial(treescan.mask_scan, body, jnp.float32(1), xs, check_finite=True)
+    assert "in step 3 of 5, first in `log`" in caught(lambda: call(lengths=jnp.int32(4)))
+    call(lengths=jnp.int32(3))
+
+
+@pytest.mark.parametrize(("reverse", "inits"), [(True, True), *slow((False, False))])
+def test_packed_sequences(reverse: bool, inits: bool) -> None:
+    sequences = [np.ones(3, np.float32), np.array([1, 1, -9, 1], np.float32), np.ones(2, np.float32)]
+    starts = [np.float32(1)] * 3
+    packed = treescan.pack(sequences, rows=2, **({"init": starts} if inits else {}))
+
+    def body(h: Any, x: Any) -> Any:
+        return jnp.log(h * 0 + jnp.where(x == 0, 0, x)), None
+
+    text = caught(
+        lambda: treescan.mask_scan(body, jnp.ones(2), packed, reverse=reverse, save="last", check_finite=True)
+    )
+    record = treescan.last_nonfinite()
+    assert record is not None
+    (row,) = record.rows
+    assert packed.data[record.step, row] == -9 and "first in `log`" in text
+    clean = treescan.pack([np.ones(3, np.float32)] * 3, rows=2, **({"init": starts} if inits else {}))
+    checked, plain = (
+        treescan.mask_scan(body, jnp.ones(2), clean, reverse=reverse, check_finite=on)[0] for on in (True, False)
+    )
+    np.testing.assert_array_equal(checked, plain)
+
+
+def test_a_body_that_reduces_over_rows() -> None:
+    def body(h: Any, x: Any, valid: Any) -> Any:
+        return h + jnp.sum(jnp.where(valid, x, 0)), None
+
+    xs = jnp.ones((4, 2)).at[2:, 1].set(jnp.nan)
+    treescan.mask_scan(body, jnp.ones(2), xs, lengths=jnp.array([4, 2]), check_finite=True)
+    text = caught(
+        lambda: treescan.mask_scan(
+            body, jnp.ones(2), xs.at[3, 0].set(jnp.inf), lengths=jnp.array([4, 2]), check_finite=True
+        )
+    )
+    assert "`h` became inf in step 3 of 4 (row 0), which got it from `x`" in text
+
+
+@pytest.mark.parametrize("check", [True, "backward"])
+def test_a_batch_without_rows_has_nothing_to_look_at(check):
+    h, xs = jnp.zeros((0, 3)), jnp.ones((4, 0, 3))
+    step = lambda h, x: (h + x, h)  # noqa: E731
+    run = lambda h: treescan.mask_scan(step, h, xs, lengths=jnp.zeros(0, int), check_finite=check)  # noqa: E731
+    for carry, ys in (
+        run(h),
+        jax.jit(run)(h),
+        treescan.while_scan(lambda h: h[:, 0] < 1, step, h, xs, check_finite=check)[:2],
+    ):
+        assert (carry.shape, ys.shape) == (h.shape, xs.shape)
+    assert jax.grad(lambda h: run(h)[0].sum())(h).shape == h.shape
+
+
+@pytest.mark.slow
+def test_cotangents_of_packed_sequences_are_named() -> None:
+    """Each sequence has a carry of its own in the result, whose cotangent enters where the sequence ends."""
+    packed = treescan.pack([jnp.ones((n, 2)) for n in (3, 4, 2, 5)], rows=2, length=8)
+
+    def loss(kind: str, h: Any) -> Any:
+        def body(h: Any, x: Any) -> Any:
+            flag = jnp.where((h[:, 0] > 1.7) & (kind == "step"), jnp.nan, 1.0)
+            return halve(h, flag[:, None] * x) + x, h.sum(-1)
+
+        ends, _ = treescan.mask_scan(body, h, packed, check_finite="backward")
+        return (jnp.sqrt(ends[1] * 0) if kind == "result" else ends).sum()
+
+    h = jnp.ones((2, 2))
+    assert "the cotangent of `h` became NaN in step" in caught(lambda: jax.grad(functools.partial(loss, "step"))(h))
+    text = caught(lambda: jax.grad(functools.partial(loss, "result"))(h))
+    assert "it was so before that step, from what is computed of the result" in text
+    last = treescan.last_nonfinite()
+    assert last is not None and isinstance(row := last.rows[0], int) and bool(packed.mask[last.step, row])
+    assert last.step + 1 == 8 or bool(packed.resets[last.step + 1, row]) or not packed.mask[last.step + 1, row]
+
+
+# --- loops within loops -----------------------------------------------------------------------------------------------
+
+
+def test_the_inner_loop_names_its_own_step() -> None:
+    def outer(h: Any, x: Any) -> Any:
+        return treescan.fold(lambda g, u: jnp.log(g + u), h, x, check_finite=True)
+
+    xs = jnp.ones((3, 4)).at[1, 2].set(-9.0)
+    assert "`g` became NaN in step 2 of 4" in caught(lambda: treescan.fold(outer, jnp.float32(1), xs))
+
+
+N, T, B = 4, 3, 2
+
+
+def inside(inner: str, check: Any, h: Any, flags: Any) -> Any:
+    """A loop of T steps over flags [T, B], from h [B]."""
+    if inner == "rows":
+        return treescan.fold(halve, h, flags, lengths=jnp.full(B, T), check_finite=check)
+    if inner == "layers":
+        return treescan.fold_layers(lambda flag, h: halve(h, flag), h, flags, check_finite=check)
+    if inner == "while":
+        ended = treescan.while_scan(
+            lambda h: jnp.all(h < 99), lambda h, x: (halve(h, x), None), h, flags, check_finite=check
+        )
+        return ended.carry
+    return treescan.fold(halve, h, flags, check_finite=check)
+
+
+def outside(outer: str, inner: str, checks: tuple[Any, Any], flags: Any, h: Any) -> Any:
+    """Loops over flags [N, T, B]."""
+    step, h = functools.partial(inside, inner, checks[1]), jnp.ones(B) * h
+    options: dict[str, Any] = {"check_finite": checks[0]}
+    if outer == "fori":
+        return treescan.fori(0, N, lambda i, h: step(h, flags[i]), h, **options).sum()
+    if outer == "scan":
+        return treescan.scan(lambda h, x: (step(h, x), h), h, flags, **options)[0].sum()
+    if outer == "reverse":
+        return treescan.fold(step, h, jnp.moveaxis(flags, 0, 1), reverse=True, in_axes=1, **options).sum()
+    return getattr(treescan, outer)(step, h, flags, **options).sum()
+
+
+NESTED = [
+    ("fold", "fold", "jit", (1, 2, 1)),
+    ("scan", "rows", "vmap", (2, 0, 0)),
+    ("accumulate", "layers", "eager", (3, 1, 0)),
+    ("fori", "while", "jit", (0, 2, 1)),
+    ("reverse", "rows", "disable_jit", (1, 1, 1)),
+    ("reverse", "while", "vmap", (2, 2, 0)),
+]
+
+
+@pytest.mark.parametrize(("outer", "inner", "way", "at"), [NESTED[0], *slow(*NESTED[1:])])
+def test_both_steps_are_named(outer: str, inner: str, way: str, at: tuple[int, int, int]) -> None:
+    """A cotangent, of which the outer loop is asked for either thing."""
+    flags = jnp.ones((N, T, B)).at[at].set(jnp.nan)
+    checks = (True, "backward") if at[0] % 2 else ("backward", "backward")
+    text = caught(lambda: gradient(way, functools.partial(outside, outer, inner, checks), flags))
+    record = treescan.last_nonfinite()
+    assert record is not None and record.backward
+    assert (record.step, record.rows) == (at[1], (at[2],))
+    (within,) = record.within
+    assert (within.step, within.steps) == (at[0], N)
+    assert f"within step {at[0]} of {N} of `{'fold' if outer == 'reverse' else outer}` over" in text
+    unit, most = "layer" if inner == "layers" else "step", "at most " if inner == "while" else ""
+    assert f"became NaN in {unit} {at[1]} of {most}{T} (row {at[2]}), within step" in text
+
+
+@pytest.mark.parametrize(("way", "keyed"), [("eager", False), *slow(("disable_jit", True))])
+def test_both_steps_are_named_of_a_carry(way: str, keyed: bool) -> None:
+    def inner(h: Any, x: Any) -> Any:
+        return jnp.sqrt(h * x)
+
+    def outer(h: Any, x: Any, key: Any = None) -> Any:
+        assert (key is not None) == keyed
+        return treescan.fold(lambda h, x: (inner(h[0], x), h[1]), (h, x), x, check_finite=True)[0]
+
+    def outermost(h: Any, xs: Any) -> Any:
+        options = {"key": jax.random.key(0)} if keyed else {}
+        return treescan.fold(outer if keyed else lambda h, x: outer(h, x), h, xs, check_finite=True, **options)
+
+    xs = jnp.ones((2, 4, 5)).at[1, 3, 2].set(-1.0)
+    with jax.disable_jit(way == "disable_jit"):
+        text = caught(lambda: treescan.fold(outermost, jnp.float32(1), xs, check_finite=True))
+    assert "`h[0]` became NaN in step 2 of 5, within step 3 of 4 of `fold` over" in text
+    assert "within step 1 of 2 of `fold` over `outermost`" in text and "first in `sqrt` at" in text
+    record = treescan.last_nonfinite()
+    assert record is not None and [(each.step, each.steps) for each in record.within] == [(3, 4), (1, 2)]
+    np.testing.assert_allclose(record.x, -1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("check", [True, "backward"])
+def test_a_compiled_function_with_a_loop_serves_several_outer_loops(check: Any) -> None:
+    """JAX keeps its trace, which may hold no position of the step that called it first."""
+
+    @jax.jit
+    def inner(h: Any) -> Any:
+        return treescan.fold(lambda h, x: jnp.sqrt(h + x), h, jnp.ones(3), check_finite=check)
+
+    def outer(h: Any, steps: int, check: Any) -> Any:
+        return treescan.fold(lambda h, x: inner(h) + x, h, jnp.arange(float(steps)), check_finite=check)
+
+    for steps in (4, 5):
+        for derive in (lambda f: f, jax.grad, jax.jit):
+            got = derive(functools.partial(outer, steps=steps, check=check))(jnp.float32(2))
+            expected = derive(functools.partial(outer, steps=steps, check=False))(jnp.float32(2))
+            np.testing.assert_allclose(got, expected, rtol=1e-6)
+    text = caught(lambda: outer(jnp.float32(-9), 4, True))
+    assert "`h` became NaN" in text and "within" not in text
+
+
+@pytest.mark.slow
+def test_results_of_both_are_those_without_it() -> None:
+    flags = 1 + jnp.arange(N * T * B, dtype=jnp.float32).reshape(N, T, B) / 9
+    off, on = (
+        jax.jit(jax.grad(functools.partial(outside, "scan", "fold", checks), 1))(flags, jnp.float32(0.7))
+        for checks in ((False, False), (True, "backward"))
+    )
+    np.testing.assert_allclose(off, on, rtol=1e-6)
+
+
+# --- lift -------------------------------------------------------------------------------------------------------------
+
+
+def lifted(w: Any, **options: Any) -> Any:
+    def fn(variables: Any, rngs: Any, carry: Any, x: Any) -> Any:
+        made = {"w": 2 * variables["params"]["w"]}
+        return (jnp.sin(carry * made["w"] + x), {"h": carry, "w": made["w"]}), {"made": made}
+
+    run = treescan.lift(fn, variable_broadcast=["params", "made"], **{"out_axes": {"h": 0, "w": None}, **options})
+    return run({"params": {"w": w}}, {}, w, jnp.ones(6))
+
+
+def test_values_that_all_steps_share_are_still_computed_once() -> None:
+    (_, ys), updates = lifted(jnp.float32(0.5), check_finite=True)
+    assert updates["made"]["w"] == 1 and ys["w"].shape == () and ys["h"].shape == (6,)
+
+
+@pytest.mark.parametrize("backward", [False, True])
+def test_a_bar_of_lift(backward: bool, capsys: pytest.CaptureFixture[str]) -> None:
+    show = None if backward else lambda carry: {"h": carry}
+    bar = treescan.Progress("sums", show=show, backward=backward, meter=treescan.Text(), updates=6)
+    run = functools.partial(lifted, progress=bar, check_finite=not backward)
+    jax.block_until_ready(jax.grad(lambda w: run(w)[0][0])(0.9) if backward else run(jnp.float32(0.9)))
+    jax.effects_barrier()
+    said = capsys.readouterr().err
+    wanted = ("sums (backward): 100%, 6/6",) if backward else ("sums: 0%, 0/6", "sums: 100%, 6/6", "h=")
+    assert all(each in said for each in wanted), said
