@@ -85,13 +85,7 @@ def options_of(package: griffe.Module, annotation: str, known: set[str]) -> list
         for parameter in package[f"_verbs.{verb}"].parameters
     }
     annotations: dict[str, Any] = {"key": package["_types.Options"].members["key"].annotation}
-    kind = package[f"_types.{annotation.removeprefix('Unpack[').removesuffix(']')}"]
-    while kind.name != "TypedDict":
-        annotations = {name: each.annotation for name, each in kind.members.items() if each.is_attribute} | annotations
-        base = str(kind.bases[0])
-        if base == "TypedDict":
-            break
-        kind = package[f"_types.{base}"]
+    annotations = options_in(package, annotation.removeprefix("Unpack[").removesuffix("]")) | annotations
     order = [name for name in defaults if name in annotations]
     return [
         griffe.Parameter(
@@ -100,3 +94,11 @@ def options_of(package: griffe.Module, annotation: str, known: set[str]) -> list
         for name in [*order, *(name for name in annotations if name not in order)]
         if name not in known
     ]
+
+
+def options_in(package: griffe.Module, name: str) -> dict[str, Any]:
+    """The keys of a TypedDict, those of its bases first."""
+    kind, found = package[f"_types.{name}"], dict[str, Any]()
+    for base in map(str, kind.bases):
+        found |= {} if base == "TypedDict" else options_in(package, base)
+    return found | {name: each.annotation for name, each in kind.members.items() if each.is_attribute}

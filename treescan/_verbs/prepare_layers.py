@@ -6,7 +6,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 
@@ -41,35 +41,9 @@ from .._transforms.outputs import check_save
 from .._transforms.program import Arguments, Call
 from .._transforms.remat import check_remat
 from .._tree import Prefix, freeze_static, is_static, leaves_with_path, thaw_static
-from .._types import Array, Axes, Carry, FiniteCheck, ProgressLike, PyTree, Save, X_contra, Y_co
+from .._types import Array, Axes, FiniteCheck, ProgressLike, PyTree, Save
 from ..carries._registry import Adopted, adopt
 from .prepare import body_of, restored
-
-Layer_contra = TypeVar("Layer_contra", contravariant=True)
-
-
-class KeyedBlock(Protocol[Layer_contra, Carry, Y_co]):
-    """A block of `scan_layers` that takes a fresh key in each layer."""
-
-    def __call__(self, layer: Layer_contra, x: Carry, /, *, key: Array) -> tuple[Carry, Y_co]: ...
-
-
-class KeyedBlockWithOwn(Protocol[Layer_contra, X_contra, Carry, Y_co]):
-    """A block of `scan_layers` that takes a key, for layers that have an input of their own."""
-
-    def __call__(self, layer: Layer_contra, x: Carry, x_layer: X_contra, /, *, key: Array) -> tuple[Carry, Y_co]: ...
-
-
-class KeyedFoldBlock(Protocol[Layer_contra, Carry]):
-    """A block of `fold_layers` that takes a fresh key in each layer."""
-
-    def __call__(self, layer: Layer_contra, x: Carry, /, *, key: Array) -> Carry: ...
-
-
-class KeyedFoldBlockWithOwn(Protocol[Layer_contra, X_contra, Carry]):
-    """A block of `fold_layers` that takes a key, for layers that have an input of their own."""
-
-    def __call__(self, layer: Layer_contra, x: Carry, x_layer: X_contra, /, *, key: Array) -> Carry: ...
 
 
 class Stacks(NamedTuple):

@@ -26,15 +26,21 @@ from .._types import (
     Array,
     Axes,
     Carry,
+    Cond,
     FiniteCheck,
     KeyedBody,
+    KeyedNone,
     KeyedValidBody,
+    KeyedXs,
     ProgressLike,
     PyTree,
     RematLike,
     Save,
+    ScanBody,
     ValidBody,
+    WhileNone,
     WhileOptions,
+    WhileXs,
     X,
     Y,
 )
@@ -78,83 +84,35 @@ def while_scan(
     f: Callable[[Carry, X], tuple[Carry, Y]],
     init: Carry,
     xs: X,
-    *,
-    max_length: int | None = None,
-    **options: Unpack[WhileOptions],
+    **options: Unpack[WhileXs],
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
-    cond: Callable[[Carry], Any],
-    f: Callable[[Carry, None], tuple[Carry, Y]],
-    init: Carry,
-    xs: None = None,
-    *,
-    max_length: int,
-    **options: Unpack[WhileOptions],
+    cond: Cond[Carry], f: ScanBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[WhileNone]
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
-    cond: Callable[[Carry], Any],
-    f: ValidBody[Carry, X, Y],
-    init: Carry,
-    xs: X,
-    *,
-    max_length: int | None = None,
-    **options: Unpack[WhileOptions],
+    cond: Cond[Carry], f: ValidBody[Carry, X, Y], init: Carry, xs: X, **options: Unpack[WhileXs]
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
-    cond: Callable[[Carry], Any],
-    f: ValidBody[Carry, None, Y],
-    init: Carry,
-    xs: None = None,
-    *,
-    max_length: int,
-    **options: Unpack[WhileOptions],
+    cond: Cond[Carry], f: ValidBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[WhileNone]
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
-    cond: Callable[[Carry], Any],
-    f: KeyedBody[Carry, X, Y],
-    init: Carry,
-    xs: X,
-    *,
-    max_length: int | None = None,
-    key: Array,
-    **options: Unpack[WhileOptions],
+    cond: Cond[Carry], f: KeyedBody[Carry, X, Y], init: Carry, xs: X, **options: Unpack[KeyedXs]
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
-    cond: Callable[[Carry], Any],
-    f: KeyedBody[Carry, None, Y],
-    init: Carry,
-    xs: None = None,
-    *,
-    max_length: int,
-    key: Array,
-    **options: Unpack[WhileOptions],
+    cond: Cond[Carry], f: KeyedBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[KeyedNone]
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
-    cond: Callable[[Carry], Any],
-    f: KeyedValidBody[Carry, X, Y],
-    init: Carry,
-    xs: X,
-    *,
-    max_length: int | None = None,
-    key: Array,
-    **options: Unpack[WhileOptions],
+    cond: Cond[Carry], f: KeyedValidBody[Carry, X, Y], init: Carry, xs: X, **options: Unpack[KeyedXs]
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
-    cond: Callable[[Carry], Any],
-    f: KeyedValidBody[Carry, None, Y],
-    init: Carry,
-    xs: None = None,
-    *,
-    max_length: int,
-    key: Array,
-    **options: Unpack[WhileOptions],
+    cond: Cond[Carry], f: KeyedValidBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[KeyedNone]
 ) -> WhileResult[Carry, Y]: ...
 @verb
 def while_scan(
