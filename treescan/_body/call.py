@@ -18,7 +18,16 @@ from .._loop.loop import Feed
 from .._loop.run import keeps_named_pairs
 from .._tree import is_static, leaves_with_path, thaw_static
 from .._types import Array, PyTree, TreeDef
-from .carry import OwnState, StateAndY, check_carry, read_carries, split_with_state, without_carries, write_carries
+from .carry import (
+    OwnState,
+    StateAndY,
+    check_carry,
+    copied,
+    read_carries,
+    split_with_state,
+    without_carries,
+    write_carries,
+)
 from .failures import call_body, watch
 from .signature import SCAN, Convention, Signature, signature_of
 
@@ -54,68 +63,51 @@ class CallBody:
     custom: tuple[type, ...] = ()
 
     def __call__(self, consts: Shared | None, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        # A body may change the containers that it is given: the carry that it returns is compared with another copy.
-        given = jtu.tree_unflatten(jtu.tree_structure(state), jtu.tree_leaves(state))
-        carry, x = (thaw_static(given), thaw_static(feed.x)) if self.frozen else (given, feed.x)
-        unchanged = thaw_static(state) if self.frozen else state
+        """The next carry and y, in the container of the pair where the body chose another than a tuple."""
+        convention, thaw = self.convention, thaw_static if self.frozen else _unchanged
         key, args = Shared() if consts is None else consts
         keywords: dict[str, Any] = {}
         if key is not None and feed.position is not None:
             keywords["key"] = jax.random.fold_in(key, feed.position)
         if self.sees_valid:
             keywords["valid"] = feed.valid
-        args = jtu.tree_unflatten(jtu.tree_structure(args), jtu.tree_leaves(args))  # for the same reason
-        others = (*x, *(thaw_static(args) if self.frozen else args)) if self.convention.spread else (x,)
-        own = len(x) - 1 if self.convention.stateful else None
-        returned, y, structure = self._call(carry, others, keywords, unchanged, feed.valid, own)
-        if self.frozen:
-            returned = _frozen_as(state, unchanged, returned)
-        if self.frozen and own is not None:
-            y = StateAndY(_frozen_as(feed.x[own], thaw_static(feed.x[own]), y.state), y.y)
-        return (returned, y) if structure is None else jtu.tree_unflatten(structure, (returned, y))
-
-    def _call(
-        self,
-        carry: PyTree,
-        others: tuple[PyTree, ...],
-        keywords: dict[str, Any],
-        given: PyTree,
-        valid: Array | None,
-        own: int | None,
-    ) -> tuple[PyTree, PyTree, TreeDef | None]:
-        """The next carry, y, and the pair's container where the body chose another than a tuple: the result has it.
-
-        `own` is the place of the layer's state among `others`; then y is a `StateAndY`.
-        """
+        # The carry that the body returns is compared with another copy than it is given.
+        given, carry, x, args = thaw(state), thaw(copied(state)), thaw(feed.x), thaw(copied(args))
+        others = (*x, *args) if convention.spread else (x,)
         signature = self.body.memo(Signature, lambda: signature_of(self.body))
-        name = carry_name(self.body, self.convention)
+        name = carry_name(self.body, convention)
         if self.custom:
             carry = read_carries(carry, name)
-        place, state = self.convention.place, None
-        if own is not None:
-            state = OwnState.read(self.body, others[own], own + 1, bool(self.custom))
-            others = (*others[:own], state.seen, *others[own + 1 :])
-        arguments = (*others[:place], carry, *others[place:])
+        place, own = convention.place, None
+        if convention.stateful:
+            last = len(x) - 1
+            own = OwnState.read(self.body, others[last], last + 1, bool(self.custom))
+            others = (*others[:last], own.seen, *others[last + 1 :])
         with signature.scope() as scope:
+            arguments = (*others[:place], carry, *others[place:])
             if scope:
                 scope.check_inputs(arguments)
             modules = watch(self._roots(len(others)), others)
-            out = call_body(self.body, self.convention, arguments, keywords)
+            out = call_body(self.body, convention, arguments, keywords)
             if modules is not None:
                 modules.refuse_changes(out, lambda others: self._again(given, others, keywords))
-            returned, new_state, y = _split(self.convention, out, given)
+            returned, new_state, y = _split(convention, out, given)
             kept, new = without_carries(given, returned) if self.custom else (given, returned)
-            check_carry(self.body, self.convention, name, kept, new, y if own is None else new_state, out)
+            check_carry(self.body, convention, name, kept, new, y if own is None else new_state, out)
             if self.custom:
-                returned = write_carries(given, returned, valid, name)
-                y = returned if self.convention.stacks else y
-            new_state = None if state is None else state.written(new_state)
+                returned = write_carries(given, returned, feed.valid, name)
+                y = returned if convention.stacks else y
+            new_state = None if own is None else own.written(new_state)
             if scope:
-                scope.check_outputs(out, self._names_of_outputs(name, state))
-            check_arrays(y, name if self.convention.stacks else None)
-        y = y if state is None else StateAndY(new_state, y)
-        keeps = self.convention.pair and not self.convention.spread  # a pair of layers' is always a tuple
-        return returned, y, _container(out) if keeps else None
+                scope.check_outputs(out, self._names_of_outputs(name, own))
+            check_arrays(y, name if convention.stacks else None)
+        if self.frozen:
+            returned = _frozen_as(state, given, returned)
+        if own is not None:
+            y = StateAndY(_frozen_as(feed.x[-1], own.given, new_state) if self.frozen else new_state, y)
+        keeps = convention.pair and not convention.spread  # a pair of layers' is always a tuple
+        structure = _container(out) if keeps else None
+        return (returned, y) if structure is None else jtu.tree_unflatten(structure, (returned, y))
 
     def _names_of_outputs(self, name: str, state: OwnState | None) -> str | tuple[str, ...]:
         """The names of the parts that the body returns."""
@@ -131,11 +123,14 @@ class CallBody:
 
     def _again(self, given: PyTree, others: tuple[PyTree, ...], keywords: dict[str, Any]) -> Any:
         """Calls the body once more, with other values beside its carry, which is copied."""
-        carry = jtu.tree_unflatten(jtu.tree_structure(given), jtu.tree_leaves(given))
+        carry, place = copied(given), self.convention.place
         if self.custom:
             carry = read_carries(carry, carry_name(self.body, self.convention))
-        place = self.convention.place
         return self.body.function(*others[:place], carry, *others[place:], **keywords)
+
+
+def _unchanged(tree: PyTree) -> PyTree:
+    return tree
 
 
 def carry_name(body: Body, convention: Convention) -> str:
@@ -163,11 +158,9 @@ def _frozen_as(frozen: PyTree, given: PyTree, returned: PyTree) -> PyTree:
 
 def _pair(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTree]:
     """Any container of two parts counts as a pair, as in lax.scan. Otherwise the error is about a pair."""
-    if isinstance(out, tuple | list):
-        parts: list[Any] = list(out)
-    else:
-        parts = [] if jtu.all_leaves([out]) else _children(out)
-    if len(parts) == 2 and (isinstance(out, tuple | list) or _same_structure(carry, parts[0])):
+    listed = isinstance(out, tuple | list)
+    parts = list(out) if listed else jtu.tree_leaves(out, is_leaf=lambda node: node is not out)
+    if len(parts) == 2 and (listed or _same_structure(carry, parts[0])):
         return parts[0], parts[1]
     raise Fault(
         BodyError,
@@ -181,10 +174,6 @@ def _container(out: Any) -> TreeDef | None:
     if type(out) is tuple or (isinstance(out, tuple) and not keeps_named_pairs()):
         return None
     return jtu.tree_structure(out, is_leaf=lambda node: node is not out)
-
-
-def _children(out: Any) -> list[Any]:
-    return jtu.tree_leaves(out, is_leaf=lambda node: node is not out)
 
 
 def _pair_cure(convention: Convention, out: Any, carry: PyTree) -> str:
@@ -222,37 +211,22 @@ def _same_structure(carry: PyTree, other: PyTree) -> bool:
 
 def check_arrays(y: PyTree, carry: str | None = None) -> None:
     """Refuses outputs that cannot be stacked. `carry` is the body's own name for them where they are its carry."""
-    if any(map(is_static, jtu.tree_leaves(y))):
-        named = leaves_with_path(carry or "y", y)
-        if carry:
-            raise _static_carry(named, *_of_a_model(y))
-        raise Fault(
-            BodyError,
-            "{body} returned outputs that are not arrays.",
-            *_of_a_model(y),
-            "Outputs are stacked over the {unit}s, so they must be arrays. Keep other values out of the scan.",
-            header=("leaf", "expected", "is"),
-            rows=[Row(path, "an array", describe_leaf(leaf), "") for path, leaf in named if is_static(leaf)],
-        )
-
-
-def _of_a_model(y: PyTree) -> list[str]:
-    """The advice for modules of equinox, whose functions are leaves."""
-    if not holds(y, module_classes()):
-        return []
-    return ["To stack the arrays of a model, return `eqx.filter(model, eqx.is_array)` as y, in place of the model."]
-
-
-def _static_carry(named: list[tuple[str, Any]], *cures: str) -> Fault:
-    return Fault(
-        BodyError,
-        "{call} stacks {the_carry} after each {step}, but it holds leaves that are not arrays.",
-        "Let the {step} close over such leaves, and keep them out of {init}. Or call "
-        "`treescan.scan`, which carries it: its body returns the values to stack as y.",
-        *cures,
-        header=("leaf", "expected", "is"),
-        rows=[Row(path, "an array", describe_leaf(leaf), "") for path, leaf in named if is_static(leaf)],
-    )
+    if not any(map(is_static, jtu.tree_leaves(y))):
+        return
+    says = "{body} returned outputs that are not arrays."
+    cures = ["Outputs are stacked over the {unit}s, so they must be arrays. Keep other values out of the scan."]
+    if carry:
+        says = "{call} stacks {the_carry} after each {step}, but it holds leaves that are not arrays."
+        cures = [
+            "Let the {step} close over such leaves, and keep them out of {init}. Or call `treescan.scan`, which "
+            "carries it: its body returns the values to stack as y."
+        ]
+    if holds(y, module_classes()):  # of equinox, whose functions are leaves
+        model = "To stack the arrays of a model, return `eqx.filter(model, eqx.is_array)` as y, in place of the model."
+        cures.insert(1 if carry else 0, model)
+    named = leaves_with_path(carry or "y", y)
+    rows = [Row(path, "an array", describe_leaf(leaf)) for path, leaf in named if is_static(leaf)]
+    raise Fault(BodyError, says, *cures, rows=rows)
 
 
 def takes_keyword(body: Body, name: str) -> bool:

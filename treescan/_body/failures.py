@@ -41,37 +41,31 @@ def watching_linen() -> contextlib.AbstractContextManager[Any]:
         level = None if scope is None else getattr(scope.root, "trace_level", None)
         if level is None or level in (inside, current()):
             return function(*args, **kwargs)
-        before = _variables(context.module)
+        before = variables_of(context.module)
         out = function(*args, **kwargs)
-        _refuse_changes(before, _variables(context.module))
+        rows = [
+            Row(path, "changed" if path in before else "new", "")
+            for path, leaf in variables_of(context.module).items()
+            if before.get(path) is not leaf
+        ]
+        if rows:
+            raise Fault(
+                BodyError,
+                "{body} made or changed variables of a flax.linen module, and the {step} does not return them. They "
+                "would leave the loop as tracers, and JAX would raise an error where they are used.",
+                "Use `treescan.integrations.flax.scan`, which takes a module as its body, or `treescan.lift`.",
+                "Or make the variables before the loop, `variables = module.init(...)`, and put them into {init} or "
+                "close over them: the {step} calls `module.apply(variables, ...)`.",
+                header=("variable", "is"),
+                rows=rows,
+            )
         return out
 
+    def variables_of(module: Any) -> dict[str, Any]:
+        name = "/".join(module.path) or type(module).__name__
+        return {path_str(name, path): leaf for path, leaf in jtu.tree_flatten_with_path(module.variables)[0]}
+
     return linen.intercept_methods(look)
-
-
-def _variables(module: Any) -> dict[str, Any]:
-    name = "/".join(module.path) or type(module).__name__
-    named = jax.tree_util.tree_flatten_with_path(module.variables)[0]
-    return {path_str(name, path): leaf for path, leaf in named}
-
-
-def _refuse_changes(before: dict[str, Any], after: dict[str, Any]) -> None:
-    rows = [
-        Row(path, "changed" if path in before else "new", "", "")
-        for path, leaf in after.items()
-        if before.get(path) is not leaf
-    ]
-    if rows:
-        raise Fault(
-            BodyError,
-            "{body} made or changed variables of a flax.linen module, and the {step} does not return them. They "
-            "would leave the loop as tracers, and JAX would raise an error where they are used.",
-            "Use `treescan.integrations.flax.scan`, which takes a module as its body, or `treescan.lift`.",
-            "Or make the variables before the loop, `variables = module.init(...)`, and put them into {init} or close "
-            "over them: the {step} calls `module.apply(variables, ...)`.",
-            header=("variable", "is"),
-            rows=rows,
-        )
 
 
 Call: TypeAlias = Callable[[tuple[PyTree, ...]], Any]
@@ -108,11 +102,12 @@ class Watched(NamedTuple):
         Raises:
             Fault: for a `BodyError` that lists all of them.
         """
-        returned = {id(leaf) for leaf in jtu.tree_leaves(out)}
+        kept = {id(leaf) for leaf in jtu.tree_leaves(out)}
+        before = {path: {id(leaf) for leaf in variable.leaves} for path, variable in self.variables.items()}
         lost = {
             path: variable
             for path, variable in _module_variables(self.roots, self.given).items()
-            if any(id(leaf) not in returned for leaf in self._new_leaves(path, variable))
+            if any(id(leaf) not in kept | before.get(path, set()) for leaf in variable.leaves)
         }
         if lost and not lost.keys().isdisjoint(self.variables):
             passed_on = self._passed_on(call)
@@ -125,14 +120,9 @@ class Watched(NamedTuple):
                 "should change, call the module's `eval()` first. Or let the {step} return the changes.",
                 header=("leaf", "variable", "is"),
                 rows=[
-                    Row(path, variable.kind, "changed" if path in self.variables else "new", "")
-                    for path, variable in lost.items()
+                    Row(path, variable.kind, "changed" if path in before else "new") for path, variable in lost.items()
                 ],
             )
-
-    def _new_leaves(self, path: str, variable: Variable) -> list[Any]:
-        known = {id(leaf) for leaf in self.variables[path].leaves} if path in self.variables else set[int]()
-        return [leaf for leaf in variable.leaves if id(leaf) not in known]
 
     def _passed_on(self, call: Call) -> set[str]:
         """The paths of variables whose arrays come back as they went in, through whatever functions."""
@@ -171,16 +161,6 @@ def _module_variables(roots: tuple[str, ...], given: tuple[PyTree, ...]) -> dict
     }
 
 
-class _Listed(NamedTuple):
-    """An argument that may be a list of what should have been stacked."""
-
-    name: str
-    kind: str
-    items: int
-    error: type[TreescanError]
-    root: str
-
-
 def call_user(function: Any, *arguments: Any, **keywords: Any) -> Any:
     """Calls a function of the user's.
 
@@ -191,7 +171,16 @@ def call_user(function: Any, *arguments: Any, **keywords: Any) -> Any:
         with watching_linen():
             return function(*arguments, **keywords)
     except refusals_of_changes() as error:
-        raise _of_other_trace(error) from None
+        raise Fault(
+            BodyError,
+            "{body} changed a module of flax that was made outside of the {step}, for example the counter of a "
+            f"`Dropout`, or the statistics of a `BatchNorm`: {str(error).split(' (http')[0]}.",
+            "Put the module into {init}, and return it in {the_carry}. Or pass it as an argument to "
+            "`treescan.integrations.nnx.scan`, which updates modules in place. For flax.linen, it is "
+            "`treescan.integrations.flax.scan`, or `treescan.lift`.",
+            "If nothing should change, call the module's `eval()` before the loop.",
+            cause=error,
+        ) from None
 
 
 def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
@@ -205,32 +194,27 @@ def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keyw
     except (Fault, TreescanError):
         raise
     except Exception as error:
-        listed = _listed(body, convention, arguments)
-        if listed is None:
+        place = 0 if convention.spread else 1  # of the layer, or of x, which may be a list of what could be stacked
+        value = arguments[place] if len(arguments) > place != convention.place else None
+        if type(value) not in (list, tuple) or len(value) < 2 or not are_alike(value):
             raise
-        if not _is_about(error, listed.kind):
-            error.add_note(_forgotten(listed))
+        kind, items, names = type(value).__name__, len(value), body.names
+        refused, root, one = (LayerError, "layers", "layer") if convention.spread else (ArgumentError, "xs", "step")
+        advice = (
+            f"Did you forget `treescan.stack`? `{root}` is one tree, and each {one} receives a slice of all {items} "
+            f"items. If each item is a {one}, pass `treescan.stack({root})`."
+        )
+        if not isinstance(error, TypeError | AttributeError) or not re.search(rf"\b{kind}\b", str(error)):
+            error.add_note(advice)
             raise
+        name = names[place] if len(names) > place else convention.takes[place]
         raise Fault(
-            listed.error,
-            f"{{call}}: `{listed.name}` is a {listed.kind} of {listed.items} trees of the same types, and the "
-            f"{{step}} failed with it: {type(error).__name__}: {error}",
-            _forgotten(listed),
+            refused,
+            f"{{call}}: `{name}` is a {kind} of {items} trees of the same types, and the {{step}} failed with it: "
+            f"{type(error).__name__}: {error}",
+            advice,
             cause=error,
         ) from None
-
-
-def _listed(body: Body, convention: Convention, arguments: Sequence[Any]) -> _Listed | None:
-    """The layer, or x, if it is a list of trees that could be stacked."""
-    place = 0 if convention.spread else 1
-    if convention.place == place or len(arguments) <= place:
-        return None
-    value, names = arguments[place], body.names
-    if type(value) not in (list, tuple) or len(value) < 2 or not are_alike(value):
-        return None
-    name = names[place] if len(names) > place else convention.takes[place]
-    error, root = (LayerError, "layers") if convention.spread else (ArgumentError, "xs")
-    return _Listed(name, type(value).__name__, len(value), error, root)
 
 
 def are_alike(trees: Sequence[Any]) -> bool:
@@ -238,29 +222,3 @@ def are_alike(trees: Sequence[Any]) -> bool:
     leaves, structures = zip(*map(jax.tree.flatten, trees), strict=True)
     types = [[(shape_of(leaf), dtype_of(leaf)) for leaf in each] for each in leaves]
     return bool(leaves[0]) and all(each == structures[0] for each in structures) and all(t == types[0] for t in types)
-
-
-def _is_about(error: Exception, kind: str) -> bool:
-    """Whether an error says that something is a list, and should not be."""
-    return isinstance(error, TypeError | AttributeError) and re.search(rf"\b{kind}\b", str(error)) is not None
-
-
-def _forgotten(listed: _Listed) -> str:
-    one = "layer" if listed.root == "layers" else "step"
-    return (
-        f"Did you forget `treescan.stack`? `{listed.root}` is one tree, and each {one} receives a slice of all "
-        f"{listed.items} items. If each item is a {one}, pass `treescan.stack({listed.root})`."
-    )
-
-
-def _of_other_trace(error: Exception) -> Fault:
-    return Fault(
-        BodyError,
-        "{body} changed a module of flax that was made outside of the {step}, for example the counter of a "
-        f"`Dropout`, or the statistics of a `BatchNorm`: {str(error).split(' (http')[0]}.",
-        "Put the module into {init}, and return it in {the_carry}. Or pass it as an argument to "
-        "`treescan.integrations.nnx.scan`, which updates modules in place. For flax.linen, it is "
-        "`treescan.integrations.flax.scan`, or `treescan.lift`.",
-        "If nothing should change, call the module's `eval()` before the loop.",
-        cause=error,
-    )
