@@ -212,10 +212,7 @@ def without_axis(root: str, tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def _sizes_differ(xs: PyTree, length: Any, axes: LeafAxes | None) -> Fault:
-    rows = [
-        Row(path, str(leaf.shape[axis]), describe_leaf(leaf), f"axis {axis}")
-        for path, leaf, axis in with_axes(leaves_with_path("xs", xs), axes)
-    ]
+    rows = rows_of_steps(xs, axes)
     says = "{call}: the {leaves_of_xs} do not have the same number of steps."
     if len({row.expected for row in rows}) == 1:
         says = f"{{call}}: `length` is {length}, but {{xs}} has {rows[0].expected} steps."
@@ -228,6 +225,12 @@ def _sizes_differ(xs: PyTree, length: Any, axes: LeafAxes | None) -> Fault:
         header=("leaf", "steps", "is"),
         rows=rows,
     )
+
+
+def rows_of_steps(xs: PyTree, axes: LeafAxes | None) -> list[Row]:
+    """A row for each leaf that is scanned over: how many steps it has."""
+    named = with_axes(leaves_with_path("xs", xs), axes)
+    return [Row(path, str(leaf.shape[axis]), describe_leaf(leaf), f"axis {axis}") for path, leaf, axis in named]
 
 
 def _listed_steps(xs: PyTree, axes: LeafAxes | None) -> list[str]:

@@ -100,37 +100,33 @@ def fori(
         check_options(options, _ACCEPTED, _REFUSES)
         check_callable(f, FORI.call)
         checks = options.pop("check_finite", False)
+        remat, progress = options.pop("remat", None), options.pop("progress", None)
         most = check_length(max_length, "max_length", _TRACED_MOST)
         if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
             # Here, not above: only loops that end early load what runs them.
             from .._transforms.until.program import Bounds, Until, remat_of
 
-            bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
-            plan, progress = remat_of(options.pop("remat", None)), options.pop("progress", None)
+            bounds, plan = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper")), remat_of(remat)
             call = prepare(FORI, f, init, length=most, **options)
             shown = refuse_backward(check_progress(progress, call.call.body, "fori"))
             check = call.checking(checks, indexed=True, ends_early=True)
             ended = Until(call.call, check=check, remat=plan, progress=shown).run(call.given, bounds)
             deliver(ended.ys)
             return call.restored((ended.state, None))[0]
-        low, high = check_bound(lower, "lower"), check_bound(upper, "upper")
-        length = max(high - low, 0)
-        _check_most(length, most)
-        remat, progress = options.pop("remat", None), options.pop("progress", None)
+        low = check_bound(lower, "lower")
+        length = max(check_bound(upper, "upper") - low, 0)
+        if most is not None and length > most:
+            raise Fault(
+                ArgumentError,
+                f"{{verb}} over {{body}}: from `lower` to `upper` there are {length} steps, but `max_length` is "
+                f"{most}.",
+                "Known bounds need no `max_length`. For traced bounds, give the largest possible number of steps.",
+            )
         call = prepare(FORI, f, init, length=length, **options)
         return call.run(Count(low), call.checking(checks, indexed=True), Recompute.of(remat), call.showing(progress))[0]
     except Exception as error:
         explained = explain(in_own_words(error), "fori", f, init)
     raise explained
-
-
-def _check_most(length: int, most: int | None) -> None:
-    if most is not None and length > most:
-        raise Fault(
-            ArgumentError,
-            f"{{verb}} over {{body}}: from `lower` to `upper` there are {length} steps, but `max_length` is {most}.",
-            "Known bounds need no `max_length`. For traced bounds, give the largest possible number of steps.",
-        )
 
 
 def _check_traced(bound: Any, name: str) -> ArrayLike:

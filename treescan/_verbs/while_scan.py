@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Unpack, overload
 
 import jax
 
-from .._avals import describe_leaf
-from .._axes import LeafAxes, static_axes
+from .._axes import LeafAxes
 from .._body.signature import WHILE_SCAN
-from .._checks.arguments import check_options, check_positional, infer_length
+from .._checks.arguments import check_options, check_positional, infer_length, rows_of_steps, with_axes
 from .._checks.rows import check_compact, check_length
-from .._errors import WHILE_WORDS, ArgumentError, Fault, Row, explain, verb
+from .._errors import WHILE_WORDS, ArgumentError, Fault, explain, verb
 from .._loop.body import Body
 from .._reprs import short_html, short_repr
 from .._transforms.finite.check import deliver
@@ -44,7 +43,7 @@ from .._types import (
     X,
     Y,
 )
-from .prepare import AROUND_ROWS, prepare, refuse_batches
+from .prepare import AROUND_ROWS, prepare, refuse_batches, row_axes
 
 _ACCEPTED = frozenset(WhileOptions.__annotations__) | {"max_length", "key"}
 _TRACED_MOST = (
@@ -223,16 +222,19 @@ def while_scan(
         [1.  0.5 1. ] [3 0 1]
     """
     try:
-        _check_call(cond, xs, options, _more)
         # Here, not above: only loops that end early load what runs them.
-        from .._transforms.until.condition import StopRows
+        from .._transforms.until.condition import StopRows, check_condition
         from .._transforms.until.program import Until, remat_of
 
+        check_positional(_more, "cond, step, init, xs", "max_length")
+        check_options(options, _ACCEPTED, _REFUSES)
+        check_condition(cond)
+        refuse_batches(xs, options.get("in_axes", 0), WHILE_SCAN)
         plan, kept, out_axes = remat_of(remat), check_save(save), options.pop("out_axes", 0)
         measure = functools.partial(_check_max_length, max_length)
         call = prepare(WHILE_SCAN, f, init, xs, measure=measure, masked=True, **options)
-        rows = _row_axes(carry_axes, x_axes, y_axes)
-        compact = check_compact(compact, keyed=options.get("key") is not None)
+        rows = row_axes(carry_axes, x_axes, y_axes)
+        compact, filled = check_compact(compact, keyed=options.get("key") is not None), _check_fill(fill)
         condition = Body.of(cond)
         asked = condition.function  # kept alive, as that of an equal condition may be another object
         program = Until(
@@ -243,8 +245,9 @@ def while_scan(
             MoveOutputs.of(out_axes, save),
             plan,
             kept,
-            **_filled(fill),
-            progress=refuse_backward(check_progress(progress, call.call.body, "while_scan")),
+            Prefix.of(filled),
+            repr(filled),
+            refuse_backward(check_progress(progress, call.call.body, "while_scan")),
         )
         ended = program.run(call.given)
         del asked
@@ -254,22 +257,10 @@ def while_scan(
     raise explained
 
 
-def _check_call(cond: Any, xs: PyTree, options: Mapping[str, Any], more: tuple[Any, ...]) -> None:
-    """Refuses arguments that the verb does not take, and a condition that it cannot call."""
-    from .._transforms.until.condition import check_condition
-
-    check_positional(more, "cond, step, init, xs", "max_length")
-    check_options(options, _ACCEPTED, _REFUSES)
-    check_condition(cond)
-    refuse_batches(xs, options.get("in_axes", 0), WHILE_SCAN)
-
-
 def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int:
     """The most steps to take: what is given, which xs must have at least, else what xs have."""
     most = check_length(max_length, "max_length", _TRACED_MOST)
-    leaves = jax.tree.leaves(xs)
-    scanned = [axis is not None for axis in axes or (0,) * len(leaves)]
-    if not any(scanned):
+    if not with_axes(leaves_with_path("xs", xs), axes):
         if most is None:
             raise Fault(
                 ArgumentError,
@@ -286,39 +277,14 @@ def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int
             "The loop is split into chunks, so export it with a known number of steps.",
         )
     if most is not None and most > there:
-        raise _too_short(xs, most, axes or (0,) * len(leaves))
+        raise Fault(
+            ArgumentError,
+            f"{{verb}} over {{body}}: `max_length` is {most}, but xs has {there} steps.",
+            "Leave it out to stop at the end of xs, or give xs for all `max_length` steps.",
+            header=("leaf", "steps", "is"),
+            rows=rows_of_steps(xs, axes),
+        )
     return there if most is None else most
-
-
-def _too_short(xs: PyTree, most: int, axes: LeafAxes) -> Fault:
-    named = leaves_with_path("xs", xs)
-    rows = [
-        Row(path, str(leaf.shape[axis]), describe_leaf(leaf), f"axis {axis}")
-        for (path, leaf), axis in zip(named, axes, strict=True)
-        if axis is not None
-    ]
-    return Fault(
-        ArgumentError,
-        f"{{verb}} over {{body}}: `max_length` is {most}, but xs has {rows[0].expected} steps.",
-        "Leave it out to stop at the end of xs, or give xs for all `max_length` steps.",
-        header=("leaf", "steps", "is"),
-        rows=rows,
-    )
-
-
-def _row_axes(carry_axes: Axes, x_axes: Axes, y_axes: Axes) -> tuple[Prefix, Prefix, Prefix]:
-    """Where rows are, as the options say."""
-    return (
-        static_axes("carry_axes", carry_axes, none=True),
-        static_axes("x_axes", x_axes, none=True),
-        static_axes("y_axes", y_axes, none=True),
-    )
-
-
-def _filled(fill: PyTree) -> dict[str, Any]:
-    """What outputs are where no step is taken, and that as text."""
-    checked = _check_fill(fill)
-    return {"fill": Prefix.of(checked), "spelled": repr(checked)}
 
 
 def _check_fill(fill: PyTree) -> PyTree:
