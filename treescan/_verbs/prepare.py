@@ -278,6 +278,7 @@ def prepare(
     name: str | None = None,
     lowering: tuple[tuple[str, Any], ...] = (),
     masked: bool = False,
+    noted: bool = True,
 ) -> Prepared:
     """Checks what all verbs are told, and takes static leaves and values of registered types out of the arrays.
 
@@ -295,6 +296,7 @@ def prepare(
         name: as for `treescan.scan`.
         lowering: further keyword arguments of `jax.lax.scan`.
         masked: whether the body may take `valid`.
+        noted: whether a body that is traced for many types is warned of.
 
     Raises:
         Fault: as `treescan.scan`.
@@ -320,7 +322,8 @@ def prepare(
         name=check_name(name),
         lowering=lowering,
     )
-    note_types(alive, body.memo, convention.verb, {"init": init, "xs": xs, "length": steps})
+    if noted:
+        note_types(alive, body.memo, convention.verb, {"init": init, "xs": xs, "length": steps})
     return Prepared(call, Arguments(frozen_init, frozen_xs, key), axes, adopted, alive)
 
 
