@@ -15,7 +15,7 @@ VERBS = {
     "scan.scan": "X | None",
     "scan.fold": "X | None",
     "scan.accumulate": "X | None",
-    "fori.fori": None,
+    "scan.fori": None,
     "while_scan.while_scan": "X | None",
     "mask_scan.mask_scan": "X | Padded[X] | Packed[X] | None",
     "layers.scan_layers": "X | None",

@@ -15,7 +15,7 @@ from jax.core import ShapedArray, Tracer
 
 from .._avals import describe_leaf, describe_node, is_key, shape_of, spec_parts
 from .._axes import LeafAxes, check_axes, spread_axes
-from .._body.failures import are_alike
+from .._body.call import are_alike
 from .._body.signature import Convention
 from .._errors import (
     ArgumentError,

@@ -17,12 +17,11 @@ from .._transforms.budget import RematPlan, plan_of
 from .._transforms.program import Arguments, Taken, take
 from .._transforms.remat import AUTO, check_remat, check_remat_or_auto, fastest
 from .._types import Array, PyTree, RematLike
-from .fori import fori
 from .layers import fold_layers, scan_layers
 from .mask_scan import mask_scan
 from .prepare import prepare
 from .prepare_layers import explain_traced, prepare_layers
-from .scan import accumulate, fold, scan
+from .scan import accumulate, fold, fori, scan
 from .while_scan import while_scan
 
 

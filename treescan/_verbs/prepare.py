@@ -25,8 +25,7 @@ from .._checks.arguments import (
     infer_length,
     resolve_axes,
 )
-from .._checks.reset_to import check_targets
-from .._checks.rows import check_length, check_padded, check_rows
+from .._checks.rows import check_length, check_padded, check_rows, check_targets
 from .._data.batches import Packed, Padded
 from .._errors import ArgumentError, Fault, describe_body
 from .._loop.body import Body, note_types

@@ -13,7 +13,7 @@ import jax
 
 from .._avals import describe_argument, describe_leaf, describe_node, is_mutable, is_weak, shape_of
 from .._axes import LeafAxes, static_axes
-from .._body.failures import are_alike
+from .._body.call import are_alike
 from .._body.signature import Convention
 from .._checks.arguments import (
     check_key,

@@ -1,23 +1,36 @@
-"""`scan`, and `fold` and `accumulate`, whose body returns only the carry."""
+"""`scan`; `fold` and `accumulate`, whose body returns only the carry; and `fori`, over a range of indices."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, Unpack, overload
 
-from .._body.signature import ACCUMULATE, FOLD, SCAN
+import jax.numpy as jnp
+from jax.core import Tracer
+
+from .._avals import describe_traced
+from .._body.call import check_callable
+from .._body.signature import ACCUMULATE, FOLD, FORI, SCAN
 from .._checks.arguments import check_options
-from .._errors import explain, verb
+from .._checks.rows import check_bound, check_length
+from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
+from .._transforms.axes import Count
+from .._transforms.finite.check import deliver
+from .._transforms.progress import check_progress, refuse_backward
 from .._transforms.refuse import in_own_words
+from .._transforms.remat import Recompute
 from .._types import (
     Array,
+    ArrayLike,
     Axes,
     Carry,
     FiniteCheck,
     FoldBody,
+    ForiOptions,
     KeyedBody,
     KeyedFold,
     KeyedFoldBody,
+    KeyedIndexBody,
     KeyedRows,
     KeyedScan,
     Options,
@@ -31,7 +44,7 @@ from .._types import (
     X,
     Y,
 )
-from .prepare import run_scan
+from .prepare import prepare, run_scan
 
 _ACCEPTED = frozenset(Options.__annotations__) | {"length"}
 _OF_FOLDS = frozenset(Options.__annotations__) | {"lengths"}
@@ -305,3 +318,123 @@ def accumulate(
     except Exception as error:
         explained = explain(in_own_words(error), "accumulate", f, init)
     raise explained
+
+
+_NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
+_TRACED_MOST = (
+    "It is part of the compiled program: give an int, the largest number of steps that the loop may take. The "
+    "bounds may be traced: the loop ends at `upper`."
+)
+_FORI_REFUSES = {
+    "in_axes": _NO_AXES,
+    "out_axes": _NO_AXES,
+    "length": "its length is upper - lower, and `max_length` is the limit for traced bounds.",
+}
+_OF_FORI = frozenset((*ForiOptions.__annotations__, "key"))
+
+
+@overload
+def fori(
+    lower: int | Array,
+    upper: int | Array,
+    f: Callable[[Array, Carry], Carry],
+    init: Carry,
+    *,
+    max_length: int | None = None,
+    **options: Unpack[ForiOptions],
+) -> Carry: ...
+@overload
+def fori(
+    lower: int | Array,
+    upper: int | Array,
+    f: KeyedIndexBody[Carry],
+    init: Carry,
+    *,
+    max_length: int | None = None,
+    key: Array,
+    **options: Unpack[ForiOptions],
+) -> Carry: ...
+@verb
+def fori(
+    lower: int | Array,
+    upper: int | Array,
+    f: Callable[..., Any],
+    init: PyTree,
+    *,
+    max_length: int | None = None,
+    **options: Any,
+) -> Any:
+    """Runs `carry = f(i, carry)` for i from `lower` up to, not including, `upper`; differentiable both ways.
+
+    Args:
+        lower: the first index, an int.
+        upper: the index after the last one, an int; at or below `lower`, no step runs.
+        f: the body, `f(i, carry) -> carry`, with i an int array of shape [], weakly typed as in `jax.lax.fori_loop`
+            unless it starts from a traced bound.
+        init: the carry that the first step receives.
+        max_length: the most steps that the loop may take; needed if a bound is traced. The loop is then a
+            `treescan.while_scan`: it runs only as many steps as there are indices, in the gradient too. A longer range
+            is an error if it is known. If it is traced, it is cut to its first `max_length` indices.
+        **options: `reverse` (from upper - 1 down to lower), `unroll`, `key`, `remat`, `name`, `progress`,
+            `check_finite`, as for `treescan.scan`; a key is folded with i - lower. With a traced bound, `remat` is as
+            for `treescan.while_scan`.
+
+    Returns:
+        The last step's carry, or `init` if no step runs.
+
+    Raises:
+        ArgumentError: as `treescan.scan`; also if the range exceeds `max_length`, or a bound is traced without it.
+        BodyError: as `treescan.fold`.
+        CarryError: as `treescan.scan`.
+        NonFiniteError: if `check_finite` finds something.
+        SignatureError: as `treescan.scan`.
+
+    Examples:
+        >>> import treescan
+        >>> print(treescan.fori(0, 5, lambda i, total: total + i, 0))
+        10
+    """
+    try:
+        check_options(options, _OF_FORI, _FORI_REFUSES)
+        check_callable(f, FORI.call)
+        checks = options.pop("check_finite", False)
+        remat, progress = options.pop("remat", None), options.pop("progress", None)
+        most = check_length(max_length, "max_length", _TRACED_MOST)
+        if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
+            # Here, not above: only loops that end early load what runs them.
+            from .._transforms.until.program import Bounds, Until, remat_of
+
+            bounds, plan = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper")), remat_of(remat)
+            call = prepare(FORI, f, init, length=most, **options)
+            shown = refuse_backward(check_progress(progress, call.call.body, "fori"))
+            check = call.checking(checks, indexed=True, ends_early=True)
+            ended = Until(call.call, check=check, remat=plan, progress=shown).run(call.given, bounds)
+            deliver(ended.ys)
+            return call.restored((ended.state, None))[0]
+        low = check_bound(lower, "lower")
+        length = max(check_bound(upper, "upper") - low, 0)
+        if most is not None and length > most:
+            raise Fault(
+                ArgumentError,
+                f"{{verb}} over {{body}}: from `lower` to `upper` there are {length} steps, but `max_length` is "
+                f"{most}.",
+                "Known bounds need no `max_length`. For traced bounds, give the largest possible number of steps.",
+            )
+        call = prepare(FORI, f, init, length=length, **options)
+        return call.run(Count(low), call.checking(checks, indexed=True), Recompute.of(remat), call.showing(progress))[0]
+    except Exception as error:
+        explained = explain(in_own_words(error), "fori", f, init)
+    raise explained
+
+
+def _check_traced(bound: Any, name: str) -> ArrayLike:
+    """A checked bound, unchanged: a concrete int, or a traced int of shape []."""
+    if not isinstance(bound, Tracer):
+        return check_bound(bound, name)
+    if bound.shape != () or not jnp.issubdtype(bound.dtype, jnp.integer):
+        raise Fault(
+            ArgumentTypeError,
+            f"{{verb}} over {{body}}: `{name}` must be one int, got {describe_traced(bound)}.",
+            "Give an int of shape []. For a batch of loops with different lengths, use `jax.vmap`.",
+        )
+    return bound
