@@ -293,7 +293,7 @@ class CallBody:
             arguments = (*others[:place], carry, *others[place:])
             if scope:
                 scope.check_inputs(arguments)
-            modules = watch(self._roots(len(others)), others)
+            modules = watch(names_of(self.body, len(arguments), place), others)
             out = call_body(self.body, convention, arguments, keywords)
             if modules is not None:
                 modules.refuse_changes(out, lambda others: self._again(given, others, keywords))
@@ -321,12 +321,6 @@ class CallBody:
         names = (f"returned {name}", *own, *(("y",) if self.convention.pair else ()))
         return names if len(names) > 1 else names[0]
 
-    def _roots(self, count: int) -> tuple[str, ...]:
-        """The names of the arguments besides the carry."""
-        place, names = self.convention.place, self.body.names
-        places = [i for i in range(count + 1) if i != place]
-        return tuple(names[i] if i < len(names) else f"args[{i}]" for i in places)
-
     def _again(self, given: PyTree, others: tuple[PyTree, ...], keywords: dict[str, Any]) -> Any:
         """Calls the body once more, with other values beside its carry, which is copied."""
         carry, place = copied(given), self.convention.place
@@ -337,6 +331,12 @@ class CallBody:
 
 def _unchanged(tree: PyTree) -> PyTree:
     return tree
+
+
+def names_of(body: Body, count: int, place: int) -> tuple[str, ...]:
+    """The names of so many arguments, but for that of the carry."""
+    names = (*body.names[:count], *(f"args[{i}]" for i in range(len(body.names), count)))
+    return (*names[:place], *names[place + 1 :])
 
 
 def carry_name(body: Body, convention: Convention) -> str:
@@ -368,11 +368,17 @@ def _pair(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTr
     parts = list(out) if listed else jtu.tree_leaves(out, is_leaf=lambda node: node is not out)
     if len(parts) == 2 and (listed or _same_structure(carry, parts[0])):
         return parts[0], parts[1]
-    raise Fault(
-        BodyError,
-        f"{{body}} must return a pair ({convention.carry}, y), but returned {describe_node(out)}.",
-        _pair_cure(convention, out, carry),
-    )
+    name = convention.carry
+    cure = f"Return the next {name} and this {{unit}}'s output: `return {name}, y`"
+    if _same_structure(carry, out) and out is not None:
+        cure = (
+            f"What it returned has the structure of {{the_carry}}. Return `{name}, None` if there is no output to "
+            f"stack{convention.or_alone}"
+        )
+    elif out is not None:
+        cure = f"{cure}, with None for y if there is none"
+    says = f"{{body}} must return a pair ({name}, y), but returned {describe_node(out)}."
+    raise Fault(BodyError, says, f"{cure}.")
 
 
 def _container(out: Any) -> TreeDef | None:
@@ -380,19 +386,6 @@ def _container(out: Any) -> TreeDef | None:
     if type(out) is tuple or (isinstance(out, tuple) and not keeps_named_pairs()):
         return None
     return jtu.tree_structure(out, is_leaf=lambda node: node is not out)
-
-
-def _pair_cure(convention: Convention, out: Any, carry: PyTree) -> str:
-    name = convention.carry
-    what = f"the next {name} and this {{unit}}'s output"
-    if out is None:
-        return f"Return {what}: `return {name}, y`."
-    if _same_structure(carry, out):
-        return (
-            f"What it returned has the structure of {{the_carry}}. Return `{name}, None` if there is no output to "
-            f"stack{convention.or_alone}."
-        )
-    return f"Return {what}: `return {name}, y`, with None for y if there is none."
 
 
 def _refuse_pair(convention: Convention, out: Any, carry: PyTree) -> None:

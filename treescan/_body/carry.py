@@ -115,26 +115,18 @@ def _metadata_differences(leaf: str, given: PyTree, returned: PyTree) -> Iterato
         f"the fields of {kind} that are not leaves must be the same in every step. If a field has to change, make it "
         "a leaf. Otherwise return it unchanged."
     )
-    rows = [
-        (f"{leaf}.{name}", describe_static(a), describe_static(b))
-        for name, a, b in _fields_that_differ(given, returned)
-    ]
-    before, after = (f"{kind} {describe_static(metadata(node))}" for node in (given, returned))
-    for path, expected, came in rows or [(leaf, before, after)]:
-        row = Row(path, expected, came, "metadata")
-        yield Difference(row, (Cure(f"{leaf}: {cure}", "metadata", leaf),))
-
-
-def _fields_that_differ(given: PyTree, returned: PyTree) -> list[tuple[str, Any, Any]]:
-    """The attributes of two nodes of one class that are not children and differ; private ones only if no other does."""
     inner = {getattr(path[0], "name", getattr(path[0], "key", None)) for path, _ in children(given) or ()}
     before, after = getattr(given, "__dict__", {}), getattr(returned, "__dict__", {})
-    differing = [
-        (name, before.get(name), after.get(name))
+    names = [
+        name
         for name in dict.fromkeys((*before, *after))
         if name not in inner and not _same_value(before.get(name), after.get(name))
     ]
-    return [each for each in differing if not each[0].startswith("_")] or differing
+    names = [name for name in names if not name.startswith("_")] or names  # private ones only if no other differs
+    rows = [(f"{leaf}.{name}", describe_static(before.get(name)), describe_static(after.get(name))) for name in names]
+    whole = (leaf, *(f"{kind} {describe_static(metadata(node))}" for node in (given, returned)))
+    for path, expected, came in rows or [whole]:
+        yield Difference(Row(path, expected, came, "metadata"), (Cure(f"{leaf}: {cure}", "metadata", leaf),))
 
 
 def _same_value(given: Any, returned: Any) -> bool:
@@ -301,18 +293,14 @@ def write_carries(state: PyTree, returned: PyTree, valid: Array | None, root: st
 
 def _check_written(old: AbstractCarry[Any, Any], new: Any, path: str) -> None:
     """Compares a written carry with the one before; a weakly typed leaf may change once, as lax.scan lets it."""
-    name = type(old).__name__
-    differences = list(find_differences(path, (), old, new))
+    name, differences = type(old).__name__, list(find_differences(path, (), old, new))
     if differences and all(difference.given_is_weak for difference in differences) and not is_last_trace():
         return
-    drift = (
-        f"`{name}.write` must return a `{name}` with the same structure, static fields, shapes and dtypes as "
-        "before. Either the method does not, or it was given a value from the body that does not fit."
-    )
     raise Fault(
         PluginError,
         f"{{verb}} over {{body}}: `{name}.write` changed the type of the custom carry at {path}.",
-        drift,
+        f"`{name}.write` must return a `{name}` with the same structure, static fields, shapes and dtypes as before. "
+        "Either the method does not, or it was given a value from the body that does not fit.",
         describe_class(type(old)),
         header=("leaf", "before", "written"),
         rows=[difference.row for difference in differences],
@@ -388,30 +376,26 @@ def check_carry(
             header=_HEADER,
             rows=[row.row for row in rows],
         )
-    swapped: tuple[str, ...] = ()
-    if _fits(given, y) and not _same_shapes(given, returned):
+    cures: list[str | Cure] = [*one_of_a_kind(rows)]
+    structure: TreeDef = jax.tree.structure(given)
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(returned), strict=False)
+    is_carry_but_for_dtypes = structure == jax.tree.structure(returned) and all(
+        shape_of(a) == shape_of(b) for a, b in pairs
+    )
+    if _fits(given, y) and not is_carry_but_for_dtypes:
         second = "state" if convention.stateful else "y"
-        swapped = (
+        cures.insert(
+            0,
             f"Did you return `({second}, {name})`? The second item that it returned has {{the_carry}}'s type. If the "
             f"two are swapped, return `{name}, {second}`, the next {root} first.",
         )
     raise Fault(
         CarryError,
         "{body} returned {a_carry} that differs from the one it was given.",
-        *swapped,
-        *one_of_a_kind(rows),
+        *cures,
         header=_HEADER,
         rows=[row.row for row in rows],
         carry_root=root,
-    )
-
-
-def _same_shapes(given: PyTree, returned: PyTree) -> bool:
-    """Whether the first item is a carry, but for its dtypes."""
-    structure: TreeDef = jax.tree.structure(given)
-    same = bool(structure == jax.tree.structure(returned))
-    return same and all(
-        shape_of(a) == shape_of(b) for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(returned), strict=True)
     )
 
 

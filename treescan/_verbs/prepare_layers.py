@@ -13,7 +13,7 @@ import jax
 
 from .._avals import describe_argument, describe_leaf, describe_node, is_mutable, is_weak, shape_of
 from .._axes import LeafAxes, static_axes
-from .._body.call import are_alike
+from .._body.call import are_alike, names_of
 from .._body.signature import Convention
 from .._checks.arguments import (
     check_key,
@@ -462,14 +462,11 @@ def _checking(pattern: Pattern, check_finite: Any, stacks: Stacks, xs: tuple[PyT
         Slices(axes, jax.tree.structure(own)) if axes is not None and None in axes else None
         for axes, own in zip(pattern.axes, xs, strict=True)
     )
-    check = CheckLayers(abouts, slices, tuple(map(_names_of_own, pattern.blocks, xs)))
+    roots = (
+        names_of(call.body, len(own) + 1, call.convention.place) for call, own in zip(pattern.blocks, xs, strict=True)
+    )
+    check = CheckLayers(abouts, slices, tuple(roots))
     return replace(pattern, check=CheckLayerCotangents(check) if backward else check)
-
-
-def _names_of_own(call: Call, own: PyTree) -> tuple[str, ...]:
-    """What a block calls what it is given beside x, but for what all layers share."""
-    names = [name for i, name in enumerate(call.body.names) if i != call.convention.place]
-    return tuple(names[i] if i < len(names) else f"args[{i}]" for i in range(len(own)))
 
 
 def _arguments(
