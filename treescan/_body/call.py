@@ -209,7 +209,7 @@ def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keyw
         raise
     except Exception as error:
         place = 0 if convention.spread else 1  # of the layer, or of x, which may be a list of what could be stacked
-        value = arguments[place] if len(arguments) > place != convention.place else None
+        value: Any = arguments[place] if len(arguments) > place != convention.place else None
         if type(value) not in (list, tuple) or len(value) < 2 or not are_alike(value):
             raise
         kind, items, names = type(value).__name__, len(value), body.names

@@ -124,8 +124,8 @@ def _metadata_differences(leaf: str, given: PyTree, returned: PyTree) -> Iterato
     ]
     names = [name for name in names if not name.startswith("_")] or names  # private ones only if no other differs
     rows = [(f"{leaf}.{name}", describe_static(before.get(name)), describe_static(after.get(name))) for name in names]
-    whole = (leaf, *(f"{kind} {describe_static(metadata(node))}" for node in (given, returned)))
-    for path, expected, came in rows or [whole]:
+    whole = [f"{kind} {describe_static(metadata(node))}" for node in (given, returned)]
+    for path, expected, came in rows or [(leaf, whole[0], whole[1])]:
         yield Difference(Row(path, expected, came, "metadata"), (Cure(f"{leaf}: {cure}", "metadata", leaf),))
 
 
@@ -175,8 +175,8 @@ def _explain_types(leaf: str, start: str, given: Any, returned: Any) -> Iterator
         cure = f"the {{step}} returned a key's raw data. Return the typed key, `jax.random.wrap_key_data({name})`."
         yield "key data", "key data", cure
         return
-    reshaped = given_shape != shape and given_shape is not None and shape is not None
-    if reshaped:
+    reshaped = False
+    if given_shape is not None and shape is not None and (reshaped := given_shape != shape):
         yield _shape_note(given_shape, shape), "shape", _shape_cure(given_shape, shape)
     if given_dtype != dtype:
         cure = f"Return a value of dtype {given_dtype}."

@@ -220,9 +220,7 @@ def _hints(body: Any) -> dict[str, Any]:
         function = outermost(function.func)
     if not inspect.isroutine(function) and not isinstance(function, type):
         function = type(function).__call__
-    with contextlib.suppress(TypeError, ValueError):  # a wrapper that takes what it wraps has its annotations by right
-        while hasattr(function, "__wrapped__") and _parameters(function) == _parameters(function.__wrapped__):
-            function = function.__wrapped__
+    function = _unwrap_alike(function)
     annotations = getattr(function, "__annotations__", None)
     copied = hasattr(function, "__wrapped__")  # by functools.wraps, from a function with other parameters
     if not annotations or copied:
@@ -235,8 +233,15 @@ def _hints(body: Any) -> dict[str, Any]:
     return {name: _resolve(annotation, names) for name, annotation in dict(annotations).items()}
 
 
-def _parameters(function: Any) -> list[str]:
-    return list(inspect.signature(function, follow_wrapped=False).parameters)
+def _unwrap_alike(function: Any) -> Any:
+    """What a wrapper wraps that takes what it wraps: the annotations that it copied are its own too."""
+    with contextlib.suppress(TypeError, ValueError):
+        while hasattr(function, "__wrapped__"):
+            first, second = (inspect.signature(f, follow_wrapped=False) for f in (function, function.__wrapped__))
+            if list(first.parameters) != list(second.parameters):
+                break
+            function = function.__wrapped__
+    return function
 
 
 def _resolve(annotation: Any, names: dict[str, Any]) -> Any:

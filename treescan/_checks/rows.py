@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import jax
 import jax.numpy as jnp
@@ -210,15 +210,14 @@ def check_chunk(chunk: Any, compact: Any) -> int | None:
 
 def check_compact(compact: Any, *, keyed: bool) -> bool | tuple[int, ...]:
     """A bool, or the tiers as ints above 0."""
-    counts = [exact_int(tier) for tier in compact] if isinstance(compact, tuple | list) else []
-    tiers = tuple(count for count in counts if count is not None and count > 0)
-    if isinstance(compact, bool | np.bool_):
-        tiers = bool(compact)
-    elif not tiers or len(tiers) < len(counts):
+    items: list[Any] = list(compact) if isinstance(compact, tuple | list) else []
+    above = tuple(count for count in map(exact_int, items) if count is not None and count > 0)
+    tiers: bool | tuple[int, ...] = bool(compact) if isinstance(compact, bool | np.bool_) else above
+    if tiers is above and (not above or len(above) < len(items)):
         raise Fault(
             ArgumentTypeError,
             f"{{call}}: `compact` must be True, False or a tuple of ints above 0, got "
-            f"{'(' + ', '.join(map(describe_traced, compact)) + ')' if counts else describe_traced(compact)}.",
+            f"{'(' + ', '.join(map(describe_traced, items)) + ')' if items else describe_traced(compact)}.",
             "`compact=True` makes tiers of 1, 2, 4, ... rows; a tuple names the numbers of rows instead.",
         )
     if tiers and keyed:
@@ -303,10 +302,8 @@ def check_targets(
         fits = functools.partial(_fits_table, np.shape(flags.spans[0])[0], batch)
         name = "the `init` of the `Packed`"
         return flags._replace(inits=_checked(name, flags.inits, start, (_SEQUENCES, _SEQUENCES), fits))
-    tree, called = reset_to, _is_function(reset_to)
-    if called:
-        tree = reset_to(init)
-    if called and (tree is None or _is_function(tree)):
+    tree = reset_to(init) if _is_function(reset_to) else reset_to
+    if _is_function(reset_to) and (tree is None or _is_function(tree)):
         raise Fault(
             ArgumentError,
             f"{{call}}: `reset_to` is a function, which returned {describe_argument(tree)}.",
@@ -382,7 +379,7 @@ _SEQUENCES = (
 )
 
 
-def _is_function(reset_to: Any) -> bool:
+def _is_function(reset_to: Any) -> TypeGuard[Callable[..., Any]]:
     """Whether it is to be called: what can be called and is a container, as a module is, is a value."""
     if not callable(reset_to) or kind_of(reset_to):
         return False

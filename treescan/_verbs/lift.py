@@ -96,6 +96,8 @@ class _Call:
                     if scope:
                         scope.check_outputs(out, (("returned carry", "y"), "updates"))
                     return carry, y, updates
+                case _:
+                    pass
         raise Fault(
             BodyError,
             f"{{body}} must return a pair ((carry, y), variables), but returned {describe_node(out)}.",

@@ -83,7 +83,8 @@ def check_stacks(block: Any, layers: PyTree, xs: PyTree, in_axes: Axes, length: 
     Raises:
         Fault: for a `LayerError` that lists all the leaves in question.
     """
-    sequence, names, stacks, own, own_axes = False, [""], (layers,), (xs,), (in_axes,)
+    sequence, names = False, [""]
+    stacks, own, own_axes = tuple[PyTree, ...]([layers]), tuple[PyTree, ...]([xs]), tuple[Axes, ...]([in_axes])
     if is_pattern(block):
         if not block:
             raise Fault(
