@@ -254,7 +254,7 @@ def carry() -> Picture:
 
 
 PACKAGE = Path(treescan.__file__).parent
-WHERE = {"scan": "prepare", "fori": "fori", "while_scan": "while_scan", "mask_scan": "prepare"}
+WHERE = {"scan": "prepare", "fori": "scan", "while_scan": "while_scan", "mask_scan": "prepare"}
 """Where each verb lists its transforms; `prepare` lists those of a plain loop, and the longer list of one over rows."""
 INNERMOST, OUTERMOST = "call the body", "run"
 

@@ -245,9 +245,9 @@ def while_scan(
             MoveOutputs.of(out_axes, save),
             plan,
             kept,
-            Prefix.of(filled),
-            repr(filled),
-            refuse_backward(check_progress(progress, call.call.body, "while_scan")),
+            fill=Prefix.of(filled),
+            spelled=repr(filled),
+            progress=refuse_backward(check_progress(progress, call.call.body, "while_scan")),
         )
         ended = program.run(call.given)
         del asked
