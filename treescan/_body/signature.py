@@ -67,12 +67,7 @@ FOLD = Convention("fold", "fold(step, init, xs)")
 ACCUMULATE = dataclasses.replace(FOLD, verb="accumulate", call="accumulate(step, init, xs)", stacks=True)
 FORI = Convention("fori", "fori(lower, upper, step, init)", ("i", "carry"), place=1)
 FOLD_LAYERS = Convention(
-    "fold_layers",
-    "fold_layers(block, x, layers)",
-    ("layer", "x"),
-    place=1,
-    spread=True,
-    other="scan_layers",
+    "fold_layers", "fold_layers(block, x, layers)", ("layer", "x"), place=1, spread=True, other="scan_layers"
 )
 SCAN_LAYERS = dataclasses.replace(
     FOLD_LAYERS, verb="scan_layers", call="scan_layers(block, x, layers)", pair=True, other="fold_layers"
@@ -83,14 +78,8 @@ FOLD_LAYERS_WITH_STATE = dataclasses.replace(
 SCAN_LAYERS_WITH_STATE = dataclasses.replace(
     SCAN_LAYERS, call="scan_layers(block, x, layers, state=state)", stateful=True
 )
-LIFT = Convention(
-    "lift",
-    'lift(fn, variable_broadcast="params")',
-    ("state", "variables", "rngs", "args", "broadcast"),
-    spread=True,
-    pair=True,
-    other="",
-)
+_OF_GROUPS = ("state", "variables", "rngs", "args", "broadcast")
+LIFT = Convention("lift", 'lift(fn, variable_broadcast="params")', _OF_GROUPS, spread=True, pair=True, other="")
 
 
 _UNIONS = (typing.Union, types.UnionType)

@@ -139,6 +139,12 @@ def check_unroll(unroll: Any, length: int) -> int:
     )
 
 
+def check_run(length: int, reverse: Any, unroll: Any, name: Any) -> dict[str, Any]:
+    """How a loop of so many steps runs, as arguments of a `Call`."""
+    checked = {"length": length, "reverse": check_reverse(reverse), "unroll": check_unroll(unroll, length)}
+    return {**checked, "name": check_name(name)}
+
+
 def resolve_axes(in_axes: Axes, xs: PyTree, root: str = "xs") -> LeafAxes | None:
     """One axis a leaf of xs, or None for the usual case: axis 0 of every leaf."""
     if type(in_axes) is int and in_axes == 0:

@@ -16,15 +16,7 @@ from .._avals import shape_of
 from .._axes import LeafAxes, static_axes
 from .._body.call import check_callable, takes_keyword
 from .._body.signature import Convention
-from .._checks.arguments import (
-    check_key,
-    check_keywords,
-    check_name,
-    check_reverse,
-    check_unroll,
-    infer_length,
-    resolve_axes,
-)
+from .._checks.arguments import check_key, check_keywords, check_run, infer_length, resolve_axes
 from .._checks.rows import check_length, check_padded, check_rows, check_targets
 from .._data.batches import Packed, Padded
 from .._errors import ArgumentError, Fault, describe_body
@@ -312,14 +304,11 @@ def prepare(
     call = Call(
         body,
         convention,
-        steps,
-        check_reverse(reverse),
-        check_unroll(unroll, steps),
         frozen=frozen_init is not adopted.init or frozen_xs is not xs,
         custom=adopted.custom,
         sees_valid=sees_valid,
-        name=check_name(name),
         lowering=lowering,
+        **check_run(steps, reverse, unroll, name),
     )
     if noted:
         note_types(alive, body.memo, convention.verb, {"init": init, "xs": xs, "length": steps})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,17 +14,7 @@ from .._avals import describe_argument, describe_leaf, describe_node, is_mutable
 from .._axes import LeafAxes, static_axes
 from .._body.call import are_alike, names_of
 from .._body.signature import Convention
-from .._checks.arguments import (
-    check_key,
-    check_keywords,
-    check_name,
-    check_reverse,
-    check_unroll,
-    needs_positional,
-    no_axis,
-    resolve_axes,
-    with_axes,
-)
+from .._checks.arguments import check_key, check_keywords, check_run, needs_positional, no_axis, resolve_axes, with_axes
 from .._checks.rows import check_length
 from .._data.boxes import remove_layer_axis
 from .._data.stack import count_layers, freeze_shared, is_traced_number, refuse_split
@@ -405,15 +394,11 @@ def prepare_layers(
     refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "state": state, "args": frozen_args})
     own, axes = _arguments(bodies, convention, stacks, caches, len(frozen_args), keyed=key is not None)
     before = (adopted.init, *args, *(each.init for each in states))
-    call = functools.partial(
-        Call,
-        convention=convention,
-        reverse=check_reverse(reverse),
-        unroll=check_unroll(unroll, stacks.counts[-1]),
-        frozen=stacks.frozen or any(map(operator.is_not, (frozen_x, *frozen_args, *caches), before)),
-        custom=tuple(kind for each in (adopted, *states) for kind in each.custom),
-    )
-    blocks = tuple(call(body, length=count) for body, count in zip(bodies, stacks.counts, strict=True))
+    frozen = stacks.frozen or any(map(operator.is_not, (frozen_x, *frozen_args, *caches), before))
+    custom = tuple(kind for each in (adopted, *states) for kind in each.custom)
+    told = {**check_run(stacks.counts[-1], reverse, unroll, name), "frozen": frozen, "custom": custom}
+    pairs = zip(bodies, stacks.counts, strict=True)
+    blocks = tuple(Call(body, convention, **(told | {"length": count})) for body, count in pairs)
     plans, gather = check_gradient(remat, prefetch, stacks)
     saves = stacks.each(save, "save") if stacks.sequence and isinstance(save, list | tuple) else (save,) * len(bodies)
     pattern = Pattern(
@@ -423,10 +408,10 @@ def prepare_layers(
         _check_out_axes(out_axes, stacks),
         plans,
         tuple(map(check_save, saves)),
-        check_name(name),
+        told["name"],
         tuple(len(jax.tree.leaves(cache)) for cache in caches) or None,
         gather,
-        shown=check_shown(progress, bodies, convention.verb, custom=bool(blocks[0].custom), ahead=gather is not None),
+        shown=check_shown(progress, bodies, convention.verb, custom=bool(custom), ahead=gather is not None),
     )
     given = {"x": x, "layers": layers, "xs": xs, "args": args, "state": state}
     note_types(handles[0][1], bodies[0].memo, convention.verb, given)
