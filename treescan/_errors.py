@@ -205,6 +205,13 @@ class Fault(Exception):
                 )
 
 
+class Misuse(Fault):
+    """A `Fault` that becomes an `ArgumentError`."""
+
+    def __init__(self, says: str, *cures: str | Cure, **table: Any) -> None:
+        super().__init__(ArgumentError, says, *cures, **table)
+
+
 def expect(
     holds: object, name: str, kind: str, given: Any, *cures: str, error: type[TreescanError] = ArgumentTypeError
 ) -> None:

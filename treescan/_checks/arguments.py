@@ -22,6 +22,7 @@ from .._errors import (
     ArgumentTypeError,
     BodyError,
     Fault,
+    Misuse,
     Row,
     TracedArgumentError,
     TreescanError,
@@ -99,7 +100,7 @@ def check_options(options: Mapping[str, Any], allowed: frozenset[str], refused: 
     """
     for name in (name for name in options if name not in allowed):
         if name in refused:
-            raise Fault(ArgumentError, f"{{call}} takes no `{name}`: {refused[name]}")
+            raise Misuse(f"{{call}} takes no `{name}`: {refused[name]}")
         cure = advice(name, allowed)
         if name in OF_MASK_SCAN:
             cure = "`treescan.mask_scan` takes it, for rows of unequal length."
@@ -176,8 +177,7 @@ def infer_length(xs: PyTree, length: int | None, axes: LeafAxes | None) -> int:
     if length is None:
         if not sizes:
             why = "{all_whole}" if leaves else "{xs} holds no arrays"
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 "{call}: the number of steps is unknown. No `length` is given, and "
                 f"{'there are no xs' if xs is None else why}.",
                 "Pass `length=` for a loop without inputs, or {arrays_as_xs} whose first axis is the steps.",
@@ -222,8 +222,7 @@ def _sizes_differ(xs: PyTree, length: Any, axes: LeafAxes | None) -> Fault:
     says = "{call}: the {leaves_of_xs} do not have the same number of steps."
     if len({row.expected for row in rows}) == 1:
         says = f"{{call}}: `length` is {length}, but {{xs}} has {rows[0].expected} steps."
-    return Fault(
-        ArgumentError,
+    return Misuse(
         says,
         *_listed_steps(xs, axes),
         "All {leaves_of_xs} are scanned together, and `length`, if given, must be their size. For fewer steps, slice "
@@ -274,8 +273,7 @@ def _check_replicated(xs: PyTree, leaf: Any, axis: int, axes: LeafAxes | None) -
     free = list(map(repr, spec_parts(jax.typeof(leaf).sharding.spec)))
     free[axis] = "None"
     resharded = f"jax.sharding.reshard({rows[0].leaf}, jax.P({', '.join(free)}))"
-    raise Fault(
-        ArgumentError,
+    raise Misuse(
         "{call}: {xs} has leaves that are sharded along the axis that is scanned over.",
         f"Every device needs the slice of the current step: `{resharded}`, or shard another axis.",
         rows=rows,

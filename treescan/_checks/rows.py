@@ -27,7 +27,7 @@ from .._avals import (
 )
 from .._axes import LeafAxes, spread_prefix
 from .._body.carry import agree
-from .._errors import ArgumentError, ArgumentTypeError, Fault, Row, TracedArgumentError, expect, expect_int
+from .._errors import ArgumentError, ArgumentTypeError, Fault, Misuse, Row, TracedArgumentError, expect, expect_int
 from .._transforms.rows.axes import RowFlags, spread_carry_axes
 from .._tree import Prefix, is_static, path_str
 from .._types import PyTree
@@ -84,8 +84,7 @@ def check_rows(flags: RowFlags, time_axis: int, steps: int) -> RowFlags:
     lengths, mask, resets = flags[:3]
     if (lengths is None) == (mask is None) and (resets is None or mask is not None):
         both = "both are given" if mask is not None else "neither is given"
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: pass either `lengths` or `mask`; {both}.",
             "`lengths` int[*batch] counts each row's steps from the first; `mask` bool[T, *batch] marks any pattern; "
             "`resets` alone means that every step is valid.",
@@ -99,8 +98,7 @@ def check_rows(flags: RowFlags, time_axis: int, steps: int) -> RowFlags:
         return checked
     if batch_of(RowFlags(resets=checked.resets), time_axis) != batch_of(checked, time_axis):
         name, other = ("lengths", checked.lengths) if checked.mask is None else ("mask", checked.mask)
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: `resets` {describe_argument(checked.resets)} and `{name}` {describe_argument(other)} have "
             "different rows.",
             "Both must have the same batch shape. `resets` also has the axis of the steps.",
@@ -128,8 +126,7 @@ def check_lengths(lengths: Any, steps: int | None) -> Any:
     if values.size and (values.min() < 0 or values.max() > steps):
         row = int(np.argmax((values < 0) | (values > steps)))
         where = list(map(int, np.unravel_index(row, values.shape))) or ""
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: `lengths` must lie between 0 and the {steps} steps, but lengths{where} is {values.flat[row]}.",
             f"Cut the lengths, `jnp.clip(lengths, 0, {steps})`, or pad to the longest row. If the data lead with the "
             "batch instead, `mask_scan` takes `time_axis=1`.",
@@ -166,8 +163,7 @@ def _check_flags(name: str, flags: Any, time_axis: int, steps: int) -> Any:
                 f"If {leads} there, pass `{name}.T`, or `time_axis={1 - time_axis}` if xs have that layout too. "
                 "Otherwise "
             )
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: `{name}` must have the steps along axis {time_axis}, {wanted}, but is "
             f"{describe_argument(flags)}.",
             f"{swapped}xs has {steps} steps: give `{name}` the same number, along axis {time_axis}.",
@@ -200,8 +196,7 @@ def check_chunk(chunk: Any, compact: Any) -> int | None:
     error = ArgumentTypeError if size is None else ArgumentError
     expect(size is not None and size >= 0, "chunk", "an int of at least 0, or None", chunk, skipped, error=error)
     if size == 0 and compact:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{call}: `compact` sorts the rows of each chunk, but `chunk=0` turns chunks off.",
             "Leave `chunk` out, or give the number of steps in a chunk.",
         )
@@ -221,8 +216,7 @@ def check_compact(compact: Any, *, keyed: bool) -> bool | tuple[int, ...]:
             "`compact=True` makes tiers of 1, 2, 4, ... rows; a tuple names the numbers of rows instead.",
         )
     if tiers and keyed:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{call}: `compact` and `key` cannot be combined: the body would draw different numbers.",
             "Give each row a key of its own, in the carry: `keys = jax.random.split(key, B)`, and in the body "
             "`keys, now = jnp.moveaxis(jax.vmap(jax.random.split)(keys), 1, 0)`.",
@@ -234,8 +228,7 @@ def check_padded(given: Mapping[str, Any], kind: str, path: str = "xs") -> None:
     """Refuses options that a `Padded` or a `Packed` already determines."""
     said = [name for name, value in given.items() if value is not None]
     if said:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: {path} is a `{kind}`, which already determines `{said[0]}`.",
             f"Leave `{said[0]}` out, or pass `{path}.data` in place of {path}.",
         )
@@ -283,14 +276,12 @@ def check_targets(
     if reset_to is None and flags.inits is None:
         return flags
     if reset_to is not None and flags.inits is not None:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{call}: xs is a `Packed` with an `init` for each sequence, which already determines `reset_to`.",
             "Leave `reset_to` out, or leave `init` out of `pack`.",
         )
     if reset_to is not None and flags.resets is None:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{call}: `reset_to` says what a reset restores, but no `resets` are given.",
             "Mark the first step of each segment, for example `resets=episode_step == 0`. Without resets, each row "
             "only starts from `init`.",
@@ -304,8 +295,7 @@ def check_targets(
         return flags._replace(inits=_checked(name, flags.inits, start, (_SEQUENCES, _SEQUENCES), fits))
     tree = reset_to(init) if _is_function(reset_to) else reset_to
     if _is_function(reset_to) and (tree is None or _is_function(tree)):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: `reset_to` is a function, which returned {describe_argument(tree)}.",
             "It receives `init` and returns what a reset restores: `lambda init: jax.tree.map(jnp.zeros_like, init)`.",
         )
@@ -351,8 +341,7 @@ def _checked(
     found = [_misfit(place) or (fits(place), "") for place in places]
     bad = {row: cure for row, cure in found if row}
     if bad:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: {name} does not fit {start.root}.",
             *([] if all(bad.values()) else [misfit]),
             *dict.fromkeys(filter(None, bad.values())),

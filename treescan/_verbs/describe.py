@@ -11,7 +11,7 @@ import jax
 from .._avals import describe_argument
 from .._body.signature import FOLD, FOLD_LAYERS, FOLD_LAYERS_WITH_STATE, SCAN, SCAN_LAYERS, SCAN_LAYERS_WITH_STATE
 from .._describe.description import Description
-from .._errors import LAYER_WORDS, STEP_WORDS, WHILE_WORDS, ArgumentError, Fault, explain, verb
+from .._errors import LAYER_WORDS, STEP_WORDS, WHILE_WORDS, Misuse, explain, verb
 from .._trace.hoist import hoist
 from .._transforms.budget import RematPlan, plan_of
 from .._transforms.program import Arguments, Taken, take
@@ -89,9 +89,9 @@ def plan_remat(
             own = {"args": args, "key": key, "state": state}
             return _plan_layers(f, init, layers, xs, length, remat=remat, pair=pair, **own)
         if args:
-            raise Fault(ArgumentError, "{call}: `args` needs `layers`.", "Let the body close over it.")
+            raise Misuse("{call}: `args` needs `layers`.", "Let the body close over it.")
         if state is not None:
-            raise Fault(ArgumentError, "{call}: `state` needs `layers`.", "Let the body carry it.")
+            raise Misuse("{call}: `state` needs `layers`.", "Let the body carry it.")
         call = prepare(SCAN if pair else FOLD, f, init, xs, length, key=key)
         chosen = check_remat_or_auto(remat)
         if not call.call.length:
@@ -112,7 +112,7 @@ def _plan_layers(
 ) -> RematPlan:
     if length is not None:
         cure = "Leave it out: the stacks have the number of layers."
-        raise Fault(ArgumentError, "{call}: `length` cannot be given with `layers`.", cure)
+        raise Misuse("{call}: `length` cannot be given with `layers`.", cure)
     plan = check_remat(remat)
     pairs, alone = SCAN_LAYERS, FOLD_LAYERS
     if options["state"] is not None:
@@ -182,8 +182,7 @@ def describe(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Descrip
     try:
         if known is None:
             named = ", ".join(f"`{other.__name__}`" for other in _VERBS)
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 f"the first argument of `describe` must be one of {named}, got {describe_argument(verb)}.",
                 "Pass the verb, and then the arguments of its call: `treescan.describe(treescan.scan, step, init, "
                 "xs)`.",

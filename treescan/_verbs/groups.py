@@ -18,7 +18,7 @@ from .._axes import spread_axes, static_axes
 from .._body.signature import LIFT, Convention
 from .._checks.arguments import infer_length, resolve_axes
 from .._checks.rows import check_length
-from .._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, Row, expect
+from .._errors import ArgumentTypeError, BodyError, Fault, Misuse, Row, expect
 from .._progress import shown_as
 from .._trace.hoist import Part
 from .._transforms.once import OncePlan, WithOnce
@@ -350,8 +350,7 @@ def _saved(roles: Roles) -> Save:
     if isinstance(roles.save, str) and roles.save == "all":
         return roles.save
     if _has_once(roles):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{call}: `save` selects from stacked outputs, but `out_axes` has None for some, which are not stacked.",
             "Give each output an axis, or leave `save` out.",
         )

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from .._avals import describe_argument, describe_node, dtype_of, shape_of
 from .._body.call import check_callable
 from .._body.signature import LIFT, Signature, signature_of
-from .._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
+from .._errors import GROUP_WORDS, ArgumentTypeError, BodyError, Fault, Misuse, explain, verb
 from .._loop.body import Body
 from .._tree import leaves_with_path
 from .._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
@@ -233,8 +233,7 @@ def _run(
             ("rngs", unsaid, "`split_rngs`, whether each step has its own key or all share one"),
         ):
             if names:
-                raise Fault(
-                    ArgumentError,
+                raise Misuse(
                     f"{{call}}: `{what}` has names without a role: {listed(names)}.",
                     f"Name each in {where}, or leave it out of `{what}`.",
                 )

@@ -19,7 +19,7 @@ from .._body.signature import Convention
 from .._checks.arguments import check_key, check_keywords, check_run, infer_length, resolve_axes
 from .._checks.rows import check_length, check_padded, check_rows, check_targets
 from .._data.batches import Packed, Padded
-from .._errors import ArgumentError, Fault, describe_body
+from .._errors import Misuse, describe_body
 from .._loop.body import Body, note_types
 from .._loop.loop import Transform
 from .._transforms.axes import OverAxes
@@ -63,8 +63,7 @@ def rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple
     check_padded(said, type(first).__name__, path)
     for other_path, other in batches:
         for inner, node in _batches(f"{other_path}.data", other.data):
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 f"{{call}}: {inner} is a `{type(node).__name__}` within a `{type(other).__name__}`.",
                 f"A batch may only contain data: use `{inner}.data` there, or pass both batches side by side.",
             )
@@ -76,8 +75,7 @@ def rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple
         return data, RowFlags(lengths=first.lengths, resets=flags.resets)
     inits = [(path, batch.init) for path, batch in batches if isinstance(batch, Packed) and batch.init is not None]
     if any(init is not inits[0][1] for _, init in inits):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: {inits[0][0]} and {inits[1][0]} both have an `init` for each sequence.",
             f"Leave one of them out: `{inits[1][0]}._replace(init=None)`.",
         )
@@ -104,8 +102,7 @@ def refuse_batches(xs: PyTree, in_axes: Axes, convention: Convention) -> None:
         ]
         if kind == "Padded" and convention.verb in ("fold", "accumulate"):
             cures.insert(0, f"Pass `{path}.data` in its place, and `lengths={path}.lengths`.")
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: {path} is a `{kind}`, but {{verb}} does not know its lengths, and would scan over them too.",
             *cures,
         )
@@ -136,7 +133,7 @@ def _refuse_other_rows(first: tuple[str, _Batch], other: tuple[str, _Batch]) -> 
     elif not all(a is b or np.array_equal(a, b) for a, b in pairs):
         cure = "Make one batch from sequences that contain both, `pad([(a, b), ...])` or `pack([(a, b), ...])`."
     if cure:
-        raise Fault(ArgumentError, says, cure)
+        raise Misuse(says, cure)
 
 
 def _said(batch: _Batch) -> list[Any]:
@@ -156,8 +153,7 @@ def _check_in_axes(in_axes: Axes, xs: PyTree, data: PyTree) -> None:
     named = leaves_with_path("xs", data)
     for axis, is_own, (path, _) in zip(axes, jax.tree.leaves(own), named, strict=True):
         if is_own and not (type(axis) is int and axis == 0):
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 f"{{call}}: `in_axes` is {axis!r} for {path}, a part of a batch. The first axis of a "
                 "batch is always the steps.",
                 "Give 0 for the parts of a `Padded` or a `Packed`, and other axes, or None, for the other leaves.",

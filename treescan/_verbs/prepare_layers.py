@@ -18,7 +18,7 @@ from .._checks.arguments import check_key, check_keywords, check_run, needs_posi
 from .._checks.rows import check_length
 from .._data.boxes import remove_layer_axis
 from .._data.stack import count_layers, freeze_shared, is_traced_number, refuse_split
-from .._errors import ArgumentError, Fault, LayerError, Row, TreescanError, describe_body, speaking_of
+from .._errors import ArgumentError, Fault, LayerError, Misuse, Row, TreescanError, describe_body, speaking_of
 from .._loop.body import Body, note_types
 from .._remat import Remat
 from .._transforms.finite.backward import CheckLayerCotangents, in_reverse_mode
@@ -173,8 +173,7 @@ def _check_own(layers: PyTree, xs: PyTree, in_axes: Axes, count: int, name: str)
     """
     root = f"xs{name}"
     if xs is None and not (type(in_axes) is int and in_axes == 0) and not name:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{call}: `in_axes` is for xs, but there are none.",
             "Layers are scanned along axis 0 of their stack. Pass other inputs of each layer as `xs`.",
         )
@@ -225,16 +224,14 @@ def check_remats(remat: Any, stacks: Stacks) -> Remats:
     if not isinstance(remat, list | tuple):
         return check_remat(remat)
     if not stacks.sequence:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: `remat` is a sequence, but there is one block.",
             'With "step", the gradient recomputes each layer. A sequence is for several blocks, one item for each.',
         )
     plans = tuple(map(check_remat, stacks.each(remat, "remat")))
     for given, plan in zip(remat, plans, strict=True):
         if plan is not None and plan != Remat(plan.policy, 1 if plan.levels else None):
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 f'{{call}}: in a sequence, `remat` must be "step", `Remat(policy)` or None for each block, got '
                 f"{describe_argument(given)}.",
                 "A plan that splits the loop over all blocks, or a budget, applies to all of them: pass it alone, "
@@ -249,17 +246,15 @@ def check_gradient(remat: Any, prefetch: Any, stacks: Stacks) -> tuple[Remats, G
     if gather is None:
         return plans, None
     if len(stacks.layers) > 1:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: `prefetch` is for one block, but there are {len(stacks.layers)} that take turns.",
             "Leave it out. All blocks of a period are in one iteration of the loop, and their weights do not depend "
             "on x, so the compiler can gather the weights of the next block early.",
         )
     if not jax.tree.leaves(stacks.layers):
-        raise Fault(ArgumentError, "{call}: `prefetch` gathers weights, but the layers have none.", "Leave it out.")
+        raise Misuse("{call}: `prefetch` gathers weights, but the layers have none.", "Leave it out.")
     if (plans[0] if isinstance(plans, tuple) else plans) not in (None, EACH_LAYER):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             '{call}: with `prefetch`, `remat` is "step" or None.',
             "The gradient also gathers early, and it recomputes each layer with or without `remat`.",
         )
@@ -275,8 +270,7 @@ def refuse_mutable(given: Mapping[str, PyTree]) -> None:
         if not is_static(leaf) and is_mutable(leaf)
     ]
     if rows:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{call}: mutable arrays cannot be leaves of a stack, of `args` or of x.",
             "Let the block close over them, or give their values, `ref[...]`.",
             header=("leaf", "expected", "is"),
@@ -287,8 +281,7 @@ def refuse_mutable(given: Mapping[str, PyTree]) -> None:
 def check_args(args: Any) -> tuple[PyTree, ...]:
     """What all layers share: arrays are values of the program, anything else is a part of it, numbers too."""
     if not isinstance(args, tuple | list) or hasattr(args, "_fields"):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: `args` must be a tuple of the values that all layers share, got "
             f"{describe_argument(args)}.",
             "For a single argument write `args=(value,)`.",

@@ -13,7 +13,7 @@ from .._body.call import check_callable
 from .._body.signature import ACCUMULATE, FOLD, FORI, SCAN
 from .._checks.arguments import check_options
 from .._checks.rows import check_bound, check_length
-from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
+from .._errors import ArgumentTypeError, Fault, Misuse, explain, verb
 from .._transforms.axes import Count
 from .._transforms.finite.check import deliver
 from .._transforms.progress import check_progress, refuse_backward
@@ -414,8 +414,7 @@ def fori(
         low = check_bound(lower, "lower")
         length = max(check_bound(upper, "upper") - low, 0)
         if most is not None and length > most:
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 f"{{verb}} over {{body}}: from `lower` to `upper` there are {length} steps, but `max_length` is "
                 f"{most}.",
                 "Known bounds need no `max_length`. For traced bounds, give the largest possible number of steps.",

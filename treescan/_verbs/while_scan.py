@@ -12,7 +12,7 @@ from .._axes import LeafAxes
 from .._body.signature import WHILE_SCAN
 from .._checks.arguments import check_options, check_positional, infer_length, rows_of_steps, with_axes
 from .._checks.rows import check_compact, check_length
-from .._errors import WHILE_WORDS, ArgumentError, Fault, explain, verb
+from .._errors import WHILE_WORDS, Misuse, explain, verb
 from .._loop.body import Body
 from .._reprs import short_html, short_repr
 from .._transforms.finite.check import deliver
@@ -262,8 +262,7 @@ def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int
     most = check_length(max_length, "max_length", _TRACED_MOST)
     if not with_axes(leaves_with_path("xs", xs), axes):
         if most is None:
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 "{verb} over {body}: the maximum number of steps is unknown. No `max_length` is given, and there "
                 "are no xs to scan over.",
                 "Pass `max_length=`: the loop ends there even if the condition is still true.",
@@ -271,14 +270,12 @@ def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int
         return most
     there = infer_length(xs, None, axes)
     if not isinstance(there, int):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: the number of steps in xs is symbolic.",
             "The loop is split into chunks, so export it with a known number of steps.",
         )
     if most is not None and most > there:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: `max_length` is {most}, but xs has {there} steps.",
             "Leave it out to stop at the end of xs, or give xs for all `max_length` steps.",
             header=("leaf", "steps", "is"),
@@ -291,8 +288,7 @@ def _check_fill(fill: PyTree) -> PyTree:
     """The fill, less "hold": no output is held where the loop has ended."""
     filled = check_fill(fill)
     if HOLD in jax.tree.leaves(filled):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             '{verb} over {body}: `fill` cannot be "hold".',
             "Give a scalar. The last output is `ys[steps - 1]`. Or keep the value in the carry.",
         )
