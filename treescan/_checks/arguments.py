@@ -124,26 +124,25 @@ def check_reverse(reverse: Any) -> bool:
     return bool(reverse)
 
 
-def check_unroll(unroll: Any, length: int) -> int:
-    """A bool, or an int from 0 up, where 0 unrolls the whole loop; as an int, as True and 1 compare as equal."""
-    if isinstance(unroll, bool | np.bool_):
-        return max(length, 1) if unroll else 1
-    return expect_int(
-        unroll,
-        "unroll",
-        "It is the number of {unit}s that are compiled into one iteration of the loop, so it must be known when the "
-        "program is traced.",
-        kind="an int or a bool",
-        least=0,
-        small="Give 1 for a plain loop, k for k {unit}s per iteration, and 0 or True to unroll the whole loop.",
-        error=TracedArgumentError if isinstance(unroll, Tracer) else ArgumentTypeError,
-    )
-
-
 def check_run(length: int, reverse: Any, unroll: Any, name: Any) -> dict[str, Any]:
-    """How a loop of so many steps runs, as arguments of a `Call`."""
-    checked = {"length": length, "reverse": check_reverse(reverse), "unroll": check_unroll(unroll, length)}
-    return {**checked, "name": check_name(name)}
+    """How a loop of so many steps runs, as arguments of a `Call`. An `unroll` of 0 or True unrolls the whole loop."""
+    checked = {"length": length, "reverse": check_reverse(reverse)}
+    if isinstance(unroll, bool | np.bool_):
+        unroll = max(length, 1) if unroll else 1  # an int, as True and 1 compare as equal
+    else:
+        unroll = expect_int(
+            unroll,
+            "unroll",
+            "It is the number of {unit}s that are compiled into one iteration of the loop, so it must be known when "
+            "the program is traced.",
+            kind="an int or a bool",
+            least=0,
+            small="Give 1 for a plain loop, k for k {unit}s per iteration, and 0 or True to unroll the whole loop.",
+            error=TracedArgumentError if isinstance(unroll, Tracer) else ArgumentTypeError,
+        )
+    profilers = 'Profilers show the loop under this name, for example `name="encoder"`.'
+    expect(name is None or isinstance(name, str), "name", "a string", name, profilers)
+    return {**checked, "unroll": unroll, "name": name}
 
 
 def resolve_axes(in_axes: Axes, xs: PyTree, root: str = "xs") -> LeafAxes | None:
@@ -285,13 +284,6 @@ def axis_spec(leaf: Any, axis: int) -> Any:
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     parts = () if sharding is None else spec_parts(sharding.spec)
     return parts[axis] if axis < len(parts) else None
-
-
-def check_name(name: Any) -> str | None:
-    """A string, or None."""
-    profilers = 'Profilers show the loop under this name, for example `name="encoder"`.'
-    expect(name is None or isinstance(name, str), "name", "a string", name, profilers)
-    return name
 
 
 _OWN_KEYS = "each {unit} gets its own key, folded from it and the {unit}'s position."
