@@ -48,8 +48,7 @@ from ._verbs.describe import describe as describe, plan_remat as plan_remat
 from ._verbs.groups import DenyList as DenyList, In as In, Out as Out
 from ._verbs.layers import fold_layers as fold_layers, scan_layers as scan_layers
 from ._verbs.lift import lift as lift
-from ._verbs.mask_scan import mask_scan as mask_scan
-from ._verbs.scan import accumulate as accumulate, fold as fold, fori as fori, scan as scan
+from ._verbs.scan import accumulate as accumulate, fold as fold, fori as fori, mask_scan as mask_scan, scan as scan
 from ._verbs.while_scan import WhileResult as WhileResult, while_scan as while_scan
 
 __version__ = "0.1.0"

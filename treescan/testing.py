@@ -18,8 +18,7 @@ from ._text import table, wrap
 from ._transforms.rows.axes import row_axes
 from ._tree import leaves_with_path
 from ._types import Array, PyTree
-from ._verbs.mask_scan import mask_scan
-from ._verbs.scan import scan
+from ._verbs.scan import mask_scan, scan
 from .carries._base import AbstractCarry, describe_error
 from .carries._registry import failed_hook, root_of
 

@@ -18,10 +18,9 @@ from .._transforms.program import Arguments, Taken, take
 from .._transforms.remat import AUTO, check_remat, check_remat_or_auto, fastest
 from .._types import Array, PyTree, RematLike
 from .layers import fold_layers, scan_layers
-from .mask_scan import mask_scan
 from .prepare import prepare
 from .prepare_layers import explain_traced, prepare_layers
-from .scan import accumulate, fold, fori, scan
+from .scan import accumulate, fold, fori, mask_scan, scan
 from .while_scan import while_scan
 
 

@@ -24,8 +24,7 @@ from ..._progress import shown_as
 from ..._tree import Root, leaves_with_path, named_roots
 from ..._types import Array, ArrayLike, FiniteCheck, ProgressLike, PyTree, RematLike
 from ..._verbs.groups import Groups, GroupStep, Rngs, Roles, State, broadcast_of, carry_of, refuse_made, split_keys
-from ..._verbs.mask_scan import mask_scan
-from ..._verbs.scan import scan
+from ..._verbs.scan import mask_scan, scan
 from ._scopes import Axes, Group, ScopedCall, axes_of, copied, merged, parted_rngs, with_axes, without_axes
 
 _NAME = "treescan.integrations.flax.RNN"
