@@ -234,7 +234,7 @@ class SharedLayers(LayersOptions):
     key: NotRequired[Array | None]
 
 
-class PatternLayers(LayersOptions, total=False):
+class Turns(LayersOptions, total=False):
     """The options of `fold_layers` for several blocks."""
 
     args: tuple[Any, ...]
@@ -253,7 +253,7 @@ class SharedStack(StackOptions, SharedLayers):
     """The options of `scan_layers` for a block that takes what all layers share."""
 
 
-class PatternStack(StackOptions, PatternLayers):
+class StackTurns(StackOptions, Turns):
     """The options of `scan_layers` for several blocks."""
 
 

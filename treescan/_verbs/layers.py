@@ -15,12 +15,12 @@ from .._types import (
     KeyedStack,
     KeyedWithOwn,
     LayersOptions,
-    PatternLayers,
-    PatternStack,
     PyTree,
     SharedLayers,
     SharedStack,
     StackOptions,
+    StackTurns,
+    Turns,
     X,
     Y,
 )
@@ -28,7 +28,10 @@ from .prepare_layers import explain_traced, prepare_layers
 
 Layer = TypeVar("Layer")
 State = TypeVar("State")
-Several: TypeAlias = Sequence[Any]
+
+Each: TypeAlias = Sequence[Any]
+AnyPair: TypeAlias = Callable[..., tuple[Carry, Any]]
+AnyStateful: TypeAlias = Callable[..., tuple[Carry, Any, Y]]
 
 _ACCEPTED = frozenset((*StackOptions.__annotations__, "key"))
 _SCAN_REFUSES = dict.fromkeys(
@@ -64,11 +67,7 @@ def scan_layers(
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan_layers(
-    block: Sequence[Callable[..., tuple[Carry, Any]]],
-    x: Carry,
-    layers: Several,
-    xs: Several | None = None,
-    **options: Unpack[PatternStack],
+    block: Sequence[AnyPair[Carry]], x: Carry, layers: Each, xs: Each | None = None, **options: Unpack[StackTurns]
 ) -> tuple[Carry, tuple[Any, ...]]: ...
 @overload
 def scan_layers(
@@ -92,33 +91,21 @@ def scan_layers(
 ) -> tuple[Carry, State, Y]: ...
 @overload
 def scan_layers(
-    block: Callable[..., tuple[Carry, Any, Y]],
-    x: Carry,
-    layers: Any,
-    xs: Any = None,
-    *,
-    state: State,
-    **options: Unpack[KeyedStack],
+    block: AnyStateful[Carry, Y], x: Carry, layers: Any, xs: Any = None, *, state: State, **options: Unpack[KeyedStack]
 ) -> tuple[Carry, State, Y]: ...
 @overload
 def scan_layers(
-    block: Callable[..., tuple[Carry, Any, Y]],
-    x: Carry,
-    layers: Any,
-    xs: Any = None,
-    *,
-    state: State,
-    **options: Unpack[SharedStack],
+    block: AnyStateful[Carry, Y], x: Carry, layers: Any, xs: Any = None, *, state: State, **options: Unpack[SharedStack]
 ) -> tuple[Carry, State, Y]: ...
 @overload
 def scan_layers(
-    block: Sequence[Callable[..., tuple[Carry, Any, Any]]],
+    block: Sequence[AnyStateful[Carry, Any]],
     x: Carry,
-    layers: Several,
-    xs: Several | None = None,
+    layers: Each,
+    xs: Each | None = None,
     *,
     state: State,
-    **options: Unpack[PatternStack],
+    **options: Unpack[StackTurns],
 ) -> tuple[Carry, State, tuple[Any, ...]]: ...
 @verb
 def scan_layers(
@@ -227,11 +214,7 @@ def fold_layers(
 ) -> Carry: ...
 @overload
 def fold_layers(
-    block: Sequence[Callable[..., Carry]],
-    x: Carry,
-    layers: Several,
-    xs: Several | None = None,
-    **options: Unpack[PatternLayers],
+    block: Sequence[Callable[..., Carry]], x: Carry, layers: Each, xs: Each | None = None, **options: Unpack[Turns]
 ) -> Carry: ...
 @overload
 def fold_layers(
@@ -255,33 +238,21 @@ def fold_layers(
 ) -> tuple[Carry, State]: ...
 @overload
 def fold_layers(
-    block: Callable[..., tuple[Carry, Any]],
-    x: Carry,
-    layers: Any,
-    xs: Any = None,
-    *,
-    state: State,
-    **options: Unpack[KeyedLayers],
+    block: AnyPair[Carry], x: Carry, layers: Any, xs: Any = None, *, state: State, **options: Unpack[KeyedLayers]
 ) -> tuple[Carry, State]: ...
 @overload
 def fold_layers(
-    block: Callable[..., tuple[Carry, Any]],
-    x: Carry,
-    layers: Any,
-    xs: Any = None,
-    *,
-    state: State,
-    **options: Unpack[SharedLayers],
+    block: AnyPair[Carry], x: Carry, layers: Any, xs: Any = None, *, state: State, **options: Unpack[SharedLayers]
 ) -> tuple[Carry, State]: ...
 @overload
 def fold_layers(
-    block: Sequence[Callable[..., tuple[Carry, Any]]],
+    block: Sequence[AnyPair[Carry]],
     x: Carry,
-    layers: Several,
-    xs: Several | None = None,
+    layers: Each,
+    xs: Each | None = None,
     *,
     state: State,
-    **options: Unpack[PatternLayers],
+    **options: Unpack[Turns],
 ) -> tuple[Carry, State]: ...
 @verb
 def fold_layers(
