@@ -389,9 +389,10 @@ def prepare_layers(
     before = (adopted.init, *args, *(each.init for each in states))
     frozen = stacks.frozen or any(map(operator.is_not, (frozen_x, *frozen_args, *caches), before))
     custom = tuple(kind for each in (adopted, *states) for kind in each.custom)
-    told = {**check_run(stacks.counts[-1], reverse, unroll, name), "frozen": frozen, "custom": custom}
+    told = check_run(stacks.counts[-1], reverse, unroll, name)
+    call = Call(bodies[0], convention, frozen=frozen, custom=custom, **told)
     pairs = zip(bodies, stacks.counts, strict=True)
-    blocks = tuple(Call(body, convention, **(told | {"length": count})) for body, count in pairs)
+    blocks = tuple(replace(call, body=body, length=count) for body, count in pairs)
     plans, gather = check_gradient(remat, prefetch, stacks)
     saves = stacks.each(save, "save") if stacks.sequence and isinstance(save, list | tuple) else (save,) * len(bodies)
     pattern = Pattern(
