@@ -205,11 +205,9 @@ class Fault(Exception):
                 )
 
 
-class Misuse(Fault):
-    """A `Fault` that becomes an `ArgumentError`."""
-
-    def __init__(self, says: str, *cures: str | Cure, **table: Any) -> None:
-        super().__init__(ArgumentError, says, *cures, **table)
+Misuse = functools.partial(Fault, ArgumentError)
+BodyFault = functools.partial(Fault, BodyError)
+LayerFault = functools.partial(Fault, LayerError)
 
 
 def expect(

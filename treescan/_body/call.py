@@ -14,7 +14,7 @@ import jax
 import jax.tree_util as jtu
 
 from .._avals import describe_argument, describe_leaf, describe_node, dtype_of, shape_of
-from .._errors import ArgumentError, BodyError, Fault, LayerError, Row, TreescanError
+from .._errors import BodyFault, Fault, LayerFault, Misuse, Row, TreescanError
 from .._flax import holds, module_classes, refusals_of_changes, variable_classes
 from .._loop.body import Body, wrapped_parameters
 from .._loop.loop import Feed
@@ -63,8 +63,7 @@ def watching_linen() -> contextlib.AbstractContextManager[Any]:
             if before.get(path) is not leaf
         ]
         if rows:
-            raise Fault(
-                BodyError,
+            raise BodyFault(
                 "{body} made or changed variables of a flax.linen module, and the {step} does not return them. They "
                 "would leave the loop as tracers, and JAX would raise an error where they are used.",
                 "Use `treescan.integrations.flax.scan`, which takes a module as its body, or `treescan.lift`.",
@@ -127,8 +126,7 @@ class Watched(NamedTuple):
             passed_on = self._passed_on(call)
             lost = {path: variable for path, variable in lost.items() if path not in passed_on}
         if lost:
-            raise Fault(
-                BodyError,
+            raise BodyFault(
                 "{body} changed variables of modules that it was given, and the changes would be lost.",
                 "`treescan.integrations.nnx.scan` runs a {step} with modules and updates them in place. If nothing "
                 "should change, call the module's `eval()` first. Or let the {step} return the changes.",
@@ -185,8 +183,7 @@ def call_user(function: Any, *arguments: Any, **keywords: Any) -> Any:
         with watching_linen():
             return function(*arguments, **keywords)
     except refusals_of_changes() as error:
-        raise Fault(
-            BodyError,
+        raise BodyFault(
             "{body} changed a module of flax that was made outside of the {step}, for example the counter of a "
             f"`Dropout`, or the statistics of a `BatchNorm`: {str(error).split(' (http')[0]}.",
             "Put the module into {init}, and return it in {the_carry}. Or pass it as an argument to "
@@ -213,7 +210,7 @@ def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keyw
         if type(value) not in (list, tuple) or len(value) < 2 or not are_alike(value):
             raise
         kind, items, names = type(value).__name__, len(value), body.names
-        refused, root, one = (LayerError, "layers", "layer") if convention.spread else (ArgumentError, "xs", "step")
+        fault, root, one = (LayerFault, "layers", "layer") if convention.spread else (Misuse, "xs", "step")
         advice = (
             f"Did you forget `treescan.stack`? `{root}` is one tree, and each {one} receives a slice of all {items} "
             f"items. If each item is a {one}, pass `treescan.stack({root})`."
@@ -222,8 +219,7 @@ def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keyw
             error.add_note(advice)
             raise
         name = names[place] if len(names) > place else convention.takes[place]
-        raise Fault(
-            refused,
+        raise fault(
             f"{{call}}: `{name}` is a {kind} of {items} trees of the same types, and the {{step}} failed with it: "
             f"{type(error).__name__}: {error}",
             advice,
@@ -378,7 +374,7 @@ def _pair(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTr
     elif out is not None:
         cure = f"{cure}, with None for y if there is none"
     says = f"{{body}} must return a pair ({name}, y), but returned {describe_node(out)}."
-    raise Fault(BodyError, says, f"{cure}.")
+    raise BodyFault(says, f"{cure}.")
 
 
 def _container(out: Any) -> TreeDef | None:
@@ -393,8 +389,7 @@ def _refuse_pair(convention: Convention, out: Any, carry: PyTree) -> None:
     is_pair = isinstance(out, tuple) and len(out) == 2
     if is_pair and not _same_structure(carry, out) and any(_same_structure(carry, half) for half in out):
         name = convention.carry
-        raise Fault(
-            BodyError,
+        raise BodyFault(
             f"{{body}} must return the next {name} alone, but returned {describe_node(out)}.",
             f"A body of `{convention.verb}` returns no y: `return {name}`. To stack an output over the {{unit}}s, call "
             f"`{convention.other}`.",
@@ -425,7 +420,7 @@ def check_arrays(y: PyTree, carry: str | None = None) -> None:
         cures.insert(1 if carry else 0, model)
     named = leaves_with_path(carry or "y", y)
     rows = [Row(path, "an array", describe_leaf(leaf)) for path, leaf in named if is_static(leaf)]
-    raise Fault(BodyError, says, *cures, rows=rows)
+    raise BodyFault(says, *cures, rows=rows)
 
 
 def takes_keyword(body: Body, name: str) -> bool:
@@ -448,8 +443,7 @@ def _names_keyword(parameters: Iterable[inspect.Parameter], name: str) -> bool:
 def check_callable(function: Any, call: str) -> None:
     """Refuses a body that cannot be called, and shows a correct `call`."""
     if not callable(function):
-        raise Fault(
-            BodyError,
+        raise BodyFault(
             f"{{verb}} needs a function as its body, but got {describe_argument(function)}.",
             f"Pass the {{step}} function there: `treescan.{call}`.",
         )

@@ -22,7 +22,7 @@ from .._avals import (
     spec_parts,
     varying_axes,
 )
-from .._errors import BodyError, CarryError, Cure, Fault, PluginError, Row
+from .._errors import BodyFault, CarryError, Cure, Fault, PluginError, Row
 from .._loop.body import Body, warn_second_trace
 from .._loop.run import is_last_trace
 from .._tree import KeyPath, Root, children, is_static, leaves_with_path, metadata, named_roots, path_str
@@ -367,8 +367,7 @@ def check_carry(
         return
     name = convention.carry
     if _fits(given, out) and not convention.stateful:
-        raise Fault(
-            BodyError,
+        raise BodyFault(
             f"{{body}} must return a pair ({name}, y). What it returned has the type of {{the_carry}} itself; as a "
             "pair, its first item differs from {the_carry}.",
             f"If it is the next {name}, return `{name}, None`, which stacks no output{convention.or_alone}.",
@@ -432,8 +431,7 @@ def split_with_state(convention: Convention, out: Any) -> tuple[PyTree, PyTree, 
         carry, state, *y = out
         return carry, state, y[0] if y else None
     of_other = "(x, state)" if convention.pair else "(x, state, y)"
-    raise Fault(
-        BodyError,
+    raise BodyFault(
         f"{{body}} must return ({', '.join(parts)}), but returned {describe_node(out)}.",
         f"With `state=`, each layer returns its new state after x: `return {', '.join(parts)}`. Return the parts "
         "that do not change, too.",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -18,14 +18,12 @@ from .._axes import LeafAxes, check_axes, spread_axes
 from .._body.call import are_alike
 from .._body.signature import Convention
 from .._errors import (
-    ArgumentError,
     ArgumentTypeError,
-    BodyError,
+    BodyFault,
     Fault,
     Misuse,
     Row,
     TracedArgumentError,
-    TreescanError,
     expect,
     expect_int,
 )
@@ -188,7 +186,7 @@ def infer_length(xs: PyTree, length: int | None, axes: LeafAxes | None) -> int:
     return length
 
 
-def no_axis(xs: PyTree, root: str = "xs", error: type[TreescanError] = ArgumentError) -> Fault:
+def no_axis(xs: PyTree, root: str = "xs", fault: Callable[..., Fault] = Misuse) -> Fault:
     """The error for leaves without an axis to scan over, with advice for lists of numbers."""
     without = without_axis(root, xs)
     rows = [Row(path, "an axis to scan over", describe_node(node)) for path, node in without]
@@ -203,7 +201,7 @@ def no_axis(xs: PyTree, root: str = "xs", error: type[TreescanError] = ArgumentE
                 f"without an axis, not as {len(node)} {{unit}}s. Make it an array, `jnp.asarray({path})`."
             )
             break
-    return Fault(error, f"{{call}}: {root} has leaves without an axis to scan over.", cure, rows=rows)
+    return fault(f"{{call}}: {root} has leaves without an axis to scan over.", cure, rows=rows)
 
 
 def without_axis(root: str, tree: PyTree) -> list[tuple[str, Any]]:
@@ -323,8 +321,7 @@ def check_keywords(
     accepts, needs = body.memo((check_keywords, len(takes)), lambda: _keywords(body.parameters, len(takes)))
     for name, why in given.items():
         if accepts is not None and name not in accepts:
-            raise Fault(
-                BodyError,
+            raise BodyFault(
                 f"{{body}} takes no keyword `{name}`, which {why} passes to it.",
                 f"Add it to the body's parameters: `def {{step}}({', '.join(takes)}, *, {name}): ...`.",
             )
@@ -333,7 +330,7 @@ def check_keywords(
             cure = _CURES_OF_KEYWORDS.get(
                 name, "Bind it first, `functools.partial({step}, ...)`, or give it a default."
             )
-            raise Fault(BodyError, f"{{body}} needs the keyword `{name}`, which {{verb}} does not pass to it.", cure)
+            raise BodyFault(f"{{body}} needs the keyword `{name}`, which {{verb}} does not pass to it.", cure)
 
 
 _CURES_OF_KEYWORDS = {
@@ -364,8 +361,7 @@ def _check_positional(body: Body, convention: Convention, takes: tuple[str, ...]
         others = ". Bind other arguments first, `functools.partial({step}, ...)`"
         if convention.spread:
             others = ". Pass what all layers share as `args=(...)`, and what differs between layers as `xs`"
-        raise Fault(
-            BodyError,
+        raise BodyFault(
             f"{{body}} takes ({', '.join(p.name for p in positional)}), but {{verb}} calls it with ({first}).",
             f"Write it as `def {{step}}({first}): ...`{others if len(needed) > len(takes) else ''}.",
         )

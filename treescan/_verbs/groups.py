@@ -18,7 +18,7 @@ from .._axes import spread_axes, static_axes
 from .._body.signature import LIFT, Convention
 from .._checks.arguments import infer_length, resolve_axes
 from .._checks.rows import check_length
-from .._errors import ArgumentTypeError, BodyError, Fault, Misuse, Row, expect
+from .._errors import ArgumentTypeError, BodyFault, Fault, Misuse, Row, expect
 from .._progress import shown_as
 from .._trace.hoist import Part
 from .._transforms.once import OncePlan, WithOnce
@@ -189,8 +189,7 @@ def refuse_made(given: PyTree, returned: PyTree) -> None:
         if path not in before
     ]
     if rows:
-        raise Fault(
-            BodyError,
+        raise BodyFault(
             "{body} created variables in a collection that is carried. A carry must exist before the first step.",
             "Create them before the loop: initialize the module of one step on its own. Or give the collection an "
             "axis, or broadcast it.",
@@ -432,8 +431,7 @@ def transformed(data_transform: Callable[..., Any] | None, variables: Any, rngs:
         case (variables, rngs):
             return variables, rngs
         case other:
-            raise Fault(
-                BodyError,
+            raise BodyFault(
                 f"`data_transform` of {{body}} must return a pair (variables, rngs), but returned "
                 f"{describe_node(other)}.",
                 "Return both, changed or not: `return variables, rngs`.",

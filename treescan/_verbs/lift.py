@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from .._avals import describe_argument, describe_node, dtype_of, shape_of
 from .._body.call import check_callable
 from .._body.signature import LIFT, Signature, signature_of
-from .._errors import GROUP_WORDS, ArgumentTypeError, BodyError, Fault, Misuse, explain, verb
+from .._errors import GROUP_WORDS, ArgumentTypeError, BodyFault, Fault, Misuse, explain, verb
 from .._loop.body import Body
 from .._tree import leaves_with_path
 from .._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
@@ -82,7 +82,7 @@ class _Call:
             if only_read:
                 says = f"{listed(only_read)}, but `In` in `variable_axes` makes it read-only."
                 cure = "Do not return it, or give it an int instead of `In`."
-            raise Fault(BodyError, f"{{body}} returned {says}", cure)
+            raise BodyFault(f"{{body}} returned {says}", cure)
         return carry, y, found._replace(carried={**groups.carried, **found.carried})
 
     def _typed(self, *given: Any) -> tuple[PyTree, PyTree, Mapping[str, PyTree]]:
@@ -98,8 +98,7 @@ class _Call:
                     return carry, y, updates
                 case _:
                     pass
-        raise Fault(
-            BodyError,
+        raise BodyFault(
             f"{{body}} must return a pair ((carry, y), variables), but returned {describe_node(out)}.",
             "Write `return (carry, y), {}`, with the dict from names to the collections that changed, as "
             "`module.apply(..., mutable=[...])` of flax returns it.",

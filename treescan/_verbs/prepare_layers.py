@@ -18,7 +18,7 @@ from .._checks.arguments import check_key, check_keywords, check_run, needs_posi
 from .._checks.rows import check_length
 from .._data.boxes import remove_layer_axis
 from .._data.stack import count_layers, freeze_shared, is_traced_number, refuse_split
-from .._errors import ArgumentError, Fault, LayerError, Misuse, Row, TreescanError, describe_body, speaking_of
+from .._errors import LayerFault, Misuse, Row, TreescanError, describe_body, speaking_of
 from .._loop.body import Body, note_types
 from .._remat import Remat
 from .._transforms.finite.backward import CheckLayerCotangents, in_reverse_mode
@@ -76,9 +76,7 @@ def check_stacks(block: Any, layers: PyTree, xs: PyTree, in_axes: Axes, length: 
     stacks, own, own_axes = tuple[PyTree, ...]([layers]), tuple[PyTree, ...]([xs]), tuple[Axes, ...]([in_axes])
     if is_pattern(block):
         if not block:
-            raise Fault(
-                LayerError, "{verb}: the sequence of blocks is empty.", "Give at least one block, and its stack."
-            )
+            raise LayerFault("{verb}: the sequence of blocks is empty.", "Give at least one block, and its stack.")
         sequence, count = True, len(block)
         names = [f"[{i}]" for i in range(count)]
         stacks = one_each(count, layers, "layers")
@@ -99,8 +97,7 @@ def check_stacks(block: Any, layers: PyTree, xs: PyTree, in_axes: Axes, length: 
 def _count(stack: PyTree, root: str, length: int | None) -> int:
     """How many layers a stack holds, or is said to hold."""
     if length is None and stack is None:
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             f"{{call}}: the number of layers is unknown. `{root}` is None.",
             "A stack is a pytree of arrays whose first axis is the layers: `treescan.stack` makes one of a list of "
             "layers.",
@@ -110,8 +107,7 @@ def _count(stack: PyTree, root: str, length: int | None) -> int:
         return count_layers(stack, root)
     count = count_layers(stack, root) if jax.tree.leaves(stack) else length
     if count != length:
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             f"{{call}}: `length` is {length}, but `{root}` holds {count} layers.",
             *forgotten_stack(stack, root),
             "Leave `length` out: it is for layers without parameters of their own, which share one set in `args`.",
@@ -132,16 +128,14 @@ def forgotten_stack(layers: PyTree, root: str) -> list[str]:
 
 def one_each(count: int, given: Any, name: str) -> tuple[Any, ...]:
     """A sequence with one item for each block."""
-    error = LayerError if name in ("layers", "xs", "state") else ArgumentError
+    fault = LayerFault if name in ("layers", "xs", "state") else Misuse
     if not isinstance(given, list | tuple) or hasattr(given, "_fields"):
-        raise Fault(
-            error,
+        raise fault(
             f"{{call}}: there are {count} blocks, but `{name}` is not a sequence: it is {describe_node(given)}.",
             f"Give one item for each block: `({name}_0, {name}_1, ...)`.",
         )
     if len(given) != count:
-        raise Fault(
-            error,
+        raise fault(
             f"{{call}}: there are {count} blocks, but `{name}` has {len(given)} item{'s'[: len(given) != 1]}.",
             "Give one item for each block. If a block has several turns in a period, repeat it.",
         )
@@ -153,10 +147,9 @@ def _check_pattern(counts: tuple[int, ...]) -> None:
     fewest = counts[-1]
     leading = sum(count == fewest + 1 for count in counts)
     if not any(counts):
-        raise Fault(LayerError, "{call}: there are no layers: every stack is empty.", "Give at least one layer.")
+        raise LayerFault("{call}: there are no layers: every stack is empty.", "Give at least one layer.")
     if counts != (fewest + 1,) * leading + (fewest,) * (len(counts) - leading):
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             "{call}: the stacks do not make a pattern.",
             "Blocks take turns: the first layer of each, the second of each, and so on. So all stacks need the same "
             "number of layers. Only if the last period is not full, the first stacks have one layer more.",
@@ -196,10 +189,9 @@ def _check_count(
         if (size := _size(leaf, axis)) != count
     ]
     if rows and of_xs and all(row.expected == "none" for row in rows):
-        raise no_axis(own, root, LayerError)
+        raise no_axis(own, root, LayerFault)
     if rows:
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             f"{{call}}: `{stack}` holds {count} layers, but leaves of `{root}` have a different number.",
             *forgotten_stack(layers, stack),
             cure,
