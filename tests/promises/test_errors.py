@@ -1606,9 +1606,8 @@ def fault_sites() -> Iterator[Site]:
     for file in (file for file in PACKAGE.rglob("*.py") if "integrations" not in file.parts):
         for node in ast.walk(ast.parse(file.read_text())):
             called = node.func if isinstance(node, ast.Call) else None
-            if isinstance(called, ast.Name) and (
-                called.id.lower().endswith("fault") or called.id in ("Misuse", "expect")
-            ):
+            makers = ("Fault", "Misuse", "BodyFault", "LayerFault", "fault", "expect")
+            if isinstance(called, ast.Name) and called.id in makers:
                 yield Site(file.name, node.lineno, node.end_lineno or node.lineno)
 
 

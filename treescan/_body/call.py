@@ -22,16 +22,7 @@ from .._loop.run import keeps_named_pairs
 from .._trace.equations import origins
 from .._tree import freeze_static, is_static, leaves_with_path, path_str, thaw_static
 from .._types import Array, PyTree, TreeDef
-from .carry import (
-    OwnState,
-    StateAndY,
-    check_carry,
-    copied,
-    read_carries,
-    split_with_state,
-    without_carries,
-    write_carries,
-)
+from .carry import OwnState, StateAndY, check_carry, copied, read_carries, split_state, without_carries, write_carries
 from .signature import SCAN, Convention, Signature, signature_of
 
 
@@ -344,7 +335,7 @@ def carry_name(body: Body, convention: Convention) -> str:
 def _split(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """The next carry, a layer's state and y, by the verb's convention."""
     if convention.stateful:
-        return split_with_state(convention, out)
+        return split_state(convention, out)
     if convention.pair:
         returned, y = _pair(convention, out, carry)
         return returned, None, y

@@ -420,7 +420,7 @@ _OF_STATE = {
 }
 
 
-def split_with_state(convention: Convention, out: Any) -> tuple[PyTree, PyTree, PyTree]:
+def split_state(convention: Convention, out: Any) -> tuple[PyTree, PyTree, PyTree]:
     """The next carry, the layer's new state, and y.
 
     Raises:

@@ -17,16 +17,7 @@ from .._avals import describe_leaf, describe_node, is_key, shape_of, spec_parts
 from .._axes import LeafAxes, check_axes, spread_axes
 from .._body.call import are_alike
 from .._body.signature import Convention
-from .._errors import (
-    ArgumentTypeError,
-    BodyFault,
-    Fault,
-    Misuse,
-    Row,
-    TracedArgumentError,
-    expect,
-    expect_int,
-)
+from .._errors import ArgumentTypeError, BodyFault, Fault, Misuse, Row, TracedArgumentError, expect, expect_int
 from .._loop.body import Body
 from .._text import advice
 from .._tree import leaves_with_path, same_structure
