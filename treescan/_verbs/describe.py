@@ -85,8 +85,13 @@ def plan_remat(
     """
     try:
         if layers is not None:
-            own = {"args": args, "key": key, "state": state}
-            return _plan_layers(f, init, layers, xs, length, remat=remat, pair=pair, **own)
+            if length is not None:
+                cure = "Leave it out: the stacks have the number of layers."
+                raise Misuse("{call}: `length` cannot be given with `layers`.", cure)
+            kinds = (FOLD_LAYERS, SCAN_LAYERS) if state is None else (FOLD_LAYERS_WITH_STATE, SCAN_LAYERS_WITH_STATE)
+            own: Any = {"remat": check_remat(remat), "key": key, "state": state}
+            blocks = prepare_layers(kinds[pair], f, init, layers, xs, args, **own)
+            return _traced(blocks.pattern.plan, blocks.given)
         if args:
             raise Misuse("{call}: `args` needs `layers`.", "Let the body close over it.")
         if state is not None:
@@ -104,20 +109,6 @@ def plan_remat(
     except Exception as error:
         explained = explain(error, "plan_remat", f, init, STEP_WORDS if layers is None else LAYER_WORDS)
     raise explained
-
-
-def _plan_layers(
-    block: Any, x: PyTree, layers: PyTree, xs: PyTree, length: int | None, *, remat: Any, pair: bool, **options: Any
-) -> RematPlan:
-    if length is not None:
-        cure = "Leave it out: the stacks have the number of layers."
-        raise Misuse("{call}: `length` cannot be given with `layers`.", cure)
-    plan = check_remat(remat)
-    pairs, alone = SCAN_LAYERS, FOLD_LAYERS
-    if options["state"] is not None:
-        pairs, alone = SCAN_LAYERS_WITH_STATE, FOLD_LAYERS_WITH_STATE
-    call = prepare_layers(pairs if pair else alone, block, x, layers, xs, remat=plan, **options)
-    return _traced(call.pattern.plan, call.given)
 
 
 def _traced(plan: Callable[[Arguments], RematPlan], given: Arguments) -> RematPlan:

@@ -85,12 +85,10 @@ def check_stacks(block: Any, layers: PyTree, xs: PyTree, in_axes: Axes, length: 
     given, (stacks, own) = (*stacks, *own), (tuple(map(freeze_shared, stacks)), tuple(map(freeze_static, own)))
     length = check_length(length)
     counts = tuple(_count(stack, f"layers{name}", length) for stack, name in zip(stacks, names, strict=True))
-    for stack, name in zip(stacks, names, strict=True):
-        refuse_split(leaves_with_path(f"layers{name}", stack), _axes_of(stack))
     _check_pattern(counts)
     frozen = any(map(operator.is_not, given, (*stacks, *own)))
-    stacks = tuple(remove_layer_axis(stack, f"layers{name}") for stack, name in zip(stacks, names, strict=True))
     axes = tuple(map(_check_own, stacks, own, own_axes, counts, names))
+    stacks = tuple(remove_layer_axis(stack, f"layers{name}") for stack, name in zip(stacks, names, strict=True))
     return Stacks(stacks, own, counts, axes, sequence, frozen)
 
 
@@ -164,15 +162,16 @@ def _check_own(layers: PyTree, xs: PyTree, in_axes: Axes, count: int, name: str)
     Raises:
         Fault: for a `LayerError` if the leaves of xs do not have as many layers.
     """
-    root = f"xs{name}"
+    root, stack, led = f"xs{name}", f"layers{name}", _axes_of(layers)
+    refuse_split(leaves_with_path(stack, layers), led)
     if xs is None and not (type(in_axes) is int and in_axes == 0) and not name:
         raise Misuse(
             "{call}: `in_axes` is for xs, but there are none.",
             "Layers are scanned along axis 0 of their stack. Pass other inputs of each layer as `xs`.",
         )
-    axes, led = resolve_axes(in_axes, xs, root), _axes_of(layers)
+    axes = resolve_axes(in_axes, xs, root)
     cure = "Each layer receives its own slice of xs. Pass values that all layers share as `args`."
-    _check_count(root, xs, axes, layers, f"layers{name}", count, cure)
+    _check_count(root, xs, axes, layers, stack, count, cure)
     if axes is None and None not in led:
         return None
     return (*led, *(axes or (0,) * len(jax.tree.leaves(xs))))
