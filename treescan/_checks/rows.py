@@ -234,20 +234,6 @@ def check_padded(given: Mapping[str, Any], kind: str, path: str = "xs") -> None:
         )
 
 
-class Start(NamedTuple):
-    """The carry that a scan starts from, and where its rows are.
-
-    Attributes:
-        tree: the carry, values of registered types as custom carries.
-        axes: for each leaf that is an array the axis where the batch shape starts; None: shared by all rows.
-        root: the body's own name for its carry.
-    """
-
-    tree: PyTree
-    axes: LeafAxes
-    root: str
-
-
 def check_targets(
     flags: RowFlags,
     reset_to: PyTree,
@@ -287,19 +273,19 @@ def check_targets(
             "only starts from `init`.",
         )
     batch = batch_of(flags, time_axis)
-    start = Start(adopted.init, spread_carry_axes(carry_axes, arrays, root, batch), root)
+    check = functools.partial(_checked, adopted.init, spread_carry_axes(carry_axes, arrays, root, batch), root)
     if flags.inits is not None:
         assert flags.spans is not None
         fits = functools.partial(_fits_table, np.shape(flags.spans[0])[0], batch)
         name = "the `init` of the `Packed`"
-        return flags._replace(inits=_checked(name, flags.inits, start, (_SEQUENCES, _SEQUENCES), fits))
+        return flags._replace(inits=check(name, flags.inits, (_SEQUENCES, _SEQUENCES), fits))
     tree = reset_to(init) if _is_function(reset_to) else reset_to
     if _is_function(reset_to) and (tree is None or _is_function(tree)):
         raise Misuse(
             f"{{call}}: `reset_to` is a function, which returned {describe_argument(tree)}.",
             "It receives `init` and returns what a reset restores: `lambda init: jax.tree.map(jnp.zeros_like, init)`.",
         )
-    return flags._replace(to=_checked("`reset_to`", tree, start, (_PREFIX, _FITS), _fits))
+    return flags._replace(to=check("`reset_to`", tree, (_PREFIX, _FITS), _fits))
 
 
 class _Place(NamedTuple):
@@ -325,24 +311,45 @@ class _Place(NamedTuple):
 
 
 def _checked(
-    name: str, given: PyTree, start: Start, cures: tuple[str, str], fits: Callable[[_Place], Row | None]
+    init: PyTree,
+    axes: LeafAxes,
+    root: str,
+    name: str,
+    given: PyTree,
+    cures: tuple[str, str],
+    fits: Callable[[_Place], Row | None],
 ) -> list[Any]:
     """What a reset restores in each leaf of init that is an array, of its dtype; None: its init.
 
     Args:
-        name: what messages call it.
+        init: the carry that a scan starts from, values of registered types as custom carries.
+        axes: for each leaf that is an array the axis where the batch shape starts; None: shared by all rows.
+        root: the body's own name for its carry.
+        name: what messages call what is given.
         given: a prefix tree of init.
-        start: the init.
         cures: what the user may do where it is no prefix, and where a value does not fit.
         fits: the row of a message for a value whose shape or dtype does not fit its leaf.
     """
-    no_prefix, misfit = (cure.replace("{root}", start.root) for cure in cures)
-    places = _places(name, adopt(given).init, start, no_prefix)
+    no_prefix, misfit = (cure.replace("{root}", root) for cure in cures)
+    flat, structure = jtu.tree_flatten_with_path(adopt(given).init, is_leaf=lambda node: node is None)
+    numbers = jax.tree.unflatten(structure, range(len(flat)))
+    chosen = iter(spread_prefix(name, numbers, init, root, no_prefix))
+    named, of_arrays, places = iter(jtu.tree_flatten_with_path(init)[0]), iter(axes), list[_Place]()
+    for above, node in jtu.tree_flatten_with_path(init, is_leaf=is_carry)[0]:
+        leaves = jax.tree.leaves(node)
+        of_node = [None if is_static(leaf) else next(of_arrays) for leaf in leaves]
+        for leaf, axis in zip(leaves, of_node, strict=True):
+            (where, value), (path, _) = flat[next(chosen)], next(named)
+            if value is leaf or (is_static(leaf) and (where != path or (is_static(value) and agree(leaf, value)))):
+                value = None
+            carry = node if is_carry(node) and len(where) <= len(above) else None
+            shared = all(axis is None for axis in of_node)
+            places.append(_Place(path_str(root, path), leaf, axis, value, where == path, carry, shared))
     found = [_misfit(place) or (fits(place), "") for place in places]
     bad = {row: cure for row, cure in found if row}
     if bad:
         raise Misuse(
-            f"{{call}}: {name} does not fit {start.root}.",
+            f"{{call}}: {name} does not fit {root}.",
             *([] if all(bad.values()) else [misfit]),
             *dict.fromkeys(filter(None, bad.values())),
             rows=list(bad),
@@ -373,25 +380,6 @@ def _is_function(reset_to: Any) -> TypeGuard[Callable[..., Any]]:
     if not callable(reset_to) or kind_of(reset_to):
         return False
     return isinstance(reset_to, jtu.Partial) or jtu.all_leaves([reset_to])
-
-
-def _places(name: str, prefix: PyTree, start: Start, cure: str) -> list[_Place]:
-    """Each leaf of init that is an array, with what a prefix tree has for it."""
-    flat, structure = jtu.tree_flatten_with_path(prefix, is_leaf=lambda node: node is None)
-    numbers = jax.tree.unflatten(structure, range(len(flat)))
-    chosen = iter(spread_prefix(name, numbers, start.tree, start.root, cure))
-    named, axes, places = iter(jtu.tree_flatten_with_path(start.tree)[0]), iter(start.axes), list[_Place]()
-    for above, node in jtu.tree_flatten_with_path(start.tree, is_leaf=is_carry)[0]:
-        leaves = jax.tree.leaves(node)
-        of_node = [None if is_static(leaf) else next(axes) for leaf in leaves]
-        for leaf, axis in zip(leaves, of_node, strict=True):
-            (where, value), (path, _) = flat[next(chosen)], next(named)
-            if value is leaf or (is_static(leaf) and (where != path or (is_static(value) and agree(leaf, value)))):
-                value = None
-            carry = node if is_carry(node) and len(where) <= len(above) else None
-            shared = not any(axis is not None for axis in of_node)
-            places.append(_Place(path_str(start.root, path), leaf, axis, value, where == path, carry, shared))
-    return places
 
 
 def _misfit(place: _Place) -> tuple[Row, str] | None:
