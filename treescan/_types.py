@@ -140,10 +140,20 @@ class IndexOptions(TypedDict, total=False):
 
 
 class ForiOptions(IndexOptions, total=False):
-    """The options of `fori`, less `key`, which an overload asks for by name."""
+    """The options of `fori`, less `key` and `max_length`."""
 
     remat: RematLike | None
     progress: ProgressLike
+
+
+class RangeOptions(ForiOptions, total=False):
+    """The options of `fori` with the most steps that it may take, less `key`."""
+
+    max_length: int | None
+
+
+class KeyedRange(RangeOptions, KeyOption):
+    """The options of `fori` for a body that takes a key."""
 
 
 class FoldOptions(ForiOptions, total=False):

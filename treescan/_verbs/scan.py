@@ -34,6 +34,7 @@ from .._types import (
     KeyedFold,
     KeyedFoldBody,
     KeyedIndexBody,
+    KeyedRange,
     KeyedRows,
     KeyedScan,
     KeyedValidBody,
@@ -43,6 +44,7 @@ from .._types import (
     PyTree,
     RaggedFold,
     RaggedOptions,
+    RangeOptions,
     RematLike,
     Save,
     ScanOptions,
@@ -345,20 +347,11 @@ def fori(
     upper: int | Array,
     f: Callable[[Array, Carry], Carry],
     init: Carry,
-    *,
-    max_length: int | None = None,
-    **options: Unpack[ForiOptions],
+    **options: Unpack[RangeOptions],
 ) -> Carry: ...
 @overload
 def fori(
-    lower: int | Array,
-    upper: int | Array,
-    f: KeyedIndexBody[Carry],
-    init: Carry,
-    *,
-    max_length: int | None = None,
-    key: Array,
-    **options: Unpack[ForiOptions],
+    lower: int | Array, upper: int | Array, f: KeyedIndexBody[Carry], init: Carry, **options: Unpack[KeyedRange]
 ) -> Carry: ...
 @verb
 def fori(
