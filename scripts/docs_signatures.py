@@ -15,9 +15,9 @@ VERBS = {
     "scan.scan": "X | None",
     "scan.fold": "X | None",
     "scan.accumulate": "X | None",
-    "fori.fori": None,
+    "scan.fori": None,
     "while_scan.while_scan": "X | None",
-    "mask_scan.mask_scan": "X | Padded[X] | Packed[X] | None",
+    "scan.mask_scan": "X | Padded[X] | Packed[X] | None",
     "layers.scan_layers": "X | None",
     "layers.fold_layers": "X | None",
 }
@@ -81,17 +81,11 @@ def options_of(package: griffe.Module, annotation: str, known: set[str]) -> list
     """The options in `Unpack[MaskOptions]`, and `key`, with the defaults that other verbs give them."""
     defaults = {
         parameter.name: parameter.default
-        for verb in ("mask_scan.mask_scan", "scan.scan", "prepare_layers.prepare_layers")
+        for verb in ("scan.mask_scan", "scan.scan", "prepare_layers.prepare_layers")
         for parameter in package[f"_verbs.{verb}"].parameters
     }
     annotations: dict[str, Any] = {"key": package["_types.Options"].members["key"].annotation}
-    kind = package[f"_types.{annotation.removeprefix('Unpack[').removesuffix(']')}"]
-    while kind.name != "TypedDict":
-        annotations = {name: each.annotation for name, each in kind.members.items() if each.is_attribute} | annotations
-        base = str(kind.bases[0])
-        if base == "TypedDict":
-            break
-        kind = package[f"_types.{base}"]
+    annotations = options_in(package, annotation.removeprefix("Unpack[").removesuffix("]")) | annotations
     order = [name for name in defaults if name in annotations]
     return [
         griffe.Parameter(
@@ -100,3 +94,11 @@ def options_of(package: griffe.Module, annotation: str, known: set[str]) -> list
         for name in [*order, *(name for name in annotations if name not in order)]
         if name not in known
     ]
+
+
+def options_in(package: griffe.Module, name: str) -> dict[str, Any]:
+    """The keys of a TypedDict, those of its bases first."""
+    kind, found = package[f"_types.{name}"], dict[str, Any]()
+    for base in map(str, kind.bases):
+        found |= {} if base == "TypedDict" else options_in(package, base)
+    return found | {name: each.annotation for name, each in kind.members.items() if each.is_attribute}

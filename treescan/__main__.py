@@ -15,7 +15,7 @@ import warnings
 from ._describe.findings import FINDINGS
 from ._errors import PUBLIC, TreescanError
 from ._text import section, table
-from .carries._registry import GROUP, Plugin, discovers, load, plugins
+from .carries._registry import GROUP, discovers, load, plugins
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -49,32 +49,20 @@ def _list_plugins() -> int:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of plugins that fail, which the list names
         for plugin in found:
-            if _is_installed(plugin.package):
+            # A dotted name is no package, and no value ever asks for its carries.
+            if "." not in plugin.package and importlib.util.find_spec(plugin.package) is not None:
                 load(plugin)
-    print(_listing(found))  # noqa: T201, a program for a terminal
+    parts = [f"No installed distribution declares custom carries (entry points in the group `{GROUP}`)."]
+    if found:
+        states = ["failed" if p.fault else "loads" if p.loaded else "package not installed" for p in found]
+        rows = [(p.package, p.distribution, p.value, state) for p, state in zip(found, states, strict=True)]
+        failed = [p for p in found if p.fault]
+        parts = [table(("package", "distribution", "entry point", "state"), rows)]
+        parts += [f"  {p.distribution}, {p.value}:\n{textwrap.indent(str(p.fault), '    ')}" for p in failed]
+        if not discovers():
+            parts.append("  Scans do not load them: the environment has TREESCAN_PLUGINS=0.")
+    print("\n\n".join(parts))  # noqa: T201, a program for a terminal
     return 1 if any(plugin.fault for plugin in found) else 0
-
-
-def _listing(found: list[Plugin]) -> str:
-    if not found:
-        return f"No installed distribution declares custom carries (entry points in the group `{GROUP}`)."
-    rows = [(p.package, p.distribution, p.value, _state(p)) for p in found]
-    parts = [table(("package", "distribution", "entry point", "state"), rows)]
-    parts += [f"  {p.distribution}, {p.value}:\n{textwrap.indent(p.fault, '    ')}" for p in found if p.fault]
-    if not discovers():
-        parts.append("  Scans do not load them: the environment has TREESCAN_PLUGINS=0.")
-    return "\n\n".join(parts)
-
-
-def _is_installed(package: str) -> bool:
-    """Whether there is such a package; a dotted name is none, and no value ever asks for its carries."""
-    return "." not in package and importlib.util.find_spec(package) is not None
-
-
-def _state(plugin: Plugin) -> str:
-    if plugin.fault:
-        return "failed"
-    return "loads" if plugin.loaded else "package not installed"
 
 
 if __name__ == "__main__":

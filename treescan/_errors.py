@@ -181,11 +181,12 @@ class Fault(Exception):
     def render(self, words: Mapping[str, str], init: Any = None) -> str:
         """The whole message, with words for its placeholders. Python scalars in `init` have their own advice."""
         weak = dict(self._weak_cures(init))  # what it says of a leaf replaces the plain advice to cast
-        cures = [text for text, kind, leaf in self.cures if not (kind == "dtype" and leaf in weak)]
-        named = [_fill_in(text, words) for text in (self.says, *cures, *weak.values())]
-        rows = [table(self.header, self.rows)] if self.rows else []
-        headline = wrap(named[0], taken=len(f"treescan.{self.error.__name__}: "))  # which Python prints before it
-        parts = [headline, *rows, *map(indented, named[1:])]
+        texts = [text for text, kind, leaf in self.cures if not (kind == "dtype" and leaf in weak)]
+        says, cures = self.says, [*texts, *weak.values()]
+        for name, word in words.items():  # other braces stay, because they may be the user's
+            says, *cures = (text.replace(f"{{{name}}}", word) for text in (says, *cures))
+        headline = wrap(says, taken=len(f"treescan.{self.error.__name__}: "))  # which Python prints before it
+        parts = [headline, *([table(self.header, self.rows)] if self.rows else []), *map(indented, cures)]
         return "\n\n".join(parts) + ("\n" if len(parts) > 1 else "")
 
     def _weak_cures(self, init: Any) -> Iterator[tuple[str, str]]:
@@ -202,6 +203,11 @@ class Fault(Exception):
                     f"{bad[path].expected}, it returns {bad[path].came}. "
                     f"Start from an array, `jnp.asarray({leaf}, jnp.{dtype})`, and keep its dtype.",
                 )
+
+
+Misuse = functools.partial(Fault, ArgumentError)
+BodyFault = functools.partial(Fault, BodyError)
+LayerFault = functools.partial(Fault, LayerError)
 
 
 def expect(
@@ -248,13 +254,6 @@ def expect_int(
     if least is not None:
         expect(number >= least, name, f"at least {least}", number, small, error=ArgumentError)
     return number
-
-
-def _fill_in(text: str, words: Mapping[str, str]) -> str:
-    """Replaces names in braces by their words. Other braces stay, because they may be the user's."""
-    for name, word in words.items():
-        text = text.replace(f"{{{name}}}", word)
-    return text
 
 
 def explain(
@@ -376,13 +375,10 @@ def place_of_user() -> str:
 def _user_frame() -> tuple[int, types.FrameType | None]:
     """The innermost frame that is neither the package's nor a library's, and how far up it is, counted from 1."""
     level, frame = 1, inspect.currentframe()
-    while frame is not None and (is_package_frame(frame) or _is_library(frame)):
+    libraries = ("jax", "contextlib")
+    while frame and (is_package_frame(frame) or frame.f_globals.get("__name__", "").split(".")[0] in libraries):
         level, frame = level + 1, frame.f_back
     return level, frame
-
-
-def _is_library(frame: types.FrameType) -> bool:
-    return frame.f_globals.get("__name__", "").split(".")[0] in ("jax", "contextlib")
 
 
 def is_from_jax(function: Any) -> bool:
@@ -396,11 +392,6 @@ def describe_body(body: Any) -> str:
     """Names a body and where it was written, as in `` `step` (model.py:42)``; of several each, once."""
     if isinstance(body, list | tuple):
         return ", ".join(dict.fromkeys(map(describe_body, body))) or "no body"
-    name, place = _name_and_place(body)
-    return f"`{name}` ({place})" if place else f"`{name}`"
-
-
-def _name_and_place(body: Any) -> tuple[str, str]:
     inner = body
     while isinstance(inner, functools.partial):
         inner = inner.func
@@ -413,8 +404,8 @@ def _name_and_place(body: Any) -> tuple[str, str]:
         name = type(inner).__qualname__ if callable(inner) else repr(inner)
     name = name.rsplit("<locals>.", 1)[-1]
     if code is None or code.co_filename.startswith(_JAX):  # a body from JAX itself has no place in the user's code
-        return name, ""
-    return name, f"{shorten(code.co_filename)}:{code.co_firstlineno}"
+        return f"`{name}`"
+    return f"`{name}` ({shorten(code.co_filename)}:{code.co_firstlineno})"
 
 
 def shorten(filename: str) -> str:

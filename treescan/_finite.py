@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from ._types import Array, PyTree
 
@@ -81,8 +80,8 @@ class NonFinite:
 
     def __str__(self) -> str:
         stack = ["layer {1} of `layers[{0}]`".format(*self.place_in_stack)] if self.place_in_stack else []
-        details = [*stack, *([_counted(self.rows)] if self.rows else [])]
-        where = f" ({'; '.join(details)})" if details else ""
+        rows = [f"row{'s' * (len(self.rows) > 1)} {_listed(list(map(str, self.rows)))}"] if self.rows else []
+        where = f" ({'; '.join([*stack, *rows])})" if stack or rows else ""
         what = "the cotangent of " if self.backward else ""
         became = f"{what}`{self.path}` became {self.kind or 'NaN or infinite'}"
         most = "at most " if self.ends_early else ""
@@ -104,32 +103,18 @@ class NonFinite:
         return f", first in `{self.operation}`{place}{before}"
 
 
-def _counted(rows: Sequence[Any]) -> str:
-    """Some rows by number: `rows 3 and 9`."""
-    return f"row{'s' * (len(rows) > 1)} {_listed(list(map(str, rows)))}"
-
-
 def _listed(names: Sequence[str]) -> str:
     """Some names: `3, 4 and 9`."""
     first, last = (names[:4], f"{len(names) - 4} others") if len(names) > 5 else (names[:-1], names[-1])
     return f"{', '.join(first)} and {last}" if first else last
 
 
-class _Last:
-    """The record that was made last."""
-
-    def __init__(self) -> None:
-        self.record: NonFinite | None = None
-        self.lock = threading.Lock()
-
-
-_last = _Last()
+_last: list[NonFinite | None] = [None]
 
 
 def note(record: NonFinite) -> None:
     """Keeps a record for `last_nonfinite`."""
-    with _last.lock:
-        _last.record = record
+    _last[0] = record
 
 
 def last_nonfinite() -> NonFinite | None:
@@ -152,5 +137,4 @@ def last_nonfinite() -> NonFinite | None:
         >>> print(record.step, record.operation, step(record.carry, record.x))
         2 log nan
     """
-    with _last.lock:
-        return _last.record
+    return _last[0]

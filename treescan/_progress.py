@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, TextIO
+from typing import Any
 
 from ._text import named_fields
 
@@ -175,7 +175,7 @@ class Text(AbstractProgressMeter):
         """A new line, beside those of the loops around."""
         line = _Line(label, total)
         with _lock:
-            if _stream().isatty():
+            if sys.stderr.isatty():
                 _lines.append(line)
         self.step(line, 0, {})
         return line
@@ -191,29 +191,25 @@ class Text(AbstractProgressMeter):
             tenths = 10 * done // line.total if line.total else done
             if tenths > line.tenths:
                 line.tenths = tenths
-                _stream().write(f"{line}\n")
-                _stream().flush()
+                sys.stderr.write(f"{line}\n")
+                sys.stderr.flush()
 
     def close(self, bar: Any) -> None:
         """Ends the line, where no other is beside it."""
         with _lock:
             if bar in _lines:
                 if len(_lines) == 1:
-                    _stream().write("\n")
+                    sys.stderr.write("\n")
                 _lines.remove(bar)
                 if _lines:
                     _rewrite()
-                _stream().flush()
-
-
-def _stream() -> TextIO:
-    return sys.stderr
+                sys.stderr.flush()
 
 
 def _rewrite() -> None:
     room = shutil.get_terminal_size().columns - 1  # what is wider would be broken into lines that stay
-    _stream().write("\r\x1b[K" + " | ".join(map(str, _lines))[:room])
-    _stream().flush()
+    sys.stderr.write("\r\x1b[K" + " | ".join(map(str, _lines))[:room])
+    sys.stderr.flush()
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import html
 import inspect
 import re
 import textwrap
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -156,8 +156,12 @@ def page(headline: str, sections: Sequence[Section]) -> str:
 
 def table_of(rows: Sequence[Sequence[str]], header: Sequence[str] = ()) -> str:
     """A table, as HTML."""
+
+    def cells(row: Sequence[str]) -> str:
+        return "".join(f'<td style="{_CELL}">{escaped(text)}</td>' for text in row)
+
     head = "".join(f'<th style="{_CELL}">{escaped(cell)}</th>' for cell in header) if any(header) else ""
-    body = "".join(f"<tr>{''.join(map(_cell, row))}</tr>" for row in rows)
+    body = "".join(f"<tr>{cells(row)}</tr>" for row in rows)
     return f"<table>{f'<tr>{head}</tr>' if head else ''}{body}</table>"
 
 
@@ -175,10 +179,6 @@ def _section(section: Section) -> str:
     return title + table + "".join(f"<p>{escaped(note)}</p>" for note in section.notes)
 
 
-def _cell(text: str) -> str:
-    return f'<td style="{_CELL}">{escaped(text)}</td>'
-
-
 _HERE = Path(__file__).parent
 _FOLDERS = (_HERE, _HERE.parent / "docs")  # in a wheel, in a checkout
 _FENCE = re.compile(r"^(```\w+[^\n]*\n.*?^```)$", re.MULTILINE | re.DOTALL)
@@ -187,36 +187,20 @@ _ITEM = re.compile(r"^(?=- )", re.MULTILINE)
 
 def section(title: str, page_name: str) -> str:
     """What a page says about one error, warning or finding, without what only a browser uses, its lines wrapped."""
-    page = _read(page_name)
-    _, text = page.split(f"\n## {title}\n")
+    path = next(path for folder in _FOLDERS if (path := folder / page_name).exists())
+    _, text = path.read_text(encoding="utf-8").split(f"\n## {title}\n")
     text = re.sub(r"<!--.*?-->\n", "", text.split("\n## ")[0])
-    return "\n\n".join([f"{title}\n{'=' * len(title)}", *_paragraphs(text)])
-
-
-def _read(page_name: str) -> str:
-    places = [folder / page_name for folder in _FOLDERS]
-    return next(place for place in places if place.exists()).read_text(encoding="utf-8")
-
-
-def _paragraphs(text: str) -> Iterator[str]:
+    shown = [f"{title}\n{'=' * len(title)}"]
     for number, part in enumerate(_FENCE.split(text)):
-        if number % 2:
-            yield _block(part)
+        if number % 2:  # code or output: the name of its file in place of what marks a block
+            head, *lines, _ = part.splitlines()
+            named = re.search(r'title="(.*)"', head)
+            shown.append("\n".join([f"# {named[1]}", *lines] if named else lines))
             continue
         for paragraph in filter(None, map(str.strip, part.split("\n\n"))):
-            yield "\n".join(map(_wrapped, filter(None, _ITEM.split(_without_links(paragraph)))))
-
-
-def _block(fence: str) -> str:
-    """A block of code or output: the name of its file in place of what marks a block."""
-    head, *lines, _ = fence.splitlines()
-    title = re.search(r'title="(.*)"', head)
-    code = "\n".join(lines)
-    return f"# {title[1]}\n{code}" if title else code
-
-
-def _without_links(text: str) -> str:
-    return re.sub(r"\*\*|\[([^]]*)\]\([^)]*\)", lambda link: link[1] or "", text)
+            plain = re.sub(r"\*\*|\[([^]]*)\]\([^)]*\)", lambda link: link[1] or "", paragraph)
+            shown.append("\n".join(map(_wrapped, filter(None, _ITEM.split(plain)))))
+    return "\n\n".join(shown)
 
 
 def _wrapped(text: str) -> str:

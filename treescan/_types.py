@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, Protocol, TypeAlias, TypedDict, TypeVar
+from typing import Any, Literal, NotRequired, Protocol, TypeAlias, TypedDict, TypeVar
 
 import jax
 import jax.typing
@@ -43,28 +43,41 @@ X_contra = TypeVar("X_contra", contravariant=True)
 X = TypeVar("X")
 Y = TypeVar("Y")
 Y_co = TypeVar("Y_co", covariant=True)
+First_contra = TypeVar("First_contra", contravariant=True)
+Second_contra = TypeVar("Second_contra", contravariant=True)
+Out_co = TypeVar("Out_co", covariant=True)
 
+
+Cond: TypeAlias = Callable[[Carry], Any]
+"""The condition of `while_scan`."""
+
+ScanBody: TypeAlias = Callable[[Carry, X], tuple[Carry, Y]]
+"""A body of `scan`."""
 
 FoldBody: TypeAlias = Callable[[Carry, X], Carry]
 """A body of `fold` or `accumulate`."""
 
 
-class KeyedBody(Protocol[Carry, X_contra, Y_co]):
-    """A body of `scan` that takes a fresh key each step."""
+class Keyed(Protocol[First_contra, Second_contra, Out_co]):
+    """A body of two arguments that takes a fresh key each step."""
 
-    def __call__(self, carry: Carry, x: X_contra, /, *, key: Array) -> tuple[Carry, Y_co]: ...
-
-
-class KeyedFoldBody(Protocol[Carry, X_contra]):
-    """A body of `fold` or `accumulate` that takes a fresh key each step."""
-
-    def __call__(self, carry: Carry, x: X_contra, /, *, key: Array) -> Carry: ...
+    def __call__(self, first: First_contra, second: Second_contra, /, *, key: Array) -> Out_co: ...
 
 
-class KeyedIndexBody(Protocol[Carry]):
-    """A body of `fori` that takes a fresh key each step."""
+class KeyedWithOwn(Protocol[First_contra, Second_contra, X_contra, Out_co]):
+    """A block that takes a fresh key in each layer, for layers that have an input of their own."""
 
-    def __call__(self, i: Array, carry: Carry, /, *, key: Array) -> Carry: ...
+    def __call__(self, layer: First_contra, x: Second_contra, x_layer: X_contra, /, *, key: Array) -> Out_co: ...
+
+
+KeyedBody: TypeAlias = Keyed[Carry, X, tuple[Carry, Y]]
+"""A body of `scan` that takes a fresh key each step."""
+
+KeyedFoldBody: TypeAlias = Keyed[Carry, X, Carry]
+"""A body of `fold` or `accumulate` that takes a fresh key each step."""
+
+KeyedIndexBody: TypeAlias = Keyed[Array, Carry, Carry]
+"""A body of `fori` that takes a fresh key each step."""
 
 
 class ValidBody(Protocol[Carry, X_contra, Y_co]):
@@ -79,17 +92,42 @@ class KeyedValidBody(Protocol[Carry, X_contra, Y_co]):
     def __call__(self, carry: Carry, x: X_contra, /, *, key: Array, valid: Array) -> tuple[Carry, Y_co]: ...
 
 
-class ScanOptions(TypedDict, total=False):
+class OutputOptions(TypedDict, total=False):
+    """What becomes of the outputs of all steps."""
+
+    out_axes: Axes
+    save: Save
+
+
+class RowOptions(TypedDict, total=False):
+    """Where the rows of a batch are, and what becomes of those that take no step."""
+
+    fill: PyTree
+    carry_axes: Axes
+    x_axes: Axes
+    y_axes: Axes
+    compact: bool | tuple[int, ...]
+
+
+class KeyOption(TypedDict):
+    """The key of a body that takes one."""
+
+    key: Array
+
+
+class ScanOptions(OutputOptions, total=False):
     """The options of `scan` that are given by name, less `key`; what each means is in its documentation."""
 
     in_axes: Axes
-    out_axes: Axes
     remat: RematLike | None
-    save: Save
     truncate: int | None
     name: str | None
     progress: ProgressLike
     check_finite: FiniteCheck
+
+
+class KeyedScan(ScanOptions, KeyOption):
+    """The options of `scan` that are given by name, for a body that takes a key."""
 
 
 class IndexOptions(TypedDict, total=False):
@@ -102,10 +140,20 @@ class IndexOptions(TypedDict, total=False):
 
 
 class ForiOptions(IndexOptions, total=False):
-    """The options of `fori`, less `key`, which an overload asks for by name."""
+    """The options of `fori`, less `key` and `max_length`."""
 
     remat: RematLike | None
     progress: ProgressLike
+
+
+class RangeOptions(ForiOptions, total=False):
+    """The options of `fori` with the most steps that it may take, less `key`."""
+
+    max_length: int | None
+
+
+class KeyedRange(RangeOptions, KeyOption):
+    """The options of `fori` for a body that takes a key."""
 
 
 class FoldOptions(ForiOptions, total=False):
@@ -115,11 +163,8 @@ class FoldOptions(ForiOptions, total=False):
     truncate: int | None
 
 
-class UnkeyedOptions(FoldOptions, total=False):
+class UnkeyedOptions(FoldOptions, OutputOptions, total=False):
     """The options of every verb that stacks outputs, less `key`."""
-
-    out_axes: Axes
-    save: Save
 
 
 class RaggedFold(FoldOptions, total=False):
@@ -128,26 +173,45 @@ class RaggedFold(FoldOptions, total=False):
     lengths: ArrayLike | None
 
 
-class RaggedOptions(UnkeyedOptions, total=False):
+class KeyedFold(RaggedFold, KeyOption):
+    """The options of `fold` for a body that takes a key."""
+
+
+class RaggedOptions(RaggedFold, OutputOptions, total=False):
     """The options of `accumulate`, less `key`, with the lengths of its rows."""
 
-    lengths: ArrayLike | None
+
+class KeyedRows(RaggedOptions, KeyOption):
+    """The options of `accumulate` for a body that takes a key."""
 
 
-class WhileOptions(ForiOptions, total=False):
+class WhileOptions(ForiOptions, RowOptions, OutputOptions, total=False):
     """The options of `while_scan`, less `key` and `max_length`."""
 
-    fill: PyTree
     in_axes: Axes
-    out_axes: Axes
-    save: Save
-    carry_axes: Axes
-    x_axes: Axes
-    y_axes: Axes
-    compact: bool | tuple[int, ...]
 
 
-class MaskOptions(UnkeyedOptions, total=False):
+class WhileXs(WhileOptions, total=False):
+    """The options of `while_scan` with xs, less `key`."""
+
+    max_length: int | None
+
+
+class WhileNone(WhileOptions):
+    """The options of `while_scan` without xs, less `key`."""
+
+    max_length: int
+
+
+class KeyedXs(WhileXs, KeyOption):
+    """The options of `while_scan` with xs, for a body that takes a key."""
+
+
+class KeyedNone(WhileNone, KeyOption):
+    """The options of `while_scan` without xs, for a body that takes a key."""
+
+
+class MaskOptions(UnkeyedOptions, RowOptions, total=False):
     """The options of `mask_scan`, less `key`."""
 
     length: int | None
@@ -156,12 +220,7 @@ class MaskOptions(UnkeyedOptions, total=False):
     resets: ArrayLike | None
     reset_to: PyTree
     time_axis: int
-    fill: PyTree
-    carry_axes: Axes
-    x_axes: Axes
-    y_axes: Axes
     chunk: int | None
-    compact: bool | tuple[int, ...]
 
 
 class LayersOptions(IndexOptions, total=False):
@@ -174,11 +233,38 @@ class LayersOptions(IndexOptions, total=False):
     progress: ProgressLike
 
 
-class StackedLayersOptions(LayersOptions, total=False):
+class KeyedLayers(LayersOptions, KeyOption):
+    """The options of `fold_layers` for a block that takes a key."""
+
+
+class SharedLayers(LayersOptions):
+    """The options of `fold_layers` for a block that takes what all layers share."""
+
+    args: tuple[Any, ...]
+    key: NotRequired[Array | None]
+
+
+class Turns(LayersOptions, total=False):
+    """The options of `fold_layers` for several blocks."""
+
+    args: tuple[Any, ...]
+    key: Array | None
+
+
+class StackOptions(LayersOptions, OutputOptions, total=False):
     """The options of `scan_layers`, less `key`."""
 
-    out_axes: Axes
-    save: Save
+
+class KeyedStack(StackOptions, KeyedLayers):
+    """The options of `scan_layers` for a block that takes a key."""
+
+
+class SharedStack(StackOptions, SharedLayers):
+    """The options of `scan_layers` for a block that takes what all layers share."""
+
+
+class StackTurns(StackOptions, Turns):
+    """The options of `scan_layers` for several blocks."""
 
 
 class Options(UnkeyedOptions, total=False):

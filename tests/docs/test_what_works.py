@@ -115,7 +115,7 @@ OF_OPTIONS = {
     "accumulate": treescan._types.UnkeyedOptions,
     "fold": treescan._types.FoldOptions,
     "fori": treescan._types.IndexOptions,
-    "scan_layers": treescan._types.StackedLayersOptions,
+    "scan_layers": treescan._types.StackOptions,
     "fold_layers": treescan._types.LayersOptions,
 }
 

@@ -125,7 +125,9 @@ def fault_sites() -> Iterator[Site]:
     """Where the package finds faults. The integrations, of optional libraries, have error tests of their own."""
     for file in (file for file in PACKAGE.rglob("*.py") if "integrations" not in file.parts):
         for node in ast.walk(ast.parse(file.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("Fault", "expect"):
+            called = node.func if isinstance(node, ast.Call) else None
+            makers = ("Fault", "Misuse", "BodyFault", "LayerFault", "fault", "expect")
+            if isinstance(called, ast.Name) and called.id in makers:
                 yield Site(file.name, node.lineno, node.end_lineno or node.lineno)
 
 

@@ -1,26 +1,228 @@
-"""The innermost step: it calls the user's body and checks what the body returns."""
+"""The innermost step: it calls the user's body, explains how that may fail, and checks what it returns."""
 
 from __future__ import annotations
 
+import contextlib
 import inspect
-from collections.abc import Iterable
+import re
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.tree_util as jtu
 
-from .._avals import describe_argument, describe_leaf, describe_node
-from .._errors import BodyError, Fault, Row
-from .._flax import holds, module_classes
+from .._avals import describe_argument, describe_leaf, describe_node, dtype_of, shape_of
+from .._errors import BodyFault, Fault, LayerFault, Misuse, Row, TreescanError
+from .._flax import holds, module_classes, refusals_of_changes, variable_classes
 from .._loop.body import Body, wrapped_parameters
 from .._loop.loop import Feed
 from .._loop.run import keeps_named_pairs
-from .._tree import is_static, leaves_with_path, thaw_static
+from .._trace.equations import origins
+from .._tree import freeze_static, is_static, leaves_with_path, path_str, thaw_static
 from .._types import Array, PyTree, TreeDef
-from .carry import OwnState, StateAndY, check_carry, read_carries, split_with_state, without_carries, write_carries
-from .failures import call_body, watch
+from .carry import OwnState, StateAndY, check_carry, copied, read_carries, split_state, without_carries, write_carries
 from .signature import SCAN, Convention, Signature, signature_of
+
+
+def watching_linen() -> contextlib.AbstractContextManager[Any]:
+    """Looks at each call of a module of flax.linen, if that is imported.
+
+    A module keeps its variables in a scope. If the scope is older than the loop, a variable that a step writes to it
+    is a tracer that leaves the loop: JAX raises an error where it is used, which may be far away.
+
+    Raises:
+        Fault: for a `BodyError` that lists such variables.
+    """
+    linen, tracers = sys.modules.get("flax.linen"), sys.modules.get("flax.core.tracers")
+    if linen is None or tracers is None:
+        return contextlib.nullcontext()
+    current: Callable[[], Any] = tracers.current_trace
+    inside = current()
+
+    def look(function: Callable[..., Any], args: Any, kwargs: Any, context: Any) -> Any:
+        scope = context.module.scope
+        level = None if scope is None else getattr(scope.root, "trace_level", None)
+        if level is None or level in (inside, current()):
+            return function(*args, **kwargs)
+        before = variables_of(context.module)
+        out = function(*args, **kwargs)
+        rows = [
+            Row(path, "changed" if path in before else "new", "")
+            for path, leaf in variables_of(context.module).items()
+            if before.get(path) is not leaf
+        ]
+        if rows:
+            raise BodyFault(
+                "{body} made or changed variables of a flax.linen module, and the {step} does not return them. They "
+                "would leave the loop as tracers, and JAX would raise an error where they are used.",
+                "Use `treescan.integrations.flax.scan`, which takes a module as its body, or `treescan.lift`.",
+                "Or make the variables before the loop, `variables = module.init(...)`, and put them into {init} or "
+                "close over them: the {step} calls `module.apply(variables, ...)`.",
+                header=("variable", "is"),
+                rows=rows,
+            )
+        return out
+
+    def variables_of(module: Any) -> dict[str, Any]:
+        name = "/".join(module.path) or type(module).__name__
+        return {path_str(name, path): leaf for path, leaf in jtu.tree_flatten_with_path(module.variables)[0]}
+
+    return linen.intercept_methods(look)
+
+
+Call: TypeAlias = Callable[[tuple[PyTree, ...]], Any]
+"""Calls the body with other values in the places of what is watched."""
+
+
+class Variable(NamedTuple):
+    """A variable: the name of its type, and its arrays."""
+
+    kind: str
+    leaves: list[Any]
+
+
+class Watched(NamedTuple):
+    """What a body is given beside its carry, and the variables in it before the call.
+
+    Attributes:
+        roots: what each of the arguments is called.
+        given: the arguments.
+        arrays: their arrays.
+        structure: all else of them.
+        variables: the variables by their paths.
+    """
+
+    roots: tuple[str, ...]
+    given: tuple[PyTree, ...]
+    arrays: list[Any]
+    structure: TreeDef
+    variables: dict[str, Variable]
+
+    def refuse_changes(self, out: Any, call: Call) -> None:
+        """Refuses changes of variables whose new values are not among what the body returned.
+
+        Raises:
+            Fault: for a `BodyError` that lists all of them.
+        """
+        kept = {id(leaf) for leaf in jtu.tree_leaves(out)}
+        before = {path: {id(leaf) for leaf in variable.leaves} for path, variable in self.variables.items()}
+        lost = {
+            path: variable
+            for path, variable in _module_variables(self.roots, self.given).items()
+            if any(id(leaf) not in kept | before.get(path, set()) for leaf in variable.leaves)
+        }
+        if lost and not lost.keys().isdisjoint(self.variables):
+            passed_on = self._passed_on(call)
+            lost = {path: variable for path, variable in lost.items() if path not in passed_on}
+        if lost:
+            raise BodyFault(
+                "{body} changed variables of modules that it was given, and the changes would be lost.",
+                "`treescan.integrations.nnx.scan` runs a {step} with modules and updates them in place. If nothing "
+                "should change, call the module's `eval()` first. Or let the {step} return the changes.",
+                header=("leaf", "variable", "is"),
+                rows=[
+                    Row(path, variable.kind, "changed" if path in before else "new") for path, variable in lost.items()
+                ],
+            )
+
+    def _passed_on(self, call: Call) -> set[str]:
+        """The paths of variables whose arrays come back as they went in, through whatever functions."""
+
+        def run(arrays: list[Any]) -> dict[str, list[Any]]:
+            given = thaw_static(jtu.tree_unflatten(self.structure, arrays))
+            call(given)
+            now = _module_variables(self.roots, given)
+            return {path: now[path].leaves for path in self.variables if path in now}
+
+        jaxpr, shapes = jax.make_jaxpr(run, return_shape=True)(self.arrays)
+        numbers = list(range(len(self.arrays)))
+        came = jtu.tree_unflatten(jtu.tree_structure(shapes), origins(jaxpr.jaxpr, numbers))
+        went = _module_variables(self.roots, thaw_static(jtu.tree_unflatten(self.structure, numbers)))
+        return {path for path in came if came[path] == went[path].leaves}
+
+
+def watch(roots: tuple[str, ...], given: tuple[PyTree, ...]) -> Watched | None:
+    """Notes the variables in arguments; None if there are none."""
+    if not holds(given, variable_classes()):
+        return None
+    variables = _module_variables(roots, given)
+    arrays, structure = jtu.tree_flatten(freeze_static(given, scalars=True))
+    return Watched(roots, given, arrays, structure, variables)
+
+
+def _module_variables(roots: tuple[str, ...], given: tuple[PyTree, ...]) -> dict[str, Variable]:
+    kinds = variable_classes()
+    named = [
+        pair
+        for root, tree in zip(roots, given, strict=True)
+        for pair in leaves_with_path(root, tree, is_leaf=lambda node: isinstance(node, kinds))
+    ]
+    return {
+        path: Variable(type(node).__name__, jtu.tree_leaves(node)) for path, node in named if isinstance(node, kinds)
+    }
+
+
+def call_user(function: Any, *arguments: Any, **keywords: Any) -> Any:
+    """Calls a function of the user's.
+
+    Raises:
+        Fault: for a `BodyError` if it changes a module of flax that belongs to another trace.
+    """
+    try:
+        with watching_linen():
+            return function(*arguments, **keywords)
+    except refusals_of_changes() as error:
+        raise BodyFault(
+            "{body} changed a module of flax that was made outside of the {step}, for example the counter of a "
+            f"`Dropout`, or the statistics of a `BatchNorm`: {str(error).split(' (http')[0]}.",
+            "Put the module into {init}, and return it in {the_carry}. Or pass it as an argument to "
+            "`treescan.integrations.nnx.scan`, which updates modules in place. For flax.linen, it is "
+            "`treescan.integrations.flax.scan`, or `treescan.lift`.",
+            "If nothing should change, call the module's `eval()` before the loop.",
+            cause=error,
+        ) from None
+
+
+def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
+    """Calls a body.
+
+    Raises:
+        Fault: as `call_user`; also if the body fails because it receives a list in place of a layer or a step.
+    """
+    try:
+        return call_user(body.function, *arguments, **keywords)
+    except (Fault, TreescanError):
+        raise
+    except Exception as error:
+        place = 0 if convention.spread else 1  # of the layer, or of x, which may be a list of what could be stacked
+        value: Any = arguments[place] if len(arguments) > place != convention.place else None
+        if type(value) not in (list, tuple) or len(value) < 2 or not are_alike(value):
+            raise
+        kind, items, names = type(value).__name__, len(value), body.names
+        fault, root, one = (LayerFault, "layers", "layer") if convention.spread else (Misuse, "xs", "step")
+        advice = (
+            f"Did you forget `treescan.stack`? `{root}` is one tree, and each {one} receives a slice of all {items} "
+            f"items. If each item is a {one}, pass `treescan.stack({root})`."
+        )
+        if not isinstance(error, TypeError | AttributeError) or not re.search(rf"\b{kind}\b", str(error)):
+            error.add_note(advice)
+            raise
+        name = names[place] if len(names) > place else convention.takes[place]
+        raise fault(
+            f"{{call}}: `{name}` is a {kind} of {items} trees of the same types, and the {{step}} failed with it: "
+            f"{type(error).__name__}: {error}",
+            advice,
+            cause=error,
+        ) from None
+
+
+def are_alike(trees: Sequence[Any]) -> bool:
+    """Whether trees have one structure and the same shapes and dtypes, so that they could be stacked."""
+    leaves, structures = zip(*map(jax.tree.flatten, trees), strict=True)
+    types = [[(shape_of(leaf), dtype_of(leaf)) for leaf in each] for each in leaves]
+    return bool(leaves[0]) and all(each == structures[0] for each in structures) and all(t == types[0] for t in types)
 
 
 class Shared(NamedTuple):
@@ -54,68 +256,51 @@ class CallBody:
     custom: tuple[type, ...] = ()
 
     def __call__(self, consts: Shared | None, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        # A body may change the containers that it is given: the carry that it returns is compared with another copy.
-        given = jtu.tree_unflatten(jtu.tree_structure(state), jtu.tree_leaves(state))
-        carry, x = (thaw_static(given), thaw_static(feed.x)) if self.frozen else (given, feed.x)
-        unchanged = thaw_static(state) if self.frozen else state
+        """The next carry and y, in the container of the pair where the body chose another than a tuple."""
+        convention, thaw = self.convention, thaw_static if self.frozen else _unchanged
         key, args = Shared() if consts is None else consts
         keywords: dict[str, Any] = {}
         if key is not None and feed.position is not None:
             keywords["key"] = jax.random.fold_in(key, feed.position)
         if self.sees_valid:
             keywords["valid"] = feed.valid
-        args = jtu.tree_unflatten(jtu.tree_structure(args), jtu.tree_leaves(args))  # for the same reason
-        others = (*x, *(thaw_static(args) if self.frozen else args)) if self.convention.spread else (x,)
-        own = len(x) - 1 if self.convention.stateful else None
-        returned, y, structure = self._call(carry, others, keywords, unchanged, feed.valid, own)
-        if self.frozen:
-            returned = _frozen_as(state, unchanged, returned)
-        if self.frozen and own is not None:
-            y = StateAndY(_frozen_as(feed.x[own], thaw_static(feed.x[own]), y.state), y.y)
-        return (returned, y) if structure is None else jtu.tree_unflatten(structure, (returned, y))
-
-    def _call(
-        self,
-        carry: PyTree,
-        others: tuple[PyTree, ...],
-        keywords: dict[str, Any],
-        given: PyTree,
-        valid: Array | None,
-        own: int | None,
-    ) -> tuple[PyTree, PyTree, TreeDef | None]:
-        """The next carry, y, and the pair's container where the body chose another than a tuple: the result has it.
-
-        `own` is the place of the layer's state among `others`; then y is a `StateAndY`.
-        """
+        # The carry that the body returns is compared with another copy than it is given.
+        given, carry, x, args = thaw(state), thaw(copied(state)), thaw(feed.x), thaw(copied(args))
+        others = (*x, *args) if convention.spread else (x,)
         signature = self.body.memo(Signature, lambda: signature_of(self.body))
-        name = carry_name(self.body, self.convention)
+        name = carry_name(self.body, convention)
         if self.custom:
             carry = read_carries(carry, name)
-        place, state = self.convention.place, None
-        if own is not None:
-            state = OwnState.read(self.body, others[own], own + 1, bool(self.custom))
-            others = (*others[:own], state.seen, *others[own + 1 :])
-        arguments = (*others[:place], carry, *others[place:])
+        place, own = convention.place, None
+        if convention.stateful:
+            last = len(x) - 1
+            own = OwnState.read(self.body, others[last], last + 1, bool(self.custom))
+            others = (*others[:last], own.seen, *others[last + 1 :])
         with signature.scope() as scope:
+            arguments = (*others[:place], carry, *others[place:])
             if scope:
                 scope.check_inputs(arguments)
-            modules = watch(self._roots(len(others)), others)
-            out = call_body(self.body, self.convention, arguments, keywords)
+            modules = watch(names_of(self.body, len(arguments), place), others)
+            out = call_body(self.body, convention, arguments, keywords)
             if modules is not None:
                 modules.refuse_changes(out, lambda others: self._again(given, others, keywords))
-            returned, new_state, y = _split(self.convention, out, given)
+            returned, new_state, y = _split(convention, out, given)
             kept, new = without_carries(given, returned) if self.custom else (given, returned)
-            check_carry(self.body, self.convention, name, kept, new, y if own is None else new_state, out)
+            check_carry(self.body, convention, name, kept, new, y if own is None else new_state, out)
             if self.custom:
-                returned = write_carries(given, returned, valid, name)
-                y = returned if self.convention.stacks else y
-            new_state = None if state is None else state.written(new_state)
+                returned = write_carries(given, returned, feed.valid, name)
+                y = returned if convention.stacks else y
+            new_state = None if own is None else own.written(new_state)
             if scope:
-                scope.check_outputs(out, self._names_of_outputs(name, state))
-            check_arrays(y, name if self.convention.stacks else None)
-        y = y if state is None else StateAndY(new_state, y)
-        keeps = self.convention.pair and not self.convention.spread  # a pair of layers' is always a tuple
-        return returned, y, _container(out) if keeps else None
+                scope.check_outputs(out, self._names_of_outputs(name, own))
+            check_arrays(y, name if convention.stacks else None)
+        if self.frozen:
+            returned = _frozen_as(state, given, returned)
+        if own is not None:
+            y = StateAndY(_frozen_as(feed.x[-1], own.given, new_state) if self.frozen else new_state, y)
+        keeps = convention.pair and not convention.spread  # a pair of layers' is always a tuple
+        structure = _container(out) if keeps else None
+        return (returned, y) if structure is None else jtu.tree_unflatten(structure, (returned, y))
 
     def _names_of_outputs(self, name: str, state: OwnState | None) -> str | tuple[str, ...]:
         """The names of the parts that the body returns."""
@@ -123,19 +308,22 @@ class CallBody:
         names = (f"returned {name}", *own, *(("y",) if self.convention.pair else ()))
         return names if len(names) > 1 else names[0]
 
-    def _roots(self, count: int) -> tuple[str, ...]:
-        """The names of the arguments besides the carry."""
-        place, names = self.convention.place, self.body.names
-        places = [i for i in range(count + 1) if i != place]
-        return tuple(names[i] if i < len(names) else f"args[{i}]" for i in places)
-
     def _again(self, given: PyTree, others: tuple[PyTree, ...], keywords: dict[str, Any]) -> Any:
         """Calls the body once more, with other values beside its carry, which is copied."""
-        carry = jtu.tree_unflatten(jtu.tree_structure(given), jtu.tree_leaves(given))
+        carry, place = copied(given), self.convention.place
         if self.custom:
             carry = read_carries(carry, carry_name(self.body, self.convention))
-        place = self.convention.place
         return self.body.function(*others[:place], carry, *others[place:], **keywords)
+
+
+def _unchanged(tree: PyTree) -> PyTree:
+    return tree
+
+
+def names_of(body: Body, count: int, place: int) -> tuple[str, ...]:
+    """The names of so many arguments, but for that of the carry."""
+    names = (*body.names[:count], *(f"args[{i}]" for i in range(len(body.names), count)))
+    return (*names[:place], *names[place + 1 :])
 
 
 def carry_name(body: Body, convention: Convention) -> str:
@@ -147,7 +335,7 @@ def carry_name(body: Body, convention: Convention) -> str:
 def _split(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTree, PyTree]:
     """The next carry, a layer's state and y, by the verb's convention."""
     if convention.stateful:
-        return split_with_state(convention, out)
+        return split_state(convention, out)
     if convention.pair:
         returned, y = _pair(convention, out, carry)
         return returned, None, y
@@ -163,17 +351,21 @@ def _frozen_as(frozen: PyTree, given: PyTree, returned: PyTree) -> PyTree:
 
 def _pair(convention: Convention, out: Any, carry: PyTree) -> tuple[PyTree, PyTree]:
     """Any container of two parts counts as a pair, as in lax.scan. Otherwise the error is about a pair."""
-    if isinstance(out, tuple | list):
-        parts: list[Any] = list(out)
-    else:
-        parts = [] if jtu.all_leaves([out]) else _children(out)
-    if len(parts) == 2 and (isinstance(out, tuple | list) or _same_structure(carry, parts[0])):
+    listed = isinstance(out, tuple | list)
+    parts = list(out) if listed else jtu.tree_leaves(out, is_leaf=lambda node: node is not out)
+    if len(parts) == 2 and (listed or _same_structure(carry, parts[0])):
         return parts[0], parts[1]
-    raise Fault(
-        BodyError,
-        f"{{body}} must return a pair ({convention.carry}, y), but returned {describe_node(out)}.",
-        _pair_cure(convention, out, carry),
-    )
+    name = convention.carry
+    cure = f"Return the next {name} and this {{unit}}'s output: `return {name}, y`"
+    if _same_structure(carry, out) and out is not None:
+        cure = (
+            f"What it returned has the structure of {{the_carry}}. Return `{name}, None` if there is no output to "
+            f"stack{convention.or_alone}"
+        )
+    elif out is not None:
+        cure = f"{cure}, with None for y if there is none"
+    says = f"{{body}} must return a pair ({name}, y), but returned {describe_node(out)}."
+    raise BodyFault(says, f"{cure}.")
 
 
 def _container(out: Any) -> TreeDef | None:
@@ -183,30 +375,12 @@ def _container(out: Any) -> TreeDef | None:
     return jtu.tree_structure(out, is_leaf=lambda node: node is not out)
 
 
-def _children(out: Any) -> list[Any]:
-    return jtu.tree_leaves(out, is_leaf=lambda node: node is not out)
-
-
-def _pair_cure(convention: Convention, out: Any, carry: PyTree) -> str:
-    name = convention.carry
-    what = f"the next {name} and this {{unit}}'s output"
-    if out is None:
-        return f"Return {what}: `return {name}, y`."
-    if _same_structure(carry, out):
-        return (
-            f"What it returned has the structure of {{the_carry}}. Return `{name}, None` if there is no output to "
-            f"stack{convention.or_alone}."
-        )
-    return f"Return {what}: `return {name}, y`, with None for y if there is none."
-
-
 def _refuse_pair(convention: Convention, out: Any, carry: PyTree) -> None:
     """Refuses a pair from a body that should return only the carry, for example a body written for `scan`."""
     is_pair = isinstance(out, tuple) and len(out) == 2
     if is_pair and not _same_structure(carry, out) and any(_same_structure(carry, half) for half in out):
         name = convention.carry
-        raise Fault(
-            BodyError,
+        raise BodyFault(
             f"{{body}} must return the next {name} alone, but returned {describe_node(out)}.",
             f"A body of `{convention.verb}` returns no y: `return {name}`. To stack an output over the {{unit}}s, call "
             f"`{convention.other}`.",
@@ -222,37 +396,22 @@ def _same_structure(carry: PyTree, other: PyTree) -> bool:
 
 def check_arrays(y: PyTree, carry: str | None = None) -> None:
     """Refuses outputs that cannot be stacked. `carry` is the body's own name for them where they are its carry."""
-    if any(map(is_static, jtu.tree_leaves(y))):
-        named = leaves_with_path(carry or "y", y)
-        if carry:
-            raise _static_carry(named, *_of_a_model(y))
-        raise Fault(
-            BodyError,
-            "{body} returned outputs that are not arrays.",
-            *_of_a_model(y),
-            "Outputs are stacked over the {unit}s, so they must be arrays. Keep other values out of the scan.",
-            header=("leaf", "expected", "is"),
-            rows=[Row(path, "an array", describe_leaf(leaf), "") for path, leaf in named if is_static(leaf)],
-        )
-
-
-def _of_a_model(y: PyTree) -> list[str]:
-    """The advice for modules of equinox, whose functions are leaves."""
-    if not holds(y, module_classes()):
-        return []
-    return ["To stack the arrays of a model, return `eqx.filter(model, eqx.is_array)` as y, in place of the model."]
-
-
-def _static_carry(named: list[tuple[str, Any]], *cures: str) -> Fault:
-    return Fault(
-        BodyError,
-        "{call} stacks {the_carry} after each {step}, but it holds leaves that are not arrays.",
-        "Let the {step} close over such leaves, and keep them out of {init}. Or call "
-        "`treescan.scan`, which carries it: its body returns the values to stack as y.",
-        *cures,
-        header=("leaf", "expected", "is"),
-        rows=[Row(path, "an array", describe_leaf(leaf), "") for path, leaf in named if is_static(leaf)],
-    )
+    if not any(map(is_static, jtu.tree_leaves(y))):
+        return
+    says = "{body} returned outputs that are not arrays."
+    cures = ["Outputs are stacked over the {unit}s, so they must be arrays. Keep other values out of the scan."]
+    if carry:
+        says = "{call} stacks {the_carry} after each {step}, but it holds leaves that are not arrays."
+        cures = [
+            "Let the {step} close over such leaves, and keep them out of {init}. Or call `treescan.scan`, which "
+            "carries it: its body returns the values to stack as y."
+        ]
+    if holds(y, module_classes()):  # of equinox, whose functions are leaves
+        model = "To stack the arrays of a model, return `eqx.filter(model, eqx.is_array)` as y, in place of the model."
+        cures.insert(1 if carry else 0, model)
+    named = leaves_with_path(carry or "y", y)
+    rows = [Row(path, "an array", describe_leaf(leaf)) for path, leaf in named if is_static(leaf)]
+    raise BodyFault(says, *cures, rows=rows)
 
 
 def takes_keyword(body: Body, name: str) -> bool:
@@ -275,8 +434,7 @@ def _names_keyword(parameters: Iterable[inspect.Parameter], name: str) -> bool:
 def check_callable(function: Any, call: str) -> None:
     """Refuses a body that cannot be called, and shows a correct `call`."""
     if not callable(function):
-        raise Fault(
-            BodyError,
+        raise BodyFault(
             f"{{verb}} needs a function as its body, but got {describe_argument(function)}.",
             f"Pass the {{step}} function there: `treescan.{call}`.",
         )

@@ -22,15 +22,13 @@ from .._avals import (
     spec_parts,
     varying_axes,
 )
-from .._errors import BodyError, CarryError, Cure, Fault, PluginError, Row
+from .._errors import BodyFault, CarryError, Cure, Fault, PluginError, Row
 from .._loop.body import Body, warn_second_trace
 from .._loop.run import is_last_trace
 from .._tree import KeyPath, Root, children, is_static, leaves_with_path, metadata, named_roots, path_str
 from .._types import Array, PyTree, TreeDef
 from ..carries._base import AbstractCarry, describe_class, describe_error, is_carry, parts_of
 from .signature import Convention
-
-_MISSING, _EXTRA = "(missing)", "(not there)"
 
 
 class Difference(NamedTuple):
@@ -39,6 +37,11 @@ class Difference(NamedTuple):
     row: Row
     cures: tuple[Cure, ...] = ()
     given_is_weak: bool = False
+
+    @classmethod
+    def of(cls, leaf: str, expected: str, came: str, note: str, cure: str, kind: str) -> Difference:
+        """One that a cure of this kind fixes."""
+        return cls(Row(leaf, expected, came, note), (Cure(f"{leaf}: {cure}", kind, leaf),))
 
 
 def agree(given: PyTree, returned: PyTree) -> bool:
@@ -93,51 +96,37 @@ def find_differences(root: str, path: KeyPath, given: PyTree, returned: PyTree) 
 def _child_differences(
     root: str, path: KeyPath, given: dict[KeyPath, Any], returned: dict[KeyPath, Any]
 ) -> Iterator[Difference]:
-    for key, child in given.items():
-        if key in returned:
-            yield from find_differences(root, (*path, *key), child, returned[key])
+    for key in dict.fromkeys((*given, *returned)):
+        leaf = path_str(root, (*path, *key))
+        if key not in returned:
+            cure = "return every part of {the_carry}, changed or not."
+            yield Difference.of(leaf, describe_node(given[key]), "(missing)", "", cure, "missing")
+        elif key not in given:
+            cure = "{the_carry} keeps its structure. Start from an {init} that has it, or return it in y."
+            yield Difference.of(leaf, "(not there)", describe_node(returned[key]), "", cure, "extra")
         else:
-            yield _absent(root, (*path, *key), child, missing=True)
-    for key, child in returned.items():
-        if key not in given:
-            yield _absent(root, (*path, *key), child, missing=False)
-
-
-def _absent(root: str, path: KeyPath, child: PyTree, *, missing: bool) -> Difference:
-    leaf, what = path_str(root, path), describe_node(child)
-    if missing:
-        text = f"{leaf}: return every part of {{the_carry}}, changed or not."
-        return Difference(Row(leaf, what, _MISSING, ""), (Cure(text, "missing", leaf),))
-    text = f"{leaf}: {{the_carry}} keeps its structure. Start from an {{init}} that has it, or return it in y."
-    return Difference(Row(leaf, _EXTRA, what, ""), (Cure(text, "extra", leaf),))
+            yield from find_differences(root, (*path, *key), given[key], returned[key])
 
 
 def _metadata_differences(leaf: str, given: PyTree, returned: PyTree) -> Iterator[Difference]:
     """One row for each field that differs; one for the whole metadata if its fields are not attributes."""
     kind = type(given).__name__
-    rows = [
-        Row(f"{leaf}.{name}", describe_static(a), describe_static(b), "metadata")
-        for name, a, b in _fields_that_differ(given, returned)
-    ]
-    before, after = (f"{kind} {describe_static(metadata(node))}" for node in (given, returned))
-    text = (
-        f"{leaf}: the fields of {type(given).__name__} that are not leaves must be the same in every step. If a "
-        "field has to change, make it a leaf. Otherwise return it unchanged."
+    cure = (
+        f"the fields of {kind} that are not leaves must be the same in every step. If a field has to change, make it "
+        "a leaf. Otherwise return it unchanged."
     )
-    for row in rows or [Row(leaf, before, after, "metadata")]:
-        yield Difference(row, (Cure(text, "metadata", leaf),))
-
-
-def _fields_that_differ(given: PyTree, returned: PyTree) -> list[tuple[str, Any, Any]]:
-    """The attributes of two nodes of one class that are not children and differ; private ones only if no other does."""
     inner = {getattr(path[0], "name", getattr(path[0], "key", None)) for path, _ in children(given) or ()}
     before, after = getattr(given, "__dict__", {}), getattr(returned, "__dict__", {})
-    differing = [
-        (name, before.get(name), after.get(name))
+    names = [
+        name
         for name in dict.fromkeys((*before, *after))
         if name not in inner and not _same_value(before.get(name), after.get(name))
     ]
-    return [each for each in differing if not each[0].startswith("_")] or differing
+    names = [name for name in names if not name.startswith("_")] or names  # private ones only if no other differs
+    rows = [(f"{leaf}.{name}", describe_static(before.get(name)), describe_static(after.get(name))) for name in names]
+    whole = [f"{kind} {describe_static(metadata(node))}" for node in (given, returned)]
+    for path, expected, came in rows or [(leaf, whole[0], whole[1])]:
+        yield Difference(Row(path, expected, came, "metadata"), (Cure(f"{leaf}: {cure}", "metadata", leaf),))
 
 
 def _same_value(given: Any, returned: Any) -> bool:
@@ -148,60 +137,55 @@ def _same_value(given: Any, returned: Any) -> bool:
 
 
 def _node_difference(leaf: str, given: PyTree, returned: PyTree) -> Difference:
-    row = Row(leaf, describe_node(given), describe_node(returned), "structure")
+    kind, cure = "container", "return the same kind of container, with the same parts, as {init} has there."
     if given is None:
-        text, kind = (
-            "{init} has None there. Start from an array of the type that the {step} returns (`jnp.zeros`).",
-            "none",
-        )
+        kind = "none"
+        cure = "{init} has None there. Start from an array of the type that the {step} returns (`jnp.zeros`)."
     elif returned is None:
-        text, kind = (
-            "the {step} returned None. Return an array of the type that was given, changed or not.",
-            "returned none",
-        )
+        kind = "returned none"
+        cure = "the {step} returned None. Return an array of the type that was given, changed or not."
     elif isinstance(given, tuple) and hasattr(given, "_replace"):
-        text, kind = (
-            f"build the same class in the {{step}} as in {{init}}, for example with `{leaf}._replace(...)`.",
-            "named tuple",
-        )
+        kind = "named tuple"
+        cure = f"build the same class in the {{step}} as in {{init}}, for example with `{leaf}._replace(...)`."
     elif isinstance(returned, tuple) and hasattr(returned, "_replace"):
-        text, kind = (
-            f"build the same class in the {{step}} as in {{init}}, a plain {type(given).__name__} here.",
-            "plain tuple",
-        )
-    else:
-        text, kind = "return the same kind of container, with the same parts, as {init} has there.", "container"
-    return Difference(row, (Cure(f"{leaf}: {text}", kind, leaf),))
+        kind = "plain tuple"
+        cure = f"build the same class in the {{step}} as in {{init}}, a plain {type(given).__name__} here."
+    return Difference.of(leaf, describe_node(given), describe_node(returned), "structure", cure, kind)
 
 
 def _leaf_difference(leaf: str, start: str, given: Any, returned: Any) -> Difference:
     expected, came = describe_leaf(given), describe_leaf(returned)
-    if is_static(given) or is_static(returned):
-        cure = f"{leaf}: return an array; {came} is not a value that JAX can carry."
-        if is_static(given):
-            cure = f"{leaf}: a leaf that is not an array must be the same in every {{unit}}. Return it unchanged."
-        return Difference(Row(leaf, expected, came, "static"), (Cure(cure, "static", leaf),))
-    note, cures = _explain_types(leaf, start, given, returned)
+    if is_static(given):
+        cure = "a leaf that is not an array must be the same in every {unit}. Return it unchanged."
+        return Difference.of(leaf, expected, came, "static", cure, "static")
+    if is_static(returned):
+        cure = f"return an array; {came} is not a value that JAX can carry."
+        return Difference.of(leaf, expected, came, "static", cure, "static")
+    explained = list(_explain_types(leaf, start, given, returned))
+    cures = tuple(Cure(f"{leaf}: {cure}", kind, leaf) for _, kind, cure in explained)
+    note = ", ".join(note for note, _, _ in explained)
     return Difference(Row(leaf, expected, came, note), cures, given_is_weak=is_weak(given))
 
 
-def _explain_types(leaf: str, start: str, given: Any, returned: Any) -> tuple[str, tuple[Cure, ...]]:
-    given_dtype, dtype = dtype_of(given), dtype_of(returned)
+def _explain_types(leaf: str, start: str, given: Any, returned: Any) -> Iterator[tuple[str, str, str]]:
+    """How the types of two leaves differ: for each way a note, the kind of its cure, and the cure."""
+    name, given_dtype, dtype = leaf.rsplit(".", 1)[-1], dtype_of(given), dtype_of(returned)
     given_shape, shape = shape_of(given), shape_of(returned)
     if given_dtype is not None and is_key(given) and dtype == np.uint32:
-        wrapped = f"jax.random.wrap_key_data({leaf.rsplit('.', 1)[-1]})"
-        text = f"{leaf}: the {{step}} returned a key's raw data. Return the typed key, `{wrapped}`."
-        return "key data", (Cure(text, "key data", leaf),)
-    explained: list[tuple[str, Cure]] = []
-    if given_shape != shape and given_shape is not None and shape is not None:
-        cure = Cure(_shape_cure(leaf, given_shape, shape), "shape", leaf)
-        explained.append((_shape_note(given_shape, shape), cure))
+        cure = f"the {{step}} returned a key's raw data. Return the typed key, `jax.random.wrap_key_data({name})`."
+        yield "key data", "key data", cure
+        return
+    reshaped = False
+    if given_shape is not None and shape is not None and (reshaped := given_shape != shape):
+        yield _shape_note(given_shape, shape), "shape", _shape_cure(given_shape, shape)
     if given_dtype != dtype:
-        explained.append(("dtype", Cure(_dtype_cure(leaf, given_dtype, dtype), "dtype", leaf)))
-    if not explained:
-        note, text = _placement(leaf, start, jax.typeof(given), jax.typeof(returned))
-        explained.append((note, Cure(text, note, leaf)))
-    return ", ".join(note for note, _ in explained), tuple(cure for _, cure in explained)
+        cure = f"Return a value of dtype {given_dtype}."
+        if isinstance(given_dtype, np.dtype):
+            cure = f"Cast it back, `{name}.astype(jnp.{given_dtype})`, or start from {dtype}."
+        yield "dtype", "dtype", f"the {{step}} returned {dtype}. {cure}"
+    elif not reshaped:
+        note, cure = _placement(name, start, jax.typeof(given), jax.typeof(returned))
+        yield note, note, cure
 
 
 def _shape_note(given: tuple[int, ...], returned: tuple[int, ...]) -> str:
@@ -211,47 +195,33 @@ def _shape_note(given: tuple[int, ...], returned: tuple[int, ...]) -> str:
     return ", ".join(changed)
 
 
-def _shape_cure(leaf: str, given: tuple[int, ...], returned: tuple[int, ...]) -> str:
+def _shape_cure(given: tuple[int, ...], returned: tuple[int, ...]) -> str:
     if len(given) == len(returned) and [b - a for a, b in zip(given, returned, strict=True) if a != b] == [1]:
         return (
-            f"{leaf}: {{a_carry}} cannot grow. Return the new entries in y, which is stacked over the {{unit}}s, or "
-            "start from an array of the final size and write into it with `.at[i].set(...)`."
+            "{a_carry} cannot grow. Return the new entries in y, which is stacked over the {unit}s, or start from an "
+            "array of the final size and write into it with `.at[i].set(...)`."
         )
     wanted, had = (f"[{','.join(map(str, shape))}]" for shape in (returned, given))
-    return f"{leaf}: {{a_carry}} keeps its shape. Start from an {{init}} of shape {wanted}, or return {had}."
+    return f"{{a_carry}} keeps its shape. Start from an {{init}} of shape {wanted}, or return {had}."
 
 
-def _dtype_cure(leaf: str, given: Any, returned: Any) -> str:
-    if not isinstance(given, np.dtype):
-        return f"{leaf}: the {{step}} returned {returned}. Return a value of dtype {given}."
-    cast = f"{leaf.rsplit('.', 1)[-1]}.astype(jnp.{given})"
-    return f"{leaf}: the {{step}} returned {returned}. Cast it back, `{cast}`, or start from {returned}."
-
-
-def _placement(leaf: str, start: str, given: Any, returned: Any) -> tuple[str, str]:
+def _placement(name: str, start: str, given: Any, returned: Any) -> tuple[str, str]:
     """Equal shapes and dtypes: the types differ in manual axes, sharding or memory space."""
     varying_in, varying_out = varying_axes(given), varying_axes(returned)
-    if varying_out - varying_in:
-        axes = tuple(sorted(varying_out - varying_in))
-        cure = f"jax.lax.pcast({start}, {axes}, to='varying')"
-        return (
-            "manual axes",
-            f"{leaf}: the {{step}} returned a value that varies over {axes}. Let {{init}} vary too: `{cure}`.",
-        )
-    if varying_in - varying_out:
-        axes = tuple(sorted(varying_in - varying_out))
-        cure = f"jax.lax.pcast({leaf.rsplit('.', 1)[-1]}, {axes}, to='varying')"
+    if axes := tuple(sorted(varying_out - varying_in)):
+        cure = f"Let {{init}} vary too: `jax.lax.pcast({start}, {axes}, to='varying')`."
+        return "manual axes", f"the {{step}} returned a value that varies over {axes}. {cure}"
+    if axes := tuple(sorted(varying_in - varying_out)):
         return "manual axes", (
-            f"{leaf}: the {{step}} returned a value that no longer varies over {axes}. Let it vary again before it is "
-            f"returned: `{cure}`; or start from an {{init}} that does not vary."
+            f"the {{step}} returned a value that no longer varies over {axes}. Let it vary again before it is "
+            f"returned: `jax.lax.pcast({name}, {axes}, to='varying')`; or start from an {{init}} that does not vary."
         )
     if not same_sharding(given, returned):
-        cure = f"jax.sharding.reshard({leaf.rsplit('.', 1)[-1]}, {_spec(given)})"
         return "sharding", (
-            f"{leaf}: {{a_carry}} keeps its sharding. Reshard what is returned, `{cure}`, or start from an {{init}} "
-            f"that is sharded as `{_spec(returned)}`."
+            f"{{a_carry}} keeps its sharding. Reshard what is returned, `jax.sharding.reshard({name}, "
+            f"{_spec(given)})`, or start from an {{init}} that is sharded as `{_spec(returned)}`."
         )
-    return "type", f"{leaf}: return a value of the type that was given."
+    return "type", "return a value of the type that was given."
 
 
 def _spec(aval: Any) -> str:
@@ -270,6 +240,11 @@ class _Place:
 
     def __hash__(self) -> int:
         return hash(_Place)
+
+
+def copied(tree: PyTree) -> PyTree:
+    """The leaves of a tree in containers of their own: a body may change those that it is given."""
+    return jax.tree.unflatten(jax.tree.structure(tree), jax.tree.leaves(tree))
 
 
 def read_carries(state: PyTree, root: str) -> PyTree:
@@ -318,18 +293,14 @@ def write_carries(state: PyTree, returned: PyTree, valid: Array | None, root: st
 
 def _check_written(old: AbstractCarry[Any, Any], new: Any, path: str) -> None:
     """Compares a written carry with the one before; a weakly typed leaf may change once, as lax.scan lets it."""
-    name = type(old).__name__
-    differences = list(find_differences(path, (), old, new))
+    name, differences = type(old).__name__, list(find_differences(path, (), old, new))
     if differences and all(difference.given_is_weak for difference in differences) and not is_last_trace():
         return
-    drift = (
-        f"`{name}.write` must return a `{name}` with the same structure, static fields, shapes and dtypes as "
-        "before. Either the method does not, or it was given a value from the body that does not fit."
-    )
     raise Fault(
         PluginError,
         f"{{verb}} over {{body}}: `{name}.write` changed the type of the custom carry at {path}.",
-        drift,
+        f"`{name}.write` must return a `{name}` with the same structure, static fields, shapes and dtypes as before. "
+        "Either the method does not, or it was given a value from the body that does not fit.",
         describe_class(type(old)),
         header=("leaf", "before", "written"),
         rows=[difference.row for difference in differences],
@@ -396,8 +367,7 @@ def check_carry(
         return
     name = convention.carry
     if _fits(given, out) and not convention.stateful:
-        raise Fault(
-            BodyError,
+        raise BodyFault(
             f"{{body}} must return a pair ({name}, y). What it returned has the type of {{the_carry}} itself; as a "
             "pair, its first item differs from {the_carry}.",
             f"If it is the next {name}, return `{name}, None`, which stacks no output{convention.or_alone}.",
@@ -405,30 +375,26 @@ def check_carry(
             header=_HEADER,
             rows=[row.row for row in rows],
         )
-    swapped: tuple[str, ...] = ()
-    if _fits(given, y) and not _same_shapes(given, returned):
+    cures: list[str | Cure] = [*one_of_a_kind(rows)]
+    structure: TreeDef = jax.tree.structure(given)
+    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(returned), strict=False)
+    is_carry_but_for_dtypes = structure == jax.tree.structure(returned) and all(
+        shape_of(a) == shape_of(b) for a, b in pairs
+    )
+    if _fits(given, y) and not is_carry_but_for_dtypes:
         second = "state" if convention.stateful else "y"
-        swapped = (
+        cures.insert(
+            0,
             f"Did you return `({second}, {name})`? The second item that it returned has {{the_carry}}'s type. If the "
             f"two are swapped, return `{name}, {second}`, the next {root} first.",
         )
     raise Fault(
         CarryError,
         "{body} returned {a_carry} that differs from the one it was given.",
-        *swapped,
-        *one_of_a_kind(rows),
+        *cures,
         header=_HEADER,
         rows=[row.row for row in rows],
         carry_root=root,
-    )
-
-
-def _same_shapes(given: PyTree, returned: PyTree) -> bool:
-    """Whether the first item is a carry, but for its dtypes."""
-    structure: TreeDef = jax.tree.structure(given)
-    same = bool(structure == jax.tree.structure(returned))
-    return same and all(
-        shape_of(a) == shape_of(b) for a, b in zip(jax.tree.leaves(given), jax.tree.leaves(returned), strict=True)
     )
 
 
@@ -454,7 +420,7 @@ _OF_STATE = {
 }
 
 
-def split_with_state(convention: Convention, out: Any) -> tuple[PyTree, PyTree, PyTree]:
+def split_state(convention: Convention, out: Any) -> tuple[PyTree, PyTree, PyTree]:
     """The next carry, the layer's new state, and y.
 
     Raises:
@@ -465,8 +431,7 @@ def split_with_state(convention: Convention, out: Any) -> tuple[PyTree, PyTree, 
         carry, state, *y = out
         return carry, state, y[0] if y else None
     of_other = "(x, state)" if convention.pair else "(x, state, y)"
-    raise Fault(
-        BodyError,
+    raise BodyFault(
         f"{{body}} must return ({', '.join(parts)}), but returned {describe_node(out)}.",
         f"With `state=`, each layer returns its new state after x: `return {', '.join(parts)}`. Return the parts "
         "that do not change, too.",
@@ -493,10 +458,8 @@ class OwnState(NamedTuple):
     def read(cls, body: Body, given: PyTree, place: int, custom: bool) -> OwnState:
         """The state that is to be a body's argument in this place."""
         name = body.names[place] if len(body.names) > place else "state"
-        copied = jax.tree.unflatten(
-            jax.tree.structure(given), jax.tree.leaves(given)
-        )  # the block may change containers
-        return cls(name, given, read_carries(copied, name) if custom else copied, custom)
+        seen = copied(given)
+        return cls(name, given, read_carries(seen, name) if custom else seen, custom)
 
     def written(self, returned: PyTree) -> PyTree:
         """The new state, once it was compared with the one that the block was given, leaf by leaf.
@@ -512,7 +475,7 @@ class OwnState(NamedTuple):
             CarryError,
             "{body} returned a state that differs from the one it was given.",
             *(Cure(_of_state(text), kind, leaf) for text, kind, leaf in one_of_a_kind(differences)),
-            header=("leaf", "given", "returned"),
+            header=_HEADER,
             rows=[difference.row for difference in differences],
         )
 

@@ -67,12 +67,7 @@ FOLD = Convention("fold", "fold(step, init, xs)")
 ACCUMULATE = dataclasses.replace(FOLD, verb="accumulate", call="accumulate(step, init, xs)", stacks=True)
 FORI = Convention("fori", "fori(lower, upper, step, init)", ("i", "carry"), place=1)
 FOLD_LAYERS = Convention(
-    "fold_layers",
-    "fold_layers(block, x, layers)",
-    ("layer", "x"),
-    place=1,
-    spread=True,
-    other="scan_layers",
+    "fold_layers", "fold_layers(block, x, layers)", ("layer", "x"), place=1, spread=True, other="scan_layers"
 )
 SCAN_LAYERS = dataclasses.replace(
     FOLD_LAYERS, verb="scan_layers", call="scan_layers(block, x, layers)", pair=True, other="fold_layers"
@@ -83,14 +78,8 @@ FOLD_LAYERS_WITH_STATE = dataclasses.replace(
 SCAN_LAYERS_WITH_STATE = dataclasses.replace(
     SCAN_LAYERS, call="scan_layers(block, x, layers, state=state)", stateful=True
 )
-LIFT = Convention(
-    "lift",
-    'lift(fn, variable_broadcast="params")',
-    ("state", "variables", "rngs", "args", "broadcast"),
-    spread=True,
-    pair=True,
-    other="",
-)
+_OF_GROUPS = ("state", "variables", "rngs", "args", "broadcast")
+LIFT = Convention("lift", 'lift(fn, variable_broadcast="params")', _OF_GROUPS, spread=True, pair=True, other="")
 
 
 _UNIONS = (typing.Union, types.UnionType)
@@ -234,18 +223,14 @@ def _hints(body: Any) -> dict[str, Any]:
 
 
 def _unwrap_alike(function: Any) -> Any:
-    while hasattr(function, "__wrapped__") and _same_parameters(function, function.__wrapped__):
-        function = function.__wrapped__
+    """What a wrapper wraps that takes what it wraps: the annotations that it copied are its own too."""
+    with contextlib.suppress(TypeError, ValueError):
+        while hasattr(function, "__wrapped__"):
+            first, second = (inspect.signature(f, follow_wrapped=False) for f in (function, function.__wrapped__))
+            if list(first.parameters) != list(second.parameters):
+                break
+            function = function.__wrapped__
     return function
-
-
-def _same_parameters(wrapper: Any, wrapped: Any) -> bool:
-    """Whether a wrapper takes what it wraps: then the annotations that it copied are its own too."""
-    try:
-        first, second = (inspect.signature(f, follow_wrapped=False).parameters for f in (wrapper, wrapped))
-    except (TypeError, ValueError):
-        return False
-    return list(first) == list(second)
 
 
 def _resolve(annotation: Any, names: dict[str, Any]) -> Any:
@@ -287,9 +272,9 @@ def _is_of_jaxtyping(hint: Any, name: str) -> bool:
 def _fields(hint: Any) -> dict[str, Any]:
     """The annotated fields of a NamedTuple, a dataclass or a TypedDict; of a generic one with its arguments."""
     origin = typing.get_origin(hint)
-    if isinstance(origin, type) and _fields(origin):
+    if isinstance(origin, type) and (fields := _fields(origin)):
         given = dict(zip(getattr(origin, "__parameters__", ()), typing.get_args(hint), strict=False))
-        return {name: _with_arguments(field, given) for name, field in _fields(origin).items()}
+        return {name: _with_arguments(field, given) for name, field in fields.items()}
     if not isinstance(hint, type):
         return {}
     named = dataclasses.is_dataclass(hint) or (issubclass(hint, tuple) and hasattr(hint, "_fields"))
@@ -369,17 +354,11 @@ def _items(path: str, hint: Any, value: Any) -> list[tuple[str, Any, Any]] | Non
     if _is_tree_hint(hint):
         leaves, _ = jtu.tree_flatten_with_path(value)
         return [(path_str(path, key), hint.leaftype, leaf) for key, leaf in leaves]
-    return _named_items(path, hint, value) or _indexed_items(path, origin, arguments, value)
-
-
-def _named_items(path: str, hint: Any, value: Any) -> list[tuple[str, Any, Any]]:
     fields = _fields(hint)
     if typing.is_typeddict(hint):
         return [(f'{path}["{name}"]', inner, value[name]) for name, inner in fields.items() if name in value]
-    return [(f"{path}.{name}", inner, getattr(value, name)) for name, inner in fields.items()]
-
-
-def _indexed_items(path: str, origin: Any, arguments: tuple[Any, ...], value: Any) -> list[tuple[str, Any, Any]]:
+    if fields:
+        return [(f"{path}.{name}", inner, getattr(value, name)) for name, inner in fields.items()]
     if isinstance(value, Mapping):
         return [(path_str(path, (jtu.DictKey(key),)), arguments[1], item) for key, item in value.items()]
     hints = arguments if origin is tuple and Ellipsis not in arguments else arguments[:1] * len(value)

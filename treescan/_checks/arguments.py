@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,19 +15,9 @@ from jax.core import ShapedArray, Tracer
 
 from .._avals import describe_leaf, describe_node, is_key, shape_of, spec_parts
 from .._axes import LeafAxes, check_axes, spread_axes
-from .._body.failures import are_alike
+from .._body.call import are_alike
 from .._body.signature import Convention
-from .._errors import (
-    ArgumentError,
-    ArgumentTypeError,
-    BodyError,
-    Fault,
-    Row,
-    TracedArgumentError,
-    TreescanError,
-    expect,
-    expect_int,
-)
+from .._errors import ArgumentTypeError, BodyFault, Fault, Misuse, Row, TracedArgumentError, expect, expect_int
 from .._loop.body import Body
 from .._text import advice
 from .._tree import leaves_with_path, same_structure
@@ -99,7 +89,7 @@ def check_options(options: Mapping[str, Any], allowed: frozenset[str], refused: 
     """
     for name in (name for name in options if name not in allowed):
         if name in refused:
-            raise Fault(ArgumentError, f"{{call}} takes no `{name}`: {refused[name]}")
+            raise Misuse(f"{{call}} takes no `{name}`: {refused[name]}")
         cure = advice(name, allowed)
         if name in OF_MASK_SCAN:
             cure = "`treescan.mask_scan` takes it, for rows of unequal length."
@@ -123,20 +113,25 @@ def check_reverse(reverse: Any) -> bool:
     return bool(reverse)
 
 
-def check_unroll(unroll: Any, length: int) -> int:
-    """A bool, or an int from 0 up, where 0 unrolls the whole loop; as an int, as True and 1 compare as equal."""
+def check_run(length: int, reverse: Any, unroll: Any, name: Any) -> dict[str, Any]:
+    """How a loop of so many steps runs, as arguments of a `Call`. An `unroll` of 0 or True unrolls the whole loop."""
+    checked = {"length": length, "reverse": check_reverse(reverse)}
     if isinstance(unroll, bool | np.bool_):
-        return max(length, 1) if unroll else 1
-    return expect_int(
-        unroll,
-        "unroll",
-        "It is the number of {unit}s that are compiled into one iteration of the loop, so it must be known when the "
-        "program is traced.",
-        kind="an int or a bool",
-        least=0,
-        small="Give 1 for a plain loop, k for k {unit}s per iteration, and 0 or True to unroll the whole loop.",
-        error=TracedArgumentError if isinstance(unroll, Tracer) else ArgumentTypeError,
-    )
+        unroll = max(length, 1) if unroll else 1  # an int, as True and 1 compare as equal
+    else:
+        unroll = expect_int(
+            unroll,
+            "unroll",
+            "It is the number of {unit}s that are compiled into one iteration of the loop, so it must be known when "
+            "the program is traced.",
+            kind="an int or a bool",
+            least=0,
+            small="Give 1 for a plain loop, k for k {unit}s per iteration, and 0 or True to unroll the whole loop.",
+            error=TracedArgumentError if isinstance(unroll, Tracer) else ArgumentTypeError,
+        )
+    profilers = 'Profilers show the loop under this name, for example `name="encoder"`.'
+    expect(name is None or isinstance(name, str), "name", "a string", name, profilers)
+    return {**checked, "unroll": unroll, "name": name}
 
 
 def resolve_axes(in_axes: Axes, xs: PyTree, root: str = "xs") -> LeafAxes | None:
@@ -170,8 +165,7 @@ def infer_length(xs: PyTree, length: int | None, axes: LeafAxes | None) -> int:
     if length is None:
         if not sizes:
             why = "{all_whole}" if leaves else "{xs} holds no arrays"
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 "{call}: the number of steps is unknown. No `length` is given, and "
                 f"{'there are no xs' if xs is None else why}.",
                 "Pass `length=` for a loop without inputs, or {arrays_as_xs} whose first axis is the steps.",
@@ -183,7 +177,7 @@ def infer_length(xs: PyTree, length: int | None, axes: LeafAxes | None) -> int:
     return length
 
 
-def no_axis(xs: PyTree, root: str = "xs", error: type[TreescanError] = ArgumentError) -> Fault:
+def no_axis(xs: PyTree, root: str = "xs", fault: Callable[..., Fault] = Misuse) -> Fault:
     """The error for leaves without an axis to scan over, with advice for lists of numbers."""
     without = without_axis(root, xs)
     rows = [Row(path, "an axis to scan over", describe_node(node)) for path, node in without]
@@ -198,7 +192,7 @@ def no_axis(xs: PyTree, root: str = "xs", error: type[TreescanError] = ArgumentE
                 f"without an axis, not as {len(node)} {{unit}}s. Make it an array, `jnp.asarray({path})`."
             )
             break
-    return Fault(error, f"{{call}}: {root} has leaves without an axis to scan over.", cure, rows=rows)
+    return fault(f"{{call}}: {root} has leaves without an axis to scan over.", cure, rows=rows)
 
 
 def without_axis(root: str, tree: PyTree) -> list[tuple[str, Any]]:
@@ -212,15 +206,11 @@ def without_axis(root: str, tree: PyTree) -> list[tuple[str, Any]]:
 
 
 def _sizes_differ(xs: PyTree, length: Any, axes: LeafAxes | None) -> Fault:
-    rows = [
-        Row(path, str(leaf.shape[axis]), describe_leaf(leaf), f"axis {axis}")
-        for path, leaf, axis in with_axes(leaves_with_path("xs", xs), axes)
-    ]
+    rows = rows_of_steps(xs, axes)
     says = "{call}: the {leaves_of_xs} do not have the same number of steps."
     if len({row.expected for row in rows}) == 1:
         says = f"{{call}}: `length` is {length}, but {{xs}} has {rows[0].expected} steps."
-    return Fault(
-        ArgumentError,
+    return Misuse(
         says,
         *_listed_steps(xs, axes),
         "All {leaves_of_xs} are scanned together, and `length`, if given, must be their size. For fewer steps, slice "
@@ -228,6 +218,12 @@ def _sizes_differ(xs: PyTree, length: Any, axes: LeafAxes | None) -> Fault:
         header=("leaf", "steps", "is"),
         rows=rows,
     )
+
+
+def rows_of_steps(xs: PyTree, axes: LeafAxes | None) -> list[Row]:
+    """A row for each leaf that is scanned over: how many steps it has."""
+    named = with_axes(leaves_with_path("xs", xs), axes)
+    return [Row(path, str(leaf.shape[axis]), describe_leaf(leaf), f"axis {axis}") for path, leaf, axis in named]
 
 
 def _listed_steps(xs: PyTree, axes: LeafAxes | None) -> list[str]:
@@ -265,8 +261,7 @@ def _check_replicated(xs: PyTree, leaf: Any, axis: int, axes: LeafAxes | None) -
     free = list(map(repr, spec_parts(jax.typeof(leaf).sharding.spec)))
     free[axis] = "None"
     resharded = f"jax.sharding.reshard({rows[0].leaf}, jax.P({', '.join(free)}))"
-    raise Fault(
-        ArgumentError,
+    raise Misuse(
         "{call}: {xs} has leaves that are sharded along the axis that is scanned over.",
         f"Every device needs the slice of the current step: `{resharded}`, or shard another axis.",
         rows=rows,
@@ -278,13 +273,6 @@ def axis_spec(leaf: Any, axis: int) -> Any:
     sharding = getattr(jax.typeof(leaf), "sharding", None)
     parts = () if sharding is None else spec_parts(sharding.spec)
     return parts[axis] if axis < len(parts) else None
-
-
-def check_name(name: Any) -> str | None:
-    """A string, or None."""
-    profilers = 'Profilers show the loop under this name, for example `name="encoder"`.'
-    expect(name is None or isinstance(name, str), "name", "a string", name, profilers)
-    return name
 
 
 _OWN_KEYS = "each {unit} gets its own key, folded from it and the {unit}'s position."
@@ -324,8 +312,7 @@ def check_keywords(
     accepts, needs = body.memo((check_keywords, len(takes)), lambda: _keywords(body.parameters, len(takes)))
     for name, why in given.items():
         if accepts is not None and name not in accepts:
-            raise Fault(
-                BodyError,
+            raise BodyFault(
                 f"{{body}} takes no keyword `{name}`, which {why} passes to it.",
                 f"Add it to the body's parameters: `def {{step}}({', '.join(takes)}, *, {name}): ...`.",
             )
@@ -334,7 +321,7 @@ def check_keywords(
             cure = _CURES_OF_KEYWORDS.get(
                 name, "Bind it first, `functools.partial({step}, ...)`, or give it a default."
             )
-            raise Fault(BodyError, f"{{body}} needs the keyword `{name}`, which {{verb}} does not pass to it.", cure)
+            raise BodyFault(f"{{body}} needs the keyword `{name}`, which {{verb}} does not pass to it.", cure)
 
 
 _CURES_OF_KEYWORDS = {
@@ -365,8 +352,7 @@ def _check_positional(body: Body, convention: Convention, takes: tuple[str, ...]
         others = ". Bind other arguments first, `functools.partial({step}, ...)`"
         if convention.spread:
             others = ". Pass what all layers share as `args=(...)`, and what differs between layers as `xs`"
-        raise Fault(
-            BodyError,
+        raise BodyFault(
             f"{{body}} takes ({', '.join(p.name for p in positional)}), but {{verb}} calls it with ({first}).",
             f"Write it as `def {{step}}({first}): ...`{others if len(needed) > len(takes) else ''}.",
         )

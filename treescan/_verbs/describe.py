@@ -11,7 +11,7 @@ import jax
 from .._avals import describe_argument
 from .._body.signature import FOLD, FOLD_LAYERS, FOLD_LAYERS_WITH_STATE, SCAN, SCAN_LAYERS, SCAN_LAYERS_WITH_STATE
 from .._describe.description import Description
-from .._errors import LAYER_WORDS, STEP_WORDS, WHILE_WORDS, ArgumentError, Fault, explain, verb
+from .._errors import LAYER_WORDS, STEP_WORDS, WHILE_WORDS, Misuse, explain, verb
 from .._trace.hoist import hoist
 from .._transforms.budget import RematPlan, plan_of
 from .._transforms.program import Arguments, Taken, take
@@ -87,12 +87,17 @@ def plan_remat(
     """
     try:
         if layers is not None:
-            own = {"args": args, "key": key, "state": state}
-            return _plan_layers(f, init, layers, xs, length, remat=remat, pair=pair, **own)
+            if length is not None:
+                cure = "Leave it out: the stacks have the number of layers."
+                raise Misuse("{call}: `length` cannot be given with `layers`.", cure)
+            kinds = (FOLD_LAYERS, SCAN_LAYERS) if state is None else (FOLD_LAYERS_WITH_STATE, SCAN_LAYERS_WITH_STATE)
+            own: Any = {"remat": check_remat(remat), "key": key, "state": state}
+            blocks = prepare_layers(kinds[pair], f, init, layers, xs, args, **own)
+            return _traced(blocks.pattern.plan, blocks.given)
         if args:
-            raise Fault(ArgumentError, "{call}: `args` needs `layers`.", "Let the body close over it.")
+            raise Misuse("{call}: `args` needs `layers`.", "Let the body close over it.")
         if state is not None:
-            raise Fault(ArgumentError, "{call}: `state` needs `layers`.", "Let the body carry it.")
+            raise Misuse("{call}: `state` needs `layers`.", "Let the body carry it.")
         call = prepare(SCAN if pair else FOLD, f, init, xs, length, key=key)
         chosen = check_remat_or_auto(remat)
         if not call.call.length:
@@ -106,20 +111,6 @@ def plan_remat(
     except Exception as error:
         explained = explain(error, "plan_remat", f, init, STEP_WORDS if layers is None else LAYER_WORDS)
     raise explained
-
-
-def _plan_layers(
-    block: Any, x: PyTree, layers: PyTree, xs: PyTree, length: int | None, *, remat: Any, pair: bool, **options: Any
-) -> RematPlan:
-    if length is not None:
-        cure = "Leave it out: the stacks have the number of layers."
-        raise Fault(ArgumentError, "{call}: `length` cannot be given with `layers`.", cure)
-    plan = check_remat(remat)
-    pairs, alone = SCAN_LAYERS, FOLD_LAYERS
-    if options["state"] is not None:
-        pairs, alone = SCAN_LAYERS_WITH_STATE, FOLD_LAYERS_WITH_STATE
-    call = prepare_layers(pairs if pair else alone, block, x, layers, xs, remat=plan, **options)
-    return _traced(call.pattern.plan, call.given)
 
 
 def _traced(plan: Callable[[Arguments], RematPlan], given: Arguments) -> RematPlan:
@@ -183,8 +174,7 @@ def describe(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Descrip
     try:
         if known is None:
             named = ", ".join(f"`{other.__name__}`" for other in _VERBS)
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 f"the first argument of `describe` must be one of {named}, got {describe_argument(verb)}.",
                 "Pass the verb, and then the arguments of its call: `treescan.describe(treescan.scan, step, init, "
                 "xs)`.",

@@ -1,4 +1,4 @@
-"""`fori`: a loop over a range of indices, known or traced."""
+"""`fori`: a loop over a range of indices."""
 
 from __future__ import annotations
 
@@ -13,13 +13,22 @@ from .._body.call import check_callable
 from .._body.signature import FORI
 from .._checks.arguments import check_options
 from .._checks.rows import check_bound, check_length
-from .._errors import ArgumentError, ArgumentTypeError, Fault, explain, verb
+from .._errors import ArgumentTypeError, Fault, Misuse, explain, verb
 from .._transforms.axes import Count
 from .._transforms.finite.check import deliver
 from .._transforms.progress import check_progress, refuse_backward
 from .._transforms.refuse import in_own_words
 from .._transforms.remat import Recompute
-from .._types import Array, ArrayLike, Carry, ForiOptions, KeyedIndexBody, PyTree
+from .._types import (
+    Array,
+    ArrayLike,
+    Carry,
+    ForiOptions,
+    KeyedIndexBody,
+    KeyedRange,
+    PyTree,
+    RangeOptions,
+)
 from .prepare import prepare
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
@@ -41,20 +50,11 @@ def fori(
     upper: int | Array,
     f: Callable[[Array, Carry], Carry],
     init: Carry,
-    *,
-    max_length: int | None = None,
-    **options: Unpack[ForiOptions],
+    **options: Unpack[RangeOptions],
 ) -> Carry: ...
 @overload
 def fori(
-    lower: int | Array,
-    upper: int | Array,
-    f: KeyedIndexBody[Carry],
-    init: Carry,
-    *,
-    max_length: int | None = None,
-    key: Array,
-    **options: Unpack[ForiOptions],
+    lower: int | Array, upper: int | Array, f: KeyedIndexBody[Carry], init: Carry, **options: Unpack[KeyedRange]
 ) -> Carry: ...
 @verb
 def fori(
@@ -100,37 +100,32 @@ def fori(
         check_options(options, _ACCEPTED, _REFUSES)
         check_callable(f, FORI.call)
         checks = options.pop("check_finite", False)
+        remat, progress = options.pop("remat", None), options.pop("progress", None)
         most = check_length(max_length, "max_length", _TRACED_MOST)
         if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
             # Here, not above: only loops that end early load what runs them.
             from .._transforms.until.program import Bounds, Until, remat_of
 
-            bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
-            plan, progress = remat_of(options.pop("remat", None)), options.pop("progress", None)
+            bounds, plan = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper")), remat_of(remat)
             call = prepare(FORI, f, init, length=most, **options)
             shown = refuse_backward(check_progress(progress, call.call.body, "fori"))
             check = call.checking(checks, indexed=True, ends_early=True)
             ended = Until(call.call, check=check, remat=plan, progress=shown).run(call.given, bounds)
             deliver(ended.ys)
             return call.restored((ended.state, None))[0]
-        low, high = check_bound(lower, "lower"), check_bound(upper, "upper")
-        length = max(high - low, 0)
-        _check_most(length, most)
-        remat, progress = options.pop("remat", None), options.pop("progress", None)
+        low = check_bound(lower, "lower")
+        length = max(check_bound(upper, "upper") - low, 0)
+        if most is not None and length > most:
+            raise Misuse(
+                f"{{verb}} over {{body}}: from `lower` to `upper` there are {length} steps, but `max_length` is "
+                f"{most}.",
+                "Known bounds need no `max_length`. For traced bounds, give the largest possible number of steps.",
+            )
         call = prepare(FORI, f, init, length=length, **options)
         return call.run(Count(low), call.checking(checks, indexed=True), Recompute.of(remat), call.showing(progress))[0]
     except Exception as error:
         explained = explain(in_own_words(error), "fori", f, init)
     raise explained
-
-
-def _check_most(length: int, most: int | None) -> None:
-    if most is not None and length > most:
-        raise Fault(
-            ArgumentError,
-            f"{{verb}} over {{body}}: from `lower` to `upper` there are {length} steps, but `max_length` is {most}.",
-            "Known bounds need no `max_length`. For traced bounds, give the largest possible number of steps.",
-        )
 
 
 def _check_traced(bound: Any, name: str) -> ArrayLike:

@@ -16,19 +16,17 @@ import jax
 from .._avals import describe_argument, describe_leaf, describe_node, exact_int
 from .._axes import spread_axes, static_axes
 from .._body.signature import LIFT, Convention
-from .._checks.arguments import check_name, check_reverse, check_unroll, infer_length, resolve_axes
+from .._checks.arguments import infer_length, resolve_axes
 from .._checks.rows import check_length
-from .._errors import ArgumentError, ArgumentTypeError, BodyError, Fault, Row, expect
+from .._errors import ArgumentTypeError, BodyFault, Fault, Misuse, Row, expect
 from .._progress import shown_as
 from .._trace.hoist import Part
 from .._transforms.once import OncePlan, WithOnce
 from .._transforms.outputs import KeepOutputs, check_save
-from .._transforms.program import Arguments, Call
 from .._transforms.remat import Recompute
 from .._tree import Prefix, Root, freeze_static, holds_static, leaves_with_path, named_roots
 from .._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
-from ..carries._registry import adopt
-from .prepare import Prepared, body_of, present
+from .prepare import Prepared, prepare, present
 
 Filter: TypeAlias = "bool | str | Iterable[str] | Callable[[str], bool] | DenyList"
 """Of names: all or none of them, one, several, those for which a function is true, or all but some."""
@@ -186,13 +184,12 @@ def refuse_made(given: PyTree, returned: PyTree) -> None:
     """Refuses carried variables that a step makes: carries keep their structure."""
     before = {path for path, _ in leaves_with_path("", State(given, ()))}
     rows = [
-        Row(path, "(not there)", describe_leaf(leaf), "")
+        Row(path, "(not there)", describe_leaf(leaf))
         for path, leaf in leaves_with_path("", State(returned, ()))
         if path not in before
     ]
     if rows:
-        raise Fault(
-            BodyError,
+        raise BodyFault(
             "{body} created variables in a collection that is carried. A carry must exist before the first step.",
             "Create them before the loop: initialize the module of one step on its own. Or give the collection an "
             "axis, or broadcast it.",
@@ -261,11 +258,10 @@ _KEYS = Prefix.of(StepInputs(False, Rngs(True, True), False))
 def _prepare(
     step: GroupStep, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...], again: Again | None
 ) -> tuple[WithOnce, Prepared]:
-    adopted = adopt(State(groups.carried, carry))
     of_args = spread_axes("in_axes", roles.in_axes, args, "args", none=True)
     axes = StepInputs(roles.scanned_in, Rngs(None, 0), roles.in_axes)
-    frozen_xs = freeze_static(StepInputs(groups.scanned, Rngs(None, None), args))
-    length = infer_length(frozen_xs, check_length(roles.length), resolve_axes(axes, frozen_xs))
+    inputs = freeze_static(StepInputs(groups.scanned, Rngs(None, None), args))
+    length = infer_length(inputs, check_length(roles.length), resolve_axes(axes, inputs))
     keys = Rngs(rngs.shared, split_keys(rngs.split, length))
     leaves, structure = jax.tree.flatten(args)
     numbers = [freeze_static(leaf, scalars=axis is None) for leaf, axis in zip(leaves, of_args, strict=True)]
@@ -275,34 +271,33 @@ def _prepare(
         whole, given = part.split(args)
         step = dataclasses.replace(step, whole=(part, whole))
         axes = axes._replace(args=[axis for axis in of_args if axis is not None])
-    body, alive = body_of(step, roles.convention)
-    frozen_init, frozen_xs = map(freeze_static, (adopted.init, StepInputs(groups.scanned, keys, given)))
+    prepared = prepare(
+        roles.convention,
+        step,
+        State(groups.carried, carry),
+        StepInputs(groups.scanned, keys, given),
+        length,
+        reverse=roles.reverse,
+        unroll=roles.unroll,
+        in_axes=axes,
+        name=roles.name,
+        lowering=roles.lowering,
+        noted=False,
+    )
     broadcast = freeze_static(groups.broadcast, scalars=True)
+    call = dataclasses.replace(prepared.call, frozen=prepared.call.frozen or holds_static((given, broadcast)))
+    prepared = dataclasses.replace(prepared, call=call, given=prepared.given._replace(args=(broadcast,)))
     stacked = jax.tree.map(lambda axis: 0 if axis is None else axis, roles.out_axes, is_leaf=_is_none)
     is_once = jax.tree.map(_is_none, roles.out_axes, is_leaf=_is_none)
-    out_axes = GroupOutputs(stacked, roles.scanned_out, 0)
     wanted = Prefix.of(GroupOutputs(is_once, (False,) * len(roles.scanned_out), True))
-    call = Call(
-        body,
-        roles.convention,
-        length,
-        reverse=check_reverse(roles.reverse),
-        unroll=check_unroll(roles.unroll, length),
-        frozen=any(map(holds_static, (frozen_init, frozen_xs, broadcast))),
-        custom=adopted.custom,
-        name=check_name(roles.name),
-        lowering=roles.lowering,
-    )
-    once = OncePlan(wanted, None if again is None else lambda y, keys: again(y.broadcast, keys), _KEYS)
-    over, save = resolve_axes(axes, frozen_xs), _saved(roles)
-    prepared = Prepared(call, Arguments(frozen_init, frozen_xs, args=(broadcast,)), over, adopted, alive)
+    save = _saved(roles)
     program = WithOnce(
         call,
-        once,
+        OncePlan(wanted, None if again is None else lambda y, keys: again(y.broadcast, keys), _KEYS),
         prepared.over_axes,
         prepared.checking(roles.check_finite),
         present(Recompute.of(roles.remat), KeepOutputs.of(save), prepared.showing(shown_as(roles.progress, carry_of))),
-        static_axes("out_axes", out_axes),
+        static_axes("out_axes", GroupOutputs(stacked, roles.scanned_out, 0)),
         check_save(save),
     )
     return program, prepared
@@ -354,8 +349,7 @@ def _saved(roles: Roles) -> Save:
     if isinstance(roles.save, str) and roles.save == "all":
         return roles.save
     if _has_once(roles):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{call}: `save` selects from stacked outputs, but `out_axes` has None for some, which are not stacked.",
             "Give each output an axis, or leave `save` out.",
         )
@@ -437,8 +431,7 @@ def transformed(data_transform: Callable[..., Any] | None, variables: Any, rngs:
         case (variables, rngs):
             return variables, rngs
         case other:
-            raise Fault(
-                BodyError,
+            raise BodyFault(
                 f"`data_transform` of {{body}} must return a pair (variables, rngs), but returned "
                 f"{describe_node(other)}.",
                 "Return both, changed or not: `return variables, rngs`.",
@@ -482,17 +475,15 @@ class CollectionRoles:
         """Whether a collection goes in, but not out."""
         return self._place(name, out=False) is not None and self._place(name, out=True) is None
 
-    def _ways(self, out: bool) -> list[tuple[NameFilter, int]]:
-        """The filters of what is stacked, or scanned, each with its axis."""
-        found = [(axis.filter, axis.out if out else axis.into) for axis in self.axes]
-        return [(names, number) for names, number in found if number is not None]
-
     def _place(self, name: str, out: bool) -> int | None:
-        return next((place for place, (names, _) in enumerate(self._ways(out)) if names(name)), None)
+        """Which of the trees that are stacked, or scanned, a collection is in."""
+        filters = [axis.filter for axis in self.axes if (axis.out if out else axis.into) is not None]
+        return next((place for place, names in enumerate(filters) if names(name)), None)
 
     def numbers(self, *, out: bool) -> tuple[int, ...]:
         """The axis of each tree that is scanned, or stacked."""
-        return tuple(number for _, number in self._ways(out))
+        numbers = [axis.out if out else axis.into for axis in self.axes]
+        return tuple(number for number in numbers if number is not None)
 
     def rngs(self, rngs: Mapping[str, PyTree]) -> tuple[Rngs, list[str]]:
         """Keys by whether they are split, and the streams of which that is not said."""
@@ -503,10 +494,7 @@ class CollectionRoles:
 
 def merged(groups: Groups) -> Collections:
     """The collections of all roles."""
-    together: Collections = {**groups.broadcast, **groups.carried}
-    for group in groups.scanned:
-        together.update(group)
-    return together
+    return {name: tree for group in (groups.broadcast, groups.carried, *groups.scanned) for name, tree in group.items()}
 
 
 def listed(names: Iterable[str]) -> str:

@@ -3,25 +3,37 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar, Unpack, overload
+from typing import Any, TypeAlias, TypeVar, Unpack, overload
 
 from .._body.signature import FOLD_LAYERS, FOLD_LAYERS_WITH_STATE, SCAN_LAYERS, SCAN_LAYERS_WITH_STATE
 from .._checks.arguments import OF_MASK_SCAN, check_options
 from .._errors import LAYER_WORDS, explain, verb
-from .._types import Array, Carry, LayersOptions, PyTree, StackedLayersOptions, X, Y
-from .prepare_layers import (
-    KeyedBlock,
-    KeyedBlockWithOwn,
-    KeyedFoldBlock,
-    KeyedFoldBlockWithOwn,
-    explain_traced,
-    prepare_layers,
+from .._types import (
+    Carry,
+    Keyed,
+    KeyedLayers,
+    KeyedStack,
+    KeyedWithOwn,
+    LayersOptions,
+    PyTree,
+    SharedLayers,
+    SharedStack,
+    StackOptions,
+    StackTurns,
+    Turns,
+    X,
+    Y,
 )
+from .prepare_layers import explain_traced, prepare_layers
 
 Layer = TypeVar("Layer")
 State = TypeVar("State")
 
-_ACCEPTED = frozenset((*StackedLayersOptions.__annotations__, "key"))
+Each: TypeAlias = Sequence[Any]
+AnyPair: TypeAlias = Callable[..., tuple[Carry, Any]]
+AnyStateful: TypeAlias = Callable[..., tuple[Carry, Any, Y]]
+
+_ACCEPTED = frozenset((*StackOptions.__annotations__, "key"))
 _SCAN_REFUSES = dict.fromkeys(
     OF_MASK_SCAN, "it is for rows of unequal length. Pass values that all layers share as `args`."
 )
@@ -35,57 +47,27 @@ def scan_layers(
     x: Carry,
     layers: Layer,
     xs: None = None,
-    **options: Unpack[StackedLayersOptions],
+    **options: Unpack[StackOptions],
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan_layers(
-    block: Callable[[Layer, Carry, X], tuple[Carry, Y]],
-    x: Carry,
-    layers: Layer,
-    xs: X,
-    **options: Unpack[StackedLayersOptions],
+    block: Callable[[Layer, Carry, X], tuple[Carry, Y]], x: Carry, layers: Layer, xs: X, **options: Unpack[StackOptions]
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan_layers(
-    block: KeyedBlock[Layer, Carry, Y],
-    x: Carry,
-    layers: Layer,
-    xs: None = None,
-    *,
-    key: Array,
-    **options: Unpack[StackedLayersOptions],
+    block: Keyed[Layer, Carry, tuple[Carry, Y]], x: Carry, layers: Layer, xs: None = None, **options: Unpack[KeyedStack]
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan_layers(
-    block: KeyedBlockWithOwn[Layer, X, Carry, Y],
-    x: Carry,
-    layers: Layer,
-    xs: X,
-    *,
-    key: Array,
-    **options: Unpack[StackedLayersOptions],
+    block: KeyedWithOwn[Layer, Carry, X, tuple[Carry, Y]], x: Carry, layers: Layer, xs: X, **options: Unpack[KeyedStack]
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan_layers(
-    block: Callable[..., tuple[Carry, Y]],
-    x: Carry,
-    layers: Any,
-    xs: Any = None,
-    *,
-    args: tuple[Any, ...],
-    key: Array | None = None,
-    **options: Unpack[StackedLayersOptions],
+    block: Callable[..., tuple[Carry, Y]], x: Carry, layers: Any, xs: Any = None, **options: Unpack[SharedStack]
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan_layers(
-    block: Sequence[Callable[..., tuple[Carry, Any]]],
-    x: Carry,
-    layers: Sequence[Any],
-    xs: Sequence[Any] | None = None,
-    *,
-    args: tuple[Any, ...] = ...,
-    key: Array | None = None,
-    **options: Unpack[StackedLayersOptions],
+    block: Sequence[AnyPair[Carry]], x: Carry, layers: Each, xs: Each | None = None, **options: Unpack[StackTurns]
 ) -> tuple[Carry, tuple[Any, ...]]: ...
 @overload
 def scan_layers(
@@ -95,7 +77,7 @@ def scan_layers(
     xs: None = None,
     *,
     state: State,
-    **options: Unpack[StackedLayersOptions],
+    **options: Unpack[StackOptions],
 ) -> tuple[Carry, State, Y]: ...
 @overload
 def scan_layers(
@@ -105,43 +87,25 @@ def scan_layers(
     xs: X,
     *,
     state: State,
-    **options: Unpack[StackedLayersOptions],
+    **options: Unpack[StackOptions],
 ) -> tuple[Carry, State, Y]: ...
 @overload
 def scan_layers(
-    block: Callable[..., tuple[Carry, Any, Y]],
-    x: Carry,
-    layers: Any,
-    xs: Any = None,
-    *,
-    state: State,
-    key: Array,
-    args: tuple[Any, ...] = ...,
-    **options: Unpack[StackedLayersOptions],
+    block: AnyStateful[Carry, Y], x: Carry, layers: Any, xs: Any = None, *, state: State, **options: Unpack[KeyedStack]
 ) -> tuple[Carry, State, Y]: ...
 @overload
 def scan_layers(
-    block: Callable[..., tuple[Carry, Any, Y]],
-    x: Carry,
-    layers: Any,
-    xs: Any = None,
-    *,
-    state: State,
-    args: tuple[Any, ...],
-    key: Array | None = None,
-    **options: Unpack[StackedLayersOptions],
+    block: AnyStateful[Carry, Y], x: Carry, layers: Any, xs: Any = None, *, state: State, **options: Unpack[SharedStack]
 ) -> tuple[Carry, State, Y]: ...
 @overload
 def scan_layers(
-    block: Sequence[Callable[..., tuple[Carry, Any, Any]]],
+    block: Sequence[AnyStateful[Carry, Any]],
     x: Carry,
-    layers: Sequence[Any],
-    xs: Sequence[Any] | None = None,
+    layers: Each,
+    xs: Each | None = None,
     *,
     state: State,
-    args: tuple[Any, ...] = ...,
-    key: Array | None = None,
-    **options: Unpack[StackedLayersOptions],
+    **options: Unpack[StackTurns],
 ) -> tuple[Carry, State, tuple[Any, ...]]: ...
 @verb
 def scan_layers(
@@ -230,61 +194,27 @@ def scan_layers(
 
 @overload
 def fold_layers(
-    block: Callable[[Layer, Carry], Carry],
-    x: Carry,
-    layers: Layer,
-    xs: None = None,
-    **options: Unpack[LayersOptions],
+    block: Callable[[Layer, Carry], Carry], x: Carry, layers: Layer, xs: None = None, **options: Unpack[LayersOptions]
 ) -> Carry: ...
 @overload
 def fold_layers(
-    block: Callable[[Layer, Carry, X], Carry],
-    x: Carry,
-    layers: Layer,
-    xs: X,
-    **options: Unpack[LayersOptions],
+    block: Callable[[Layer, Carry, X], Carry], x: Carry, layers: Layer, xs: X, **options: Unpack[LayersOptions]
 ) -> Carry: ...
 @overload
 def fold_layers(
-    block: KeyedFoldBlock[Layer, Carry],
-    x: Carry,
-    layers: Layer,
-    xs: None = None,
-    *,
-    key: Array,
-    **options: Unpack[LayersOptions],
+    block: Keyed[Layer, Carry, Carry], x: Carry, layers: Layer, xs: None = None, **options: Unpack[KeyedLayers]
 ) -> Carry: ...
 @overload
 def fold_layers(
-    block: KeyedFoldBlockWithOwn[Layer, X, Carry],
-    x: Carry,
-    layers: Layer,
-    xs: X,
-    *,
-    key: Array,
-    **options: Unpack[LayersOptions],
+    block: KeyedWithOwn[Layer, Carry, X, Carry], x: Carry, layers: Layer, xs: X, **options: Unpack[KeyedLayers]
 ) -> Carry: ...
 @overload
 def fold_layers(
-    block: Callable[..., Carry],
-    x: Carry,
-    layers: Any,
-    xs: Any = None,
-    *,
-    args: tuple[Any, ...],
-    key: Array | None = None,
-    **options: Unpack[LayersOptions],
+    block: Callable[..., Carry], x: Carry, layers: Any, xs: Any = None, **options: Unpack[SharedLayers]
 ) -> Carry: ...
 @overload
 def fold_layers(
-    block: Sequence[Callable[..., Carry]],
-    x: Carry,
-    layers: Sequence[Any],
-    xs: Sequence[Any] | None = None,
-    *,
-    args: tuple[Any, ...] = ...,
-    key: Array | None = None,
-    **options: Unpack[LayersOptions],
+    block: Sequence[Callable[..., Carry]], x: Carry, layers: Each, xs: Each | None = None, **options: Unpack[Turns]
 ) -> Carry: ...
 @overload
 def fold_layers(
@@ -308,39 +238,21 @@ def fold_layers(
 ) -> tuple[Carry, State]: ...
 @overload
 def fold_layers(
-    block: Callable[..., tuple[Carry, Any]],
-    x: Carry,
-    layers: Any,
-    xs: Any = None,
-    *,
-    state: State,
-    key: Array,
-    args: tuple[Any, ...] = ...,
-    **options: Unpack[LayersOptions],
+    block: AnyPair[Carry], x: Carry, layers: Any, xs: Any = None, *, state: State, **options: Unpack[KeyedLayers]
 ) -> tuple[Carry, State]: ...
 @overload
 def fold_layers(
-    block: Callable[..., tuple[Carry, Any]],
-    x: Carry,
-    layers: Any,
-    xs: Any = None,
-    *,
-    state: State,
-    args: tuple[Any, ...],
-    key: Array | None = None,
-    **options: Unpack[LayersOptions],
+    block: AnyPair[Carry], x: Carry, layers: Any, xs: Any = None, *, state: State, **options: Unpack[SharedLayers]
 ) -> tuple[Carry, State]: ...
 @overload
 def fold_layers(
-    block: Sequence[Callable[..., tuple[Carry, Any]]],
+    block: Sequence[AnyPair[Carry]],
     x: Carry,
-    layers: Sequence[Any],
-    xs: Sequence[Any] | None = None,
+    layers: Each,
+    xs: Each | None = None,
     *,
     state: State,
-    args: tuple[Any, ...] = ...,
-    key: Array | None = None,
-    **options: Unpack[LayersOptions],
+    **options: Unpack[Turns],
 ) -> tuple[Carry, State]: ...
 @verb
 def fold_layers(

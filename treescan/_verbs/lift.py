@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from .._avals import describe_argument, describe_node, dtype_of, shape_of
 from .._body.call import check_callable
 from .._body.signature import LIFT, Signature, signature_of
-from .._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, BodyError, Fault, explain, verb
+from .._errors import GROUP_WORDS, ArgumentTypeError, BodyFault, Fault, Misuse, explain, verb
 from .._loop.body import Body
 from .._tree import leaves_with_path
 from .._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
@@ -76,18 +76,13 @@ class _Call:
         carry, y, updates = self._typed(variables, keys, carry, *args)
         found, left = self.collections.group(updates, out=True)
         only_read = [name for name in left if self.collections.is_only_read(name)]
-        if only_read:
-            raise Fault(
-                BodyError,
-                f"{{body}} returned {listed(only_read)}, but `In` in `variable_axes` makes it read-only.",
-                "Do not return it, or give it an int instead of `In`.",
-            )
         if left:
-            raise Fault(
-                BodyError,
-                f"{{body}} returned collections without a role: {listed(left)}.",
-                "Name each in `variable_axes`, `variable_broadcast` or `variable_carry`, or do not return it.",
-            )
+            says = f"collections without a role: {listed(left)}."
+            cure = "Name each in `variable_axes`, `variable_broadcast` or `variable_carry`, or do not return it."
+            if only_read:
+                says = f"{listed(only_read)}, but `In` in `variable_axes` makes it read-only."
+                cure = "Do not return it, or give it an int instead of `In`."
+            raise BodyFault(f"{{body}} returned {says}", cure)
         return carry, y, found._replace(carried={**groups.carried, **found.carried})
 
     def _typed(self, *given: Any) -> tuple[PyTree, PyTree, Mapping[str, PyTree]]:
@@ -96,24 +91,18 @@ class _Call:
         with body.memo(Signature, lambda: signature_of(body)).scope() as scope:
             if scope:
                 scope.check_inputs(given)
-            out = self.function(*given)
-            parts = _parts(out)
-            if scope:
-                scope.check_outputs(out, (("returned carry", "y"), "updates"))
-        return parts
-
-
-def _parts(returned: Any) -> tuple[PyTree, PyTree, Mapping[str, PyTree]]:
-    match returned:
-        case ((carry, y), Mapping() as updates) if all(isinstance(name, str) for name in updates):
-            return carry, y, updates
-        case _:
-            raise Fault(
-                BodyError,
-                f"{{body}} must return a pair ((carry, y), variables), but returned {describe_node(returned)}.",
-                "Write `return (carry, y), {}`, with the dict from names to the collections that changed, as "
-                "`module.apply(..., mutable=[...])` of flax returns it.",
-            )
+            match out := self.function(*given):
+                case ((carry, y), Mapping() as updates) if all(isinstance(name, str) for name in updates):
+                    if scope:
+                        scope.check_outputs(out, (("returned carry", "y"), "updates"))
+                    return carry, y, updates
+                case _:
+                    pass
+        raise BodyFault(
+            f"{{body}} must return a pair ((carry, y), variables), but returned {describe_node(out)}.",
+            "Write `return (carry, y), {}`, with the dict from names to the collections that changed, as "
+            "`module.apply(..., mutable=[...])` of flax returns it.",
+        )
 
 
 @verb
@@ -238,8 +227,15 @@ def _run(
         groups, left = collections.group(_checked("variables", variables), out=False)
         keys, unsaid = collections.rngs(_checked("rngs", {} if rngs is None else rngs))
         _check_keys(keys)
-        _refuse_left("variables", left, "`variable_axes`, `variable_broadcast` or `variable_carry`")
-        _refuse_left("rngs", unsaid, "`split_rngs`, whether each step has its own key or all share one")
+        for what, names, where in (
+            ("variables", left, "`variable_axes`, `variable_broadcast` or `variable_carry`"),
+            ("rngs", unsaid, "`split_rngs`, whether each step has its own key or all share one"),
+        ):
+            if names:
+                raise Misuse(
+                    f"{{call}}: `{what}` has names without a role: {listed(names)}.",
+                    f"Name each in {where}, or leave it out of `{what}`.",
+                )
         scanned = _with_metadata(groups.scanned, roles.scanned_in, metadata_fn, added=False)
         carry, ys, found = run_groups(step, roles, groups._replace(scanned=scanned), keys, carry, args)
         stacked = _with_metadata(found.scanned, roles.scanned_out, metadata_fn, added=True)
@@ -291,12 +287,3 @@ def _checked(what: str, given: Any) -> Mapping[str, PyTree]:
             "none.",
         )
     return given
-
-
-def _refuse_left(what: str, left: list[str], where: str) -> None:
-    if left:
-        raise Fault(
-            ArgumentError,
-            f"{{call}}: `{what}` has names without a role: {listed(left)}.",
-            f"Name each in {where}, or leave it out of `{what}`.",
-        )

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias, Unpack, overload
 
-from .._axes import static_axes
 from .._body.call import check_callable
 from .._body.signature import MASK_SCAN
 from .._checks.arguments import check_options, check_positional
@@ -29,7 +28,7 @@ from .._types import (
     X,
     Y,
 )
-from .prepare import RowPlan, rows_of, run_scan
+from .prepare import RowPlan, row_axes, rows_of, run_scan
 
 Rows: TypeAlias = Padded[X] | Packed[X]
 """A batch of rows: xs that say of which lengths they are."""
@@ -191,12 +190,11 @@ def mask_scan(
         check_positional(_more, "step, init, xs", "lengths")
         check_options(options, _ACCEPTED, {})
         check_callable(f, MASK_SCAN.call)
-        time_axis, axes = check_time_axis(time_axis), {"carry_axes": carry_axes, "x_axes": x_axes, "y_axes": y_axes}
-        carries, inputs, outputs = (static_axes(*each, none=True) for each in axes.items())
+        time_axis, axes = check_time_axis(time_axis), row_axes(carry_axes, x_axes, y_axes)
         fill, chunk = check_fill(fill), check_chunk(chunk, compact)
         compact = check_compact(compact, keyed=options.get("key") is not None)
         xs, flags = rows_of(xs, RowFlags(lengths, mask, resets), time_axis, options.get("in_axes"))
-        rows = RowPlan(flags, carries, inputs, outputs, time_axis, reset_to, fill, chunk, compact)
+        rows = RowPlan(flags, *axes, time_axis, reset_to, fill, chunk, compact)
         options = {"in_axes": time_axis, "out_axes": time_axis, **options}
         return run_scan(MASK_SCAN, f, init, xs, length, rows=rows, **options)
     except Exception as error:

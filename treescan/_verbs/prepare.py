@@ -13,22 +13,13 @@ import numpy as np
 from jax.core import Tracer
 
 from .._avals import shape_of
-from .._axes import LeafAxes
+from .._axes import LeafAxes, static_axes
 from .._body.call import check_callable, takes_keyword
 from .._body.signature import Convention
-from .._checks.arguments import (
-    check_key,
-    check_keywords,
-    check_name,
-    check_reverse,
-    check_unroll,
-    infer_length,
-    resolve_axes,
-)
-from .._checks.reset_to import check_targets
-from .._checks.rows import check_length, check_padded, check_rows
+from .._checks.arguments import check_key, check_keywords, check_run, infer_length, resolve_axes
+from .._checks.rows import check_length, check_padded, check_rows, check_targets
 from .._data.batches import Packed, Padded
-from .._errors import ArgumentError, Fault, describe_body
+from .._errors import Misuse, describe_body
 from .._loop.body import Body, note_types
 from .._loop.loop import Transform
 from .._transforms.axes import OverAxes
@@ -67,15 +58,13 @@ def rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple
     if not batches:
         return xs, flags
     path, first = batches[0]
-    kind, is_packed = type(first).__name__, isinstance(first, Packed)
     said = {"lengths": flags.lengths, "mask": flags.mask, "time_axis": time_axis or None}
-    said |= {"resets": flags.resets} if is_packed else {}
+    said |= {"resets": flags.resets} if isinstance(first, Packed) else {}
     said |= {"in_axes": in_axes} if _is_batch(xs) else {}
-    check_padded(said, kind, path)
+    check_padded(said, type(first).__name__, path)
     for other_path, other in batches:
         for inner, node in _batches(f"{other_path}.data", other.data):
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 f"{{call}}: {inner} is a `{type(node).__name__}` within a `{type(other).__name__}`.",
                 f"A batch may only contain data: use `{inner}.data` there, or pass both batches side by side.",
             )
@@ -85,8 +74,14 @@ def rows_of(xs: PyTree, flags: RowFlags, time_axis: int, in_axes: Axes) -> tuple
         _check_in_axes(in_axes, xs, data)
     if isinstance(first, Padded):
         return data, RowFlags(lengths=first.lengths, resets=flags.resets)
+    inits = [(path, batch.init) for path, batch in batches if isinstance(batch, Packed) and batch.init is not None]
+    if any(init is not inits[0][1] for _, init in inits):
+        raise Misuse(
+            f"{{call}}: {inits[0][0]} and {inits[1][0]} both have an `init` for each sequence.",
+            f"Leave one of them out: `{inits[1][0]}._replace(init=None)`.",
+        )
     spans = first.index.row, first.index.start, first.index.length
-    return data, RowFlags(mask=first.mask, resets=first.resets, spans=spans, inits=_init_of(batches))
+    return data, RowFlags(mask=first.mask, resets=first.resets, spans=spans, inits=inits[0][1] if inits else None)
 
 
 def refuse_batches(xs: PyTree, in_axes: Axes, convention: Convention) -> None:
@@ -108,8 +103,7 @@ def refuse_batches(xs: PyTree, in_axes: Axes, convention: Convention) -> None:
         ]
         if kind == "Padded" and convention.verb in ("fold", "accumulate"):
             cures.insert(0, f"Pass `{path}.data` in its place, and `lengths={path}.lengths`.")
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: {path} is a `{kind}`, but {{verb}} does not know its lengths, and would scan over them too.",
             *cures,
         )
@@ -140,24 +134,12 @@ def _refuse_other_rows(first: tuple[str, _Batch], other: tuple[str, _Batch]) -> 
     elif not all(a is b or np.array_equal(a, b) for a, b in pairs):
         cure = "Make one batch from sequences that contain both, `pad([(a, b), ...])` or `pack([(a, b), ...])`."
     if cure:
-        raise Fault(ArgumentError, says, cure)
+        raise Misuse(says, cure)
 
 
 def _said(batch: _Batch) -> list[Any]:
     """What a batch says of its rows."""
     return [batch.lengths] if isinstance(batch, Padded) else [batch.mask, batch.resets, *batch.index]
-
-
-def _init_of(batches: list[tuple[str, Any]]) -> PyTree:
-    """The inits of the one batch that has some."""
-    having = [(path, batch.init) for path, batch in batches if batch.init is not None]
-    if len(having) > 1 and any(init is not having[0][1] for _, init in having):
-        raise Fault(
-            ArgumentError,
-            f"{{call}}: {having[0][0]} and {having[1][0]} both have an `init` for each sequence.",
-            f"Leave one of them out: `{having[1][0]}._replace(init=None)`.",
-        )
-    return having[0][1] if having else None
 
 
 def _check_in_axes(in_axes: Axes, xs: PyTree, data: PyTree) -> None:
@@ -172,12 +154,18 @@ def _check_in_axes(in_axes: Axes, xs: PyTree, data: PyTree) -> None:
     named = leaves_with_path("xs", data)
     for axis, is_own, (path, _) in zip(axes, jax.tree.leaves(own), named, strict=True):
         if is_own and not (type(axis) is int and axis == 0):
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 f"{{call}}: `in_axes` is {axis!r} for {path}, a part of a batch. The first axis of a "
                 "batch is always the steps.",
                 "Give 0 for the parts of a `Padded` or a `Packed`, and other axes, or None, for the other leaves.",
             )
+
+
+def row_axes(carry_axes: Axes, x_axes: Axes, y_axes: Axes) -> tuple[Prefix, Prefix, Prefix]:
+    """Where rows are, as the options say."""
+    given = {"carry_axes": carry_axes, "x_axes": x_axes, "y_axes": y_axes}
+    carries, inputs, outputs = (static_axes(name, axes, none=True) for name, axes in given.items())
+    return carries, inputs, outputs
 
 
 AROUND_ROWS: tuple[Transform, ...] = (Mask(Prefix.of(0), "0"), ResetRows())
@@ -224,12 +212,11 @@ class Prepared:
         backward = looks_backward(value)
         if backward is None:
             return None
-        call = self.call
+        call, whole = self.call, self.axes is not None and None in self.axes
         over = f"`{call.convention.verb}` over {describe_body(call.body.function)}"
-        whole = self.axes is not None and None in self.axes
         slices = Slices(self.axes or (), jax.tree.structure(self.given.xs)) if whole else None
-        records = call.convention.records
-        about = About(over, indexed, bool(call.custom), ends_early, backward=backward, records=records)
+        custom, records = bool(call.custom), call.convention.records
+        about = About(over, indexed, custom, ends_early, backward=backward, records=records)
         return (CheckCotangents if backward else CheckFinite)(about, slices, around)
 
     def run_program(
@@ -243,7 +230,12 @@ class Prepared:
             compiles: whether an eager call compiles it; else its steps are given values.
         """
         moves = program.moves or self.given.key is not None
-        with _in_reverse_alone(transforms):
+        refusing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if any(isinstance(transform, CheckCotangents) for transform in transforms):
+            refusing = in_reverse_mode()
+        elif any(isinstance(transform, ShowProgress) and transform.progress.backward for transform in transforms):
+            refusing = in_reverse_alone(no_forward_mode)
+        with refusing:
             state, ys = result = (
                 execute(program, self.given, self.call.body.programs, moves=moves) if compiles else program(self.given)
             )
@@ -253,14 +245,6 @@ class Prepared:
     def restored(self, result: tuple[PyTree, PyTree]) -> tuple[Any, Any]:
         """The result with static leaves and values of registered types in their places."""
         return restored(result, self.call, self.adopted)
-
-
-def _in_reverse_alone(transforms: tuple[Transform, ...]) -> contextlib.AbstractContextManager[None]:
-    """Says in the words of the option why forward mode is refused, if one of these has reverse mode alone."""
-    if any(isinstance(transform, CheckCotangents) for transform in transforms):
-        return in_reverse_mode()
-    shows = any(isinstance(transform, ShowProgress) and transform.progress.backward for transform in transforms)
-    return in_reverse_alone(no_forward_mode) if shows else contextlib.nullcontext()
 
 
 def present(*transforms: Transform | None) -> tuple[Transform, ...]:
@@ -283,6 +267,7 @@ def prepare(
     name: str | None = None,
     lowering: tuple[tuple[str, Any], ...] = (),
     masked: bool = False,
+    noted: bool = True,
 ) -> Prepared:
     """Checks what all verbs are told, and takes static leaves and values of registered types out of the arrays.
 
@@ -300,6 +285,7 @@ def prepare(
         name: as for `treescan.scan`.
         lowering: further keyword arguments of `jax.lax.scan`.
         masked: whether the body may take `valid`.
+        noted: whether a body that is traced for many types is warned of.
 
     Raises:
         Fault: as `treescan.scan`.
@@ -312,21 +298,18 @@ def prepare(
     steps = measure(frozen_xs, axes) if measure else infer_length(frozen_xs, check_length(length), axes)
     sees_valid = masked and takes_keyword(body, "valid")
     passed = {"key": "the option `key`"} if key is not None else {}
-    passed |= {"valid": "mask_scan"} if sees_valid else {}
-    check_keywords(body, passed, convention)
+    check_keywords(body, passed | ({"valid": "mask_scan"} if sees_valid else {}), convention)
     call = Call(
         body,
         convention,
-        steps,
-        sees_valid=sees_valid,
-        reverse=check_reverse(reverse),
-        unroll=check_unroll(unroll, steps),
         frozen=frozen_init is not adopted.init or frozen_xs is not xs,
         custom=adopted.custom,
-        name=check_name(name),
+        sees_valid=sees_valid,
         lowering=lowering,
+        **check_run(steps, reverse, unroll, name),
     )
-    note_types(alive, body.memo, convention.verb, {"init": init, "xs": xs, "length": steps})
+    if noted:
+        note_types(alive, body.memo, convention.verb, {"init": init, "xs": xs, "length": steps})
     return Prepared(call, Arguments(frozen_init, frozen_xs, key), axes, adopted, alive)
 
 
@@ -427,11 +410,13 @@ def run_scan(
             KeepOutputs.of(save),
             call.showing(progress),
         )
-    given, filled = call.given._replace(rows=_checked(rows, call, init)), Prefix.of(rows.fill)
-    call = dataclasses.replace(call, given=given)
+    flags = check_rows(rows.flags, rows.time_axis, call.call.length)
+    put_back = rows.reset_to, init, rows.carries, rows.time_axis, call.adopted, call.given.init, call.call.names[0]
+    flags, filled = check_targets(flags, *put_back), Prefix.of(rows.fill)
+    call = dataclasses.replace(call, given=call.given._replace(rows=flags))
     return call.run(
         OverRows(rows.carries, rows.inputs, rows.outputs, rows.time_axis, call.axes, rows.compact),
-        BeginSegments.of(call.given.rows),
+        BeginSegments.of(flags),
         call.checking(check_finite, around=AROUND_ROWS),
         MoveOutputs.of(out_axes, save),
         Mask(filled, repr(rows.fill)),
@@ -443,10 +428,3 @@ def run_scan(
         Skip(rows.chunk, rows.compact),
         call.showing(progress),
     )
-
-
-def _checked(rows: RowPlan, call: Prepared, init: PyTree) -> RowFlags:
-    """Where rows are, with what a reset restores."""
-    time, root = rows.time_axis, call.call.names[0]
-    flags = check_rows(rows.flags, time, call.call.length)
-    return check_targets(flags, rows.reset_to, init, rows.carries, time, call.adopted, call.given.init, root)

@@ -6,27 +6,18 @@ import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 
 from .._avals import describe_argument, describe_leaf, describe_node, is_mutable, is_weak, shape_of
 from .._axes import LeafAxes, static_axes
-from .._body.failures import are_alike
+from .._body.call import are_alike, names_of
 from .._body.signature import Convention
-from .._checks.arguments import (
-    check_key,
-    check_keywords,
-    check_name,
-    check_reverse,
-    check_unroll,
-    needs_positional,
-    no_axis,
-    resolve_axes,
-)
+from .._checks.arguments import check_key, check_keywords, check_run, needs_positional, no_axis, resolve_axes, with_axes
 from .._checks.rows import check_length
 from .._data.stack import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
-from .._errors import ArgumentError, Fault, LayerError, Row, TreescanError, describe_body, speaking_of
+from .._errors import LayerFault, Misuse, Row, TreescanError, describe_body, speaking_of
 from .._loop.body import Body, note_types
 from .._remat import Remat
 from .._transforms.finite.backward import CheckLayerCotangents, in_reverse_mode
@@ -35,48 +26,21 @@ from .._transforms.finite.check import CheckLayers, deliver
 from .._transforms.finite.site import Slices
 from .._transforms.layers.pattern import Pattern
 from .._transforms.layers.prefetch import EACH_LAYER, Gather
-from .._transforms.layers.turns import Remats, Saves, check_shown
+from .._transforms.layers.turns import Remats, check_shown
 from .._transforms.outputs import check_save
 from .._transforms.program import Arguments, Call
 from .._transforms.remat import check_remat
 from .._tree import Prefix, freeze_static, is_static, leaves_with_path, thaw_static
-from .._types import Array, Axes, Carry, FiniteCheck, ProgressLike, PyTree, Save, X_contra, Y_co
+from .._types import Array, Axes, FiniteCheck, ProgressLike, PyTree, Save
 from ..carries._registry import Adopted, adopt
 from .prepare import body_of, restored
 
-Layer_contra = TypeVar("Layer_contra", contravariant=True)
-
-
-class KeyedBlock(Protocol[Layer_contra, Carry, Y_co]):
-    """A block of `scan_layers` that takes a fresh key in each layer."""
-
-    def __call__(self, layer: Layer_contra, x: Carry, /, *, key: Array) -> tuple[Carry, Y_co]: ...
-
-
-class KeyedBlockWithOwn(Protocol[Layer_contra, X_contra, Carry, Y_co]):
-    """A block of `scan_layers` that takes a key, for layers that have an input of their own."""
-
-    def __call__(self, layer: Layer_contra, x: Carry, x_layer: X_contra, /, *, key: Array) -> tuple[Carry, Y_co]: ...
-
-
-class KeyedFoldBlock(Protocol[Layer_contra, Carry]):
-    """A block of `fold_layers` that takes a fresh key in each layer."""
-
-    def __call__(self, layer: Layer_contra, x: Carry, /, *, key: Array) -> Carry: ...
-
-
-class KeyedFoldBlockWithOwn(Protocol[Layer_contra, X_contra, Carry]):
-    """A block of `fold_layers` that takes a key, for layers that have an input of their own."""
-
-    def __call__(self, layer: Layer_contra, x: Carry, x_layer: X_contra, /, *, key: Array) -> Carry: ...
-
 
 class Stacks(NamedTuple):
-    """Blocks with what their layers are made of; static leaves are frozen.
+    """What the layers of each block are made of; static leaves are frozen.
 
     Attributes:
-        blocks: the blocks.
-        layers: a stack for each.
+        layers: a stack for each block.
         xs: for each what its layers have of their own, or None.
         counts: how many layers each stack holds.
         axes: for each the axis of every leaf of its (layers, xs) that is scanned over, or None: axis 0 for all.
@@ -84,7 +48,6 @@ class Stacks(NamedTuple):
         frozen: whether there are static leaves.
     """
 
-    blocks: tuple[Callable[..., Any], ...]
     layers: tuple[PyTree, ...]
     xs: tuple[PyTree, ...]
     counts: tuple[int, ...]
@@ -92,11 +55,9 @@ class Stacks(NamedTuple):
     sequence: bool
     frozen: bool
 
-    def arguments(self, own: list[bool], states: tuple[PyTree, ...] | None) -> tuple[tuple[PyTree, ...], ...]:
-        """What each block is given of its own: layers, where flagged xs, and its state if there are any."""
-        last = [()] * len(own) if states is None else [(state,) for state in states]
-        each = zip(self.layers, self.xs, own, last, strict=True)
-        return tuple((stack, *((x,) if flag else ()), *state) for stack, x, flag, state in each)
+    def each(self, given: Any, name: str) -> tuple[Any, ...]:
+        """One item for each block, of a sequence if the user gave one of blocks."""
+        return one_each(len(self.layers), given, name) if self.sequence else (given,)
 
 
 def is_pattern(block: Any) -> bool:
@@ -110,35 +71,30 @@ def check_stacks(block: Any, layers: PyTree, xs: PyTree, in_axes: Axes, length: 
     Raises:
         Fault: for a `LayerError` that lists all the leaves in question.
     """
-    sequence = is_pattern(block)
-    blocks, names = ((block,), ("",)) if not sequence else _several(block)
-    stacks: tuple[PyTree, ...] = (layers,)
-    own: tuple[PyTree, ...] = (xs,)
-    own_axes: tuple[Axes, ...] = (in_axes,)
-    if sequence:
-        stacks = one_each(blocks, layers, "layers")
-        own = (None,) * len(blocks) if xs is None else one_each(blocks, xs, "xs")
-        is_given = isinstance(in_axes, list | tuple)
-        own_axes = one_each(blocks, in_axes, "in_axes") if is_given else (in_axes,) * len(blocks)
+    sequence, names = False, [""]
+    stacks, own, own_axes = tuple[PyTree, ...]([layers]), tuple[PyTree, ...]([xs]), tuple[Axes, ...]([in_axes])
+    if is_pattern(block):
+        if not block:
+            raise LayerFault("{verb}: the sequence of blocks is empty.", "Give at least one block, and its stack.")
+        sequence, count = True, len(block)
+        names = [f"[{i}]" for i in range(count)]
+        stacks = one_each(count, layers, "layers")
+        own = (None,) * count if xs is None else one_each(count, xs, "xs")
+        own_axes = one_each(count, in_axes, "in_axes") if isinstance(in_axes, list | tuple) else (in_axes,) * count
     given, (stacks, own) = (*stacks, *own), (tuple(map(freeze_shared, stacks)), tuple(map(freeze_static, own)))
-    frozen = any(before is not after for before, after in zip(given, (*stacks, *own), strict=True))
     length = check_length(length)
     counts = tuple(_count(stack, f"layers{name}", length) for stack, name in zip(stacks, names, strict=True))
-    for stack, name in zip(stacks, names, strict=True):
-        refuse_split(leaves_with_path(f"layers{name}", stack), _axes_of(stack))
     _check_pattern(counts)
-    named = zip(stacks, names, strict=True)
-    stacks = tuple(remove_layer_axis(stack, f"layers{name}") for stack, name in named)
-    parts = zip(stacks, own, own_axes, counts, names, strict=True)
-    axes = tuple(_check_own(stack, x, axis, count, name) for stack, x, axis, count, name in parts)
-    return Stacks(blocks, stacks, own, counts, axes, sequence, frozen)
+    frozen = any(map(operator.is_not, given, (*stacks, *own)))
+    axes = tuple(map(_check_own, stacks, own, own_axes, counts, names))
+    stacks = tuple(remove_layer_axis(stack, f"layers{name}") for stack, name in zip(stacks, names, strict=True))
+    return Stacks(stacks, own, counts, axes, sequence, frozen)
 
 
 def _count(stack: PyTree, root: str, length: int | None) -> int:
     """How many layers a stack holds, or is said to hold."""
     if length is None and stack is None:
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             f"{{call}}: the number of layers is unknown. `{root}` is None.",
             "A stack is a pytree of arrays whose first axis is the layers: `treescan.stack` makes one of a list of "
             "layers.",
@@ -148,8 +104,7 @@ def _count(stack: PyTree, root: str, length: int | None) -> int:
         return count_layers(stack, root)
     count = count_layers(stack, root) if jax.tree.leaves(stack) else length
     if count != length:
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             f"{{call}}: `length` is {length}, but `{root}` holds {count} layers.",
             *forgotten_stack(stack, root),
             "Leave `length` out: it is for layers without parameters of their own, which share one set in `args`.",
@@ -168,26 +123,17 @@ def forgotten_stack(layers: PyTree, root: str) -> list[str]:
     ]
 
 
-def _several(blocks: Sequence[Any]) -> tuple[tuple[Any, ...], tuple[str, ...]]:
-    """The blocks of a pattern, and how each item of a sequence for them is written."""
-    if not blocks:
-        raise Fault(LayerError, "{verb}: the sequence of blocks is empty.", "Give at least one block, and its stack.")
-    return tuple(blocks), tuple(f"[{i}]" for i in range(len(blocks)))
-
-
-def one_each(blocks: tuple[Any, ...], given: Any, name: str) -> tuple[Any, ...]:
+def one_each(count: int, given: Any, name: str) -> tuple[Any, ...]:
     """A sequence with one item for each block."""
-    error = LayerError if name in ("layers", "xs", "state") else ArgumentError
+    fault = LayerFault if name in ("layers", "xs", "state") else Misuse
     if not isinstance(given, list | tuple) or hasattr(given, "_fields"):
-        raise Fault(
-            error,
-            f"{{call}}: there are {len(blocks)} blocks, but `{name}` is not a sequence: it is {describe_node(given)}.",
+        raise fault(
+            f"{{call}}: there are {count} blocks, but `{name}` is not a sequence: it is {describe_node(given)}.",
             f"Give one item for each block: `({name}_0, {name}_1, ...)`.",
         )
-    if len(given) != len(blocks):
-        raise Fault(
-            error,
-            f"{{call}}: there are {len(blocks)} blocks, but `{name}` has {len(given)} item{'s'[: len(given) != 1]}.",
+    if len(given) != count:
+        raise fault(
+            f"{{call}}: there are {count} blocks, but `{name}` has {len(given)} item{'s'[: len(given) != 1]}.",
             "Give one item for each block. If a block has several turns in a period, repeat it.",
         )
     return tuple(given)
@@ -198,10 +144,9 @@ def _check_pattern(counts: tuple[int, ...]) -> None:
     fewest = counts[-1]
     leading = sum(count == fewest + 1 for count in counts)
     if not any(counts):
-        raise Fault(LayerError, "{call}: there are no layers: every stack is empty.", "Give at least one layer.")
+        raise LayerFault("{call}: there are no layers: every stack is empty.", "Give at least one layer.")
     if counts != (fewest + 1,) * leading + (fewest,) * (len(counts) - leading):
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             "{call}: the stacks do not make a pattern.",
             "Blocks take turns: the first layer of each, the second of each, and so on. So all stacks need the same "
             "number of layers. Only if the last period is not full, the first stacks have one layer more.",
@@ -216,41 +161,42 @@ def _check_own(layers: PyTree, xs: PyTree, in_axes: Axes, count: int, name: str)
     Raises:
         Fault: for a `LayerError` if the leaves of xs do not have as many layers.
     """
-    root = f"xs{name}"
+    root, stack, led = f"xs{name}", f"layers{name}", _axes_of(layers)
+    refuse_split(leaves_with_path(stack, layers), led)
     if xs is None and not (type(in_axes) is int and in_axes == 0) and not name:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{call}: `in_axes` is for xs, but there are none.",
             "Layers are scanned along axis 0 of their stack. Pass other inputs of each layer as `xs`.",
         )
     axes = resolve_axes(in_axes, xs, root)
-    named = leaves_with_path(root, xs)
+    cure = "Each layer receives its own slice of xs. Pass values that all layers share as `args`."
+    _check_count(root, xs, axes, layers, stack, count, cure)
+    if axes is None and None not in led:
+        return None
+    return (*led, *(axes or (0,) * len(jax.tree.leaves(xs))))
+
+
+def _check_count(
+    root: str, own: PyTree, axes: LeafAxes | None, layers: PyTree, stack: str, count: int, cure: str
+) -> None:
+    """Refuses leaves beside a stack that have another number of layers than it has."""
+    named, of_xs = leaves_with_path(root, own), root.startswith("xs")
     rows = [
-        Row(path, "none" if size is None else str(size), describe_leaf(leaf), "" if axis is None else f"axis {axis}")
-        for (path, leaf), axis in zip(named, axes or (0,) * len(named), strict=True)
-        if axis is not None and (size := _size(leaf, axis)) != count
+        Row(path, "none" if size is None else str(size), describe_leaf(leaf), f"axis {axis}" if of_xs else "")
+        for path, leaf, axis in with_axes(named, axes)
+        if (size := _size(leaf, axis)) != count
     ]
-    if rows and all(row.expected == "none" for row in rows):
-        raise no_axis(xs, root, LayerError)
+    if rows and of_xs and all(row.expected == "none" for row in rows):
+        raise no_axis(own, root, LayerFault)
     if rows:
-        raise Fault(
-            LayerError,
-            f"{{call}}: `layers{name}` holds {count} layers, but leaves of `{root}` have a different number.",
-            *forgotten_stack(layers, f"layers{name}"),
-            "Each layer receives its own slice of xs. Pass values that all layers share as `args`.",
+        raise LayerFault(
+            f"{{call}}: `{stack}` holds {count} layers, but leaves of `{root}` have a different number.",
+            *forgotten_stack(layers, stack),
+            cure,
             header=("leaf", "layers", "is"),
             rows=rows,
         )
     refuse_split(named, axes)
-    led = _axes_of(layers)
-    if axes is None and None not in led:
-        return None
-    return (*led, *(axes or (0,) * len(named)))
-
-
-def _axes_of(layers: PyTree) -> LeafAxes:
-    """Where the layers are in each leaf of a stack; None for a number that they share."""
-    return tuple(None if is_traced_number(leaf) else 0 for leaf in jax.tree.leaves(layers))
 
 
 def _size(leaf: Any, axis: int) -> int | None:
@@ -258,27 +204,30 @@ def _size(leaf: Any, axis: int) -> int | None:
     return shape[axis] if axis < len(shape) else None
 
 
+def _axes_of(layers: PyTree) -> LeafAxes:
+    """Where the layers are in each leaf of a stack; None for a number that they share."""
+    return tuple(None if is_traced_number(leaf) else 0 for leaf in jax.tree.leaves(layers))
+
+
 def check_remats(remat: Any, stacks: Stacks) -> Remats:
     """What the gradient recomputes: one plan for all, or one for each block of a pattern."""
     if not isinstance(remat, list | tuple):
         return check_remat(remat)
     if not stacks.sequence:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: `remat` is a sequence, but there is one block.",
             'With "step", the gradient recomputes each layer. A sequence is for several blocks, one item for each.',
         )
-    each = [(given, check_remat(given)) for given in one_each(stacks.blocks, remat, "remat")]
-    for given, plan in each:
+    plans = tuple(map(check_remat, stacks.each(remat, "remat")))
+    for given, plan in zip(remat, plans, strict=True):
         if plan is not None and plan != Remat(plan.policy, 1 if plan.levels else None):
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 f'{{call}}: in a sequence, `remat` must be "step", `Remat(policy)` or None for each block, got '
                 f"{describe_argument(given)}.",
                 "A plan that splits the loop over all blocks, or a budget, applies to all of them: pass it alone, "
                 "not in a sequence.",
             )
-    return tuple(plan for _, plan in each) if any(plan for _, plan in each) else None
+    return plans if any(plans) else None
 
 
 def check_gradient(remat: Any, prefetch: Any, stacks: Stacks) -> tuple[Remats, Gather | None]:
@@ -286,29 +235,20 @@ def check_gradient(remat: Any, prefetch: Any, stacks: Stacks) -> tuple[Remats, G
     plans, gather = check_remats(remat, stacks), Gather.of(prefetch)
     if gather is None:
         return plans, None
-    if len(stacks.blocks) > 1:
-        raise Fault(
-            ArgumentError,
-            f"{{call}}: `prefetch` is for one block, but there are {len(stacks.blocks)} that take turns.",
+    if len(stacks.layers) > 1:
+        raise Misuse(
+            f"{{call}}: `prefetch` is for one block, but there are {len(stacks.layers)} that take turns.",
             "Leave it out. All blocks of a period are in one iteration of the loop, and their weights do not depend "
             "on x, so the compiler can gather the weights of the next block early.",
         )
     if not jax.tree.leaves(stacks.layers):
-        raise Fault(ArgumentError, "{call}: `prefetch` gathers weights, but the layers have none.", "Leave it out.")
+        raise Misuse("{call}: `prefetch` gathers weights, but the layers have none.", "Leave it out.")
     if (plans[0] if isinstance(plans, tuple) else plans) not in (None, EACH_LAYER):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             '{call}: with `prefetch`, `remat` is "step" or None.',
             "The gradient also gathers early, and it recomputes each layer with or without `remat`.",
         )
     return None, gather
-
-
-def check_saves(save: Save, stacks: Stacks) -> Saves:
-    """What is kept of the outputs of each block: a sequence for several blocks has one for each."""
-    if stacks.sequence and isinstance(save, list | tuple):
-        return tuple(check_save(each) for each in one_each(stacks.blocks, save, "save"))
-    return (check_save(save),) * len(stacks.blocks)
 
 
 def refuse_mutable(given: Mapping[str, PyTree]) -> None:
@@ -320,8 +260,7 @@ def refuse_mutable(given: Mapping[str, PyTree]) -> None:
         if not is_static(leaf) and is_mutable(leaf)
     ]
     if rows:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{call}: mutable arrays cannot be leaves of a stack, of `args` or of x.",
             "Let the block close over them, or give their values, `ref[...]`.",
             header=("leaf", "expected", "is"),
@@ -332,8 +271,7 @@ def refuse_mutable(given: Mapping[str, PyTree]) -> None:
 def check_args(args: Any) -> tuple[PyTree, ...]:
     """What all layers share: arrays are values of the program, anything else is a part of it, numbers too."""
     if not isinstance(args, tuple | list) or hasattr(args, "_fields"):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: `args` must be a tuple of the values that all layers share, got "
             f"{describe_argument(args)}.",
             "For a single argument write `args=(value,)`.",
@@ -341,78 +279,25 @@ def check_args(args: Any) -> tuple[PyTree, ...]:
     return tuple(freeze_static(arg, scalars=True) for arg in args)
 
 
-@dataclass(frozen=True, eq=False)
-class LayerStates:
-    """Stacks of the layers' states, one for each block.
-
-    Attributes:
-        stacks: the stacks; static leaves are frozen.
-        adopted: for each the values in it that became custom carries.
-        kind: the class of the sequence that the user gave them in; None: a single one.
-    """
-
-    stacks: tuple[PyTree, ...]
-    adopted: tuple[Adopted, ...]
-    kind: type | None
-
-    @property
-    def custom(self) -> tuple[type, ...]:
-        """The classes of the custom carries in them."""
-        return tuple(kind for adopted in self.adopted for kind in adopted.custom)
-
-    @property
-    def frozen(self) -> bool:
-        """Whether they hold static leaves."""
-        return any(stack is not each.init for stack, each in zip(self.stacks, self.adopted, strict=True))
-
-    @property
-    def counts(self) -> tuple[int, ...]:
-        """The number of leaves in each."""
-        return tuple(len(jax.tree.leaves(stack)) for stack in self.stacks)
-
-    def restored(self, stacks: tuple[PyTree, ...]) -> PyTree:
-        """What the user is given back, in the form of what they gave."""
-        back = [adopted.restore(thaw_static(stack)) for adopted, stack in zip(self.adopted, stacks, strict=True)]
-        return back[0] if self.kind is None else self.kind(back)
-
-
-def check_state(state: PyTree, stacks: Stacks) -> LayerStates | None:
-    """Checks that the states fit the stacks of layers; None if there are no states.
+def check_state(state: PyTree, stacks: Stacks) -> tuple[tuple[Adopted, ...], tuple[PyTree, ...]]:
+    """The state of each block's layers, with custom carries in it, and the stacks of these; neither without a state.
 
     Raises:
         Fault: for a `LayerError` that lists all the leaves in question.
     """
     if state is None:
-        return None
-    given = one_each(stacks.blocks, state, "state") if stacks.sequence else (state,)
-    names = [f"state[{i}]" for i in range(len(given))] if stacks.sequence else ["state"]
-    adopted = tuple(adopt(tree, name) for tree, name in zip(given, names, strict=True))
-    frozen = [freeze_static(each.init) for each in adopted]
-    for tree, name, layers, count in zip(frozen, names, stacks.layers, stacks.counts, strict=True):
-        _check_stack(tree, name, layers, count)
-    return LayerStates(tuple(map(_strong, frozen)), adopted, type(state) if stacks.sequence else None)
-
-
-def _check_stack(state: PyTree, name: str, layers: PyTree, count: int) -> None:
-    named = leaves_with_path(name, state)
-    sizes = [(shape_of(leaf) or ("none",))[0] for _, leaf in named]
-    rows = [
-        Row(path, str(size), describe_leaf(leaf), "")
-        for (path, leaf), size in zip(named, sizes, strict=True)
-        if size != count
-    ]
-    if rows:
-        stack = name.replace("state", "layers")
-        raise Fault(
-            LayerError,
-            f"{{call}}: `{stack}` holds {count} layers, but leaves of `{name}` have a different number.",
-            *forgotten_stack(layers, stack),
-            "Each layer receives its own slice of the state, and returns it. So the first axis of every leaf must "
-            "be the layers. Pass a state that all layers share through x.",
-            header=("leaf", "layers", "is"),
-            rows=rows,
-        )
-    refuse_split(named)
+        return (), ()
+    given = stacks.each(state, "state")
+    roots = [f"state[{i}]" for i in range(len(given))] if stacks.sequence else ["state"]
+    adopted = tuple(map(adopt, given, roots))
+    frozen = tuple(freeze_static(each.init) for each in adopted)
+    cure = (
+        "Each layer receives its own slice of the state, and returns it. So the first axis of every leaf must be the "
+        "layers. Pass a state that all layers share through x."
+    )
+    for root, own, layers, count in zip(roots, frozen, stacks.layers, stacks.counts, strict=True):
+        _check_count(root, own, None, layers, root.replace("state", "layers"), count, cure)
+    return adopted, tuple(map(_strong, frozen))
 
 
 def _strong(state: PyTree) -> PyTree:
@@ -431,14 +316,16 @@ class PreparedLayers:
         given: the arrays.
         adopted: the values in x that became custom carries.
         alive: the blocks, which may be other objects than the user's that are equal to them.
-        states: what each layer reads and writes.
+        states: those in the state of each block.
+        form: from a list of states to what the user gave them in.
     """
 
     pattern: Pattern
     given: Arguments
     adopted: Adopted
     alive: list[Any]
-    states: LayerStates | None = None
+    states: tuple[Adopted, ...]
+    form: Callable[[list[PyTree]], PyTree]
 
     def run(self) -> tuple[Any, ...]:
         """Runs the layers: what the last one returned, the stack of their states if they have any, and the outputs."""
@@ -447,9 +334,10 @@ class PreparedLayers:
             x, ys = self.pattern.run(self.given)
         ys = deliver(ys)
         caches: tuple[Any, ...] = ()
-        if self.states is not None:
+        if self.states:
             x, stacks = x
-            caches = (self.states.restored(stacks),)
+            back = [adopted.restore(thaw_static(stack)) for adopted, stack in zip(self.states, stacks, strict=True)]
+            caches = (self.form(back),)
         x, ys = restored((x, ys), self.pattern.blocks[0], self.adopted)
         return x, *caches, ys
 
@@ -481,99 +369,39 @@ def prepare_layers(
     Raises:
         Fault: as `treescan.scan_layers`.
     """
-    (handles, bodies), stacks = _handles(block, convention), check_stacks(block, layers, xs, in_axes, length)
-    adopted, frozen_args, key, states = adopt(x, "x"), check_args(args), check_key(key), check_state(state, stacks)
+    handles = [body_of(function, convention) for function in (block if is_pattern(block) else [block])]
+    bodies, stacks = [body for body, _ in handles], check_stacks(block, layers, xs, in_axes, length)
+    adopted, frozen_args, key = adopt(x, "x"), check_args(args), check_key(key)
+    states, caches = check_state(state, stacks)
     frozen_x = freeze_static(adopted.init)
     refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "state": state, "args": frozen_args})
-    own = _check_blocks(bodies, convention, stacks, len(frozen_args), keyed=key is not None)
-    frozen = stacks.frozen or any(map(operator.is_not, (frozen_x, *frozen_args), (adopted.init, *args)))
-    told = _told(adopted, states, frozen, check_reverse(reverse), check_unroll(unroll, stacks.counts[-1]))
+    own, axes = _arguments(bodies, convention, stacks, caches, len(frozen_args), keyed=key is not None)
+    before = (adopted.init, *args, *(each.init for each in states))
+    frozen = stacks.frozen or any(map(operator.is_not, (frozen_x, *frozen_args, *caches), before))
+    custom = tuple(kind for each in (adopted, *states) for kind in each.custom)
+    told = check_run(stacks.counts[-1], reverse, unroll, name)
+    call = Call(bodies[0], convention, frozen=frozen, custom=custom, **told)
+    pairs = zip(bodies, stacks.counts, strict=True)
+    blocks = tuple(replace(call, body=body, length=count) for body, count in pairs)
     plans, gather = check_gradient(remat, prefetch, stacks)
-    given = Arguments(frozen_x, stacks.arguments(own, None if states is None else states.stacks), key, frozen_args)
+    saves = stacks.each(save, "save") if stacks.sequence and isinstance(save, list | tuple) else (save,) * len(bodies)
     pattern = Pattern(
-        blocks=tuple(Call(body, convention, n, **told) for body, n in zip(bodies, stacks.counts, strict=True)),
-        axes=stacks.axes if states is None else _axes_with(states, stacks),
-        sequence=stacks.sequence,
-        out_axes=_check_out_axes(out_axes, stacks),
-        remat=plans,
-        saves=check_saves(save, stacks),
-        name=check_name(name),
-        states=None if states is None else states.counts,
-        prefetch=gather,
-        shown=check_shown(progress, bodies, convention.verb, custom=bool(told["custom"]), ahead=gather is not None),
+        blocks,
+        axes,
+        stacks.sequence,
+        _check_out_axes(out_axes, stacks),
+        plans,
+        tuple(map(check_save, saves)),
+        told["name"],
+        tuple(len(jax.tree.leaves(cache)) for cache in caches) or None,
+        gather,
+        shown=check_shown(progress, bodies, convention.verb, custom=bool(custom), ahead=gather is not None),
     )
-    _note(handles[0], convention, x=x, layers=layers, xs=xs, args=args, state=state)
-    return PreparedLayers(_checked(pattern, check_finite, stacks, given.xs), given, adopted, handles, states)
-
-
-def _checked(pattern: Pattern, check_finite: Any, stacks: Stacks, xs: tuple[PyTree, ...]) -> Pattern:
-    """The pattern, with what looks at x after each layer if the user asked for it."""
-    backward = looks_backward(check_finite)
-    if backward is None:
-        return pattern
-    refuse_prefetch(pattern.prefetch)
-    check = _check(pattern, stacks, xs, backward=backward)
-    return replace(pattern, check=CheckLayerCotangents(check) if backward else check)
-
-
-def _check(pattern: Pattern, stacks: Stacks, xs: tuple[PyTree, ...], *, backward: bool) -> CheckLayers:
-    count = len(pattern.blocks)
-    abouts = tuple(
-        About(
-            f"`{call.convention.verb}` over {describe_body(call.body.function)}",
-            custom=bool(call.custom),
-            layers=place if stacks.sequence else -1,
-            length=sum(stacks.counts),
-            blocks=count,
-            backward=backward,
-        )
-        for place, call in enumerate(pattern.blocks)
-    )
-    slices = tuple(
-        Slices(axes, jax.tree.structure(own)) if axes is not None and None in axes else None
-        for axes, own in zip(pattern.axes, xs, strict=True)
-    )
-    return CheckLayers(
-        abouts, slices, tuple(_names_of_own(call, own) for call, own in zip(pattern.blocks, xs, strict=True))
-    )
-
-
-def _names_of_own(call: Call, own: PyTree) -> tuple[str, ...]:
-    """What a block calls what it is given beside x, but for what all layers share."""
-    names = [name for i, name in enumerate(call.body.names) if i != call.convention.place]
-    return tuple(names[i] if i < len(names) else f"args[{i}]" for i in range(len(own)))
-
-
-def _handles(block: Any, convention: Convention) -> tuple[list[tuple[Body, Any]], tuple[Body, ...]]:
-    handles = [body_of(function, convention) for function in (block if is_pattern(block) else [block])]
-    return handles, tuple(body for body, _ in handles)
-
-
-def _note(handle: tuple[Body, Any], convention: Convention, **given: PyTree) -> None:
-    body, alive = handle
-    note_types(alive, body.memo, convention.verb, given)
-
-
-def _told(
-    adopted: Adopted, states: LayerStates | None, frozen: bool, reverse: bool, unroll: int | bool
-) -> dict[str, Any]:
-    """What is the same in the calls of all blocks."""
-    custom = (*adopted.custom, *_custom(states))
-    return {"frozen": frozen or _is_frozen(states), "custom": custom, "reverse": reverse, "unroll": unroll}
-
-
-def _is_frozen(states: LayerStates | None) -> bool:
-    return states is not None and states.frozen
-
-
-def _custom(states: LayerStates | None) -> tuple[type, ...]:
-    return () if states is None else states.custom
-
-
-def _axes_with(states: LayerStates, stacks: Stacks) -> tuple[LeafAxes | None, ...]:
-    """For each block the axes of what it scans over, its states, which lead with the layers, last."""
-    pairs = zip(stacks.axes, states.counts, strict=True)
-    return tuple(None if axes is None else (*axes, *(0,) * count) for axes, count in pairs)
+    given = {"x": x, "layers": layers, "xs": xs, "args": args, "state": state}
+    note_types(handles[0][1], bodies[0].memo, convention.verb, given)
+    pattern = _checking(pattern, check_finite, stacks, own)
+    form = type(state) if stacks.sequence else operator.itemgetter(0)
+    return PreparedLayers(pattern, Arguments(frozen_x, own, key, frozen_args), adopted, handles, states, form)
 
 
 def _check_out_axes(out_axes: Axes, stacks: Stacks) -> Prefix | None:
@@ -583,23 +411,61 @@ def _check_out_axes(out_axes: Axes, stacks: Stacks) -> Prefix | None:
     return static_axes("out_axes", tuple(out_axes) if stacks.sequence and type(out_axes) is list else out_axes)
 
 
-def _check_blocks(
-    bodies: tuple[Body, ...], convention: Convention, stacks: Stacks, args: int, *, keyed: bool
-) -> list[bool]:
-    """Checks the parameters of each block against its arguments; returns which blocks receive something from xs.
+def _checking(pattern: Pattern, check_finite: Any, stacks: Stacks, xs: tuple[PyTree, ...]) -> Pattern:
+    """The pattern, with what looks at x after each layer if the user asked for it."""
+    backward = looks_backward(check_finite)
+    if backward is None:
+        return pattern
+    refuse_prefetch(pattern.prefetch)
+    abouts = tuple(
+        About(
+            f"`{call.convention.verb}` over {describe_body(call.body.function)}",
+            custom=bool(call.custom),
+            layers=place if stacks.sequence else -1,
+            length=sum(stacks.counts),
+            blocks=len(pattern.blocks),
+            backward=backward,
+        )
+        for place, call in enumerate(pattern.blocks)
+    )
+    slices = tuple(
+        Slices(axes, jax.tree.structure(own)) if axes is not None and None in axes else None
+        for axes, own in zip(pattern.axes, xs, strict=True)
+    )
+    roots = (
+        names_of(call.body, len(own) + 1, call.convention.place) for call, own in zip(pattern.blocks, xs, strict=True)
+    )
+    check = CheckLayers(abouts, slices, tuple(roots))
+    return replace(pattern, check=CheckLayerCotangents(check) if backward else check)
 
-    A block that needs it is passed None where there are no xs, so that it may be run with a cache and without.
+
+def _arguments(
+    bodies: Sequence[Body],
+    convention: Convention,
+    stacks: Stacks,
+    caches: tuple[PyTree, ...],
+    args: int,
+    *,
+    keyed: bool,
+) -> tuple[tuple[tuple[PyTree, ...], ...], tuple[LeafAxes | None, ...]]:
+    """What each block is given of its own, (layers, xs, state), and the axes of that, once its parameters are checked.
+
+    A block that needs xs is passed None where there are none, so that it may be run with a cache and without.
     """
-    shared = [f"arg_{i}" for i in range(args)]
+    state, shared = ("state",) if convention.stateful else (), [f"arg_{i}" for i in range(args)]
     passed = {"key": "the option `key`"} if keyed else {}
-    flags = list[bool]()
-    for body, own in zip(bodies, stacks.xs, strict=True):
-        state = ("state",) if convention.stateful else ()
-        flags.append(own is not None or needs_positional(body) == len(convention.takes) + len(state) + args + 1)
-        takes = (*convention.takes, *(("x_layer",) if flags[-1] else ()), *state, *shared)
+    given, axes = list[tuple[PyTree, ...]](), list[LeafAxes | None]()
+    for i, body in enumerate(bodies):
+        needed = len(convention.takes) + len(state) + args + 1
+        takes_x = stacks.xs[i] is not None or needs_positional(body) == needed
         with speaking_of(body.function):
+            takes = (*convention.takes, *(("x_layer",) if takes_x else ()), *state, *shared)
             check_keywords(body, passed, convention, takes)
-    return flags
+        own = caches[i : i + 1]
+        led = stacks.axes[i]
+        given.append((stacks.layers[i], *((stacks.xs[i],) if takes_x else ()), *own))
+        axes.append(None if led is None else (*led, *(0,) * len(jax.tree.leaves(own))))
+    return tuple(given), tuple(axes)
 
 
 _OF_TRACED_VALUES = (

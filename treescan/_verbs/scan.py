@@ -1,4 +1,4 @@
-"""`scan`, and `fold` and `accumulate`, whose body returns only the carry."""
+"""`scan`, `fold` and `accumulate`: the verbs over steps."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from .._types import (
     FiniteCheck,
     FoldBody,
     KeyedBody,
+    KeyedFold,
     KeyedFoldBody,
+    KeyedRows,
+    KeyedScan,
     Options,
     ProgressLike,
     PyTree,
@@ -64,9 +67,7 @@ def scan(
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
-    *,
-    key: Array,
-    **options: Unpack[ScanOptions],
+    **options: Unpack[KeyedScan],
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan(
@@ -76,9 +77,7 @@ def scan(
     length: int | None = None,
     reverse: bool = False,
     unroll: int | bool = 1,
-    *,
-    key: Array,
-    **options: Unpack[ScanOptions],
+    **options: Unpack[KeyedScan],
 ) -> tuple[Carry, Y]: ...
 @verb
 def scan(
@@ -201,23 +200,11 @@ def fold(
 ) -> Carry: ...
 @overload
 def fold(
-    f: KeyedFoldBody[Carry, X],
-    init: Carry,
-    xs: X,
-    length: int | None = None,
-    *,
-    key: Array,
-    **options: Unpack[RaggedFold],
+    f: KeyedFoldBody[Carry, X], init: Carry, xs: X, length: int | None = None, **options: Unpack[KeyedFold]
 ) -> Carry: ...
 @overload
 def fold(
-    f: KeyedFoldBody[Carry, None],
-    init: Carry,
-    xs: None = None,
-    length: int | None = None,
-    *,
-    key: Array,
-    **options: Unpack[RaggedFold],
+    f: KeyedFoldBody[Carry, None], init: Carry, xs: None = None, length: int | None = None, **options: Unpack[KeyedFold]
 ) -> Carry: ...
 @verb
 def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | None = None, **options: Any) -> Any:
@@ -270,23 +257,11 @@ def accumulate(
 ) -> Carry: ...
 @overload
 def accumulate(
-    f: KeyedFoldBody[Carry, X],
-    init: Carry,
-    xs: X,
-    length: int | None = None,
-    *,
-    key: Array,
-    **options: Unpack[RaggedOptions],
+    f: KeyedFoldBody[Carry, X], init: Carry, xs: X, length: int | None = None, **options: Unpack[KeyedRows]
 ) -> Carry: ...
 @overload
 def accumulate(
-    f: KeyedFoldBody[Carry, None],
-    init: Carry,
-    xs: None = None,
-    length: int | None = None,
-    *,
-    key: Array,
-    **options: Unpack[RaggedOptions],
+    f: KeyedFoldBody[Carry, None], init: Carry, xs: None = None, length: int | None = None, **options: Unpack[KeyedRows]
 ) -> Carry: ...
 @verb
 def accumulate(

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Unpack, overload
 
 import jax
 
-from .._avals import describe_leaf
-from .._axes import LeafAxes, static_axes
+from .._axes import LeafAxes
 from .._body.signature import WHILE_SCAN
-from .._checks.arguments import check_options, check_positional, infer_length
+from .._checks.arguments import check_options, check_positional, infer_length, rows_of_steps, with_axes
 from .._checks.rows import check_compact, check_length
-from .._errors import WHILE_WORDS, ArgumentError, Fault, Row, explain, verb
+from .._errors import WHILE_WORDS, Misuse, explain, verb
 from .._loop.body import Body
 from .._reprs import short_html, short_repr
 from .._transforms.finite.check import deliver
@@ -26,19 +25,25 @@ from .._types import (
     Array,
     Axes,
     Carry,
+    Cond,
     FiniteCheck,
     KeyedBody,
+    KeyedNone,
     KeyedValidBody,
+    KeyedXs,
     ProgressLike,
     PyTree,
     RematLike,
     Save,
+    ScanBody,
     ValidBody,
+    WhileNone,
     WhileOptions,
+    WhileXs,
     X,
     Y,
 )
-from .prepare import AROUND_ROWS, prepare, refuse_batches
+from .prepare import AROUND_ROWS, prepare, refuse_batches, row_axes
 
 _ACCEPTED = frozenset(WhileOptions.__annotations__) | {"max_length", "key"}
 _TRACED_MOST = (
@@ -78,83 +83,35 @@ def while_scan(
     f: Callable[[Carry, X], tuple[Carry, Y]],
     init: Carry,
     xs: X,
-    *,
-    max_length: int | None = None,
-    **options: Unpack[WhileOptions],
+    **options: Unpack[WhileXs],
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
-    cond: Callable[[Carry], Any],
-    f: Callable[[Carry, None], tuple[Carry, Y]],
-    init: Carry,
-    xs: None = None,
-    *,
-    max_length: int,
-    **options: Unpack[WhileOptions],
+    cond: Cond[Carry], f: ScanBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[WhileNone]
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
-    cond: Callable[[Carry], Any],
-    f: ValidBody[Carry, X, Y],
-    init: Carry,
-    xs: X,
-    *,
-    max_length: int | None = None,
-    **options: Unpack[WhileOptions],
+    cond: Cond[Carry], f: ValidBody[Carry, X, Y], init: Carry, xs: X, **options: Unpack[WhileXs]
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
-    cond: Callable[[Carry], Any],
-    f: ValidBody[Carry, None, Y],
-    init: Carry,
-    xs: None = None,
-    *,
-    max_length: int,
-    **options: Unpack[WhileOptions],
+    cond: Cond[Carry], f: ValidBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[WhileNone]
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
-    cond: Callable[[Carry], Any],
-    f: KeyedBody[Carry, X, Y],
-    init: Carry,
-    xs: X,
-    *,
-    max_length: int | None = None,
-    key: Array,
-    **options: Unpack[WhileOptions],
+    cond: Cond[Carry], f: KeyedBody[Carry, X, Y], init: Carry, xs: X, **options: Unpack[KeyedXs]
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
-    cond: Callable[[Carry], Any],
-    f: KeyedBody[Carry, None, Y],
-    init: Carry,
-    xs: None = None,
-    *,
-    max_length: int,
-    key: Array,
-    **options: Unpack[WhileOptions],
+    cond: Cond[Carry], f: KeyedBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[KeyedNone]
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
-    cond: Callable[[Carry], Any],
-    f: KeyedValidBody[Carry, X, Y],
-    init: Carry,
-    xs: X,
-    *,
-    max_length: int | None = None,
-    key: Array,
-    **options: Unpack[WhileOptions],
+    cond: Cond[Carry], f: KeyedValidBody[Carry, X, Y], init: Carry, xs: X, **options: Unpack[KeyedXs]
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
-    cond: Callable[[Carry], Any],
-    f: KeyedValidBody[Carry, None, Y],
-    init: Carry,
-    xs: None = None,
-    *,
-    max_length: int,
-    key: Array,
-    **options: Unpack[WhileOptions],
+    cond: Cond[Carry], f: KeyedValidBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[KeyedNone]
 ) -> WhileResult[Carry, Y]: ...
 @verb
 def while_scan(
@@ -265,16 +222,19 @@ def while_scan(
         [1.  0.5 1. ] [3 0 1]
     """
     try:
-        _check_call(cond, xs, options, _more)
         # Here, not above: only loops that end early load what runs them.
-        from .._transforms.until.condition import StopRows
+        from .._transforms.until.condition import StopRows, check_condition
         from .._transforms.until.program import Until, remat_of
 
+        check_positional(_more, "cond, step, init, xs", "max_length")
+        check_options(options, _ACCEPTED, _REFUSES)
+        check_condition(cond)
+        refuse_batches(xs, options.get("in_axes", 0), WHILE_SCAN)
         plan, kept, out_axes = remat_of(remat), check_save(save), options.pop("out_axes", 0)
         measure = functools.partial(_check_max_length, max_length)
         call = prepare(WHILE_SCAN, f, init, xs, measure=measure, masked=True, **options)
-        rows = _row_axes(carry_axes, x_axes, y_axes)
-        compact = check_compact(compact, keyed=options.get("key") is not None)
+        rows = row_axes(carry_axes, x_axes, y_axes)
+        compact, filled = check_compact(compact, keyed=options.get("key") is not None), _check_fill(fill)
         condition = Body.of(cond)
         asked = condition.function  # kept alive, as that of an equal condition may be another object
         program = Until(
@@ -285,7 +245,8 @@ def while_scan(
             MoveOutputs.of(out_axes, save),
             plan,
             kept,
-            **_filled(fill),
+            fill=Prefix.of(filled),
+            spelled=repr(filled),
             progress=refuse_backward(check_progress(progress, call.call.body, "while_scan")),
         )
         ended = program.run(call.given)
@@ -296,25 +257,12 @@ def while_scan(
     raise explained
 
 
-def _check_call(cond: Any, xs: PyTree, options: Mapping[str, Any], more: tuple[Any, ...]) -> None:
-    """Refuses arguments that the verb does not take, and a condition that it cannot call."""
-    from .._transforms.until.condition import check_condition
-
-    check_positional(more, "cond, step, init, xs", "max_length")
-    check_options(options, _ACCEPTED, _REFUSES)
-    check_condition(cond)
-    refuse_batches(xs, options.get("in_axes", 0), WHILE_SCAN)
-
-
 def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int:
     """The most steps to take: what is given, which xs must have at least, else what xs have."""
     most = check_length(max_length, "max_length", _TRACED_MOST)
-    leaves = jax.tree.leaves(xs)
-    scanned = [axis is not None for axis in axes or (0,) * len(leaves)]
-    if not any(scanned):
+    if not with_axes(leaves_with_path("xs", xs), axes):
         if most is None:
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 "{verb} over {body}: the maximum number of steps is unknown. No `max_length` is given, and there "
                 "are no xs to scan over.",
                 "Pass `max_length=`: the loop ends there even if the condition is still true.",
@@ -322,53 +270,25 @@ def _check_max_length(max_length: Any, xs: PyTree, axes: LeafAxes | None) -> int
         return most
     there = infer_length(xs, None, axes)
     if not isinstance(there, int):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: the number of steps in xs is symbolic.",
             "The loop is split into chunks, so export it with a known number of steps.",
         )
     if most is not None and most > there:
-        raise _too_short(xs, most, axes or (0,) * len(leaves))
+        raise Misuse(
+            f"{{verb}} over {{body}}: `max_length` is {most}, but xs has {there} steps.",
+            "Leave it out to stop at the end of xs, or give xs for all `max_length` steps.",
+            header=("leaf", "steps", "is"),
+            rows=rows_of_steps(xs, axes),
+        )
     return there if most is None else most
-
-
-def _too_short(xs: PyTree, most: int, axes: LeafAxes) -> Fault:
-    named = leaves_with_path("xs", xs)
-    rows = [
-        Row(path, str(leaf.shape[axis]), describe_leaf(leaf), f"axis {axis}")
-        for (path, leaf), axis in zip(named, axes, strict=True)
-        if axis is not None
-    ]
-    return Fault(
-        ArgumentError,
-        f"{{verb}} over {{body}}: `max_length` is {most}, but xs has {rows[0].expected} steps.",
-        "Leave it out to stop at the end of xs, or give xs for all `max_length` steps.",
-        header=("leaf", "steps", "is"),
-        rows=rows,
-    )
-
-
-def _row_axes(carry_axes: Axes, x_axes: Axes, y_axes: Axes) -> tuple[Prefix, Prefix, Prefix]:
-    """Where rows are, as the options say."""
-    return (
-        static_axes("carry_axes", carry_axes, none=True),
-        static_axes("x_axes", x_axes, none=True),
-        static_axes("y_axes", y_axes, none=True),
-    )
-
-
-def _filled(fill: PyTree) -> dict[str, Any]:
-    """What outputs are where no step is taken, and that as text."""
-    checked = _check_fill(fill)
-    return {"fill": Prefix.of(checked), "spelled": repr(checked)}
 
 
 def _check_fill(fill: PyTree) -> PyTree:
     """The fill, less "hold": no output is held where the loop has ended."""
     filled = check_fill(fill)
     if HOLD in jax.tree.leaves(filled):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             '{verb} over {body}: `fill` cannot be "hold".',
             "Give a scalar. The last output is `ys[steps - 1]`. Or keep the value in the carry.",
         )

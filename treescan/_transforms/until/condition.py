@@ -17,9 +17,8 @@ from jax.core import eval_jaxpr
 
 from ..._avals import describe_node, describe_traced, dtype_of
 from ..._axes import LeafAxes
-from ..._body.call import CallBody, needs_keyword
+from ..._body.call import CallBody, call_user, needs_keyword
 from ..._body.carry import read_carries
-from ..._body.failures import call_user
 from ..._errors import ArgumentError, BodyError, Fault, speaking_of
 from ..._loop.body import Body
 from ..._loop.loop import Loop
