@@ -117,10 +117,12 @@ def pool(params: Params, packed: Batch) -> Float[Array, "utterances pooled"]:
         ],
         axis=-1,
     )
+
+    def add(total: Array, h: Array) -> tuple[Array, None]:
+        return total + h, None
+
     start = jnp.zeros(both.shape[1:])
-    sums, _ = treescan.mask_scan(
-        lambda total, h: (total + h, None), start, packed._replace(data=both)
-    )
+    sums, _ = treescan.mask_scan(add, start, packed._replace(data=both))
     return sums / packed.index.length[:, None]
 
 

@@ -15,9 +15,9 @@ VERBS = {
     "scan.scan": "X | None",
     "scan.fold": "X | None",
     "scan.accumulate": "X | None",
-    "scan.fori": None,
+    "fori.fori": None,
     "while_scan.while_scan": "X | None",
-    "scan.mask_scan": "X | Padded[X] | Packed[X] | None",
+    "mask_scan.mask_scan": "X | Padded[X] | Packed[X] | None",
     "layers.scan_layers": "X | None",
     "layers.fold_layers": "X | None",
 }
@@ -81,7 +81,7 @@ def options_of(package: griffe.Module, annotation: str, known: set[str]) -> list
     """The options in `Unpack[MaskOptions]`, and `key`, with the defaults that other verbs give them."""
     defaults = {
         parameter.name: parameter.default
-        for verb in ("scan.mask_scan", "scan.scan", "prepare_layers.prepare_layers")
+        for verb in ("mask_scan.mask_scan", "scan.scan", "prepare_layers.prepare_layers")
         for parameter in package[f"_verbs.{verb}"].parameters
     }
     annotations: dict[str, Any] = {"key": package["_types.Options"].members["key"].annotation}
