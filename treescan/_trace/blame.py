@@ -19,6 +19,7 @@ from .._avals import place_like
 from .._errors import is_library_file, shorten
 from .._types import Array
 from .equations import alone, called, jaxprs_within
+from .hoist import is_smooth
 from .independence import ELEMENTWISE
 
 MADE, UNSURE = 1, 2
@@ -207,7 +208,7 @@ def _bad(array: Any, is_nan: Array) -> Array:
 
 
 def _may_be_blamed(value: _Value) -> bool:
-    return value.number is not None and is_checked(value.array)
+    return value.number is not None and is_smooth(value.array)
 
 
 def _causes_of(step: _Step, is_nan: Array) -> _Causes | None:
@@ -311,8 +312,3 @@ def place_of(equation: Any) -> str | None:
 def becomes_bad(old: Any, new: Any) -> Array:
     """bool: which elements are NaN, or became infinite: an infinity that was there before is no news."""
     return jnp.isnan(new) | (jnp.isinf(new) & ~jnp.isinf(old))
-
-
-def is_checked(leaf: Any) -> bool:
-    """Whether a leaf may hold NaN."""
-    return bool(jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact))

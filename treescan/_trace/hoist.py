@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -140,8 +140,7 @@ class Traced:
         out = eval_jaxpr(jaxpr.jaxpr, closed, *leaves, propagate_source_info=True)
         out = list(map(array_of, out, jaxpr.out_avals))
         new, y = out[: len(self.fixed)], out[len(self.fixed) :]
-        changed = [leaf for leaf, fixed in zip(new, self.fixed, strict=True) if not fixed]
-        return changed, jax.tree.unflatten(self.y, y)
+        return split(self.fixed, new)[1], jax.tree.unflatten(self.y, y)
 
     def shapes(self, consts: Any, state: list[Any], feed: Feed) -> Shapes:
         """Under which a trace is found."""
@@ -286,8 +285,7 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
             jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, one_step(loop.xs)))
     changing = (False,) * len(leaves) if changing is None else tuple(changing)
     fixed = _unchanged(jaxpr, len(jax.tree.leaves(loop.consts)), changing)
-    unchanged = [leaf for leaf, is_fixed in zip(leaves, fixed, strict=True) if is_fixed]
-    state = [leaf for leaf, is_fixed in zip(leaves, fixed, strict=True) if not is_fixed]
+    unchanged, state = split(fixed, leaves)
     shapes = _shapes(jax.tree.leaves((loop.consts, leaves, one_step(loop.xs))))
     traced = Traced({shapes: jaxpr}, fixed, jax.tree.structure(y), changing)
     hoisted = dataclasses.replace(loop, step=traced, consts=(unchanged, loop.consts), state=state, memo=Memo())
@@ -469,10 +467,23 @@ def _shapes(leaves: Sequence[Any]) -> Shapes:
     return tuple(jax.typeof(leaf).shape if not hasattr(leaf, "shape") else tuple(leaf.shape) for leaf in leaves)
 
 
-def merge(flags: Sequence[bool], on: Sequence[Any], off: Sequence[Any]) -> list[Any]:
+def merge(flags: Sequence[bool], on: Iterable[Any], off: Iterable[Any]) -> list[Any]:
     """One list of two, each flag telling which of them is next."""
     first, second = iter(on), iter(off)
     return [next(first if flag else second) for flag in flags]
+
+
+def split(flags: Sequence[bool], values: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """The values that are flagged, and the others."""
+    parts: tuple[list[Any], list[Any]] = [], []
+    for flag, value in zip(flags, values, strict=True):
+        parts[not flag].append(value)
+    return parts
+
+
+def replaced(flags: Sequence[bool], values: Iterable[Any], new: Iterable[Any]) -> list[Any]:
+    """The values, those that are flagged replaced."""
+    return merge(flags, new, split(flags, values)[1])
 
 
 class Part(NamedTuple):
@@ -483,9 +494,7 @@ class Part(NamedTuple):
 
     def split(self, tree: Any) -> tuple[list[Any], list[Any]]:
         """The leaves that have one, and the others."""
-        leaves = jax.tree.leaves(tree)
-        pairs = list(zip(leaves, self.on, strict=True))
-        return [leaf for leaf, on in pairs if on], [leaf for leaf, on in pairs if not on]
+        return split(self.on, jax.tree.leaves(tree))
 
     def join(self, on: list[Any], off: list[Any]) -> Any:
         """The tree of both."""
@@ -493,8 +502,8 @@ class Part(NamedTuple):
 
 
 def is_smooth(leaf: Any) -> bool:
-    """Whether values of this type have tangents."""
-    return bool(jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact))
+    """Whether a value has a tangent, or values of a type have."""
+    return bool(jnp.issubdtype(leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype, jnp.inexact))
 
 
 def smooth_part(tree: Any) -> Part:
@@ -512,8 +521,8 @@ def nonzero_part(tree: PyTree, tangents: PyTree) -> tuple[Part, list[Any]]:
 
 
 def zeros_like(leaf: Any) -> Array:
-    """A tangent of zero, of the leaf's type."""
-    aval = jax.typeof(leaf)
+    """A tangent of zero, of the type of a leaf, or of this type."""
+    aval = leaf if isinstance(leaf, ShapedArray) else jax.typeof(leaf)
     return place_like(jnp.zeros(aval.shape, aval.dtype), aval)
 
 

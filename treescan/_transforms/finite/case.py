@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,8 +21,8 @@ from ..._body.carry import read_carries
 from ..._errors import ArgumentError, ArgumentTypeError, Fault
 from ..._finite import OF_RESULT, NonFinite, Within
 from ..._loop.loop import Feed, Loop, Step
-from ..._trace.blame import MADE, UNSURE, Operation, is_checked
-from ..._trace.hoist import Hoisted
+from ..._trace.blame import MADE, UNSURE, Operation
+from ..._trace.hoist import Hoisted, is_smooth
 from ..._tree import thaw_static
 from ..._types import Array, PyTree, TreeDef
 
@@ -76,32 +75,16 @@ def refuse_prefetch(gather: Any) -> None:
         )
 
 
-class Outer(NamedTuple):
-    """A checked loop, in whose steps another loop runs.
-
-    Attributes:
-        call: the verb and the body, as messages name them.
-        length: the steps of the loop.
-    """
-
-    call: str
-    length: Any
-
-    def at(self, position: Any) -> Within:
-        """One of its steps."""
-        return Within(self.call, int(position), int(self.length))
-
-
 class OuterSteps(NamedTuple):
     """The steps in which a loop runs, the innermost first.
 
     Attributes:
-        loops: the loops.
+        loops: the loops; their positions are beside them.
         positions: int32[] each, of the step.
         trace: the trace in which the innermost step runs.
     """
 
-    loops: tuple[Outer, ...] = ()
+    loops: tuple[Within, ...] = ()
     positions: tuple[Array, ...] = ()
     trace: Any = None
 
@@ -125,16 +108,6 @@ def outer_steps() -> OuterSteps:
     return steps if steps.loops and steps.trace == _trace_state() else OuterSteps()
 
 
-@contextlib.contextmanager
-def _within(outer: Outer, position: Array, follows: bool) -> Generator[None]:
-    steps = _outer.get() if follows else OuterSteps()
-    token = _outer.set(OuterSteps((outer, *steps.loops), (position, *steps.positions), _trace_state()))
-    try:
-        yield
-    finally:
-        _outer.reset(token)
-
-
 @dataclass(frozen=True)
 class Numbered:
     """A step that tells the loops within it of its position.
@@ -155,8 +128,13 @@ class Numbered:
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         assert feed.position is not None
-        with _within(Outer(self.call, self.length), feed.position, self.follows):
+        outer = _outer.get() if self.follows else OuterSteps()
+        loops = (Within(self.call, -1, self.length), *outer.loops)
+        token = _outer.set(OuterSteps(loops, (feed.position, *outer.positions), _trace_state()))
+        try:
             return self.step(consts, state, feed if self.keyed else feed._replace(position=None))
+        finally:
+            _outer.reset(token)
 
 
 def numbered(loop: Loop, call: str) -> Loop:
@@ -263,10 +241,6 @@ class About(NamedTuple):
     backward: bool = False
     records: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] | None = None
 
-    def numbers(self, loop: Loop) -> str | None:
-        """The call, if the loops within a step are told of the step: its position is known before the loop runs."""
-        return None if self.ends_early or loop.rows is not None else self.call
-
 
 @jtu.register_static
 @dataclass(frozen=True, eq=False)
@@ -313,7 +287,7 @@ class Case:
             unit="step" if self.about.layers is None else "layer",
             place_in_stack=self._place(int(evidence.position)),
             ends_early=self.about.ends_early,
-            was_finite=all(self._is_finite(evidence, i) for i, leaf in enumerate(before) if is_checked(leaf)),
+            was_finite=all(self._is_finite(evidence, i) for i, leaf in enumerate(before) if is_smooth(leaf)),
             carry=carry,
             x=x,
             valid=evidence.valid,
@@ -371,7 +345,7 @@ class Case:
 
         The steps that ran again may be rounded otherwise than in the loop, and a callback may return something else.
         """
-        watched = [i for i, new in enumerate(evidence.before) if not self.fixed[i] and is_checked(new)]
+        watched = [i for i, new in enumerate(evidence.before) if not self.fixed[i] and is_smooth(new)]
         was_nan = (np.isnan(_numbers(evidence.before[i])) & self._ran(evidence, i) for i in watched)
         if not self.about.backward and int(evidence.first) and any(nan.any() for nan in was_nan):
             return None
