@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from .._avals import place_like
 from .equations import alone, called, evaluate_inlined, jaxprs_within, loop_of, variables_of
-from .hoist import Hoisted, merge
+from .hoist import Hoisted, merge, zeros_like
 
 Flags = list[bool]
 
@@ -158,11 +157,6 @@ class Once(NamedTuple):
     early: list[Any]
 
 
-def _any_value(aval: Any) -> Any:
-    """A value of this type, of which nothing that is needed depends."""
-    return place_like(jnp.zeros(aval.shape, aval.dtype), aval)
-
-
 @dataclass(frozen=True, eq=False)
 class StepProgram:
     """A traced step as equations.
@@ -225,7 +219,7 @@ class StepProgram:
             equation = self.jaxpr.eqns[number]
             out = [var for var in equation.outvars if var in needed]
             own, program = alone(self.jaxpr, equation, out)
-            given = [values[var] if var in values else _any_value(var.aval) for var in own]
+            given = [values[var] if var in values else zeros_like(var.aval) for var in own]  # nothing depends on these
             evaluate: Callable[..., list[Any]] = functools.partial(eval_jaxpr, program, [])
             if not all(var in values for var in own):
                 evaluate = jax.jit(evaluate)

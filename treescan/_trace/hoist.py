@@ -27,20 +27,17 @@ from .._loop.loop import Feed, Loop, Step
 from .._loop.rewrite import is_rewriting
 from .._loop.run import as_arrays, is_jit_disabled, named_signature, settle, weak_types_settled
 from .._types import Array, PyTree, TreeDef
-from .equations import has_branches, has_products, has_reverse_rule
+from .equations import PRODUCTS, has_branches, has_reverse_rule, holds
 from .raw_keys import with_raw_keys
 
 
 def silenced(jaxpr: Any) -> Any:
-    """A closed jaxpr without the callbacks that return nothing, those within its loops and branches included."""
-    return jaxpr.replace(jaxpr=_silenced(jaxpr.jaxpr))
-
-
-def _silenced(jaxpr: Any) -> Any:
+    """A jaxpr, closed or not, without the callbacks that return nothing, in its loops and branches too."""
+    if hasattr(jaxpr, "jaxpr"):
+        return jaxpr.replace(jaxpr=silenced(jaxpr.jaxpr))
     equations = [_silence_inner(eqn) for eqn in jaxpr.eqns if not _only_speaks(eqn)]
     kinds = {type(effect) for eqn in equations for effect in eqn.effects}
-    kept = {effect for effect in jaxpr.effects if type(effect) in kinds}
-    return jaxpr.replace(eqns=equations, effects=kept)
+    return jaxpr.replace(eqns=equations, effects={effect for effect in jaxpr.effects if type(effect) in kinds})
 
 
 def _only_speaks(eqn: Any) -> bool:
@@ -50,33 +47,20 @@ def _only_speaks(eqn: Any) -> bool:
 
 def _silence_inner(eqn: Any) -> Any:
     """An equation with the loops and branches that it holds silenced; the effects of others are their own."""
-    inner = [part for value in eqn.params.values() for part in _parts(value) if _is_jaxpr(part)]
-    if not eqn.effects or not inner:
-        return eqn
-    params = {name: _silence_value(value) for name, value in eqn.params.items()}
-    left = {type(effect) for value in params.values() for part in _parts(value) for effect in _effects_of(part)}
-    return eqn.replace(params=params, effects={effect for effect in eqn.effects if type(effect) in left})
+    left = list[Any]()
 
+    def silence(value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(map(silence, value))
+        if not (hasattr(value, "effects") and (hasattr(value, "jaxpr") or hasattr(value, "eqns"))):
+            return value
+        left.append(silenced(value))
+        return left[-1]
 
-def _parts(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if type(value) in (tuple, list) else (value,)
-
-
-def _silence_value(value: Any) -> Any:
-    if type(value) in (tuple, list):
-        return type(value)(map(_silence_value, value))
-    if not _is_jaxpr(value):
-        return value
-    return silenced(value) if hasattr(value, "jaxpr") else _silenced(value)
-
-
-def _is_jaxpr(value: Any) -> bool:
-    """Whether a parameter of an equation is a jaxpr, closed or not."""
-    return hasattr(value, "effects") and (hasattr(value, "jaxpr") or hasattr(value, "eqns"))
-
-
-def _effects_of(value: Any) -> Any:
-    return value.effects if _is_jaxpr(value) else ()
+    params = {name: silence(value) for name, value in eqn.params.items()} if eqn.effects else {}
+    kinds = {type(effect) for jaxpr in left for effect in jaxpr.effects}
+    kept = {effect for effect in eqn.effects if type(effect) in kinds}
+    return eqn.replace(params=params, effects=kept) if left else eqn
 
 
 def has_effects(jaxpr: Any) -> bool:
@@ -301,7 +285,7 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
         writes=writes_refs(jaxpr),
         reverse_rule=has_reverse_rule(jaxpr.jaxpr),
         branches=has_branches(jaxpr.jaxpr),
-        products=has_products(jaxpr.jaxpr),
+        products=holds(jaxpr.jaxpr, PRODUCTS),
         jaxpr=jaxpr.jaxpr,
     )
 

@@ -17,6 +17,7 @@ from ..._axes import LeafAxes
 from ..._loop.chunk import Level, run_chunked
 from ..._loop.loop import Feed, Loop, Step
 from ..._trace.blame import Blame, becomes_bad
+from ..._trace.equations import opened
 from ..._trace.hoist import Lifted, is_smooth, merge, replaced, split
 from ..._types import Array, PyTree
 from ..rows.leaves import expand, last_set, select, select_valid, take_row
@@ -200,7 +201,7 @@ class Told:
     def evaluate(self, closed: Any, names: Sequence[str], given: Sequence[Any]) -> list[Any]:
         """Evaluates an open jaxpr of these inputs, what it closes over first, and notes what each is called."""
         self.names += [*names, CONSTANT]
-        return self.blame.evaluate(closed.replace(constvars=[], invars=[*closed.constvars, *closed.invars]), given)
+        return self.blame.evaluate(opened(closed), given)
 
 
 class At(NamedTuple):
