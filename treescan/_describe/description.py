@@ -117,7 +117,7 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def _stacked(row: Sequence[str]) -> str:
     """A row whose cells are too wide for one line: the second begins the line, the others follow where they fit."""
-    indents = {"initial_indent": _INDENT, "subsequent_indent": _INDENT * 3}
+    indents: dict[str, Any] = {"initial_indent": _INDENT, "subsequent_indent": _INDENT * 3}
     return textwrap.fill(_GAP.join(filter(None, row)), WIDTH, **indents, break_long_words=False, break_on_hyphens=False)
 
 

@@ -174,16 +174,6 @@ def _inlined(jaxpr: Any, given: Sequence[_Value]) -> tuple[list[_Operation], lis
     return operations, interpret(opened(jaxpr), [], given, each, lambda value, aval: _Value(aval))
 
 
-def _needed(operations: Sequence[_Operation], outputs: Iterable[_Value]) -> list[_Operation]:
-    """The operations that something is left of once XLA has removed what nobody reads."""
-    wanted, kept = set(outputs), list[_Operation]()
-    for operation in reversed(operations):
-        if not wanted.isdisjoint(operation.writes):
-            kept.append(operation)
-            wanted.update(operation.reads)
-    return kept[::-1]
-
-
 class _Layout:
     """Lays out one jaxpr.
 
@@ -209,7 +199,12 @@ class _Layout:
         self._known = known
         self._inputs = [_Value(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)]
         operations, self._outputs = _inlined(jaxpr, self._inputs)
-        self._operations = _needed(operations, self._outputs)
+        wanted, needed = set(self._outputs), list[_Operation]()
+        for operation in reversed(operations):  # XLA removes what nobody reads
+            if not wanted.isdisjoint(operation.writes):
+                needed.append(operation)
+                wanted.update(operation.reads)
+        self._operations = needed[::-1]
         self._readers: dict[_Value, list[_Operation]] = {}
         for operation in self._operations:
             for value in dict.fromkeys(operation.reads):

@@ -396,14 +396,9 @@ def one_step(xs: Feed) -> Feed:
     def entry(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, weak_type=is_weak(leaf))
 
-    if all(map(_is_plain, jax.tree.leaves(xs))):  # a trace of the indexing would say the same, and takes longer
-        return jax.tree.map(entry, xs)
+    if not any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(xs)):
+        return jax.tree.map(entry, xs)  # a trace of the indexing would say the same, and takes longer
     return jax.eval_shape(lambda xs: jax.tree.map(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), xs), xs)
-
-
-def _is_plain(leaf: Any) -> bool:
-    """Whether a leaf's type is its shape and its dtype: its axes are not sharded, and it does not vary over a mesh."""
-    return not is_sharded(leaf) and not varying_axes(jax.typeof(leaf))
 
 
 @dataclass(frozen=True, eq=False)

@@ -17,6 +17,7 @@ from typing import Any, cast
 import jax
 import jax.numpy as jnp
 
+from ..._axes import LeafAxes
 from ..._errors import ArgumentError, Fault
 from ..._loop.loop import Feed, Loop
 from ..._trace.hoist import is_smooth, merge, replaced, split, zeros_like
@@ -186,7 +187,8 @@ def _y_of(site: Site) -> list[Any]:
 def _noted(site: Site, rows: Any, batch: tuple[int, ...]) -> Noted:
     """Which cotangents of a loop are looked at, of the leaves of its whole state."""
     flags = tuple(_changing(site))
-    axes, y_axes = site.row_axes(None), (None,) * len(_y_of(site))
+    axes = site.row_axes(None)
+    y_axes: LeafAxes = (None,) * len(_y_of(site))
     if rows is not None:
         axes = site.row_axes(site.hoisted.loop.rows)
         y_axes = spread_batch_axes("y_axes", rows.y_axes, site.hoisted.y, "y", batch)
@@ -206,7 +208,14 @@ def refuse_truncate(truncate: Any, check_finite: Any) -> None:
 
 def in_reverse_mode() -> contextlib.AbstractContextManager[None]:
     """Says it in these terms where JAX refuses forward mode."""
-    return in_reverse_alone(no_forward_mode)
+    return in_reverse_alone(
+        lambda: Fault(
+            ArgumentError,
+            '{verb} over {body}: forward mode was asked for, and `check_finite="backward"` looks at cotangents, which '
+            "reverse mode alone has.",
+            "Leave it out there. True looks at the carry, in forward mode too.",
+        )
+    )
 
 
 def no_forward_mode_early() -> Fault:
@@ -217,16 +226,6 @@ def no_forward_mode_early() -> Fault:
         "was asked for, or the gradient of a `jax.vmap`, for which JAX needs it here.",
         "Take `jax.vmap` of `jax.grad` in place of `jax.grad` of `jax.vmap`. Or leave it out there: True looks at the "
         "carry, in forward mode too.",
-    )
-
-
-def no_forward_mode() -> Fault:
-    """What is wrong with forward mode."""
-    return Fault(
-        ArgumentError,
-        '{verb} over {body}: forward mode was asked for, and `check_finite="backward"` looks at cotangents, which '
-        "reverse mode alone has.",
-        "Leave it out there. True looks at the carry, in forward mode too.",
     )
 
 

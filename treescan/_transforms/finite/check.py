@@ -25,7 +25,7 @@ from ..._axes import LeafAxes
 from ..._errors import Fault, NonFiniteError, speaking_of
 from ..._finite import note
 from ..._loop.body import Memo
-from ..._loop.loop import Loop, Transform
+from ..._loop.loop import Loop, Step, Transform
 from ..._loop.run import as_arrays, is_jit_disabled
 from ..._trace.hoist import as_loop, flattened, lift
 from ..._trace.raw_keys import with_raw_keys
@@ -36,7 +36,6 @@ from .again import At, Before, Told, case_of, evidence_at, gather, in_branch
 from .case import About, Case, Evidence, OuterSteps, numbered, outer_steps, refuse_devices, refuse_effects
 from .site import (
     GOOD,
-    Numbering,
     Site,
     Slices,
     Watched,
@@ -182,7 +181,7 @@ class Check(abc.ABC):
         return dataclasses.replace(as_loop(site.hoisted), trace=None)
 
     def around_steps(
-        self, kind: Callable[..., Numbering], loop: Loop, heads: list[Array], where: LeafAxes | None = None, **told: Any
+        self, kind: Callable[..., Step], loop: Loop, heads: list[Array], where: LeafAxes | None = None, **told: Any
     ) -> Loop:
         """The loop with a step of a kind around its own, and with these leaves before its state."""
         early, last = self.about.ends_early, loop.length - 1 if loop.reverse else None
@@ -255,7 +254,7 @@ class CheckLayers:
 
 
 def numbered_layers(
-    sites: Sequence[Site], step: Callable[..., Numbering], state: list[Array], others: Sequence[dict[str, Any]]
+    sites: Sequence[Site], step: Callable[..., Step], state: list[Array], others: Sequence[dict[str, Any]]
 ) -> list[Loop]:
     """The loops of blocks, their layers numbered among those of all, with a step around that of each."""
     loops = list[Loop]()
