@@ -262,7 +262,7 @@ def _traced(call: Call, loop: Loop, outer: Arguments, axes: LeafAxes | None) -> 
         parts = list(zip(names, outer.xs, strict=False))
     scanned = [pair for name, part in parts for pair in leaves_with_path(name, part)]
     whole, sliced = split([axis is None for axis in axes or (0,) * len(scanned)], scanned)
-    key = [] if outer.key is None else [("key", outer.key)]
+    key: list[tuple[str, Any]] = [] if outer.key is None else [("key", outer.key)]
     _, (closed, _) = hoisted.loop.consts
     outside = zip(named_constants(call.body.function, closed), closed, strict=True)
     constants = [*outside, *whole, *key, *leaves_with_path("args", outer.args)]

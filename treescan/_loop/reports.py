@@ -352,16 +352,16 @@ class Reporter:
             int32[], the steps after which the next report is due. Before the first report, `due` is less than 0.
         """
 
-        def tell() -> Array:
-            tick = Tick(run, total, done, first=due < 0, last=jnp.zeros((), bool))
-            return self._once(call, has_result=True)(tick.numbers, *shown, *probes)
-
         def told(words: Any, *wide: Any) -> Any:
             due = [RUNS.step_and_pace(self.site, *heard) for _, heard in self._heard(kinds, words, wide)]
             return np.int32(due[0] if due else NEVER)
 
         def call(numbers: Array, *others: Array) -> Array:
             return jax.pure_callback(told, jax.ShapeDtypeStruct((), jnp.int32), *self._words(numbers, others))
+
+        def tell() -> Array:
+            tick = Tick(run, total, done, first=due < 0, last=jnp.zeros((), bool))
+            return self._once(call, has_result=True)(tick.numbers, *shown, *probes)
 
         kinds = [np.dtype(value.dtype) for value in shown]
         return jax.lax.cond((done >= jnp.abs(due)) & (done < total), tell, lambda: due)

@@ -131,8 +131,7 @@ def _within(equation: Any) -> Iterator[tuple[Any, int]]:
 
 def unread_outputs(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
     """The stacked outputs of loops in a jaxpr that nothing reads: the loop's equation, and the variable."""
-    read = {atom for equation in jaxpr.eqns for atom in equation.invars if not hasattr(atom, "val")}
-    read.update(atom for atom in jaxpr.outvars if not hasattr(atom, "val"))
+    read = set(variables_of([*jaxpr.outvars, *(atom for each in jaxpr.eqns for atom in each.invars)]))
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
             _, _, carried = loop_of(equation)
@@ -204,7 +203,11 @@ class StepProgram:
             if not needed.isdisjoint(equation.outvars):
                 (equations if vary.isdisjoint(equation.outvars) else parts).add(number)
                 needed.update(var for var in variables_of(equation.invars) if var not in vary)
-        later = self._read_later(equations)
+        # What these equations compute that others read, or that leaves the step.
+        made = {var: None for number in sorted(equations) for var in self.jaxpr.eqns[number].outvars}
+        others = (equation for number, equation in enumerate(self.jaxpr.eqns) if number not in equations)
+        read = set(variables_of([*self.jaxpr.outvars, *(atom for each in others for atom in each.invars)]))
+        later = [var for var in made if var in read]
         values = self._evaluate(sorted(equations | parts), needed)
         outputs = [atom.val if hasattr(atom, "val") else values[atom] for atom in wanted]
         outputs = [value if isinstance(value, jax.Array) else jnp.asarray(value) for value in outputs]
@@ -212,9 +215,9 @@ class StepProgram:
 
     def _evaluate(self, equations: Sequence[int], needed: set[Any]) -> dict[Any, Any]:
         """The results of these equations. Of an equation that computes too much (a loop), only the needed part."""
-        known = zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*self.consts, *self.given], strict=True)
-        varies = dict(zip(self.jaxpr.invars, self.varying, strict=True))
-        values = {var: value for var, value in known if not varies.get(var, False)}
+        values = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+        known = zip(self.jaxpr.invars, self.given, self.varying, strict=True)
+        values.update((var, value) for var, value, varies in known if not varies)
         for number in equations:
             equation = self.jaxpr.eqns[number]
             out = [var for var in equation.outvars if var in needed]
@@ -225,14 +228,6 @@ class StepProgram:
                 evaluate = jax.jit(evaluate)
             values.update(zip(out, evaluate(*given), strict=True))
         return values
-
-    def _read_later(self, equations: set[int]) -> list[Any]:
-        """What these equations compute that others read, or that leaves the step."""
-        made = {var: None for number in sorted(equations) for var in self.jaxpr.eqns[number].outvars}
-        others = (equation for number, equation in enumerate(self.jaxpr.eqns) if number not in equations)
-        read = {var for equation in others for var in variables_of(equation.invars)}
-        read.update(variables_of(self.jaxpr.outvars))
-        return [var for var in made if var in read]
 
     def without(self, once: Once, places: Sequence[int]) -> Any:
         """What is left of the jaxpr: it is given what was computed before the loop first."""

@@ -119,6 +119,7 @@ def _check_meter(meter: Any) -> AbstractProgressMeter:
     )
     is_meter = isinstance(meter, AbstractProgressMeter)
     _expect(is_meter, "meter", "must be a `treescan.AbstractProgressMeter`", meter, cure)
+    assert isinstance(meter, AbstractProgressMeter)
     try:
         hash(meter)
     except TypeError:
@@ -163,26 +164,6 @@ def _tapped_after(back: Reporter, tick: Tick, state: PyTree, ys: PyTree) -> tupl
 
 def _has_tangents(tree: PyTree) -> bool:
     return any(smooth_part(tree).on)
-
-
-@dataclass(frozen=True, eq=False)
-class RunBackward:
-    """Runs a loop; its backward pass reports when it begins.
-
-    Attributes:
-        back: reports it.
-        ending: what is reported then.
-    """
-
-    back: Reporter
-    ending: Tick
-
-    def __call__(self, loop: Loop) -> tuple[PyTree, PyTree]:
-        loop, levels = plan(loop)
-        results = run_levels(loop, levels)
-        if any(level.ticked and level.size >= loop.length for level in levels):  # one chunk, which reports its end
-            return results
-        return _tapped_after(self.back, self.ending, *results)
 
 
 def no_forward_mode() -> Fault:
@@ -239,7 +220,11 @@ class ShowProgress:
         back = Reporter(showing.backward_site, progress.batched) if progress.backward else None
         ticks = TellChunks(reporter, back, showing, run, total, done, due=due)
         wish = Wish(-(-loop.length // (progress.updates or (MOST if paced else FEW))), ticks=ticks)
-        runner = RunPaced(ticks) if paced else None if back is None else RunBackward(back, ticks.ending)
+        ending = None
+        if back is not None:
+            false = jnp.zeros((), bool)
+            ending = Tick(run, total, total, false, false).backward(jnp.zeros_like(total), false)
+        runner = RunTold(ticks, ending) if paced or back is not None else None
         return dataclasses.replace(loop, wishes=(*loop.wishes, wish), runner=runner)
 
 
@@ -314,25 +299,30 @@ class TellChunks:
         ticks = tick, None if self.back is None else tick.backward(left, begins)
         return dataclasses.replace(loop, xs=loop.xs._replace(tick=ticks)), around
 
-    @property
-    def ending(self) -> Tick:
-        """What the backward pass reports when it begins."""
-        false = jnp.zeros((), bool)
-        return Tick(self.run, self.total, self.total, false, false).backward(jnp.zeros_like(self.total), false)
-
 
 @dataclass(frozen=True, eq=False)
-class RunPaced:
-    """Runs a loop whose reports are paced, and reports its end."""
+class RunTold:
+    """Runs a loop, and reports its end if its reports are paced; else its backward pass reports when it begins.
+
+    Attributes:
+        tell: says what is reported.
+        ending: what the backward pass reports when it begins; None: the reports are paced.
+    """
 
     tell: TellChunks
+    ending: Tick | None
 
     def __call__(self, loop: Loop) -> tuple[PyTree, PyTree]:
-        paced, ys = run_levels(*plan(loop))
-        state, due, run, total = paced
+        loop, levels = plan(loop)
+        results, tell = run_levels(loop, levels), self.tell
+        if tell.back is not None and self.ending is not None:
+            if any(level.ticked and level.size >= loop.length for level in levels):  # one chunk, which reports its end
+                return results
+            return _tapped_after(tell.back, self.ending, *results)
+        (state, due, run, total), ys = results
         always = due >= -NEVER  # reads `due`, so that JAX keeps the last call
         tick = Tick(run, total, total, first=due < 0, last=always)
-        self.tell.reporter.step(tick, self.tell.showing(state), probes_of(state))
+        tell.reporter.step(tick, tell.showing(state), probes_of(state))
         return state, ys
 
 

@@ -89,10 +89,9 @@ def plan_remat(
         if layers is not None:
             own = {"args": args, "key": key, "state": state}
             return _plan_layers(f, init, layers, xs, length, remat=remat, pair=pair, **own)
-        if args:
-            raise Fault(ArgumentError, "{call}: `args` needs `layers`.", "Let the body close over it.")
-        if state is not None:
-            raise Fault(ArgumentError, "{call}: `state` needs `layers`.", "Let the body carry it.")
+        for name, given, how in (("args", bool(args), "close over"), ("state", state is not None, "carry")):
+            if given:
+                raise Fault(ArgumentError, f"{{call}}: `{name}` needs `layers`.", f"Let the body {how} it.")
         call = prepare(SCAN if pair else FOLD, f, init, xs, length, key=key)
         chosen = check_remat_or_auto(remat)
         if not call.call.length:
@@ -114,10 +113,8 @@ def _plan_layers(
     if length is not None:
         cure = "Leave it out: the stacks have the number of layers."
         raise Fault(ArgumentError, "{call}: `length` cannot be given with `layers`.", cure)
-    plan = check_remat(remat)
-    pairs, alone = SCAN_LAYERS, FOLD_LAYERS
-    if options["state"] is not None:
-        pairs, alone = SCAN_LAYERS_WITH_STATE, FOLD_LAYERS_WITH_STATE
+    plan, with_state = check_remat(remat), options["state"] is not None
+    pairs, alone = (SCAN_LAYERS_WITH_STATE, FOLD_LAYERS_WITH_STATE) if with_state else (SCAN_LAYERS, FOLD_LAYERS)
     call = prepare_layers(pairs if pair else alone, block, x, layers, xs, remat=plan, **options)
     return _traced(call.pattern.plan, call.given)
 
