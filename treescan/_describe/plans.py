@@ -213,7 +213,8 @@ def trace_bodies(program: Any, outer: Any, given: Any) -> list[TracedBody]:
         outer: the arrays that the verb was given.
         given: the same as they are traced now.
     """
-    return _TRACERS[type(program)](program, outer, given)
+    trace, _ = _PROGRAMS[type(program)]
+    return trace(program, outer, given)
 
 
 def _of_transformed(program: Transformed, outer: Arguments, given: Arguments) -> list[TracedBody]:
@@ -239,13 +240,6 @@ def _of_pattern(program: Pattern, outer: Arguments, given: Arguments) -> list[Tr
         loops = [dataclasses.replace(hoisted.loop, trace=hoisted) for hoisted in trace_turns(loops)]
     each = zip(program.blocks, loops, program.axes, range(len(loops)), strict=True)
     return [_traced(call, loop, outer._replace(xs=outer.xs[i]), axes) for call, loop, axes, i in each]
-
-
-_TRACERS: dict[type, Callable[[Any, Any, Any], list[TracedBody]]] = {
-    Transformed: _of_transformed,
-    Until: _of_until,
-    Pattern: _of_pattern,
-}
 
 
 def _traced(call: Call, loop: Loop, outer: Arguments, axes: LeafAxes | None) -> TracedBody:
@@ -296,7 +290,7 @@ where these are several; and how often the gradient evaluates each step, the for
 def plan_of(taken: Taken, remat: Any, *, used: bool) -> tuple[Plan, tuple[int, ...]]:
     """What a call needs under its `remat`, and the numbers of rows that its body is made for."""
     found = list[Shape]()
-    shape_of = _SHAPES[type(taken.program)]
+    _, shape_of = _PROGRAMS[type(taken.program)]
     jax.eval_shape(lambda given: found.append(shape_of(taken.program, given)), taken.given)
     sizes, tiers, evaluations = found[0]
     needed, refusal = gradient_bytes(taken.program, taken.given)
@@ -400,8 +394,9 @@ def _steps_too(remat: Any) -> int:
     return int(isinstance(remat, Remat) and remat.policy is not whole)
 
 
-_SHAPES: dict[type, Callable[[Any, Any], Shape]] = {
-    Transformed: _plans_of_transformed,
-    Until: _plans_of_until,
-    Pattern: _plans_of_pattern,
+_PROGRAMS: dict[type, tuple[Callable[[Any, Any, Any], list[TracedBody]], Callable[[Any, Any], Shape]]] = {
+    Transformed: (_of_transformed, _plans_of_transformed),
+    Until: (_of_until, _plans_of_until),
+    Pattern: (_of_pattern, _plans_of_pattern),
 }
+"""For each kind of program how its bodies are traced, and how it is cut."""

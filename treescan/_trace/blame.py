@@ -19,7 +19,7 @@ from .._avals import place_like
 from .._errors import is_library_file, shorten
 from .._types import Array
 from .equations import alone, equations_within, interpret, jaxprs_within
-from .hoist import is_smooth
+from .hoist import is_smooth, replaced
 from .independence import ELEMENTWISE
 
 MADE, UNSURE = 1, 2
@@ -94,6 +94,16 @@ class _Step(NamedTuple):
     taken: list[_Value]
     read: list[_Value]
     made: list[_Value]
+
+    @property
+    def suspects(self) -> list[_Value]:
+        """What of that may be blamed."""
+        return list(filter(_may_be_blamed, self.taken))
+
+    def run(self, arrays: Sequence[Any]) -> list[Any]:
+        """Its results, of other values in place of these."""
+        flags = list(map(_may_be_blamed, self.taken))
+        return eval_jaxpr(self.program, [], *replaced(flags, [value.array for value in self.taken], arrays))
 
 
 class Blame:
@@ -238,16 +248,10 @@ def _spread_of(elements: Array, array: Any) -> Array:
 
 def _by_derivative(step: _Step, is_nan: Array) -> _Causes:
     """The elements from which those that are blamed are computed."""
-    values = [value for value in step.taken if _may_be_blamed(value)]
+    values = step.suspects
     if not values:
         return []
-
-    def results(ones: list[Any]) -> list[Any]:
-        given = iter(ones)
-        arrays = [next(given) if _may_be_blamed(value) else value.array for value in step.taken]
-        return eval_jaxpr(step.program, [], *arrays)
-
-    _, back = jax.vjp(results, [jnp.ones_like(value.array) for value in values])
+    _, back = jax.vjp(step.run, [jnp.ones_like(value.array) for value in values])
     (found,) = back(
         [
             jnp.zeros_like(value.array) if value.blamed is None else value.blamed.astype(value.array.dtype)
@@ -263,19 +267,13 @@ def _by_derivative(step: _Step, is_nan: Array) -> _Causes:
 
 def _as_a_whole(step: _Step, is_nan: Array) -> tuple[Array, _Causes]:
     """Whether an equation makes it of good values too, and all elements that it was given."""
-    values = [value for value in step.taken if _may_be_blamed(value)]
+    values = step.suspects
     causes = [(value, jnp.ones_like(value.array, bool)) for value in values]
     if not _may_run_again(step.equation):
         return jnp.zeros((), bool), causes
-    arrays = [
-        jnp.where(_bad(value.array, is_nan), jnp.ones_like(value.array), value.array)
-        if _may_be_blamed(value)
-        else value.array
-        for value in step.taken
-    ]
-    again = eval_jaxpr(step.program, [], *arrays)
-    pairs = [(value.blamed, array) for value, array in zip(step.made, again, strict=True)]
-    return _any([blamed & _bad(array, is_nan) for blamed, array in pairs if blamed is not None]), causes
+    good = [jnp.where(_bad(value.array, is_nan), jnp.ones_like(value.array), value.array) for value in values]
+    pairs = zip(step.made, step.run(good), strict=True)
+    return _any([made.blamed & _bad(array, is_nan) for made, array in pairs if made.blamed is not None]), causes
 
 
 def _may_run_again(equation: Any) -> bool:

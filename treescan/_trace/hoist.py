@@ -377,10 +377,9 @@ def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Fee
     with weak_types_settled():
         jaxpr, (_, y) = _trace(loop, hoisted.structure, given)
     fixed = _unchanged(jaxpr, len(jax.tree.leaves(consts)), traced.changing)
-    dtypes = [[leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (y, hoisted.y)]
-    if (fixed, jax.tree.structure(y), dtypes[0]) != (traced.fixed, traced.y, dtypes[1]) or _shapes(
-        jax.tree.leaves(y)
-    ) != y_shapes:
+    now, before = ([leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (y, hoisted.y))
+    found = fixed, jax.tree.structure(y), now, _shapes(jax.tree.leaves(y))
+    if found != (traced.fixed, traced.y, before, y_shapes):
         raise Fault(
             BodyError,
             "{body} behaved differently",

@@ -69,17 +69,14 @@ class Footprint:
     once: int = 0
 
 
-def footprint_of(hoisted: Hoisted) -> Footprint:
-    """The bytes of one step of a loop."""
-    return footprint_of_turns([hoisted])
-
-
-def footprint_of_turns(loops: Sequence[Hoisted]) -> Footprint:
+def footprint_of(loops: Sequence[Hoisted]) -> Footprint:
     """The bytes of one round of several loops over one state, which run one step each in turn."""
     carries = [carry_bytes(hoisted) for hoisted in loops]
     steps = [bytes_of_step(hoisted, hoisted.loop.step) for hoisted in loops]
     slices = [jax.tree.leaves(one_step(hoisted.loop.xs)) for hoisted in loops]
-    shared = {id(leaf): leaf for hoisted in loops for leaf in _shared(hoisted)}
+    # What all steps read: the arguments of the loop, what no step changes, and what the body closes over.
+    read = itertools.chain(*((*jax.tree.leaves(hoisted.loop.consts), *hoisted.closed) for hoisted in loops))
+    shared = {id(leaf): leaf for leaf in read if hasattr(leaf, "dtype")}
     return Footprint(
         carry=max(carries),
         kept=sum(
@@ -94,11 +91,6 @@ def footprint_of_turns(loops: Sequence[Hoisted]) -> Footprint:
         d_ys=_sum(aval for hoisted in loops for aval in hoisted.y_avals if is_smooth(aval)),
         weights=_sum(filter(is_smooth, shared.values())),
     )
-
-
-def _shared(hoisted: Hoisted) -> list[Any]:
-    """What all steps read: the arguments of the loop, what no step changes, and what the body closes over."""
-    return [leaf for leaf in (*jax.tree.leaves(hoisted.loop.consts), *hoisted.closed) if hasattr(leaf, "dtype")]
 
 
 def carry_bytes(hoisted: Hoisted) -> int:
@@ -333,7 +325,7 @@ def plan_of(hoisted: Hoisted, remat: Remat | None) -> RematPlan:
     """What a loop's gradient saves under a `Remat`."""
     length = hoisted.loop.length
     refuse_symbolic(length, "remat")
-    step = footprint_of(hoisted)
+    step = footprint_of([hoisted])
     if remat is not None and remat.budget is not None:
         return cheapest_within(remat.budget, length, step, *_in_chunk(hoisted, step))
     if remat is not None and saves_whole_steps(hoisted, remat):
@@ -473,8 +465,9 @@ def plan_of_turns(loops: Sequence[Hoisted], remat: Remat | None) -> RematPlan:
     """What the gradient of loops that take turns needs. Loops that lead may have one turn more than the others."""
     rounds = min(hoisted.loop.length for hoisted in loops)
     # The stacks that lead are copied: their last layers are cut off them.
-    once = sum(rounds * footprint_of(hoisted).xs for hoisted in loops if hoisted.loop.length > rounds)
-    step = dataclasses.replace(footprint_of_turns(loops), once=once)
+    leading = (hoisted for hoisted in loops if hoisted.loop.length > rounds)
+    once = rounds * sum(_sum(jax.tree.leaves(one_step(hoisted.loop.xs))) for hoisted in leading)
+    step = dataclasses.replace(footprint_of(loops), once=once)
     if remat is not None and remat.budget is not None:
         return cheapest_within(remat.budget, rounds, step, step, step.whole, unit="period")
     kept = [kept_by_policy(hoisted, remat) for hoisted in loops]
