@@ -288,7 +288,8 @@ def _class_of(argument: ast.expr) -> str:
 
 def file_of(transform: str) -> str:
     """The file of a transform, in `_transforms/`."""
-    (file,) = (f for f in (PACKAGE / "_transforms").rglob("*.py") if f"\nclass {transform}:\n" in f.read_text())
+    files = (PACKAGE / "_transforms").rglob("*.py")
+    (file,) = (f for f in files if re.search(rf"^class {transform}[:(]", f.read_text(), re.MULTILINE))
     return str(file.relative_to(PACKAGE / "_transforms"))
 
 

@@ -87,88 +87,17 @@ class Finding:
     cure: str
 
 
-@dataclass(frozen=True)
-class Facts:
-    """All that is known of a call; `description.Description` says of each field what it is."""
-
-    verb: str
-    body: str
-    unit: str
-    steps: int
-    at_most: bool
-    reverse: bool
-    carry: tuple[Leaf, ...]
-    x: tuple[Leaf, ...]
-    y: tuple[Leaf, ...]
-    constants: tuple[Leaf, ...]
-    saved: tuple[Saved, ...]
-    tiers: tuple[int, ...]
-    plans: tuple[Plan, ...]
-    forward_bytes: int | None
-    result_bytes: int | None
-    operations: int
-    flops: int
-    findings: tuple[Finding, ...]
-
-    @property
-    def plan(self) -> Plan:
-        """What the gradient of this very call needs."""
-        return self.plans[0]
-
-
-_USED, _OTHER = "tab:blue", "lightgray"
-
-
-def plot_plans(title: str, plans: Sequence[Plan], ax: Any) -> Any:
-    """Bars of the bytes of each plan, in matplotlib's axes.
-
-    Raises:
-        Fault: for an `ArgumentError` if matplotlib is not installed, or no plan has a gradient.
-    """
-    plans = [plan for plan in plans if plan.bytes is not None]
-    if not plans:
-        raise Fault(ArgumentError, "{verb} draws the memory that the gradient needs, but this call has no gradient.")
-    if ax is None:
-        ax = _pyplot().subplots(figsize=(7, 0.6 + 0.5 * len(plans)), layout="constrained")[1]
-    names = [f"{spelled(plan.remat)}\n{plan.evaluations} evaluations" for plan in plans]
-    bars = ax.barh(names, [plan.bytes for plan in plans], color=[_USED if plan.used else _OTHER for plan in plans])
-    ax.bar_label(bars, [describe_bytes(plan.bytes or 0) for plan in plans], padding=3)
-    ax.margins(x=0.2)
-    ax.invert_yaxis()
-    ax.set_xlabel("bytes that the gradient needs")
-    ax.set_xticks([])
-    ax.set_title(title.replace("`", ""))
-    return ax
-
-
-def _pyplot() -> Any:
-    try:
-        return importlib.import_module("matplotlib.pyplot")
-    except ImportError:
-        raise Fault(
-            ArgumentError,
-            "{verb} needs matplotlib, which is not installed.",
-            "Install it: `pip install matplotlib`. Or print the description, which shows the same numbers.",
-        ) from None
-
-
 _INDENT, _GAP = "  ", "  "
 _CODE = re.compile(r"TS\d{3}")
 
 
-def text_of(headline: str, sections: Sequence[Section]) -> str:
-    """A headline and sections, as text."""
-    return "\n\n".join(filter(None, [wrap(headline), *map(_section, sections)]))
-
-
 def _section(section: Section) -> str:
-    title = [wrap(section.title)] if section.title else []
     lines = [section.header, *section.rows] if any(section.header) else section.rows
-    notes = [wrap(note) for note in section.notes]
-    table = [_table(lines)] if section.rows else []
+    notes, table = list(map(wrap, section.notes)), [_table(lines)] if section.rows else []
     if not section.title:
         return "\n\n".join([*table, *notes])
-    return "\n".join([*title, *table, *(f"\n{note}" if table else textwrap.indent(note, _INDENT) for note in notes)])
+    notes = [f"\n{note}" if table else textwrap.indent(note, _INDENT) for note in notes]
+    return "\n".join([wrap(section.title), *table, *notes])
 
 
 def _table(rows: Sequence[Sequence[str]]) -> str:
@@ -188,117 +117,87 @@ def _table(rows: Sequence[Sequence[str]]) -> str:
 
 def _stacked(row: Sequence[str]) -> str:
     """A row whose cells are too wide for one line: the second begins the line, the others follow where they fit."""
-    whole = _GAP.join(filter(None, row))
-    return textwrap.fill(
-        whole,
-        WIDTH,
-        initial_indent=_INDENT,
-        subsequent_indent=_INDENT * 3,
-        break_long_words=False,
-        break_on_hyphens=False,
-    )
-
-
-def rich_text(text: str) -> Any:
-    """The text for `rich`: its first line in bold, the codes of findings in colour."""
-    styled = importlib.import_module("rich.text").Text(text)
-    styled.stylize("bold", 0, len(text.partition("\n")[0]))
-    for code in _CODE.finditer(text):
-        styled.stylize("bold yellow", *code.span())
-    return styled
-
-
-def print_text(text: str) -> None:
-    """Prints the text, by `rich` if that is installed."""
-    try:
-        console = importlib.import_module("rich.console").Console()
-    except ImportError:
-        print(text)  # noqa: T201, what it is for
-        return
-    console.print(rich_text(text), soft_wrap=True)
+    indents: dict[str, Any] = {"initial_indent": _INDENT, "subsequent_indent": _INDENT * 3}
+    return textwrap.fill(_GAP.join(filter(None, row)), WIDTH, **indents, break_long_words=False, break_on_hyphens=False)
 
 
 _MOST = 12
 """Rows of a table; what comes after them is added up."""
 
 
-def headline(of: Facts) -> str:
+def headline(of: Description) -> str:
     """The call in a line."""
     count = f"{of.steps:,} {of.unit}{'' if of.steps == 1 else 's'}"
     way = " in reverse" if of.reverse else ""
     return f"`{of.verb}` over {of.body}: {'at most ' if of.at_most else ''}{count}{way}"
 
 
-def sections(of: Facts) -> list[Section]:
+def sections(of: Description) -> list[Section]:
     """The sections that are not empty."""
+    saved = f"Saved by each {of.unit} for the gradient, if nothing is recomputed: {describe_bytes(_sum(of.saved))}"
+    cost = (
+        f"A {of.unit} takes {of.flops:,} FLOPs, or {of.operations:,} operations if a function such as `tanh` counts "
+        "as a hundred."
+    )
+    if of.forward_bytes is not None and of.result_bytes is not None:
+        cost += (
+            f" The forward pass needs {describe_bytes(of.forward_bytes)}, not counting its arguments and "
+            f"{describe_bytes(of.result_bytes)} of results."
+        )
     return [
         Section("", ("", "", "", ""), list(_leaves(of))),
-        *([Section(_title_of_saved(of), ("", "", ""), list(_saved(of)))] if of.saved else []),
-        *_cost(of),
-        Section(_title_of_plan(of), ("remat", "chunks", "needs", "evaluations"), list(_plans(of)), _notes(of)),
+        *([Section(saved, ("", "", ""), list(_saved(of)))] if of.saved else []),
+        Section("", (), [], [cost]),
+        _gradient(of),
         _findings(of),
     ]
 
 
-def _leaves(of: Facts) -> Iterator[Sequence[str]]:
-    groups = (("carry", of.carry), ("x", of.x), ("y", of.y), ("constants", of.constants))
-    for name, leaves in groups:
+def _leaves(of: Description) -> Iterator[Sequence[str]]:
+    for name in ("carry", "x", "y", "constants"):
+        leaves = getattr(of, name)
         for number, leaf in enumerate(leaves[:_MOST]):
-            yield name if not number else "", leaf.path, leaf.type, f"{describe_bytes(leaf.bytes)}{_note(leaf, of)}"
+            notes = [
+                *([leaf.sharding] if leaf.sharding else []),
+                *([] if leaf.changes else [f"no {of.unit} changes it"]),
+            ]
+            yield name if not number else "", leaf.path, leaf.type, ", ".join([describe_bytes(leaf.bytes), *notes])
         if leaves[_MOST:]:
             yield "", f"and {len(leaves) - _MOST} more", "", describe_bytes(_sum(leaves[_MOST:]))
-
-
-def _note(leaf: Leaf, of: Facts) -> str:
-    notes = [*([leaf.sharding] if leaf.sharding else []), *([] if leaf.changes else [f"no {of.unit} changes it"])]
-    return f", {', '.join(notes)}" if notes else ""
 
 
 def _sum(parts: Iterable[Any]) -> int:
     return sum(part.bytes for part in parts)
 
 
-def _title_of_saved(of: Facts) -> str:
-    return f"Saved by each {of.unit} for the gradient, if nothing is recomputed: {describe_bytes(_sum(of.saved))}"
-
-
-def _saved(of: Facts) -> Iterator[Sequence[str]]:
+def _saved(of: Description) -> Iterator[Sequence[str]]:
     for each in of.saved[:_MOST]:
         (first, count), *others = collections.Counter(each.types).most_common()
-        types = [f"{count} x {first}" if count > 1 else first]
-        types += [f"{sum(number for _, number in others)} more"] if others else []
+        types = f"{count} x {first}" if count > 1 else first
+        more = f" and {sum(number for _, number in others)} more" if others else ""
         operations = f", from {', '.join(each.operations)}" if each.operations else ""
-        yield each.place, describe_bytes(each.bytes), f"{' and '.join(types)}{operations}"
+        yield each.place, describe_bytes(each.bytes), f"{types}{more}{operations}"
     if of.saved[_MOST:]:
         yield f"{len(of.saved) - _MOST} more lines", describe_bytes(_sum(of.saved[_MOST:])), ""
 
 
-def _cost(of: Facts) -> Iterator[Section]:
-    text = (
-        f"A {of.unit} takes {of.flops:,} FLOPs, or {of.operations:,} operations if a function such as `tanh` counts "
-        "as a hundred."
-    )
-    if of.forward_bytes is not None and of.result_bytes is not None:
-        text += (
-            f" The forward pass needs {describe_bytes(of.forward_bytes)}, not counting its arguments and "
-            f"{describe_bytes(of.result_bytes)} of results."
-        )
-    yield Section("", (), [], [text])
-
-
-def _title_of_plan(of: Facts) -> str:
+def _gradient(of: Description) -> Section:
     sizes = " of ".join(f"{size:,}" for size in reversed(of.plan.sizes))
     chunks = f"chunks of {sizes} {of.unit}s" if sizes else "one loop"
     tiers = f"; rows in tiers of {', '.join(map(str, of.tiers))}" if of.tiers else ""
-    return f"The gradient: {chunks}{tiers}"
-
-
-def _plans(of: Facts) -> Iterator[Sequence[str]]:
-    for plan in of.plans:
-        if plan.bytes is not None:
-            sizes = ", ".join(map(str, plan.sizes)) or "-"
-            mark = " (this call)" if plan.used else ""
-            yield f"{spelled(plan.remat)}{mark}", sizes, describe_bytes(plan.bytes), str(plan.evaluations)
+    note = "Needs: the memory, without arguments and results. Evaluations: how often each step runs, including the "
+    note = f"{note}forward pass." if of.plan.refusal is None else f"There is none: {of.plan.refusal}"
+    rows = [
+        (
+            f"{spelled(plan.remat)}{' (this call)' if plan.used else ''}",
+            ", ".join(map(str, plan.sizes)) or "-",
+            describe_bytes(plan.bytes),
+            str(plan.evaluations),
+        )
+        for plan in of.plans
+        if plan.bytes is not None
+    ]
+    return Section(f"The gradient: {chunks}{tiers}", ("remat", "chunks", "needs", "evaluations"), rows, [note])
 
 
 def spelled(remat: Any) -> str:
@@ -306,29 +205,15 @@ def spelled(remat: Any) -> str:
     return f'"{remat}"' if isinstance(remat, str) else repr(remat)
 
 
-def _notes(of: Facts) -> list[str]:
-    plan: Plan = of.plan
-    if plan.refusal is not None:
-        return [f"There is none: {plan.refusal}"]
-    return [
-        "Needs: the memory, without arguments and results. Evaluations: how often each step runs, including the "
-        "forward pass."
-    ]
-
-
-def _findings(of: Facts) -> Section:
+def _findings(of: Description) -> Section:
     if not of.findings:
         return Section("No findings", (), [])
     notes = [f"More about them: python -m treescan explain {of.findings[0].code}"]
-    return Section("Findings", ("", ""), [(each.code, _told(each)) for each in of.findings], notes)
-
-
-def _told(finding: Finding) -> str:
-    return f"{finding.says} {finding.cure}"
+    return Section("Findings", ("", ""), [(each.code, f"{each.says} {each.cure}") for each in of.findings], notes)
 
 
 @dataclass(frozen=True, repr=False)
-class Description(Facts):
+class Description:
     """What a call of a verb does, without running it: what `treescan.describe` returns. Print it.
 
     In a notebook it is a table. Bytes are those of the types that the body sees: under `jax.vmap` of one element, and
@@ -359,22 +244,57 @@ class Description(Facts):
         findings: what one would want to change: the `code` of each, what it `says`, and its `cure`.
     """
 
+    verb: str
+    body: str
+    unit: str
+    steps: int
+    at_most: bool
+    reverse: bool
+    carry: tuple[Leaf, ...]
+    x: tuple[Leaf, ...]
+    y: tuple[Leaf, ...]
+    constants: tuple[Leaf, ...]
+    saved: tuple[Saved, ...]
+    tiers: tuple[int, ...]
+    plans: tuple[Plan, ...]
+    forward_bytes: int | None
+    result_bytes: int | None
+    operations: int
+    flops: int
+    findings: tuple[Finding, ...]
+
+    @property
+    def plan(self) -> Plan:
+        """What the gradient of this very call needs."""
+        return self.plans[0]
+
     def __str__(self) -> str:
-        return text_of(headline(self), sections(self))
+        return "\n\n".join(filter(None, [wrap(headline(self)), *map(_section, sections(self))]))
 
     def __repr__(self) -> str:
         codes = ", ".join(dict.fromkeys(finding.code for finding in self.findings))
         return f"<Description of {headline(self)}; findings: {codes or 'none'}>"
 
     def __rich__(self) -> Any:
-        return rich_text(str(self))
+        """Its first line in bold, the codes of findings in colour."""
+        text = str(self)
+        styled = importlib.import_module("rich.text").Text(text)
+        styled.stylize("bold", 0, len(text.partition("\n")[0]))
+        for code in _CODE.finditer(text):
+            styled.stylize("bold yellow", *code.span())
+        return styled
 
     def _repr_html_(self) -> str:
         return page(headline(self), sections(self))
 
     def show(self) -> None:
         """Prints it, in colours if `rich` is installed and a terminal shows them."""
-        print_text(str(self))
+        try:
+            console = importlib.import_module("rich.console").Console()
+        except ImportError:
+            print(self)  # noqa: T201, what it is for
+            return
+        console.print(self.__rich__(), soft_wrap=True)
 
     @keeps_its_frame
     def plot(self, ax: Any = None) -> Any:
@@ -390,7 +310,34 @@ class Description(Facts):
             ArgumentError: if matplotlib is not installed, or no plan has a gradient.
         """
         try:
-            return plot_plans(headline(self), self.plans, ax)
+            return self._plotted(ax)
         except Exception as error:
             explained = explain(error, "Description.plot")
         raise explained
+
+    def _plotted(self, ax: Any) -> Any:
+        """Bars of the bytes of each plan."""
+        plans = [plan for plan in self.plans if plan.bytes is not None]
+        if not plans:
+            says = "{verb} draws the memory that the gradient needs, but this call has no gradient."
+            raise Fault(ArgumentError, says)
+        if ax is None:
+            try:
+                pyplot = importlib.import_module("matplotlib.pyplot")
+            except ImportError:
+                raise Fault(
+                    ArgumentError,
+                    "{verb} needs matplotlib, which is not installed.",
+                    "Install it: `pip install matplotlib`. Or print the description, which shows the same numbers.",
+                ) from None
+            ax = pyplot.subplots(figsize=(7, 0.6 + 0.5 * len(plans)), layout="constrained")[1]
+        names = [f"{spelled(plan.remat)}\n{plan.evaluations} evaluations" for plan in plans]
+        colours = ["tab:blue" if plan.used else "lightgray" for plan in plans]
+        bars = ax.barh(names, [plan.bytes for plan in plans], color=colours)
+        ax.bar_label(bars, [describe_bytes(plan.bytes or 0) for plan in plans], padding=3)
+        ax.margins(x=0.2)
+        ax.invert_yaxis()
+        ax.set_xlabel("bytes that the gradient needs")
+        ax.set_xticks([])
+        ax.set_title(headline(self).replace("`", ""))
+        return ax

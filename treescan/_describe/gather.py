@@ -11,7 +11,7 @@ from .._avals import describe_leaf
 from .._errors import ArgumentError, Fault, TreescanError, describe_body
 from .._trace.cost import bytes_of, count_operations
 from .._transforms.program import Taken
-from .description import Description, Leaf, Plan, Saved
+from .description import Description, Leaf, Plan
 from .findings import Case, calls_of, find
 from .plans import TracedBody, forward_bytes, other_plans, plan_of, saved_by_steps, sharding_of, trace_bodies
 
@@ -61,20 +61,13 @@ def _check_steps(taken: Taken) -> None:
     Raises:
         Fault: for an `ArgumentError`.
     """
-    calls = calls_of(taken.program)
-    lengths = [call.length for call in calls]
+    lengths = [call.length for call in calls_of(taken.program)]
+    says = "the loop has no {unit}s", "Describe a call with at least one."
     if any(not isinstance(length, int) for length in lengths):
-        raise Fault(
-            ArgumentError,
-            "`describe` of {verb} over {body}: the number of {unit}s is symbolic.",
-            "Describe a call with a known number of {unit}s.",
-        )
-    if not all(lengths):
-        raise Fault(
-            ArgumentError,
-            "`describe` of {verb} over {body}: the loop has no {unit}s.",
-            "Describe a call with at least one.",
-        )
+        says = "the number of {unit}s is symbolic", "Describe a call with a known number of {unit}s."
+    elif all(lengths):
+        return
+    raise Fault(ArgumentError, f"`describe` of {{verb}} over {{body}}: {says[0]}.", says[1])
 
 
 _UNKNOWN = "the body cannot be called with fewer rows"
@@ -91,20 +84,25 @@ def _plan_of(taken: Taken, remat: Any, case: Case, findings: Any) -> tuple[Plan,
 
 
 def _of_bodies(bodies: list[TracedBody]) -> dict[str, Any]:
-    first, several = bodies[0], len(bodies) > 1
-    fixed = [all(flags) for flags in zip(*(body.fixed for body in bodies), strict=True)]
-    carry = zip(first.carry, fixed, strict=True)
-    constants = {leaf.path: leaf for body in bodies for leaf in _constants(body)}
+    fixed = map(all, zip(*(body.fixed for body in bodies), strict=True))
+    carry = [
+        _leaf(leaf.path, jax.typeof(leaf.value), leaf.value, not each)
+        for leaf, each in zip(bodies[0].carry, fixed, strict=True)
+    ]
+    x, y, constants = list[Leaf](), list[Leaf](), dict[str, Leaf]()
+    for number, body in enumerate(bodies):
+        place = f" of [{number}]" if len(bodies) > 1 else ""
+        of_x = zip(body.x, body.x_vars, strict=True)
+        x += [_leaf(f"{leaf.path}{place}", variable.aval, leaf.value) for leaf, variable in of_x]
+        y += [_leaf(f"{path}{place}", variable.aval) for path, variable in body.y_vars]
+        named = zip(body.constants, body.closed_vars, strict=True)
+        constants |= {each.path: _leaf(each.path, variable.aval, each.value) for each, variable in named}
     return {
-        "carry": tuple(_leaf(leaf.path, jax.typeof(leaf.value), leaf.value, not is_fixed) for leaf, is_fixed in carry),
-        "x": tuple(leaf for i, body in enumerate(bodies) for leaf in _scanned(body, f"[{i}]" if several else "")),
-        "y": tuple(
-            _leaf(f"{path}{'' if not several else f' of [{i}]'}", variable.aval)
-            for i, body in enumerate(bodies)
-            for path, variable in body.y_vars
-        ),
+        "carry": tuple(carry),
+        "x": tuple(x),
+        "y": tuple(y),
         "constants": tuple(constants.values()),
-        "saved": _joined(saved_by_steps(bodies)),
+        "saved": saved_by_steps(bodies),
         "operations": sum(count_operations(body.jaxpr) for body in bodies),
         "flops": sum(count_operations(body.jaxpr, transcendental=1) for body in bodies),
     }
@@ -113,24 +111,3 @@ def _of_bodies(bodies: list[TracedBody]) -> dict[str, Any]:
 def _leaf(path: str, aval: Any, value: Any = None, changes: bool = True) -> Leaf:
     whole = value is not None and getattr(value, "shape", ()) == aval.shape
     return Leaf(path, describe_leaf(value) if whole else str(aval), bytes_of(aval), sharding_of(value), changes)
-
-
-def _constants(body: TracedBody) -> list[Leaf]:
-    pairs = zip(body.constants, body.closed_vars, strict=True)
-    return [_leaf(constant.path, variable.aval, constant.value) for constant, variable in pairs]
-
-
-def _scanned(body: TracedBody, place: str) -> list[Leaf]:
-    pairs = zip(body.x, body.x_vars, strict=True)
-    return [_leaf(f"{leaf.path}{place and f' of {place}'}", variable.aval, leaf.value) for leaf, variable in pairs]
-
-
-def _joined(saved: tuple[Saved, ...]) -> tuple[Saved, ...]:
-    """What several bodies save at one line, as one."""
-    joined = dict[str, Saved]()
-    for each in saved:
-        other = joined.get(each.place)
-        operations = each.operations if other is None else tuple(dict.fromkeys((*other.operations, *each.operations)))
-        types = each.types if other is None else (*other.types, *each.types)
-        joined[each.place] = Saved(each.place, operations, types, each.bytes + (other.bytes if other else 0))
-    return tuple(sorted(joined.values(), key=lambda each: -each.bytes))

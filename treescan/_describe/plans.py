@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,7 +16,6 @@ from jax.core import Tracer, eval_jaxpr
 
 from .._avals import describe_leaf
 from .._axes import LeafAxes
-from .._body.signature import Convention
 from .._errors import TreescanError, describe_body
 from .._loop.body import Body
 from .._loop.loop import Loop
@@ -24,7 +23,7 @@ from .._remat import Remat
 from .._trace.blame import place_of
 from .._trace.cost import bytes_of, temporary_bytes
 from .._trace.equations import called, has_symbolic_zeros
-from .._trace.hoist import Hoisted, is_smooth, lifted, one_step, traced
+from .._trace.hoist import Hoisted, is_smooth, lifted, one_step, replaced, split, traced
 from .._transforms.axes import Count, OverAxes
 from .._transforms.budget import carry_bytes, residuals_of_step
 from .._transforms.checkpoint import Checkpointed, remat_sizes
@@ -36,7 +35,6 @@ from .._transforms.rows.over_rows import OverRows
 from .._transforms.until.condition import StopRows
 from .._transforms.until.program import Until
 from .._tree import leaves_with_path
-from .._types import Array
 from .description import Plan, Saved
 
 _DEEPEST = 4
@@ -74,7 +72,10 @@ def _reachable(function: Any, depth: int, seen: set[int]) -> Iterator[tuple[str,
 
 def _named(function: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(function, functools.partial):
-        names = _parameters(function.func)
+        try:
+            names = list(inspect.signature(function.func).parameters)
+        except (TypeError, ValueError):
+            names = []
         yield from zip([*names, *("args" for _ in function.args)], function.args, strict=False)
         yield from function.keywords.items()
         yield "func", function.func
@@ -105,49 +106,37 @@ def _cells(function: Any) -> Iterator[tuple[str, Any]]:
             yield default.name, default.default
 
 
-def _parameters(function: Any) -> list[str]:
-    try:
-        return list(inspect.signature(function).parameters)
-    except (TypeError, ValueError):
-        return []
-
-
-CARRY = "the carry"
-_ELSEWHERE = "elsewhere"
-
-
 def saved_by_steps(bodies: list[TracedBody]) -> tuple[Saved, ...]:
-    """What one step of each body saves if nothing is recomputed, the largest first.
+    """What one step of each body saves if nothing is recomputed, by place, the largest first.
 
     Nothing if JAX refuses a gradient.
     """
     try:
-        return tuple(sorted(_all(bodies), key=lambda each: -each.bytes))
+        each = [saved for body in bodies for saved in _by_place(_saved(body))]
     except Exception:  # the plan of the call says why
         return ()
+    return tuple(_by_place(sorted(each, key=lambda saved: -saved.bytes)))
 
 
-def _all(bodies: list[TracedBody]) -> Iterator[Saved]:
-    for body in bodies:
-        carry = carry_bytes(body.hoisted)
-        if carry:
-            yield Saved(CARRY, (), tuple(map(describe_leaf, body.hoisted.loop.state)), carry)
-        by_place: dict[str, list[Any]] = {}
-        for residual in residuals_of_step(body.hoisted, body.hoisted.loop.step):
-            by_place.setdefault(place_of(residual.equation) or _ELSEWHERE, []).append(residual)
-        for place, residuals in by_place.items():
-            operations = dict.fromkeys(_operation(residual.equation) for residual in residuals)
-            types = tuple(str(residual.aval) for residual in residuals)
-            yield Saved(place, tuple(operations), types, sum(bytes_of(residual.aval) for residual in residuals))
+def _by_place(each: Iterable[Saved]) -> list[Saved]:
+    joined = dict[str, Saved]()
+    for saved in each:
+        old = joined.get(saved.place, Saved(saved.place, (), (), 0))
+        operations = tuple(dict.fromkeys((*old.operations, *saved.operations)))
+        joined[saved.place] = Saved(saved.place, operations, (*old.types, *saved.types), old.bytes + saved.bytes)
+    return sorted(joined.values(), key=lambda saved: -saved.bytes)
 
 
-def _operation(equation: Any) -> str:
-    """The name of an operation, or of the function that is called."""
-    return str(equation.params.get("name", "call")) if called(equation) else equation.primitive.name
+def _saved(body: TracedBody) -> Iterator[Saved]:
+    carry = carry_bytes(body.hoisted)
+    if carry:
+        yield Saved("the carry", (), tuple(map(describe_leaf, body.hoisted.loop.state)), carry)
+    for aval, equation in residuals_of_step(body.hoisted, body.hoisted.loop.step):
+        name = str(equation.params.get("name", "call")) if called(equation) else equation.primitive.name
+        yield Saved(place_of(equation) or "elsewhere", (name,), (str(aval),), bytes_of(aval))
 
 
-@dataclass(frozen=True, eq=False)
-class Named:
+class Named(NamedTuple):
     """A value that a body is given: its path, and the value as the verb was given it."""
 
     path: str
@@ -224,7 +213,8 @@ def trace_bodies(program: Any, outer: Any, given: Any) -> list[TracedBody]:
         outer: the arrays that the verb was given.
         given: the same as they are traced now.
     """
-    return _TRACERS[type(program)](program, outer, given)
+    trace, _ = _PROGRAMS[type(program)]
+    return trace(program, outer, given)
 
 
 def _of_transformed(program: Transformed, outer: Arguments, given: Arguments) -> list[TracedBody]:
@@ -247,20 +237,9 @@ def _of_until(program: Until, outer: Any, given: Any) -> list[TracedBody]:
 def _of_pattern(program: Pattern, outer: Arguments, given: Arguments) -> list[TracedBody]:
     loops = program.lay(given)
     if len(loops) > 1:
-        loops = [_as_loop(hoisted) for hoisted in trace_turns(loops)]
+        loops = [dataclasses.replace(hoisted.loop, trace=hoisted) for hoisted in trace_turns(loops)]
     each = zip(program.blocks, loops, program.axes, range(len(loops)), strict=True)
     return [_traced(call, loop, outer._replace(xs=outer.xs[i]), axes) for call, loop, axes, i in each]
-
-
-def _as_loop(hoisted: Hoisted) -> Loop:
-    return dataclasses.replace(hoisted.loop, trace=hoisted)
-
-
-_TRACERS: dict[type, Callable[[Any, Any, Any], list[TracedBody]]] = {
-    Transformed: _of_transformed,
-    Until: _of_until,
-    Pattern: _of_pattern,
-}
 
 
 def _traced(call: Call, loop: Loop, outer: Arguments, axes: LeafAxes | None) -> TracedBody:
@@ -268,46 +247,27 @@ def _traced(call: Call, loop: Loop, outer: Arguments, axes: LeafAxes | None) -> 
     loop = lifted(loop) if loop.step is loop.trace.loop.step and loop.rows is None else loop
     hoisted: Hoisted = loop.trace
     carry_name, x_name = call.names
-    carry = [Named(*pair) for pair in leaves_with_path(carry_name, outer.init)]
+    carry = leaves_with_path(carry_name, outer.init)
     counted = len(hoisted.fixed) - len(carry)  # the index of `fori` and the position of a key lead the state
-    scanned = [Named(*pair) for pair in named_x(call.convention, x_name, outer.xs)]
-    places = axes or (0,) * len(scanned)
-    whole = [leaf for leaf, axis in zip(scanned, places, strict=True) if axis is None]
-    shared = [Named(path, leaf) for path, leaf in _named_shared(outer)]
+    parts = [(x_name, outer.xs)]
+    if call.convention.spread:  # of layers it is a tuple: the layer, and what else it has of its own
+        stateful = call.convention.stateful
+        names = [call.convention.takes[0], *(["x_layer"] if len(outer.xs) > 1 + stateful else []), "state"]
+        parts = list(zip(names, outer.xs, strict=False))
+    scanned = [pair for name, part in parts for pair in leaves_with_path(name, part)]
+    whole, sliced = split([axis is None for axis in axes or (0,) * len(scanned)], scanned)
+    key: list[tuple[str, Any]] = [] if outer.key is None else [("key", outer.key)]
     _, (closed, _) = hoisted.loop.consts
-    outside = named_constants(call.body.function, closed)
-    return TracedBody(
-        call.body,
-        hoisted,
-        carry,
-        list(hoisted.fixed[counted:]),
-        [leaf for leaf, axis in zip(scanned, places, strict=True) if axis is not None],
-        [*map(Named, outside, closed), *whole, *shared],
-    )
-
-
-def named_x(convention: Convention, name: str, xs: Any) -> list[tuple[str, Any]]:
-    """What is scanned over. Of layers it is a tuple: the layer, and what else it has of its own."""
-    if not convention.spread:
-        return leaves_with_path(name, xs)
-    names = [convention.takes[0], *(["x_layer"] if len(xs) > 1 + convention.stateful else [])]
-    names += ["state"] if convention.stateful else []
-    return [pair for part, own in zip(names, xs, strict=False) for pair in leaves_with_path(part, own)]
-
-
-def _named_shared(given: Arguments) -> list[tuple[str, Array]]:
-    key = [] if given.key is None else [("key", given.key)]
-    return [*key, *leaves_with_path("args", given.args)]
+    outside = zip(named_constants(call.body.function, closed), closed, strict=True)
+    constants = [*outside, *whole, *key, *leaves_with_path("args", outer.args)]
+    named = [[Named(*pair) for pair in pairs] for pairs in (carry, sliced, constants)]
+    return TracedBody(call.body, hoisted, named[0], list(hoisted.fixed[counted:]), *named[1:])
 
 
 def sharding_of(value: Any) -> str | None:
     """How an array is spread over devices; None where it is on one, or that is not known."""
     spec = spec_of(value)
-    return None if not any(part is not None for part in spec) else f"P({', '.join(map(_shown, spec))})"
-
-
-def _shown(part: Any) -> str:
-    return repr(part)
+    return None if not any(part is not None for part in spec) else f"P({', '.join(map(repr, spec))})"
 
 
 def spec_of(value: Any) -> Sequence[Any]:
@@ -322,25 +282,19 @@ OTHERS = (None, "auto", "step", "nested", Remat(levels=3))
 """The plans that are shown beside that of the call."""
 
 
-class Shape(NamedTuple):
-    """How a loop is cut.
-
-    Attributes:
-        sizes: the steps of the nested chunks, innermost first.
-        tiers: the numbers of rows that the body is made for; empty where there are no rows.
-        evaluations: how often the gradient evaluates each step, the forward pass included.
-    """
-
-    sizes: tuple[int, ...]
-    tiers: tuple[int, ...]
-    evaluations: int
+Shape = tuple[tuple[int, ...], tuple[int, ...], int]
+"""How a loop is cut: the steps of the nested chunks, innermost first; the numbers of rows that the body is made for,
+where these are several; and how often the gradient evaluates each step, the forward pass included."""
 
 
 def plan_of(taken: Taken, remat: Any, *, used: bool) -> tuple[Plan, tuple[int, ...]]:
     """What a call needs under its `remat`, and the numbers of rows that its body is made for."""
-    shape = _shape_of(taken)
+    found = list[Shape]()
+    _, shape_of = _PROGRAMS[type(taken.program)]
+    jax.eval_shape(lambda given: found.append(shape_of(taken.program, given)), taken.given)
+    sizes, tiers, evaluations = found[0]
     needed, refusal = gradient_bytes(taken.program, taken.given)
-    return Plan(remat, used, shape.sizes, needed, shape.evaluations, refusal), shape.tiers
+    return Plan(remat, used, sizes, needed, evaluations, refusal), tiers
 
 
 def other_plans(own: Plan, retake: Callable[[Any], Taken]) -> Iterator[Plan]:
@@ -351,17 +305,13 @@ def other_plans(own: Plan, retake: Callable[[Any], Taken]) -> Iterator[Plan]:
         retake: the same call with another `remat`.
     """
     seen = {(own.sizes, own.bytes, own.evaluations)}
-    for other in (other for other in OTHERS if not _same(other, own.remat)):
+    for other in (other for other in OTHERS if _spelled_out(other) != _spelled_out(own.remat)):
         with contextlib.suppress(Exception):  # the verb or JAX does not take it, and nobody asked for it
             plan, _ = plan_of(retake(other), other, used=False)
             key = (plan.sizes, plan.bytes, plan.evaluations)
             if key not in seen:
                 seen.add(key)
                 yield plan
-
-
-def _same(one: Any, other: Any) -> bool:
-    return _spelled_out(one) == _spelled_out(other)
 
 
 def _spelled_out(remat: Any) -> Any:
@@ -384,36 +334,24 @@ def gradient_bytes(program: Any, given: Any) -> tuple[int | None, str | None]:
     """
     closed = jax.make_jaxpr(program)(given)
     leaves, count = [*closed.consts, *jax.tree.leaves(given)], len(closed.consts)
-    floats = [is_smooth(leaf) for leaf in leaves]
-    if not any(floats) or not any(map(is_smooth, (jax.ShapeDtypeStruct(v.shape, v.dtype) for v in closed.out_avals))):
+    floats = list(map(is_smooth, leaves))
+    if not any(floats) or not any(map(is_smooth, closed.out_avals)):
         return None, "nothing in it is floating-point"
     if has_symbolic_zeros(closed.jaxpr):  # JAX runs such a rule once: a gradient that perturbs other inputs would fail
         return None, "a `jax.custom_vjp` in it has symbolic zeros, and JAX runs such a rule only once"
 
     def loss(smooth: list[Any]) -> Any:
-        mine = iter(smooth)
-        whole = [next(mine) if is_float else leaf for leaf, is_float in zip(leaves, floats, strict=True)]
+        whole = replaced(floats, leaves, smooth)
         results = eval_jaxpr(closed.jaxpr, whole[:count], *whole[count:])
         squares = [jnp.square(jnp.real(leaf)).sum(dtype=jnp.float32) for leaf in results if is_smooth(leaf)]
         return sum(squares[1:], squares[0])
 
     try:
-        gradient = jax.grad(loss)
-        jaxpr = jax.make_jaxpr(gradient)([leaf for leaf, is_float in zip(leaves, floats, strict=True) if is_float])
+        jaxpr = jax.make_jaxpr(jax.grad(loss))(split(floats, leaves)[0])
     except Exception as error:  # it is refused, as in the call
         says = " ".join(str(error).split("\n\n")[0].split())
         return None, says if isinstance(error, TreescanError) else f"JAX says, {says}"
     return temporary_bytes(jaxpr.jaxpr), None
-
-
-def _shape_of(taken: Taken) -> Shape:
-    found = list[Shape]()
-
-    def look(given: Any) -> None:
-        found.append(_SHAPES[type(taken.program)](taken.program, given))
-
-    jax.eval_shape(look, taken.given)
-    return found[0]
 
 
 def _plans_of_transformed(program: Transformed, given: Any) -> Shape:
@@ -422,20 +360,18 @@ def _plans_of_transformed(program: Transformed, given: Any) -> Shape:
         loop = transform(loop)
     loop, levels = plan(loop)
     evaluations = 1 + _recomputes_steps(loop.step) + sum(recomputes(level.around) for level in levels)
-    return Shape(tuple(level.size for level in levels if level.size < loop.length), _tiers_of(loop), evaluations)
+    return tuple(level.size for level in levels if level.size < loop.length), _tiers_of(loop), evaluations
 
 
 def _recomputes_steps(step: Any) -> bool:
-    while step is not None and not isinstance(step, Checkpointed):
-        step = getattr(step, "step", None)
-    return step is not None
+    return isinstance(step, Checkpointed) or (step is not None and _recomputes_steps(getattr(step, "step", None)))
 
 
 def _plans_of_until(program: Until, given: Any) -> Shape:
     loop = traced(program.lay(given))
     tiers = _tiers_of(loop)
     chunks = program.chunks(loop.trace, tiers)
-    return Shape((*chunks.inner, chunks.size), tiers, 2 + len(chunks.inner) + _steps_too(program.remat))
+    return (*chunks.inner, chunks.size), tiers, 2 + len(chunks.inner) + _steps_too(program.remat)
 
 
 def _tiers_of(loop: Loop) -> tuple[int, ...]:
@@ -448,8 +384,8 @@ def _plans_of_pattern(program: Pattern, given: Any) -> Shape:
     if isinstance(program.remat, Remat):
         remat = program.remat if program.remat.budget is None else program.plan(given).remat
         sizes = remat_sizes(program.blocks[-1].length, remat if isinstance(remat, Remat) else None)
-        return Shape(sizes, (), 1 + len(sizes) + _steps_too(remat))
-    return Shape((), (), 1 + (program.prefetch is not None or any(program.remat or ())))
+        return sizes, (), 1 + len(sizes) + _steps_too(remat)
+    return (), (), 1 + (program.prefetch is not None or any(program.remat or ()))
 
 
 def _steps_too(remat: Any) -> int:
@@ -458,8 +394,9 @@ def _steps_too(remat: Any) -> int:
     return int(isinstance(remat, Remat) and remat.policy is not whole)
 
 
-_SHAPES: dict[type, Callable[[Any, Any], Shape]] = {
-    Transformed: _plans_of_transformed,
-    Until: _plans_of_until,
-    Pattern: _plans_of_pattern,
+_PROGRAMS: dict[type, tuple[Callable[[Any, Any, Any], list[TracedBody]], Callable[[Any, Any], Shape]]] = {
+    Transformed: (_of_transformed, _plans_of_transformed),
+    Until: (_of_until, _plans_of_until),
+    Pattern: (_of_pattern, _plans_of_pattern),
 }
+"""For each kind of program how its bodies are traced, and how it is cut."""

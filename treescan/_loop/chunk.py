@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 
 from .._types import PyTree
-from .body import Body, Memo
 from .loop import Feed, Loop, Step
 from .run import run
 
@@ -163,20 +162,23 @@ class Level:
 
 @dataclass(frozen=True)
 class RunChunk:
-    """A step that runs `length` steps of another, over the stretch of xs that it is fed."""
+    """A step that runs the steps of a loop, over the stretch of xs that it is fed.
 
-    body: Body
-    step: Step
-    length: int
+    Attributes:
+        bare: the loop, less its arrays.
+        levels: how it is cut.
+    """
+
+    bare: Loop
     levels: tuple[Level, ...]
-    reverse: bool
-    unroll: int | bool
-    lowering: tuple[tuple[str, Any], ...]
-    names: tuple[str, str]
-    memo: Memo | None
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         return run_chunked(self.loop(consts, state, feed), self.levels)
+
+    @property
+    def length(self) -> int:
+        """The number of steps."""
+        return self.bare.length
 
     @property
     def is_loop(self) -> bool:
@@ -184,37 +186,25 @@ class RunChunk:
 
         `jax.lax.scan` does so with steps that are left over if it unrolls the others.
         """
-        sizes = [level.size for level in self.levels if level.size < self.length]
+        length, unroll = self.length, self.bare.unroll
+        sizes = [level.size for level in self.levels if level.size < length]
         if sizes:
-            return self.length // sizes[-1] > 1
-        return self.unroll is not True and self.length > self.unroll and self.length % self.unroll == 0
+            return length // sizes[-1] > 1
+        return unroll is not True and length > unroll and length % unroll == 0
 
     def rolled(self) -> RunChunk:
         """What runs the same steps as a loop, whatever `unroll` says, if there are several of them."""
-        return self if self.is_loop else dataclasses.replace(self, unroll=1)
+        return self if self.is_loop else RunChunk(dataclasses.replace(self.bare, unroll=1), self.levels)
 
     def loop(self, consts: PyTree, state: PyTree, feed: Feed) -> Loop:
         """The loop that it is, on the given arrays."""
-        return Loop(
-            self.body,
-            self.step,
-            consts,
-            state,
-            feed,
-            self.length,
-            self.reverse,
-            self.unroll,
-            self.lowering,
-            self.names,
-            self.memo,
-        )
+        return dataclasses.replace(self.bare, consts=consts, state=state, xs=feed)
 
 
 def as_step(loop: Loop, levels: tuple[Level, ...] = ()) -> RunChunk:
     """A whole loop as the step of another."""
-    return RunChunk(
-        loop.body, loop.step, loop.length, levels, loop.reverse, loop.unroll, loop.lowering, loop.names, loop.memo
-    )
+    how = {name: getattr(loop, name) for name in ("reverse", "unroll", "lowering", "names", "memo")}
+    return RunChunk(Loop(loop.body, loop.step, None, None, Feed(None), loop.length, **how), levels)
 
 
 def run_chunked(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
@@ -241,9 +231,7 @@ def run_chunked(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
     if left == loop.length:
         return last(loop.consts, loop.state, _first_entries(loop.xs, levels[-1]))
     main, rest = _split(loop.xs, loop.length - left, levels)
-    whole = dataclasses.replace(
-        loop, length=loop.length - left
-    )  # without xs, nothing else says how many steps these are
+    whole = dataclasses.replace(loop, length=loop.length - left)  # without xs, nothing else says how many these are
     if not left:
         return _run_main(whole, main, levels)
     if loop.reverse:

@@ -34,25 +34,24 @@ def packed(numbers: Array, values: Sequence[Array]) -> tuple[Array, list[Array]]
 
     JAX moves each argument of a callback to the host by itself: one took 50 microseconds, and each further one 35.
     """
-    words = [_word(value)[..., None] for value in values if value.dtype.itemsize <= 4]
-    return jnp.concatenate([numbers, *words], axis=-1), [value for value in values if value.dtype.itemsize > 4]
+    words = [numbers]
+    for value in values:
+        if value.dtype.itemsize <= 4:
+            floating = jnp.issubdtype(value.dtype, jnp.floating)
+            word = jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.int32) if floating else value
+            words.append(word.astype(jnp.int32)[..., None])
+    return jnp.concatenate(words, axis=-1), [value for value in values if value.dtype.itemsize > 4]
 
 
-def _word(value: Array) -> Array:
-    if jnp.issubdtype(value.dtype, jnp.floating):
-        return jax.lax.bitcast_convert_type(value.astype(jnp.float32), jnp.int32)
-    return value.astype(jnp.int32)
-
-
-def unpacked(words: Any, wide: Sequence[Any], kinds: Sequence[Any]) -> list[Any]:
+def unpacked(words: Any, wide: Sequence[Any], kinds: Sequence[Any]) -> Iterator[Any]:
     """The values again, of these dtypes."""
     others, places = iter(wide), itertools.count()
-    return [next(others) if kind.itemsize > 4 else _value(words[..., next(places)], kind) for kind in kinds]
-
-
-def _value(word: Any, kind: Any) -> Any:
-    floating = jnp.issubdtype(kind, jnp.floating)
-    return np.ascontiguousarray(word).view(np.float32 if floating else np.uint32 if kind.kind == "u" else np.int32)
+    for kind in kinds:
+        if kind.itemsize > 4:
+            yield next(others)
+            continue
+        one = np.float32 if jnp.issubdtype(kind, jnp.floating) else np.uint32 if kind.kind == "u" else np.int32
+        yield np.ascontiguousarray(words[..., next(places)]).view(one)
 
 
 INTERVAL = 0.2
@@ -337,11 +336,9 @@ class Reporter:
             for element, heard in self._heard(kinds, words, wide):
                 RUNS.step(self.site, *heard, element=element)
 
-        def call(numbers: Array, *others: Array) -> None:
-            jax.debug.callback(told, *self._words(numbers, others))
-
         kinds = [np.dtype(value.dtype) for value in shown]
-        self._once(call)(tick.numbers, *shown, *probes)
+        call = self._once(lambda numbers, *others: jax.debug.callback(told, *self._words(numbers, others)))
+        call(tick.numbers, *shown, *probes)
 
     def step_if_due(
         self, run: Array, total: Array, done: Array, due: Array, shown: Sequence[Array], probes: Sequence[Array]
@@ -355,16 +352,16 @@ class Reporter:
             int32[], the steps after which the next report is due. Before the first report, `due` is less than 0.
         """
 
-        def tell() -> Array:
-            tick = Tick(run, total, done, first=due < 0, last=jnp.zeros((), bool))
-            return self._once(call, has_result=True)(tick.numbers, *shown, *probes)
-
         def told(words: Any, *wide: Any) -> Any:
             due = [RUNS.step_and_pace(self.site, *heard) for _, heard in self._heard(kinds, words, wide)]
             return np.int32(due[0] if due else NEVER)
 
         def call(numbers: Array, *others: Array) -> Array:
             return jax.pure_callback(told, jax.ShapeDtypeStruct((), jnp.int32), *self._words(numbers, others))
+
+        def tell() -> Array:
+            tick = Tick(run, total, done, first=due < 0, last=jnp.zeros((), bool))
+            return self._once(call, has_result=True)(tick.numbers, *shown, *probes)
 
         kinds = [np.dtype(value.dtype) for value in shown]
         return jax.lax.cond((done >= jnp.abs(due)) & (done < total), tell, lambda: due)
@@ -378,7 +375,7 @@ class Reporter:
     def _heard(self, kinds: Sequence[Any], given: Any, wide: Sequence[Any]) -> Iterator[tuple[str, _Heard]]:
         """The arguments of `Runs.step` for each element of a vmap; `kinds` are those of the values that are shown."""
         words, count = np.asarray(given), len(Tick._fields)
-        values = unpacked(words[..., count:], [np.asarray(value) for value in wide], kinds)
+        values = list(unpacked(words[..., count:], [np.asarray(value) for value in wide], kinds))
         for place, element in _elements(words.shape[:-1]):
             run, total, done, first, last = words[place][:count].tolist()
             if run != NOBODY:
@@ -396,7 +393,35 @@ class Reporter:
         self._once(lambda run: jax.debug.callback(told, run))(run)
 
     def _once(self, call: Callable[..., Any], *, has_result: bool = False) -> Callable[..., Any]:
-        return _called_once(call, has_result=has_result, each=self.batched)
+        """A function that is called once for all elements of a vmap.
+
+        With `batched`, it is given the values of all elements, in leading axes, where the first argument is mapped or
+        there is a result; else it is given those of the first element.
+
+        Args:
+            call: the function.
+            has_result: whether it returns one array.
+        """
+
+        @custom_vmap
+        def once(*args: Array) -> Any:
+            result = call(*args)
+            return result if has_result else ()
+
+        def rule(size: int, in_batched: Sequence[bool], *args: Array) -> Any:
+            whole = self.batched and (has_result or in_batched[0])
+
+            def given(arg: Array, is_batched: bool) -> Array:
+                if whole:
+                    return arg if is_batched else jnp.broadcast_to(arg, (size, *arg.shape))
+                if not is_batched:
+                    return arg
+                return arg[0] if size else jnp.zeros_like(arg, shape=arg.shape[1:])
+
+            return once(*map(given, args, in_batched)), whole if has_result else ()
+
+        once.def_vmap(rule)
+        return once
 
 
 def _elements(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
@@ -418,37 +443,6 @@ def _after(numbers: Array, probes: Sequence[Array]) -> Array:
     return numbers
 
 
-def _called_once(call: Callable[..., Any], *, has_result: bool, each: bool) -> Callable[..., Any]:
-    """A function that is called once for all elements of a vmap.
-
-    Args:
-        call: the function.
-        has_result: whether it returns one array.
-        each: whether it is given the values of all elements, in leading axes, where the first argument is mapped or
-            there is a result; else it is given those of the first element.
-    """
-
-    @custom_vmap
-    def once(*args: Array) -> Any:
-        result = call(*args)
-        return result if has_result else ()
-
-    def rule(axis_size: int, in_batched: Sequence[bool], *args: Array) -> Any:
-        pairs = zip(args, in_batched, strict=True)
-        if each and (has_result or in_batched[0]):
-            whole = [arg if batched else jnp.broadcast_to(arg, (axis_size, *arg.shape)) for arg, batched in pairs]
-            return once(*whole), (True if has_result else ())
-        first = [_first(arg, axis_size) if batched else arg for arg, batched in pairs]
-        return once(*first), (False if has_result else ())
-
-    once.def_vmap(rule)
-    return once
-
-
-def _first(values: Array, size: int) -> Array:
-    return values[0] if size else jnp.zeros_like(values, shape=values.shape[1:])
-
-
 def _device() -> Array:
     """int32[]: the number of this device among those of a `jax.shard_map`, of which the first reports."""
     manual = jax.sharding.get_abstract_mesh().manual_axes
@@ -457,20 +451,17 @@ def _device() -> Array:
 
 def probes_of(*trees: PyTree) -> list[Array]:
     """A number of each tree's largest array, which is known only once the tree is: callbacks wait for it."""
-    return [probe for tree in trees for probe in _probe_of(jax.tree.leaves(tree))]
+    probes = list[Array]()
+    for leaves in map(jax.tree.leaves, trees):
+        arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf.size and not is_key(leaf)]
+        if arrays:
+            array = jax.lax.stop_gradient(max(arrays, key=lambda leaf: leaf.size))
+            sharded = is_sharded(array)  # a slice of one would have a type of its own
+            first = None if sharded else jax.lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())
+            probes.append(jnp.any(array != array) if first is None else first)
+    return probes
 
 
 def probes_after(state: PyTree) -> list[Array]:
     """A number of each leaf of a loop's last state: a leaf that no step changes is known before the loop has run."""
     return probes_of(*jax.tree.leaves(state))
-
-
-def _probe_of(leaves: Sequence[Any]) -> list[Array]:
-    arrays = [leaf for leaf in leaves if isinstance(leaf, jax.Array) and leaf.size and not is_key(leaf)]
-    if not arrays:
-        return []
-    array = max(arrays, key=lambda leaf: leaf.size)
-    array = jax.lax.stop_gradient(array)
-    if is_sharded(array):  # a slice of one would have a type of its own
-        return [jnp.any(array != array)]
-    return [jax.lax.slice(array, (0,) * array.ndim, (1,) * array.ndim).reshape(())]

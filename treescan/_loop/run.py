@@ -60,7 +60,9 @@ def run(loop: Loop) -> tuple[PyTree, PyTree]:
     loop by lax.scan itself, so that this costs nothing, and a step needs no closure.
     """
     packed = loop.consts is not None or bool(jax.tree.leaves(loop.xs[1:]))
-    function = (loop.memo or loop.body.memo)((_Lowered, loop.step, packed), lambda: _lower(loop, packed))
+    function = (loop.memo or loop.body.memo)(
+        (_Lowered, loop.step, packed), lambda: _Lowered(loop.body, loop.step, packed, named_signature(*loop.names))
+    )
     carry, xs = ((loop.consts, loop.state), loop.xs) if packed else (loop.state, loop.xs.x)
     if is_jit_disabled() and loop.length:
         result = _run_step_by_step(function, carry, xs, loop.length, loop.reverse)
@@ -70,10 +72,6 @@ def run(loop: Loop) -> tuple[PyTree, PyTree]:
         return result
     (_, state), ys = result
     return state, ys
-
-
-def _lower(loop: Loop, packed: bool) -> _Lowered:
-    return _Lowered(loop.body, loop.step, packed, named_signature(*loop.names))
 
 
 def named_signature(*names: str) -> inspect.Signature:
@@ -94,9 +92,8 @@ def _run_compiled(function: _Lowered, carry: PyTree, xs: PyTree, loop: Loop) -> 
         with traced:
             return _lax_scan(step, carry, xs, length, loop.reverse, loop.unroll, **dict(loop.lowering))
     except TypeError as error:
-        if not any(
-            is_package_frame(tb.tb_frame) and _is_step(tb.tb_frame) for tb in walk_traceback(error.__traceback__)
-        ):
+        frames = (each.tb_frame for each in walk_traceback(error.__traceback__))
+        if not any(is_package_frame(frame) and frame.f_code is _Lowered.__call__.__code__ for frame in frames):
             _blame_step(function, carry, xs)  # raised by lax.scan of the carry's types, not by the body
         raise
 
@@ -105,10 +102,6 @@ def _has_remainder(loop: Loop) -> bool:
     """Whether an unrolled loop has steps that are left over."""
     unroll = loop.unroll
     return type(unroll) is int and unroll > 1 and isinstance(loop.length, int) and loop.length % unroll > 0
-
-
-def _is_step(frame: Any) -> bool:
-    return frame.f_code is _Lowered.__call__.__code__
 
 
 _last_trace: contextvars.ContextVar[bool] = contextvars.ContextVar("last_trace", default=False)

@@ -18,7 +18,8 @@ from jax.core import Tracer, eval_jaxpr
 from .._avals import place_like
 from .._errors import is_library_file, shorten
 from .._types import Array
-from .equations import alone, called, jaxprs_within
+from .equations import alone, equations_within, interpret, jaxprs_within
+from .hoist import is_smooth, replaced
 from .independence import ELEMENTWISE
 
 MADE, UNSURE = 1, 2
@@ -94,6 +95,16 @@ class _Step(NamedTuple):
     read: list[_Value]
     made: list[_Value]
 
+    @property
+    def suspects(self) -> list[_Value]:
+        """What of that may be blamed."""
+        return list(filter(_may_be_blamed, self.taken))
+
+    def run(self, arrays: Sequence[Any]) -> list[Any]:
+        """Its results, of other values in place of these."""
+        flags = list(map(_may_be_blamed, self.taken))
+        return eval_jaxpr(self.program, [], *replaced(flags, [value.array for value in self.taken], arrays))
+
 
 class Blame:
     """The operations of a jaxpr, in order: first its inputs, then all constants together, then its equations.
@@ -113,36 +124,25 @@ class Blame:
         """Evaluates a jaxpr that closes over nothing, and keeps all of it."""
         self._given = [_Value(jnp.asarray(value), self._add(Operation(None, None))) for value in given]
         self._constants = self._add(Operation(None, None))
-        self._results = self._run(jaxpr, [], self._given)
+
+        def run(equation: Any, read: list[_Value]) -> list[_Value]:
+            variables, program = alone(jaxpr, equation)
+            taken = [read[equation.invars.index(var)] for var in variables]
+            number = self._add(Operation(equation.primitive.name, place_of(equation)))
+            made = [_Value(array, number) for array in eval_jaxpr(program, [], *(value.array for value in taken))]
+            self._steps.append(_Step(number, equation, program, taken, read, made))
+            return made
+
+        self._results = interpret(jaxpr, [], list(self._given), run, self._constant)
         return [result.array for result in self._results]
 
     def _add(self, operation: Operation) -> int:
         self.operations.append(operation)
         return len(self.operations) - 1
 
-    def _run(self, jaxpr: Any, consts: Sequence[Any], given: Sequence[_Value]) -> list[_Value]:
-        held = list(map(self._constant, consts))
-        known: dict[Any, _Value] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*held, *given], strict=True))
-        for equation in jaxpr.eqns:
-            inner = called(equation)
-            read = self._looked_up(equation.invars, known)
-            if inner is not None:
-                made = self._run(*inner, read)
-            else:
-                variables, program = alone(jaxpr, equation)
-                taken = [known[var] for var in variables]
-                number = self._add(Operation(equation.primitive.name, place_of(equation)))
-                made = [_Value(array, number) for array in eval_jaxpr(program, [], *(value.array for value in taken))]
-                self._steps.append(_Step(number, equation, program, taken, read, made))
-            known.update(zip(equation.outvars, made, strict=True))
-        return self._looked_up(jaxpr.outvars, known)
-
-    def _looked_up(self, atoms: Sequence[Any], known: dict[Any, _Value]) -> list[_Value]:
-        return [self._constant(atom.val, atom.aval.dtype) if hasattr(atom, "val") else known[atom] for atom in atoms]
-
-    def _constant(self, value: Any, dtype: Any = None) -> _Value:
+    def _constant(self, value: Any, aval: Any) -> _Value:
         """A constant; one that is not a finite number may be blamed."""
-        array = jnp.asarray(value, dtype)
+        array = jnp.asarray(value, None if isinstance(value, jax.Array) else aval.dtype)
         is_finite = not array.ndim and not isinstance(value, Tracer) and bool(np.isfinite(value))
         made = _Value(array, None if is_finite else self._constants)
         self._given += [] if is_finite else [made]
@@ -207,7 +207,7 @@ def _bad(array: Any, is_nan: Array) -> Array:
 
 
 def _may_be_blamed(value: _Value) -> bool:
-    return value.number is not None and is_checked(value.array)
+    return value.number is not None and is_smooth(value.array)
 
 
 def _causes_of(step: _Step, is_nan: Array) -> _Causes | None:
@@ -248,16 +248,10 @@ def _spread_of(elements: Array, array: Any) -> Array:
 
 def _by_derivative(step: _Step, is_nan: Array) -> _Causes:
     """The elements from which those that are blamed are computed."""
-    values = [value for value in step.taken if _may_be_blamed(value)]
+    values = step.suspects
     if not values:
         return []
-
-    def results(ones: list[Any]) -> list[Any]:
-        given = iter(ones)
-        arrays = [next(given) if _may_be_blamed(value) else value.array for value in step.taken]
-        return eval_jaxpr(step.program, [], *arrays)
-
-    _, back = jax.vjp(results, [jnp.ones_like(value.array) for value in values])
+    _, back = jax.vjp(step.run, [jnp.ones_like(value.array) for value in values])
     (found,) = back(
         [
             jnp.zeros_like(value.array) if value.blamed is None else value.blamed.astype(value.array.dtype)
@@ -273,30 +267,23 @@ def _by_derivative(step: _Step, is_nan: Array) -> _Causes:
 
 def _as_a_whole(step: _Step, is_nan: Array) -> tuple[Array, _Causes]:
     """Whether an equation makes it of good values too, and all elements that it was given."""
-    values = [value for value in step.taken if _may_be_blamed(value)]
+    values = step.suspects
     causes = [(value, jnp.ones_like(value.array, bool)) for value in values]
     if not _may_run_again(step.equation):
         return jnp.zeros((), bool), causes
-    arrays = [
-        jnp.where(_bad(value.array, is_nan), jnp.ones_like(value.array), value.array)
-        if _may_be_blamed(value)
-        else value.array
-        for value in step.taken
-    ]
-    again = eval_jaxpr(step.program, [], *arrays)
-    pairs = [(value.blamed, array) for value, array in zip(step.made, again, strict=True)]
-    return _any([blamed & _bad(array, is_nan) for blamed, array in pairs if blamed is not None]), causes
+    good = [jnp.where(_bad(value.array, is_nan), jnp.ones_like(value.array), value.array) for value in values]
+    pairs = zip(step.made, step.run(good), strict=True)
+    return _any([made.blamed & _bad(array, is_nan) for made, array in pairs if made.blamed is not None]), causes
 
 
 def _may_run_again(equation: Any) -> bool:
-    """Whether an equation may be evaluated with other values: it has no effect, calls nothing back, and ends."""
-    return not equation.effects and not _calls_or_waits(equation)
+    """Whether an equation may be evaluated with other values: it has no effect, calls nothing back, and ends.
 
-
-def _calls_or_waits(equation: Any) -> bool:
-    """Whether anything in an equation calls back, or loops until something holds, which a NaN may have ended."""
-    name, inner = equation.primitive.name, (each for jaxpr in jaxprs_within(equation) for each in jaxpr.eqns)
-    return name == "while" or "callback" in name or any(map(_calls_or_waits, inner))
+    A NaN may have ended a loop that runs until something holds.
+    """
+    within = (each for jaxpr in jaxprs_within(equation) for each in equations_within(jaxpr))
+    names = [each.primitive.name for each in (equation, *within)]
+    return not equation.effects and not any(name == "while" or "callback" in name for name in names)
 
 
 def place_of(equation: Any) -> str | None:
@@ -311,8 +298,3 @@ def place_of(equation: Any) -> str | None:
 def becomes_bad(old: Any, new: Any) -> Array:
     """bool: which elements are NaN, or became infinite: an infinity that was there before is no news."""
     return jnp.isnan(new) | (jnp.isinf(new) & ~jnp.isinf(old))
-
-
-def is_checked(leaf: Any) -> bool:
-    """Whether a leaf may hold NaN."""
-    return bool(jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact))

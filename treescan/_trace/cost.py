@@ -11,7 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .equations import called, jaxprs_within, loop_of, origins
+from . import independence
+from .equations import PRODUCTS, elements, interpret, jaxprs_within, loop_of, opened, origins
 
 TRANSCENDENTAL = frozenset(
     {
@@ -24,7 +25,6 @@ TRANSCENDENTAL = frozenset(
 _PER_TRANSCENDENTAL = 100
 _DECOMPOSITIONS = ("cholesky", "eig", "eigh", "lu", "qr", "schur", "svd", "triangular_solve")
 _PER_DECOMPOSITION = 20
-_PRODUCTS = ("conv_general_dilated", "dot_general")
 
 
 def count_operations(jaxpr: Any, transcendental: int = _PER_TRANSCENDENTAL) -> int:
@@ -37,7 +37,22 @@ def count_operations(jaxpr: Any, transcendental: int = _PER_TRANSCENDENTAL) -> i
         jaxpr: the jaxpr.
         transcendental: what such a function counts as, for each element.
     """
-    return sum(_of_equation(equation, transcendental) for equation in jaxpr.eqns)
+
+    def of_equation(equation: Any) -> int:
+        name, written = equation.primitive.name, sum(elements(var.aval) for var in equation.outvars)
+        if name == "dot_general":
+            (contracted, _), _ = equation.params["dimension_numbers"]
+            shape = equation.invars[0].aval.shape
+            return 2 * written * _product(shape[axis] for axis in contracted)
+        if name == "conv_general_dilated":
+            kernel, numbers = equation.invars[1].aval, equation.params["dimension_numbers"]
+            return 2 * written * elements(kernel) // max(1, _product([kernel.shape[numbers.rhs_spec[0]]]))
+        if name in _DECOMPOSITIONS:
+            sizes = (elements(v.aval) * _product(v.aval.shape[-1:]) for v in equation.invars)
+            return _PER_DECOMPOSITION * max(sizes, default=0)
+        return written * (transcendental if name in TRANSCENDENTAL else 1)
+
+    return _count(jaxpr, of_equation, max)
 
 
 def count_saved_bytes(jaxpr: Any) -> int:
@@ -46,67 +61,41 @@ def count_saved_bytes(jaxpr: Any) -> int:
     What else is saved is made from these by functions that cost next to nothing, or is an argument. Loops count as in
     `count_operations`.
     """
-    return sum(map(_saved_of, jaxpr.eqns))
+    dear = TRANSCENDENTAL | PRODUCTS | set(_DECOMPOSITIONS)
+
+    def of_equation(equation: Any) -> int:
+        outputs = equation.outvars if equation.primitive.name in dear else ()
+        return sum(elements(var.aval) * var.aval.dtype.itemsize for var in outputs)
+
+    return _count(jaxpr, of_equation, sum)
 
 
-def _saved_of(equation: Any) -> int:
-    name = equation.primitive.name
-    inner = [count_saved_bytes(jaxpr) for jaxpr in jaxprs_within(equation)]
-    if name == "scan":
-        return int(equation.params["length"]) * sum(inner)
-    if inner:
-        return sum(inner)
-    if name not in TRANSCENDENTAL and name not in _DECOMPOSITIONS and name not in _PRODUCTS:
-        return 0
-    return sum(_size(var.aval) * var.aval.dtype.itemsize for var in equation.outvars)
+def _count(jaxpr: Any, of_equation: Callable[[Any], int], of_branches: Callable[[list[int]], int]) -> int:
+    """A sum over the equations of a jaxpr, in its loops, branches and functions too."""
+    total = 0
+    for equation in jaxpr.eqns:
+        name, inner = equation.primitive.name, [_count(e, of_equation, of_branches) for e in jaxprs_within(equation)]
+        times = int(equation.params["length"]) if name == "scan" else 1
+        counted = of_branches(inner) if inner and name == "cond" else times * sum(inner)
+        total += counted if inner else of_equation(equation)
+    return total
 
 
-def _of_equation(equation: Any, transcendental: int) -> int:
-    name, written = equation.primitive.name, sum(_size(var.aval) for var in equation.outvars)
-    inner = [count_operations(jaxpr, transcendental) for jaxpr in jaxprs_within(equation)]
-    if name == "scan":
-        return int(equation.params["length"]) * sum(inner)
-    if name == "cond":
-        return max(inner, default=0)
-    if inner:
-        return sum(inner)
-    if name == "dot_general":
-        (contracted, _), _ = equation.params["dimension_numbers"]
-        shape = equation.invars[0].aval.shape
-        return 2 * written * _product(shape[axis] for axis in contracted)
-    if name == "conv_general_dilated":
-        kernel, numbers = equation.invars[1].aval, equation.params["dimension_numbers"]
-        return 2 * written * _size(kernel) // max(1, _product([kernel.shape[numbers.rhs_spec[0]]]))
-    if name in _DECOMPOSITIONS:
-        return _PER_DECOMPOSITION * max(
-            (_size(v.aval) * _product(v.aval.shape[-1:]) for v in equation.invars), default=0
-        )
-    return written * (transcendental if name in TRANSCENDENTAL else 1)
-
-
-def _size(aval: Any) -> int:
-    return _product(getattr(aval, "shape", ()))
-
-
-def _product(sizes: Any) -> int:
-    return math.prod(size if isinstance(size, int) else 1 for size in sizes)
+def _product(sizes: Iterable[Any]) -> int:
+    return math.prod(size for size in sizes if isinstance(size, int))
 
 
 _SAME = frozenset(
     {"copy", "expand_dims", "mesh_cast", "name", "optimization_barrier", "pcast", "pvary", "reshape",
      "sharding_constraint", "squeeze", "stop_gradient"}
 )  # fmt: skip
-_FUSED = frozenset(
-    {
-        "abs", "add", "add_any", "and", "atan2", "broadcast_in_dim", "cbrt", "ceil", "clamp", "concatenate",
-        "convert_element_type", "cos", "cosh", "div", "dynamic_slice", "eq", "erf", "erf_inv", "erfc", "exp", "exp2",
-        "expm1", "floor", "ge", "gt", "imag", "integer_pow", "iota", "is_finite", "le", "log", "log1p", "logistic",
-        "lt", "max", "min", "mul", "ne", "neg", "not", "one_minus_square",
-        "or", "pad", "pow", "real", "reduce_precision", "rem", "rev",
-        "round", "rsqrt", "select_n", "shift_left", "shift_right_logical", "sign", "sin", "sinh", "slice", "split",
-        "sqrt", "square", "sub", "tan", "tanh", "transpose", "xor",
-    }
-)  # fmt: skip
+_FUSED = independence.ELEMENTWISE - {
+    "acos", "acosh", "asin", "asinh", "atan", "atanh", "complex", "conj", "copy", "digamma", "lgamma", "name",
+    "nextafter", "stop_gradient",
+} | {
+    "broadcast_in_dim", "concatenate", "dynamic_slice", "iota", "one_minus_square", "pad", "rev", "shift_left",
+    "shift_right_logical", "slice", "split", "transpose",
+}  # fmt: skip
 _REDUCTIONS = frozenset(
     {"argmax", "argmin", "reduce_and", "reduce_max", "reduce_min", "reduce_or", "reduce_prod", "reduce_sum"}
 )
@@ -134,12 +123,12 @@ def bytes_of(aval: Any) -> int:
     if not hasattr(aval, "shape"):
         return 0
     each = 16 if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else aval.dtype.itemsize
-    return math.prod(axis if isinstance(axis, int) else 1 for axis in aval.shape) * each
+    return elements(aval) * each
 
 
 def timeline(jaxpr: Any) -> Timeline:
     """The buffers of an open jaxpr, beside what it is given. What it returns is marked."""
-    return _Layout(_Timelines(), jaxpr, whole=True).timeline()
+    return _Layout(jaxpr, {}, whole=True).timeline()
 
 
 @dataclass(eq=False)
@@ -173,84 +162,49 @@ class _Operation:
 
 def _inlined(jaxpr: Any, given: Sequence[_Value]) -> tuple[list[_Operation], list[_Value]]:
     """The operations of a jaxpr, and its outputs."""
-    known = dict(zip([*jaxpr.constvars, *jaxpr.invars], given, strict=True))
     operations = list[_Operation]()
 
-    def read(atoms: Iterable[Any]) -> list[_Value]:
-        return [_Value(atom.aval) if hasattr(atom, "val") else known[atom] for atom in atoms]
+    def each(equation: Any, reads: list[_Value]) -> list[_Value]:
+        if equation.primitive.name in _SAME and len(reads) == len(equation.outvars):
+            return reads
+        writes = [_Value(var.aval) for var in equation.outvars]
+        operations.append(_Operation(equation, reads, writes))
+        return writes
 
-    for equation in jaxpr.eqns:
-        inner, reads = called(equation), read(equation.invars)
-        if inner is not None:
-            constants = [_Value(var.aval) for var in inner[0].constvars]
-            within, writes = _inlined(inner[0], [*constants, *reads])
-            operations += within
-        elif equation.primitive.name in _SAME and len(reads) == len(equation.outvars):
-            writes = reads
-        else:
-            writes = [_Value(var.aval) for var in equation.outvars]
-            operations.append(_Operation(equation, reads, writes))
-        known.update(zip(equation.outvars, writes, strict=True))
-    return operations, read(jaxpr.outvars)
-
-
-def _needed(operations: Sequence[_Operation], outputs: Iterable[_Value]) -> list[_Operation]:
-    """The operations that something is left of once XLA has removed what nobody reads."""
-    wanted, kept = set(outputs), list[_Operation]()
-    for operation in reversed(operations):
-        if not wanted.isdisjoint(operation.writes):
-            kept.append(operation)
-            wanted.update(operation.reads)
-    return kept[::-1]
-
-
-class _Timelines:
-    """The timelines of jaxprs within jaxprs, each laid out once."""
-
-    def __init__(self) -> None:
-        self._known: dict[Any, tuple[Timeline, Any]] = {}
-
-    def of(self, jaxpr: Any, carried: range = range(0), slices: int = 0, stacked: int = 0) -> Timeline:
-        """The timeline of an open jaxpr.
-
-        Args:
-            jaxpr: the jaxpr.
-            carried: the places of the inputs whose buffers it may write over.
-            slices: how many of the last inputs are slices that its loop cuts out for each step.
-            stacked: how many of the last outputs its loop copies to their places.
-        """
-        key = (id(jaxpr), carried, slices, stacked)
-        if key not in self._known:
-            self._known[key] = (_Layout(self, jaxpr, carried, slices, stacked).timeline(), jaxpr)
-        return self._known[key][0]
-
-
-@dataclass(eq=False)
-class _Held:
-    """A buffer while its program is laid out."""
-
-    size: int
-    start: int
-    is_result: bool = False
+    return operations, interpret(opened(jaxpr), [], given, each, lambda value, aval: _Value(aval))
 
 
 class _Layout:
-    """Lays out one jaxpr."""
+    """Lays out one jaxpr.
+
+    Args:
+        jaxpr: the jaxpr.
+        known: the timelines of jaxprs within jaxprs: each is laid out once.
+        carried: the places of the inputs whose buffers it may write over.
+        slices: how many of the last inputs are slices that its loop cuts out for each step.
+        stacked: how many of the last outputs its loop copies to their places.
+        whole: whether it is a program, whose results are to be marked.
+    """
 
     def __init__(
         self,
-        inner: _Timelines,
         jaxpr: Any,
+        known: dict[Any, Timeline],
         carried: range = range(0),
         slices: int = 0,
         stacked: int = 0,
         *,
         whole: bool = False,
     ) -> None:
-        self._inner = inner
+        self._known = known
         self._inputs = [_Value(var.aval) for var in (*jaxpr.constvars, *jaxpr.invars)]
         operations, self._outputs = _inlined(jaxpr, self._inputs)
-        self._operations = _needed(operations, self._outputs)
+        wanted, needed = set(self._outputs), list[_Operation]()
+        for operation in reversed(operations):  # XLA removes what nobody reads
+            if not wanted.isdisjoint(operation.writes):
+                needed.append(operation)
+                wanted.update(operation.reads)
+        self._operations = needed[::-1]
         self._readers: dict[_Value, list[_Operation]] = {}
         for operation in self._operations:
             for value in dict.fromkeys(operation.reads):
@@ -348,7 +302,7 @@ class _Layout:
 
     def timeline(self) -> Timeline:
         """The buffers, one operation after the other."""
-        held = {value: _Held(value.size, 0) for value in self._slices}
+        held = {value: Buffer(value.size, 0, 0) for value in self._slices}
         done, begun, now = list[Buffer](), dict[_Operation, int](), 0
         for number, operation in enumerate(self._operations):
             if not self._is_run(operation):
@@ -363,15 +317,14 @@ class _Layout:
                 held[after] = held.pop(before)
             for value in operation.writes:
                 if value not in held and value not in self._outside and self._is_stored(value):
-                    held[value] = _Held(value.size, now)
+                    held[value] = Buffer(value.size, now, now)
             for value in self._results.intersection(operation.writes):
-                held[value].is_result = True
+                held[value] = held[value]._replace(is_result=True)
             ended = [v for v in (*dying, *operation.writes) if v in held and self._last.get(v, -1) <= number]
             for value in dict.fromkeys(ended):
-                buffer = held.pop(value)
-                done.append(Buffer(buffer.size, buffer.start, end, buffer.is_result))
+                done.append(held.pop(value)._replace(end=end))
             now = end + 1
-        done += [Buffer(buffer.size, buffer.start, now, buffer.is_result) for buffer in held.values()]
+        done += [buffer._replace(end=now) for buffer in held.values()]
         return Timeline(tuple(done), now + 1)
 
     def _taken_over(self, operation: _Operation, dying: Sequence[_Value]) -> list[tuple[_Value, _Value]]:
@@ -395,11 +348,25 @@ class _Layout:
         return len(value.aval.shape) > 2 and any(operation.name == "dot_general" for operation in around)
 
     def _within(self, operation: _Operation) -> Timeline:
-        """The timeline of what an operation runs, or copies for itself."""
-        inside = _INSIDE.get(operation.name)
-        if inside is not None:
-            return inside(self._inner, operation.equation)
+        """The timeline of what an operation runs."""
+        params = operation.equation.params
+        if operation.name == "scan":
+            jaxpr, first, carried = loop_of(operation.equation)
+            slices, stacked = len(jaxpr.invars) - first - carried, len(jaxpr.outvars) - carried
+            return self._inner(jaxpr, range(first, first + carried), slices, stacked)
+        if operation.name == "cond":
+            branches = [branch.jaxpr for branch in params["branches"]]
+            return _one_after_another([self._inner(branch, range(len(branch.invars))) for branch in branches])
+        if operation.name == "while":
+            return _one_after_another([self._inner(params[name].jaxpr) for name in ("cond_jaxpr", "body_jaxpr")])
         return Timeline((), 0)
+
+    def _inner(self, *given: Any) -> Timeline:
+        """The timeline of a jaxpr within this one; see the arguments of a layout."""
+        if given not in self._known:
+            jaxpr, *others = given
+            self._known[given] = _Layout(jaxpr, self._known, *others).timeline()
+        return self._known[given]
 
     def _copies(self, operation: _Operation, begun: dict[_Operation, int], end: int) -> list[Buffer]:
         """A product copies an operand of which its batch axes do not lead, or of the second what it sums over.
@@ -430,35 +397,12 @@ class _Layout:
         return writer is not None and writer.name in _FUSED and len(self._readers[value]) == 1
 
 
-def _of_scan(inner: _Timelines, equation: Any) -> Timeline:
-    jaxpr, first, carried = loop_of(equation)
-    slices, stacked = len(jaxpr.invars) - first - carried, len(jaxpr.outvars) - carried
-    return inner.of(jaxpr, range(first, first + carried), slices, stacked)
-
-
-def _of_branches(inner: _Timelines, equation: Any) -> Timeline:
-    branches = [branch.jaxpr for branch in equation.params["branches"]]
-    return _one_after_another([inner.of(branch, range(len(branch.invars))) for branch in branches])
-
-
-def _of_while(inner: _Timelines, equation: Any) -> Timeline:
-    params = equation.params
-    return _one_after_another([inner.of(params[name].jaxpr) for name in ("cond_jaxpr", "body_jaxpr")])
-
-
 def _one_after_another(timelines: Sequence[Timeline]) -> Timeline:
     buffers, now = list[Buffer](), 0
     for each in timelines:
         buffers += [Buffer(size, start + now, end + now) for size, start, end, _ in each.buffers]
         now += each.duration
     return Timeline(tuple(buffers), now)
-
-
-_INSIDE: dict[str, Callable[[_Timelines, Any], Timeline]] = {
-    "scan": _of_scan,
-    "cond": _of_branches,
-    "while": _of_while,
-}
 
 
 _SMALL = 4096
@@ -475,15 +419,14 @@ def _beside_results(buffers: Sequence[Buffer]) -> list[Buffer]:
     places = [[buffer] for buffer in sorted(buffers) if buffer.is_result]  # the smallest that fits is taken
     left = list[Buffer]()
     for buffer in sorted((each for each in buffers if not each.is_result), reverse=True):
-        fitting = (place for place in places if place[0].size >= buffer.size and not _meets(buffer, place))
-        place = next(fitting, left)
-        place.append(buffer)
+        fitting = (
+            place
+            for place in places
+            if place[0].size >= buffer.size
+            and not any(buffer.start <= other.end and other.start <= buffer.end for other in place)
+        )
+        next(fitting, left).append(buffer)
     return left
-
-
-def _meets(buffer: Buffer, others: Sequence[Buffer]) -> bool:
-    """Whether a buffer is held while any of the others is."""
-    return any(buffer.start <= other.end and other.start <= buffer.end for other in others)
 
 
 def packed_size(buffers: Sequence[Buffer]) -> int:

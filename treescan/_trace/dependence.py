@@ -11,9 +11,8 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from .._avals import place_like
 from .equations import alone, called, evaluate_inlined, jaxprs_within, loop_of, variables_of
-from .hoist import Hoisted, merge
+from .hoist import Hoisted, merge, zeros_like
 
 Flags = list[bool]
 
@@ -132,8 +131,7 @@ def _within(equation: Any) -> Iterator[tuple[Any, int]]:
 
 def unread_outputs(jaxpr: Any) -> Iterator[tuple[Any, Any]]:
     """The stacked outputs of loops in a jaxpr that nothing reads: the loop's equation, and the variable."""
-    read = {atom for equation in jaxpr.eqns for atom in equation.invars if not hasattr(atom, "val")}
-    read.update(atom for atom in jaxpr.outvars if not hasattr(atom, "val"))
+    read = set(variables_of([*jaxpr.outvars, *(atom for each in jaxpr.eqns for atom in each.invars)]))
     for equation in jaxpr.eqns:
         if equation.primitive.name == "scan":
             _, _, carried = loop_of(equation)
@@ -156,11 +154,6 @@ class Once(NamedTuple):
     equations: frozenset[int]
     variables: list[Any]
     early: list[Any]
-
-
-def _any_value(aval: Any) -> Any:
-    """A value of this type, of which nothing that is needed depends."""
-    return place_like(jnp.zeros(aval.shape, aval.dtype), aval)
 
 
 @dataclass(frozen=True, eq=False)
@@ -210,7 +203,11 @@ class StepProgram:
             if not needed.isdisjoint(equation.outvars):
                 (equations if vary.isdisjoint(equation.outvars) else parts).add(number)
                 needed.update(var for var in variables_of(equation.invars) if var not in vary)
-        later = self._read_later(equations)
+        # What these equations compute that others read, or that leaves the step.
+        made = {var: None for number in sorted(equations) for var in self.jaxpr.eqns[number].outvars}
+        others = (equation for number, equation in enumerate(self.jaxpr.eqns) if number not in equations)
+        read = set(variables_of([*self.jaxpr.outvars, *(atom for each in others for atom in each.invars)]))
+        later = [var for var in made if var in read]
         values = self._evaluate(sorted(equations | parts), needed)
         outputs = [atom.val if hasattr(atom, "val") else values[atom] for atom in wanted]
         outputs = [value if isinstance(value, jax.Array) else jnp.asarray(value) for value in outputs]
@@ -218,27 +215,19 @@ class StepProgram:
 
     def _evaluate(self, equations: Sequence[int], needed: set[Any]) -> dict[Any, Any]:
         """The results of these equations. Of an equation that computes too much (a loop), only the needed part."""
-        known = zip([*self.jaxpr.constvars, *self.jaxpr.invars], [*self.consts, *self.given], strict=True)
-        varies = dict(zip(self.jaxpr.invars, self.varying, strict=True))
-        values = {var: value for var, value in known if not varies.get(var, False)}
+        values = dict(zip(self.jaxpr.constvars, self.consts, strict=True))
+        known = zip(self.jaxpr.invars, self.given, self.varying, strict=True)
+        values.update((var, value) for var, value, varies in known if not varies)
         for number in equations:
             equation = self.jaxpr.eqns[number]
             out = [var for var in equation.outvars if var in needed]
             own, program = alone(self.jaxpr, equation, out)
-            given = [values[var] if var in values else _any_value(var.aval) for var in own]
+            given = [values[var] if var in values else zeros_like(var.aval) for var in own]  # nothing depends on these
             evaluate: Callable[..., list[Any]] = functools.partial(eval_jaxpr, program, [])
             if not all(var in values for var in own):
                 evaluate = jax.jit(evaluate)
             values.update(zip(out, evaluate(*given), strict=True))
         return values
-
-    def _read_later(self, equations: set[int]) -> list[Any]:
-        """What these equations compute that others read, or that leaves the step."""
-        made = {var: None for number in sorted(equations) for var in self.jaxpr.eqns[number].outvars}
-        others = (equation for number, equation in enumerate(self.jaxpr.eqns) if number not in equations)
-        read = {var for equation in others for var in variables_of(equation.invars)}
-        read.update(variables_of(self.jaxpr.outvars))
-        return [var for var in made if var in read]
 
     def without(self, once: Once, places: Sequence[int]) -> Any:
         """What is left of the jaxpr: it is given what was computed before the loop first."""

@@ -46,18 +46,58 @@ def _alike(outside: Sequence[Any], inside: Sequence[Any]) -> int:
     return sum(len(a.aval.shape) == len(b.aval.shape) for a, b in zip(outside, inside, strict=True))
 
 
+Calls = Callable[[Any], tuple[Any, list[Any]] | None]
+"""From an equation to the jaxpr in its place and what that closes over, as `called` finds them; None: there is none."""
+
+
+def interpret(
+    jaxpr: Any,
+    consts: Sequence[Any],
+    given: Sequence[Any],
+    each: Callable[[Any, list[Any]], Sequence[Any]],
+    constant: Callable[[Any, Any], Any] = lambda value, aval: value,
+    into: Calls = called,
+) -> list[Any]:
+    """Goes through an open jaxpr with values of any kind, the equations of what it calls in place of the calls.
+
+    Args:
+        jaxpr: the jaxpr.
+        consts: what it closes over.
+        given: the values of its inputs.
+        each: from an equation and the values that it reads to those of its results.
+        constant: the value of a constant, and of what the jaxpr closes over, from it and its type.
+        into: what is gone into.
+    """
+    held = map(constant, consts, (var.aval for var in jaxpr.constvars))
+    known: dict[Any, Any] = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*held, *given], strict=True))
+
+    def read(atoms: Sequence[Any]) -> list[Any]:
+        return [constant(atom.val, atom.aval) if hasattr(atom, "val") else known[atom] for atom in atoms]
+
+    for equation in jaxpr.eqns:
+        inner, values = into(equation), read(equation.invars)
+        results = each(equation, values) if inner is None else interpret(*inner, values, each, constant, into)
+        known.update(zip(equation.outvars, results, strict=True))
+    return read(jaxpr.outvars)
+
+
 def origins(jaxpr: Any, given: Sequence[Any]) -> list[Any]:
     """For each output of an open jaxpr what is given for the input that it is; None for one that is computed."""
-    known = dict(zip(jaxpr.invars, given, strict=True))
+    consts = [None] * len(jaxpr.constvars)
+    return interpret(jaxpr, consts, given, lambda equation, _: [None] * len(equation.outvars), lambda value, aval: None)
+
+
+def equations_within(jaxpr: Any) -> Iterator[Any]:
+    """The equations of a jaxpr, and those of the loops, branches and functions in it."""
     for equation in jaxpr.eqns:
-        inner = called(equation)
-        if inner is not None:
-            known.update(zip(equation.outvars, origins(inner[0], _looked_up(equation.invars, known)), strict=True))
-    return _looked_up(jaxpr.outvars, known)
+        yield equation
+        for inner in jaxprs_within(equation):
+            yield from equations_within(inner)
 
 
-def _looked_up(atoms: Sequence[Any], known: dict[Any, Any]) -> list[Any]:
-    return [None if hasattr(atom, "val") else known.get(atom) for atom in atoms]
+def holds(jaxpr: Any, names: frozenset[str]) -> bool:
+    """Whether a jaxpr holds one of these primitives, in a loop or a function too."""
+    return any(equation.primitive.name in names for equation in equations_within(jaxpr))
 
 
 def has_reverse_rule(jaxpr: Any) -> bool:
@@ -65,47 +105,31 @@ def has_reverse_rule(jaxpr: Any) -> bool:
 
     In a rule of `jax.custom_jvp` it cannot be mapped any more: the gradient of a `jax.vmap` of it would fail.
     """
-    return _holds(jaxpr, _REVERSE_RULES)
+    return holds(jaxpr, _REVERSE_RULES)
 
 
 def has_symbolic_zeros(jaxpr: Any) -> bool:
     """Whether anything in a jaxpr has a rule for reverse mode that is told which of its inputs are perturbed."""
     return any(
-        (equation.primitive.name in _REVERSE_RULES and bool(equation.params.get("symbolic_zeros")))
-        or any(map(has_symbolic_zeros, jaxprs_within(equation)))
-        for equation in jaxpr.eqns
+        equation.primitive.name in _REVERSE_RULES and bool(equation.params.get("symbolic_zeros"))
+        for equation in equations_within(jaxpr)
     )
 
 
 def has_branches(jaxpr: Any) -> bool:
     """Whether anything in a jaxpr is a branch."""
-    return _holds(jaxpr, _BRANCHES)
-
-
-def has_products(jaxpr: Any) -> bool:
-    """Whether anything in a jaxpr multiplies matrices."""
-    return _holds(jaxpr, PRODUCTS)
+    return holds(jaxpr, _BRANCHES)
 
 
 def has_large_products(jaxpr: Any, size: int) -> bool:
     """Whether anything in a jaxpr multiplies with an array of at least so many elements."""
-    return any(
-        (equation.primitive.name in PRODUCTS and any(_elements(atom.aval) >= size for atom in equation.invars))
-        or any(has_large_products(inner, size) for inner in jaxprs_within(equation))
-        for equation in jaxpr.eqns
-    )
+    products = (equation for equation in equations_within(jaxpr) if equation.primitive.name in PRODUCTS)
+    return any(elements(atom.aval) >= size for equation in products for atom in equation.invars)
 
 
-def _elements(aval: Any) -> int:
-    return math.prod(n for n in aval.shape if isinstance(n, int))
-
-
-def _holds(jaxpr: Any, names: frozenset[str]) -> bool:
-    """Whether a jaxpr holds one of these primitives, in a loop or a function too."""
-    return any(
-        equation.primitive.name in names or any(_holds(inner, names) for inner in jaxprs_within(equation))
-        for equation in jaxpr.eqns
-    )
+def elements(aval: Any) -> int:
+    """How many elements a value of this type has; a size that is a symbol counts as 1."""
+    return math.prod(size for size in getattr(aval, "shape", ()) if isinstance(size, int))
 
 
 def jaxprs_within(equation: Any) -> Iterator[Any]:
@@ -124,20 +148,19 @@ def alone(jaxpr: Any, equation: Any, outputs: Sequence[Any] | None = None) -> tu
     return taken, jaxpr.replace(constvars=[], invars=taken, outvars=returned, eqns=[equation], effects=equation.effects)
 
 
-def evaluate_inlined(
-    jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], into: Callable[[Any], tuple[Any, list[Any]] | None]
-) -> list[Any]:
+def opened(jaxpr: Any) -> Any:
+    """An open jaxpr that is given what it closes over, before its inputs."""
+    return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
+
+
+def evaluate_inlined(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], into: Calls) -> list[Any]:
     """Evaluates an open jaxpr, with the equations of what it calls in place of the calls, where `into` gives them."""
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
-    for equation in jaxpr.eqns:
-        inner = into(equation)
-        if inner is None:
-            taken, program = alone(jaxpr, equation)
-            results = eval_jaxpr(program, [], *(values[var] for var in taken))
-        else:
-            results = evaluate_inlined(*inner, values_of(equation.invars, values), into)
-        values.update(zip(equation.outvars, results, strict=True))
-    return values_of(jaxpr.outvars, values)
+
+    def each(equation: Any, values: list[Any]) -> list[Any]:
+        taken, program = alone(jaxpr, equation)
+        return eval_jaxpr(program, [], *(values[equation.invars.index(var)] for var in taken))
+
+    return interpret(jaxpr, consts, given, each, into=into)
 
 
 def values_of(atoms: Sequence[Any], values: dict[Any, Any]) -> list[Any]:

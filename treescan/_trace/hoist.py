@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -27,20 +27,17 @@ from .._loop.loop import Feed, Loop, Step
 from .._loop.rewrite import is_rewriting
 from .._loop.run import as_arrays, is_jit_disabled, named_signature, settle, weak_types_settled
 from .._types import Array, PyTree, TreeDef
-from .equations import has_branches, has_products, has_reverse_rule
+from .equations import PRODUCTS, has_branches, has_reverse_rule, holds
 from .raw_keys import with_raw_keys
 
 
 def silenced(jaxpr: Any) -> Any:
-    """A closed jaxpr without the callbacks that return nothing, those within its loops and branches included."""
-    return jaxpr.replace(jaxpr=_silenced(jaxpr.jaxpr))
-
-
-def _silenced(jaxpr: Any) -> Any:
+    """A jaxpr, closed or not, without the callbacks that return nothing, in its loops and branches too."""
+    if hasattr(jaxpr, "jaxpr"):
+        return jaxpr.replace(jaxpr=silenced(jaxpr.jaxpr))
     equations = [_silence_inner(eqn) for eqn in jaxpr.eqns if not _only_speaks(eqn)]
     kinds = {type(effect) for eqn in equations for effect in eqn.effects}
-    kept = {effect for effect in jaxpr.effects if type(effect) in kinds}
-    return jaxpr.replace(eqns=equations, effects=kept)
+    return jaxpr.replace(eqns=equations, effects={effect for effect in jaxpr.effects if type(effect) in kinds})
 
 
 def _only_speaks(eqn: Any) -> bool:
@@ -50,33 +47,20 @@ def _only_speaks(eqn: Any) -> bool:
 
 def _silence_inner(eqn: Any) -> Any:
     """An equation with the loops and branches that it holds silenced; the effects of others are their own."""
-    inner = [part for value in eqn.params.values() for part in _parts(value) if _is_jaxpr(part)]
-    if not eqn.effects or not inner:
-        return eqn
-    params = {name: _silence_value(value) for name, value in eqn.params.items()}
-    left = {type(effect) for value in params.values() for part in _parts(value) for effect in _effects_of(part)}
-    return eqn.replace(params=params, effects={effect for effect in eqn.effects if type(effect) in left})
+    left = list[Any]()
 
+    def silence(value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(map(silence, value))
+        if not (hasattr(value, "effects") and (hasattr(value, "jaxpr") or hasattr(value, "eqns"))):
+            return value
+        left.append(silenced(value))
+        return left[-1]
 
-def _parts(value: Any) -> tuple[Any, ...]:
-    return tuple(value) if type(value) in (tuple, list) else (value,)
-
-
-def _silence_value(value: Any) -> Any:
-    if type(value) in (tuple, list):
-        return type(value)(map(_silence_value, value))
-    if not _is_jaxpr(value):
-        return value
-    return silenced(value) if hasattr(value, "jaxpr") else _silenced(value)
-
-
-def _is_jaxpr(value: Any) -> bool:
-    """Whether a parameter of an equation is a jaxpr, closed or not."""
-    return hasattr(value, "effects") and (hasattr(value, "jaxpr") or hasattr(value, "eqns"))
-
-
-def _effects_of(value: Any) -> Any:
-    return value.effects if _is_jaxpr(value) else ()
+    params = {name: silence(value) for name, value in eqn.params.items()} if eqn.effects else {}
+    kinds = {type(effect) for jaxpr in left for effect in jaxpr.effects}
+    kept = {effect for effect in eqn.effects if type(effect) in kinds}
+    return eqn.replace(params=params, effects=kept) if left else eqn
 
 
 def has_effects(jaxpr: Any) -> bool:
@@ -140,8 +124,7 @@ class Traced:
         out = eval_jaxpr(jaxpr.jaxpr, closed, *leaves, propagate_source_info=True)
         out = list(map(array_of, out, jaxpr.out_avals))
         new, y = out[: len(self.fixed)], out[len(self.fixed) :]
-        changed = [leaf for leaf, fixed in zip(new, self.fixed, strict=True) if not fixed]
-        return changed, jax.tree.unflatten(self.y, y)
+        return split(self.fixed, new)[1], jax.tree.unflatten(self.y, y)
 
     def shapes(self, consts: Any, state: list[Any], feed: Feed) -> Shapes:
         """Under which a trace is found."""
@@ -286,8 +269,7 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
             jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, one_step(loop.xs)))
     changing = (False,) * len(leaves) if changing is None else tuple(changing)
     fixed = _unchanged(jaxpr, len(jax.tree.leaves(loop.consts)), changing)
-    unchanged = [leaf for leaf, is_fixed in zip(leaves, fixed, strict=True) if is_fixed]
-    state = [leaf for leaf, is_fixed in zip(leaves, fixed, strict=True) if not is_fixed]
+    unchanged, state = split(fixed, leaves)
     shapes = _shapes(jax.tree.leaves((loop.consts, leaves, one_step(loop.xs))))
     traced = Traced({shapes: jaxpr}, fixed, jax.tree.structure(y), changing)
     hoisted = dataclasses.replace(loop, step=traced, consts=(unchanged, loop.consts), state=state, memo=Memo())
@@ -303,7 +285,7 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
         writes=writes_refs(jaxpr),
         reverse_rule=has_reverse_rule(jaxpr.jaxpr),
         branches=has_branches(jaxpr.jaxpr),
-        products=has_products(jaxpr.jaxpr),
+        products=holds(jaxpr.jaxpr, PRODUCTS),
         jaxpr=jaxpr.jaxpr,
     )
 
@@ -398,10 +380,9 @@ def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Fee
     with weak_types_settled():
         jaxpr, (_, y) = _trace(loop, hoisted.structure, given)
     fixed = _unchanged(jaxpr, len(jax.tree.leaves(consts)), traced.changing)
-    dtypes = [[leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (y, hoisted.y)]
-    if (fixed, jax.tree.structure(y), dtypes[0]) != (traced.fixed, traced.y, dtypes[1]) or _shapes(
-        jax.tree.leaves(y)
-    ) != y_shapes:
+    now, before = ([leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (y, hoisted.y))
+    found = fixed, jax.tree.structure(y), now, _shapes(jax.tree.leaves(y))
+    if found != (traced.fixed, traced.y, before, y_shapes):
         raise Fault(
             BodyError,
             "{body} behaved differently",
@@ -417,14 +398,9 @@ def one_step(xs: Feed) -> Feed:
     def entry(leaf: Any) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype, weak_type=is_weak(leaf))
 
-    if all(map(_is_plain, jax.tree.leaves(xs))):  # a trace of the indexing would say the same, and takes longer
-        return jax.tree.map(entry, xs)
+    if not any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(xs)):
+        return jax.tree.map(entry, xs)  # a trace of the indexing would say the same, and takes longer
     return jax.eval_shape(lambda xs: jax.tree.map(lambda x: jax.lax.index_in_dim(x, 0, keepdims=False), xs), xs)
-
-
-def _is_plain(leaf: Any) -> bool:
-    """Whether a leaf's type is its shape and its dtype: its axes are not sharded, and it does not vary over a mesh."""
-    return not is_sharded(leaf) and not varying_axes(jax.typeof(leaf))
 
 
 @dataclass(frozen=True, eq=False)
@@ -472,10 +448,23 @@ def _shapes(leaves: Sequence[Any]) -> Shapes:
     return tuple(jax.typeof(leaf).shape if not hasattr(leaf, "shape") else tuple(leaf.shape) for leaf in leaves)
 
 
-def merge(flags: Sequence[bool], on: Sequence[Any], off: Sequence[Any]) -> list[Any]:
+def merge(flags: Sequence[bool], on: Iterable[Any], off: Iterable[Any]) -> list[Any]:
     """One list of two, each flag telling which of them is next."""
     first, second = iter(on), iter(off)
     return [next(first if flag else second) for flag in flags]
+
+
+def split(flags: Sequence[bool], values: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """The values that are flagged, and the others."""
+    parts: tuple[list[Any], list[Any]] = [], []
+    for flag, value in zip(flags, values, strict=True):
+        parts[not flag].append(value)
+    return parts
+
+
+def replaced(flags: Sequence[bool], values: Iterable[Any], new: Iterable[Any]) -> list[Any]:
+    """The values, those that are flagged replaced."""
+    return merge(flags, new, split(flags, values)[1])
 
 
 class Part(NamedTuple):
@@ -486,9 +475,7 @@ class Part(NamedTuple):
 
     def split(self, tree: Any) -> tuple[list[Any], list[Any]]:
         """The leaves that have one, and the others."""
-        leaves = jax.tree.leaves(tree)
-        pairs = list(zip(leaves, self.on, strict=True))
-        return [leaf for leaf, on in pairs if on], [leaf for leaf, on in pairs if not on]
+        return split(self.on, jax.tree.leaves(tree))
 
     def join(self, on: list[Any], off: list[Any]) -> Any:
         """The tree of both."""
@@ -496,8 +483,8 @@ class Part(NamedTuple):
 
 
 def is_smooth(leaf: Any) -> bool:
-    """Whether values of this type have tangents."""
-    return bool(jnp.issubdtype(jax.typeof(leaf).dtype, jnp.inexact))
+    """Whether a value has a tangent, or values of a type have."""
+    return bool(jnp.issubdtype(leaf.dtype if hasattr(leaf, "dtype") else jax.typeof(leaf).dtype, jnp.inexact))
 
 
 def smooth_part(tree: Any) -> Part:
@@ -515,8 +502,8 @@ def nonzero_part(tree: PyTree, tangents: PyTree) -> tuple[Part, list[Any]]:
 
 
 def zeros_like(leaf: Any) -> Array:
-    """A tangent of zero, of the leaf's type."""
-    aval = jax.typeof(leaf)
+    """A tangent of zero, of the type of a leaf, or of this type."""
+    aval = leaf if isinstance(leaf, ShapedArray) else jax.typeof(leaf)
     return place_like(jnp.zeros(aval.shape, aval.dtype), aval)
 
 

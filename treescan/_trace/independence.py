@@ -6,6 +6,7 @@ and gives up at any other, at a loop of unknown length, and wherever rows meet.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,6 +18,11 @@ _Axes = list[int | None]
 
 class _Unproven(Exception):
     """Rows may depend on one another."""
+
+
+def _require(holds: object) -> None:
+    if not holds:
+        raise _Unproven
 
 
 def keeps_rows_apart(jaxpr: Any, given: LeafAxes, returned: LeafAxes, rows: int) -> bool:
@@ -54,9 +60,8 @@ def _outputs(jaxpr: Any, given: Sequence[int | None], rows: int) -> _Axes:
         if all(axis is None for axis in axes):
             continue
         for var, axis in zip(equation.outvars, _of_equation(equation, axes, rows), strict=True):
-            if axis is not None and var.aval.shape[axis] != rows:
-                raise _Unproven
             if axis is not None:
+                _require(var.aval.shape[axis] == rows)
                 known[var] = axis
     return axes_of(jaxpr.outvars)
 
@@ -77,15 +82,14 @@ def _of_equation(equation: Any, axes: _Axes, rows: int) -> _Axes:
 def _one(axes: _Axes) -> int:
     """The axis that all operands with rows have them at."""
     found = {axis for axis in axes if axis is not None}
-    if len(found) != 1:
-        raise _Unproven
+    _require(len(found) == 1)
     return found.pop()
 
 
-def _only(axes: _Axes, operand: int = 0) -> int:
-    """The axis of the one operand that may have rows."""
-    axis = axes[operand]
-    if axis is None or any(other is not None for i, other in enumerate(axes) if i != operand):
+def _only(axes: _Axes) -> int:
+    """The axis of the first operand, the one that may have rows."""
+    axis, *others = axes
+    if axis is None or any(other is not None for other in others):
         raise _Unproven
     return axis
 
@@ -97,8 +101,7 @@ def _not_along(*names: str) -> Callable[[Any, _Axes], int]:
         axis = _one(axes)
         for name in names:
             along = equation.params[name]
-            if axis in (along if isinstance(along, tuple | list) else (along,)):
-                raise _Unproven
+            _require(axis not in (along if isinstance(along, tuple | list) else (along,)))
         return axis
 
     return rule
@@ -109,66 +112,39 @@ def _removes(name: str) -> Callable[[Any, _Axes], int]:
 
     def rule(equation: Any, axes: _Axes) -> int:
         axis, removed = _only(axes), equation.params[name]
-        if axis in removed:
-            raise _Unproven
+        _require(axis not in removed)
         return axis - sum(other < axis for other in removed)
 
     return rule
-
-
-def _broadcast(equation: Any, axes: _Axes) -> int:
-    return int(equation.params["broadcast_dimensions"][_only(axes)])
-
-
-def _transpose(equation: Any, axes: _Axes) -> int:
-    return tuple(equation.params["permutation"]).index(_only(axes))
 
 
 def _reshape(equation: Any, axes: _Axes) -> int:
     """Rows keep their places if as many elements precede and follow their axis as before."""
     axis, before = _only(axes), equation.invars[0].aval.shape
     after = equation.outvars[0].aval.shape
-    if equation.params.get("dimensions") is not None:
-        raise _Unproven
-    ahead = _product(before[:axis])
+    _require(equation.params.get("dimensions") is None)
     for place, size in enumerate(after):
-        if size == before[axis] and _product(after[:place]) == ahead:
+        if size == before[axis] and math.prod(after[:place]) == math.prod(before[:axis]):
             return place
     raise _Unproven
 
 
-def _product(sizes: Sequence[Any]) -> Any:
-    total: Any = 1
-    for size in sizes:
-        total = total * size
-    return total
-
-
-def _stack(equation: Any, axes: _Axes) -> int:
-    axis = _one(axes)
-    return axis + (equation.params["axis"] <= axis)
-
-
 def _pad(equation: Any, axes: _Axes) -> int:
     axis = _only(axes)
-    if tuple(equation.params["padding_config"][axis]) != (0, 0, 0):
-        raise _Unproven
+    _require(tuple(equation.params["padding_config"][axis]) == (0, 0, 0))
     return axis
 
 
-def _slice(equation: Any, axes: _Axes) -> int:
+def _slice(_: Any, axes: _Axes) -> int:
     """A slice that has as many rows as its operand has all of them, in their order: no stride is negative."""
-    del equation
     return _only(axes)
 
 
 def _update(equation: Any, axes: _Axes) -> int:
     """`dynamic_update_slice`: the update has all rows; if it is the same for all rows, so may it be the other way."""
-    operand, update, *starts = equation.invars
+    operand, update = (var.aval for var in equation.invars[:2])
     axis = _one(axes[:2])
-    if any(other is not None for other in axes[2:]) or operand.aval.shape[axis] != update.aval.shape[axis]:
-        raise _Unproven
-    del starts
+    _require(all(other is None for other in axes[2:]) and operand.shape[axis] == update.shape[axis])
     return axis
 
 
@@ -177,8 +153,8 @@ def _last_axes(count: int) -> Callable[[Any, _Axes], int]:
 
     def rule(equation: Any, axes: _Axes) -> int:
         axis = _one(axes)
-        if any(axis >= var.aval.ndim - count for var, a in zip(equation.invars, axes, strict=True) if a is not None):
-            raise _Unproven
+        pairs = zip(equation.invars, axes, strict=True)
+        _require(all(axis < var.aval.ndim - count for var, own in pairs if own is not None))
         return axis
 
     return rule
@@ -186,30 +162,23 @@ def _last_axes(count: int) -> Callable[[Any, _Axes], int]:
 
 def _dot_general(equation: Any, axes: _Axes) -> int:
     contracted, batch = equation.params["dimension_numbers"]
-    places = {_place_in_product(equation, side, axis) for side, axis in enumerate(axes) if axis is not None}
-    if len(axes) != 2 or len(places) != 1:  # two free axes with rows: an outer product of rows
-        raise _Unproven
-    both = all(axis is not None for axis in axes)
-    place: int = places.pop()
-    if both and place >= len(batch[0]):
-        raise _Unproven
-    del contracted
+
+    def place_of(side: int, axis: int) -> int:
+        """Where an axis of an operand is in the result."""
+        _require(axis not in contracted[side])
+        if axis in batch[side]:
+            return tuple(batch[side]).index(axis)
+        free = [
+            [a for a in range(var.aval.ndim) if a not in {*summed, *joint}]
+            for var, summed, joint in zip(equation.invars, contracted, batch, strict=True)
+        ]
+        return len(batch[0]) + (len(free[0]) if side else 0) + free[side].index(axis)
+
+    places = {place_of(side, axis) for side, axis in enumerate(axes) if axis is not None}
+    _require(len(axes) == 2 and len(places) == 1)  # two free axes with rows: an outer product of rows
+    place = places.pop()
+    _require(place < len(batch[0]) or None in axes)
     return place
-
-
-def _place_in_product(equation: Any, side: int, axis: int) -> int:
-    """Where an axis of an operand is in the result."""
-    contracted, batch = equation.params["dimension_numbers"]
-    if axis in contracted[side]:
-        raise _Unproven
-    if axis in batch[side]:
-        return tuple(batch[side]).index(axis)
-
-    def free(operand: int) -> list[int]:
-        taken = {*contracted[operand], *batch[operand]}
-        return [a for a in range(equation.invars[operand].aval.ndim) if a not in taken]
-
-    return len(batch[0]) + (len(free(0)) if side else 0) + free(side).index(axis)
 
 
 def _gather(equation: Any, axes: _Axes) -> int:
@@ -219,8 +188,7 @@ def _gather(equation: Any, axes: _Axes) -> int:
     operand, indices = (var.aval for var in equation.invars)
     if of_operand is not None and of_indices is None:  # `x[:, i]`: all rows of it
         removed = {*numbers.collapsed_slice_dims, *numbers.operand_batching_dims}
-        if of_operand in removed or sizes[of_operand] != operand.shape[of_operand]:
-            raise _Unproven
+        _require(of_operand not in removed and sizes[of_operand] == operand.shape[of_operand])
         sliced = [axis for axis in range(operand.ndim) if axis not in removed]
         return int(numbers.offset_dims[sliced.index(of_operand)])
     kept = [axis for axis in range(equation.outvars[0].aval.ndim) if axis not in numbers.offset_dims]
@@ -228,19 +196,15 @@ def _gather(equation: Any, axes: _Axes) -> int:
         raise _Unproven
     if of_operand is not None:
         pairs = zip(numbers.operand_batching_dims, numbers.start_indices_batching_dims, strict=True)
-        if (of_operand, of_indices) not in pairs:
-            raise _Unproven
+        _require((of_operand, of_indices) in pairs)
     return kept[of_indices]
 
 
 def _of_branches(equation: Any, axes: _Axes, rows: int) -> _Axes:
     which, *rest = axes
-    if which is not None:
-        raise _Unproven
-    return [
-        _joined(found)
-        for found in zip(*(_outputs(b.jaxpr, rest, rows) for b in equation.params["branches"]), strict=True)
-    ]
+    _require(which is None)
+    branches = (_outputs(branch.jaxpr, rest, rows) for branch in equation.params["branches"])
+    return list(map(_joined, zip(*branches, strict=True)))
 
 
 def _joined(axes: Sequence[int | None]) -> int | None:
@@ -251,19 +215,15 @@ def _joined(axes: Sequence[int | None]) -> int | None:
 def _of_scan(equation: Any, axes: _Axes, rows: int) -> _Axes:
     """A loop of known length: from step to step more of the carry may have rows."""
     jaxpr, consts, carried = loop_of(equation)
-    carry, sliced = axes[consts : consts + carried], [_of_slice(axis) for axis in axes[consts + carried :]]
+    carry, xs = axes[consts : consts + carried], axes[consts + carried :]
+    _require(0 not in xs)
+    sliced = [None if axis is None else axis - 1 for axis in xs]
     while True:
         found = _outputs(jaxpr, [*axes[:consts], *carry, *sliced], rows)
         wider = [_joined(pair) for pair in zip(carry, found[:carried], strict=True)]
         if wider == carry:
             return [*carry, *(None if axis is None else axis + 1 for axis in found[carried:])]
         carry = wider
-
-
-def _of_slice(axis: int | None) -> int | None:
-    if axis == 0:
-        raise _Unproven
-    return None if axis is None else axis - 1
 
 
 _WITH_PROGRAMS: dict[str, Callable[[Any, _Axes, int], _Axes]] = {"cond": _of_branches, "scan": _of_scan}
@@ -274,7 +234,7 @@ _CUMULATIVE = ("cumlogsumexp", "cummax", "cummin", "cumprod", "cumsum")
 _RULES: dict[str, Callable[[Any, _Axes], int]] = {
     **dict.fromkeys(_REDUCTIONS, _removes("axes")),
     **dict.fromkeys(_CUMULATIVE, _not_along("axis")),
-    "broadcast_in_dim": _broadcast,
+    "broadcast_in_dim": lambda equation, axes: int(equation.params["broadcast_dimensions"][_only(axes)]),
     "cholesky": _last_axes(2),
     "concatenate": _not_along("dimension"),
     "dot_general": _dot_general,
@@ -288,8 +248,8 @@ _RULES: dict[str, Callable[[Any, _Axes], int]] = {
     "sort": _not_along("dimension"),
     "split": _not_along("axis"),
     "squeeze": _removes("dimensions"),
-    "stack": _stack,
-    "transpose": _transpose,
+    "stack": lambda equation, axes: _one(axes) + (equation.params["axis"] <= _one(axes)),
+    "transpose": lambda equation, axes: tuple(equation.params["permutation"]).index(_only(axes)),
     "triangular_solve": _last_axes(2),
 }
 

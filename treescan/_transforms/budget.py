@@ -17,9 +17,10 @@ from .._loop.chunk import count_parts, divide
 from .._loop.loop import Feed, Step
 from .._remat import Remat
 from .._text import Section, page, table
+from .._trace.cost import bytes_of
 from .._trace.dependence import dependent
 from .._trace.equations import called, evaluate_inlined, has_symbolic_zeros, variables_of
-from .._trace.hoist import Hoisted, is_smooth, one_step
+from .._trace.hoist import Hoisted, is_smooth, one_step, replaced, split
 from .._types import PyTree
 from .checkpoint import Checkpointed, checkpoint_step, remat_sizes, saves_whole_steps
 from .refuse import refuse_symbolic
@@ -67,43 +68,29 @@ class Footprint:
     weights: int
     once: int = 0
 
-    @property
-    def at_one_level(self) -> int:
-        """The bytes per step that a level copies and adds up when it slices out a chunk."""
-        return self.xs + self.d_xs + self.d_ys
 
-
-def footprint_of(hoisted: Hoisted) -> Footprint:
-    """The bytes of one step of a loop."""
-    return footprint_of_turns([hoisted])
-
-
-def footprint_of_turns(loops: Sequence[Hoisted]) -> Footprint:
+def footprint_of(loops: Sequence[Hoisted]) -> Footprint:
     """The bytes of one round of several loops over one state, which run one step each in turn."""
     carries = [carry_bytes(hoisted) for hoisted in loops]
     steps = [bytes_of_step(hoisted, hoisted.loop.step) for hoisted in loops]
     slices = [jax.tree.leaves(one_step(hoisted.loop.xs)) for hoisted in loops]
-    shared = {id(leaf): leaf for hoisted in loops for leaf in _shared(hoisted)}
+    # What all steps read: the arguments of the loop, what no step changes, and what the body closes over.
+    read = itertools.chain(*((*jax.tree.leaves(hoisted.loop.consts), *hoisted.closed) for hoisted in loops))
+    shared = {id(leaf): leaf for leaf in read if hasattr(leaf, "dtype")}
     return Footprint(
         carry=max(carries),
-        kept=sum(bytes_of_step(hoisted, _recomputed(hoisted)) for hoisted in loops),
+        kept=sum(
+            bytes_of_step(each, checkpoint_step(each.loop.step, Remat(levels=1), looped=True, trace=each))
+            for each in loops
+        ),
         whole=sum(steps),
         working=round(max(steps) + AHEAD * (sum(steps) - max(steps))),
         xs=_sum(itertools.chain(*slices)),
         d_xs=_sum(filter(is_smooth, itertools.chain(*slices))),
         leaf=max(map(_bytes_of, itertools.chain(*slices)), default=0),
-        d_ys=_sum(aval for hoisted in loops for aval in hoisted.y_avals if _is_float(aval)),
+        d_ys=_sum(aval for hoisted in loops for aval in hoisted.y_avals if is_smooth(aval)),
         weights=_sum(filter(is_smooth, shared.values())),
     )
-
-
-def _recomputed(hoisted: Hoisted) -> Step:
-    return checkpoint_step(hoisted.loop.step, Remat(levels=1), looped=True, trace=hoisted)
-
-
-def _shared(hoisted: Hoisted) -> list[Any]:
-    """What all steps read: the arguments of the loop, what no step changes, and what the body closes over."""
-    return [leaf for leaf in (*jax.tree.leaves(hoisted.loop.consts), *hoisted.closed) if hasattr(leaf, "dtype")]
 
 
 def carry_bytes(hoisted: Hoisted) -> int:
@@ -124,13 +111,7 @@ def _bytes_of(value: Any) -> int:
             f"{{call}}: there is no plan, because it counts bytes, and the size `{symbol}` of an array is symbolic.",
             'Choose a plan yourself, for example `remat="nested"`, or export with known sizes.',
         )
-    if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key):
-        return 16 * math.prod(aval.shape)
-    return math.prod(aval.shape) * aval.dtype.itemsize
-
-
-def _is_float(aval: Any) -> bool:
-    return bool(jnp.issubdtype(aval.dtype, jnp.inexact))
+    return bytes_of(aval)
 
 
 def bytes_of_step(hoisted: Hoisted, step: Step) -> int:
@@ -192,13 +173,10 @@ def _residuals(step: Step, given: tuple[Any, list[Any], Feed], differentiated: i
         floats = [place < differentiated and is_smooth(leaf) for place, leaf in enumerate(leaves)]
 
         def of_floats(*given: Any) -> list[Any]:
-            mine = iter(given)
-            whole = [next(mine) if is_float else leaf for leaf, is_float in zip(leaves, floats, strict=True)]
-            new, y = step(*jax.tree.unflatten(structure, whole))
-            return [leaf for leaf in jax.tree.leaves((new, y)) if is_smooth(leaf)]
+            new, y = step(*jax.tree.unflatten(structure, replaced(floats, leaves, given)))
+            return list(filter(is_smooth, jax.tree.leaves((new, y))))
 
-        given = tuple(leaf for leaf, is_float in zip(leaves, floats, strict=True) if is_float)
-        returned, pullback = jax.vjp(of_floats, *given)
+        returned, pullback = jax.vjp(of_floats, *split(floats, leaves)[0])
         kept, derivative = jax.tree.flatten(pullback)
         read.extend(_read(lambda kept, given: jax.tree.unflatten(derivative, kept)(given), kept, returned))
         return kept
@@ -220,9 +198,8 @@ def _without_symbolic_zeros(hoisted: Hoisted, step: Step) -> Step:
 
     def inlined(consts: Any, state: list[Any], feed: Feed) -> tuple[PyTree, PyTree]:
         leaves, structure = jax.tree.flatten((consts, state, feed))
-        closed, types = jax.make_jaxpr(lambda *leaves: step(*jax.tree.unflatten(structure, leaves)), return_shape=True)(
-            *leaves
-        )
+        run = lambda *leaves: step(*jax.tree.unflatten(structure, leaves))  # noqa: E731
+        closed, types = jax.make_jaxpr(run, return_shape=True)(*leaves)
         results = evaluate_inlined(closed.jaxpr, closed.consts, leaves, called)
         return jax.tree.unflatten(jax.tree.structure(types), results)
 
@@ -322,9 +299,8 @@ class RematPlan:
 def describe_bytes(count: int) -> str:
     """A number of bytes, in a suitable unit."""
     power = min(int(math.log2(count) // 10), 4) if count else 0
-    return (
-        f"{count:,} B" if not power else f"{count / 2 ** (10 * power):,.1f} {('', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
-    )
+    unit = ("B", "KiB", "MiB", "GiB", "TiB")[power]
+    return f"{count / 2 ** (10 * power):,.1f} {unit}" if power else f"{count:,} {unit}"
 
 
 def fit_budget(hoisted: Hoisted, remat: Remat) -> Remat | None:
@@ -349,7 +325,7 @@ def plan_of(hoisted: Hoisted, remat: Remat | None) -> RematPlan:
     """What a loop's gradient saves under a `Remat`."""
     length = hoisted.loop.length
     refuse_symbolic(length, "remat")
-    step = footprint_of(hoisted)
+    step = footprint_of([hoisted])
     if remat is not None and remat.budget is not None:
         return cheapest_within(remat.budget, length, step, *_in_chunk(hoisted, step))
     if remat is not None and saves_whole_steps(hoisted, remat):
@@ -472,7 +448,8 @@ def _copied_bytes(length: int, sizes: tuple[int, ...], step: Footprint) -> int:
     Where the last chunk is not full, the whole chunks are cut off xs.
     """
     cut = length * step.xs if sizes and length % sizes[-1] else 0
-    return sum(sizes) * step.at_one_level + len(sizes) * step.weights + cut + step.once
+    at_one_level = step.xs + step.d_xs + step.d_ys  # of each step that a level slices out, and whose gradients it adds
+    return sum(sizes) * at_one_level + len(sizes) * step.weights + cut + step.once
 
 
 def fit_turns(loops: Sequence[Hoisted], remat: Remat) -> Remat | None:
@@ -487,13 +464,11 @@ def fit_turns(loops: Sequence[Hoisted], remat: Remat) -> Remat | None:
 def plan_of_turns(loops: Sequence[Hoisted], remat: Remat | None) -> RematPlan:
     """What the gradient of loops that take turns needs. Loops that lead may have one turn more than the others."""
     rounds = min(hoisted.loop.length for hoisted in loops)
-    step = dataclasses.replace(footprint_of_turns(loops), once=_cut_off(loops, rounds))
+    # The stacks that lead are copied: their last layers are cut off them.
+    leading = (hoisted for hoisted in loops if hoisted.loop.length > rounds)
+    once = rounds * sum(_sum(jax.tree.leaves(one_step(hoisted.loop.xs))) for hoisted in leading)
+    step = dataclasses.replace(footprint_of(loops), once=once)
     if remat is not None and remat.budget is not None:
         return cheapest_within(remat.budget, rounds, step, step, step.whole, unit="period")
     kept = [kept_by_policy(hoisted, remat) for hoisted in loops]
     return describe(remat, rounds, step, None if None in kept else sum(filter(None, kept)))
-
-
-def _cut_off(loops: Sequence[Hoisted], rounds: int) -> int:
-    """The copy of the stacks that lead, off which their last layers are cut."""
-    return sum(rounds * footprint_of(hoisted).xs for hoisted in loops if hoisted.loop.length > rounds)

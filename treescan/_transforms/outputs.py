@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,7 +18,7 @@ from .._errors import ArgumentError, Fault
 from .._loop.chunk import Level, RunChunk, Wish, run_chunked
 from .._loop.loop import Feed, Loop, Paced, Step
 from .._loop.run import as_arrays, run
-from .._trace.hoist import is_untraced, one_step, traced
+from .._trace.hoist import is_untraced, one_step, split, traced
 from .._tree import Prefix, PrefixMismatch
 from .._types import Array, Axes, PyTree, Save
 from .axes import move_outputs
@@ -188,7 +189,7 @@ class Emit:
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, list[Array]]:
         state, y = self.step(consts, state, feed)
-        return state, [leaf for leaf, flag in zip(jax.tree.leaves(y), self.flags, strict=True) if flag]
+        return state, split(self.flags, jax.tree.leaves(y))[0]
 
 
 def emitting(step: Step, keeps: Sequence[Keep]) -> Emit:
@@ -248,7 +249,7 @@ class _LastOfChunks:
 
     def _last(self, keep: Keep, ys: Array) -> Array:
         if keep == LAST:
-            return ys[:1] if self.chunk.reverse else ys[-1:]
+            return ys[:1] if self.chunk.bare.reverse else ys[-1:]
         if keep == self.level.size:
             return ys[-1:] if self.chunk.length == self.level.size else ys[:0]
         return ys
@@ -265,12 +266,7 @@ class _QuietSteps:
         loop, loud = self.chunk.loop(consts, state, feed), self._loud_steps()
         always = tuple(keep == ALL for keep in self.level.keeps)
         everything = tuple(keep is not None for keep in self.level.keeps)
-        parts: list[tuple[int, int]] = []
-        start = 0
-        for at in (*sorted(loud), loop.length):
-            parts.extend([(start, at)] if start < at else [])
-            parts.extend([(at, at + 1)] if at < loop.length else [])
-            start = at + 1
+        parts = list(itertools.pairwise(sorted({0, loop.length, *loud, *(at + 1 for at in loud)})))
         ys: dict[int, list[Array]] = {i: [] for i in self.level.emitted}
         for start, stop in parts[::-1] if loop.reverse else parts:
             flags = everything if start in loud else always
@@ -281,32 +277,23 @@ class _QuietSteps:
             for i, y in zip(kept, new, strict=True):
                 if always[i] or i in loud[start]:
                     ys[i].append(y)
-        if not all(ys.values()):
-            self._put_none(loop, ys)
-        return state, [_join(pieces[::-1] if loop.reverse else pieces) for pieces in ys.values()]
+        if not all(ys.values()):  # empty stacks for the outputs that no step of this chunk keeps
+            _, y = jax.eval_shape(loop.step, loop.consts, loop.state, one_step(loop.xs))
+            for i, leaf in enumerate(jax.tree.leaves(y)):
+                if ys.get(i) == []:
+                    ys[i] = [place_like(jax.lax.full(leaf.shape, 0, leaf.dtype), leaf)[None][:0]]
+        pieces = [each[::-1] if loop.reverse else each for each in ys.values()]
+        return state, [each[0] if len(each) == 1 else jnp.concatenate(each) for each in pieces]
 
     def _loud_steps(self) -> dict[int, list[int]]:
         """The steps that keep more than all steps do, and the leaves that they keep."""
         loud: dict[int, list[int]] = {}
         for i, keep in enumerate(self.level.keeps):
             if keep == LAST:
-                loud.setdefault(0 if self.chunk.reverse else self.chunk.length - 1, []).append(i)
+                loud.setdefault(0 if self.chunk.bare.reverse else self.chunk.length - 1, []).append(i)
             elif keep not in (ALL, None) and self.chunk.length == self.level.size:
                 loud.setdefault(self.chunk.length - 1, []).append(i)
         return loud
-
-    def _put_none(self, loop: Loop, ys: dict[int, list[Array]]) -> None:
-        """Empty stacks for the outputs that no step of this chunk keeps."""
-        _, y = jax.eval_shape(loop.step, loop.consts, loop.state, one_step(loop.xs))
-        for i, (leaf, pieces) in enumerate(
-            zip(jax.tree.leaves(y), map(ys.get, range(len(self.level.keeps))), strict=True)
-        ):
-            if pieces == []:
-                ys[i] = [place_like(jax.lax.full(leaf.shape, 0, leaf.dtype), leaf)[None][:0]]
-
-
-def _join(pieces: list[Array]) -> Array:
-    return pieces[0] if len(pieces) == 1 else jnp.concatenate(pieces)
 
 
 def _run_part(loop: Loop, start: int, stop: int, flags: tuple[bool, ...], *, alone: bool) -> tuple[PyTree, list[Array]]:
@@ -337,16 +324,6 @@ def last_chunk(loop: Loop) -> tuple[int, ...]:
     return tuple(few[-1:] or dividing[:1])
 
 
-def keep_levels(levels: Sequence[Level], keeps: tuple[Keep, ...]) -> tuple[Level, ...]:
-    """The levels, ascending, with what each keeps."""
-
-    def thinned(level: Level, *, innermost: bool) -> Level:
-        needed = innermost or LAST in keeps or level.size in keeps
-        return dataclasses.replace(level, outputs=Thinned(level.size, keeps, innermost)) if needed else level
-
-    return tuple(thinned(level, innermost=place == 0) for place, level in enumerate(levels))
-
-
 def run_keeping(loop: Loop, levels: Sequence[Level], keeps: tuple[Keep, ...]) -> tuple[PyTree, list[Any]]:
     """Runs a loop in chunks, and keeps of its outputs what is asked for.
 
@@ -359,12 +336,18 @@ def run_keeping(loop: Loop, levels: Sequence[Level], keeps: tuple[Keep, ...]) ->
         The last state, and the leaves of ys that are left; see `kept_leaves`.
     """
     sizes = [level.size for level in levels] or [loop.length]
-    often = tuple(_within_chunks(keep, sizes[0]) for keep in keeps)
+    # Where the chunks have no boundary where one should be, an output is kept in all steps.
+    often = tuple(ALL if keep and keep % sizes[0] else keep for keep in keeps)
     if any(getattr(level.around, "recomputes", False) for level in levels) and loop.length % sizes[-1] == 1:
         often = tuple(None if keep is None else ALL for keep in keeps)  # the step that is left over is no loop
     if is_thinned(often):
         loop = dataclasses.replace(loop, step=_as_function(loop, loop.step), state=_settled(loop))
-        chunks = keep_levels(levels or (Level(loop.length),), often)
+        chunks = tuple(
+            dataclasses.replace(level, outputs=Thinned(level.size, often, innermost=place == 0))
+            if place == 0 or LAST in often or level.size in often
+            else level
+            for place, level in enumerate(levels or (Level(loop.length),))
+        )
         state, ys = run_chunked(loop, chunks)
     else:
         state, ys = run_chunked(dataclasses.replace(loop, step=emitting(loop.step, keeps)), tuple(levels))
@@ -394,11 +377,6 @@ def _settled(loop: Loop) -> PyTree:
         as_arrays(loop.state),
         state,
     )
-
-
-def _within_chunks(keep: Keep, finest: int) -> Keep:
-    """How often an output is kept in the loop: in all steps where the chunks have no boundary where it should be."""
-    return ALL if keep and keep % finest else keep
 
 
 def _finish(ys: Array, keep: int, kept: Keep, loop: Loop, sizes: Sequence[int]) -> Array:

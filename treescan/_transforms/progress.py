@@ -9,14 +9,14 @@ import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from .._avals import describe_argument, dtype_of, exact_int, shape_of
 from .._body.carry import read_carries
-from .._errors import ArgumentError, ArgumentTypeError, Fault
+from .._errors import ArgumentError, ArgumentTypeError, Fault, TreescanError
 from .._loop.body import Body, Memo
 from .._loop.chunk import Around, Wish
 from .._loop.loop import Feed, Loop, Paced, Step
@@ -31,17 +31,25 @@ from .refuse import refuse_symbolic
 from .rows.leaves import any_along, most_of_all, most_of_devices
 
 
+def _expect(
+    holds: object, field: str, kind: str, given: Any, cure: str, error: type[TreescanError] = ArgumentTypeError
+) -> None:
+    """Refuses a field of a `Progress` that is not of its kind."""
+    if not holds:
+        what = f"`{field}` of a `Progress` {kind}, got {describe_argument(given)}."
+        raise Fault(error, f"{{verb}} over {{body}}: {what}", cure)
+
+
+_SHOW = 'For example `show=lambda carry: {"loss": carry.loss}`.'
+
+
 def check_shown(shown: Any) -> list[str]:
     """The names of the values that are printed beside a bar."""
-    if not isinstance(shown, Mapping) or not all(isinstance(name, str) for name in shown):
-        raise Fault(
-            ArgumentError,
-            "{verb} over {body}: `show` of a `Progress` returns a dict from names to scalars, got "
-            f"{describe_argument(shown)}.",
-            'For example `show=lambda carry: {"loss": carry.loss}`.',
-        )
+    named = isinstance(shown, Mapping) and all(isinstance(name, str) for name in shown)
+    _expect(named, "show", "returns a dict from names to scalars", shown, _SHOW, ArgumentError)
     for name, value in shown.items():
-        if shape_of(value) != () or not _is_number(dtype_of(value)):
+        dtype, kinds = dtype_of(value), (jnp.floating, jnp.integer, jnp.bool_)
+        if shape_of(value) != () or dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
             raise Fault(
                 ArgumentError,
                 f"{{verb}} over {{body}}: `show` of a `Progress` returns a dict of scalars, but `{name}` is "
@@ -49,10 +57,6 @@ def check_shown(shown: Any) -> list[str]:
                 f'Reduce it to one number: `{{"{name}": jnp.mean(...)}}`.',
             )
     return list(shown)
-
-
-def _is_number(dtype: Any) -> bool:
-    return dtype is not None and any(jnp.issubdtype(dtype, kind) for kind in (jnp.floating, jnp.integer, jnp.bool_))
 
 
 def check_progress(progress: Any, body: Body, verb: str) -> Progress | None:
@@ -69,30 +73,27 @@ def check_progress(progress: Any, body: Body, verb: str) -> Progress | None:
             '`progress="train"` shows a bar with that label. `treescan.Progress("train", updates=20)` sets how often '
             "it moves, and what is printed next to it.",
         )
-    _check_label_and_show(progress)
-    updates = exact_int(progress.updates)
-    if progress.updates is not None and (updates is None or updates < 1):
-        raise Fault(
-            ArgumentError,
-            "{verb} over {body}: `updates` of a `Progress` must be an int of at least 1, got "
-            f"{describe_argument(progress.updates)}.",
-            "The loop is cut into at most this many chunks. Without it, the bar moves five times a second at most. "
-            "`progress=None` shows nothing.",
-        )
-    _check_flags(progress)
-    label = _default_label(body, verb) if progress.label is None else progress.label
-    return dataclasses.replace(progress, label=label, updates=updates, meter=_check_meter(progress.meter))
-
-
-def _check_flags(progress: Progress) -> None:
+    label, show, updates = progress.label, progress.show, exact_int(progress.updates)
+    is_label, is_count = label is None or isinstance(label, str), updates is not None and updates >= 1
+    _expect(is_label, "label", "must be a string", label, "Without a label, the bar has the name of the body.")
+    _expect(show is None or callable(show), "show", "must be a function of the carry", show, _SHOW)
+    _expect(
+        progress.updates is None or is_count,
+        "updates",
+        "must be an int of at least 1",
+        progress.updates,
+        "The loop is cut into at most this many chunks. Without it, the bar moves five times a second at most. "
+        "`progress=None` shows nothing.",
+        ArgumentError,
+    )
     for name in ("backward", "batched"):
         value = getattr(progress, name)
-        if not isinstance(value, bool):
-            raise Fault(
-                ArgumentTypeError,
-                f"{{verb}} over {{body}}: `{name}` of a `Progress` is True or False, got {describe_argument(value)}.",
-                "`backward=True` asks for a bar of the gradient too, `batched=True` for one of each element of a vmap.",
-            )
+        cure = "`backward=True` asks for a bar of the gradient too, `batched=True` for one of each element of a vmap."
+        _expect(isinstance(value, bool), name, "is True or False", value, cure)
+    if label is None:
+        name = getattr(body.function, "__name__", "<")
+        label = verb if name.startswith("<") else name
+    return dataclasses.replace(progress, label=label, updates=updates, meter=_check_meter(progress.meter))
 
 
 def refuse_backward(progress: Progress | None) -> Progress | None:
@@ -107,37 +108,18 @@ def refuse_backward(progress: Progress | None) -> Progress | None:
     return progress
 
 
-def _check_label_and_show(progress: Progress) -> None:
-    if progress.label is not None and not isinstance(progress.label, str):
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}} over {{body}}: `label` of a `Progress` must be a string, got "
-            f"{describe_argument(progress.label)}.",
-            "Without a label, the bar has the name of the body.",
-        )
-    if progress.show is not None and not callable(progress.show):
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}} over {{body}}: `show` of a `Progress` must be a function of the carry, got "
-            f"{describe_argument(progress.show)}.",
-            'For example `show=lambda carry: {"loss": carry.loss}`.',
-        )
-
-
 def _check_meter(meter: Any) -> AbstractProgressMeter:
     if meter is None:
         return Tqdm() if has_tqdm() else Text()
-    if not isinstance(meter, AbstractProgressMeter):
-        called = isinstance(meter, type) and issubclass(meter, AbstractProgressMeter)
-        raise Fault(
-            ArgumentTypeError,
-            f"{{verb}} over {{body}}: `meter` of a `Progress` must be a `treescan.AbstractProgressMeter`, got "
-            f"{describe_argument(meter)}.",
-            f"Pass an instance: `meter={meter.__name__}()`."
-            if called
-            else "`treescan.Tqdm()` and `treescan.Text()` are there. A class of your own has the methods `init`, "
-            "`step` and `close`.",
-        )
+    cure = (
+        f"Pass an instance: `meter={meter.__name__}()`."
+        if isinstance(meter, type) and issubclass(meter, AbstractProgressMeter)
+        else "`treescan.Tqdm()` and `treescan.Text()` are there. A class of your own has the methods `init`, `step` "
+        "and `close`."
+    )
+    is_meter = isinstance(meter, AbstractProgressMeter)
+    _expect(is_meter, "meter", "must be a `treescan.AbstractProgressMeter`", meter, cure)
+    assert isinstance(meter, AbstractProgressMeter)
     try:
         hash(meter)
     except TypeError:
@@ -155,77 +137,33 @@ def _check_meter(meter: Any) -> AbstractProgressMeter:
     return meter
 
 
-def _default_label(body: Body, verb: str) -> str:
-    name = getattr(body.function, "__name__", "<")
-    return verb if name.startswith("<") else name
+def _tapped(back: Reporter, tick: Tick, tree: PyTree) -> PyTree:
+    """The tree. In the backward pass a tick is reported once its cotangents are known."""
+    part = smooth_part(tree)
+    on, off = part.split(tree)
+    if not on:
+        return tree
 
-
-@dataclass(frozen=True, eq=False)
-class Backward:
-    """Reports how far the backward pass of a loop has come."""
-
-    reporter: Reporter
-
-    def around(self, step: Step, tick: Tick, *, leads: bool) -> Step:
-        """A chunk whose backward pass reports.
-
-        What it was given may have no tangent if it runs before all others and outside of a loop, and has none if the
-        loop carries none. Then what comes out of the chunk is looked at: the report is early by this chunk.
-        """
-
-        def reporting(consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-            if leads:
-                return self._tapped(tick, step(consts, state, feed))
-            if not _has_tangents(state):
-                return self.after(tick, *step(consts, state, feed))
-            return step(consts, self._tapped(tick, state), feed)
-
-        return reporting
-
-    def after(self, tick: Tick, state: PyTree, ys: PyTree) -> tuple[PyTree, PyTree]:
-        """The results of a chunk. In the backward pass the tick is reported as soon as their cotangents are known.
-
-        Where ys are not used they have no cotangents, and JAX would make zeros for them to be looked at.
-        """
-        return (self._tapped(tick, state), ys) if _has_tangents(state) else (state, self._tapped(tick, ys))
-
-    def _tapped(self, tick: Tick, tree: PyTree) -> PyTree:
-        part = smooth_part(tree)
-        on, off = part.split(tree)
-        if not on:
-            return tree
-        same = jax.custom_vjp(lambda tick, leaves: leaves)
-        same.defvjp(lambda tick, leaves: (leaves, (tick, probes_of(leaves))), self._backwards)
-        return part.join(same(tick, on), off)
-
-    def _backwards(self, saved: tuple[Tick, list[Array]], cotangents: list[Any]) -> tuple[None, list[Any]]:
+    def report(saved: tuple[Tick, list[Array]], cotangents: list[Any]) -> tuple[None, list[Any]]:
         tick, probes = saved  # a cotangent may be known before the forward pass is
-        self.reporter.step(tick, [], [*probes, *probes_of(*cotangents)])
+        back.step(tick, [], [*probes, *probes_of(*cotangents)])
         return None, cotangents
+
+    same = jax.custom_vjp(lambda tick, leaves: leaves)
+    same.defvjp(lambda tick, leaves: (leaves, (tick, probes_of(leaves))), report)
+    return part.join(same(tick, on), off)
+
+
+def _tapped_after(back: Reporter, tick: Tick, state: PyTree, ys: PyTree) -> tuple[PyTree, PyTree]:
+    """The results of a chunk, of which one is tapped.
+
+    Where ys are not used they have no cotangents, and JAX would make zeros for them to be looked at.
+    """
+    return (_tapped(back, tick, state), ys) if _has_tangents(state) else (state, _tapped(back, tick, ys))
 
 
 def _has_tangents(tree: PyTree) -> bool:
     return any(smooth_part(tree).on)
-
-
-@dataclass(frozen=True, eq=False)
-class RunBackward:
-    """Runs a loop; its backward pass reports when it begins.
-
-    Attributes:
-        back: reports it.
-        ending: what is reported then.
-    """
-
-    back: Backward
-    ending: Tick
-
-    def __call__(self, loop: Loop) -> tuple[PyTree, PyTree]:
-        loop, levels = plan(loop)
-        results = run_levels(loop, levels)
-        if any(level.ticked and level.size >= loop.length for level in levels):  # one chunk, which reports its end
-            return results
-        return self.back.after(self.ending, *results)
 
 
 def no_forward_mode() -> Fault:
@@ -269,17 +207,24 @@ class ShowProgress:
         reporter = Reporter(showing.site, progress.batched)
         done = _live_steps(loop, each=progress.batched)
         total = jnp.int32(loop.length) if done is None else jnp.sum(done)
-        probes = _all_probes(loop) if progress.batched else probes_of(loop.state, loop.xs.x)
+        probes = probes_of(loop.state, loop.xs.x)
+        if progress.batched:  # of all that the loop reads: they are mapped if anything is that differs between its runs
+            closed = [] if loop.trace is None else loop.trace.closed
+            probes = probes_of(*jax.tree.leaves((loop.consts, loop.state, loop.xs, closed)))
         paced = progress.updates is None and not (progress.backward or progress.batched)
         begun = reporter.begin(total, probes, kept=progress.backward, paced=paced)
         run, due = begun if paced else (begun, None)
         if not loop.length:
             reporter.end(run)
             return loop
-        back = Backward(Reporter(showing.backward_site, progress.batched)) if progress.backward else None
+        back = Reporter(showing.backward_site, progress.batched) if progress.backward else None
         ticks = TellChunks(reporter, back, showing, run, total, done, due=due)
         wish = Wish(-(-loop.length // (progress.updates or (MOST if paced else FEW))), ticks=ticks)
-        runner = RunPaced(ticks) if paced else None if back is None else RunBackward(back, ticks.ending)
+        ending = None
+        if back is not None:
+            false = jnp.zeros((), bool)
+            ending = Tick(run, total, total, false, false).backward(jnp.zeros_like(total), false)
+        runner = RunTold(ticks, ending) if paced or back is not None else None
         return dataclasses.replace(loop, wishes=(*loop.wishes, wish), runner=runner)
 
 
@@ -288,12 +233,6 @@ def _settled(loop: Loop) -> Loop:
     with jax.disable_jit(False):
         settled = hoist(dataclasses.replace(loop, state=as_arrays(loop.state))).settled
     return dataclasses.replace(loop, state=jax.tree.unflatten(jax.tree.structure(loop.state), settled), memo=Memo())
-
-
-def _all_probes(loop: Loop) -> list[Array]:
-    """Numbers of all that the loop reads: they are mapped if anything is that differs between its runs."""
-    closed = [] if loop.trace is None else loop.trace.closed
-    return probes_of(*jax.tree.leaves((loop.consts, loop.state, loop.xs, closed)))
 
 
 def _live_steps(loop: Loop, *, each: bool) -> Array | None:
@@ -306,8 +245,7 @@ def _live_steps(loop: Loop, *, each: bool) -> Array | None:
     valid = loop.xs.valid
     if loop.rows is None or valid is None or loop.rows.all_valid:
         return None
-    live = any_along(valid, range(1, valid.ndim)).astype(jnp.int32)
-    live = most_of_devices(live)
+    live = most_of_devices(any_along(valid, range(1, valid.ndim)).astype(jnp.int32))
     return live if each else most_of_all(live)
 
 
@@ -328,7 +266,7 @@ class TellChunks:
     """
 
     reporter: Reporter
-    back: Backward | None
+    back: Reporter | None
     showing: Showing
     run: Array
     total: Array
@@ -352,42 +290,40 @@ class TellChunks:
             before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(self.live, dtype=jnp.int32)])
             starts, ends = before[starts], before[ends]
         done, left = (self.total - starts, ends) if loop.reverse else (ends, self.total - starts)
-        around = _Around(self.reporter, self.back, self.showing, led, trailed, alone=count == 1)
+        around = _Around(self, led, trailed, alone=count == 1)
         if self.due is not None:
             state = Paced(loop.state, self.due, self.run, self.total)
             return dataclasses.replace(loop, state=state, xs=loop.xs._replace(tick=done)), around
         run, total = (jnp.broadcast_to(number, done.shape) for number in (self.run, self.total))
         tick = Tick(run, total, done, first, last & (not self.more))
-        ticks = Ticks(tick, None if self.back is None else tick.backward(left, begins))
+        ticks = tick, None if self.back is None else tick.backward(left, begins)
         return dataclasses.replace(loop, xs=loop.xs._replace(tick=ticks)), around
-
-    @property
-    def ending(self) -> Tick:
-        """What the backward pass reports when it begins."""
-        false = jnp.zeros((), bool)
-        return Tick(self.run, self.total, self.total, false, false).backward(jnp.zeros_like(self.total), false)
 
 
 @dataclass(frozen=True, eq=False)
-class RunPaced:
-    """Runs a loop whose reports are paced, and reports its end."""
+class RunTold:
+    """Runs a loop, and reports its end if its reports are paced; else its backward pass reports when it begins.
+
+    Attributes:
+        tell: says what is reported.
+        ending: what the backward pass reports when it begins; None: the reports are paced.
+    """
 
     tell: TellChunks
+    ending: Tick | None
 
     def __call__(self, loop: Loop) -> tuple[PyTree, PyTree]:
-        paced, ys = run_levels(*plan(loop))
-        state, due, run, total = paced
+        loop, levels = plan(loop)
+        results, tell = run_levels(loop, levels), self.tell
+        if tell.back is not None and self.ending is not None:
+            if any(level.ticked and level.size >= loop.length for level in levels):  # one chunk, which reports its end
+                return results
+            return _tapped_after(tell.back, self.ending, *results)
+        (state, due, run, total), ys = results
         always = due >= -NEVER  # reads `due`, so that JAX keeps the last call
         tick = Tick(run, total, total, first=due < 0, last=always)
-        self.tell.reporter.step(tick, self.tell.showing(state), probes_of(state))
+        tell.reporter.step(tick, tell.showing(state), probes_of(state))
         return state, ys
-
-
-class Ticks(NamedTuple):
-    """What is reported of a chunk, forwards and backwards."""
-
-    forward: Tick
-    backward: Tick | None
 
 
 @dataclass(frozen=True, eq=False)
@@ -395,71 +331,65 @@ class _Around:
     """What is put around a chunk.
 
     Attributes:
-        reporter: reports it.
-        back: reports its backward pass.
-        showing: what is shown of the state.
+        tell: says what is reported.
         led: whether a remainder runs before the chunks: nothing makes its report come before theirs, so it has none.
         trailed: whether one runs after them, and reads nothing that they make: nothing makes its report come last.
         alone: whether there is one chunk alone.
     """
 
-    reporter: Reporter
-    back: Backward | None
-    showing: Showing
+    tell: TellChunks
     led: bool
     trailed: bool
     alone: bool
 
     def __call__(self, step: Step, looped: bool) -> Step:
-        leads = not looped and (self.led or self.alone)
-        silent = not looped and (self.led or self.trailed)
-        return ReportingChunk(step, self.reporter, self.back, self.showing, silent=silent, leads=leads, looped=looped)
+        return ReportingChunk(step, self, looped)
 
 
 @dataclass(frozen=True, eq=False)
 class ReportingChunk:
-    """The step that runs a chunk, and reports that it is done, unless it is silent.
+    """The step that runs a chunk, and reports that it is done.
 
     Attributes:
         step: runs the chunk.
-        reporter: reports it.
-        back: reports its backward pass.
-        showing: what is shown of the state.
-        silent: whether nothing is reported.
-        leads: whether it runs before all others, and outside of their loop.
+        around: what made it.
         looped: whether it is one of the loop.
     """
 
     step: Step
-    reporter: Reporter
-    back: Backward | None
-    showing: Showing
-    silent: bool
-    leads: bool
+    around: _Around
     looped: bool
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        if isinstance(state, Paced):
-            return self._run_paced(consts, state, feed)
-        ticks: Ticks = feed.tick
-        step = self.step
-        if self.back is not None and ticks.backward is not None:
-            step = self.back.around(step, ticks.backward, leads=self.leads)
-        state, ys = step(consts, state, feed._replace(tick=None))
-        if self.silent:
-            return state, ys
-        probes = probes_of(state) if self.looped else probes_after(state)
-        self.reporter.step(ticks.forward, self.showing(state), probes)
+        tell, inner = self.around.tell, feed._replace(tick=None)
+        silent = not self.looped and (self.around.led or self.around.trailed)
+        if isinstance(state, Paced):  # this adds few operations: XLA runs more than a few in threads
+            new, ys = self.step(consts, state.state, inner)
+            if silent:
+                return state._replace(state=new), ys
+            shown, probes = tell.showing(new), probes_of(new)
+            due = tell.reporter.step_if_due(state.run, state.total, feed.tick, state.due, shown, probes)
+            return state._replace(state=new, due=due), ys
+        forward, backward = feed.tick
+        state, ys = self._run(backward, consts, state, inner)
+        if not silent:
+            tell.reporter.step(forward, tell.showing(state), probes_of(state) if self.looped else probes_after(state))
         return state, ys
 
-    def _run_paced(self, consts: PyTree, paced: Paced, feed: Feed) -> tuple[PyTree, PyTree]:
-        """Runs a chunk with a paced report. It adds few operations: XLA runs more than a few in threads."""
-        state, ys = self.step(consts, paced.state, feed._replace(tick=None))
-        if self.silent:
-            return paced._replace(state=state), ys
-        shown, probes = self.showing(state), probes_of(state)
-        due = self.reporter.step_if_due(paced.run, paced.total, feed.tick, paced.due, shown, probes)
-        return paced._replace(state=state, due=due), ys
+    def _run(self, tick: Tick | None, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        """Runs the chunk, whose backward pass reports a tick.
+
+        What it was given may have no tangent if it runs before all others and outside of a loop, and has none if the
+        loop carries none. Then what comes out of the chunk is looked at: the report is early by this chunk.
+        """
+        back = self.around.tell.back
+        if back is None or tick is None:
+            return self.step(consts, state, feed)
+        if not self.looped and (self.around.led or self.around.alone):
+            return _tapped(back, tick, self.step(consts, state, feed))
+        if not _has_tangents(state):
+            return _tapped_after(back, tick, *self.step(consts, state, feed))
+        return self.step(consts, _tapped(back, tick, state), feed)
 
 
 class Showing:

@@ -1,6 +1,6 @@
 """`check_finite="backward"`: looks at the cotangents of the carry, in reverse mode.
 
-The state holds a probe, whose cotangent notes what is found (`Probe` in `again.py`). A rule before the first step reads
+The state holds a probe, whose cotangent notes what is found (`Probe`). A rule before the first step reads
 it once the gradient has come through all steps. Nothing is told in a program that is not differentiated.
 """
 
@@ -10,50 +10,192 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
 
-from ..._avals import place_like
+from ..._avals import is_key, place_like
 from ..._axes import LeafAxes
 from ..._errors import ArgumentError, Fault
-from ..._loop.body import Memo
-from ..._loop.loop import Feed, Loop, Step, Transform
-from ..._loop.run import as_arrays
-from ..._trace.blame import is_checked
-from ..._trace.hoist import Repeatable, as_loop, merge
-from ..._trace.raw_keys import with_raw_keys
+from ..._loop.loop import Feed, Loop
+from ..._trace.hoist import is_smooth, merge, replaced, split, zeros_like
 from ..._types import Array, PyTree, TreeDef
-from ..nest import in_whole_state
 from ..refuse import in_reverse_alone
 from ..rows.axes import spread_batch_axes
-from .again import (
-    At,
-    Found,
-    Look,
-    Probe,
-    Pulled,
-    Reads,
-    Told,
-    case_of_pulled,
-    evidence_of,
-    evidence_there,
-    in_branch,
-    pass_outputs,
-    pass_state,
-    zero_of,
-)
-from .case import About, Case, Evidence, Outer, looks_backward, outer_steps, refuse_devices, refuse_effects
-from .check import CheckLayers, at_layer, before_layer, in_leaves, positions_of, tell
-from .site import Site, Slices, batch_of, number_of_position, of_rows, site_of, with_heads
+from ..rows.leaves import expand, last_set, select, select_valid, take_row
+from .again import At, Told, case_of, feed_at, in_branch, state_before
+from .case import CONSTANT, Bad, Evidence, OuterSteps, Worst, looks_backward, outer_steps
+from .check import Check, CheckLayers, before_layer, numbered_layers, tell
+from .site import Numbering, Reads, Site, any_of_rows, batch_of, of_rows, show_one
+
+_BASE = 1 << 16
+
+
+class Probe(NamedTuple):
+    """What its cotangent says of the steps behind it.
+
+    Attributes:
+        code: float32[*batch, 3], for each row the number of the step that was found, counted from 1, in two digits, and
+            whether the cotangent was bad before that step. 0: there is none.
+        after: the last cotangents of the state before that: what this step was given.
+        before: the cotangents of the state that were found: what this step made of them.
+        y: the cotangents of its outputs; of those without rows, one for each row.
+        closed: float32[], whether any row has found one; only where a leaf of the state belongs to all rows.
+        reached: float32[*batch, 2], the number of each row's last step; only where the loop may end early.
+    """
+
+    code: Array
+    after: list[Array]
+    before: list[Array]
+    y: list[Array]
+    closed: Array | None = None
+    reached: Array | None = None
+
+    def is_open(self) -> Array:
+        """bool[*batch]: in which rows nothing was found."""
+        nothing = jnp.all(self.code == 0, -1)
+        return nothing if self.closed is None else nothing & (self.closed == 0)
+
+    def axes(self, state: LeafAxes, y: LeafAxes) -> LeafAxes:
+        """Where the rows are in each leaf, of where they are in what it notes."""
+        closed, reached = (() if leaf is None else (axis,) for leaf, axis in ((self.closed, None), (self.reached, 0)))
+        return (0, *state, *state, *_leading(y), *closed, *reached)
+
+
+def number_of(digits: Array) -> Array:
+    """int32[*batch], counted from 0; -1: there is none."""
+    digits = digits.astype(jnp.int32)
+    return digits[..., 0] * _BASE + digits[..., 1] - 1
+
+
+def _digits_of(number: Array) -> Array:
+    return jnp.stack([(number + 1) // _BASE, (number + 1) % _BASE], -1).astype(jnp.float32)
+
+
+class Look(NamedTuple):
+    """How cotangents of the state are looked at.
+
+    Attributes:
+        axes: for each leaf where the rows are; None: it belongs to all.
+        of_result: whether no step made them yet.
+    """
+
+    axes: LeafAxes
+    of_result: bool = False
+
+
+def tapped(rule: Callable[..., Any], leaves: list[Array], probe: Probe, reads: Any) -> tuple[list[Array], Probe]:
+    """The leaves and the probe, on whose cotangents a rule looks: it maps (reads, these) to theirs, and None."""
+    same = jax.custom_vjp(lambda leaves, probe, reads: (leaves, probe))
+    same.defvjp(lambda leaves, probe, reads: ((leaves, probe), reads), rule)
+    return same(leaves, probe, reads)
+
+
+def pass_state(look: Look, leaves: list[Array], probe: Probe, number: Array) -> tuple[list[Array], Probe]:
+    """The state and the probe before or after a step; the cotangents of the state are looked at."""
+    return tapped(functools.partial(_look, look), leaves, probe, number)
+
+
+def _look(look: Look, number: Array, given: tuple[list[Array], Probe]) -> tuple[list[Array], Probe, None]:
+    leaves, probe = given
+    is_open, rows = probe.is_open(), probe.code.ndim - 1
+    bad = jnp.zeros((1,) * rows, bool)
+    for leaf, axis in zip(leaves, look.axes, strict=True):
+        bad = bad | any_of_rows(~jnp.isfinite(leaf), axis, rows)
+    found, going = is_open & bad, is_open & ~bad
+    digits = _digits_of(number)
+    code = jnp.concatenate([digits, jnp.full_like(digits[..., :1], look.of_result)], -1)
+    closed, any_found, none_found = probe.closed, found, going
+    if closed is not None:
+        any_found, none_found = jnp.any(found), (closed == 0) & ~jnp.any(found)
+        closed = jnp.where(any_found, 1.0, closed)
+    noted = Probe(
+        select(found[..., None], code, probe.code),
+        _where(going, none_found, leaves, probe.after, look.axes),
+        _where(found, any_found, leaves, probe.before, look.axes),
+        probe.y,
+        closed,
+        None if probe.reached is None else select(probe.reached == 0, digits, probe.reached),
+    )
+    return leaves, noted, None
+
+
+def pass_outputs(axes: LeafAxes, leaves: list[Array], probe: Probe) -> tuple[list[Array], Probe]:
+    """The outputs of a step and the probe after it; the cotangents of the outputs are noted."""
+
+    def note(_: None, given: tuple[list[Array], Probe]) -> tuple[list[Array], Probe, None]:
+        leaves, probe = given
+        spread = [
+            jnp.broadcast_to(leaf, old.shape) if axis is None else leaf
+            for leaf, old, axis in zip(leaves, probe.y, axes, strict=True)
+        ]
+        is_open = probe.is_open()
+        return leaves, probe._replace(y=_where(is_open, is_open, spread, probe.y, _leading(axes))), None
+
+    return tapped(note, leaves, probe, None)
+
+
+def _leading(axes: LeafAxes) -> LeafAxes:
+    """Where the rows are in what is noted of outputs: of those without rows, there is one for each row."""
+    return tuple(0 if axis is None else axis for axis in axes)
+
+
+def _where(rows: Array, others: Array, new: Sequence[Array], old: Sequence[Array], axes: LeafAxes) -> list[Array]:
+    """The new leaves where a row is flagged; of leaves that belong to all rows, where `others` says so."""
+    return [
+        select(others if axis is None or not rows.ndim else expand(rows, a, axis), place_like(a, jax.typeof(b)), b)
+        for a, b, axis in zip(new, old, axes, strict=True)
+    ]
+
+
+def zero_of(tree: Any) -> Array:
+    """bool[]: False, and mapped where anything in a tree is: JAX adds up the cotangents of what is not."""
+    zero = jnp.zeros((), bool)
+    for leaf in jax.tree.leaves(tree):
+        if not is_key(leaf):
+            none = jax.lax.stop_gradient(leaf)[None][:0]
+            zero = zero | jnp.any(none != none)
+    return zero
+
+
+class Found(NamedTuple):
+    """A bad cotangent.
+
+    Attributes:
+        number: int32[], of the step, in the order of the run; -1: there is none.
+        rows: bool[*batch], in which rows that step was found.
+        of_result: bool[], whether it was bad before that step.
+        after: the cotangents of the state that the step was given, of leaves that are looked at.
+        before: those that it made.
+        y: those of its outputs; of those without rows, one for each row.
+        taken: int32[*batch], how many steps each row took; None: as many as the mask says.
+    """
+
+    number: Array
+    rows: Array
+    of_result: Array
+    after: list[Array]
+    before: list[Array]
+    y: list[Array]
+    taken: Array | None
+
+    @classmethod
+    def of(cls, probe: Probe) -> Found:
+        """What a probe says: of all rows, what was found first on the way back."""
+        numbers = number_of(probe.code)
+        number = jnp.max(numbers, initial=-1)
+        rows = (numbers == number) & (number >= 0)
+        of_result = jnp.any(rows & (probe.code[..., 2] > 0))
+        taken = None if probe.reached is None else number_of(probe.reached) + 1
+        return cls(number, rows, of_result, probe.after, probe.before, probe.y, taken)
 
 
 @dataclass(frozen=True)
-class Watched:
-    """Which leaves are looked at.
+class Noted:
+    """Which cotangents are looked at.
 
     Attributes:
         flags: for each leaf of the state whether a step may change it, and it has a cotangent.
@@ -67,159 +209,226 @@ class Watched:
 
     def pick(self, leaves: Sequence[Any]) -> list[Any]:
         """Those of the leaves."""
-        return [leaf for leaf, watched in zip(leaves, self.flags, strict=True) if watched]
-
-    def put(self, leaves: Sequence[Any], new: Sequence[Any]) -> list[Any]:
-        """The leaves, those replaced."""
-        others = iter(new)
-        return [next(others) if watched else leaf for leaf, watched in zip(leaves, self.flags, strict=True)]
+        return split(self.flags, leaves)[0]
 
 
-def smooth(leaves: Sequence[Any]) -> list[Any]:
-    """The leaves that have a cotangent."""
-    return [leaf for leaf in leaves if is_checked(leaf)]
+class Pull(NamedTuple):
+    """What the derivative of one step is evaluated from.
+
+    Attributes:
+        consts: of the loop.
+        leaves: the state before the step.
+        feed: what the step is fed.
+        after: the cotangents that it is given.
+        y: those of its outputs.
+    """
+
+    consts: Any
+    leaves: list[Array]
+    feed: Feed
+    after: list[Array]
+    y: list[Array]
 
 
-def put_smooth(leaves: Sequence[Any], new: Sequence[Any]) -> list[Any]:
-    """The leaves, those that have a cotangent replaced."""
-    others = iter(new)
-    return [next(others) if is_checked(leaf) else leaf for leaf in leaves]
+def evidence_of(
+    told: Told, site: Site, noted: Noted, found: Found, loop: Loop, at: At, leaves: list[Array]
+) -> Evidence:
+    """What is known of a bad cotangent. Its `before` is the carry of the step, its `after` the cotangents.
+
+    Args:
+        told: notes what is static of it.
+        site: the loop.
+        noted: which leaves of the whole state are looked at.
+        found: the cotangent.
+        loop: the same loop, as it runs once more.
+        at: the step.
+        leaves: the state before it, of the leaves that change.
+    """
+    feed, rows, (unchanged, (_, inner)) = feed_at(at, loop), loop.rows, loop.consts
+    after = split(noted.pick(site.fixed), found.after)[1]
+    given = Pull(loop.consts, leaves, feed, after, found.y)
+    made = found.before
+    if rows is not None:
+        given = _of_found_rows(given, noted, found, loop)
+        made = [
+            leaf if axis is None else select_valid(found.rows, leaf, jnp.zeros((), leaf.dtype), axis)
+            for leaf, axis in zip(made, noted.axes, strict=True)  # 0 in rows that were not found
+        ]
+    pulled = _pull_back(told, site, loop, given)
+    none = [None] * len(site.fixed)
+    cotangents = merge(noted.flags, made, none)
+    worst = Worst.of(_bad(cotangents))
+    pulls = [is_smooth(leaf) and not fixed for leaf, fixed in zip(site.hoisted.settled, site.fixed, strict=True)]
+    blamed = worst.pick(_bad(merge(pulls, pulled, none)))
+    return Evidence(
+        found.number,
+        jnp.asarray(at.position, jnp.int32),
+        merge(site.fixed, unchanged, leaves),
+        [jnp.zeros(()) if leaf is None else leaf for leaf in cotangents],
+        site.x_of(feed.x, inner[0] if site.slices is not None else ()),
+        None if rows is None else feed.valid,
+        worst,
+        told.blame.bits(split(pulls, blamed)[0], worst.is_nan),
+        found.of_result,
+    )
 
 
-@dataclass(frozen=True, eq=False)
-class WatchedBackward:
+def _bad(cotangents: Sequence[Array | None]) -> list[Bad | None]:
+    """For each leaf which elements are bad; None: it is not looked at."""
+    return [None if leaf is None else Bad(jnp.isnan(leaf), ~jnp.isfinite(leaf)) for leaf in cotangents]
+
+
+def _of_found_rows(given: Pull, noted: Noted, found: Found, loop: Loop) -> Pull:
+    """What a step is pulled from, in which every other row has the values of a row that was found."""
+    unchanged, inner = given.consts
+    x, structure = jax.tree.flatten(given.feed.x)
+    lender, batch, axes = last_set(found.rows), found.rows.shape, loop.rows.axes
+    y = [
+        take_row(leaf, lender, 0, batch).reshape(leaf.shape[len(batch) :]) if axis is None else leaf
+        for leaf, axis in zip(given.y, noted.y_axes, strict=True)
+    ]
+
+    def show(leaves: Sequence[Array], axes: LeafAxes) -> list[Array]:
+        return show_one(leaves, axes, found.rows)
+
+    return Pull(
+        (show(unchanged, loop.rows.fixed), inner),
+        show(given.leaves, axes.state),
+        given.feed._replace(x=jax.tree.unflatten(structure, show(x, axes.x))),
+        show(given.after, noted.axes),
+        show(y, noted.y_axes),
+    )
+
+
+def _pull_back(told: Told, site: Site, loop: Loop, given: Pull) -> list[Array]:
+    """Evaluates the derivative of a step, and notes what each of its inputs is called. Returns the cotangents."""
+
+    def pull(consts: Any, leaves: list[Array], feed: Any, after: list[Array], y: list[Array]) -> list[Array]:
+        def outputs(smooth: list[Array]) -> tuple[list[Array], list[Array]]:
+            new, ys = loop.step(consts, replaced(list(map(is_smooth, leaves)), leaves, smooth), feed)
+            return list(filter(is_smooth, new)), list(filter(is_smooth, jax.tree.leaves(ys)))
+
+        _, back = jax.vjp(outputs, list(filter(is_smooth, leaves)))
+        return back((after, y))[0]
+
+    jaxpr = jax.make_jaxpr(pull)(*given)
+    (_, (held, inner)), (whole, fed) = given.consts, site.names_of_feed()
+    fixed, changing = split(site.fixed, site.names_of_state())
+    smooth = [path for path, leaf in zip(changing, given.leaves, strict=True) if is_smooth(leaf)]
+    others = len(jax.tree.leaves(inner)) - len(whole)
+    constants = [*[CONSTANT] * len(jaxpr.consts), *fixed, *[CONSTANT] * len(held), *whole, *[CONSTANT] * others]
+    cotangents = [*(f"the cotangent of {path} after it" for path in smooth), *(["the cotangent of y"] * len(given.y))]
+    names = [*constants, *changing, *fed, *cotangents]
+    return told.evaluate(jaxpr.jaxpr, names, [*jaxpr.consts, *jax.tree.leaves(given)])
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class WatchedBackward(Numbering):
     """A step that hands on a probe. Its state: [*the leaves of the probe, with `counts` its number, *the inner state].
 
     Attributes:
-        step: the inner step; its state is a list of leaves.
-        keyed: whether the inner step is fed its position too.
         probe: the structure of the probe.
-        watched: which leaves are looked at.
-        counts: whether the state counts the steps; else the feed has their positions.
-        last: the highest position, of a loop in reverse; else None.
+        noted: which cotangents of its own state are looked at.
         looks_after: whether it looks at the cotangents too that the step is given: some come from beside the loop.
         y_from: which of the outputs that the probe notes is the first of this step's.
     """
 
-    step: Step
-    keyed: bool
     probe: TreeDef
-    watched: Watched
-    counts: bool = False
-    last: Any = None
+    noted: Noted
     looks_after: bool = False
     y_from: int = 0
 
     def __call__(self, consts: PyTree, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
-        leaves, count, given = self.split(state)
-        probe = jax.tree.unflatten(self.probe, leaves)
-        number = count[0] if count else number_of_position(feed.position, self.last)
-        seen, probe = pass_state(Look(self.watched.axes), self.watched.pick(given), probe, number)
-        given = self.watched.put(given, seen)
-        new, y = self.step(consts, given, feed if self.keyed else feed._replace(position=None))
+        probe, count, given = self.split(state)
+        number = self.number(count, feed)
+        given, probe = self.look(given, probe, number)
+        new, y = self.run(consts, given, feed)
         outputs, structure = jax.tree.flatten(y)
-        noted, probe = self._noted(smooth(outputs), probe)
+        flags = list(map(is_smooth, outputs))
+        noted, _ = split(flags, outputs)
+        first, last = self.y_from, self.y_from + len(noted)
+        noted, own = pass_outputs(self.noted.y_axes, noted, probe._replace(y=probe.y[first:last]))
+        probe = own._replace(y=[*probe.y[:first], *own.y, *probe.y[last:]])
         if self.looks_after:
-            seen, probe = pass_state(Look(self.watched.axes, of_result=True), self.watched.pick(new), probe, number)
-            new = self.watched.put(new, seen)
-        y = jax.tree.unflatten(structure, put_smooth(outputs, noted))
+            new, probe = self.look(new, probe, number, of_result=True)
+        y = jax.tree.unflatten(structure, replaced(flags, outputs, noted))
         return [*jax.tree.leaves(probe), *(n + 1 for n in count), *new], y
 
-    def _noted(self, outputs: list[Array], probe: Probe) -> tuple[list[Array], Probe]:
-        first, last = self.y_from, self.y_from + len(outputs)
-        noted, own = pass_outputs(self.watched.y_axes, outputs, probe._replace(y=probe.y[first:last]))
-        return noted, own._replace(y=[*probe.y[:first], *own.y, *probe.y[last:]])
+    def look(
+        self, state: list[Array], probe: Probe, number: Array, *, of_result: bool = False
+    ) -> tuple[list[Array], Probe]:
+        """The inner state and the probe; the cotangents of the state are looked at."""
+        seen, probe = pass_state(Look(self.noted.axes, of_result), self.noted.pick(state), probe, number)
+        return replaced(self.noted.flags, state, seen), probe
 
-    def split(self, state: list[Array]) -> tuple[list[Array], list[Array], list[Array]]:
-        """The leaves of the probe, the number if there is one, and the inner state."""
+    def split(self, state: list[Array]) -> tuple[Probe, list[Array], list[Array]]:
+        """The probe, the number if there is one, and the inner state."""
         size = self.probe.num_leaves
-        return state[:size], state[size : size + self.counts], state[size + self.counts :]
+        start = size + self.counts
+        return jax.tree.unflatten(self.probe, state[:size]), state[size:start], state[start:]
 
-    @property
-    def once_only(self) -> bool:
-        """Whether it has effects that JAX refuses to repeat."""
-        return cast(Repeatable, self.step).once_only
-
-    def silenced(self) -> WatchedBackward:
-        """The step without the callbacks of the body, for a second run that must not report again."""
-        return dataclasses.replace(self, step=cast(Repeatable, self.step).silenced())
+    def end(self, state: list[Array], last: Any) -> list[Array]:
+        """The inner state after the last step, of this number. Where no step looks at what it is given, this does."""
+        probe, _, inner = self.split(state)
+        if self.looks_after:
+            return inner
+        return self.look(inner, probe, jnp.asarray(last, jnp.int32), of_result=True)[0]
 
 
 @dataclass(frozen=True)
-class CheckCotangents:
-    """`check_finite="backward"`.
+class CheckCotangents(Check):
+    """`check_finite="backward"`."""
 
-    Attributes:
-        about: the words for messages about the loop.
-        slices: what is scanned over, where some leaves are given whole; None: none are.
-        around: what is put around a step of rows.
-    """
+    def watch(self, loop: Loop, site: Site) -> Loop:
+        """The checked loop, of its site."""
+        plain, early, rows = self.in_leaves(loop, site), self.about.ends_early, loop.rows
+        noted, batch = _noted(site, rows, batch_of(loop)), batch_of(loop)
+        own = noted
+        if len(plain.state) < len(noted.flags):  # those that no step changes have left the state
+            own = dataclasses.replace(noted, flags=tuple(split(site.fixed, noted.flags)[1]))
+        leaves = own.pick(plain.state)
 
-    about: About
-    slices: Slices | None = None
-    around: tuple[Transform, ...] = ()
-    moves = True
+        def of_each_row(*shape: int, dtype: Any = jnp.float32) -> Array:
+            return of_rows(jnp.zeros((*batch, *shape), dtype), site.given)
 
-    def __call__(self, loop: Loop, last: Any = None) -> Loop:
-        """The checked loop. `last` is the position that a loop in reverse begins with, if not its highest."""
-        if not loop.length or 0 in batch_of(loop):  # there is nothing to look at
-            return loop
-        refuse_devices()
-        loop = with_raw_keys(dataclasses.replace(loop, state=as_arrays(loop.state)))
-        site = site_of(
-            loop, self.slices, self.around, loop.length - 1 if last is None else last, self.about.numbers(loop)
+        y = [
+            of_each_row(*aval.shape, dtype=aval.dtype) if axis is None and batch else zeros_like(aval)
+            for aval, axis in zip(_y_of(site), noted.y_axes, strict=True)
+        ]
+        probe = Probe(
+            of_each_row(3),
+            list(map(jnp.zeros_like, leaves)),
+            list(map(jnp.zeros_like, leaves)),
+            y,
+            jnp.zeros((), jnp.float32) if rows is not None and None in noted.axes else None,
+            of_each_row(2) if early and rows is not None else None,
         )
-        refuse_effects(site.hoisted)
-        plain, early = self._in_leaves(loop, site), self.about.ends_early
-        watched = _watched(plain, site)
-        leaves, probe = self._begin(plain.state, site, watched)
-        parts, structure = jax.tree.flatten(probe)
-        count = [of_rows(jnp.zeros(batch_of(loop), jnp.int32), loop)] * early
-        step = WatchedBackward(
-            plain.step,
-            keyed=plain.xs.position is not None,
-            probe=structure,
-            watched=watched,
-            counts=early,
-            last=loop.length - 1 if loop.reverse else None,
-            looks_after=early or loop.rows is not None,
-        )
-        position = plain.xs.position if early else jnp.arange(loop.length, dtype=jnp.int32)
-        axes = (*probe.axes(watched.axes, watched.y_axes), *(0 for _ in count))
-        plain = with_heads(dataclasses.replace(plain, state=leaves), [*parts, *count], axes)
-        if plain.rows is not None:
-            plain = dataclasses.replace(plain, trace=plain.trace._replace(reverse_rule=True))
-        checked = dataclasses.replace(plain, step=step, xs=plain.xs._replace(position=position), memo=Memo())
-        return checked.finished(lambda state: _end(step, state, loop.length))
+        outer = outer_steps()
 
-    def _in_leaves(self, loop: Loop, site: Site) -> Loop:
-        """The loop with a list of leaves as its state."""
-        if loop.rows is not None:
-            return loop
-        return (
-            in_whole_state(site.hoisted)
-            if self.about.ends_early
-            else dataclasses.replace(as_loop(site.hoisted), trace=None)
-        )
-
-    def _begin(self, state: list[Array], site: Site, watched: Watched) -> tuple[list[Array], Probe]:
-        """The state before the first step, and a probe; what its cotangent says is told in the gradient."""
-        pulled = Pulled.of(site, changing_of(site), watched.axes, watched.y_axes)
-
-        outer, places, _ = outer_steps()
-
-        def told(given: Any, probe: Probe) -> None:
+        def told(given: tuple[Reads, Any], probe: Probe) -> None:
             (reads, positions), found = given, Found.of(probe)
-            evidence, told = in_branch(
-                found.number >= 0, lambda told, *given: evidence_of(told, pulled, *given), found, reads
-            )
-            tell(evidence, case_of_pulled(pulled, self.about, told), outer, positions)
 
-        rows = None if site.given.rows is None else batch_of(site.given)
-        picked = watched.pick(state)
-        probe = _probe(picked, site, watched, rows, ends_early=self.about.ends_early)
-        seen, probe = begin(told, (pulled.reads, places), picked, probe)
-        return watched.put(state, seen), probe
+            def explain(told: Told, found: Found, reads: Reads) -> Evidence:
+                loop = site.once_more(reads, found.taken)
+                at = At.of(found.number, loop, reads.last)
+                return evidence_of(told, site, noted, found, loop, at, state_before(at, site, loop))
+
+            evidence, static = in_branch(found.number >= 0, explain, found, reads)
+            tell(evidence, case_of(site, self.about, static, noted.flags), outer._replace(positions=positions))
+
+        seen, probe = begin(told, (site.reads, outer.positions), leaves, probe)
+        parts, structure = jax.tree.flatten(probe)
+        count = [of_rows(jnp.zeros(batch, jnp.int32), loop)] * early
+        plain = dataclasses.replace(plain, state=replaced(own.flags, plain.state, seen))
+        if rows is not None:
+            plain = dataclasses.replace(plain, trace=plain.trace._replace(reverse_rule=True))
+        heads, axes = [*parts, *count], (*probe.axes(own.axes, own.y_axes), *(0 for _ in count))
+        looks_after = early or rows is not None
+        checked = self.around_steps(
+            WatchedBackward, plain, heads, axes, probe=structure, noted=own, looks_after=looks_after
+        )
+        step = cast(WatchedBackward, checked.step)
+        return checked.finished(lambda state: step.end(state, loop.length - 1))
 
 
 def begin(told: Any, reads: Any, leaves: list[Array], probe: Probe) -> tuple[list[Array], Probe]:
@@ -234,79 +443,34 @@ def begin(told: Any, reads: Any, leaves: list[Array], probe: Probe) -> tuple[lis
     zero = zero_of((reads, leaves))
     probe = jax.tree.map(lambda leaf: leaf + zero.astype(leaf.dtype), probe)
 
-    @jax.custom_vjp
-    def begin(leaves: list[Array], reads: Any, probe: Probe) -> tuple[list[Array], Probe]:
-        del reads
-        return leaves, probe
-
-    def forward(leaves: list[Array], reads: Any, probe: Probe) -> Any:
-        return (leaves, probe), reads
-
-    def backward(reads: Any, given: tuple[list[Array], Probe]) -> Any:
+    def tell_what_was_found(reads: Any, given: tuple[list[Array], Probe]) -> tuple[list[Array], None, None]:
         leaves, probe = given
         told(*jax.lax.stop_gradient((reads, probe)))
         return leaves, None, None
 
-    begin.defvjp(forward, backward)
-    return begin(leaves, reads, probe)
+    return tapped(tell_what_was_found, leaves, probe, reads)
 
 
-def changing_of(site: Site) -> tuple[bool, ...]:
+def _changing(site: Site) -> list[bool]:
     """For each leaf of the whole state whether a step may change it, and it has a cotangent."""
-    return tuple(not fixed and is_checked(leaf) for leaf, fixed in zip(site.hoisted.settled, site.fixed, strict=True))
+    return [not fixed and is_smooth(leaf) for leaf, fixed in zip(site.hoisted.settled, site.fixed, strict=True)]
 
 
-def _watched(loop: Loop, site: Site) -> Watched:
-    flags = changing_of(site)
-    if len(loop.state) < len(flags):  # those that no step changes have left the state
-        flags = tuple(flag for flag, fixed in zip(flags, site.fixed, strict=True) if not fixed)
-    y = [is_checked(jnp.zeros((), aval.dtype)) for aval in site.hoisted.y_avals]
-    axes: LeafAxes = (None,) * len(flags)
-    y_axes: LeafAxes = (None,) * len(y)
-    if loop.rows is not None:
-        axes = loop.rows.axes.state
-        y_axes = spread_batch_axes("y_axes", loop.rows.y_axes, site.hoisted.y, "y", batch_of(loop))
-    return Watched(
-        flags,
-        tuple(axis for axis, on in zip(axes, flags, strict=True) if on),
-        tuple(axis for axis, on in zip(y_axes, y, strict=True) if on),
-    )
+def _y_of(site: Site) -> list[Any]:
+    """The types of the leaves of one step's y that have a cotangent."""
+    return list(filter(is_smooth, site.hoisted.y_avals))
 
 
-def _probe(
-    leaves: list[Array], site: Site, watched: Watched, batch: tuple[int, ...] | None, *, ends_early: bool
-) -> Probe:
-    rows = batch or ()
-    y = [aval for aval in site.hoisted.y_avals if jnp.issubdtype(aval.dtype, jnp.inexact)]
-    zeros = [jnp.zeros(aval.shape, aval.dtype) for aval in y]
-    pairs = zip(zeros, y, watched.y_axes, strict=True)
-    shared = batch is not None and None in watched.axes
-    return Probe(
-        of_rows(jnp.zeros((*rows, 3), jnp.float32), site.given),
-        list(map(jnp.zeros_like, leaves)),
-        list(map(jnp.zeros_like, leaves)),
-        [
-            _of_each_row(zero, site.given, rows) if axis is None and rows else place_like(zero, aval)
-            for zero, aval, axis in pairs
-        ],
-        jnp.zeros((), jnp.float32) if shared else None,
-        of_rows(jnp.zeros((*rows, 2), jnp.float32), site.given) if ends_early and batch is not None else None,
-    )
-
-
-def _of_each_row(leaf: Array, loop: Loop, rows: tuple[int, ...]) -> Array:
-    return of_rows(jnp.broadcast_to(leaf, (*rows, *leaf.shape)), loop)
-
-
-def _end(step: WatchedBackward, state: list[Array], length: Any) -> list[Array]:
-    """The inner state after the last step; a loop that does not look at it in each step does so here."""
-    leaves, _, inner = step.split(state)
-    if step.looks_after:
-        return inner
-    probe, number = jax.tree.unflatten(step.probe, leaves), jnp.asarray(length - 1, jnp.int32)
-    look = Look(step.watched.axes, of_result=True)
-    seen, _ = pass_state(look, step.watched.pick(inner), probe, number)
-    return step.watched.put(inner, seen)
+def _noted(site: Site, rows: Any, batch: tuple[int, ...]) -> Noted:
+    """Which cotangents of a loop are looked at, of the leaves of its whole state."""
+    flags = tuple(_changing(site))
+    axes = site.row_axes(None)
+    y_axes: LeafAxes = (None,) * len(_y_of(site))
+    if rows is not None:
+        axes = site.row_axes(site.hoisted.loop.rows)
+        y_axes = spread_batch_axes("y_axes", rows.y_axes, site.hoisted.y, "y", batch)
+        y_axes = tuple(split(list(map(is_smooth, site.hoisted.y_avals)), y_axes)[0])
+    return Noted(flags, tuple(split(flags, axes)[0]), y_axes)
 
 
 def refuse_truncate(truncate: Any, check_finite: Any) -> None:
@@ -321,7 +485,14 @@ def refuse_truncate(truncate: Any, check_finite: Any) -> None:
 
 def in_reverse_mode() -> contextlib.AbstractContextManager[None]:
     """Says it in these terms where JAX refuses forward mode."""
-    return in_reverse_alone(no_forward_mode)
+    return in_reverse_alone(
+        lambda: Fault(
+            ArgumentError,
+            '{verb} over {body}: forward mode was asked for, and `check_finite="backward"` looks at cotangents, which '
+            "reverse mode alone has.",
+            "Leave it out there. True looks at the carry, in forward mode too.",
+        )
+    )
 
 
 def no_forward_mode_early() -> Fault:
@@ -332,16 +503,6 @@ def no_forward_mode_early() -> Fault:
         "was asked for, or the gradient of a `jax.vmap`, for which JAX needs it here.",
         "Take `jax.vmap` of `jax.grad` in place of `jax.grad` of `jax.vmap`. Or leave it out there: True looks at the "
         "carry, in forward mode too.",
-    )
-
-
-def no_forward_mode() -> Fault:
-    """What is wrong with forward mode."""
-    return Fault(
-        ArgumentError,
-        '{verb} over {body}: forward mode was asked for, and `check_finite="backward"` looks at cotangents, which '
-        "reverse mode alone has.",
-        "Leave it out there. True looks at the carry, in forward mode too.",
     )
 
 
@@ -358,23 +519,54 @@ class CheckLayerCotangents:
     def watch(self, loops: Sequence[Loop]) -> tuple[list[Loop], WatchBackward]:
         """The checked loops, whose state is [*the leaves of a probe, *the leaves of x]."""
         sites = self.layers.sites_of(loops)
-        pulled = _Pulled.of(self.layers, sites)
-        leaves, watched = sites[0].hoisted.settled, pulled.watched
-        probe = pulled.probe(watched[0].pick(leaves))
-        outer, places, _ = outer_steps()
-        told = functools.partial(pulled.tell, outer)
-        seen, probe = begin(told, (pulled.reads, places), watched[0].pick(leaves), probe)
+        flags, leaves = tuple(map(any, zip(*map(_changing, sites), strict=True))), sites[0].hoisted.settled
+        noted = [Noted(flags, (None,) * sum(flags), (None,) * len(_y_of(site))) for site in sites]
+        y_from = tuple(itertools.accumulate((len(each.y_axes) for each in noted), initial=0))
+        zeros = list(map(jnp.zeros_like, noted[0].pick(leaves)))
+        y = [zeros_like(aval) for site in sites for aval in _y_of(site)]
+        told = functools.partial(self._tell, sites, noted, y_from, outer_steps())
+        reads = tuple(site.reads for site in sites), outer_steps().positions
+        probe = Probe(jnp.zeros(3, jnp.float32), zeros, zeros, y)
+        seen, probe = begin(told, reads, noted[0].pick(leaves), probe)
         parts, structure = jax.tree.flatten(probe)
-        state = [*parts, *watched[0].put(leaves, seen)]
-        checked = list[Loop]()
-        for place, site in enumerate(sites):
-            loop = in_leaves(site)
-            last = site.last if loop.reverse else None
-            first_y = pulled.y_from[place]
-            step = WatchedBackward(loop.step, site.keyed, structure, watched[place], last=last, y_from=first_y)
-            xs = loop.xs._replace(position=positions_of(loop, place, len(sites)))
-            checked.append(dataclasses.replace(loop, step=step, state=state, xs=xs, memo=Memo(), trace=None, finish=()))
-        return checked, WatchBackward(sites[0], watched[0], checked[0].step)
+        others = [
+            {"probe": structure, "noted": each, "y_from": first} for each, first in zip(noted, y_from, strict=False)
+        ]
+        state = [*parts, *replaced(flags, leaves, seen)]
+        checked = numbered_layers(sites, WatchedBackward, state, others)
+        return checked, WatchBackward(sites[0], checked[0].step)
+
+    def _tell(
+        self,
+        sites: Sequence[Site],
+        noted: Sequence[Noted],
+        y_from: Sequence[int],
+        outer: OuterSteps,
+        given: tuple[tuple[Reads, ...], Any],
+        probe: Probe,
+    ) -> None:
+        """Tells what a probe found, in the arrays of the loops; with them come the positions of the outer steps."""
+        (reads, positions), found, site, count = given, Found.of(probe), sites[0], len(sites)
+        loops = [site.once_more(each) for site, each in zip(sites, reads, strict=True)]
+        unchanged, _ = loops[0].consts
+        before = before_layer(sites, loops, found.number, merge(site.fixed, unchanged, loops[0].state))
+        position = reads[0].last - found.number if site.given.reverse else found.number
+        for place, (site, loop) in enumerate(zip(sites, loops, strict=True)):
+
+            def explain(
+                told: Told, found: Found, position: Array, before: list[Array], reads: Any, place: int = place
+            ) -> Evidence:
+                site, loop = sites[place], dataclasses.replace(loops[place], consts=reads[0], xs=reads[1])
+                there, changing = site.in_layer(loop, before)
+                own = found._replace(y=found.y[y_from[place] : y_from[place + 1]])
+                at = At(found.number, position // count, position)
+                return evidence_of(told, site, noted[place], own, there, at, changing)
+
+            if loop.length:
+                here = (found.number >= 0) & (position % count == place)
+                evidence, told = in_branch(here, explain, found, position, before, (loop.consts, loop.xs))
+                case = case_of(site, self.layers.abouts[place], told, noted[place].flags)
+                tell(evidence, case, outer._replace(positions=positions))
 
 
 @dataclass(frozen=True, eq=False)
@@ -383,97 +575,17 @@ class WatchBackward:
 
     Attributes:
         site: the first block.
-        watched: which leaves of x are looked at.
         step: its step.
     """
 
     site: Site
-    watched: Watched
     step: Any
 
     def x_of(self, state: list[Array]) -> PyTree:
         """What the last layer returned, of a state."""
-        leaves, _, inner = self.step.split(state)
-        look, number = Look(self.watched.axes, of_result=True), jnp.asarray(self.site.last, jnp.int32)
-        seen, _ = pass_state(look, self.watched.pick(inner), jax.tree.unflatten(self.step.probe, leaves), number)
-        return jax.tree.unflatten(self.site.hoisted.structure, self.watched.put(inner, seen))
+        return jax.tree.unflatten(self.site.hoisted.structure, self.step.end(state, self.site.last))
 
     def evidence(self, state: list[Array], ys: PyTree) -> PyTree:
         """The outputs: what was found is told in the gradient."""
         del state
         return ys
-
-
-@dataclass(frozen=True, eq=False)
-class _Pulled:
-    """The blocks, for the evidence of a bad cotangent.
-
-    Attributes:
-        layers: what is told of them.
-        sites: what they are called; their arrays are not used.
-        blocks: their loops.
-        watched: of each block which leaves are looked at: those that any of them changes.
-    """
-
-    layers: CheckLayers
-    sites: tuple[Site, ...]
-    blocks: tuple[Pulled, ...]
-    watched: tuple[Watched, ...]
-
-    @classmethod
-    def of(cls, layers: CheckLayers, sites: Sequence[Site]) -> _Pulled:
-        """Of the sites of the blocks."""
-        flags = tuple(map(any, zip(*map(changing_of, sites), strict=True)))
-        axes, y_axes = (None,) * sum(flags), [(None,) * len(_y_of(site)) for site in sites]
-        blocks = tuple(Pulled.of(site, flags, axes, y) for site, y in zip(sites, y_axes, strict=True))
-        return cls(layers, tuple(sites), blocks, tuple(Watched(flags, axes, y) for y in y_axes))
-
-    @property
-    def reads(self) -> tuple[Reads, ...]:
-        """The arrays of the blocks."""
-        return tuple(block.reads for block in self.blocks)
-
-    @property
-    def y_from(self) -> tuple[int, ...]:
-        """For each block how many outputs of others lead those that the probe notes of it."""
-        return tuple(itertools.accumulate((len(block.y_axes) for block in self.blocks), initial=0))
-
-    def probe(self, leaves: list[Array]) -> Probe:
-        """A probe that notes nothing yet; `leaves` are those of x that are looked at."""
-        y = [place_like(jnp.zeros(a.shape, a.dtype), a) for site in self.sites for a in _y_of(site)]
-        zeros = list(map(jnp.zeros_like, leaves))
-        return Probe(jnp.zeros(3, jnp.float32), zeros, zeros, y)
-
-    def tell(self, outer: tuple[Outer, ...], given: tuple[tuple[Reads, ...], tuple[Array, ...]], probe: Probe) -> None:
-        """Tells what a probe found, of loops in steps of others, whose positions are the last of what is given."""
-        reads, positions = given
-        found, site = Found.of(probe), self.sites[0]
-        loops = [block.laid(each) for block, each in zip(self.blocks, reads, strict=True)]
-        unchanged, _ = loops[0].consts
-        before = before_layer(self.sites, loops, found.number, merge(site.fixed, unchanged, loops[0].state))
-        position = reads[0].last - found.number if site.given.reverse else found.number
-        for place, loop in enumerate(loops):
-            if loop.length:
-                evidence, case = self._of_block(place, loop, found, position, before)
-                tell(evidence, case, outer, positions)
-
-    def _of_block(
-        self, place: int, loop: Loop, found: Found, position: Array, before: list[Array]
-    ) -> tuple[Evidence, Case]:
-        """What is known of a layer, if it is this block's."""
-        block, count, first = self.blocks[place], len(self.blocks), self.y_from[place]
-
-        def explain(told: Told, found: Found, position: Array, before: list[Array], loop_reads: Any) -> Evidence:
-            there = dataclasses.replace(loop, consts=loop_reads[0], xs=loop_reads[1])
-            there, changing = at_layer(block.site, there, before)
-            own = found._replace(y=found.y[first : first + len(block.y_axes)])
-            return evidence_there(told, block, own, there, At(found.number, position // count, position), changing)
-
-        here = (found.number >= 0) & (position % count == place)
-        evidence, told = in_branch(here, explain, found, position, before, (loop.consts, loop.xs))
-        return evidence, case_of_pulled(block, self.layers.abouts[place], told)
-
-
-def _y_of(site: Site) -> list[Any]:
-    """The types of the leaves of one layer's y that have a cotangent."""
-    return [aval for aval in site.hoisted.y_avals if jnp.issubdtype(aval.dtype, jnp.inexact)]

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import contextvars
 import dataclasses
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,8 +21,8 @@ from ..._body.carry import read_carries
 from ..._errors import ArgumentError, ArgumentTypeError, Fault
 from ..._finite import OF_RESULT, NonFinite, Within
 from ..._loop.loop import Feed, Loop, Step
-from ..._trace.blame import MADE, UNSURE, Operation, is_checked
-from ..._trace.hoist import Hoisted
+from ..._trace.blame import MADE, UNSURE, Operation
+from ..._trace.hoist import Hoisted, is_smooth
 from ..._tree import thaw_static
 from ..._types import Array, PyTree, TreeDef
 
@@ -49,59 +48,38 @@ def refuse_effects(hoisted: Hoisted) -> None:
     """Refuses bodies that cannot be run once more."""
     if hoisted.refs or hoisted.once_only:
         why = "closes over a mutable array (a `Ref`)" if hoisted.refs else "has an effect that JAX refuses to repeat"
-        raise Fault(
-            ArgumentError,
-            f"{{verb}} over {{body}}: `check_finite` runs steps again to find out what went wrong, but the body {why}.",
-            "Leave it out. `jax.debug_nans` stops at the operation.",
-        )
+        says = f"runs steps again to find out what went wrong, but the body {why}."
+        raise _refused(says, "Leave it out. `jax.debug_nans` stops at the operation.")
 
 
 def refuse_devices() -> None:
     """Refuses loops within a `jax.shard_map`. JAX makes one of a `jax.pmap`, too."""
     if jax.sharding.get_abstract_mesh().manual_axes:
-        raise Fault(
-            ArgumentError,
-            "{verb} over {body}: `check_finite` does not work within `jax.shard_map` or `jax.pmap`.",
-            "Check the loop outside of it, for example under `jax.jit` with sharded arrays.",
-        )
+        cure = "Check the loop outside of it, for example under `jax.jit` with sharded arrays."
+        raise _refused("does not work within `jax.shard_map` or `jax.pmap`.", cure)
 
 
 def refuse_prefetch(gather: Any) -> None:
     """Refuses to look at layers of which the next one is gathered ahead."""
     if gather is not None:
-        raise Fault(
-            ArgumentError,
-            "{verb} over {body}: `check_finite` does not look at layers with `prefetch`.",
-            "Leave out one of the two: the results are the same without `prefetch`.",
-        )
+        cure = "Leave out one of the two: the results are the same without `prefetch`."
+        raise _refused("does not look at layers with `prefetch`.", cure)
 
 
-class Outer(NamedTuple):
-    """A checked loop, in whose steps another loop runs.
-
-    Attributes:
-        call: the verb and the body, as messages name them.
-        length: the steps of the loop.
-    """
-
-    call: str
-    length: Any
-
-    def at(self, position: Any) -> Within:
-        """One of its steps."""
-        return Within(self.call, int(position), int(self.length))
+def _refused(says: str, cure: str) -> Fault:
+    return Fault(ArgumentError, f"{{verb}} over {{body}}: `check_finite` {says}", cure)
 
 
 class OuterSteps(NamedTuple):
     """The steps in which a loop runs, the innermost first.
 
     Attributes:
-        loops: the loops.
+        loops: the loops; their positions are beside them.
         positions: int32[] each, of the step.
         trace: the trace in which the innermost step runs.
     """
 
-    loops: tuple[Outer, ...] = ()
+    loops: tuple[Within, ...] = ()
     positions: tuple[Array, ...] = ()
     trace: Any = None
 
@@ -125,16 +103,6 @@ def outer_steps() -> OuterSteps:
     return steps if steps.loops and steps.trace == _trace_state() else OuterSteps()
 
 
-@contextlib.contextmanager
-def _within(outer: Outer, position: Array, follows: bool) -> Generator[None]:
-    steps = _outer.get() if follows else OuterSteps()
-    token = _outer.set(OuterSteps((outer, *steps.loops), (position, *steps.positions), _trace_state()))
-    try:
-        yield
-    finally:
-        _outer.reset(token)
-
-
 @dataclass(frozen=True)
 class Numbered:
     """A step that tells the loops within it of its position.
@@ -155,8 +123,13 @@ class Numbered:
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         assert feed.position is not None
-        with _within(Outer(self.call, self.length), feed.position, self.follows):
+        outer = _outer.get() if self.follows else OuterSteps()
+        loops = (Within(self.call, -1, self.length), *outer.loops)
+        token = _outer.set(OuterSteps(loops, (feed.position, *outer.positions), _trace_state()))
+        try:
             return self.step(consts, state, feed if self.keyed else feed._replace(position=None))
+        finally:
+            _outer.reset(token)
 
 
 def numbered(loop: Loop, call: str) -> Loop:
@@ -263,10 +236,6 @@ class About(NamedTuple):
     backward: bool = False
     records: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] | None = None
 
-    def numbers(self, loop: Loop) -> str | None:
-        """The call, if the loops within a step are told of the step: its position is known before the loop runs."""
-        return None if self.ends_early or loop.rows is not None else self.call
-
 
 @jtu.register_static
 @dataclass(frozen=True, eq=False)
@@ -301,32 +270,31 @@ class Case:
 
     def record(self, evidence: Evidence, within: tuple[Within, ...] = ()) -> NonFinite:
         """The record, of values that are known; `within`: the steps of other loops in which this loop ran."""
-        before = evidence.before
+        before, about, position = evidence.before, self.about, int(evidence.position)
         carry = thaw_static(jax.tree.unflatten(self.structure, [before[i] for i in self.carry]))
-        carry = read_carries(carry, self.name) if self.about.custom else carry
-        x = before[0] if self.about.indexed else thaw_static(evidence.x)
-        carry, x = (carry, x) if self.about.records is None else self.about.records(carry, x)
+        carry = read_carries(carry, self.name) if about.custom else carry
+        x = before[0] if about.indexed else thaw_static(evidence.x)
+        carry, x = (carry, x) if about.records is None else about.records(carry, x)
+        finite = [
+            (np.isfinite(_numbers(leaf)) | ~self._ran(evidence, i)).all()
+            for i, leaf in enumerate(before)
+            if is_smooth(leaf)
+        ]
+        place = None if about.layers is None or about.blocks == 1 else (about.layers, position // about.blocks)
         return NonFinite(
             **self._diagnosis(evidence),
-            step=int(evidence.position),
+            step=position,
             steps=self.length,
-            unit="step" if self.about.layers is None else "layer",
-            place_in_stack=self._place(int(evidence.position)),
-            ends_early=self.about.ends_early,
-            was_finite=all(self._is_finite(evidence, i) for i, leaf in enumerate(before) if is_checked(leaf)),
+            unit="step" if about.layers is None else "layer",
+            place_in_stack=place,
+            ends_early=about.ends_early,
+            was_finite=all(map(bool, finite)),
             carry=carry,
             x=x,
             valid=evidence.valid,
-            backward=self.about.backward,
+            backward=about.backward,
             within=within,
         )
-
-    def _place(self, position: int) -> tuple[int, int] | None:
-        stack = self.about.layers
-        return None if stack is None or self.about.blocks == 1 else (stack, position // self.about.blocks)
-
-    def _is_finite(self, evidence: Evidence, leaf: int) -> bool:
-        return bool((np.isfinite(_numbers(evidence.before[leaf])) | ~self._ran(evidence, leaf)).all())
 
     def _ran(self, evidence: Evidence, leaf: int) -> Any:
         """Which elements of a leaf belong to a row that ran the step, in as many axes as the leaf has."""
@@ -341,9 +309,13 @@ class Case:
         found: dict[str, Any] = {"operation": None, "place": None, "source": None}
         if leaf is None:
             return {"path": self.name, "kind": None, "rows": (), **found}
-        is_nan = bool(evidence.worst.is_nan)
-        bad = _rows(self._bad(evidence, leaf, is_nan), evidence.valid, self.axes[leaf])
-        found |= {"path": self.paths[leaf], "kind": "NaN" if is_nan else "inf", "rows": bad}
+        is_nan, new = bool(evidence.worst.is_nan), _numbers(evidence.after[leaf])
+        bad = np.isnan(new) if is_nan else ~np.isfinite(new)
+        if not self.about.backward:
+            old = _numbers(evidence.before[leaf])
+            bad = (bad if is_nan else np.isinf(new) & ~np.isinf(old)) & self._ran(evidence, leaf)
+        rows = _rows(bad, evidence.valid, self.axes[leaf])
+        found |= {"path": self.paths[leaf], "kind": "NaN" if is_nan else "inf", "rows": rows}
         if evidence.of_result is not None and bool(evidence.of_result):
             return {**found, "source": OF_RESULT}
         return {**found, **self._origin(np.asarray(evidence.bits))}
@@ -355,12 +327,8 @@ class Case:
             return {"source": CONSTANT}
         if len(numbers) > 1 and (bits & UNSURE).any():
             return {"one_of": tuple(dict.fromkeys(map(self._named, numbers)))}
-        found = self.operations[numbers[0]]
-        return {
-            "operation": found.name,
-            "place": found.place,
-            "source": self.inputs[numbers[0]] if found.name is None else None,
-        }
+        name, place = self.operations[numbers[0]]
+        return {"operation": name, "place": place, "source": self.inputs[numbers[0]] if name is None else None}
 
     def _named(self, number: int) -> str:
         name, place = self.operations[number]
@@ -371,20 +339,12 @@ class Case:
 
         The steps that ran again may be rounded otherwise than in the loop, and a callback may return something else.
         """
-        watched = [i for i, new in enumerate(evidence.before) if not self.fixed[i] and is_checked(new)]
+        watched = [i for i, new in enumerate(evidence.before) if not self.fixed[i] and is_smooth(new)]
         was_nan = (np.isnan(_numbers(evidence.before[i])) & self._ran(evidence, i) for i in watched)
         if not self.about.backward and int(evidence.first) and any(nan.any() for nan in was_nan):
             return None
         leaf = int(evidence.worst.leaf)
         return None if leaf < 0 else leaf
-
-    def _bad(self, evidence: Evidence, leaf: int, is_nan: bool) -> Any:
-        """bool[...]: the elements of a leaf that became bad."""
-        old, new = _numbers(evidence.before[leaf]), _numbers(evidence.after[leaf])
-        if self.about.backward:
-            return np.isnan(new) if is_nan else ~np.isfinite(new)
-        bad = np.isnan(new) if is_nan else np.isinf(new) & ~np.isinf(old)
-        return bad & self._ran(evidence, leaf)
 
 
 def _rows(bad: Any, valid: Any, axis: int | None) -> tuple[Any, ...]:

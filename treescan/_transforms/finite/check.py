@@ -6,6 +6,7 @@ and evaluates that step operation by operation.
 
 from __future__ import annotations
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -20,10 +21,11 @@ from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
 from ..._avals import is_key, is_sharded
+from ..._axes import LeafAxes
 from ..._errors import Fault, NonFiniteError, speaking_of
 from ..._finite import note
 from ..._loop.body import Memo
-from ..._loop.loop import Loop, Transform
+from ..._loop.loop import Loop, Step, Transform
 from ..._loop.run import as_arrays, is_jit_disabled
 from ..._trace.hoist import as_loop, flattened, lift
 from ..._trace.raw_keys import with_raw_keys
@@ -31,8 +33,19 @@ from ..._types import Array, PyTree
 from ..layers.turns import run_turns, trace_turns
 from ..nest import KeepUnchanged, in_whole_state
 from .again import At, Before, Told, case_of, evidence_at, gather, in_branch
-from .case import About, Case, Evidence, Outer, numbered, outer_steps, refuse_devices, refuse_effects
-from .site import GOOD, Site, Slices, Watched, batch_of, earliest, of_rows, site_of, whole_of, with_heads
+from .case import About, Case, Evidence, OuterSteps, numbered, outer_steps, refuse_devices, refuse_effects
+from .site import (
+    GOOD,
+    Site,
+    Slices,
+    Watched,
+    batch_of,
+    earliest,
+    of_rows,
+    site_of,
+    traced_as_it_runs,
+    with_heads,
+)
 
 
 class WithEvidence(NamedTuple):
@@ -58,46 +71,41 @@ def deliver(ys: PyTree) -> PyTree:
     if not isinstance(ys, WithEvidence):
         return ys
     for evidence, case in zip(ys.evidence, ys.cases, strict=True):
-        _deliver(evidence, case)
+        try:
+            tell(evidence, case, outer_steps())
+        except NonFiniteError as error:
+            raise Fault(NonFiniteError, str(error), "`treescan.last_nonfinite()` has the carry and x.") from None
     return ys.ys
 
 
-def _deliver(evidence: Evidence, case: Case) -> None:
-    loops, positions, _ = outer_steps()
-    try:
-        tell(evidence, case, loops, positions)
-    except NonFiniteError as error:
-        raise Fault(NonFiniteError, str(error), "`treescan.last_nonfinite()` has the carry and x.") from None
-
-
-def tell(evidence: Evidence, case: Case, loops: Sequence[Outer], positions: Sequence[Array]) -> None:
+def tell(evidence: Evidence, case: Case, outer: OuterSteps) -> None:
     """Raises what is known, and where it is traced, has JAX raise it.
 
     Args:
         evidence: what is known of the first bad step.
         case: what is static of it.
-        loops: the checked loops in whose steps this loop ran.
-        positions: of these steps, as values of the program that tells it.
+        outer: the steps in which this loop ran; their positions are values of the program that tells it.
 
     Raises:
         NonFiniteError: if a step went wrong.
     """
-    kinds = [jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in jax.tree.leaves(evidence)]
-    structure = jax.tree.structure(evidence)
+    leaves, structure = jax.tree.flatten(evidence)
+    kinds = [jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in leaves]
 
     def told(first: Any, leaves: Sequence[Any], positions: Sequence[Any]) -> None:
         if int(first) != GOOD:
-            within = tuple(loop.at(position) for loop, position in zip(loops, positions, strict=False))
-            record = case.record(jax.tree.unflatten(structure, list(map(_known, leaves, kinds))), within)
+            within = (loop._replace(step=int(at)) for loop, at in zip(outer.loops, positions, strict=False))
+            record = case.record(jax.tree.unflatten(structure, list(map(_known, leaves, kinds))), tuple(within))
             note(record)
             raise NonFiniteError(f"{case.about.call}: {record}.")
 
-    leaves = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in jax.tree.leaves(evidence)]
+    leaves = [jax.random.key_data(leaf) if kind else leaf for leaf, kind in zip(leaves, kinds, strict=True)]
     if any(isinstance(leaf, Tracer) for leaf in leaves):
-        tell_all = in_every_process(told, case.mesh)
-        jax.lax.cond(evidence.first != GOOD, tell_all, lambda *given: None, evidence.first, leaves, list(positions))
+        tell_all, given = in_every_process(told, case.mesh), (evidence.first, leaves, list(outer.positions))
+        jax.lax.cond(evidence.first != GOOD, tell_all, lambda *given: None, *given)
     else:
-        told(evidence.first, leaves, () if any(isinstance(position, Tracer) for position in positions) else positions)
+        traced = any(isinstance(position, Tracer) for position in outer.positions)
+        told(evidence.first, leaves, () if traced else outer.positions)
 
 
 def in_every_process(told: Callable[..., None], mesh: Any) -> Callable[..., None]:
@@ -131,7 +139,7 @@ def _known(leaf: Any, kind: Any) -> Any:
 
 
 @dataclass(frozen=True)
-class CheckFinite:
+class Check(abc.ABC):
     """`check_finite`.
 
     Attributes:
@@ -151,39 +159,59 @@ class CheckFinite:
             return loop
         refuse_devices()
         loop = with_raw_keys(dataclasses.replace(loop, state=as_arrays(loop.state)))
-        site = site_of(
-            loop, self.slices, self.around, loop.length - 1 if last is None else last, self.about.numbers(loop)
-        )
-        refuse_effects(site.hoisted)
-        plain, watched = self._in_leaves(loop, site)
-        numbers = (GOOD, 0)[: 1 + self.about.ends_early]
-        heads = [of_rows(jnp.full(batch_of(loop), number, jnp.int32), loop) for number in numbers]
+        hoisted = traced_as_it_runs(self._numbered(loop))
+        refuse_effects(hoisted)
+        last = loop.length - 1 if last is None else last
+        return self.watch(loop, site_of(loop, hoisted, self.slices, last, around=self.around))
+
+    @abc.abstractmethod
+    def watch(self, loop: Loop, site: Site) -> Loop:
+        """The checked loop, of its site."""
+
+    def _numbered(self, loop: Loop) -> Loop:
+        """The loop; the loops within its steps are told of the step if its position is known before the loop runs."""
+        return loop if self.about.ends_early or loop.rows is not None else numbered(loop, self.about.call)
+
+    def in_leaves(self, loop: Loop, site: Site) -> Loop:
+        """The loop with a list of leaves as its state."""
+        if loop.rows is not None:
+            return loop
+        if self.about.ends_early:
+            return in_whole_state(site.hoisted)
+        return dataclasses.replace(as_loop(site.hoisted), trace=None)
+
+    def around_steps(
+        self, kind: Callable[..., Step], loop: Loop, heads: list[Array], where: LeafAxes | None = None, **told: Any
+    ) -> Loop:
+        """The loop with a step of a kind around its own, and with these leaves before its state."""
+        early, last = self.about.ends_early, loop.length - 1 if loop.reverse else None
+        step = kind(step=loop.step, keyed=loop.xs.position is not None, counts=early, last=last, **told)
+        position = loop.xs.position if early else jnp.arange(loop.length, dtype=jnp.int32)
+        xs = loop.xs._replace(position=position)
+        return dataclasses.replace(with_heads(loop, heads, where), step=step, xs=xs, memo=Memo())
+
+
+@dataclass(frozen=True)
+class CheckFinite(Check):
+    """`check_finite=True`."""
+
+    def watch(self, loop: Loop, site: Site) -> Loop:
+        """The checked loop, of its site."""
+        early, plain = self.about.ends_early, self.in_leaves(loop, site)
+        if is_jit_disabled() and loop.rows is None:
+            plain = dataclasses.replace(flattened(self._numbered(loop)), trace=None)
+        watched = tuple(not fixed for fixed in site.fixed)
+        if len(watched) > len(plain.state):  # those that no step changes have left the state
+            watched = (True,) * len(plain.state)
         axes = (None,) * len(watched) if loop.rows is None else loop.rows.axes.state
-        last = loop.length - 1 if loop.reverse else None
-        keyed = plain.xs.position is not None
-        step = Watched(plain.step, keyed, watched, axes, counts=self.about.ends_early, last=last)
-        position = plain.xs.position if self.about.ends_early else jnp.arange(loop.length, dtype=jnp.int32)
-        checked = dataclasses.replace(
-            with_heads(plain, heads), step=step, xs=plain.xs._replace(position=position), memo=Memo()
-        )
+        heads = [of_rows(jnp.full(batch_of(loop), number, jnp.int32), loop) for number in (GOOD, 0)[: 1 + early]]
+        checked = self.around_steps(Watched, plain, heads, watched=watched, axes=axes)
 
         def ys_of(state: list[Array], ys: PyTree) -> PyTree:
-            evidence, case = gather(earliest(state[0]), site, self.about, state[1] if self.about.ends_early else None)
+            evidence, case = gather(earliest(state[0]), site, self.about, state[1] if early else None)
             return WithEvidence(ys, (evidence,), (case,))
 
         return checked.finished(lambda state: state[len(heads) :], ys_of)
-
-    def _in_leaves(self, loop: Loop, site: Site) -> tuple[Loop, tuple[bool, ...]]:
-        """The loop with a list of leaves as its state, and for each whether it is looked at: a step may change it."""
-        changing = tuple(not fixed for fixed in site.fixed)
-        if loop.rows is not None:
-            return loop, changing if is_jit_disabled() else (True,) * len(loop.state)
-        if is_jit_disabled():
-            call = self.about.numbers(loop)
-            return dataclasses.replace(flattened(loop if call is None else numbered(loop, call)), trace=None), changing
-        if self.about.ends_early:
-            return in_whole_state(site.hoisted), changing
-        return dataclasses.replace(as_loop(site.hoisted), trace=None), (True,) * sum(changing)
 
 
 @dataclass(frozen=True)
@@ -203,7 +231,10 @@ class CheckLayers:
     def watch(self, loops: Sequence[Loop]) -> tuple[list[Loop], Watch]:
         """The checked loops, whose state is [the number of the first bad layer, *the leaves of x]."""
         sites = self.sites_of(loops)
-        return [_checked(site, place, len(loops)) for place, site in enumerate(sites)], Watch(self, tuple(sites))
+        parts = [tuple(not fixed for fixed in site.fixed) for site in sites]
+        others = [{"watched": changing, "axes": (None,) * len(changing)} for changing in parts]
+        state = [jnp.int32(GOOD), *sites[0].hoisted.settled]
+        return numbered_layers(sites, Watched, state, others), Watch(self, tuple(sites))
 
     def sites_of(self, loops: Sequence[Loop]) -> list[Site]:
         """The sites of the blocks.
@@ -218,24 +249,21 @@ class CheckLayers:
         for loop, hoisted, slices, roots in zip(loops, traced, self.slices, self.roots, strict=True):
             with speaking_of(loop.body.function):
                 refuse_effects(hoisted)
-            sites.append(Site(loop, hoisted, slices, [] if slices is None else whole_of(loop), (), last, roots))
+            sites.append(site_of(loop, hoisted, slices, last, roots=roots))
         return sites
 
 
-def _checked(site: Site, place: int, blocks: int) -> Loop:
-    """One of the loops, its layers numbered among those of all."""
-    loop = in_leaves(site)
-    last = site.last if loop.reverse else None
-    changing = tuple(not fixed for fixed in site.fixed)
-    step = Watched(loop.step, site.keyed, changing, (None,) * len(changing), last=last)
-    xs = loop.xs._replace(position=positions_of(loop, place, blocks))
-    state = [jnp.int32(GOOD), *site.hoisted.settled]
-    return dataclasses.replace(loop, step=step, state=state, xs=xs, memo=Memo(), trace=None, finish=())
-
-
-def in_leaves(site: Site) -> Loop:
-    """The loop of one block with all leaves of x as its state."""
-    return flattened(site.given) if is_jit_disabled() else in_whole_state(site.hoisted)
+def numbered_layers(
+    sites: Sequence[Site], step: Callable[..., Step], state: list[Array], others: Sequence[dict[str, Any]]
+) -> list[Loop]:
+    """The loops of blocks, their layers numbered among those of all, with a step around that of each."""
+    loops = list[Loop]()
+    for place, (site, more) in enumerate(zip(sites, others, strict=True)):
+        loop = flattened(site.given) if is_jit_disabled() else in_whole_state(site.hoisted)
+        around = step(step=loop.step, keyed=site.keyed, last=site.last if loop.reverse else None, **more)
+        xs = loop.xs._replace(position=positions_of(loop, place, len(sites)))
+        loops.append(dataclasses.replace(loop, step=around, state=state, xs=xs, memo=Memo(), trace=None, finish=()))
+    return loops
 
 
 def positions_of(loop: Loop, place: int, blocks: int) -> Array:
@@ -256,35 +284,24 @@ class Watch:
 
     def evidence(self, state: list[Array], ys: PyTree) -> WithEvidence:
         """The outputs, with what is known of the first bad layer."""
-        first, site = state[0], self.sites[0]
+        first, site, blocks = state[0], self.sites[0], len(self.sites)
         loops = [site.once_more() for site in self.sites]
         position = site.last - first if site.given.reverse else first
         before = before_layer(self.sites, loops, first, jax.lax.stop_gradient(site.hoisted.settled))
-        pairs = [self._of_block(place, loop, first, position, before) for place, loop in enumerate(loops)]
-        return WithEvidence(ys, tuple(evidence for evidence, _ in pairs), tuple(case for _, case in pairs))
+        evidence, cases = list[Evidence](), list[Case]()
+        for place, (site, loop, about) in enumerate(zip(self.sites, loops, self.check.abouts, strict=True)):
 
-    def _of_block(
-        self, place: int, loop: Loop, first: Array, position: Array, before: list[Array]
-    ) -> tuple[Evidence, Case]:
-        """What is known of a layer, if it is this block's."""
-        site, blocks = self.sites[place], len(self.sites)
+            def explain(
+                told: Told, first: Array, position: Array, before: list[Array], site: Site = site, loop: Loop = loop
+            ) -> Evidence:
+                there, changing = site.in_layer(loop, before)
+                return evidence_at(told, At(first, position // blocks, position), changing, site, there)
 
-        def explain(told: Told, first: Array, position: Array, before: list[Array]) -> Evidence:
-            there, changing = at_layer(site, loop, before)
-            return evidence_at(told, At(first, position // blocks, position), changing, site, there)
-
-        here = (first != GOOD) & (position % blocks == place)
-        if not loop.length:
-            here = here & False
-        evidence, told = in_branch(here, explain, first, position, before)
-        return evidence, case_of(site, self.check.abouts[place], told)
-
-
-def at_layer(site: Site, loop: Loop, leaves: list[Array]) -> tuple[Loop, list[Array]]:
-    """The loop of one block where x is known, and the leaves of x that it changes."""
-    changing = [leaf for leaf, fixed in zip(leaves, site.fixed, strict=True) if not fixed]
-    unchanged = [leaf for leaf, fixed in zip(leaves, site.fixed, strict=True) if fixed]
-    return dataclasses.replace(loop, consts=(unchanged, loop.consts[1])), changing
+            here = (first != GOOD) & (position % blocks == place)
+            found, told = in_branch(here if loop.length else here & False, explain, first, position, before)
+            evidence.append(found)
+            cases.append(case_of(site, about, told))
+        return WithEvidence(ys, tuple(evidence), tuple(cases))
 
 
 def before_layer(sites: Sequence[Site], loops: Sequence[Loop], first: Array, leaves: list[Array]) -> list[Array]:
@@ -298,17 +315,14 @@ def before_layer(sites: Sequence[Site], loops: Sequence[Loop], first: Array, lea
     """
 
     def again(first: Array, leaves: list[Array]) -> list[Array]:
-        pairs = enumerate(zip(sites, loops, strict=True))
-        before = [_before(site, loop, (place, len(sites)), first, leaves) for place, (site, loop) in pairs]
+        before = list[Loop]()
+        for place, (site, loop) in enumerate(zip(sites, loops, strict=True)):
+            positions = positions_of(loop, place, len(sites))
+            numbers = site.last - positions if loop.reverse else positions
+            step = Before(KeepUnchanged(loop.step, site.fixed), site.keyed)
+            xs = loop.xs._replace(x=(numbers, loop.xs.x))
+            before.append(dataclasses.replace(loop, step=step, consts=(first, loop.consts[1]), state=leaves, xs=xs))
         state, _ = run_turns(before, None, (None,) * len(before), Memo())
         return state
 
     return jax.lax.cond(first != GOOD, again, lambda _, leaves: leaves, first, leaves)
-
-
-def _before(site: Site, loop: Loop, place: tuple[int, int], first: Array, leaves: list[Array]) -> Loop:
-    positions = positions_of(loop, *place)
-    numbers = site.last - positions if loop.reverse else positions
-    step = Before(KeepUnchanged(loop.step, site.fixed), site.keyed)
-    xs = loop.xs._replace(x=(numbers, loop.xs.x))
-    return dataclasses.replace(loop, step=step, consts=(first, loop.consts[1]), state=leaves, xs=xs)

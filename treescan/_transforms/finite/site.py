@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Self, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,16 +16,15 @@ from ..._axes import LeafAxes
 from ..._loop.body import Memo
 from ..._loop.loop import Feed, Loop, Step, Transform
 from ..._loop.run import is_jit_disabled
-from ..._trace.blame import becomes_bad, is_checked
-from ..._trace.hoist import Hoisted, Repeatable, hoist, lift
+from ..._trace.blame import becomes_bad
+from ..._trace.hoist import Hoisted, Repeatable, hoist, is_smooth, lift, merge, split
 from ..._tree import leaves_with_path
 from ..._types import Array, PyTree, TreeDef
 from ..axes import MergeWhole
 from ..once import DroppingOnce
 from ..rows.axes import Begins, Rows, with_axes
-from ..rows.leaves import last_set, select, select_valid, take_row
+from ..rows.leaves import last_set, mask_of_lengths, select, select_valid, take_row
 from ..rows.resets import begins_of
-from .case import numbered
 
 
 def batch_of(loop: Loop) -> tuple[int, ...]:
@@ -53,154 +52,125 @@ def with_heads(loop: Loop, heads: list[Array], axes: LeafAxes | None = None) -> 
         heads: the leaves.
         axes: for each where the rows are, in a loop that has rows; None: they lead in all of them.
     """
-    loop = dataclasses.replace(loop, state=[*heads, *loop.state])
-    if loop.rows is None:
-        return loop
-    rows, none = loop.rows, (None,) * len(heads)
-    begins = begins_of(loop, loop.state[len(heads) :]) if rows.resets is not None else None
+    rows, state, none = loop.rows, [*heads, *loop.state], (False,) * len(heads)
+    if rows is None:
+        return dataclasses.replace(loop, state=state)
+    begins = None if rows.resets is None else begins_of(loop, loop.state)
     if begins is not None:
-        tables = (*(False for _ in heads), *begins.tables)
-        begins = begins._replace(targets=[*none, *begins.targets], tables=tables)
-    trace = loop.trace._replace(fixed=(*(False for _ in heads), *loop.trace.fixed))
-    loop = dataclasses.replace(loop, trace=trace, rows=rows._replace(begins=begins, unchanged=_after(heads, rows)))
-    return with_axes(loop, state=(*(axes or (0,) * len(heads)), *rows.axes.state))
-
-
-def _after(heads: list[Array], rows: Rows) -> Any:
-    unchanged = rows.unchanged
-    return None if unchanged is None else lambda: (*(False for _ in heads), *unchanged())
+        begins = Begins(begins.flags, [*(None for _ in heads), *begins.targets], (*none, *begins.tables))
+    unchanged = None if rows.unchanged is None else lambda: (*none, *rows.unchanged())
+    trace = loop.trace._replace(fixed=(*none, *loop.trace.fixed))
+    axes = (*(axes or (0,) * len(heads)), *rows.axes.state)
+    rows = rows._replace(begins=begins, unchanged=unchanged)
+    return with_axes(dataclasses.replace(loop, state=state, trace=trace, rows=rows), state=axes)
 
 
 def in_rows(loop: Loop, hoisted: Hoisted) -> Hoisted:
     """The trace of a masked loop that `is_untraced`, with its rows where it has them."""
-    rows, fixed = loop.rows, hoisted.fixed
-    on = tuple(axis for axis, is_fixed in zip(rows.axes.state, fixed, strict=True) if is_fixed)
-    state = _others(rows.axes.state, fixed)
+    rows, fixed, begins = loop.rows, hoisted.fixed, loop.rows.begins
+    on, state = map(tuple, split(fixed, rows.axes.state))
     _, (closed, _) = hoisted.loop.consts
-    axes = rows.axes._replace(consts=(*on, *(None for _ in closed), *rows.axes.consts), state=tuple(state))
-    begins = rows.begins
+    axes = rows.axes._replace(consts=(*on, *(None for _ in closed), *rows.axes.consts), state=state)
     if begins is not None:
-        begins = Begins(begins.flags, _others(begins.targets, fixed), tuple(_others(begins.tables, fixed)))
+        begins = Begins(begins.flags, split(fixed, begins.targets)[1], tuple(split(fixed, begins.tables)[1]))
     rows = rows._replace(axes=axes, fixed=on, begins=begins, unchanged=None)
     return hoisted._replace(loop=dataclasses.replace(hoisted.loop, rows=rows))
-
-
-def _others(values: Sequence[Any], fixed: Sequence[bool]) -> list[Any]:
-    return [value for value, is_fixed in zip(values, fixed, strict=True) if not is_fixed]
 
 
 def show_one(leaves: Sequence[Array], axes: LeafAxes, valid: Array) -> list[Array]:
     """The leaves, in which rows that are not valid have what one that is valid has."""
     lender = last_set(valid)
-
-    def shown(leaf: Array, axis: int | None) -> Array:
-        if axis is None:
-            return leaf
-        return select_valid(valid, leaf, take_row(leaf, lender, axis, valid.shape), axis)
-
-    return [shown(leaf, axis) for leaf, axis in zip(leaves, axes, strict=True)]
+    return [
+        leaf if axis is None else select_valid(valid, leaf, take_row(leaf, lender, axis, valid.shape), axis)
+        for leaf, axis in zip(leaves, axes, strict=True)
+    ]
 
 
-def without_tangents(rows: Rows | None) -> Rows | None:
-    """Rows whose segments begin from constants: no gradient reaches them."""
-    if rows is None or rows.begins is None:
-        return rows
-    return rows._replace(begins=rows.begins._replace(targets=jax.lax.stop_gradient(rows.begins.targets)))
-
-
-class RowArrays(NamedTuple):
-    """The arrays of the rows of a loop, as far as its steps need them.
+class Reads(NamedTuple):
+    """The arrays of a loop: rules for derivatives may not hold tracers, so these are given to a rule beside it.
 
     Attributes:
-        resets: where segments begin, or None.
-        lengths: of each row, or None.
-        spans: of a `Packed`: where its sequences are, or None.
-        flags: where a row begins anew, if that is another place; or None.
-        targets: what it begins from.
+        consts: its consts.
+        state: its state.
+        xs: what it is fed.
+        rows: of its rows `resets`, `lengths`, `spans`, and what segments begin from; None: it has no rows.
+        last: the position of the step that runs first, in reverse.
     """
 
-    resets: Array | None
-    lengths: Array | None
-    spans: tuple[Array, Array, Array] | None
-    flags: Array | None
-    targets: list[Array | None] | None
-
-    @classmethod
-    def of(cls, rows: Rows) -> RowArrays:
-        """Those of the rows of a loop."""
-        flags, targets = (None, None) if rows.begins is None else (rows.begins.flags, rows.begins.targets)
-        return cls(rows.resets, rows.given.lengths, rows.given.spans, flags, targets)
-
-    def put(self, rows: Rows) -> Rows:
-        """The rows with these."""
-        begins = rows.begins
-        if begins is not None and self.flags is not None and self.targets is not None:
-            begins = begins._replace(flags=self.flags, targets=self.targets)
-        given = rows.given._replace(lengths=self.lengths, spans=self.spans)
-        return rows._replace(resets=self.resets, given=given, begins=begins)
+    consts: Any
+    state: list[Array]
+    xs: Feed
+    rows: tuple[Any, ...] | None
+    last: Any
 
 
 GOOD = -1
 """In place of a step's number: none went wrong."""
 
 
-@dataclass(frozen=True, eq=False)
-class Watched:
-    """A step after which its state is looked at. It numbers steps in the order in which they run, from 0.
-
-    Its state is [the first bad step, with `counts` the number of this one, *the inner state]. In a masked loop each row
-    has its own of these, int32[*batch]: they are masked as the carry is, so that no padding is ever looked at.
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Numbering:
+    """A step around another. It numbers steps in the order in which they run, from 0.
 
     Attributes:
         step: the inner step; its state is a list of leaves.
         keyed: whether the inner step is fed its position too.
-        watched: for each leaf of its state whether it is looked at: the body may change it.
-        axes: for each leaf of its state where the batch shape starts; None: it belongs to all rows.
         counts: whether the state counts the steps; else the feed has their positions.
         last: the highest position, of a loop in reverse; else None.
     """
 
     step: Step
     keyed: bool
-    watched: tuple[bool, ...]
-    axes: LeafAxes
     counts: bool = False
     last: Any = None
 
-    def __call__(self, consts: PyTree, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
-        (first, *count), given = state[: self.heads], state[self.heads :]
-        number = count[0] if count else number_of_position(feed.position, self.last)
-        new, y = self.step(consts, given, feed if self.keyed else feed._replace(position=None))
-        bad = (first == GOOD) & place_like(self._went_bad(given, new, first.ndim), jax.typeof(first))
-        return [select(bad, number, first), *(n + 1 for n in count), *new], y
+    def number(self, count: Sequence[Array], feed: Feed) -> Array:
+        """int32[*batch]: how many steps run before this one."""
+        if count:
+            return count[0]
+        assert feed.position is not None
+        return feed.position if self.last is None else self.last - feed.position
 
-    def _went_bad(self, given: Sequence[Array], new: Sequence[Array], rows: int) -> Array:
-        """bool[*batch]: whether a leaf of a row became NaN or infinite, or one of all rows did."""
-        bad = jnp.zeros((1,) * rows, bool)
-        for old, leaf, watched, axis in zip(given, new, self.watched, self.axes, strict=True):
-            if watched and is_checked(leaf):
-                bad = bad | any_of_rows(becomes_bad(old, leaf), axis, rows)
-        return bad
-
-    @property
-    def heads(self) -> int:
-        """How many leaves lead the state."""
-        return 1 + self.counts
+    def run(self, consts: PyTree, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
+        """Runs the inner step."""
+        return self.step(consts, state, feed if self.keyed else feed._replace(position=None))
 
     @property
     def once_only(self) -> bool:
         """Whether it has effects that JAX refuses to repeat."""
         return cast(Repeatable, self.step).once_only
 
-    def silenced(self) -> Watched:
+    def silenced(self) -> Self:
         """The step without the callbacks of the body, for a second run that must not report again."""
         return dataclasses.replace(self, step=cast(Repeatable, self.step).silenced())
 
 
-def number_of_position(position: Array | None, last: Any) -> Array:
-    """How many steps run before the one at a position; `last` is the highest one, of a loop in reverse."""
-    assert position is not None
-    return position if last is None else last - position
+@dataclass(frozen=True, eq=False, kw_only=True)
+class Watched(Numbering):
+    """A step after which its state is looked at.
+
+    Its state is [the first bad step, with `counts` the number of this one, *the inner state]. In a masked loop each row
+    has its own of these, int32[*batch]: they are masked as the carry is, so that no padding is ever looked at.
+
+    Attributes:
+        watched: for each leaf of the inner state whether it is looked at: the body may change it.
+        axes: for each leaf of the inner state where the batch shape starts; None: it belongs to all rows.
+    """
+
+    watched: tuple[bool, ...]
+    axes: LeafAxes
+
+    def __call__(self, consts: PyTree, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
+        heads = 1 + self.counts
+        (first, *count), given = state[:heads], state[heads:]
+        number = self.number(count, feed)
+        new, y = self.run(consts, given, feed)
+        is_good, bad = first == GOOD, jnp.zeros((1,) * first.ndim, bool)
+        for old, leaf, watched, axis in zip(given, new, self.watched, self.axes, strict=True):
+            if watched and is_smooth(leaf):
+                bad = bad | any_of_rows(becomes_bad(old, leaf), axis, first.ndim)
+        bad = is_good & place_like(bad, jax.typeof(first))
+        return [select(bad, number, first), *(n + 1 for n in count), *new], y
 
 
 def any_of_rows(flags: Array, axis: int | None, rows: int) -> Array:
@@ -237,8 +207,7 @@ class Slices:
 
     def join(self, whole: Sequence[Any], sliced: Sequence[Any]) -> PyTree:
         """The tree of xs, of the leaves that are given whole and of the others."""
-        first, second = iter(whole), iter(sliced)
-        return jax.tree.unflatten(self.structure, [next(first if axis is None else second) for axis in self.axes])
+        return jax.tree.unflatten(self.structure, merge([axis is None for axis in self.axes], whole, sliced))
 
 
 @dataclass(frozen=True, eq=False)
@@ -250,8 +219,8 @@ class Site:
         hoisted: its trace; what the body closes over is lifted.
         slices: what is scanned over, where some leaves are given whole; None: none are.
         whole: these leaves.
-        around: what is put around a step of rows.
         last: the position of the step that runs first, in reverse.
+        around: what is put around a step of rows.
         roots: what the items of x are called, where x is a tuple of arguments.
     """
 
@@ -259,8 +228,8 @@ class Site:
     hoisted: Hoisted
     slices: Slices | None
     whole: list[Array]
-    around: tuple[Transform, ...]
     last: Any
+    around: tuple[Transform, ...] = ()
     roots: tuple[str, ...] | None = None
 
     @property
@@ -280,17 +249,48 @@ class Site:
         """Whether a step is fed its position."""
         return self.given.xs.position is not None
 
-    def once_more(self) -> Loop:
-        """The traced loop without tangents: else a derivative would run through what is run once more."""
+    @property
+    def reads(self) -> Reads:
+        """The arrays of the traced loop, tangents and all."""
+        loop, rows = self.hoisted.loop, self.hoisted.loop.rows
+        begins = None if rows is None or rows.begins is None else (rows.begins.flags, rows.begins.targets)
+        of_rows = None if rows is None else (rows.resets, rows.given.lengths, rows.given.spans, begins)
+        return Reads(loop.consts, loop.state, loop.xs, of_rows, jnp.asarray(self.last, jnp.int32))
+
+    def once_more(self, reads: Reads | None = None, taken: Array | None = None) -> Loop:
+        """The traced loop without tangents: else a derivative would run through what is run once more.
+
+        Args:
+            reads: its arrays; None: those that it has, less their tangents.
+            taken: int32[*batch], how many steps each row ran, of rows that stop early; None: as many as the mask says.
+        """
         loop = self.hoisted.loop
-        consts, state, xs = jax.lax.stop_gradient((loop.consts, loop.state, loop.xs))
-        step, rows = self.hoisted.repeatable.silenced(), without_tangents(loop.rows)
+        stopped = jax.lax.stop_gradient if reads is None else lambda tree: tree
+        consts, state, xs, arrays, _ = self.reads if reads is None else reads
+        (consts, state, xs), rows = stopped((consts, state, xs)), loop.rows
+        if arrays is not None:
+            resets, lengths, spans, begins = arrays
+            begins = None if begins is None else Begins(begins[0], stopped(begins[1]), rows.begins.tables)
+            rows = rows._replace(resets=resets, given=rows.given._replace(lengths=lengths, spans=spans), begins=begins)
+            if taken is not None:
+                ran = mask_of_lengths(taken, loop.length)
+                xs = xs._replace(valid=ran[::-1] if loop.reverse else ran)
+        step = self.hoisted.repeatable.silenced()
         bare = dataclasses.replace(loop, trace=None, finish=(), wishes=(), unroll=1, lowering=(), runner=None)
         return dataclasses.replace(bare, step=step, consts=consts, state=state, xs=xs, rows=rows, memo=Memo())
 
-    def x_of(self, x: PyTree) -> PyTree:
-        """The user's x, of one that a step is fed."""
-        return x if self.slices is None else self.slices.join(jax.lax.stop_gradient(self.whole), jax.tree.leaves(x))
+    def row_axes(self, rows: Rows | None) -> LeafAxes:
+        """For each leaf of the state where these rows are; None: it belongs to all, or there are none."""
+        return (None,) * len(self.fixed) if rows is None else tuple(merge(self.fixed, rows.fixed, rows.axes.state))
+
+    def in_layer(self, loop: Loop, leaves: Sequence[Array]) -> tuple[Loop, list[Array]]:
+        """The loop of one block where x is known, and the leaves of x that it changes."""
+        unchanged, changing = split(self.fixed, leaves)
+        return dataclasses.replace(loop, consts=(unchanged, loop.consts[1])), changing
+
+    def x_of(self, x: PyTree, whole: Sequence[Array]) -> PyTree:
+        """The user's x, of one that a step is fed and the leaves that are given whole."""
+        return x if self.slices is None else self.slices.join(whole, jax.tree.leaves(x))
 
     @property
     def structure(self) -> TreeDef:
@@ -311,42 +311,29 @@ class Site:
     def names_of_feed(self) -> tuple[list[str], list[str]]:
         """What the leaves that are given whole are called, and those that a step is fed."""
         xs, name = self.given.xs, self.given.names[1]
-        x = self.x_of(xs.x)
+        x = self.x_of(xs.x, self.whole)
         trees = [(name, x)] if self.roots is None else zip(self.roots, x, strict=False)
         named = [path for root, tree in trees for path, _ in leaves_with_path(root, tree)]
         whole: list[str] = []
         if self.slices is not None:
-            pairs = list(zip(named, self.slices.axes, strict=True))
-            whole = [path for path, axis in pairs if axis is None]
-            named = [path for path, axis in pairs if axis is not None]
+            whole, named = split([axis is None for axis in self.slices.axes], named)
         fed, others = self.hoisted.loop.xs, {"position": "the position", "valid": "valid"}
         return whole, [*named, *(text for field, text in others.items() if getattr(fed, field) is not None)]
 
 
-def site_of(
-    loop: Loop, slices: Slices | None, around: tuple[Transform, ...], last: Any, call: str | None = None
-) -> Site:
-    """The site of a loop, whose body is traced here unless it was already.
+def site_of(loop: Loop, hoisted: Hoisted, slices: Slices | None, last: Any, **others: Any) -> Site:
+    """The site of a loop, of its trace; see `Site`."""
+    return Site(loop, hoisted, slices, [] if slices is None else whole_of(loop), last, **others)
 
-    Args:
-        loop: the loop.
-        slices: what is scanned over, where some leaves are given whole; None: none are.
-        around: what is put around a step of rows.
-        last: the position of the step that runs first, in reverse.
-        call: the verb and the body, where loops within a step are told of it; None: they are not.
-    """
+
+def traced_as_it_runs(loop: Loop) -> Hoisted:
+    """The trace of a loop, what its body closes over lifted. The body is traced here unless it was already."""
     with jax.disable_jit(False):
-        hoisted = _traced(loop if call is None else numbered(loop, call))
-    return Site(loop, hoisted, slices, whole_of(loop) if slices is not None else [], around, last)
-
-
-def _traced(loop: Loop) -> Hoisted:
-    if loop.rows is None:
-        return lift(hoist(loop))
-    if loop.rows.unchanged is None:
-        return loop.trace._replace(loop=loop)
-    changing = [not fixed for fixed in loop.rows.unchanged()]
-    return in_rows(loop, lift(hoist(loop, changing)))
+        if loop.rows is None:
+            return lift(hoist(loop))
+        if loop.rows.unchanged is None:
+            return loop.trace._replace(loop=loop)
+        return in_rows(loop, lift(hoist(loop, [not fixed for fixed in loop.rows.unchanged()])))
 
 
 def whole_of(loop: Loop) -> list[Array]:
