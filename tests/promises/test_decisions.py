@@ -61,6 +61,12 @@ def test_decisions_on_x_stay_in_the_loop(cell):
     assert not failure(dataclasses.replace(LARGEST, cell=cell, verb="mask_scan"))
 
 
+def test_what_padded_rows_are_shown_is_not_computed_twice():
+    """XLA fused the selection of x with a norm, which it computed twice; a `where` by hand around x shows the fault."""
+    clipped = "jnp.clip({v}, max=0.9 * jnp.max({v}, -1, keepdims=True)).sum(-1)"
+    assert not failure(Case("normed", "jnp.abs({h})", clipped, False, "resets", "", True, 743119, True, 49))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(12))
 def test_random_decisions(number):

@@ -136,6 +136,28 @@ def take_row(leaf: Array, row: Array, axis: int, batch: tuple[int, ...]) -> Arra
     return jax.lax.dynamic_index_in_dim(flat, row, axis).reshape((*head, *(1 for _ in batch), *tail))
 
 
+def written(leaf: Array) -> Array:
+    """A selection in an array of its own, where XLA may otherwise fuse it with what reads it.
+
+    XLA's CPU backend may compute a fused value twice, with two roundings, and then a step that compares a value with
+    itself is wrong: https://github.com/jax-ml/jax/issues/40564. It removes barriers, and writes what is gathered.
+    """
+    known = leaf.ndim and all(isinstance(size, int) and size for size in leaf.shape)
+    known = known and jnp.issubdtype(leaf.dtype, jnp.inexact)
+    fused = jax.default_backend() == "cpu" and has_one_device() and not is_sharded(leaf)
+    return _written(leaf) if known and fused else leaf
+
+
+@jax.custom_jvp
+def _written(leaf: Array) -> Array:
+    return gather_rows(leaf, np.arange(leaf.shape[0], dtype=np.uint32)[:, None], 0, distinct=True)
+
+
+@_written.defjvp
+def _written_rule(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+    return _written(*primals), tangents[0]  # the transpose of a gather would be a scatter
+
+
 def gather_rows(leaf: Array, rows: Array, axis: int, *, distinct: bool = False, of_first_step: bool = False) -> Array:
     """The given rows of a leaf; `rows` is int[N, 1], each within the leaf.
 

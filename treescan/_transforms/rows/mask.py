@@ -25,6 +25,7 @@ from ..._loop.loop import Feed, Loop, Step
 from ..._trace.hoist import is_untraced
 from ..._tree import Prefix
 from ..._types import Array, PyTree
+from ..checkpoint import chooses, compares
 from .axes import RowAxes, spread_batch_axes, with_axes
 from .fill import fill_leaves, without_hold
 from .leaves import (
@@ -40,6 +41,7 @@ from .leaves import (
     select,
     take_row,
     unless_alone,
+    written,
 )
 
 _once_a_shape = functools.partial(jax.jit, inline=True)
@@ -206,6 +208,8 @@ class Masked:
         fill: a prefix of y: what it is on padded steps.
         stands_in: whether padded rows are shown a good pair. Otherwise they are shown their own state and x.
         branches: whether the step runs in a branch that is only taken where some row is valid.
+        decides: whether the body compares values, or chooses among them: what it is shown is `written` first, so that
+            XLA compiles the body as it would without the mask.
     """
 
     step: Step
@@ -216,6 +220,7 @@ class Masked:
     fill: Prefix
     stands_in: bool = True
     branches: bool = False
+    decides: bool = False
 
     def __call__(self, consts: Any, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
         good, (fixed, inner) = consts
@@ -228,7 +233,10 @@ class Masked:
             show = _show_shared if None in (*self.carry_axes, *self.x_axes) else _show_own
             shown = show(mask, state, good.state, self.carry_axes)
             shown_fixed = show(mask, fixed, good.fixed, self.fixed_axes)
-            feed = feed._replace(x=jax.tree.unflatten(x_tree, show(mask, x, good.x, self.x_axes)))
+            shown_x = show(mask, x, good.x, self.x_axes)
+            if self.decides:
+                shown, shown_fixed, shown_x = jax.tree.map(written, (shown, shown_fixed, shown_x))
+            feed = feed._replace(x=jax.tree.unflatten(x_tree, shown_x))
         returned, y = self.step((shown_fixed, inner), shown, feed)
         kept = [
             old if new is seen else mask.select(new, old, axis)
@@ -343,7 +351,9 @@ def mask(loop: Loop, fill: Prefix, *, lengths: Array | None = None) -> Loop:
     if not share:  # a row's unchanged leaves are good for it throughout; a row without any step is lent another's
         loop = dataclasses.replace(loop, consts=(lend_rows(fixed, fixed_axes, valid), inner))
     good, consts = _good_pair(loop, axes, fixed_axes, lengths, share=share)
-    step = Masked(loop.step, axes.state, fixed_axes, axes.x, loop.rows.y_axes, fill)
+    jaxpr = None if is_untraced(loop) or loop.trace is None else loop.trace.jaxpr
+    decides = jaxpr is not None and (compares(jaxpr) or chooses(jaxpr))
+    step = Masked(loop.step, axes.state, fixed_axes, axes.x, loop.rows.y_axes, fill, decides=decides)
     good_axes: LeafAxes = (None,) * len(jax.tree.leaves(good)) if share else (*axes.state, *axes.x)  # one row, or all
     loop = dataclasses.replace(loop, step=step, consts=(good, consts))
     return with_axes(loop, consts=(*good_axes, *axes.consts))
