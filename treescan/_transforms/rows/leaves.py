@@ -284,8 +284,15 @@ def _lend_rule(
         have_any, own, filled = jnp.zeros((), bool), have, leaves
     else:
         have_any, own, lender = jnp.any(have, axis=0), have, jnp.argmax(have, axis=0)
+
+        def of_lender(leaf: Array) -> Array:
+            """Its value. JAX cannot give a type to a slice at a computed place of an axis that is sharded."""
+            if not is_sharded(leaf):
+                return leaf[lender]
+            return jax.lax.squeeze(take_row(leaf, last_set(have), 0, (axis_size,)), (0,))
+
         filled = [
-            _choose(own, leaf, leaf[lender]) if batched else leaf
+            _choose(own, leaf, of_lender(leaf)) if batched else leaf
             for leaf, batched in zip(leaves, leaves_batched, strict=True)
         ]
     # The next axis out lends to whole elements: a leaf that is mapped here keeps this axis as one of its own.
