@@ -286,3 +286,18 @@ def test_devices_hold_no_more_than_by_hand(kind: str) -> None:
 
     assert Program(mine, *types).temp_bytes <= 1.1 * Program(by_hand, *types).temp_bytes
     assert Program(total(mine), *types).temp_bytes <= 1.1 * Program(total(by_hand), *types).temp_bytes
+
+
+@pytest.mark.parametrize("kind", ["Auto", "Explicit"])
+def test_a_mapped_axis_may_be_sharded(kind: str) -> None:
+    """An element without a valid row borrows from another one, which may be on another device."""
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(getattr(AxisType, kind),))
+    h, xs = np.zeros((4, 3, 8), np.float32), np.ones((4, 8, 3, 8), np.float32)
+    lengths = np.array([[8, 1, 0], [0, 0, 0], [2, 2, 2], [5, 0, 1]])
+
+    def fold(h: Any, xs: Any, lengths: Any) -> jax.Array:
+        return treescan.fold(step, h, xs, lengths=lengths)
+
+    want = jax.vmap(fold)(h, xs, lengths)
+    given = [jax.device_put(a, NamedSharding(mesh, P("d"))) for a in (h, xs, lengths)]
+    np.testing.assert_allclose(jax.jit(jax.vmap(fold))(*given), want, rtol=1e-6)

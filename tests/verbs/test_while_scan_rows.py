@@ -589,3 +589,15 @@ def test_rows_that_are_independent_are_shown_what_they_keep():
     given = jnp.arange(8.0), jnp.ones((8, 33))
     apart, mixed = (selections(functools.partial(run, mix), *given, shape="f32[8,33]") for mix in (False, True))
     assert (apart, mixed) == (1, 3)
+
+
+def test_a_ref_is_refused_in_words_of_this_loop():
+    ref = jax.new_ref(jnp.zeros(2))
+
+    def body(left, _):
+        ref[...] = ref[...] + 1
+        return left - 1, None
+
+    with pytest.raises(treescan.ArgumentError, match="may skip steps") as caught:
+        while_scan(lambda left: left > 0, body, jnp.arange(2), max_length=3)
+    assert "`valid`" not in str(caught.value)

@@ -30,6 +30,17 @@ def refuse_with_refs(option: str) -> NoReturn:
     )
 
 
+def refuse_refs_in_skipped_steps(hoisted: Hoisted) -> None:
+    """Refuses a body that closes over a mutable array, in a loop that ends early."""
+    if hoisted.refs:
+        raise Fault(
+            ArgumentError,
+            "{verb} over {body}: the body closes over a mutable array (a `Ref`). This loop may skip steps, and such "
+            "steps cannot read or write one.",
+            "Carry its value instead.",
+        )
+
+
 def refuse_to_repeat(hoisted: Hoisted) -> None:
     """Refuses to recompute a body that closes over a mutable array, or that has an effect which JAX does not repeat."""
     if hoisted.refs:

@@ -152,7 +152,9 @@ def entries(returned: ArrayLike, value: Array, valid: Array | None, *, shared: b
         )
     if extra < 0 or new.shape[extra:] != value.shape or (valid is not None and rows not in ((), valid.shape)):
         rows_too = "" if valid is None else f", one for each row of {list(valid.shape)} or one for all"
-        raise TypeError(f"it carries {describe_leaf(value)}{rows_too}, but was given {describe_leaf(returned)}")
+        own = new.shape if valid is None or rows[: valid.ndim] != valid.shape else new.shape[valid.ndim :]
+        cure = f". For a number per entry, make it of shape {own}" if own != new.shape else ""
+        raise TypeError(f"it carries {describe_leaf(value)}{rows_too}, but was given {describe_leaf(returned)}{cure}")
     new = fitted(new, value)
     axes = tuple(range(extra))
     if valid is None:

@@ -20,7 +20,7 @@ from ..._trace.raw_keys import raw, with_raw_keys
 from ..._tree import Prefix
 from ..._types import Array, PyTree
 from ..axes import scan_over_axes
-from ..refuse import refuse_with_refs
+from ..refuse import refuse_refs_in_skipped_steps, refuse_with_refs
 from .axes import RowAxes, RowFlags, Rows, refuse_shared_keys, rows_of_x, spread_batch_axes, spread_carry_axes
 from .compact import refuse_tiers, tiers_of, trace_tiers
 from .leaves import mask_of_lengths, select_valid
@@ -39,6 +39,7 @@ class OverRows:
         time_axis: where the steps are in the mask and the resets.
         in_axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
         compact: whether to order rows, or the numbers of rows to choose from.
+        ends_early: whether rows stop independently, in a loop that may skip any step.
     """
 
     carry_axes: Prefix
@@ -47,6 +48,7 @@ class OverRows:
     time_axis: int
     in_axes: LeafAxes | None
     compact: bool | tuple[int, ...]
+    ends_early: bool = False
     moves = True
 
     def __call__(self, loop: Loop) -> Loop:
@@ -66,6 +68,8 @@ class OverRows:
             loop = with_raw_keys(_without_false_alarms(loop, axes.x))
             given = given._replace(to=raw(given.to), inits=raw(given.inits))
             hoisted = hoist(loop, changing)
+            if self.ends_early:
+                refuse_refs_in_skipped_steps(hoisted)
             _refuse_refs(hoisted, tiers, told=told)
             axes = axes._replace(y=spread_batch_axes("y_axes", y_axes, hoisted.y, "y", valid.shape[1:]))
             trace_tiers(hoisted, loop, axes, tiers)

@@ -197,7 +197,7 @@ class StopRows:
             return loop if self.in_axes is None else scan_over_axes(loop, self.in_axes)
         rows = loop.rows.lengths.shape[0]
         compact = falling_tiers(rows) if self.compact is True and isinstance(rows, int) else self.compact
-        return OverRows(self.carry_axes, self.x_axes, self.y_axes, 0, self.in_axes, compact)(loop)
+        return OverRows(self.carry_axes, self.x_axes, self.y_axes, 0, self.in_axes, compact, ends_early=True)(loop)
 
     def _without_rows(self, loop: Loop) -> Loop:
         """The loop, if no option and no body asks for rows.

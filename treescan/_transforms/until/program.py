@@ -28,7 +28,7 @@ from ..finite.check import CheckFinite
 from ..nest import finish
 from ..outputs import EVERYTHING
 from ..program import Arguments, Call, execute
-from ..refuse import once_only, refuse_budget, refuse_offload
+from ..refuse import once_only, refuse_budget, refuse_offload, refuse_refs_in_skipped_steps
 from ..remat import check_remat
 from ..rows.fill import fill_leaves
 from ..rows.leaves import may_branch
@@ -331,7 +331,7 @@ def _run_traced(
     condition, laid = asked.condition, loop
     assert condition is not None
     loop, hoisted, varying = _hoist_rows(loop) if condition.batch else _hoist(loop, condition, limit)
-    _refuse_refs(hoisted)
+    refuse_refs_in_skipped_steps(hoisted)
     warn_of_unknown_names([program.remat], [hoisted])
     count, tiers = condition.count, (loop.rows.tiers if condition.batch else ())
     init = jax.tree.unflatten(jax.tree.structure(init), hoisted.settled[len(hoisted.settled) - count :])
@@ -363,16 +363,6 @@ def _run_traced(
     ys = [y[front // every :] for y, every in zip(ys, outputs.every, strict=True)]
     leaves, ys = kept.assemble(progress.leaves, ys, outputs.every, most)
     return Ended(leaves if condition.batch else hoisted.restore(leaves), ys, progress.taken, ~progress.holds)
-
-
-def _refuse_refs(hoisted: Hoisted) -> None:
-    if hoisted.refs:
-        raise Fault(
-            ArgumentError,
-            "{verb} over {body}: the body closes over a mutable array (a `Ref`). This loop may skip steps, and such "
-            "steps cannot read or write one.",
-            "Carry its value instead.",
-        )
 
 
 def _hoist_rows(loop: Loop) -> tuple[Loop, Hoisted, frozenset[str]]:
