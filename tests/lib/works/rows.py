@@ -71,7 +71,8 @@ def _axes(options: Mapping[str, Any], name: str, cls: Any) -> Any:
 
 def _step(given: Given, options: Mapping[str, Any], how: frozenset[str]) -> Any:
     """The body for a batch of rows, and for a single one: axes that lead elsewhere are brought to the front."""
-    carry_axes, x_axes, y_axes = (_axes(options, *of) for of in (("carry_axes", State), ("x_axes", X), ("y_axes", Y)))
+    axes = {"carry_axes": State, "x_axes": X, "y_axes": Y}
+    carry_axes, x_axes, y_axes = (_axes(options, *each) for each in axes.items())
 
     def front(value: Any, axis: int | None) -> Any:
         return jnp.moveaxis(value, axis, 0) if axis and value.ndim > 1 else value
@@ -94,8 +95,9 @@ def _step(given: Given, options: Mapping[str, Any], how: frozenset[str]) -> Any:
 
     body = with_keywords(step, 2, how)
     if "annotated" in how:
-        x = {} if "no xs" in how else {"b": X}
-        annotate(body, {"a": State, **x, "return": tuple[State, Y]})
+        # The annotations have rows in front.
+        a, b, y = (Any if name in options else kind for name, kind in axes.items())
+        annotate(body, {"a": a, **({} if "no xs" in how else {"b": b}), "return": tuple[a, y]})
     return body
 
 
