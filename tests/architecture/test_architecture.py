@@ -213,6 +213,7 @@ def test_every_transform_has_one_place_in_the_order() -> None:
     }
     placed = [name for place in ORDER for name in place.transforms]
     assert len(placed) == len(set(placed))
-    programs = {"StopRows", "Until", "WithOnce", "CheckLayers", "CheckLayerCotangents"}  # run by programs of their own
-    assert found - programs <= set(placed) <= found | {"CheckCotangents"}
+    programs = {"StopRows", "Until", "WithOnce"}  # they place what they run themselves
+    checks = {"CheckFinite", "CheckCotangents"}  # of the base `Check`
+    assert (found - programs - {"Check"}) | checks == set(placed)
     assert all(place.reason.endswith(".") for place in ORDER)

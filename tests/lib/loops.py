@@ -6,9 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxprs import num_consts
 from oracle import is_inexact
 
 import treescan
+from treescan._transforms.rows.leaves import written
 
 Scan = Callable[..., Any]
 
@@ -264,9 +266,14 @@ MASK = np.arange(LENGTH)[:, None] % 2 < np.array([1, 2, 0])
 RESETS = np.arange(LENGTH)[:, None] == np.array([1, 1, 3])
 SHARED = {"carry_axes": {"h": 0, "w": None}}
 
+# How many consts the order of the rows is: newer releases of JAX write it into the equation that reads it.
+_ORDERED = jax.make_jaxpr(lambda c: jax.lax.scan(lambda c, _: (written(c), None), c, length=2))(np.zeros((3, 2), "f"))
+ORDER = sum(num_consts(eqn) for eqn in _ORDERED.jaxpr.eqns if eqn.primitive.name == "scan")
+
 # Consts: the weights are one; the key, a leaf given whole, and the good pair (a leaf for each of state and x) add.
 # A loop that writes its outputs in place reads x and the mask there, from where its chunk begins: three more. Its body
-# treats rows independently, so it needs no good pair: two less.
+# treats rows independently, so it needs no good pair: two less. A keyed body chooses the larger of two numbers, so
+# each leaf that padded rows are shown is written first.
 OPTIONS = {
     "scan": Option(plain, over(treescan.scan), 1),
     "reverse": Option(plain, over(treescan.scan, reverse=True), 1),
@@ -284,7 +291,7 @@ OPTIONS = {
     "mask": Option(plain, over(treescan.mask_scan, mask=MASK), 3),
     "mask_reverse": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, reverse=True), 3),
     "valid": Option(masked, over(treescan.mask_scan, lengths=LENGTHS), 3),
-    "mask_key": Option(keyed, over(treescan.mask_scan, lengths=LENGTHS, key=jax.random.key(0)), 4),
+    "mask_key": Option(keyed, over(treescan.mask_scan, lengths=LENGTHS, key=jax.random.key(0)), 4 + 3 * ORDER),
     "fill": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill=-1), 3),
     "fill_nan": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill=float("nan")), 3),
     "carry_axes_none": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, **SHARED), 3),
