@@ -33,8 +33,9 @@ from .raw_keys import with_raw_keys
 
 def silenced(jaxpr: Any) -> Any:
     """A jaxpr, closed or not, without the callbacks that return nothing, in its loops and branches too."""
-    if hasattr(jaxpr, "jaxpr"):
-        return jaxpr.replace(jaxpr=silenced(jaxpr.jaxpr))
+    inner = getattr(jaxpr, "jaxpr", jaxpr)  # since JAX 0.12, an open jaxpr has itself there
+    if inner is not jaxpr:
+        return jaxpr.replace(jaxpr=silenced(inner))
     equations = [_silence_inner(eqn) for eqn in jaxpr.eqns if not _only_speaks(eqn)]
     kinds = {type(effect) for eqn in equations for effect in eqn.effects}
     return jaxpr.replace(eqns=equations, effects={effect for effect in jaxpr.effects if type(effect) in kinds})
