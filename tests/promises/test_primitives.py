@@ -37,10 +37,11 @@ TOLERANCES = {"float64": 1e-11, "bfloat16": 0.06}
 STEPS = 2 * CHUNK + 1
 
 
-def by_dtype(*everyday: str, of: tuple[str, ...] = DTYPES) -> Any:
+def by_dtype(*everyday: str, of: tuple[str, ...] = DTYPES, exhaustive: tuple[str, ...] = ()) -> Any:
     """One test for each type; those that are not named are slow."""
-    params = [pytest.param(dtype, marks=() if dtype in everyday else pytest.mark.slow) for dtype in of]
-    return pytest.mark.parametrize("dtype", params)
+    marks = {**dict.fromkeys(of, pytest.mark.slow), **dict.fromkeys(everyday, ())}
+    marks |= {dtype: (pytest.mark.slow, pytest.mark.exhaustive) for dtype in exhaustive}
+    return pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=marks[dtype]) for dtype in of])
 
 
 def assert_close(got: Any, expected: Any, dtype: str) -> None:
@@ -189,7 +190,7 @@ def test_computed_for_many_steps_at_once_in_each_place(dtype):
         compare_early(in_all(early_examples(dtype)), dtype, 0)
 
 
-@by_dtype(of=("float32", "complex64", "bfloat16", "float64"))
+@by_dtype(of=("float32", "complex64", "bfloat16", "float64"), exhaustive=("bfloat16",))  # which takes two minutes
 def test_derivatives_of_what_is_computed_for_many_steps_at_once(dtype):
     with jax.enable_x64(dtype == "float64"):
         compare_early(in_turn(early_examples(dtype)), dtype, 2)

@@ -158,7 +158,9 @@ def _written_rule(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array,
     return _written(*primals), tangents[0]  # the transpose of a gather would be a scatter
 
 
-def gather_rows(leaf: Array, rows: Array, axis: int, *, distinct: bool = False, of_first_step: bool = False) -> Array:
+def gather_rows(
+    leaf: Array, rows: ArrayLike, axis: int, *, distinct: bool = False, of_first_step: bool = False
+) -> Array:
     """The given rows of a leaf; `rows` is int[N, 1], each within the leaf.
 
     Args:
