@@ -40,7 +40,7 @@ STEPS = 2 * CHUNK + 1
 def by_dtype(*everyday: str, of: tuple[str, ...] = DTYPES, exhaustive: tuple[str, ...] = ()) -> Any:
     """One test for each type; those that are not named are slow."""
     marks = {**dict.fromkeys(of, pytest.mark.slow), **dict.fromkeys(everyday, ())}
-    marks |= {dtype: (pytest.mark.slow, pytest.mark.exhaustive) for dtype in exhaustive}
+    marks |= dict.fromkeys(exhaustive, (pytest.mark.slow, pytest.mark.exhaustive))
     return pytest.mark.parametrize("dtype", [pytest.param(dtype, marks=marks[dtype]) for dtype in of])
 
 
