@@ -265,7 +265,7 @@ def evidence_of(
         jnp.asarray(at.position, jnp.int32),
         merge(site.fixed, unchanged, leaves),
         [jnp.zeros(()) if leaf is None else leaf for leaf in cotangents],
-        site.x_of(feed.x, inner[0] if site.slices is not None else ()),
+        site.x_of(feed.x, inner),
         None if rows is None else feed.valid,
         worst,
         told.blame.bits(split(pulls, blamed)[0], worst.is_nan),
