@@ -125,11 +125,11 @@ def _metadata_differences(leaf: str, given: PyTree, returned: PyTree) -> Iterato
     names = [name for name in names if not name.startswith("_")] or names  # private ones only if no other differs
     rows = list[Row]()
     for name in names:
-        values = before.get(name), after.get(name)
-        note = "static number" if all(map(is_number, values)) else "metadata"
-        rows.append(Row(f"{leaf}.{name}", *map(describe_static, values), note))
+        old, new = before.get(name), after.get(name)
+        note = "static number" if is_number(old) and is_number(new) else "metadata"
+        rows.append(Row(f"{leaf}.{name}", describe_static(old), describe_static(new), note))
     whole = [f"{kind} {describe_static(metadata(node))}" for node in (given, returned)]
-    for row in rows or [Row(leaf, *whole, "metadata")]:
+    for row in rows or [Row(leaf, whole[0], whole[1], "metadata")]:
         yield Difference(row, (Cure(f"{leaf}: {cure}", "metadata", leaf),))
 
 
