@@ -188,7 +188,7 @@ def remat_fit_over_a_ref_with_rows(one):
     ref = jax.new_ref(jnp.ones(()))
 
     def step(carry, x, *, valid):
-        ref[...] += valid.any()
+        ref[...] += jnp.where(valid.any(), 1.0, 0.0)
         return carry, None
 
     return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, remat=treescan.Remat.fit(10**8))
