@@ -270,6 +270,27 @@ def test_an_array_given_whole_beside_a_key_that_is_checked_for_reuse(check: Any)
         jax.config.update("jax_debug_key_reuse", False)
 
 
+@pytest.mark.parametrize("check", [True, "backward"])
+def test_layers_with_keys_that_are_checked_for_reuse(check: Any) -> None:
+    def block(layer: Any, x: Any) -> Any:
+        key, drawn = jax.random.split(x["key"])
+        return {"key": key, "h": x["h"] + jax.random.normal(layer) * jax.random.normal(drawn)}
+
+    def run(h: Any, **options: Any) -> Any:
+        x, layers = {"key": jax.random.key(1), "h": h}, jax.random.split(jax.random.key(0), 3)
+        x = treescan.fold_layers(block, x, layers, **options)
+        return x["h"] + jax.random.normal(x["key"])
+
+    expected = run(jnp.float32(1))
+    jax.config.update("jax_debug_key_reuse", True)
+    try:
+        value, slope = jax.value_and_grad(functools.partial(run, check_finite=check))(jnp.float32(1))
+    finally:
+        jax.config.update("jax_debug_key_reuse", False)
+    assert slope == 1
+    np.testing.assert_allclose(value, expected, rtol=1e-6)
+
+
 # --- rows -------------------------------------------------------------------------------------------------------------
 
 

@@ -583,7 +583,7 @@ class WatchBackward:
 
     def x_of(self, state: list[Array]) -> PyTree:
         """What the last layer returned, of a state."""
-        return jax.tree.unflatten(self.site.hoisted.structure, self.step.end(state, self.site.last))
+        return self.site.carry_of(self.step.end(state, self.site.last))
 
     def evidence(self, state: list[Array], ys: PyTree) -> PyTree:
         """The outputs: what was found is told in the gradient."""
