@@ -358,6 +358,23 @@ class RowPlan(NamedTuple):
     chunk: int | None = None
     compact: bool | tuple[int, ...] = False
 
+    def over(self, axes: LeafAxes | None) -> OverRows:
+        """The transform, of the axes over which xs are scanned."""
+        return OverRows(self.carries, self.inputs, self.outputs, self.time_axis, axes, self.compact)
+
+
+def _without_refs(
+    chunk: int | None, remat: RematLike | None, kept: Prefix | None, check_finite: FiniteCheck
+) -> tuple[str, ...]:
+    """Which of these options are given and need a body without mutable arrays."""
+    given = {
+        "chunk": bool(chunk),
+        "remat": remat not in (None, AUTO),
+        "save": kept is not None and is_thinned([keep for keep in kept.leaves if keep != LAST]),
+        "check_finite": looks_backward(check_finite) is not None,
+    }
+    return tuple(name for name, is_given in given.items() if is_given)
+
 
 def run_scan(
     convention: Convention,
@@ -413,23 +430,9 @@ def run_scan(
     flags = check_rows(rows.flags, rows.time_axis, call.call.length)
     put_back = rows.reset_to, init, rows.carries, rows.time_axis, call.adopted, call.given.init, call.call.names[0]
     flags, filled, kept = check_targets(flags, *put_back), Prefix.of(rows.fill), check_save(save)
-    others = {
-        "chunk": bool(rows.chunk),
-        "remat": remat not in (None, AUTO),
-        "save": kept is not None and is_thinned([keep for keep in kept.leaves if keep != LAST]),
-        "check_finite": looks_backward(check_finite) is not None,
-    }
     call = dataclasses.replace(call, given=call.given._replace(rows=flags))
     return call.run(
-        OverRows(
-            rows.carries,
-            rows.inputs,
-            rows.outputs,
-            rows.time_axis,
-            call.axes,
-            rows.compact,
-            others=tuple(name for name, given in others.items() if given),
-        ),
+        dataclasses.replace(rows.over(call.axes), others=_without_refs(rows.chunk, remat, kept, check_finite)),
         BeginSegments.of(flags),
         call.checking(check_finite, around=AROUND_ROWS),
         MoveOutputs.of(out_axes, save),
