@@ -21,7 +21,7 @@ from .._transforms.budget import describe_bytes
 from .._transforms.checkpoint import levels_in
 from .._transforms.layers.pattern import Pattern
 from .._transforms.outputs import KeepOutputs
-from .._transforms.program import Call, Transformed
+from .._transforms.program import Call, Program
 from .._transforms.remat import AUTO, OPERATIONS_PER_STEP, Recompute
 from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.over_rows import OverRows
@@ -83,7 +83,7 @@ class Case:
 
 def calls_of(program: Any) -> tuple[Call, ...]:
     """For each body of a program how it is called."""
-    return (program.call,) if isinstance(program, Transformed | Until) else program.blocks
+    return (program.call,) if isinstance(program, Program | Until) else program.blocks
 
 
 def constants_of(body: TracedBody) -> Iterator[tuple[Named, Any, set[str]]]:

@@ -30,7 +30,7 @@ from .._transforms.checkpoint import Checkpointed, remat_sizes
 from .._transforms.layers.pattern import Pattern
 from .._transforms.layers.turns import trace_turns
 from .._transforms.nest import plan, recomputes
-from .._transforms.program import Arguments, Call, Taken, Transformed
+from .._transforms.program import Arguments, Call, Program, Taken
 from .._transforms.rows.over_rows import OverRows
 from .._transforms.until.condition import StopRows
 from .._transforms.until.program import Until
@@ -217,7 +217,7 @@ def trace_bodies(program: Any, outer: Any, given: Any) -> list[TracedBody]:
     return trace(program, outer, given)
 
 
-def _of_transformed(program: Transformed, outer: Arguments, given: Arguments) -> list[TracedBody]:
+def _of_program(program: Program, outer: Arguments, given: Arguments) -> list[TracedBody]:
     loop, axes = program.call.lay(given), None
     for transform in program.transforms:
         if isinstance(transform, OverRows):
@@ -354,7 +354,7 @@ def gradient_bytes(program: Any, given: Any) -> tuple[int | None, str | None]:
     return temporary_bytes(jaxpr.jaxpr), None
 
 
-def _plans_of_transformed(program: Transformed, given: Any) -> Shape:
+def _plans_of_program(program: Program, given: Any) -> Shape:
     loop = program.call.lay(given)
     for transform in program.transforms:
         loop = transform(loop)
@@ -395,7 +395,7 @@ def _steps_too(remat: Any) -> int:
 
 
 _PROGRAMS: dict[type, tuple[Callable[[Any, Any, Any], list[TracedBody]], Callable[[Any, Any], Shape]]] = {
-    Transformed: (_of_transformed, _plans_of_transformed),
+    Program: (_of_program, _plans_of_program),
     Until: (_of_until, _plans_of_until),
     Pattern: (_of_pattern, _plans_of_pattern),
 }

@@ -98,7 +98,7 @@ class Arguments(NamedTuple):
     rows: Any = None
 
 
-class Program(Protocol[_R_co]):
+class Runs(Protocol[_R_co]):
     """What a verb does to its arrays: static, hashable and equal by value."""
 
     @property
@@ -112,7 +112,7 @@ class Program(Protocol[_R_co]):
 
 
 @dataclass(frozen=True)
-class Transformed:
+class Program:
     """The program of a call and its transforms, innermost first."""
 
     call: Call
@@ -142,7 +142,7 @@ class Taken(BaseException):
         given: on what.
     """
 
-    def __init__(self, program: Program[Any], given: Any) -> None:
+    def __init__(self, program: Runs[Any], given: Any) -> None:
         super().__init__()
         self.program = program
         self.given = given
@@ -166,7 +166,7 @@ def take(verb: Callable[..., Any], *args: Any, **options: Any) -> Taken:
     raise AssertionError(f"{verb} runs nothing")
 
 
-def execute(program: Program[_R], given: Any, programs: Memo, *, moves: bool = True) -> _R:
+def execute(program: Runs[_R], given: Any, programs: Memo, *, moves: bool = True) -> _R:
     """Runs a program.
 
     A scan without options is only its lax.scan, eager or not. With options, there is work outside the loop. An
@@ -182,7 +182,7 @@ def execute(program: Program[_R], given: Any, programs: Memo, *, moves: bool = T
     return program(given)
 
 
-def _run(program: Program[_R], given: Any) -> _R:
+def _run(program: Runs[_R], given: Any) -> _R:
     return program(given)
 
 

@@ -29,7 +29,7 @@ from .._transforms.finite.check import CheckFinite, deliver
 from .._transforms.finite.site import Slices
 from .._transforms.order import in_order
 from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
-from .._transforms.program import Arguments, Call, Program, Transformed, execute
+from .._transforms.program import Arguments, Call, Program, Runs, execute
 from .._transforms.progress import ShowProgress, no_forward_mode
 from .._transforms.refuse import in_reverse_alone
 from .._transforms.remat import Recompute
@@ -198,7 +198,7 @@ class Prepared:
     def run(self, *transforms: Transform | None) -> tuple[Any, Any]:
         """Runs the call with these transforms, in the order of `order.ORDER`; None is skipped."""
         ordered = in_order(*transforms)
-        return self.run_program(Transformed(self.call, ordered), ordered)
+        return self.run_program(Program(self.call, ordered), ordered)
 
     def showing(self, progress: ProgressLike) -> ShowProgress | None:
         """The transform of `progress`, or None if nothing is shown."""
@@ -220,7 +220,7 @@ class Prepared:
         return (CheckCotangents if backward else CheckFinite)(about, slices, around)
 
     def run_program(
-        self, program: Program[tuple[PyTree, PyTree]], transforms: tuple[Transform, ...], *, compiles: bool = True
+        self, program: Runs[tuple[PyTree, PyTree]], transforms: tuple[Transform, ...], *, compiles: bool = True
     ) -> tuple[Any, Any]:
         """Runs a program of this call.
 
