@@ -73,6 +73,7 @@ class Call:
             lowering=self.lowering,
             names=self.names,
             rows=given.rows,
+            going=given.bounds,
         )
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
@@ -89,6 +90,7 @@ class Arguments(NamedTuple):
         key: the loop's PRNG key.
         args: what every step is given beside its own.
         rows: what a masked scan was told of its rows.
+        bounds: the range of indices of a `fori` with traced bounds.
     """
 
     init: PyTree
@@ -96,6 +98,7 @@ class Arguments(NamedTuple):
     key: Array | None = None
     args: tuple[PyTree, ...] = ()
     rows: Any = None
+    bounds: Any = None
 
 
 class Runs(Protocol[_R_co]):
@@ -123,7 +126,7 @@ class Program:
         """Whether any transform does."""
         return any(transform.moves for transform in self.transforms)
 
-    def __call__(self, given: Arguments) -> tuple[PyTree, PyTree]:
+    def __call__(self, given: Arguments) -> Any:
         loop = self.call.lay(given)
         with self.call.scope():
             for transform in self.transforms:

@@ -163,7 +163,7 @@ def evidence_at(told: Told, at: At, state: list[Array], site: Site, loop: Loop) 
     bits = told.blame.bits([*worst.pick(bad), *rest], worst.is_nan)
     position = jnp.asarray(at.position, jnp.int32)
     x = site.x_of(feed.x, jax.lax.stop_gradient(site.whole))
-    return Evidence(at.first, position, before, after, x, valid, worst, bits)
+    return Evidence(at.first, position, before, after, x, site.valid_of(feed), worst, bits)
 
 
 def feed_at(at: At, loop: Loop) -> Feed:

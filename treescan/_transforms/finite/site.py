@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ from ..._loop.body import Memo
 from ..._loop.loop import Feed, Loop, Step, Transform
 from ..._loop.run import is_jit_disabled
 from ..._trace.blame import becomes_bad
-from ..._trace.hoist import Hoisted, Repeatable, hoist, is_smooth, lift, merge, split
+from ..._trace.hoist import Hoisted, hoist, is_smooth, lift, merge, split
 from ..._tree import leaves_with_path
 from ..._types import Array, PyTree, TreeDef
 from ..axes import MergeWhole
@@ -134,15 +134,6 @@ class Numbering:
     def run(self, consts: PyTree, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
         """Runs the inner step."""
         return self.step(consts, state, feed if self.keyed else feed._replace(position=None))
-
-    @property
-    def once_only(self) -> bool:
-        """Whether it has effects that JAX refuses to repeat."""
-        return cast(Repeatable, self.step).once_only
-
-    def silenced(self) -> Self:
-        """The step without the callbacks of the body, for a second run that must not report again."""
-        return dataclasses.replace(self, step=cast(Repeatable, self.step).silenced())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -287,6 +278,11 @@ class Site:
         """The loop of one block where x is known, and the leaves of x that it changes."""
         unchanged, changing = split(self.fixed, leaves)
         return dataclasses.replace(loop, consts=(unchanged, loop.consts[1])), changing
+
+    def valid_of(self, feed: Feed) -> Array | None:
+        """The mask of a step, as the user knows it. A loop whose condition is one bool has none."""
+        alone = feed.valid is not None and not feed.valid.ndim and self.given.going is not None
+        return None if alone else feed.valid
 
     def x_of(self, x: PyTree, whole: Sequence[Array]) -> PyTree:
         """The user's x, of one that a step is fed and the leaves that are given whole."""
