@@ -32,8 +32,8 @@ from .._transforms.layers.turns import trace_turns
 from .._transforms.nest import plan, recomputes
 from .._transforms.program import Arguments, Call, Program, Taken
 from .._transforms.rows.over_rows import OverRows
+from .._transforms.until.early_exit import plan_chunks
 from .._transforms.until.end_early import EndEarly
-from .._transforms.until.run import chunks_of
 from .._tree import leaves_with_path
 from .description import Plan, Saved
 
@@ -352,7 +352,7 @@ def _plans_of_program(program: Program, given: Any) -> Shape:
     for transform in program.transforms:
         loop = transform(loop)
     if loop.going is not None:
-        chunks, _ = chunks_of(loop)
+        chunks = plan_chunks(loop)
         return (*chunks.inner, chunks.size), _tiers_of(loop), 2 + len(chunks.inner) + _steps_too(loop.remat)
     loop, levels = plan(loop)
     evaluations = 1 + _recomputes_steps(loop.step) + sum(recomputes(level.around) for level in levels)

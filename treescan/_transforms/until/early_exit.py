@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from ..._avals import is_sharded, place_like, vary_over
 from ..._axes import LeafAxes
-from ..._loop.chunk import Level, Wish, plan_sizes
+from ..._loop.chunk import Level, Wish, chunk_size, plan_sizes
 from ..._loop.loop import Feed, Loop, Step
 from ..._remat import Remat
 from ..._trace.hoist import merge
@@ -269,32 +269,35 @@ class Chunks(NamedTuple):
     Attributes:
         size: the steps of one.
         number: how many there are.
+        stride: every how many steps outputs leave a chunk, where they are not all kept.
         inner: the sizes of chunks within, which are recomputed by themselves.
         remat: what is recomputed of a step; None: nothing.
     """
 
     size: int
     number: int
-    inner: tuple[int, ...] = ()
-    remat: Remat | None = None
+    stride: int
+    inner: tuple[int, ...]
+    remat: Remat | None
 
 
-def plan_chunks(length: int, stride: int, remat: Remat | None, chunk: int | None = None) -> Chunks:
-    """Chunks for a loop of so many steps, with a boundary wherever one in `stride` outputs is kept.
+def plan_chunks(loop: Loop) -> Chunks:
+    """Chunks for a loop, with a boundary wherever an output is kept of those that are not all kept.
 
-    Args:
-        length: the steps of the loop.
-        stride: every how many steps outputs leave a chunk.
-        remat: what the user said; its chunks are the ones that are taken.
-        chunk: the size of a chunk else; None: to be chosen.
+    In reverse, the steps that fill up the last chunk come first: all are kept where these would shift the others. The
+    chunks that the user asked for in `remat` are the ones that are taken.
     """
-    sizes = remat_sizes(length, remat)
-    size, inner = (sizes[-1], sizes[:-1]) if sizes else (min(chunk or _chunk_of(length), length), ())
+    length, keeps = loop.length, loop.keeps or ()
+    stride = math.gcd(*(keep for keep in keeps if keep and 1 < keep <= length)) or 1
+    stride = 1 if loop.reverse and length % stride else stride
+    sizes, ordered = remat_sizes(length, loop.remat), len(loop.rows.tiers) > 1
+    chosen = min(chunk_size(length) if ordered else _chunk_of(length), length)
+    size, inner = (sizes[-1], sizes[:-1]) if sizes else (chosen, ())
     if stride > 1:
         size = min(-(-size // stride), length // stride) * stride
         sizes = plan_sizes(size, [Wish(stride, exact=True), *map(Wish, inner)]) if inner else ()
         inner = tuple(other for other in sizes if other > stride)
-    return Chunks(size, -(-length // size), inner, remat)
+    return Chunks(size, -(-length // size), stride, inner, loop.remat)
 
 
 def _chunk_of(length: int) -> int:

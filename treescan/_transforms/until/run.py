@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import math
 from typing import Any
 
 import jax
@@ -12,18 +11,16 @@ import jax.numpy as jnp
 from ..._avals import place_like, vary_over, varying_axes
 from ..._errors import ArgumentError, Fault, explain
 from ..._loop.body import Memo
-from ..._loop.chunk import chunk_size
 from ..._loop.loop import Feed, Loop, Result
 from ..._loop.run import as_arrays, run
 from ..._trace.hoist import is_untraced, split
 from ..._types import Array, PyTree
-from ..outputs import Keep, emitting
+from ..outputs import ALL, Keep, emitting
 from ..refuse import once_only
 from ..rows.fill import fill_leaves
 from ..rows.leaves import may_branch
 from .derivative import EarlyExit, Operands, padded, without_tracers
 from .early_exit import (
-    Chunks,
     MaskedStep,
     Progress,
     Reads,
@@ -69,7 +66,6 @@ def _run_step_by_step(loop: Loop, reads: Reads, tell: TellTaken | None) -> tuple
     taken = place_like(jnp.zeros(holds.shape, jnp.int32), jax.typeof(holds))
     progress, ran = Progress(holds, taken, as_arrays(loop.state)), list[PyTree]()
     step = MaskedStep(loop.step, loop.going.condition, all_fixed(loop))
-
     one = dataclasses.replace(loop, step=step, consts=reads, length=1, memo=Memo())
     while len(ran) < loop.length and any_of_all(going_on(progress, reads)):
         place = loop.length - 1 - len(ran) if loop.reverse else len(ran)
@@ -97,37 +93,26 @@ def _run_traced(loop: Loop, reads: Reads, tell: TellTaken | None) -> tuple[Progr
     varying = varying_axes(jax.typeof(going.holds)) | varying_axes(jax.typeof(going.limit))
     step, xs = emitting(loop.step, keeps), loop.xs._replace(valid=None)
     loop = dataclasses.replace(loop, step=step, xs=xs, state=as_arrays(loop.state))
-    chunks, stride = chunks_of(loop)
-    kept = [keep for keep in keeps if keep is not None]
+    chunks = plan_chunks(loop)
     avals, _ = split([keep is not None for keep in keeps], hoisted.y_avals)
-    every = tuple(1 if keep == 1 else stride for keep in kept)
+    kept = [keep for keep in keeps if keep is not None]
+    every = tuple(1 if keep == ALL else chunks.stride for keep in kept)
     early = EarlyExit(
-        without_tracers(loop),
-        hoisted._replace(loop=None),
-        going.condition,
-        StepOutputs(tuple(avals), loop.rows.outputs.idle.fill, varying, every),
-        chunks if tell is None else tell.fit(chunks),
-        may_branch(),
-        explain(_NO_GRADIENT, going.verb, loop.body.function) if hoisted.effects else None,
-        not going.holds.ndim or loop.rows.apart(),
-        tell,
+        loop=without_tracers(loop),
+        hoisted=hoisted._replace(loop=None),
+        condition=going.condition,
+        outputs=StepOutputs(tuple(avals), loop.rows.outputs.idle.fill, varying, every),
+        chunks=chunks if tell is None else tell.fit(chunks),
+        branches=may_branch(),
+        refusal=explain(_NO_GRADIENT, going.verb, loop.body.function) if hoisted.effects else None,
+        apart=not going.holds.ndim or loop.rows.apart(),
+        tell=tell,
     )
     lengthened, front = padded(loop, early.length)
     given = Operands(reads, vary_over(going.holds, varying), lengthened.state, lengthened.xs)
     progress, ys = early.differentiable()(given)
     left = [y[front // n :][: length // n] for y, n in zip(ys, every, strict=True)]
     return progress, [_thin(y, keep, n) for y, keep, n in zip(left, kept, every, strict=True)]
-
-
-def chunks_of(loop: Loop) -> tuple[Chunks, int]:
-    """The chunks of the derivative, and every how many steps outputs leave a chunk where they are not all kept.
-
-    In reverse, the steps that fill up the last chunk come first: all are kept where these would shift the others.
-    """
-    length = loop.length
-    stride = math.gcd(*(keep for keep in loop.keeps or () if keep and 1 < keep <= length)) or 1
-    stride = 1 if loop.reverse and length % stride else stride
-    return plan_chunks(length, stride, loop.remat, chunk_size(length) if len(loop.rows.tiers) > 1 else None), stride
 
 
 def _thin(ys: Array, keep: Keep, every: int) -> Array:
