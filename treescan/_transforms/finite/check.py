@@ -153,15 +153,14 @@ class Check(abc.ABC):
     around: tuple[Transform, ...] = ()
     moves = True
 
-    def __call__(self, loop: Loop, last: Any = None) -> Loop:
-        """The checked loop. `last` is the position that a loop in reverse begins with, if not its highest."""
+    def __call__(self, loop: Loop) -> Loop:
         if not loop.length or 0 in batch_of(loop):  # there is nothing to look at
             return loop
         refuse_devices()
         loop = with_raw_keys(dataclasses.replace(loop, state=as_arrays(loop.state)))
         hoisted = traced_as_it_runs(self._numbered(loop))
         refuse_effects(hoisted)
-        last = loop.length - 1 if last is None else last
+        last = (loop.length if loop.going is None else loop.going.limit) - 1
         return self.watch(loop, site_of(loop, hoisted, self.slices, last, around=self.around))
 
     @abc.abstractmethod
