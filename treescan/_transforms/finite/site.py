@@ -295,6 +295,8 @@ class Site:
 
     def carry_of(self, leaves: Sequence[Any]) -> PyTree:
         """The user's carry, of the leaves of the state."""
+        if self.given.going is not None:
+            return self.given.going.condition.state_of(leaves)
         state = jax.tree.unflatten(self.structure, leaves)
         return self.given.carry_of(state) if self.given.rows is None else state
 

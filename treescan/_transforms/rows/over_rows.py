@@ -94,7 +94,7 @@ class OverRows:
     def _lay(self, loop: Loop, valid: Array, *, lends: bool) -> tuple[Loop, RowAxes]:
         """The loop with its mask, and where its rows are. It follows `in_axes`, as these are told of the user's x."""
         (carry, x), batch = loop.names, valid.shape[1:]
-        carry_axes = (0,) * len(jax.tree.leaves(loop.state))
+        carry_axes: LeafAxes = (0,) * len(jax.tree.leaves(loop.state))
         if batch or loop.going is None:  # a condition that is one bool is not for rows, so no carry is asked for any
             carry_axes = spread_carry_axes(self.carry_axes, loop.state, carry, batch)
         if self.compact:
