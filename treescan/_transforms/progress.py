@@ -206,9 +206,7 @@ class ShowProgress:
     def __call__(self, loop: Loop) -> Loop:
         refuse_symbolic(loop.length, "progress")
         if loop.going is not None:
-            from .until.reports import show_taken  # here, not above: only loops that end early load it
-
-            return show_taken(loop, self.progress, Showing(self.progress, loop, custom=self.custom))
+            return loop.going.show(loop, self.progress, Showing(self.progress, loop, custom=self.custom))
         if loop.length:
             loop = _settled(loop) if is_untraced(loop) else traced(loop)
         showing, progress = Showing(self.progress, loop, custom=self.custom), self.progress

@@ -18,13 +18,16 @@ from ..._errors import ArgumentError, BodyError, Fault
 from ..._loop.body import Body
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import as_arrays
+from ..._progress import Progress
 from ..._trace.hoist import is_untraced
 from ..._tree import Prefix
 from ..._types import Array, ArrayLike, PyTree
 from ..axes import count_from
+from ..progress import Showing
 from ..rows.axes import RowFlags
 from ..rows.over_rows import OverRows
 from .condition import CallCondition, Condition
+from .reports import show_taken
 from .run import no_forward_mode, run_while_going
 
 
@@ -63,6 +66,10 @@ class Going(NamedTuple):
     total: Array | None
     verb: str
     run: tuple[Array, Array] | None = None
+
+    def show(self, loop: Loop, settings: Progress, showing: Showing) -> Loop:
+        """The loop, which shows how many steps were taken: `progress` asks for it here, so as not to load it always."""
+        return show_taken(loop, settings, showing)
 
 
 _LEADS = Prefix.of(0)
