@@ -256,7 +256,7 @@ def carry() -> Picture:
 
 PACKAGE = Path(treescan.__file__).parent
 WHERE = {"scan": "prepare", "fori": "fori", "while_scan": "while_scan", "mask_scan": "prepare"}
-"""Where each verb lists its transforms. `prepare` and `fori` list those of a plain loop, and a longer list of others."""
+"""Where each verb lists its transforms; `prepare` and `fori` list those of a plain loop, and longer lists of others."""
 INNERMOST, OUTERMOST = "call the body", "run"
 
 
