@@ -35,7 +35,7 @@ from .early_exit import (
     nested_sizes,
 )
 from .reports import ReportAfter, TellTaken
-from .tangents import FinishedLoop, Tangents, Ways, push_forward, ways_of
+from .tangents import FinishedLoop, Tangents, push_forward, ways_of
 
 
 def without_tracers(loop: Loop) -> Loop:
@@ -229,13 +229,14 @@ class EarlyExit:
         d_state = [instantiated(d, leaf) for leaf, d in states if is_smooth(leaf)]
         loop = dataclasses.replace(self._loop(given, self.length), step=self._silent)
         ran = FinishedLoop(loop, saved.starts, saved.progress.taken)
+        rules = not (self.hoisted.effects or self.hoisted.reverse_rule)
         d_after, d_ys, d_starts = push_forward(
             ran,
             (consts_part, x_part),
             Tangents(d_consts, d_state, d_xs),
             self.outputs,
             self.chunks.size,
-            self._ways(ran),
+            ways_of(ran, self.outputs, self.chunks, branches=self.branches, rules=rules),
         )
         progress = Progress(no_tangent(saved.progress.holds), no_tangent(saved.progress.taken), [])
         return Saved(
@@ -243,7 +244,3 @@ class EarlyExit:
             fill_in(saved.ys, d_ys),
             fill_in(saved.starts, d_starts),
         )
-
-    def _ways(self, ran: FinishedLoop) -> Ways:
-        rules = not (self.hoisted.effects or self.hoisted.reverse_rule)
-        return ways_of(ran, self.outputs, self.chunks, branches=self.branches, rules=rules)
