@@ -256,7 +256,7 @@ def carry() -> Picture:
 
 PACKAGE = Path(treescan.__file__).parent
 WHERE = {"scan": "prepare", "fori": "fori", "while_scan": "while_scan", "mask_scan": "prepare"}
-"""Where each verb lists its transforms; `prepare` lists those of a plain loop, and the longer list of one over rows."""
+"""Where each verb lists its transforms; `prepare` and `fori` list those of a plain loop, and longer lists of others."""
 INNERMOST, OUTERMOST = "call the body", "run"
 
 
@@ -265,13 +265,10 @@ def transforms_of(verb: str) -> list[str]:
     tree = ast.parse((PACKAGE / "_verbs" / f"{WHERE[verb]}.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     lists = [call.args for call in calls if ast.unparse(call.func).split(".")[-1] == "run"]
-    lists += [list(filter(_class_of, call.args)) for call in calls if ast.unparse(call.func) == "Until"]
     listed = [arguments for arguments in lists if arguments and all(map(_class_of, arguments))]
-    if not listed:  # a program of its own, which is given its transforms among other things
-        (listed,) = ([call.args] for call in calls if ast.unparse(call.func) == "Until")
-    names = [name for name in map(_class_of, (max if verb == "mask_scan" else min)(listed, key=len)) if name]
+    names = list(map(_class_of, (max if verb == "mask_scan" else min)(listed, key=len)))
     places = {name: place for place, row in enumerate(ORDER) for name in row.transforms}
-    return sorted(names, key=lambda name: places.get(name, 0))  # `StopRows` finds rows, as `OverRows` does
+    return sorted(names, key=places.__getitem__)
 
 
 def _class_of(argument: ast.expr) -> str:

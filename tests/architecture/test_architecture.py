@@ -213,7 +213,7 @@ def test_every_transform_has_one_place_in_the_order() -> None:
     }
     placed = [name for place in ORDER for name in place.transforms]
     assert len(placed) == len(set(placed))
-    programs = {"StopRows", "Until", "WithOnce"}  # they place what they run themselves
+    programs = {"WithOnce"}  # it places what it runs itself
     checks = {"CheckFinite", "CheckCotangents"}  # of the base `Check`
     assert (found - programs - {"Check"}) | checks == set(placed)
     assert all(place.reason.endswith(".") for place in ORDER)

@@ -14,7 +14,7 @@ import pytest
 from modules import LAYERS, MODULES, own_imports
 
 import treescan
-from treescan._transforms.program import Transformed
+from treescan._transforms.program import Program
 
 ROOT = Path(__file__).parents[2]
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
@@ -138,9 +138,9 @@ def test_a_verb_runs_the_transforms_that_it_lists(verb: str, monkeypatch: pytest
 
     def record(call, transforms):
         ran.append([type(transform).__name__ for transform in transforms])
-        return Transformed(call, transforms)
+        return Program(call, transforms)
 
-    monkeypatch.setattr("treescan._verbs.prepare.Transformed", record)
+    monkeypatch.setattr("treescan._verbs.prepare.Program", record)
     shown = treescan.Progress(meter=treescan.Text())
     every = {"out_axes": 0, "remat": "step", "save": 2, "truncate": 2, "progress": shown}
     run = {

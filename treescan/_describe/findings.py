@@ -21,13 +21,12 @@ from .._transforms.budget import describe_bytes
 from .._transforms.checkpoint import levels_in
 from .._transforms.layers.pattern import Pattern
 from .._transforms.outputs import KeepOutputs
-from .._transforms.program import Call, Transformed
+from .._transforms.program import Call, Program
 from .._transforms.remat import AUTO, OPERATIONS_PER_STEP, Recompute
 from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.over_rows import OverRows
 from .._transforms.rows.skip import Skip
-from .._transforms.until.condition import StopRows
-from .._transforms.until.program import Until
+from .._transforms.until.end_early import EndEarly
 from .._transforms.weights.products import ELEMENTWISE
 from .description import Finding
 from .plans import Named, TracedBody, spec_of
@@ -62,13 +61,13 @@ class Case:
     @property
     def compact(self) -> bool:
         """Whether rows are brought together, so that a body is given fewer than there are."""
-        rows = self.transform(OverRows) or self.transform(StopRows)
+        rows = self.transform(OverRows) or self.transform(EndEarly)
         return rows is not None and bool(rows.compact)
 
     @property
     def ends_early(self) -> bool:
         """Whether the number of steps is known at run time alone."""
-        return isinstance(self.program, Until)
+        return self.transform(EndEarly) is not None
 
     def transform(self, kind: type[_T]) -> _T | None:
         """The transform of a kind, if the call has one."""
@@ -83,7 +82,7 @@ class Case:
 
 def calls_of(program: Any) -> tuple[Call, ...]:
     """For each body of a program how it is called."""
-    return (program.call,) if isinstance(program, Transformed | Until) else program.blocks
+    return (program.call,) if isinstance(program, Program) else program.blocks
 
 
 def constants_of(body: TracedBody) -> Iterator[tuple[Named, Any, set[str]]]:

@@ -30,10 +30,10 @@ from .._transforms.checkpoint import Checkpointed, remat_sizes
 from .._transforms.layers.pattern import Pattern
 from .._transforms.layers.turns import trace_turns
 from .._transforms.nest import plan, recomputes
-from .._transforms.program import Arguments, Call, Taken, Transformed
+from .._transforms.program import Arguments, Call, Program, Taken
 from .._transforms.rows.over_rows import OverRows
-from .._transforms.until.condition import StopRows
-from .._transforms.until.program import Until
+from .._transforms.until.early_exit import plan_chunks
+from .._transforms.until.end_early import EndEarly
 from .._tree import leaves_with_path
 from .description import Plan, Saved
 
@@ -217,21 +217,14 @@ def trace_bodies(program: Any, outer: Any, given: Any) -> list[TracedBody]:
     return trace(program, outer, given)
 
 
-def _of_transformed(program: Transformed, outer: Arguments, given: Arguments) -> list[TracedBody]:
+def _of_program(program: Program, outer: Arguments, given: Arguments) -> list[TracedBody]:
     loop, axes = program.call.lay(given), None
     for transform in program.transforms:
-        if isinstance(transform, OverRows):
+        if isinstance(transform, OverRows | EndEarly):
             loop, axes = dataclasses.replace(transform, compact=False)(loop), transform.in_axes
         elif isinstance(transform, OverAxes | Count):
             loop, axes = transform(loop), getattr(transform, "axes", None)
     return [_traced(program.call, loop, outer, axes)]
-
-
-def _of_until(program: Until, outer: Any, given: Any) -> list[TracedBody]:
-    stops = program.lays if isinstance(program.lays, StopRows) else None
-    lays = program.lays if stops is None else dataclasses.replace(stops, compact=False)
-    loop = dataclasses.replace(program, lays=lays, check=None).lay(given)
-    return [_traced(program.call, loop, outer[0], None if stops is None else stops.in_axes)]
 
 
 def _of_pattern(program: Pattern, outer: Arguments, given: Arguments) -> list[TracedBody]:
@@ -354,10 +347,13 @@ def gradient_bytes(program: Any, given: Any) -> tuple[int | None, str | None]:
     return temporary_bytes(jaxpr.jaxpr), None
 
 
-def _plans_of_transformed(program: Transformed, given: Any) -> Shape:
+def _plans_of_program(program: Program, given: Any) -> Shape:
     loop = program.call.lay(given)
     for transform in program.transforms:
         loop = transform(loop)
+    if loop.going is not None:
+        chunks = plan_chunks(loop)
+        return (*chunks.inner, chunks.size), _tiers_of(loop), 2 + len(chunks.inner) + _steps_too(loop.remat)
     loop, levels = plan(loop)
     evaluations = 1 + _recomputes_steps(loop.step) + sum(recomputes(level.around) for level in levels)
     return tuple(level.size for level in levels if level.size < loop.length), _tiers_of(loop), evaluations
@@ -365,13 +361,6 @@ def _plans_of_transformed(program: Transformed, given: Any) -> Shape:
 
 def _recomputes_steps(step: Any) -> bool:
     return isinstance(step, Checkpointed) or (step is not None and _recomputes_steps(getattr(step, "step", None)))
-
-
-def _plans_of_until(program: Until, given: Any) -> Shape:
-    loop = traced(program.lay(given))
-    tiers = _tiers_of(loop)
-    chunks = program.chunks(loop.trace, tiers)
-    return (*chunks.inner, chunks.size), tiers, 2 + len(chunks.inner) + _steps_too(program.remat)
 
 
 def _tiers_of(loop: Loop) -> tuple[int, ...]:
@@ -395,8 +384,7 @@ def _steps_too(remat: Any) -> int:
 
 
 _PROGRAMS: dict[type, tuple[Callable[[Any, Any, Any], list[TracedBody]], Callable[[Any, Any], Shape]]] = {
-    Transformed: (_of_transformed, _plans_of_transformed),
-    Until: (_of_until, _plans_of_until),
+    Program: (_of_program, _plans_of_program),
     Pattern: (_of_pattern, _plans_of_pattern),
 }
 """For each kind of program how its bodies are traced, and how it is cut."""

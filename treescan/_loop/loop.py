@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, cast
 
 from .._types import Array, PyTree
 from .body import Body, Memo
@@ -61,13 +61,36 @@ class Step(Protocol):
         ...
 
 
+def within(step: Step, kind: type[Any], change: Callable[[Any], Step]) -> Step:
+    """A step around others, of which the one of a kind is changed; each has the inner one as its `step`."""
+    if isinstance(step, kind):
+        return change(step)
+    inner: Step = getattr(step, "step")  # noqa: B009, not all steps have one
+    return dataclasses.replace(cast(Any, step), step=within(inner, kind, change))
+
+
+class Result(NamedTuple):
+    """What a loop returns.
+
+    Attributes:
+        state: the last state.
+        ys: the outputs.
+        steps: int32[*batch], how many steps were taken, if the loop may end early; None: all of them.
+        stopped: bool[*batch], whether the condition no longer held; None: there is none.
+    """
+
+    state: PyTree
+    ys: PyTree
+    steps: Array | None = None
+    stopped: Array | None = None
+
+
 def _same(state: PyTree) -> PyTree:
     return state
 
 
-def _same_ys(state: PyTree, ys: PyTree) -> PyTree:
-    del state
-    return ys
+def _same_ys(result: Result) -> PyTree:
+    return result.ys
 
 
 class Finish(NamedTuple):
@@ -75,11 +98,11 @@ class Finish(NamedTuple):
 
     Attributes:
         state: of the state, the last one or that between two chunks.
-        ys: of ys. They may be in the last state, which is given before it is undone.
+        ys: of ys, from the result. They may be in its state, which is not undone yet.
     """
 
     state: Callable[[PyTree], PyTree] = _same
-    ys: Callable[[PyTree, PyTree], PyTree] = _same_ys
+    ys: Callable[[Result], PyTree] = _same_ys
 
 
 @dataclass(frozen=True)
@@ -100,10 +123,11 @@ class Loop:
         memo: keeps what is made for the step: the body's own memo, which outlives the call, unless the step holds a
             trace, and with it values of an outer one.
         trace: what was read off a trace of the step, if it was traced ahead of the loop; see `hoist.traced`.
-        recomputed: whether the gradient recomputes each step, as the user asked.
+        remat: what the gradient recomputes of each step, as the user asked; None: the user did not.
         wishes: the chunks that transforms ask for, and what they put around them; see `nest.run_nested`.
         keeps: for each leaf of one step's y how often it is kept; None: ys are stacked whole.
         rows: what a masked scan was told of its rows, and from `over_rows.OverRows` on where they are.
+        going: what the verb was told of a range that is known at run time, and from `EndEarly` on what ends the loop.
         runner: what runs the loop in place of `nest.run_planned`.
         finish: what each transform does to the loop's results, in the order of the transforms.
     """
@@ -120,17 +144,18 @@ class Loop:
     names: tuple[str, str] = ("carry", "x")
     memo: Memo | None = None
     trace: Any = None
-    recomputed: bool = False
+    remat: Any = None
     wishes: tuple[Any, ...] = ()
     keeps: tuple[int | None, ...] | None = None
     rows: Any = None
-    runner: Callable[[Loop], tuple[PyTree, PyTree]] | None = None
+    going: Any = None
+    runner: Callable[[Loop], tuple[Any, ...]] | None = None
     finish: tuple[Finish, ...] = ()
 
     def finished(
         self,
         state: Callable[[PyTree], PyTree] = _same,
-        ys: Callable[[PyTree, PyTree], PyTree] = _same_ys,
+        ys: Callable[[Result], PyTree] = _same_ys,
     ) -> Loop:
         """The loop, with one more thing to do to its results; see `Finish`."""
         return dataclasses.replace(self, finish=(*self.finish, Finish(state, ys)))

@@ -13,7 +13,7 @@ import dataclasses
 import inspect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -167,19 +167,6 @@ class Lifted:
         return dataclasses.replace(self, traced=dataclasses.replace(self.traced, jaxprs=jaxprs))
 
 
-class Repeatable(Step, Protocol):
-    """A step that a derivative may compute again."""
-
-    @property
-    def once_only(self) -> bool:
-        """Whether it has effects that JAX refuses to repeat."""
-        ...
-
-    def silenced(self) -> Repeatable:
-        """The step without its callbacks, for a second run that must not report again."""
-        ...
-
-
 @dataclass(frozen=True)
 class Untraced:
     """A step in the same form that is not traced, for `jax.disable_jit`. Nothing leaves its state."""
@@ -239,9 +226,10 @@ class Hoisted(NamedTuple):
         return [value for jaxpr in jaxprs for value in jaxpr.consts]
 
     @property
-    def repeatable(self) -> Repeatable:
+    def repeatable(self) -> Lifted:
         """The step, once `lift` was there: a derivative may compute it again."""
-        return cast(Repeatable, self.loop.step)
+        assert isinstance(self.loop.step, Lifted)
+        return self.loop.step
 
     @property
     def settled(self) -> list[Any]:

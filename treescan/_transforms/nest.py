@@ -11,23 +11,24 @@ import jax
 
 from .._loop.body import Memo
 from .._loop.chunk import Around, Level, Wish, plan_sizes, run_chunked
-from .._loop.loop import Feed, Loop, Step
+from .._loop.loop import Feed, Loop, Result, Step
 from .._trace.hoist import Hoisted, merge
 from .._types import PyTree
 from .outputs import boundaries, is_thinned, last_chunk, run_keeping
 
 
-def run_nested(loop: Loop) -> tuple[PyTree, PyTree]:
-    """Runs a loop and finishes its results. Without wishes, this is only its `jax.lax.scan`."""
+def run_nested(loop: Loop) -> Any:
+    """Runs a loop and finishes its results; see `finish`. Without wishes, this is only its `jax.lax.scan`."""
     results = (loop.runner or run_planned)(loop)
     return finish(loop, *results) if loop.finish else results  # in the container that the body chose for its pair
 
 
-def finish(loop: Loop, state: PyTree, ys: PyTree) -> tuple[PyTree, PyTree]:
-    """The results of a loop, with all transforms undone."""
+def finish(loop: Loop, *results: Any) -> Any:
+    """The results of a loop, with all transforms undone: a pair, or all of a `Result` if the loop may end early."""
+    result = Result(*results)
     for undo in reversed(loop.finish):
-        state, ys = undo.state(state), undo.ys(state, ys)
-    return state, ys
+        result = result._replace(state=undo.state(result.state), ys=undo.ys(result))
+    return result if len(results) > 2 else result[:2]
 
 
 def run_planned(loop: Loop) -> tuple[PyTree, PyTree]:

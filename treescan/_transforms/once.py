@@ -275,7 +275,9 @@ class WithOnce:
     def _run(self, loop: Loop, once: PyTree) -> tuple[PyTree, PyTree]:
         """The last state and `StackedAndOnce`, with the evidence of a loop that is checked."""
         loop = loop if self.checks is None else self.checks(loop)
-        loop = loop.finished(ys=lambda _, ys: StackedAndOnce(move_kept(ys, self.out_axes.tree, self.save), once))
+        loop = loop.finished(
+            ys=lambda result: StackedAndOnce(move_kept(result.ys, self.out_axes.tree, self.save), once)
+        )
         for transform in self.transforms:
             loop = transform(loop)
         return run_nested(loop)

@@ -21,8 +21,9 @@ class Place(NamedTuple):
 
 ORDER = (
     Place(
-        ("OverAxes", "Count", "OverRows"),
-        "They make what the body is fed. All others rely on steps along axis 0, and on rows that have been found.",
+        ("OverAxes", "Count", "OverRows", "EndEarly"),
+        "They make what the body is fed. All others rely on steps along axis 0, on rows that have been found, and on a "
+        "condition that sees the carry as it was given.",
     ),
     Place(
         ("BeginSegments",), "It changes the init. All that looks at the first state has to see the one that is used."

@@ -51,7 +51,7 @@ class KeepOutputs:
     def __call__(self, loop: Loop) -> Loop:
         save, reverse = self.save, loop.reverse
         if is_untraced(loop):
-            return loop.finished(ys=lambda _, ys: keep_afterwards(ys, save, reverse=reverse))
+            return loop.finished(ys=lambda result: keep_afterwards(result.ys, save, reverse=reverse))
         loop = traced(loop)
         keeps, structure = spread_keeps(save, loop.trace.y), jax.tree.structure(loop.trace.y)
         if is_thinned(keeps):
@@ -59,7 +59,7 @@ class KeepOutputs:
             if loop.trace.refs:
                 refuse_with_refs("save")
         loop = dataclasses.replace(loop, keeps=keeps)
-        return loop.finished(ys=lambda _, ys: without_dropped(kept_leaves(ys, keeps), structure, save))
+        return loop.finished(ys=lambda result: without_dropped(kept_leaves(result.ys, keeps), structure, save))
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,7 @@ class MoveOutputs:
         return cls(static_axes("out_axes", out_axes), check_save(save))
 
     def __call__(self, loop: Loop) -> Loop:
-        return loop.finished(ys=lambda _, ys: move_kept(ys, self.axes.tree, self.save))
+        return loop.finished(ys=lambda result: move_kept(result.ys, self.axes.tree, self.save))
 
 
 def check_save(save: Save) -> Prefix | None:

@@ -73,6 +73,7 @@ class Call:
             lowering=self.lowering,
             names=self.names,
             rows=given.rows,
+            going=given.bounds,
         )
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
@@ -89,6 +90,7 @@ class Arguments(NamedTuple):
         key: the loop's PRNG key.
         args: what every step is given beside its own.
         rows: what a masked scan was told of its rows.
+        bounds: the range of indices of a `fori` with traced bounds.
     """
 
     init: PyTree
@@ -96,9 +98,10 @@ class Arguments(NamedTuple):
     key: Array | None = None
     args: tuple[PyTree, ...] = ()
     rows: Any = None
+    bounds: Any = None
 
 
-class Program(Protocol[_R_co]):
+class Runs(Protocol[_R_co]):
     """What a verb does to its arrays: static, hashable and equal by value."""
 
     @property
@@ -112,7 +115,7 @@ class Program(Protocol[_R_co]):
 
 
 @dataclass(frozen=True)
-class Transformed:
+class Program:
     """The program of a call and its transforms, innermost first."""
 
     call: Call
@@ -123,7 +126,7 @@ class Transformed:
         """Whether any transform does."""
         return any(transform.moves for transform in self.transforms)
 
-    def __call__(self, given: Arguments) -> tuple[PyTree, PyTree]:
+    def __call__(self, given: Arguments) -> Any:
         loop = self.call.lay(given)
         with self.call.scope():
             for transform in self.transforms:
@@ -142,7 +145,7 @@ class Taken(BaseException):
         given: on what.
     """
 
-    def __init__(self, program: Program[Any], given: Any) -> None:
+    def __init__(self, program: Runs[Any], given: Any) -> None:
         super().__init__()
         self.program = program
         self.given = given
@@ -166,7 +169,7 @@ def take(verb: Callable[..., Any], *args: Any, **options: Any) -> Taken:
     raise AssertionError(f"{verb} runs nothing")
 
 
-def execute(program: Program[_R], given: Any, programs: Memo, *, moves: bool = True) -> _R:
+def execute(program: Runs[_R], given: Any, programs: Memo, *, moves: bool = True) -> _R:
     """Runs a program.
 
     A scan without options is only its lax.scan, eager or not. With options, there is work outside the loop. An
@@ -182,7 +185,7 @@ def execute(program: Program[_R], given: Any, programs: Memo, *, moves: bool = T
     return program(given)
 
 
-def _run(program: Program[_R], given: Any) -> _R:
+def _run(program: Runs[_R], given: Any) -> _R:
     return program(given)
 
 

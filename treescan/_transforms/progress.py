@@ -96,16 +96,15 @@ def check_progress(progress: Any, body: Body, verb: str) -> Progress | None:
     return dataclasses.replace(progress, label=label, updates=updates, meter=_check_meter(progress.meter))
 
 
-def refuse_backward(progress: Progress | None) -> Progress | None:
-    """Refuses a bar for the backward pass of a loop whose number of steps is not known; else `progress` itself."""
-    if progress is not None and progress.backward:
+def refuse_backward(progress: Progress) -> None:
+    """Refuses a bar for the backward pass of a loop whose number of steps is not known."""
+    if progress.backward:
         raise Fault(
             ArgumentError,
             "{verb} over {body}: `backward=True` of a `Progress` asks for a bar of the gradient, but a loop that ends "
             "early differentiates by a rule of its own, which reports nothing.",
             "Leave it out: the steps that are taken are shown all the same.",
         )
-    return progress
 
 
 def _check_meter(meter: Any) -> AbstractProgressMeter:
@@ -189,6 +188,11 @@ class ShowProgress:
     custom: bool = False
     moves = True
 
+    @property
+    def no_forward_mode(self) -> Callable[[], Fault] | None:
+        """Says why there is no forward mode, where JAX would refuse it; None: it does not."""
+        return no_forward_mode if self.progress.backward else None
+
     @classmethod
     def of(cls, progress: Any, body: Body, verb: str, *, custom: bool = False) -> ShowProgress | None:
         """What the user said: True, a label, a `Progress`, or None or False.
@@ -201,6 +205,8 @@ class ShowProgress:
 
     def __call__(self, loop: Loop) -> Loop:
         refuse_symbolic(loop.length, "progress")
+        if loop.going is not None:
+            return loop.going.show(loop, self.progress, Showing(self.progress, loop, custom=self.custom))
         if loop.length:
             loop = _settled(loop) if is_untraced(loop) else traced(loop)
         showing, progress = Showing(self.progress, loop, custom=self.custom), self.progress

@@ -134,6 +134,8 @@ class Recompute:
         return None if plan is None else cls(plan)
 
     def __call__(self, loop: Loop) -> Loop:
+        if loop.going is not None:
+            return self._of_early_end(loop)
         masked = loop.rows is not None and not loop.rows.all_valid
         if self.remat == AUTO:
             return loop if masked or is_untraced(loop) else choose_fastest(loop)
@@ -152,6 +154,15 @@ class Recompute:
             warn_of_unknown_names([self.remat], [loop.trace])
         remat = fit_budget(loop.trace, self.remat)
         return loop if remat is None else _recompute(loop, remat)
+
+    def _of_early_end(self, loop: Loop) -> Loop:
+        """A loop that ends early. Its gradient recomputes chunks in any case: what runs it reads the plan of these."""
+        assert isinstance(self.remat, Remat)
+        refuse_budget(self.remat, "a loop whose number of steps is not known")
+        refuse_offload(self.remat)
+        if not is_untraced(loop):
+            warn_of_unknown_names([self.remat], [loop.trace])
+        return dataclasses.replace(loop, remat=self.remat)
 
 
 def choose_fastest(loop: Loop) -> Loop:
@@ -194,7 +205,7 @@ def _recompute(loop: Loop, remat: Remat) -> Loop:
     loop = ready_for_chunks(loop) if at_once else loop
     loop = checkpoint_steps(loop, remat)
     wishes = remat_wishes(loop.length, remat, in_bulk if at_once else None)
-    return dataclasses.replace(loop, recomputed=True, wishes=(*loop.wishes, *wishes))
+    return dataclasses.replace(loop, remat=remat, wishes=(*loop.wishes, *wishes))
 
 
 def remat_wishes(length: int, remat: Remat | None, inside: Callable[[Step], Step] | None = None) -> list[Wish]:

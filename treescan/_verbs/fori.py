@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, Unpack, overload
 
@@ -15,10 +16,11 @@ from .._checks.arguments import check_options
 from .._checks.rows import check_bound, check_length
 from .._errors import ArgumentTypeError, Fault, Misuse, explain, verb
 from .._transforms.axes import Count
-from .._transforms.finite.check import deliver
-from .._transforms.progress import check_progress, refuse_backward
 from .._transforms.refuse import in_own_words
-from .._transforms.remat import Recompute
+from .._transforms.remat import Recompute, check_remat
+from .._transforms.rows.fill import KeepRows
+from .._transforms.rows.mask import Mask
+from .._tree import Prefix
 from .._types import (
     Array,
     ArrayLike,
@@ -29,7 +31,7 @@ from .._types import (
     PyTree,
     RangeOptions,
 )
-from .prepare import prepare
+from .prepare import AROUND_ROWS, prepare
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
 _TRACED_MOST = (
@@ -104,15 +106,20 @@ def fori(
         most = check_length(max_length, "max_length", _TRACED_MOST)
         if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
             # Here, not above: only loops that end early load what runs them.
-            from .._transforms.until.program import Bounds, Until, remat_of
+            from .._transforms.until.end_early import Bounds, EndEarly
 
-            bounds, plan = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper")), remat_of(remat)
+            plan, zero = check_remat(remat), Prefix.of(0)
+            bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
             call = prepare(FORI, f, init, length=most, **options)
-            shown = refuse_backward(check_progress(progress, call.call.body, "fori"))
-            check = call.checking(checks, indexed=True, ends_early=True)
-            ended = Until(call.call, check=check, remat=plan, progress=shown).run(call.given, bounds)
-            deliver(ended.ys)
-            return call.restored((ended.state, None))[0]
+            call = dataclasses.replace(call, given=call.given._replace(bounds=bounds))
+            return call.run(
+                EndEarly(),
+                call.checking(checks, indexed=True, ends_early=True, around=AROUND_ROWS),
+                Mask(zero, "0"),
+                KeepRows(None, zero),
+                Recompute.of(plan),
+                call.showing(progress),
+            )[0]
         low = check_bound(lower, "lower")
         length = max(check_bound(upper, "upper") - low, 0)
         if most is not None and length > most:

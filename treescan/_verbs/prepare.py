@@ -23,14 +23,14 @@ from .._errors import Misuse, describe_body
 from .._loop.body import Body, note_types
 from .._loop.loop import Transform
 from .._transforms.axes import OverAxes
-from .._transforms.finite.backward import CheckCotangents, in_reverse_mode, refuse_truncate
+from .._transforms.finite.backward import CheckCotangents, refuse_truncate
 from .._transforms.finite.case import About, looks_backward
 from .._transforms.finite.check import CheckFinite, deliver
 from .._transforms.finite.site import Slices
 from .._transforms.order import in_order
 from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_thinned
-from .._transforms.program import Arguments, Call, Program, Transformed, execute
-from .._transforms.progress import ShowProgress, no_forward_mode
+from .._transforms.program import Arguments, Call, Program, Runs, execute
+from .._transforms.progress import ShowProgress
 from .._transforms.refuse import in_reverse_alone
 from .._transforms.remat import AUTO, Recompute
 from .._transforms.rows.axes import RowFlags
@@ -182,6 +182,7 @@ class Prepared:
         axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
         adopted: the values in init that became custom carries.
         alive: the body's function, which may be another object than the user's that is equal to it.
+        cond: another function that the program calls: what is compiled goes with whichever of the two goes first.
     """
 
     call: Call
@@ -189,16 +190,21 @@ class Prepared:
     axes: LeafAxes | None
     adopted: Adopted
     alive: Callable[..., Any]
+    cond: Callable[..., Any] | None = None
 
     @property
     def over_axes(self) -> OverAxes | None:
         """The transform of `in_axes`, or None if there is nothing to do."""
         return None if self.axes is None else OverAxes(self.axes)
 
-    def run(self, *transforms: Transform | None) -> tuple[Any, Any]:
-        """Runs the call with these transforms, in the order of `order.ORDER`; None is skipped."""
+    def run(self, *transforms: Transform | None) -> Any:
+        """Runs the call with these transforms, in the order of `order.ORDER`; None is skipped.
+
+        Returns:
+            The last state and ys; what else a `Result` has, if the loop may end early.
+        """
         ordered = in_order(*transforms)
-        return self.run_program(Transformed(self.call, ordered), ordered)
+        return self.run_program(Program(self.call, ordered), ordered)
 
     def showing(self, progress: ProgressLike) -> ShowProgress | None:
         """The transform of `progress`, or None if nothing is shown."""
@@ -219,9 +225,7 @@ class Prepared:
         about = About(over, indexed, custom, ends_early, backward=backward, records=records)
         return (CheckCotangents if backward else CheckFinite)(about, slices, around)
 
-    def run_program(
-        self, program: Program[tuple[PyTree, PyTree]], transforms: tuple[Transform, ...], *, compiles: bool = True
-    ) -> tuple[Any, Any]:
+    def run_program(self, program: Runs[Any], transforms: tuple[Transform, ...], *, compiles: bool = True) -> Any:
         """Runs a program of this call.
 
         Args:
@@ -230,21 +234,14 @@ class Prepared:
             compiles: whether an eager call compiles it; else its steps are given values.
         """
         moves = program.moves or self.given.key is not None
-        refusing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if any(isinstance(transform, CheckCotangents) for transform in transforms):
-            refusing = in_reverse_mode()
-        elif any(isinstance(transform, ShowProgress) and transform.progress.backward for transform in transforms):
-            refusing = in_reverse_alone(no_forward_mode)
-        with refusing:
-            state, ys = result = (
-                execute(program, self.given, self.call.body.programs, moves=moves) if compiles else program(self.given)
-            )
+        programs = self.call.body.programs
+        programs = programs if self.cond is None else programs.joint(self.cond)
+        faults = [fault for each in transforms if (fault := getattr(each, "no_forward_mode", None)) is not None]
+        with in_reverse_alone(faults[-1]) if faults else contextlib.nullcontext():
+            result = execute(program, self.given, programs, moves=moves) if compiles else program(self.given)
+        state, ys, *ended = result
         told = deliver(ys)
-        return self.restored(result if told is ys else (state, told))
-
-    def restored(self, result: tuple[PyTree, PyTree]) -> tuple[Any, Any]:
-        """The result with static leaves and values of registered types in their places."""
-        return restored(result, self.call, self.adopted)
+        return restored(result if told is ys else (state, told, *ended), self.call, self.adopted)
 
 
 def present(*transforms: Transform | None) -> tuple[Transform, ...]:
@@ -320,14 +317,14 @@ def body_of(f: Callable[..., Any], convention: Convention) -> tuple[Body, Callab
     return body, body.function
 
 
-def restored(result: tuple[PyTree, PyTree], call: Call, adopted: Adopted) -> tuple[Any, Any]:
+def restored(result: Any, call: Call, adopted: Adopted) -> Any:
     """The result with static leaves and values of registered types in their places."""
     if not (call.frozen or adopted.back):
         return result
-    state, ys = result
+    state, ys, *ended = result
     if call.frozen:
         state = thaw_static(state)
-    return adopted.restore(state), (adopted.restore(ys) if call.convention.stacks else ys)
+    return adopted.restore(state), (adopted.restore(ys) if call.convention.stacks else ys), *ended
 
 
 _ZERO = Prefix.of(0)

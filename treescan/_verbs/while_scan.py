@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any, Generic, NamedTuple, Unpack, overload
@@ -15,11 +16,11 @@ from .._checks.rows import check_compact, check_length
 from .._errors import WHILE_WORDS, Misuse, explain, verb
 from .._loop.body import Body
 from .._reprs import short_html, short_repr
-from .._transforms.finite.check import deliver
 from .._transforms.outputs import MoveOutputs, check_save
-from .._transforms.progress import check_progress, refuse_backward
 from .._transforms.refuse import in_own_words
-from .._transforms.rows.fill import HOLD, check_fill
+from .._transforms.remat import Recompute, check_remat
+from .._transforms.rows.fill import HOLD, KeepRows, check_fill
+from .._transforms.rows.mask import Mask
 from .._tree import Prefix, leaves_with_path
 from .._types import (
     Array,
@@ -223,35 +224,31 @@ def while_scan(
     """
     try:
         # Here, not above: only loops that end early load what runs them.
-        from .._transforms.until.condition import StopRows, check_condition
-        from .._transforms.until.program import Until, remat_of
+        from .._transforms.until.condition import check_condition
+        from .._transforms.until.end_early import EndEarly
 
         check_positional(_more, "cond, step, init, xs", "max_length")
         check_options(options, _ACCEPTED, _REFUSES)
         check_condition(cond)
         refuse_batches(xs, options.get("in_axes", 0), WHILE_SCAN)
-        plan, kept, out_axes = remat_of(remat), check_save(save), options.pop("out_axes", 0)
+        plan, out_axes = check_remat(remat), options.pop("out_axes", 0)
         measure = functools.partial(_check_max_length, max_length)
         call = prepare(WHILE_SCAN, f, init, xs, measure=measure, masked=True, **options)
-        rows = row_axes(carry_axes, x_axes, y_axes)
+        rows, condition = row_axes(carry_axes, x_axes, y_axes), Body.of(cond)
         compact, filled = check_compact(compact, keyed=options.get("key") is not None), _check_fill(fill)
-        condition = Body.of(cond)
-        asked = condition.function  # kept alive, as that of an equal condition may be another object
-        program = Until(
-            call.call,
-            condition,
-            StopRows(*rows, call.axes, compact),
-            call.checking(check_finite, ends_early=True, around=AROUND_ROWS),
-            MoveOutputs.of(out_axes, save),
-            plan,
-            kept,
-            fill=Prefix.of(filled),
-            spelled=repr(filled),
-            progress=refuse_backward(check_progress(progress, call.call.body, "while_scan")),
+        # The function of an equal condition may be another object, so that the call keeps it alive.
+        call = dataclasses.replace(call, cond=condition.function)
+        return WhileResult(
+            *call.run(
+                EndEarly(condition, *rows, call.axes, compact),
+                call.checking(check_finite, ends_early=True, around=AROUND_ROWS),
+                MoveOutputs.of(out_axes, save),
+                Mask(Prefix.of(filled), repr(filled)),
+                KeepRows(check_save(save), Prefix.of(filled)),
+                Recompute.of(plan),
+                call.showing(progress),
+            )
         )
-        ended = program.run(call.given)
-        del asked
-        return WhileResult(*call.restored((ended.state, deliver(ended.ys))), ended.steps, ended.stopped)
     except Exception as error:
         explained = explain(in_own_words(error), "while_scan", f, init, WHILE_WORDS)
     raise explained

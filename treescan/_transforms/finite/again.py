@@ -162,7 +162,7 @@ def evidence_at(told: Told, at: At, state: list[Array], site: Site, loop: Loop) 
     rest = [None] * (len(results) - len(after))
     bits = told.blame.bits([*worst.pick(bad), *rest], worst.is_nan)
     position = jnp.asarray(at.position, jnp.int32)
-    return Evidence(at.first, position, before, after, site.x_of(feed.x, inner), valid, worst, bits)
+    return Evidence(at.first, position, before, after, site.x_of(feed.x, inner), site.valid_of(feed), worst, bits)
 
 
 def feed_at(at: At, loop: Loop) -> Feed:

@@ -266,7 +266,7 @@ def evidence_of(
         merge(site.fixed, unchanged, leaves),
         [jnp.zeros(()) if leaf is None else leaf for leaf in cotangents],
         site.x_of(feed.x, inner),
-        None if rows is None else feed.valid,
+        site.valid_of(feed),
         worst,
         told.blame.bits(split(pulls, blamed)[0], worst.is_nan),
         found.of_result,
@@ -379,6 +379,11 @@ class WatchedBackward(Numbering):
 class CheckCotangents(Check):
     """`check_finite="backward"`."""
 
+    @property
+    def no_forward_mode(self) -> Callable[[], Fault]:
+        """Says why there is no forward mode, where JAX would refuse it."""
+        return _no_forward_mode_early if self.about.ends_early else _no_forward_mode
+
     def watch(self, loop: Loop, site: Site) -> Loop:
         """The checked loop, of its site."""
         plain, early, rows = self.in_leaves(loop, site), self.about.ends_early, loop.rows
@@ -485,17 +490,19 @@ def refuse_truncate(truncate: Any, check_finite: Any) -> None:
 
 def in_reverse_mode() -> contextlib.AbstractContextManager[None]:
     """Says it in these terms where JAX refuses forward mode."""
-    return in_reverse_alone(
-        lambda: Fault(
-            ArgumentError,
-            '{verb} over {body}: forward mode was asked for, and `check_finite="backward"` looks at cotangents, which '
-            "reverse mode alone has.",
-            "Leave it out there. True looks at the carry, in forward mode too.",
-        )
+    return in_reverse_alone(_no_forward_mode)
+
+
+def _no_forward_mode() -> Fault:
+    return Fault(
+        ArgumentError,
+        '{verb} over {body}: forward mode was asked for, and `check_finite="backward"` looks at cotangents, which '
+        "reverse mode alone has.",
+        "Leave it out there. True looks at the carry, in forward mode too.",
     )
 
 
-def no_forward_mode_early() -> Fault:
+def _no_forward_mode_early() -> Fault:
     """Says why a loop that ends early has no forward mode here, where JAX would refuse it."""
     return Fault(
         ArgumentError,

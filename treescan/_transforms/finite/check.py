@@ -25,7 +25,7 @@ from ..._axes import LeafAxes
 from ..._errors import Fault, NonFiniteError, speaking_of
 from ..._finite import note
 from ..._loop.body import Memo
-from ..._loop.loop import Loop, Step, Transform
+from ..._loop.loop import Loop, Result, Step, Transform
 from ..._loop.run import as_arrays, is_jit_disabled
 from ..._trace.hoist import as_loop, flattened, lift
 from ..._trace.raw_keys import with_raw_keys
@@ -153,15 +153,14 @@ class Check(abc.ABC):
     around: tuple[Transform, ...] = ()
     moves = True
 
-    def __call__(self, loop: Loop, last: Any = None) -> Loop:
-        """The checked loop. `last` is the position that a loop in reverse begins with, if not its highest."""
+    def __call__(self, loop: Loop) -> Loop:
         if not loop.length or 0 in batch_of(loop):  # there is nothing to look at
             return loop
         refuse_devices()
         loop = with_raw_keys(dataclasses.replace(loop, state=as_arrays(loop.state)))
         hoisted = traced_as_it_runs(self._numbered(loop))
         refuse_effects(hoisted)
-        last = loop.length - 1 if last is None else last
+        last = (loop.length if loop.going is None else loop.going.limit) - 1
         return self.watch(loop, site_of(loop, hoisted, self.slices, last, around=self.around))
 
     @abc.abstractmethod
@@ -176,8 +175,6 @@ class Check(abc.ABC):
         """The loop with a list of leaves as its state."""
         if loop.rows is not None:
             return loop
-        if self.about.ends_early:
-            return in_whole_state(site.hoisted)
         return dataclasses.replace(as_loop(site.hoisted), trace=None)
 
     def around_steps(
@@ -207,9 +204,9 @@ class CheckFinite(Check):
         heads = [of_rows(jnp.full(batch_of(loop), number, jnp.int32), loop) for number in (GOOD, 0)[: 1 + early]]
         checked = self.around_steps(Watched, plain, heads, watched=watched, axes=axes)
 
-        def ys_of(state: list[Array], ys: PyTree) -> PyTree:
-            evidence, case = gather(earliest(state[0]), site, self.about, state[1] if early else None)
-            return WithEvidence(ys, (evidence,), (case,))
+        def ys_of(result: Result) -> PyTree:
+            evidence, case = gather(earliest(result.state[0]), site, self.about, result.steps)
+            return WithEvidence(result.ys, (evidence,), (case,))
 
         return checked.finished(lambda state: state[len(heads) :], ys_of)
 

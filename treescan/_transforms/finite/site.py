@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Self, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from ..._axes import LeafAxes
 from ..._loop.body import Memo
 from ..._loop.loop import Feed, Loop, Step, Transform
 from ..._trace.blame import becomes_bad
-from ..._trace.hoist import Hoisted, Repeatable, hoist, is_smooth, lift, merge, split
+from ..._trace.hoist import Hoisted, hoist, is_smooth, lift, merge, split
 from ..._tree import leaves_with_path
 from ..._types import Array, PyTree, TreeDef
 from ..rows.axes import Begins, Rows, with_axes
@@ -131,15 +131,6 @@ class Numbering:
     def run(self, consts: PyTree, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
         """Runs the inner step."""
         return self.step(consts, state, feed if self.keyed else feed._replace(position=None))
-
-    @property
-    def once_only(self) -> bool:
-        """Whether it has effects that JAX refuses to repeat."""
-        return cast(Repeatable, self.step).once_only
-
-    def silenced(self) -> Self:
-        """The step without the callbacks of the body, for a second run that must not report again."""
-        return dataclasses.replace(self, step=cast(Repeatable, self.step).silenced())
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
@@ -283,6 +274,11 @@ class Site:
         unchanged, changing = split(self.fixed, leaves)
         return dataclasses.replace(loop, consts=(unchanged, loop.consts[1])), changing
 
+    def valid_of(self, feed: Feed) -> Array | None:
+        """The mask of a step, as the user knows it. A loop whose condition is one bool has none."""
+        alone = feed.valid is not None and not feed.valid.ndim and self.given.going is not None
+        return None if alone else feed.valid
+
     def x_of(self, x: PyTree, consts: PyTree) -> PyTree:
         """The user's x, of one that a step is fed and the consts of the given loop."""
         return x if self.slices is None else self.slices.join(jax.tree.leaves(consts), jax.tree.leaves(x))
@@ -294,6 +290,8 @@ class Site:
 
     def carry_of(self, leaves: Sequence[Any]) -> PyTree:
         """The user's carry, of the leaves of the state."""
+        if self.given.going is not None:
+            return self.given.going.condition.state_of(leaves)
         state = jax.tree.unflatten(self.structure, leaves)
         return self.given.carry_of(state) if self.given.rows is None else state
 

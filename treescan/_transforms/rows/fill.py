@@ -16,13 +16,13 @@ from jax.core import Tracer
 from ..._avals import describe_argument, describe_leaf, holds, is_key, place_like, vary_over, varying_axes
 from ..._axes import LeafAxes
 from ..._errors import ArgumentError, ArgumentTypeError, Fault
-from ..._loop.loop import Feed, Loop, Step
+from ..._loop.loop import Feed, Loop, Result, Step
 from ..._trace.hoist import is_untraced
 from ..._tree import Prefix, PrefixMismatch, leaves_with_path
 from ..._types import Array, PyTree
 from ..outputs import EVERYTHING, LAST, Keep, keep_afterwards, kept_leaves, one_of, spread_keeps, without_dropped
 from .axes import spread_batch_axes, with_axes
-from .leaves import pick_steps, select_valid
+from .leaves import mask_of_lengths, pick_steps, select_valid
 from .packed import are_valid, ends_of
 
 HOLD = "hold"
@@ -99,27 +99,33 @@ class Idle:
 
 
 def hold_afterwards(
-    ys: PyTree, valid: Array, held: Sequence[bool], start: Sequence[Array], y_axes: LeafAxes, *, reverse: bool
+    ys: PyTree, valid: Array, held: Sequence[slice | None], start: Sequence[Array], y_axes: LeafAxes, *, reverse: bool
 ) -> PyTree:
-    """Holds the last valid outputs, from those of all steps that ran one by one on concrete values."""
+    """Holds the last valid outputs, from those of all steps that ran one by one on concrete values.
+
+    `held` says for each leaf in which steps; None: it is not held.
+    """
     order = jnp.arange(valid.shape[0]).reshape(-1, *(1 for _ in valid.shape[1:]))
     if reverse:
         last = jax.lax.cummin(jnp.where(valid, order, valid.shape[0]), reverse=True)
     else:
         last = jax.lax.cummax(jnp.where(valid, order, -1))
 
-    def hold_leaf(leaf: Array, value: Array, axis: int | None) -> Array:
+    def hold_leaf(leaf: Array, value: Array, axis: int | None, part: slice) -> Array:
         steps, at = (last, axis) if axis is not None else (_over_rows(last, reverse=reverse), 0)
+        steps = steps[part]
         picked = jnp.stack([pick_steps(leaf, jnp.clip(step, 0, valid.shape[0] - 1), at) for step in steps])
         ever = (steps >= 0) & (steps < valid.shape[0])
         shape = (ever.shape[0], *(1 for _ in range(at)), *ever.shape[1:])
         return jnp.where(
-            ever.reshape(shape + (1,) * (leaf.ndim - len(shape))), picked, jnp.broadcast_to(value, leaf.shape)
+            ever.reshape(shape + (1,) * (leaf.ndim - len(shape))), picked, jnp.broadcast_to(value, picked.shape)
         )
 
     leaves, structure = jax.tree.flatten(ys)
     given = zip(leaves, held, start, y_axes, strict=True)
-    return jax.tree.unflatten(structure, [hold_leaf(y, value, axis) if on else y for y, on, value, axis in given])
+    return jax.tree.unflatten(
+        structure, [y if on is None else hold_leaf(y, value, axis, on) for y, on, value, axis in given]
+    )
 
 
 def _over_rows(last: Array, *, reverse: bool) -> Array:
@@ -223,16 +229,16 @@ class KeepRows:
         if is_untraced(loop):
             outputs = RowOutputs(Idle(without_hold(self.fill)), ())
             kept = dataclasses.replace(loop, rows=loop.rows._replace(outputs=outputs))
-            return kept.finished(ys=lambda _, ys: self._afterwards(loop, ys))
+            return kept.finished(ys=lambda result: self._afterwards(loop, result))
         y, save = loop.trace.y, self.save or EVERYTHING
         keeps = spread_keeps(save, y)
         loop, stacked, outputs = self._hold(loop, keeps)
         loop = dataclasses.replace(loop, keeps=stacked, rows=loop.rows._replace(outputs=outputs))
 
-        def finish(state: PyTree, left: list[Any]) -> PyTree:
-            ys = kept_leaves(left, stacked)
+        def finish(result: Result) -> PyTree:
+            ys = kept_leaves(result.ys, stacked)
             if any(outputs.held):
-                kept = zip(state[0], _of(keeps, outputs.held), strict=True)
+                kept = zip(result.state[0], _of(keeps, outputs.held), strict=True)
                 last = iter(leaf for leaf, keep in kept if keep == LAST)
                 ys = [next(last) if keep == LAST else y for y, keep in zip(ys, keeps, strict=True)]
             return without_dropped(ys, jax.tree.structure(y), save)
@@ -261,14 +267,22 @@ class KeepRows:
         lasts = tuple(keep == LAST for keep in _of(keeps, held))
         return with_axes(loop, y=tuple(_of(loop.rows.axes.y, left))), stacked, RowOutputs(idle, held, lasts)
 
-    def _afterwards(self, loop: Loop, ys: PyTree) -> PyTree:
+    def _afterwards(self, loop: Loop, result: Result) -> PyTree:
         """Each row's last valid y, from the outputs of all steps, if steps ran one by one or there is none."""
+        ys = result.ys
         starts, fills = fill_leaves(self.fill, ys), self.fill.spread(ys, "y")
         keeps, valid = spread_keeps(self.save or EVERYTHING, one_of(ys)), loop.xs.valid
         assert valid is not None
+        if result.steps is not None:
+            ran = mask_of_lengths(result.steps, loop.length)
+            valid = ran[::-1] if loop.reverse else ran
         y_axes = spread_batch_axes("y_axes", loop.rows.y_axes, one_of(ys), "y", valid.shape[1:])
         if loop.length:
-            held = [keep == LAST or fill == HOLD for keep, fill in zip(keeps, fills, strict=True)]
+            end = slice(None) if loop.rows.given.spans else slice(1) if loop.reverse else slice(-1, None)
+            held = [
+                end if keep == LAST else slice(None) if fill == HOLD else None
+                for keep, fill in zip(keeps, fills, strict=True)
+            ]
             ys = hold_afterwards(ys, valid, held, starts, y_axes, reverse=loop.reverse)
         elif LAST in keeps:
             leaves = jax.tree.leaves(ys)

@@ -69,7 +69,7 @@ def write_in_place(loop: Loop, tiers: tuple[int, ...]) -> Loop:
     """
     chunks = loop.wishes[0].size < loop.length and len(loop.wishes) == 1
     held = any(slot is not None for slot in loop.rows.outputs.idle.held or ())
-    changed = loop.recomputed or is_thinned(loop.keeps) or held
+    changed = loop.remat is not None or is_thinned(loop.keeps) or held
     known = jax.default_backend() == "cpu" and not is_remat3()
     fits = chunks and known and not changed
     return dataclasses.replace(loop, runner=InPlace(tiers, loop.rows.apart() and not debugs_nans())) if fits else loop

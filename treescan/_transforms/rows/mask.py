@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ from jax.core import Tracer
 
 from ..._avals import has_one_device, is_sharded
 from ..._axes import LeafAxes
-from ..._loop.loop import Feed, Loop, Step
+from ..._loop.loop import Feed, Loop, Step, within
 from ..._trace.hoist import is_untraced
 from ..._tree import Prefix
 from ..._types import Array, PyTree
@@ -121,6 +121,8 @@ def own_pairs(
 
     def borrow(leaf: Array, axis: int | None) -> Array:
         assert axis is not None
+        if not batch:  # there is no other row
+            return leaf
         if source is None:
             row, mask = lender()
             return mask.select(leaf, take_row(leaf, row, axis, batch), axis)
@@ -210,6 +212,7 @@ class Masked:
         branches: whether the step runs in a branch that is only taken where some row is valid.
         decides: whether the body compares values, or chooses among them: what it is shown is `written` first, so that
             XLA compiles the body as it would without the mask.
+        masks: whether some row may not take the step. Otherwise this is the inner step alone.
     """
 
     step: Step
@@ -221,9 +224,12 @@ class Masked:
     stands_in: bool = True
     branches: bool = False
     decides: bool = False
+    masks: bool = True
 
     def __call__(self, consts: Any, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
         good, (fixed, inner) = consts
+        if not self.masks:
+            return self.step((fixed, inner), state, feed)
         valid = feed.valid
         assert valid is not None
         mask = RowMask(valid, _some_of_all if self.branches else any_of)
@@ -266,7 +272,7 @@ def without_stand_ins(step: Step) -> Step:
     Args:
         step: a `Masked` step, or others around it, each of which has the inner one as its `step`.
     """
-    return _changed(step, stands_in=False)
+    return within(step, Masked, lambda masked: dataclasses.replace(masked, stands_in=False))
 
 
 def in_branches(step: Step) -> Step:
@@ -275,14 +281,16 @@ def in_branches(step: Step) -> Step:
     Args:
         step: as for `without_stand_ins`.
     """
-    return _changed(step, branches=True)
+    return within(step, Masked, lambda masked: dataclasses.replace(masked, branches=True))
 
 
-def _changed(step: Step, **attributes: bool) -> Step:
-    if isinstance(step, Masked):
-        return dataclasses.replace(cast(Any, step), **attributes)
-    inner: Step = getattr(step, "step")  # noqa: B009, not all steps have one
-    return dataclasses.replace(cast(Any, step), step=_changed(inner, **attributes))
+def without_mask(step: Step) -> Step:
+    """A masked step for steps that all rows take.
+
+    Args:
+        step: as for `without_stand_ins`.
+    """
+    return within(step, Masked, lambda masked: dataclasses.replace(masked, masks=False))
 
 
 def _show_own(mask: RowMask, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:

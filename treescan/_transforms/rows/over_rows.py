@@ -39,7 +39,6 @@ class OverRows:
         time_axis: where the steps are in the mask and the resets.
         in_axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
         compact: whether to order rows, or the numbers of rows to choose from.
-        ends_early: whether rows stop independently, in a loop that may skip any step.
         others: the other options that the user gave, and that a body with a mutable array cannot have.
     """
 
@@ -49,7 +48,6 @@ class OverRows:
     time_axis: int
     in_axes: LeafAxes | None
     compact: bool | tuple[int, ...]
-    ends_early: bool = False
     others: tuple[str, ...] = ()
     moves = True
 
@@ -70,7 +68,7 @@ class OverRows:
             loop = with_raw_keys(_without_false_alarms(loop, axes.x))
             given = given._replace(to=raw(given.to), inits=raw(given.inits))
             hoisted = hoist(loop, changing)
-            if self.ends_early:
+            if loop.going is not None:
                 refuse_refs_in_skipped_steps(hoisted)
             _refuse_refs(hoisted, tiers, self.others, told=told)
             axes = axes._replace(y=spread_batch_axes("y_axes", y_axes, hoisted.y, "y", valid.shape[1:]))
@@ -98,7 +96,9 @@ class OverRows:
     def _lay(self, loop: Loop, valid: Array, *, lends: bool) -> tuple[Loop, RowAxes]:
         """The loop with its mask, and where its rows are. It follows `in_axes`, as these are told of the user's x."""
         (carry, x), batch = loop.names, valid.shape[1:]
-        carry_axes = spread_carry_axes(self.carry_axes, loop.state, carry, batch)
+        carry_axes: LeafAxes = (0,) * len(jax.tree.leaves(loop.state))
+        if batch or loop.going is None:  # a condition that is one bool is not for rows, so no carry is asked for any
+            carry_axes = spread_carry_axes(self.carry_axes, loop.state, carry, batch)
         if self.compact:
             refuse_shared_keys(loop.state, carry_axes, carry)
         x_axes, whole_axes = rows_of_x(loop.xs.x, self.x_axes, self.in_axes, x, batch)

@@ -143,7 +143,7 @@ class Skip:
         """
         if loop.trace.effects:
             return ChunkRemat.NONE
-        chosen = self.chunk is None and len(tiers) == 1 and not loop.recomputed and is_rewriting()
+        chosen = self.chunk is None and len(tiers) == 1 and loop.remat is None and is_rewriting()
         if not chosen or not saves_steps(loop.trace):
             return ChunkRemat.RECOMPUTES
         return ChunkRemat.SAVES_ALL if chooses(loop.trace.jaxpr) else ChunkRemat.SAVES_STEPS
@@ -155,7 +155,7 @@ class Skip:
         """
         if is_thinned(loop.keeps):
             refuse_symbolic(loop.length, "save")
-        if self.chunk and not loop.recomputed:
+        if self.chunk and loop.remat is None:
             refuse_symbolic(loop.length, "chunk")
             return recompute_chunks(loop, self.chunk)
         return choose_fastest(loop) if self.chunk is None and not loop.wishes else loop

@@ -1,10 +1,9 @@
-"""The condition of `while_scan`: its arguments, its result and its trace; conditions for each row."""
+"""The condition of `while_scan`: its arguments, its result and its traces."""
 
 from __future__ import annotations
 
 import dataclasses
 import inspect
-import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,17 +16,16 @@ from jax.core import eval_jaxpr
 
 from ..._avals import describe_node, describe_traced, dtype_of
 from ..._axes import LeafAxes
-from ..._body.call import CallBody, call_user, needs_keyword
+from ..._body.call import call_user
 from ..._body.carry import read_carries
-from ..._errors import ArgumentError, BodyError, Fault, speaking_of
+from ..._errors import BodyError, Fault, speaking_of
 from ..._loop.body import Body
 from ..._loop.loop import Loop
 from ..._loop.run import named_signature
-from ..._tree import Prefix, is_static, thaw_static
-from ..._types import Array, PyTree
-from ..axes import scan_over_axes
-from ..rows.axes import RowFlags
-from ..rows.over_rows import OverRows
+from ..._trace.hoist import merge
+from ..._tree import is_static, thaw_static
+from ..._types import Array, PyTree, TreeDef
+from ..rows.compact import failed_with_fewer_rows, take_rows
 
 
 @dataclass(frozen=True)
@@ -115,137 +113,87 @@ def _spelled(parameter: inspect.Parameter) -> str:
 
 @dataclass(frozen=True, eq=False)
 class Condition:
-    """A condition that was traced already: from (what it closes over, the leaves of the state) to its bools.
+    """Whether another step is taken: from (what the condition closes over, the leaves of the state) to its bools.
 
     Attributes:
-        jaxprs: the traces, one for each number of rows; none for a condition that always holds.
-        count: how many leaves of the state, its last, are the user's.
+        call: calls it; None: it always holds.
+        structure: of the user's state, whose leaves are the last ones of the state.
+        jaxprs: its traces, one for each number of rows; none where steps run on values.
     """
 
-    jaxprs: tuple[Any, ...]
-    count: int
+    call: CallCondition | None
+    structure: TreeDef
+    jaxprs: tuple[Any, ...] = ()
+
+    @classmethod
+    def of(cls, call: CallCondition | None, state: PyTree, *, traced: bool) -> Condition:
+        """The condition of a loop with this state, traced once and for all if its steps are."""
+        jaxprs = (jax.make_jaxpr(call)(state),) if traced and call is not None else ()
+        return cls(call, jax.tree.structure(state), jaxprs)
 
     def __call__(self, closed: list[list[Any]], leaves: Sequence[Any]) -> Array:
-        if not self.jaxprs:
+        if self.call is None:
             return jnp.ones((), bool)
-        given = self._given(leaves)
+        if not self.jaxprs:
+            return self.call(self.state_of(leaves))
+        given = self._own(leaves)
         number = [_shapes(jaxpr.in_avals) for jaxpr in self.jaxprs].index(_shapes(map(jax.typeof, given)))
         (holds,) = eval_jaxpr(self.jaxprs[number].jaxpr, closed[number], *given, propagate_source_info=True)
         return jnp.asarray(holds, bool)
 
-    def _given(self, leaves: Sequence[Any]) -> list[Any]:
-        return list(leaves[len(leaves) - self.count :])
+    def _own(self, leaves: Sequence[Any]) -> list[Any]:
+        return list(leaves[len(leaves) - self.structure.num_leaves :])
+
+    def state_of(self, leaves: Sequence[Any]) -> PyTree:
+        """The user's state, from the leaves of the state."""
+        return jax.tree.unflatten(self.structure, self._own(leaves))
 
     @property
     def closed(self) -> list[list[Any]]:
         """What each trace closes over."""
         return [list(jaxpr.consts) for jaxpr in self.jaxprs]
 
-    @property
-    def avals(self) -> list[Any]:
-        """The types of what it returns, for each trace."""
-        return [aval for jaxpr in self.jaxprs for aval in jaxpr.out_avals]
+    def fitted(self, loop: Loop) -> Condition:
+        """The condition, traced for what the trace of the loop made of the state, and for each number of rows."""
+        call, given, rows = self.call, self._own(loop.trace.settled), loop.rows
+        if call is None:
+            return self
+        fits = list(map(jax.typeof, given)) == list(self.jaxprs[0].in_avals)
+        state = self.state_of(given)
+        condition = self if fits else Condition.of(call, state, traced=True)
+        axes = tuple(merge(loop.trace.fixed, rows.fixed, rows.axes.state)[-len(given) :])
+        others = [condition.with_fewer_rows(state, axes, tier, max(rows.tiers)) for tier in rows.tiers[:-1]]
+        return dataclasses.replace(condition, jaxprs=(*condition.jaxprs, *others))
 
-    @property
-    def batch(self) -> tuple[int, ...]:
-        """The shape of its bools: [] for one."""
-        return self.avals[0].shape if self.jaxprs else ()
+    def with_fewer_rows(self, state: PyTree, axes: LeafAxes, tier: int, rows: int) -> Any:
+        """The trace for fewer rows; `axes` says where these are in each leaf of the user's state."""
+        call = self.call
+        assert call is not None
+        given = jax.eval_shape(lambda tree: take_rows(tree, axes, jnp.arange(tier)), state)
+        try:
+            traced = jax.make_jaxpr(call)(given)
+        except Fault:
+            raise
+        except Exception as error:
+            with speaking_of(call.body.function):
+                raise failed_with_fewer_rows(error, "{body}, the condition,", tier, rows, _ONE_EACH) from None
+        batch = traced.out_avals[0].shape
+        if batch == (tier, *self.jaxprs[0].out_avals[0].shape[1:]):
+            return traced
+        with speaking_of(call.body.function):
+            raise Fault(
+                BodyError,
+                f"{{body}}, the condition, returned bool[{','.join(map(str, batch))}] when `compact` called it with "
+                f"{tier} of the {rows} rows.",
+                _ONE_EACH,
+            )
 
-    def fits(self, leaves: Sequence[Any]) -> bool:
-        """Whether it was traced for leaves of these types."""
-        return not self.jaxprs or list(map(jax.typeof, self._given(leaves))) == list(self.jaxprs[0].in_avals)
+
+_ONE_EACH = (
+    "It must return one bool for each row of the carry that it receives. `compact` cannot select the rows of an array "
+    "that the condition closes over: pass such an array through the carry."
+)
 
 
 def _shapes(avals: Iterable[Any]) -> list[tuple[int, ...]]:
     return [aval.shape for aval in avals]
-
-
-def trace_condition(call: CallCondition | None, state: PyTree) -> Condition:
-    """Traces a condition, once and for all; None is one that always holds."""
-    count = len(jax.tree.leaves(state))
-    return Condition(() if call is None else (jax.make_jaxpr(call)(state),), count)
-
-
-_LEADS = Prefix.of(0)
-_FALLING = (1 / 32, 1 / 10, 1 / 5, 1 / 3, 1 / 2, 3 / 4)
-"""The parts of a batch that tiers are made for: while rows stop, most steps are taken by many of them."""
-
-
-@dataclass(frozen=True)
-class StopRows:
-    """Arranges the rows of a loop whose rows stop independently. In a loop without rows, only the axes of xs.
-
-    Attributes:
-        carry_axes: a prefix of the carry: where the batch shape starts; None: shared by all rows.
-        x_axes: the same for one step's x.
-        y_axes: the same for one step's y.
-        in_axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
-        compact: whether to order rows, or the numbers of rows to choose from.
-    """
-
-    carry_axes: Prefix
-    x_axes: Prefix
-    y_axes: Prefix
-    in_axes: LeafAxes | None
-    compact: bool | tuple[int, ...]
-    moves = True
-
-    def __call__(self, loop: Loop) -> Loop:
-        loop = cut(loop, self.in_axes)
-        if loop.rows is None:
-            loop = self._without_rows(loop)
-            return loop if self.in_axes is None else scan_over_axes(loop, self.in_axes)
-        rows = loop.rows.lengths.shape[0]
-        compact = falling_tiers(rows) if self.compact is True and isinstance(rows, int) else self.compact
-        return OverRows(self.carry_axes, self.x_axes, self.y_axes, 0, self.in_axes, compact, ends_early=True)(loop)
-
-    def _without_rows(self, loop: Loop) -> Loop:
-        """The loop, if no option and no body asks for rows.
-
-        Raises:
-            Fault: for an `ArgumentError` or a `BodyError` if one does.
-        """
-        axes = {"carry_axes": self.carry_axes, "x_axes": self.x_axes, "y_axes": self.y_axes}
-        asked = [name for name, prefix in axes.items() if prefix != _LEADS]
-        asked += ["compact"] if self.compact else []
-        if asked:
-            raise Fault(
-                ArgumentError,
-                f"{{verb}} over {{body}}: `{asked[0]}` is for rows that stop independently, but the condition "
-                "returned a single bool.",
-                "Let the condition return one bool for each row, bool[*batch], without reducing over the rows. Or "
-                f"leave `{asked[0]}` out.",
-            )
-        step = loop.step
-        assert isinstance(step, CallBody)
-        if not step.sees_valid:
-            return loop
-        if needs_keyword(step.body, "valid"):
-            raise Fault(
-                BodyError,
-                "{body} needs the keyword `valid`, which {verb} passes only if the condition returns one bool for "
-                "each row. It returned a single bool.",
-                "Let the condition return bool[*batch], or give `valid` a default.",
-            )
-        return dataclasses.replace(loop, step=dataclasses.replace(step, sees_valid=False))
-
-
-def falling_tiers(rows: int) -> tuple[int, ...]:
-    """The numbers of rows that `compact=True` makes the body for: closer together where they are large."""
-    return tuple(sorted({rows, *(math.ceil(rows * part) for part in _FALLING)}))
-
-
-def with_rows(loop: Loop, holds: Array) -> Loop:
-    """The loop, for `StopRows`: rows whose condition does not hold to begin with take no step."""
-    lengths = jnp.where(holds, jnp.int32(loop.length), jnp.int32(0))
-    return dataclasses.replace(loop, rows=RowFlags(lengths=lengths))
-
-
-def cut(loop: Loop, axes: LeafAxes | None) -> Loop:
-    """The loop, with xs cut to its length."""
-    leaves, structure = jax.tree.flatten(loop.xs.x)
-    short = [
-        leaf if axis is None else jax.lax.slice_in_dim(leaf, 0, loop.length, axis=axis)
-        for leaf, axis in zip(leaves, axes or (0,) * len(leaves), strict=True)
-    ]
-    return dataclasses.replace(loop, xs=loop.xs._replace(x=jax.tree.unflatten(structure, short)))

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from ..._avals import place_like, vary_over
-from ..._loop.loop import Feed, Loop, Step
+from ..._loop.chunk import Around, run_chunked
+from ..._loop.loop import Feed, Loop, Step, within
 from ..._loop.rewrite import is_rewriting
 from ..._loop.run import debugs_nans
-from ..._trace.hoist import Hoisted, Part, fill_in, instantiated, is_smooth, no_tangent, nonzero_part
+from ..._trace.hoist import Hoisted, Lifted, fill_in, instantiated, is_smooth, no_tangent, nonzero_part
 from ..._types import Array, PyTree
 from ..rows.axes import without_arrays
 from ..rows.mask import in_branches, without_stand_ins
@@ -25,26 +26,23 @@ from .early_exit import (
     MaskedStep,
     Progress,
     Reads,
-    Report,
     StepOutputs,
+    TakeChunk,
+    TakeLiveRows,
     TakeStep,
-    going_on,
+    all_fixed,
+    axes_in_run,
     nested_sizes,
-    run_all_steps,
-    run_masked,
-    run_until,
 )
-from .rows import TakeRows, around_live_rows, mask_rows, ways_of_rows
-from .tangents import FinishedLoop, Tangents, Ways, push_forward, ways_of
+from .reports import ReportAfter, TellTaken
+from .tangents import FinishedLoop, Tangents, push_forward, ways_of
 
 
-def without_tracers(hoisted: Hoisted) -> Hoisted:
+def without_tracers(loop: Loop) -> Loop:
     """A traced loop with types instead of arrays, because rules for derivatives must not contain tracers."""
-    loop = hoisted.loop
     consts, state, xs = jax.tree.map(jax.typeof, (loop.consts, loop.state, loop.xs))
-    rows = None if loop.rows is None else without_arrays(loop.rows)
-    bare = dataclasses.replace(loop, consts=consts, state=state, xs=xs, trace=None, finish=(), rows=rows)
-    return hoisted._replace(loop=bare)
+    bare = dataclasses.replace(loop, consts=consts, state=state, xs=xs, trace=None, going=None, finish=(), wishes=())
+    return dataclasses.replace(bare, rows=without_arrays(loop.rows), runner=None)
 
 
 def padded(loop: Loop, length: int) -> tuple[Loop, int]:
@@ -66,13 +64,13 @@ class Operands(NamedTuple):
     Attributes:
         reads: the consts.
         holds: bool[*batch], whether the condition of the first state holds.
-        state: the leaves of the state that change.
+        state: the state, its leaves that change.
         xs: what each step is fed.
     """
 
     reads: Reads
     holds: Array
-    state: list[Any]
+    state: PyTree
     xs: Feed
 
 
@@ -87,39 +85,48 @@ class EarlyExit:
     """A loop that ends early, as a function of its operands that has a derivative.
 
     Attributes:
-        hoisted: the loop.
+        loop: the loop, without arrays.
+        hoisted: what the trace of its body told.
         condition: whether another step is taken.
         outputs: the types of y, and what it is where no step is taken.
         chunks: the chunks of the derivative.
         branches: whether a branch may depend on data.
         refusal: what to raise where it is differentiated, which may be after the verb has returned.
-        tiers: where rows stop each by itself, the numbers of rows to choose from; else empty.
-        apart: whether the body is known to treat these rows independently.
-        report: reports how far the loop has come; None: nothing does.
+        apart: whether the body is known to treat rows independently.
+        tell: reports how far the loop has come; None: nothing does.
     """
 
+    loop: Loop
     hoisted: Hoisted
     condition: Condition
     outputs: StepOutputs
     chunks: Chunks
     branches: bool
     refusal: Exception | None
-    tiers: tuple[int, ...] = ()
-    apart: bool = False
-    report: Report | None = None
+    apart: bool
+    tell: TellTaken | None
+
+    @property
+    def _tiers(self) -> tuple[int, ...]:
+        """The numbers of rows to choose from; one, if rows are not ordered or there are none."""
+        return self.loop.rows.tiers
 
     @functools.cached_property
     def _silent(self) -> Step:
         """The step that the derivative computes again, without its callbacks."""
-        step = self.hoisted.repeatable
-        silent = step.silenced() if self.hoisted.effects else step
-        if self.refusal is not None and silent.once_only:
-            raise self.refusal
-        return MappedLater(silent) if self.hoisted.branches else silent
+
+        def silenced(step: Lifted) -> Step:
+            silent = step.silenced() if self.hoisted.effects else step
+            if self.refusal is not None and silent.once_only:
+                raise self.refusal
+            return silent
+
+        step = within(self.loop.step, Lifted, silenced)
+        return MappedLater(step) if self.hoisted.branches else step
 
     @property
     def _only_state(self) -> bool:
-        return not self.outputs.avals and not jax.tree.leaves(self.hoisted.loop.xs)
+        return not self.outputs.avals and not jax.tree.leaves(self.loop.xs)
 
     @property
     def length(self) -> int:
@@ -127,37 +134,46 @@ class EarlyExit:
         return self.chunks.size * self.chunks.number
 
     def _run(self, given: Operands, length: int, sizes: tuple[int, ...], *, save: bool) -> Saved:
-        first, loop, step = self._first(given), self._loop(given, length), self.hoisted.loop.step
-        if not self.tiers:
-            take = TakeStep(step, self.condition, self.hoisted.fixed, self.outputs, branches=self.branches)
-            loop = dataclasses.replace(loop, consts=given.reads, state=first)
-            return Saved(*run_until(loop, take, sizes, save=save, report=self.report))
-        loop, masked = self._lay_rows(given, first, length)
-        masked = dataclasses.replace(masked, masked=self._undifferentiated(masked.masked))
-        rows = TakeRows(masked, self.outputs, loop.rows.axes.y, self.branches)
-        around = around_live_rows(loop, self.outputs, sizes[0], self.tiers, save=save) if sizes else None
-        return Saved(*run_until(loop, rows, sizes, save=save, innermost=around, report=self.report))
+        """Runs a loop while it goes on, in nested chunks of these sizes; with `save` of one at most."""
+        loop, outputs, tell, reported = self._loop(given, length), self.outputs, self.tell, 0
+        step = without_stand_ins(loop.step) if self.apart and not debugs_nans() else loop.step
+        step = in_branches(step) if self.branches else step
+        take: Step = TakeStep(self._masked(step, self.branches), outputs, loop.rows.axes.y)
+        ordered = len(self._tiers) > 1
+        if tell is not None:  # rows that are brought together for a chunk are not in their places within it
+            stride = max(outputs.every, default=1)
+            steps = () if ordered else range(1, 1 + (stride == 1))
+            reported = tell.size(length, (*steps, *sizes), stride)
+            take = ReportAfter(take, tell) if reported == 1 else take
+        loop = dataclasses.replace(loop, step=take, consts=given.reads, state=self._first(given))
 
-    def _undifferentiated(self, step: Step) -> Step:
-        """A masked step that is not differentiated, and runs only if some row takes it."""
-        step = without_stand_ins(step) if self.apart and not debugs_nans() else step
-        return in_branches(step) if self.branches else step
+        def around_chunk(step: Step, size: int) -> Step:
+            if ordered and size == sizes[0]:
+                return TakeLiveRows(step, size, outputs, self.branches, save, self._tiers, axes_in_run(loop))
+            return TakeChunk(step, size, outputs, self.branches, save)
 
-    def _lay_rows(self, given: Operands, first: Progress, length: int) -> tuple[Loop, MaskedStep]:
-        """The loop of rows that stop, and its step."""
-        loop = mask_rows(self._loop(given, length), going_on(first, given.reads), self.outputs.fill)
-        step = MaskedStep(loop.step, self.condition, self.hoisted.fixed)
-        reads = given.reads._replace(inner=loop.consts)
-        return dataclasses.replace(loop, step=step, consts=reads, state=first), step
+        def around(size: int) -> Around | None:
+            own = (lambda step, looped: around_chunk(step, size)) if size in sizes else None
+            return tell.around(own) if tell is not None and size == reported else own
+
+        further = () if reported in (0, 1, *sizes) else (reported,)
+        levels = outputs.levels(length, (*sizes, *further), around)
+        progress, ys = run_chunked(loop, levels)
+        if not save:
+            return Saved(progress, ys, [])
+        if not any(level.size in sizes for level in levels if level.around is not None):
+            return Saved(progress, ys, [leaf[None] for leaf in jax.tree.leaves(given.state)])
+        return Saved(progress, *ys)
+
+    def _masked(self, step: Step, branches: bool) -> MaskedStep:
+        return MaskedStep(step, self.condition, all_fixed(self.loop), branches)
 
     def _first(self, given: Operands) -> Progress:
         taken = place_like(jnp.zeros(given.holds.shape, jnp.int32), jax.typeof(given.holds))
         return Progress(given.holds, vary_over(taken, self.outputs.varying), given.state)
 
     def _loop(self, given: Operands, length: int) -> Loop:
-        return dataclasses.replace(
-            self.hoisted.loop, consts=given.reads.inner, state=given.state, xs=given.xs, length=length
-        )
+        return dataclasses.replace(self.loop, consts=given.reads.inner, state=given.state, xs=given.xs, length=length)
 
     def _primal(self, given: Operands) -> tuple[Progress, PyTree]:
         length, sizes = self._sizes()
@@ -169,18 +185,18 @@ class EarlyExit:
         if not self._only_state:
             return self.length, ((self.chunks.size,) if self.branches else ())
         if not self.branches:
-            return self.hoisted.loop.length, ()
-        if len(self.tiers) < 2:
-            return nested_sizes(self.hoisted.loop.length)
+            return self.loop.length, ()
+        if len(self._tiers) < 2:
+            return nested_sizes(self.loop.length)
         length, sizes = nested_sizes(self.chunks.number)
         return length * self.chunks.size, tuple(size * self.chunks.size for size in (1, *sizes))
 
     def _all_steps(self, given: Operands) -> tuple[Progress, PyTree]:
-        first, loop = self._first(given), self._loop(given, self.length)
-        if not self.tiers:
-            return run_all_steps(loop, given.reads, first, self.condition, self.hoisted.fixed, self.outputs)
-        loop, _ = self._lay_rows(given, first, self.length)
-        return run_masked(loop, self.outputs)
+        """Runs all steps, and keeps nothing of those after the end."""
+        loop = self._loop(given, self.length)
+        step, first = self._masked(loop.step, branches=False), self._first(given)
+        loop = dataclasses.replace(loop, step=step, consts=given.reads, state=first)
+        return run_chunked(loop, self.outputs.levels(self.length, (), lambda size: None))
 
     def _saving(self, given: Operands) -> Saved:
         return self._run(given, self.length, (self.chunks.size,), save=True)
@@ -209,27 +225,22 @@ class EarlyExit:
         """The tangents of what `_saving` returns."""
         consts_part, d_consts = nonzero_part(given.reads.inner, d_given.reads.inner)
         x_part, d_xs = nonzero_part(given.xs, d_given.xs)
-        d_state = [instantiated(d, leaf) for leaf, d in zip(given.state, d_given.state, strict=True) if is_smooth(leaf)]
+        states = zip(jax.tree.leaves(given.state), jax.tree.leaves(d_given.state), strict=True)
+        d_state = [instantiated(d, leaf) for leaf, d in states if is_smooth(leaf)]
         loop = dataclasses.replace(self._loop(given, self.length), step=self._silent)
         ran = FinishedLoop(loop, saved.starts, saved.progress.taken)
+        rules = not (self.hoisted.effects or self.hoisted.reverse_rule)
         d_after, d_ys, d_starts = push_forward(
             ran,
             (consts_part, x_part),
             Tangents(d_consts, d_state, d_xs),
             self.outputs,
             self.chunks.size,
-            self._ways(ran, consts_part, d_consts),
+            ways_of(ran, self.outputs, self.chunks, branches=self.branches, rules=rules),
         )
         progress = Progress(no_tangent(saved.progress.holds), no_tangent(saved.progress.taken), [])
         return Saved(
-            progress._replace(leaves=fill_in(saved.progress.leaves, d_after)),
+            progress._replace(state=fill_in(saved.progress.state, d_after)),
             fill_in(saved.ys, d_ys),
             fill_in(saved.starts, d_starts),
         )
-
-    def _ways(self, ran: FinishedLoop, part: Part, d_consts: list[Array]) -> Ways:
-        given = ran, part, d_consts, self.outputs, self.chunks
-        if not self.tiers:
-            return ways_of(*given, branches=self.branches)
-        rules = not (self.hoisted.effects or self.hoisted.reverse_rule)
-        return ways_of_rows(*given, self.tiers, branches=self.branches, rules=rules)

@@ -11,13 +11,14 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from ..._avals import place_like, vary_over
-from ..._loop.chunk import Around, Level, Wish, plan_sizes, run_chunked
+from ..._avals import is_sharded, place_like, vary_over
+from ..._axes import LeafAxes
+from ..._loop.chunk import Level, Wish, chunk_size, plan_sizes
 from ..._loop.loop import Feed, Loop, Step
 from ..._remat import Remat
 from ..._trace.hoist import merge
@@ -25,9 +26,10 @@ from ..._tree import Prefix
 from ..._types import Array, PyTree
 from ..checkpoint import remat_sizes
 from ..outputs import Thinned
-from ..rows.fill import fill_leaves
-from ..rows.leaves import choose_own, lend, lend_to_elements, most_of_all, most_of_devices, select_valid, unless_alone
-from ..rows.mask import GoodPair, Masked
+from ..rows.axes import RowAxes
+from ..rows.compact import LiveRows, make_schedule
+from ..rows.fill import Idle, fill_leaves
+from ..rows.leaves import most_of_all, most_of_devices, unless_alone
 from .condition import Condition
 
 BRANCHING = 11
@@ -40,12 +42,12 @@ class Progress(NamedTuple):
     Attributes:
         holds: bool[*batch], the condition of the state; [] but where each row stops by itself.
         taken: int32[*batch], the steps that were taken.
-        leaves: the state, its leaves that change.
+        state: the state, its leaves that change.
     """
 
     holds: Array
     taken: Array
-    leaves: list[Any]
+    state: PyTree
 
 
 class Reads(NamedTuple):
@@ -123,52 +125,91 @@ def going_on(progress: Progress, reads: Reads) -> Array:
 
 
 @dataclass(frozen=True)
-class TakeStep:
-    """The step that is only taken while the loop goes on. Its consts are `Reads`, its state is `Progress`.
+class MaskedStep:
+    """The step that is masked where the loop has ended. Its state is `Progress`.
+
+    Its consts are `Reads`, in which the consts of the inner step are (GoodPair, consts).
 
     Attributes:
-        step: the inner step, as `hoist` and `lift` make it.
+        step: the inner step, which is told which rows take it.
         condition: of the next state.
         fixed: for each leaf of the whole state whether it is unchanged.
-        outputs: y where no step is taken.
-        branches: whether a branch may depend on data.
+        branches: whether it runs in a branch that is taken while any row goes on.
     """
 
     step: Step
     condition: Condition
     fixed: tuple[bool, ...]
-    outputs: StepOutputs
-    branches: bool
+    branches: bool = False
 
     def __call__(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
         going = going_on(progress, reads)
-        if not self.branches:
-            return self._take(going, reads, progress, feed)
-        mine = unless_alone(going)
-        return jax.lax.cond(any_of_all(going), self._take, self._leave, mine, reads, progress, feed)
+        valid = unless_alone(going) if self.branches and not going.ndim else going
+        new, y = self.step(reads.inner, progress.state, feed._replace(valid=valid))
+        after = self.condition(reads.closed, whole_state(self.fixed, reads, new))
+        taken = progress.taken + valid.astype(progress.taken.dtype)
+        return Progress(jnp.where(valid, after, progress.holds), taken, new), y
 
-    def _take(self, mine: Array, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        new, y = self.step(reads.inner, progress.leaves, feed)
-        unchanged, _ = reads.inner
-        after = self.condition(reads.closed, merge(self.fixed, unchanged, new))
-        kept = [
-            after_ if after_ is old else select_valid(mine, after_, old, 0)
-            for old, after_ in zip(progress.leaves, new, strict=True)
-        ]
-        filled = zip(self.outputs.varied(y), self.outputs.filled(), strict=True)
-        progress = Progress(
-            jnp.where(mine, after, progress.holds), progress.taken + mine.astype(progress.taken.dtype), kept
-        )
-        return progress, [select_valid(mine, ran, not_run, 0) for ran, not_run in filled]
 
-    def _leave(self, mine: Array, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        del mine, reads, feed
-        return progress, self.outputs.filled()
+def whole_state(fixed: tuple[bool, ...], reads: Reads, state: PyTree) -> list[Any]:
+    """The leaves of the whole state, those included that no step changes."""
+    _, (unchanged, _) = reads.inner
+    return merge(fixed, unchanged, jax.tree.leaves(state))
+
+
+def all_fixed(loop: Loop) -> tuple[bool, ...]:
+    """For each leaf of the whole state whether no step changes it. What options add to the state leads it."""
+    fixed: tuple[bool, ...] = loop.rows.was_fixed
+    return (*(False for _ in range(len(jax.tree.leaves(loop.state)) - fixed.count(False))), *fixed)
+
+
+@dataclass(frozen=True)
+class TakeStep:
+    """The step that is only taken while any row goes on. Its consts are `Reads`, its state is `Progress`.
+
+    Attributes:
+        step: takes it.
+        outputs: y where no step is taken.
+        y_axes: where the rows are in y.
+    """
+
+    step: MaskedStep
+    outputs: StepOutputs
+    y_axes: LeafAxes
+
+    def __call__(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        if not self.step.branches:
+            return self._take(reads, progress, feed)
+        return jax.lax.cond(any_of_all(going_on(progress, reads)), self._take, self._leave, reads, progress, feed)
+
+    def _take(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        progress, y = self.step(reads, progress, feed)
+        return progress, self.outputs.varied(y)
+
+    def _leave(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        del reads, feed
+        filled = zip(self.outputs.filled(), self.y_axes, strict=True)
+        return progress, [_first(leaf, progress.holds.shape[:1], axis) for leaf, axis in filled]
+
+
+def _first(leaf: Array, rows: tuple[int, ...], axis: int | None) -> Array:
+    """The first rows of a leaf, where a chunk runs on some of them alone."""
+    if axis is None or not rows or leaf.shape[axis] == rows[0] or is_sharded(leaf):
+        return leaf
+    return jax.lax.slice_in_dim(leaf, 0, rows[0], axis=axis)
 
 
 @dataclass(frozen=True)
 class TakeChunk:
-    """The step that runs a chunk while the loop goes on; `saves`: also what the state was before, [1, ...]."""
+    """The step that runs a chunk while the loop goes on.
+
+    Attributes:
+        step: runs a chunk.
+        size: its steps.
+        outputs: y where no step is taken.
+        branches: whether a branch may depend on data.
+        saves: whether it returns the state of before, too, [1, ...].
+    """
 
     step: Step
     size: int
@@ -177,13 +218,14 @@ class TakeChunk:
     saves: bool
 
     def __call__(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        before = [leaf[None] for leaf in progress.leaves] if self.saves else []
-        if self.branches:
-            any_going = any_of_all(going_on(progress, reads))
-            progress, ys = jax.lax.cond(any_going, self.step, self._leave, reads, progress, feed)
-        else:
-            progress, ys = self.step(reads, progress, feed)
+        before = [leaf[None] for leaf in jax.tree.leaves(progress.state)] if self.saves else []
+        progress, ys = self._run(reads, progress, feed)
         return progress, ((ys, before) if self.saves else ys)
+
+    def _run(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        if not self.branches:
+            return self.step(reads, progress, feed)
+        return jax.lax.cond(any_of_all(going_on(progress, reads)), self.step, self._leave, reads, progress, feed)
 
     def _leave(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
         del reads, feed
@@ -191,91 +233,34 @@ class TakeChunk:
 
 
 @dataclass(frozen=True)
-class _Around:
-    size: int
-    outputs: StepOutputs
-    branches: bool
-    saves: bool
+class TakeLiveRows(TakeChunk):
+    """The step that runs a chunk on the rows that go on.
 
-    def __call__(self, step: Step, looped: bool) -> Step:
-        del looped  # nothing remains
-        return TakeChunk(step, self.size, self.outputs, self.branches, self.saves)
-
-
-class Take(Step, Protocol):
-    """The step of a loop that ends early, which is only taken while the loop goes on."""
-
-    @property
-    def outputs(self) -> StepOutputs:
-        """Y where no step is taken."""
-        ...
-
-    @property
-    def branches(self) -> bool:
-        """Whether a branch may depend on data."""
-        ...
-
-
-class Report(Protocol):
-    """Reports how far a loop has come, after each chunk of a size or after each step."""
-
-    def size(self, length: int, sizes: Sequence[int], unit: int) -> int:
-        """Which of the chunks it is, or a multiple of the largest of them, and of `unit`."""
-        ...
-
-    def around(self, inner: Around | None) -> Around:
-        """What is put around chunks of that size: that, and a report outside of it."""
-        ...
-
-    def after_each(self, take: Take) -> Take:
-        """The step of a loop, and a report after it."""
-        ...
-
-
-def run_until(
-    loop: Loop,
-    take: Take,
-    sizes: tuple[int, ...],
-    *,
-    save: bool,
-    innermost: Around | None = None,
-    report: Report | None = None,
-) -> tuple[Progress, PyTree, Any]:
-    """Runs a loop while it goes on.
-
-    Args:
-        loop: consts `Reads`, state `Progress`; its length is a multiple of the sizes.
-        take: its step.
-        sizes: of nested chunks, each dividing the next; with `save` one at most.
-        save: whether the state at the start of each chunk is returned too.
-        innermost: what is put around chunks of the first size; None: what is put around those of the others.
-        report: reports how far it has come; None: nothing does.
-
-    Returns:
-        How far it came, ys, and with `save` the leaves of the state at the start of each chunk, [N, ...].
+    Attributes:
+        tiers: the numbers of rows to choose from.
+        axes: where the rows are, in `Reads` and `Progress` too.
     """
-    outputs, reported = take.outputs, 0
-    if report is not None:  # rows that are brought together for a chunk are not in their places within it
-        stride = max(outputs.every, default=1)
-        reported = report.size(loop.length, sizes if innermost else (*range(1, 1 + (stride == 1)), *sizes), stride)
-        take = report.after_each(take) if reported == 1 else take
-    loop = dataclasses.replace(loop, step=take)
 
-    def around(size: int) -> Around | None:
-        own = None
-        if size in sizes:
-            own = (innermost if size == sizes[0] else None) or _Around(size, outputs, take.branches, save)
-        return report.around(own) if report is not None and size == reported else own
+    tiers: tuple[int, ...]
+    axes: RowAxes
 
-    further = () if reported in (0, 1, *sizes) else (reported,)
-    levels = outputs.levels(loop.length, (*sizes, *further), around)
-    progress, ys = run_chunked(loop, levels)
-    if not save:
-        return progress, ys, []
-    if not any(level.size in sizes for level in levels if level.around is not None):
-        return progress, ys, [leaf[None] for leaf in loop.state.leaves]
-    ys, starts = ys
-    return progress, ys, starts
+    def _run(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        schedule = make_schedule(going_on(progress, reads)[None], 1, self.tiers)
+        assert schedule.order is not None
+        idle = Idle(self.outputs.fill)
+        some = [LiveRows(self.step, tier, self.axes, idle) for tier in self.tiers[:-1]]
+        ways: list[Callable[..., Any]] = [self._leave, *some, self._everything]
+        return jax.lax.switch(schedule.branch[0], ways, reads, progress, feed._replace(schedule=schedule.order[0]))
+
+    def _everything(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        return self.step(reads, progress, feed._replace(schedule=None))
+
+
+def axes_in_run(loop: Loop) -> RowAxes:
+    """Where the rows are in a loop whose consts are `Reads`, and its state `Progress`."""
+    axes: RowAxes = loop.rows.axes
+    others = len(jax.tree.leaves(loop.consts)) - len(axes.consts)
+    return axes._replace(consts=(*axes.consts, *(None,) * others), state=(0, 0, *axes.state))
 
 
 class Chunks(NamedTuple):
@@ -284,32 +269,35 @@ class Chunks(NamedTuple):
     Attributes:
         size: the steps of one.
         number: how many there are.
+        stride: every how many steps outputs leave a chunk, where they are not all kept.
         inner: the sizes of chunks within, which are recomputed by themselves.
         remat: what is recomputed of a step; None: nothing.
     """
 
     size: int
     number: int
-    inner: tuple[int, ...] = ()
-    remat: Remat | None = None
+    stride: int
+    inner: tuple[int, ...]
+    remat: Remat | None
 
 
-def plan_chunks(length: int, stride: int, remat: Remat | None, chunk: int | None = None) -> Chunks:
-    """Chunks for a loop of so many steps, with a boundary wherever one in `stride` outputs is kept.
+def plan_chunks(loop: Loop) -> Chunks:
+    """Chunks for a loop, with a boundary wherever an output is kept of those that are not all kept.
 
-    Args:
-        length: the steps of the loop.
-        stride: every how many steps outputs leave a chunk.
-        remat: what the user said; its chunks are the ones that are taken.
-        chunk: the size of a chunk else; None: to be chosen.
+    In reverse, the steps that fill up the last chunk come first: all are kept where these would shift the others. The
+    chunks that the user asked for in `remat` are the ones that are taken.
     """
-    sizes = remat_sizes(length, remat)
-    size, inner = (sizes[-1], sizes[:-1]) if sizes else (min(chunk or _chunk_of(length), length), ())
+    length, keeps = loop.length, loop.keeps or ()
+    stride = math.gcd(*(keep for keep in keeps if keep and 1 < keep <= length)) or 1
+    stride = 1 if loop.reverse and length % stride else stride
+    sizes, ordered = remat_sizes(length, loop.remat), len(loop.rows.tiers) > 1
+    chosen = min(chunk_size(length) if ordered else _chunk_of(length), length)
+    size, inner = (sizes[-1], sizes[:-1]) if sizes else (chosen, ())
     if stride > 1:
         size = min(-(-size // stride), length // stride) * stride
         sizes = plan_sizes(size, [Wish(stride, exact=True), *map(Wish, inner)]) if inner else ()
         inner = tuple(other for other in sizes if other > stride)
-    return Chunks(size, -(-length // size), inner, remat)
+    return Chunks(size, -(-length // size), stride, inner, loop.remat)
 
 
 def _chunk_of(length: int) -> int:
@@ -330,94 +318,3 @@ def nested_sizes(length: int) -> tuple[int, tuple[int, ...]]:
     while ratio**depth < length:
         ratio += 1
     return ratio**depth, tuple(ratio**i for i in range(1, depth) if ratio > 1)
-
-
-@dataclass(frozen=True)
-class _Unflagged:
-    """The step that does not tell another which steps are taken."""
-
-    step: Step
-
-    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
-        return self.step(consts, state, feed._replace(valid=None))
-
-
-def masked_step(loop: Loop, fill: Prefix) -> Step:
-    """The step of a loop that knows which steps are taken, and shows the body good values in all others."""
-    state, x = (len(jax.tree.leaves(tree)) for tree in (loop.state, loop.xs.x))
-    unchanged, _ = loop.consts
-    return Masked(_Unflagged(loop.step), (0,) * state, (None,) * len(unchanged), (0,) * x, Prefix.of(0), fill)
-
-
-def good_pair(loop: Loop, have: Array, *, lifted: bool = True) -> tuple[GoodPair, Any, list[Array]]:
-    """What elements that have stopped are shown: their first state and x; those that never start borrow them.
-
-    Args:
-        loop: the loop.
-        have: bool[], whether any step is taken.
-        lifted: whether its consts hold what the body closes over.
-
-    Returns:
-        The pair; the consts, borrowed as well; and for each of their leaves whether it is the element's own.
-    """
-    unchanged, _ = loop.consts
-    first = -1 if loop.reverse else 0
-    xs = [jax.lax.index_in_dim(leaf, first % loop.length, keepdims=False) for leaf in jax.tree.leaves(loop.xs.x)]
-    pair = GoodPair(loop.state, [None] * len(unchanged), xs)
-    unchanged, inner = loop.consts
-    closed, inner = inner if lifted else ([], inner)
-    (pair, *lent), own = lend(have, jax.lax.stop_gradient((pair, unchanged, inner)))
-    own = own[len(jax.tree.leaves(pair)) :]
-    lent_closed, own_closed = lend_to_elements(have, jax.lax.stop_gradient(closed))  # see `lend_closed`
-    own = [*own[: len(unchanged)], *own_closed, *own[len(unchanged) :]]
-    theirs = lent[0], (lent_closed, lent[1]) if lifted else lent[1]
-    return jax.lax.stop_gradient(pair), choose_own(loop.consts, theirs, own), own
-
-
-@dataclass(frozen=True)
-class MaskedStep:
-    """The step that is masked where the loop has ended. Its state is `Progress`.
-
-    Its consts are `Reads`, in which the consts of the inner step are (GoodPair, consts).
-
-    Attributes:
-        masked: the inner step, which is told whether it is taken.
-        condition: of the next state.
-        fixed: for each leaf of the whole state whether it is unchanged.
-    """
-
-    masked: Step
-    condition: Condition
-    fixed: tuple[bool, ...]
-
-    def __call__(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        going = going_on(progress, reads)
-        _, (unchanged, _) = reads.inner
-        new, y = self.masked(reads.inner, progress.leaves, feed._replace(valid=going))
-        after = self.condition(reads.closed, merge(self.fixed, unchanged, new))
-        taken = progress.taken + going.astype(progress.taken.dtype)
-        return Progress(jnp.where(going, after, progress.holds), taken, new), y
-
-
-def run_all_steps(
-    loop: Loop, reads: Reads, first: Progress, condition: Condition, fixed: tuple[bool, ...], outputs: StepOutputs
-) -> tuple[Progress, Any]:
-    """Runs all steps of a loop, and keeps nothing of those after its end.
-
-    Args:
-        loop: the loop, as `lift` makes it.
-        reads: what every step reads; its consts are the loop's.
-        first: the state before the first step.
-        condition: whether another step is taken.
-        fixed: for each leaf of the whole state whether it is unchanged.
-        outputs: the types of y, and what it is where no step is taken.
-    """
-    good, consts, _ = good_pair(loop, going_on(first, reads))
-    step = MaskedStep(masked_step(loop, outputs.fill), condition, fixed)
-    loop = dataclasses.replace(loop, step=step, consts=reads._replace(inner=(good, consts)), state=first)
-    return run_masked(loop, outputs)
-
-
-def run_masked(loop: Loop, outputs: StepOutputs) -> tuple[Progress, Any]:
-    """Runs all steps of a loop whose step is masked."""
-    return run_chunked(loop, outputs.levels(loop.length, (), lambda size: None))

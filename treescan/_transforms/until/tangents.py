@@ -25,11 +25,14 @@ from ..._loop.loop import Feed, Loop, Step
 from ..._remat import Remat
 from ..._trace.hoist import Part, instantiated, smooth_part, zeros_like
 from ..._tree import Prefix
-from ..._types import Array
+from ..._types import Array, PyTree
 from ..checkpoint import RematChunk, SaveDecisions, checkpoint, checkpoint_steps, is_remat3, reading, save_costly
-from ..rows.leaves import most_of_all, most_of_devices, select
-from ..rows.mask import GoodPair
-from .early_exit import Chunks, StepOutputs, good_pair, masked_step
+from ..rows.compact import LiveRows, make_schedule
+from ..rows.fill import Idle
+from ..rows.leaves import mask_of_lengths, most_of_all, most_of_devices
+from ..rows.mask import without_mask
+from ..weights.in_bulk import in_bulk
+from .early_exit import Chunks, StepOutputs
 
 _Keys = tuple[Any, ...]
 
@@ -55,18 +58,12 @@ class Ways(NamedTuple):
     """How the chunks of a loop that has run are computed again.
 
     Attributes:
-        good: what is shown in place of steps that were not taken.
-        consts: the consts of the loop; where something is borrowed, what is borrowed.
-        d_consts: the tangents of those of their leaves that have any.
-        runners: what may run a chunk: steps whose consts are (good, consts). A single one runs every chunk.
+        runners: what may run a chunk: steps with the consts of the loop. A single one runs every chunk.
         branch: int32[N]: 0: the chunk is not run; i: runners[i - 1] runs it.
         valid: bool[N, C, *batch], the steps that were taken.
         schedule: what else the runners are fed, [N, ...].
     """
 
-    good: GoodPair
-    consts: Any
-    d_consts: list[Array]
     runners: tuple[Step, ...]
     branch: Array
     valid: Array
@@ -94,7 +91,6 @@ class _Chunk(NamedTuple):
 
 
 class _Reads(NamedTuple):
-    good: GoodPair
     consts: tuple[list[Any], list[Any]]
     d_consts: list[Any]
 
@@ -175,8 +171,7 @@ class TangentOfChunk:
 
         def smooth(consts: list[Any], start: list[Any], x: list[Any]) -> tuple[list[Any], list[Any]]:
             feed = self.xs.join(x, other_x)._replace(valid=chunk.valid, schedule=chunk.schedule)
-            everything = reads.good, self.consts.join(consts, other_consts)
-            state, ys = runner(everything, self.state.join(start, other_start), feed)
+            state, ys = runner(self.consts.join(consts, other_consts), self.state.join(start, other_start), feed)
             return self.state.split(state)[0], self.y.split(self.outputs.varied(ys))[0]
 
         given, d_given = (consts, start, x), (reads.d_consts, d_state, chunk.d_x)
@@ -218,7 +213,7 @@ def push_forward(
     Args:
         ran: the loop, and what is known of how it ran.
         parts: which leaves of the consts and of xs have a tangent.
-        given: the tangents of the state and of xs.
+        given: the tangents of the consts, the state and xs.
         outputs: the types of y.
         size: the steps of a chunk.
         ways: how the chunks are computed again.
@@ -238,7 +233,6 @@ def push_forward(
     chunks = _Chunk(ran.starts, grouped, [], ways.valid, ways.schedule, ways.branch)
     given = given._replace(
         state=[vary_over(leaf, outputs.varying) for leaf in given.state],
-        consts=ways.d_consts,
         xs=[group(leaf, size) for leaf in given.xs],
     )
 
@@ -246,7 +240,7 @@ def push_forward(
         over = dataclasses.replace(
             loop,
             step=step,
-            consts=_Reads(ways.good, consts_part.split(ways.consts), given.consts),
+            consts=_Reads(consts_part.split(loop.consts), given.consts),
             state=given.state,
             xs=Feed(chunks._replace(d_x=given.xs)),
             length=loop.length // size,
@@ -301,9 +295,6 @@ def order_of_steps(loop: Loop) -> Array:
     return order[::-1] if loop.reverse else order
 
 
-RUN_NONE, RUN_SOME, RUN_ALL = 0, 1, 2
-"""What of a chunk is run: no step of any element, some, or every step of all of them."""
-
 ZERO = Prefix.of(0)
 
 
@@ -332,41 +323,46 @@ class StepByStep:
 
 
 @dataclass(frozen=True)
-class _Whole:
-    """Runs a chunk of which every step was taken, and shows nothing else."""
+class _Fed:
+    """A step that is fed one part of its schedule, or none."""
 
     step: Step
+    part: int | None
 
-    def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
-        _, inner = consts
-        return self.step(inner, state, feed._replace(valid=None, schedule=None))
+    def __call__(self, consts: Any, state: PyTree, feed: Feed) -> tuple[PyTree, Any]:
+        return self.step(consts, state, feed._replace(schedule=None if self.part is None else feed.schedule[self.part]))
 
 
-def ways_of(
-    ran: FinishedLoop, part: Part, d_consts: list[Array], outputs: StepOutputs, plan: Chunks, *, branches: bool
-) -> Ways:
-    """How to compute the chunks of a loop whose condition is one bool.
+def ways_of(ran: FinishedLoop, outputs: StepOutputs, plan: Chunks, *, branches: bool, rules: bool) -> Ways:
+    """How to compute the chunks of a loop whose rows stop independently, or of one that stops as a whole.
 
     Args:
         ran: the loop, and what is known of how it ran.
-        part: which leaves of the consts have a tangent.
-        d_consts: these tangents.
         outputs: the types of y.
         plan: the chunks, and what is recomputed within them.
         branches: whether a branch may depend on data.
+        rules: whether a chunk may have a rule for derivatives of its own.
     """
-    loop, taken, size = ran.loop, ran.taken, plan.size
-    good, consts, own = good_pair(loop, taken > 0)
-    flags, _ = part.split(own)
-    zeroed = [select(flag, d, jnp.zeros_like(d)) for flag, d in zip(flags, d_consts, strict=True)]
-    order = group(order_of_steps(loop), size)
-    most = most_of_all(most_of_devices(taken))
-    least = -most_of_all(most_of_devices(-taken))
-    first, last = jnp.min(order, axis=1), jnp.max(order, axis=1)
-    branch = jnp.where(first >= most, RUN_NONE, jnp.where(last < least, RUN_ALL, RUN_SOME))
-    some = run_chunk(dataclasses.replace(loop, step=_masked(loop, outputs, branches)), outputs, size)
-    runners = (some, _Whole(recomputed_chunk(loop, outputs, plan))) if branches else (some,)
-    return Ways(good, consts, zeroed, runners, branch, order < taken, order < most if branches else None)
+    loop, taken, size, tiers = ran.loop, ran.taken, plan.size, ran.loop.rows.tiers
+    order = order_of_steps(loop)
+    first = mask_of_lengths(taken, loop.length)
+    valid = first[::-1] if loop.reverse else first
+    # Without rows, all of a chunk is masked, or nothing.
+    whole = loop if taken.ndim or not branches else dataclasses.replace(loop, step=without_mask(loop.step))
+    recomputes = plan.remat is not None or plan.inner or not rules or not taken.ndim
+    every = recomputed_chunk(whole, outputs, plan) if recomputes else in_bulk(run_chunk(whole, outputs, size))
+    if not branches:
+        none = jnp.zeros(loop.length // size, jnp.int32)
+        return Ways((_Fed(every, None),), none, group(valid, size), None)
+    schedule = make_schedule(valid, size, tiers)
+    most = most_of_all(most_of_devices(jnp.max(taken)))
+    least = most if taken.ndim else -most_of_all(most_of_devices(-taken))
+    ends = jnp.max(group(order, size), axis=1) >= least
+    by_step = dataclasses.replace(loop, step=StepByStep(loop.step, dataclasses.replace(outputs, fill=ZERO)))
+    some = [_Fed(LiveRows(every, tier, loop.rows.axes, Idle(ZERO)), 0) for tier in tiers[:-1]]
+    runners = (*some, _Fed(run_chunk(by_step, outputs, size), 1), _Fed(every, None))
+    branch = jnp.where((schedule.branch == len(tiers)) & ~ends, len(runners), schedule.branch)
+    return Ways(runners, branch, group(valid, size), (schedule.order, group(order < most, size)))
 
 
 def recomputed_chunk(loop: Loop, outputs: StepOutputs, plan: Chunks) -> Step:
@@ -383,8 +379,3 @@ def run_chunk(loop: Loop, outputs: StepOutputs, size: int) -> Step:
 
 def _nothing_around(size: int) -> None:
     del size
-
-
-def _masked(loop: Loop, outputs: StepOutputs, branches: bool) -> Step:
-    masked = masked_step(loop, ZERO)
-    return StepByStep(masked, dataclasses.replace(outputs, fill=ZERO)) if branches else masked

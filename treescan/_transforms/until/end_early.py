@@ -1,0 +1,186 @@
+"""`EndEarly`: a loop ends when its condition no longer holds, or with a range that is known at run time."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from ..._axes import LeafAxes
+from ..._body.call import CallBody, needs_keyword
+from ..._errors import ArgumentError, BodyError, Fault
+from ..._loop.body import Body
+from ..._loop.loop import Feed, Loop, Step
+from ..._loop.run import as_arrays
+from ..._progress import Progress
+from ..._trace.hoist import is_untraced
+from ..._tree import Prefix
+from ..._types import Array, ArrayLike, PyTree
+from ..axes import count_from
+from ..progress import Showing
+from ..rows.axes import RowFlags
+from ..rows.over_rows import OverRows
+from .condition import CallCondition, Condition
+from .reports import show_taken
+from .run import no_forward_mode, run_while_going
+
+
+class Bounds(NamedTuple):
+    """The range of indices of a `fori` with traced bounds."""
+
+    lower: ArrayLike
+    upper: ArrayLike
+
+    def steps(self, most: int) -> Array:
+        """int32[]: upper - lower, between 0 and `most`."""
+        lower, upper = (jnp.asarray(bound) for bound in self)
+        wide = any(bound.dtype.itemsize > 4 for bound in (lower, upper))
+        signed, unsigned = (jnp.int64, jnp.uint64) if wide else (jnp.int32, jnp.uint32)
+        lower, upper = (jax.lax.convert_element_type(bound, signed) for bound in (lower, upper))
+        apart = jax.lax.convert_element_type(upper - lower, unsigned)  # the difference may not fit the signed type
+        within = jnp.minimum(apart, jnp.asarray(most, unsigned)).astype(jnp.int32)
+        return jnp.where(upper > lower, within, jnp.zeros_like(within))
+
+
+class Going(NamedTuple):
+    """What ends a loop.
+
+    Attributes:
+        condition: whether another step is taken.
+        holds: bool[*batch], whether it holds for the first state; [] but where each row stops by itself.
+        limit: int32[], the most steps.
+        total: int32[], the number of steps, where it is known.
+        verb: the name of the verb, for errors that are raised after it has returned.
+        run: int32[] each: the number of the run that is reported, and its steps, -1 where they are not known; or None.
+    """
+
+    condition: Condition
+    holds: Array
+    limit: Array
+    total: Array | None
+    verb: str
+    run: tuple[Array, Array] | None = None
+
+    def show(self, loop: Loop, settings: Progress, showing: Showing) -> Loop:
+        """The loop, which shows how many steps were taken: `progress` asks for it here, so as not to load it always."""
+        return show_taken(loop, settings, showing)
+
+
+_LEADS = Prefix.of(0)
+_FALLING = (1 / 32, 1 / 10, 1 / 5, 1 / 3, 1 / 2, 3 / 4)
+"""The parts of a batch that tiers are made for: while rows stop, most steps are taken by many of them."""
+
+
+@dataclass(frozen=True)
+class EndEarly:
+    """Ends a loop early. It becomes a loop over rows that stop independently; one bool is rows of shape [].
+
+    Attributes:
+        cond: the condition, by its handle; None: it always holds.
+        carry_axes: a prefix of the carry: where the batch shape starts; None: shared by all rows.
+        x_axes: the same for one step's x.
+        y_axes: the same for one step's y.
+        in_axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
+        compact: whether to order rows, or the numbers of rows to choose from.
+    """
+
+    cond: Body | None = None
+    carry_axes: Prefix = _LEADS
+    x_axes: Prefix = _LEADS
+    y_axes: Prefix = _LEADS
+    in_axes: LeafAxes | None = None
+    compact: bool | tuple[int, ...] = False
+    moves = True
+
+    @property
+    def no_forward_mode(self) -> Callable[[], Fault]:
+        """Says why there is no forward mode, where JAX would refuse it."""
+        return no_forward_mode
+
+    def __call__(self, loop: Loop) -> Loop:
+        bounds: Bounds | None = loop.going
+        body, compact, limit = loop.step, self.compact, jnp.asarray(np.int32(loop.length))
+        assert isinstance(body, CallBody)
+        limit = limit if bounds is None else bounds.steps(loop.length)
+        call = None if self.cond is None else CallCondition(self.cond, loop.names[0], body.frozen, bool(body.custom))
+        condition = Condition.of(call, loop.state, traced=not is_untraced(loop))
+        holds = condition(condition.closed, jax.tree.leaves(as_arrays(loop.state)))
+        loop = cut(loop, self.in_axes)
+        if not holds.ndim:
+            loop = _with_count(self._without_rows(loop, body), bounds, limit)
+        elif compact is True and isinstance(holds.shape[0], int):
+            compact = falling_tiers(holds.shape[0])
+        # A row whose condition does not hold to begin with takes no step. Any other begins with the first that runs.
+        lengths = jnp.where(holds & (limit > 0), jnp.int32(loop.length), jnp.int32(0))
+        going = Going(condition, holds, limit, None if bounds is None else limit, body.convention.verb)
+        loop = dataclasses.replace(loop, rows=RowFlags(lengths=lengths), going=going, runner=run_while_going)
+        loop = OverRows(self.carry_axes, self.x_axes, self.y_axes, 0, self.in_axes, compact)(loop)
+        fitted = condition if is_untraced(loop) else condition.fitted(loop)
+        return dataclasses.replace(loop, going=going._replace(condition=fitted))
+
+    def _without_rows(self, loop: Loop, body: CallBody) -> Loop:
+        """The loop, if no option and no body asks for rows. Its body is told of none.
+
+        Raises:
+            Fault: for an `ArgumentError` or a `BodyError` if one does.
+        """
+        axes = {"carry_axes": self.carry_axes, "x_axes": self.x_axes, "y_axes": self.y_axes}
+        asked = [name for name, prefix in axes.items() if prefix != _LEADS]
+        asked += ["compact"] if self.compact else []
+        if asked:
+            raise Fault(
+                ArgumentError,
+                f"{{verb}} over {{body}}: `{asked[0]}` is for rows that stop independently, but the condition "
+                "returned a single bool.",
+                "Let the condition return one bool for each row, bool[*batch], without reducing over the rows. Or "
+                f"leave `{asked[0]}` out.",
+            )
+        if body.sees_valid and needs_keyword(body.body, "valid"):
+            raise Fault(
+                BodyError,
+                "{body} needs the keyword `valid`, which {verb} passes only if the condition returns one bool for "
+                "each row. It returned a single bool.",
+                "Let the condition return bool[*batch], or give `valid` a default.",
+            )
+        return dataclasses.replace(loop, step=Untold(dataclasses.replace(body, sees_valid=False)))
+
+
+@dataclass(frozen=True)
+class Untold:
+    """The step that does not tell another which rows take it."""
+
+    step: Step
+
+    def __call__(self, consts: Any, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        return self.step(consts, state, feed._replace(valid=None))
+
+
+def _with_count(loop: Loop, bounds: Bounds | None, limit: Array) -> Loop:
+    """The loop with positions and indices in the state: without xs, nothing in it is as long as the loop."""
+    if loop.xs.position is not None:
+        loop = dataclasses.replace(loop, xs=Feed(loop.xs.x))
+        loop = count_from(loop, limit - 1 if loop.reverse else 0, "position")
+    if bounds is not None:
+        loop = count_from(loop, bounds.lower + limit - 1 if loop.reverse else bounds.lower)
+    return loop
+
+
+def falling_tiers(rows: int) -> tuple[int, ...]:
+    """The numbers of rows that `compact=True` makes the body for: closer together where they are large."""
+    return tuple(sorted({rows, *(math.ceil(rows * part) for part in _FALLING)}))
+
+
+def cut(loop: Loop, axes: LeafAxes | None) -> Loop:
+    """The loop, with xs cut to its length."""
+    leaves, structure = jax.tree.flatten(loop.xs.x)
+    short = [
+        leaf if axis is None else jax.lax.slice_in_dim(leaf, 0, loop.length, axis=axis)
+        for leaf, axis in zip(leaves, axes or (0,) * len(leaves), strict=True)
+    ]
+    return dataclasses.replace(loop, xs=loop.xs._replace(x=jax.tree.unflatten(structure, short)))
