@@ -19,9 +19,9 @@ from .._trace.equations import PRODUCTS
 from .._trace.hoist import is_smooth, split
 from .._transforms.budget import describe_bytes
 from .._transforms.checkpoint import levels_in
-from .._transforms.layers.pattern import Pattern
+from .._transforms.layers.prefetch import Prefetch
 from .._transforms.outputs import KeepOutputs
-from .._transforms.program import Call, Program
+from .._transforms.program import Call
 from .._transforms.remat import AUTO, OPERATIONS_PER_STEP, Recompute
 from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.over_rows import OverRows
@@ -83,7 +83,7 @@ class Case:
 
 def calls_of(program: Any) -> tuple[Call, ...]:
     """For each body of a program how it is called."""
-    return (program.call,) if isinstance(program, Program | Until) else program.blocks
+    return program.call.each
 
 
 def constants_of(body: TracedBody) -> Iterator[tuple[Named, Any, set[str]]]:
@@ -99,12 +99,12 @@ def is_weight(reading: set[str]) -> bool:
 
 def gathered_weights(case: Case) -> Iterator[Said]:
     """TS010: weights that are sharded over the same mesh axis as their operands, so each device needs all of them."""
-    layers = isinstance(case.program, Pattern)
+    layers = case.unit != "step"
     for body in case.bodies:
         used = _axes_of(body.carry if layers else [*body.carry, *body.x])
         weights = body.x if layers else [each for each, _, reading in constants_of(body) if is_weight(reading)]
         paths = [leaf.path for leaf in weights if used & _axes_of([leaf])]
-        if paths and used and not getattr(case.program, "prefetch", None):
+        if paths and used and case.transform(Prefetch) is None:
             yield (
                 f"{', '.join(paths[:3])}{' and others' if len(paths) > 3 else ''}: sharded over "
                 f"{', '.join(f'`{axis}`' for axis in sorted(used))}, like the carry, so every device gathers the whole "

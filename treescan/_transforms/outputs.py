@@ -50,7 +50,7 @@ class KeepOutputs:
 
     def __call__(self, loop: Loop) -> Loop:
         save, reverse = self.save, loop.reverse
-        if is_untraced(loop):
+        if is_untraced(loop) or not loop.length or loop.runner is not None:
             return loop.finished(ys=lambda _, ys: keep_afterwards(ys, save, reverse=reverse))
         loop = traced(loop)
         keeps, structure = spread_keeps(save, loop.trace.y), jax.tree.structure(loop.trace.y)

@@ -160,6 +160,32 @@ def no_forward_mode() -> Fault:
     )
 
 
+@dataclass(frozen=True)
+class Prefetch:
+    """`prefetch`: gathers the next layer while one is computed.
+
+    Attributes:
+        gather: gathers the weights of one layer.
+        axes: for each leaf of xs the axis of the layers, None for what all share; None as a whole: axis 0 for all.
+    """
+
+    gather: Gather
+    axes: LeafAxes | None
+    moves = True
+
+    @property
+    def no_forward_mode(self) -> Callable[[], Fault]:
+        """Makes the error for forward mode."""
+        return no_forward_mode
+
+    def __call__(self, loop: Loop) -> Loop:
+        return dataclasses.replace(loop, runner=self.run)
+
+    def run(self, loop: Loop) -> tuple[PyTree, PyTree]:
+        """Runs the loop: its state, and its outputs before they are finished."""
+        return run_prefetched(dataclasses.replace(loop, runner=None, finish=()), self.axes, self.gather)
+
+
 def run_prefetched(loop: Loop, axes: LeafAxes | None, gather: Gather) -> tuple[PyTree, PyTree]:
     """Runs a loop over layers: its state, and its outputs.
 
