@@ -374,7 +374,7 @@ def traced(loop: Loop) -> Loop:
     """The loop with its step traced, once and for all, and its unchanged leaves out of the state; see `Loop.trace`."""
     if loop.trace is not None:
         return loop
-    return as_loop(hoist(loop if loop.turns else with_raw_keys(loop)))
+    return as_loop(hoist(with_raw_keys(loop)))
 
 
 def lifted(loop: Loop) -> Loop:

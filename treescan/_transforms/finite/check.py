@@ -176,15 +176,15 @@ class Check(abc.ABC):
         if not loop.steps or 0 in batch_of(loop):  # there is nothing to look at
             return loop
         refuse_devices()
-        loop = dataclasses.replace(loop, state=as_arrays(loop.state))
-        loop = loop if loop.turns else with_raw_keys(loop)
+        loop = with_raw_keys(dataclasses.replace(loop, state=as_arrays(loop.state)))
         hoisted, sites = traced_as_it_runs(self._numbered(loop)), list[Site]()
         last = loop.steps - 1 if last is None else last
         for turn, trace, (about, slices, roots) in zip(loop.each, hoisted.each, self.words, strict=True):
             with speaking_of(turn.body.function) if loop.turns else contextlib.nullcontext():
                 refuse_effects(trace)
             whole = [] if slices is None else whole_of(turn)
-            sites.append(Site(about, turn, trace, slices, whole, last, self.around, roots))
+            given = dataclasses.replace(turn, finish=loop.finish)
+            sites.append(Site(about, given, trace, slices, whole, last, self.around, roots))
         return self.watch(loop, hoisted, sites)
 
     @abc.abstractmethod
