@@ -392,9 +392,6 @@ def prepare_layers(
     told = check_run(stacks.counts[-1], reverse, unroll, name)
     call = Call(bodies[0], convention, frozen=frozen, custom=custom, **told)
     first, *rest = (replace(call, body=body, length=n) for body, n in zip(bodies, stacks.counts, strict=True))
-    plans, gather = check_gradient(remat, prefetch, stacks)
-    saves = stacks.each(save, "save") if stacks.sequence and isinstance(save, list | tuple) else save
-    saves = _of_outputs(saves, "all", stacks, caches)
     given = {"x": x, "layers": layers, "xs": xs, "args": args, "state": state}
     note_types(handles[0][1], bodies[0].memo, convention.verb, given)
     prepared = Prepared(
@@ -403,23 +400,39 @@ def prepare_layers(
         axes,
         adopted,
         handles,
-        tuple(others),
+        other_axes=tuple(others),
     )
+    of_gradient = check_gradient(remat, prefetch, stacks)
+    transforms = _transforms(prepared, stacks, caches, *of_gradient, save, out_axes, check_finite, progress)
+    form = type(state) if stacks.sequence else operator.itemgetter(0)
+    return PreparedLayers(prepared, transforms, stacks, caches, states, form)
+
+
+def _transforms(
+    prepared: Prepared,
+    stacks: Stacks,
+    caches: tuple[PyTree, ...],
+    plans: Remats,
+    gather: Gather | None,
+    save: Save,
+    out_axes: Axes,
+    check_finite: FiniteCheck,
+    progress: ProgressLike,
+) -> tuple[Transform | None, ...]:
+    """What the options of a verb over layers do."""
     if looks_backward(check_finite) is not None:
         refuse_prefetch(gather)
-    carries = caches and plans is None and gather is None
-    first_axes = type(out_axes) is int and out_axes == 0
-    transforms = (
-        prepared.over_axes if gather is None else Prefetch(gather, axes),
+    saves = stacks.each(save, "save") if stacks.sequence and isinstance(save, list | tuple) else save
+    saves, in_place = _of_outputs(saves, "all", stacks, caches), type(out_axes) is int and out_axes == 0
+    return (
+        prepared.over_axes if gather is None else Prefetch(gather, prepared.axes),
         prepared.checking(check_finite, layers=True),
-        None if first_axes else MoveOutputs.of(_of_outputs(out_axes, 0, stacks, caches), saves),
-        CarryStates(tuple(len(jax.tree.leaves(cache)) for cache in caches)) if carries else None,
+        None if in_place else MoveOutputs.of(_of_outputs(out_axes, 0, stacks, caches), saves),
+        CarryStates.of(caches) if plans is None and gather is None else None,
         None if plans is None else Recompute(plans),
         KeepOutputs.of(saves),
         _showing(prepared, progress, ahead=gather is not None),
     )
-    form = type(state) if stacks.sequence else operator.itemgetter(0)
-    return PreparedLayers(prepared, transforms, stacks, caches, states, form)
 
 
 def _of_outputs(said: Any, of_states: Any, stacks: Stacks, caches: tuple[PyTree, ...]) -> Any:

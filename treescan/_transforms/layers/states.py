@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import jax
@@ -23,6 +24,11 @@ class CarryStates:
 
     counts: tuple[int, ...]
     moves = True
+
+    @classmethod
+    def of(cls, stacks: Sequence[PyTree]) -> CarryStates | None:
+        """For each loop that takes turns its stack; None if they have none."""
+        return cls(tuple(len(jax.tree.leaves(stack)) for stack in stacks)) if stacks else None
 
     def __call__(self, loop: Loop) -> Loop:
         turns = loop.each
