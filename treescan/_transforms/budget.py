@@ -331,8 +331,8 @@ def plan_of(hoisted: Hoisted, remat: Remat | None) -> RematPlan:
     once = length * sum(_sum(jax.tree.leaves(one_step(one.loop.xs))) for one in leading)
     step = dataclasses.replace(footprint_of(each), once=once)
     if remat is not None and remat.budget is not None:
-        in_chunk, unit = _in_chunk(hoisted, step), "period" if len(each) > 1 else "{unit}"
-        return cheapest_within(remat.budget, length, step, *in_chunk, unit)
+        unit = "period" if len(each) > 1 else "{unit}"
+        return cheapest_within(remat.budget, length, step, *_in_chunk(hoisted, step), unit)
     if remat is not None and len(each) == 1 and saves_whole_steps(hoisted, remat):
         in_chunk, whole = _in_chunk(hoisted, step)
         return describe(remat, length, in_chunk, whole)

@@ -152,8 +152,8 @@ class Recompute:
         warn_of_unknown_names(plans, loop.trace.each)
         if isinstance(remat, tuple):
             return dataclasses.replace(checkpoint_steps(loop, *plans), recomputed=True)
-        remat = fit_budget(loop.trace, remat)
-        return loop if remat is None else _recompute(loop, remat)
+        plan = fit_budget(loop.trace, remat)
+        return loop if plan is None else _recompute(loop, plan)
 
 
 def choose_fastest(loop: Loop) -> Loop:
