@@ -80,6 +80,7 @@ def in_rounds(loop: Loop) -> Loop:
     left = tuple(jax.tree.map(lambda leaf: leaf[rounds], turn.xs) for turn in turns[:count])
     xs = (*(_first_of(turn.xs, rounds) for turn in turns[:count]), *(turn.xs for turn in turns[count:]))
     steps, consts = tuple(turn.step for turn in turns), tuple(turn.consts for turn in turns)
+    # Outside of a loop, XLA could merge what is recomputed with the first computation.
     alone = tuple(dataclasses.replace(s, looped=False) if isinstance(s, Checkpointed) else s for s in steps[:count])
     if loop.trace is not None:
         fixed = [trace.fixed for trace in loop.trace.each]

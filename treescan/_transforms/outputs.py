@@ -50,6 +50,7 @@ class KeepOutputs:
 
     def __call__(self, loop: Loop) -> Loop:
         save, reverse = self.save, loop.reverse
+        # What has a runner of its own stacks all outputs. So does a pattern without a whole round: it has no loop.
         if is_untraced(loop) or not loop.length or loop.runner is not None:
             return loop.finished(ys=lambda _, ys: keep_afterwards(ys, save, reverse=reverse))
         loop = traced(loop)

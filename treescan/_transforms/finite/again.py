@@ -119,6 +119,7 @@ def evidence_of_step(
             return explain(told, 0, loop, at, state_before(at, sites[0], loop), *operands)
 
         return [(0, *in_branch(number != GOOD, explain_it, number, taken, reads[0], *operands))]
+    # The state before the step is found once for all places: else the program would have all blocks once for each.
     loops = [site.once_more(own) for site, own in zip(sites, reads, strict=True)]
     position = last - number if sites[0].given.reverse else number
     before, found = _before_turn(number, sites, loops), list[tuple[int, Evidence, Told]]()
