@@ -19,7 +19,7 @@ from .._trace.equations import PRODUCTS
 from .._trace.hoist import is_smooth, split
 from .._transforms.budget import describe_bytes
 from .._transforms.checkpoint import levels_in
-from .._transforms.layers.pattern import Pattern
+from .._transforms.layers.prefetch import Prefetch
 from .._transforms.outputs import KeepOutputs
 from .._transforms.program import Call, Program
 from .._transforms.remat import AUTO, OPERATIONS_PER_STEP, Recompute
@@ -50,13 +50,13 @@ class Case:
 
     verb: str
     unit: str
-    program: Any
+    program: Program
     bodies: list[TracedBody]
 
     @property
     def calls(self) -> tuple[Call, ...]:
         """For each body how it is called."""
-        return calls_of(self.program)
+        return self.program.call.each
 
     @property
     def compact(self) -> bool:
@@ -71,18 +71,12 @@ class Case:
 
     def transform(self, kind: type[_T]) -> _T | None:
         """The transform of a kind, if the call has one."""
-        transforms = getattr(self.program, "transforms", ())
-        return next((each for each in transforms if isinstance(each, kind)), None)
+        return next((each for each in self.program.transforms if isinstance(each, kind)), None)
 
     @functools.cached_property
     def operations(self) -> int:
         """Those of one step of each body."""
         return sum(count_operations(body.jaxpr) for body in self.bodies)
-
-
-def calls_of(program: Any) -> tuple[Call, ...]:
-    """For each body of a program how it is called."""
-    return (program.call,) if isinstance(program, Program) else program.blocks
 
 
 def constants_of(body: TracedBody) -> Iterator[tuple[Named, Any, set[str]]]:
@@ -98,12 +92,12 @@ def is_weight(reading: set[str]) -> bool:
 
 def gathered_weights(case: Case) -> Iterator[Said]:
     """TS010: weights that are sharded over the same mesh axis as their operands, so each device needs all of them."""
-    layers = isinstance(case.program, Pattern)
+    layers = case.unit != "step"
     for body in case.bodies:
         used = _axes_of(body.carry if layers else [*body.carry, *body.x])
         weights = body.x if layers else [each for each, _, reading in constants_of(body) if is_weight(reading)]
         paths = [leaf.path for leaf in weights if used & _axes_of([leaf])]
-        if paths and used and not getattr(case.program, "prefetch", None):
+        if paths and used and case.transform(Prefetch) is None:
             yield (
                 f"{', '.join(paths[:3])}{' and others' if len(paths) > 3 else ''}: sharded over "
                 f"{', '.join(f'`{axis}`' for axis in sorted(used))}, like the carry, so every device gathers the whole "
@@ -231,7 +225,7 @@ def separate_products(case: Case) -> Iterator[Said]:
 
 def _why_separate(case: Case, body: TracedBody) -> tuple[str, str] | None:
     skip, recompute, trace = case.transform(Skip), case.transform(Recompute), body.hoisted
-    remat = getattr(recompute, "remat", None) if recompute else getattr(case.program, "remat", None)
+    remat = None if recompute is None else recompute.remat
     saves_steps = isinstance(remat, Remat) and getattr(remat.policy, "__name__", None) == "everything_saveable"
     save = getattr(case.transform(KeepRows) or case.transform(KeepOutputs), "save", None)
     reasons = [

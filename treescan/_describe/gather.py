@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import jax
 
 from .._avals import describe_leaf
 from .._errors import ArgumentError, Fault, TreescanError, describe_body
 from .._trace.cost import bytes_of, count_operations
-from .._transforms.program import Taken
+from .._transforms.program import Program, Taken
 from .description import Description, Leaf, Plan
-from .findings import Case, calls_of, find
+from .findings import Case, find
 from .plans import TracedBody, forward_bytes, other_plans, plan_of, saved_by_steps, sharding_of, trace_bodies
 
 
@@ -26,12 +26,12 @@ def gather(verb: str, unit: str, taken: Taken, remat: Any, retake: Callable[[Any
         remat: what it says of `remat`.
         retake: the same call with another `remat`.
     """
-    _check_steps(taken)
-    found = list[tuple[dict[str, Any], Case]]()
+    program, found = cast(Program, taken.program), list[tuple[dict[str, Any], Case]]()
+    _check_steps(program)
 
     def look(given: Any) -> None:
-        bodies = trace_bodies(taken.program, taken.given, given)
-        case = Case(verb, unit if len(bodies) == 1 else "period", taken.program, bodies)
+        bodies = trace_bodies(program, taken.given, given)
+        case = Case(verb, unit if len(bodies) == 1 else "period", program, bodies)
         found.append(({**_of_bodies(bodies), "findings": find(case)}, case))
 
     jax.eval_shape(look, taken.given)
@@ -55,13 +55,13 @@ def gather(verb: str, unit: str, taken: Taken, remat: Any, retake: Callable[[Any
     )
 
 
-def _check_steps(taken: Taken) -> None:
+def _check_steps(program: Program) -> None:
     """Refuses what has no step to trace, and sizes that are symbols.
 
     Raises:
         Fault: for an `ArgumentError`.
     """
-    lengths = [call.length for call in calls_of(taken.program)]
+    lengths = [call.length for call in program.call.each]
     says = "the loop has no {unit}s", "Describe a call with at least one."
     if any(not isinstance(length, int) for length in lengths):
         says = "the number of {unit}s is symbolic", "Describe a call with a known number of {unit}s."

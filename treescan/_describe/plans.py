@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,10 +26,9 @@ from .._trace.equations import called, has_symbolic_zeros
 from .._trace.hoist import Hoisted, is_smooth, lifted, one_step, replaced, split, traced
 from .._transforms.axes import Count, OverAxes
 from .._transforms.budget import carry_bytes, residuals_of_step
-from .._transforms.checkpoint import Checkpointed, remat_sizes
-from .._transforms.layers.pattern import Pattern
-from .._transforms.layers.turns import trace_turns
-from .._transforms.nest import plan, recomputes
+from .._transforms.checkpoint import Checkpointed
+from .._transforms.layers.prefetch import Prefetch
+from .._transforms.nest import in_rounds, plan, recomputes
 from .._transforms.program import Arguments, Call, Program, Taken
 from .._transforms.rows.over_rows import OverRows
 from .._transforms.until.early_exit import plan_chunks
@@ -205,7 +204,7 @@ class TracedBody:
         return [(path, var) for (path, _), var in zip(leaves_with_path("y", self.hoisted.y), outputs, strict=True)]
 
 
-def trace_bodies(program: Any, outer: Any, given: Any) -> list[TracedBody]:
+def trace_bodies(program: Program, outer: Arguments, given: Arguments) -> list[TracedBody]:
     """The bodies of a program, traced for all rows alone; several take turns.
 
     Args:
@@ -213,26 +212,21 @@ def trace_bodies(program: Any, outer: Any, given: Any) -> list[TracedBody]:
         outer: the arrays that the verb was given.
         given: the same as they are traced now.
     """
-    trace, _ = _PROGRAMS[type(program)]
-    return trace(program, outer, given)
-
-
-def _of_program(program: Program, outer: Arguments, given: Arguments) -> list[TracedBody]:
-    loop, axes = program.call.lay(given), None
+    call, loop = program.call, program.call.lay(given)
+    axes: tuple[LeafAxes | None, ...] = (None,) * len(call.each)
     for transform in program.transforms:
         if isinstance(transform, OverRows | EndEarly):
-            loop, axes = dataclasses.replace(transform, compact=False)(loop), transform.in_axes
-        elif isinstance(transform, OverAxes | Count):
-            loop, axes = transform(loop), getattr(transform, "axes", None)
-    return [_traced(program.call, loop, outer, axes)]
-
-
-def _of_pattern(program: Pattern, outer: Arguments, given: Arguments) -> list[TracedBody]:
-    loops = program.lay(given)
-    if len(loops) > 1:
-        loops = [dataclasses.replace(hoisted.loop, trace=hoisted) for hoisted in trace_turns(loops)]
-    each = zip(program.blocks, loops, program.axes, range(len(loops)), strict=True)
-    return [_traced(call, loop, outer._replace(xs=outer.xs[i]), axes) for call, loop, axes, i in each]
+            loop, axes = dataclasses.replace(transform, compact=False)(loop), (transform.in_axes,)
+        elif isinstance(transform, Count):
+            loop = transform(loop)
+        elif isinstance(transform, OverAxes | Prefetch):
+            axes = transform.each if isinstance(transform, OverAxes) else (transform.axes,)
+            loop = OverAxes(axes)(loop)
+    if not call.others:
+        return [_traced(call, loop, outer, axes[0])]
+    loops = [dataclasses.replace(trace.loop, trace=trace) for trace in traced(loop).trace.each]
+    each = zip(call.each, loops, outer.xs, axes, strict=True)
+    return [_traced(call, loop, outer._replace(xs=xs), axes) for call, loop, xs, axes in each]
 
 
 def _traced(call: Call, loop: Loop, outer: Arguments, axes: LeafAxes | None) -> TracedBody:
@@ -282,9 +276,8 @@ where these are several; and how often the gradient evaluates each step, the for
 
 def plan_of(taken: Taken, remat: Any, *, used: bool) -> tuple[Plan, tuple[int, ...]]:
     """What a call needs under its `remat`, and the numbers of rows that its body is made for."""
-    found = list[Shape]()
-    _, shape_of = _PROGRAMS[type(taken.program)]
-    jax.eval_shape(lambda given: found.append(shape_of(taken.program, given)), taken.given)
+    found, program = list[Shape](), cast(Program, taken.program)
+    jax.eval_shape(lambda given: found.append(_shape_of(program, given)), taken.given)
     sizes, tiers, evaluations = found[0]
     needed, refusal = gradient_bytes(taken.program, taken.given)
     return Plan(remat, used, sizes, needed, evaluations, refusal), tiers
@@ -347,20 +340,22 @@ def gradient_bytes(program: Any, given: Any) -> tuple[int | None, str | None]:
     return temporary_bytes(jaxpr.jaxpr), None
 
 
-def _plans_of_program(program: Program, given: Any) -> Shape:
+def _shape_of(program: Program, given: Arguments) -> Shape:
     loop = program.call.lay(given)
     for transform in program.transforms:
         loop = transform(loop)
     if loop.going is not None:
         chunks = plan_chunks(loop)
         return (*chunks.inner, chunks.size), _tiers_of(loop), 2 + len(chunks.inner) + _steps_too(loop.remat)
-    loop, levels = plan(loop)
-    evaluations = 1 + _recomputes_steps(loop.step) + sum(recomputes(level.around) for level in levels)
+    loop, levels = plan(in_rounds(loop))
+    again = _recomputes_steps(loop.step) or any(isinstance(each, Prefetch) for each in program.transforms)
+    evaluations = 1 + again + sum(recomputes(level.around) for level in levels)
     return tuple(level.size for level in levels if level.size < loop.length), _tiers_of(loop), evaluations
 
 
 def _recomputes_steps(step: Any) -> bool:
-    return isinstance(step, Checkpointed) or (step is not None and _recomputes_steps(getattr(step, "step", None)))
+    inner = getattr(step, "steps", ()) or filter(None, [getattr(step, "step", None)])
+    return isinstance(step, Checkpointed) or any(map(_recomputes_steps, inner))
 
 
 def _tiers_of(loop: Loop) -> tuple[int, ...]:
@@ -369,22 +364,7 @@ def _tiers_of(loop: Loop) -> tuple[int, ...]:
     return tiers if len(tiers) > 1 else ()
 
 
-def _plans_of_pattern(program: Pattern, given: Any) -> Shape:
-    if isinstance(program.remat, Remat):
-        remat = program.remat if program.remat.budget is None else program.plan(given).remat
-        sizes = remat_sizes(program.blocks[-1].length, remat if isinstance(remat, Remat) else None)
-        return sizes, (), 1 + len(sizes) + _steps_too(remat)
-    return (), (), 1 + (program.prefetch is not None or any(program.remat or ()))
-
-
 def _steps_too(remat: Any) -> int:
     """Whether each step is evaluated a last time, from the carry before it."""
     whole = jax.checkpoint_policies.everything_saveable
     return int(isinstance(remat, Remat) and remat.policy is not whole)
-
-
-_PROGRAMS: dict[type, tuple[Callable[[Any, Any, Any], list[TracedBody]], Callable[[Any, Any], Shape]]] = {
-    Program: (_of_program, _plans_of_program),
-    Pattern: (_of_pattern, _plans_of_pattern),
-}
-"""For each kind of program how its bodies are traced, and how it is cut."""

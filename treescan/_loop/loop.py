@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -129,6 +129,11 @@ class Loop:
         rows: what a masked scan was told of its rows, and from `over_rows.OverRows` on where they are.
         going: what the verb was told of a range that is known at run time, and from `EndEarly` on what ends the loop.
         runner: what runs the loop in place of `nest.run_planned`.
+        turns: loops over this state, in order, of which each iteration runs a step: layers of several blocks. Until
+            `nest.in_rounds` joins them, the step, the consts and the xs are theirs. The first may have one step more
+            than there are iterations. None: the loop runs its own step.
+        rest: a step on the same consts and state, and what it is fed: the turns that are left after the last
+            iteration, in reverse before the first.
         finish: what each transform does to the loop's results, in the order of the transforms.
     """
 
@@ -150,7 +155,23 @@ class Loop:
     rows: Any = None
     going: Any = None
     runner: Callable[[Loop], tuple[Any, ...]] | None = None
+    turns: tuple[Loop, ...] = ()
+    rest: tuple[Step, Feed] | None = None
     finish: tuple[Finish, ...] = ()
+
+    @property
+    def each(self) -> tuple[Loop, ...]:
+        """The loops that take turns, with the state of this one. A loop without turns is its own."""
+        return tuple(dataclasses.replace(turn, state=self.state) for turn in self.turns) or (self,)
+
+    @property
+    def steps(self) -> int:
+        """How many steps all of its loops have together."""
+        return sum(turn.length for turn in self.turns) if self.turns else self.length
+
+    def with_turns(self, turns: Sequence[Loop]) -> Loop:
+        """The loop with others in the places of those in `each`. They have the same state."""
+        return dataclasses.replace(self, turns=tuple(turns), state=turns[0].state) if self.turns else turns[0]
 
     def finished(
         self,
@@ -165,6 +186,14 @@ class Loop:
         for undo in reversed(self.finish):
             state = undo.state(state)
         return state
+
+
+def in_turn(loops: Sequence[Loop], memo: Memo | None = None) -> Loop:
+    """One loop of several over one state, an iteration of which runs a step of each. The last has no more steps."""
+    if len(loops) == 1:
+        return loops[0]
+    bare = dataclasses.replace(loops[0], consts=None, xs=Feed(None), length=loops[-1].length, memo=memo or Memo())
+    return dataclasses.replace(bare, turns=tuple(loops))
 
 
 class Transform(Protocol):

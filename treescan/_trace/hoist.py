@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Iterable, Sequence
+import itertools
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,12 +21,13 @@ import jax.numpy as jnp
 from jax.core import ShapedArray, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
-from .._avals import is_sharded, is_weak, place_like, varying_axes
-from .._errors import BodyError, Fault
+from .._avals import is_sharded, is_weak, place_like, same_type, varying_axes
+from .._errors import BodyError, Fault, speaking_of
 from .._loop.body import Body, Memo
 from .._loop.loop import Feed, Loop, Step
 from .._loop.rewrite import is_rewriting
 from .._loop.run import as_arrays, is_jit_disabled, named_signature, settle, weak_types_settled
+from .._loop.turns import CarryState, share_traces
 from .._types import Array, PyTree, TreeDef
 from .equations import PRODUCTS, has_branches, has_reverse_rule, holds
 from .raw_keys import with_raw_keys
@@ -222,8 +224,14 @@ class Hoisted(NamedTuple):
     @property
     def closed(self) -> list[Any]:
         """What the step closes over, and is not lifted yet; see `lift`."""
-        jaxprs = self.loop.step.jaxprs.values() if isinstance(self.loop.step, Traced) else ()
+        steps = (turn.step for turn in self.loop.each)
+        jaxprs = itertools.chain(*(step.jaxprs.values() for step in steps if isinstance(step, Traced)))
         return [value for jaxpr in jaxprs for value in jaxpr.consts]
+
+    @property
+    def each(self) -> tuple[Hoisted, ...]:
+        """The traces of the loops that take turns; of a loop without turns its own."""
+        return tuple(turn.trace for turn in self.loop.turns) or (self,)
 
     @property
     def repeatable(self) -> Lifted:
@@ -250,6 +258,8 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
         loop: the loop.
         changing: for each leaf of the state whether something else than the step changes it, so that it stays.
     """
+    if loop.turns:
+        return _hoist_turns(loop)
     leaves, structure = jax.tree.flatten(loop.state)
     jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, one_step(loop.xs)))
     leaves, changed = settle(leaves, new)
@@ -279,9 +289,73 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
     )
 
 
+def _hoist_turns(loop: Loop) -> Hoisted:
+    """Traces each loop that takes turns. The leaves that none of them changes leave the state of all."""
+    each = _trace_turns(loop.each)
+    fixed = tuple(map(all, zip(*(one.fixed for one in each), strict=True)))
+    unchanged, state = split(fixed, each[0].settled)
+    turns = tuple(dataclasses.replace(one.loop, trace=one) for one in each)
+    return Hoisted(
+        dataclasses.replace(loop, turns=turns, consts=(unchanged, None), state=state, memo=Memo()),
+        fixed,
+        each[0].structure,
+        tuple(one.y for one in each),
+        list(itertools.chain(*(one.y_avals for one in each))),
+        **{name: any(getattr(one, name) for one in each) for name in _FLAGS},
+    )
+
+
+_FLAGS = ("effects", "once_only", "refs", "writes", "reverse_rule", "branches", "products")
+
+
+def _trace_turns(loops: Sequence[Loop]) -> list[Hoisted]:
+    """Traces each loop's step, from a state whose weak types have settled. Equal steps of equal types share a trace."""
+    if isinstance(loops[0].step, CarryState):
+        shared = share_traces([loop.step for loop in loops])
+        loops = [dataclasses.replace(loop, step=step) for loop, step in zip(loops, shared, strict=True)]
+    state, each, known = loops[0].state, list[Hoisted](), dict[Hashable, Hoisted]()
+    while len(each) < len(loops):
+        loop, leaves = dataclasses.replace(loops[len(each)], state=state), jax.tree.leaves(state)
+        with speaking_of(loop.body.function):
+            hoisted = _hoist_once(loop, known)
+        if each and not all(map(same_type, leaves, hoisted.settled)):
+            each.clear()  # if a later body promotes a weakly typed leaf, earlier bodies must see that type
+        else:
+            each.append(hoisted)
+        state = jax.tree.unflatten(hoisted.structure, hoisted.settled)
+    return each
+
+
+def _hoist_once(loop: Loop, known: dict[Hashable, Hoisted]) -> Hoisted:
+    """What `hoist` makes of a loop, or has made of another of its kind, with this loop's arrays."""
+    found = known.get(_kind(loop))
+    if found is not None:
+        unchanged, state = split(found.fixed, jax.tree.leaves(loop.state))
+        step, consts = found.loop.step, (unchanged, loop.consts)
+        return found._replace(loop=dataclasses.replace(loop, step=step, consts=consts, state=state, memo=Memo()))
+    hoisted = hoist(loop)
+    settled = jax.tree.unflatten(hoisted.structure, hoisted.settled)
+    known[_kind(dataclasses.replace(loop, state=settled))] = hoisted
+    return hoisted
+
+
+def _kind(loop: Loop) -> Hashable:
+    """What the trace of a step depends on: the step, and the types of all that it is given."""
+    leaves, structure = jax.tree.flatten((loop.consts, loop.state))
+    layers, of_layers = jax.tree.flatten(loop.xs)
+    of_one = tuple((shape[1:], *others) for shape, *others in map(_type, layers))
+    return loop.step, structure, tuple(map(_type, leaves)), of_layers, of_one
+
+
+def _type(leaf: Any) -> tuple[Any, ...]:
+    aval = jax.typeof(leaf)
+    others = (getattr(aval, name, None) for name in ("weak_type", "sharding", "memory_space"))
+    return tuple(aval.shape), aval.dtype, varying_axes(aval), *others
+
+
 def is_untraced(loop: Loop) -> bool:
     """Whether a loop's steps run on values, or not at all: then nothing is traced ahead of it."""
-    return is_jit_disabled() or not loop.length
+    return is_jit_disabled() or not loop.steps
 
 
 def traced(loop: Loop) -> Loop:
@@ -318,6 +392,9 @@ def lift(hoisted: Hoisted) -> Hoisted:
 
     A rule for derivatives must not close over it, and under vmap one element may lend its own to another.
     """
+    if hoisted.loop.turns:
+        turns = (dataclasses.replace(one.loop, trace=one) for one in map(lift, hoisted.each))
+        return hoisted._replace(loop=dataclasses.replace(hoisted.loop, turns=tuple(turns)))
     traced = hoisted.traced
     found = [pair for jaxpr in traced.jaxprs.values() for pair in zip(jaxpr.jaxpr.constvars, jaxpr.consts, strict=True)]
     closed = list({id(value): value for var, value in found if not is_ref(var)}.values())
@@ -344,8 +421,13 @@ def lift(hoisted: Hoisted) -> Hoisted:
 def flatten_only(loop: Loop) -> Hoisted:
     """A loop in the form that `hoist` returns, without a trace: under `jax.disable_jit` the body must see values."""
     leaves, structure = jax.tree.flatten(loop.state)
-    step = Untraced(loop.step, structure)
-    flat = dataclasses.replace(loop, step=step, consts=([], loop.consts), state=leaves)
+    flat = loop.with_turns(
+        [
+            dataclasses.replace(turn, step=Untraced(turn.step, structure), consts=([], turn.consts), state=leaves)
+            for turn in loop.each
+        ]
+    )
+    flat = flat if not loop.turns else dataclasses.replace(flat, consts=([], None))
     return Hoisted(flat, (False,) * len(leaves), structure, None, [])
 
 

@@ -28,13 +28,15 @@ def checks_key_reuse() -> bool:
 
 def with_raw_keys(loop: Loop) -> Loop:
     """The loop with numbers in place of keys. If the checker is off, or there are no keys, it does not change."""
-    trees = (loop.consts, loop.state, loop.xs)
+    trees = [(turn.consts, turn.state, turn.xs) for turn in loop.each]
     if not checks_key_reuse() or not any(map(_is_key, jax.tree.leaves(trees))):
         return loop
-    impls = tuple(tuple(map(_impl_of, jax.tree.leaves(tree))) for tree in trees)
-    consts, state, xs = map(raw, trees)
-    loop = dataclasses.replace(loop, step=_WithKeys(loop.step, *impls), consts=consts, state=state, xs=xs)
-    return loop.finished(lambda state: _keys_of(state, impls[1]))
+    turns, of_state = list[Loop](), tuple(map(_impl_of, jax.tree.leaves(loop.state)))
+    for turn, given in zip(loop.each, trees, strict=True):
+        step = _WithKeys(turn.step, *(tuple(map(_impl_of, jax.tree.leaves(tree))) for tree in given))
+        consts, state, xs = map(raw, given)
+        turns.append(dataclasses.replace(turn, step=step, consts=consts, state=state, xs=xs))
+    return loop.with_turns(turns).finished(lambda state: _keys_of(state, of_state))
 
 
 def raw(tree: PyTree) -> PyTree:

@@ -35,13 +35,18 @@ class MergeWhole:
 
 @dataclass(frozen=True)
 class OverAxes:
-    """`in_axes`: scans each leaf of xs over its own axis. Every step receives leaves without an axis whole."""
+    """`in_axes`: scans each leaf of xs over its own axis. Every step receives leaves without an axis whole.
 
-    axes: LeafAxes
+    Attributes:
+        each: the axes, for each of the loops that take turns; None: axis 0 for all leaves.
+    """
+
+    each: tuple[LeafAxes | None, ...]
     moves = True
 
     def __call__(self, loop: Loop) -> Loop:
-        return scan_over_axes(loop, self.axes)
+        pairs = zip(loop.each, self.each, strict=True)
+        return loop.with_turns([turn if axes is None else scan_over_axes(turn, axes) for turn, axes in pairs])
 
 
 def scan_over_axes(loop: Loop, axes: LeafAxes) -> Loop:

@@ -323,15 +323,21 @@ def chosen(plan: Callable[[], RematPlan]) -> Remat | None:
 
 def plan_of(hoisted: Hoisted, remat: Remat | None) -> RematPlan:
     """What a loop's gradient saves under a `Remat`."""
-    length = hoisted.loop.length
-    refuse_symbolic(length, "remat")
-    step = footprint_of([hoisted])
+    refuse_symbolic(hoisted.loop.length, "remat")
+    each = [one for one in hoisted.each if one.loop.length]
+    length = min(one.loop.length for one in each)
+    # The stacks that lead are copied: their last layers are cut off them.
+    leading = (one for one in each if one.loop.length > length)
+    once = length * sum(_sum(jax.tree.leaves(one_step(one.loop.xs))) for one in leading)
+    step = dataclasses.replace(footprint_of(each), once=once)
     if remat is not None and remat.budget is not None:
-        return cheapest_within(remat.budget, length, step, *_in_chunk(hoisted, step))
-    if remat is not None and saves_whole_steps(hoisted, remat):
+        unit = "period" if len(each) > 1 else "{unit}"
+        return cheapest_within(remat.budget, length, step, *_in_chunk(hoisted, step), unit)
+    if remat is not None and len(each) == 1 and saves_whole_steps(hoisted, remat):
         in_chunk, whole = _in_chunk(hoisted, step)
         return describe(remat, length, in_chunk, whole)
-    return describe(remat, length, step, kept_by_policy(hoisted, remat))
+    kept = [kept_by_policy(one, remat) for one in each]
+    return describe(remat, length, step, None if None in kept else sum(filter(None, kept)))
 
 
 def kept_by_policy(hoisted: Hoisted, remat: Remat | None) -> int | None:
@@ -381,7 +387,7 @@ def _in_chunk(hoisted: Hoisted, step: Footprint) -> tuple[Footprint, int]:
     Where it computes the products of its steps at once, no step has gradients of weights of its own, and those of x
     take the place of what they were computed from.
     """
-    if not saves_whole_steps(hoisted, Remat(_EVERYTHING, levels=2)):
+    if len(hoisted.each) > 1 or not saves_whole_steps(hoisted, Remat(_EVERYTHING, levels=2)):
         return step, step.whole
     products = bytes_of_products(ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted)))
     if not products:
@@ -450,25 +456,3 @@ def _copied_bytes(length: int, sizes: tuple[int, ...], step: Footprint) -> int:
     cut = length * step.xs if sizes and length % sizes[-1] else 0
     at_one_level = step.xs + step.d_xs + step.d_ys  # of each step that a level slices out, and whose gradients it adds
     return sum(sizes) * at_one_level + len(sizes) * step.weights + cut + step.once
-
-
-def fit_turns(loops: Sequence[Hoisted], remat: Remat) -> Remat | None:
-    """The plan of a `Remat` for loops that take turns. One with a budget is given a plan that fits.
-
-    Raises:
-        Fault: for an `ArgumentError` if no plan fits.
-    """
-    return chosen(lambda: plan_of_turns(loops, remat))
-
-
-def plan_of_turns(loops: Sequence[Hoisted], remat: Remat | None) -> RematPlan:
-    """What the gradient of loops that take turns needs. Loops that lead may have one turn more than the others."""
-    rounds = min(hoisted.loop.length for hoisted in loops)
-    # The stacks that lead are copied: their last layers are cut off them.
-    leading = (hoisted for hoisted in loops if hoisted.loop.length > rounds)
-    once = rounds * sum(_sum(jax.tree.leaves(one_step(hoisted.loop.xs))) for hoisted in leading)
-    step = dataclasses.replace(footprint_of(loops), once=once)
-    if remat is not None and remat.budget is not None:
-        return cheapest_within(remat.budget, rounds, step, step, step.whole, unit="period")
-    kept = [kept_by_policy(hoisted, remat) for hoisted in loops]
-    return describe(remat, rounds, step, None if None in kept else sum(filter(None, kept)))

@@ -425,10 +425,19 @@ def save_costly(prim: Any, *avals: Any, **params: Any) -> bool:
     return prim.name not in _PRODUCTS and not (prim.name in _OF_ONE_ARRAY and arrays == 1)
 
 
-def checkpoint_steps(loop: Loop, remat: Remat) -> Loop:
-    """Saves the carry of each step and what the policy selects. The gradient computes the rest again."""
-    step = checkpoint_step(loop.step, remat, looped=_stays_a_loop(loop), trace=loop.trace)
-    return dataclasses.replace(loop, step=step)
+def checkpoint_steps(loop: Loop, *plans: Remat | None) -> Loop:
+    """Saves the carry of each step and what the policy selects. The gradient computes the rest again.
+
+    Args:
+        loop: the loop.
+        plans: a plan for each of the loops that take turns; None: its steps are not recomputed.
+    """
+    looped, turns = _stays_a_loop(loop), list(loop.each)
+    for i, (turn, plan) in enumerate(zip(turns, plans, strict=True)):
+        if plan is not None:
+            step = checkpoint_step(turn.step, plan, looped=looped, trace=turn.trace)
+            turns[i] = dataclasses.replace(turn, step=step)
+    return loop.with_turns(turns)
 
 
 def checkpoint_step(step: Step, remat: Remat, *, looped: bool, trace: Hoisted | None) -> Step:

@@ -8,17 +8,21 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from .._loop.body import Memo
 from .._loop.chunk import Around, Level, Wish, plan_sizes, run_chunked
 from .._loop.loop import Feed, Loop, Result, Step
-from .._trace.hoist import Hoisted, merge
+from .._loop.turns import Turns
+from .._trace.hoist import Hoisted, is_untraced, merge, split, traced
 from .._types import PyTree
-from .outputs import boundaries, is_thinned, last_chunk, run_keeping
+from .checkpoint import Checkpointed
+from .outputs import ALL, LAST, boundaries, is_thinned, last_chunk, run_keeping
 
 
 def run_nested(loop: Loop) -> Any:
     """Runs a loop and finishes its results; see `finish`. Without wishes, this is only its `jax.lax.scan`."""
+    loop = in_rounds(loop)
     results = (loop.runner or run_planned)(loop)
     return finish(loop, *results) if loop.finish else results  # in the container that the body chose for its pair
 
@@ -37,10 +41,64 @@ def run_planned(loop: Loop) -> tuple[PyTree, PyTree]:
 
 
 def run_levels(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
-    """Runs a loop in chunks that were planned."""
-    if loop.keeps is not None:
-        return run_keeping(loop, levels, loop.keeps)
-    return run_chunked(loop, levels)
+    """Runs a loop in chunks that were planned, and the turns that are left beside it."""
+    if loop.rest is None:
+        return run_chunked(loop, levels) if loop.keeps is None else run_keeping(loop, levels, loop.keeps)
+    (step, feed), whole = loop.rest, dataclasses.replace(loop, rest=None)
+    if loop.reverse:
+        state, last = step(loop.consts, loop.state, feed)
+        state, ys = run_levels(dataclasses.replace(whole, state=state), levels)
+    else:
+        state, ys = run_levels(whole, levels)
+        state, last = step(loop.consts, state, feed)
+    return state, _append(loop, ys, last)
+
+
+def _append(loop: Loop, ys: PyTree, last: PyTree) -> PyTree:
+    """The outputs of a loop, with those of the turns that are left. These are of the first outputs."""
+    keeps = loop.keeps or (ALL,) * len(jax.tree.leaves(ys))
+    leaves, structure = jax.tree.flatten(ys)
+    ends = [end for end, keep in zip(jax.tree.leaves(last), keeps, strict=False) if keep is not None]
+    for i, (end, keep) in enumerate(zip(ends, (keep for keep in keeps if keep is not None), strict=False)):
+        if keep == LAST:
+            leaves[i] = leaves[i] if loop.reverse else end
+        elif (loop.length + 1) % keep == 0:
+            leaves[i] = jnp.concatenate([leaves[i], end[None]])
+    return jax.tree.unflatten(structure, leaves)
+
+
+def in_rounds(loop: Loop) -> Loop:
+    """The loop whose step runs a step of each of those that take turns. A loop without turns comes back as it is.
+
+    Where turns are left after the last round, each step is traced once for both.
+    """
+    if not loop.turns:
+        return loop
+    if loop.turns[0].length > loop.length and not is_untraced(loop):
+        loop = traced(loop)
+    turns, rounds = loop.turns, loop.length
+    count = sum(turn.length > rounds for turn in turns)
+    left = tuple(jax.tree.map(lambda leaf: leaf[rounds], turn.xs) for turn in turns[:count])
+    xs = (*(_first_of(turn.xs, rounds) for turn in turns[:count]), *(turn.xs for turn in turns[count:]))
+    steps, consts = tuple(turn.step for turn in turns), tuple(turn.consts for turn in turns)
+    # Outside of a loop, XLA could merge what is recomputed with the first computation.
+    alone = tuple(dataclasses.replace(s, looped=False) if isinstance(s, Checkpointed) else s for s in steps[:count])
+    if loop.trace is not None:
+        fixed = [trace.fixed for trace in loop.trace.each]
+        steps, alone = (tuple(map(KeepUnchanged, each, fixed)) for each in (steps, alone))
+        consts = tuple(inner for _, inner in consts)
+    bodies = tuple(turn.body for turn in turns)
+    step: Step = Turns(steps, bodies, loop.reverse)
+    rest: Step = Turns(alone, bodies[:count], loop.reverse)
+    if loop.trace is not None:
+        step, rest = (WithUnchanged(each, loop.trace.fixed) for each in (step, rest))
+        consts = (loop.consts[0], consts)
+    end = (rest, Feed(left)) if count else None
+    return dataclasses.replace(loop, step=step, consts=consts, xs=loop.xs._replace(x=xs), turns=(), rest=end)
+
+
+def _first_of(xs: Feed, count: int) -> Feed:
+    return jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, count), xs)
 
 
 def plan(loop: Loop) -> tuple[Loop, tuple[Level, ...]]:
@@ -157,9 +215,24 @@ class KeepUnchanged:
         return merge(self.fixed, unchanged, changed), y
 
 
+@dataclass(frozen=True)
+class WithUnchanged:
+    """A step on the leaves of the whole state, on those alone that some loop changes. Its consts: (others, inner)."""
+
+    step: Step
+    fixed: tuple[bool, ...]
+
+    def __call__(self, consts: PyTree, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
+        unchanged, inner = consts
+        whole, y = self.step(inner, merge(self.fixed, unchanged, state), feed)
+        return split(self.fixed, whole)[1], y
+
+
 def in_whole_state(hoisted: Hoisted) -> Loop:
     """The loop that `hoist` made, with all leaves in its state."""
-    _, inner = hoisted.loop.consts
-    step = KeepUnchanged(hoisted.loop.step, hoisted.fixed)
-    loop = dataclasses.replace(hoisted.loop, step=step, consts=inner, state=hoisted.settled, memo=Memo())
+    turns, state = list[Loop](), hoisted.each[0].settled
+    for one in hoisted.each:
+        step, (_, inner) = KeepUnchanged(one.loop.step, one.fixed), one.loop.consts
+        turns.append(dataclasses.replace(one.loop, step=step, consts=inner, state=state, memo=Memo()))
+    loop = hoisted.loop.with_turns(turns)
     return loop.finished(lambda leaves: jax.tree.unflatten(hoisted.structure, leaves))

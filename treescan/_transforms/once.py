@@ -287,7 +287,7 @@ class WithOnce:
         if self.once.watched is None:
             return False
         watched = self.once.watched.spread(given.xs, "xs")
-        axes = (0,) * len(watched) if self.over_axes is None else self.over_axes.axes
+        axes = (self.over_axes and self.over_axes.each[0]) or (0,) * len(watched)
         whole = [flag for flag, axis in zip(watched, axes, strict=True) if axis is None]
         sliced = [flag for flag, axis in zip(watched, axes, strict=True) if axis is not None]
         consts, fed = parted.reads  # whole leaves lead the consts: see `scan_over_axes`

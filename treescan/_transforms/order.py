@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
 ORDER = (
     Place(
-        ("OverAxes", "Count", "OverRows", "EndEarly"),
+        ("OverAxes", "Count", "OverRows", "EndEarly", "Prefetch"),
         "They make what the body is fed. All others rely on steps along axis 0, on rows that have been found, and on a "
         "condition that sees the carry as it was given.",
     ),
@@ -45,6 +45,10 @@ ORDER = (
     ),
     Place(("KeepRows",), "It holds outputs in the state. No transform within may take them for the carry."),
     Place(("EndsOfSequences",), "It copies the state of a row where a sequence ends, with the outputs that are held."),
+    Place(
+        ("CarryStates",),
+        "It puts the layers' own states beside the carry. No transform within may take them for it.",
+    ),
     Place(("Recompute",), "It recomputes the step with all that an option adds to it."),
     Place(
         ("Skip",), "It cuts the loop into chunks. What a gradient recomputes of them depends on what `remat` asked for."

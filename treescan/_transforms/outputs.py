@@ -50,7 +50,8 @@ class KeepOutputs:
 
     def __call__(self, loop: Loop) -> Loop:
         save, reverse = self.save, loop.reverse
-        if is_untraced(loop):
+        # What has a runner of its own stacks all outputs. So does a pattern without a whole round: it has no loop.
+        if is_untraced(loop) or not loop.length or loop.runner is not None:
             return loop.finished(ys=lambda result: keep_afterwards(result.ys, save, reverse=reverse))
         loop = traced(loop)
         keeps, structure = spread_keeps(save, loop.trace.y), jax.tree.structure(loop.trace.y)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ import jax.numpy as jnp
 from .._body.call import CallBody, Shared
 from .._body.signature import Convention
 from .._loop.body import Body, Memo, under_a_trace
-from .._loop.loop import Feed, Loop, Transform
+from .._loop.loop import Feed, Loop, Transform, in_turn
 from .._loop.rewrite import is_rewriting
 from .._loop.run import debugs_nans, is_jit_disabled
 from .._trace.raw_keys import checks_key_reuse
@@ -40,6 +41,7 @@ class Call:
         sees_valid: whether the body takes `valid`.
         name: the profiler's name for the loop.
         lowering: further keyword arguments of `jax.lax.scan`.
+        others: the calls of blocks that take turns with this one, in order after it. The xs are then a tuple.
     """
 
     body: Body
@@ -52,6 +54,20 @@ class Call:
     sees_valid: bool = False
     name: str | None = None
     lowering: tuple[tuple[str, Any], ...] = ()
+    others: tuple[Call, ...] = ()
+
+    @property
+    def each(self) -> tuple[Call, ...]:
+        """The calls that take turns."""
+        return (self, *self.others)
+
+    @property
+    def programs(self) -> Memo:
+        """What was compiled for the bodies of all calls together."""
+        return self._joint(self.body.programs)
+
+    def _joint(self, memo: Memo) -> Memo:
+        return functools.reduce(Memo.joint, (call.body.function for call in self.others), memo)
 
     @property
     def names(self) -> tuple[str, str]:
@@ -59,7 +75,19 @@ class Call:
         return names_of(self.body, self.convention)
 
     def lay(self, given: Arguments) -> Loop:
-        """The loop before any transform: it calls the body, on what the user gave."""
+        """The loop before any transform: it calls the body, on what the user gave.
+
+        Blocks that take turns fold the key with the number of a layer among those of all blocks.
+        """
+        if self.others:
+            loops = list[Loop]()
+            for place, call in enumerate(self.each):
+                loop = dataclasses.replace(call, others=()).lay(given._replace(xs=given.xs[place]))
+                if given.key is not None:
+                    position = place + len(self.each) * jnp.arange(call.length)
+                    loop = dataclasses.replace(loop, xs=loop.xs._replace(position=position))
+                loops.append(loop)
+            return in_turn(loops, self._joint(self.body.memo))
         shared = Shared(given.key, given.args) if given.key is not None or given.args else None
         return Loop(
             body=self.body,
@@ -123,8 +151,8 @@ class Program:
 
     @property
     def moves(self) -> bool:
-        """Whether any transform does."""
-        return any(transform.moves for transform in self.transforms)
+        """Whether any transform does, or several blocks take turns."""
+        return bool(self.call.others) or any(transform.moves for transform in self.transforms)
 
     def __call__(self, given: Arguments) -> Any:
         loop = self.call.lay(given)

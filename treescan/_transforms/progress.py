@@ -5,7 +5,6 @@ Reports are callbacks that JAX neither differentiates nor repeats: the gradient 
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -188,11 +187,6 @@ class ShowProgress:
     custom: bool = False
     moves = True
 
-    @property
-    def no_forward_mode(self) -> Callable[[], Fault] | None:
-        """Says why there is no forward mode, where JAX would refuse it; None: it does not."""
-        return no_forward_mode if self.progress.backward else None
-
     @classmethod
     def of(cls, progress: Any, body: Body, verb: str, *, custom: bool = False) -> ShowProgress | None:
         """What the user said: True, a label, a `Progress`, or None or False.
@@ -203,35 +197,43 @@ class ShowProgress:
         checked = check_progress(progress, body, verb)
         return None if checked is None else cls(checked, custom)
 
+    @property
+    def no_forward_mode(self) -> Callable[[], Fault] | None:
+        """Makes the error for forward mode; None: the loop has it."""
+        return no_forward_mode if self.progress.backward else None
+
     def __call__(self, loop: Loop) -> Loop:
         refuse_symbolic(loop.length, "progress")
         if loop.going is not None:
             return loop.going.show(loop, self.progress, Showing(self.progress, loop, custom=self.custom))
-        if loop.length:
+        if loop.steps:
             loop = _settled(loop) if is_untraced(loop) else traced(loop)
         showing, progress = Showing(self.progress, loop, custom=self.custom), self.progress
         reporter = Reporter(showing.site, progress.batched)
         done = _live_steps(loop, each=progress.batched)
-        total = jnp.int32(loop.length) if done is None else jnp.sum(done)
+        total = jnp.int32(loop.steps) if done is None or loop.turns else jnp.sum(done)
+        more = bool(loop.turns) and loop.turns[0].length > loop.length and not (loop.length and loop.reverse)
         probes = probes_of(loop.state, loop.xs.x)
         if progress.batched:  # of all that the loop reads: they are mapped if anything is that differs between its runs
             closed = [] if loop.trace is None else loop.trace.closed
-            probes = probes_of(*jax.tree.leaves((loop.consts, loop.state, loop.xs, closed)))
-        paced = progress.updates is None and not (progress.backward or progress.batched)
+            read = [(turn.consts, turn.xs) for turn in loop.each]
+            probes = probes_of(*jax.tree.leaves((read, loop.state, closed)))
+        paced = progress.updates is None and not (progress.backward or progress.batched or loop.turns)
         begun = reporter.begin(total, probes, kept=progress.backward, paced=paced)
         run, due = begun if paced else (begun, None)
-        if not loop.length:
+        if not loop.steps:
             reporter.end(run)
             return loop
         back = Reporter(showing.backward_site, progress.batched) if progress.backward else None
-        ticks = TellChunks(reporter, back, showing, run, total, done, due=due)
+        ticks = TellChunks(reporter, back, showing, run, total, done, more, due)
         wish = Wish(-(-loop.length // (progress.updates or (MOST if paced else FEW))), ticks=ticks)
         ending = None
         if back is not None:
             false = jnp.zeros((), bool)
             ending = Tick(run, total, total, false, false).backward(jnp.zeros_like(total), false)
-        runner = RunTold(ticks, ending) if paced or back is not None else None
-        return dataclasses.replace(loop, wishes=(*loop.wishes, wish), runner=runner)
+        runner = RunTold(ticks, ending) if paced or more or back is not None else None
+        wishes = (*loop.wishes, wish) if loop.length else loop.wishes
+        return dataclasses.replace(loop, wishes=wishes, runner=runner)
 
 
 def _settled(loop: Loop) -> Loop:
@@ -249,6 +251,8 @@ def _live_steps(loop: Loop, *, each: bool) -> Array | None:
         each: whether the elements of a vmap count for themselves.
     """
     valid = loop.xs.valid
+    if loop.turns:
+        return jnp.full(loop.length, len(loop.turns), jnp.int32)
     if loop.rows is None or valid is None or loop.rows.all_valid:
         return None
     live = most_of_devices(any_along(valid, range(1, valid.ndim)).astype(jnp.int32))
@@ -321,6 +325,11 @@ class RunTold:
     def __call__(self, loop: Loop) -> tuple[PyTree, PyTree]:
         loop, levels = plan(loop)
         results, tell = run_levels(loop, levels), self.tell
+        if tell.more:
+            false, (state, _) = jnp.zeros((), bool), results
+            tick = Tick(tell.run, tell.total, tell.total, false, ~false)
+            tell.reporter.step(tick, tell.showing(state), probes_after(state))
+            return results
         if tell.back is not None and self.ending is not None:
             if any(level.ticked and level.size >= loop.length for level in levels):  # one chunk, which reports its end
                 return results
@@ -416,12 +425,6 @@ class Showing:
             jax.eval_shape(lambda: names.extend(check_shown(self._shown(self._carry_of(as_arrays(loop.state))))))
         self.site = Site(progress.label, progress.meter, tuple(names))
         self.backward_site = Site(f"{progress.label} (backward)", progress.meter)
-
-    def through(self, restore: Callable[[PyTree], PyTree]) -> Showing:
-        """What is shown of a state that the loop has in another form, which `restore` undoes."""
-        other, carry_of = copy.copy(self), self._carry_of
-        other._carry_of = lambda state: carry_of(restore(state))
-        return other
 
     def __call__(self, state: PyTree) -> list[Array]:
         """The values."""

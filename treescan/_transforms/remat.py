@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 import jax
 
 from .._avals import describe_argument, exact_int
-from .._errors import ArgumentError, ArgumentTypeError, Fault, warn_user
+from .._errors import ArgumentError, ArgumentTypeError, Fault, speaking_of, warn_user
 from .._loop.chunk import Wish, chunk_size
 from .._loop.loop import Loop, Step
 from .._loop.rewrite import is_rewriting
@@ -115,12 +115,10 @@ class Recompute:
     """Has the gradient recompute each step, and the chunks that a `Remat` names or a budget asks for.
 
     Attributes:
-        remat: the plan.
-        checks_names: whether the names in its policy are all for this loop.
+        remat: the plan; or for each of the loops that take turns its own, or None.
     """
 
-    remat: Remat | Auto
-    checks_names: bool = True
+    remat: Remat | Auto | tuple[Remat | None, ...]
     moves = True
 
     @classmethod
@@ -136,24 +134,29 @@ class Recompute:
     def __call__(self, loop: Loop) -> Loop:
         if loop.going is not None:
             return self._of_early_end(loop)
-        masked = loop.rows is not None and not loop.rows.all_valid
-        if self.remat == AUTO:
+        masked, remat = loop.rows is not None and not loop.rows.all_valid, self.remat
+        if remat == AUTO:
             return loop if masked or is_untraced(loop) else choose_fastest(loop)
+        of_all = None if isinstance(remat, tuple) else remat
         if masked:
             refuse_to_repeat(loop.trace)
-            refuse_budget(self.remat, "a masked scan")
-            refuse_offload(self.remat)
+            refuse_budget(of_all, "a masked scan")
+            refuse_offload(of_all)
         if is_untraced(loop):
-            if self.remat.budget and loop.length:  # whether it fits is the same question here
+            if of_all is not None and of_all.budget and loop.steps:  # whether it fits is the same question
                 with jax.disable_jit(False):
-                    fit_budget(hoist(loop), self.remat)
+                    fit_budget(hoist(loop), of_all)
             return loop
         loop = traced(loop)
-        refuse_to_repeat(loop.trace)
-        if self.checks_names:
-            warn_of_unknown_names([self.remat], [loop.trace])
-        remat = fit_budget(loop.trace, self.remat)
-        return loop if remat is None else _recompute(loop, remat)
+        for trace in loop.trace.each:
+            with speaking_of(trace.loop.body.function):
+                refuse_to_repeat(trace)
+        plans = remat if isinstance(remat, tuple) else (remat,) * len(loop.each)
+        warn_of_unknown_names(plans, loop.trace.each)
+        if isinstance(remat, tuple):
+            return dataclasses.replace(checkpoint_steps(loop, *plans), remat=remat)
+        plan = fit_budget(loop.trace, remat)
+        return loop if plan is None else _recompute(loop, plan)
 
     def _of_early_end(self, loop: Loop) -> Loop:
         """A loop that ends early. Its gradient recomputes chunks in any case: what runs it reads the plan of these."""
@@ -201,9 +204,9 @@ def recompute_chunks(loop: Loop, size: int) -> Loop:
 def _recompute(loop: Loop, remat: Remat) -> Loop:
     """The traced loop, its steps and chunks recomputed as a plan says."""
     masked = loop.rows is not None and not loop.rows.all_valid
-    at_once = not masked and saves_whole_steps(loop.trace, remat)
+    at_once = not (masked or loop.turns) and saves_whole_steps(loop.trace, remat)
     loop = ready_for_chunks(loop) if at_once else loop
-    loop = checkpoint_steps(loop, remat)
+    loop = checkpoint_steps(loop, *(remat,) * len(loop.each))
     wishes = remat_wishes(loop.length, remat, in_bulk if at_once else None)
     return dataclasses.replace(loop, remat=remat, wishes=(*loop.wishes, *wishes))
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -91,9 +92,8 @@ def plan_remat(
                 cure = "Leave it out: the stacks have the number of layers."
                 raise Misuse("{call}: `length` cannot be given with `layers`.", cure)
             kinds = (FOLD_LAYERS, SCAN_LAYERS) if state is None else (FOLD_LAYERS_WITH_STATE, SCAN_LAYERS_WITH_STATE)
-            own: Any = {"remat": check_remat(remat), "key": key, "state": state}
-            blocks = prepare_layers(kinds[pair], f, init, layers, xs, args, **own)
-            return _traced(blocks.pattern.plan, blocks.given)
+            blocks = prepare_layers(kinds[pair], f, init, layers, xs, args, key=key, state=state)
+            return _traced(functools.partial(blocks.plan, check_remat(remat)), blocks.prepared.given)
         if args:
             raise Misuse("{call}: `args` needs `layers`.", "Let the body close over it.")
         if state is not None:

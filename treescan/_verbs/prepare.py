@@ -14,7 +14,7 @@ from jax.core import Tracer
 
 from .._avals import shape_of
 from .._axes import LeafAxes, static_axes
-from .._body.call import check_callable, takes_keyword
+from .._body.call import check_callable, names_of, takes_keyword
 from .._body.signature import Convention
 from .._checks.arguments import check_key, check_keywords, check_run, infer_length, resolve_axes
 from .._checks.rows import check_length, check_padded, check_rows, check_targets
@@ -25,7 +25,7 @@ from .._loop.loop import Transform
 from .._transforms.axes import OverAxes
 from .._transforms.finite.backward import CheckCotangents, refuse_truncate
 from .._transforms.finite.case import About, looks_backward
-from .._transforms.finite.check import CheckFinite, deliver
+from .._transforms.finite.check import CheckFinite, Words, deliver
 from .._transforms.finite.site import Slices
 from .._transforms.order import in_order
 from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_thinned
@@ -183,19 +183,22 @@ class Prepared:
         adopted: the values in init that became custom carries.
         alive: the body's function, which may be another object than the user's that is equal to it.
         cond: another function that the program calls: what is compiled goes with whichever of the two goes first.
+        other_axes: the axes of the other calls that take turns.
     """
 
     call: Call
     given: Arguments
     axes: LeafAxes | None
     adopted: Adopted
-    alive: Callable[..., Any]
+    alive: Any
     cond: Callable[..., Any] | None = None
+    other_axes: tuple[LeafAxes | None, ...] = ()
 
     @property
     def over_axes(self) -> OverAxes | None:
         """The transform of `in_axes`, or None if there is nothing to do."""
-        return None if self.axes is None else OverAxes(self.axes)
+        each = (self.axes, *self.other_axes)
+        return OverAxes(each) if any(axes is not None for axes in each) else None
 
     def run(self, *transforms: Transform | None) -> Any:
         """Runs the call with these transforms, in the order of `order.ORDER`; None is skipped.
@@ -212,18 +215,37 @@ class Prepared:
         return ShowProgress.of(progress, call.body, call.convention.verb, custom=bool(call.custom))
 
     def checking(
-        self, value: Any, *, indexed: bool = False, ends_early: bool = False, around: tuple[Transform, ...] = ()
+        self,
+        value: Any,
+        *,
+        indexed: bool = False,
+        ends_early: bool = False,
+        layers: bool = False,
+        around: tuple[Transform, ...] = (),
     ) -> CheckFinite | CheckCotangents | None:
         """The transform of what `check_finite` says, or None if nothing is looked at; see `CheckFinite`."""
         backward = looks_backward(value)
         if backward is None:
             return None
-        call, whole = self.call, self.axes is not None and None in self.axes
-        over = f"`{call.convention.verb}` over {describe_body(call.body.function)}"
-        slices = Slices(self.axes or (), jax.tree.structure(self.given.xs)) if whole else None
-        custom, records = bool(call.custom), call.convention.records
-        about = About(over, indexed, custom, ends_early, backward=backward, records=records)
-        return (CheckCotangents if backward else CheckFinite)(about, slices, around)
+        calls, words, xs = self.call.each, list[Words](), self.given.xs
+        steps = sum(call.length for call in calls) if layers else None
+        each = zip(calls, (self.axes, *self.other_axes), xs if self.call.others else (xs,), strict=True)
+        for place, (call, axes, own) in enumerate(each):
+            about = About(
+                f"`{call.convention.verb}` over {describe_body(call.body.function)}",
+                indexed,
+                bool(call.custom),
+                ends_early,
+                place if layers else None,
+                steps,
+                len(calls),
+                backward,
+                call.convention.records,
+            )
+            slices = Slices(axes, jax.tree.structure(own)) if axes is not None and None in axes else None
+            roots = names_of(call.body, len(own) + 1, call.convention.place) if layers else None
+            words.append(Words(about, slices, roots))
+        return (CheckCotangents if backward else CheckFinite)(tuple(words), around)
 
     def run_program(self, program: Runs[Any], transforms: tuple[Transform, ...], *, compiles: bool = True) -> Any:
         """Runs a program of this call.
@@ -234,9 +256,10 @@ class Prepared:
             compiles: whether an eager call compiles it; else its steps are given values.
         """
         moves = program.moves or self.given.key is not None
-        programs = self.call.body.programs
+        programs = self.call.programs
         programs = programs if self.cond is None else programs.joint(self.cond)
         faults = [fault for each in transforms if (fault := getattr(each, "no_forward_mode", None)) is not None]
+        # That of `EndEarly`, the innermost, is about the body. What an option refuses is known for sure.
         with in_reverse_alone(faults[-1]) if faults else contextlib.nullcontext():
             result = execute(program, self.given, programs, moves=moves) if compiles else program(self.given)
         state, ys, *ended = result

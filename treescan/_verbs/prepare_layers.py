@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -11,29 +10,33 @@ from typing import Any, NamedTuple
 import jax
 
 from .._avals import describe_argument, describe_leaf, describe_node, is_mutable, is_weak, shape_of
-from .._axes import LeafAxes, static_axes
-from .._body.call import are_alike, names_of
+from .._axes import LeafAxes
+from .._body.call import are_alike
+from .._body.carry import StateAndY
 from .._body.signature import Convention
 from .._checks.arguments import check_key, check_keywords, check_run, needs_positional, no_axis, resolve_axes, with_axes
 from .._checks.rows import check_length
 from .._data.stack import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
-from .._errors import LayerFault, Misuse, Row, TreescanError, describe_body, speaking_of
+from .._errors import LayerFault, Misuse, Row, TreescanError, speaking_of
 from .._loop.body import Body, note_types
+from .._loop.loop import Transform
 from .._remat import Remat
-from .._transforms.finite.backward import CheckLayerCotangents, in_reverse_mode
-from .._transforms.finite.case import About, looks_backward, refuse_prefetch
-from .._transforms.finite.check import CheckLayers, deliver
-from .._transforms.finite.site import Slices
-from .._transforms.layers.pattern import Pattern
-from .._transforms.layers.prefetch import EACH_LAYER, Gather
-from .._transforms.layers.turns import Remats, check_shown
-from .._transforms.outputs import check_save
+from .._trace.cost import bytes_of
+from .._trace.hoist import hoist, is_smooth
+from .._transforms.budget import RematPlan, plan_of
+from .._transforms.finite.case import looks_backward, refuse_prefetch
+from .._transforms.layers.prefetch import EACH_LAYER, Gather, Prefetch
+from .._transforms.layers.states import CarryStates
+from .._transforms.outputs import KeepOutputs, MoveOutputs
 from .._transforms.program import Arguments, Call
-from .._transforms.remat import check_remat
-from .._tree import Prefix, freeze_static, is_static, leaves_with_path, thaw_static
+from .._transforms.progress import ShowProgress
+from .._transforms.remat import Recompute, check_remat
+from .._tree import freeze_static, is_static, leaves_with_path, thaw_static
 from .._types import Array, Axes, FiniteCheck, ProgressLike, PyTree, Save
 from ..carries._registry import Adopted, adopt
-from .prepare import body_of, restored
+from .prepare import Prepared, body_of
+
+Remats = tuple[Remat | None, ...] | Remat | None
 
 
 class Stacks(NamedTuple):
@@ -312,34 +315,41 @@ class PreparedLayers:
     """A call of a verb over layers that can run.
 
     Attributes:
-        pattern: what the verb was told, less its arrays.
-        given: the arrays.
-        adopted: the values in x that became custom carries.
-        alive: the blocks, which may be other objects than the user's that are equal to them.
-        states: those in the state of each block.
+        prepared: the call.
+        transforms: what its options do.
+        stacks: what the layers are made of.
+        caches: for each block the stack of its layers' states; none without a state.
+        states: the values in each that became custom carries.
         form: from a list of states to what the user gave them in.
     """
 
-    pattern: Pattern
-    given: Arguments
-    adopted: Adopted
-    alive: list[Any]
+    prepared: Prepared
+    transforms: tuple[Transform | None, ...]
+    stacks: Stacks
+    caches: tuple[PyTree, ...]
     states: tuple[Adopted, ...]
     form: Callable[[list[PyTree]], PyTree]
 
     def run(self) -> tuple[Any, ...]:
         """Runs the layers: what the last one returned, the stack of their states if they have any, and the outputs."""
-        backward = isinstance(self.pattern.check, CheckLayerCotangents)
-        with in_reverse_mode() if backward else contextlib.nullcontext():
-            x, ys = self.pattern.run(self.given)
-        ys = deliver(ys)
-        caches: tuple[Any, ...] = ()
-        if self.states:
-            x, stacks = x
-            back = [adopted.restore(thaw_static(stack)) for adopted, stack in zip(self.states, stacks, strict=True)]
-            caches = (self.form(back),)
-        x, ys = restored((x, ys), self.pattern.blocks[0], self.adopted)
-        return x, *caches, ys
+        x, ys = self.prepared.run(*self.transforms)
+        each, new = ys if self.prepared.call.others else (ys,), tuple[Any, ...]()
+        if self.caches:
+            pairs = zip(self.caches, each, strict=True)
+            stacks = [jax.tree.unflatten(jax.tree.structure(old), jax.tree.leaves(y.state)) for old, y in pairs]
+            back = [adopted.restore(thaw_static(one)) for adopted, one in zip(self.states, stacks, strict=True)]
+            new, each = (self.form(back),), tuple(y.y for y in each)
+        return x, *new, each if self.stacks.sequence else each[0]
+
+    def plan(self, remat: Remat | None, given: Arguments) -> RematPlan:
+        """What the gradient needs under this `remat`, and a plan where that is a budget."""
+        loop, over_axes = self.prepared.call.lay(given), self.prepared.over_axes
+        plan = plan_of(hoist(loop if over_axes is None else over_axes(loop)), remat)
+        if remat is not None or not self.caches:
+            return plan
+        caches = [own[-1] for own in (given.xs if self.prepared.call.others else (given.xs,))]
+        carried = [jax.typeof(leaf) for leaf in jax.tree.leaves(caches) if is_smooth(leaf)]
+        return replace(plan, needed_bytes=plan.needed_bytes + sum(map(bytes_of, carried)))  # their gradient
 
 
 def prepare_layers(
@@ -375,68 +385,82 @@ def prepare_layers(
     states, caches = check_state(state, stacks)
     frozen_x = freeze_static(adopted.init)
     refuse_mutable({"x": frozen_x, "layers": layers, "xs": xs, "state": state, "args": frozen_args})
-    own, axes = _arguments(bodies, convention, stacks, caches, len(frozen_args), keyed=key is not None)
+    own, (axes, *others) = _arguments(bodies, convention, stacks, caches, len(frozen_args), keyed=key is not None)
     before = (adopted.init, *args, *(each.init for each in states))
     frozen = stacks.frozen or any(map(operator.is_not, (frozen_x, *frozen_args, *caches), before))
     custom = tuple(kind for each in (adopted, *states) for kind in each.custom)
     told = check_run(stacks.counts[-1], reverse, unroll, name)
     call = Call(bodies[0], convention, frozen=frozen, custom=custom, **told)
-    pairs = zip(bodies, stacks.counts, strict=True)
-    blocks = tuple(replace(call, body=body, length=count) for body, count in pairs)
-    plans, gather = check_gradient(remat, prefetch, stacks)
-    saves = stacks.each(save, "save") if stacks.sequence and isinstance(save, list | tuple) else (save,) * len(bodies)
-    pattern = Pattern(
-        blocks,
-        axes,
-        stacks.sequence,
-        _check_out_axes(out_axes, stacks),
-        plans,
-        tuple(map(check_save, saves)),
-        told["name"],
-        tuple(len(jax.tree.leaves(cache)) for cache in caches) or None,
-        gather,
-        shown=check_shown(progress, bodies, convention.verb, custom=bool(custom), ahead=gather is not None),
-    )
+    first, *rest = (replace(call, body=body, length=n) for body, n in zip(bodies, stacks.counts, strict=True))
     given = {"x": x, "layers": layers, "xs": xs, "args": args, "state": state}
     note_types(handles[0][1], bodies[0].memo, convention.verb, given)
-    pattern = _checking(pattern, check_finite, stacks, own)
+    prepared = Prepared(
+        replace(first, others=tuple(rest)),
+        Arguments(frozen_x, own if rest else own[0], key, frozen_args),
+        axes,
+        adopted,
+        handles,
+        other_axes=tuple(others),
+    )
+    of_gradient = check_gradient(remat, prefetch, stacks)
+    transforms = _transforms(prepared, stacks, caches, *of_gradient, save, out_axes, check_finite, progress)
     form = type(state) if stacks.sequence else operator.itemgetter(0)
-    return PreparedLayers(pattern, Arguments(frozen_x, own, key, frozen_args), adopted, handles, states, form)
+    return PreparedLayers(prepared, transforms, stacks, caches, states, form)
 
 
-def _check_out_axes(out_axes: Axes, stacks: Stacks) -> Prefix | None:
-    """Where the layers are in ys, which is a tuple for a sequence of blocks; None: first."""
-    if type(out_axes) is int and out_axes == 0:
-        return None
-    return static_axes("out_axes", tuple(out_axes) if stacks.sequence and type(out_axes) is list else out_axes)
+def _transforms(
+    prepared: Prepared,
+    stacks: Stacks,
+    caches: tuple[PyTree, ...],
+    plans: Remats,
+    gather: Gather | None,
+    save: Save,
+    out_axes: Axes,
+    check_finite: FiniteCheck,
+    progress: ProgressLike,
+) -> tuple[Transform | None, ...]:
+    """What the options of a verb over layers do."""
+    if looks_backward(check_finite) is not None:
+        refuse_prefetch(gather)
+    saves = stacks.each(save, "save") if stacks.sequence and isinstance(save, list | tuple) else save
+    saves, in_place = _of_outputs(saves, "all", stacks, caches), type(out_axes) is int and out_axes == 0
+    return (
+        prepared.over_axes if gather is None else Prefetch(gather, prepared.axes),
+        prepared.checking(check_finite, layers=True),
+        None if in_place else MoveOutputs.of(_of_outputs(out_axes, 0, stacks, caches), saves),
+        CarryStates.of(caches) if plans is None and gather is None else None,
+        None if plans is None else Recompute(plans),
+        KeepOutputs.of(saves),
+        _showing(prepared, progress, ahead=gather is not None),
+    )
 
 
-def _checking(pattern: Pattern, check_finite: Any, stacks: Stacks, xs: tuple[PyTree, ...]) -> Pattern:
-    """The pattern, with what looks at x after each layer if the user asked for it."""
-    backward = looks_backward(check_finite)
-    if backward is None:
-        return pattern
-    refuse_prefetch(pattern.prefetch)
-    abouts = tuple(
-        About(
-            f"`{call.convention.verb}` over {describe_body(call.body.function)}",
-            custom=bool(call.custom),
-            layers=place if stacks.sequence else -1,
-            length=sum(stacks.counts),
-            blocks=len(pattern.blocks),
-            backward=backward,
+def _of_outputs(said: Any, of_states: Any, stacks: Stacks, caches: tuple[PyTree, ...]) -> Any:
+    """What the user said of ys, of what a step returns beside x: for each of several blocks, beside its state."""
+    count = len(stacks.layers)
+    each = list(said) if stacks.sequence and isinstance(said, list | tuple) else [said] * count
+    each = [StateAndY(of_states, own) if caches else own for own in each]
+    return tuple(each) if (count, len(each)) != (1, 1) else each[0]
+
+
+def _showing(prepared: Prepared, progress: ProgressLike, *, ahead: bool) -> ShowProgress | None:
+    """How a verb over layers shows its progress, named as its first block is; None: it does not.
+
+    Raises:
+        Fault: for an `ArgumentError` if weights are gathered ahead, or if several blocks are to have a bar backwards.
+    """
+    shown, blocks = prepared.showing(progress), len(prepared.call.each)
+    if shown is not None and ahead:
+        raise Misuse(
+            "{call}: a loop with `prefetch` shows no `progress`: it is not cut into chunks.",
+            "Leave out one of the two.",
         )
-        for place, call in enumerate(pattern.blocks)
-    )
-    slices = tuple(
-        Slices(axes, jax.tree.structure(own)) if axes is not None and None in axes else None
-        for axes, own in zip(pattern.axes, xs, strict=True)
-    )
-    roots = (
-        names_of(call.body, len(own) + 1, call.convention.place) for call, own in zip(pattern.blocks, xs, strict=True)
-    )
-    check = CheckLayers(abouts, slices, tuple(roots))
-    return replace(pattern, check=CheckLayerCotangents(check) if backward else check)
+    if shown is not None and shown.progress.backward and blocks > 1:
+        raise Misuse(
+            f"{{call}}: `backward=True` of a `Progress` is for one block, and these are {blocks} that take turns.",
+            "Leave it out.",
+        )
+    return shown
 
 
 def _arguments(

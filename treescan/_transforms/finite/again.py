@@ -13,15 +13,16 @@ import jax.numpy as jnp
 
 from ..._avals import place_like
 from ..._loop.chunk import Level, run_chunked
-from ..._loop.loop import Feed, Loop, Step
+from ..._loop.loop import Feed, Loop, Step, in_turn
 from ..._trace.blame import Blame, becomes_bad
 from ..._trace.equations import opened
 from ..._trace.hoist import Lifted, is_smooth, merge, split
 from ..._types import Array, PyTree
+from ..nest import KeepUnchanged, run_nested
 from ..rows.leaves import expand
 from ..rows.resets import begin, begins_of
-from .case import CONSTANT, About, Bad, Case, Evidence, Worst
-from .site import GOOD, Site, numbers_of, show_one
+from .case import CONSTANT, Bad, Case, Evidence, Worst
+from .site import GOOD, Reads, Site, numbers_of, positions_of, show_one
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,23 +93,74 @@ class At(NamedTuple):
         return cls(first, loop.length - 1 - first, last - first) if loop.reverse else cls(first, first, first)
 
 
-def gather(first: Array, site: Site, about: About, taken: Array | None = None) -> tuple[Evidence, Case]:
-    """What is known of the first bad step, in a branch that is taken only if there is one. It has no derivative.
+Explain = Callable[..., Evidence]
+"""(told, place, loop, at, leaves, *operands) to what is known of a step of the loop in that place."""
+
+
+def evidence_of_step(
+    number: Array, sites: Sequence[Site], reads: Sequence[Reads | None], explain: Explain, taken: Any, *operands: Any
+) -> list[tuple[int, Evidence, Told]]:
+    """What is known of a step, in a branch that is taken only if there is one: for each loop that may have run it.
 
     Args:
-        first: int32[], how many steps ran before it; -1: there is none.
-        site: the loop.
-        about: the words for messages about it.
+        number: int32[], how many steps ran before it; -1: there is none.
+        sites: the loops that take turns.
+        reads: their arrays; None: those that they have, less their tangents.
+        explain: evaluates the step.
         taken: int32[*batch], how many steps ran, of a loop that ends early; None: all.
+        operands: what it is given beside the step.
     """
+    count, last = len(sites), sites[0].last if reads[0] is None else reads[0].last
+    if count == 1:
 
-    def explain(told: Told, first: Array, taken: Array | None) -> Evidence:
-        loop = site.once_more(taken=taken)
-        at = At.of(first, loop, site.last)
-        return evidence_at(told, at, state_before(at, site, loop), site, loop)
+        def explain_it(told: Told, number: Array, taken: Any, reads: Any, *operands: Any) -> Evidence:
+            loop = sites[0].once_more(reads, taken)
+            at = At.of(number, loop, last if reads is None else reads.last)
+            return explain(told, 0, loop, at, state_before(at, sites[0], loop), *operands)
 
-    evidence, told = in_branch(first != GOOD, explain, first, taken)
-    return evidence, case_of(site, about, told)
+        return [(0, *in_branch(number != GOOD, explain_it, number, taken, reads[0], *operands))]
+    # The state before the step is found once for all places: else the program would have all blocks once for each.
+    loops = [site.once_more(own) for site, own in zip(sites, reads, strict=True)]
+    position = last - number if sites[0].given.reverse else number
+    before, found = _before_turn(number, sites, loops), list[tuple[int, Evidence, Told]]()
+    for place, loop in enumerate(loops):
+
+        def explain_turn(
+            told: Told, at: At, before: list[Array], arrays: Any, *operands: Any, place: int = place
+        ) -> Evidence:
+            (unchanged, changing), (consts, xs) = split(sites[place].fixed, before), arrays
+            there = dataclasses.replace(loops[place], consts=(unchanged, consts[1]), xs=xs)
+            return explain(told, place, there, at, changing, *operands)
+
+        here, at = (number != GOOD) & (position % count == place), At(number, position // count, position)
+        if loop.length:
+            evidence, told = in_branch(here, explain_turn, at, before, (loop.consts, loop.xs), *operands)
+            found.append((place, evidence, told))
+    return found
+
+
+def _before_turn(number: Array, sites: Sequence[Site], loops: Sequence[Loop]) -> list[Array]:
+    """The leaves of the state before a step: all steps before it run again, in a branch that is taken if there is one.
+
+    Args:
+        number: int32[], how many steps run before it; -1: there is none.
+        sites: the loops that take turns.
+        loops: the same as they run once more.
+    """
+    unchanged, _ = loops[0].consts
+
+    def again(number: Array, leaves: list[Array]) -> list[Array]:
+        before = list[Loop]()
+        for place, (site, loop) in enumerate(zip(sites, loops, strict=True)):
+            positions = positions_of(loop, place, len(sites))
+            numbers = site.last - positions if loop.reverse else positions
+            step = Before(KeepUnchanged(loop.step, site.fixed), site.keyed)
+            xs = loop.xs._replace(x=(numbers, loop.xs.x))
+            before.append(dataclasses.replace(loop, step=step, consts=(number, loop.consts[1]), state=leaves, xs=xs))
+        return run_nested(in_turn(before))[0]
+
+    leaves = merge(sites[0].fixed, unchanged, loops[0].state)
+    return jax.lax.cond(number != GOOD, again, lambda _, leaves: leaves, number, leaves)
 
 
 def in_branch(here: Array, explain: Callable[..., Evidence], *operands: Any) -> tuple[Evidence, Told]:
@@ -200,12 +252,12 @@ def _evaluate(told: Told, state: list[Array], feed: Feed, site: Site, loop: Loop
     return told.evaluate(step.traced.jaxprs[shapes].jaxpr, names, [*held, *jax.tree.leaves((inner, state, feed))])
 
 
-def case_of(site: Site, about: About, told: Told, noted: Sequence[bool] | None = None) -> Case:
+def case_of(site: Site, told: Told, noted: Sequence[bool] | None = None) -> Case:
     """What is static of the evidence; `noted`: which leaves of the state are looked at. None: those that change."""
     carry = site.carry_of(range(len(site.fixed)))
     return Case(
-        about,
-        about.length or site.given.length,
+        site.about,
+        site.about.length or site.given.length,
         tuple(told.blame.operations),
         tuple(told.names),
         site.names_of_state(),

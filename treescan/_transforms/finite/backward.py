@@ -6,10 +6,8 @@ it once the gradient has come through all steps. Nothing is told in a program th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
@@ -21,14 +19,13 @@ from ..._avals import is_key, place_like
 from ..._axes import LeafAxes
 from ..._errors import ArgumentError, Fault
 from ..._loop.loop import Feed, Loop
-from ..._trace.hoist import is_smooth, merge, replaced, split, zeros_like
+from ..._trace.hoist import Hoisted, is_smooth, merge, replaced, split, zeros_like
 from ..._types import Array, PyTree, TreeDef
-from ..refuse import in_reverse_alone
 from ..rows.axes import spread_batch_axes
 from ..rows.leaves import expand, last_set, select, select_valid, take_row
-from .again import At, Told, case_of, feed_at, in_branch, state_before
+from .again import At, Told, case_of, evidence_of_step, feed_at
 from .case import CONSTANT, Bad, Evidence, OuterSteps, Worst, looks_backward, outer_steps
-from .check import Check, CheckLayers, before_layer, numbered_layers, tell
+from .check import Check, tell
 from .site import Numbering, Reads, Site, any_of_rows, batch_of, of_rows, show_one
 
 _BASE = 1 << 16
@@ -201,11 +198,18 @@ class Noted:
         flags: for each leaf of the state whether a step may change it, and it has a cotangent.
         axes: for each of these where the rows are; None: it belongs to all rows, or there are none.
         y_axes: the same for each leaf of one step's y that has a cotangent.
+        y_from: which of the outputs that a probe notes is the first of this loop's.
     """
 
     flags: tuple[bool, ...]
     axes: LeafAxes
     y_axes: LeafAxes
+    y_from: int = 0
+
+    @property
+    def own_y(self) -> slice:
+        """Where the outputs of this loop are among those that a probe notes."""
+        return slice(self.y_from, self.y_from + len(self.y_axes))
 
     def pick(self, leaves: Sequence[Any]) -> list[Any]:
         """Those of the leaves."""
@@ -246,7 +250,7 @@ def evidence_of(
     """
     feed, rows, (unchanged, (_, inner)) = feed_at(at, loop), loop.rows, loop.consts
     after = split(noted.pick(site.fixed), found.after)[1]
-    given = Pull(loop.consts, leaves, feed, after, found.y)
+    given = Pull(loop.consts, leaves, feed, after, found.y[noted.own_y])
     made = found.before
     if rows is not None:
         given = _of_found_rows(given, noted, found, loop)
@@ -330,13 +334,11 @@ class WatchedBackward(Numbering):
         probe: the structure of the probe.
         noted: which cotangents of its own state are looked at.
         looks_after: whether it looks at the cotangents too that the step is given: some come from beside the loop.
-        y_from: which of the outputs that the probe notes is the first of this step's.
     """
 
     probe: TreeDef
     noted: Noted
     looks_after: bool = False
-    y_from: int = 0
 
     def __call__(self, consts: PyTree, state: list[Array], feed: Feed) -> tuple[PyTree, PyTree]:
         probe, count, given = self.split(state)
@@ -346,9 +348,9 @@ class WatchedBackward(Numbering):
         outputs, structure = jax.tree.flatten(y)
         flags = list(map(is_smooth, outputs))
         noted, _ = split(flags, outputs)
-        first, last = self.y_from, self.y_from + len(noted)
-        noted, own = pass_outputs(self.noted.y_axes, noted, probe._replace(y=probe.y[first:last]))
-        probe = own._replace(y=[*probe.y[:first], *own.y, *probe.y[last:]])
+        own = self.noted.own_y
+        noted, passed = pass_outputs(self.noted.y_axes, noted, probe._replace(y=probe.y[own]))
+        probe = passed._replace(y=[*probe.y[: own.start], *passed.y, *probe.y[own.stop :]])
         if self.looks_after:
             new, probe = self.look(new, probe, number, of_result=True)
         y = jax.tree.unflatten(structure, replaced(flags, outputs, noted))
@@ -381,59 +383,64 @@ class CheckCotangents(Check):
 
     @property
     def no_forward_mode(self) -> Callable[[], Fault]:
-        """Says why there is no forward mode, where JAX would refuse it."""
+        """Makes the error for forward mode."""
         return _no_forward_mode_early if self.about.ends_early else _no_forward_mode
 
-    def watch(self, loop: Loop, site: Site) -> Loop:
-        """The checked loop, of its site."""
-        plain, early, rows = self.in_leaves(loop, site), self.about.ends_early, loop.rows
-        noted, batch = _noted(site, rows, batch_of(loop)), batch_of(loop)
-        own = noted
-        if len(plain.state) < len(noted.flags):  # those that no step changes have left the state
-            own = dataclasses.replace(noted, flags=tuple(split(site.fixed, noted.flags)[1]))
-        leaves = own.pick(plain.state)
+    def watch(self, loop: Loop, hoisted: Hoisted, sites: list[Site]) -> Loop:
+        """The checked loop, of its trace and of the sites of the loops that take turns."""
+        plain, early, rows = self.in_leaves(loop, hoisted), self.about.ends_early, loop.rows
+        noted, batch, changed = _noted(sites, rows, batch_of(loop)), batch_of(loop), None
+        if len(plain.state) < len(noted[0].flags):  # those that no step changes have left the state
+            changed = tuple(split(sites[0].fixed, noted[0].flags)[1])
+        own = [each if changed is None else dataclasses.replace(each, flags=changed) for each in noted]
+        leaves = own[0].pick(plain.state)
 
         def of_each_row(*shape: int, dtype: Any = jnp.float32) -> Array:
-            return of_rows(jnp.zeros((*batch, *shape), dtype), site.given)
+            return of_rows(jnp.zeros((*batch, *shape), dtype), loop)
 
         y = [
             of_each_row(*aval.shape, dtype=aval.dtype) if axis is None and batch else zeros_like(aval)
-            for aval, axis in zip(_y_of(site), noted.y_axes, strict=True)
+            for site, each in zip(sites, noted, strict=True)
+            for aval, axis in zip(_y_of(site), each.y_axes, strict=True)
         ]
         probe = Probe(
             of_each_row(3),
             list(map(jnp.zeros_like, leaves)),
             list(map(jnp.zeros_like, leaves)),
             y,
-            jnp.zeros((), jnp.float32) if rows is not None and None in noted.axes else None,
+            jnp.zeros((), jnp.float32) if rows is not None and None in noted[0].axes else None,
             of_each_row(2) if early and rows is not None else None,
         )
-        outer = outer_steps()
-
-        def told(given: tuple[Reads, Any], probe: Probe) -> None:
-            (reads, positions), found = given, Found.of(probe)
-
-            def explain(told: Told, found: Found, reads: Reads) -> Evidence:
-                loop = site.once_more(reads, found.taken)
-                at = At.of(found.number, loop, reads.last)
-                return evidence_of(told, site, noted, found, loop, at, state_before(at, site, loop))
-
-            evidence, static = in_branch(found.number >= 0, explain, found, reads)
-            tell(evidence, case_of(site, self.about, static, noted.flags), outer._replace(positions=positions))
-
-        seen, probe = begin(told, (site.reads, outer.positions), leaves, probe)
+        told, reads = functools.partial(_tell, sites, noted, outer_steps()), tuple(site.reads for site in sites)
+        seen, probe = begin(told, (reads, outer_steps().positions), leaves, probe)
         parts, structure = jax.tree.flatten(probe)
         count = [of_rows(jnp.zeros(batch, jnp.int32), loop)] * early
-        plain = dataclasses.replace(plain, state=replaced(own.flags, plain.state, seen))
+        plain = dataclasses.replace(plain, state=replaced(own[0].flags, plain.state, seen))
         if rows is not None:
             plain = dataclasses.replace(plain, trace=plain.trace._replace(reverse_rule=True))
-        heads, axes = [*parts, *count], (*probe.axes(own.axes, own.y_axes), *(0 for _ in count))
+        heads, axes = [*parts, *count], (*probe.axes(own[0].axes, own[0].y_axes), *(0 for _ in count))
         looks_after = early or rows is not None
-        checked = self.around_steps(
-            WatchedBackward, plain, heads, axes, probe=structure, noted=own, looks_after=looks_after
-        )
-        step = cast(WatchedBackward, checked.step)
-        return checked.finished(lambda state: step.end(state, loop.length - 1))
+        each = [{"probe": structure, "noted": one, "looks_after": looks_after} for one in own]
+        checked = self.around_steps(WatchedBackward, plain, each, heads, axes)
+        step = cast(WatchedBackward, checked.each[0].step)
+        return checked.finished(lambda state: step.end(state, loop.steps - 1))
+
+
+def _tell(
+    sites: Sequence[Site],
+    noted: Sequence[Noted],
+    outer: OuterSteps,
+    given: tuple[tuple[Reads, ...], Any],
+    probe: Probe,
+) -> None:
+    """Tells what a probe found, in the arrays of the loops; with them come the positions of the outer steps."""
+    (reads, positions), found = given, Found.of(probe)
+
+    def explain(told: Told, place: int, loop: Loop, at: At, leaves: list[Array], found: Found) -> Evidence:
+        return evidence_of(told, sites[place], noted[place], found, loop, at, leaves)
+
+    for place, evidence, static in evidence_of_step(found.number, sites, reads, explain, found.taken, found):
+        tell(evidence, case_of(sites[place], static, noted[place].flags), outer._replace(positions=positions))
 
 
 def begin(told: Any, reads: Any, leaves: list[Array], probe: Probe) -> tuple[list[Array], Probe]:
@@ -466,16 +473,18 @@ def _y_of(site: Site) -> list[Any]:
     return list(filter(is_smooth, site.hoisted.y_avals))
 
 
-def _noted(site: Site, rows: Any, batch: tuple[int, ...]) -> Noted:
-    """Which cotangents of a loop are looked at, of the leaves of its whole state."""
-    flags = tuple(_changing(site))
-    axes = site.row_axes(None)
-    y_axes: LeafAxes = (None,) * len(_y_of(site))
-    if rows is not None:
-        axes = site.row_axes(site.hoisted.loop.rows)
-        y_axes = spread_batch_axes("y_axes", rows.y_axes, site.hoisted.y, "y", batch)
-        y_axes = tuple(split(list(map(is_smooth, site.hoisted.y_avals)), y_axes)[0])
-    return Noted(flags, tuple(split(flags, axes)[0]), y_axes)
+def _noted(sites: Sequence[Site], rows: Any, batch: tuple[int, ...]) -> list[Noted]:
+    """Which cotangents of loops that take turns are looked at, of the leaves of their whole state."""
+    flags, noted, y_from = tuple(map(any, zip(*map(_changing, sites), strict=True))), list[Noted](), 0
+    for site in sites:
+        axes, y_axes = site.row_axes(None), cast(LeafAxes, (None,) * len(_y_of(site)))
+        if rows is not None:
+            axes = site.row_axes(site.hoisted.loop.rows)
+            y_axes = spread_batch_axes("y_axes", rows.y_axes, site.hoisted.y, "y", batch)
+            y_axes = tuple(split(list(map(is_smooth, site.hoisted.y_avals)), y_axes)[0])
+        noted.append(Noted(flags, tuple(split(flags, axes)[0]), y_axes, y_from))
+        y_from += len(y_axes)
+    return noted
 
 
 def refuse_truncate(truncate: Any, check_finite: Any) -> None:
@@ -488,12 +497,8 @@ def refuse_truncate(truncate: Any, check_finite: Any) -> None:
         )
 
 
-def in_reverse_mode() -> contextlib.AbstractContextManager[None]:
-    """Says it in these terms where JAX refuses forward mode."""
-    return in_reverse_alone(_no_forward_mode)
-
-
 def _no_forward_mode() -> Fault:
+    """The error for forward mode of a loop whose cotangents are looked at."""
     return Fault(
         ArgumentError,
         '{verb} over {body}: forward mode was asked for, and `check_finite="backward"` looks at cotangents, which '
@@ -511,88 +516,3 @@ def _no_forward_mode_early() -> Fault:
         "Take `jax.vmap` of `jax.grad` in place of `jax.grad` of `jax.vmap`. Or leave it out there: True looks at the "
         "carry, in forward mode too.",
     )
-
-
-@dataclass(frozen=True)
-class CheckLayerCotangents:
-    """`check_finite="backward"` of a verb over layers.
-
-    Attributes:
-        layers: what it is told of the blocks.
-    """
-
-    layers: CheckLayers
-
-    def watch(self, loops: Sequence[Loop]) -> tuple[list[Loop], WatchBackward]:
-        """The checked loops, whose state is [*the leaves of a probe, *the leaves of x]."""
-        sites = self.layers.sites_of(loops)
-        flags, leaves = tuple(map(any, zip(*map(_changing, sites), strict=True))), sites[0].hoisted.settled
-        noted = [Noted(flags, (None,) * sum(flags), (None,) * len(_y_of(site))) for site in sites]
-        y_from = tuple(itertools.accumulate((len(each.y_axes) for each in noted), initial=0))
-        zeros = list(map(jnp.zeros_like, noted[0].pick(leaves)))
-        y = [zeros_like(aval) for site in sites for aval in _y_of(site)]
-        told = functools.partial(self._tell, sites, noted, y_from, outer_steps())
-        reads = tuple(site.reads for site in sites), outer_steps().positions
-        probe = Probe(jnp.zeros(3, jnp.float32), zeros, zeros, y)
-        seen, probe = begin(told, reads, noted[0].pick(leaves), probe)
-        parts, structure = jax.tree.flatten(probe)
-        others = [
-            {"probe": structure, "noted": each, "y_from": first} for each, first in zip(noted, y_from, strict=False)
-        ]
-        state = [*parts, *replaced(flags, leaves, seen)]
-        checked = numbered_layers(sites, WatchedBackward, state, others)
-        return checked, WatchBackward(sites[0], checked[0].step)
-
-    def _tell(
-        self,
-        sites: Sequence[Site],
-        noted: Sequence[Noted],
-        y_from: Sequence[int],
-        outer: OuterSteps,
-        given: tuple[tuple[Reads, ...], Any],
-        probe: Probe,
-    ) -> None:
-        """Tells what a probe found, in the arrays of the loops; with them come the positions of the outer steps."""
-        (reads, positions), found, site, count = given, Found.of(probe), sites[0], len(sites)
-        loops = [site.once_more(each) for site, each in zip(sites, reads, strict=True)]
-        unchanged, _ = loops[0].consts
-        before = before_layer(sites, loops, found.number, merge(site.fixed, unchanged, loops[0].state))
-        position = reads[0].last - found.number if site.given.reverse else found.number
-        for place, (site, loop) in enumerate(zip(sites, loops, strict=True)):
-
-            def explain(
-                told: Told, found: Found, position: Array, before: list[Array], reads: Any, place: int = place
-            ) -> Evidence:
-                site, loop = sites[place], dataclasses.replace(loops[place], consts=reads[0], xs=reads[1])
-                there, changing = site.in_layer(loop, before)
-                own = found._replace(y=found.y[y_from[place] : y_from[place + 1]])
-                at = At(found.number, position // count, position)
-                return evidence_of(told, site, noted[place], own, there, at, changing)
-
-            if loop.length:
-                here = (found.number >= 0) & (position % count == place)
-                evidence, told = in_branch(here, explain, found, position, before, (loop.consts, loop.xs))
-                case = case_of(site, self.layers.abouts[place], told, noted[place].flags)
-                tell(evidence, case, outer._replace(positions=positions))
-
-
-@dataclass(frozen=True, eq=False)
-class WatchBackward:
-    """Layers whose cotangents are looked at, and that have run.
-
-    Attributes:
-        site: the first block.
-        step: its step.
-    """
-
-    site: Site
-    step: Any
-
-    def x_of(self, state: list[Array]) -> PyTree:
-        """What the last layer returned, of a state."""
-        return self.site.carry_of(self.step.end(state, self.site.last))
-
-    def evidence(self, state: list[Array], ys: PyTree) -> PyTree:
-        """The outputs: what was found is told in the gradient."""
-        del state
-        return ys

@@ -7,6 +7,7 @@ and evaluates that step operation by operation.
 from __future__ import annotations
 
 import abc
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -27,12 +28,11 @@ from ..._finite import note
 from ..._loop.body import Memo
 from ..._loop.loop import Loop, Result, Step, Transform
 from ..._loop.run import as_arrays, is_jit_disabled
-from ..._trace.hoist import as_loop, flattened, lift
+from ..._trace.hoist import Hoisted, as_loop, flattened
 from ..._trace.raw_keys import with_raw_keys
 from ..._types import Array, PyTree
-from ..layers.turns import run_turns, trace_turns
-from ..nest import KeepUnchanged, in_whole_state
-from .again import At, Before, Told, case_of, evidence_at, gather, in_branch
+from ..nest import in_whole_state
+from .again import At, Told, case_of, evidence_at, evidence_of_step
 from .case import About, Case, Evidence, OuterSteps, numbered, outer_steps, refuse_devices, refuse_effects
 from .site import (
     GOOD,
@@ -42,7 +42,7 @@ from .site import (
     batch_of,
     earliest,
     of_rows,
-    site_of,
+    positions_of,
     traced_as_it_runs,
     with_heads,
 )
@@ -138,189 +138,113 @@ def _known(leaf: Any, kind: Any) -> Any:
     return known if kind is None else jax.random.wrap_key_data(jnp.asarray(known), impl=kind)
 
 
+class Words(NamedTuple):
+    """What is said of a loop, in the user's terms.
+
+    Attributes:
+        about: the words for messages about it.
+        slices: what is scanned over, where some leaves are given whole; None: none are.
+        roots: what the items of x are called, where x is a tuple of arguments.
+    """
+
+    about: About
+    slices: Slices | None = None
+    roots: tuple[str, ...] | None = None
+
+
 @dataclass(frozen=True)
 class Check(abc.ABC):
     """`check_finite`.
 
     Attributes:
-        about: the words for messages about the loop.
-        slices: what is scanned over, where some leaves are given whole; None: none are.
+        words: for each of the loops that take turns.
         around: what is put around a step of rows.
     """
 
-    about: About
-    slices: Slices | None = None
+    words: tuple[Words, ...]
     around: tuple[Transform, ...] = ()
     moves = True
 
+    @property
+    def about(self) -> About:
+        """The words for messages about the first loop."""
+        return self.words[0].about
+
     def __call__(self, loop: Loop) -> Loop:
-        if not loop.length or 0 in batch_of(loop):  # there is nothing to look at
+        if not loop.steps or 0 in batch_of(loop):  # there is nothing to look at
             return loop
         refuse_devices()
         loop = with_raw_keys(dataclasses.replace(loop, state=as_arrays(loop.state)))
-        hoisted = traced_as_it_runs(self._numbered(loop))
-        refuse_effects(hoisted)
-        last = (loop.length if loop.going is None else loop.going.limit) - 1
-        return self.watch(loop, site_of(loop, hoisted, self.slices, last, around=self.around))
+        hoisted, sites = traced_as_it_runs(self._numbered(loop)), list[Site]()
+        last = (loop.steps if loop.going is None else loop.going.limit) - 1
+        for turn, trace, (about, slices, roots) in zip(loop.each, hoisted.each, self.words, strict=True):
+            with speaking_of(turn.body.function) if loop.turns else contextlib.nullcontext():
+                refuse_effects(trace)
+            given = dataclasses.replace(turn, finish=loop.finish)
+            sites.append(Site(about, given, trace, slices, last, self.around, roots))
+        return self.watch(loop, hoisted, sites)
 
     @abc.abstractmethod
-    def watch(self, loop: Loop, site: Site) -> Loop:
-        """The checked loop, of its site."""
+    def watch(self, loop: Loop, hoisted: Hoisted, sites: list[Site]) -> Loop:
+        """The checked loop, of its trace and of the sites of the loops that take turns."""
 
     def _numbered(self, loop: Loop) -> Loop:
         """The loop; the loops within its steps are told of the step if its position is known before the loop runs."""
-        return loop if self.about.ends_early or loop.rows is not None else numbered(loop, self.about.call)
+        known = not self.about.ends_early and loop.rows is None and self.about.layers is None
+        return numbered(loop, self.about.call) if known else loop
 
-    def in_leaves(self, loop: Loop, site: Site) -> Loop:
+    def in_leaves(self, loop: Loop, hoisted: Hoisted) -> Loop:
         """The loop with a list of leaves as its state."""
         if loop.rows is not None:
             return loop
-        return dataclasses.replace(as_loop(site.hoisted), trace=None)
+        if loop.turns:
+            return in_whole_state(hoisted)
+        return dataclasses.replace(as_loop(hoisted), trace=None)
 
     def around_steps(
-        self, kind: Callable[..., Step], loop: Loop, heads: list[Array], where: LeafAxes | None = None, **told: Any
+        self,
+        kind: Callable[..., Step],
+        loop: Loop,
+        told: Sequence[dict[str, Any]],
+        heads: list[Array],
+        where: LeafAxes | None = None,
     ) -> Loop:
-        """The loop with a step of a kind around its own, and with these leaves before its state."""
-        early, last = self.about.ends_early, loop.length - 1 if loop.reverse else None
-        step = kind(step=loop.step, keyed=loop.xs.position is not None, counts=early, last=last, **told)
-        position = loop.xs.position if early else jnp.arange(loop.length, dtype=jnp.int32)
-        xs = loop.xs._replace(position=position)
-        return dataclasses.replace(with_heads(loop, heads, where), step=step, xs=xs, memo=Memo())
+        """The loop with a step of a kind around its own, or those of its turns, and these leaves before its state."""
+        early, turns = self.about.ends_early, list(loop.each)
+        last = loop.steps - 1 if loop.reverse else None
+        for place, (turn, more) in enumerate(zip(turns, told, strict=True)):
+            step = kind(step=turn.step, keyed=turn.xs.position is not None, counts=early, last=last, **more)
+            xs = turn.xs if early else turn.xs._replace(position=positions_of(turn, place, len(turns)))
+            turns[place] = dataclasses.replace(with_heads(turn, heads, where), step=step, xs=xs, memo=Memo())
+        return dataclasses.replace(loop.with_turns(turns), memo=Memo())
 
 
 @dataclass(frozen=True)
 class CheckFinite(Check):
     """`check_finite=True`."""
 
-    def watch(self, loop: Loop, site: Site) -> Loop:
-        """The checked loop, of its site."""
-        early, plain = self.about.ends_early, self.in_leaves(loop, site)
+    def watch(self, loop: Loop, hoisted: Hoisted, sites: list[Site]) -> Loop:
+        """The checked loop, of its trace and of the sites of the loops that take turns."""
+        early, plain = self.about.ends_early, self.in_leaves(loop, hoisted)
         if is_jit_disabled() and loop.rows is None:
             plain = dataclasses.replace(flattened(self._numbered(loop)), trace=None)
-        watched = tuple(not fixed for fixed in site.fixed)
-        if len(watched) > len(plain.state):  # those that no step changes have left the state
-            watched = (True,) * len(plain.state)
-        axes = (None,) * len(watched) if loop.rows is None else loop.rows.axes.state
+        told, count = list[dict[str, Any]](), len(plain.state)
+        for site in sites:
+            watched = tuple(not fixed for fixed in site.fixed)
+            if len(watched) > count:  # those that no step changes have left the state
+                watched = (True,) * count
+            axes = (None,) * count if loop.rows is None else loop.rows.axes.state
+            told.append({"watched": watched, "axes": axes})
         heads = [of_rows(jnp.full(batch_of(loop), number, jnp.int32), loop) for number in (GOOD, 0)[: 1 + early]]
-        checked = self.around_steps(Watched, plain, heads, watched=watched, axes=axes)
+        checked = self.around_steps(Watched, plain, told, heads)
+
+        def explain(told: Told, place: int, loop: Loop, at: At, leaves: list[Array]) -> Evidence:
+            return evidence_at(told, at, leaves, sites[place], loop)
 
         def ys_of(result: Result) -> PyTree:
-            evidence, case = gather(earliest(result.state[0]), site, self.about, result.steps)
-            return WithEvidence(result.ys, (evidence,), (case,))
+            none = [None] * len(sites)
+            found = evidence_of_step(earliest(result.state[0]), sites, none, explain, result.steps)
+            cases = tuple(case_of(sites[place], told) for place, _, told in found)
+            return WithEvidence(result.ys, tuple(evidence for _, evidence, _ in found), cases)
 
         return checked.finished(lambda state: state[len(heads) :], ys_of)
-
-
-@dataclass(frozen=True)
-class CheckLayers:
-    """`check_finite` of a verb over layers.
-
-    Attributes:
-        abouts: the words for messages about each block.
-        slices: what the layers of each are scanned over, where some leaves are given whole; None: none are.
-        roots: what the arguments of each are called that are a layer's own.
-    """
-
-    abouts: tuple[About, ...]
-    slices: tuple[Slices | None, ...]
-    roots: tuple[tuple[str, ...], ...]
-
-    def watch(self, loops: Sequence[Loop]) -> tuple[list[Loop], Watch]:
-        """The checked loops, whose state is [the number of the first bad layer, *the leaves of x]."""
-        sites = self.sites_of(loops)
-        parts = [tuple(not fixed for fixed in site.fixed) for site in sites]
-        others = [{"watched": changing, "axes": (None,) * len(changing)} for changing in parts]
-        state = [jnp.int32(GOOD), *sites[0].hoisted.settled]
-        return numbered_layers(sites, Watched, state, others), Watch(self, tuple(sites))
-
-    def sites_of(self, loops: Sequence[Loop]) -> list[Site]:
-        """The sites of the blocks.
-
-        Raises:
-            Fault: for an `ArgumentError` if a block cannot be run once more, or devices run parts of it.
-        """
-        refuse_devices()
-        loops = [with_raw_keys(loop) for loop in loops]
-        with jax.disable_jit(False):
-            traced = [lift(hoisted) for hoisted in trace_turns(loops)]
-        last, sites = sum(loop.length for loop in loops) - 1, list[Site]()
-        for loop, hoisted, slices, roots in zip(loops, traced, self.slices, self.roots, strict=True):
-            with speaking_of(loop.body.function):
-                refuse_effects(hoisted)
-            sites.append(site_of(loop, hoisted, slices, last, roots=roots))
-        return sites
-
-
-def numbered_layers(
-    sites: Sequence[Site], step: Callable[..., Step], state: list[Array], others: Sequence[dict[str, Any]]
-) -> list[Loop]:
-    """The loops of blocks, their layers numbered among those of all, with a step around that of each."""
-    loops = list[Loop]()
-    for place, (site, more) in enumerate(zip(sites, others, strict=True)):
-        loop = flattened(site.given) if is_jit_disabled() else in_whole_state(site.hoisted)
-        around = step(step=loop.step, keyed=site.keyed, last=site.last if loop.reverse else None, **more)
-        xs = loop.xs._replace(position=positions_of(loop, place, len(sites)))
-        loops.append(dataclasses.replace(loop, step=around, state=state, xs=xs, memo=Memo(), trace=None, finish=()))
-    return loops
-
-
-def positions_of(loop: Loop, place: int, blocks: int) -> Array:
-    """int32[n]: the numbers of a block's layers among those of all."""
-    return place + blocks * jnp.arange(loop.length, dtype=jnp.int32)
-
-
-@dataclass(frozen=True, eq=False)
-class Watch:
-    """Checked layers that have run, for their evidence."""
-
-    check: CheckLayers
-    sites: tuple[Site, ...]
-
-    def x_of(self, state: list[Array]) -> PyTree:
-        """What the last layer returned, of a state."""
-        return self.sites[0].carry_of(state[1:])
-
-    def evidence(self, state: list[Array], ys: PyTree) -> WithEvidence:
-        """The outputs, with what is known of the first bad layer."""
-        first, site, blocks = state[0], self.sites[0], len(self.sites)
-        loops = [site.once_more() for site in self.sites]
-        position = site.last - first if site.given.reverse else first
-        before = before_layer(self.sites, loops, first, jax.lax.stop_gradient(site.hoisted.settled))
-        evidence, cases = list[Evidence](), list[Case]()
-        for place, (site, loop, about) in enumerate(zip(self.sites, loops, self.check.abouts, strict=True)):
-
-            def explain(
-                told: Told, first: Array, position: Array, before: list[Array], site: Site = site, loop: Loop = loop
-            ) -> Evidence:
-                there, changing = site.in_layer(loop, before)
-                return evidence_at(told, At(first, position // blocks, position), changing, site, there)
-
-            here = (first != GOOD) & (position % blocks == place)
-            found, told = in_branch(here if loop.length else here & False, explain, first, position, before)
-            evidence.append(found)
-            cases.append(case_of(site, about, told))
-        return WithEvidence(ys, tuple(evidence), tuple(cases))
-
-
-def before_layer(sites: Sequence[Site], loops: Sequence[Loop], first: Array, leaves: list[Array]) -> list[Array]:
-    """The leaves of x before a layer: all layers before it run again, in a branch that is taken if there is one.
-
-    Args:
-        sites: the blocks.
-        loops: their loops as they run once more.
-        first: int32[], how many layers run before it; -1: there is none.
-        leaves: those of x before the first layer.
-    """
-
-    def again(first: Array, leaves: list[Array]) -> list[Array]:
-        before = list[Loop]()
-        for place, (site, loop) in enumerate(zip(sites, loops, strict=True)):
-            positions = positions_of(loop, place, len(sites))
-            numbers = site.last - positions if loop.reverse else positions
-            step = Before(KeepUnchanged(loop.step, site.fixed), site.keyed)
-            xs = loop.xs._replace(x=(numbers, loop.xs.x))
-            before.append(dataclasses.replace(loop, step=step, consts=(first, loop.consts[1]), state=leaves, xs=xs))
-        state, _ = run_turns(before, None, (None,) * len(before), Memo())
-        return state
-
-    return jax.lax.cond(first != GOOD, again, lambda _, leaves: leaves, first, leaves)

@@ -22,6 +22,7 @@ from ..._types import Array, PyTree, TreeDef
 from ..rows.axes import Begins, Rows, with_axes
 from ..rows.leaves import last_set, mask_of_lengths, select, select_valid, take_row
 from ..rows.resets import begins_of
+from .case import About
 
 
 def batch_of(loop: Loop) -> tuple[int, ...]:
@@ -181,6 +182,12 @@ def numbers_of(loop: Loop) -> Array:
     return order[::-1] if loop.reverse else order
 
 
+def positions_of(loop: Loop, place: int = 0, count: int = 1) -> Array:
+    """int32[T]: the positions of the steps of a loop among those of all that take turns."""
+    positions = jnp.arange(loop.length, dtype=jnp.int32)
+    return positions if count == 1 else place + count * positions
+
+
 @dataclass(frozen=True)
 class Slices:
     """What is scanned over, where some leaves are given whole.
@@ -203,6 +210,7 @@ class Site:
     """A loop before it was checked.
 
     Attributes:
+        about: the words for messages about it.
         given: the loop; in the names and the structure of the user's.
         hoisted: its trace; what the body closes over is lifted.
         slices: what is scanned over, where some leaves are given whole; None: none are. These lead the consts.
@@ -211,6 +219,7 @@ class Site:
         roots: what the items of x are called, where x is a tuple of arguments.
     """
 
+    about: About
     given: Loop
     hoisted: Hoisted
     slices: Slices | None
@@ -269,11 +278,6 @@ class Site:
         """For each leaf of the state where these rows are; None: it belongs to all, or there are none."""
         return (None,) * len(self.fixed) if rows is None else tuple(merge(self.fixed, rows.fixed, rows.axes.state))
 
-    def in_layer(self, loop: Loop, leaves: Sequence[Array]) -> tuple[Loop, list[Array]]:
-        """The loop of one block where x is known, and the leaves of x that it changes."""
-        unchanged, changing = split(self.fixed, leaves)
-        return dataclasses.replace(loop, consts=(unchanged, loop.consts[1])), changing
-
     def valid_of(self, feed: Feed) -> Array | None:
         """The mask of a step, as the user knows it. A loop whose condition is one bool has none."""
         alone = feed.valid is not None and not feed.valid.ndim and self.given.going is not None
@@ -312,11 +316,6 @@ class Site:
             whole, named = split([axis is None for axis in self.slices.axes], named)
         fed, others = self.hoisted.loop.xs, {"position": "the position", "valid": "valid"}
         return whole, [*named, *(text for field, text in others.items() if getattr(fed, field) is not None)]
-
-
-def site_of(loop: Loop, hoisted: Hoisted, slices: Slices | None, last: Any, **others: Any) -> Site:
-    """The site of a loop, of its trace; see `Site`."""
-    return Site(loop, hoisted, slices, last, **others)
 
 
 def traced_as_it_runs(loop: Loop) -> Hoisted:

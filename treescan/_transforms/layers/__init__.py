@@ -1,1 +1,1 @@
-"""Loops over layers: several blocks that take turns."""
+"""Loops over layers: states of their own, and weights that are gathered ahead."""

@@ -150,43 +150,54 @@ class GatherLeaves:
 EACH_LAYER = Remat(levels=1)
 
 
-def no_forward_mode() -> Fault:
-    """The error for forward mode of a loop that gathers early."""
-    return Fault(
-        ArgumentError,
-        "{verb} over {body}: this is forward mode, but JAX differentiates a loop with `prefetch` only in reverse "
-        "mode, like any function with a `jax.custom_vjp`.",
-        "Leave `prefetch` out there. `jax.grad`, `jax.vmap`, and forward mode of a gradient work with it.",
-    )
+@dataclass(frozen=True)
+class Prefetch:
+    """`prefetch`: gathers the next layer while one is computed.
 
-
-def run_prefetched(loop: Loop, axes: LeafAxes | None, gather: Gather) -> tuple[PyTree, PyTree]:
-    """Runs a loop over layers: its state, and its outputs.
-
-    Args:
-        loop: the loop; its x is a tuple that begins with the layer.
-        axes: for each leaf of xs the axis of the layers, None for what all share; None as a whole: axis 0 for all.
+    Attributes:
         gather: gathers the weights of one layer.
+        axes: for each leaf of xs the axis of the layers, None for what all share; None as a whole: axis 0 for all.
     """
-    if is_untraced(loop) or loop.length == 1:
-        loop = dataclasses.replace(loop, step=GatherFirst(loop.step, gather))
-        return run_nested(Recompute(EACH_LAYER)(loop if axes is None else scan_over_axes(loop, axes)))
-    layers, structure = jax.tree.flatten(loop.xs.x[0])
-    of_layers = (0,) * len(layers) if axes is None else axes[: len(layers)]
-    gathers = GatherLeaves(gather, structure, of_layers)
-    shared = [leaf for leaf, axis in zip(layers, of_layers, strict=True) if axis is None]
-    loop = loop if axes is None else scan_over_axes(loop, axes)
-    leaves, structure = jax.tree.flatten(loop.xs.x)
-    count = len(layers) - len(shared)
-    stack, others = leaves[:count], leaves[count:]
-    types = jax.eval_shape(lambda stack, shared: _all_gathered(gathers, stack, shared), stack, shared)
-    xs = loop.xs._replace(x=jax.tree.unflatten(structure, [*types, *others]))
-    loop = lifted(traced(dataclasses.replace(loop, xs=xs)))
-    _refuse_to_repeat(loop.trace)
-    layer = _Layer(loop.step, gathers, structure)
-    both = _BothWays(layer, dataclasses.replace(loop, step=layer.step, consts=None, state=None, xs=Feed(None)))
-    own = xs._replace(x=others)
-    return finish(loop, *both.run(_Operands(loop.consts, shared, stack, loop.state, own)))
+
+    gather: Gather
+    axes: LeafAxes | None
+    moves = True
+
+    def __call__(self, loop: Loop) -> Loop:
+        return dataclasses.replace(loop, runner=self.run)
+
+    @staticmethod
+    def no_forward_mode() -> Fault:
+        """The error for forward mode of a loop that gathers early."""
+        return Fault(
+            ArgumentError,
+            "{verb} over {body}: this is forward mode, but JAX differentiates a loop with `prefetch` only in reverse "
+            "mode, like any function with a `jax.custom_vjp`.",
+            "Leave `prefetch` out there. `jax.grad`, `jax.vmap`, and forward mode of a gradient work with it.",
+        )
+
+    def run(self, loop: Loop) -> tuple[PyTree, PyTree]:
+        """Runs a loop whose x is a tuple that begins with the layer: its state, and its outputs, not finished yet."""
+        loop, axes, gather = dataclasses.replace(loop, runner=None, finish=()), self.axes, self.gather
+        if is_untraced(loop) or loop.length == 1:
+            loop = dataclasses.replace(loop, step=GatherFirst(loop.step, gather))
+            return run_nested(Recompute(EACH_LAYER)(loop if axes is None else scan_over_axes(loop, axes)))
+        layers, structure = jax.tree.flatten(loop.xs.x[0])
+        of_layers = (0,) * len(layers) if axes is None else axes[: len(layers)]
+        gathers = GatherLeaves(gather, structure, of_layers)
+        shared = [leaf for leaf, axis in zip(layers, of_layers, strict=True) if axis is None]
+        loop = loop if axes is None else scan_over_axes(loop, axes)
+        leaves, structure = jax.tree.flatten(loop.xs.x)
+        count = len(layers) - len(shared)
+        stack, others = leaves[:count], leaves[count:]
+        types = jax.eval_shape(lambda stack, shared: _all_gathered(gathers, stack, shared), stack, shared)
+        xs = loop.xs._replace(x=jax.tree.unflatten(structure, [*types, *others]))
+        loop = lifted(traced(dataclasses.replace(loop, xs=xs)))
+        _refuse_to_repeat(loop.trace)
+        layer = _Layer(loop.step, gathers, structure)
+        both = _BothWays(layer, dataclasses.replace(loop, step=layer.step, consts=None, state=None, xs=Feed(None)))
+        own = xs._replace(x=others)
+        return finish(loop, *both.run(_Operands(loop.consts, shared, stack, loop.state, own)))
 
 
 def _all_gathered(gathers: GatherLeaves, stack: list[Array], shared: list[Array]) -> list[Array]:

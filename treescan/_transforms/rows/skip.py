@@ -219,7 +219,7 @@ class ScheduleChunks:
         assert valid is not None
         rules = self.rules and loop.trace.products
         around = _Around(
-            rows.axes, self.tiers, rows.outputs.idle, self.remat, size == loop.length, rules, loop.recomputed
+            rows.axes, self.tiers, rows.outputs.idle, self.remat, size == loop.length, rules, loop.remat is not None
         )
         loop = with_safe_branches(loop) if self.rules else loop
         schedule = make_schedule(valid, size, self.tiers)
