@@ -171,6 +171,29 @@ def ref_written_in_padding(one):
     return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS)
 
 
+@case(ArgumentError, less=("disable_jit", "vmap"))
+def ref_written_in_padding_beside_options(one):
+    ref = jax.new_ref(jnp.ones(()))
+
+    def step(carry, x):
+        ref[...] += 1
+        return carry, None
+
+    options = {"chunk": 2, "remat": "nested", "check_finite": True}
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, **options)
+
+
+@case(ArgumentError, less=("disable_jit", "vmap"))
+def remat_fit_over_a_ref_with_rows(one):
+    ref = jax.new_ref(jnp.ones(()))
+
+    def step(carry, x, *, valid):
+        ref[...] += jnp.where(valid.any(), 1.0, 0.0)
+        return carry, None
+
+    return mask_scan(step, one * jnp.ones(2), ROWS, lengths=LENGTHS, remat=treescan.Remat.fit(10**8))
+
+
 @case(ArgumentError)
 def packed_within_xs_with_its_mask(one):
     packed = TWO
