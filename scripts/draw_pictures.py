@@ -275,6 +275,7 @@ def _class_of(argument: ast.expr) -> str:
     """`KeepOutputs` of `KeepOutputs.of(save)` and of `KeepOutputs(save)`; nothing of what is no transform."""
     text = ast.unparse(argument.func if isinstance(argument, ast.Call) else argument).removesuffix(".of")
     calls = {
+        "over": "OverRows",
         "over_axes": "OverAxes",
         "checking": "CheckFinite",
         "showing": "ShowProgress",

@@ -378,9 +378,9 @@ class RowPlan(NamedTuple):
     chunk: int | None = None
     compact: bool | tuple[int, ...] = False
 
-    def over(self, axes: LeafAxes | None) -> OverRows:
-        """The transform, of the axes over which xs are scanned."""
-        return OverRows(self.carries, self.inputs, self.outputs, self.time_axis, axes, self.compact)
+    def over(self, axes: LeafAxes | None, others: tuple[str, ...]) -> OverRows:
+        """The transform, of the axes over which xs are scanned, and of other options; see `OverRows`."""
+        return OverRows(self.carries, self.inputs, self.outputs, self.time_axis, axes, self.compact, others)
 
 
 def _without_refs(
@@ -452,7 +452,7 @@ def run_scan(
     flags, filled, kept = check_targets(flags, *put_back), Prefix.of(rows.fill), check_save(save)
     call = dataclasses.replace(call, given=call.given._replace(rows=flags))
     return call.run(
-        dataclasses.replace(rows.over(call.axes), others=_without_refs(rows.chunk, remat, kept, check_finite)),
+        rows.over(call.axes, _without_refs(rows.chunk, remat, kept, check_finite)),
         BeginSegments.of(flags),
         call.checking(check_finite, around=AROUND_ROWS),
         MoveOutputs.of(out_axes, save),

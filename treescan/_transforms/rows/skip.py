@@ -218,9 +218,8 @@ class ScheduleChunks:
         rows, valid = loop.rows, loop.xs.valid
         assert valid is not None
         rules = self.rules and loop.trace.products
-        around = _Around(
-            rows.axes, self.tiers, rows.outputs.idle, self.remat, size == loop.length, rules, loop.remat is not None
-        )
+        recomputed, only = loop.remat is not None, size == loop.length
+        around = _Around(rows.axes, self.tiers, rows.outputs.idle, self.remat, only, rules, recomputed)
         loop = with_safe_branches(loop) if self.rules else loop
         schedule = make_schedule(valid, size, self.tiers)
         return dataclasses.replace(loop, xs=loop.xs._replace(schedule=schedule)), around
