@@ -123,7 +123,7 @@ class Loop:
         memo: keeps what is made for the step: the body's own memo, which outlives the call, unless the step holds a
             trace, and with it values of an outer one.
         trace: what was read off a trace of the step, if it was traced ahead of the loop; see `hoist.traced`.
-        remat: what the gradient recomputes of each step, as the user asked; None: the user did not.
+        remat: what the gradient recomputes of each step, as the user asked; of turns a tuple. None: the user did not.
         wishes: the chunks that transforms ask for, and what they put around them; see `nest.run_nested`.
         keeps: for each leaf of one step's y how often it is kept; None: ys are stacked whole.
         rows: what a masked scan was told of its rows, and from `over_rows.OverRows` on where they are.
