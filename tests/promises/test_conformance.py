@@ -40,18 +40,6 @@ def test_scan_is_a_python_loop(case):
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("init", [0, 0.0, True, 1j, np.float32(1), np.int8(3)], ids=repr)
-@pytest.mark.parametrize("transform", ["jit", "disable_jit"])
-def test_scalars_are_promoted_as_by_lax_scan(init, transform):
-    for length in (1, 3):
-        xs = jnp.ones(length, jnp.asarray(init).dtype)
-        actual, expected = (
-            TRANSFORMS[transform](lambda xs, _, scan=scan: scan(lambda c, x: (c * x, c), init, xs), xs, None)
-            for scan in (treescan.scan, jax.lax.scan)
-        )
-        assert_bitwise(actual, expected)
-
-
 # fold and accumulate: the scan that returns its carry as y.
 
 

@@ -43,6 +43,27 @@ def draws(key, x):
     return key, jax.random.normal(now) * x
 
 
+@jax.custom_jvp
+def with_jvp(carry, x):
+    return jnp.sin(carry * x)
+
+
+with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), 10 * tangents[0] * primals[1]))
+
+
+@jax.custom_vjp
+def with_vjp(carry, x):
+    return jnp.sin(carry * x)
+
+
+with_vjp.defvjp(lambda c, x: (with_vjp(c, x), (c, x)), lambda res, t: (10 * t * res[1], t * res[0]))
+
+
+def prints(carry, x):
+    jax.debug.callback(lambda _: None, x)
+    return carry * x, carry
+
+
 PROGRAMS = {name: (case.body, case.init, case.make_xs(7)) for name, case in CASES.items()} | {
     "closure": (closes_over, array(2), array(4)),
     "constants": (returns_its_input, (array(3), array(2)), array(4)),
@@ -52,6 +73,10 @@ PROGRAMS = {name: (case.body, case.init, case.make_xs(7)) for name, case in CASE
     "weak type": (promotes, 1, array(4)),
     "keys": (draws, jax.random.key(0), array(4)),
     "static axis": (lambda c, x: (c, jnp.flip(x)), (), array(4, 3)),
+    "custom_jvp": (lambda c, x: (with_jvp(c, x), c), array(), array(4)),
+    "custom_vjp": (lambda c, x: (with_vjp(c, x), c), array(), array(4)),
+    "checkpoint": (lambda c, x: (jax.checkpoint(jnp.tanh)(c * x), c), array(), array(4)),
+    "effects": (prints, array(), array(4)),
 }
 OPTIONS_OF_LAX = {
     "plain": {},
