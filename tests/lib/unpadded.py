@@ -1,11 +1,9 @@
-"""The oracle of variable lengths: each row of a batch cut into its segments, and each of these run by `jax.lax.scan`.
+"""Bodies and batches of variable length, and what they come to: each row by itself, step by step, by `plain.mask_scan`.
 
-Padding does not exist here: of xs, only the valid steps are ever touched. Outputs are added up with weights to a loss,
-a sum over rows and segments; its derivatives are the sums of theirs.
+Padding does not exist there: of xs, only the valid steps are ever touched. Outputs are added up with weights to a loss.
 """
 
 import functools
-import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -15,6 +13,7 @@ import numpy as np
 import numpy.testing as npt
 import pytest
 from oracle import as_numpy, is_inexact
+from works import plain
 
 import treescan
 
@@ -197,121 +196,17 @@ def compiled(function: Callable[..., Any], *args: Any) -> Any:
     return jax.jit(function)(*args)
 
 
-@functools.cache
-def segment_program(name: str, kind: str) -> Callable[[Batch], Any]:
-    """`derive` of `lax.scan`, compiled once for each number of steps."""
-
-    def run(params, rows, xs):
-        return jax.lax.scan(functools.partial(CASES[name].body, params | {"act": jnp.tanh}), rows, xs)
-
-    return jax.jit(lambda batch: derive(kind, run, batch))
-
-
-def segments_of(valid: np.ndarray, resets: np.ndarray, *, reverse: bool) -> list[list[int]]:
-    """The steps of one row, cut before each flag, in the order of the run; one segment of no step if there are none."""
-    segments: list[list[int]] = []
-    for step in np.flatnonzero(valid):
-        if not segments or resets[step]:
-            segments.append([])
-        segments[-1].append(int(step))
-    return ([at[::-1] for at in segments[::-1]] if reverse else segments) or [[]]
-
-
-def sources(valid: np.ndarray, reverse: bool) -> np.ndarray:
-    """For each step of one row the last valid one in the order of the run, or -1."""
-    last, found = -1, np.full(valid.shape, -1)
-    for step in range(len(valid))[:: -1 if reverse else 1]:
-        last = found[step] = step if valid[step] else last
-    return found
-
-
 def expected(
     name: str, kind: str, batch: Batch, valid: np.ndarray, resets: np.ndarray, *, reverse: bool = False, fill: Any = 0
 ) -> tuple[Any, Any]:
     """What `derive(kind, ...)` of the masked scan is to return."""
-    steps, shape = valid.shape[0], valid.shape[1:]
-    flat = _flatten(batch, steps, shape)
-    fills = fill if isinstance(fill, dict) else dict.fromkeys(("y", "n"), fill)
-    results = [
-        _row(segment_program(name, kind), _take(flat, b), v, r, fills, reverse)
-        for b, (v, r) in enumerate(
-            zip(*(flags.reshape(steps, math.prod(shape)).T for flags in (valid, resets)), strict=True)
-        )
-    ]
 
-    def stack(trees, axis):
-        def stacked(*leaves):
-            together = np.stack(leaves, axis)
-            return together.reshape((*together.shape[:axis], *shape, *together.shape[axis + 1 :]))
+    def run(params: Any, rows: Any, xs: Any) -> Any:
+        body = functools.partial(CASES[name].body, params | {"act": jnp.tanh})
+        rows, xs = jax.tree.map(jnp.asarray, (rows, xs))
+        return plain.mask_scan(body, rows, xs, mask=valid, resets=resets, reverse=reverse, fill=fill)
 
-        return jax.tree.map(stacked, *trees)
-
-    finals, ys, derivatives = zip(*results, strict=True)
-    out = stack(finals, 0), stack(ys, 1)
-    if kind == "jvp":
-        return out, (stack([d[0] for d in derivatives], 0), stack([d[1] for d in derivatives], 1))
-    params, rows, xs = zip(*derivatives, strict=True)
-    return out, (jax.tree.map(lambda *leaves: sum(leaves), *params), stack(rows, 0), stack(xs, 1))
-
-
-def _flatten(batch: Batch, steps: int, shape: tuple[int, ...]) -> Batch:
-    """One batch axis instead of any number."""
-    count = math.prod(shape)
-
-    def rows(leaf):
-        return leaf.reshape(count, *leaf.shape[len(shape) :])
-
-    def times(leaf):
-        return leaf.reshape(steps, count, *leaf.shape[len(shape) + 1 :])
-
-    def both(params, first, second):
-        return params, jax.tree.map(rows, first), jax.tree.map(times, second)
-
-    return Batch(both(*batch.given), both(None, *batch.weights)[1:], both(*batch.direction))
-
-
-def _take(batch: Batch, b: int) -> Batch:
-    def both(params, first, second):
-        return params, jax.tree.map(lambda leaf: leaf[b], first), jax.tree.map(lambda leaf: leaf[:, b], second)
-
-    return Batch(both(*batch.given), both(None, *batch.weights)[1:], both(*batch.direction))
-
-
-def _row(program, row: Batch, valid, resets, fills: dict[str, Any], reverse: bool) -> Any:
-    (params, init, xs), (w_final, w_ys), (v_params, v_init, v_xs) = row
-    source, segments = sources(valid, reverse), segments_of(valid, resets, reverse=reverse)
-    steps = len(valid)
-    weight = np.zeros_like(w_ys["y"])
-    for t in range(steps):
-        if valid[t] or (fills["y"] == "hold" and source[t] >= 0):
-            weight[source[t]] += w_ys["y"][t]
-    results = []
-    for at in segments:
-        cut = functools.partial(jax.tree.map, lambda leaf, at=at: leaf[np.array(at, int)])
-        w_init = jax.tree.map(lambda leaf, on=at is segments[-1]: leaf * np.float32(on), w_final)
-        given = Batch((params, init, cut(xs)), (w_init, {"y": weight[at], "n": None}), (v_params, v_init, cut(v_xs)))
-        results.append(jax.tree.map(as_numpy, program(given)))
-
-    def in_place(parts, fill):
-        """Steps of all segments at their places, padding filled."""
-        whole = np.full((steps, *parts[0].shape[1:]), 0 if fill == "hold" else fill, parts[0].dtype)
-        for at, part in zip(segments, parts, strict=True):
-            whole[at] = part
-        if fill == "hold":
-            whole = (
-                np.where((source >= 0).reshape(-1, *(1 for _ in whole.shape[1:])), whole[source], 0) if steps else whole
-            )
-        return whole.astype(parts[0].dtype)
-
-    final = results[-1][0][0]
-    ys = {key: in_place([out[1][key] for out, _ in results], fills[key]) for key in fills}
-    derivatives = [derivative for _, derivative in results]
-    if len(derivatives[0]) == 2:  # tangents of (final, ys)
-        tangent = in_place([d[1]["y"] for d in derivatives], "hold" if fills["y"] == "hold" else 0)
-        return final, ys, (derivatives[-1][0], {"y": tangent, "n": None})
-    places = jax.tree.map(lambda *parts: in_place(parts, 0), *[d[2] for d in derivatives])
-    added = jax.tree.map(lambda *leaves: sum(leaves), *[d[:2] for d in derivatives])
-    return final, ys, (*added, places)
+    return derive(kind, run, batch)
 
 
 # The masked scan.

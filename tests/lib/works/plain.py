@@ -75,8 +75,14 @@ def kept(ys: Sequence[Any], last: Any, save: Any, out_axes: Any) -> Any:
             found.append(None)
         else:
             every = 1 if kind == "all" else kind
-            found.append(jnp.stack(steps[every - 1 :: every], axis))
+            some = steps[every - 1 :: every]
+            found.append(jnp.stack(some, axis) if some else none_of(jax.tree.leaves(last)[n], axis))
     return jax.tree.unflatten(structure, found)
+
+
+def none_of(leaf: Any, axis: int) -> Any:
+    """A stack of no steps."""
+    return jnp.take(jnp.expand_dims(leaf, axis), np.array([], int), axis=axis)
 
 
 def crosses(before: int | None, now: int, truncate: int | None) -> bool:
@@ -235,7 +241,7 @@ def mask_scan(
     states = {row: row_of(init, carry_axes, row) for row in rows}
     starts, before = dict(states), dict.fromkeys(rows)
     if reset_to is not None:
-        starts = {row: row_of(reset_to, carry_axes, row)._replace(act=init.act) for row in rows}
+        starts = {row: row_of(reset_to, carry_axes, row) for row in rows}
     outputs: dict[int, dict[tuple[int, ...], Any]] = {}
     for position in reversed(range(count)) if reverse else range(count):
         running = [row for row in rows if valid[(position, *row)]]
@@ -252,24 +258,30 @@ def mask_scan(
             before[row] = position
         if running:
             states = {row: without_rows(state, carry_axes, states[running[0]]) for row, state in states.items()}
-    ys = _filled(outputs, rows, range(count - 1, -1, -1) if reverse else range(count), fill, y_axes)
-    lasts = _lasts(outputs, rows, reversed(range(count)) if reverse else range(count), fill, y_axes)
+    order = range(count)[::-1] if reverse else range(count)
+    some = next((y for step in outputs.values() for y in step.values()), None)
+    if some is None:  # no step of any row is valid
+        first = each(lambda leaf, axis: leaf if axis is None else one_step(leaf, axis), xs, in_axes)
+        x = row_of(at(first, in_axes, 0), x_axes, rows[0])
+        types = jax.eval_shape(lambda: f(states[rows[0]], x, **keyword(key, 0))[1])
+        some = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), types)
+    empty = each(lambda leaf, value: jnp.full_like(leaf, 0 if value == "hold" else value), some, fill)
+    ys = _filled(outputs, rows, order, fill, empty, y_axes)
+    lasts = _lasts(outputs, rows, order, empty, y_axes)
     together = [batch_of(ys[position], y_axes, batch) for position in range(count)]
     return batch_of(states, carry_axes, batch), kept(together, batch_of(lasts, y_axes, batch), save, out_axes)
 
 
-def _empty(outputs: dict[int, dict[tuple[int, ...], Any]], fill: Any) -> Any:
-    """The output of a row that has none yet."""
-    some = next(y for step in outputs.values() for y in step.values())
-    return each(lambda leaf, value: jnp.full_like(leaf, 0 if value == "hold" else value), some, fill)
+def one_step(leaf: Any, axis: int) -> Any:
+    """A leaf of xs as if there were one step."""
+    return jnp.zeros([1 if n == axis % leaf.ndim else size for n, size in enumerate(leaf.shape)], leaf.dtype)
 
 
 def _filled(
     outputs: dict[int, dict[tuple[int, ...], Any]], rows: Sequence[tuple[int, ...]], order: Iterable[int], fill: Any,
-    y_axes: Any,
+    empty: Any, y_axes: Any,
 ) -> dict[int, dict[tuple[int, ...], Any]]:  # fmt: skip
     """Every row's output at every position; `fill` where it has none."""
-    empty = _empty(outputs, fill)
     held = dict.fromkeys(rows, empty)
     filled: dict[int, dict[tuple[int, ...], Any]] = {}
     for position in order:
@@ -291,11 +303,11 @@ def _choose(fill: Any, held: Any, empty: Any) -> Any:
 
 
 def _lasts(
-    outputs: dict[int, dict[tuple[int, ...], Any]], rows: Sequence[tuple[int, ...]], order: Iterable[int], fill: Any,
+    outputs: dict[int, dict[tuple[int, ...], Any]], rows: Sequence[tuple[int, ...]], order: Iterable[int], empty: Any,
     y_axes: Any,
 ) -> dict[tuple[int, ...], Any]:  # fmt: skip
     """Each row's last output, in the order of the run."""
-    lasts = dict.fromkeys(rows, _empty(outputs, fill))
+    lasts = dict.fromkeys(rows, empty)
     for position in order:
         lasts.update(outputs[position])
         for y in outputs[position].values():

@@ -159,7 +159,8 @@ def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Gi
     if lib is plain and "valid" in how:
         body = functools.partial(body, valid=jnp.asarray(True))
     if "reset_to" in passed:
-        passed["reset_to"] = carried(lib, body, State(2 * init.h, init.n + 3), how)[1]
+        act = init.act if lib is plain else None  # None stands for what `init` has
+        passed["reset_to"] = carried(lib, body, State(2 * init.h, init.n + 3, act), how)[1]
     body, init = carried(lib, body, init, how)
     xs = _laid_out(given, options, how)
     if "padded" in how and lib is not plain:
