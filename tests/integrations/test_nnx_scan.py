@@ -428,16 +428,6 @@ def test_gradients(options: dict[str, Any]) -> None:
     assert_same(loss(scan, options), loss(nnx.scan, {}))
 
 
-def test_it_is_a_loop_of_the_layers() -> None:
-    layers, h = stack(), H
-    for i in range(N):
-        layer = nnx.merge(nnx.graphdef(layers), jax.tree.map(lambda leaf, i=i: leaf[i], nnx.state(layers)))
-        h = layer(h)
-    final, layers = over_layers(scan)
-    np.testing.assert_allclose(final, h, atol=1e-5)
-    np.testing.assert_array_equal(layers.calls[...], np.ones(N))
-
-
 @parametrize("options", {"plain": {}, "nested": {"remat": "nested"}, "reverse": {"reverse": True}})
 def test_the_body_is_traced_once(options: dict[str, Any]) -> None:
     def forward(h: jax.Array, layer: nnx.Linear) -> jax.Array:
@@ -458,14 +448,6 @@ def test_parameters_given_whole_are_constants_of_the_loop() -> None:
     jaxpr = jax.make_jaxpr(lambda state, xs: run(nnx.merge(graph, state), H, xs))(state, XS)
     (eqn,) = equations(jaxpr.jaxpr, "scan")
     assert num_consts(eqn) == len(jax.tree.leaves(nnx.state(cell, nnx.Param)))
-
-
-def test_what_changes_of_a_variable_given_whole_is_dropped() -> None:
-    for a_scan in (scan, nnx.scan):
-        counter = Counter()
-        ys = a_scan(lambda m, x: m(), in_axes=(None, 0), out_axes=0)(counter, XS)
-        np.testing.assert_array_equal(ys, np.ones(N))
-        assert float(counter.n[...]) == 0.0
 
 
 def test_a_scan_name_is_seen_in_the_program() -> None:

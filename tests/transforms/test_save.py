@@ -10,6 +10,7 @@ import pytest
 from loops import array, loss_of
 from thin import all_pairs, everyday
 from unpadded import assert_close
+from works import plain
 
 import treescan
 from treescan import Remat
@@ -265,17 +266,6 @@ def layers_arguments(counts):
     return {"h": array(2, seed=5), "s": array(2, seed=6)}, stacks
 
 
-def by_turns(x, stacks, *, saves, reverse):
-    blocks, turns = (block, other_block), []
-    for number in range(max(len(jax.tree.leaves(stack)[0]) for stack in stacks)):
-        turns += [(i, number) for i, stack in enumerate(stacks) if number < len(jax.tree.leaves(stack)[0])]
-    ys = [{} for _ in stacks]
-    for i, number in turns[::-1] if reverse else turns:
-        x, ys[i][number] = blocks[i](jax.tree.map(lambda leaf, n=number: leaf[n], stacks[i]), x)
-    each = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *(y[n] for n in sorted(y))) for y in ys]
-    return x, tuple(kept(y, save, reverse=reverse) for y, save in zip(each, saves, strict=True))
-
-
 PATTERN_SAVES = {
     "differ": [{"h": 3, "w": "last"}, 2],
     "none": [None, "all"],
@@ -298,8 +288,10 @@ def test_patterns(saves, counts, reverse, remat):
 
     def theirs(x, stacks):
         filled = [stack for stack in stacks if len(jax.tree.leaves(stack)[0])]
-        x, ys = by_turns(x, filled, saves=saves[: len(filled)], reverse=reverse)
-        return x, (*ys, *(None,) * (len(stacks) - len(filled)))
+        of = saves[: len(filled)]
+        x, ys = plain.scan_layers([block, other_block][: len(filled)], x, filled, save=of, reverse=reverse)
+        kept = (None if keep is None else y for keep, y in zip(of, ys, strict=True))
+        return x, (*kept, *(None,) * (len(stacks) - len(filled)))
 
     assert_same(ours, theirs, *layers_arguments(counts))
 

@@ -13,6 +13,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from loops import array
 from thin import slow
+from works import plain
 
 import treescan
 from treescan.carries import Window
@@ -47,25 +48,6 @@ def scan_block(layer, x, state):
 def other_block(layer, x, own, state, scale):
     x, state = fold_block(layer, x * scale + own[None], state)
     return x, state, state.sums.sum()
-
-
-def python_loop(block, x, layers, states, xs=None, args=(), *, reverse=False):
-    """The same for a pattern, by hand: what the last layer returns, the stacks of states and the stacks of outputs."""
-    blocks = block if isinstance(block, list) else [block]
-    layers, states = (layers, states) if isinstance(block, list) else ([layers], [states])
-    xs = [None] * len(blocks) if xs is None else xs if isinstance(block, list) else [xs]
-    counts = [len(stack["w"]) for stack in layers]
-    order = [(n, which) for n in range(max(counts)) for which in range(len(blocks)) if n < counts[which]]
-    new = [[None] * count for count in counts]
-    ys = [[None] * count for count in counts]
-    for n, which in reversed(order) if reverse else order:
-        take = functools.partial(jax.tree.map, lambda leaf, n=n: leaf[n])
-        own = () if xs[which] is None else (take(xs[which]),)
-        x, new[which][n], *y = blocks[which](take(layers[which]), x, *own, take(states[which]), *args)
-        ys[which][n] = y[0] if y else None
-    stacked = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in new]
-    outputs = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in ys]
-    return (x, stacked, tuple(outputs)) if isinstance(block, list) else (x, stacked[0], outputs[0])
 
 
 PATTERNS = {"full": [2, 2, 2], "remainder": [3, 2, 2], "once": [1, 1, 1], "fewer than a period": [1, 1, 0]}
@@ -119,10 +101,11 @@ def test_patterns(counts, options):
         return treescan.scan_layers(blocks, x, layers, state=states, **options)
 
     def wanted(x, layers, states):
+        reverse = options.get("reverse", False)
         if not counts[-1]:
-            x, new, ys = python_loop(blocks[:2], x, layers[:2], states[:2], reverse=options.get("reverse", False))
+            x, new, ys = plain.scan_layers(blocks[:2], x, layers[:2], state=states[:2], reverse=reverse)
             return x, [*new, states[2]], (*ys, jnp.zeros((0, 1, WIDTH)))
-        return python_loop(blocks, x, layers, states, reverse=options.get("reverse", False))
+        return plain.scan_layers(blocks, x, layers, state=states, reverse=reverse)
 
     layers = [stack_of(count, seed) for seed, count in enumerate(counts)]
     states = [states_of(counts[0]), states_of(counts[1], seed=7), array(counts[2], WIDTH, seed=8)]
@@ -150,36 +133,15 @@ def test_options_of_outputs_leave_the_state_alone(remat):
     layers, states = stack_of(4), states_of(4)
     options = {"save": {"mean": "last", "first": 2}, "out_axes": {"mean": 0, "first": 1}, "remat": remat}
     found = treescan.scan_layers(scan_block, X, layers, state=states, **options)
-    x, new, ys = python_loop(scan_block, X, layers, states)
-    close(found, (x, new, {"mean": ys["mean"][-1], "first": ys["first"][1::2].T}))
+    close(found, plain.scan_layers(scan_block, X, layers, state=states, **options))
 
 
 def test_in_axes_are_those_of_xs():
-    layers, states, own, scale = stack_of(3), states_of(3), array(WIDTH, 3, seed=4), jnp.float32(2)
-    found = treescan.scan_layers(other_block, X, layers, own, state=states, args=(scale,), in_axes=1)
-    close(found, python_loop(other_block, X, layers, states, own.T, (scale,)))
-    found = treescan.scan_layers(other_block, X, layers, own[:, 0], state=states, args=(scale,), in_axes=None)
-    close(found, python_loop(other_block, X, layers, states, jnp.stack([own[:, 0]] * 3), (scale,)))
-
-
-@pytest.mark.parametrize("count", [3, 4])
-def test_keys_are_folded_with_the_number_among_all_layers(count):
-    def noisy(layer, x, state, *, key):
-        x = x + jax.random.normal(key, x.shape) * layer["w"][0][None]
-        return x, state + x[0]
-
-    key, layers = jax.random.key(3), [stack_of(count), stack_of(3, 1)]
-    states = [array(count, WIDTH, seed=2), array(3, WIDTH, seed=3)]
-    found = treescan.fold_layers([noisy, noisy], X, layers, state=states, key=key)
-    x, number, new = X, 0, ([], [])
-    for i in range(count):
-        for which in range(2):
-            if i < len(layers[which]["w"]):
-                one, state = treescan.layer_at(layers[which], i), states[which][i]
-                x, state = noisy(one, x, state, key=jax.random.fold_in(key, number))
-                new[which].append(state)
-                number += 1
-    close(found, (x, [jnp.stack(each) for each in new]))
+    layers, states, own = stack_of(3), states_of(3), array(WIDTH, 3, seed=4)
+    for xs, axes in ((own, 1), (own[:, 0], None)):
+        given = {"state": states, "args": (jnp.float32(2),), "in_axes": axes}
+        found, want = (f(other_block, X, layers, xs, **given) for f in (treescan.scan_layers, plain.scan_layers))
+        close(found, want)
 
 
 def test_keys_and_flags_and_static_leaves_are_states():
@@ -365,7 +327,7 @@ def attending(layer, x, state):
 @pytest.mark.parametrize(("axis_type", "remat"), [(AxisType.Auto, "step"), (AxisType.Explicit, None)])
 def test_states_whose_rows_lie_on_several_devices(axis_type, remat):
     layers, x, state = stack_of(3), array(8, WIDTH), array(3, 8, WIDTH, seed=3)
-    want = jax.jit(lambda *given: python_loop(attending, *given)[:2])(x, layers, state)
+    want = jax.jit(lambda *given: plain.fold_layers(attending, *given[:2], state=given[2]))(x, layers, state)
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):
         over_rows = NamedSharding(mesh, PartitionSpec("rows")), NamedSharding(mesh, PartitionSpec(None, "rows"))

@@ -496,13 +496,6 @@ def test_a_number_of_rows_that_is_symbolic():
     assert_close(exported.call(LEFT), LEFT.astype(jnp.int32))
 
 
-def test_no_rows():
-    result = while_scan(
-        lambda left: left > 0, lambda left, _: (left - 1, left), jnp.zeros(0), max_length=4, compact=True
-    )
-    assert (result.ys.shape, result.steps.shape, result.stopped.shape) == ((4, 0), (0,), (0,))
-
-
 @pytest.mark.parametrize("most", [700, *slow((691,))])
 def test_of_many_chunks_several_are_left_out_together(most):
     """In a derivative, of a length that they divide, and of one that they do not."""

@@ -76,13 +76,13 @@ def kept(ys: Sequence[Any], last: Any, save: Any, out_axes: Any) -> Any:
         else:
             every = 1 if kind == "all" else kind
             some = steps[every - 1 :: every]
-            found.append(jnp.stack(some, axis) if some else none_of(jax.tree.leaves(last)[n], axis))
+            found.append(some[0] if axis is None else stack(some, jax.tree.leaves(last)[n], axis))
     return jax.tree.unflatten(structure, found)
 
 
-def none_of(leaf: Any, axis: int) -> Any:
-    """A stack of no steps."""
-    return jnp.take(jnp.expand_dims(leaf, axis), np.array([], int), axis=axis)
+def stack(leaves: Sequence[Any], like: Any, axis: int) -> Any:
+    """The leaves along an axis, of which there may be none."""
+    return jnp.stack(leaves, axis) if leaves else jnp.take(jnp.expand_dims(like, axis), np.array([], int), axis=axis)
 
 
 def crosses(before: int | None, now: int, truncate: int | None) -> bool:
@@ -327,6 +327,7 @@ def scan_layers(
     own = (xs if pattern else [xs]) if xs is not None else [None] * len(blocks)
     states = None if state is None else list(state) if pattern else [state]
     counts = [steps_in(stack, 0) or 0 for stack in stacks]
+    saves = save if isinstance(save, list) else [save] * len(blocks)
     turns = [(n, which) for n in range(max(counts)) for which in range(len(blocks)) if n < counts[which]]
     ys: list[dict[int, Any]] = [{} for _ in blocks]
     lasts: list[Any] = [None for _ in blocks]
@@ -338,8 +339,8 @@ def scan_layers(
         if states:
             states[which] = jax.tree.map(lambda old, one, n=n: old.at[n].set(one), states[which], new[0])
     found = [
-        kept([of[n] for n in range(count)], last, save, out_axes)
-        for of, count, last in zip(ys, counts, lasts, strict=True)
+        kept([of[n] for n in range(count)], last, keep, out_axes)
+        for of, count, last, keep in zip(ys, counts, lasts, saves, strict=True)
     ]
     own_states = () if states is None else (states if pattern else states[0],)
     return x, *own_states, tuple(found) if pattern else found[0]
@@ -374,26 +375,29 @@ def averaged(f: Body, decay: float) -> Body:
     return step
 
 
-# lift, for collections that are named one by one.
+# lift, for collections that are named.
+
+
+def names_of(said: Any) -> tuple[str, ...]:
+    return (said,) if isinstance(said, str) else tuple(said or ())
 
 
 def lift(
-    fn: Body, *, variable_axes: Any = None, variable_broadcast: Any = False, variable_carry: Any = False,
+    fn: Body, *, variable_axes: Any = None, variable_broadcast: Any = (), variable_carry: Any = (),
     split_rngs: Any = None, in_axes: Any = 0, out_axes: Any = 0, length: int | None = None, reverse: bool = False,
     data_transform: Any = None, save: Any = "all", **costs: Any,
 ) -> Body:  # fmt: skip
     axes, split = variable_axes or {}, split_rngs or {}
+    whole, carried = names_of(variable_broadcast), names_of(variable_carry)
 
     def run(variables: Any, rngs: Any, carry: Any, *args: Any) -> Any:
-        read = {name: of for name, of in axes.items() if name in variables}
-        into = {name: getattr(of, "axis", of) for name, of in read.items()}
+        into = {name: getattr(axis, "axis", axis) for name, axis in axes.items() if name in variables}
         counts = [steps_in(variables[name], axis) for name, axis in into.items()]
-        count = length or next((n for n in [*counts, *(steps_in(x, in_axes) for x in args)] if n), None)
-        assert count is not None
-        shared = {name: tree for name, tree in variables.items() if name == variable_broadcast}
-        moved = {name: tree for name, tree in variables.items() if name == variable_carry}
+        count = length if length is not None else next(n for n in [*counts, steps_in(args, in_axes)] if n)
+        shared = {name: tree for name, tree in variables.items() if name in whole}
+        moved = {name: tree for name, tree in variables.items() if name in carried}
         keys = {name: jax.random.split(key, count) if split[name] else key for name, key in rngs.items()}
-        ys, made, last = {}, {}, None
+        ys, made, last, once = {}, {}, None, {}
         for position in reversed(range(count)) if reverse else range(count):
             own = {name: at(variables[name], axis, position) for name, axis in into.items()}
             given = (
@@ -401,11 +405,12 @@ def lift(
                 {name: key[position] if split[name] else key for name, key in keys.items()},
             )
             given = data_transform(*given) if data_transform else given
-            (carry, last), updates = fn(*given, carry, *[at(x, in_axes, position) for x in args])
-            moved = {name: updates.get(name, tree) for name, tree in moved.items()}
+            (carry, last), updates = fn(*given, carry, *at(args, in_axes, position))
+            moved |= {name: tree for name, tree in updates.items() if name in carried}
+            once |= {name: tree for name, tree in updates.items() if name in whole}
             ys[position], made[position] = last, {name: tree for name, tree in updates.items() if name in axes}
         outputs = kept([ys[position] for position in range(count)], last, save, out_axes)
         places = {name: getattr(axes[name], "axis", axes[name]) for name in made[0]}
-        return (carry, outputs), {**moved, **stacked([made[position] for position in range(count)], places)}
+        return (carry, outputs), {**once, **moved, **stacked([made[position] for position in range(count)], places)}
 
     return run
