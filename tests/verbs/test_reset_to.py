@@ -1,4 +1,4 @@
-"""`reset_to` and the inits of packed sequences, against a loop over the steps of each row, one by one."""
+"""`reset_to` and the inits of packed sequences, against the plain loop over the steps of each row."""
 
 import functools
 
@@ -11,6 +11,7 @@ import pytest
 from loops import array
 from oracle import as_numpy
 from traces import compilations
+from works import plain
 
 import treescan
 from treescan.carries import keys, window
@@ -30,27 +31,6 @@ def step(w, carry, x):
     h = jnp.tanh(carry["h"] @ w + x) / carry["goal"]
     n = carry["n"] + 1
     return {"goal": carry["goal"], "h": h, "n": n}, h * n.astype(h.dtype)[..., None]
-
-
-def restarts(valid, resets, t, b, reverse):
-    """Whether a row begins anew before a step."""
-    later = [s for s in range(t + 1, len(valid)) if valid[s, b]]
-    return bool(later) and bool(resets[later[0], b]) if reverse else bool(resets[t, b])
-
-
-def by_hand(w, init, to, xs, valid, resets, *, reverse=False):
-    """Every row by itself, each step by itself; `to(row, step)` is what a reset of the row puts back before a step."""
-    finals, ys = [], [[None] * valid.shape[1] for _ in range(len(valid))]
-    for b in range(valid.shape[1]):
-        carry = jax.tree.map(lambda leaf, b=b: leaf[b], init)
-        for t in reversed(range(len(valid))) if reverse else range(len(valid)):
-            ys[t][b] = jnp.zeros(H)
-            if valid[t, b]:
-                if restarts(valid, resets, t, b, reverse):
-                    carry = to(b, t)
-                carry, ys[t][b] = step(w, carry, xs[t, b])
-        finals.append(carry)
-    return jax.tree.map(lambda *rows: jnp.stack(rows), *finals), jnp.stack([jnp.stack(row) for row in ys])
 
 
 def loss(result):
@@ -82,26 +62,19 @@ def test_under_vmap_and_forwards(reverse):
 
     def one(w, i):
         to = jax.tree.map(lambda leaf: leaf[i], tos)
-        return by_hand(
-            w,
-            INIT,
-            lambda b, t: jax.tree.map(lambda leaf: leaf[b], to),
-            XS,
-            valid[i],
-            resets[i],
-            reverse=reverse,
-        )
+        options = {"mask": valid[i], "resets": resets[i], "reset_to": to, "reverse": reverse}
+        return plain.mask_scan(functools.partial(step, w), INIT, XS, **options)
 
     def mapped(w):
         return jax.vmap(run, (None, 0, 0, 0))(w, valid, resets, tos)
 
-    def plain(w):
+    def by_hand(w):
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *[one(w, i) for i in range(3)])
 
-    close(jax.jit(mapped)(WEIGHTS), plain(WEIGHTS))
+    close(jax.jit(mapped)(WEIGHTS), by_hand(WEIGHTS))
     direction = array(H, H, seed=9)
-    close(*(jax.jvp(lambda w, f=f: loss(f(w)), (WEIGHTS,), (direction,)) for f in (mapped, plain)))
-    grads = [jax.jit(jax.grad(lambda w, f=f: loss(f(w))))(WEIGHTS) for f in (mapped, plain)]
+    close(*(jax.jvp(lambda w, f=f: loss(f(w)), (WEIGHTS,), (direction,)) for f in (mapped, by_hand)))
+    grads = [jax.jit(jax.grad(lambda w, f=f: loss(f(w))))(WEIGHTS) for f in (mapped, by_hand)]
     close(*grads)
 
 
@@ -236,12 +209,12 @@ def test_custom_carries():
         body, init(1.0), xs, resets=RESETS, mask=HOLES, reset_to={"m": None, "w": init(5.0)["w"], "h": 0.0}
     )
 
-    def plain(carry, x):
+    def by_hand(carry, x):
         _, w = carry
         return (x[None], jnp.concatenate([w[1:], x[None]])), w[0]
 
     theirs = treescan.mask_scan(
-        plain,
+        by_hand,
         (jnp.ones((1, B)), jnp.ones((2, B))),
         xs,
         resets=RESETS,
