@@ -128,6 +128,15 @@ without_body(ArgumentError)(
     ),
 )
 
+
+@case(CarryError)
+def state_of_another_type_is_returned(one):
+    def block(layer, x, cache):
+        return x, {"k": cache["k"].astype(jnp.bfloat16), "v": jnp.concatenate([cache["v"], x[:1]])}
+
+    return fold_layers(block, X, denses(one), state=caches(one))
+
+
 case(CarryError)(
     pattern_second_block_computes_in_half=lambda one: scan_layers([local, half, local], one * X, [denses(one)] * 3),
     pattern_second_block_computes_in_half_recomputed=lambda one: scan_layers(
@@ -138,18 +147,6 @@ case(CarryError)(
     ),
     pattern_second_block_computes_in_half_once_each=lambda one: scan_layers(
         [local, half], one * X, [denses(one, 1), denses(one, 0)]
-    ),
-    state_of_another_type_is_returned=lambda one: fold_layers(
-        named(
-            "block",
-            lambda layer, x, cache: (
-                x,
-                {"k": cache["k"].astype(jnp.bfloat16), "v": jnp.concatenate([cache["v"], x[:1]])},
-            ),
-        ),
-        X,
-        denses(one),
-        state=caches(one),
     ),
     state_of_another_structure_is_returned=lambda one: fold_layers(
         named("block", lambda layer, x, cache: (x, {"k": cache["k"], "position": one})),

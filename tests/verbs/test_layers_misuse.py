@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import treescan
 from treescan import (
     BodyError,
     CarryError,
@@ -258,10 +257,3 @@ def test_flat_checkpoints_of_any_kind() -> None:
     like = {"w": X, "b": None, "f": jnp.tanh}
     made = layers_from_state_dict({"layers.0.w": np.ones(3, np.float32)}, like)
     assert made["b"] is None and made["f"] is jnp.tanh and isinstance(made["w"], np.ndarray)
-
-
-def test_layers_are_ordered_by_number() -> None:
-    state = {f"layers.{i}.w": np.float32(i) for i in (10, 2, 0, 1, 9, 3, 4, 8, 5, 7, 6)}
-    np.testing.assert_array_equal(layers_from_state_dict(state)["w"], np.arange(11))
-    names = list(treescan.layers_to_state_dict({"w": jnp.arange(11)}))
-    assert names == [f"layers.{i}.w" for i in range(11)]

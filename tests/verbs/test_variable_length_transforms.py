@@ -6,12 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from thin import parametrize
 from unpadded import (
     Batch,
     Setup,
     assert_close,
-    assert_equals_the_rows,
     assert_no_gradient_of_padding,
     derive,
     draw_rows,
@@ -24,36 +22,6 @@ SEGMENTS = ("mask", "resets")
 
 def setup(case="singular", carried=False, given=SEGMENTS, **options):
     return Setup(case, carried, given, tuple(options.items()))
-
-
-SETUPS = {
-    "compact": setup(chunk=2, compact=(1,), reverse=True, fill="hold"),
-    "nested": setup("noisy", carried=True, remat="nested", chunk=1),
-    "whole": setup("gru", chunk=0),
-}
-
-
-@parametrize("given", SETUPS)
-@pytest.mark.parametrize("padding", [np.nan, 0.0])
-def test_jvp(given, padding):
-    """Tangents of padding are not read either: these are as bad as the padding is."""
-    valid, resets = draw_rows(given.given, (4, 3), 0.6, 5)
-    assert_equals_the_rows(given, "jvp", make_batch(given.case, valid, padding), valid, resets)
-
-
-@pytest.mark.parametrize(
-    "given",
-    [
-        setup(given=("mask",), chunk=2, fill="hold"),
-        pytest.param(SETUPS["compact"], marks=pytest.mark.slow),
-        pytest.param(SETUPS["whole"], marks=pytest.mark.slow),
-    ],
-    ids=str,
-)
-def test_grad_of_grad(given):
-    valid, resets = draw_rows(given.given, (3, 3), 0.6, 5)
-    for padding in (np.nan, 0.0):
-        assert_equals_the_rows(given, "hvp", make_batch(given.case, valid, padding), valid, resets)
 
 
 def fill_of(setup):
