@@ -14,6 +14,7 @@ import pytest
 from flax.core import FrozenDict, lift
 from jaxprs import equations
 from loops import array
+from oracle import assert_close
 from thin import slow
 
 from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError
@@ -78,13 +79,6 @@ def results(rnn: Any, variables: Any, x: jax.Array, valid: Any = None, **options
 
     (_, out), gradients = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))(variables, x)
     return out, gradients
-
-
-def assert_close(actual: Any, expected: Any) -> None:
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype
-        npt.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 def assert_same(actual: Any, expected: Any) -> None:

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
 import pytest
-from oracle import as_numpy, is_inexact
+from oracle import assert_close, is_inexact
 from works import plain
 
 import treescan
@@ -191,11 +191,6 @@ def derive(kind: str, run: Callable[..., Any], batch: Batch) -> tuple[Any, Any]:
 # The oracle.
 
 
-def compiled(function: Callable[..., Any], *args: Any) -> Any:
-    """The result of a function as one program."""
-    return jax.jit(function)(*args)
-
-
 def expected(
     name: str, kind: str, batch: Batch, valid: np.ndarray, resets: np.ndarray, *, reverse: bool = False, fill: Any = 0
 ) -> tuple[Any, Any]:
@@ -303,11 +298,3 @@ def assert_equals_the_rows(setup: Setup, kind: str, batch: Batch, valid: np.ndar
 def assert_no_gradient_of_padding(xs: Any, valid: np.ndarray) -> None:
     for leaf in jax.tree.leaves(xs):
         npt.assert_array_equal(np.asarray(leaf)[~valid], 0)
-
-
-def assert_close(got: Any, want: Any, rtol: float = 2e-5, atol: float = 2e-5) -> None:
-    assert jax.tree.structure(got) == jax.tree.structure(want)
-    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
-        a, b = as_numpy(a), as_numpy(b)
-        assert a.dtype == b.dtype
-        npt.assert_allclose(a, b, rtol=rtol, atol=atol * max(1.0, float(np.max(np.abs(b[np.isfinite(b)]), initial=0))))

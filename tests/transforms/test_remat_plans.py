@@ -9,9 +9,9 @@ import jax.numpy as jnp
 import pytest
 from hypothesis import given, settings
 from loops import array
+from oracle import assert_close
 from test_remat import arguments, assert_same, evaluations
 from thin import all_pairs, everyday
-from unpadded import assert_close
 
 import treescan
 from treescan import Remat

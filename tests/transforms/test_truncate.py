@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from loops import array, loss_of
-from oracle import assert_bitwise
-from unpadded import assert_close
+from oracle import assert_bitwise, assert_close
 
 import treescan
 from treescan import Remat

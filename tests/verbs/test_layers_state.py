@@ -12,6 +12,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from loops import array
+from oracle import assert_close
 from thin import slow
 from works import plain
 
@@ -53,27 +54,18 @@ def other_block(layer, x, own, state, scale):
 PATTERNS = {"full": [2, 2, 2], "remainder": [3, 2, 2], "once": [1, 1, 1], "fewer than a period": [1, 1, 0]}
 
 
-def close(found, wanted):
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    jax.tree.map(functools.partial(npt.assert_allclose, rtol=1e-5, atol=1e-6), found, wanted)
-
-
 def holds(ours, wanted, *given):
-    """Values eagerly, compiled, step by step and mapped, and gradients of all that comes back."""
-    want = wanted(*given)
-    close(ours(*given), want)
-    close(jax.jit(ours)(*given), want)
-    with jax.disable_jit():
-        close(ours(*given), want)
+    """Values compiled and mapped, and gradients of all that comes back; `works` has them step by step."""
+    assert_close(jax.jit(ours)(*given), wanted(*given))
     twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf / 2]), given)
-    close(jax.jit(jax.vmap(ours))(*twice), jax.vmap(wanted)(*twice))
+    assert_close(jax.jit(jax.vmap(ours))(*twice), jax.vmap(wanted)(*twice))
 
     def loss(function, *given):
         leaves = jax.tree.leaves(function(*given))
         return sum(((leaf * jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape)) ** 2).sum() for leaf in leaves)
 
     every = tuple(range(len(given)))
-    close(
+    assert_close(
         jax.jit(jax.grad(functools.partial(loss, ours), every))(*given),
         jax.grad(functools.partial(loss, wanted), every)(*given),
     )
@@ -125,7 +117,7 @@ def test_a_block_without_a_state_in_a_pattern():
         if i < 2:
             want, state = fold_block(treescan.layer_at(layers[1], i), want, treescan.layer_at(states[1], i))
             of_second.append(state)
-    close((x, new), (want, (None, treescan.stack(of_second))))
+    assert_close((x, new), (want, (None, treescan.stack(of_second))))
 
 
 @pytest.mark.parametrize("remat", [None, "step"])
@@ -133,7 +125,7 @@ def test_options_of_outputs_leave_the_state_alone(remat):
     layers, states = stack_of(4), states_of(4)
     options = {"save": {"mean": "last", "first": 2}, "out_axes": {"mean": 0, "first": 1}, "remat": remat}
     found = treescan.scan_layers(scan_block, X, layers, state=states, **options)
-    close(found, plain.scan_layers(scan_block, X, layers, state=states, **options))
+    assert_close(found, plain.scan_layers(scan_block, X, layers, state=states, **options))
 
 
 def test_in_axes_are_those_of_xs():
@@ -141,7 +133,7 @@ def test_in_axes_are_those_of_xs():
     for xs, axes in ((own, 1), (own[:, 0], None)):
         given = {"state": states, "args": (jnp.float32(2),), "in_axes": axes}
         found, want = (f(other_block, X, layers, xs, **given) for f in (treescan.scan_layers, plain.scan_layers))
-        close(found, want)
+        assert_close(found, want)
 
 
 def test_keys_and_flags_and_static_leaves_are_states():
@@ -178,7 +170,7 @@ def test_custom_carries_are_states():
         lags = state.values[i]
         of_each.append(jnp.concatenate([lags[1:], want[None]]))
         want, _ = block(treescan.layer_at(layers, i), want, lags)
-    close(x, want)
+    assert_close(x, want)
     assert isinstance(new, Window)
     npt.assert_allclose(new.values, jnp.stack(of_each), rtol=1e-6)
 
@@ -278,7 +270,7 @@ def test_memory_of_a_pattern_is_that_of_the_loop_by_hand():
         jax.jit(f, donate_argnums=2).lower(*given).compile().memory_analysis().temp_size_in_bytes for f in (ours, hand)
     )
     assert found <= 1.05 * by_hand + 256
-    close(jax.jit(ours)(*given), jax.jit(hand)(*given))
+    assert_close(jax.jit(ours)(*given), jax.jit(hand)(*given))
 
 
 def test_a_state_that_no_layer_changes_is_not_written():
@@ -336,5 +328,5 @@ def test_states_whose_rows_lie_on_several_devices(axis_type, remat):
         run = jax.jit(lambda *given: treescan.fold_layers(attending, *given[:2], state=given[2], remat=remat))
         found = run(x, layers, state)
         assert "all-gather" not in run.lower(x, layers, state).compile().as_text()
-    close(found, want)
+    assert_close(found, want)
     assert found[1].sharding.is_equivalent_to(over_rows[1], 3)

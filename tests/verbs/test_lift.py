@@ -14,6 +14,7 @@ from hypothesis import given, settings, strategies as st
 from jax.experimental import io_callback
 from jaxprs import equations
 from loops import TRANSFORMS, array
+from oracle import assert_close
 from thin import parametrize
 from traces import Counted, compilations
 from works import plain
@@ -122,13 +123,6 @@ CASES = {
     "length": Case(weighted, {**_BC, "length": T}, _w(), ()),
     "made": Case(sharing, {**_MADE}, _w(), rngs={"shared": KEY}),
 }  # fmt: skip
-
-
-def assert_close(actual: Any, expected: Any) -> None:
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert jnp.shape(a) == jnp.shape(b)
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 OTHERS = [("carried", "vmap"), ("scanned", "jvp"), ("made", "disable_jit"), ("keys", "vmap"), ("made", "eager")]

@@ -8,16 +8,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from oracle import assert_bitwise
+from oracle import assert_bitwise, assert_close
 from thin import parametrize
-from unpadded import (
-    CASES,
-    Setup,
-    assert_close,
-    assert_equals_the_rows,
-    draw_rows,
-    make_batch,
-)
+from unpadded import CASES, Setup, assert_equals_the_rows, draw_rows, make_batch
 
 import treescan
 
