@@ -6,7 +6,22 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jaxprs import equations, num_consts, shapes
-from loops import CASES, LENGTHS, OPTIONS, array, arrays, loss_of, over, plain
+from loops import (
+    CASES,
+    LENGTHS,
+    OPTIONS,
+    array,
+    arrays,
+    folded,
+    indexed,
+    layered,
+    layered_fold,
+    loss_of,
+    over,
+    over_indices,
+    over_pattern,
+    plain,
+)
 from thin import parametrize
 
 import treescan
@@ -168,6 +183,37 @@ def test_name_stands_in_the_profile():
     init, xs = arrays()
     lowered = jax.jit(lambda init, xs: treescan.scan(plain, init, xs, name="cell")).lower(init, xs)
     assert "/cell/" in lowered.as_text(debug_info=True)
+
+
+# What is off leaves no trace.
+
+BAR = treescan.Progress("loop", meter=treescan.Text())
+OFF = {"progress": ((None, False), BAR), "check_finite": ((False,), True), "prefetch": ((None,), lambda layer: layer)}
+OF_LAYERS = ("scan_layers", "fold_layers", "pattern")
+WITH = {
+    "progress": ("scan", "fold", "fori", "lengths", *OF_LAYERS),
+    "check_finite": ("scan", "fold", "fori", "lengths", *OF_LAYERS),
+    "prefetch": ("scan_layers", "fold_layers"),
+}
+
+
+@pytest.mark.parametrize(("option", "verb"), [(option, verb) for option, verbs in WITH.items() for verb in verbs])
+def test_an_option_that_is_off_is_the_same_program(option, verb):
+    verbs = {
+        "scan": (plain, over, treescan.scan), "fold": (folded, over, treescan.fold),
+        "fori": (indexed, over_indices, None),
+        "lengths": (plain, over, functools.partial(treescan.mask_scan, lengths=LENGTHS)),
+        "scan_layers": (layered, over, treescan.scan_layers), "fold_layers": (layered_fold, over, treescan.fold_layers),
+        "pattern": (layered, over_pattern, treescan.scan_layers),
+    }  # fmt: skip
+    body, way, of = verbs[verb]
+
+    def program(**options):
+        run = way(**options) if of is None else way(of, **options)
+        return str(jax.make_jaxpr(functools.partial(run, body))(*arrays()))
+
+    off, on = OFF[option]
+    assert {program(**{option: value}) for value in off} == {program()} != {program(**{option: on})}
 
 
 # A carry leaf that the body returns as it came is a constant of the loop, whatever the option.

@@ -361,22 +361,6 @@ def test_a_meter_that_fails_is_a_warning_and_the_loop_goes_on():
 
 # What it costs.
 
-VERBS = {
-    "scan": functools.partial(treescan.scan, step),
-    "fold": functools.partial(treescan.fold, lambda c, x: step(c, x)[0]),
-    "while_scan": functools.partial(treescan.while_scan, lambda c: c["n"] < 3, step),
-    "mask_scan": functools.partial(treescan.mask_scan, step, lengths=7),
-}
-
-
-@pytest.mark.parametrize(("verb", "off"), list(zip(VERBS, [None, False] * 2, strict=True)))
-def test_off_is_the_same_program(verb, off):
-    def programs(**options):
-        return str(jax.make_jaxpr(lambda h: VERBS[verb](init(h), XS, **options))(H))
-
-    assert programs(progress=off) == programs()
-    assert programs(progress=progress()) != programs()
-
 
 def test_no_step_has_a_branch_or_a_callback():
     jaxpr = jax.make_jaxpr(lambda h: treescan.scan(step, init(h), XS, progress=progress()))(H).jaxpr

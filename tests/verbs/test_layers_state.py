@@ -281,19 +281,6 @@ def test_a_state_that_no_layer_changes_is_not_written():
     assert "dynamic_update_slice" not in text
 
 
-@pytest.mark.parametrize("counts", [(3, 3, 3), (4, 3, 3)])
-def test_a_block_is_traced_once_for_its_places(counts):
-    traces = []
-
-    def block(layer, x, state):
-        traces.append(1)
-        return fold_block(layer, x, state)
-
-    layers, states = [stack_of(n) for n in counts], [states_of(n) for n in counts]
-    jax.jit(lambda x: treescan.fold_layers([block] * 3, x, layers, state=states))(X)
-    assert len(traces) == 1
-
-
 def test_recomputed_layers_save_no_stack_of_states_for_each():
     size, n = 512, 12
     given = X, stack_of(n), wide(n, size)
