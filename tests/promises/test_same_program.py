@@ -1,6 +1,7 @@
 """With no option treescan traces to `jax.lax.scan`'s own program; with options, to no more than what they do."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -94,7 +95,6 @@ PROGRAMS = {name: (case.body, case.init, case.make_xs(7)) for name, case in CASE
     "effects": (prints, array(), array(4)),
 }
 OPTIONS_OF_LAX = {
-    "plain": {},
     "reverse": {"reverse": True},
     "unroll": {"unroll": 3},
     "whole": {"unroll": True},
@@ -151,11 +151,21 @@ def test_jaxpr_is_lax_scans(program):
         assert "scan" in str(ours)
 
 
-@parametrize("options", OPTIONS_OF_LAX)
-@parametrize("transform", {"plain": no_transform, "grad": under_grad})
-def test_jaxpr_with_lax_scans_own_arguments_is_lax_scans(options, transform):
-    ours, lax = (traced(scan, PROGRAMS["namedtuple"], transform, options) for scan in (treescan.scan, jax.lax.scan))
-    assert str(ours) == str(lax)
+@parametrize("program", PROGRAMS)
+def test_jaxpr_with_lax_scans_own_arguments_is_lax_scans(program):
+    for options, transform in itertools.product(OPTIONS_OF_LAX.values(), (no_transform, under_grad)):
+        ours, lax = (traced(scan, program, transform, options) for scan in (treescan.scan, jax.lax.scan))
+        assert str(ours) == str(lax), (options, transform)
+
+
+@parametrize("case", {name: case for name, case in CASES.items() if name != "no_xs"})
+def test_jaxpr_of_no_steps_and_of_one_is_lax_scans(case):
+    for steps in (0, 1):
+        ours, lax = (
+            jax.make_jaxpr(functools.partial(scan, case.body))(case.init, case.make_xs(steps))
+            for scan in (treescan.scan, jax.lax.scan)
+        )
+        assert str(ours) == str(lax)
 
 
 @parametrize("program", {name: PROGRAMS[name] for name in ("nested", "cond and jit", "keys")})

@@ -191,41 +191,6 @@ def slopes_alone(h, xs, valid, resets, size, *, reverse):
     return slopes
 
 
-def slopes_of_rows(h, xs, size, **options):
-    run = lambda xs: jnp.sum(treescan.mask_scan(leaky, h, xs, truncate=size, **options)[1])  # noqa: E731
-    return jax.jit(jax.grad(run))(xs)
-
-
-def a_mask(kind, steps, rows, random):
-    """The mask and the resets of a batch."""
-    none, lengths = np.zeros((steps, rows), bool), random.integers(0, steps + 1, rows)
-    order = np.arange(steps)[:, None]
-    gaps, resets = random.random((steps, rows)) < 0.6, random.random((steps, rows)) < 0.3
-    return {
-        "right-padded": (order < lengths, none),
-        "left-padded": (order >= lengths, none),
-        "gaps": (gaps, none),
-        "gaps and resets": (gaps, resets),
-        "resets": (~none, resets),
-        "resets of left-padded rows": (order >= lengths, resets),
-    }[kind]
-
-
-KINDS = ["right-padded", "left-padded", "gaps", "gaps and resets", "resets", "resets of left-padded rows"]
-
-
-@pytest.mark.parametrize(("kind", "seed", "reverse"), [(kind, i % 2, i % 2 == 1) for i, kind in enumerate(KINDS)])
-def test_a_segment_is_cut_as_it_would_be_alone(kind, seed, reverse):
-    random = np.random.default_rng([seed, KINDS.index(kind)])
-    size, steps = int(random.integers(1, 5)), int(random.integers(2, 20))
-    valid, resets = a_mask(kind, steps, 3, random)
-    h, xs = array(3, seed=1), array(steps, 3, seed=2)
-    want = slopes_alone(h, xs, valid, resets, size, reverse=reverse)
-    flags = {"resets": jnp.asarray(resets), "reverse": reverse} | ({} if kind == "resets" else {"mask": valid})
-    ways = [{}, {"chunk": 3}, {"chunk": 0, "remat": "step"}, {"compact": True, "chunk": 2}]
-    assert_close(slopes_of_rows(h, xs, size, **flags, **ways[(seed + KINDS.index(kind)) % len(ways)]), want)
-
-
 @pytest.mark.parametrize(("reverse", "holes"), [(False, False), (False, True), (True, True)])
 def test_packed_sequences_are_cut_as_they_would_be_alone(reverse, holes):
     """Also where the user removed steps of them from the mask, the first ones too."""

@@ -44,11 +44,14 @@ SETUPS = {
     "batch leads": ({**SEGMENTS, "time_axis": 1, "chunk": 4},),
     "batch leads, compact": ({"time_axis": 1, "compact": True, "chunk": 2, "reverse": True},),
     "single row": ({**SEGMENTS, "chunk": 2, "fill": "hold"}, has("one row")),
+    "cut": ({**SEGMENTS, "truncate": 2, "chunk": 3},),
+    "cut in reverse": ({**SEGMENTS, "truncate": 2, "reverse": True},),
+    "cut, compact": ({"resets": RESETS, "truncate": 1, "compact": True, "chunk": 2, "remat": "step"},),
     "static, reset": ({**SEGMENTS, "reset_to": "another state", "chunk": 2, "compact": True}, has("static")),
 }
 
 
-EVERY_DAY = ("keys, chunks of 3", "resets alone", "resets in reverse", "compact, held", "batch leads")
+EVERY_DAY = ("keys, chunks of 3", "resets alone", "resets in reverse", "compact, held", "batch leads", "cut in reverse")
 
 
 def daily(names, chosen):
