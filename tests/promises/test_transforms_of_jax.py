@@ -26,27 +26,6 @@ def both(call):
     return call(treescan.scan), call(jax.lax.scan)
 
 
-# Custom derivatives.
-
-
-@jax.custom_jvp
-def scaled_jvp(c, x):
-    return jnp.sin(c * x)
-
-
-@scaled_jvp.defjvp
-def _(primals, tangents):
-    return scaled_jvp(*primals), 10 * tangents[0] * primals[1]
-
-
-@jax.custom_vjp
-def scaled_vjp(c, x):
-    return jnp.sin(c * x)
-
-
-scaled_vjp.defvjp(lambda c, x: (scaled_vjp(c, x), (c, x)), lambda res, t: (10 * t * res[1], t * res[0]))
-
-
 # Effects.
 
 

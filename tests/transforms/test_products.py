@@ -414,30 +414,6 @@ def test_a_loop_that_has_no_gradient_still_has_a_tangent():
     assert_as_step_by_step(tangent, body, given())
 
 
-def test_random_bits_stay_in_their_step():
-    def body(p, h, x, *, key):
-        dropped = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
-        h = jnp.tanh(dropped @ p["x"] + h @ p["h"])
-        return h, dropped
-
-    for derive in (run, gradient):
-        assert_as_step_by_step(derive, body, given(), key=jax.random.key(3))
-
-
-@by_turns(
-    2,
-    axes={"xs": (None, None, 0), "weights": (0, None, None), "all": (0, 0, 0)},
-    derive={"gradient": gradient, "hessian": hessian},
-)
-def test_under_vmap(axes, derive):
-    args = tuple(
-        arg if axis is None else jax.tree.map(lambda leaf: jnp.stack([leaf, leaf / 2]), arg)
-        for arg, axis in zip(given(), axes, strict=True)
-    )
-    ours, expected = (jax.vmap(functools.partial(derive, lstm, **o), axes) for o in ({}, {"chunk": 0}))
-    assert_close(compiled(ours, *args), compiled(expected, *args))
-
-
 # What is run how often.
 
 WIDE = 64  # WIDE * 4 * 4 * WIDE elements are as many as are computed for a chunk at once forward too

@@ -92,14 +92,6 @@ def test_scan(save, steps, reverse, remat):
     assert_same(ours, functools.partial(stacked, save=save, reverse=reverse), *arguments(steps))
 
 
-@pytest.mark.parametrize(("steps", "reverse"), [(7, False), (8, True)])
-def test_all_in_one_length(steps, reverse):
-    """k = T - 1, T and T + 1, of a prime and of a power of 2."""
-    for save in (steps - 1, steps, steps + 1):
-        ours = functools.partial(scanned, save=save, reverse=reverse)
-        assert_same(ours, functools.partial(stacked, save=save, reverse=reverse), *arguments(steps))
-
-
 def test_no_xs_and_other_dtypes():
     def count(carry, _):
         n, z = carry

@@ -291,6 +291,3 @@ def test_other_options_keep_the_branch(options):
     assert len(branches) >= conditionals
     assert sum(" dot(" in run for _, run in branches) >= conditionals
     assert not any(" dot(" in skipped for skipped, _ in branches)
-
-
-# One trace of the body, whatever the chunk.
