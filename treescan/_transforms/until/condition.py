@@ -27,6 +27,7 @@ from ..._tree import Prefix, is_static, thaw_static
 from ..._types import Array, PyTree
 from ..axes import scan_over_axes
 from ..rows.axes import RowFlags
+from ..rows.leaves import select
 from ..rows.over_rows import OverRows
 
 
@@ -237,7 +238,7 @@ def falling_tiers(rows: int) -> tuple[int, ...]:
 
 def with_rows(loop: Loop, holds: Array) -> Loop:
     """The loop, for `StopRows`: rows whose condition does not hold to begin with take no step."""
-    lengths = jnp.where(holds, jnp.int32(loop.length), jnp.int32(0))
+    lengths = select(holds, jnp.full(holds.shape, loop.length, jnp.int32), jnp.zeros(holds.shape, jnp.int32))
     return dataclasses.replace(loop, rows=RowFlags(lengths=lengths))
 
 

@@ -26,7 +26,7 @@ from ..._types import Array, PyTree
 from ..checkpoint import remat_sizes
 from ..outputs import Thinned
 from ..rows.fill import fill_leaves
-from ..rows.leaves import choose_own, lend, lend_to_elements, most_of_all, most_of_devices, select_valid, unless_alone
+from ..rows.leaves import any_of_all, choose_own, lend, lend_to_elements, select, select_valid, unless_alone
 from ..rows.mask import GoodPair, Masked
 from .condition import Condition
 
@@ -111,12 +111,6 @@ class StepOutputs:
         return [vary_over(leaf, self.varying) for leaf in jax.tree.leaves(y)]
 
 
-def any_of_all(flags: Array) -> Array:
-    """Whether a flag is set in any row, in any element of a vmap, on any device: the same for all."""
-    flags = jnp.any(flags) if flags.ndim else flags
-    return most_of_all(most_of_devices(flags.astype(jnp.int32))) > 0
-
-
 def going_on(progress: Progress, reads: Reads) -> Array:
     """bool[*batch]: whether another step is to be taken."""
     return progress.holds & (progress.taken < reads.limit)
@@ -157,7 +151,7 @@ class TakeStep:
         ]
         filled = zip(self.outputs.varied(y), self.outputs.filled(), strict=True)
         progress = Progress(
-            jnp.where(mine, after, progress.holds), progress.taken + mine.astype(progress.taken.dtype), kept
+            select(mine, after, progress.holds), progress.taken + mine.astype(progress.taken.dtype), kept
         )
         return progress, [select_valid(mine, ran, not_run, 0) for ran, not_run in filled]
 
@@ -396,7 +390,7 @@ class MaskedStep:
         new, y = self.masked(reads.inner, progress.leaves, feed._replace(valid=going))
         after = self.condition(reads.closed, merge(self.fixed, unchanged, new))
         taken = progress.taken + going.astype(progress.taken.dtype)
-        return Progress(jnp.where(going, after, progress.holds), taken, new), y
+        return Progress(select(going, after, progress.holds), taken, new), y
 
 
 def run_all_steps(

@@ -31,10 +31,10 @@ from ..program import Arguments, Call, execute
 from ..refuse import once_only, refuse_budget, refuse_offload, refuse_refs_in_skipped_steps
 from ..remat import check_remat
 from ..rows.fill import fill_leaves
-from ..rows.leaves import may_branch
+from ..rows.leaves import any_of_all, may_branch
 from .condition import CallCondition, Condition, trace_condition, with_rows
 from .derivative import EarlyExit, Operands, padded, without_tracers
-from .early_exit import Chunks, Reads, any_of_all, good_pair, masked_step, plan_chunks
+from .early_exit import Chunks, Reads, good_pair, masked_step, plan_chunks
 from .outputs import Kept, Reports, axes_of_outputs, keep_what_ran
 from .rows import axes_of_carry, mask_rows, trace_for_tiers
 

@@ -28,11 +28,11 @@ from ..._types import Array, PyTree
 from ..rows.axes import RowAxes
 from ..rows.compact import LiveRows, failed_with_fewer_rows, make_schedule, take_rows
 from ..rows.fill import Idle
-from ..rows.leaves import mask_of_lengths, most_of_all, most_of_devices
+from ..rows.leaves import any_of_all, mask_of_lengths, most_of_all, most_of_devices
 from ..rows.mask import mask
 from ..weights.in_bulk import in_bulk
 from .condition import CallCondition, Condition, trace_condition
-from .early_exit import Chunks, MaskedStep, Progress, Reads, StepOutputs, any_of_all, going_on
+from .early_exit import Chunks, MaskedStep, Progress, Reads, StepOutputs, going_on
 from .tangents import ZERO, FinishedLoop, StepByStep, Ways, group, order_of_steps, recomputed_chunk, run_chunk
 
 
