@@ -130,7 +130,8 @@ class Skip:
         may_rule = is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
         schedule = ScheduleChunks(tiers, self._remat(loop, tiers) if cut else ChunkRemat.NONE, rules=cut and may_rule)
         loop = _with_wish(loop, Wish(size, exact=bool(chunk), schedule=schedule))
-        return write_in_place(loop, tiers) if may_rule else loop
+        import os
+        return write_in_place(loop, tiers, saves=os.environ.get('SAVED','1')=='1' and self.chunk is None and len(tiers)==1 and not loop.recomputed) if may_rule else loop
 
     def _remat(self, loop: Loop, tiers: tuple[int, ...]) -> ChunkRemat:
         """What the gradient does with the chunks of a loop. It recomputes those that the user asked for.
