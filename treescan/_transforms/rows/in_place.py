@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._avals import place_like, stacked_type, vary_over, varying_axes
+from ..._avals import stacked_type, vary_over, varying_axes
 from ..._loop.chunk import RunChunk, as_step
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import debugs_nans, run
@@ -73,7 +73,11 @@ def write_in_place(loop: Loop, tiers: tuple[int, ...], *, saves: bool) -> Loop:
     changed = loop.recomputed or is_thinned(loop.keeps) or held
     known = jax.default_backend() == "cpu" and not is_remat3()
     fits = chunks and known and not changed
-    return dataclasses.replace(loop, runner=InPlace(tiers, loop.rows.apart() and not debugs_nans(), saves)) if fits else loop
+    return (
+        dataclasses.replace(loop, runner=InPlace(tiers, loop.rows.apart() and not debugs_nans(), saves))
+        if fits
+        else loop
+    )
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ class Record:
 
 
 class Where(NamedTuple):
-    """Where a leaf of a step's derivative is: which of what is saved, fed, or the same in all steps."""
+    """Where a leaf of a step's derivative is: which of what is saved, fed, made of that, or the same in all steps."""
 
     kind: str
     place: int
@@ -71,19 +71,31 @@ class Where(NamedTuple):
 class Push:
     """The tangent of one step: from those of consts, state and x to those of state and y.
 
-    Its consts are what is the same in all steps. Its feed's x is (saved, fed).
-
     Attributes:
         structure: of the derivative, whose leaves are arrays.
         where: for each of these leaves where it is.
+        making: an open jaxpr that selects, from what steps are fed, what the derivative reads and is not saved.
+        consts: what that closes over.
+        reads: how many leaves the consts of the step have.
     """
 
     structure: Any
     where: tuple[Where, ...]
+    making: Any
+    consts: Arrays
+    reads: int
 
     def at(self, same: Arrays, saved: Arrays, fed: Arrays) -> Any:
-        """The tangent of a step, as a function of the tangents of consts, state and x, one after the other."""
-        found = {"saved": saved, "fed": fed, "same": same}
+        """The tangent of a step, as a function of the tangents of consts, state and x, one after the other.
+
+        Args:
+            same: what it needs that is the same in all steps, the consts at the end.
+            saved: what the step saved.
+            fed: what it was fed.
+        """
+        states = len(self.making.invars) - len(fed)
+        given = [*same[len(same) - self.reads :], *[None] * (states - self.reads), *fed]
+        found = {"saved": saved, "fed": fed, "same": same, "made": eval_jaxpr(self.making, self.consts, *given)}
         return jax.tree.unflatten(self.structure, [found[kind][place] for kind, place in self.where])
 
 
@@ -141,9 +153,7 @@ def linearize(loop: Loop, part: Part) -> Linearized:
     return _parted(closed, jax.tree.structure(push), loop, (first, last), on, y_on)
 
 
-def _settled(
-    jaxpr: Any, on: tuple[bool, ...], first: int, last: int
-) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+def _settled(jaxpr: Any, on: tuple[bool, ...], first: int, last: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
     """Which inputs of a step have a tangent once those of the state have settled, and which leaves of y then have."""
     given = list(on)
     while True:
@@ -165,13 +175,16 @@ def _parted(
         if not varying.isdisjoint(variables_of(equation.invars)):
             varying.update(equation.outvars)
     fed = {var: i for i, var in enumerate(jaxpr.invars[last:])}
-    saved, same, where = dict[Any, int](), list[Any](), list[Where]()
+    selected = _selected(jaxpr, (*range(first), *range(last, len(jaxpr.invars))))
+    saved, made, same, where = dict[Any, int](), dict[Any, int](), list[Any](), list[Where]()
     for var in jaxpr.outvars[count:]:
         if hasattr(var, "val") or var not in varying:
             same.append(var)
             where.append(Where("same", len(same) - 1))
         elif var in fed:
             where.append(Where("fed", fed[var]))
+        elif var in selected:
+            where.append(Where("made", made.setdefault(var, len(made))))
         else:
             where.append(Where("saved", saved.setdefault(var, len(saved))))
     if any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in saved):
@@ -180,12 +193,24 @@ def _parted(
     given = [*jax.tree.leaves(loop.consts), *[None] * (len(jaxpr.invars) - first)]
     return Linearized(
         record,
-        Push(structure, tuple(where)),
-        [jnp.asarray(value) for value in eval_jaxpr(_needed(jaxpr, same), closed.consts, *given)],
+        Push(structure, tuple(where), _needed(jaxpr, list(made)), list(closed.consts), first),
+        [*map(jnp.asarray, eval_jaxpr(_needed(jaxpr, same), closed.consts, *given)), *given[:first]],
         [var.aval for var in saved],
         on[first:last],
         y_on,
     )
+
+
+_SELECTIONS = frozenset({"and", "broadcast_in_dim", "not", "or", "reshape", "select_n", "squeeze"})
+
+
+def _selected(jaxpr: Any, places: Sequence[int]) -> set[Any]:
+    """The variables that are but selected from some inputs: the same at any time, and cheaper to make than to save."""
+    selected = {jaxpr.invars[place] for place in places} | set(jaxpr.constvars)
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _SELECTIONS and selected.issuperset(variables_of(equation.invars)):
+            selected.update(equation.outvars)
+    return selected
 
 
 def _needed(jaxpr: Any, outputs: Sequence[Any]) -> Any:
@@ -367,7 +392,9 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
     found = linearize(loop, part)
     xs, count = jax.tree.leaves(loop.xs), len(idle)
     feed = jax.tree.structure(loop.xs)
-    bare = dataclasses.replace(loop, consts=None, state=None, xs=Feed(None), trace=None, rows=None, finish=(), wishes=())
+    bare = dataclasses.replace(
+        loop, consts=None, state=None, xs=Feed(None), trace=None, rows=None, finish=(), wishes=()
+    )
 
     def record(consts: Any, state: Any, fed: Arrays) -> tuple[Arrays, Arrays]:
         return found.record(consts, state, jax.tree.unflatten(feed, fed))
@@ -378,7 +405,7 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
 
     @saving.defjvp
     def _(primals: Any, tangents: Any) -> tuple[Placed, Placed]:
-        consts, state, xs, written, branch = primals
+        branch = primals[-1]
 
         def stacked(*given: Any) -> Placed:
             return stack_in_chunks(bare, record, *given, branch, size)
@@ -400,7 +427,9 @@ def _zeros(loop: Loop, aval: Any) -> Array:
 def _filled(leaves: Arrays, on: Sequence[bool], tangents: Arrays) -> Arrays:
     """The tangents of leaves, zero where none is known."""
     of_all = iter(tangents)
-    smooth = [next(of_all) if is_on else zeros_like(leaf) for leaf, is_on in zip(leaves, on, strict=True) if is_smooth(leaf)]
+    smooth = [
+        next(of_all) if is_on else zeros_like(leaf) for leaf, is_on in zip(leaves, on, strict=True) if is_smooth(leaf)
+    ]
     return fill_in(leaves, smooth)
 
 
@@ -427,9 +456,7 @@ def _tangents(loop: Loop, found: Linearized, part: Part, d_on: Arrays) -> _In:
     return _In([d for _, d in consts if d is not None], settled, [d for _, d in xs if d is not None])
 
 
-def _solve(
-    bare: Loop, found: Linearized, tangents: _In, saved: Arrays, fed: Arrays, branch: Array, size: int
-) -> _Out:
+def _solve(bare: Loop, found: Linearized, tangents: _In, saved: Arrays, fed: Arrays, branch: Array, size: int) -> _Out:
     """What goes out of a linear loop, given what goes in."""
     push, same, number, first = found.push, found.same, len(saved), len(saved) + len(fed)
     outputs = found.record.jaxpr.outvars[len(found.state) : len(found.state) + len(found.y)]
@@ -466,7 +493,7 @@ def _solve(
 
     def equation(both: tuple[_In, _Out]) -> tuple[_In, _Out]:
         given, out = both
-        return given, jax.tree.map(jax.lax.sub, out, run_push(given))
+        return _all_linear((given, jax.tree.map(jax.lax.sub, out, run_push(given))))
 
     def solve(_: Any, both: tuple[_In, _Out]) -> tuple[_In, _Out]:
         given, out = both
