@@ -13,6 +13,7 @@ reverse mode runs our loop, and all other transformations are JAX's own, derivat
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -123,7 +124,7 @@ def linearize(loop: Loop, part: Part) -> Linearized:
     """The step of a loop and its tangent, where `part` of (consts, state, xs) has one.
 
     Raises:
-        Unsaved: if something would have to be saved that an array of zeros cannot hold.
+        Unsaved: if a key would have to be saved.
     """
     one = one_step(loop.xs)
     groups = [jax.tree.leaves(tree) for tree in (loop.consts, loop.state, one)]
@@ -392,9 +393,7 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
     found = linearize(loop, part)
     xs, count = jax.tree.leaves(loop.xs), len(idle)
     feed = jax.tree.structure(loop.xs)
-    bare = dataclasses.replace(
-        loop, consts=None, state=None, xs=Feed(None), trace=None, rows=None, finish=(), wishes=()
-    )
+    bare = as_step(loop).bare
 
     def record(consts: Any, state: Any, fed: Arrays) -> tuple[Arrays, Arrays]:
         return found.record(consts, state, jax.tree.unflatten(feed, fed))
@@ -407,8 +406,8 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
     def _(primals: Any, tangents: Any) -> tuple[Placed, Placed]:
         branch = primals[-1]
 
-        def stacked(*given: Any) -> Placed:
-            return stack_in_chunks(bare, record, *given, branch, size)
+        def stacked(consts: Any, state: Any, xs: Arrays, written: Arrays) -> Placed:
+            return stack_in_chunks(bare, record, consts, state, xs, written, branch, size)
 
         return jax.jvp(stacked, primals[:-1], tangents[:-1])
 
@@ -511,7 +510,7 @@ def _all_linear(tree: PyTree) -> PyTree:
     """The tree itself, each leaf of which depends on every other: JAX transposes a solution only if all are unknown."""
     leaves, structure = jax.tree.flatten(tree)
     true = np.ones((), np.bool_)
-    total = sum(jnp.real(jnp.sum(leaf)).astype(jnp.float32) for leaf in leaves)
+    total = functools.reduce(jax.lax.add, [jnp.real(jnp.sum(leaf)).astype(jnp.float32) for leaf in leaves])
     return jax.tree.unflatten(
         structure,
         [jax.lax.select_n(true, jnp.broadcast_to(total.astype(leaf.dtype), leaf.shape), leaf) for leaf in leaves],
