@@ -93,6 +93,23 @@ def _by_while_scan(body: Any, init: Any, remat: Any) -> Any:
     return while_scan(goes_on, lambda carry, i: (body(carry, i), None), init, jnp.arange(T), remat=remat)[0]
 
 
+def _by_rows(body: Any, init: Any, remat: Any) -> Any:
+    def go_on(carry: Any) -> Any:
+        return jax.tree.leaves(carry)[0].sum(1) < 1e9
+
+    axes = (0, None) if isinstance(init, tuple) else 0
+    xs = jnp.stack([jnp.arange(T)] * 2, 1)
+    return while_scan(go_on, lambda c, x: (body(c, x[0]), None), init, xs, carry_axes=axes, remat=remat)[0]
+
+
+def _by_traced_fori(body: Any, init: Any, remat: Any) -> Any:
+    return fori(0, jnp.asarray(T), lambda i, carry: body(carry, i), init, max_length=T, remat=remat)
+
+
+def _by_layers(body: Any, init: Any, remat: Any) -> Any:
+    return fold_layers(lambda i, carry: body(carry, i), init, jnp.arange(T), remat=remat)
+
+
 def _over_layers(w: Any, remat: Any, on: bool) -> Any:
     return scan_layers(lambda w, h: (_step(h, w), _only(on, w)), H, w, remat=remat)
 
@@ -204,3 +221,31 @@ PROGRAMS = {
     "nnx, axis 1": Program(functools.partial(_modules, axis=1), _AXIS_1),
 }
 """Without `accumulate`, which stacks whatever its carry holds."""
+
+_LENGTHS = {"lengths": jnp.array([3, 8])}
+LOOPS: dict[str, Loop] = {
+    "scan": _by_scan,
+    "fori": _by_fori,
+    "fori, traced": _by_traced_fori,
+    "mask_scan": _by_mask_scan,
+    "mask_scan, chunk": functools.partial(_by_mask_scan, chunk=4, **_LENGTHS),
+    "mask_scan, compact": functools.partial(_by_mask_scan, chunk=4, compact=True, **_LENGTHS),
+    "mask_scan, resets": _by_resets,
+    "while_scan": _by_while_scan,
+    "while_scan, rows": _by_rows,
+    "fold_layers": _by_layers,
+}
+"""Loops that may read an array in each step without a change."""
+
+
+def read_in_steps(loop: Loop, h: Any, w: Any, remat: Any, carried: bool) -> Any:
+    """The last h of a loop that reads the array, in its carry or closed over."""
+    if carried:
+        return loop(lambda carry, i: (_step(carry[0], carry[1][i]), carry[1]), (h, w), remat)[0]
+    return loop(lambda h, i: _step(h, w[i]), h, remat)
+
+
+def read_by_hand(h: Any, w: Any) -> Any:
+    """The same with `jax.lax.scan`, each step under `jax.checkpoint`."""
+    step = jax.checkpoint(lambda h, i: (_step(h, w[i]), None), prevent_cse=False)
+    return jax.lax.scan(step, h, jnp.arange(T))[0]

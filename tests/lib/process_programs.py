@@ -165,6 +165,9 @@ def main() -> None:
             outcomes = [outcome(run, h, xs, mesh) for xs in (good, wrong, good, wrong, good)]
         print(json.dumps({"case": [kind, form, check, way], "outcomes": outcomes, "told": told()}), flush=True)
     print(json.dumps({"process": number, "bars": bars_of(h, good)}), flush=True)
+    error, _ = outcome(jax.jit(lambda h, xs: fold(h, xs, check_finite=True)), h, bad, mesh)
+    print(json.dumps({"last": error}), flush=True)
+    jax.distributed.shutdown()  # without it, the first process is aborted where it ends
 
 
 if __name__ == "__main__":

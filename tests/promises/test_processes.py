@@ -14,6 +14,7 @@ def test_each_process_raises_in_the_same_step_with_the_same_record(which: str, c
         [json.loads(line) for line in lines if line.startswith("{")]
         for lines in run_in_processes("process_programs.py", which, seconds=120 if which == "few" else 500)
     )
+    assert [each.pop() for each in (first, second)] == [{"last": "JaxRuntimeError"}] * 2
     bars = [each.pop() for each in (first, second)]
     assert bars == [{"process": 0, "bars": ["closed", "closed"]}, {"process": 1, "bars": []}]
     assert first == second and [tuple(found["case"]) for found in first] == cases

@@ -1,12 +1,14 @@
-"""What a loop hands on unchanged is not copied: with any `remat`, it costs no memory to return it."""
+"""What a loop hands on or reads unchanged is not copied: with any `remat`, it costs no memory."""
 
 from typing import Any
 
 import jax
-from handed_on import BYTES, PROGRAMS, Program
-from thin import by_turns
+import jax.numpy as jnp
+import numpy as np
+from handed_on import BYTES, LOOPS, PROGRAMS, H, Loop, N, Program, T, read_by_hand, read_in_steps
+from thin import by_turns, parametrize
 
-from treescan import Remat
+from treescan import Remat, while_scan
 
 REMATS: dict[str, Any] = {
     "none": None,
@@ -49,3 +51,77 @@ def test_handing_on_takes_no_memory(case: tuple[str, str]) -> None:
         return  # without `remat`, stacks of states are carried, and so are their gradients
     control = temporary(gradient(program, plan, on=False), given, donates=False)
     assert temporary(gradient(program, plan, on=True), given, donates=False) <= control + 0.1
+
+
+READ_WITH = {"step": "step", "segment": Remat(levels=2, segment=3)}
+WAYS = {"closed over": False, "carried": True}
+"""Whether an array is in the carry."""
+
+
+def squares(function: Any) -> Any:
+    return lambda *args: (function(*args) ** 2).sum()
+
+
+def memory_of_gradient(function: Any, w: jax.Array) -> float:
+    """The temporary memory of the gradient in h alone, in sizes of the array."""
+    compiled: Any = jax.jit(jax.grad(squares(function))).lower(H, w).compile()
+    return compiled.memory_analysis().temp_size_in_bytes / w.nbytes
+
+
+@by_turns(4, loop=LOOPS, remat=READ_WITH, carried=WAYS)
+def test_reading_an_array_that_is_not_differentiated_takes_no_memory(loop: Loop, remat: Any, carried: bool) -> None:
+    """JAX before 0.12 returned a copy of it from each branch, to the gradient."""
+    w = jnp.full((T, N, N), 0.01)
+    control = memory_of_gradient(read_by_hand, w)
+    assert memory_of_gradient(lambda h, w: read_in_steps(loop, h, w, remat, carried), w) <= control + 0.1
+
+
+def test_chunks_that_are_left_out_together_take_no_memory_either() -> None:
+    steps = 24
+    w = jnp.full((steps, N, N), 0.01)
+
+    def run(h: Any, w: Any) -> Any:
+        def goes_on(h: Any) -> Any:
+            return h.sum() < 1e9
+
+        def step(h: Any, i: Any) -> Any:
+            return jnp.tanh(h @ w[i]), None
+
+        return while_scan(goes_on, step, h, jnp.arange(steps), remat=Remat(levels=2, segment=2))[0]
+
+    assert memory_of_gradient(run, w) < 0.3
+
+
+def derivatives(run: Any, h: jax.Array, w: jax.Array) -> Any:
+    """In h alone, in both, twice, forward, and of two arrays at once."""
+    loss = squares(run)
+    both = jax.grad(loss, argnums=(0, 1))
+    twice = jax.grad(lambda h, w: (jax.grad(loss)(h, w) ** 2).sum(), argnums=(0, 1))
+    two = jnp.stack([w, 2 * w])
+    mapped = jax.vmap(jax.grad(loss), (None, 0))(h, two), jax.grad(lambda h: jax.vmap(loss, (None, 0))(h, two).sum())(h)
+    return jax.grad(loss)(h, w), both(h, w), twice(h, w), jax.jvp(loss, (h, w), (h, w)), mapped
+
+
+@by_turns(
+    5, loop={name: LOOPS[name] for name in ("mask_scan, chunk", "mask_scan, compact", "while_scan")}, carried=WAYS
+)
+def test_reading_changes_no_derivative(loop: Loop, carried: bool) -> None:
+    w = jnp.asarray(np.random.default_rng(0).normal(size=(T, 8, 8)) / 3, jnp.float32)
+    h = jnp.full((2, 8), 0.3)
+
+    def run(remat: Any) -> Any:
+        return jax.jit(lambda h, w: derivatives(lambda h, w: read_in_steps(loop, h, w, remat, carried), h, w))(h, w)
+
+    for one, other in zip(jax.tree.leaves(run("step")), jax.tree.leaves(run(None)), strict=True):
+        assert np.isfinite(one).all()
+        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
+
+
+@parametrize("loop", {name: LOOPS[name] for name in ("mask_scan, chunk", "while_scan")})
+def test_an_array_may_begin_with_nan(loop: Loop) -> None:
+    w = jnp.full((T + 1, N, N), 0.01).at[0].set(jnp.nan)  # no step reads that part
+
+    def run(h: Any) -> Any:
+        return squares(lambda h: loop(lambda h, i: jnp.tanh(h @ w[i + 1]), h, "step"))(h)
+
+    assert np.isfinite(jax.jit(jax.grad(run))(H)).all()

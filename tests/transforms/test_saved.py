@@ -6,6 +6,7 @@ The oracle is a mask by hand under `jax.lax.scan`, values and derivatives of eve
 import functools
 
 import jax
+import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -174,3 +175,23 @@ def test_steps_are_saved_unless_products_pay_or_chunks_are_asked_for(body, optio
     program, args = gradient_program(functools.partial(masked, **options), body)
     found = list(equations(jax.make_jaxpr(program)(*args).jaxpr, "custom_linear_solve"))
     assert bool(found) is saved
+
+
+@pytest.mark.parametrize("body", [attention, recurrent])
+def test_an_exported_gradient_of_any_number_of_rows(body):
+    (rows,) = jax.export.symbolic_shape("rows")
+    (params, init, xs), _ = given(body, 32)
+    lengths = jnp.array([32, 10, 0, 5], jnp.int32)
+    shapes = (
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params),
+        jax.ShapeDtypeStruct((rows, WIDTH), init.dtype),
+        jax.ShapeDtypeStruct((32, rows, WIDTH), xs.dtype),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+    )
+
+    def of(params, init, xs, lengths):
+        return total(masked, body, lengths)(params, init, xs)
+
+    exported = jax.export.export(jax.jit(jax.grad(of)))(*shapes)
+    expected = jax.grad(total(by_hand, body, lengths))(params, init, xs)
+    assert_alike(exported.call(params, init, xs, lengths), expected)

@@ -25,7 +25,7 @@ from .._avals import (
 from .._errors import BodyFault, CarryError, Cure, Fault, PluginError, Row
 from .._loop.body import Body, warn_second_trace
 from .._loop.run import is_last_trace
-from .._tree import KeyPath, Root, children, is_static, leaves_with_path, metadata, named_roots, path_str
+from .._tree import KeyPath, Root, children, is_number, is_static, leaves_with_path, metadata, named_roots, path_str
 from .._types import Array, PyTree, TreeDef
 from ..carries._base import AbstractCarry, describe_class, describe_error, is_carry, parts_of
 from .signature import Convention
@@ -123,10 +123,14 @@ def _metadata_differences(leaf: str, given: PyTree, returned: PyTree) -> Iterato
         if name not in inner and not _same_value(before.get(name), after.get(name))
     ]
     names = [name for name in names if not name.startswith("_")] or names  # private ones only if no other differs
-    rows = [(f"{leaf}.{name}", describe_static(before.get(name)), describe_static(after.get(name))) for name in names]
+    rows = list[Row]()
+    for name in names:
+        old, new = before.get(name), after.get(name)
+        note = "static number" if is_number(old) and is_number(new) else "metadata"
+        rows.append(Row(f"{leaf}.{name}", describe_static(old), describe_static(new), note))
     whole = [f"{kind} {describe_static(metadata(node))}" for node in (given, returned)]
-    for path, expected, came in rows or [(leaf, whole[0], whole[1])]:
-        yield Difference(Row(path, expected, came, "metadata"), (Cure(f"{leaf}: {cure}", "metadata", leaf),))
+    for row in rows or [Row(leaf, whole[0], whole[1], "metadata")]:
+        yield Difference(row, (Cure(f"{leaf}: {cure}", "metadata", leaf),))
 
 
 def _same_value(given: Any, returned: Any) -> bool:

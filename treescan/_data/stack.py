@@ -395,11 +395,9 @@ def _stack(layers: list[PyTree]) -> PyTree:
     columns = zip(jax.tree.leaves(layers[0]), *alike, strict=True)
     shared = [is_static(leaf) or all(are_numbers) for leaf, *are_numbers in columns]  # the same in all layers
     rows: list[Row] = []
-    numbers: list[Row] = []
     for i, layer in enumerate(layers):
-        differing = _differing_numbers(f"layers[{i}]", layers[0], layer, shared)
-        numbers += differing
-        rows += [*_differing_types(f"layers[{i}]", layers[0], layer), *differing]
+        root = f"layers[{i}]"
+        rows += [*_differing_types(root, layers[0], layer), *_differing_numbers(root, layers[0], layer, shared)]
     if rows:
         raise Fault(
             LayerError,
@@ -407,9 +405,10 @@ def _stack(layers: list[PyTree]) -> PyTree:
             "Layers of one stack have the same structure, shapes and dtypes, and equal static leaves. Keep layers of "
             "several kinds in several stacks: `treescan.scan_layers` takes a sequence of blocks, and a stack for each.",
             *(
-                f"{row.leaf}: a Python number or flag must be the same in all layers. If it differs, make it an array "
-                f"in all of them, `jnp.array({row.came})`: it is then traced, as weights are."
-                for row in numbers[:1]
+                f"{row.leaf}: a Python number or flag must be the same in all layers. If a layer only computes with "
+                f"it, make it a leaf that is an array in all of them, `jnp.array({row.came})`: it is then traced, as "
+                "weights are. If code branches on it, or makes a shape of it, keep one stack for each value."
+                for row in [row for row in rows if row.note.endswith("number")][:1]
             ),
             header=("leaf", "layers[0]", "is"),
             rows=rows,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from .._avals import is_key
+from .._avals import is_key, is_mutable, is_sharded, varying_axes
 from .._errors import describe_body, is_from_jax, warn_user
 from .._loop.chunk import RunChunk, divide
 from .._loop.loop import Feed, Loop, Step
@@ -277,6 +278,39 @@ def checkpoint(
         return jax.tree.map(lambda leaf: given[leaf.place] if type(leaf) is _Input else leaf, out, is_leaf=_is_input)
 
     return checkpointed
+
+
+def reading(kept: PyTree, reads: PyTree) -> PyTree:
+    """What a branch is given of a state, as values that depend on the large arrays that it reads.
+
+    Before 0.12, JAX returns from a branch every array that its gradient reads, and zeros of the same shape from all
+    other branches: for a stack that a branch computes with again, XLA writes one more stack. If each branch begins with
+    this, all of them return the stack itself, in the same place, and XLA copies nothing.
+
+    Args:
+        kept: the state. Its leaves do not change.
+        reads: the arrays. Those that are not larger than the state are left out.
+    """
+    if jax.__version_info__ >= (0, 12):
+        return kept
+    part = smooth_part(kept)
+    smooth, others = part.split(kept)
+    state = sum(leaf.size for leaf in smooth)
+    large = [leaf for leaf in jax.tree.leaves(reads) if leaf.size > state and _is_plain(leaf)]
+    if not smooth or not large or not all(map(_is_plain, smooth)):
+        return kept
+
+    def same(smooth: list[Any], large: list[Any]) -> list[Any]:
+        firsts = [jax.lax.slice(leaf, (0,) * leaf.ndim, (1,) * leaf.ndim).reshape(()) for leaf in large]
+        true = functools.reduce(jnp.logical_or, [first == first for first in firsts], jnp.ones((), bool))
+        return [jnp.where(true, leaf, jnp.zeros_like(leaf)) for leaf in smooth]
+
+    return part.join(jax.checkpoint(same, prevent_cse=False)(smooth, large), others)
+
+
+def _is_plain(leaf: Any) -> bool:
+    """Whether a leaf is an array of numbers, all of it on one device as far as its type says."""
+    return not (is_mutable(leaf) or is_key(leaf) or is_sharded(leaf) or varying_axes(jax.typeof(leaf)))
 
 
 @jax.tree_util.register_static

@@ -101,10 +101,10 @@ def part_outputs(loop: Loop, wanted: Prefix, *, whole: bool = False) -> Parted:
     run = dataclasses.replace(hoisted.loop, xs=loop.xs, length=loop.length)
     if whole:
         step = _Rest(rest, program.consts, (False,) * len(hoisted.fixed), rest_y)
-        run = dataclasses.replace(run, step=step, consts=(once.early, ([], inner)), state=hoisted.settled)
+        run = dataclasses.replace(run, step=step, consts=(([], inner), once.early), state=hoisted.settled)
         return Parted(run.finished(functools.partial(jax.tree.unflatten, hoisted.structure)), y, reads)
     step = _Rest(rest, program.consts, hoisted.fixed, rest_y)
-    run = dataclasses.replace(run, step=step, consts=(once.early, (unchanged, inner)))
+    run = dataclasses.replace(run, step=step, consts=((unchanged, inner), once.early))
     return Parted(run.finished(hoisted.restore), y, reads)
 
 
@@ -192,7 +192,7 @@ class DroppingOnce:
 
 @dataclass(frozen=True, eq=False)
 class _Rest:
-    """What is left of a traced step. Its consts: (what was computed before, (unchanged leaves, inner consts))."""
+    """What is left of a traced step. Its consts: ((unchanged leaves, inner consts), what was computed before)."""
 
     jaxpr: Any
     closed: list[Any]
@@ -200,7 +200,7 @@ class _Rest:
     y: Any
 
     def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
-        early, (unchanged, inner) = consts
+        (unchanged, inner), early = consts
         leaves = jax.tree.leaves((inner, merge(self.fixed, unchanged, state), feed))
         out = eval_jaxpr(self.jaxpr, self.closed, *early, *leaves, propagate_source_info=True)
         out = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in out]

@@ -138,6 +138,7 @@ class Recompute:
         if self.remat == AUTO:
             return loop if masked or is_untraced(loop) else choose_fastest(loop)
         if masked:
+            refuse_to_repeat(loop.trace)
             refuse_budget(self.remat, "a masked scan")
             refuse_offload(self.remat)
         if is_untraced(loop):

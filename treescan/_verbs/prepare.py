@@ -28,11 +28,11 @@ from .._transforms.finite.case import About, looks_backward
 from .._transforms.finite.check import CheckFinite, deliver
 from .._transforms.finite.site import Slices
 from .._transforms.order import in_order
-from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
+from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_thinned
 from .._transforms.program import Arguments, Call, Program, Transformed, execute
 from .._transforms.progress import ShowProgress, no_forward_mode
 from .._transforms.refuse import in_reverse_alone
-from .._transforms.remat import Recompute
+from .._transforms.remat import AUTO, Recompute
 from .._transforms.rows.axes import RowFlags
 from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.mask import Mask
@@ -358,6 +358,23 @@ class RowPlan(NamedTuple):
     chunk: int | None = None
     compact: bool | tuple[int, ...] = False
 
+    def over(self, axes: LeafAxes | None) -> OverRows:
+        """The transform, of the axes over which xs are scanned."""
+        return OverRows(self.carries, self.inputs, self.outputs, self.time_axis, axes, self.compact)
+
+
+def _without_refs(
+    chunk: int | None, remat: RematLike | None, kept: Prefix | None, check_finite: FiniteCheck
+) -> tuple[str, ...]:
+    """Which of these options are given and need a body without mutable arrays."""
+    given = {
+        "chunk": bool(chunk),
+        "remat": remat not in (None, AUTO),
+        "save": kept is not None and is_thinned([keep for keep in kept.leaves if keep != LAST]),
+        "check_finite": looks_backward(check_finite) is not None,
+    }
+    return tuple(name for name, is_given in given.items() if is_given)
+
 
 def run_scan(
     convention: Convention,
@@ -412,17 +429,17 @@ def run_scan(
         )
     flags = check_rows(rows.flags, rows.time_axis, call.call.length)
     put_back = rows.reset_to, init, rows.carries, rows.time_axis, call.adopted, call.given.init, call.call.names[0]
-    flags, filled = check_targets(flags, *put_back), Prefix.of(rows.fill)
+    flags, filled, kept = check_targets(flags, *put_back), Prefix.of(rows.fill), check_save(save)
     call = dataclasses.replace(call, given=call.given._replace(rows=flags))
     return call.run(
-        OverRows(rows.carries, rows.inputs, rows.outputs, rows.time_axis, call.axes, rows.compact),
+        dataclasses.replace(rows.over(call.axes), others=_without_refs(rows.chunk, remat, kept, check_finite)),
         BeginSegments.of(flags),
         call.checking(check_finite, around=AROUND_ROWS),
         MoveOutputs.of(out_axes, save),
         Mask(filled, repr(rows.fill)),
         ResetRows(),
         Truncate.of(truncate),
-        KeepRows(check_save(save), filled),
+        KeepRows(kept, filled),
         EndsOfSequences(),
         Recompute.of(remat),
         Skip(rows.chunk, rows.compact),

@@ -140,7 +140,7 @@ def evidence_at(told: Told, at: At, state: list[Array], site: Site, loop: Loop) 
         site: the loop.
         loop: the same, as it runs once more.
     """
-    feed, rows, (unchanged, _) = feed_at(at, loop), loop.rows, loop.consts
+    feed, rows, (unchanged, (_, inner)) = feed_at(at, loop), loop.rows, loop.consts
     before, axes, valid = merge(site.fixed, unchanged, state), site.row_axes(rows), None
     shown, fed = before, feed
     if rows is not None:  # padded rows are shown what a valid one is
@@ -162,8 +162,7 @@ def evidence_at(told: Told, at: At, state: list[Array], site: Site, loop: Loop) 
     rest = [None] * (len(results) - len(after))
     bits = told.blame.bits([*worst.pick(bad), *rest], worst.is_nan)
     position = jnp.asarray(at.position, jnp.int32)
-    x = site.x_of(feed.x, jax.lax.stop_gradient(site.whole))
-    return Evidence(at.first, position, before, after, x, valid, worst, bits)
+    return Evidence(at.first, position, before, after, site.x_of(feed.x, inner), valid, worst, bits)
 
 
 def feed_at(at: At, loop: Loop) -> Feed:

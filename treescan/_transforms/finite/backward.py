@@ -265,7 +265,7 @@ def evidence_of(
         jnp.asarray(at.position, jnp.int32),
         merge(site.fixed, unchanged, leaves),
         [jnp.zeros(()) if leaf is None else leaf for leaf in cotangents],
-        site.x_of(feed.x, inner[0] if site.slices is not None else ()),
+        site.x_of(feed.x, inner),
         None if rows is None else feed.valid,
         worst,
         told.blame.bits(split(pulls, blamed)[0], worst.is_nan),
@@ -583,7 +583,7 @@ class WatchBackward:
 
     def x_of(self, state: list[Array]) -> PyTree:
         """What the last layer returned, of a state."""
-        return jax.tree.unflatten(self.site.hoisted.structure, self.step.end(state, self.site.last))
+        return self.site.carry_of(self.step.end(state, self.site.last))
 
     def evidence(self, state: list[Array], ys: PyTree) -> PyTree:
         """The outputs: what was found is told in the gradient."""

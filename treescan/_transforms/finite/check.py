@@ -243,6 +243,7 @@ class CheckLayers:
             Fault: for an `ArgumentError` if a block cannot be run once more, or devices run parts of it.
         """
         refuse_devices()
+        loops = [with_raw_keys(loop) for loop in loops]
         with jax.disable_jit(False):
             traced = [lift(hoisted) for hoisted in trace_turns(loops)]
         last, sites = sum(loop.length for loop in loops) - 1, list[Site]()
@@ -280,7 +281,7 @@ class Watch:
 
     def x_of(self, state: list[Array]) -> PyTree:
         """What the last layer returned, of a state."""
-        return jax.tree.unflatten(self.sites[0].hoisted.structure, state[1:])
+        return self.sites[0].carry_of(state[1:])
 
     def evidence(self, state: list[Array], ys: PyTree) -> WithEvidence:
         """The outputs, with what is known of the first bad layer."""

@@ -15,13 +15,10 @@ from ..._avals import place_like, shard, spec_parts
 from ..._axes import LeafAxes
 from ..._loop.body import Memo
 from ..._loop.loop import Feed, Loop, Step, Transform
-from ..._loop.run import is_jit_disabled
 from ..._trace.blame import becomes_bad
 from ..._trace.hoist import Hoisted, Repeatable, hoist, is_smooth, lift, merge, split
 from ..._tree import leaves_with_path
 from ..._types import Array, PyTree, TreeDef
-from ..axes import MergeWhole
-from ..once import DroppingOnce
 from ..rows.axes import Begins, Rows, with_axes
 from ..rows.leaves import last_set, mask_of_lengths, select, select_valid, take_row
 from ..rows.resets import begins_of
@@ -217,8 +214,7 @@ class Site:
     Attributes:
         given: the loop; in the names and the structure of the user's.
         hoisted: its trace; what the body closes over is lifted.
-        slices: what is scanned over, where some leaves are given whole; None: none are.
-        whole: these leaves.
+        slices: what is scanned over, where some leaves are given whole; None: none are. These lead the consts.
         last: the position of the step that runs first, in reverse.
         around: what is put around a step of rows.
         roots: what the items of x are called, where x is a tuple of arguments.
@@ -227,7 +223,6 @@ class Site:
     given: Loop
     hoisted: Hoisted
     slices: Slices | None
-    whole: list[Array]
     last: Any
     around: tuple[Transform, ...] = ()
     roots: tuple[str, ...] | None = None
@@ -288,9 +283,9 @@ class Site:
         unchanged, changing = split(self.fixed, leaves)
         return dataclasses.replace(loop, consts=(unchanged, loop.consts[1])), changing
 
-    def x_of(self, x: PyTree, whole: Sequence[Array]) -> PyTree:
-        """The user's x, of one that a step is fed and the leaves that are given whole."""
-        return x if self.slices is None else self.slices.join(whole, jax.tree.leaves(x))
+    def x_of(self, x: PyTree, consts: PyTree) -> PyTree:
+        """The user's x, of one that a step is fed and the consts of the given loop."""
+        return x if self.slices is None else self.slices.join(jax.tree.leaves(consts), jax.tree.leaves(x))
 
     @property
     def structure(self) -> TreeDef:
@@ -311,7 +306,7 @@ class Site:
     def names_of_feed(self) -> tuple[list[str], list[str]]:
         """What the leaves that are given whole are called, and those that a step is fed."""
         xs, name = self.given.xs, self.given.names[1]
-        x = self.x_of(xs.x, self.whole)
+        x = self.x_of(xs.x, self.given.consts)
         trees = [(name, x)] if self.roots is None else zip(self.roots, x, strict=False)
         named = [path for root, tree in trees for path, _ in leaves_with_path(root, tree)]
         whole: list[str] = []
@@ -323,7 +318,7 @@ class Site:
 
 def site_of(loop: Loop, hoisted: Hoisted, slices: Slices | None, last: Any, **others: Any) -> Site:
     """The site of a loop, of its trace; see `Site`."""
-    return Site(loop, hoisted, slices, [] if slices is None else whole_of(loop), last, **others)
+    return Site(loop, hoisted, slices, last, **others)
 
 
 def traced_as_it_runs(loop: Loop) -> Hoisted:
@@ -334,11 +329,3 @@ def traced_as_it_runs(loop: Loop) -> Hoisted:
         if loop.rows.unchanged is None:
             return loop.trace._replace(loop=loop)
         return in_rows(loop, lift(hoist(loop, [not fixed for fixed in loop.rows.unchanged()])))
-
-
-def whole_of(loop: Loop) -> list[Array]:
-    """The leaves of xs that are given whole, which lead the consts that the body's own step is given."""
-    if isinstance(loop.step, MergeWhole | DroppingOnce):
-        return loop.consts[0]
-    _, inner = loop.consts
-    return inner[0] if is_jit_disabled() else inner[1][0]

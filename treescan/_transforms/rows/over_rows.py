@@ -40,6 +40,7 @@ class OverRows:
         in_axes: for each leaf of xs the axis scanned over, or None; None as a whole: axis 0 for all.
         compact: whether to order rows, or the numbers of rows to choose from.
         ends_early: whether rows stop independently, in a loop that may skip any step.
+        others: the other options that the user gave, and that a body with a mutable array cannot have.
     """
 
     carry_axes: Prefix
@@ -49,6 +50,7 @@ class OverRows:
     in_axes: LeafAxes | None
     compact: bool | tuple[int, ...]
     ends_early: bool = False
+    others: tuple[str, ...] = ()
     moves = True
 
     def __call__(self, loop: Loop) -> Loop:
@@ -70,7 +72,7 @@ class OverRows:
             hoisted = hoist(loop, changing)
             if self.ends_early:
                 refuse_refs_in_skipped_steps(hoisted)
-            _refuse_refs(hoisted, tiers, told=told)
+            _refuse_refs(hoisted, tiers, self.others, told=told)
             axes = axes._replace(y=spread_batch_axes("y_axes", y_axes, hoisted.y, "y", valid.shape[1:]))
             trace_tiers(hoisted, loop, axes, tiers)
             apart = _proof_of(hoisted.traced, axes, loop.xs)
@@ -113,23 +115,28 @@ class OverRows:
         return loop, RowAxes((*whole_axes, *(None,) * others), carry_axes, x_axes, ())
 
 
-def _refuse_refs(hoisted: Hoisted, tiers: tuple[int, ...], *, told: bool) -> None:
+def _refuse_refs(hoisted: Hoisted, tiers: tuple[int, ...], others: tuple[str, ...], *, told: bool) -> None:
     """Refuses a body that would write a mutable array in padding, or that would read one with fewer rows.
 
     Args:
         hoisted: the loop.
         tiers: the numbers of rows that the body runs on.
+        others: see `OverRows`.
         told: whether the body knows which rows are valid, or all are.
     """
-    if hoisted.refs and len(tiers) > 1:
-        refuse_with_refs("compact")
+    compact = hoisted.refs and len(tiers) > 1
     if not told and hoisted.writes:
+        options = ", ".join(f"`{option}`" for option in (*["compact"] * compact, *others))
         raise Fault(
             ArgumentError,
             "{verb} over {body}: the body writes a mutable array (a `Ref`), and would do so in padding too.",
             "Let the body take the keyword `valid`, and write only what is valid: "
-            "`ref[...] = jnp.where(valid, new, ref[...])`. Or carry its value instead.",
+            "`ref[...] = jnp.where(valid, new, ref[...])`."
+            + (f" Leave out {options} as well, which no body with a `Ref` can have." if options else "")
+            + " Or carry its value instead.",
         )
+    if compact:
+        refuse_with_refs("compact")
 
 
 def _unknown() -> bool:

@@ -20,7 +20,7 @@ from ..._loop.loop import Feed, Loop, Step
 from ..._loop.rewrite import is_rewriting
 from ..._trace.hoist import is_untraced
 from ..._types import PyTree
-from ..checkpoint import Checkpointed, checkpoint, chooses, compares, policy_of_chunk, rolled
+from ..checkpoint import Checkpointed, checkpoint, chooses, compares, policy_of_chunk, reading, rolled
 from ..outputs import is_thinned
 from ..refuse import refuse_symbolic, refuse_with_refs
 from ..remat import choose_fastest, recompute_chunks, saves_steps
@@ -55,6 +55,7 @@ class RunLive:
         idle: the outputs where nothing is run.
         remat: what the gradient does with the chunk.
         looped: whether this is the step of a loop.
+        reads_again: whether the gradient computes the chunk or its steps again, from the arrays that they read.
     """
 
     step: Step
@@ -63,6 +64,7 @@ class RunLive:
     idle: Idle
     remat: ChunkRemat
     looped: bool
+    reads_again: bool
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         schedule: Schedule = feed.schedule
@@ -82,7 +84,9 @@ class RunLive:
             (consts, state, feed)
         ):  # otherwise the other branches would write zeros for all values that this one saves
             taken = [checkpoint(branch, prevent_cse=False) for branch in taken]
-        return jax.lax.switch(index, [self._nothing, *taken], consts, state, feed)
+        branches = [self._nothing, *taken]
+        branches = list(map(_reading, branches)) if self.reads_again else branches
+        return jax.lax.switch(index, branches, consts, state, feed)
 
     def _everything(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         return self.step(consts, state, feed._replace(schedule=None))
@@ -219,7 +223,9 @@ class ScheduleChunks:
         rows, valid = loop.rows, loop.xs.valid
         assert valid is not None
         rules = self.rules and loop.trace.products
-        around = _Around(rows.axes, self.tiers, rows.outputs.idle, self.remat, size == loop.length, rules)
+        around = _Around(
+            rows.axes, self.tiers, rows.outputs.idle, self.remat, size == loop.length, rules, loop.recomputed
+        )
         loop = with_safe_branches(loop) if self.rules else loop
         schedule = make_schedule(valid, size, self.tiers)
         return dataclasses.replace(loop, xs=loop.xs._replace(schedule=schedule)), around
@@ -227,7 +233,10 @@ class ScheduleChunks:
 
 @dataclass(frozen=True)
 class _Around:
-    """What is put around the step that runs a chunk; `only` if there is but one, `rules` if it may have a rule."""
+    """What is put around the step that runs a chunk; `only` if there is but one, `rules` if it may have a rule.
+
+    With `recomputed`, the gradient computes its steps again.
+    """
 
     axes: RowAxes
     tiers: tuple[int, ...]
@@ -235,6 +244,7 @@ class _Around:
     remat: ChunkRemat
     only: bool
     rules: bool
+    recomputed: bool
 
     @property
     def recomputes(self) -> bool:
@@ -246,7 +256,13 @@ class _Around:
         tiers = self.tiers if looped or self.only else self.tiers[-1:]
         step = rolled(step) if self.recomputes else step
         step = in_bulk(step) if self.rules else step
-        return RunLive(step, tiers, self.axes, self.idle, self.remat if looped else ChunkRemat.NONE, looped)
+        remat = self.remat if looped else ChunkRemat.NONE
+        reads_again = self.recomputed or remat is ChunkRemat.RECOMPUTES
+        return RunLive(step, tiers, self.axes, self.idle, remat, looped, reads_again)
+
+
+def _reading(branch: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda consts, state, feed: branch(consts, reading(state, consts), feed)
 
 
 def _may_nest(tree: PyTree) -> bool:

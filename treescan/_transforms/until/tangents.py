@@ -26,7 +26,7 @@ from ..._remat import Remat
 from ..._trace.hoist import Part, instantiated, smooth_part, zeros_like
 from ..._tree import Prefix
 from ..._types import Array
-from ..checkpoint import RematChunk, SaveDecisions, checkpoint, checkpoint_steps, is_remat3, save_costly
+from ..checkpoint import RematChunk, SaveDecisions, checkpoint, checkpoint_steps, is_remat3, reading, save_costly
 from ..rows.leaves import most_of_all, most_of_devices, select
 from ..rows.mask import GoodPair
 from .early_exit import Chunks, StepOutputs, good_pair, masked_step
@@ -156,10 +156,10 @@ class TangentOfChunk:
 
     def _choose(self, keys: _Keys, branch: Array, bits: Any) -> tuple[list[Array], list[Array]]:
         def typed(part: Callable[..., Any]) -> Callable[..., Any]:
-            return lambda bits: part(*_of_bits(bits, keys))
+            return _reading(lambda *bits: part(*_of_bits(bits, keys)))
 
         taken = [_recomputed(typed(functools.partial(self._tangent, runner))) for runner in self.runners]
-        return taken[0](bits) if len(taken) == 1 else jax.lax.switch(branch, [typed(self.nothing), *taken], bits)
+        return taken[0](*bits) if len(taken) == 1 else jax.lax.switch(branch, [typed(self.nothing), *taken], *bits)
 
     def nothing(self, reads: _Reads, d_state: list[Array], chunk: _Chunk) -> tuple[list[Array], list[Array]]:
         """The result for a chunk that is not run."""
@@ -185,6 +185,10 @@ class TangentOfChunk:
             return push(*d_given)
         _, tangents = jax.jvp(smooth, given, d_given)
         return tangents
+
+
+def _reading(branch: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda reads, d_state, rest: branch(reads, reading(d_state, reads.consts), rest)
 
 
 def _recomputed(linear: Callable[..., Any]) -> Callable[..., Any]:
@@ -267,7 +271,8 @@ class _SkipChunks:
         return _recomputed(self._branch)(reads, d_state, feed)
 
     def _branch(self, reads: _Reads, d_state: list[Array], feed: Feed) -> tuple[list[Array], Any]:
-        return jax.lax.cond(jnp.any(feed.x.branch > 0), self.step, self._leave, reads, d_state, feed)
+        run, leave = _reading(self.step), _reading(self._leave)
+        return jax.lax.cond(jnp.any(feed.x.branch > 0), run, leave, reads, d_state, feed)
 
     def _leave(self, reads: _Reads, d_state: list[Array], feed: Feed) -> tuple[list[Array], Any]:
         _, d_ys = self.one.nothing(reads, d_state, feed.x)
