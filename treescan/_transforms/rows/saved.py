@@ -492,7 +492,9 @@ def _solve(bare: Loop, found: Linearized, tangents: _In, saved: Arrays, fed: Arr
 
     def equation(both: tuple[_In, _Out]) -> tuple[_In, _Out]:
         given, out = both
-        return _all_linear((given, jax.tree.map(jax.lax.sub, out, run_push(given))))
+        # That the loop is linear is written into it where JAX takes its derivative: JAX 0.8 transposes it only then.
+        _, pushed = jax.jvp(run_push, (jax.tree.map(zeros_like, given),), (given,))
+        return _all_linear((given, jax.tree.map(jax.lax.sub, out, pushed)))
 
     def solve(_: Any, both: tuple[_In, _Out]) -> tuple[_In, _Out]:
         given, out = both
