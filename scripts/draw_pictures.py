@@ -39,7 +39,7 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
         "types and trees",
         (
             "_remat, _progress, _types, _avals, _tree,",
-            "_axes, _finite, _text, _reprs, _errors, _flax",
+            "_axes, _finite, _text, _reprs, _errors, _flax, _lazy",
         ),
     ),
     ("custom carries", ("carries/",)),

@@ -20,9 +20,7 @@ from treescan._transforms.order import ORDER
 TESTS = Path(__file__).parents[1]
 
 LONGEST_FILE, LONGEST_FUNCTION = 700, 60
-PUBLIC = {
-    name: value for name, value in vars(treescan).items() if not name.startswith("_") and not inspect.ismodule(value)
-}
+PUBLIC = {name: getattr(treescan, name) for name in treescan.__all__}
 VERBS = [name for name, value in PUBLIC.items() if inspect.isfunction(value)]
 
 
@@ -136,18 +134,24 @@ def test_docstrings_can_be_read_alone() -> None:
     assert not [(module, text) for module, text in texts if re.match(r"(The same\b|As `|Likewise|See )", text)]
 
 
-def test_init_holds_exports_and_nothing_else() -> None:
-    docstring, *statements = MODULES["__init__"].body
-    assert isinstance(docstring, ast.Expr)
-    exported = []
-    for statement in statements:
-        if isinstance(statement, ast.Assign):
-            assert [dotted(target) for target in statement.targets] == ["__version__"]
-        else:
-            assert isinstance(statement, ast.ImportFrom)
-            assert all(alias.asname == alias.name for alias in statement.names), "`scan as scan`: an export"
-            exported.extend(alias.name for alias in statement.names)
-    assert sorted(exported) == sorted(PUBLIC)
+@pytest.mark.parametrize("package", ["__init__", "carries"])
+def test_init_holds_exports_and_nothing_else(package: str) -> None:
+    """What type checkers read at the head of a package is what the program finds there."""
+    choice = MODULES[package].body[-1]
+    assert isinstance(choice, ast.If)
+    exported = {}
+    for statement in choice.body:
+        assert isinstance(statement, ast.ImportFrom)
+        assert all(alias.asname == alias.name for alias in statement.names), "`scan as scan`: an export"
+        exported |= {alias.name: statement.module or "." for alias in statement.names}
+    (found,) = choice.orelse
+    assert isinstance(found, ast.Assign)
+    assert isinstance(found.value, ast.Call)
+    homes: dict[str, str] = ast.literal_eval(found.value.args[1])
+    assert exported == {name: home for home, names in homes.items() for name in names.split()}
+    module = treescan if package == "__init__" else treescan.carries
+    assert set(exported) == {name for name in dir(module) if not name.startswith("_")} - {"testing", "integrations"}
+    assert set(module.__all__) == {name for name, home in exported.items() if home != "."}
 
 
 def sections(value: Any) -> dict[str, str]:

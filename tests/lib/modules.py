@@ -7,6 +7,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "treescan"
 
 LAYERS = [  # a module imports from its own line and from lines above; no two modules import each other
+    "_lazy",
     "_text",
     "_remat",
     "_progress",
