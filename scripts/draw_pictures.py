@@ -38,8 +38,9 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
     (
         "types and trees",
         (
-            "_remat, _progress, _types, _avals, _tree,",
-            "_axes, _finite, _text, _reprs, _errors, _flax, _lazy",
+            "_lazy, _remat, _progress, _types, _avals,",
+            "_tree, _axes, _finite, _text, _reprs,",
+            "_errors, _flax",
         ),
     ),
     ("custom carries", ("carries/",)),
