@@ -12,7 +12,7 @@ import numpy as np
 from ._avals import describe_leaf, is_key
 from ._body.carry import agree, find_differences
 from ._checks.arguments import differ, finite, values_of
-from ._errors import ArgumentError, Row
+from ._errors import ArgumentError, Row, is_jax_frame, shorten, walk_traceback
 from ._text import table, wrap
 from ._transforms.rows.axes import row_axes
 from ._tree import leaves_with_path
@@ -20,7 +20,6 @@ from ._types import Array, PyTree
 from ._verbs.mask_scan import mask_scan
 from ._verbs.scan import scan
 from .carries._base import AbstractCarry, describe_error
-from .carries._registry import failed_hook, root_of
 
 
 class _Trial(NamedTuple):
@@ -98,8 +97,8 @@ def _try(law: Callable[[_Trial], Iterator[Row]], trial: _Trial, causes: list[Exc
     try:
         rows = list(law(trial))
     except Exception as error:
-        cause = root_of(error)
-        call, place = failed_hook(type(trial.carry), cause)
+        cause = _root_of(error)
+        call, place = _failed_hook(type(trial.carry), cause)
         causes.append(cause)
         rows = [Row(call, "no error", f"{describe_error(cause)}{f', at {place}' if place else ''}", "")]
     return {says: rows} if rows else {}
@@ -110,10 +109,35 @@ def _report(kind: type, failed: dict[str, list[Row]], cause: Exception | None) -
     parts = [f"`{kind.__name__}` breaks {len(failed)} of the {count} laws of custom carries."]
     for says, rows in failed.items():
         parts += [wrap(f"{says}."), table(("leaf", "expected", "came"), rows)]
-    if cause is not None and failed_hook(kind, cause)[0] == "write(valid=None)":
+    if cause is not None and _failed_hook(kind, cause)[0] == "write(valid=None)":
         says = "Outside `mask_scan`, every verb calls `write` with `valid=None`. Then all returned values are valid."
         parts.append(wrap(says))
     return "\n\n".join(parts)
+
+
+_HOOKS = ("read", "write", "rows")
+
+
+def _root_of(error: Exception) -> Exception:
+    """What a hook raised, of an error that tells of it."""
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
+
+
+def _failed_hook(kind: type, error: Exception) -> tuple[str, str]:
+    """The innermost call of a hook of this class that failed, and the line, outside of JAX, at which it did."""
+    call, place = "carry", ""
+    for entry in walk_traceback(error.__traceback__):
+        frame = entry.tb_frame
+        if frame.f_code.co_name in _HOOKS and isinstance(frame.f_locals.get("self"), kind):
+            call = f"{frame.f_code.co_name}()"
+            if "valid" in frame.f_locals:
+                valid = frame.f_locals["valid"]
+                call = f"write(valid={'None' if valid is None else describe_leaf(valid)})"
+        if call != "carry" and not is_jax_frame(frame):
+            place = f"{shorten(frame.f_code.co_filename)}:{entry.tb_lineno}"
+    return call, place
 
 
 # The laws. Each yields a row for each leaf in which it does not hold; its docstring is what the report says of it.

@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -18,6 +19,11 @@ import treescan
 from treescan._transforms.order import ORDER
 
 TESTS = Path(__file__).parents[1]
+
+sys.path.insert(0, str(TESTS.parent / "scripts"))
+import core as CORE  # noqa: E402
+
+sys.path.pop(0)
 
 LONGEST_FILE, LONGEST_FUNCTION = 700, 60
 PUBLIC = {name: getattr(treescan, name) for name in treescan.__all__}
@@ -99,14 +105,74 @@ def test_only_declared_dependencies_are_imported() -> None:
         assert roots <= declared | sys.stdlib_module_names | optional, module
 
 
-def test_the_import_loads_only_what_every_call_needs() -> None:
-    code = "import sys, jax; there = set(sys.modules); import treescan; print(*sorted(set(sys.modules) - there))"
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert "treescan" in found
-    foreign = {name.split(".")[0] for name in found} & {"beartype", "chex", "equinox", "flax", "jaxtyping", "tqdm"}
-    assert not foreign
-    late = ("treescan._describe.gather", "treescan._transforms.until", "treescan.integrations", "treescan.testing")
-    assert not [name for name in found if name.startswith(late)]
+def loaded_by(program: str, **environment: str) -> set[str]:
+    """The modules that a program loads in a new process, once JAX is there."""
+    code = f"import sys, jax, jax.numpy as jnp\nthere = set(sys.modules)\n{program}\nprint(*set(sys.modules) - there)"
+    run = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=os.environ | environment
+    )
+    return set(run.stdout.split())
+
+
+def own(loaded: set[str]) -> set[str]:
+    """The modules of the package, as `MODULES` names them."""
+    return {name.removeprefix("treescan").removeprefix(".") or "__init__" for name in loaded if "treescan" in name}
+
+
+OF_OTHERS = {"beartype", "chex", "equinox", "flax", "jaxtyping", "tqdm"}
+
+
+def test_the_import_loads_no_module_but_the_table_of_names() -> None:
+    loaded = loaded_by("import treescan, treescan.carries")
+    assert own(loaded) == {"__init__", "_lazy", "carries"}
+    assert not {name.split(".")[0] for name in loaded} & OF_OTHERS
+
+
+CALLS = """
+from treescan import mask_scan, scan, scan_layers
+step, block = lambda h, x: (jnp.tanh(h + x), h), lambda w, h: (h @ w, h)
+h, xs, ws = jnp.zeros((4, 3)), jnp.ones((40, 4, 3)), jnp.ones((5, 3, 3))
+verbs = (
+    lambda h: scan(step, h, xs),
+    lambda h: mask_scan(step, h, xs, lengths=jnp.array([40, 3, 9, 20])),
+    lambda h: scan_layers(block, h, ws),
+)
+for verb in verbs:
+    jax.grad(lambda h: verb(h)[0].sum())(h)
+    verb(h)
+"""
+REWRITING = {
+    "_trace.cost", "_trace.dependence", "_trace.independence", "_transforms.budget", "_transforms.remat",
+    "_transforms.rows.compact", "_transforms.rows.in_place", "_transforms.weights", "_transforms.weights.deferred",
+    "_transforms.weights.in_bulk", "_transforms.weights.products",
+}  # fmt: skip
+
+
+def test_three_verbs_load_their_core_alone() -> None:
+    names = loaded_by("from treescan import mask_scan, scan, scan_layers")
+    assert own(names) == set(CORE.core())
+    assert not {name.split(".")[0] for name in names} & OF_OTHERS
+    assert own(loaded_by(CALLS, TREESCAN_REWRITE="0")) == set(CORE.core())
+    assert own(loaded_by(CALLS)) - set(CORE.core()) == REWRITING
+
+
+def test_the_core_is_the_one_that_the_documentation_lists() -> None:
+    assert (PACKAGE.parent / "docs" / "pictures" / "core.md").read_text() == CORE.page(), "run `scripts/core.py`"
+
+
+def test_modules_can_be_loaded_while_jax_traces() -> None:
+    names = [f"treescan.{module}" for module in MODULES if not module.startswith(("__", "integrations."))]
+    loaded_by(
+        f"""
+import importlib
+def trace(x):
+    for name in {names}:
+        importlib.import_module(name)
+    return x
+with jax.checking_leaks():
+    assert not jax.make_jaxpr(trace)(1.0).eqns
+"""
+    )
 
 
 def test_files_are_short() -> None:

@@ -199,6 +199,11 @@ class ShowProgress:
         checked = check_progress(progress, body, verb)
         return None if checked is None else cls(checked, custom)
 
+    @property
+    def no_forward_mode(self) -> Callable[[], Fault] | None:
+        """What is said where JAX refuses forward mode; None: it does not."""
+        return no_forward_mode if self.progress.backward else None
+
     def __call__(self, loop: Loop) -> Loop:
         refuse_symbolic(loop.length, "progress")
         if loop.length:

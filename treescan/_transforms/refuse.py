@@ -95,9 +95,16 @@ def refuse_budget(remat: Remat | None, where: str) -> None:
         )
 
 
+def in_reverse_alone(fault: Callable[[], Fault] | None) -> contextlib.AbstractContextManager[None]:
+    """Raises this error if JAX refuses forward mode of a function that has a rule only for reverse mode.
+
+    None: it refuses nothing.
+    """
+    return contextlib.nullcontext() if fault is None else _refusing_forward_mode(fault)
+
+
 @contextlib.contextmanager
-def in_reverse_alone(fault: Callable[[], Fault]) -> Generator[None]:
-    """Raises this error if JAX refuses forward mode of a function that has a rule only for reverse mode."""
+def _refusing_forward_mode(fault: Callable[[], Fault]) -> Generator[None]:
     try:
         yield
     except TypeError as error:

@@ -15,10 +15,7 @@ from .._checks.arguments import check_options
 from .._checks.rows import check_bound, check_length
 from .._errors import ArgumentTypeError, Fault, Misuse, explain, verb
 from .._transforms.axes import Count
-from .._transforms.finite.check import deliver
-from .._transforms.progress import check_progress, refuse_backward
 from .._transforms.refuse import in_own_words
-from .._transforms.remat import Recompute
 from .._types import (
     Array,
     ArrayLike,
@@ -29,7 +26,7 @@ from .._types import (
     PyTree,
     RangeOptions,
 )
-from .prepare import prepare
+from .prepare import prepare, recomputing
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
 _TRACED_MOST = (
@@ -103,7 +100,8 @@ def fori(
         remat, progress = options.pop("remat", None), options.pop("progress", None)
         most = check_length(max_length, "max_length", _TRACED_MOST)
         if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
-            # Here, not above: only loops that end early load what runs them.
+            from .._transforms.finite.check import deliver
+            from .._transforms.progress import check_progress, refuse_backward
             from .._transforms.until.program import Bounds, Until, remat_of
 
             bounds, plan = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper")), remat_of(remat)
@@ -122,7 +120,7 @@ def fori(
                 "Known bounds need no `max_length`. For traced bounds, give the largest possible number of steps.",
             )
         call = prepare(FORI, f, init, length=length, **options)
-        return call.run(Count(low), call.checking(checks, indexed=True), Recompute.of(remat), call.showing(progress))[0]
+        return call.run(Count(low), call.checking(checks, indexed=True), recomputing(remat), call.showing(progress))[0]
     except Exception as error:
         explained = explain(in_own_words(error), "fori", f, init)
     raise explained

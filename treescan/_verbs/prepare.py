@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,33 +16,29 @@ from .._axes import LeafAxes, static_axes
 from .._body.call import check_callable, takes_keyword
 from .._body.signature import Convention
 from .._checks.arguments import check_key, check_keywords, check_run, infer_length, resolve_axes
-from .._checks.rows import check_length, check_padded, check_rows, check_targets
-from .._data.batches import Packed, Padded
+from .._checks.rows import check_length, check_padded, check_rows
+from .._data.batch import Packed, Padded
 from .._errors import Misuse, describe_body
 from .._loop.body import Body, note_types
 from .._loop.loop import Transform
 from .._transforms.axes import OverAxes
-from .._transforms.finite.backward import CheckCotangents, in_reverse_mode, refuse_truncate
-from .._transforms.finite.case import About, looks_backward
-from .._transforms.finite.check import CheckFinite, deliver
-from .._transforms.finite.site import Slices
 from .._transforms.order import in_order
 from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
 from .._transforms.program import Arguments, Call, Program, Transformed, execute
-from .._transforms.progress import ShowProgress, no_forward_mode
 from .._transforms.refuse import in_reverse_alone
-from .._transforms.remat import Recompute
 from .._transforms.rows.axes import RowFlags
 from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.mask import Mask
 from .._transforms.rows.over_rows import OverRows
-from .._transforms.rows.packed import EndsOfSequences
-from .._transforms.rows.resets import BeginSegments, ResetRows
 from .._transforms.rows.skip import Skip
-from .._transforms.truncate import Truncate
 from .._tree import Prefix, PrefixMismatch, broadcast_prefix, freeze_static, leaves_with_path, thaw_static
 from .._types import Array, ArrayLike, Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
 from ..carries._registry import Adopted, adopt
+
+if TYPE_CHECKING:
+    from .._transforms.finite.backward import CheckCotangents
+    from .._transforms.finite.check import CheckFinite
+    from .._transforms.progress import ShowProgress
 
 _Batch = Padded[Any] | Packed[Any]
 
@@ -168,10 +163,6 @@ def row_axes(carry_axes: Axes, x_axes: Axes, y_axes: Axes) -> tuple[Prefix, Pref
     return carries, inputs, outputs
 
 
-AROUND_ROWS: tuple[Transform, ...] = (Mask(Prefix.of(0), "0"), ResetRows())
-"""Surrounds each step of rows if its y is not kept."""
-
-
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A call that can run.
@@ -202,20 +193,38 @@ class Prepared:
 
     def showing(self, progress: ProgressLike) -> ShowProgress | None:
         """The transform of `progress`, or None if nothing is shown."""
+        if progress is None or progress is False:
+            return None
+        from .._transforms.progress import ShowProgress
+
         call = self.call
         return ShowProgress.of(progress, call.body, call.convention.verb, custom=bool(call.custom))
 
     def checking(
-        self, value: Any, *, indexed: bool = False, ends_early: bool = False, around: tuple[Transform, ...] = ()
+        self, value: Any, *, indexed: bool = False, ends_early: bool = False, of_rows: bool = False
     ) -> CheckFinite | CheckCotangents | None:
-        """The transform of what `check_finite` says, or None if nothing is looked at; see `CheckFinite`."""
-        backward = looks_backward(value)
-        if backward is None:
+        """The transform of what `check_finite` says, or None if nothing is looked at.
+
+        Args:
+            value: what it says.
+            indexed: whether the x of a step is its index.
+            ends_early: whether the loop may skip steps.
+            of_rows: whether it is a loop over rows, whose steps are masked and reset when they run once more.
+        """
+        if value is False:
             return None
+        from .._transforms.finite.backward import CheckCotangents
+        from .._transforms.finite.case import About, looks_backward
+        from .._transforms.finite.check import CheckFinite
+        from .._transforms.finite.site import Slices
+        from .._transforms.rows.resets import ResetRows
+
+        backward = looks_backward(value)
         call, whole = self.call, self.axes is not None and None in self.axes
         over = f"`{call.convention.verb}` over {describe_body(call.body.function)}"
         slices = Slices(self.axes or (), jax.tree.structure(self.given.xs)) if whole else None
         custom, records = bool(call.custom), call.convention.records
+        around: tuple[Transform, ...] = (Mask(Prefix.of(0), "0"), ResetRows()) if of_rows else ()
         about = About(over, indexed, custom, ends_early, backward=backward, records=records)
         return (CheckCotangents if backward else CheckFinite)(about, slices, around)
 
@@ -230,21 +239,57 @@ class Prepared:
             compiles: whether an eager call compiles it; else its steps are given values.
         """
         moves = program.moves or self.given.key is not None
-        refusing: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
-        if any(isinstance(transform, CheckCotangents) for transform in transforms):
-            refusing = in_reverse_mode()
-        elif any(isinstance(transform, ShowProgress) and transform.progress.backward for transform in transforms):
-            refusing = in_reverse_alone(no_forward_mode)
-        with refusing:
+        with in_reverse_alone(_first("no_forward_mode", transforms)):
             state, ys = result = (
                 execute(program, self.given, self.call.body.programs, moves=moves) if compiles else program(self.given)
             )
-        told = deliver(ys)
-        return self.restored(result if told is ys else (state, told))
+        deliver = _first("deliver", transforms)
+        return self.restored(result if deliver is None else (state, deliver(ys)))
 
     def restored(self, result: tuple[PyTree, PyTree]) -> tuple[Any, Any]:
         """The result with static leaves and values of registered types in their places."""
         return restored(result, self.call, self.adopted)
+
+
+def _first(name: str, transforms: tuple[Transform, ...]) -> Any:
+    """What the first transform has under a name that only some have; None if none does."""
+    return next(filter(None, (getattr(transform, name, None) for transform in transforms)), None)
+
+
+def recomputing(remat: Any) -> Transform | None:
+    """The transform of `remat`, or None if nothing is recomputed."""
+    if remat is None:
+        return None
+    from .._transforms.remat import Recompute
+
+    return Recompute.of(remat)
+
+
+def truncating(truncate: Any) -> Transform | None:
+    """The transform of `truncate`, or None if no gradient is cut."""
+    if truncate is None:
+        return None
+    from .._transforms.truncate import Truncate
+
+    return Truncate.of(truncate)
+
+
+def resetting(flags: RowFlags) -> tuple[Transform, ...]:
+    """The transforms of `resets` and `reset_to`."""
+    if flags.resets is None:
+        return ()
+    from .._transforms.rows.resets import BeginSegments, ResetRows
+
+    return present(BeginSegments.of(flags), ResetRows())
+
+
+def ending(flags: RowFlags) -> Transform | None:
+    """The transform that has packed sequences end each with a carry of its own."""
+    if flags.spans is None:
+        return None
+    from .._transforms.rows.packed import EndsOfSequences
+
+    return EndsOfSequences()
 
 
 def present(*transforms: Transform | None) -> tuple[Transform, ...]:
@@ -394,7 +439,10 @@ def run_scan(
         check_finite: as for `treescan.scan`.
         **options: those of `prepare`.
     """
-    refuse_truncate(truncate, check_finite)
+    if truncate is not None and check_finite is not False:
+        from .._transforms.finite.backward import refuse_truncate
+
+        refuse_truncate(check_finite)
     if rows is None:
         refuse_batches(xs, options.get("in_axes", 0), convention)
     if lengths is not None:
@@ -405,26 +453,29 @@ def run_scan(
             call.over_axes,
             call.checking(check_finite),
             MoveOutputs.of(out_axes, save),
-            Recompute.of(remat),
-            Truncate.of(truncate),
+            recomputing(remat),
+            truncating(truncate),
             KeepOutputs.of(save),
             call.showing(progress),
         )
     flags = check_rows(rows.flags, rows.time_axis, call.call.length)
-    put_back = rows.reset_to, init, rows.carries, rows.time_axis, call.adopted, call.given.init, call.call.names[0]
-    flags, filled = check_targets(flags, *put_back), Prefix.of(rows.fill)
+    if rows.reset_to is not None or flags.inits is not None:
+        from .._checks.resets import check_targets
+
+        put_back = rows.reset_to, init, rows.carries, rows.time_axis, call.adopted, call.given.init, call.call.names[0]
+        flags = check_targets(flags, *put_back)
+    filled = Prefix.of(rows.fill)
     call = dataclasses.replace(call, given=call.given._replace(rows=flags))
     return call.run(
         OverRows(rows.carries, rows.inputs, rows.outputs, rows.time_axis, call.axes, rows.compact),
-        BeginSegments.of(flags),
-        call.checking(check_finite, around=AROUND_ROWS),
+        *resetting(flags),
+        call.checking(check_finite, of_rows=True),
         MoveOutputs.of(out_axes, save),
         Mask(filled, repr(rows.fill)),
-        ResetRows(),
-        Truncate.of(truncate),
+        truncating(truncate),
         KeepRows(check_save(save), filled),
-        EndsOfSequences(),
-        Recompute.of(remat),
+        ending(flags),
+        recomputing(remat),
         Skip(rows.chunk, rows.compact),
         call.showing(progress),
     )

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -20,20 +19,18 @@ from .._data.stack import count_layers, freeze_shared, is_traced_number, refuse_
 from .._errors import LayerFault, Misuse, Row, TreescanError, describe_body, speaking_of
 from .._loop.body import Body, note_types
 from .._remat import Remat
-from .._transforms.finite.backward import CheckLayerCotangents, in_reverse_mode
-from .._transforms.finite.case import About, looks_backward, refuse_prefetch
-from .._transforms.finite.check import CheckLayers, deliver
-from .._transforms.finite.site import Slices
 from .._transforms.layers.pattern import Pattern
-from .._transforms.layers.prefetch import EACH_LAYER, Gather
 from .._transforms.layers.turns import Remats, check_shown
 from .._transforms.outputs import check_save
 from .._transforms.program import Arguments, Call
-from .._transforms.remat import check_remat
+from .._transforms.refuse import in_reverse_alone
 from .._tree import Prefix, freeze_static, is_static, leaves_with_path, thaw_static
 from .._types import Array, Axes, FiniteCheck, ProgressLike, PyTree, Save
 from ..carries._registry import Adopted, adopt
 from .prepare import body_of, restored
+
+if TYPE_CHECKING:
+    from .._transforms.layers.prefetch import Gather
 
 
 class Stacks(NamedTuple):
@@ -211,6 +208,10 @@ def _axes_of(layers: PyTree) -> LeafAxes:
 
 def check_remats(remat: Any, stacks: Stacks) -> Remats:
     """What the gradient recomputes: one plan for all, or one for each block of a pattern."""
+    if remat is None:
+        return None
+    from .._transforms.remat import check_remat
+
     if not isinstance(remat, list | tuple):
         return check_remat(remat)
     if not stacks.sequence:
@@ -232,9 +233,12 @@ def check_remats(remat: Any, stacks: Stacks) -> Remats:
 
 def check_gradient(remat: Any, prefetch: Any, stacks: Stacks) -> tuple[Remats, Gather | None]:
     """What the gradient recomputes, and what gathers the next layer: for one block, which is then recomputed anyway."""
-    plans, gather = check_remats(remat, stacks), Gather.of(prefetch)
-    if gather is None:
+    plans = check_remats(remat, stacks)
+    if prefetch is None:
         return plans, None
+    from .._transforms.layers.prefetch import EACH_LAYER, Gather
+
+    gather = Gather.of(prefetch)
     if len(stacks.layers) > 1:
         raise Misuse(
             f"{{call}}: `prefetch` is for one block, but there are {len(stacks.layers)} that take turns.",
@@ -329,10 +333,13 @@ class PreparedLayers:
 
     def run(self) -> tuple[Any, ...]:
         """Runs the layers: what the last one returned, the stack of their states if they have any, and the outputs."""
-        backward = isinstance(self.pattern.check, CheckLayerCotangents)
-        with in_reverse_mode() if backward else contextlib.nullcontext():
+        check = self.pattern.check
+        with in_reverse_alone(None if check is None else check.no_forward_mode):
             x, ys = self.pattern.run(self.given)
-        ys = deliver(ys)
+        if check is not None:
+            from .._transforms.finite.check import deliver
+
+            ys = deliver(ys)
         caches: tuple[Any, ...] = ()
         if self.states:
             x, stacks = x
@@ -413,9 +420,14 @@ def _check_out_axes(out_axes: Axes, stacks: Stacks) -> Prefix | None:
 
 def _checking(pattern: Pattern, check_finite: Any, stacks: Stacks, xs: tuple[PyTree, ...]) -> Pattern:
     """The pattern, with what looks at x after each layer if the user asked for it."""
-    backward = looks_backward(check_finite)
-    if backward is None:
+    if check_finite is False:
         return pattern
+    from .._transforms.finite.backward import CheckLayerCotangents
+    from .._transforms.finite.case import About, looks_backward, refuse_prefetch
+    from .._transforms.finite.check import CheckLayers
+    from .._transforms.finite.site import Slices
+
+    backward = looks_backward(check_finite)
     refuse_prefetch(pattern.prefetch)
     abouts = tuple(
         About(

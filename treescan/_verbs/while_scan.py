@@ -15,9 +15,7 @@ from .._checks.rows import check_compact, check_length
 from .._errors import WHILE_WORDS, Misuse, explain, verb
 from .._loop.body import Body
 from .._reprs import short_html, short_repr
-from .._transforms.finite.check import deliver
 from .._transforms.outputs import MoveOutputs, check_save
-from .._transforms.progress import check_progress, refuse_backward
 from .._transforms.refuse import in_own_words
 from .._transforms.rows.fill import HOLD, check_fill
 from .._tree import Prefix, leaves_with_path
@@ -43,7 +41,7 @@ from .._types import (
     X,
     Y,
 )
-from .prepare import AROUND_ROWS, prepare, refuse_batches, row_axes
+from .prepare import prepare, refuse_batches, row_axes
 
 _ACCEPTED = frozenset(WhileOptions.__annotations__) | {"max_length", "key"}
 _TRACED_MOST = (
@@ -222,7 +220,8 @@ def while_scan(
         [1.  0.5 1. ] [3 0 1]
     """
     try:
-        # Here, not above: only loops that end early load what runs them.
+        from .._transforms.finite.check import deliver
+        from .._transforms.progress import check_progress, refuse_backward
         from .._transforms.until.condition import StopRows, check_condition
         from .._transforms.until.program import Until, remat_of
 
@@ -241,7 +240,7 @@ def while_scan(
             call.call,
             condition,
             StopRows(*rows, call.axes, compact),
-            call.checking(check_finite, ends_early=True, around=AROUND_ROWS),
+            call.checking(check_finite, ends_early=True, of_rows=True),
             MoveOutputs.of(out_axes, save),
             plan,
             kept,

@@ -6,7 +6,6 @@ it once the gradient has come through all steps. Nothing is told in a program th
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import itertools
@@ -23,7 +22,6 @@ from ..._errors import ArgumentError, Fault
 from ..._loop.loop import Feed, Loop
 from ..._trace.hoist import is_smooth, merge, replaced, split, zeros_like
 from ..._types import Array, PyTree, TreeDef
-from ..refuse import in_reverse_alone
 from ..rows.axes import spread_batch_axes
 from ..rows.leaves import expand, last_set, select, select_valid, take_row
 from .again import At, Told, case_of, feed_at, in_branch, state_before
@@ -375,9 +373,21 @@ class WatchedBackward(Numbering):
         return self.look(inner, probe, jnp.asarray(last, jnp.int32), of_result=True)[0]
 
 
+def no_forward_mode() -> Fault:
+    """What is said where JAX refuses forward mode."""
+    return Fault(
+        ArgumentError,
+        '{verb} over {body}: forward mode was asked for, and `check_finite="backward"` looks at cotangents, which '
+        "reverse mode alone has.",
+        "Leave it out there. True looks at the carry, in forward mode too.",
+    )
+
+
 @dataclass(frozen=True)
 class CheckCotangents(Check):
     """`check_finite="backward"`."""
+
+    no_forward_mode = staticmethod(no_forward_mode)
 
     def watch(self, loop: Loop, site: Site) -> Loop:
         """The checked loop, of its site."""
@@ -473,26 +483,14 @@ def _noted(site: Site, rows: Any, batch: tuple[int, ...]) -> Noted:
     return Noted(flags, tuple(split(flags, axes)[0]), y_axes)
 
 
-def refuse_truncate(truncate: Any, check_finite: Any) -> None:
+def refuse_truncate(check_finite: Any) -> None:
     """Refuses to look at cotangents that are cut: what was found would be cut with them."""
-    if truncate is not None and looks_backward(check_finite):
+    if looks_backward(check_finite):
         raise Fault(
             ArgumentError,
             '{verb} over {body}: `check_finite="backward"` does not look at cotangents that `truncate` cuts.',
             "Leave out one of the two.",
         )
-
-
-def in_reverse_mode() -> contextlib.AbstractContextManager[None]:
-    """Says it in these terms where JAX refuses forward mode."""
-    return in_reverse_alone(
-        lambda: Fault(
-            ArgumentError,
-            '{verb} over {body}: forward mode was asked for, and `check_finite="backward"` looks at cotangents, which '
-            "reverse mode alone has.",
-            "Leave it out there. True looks at the carry, in forward mode too.",
-        )
-    )
 
 
 def no_forward_mode_early() -> Fault:
@@ -515,6 +513,7 @@ class CheckLayerCotangents:
     """
 
     layers: CheckLayers
+    no_forward_mode = staticmethod(no_forward_mode)
 
     def watch(self, loops: Sequence[Loop]) -> tuple[list[Loop], WatchBackward]:
         """The checked loops, whose state is [*the leaves of a probe, *the leaves of x]."""

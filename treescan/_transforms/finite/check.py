@@ -152,6 +152,7 @@ class Check(abc.ABC):
     slices: Slices | None = None
     around: tuple[Transform, ...] = ()
     moves = True
+    deliver = staticmethod(deliver)
 
     def __call__(self, loop: Loop, last: Any = None) -> Loop:
         """The checked loop. `last` is the position that a loop in reverse begins with, if not its highest."""
@@ -227,6 +228,7 @@ class CheckLayers:
     abouts: tuple[About, ...]
     slices: tuple[Slices | None, ...]
     roots: tuple[tuple[str, ...], ...]
+    no_forward_mode = None
 
     def watch(self, loops: Sequence[Loop]) -> tuple[list[Loop], Watch]:
         """The checked loops, whose state is [the number of the first bad layer, *the leaves of x]."""

@@ -5,9 +5,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -19,14 +19,10 @@ from ..._remat import Remat
 from ..._trace.hoist import hoist
 from ..._tree import Prefix
 from ..._types import PyTree
-from .. import progress as backward
 from ..axes import scan_over_axes
-from ..budget import RematPlan, plan_of, plan_of_turns
 from ..outputs import ALL, keep_afterwards, move_kept
 from ..program import Arguments, Call, execute
-from ..progress import ShowProgress
 from ..refuse import in_reverse_alone
-from .prefetch import Gather, no_forward_mode, run_prefetched
 from .turns import (
     Remats,
     Saves,
@@ -39,6 +35,12 @@ from .turns import (
     trace_turns,
     with_state,
 )
+
+if TYPE_CHECKING:
+    from ..._errors import Fault
+    from ..budget import RematPlan
+    from ..progress import ShowProgress
+    from .prefetch import Gather
 
 
 class Watching(Protocol):
@@ -55,6 +57,11 @@ class Watching(Protocol):
 
 class Check(Protocol):
     """`check_finite`."""
+
+    @property
+    def no_forward_mode(self) -> Callable[[], Fault] | None:
+        """What is said where JAX refuses forward mode; None: it does not."""
+        ...
 
     def watch(self, loops: Sequence[Loop], /) -> tuple[list[Loop], Watching]:
         """The loops, with a step that looks at x after each layer."""
@@ -110,9 +117,10 @@ class Pattern:
 
     def _refusing_forward_mode(self) -> contextlib.AbstractContextManager[None]:
         if self.prefetch is not None:
+            from .prefetch import no_forward_mode
+
             return in_reverse_alone(no_forward_mode)
-        shows = self.shown is not None and self.shown.progress.backward
-        return in_reverse_alone(backward.no_forward_mode) if shows else contextlib.nullcontext()
+        return in_reverse_alone(None if self.shown is None else self.shown.no_forward_mode)
 
     def __call__(self, given: Arguments) -> tuple[PyTree, PyTree]:
         loops = self.lay(given)
@@ -151,11 +159,15 @@ class Pattern:
         """The last state and the outputs of each loop, where nothing of the layers' own is carried."""
         if self.prefetch is None:
             return run_turns(loops, self.remat, saves, memo, self.shown)
+        from .prefetch import run_prefetched
+
         state, ys = run_prefetched(loops[0], self.axes[0], self.prefetch)
         return state, [ys if saves[0] is None else keep_afterwards(ys, saves[0], reverse=loops[0].reverse)]
 
     def plan(self, given: Arguments) -> RematPlan:
         """What the gradient needs under its `remat`, and a plan where that is a budget."""
+        from ..budget import plan_of, plan_of_turns
+
         assert self.remat is None or isinstance(self.remat, Remat)
         loops = [self._loop_of(given, place) for place, call in enumerate(self.blocks) if call.length]
         single = len(self.blocks) == 1

@@ -8,7 +8,7 @@ import functools
 import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,15 +19,12 @@ from ..._errors import ArgumentError, Fault, speaking_of
 from ..._loop.body import Body, Memo
 from ..._loop.chunk import Wish
 from ..._loop.loop import Feed, Loop, Step
-from ..._loop.reports import Reporter, Tick, probes_after, probes_of
 from ..._loop.run import is_jit_disabled, run
-from ..._progress import FEW
 from ..._remat import Remat
 from ..._trace.hoist import Hoisted, as_loop, hoist, is_smooth, is_untraced, merge
 from ..._trace.raw_keys import with_raw_keys
 from ..._tree import Prefix
 from ..._types import Array, ProgressLike, PyTree, TreeDef
-from ..budget import fit_turns
 from ..checkpoint import checkpoint_step, checkpoint_steps, warn_of_unknown_names
 from ..nest import KeepUnchanged, run_nested, run_planned
 from ..outputs import (
@@ -41,9 +38,11 @@ from ..outputs import (
     spread_keeps,
     without_dropped,
 )
-from ..progress import Showing, ShowProgress, TellChunks
 from ..refuse import refuse_symbolic, refuse_to_repeat
-from ..remat import Recompute, remat_wishes
+
+if TYPE_CHECKING:
+    from ..._loop.reports import Reporter
+    from ..progress import Showing, ShowProgress
 
 
 @dataclass(frozen=True)
@@ -243,6 +242,10 @@ class LayersBar:
     @classmethod
     def begin(cls, shown: ShowProgress, loops: Sequence[Loop]) -> LayersBar:
         """A new run."""
+        from ..._loop.reports import Reporter, probes_of
+        from ..._progress import FEW
+        from ..progress import Showing
+
         first, progress = loops[0], shown.progress
         refuse_symbolic(first.length, "progress", "layers")
         showing = Showing(progress, first, custom=shown.custom)
@@ -257,6 +260,8 @@ class LayersBar:
 
     def wish(self, restore: Callable[[PyTree], PyTree]) -> Wish:
         """What is wished of the loop of rounds; `restore` makes the state of all loops from its own."""
+        from ..progress import TellChunks
+
         live = jnp.full(self.rounds, self.blocks, jnp.int32)
         showing = self.showing.through(restore)
         tell = TellChunks(self.reporter, None, showing, self.run, self.total, live, more=self.left)
@@ -266,6 +271,8 @@ class LayersBar:
         """The last layer has run. It may have been the last of the rounds, which then said so."""
         if not self.left:
             return
+        from ..._loop.reports import Tick, probes_after
+
         false = jnp.zeros((), bool)
         tick = Tick(self.run, self.total, self.total, false, ~false)
         self.reporter.step(tick, self.showing(state), probes_after(state))
@@ -279,6 +286,10 @@ def check_shown(
     Raises:
         Fault: for an `ArgumentError` if weights are gathered ahead, or if several blocks are to have a bar backwards.
     """
+    if progress is None or progress is False:
+        return None
+    from ..progress import ShowProgress
+
     shown, blocks = ShowProgress.of(progress, bodies[0], verb, custom=custom), len(bodies)
     if shown is not None and ahead:
         raise Fault(
@@ -370,8 +381,8 @@ def _run_turns(
     rounds = loops[-1].length
     rest = sum(loop.length > rounds for loop in loops)
     if len(loops) == 1 or not rounds:
-        if len(loops) > 1 and isinstance(remat, Remat) and remat.budget is not None:
-            remat = fit_turns(trace_turns(loops[:rest]), remat)
+        if len(loops) > 1:
+            remat = _fitted(remat, lambda: trace_turns(loops[:rest]))
         return _run_in_order(loops, remat, saves, shown)
     if is_jit_disabled() or not (rest or remat or any(saves) or bar):
         wish = None if bar is None else bar.wish(lambda state: state)
@@ -380,6 +391,15 @@ def _run_turns(
         pairs = zip(ys, saves, strict=True)
         return state, [y if s is None else keep_afterwards(y, s, reverse=loops[0].reverse) for y, s in pairs]
     return _run_traced(loops, remat, saves, rounds, rest, bar)
+
+
+def _fitted(remat: Remats, traced: Callable[[], list[Hoisted]]) -> Remats:
+    """What the gradient recomputes; a plan that fits where that is a budget for all loops."""
+    if not isinstance(remat, Remat) or remat.budget is None:
+        return remat
+    from ..budget import fit_turns
+
+    return fit_turns(traced(), remat)
 
 
 def _run_in_order(
@@ -393,7 +413,10 @@ def _run_in_order(
         with speaking_of(loop.body.function):
             if (plan is not None or save is not None) and not is_untraced(loop):
                 loop = as_loop(traces.hoist(with_raw_keys(loop)))
-            loop = loop if plan is None else Recompute(plan, checks_names=len(loops) == 1)(loop)
+            if plan is not None:
+                from ..remat import Recompute
+
+                loop = Recompute(plan, checks_names=len(loops) == 1)(loop)
             loop = loop if save is None else KeepOutputs(save)(loop)
             loop = loop if shown is None else shown(loop)
             state, ys[i] = run_nested(loop)
@@ -405,7 +428,7 @@ def _run_traced(
 ) -> tuple[PyTree, list[PyTree]]:
     """Traces each step once, for the rounds and what is left after them, and has each recomputed by itself."""
     traced = trace_turns(loops)
-    remat = fit_turns(traced, remat) if isinstance(remat, Remat) and remat.budget is not None else remat
+    remat = _fitted(remat, lambda: traced)
     plans = remat if isinstance(remat, tuple) else (remat,) * len(loops)
     for loop, hoisted in zip(loops, traced, strict=True):
         with speaking_of(loop.body.function):
@@ -423,7 +446,11 @@ def _run_traced(
         state = [leaf for leaf, fixed in zip(main.state, unchanged, strict=True) if not fixed]
         step = WithUnchanged(main.step, unchanged)
         every = tuple(keep for each in keeps for keep in each)
-        wishes = tuple(remat_wishes(main.length, remat)) if isinstance(remat, Remat) else ()
+        wishes: tuple[Wish, ...] = ()
+        if isinstance(remat, Remat):
+            from ..remat import remat_wishes
+
+            wishes = tuple(remat_wishes(main.length, remat))
         if bar is not None:
             wishes = (*wishes, bar.wish(lambda state: restore(merge(unchanged, kept, state))))
         state, ys = run_planned(

@@ -16,7 +16,6 @@ from ..._loop.loop import Loop
 from ..._tree import KeyPath, Prefix, children, leaves_with_path, path_str
 from ..._types import Array, PyTree
 from ...carries._base import AbstractCarry, describe_class, is_carry
-from ...carries._keys import Keys
 
 
 class RowAxes(NamedTuple):
@@ -313,4 +312,6 @@ def refuse_shared_keys(state: PyTree, axes: LeafAxes, root: str) -> None:
 
 def _is_random(node: AbstractCarry[Any, Any], leaf: Array) -> bool:
     """Whether a leaf is a key; raw key data look like any integers, but in `Keys`."""
+    from ...carries._keys import Keys
+
     return is_key(leaf) or (isinstance(node, Keys) and leaf is node.key)

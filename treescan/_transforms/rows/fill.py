@@ -23,7 +23,6 @@ from ..._types import Array, PyTree
 from ..outputs import EVERYTHING, LAST, Keep, keep_afterwards, kept_leaves, one_of, spread_keeps, without_dropped
 from .axes import spread_batch_axes, with_axes
 from .leaves import pick_steps, select_valid
-from .packed import are_valid, ends_of
 
 HOLD = "hold"
 
@@ -284,6 +283,8 @@ class KeepRows:
 
 def _of_sequences(loop: Loop, ys: PyTree, axes: Sequence[int | None], starts: Sequence[Array]) -> PyTree:
     """The outputs, those of which the last is kept with what the sequences ended with, as if of a single step."""
+    from .packed import are_valid, ends_of
+
     spans, (leaves, structure) = loop.rows.given.spans, jax.tree.flatten(ys)
     assert loop.xs.valid is not None
     some = are_valid(spans, loop.xs.valid)

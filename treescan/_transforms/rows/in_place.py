@@ -34,8 +34,9 @@ from ..outputs import emitting, is_thinned, run_keeping
 from ..weights.in_bulk import with_early_products, without_early_products
 from ..weights.products import LARGE
 from .axes import RowAxes
-from .compact import Schedule, put_rows, take_feed, take_rows
+from .compact import put_rows, take_feed, take_rows
 from .mask import without_stand_ins
+from .schedule import Schedule
 
 Result = tuple[PyTree, list[Array]]
 

@@ -23,14 +23,10 @@ from ..._types import PyTree
 from ..checkpoint import Checkpointed, checkpoint, chooses, policy_of_chunk, rolled
 from ..outputs import is_thinned
 from ..refuse import refuse_symbolic, refuse_with_refs
-from ..remat import choose_fastest, recompute_chunks, saves_steps
-from ..weights.deferred import save_all_but_cheap
-from ..weights.in_bulk import in_bulk, with_safe_branches
 from .axes import RowAxes
-from .compact import LiveRows, Schedule, make_schedule, tiers_of
 from .fill import Idle
-from .in_place import write_in_place
 from .leaves import may_branch
+from .schedule import Schedule, make_schedule
 
 
 class ChunkRemat(enum.Enum):
@@ -46,10 +42,14 @@ class ChunkRemat(enum.Enum):
     SAVES_ALL = enum.auto()
 
 
-_SAVED = {
-    ChunkRemat.SAVES_STEPS: save_all_but_cheap,
-    ChunkRemat.SAVES_ALL: jax.checkpoint_policies.everything_saveable,
-}
+def _policy_of(remat: ChunkRemat, step: Step) -> Callable[..., Any] | None:
+    """What is saved of a chunk that has a checkpoint."""
+    if remat is ChunkRemat.SAVES_STEPS:
+        from ..weights.deferred import save_all_but_cheap
+
+        return save_all_but_cheap
+    saves_all = remat is ChunkRemat.SAVES_ALL
+    return jax.checkpoint_policies.everything_saveable if saves_all else policy_of_chunk(step)
 
 
 @dataclass(frozen=True)
@@ -77,14 +77,17 @@ class RunLive:
         feed = feed._replace(schedule=schedule.order)
         step: Step = self.branch
         if self.remat is not ChunkRemat.NONE:
-            step = Checkpointed(step, self.looped, _SAVED.get(self.remat) or policy_of_chunk(self.step))
+            step = Checkpointed(step, self.looped, _policy_of(self.remat, self.step))
         return step((schedule.branch, consts), state, feed)
 
     def branch(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         """One of the branches, by the number that leads the consts."""
         index, consts = consts
-        some = [LiveRows(self.step, tier, self.axes, self.idle) for tier in self.tiers[:-1]]
-        taken: list[Callable[..., Any]] = [*some, self._everything]
+        taken: list[Callable[..., Any]] = [self._everything]
+        if len(self.tiers) > 1:
+            from .compact import LiveRows
+
+            taken = [*(LiveRows(self.step, tier, self.axes, self.idle) for tier in self.tiers[:-1]), *taken]
         if self.remat is ChunkRemat.RECOMPUTES and _may_nest(
             (consts, state, feed)
         ):  # otherwise the other branches would write zeros for all values that this one saves
@@ -130,7 +133,11 @@ class Skip:
         may_rule = is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
         schedule = ScheduleChunks(tiers, self._remat(loop, tiers) if cut else ChunkRemat.NONE, rules=cut and may_rule)
         loop = _with_wish(loop, Wish(size, exact=bool(chunk), schedule=schedule))
-        return write_in_place(loop, tiers) if may_rule else loop
+        if not may_rule:
+            return loop
+        from .in_place import write_in_place
+
+        return write_in_place(loop, tiers)
 
     def _remat(self, loop: Loop, tiers: tuple[int, ...]) -> ChunkRemat:
         """What the gradient does with the chunks of a loop. It recomputes those that the user asked for.
@@ -140,7 +147,11 @@ class Skip:
         if loop.trace.effects:
             return ChunkRemat.NONE
         chosen = self.chunk is None and len(tiers) == 1 and not loop.recomputed and is_rewriting()
-        if not chosen or not saves_steps(loop.trace):
+        if not chosen:
+            return ChunkRemat.RECOMPUTES
+        from ..remat import saves_steps
+
+        if not saves_steps(loop.trace):
             return ChunkRemat.RECOMPUTES
         return ChunkRemat.SAVES_ALL if chooses(loop.trace.jaxpr) else ChunkRemat.SAVES_STEPS
 
@@ -149,6 +160,8 @@ class Skip:
 
         Nothing is skipped, so that chunks have no branch.
         """
+        from ..remat import choose_fastest, recompute_chunks
+
         if is_thinned(loop.keeps):
             refuse_symbolic(loop.length, "save")
         if self.chunk and not loop.recomputed:
@@ -166,7 +179,7 @@ class Skip:
         """
         valid, chunk = loop.xs.valid, self.chunk
         assert valid is not None
-        tiers = tiers_of(self.compact, valid.shape[1:]) if self.compact else (0,)
+        tiers = loop.rows.tiers
         if loop.trace.refs:
             asked = {
                 "chunk": bool(chunk),
@@ -215,7 +228,10 @@ class ScheduleChunks:
         assert valid is not None
         rules = self.rules and loop.trace.products
         around = _Around(rows.axes, self.tiers, rows.outputs.idle, self.remat, size == loop.length, rules)
-        loop = with_safe_branches(loop) if self.rules else loop
+        if self.rules:
+            from ..weights.in_bulk import with_safe_branches
+
+            loop = with_safe_branches(loop)
         schedule = make_schedule(valid, size, self.tiers)
         return dataclasses.replace(loop, xs=loop.xs._replace(schedule=schedule)), around
 
@@ -240,7 +256,10 @@ class _Around:
         # A remainder does not justify more copies of the body.
         tiers = self.tiers if looped or self.only else self.tiers[-1:]
         step = rolled(step) if self.recomputes else step
-        step = in_bulk(step) if self.rules else step
+        if self.rules:
+            from ..weights.in_bulk import in_bulk
+
+            step = in_bulk(step)
         return RunLive(step, tiers, self.axes, self.idle, self.remat if looped else ChunkRemat.NONE, looped)
 
 

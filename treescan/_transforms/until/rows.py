@@ -26,10 +26,11 @@ from ..._trace.hoist import Part, merge
 from ..._tree import Prefix
 from ..._types import Array, PyTree
 from ..rows.axes import RowAxes
-from ..rows.compact import LiveRows, failed_with_fewer_rows, make_schedule, take_rows
+from ..rows.compact import LiveRows, failed_with_fewer_rows, take_rows
 from ..rows.fill import Idle
 from ..rows.leaves import mask_of_lengths, most_of_all, most_of_devices
 from ..rows.mask import mask
+from ..rows.schedule import make_schedule
 from ..weights.in_bulk import in_bulk
 from .condition import CallCondition, Condition, trace_condition
 from .early_exit import Chunks, MaskedStep, Progress, Reads, StepOutputs, any_of_all, going_on

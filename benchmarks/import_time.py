@@ -1,0 +1,44 @@
+"""Imports: the processor time that a first import takes once JAX is there, in an interpreter of its own."""
+
+import dataclasses
+import subprocess
+import sys
+from collections.abc import Iterator
+
+from benchmarks._harness import Comparison, Elsewhere
+
+PEERS = ("equinox", "flax")
+ONE, THREE = "from treescan import scan", "from treescan import scan, mask_scan, scan_layers"
+ALL = "from treescan import *"
+
+_PROGRAM = """
+import time
+import jax, jax.numpy
+start = time.process_time()
+{}
+print(time.process_time() - start)
+"""
+
+
+@dataclasses.dataclass(frozen=True)
+class Import(Elsewhere):
+    """A statement that imports, in a new process for each call."""
+
+    statement: str
+
+    def __call__(self) -> object:
+        """See `Elsewhere`; an import has no result."""
+        self.seconds(1)
+        return ()
+
+    def seconds(self, calls: int) -> float:
+        """See `Elsewhere`."""
+        program = [sys.executable, "-c", _PROGRAM.format(self.statement)]
+        return sum(float(subprocess.run(program, check=True, capture_output=True).stdout) for _ in range(calls))
+
+
+def comparisons() -> Iterator[Comparison]:
+    """The comparisons of this suite."""
+    for name, statement, target in (("scan", ONE, 1.0), ("three verbs", THREE, 1.0), ("all names", ALL, None)):
+        for peer in PEERS:
+            yield Comparison(name, f"import {peer}", Import(statement), Import(f"import {peer}"), target, blocks=5)
