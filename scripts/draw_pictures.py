@@ -280,7 +280,12 @@ def _class_of(argument: ast.expr) -> str:
     text = ast.unparse(argument.func if isinstance(argument, ast.Call) else argument).removesuffix(".of")
     calls = {
         "over_axes": "OverAxes",
+        "beginning": "BeginSegments",
         "checking": "CheckFinite",
+        "resetting": "ResetRows",
+        "truncating": "Truncate",
+        "ending": "EndsOfSequences",
+        "recomputing": "Recompute",
         "showing": "ShowProgress",
     }
     named = calls.get(text.rpartition(".")[2])

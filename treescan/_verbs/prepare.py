@@ -274,13 +274,22 @@ def truncating(truncate: Any) -> Transform | None:
     return Truncate.of(truncate)
 
 
-def resetting(flags: RowFlags) -> tuple[Transform, ...]:
-    """The transforms of `resets` and `reset_to`."""
-    if flags.resets is None:
-        return ()
-    from .._transforms.rows.resets import BeginSegments, ResetRows
+def beginning(flags: RowFlags) -> Transform | None:
+    """The transform of what segments begin from, or None if that is `init`."""
+    if flags.to is None and flags.inits is None:
+        return None
+    from .._transforms.rows.resets import BeginSegments
 
-    return present(BeginSegments.of(flags), ResetRows())
+    return BeginSegments()
+
+
+def resetting(flags: RowFlags) -> Transform | None:
+    """The transform of `resets`, or None if no row begins again."""
+    if flags.resets is None:
+        return None
+    from .._transforms.rows.resets import ResetRows
+
+    return ResetRows()
 
 
 def ending(flags: RowFlags) -> Transform | None:
@@ -468,10 +477,11 @@ def run_scan(
     call = dataclasses.replace(call, given=call.given._replace(rows=flags))
     return call.run(
         OverRows(rows.carries, rows.inputs, rows.outputs, rows.time_axis, call.axes, rows.compact),
-        *resetting(flags),
+        beginning(flags),
         call.checking(check_finite, of_rows=True),
         MoveOutputs.of(out_axes, save),
         Mask(filled, repr(rows.fill)),
+        resetting(flags),
         truncating(truncate),
         KeepRows(check_save(save), filled),
         ending(flags),
