@@ -17,7 +17,16 @@ from .._avals import (
     exact_int,
     shape_of,
 )
-from .._errors import ArgumentError, ArgumentTypeError, Fault, Misuse, TracedArgumentError, expect, expect_int
+from .._errors import (
+    ArgumentError,
+    ArgumentTypeError,
+    Fault,
+    Misuse,
+    TracedArgumentError,
+    TypeMisuse,
+    expect,
+    expect_int,
+)
 from .._transforms.rows.axes import RowFlags
 
 _TRACED_LENGTH = (
@@ -195,8 +204,7 @@ def check_compact(compact: Any, *, keyed: bool) -> bool | tuple[int, ...]:
     above = tuple(count for count in map(exact_int, items) if count is not None and count > 0)
     tiers: bool | tuple[int, ...] = bool(compact) if isinstance(compact, bool | np.bool_) else above
     if tiers is above and (not above or len(above) < len(items)):
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             f"{{call}}: `compact` must be True, False or a tuple of ints above 0, got "
             f"{'(' + ', '.join(map(describe_traced, items)) + ')' if items else describe_traced(compact)}.",
             "`compact=True` makes tiers of 1, 2, 4, ... rows; a tuple names the numbers of rows instead.",

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from .._avals import describe_argument, is_key, on_automatic_axes, parts_of
 from .._checks.arguments import check_reverse
 from .._checks.rows import check_lengths
-from .._errors import ArgumentError, ArgumentTypeError, Fault, TracedArgumentError, verb
+from .._errors import Fault, Misuse, TracedArgumentError, TypeMisuse, verb
 from .._transforms.rows.leaves import mask_of_lengths
 from .._transforms.rows.packed import refuse_split_rows
 from .._types import Array, ArrayLike, PyTree, X, Y
@@ -153,8 +153,7 @@ def unpack(packed: Packed[Any], ys: Y) -> list[Y]:
 
 def not_packed(packed: Any, kind: str, call: str) -> Fault:
     """What is raised where something else than a batch comes first."""
-    return Fault(
-        ArgumentTypeError,
+    return TypeMisuse(
         f"{{verb}} takes {kind}, got {describe_argument(packed)}.",
         f"Pass the batch first, and then values computed from its data: {call}",
     )
@@ -241,8 +240,7 @@ def _at_ends(packed: Any, ys: Y, reverse: bool | None, name: str) -> Y:
         raise not_packed(packed, "a `Packed` or a `Padded`", f"`{name}(packed, ys, reverse=False)`.")
     if reverse is None:
         does, other = ("begin", "last") if name == "first" else ("end", "first")
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             "{verb} needs `reverse`: the direction of the scan that computed the ys.",
             f"Pass `reverse=False` for a forward scan, whose sequences {does} with their {name} step, or "
             f"`reverse=True` for one that ran in reverse, whose sequences {does} with their {other}.",
@@ -317,8 +315,7 @@ def length_mask(lengths: ArrayLike, length: int) -> Array:
     """
     steps = check_count(length, "length")
     if steps is None:
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             "{verb}: `length` is None.",
             "It is the number of steps of the mask, the size of axis 0 of the masked array, `xs.shape[0]`.",
         )
@@ -408,16 +405,14 @@ def unpad(data: Any, lengths: ArrayLike | None = None) -> list[Any]:
         [40.]
     """
     if isinstance(data, Padded) == (lengths is not None):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}}: `lengths` are {'missing' if lengths is None else 'given twice'}.",
             "A `Padded` contains them: `unpad(padded)`. Other values do not: `unpad(ys, padded.lengths)`.",
         )
     data, lengths = data if isinstance(data, Padded) else (data, lengths)
     counts = check_concrete(check_lengths(lengths, None), "lengths")
     if counts.ndim != 1:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}}: `lengths` must have one axis, got {describe_argument(lengths)}.",
             "Give int[B], one length for each row of leaves [T, B, ...]. If there are several batch axes, "
             "flatten them into one.",

@@ -13,7 +13,7 @@ from .._body.call import check_callable
 from .._body.signature import FORI
 from .._checks.arguments import check_options
 from .._checks.rows import check_bound, check_length
-from .._errors import ArgumentTypeError, Fault, Misuse, explain, verb
+from .._errors import Misuse, TypeMisuse, explain, verb
 from .._transforms.axes import Count
 from .._transforms.refuse import in_own_words
 from .._types import (
@@ -131,8 +131,7 @@ def _check_traced(bound: Any, name: str) -> ArrayLike:
     if not isinstance(bound, Tracer):
         return check_bound(bound, name)
     if bound.shape != () or not jnp.issubdtype(bound.dtype, jnp.integer):
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             f"{{verb}} over {{body}}: `{name}` must be one int, got {describe_traced(bound)}.",
             "Give an int of shape []. For a batch of loops with different lengths, use `jax.vmap`.",
         )

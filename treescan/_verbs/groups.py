@@ -18,7 +18,7 @@ from .._axes import spread_axes, static_axes
 from .._body.signature import LIFT, Convention
 from .._checks.arguments import infer_length, resolve_axes
 from .._checks.rows import check_length
-from .._errors import ArgumentTypeError, BodyFault, Fault, Misuse, Row, expect
+from .._errors import BodyFault, Misuse, Row, TypeMisuse, expect
 from .._progress import shown_as
 from .._trace.hoist import Part
 from .._transforms.once import OncePlan, WithOnce
@@ -388,8 +388,7 @@ def check_axes_of(variable_axes: Any) -> tuple[Axis, ...]:
     for names, axis in variable_axes.items():
         number, names = exact_int(getattr(axis, "axis", axis)), check_filter("variable_axes", names)
         if number is None:
-            raise Fault(
-                ArgumentTypeError,
+            raise TypeMisuse(
                 f"{{call}}: an axis of `variable_axes` must be an int, got {describe_argument(axis)}.",
                 "Or use `treescan.In(axis)` for a collection that is only read, and `treescan.Out(axis)` for one that "
                 "is only written. Collections without an axis belong in `variable_broadcast` or `variable_carry`.",

@@ -15,7 +15,7 @@ from .._body.call import are_alike, names_of
 from .._body.signature import Convention
 from .._checks.arguments import check_key, check_keywords, check_run, needs_positional, no_axis, resolve_axes, with_axes
 from .._checks.rows import check_length
-from .._data.stack import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
+from .._data.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
 from .._errors import LayerFault, Misuse, Row, TreescanError, describe_body, speaking_of
 from .._loop.body import Body, note_types
 from .._remat import Remat

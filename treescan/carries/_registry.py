@@ -15,15 +15,7 @@ import jax
 import numpy as np
 
 from .._avals import describe_node
-from .._errors import (
-    ArgumentTypeError,
-    Fault,
-    PluginError,
-    PluginWarning,
-    Row,
-    named_options,
-    warn_user,
-)
+from .._errors import PluginFault, PluginWarning, Row, TypeMisuse, named_options, warn_user
 from .._tree import leaves_with_path
 from .._types import PyTree
 from ._base import AbstractCarry, describe_class, describe_error, describe_function, is_carry
@@ -119,27 +111,23 @@ def register_carry(
 
 def _check_registration(kind: Any, to_carry: Any, from_carry: Any) -> None:
     if not isinstance(kind, type):
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             f"{{verb}} needs a class as its first argument, but got {describe_node(kind)}.",
             "`register_carry(SomeType, to_carry, from_carry)` registers a type, not one of its values.",
         )
     for name, function in (("to_carry", to_carry), ("from_carry", from_carry)):
         if not callable(function):
-            raise Fault(
-                ArgumentTypeError,
+            raise TypeMisuse(
                 f"{{verb}} needs a function as `{name}`, but got {describe_node(function)}.",
                 "`to_carry` makes a carry from a value, `from_carry` a value from the final carry.",
             )
     if kind in _PLAIN or issubclass(kind, jax.Array):
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             f"{{verb}} got `{kind.__name__}`, whose values every scan carries unchanged.",
             "Register a class of your own, for example a subclass of this one.",
         )
     if issubclass(kind, AbstractCarry):
-        raise Fault(
-            PluginError,
+        raise PluginFault(
             f"{{verb}} got `{kind.__name__}`, which is a custom carry itself.",
             "A custom carry needs no registration: put it in an `init`.",
         )
@@ -149,8 +137,7 @@ def _refuse_second(kind: type, to_carry: Callable[..., Any]) -> None:
     before = _adoptions.get(kind)
     if before is None or _same_place(before.to_carry, to_carry):  # a module that is imported again may register again
         return
-    raise Fault(
-        PluginError,
+    raise PluginFault(
         f"{{verb}} got `{kind.__module__}.{kind.__qualname__}`, which is registered already.",
         f"First by {describe_function(before.to_carry)}.",
         f"Now by {describe_function(to_carry)}.",
@@ -224,8 +211,7 @@ def adopt(init: PyTree, root: str = "init") -> Adopted:
     if any(type(node) not in _plain and _makes_carries(node) for node in nodes):
         named = leaves_with_path(root, init, is_leaf=_is_special)
         rows = [Row(path, "a custom carry", f"`{node.__name__}`") for path, node in named if _makes_carries(node)]
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             "{call} was given functions that make carries, instead of carries.",
             f"Call it: `{rows[0].came.strip('`')}(...)` at {rows[0].leaf}.",
             rows=rows,
@@ -256,8 +242,7 @@ def _classes(nodes: list[Any]) -> tuple[type, ...]:
             kind = type(node)
             found.append(kind)
             if jax.tree_util.all_leaves([node]):
-                raise Fault(
-                    PluginError,
+                raise PluginFault(
                     f"{{call}}: the custom carry `{kind.__name__}` is not a pytree, so it has no leaves to carry.",
                     "Register its class: `@jax.tree_util.register_dataclass` above `@dataclass(frozen=True)`.",
                     describe_class(kind),
@@ -286,8 +271,7 @@ def _convert(how: Adoption, name: str, node: Any, root: str, tree: PyTree, index
     except Exception as error:
         says, cause = f"failed. {describe_error(error)}", error
     path, _ = leaves_with_path(root, tree, is_leaf=is_leaf)[index]
-    raise Fault(
-        PluginError,
+    raise PluginFault(
         f"{{call}}: `{name}` of the registered type `{how.kind.__name__}`, called for {path}, {says}.",
         f"It is {describe_function(function)}.",
         describe_class(how.kind),

@@ -14,7 +14,7 @@ import numpy as np
 
 from ..._avals import is_sharded, vary_over, varying_axes
 from ..._axes import LeafAxes
-from ..._errors import ArgumentError, BodyError, Fault, TreescanError
+from ..._errors import BodyFault, Fault, Misuse, TreescanError
 from ..._loop.loop import Feed, Loop, Step
 from ..._trace.hoist import Hoisted, one_step, trace_also
 from ..._types import Array, PyTree
@@ -117,8 +117,7 @@ def tiers_of(compact: bool | tuple[int, ...], batch: tuple[int, ...]) -> tuple[i
         Fault: for an `ArgumentError` if there are no rows, or a tier has more than there are.
     """
     if not batch:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: `compact` sorts the rows of a batch, but the batch shape of the mask is [].",
             "Leave `compact` out: for a single row, chunks without a valid step are skipped anyway.",
         )
@@ -137,8 +136,7 @@ def spread_tiers(rows: int) -> tuple[int, ...]:
 def _within(tiers: tuple[int, ...], rows: int) -> list[int]:
     above = [tier for tier in tiers if tier > rows]
     if above:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: `compact` names a tier of {above[0]} rows, but the batch has {rows}.",
             "A tier is a number of rows that the body is compiled for. The whole batch is always a tier.",
         )
@@ -179,7 +177,7 @@ def failed_with_fewer_rows(error: Exception, whose: str, tier: int, rows: int, c
     if isinstance(error, TreescanError) or not isinstance(error, TypeError | ValueError):
         error.add_note(f"This happened when {called}.")
         return error
-    return Fault(BodyError, f"{whose} failed when {called}. {type(error).__name__}: {error}", cure, cause=error)
+    return BodyFault(f"{whose} failed when {called}. {type(error).__name__}: {error}", cure, cause=error)
 
 
 def _of_fewer_rows(fault: Fault, tier: int, rows: int) -> Fault:
@@ -203,16 +201,14 @@ def refuse_tiers(tiers: tuple[int, ...], loop: Loop) -> None:
     if len(tiers) < 2:
         return
     if not may_branch():
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: `compact` branches on {mask}. Here JAX does not track which values vary over "
             "devices, and devices that take different branches would deadlock. This is so in a `jax.shard_map` with "
             "`check_vma=False`, and in `jax.pmap`.",
             "Leave `check_vma` on, or leave `compact` out.",
         )
     if any(is_sharded(leaf) for leaf in jax.tree.leaves((loop.state, loop.xs.x, loop.xs.valid))):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: `compact` sorts the rows of a batch, but they are sharded over an explicit mesh.",
             "Leave `compact` out, or run the scan inside `jax.shard_map`, where each device sorts its own rows.",
         )

@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from ..._avals import describe_argument, describe_leaf, holds, is_key, place_like, vary_over, varying_axes
 from ..._axes import LeafAxes
-from ..._errors import ArgumentError, ArgumentTypeError, Fault
+from ..._errors import Misuse, TypeMisuse
 from ..._loop.loop import Feed, Loop, Step
 from ..._trace.hoist import is_untraced
 from ..._tree import Prefix, PrefixMismatch, leaves_with_path
@@ -150,8 +150,7 @@ def _spread(fill: Prefix, tree: PyTree) -> list[Any]:
     try:
         return fill.spread(tree, "y")
     except PrefixMismatch as error:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: `fill` is not a prefix of y: {error}.",
             "Give one scalar for all of y, or a prefix tree of y with scalars.",
         ) from None
@@ -162,8 +161,7 @@ def _cast(value: Any, leaf: Any, path: str) -> Array:
     if is_key(leaf) or isinstance(value, str):
         return jax.lax.full((), 0, dtype)
     if not holds(dtype, value):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: {path} is {describe_leaf(leaf)}, which cannot hold the fill {value!r}.",
             "Give a `fill` that fits, or one for each leaf of y.",
         )
@@ -177,8 +175,7 @@ def check_fill(fill: PyTree) -> PyTree:
         if isinstance(value, str) and value == HOLD:
             return HOLD
         if isinstance(value, Tracer) or np.ndim(value) or not isinstance(value, _SCALARS):
-            raise Fault(
-                ArgumentTypeError,
+            raise TypeMisuse(
                 f"{{verb}} over {{body}}: `fill` must be a number, got {describe_argument(value)}.",
                 'Give a Python or NumPy scalar, "hold" for the last valid y, or a prefix tree of them.',
             )

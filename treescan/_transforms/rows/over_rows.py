@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from ..._avals import vary_over, varying_axes
 from ..._axes import LeafAxes
-from ..._errors import ArgumentError, Fault
+from ..._errors import Misuse
 from ..._loop.loop import Feed, Loop
 from ..._loop.run import as_arrays, debugs_nans
 from ..._trace.hoist import Hoisted, Traced, fixed_leaves, flatten_only, hoist, is_smooth, is_untraced, lift, merge
@@ -131,8 +131,7 @@ def _refuse_refs(hoisted: Hoisted, tiers: tuple[int, ...], *, told: bool) -> Non
     if hoisted.refs and len(tiers) > 1:
         refuse_with_refs("compact")
     if not told and hoisted.writes:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: the body writes a mutable array (a `Ref`), and would do so in padding too.",
             "Let the body take the keyword `valid`, and write only what is valid: "
             "`ref[...] = jnp.where(valid, new, ref[...])`. Or carry its value instead.",
