@@ -38,8 +38,9 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
     (
         "types and trees",
         (
-            "_remat, _progress, _types, _avals, _tree,",
-            "_axes, _finite, _text, _reprs, _errors, _flax",
+            "_lazy, _remat, _progress, _types, _avals,",
+            "_tree, _axes, _finite, _text, _reprs,",
+            "_errors, _flax",
         ),
     ),
     ("custom carries", ("carries/",)),
@@ -277,7 +278,12 @@ def _class_of(argument: ast.expr) -> str:
     calls = {
         "over": "OverRows",
         "over_axes": "OverAxes",
+        "beginning": "BeginSegments",
         "checking": "CheckFinite",
+        "resetting": "ResetRows",
+        "truncating": "Truncate",
+        "ending": "EndsOfSequences",
+        "recomputing": "Recompute",
         "showing": "ShowProgress",
     }
     named = calls.get(text.rpartition(".")[2])

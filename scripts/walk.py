@@ -3,7 +3,9 @@
 Run it in a process of its own: what an earlier call has traced is not entered again.
 """
 
+import importlib
 import os
+import pkgutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,10 @@ import jax.numpy as jnp
 import treescan
 
 PACKAGE = Path(treescan.__file__).parent
+
+for module in pkgutil.walk_packages(treescan.__path__, "treescan."):  # what is loaded late would be entered as it loads
+    if not module.name.startswith(("treescan.integrations", "treescan.__main__")):
+        importlib.import_module(module.name)
 
 
 def entered(call: Callable[[], object]) -> tuple[dict[str, str], int]:

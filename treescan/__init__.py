@@ -1,56 +1,89 @@
 """Typed, checked scans for JAX. Everything lowers to `jax.lax.scan`."""
 
-from ._data.batches import (
-    Packed as Packed,
-    PackIndex as PackIndex,
-    Padded as Padded,
-    first as first,
-    last as last,
-    length_mask as length_mask,
-    pack as pack,
-    pad as pad,
-    repad as repad,
-    unpack as unpack,
-    unpad as unpad,
-)
-from ._data.init_layers import init_layers as init_layers
-from ._data.stack import layer_at as layer_at, set_layer as set_layer, stack as stack, unstack as unstack
-from ._data.state_dict import (
-    layers_from_state_dict as layers_from_state_dict,
-    layers_to_state_dict as layers_to_state_dict,
-)
-from ._describe.description import Description as Description
-from ._errors import (
-    ArgumentError as ArgumentError,
-    ArgumentTypeError as ArgumentTypeError,
-    BodyError as BodyError,
-    CarryError as CarryError,
-    LayerError as LayerError,
-    NonFiniteError as NonFiniteError,
-    PluginError as PluginError,
-    PluginWarning as PluginWarning,
-    RetraceWarning as RetraceWarning,
-    SignatureError as SignatureError,
-    TracedArgumentError as TracedArgumentError,
-    TreescanError as TreescanError,
-)
-from ._finite import NonFinite as NonFinite, last_nonfinite as last_nonfinite
-from ._loop.rewrite import rewriting as rewriting
-from ._progress import (
-    AbstractProgressMeter as AbstractProgressMeter,
-    Progress as Progress,
-    Text as Text,
-    Tqdm as Tqdm,
-)
-from ._remat import Remat as Remat
-from ._transforms.budget import RematPlan as RematPlan
-from ._verbs.describe import describe as describe, plan_remat as plan_remat
-from ._verbs.fori import fori as fori
-from ._verbs.groups import DenyList as DenyList, In as In, Out as Out
-from ._verbs.layers import fold_layers as fold_layers, scan_layers as scan_layers
-from ._verbs.lift import lift as lift
-from ._verbs.mask_scan import mask_scan as mask_scan
-from ._verbs.scan import accumulate as accumulate, fold as fold, scan as scan
-from ._verbs.while_scan import WhileResult as WhileResult, while_scan as while_scan
+from typing import TYPE_CHECKING
+
+from ._lazy import on_first_use
 
 __version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from . import carries as carries
+    from ._data.batches import (
+        Packed as Packed,
+        PackIndex as PackIndex,
+        Padded as Padded,
+        first as first,
+        last as last,
+        length_mask as length_mask,
+        pack as pack,
+        pad as pad,
+        repad as repad,
+        unpack as unpack,
+        unpad as unpad,
+    )
+    from ._data.init_layers import init_layers as init_layers
+    from ._data.stack import layer_at as layer_at, set_layer as set_layer, stack as stack, unstack as unstack
+    from ._data.state_dict import (
+        layers_from_state_dict as layers_from_state_dict,
+        layers_to_state_dict as layers_to_state_dict,
+    )
+    from ._describe.description import Description as Description
+    from ._errors import (
+        ArgumentError as ArgumentError,
+        ArgumentTypeError as ArgumentTypeError,
+        BodyError as BodyError,
+        CarryError as CarryError,
+        LayerError as LayerError,
+        NonFiniteError as NonFiniteError,
+        PluginError as PluginError,
+        PluginWarning as PluginWarning,
+        RetraceWarning as RetraceWarning,
+        SignatureError as SignatureError,
+        TracedArgumentError as TracedArgumentError,
+        TreescanError as TreescanError,
+    )
+    from ._finite import NonFinite as NonFinite, last_nonfinite as last_nonfinite
+    from ._loop.rewrite import rewriting as rewriting
+    from ._progress import (
+        AbstractProgressMeter as AbstractProgressMeter,
+        Progress as Progress,
+        Text as Text,
+        Tqdm as Tqdm,
+    )
+    from ._remat import Remat as Remat
+    from ._transforms.budget import RematPlan as RematPlan
+    from ._verbs.describe import describe as describe, plan_remat as plan_remat
+    from ._verbs.fori import fori as fori
+    from ._verbs.groups import DenyList as DenyList, In as In, Out as Out
+    from ._verbs.layers import fold_layers as fold_layers, scan_layers as scan_layers
+    from ._verbs.lift import lift as lift
+    from ._verbs.mask_scan import mask_scan as mask_scan
+    from ._verbs.scan import accumulate as accumulate, fold as fold, scan as scan
+    from ._verbs.while_scan import WhileResult as WhileResult, while_scan as while_scan
+else:
+    __all__, __getattr__, __dir__ = on_first_use(
+        __name__,
+        {
+            ".": "carries",
+            "_data.batches": "Packed PackIndex Padded first last length_mask pack pad repad unpack unpad",
+            "_data.init_layers": "init_layers",
+            "_data.stack": "layer_at set_layer stack unstack",
+            "_data.state_dict": "layers_from_state_dict layers_to_state_dict",
+            "_describe.description": "Description",
+            "_errors": "ArgumentError ArgumentTypeError BodyError CarryError LayerError NonFiniteError PluginError "
+            "PluginWarning RetraceWarning SignatureError TracedArgumentError TreescanError",
+            "_finite": "NonFinite last_nonfinite",
+            "_loop.rewrite": "rewriting",
+            "_progress": "AbstractProgressMeter Progress Text Tqdm",
+            "_remat": "Remat",
+            "_transforms.budget": "RematPlan",
+            "_verbs.describe": "describe plan_remat",
+            "_verbs.fori": "fori",
+            "_verbs.groups": "DenyList In Out",
+            "_verbs.layers": "fold_layers scan_layers",
+            "_verbs.lift": "lift",
+            "_verbs.mask_scan": "mask_scan",
+            "_verbs.scan": "accumulate fold scan",
+            "_verbs.while_scan": "WhileResult while_scan",
+        },
+    )

@@ -9,7 +9,7 @@ import jax
 import jax.tree_util as jtu
 
 from ._avals import describe_leaf, shape_of
-from ._errors import ArgumentError, Fault, Row, TreescanError, expect
+from ._errors import ArgumentError, Fault, Misuse, Row, TreescanError, expect
 from ._tree import Prefix, PrefixMismatch, Root, broadcast_prefix, path_str
 from ._types import Axes, PyTree
 
@@ -81,8 +81,7 @@ def check_axes(option: str, axes: LeafAxes, tree: PyTree, root: str) -> None:
             rows.append(Row(path_str(root, path), f"{name} {axis}", describe_leaf(leaf), f"rank {rank}"))
     if rows:
         names = " and ".join(f"`{name}`" for name in sorted(options))
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: {names} {'name' if len(options) > 1 else 'names'} an axis that is not there.",
             "Axes count from 0, and negative axes count from the end"
             + (". {axis_none}." if "in_axes" in options else "."),

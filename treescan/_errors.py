@@ -206,8 +206,11 @@ class Fault(Exception):
 
 
 Misuse = functools.partial(Fault, ArgumentError)
+TypeMisuse = functools.partial(Fault, ArgumentTypeError)
 BodyFault = functools.partial(Fault, BodyError)
+CarryFault = functools.partial(Fault, CarryError)
 LayerFault = functools.partial(Fault, LayerError)
+PluginFault = functools.partial(Fault, PluginError)
 
 
 def expect(

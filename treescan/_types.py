@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NotRequired, Protocol, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, Protocol, TypeAlias, TypedDict, TypeVar
 
 import jax
 import jax.typing
 
-from ._progress import Progress
 from ._remat import Remat
+
+if TYPE_CHECKING:
+    from ._progress import Progress
 
 PyTree: TypeAlias = Any
 """Any tree of containers that JAX knows, with arrays or scalars as leaves."""
@@ -29,7 +31,7 @@ Prefetch: TypeAlias = Literal[1] | Callable[[Any], Any] | None
 FiniteCheck: TypeAlias = bool | Literal["backward"]
 """Whether the carry is checked after each step, or its cotangents in reverse mode."""
 
-ProgressLike: TypeAlias = bool | str | Progress | None
+ProgressLike: TypeAlias = "bool | str | Progress | None"
 """Whether a loop shows its progress: a flag, the label of its bar, or a `Progress`."""
 
 Save: TypeAlias = Any

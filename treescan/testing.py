@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,8 +12,7 @@ import numpy as np
 
 from ._avals import describe_leaf, is_key
 from ._body.carry import agree, find_differences
-from ._checks.arguments import differ, finite, values_of
-from ._errors import ArgumentError, Row
+from ._errors import ArgumentError, Row, is_jax_frame, shorten, walk_traceback
 from ._text import table, wrap
 from ._transforms.rows.axes import row_axes
 from ._tree import leaves_with_path
@@ -20,7 +20,6 @@ from ._types import Array, PyTree
 from ._verbs.mask_scan import mask_scan
 from ._verbs.scan import scan
 from .carries._base import AbstractCarry, describe_error
-from .carries._registry import failed_hook, root_of
 
 
 class _Trial(NamedTuple):
@@ -98,8 +97,8 @@ def _try(law: Callable[[_Trial], Iterator[Row]], trial: _Trial, causes: list[Exc
     try:
         rows = list(law(trial))
     except Exception as error:
-        cause = root_of(error)
-        call, place = failed_hook(type(trial.carry), cause)
+        cause = _root_of(error)
+        call, place = _failed_hook(type(trial.carry), cause)
         causes.append(cause)
         rows = [Row(call, "no error", f"{describe_error(cause)}{f', at {place}' if place else ''}", "")]
     return {says: rows} if rows else {}
@@ -110,10 +109,88 @@ def _report(kind: type, failed: dict[str, list[Row]], cause: Exception | None) -
     parts = [f"`{kind.__name__}` breaks {len(failed)} of the {count} laws of custom carries."]
     for says, rows in failed.items():
         parts += [wrap(f"{says}."), table(("leaf", "expected", "came"), rows)]
-    if cause is not None and failed_hook(kind, cause)[0] == "write(valid=None)":
+    if cause is not None and _failed_hook(kind, cause)[0] == "write(valid=None)":
         says = "Outside `mask_scan`, every verb calls `write` with `valid=None`. Then all returned values are valid."
         parts.append(wrap(says))
     return "\n\n".join(parts)
+
+
+_HOOKS = ("read", "write", "rows")
+
+
+def _root_of(error: Exception) -> Exception:
+    """What a hook raised, of an error that tells of it."""
+    while isinstance(error.__cause__, Exception):
+        error = error.__cause__
+    return error
+
+
+def _failed_hook(kind: type, error: Exception) -> tuple[str, str]:
+    """The innermost call of a hook of this class that failed, and the line, outside of JAX, at which it did."""
+    call, place = "carry", ""
+    for entry in walk_traceback(error.__traceback__):
+        frame = entry.tb_frame
+        if frame.f_code.co_name in _HOOKS and isinstance(frame.f_locals.get("self"), kind):
+            call = f"{frame.f_code.co_name}()"
+            if "valid" in frame.f_locals:
+                valid = frame.f_locals["valid"]
+                call = f"write(valid={'None' if valid is None else describe_leaf(valid)})"
+        if call != "carry" and not is_jax_frame(frame):
+            place = f"{shorten(frame.f_code.co_filename)}:{entry.tb_lineno}"
+    return call, place
+
+
+_SLACK = 64
+"""By how many units in the last place of the largest number two ways to the same result may differ."""
+
+
+def differ(root: str, expected: PyTree, came: PyTree, *, exact: bool = False) -> Iterator[Row]:
+    """A row for each leaf in which two trees differ."""
+    if not passes("assert_trees_all_equal_structs", expected, came):
+        yield Row(root, str(jax.tree.structure(expected)), str(jax.tree.structure(came)), "")
+        return
+    for (path, a), b in zip(leaves_with_path(root, expected), jax.tree.leaves(came), strict=True):
+        first, second = values_of(a), values_of(b)
+        if first.shape != second.shape or not equal(first, second, exact=exact):
+            yield Row(path, show(first), show(second), "")
+
+
+def passes(assertion: str, *trees: PyTree, **tolerance: float) -> bool:
+    """Whether an assertion of chex, by its name, holds. chex is loaded by the first that is asked."""
+    import chex
+
+    with contextlib.suppress(AssertionError):
+        getattr(chex, assertion)(*trees, **tolerance)
+        return True
+    return False
+
+
+def values_of(leaf: Any) -> np.ndarray:
+    """The numbers of a leaf; of a typed key its data."""
+    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
+
+
+def equal(a: np.ndarray, b: np.ndarray, *, exact: bool) -> bool:
+    """Whether two arrays of one shape are equal, to the bit or up to rounding."""
+    if exact or not jnp.issubdtype(a.dtype, jnp.inexact):
+        return passes("assert_trees_all_equal", a, b)
+    wide_a, wide_b = (x.astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in (a, b))
+    slack = _SLACK * float(jnp.finfo(a.dtype).eps) * max(1.0, np.max(np.abs(wide_a[np.isfinite(wide_a)]), initial=0))
+    return passes("assert_trees_all_close", wide_a, wide_b, rtol=0, atol=slack)
+
+
+def show(values: np.ndarray) -> str:
+    """An array in few characters."""
+    if values.size > 4:
+        return f"{describe_leaf(values)} {np.array2string(values.reshape(-1)[:3], precision=7)[:-1]} ..."
+    return np.array2string(values, precision=7).replace("\n", "")
+
+
+def finite(root: str, tree: PyTree) -> Iterator[Row]:
+    """A row for each leaf that is not finite."""
+    for path, leaf in leaves_with_path(root, tree):
+        if not passes("assert_tree_all_finite", leaf):
+            yield Row(path, "finite", show(values_of(leaf)), "")
 
 
 # The laws. Each yields a row for each leaf in which it does not hold; its docstring is what the report says of it.

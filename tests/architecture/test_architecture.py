@@ -3,6 +3,7 @@
 import ast
 import graphlib
 import inspect
+import os
 import re
 import subprocess
 import sys
@@ -19,10 +20,13 @@ from treescan._transforms.order import ORDER
 
 TESTS = Path(__file__).parents[1]
 
+sys.path.insert(0, str(TESTS.parent / "scripts"))
+import core as CORE  # noqa: E402
+
+sys.path.pop(0)
+
 LONGEST_FILE, LONGEST_FUNCTION = 700, 60
-PUBLIC = {
-    name: value for name, value in vars(treescan).items() if not name.startswith("_") and not inspect.ismodule(value)
-}
+PUBLIC = {name: getattr(treescan, name) for name in treescan.__all__}
 VERBS = [name for name, value in PUBLIC.items() if inspect.isfunction(value)]
 
 
@@ -101,14 +105,75 @@ def test_only_declared_dependencies_are_imported() -> None:
         assert roots <= declared | sys.stdlib_module_names | optional, module
 
 
-def test_the_import_loads_only_what_every_call_needs() -> None:
-    code = "import sys, jax; there = set(sys.modules); import treescan; print(*sorted(set(sys.modules) - there))"
-    found = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.split()
-    assert "treescan" in found
-    foreign = {name.split(".")[0] for name in found} & {"beartype", "chex", "equinox", "flax", "jaxtyping", "tqdm"}
-    assert not foreign
-    late = ("treescan._describe.gather", "treescan._transforms.until", "treescan.integrations", "treescan.testing")
-    assert not [name for name in found if name.startswith(late)]
+def loaded_by(program: str, **environment: str) -> set[str]:
+    """The modules that a program loads in a new process, once JAX is there."""
+    code = f"import sys, jax, jax.numpy as jnp\nthere = set(sys.modules)\n{program}\nprint(*set(sys.modules) - there)"
+    run = subprocess.run(
+        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=os.environ | environment
+    )
+    return set(run.stdout.split())
+
+
+def own(loaded: set[str]) -> set[str]:
+    """The modules of the package, as `MODULES` names them."""
+    return {name.removeprefix("treescan").removeprefix(".") or "__init__" for name in loaded if "treescan" in name}
+
+
+OF_OTHERS = {"beartype", "chex", "equinox", "flax", "jaxtyping", "tqdm"}
+
+
+def test_the_import_loads_no_module_but_the_table_of_names() -> None:
+    loaded = loaded_by("import treescan, treescan.carries")
+    assert own(loaded) == {"__init__", "_lazy", "carries"}
+    assert not {name.split(".")[0] for name in loaded} & OF_OTHERS
+
+
+CALLS = """
+from treescan import mask_scan, scan, scan_layers
+step, block = lambda h, x: (jnp.tanh(h + x), h), lambda w, h: (h @ w, h)
+h, xs, ws = jnp.zeros((4, 3)), jnp.ones((40, 4, 3)), jnp.ones((5, 3, 3))
+verbs = (
+    lambda h: scan(step, h, xs),
+    lambda h: mask_scan(step, h, xs, lengths=jnp.array([40, 3, 9, 20])),
+    lambda h: scan_layers(block, h, ws),
+)
+for verb in verbs:
+    jax.grad(lambda h: verb(h)[0].sum())(h)
+    verb(h)
+"""
+REWRITING = {
+    "_trace.cost", "_trace.dependence", "_trace.independence", "_transforms.budget", "_transforms.remat",
+    "_transforms.rows.compact", "_transforms.rows.in_place", "_transforms.rows.saved", "_transforms.weights",
+    "_transforms.weights.deferred",
+    "_transforms.weights.in_bulk", "_transforms.weights.products",
+}  # fmt: skip
+
+
+def test_three_verbs_load_their_core_alone() -> None:
+    names = loaded_by("from treescan import mask_scan, scan, scan_layers")
+    assert own(names) == set(CORE.core())
+    assert not {name.split(".")[0] for name in names} & OF_OTHERS
+    assert own(loaded_by(CALLS, TREESCAN_REWRITE="0")) == set(CORE.core())
+    assert own(loaded_by(CALLS)) - set(CORE.core()) == REWRITING
+
+
+def test_the_core_is_the_one_that_the_documentation_lists() -> None:
+    assert (PACKAGE.parent / "docs" / "pictures" / "core.md").read_text() == CORE.page(), "run `scripts/core.py`"
+
+
+def test_modules_can_be_loaded_while_jax_traces() -> None:
+    names = [f"treescan.{module}" for module in MODULES if not module.startswith(("__", "integrations."))]
+    loaded_by(
+        f"""
+import importlib
+def trace(x):
+    for name in {names}:
+        importlib.import_module(name)
+    return x
+with jax.checking_leaks():
+    assert not jax.make_jaxpr(trace)(1.0).eqns
+"""
+    )
 
 
 def test_files_are_short() -> None:
@@ -136,18 +201,24 @@ def test_docstrings_can_be_read_alone() -> None:
     assert not [(module, text) for module, text in texts if re.match(r"(The same\b|As `|Likewise|See )", text)]
 
 
-def test_init_holds_exports_and_nothing_else() -> None:
-    docstring, *statements = MODULES["__init__"].body
-    assert isinstance(docstring, ast.Expr)
-    exported = []
-    for statement in statements:
-        if isinstance(statement, ast.Assign):
-            assert [dotted(target) for target in statement.targets] == ["__version__"]
-        else:
-            assert isinstance(statement, ast.ImportFrom)
-            assert all(alias.asname == alias.name for alias in statement.names), "`scan as scan`: an export"
-            exported.extend(alias.name for alias in statement.names)
-    assert sorted(exported) == sorted(PUBLIC)
+@pytest.mark.parametrize("package", ["__init__", "carries"])
+def test_init_holds_exports_and_nothing_else(package: str) -> None:
+    """What type checkers read at the head of a package is what the program finds there."""
+    choice = MODULES[package].body[-1]
+    assert isinstance(choice, ast.If)
+    exported = {}
+    for statement in choice.body:
+        assert isinstance(statement, ast.ImportFrom)
+        assert all(alias.asname == alias.name for alias in statement.names), "`scan as scan`: an export"
+        exported |= {alias.name: statement.module or "." for alias in statement.names}
+    (found,) = choice.orelse
+    assert isinstance(found, ast.Assign)
+    assert isinstance(found.value, ast.Call)
+    homes: dict[str, str] = ast.literal_eval(found.value.args[1])
+    assert exported == {name: home for home, names in homes.items() for name in names.split()}
+    module = treescan if package == "__init__" else treescan.carries
+    assert set(exported) == {name for name in dir(module) if not name.startswith("_")} - {"testing", "integrations"}
+    assert set(module.__all__) == {name for name, home in exported.items() if home != "."}
 
 
 def sections(value: Any) -> dict[str, str]:

@@ -124,7 +124,7 @@ PAGES = [page for page in DOCUMENTS if "```python" in page.read_text()]
 
 def public(module: types.ModuleType) -> dict[str, object]:
     """What a package exports."""
-    names = {name: value for name, value in vars(module).items() if not name.startswith("_")}
+    names = {name: getattr(module, name) for name in dir(module) if not name.startswith("_")}
     return {name: value for name, value in names.items() if not isinstance(value, types.ModuleType)}
 
 

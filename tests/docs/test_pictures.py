@@ -153,10 +153,7 @@ def test_a_verb_runs_the_transforms_that_it_lists(verb: str, monkeypatch: pytest
         "mask_scan": lambda: treescan.mask_scan(
             add,
             jnp.zeros(2),
-            jnp.ones((4, 2)),
-            lengths=jnp.array([4, 1]),
-            resets=jnp.ones((4, 2), bool),
-            reset_to=1.0,
+            treescan.pack([jnp.ones(4), jnp.ones(1)], rows=2, init=[jnp.ones(()), jnp.zeros(())]),
             check_finite=True,
             **(every | {"out_axes": 1}),
         ),

@@ -236,4 +236,4 @@ def test_a_box_of_ones_own() -> None:
 
 
 def test_flax_calls_the_name_as_it_is_called_here() -> None:
-    assert nnx.PARTITION_NAME == meta.PARTITION_NAME == treescan._data.stack._PARTITION_NAME
+    assert nnx.PARTITION_NAME == meta.PARTITION_NAME == treescan._data.layer_axis._PARTITION_NAME

@@ -7,6 +7,7 @@ from pathlib import Path
 PACKAGE = Path(__file__).parents[2] / "treescan"
 
 LAYERS = [  # a module imports from its own line and from lines above; no two modules import each other
+    "_lazy",
     "_text",
     "_remat",
     "_progress",
@@ -51,11 +52,11 @@ def imports(tree: ast.AST) -> Iterator[tuple[int, str, list[str]]]:
             yield node.level, node.module or "", [alias.name for alias in node.names]
 
 
-def own_imports(module: str) -> Iterator[str]:
-    """The package's own modules that one of them imports."""
+def own_imports(module: str, tree: ast.AST | None = None) -> Iterator[str]:
+    """The package's own modules that one of them imports, or a part of it."""
     is_package = module == "__init__" or (PACKAGE / module.replace(".", "/")).is_dir()
     path = [] if module == "__init__" else module.split(".")
-    for level, target, names in imports(MODULES[module]):
+    for level, target, names in imports(tree or MODULES[module]):
         if level:
             base = path[: len(path) - level + is_package] if path else []
             yield from _resolve([*base, *target.split(".")] if target else base, names)

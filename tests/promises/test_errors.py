@@ -127,8 +127,8 @@ def fault_sites() -> Iterator[Site]:
     for file in (file for file in PACKAGE.rglob("*.py") if "integrations" not in file.parts):
         for node in ast.walk(ast.parse(file.read_text())):
             called = node.func if isinstance(node, ast.Call) else None
-            makers = ("Fault", "Misuse", "BodyFault", "LayerFault", "fault", "expect")
-            if isinstance(called, ast.Name) and called.id in makers:
+            makers = ("Fault", "Misuse", "TypeMisuse", "BodyFault", "CarryFault", "LayerFault", "PluginFault")
+            if isinstance(called, ast.Name) and called.id in (*makers, "fault", "expect"):
                 yield Site(file.name, node.lineno, node.end_lineno or node.lineno)
 
 

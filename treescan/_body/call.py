@@ -23,7 +23,7 @@ from .._trace.equations import origins
 from .._tree import freeze_static, is_static, leaves_with_path, path_str, thaw_static
 from .._types import Array, PyTree, TreeDef
 from .carry import OwnState, StateAndY, check_carry, copied, read_carries, split_state, without_carries, write_carries
-from .signature import SCAN, Convention, Signature, signature_of
+from .signature import SCAN, Convention, annotated
 
 
 def watching_linen() -> contextlib.AbstractContextManager[Any]:
@@ -100,6 +100,12 @@ class Watched(NamedTuple):
     structure: TreeDef
     variables: dict[str, Variable]
 
+    @classmethod
+    def of(cls, roots: tuple[str, ...], given: tuple[PyTree, ...]) -> Watched:
+        """Notes the variables in arguments, which hold some."""
+        arrays, structure = jtu.tree_flatten(freeze_static(given, scalars=True))
+        return cls(roots, given, arrays, structure, _module_variables(roots, given))
+
     def refuse_changes(self, out: Any, call: Call) -> None:
         """Refuses changes of variables whose new values are not among what the body returned.
 
@@ -143,15 +149,6 @@ class Watched(NamedTuple):
         return {path for path in came if came[path] == went[path].leaves}
 
 
-def watch(roots: tuple[str, ...], given: tuple[PyTree, ...]) -> Watched | None:
-    """Notes the variables in arguments; None if there are none."""
-    if not holds(given, variable_classes()):
-        return None
-    variables = _module_variables(roots, given)
-    arrays, structure = jtu.tree_flatten(freeze_static(given, scalars=True))
-    return Watched(roots, given, arrays, structure, variables)
-
-
 def _module_variables(roots: tuple[str, ...], given: tuple[PyTree, ...]) -> dict[str, Variable]:
     kinds = variable_classes()
     named = [
@@ -170,6 +167,8 @@ def call_user(function: Any, *arguments: Any, **keywords: Any) -> Any:
     Raises:
         Fault: for a `BodyError` if it changes a module of flax that belongs to another trace.
     """
+    if "flax" not in sys.modules:
+        return function(*arguments, **keywords)
     try:
         with watching_linen():
             return function(*arguments, **keywords)
@@ -183,6 +182,13 @@ def call_user(function: Any, *arguments: Any, **keywords: Any) -> Any:
             "If nothing should change, call the module's `eval()` before the loop.",
             cause=error,
         ) from None
+
+
+def watch(roots: tuple[str, ...], given: tuple[PyTree, ...]) -> Watched | None:
+    """Notes the variables of nnx in arguments; None if there are none."""
+    if not holds(given, variable_classes()):
+        return None
+    return Watched.of(roots, given)
 
 
 def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
@@ -267,7 +273,6 @@ class CallBody:
         # The carry that the body returns is compared with another copy than it is given.
         given, carry, x, args = thaw(state), thaw(copied(state)), thaw(feed.x), thaw(copied(args))
         others = (*x, *args) if convention.spread else (x,)
-        signature = self.body.memo(Signature, lambda: signature_of(self.body))
         name = carry_name(self.body, convention)
         if self.custom:
             carry = read_carries(carry, name)
@@ -276,7 +281,7 @@ class CallBody:
             last = len(x) - 1
             own = OwnState.read(self.body, others[last], last + 1, bool(self.custom))
             others = (*others[:last], own.seen, *others[last + 1 :])
-        with signature.scope() as scope:
+        with annotated(self.body) as scope:
             arguments = (*others[:place], carry, *others[place:])
             if scope:
                 scope.check_inputs(arguments)

@@ -22,7 +22,7 @@ from .._avals import (
     spec_parts,
     varying_axes,
 )
-from .._errors import BodyFault, CarryError, Cure, Fault, PluginError, Row
+from .._errors import BodyFault, CarryFault, Cure, Fault, PluginFault, Row
 from .._loop.body import Body, warn_second_trace
 from .._loop.run import is_last_trace
 from .._tree import KeyPath, Root, children, is_number, is_static, leaves_with_path, metadata, named_roots, path_str
@@ -300,8 +300,7 @@ def _check_written(old: AbstractCarry[Any, Any], new: Any, path: str) -> None:
     name, differences = type(old).__name__, list(find_differences(path, (), old, new))
     if differences and all(difference.given_is_weak for difference in differences) and not is_last_trace():
         return
-    raise Fault(
-        PluginError,
+    raise PluginFault(
         f"{{verb}} over {{body}}: `{name}.write` changed the type of the custom carry at {path}.",
         f"`{name}.write` must return a `{name}` with the same structure, static fields, shapes and dtypes as before. "
         "Either the method does not, or it was given a value from the body that does not fit.",
@@ -319,8 +318,7 @@ def call_hook(state: PyTree, root: str, index: int, hook: str, call: Callable[[]
         raise
     except Exception as error:
         node = jax.tree.leaves(state, is_leaf=is_carry)[index]
-        raise Fault(
-            PluginError,
+        raise PluginFault(
             f"{{verb}} over {{body}}: `{type(node).__name__}.{hook}` failed for the custom carry at "
             f"{_path_of(state, root, index)}.",
             describe_error(error),
@@ -392,8 +390,7 @@ def check_carry(
             f"Did you return `({second}, {name})`? The second item that it returned has {{the_carry}}'s type. If the "
             f"two are swapped, return `{name}, {second}`, the next {root} first.",
         )
-    raise Fault(
-        CarryError,
+    raise CarryFault(
         "{body} returned {a_carry} that differs from the one it was given.",
         *cures,
         header=_HEADER,
@@ -475,8 +472,7 @@ class OwnState(NamedTuple):
         differences = [] if agree(kept, new) else list(find_differences(self.name, (), kept, new))
         if not differences:  # or structures that compare as different without a visible difference
             return write_carries(self.given, returned, None, self.name) if self.custom else returned
-        raise Fault(
-            CarryError,
+        raise CarryFault(
             "{body} returned a state that differs from the one it was given.",
             *(Cure(_of_state(text), kind, leaf) for text, kind, leaf in one_of_a_kind(differences)),
             header=_HEADER,

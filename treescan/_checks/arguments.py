@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -17,64 +16,21 @@ from .._avals import describe_leaf, describe_node, is_key, shape_of, spec_parts
 from .._axes import LeafAxes, check_axes, spread_axes
 from .._body.call import are_alike
 from .._body.signature import Convention
-from .._errors import ArgumentTypeError, BodyFault, Fault, Misuse, Row, TracedArgumentError, expect, expect_int
+from .._errors import (
+    ArgumentTypeError,
+    BodyFault,
+    Fault,
+    Misuse,
+    Row,
+    TracedArgumentError,
+    TypeMisuse,
+    expect,
+    expect_int,
+)
 from .._loop.body import Body
 from .._text import advice
 from .._tree import leaves_with_path, same_structure
 from .._types import Array, Axes, MaskOptions, PyTree, UnkeyedOptions
-
-_SLACK = 64
-"""By how many units in the last place of the largest number two ways to the same result may differ."""
-
-
-def differ(root: str, expected: PyTree, came: PyTree, *, exact: bool = False) -> Iterator[Row]:
-    """A row for each leaf in which two trees differ."""
-    if not passes("assert_trees_all_equal_structs", expected, came):
-        yield Row(root, str(jax.tree.structure(expected)), str(jax.tree.structure(came)), "")
-        return
-    for (path, a), b in zip(leaves_with_path(root, expected), jax.tree.leaves(came), strict=True):
-        first, second = values_of(a), values_of(b)
-        if first.shape != second.shape or not equal(first, second, exact=exact):
-            yield Row(path, show(first), show(second), "")
-
-
-def passes(assertion: str, *trees: PyTree, **tolerance: float) -> bool:
-    """Whether an assertion of chex, by its name, holds. chex is loaded by the first that is asked."""
-    import chex
-
-    with contextlib.suppress(AssertionError):
-        getattr(chex, assertion)(*trees, **tolerance)
-        return True
-    return False
-
-
-def values_of(leaf: Any) -> np.ndarray:
-    """The numbers of a leaf; of a typed key its data."""
-    return np.asarray(jax.random.key_data(leaf) if is_key(leaf) else leaf)
-
-
-def equal(a: np.ndarray, b: np.ndarray, *, exact: bool) -> bool:
-    """Whether two arrays of one shape are equal, to the bit or up to rounding."""
-    if exact or not jnp.issubdtype(a.dtype, jnp.inexact):
-        return passes("assert_trees_all_equal", a, b)
-    wide_a, wide_b = (x.astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in (a, b))
-    slack = _SLACK * float(jnp.finfo(a.dtype).eps) * max(1.0, np.max(np.abs(wide_a[np.isfinite(wide_a)]), initial=0))
-    return passes("assert_trees_all_close", wide_a, wide_b, rtol=0, atol=slack)
-
-
-def show(values: np.ndarray) -> str:
-    """An array in few characters."""
-    if values.size > 4:
-        return f"{describe_leaf(values)} {np.array2string(values.reshape(-1)[:3], precision=7)[:-1]} ..."
-    return np.array2string(values, precision=7).replace("\n", "")
-
-
-def finite(root: str, tree: PyTree) -> Iterator[Row]:
-    """A row for each leaf that is not finite."""
-    for path, leaf in leaves_with_path(root, tree):
-        if not passes("assert_tree_all_finite", leaf):
-            yield Row(path, "finite", show(values_of(leaf)), "")
-
 
 OF_MASK_SCAN = MaskOptions.__annotations__.keys() - {"length", *UnkeyedOptions.__annotations__}
 
@@ -93,14 +49,13 @@ def check_options(options: Mapping[str, Any], allowed: frozenset[str], refused: 
         cure = advice(name, allowed)
         if name in OF_MASK_SCAN:
             cure = "`treescan.mask_scan` takes it, for rows of unequal length."
-        raise Fault(ArgumentTypeError, f"{{call}} has no option `{name}`.", cure)
+        raise TypeMisuse(f"{{call}} has no option `{name}`.", cure)
 
 
 def check_positional(more: tuple[Any, ...], takes: str, option: str) -> None:
     """Refuses further positional arguments, of which the user may mean the first as this option."""
     if more:
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             f"{{call}} takes ({takes}) by position, and all options by name.",
             f"Did you mean `{option}=...`?",
         )

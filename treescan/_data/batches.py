@@ -14,7 +14,7 @@ from jax.core import Tracer
 from .._avals import describe_argument, is_key, on_automatic_axes, parts_of
 from .._checks.arguments import check_reverse
 from .._checks.rows import check_lengths
-from .._errors import ArgumentError, ArgumentTypeError, Fault, TracedArgumentError, verb
+from .._errors import Fault, Misuse, TracedArgumentError, TypeMisuse, verb
 from .._reprs import short_html, short_repr
 from .._transforms.rows.leaves import mask_of_lengths
 from .._transforms.rows.packed import refuse_split_rows
@@ -86,6 +86,39 @@ class Packed(NamedTuple, Generic[X]):
         """The part of all steps that is valid, from 0 to 1; of a batch without any step, 1. Not under a trace."""
         mask = check_concrete(self.mask, "mask")
         return float(mask.mean()) if mask.size else 1.0
+
+
+class Padded(NamedTuple, Generic[X]):
+    """A batch of rows that are padded to one length: the result of `treescan.pad`. It is a pytree.
+
+    Attributes:
+        data: the sequences, leaves `[T, B, ...]`: sequence b is the first `lengths[b]` steps of row b.
+        lengths: int32[B], the number of steps of each sequence.
+    """
+
+    data: X
+    lengths: Array
+
+    def __repr__(self) -> str:
+        return short_repr("Padded", **self._asdict())
+
+    def _repr_html_(self) -> str:
+        return short_html("Padded", **self._asdict())
+
+    @property
+    @verb
+    def mask(self) -> Array:
+        """Which steps are valid, bool[T, B]; under a trace too."""
+        steps = check_lead("data", self.data, np.shape(self.lengths))
+        return mask_of_lengths(check_lengths(self.lengths, steps), steps)
+
+    @property
+    @verb
+    def efficiency(self) -> float:
+        """The part of all steps that is valid, from 0 to 1; of a batch without any step, 1. Not under a trace."""
+        lengths = check_concrete(self.lengths, "lengths")
+        total = check_lead("data", self.data, lengths.shape) * lengths.size
+        return float(lengths.sum(dtype=np.int64) / total) if total else 1.0
 
 
 class PadOptions(TypedDict, total=False):
@@ -208,8 +241,7 @@ def unpack(packed: Packed[Any], ys: Y) -> list[Y]:
 
 def not_packed(packed: Any, kind: str, call: str) -> Fault:
     """What is raised where something else than a batch comes first."""
-    return Fault(
-        ArgumentTypeError,
+    return TypeMisuse(
         f"{{verb}} takes {kind}, got {describe_argument(packed)}.",
         f"Pass the batch first, and then values computed from its data: {call}",
     )
@@ -296,8 +328,7 @@ def _at_ends(packed: Any, ys: Y, reverse: bool | None, name: str) -> Y:
         raise not_packed(packed, "a `Packed` or a `Padded`", f"`{name}(packed, ys, reverse=False)`.")
     if reverse is None:
         does, other = ("begin", "last") if name == "first" else ("end", "first")
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             "{verb} needs `reverse`: the direction of the scan that computed the ys.",
             f"Pass `reverse=False` for a forward scan, whose sequences {does} with their {name} step, or "
             f"`reverse=True` for one that ran in reverse, whose sequences {does} with their {other}.",
@@ -372,45 +403,11 @@ def length_mask(lengths: ArrayLike, length: int) -> Array:
     """
     steps = check_count(length, "length")
     if steps is None:
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             "{verb}: `length` is None.",
             "It is the number of steps of the mask, the size of axis 0 of the masked array, `xs.shape[0]`.",
         )
     return mask_of_lengths(check_lengths(lengths, steps), steps)
-
-
-class Padded(NamedTuple, Generic[X]):
-    """A batch of rows that are padded to one length: the result of `treescan.pad`. It is a pytree.
-
-    Attributes:
-        data: the sequences, leaves `[T, B, ...]`: sequence b is the first `lengths[b]` steps of row b.
-        lengths: int32[B], the number of steps of each sequence.
-    """
-
-    data: X
-    lengths: Array
-
-    def __repr__(self) -> str:
-        return short_repr("Padded", **self._asdict())
-
-    def _repr_html_(self) -> str:
-        return short_html("Padded", **self._asdict())
-
-    @property
-    @verb
-    def mask(self) -> Array:
-        """Which steps are valid, bool[T, B]; under a trace too."""
-        steps = check_lead("data", self.data, np.shape(self.lengths))
-        return mask_of_lengths(check_lengths(self.lengths, steps), steps)
-
-    @property
-    @verb
-    def efficiency(self) -> float:
-        """The part of all steps that is valid, from 0 to 1; of a batch without any step, 1. Not under a trace."""
-        lengths = check_concrete(self.lengths, "lengths")
-        total = check_lead("data", self.data, lengths.shape) * lengths.size
-        return float(lengths.sum(dtype=np.int64) / total) if total else 1.0
 
 
 @overload
@@ -496,16 +493,14 @@ def unpad(data: Any, lengths: ArrayLike | None = None) -> list[Any]:
         [40.]
     """
     if isinstance(data, Padded) == (lengths is not None):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}}: `lengths` are {'missing' if lengths is None else 'given twice'}.",
             "A `Padded` contains them: `unpad(padded)`. Other values do not: `unpad(ys, padded.lengths)`.",
         )
     data, lengths = data if isinstance(data, Padded) else (data, lengths)
     counts = check_concrete(check_lengths(lengths, None), "lengths")
     if counts.ndim != 1:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}}: `lengths` must have one axis, got {describe_argument(lengths)}.",
             "Give int[B], one length for each row of leaves [T, B, ...]. If there are several batch axes, "
             "flatten them into one.",

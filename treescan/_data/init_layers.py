@@ -12,12 +12,12 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from .._avals import describe_argument, describe_leaf, spec_parts
 from .._axes import spread_prefix
 from .._checks.arguments import check_key
-from .._errors import ArgumentTypeError, BodyError, Fault, LayerError, Row, expect_int, speaking_of, verb
+from .._errors import BodyFault, LayerError, LayerFault, Row, TypeMisuse, expect_int, speaking_of, verb
 from .._loop.body import Body, under_a_trace
 from .._loop.run import is_jit_disabled
 from .._tree import Prefix, freeze_static, leaves_with_path, thaw_static
 from .._types import Array, PyTree
-from .stack import add_layer_axis, freeze_shared
+from .layer_axis import add_layer_axis, freeze_shared
 
 
 def _is_place(node: Any) -> bool:
@@ -50,8 +50,7 @@ def stacked_shardings(layer: PyTree, shardings: PyTree) -> Prefix:
         if (why := _misfit(leaf, place))
     ]
     if rows:
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             "{call}: leaves of a layer cannot be sharded as `shardings` says.",
             "A sharding describes one layer, without the axis of the layers. A PartitionSpec needs `jax.set_mesh`, "
             "and a mesh axis must divide the axis that it shards.",
@@ -149,8 +148,7 @@ def init_layers(
 
 def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) -> PyTree:
     if not callable(init):
-        raise Fault(
-            BodyError,
+        raise BodyFault(
             f"{{verb}} needs a function that makes a layer, but got {describe_argument(init)}.",
             "Pass it first: `treescan.init_layers(init, key, n)`, with `init(key) -> layer`.",
         )
@@ -159,7 +157,7 @@ def _run(init: Any, key: Any, n: int, args: tuple[Any, ...], shardings: PyTree) 
     key = check_key(key, "layer i is made with `jax.random.split(key, n)[i]`.")
     frozen = freeze_static(args, scalars=True)
     if key is None:
-        raise Fault(ArgumentTypeError, "{call}: `key` is missing.", "Pass `jax.random.key(seed)`.")
+        raise TypeMisuse("{call}: `key` is missing.", "Pass `jax.random.key(seed)`.")
     if shardings is None and (under_a_trace() or is_jit_disabled()):
         return _all(body, n, key, frozen)
     given, structure = jax.tree.flatten((key, frozen))

@@ -16,7 +16,7 @@ from .._avals import describe_argument, describe_leaf, describe_node, describe_t
 from .._axes import spread_prefix
 from .._body.carry import find_differences
 from .._checks.arguments import without_axis
-from .._errors import ArgumentError, ArgumentTypeError, Fault, Row, TracedArgumentError, expect, expect_int
+from .._errors import Fault, Misuse, Row, TracedArgumentError, TypeMisuse, expect, expect_int
 from .._reprs import Shown
 from .._tree import is_static, leaves_with_path
 from .._types import Array, PyTree, TreeDef
@@ -146,8 +146,7 @@ def arrange(lengths: Ints, rows: int | None, length: int | None) -> Fit:
     else:
         fit = least_fit(lengths) if rows is None else shortest_fit(lengths, rows)
     if rows is not None and fit.rows > rows:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}}: {_rows(rows, length)} cannot hold {len(lengths)} sequences, of {lengths.sum()} steps in all.",
             f"First-fit decreasing takes {_rows(fit.rows, length)}, or "
             f"{_rows(rows, shortest_fit(lengths, rows).length)}.",
@@ -190,14 +189,12 @@ def check_sequences(sequences: Any) -> Sequences:
         Fault: for an `ArgumentError` that lists what differs, or a `TracedArgumentError` for traced leaves.
     """
     if not is_list(sequences):
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             f"{{verb}} takes a list of sequences, got {describe_argument(sequences)}.",
             "Each is a pytree with leaves [steps, ...]: `[sequence]` for a single one, `list(...)` for an iterator.",
         )
     if not sequences:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} got no sequences.",
             "Give at least one sequence, because an empty list does not have the type of a step. The sequence may "
             "have 0 steps.",
@@ -235,8 +232,7 @@ def _check_steps(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
             named += without_axis(f"sequences[{i}]", sequences[i]) or [(f"sequences[{i}]", sequences[i])]
     if named:
         lists = [path for path, node in named if isinstance(node, list | tuple) and node]
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb}: the leaves of a sequence must be arrays whose first axis is the steps, but these are not.",
             *(
                 f"JAX reads a list of numbers as separate leaves: make it an array, `jnp.asarray({path})`."
@@ -253,7 +249,7 @@ def _refuse_differences(trees: Sequence[PyTree], name: str, says: str, cure: str
     for i, tree in enumerate(trees[1:], 1):
         rows += [difference.row for difference in find_differences(f"{name}[{i}]", (), trees[0], tree)]
     if rows:
-        raise Fault(ArgumentError, says, cure, header=("leaf", f"in {name}[0]", "is"), rows=some(rows))
+        raise Misuse(says, cure, header=("leaf", f"in {name}[0]", "is"), rows=some(rows))
 
 
 def _check_types(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
@@ -269,8 +265,7 @@ def _check_types(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
                 expected = str(ShapedArray((steps, *shape), dtype))
                 rows.append(Row(path, expected, describe_leaf(leaf), "dtype" if dtype_of(leaf) != dtype else ""))
     if rows:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb}: the sequences do not fit together.",
             "All leaves of one sequence must have the same number of steps. Between sequences, a leaf must keep its "
             "dtype, and its shape apart from the steps. Cast or reshape the sequences first, for example "
@@ -298,7 +293,7 @@ def check_count(value: Any, name: str, least: int = 0) -> int | None:
     refuse_traced(value, f"`{name}`", _STATIC)
     count = expect_int(value, name, f"Give an int of at least {least}: `int(...)` converts a whole number.")
     if count < least:
-        raise Fault(ArgumentError, f"{{verb}}: `{name}` is {count}.", f"Give an int of at least {least}.")
+        raise Misuse(f"{{verb}}: `{name}` is {count}.", f"Give an int of at least {least}.")
     return count
 
 
@@ -312,8 +307,7 @@ def check_fits(lengths: Ints, length: int) -> None:
     """Refuses a length that is shorter than the longest sequence."""
     longest = int(lengths.argmax())
     if lengths[longest] > length:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}}: `length` is {length}, but sequences[{longest}] has {lengths[longest]} steps.",
             f"Give `length` {lengths[longest]} or more, or cut the sequences: {{verb}} drops nothing.",
         )
@@ -366,8 +360,7 @@ def _cast(number: Any, path: str, leaf: Any) -> Any:
         if holds(dtype, plain):
             with np.errstate(over="ignore"):
                 return np.asarray(plain, dtype)
-    raise Fault(
-        ArgumentError,
+    raise Misuse(
         f"{{verb}}: {path} is {describe_leaf(leaf)}, which cannot hold the `value` {describe_traced(number)}.",
         "Give a number that fits, or one for each leaf, in a tree.",
     )
@@ -389,8 +382,7 @@ def check_lead(root: str, tree: PyTree, rows: tuple[int, ...], steps: int | None
         if (shape := shape_of(leaf)) is None or shape[: len(lead)] != lead
     ]
     if bad:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}}: {root} does not have the steps and the rows of the batch.",
             "The first axis of every leaf must be the steps, and the second the rows, as in the ys of "
             "`treescan.mask_scan`.",
@@ -448,8 +440,7 @@ def stack_inits(inits: Any, count: int) -> PyTree:
         "put them into the batch: `pack(sequences)._replace(init=carries)`.",
     )
     if len(inits) != count:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}}: `init` has {len(inits)} carr{'y' if len(inits) == 1 else 'ies'} for {count} sequence"
             f"{'s'[: count != 1]}.",
             "Give the carry that each sequence starts from, in the order of the sequences.",
@@ -457,8 +448,7 @@ def stack_inits(inits: Any, count: int) -> PyTree:
     named = leaves_with_path("init", list(inits))
     static = [Row(path, "an array", describe_leaf(leaf)) for path, leaf in named if is_static(leaf)]
     if static:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb}: the carries of `init` hold leaves that are not arrays.",
             "Put values that all sequences share into the `init` of the scan, and give None here.",
             rows=some(static),

@@ -14,11 +14,12 @@ import jax.tree_util as jtu
 import numpy as np
 
 from .._avals import describe_argument, describe_leaf, exact_int, shape_of
-from .._errors import ArgumentTypeError, Cure, Fault, LayerError, Row, expect, verb, warn_user
+from .._errors import Cure, Fault, LayerFault, Row, TypeMisuse, expect, verb, warn_user
 from .._tree import KeyPath, thaw_static
 from .._types import Array, PyTree, TreeDef
 from .init_layers import stacked_shardings
-from .stack import add_layer_axis, count_layers, freeze_shared, is_traced_number, split_layers
+from .layer_axis import add_layer_axis, count_layers, freeze_shared, is_traced_number
+from .stack import split_layers
 
 Ignores: TypeAlias = Callable[[str], bool]
 
@@ -36,8 +37,7 @@ def _check_sequence(given: Any, name: str) -> tuple[Any, ...]:
     """
     if _is_several(given) and given:
         return tuple(given)
-    raise Fault(
-        LayerError,
+    raise LayerFault(
         f"{{verb}}: with `order`, `{name}` must be a sequence with one item for each stack, got "
         f"{describe_argument(given)}.",
         f"Give `[{name}_0, {name}_1, ...]`, or leave `order` out for a single stack.",
@@ -53,8 +53,7 @@ def _one_each(given: Any, count: int, name: str) -> tuple[Any, ...]:
     if not _is_several(given):
         return (given,) * count
     if len(given) != count:
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             f"{{verb}}: there are {count} stacks, but `{name}` has {len(given)} item{'s'[: len(given) != 1]}.",
             "Give one item for each stack, or a single one for all.",
         )
@@ -74,8 +73,7 @@ def _check_order(order: Any, layers: int, stacks: int | None) -> tuple[int, ...]
     """
     if isinstance(order, str) and order == "turns":
         if stacks is None:
-            raise Fault(
-                ArgumentTypeError,
+            raise TypeMisuse(
                 '{verb}: the number of stacks is unknown. `order` is "turns", but `like` is not given.',
                 "Give `like`, a sequence with one layer of each stack. Or give `order` as a sequence with the "
                 "number of the stack for each layer.",
@@ -89,15 +87,13 @@ def _check_order(order: Any, layers: int, stacks: int | None) -> tuple[int, ...]
     of_layers = [place for place in places if place is not None]
     count = max(of_layers, default=0) + 1 if stacks is None else stacks
     if len(of_layers) != layers:
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             f"{{verb}}: `order` has {len(of_layers)} layers, but there are {layers}.",
             "Give one item for each layer, in the order of the layers.",
         )
     wrong = sorted({place for place in of_layers if not 0 <= place < count})
     if wrong:
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             f"{{verb}}: `order` names stack {wrong[0]}, but there are {count} stacks.",
             f"Stacks are numbered from 0 to {count - 1}.",
         )
@@ -112,8 +108,7 @@ def _check_counts(order: Sequence[int], counts: Sequence[int]) -> None:
     """
     wanted = [order.count(place) for place in range(len(counts))]
     if wanted != list(counts):
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             "{verb}: the numbers of layers in the stacks do not match `order`.",
             '"turns" means the first layer of each stack, then the second of each, and so on. So only the first '
             "stacks may have one layer more. For another order, give a sequence with the number of the stack for "
@@ -143,8 +138,7 @@ def layers_by_number(state: Mapping[str, Any], prefix: str, ignores: Ignores) ->
             found.setdefault(int(match[1]), {})[match[2] or ""] = _as_array(name, value)
     if not found:
         prefixes = sorted({part[1] or "" for name in state if (part := re.match(r"(?:(.*?)\.)?\d+(\.|$)", str(name)))})
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             f"{{verb}}: no name has the form `{full_name(prefix, 0, 'w')}`.",
             f"The names that contain a number have the prefix {', '.join(map(repr, prefixes))}: pass it as `prefix`."
             if prefixes
@@ -152,8 +146,7 @@ def layers_by_number(state: Mapping[str, Any], prefix: str, ignores: Ignores) ->
         )
     missing = next(i for i in range(len(found) + 1) if i not in found)
     if missing < len(found):
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             f"{{verb}}: layers are missing: there is {full_name(prefix, max(found), '')}, but not "
             f"{full_name(prefix, missing, '')}.",
             "Layers are numbered from 0. If a checkpoint has several files, read all of them.",
@@ -165,8 +158,7 @@ def _as_array(name: str, value: Any) -> Any:
     readable = hasattr(value, "shape") or isinstance(value, bool | int | float | complex)
     array = np.asarray(value) if readable and not isinstance(value, jax.Array) else value
     if not readable or shape_of(array) is None:
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             f"{{verb}}: `{name}` is not an array, but {describe_argument(value)}.",
             "`state` may contain arrays of NumPy or JAX, and values that NumPy can convert. Leave out all others.",
         )
@@ -184,8 +176,7 @@ def names_of(paths: Sequence[KeyPath], names: Mapping[str, str]) -> list[str]:
     own = [names.get(path, path) for path in plain]
     twice = sorted({name for name in own if own.count(name) > 1})
     if twice:
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             f"{{verb}}: two leaves would be called {', '.join(twice)}.",
             "Give one of them another name: `names={path: name}`.",
         )
@@ -196,8 +187,7 @@ def _check_names(paths: Sequence[str], names: Mapping[str, str]) -> None:
     """Refuses names of leaves that are not there."""
     unknown = sorted(map(str, names.keys() - set(paths)))
     if unknown:
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             f"{{verb}}: `names` has {', '.join(unknown)}, which is not in a layer.",
             f"The leaves of a layer are {', '.join(paths)}.",
         )
@@ -213,8 +203,7 @@ def _check_prefix(prefix: Any) -> str:
 def _check_mapping(names: Any) -> Mapping[str, str]:
     """What the checkpoint calls leaves."""
     if names is not None and not isinstance(names, Mapping):
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             f"{{verb}}: `names` must be a mapping, got {describe_leaf(names)}.",
             'It maps paths in a layer to names in the checkpoint: `{"attention.q_proj": "q.weight"}`.',
         )
@@ -441,8 +430,7 @@ def _several(
     each = [[layer for layer, place in zip(layers, places, strict=True) if place == i] for i in range(count)]
     empty = [i for i, of_stack in enumerate(each) if not of_stack]
     if empty:
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             f"{{verb}}: stack {empty[0]} of {count} has no layers: the checkpoint has {len(layers)}.",
             "A stack has at least one layer. Leave out empty stacks, in `like` and in `order`.",
         )
@@ -456,8 +444,7 @@ def _wanted(layers: Sequence[tuple[int, Mapping[str, Any]]], like: PyTree, names
     """What each layer of a stack must have."""
     if like is None:
         if names:
-            raise Fault(
-                ArgumentTypeError,
+            raise TypeMisuse(
                 "{verb}: `names` renames the leaves of `like`, but there is no `like`.",
                 "Give a tree of one layer, or rename the keys of the dict that you get.",
             )
@@ -477,8 +464,7 @@ def _stacked(parts: Sequence[_Wanted], shardings: Sequence[PyTree], prefix: str,
     """
     rows = [row for part in parts for row in _differences(part, prefix)]
     if rows:
-        raise Fault(
-            LayerError,
+        raise LayerFault(
             "{verb}: the checkpoint's layers do not fit.",
             "`like` describes one layer (by default, the first layer). `names` maps its paths to names in the "
             "checkpoint, and `ignore` lists the names to leave out. If arrays have another layout, for example "

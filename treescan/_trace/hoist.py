@@ -22,7 +22,7 @@ from jax.core import ShapedArray, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
 from .._avals import is_sharded, is_weak, place_like, same_type, varying_axes
-from .._errors import BodyError, Fault, speaking_of
+from .._errors import BodyFault, speaking_of
 from .._loop.body import Body, Memo
 from .._loop.loop import Feed, Loop, Step
 from .._loop.rewrite import is_rewriting
@@ -454,8 +454,7 @@ def trace_also(hoisted: Hoisted, loop: Loop, given: tuple[PyTree, list[Any], Fee
     now, before = ([leaf.dtype for leaf in jax.tree.leaves(tree)] for tree in (y, hoisted.y))
     found = fixed, jax.tree.structure(y), now, _shapes(jax.tree.leaves(y))
     if found != (traced.fixed, traced.y, before, y_shapes):
-        raise Fault(
-            BodyError,
+        raise BodyFault(
             "{body} behaved differently",
             "The body must compute each row independently of the others, for any number of rows. If it cannot, "
             "leave `compact` out. `y_axes` says where the rows are in its outputs.",

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._errors import ArgumentError, Fault
+from .._errors import ArgumentError, Fault, Misuse
 from .._loop.chunk import count_parts, divide
 from .._loop.loop import Feed, Step
 from .._remat import Remat
@@ -370,8 +370,7 @@ def cheapest_within(
             fitting, key=lambda plan: (plan.evaluations, plan.needed_bytes * (_OF_A_REST if plan.has_rest else 1))
         )
     least = min(plans, key=lambda plan: plan.needed_bytes)
-    raise Fault(
-        ArgumentError,
+    raise Misuse(
         f"{{verb}} over {{body}}: no plan fits {describe_bytes(budget)}.",
         f"The smallest plan is `remat={least.remat!r}`. It needs "
         f"{describe_bytes(round(MARGIN * least.needed_bytes))}, including a margin of 5 %. There are {length:,} "

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
 from .._avals import describe_leaf
-from .._errors import ArgumentError, BodyError, Fault, Row
+from .._errors import BodyFault, Fault, Misuse, Row
 from .._loop.loop import Feed, Loop, Step, Transform
 from .._loop.run import as_arrays, is_jit_disabled
 from .._trace.dependence import Once, StepProgram
@@ -113,8 +113,7 @@ def _flags(wanted: Prefix, y: PyTree) -> tuple[bool, ...]:
     try:
         return tuple(map(bool, wanted.spread(y, "y")))
     except PrefixMismatch as error:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: `out_axes` is not a prefix of y: {error}.",
             "Give one axis for all leaves, or a prefix tree of y with axes; None for outputs that are the same in "
             "every {step}.",
@@ -218,8 +217,7 @@ def _varies(program: StepProgram, hoisted: Hoisted, flags: Sequence[bool]) -> Fa
         for (path, leaf), var, flag in named
         if flag and not hasattr(var, "val") and var in found
     ]
-    return Fault(
-        BodyError,
+    return BodyFault(
         "{body} returned values that must be the same in every {unit}, but they depend on values that may differ "
         "between {unit}s: the carry, x, or keys that are split.",
         "A broadcast value is computed once for all {unit}s, from constants and from keys that are not split. Carry a "

@@ -14,7 +14,7 @@ import numpy as np
 
 from .._avals import describe_argument, exact_int, is_weak, place_like
 from .._axes import static_axes
-from .._errors import ArgumentError, Fault
+from .._errors import Misuse
 from .._loop.chunk import Level, RunChunk, Wish, run_chunked
 from .._loop.loop import Feed, Loop, Paced, Step
 from .._loop.run import as_arrays, run
@@ -102,8 +102,7 @@ def _check_keep(keep: Any) -> int | None:
         return ALL if keep == "all" else LAST
     steps = None if isinstance(keep, np.ndarray) else exact_int(keep)
     if steps is None or steps < 1:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             '{verb} over {body}: `save` must be "all", "last", an int of at least 1 or None, got '
             f"{describe_argument(keep)}.",
             "An int k keeps the positions k-1, 2k-1 and so on, and None drops an output. Give one for all of y, or "
@@ -121,8 +120,7 @@ def spread_keeps(save: Prefix, y: PyTree) -> tuple[Keep, ...]:
     try:
         return tuple(save.spread(y, "y"))
     except PrefixMismatch as error:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: `save` is not a prefix of y: {error}.",
             'Give "all", "last", a number or None for all of y, or a prefix tree of y with these.',
         ) from None

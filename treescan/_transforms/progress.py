@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .._avals import describe_argument, dtype_of, exact_int, shape_of
 from .._body.carry import read_carries
-from .._errors import ArgumentError, ArgumentTypeError, Fault, TreescanError
+from .._errors import ArgumentError, ArgumentTypeError, Fault, Misuse, TreescanError, TypeMisuse
 from .._loop.body import Body, Memo
 from .._loop.chunk import Around, Wish
 from .._loop.loop import Feed, Loop, Paced, Step
@@ -49,8 +49,7 @@ def check_shown(shown: Any) -> list[str]:
     for name, value in shown.items():
         dtype, kinds = dtype_of(value), (jnp.floating, jnp.integer, jnp.bool_)
         if shape_of(value) != () or dtype is None or not any(jnp.issubdtype(dtype, kind) for kind in kinds):
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 f"{{verb}} over {{body}}: `show` of a `Progress` returns a dict of scalars, but `{name}` is "
                 f"{describe_argument(value)}.",
                 f'Reduce it to one number: `{{"{name}": jnp.mean(...)}}`.',
@@ -65,8 +64,7 @@ def check_progress(progress: Any, body: Body, verb: str) -> Progress | None:
     if progress is True or isinstance(progress, str):
         progress = Progress(None if progress is True else progress)
     if not isinstance(progress, Progress):
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             "{verb} over {body}: `progress` must be True, a label, a `treescan.Progress` or None, got "
             f"{describe_argument(progress)}.",
             '`progress="train"` shows a bar with that label. `treescan.Progress("train", updates=20)` sets how often '
@@ -98,8 +96,7 @@ def check_progress(progress: Any, body: Body, verb: str) -> Progress | None:
 def refuse_backward(progress: Progress) -> None:
     """Refuses a bar for the backward pass of a loop whose number of steps is not known."""
     if progress.backward:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: `backward=True` of a `Progress` asks for a bar of the gradient, but a loop that ends "
             "early differentiates by a rule of its own, which reports nothing.",
             "Leave it out: the steps that are taken are shown all the same.",
@@ -121,14 +118,12 @@ def _check_meter(meter: Any) -> AbstractProgressMeter:
     try:
         hash(meter)
     except TypeError:
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             f"{{verb}} over {{body}}: the meter `{type(meter).__name__}` has no hash, but it is part of the program.",
             "Make its class a dataclass with `frozen=True`, and keep what belongs to a run in what `init` returns.",
         ) from None
     if isinstance(meter, Tqdm) and not has_tqdm():
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: the meter is `Tqdm()`, but tqdm is not installed.",
             "`pip install tqdm` installs it. `treescan.Text()` needs nothing.",
         )
@@ -166,8 +161,7 @@ def _has_tangents(tree: PyTree) -> bool:
 
 def no_forward_mode() -> Fault:
     """The error for forward mode of such a loop."""
-    return Fault(
-        ArgumentError,
+    return Misuse(
         "{verb} over {body}: this is forward mode, but JAX differentiates a loop whose `Progress` has "
         "`backward=True` only in reverse mode, like any function with a `jax.custom_vjp`.",
         "Leave `backward` out there. `jax.grad`, `jax.vmap`, and forward mode of a gradient work with it.",

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Callable, Generator
 from typing import NoReturn
 
-from .._errors import ArgumentError, Fault
+from .._errors import Fault, Misuse
 from .._remat import Remat
 from .._trace.hoist import Hoisted
 
@@ -14,8 +14,7 @@ from .._trace.hoist import Hoisted
 def refuse_symbolic(count: int, option: str, of: str = "steps") -> None:
     """Refuses to split steps or rows if their number is symbolic, as in `jax.export`."""
     if not isinstance(count, int):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: `{option}` needs to know the number of {of}, but it is symbolic.",
             f"Leave it out, or export with a known number of {of}.",
         )
@@ -23,8 +22,7 @@ def refuse_symbolic(count: int, option: str, of: str = "steps") -> None:
 
 def refuse_with_refs(option: str) -> NoReturn:
     """Refuses what needs a branch or a second computation, for a body that closes over a mutable array."""
-    raise Fault(
-        ArgumentError,
+    raise Misuse(
         f"{{verb}} over {{body}}: `{option}` does not support a body that closes over a mutable array (a `Ref`).",
         "Carry its value instead, or leave the option out: then all {unit}s run, and none is recomputed.",
     )
@@ -33,8 +31,7 @@ def refuse_with_refs(option: str) -> NoReturn:
 def refuse_refs_in_skipped_steps(hoisted: Hoisted) -> None:
     """Refuses a body that closes over a mutable array, in a loop that ends early."""
     if hoisted.refs:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: the body closes over a mutable array (a `Ref`). This loop may skip steps, and such "
             "steps cannot read or write one.",
             "Carry its value instead.",
@@ -51,8 +48,7 @@ def refuse_to_repeat(hoisted: Hoisted) -> None:
 
 def once_only(says: str, cure: str) -> Fault:
     """What is wrong with recomputing a body that has an effect which JAX does not repeat."""
-    return Fault(
-        ArgumentError,
+    return Misuse(
         f"{{verb}} over {{body}}: {says}, but the body has an effect that JAX refuses to repeat. That may be a "
         "`jax.experimental.io_callback`.",
         f"{cure}. Or use `jax.debug.callback` or `jax.pure_callback`, which may run more than once.",
@@ -63,8 +59,7 @@ def in_own_words(error: Exception) -> Exception:
     """The error, or a `Fault` in its place if JAX refuses to map a branch whose body has a side effect."""
     if not isinstance(error, NotImplementedError) or "not supported in vmap-of-cond" not in str(error):
         return error
-    return Fault(
-        ArgumentError,
+    return Misuse(
         "{verb} over {body}: JAX does not map a branch with a side effect, for example a "
         "`jax.experimental.io_callback`. Under `jax.vmap`, this loop branches for each element.",
         "Pass the batch as rows, without `jax.vmap`. In `while_scan`, rows stop independently if the condition returns "
@@ -77,8 +72,7 @@ def in_own_words(error: Exception) -> Exception:
 def refuse_offload(remat: Remat | None) -> None:
     """Refuses to move carries if the outermost chunks are not those of the plan."""
     if remat is not None and remat.offload is not None:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: {verb} does not support the `offload` of a `Remat`, because it already recomputes "
             "chunks.",
             "Leave it out, or save less with `levels`.",
@@ -88,16 +82,22 @@ def refuse_offload(remat: Remat | None) -> None:
 def refuse_budget(remat: Remat | None, where: str) -> None:
     """Refuses to choose a plan if the bytes of plans are unknown."""
     if remat is not None and remat.budget is not None:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: `Remat.fit` cannot choose a plan for {where}.",
             "Choose one yourself: `Remat(levels=...)`. More levels save less.",
         )
 
 
+def in_reverse_alone(fault: Callable[[], Fault] | None) -> contextlib.AbstractContextManager[None]:
+    """Raises this error if JAX refuses forward mode of a function that has a rule only for reverse mode.
+
+    None: it refuses nothing.
+    """
+    return contextlib.nullcontext() if fault is None else _refusing_forward_mode(fault)
+
+
 @contextlib.contextmanager
-def in_reverse_alone(fault: Callable[[], Fault]) -> Generator[None]:
-    """Raises this error if JAX refuses forward mode of a function that has a rule only for reverse mode."""
+def _refusing_forward_mode(fault: Callable[[], Fault]) -> Generator[None]:
     try:
         yield
     except TypeError as error:

@@ -10,7 +10,7 @@ from typing import Any, Final, Literal, TypeAlias
 import jax
 
 from .._avals import describe_argument, exact_int
-from .._errors import ArgumentError, ArgumentTypeError, Fault, speaking_of, warn_user
+from .._errors import Misuse, TypeMisuse, speaking_of, warn_user
 from .._loop.chunk import Wish, chunk_size
 from .._loop.loop import Loop, Step
 from .._loop.rewrite import is_rewriting
@@ -233,8 +233,7 @@ def check_remat(remat: Any, named: str = '"step", "nested"') -> Remat | None:
     if remat is None:
         return None
     if isinstance(remat, str) and remat == AUTO:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             '{verb} over {body}: {verb} does not support `remat="auto"`, which chooses a plan.',
             'Choose one yourself: "step", "nested" or a `treescan.Remat`. `scan`, `fold`, `accumulate`, and `fori` '
             'with known bounds take "auto".',
@@ -242,8 +241,7 @@ def check_remat(remat: Any, named: str = '"step", "nested"') -> Remat | None:
     plan = _PLANS.get(remat) if isinstance(remat, str) else remat
     if not isinstance(plan, Remat):
         policy = " A policy is one part of it: `treescan.Remat(policy=...)`." if callable(plan) else ""
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: `remat` must be {named}, a `treescan.Remat` or None, got "
             f"{describe_argument(remat)}.",
             'With "step", the gradient recomputes each {unit} from its inputs. "nested" saves less, and '
@@ -252,8 +250,7 @@ def check_remat(remat: Any, named: str = '"step", "nested"') -> Remat | None:
     for name, least in (("levels", 1), ("segment", 2), ("budget", 1)):
         _check_count(name, getattr(plan, name), least)
     if plan.segment is not None and plan.levels == 1:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: `Remat(segment={plan.segment}, levels=1)` sets the number of {{unit}}s in a "
             "chunk, but one level has no chunks.",
             "Leave `levels` out, or give 2 or more.",
@@ -265,8 +262,7 @@ def check_remat(remat: Any, named: str = '"step", "nested"') -> Remat | None:
 def _check_count(name: str, value: Any, least: int) -> None:
     count = exact_int(value)
     if value is not None and (count is None or count < least):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: `{name}` of a `Remat` must be an int of at least {least}, got "
             f"{describe_argument(value)}.",
             _COUNTS[name],
@@ -284,8 +280,7 @@ _COUNTS = {
 def _check_budget(plan: Remat) -> None:
     others = [name for name in ("policy", "levels", "segment", "offload") if getattr(plan, name) is not None]
     if plan.budget is not None and others:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: `Remat` was given a `budget` and `{others[0]}`, but a budget chooses the plan.",
             "Give only `Remat.fit(budget)`, or a plan without a budget.",
         )
@@ -299,8 +294,7 @@ def _check_policy(policy: Any) -> Callable[..., Any] | None:
     if isinstance(policy, str) and (named is None or _makes_policies(policy)):
         known = [name for name in dir(jax.checkpoint_policies) if not name.startswith("_")]
         plain = ", ".join(f'"{name}"' for name in known if not _makes_policies(name))
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: `policy` of a `Remat` is not the name of a policy: {policy!r}.",
             f"The policies of `jax.checkpoint_policies` are {plain}. If a policy takes arguments, for example "
             "`save_only_these_names`, call it first: "
@@ -308,8 +302,7 @@ def _check_policy(policy: Any) -> Callable[..., Any] | None:
         )
     if callable(named):
         return named
-    raise Fault(
-        ArgumentTypeError,
+    raise TypeMisuse(
         f"{{verb}} over {{body}}: `policy` of a `Remat` must be a policy of `jax.checkpoint` or its name, got "
         f"{describe_argument(policy)}.",
         '`Remat(policy="dots_saveable")` saves the matrix products of each {unit} besides its carry.',
@@ -329,8 +322,7 @@ def _check_offload(kind: Any) -> str | None:
     if isinstance(kind, str) and kind in kinds:
         _warn_of_no_change(kind)
         return kind
-    raise Fault(
-        ArgumentError,
+    raise Misuse(
         f"{{verb}} over {{body}}: `offload` of a `Remat` must be a memory kind, got {describe_argument(kind)}.",
         f"This device has {', '.join(map(repr, kinds))}.",
     )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from .._avals import describe_argument, exact_int
 from .._axes import LeafAxes
-from .._errors import ArgumentError, Fault
+from .._errors import Misuse
 from .._loop.loop import Feed, Loop, Step
 from .._trace.hoist import fixed_leaves, flattened, is_untraced, lifted, traced
 from .._types import Array, PyTree
@@ -81,8 +81,7 @@ def check_truncate(truncate: Any) -> int | None:
         return None
     steps = exact_int(truncate)
     if steps is None or steps < 1:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: `truncate` must be an int of at least 1, got {describe_argument(truncate)}.",
             "The gradient is cut after every so many steps, for example `truncate=32`. None does not cut it.",
         )

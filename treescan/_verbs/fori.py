@@ -14,10 +14,9 @@ from .._body.call import check_callable
 from .._body.signature import FORI
 from .._checks.arguments import check_options
 from .._checks.rows import check_bound, check_length
-from .._errors import ArgumentTypeError, Fault, Misuse, explain, verb
+from .._errors import Misuse, TypeMisuse, explain, verb
 from .._transforms.axes import Count
 from .._transforms.refuse import in_own_words
-from .._transforms.remat import Recompute, check_remat
 from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.mask import Mask
 from .._tree import Prefix
@@ -31,7 +30,7 @@ from .._types import (
     PyTree,
     RangeOptions,
 )
-from .prepare import AROUND_ROWS, prepare
+from .prepare import prepare, recomputing
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
 _TRACED_MOST = (
@@ -106,6 +105,7 @@ def fori(
         most = check_length(max_length, "max_length", _TRACED_MOST)
         if most is not None and any(isinstance(bound, Tracer) for bound in (lower, upper)):
             # Here, not above: only loops that end early load what runs them.
+            from .._transforms.remat import Recompute, check_remat
             from .._transforms.until.end_early import Bounds, EndEarly
 
             plan, zero = check_remat(remat), Prefix.of(0)
@@ -114,7 +114,7 @@ def fori(
             call = dataclasses.replace(call, given=call.given._replace(bounds=bounds))
             return call.run(
                 EndEarly(),
-                call.checking(checks, indexed=True, ends_early=True, around=AROUND_ROWS),
+                call.checking(checks, indexed=True, ends_early=True, of_rows=True),
                 Mask(zero, "0"),
                 KeepRows(None, zero),
                 Recompute.of(plan),
@@ -129,7 +129,7 @@ def fori(
                 "Known bounds need no `max_length`. For traced bounds, give the largest possible number of steps.",
             )
         call = prepare(FORI, f, init, length=length, **options)
-        return call.run(Count(low), call.checking(checks, indexed=True), Recompute.of(remat), call.showing(progress))[0]
+        return call.run(Count(low), call.checking(checks, indexed=True), recomputing(remat), call.showing(progress))[0]
     except Exception as error:
         explained = explain(in_own_words(error), "fori", f, init)
     raise explained
@@ -140,8 +140,7 @@ def _check_traced(bound: Any, name: str) -> ArrayLike:
     if not isinstance(bound, Tracer):
         return check_bound(bound, name)
     if bound.shape != () or not jnp.issubdtype(bound.dtype, jnp.integer):
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             f"{{verb}} over {{body}}: `{name}` must be one int, got {describe_traced(bound)}.",
             "Give an int of shape []. For a batch of loops with different lengths, use `jax.vmap`.",
         )

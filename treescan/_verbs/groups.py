@@ -18,15 +18,14 @@ from .._axes import spread_axes, static_axes
 from .._body.signature import LIFT, Convention
 from .._checks.arguments import infer_length, resolve_axes
 from .._checks.rows import check_length
-from .._errors import ArgumentTypeError, BodyFault, Fault, Misuse, Row, expect
+from .._errors import BodyFault, Misuse, Row, TypeMisuse, expect
 from .._progress import shown_as
 from .._trace.hoist import Part
 from .._transforms.once import OncePlan, WithOnce
 from .._transforms.outputs import KeepOutputs, check_save
-from .._transforms.remat import Recompute
 from .._tree import Prefix, Root, freeze_static, holds_static, leaves_with_path, named_roots
 from .._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
-from .prepare import Prepared, prepare, present
+from .prepare import Prepared, prepare, present, recomputing
 
 Filter: TypeAlias = "bool | str | Iterable[str] | Callable[[str], bool] | DenyList"
 """Of names: all or none of them, one, several, those for which a function is true, or all but some."""
@@ -296,7 +295,7 @@ def _prepare(
         OncePlan(wanted, None if again is None else lambda y, keys: again(y.broadcast, keys), _KEYS),
         prepared.over_axes,
         prepared.checking(roles.check_finite),
-        present(Recompute.of(roles.remat), KeepOutputs.of(save), prepared.showing(shown_as(roles.progress, carry_of))),
+        present(recomputing(roles.remat), KeepOutputs.of(save), prepared.showing(shown_as(roles.progress, carry_of))),
         static_axes("out_axes", GroupOutputs(stacked, roles.scanned_out, 0)),
         check_save(save),
     )
@@ -389,8 +388,7 @@ def check_axes_of(variable_axes: Any) -> tuple[Axis, ...]:
     for names, axis in variable_axes.items():
         number, names = exact_int(getattr(axis, "axis", axis)), check_filter("variable_axes", names)
         if number is None:
-            raise Fault(
-                ArgumentTypeError,
+            raise TypeMisuse(
                 f"{{call}}: an axis of `variable_axes` must be an int, got {describe_argument(axis)}.",
                 "Or use `treescan.In(axis)` for a collection that is only read, and `treescan.Out(axis)` for one that "
                 "is only written. Collections without an axis belong in `variable_broadcast` or `variable_carry`.",

@@ -13,8 +13,8 @@ import jax.numpy as jnp
 
 from .._avals import describe_argument, describe_node, dtype_of, shape_of
 from .._body.call import check_callable
-from .._body.signature import LIFT, Signature, signature_of
-from .._errors import GROUP_WORDS, ArgumentTypeError, BodyFault, Fault, Misuse, explain, verb
+from .._body.signature import LIFT, annotated
+from .._errors import GROUP_WORDS, ArgumentTypeError, BodyFault, Fault, Misuse, TypeMisuse, explain, verb
 from .._loop.body import Body
 from .._tree import leaves_with_path
 from .._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
@@ -88,7 +88,7 @@ class _Call:
     def _typed(self, *given: Any) -> tuple[PyTree, PyTree, Mapping[str, PyTree]]:
         """Calls the function, under one scope of the axis names in its annotations."""
         body = Body.of(self.function)
-        with body.memo(Signature, lambda: signature_of(body)).scope() as scope:
+        with annotated(body) as scope:
             if scope:
                 scope.check_inputs(given)
             match out := self.function(*given):
@@ -255,8 +255,7 @@ def _with_metadata(groups: Any, axes: tuple[int, ...], metadata_fn: Any, *, adde
         found.append({name: metadata_fn(tree, axis, added) for name, tree in group.items()})
         lost = [name for name, tree in found[-1].items() if tree is None]
         if lost:
-            raise Fault(
-                ArgumentTypeError,
+            raise TypeMisuse(
                 f"{{call}}: `metadata_fn` returned None for {listed(lost)}.",
                 "`metadata_fn(collection, axis, added)` returns the collection, with other metadata or unchanged.",
             )
@@ -270,8 +269,7 @@ def _check_keys(rngs: Rngs) -> None:
             typed = dtype is not None and jnp.issubdtype(dtype, jax.dtypes.prng_key)
             if not (typed or dtype == jnp.uint32) or (split and rank != (0 if typed else 1)):
                 one = "one PRNG key" if split else "a PRNG key"
-                raise Fault(
-                    ArgumentTypeError,
+                raise TypeMisuse(
                     f"{{call}}: {path} must be {one}, got {describe_argument(leaf)}.",
                     "Make it with `jax.random.key(seed)`. If `split_rngs` is True for it, each step's key is split "
                     "from it.",

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import numpy as np
@@ -17,33 +16,29 @@ from .._axes import LeafAxes, static_axes
 from .._body.call import check_callable, names_of, takes_keyword
 from .._body.signature import Convention
 from .._checks.arguments import check_key, check_keywords, check_run, infer_length, resolve_axes
-from .._checks.rows import check_length, check_padded, check_rows, check_targets
+from .._checks.rows import check_length, check_padded, check_rows
 from .._data.batches import Packed, Padded
 from .._errors import Misuse, describe_body
 from .._loop.body import Body, note_types
 from .._loop.loop import Transform
 from .._transforms.axes import OverAxes
-from .._transforms.finite.backward import CheckCotangents, refuse_truncate
-from .._transforms.finite.case import About, looks_backward
-from .._transforms.finite.check import CheckFinite, Words, deliver
-from .._transforms.finite.site import Slices
 from .._transforms.order import in_order
 from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_thinned
 from .._transforms.program import Arguments, Call, Program, Runs, execute
-from .._transforms.progress import ShowProgress
 from .._transforms.refuse import in_reverse_alone
-from .._transforms.remat import AUTO, Recompute
 from .._transforms.rows.axes import RowFlags
 from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.mask import Mask
 from .._transforms.rows.over_rows import OverRows
-from .._transforms.rows.packed import EndsOfSequences
-from .._transforms.rows.resets import BeginSegments, ResetRows
 from .._transforms.rows.skip import Skip
-from .._transforms.truncate import Truncate
 from .._tree import Prefix, PrefixMismatch, broadcast_prefix, freeze_static, leaves_with_path, thaw_static
 from .._types import Array, ArrayLike, Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
 from ..carries._registry import Adopted, adopt
+
+if TYPE_CHECKING:
+    from .._transforms.finite.backward import CheckCotangents
+    from .._transforms.finite.check import CheckFinite
+    from .._transforms.progress import ShowProgress
 
 _Batch = Padded[Any] | Packed[Any]
 
@@ -168,10 +163,6 @@ def row_axes(carry_axes: Axes, x_axes: Axes, y_axes: Axes) -> tuple[Prefix, Pref
     return carries, inputs, outputs
 
 
-AROUND_ROWS: tuple[Transform, ...] = (Mask(Prefix.of(0), "0"), ResetRows())
-"""Surrounds each step of rows if its y is not kept."""
-
-
 @dataclass(frozen=True, eq=False)
 class Prepared:
     """A call that can run.
@@ -211,6 +202,10 @@ class Prepared:
 
     def showing(self, progress: ProgressLike) -> ShowProgress | None:
         """The transform of `progress`, or None if nothing is shown."""
+        if progress is None or progress is False:
+            return None
+        from .._transforms.progress import ShowProgress
+
         call = self.call
         return ShowProgress.of(progress, call.body, call.convention.verb, custom=bool(call.custom))
 
@@ -221,12 +216,25 @@ class Prepared:
         indexed: bool = False,
         ends_early: bool = False,
         layers: bool = False,
-        around: tuple[Transform, ...] = (),
+        of_rows: bool = False,
     ) -> CheckFinite | CheckCotangents | None:
-        """The transform of what `check_finite` says, or None if nothing is looked at; see `CheckFinite`."""
-        backward = looks_backward(value)
-        if backward is None:
+        """The transform of what `check_finite` says, or None if nothing is looked at.
+
+        Args:
+            value: what it says.
+            indexed: whether the x of a step is its index.
+            ends_early: whether the loop may skip steps.
+            layers: whether it is a loop over layers.
+            of_rows: whether it is a loop over rows, whose steps are masked and reset when they run once more.
+        """
+        if value is False:
             return None
+        from .._transforms.finite.backward import CheckCotangents
+        from .._transforms.finite.case import About, looks_backward
+        from .._transforms.finite.check import CheckFinite, Words
+        from .._transforms.finite.site import Slices
+
+        backward = looks_backward(value)
         calls, words, xs = self.call.each, list[Words](), self.given.xs
         steps = sum(call.length for call in calls) if layers else None
         each = zip(calls, (self.axes, *self.other_axes), xs if self.call.others else (xs,), strict=True)
@@ -245,7 +253,7 @@ class Prepared:
             slices = Slices(axes, jax.tree.structure(own)) if axes is not None and None in axes else None
             roots = names_of(call.body, len(own) + 1, call.convention.place) if layers else None
             words.append(Words(about, slices, roots))
-        return (CheckCotangents if backward else CheckFinite)(tuple(words), around)
+        return (CheckCotangents if backward else CheckFinite)(tuple(words), _around_rows() if of_rows else ())
 
     def run_program(self, program: Runs[Any], transforms: tuple[Transform, ...], *, compiles: bool = True) -> Any:
         """Runs a program of this call.
@@ -260,11 +268,64 @@ class Prepared:
         programs = programs if self.cond is None else programs.joint(self.cond)
         faults = [fault for each in transforms if (fault := getattr(each, "no_forward_mode", None)) is not None]
         # That of `EndEarly`, the innermost, is about the body. What an option refuses is known for sure.
-        with in_reverse_alone(faults[-1]) if faults else contextlib.nullcontext():
+        with in_reverse_alone(faults[-1] if faults else None):
             result = execute(program, self.given, programs, moves=moves) if compiles else program(self.given)
-        state, ys, *ended = result
-        told = deliver(ys)
-        return restored(result if told is ys else (state, told, *ended), self.call, self.adopted)
+        for deliver in filter(None, (getattr(each, "deliver", None) for each in transforms)):
+            state, ys, *ended = result
+            result = state, deliver(ys), *ended
+        return restored(result, self.call, self.adopted)
+
+
+def _around_rows() -> tuple[Transform, ...]:
+    """What is put around a step of rows that runs once more."""
+    from .._transforms.rows.resets import ResetRows
+
+    return Mask(_ZERO, "0"), ResetRows()
+
+
+def recomputing(remat: Any) -> Transform | None:
+    """The transform of `remat`, or None if nothing is recomputed."""
+    if remat is None:
+        return None
+    from .._transforms.remat import Recompute
+
+    return Recompute.of(remat)
+
+
+def truncating(truncate: Any) -> Transform | None:
+    """The transform of `truncate`, or None if no gradient is cut."""
+    if truncate is None:
+        return None
+    from .._transforms.truncate import Truncate
+
+    return Truncate.of(truncate)
+
+
+def beginning(flags: RowFlags) -> Transform | None:
+    """The transform of what segments begin from, or None if that is `init`."""
+    if flags.to is None and flags.inits is None:
+        return None
+    from .._transforms.rows.resets import BeginSegments
+
+    return BeginSegments()
+
+
+def resetting(flags: RowFlags) -> Transform | None:
+    """The transform of `resets`, or None if no row begins again."""
+    if flags.resets is None:
+        return None
+    from .._transforms.rows.resets import ResetRows
+
+    return ResetRows()
+
+
+def ending(flags: RowFlags) -> Transform | None:
+    """The transform that has packed sequences end each with a carry of its own."""
+    if flags.spans is None:
+        return None
+    from .._transforms.rows.packed import EndsOfSequences
+
+    return EndsOfSequences()
 
 
 def present(*transforms: Transform | None) -> tuple[Transform, ...]:
@@ -389,9 +450,9 @@ def _without_refs(
     """Which of these options are given and need a body without mutable arrays."""
     given = {
         "chunk": bool(chunk),
-        "remat": remat not in (None, AUTO),
+        "remat": remat not in (None, "auto"),
         "save": kept is not None and is_thinned([keep for keep in kept.leaves if keep != LAST]),
-        "check_finite": looks_backward(check_finite) is not None,
+        "check_finite": check_finite is not False,
     }
     return tuple(name for name, is_given in given.items() if is_given)
 
@@ -431,7 +492,10 @@ def run_scan(
         check_finite: as for `treescan.scan`.
         **options: those of `prepare`.
     """
-    refuse_truncate(truncate, check_finite)
+    if truncate is not None and check_finite is not False:
+        from .._transforms.finite.backward import refuse_truncate
+
+        refuse_truncate(check_finite)
     if rows is None:
         refuse_batches(xs, options.get("in_axes", 0), convention)
     if lengths is not None:
@@ -442,26 +506,30 @@ def run_scan(
             call.over_axes,
             call.checking(check_finite),
             MoveOutputs.of(out_axes, save),
-            Recompute.of(remat),
-            Truncate.of(truncate),
+            recomputing(remat),
+            truncating(truncate),
             KeepOutputs.of(save),
             call.showing(progress),
         )
     flags = check_rows(rows.flags, rows.time_axis, call.call.length)
-    put_back = rows.reset_to, init, rows.carries, rows.time_axis, call.adopted, call.given.init, call.call.names[0]
-    flags, filled, kept = check_targets(flags, *put_back), Prefix.of(rows.fill), check_save(save)
+    if rows.reset_to is not None or flags.inits is not None:
+        from .._checks.resets import check_targets
+
+        put_back = rows.reset_to, init, rows.carries, rows.time_axis, call.adopted, call.given.init, call.call.names[0]
+        flags = check_targets(flags, *put_back)
+    filled, kept = Prefix.of(rows.fill), check_save(save)
     call = dataclasses.replace(call, given=call.given._replace(rows=flags))
     return call.run(
         rows.over(call.axes, _without_refs(rows.chunk, remat, kept, check_finite)),
-        BeginSegments.of(flags),
-        call.checking(check_finite, around=AROUND_ROWS),
+        beginning(flags),
+        call.checking(check_finite, of_rows=True),
         MoveOutputs.of(out_axes, save),
         Mask(filled, repr(rows.fill)),
-        ResetRows(),
-        Truncate.of(truncate),
+        resetting(flags),
+        truncating(truncate),
         KeepRows(kept, filled),
-        EndsOfSequences(),
-        Recompute.of(remat),
+        ending(flags),
+        recomputing(remat),
         Skip(rows.chunk, rows.compact),
         call.showing(progress),
     )

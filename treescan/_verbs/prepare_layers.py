@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
@@ -16,27 +16,25 @@ from .._body.carry import StateAndY
 from .._body.signature import Convention
 from .._checks.arguments import check_key, check_keywords, check_run, needs_positional, no_axis, resolve_axes, with_axes
 from .._checks.rows import check_length
-from .._data.stack import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
+from .._data.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
 from .._errors import LayerFault, Misuse, Row, TreescanError, speaking_of
 from .._loop.body import Body, note_types
 from .._loop.loop import Transform
 from .._remat import Remat
-from .._trace.cost import bytes_of
 from .._trace.hoist import hoist, is_smooth
-from .._transforms.budget import RematPlan, plan_of
-from .._transforms.finite.case import looks_backward, refuse_prefetch
-from .._transforms.layers.prefetch import EACH_LAYER, Gather, Prefetch
-from .._transforms.layers.states import CarryStates
 from .._transforms.outputs import KeepOutputs, MoveOutputs
 from .._transforms.program import Arguments, Call
-from .._transforms.progress import ShowProgress
-from .._transforms.remat import Recompute, check_remat
 from .._tree import freeze_static, is_static, leaves_with_path, thaw_static
 from .._types import Array, Axes, FiniteCheck, ProgressLike, PyTree, Save
 from ..carries._registry import Adopted, adopt
 from .prepare import Prepared, body_of
 
 Remats = tuple[Remat | None, ...] | Remat | None
+
+if TYPE_CHECKING:
+    from .._transforms.budget import RematPlan
+    from .._transforms.layers.prefetch import Gather
+    from .._transforms.progress import ShowProgress
 
 
 class Stacks(NamedTuple):
@@ -214,6 +212,10 @@ def _axes_of(layers: PyTree) -> LeafAxes:
 
 def check_remats(remat: Any, stacks: Stacks) -> Remats:
     """What the gradient recomputes: one plan for all, or one for each block of a pattern."""
+    if remat is None:
+        return None
+    from .._transforms.remat import check_remat
+
     if not isinstance(remat, list | tuple):
         return check_remat(remat)
     if not stacks.sequence:
@@ -235,9 +237,12 @@ def check_remats(remat: Any, stacks: Stacks) -> Remats:
 
 def check_gradient(remat: Any, prefetch: Any, stacks: Stacks) -> tuple[Remats, Gather | None]:
     """What the gradient recomputes, and what gathers the next layer: for one block, which is then recomputed anyway."""
-    plans, gather = check_remats(remat, stacks), Gather.of(prefetch)
-    if gather is None:
+    plans = check_remats(remat, stacks)
+    if prefetch is None:
         return plans, None
+    from .._transforms.layers.prefetch import EACH_LAYER, Gather
+
+    gather = Gather.of(prefetch)
     if len(stacks.layers) > 1:
         raise Misuse(
             f"{{call}}: `prefetch` is for one block, but there are {len(stacks.layers)} that take turns.",
@@ -343,6 +348,9 @@ class PreparedLayers:
 
     def plan(self, remat: Remat | None, given: Arguments) -> RematPlan:
         """What the gradient needs under this `remat`, and a plan where that is a budget."""
+        from .._trace.cost import bytes_of
+        from .._transforms.budget import plan_of
+
         loop, over_axes = self.prepared.call.lay(given), self.prepared.over_axes
         plan = plan_of(hoist(loop if over_axes is None else over_axes(loop)), remat)
         if remat is not None or not self.caches:
@@ -420,16 +428,30 @@ def _transforms(
     progress: ProgressLike,
 ) -> tuple[Transform | None, ...]:
     """What the options of a verb over layers do."""
-    if looks_backward(check_finite) is not None:
+    if check_finite is not False:
+        from .._transforms.finite.case import looks_backward, refuse_prefetch
+
+        looks_backward(check_finite)
         refuse_prefetch(gather)
+    within: tuple[Transform | None, ...] = (prepared.over_axes,)
+    if gather is not None:
+        from .._transforms.layers.prefetch import Prefetch
+
+        within = (Prefetch(gather, prepared.axes),)
+    elif caches and plans is None:
+        from .._transforms.layers.states import CarryStates
+
+        within += (CarryStates.of(caches),)
+    if plans is not None:
+        from .._transforms.remat import Recompute
+
+        within += (Recompute(plans),)
     saves = stacks.each(save, "save") if stacks.sequence and isinstance(save, list | tuple) else save
     saves, in_place = _of_outputs(saves, "all", stacks, caches), type(out_axes) is int and out_axes == 0
     return (
-        prepared.over_axes if gather is None else Prefetch(gather, prepared.axes),
+        *within,
         prepared.checking(check_finite, layers=True),
         None if in_place else MoveOutputs.of(_of_outputs(out_axes, 0, stacks, caches), saves),
-        CarryStates.of(caches) if plans is None and gather is None else None,
-        None if plans is None else Recompute(plans),
         KeepOutputs.of(saves),
         _showing(prepared, progress, ahead=gather is not None),
     )

@@ -18,7 +18,6 @@ from .._loop.body import Body
 from .._reprs import short_html, short_repr
 from .._transforms.outputs import MoveOutputs, check_save
 from .._transforms.refuse import in_own_words
-from .._transforms.remat import Recompute, check_remat
 from .._transforms.rows.fill import HOLD, KeepRows, check_fill
 from .._transforms.rows.mask import Mask
 from .._tree import Prefix, leaves_with_path
@@ -44,7 +43,7 @@ from .._types import (
     X,
     Y,
 )
-from .prepare import AROUND_ROWS, prepare, refuse_batches, row_axes
+from .prepare import prepare, refuse_batches, row_axes
 
 _ACCEPTED = frozenset(WhileOptions.__annotations__) | {"max_length", "key"}
 _TRACED_MOST = (
@@ -224,6 +223,7 @@ def while_scan(
     """
     try:
         # Here, not above: only loops that end early load what runs them.
+        from .._transforms.remat import Recompute, check_remat
         from .._transforms.until.condition import check_condition
         from .._transforms.until.end_early import EndEarly
 
@@ -241,7 +241,7 @@ def while_scan(
         return WhileResult(
             *call.run(
                 EndEarly(condition, *rows, call.axes, compact),
-                call.checking(check_finite, ends_early=True, around=AROUND_ROWS),
+                call.checking(check_finite, ends_early=True, of_rows=True),
                 MoveOutputs.of(out_axes, save),
                 Mask(Prefix.of(filled), repr(filled)),
                 KeepRows(check_save(save), Prefix.of(filled)),

@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from .._avals import describe_argument, describe_leaf, exact_int
-from .._errors import ArgumentTypeError, Fault, named_options
+from .._errors import TypeMisuse, named_options
 from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen
 from ._buffer import entries, entry, fitted, inexact, is_shared, strong, widest
@@ -307,7 +307,7 @@ def _checked(shape: Any) -> tuple[int, ...]:
         cure = f"For entries like this array, give its shape, `moments({tuple(shape.shape)})`. The moments start empty."
     if None in sizes:
         says = f"{{verb}}: `shape` must be the shape of an entry, got {describe_argument(shape)}."
-        raise Fault(ArgumentTypeError, says, cure)
+        raise TypeMisuse(says, cure)
     return tuple(size for size in sizes if size is not None)
 
 

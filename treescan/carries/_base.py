@@ -13,7 +13,7 @@ from typing import Any, Generic, Self, TypeVar, cast
 import jax
 
 from .._avals import describe_node
-from .._errors import ArgumentTypeError, Fault, PluginError, explain, named_options
+from .._errors import PluginFault, TypeMisuse, explain, named_options
 from .._types import Array, PyTree, TreeDef
 
 Seen_co = TypeVar("Seen_co", covariant=True)
@@ -48,8 +48,7 @@ class AbstractCarry(abc.ABC, Generic[Seen_co, Returned_contra]):
         """Refuses a class without all of its hooks."""
         if inspect.isabstract(cls):
             missing = " and ".join(f"`{name}`" for name in sorted(cls.__abstractmethods__))
-            fault = Fault(
-                PluginError,
+            fault = PluginFault(
                 f"`{cls.__qualname__.rsplit('<locals>.', 1)[-1]}` cannot be a carry: it does not define {missing}.",
                 "A carry defines `read(self)`, what the body sees, and `write(self, returned, valid)`, the next carry.",
                 describe_class(cls),
@@ -131,8 +130,7 @@ def carry_of(value: Any, kind: type[CarryT]) -> CarryT:
     cure = "Pass the part of the final carry that is at the place of the custom carry in `init`."
     if is_carry(value):
         cure = f"Ask for the class that `init` has there, `{type(value).__name__}`, or pass another part."
-    raise Fault(
-        ArgumentTypeError,
+    raise TypeMisuse(
         f"{{verb}} was asked for a carry of class {kind.__name__}, but got {describe_node(value)}.",
         cure,
     )
@@ -179,8 +177,7 @@ def write_tree(tree: PyTree, returned: PyTree, valid: Array | None = None) -> Py
     nodes, outer = jax.tree.flatten(tree, is_leaf=is_carry)
     parts = parts_of(outer, returned)
     if parts is None:
-        fault = Fault(
-            ArgumentTypeError,
+        fault = TypeMisuse(
             f"{{verb}} got {describe_node(returned)}, whose structure differs from that of the tree to write to, "
             f"{describe_node(tree)}.",
             "Return the structure that `read_tree` returns, with any values in the places of custom carries.",

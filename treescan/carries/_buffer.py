@@ -13,7 +13,7 @@ from jax.core import Tracer
 from jax.typing import DTypeLike
 
 from .._avals import describe_argument, describe_leaf, describe_node, exact_int
-from .._errors import ArgumentTypeError, Fault, TracedArgumentError, expect, expect_int, named_options
+from .._errors import ArgumentTypeError, TracedArgumentError, TypeMisuse, expect, expect_int, named_options
 from .._tree import same_structure
 from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen
@@ -51,8 +51,7 @@ def numbers(value: Any, name: str = "") -> Array:
     try:
         return jnp.asarray(value)
     except (TypeError, ValueError):
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             f"{{verb}}: {f'`{name}` is an array or a number' if name else 'it carries arrays and numbers'}, got "
             f"{describe_argument(value)}.",
             "Give an array, a number or, if a pytree is carried, a tree of these.",

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._avals import describe_argument
-from .._errors import ArgumentTypeError, Fault, named_options
+from .._errors import TypeMisuse, named_options
 from .._types import Array
 from ._base import AbstractCarry, as_seen
 from ._buffer import own
@@ -88,8 +88,7 @@ def keys(key: Array) -> Array:
         if not jnp.issubdtype(made.dtype, jax.dtypes.prng_key):
             made = jax.random.wrap_key_data(made)
     except (TypeError, ValueError):
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             f"{{verb}}: `key` must be a PRNG key, got {describe_argument(key)}.",
             "Make it with `jax.random.key(seed)`, or with `jax.random.split(key, rows)` for one per row.",
         ) from None

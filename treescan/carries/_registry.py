@@ -14,47 +14,11 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from .._avals import describe_leaf, describe_node
-from .._errors import (
-    ArgumentTypeError,
-    Fault,
-    PluginError,
-    PluginWarning,
-    Row,
-    is_jax_frame,
-    named_options,
-    shorten,
-    walk_traceback,
-    warn_user,
-)
+from .._avals import describe_node
+from .._errors import PluginFault, PluginWarning, Row, TypeMisuse, named_options, warn_user
 from .._tree import leaves_with_path
 from .._types import PyTree
 from ._base import AbstractCarry, describe_class, describe_error, describe_function, is_carry
-
-_HOOKS = ("read", "write", "rows")
-
-
-def root_of(error: Exception) -> Exception:
-    """What a hook raised, of an error that tells of it."""
-    while isinstance(error.__cause__, Exception):
-        error = error.__cause__
-    return error
-
-
-def failed_hook(kind: type, error: Exception) -> tuple[str, str]:
-    """The innermost call of a hook of this class that failed, and the line, outside of JAX, at which it did."""
-    call, place = "carry", ""
-    for entry in walk_traceback(error.__traceback__):
-        frame = entry.tb_frame
-        if frame.f_code.co_name in _HOOKS and isinstance(frame.f_locals.get("self"), kind):
-            call = f"{frame.f_code.co_name}()"
-            if "valid" in frame.f_locals:
-                valid = frame.f_locals["valid"]
-                call = f"write(valid={'None' if valid is None else describe_leaf(valid)})"
-        if call != "carry" and not is_jax_frame(frame):
-            place = f"{shorten(frame.f_code.co_filename)}:{entry.tb_lineno}"
-    return call, place
-
 
 GROUP = "treescan.carries"
 """The group of entry points in which distributions declare custom carries, each named after a package."""
@@ -147,27 +111,23 @@ def register_carry(
 
 def _check_registration(kind: Any, to_carry: Any, from_carry: Any) -> None:
     if not isinstance(kind, type):
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             f"{{verb}} needs a class as its first argument, but got {describe_node(kind)}.",
             "`register_carry(SomeType, to_carry, from_carry)` registers a type, not one of its values.",
         )
     for name, function in (("to_carry", to_carry), ("from_carry", from_carry)):
         if not callable(function):
-            raise Fault(
-                ArgumentTypeError,
+            raise TypeMisuse(
                 f"{{verb}} needs a function as `{name}`, but got {describe_node(function)}.",
                 "`to_carry` makes a carry from a value, `from_carry` a value from the final carry.",
             )
     if kind in _PLAIN or issubclass(kind, jax.Array):
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             f"{{verb}} got `{kind.__name__}`, whose values every scan carries unchanged.",
             "Register a class of your own, for example a subclass of this one.",
         )
     if issubclass(kind, AbstractCarry):
-        raise Fault(
-            PluginError,
+        raise PluginFault(
             f"{{verb}} got `{kind.__name__}`, which is a custom carry itself.",
             "A custom carry needs no registration: put it in an `init`.",
         )
@@ -177,8 +137,7 @@ def _refuse_second(kind: type, to_carry: Callable[..., Any]) -> None:
     before = _adoptions.get(kind)
     if before is None or _same_place(before.to_carry, to_carry):  # a module that is imported again may register again
         return
-    raise Fault(
-        PluginError,
+    raise PluginFault(
         f"{{verb}} got `{kind.__module__}.{kind.__qualname__}`, which is registered already.",
         f"First by {describe_function(before.to_carry)}.",
         f"Now by {describe_function(to_carry)}.",
@@ -252,8 +211,7 @@ def adopt(init: PyTree, root: str = "init") -> Adopted:
     if any(type(node) not in _plain and _makes_carries(node) for node in nodes):
         named = leaves_with_path(root, init, is_leaf=_is_special)
         rows = [Row(path, "a custom carry", f"`{node.__name__}`") for path, node in named if _makes_carries(node)]
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             "{call} was given functions that make carries, instead of carries.",
             f"Call it: `{rows[0].came.strip('`')}(...)` at {rows[0].leaf}.",
             rows=rows,
@@ -284,8 +242,7 @@ def _classes(nodes: list[Any]) -> tuple[type, ...]:
             kind = type(node)
             found.append(kind)
             if jax.tree_util.all_leaves([node]):
-                raise Fault(
-                    PluginError,
+                raise PluginFault(
                     f"{{call}}: the custom carry `{kind.__name__}` is not a pytree, so it has no leaves to carry.",
                     "Register its class: `@jax.tree_util.register_dataclass` above `@dataclass(frozen=True)`.",
                     describe_class(kind),
@@ -314,8 +271,7 @@ def _convert(how: Adoption, name: str, node: Any, root: str, tree: PyTree, index
     except Exception as error:
         says, cause = f"failed. {describe_error(error)}", error
     path, _ = leaves_with_path(root, tree, is_leaf=is_leaf)[index]
-    raise Fault(
-        PluginError,
+    raise PluginFault(
         f"{{call}}: `{name}` of the registered type `{how.kind.__name__}`, called for {path}, {says}.",
         f"It is {describe_function(function)}.",
         describe_class(how.kind),

@@ -493,9 +493,9 @@ def _noted(sites: Sequence[Site], rows: Any, batch: tuple[int, ...]) -> list[Not
     return noted
 
 
-def refuse_truncate(truncate: Any, check_finite: Any) -> None:
+def refuse_truncate(check_finite: Any) -> None:
     """Refuses to look at cotangents that are cut: what was found would be cut with them."""
-    if truncate is not None and looks_backward(check_finite):
+    if looks_backward(check_finite):
         raise Fault(
             ArgumentError,
             '{verb} over {body}: `check_finite="backward"` does not look at cotangents that `truncate` cuts.',

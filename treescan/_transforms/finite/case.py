@@ -28,14 +28,14 @@ from ..._types import Array, PyTree, TreeDef
 from ..rows.leaves import select
 
 
-def looks_backward(value: Any) -> bool | None:
-    """Whether to look at cotangents in place of the carry; None: at nothing.
+def looks_backward(value: Any) -> bool:
+    """Whether to look at cotangents in place of the carry.
 
     Raises:
         Fault: for an `ArgumentTypeError` if it is not what `check_finite` takes.
     """
     if isinstance(value, bool):
-        return False if value else None
+        return False
     if isinstance(value, str) and value == "backward":
         return True
     raise Fault(

@@ -167,6 +167,7 @@ class Check(abc.ABC):
     words: tuple[Words, ...]
     around: tuple[Transform, ...] = ()
     moves = True
+    deliver = staticmethod(deliver)
 
     @property
     def about(self) -> About:

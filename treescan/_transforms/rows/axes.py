@@ -11,12 +11,11 @@ import jax
 from ..._avals import describe_leaf, describe_node, is_key, shape_of
 from ..._axes import LeafAxes, spread_axes
 from ..._body.carry import call_hook
-from ..._errors import ArgumentError, Cure, Fault, PluginError, Row
+from ..._errors import Cure, Fault, Misuse, PluginError, PluginFault, Row
 from ..._loop.loop import Loop
 from ..._tree import KeyPath, Prefix, children, leaves_with_path, path_str
 from ..._types import Array, PyTree
 from ...carries._base import AbstractCarry, describe_class, is_carry
-from ...carries._keys import Keys
 
 
 class RowAxes(NamedTuple):
@@ -139,8 +138,7 @@ def check_batch_axes(option: str, axes: LeafAxes, tree: PyTree, root: str, batch
             rows.append(Row(path, f"{_shape(batch)} at axis {axis}", describe_leaf(leaf), ""))
     if rows:
         other = _other_batch(option, root, found - {batch})
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: the batch shape {_shape(batch)} of {{mask}} is not in every leaf.",
             *([other] if other else []),
             f"`{option}` says where the batch shape starts in each leaf of {root} (0: it leads), and None marks a leaf "
@@ -227,8 +225,7 @@ def _axes_within(state: PyTree, root: str, prefix: PyTree) -> LeafAxes:
         elif axis is None:
             axes.extend([None] * len(jax.tree.leaves(node)))
         elif axis != 0:
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 f"{{verb}} over {{body}}: `carry_axes` is {axis} for {path}, a custom carry "
                 f"(`{type(node).__name__}`), whose own method `rows` says where its rows are.",
                 "Give a tree with an entry for each part of the carry: 0 for this one, or None if all rows share it.",
@@ -278,8 +275,7 @@ def _field_axes(node: AbstractCarry[Any, Any], path: str, key: KeyPath, child: P
 
 def _bad_rows(node: AbstractCarry[Any, Any], path: str, says: str) -> Fault:
     name = type(node).__name__
-    return Fault(
-        PluginError,
+    return PluginFault(
         f"{{verb}} over {{body}}: `{name}.rows` of the custom carry at {path} {says}.",
         "Return the axis where the batch shape starts in all leaves (0: it leads), None if all rows share them, or "
         "a mapping from the names of fields to these. A field that holds a tree may have a prefix tree of them. A "
@@ -301,8 +297,7 @@ def refuse_shared_keys(state: PyTree, axes: LeafAxes, root: str) -> None:
                 if axis is None and _is_random(node, leaf)
             )
     if rows:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: `compact` calls the body with fewer rows, so a key that all rows share would draw "
             "different numbers.",
             "Give each row a key of its own: `keys(jax.random.split(key, rows))`.",
@@ -313,4 +308,6 @@ def refuse_shared_keys(state: PyTree, axes: LeafAxes, root: str) -> None:
 
 def _is_random(node: AbstractCarry[Any, Any], leaf: Array) -> bool:
     """Whether a leaf is a key; raw key data look like any integers, but in `Keys`."""
+    from ...carries._keys import Keys
+
     return is_key(leaf) or (isinstance(node, Keys) and leaf is node.key)

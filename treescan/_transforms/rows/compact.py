@@ -1,4 +1,4 @@
-"""`compact` runs the body only on the live rows of a chunk; the schedule of the chunks."""
+"""`compact` runs the body only on the live rows of a chunk."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,62 +14,13 @@ import numpy as np
 
 from ..._avals import in_mesh, is_sharded, mesh_of, vary_over, varying_axes
 from ..._axes import LeafAxes
-from ..._errors import ArgumentError, BodyError, Fault, TreescanError
+from ..._errors import BodyFault, Fault, Misuse, TreescanError
 from ..._loop.loop import Feed, Loop, Step
 from ..._trace.hoist import Hoisted, one_step, trace_also
 from ..._types import Array, PyTree
 from ..refuse import refuse_symbolic
 from .axes import RowAxes
-from .leaves import any_along, gather_rows, may_branch, most_of_all, most_of_devices
-
-
-class Schedule(NamedTuple):
-    """The part of each chunk that runs.
-
-    Attributes:
-        branch: int32[N]: 0: nothing; i: the first tiers[i-1] rows of the order.
-        order: int32[N, B], the rows of each chunk, live ones first; None if there is but one tier.
-    """
-
-    branch: Array
-    order: Array | None = None
-
-
-@functools.partial(jax.jit, static_argnames=("size", "tiers"), inline=True)  # traced once for each shape
-def make_schedule(valid: Array, size: int, tiers: tuple[int, ...]) -> Schedule:
-    """What of each chunk is to be run: the same for all elements of a vmap and on all devices of a shard_map.
-
-    Args:
-        valid: bool[T, *batch].
-        size: the steps of a chunk.
-        tiers: the numbers of rows to choose from, ascending.
-    """
-    if len(tiers) == 1:
-        branch = any_along(_chunks_of(valid, size), range(1, valid.ndim + 1)).astype(jnp.int32)
-        return Schedule(most_of_all(most_of_devices(branch)))
-    live = any_along(_chunks_of(valid, size), (1, *range(3, valid.ndim + 1)))
-    number = jnp.sum(live, axis=1, dtype=jnp.int32)
-    needed = jnp.sum(number[:, None] > jnp.array([[0, *tiers[:-1]]], jnp.int32), axis=1, dtype=jnp.int32)
-    return Schedule(most_of_all(most_of_devices(needed)), _live_first(live))
-
-
-def _live_first(live: Array) -> Array:
-    """int32[N, B], the rows of each chunk in their order, live ones first: sorted as numbers, which is cheaper."""
-    rows = jnp.arange(live.shape[1], dtype=jnp.int32)
-    return jnp.sort(jnp.where(live, rows, rows + rows.size), axis=1) % rows.size
-
-
-def _chunks_of(valid: Array, size: int) -> Array:
-    """bool[N, size, *batch], the steps of each chunk; those after the last are not valid."""
-    length = valid.shape[0]
-    if size == length:  # a symbolic length too
-        return valid[None]
-    count = -(-length // size)
-    if count * size != length:
-        none = jnp.zeros((), valid.dtype)
-        valid = jax.lax.pad(valid, none, [(0, count * size - length, 0), *((0, 0, 0) for _ in valid.shape[1:])])
-    return valid.reshape(count, size, *valid.shape[1:])
-
+from .leaves import gather_rows, may_branch
 
 MOST_TIERS = 7
 """The largest number of tiers of `compact=True`. The body is compiled once for each."""
@@ -168,8 +119,7 @@ def tiers_of(compact: bool | tuple[int, ...], batch: tuple[int, ...]) -> tuple[i
         Fault: for an `ArgumentError` if there are no rows, or a tier has more than there are.
     """
     if not batch:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: `compact` sorts the rows of a batch, but the batch shape of the mask is [].",
             "Leave `compact` out: for a single row, chunks without a valid step are skipped anyway.",
         )
@@ -188,8 +138,7 @@ def spread_tiers(rows: int) -> tuple[int, ...]:
 def _within(tiers: tuple[int, ...], rows: int) -> list[int]:
     above = [tier for tier in tiers if tier > rows]
     if above:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: `compact` names a tier of {above[0]} rows, but the batch has {rows}.",
             "A tier is a number of rows that the body is compiled for. The whole batch is always a tier.",
         )
@@ -230,7 +179,7 @@ def failed_with_fewer_rows(error: Exception, whose: str, tier: int, rows: int, c
     if isinstance(error, TreescanError) or not isinstance(error, TypeError | ValueError):
         error.add_note(f"This happened when {called}.")
         return error
-    return Fault(BodyError, f"{whose} failed when {called}. {type(error).__name__}: {error}", cure, cause=error)
+    return BodyFault(f"{whose} failed when {called}. {type(error).__name__}: {error}", cure, cause=error)
 
 
 def _of_fewer_rows(fault: Fault, tier: int, rows: int) -> Fault:
@@ -254,16 +203,14 @@ def refuse_tiers(tiers: tuple[int, ...], loop: Loop) -> None:
     if len(tiers) < 2:
         return
     if not may_branch():
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: `compact` branches on {mask}. Here JAX does not track which values vary over "
             "devices, and devices that take different branches would deadlock. This is so in a `jax.shard_map` with "
             "`check_vma=False`, and in `jax.pmap`.",
             "Leave `check_vma` on, or leave `compact` out.",
         )
     if any(is_sharded(leaf) for leaf in jax.tree.leaves((loop.state, loop.xs.x, loop.xs.valid))):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: `compact` sorts the rows of a batch, but they are sharded over an explicit mesh.",
             "Leave `compact` out, or run the scan inside `jax.shard_map`, where each device sorts its own rows.",
         )

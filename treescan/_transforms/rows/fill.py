@@ -15,7 +15,7 @@ from jax.core import Tracer
 
 from ..._avals import describe_argument, describe_leaf, holds, is_key, place_like, vary_over, varying_axes
 from ..._axes import LeafAxes
-from ..._errors import ArgumentError, ArgumentTypeError, Fault
+from ..._errors import Misuse, TypeMisuse
 from ..._loop.loop import Feed, Loop, Result, Step
 from ..._trace.hoist import is_untraced
 from ..._tree import Prefix, PrefixMismatch, leaves_with_path
@@ -23,7 +23,6 @@ from ..._types import Array, PyTree
 from ..outputs import EVERYTHING, LAST, Keep, keep_afterwards, kept_leaves, one_of, spread_keeps, without_dropped
 from .axes import spread_batch_axes, with_axes
 from .leaves import mask_of_lengths, pick_steps, select_valid
-from .packed import are_valid, ends_of
 
 HOLD = "hold"
 
@@ -157,8 +156,7 @@ def _spread(fill: Prefix, tree: PyTree) -> list[Any]:
     try:
         return fill.spread(tree, "y")
     except PrefixMismatch as error:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: `fill` is not a prefix of y: {error}.",
             "Give one scalar for all of y, or a prefix tree of y with scalars.",
         ) from None
@@ -169,8 +167,7 @@ def _cast(value: Any, leaf: Any, path: str) -> Array:
     if is_key(leaf) or isinstance(value, str):
         return jax.lax.full((), 0, dtype)
     if not holds(dtype, value):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{verb}} over {{body}}: {path} is {describe_leaf(leaf)}, which cannot hold the fill {value!r}.",
             "Give a `fill` that fits, or one for each leaf of y.",
         )
@@ -184,8 +181,7 @@ def check_fill(fill: PyTree) -> PyTree:
         if isinstance(value, str) and value == HOLD:
             return HOLD
         if isinstance(value, Tracer) or np.ndim(value) or not isinstance(value, _SCALARS):
-            raise Fault(
-                ArgumentTypeError,
+            raise TypeMisuse(
                 f"{{verb}} over {{body}}: `fill` must be a number, got {describe_argument(value)}.",
                 'Give a Python or NumPy scalar, "hold" for the last valid y, or a prefix tree of them.',
             )
@@ -298,6 +294,8 @@ class KeepRows:
 
 def _of_sequences(loop: Loop, ys: PyTree, axes: Sequence[int | None], starts: Sequence[Array]) -> PyTree:
     """The outputs, those of which the last is kept with what the sequences ended with, as if of a single step."""
+    from .packed import are_valid, ends_of
+
     spans, (leaves, structure) = loop.rows.given.spans, jax.tree.flatten(ys)
     assert loop.xs.valid is not None
     some = are_valid(spans, loop.xs.valid)

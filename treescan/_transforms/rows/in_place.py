@@ -34,7 +34,8 @@ from ..outputs import emitting, is_thinned, run_keeping
 from ..weights.in_bulk import with_early_products, without_early_products
 from ..weights.products import LARGE
 from .axes import RowAxes
-from .compact import Schedule, put_rows, take_feed, take_rows
+from .compact import put_rows, take_feed, take_rows
+from .leaves import Schedule
 from .mask import without_stand_ins
 from .saved import Unsaved, entry, push_forward, put_entry
 

@@ -11,21 +11,18 @@ import jax.numpy as jnp
 
 from ..._avals import vary_over, varying_axes
 from ..._axes import LeafAxes
-from ..._errors import ArgumentError, Fault
+from ..._errors import Misuse
 from ..._loop.loop import Feed, Loop
 from ..._loop.run import as_arrays, debugs_nans
 from ..._trace.hoist import Hoisted, Traced, fixed_leaves, flatten_only, hoist, is_smooth, is_untraced, lift, merge
-from ..._trace.independence import keeps_rows_apart
 from ..._trace.raw_keys import raw, with_raw_keys
 from ..._tree import Prefix
 from ..._types import Array, PyTree
 from ..axes import scan_over_axes
 from ..refuse import refuse_refs_in_skipped_steps, refuse_with_refs
 from .axes import RowAxes, RowFlags, Rows, refuse_shared_keys, rows_of_x, spread_batch_axes, spread_carry_axes
-from .compact import refuse_tiers, tiers_of, trace_tiers
 from .leaves import mask_of_lengths, select_valid
 from .mask import lend_rows
-from .packed import at_rows
 
 
 @dataclass(frozen=True)
@@ -58,8 +55,7 @@ class OverRows:
         told = all_valid or bool(getattr(loop.step, "sees_valid", False))
         loop, axes = self._lay(loop, valid, lends=not all_valid)
         y_axes = self.y_axes or Prefix.of(jax.tree.unflatten(jax.tree.structure(loop.state), axes.state))
-        tiers = tiers_of(self.compact, valid.shape[1:]) if self.compact and not all_valid else (0,)
-        refuse_tiers(tiers, loop)
+        tiers = self._tiers(loop, valid) if self.compact and not all_valid else (0,)
         unchanged, apart = None, _unknown
         if is_untraced(loop):
             hoisted, before = flatten_only(loop), loop
@@ -72,7 +68,10 @@ class OverRows:
                 refuse_refs_in_skipped_steps(hoisted)
             _refuse_refs(hoisted, tiers, self.others, told=told)
             axes = axes._replace(y=spread_batch_axes("y_axes", y_axes, hoisted.y, "y", valid.shape[1:]))
-            trace_tiers(hoisted, loop, axes, tiers)
+            if len(tiers) > 1:
+                from .compact import trace_tiers
+
+                trace_tiers(hoisted, loop, axes, tiers)
             apart = _proof_of(hoisted.traced, axes, loop.xs)
             hoisted = lift(hoisted)
         rows = _rows_of(hoisted, axes, y_axes)._replace(
@@ -81,6 +80,14 @@ class OverRows:
         rows = rows._replace(tiers=tiers)
         loop = dataclasses.replace(hoisted.loop, trace=hoisted, rows=rows)
         return loop.finished(lambda state: _restored(hoisted, rows, state))
+
+    def _tiers(self, loop: Loop, valid: Array) -> tuple[int, ...]:
+        """The numbers of rows that the body is traced for."""
+        from .compact import refuse_tiers, tiers_of
+
+        tiers = tiers_of(self.compact, valid.shape[1:])
+        refuse_tiers(tiers, loop)
+        return tiers
 
     def _flags(self, loop: Loop) -> tuple[Array, Array | None]:
         """bool[T, *batch]: which steps of which rows are data, and which begin a segment."""
@@ -127,8 +134,7 @@ def _refuse_refs(hoisted: Hoisted, tiers: tuple[int, ...], others: tuple[str, ..
     compact = hoisted.refs and len(tiers) > 1
     if not told and hoisted.writes:
         options = ", ".join(f"`{option}`" for option in (*["compact"] * compact, *others))
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             "{verb} over {body}: the body writes a mutable array (a `Ref`), and would do so in padding too.",
             "Let the body take the keyword `valid`, and write only what is valid: "
             "`ref[...] = jnp.where(valid, new, ref[...])`."
@@ -150,7 +156,13 @@ def _proof_of(traced: Traced, axes: RowAxes, xs: Feed) -> Callable[[], bool]:
     others = (None,) * (len(jax.tree.leaves(xs)) - len(axes.x) - 1)  # then the mask, which is the last
     given, returned = (*axes.consts, *axes.state, *axes.x, *others, 0), (*axes.state, *axes.y)
     programs = [(jaxpr.jaxpr, shapes[len(given) - 1][0]) for shapes, jaxpr in traced.jaxprs.items()]
-    return lambda: all(keeps_rows_apart(jaxpr, given, returned, rows) for jaxpr, rows in programs)
+
+    def prove() -> bool:
+        from ..._trace.independence import keeps_rows_apart
+
+        return all(keeps_rows_apart(jaxpr, given, returned, rows) for jaxpr, rows in programs)
+
+    return prove
 
 
 def _restored(hoisted: Hoisted, rows: Rows, state: list[Array]) -> PyTree:
@@ -158,6 +170,8 @@ def _restored(hoisted: Hoisted, rows: Rows, state: list[Array]) -> PyTree:
     spans, (unchanged, _) = rows.given.spans, hoisted.loop.consts
     if spans is None or not rows.fixed:
         return hoisted.restore(state)
+    from .packed import at_rows
+
     of_each = [at_rows(leaf, spans, axis) for leaf, axis in zip(unchanged, rows.fixed, strict=True)]
     return jax.tree.unflatten(hoisted.structure, merge(hoisted.fixed, of_each, state))
 

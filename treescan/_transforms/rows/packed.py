@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from ..._avals import describe_leaf, on_automatic_axes, parts_of, vary_over, varying_axes
 from ..._axes import LeafAxes
-from ..._errors import ArgumentError, Fault
+from ..._errors import Misuse
 from ..._loop.loop import Feed, Loop, Step
 from ..._types import Array, PyTree
 from .axes import with_axes
@@ -25,8 +25,7 @@ Spans = tuple[Array, Array, Array]
 def refuse_split_rows(spans: Spans, valid: Array) -> None:
     """Refuses the rows of a single device in a `jax.shard_map`, because the index counts the rows of all devices."""
     if valid.ndim != 2:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: the mask of the `Packed` must have two axes, steps and rows, but is {describe_leaf(valid)}.",
             "To map over several batches, stack all of their leaves: `jax.vmap(run)(batches)`. Or scan a single "
             "row, `mask_scan(step, init, data, mask=mask, resets=resets)`.",
@@ -34,8 +33,7 @@ def refuse_split_rows(spans: Spans, valid: Array) -> None:
     split = varying_axes(jax.typeof(valid)) - varying_axes(jax.typeof(spans[0]))
     if not split and may_branch():
         return
-    raise Fault(
-        ArgumentError,
+    raise Misuse(
         "{call}: the rows of a `Packed` are sharded over devices, but its index counts the rows of all devices.",
         "In a `jax.shard_map`, leave `check_vma` on and give each device its own `Packed`, with its own index. Or call "
         "it outside of `jax.shard_map`, where JAX itself shards the rows. Or scan the rows themselves, which gives the "

@@ -13,7 +13,7 @@ from ..._avals import on_automatic_axes, parts_of, vary_over, varying_axes
 from ..._axes import LeafAxes
 from ..._loop.loop import Feed, Loop, Step
 from ..._types import Array, PyTree
-from .axes import Begins, RowFlags, with_axes
+from .axes import Begins, with_axes
 from .leaves import expand, pick_steps, select
 from .mask import first_valid
 from .packed import numbers_of, refuse_split_rows, turns
@@ -77,11 +77,6 @@ class BeginSegments:
     """
 
     moves = True
-
-    @classmethod
-    def of(cls, flags: RowFlags) -> BeginSegments | None:
-        """What the user said; None if segments begin from `init`."""
-        return None if flags.to is None and flags.inits is None else cls()
 
     def __call__(self, loop: Loop) -> Loop:
         begins, valid, axes = self._begins(loop), loop.xs.valid, loop.rows.axes.state

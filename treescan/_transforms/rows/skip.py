@@ -23,14 +23,9 @@ from ..._types import PyTree
 from ..checkpoint import Checkpointed, checkpoint, chooses, compares, policy_of_chunk, reading, rolled
 from ..outputs import is_thinned
 from ..refuse import refuse_symbolic, refuse_with_refs
-from ..remat import choose_fastest, recompute_chunks, saves_steps
-from ..weights.deferred import save_all_but_cheap
-from ..weights.in_bulk import bytes_of_products, in_bulk, with_safe_branches
 from .axes import RowAxes
-from .compact import LiveRows, Schedule, make_schedule, tiers_of
 from .fill import Idle
-from .in_place import write_in_place
-from .leaves import may_branch
+from .leaves import Schedule, make_schedule, may_branch
 
 
 class ChunkRemat(enum.Enum):
@@ -42,6 +37,15 @@ class ChunkRemat(enum.Enum):
     NONE = enum.auto()
     RECOMPUTES = enum.auto()
     SAVES_STEPS = enum.auto()
+
+
+def _policy_of(remat: ChunkRemat, step: Step) -> Callable[..., Any] | None:
+    """What is saved of a chunk that has a checkpoint."""
+    if remat is not ChunkRemat.SAVES_STEPS:
+        return policy_of_chunk(step)
+    from ..weights.deferred import save_all_but_cheap
+
+    return save_all_but_cheap
 
 
 @dataclass(frozen=True)
@@ -71,15 +75,17 @@ class RunLive:
         feed = feed._replace(schedule=schedule.order)
         step: Step = self.branch
         if self.remat is not ChunkRemat.NONE:
-            saves = self.remat is ChunkRemat.SAVES_STEPS
-            step = Checkpointed(step, self.looped, save_all_but_cheap if saves else policy_of_chunk(self.step))
+            step = Checkpointed(step, self.looped, _policy_of(self.remat, self.step))
         return step((schedule.branch, consts), state, feed)
 
     def branch(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         """One of the branches, by the number that leads the consts."""
         index, consts = consts
-        some = [LiveRows(self.step, tier, self.axes, self.idle) for tier in self.tiers[:-1]]
-        taken: list[Callable[..., Any]] = [*some, self._everything]
+        taken: list[Callable[..., Any]] = [self._everything]
+        if len(self.tiers) > 1:
+            from .compact import LiveRows
+
+            taken = [*(LiveRows(self.step, tier, self.axes, self.idle) for tier in self.tiers[:-1]), *taken]
         if self.remat is ChunkRemat.RECOMPUTES and _may_nest(
             (consts, state, feed)
         ):  # otherwise the other branches would write zeros for all values that this one saves
@@ -127,7 +133,11 @@ class Skip:
         may_rule = is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
         schedule = ScheduleChunks(tiers, self._remat(loop, tiers) if cut else ChunkRemat.NONE, rules=cut and may_rule)
         loop = _with_wish(loop, Wish(size, exact=bool(chunk), schedule=schedule))
-        return write_in_place(loop, tiers, saves=self._saves_in_place(loop, tiers)) if may_rule else loop
+        if not may_rule:
+            return loop
+        from .in_place import write_in_place
+
+        return write_in_place(loop, tiers, saves=self._saves_in_place(loop, tiers))
 
     def _remat(self, loop: Loop, tiers: tuple[int, ...]) -> ChunkRemat:
         """What the gradient does with the chunks of a loop. It recomputes those that the user asked for.
@@ -136,8 +146,11 @@ class Skip:
         """
         if loop.trace.effects:
             return ChunkRemat.NONE
-        saves = self._is_chosen(loop, tiers) and not chooses(loop.trace.jaxpr) and saves_steps(loop.trace)
-        return ChunkRemat.SAVES_STEPS if saves else ChunkRemat.RECOMPUTES
+        if not self._is_chosen(loop, tiers) or chooses(loop.trace.jaxpr):
+            return ChunkRemat.RECOMPUTES
+        from ..remat import saves_steps
+
+        return ChunkRemat.SAVES_STEPS if saves_steps(loop.trace) else ChunkRemat.RECOMPUTES
 
     def _is_chosen(self, loop: Loop, tiers: tuple[int, ...]) -> bool:
         """Whether the user left it to us what the gradient recomputes."""
@@ -149,6 +162,8 @@ class Skip:
         A chunk that multiplies with weights is faster if it takes these products at once. The steps of one that also
         compares or branches are dear to compute again: measured, a step with attention took 1.5 times as long.
         """
+        from ..weights.in_bulk import bytes_of_products
+
         jaxpr = loop.trace.jaxpr
         decides = compares(jaxpr) or chooses(jaxpr) or loop.trace.branches
         return self._is_chosen(loop, tiers) and (decides or not bytes_of_products(loop))
@@ -158,6 +173,8 @@ class Skip:
 
         Nothing is skipped, so that chunks have no branch.
         """
+        from ..remat import choose_fastest, recompute_chunks
+
         if is_thinned(loop.keeps):
             refuse_symbolic(loop.length, "save")
         if self.chunk and loop.remat is None:
@@ -175,7 +192,7 @@ class Skip:
         """
         valid, chunk = loop.xs.valid, self.chunk
         assert valid is not None
-        tiers = tiers_of(self.compact, valid.shape[1:]) if self.compact else (0,)
+        tiers = loop.rows.tiers
         if loop.trace.refs:
             asked = {
                 "chunk": bool(chunk),
@@ -225,7 +242,10 @@ class ScheduleChunks:
         rules = self.rules and loop.trace.products
         recomputed, only = loop.remat is not None, size == loop.length
         around = _Around(rows.axes, self.tiers, rows.outputs.idle, self.remat, only, rules, recomputed)
-        loop = with_safe_branches(loop) if self.rules else loop
+        if self.rules:
+            from ..weights.in_bulk import with_safe_branches
+
+            loop = with_safe_branches(loop)
         schedule = make_schedule(valid, size, self.tiers)
         return dataclasses.replace(loop, xs=loop.xs._replace(schedule=schedule)), around
 
@@ -254,7 +274,10 @@ class _Around:
         # A remainder does not justify more copies of the body.
         tiers = self.tiers if looped or self.only else self.tiers[-1:]
         step = rolled(step) if self.recomputes else step
-        step = in_bulk(step) if self.rules else step
+        if self.rules:
+            from ..weights.in_bulk import in_bulk
+
+            step = in_bulk(step)
         remat = self.remat if looped else ChunkRemat.NONE
         reads_again = self.recomputed or remat is ChunkRemat.RECOMPUTES
         return RunLive(step, tiers, self.axes, self.idle, remat, looped, reads_again)

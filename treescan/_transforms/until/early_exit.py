@@ -27,9 +27,9 @@ from ..._types import Array, PyTree
 from ..checkpoint import remat_sizes
 from ..outputs import Thinned
 from ..rows.axes import RowAxes
-from ..rows.compact import LiveRows, make_schedule
+from ..rows.compact import LiveRows
 from ..rows.fill import Idle, fill_leaves
-from ..rows.leaves import any_of_all, select, unless_alone
+from ..rows.leaves import any_of_all, make_schedule, select, unless_alone
 from .condition import Condition
 
 BRANCHING = 11

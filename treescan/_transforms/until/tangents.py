@@ -27,9 +27,9 @@ from ..._trace.hoist import Part, instantiated, smooth_part, zeros_like
 from ..._tree import Prefix
 from ..._types import Array, PyTree
 from ..checkpoint import RematChunk, SaveDecisions, checkpoint, checkpoint_steps, is_remat3, reading, save_costly
-from ..rows.compact import LiveRows, make_schedule
+from ..rows.compact import LiveRows
 from ..rows.fill import Idle
-from ..rows.leaves import mask_of_lengths, most_of_all, most_of_devices
+from ..rows.leaves import make_schedule, mask_of_lengths, most_of_all, most_of_devices
 from ..rows.mask import without_mask
 from ..weights.in_bulk import in_bulk
 from .early_exit import Chunks, StepOutputs

@@ -10,7 +10,7 @@ import jax
 from flax.core import meta
 
 from ..._avals import describe_node
-from ..._errors import BodyError, Fault
+from ..._errors import BodyFault
 from ..._types import PyTree
 from ..._verbs.groups import Groups, Rngs, check_axes_of, transformed
 
@@ -103,8 +103,7 @@ class ScopedCall:
             case (carry, y):
                 pass
             case returned:
-                raise Fault(
-                    BodyError,
+                raise BodyFault(
                     f"{{body}} must return a pair (carry, y), but returned {describe_node(returned)}.",
                     "Return the next carry and this step's output: `return carry, y`, with None for y if there is "
                     "none.",

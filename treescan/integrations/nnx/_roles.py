@@ -10,7 +10,7 @@ import jax
 from flax import nnx
 from flax.errors import TraceContextError
 
-from ..._errors import ArgumentError, ArgumentTypeError, Fault, Row
+from ..._errors import Misuse, Row, TypeMisuse
 from ..._tree import PrefixMismatch, broadcast_prefix, path_str
 from ..._types import Axes, PyTree
 from ._named import replace_nodes, spelled, variables_in
@@ -42,8 +42,7 @@ class ModuleAxes:
             try:
                 axes = getattr(axes, key) if isinstance(key, str) and hasattr(axes, key) else axes[key]
             except (AttributeError, KeyError, IndexError, TypeError):
-                raise Fault(
-                    ArgumentError,
+                raise Misuse(
                     f"{{call}}: the axes of {name} have none for {spelled(name, path)}.",
                     "Make them of the same module: `nnx.prefix(module, {nnx.Param: 0, ...: None})`.",
                 ) from None
@@ -72,8 +71,7 @@ def check_axes(in_axes: Axes, out_axes: Axes, *, updates: bool) -> tuple[int | N
     given = _find_carry("out_axes", out_axes)
     if (taken is None) != (given is None):
         has, lacks = ("in_axes", "out_axes") if given is None else ("out_axes", "in_axes")
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: `{has}` has `nnx.Carry`, but `{lacks}` has none.",
             "A carried value is both an argument and an output of the {step}: mark it in both.",
         )
@@ -96,15 +94,13 @@ def _find_carry(name: str, axes: Axes) -> int | None:
     entries = {f"[{i}]": i for i in range(len(axes))} if isinstance(axes, tuple) else {"": 0}
     nested = [path for path in found if path not in entries]
     if nested:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: `{name}` has `nnx.Carry` inside an entry, at {name}{nested[0]}.",
             "An argument is carried as a whole. To carry a part of a module, use an `nnx.StateAxes`: "
             "`nnx.StateAxes({nnx.BatchStat: nnx.Carry, ...: 0})`.",
         )
     if len(found) > 1:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: `{name}` has `nnx.Carry` more than once, at {' and '.join(name + path for path in found)}.",
             "Put all carried values into one argument, for example a tuple.",
         )
@@ -125,8 +121,7 @@ def _refuse_prefixes_of_modules(name: str, axes: Axes) -> None:
     leaves = jax.tree_util.tree_leaves_with_path(axes, is_leaf=lambda prefix: isinstance(prefix, _OF_MODULES))
     for path, prefix in leaves:
         if isinstance(prefix, _OF_MODULES):
-            raise Fault(
-                ArgumentTypeError,
+            raise TypeMisuse(
                 f"{{call}}: {name}{path_str('', path)} is a {type(prefix).__name__} of axes.",
                 "The axes of a module's variables are given by an `nnx.StateAxes`, by their types or paths: "
                 "`nnx.StateAxes({nnx.Param: 0, ...: None})`.",
@@ -136,8 +131,7 @@ def _refuse_prefixes_of_modules(name: str, axes: Axes) -> None:
 def _refuse_state_axes(name: str, axes: Axes) -> None:
     for path, role in _roles(axes):
         if isinstance(role, nnx.StateAxes):
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 f"{{call}}: {name}{path} is an `nnx.StateAxes`, which needs `graph=True` and `graph_updates=True`.",
                 "Give the axes in the form of the module: `nnx.prefix(module, {nnx.Param: 0, ...: None})`.",
             )
@@ -145,13 +139,12 @@ def _refuse_state_axes(name: str, axes: Axes) -> None:
 
 def _check_role(where: str, role: Role) -> None:
     if not all(is_axis(one) or one is None or one is nnx.Carry for one in _within(role)):
-        raise Fault(ArgumentTypeError, f"{{call}}: {where} is {role!r}.", f"Give {KINDS}, or a tree of these.")
+        raise TypeMisuse(f"{{call}}: {where} is {role!r}.", f"Give {KINDS}, or a tree of these.")
 
 
 def _refuse_whole_output(where: str, role: Role) -> None:
     if None in _within(role) or (isinstance(role, nnx.StateAxes) and nnx.Carry in role.axes):
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: {where} is {role!r}, but an output is stacked.",
             "Give it the axis of the steps. If a value is the same in all steps, do not make it an output. If it is "
             "carried, put it into the argument with `nnx.Carry`.",
@@ -168,8 +161,7 @@ def spread_roles(name: str, axes: Axes, tree: PyTree, root: str) -> list[Role]:
     try:
         return broadcast_prefix(axes, replace_nodes(tree, lambda _: 0), root)
     except PrefixMismatch as off:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: `{name}` does not fit: {off}.",
             f"`{name}` is a tree prefix: one entry for each {'argument' if name == 'in_axes' else 'output'}, or one "
             "for all of them.",
@@ -192,8 +184,7 @@ def role_of(role: Role, path: tuple[Any, ...], value: Any, name: str) -> Role:
     try:
         return role.map_prefix(path, value)
     except ValueError:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: no filter of {role!r} matches {spelled(name, path)}, a {type(value).__name__}.",
             "Let the last filter match the rest: `...: None`, `...: 0` or `...: nnx.Carry`.",
         ) from None
@@ -230,8 +221,7 @@ def check_shared(nodes: Sequence[Any], roles: Sequence[Role], names: Sequence[st
             seen.setdefault(id(value), (value, []))[1].append(place)
     for value, places in seen.values():
         if any(role is not places[0][1] and role != places[0][1] for _, role in places):
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 f"{{call}}: one {type(value).__name__} is in several places, which give it different axes.",
                 "Give a shared variable the same axis in all places.",
                 header=("place", "role", ""),
@@ -251,8 +241,7 @@ def check_updatable(name: str, variable: nnx.Variable[Any]) -> None:
     try:
         variable.set_metadata(variable.get_metadata())  # what it has already: flax says whether it may be set
     except TraceContextError as error:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: {name} was created outside the function that is being traced, and cannot be updated inside it.",
             "If that function is the body of another loop, for example of `treescan.while_scan`, put the module into "
             "its `init`, and return it in the carry. This is also necessary if the module is an argument of a "

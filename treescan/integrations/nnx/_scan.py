@@ -10,7 +10,7 @@ from typing import Any, TypedDict, TypeVar, Unpack, overload
 from flax import nnx
 
 from ..._body.call import check_callable
-from ..._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, BodyError, Fault, expect, explain, verb
+from ..._errors import GROUP_WORDS, BodyFault, Misuse, TypeMisuse, expect, explain, verb
 from ..._progress import shown_as
 from ..._tree import Prefix
 from ..._types import Axes, FiniteCheck, ProgressLike, RematLike
@@ -160,8 +160,7 @@ def _scanning(
     graph = _check_mode("graph", graph, "set_graph_mode")
     updates = _check_mode("graph_updates", graph_updates, "set_graph_updates") and graph
     if metadata and nnx.PARTITION_NAME not in metadata:
-        raise Fault(
-            ArgumentError,
+        raise Misuse(
             f"{{call}}: `transform_metadata` has no `nnx.PARTITION_NAME`, but {', '.join(map(repr, metadata))}.",
             "It names the scanned axis in the shardings of variables: `{nnx.PARTITION_NAME: 'layers'}`.",
         )
@@ -190,11 +189,10 @@ def _positional(f: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[
     try:
         bound = signature.bind(*args, **kwargs)
     except TypeError as error:
-        raise Fault(BodyError, f"{{body}} cannot be called with these arguments: {error}.") from None
+        raise BodyFault(f"{{body}} cannot be called with these arguments: {error}.") from None
     bound.apply_defaults()
     if bound.kwargs:
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             f"{{call}}: {', '.join(bound.kwargs)} are passed by keyword, but `in_axes` applies to positional "
             "arguments.",
             "Make it a positional parameter, or bind it first, in a function of the other arguments.",
@@ -209,8 +207,7 @@ def _refuse_method(f: Any) -> None:
     while isinstance(f, functools.partial):
         f = f.func
     if inspect.ismethod(f) and isinstance(f.__self__, nnx.Pytree):
-        raise Fault(
-            ArgumentTypeError,
+        raise TypeMisuse(
             "{call} got a bound method, so it would not see the variables of the instance.",
             "Use it as a decorator in the class, or pass the function of the class and the instance as an argument: "
             f"`scan({type(f.__self__).__name__}.{f.__name__}, ...)(module, ...)`.",

@@ -12,7 +12,7 @@ from flax import nnx
 
 from ..._avals import describe_node, is_mutable, shape_of
 from ..._body.signature import SCAN
-from ..._errors import ArgumentError, BodyError, CarryError, Fault, Row, TreescanError
+from ..._errors import ArgumentError, BodyError, BodyFault, CarryFault, Fault, Misuse, Row, TreescanError
 from ..._tree import Prefix, is_static, leaves_with_path, same_structure
 from ..._types import Axes, PyTree, TreeDef
 from ..._verbs.prepare import run_scan
@@ -85,8 +85,7 @@ class Parts:
             return "node", self.add_node(name, leaf, role)
         if isinstance(role, (nnx.StateAxes, ModuleAxes)):
             kind = "an `nnx.StateAxes`" if isinstance(role, nnx.StateAxes) else "axes of a module"
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 f"{{call}}: {name} has {kind}, but is {describe_node(leaf)}.",
                 f"{kind[0].upper()}{kind[1:]} {'is' if kind[:2] == 'an' else 'are'} for modules and variables. Give "
                 "an array an axis, or None to pass it whole.",
@@ -136,8 +135,7 @@ def split_live(
     for named in map(parts.state, states):
         for name, leaf in zip(named.names, named.values, strict=True):
             if is_mutable(leaf):
-                raise Fault(
-                    ArgumentError,
+                raise Misuse(
                     f"{{call}}: {name} holds a mutable array (a `Ref`), which can be neither scanned over nor carried.",
                     "Create the variable without a reference, so that it holds the array itself.",
                 )
@@ -197,8 +195,7 @@ class ModuleStep:
         check_carried(variables, new_variables, layout.names)
         if whole.names != new_whole.names:  # what changes of their values is dropped
             other = sorted(set(whole.names) ^ set(new_whole.names))
-            raise Fault(
-                CarryError,
+            raise CarryFault(
                 f"{{body}} added or removed variables of a module that each step receives whole: {', '.join(other)}.",
                 "Create all variables before the scan, or scan over the module, or carry it.",
             )
@@ -236,8 +233,7 @@ class ModuleStep:
         """
         prefix = in_axes if in_axes is not nnx.Carry else (nnx.Carry,)
         if isinstance(prefix, tuple) and len(prefix) != len(args):
-            raise Fault(
-                ArgumentError,
+            raise Misuse(
                 f"{{call}}: `in_axes` has {len(prefix)} entries, but there are {len(args)} arguments: "
                 f"{', '.join(names)}.",
                 "Give one entry for each argument, including those with a default.",
@@ -253,8 +249,7 @@ class ModuleStep:
         leaves = [leaf for name, arg in zip(names, rest, strict=True) for leaf in leaves_and_nodes(name, arg)]
         for (path, leaf), role in zip(leaves, roles, strict=True):
             if is_axis(role) and not is_node(leaf) and not shape_of(leaf):
-                raise Fault(
-                    ArgumentError,
+                raise Misuse(
                     f"{{call}}: {path} is scanned over axis {role}, but is {describe_node(leaf)}.",
                     "Give None in `in_axes` for a value that every {step} receives whole.",
                 )
@@ -279,8 +274,7 @@ class ModuleStep:
         if not isinstance(axes, tuple):
             return out, None
         if not isinstance(out, tuple) or len(out) != len(axes):
-            raise Fault(
-                BodyError,
+            raise BodyFault(
                 f"{{body}} returned {describe_node(out)}, but `out_axes` has {len(axes)} entries.",
                 "Return a tuple with one output for each entry. With `out_axes=nnx.Carry`, return only the carry.",
             )
@@ -294,8 +288,7 @@ class ModuleStep:
         roles = spread_roles("out_axes", axes, out, "out")
         for name, leaf in named:
             if not is_node(leaf) and is_static(leaf):
-                raise Fault(
-                    BodyError,
+                raise BodyFault(
                     f"{{body}} returned outputs that are not arrays: {name} is {describe_node(leaf)}.",
                     "Outputs are stacked over the steps, so they must be arrays. Keep other values out of the scan.",
                 )
@@ -339,8 +332,7 @@ def take_nodes(name: str, given: PyTree, returned: PyTree, parts: Parts) -> PyTr
         elif old is not new:
             wrong.append(Row(path, f"the {type(old).__name__} that was given", f"another {type(new).__name__}"))
     if wrong:
-        raise Fault(
-            CarryError,
+        raise CarryFault(
             "{body} returned a carry with different modules than it was given.",
             "Change the variables of the module that the {step} receives, and return that module.",
             header=("leaf", "expected", "came"),
@@ -357,8 +349,7 @@ def check_carried(given: Named, now: Named, nodes: tuple[str, ...]) -> None:
     pairs = zip(*(variables_of(named.state(), nodes) for named in (given, now)), strict=False)
     rows = [row for (name, old), (_, new) in pairs for row in differences(name, old, new)]
     if rows:
-        raise Fault(
-            CarryError,
+        raise CarryFault(
             "{body} changed the type or the metadata of carried variables.",
             "They must be the same in every step: set them before or after the scan. Only the value of a variable, "
             "an array, may change.",
@@ -455,8 +446,7 @@ def _take_carry(name: str, carries: tuple[PyTree, PyTree], given: list[Any], hel
             if old.get(path) is not variable
         ]
     if rows:
-        raise Fault(
-            CarryError,
+        raise CarryFault(
             "{body} returned a carry with other variables than it was given.",
             "Change the values of the variables that the {step} receives, and return the same variables.",
             header=("leaf", "expected", "came"),
@@ -465,8 +455,7 @@ def _take_carry(name: str, carries: tuple[PyTree, PyTree], given: list[Any], hel
     with nnx.split_context() as context:
         graph, state = context.split([now[was.index(Node(i))][1] for i in range(len(given))])
     if graph != held.graph:
-        raise Fault(
-            CarryError,
+        raise CarryFault(
             f"{{body}} changed the structure of modules in the carry {name}, or the metadata of their variables.",
             "They must be the same in every step: set them before or after the scan. Only values of variables, which "
             "are arrays, may change.",
@@ -487,8 +476,7 @@ def refuse_aliases_of_outputs(out: Sequence[tuple[str, Any]], given: list[Any], 
     places = _places(out, tree=tree)
     inputs = [(name, variable) for name, variable in places if any(variable is one for one in given)]
     if inputs:
-        raise Fault(
-            BodyError,
+        raise BodyFault(
             f"{{body}} returned a variable that it was given as an output: {inputs[0][0]}.",
             "Return its value, `variable[...]`, or a copy, `nnx.clone(variable)`. With `graph=True, "
             "graph_updates=True`, a variable may be both.",
