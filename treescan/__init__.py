@@ -8,10 +8,8 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import carries as carries
+    from ._data.batch import Packed as Packed, PackIndex as PackIndex, Padded as Padded
     from ._data.batches import (
-        Packed as Packed,
-        PackIndex as PackIndex,
-        Padded as Padded,
         first as first,
         last as last,
         length_mask as length_mask,
@@ -65,7 +63,8 @@ else:
         __name__,
         {
             ".": "carries",
-            "_data.batches": "Packed PackIndex Padded first last length_mask pack pad repad unpack unpad",
+            "_data.batch": "Packed PackIndex Padded",
+            "_data.batches": "first last length_mask pack pad repad unpack unpad",
             "_data.init_layers": "init_layers",
             "_data.stack": "layer_at set_layer stack unstack",
             "_data.state_dict": "layers_from_state_dict layers_to_state_dict",

@@ -9,7 +9,7 @@ from .._body.call import check_callable
 from .._body.signature import MASK_SCAN
 from .._checks.arguments import check_options, check_positional
 from .._checks.rows import check_chunk, check_compact, check_time_axis
-from .._data.batches import Packed, Padded
+from .._data.batch import Packed, Padded
 from .._errors import explain, verb
 from .._transforms.refuse import in_own_words
 from .._transforms.rows.axes import RowFlags

@@ -16,8 +16,8 @@ from .._axes import LeafAxes, static_axes
 from .._body.call import check_callable, names_of, takes_keyword
 from .._body.signature import Convention
 from .._checks.arguments import check_key, check_keywords, check_run, infer_length, resolve_axes
-from .._checks.rows import check_length, check_padded, check_rows
-from .._data.batches import Packed, Padded
+from .._checks.rows import check_length, check_padded, check_rows, check_targets
+from .._data.batch import Packed, Padded
 from .._errors import Misuse, describe_body
 from .._loop.body import Body, note_types
 from .._loop.loop import Transform
@@ -513,8 +513,6 @@ def run_scan(
         )
     flags = check_rows(rows.flags, rows.time_axis, call.call.length)
     if rows.reset_to is not None or flags.inits is not None:
-        from .._checks.resets import check_targets
-
         put_back = rows.reset_to, init, rows.carries, rows.time_axis, call.adopted, call.given.init, call.call.names[0]
         flags = check_targets(flags, *put_back)
     filled, kept = Prefix.of(rows.fill), check_save(save)
