@@ -424,10 +424,12 @@ def _transforms(
         refuse_prefetch(gather)
     saves = stacks.each(save, "save") if stacks.sequence and isinstance(save, list | tuple) else save
     saves, in_place = _of_outputs(saves, "all", stacks, caches), type(out_axes) is int and out_axes == 0
+    of_all = stacks.sequence and not caches and type(out_axes) not in (int, list, tuple)  # which is no prefix of ys
+    axes = out_axes if of_all else _of_outputs(out_axes, 0, stacks, caches)
     return (
         prepared.over_axes if gather is None else Prefetch(gather, prepared.axes),
         prepared.checking(check_finite, layers=True),
-        None if in_place else MoveOutputs.of(_of_outputs(out_axes, 0, stacks, caches), saves),
+        None if in_place else MoveOutputs.of(axes, saves),
         CarryStates.of(caches) if plans is None and gather is None else None,
         None if plans is None else Recompute(plans),
         KeepOutputs.of(saves),
@@ -438,7 +440,7 @@ def _transforms(
 def _of_outputs(said: Any, of_states: Any, stacks: Stacks, caches: tuple[PyTree, ...]) -> Any:
     """What the user said of ys, of what a step returns beside x: for each of several blocks, beside its state."""
     count = len(stacks.layers)
-    each = list(said) if stacks.sequence and isinstance(said, list | tuple) else [said] * count
+    each = list(said) if stacks.sequence and type(said) in (list, tuple) else [said] * count  # a NamedTuple is a y
     each = [StateAndY(of_states, own) if caches else own for own in each]
     return tuple(each) if (count, len(each)) != (1, 1) else each[0]
 
