@@ -42,7 +42,7 @@ TESTS = [
     str(file.relative_to(ROOT))
     for name in (
         "rewriting", "products", "in_place", "mask_scan", "while_scan", "while_scan_options", "compact", "truncate",
-        "skipping", "variable_length", "variable_length_transforms", "chunk", "save", "primitives", "generated",
+        "skipping", "variable_length", "chunk", "save", "primitives", "generated",
         "mask_scan_sharded", "skipping_sharded", "disable_jit", "carries_masked", "transforms_of_jax", "errors", "lift",
     )
     for file in (ROOT / "tests").glob(f"*/test_{name}.py")

@@ -193,25 +193,40 @@ def _sharding(leaf: Any) -> Any:
     return jax.typeof(leaf).sharding
 
 
-def sets_explicit_mesh() -> bool:
-    """Whether a mesh is set of which an axis is explicit."""
-    return AxisType.Explicit in jax.sharding.get_abstract_mesh().axis_types
+def set_mesh() -> Any:
+    """The mesh that is set, of which an axis is explicit; None: there is none."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh if AxisType.Explicit in mesh.axis_types else None
 
 
-def in_mesh(tree: PyTree) -> PyTree:
-    """Arrays, of which those that name no mesh are whole on all devices of the one that is set."""
-    whole = NamedSharding(jax.sharding.get_abstract_mesh(), PartitionSpec())
+def mesh_of(tree: PyTree) -> Any:
+    """The first mesh with an explicit axis that an array names in its type; None: none does."""
+    shardings = (_sharding(leaf) for leaf in jax.tree.leaves(tree) if not is_mutable(leaf))
+    return next((sharding.mesh for sharding in shardings if is_explicit(sharding)), None)
 
-    def named(leaf: Any) -> Any:
-        is_array = isinstance(jax.typeof(leaf), ShapedArray)
-        return jax.sharding.reshard(leaf, whole) if is_array and _sharding(leaf).mesh.empty else leaf
 
-    return jax.tree.map(named, tree)
+def in_mesh(tree: PyTree, mesh: Any) -> PyTree:
+    """Arrays, of which those that name no mesh are whole on all devices of this one."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    return jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, whole) if names_no_mesh(leaf) else leaf, tree)
+
+
+def names_no_mesh(leaf: Any) -> bool:
+    """Whether a leaf is an array whose type names no mesh."""
+    return not is_mutable(leaf) and _sharding(leaf).mesh.empty
 
 
 def shard(value: Array, sharding: Any) -> Array:
     """A value with another sharding, where shardings are part of the type. It names its mesh, so none has to be set."""
     return value if jax.typeof(value).sharding == sharding else jax.sharding.reshard(value, sharding)
+
+
+def unspread(leaf: Array) -> Array:
+    """A value whose first axis is not sharded, where shardings are part of the type."""
+    parts = parts_of(leaf)
+    if not parts or parts[0] is None:
+        return leaf
+    return shard(leaf, NamedSharding(_sharding(leaf).mesh, PartitionSpec(None, *parts[1:])))
 
 
 def is_key(leaf: Any) -> bool:

@@ -33,7 +33,6 @@ from treescan.carries import (
     Ema,
     Keys,
     Moments,
-    best,
     carry_of,
     cast,
     clip_gradient,
@@ -41,7 +40,6 @@ from treescan.carries import (
     keys,
     moments,
     read_tree,
-    stop_gradient,
     sum_,
 )
 
@@ -216,13 +214,6 @@ def test_moments_do_not_cancel():
     assert final.variance(ddof=50) == final.variance(ddof=60) == final.squares
 
 
-def test_the_first_of_equals_is_the_best_and_nan_never_is():
-    scores = jnp.array([jnp.nan, 1.0, 2.0, 2.0, jnp.nan])
-    for mode, place in (("max", 2), ("min", 1)):
-        final = treescan.fold(lambda _, x: x, best(-1, mode=mode), (scores, jnp.arange(5)))
-        assert (final.score, final.value) == (scores[place], place)
-
-
 def moving_average(decay, start, xs):
     value = start
     for x in xs:
@@ -246,38 +237,6 @@ def test_a_decay_is_traced_and_differentiated(decay, verb):
         return jax.jit(lambda *args: (jax.grad(f, (0, 1, 2))(*args), jax.jvp(f, args, args)))(*args)
 
     assert_close(derivatives(total), derivatives(oracle))
-
-
-@parametrize("verb", VERBS)
-@parametrize("name", {"limit": "limit", "max_norm": "max_norm"})
-def test_a_cotangent_is_limited_each_step(name, verb):
-    """Held against a backward pass in NumPy, for h = weights * h + x; the loss adds up the last h of each row."""
-    weights, features = np.array([2.0, -0.5], np.float32), array(T, B, 2)
-
-    @jax.jit
-    def gradients(limit):
-        def loss(h, xs, limit):
-            init = clip_gradient(h, **{name: limit})
-            return jnp.sum(verb(lambda h, x: (weights[None] * h + x, None), init, xs, LENGTHS)[0].tree)
-
-        return jax.grad(loss, (0, 1, 2))(array(B, 2), features, limit)
-
-    for limit in (0.75, 3.0):
-        h, xs = np.ones((B, 2), np.float32), np.zeros((T, B, 2), np.float32)
-        for b, steps in enumerate([T, T] if verb is scan_of else LENGTHS):
-            for t in reversed(range(steps)):
-                xs[t, b] = h[b]
-                g = weights * h[b]
-                norm = np.linalg.norm(g)
-                h[b] = np.clip(g, -limit, limit) if name == "limit" else g * min(1, limit / norm)
-        assert_close(gradients(jnp.float32(limit)), (jnp.array(h), jnp.array(xs), jnp.zeros(())))
-
-
-def test_no_gradient_flows_back_through_a_stopped_carry():
-    def loss(w):
-        return treescan.fold(lambda h, x: w * h + x, stop_gradient(1.0), jnp.ones(2)).tree
-
-    assert jax.grad(loss)(2.0) == 3.0  # h before the last step
 
 
 def test_a_cast_keeps_dtypes():
@@ -337,11 +296,6 @@ def test_accumulate_stacks_carries_and_fold_ends_in_the_last():
     values = [moving_average(0.5, 0.0, XS[: n + 1, 0]) for n in range(T)]
     npt.assert_allclose(every["mean"].value, values, rtol=1e-6)
     assert_bitwise(jax.tree.map(lambda leaf: leaf[-1], every), final)
-
-
-def test_fori():
-    final = treescan.fori(2, 7, lambda i, total: i.astype(jnp.float32), sum_())
-    assert final.read() == 2 + 3 + 4 + 5 + 6
 
 
 @pytest.mark.parametrize("transform", [eager, disable_jit], ids=lambda t: t.__name__)

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
 import pytest
-from built_in_carries import CASES, LIMIT, NAMES, assert_close, body_of, init_of, limited, run, run_rows, with_gradients
+from built_in_carries import CASES, NAMES, assert_close, body_of, init_of, run, run_rows, with_gradients
 from hypothesis import given, settings
 from loops import array
 from oracle import assert_bitwise
@@ -17,7 +17,7 @@ from thin import parametrize
 from traces import Counted
 
 import treescan
-from treescan.carries import best, buffer, cast, clip_gradient, ema, keys, moments, sum_, window
+from treescan.carries import best, buffer, cast, ema, keys, moments, sum_, window
 
 T, LENGTHS = 7, np.array([5, 0, 3, 7])
 B = len(LENGTHS)
@@ -271,36 +271,3 @@ def test_a_single_row(steps):
     npt.assert_allclose(final["sum"].read(), own.sum(), rtol=1e-6)
     npt.assert_array_equal(final["buffer"].values, np.append(own, np.zeros(5))[:5])
     npt.assert_allclose(final["ema"].read(), 0.5**steps + sum(x * 0.5 ** (steps - t) for t, x in enumerate(own)), 1e-6)
-
-
-def test_a_mean_shared_by_rows_normalises_them_with_a_clipped_gradient():
-    """Rows with their own carry beside one that all share: padded rows are shown a valid one."""
-    valid = np.arange(3)[:, None] < np.array([1, 0, 2, 3])
-
-    def body(carry, x):
-        h = jnp.tanh(carry["h"] + (x - carry["seen"].mean) / jnp.sqrt(carry["seen"].variance + 1))
-        return {"h": h, "seen": x}, h
-
-    @jax.jit
-    def loss(xs):
-        init = {"h": clip_gradient(START, LIMIT), "seen": moments()}
-        final, ys = treescan.mask_scan(body, init, xs, mask=valid, chunk=2)
-        return jnp.sum(ys) + jnp.sum(final["h"].tree)
-
-    def oracle(xs):
-        h, entries, total = list(START), [], jnp.zeros(())
-        for t in range(3):
-            live = np.flatnonzero(valid[t])
-            n = max(len(entries), 1)
-            mean = sum(entries) / n
-            variance = sum((x - mean) ** 2 for x in entries) / n
-            for b in live:
-                h[b] = jnp.tanh(limited(h[b]) + (xs[t, b] - mean) / jnp.sqrt(variance + 1.0))
-                total += h[b]
-            entries += [xs[t, b] for b in live]
-        return total + sum(h)
-
-    xs = jnp.where(valid, XS[:3], jnp.nan)
-    got = jax.value_and_grad(loss)(xs)
-    assert_close(got, jax.value_and_grad(oracle)(xs))
-    assert not np.asarray(got[1])[~valid].any()

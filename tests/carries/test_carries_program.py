@@ -7,11 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from built_in_carries import NAMES, body_of, init_of
 from jaxprs import equations, num_consts, subjaxprs
 from loops import array
 from thin import parametrize
-from traces import Counted
 
 import treescan
 from treescan.carries import ema, keys, sum_, window
@@ -20,18 +18,6 @@ pytestmark = pytest.mark.quick
 
 T, B, LENGTHS = 5, 2, np.array([4, 2])
 START, KEYS, XS = array(B, seed=1), jax.random.split(jax.random.key(0), B), array(T, B, seed=2)
-OPTIONS = {"scan": {}, "mask_scan": {"lengths": LENGTHS, "chunk": 2}}
-
-
-@pytest.mark.parametrize("remat", [None, "nested"])
-@pytest.mark.parametrize("verb", OPTIONS)
-@pytest.mark.parametrize("name", NAMES)
-def test_the_body_is_traced_once(name, verb, remat):
-    counted = Counted(body_of((name,)))
-    init = init_of((name,), {name: START}, KEYS)
-    scan, options = getattr(treescan, verb), {"remat": remat, **OPTIONS[verb]}
-    jax.make_jaxpr(lambda: scan(counted.body, init, {name: XS}, **options))()
-    assert counted.calls == 1
 
 
 def keys_by_hand(carry, x):

@@ -104,12 +104,6 @@ def test_every_verb_takes_and_returns_a_value(run: Callable[[Any], Any], Meter: 
     npt.assert_array_equal(final.total, 10.0)
 
 
-def test_without_steps_the_value_is_that_of_the_start(Meter: Any) -> None:
-    final, _ = treescan.scan(step, Meter(1.0), jnp.zeros(0))
-    assert type(final) is Meter
-    npt.assert_array_equal(final.total, 1.0)
-
-
 def test_accumulate_returns_the_type_with_its_leaves_stacked(Meter: Any) -> None:
     totals = treescan.accumulate(lambda seen, x: {"a": x, "b": x}, {"a": Meter(1.0), "b": jnp.zeros(())}, XS)
     assert type(totals["a"]) is Meter
@@ -156,12 +150,6 @@ def test_a_registered_pytree_is_no_longer_a_tree_to_look_into() -> None:
     final, _ = treescan.scan(step, Pair(1.0, 2.0), XS)  # the same type, which was known as a tree before
     npt.assert_array_equal(final.a, 10.0)
     assert final.b == "back"
-
-
-def test_the_final_value_is_one_to_go_on_from(Meter: Any) -> None:
-    middle, _ = treescan.scan(step, Meter(1.0), XS[:1])
-    final, _ = treescan.scan(step, middle, XS[1:])
-    npt.assert_array_equal(final.total, 10.0)
 
 
 def test_jit_gradients_and_vmap_go_through(Meter: Any) -> None:

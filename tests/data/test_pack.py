@@ -134,12 +134,6 @@ def test_rows_and_length_waste_little(lengths):
     assert cost >= 512 or packed.steps == steps
 
 
-def test_ties_keep_their_order():
-    packed = pack(of_lengths([2, 2, 2, 2]), length=4)
-    assert packed.index.row.tolist() == [0, 0, 1, 1]
-    assert packed.index.start.tolist() == [0, 2, 0, 2]
-
-
 def test_longer_rows_may_need_more_of_them():
     """First-fit decreasing is not monotone: a bisection can miss the shortest."""
     lengths = [39, 35, 33, 33, 29, 25, 19, 19, 19, 19, 17, 11, 11, 10, 1]

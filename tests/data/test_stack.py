@@ -266,13 +266,6 @@ def test_a_number_with_zeros_before_it_is_a_name():
     np.testing.assert_array_equal(treescan.layers_from_state_dict(state)["w"], [[1, 1]])
 
 
-def test_checkpoints_under_jit():
-    made = jax.jit(
-        lambda a, b: treescan.layers_from_state_dict({"layers.0.w": a, "layers.1.w": np.ones(2, np.float32)})
-    )
-    np.testing.assert_array_equal(made(jnp.zeros(2), 0)["w"], [[0, 0], [1, 1]])
-
-
 def test_a_number_of_a_small_type():
     stacked = jnp.arange(200)
     assert jax.jit(treescan.layer_at)(stacked, jnp.int8(-1)) == 199

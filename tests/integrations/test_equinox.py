@@ -90,6 +90,7 @@ def test_a_stack_is_that_of_filter_vmap(made: str) -> None:
     assert eqx.tree_equal(stacks()[made], stacks()["filter_vmap"], typematch=True)
 
 
+@pytest.mark.slow
 def test_training_keeps_the_constants_and_is_filter_vmap_and_lax_scan_bit_for_bit() -> None:
     with jax.numpy_dtype_promotion("standard"):  # for optax
         blocks, losses = train(folded, stacks()["init_layers"])

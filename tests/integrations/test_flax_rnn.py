@@ -14,6 +14,7 @@ import pytest
 from flax.core import FrozenDict, lift
 from jaxprs import equations
 from loops import array
+from oracle import assert_close
 from thin import slow
 
 from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError
@@ -80,13 +81,6 @@ def results(rnn: Any, variables: Any, x: jax.Array, valid: Any = None, **options
     return out, gradients
 
 
-def assert_close(actual: Any, expected: Any) -> None:
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert a.dtype == b.dtype
-        npt.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
-
-
 def assert_same(actual: Any, expected: Any) -> None:
     assert jax.tree.structure(actual) == jax.tree.structure(expected)
     jax.tree.map(npt.assert_array_equal, actual, expected)
@@ -116,18 +110,6 @@ def test_with_lengths_it_is_flax_at_what_is_valid(cell: str, option: str) -> Non
     assert_close(results(ours, variables, bad, seq_lengths=LENGTHS), expected)
 
 
-def test_eager_calls_and_overrides() -> None:
-    ours, theirs = RNN(nn.SimpleCell(H), return_carry=True), nn.RNN(nn.SimpleCell(H), return_carry=True)
-    variables = theirs.init(jax.random.key(1), X)
-    carry = array(B, H, seed=3)
-    given: dict[str, Any] = {"initial_carry": carry, "reverse": True, "keep_order": True}
-    assert_close(ours.apply(variables, X, **given), theirs.apply(variables, X, **given))
-    expected = theirs.apply(variables, X, init_key=jax.random.key(2), return_carry=False)
-    assert_close(ours.apply(variables, X, init_key=jax.random.key(2), return_carry=False), expected)
-    time_major = ours.apply(variables, jnp.swapaxes(X, 0, 1), time_major=True, return_carry=False)
-    assert_close(time_major, jnp.swapaxes(theirs.apply(variables, X, return_carry=False), 0, 1))
-
-
 def test_fields_and_arguments_are_those_of_flax() -> None:
     def fields(module: Any) -> list[tuple[str, Any]]:
         return [(f.name, f.default) for f in dataclasses.fields(module) if f.init]
@@ -140,22 +122,6 @@ def test_fields_and_arguments_are_those_of_flax() -> None:
         for cls in (RNN, nn.RNN)
     ]
     assert arguments[0] == arguments[1]
-
-
-class Model(nn.Module):
-    rnn: Any
-
-    @nn.compact
-    def __call__(self, x: jax.Array, lengths: Any = None) -> jax.Array:
-        x = self.rnn(nn.SimpleCell(H))(x, seq_lengths=lengths)
-        return nn.Dense(2)(self.rnn(nn.GRUCell(H))(x, seq_lengths=lengths))
-
-
-@pytest.mark.slow
-def test_within_a_module_the_variables_have_the_names_of_flax() -> None:
-    variables = Model(RNN).init(jax.random.key(0), X, LENGTHS)
-    assert_same(variables, Model(nn.RNN).init(jax.random.key(0), X))
-    assert_close(Model(RNN).apply(variables, X), Model(nn.RNN).apply(variables, X))
 
 
 @pytest.mark.slow
@@ -385,13 +351,6 @@ def test_carried_variables_change_while_any_row_goes_on() -> None:
     assert np.isfinite(y).all()
 
 
-def test_carried_variables_that_may_not_change_are_read() -> None:
-    expected = RNN(Normed(H), variable_broadcast=["params", "stats"]).apply(with_stats(), X)
-    assert_close(RNN(Normed(H), variable_carry="stats").apply(with_stats(), X), expected)
-    theirs = nn.RNN(Normed(H), variable_broadcast=["params", "stats"]).apply(with_stats(), X)
-    assert_close(expected, theirs)
-
-
 def test_carried_variables_have_to_be_there() -> None:
     with pytest.raises(BodyError, match="must exist before the first step"):
         RNN(Normed(H), variable_carry="stats").init(jax.random.key(0), X)
@@ -442,20 +401,6 @@ def test_variables_of_a_step_that_no_row_has_stay_what_they_were() -> None:
     (norms,), (expected,) = made["intermediates"]["cell"]["norm"], full["intermediates"]["cell"]["norm"]
     npt.assert_allclose(norms[:3], expected[:3], rtol=1e-5)
     npt.assert_array_equal(norms[3:], 0)
-
-
-@pytest.mark.slow
-def test_parameters_of_each_step() -> None:
-    fields: dict[str, Any] = {
-        "variable_axes": {"params": 0},
-        "variable_broadcast": False,
-        "split_rngs": {"params": True},
-    }
-    variables = RNN(nn.SimpleCell(H), **fields).init(jax.random.key(0), X)
-    theirs = nn.RNN(nn.SimpleCell(H), **fields)
-    assert_same(variables, theirs.init(jax.random.key(0), X))
-    expected = results(theirs, variables, X, is_valid(LENGTHS, T), seq_lengths=LENGTHS)
-    assert_close(results(RNN(nn.SimpleCell(H), **fields), variables, X, seq_lengths=LENGTHS), expected)
 
 
 def test_metadata_of_variables_is_that_of_flax() -> None:

@@ -179,17 +179,6 @@ def test_equinox_modules_are_carried_as_they_are() -> None:
     np.testing.assert_allclose(final.layers[0].weight, model.layers[0].weight, atol=1e-5)
 
 
-def test_stacked_equinox_modules_are_scanned_over() -> None:
-    eqx = pytest.importorskip("equinox", reason="equinox is not installed")
-    keys = jax.random.split(jax.random.key(0), 4)
-    layers = eqx.filter_vmap(lambda key: eqx.nn.MLP(3, 3, 8, 1, key=key))(keys)
-    h, _ = treescan.scan(lambda h, layer: (layer(h), None), XS[0, 0], layers)
-    expected = XS[0, 0]
-    for key in keys:
-        expected = eqx.nn.MLP(3, 3, 8, 1, key=key)(expected)
-    np.testing.assert_allclose(h, expected, atol=1e-5)
-
-
 def test_an_equinox_module_as_a_custom_carry() -> None:
     eqx = pytest.importorskip("equinox", reason="equinox is not installed")
 

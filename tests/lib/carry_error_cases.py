@@ -9,7 +9,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from error_cases import LENGTHS, ROWS, XS, case, without_body
+from error_cases import LENGTHS, ROWS, XS, case, named, without_body
 
 from treescan import (
     ArgumentError,
@@ -88,14 +88,6 @@ without_body(ArgumentTypeError)(
 
 
 @case(PluginError)
-def plugin_read_fails(one):
-    def read(self):
-        return {"number": self.number}["count"]
-
-    return scan(step, {"seen": count(one, read=read)}, XS)
-
-
-@case(PluginError)
 def plugin_write_fails(one):
     def write(self, returned, valid):
         return replace(self, number=returned["count"])
@@ -114,87 +106,32 @@ class NoPytree(AbstractCarry[Any, Any]):
         return self
 
 
-@case(PluginError)
-def plugin_given_other_shape(one):
-    def step(state, x):
-        return {"h": state["h"], "loss": x * jnp.ones(3)}, None
-
-    return scan(step, {"h": one, "loss": ema(one * jnp.ones(2), 0.9)}, XS)
-
-
-@case(PluginError)
-def plugin_given_other_rows(one):
-    def step(state, x):
-        return {"loss": jnp.ones(3)}, None
-
-    return mask_scan(step, {"loss": ema(one, 0.9)}, ROWS, lengths=LENGTHS)
-
-
-@case(PluginError)
-def plugin_given_a_vector_for_a_number(one):
-    def step(state, x):
-        return {"loss": x * jnp.ones(3)}, None
-
-    return scan(step, {"loss": ema(one, 0.9)}, XS)
-
-
-@case(PluginError)
-def plugin_given_other_structure(one):
-    def step(state, x):
-        return {"h": state["h"]}, None
-
-    return scan(step, cast({"h": one, "c": one}), XS)
-
-
 case(PluginError)(
     plugin_of_no_pytree=lambda one: scan(lambda carry, x: (carry, one), {"seen": NoPytree()}, XS),
     plugin_rows_fails=lambda one: mask_scan(
         step, count(one * jnp.ones(2), rows=lambda self: self.axes), ROWS, lengths=LENGTHS
     ),
+    plugin_read_fails=lambda one: scan(
+        step, {"seen": count(one, read=named("read", lambda self: {"number": self.number}["count"]))}, XS
+    ),
+    plugin_given_other_shape=lambda one: scan(
+        named("step", lambda state, x: ({"h": state["h"], "loss": x * jnp.ones(3)}, None)),
+        {"h": one, "loss": ema(one * jnp.ones(2), 0.9)},
+        XS,
+    ),
+    plugin_given_other_rows=lambda one: mask_scan(
+        named("step", lambda state, x: ({"loss": jnp.ones(3)}, None)), {"loss": ema(one, 0.9)}, ROWS, lengths=LENGTHS
+    ),
+    plugin_given_a_vector_for_a_number=lambda one: scan(
+        named("step", lambda state, x: ({"loss": x * jnp.ones(3)}, None)), {"loss": ema(one, 0.9)}, XS
+    ),
+    plugin_given_other_structure=lambda one: scan(
+        named("step", lambda state, x: ({"h": state["h"]}, None)), cast({"h": one, "c": one}), XS
+    ),
 )
 
 
 # --- what is written --------------------------------------------------------------------------------------------------
-
-
-@case(PluginError)
-def plugin_writes_other_dtype(one):
-    def write(self, returned, valid):
-        return replace(self, number=(self.number + returned).astype(jnp.bfloat16))
-
-    return scan(step, {"h": one, "seen": count(one, write=write)}, XS)
-
-
-@case(PluginError)
-def plugin_writes_other_shape(one):
-    def write(self, returned, valid):
-        return replace(self, number=jnp.append(self.number, returned))
-
-    return scan(step, (count(one * jnp.ones(2), write=write), one), XS)
-
-
-@case(PluginError)
-def plugin_writes_other_structure(one):
-    def write(self, returned, valid):
-        return replace(self, number=(*self.number, returned))
-
-    return scan(lambda carry, x: (x, carry), count((one, one), write=write), XS)
-
-
-@case(PluginError)
-def plugin_writes_other_metadata(one):
-    def write(self, returned, valid):
-        return replace(self, limit=self.limit - 1)
-
-    return scan(step, {"seen": count(one, write=write)}, XS)
-
-
-@case(PluginError)
-def plugin_writes_other_class(one):
-    def write(self, returned, valid):
-        return sum_(self.number + returned)
-
-    return scan(step, {"seen": count(one, write=write)}, XS)
 
 
 @case(PluginError)
@@ -219,6 +156,49 @@ case(PluginError)(
         lambda seen, x: ((x, True), None), buffer({"loss": 0.0}, 3), one * XS
     ),
     plugin_best_given_another_structure=lambda one: scan(lambda seen, x: ((x, x), None), best({"w": one}), XS),
+    plugin_writes_other_dtype=lambda one: scan(
+        step,
+        {
+            "h": one,
+            "seen": count(
+                one,
+                write=named(
+                    "write",
+                    lambda self, returned, valid: replace(self, number=(self.number + returned).astype(jnp.bfloat16)),
+                ),
+            ),
+        },
+        XS,
+    ),
+    plugin_writes_other_shape=lambda one: scan(
+        step,
+        (
+            count(
+                one * jnp.ones(2),
+                write=named(
+                    "write", lambda self, returned, valid: replace(self, number=jnp.append(self.number, returned))
+                ),
+            ),
+            one,
+        ),
+        XS,
+    ),
+    plugin_writes_other_structure=lambda one: scan(
+        lambda carry, x: (x, carry),
+        count(
+            (one, one),
+            write=named("write", lambda self, returned, valid: replace(self, number=(*self.number, returned))),
+        ),
+        XS,
+    ),
+    plugin_writes_other_metadata=lambda one: scan(
+        step,
+        {"seen": count(one, write=named("write", lambda self, returned, valid: replace(self, limit=self.limit - 1)))},
+        XS,
+    ),
+    plugin_writes_other_class=lambda one: scan(
+        step, {"seen": count(one, write=named("write", lambda self, returned, valid: sum_(self.number + returned)))}, XS
+    ),
 )
 
 without_body(ArgumentTypeError)(
@@ -283,20 +263,16 @@ case(ArgumentError)(
 # --- what the body returns --------------------------------------------------------------------------------------------
 
 
-@case(CarryError)
-def carry_without_custom_carry(one):
-    def step(state, x):
-        return {"h": state["h"] + x, "losses": x}, state["loss"]
-
-    return scan(step, {"h": one, "loss": ema(one, 0.9)}, XS)
-
-
-@case(CarryError)
-def carry_dtype_beside_custom_carry(one):
-    def step(state, x):
-        return (state[0].astype(jnp.bfloat16), x), None
-
-    return scan(step, (one, ema(one, 0.9)), XS)
+case(CarryError)(
+    carry_without_custom_carry=lambda one: scan(
+        named("step", lambda state, x: ({"h": state["h"] + x, "losses": x}, state["loss"])),
+        {"h": one, "loss": ema(one, 0.9)},
+        XS,
+    ),
+    carry_dtype_beside_custom_carry=lambda one: scan(
+        named("step", lambda state, x: ((state[0].astype(jnp.bfloat16), x), None)), (one, ema(one, 0.9)), XS
+    ),
+)
 
 
 # --- registered types -------------------------------------------------------------------------------------------------

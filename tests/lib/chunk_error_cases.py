@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import case
+from error_cases import case, named
 from jax.experimental import io_callback
 
 from treescan import ArgumentError, ArgumentTypeError, Remat, fold, mask_scan, plan_remat, scan, scan_layers
@@ -48,14 +48,6 @@ def step_that_calls_out(carry, x):
 
 def save_nothing(prim, *args, **params):
     return False
-
-
-@case(ArgumentError, less=("disable_jit",))
-def remat_budget_too_small(one):
-    def big(carry, x):
-        return jnp.sin(carry) * x, None
-
-    return scan(big, one * jnp.ones(256), XS, remat=Remat.fit(2000))
 
 
 @case(ArgumentError, less=("disable_jit",))
@@ -132,6 +124,9 @@ case(ArgumentError)(
 
 case(ArgumentError, less=("disable_jit",))(
     remat_over_a_callback=lambda one: scan(step_that_calls_out, one, XS, remat="nested"),
+    remat_budget_too_small=lambda one: scan(
+        named("big", lambda carry, x: (jnp.sin(carry) * x, None)), one * jnp.ones(256), XS, remat=Remat.fit(2000)
+    ),
 )
 
 

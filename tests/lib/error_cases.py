@@ -90,6 +90,12 @@ def case(
     return add
 
 
+def named(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
+    """The body under a name, which is what messages call it by."""
+    body.__name__ = body.__qualname__ = name
+    return body
+
+
 def without_body(error: type[TreescanError], **options: Any) -> Callable[..., None]:
     return case(error, body=False, **options)
 

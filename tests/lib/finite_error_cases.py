@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from error_cases import case, mesh_of, over_devices
+from error_cases import case, mesh_of, named, over_devices
 
 from treescan import (
     ArgumentError,
@@ -26,14 +26,6 @@ def add(carry, x):
 
 def root(carry, x):
     return jnp.sqrt(carry - x), x
-
-
-@case(ArgumentError, less=("grad", "vmap", "jit", "disable_jit"))
-def check_finite_backward_of_while_scan_in_forward_mode(one):
-    def run(one):
-        return while_scan(lambda h: h < 3, step, one, XS, check_finite="backward").carry
-
-    return jax.jvp(run, (one,), (one,))
 
 
 @case(ArgumentError)
@@ -68,5 +60,10 @@ case(ArgumentError)(
 case(ArgumentError, less=("grad", "vmap", "jit", "disable_jit"))(
     check_finite_backward_in_forward_mode=lambda one: jax.jvp(
         lambda one: scan(step, one, XS, check_finite="backward"), (one,), (one,)
+    ),
+    check_finite_backward_of_while_scan_in_forward_mode=lambda one: jax.jvp(
+        named("run", lambda one: while_scan(lambda h: h < 3, step, one, XS, check_finite="backward").carry),
+        (one,),
+        (one,),
     ),
 )

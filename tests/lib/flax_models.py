@@ -179,32 +179,6 @@ def axis_one(scan):
     return layers(scan, functools.partial(Block), variable_axes={"params": 1})
 
 
-@model(H)
-def last_axis(scan):
-    return layers(scan, variable_axes={"params": -1})
-
-
-@model(H)
-def reverse_layers(scan):
-    return layers(scan, reverse=True)
-
-
-@model(H)
-def unrolled(scan):
-    return layers(scan, unroll=3)
-
-
-@model(H)
-def nested(scan):
-    class Outer(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            inner = scan(Block, variable_axes={"params": 0}, split_rngs={"params": True}, length=2)
-            return inner()(x, None)
-
-    return layers(scan, Outer, length=3)
-
-
 @model(H, XS)
 def recurrent_in_layers(scan):
     class Layer(nn.Module):
@@ -249,21 +223,6 @@ def frozen_metadata_params(scan):
 
 
 @model(H, XS)
-def layers_with_inputs(scan):
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, h, x, whole):
-            return nn.Dense(3)(h) + x + jnp.sum(whole["all"], 0), {"y": h * x}
-
-    def call(self, h, xs):
-        axes = (1, {"all": nn.broadcast})
-        stack = scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=axes, out_axes={"y": -1})
-        return stack()(h, jnp.swapaxes(xs, 0, 1), {"all": xs})
-
-    return from_function(call)
-
-
-@model(H, XS)
 def nested_axes(scan):
     def body(self, h, given, both):
         h = nn.Dense(3)(h) + given["x"] + both[0] * both[1][1]
@@ -288,21 +247,6 @@ def recurrent_reverse(scan):
     return recurrent(scan, reverse=True)
 
 
-@model(H, XS)
-def recurrent_unrolled(scan):
-    return recurrent(scan, unroll=2)
-
-
-@model(H, XS)
-def split_transpose(scan):
-    return recurrent(scan, _split_transpose=True)
-
-
-@model(H, XS)
-def gru(scan):
-    return recurrent(scan, functools.partial(nn.GRUCell, 3))
-
-
 @model(H, XS, streams=("params", "dropout"))
 def recurrent_dropout_split(scan):
     class Dropped(nn.Module):
@@ -312,16 +256,6 @@ def recurrent_dropout_split(scan):
             return h, nn.Dropout(0.5, deterministic=False)(y)
 
     return recurrent(scan, Dropped, split_rngs={"params": False, "dropout": True})
-
-
-@model(H, XS, streams=("params", "dropout"))
-def recurrent_dropout_shared(scan):
-    class Dropped(nn.Module):
-        @nn.compact
-        def __call__(self, h, x):
-            return Cell()(nn.Dropout(0.5, deterministic=False)(h), x)
-
-    return recurrent(scan, Dropped, split_rngs={"params": False, "dropout": False})
 
 
 @model(H, XS)
@@ -361,11 +295,6 @@ def unchecked(scan):
         return loop(cell, h, xs)
 
     return from_function(call)
-
-
-@model(H)
-def unchecked_layers(scan):
-    return layers(scan, check_constancy_invariants=False)
 
 
 # Carried variables.
@@ -428,21 +357,6 @@ class Attention(nn.Module):
 @model(H, mutable=["cache"])
 def cache_in_layers(scan):
     return layers(scan, Attention, variable_axes={"params": 0, "cache": 0})
-
-
-@model(XS, mutable=["cache"])
-def cache_in_time(scan):
-    def call(self, xs):
-        cell = Attention()
-        if self.is_initializing():
-            cell(xs[0])
-        loop = scan(
-            lambda cell, c, x: (c + 1, cell(x)[0]), variable_broadcast="params", variable_carry="cache",
-            split_rngs={"params": False},
-        )  # fmt: skip
-        return loop(cell, jnp.int32(0), xs)
-
-    return from_function(call)
 
 
 @model(XS, mutable=["cache"])
@@ -571,11 +485,6 @@ def _two_ways(scan: Scan, methods: Any, **options: Any) -> nn.Module:
 
 
 _SHARED = {"variable_broadcast": "params", "split_rngs": {"params": False}}
-
-
-@model(H, XS)
-def methods_list(scan):
-    return _two_ways(scan, ["up", "down"], **_SHARED)
 
 
 @model(H, XS)

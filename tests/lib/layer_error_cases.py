@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import XS as X, case, mesh_of, on_mesh, over_devices, without_body
+from error_cases import XS as X, case, mesh_of, named, on_mesh, over_devices, without_body
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 
@@ -362,49 +362,24 @@ case(ArgumentError, less=("disable_jit", "vmap", "grad"))(
 # --- the parameters of a block ----------------------------------------------------------------------------------------
 
 
-@case(BodyError)
-def block_of_x_alone(one):
-    def block(x):
-        return x, None
-
-    return scan_layers(block, X, denses(one))
-
-
-@case(BodyError)
-def block_without_its_args(one):
-    def block(layer, x, mask, scale):
-        return x * mask * scale, None
-
-    return scan_layers(block, X, denses(one))
-
-
-@case(BodyError)
-def block_with_one_arg_too_many(one):
-    def block(layer, x, cache, mask):
-        return x * mask, None
-
-    return fold_layers(block, X, denses(one), one * jnp.ones(4), args=(True, one))
-
-
-@case(BodyError)
-def block_that_needs_key(one):
-    def block(layer, x, *, key):
-        return x, None
-
-    return scan_layers(block, X, denses(one))
-
-
-@case(BodyError)
-def block_that_needs_a_keyword(one):
-    def block(layer, x, *, heads):
-        return x, None
-
-    return scan_layers(block, X, denses(one))
-
-
 case(BodyError)(
     block_without_x_layer=lambda one: scanned(one, one * jnp.ones(4)),
     block_without_key=lambda one: scanned(one, key=jax.random.key(0)),
+    block_of_x_alone=lambda one: scan_layers(named("block", lambda x: (x, None)), X, denses(one)),
+    block_without_its_args=lambda one: scan_layers(
+        named("block", lambda layer, x, mask, scale: (x * mask * scale, None)), X, denses(one)
+    ),
+    block_with_one_arg_too_many=lambda one: fold_layers(
+        named("block", lambda layer, x, cache, mask: (x * mask, None)),
+        X,
+        denses(one),
+        one * jnp.ones(4),
+        args=(True, one),
+    ),
+    block_that_needs_key=lambda one: scan_layers(named("block", lambda layer, x, *, key: (x, None)), X, denses(one)),
+    block_that_needs_a_keyword=lambda one: scan_layers(
+        named("block", lambda layer, x, *, heads: (x, None)), X, denses(one)
+    ),
 )
 
 without_body(BodyError)(
@@ -415,14 +390,6 @@ without_body(BodyError)(
 
 
 # --- what a block returns ---------------------------------------------------------------------------------------------
-
-
-@case(BodyError)
-def block_returns_x_alone_of_two(one):
-    def block(layer, x):
-        return x[0] + 1, x[1]
-
-    return scan_layers(block, (one, one), denses(one))
 
 
 @case(BodyError)
@@ -476,50 +443,13 @@ case(BodyError)(
     block_returns_static_y=lambda one: scan_layers(
         lambda layer, x: (x, {"mean": x.mean(), "kind": "dense"}), one * X, denses(one)
     ),
+    block_returns_x_alone_of_two=lambda one: scan_layers(
+        named("block", lambda layer, x: (x[0] + 1, x[1])), (one, one), denses(one)
+    ),
 )
 
 
 # --- x from layer to layer --------------------------------------------------------------------------------------------
-
-
-@case(CarryError)
-def x_dtype(one):
-    def block(layer, x):
-        return (x.astype(jnp.bfloat16) @ layer["w"].astype(jnp.bfloat16)), None
-
-    return scan_layers(block, one * X, denses(one))
-
-
-@case(CarryError)
-def x_dtype_of_own_name(one):
-    def block(layer, hidden):
-        return {"h": hidden["h"].astype(jnp.bfloat16), "pos": hidden["pos"]}
-
-    return fold_layers(block, {"h": one * X, "pos": 0}, denses(one))
-
-
-@case(CarryError)
-def x_shape(one):
-    def block(layer, x):
-        return x @ layer["w"], None
-
-    return scan_layers(block, one * X, {"w": jnp.ones((4, 3, 8))})
-
-
-@case(CarryError)
-def x_grows(one):
-    def block(layer, x):
-        return jnp.append(x, 1.0), None
-
-    return scan_layers(block, one * X, denses(one))
-
-
-@case(CarryError)
-def x_structure(one):
-    def block(layer, x):
-        return {"h": x["h"], "attention": x["h"]}, None
-
-    return scan_layers(block, {"h": one * X, "mask": X}, denses(one))
 
 
 @case(CarryError)
@@ -588,5 +518,24 @@ case(CarryError)(
     ),
     x_key_impl=lambda one: fold_layers(
         lambda layer, x: (jax.random.key(0, impl="rbg"), one), (jax.random.key(0), one), denses(one)
+    ),
+    x_dtype=lambda one: scan_layers(
+        named("block", lambda layer, x: (x.astype(jnp.bfloat16) @ layer["w"].astype(jnp.bfloat16), None)),
+        one * X,
+        denses(one),
+    ),
+    x_dtype_of_own_name=lambda one: fold_layers(
+        named("block", lambda layer, hidden: {"h": hidden["h"].astype(jnp.bfloat16), "pos": hidden["pos"]}),
+        {"h": one * X, "pos": 0},
+        denses(one),
+    ),
+    x_shape=lambda one: scan_layers(
+        named("block", lambda layer, x: (x @ layer["w"], None)), one * X, {"w": jnp.ones((4, 3, 8))}
+    ),
+    x_grows=lambda one: scan_layers(named("block", lambda layer, x: (jnp.append(x, 1.0), None)), one * X, denses(one)),
+    x_structure=lambda one: scan_layers(
+        named("block", lambda layer, x: ({"h": x["h"], "attention": x["h"]}, None)),
+        {"h": one * X, "mask": X},
+        denses(one),
     ),
 )

@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from error_cases import XS, case, mesh_of, over_devices, without_body
+from error_cases import XS, case, mesh_of, named, over_devices, without_body
 from jaxtyping import Array, Float
 
 from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError, In, Out, SignatureError, lift
@@ -23,22 +23,6 @@ def updating(one, updates, variables=None, **roles):
     """A lifted function whose steps return these collections, made of (variables, carry, x)."""
     run = lift(lambda variables, rngs, carry, x: ((carry, x), updates(variables, carry, x)), **roles)
     return run(variables or {}, {}, one, XS)
-
-
-@case(BodyError)
-def lift_broadcast_of_x(one):
-    def updates(variables, carry, x):
-        return {"params": {"scale": x * 2, "fixed": jnp.ones(2), "one": jnp.float32(1)}, "stats": {"mean": carry + 1}}
-
-    return updating(one, updates, variable_broadcast=True)
-
-
-@case(CarryError)
-def lift_carried_collection_changes(one):
-    def updates(variables, carry, x):
-        return {"stats": {"n": variables["stats"]["n"].astype(jnp.float16)}}
-
-    return updating(one, updates, {"stats": {"n": jnp.ones(2)}}, variable_carry="stats")
 
 
 @case(CarryError, devices=True)
@@ -133,8 +117,25 @@ case(BodyError)(
         one, lambda variables, carry, x: {0: {"k": x}}, variable_axes={True: 0}
     ),
     lift_data_transform_returns_one=lambda one: lifted(one, {}, data_transform=lambda variables, rngs: variables),
+    lift_broadcast_of_x=lambda one: updating(
+        one,
+        named(
+            "updates",
+            lambda variables, carry, x: {
+                "params": {"scale": x * 2, "fixed": jnp.ones(2), "one": jnp.float32(1)},
+                "stats": {"mean": carry + 1},
+            },
+        ),
+        variable_broadcast=True,
+    ),
 )
 
 case(CarryError)(
     lift_carry_changes=lambda one: lift(lambda variables, rngs, carry, x: ((carry[None], x), {}))({}, {}, one, XS),
+    lift_carried_collection_changes=lambda one: updating(
+        one,
+        named("updates", lambda variables, carry, x: {"stats": {"n": variables["stats"]["n"].astype(jnp.float16)}}),
+        {"stats": {"n": jnp.ones(2)}},
+        variable_carry="stats",
+    ),
 )

@@ -233,7 +233,7 @@ def _over_the_last_axis(body, init, xs):
     return treescan.scan(body, init, jnp.moveaxis(xs, 0, -1), in_axes=-1)
 
 
-def _over_indices(**options: Any) -> Callable[..., Any]:
+def over_indices(**options: Any) -> Callable[..., Any]:
     return lambda body, init, xs: treescan.fori(0, LENGTH, body, init, **options)
 
 
@@ -286,7 +286,7 @@ OPTIONS = {
     "name": Option(plain, over(treescan.scan, name="cell"), 1),
     "fold": Option(folded, over(treescan.fold), 1),
     "accumulate": Option(folded, over(treescan.accumulate), 1),
-    "fori": Option(indexed, _over_indices(), 1),
+    "fori": Option(indexed, over_indices(), 1),
     "lengths": Option(plain, over(treescan.mask_scan, lengths=LENGTHS), 3),
     "mask": Option(plain, over(treescan.mask_scan, mask=MASK), 3),
     "mask_reverse": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, reverse=True), 3),

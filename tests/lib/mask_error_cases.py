@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import LENGTHS, ROWS, XS, case, mesh_of, on_mesh, over_devices, without_body
+from error_cases import LENGTHS, ROWS, XS, case, mesh_of, named, on_mesh, over_devices, without_body
 from jax.sharding import PartitionSpec
 
 import treescan
@@ -55,14 +55,6 @@ def masked(one, body=step, **options):
 # --- mask_scan --------------------------------------------------------------------------------------------------------
 
 
-@case(ArgumentError)
-def fill_does_not_fit(one):
-    def step(carry, x):
-        return carry, {"token": x[:, 0].astype(jnp.int32)}
-
-    return masked(one, step, fill=0.5)
-
-
 @case(CarryError)
 def carry_dtype_in_mask_scan(one):
     def step(carry, x):
@@ -84,14 +76,6 @@ def packed_from(one, init, **options):
     packed = treescan.pack([words(3), words(2), words(2)], rows=2)._replace(init=init)
     start = {"h": one * jnp.ones((2, 4)), "n": jnp.zeros(2, jnp.int32)}
     return mask_scan(state_step, start, packed, **options)
-
-
-@case(ArgumentError)
-def compact_with_key(one):
-    def step(carry, x, *, key):
-        return carry + jax.random.uniform(key, carry.shape), None
-
-    return masked(one, step, compact=True, key=jax.random.key(0))
 
 
 @case(BodyError, less=("disable_jit",))
@@ -227,6 +211,15 @@ case(ArgumentError)(
     packed_with_in_axes_of_its_data=lambda one: mask_scan(
         step, one * jnp.ones((1, 4)), (FEATURES, ROWS), in_axes=(1, 0)
     ),
+    fill_does_not_fit=lambda one: masked(
+        one, named("step", lambda carry, x: (carry, {"token": x[:, 0].astype(jnp.int32)})), fill=0.5
+    ),
+    compact_with_key=lambda one: masked(
+        one,
+        named("step", lambda carry, x, *, key: (carry + jax.random.uniform(key, carry.shape), None)),
+        compact=True,
+        key=jax.random.key(0),
+    ),
 )
 
 case(ArgumentError)(
@@ -322,21 +315,6 @@ def repad_too_long(one):
     return treescan.repad(packed, packed.data, length=2)
 
 
-@without_body(ArgumentError)
-def unpad_lengths_twice(one):
-    return treescan.unpad(PADDED, PADDED.lengths)
-
-
-@without_body(ArgumentTypeError)
-def unpack_padded(one):
-    return treescan.unpack(PADDED, PADDED.data)
-
-
-@without_body(ArgumentTypeError)
-def repad_of_padded(one):
-    return treescan.repad(PADDED, PADDED.data)
-
-
 without_body(ArgumentTypeError)(
     pad_array=lambda one: treescan.pad(ROWS),
     pad_single_pytree=lambda one: treescan.pad(Lstm(XS, XS)),
@@ -345,6 +323,8 @@ without_body(ArgumentTypeError)(
     length_mask_of_lists=lambda one: treescan.length_mask([[3, 1], [2]], 3),
     length_mask_without_length=lambda one: treescan.length_mask(LENGTHS, None),
     pack_inits_that_are_stacked=lambda one: treescan.pack([words(3), words(4)], init={"h": jnp.zeros((2, 4))}),
+    unpack_padded=lambda one: treescan.unpack(PADDED, PADDED.data),
+    repad_of_padded=lambda one: treescan.repad(PADDED, PADDED.data),
 )
 
 without_body(ArgumentError)(
@@ -384,6 +364,7 @@ without_body(ArgumentError)(
     pack_inits_of_other_sequences=lambda one: treescan.pack([words(3), words(4)], init=[one]),
     pack_inits_with_a_function=lambda one: treescan.pack([words(3), words(4)], init=[{"h": one, "f": encode}] * 2),
     last_other_rows=lambda one: treescan.last(treescan.pad([XS, XS]), ROWS[:, :1], reverse=False),
+    unpad_lengths_twice=lambda one: treescan.unpad(PADDED, PADDED.lengths),
 )
 
 without_body(TracedArgumentError, less=("disable_jit",))(

@@ -1,4 +1,4 @@
-"""What results are compared with, and how: to the bit."""
+"""What results are compared with, and how: to the bit, or but for rounding."""
 
 from collections.abc import Callable
 from typing import Any
@@ -20,6 +20,20 @@ def assert_bitwise(actual: Any, expected: Any) -> None:
     for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
         assert jax.typeof(a) == jax.typeof(b)
         npt.assert_array_equal(as_numpy(a), as_numpy(b))
+
+
+def assert_close(got: Any, want: Any, rtol: float = 2e-5, atol: float = 2e-5) -> None:
+    """Equal structures and dtypes, and values but for rounding, beside the largest of their array."""
+    assert jax.tree.structure(got) == jax.tree.structure(want)
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(want), strict=True):
+        a, b = as_numpy(a), as_numpy(b)
+        assert a.dtype == b.dtype
+        npt.assert_allclose(a, b, rtol=rtol, atol=atol * max(1.0, float(np.max(np.abs(b[np.isfinite(b)]), initial=0))))
+
+
+def compiled(function: Callable[..., Any], *args: Any) -> Any:
+    """The result of a function as one program."""
+    return jax.jit(function)(*args)
 
 
 def as_numpy(leaf: Any) -> np.ndarray:

@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from error_cases import XS as X, case, on_mesh, without_body
+from error_cases import XS as X, case, named, on_mesh, without_body
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float
 from layer_error_cases import Dense, block, dense, denses, local, two, with_cache
@@ -20,70 +20,6 @@ def caches(one: Any, n: int = 4) -> Any:
     return {"k": one * jnp.zeros((n, 3)), "v": jnp.zeros((n, 3))}
 
 
-@case(BodyError)
-def state_is_not_returned(one):
-    def block(layer, x, cache):
-        return decode(layer, x, cache)[0]
-
-    return fold_layers(block, X, denses(one), state=caches(one))
-
-
-@case(BodyError)
-def state_is_not_returned_beside_y(one):
-    def block(layer, x, cache):
-        return decode(layer, x, cache)
-
-    return scan_layers(block, X, denses(one), state=caches(one))
-
-
-@case(BodyError)
-def state_returned_with_a_y_in_fold_layers(one):
-    def block(layer, x, cache):
-        return (*decode(layer, x, cache), x)
-
-    return fold_layers(block, X, denses(one), state=caches(one))
-
-
-@case(CarryError)
-def state_of_another_type_is_returned(one):
-    def block(layer, x, cache):
-        return x, {"k": cache["k"].astype(jnp.bfloat16), "v": jnp.concatenate([cache["v"], x[:1]])}
-
-    return fold_layers(block, X, denses(one), state=caches(one))
-
-
-@case(CarryError)
-def state_of_another_structure_is_returned(one):
-    def block(layer, x, cache):
-        return x, {"k": cache["k"], "position": one}
-
-    return fold_layers(block, X, denses(one), state=caches(one), remat="step")
-
-
-@case(CarryError)
-def state_and_x_are_swapped(one):
-    def block(layer, x, cache):
-        return cache, x
-
-    return fold_layers(block, X, denses(one), state=caches(one))
-
-
-@without_body(ArgumentError)
-def state_beside_a_save_that_is_no_prefix(one):
-    def block(layer, x, cache):
-        return (*decode(layer, x, cache), {"mean": x.mean()})
-
-    return scan_layers(block, X, denses(one), state=caches(one), remat="step", save={"sum": "last"})
-
-
-@case(BodyError)
-def state_is_not_taken(one):
-    def block(layer, x):
-        return x, None
-
-    return fold_layers(block, X, denses(one), state=caches(one))
-
-
 @on_mesh(LayerError, body=False)
 def state_split(one):
     w = jax.sharding.reshard(jnp.ones((4, 3)), PartitionSpec("rows", None))
@@ -97,14 +33,6 @@ def pattern_in_axes_not_there(one):
 
 
 @case(BodyError)
-def pattern_second_block_takes_too_much(one):
-    def second(layer, x, mask, scale):
-        return x * mask * scale, None
-
-    return scan_layers([lambda layer, x: (x, None), second], X, two(one))
-
-
-@case(BodyError)
 def pattern_second_block_without_key(one):
     def first(layer, x, *, key):
         return x, None
@@ -115,12 +43,28 @@ def pattern_second_block_without_key(one):
     return scan_layers([first, second], X, two(one), key=jax.random.key(0))
 
 
-@case(BodyError)
-def pattern_second_block_returns_x_alone(one):
-    def second(layer, x):
-        return x
-
-    return scan_layers([local, second], one * X, two(one))
+case(BodyError)(
+    state_is_not_returned=lambda one: fold_layers(
+        named("block", lambda layer, x, cache: decode(layer, x, cache)[0]), X, denses(one), state=caches(one)
+    ),
+    state_is_not_returned_beside_y=lambda one: scan_layers(
+        named("block", lambda layer, x, cache: decode(layer, x, cache)), X, denses(one), state=caches(one)
+    ),
+    state_returned_with_a_y_in_fold_layers=lambda one: fold_layers(
+        named("block", lambda layer, x, cache: (*decode(layer, x, cache), x)), X, denses(one), state=caches(one)
+    ),
+    state_is_not_taken=lambda one: fold_layers(
+        named("block", lambda layer, x: (x, None)), X, denses(one), state=caches(one)
+    ),
+    pattern_second_block_takes_too_much=lambda one: scan_layers(
+        [lambda layer, x: (x, None), named("second", lambda layer, x, mask, scale: (x * mask * scale, None))],
+        X,
+        two(one),
+    ),
+    pattern_second_block_returns_x_alone=lambda one: scan_layers(
+        [local, named("second", lambda layer, x: x)], one * X, two(one)
+    ),
+)
 
 
 def half(layer, h):
@@ -174,7 +118,24 @@ without_body(ArgumentError)(
     ),
     pattern_with_remat_of_another_length=lambda one: scan_layers([local, block], X, two(one), remat=["step"]),
     pattern_with_nested_in_a_sequence=lambda one: scan_layers([local, block], X, two(one), remat=["step", "nested"]),
+    state_beside_a_save_that_is_no_prefix=lambda one: scan_layers(
+        named("block", lambda layer, x, cache: (*decode(layer, x, cache), {"mean": x.mean()})),
+        X,
+        denses(one),
+        state=caches(one),
+        remat="step",
+        save={"sum": "last"},
+    ),
 )
+
+
+@case(CarryError)
+def state_of_another_type_is_returned(one):
+    def block(layer, x, cache):
+        return x, {"k": cache["k"].astype(jnp.bfloat16), "v": jnp.concatenate([cache["v"], x[:1]])}
+
+    return fold_layers(block, X, denses(one), state=caches(one))
+
 
 case(CarryError)(
     pattern_second_block_computes_in_half=lambda one: scan_layers([local, half, local], one * X, [denses(one)] * 3),
@@ -186,6 +147,16 @@ case(CarryError)(
     ),
     pattern_second_block_computes_in_half_once_each=lambda one: scan_layers(
         [local, half], one * X, [denses(one, 1), denses(one, 0)]
+    ),
+    state_of_another_structure_is_returned=lambda one: fold_layers(
+        named("block", lambda layer, x, cache: (x, {"k": cache["k"], "position": one})),
+        X,
+        denses(one),
+        state=caches(one),
+        remat="step",
+    ),
+    state_and_x_are_swapped=lambda one: fold_layers(
+        named("block", lambda layer, x, cache: (cache, x)), X, denses(one), state=caches(one)
     ),
 )
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import ROWS, XS, case, mesh_of, on_mesh, over_devices, without_body
+from error_cases import ROWS, XS, case, mesh_of, named, on_mesh, over_devices, without_body
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
@@ -63,14 +63,6 @@ class Tower:
 
 
 @case(BodyError, lax=True)
-def pair_carry_only(one):
-    def step(state, x):
-        return {"h": state["h"] + x}
-
-    return scan(step, {"h": one}, XS)
-
-
-@case(BodyError, lax=True)
 def pair_none(one):
     def step(carry, x):
         print_later = carry + x
@@ -103,6 +95,7 @@ case(BodyError, lax=True)(
     pair_array=lambda one: scan(lambda carry, x: carry["h"] + x, {"h": one}, XS),
     y_static=lambda one: scan(lambda carry, x: (carry, {"x": x, "label": "a"}), one, XS),
     body_of_three=lambda one: scan(lambda carry, x, rate: (carry * rate, x), one, XS),
+    pair_carry_only=lambda one: scan(named("step", lambda state, x: {"h": state["h"] + x}), {"h": one}, XS),
 )
 
 case(BodyError)(
@@ -115,14 +108,6 @@ case(BodyError)(
 
 
 # --- the carry: structure ---------------------------------------------------------------------------------------------
-
-
-@case(CarryError, lax=True)
-def carry_keys(one):
-    def step(carry, x):
-        return {"h": carry["h"], "step": x}, None
-
-    return scan(step, {"h": one, "count": 0, "cache": {"k": one}}, XS)
 
 
 @case(CarryError, lax=True)
@@ -147,6 +132,11 @@ case(CarryError, lax=True)(
     carry_other_dict=lambda one: scan(lambda carry, x: (collections.OrderedDict(carry), None), {"h": one}, XS),
     carry_static_for_array=lambda one: scan(lambda carry, x: ("done", None), one, XS),
     pair_none_for_the_carry=lambda one: scan(lambda carry, x: (None, x), one, XS),
+    carry_keys=lambda one: scan(
+        named("step", lambda carry, x: ({"h": carry["h"], "step": x}, None)),
+        {"h": one, "count": 0, "cache": {"k": one}},
+        XS,
+    ),
 )
 
 case(CarryError)(
@@ -157,14 +147,6 @@ case(CarryError)(
 
 
 # --- the carry: types -------------------------------------------------------------------------------------------------
-
-
-@case(CarryError, lax=True)
-def carry_grows(one):
-    def step(tokens, x):
-        return jnp.append(tokens, x), None
-
-    return scan(step, one * XS, XS)
 
 
 @case(CarryError, lax=True)
@@ -207,6 +189,7 @@ case(CarryError, lax=True)(
     carry_key_impl=lambda one: scan(
         lambda carry, x: ((jax.random.key(0, impl="rbg"), x), None), (jax.random.key(0), one), XS
     ),
+    carry_grows=lambda one: scan(named("step", lambda tokens, x: (jnp.append(tokens, x), None)), one * XS, XS),
 )
 
 
@@ -288,30 +271,6 @@ case(ArgumentTypeError)(
 # --- options ----------------------------------------------------------------------------------------------------------
 
 
-@case(BodyError)
-def key_needed(one):
-    def dropout(carry, x, *, key):
-        return carry * jax.random.bernoulli(key), x
-
-    return scan(dropout, one, XS)
-
-
-@case(BodyError)
-def valid_needed(one):
-    def pooled(carry, x, *, valid):
-        return carry, valid
-
-    return scan(pooled, one, XS)
-
-
-@case(BodyError)
-def keyword_needed(one):
-    def scaled(carry, x, *, rate):
-        return carry * rate, x
-
-    return scan(scaled, one, XS)
-
-
 case(ArgumentTypeError)(
     reverse_int=lambda one: scan(step, one, XS, reverse=1),
     reverse_str=lambda one: scan(step, one, XS, None, "yes"),
@@ -349,6 +308,11 @@ case(ArgumentError)(
 case(BodyError)(
     key_not_taken=lambda one: scan(step, one, XS, key=jax.random.key(0)),
     key_not_taken_by_fori=lambda one: fori(0, 3, lambda i, carry: carry, one, key=jax.random.key(0)),
+    key_needed=lambda one: scan(
+        named("dropout", lambda carry, x, *, key: (carry * jax.random.bernoulli(key), x)), one, XS
+    ),
+    valid_needed=lambda one: scan(named("pooled", lambda carry, x, *, valid: (carry, valid)), one, XS),
+    keyword_needed=lambda one: scan(named("scaled", lambda carry, x, *, rate: (carry * rate, x)), one, XS),
 )
 
 case(ArgumentTypeError, lax=True)(

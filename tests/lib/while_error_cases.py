@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import XS, case, without_body
+from error_cases import XS, case, named, without_body
 from jax.experimental import io_callback
 
 from treescan import (
@@ -32,22 +32,6 @@ def rows_of(one):
 
 def few(carry):
     return carry["h"] < 3
-
-
-@case(ArgumentError)
-def while_rows_not_in_y(one):
-    def body(carry, x):
-        return carry + 1, {"sum": jnp.sum(carry), "all": carry}
-
-    return while_scan(small, body, one * jnp.ones(3), max_length=4)
-
-
-@case(ArgumentError)
-def while_compact_with_key(one):
-    def body(carry, x, *, key):
-        return carry + jax.random.uniform(key, (3,)), None
-
-    return while_scan(small, body, one * jnp.ones(3), max_length=4, key=jax.random.key(0), compact=True)
 
 
 @case(BodyError, less=("disable_jit",))
@@ -146,6 +130,20 @@ case(ArgumentError)(
         small, lambda carry, x: (carry + 1, jnp.int32(1)), one, XS, fill=0.5
     ),
     fori_longer_than_max_length=lambda one: fori(0, 5, lambda i, carry: carry, one, max_length=3),
+    while_rows_not_in_y=lambda one: while_scan(
+        small,
+        named("body", lambda carry, x: (carry + 1, {"sum": jnp.sum(carry), "all": carry})),
+        one * jnp.ones(3),
+        max_length=4,
+    ),
+    while_compact_with_key=lambda one: while_scan(
+        small,
+        named("body", lambda carry, x, *, key: (carry + jax.random.uniform(key, (3,)), None)),
+        one * jnp.ones(3),
+        max_length=4,
+        key=jax.random.key(0),
+        compact=True,
+    ),
 )
 
 case(BodyError)(

@@ -162,14 +162,6 @@ def test_any_callable_is_a_body(body, verb, context):
     chex.assert_trees_all_close(actual, expected, rtol=1e-6)
 
 
-@pytest.mark.parametrize("name", ["custom_jvp", "custom_vjp"])
-def test_derivative_of_a_body_is_its_own(name):
-    def derivative(scan):
-        return jax.grad(lambda c: scan(BODIES[name], c, XS)[0])(jnp.float32(1))
-
-    assert derivative(treescan.scan) == derivative(jax.lax.scan) != 1
-
-
 @parametrize("body", {"operator": operator.add, "jnp": jnp.add, "max": max})
 def test_builtins_fold(body):
     def run(verb, xs):
@@ -379,24 +371,6 @@ def test_a_wrapper_passes_valid_on():
     total, seen = treescan.mask_scan(passes, 0.0, xs, lengths=lengths, carry_axes=None)
     assert total == 4
     assert_bitwise(seen, jnp.array([[1, 1], [1, 0], [1, 0]], bool))
-
-
-def test_annotations_that_a_wrapper_copied_are_not_its_own():
-    def cell(w: Float[Array, "a b"], h: Float[Array, " a"], x: Float[Array, ""]) -> Float[Array, " b"]:
-        return h @ w + x
-
-    @functools.wraps(cell)
-    def body(carry, x):
-        w, h = carry
-        return (w, cell(w, h, x)), None
-
-    treescan.scan(body, (jnp.eye(2), jnp.ones(2)), XS)
-
-
-@parametrize("body", {"one": lambda c: c, "three": lambda c, x, z: (c, x)})
-def test_the_wrong_number_of_parameters_is_said(body):
-    with pytest.raises(treescan.BodyError, match=r"calls it with \(carry, x\)"):
-        treescan.scan(body, 0.0, XS)
 
 
 def test_an_old_carry_as_output_is_no_swapped_pair():

@@ -64,22 +64,8 @@ def test_the_fields_of_a_dataclass_are_named_in_errors(kind):
         treescan.scan(step, state(h=INIT, steps=INIT), XS)
 
 
-def test_a_static_assertion_in_a_body_is_raised_as_it_is():
-    def step(carry, x):
-        chex.assert_shape(x, (3,))
-        return carry, x
-
-    with pytest.raises(AssertionError, match=r"input 0 has shape \(2,\) but expected \(3\)"):
-        treescan.scan(step, INIT, XS)
-
-
 def not_negative(carry, x):
     checkify.check(jnp.all(x >= 0), "negative")
-    return carry + x, x
-
-
-def finite(carry, x):
-    chex.assert_tree_all_finite(x)
     return carry + x, x
 
 
@@ -118,14 +104,6 @@ def test_a_check_of_values_is_made_in_each_step(verb):
     assert "negative" in error
 
 
-@parametrize("verb", {name: WITH_CHECKS[name] for name in ("scan", "while_scan", "compact")})
-def test_an_assertion_of_values_is_raised_under_chexify(verb):
-    run = chex.chexify(jax.jit(lambda xs: verb(finite, xs)), async_check=False)
-    run(XS)
-    with pytest.raises(AssertionError, match="non-finite"):
-        run(XS.at[4].set(jnp.nan))
-
-
 @parametrize("verb", {name: verb for name, verb in WITH_CHECKS.items() if name != "while_scan"})
 def test_checks_are_kept_under_a_gradient_outside_of_them(verb):
     def loss(xs):
@@ -156,15 +134,6 @@ def test_padding_sets_off_no_check(options):
     assert "negative" in checked(verb, not_negative, padding.at[3, 0].set(-1.0))[0]
 
 
-def test_padding_sets_off_no_assertion():
-    verb = masked(lengths=jnp.array([4, 3]), chunk=2)
-    run = chex.chexify(jax.jit(lambda xs: verb(finite, xs)), async_check=False)
-    padding = XS.at[4:].set(jnp.nan).at[3, 1].set(jnp.inf)
-    run(padding)
-    with pytest.raises(AssertionError, match="non-finite"):
-        run(padding.at[3, 0].set(jnp.nan))
-
-
 def test_padding_sets_off_no_check_of_floats():
     def step(carry, x):
         return carry + jnp.log(x + 1), x
@@ -184,27 +153,3 @@ def test_elements_of_vmap_that_have_ended_set_off_no_check():
     for lengths, alarmed in ((jnp.array([6, 2]), False), (jnp.array([6, 3]), True)):
         error, _ = checkify.checkify(jax.vmap(one))(xs, lengths)
         assert (error.get() is not None) == alarmed
-
-
-def test_chex_counts_one_trace():
-    chex.clear_trace_counter()
-
-    @chex.assert_max_traces(n=1)
-    def body(carry, x):
-        return carry + x, x
-
-    for name in ("scan", "mask_scan"):
-        chex.clear_trace_counter()
-        jax.jit(lambda xs, verb=WITH_CHECKS[name]: verb(body, xs))(XS)
-
-
-@parametrize("context", {"fake_jit": chex.fake_jit, "fake_pmap_and_jit": chex.fake_pmap_and_jit})
-@parametrize("verb", {name: WITH_CHECKS[name] for name in ("scan", "while_scan", "mask_scan")})
-def test_results_without_jit_are_those_with_it(context, verb):
-    def body(carry, x):
-        return jnp.sin(carry) + x, carry
-
-    expected = jax.jit(lambda xs: verb(body, xs))(XS)
-    with context():
-        ours = jax.jit(lambda xs: verb(body, xs))(XS)
-    chex.assert_trees_all_close(ours, expected, rtol=1e-6)

@@ -12,44 +12,18 @@ import pytest
 from hypothesis import given, settings
 from loops import CASES, TRANSFORMS, State, array, grad
 from oracle import assert_bitwise, python_scan
-from thin import all_pairs, everyday, parametrize
+from thin import parametrize
 
 import treescan
-
-UNROLLS = (1, 0, 3, True, 100)
-GRID = list(itertools.product(CASES, (0, 1, 7), (False, True), UNROLLS, TRANSFORMS))
-
-
-@pytest.mark.parametrize(("case", "length", "reverse", "unroll", "transform"), everyday(all_pairs(GRID)))
-def test_scan_is_lax_scan(case, length, reverse, unroll, transform):
-    case, by = CASES[case], TRANSFORMS[transform]
-    reference_by = TRANSFORMS["jit"] if transform == "disable_jit" and length == 0 else by  # where lax.scan raises
-    given = case.init, case.make_xs(length)
-    actual = by(lambda *a: treescan.scan(case.body, *a, length, reverse, unroll), *given)
-    # The oldest supported release of lax.scan does not know 0, which is documented as the same as True.
-    expected = reference_by(lambda *a: jax.lax.scan(case.body, *a, length, reverse, unroll or True), *given)
-    assert_bitwise(actual, expected)
 
 
 @parametrize("case", CASES)
 def test_scan_is_a_python_loop(case):
-    """An oracle that shares nothing with lax.scan, for the one above to be checked against."""
+    """That its program is lax.scan's, under every transform, is in `test_same_program.py`."""
     xs = case.make_xs(7)
     actual = grad(lambda init, xs: treescan.scan(case.body, init, xs, 7, True), case.init, xs)
     expected = grad(lambda init, xs: python_scan(case.body, init, xs, 7, True), case.init, xs)
     chex.assert_trees_all_close(actual, expected, rtol=1e-4, atol=1e-5)
-
-
-@pytest.mark.parametrize("init", [0, 0.0, True, 1j, np.float32(1), np.int8(3)], ids=repr)
-@pytest.mark.parametrize("transform", ["jit", "disable_jit"])
-def test_scalars_are_promoted_as_by_lax_scan(init, transform):
-    for length in (1, 3):
-        xs = jnp.ones(length, jnp.asarray(init).dtype)
-        actual, expected = (
-            TRANSFORMS[transform](lambda xs, _, scan=scan: scan(lambda c, x: (c * x, c), init, xs), xs, None)
-            for scan in (treescan.scan, jax.lax.scan)
-        )
-        assert_bitwise(actual, expected)
 
 
 # fold and accumulate: the scan that returns its carry as y.

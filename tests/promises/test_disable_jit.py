@@ -125,27 +125,6 @@ def test_a_fault_of_a_late_step_is_found():
     assert len(seen) == 4
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_steps_run_in_order(reverse):
-    seen = []
-    with jax.disable_jit():
-        treescan.scan(lambda c, x: (c, seen.append(int(x))), 0, jnp.arange(5), reverse=reverse)
-    assert seen == list(range(5))[:: -1 if reverse else 1]
-
-
-def test_a_nested_scan_runs_step_by_step():
-    seen = []
-
-    def inner(c, x):
-        seen.append(float(c))
-        return c + x, None
-
-    with jax.disable_jit():
-        total, _ = treescan.scan(lambda c, x: treescan.scan(inner, c, x), 0.0, jnp.ones((2, 3)))
-    assert seen == [0, 1, 2, 3, 4, 5]
-    assert total == 6
-
-
 def test_values_of_a_mapped_or_differentiated_loop_come_step_by_step():
     """Tracers of vmap and grad there are, but none of jit: the Python body runs once a step."""
     seen = []

@@ -78,8 +78,9 @@ def as_spelled(text: str) -> str:
 
 def is_the_body(place: re.Match[str]) -> bool:
     source = linecache.getline(place["file"], int(place["line"]))
-    expected = "lambda" if place["name"] == "<lambda>" else f"def {place['name'].rsplit('.')[-1]}("
-    return expected in source or (place["name"] == "Counter" and "__call__" in source)
+    name = place["name"].rsplit(".")[-1]
+    expected = ("lambda",) if name == "<lambda>" else (f"def {name}(", f'named("{name}", lambda')
+    return any(each in source for each in expected) or (place["name"] == "Counter" and "__call__" in source)
 
 
 @pytest.mark.parametrize("name", params(CASES))

@@ -6,9 +6,8 @@ import itertools
 import jax
 import jax.numpy as jnp
 import pytest
-from oracle import assert_bitwise
+from oracle import assert_bitwise, assert_close
 from thin import all_pairs, slow
-from unpadded import assert_close
 
 import treescan
 from treescan.carries import keys

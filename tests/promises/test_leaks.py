@@ -196,17 +196,3 @@ def test_the_number_of_live_objects_is_flat(verb):
     for _ in range(3):
         run_once(verb, grad)
     assert objects() == before
-
-
-@pytest.mark.slow
-@parametrize("verb", {name: VERBS[name] for name in ("scan nested", "fori traced", "while_scan", "mask_scan")})
-@pytest.mark.parametrize("calls", [100, pytest.param(1000, marks=pytest.mark.exhaustive)])
-def test_many_closures_leave_nothing(verb, calls):
-    for context in (grad, vmap):
-        held = [reference for _ in range(10) for reference in run_once(verb, context)]
-        before = objects()
-        for call in range(calls - 10):
-            held = [*held, *run_once(verb, context)] if call % (calls // 10) == 0 else run_once(verb, context)
-            if call % (calls // 10) == 0:
-                assert alive(iter(held)) == 0
-        assert objects() == before

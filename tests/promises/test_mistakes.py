@@ -13,7 +13,6 @@ import numpy as np
 import pytest
 from flax import linen, nnx
 from jax.ad_checkpoint import checkpoint_name
-from jax.experimental import io_callback
 
 import treescan
 from treescan import Remat, fold, fold_layers, fori, mask_scan, scan, scan_layers, while_scan
@@ -141,11 +140,6 @@ def test_misspelt_fields(make: Callable[[], Any], text: str) -> None:
     assert str(caught.value) == text
 
 
-def test_settings_are_still_dataclasses() -> None:
-    assert Remat("dots_saveable", levels=2) == Remat(policy="dots_saveable", levels=2)
-    assert hash(Remat(levels=2)) == hash(Remat(levels=2))
-
-
 # --- lists ------------------------------------------------------------------------------------------------------------
 
 
@@ -193,21 +187,6 @@ def test_the_advice_for_padded_works() -> None:
     by_parts = fold(lambda h, x: h + x, jnp.zeros(2), batch.data, lengths=batch.lengths)
     whole = mask_scan(lambda h, x: (h + x, None), jnp.zeros(2), batch)[0]
     assert by_parts.tolist() == whole.tolist() == [3, 2]
-
-
-def test_a_stack_of_batches_is_scanned_over() -> None:
-    def step(total: Any, batch: Any) -> Any:
-        return total + mask_scan(lambda h, x: (h + x, None), jnp.zeros(2), batch)[0]
-
-    assert fold(step, jnp.zeros(2), treescan.stack([padded()] * 3)).tolist() == [9, 6]
-
-
-def test_in_axes_may_describe_a_batch() -> None:
-    batch = padded()
-    total = fold(
-        lambda h, x: h + x.data * x.lengths.astype(jnp.float32), jnp.zeros(2), batch, in_axes=treescan.Padded(0, None)
-    )
-    assert total.tolist() == [9, 4]
 
 
 # --- modules of flax --------------------------------------------------------------------------------------------------
@@ -281,29 +260,9 @@ def test_a_linen_module_that_has_its_variables_may_be_called() -> None:
         np.testing.assert_allclose(run(xs), h, rtol=1e-5)
 
 
-def test_a_body_may_have_modules_of_its_own() -> None:
-    def step(h: Any, x: Any) -> Any:
-        variables = linen.Dense(3).init(jax.random.key(0), x)
-        return linen.Dense(3).apply(variables, h)
-
-    assert fold(step, H, XS).shape == (3,)
-
-
 def test_changed_statistics_of_a_linen_module_are_refused() -> None:
     with pytest.raises(treescan.BodyError, match=r"made or changed variables of a flax\.linen module"):
         Recurrent(statistics=True).init(jax.random.key(0), jnp.ones((4, 2, 3)))
 
 
 # --- callbacks --------------------------------------------------------------------------------------------------------
-
-
-def test_rows_that_stop_may_call_back() -> None:
-    seen = list[Any]()
-
-    def step(carry: Any, _: Any) -> Any:
-        io_callback(lambda value: seen.append(np.asarray(value).tolist()), None, carry, ordered=True)
-        return carry + 1, None
-
-    assert while_scan(lambda carry: carry < 3, step, jnp.arange(3), max_length=8).steps.tolist() == [3, 2, 1]
-    jax.effects_barrier()
-    assert len(seen) == 3

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from jax.core import eval_jaxpr
 from jaxprs import equations
+from oracle import compiled
 from primitive_cases import CHUNK, ENTRIES, Example, _closed_call, examples, tables
-from unpadded import compiled
 
 import treescan
 from treescan._trace import equations as equations_module

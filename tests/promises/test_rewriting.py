@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from jax.experimental import io_callback
 from jax.sharding import PartitionSpec as P
-from unpadded import compiled
+from oracle import compiled
 
 import treescan
 from treescan import fold, fori, mask_scan, rewriting, scan, while_scan

@@ -1,12 +1,28 @@
 """With no option treescan traces to `jax.lax.scan`'s own program; with options, to no more than what they do."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jaxprs import equations, num_consts, shapes
-from loops import CASES, LENGTHS, OPTIONS, array, arrays, loss_of, over, plain
+from loops import (
+    CASES,
+    LENGTHS,
+    OPTIONS,
+    array,
+    arrays,
+    folded,
+    indexed,
+    layered,
+    layered_fold,
+    loss_of,
+    over,
+    over_indices,
+    over_pattern,
+    plain,
+)
 from thin import parametrize
 
 import treescan
@@ -43,6 +59,27 @@ def draws(key, x):
     return key, jax.random.normal(now) * x
 
 
+@jax.custom_jvp
+def with_jvp(carry, x):
+    return jnp.sin(carry * x)
+
+
+with_jvp.defjvp(lambda primals, tangents: (with_jvp(*primals), 10 * tangents[0] * primals[1]))
+
+
+@jax.custom_vjp
+def with_vjp(carry, x):
+    return jnp.sin(carry * x)
+
+
+with_vjp.defvjp(lambda c, x: (with_vjp(c, x), (c, x)), lambda res, t: (10 * t * res[1], t * res[0]))
+
+
+def prints(carry, x):
+    jax.debug.callback(lambda _: None, x)
+    return carry * x, carry
+
+
 PROGRAMS = {name: (case.body, case.init, case.make_xs(7)) for name, case in CASES.items()} | {
     "closure": (closes_over, array(2), array(4)),
     "constants": (returns_its_input, (array(3), array(2)), array(4)),
@@ -52,9 +89,12 @@ PROGRAMS = {name: (case.body, case.init, case.make_xs(7)) for name, case in CASE
     "weak type": (promotes, 1, array(4)),
     "keys": (draws, jax.random.key(0), array(4)),
     "static axis": (lambda c, x: (c, jnp.flip(x)), (), array(4, 3)),
+    "custom_jvp": (lambda c, x: (with_jvp(c, x), c), array(), array(4)),
+    "custom_vjp": (lambda c, x: (with_vjp(c, x), c), array(), array(4)),
+    "checkpoint": (lambda c, x: (jax.checkpoint(jnp.tanh)(c * x), c), array(), array(4)),
+    "effects": (prints, array(), array(4)),
 }
 OPTIONS_OF_LAX = {
-    "plain": {},
     "reverse": {"reverse": True},
     "unroll": {"unroll": 3},
     "whole": {"unroll": True},
@@ -111,11 +151,21 @@ def test_jaxpr_is_lax_scans(program):
         assert "scan" in str(ours)
 
 
-@parametrize("options", OPTIONS_OF_LAX)
-@parametrize("transform", {"plain": no_transform, "grad": under_grad})
-def test_jaxpr_with_lax_scans_own_arguments_is_lax_scans(options, transform):
-    ours, lax = (traced(scan, PROGRAMS["namedtuple"], transform, options) for scan in (treescan.scan, jax.lax.scan))
-    assert str(ours) == str(lax)
+@parametrize("program", PROGRAMS)
+def test_jaxpr_with_lax_scans_own_arguments_is_lax_scans(program):
+    for options, transform in itertools.product(OPTIONS_OF_LAX.values(), (no_transform, under_grad)):
+        ours, lax = (traced(scan, program, transform, options) for scan in (treescan.scan, jax.lax.scan))
+        assert str(ours) == str(lax), (options, transform)
+
+
+@parametrize("case", {name: case for name, case in CASES.items() if name != "no_xs"})
+def test_jaxpr_of_no_steps_and_of_one_is_lax_scans(case):
+    for steps in (0, 1):
+        ours, lax = (
+            jax.make_jaxpr(functools.partial(scan, case.body))(case.init, case.make_xs(steps))
+            for scan in (treescan.scan, jax.lax.scan)
+        )
+        assert str(ours) == str(lax)
 
 
 @parametrize("program", {name: PROGRAMS[name] for name in ("nested", "cond and jit", "keys")})
@@ -143,6 +193,37 @@ def test_name_stands_in_the_profile():
     init, xs = arrays()
     lowered = jax.jit(lambda init, xs: treescan.scan(plain, init, xs, name="cell")).lower(init, xs)
     assert "/cell/" in lowered.as_text(debug_info=True)
+
+
+# What is off leaves no trace.
+
+BAR = treescan.Progress("loop", meter=treescan.Text())
+OFF = {"progress": ((None, False), BAR), "check_finite": ((False,), True), "prefetch": ((None,), lambda layer: layer)}
+OF_LAYERS = ("scan_layers", "fold_layers", "pattern")
+WITH = {
+    "progress": ("scan", "fold", "fori", "lengths", *OF_LAYERS),
+    "check_finite": ("scan", "fold", "fori", "lengths", *OF_LAYERS),
+    "prefetch": ("scan_layers", "fold_layers"),
+}
+
+
+@pytest.mark.parametrize(("option", "verb"), [(option, verb) for option, verbs in WITH.items() for verb in verbs])
+def test_an_option_that_is_off_is_the_same_program(option, verb):
+    verbs = {
+        "scan": (plain, over, treescan.scan), "fold": (folded, over, treescan.fold),
+        "fori": (indexed, over_indices, None),
+        "lengths": (plain, over, functools.partial(treescan.mask_scan, lengths=LENGTHS)),
+        "scan_layers": (layered, over, treescan.scan_layers), "fold_layers": (layered_fold, over, treescan.fold_layers),
+        "pattern": (layered, over_pattern, treescan.scan_layers),
+    }  # fmt: skip
+    body, way, of = verbs[verb]
+
+    def program(**options):
+        run = way(**options) if of is None else way(of, **options)
+        return str(jax.make_jaxpr(functools.partial(run, body))(*arrays()))
+
+    off, on = OFF[option]
+    assert {program(**{option: value}) for value in off} == {program()} != {program(**{option: on})}
 
 
 # A carry leaf that the body returns as it came is a constant of the loop, whatever the option.

@@ -110,15 +110,6 @@ def test_new_values_are_no_new_trace():
         assert keyed.traces(lambda f, i=i: treescan.scan(f, 0.0, xs, key=jax.random.key(i))) == expected
 
 
-def test_weak_init_is_traced_as_often_as_by_lax_scan():
-    for init in (0, 0.0):
-        ours, lax = (Counted(lambda c, x: (c + x, c)) for _ in range(2))
-        for _ in range(2):
-            assert ours.traces(lambda f, init=init: treescan.scan(f, init, array(3))) == lax.traces(
-                lambda f, init=init: jax.lax.scan(f, init, array(3))
-            )
-
-
 # Nothing leaks.
 
 
@@ -145,25 +136,8 @@ BODIES = {
 }
 
 
-def under_jit(call):
-    return jax.jit(call)(array(3), array(4, 3))
-
-
-def under_grad(call):
-    return jax.grad(lambda c, x: jnp.sum(call(c, x)[0]))(array(3), array(4, 3))
-
-
-def under_vmap(call):
-    return jax.vmap(call, in_axes=(0, None))(array(2, 3), array(4, 3))
-
-
 def eagerly(call):
     return call(array(3), array(4, 3))
-
-
-def disabled(call):
-    with jax.disable_jit():
-        return call(array(3), array(4, 3))
 
 
 RUNS = {
@@ -174,13 +148,6 @@ RUNS = {
     "mask_scan": lambda f, c, x: treescan.mask_scan(f, c, x, lengths=jnp.arange(3)),
     "mask_nan": lambda f, c, x: treescan.mask_scan(f, c, x, lengths=jnp.arange(3), fill=jnp.nan),
 }
-
-
-@parametrize("context", {f.__name__: f for f in (eagerly, under_jit, under_grad, under_vmap, disabled)})
-def test_body_is_freed(context):
-    """With what it closes over; `test_leaks.py` tries more verbs."""
-    for run in RUNS.values():
-        freed_after(closure, run, context)
 
 
 @parametrize("make", BODIES)
@@ -295,15 +262,6 @@ def test_a_hoisted_body_and_an_outer_jit_are_not_warned_of():
         treescan.scan(body, jnp.float32(n), array(3))
         jitted(array(n))
         jax.jit(lambda xs: treescan.mask_scan(lambda c, x: (c, x), jnp.float32(0), xs, lengths=2))(array(n))
-
-
-@pytest.mark.usefixtures("_warn")
-def test_an_init_that_is_traced_twice_is_warned_of():
-    def body(total, x):
-        return total + x, x
-
-    with pytest.warns(treescan.RetraceWarning, match=r"`body`.* is traced twice.*total \(~int32\[\] to float32\[\]\)"):
-        treescan.scan(body, 0, array(3))
 
 
 @pytest.mark.usefixtures("_warn")

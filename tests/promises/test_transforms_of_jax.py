@@ -9,10 +9,9 @@ import jax
 import jax.export
 import jax.numpy as jnp
 import numpy as np
-import optax
 import pytest
 from jax.experimental import checkify, io_callback
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 from loops import array, over
 from oracle import assert_bitwise
 from thin import parametrize
@@ -25,64 +24,6 @@ XS = array(4)
 def both(call):
     """What a program gives with treescan's scan, and with lax.scan."""
     return call(treescan.scan), call(jax.lax.scan)
-
-
-# Custom derivatives.
-
-
-@jax.custom_jvp
-def scaled_jvp(c, x):
-    return jnp.sin(c * x)
-
-
-@scaled_jvp.defjvp
-def _(primals, tangents):
-    return scaled_jvp(*primals), 10 * tangents[0] * primals[1]
-
-
-@jax.custom_vjp
-def scaled_vjp(c, x):
-    return jnp.sin(c * x)
-
-
-scaled_vjp.defvjp(lambda c, x: (scaled_vjp(c, x), (c, x)), lambda res, t: (10 * t * res[1], t * res[0]))
-
-
-DERIVATIVES = (
-    jax.value_and_grad,
-    lambda f: lambda c, xs: jax.vmap(jax.grad(f), (0, None))(jnp.stack([c, 2 * c]), xs),
-    lambda f: lambda c, xs: jax.grad(lambda cs: jax.vmap(f, (0, None))(cs, xs).sum())(c[None]),
-)
-
-
-@parametrize("inner", {"custom_jvp": scaled_jvp, "custom_vjp": scaled_vjp})
-def test_custom_derivatives_in_a_body(inner):
-    for transform in DERIVATIVES:
-        assert_bitwise(
-            *both(
-                lambda scan, by=transform: by(lambda c, xs: scan(lambda c, x: (inner(c, x), c), c, xs)[0])(array(), XS)
-            )
-        )
-
-
-def test_custom_vjp_in_a_body_refuses_forward_mode():
-    def call(scan):
-        with pytest.raises(TypeError, match="forward-mode"):
-            jax.jvp(lambda c: scan(lambda c, x: (scaled_vjp(c, x), c), c, XS)[0], (array(),), (array(),))
-
-    both(call)
-
-
-def test_a_loop_in_a_custom_derivative():
-    def call(scan):
-        @jax.custom_vjp
-        def total(c):
-            return scan(lambda c, x: (c * x, None), c, XS)[0]
-
-        total.defvjp(lambda c: (total(c), None), lambda _, t: (scan(lambda t, x: (t + x, None), t, XS)[0],))
-        return jax.grad(total)(array())
-
-    assert_bitwise(*both(call))
 
 
 # Effects.
@@ -102,23 +43,6 @@ def test_debug_print(capfd, transform):
     ours, lax = both(call)
     assert ours == lax
     assert len(ours.splitlines()) == 3
-
-
-def test_debug_callback_under_vmap_and_grad():
-    def call(scan):
-        seen = []
-
-        def body(c, x):
-            jax.debug.callback(lambda x: seen.append(float(x)), x)
-            return jnp.sin(c * x), None
-
-        jax.vmap(jax.grad(lambda c: scan(body, c, XS)[0]))(array(2))
-        jax.effects_barrier()
-        return sorted(seen)
-
-    ours, lax = both(call)
-    assert ours == lax
-    assert set(ours) == set(XS.tolist())
 
 
 @pytest.mark.parametrize(("ordered", "context"), [(False, "eager"), (True, "jit"), (True, "disable_jit")])
@@ -203,79 +127,6 @@ def test_checkify(bad):
     assert_bitwise(ours_out, lax_out)
 
 
-def test_discharged_checks_in_a_body():
-    def call(scan):
-        def body(c, x):
-            return c / x, c
-
-        error, _ = checkify.checkify(lambda xs: scan(body, jnp.float32(1), xs), errors=checkify.float_checks)(
-            jnp.array([1.0, 0.0, 1.0])
-        )
-        return error.get() is not None and "division by zero" in error.get()
-
-    assert both(call) == (True, True)
-
-
-POLICIES = {
-    "none": None,
-    "dots": jax.checkpoint_policies.dots_saveable,
-    "all": jax.checkpoint_policies.nothing_saveable,
-}
-
-
-@pytest.mark.parametrize(("where", "policy"), [("around", "dots"), ("inside", "all"), ("inside", "none")])
-def test_checkpoint(where, policy):
-    policy = POLICIES[policy]
-
-    def call(scan):
-        def body(c, x):
-            return jnp.tanh(c @ array(3, 3) * x), c
-
-        if where == "inside":
-            body = jax.checkpoint(body, policy=policy, prevent_cse=False)
-
-        def run(c, xs):
-            c, ys = scan(body, c, xs)
-            return jnp.sum(c) + jnp.sum(ys**2)
-
-        run = jax.checkpoint(run, policy=policy) if where == "around" else run
-        derivative = jax.grad(run, argnums=(0, 1))
-        return derivative(array(3), XS), str(jax.make_jaxpr(derivative)(array(3), XS))
-
-    (ours, our_jaxpr), (lax, lax_jaxpr) = both(call)
-    assert_bitwise(ours, lax)
-    assert our_jaxpr == lax_jaxpr
-
-
-def test_export():
-    def call(scan):
-        exported = jax.export.export(jax.jit(lambda c, xs: scan(lambda c, x: (c * x, c + x), c, xs)))(array(), XS)
-        return exported.call(array(), XS)
-
-    assert_bitwise(*both(call))
-
-
-def test_linearize_and_transpose():
-    def call(scan):
-        def linear(c):
-            return scan(lambda c, x: (c * x, 2 * c), c, XS)
-
-        out, tangent = jax.linearize(linear, array())
-        return out, tangent(array()), jax.linear_transpose(linear, array())(out)
-
-    assert_bitwise(*both(call))
-
-
-def test_hessian_and_jacobians():
-    def call(scan):
-        def run(c):
-            return scan(lambda c, x: (jnp.sin(c * x), jnp.sum(c)), c, XS)
-
-        return jax.jacfwd(run)(array(2)), jax.jacrev(run)(array(2)), jax.hessian(lambda c: run(c)[1])(array(2))
-
-    assert_bitwise(*both(call))
-
-
 # Shardings.
 
 
@@ -326,77 +177,7 @@ def test_options_in_shard_map(case):
     )
 
 
-@pytest.mark.devices
-def test_explicit_shardings():
-    def call(scan):
-        with jax.set_mesh(mesh(AxisType.Explicit)):
-            c = jax.device_put(array(8, 2), P("d"))
-            xs = jax.device_put(array(3, 8, 2), P(None, "d"))
-
-            def run(c, xs):
-                return scan(lambda c, x: (jnp.sin(c + x), c * x), c, xs)
-
-            eager, jitted = run(c, xs), jax.jit(run)(c, xs)
-            gradient = jax.grad(lambda c: jnp.sum(run(c, xs)[0]))(c)
-            specs = jax.tree.map(lambda leaf: jax.typeof(leaf).sharding.spec, (eager, jitted, gradient))
-            return jax.tree.map(np.asarray, (eager, jitted, gradient)), specs
-
-    (ours, our_specs), (lax, lax_specs) = both(call)
-    assert our_specs == lax_specs
-    assert_bitwise(ours, lax)
-
-
-@pytest.mark.devices
-def test_shardings_of_jit():
-    def call(scan):
-        sharding = NamedSharding(mesh(AxisType.Auto), P("d"))
-        run = jax.jit(lambda c, xs: scan(lambda c, x: (c + x, c), c, xs), in_shardings=(sharding, None))
-        return run(array(8), array(3, 8))
-
-    assert_bitwise(*both(call))
-
-
 # Types.
-
-
-@pytest.mark.parametrize(
-    ("impl", "context"), [("threefry2x32", "jit"), ("rbg", "eager"), ("rbg", "vmap"), ("threefry2x32", "disable_jit")]
-)
-def test_typed_keys_everywhere(impl, context):
-    def call(scan):
-        def body(key, x):
-            key, sub = jax.random.split(key)
-            return key, (sub, jax.random.normal(x["key"]) + x["x"])
-
-        def run(key):
-            return scan(body, key, {"key": jax.random.split(jax.random.key(1, impl=impl), 4), "x": XS})
-
-        key = jax.random.key(0, impl=impl)
-        if context == "vmap":
-            return jax.vmap(run)(jax.random.split(key, 3))
-        with jax.disable_jit(context == "disable_jit"):
-            return (jax.jit(run) if context == "jit" else run)(key)
-
-    assert_bitwise(*both(call))
-
-
-@pytest.mark.parametrize("context", ["eager", "jit", "grad", "disable_jit"])
-def test_x64(context):
-    def call(scan):
-        with jax.enable_x64(True):
-            init, xs = (jnp.float64(1), jnp.int64(0)), jnp.arange(1.0, 4.0)
-
-            def run(c):
-                return scan(lambda c, x: ((jnp.sin(c[0] * x), c[1] + 1), (c[0], x)), (c, init[1]), xs)
-
-            if context == "grad":
-                return jax.grad(lambda c: run(c)[0][0])(init[0])
-            with jax.disable_jit(context == "disable_jit"):
-                return (jax.jit(run) if context == "jit" else run)(init[0])
-
-    ours, lax = both(call)
-    assert_bitwise(ours, lax)
-    assert jax.tree.leaves(ours)[0].dtype == np.float64
 
 
 def test_x64_after_x32_is_another_trace():
@@ -410,26 +191,6 @@ def test_x64_after_x32_is_another_trace():
         assert treescan.fori(0, 3, lambda i, c: c + i, 0).dtype == jax.lax.fori_loop(0, 3, lambda i, c: c + i, 0).dtype
 
 
-def test_float0_tangents():
-    def call(scan):
-        def run(init, xs):
-            (_, c), ys = scan(lambda c, x: ((c[0] + x[0], jnp.sin(c[1] * x[1])), c), init, xs)
-            return c + jnp.sum(ys[1])
-
-        args = ((jnp.int32(1), array()), (jnp.arange(4), XS))
-        zeros = jax.tree.map(
-            lambda a: np.zeros(a.shape, jax.dtypes.float0) if a.dtype == jnp.int32 else jnp.ones_like(a), args
-        )
-        return jax.grad(run, argnums=(0, 1), allow_int=True)(*args), jax.jvp(run, args, zeros)
-
-    (ours_grad, ours_jvp), (lax_grad, lax_jvp) = both(call)
-    assert_bitwise(ours_jvp, lax_jvp)
-    for a, b in zip(jax.tree.leaves(ours_grad), jax.tree.leaves(lax_grad), strict=True):
-        assert a.dtype == b.dtype
-        assert a.dtype == jax.dtypes.float0 or np.array_equal(a, b)
-    assert ours_grad[0][0].dtype == ours_grad[1][0].dtype == jax.dtypes.float0
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int4", "complex64", "bool"])
 def test_extended_dtypes(dtype):
     values = jnp.asarray([1, 0, 1, 1], dtype)
@@ -438,28 +199,7 @@ def test_extended_dtypes(dtype):
             assert_bitwise(*both(lambda scan: scan(lambda c, x: (x, c), values[0], values)))
 
 
-def test_weak_types_come_out_as_they_do_from_lax_scan():
-    for init in (0, 1.0, 2j):
-        assert_bitwise(*both(lambda scan, init=init: scan(lambda c, x: (c * 2, c), init, XS)))
-
-
-def test_numpy_arrays():
-    assert_bitwise(*both(lambda scan: scan(lambda c, x: (c + x, c), np.float32(0), np.asarray(XS))))
-
-
 # Keywords, messages, leaks.
-
-
-@pytest.mark.parametrize("split", [False, True])
-def test_split_transpose_is_forwarded(split):
-    def call(scan):
-        def loss(w, xs):
-            return jnp.sum(scan(lambda c, x: (jnp.tanh(c @ w + x), c), array(3), xs, _split_transpose=split)[0])
-
-        return str(jax.make_jaxpr(jax.grad(loss))(array(3, 3), array(4, 3)))
-
-    ours, lax = both(call)
-    assert ours == lax
 
 
 def test_split_transpose_reaches_lax_scan(monkeypatch):
@@ -567,29 +307,6 @@ def test_flax_notices_nothing(monkeypatch):
     expected = train(array(2, 5, 3))
     monkeypatch.setattr(jax.lax, "scan", treescan.scan)
     assert_bitwise(train(array(2, 5, 3)), expected)
-
-
-def test_jax_and_optax_notice_nothing(monkeypatch):
-    @jax.numpy_dtype_promotion("standard")  # which optax relies on
-    def run():
-        def step(state, _):
-            params, opt = state
-            grads = jax.grad(lambda p: jnp.sum((p - 1) ** 2))(params)
-            updates, opt = optimizer.update(grads, opt, params)
-            return (optax.apply_updates(params, updates), opt), None
-
-        optimizer = optax.chain(optax.clip_by_global_norm(1.0), optax.adam(0.1))
-        params = array(3)
-        return (
-            jax.lax.scan(step, (params, optimizer.init(params)), None, 5),
-            jax.lax.map(jnp.sin, XS),
-            jax.lax.map(jnp.sin, array(5), batch_size=2),
-            jnp.polyval(array(3), XS),
-        )
-
-    expected = run()
-    monkeypatch.setattr(jax.lax, "scan", treescan.scan)
-    assert_bitwise(run(), expected)
 
 
 def test_the_patched_scan_is_treescans_and_ends(monkeypatch):

@@ -62,21 +62,6 @@ def test_equals_the_plain_loop_in_value_and_gradient(length, sizes, reverse):
     chex.assert_trees_all_equal(chunked[0][1], plain[0][1])  # the operations of the forward pass are the same
 
 
-@pytest.mark.parametrize("sizes", [(3,), (2, 6), (2, 4, 12)])
-def test_a_loop_without_xs_takes_all_its_steps(sizes):
-    body = lambda count, _: (count + 1, count)  # noqa: E731
-    handle = Body.of(body)
-    loop = Loop(handle, CallBody(handle), None, jnp.int32(0), Feed(None), 41, False, 1)
-    chex.assert_trees_all_equal(run_chunked(loop, sizes), (jnp.int32(41), jnp.arange(41)))
-
-
-@pytest.mark.parametrize("sizes", [(3,), (2, 6), (2, 4, 12)])
-def test_all_parts_share_one_trace(sizes):
-    body = Count()
-    jax.jit(lambda: run_chunked(make_loop(body, 41), sizes))()
-    assert body.traces == 1
-
-
 def test_chunks_divide_and_remain_in_reverse_at_the_same_positions():
     """Boundaries lie at multiples of the size, whatever the direction: the rest is at the highest positions."""
     seen = []
@@ -91,20 +76,6 @@ def test_chunks_divide_and_remain_in_reverse_at_the_same_positions():
     jax.effects_barrier()
     assert seen == [6, 5, 4, 3, 2, 1, 0]
     assert ys.tolist() == list(range(7))
-
-
-def test_typed_keys_and_unrolling():
-    keys = jax.random.split(jax.random.key(0), 7)
-
-    def body(carry, key):
-        return carry + jax.random.uniform(key), key
-
-    handle = Body.of(body)
-    loop = Loop(handle, CallBody(handle), None, jnp.zeros(()), Feed(keys), 7, unroll=2)
-    chex.assert_trees_all_equal(
-        jax.tree.map(jax.random.key_data, run_chunked(loop, (3,))[1]), jax.random.key_data(keys)
-    )
-    chex.assert_trees_all_close(run_chunked(loop, (3,))[0], run(loop)[0])
 
 
 def test_planner_by_example():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jaxprs import equations
 from loops import array
-from unpadded import assert_close
+from oracle import assert_close
 
 import treescan
 

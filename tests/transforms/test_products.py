@@ -14,8 +14,8 @@ import pytest
 from hlo import Program
 from jaxprs import equations
 from loops import array
+from oracle import compiled
 from thin import by_turns, parametrize
-from unpadded import compiled
 
 import treescan
 import treescan._transforms.remat as auto_remat
@@ -194,7 +194,7 @@ def assert_as_step_by_step(derive, body, args, *, tolerance=1e-5, **options):
     assert_close(compiled(ours, *args), compiled(expected, *args), tolerance)
 
 
-@by_turns(3, body=BODIES, derive=DERIVED)
+@by_turns(4, body=BODIES, derive=DERIVED)
 def test_as_step_by_step(body, derive):
     halves = body is of_integers  # their cotangents are rounded once a chunk instead of once a step
     assert_as_step_by_step(derive, body, given(), tolerance=1e-2 if halves else 1e-5)
@@ -248,22 +248,6 @@ def assert_as_lax_scan(derive, body, args, *, tolerance=1e-5, remat=WHOLE_STEPS,
 @by_gradients("body", BODIES)
 def test_scan_that_saves_whole_steps_is_lax_scan(body, derive):
     assert_as_lax_scan(derive, body, given(), tolerance=1e-2 if body is of_integers else 1e-5)
-
-
-WITH_REMAT = {
-    "reverse": {"reverse": True},
-    "remainder": {"remat": treescan.Remat("everything_saveable", segment=3)},
-    "three levels": {"remat": treescan.Remat("everything_saveable", levels=3, segment=2)},
-    "unroll": {"unroll": 2},
-    "moved": {"remat": treescan.Remat("everything_saveable", segment=CHUNK, offload="pinned_host")},
-}
-
-
-@by_gradients("options", WITH_REMAT)
-def test_scan_that_saves_whole_steps_with_every_option(options, derive):
-    if derive is hessian and "moved" in (name for name, each in WITH_REMAT.items() if each is options):
-        pytest.skip("JAX has no reverse mode over a reverse mode that offloads, in a loop by hand either")
-    assert_as_lax_scan(derive, lstm, given(), **options)
 
 
 def test_scan_that_saves_whole_steps_under_vmap():
@@ -430,50 +414,6 @@ def test_a_loop_that_has_no_gradient_still_has_a_tangent():
     assert_as_step_by_step(tangent, body, given())
 
 
-def test_random_bits_stay_in_their_step():
-    def body(p, h, x, *, key):
-        dropped = jnp.where(jax.random.bernoulli(key, 0.5, x.shape), x, 0)
-        h = jnp.tanh(dropped @ p["x"] + h @ p["h"])
-        return h, dropped
-
-    for derive in (run, gradient):
-        assert_as_step_by_step(derive, body, given(), key=jax.random.key(3))
-
-
-@by_turns(
-    2,
-    axes={"xs": (None, None, 0), "weights": (0, None, None), "all": (0, 0, 0)},
-    derive={"gradient": gradient, "hessian": hessian},
-)
-def test_under_vmap(axes, derive):
-    args = tuple(
-        arg if axis is None else jax.tree.map(lambda leaf: jnp.stack([leaf, leaf / 2]), arg)
-        for arg, axis in zip(given(), axes, strict=True)
-    )
-    ours, expected = (jax.vmap(functools.partial(derive, lstm, **o), axes) for o in ({}, {"chunk": 0}))
-    assert_close(compiled(ours, *args), compiled(expected, *args))
-
-
-def test_gradient_of_some_arguments_alone():
-    for argnums in (0, 1, 2):
-        grads = [jax.grad(functools.partial(loss, lstm, **o), argnums) for o in ({}, {"chunk": 0})]
-        assert_close(*(compiled(grad, *given()) for grad in grads))
-
-
-def test_gradient_within_another_loop():
-    """What the inner body closes over is a tracer of the outer one."""
-
-    def outer(total, p, **options):
-        def step(total, scale):
-            value = loss(lstm, jax.tree.map(lambda leaf: leaf * scale, p), *given()[1:], **options)
-            return total + value, value
-
-        return treescan.fold(lambda total, scale: step(total, scale)[0], total, jnp.array([0.5, 1.0, 2.0]))
-
-    gradients = [jax.grad(functools.partial(outer, **o), argnums=1) for o in ({}, {"chunk": 0})]
-    assert_close(*(compiled(gradient, jnp.float32(0), params()) for gradient in gradients))
-
-
 # What is run how often.
 
 WIDE = 64  # WIDE * 4 * 4 * WIDE elements are as many as are computed for a chunk at once forward too
@@ -590,63 +530,6 @@ def test_a_body_with_effects_is_multiplied_step_by_step():
         jax.block_until_ready(jax.jit(functools.partial(derive, body))(*args))
         jax.effects_barrier()
         assert len(seen) == 3 * CHUNK
-
-
-def test_an_exported_program_of_any_number_of_rows():
-    (rows,) = jax.export.symbolic_shape("rows")
-    p, h, xs = given()
-    shapes = (
-        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), p),
-        jax.ShapeDtypeStruct((rows, H), h.dtype),
-        jax.ShapeDtypeStruct((STEPS, rows, D), xs.dtype),
-        jax.ShapeDtypeStruct((rows,), jnp.int32),
-    )
-
-    def total(p, h, xs, lengths):
-        return loss(lstm, p, h, xs, lengths=lengths)
-
-    exported = jax.export.export(jax.jit(jax.grad(total)))(*shapes)
-    assert_close(exported.call(p, h, xs, jnp.asarray(LENGTHS, jnp.int32)), gradient(lstm, p, h, xs, chunk=0)[0])
-
-
-@pytest.mark.parametrize("count", [1, 3])
-def test_many_chunks_of_a_wide_batch_agree(count):
-    """The loop over chunks, compact and not, on weights that are multiplied at once forward as well."""
-    p, h, xs = wide(4 * WIDE)
-    xs = jnp.tile(xs, (count, 1, 1)) / 8
-    for options in ({}, {"compact": True}):
-        lengths = np.array([len(xs), 0, len(xs) // 2])
-        runs = [functools.partial(gradient, lstm, lengths=lengths, **o) for o in (options, {"chunk": 0})]
-        assert_close(*(jax.jit(each)(p, h, xs) for each in runs), tolerance=1e-4)
-
-
-def test_a_single_row_that_begins_with_a_plain_number():
-    def body(p, h, x):
-        h = jnp.tanh(x @ p["x"][:, 0] + jnp.stack([h, 2 * h]) @ p["x"][:, 1])
-        return h, h
-
-    p, _, xs = given()
-    for derive in (run, gradient):
-        assert_as_step_by_step(derive, body, (p, 0.5, xs[:, 0]), lengths=np.array(7))
-
-
-def test_rows_that_carry_keys_and_counts():
-    def body(p, carry, x):
-        noise = jax.vmap(lambda key: jax.random.normal(key, (H,)))(carry["key"])
-        h = jnp.tanh((carry["h"] + noise) @ p["h"] + x @ p["x"])
-        keys = jax.vmap(lambda key: jax.random.fold_in(key, 1))(carry["key"])
-        return {"h": h, "key": keys, "n": carry["n"] + 1}, (h, carry["n"])
-
-    def final(p, h, xs, **options):
-        init = {"h": h, "key": jax.random.split(jax.random.key(0), ROWS), "n": jnp.zeros(ROWS, jnp.int32)}
-        carry, (ys, counts) = run(body, p, init, xs, **options)
-        return jnp.sum(carry["h"] ** 2) + jnp.sum(ys), (jax.random.key_data(carry["key"]), carry["n"], counts)
-
-    ours, expected = (
-        compiled(jax.grad(functools.partial(final, **o), argnums=(0, 1, 2), has_aux=True), *given())
-        for o in ({}, {"chunk": 0})
-    )
-    assert_close(ours, expected)
 
 
 # On many devices.

@@ -105,18 +105,6 @@ def test_every_transform_has_two_bars_and_the_numbers_without(name):
     chex.assert_trees_all_close(found[0], expected, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("option", [{"remat": "step"}, {"remat": "nested"}, {"save": "last"}, {"save": 5}], ids=str)
-def test_options_that_cut_the_loop_have_both_bars_too(option):
-    def total(h, show):
-        carry, ys = treescan.scan(step, {"h": h, "n": jnp.int32(0)}, XS, progress=show, **option)
-        return jnp.sum(carry["h"]) + jnp.sum(ys)
-
-    found = []
-    forward, backward = both_ways(lambda: found.append(jax.jit(jax.grad(lambda h: total(h, progress(**BACK))))(H)))
-    assert forward[-1] == backward[-1] == T
-    chex.assert_trees_all_close(found[0], jax.grad(lambda h: total(h, None))(H), rtol=1e-5)
-
-
 def test_a_masked_scan_counts_live_steps_backwards():
     def run(h):
         rows = jnp.stack([XS, XS], 1)
@@ -137,10 +125,6 @@ def test_a_loop_that_carries_nothing_differentiable_counts_too():
         return jnp.sum(ys)
 
     assert both_ways(lambda: jax.grad(run)(W)) == [[2, 4, 6, 8]] * 2
-
-
-def test_without_a_gradient_there_is_one_bar():
-    assert len(bars(lambda: loss(H))) == 1
 
 
 def test_without_the_option_no_gradient_has_a_rule_of_its_own():

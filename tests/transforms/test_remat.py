@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from jax.ad_checkpoint import checkpoint_name
 from loops import array
+from oracle import assert_close
 from thin import parametrize
-from unpadded import assert_close
 
 import treescan
 

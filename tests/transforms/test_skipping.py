@@ -10,7 +10,6 @@ import pytest
 from hlo import Program
 from loops import array
 from thin import parametrize
-from traces import Counted, compilations
 
 import treescan
 
@@ -179,13 +178,6 @@ def test_mapped_batches_skip_where_all_can():
     chex.assert_trees_all_close(got, jax.vmap(by_hand)(inits, xs, masks), rtol=1e-5, atol=1e-6)
 
 
-def test_nested_maps_skip_where_all_can():
-    xs, init = jnp.ones((STEPS, WIDTH)), jnp.zeros(WIDTH)
-    run = jax.jit(jax.vmap(jax.vmap(functools.partial(row, init, xs, body=noted))))
-    for lengths, steps in (([[3, 0], [1, 2]], 4), ([[0, 0], [5, 0]], 8), ([[0, 0], [0, 0]], 0)):
-        assert TALLY.during(functools.partial(run, jnp.array(lengths)))[1] == steps, lengths
-
-
 @functools.cache
 def _grad(total):
     return jax.jit(jax.grad(total, argnums=(0, 1)))
@@ -299,40 +291,3 @@ def test_other_options_keep_the_branch(options):
     assert len(branches) >= conditionals
     assert sum(" dot(" in run for _, run in branches) >= conditionals
     assert not any(" dot(" in skipped for skipped, _ in branches)
-
-
-# One trace of the body, whatever the chunk.
-
-
-@pytest.mark.parametrize(
-    ("options", "transform"),
-    [
-        ({"chunk": 4}, "eager"),
-        ({"chunk": 1}, "jit"),
-        ({"chunk": 99}, "grad"),
-        ({"chunk": 3, "remat": "nested"}, "vmap"),
-        ({"chunk": 4}, "vmap of grad"),
-    ],
-    ids=str,
-)
-def test_all_chunks_share_one_trace(options, transform):
-    mask = spans([(0, 5)], [(0, 1)])
-    init, xs = data(mask)
-    counted = Counted(cell)
-    run = functools.partial(ours, mask=mask, body=counted.body, **options)
-    total = functools.partial(loss, functools.partial(ours, body=counted.body, **options), mask=mask)
-    inits, many = jnp.stack([init] * 2), jnp.stack([xs] * 2)
-    abstractly = {
-        "jit": lambda: jax.make_jaxpr(run)(init, xs),
-        "grad": lambda: jax.make_jaxpr(jax.grad(total))(init, xs),
-        "vmap": lambda: jax.make_jaxpr(jax.vmap(run))(inits, many),
-        "vmap of grad": lambda: jax.make_jaxpr(jax.vmap(jax.grad(total)))(inits, many),
-    }
-    if transform == "eager":
-        assert compilations(lambda: run(init, xs))
-        assert counted.calls == 1
-        assert compilations(lambda: run(init, xs)) == []
-        assert compilations(lambda: run(init, xs, mask=spans([], []))) == []  # other chunks are skipped
-    else:
-        abstractly[transform]()
-    assert counted.calls == 1

@@ -7,8 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from loops import array, loss_of
-from oracle import assert_bitwise
-from unpadded import assert_close
+from oracle import assert_bitwise, assert_close
 
 import treescan
 from treescan import Remat
@@ -105,25 +104,6 @@ def test_lengths(steps, reverse):
         assert_same_gradient(ours, theirs, *arguments(steps), distinct=size < steps)
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_gradients_under_disable_jit(reverse):
-    given = arguments(5)
-    loss, floats = loss_of(functools.partial(scanned, truncate=2, reverse=reverse), *given)
-    with jax.disable_jit():
-        got = jax.grad(loss)(floats)
-    assert_close(got, _derived(functools.partial(oracle, size=2, reverse=reverse), *given)[1])
-
-
-@pytest.mark.parametrize(("size", "reverse"), [(7, False), (100, True)])
-def test_a_stretch_as_long_as_the_loop_cuts_nothing(size, reverse):
-    init, xs = arguments(7)
-    derived = [
-        _compiled(functools.partial(scanned, reverse=reverse, **options), init, xs)
-        for options in ({"truncate": size}, {})
-    ]
-    assert_close(*derived, rtol=1e-6, atol=1e-6)
-
-
 def test_no_steps():
     init, xs = arguments(0)
     final, ys = scanned(init, xs, truncate=3)
@@ -151,11 +131,6 @@ def test_weak_and_half_carries_stay_what_they_are():
     """`where` would promote them."""
     final, _ = treescan.scan(lambda c, x: (c * x, None), jnp.bfloat16(1), jnp.ones(5, jnp.bfloat16), truncate=2)
     assert final.dtype == jnp.bfloat16
-
-
-def test_forward_values_are_the_same_bits():
-    init, xs = arguments(7)
-    assert_bitwise(jax.jit(functools.partial(scanned, truncate=2))(init, xs), jax.jit(scanned)(init, xs))
 
 
 # The masked scan
@@ -214,52 +189,6 @@ def slopes_alone(h, xs, valid, resets, size, *, reverse):
         total = jax.grad(lambda x, row=row: jnp.sum(alone(h[row], x, size, reverse=reverse)))
         slopes[steps, row] = total(xs[steps, row])
     return slopes
-
-
-def slopes_of_rows(h, xs, size, **options):
-    run = lambda xs: jnp.sum(treescan.mask_scan(leaky, h, xs, truncate=size, **options)[1])  # noqa: E731
-    return jax.jit(jax.grad(run))(xs)
-
-
-def a_mask(kind, steps, rows, random):
-    """The mask and the resets of a batch."""
-    none, lengths = np.zeros((steps, rows), bool), random.integers(0, steps + 1, rows)
-    order = np.arange(steps)[:, None]
-    gaps, resets = random.random((steps, rows)) < 0.6, random.random((steps, rows)) < 0.3
-    return {
-        "right-padded": (order < lengths, none),
-        "left-padded": (order >= lengths, none),
-        "gaps": (gaps, none),
-        "gaps and resets": (gaps, resets),
-        "resets": (~none, resets),
-        "resets of left-padded rows": (order >= lengths, resets),
-    }[kind]
-
-
-KINDS = ["right-padded", "left-padded", "gaps", "gaps and resets", "resets", "resets of left-padded rows"]
-
-
-@pytest.mark.parametrize(("kind", "seed", "reverse"), [(kind, i % 2, i % 2 == 1) for i, kind in enumerate(KINDS)])
-def test_a_segment_is_cut_as_it_would_be_alone(kind, seed, reverse):
-    random = np.random.default_rng([seed, KINDS.index(kind)])
-    size, steps = int(random.integers(1, 5)), int(random.integers(2, 20))
-    valid, resets = a_mask(kind, steps, 3, random)
-    h, xs = array(3, seed=1), array(steps, 3, seed=2)
-    want = slopes_alone(h, xs, valid, resets, size, reverse=reverse)
-    flags = {"resets": jnp.asarray(resets), "reverse": reverse} | ({} if kind == "resets" else {"mask": valid})
-    ways = [{}, {"chunk": 3}, {"chunk": 0, "remat": "step"}, {"compact": True, "chunk": 2}]
-    assert_close(slopes_of_rows(h, xs, size, **flags, **ways[(seed + KINDS.index(kind)) % len(ways)]), want)
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_elements_of_a_vmap_are_cut_as_they_would_be_alone(reverse):
-    random = np.random.default_rng(5)
-    masks = [a_mask(kind, 9, 2, random) for kind in KINDS]
-    valid, resets = (jnp.stack([jnp.asarray(pair[i]) for pair in masks]) for i in range(2))
-    h, xs = array(2, seed=1), array(len(KINDS), 9, 2, seed=2)
-    run = lambda xs, valid, resets: slopes_of_rows(h, xs, 2, mask=valid, resets=resets, reverse=reverse)  # noqa: E731
-    want = [slopes_alone(h, x, *pair, 2, reverse=reverse) for x, pair in zip(xs, masks, strict=True)]
-    assert_close(jax.vmap(run)(xs, valid, resets), jnp.stack([jnp.asarray(each) for each in want]))
 
 
 @pytest.mark.parametrize(("reverse", "holes"), [(False, False), (False, True), (True, True)])

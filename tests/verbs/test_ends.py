@@ -3,14 +3,13 @@
 import functools
 import itertools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
 import pytest
 from loops import array
-from oracle import as_numpy
+from oracle import as_numpy, assert_close
 from thin import all_pairs, slow
 
 import treescan
@@ -86,11 +85,6 @@ def derivatives(run):
 GIVEN = WEIGHTS, floats(START), floats(TO), floats(INITS), PACKED.data
 
 
-def close(got, want):
-    chex.assert_trees_all_equal_structs(got, want)
-    jax.tree.map(lambda a, b: npt.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
-
-
 def packed_run(begin, option, reverse):
     def run(w, start, to, inits, data):
         start, options, inits, _ = FROM[begin](start, to, inits)
@@ -119,11 +113,11 @@ GRID = all_pairs(list(itertools.product(OPTIONS, FROM, [False, True])))
 @pytest.mark.parametrize(("option", "begin", "reverse"), [*GRID[:2], *slow(*GRID[2:])])
 def test_each_sequence_ends_with_what_it_gives_alone(option, begin, reverse):
     run = packed_run(begin, option, reverse)
-    close(jax.jit(derivatives(run))(*GIVEN), expected(begin, reverse))
+    assert_close(jax.jit(derivatives(run))(*GIVEN), expected(begin, reverse))
     if option == "plain":
-        close(derivatives(run)(*GIVEN), expected(begin, reverse))
+        assert_close(derivatives(run)(*GIVEN), expected(begin, reverse))
         with jax.disable_jit():
-            close(derivatives(run)(*GIVEN), expected(begin, reverse))
+            assert_close(derivatives(run)(*GIVEN), expected(begin, reverse))
 
 
 @pytest.mark.parametrize("begin", ["reset_to", "inits"])
@@ -140,7 +134,7 @@ def test_under_vmap_and_forwards(begin):
         return of(ws), jax.grad(loss)(ws), jax.jvp(loss, (ws,), (jnp.ones_like(ws),))
 
     runs = packed_run(begin, "chunk", True), plain_run(begin, True)
-    close(*[jax.jit(mapped, static_argnums=0)(run) for run in runs])
+    assert_close(*[jax.jit(mapped, static_argnums=0)(run) for run in runs])
 
 
 def test_batches_of_a_vmap_end_each_their_own():
@@ -155,7 +149,7 @@ def test_batches_of_a_vmap_end_each_their_own():
         return treescan.mask_scan(lambda c, x: (0.5 * c + x, c), jnp.zeros(2), batch)
 
     want = [run(batch) for batch in batches]
-    close(jax.vmap(run)(stacked), jax.tree.map(lambda *leaves: jnp.stack(leaves), *want))
+    assert_close(jax.vmap(run)(stacked), jax.tree.map(lambda *leaves: jnp.stack(leaves), *want))
 
 
 def test_first_and_last_are_what_the_run_began_and_ended_with():
@@ -170,8 +164,10 @@ def test_first_and_last_are_what_the_run_began_and_ended_with():
             some = np.array(LONG) > 0
             npt.assert_array_equal(treescan.last(batch, after, reverse=reverse)[some], final[some])
             npt.assert_array_equal(treescan.first(batch, before, reverse=reverse), np.where(some[:, None], [[1, 1]], 0))
-            close(run(save="last")[1][1], treescan.last(batch, after, reverse=reverse))
-            close(treescan.first(batch, after, reverse=reverse), treescan.last(batch, after, reverse=not reverse))
+            assert_close(run(save="last")[1][1], treescan.last(batch, after, reverse=reverse))
+            assert_close(
+                treescan.first(batch, after, reverse=reverse), treescan.last(batch, after, reverse=not reverse)
+            )
 
 
 def test_what_else_is_kept():
@@ -271,7 +267,7 @@ def test_one_scan_goes_on_where_another_ended():
     middle, _ = treescan.mask_scan(body, START, first._replace(init=INITS))
     final, _ = treescan.mask_scan(body, START, second._replace(init=middle))
     whole, _ = treescan.mask_scan(body, START, PACKED._replace(init=INITS))
-    close(final, whole)
+    assert_close(final, whole)
 
 
 def test_rows_that_are_given_as_options_end_as_rows():
@@ -302,7 +298,7 @@ def test_steps_that_are_left_out_of_the_mask(begin, reverse):
     run = functools.partial(treescan.mask_scan, functools.partial(step, WEIGHTS), start, batch, save="last")
     results = [run(reverse=reverse, **options, **more) for more in ({"chunk": 1}, {"chunk": 2, "compact": True}, {})]
     with jax.disable_jit():
-        close(run(reverse=reverse, **options), results[-1])
+        assert_close(run(reverse=reverse, **options), results[-1])
     for got, lasts in results:
         for i, (row, first, n) in enumerate(zip(*map(np.asarray, PACKED.index), strict=True)):
             carry = jax.tree.map(lambda leaf, i=i: leaf[i], starts)
@@ -311,4 +307,4 @@ def test_steps_that_are_left_out_of_the_mask(begin, reverse):
                 carry, _ = step(WEIGHTS, carry, PACKED.data[t, row])
                 y = carry["h"]
             npt.assert_allclose(lasts["h"][i], y, rtol=2e-5, atol=2e-5)
-            close(jax.tree.map(lambda leaf, i=i: leaf[i], got), carry)
+            assert_close(jax.tree.map(lambda leaf, i=i: leaf[i], got), carry)

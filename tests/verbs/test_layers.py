@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import chex
@@ -13,6 +12,7 @@ import numpy as np
 import numpy.testing as npt
 from hypothesis import example, given, settings, strategies as st
 from loops import array
+from works import plain
 
 import treescan
 
@@ -68,22 +68,6 @@ def without_y(function):
         return function(*args, **keywords)[0]
 
     return folded
-
-
-def loop(blocks: Sequence[Any], x, layers, xs=None, *, args=(), key=None, reverse=False):
-    """The oracle: all layers one after the other, in Python."""
-    period = len(blocks)
-    each = [treescan.unstack(stack) if len(jax.tree.leaves(stack)[0]) else [] for stack in layers]
-    own = [None if x is None else [jax.tree.map(lambda leaf, i=i: leaf[i], x) for i in range(len(layer))]
-           for x, layer in zip(xs or [None] * period, each, strict=True)]  # fmt: skip
-    ys: list[list[Any]] = [[None] * len(layer) for layer in each]
-    count = sum(map(len, each))
-    for number in reversed(range(count)) if reverse else range(count):
-        turn, i = number % period, number // period
-        mine = () if own[turn] is None else (own[turn][i],)
-        keyed = {} if key is None else {"key": jax.random.fold_in(key, number)}
-        x, ys[turn][i] = blocks[turn](each[turn][i], x, *mine, *args, **keyed)
-    return x, tuple(treescan.stack(y) if y else None for y in ys)
 
 
 def outcome(run, *given, compiled=True):
@@ -161,29 +145,13 @@ def test_any_pattern(program):
         return x, tuple(y if count else None for y, count in zip(ys, counts, strict=True))
 
     def expected(x, stacks, own, shared):
-        x, ys = loop(blocks, x, stacks, own, args=shared, key=key, reverse=reverse)
+        x, ys = plain.scan_layers(blocks, x, stacks, own, args=shared, key=key, reverse=reverse)
         return x if folds else (x, ys)
 
     assert_same(outcome(run, X, stacks, own, shared), outcome(expected, X, stacks, own, shared, compiled=False))
 
 
 # What goes in and out
-
-
-def test_a_cache_goes_in_and_out():
-    """Decoding: each layer reads its slice of the cache, and returns the next as its output."""
-
-    def step(layer, x, cache, position):
-        cache = jax.lax.dynamic_update_index_in_dim(cache, x, position, 0)
-        return mix(layer, x + cache.sum(0)), cache
-
-    layers, cache = make_stack(3), jnp.zeros((3, 5, 3, WIDTH))
-    expected = cache
-    for position in range(2):
-        y, cache = treescan.scan_layers(step, X, layers, cache, args=(jnp.int32(position),))
-        wanted, (expected,) = loop([step], X, [layers], [expected], args=(position,))
-        npt.assert_allclose(y, wanted, rtol=1e-5, atol=1e-6)  # some entries are sums of 16 that cancel
-        npt.assert_allclose(cache, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_args_that_are_no_arrays_stay_what_they_are():
@@ -196,7 +164,7 @@ def test_args_that_are_no_arrays_stay_what_they_are():
     args = (True, 2, "attention", np.float32(0.5), {"depth": 3.0})
     x = treescan.fold_layers(step, X, make_stack(2), args=args)
     assert seen == [(True, 2, "attention", 3.0)]
-    npt.assert_allclose(x, loop([lambda *a: (step(*a), None)], X, [make_stack(2)], args=args)[0], rtol=1e-5)
+    npt.assert_allclose(x, plain.fold_layers(step, X, make_stack(2), args=args), rtol=1e-5)
 
 
 def test_other_args_are_another_program_and_equal_ones_are_not():
@@ -216,26 +184,10 @@ def test_axes_in_a_pattern():
     stacks, own = (make_stack(3), make_stack(2, 1)), (array(3, 3, WIDTH, seed=5), array(2, 3, WIDTH, seed=6))
     moved = (own[0], jnp.moveaxis(own[1], 0, -1))
     x, ys = treescan.scan_layers([block, block], X, stacks, moved, in_axes=(0, -1), out_axes=(1, 0))
-    wanted, each = loop([block, block], X, stacks, own)
+    wanted, each = plain.scan_layers([block, block], X, stacks, own)
     chex.assert_trees_all_close(x, wanted, rtol=1e-5)
     chex.assert_trees_all_close(ys[0], jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), each[0]), rtol=1e-5)
     chex.assert_trees_all_close(ys[1], each[1], rtol=1e-5)
-
-
-def test_what_is_given_whole_to_every_layer():
-    layers, own = make_stack(3), (array(3, 3, WIDTH, seed=5), array(1, WIDTH, seed=6))
-    ours = treescan.scan_layers(
-        lambda layer, x, own: block(layer, x, *own), X, layers, own, in_axes=(0, None)
-    )  # fmt: skip
-    x, (ys,) = loop([lambda layer, x, a, b: block(layer, x, a, b)], X, [layers], [own[0]], args=(own[1],))
-    chex.assert_trees_all_close(ours, (x, ys), rtol=1e-5)
-
-
-def test_the_pattern_of_one_block_is_the_block():
-    layers = make_stack(4)
-    alone = treescan.scan_layers(block, X, layers)
-    x, (ys,) = treescan.scan_layers([block], X, [layers])
-    chex.assert_trees_all_equal((x, ys), alone)
 
 
 def test_weak_types_settle_in_every_block():
@@ -270,7 +222,7 @@ def test_a_pair_of_any_kind():
             stacks = [make_stack(count) for count in counts]
             blocks = [lambda layer, x, pair=pair: pair(*block(layer, x))] * len(counts)
             x, ys = treescan.scan_layers(blocks, X, stacks, remat=remat)
-            expected = loop([block] * len(counts), X, stacks)
+            expected = plain.scan_layers([block] * len(counts), X, stacks)
             chex.assert_trees_all_close((x, ys), expected, rtol=1e-5, atol=1e-6)
 
 

@@ -58,20 +58,6 @@ def test_layers_that_share_one_set_of_weights(options):
         npt.assert_allclose(got, want, rtol=1e-4, atol=1e-6)
 
 
-def test_a_pattern_of_shared_weights():
-    def shared(_, x, weights):
-        return jnp.tanh(x @ weights["w"])
-
-    def own(layer, x, weights):
-        return x @ layer["w"] + shared(None, x, weights)
-
-    layers, want = stack_of(3), X
-    for layer in treescan.unstack(layers):
-        want = own(layer, shared(None, want, WEIGHTS), WEIGHTS)
-    got = treescan.fold_layers([shared, own], X, [None, layers], args=(WEIGHTS,), length=3)
-    npt.assert_allclose(got, want, rtol=1e-5)
-
-
 @pytest.mark.parametrize("options", [{}, {"remat": "step"}])
 def test_a_window_that_is_branched_on_is_explained(options):
     def block(layer, x, window):

@@ -9,7 +9,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-import treescan
 from treescan import (
     BodyError,
     CarryError,
@@ -131,12 +130,6 @@ def test_a_wrapped_block_is_named_by_what_it_wraps(wrap: Callable[..., Any]) -> 
         fold_layers(wrap(dense_and_mean), X, LAYERS)
 
 
-def test_a_list_for_a_pair() -> None:
-    x, means = scan_layers(lambda layer, x: list(dense_and_mean(layer, x)), X, LAYERS)
-    np.testing.assert_array_equal(x, 24 * X)
-    np.testing.assert_array_equal(means, [1.0, 2.0, 6.0, 24.0])
-
-
 def test_a_block_that_changes_what_it_is_given() -> None:
     def block(layer: Any, x: Any) -> Any:
         layer["w"] = layer["w"] * 2
@@ -160,20 +153,6 @@ def test_errors_within_a_block_speak_of_the_inner_verb() -> None:
 
 
 # --- arguments in the wrong places ------------------------------------------------------------------------------------
-
-
-def test_args_of_any_kind() -> None:
-    def block(layer: Any, x: Any, function: Any, train: bool, nothing: None, name: str, table: Any, sizes: Any) -> Any:
-        assert train is True and nothing is None and name == "a" and sizes == [1, 2]
-        return function(x) + table["t"]
-
-    args = (jnp.tanh, True, None, "a", {"t": np.float32(1)}, [1, 2])
-    expected = X
-    for _ in range(4):
-        expected = jnp.tanh(expected) + 1
-    run = functools.partial(fold_layers, block, args=args)
-    np.testing.assert_allclose(run(X, LAYERS), expected, rtol=1e-6)
-    np.testing.assert_allclose(jax.jit(run)(X, LAYERS), expected, rtol=1e-6)
 
 
 def test_xs_of_another_kind() -> None:
@@ -201,12 +180,6 @@ def test_layers_from_an_iterator() -> None:
 
 def test_an_array_is_an_iterable_of_layers() -> None:
     equal(stack(LAYERS["w"]), LAYERS["w"])
-
-
-def test_numbers_of_two_dtypes_are_not_promoted() -> None:
-    for layers in ([1, 2.0], [True, 1], [jnp.bfloat16(1), 1.0], [np.int8(1), 1]):
-        with pytest.raises(LayerError, match=r"layers\[1\] .* dtype"):
-            stack(layers)
 
 
 def test_empty_trees() -> None:
@@ -256,20 +229,6 @@ def test_set_layer_takes_numbers_of_the_same_kind_alone() -> None:
             set_layer(NUMBERS, 0, {"b": other})
 
 
-# --- x ----------------------------------------------------------------------------------------------------------------
-
-
-def test_x_of_any_kind() -> None:
-    assert fold_layers(lambda layer, x: (x[0] + 1, x[1]), (jnp.float32(0), "tag"), LAYERS) == (4.0, "tag")
-    equal(fold_layers(lambda layer, x: {**x, "a": x["a"] + 1}, {"a": 0.0, "b": None}, LAYERS), {"a": 4.0, "b": None})
-    equal(fold_layers(lambda number, x: x * number, 1, jnp.arange(1, 5)), 24)
-    equal(fold_layers(dense, np.arange(3, dtype=np.float32), LAYERS), 24 * X)
-    assert fold_layers(lambda layer, x: x, (), LAYERS) == ()
-    nothing, ys = scan_layers(lambda layer, x: (x, layer["b"].sum()), None, LAYERS)
-    assert nothing is None
-    np.testing.assert_array_equal(ys, np.zeros(4))
-
-
 # --- init_layers, and flat checkpoints --------------------------------------------------------------------------------
 
 
@@ -295,10 +254,3 @@ def test_flat_checkpoints_of_any_kind() -> None:
     like = {"w": X, "b": None, "f": jnp.tanh}
     made = layers_from_state_dict({"layers.0.w": np.ones(3, np.float32)}, like)
     assert made["b"] is None and made["f"] is jnp.tanh and isinstance(made["w"], np.ndarray)
-
-
-def test_layers_are_ordered_by_number() -> None:
-    state = {f"layers.{i}.w": np.float32(i) for i in (10, 2, 0, 1, 9, 3, 4, 8, 5, 7, 6)}
-    np.testing.assert_array_equal(layers_from_state_dict(state)["w"], np.arange(11))
-    names = list(treescan.layers_to_state_dict({"w": jnp.arange(11)}))
-    assert names == [f"layers.{i}.w" for i in range(11)]

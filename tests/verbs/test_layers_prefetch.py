@@ -296,17 +296,6 @@ def test_under_disable_jit_each_layer_is_gathered_before_it_runs():
     np.testing.assert_allclose(y, treescan.fold_layers(block, X, stack()), rtol=1e-5, atol=1e-6)
 
 
-def test_the_block_is_traced_once():
-    traces = []
-
-    def counted(layer, x):
-        traces.append(1)
-        return block(layer, x)
-
-    jax.jit(functools.partial(both, block=counted, prefetch=same))(stack(), X)
-    assert len(traces) == 1
-
-
 def test_forward_mode_is_refused():
     def run(x):
         return treescan.fold_layers(block, x, stack(), prefetch=same)
@@ -324,13 +313,6 @@ def test_forward_mode_of_a_gradient():
         for more in ({"prefetch": same}, {})
     )
     chex.assert_trees_all_close(ours, want, rtol=1e-4, atol=1e-6)
-
-
-def test_without_it_the_program_is_the_same():
-    plain, off = (
-        jax.make_jaxpr(functools.partial(both, **options))(stack(), X) for options in ({}, {"prefetch": None})
-    )
-    assert str(plain) == str(off)
 
 
 def test_an_eager_call_is_kept_and_goes_with_its_block():

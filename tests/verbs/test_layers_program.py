@@ -1,6 +1,5 @@
 """What is compiled for layers: one loop, of one size whatever the depth, with nothing kept or copied beyond need."""
 
-import dataclasses
 import functools
 import gc
 import re
@@ -8,7 +7,6 @@ import weakref
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from hlo import Program
 from jax import lax
@@ -209,38 +207,6 @@ def test_init_is_traced_once_and_an_eager_call_is_kept():
         treescan.init_layers(init, jax.random.key(seed), count, 4)
     assert calls == [4, 4]  # for 7 layers, and for 3
     assert compilations(lambda: treescan.init_layers(init, jax.random.key(5), 3, 4)) == []
-
-
-def test_layers_are_made_as_they_would_be_one_by_one():
-    def init(key, width):
-        return {"w": jax.random.normal(key, (width, 3)), "b": jnp.zeros(3), "act": jnp.tanh}
-
-    for key in (jax.random.key(3), jax.random.PRNGKey(3)):
-        made = treescan.init_layers(init, key, 5, 4)
-        one_by_one = treescan.stack([init(k, 4) for k in jax.random.split(key, 5)])
-        assert made["act"] is one_by_one["act"] is jnp.tanh
-        np.testing.assert_array_equal(made["w"], one_by_one["w"])
-        with jax.disable_jit():
-            np.testing.assert_allclose(treescan.init_layers(init, key, 5, 4)["w"], made["w"], rtol=1e-6)
-
-
-def test_static_arguments_that_were_changed_are_others():
-    @dataclasses.dataclass(unsafe_hash=True)
-    class Config:
-        width: int
-
-    config = Config(3)
-
-    def init(key, config):
-        return {"w": jax.random.normal(key, (config.width,))}
-
-    def scale(layer, x, config):
-        return x * config.width
-
-    for width in (3, 5, 3):
-        config.width = width
-        assert treescan.init_layers(init, jax.random.key(0), 2, config)["w"].shape == (2, width)
-        assert treescan.fold_layers(scale, 1.0, jnp.ones(2), args=(config,)) == width**2
 
 
 @pytest.mark.devices

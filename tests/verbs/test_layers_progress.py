@@ -109,13 +109,3 @@ def test_each_element_of_a_vmap_has_a_bar(pattern):
 
 def _twice(leaf):
     return jnp.stack([leaf, leaf])
-
-
-@pytest.mark.parametrize("layers", [stack(4), [stack(3), stack(2)]], ids=["block", "pattern"])
-def test_off_is_the_same_program(layers):
-    blocks = tanh if isinstance(layers, dict) else [tanh, sin]
-
-    def program(**options):
-        return str(jax.make_jaxpr(lambda x: treescan.scan_layers(blocks, x, layers, **options))(X))
-
-    assert program(progress=None) == program(progress=False) == program()

@@ -140,24 +140,6 @@ def test_each_step_gathers_one_layer_at_most(specs, remat):
     assert jax.tree.map(lambda leaf: leaf.sharding, gradient) == shardings
 
 
-@pytest.mark.slow
-def test_a_pattern_keeps_shardings_too():
-    mesh = mesh_of()
-    stacks = [
-        treescan.init_layers(init, jax.random.key(seed), count, shardings=on(mesh, FSDP))
-        for seed, count in enumerate((3, 2))
-    ]
-    x = jax.device_put(X, NamedSharding(mesh, P("d")))
-
-    def run(stacks, x):
-        return jnp.mean(treescan.fold_layers([block, block], x, stacks, remat="step") ** 2)
-
-    program = Program(jax.value_and_grad(run), stacks, x)
-    assert all(np.prod(shape) <= WIDTH * HIDDEN for shape in gathered(program))
-    host = jax.device_get(stacks)
-    np.testing.assert_allclose(run(stacks, x), run(host, X), rtol=1e-5)
-
-
 @pytest.mark.parametrize("specs", [FSDP, TENSOR], ids=["fsdp", "tensor"])
 def test_explicit_axes(specs):
     mesh = mesh_of(AxisType.Explicit)
@@ -182,26 +164,6 @@ def test_explicit_axes(specs):
     np.testing.assert_allclose(value, expected, rtol=1e-5)
     chex.assert_trees_all_close(jax.device_get(gradient), jax.device_get(expected_gradient), rtol=1e-4, atol=1e-6)
     assert jax.tree.map(jax.typeof, gradient) == jax.tree.map(jax.typeof, layers)
-
-
-@pytest.mark.parametrize("check_vma", [True, False])
-def test_shard_map(check_vma):
-    """Tensor parallel by hand: each device has its part of the hidden axis, and they add up."""
-    mesh, layers = mesh_of(), plain_stack()
-
-    def shared(layer, x):
-        return x + jax.lax.psum(jnp.tanh((x * layer["scale"][None]) @ layer["up"]) @ layer["down"], "d")
-
-    specs = {"up": P(None, None, "d"), "down": P(None, "d"), "scale": P()}
-
-    @functools.partial(jax.shard_map, mesh=mesh, in_specs=(specs, P()), out_specs=P(), check_vma=check_vma)
-    def run(layers, x):
-        return treescan.fold_layers(shared, x, layers, remat="step")
-
-    np.testing.assert_allclose(jax.jit(run)(layers, X), treescan.fold_layers(block, X, layers), rtol=2e-5, atol=1e-5)
-    if check_vma:
-        ours = jax.jit(jax.grad(lambda layers: jnp.mean(run(layers, X) ** 2)))(layers)
-        chex.assert_trees_all_close(ours, jax.grad(loss)(layers, X), rtol=1e-4, atol=1e-6)
 
 
 def test_stacks_made_of_sharded_layers_are_sharded():

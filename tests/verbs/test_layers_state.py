@@ -12,7 +12,9 @@ import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jaxtyping import Array, Float
 from loops import array
+from oracle import assert_close
 from thin import slow
+from works import plain
 
 import treescan
 from treescan.carries import Window
@@ -49,49 +51,21 @@ def other_block(layer, x, own, state, scale):
     return x, state, state.sums.sum()
 
 
-def python_loop(block, x, layers, states, xs=None, args=(), *, reverse=False):
-    """The same for a pattern, by hand: what the last layer returns, the stacks of states and the stacks of outputs."""
-    blocks = block if isinstance(block, list) else [block]
-    layers, states = (layers, states) if isinstance(block, list) else ([layers], [states])
-    xs = [None] * len(blocks) if xs is None else xs if isinstance(block, list) else [xs]
-    counts = [len(stack["w"]) for stack in layers]
-    order = [(n, which) for n in range(max(counts)) for which in range(len(blocks)) if n < counts[which]]
-    new = [[None] * count for count in counts]
-    ys = [[None] * count for count in counts]
-    for n, which in reversed(order) if reverse else order:
-        take = functools.partial(jax.tree.map, lambda leaf, n=n: leaf[n])
-        own = () if xs[which] is None else (take(xs[which]),)
-        x, new[which][n], *y = blocks[which](take(layers[which]), x, *own, take(states[which]), *args)
-        ys[which][n] = y[0] if y else None
-    stacked = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in new]
-    outputs = [jax.tree.map(lambda *leaves: jnp.stack(leaves), *each) for each in ys]
-    return (x, stacked, tuple(outputs)) if isinstance(block, list) else (x, stacked[0], outputs[0])
-
-
 PATTERNS = {"full": [2, 2, 2], "remainder": [3, 2, 2], "once": [1, 1, 1], "fewer than a period": [1, 1, 0]}
 
 
-def close(found, wanted):
-    assert jax.tree.structure(found) == jax.tree.structure(wanted)
-    jax.tree.map(functools.partial(npt.assert_allclose, rtol=1e-5, atol=1e-6), found, wanted)
-
-
 def holds(ours, wanted, *given):
-    """Values eagerly, compiled, step by step and mapped, and gradients of all that comes back."""
-    want = wanted(*given)
-    close(ours(*given), want)
-    close(jax.jit(ours)(*given), want)
-    with jax.disable_jit():
-        close(ours(*given), want)
+    """Values compiled and mapped, and gradients of all that comes back; `works` has them step by step."""
+    assert_close(jax.jit(ours)(*given), wanted(*given))
     twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf / 2]), given)
-    close(jax.jit(jax.vmap(ours))(*twice), jax.vmap(wanted)(*twice))
+    assert_close(jax.jit(jax.vmap(ours))(*twice), jax.vmap(wanted)(*twice))
 
     def loss(function, *given):
         leaves = jax.tree.leaves(function(*given))
         return sum(((leaf * jnp.cos(jnp.arange(leaf.size)).reshape(leaf.shape)) ** 2).sum() for leaf in leaves)
 
     every = tuple(range(len(given)))
-    close(
+    assert_close(
         jax.jit(jax.grad(functools.partial(loss, ours), every))(*given),
         jax.grad(functools.partial(loss, wanted), every)(*given),
     )
@@ -119,10 +93,11 @@ def test_patterns(counts, options):
         return treescan.scan_layers(blocks, x, layers, state=states, **options)
 
     def wanted(x, layers, states):
+        reverse = options.get("reverse", False)
         if not counts[-1]:
-            x, new, ys = python_loop(blocks[:2], x, layers[:2], states[:2], reverse=options.get("reverse", False))
+            x, new, ys = plain.scan_layers(blocks[:2], x, layers[:2], state=states[:2], reverse=reverse)
             return x, [*new, states[2]], (*ys, jnp.zeros((0, 1, WIDTH)))
-        return python_loop(blocks, x, layers, states, reverse=options.get("reverse", False))
+        return plain.scan_layers(blocks, x, layers, state=states, reverse=reverse)
 
     layers = [stack_of(count, seed) for seed, count in enumerate(counts)]
     states = [states_of(counts[0]), states_of(counts[1], seed=7), array(counts[2], WIDTH, seed=8)]
@@ -142,7 +117,7 @@ def test_a_block_without_a_state_in_a_pattern():
         if i < 2:
             want, state = fold_block(treescan.layer_at(layers[1], i), want, treescan.layer_at(states[1], i))
             of_second.append(state)
-    close((x, new), (want, (None, treescan.stack(of_second))))
+    assert_close((x, new), (want, (None, treescan.stack(of_second))))
 
 
 @pytest.mark.parametrize("remat", [None, "step"])
@@ -150,36 +125,15 @@ def test_options_of_outputs_leave_the_state_alone(remat):
     layers, states = stack_of(4), states_of(4)
     options = {"save": {"mean": "last", "first": 2}, "out_axes": {"mean": 0, "first": 1}, "remat": remat}
     found = treescan.scan_layers(scan_block, X, layers, state=states, **options)
-    x, new, ys = python_loop(scan_block, X, layers, states)
-    close(found, (x, new, {"mean": ys["mean"][-1], "first": ys["first"][1::2].T}))
+    assert_close(found, plain.scan_layers(scan_block, X, layers, state=states, **options))
 
 
 def test_in_axes_are_those_of_xs():
-    layers, states, own, scale = stack_of(3), states_of(3), array(WIDTH, 3, seed=4), jnp.float32(2)
-    found = treescan.scan_layers(other_block, X, layers, own, state=states, args=(scale,), in_axes=1)
-    close(found, python_loop(other_block, X, layers, states, own.T, (scale,)))
-    found = treescan.scan_layers(other_block, X, layers, own[:, 0], state=states, args=(scale,), in_axes=None)
-    close(found, python_loop(other_block, X, layers, states, jnp.stack([own[:, 0]] * 3), (scale,)))
-
-
-@pytest.mark.parametrize("count", [3, 4])
-def test_keys_are_folded_with_the_number_among_all_layers(count):
-    def noisy(layer, x, state, *, key):
-        x = x + jax.random.normal(key, x.shape) * layer["w"][0][None]
-        return x, state + x[0]
-
-    key, layers = jax.random.key(3), [stack_of(count), stack_of(3, 1)]
-    states = [array(count, WIDTH, seed=2), array(3, WIDTH, seed=3)]
-    found = treescan.fold_layers([noisy, noisy], X, layers, state=states, key=key)
-    x, number, new = X, 0, ([], [])
-    for i in range(count):
-        for which in range(2):
-            if i < len(layers[which]["w"]):
-                one, state = treescan.layer_at(layers[which], i), states[which][i]
-                x, state = noisy(one, x, state, key=jax.random.fold_in(key, number))
-                new[which].append(state)
-                number += 1
-    close(found, (x, [jnp.stack(each) for each in new]))
+    layers, states, own = stack_of(3), states_of(3), array(WIDTH, 3, seed=4)
+    for xs, axes in ((own, 1), (own[:, 0], None)):
+        given = {"state": states, "args": (jnp.float32(2),), "in_axes": axes}
+        found, want = (f(other_block, X, layers, xs, **given) for f in (treescan.scan_layers, plain.scan_layers))
+        assert_close(found, want)
 
 
 def test_keys_and_flags_and_static_leaves_are_states():
@@ -216,7 +170,7 @@ def test_custom_carries_are_states():
         lags = state.values[i]
         of_each.append(jnp.concatenate([lags[1:], want[None]]))
         want, _ = block(treescan.layer_at(layers, i), want, lags)
-    close(x, want)
+    assert_close(x, want)
     assert isinstance(new, Window)
     npt.assert_allclose(new.values, jnp.stack(of_each), rtol=1e-6)
 
@@ -316,7 +270,7 @@ def test_memory_of_a_pattern_is_that_of_the_loop_by_hand():
         jax.jit(f, donate_argnums=2).lower(*given).compile().memory_analysis().temp_size_in_bytes for f in (ours, hand)
     )
     assert found <= 1.05 * by_hand + 256
-    close(jax.jit(ours)(*given), jax.jit(hand)(*given))
+    assert_close(jax.jit(ours)(*given), jax.jit(hand)(*given))
 
 
 def test_a_state_that_no_layer_changes_is_not_written():
@@ -325,19 +279,6 @@ def test_a_state_that_no_layer_changes_is_not_written():
 
     text = str(jax.make_jaxpr(lambda s: treescan.fold_layers(block, X, stack_of(3), state=s))(array(3, WIDTH)))
     assert "dynamic_update_slice" not in text
-
-
-@pytest.mark.parametrize("counts", [(3, 3, 3), (4, 3, 3)])
-def test_a_block_is_traced_once_for_its_places(counts):
-    traces = []
-
-    def block(layer, x, state):
-        traces.append(1)
-        return fold_block(layer, x, state)
-
-    layers, states = [stack_of(n) for n in counts], [states_of(n) for n in counts]
-    jax.jit(lambda x: treescan.fold_layers([block] * 3, x, layers, state=states))(X)
-    assert len(traces) == 1
 
 
 def test_recomputed_layers_save_no_stack_of_states_for_each():
@@ -365,7 +306,7 @@ def attending(layer, x, state):
 @pytest.mark.parametrize(("axis_type", "remat"), [(AxisType.Auto, "step"), (AxisType.Explicit, None)])
 def test_states_whose_rows_lie_on_several_devices(axis_type, remat):
     layers, x, state = stack_of(3), array(8, WIDTH), array(3, 8, WIDTH, seed=3)
-    want = jax.jit(lambda *given: python_loop(attending, *given)[:2])(x, layers, state)
+    want = jax.jit(lambda *given: plain.fold_layers(attending, *given[:2], state=given[2]))(x, layers, state)
     mesh = jax.make_mesh((2,), ("rows",), axis_types=(axis_type,))
     with jax.set_mesh(mesh):
         over_rows = NamedSharding(mesh, PartitionSpec("rows")), NamedSharding(mesh, PartitionSpec(None, "rows"))
@@ -374,5 +315,5 @@ def test_states_whose_rows_lie_on_several_devices(axis_type, remat):
         run = jax.jit(lambda *given: treescan.fold_layers(attending, *given[:2], state=given[2], remat=remat))
         found = run(x, layers, state)
         assert "all-gather" not in run.lower(x, layers, state).compile().as_text()
-    close(found, want)
+    assert_close(found, want)
     assert found[1].sharding.is_equivalent_to(over_rows[1], 3)

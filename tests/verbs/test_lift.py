@@ -1,6 +1,6 @@
 """`treescan.lift` against a loop in Python: roles, filters, keys, axes, and what is computed before the loop."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -14,8 +14,10 @@ from hypothesis import given, settings, strategies as st
 from jax.experimental import io_callback
 from jaxprs import equations
 from loops import TRANSFORMS, array
+from oracle import assert_close
 from thin import parametrize
 from traces import Counted, compilations
+from works import plain
 
 import treescan
 from treescan import DenyList, In, Out, lift
@@ -28,78 +30,25 @@ KEY = jax.random.key(0)
 OTHER = jax.random.key(1)
 
 
-class Roles(NamedTuple):
-    """What each collection is, as the loop in Python is told it."""
-
-    broadcast: tuple[str, ...] = ()
-    carried: tuple[str, ...] = ()
-    into: Mapping[str, int] = MappingProxyType({})
-    out: Mapping[str, int] = MappingProxyType({})
-    split: tuple[str, ...] = ()
-
-
-def at(tree: Any, axes: Any, i: int) -> Any:
-    """One step's share of arguments: `axes` is an axis, None or a tuple or dict of them."""
-    if isinstance(axes, dict):
-        return {name: at(tree[name], axis, i) for name, axis in axes.items()}
-    if isinstance(axes, tuple):
-        return tuple(at(node, axis, i) for node, axis in zip(tree, axes, strict=True))
-    return tree if axes is None else jax.tree.map(lambda leaf: jnp.take(leaf, i, axis=axes), tree)
-
-
-def stacked(trees: list[Any], axes: Any) -> Any:
-    if isinstance(axes, dict):
-        return {name: stacked([tree[name] for tree in trees], axis) for name, axis in axes.items()}
-    if isinstance(axes, tuple):
-        return tuple(stacked([tree[n] for tree in trees], axis) for n, axis in enumerate(axes))
-    return trees[0] if axes is None else jax.tree.map(lambda *leaves: jnp.stack(leaves, axis=axes), *trees)
-
-
-def loop(
-    fn: Any, roles: Roles, length: int, in_axes: Any, out_axes: Any, reverse: bool, variables: Any, rngs: Any,
-    carry: Any, *args: Any,
-) -> Any:  # fmt: skip
-    """What `lift` stands for."""
-    keys = {name: jax.random.split(key, length) if name in roles.split else key for name, key in rngs.items()}
-    carried = {name: tree for name, tree in variables.items() if name in roles.carried}
-    ys, made, once = [None] * length, [{}] * length, {}
-    for i in range(length)[::-1] if reverse else range(length):
-        given = {name: variables[name] for name in roles.broadcast if name in variables} | carried
-        given |= {name: at(variables[name], axis, i) for name, axis in roles.into.items()}
-        own = {name: key[i] if name in roles.split else key for name, key in keys.items()}
-        axes = in_axes if isinstance(in_axes, tuple) else (in_axes,) * len(args)
-        (carry, ys[i]), updates = fn(given, own, carry, *at(args, axes, i))
-        carried |= {name: tree for name, tree in updates.items() if name in roles.carried}
-        once |= {name: tree for name, tree in updates.items() if name in roles.broadcast}
-        made[i] = {name: tree for name, tree in updates.items() if name in roles.out}
-    out = {name: stacked([step[name] for step in made], roles.out[name]) for name in made[0]}
-    return (carry, stacked(ys, out_axes)), {**once, **carried, **out}
-
-
 class Case(NamedTuple):
-    """A step, the options of `lift`, and the same roles for the loop in Python."""
+    """A step and the options of `lift`; and where these are filters, the names that they stand for."""
 
     fn: Callable[..., Any]
     options: dict[str, Any]
-    roles: Roles
     variables: Any
     args: tuple[Any, ...] = (XS,)
     rngs: Any = MappingProxyType({})
     carry: Any = H
-    length: int = T
+    named: Any = MappingProxyType({})
 
     def run(self, variables: Any, carry: Any, args: Any, fn: Any = None, **more: Any) -> Any:
         return lift(fn or self.fn, **{**self.options, **more})(variables, self.rngs, carry, *args)
 
     def expected(self, variables: Any, carry: Any, args: Any) -> Any:
-        options = (self.options.get(name, default) for name, default in _DEFAULTS.items())
-        return loop(self.fn, self.roles, self.length, *options, variables, self.rngs, carry, *args)
+        return plain.lift(self.fn, **{**self.options, **self.named})(variables, self.rngs, carry, *args)
 
 
-_DEFAULTS = {"in_axes": 0, "out_axes": 0, "reverse": False}
-
-
-def plain(variables, rngs, carry, *args):
+def weighted(variables, rngs, carry, *args):
     x = args[0] if args else 0.5
     carry = jnp.sin(carry * variables["params"]["w"] + x)
     return (carry, 2 * carry), {}
@@ -114,6 +63,10 @@ def stateful(variables, rngs, carry, x):
 def layered(variables, rngs, carry, *args):
     carry = jnp.tanh(carry * variables["layers"]["w"] + variables["params"]["w"])
     return (carry, jnp.sum(carry)), {"layers": {"w": carry + 1}}
+
+
+def read_layers(*args):
+    return layered(*args)[0], {}
 
 
 def making(variables, rngs, carry, x):
@@ -135,63 +88,41 @@ def sharing(variables, rngs, carry, x):
     return (jnp.sin(carry * made["w"] + x), carry), {"made": made}
 
 
+_MADE = {"variable_broadcast": ("params", "made"), "split_rngs": {"shared": False}}
+
+
 def _w(**more: Any) -> Any:
     return {"params": {"w": W}, **more}
 
 
 _STATE = {"state": {"n": jnp.float32(0.5)}}
-_BC, _P = {"variable_broadcast": "params"}, Roles(("params",))
+_BC = {"variable_broadcast": "params"}
 _LAYERS = _w(layers={"w": array(3, T, seed=4)})
 CASES = {
-    "broadcast": Case(plain, _BC, _P, _w()),
-    "carried": Case(stateful, {**_BC, "variable_carry": "state"}, Roles(("params",), ("state",)), _w(**_STATE)),
-    "carried_alone": Case(plain, {**_BC, "variable_carry": True}, Roles(("params",), ("state",)), _w(**_STATE)),
-    "scanned": Case(
-        layered, {**_BC, "variable_axes": {"layers": 1}}, Roles(_P.broadcast, (), {"layers": 1}, {"layers": 1}),
-        _LAYERS, (),
+    "broadcast": Case(weighted, _BC, _w()),
+    "carried": Case(stateful, {**_BC, "variable_carry": "state"}, _w(**_STATE)),
+    "carried_alone": Case(
+        weighted, {**_BC, "variable_carry": True}, _w(**_STATE), named={"variable_carry": "state"}
     ),
-    "last_axis": Case(
-        layered, {**_BC, "variable_axes": {"layers": -1}}, Roles(_P.broadcast, (), {"layers": 1}, {"layers": -1}),
-        _LAYERS, (),
-    ),
-    "in": Case(
-        lambda *args: (layered(*args)[0], {}), {**_BC, "variable_axes": {"layers": In(1)}},
-        Roles(_P.broadcast, (), {"layers": 1}), _LAYERS, (),
-    ),
-    "flax_in": Case(
-        lambda *args: (layered(*args)[0], {}), {**_BC, "variable_axes": {"layers": flax.typing.In(1)}},
-        Roles(_P.broadcast, (), {"layers": 1}), _LAYERS, (),
-    ),
-    "out": Case(making, {"variable_axes": {"out": Out(-1)}}, Roles((), (), {}, {"out": -1}), {}),
-    "flax_out": Case(making, {"variable_axes": {"out": flax.typing.Out(1)}}, Roles((), (), {}, {"out": 1}), {}),
-    "keys": Case(
-        random, {"split_rngs": {"split": True, "shared": False}}, Roles(split=("split",)), {},
-        rngs={"split": KEY, "shared": OTHER},
-    ),
+    "scanned": Case(layered, {**_BC, "variable_axes": {"layers": 1}}, _LAYERS, ()),
+    "last_axis": Case(layered, {**_BC, "variable_axes": {"layers": -1}}, _LAYERS, ()),
+    "in": Case(read_layers, {**_BC, "variable_axes": {"layers": In(1)}}, _LAYERS, ()),
+    "flax_in": Case(read_layers, {**_BC, "variable_axes": {"layers": flax.typing.In(1)}}, _LAYERS, ()),
+    "out": Case(making, {"variable_axes": {"out": Out(-1)}}, {}),
+    "flax_out": Case(making, {"variable_axes": {"out": flax.typing.Out(1)}}, {}),
+    "keys": Case(random, {"split_rngs": {"split": True, "shared": False}}, {}, rngs={"split": KEY, "shared": OTHER}),
     "old_keys": Case(
-        random, {"split_rngs": {DenyList("shared"): True, ("shared",): False}}, Roles(split=("split",)), {},
+        random, {"split_rngs": {DenyList("shared"): True, ("shared",): False}}, {},
         rngs={"split": jax.random.PRNGKey(0), "shared": jax.random.PRNGKey(1)},
+        named={"split_rngs": {"split": True, "shared": False}},
     ),
     "axes": Case(
-        many, {"in_axes": ({"x": -1}, (0, None)), "out_axes": {"once": None, "h": (1, -1)}}, Roles(), {},
-        ({"x": XS.T}, (XS, H)),
+        many, {"in_axes": ({"x": -1}, (0, None)), "out_axes": {"once": None, "h": (1, -1)}}, {}, ({"x": XS.T}, (XS, H)),
     ),
-    "reverse": Case(
-        stateful, {**_BC, "variable_carry": "state", "reverse": True}, Roles(("params",), ("state",)), _w(**_STATE)
-    ),
-    "length": Case(plain, {**_BC, "length": T}, _P, _w(), ()),
-    "made": Case(
-        sharing, {"variable_broadcast": ("params", "made"), "split_rngs": {"shared": False}},
-        Roles(("params", "made")), _w(), rngs={"shared": KEY},
-    ),
+    "reverse": Case(stateful, {**_BC, "variable_carry": "state", "reverse": True}, _w(**_STATE)),
+    "length": Case(weighted, {**_BC, "length": T}, _w(), ()),
+    "made": Case(sharing, {**_MADE}, _w(), rngs={"shared": KEY}),
 }  # fmt: skip
-
-
-def assert_close(actual: Any, expected: Any) -> None:
-    assert jax.tree.structure(actual) == jax.tree.structure(expected)
-    for a, b in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
-        assert jnp.shape(a) == jnp.shape(b)
-        np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-5)
 
 
 OTHERS = [("carried", "vmap"), ("scanned", "jvp"), ("made", "disable_jit"), ("keys", "vmap"), ("made", "eager")]
@@ -231,7 +162,7 @@ FILTERS = {
 @parametrize("names", FILTERS)
 def test_filters(names: Any) -> None:
     names = iter(["params"]) if names == "generator" else names
-    run, args = lift(plain, variable_broadcast=names), (_w(), {}, H, XS)
+    run, args = lift(weighted, variable_broadcast=names), (_w(), {}, H, XS)
     assert_close(run(*args), CASES["broadcast"].expected(_w(), H, (XS,)))
     assert_close(run(*args)[0][0], run(*args)[0][0])  # a filter is asked again and again
 
@@ -244,7 +175,7 @@ def test_the_first_role_counts() -> None:
 @pytest.mark.parametrize("deny", [False, DenyList(True), (), DenyList(lambda name: True)])
 def test_filters_for_none(deny: Any) -> None:
     with pytest.raises(treescan.ArgumentError, match="`variables` has names without a role: 'params'"):
-        lift(plain, variable_broadcast=deny)(_w(), {}, H, XS)
+        lift(weighted, variable_broadcast=deny)(_w(), {}, H, XS)
 
 
 # Metadata and transforms of data.
@@ -277,7 +208,7 @@ def test_metadata() -> None:
 def test_frozen_dicts() -> None:
     given = flax.core.freeze(_w())
     assert_close(
-        lift(plain, variable_broadcast="params")(given, {}, H, XS), CASES["broadcast"].expected(_w(), H, (XS,))
+        lift(weighted, variable_broadcast="params")(given, {}, H, XS), CASES["broadcast"].expected(_w(), H, (XS,))
     )
 
 
@@ -343,13 +274,11 @@ MAKERS = {
     "scan": lambda key, w: jax.lax.scan(lambda c, _: (jnp.sin(c), None), w, length=2)[0],
     "given": lambda key, w: w,
 }
-_MADE = {"variable_broadcast": ("params", "made"), "split_rngs": {"shared": False}}
-_ROLES = Roles(("params", "made"))
 
 
 @parametrize("make", MAKERS)
 def test_values_made_before_the_loop(make: Any) -> None:
-    case = Case(with_made(make), _MADE, _ROLES, _w(), rngs={"shared": KEY})
+    case = Case(with_made(make), _MADE, _w(), rngs={"shared": KEY})
 
     def compare(run: Callable[..., Any]) -> Any:
         return TRANSFORMS["grad"](lambda given, args: run(*given, args), (_w(), H), (XS,))
@@ -370,7 +299,7 @@ def test_values_made_within_a_call_that_the_loop_needs(wrap: Any) -> None:
         carry, w = inner(carry, x, rngs["shared"])
         return (carry, carry), {"made": {"w": w}}
 
-    case = Case(step, _MADE, _ROLES, {}, rngs={"shared": KEY})
+    case = Case(step, _MADE, {}, rngs={"shared": KEY})
     assert_close(case.run({}, H, (XS,)), case.expected({}, H, (XS,)))
 
 
@@ -443,10 +372,6 @@ def test_any_roles(kinds: list[str], axes: list[int], reverse: bool, length: int
     into = of("in", "both")
     rngs = {f"r{i}": jax.random.key(i) for i in range(len(splits))}
     split = {f"r{i}": flag for i, flag in enumerate(splits)}
-    roles = Roles(
-        of("broadcast"), of("carry"), {name: axis[name] for name in into},
-        {name: axis[name] for name in of("out", "both")}, tuple(name for name, flag in split.items() if flag),
-    )  # fmt: skip
 
     def step(variables: Any, rngs: Any, carry: Any, x: Any) -> Any:
         total = sum((tree["v"] for tree in variables.values()), jnp.zeros(2))
@@ -457,10 +382,10 @@ def test_any_roles(kinds: list[str], axes: list[int], reverse: bool, length: int
         return (jnp.sin(carry + total), carry * x), updates
 
     wrap = {"in": In, "out": Out, "both": int}
-    run = lift(
-        step, variable_broadcast=roles.broadcast, variable_carry=set(roles.carried), split_rngs=split, reverse=reverse,
-        variable_axes={name: wrap[named[name]](axis[name]) for name in of("in", "out", "both")},
-    )  # fmt: skip
-    given_ = {name: variable(name) for name in of("broadcast", "carry", "in", "both")}
-    xs, h = array(length, seed=3), array(2, seed=4)
-    assert_close(run(given_, rngs, h, xs), loop(step, roles, length, 0, 0, reverse, given_, rngs, h, xs))
+    options: Any = {
+        "variable_broadcast": of("broadcast"), "variable_carry": of("carry"), "split_rngs": split, "reverse": reverse,
+        "variable_axes": {name: wrap[named[name]](axis[name]) for name in of("in", "out", "both")},
+    }  # fmt: skip
+    given_ = {name: variable(name) for name in of("broadcast", "carry", "in", "both")}, rngs, array(2, seed=4)
+    xs = array(length, seed=3)
+    assert_close(lift(step, **options)(*given_, xs), plain.lift(step, **options)(*given_, xs))

@@ -274,32 +274,6 @@ def _returns(last, rewards, begins, reverse, **options):
 RESETS = np.random.default_rng(5).random((64, 3)) < 0.2
 
 
-@pytest.mark.parametrize(
-    ("options", "reverse"),
-    [({}, True), ({"chunk": 5}, False), ({"chunk": 0}, True), ({"remat": "nested"}, True), ({"compact": True}, False)],
-    ids=str,
-)
-def test_resets_alone_are_a_loop_by_hand(reverse, options):
-    args = jnp.arange(3.0), jnp.asarray(np.random.default_rng(6).normal(size=RESETS.shape), jnp.float32)
-
-    def loss(run, *args):
-        final, ys = run(*args, RESETS, reverse)
-        return jnp.sum(final**2) + jnp.sum(jnp.sin(ys))
-
-    ours = functools.partial(_returns, **options)
-    chex.assert_trees_all_close(ours(*args, RESETS, reverse), _returns_by_hand(*args, RESETS, reverse), rtol=1e-5)
-    gradients = [jax.jit(jax.grad(functools.partial(loss, run), (0, 1)))(*args) for run in (ours, _returns_by_hand)]
-    chex.assert_trees_all_close(*gradients, rtol=1e-4)
-
-
-@pytest.mark.parametrize(("save", "fill"), [("last", 0), (5, "hold"), (None, 0)])
-def test_resets_alone_keep_outputs(save, fill):
-    final, ys = _returns(jnp.zeros(3), jnp.ones(RESETS.shape), RESETS, True)
-    kept_final, kept = _returns(jnp.zeros(3), jnp.ones(RESETS.shape), RESETS, True, save=save, fill=fill)
-    chex.assert_trees_all_close(kept_final, final)
-    chex.assert_trees_all_close(kept, {"last": ys[0], 5: ys[4::5], None: None}[save])
-
-
 @pytest.mark.parametrize("reverse", [False, True])
 def test_resets_alone_mask_nothing(reverse):
     """One loop, one selection for the one leaf, and no branch: what a loop by hand has."""
@@ -311,14 +285,3 @@ def test_resets_alone_mask_nothing(reverse):
         assert not list(equations(jaxprs[0].jaxpr, name))
     for name in ("scan", "select_n"):
         assert [len(list(equations(jaxpr.jaxpr, name))) for jaxpr in jaxprs] == [1, 1]
-
-
-def test_a_padded_batch_takes_resets():
-    """Its lengths say where rows end; where segments begin in them it does not know."""
-    padded, resets = treescan.pad([np.arange(4.0), np.arange(2.0)]), np.array([[0, 0], [0, 1], [1, 0], [0, 1]], bool)
-    got = treescan.mask_scan(lambda c, x: (c + x, c + x), jnp.zeros(2), padded, resets=resets)
-    want = treescan.mask_scan(
-        lambda c, x: (c + x, c + x), jnp.zeros(2), padded.data, lengths=padded.lengths, resets=resets
-    )
-    assert_bitwise(got, want)
-    assert_bitwise(got[0], jnp.array([5.0, 1.0]))

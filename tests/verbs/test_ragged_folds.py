@@ -29,57 +29,29 @@ def init():
     return jax.random.normal(jax.random.key(1), (B, D))
 
 
-def rows_of(init, xs, reverse):
-    """Each row alone, step by step: its last carry, and all carries with 0 on its padding."""
-    finals, carries = [], []
-    for b, length in enumerate(LENGTHS):
-        h, seen = init[b], {}
-        for t in range(length)[::-1] if reverse else range(length):
-            h = step(h, xs[t, b])
-            seen[t] = h
-        finals.append(h)
-        carries.append(jnp.stack([seen.get(t, jnp.zeros(D)) for t in range(T)]))
-    return jnp.stack(finals), jnp.stack(carries, axis=1)
+@pytest.mark.parametrize("options", [{}, {"reverse": True, "remat": "step"}, {"unroll": 2}], ids=str)
+def test_it_is_the_masked_scan(init, xs, options):
+    """Whose rows are those of a plain loop; padding has no gradient."""
+
+    def masked(init, xs):
+        return treescan.mask_scan(lambda h, x: (step(h, x),) * 2, init, xs, lengths=LENGTHS, **options)
+
+    def folds(init, xs):
+        given = {"lengths": LENGTHS, **options}
+        return treescan.fold(step, init, xs, **given), treescan.accumulate(step, init, xs, **given)
+
+    for ours, want in zip(*(both(run)(init, xs) for run in (folds, masked)), strict=True):
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6), ours, want)
 
 
-@pytest.mark.parametrize(
-    ("options", "disable_jit"),
-    [({}, True), ({"reverse": True}, False), ({"remat": "step", "unroll": 2}, False)],
-    ids=str,
-)
-def test_each_row_is_folded_by_itself(init, xs, options, disable_jit):
-    final, carries = rows_of(init, xs, options.get("reverse", False))
-    with jax.disable_jit(disable_jit):
-        folded = treescan.fold(step, init, xs, lengths=LENGTHS, **options)
-        stacked = treescan.accumulate(step, init, xs, lengths=LENGTHS, **options)
-    np.testing.assert_allclose(folded, final, rtol=1e-5, atol=1e-6)
-    np.testing.assert_allclose(stacked, carries, rtol=1e-5, atol=1e-6)
+def both(run):
+    """What comes out, and the gradients."""
 
+    def loss(*given):
+        found = run(*given)
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in found), found
 
-@pytest.mark.parametrize(("verb", "reverse"), [("fold", True), ("accumulate", False)])
-def test_gradients_are_those_of_the_rows(init, xs, verb, reverse):
-    def ours(init, xs):
-        return jnp.sum(jnp.sin(getattr(treescan, verb)(step, init, xs, lengths=LENGTHS, reverse=reverse)))
-
-    def rows(init, xs):
-        return jnp.sum(jnp.sin(rows_of(init, xs, reverse)[verb == "accumulate"]))
-
-    clean = jnp.nan_to_num(xs)
-    for mine, plain in zip(jax.grad(ours, (0, 1))(init, xs), jax.grad(rows, (0, 1))(init, clean), strict=True):
-        np.testing.assert_allclose(mine, plain, rtol=1e-5, atol=1e-6)
-    assert not np.any(jax.grad(ours, 1)(init, xs)[np.arange(T)[:, None] >= LENGTHS])
-
-
-def test_under_jit_vmap_and_with_options_of_outputs(init, xs):
-    mapped = jax.jit(jax.vmap(lambda xs, n: treescan.accumulate(step, init, xs, lengths=n, save="last")))
-    lengths = np.stack([LENGTHS, LENGTHS[::-1]])
-    both = jnp.stack([xs, jnp.nan_to_num(xs)])
-    for got, data, n in zip(mapped(both, lengths), both, lengths, strict=True):
-        np.testing.assert_allclose(
-            got, treescan.mask_scan(lambda h, x: (step(h, x),) * 2, init, data, lengths=n, save="last")[1], rtol=1e-6
-        )
-    moved = treescan.accumulate(step, init, xs, lengths=LENGTHS, out_axes=1)
-    np.testing.assert_array_equal(moved, jnp.moveaxis(treescan.accumulate(step, init, xs, lengths=LENGTHS), 0, 1))
+    return jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
 
 
 def test_custom_carries(xs):

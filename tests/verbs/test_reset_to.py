@@ -1,16 +1,16 @@
-"""`reset_to` and the inits of packed sequences, against a loop over the steps of each row, one by one."""
+"""`reset_to` and the inits of packed sequences, against the plain loop over the steps of each row."""
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
 import pytest
 from loops import array
-from oracle import as_numpy
+from oracle import as_numpy, assert_close
 from traces import compilations
+from works import plain
 
 import treescan
 from treescan.carries import keys, window
@@ -32,27 +32,6 @@ def step(w, carry, x):
     return {"goal": carry["goal"], "h": h, "n": n}, h * n.astype(h.dtype)[..., None]
 
 
-def restarts(valid, resets, t, b, reverse):
-    """Whether a row begins anew before a step."""
-    later = [s for s in range(t + 1, len(valid)) if valid[s, b]]
-    return bool(later) and bool(resets[later[0], b]) if reverse else bool(resets[t, b])
-
-
-def by_hand(w, init, to, xs, valid, resets, *, reverse=False):
-    """Every row by itself, each step by itself; `to(row, step)` is what a reset of the row puts back before a step."""
-    finals, ys = [], [[None] * valid.shape[1] for _ in range(len(valid))]
-    for b in range(valid.shape[1]):
-        carry = jax.tree.map(lambda leaf, b=b: leaf[b], init)
-        for t in reversed(range(len(valid))) if reverse else range(len(valid)):
-            ys[t][b] = jnp.zeros(H)
-            if valid[t, b]:
-                if restarts(valid, resets, t, b, reverse):
-                    carry = to(b, t)
-                carry, ys[t][b] = step(w, carry, xs[t, b])
-        finals.append(carry)
-    return jax.tree.map(lambda *rows: jnp.stack(rows), *finals), jnp.stack([jnp.stack(row) for row in ys])
-
-
 def loss(result):
     final, ys = result
     parts = (final["h"], final["goal"], ys)
@@ -61,11 +40,6 @@ def loss(result):
 
 def floats(tree):
     return {name: leaf for name, leaf in tree.items() if name != "n"}
-
-
-def close(got, want):
-    chex.assert_trees_all_equal_structs(got, want)
-    jax.tree.map(lambda a, b: npt.assert_allclose(a, b, rtol=2e-5, atol=2e-5), got, want)
 
 
 @pytest.mark.parametrize("reverse", [False, True], ids=["forward", "reverse"])
@@ -82,27 +56,20 @@ def test_under_vmap_and_forwards(reverse):
 
     def one(w, i):
         to = jax.tree.map(lambda leaf: leaf[i], tos)
-        return by_hand(
-            w,
-            INIT,
-            lambda b, t: jax.tree.map(lambda leaf: leaf[b], to),
-            XS,
-            valid[i],
-            resets[i],
-            reverse=reverse,
-        )
+        options = {"mask": valid[i], "resets": resets[i], "reset_to": to, "reverse": reverse}
+        return plain.mask_scan(functools.partial(step, w), INIT, XS, **options)
 
     def mapped(w):
         return jax.vmap(run, (None, 0, 0, 0))(w, valid, resets, tos)
 
-    def plain(w):
+    def by_hand(w):
         return jax.tree.map(lambda *leaves: jnp.stack(leaves), *[one(w, i) for i in range(3)])
 
-    close(jax.jit(mapped)(WEIGHTS), plain(WEIGHTS))
+    assert_close(jax.jit(mapped)(WEIGHTS), by_hand(WEIGHTS))
     direction = array(H, H, seed=9)
-    close(*(jax.jvp(lambda w, f=f: loss(f(w)), (WEIGHTS,), (direction,)) for f in (mapped, plain)))
-    grads = [jax.jit(jax.grad(lambda w, f=f: loss(f(w))))(WEIGHTS) for f in (mapped, plain)]
-    close(*grads)
+    assert_close(*(jax.jvp(lambda w, f=f: loss(f(w)), (WEIGHTS,), (direction,)) for f in (mapped, by_hand)))
+    grads = [jax.jit(jax.grad(lambda w, f=f: loss(f(w))))(WEIGHTS) for f in (mapped, by_hand)]
+    assert_close(*grads)
 
 
 def test_an_init_that_is_not_seen_is_not_read():
@@ -150,12 +117,12 @@ def test_what_may_be_said():
         return run({"goal": jnp.broadcast_to(goal, (B, H)), "h": jnp.broadcast_to(h, (B, H)), "n": n})
 
     ones = jnp.ones(B, jnp.int32)
-    close(run(1), of(1.0, 1.0, ones))
-    close(run({"goal": 2, "h": None, "n": np.int32(1)}), of(2.0, INIT["h"], ones))
-    close(run(lambda init: {**init, "h": 0.5, "n": init["n"] * 0}), of(INIT["goal"], 0.5, 0 * ones))
-    close(run(lambda init: jax.tree.map(jnp.ones_like, init)), of(1.0, 1.0, ones))
-    close(run({"goal": None, "h": None, "n": None}), run(None))
-    close(run(lambda init: init), run(None))
+    assert_close(run(1), of(1.0, 1.0, ones))
+    assert_close(run({"goal": 2, "h": None, "n": np.int32(1)}), of(2.0, INIT["h"], ones))
+    assert_close(run(lambda init: {**init, "h": 0.5, "n": init["n"] * 0}), of(INIT["goal"], 0.5, 0 * ones))
+    assert_close(run(lambda init: jax.tree.map(jnp.ones_like, init)), of(1.0, 1.0, ones))
+    assert_close(run({"goal": None, "h": None, "n": None}), run(None))
+    assert_close(run(lambda init: init), run(None))
 
 
 def test_other_layouts():
@@ -172,14 +139,14 @@ def test_other_layouts():
         return carry.T, y
 
     got = treescan.mask_scan(transposed, init.T, xs, mask=HOLES, resets=RESETS, reset_to=to.T, carry_axes=1)
-    close((got[0].T, got[1]), want)
+    assert_close((got[0].T, got[1]), want)
     got = treescan.mask_scan(cell, init, xs.swapaxes(0, 1), mask=HOLES.T, resets=RESETS.T, reset_to=to, time_axis=1)
-    close((got[0], got[1].swapaxes(0, 1)), want)
+    assert_close((got[0], got[1].swapaxes(0, 1)), want)
     single = [
         treescan.mask_scan(cell, init[b], xs[:, b], mask=HOLES[:, b], resets=RESETS[:, b], reset_to=to[b])
         for b in range(B)
     ]
-    close((jnp.stack([c for c, _ in single]), jnp.stack([y for _, y in single], 1)), want)
+    assert_close((jnp.stack([c for c, _ in single]), jnp.stack([y for _, y in single], 1)), want)
     two = treescan.mask_scan(
         cell,
         jnp.stack([init, init]),
@@ -189,7 +156,7 @@ def test_other_layouts():
         reset_to=jnp.stack([to, to]),
         compact=True,
     )
-    close((two[0][0], two[1][:, 1]), want)
+    assert_close((two[0][0], two[1][:, 1]), want)
 
 
 def test_shared_leaves_are_never_reset():
@@ -203,7 +170,7 @@ def test_shared_leaves_are_never_reset():
     want = treescan.mask_scan(lambda c, x: (c + x, c), jnp.ones(B), XS[..., 0], resets=RESETS, reset_to=5 * jnp.ones(B))
     for to in (5, (5.0, None), lambda init: (5 * init[0], init[1])):
         (totals, steps), ys = run(reset_to=to)
-        close((totals, ys), want)
+        assert_close((totals, ys), want)
         assert steps == T
 
 
@@ -236,12 +203,12 @@ def test_custom_carries():
         body, init(1.0), xs, resets=RESETS, mask=HOLES, reset_to={"m": None, "w": init(5.0)["w"], "h": 0.0}
     )
 
-    def plain(carry, x):
+    def by_hand(carry, x):
         _, w = carry
         return (x[None], jnp.concatenate([w[1:], x[None]])), w[0]
 
     theirs = treescan.mask_scan(
-        plain,
+        by_hand,
         (jnp.ones((1, B)), jnp.ones((2, B))),
         xs,
         resets=RESETS,
@@ -249,8 +216,8 @@ def test_custom_carries():
         reset_to=(None, 5 * jnp.ones((2, B))),
         carry_axes=1,
     )
-    close((ours[0]["m"].values, ours[0]["w"].values), theirs[0])
-    close(ours[1], theirs[1])
+    assert_close((ours[0]["m"].values, ours[0]["w"].values), theirs[0])
+    assert_close(ours[1], theirs[1])
 
 
 def test_keys_are_put_back():
@@ -288,7 +255,7 @@ def test_none_in_an_init_stands_for_the_scans():
     same = jax.tree.map(lambda leaf: jnp.stack([leaf[0]] * 2), INIT)
     whole = treescan.pack(SEQUENCES, rows=2, init=[{**init, "goal": INIT["goal"][0]} for init in INITS])
     body = functools.partial(step, WEIGHTS)
-    close(treescan.mask_scan(body, same, packed)[1], treescan.mask_scan(body, same, whole)[1])
+    assert_close(treescan.mask_scan(body, same, packed)[1], treescan.mask_scan(body, same, whole)[1])
 
 
 def test_reset_to_of_a_packed_batch_begins_all_its_sequences():
@@ -299,7 +266,7 @@ def test_reset_to_of_a_packed_batch_begins_all_its_sequences():
     for reverse in (False, True):
         got = treescan.mask_scan(body, lost, packed, reset_to=to, reverse=reverse)
         want = treescan.mask_scan(body, lost, treescan.pack(SEQUENCES, rows=2, init=alike), reverse=reverse)
-        close(got[1], want[1])
+        assert_close(got[1], want[1])
 
 
 def test_inits_of_custom_carries_and_keys():

@@ -50,7 +50,7 @@ def marked(file: Path) -> set[int]:
     return {i for i, line in enumerate(file.read_text().splitlines(), 1) if line.endswith("# error")}
 
 
-@pytest.fixture(scope="module", params=[pyright, mypy], ids=["pyright", "mypy"])
+@pytest.fixture(scope="module", params=[pyright, pytest.param(mypy, marks=pytest.mark.slow)], ids=["pyright", "mypy"])
 def errors(request: pytest.FixtureRequest) -> Errors:
     check: Callable[[], Errors] = request.param
     return check()

@@ -1,146 +1,133 @@
-"""`mask_scan` is each row scanned on its own, unpadded, whatever the options: values, and every gradient."""
+"""Rows of unequal length with several options at once, and masks that mean something: against the plain loop.
+
+`works` has each two options together, under each transform; random programs have any number of them.
+"""
 
 import functools
 
-import hypothesis.strategies as st
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
 from oracle import assert_bitwise
-from thin import parametrize
-from unpadded import (
-    CASES,
-    Setup,
-    assert_close,
-    assert_equals_the_rows,
-    draw_rows,
-    make_batch,
-)
+from works import plain, rows
+from works.example import KEY, State, Y, has
+from works.rows import LENGTHS, MASK, RESETS, B, T
+from works.table import TRANSFORMS, difference
 
 import treescan
 
-T, B = 5, 3
-PADDING = [np.nan, np.inf, -np.inf, 0.0, -1.0, 3e38, 0.5]
-LENGTHS, MASK, RESETS = ("lengths",), ("mask",), ("resets",)
-SEGMENTS = ("mask", "resets")
+SEGMENTS = {"mask": MASK, "resets": RESETS}
 
 
-def setup(case="singular", carried=False, given=MASK, **options):
-    hashable = {name: tuple(value.items()) if isinstance(value, dict) else value for name, value in options.items()}
-    return Setup(case, carried, given, tuple(hashable.items()))
+def run(lib, options, how, given):
+    return [leaf for leaf in jax.tree.leaves(rows.program(lib, options, how, given)) if plain.is_array(leaf)]
 
 
-def check(setup, shape, seed, padding=np.nan, density=0.6, kind="grad"):
-    valid, resets = draw_rows(setup.given, shape, density, seed)
-    assert_equals_the_rows(setup, kind, make_batch(setup.case, valid, padding, seed), valid, resets)
+def assert_right(options, how=frozenset(), transform="grad"):
+    ours, by_hand = TRANSFORMS[transform]
+    mine, theirs = (functools.partial(run, lib, options, how) for lib in (treescan, plain))
+    assert difference(ours(mine, rows.GIVEN), by_hand(theirs, rows.GIVEN)) is None
 
 
 SETUPS = {
-    "plain": (setup("lstm", given=LENGTHS), (T, B)),
-    "carried params": (setup("gru", carried=True), (T, B)),
-    "keys, chunks of 3": (setup("noisy", given=LENGTHS, chunk=3, fill=-7), (T, B)),
-    "reverse, chunks of 2": (setup(reverse=True, chunk=2, fill={"y": np.nan, "n": -1}), (T, B)),
-    "whole": (setup(chunk=0, reverse=True, fill="hold", given=LENGTHS), (T, B)),
-    "resets": (setup("lstm", given=RESETS, chunk=2), (T, B)),
-    "resets in reverse": (setup(carried=True, given=("lengths", "resets"), reverse=True, chunk=1), (T, B)),
-    "resets and lengths": (setup("gru", given=("lengths", "resets"), reverse=True, fill="hold"), (T, B)),
-    "held": (setup(carried=True, fill={"y": "hold", "n": -1}, chunk=3, remat="step"), (T, B)),
-    "compact": (setup(carried=True, given=LENGTHS, compact=True, chunk=2), (T, 4)),
-    "compact in reverse": (setup(given=SEGMENTS, compact=(1,), chunk=2, reverse=True, fill="hold"), (T, B)),
-    "compact keys": (setup("noisy", compact=(2,), chunk=3, remat="nested"), (T, B)),
-    "nested": (setup("lstm", given=SEGMENTS, remat="nested", chunk=1, unroll=2), (T, B)),
-    "batch leads": (setup("gru", time_axis=1, given=SEGMENTS, chunk=4), (T, T)),
-    "batch leads, compact": (setup(time_axis=1, compact=True, chunk=2, carried=True, reverse=True), (T, 2)),
-    "single row": (setup(given=SEGMENTS, chunk=2, fill="hold"), (T,)),
-    "two batch axes": (setup("noisy", carried=True, given=SEGMENTS, chunk=2, reverse=True), (T, 2, 2)),
-    "two batch axes, compact": (setup(given=SEGMENTS, chunk=2, compact=True), (T, 2, 2)),
+    "keys, chunks of 3": ({"key": KEY, "chunk": 3, "fill": Y(7, -1)}, has("key")),
+    "whole, held": ({"chunk": 0, "reverse": True, "fill": "hold"},),
+    "held, recomputed": ({"mask": MASK, "fill": Y("hold", -1), "chunk": 3, "remat": "step"},),
+    "resets alone": ({"resets": RESETS, "chunk": 2}, has("no lengths")),
+    "resets alone in reverse": ({"resets": RESETS, "reverse": True, "save": "last"}, has("no lengths")),
+    "resets in reverse": ({"resets": RESETS, "reverse": True, "chunk": 1},),
+    "compact, last": ({"compact": True, "chunk": 2, "save": "last", "reverse": True},),
+    "compact, held": ({**SEGMENTS, "compact": (1,), "chunk": 2, "reverse": True, "fill": "hold"},),
+    "compact, shared": ({"carry_axes": State(0, None), "compact": (2,), "chunk": 3}, has("shared count")),
+    "nested": ({**SEGMENTS, "remat": "nested", "chunk": 1, "unroll": 2},),
+    "batch leads": ({**SEGMENTS, "time_axis": 1, "chunk": 4},),
+    "batch leads, compact": ({"time_axis": 1, "compact": True, "chunk": 2, "reverse": True},),
+    "single row": ({**SEGMENTS, "chunk": 2, "fill": "hold"}, has("one row")),
+    "cut": ({**SEGMENTS, "truncate": 2, "chunk": 3},),
+    "cut in reverse": ({**SEGMENTS, "truncate": 2, "reverse": True},),
+    "cut, compact": ({"resets": RESETS, "truncate": 1, "compact": True, "chunk": 2, "remat": "step"},),
+    "static, reset": ({**SEGMENTS, "reset_to": "another state", "chunk": 2, "compact": True}, has("static")),
 }
 
-seeds = st.integers(0, 2**31 - 1)
+
+EVERY_DAY = ("keys, chunks of 3", "resets alone", "resets in reverse", "compact, held", "batch leads", "cut in reverse")
 
 
-SLOW = {"carried params", "whole", "resets and lengths", "two batch axes, compact"}
+def daily(names, chosen):
+    return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
 
 
-@pytest.mark.parametrize(
-    "case", [pytest.param(c, id=n, marks=[pytest.mark.slow] if n in SLOW else []) for n, c in SETUPS.items()]
-)
-@settings(max_examples=5)
-@given(seeds, st.sampled_from(PADDING), st.sampled_from([0.0, 0.2, 0.6, 0.9, 1.0]))
-def test_equals_the_unpadded_rows_in_value_and_gradient(case, seed, padding, density):
-    check(*case, seed, padding, density)
+@pytest.mark.parametrize("transform", daily(("grad", "jvp", "grad of grad"), ("grad",)))
+@pytest.mark.parametrize("name", daily(SETUPS, EVERY_DAY))
+def test_several_options_at_once(name, transform):
+    assert_right(*SETUPS[name], transform=transform)
 
 
-@pytest.mark.parametrize("steps", [0, 1])
-@parametrize(
-    "options",
-    {
-        "chunks": {"given": SEGMENTS, "fill": "hold", "chunk": 1},
-        "compact": {"compact": True, "given": LENGTHS},
-        "nested": {"carried": True, "remat": "nested", "reverse": True},
-    },
-)
-def test_short_loops(options, steps):
-    for seed in range(3):
-        check(setup(**options), (steps, B), seed)
+@pytest.mark.parametrize("transform", daily(("vmap of grad", "grad of vmap"), ("vmap of grad",)))
+@pytest.mark.parametrize("name", daily(("compact, held", "resets in reverse"), ("compact, held",)))
+def test_several_options_mapped(name, transform):
+    assert_right(*SETUPS[name], transform=transform)
 
 
-def patterns(steps, rows):
+def patterns():
     """Masks that mean something: [T, B]."""
-    at, row = np.mgrid[:steps, :rows]
+    at, row = np.mgrid[:T, :B]
     return {
         "left padding": at >= 2 + row,
         "holes": (at + row) % 2 == 0,
-        "one step each, the last": at == steps - 1,
+        "one step each, the last": at == T - 1,
         "one chunk in the middle": (at >= 2) & (at < 4),
         "a row that pauses for a chunk": (row > 0) ^ (at // 2 == 1),
         "one live row": row == 1,
         "rows take turns": at // 2 == row,
+        "nothing": at < 0,
     }
 
 
-@pytest.mark.parametrize(("name", "reverse"), [(name, i % 2 == 0) for i, name in enumerate(patterns(T, B))])
-def test_patterns_of_a_mask(name, reverse):
-    valid = patterns(T, B)[name]
-    given = setup(given=SEGMENTS, reverse=reverse, compact=(1,), chunk=2, fill="hold")
-    assert_equals_the_rows(given, "grad", make_batch("singular", valid, np.nan), valid, np.zeros_like(valid))
-    resets = np.random.default_rng(0).random(valid.shape) < 0.5
-    assert_equals_the_rows(given, "grad", make_batch("singular", valid, 0.0), valid, resets)
+@pytest.mark.parametrize("name", daily(patterns(), ("holes", "a row that pauses for a chunk", "nothing")))
+def test_patterns_of_a_mask(name):
+    reverse = len(name) % 2 == 0
+    resets = np.random.default_rng(0).random((T, B)) < 0.5
+    options = {"mask": patterns()[name], "resets": resets, "fill": "hold", "reverse": reverse}
+    assert_right({**options, "compact": (1,), "chunk": 2})
 
 
-@pytest.mark.parametrize(
-    "given",
-    [
-        setup(given=SEGMENTS, carried=True),
-        pytest.param(setup("lstm", given=LENGTHS, reverse=True), marks=pytest.mark.slow),
-        pytest.param(setup("gru", given=SEGMENTS), marks=pytest.mark.slow),
-    ],
-    ids=lambda given: given.case,
-)
+@pytest.mark.parametrize("given", [SEGMENTS, {}], ids=["segments", "lengths"])
 def test_forward_values_do_not_depend_on_the_chunk(given):
     """To the last bit."""
-    steps = 7
-    valid, resets = draw_rows(given.given, (steps, B), 0.5, 3)
-    batch = make_batch(given.case, valid, np.nan)
 
-    def run(chunk):
-        scan = given._replace(options=(*given.options, ("fill", "hold"), ("chunk", chunk))).runner(valid, resets)
-        return jax.jit(scan)(*batch.given)
+    def values(chunk):
+        options = {**given, "fill": "hold", "chunk": chunk}
+        return jax.jit(functools.partial(run, treescan, options, frozenset()))(rows.GIVEN)
 
-    whole = run(0)
-    for chunk in (None, 1, 3, 5, steps, steps + 1):
-        assert_bitwise(run(chunk), whole)
+    whole = values(0)
+    for chunk in (None, 1, 2, 3, T, T + 1):
+        assert_bitwise(values(chunk), whole)
 
 
 def test_traced_lengths_out_of_range_are_clamped():
-    params, rows, xs = make_batch("singular", np.ones((T, 2), bool), np.nan).given
-    body = functools.partial(CASES["singular"].body, params | {"act": jnp.tanh})
+    xs = jnp.arange(2.0 * T).reshape(T, 2)
 
     @jax.jit
-    def run(lengths):
-        return treescan.mask_scan(body, rows, xs, lengths=lengths, chunk=2, compact=True)
+    def fold(lengths):
+        return treescan.mask_scan(lambda c, x: (c + x, c), jnp.zeros(2), xs, lengths=lengths, chunk=2, compact=True)
 
     for out, within in (([-3, 99], [0, T]), ([T + 1, -1], [T, 0])):
-        assert_close(run(jnp.array(out)), run(jnp.array(within)), rtol=0, atol=0)
+        assert_bitwise(fold(jnp.array(out)), fold(jnp.array(within)))
+
+
+@pytest.mark.parametrize("steps", [0, 1])
+@pytest.mark.parametrize("options", [{"chunk": 1}, {"compact": True}, {"remat": "nested", "reverse": True}], ids=str)
+def test_short_loops(options, steps):
+    def cell(h, x):
+        return jnp.tanh(h) / x, h * x
+
+    def loss(lib, h, xs):
+        valid = np.arange(steps)[:, None] < LENGTHS
+        final, ys = lib.mask_scan(cell, h, xs, mask=valid, fill="hold", **options)
+        return jnp.sum(final) + jnp.sum(ys), (final, ys)
+
+    h, xs = rows.GIVEN["h"][:, 0], jnp.full((steps, B), 2.0)
+    ours, want = (jax.value_and_grad(functools.partial(loss, lib), has_aux=True)(h, xs) for lib in (treescan, plain))
+    assert difference(ours, want) is None

@@ -12,7 +12,7 @@ from oracle import assert_bitwise
 from thin import slow
 
 import treescan
-from treescan import Remat, fori, while_scan
+from treescan import fori, while_scan
 
 LENGTH = 23
 
@@ -73,23 +73,6 @@ def test_is_a_scan_of_as_many_steps(stop, with_xs, reverse):
     close(jax.jvp(mine, args, args), jax.jvp(theirs, args, args))
     if stop == 7:
         close(jax.jit(jax.hessian(mine))(*args), jax.jit(jax.hessian(theirs))(*args))
-
-
-KEPT = [("last", "step", True), (3, None, False), (30, Remat("dots_saveable"), False), (8, Remat(levels=3), True)]
-
-
-@pytest.mark.parametrize(("save", "remat", "reverse"), KEPT, ids=str)
-def test_what_is_kept_is_that_of_all_outputs(save, remat, reverse):
-    stop, args = 7, (array(3), array(LENGTH, 3, seed=1))
-
-    def expected(*args):
-        carry, ys = scanned(stop, reverse)(*args)
-        at = (LENGTH - stop if reverse else stop - 1) if save == "last" else slice(save - 1, None, save)
-        return carry, jax.tree.map(lambda y: y[at], ys)
-
-    ours = until(stop, reverse=reverse, save=save, remat=remat)
-    close(tuple(ours(*args)[:2]), expected(*args))
-    close(jax.jit(jax.grad(loss_of(ours), (0, 1)))(*args), jax.grad(loss_of(expected), (0, 1))(*args))
 
 
 @pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 100, 1000])
@@ -255,61 +238,6 @@ def test_keys_of_traced_bounds():
     for reverse in (False, True):
         run = jax.jit(lambda n, r=reverse: fori(1, n, body, jnp.zeros(5), key=key, max_length=9, reverse=r))
         assert_bitwise(run(5), expected)
-
-
-def test_carries_of_every_kind():
-    own = jax.random.split(jax.random.key(0), 9)
-
-    def body(carry, x):
-        key, z, b, n = carry
-        key, sub = jax.random.split(key)
-        drawn = jax.random.uniform(sub) * b.astype(jnp.float32)
-        return (key, z * (1.0 + 0.5j), b * jnp.bfloat16(1.5), n + 1), (drawn, n, x, key)
-
-    def total(carry, ys):
-        return jnp.abs(carry[1]) + carry[2].astype(jnp.float32) + jnp.sum(ys[0])
-
-    def init(b):
-        return jax.random.key(1), jnp.asarray(b, jnp.complex64) * (1 + 1j), b.astype(jnp.bfloat16), 0
-
-    def run(b, stop):
-        return total(*while_scan(lambda carry: carry[3] < stop, body, init(b), own, max_length=7)[:2])
-
-    def expected(b, stop):
-        return total(*jax.lax.scan(body, init(b), own[:stop]))
-
-    b = jnp.array([2.0, 3.0])
-    grads = jax.jit(jax.vmap(jax.value_and_grad(run)))(b, jnp.array([4, 0]))
-    close(
-        jnp.stack(grads), jnp.stack([jnp.stack(jax.value_and_grad(expected)(b[i], n)) for i, n in ((0, 4), (1, 0))], 1)
-    )
-
-
-@pytest.mark.slow
-def test_a_loop_in_a_loop():
-    def inner(x, n):
-        return while_scan(
-            lambda c: c[1] < n, lambda c, _: ((jnp.sin(c[0]) * 1.2, c[1] + 1), c[0]), (x, 0), max_length=5
-        )
-
-    def outer(x, n):
-        def body(carry, _):
-            result = inner(*carry)
-            return (result.carry[0] + jnp.sum(result.ys), carry[1] + 1), None
-
-        return while_scan(lambda carry: carry[1] < n, body, (x, 0), max_length=6).carry[0]
-
-    def expected(x, n):
-        for i in range(n):
-            total = 0.0
-            for _ in range(i):
-                total, x = total + x, jnp.sin(x) * 1.2
-            x = x + total
-        return x
-
-    grads = jax.jit(jax.vmap(jax.grad(outer), (None, 0)))(0.7, jnp.arange(4))
-    close(grads, jnp.stack([jax.grad(expected)(0.7, n) for n in range(4)]))
-    close(jax.jit(jax.grad(jax.grad(outer)))(0.7, 3), jax.grad(jax.grad(expected))(0.7, 3))
 
 
 @pytest.mark.devices

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from .._types import PyTree
 from .loop import Feed, Loop, Step
-from .run import run
+from .run import in_one_mesh, run
 
 
 class Wish(NamedTuple):
@@ -218,6 +218,7 @@ def run_chunked(loop: Loop, levels: tuple[Level, ...]) -> tuple[PyTree, PyTree]:
         levels: ascending in size, each dividing the next. Nothing is put around a chunk that holds the whole loop,
             unless the feed has an entry for it: then it is its remainder.
     """
+    loop = in_one_mesh(loop) if levels else loop
     while levels and levels[-1].size >= loop.length and not levels[-1].counted:
         levels, outputs = levels[:-1], levels[-1].outputs
         if outputs is not None:

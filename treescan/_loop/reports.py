@@ -24,7 +24,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from .._avals import is_key, is_sharded
+from .._avals import is_key, is_sharded, unspread
 from .._progress import AbstractProgressMeter
 from .._types import Array, PyTree
 
@@ -412,6 +412,7 @@ class Reporter:
             whole = self.batched and (has_result or in_batched[0])
 
             def given(arg: Array, is_batched: bool) -> Array:
+                arg = unspread(arg) if is_batched else arg
                 if whole:
                     return arg if is_batched else jnp.broadcast_to(arg, (size, *arg.shape))
                 if not is_batched:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import inspect
+import itertools
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -13,7 +15,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._avals import in_mesh, promoted, sets_explicit_mesh
+from .._avals import in_mesh, is_sharded, mesh_of, promoted, set_mesh
 from .._errors import Fault, is_package_frame, walk_traceback
 from .._types import PyTree
 from .body import Body
@@ -24,12 +26,18 @@ _lax_scan = jax.lax.scan  # bound now, because a program may replace it with tre
 
 @dataclass(frozen=True, eq=False)
 class _Lowered:
-    """A step in the form that `jax.lax.scan` calls. Looks like the body to JAX, whose messages then name the body."""
+    """A step in the form that `jax.lax.scan` calls. Looks like the body to JAX, whose messages then name the body.
+
+    Attributes:
+        packed: whether its carry holds consts.
+        mesh: the one that is named by all that it returns; None: what it returns stays as it is.
+    """
 
     body: Body
     step: Step
     packed: bool
     __signature__: inspect.Signature
+    mesh: Any
 
     @property
     def __wrapped__(self) -> Callable[..., Any]:
@@ -37,10 +45,18 @@ class _Lowered:
 
     def __call__(self, carry: PyTree, x: PyTree) -> tuple[PyTree, PyTree]:
         if not self.packed:
-            return self.step(None, carry, Feed(x))
-        consts, state = carry
-        state, y = self.step(consts, state, x)
+            return self._named(carry, self.step(None, carry, Feed(x)))
+        consts, given = carry
+        state, y = self._named(given, self.step(consts, given, x))
         return (consts, state), y
+
+    def _named(self, given: PyTree, pair: tuple[PyTree, PyTree]) -> tuple[PyTree, PyTree]:
+        if self.mesh is None:
+            return pair
+        leaves, structure = jax.tree.flatten(as_arrays(pair))
+        sharded = [is_sharded(leaf) for leaf in jax.tree.leaves(given)]
+        named = itertools.zip_longest(leaves, sharded[: len(leaves)], fillvalue=False)
+        return jax.tree.unflatten(structure, [leaf if other else in_mesh(leaf, self.mesh) for leaf, other in named])
 
 
 def is_jit_disabled() -> bool:
@@ -59,10 +75,12 @@ def run(loop: Loop) -> tuple[PyTree, PyTree]:
     Consts travel in lax.scan's carry. A carry leaf that a step hands on unchanged is turned into a constant of the
     loop by lax.scan itself, so that this costs nothing, and a step needs no closure.
     """
-    packed = loop.consts is not None or bool(jax.tree.leaves(loop.xs[1:]))
+    packed, mesh = loop.consts is not None or bool(jax.tree.leaves(loop.xs[1:])), _mesh_to_name(loop)
     function = (loop.memo or loop.body.memo)(
-        (_Lowered, loop.step, packed), lambda: _Lowered(loop.body, loop.step, packed, named_signature(*loop.names))
+        (_Lowered, loop.step, packed, mesh),
+        lambda: _Lowered(loop.body, loop.step, packed, named_signature(*loop.names), mesh),
     )
+    loop = in_one_mesh(loop)
     carry, xs = ((loop.consts, loop.state), loop.xs) if packed else (loop.state, loop.xs.x)
     if is_jit_disabled() and loop.length:
         result = _run_step_by_step(function, carry, xs, loop.length, loop.reverse)
@@ -83,19 +101,31 @@ def named_signature(*names: str) -> inspect.Signature:
 def _run_compiled(function: _Lowered, carry: PyTree, xs: PyTree, loop: Loop) -> tuple[PyTree, PyTree]:
     # The output types of a loop without steps are known from a trace alone, which lax.scan refuses under disable_jit.
     length = None if jax.tree.leaves(xs) else loop.length  # lax.scan asks for an int, and a size may be symbolic
-    step: Callable[..., Any] = function
-    if _has_remainder(loop) and sets_explicit_mesh():
-        # lax.scan writes the outputs of a remainder, which name the mesh, into arrays of a type that may name none.
-        carry, step = in_mesh(as_arrays(carry)), lambda carry, x: in_mesh(as_arrays(function(carry, x)))
     traced = jax.disable_jit(False) if is_jit_disabled() else contextlib.nullcontext()
     try:
         with traced:
-            return _lax_scan(step, carry, xs, length, loop.reverse, loop.unroll, **dict(loop.lowering))
+            return _lax_scan(function, carry, xs, length, loop.reverse, loop.unroll, **dict(loop.lowering))
     except TypeError as error:
         frames = (each.tb_frame for each in walk_traceback(error.__traceback__))
         if not any(is_package_frame(frame) and frame.f_code is _Lowered.__call__.__code__ for frame in frames):
             _blame_step(function, carry, xs)  # raised by lax.scan of the carry's types, not by the body
         raise
+
+
+def in_one_mesh(loop: Loop) -> Loop:
+    """The loop, its whole state on the mesh with explicit axes that its arrays name, if they name one.
+
+    Under `jax.vmap` over an axis that is sharded on such a mesh, JAX cannot give a type to a leaf that becomes mapped
+    if it names no mesh.
+    """
+    mesh = _mesh_to_name(loop)
+    return loop if mesh is None else dataclasses.replace(loop, state=in_mesh(as_arrays(loop.state), mesh))
+
+
+def _mesh_to_name(loop: Loop) -> Any:
+    # Of a remainder, lax.scan writes outputs that name the mesh which is set into arrays that may name none.
+    mesh = set_mesh() if _has_remainder(loop) else None
+    return mesh or mesh_of((loop.state, loop.consts, loop.xs))
 
 
 def _has_remainder(loop: Loop) -> bool:

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer, eval_jaxpr
 
-from .._avals import place_like
+from .._avals import in_mesh, mesh_of, place_like
 from .._errors import is_library_file, shorten
 from .._types import Array
 from .equations import alone, equations_within, interpret, jaxprs_within
@@ -164,6 +164,9 @@ class Blame:
         for value in self._given:
             if value.number is not None and value.blamed is not None:
                 bits[value.number] = bits[value.number] | _bit(jnp.any(value.blamed), MADE)
+        if mesh := mesh_of((bits, is_nan)):  # JAX stacks arrays of one type there, all of them mapped or none
+            none = (is_nan & False).astype(jnp.int32)
+            bits = [none | bit for bit in in_mesh(bits, mesh)]
         return jnp.stack(bits)
 
 
@@ -203,7 +206,7 @@ def _any(flags: Sequence[Array]) -> Array:
 
 
 def _bad(array: Any, is_nan: Array) -> Array:
-    return jnp.where(is_nan, jnp.isnan(array), jnp.isinf(array))
+    return (jnp.isnan(array) & is_nan) | (jnp.isinf(array) & ~is_nan)
 
 
 def _may_be_blamed(value: _Value) -> bool:

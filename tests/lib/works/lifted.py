@@ -116,7 +116,7 @@ def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Gi
     variables = {"params": {"w": w}, **({"sums": {"s": given["h"]}} if "sums" in how else {})}
     rngs = {"noise": KEY} if "noise" in how else {}
     # A tree of axes is a prefix of the arguments, of which there is one.
-    passed = {**options, **({"in_axes": (options["in_axes"],)} if "in_axes" in options and lib is not plain else {})}
+    passed = {**options, **({"in_axes": (options["in_axes"],)} if "in_axes" in options else {})}
     return values(lib.lift(step, **roles, **passed)(variables, rngs, init, *(() if xs is None else (xs,))))
 
 

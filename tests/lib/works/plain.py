@@ -75,8 +75,14 @@ def kept(ys: Sequence[Any], last: Any, save: Any, out_axes: Any) -> Any:
             found.append(None)
         else:
             every = 1 if kind == "all" else kind
-            found.append(jnp.stack(steps[every - 1 :: every], axis))
+            some = steps[every - 1 :: every]
+            found.append(some[0] if axis is None else stack(some, jax.tree.leaves(last)[n], axis))
     return jax.tree.unflatten(structure, found)
+
+
+def stack(leaves: Sequence[Any], like: Any, axis: int) -> Any:
+    """The leaves along an axis, of which there may be none."""
+    return jnp.stack(leaves, axis) if leaves else jnp.take(jnp.expand_dims(like, axis), np.array([], int), axis=axis)
 
 
 def crosses(before: int | None, now: int, truncate: int | None) -> bool:
@@ -235,7 +241,7 @@ def mask_scan(
     states = {row: row_of(init, carry_axes, row) for row in rows}
     starts, before = dict(states), dict.fromkeys(rows)
     if reset_to is not None:
-        starts = {row: row_of(reset_to, carry_axes, row)._replace(act=init.act) for row in rows}
+        starts = {row: row_of(reset_to, carry_axes, row) for row in rows}
     outputs: dict[int, dict[tuple[int, ...], Any]] = {}
     for position in reversed(range(count)) if reverse else range(count):
         running = [row for row in rows if valid[(position, *row)]]
@@ -252,24 +258,30 @@ def mask_scan(
             before[row] = position
         if running:
             states = {row: without_rows(state, carry_axes, states[running[0]]) for row, state in states.items()}
-    ys = _filled(outputs, rows, range(count - 1, -1, -1) if reverse else range(count), fill, y_axes)
-    lasts = _lasts(outputs, rows, reversed(range(count)) if reverse else range(count), fill, y_axes)
+    order = range(count)[::-1] if reverse else range(count)
+    some = next((y for step in outputs.values() for y in step.values()), None)
+    if some is None:  # no step of any row is valid
+        first = each(lambda leaf, axis: leaf if axis is None else one_step(leaf, axis), xs, in_axes)
+        x = row_of(at(first, in_axes, 0), x_axes, rows[0])
+        types = jax.eval_shape(lambda: f(states[rows[0]], x, **keyword(key, 0))[1])
+        some = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), types)
+    empty = each(lambda leaf, value: jnp.full_like(leaf, 0 if value == "hold" else value), some, fill)
+    ys = _filled(outputs, rows, order, fill, empty, y_axes)
+    lasts = _lasts(outputs, rows, order, empty, y_axes)
     together = [batch_of(ys[position], y_axes, batch) for position in range(count)]
     return batch_of(states, carry_axes, batch), kept(together, batch_of(lasts, y_axes, batch), save, out_axes)
 
 
-def _empty(outputs: dict[int, dict[tuple[int, ...], Any]], fill: Any) -> Any:
-    """The output of a row that has none yet."""
-    some = next(y for step in outputs.values() for y in step.values())
-    return each(lambda leaf, value: jnp.full_like(leaf, 0 if value == "hold" else value), some, fill)
+def one_step(leaf: Any, axis: int) -> Any:
+    """A leaf of xs as if there were one step."""
+    return jnp.zeros([1 if n == axis % leaf.ndim else size for n, size in enumerate(leaf.shape)], leaf.dtype)
 
 
 def _filled(
     outputs: dict[int, dict[tuple[int, ...], Any]], rows: Sequence[tuple[int, ...]], order: Iterable[int], fill: Any,
-    y_axes: Any,
+    empty: Any, y_axes: Any,
 ) -> dict[int, dict[tuple[int, ...], Any]]:  # fmt: skip
     """Every row's output at every position; `fill` where it has none."""
-    empty = _empty(outputs, fill)
     held = dict.fromkeys(rows, empty)
     filled: dict[int, dict[tuple[int, ...], Any]] = {}
     for position in order:
@@ -291,11 +303,11 @@ def _choose(fill: Any, held: Any, empty: Any) -> Any:
 
 
 def _lasts(
-    outputs: dict[int, dict[tuple[int, ...], Any]], rows: Sequence[tuple[int, ...]], order: Iterable[int], fill: Any,
+    outputs: dict[int, dict[tuple[int, ...], Any]], rows: Sequence[tuple[int, ...]], order: Iterable[int], empty: Any,
     y_axes: Any,
 ) -> dict[tuple[int, ...], Any]:  # fmt: skip
     """Each row's last output, in the order of the run."""
-    lasts = dict.fromkeys(rows, _empty(outputs, fill))
+    lasts = dict.fromkeys(rows, empty)
     for position in order:
         lasts.update(outputs[position])
         for y in outputs[position].values():
@@ -315,6 +327,7 @@ def scan_layers(
     own = (xs if pattern else [xs]) if xs is not None else [None] * len(blocks)
     states = None if state is None else list(state) if pattern else [state]
     counts = [steps_in(stack, 0) or 0 for stack in stacks]
+    saves = save if isinstance(save, list) else [save] * len(blocks)
     turns = [(n, which) for n in range(max(counts)) for which in range(len(blocks)) if n < counts[which]]
     ys: list[dict[int, Any]] = [{} for _ in blocks]
     lasts: list[Any] = [None for _ in blocks]
@@ -326,8 +339,8 @@ def scan_layers(
         if states:
             states[which] = jax.tree.map(lambda old, one, n=n: old.at[n].set(one), states[which], new[0])
     found = [
-        kept([of[n] for n in range(count)], last, save, out_axes)
-        for of, count, last in zip(ys, counts, lasts, strict=True)
+        kept([of[n] for n in range(count)], last, keep, out_axes)
+        for of, count, last, keep in zip(ys, counts, lasts, saves, strict=True)
     ]
     own_states = () if states is None else (states if pattern else states[0],)
     return x, *own_states, tuple(found) if pattern else found[0]
@@ -362,26 +375,29 @@ def averaged(f: Body, decay: float) -> Body:
     return step
 
 
-# lift, for collections that are named one by one.
+# lift, for collections that are named.
+
+
+def names_of(said: Any) -> tuple[str, ...]:
+    return (said,) if isinstance(said, str) else tuple(said or ())
 
 
 def lift(
-    fn: Body, *, variable_axes: Any = None, variable_broadcast: Any = False, variable_carry: Any = False,
+    fn: Body, *, variable_axes: Any = None, variable_broadcast: Any = (), variable_carry: Any = (),
     split_rngs: Any = None, in_axes: Any = 0, out_axes: Any = 0, length: int | None = None, reverse: bool = False,
     data_transform: Any = None, save: Any = "all", **costs: Any,
 ) -> Body:  # fmt: skip
     axes, split = variable_axes or {}, split_rngs or {}
+    whole, carried = names_of(variable_broadcast), names_of(variable_carry)
 
     def run(variables: Any, rngs: Any, carry: Any, *args: Any) -> Any:
-        read = {name: of for name, of in axes.items() if name in variables}
-        into = {name: getattr(of, "axis", of) for name, of in read.items()}
+        into = {name: getattr(axis, "axis", axis) for name, axis in axes.items() if name in variables}
         counts = [steps_in(variables[name], axis) for name, axis in into.items()]
-        count = length or next((n for n in [*counts, *(steps_in(x, in_axes) for x in args)] if n), None)
-        assert count is not None
-        shared = {name: tree for name, tree in variables.items() if name == variable_broadcast}
-        moved = {name: tree for name, tree in variables.items() if name == variable_carry}
+        count = length if length is not None else next(n for n in [*counts, steps_in(args, in_axes)] if n)
+        shared = {name: tree for name, tree in variables.items() if name in whole}
+        moved = {name: tree for name, tree in variables.items() if name in carried}
         keys = {name: jax.random.split(key, count) if split[name] else key for name, key in rngs.items()}
-        ys, made, last = {}, {}, None
+        ys, made, last, once = {}, {}, None, {}
         for position in reversed(range(count)) if reverse else range(count):
             own = {name: at(variables[name], axis, position) for name, axis in into.items()}
             given = (
@@ -389,11 +405,12 @@ def lift(
                 {name: key[position] if split[name] else key for name, key in keys.items()},
             )
             given = data_transform(*given) if data_transform else given
-            (carry, last), updates = fn(*given, carry, *[at(x, in_axes, position) for x in args])
-            moved = {name: updates.get(name, tree) for name, tree in moved.items()}
+            (carry, last), updates = fn(*given, carry, *at(args, in_axes, position))
+            moved |= {name: tree for name, tree in updates.items() if name in carried}
+            once |= {name: tree for name, tree in updates.items() if name in whole}
             ys[position], made[position] = last, {name: tree for name, tree in updates.items() if name in axes}
         outputs = kept([ys[position] for position in range(count)], last, save, out_axes)
         places = {name: getattr(axes[name], "axis", axes[name]) for name in made[0]}
-        return (carry, outputs), {**moved, **stacked([made[position] for position in range(count)], places)}
+        return (carry, outputs), {**once, **moved, **stacked([made[position] for position in range(count)], places)}
 
     return run

@@ -134,8 +134,8 @@ def _good(options: Mapping[str, Any], how: frozenset[str], given: Given) -> Any:
     if "traced" in how:
         return (jnp.arange(T)[:, None] < _lengths(given)[None])[..., None]
     if "mask" in options:
-        return MASK[..., None]
-    return VALID[..., None]
+        return options["mask"][..., None]
+    return np.ones_like(VALID)[..., None] if "no lengths" in how else VALID[..., None]
 
 
 def _lengths(given: Given) -> Any:
@@ -147,7 +147,7 @@ def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Gi
     for name in ("mask", "resets"):
         if name in passed:
             passed[name] = passed[name][:, 0] if one else np.moveaxis(passed[name], 0, passed.get("time_axis", 0))
-    if "mask" not in passed:
+    if "mask" not in passed and "no lengths" not in how:
         lengths = _lengths(given) if "traced" in how else LENGTHS
         passed["lengths"] = lengths[0] if one else lengths
     given = {name: leaf if not one or name == "w" else _first_row(leaf) for name, leaf in given.items()}
@@ -159,7 +159,8 @@ def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Gi
     if lib is plain and "valid" in how:
         body = functools.partial(body, valid=jnp.asarray(True))
     if "reset_to" in passed:
-        passed["reset_to"] = carried(lib, body, State(2 * init.h, init.n + 3), how)[1]
+        act = init.act if lib is plain else None  # None stands for what `init` has
+        passed["reset_to"] = carried(lib, body, State(2 * init.h, init.n + 3, act), how)[1]
     body, init = carried(lib, body, init, how)
     xs = _laid_out(given, options, how)
     if "padded" in how and lib is not plain:

@@ -109,7 +109,7 @@ def outcome(cell: Cell) -> str:
         return f"{type(error).__name__}: {_first_line(error)}"
     except Exception as error:
         return f"FOREIGN {type(error).__name__}: {_first_line(error)}"
-    return EQUAL if (difference := _difference(got, _meant(cell))) is None else f"WRONG {difference}"
+    return EQUAL if (where := difference(got, _meant(cell))) is None else f"WRONG {where}"
 
 
 def meaning(cell: Cell) -> Cell:
@@ -139,7 +139,7 @@ def _run(cell: Cell, lib: Any) -> Run:
     return run
 
 
-def _difference(got: Any, want: Any) -> str | None:
+def difference(got: Any, want: Any) -> str | None:
     """Where two trees of arrays differ first, in words."""
     found, meant = jax.tree.leaves(got), jax.tree.leaves(want)
     if len(found) != len(meant):

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..._avals import place_like
+from ..._avals import in_mesh, mesh_of, place_like
 from ..._loop.chunk import Level, run_chunked
 from ..._loop.loop import Feed, Loop, Step, in_turn
 from ..._trace.blame import Blame, becomes_bad
@@ -19,7 +19,7 @@ from ..._trace.equations import opened
 from ..._trace.hoist import Lifted, is_smooth, merge, split
 from ..._types import Array, PyTree
 from ..nest import KeepUnchanged, run_nested
-from ..rows.leaves import expand
+from ..rows.leaves import any_of_all, at_step, expand, select
 from ..rows.resets import begin, begins_of
 from .case import CONSTANT, Bad, Case, Evidence, Worst
 from .site import GOOD, Reads, Site, numbers_of, positions_of, show_one
@@ -39,7 +39,7 @@ class Before:
         end, inner = consts
         number, x = feed.x
         new, _ = self.step(inner, state, feed._replace(x=x))
-        return [jnp.where(number < end, leaf, old) for old, leaf in zip(state, new, strict=True)], None
+        return [select(number < end, leaf, old) for old, leaf in zip(state, new, strict=True)], None
 
 
 @dataclass(frozen=True, eq=False)
@@ -52,7 +52,7 @@ class Stretch:
         end, _ = consts
         numbers, _ = feed.x
         return jax.lax.cond(
-            jnp.min(numbers) < end, self.step, lambda _, state, feed: (state, None), consts, state, feed
+            any_of_all(jnp.min(numbers) < end), self.step, lambda _, state, feed: (state, None), consts, state, feed
         )
 
 
@@ -160,26 +160,29 @@ def _before_turn(number: Array, sites: Sequence[Site], loops: Sequence[Loop]) ->
         return run_nested(in_turn(before))[0]
 
     leaves = merge(sites[0].fixed, unchanged, loops[0].state)
-    return jax.lax.cond(number != GOOD, again, lambda _, leaves: leaves, number, leaves)
+    return jax.lax.cond(any_of_all(number != GOOD), again, lambda _, leaves: leaves, number, leaves)
 
 
 def in_branch(here: Array, explain: Callable[..., Evidence], *operands: Any) -> tuple[Evidence, Told]:
-    """What is found out in a branch, and what is static of that."""
-    tolds: list[Told] = []
+    """What is found out in a branch, and what is static of that. The elements of a vmap take it together."""
+    tolds, mesh = list[Told](), mesh_of((here, operands))
+    operands = operands if mesh is None else in_mesh(operands, mesh)
 
     def taken(*operands: Any) -> Evidence:
         tolds.append(Told())
-        return explain(tolds[-1], *operands)
+        evidence = explain(tolds[-1], *operands)
+        return evidence if mesh is None else in_mesh(evidence, mesh)  # a selection need not name it
 
     with jax.disable_jit(False):
         shapes = jax.eval_shape(taken, *operands)
 
     def nothing(*_: Any) -> Evidence:
         zeros = jax.tree.map(lambda leaf: place_like(jnp.zeros(leaf.shape, leaf.dtype), leaf), shapes)
-        return zeros._replace(first=jnp.int32(GOOD))
+        return zeros._replace(first=place_like(jnp.int32(GOOD), shapes.first))
 
-    evidence = jax.lax.cond(here, taken, nothing, *operands)
-    return jax.lax.stop_gradient(evidence), tolds[0]
+    evidence = jax.lax.cond(any_of_all(here), taken, nothing, *operands)
+    mine = evidence._replace(first=select(here, evidence.first, jnp.full_like(evidence.first, GOOD)))
+    return jax.lax.stop_gradient(mine), tolds[0]
 
 
 def evidence_at(told: Told, at: At, state: list[Array], site: Site, loop: Loop) -> Evidence:
@@ -219,7 +222,7 @@ def evidence_at(told: Told, at: At, state: list[Array], site: Site, loop: Loop) 
 
 def feed_at(at: At, loop: Loop) -> Feed:
     """What a step is fed."""
-    return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, at.place, keepdims=False), loop.xs)
+    return jax.tree.map(lambda leaf: at_step(leaf, at.place), loop.xs)
 
 
 def state_before(at: At, site: Site, loop: Loop) -> list[Array]:
@@ -235,7 +238,7 @@ def state_before(at: At, site: Site, loop: Loop) -> list[Array]:
     if loop.rows is None or loop.rows.resets is None:
         return state
     begins = begins_of(loop, loop.state)
-    flags = jax.lax.dynamic_index_in_dim(begins.flags, at.place, keepdims=False)
+    flags = at_step(begins.flags, at.place)
     return begin(flags, state, begins.targets, loop.rows.axes.state, begins.tables)
 
 

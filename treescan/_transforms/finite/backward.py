@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from ..._avals import is_key, place_like
+from ..._avals import in_mesh, is_key, mesh_of, place_like
 from ..._axes import LeafAxes
 from ..._errors import ArgumentError, Fault
 from ..._loop.loop import Feed, Loop
@@ -86,8 +86,13 @@ class Look(NamedTuple):
 
 def tapped(rule: Callable[..., Any], leaves: list[Array], probe: Probe, reads: Any) -> tuple[list[Array], Probe]:
     """The leaves and the probe, on whose cotangents a rule looks: it maps (reads, these) to theirs, and None."""
+
+    def look(reads: Any, given: Any) -> Any:
+        mesh = mesh_of((reads, given))  # zeros that JAX makes need not name it
+        return rule(reads, given if mesh is None else in_mesh(given, mesh))
+
     same = jax.custom_vjp(lambda leaves, probe, reads: (leaves, probe))
-    same.defvjp(lambda leaves, probe, reads: ((leaves, probe), reads), rule)
+    same.defvjp(lambda leaves, probe, reads: ((leaves, probe), reads), look)
     return same(leaves, probe, reads)
 
 
@@ -104,11 +109,12 @@ def _look(look: Look, number: Array, given: tuple[list[Array], Probe]) -> tuple[
         bad = bad | any_of_rows(~jnp.isfinite(leaf), axis, rows)
     found, going = is_open & bad, is_open & ~bad
     digits = _digits_of(number)
-    code = jnp.concatenate([digits, jnp.full_like(digits[..., :1], look.of_result)], -1)
+    of_result = place_like(jnp.full_like(digits[..., :1], look.of_result), jax.typeof(digits))
+    code = jnp.concatenate([digits, of_result], -1)
     closed, any_found, none_found = probe.closed, found, going
     if closed is not None:
         any_found, none_found = jnp.any(found), (closed == 0) & ~jnp.any(found)
-        closed = jnp.where(any_found, 1.0, closed)
+        closed = select(any_found, jnp.ones_like(closed), closed)
     noted = Probe(
         select(found[..., None], code, probe.code),
         _where(going, none_found, leaves, probe.after, look.axes),
@@ -405,8 +411,8 @@ class CheckCotangents(Check):
         ]
         probe = Probe(
             of_each_row(3),
-            list(map(jnp.zeros_like, leaves)),
-            list(map(jnp.zeros_like, leaves)),
+            list(map(zeros_like, leaves)),
+            list(map(zeros_like, leaves)),
             y,
             jnp.zeros((), jnp.float32) if rows is not None and None in noted[0].axes else None,
             of_each_row(2) if early and rows is not None else None,

@@ -25,6 +25,7 @@ from ..._trace.blame import MADE, UNSURE, Operation
 from ..._trace.hoist import Hoisted, is_smooth
 from ..._tree import thaw_static
 from ..._types import Array, PyTree, TreeDef
+from ..rows.leaves import select
 
 
 def looks_backward(value: Any) -> bool | None:
@@ -174,13 +175,13 @@ class Worst(NamedTuple):
         for i, elements in reversed(list(enumerate(leaves))):
             if elements is not None:
                 found = jnp.any(elements.bad)
-                leaf, is_nan = jnp.where(found, jnp.int32(i), leaf), jnp.where(found, jnp.any(elements.nan), is_nan)
+                leaf, is_nan = select(found, jnp.int32(i), leaf), select(found, jnp.any(elements.nan), is_nan)
         return cls(leaf, is_nan)
 
     def pick(self, leaves: Sequence[Bad | None]) -> list[Array | None]:
         """The elements that are blamed: those of that leaf, and only NaN if there is any."""
         return [
-            None if elements is None else (self.leaf == i) & jnp.where(self.is_nan, elements.nan, elements.bad)
+            None if elements is None else (self.leaf == i) & (elements.nan | (elements.bad & ~self.is_nan))
             for i, elements in enumerate(leaves)
         ]
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import abc
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -32,6 +31,7 @@ from ..._trace.hoist import Hoisted, as_loop, flattened
 from ..._trace.raw_keys import with_raw_keys
 from ..._types import Array, PyTree
 from ..nest import in_whole_state
+from ..rows.leaves import any_of_all, on_each_device
 from .again import At, Told, case_of, evidence_at, evidence_of_step
 from .case import About, Case, Evidence, OuterSteps, numbered, outer_steps, refuse_devices, refuse_effects
 from .site import (
@@ -102,7 +102,7 @@ def tell(evidence: Evidence, case: Case, outer: OuterSteps) -> None:
     leaves = [jax.random.key_data(leaf) if kind else leaf for leaf, kind in zip(leaves, kinds, strict=True)]
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         tell_all, given = in_every_process(told, case.mesh), (evidence.first, leaves, list(outer.positions))
-        jax.lax.cond(evidence.first != GOOD, tell_all, lambda *given: None, *given)
+        jax.lax.cond(any_of_all(evidence.first != GOOD), tell_all, lambda *given: None, *given)
     else:
         traced = any(isinstance(position, Tracer) for position in outer.positions)
         told(evidence.first, leaves, () if traced else outer.positions)
@@ -114,7 +114,10 @@ def in_every_process(told: Callable[..., None], mesh: Any) -> Callable[..., None
     JAX runs a callback in the process of the first device alone. An error that is raised there alone leaves the others
     waiting for that process. So each device of a mesh calls back, where there are several processes.
     """
-    call = functools.partial(jax.debug.callback, told)
+
+    def call(*given: Any) -> None:
+        jax.debug.callback(told, *jax.tree.map(on_each_device, given))
+
     if mesh is None or jax.process_count() == 1:
         return call
 

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._avals import is_sharded, vary_over, varying_axes
+from ..._avals import in_mesh, is_sharded, mesh_of, vary_over, varying_axes
 from ..._axes import LeafAxes
 from ..._errors import ArgumentError, BodyError, Fault, TreescanError
 from ..._loop.loop import Feed, Loop, Step
@@ -128,6 +128,8 @@ def put_rows(tree: PyTree, new: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
     def put(leaf: Array, ran: Array, axis: int | None) -> Array:
         if axis is None:
             return ran
+        mesh = mesh_of((leaf, ran))
+        leaf, ran = (leaf, ran) if mesh is None else in_mesh((leaf, ran), mesh)
         leaf = vary_over(leaf, varying_axes(jax.typeof(ran)))
         if rows.shape == (1,):  # XLA's CPU backend makes several operations of a scatter of one row
             return jax.lax.dynamic_update_slice_in_dim(leaf, ran, rows[0].astype(np.uint32), axis)

@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._avals import place_like, stacked_type, vary_over, varying_axes
+from ..._avals import stacked_type, vary_over, varying_axes
 from ..._loop.chunk import RunChunk, as_step
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import debugs_nans, run
@@ -36,6 +36,7 @@ from ..weights.products import LARGE
 from .axes import RowAxes
 from .compact import Schedule, put_rows, take_feed, take_rows
 from .mask import without_stand_ins
+from .saved import Unsaved, entry, push_forward, put_entry
 
 Result = tuple[PyTree, list[Array]]
 
@@ -61,7 +62,7 @@ class Carried(NamedTuple):
     outputs: list[Array]
 
 
-def write_in_place(loop: Loop, tiers: tuple[int, ...]) -> Loop:
+def write_in_place(loop: Loop, tiers: tuple[int, ...], *, saves: bool) -> Loop:
     """The loop with a runner that writes its outputs in place. If that is impossible or useless, the loop itself.
 
     This was not tested on XLA's other backends. Under `jax_remat3` the derivative of a rule like that of
@@ -72,7 +73,11 @@ def write_in_place(loop: Loop, tiers: tuple[int, ...]) -> Loop:
     changed = loop.remat is not None or is_thinned(loop.keeps) or held
     known = jax.default_backend() == "cpu" and not is_remat3()
     fits = chunks and known and not changed
-    return dataclasses.replace(loop, runner=InPlace(tiers, loop.rows.apart() and not debugs_nans())) if fits else loop
+    return (
+        dataclasses.replace(loop, runner=InPlace(tiers, loop.rows.apart() and not debugs_nans(), saves))
+        if fits
+        else loop
+    )
 
 
 @dataclass(frozen=True)
@@ -81,11 +86,13 @@ class InPlace:
 
     Attributes:
         tiers: the numbers of rows to choose from; only the last, all of them, where rows are not ordered.
+        saves: whether the gradient saves what it needs of each step.
         drops_stand_ins: whether padded rows may be shown their own values; see `mask.without_stand_ins`.
     """
 
     tiers: tuple[int, ...]
     drops_stand_ins: bool
+    saves: bool
 
     def __call__(self, loop: Loop) -> Result:
         stacked, levels = plan(loop)
@@ -93,11 +100,18 @@ class InPlace:
         given = _Given(stacked.consts, stacked.state, stacked.xs)
         empty = _Given(None, None, Feed(None))  # the rule may not hold tracers
         stacked, loop = empty.put_into(stacked), empty.put_into(loop)
+        plain = loop.step
         step = without_stand_ins(loop.step) if self.drops_stand_ins else loop.step
         loop = dataclasses.replace(loop, step=emitting(step, keeps))
 
         def rule(primals: tuple[_Given], tangents: tuple[_Given]) -> tuple[Any, Any]:
             part, d_on = nonzero_part(primals[0], tangents[0])
+            if self.saves and len(levels) == 1:
+                whole = primals[0].put_into(dataclasses.replace(stacked, step=emitting(plain, keeps)))
+                try:
+                    return push_forward(whole, levels[0].size, self._outputs(whole), tangents[0])
+                except Unsaved:
+                    pass
             on, off = part.split(primals[0])
 
             def differentiated(on: list[Any]) -> tuple[list[Any], Any]:
@@ -221,7 +235,7 @@ class _Chunk:
 
     def _steps_of(self, xs: Feed, first: Array) -> Feed:
         if self.folded:
-            return jax.tree.map(lambda leaf: _entry(leaf, (first,)), xs)
+            return jax.tree.map(lambda leaf: entry(leaf, (first,)), xs)
         return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, self.steps.length), xs)
 
     def _places(self) -> np.ndarray:
@@ -239,10 +253,10 @@ class _Write:
     def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
         (inner, xs, start), place = consts, feed.x
         at = (start, place) if self.folded else (jax.lax.add(start, place),)
-        fed = jax.tree.map(lambda leaf: _entry(leaf, at), xs)
+        fed = jax.tree.map(lambda leaf: entry(leaf, at), xs)
         new, ys = self.step(inner, state.state, Feed((place, fed)))
         outputs = zip(state.outputs, ys, strict=True)
-        return Carried(new, [_put_entry(out, y, at) for out, y in outputs]), None
+        return Carried(new, [put_entry(out, y, at) for out, y in outputs]), None
 
 
 def _put(outputs: Array, ys: Array, axis: int | None, rows: Array, start: Array) -> Array:
@@ -261,21 +275,6 @@ def _put(outputs: Array, ys: Array, axis: int | None, rows: Array, start: Array)
         scatter_dims_to_operand_dims=(0, axis + 1),
     )
     return jax.lax.scatter(outputs, places, ys, numbers, unique_indices=True, mode="promise_in_bounds")
-
-
-def _entry(leaf: Array, at: tuple[Array, ...]) -> Array:
-    """`leaf[at]`, without the call that JAX traces for `dynamic_index_in_dim`."""
-    one = jax.lax.dynamic_slice(leaf, _begin_of(leaf, at), (*(1 for _ in at), *leaf.shape[len(at) :]))
-    return jax.lax.squeeze(one, range(len(at)))
-
-
-def _put_entry(leaf: Array, entry: Array, at: tuple[Array, ...]) -> Array:
-    entry = place_like(jax.lax.expand_dims(entry, range(len(at))), jax.typeof(leaf))
-    return jax.lax.dynamic_update_slice(leaf, entry, _begin_of(leaf, at))
-
-
-def _begin_of(leaf: Array, at: tuple[Array, ...]) -> list[Any]:
-    return [*at, *[np.zeros((), np.uint32)] * (leaf.ndim - len(at))]
 
 
 def _fold(tree: PyTree, size: int) -> PyTree:

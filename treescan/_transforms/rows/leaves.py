@@ -11,7 +11,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from ..._avals import has_one_device, is_key, is_sharded, on_automatic_axes, parts_of, place_like, shard, varying_axes
+from ..._avals import (
+    has_one_device,
+    in_mesh,
+    is_key,
+    is_sharded,
+    mesh_of,
+    names_no_mesh,
+    on_automatic_axes,
+    parts_of,
+    place_like,
+    shard,
+    unspread,
+    varying_axes,
+)
 from ..._types import Array, ArrayLike, PyTree
 
 
@@ -42,6 +55,9 @@ def any_of(flags: Array) -> Array:
 
 def select(chosen: Array, new: Array, old: Array) -> Array:
     """`jnp.where`, with the mask and the other value sharded as the leaf is, where shardings are part of the type."""
+    old, new = _in_mesh_of(chosen, old, new)
+    if not (chosen.ndim or new.ndim or old.ndim) and mesh_of(chosen):  # JAX 0.8 does not map the choice of a number
+        return jnp.where(chosen[None], new[None], old[None])[0]
     if not any(map(is_sharded, (chosen, new, old))):
         return jnp.where(chosen, new, old)
     shape = jnp.broadcast_shapes(chosen.shape, new.shape, old.shape)
@@ -52,6 +68,21 @@ def select(chosen: Array, new: Array, old: Array) -> Array:
         return jnp.where(chosen, new, old)
     chosen, new, old = (shard(jnp.broadcast_to(value, shape), sharding) for value in (chosen, new, old))
     return jnp.where(chosen, new, old)
+
+
+def select_n(chosen: Array, old: Array, new: Array) -> Array:
+    """`jax.lax.select_n` of arrays of one shape."""
+    return jax.lax.select_n(chosen, *_in_mesh_of(chosen, old, new))
+
+
+def _in_mesh_of(chosen: Array, old: Array, new: Array) -> tuple[Array, Array]:
+    """The values of a selection, on the mesh of the mask if they name none.
+
+    JAX gives the result the type of the values. Under `jax.vmap` over an axis that is sharded on an Explicit mesh, it
+    cannot map a type that names no mesh.
+    """
+    mesh = mesh_of(chosen) if names_no_mesh(old) and names_no_mesh(new) else None
+    return (old, new) if mesh is None else in_mesh((old, new), mesh)
 
 
 def expand(valid: Array, leaf: Array, axis: int) -> Array:
@@ -91,7 +122,7 @@ class RowMask:
         mask = self._made((new.shape, axis), lambda: jax.lax.broadcast_in_dim(self.valid, new.shape, dimensions))
         if old.shape != new.shape:
             old = jax.lax.broadcast_in_dim(old, new.shape, tuple(range(old.ndim)))
-        return jax.lax.select_n(mask, old, new)
+        return select_n(mask, old, new)
 
     def _made(self, key: tuple[Any, ...], make: Callable[[], Array]) -> Array:
         if key not in self._shaped:
@@ -182,6 +213,12 @@ def gather_rows(
     )
 
 
+def at_step(leaf: Array, step: Array) -> Array:
+    """The slice of `leaf` [T, ...] at a step. Under vmap it is a gather, which JAX cannot give a type on a mesh."""
+    index = functools.partial(jax.lax.dynamic_index_in_dim, axis=0, keepdims=False)
+    return on_automatic_axes(index, parts_of(leaf)[1:], leaf, step)
+
+
 def pick_steps(leaf: Array, steps: Array, axis: int | None) -> Array:
     """For each row the slice of `leaf` [T, ...] at the row's own step; `steps` is int[*batch]."""
     assert axis is not None
@@ -237,7 +274,7 @@ def _most_of_all_rule(axis_size: int, in_batched: list[bool], counts: Array) -> 
 
 @custom_vmap
 def _unless_alone(going: Array) -> Array:
-    return jnp.ones_like(going)
+    return place_like(jnp.ones_like(going), jax.typeof(going))
 
 
 @_unless_alone.def_vmap
@@ -263,6 +300,24 @@ def may_branch() -> bool:
     return not manual or bool(varying_axes(jax.typeof(jax.lax.axis_index(manual[0]))))
 
 
+@custom_vmap
+def on_each_device(leaf: Array) -> Array:
+    """A value for a callback, which JAX can call only for elements of a vmap that each device has."""
+    return leaf
+
+
+@on_each_device.def_vmap
+def _on_each_device_rule(axis_size: int, in_batched: list[bool], leaf: Array) -> tuple[Array, bool]:
+    del axis_size
+    return on_each_device(unspread(leaf) if in_batched[0] else leaf), in_batched[0]
+
+
+def any_of_all(flags: Array) -> Array:
+    """Whether a flag is set in any row, in any element of a vmap, on any device: the same for all."""
+    flags = jnp.any(flags) if flags.ndim else flags
+    return most_of_all(most_of_devices(flags.astype(jnp.int32))) > 0
+
+
 def most_of_devices(counts: Array) -> Array:
     """The largest counts over the manual mesh axes that they vary on, so that all devices take the same branch."""
     axes = tuple(sorted(varying_axes(jax.typeof(counts))))
@@ -271,7 +326,8 @@ def most_of_devices(counts: Array) -> Array:
 
 @custom_vmap
 def _lend(have: Array, leaves: list[Array]) -> tuple[list[Array], list[Array]]:
-    return leaves, [jnp.ones((), bool)] * len(leaves)
+    own, mesh = jnp.ones((), bool), mesh_of((have, leaves))
+    return leaves, [own if mesh is None else in_mesh(own, mesh)] * len(leaves)
 
 
 @_lend.def_vmap

@@ -31,6 +31,7 @@ from .fill import fill_leaves, without_hold
 from .leaves import (
     RowMask,
     any_of,
+    at_step,
     choose_own,
     expand,
     gather_rows,
@@ -39,6 +40,7 @@ from .leaves import (
     lend_to_elements,
     pick_steps,
     select,
+    select_n,
     take_row,
     unless_alone,
     written,
@@ -87,7 +89,7 @@ def _steps_or(other: int, valid: Array) -> Array:
         steps = jnp.arange(valid.shape[0], dtype=jnp.int32).reshape(-1, *(1 for _ in valid.shape[1:]))
         return jnp.where(valid, steps, other)
     steps = jax.lax.broadcasted_iota(jnp.int32, valid.shape, 0)
-    return jax.lax.select_n(valid, jax.lax.full(valid.shape, other, jnp.int32), steps)
+    return select_n(valid, jax.lax.full(valid.shape, other, jnp.int32), steps)
 
 
 def first_of_lengths(lengths: Array, steps: int, *, reverse: bool) -> tuple[Array, Array | None]:
@@ -190,8 +192,8 @@ def earliest_pair(
         return leaf if axis is None else take_row(leaf, lender, axis, batch)
 
     lasting = [None if leaf is None else row(leaf, axis) for leaf, axis in zip(fixed, fixed_axes, strict=True)]
-    at_step = [jax.lax.dynamic_index_in_dim(leaf, step, 0, keepdims=False) for leaf in xs]
-    return GoodPair(list(map(row, state, carry_axes)), lasting, list(map(row, at_step, x_axes)))
+    x = [at_step(leaf, step) for leaf in xs]
+    return GoodPair(list(map(row, state, carry_axes)), lasting, list(map(row, x, x_axes)))
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,12 @@ from ..._loop.loop import Feed, Loop, Step
 from ..._loop.rewrite import is_rewriting
 from ..._trace.hoist import is_untraced
 from ..._types import PyTree
-from ..checkpoint import Checkpointed, checkpoint, chooses, policy_of_chunk, reading, rolled
+from ..checkpoint import Checkpointed, checkpoint, chooses, compares, policy_of_chunk, reading, rolled
 from ..outputs import is_thinned
 from ..refuse import refuse_symbolic, refuse_with_refs
 from ..remat import choose_fastest, recompute_chunks, saves_steps
 from ..weights.deferred import save_all_but_cheap
-from ..weights.in_bulk import in_bulk, with_safe_branches
+from ..weights.in_bulk import bytes_of_products, in_bulk, with_safe_branches
 from .axes import RowAxes
 from .compact import LiveRows, Schedule, make_schedule, tiers_of
 from .fill import Idle
@@ -36,20 +36,12 @@ from .leaves import may_branch
 class ChunkRemat(enum.Enum):
     """What the gradient does with a chunk.
 
-    `SAVES_STEPS` and `SAVES_ALL` have a checkpoint too: what goes into it, weights included, is not stacked once per
-    chunk.
+    `SAVES_STEPS` has a checkpoint too: what goes into it, weights included, is not stacked once per chunk.
     """
 
     NONE = enum.auto()
     RECOMPUTES = enum.auto()
     SAVES_STEPS = enum.auto()
-    SAVES_ALL = enum.auto()
-
-
-_SAVED = {
-    ChunkRemat.SAVES_STEPS: save_all_but_cheap,
-    ChunkRemat.SAVES_ALL: jax.checkpoint_policies.everything_saveable,
-}
 
 
 @dataclass(frozen=True)
@@ -79,7 +71,8 @@ class RunLive:
         feed = feed._replace(schedule=schedule.order)
         step: Step = self.branch
         if self.remat is not ChunkRemat.NONE:
-            step = Checkpointed(step, self.looped, _SAVED.get(self.remat) or policy_of_chunk(self.step))
+            saves = self.remat is ChunkRemat.SAVES_STEPS
+            step = Checkpointed(step, self.looped, save_all_but_cheap if saves else policy_of_chunk(self.step))
         return step((schedule.branch, consts), state, feed)
 
     def branch(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
@@ -134,7 +127,7 @@ class Skip:
         may_rule = is_rewriting() and not (trace.effects or trace.refs or trace.reverse_rule)
         schedule = ScheduleChunks(tiers, self._remat(loop, tiers) if cut else ChunkRemat.NONE, rules=cut and may_rule)
         loop = _with_wish(loop, Wish(size, exact=bool(chunk), schedule=schedule))
-        return write_in_place(loop, tiers) if may_rule else loop
+        return write_in_place(loop, tiers, saves=self._saves_in_place(loop, tiers)) if may_rule else loop
 
     def _remat(self, loop: Loop, tiers: tuple[int, ...]) -> ChunkRemat:
         """What the gradient does with the chunks of a loop. It recomputes those that the user asked for.
@@ -143,10 +136,22 @@ class Skip:
         """
         if loop.trace.effects:
             return ChunkRemat.NONE
-        chosen = self.chunk is None and len(tiers) == 1 and loop.remat is None and is_rewriting()
-        if not chosen or not saves_steps(loop.trace):
-            return ChunkRemat.RECOMPUTES
-        return ChunkRemat.SAVES_ALL if chooses(loop.trace.jaxpr) else ChunkRemat.SAVES_STEPS
+        saves = self._is_chosen(loop, tiers) and not chooses(loop.trace.jaxpr) and saves_steps(loop.trace)
+        return ChunkRemat.SAVES_STEPS if saves else ChunkRemat.RECOMPUTES
+
+    def _is_chosen(self, loop: Loop, tiers: tuple[int, ...]) -> bool:
+        """Whether the user left it to us what the gradient recomputes."""
+        return self.chunk is None and len(tiers) == 1 and loop.remat is None and is_rewriting()
+
+    def _saves_in_place(self, loop: Loop, tiers: tuple[int, ...]) -> bool:
+        """Whether the gradient saves its steps one by one, in place.
+
+        A chunk that multiplies with weights is faster if it takes these products at once. The steps of one that also
+        compares or branches are dear to compute again: measured, a step with attention took 1.5 times as long.
+        """
+        jaxpr = loop.trace.jaxpr
+        decides = compares(jaxpr) or chooses(jaxpr) or loop.trace.branches
+        return self._is_chosen(loop, tiers) and (decides or not bytes_of_products(loop))
 
     def _recompute_chunks(self, loop: Loop) -> Loop:
         """A loop in which every step is valid: in chunks that the gradient recomputes, if the user asked for some.

@@ -29,7 +29,7 @@ from ..outputs import Thinned
 from ..rows.axes import RowAxes
 from ..rows.compact import LiveRows, make_schedule
 from ..rows.fill import Idle, fill_leaves
-from ..rows.leaves import most_of_all, most_of_devices, unless_alone
+from ..rows.leaves import any_of_all, select, unless_alone
 from .condition import Condition
 
 BRANCHING = 11
@@ -113,12 +113,6 @@ class StepOutputs:
         return [vary_over(leaf, self.varying) for leaf in jax.tree.leaves(y)]
 
 
-def any_of_all(flags: Array) -> Array:
-    """Whether a flag is set in any row, in any element of a vmap, on any device: the same for all."""
-    flags = jnp.any(flags) if flags.ndim else flags
-    return most_of_all(most_of_devices(flags.astype(jnp.int32))) > 0
-
-
 def going_on(progress: Progress, reads: Reads) -> Array:
     """bool[*batch]: whether another step is to be taken."""
     return progress.holds & (progress.taken < reads.limit)
@@ -148,7 +142,7 @@ class MaskedStep:
         new, y = self.step(reads.inner, progress.state, feed._replace(valid=valid))
         after = self.condition(reads.closed, whole_state(self.fixed, reads, new))
         taken = progress.taken + valid.astype(progress.taken.dtype)
-        return Progress(jnp.where(valid, after, progress.holds), taken, new), y
+        return Progress(select(valid, after, progress.holds), taken, new), y
 
 
 def whole_state(fixed: tuple[bool, ...], reads: Reads, state: PyTree) -> list[Any]:

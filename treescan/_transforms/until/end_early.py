@@ -25,6 +25,7 @@ from ..._types import Array, ArrayLike, PyTree
 from ..axes import count_from
 from ..progress import Showing
 from ..rows.axes import RowFlags
+from ..rows.leaves import select
 from ..rows.over_rows import OverRows
 from .condition import CallCondition, Condition
 from .reports import show_taken
@@ -117,7 +118,8 @@ class EndEarly:
         elif compact is True and isinstance(holds.shape[0], int):
             compact = falling_tiers(holds.shape[0])
         # A row whose condition does not hold to begin with takes no step. Any other begins with the first that runs.
-        lengths = jnp.where(holds & (limit > 0), jnp.int32(loop.length), jnp.int32(0))
+        most, none = jnp.full(holds.shape, loop.length, jnp.int32), jnp.zeros(holds.shape, jnp.int32)
+        lengths = select(holds & (limit > 0), most, none)
         going = Going(condition, holds, limit, None if bounds is None else limit, body.convention.verb)
         loop = dataclasses.replace(loop, rows=RowFlags(lengths=lengths), going=going, runner=run_while_going)
         loop = OverRows(self.carry_axes, self.x_axes, self.y_axes, 0, self.in_axes, compact)(loop)

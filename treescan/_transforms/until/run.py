@@ -18,7 +18,7 @@ from ..._types import Array, PyTree
 from ..outputs import ALL, Keep, emitting
 from ..refuse import once_only
 from ..rows.fill import fill_leaves
-from ..rows.leaves import may_branch
+from ..rows.leaves import any_of_all, may_branch
 from .derivative import EarlyExit, Operands, padded, without_tracers
 from .early_exit import (
     MaskedStep,
@@ -26,7 +26,6 @@ from .early_exit import (
     Reads,
     StepOutputs,
     all_fixed,
-    any_of_all,
     going_on,
     plan_chunks,
 )

@@ -1,0 +1,197 @@
+"""The gradient of a masked scan by default: steps are saved in place, so it takes the memory of a mask by hand.
+
+The oracle is a mask by hand under `jax.lax.scan`, values and derivatives of every kind.
+"""
+
+import functools
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxprs import equations
+from loops import array
+
+import treescan
+
+ROWS, WIDTH = 4, 3
+
+
+def attention(params, carry, x):
+    carry = jax.nn.softmax(carry @ params["w"], -1) + x
+    return carry, (carry.max(-1), carry.argmax(-1))
+
+
+def wave(params, carry, x):
+    carry = jnp.sin(carry * params["a"] + x)
+    return carry, carry * 2
+
+
+def branch(params, carry, x):
+    h, steps = carry
+    h = jax.lax.cond(steps[0] % 2 > 0.5, lambda h: jnp.sin(h) * params["a"], lambda h: h @ params["w"] * 0.3, h) + x
+    return (h, steps + 1), (h, steps)
+
+
+def average(params, carry, x):
+    carry = carry + params["a"] * (x - carry)
+    return carry, carry
+
+
+def recurrent(params, carry, x):
+    carry = jnp.tanh(x @ params["w"] + carry @ params["w"])
+    return carry, carry
+
+
+BODIES = {"attention": attention, "wave": wave, "branch": branch, "average": average}
+
+
+def init_of(body, rows=ROWS, width=WIDTH):
+    init = array(rows, width)
+    return (init, jnp.zeros(rows)) if body is branch else init
+
+
+def by_hand(body, params, init, xs, lengths, *, reverse=False):
+    def step(carry, given):
+        x, t = given
+        new, y = body(params, carry, x)
+
+        def keep(new, old):
+            return jnp.where((t < lengths).reshape(-1, *(1 for _ in new.shape[1:])), new, old)
+
+        return jax.tree.map(keep, new, carry), jax.tree.map(lambda y: keep(y, jnp.zeros_like(y)), y)
+
+    return jax.lax.scan(step, init, (xs, jnp.arange(len(xs))), reverse=reverse)
+
+
+def masked(body, params, init, xs, lengths, **options):
+    return treescan.mask_scan(functools.partial(body, params), init, xs, lengths=lengths, **options)
+
+
+def total(run, body, lengths, **options):
+    def of(params, init, xs):
+        leaves = jax.tree.leaves(run(body, params, init, xs, lengths, **options))
+        return sum(jnp.sum(jnp.sin(leaf)) for leaf in leaves if leaf.dtype == jnp.float32)
+
+    return of
+
+
+def given(body, steps):
+    params = {"a": jnp.float32(0.7), "w": array(WIDTH, WIDTH, seed=1) * 0.3}
+    return (params, init_of(body), array(steps, ROWS, WIDTH, seed=2)), jnp.array([steps, steps // 3, 0, 5])
+
+
+def squared(total):
+    def of(*args):
+        return sum(jnp.sum(leaf**2) for leaf in jax.tree.leaves(jax.grad(total, (0, 2))(*args)))
+
+    return of
+
+
+DERIVATIVES = {
+    "of everything": lambda f, args, tangents: jax.jit(jax.grad(f, (0, 1, 2)))(*args),
+    "of x": lambda f, args, tangents: jax.grad(f, 2)(*args),
+    "forward": lambda f, args, tangents: jax.jvp(f, args, tangents),
+    "linearized": lambda f, args, tangents: jax.linearize(f, *args)[1](*tangents),
+    "reverse over reverse": lambda f, args, tangents: jax.jit(jax.grad(squared(f), (0, 1, 2)))(*args),
+    "forward over reverse": lambda f, args, tangents: jax.jvp(jax.grad(f), args, tangents),
+    "reverse over forward": lambda f, args, tangents: jax.grad(lambda *args: jax.jvp(f, args, tangents)[1])(*args),
+    "recomputed": lambda f, args, tangents: jax.grad(lambda *args: jax.checkpoint(f)(*args))(*args),
+}
+
+
+def assert_alike(one, other, tolerance=2e-4):
+    for a, b in zip(jax.tree.leaves(one), jax.tree.leaves(other), strict=True):
+        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("kind", DERIVATIVES)
+@pytest.mark.parametrize(
+    ("name", "steps", "reverse"), [("wave", 37, True), ("attention", 50, False), ("branch", 48, True)]
+)
+def test_every_derivative_is_that_of_a_mask_by_hand(name, steps, reverse, kind):
+    body = BODIES[name]
+    args, lengths = given(body, steps)
+    tangents = jax.tree.map(lambda leaf: jnp.full_like(leaf, 0.3), args)
+    ours, theirs = (
+        DERIVATIVES[kind](total(run, body, lengths, reverse=reverse), args, tangents) for run in (masked, by_hand)
+    )
+    assert_alike(ours, theirs, 2e-3 if "over" in kind else 2e-4)
+
+
+@pytest.mark.parametrize("name", ["wave", "branch"])
+@pytest.mark.parametrize("order", ["gradient of a vmap", "vmap of a gradient"])
+def test_elements_of_a_vmap(name, order):
+    body = BODIES[name]
+    (params, init, xs), _ = given(body, 37)
+    xs, lengths = jnp.stack([xs, xs / 2]), jnp.array([[37, 12, 0, 5], [3, 0, 1, 2]])
+
+    def derivative(run):
+        def one(params, xs, lengths):
+            return total(run, body, lengths)(params, init, xs)
+
+        if order.startswith("vmap"):
+            return jax.vmap(jax.grad(one, (0, 1)), (None, 0, 0))(params, xs, lengths)
+        return jax.grad(lambda params, xs: jax.vmap(one, (None, 0, 0))(params, xs, lengths).sum(), (0, 1))(params, xs)
+
+    assert_alike(derivative(masked), derivative(by_hand))
+
+
+def test_nan_in_padding_does_not_reach_a_gradient():
+    (params, init, xs), lengths = given(attention, 50)
+    valid = (jnp.arange(50)[:, None] < lengths[None])[:, :, None]
+    bad = jnp.where(valid, xs, jnp.nan)
+    grads = jax.grad(total(masked, attention, lengths), (0, 1, 2))(params, init, bad)
+    assert_alike(grads, jax.grad(total(by_hand, attention, lengths), (0, 1, 2))(params, init, xs))
+
+
+def gradient_program(run, body, steps=96, rows=8, width=16):
+    params = {"a": jnp.float32(0.7), "w": array(width, width, seed=1) * 0.1}
+    xs, lengths = array(steps, rows, width, seed=2), jnp.full(rows, steps)
+    return jax.jit(jax.grad(total(run, body, lengths))), (params, init_of(body, rows, width), xs)
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_gradient_takes_the_memory_of_a_mask_by_hand(name):
+    ours, theirs = (
+        program.lower(*args).compile().memory_analysis().temp_size_in_bytes
+        for program, args in (gradient_program(run, BODIES[name]) for run in (masked, by_hand))
+    )
+    assert ours <= 1.05 * theirs
+
+
+@pytest.mark.parametrize(
+    ("body", "options", "saved"),
+    [
+        (attention, {}, True),
+        (average, {}, True),
+        (branch, {}, True),
+        (recurrent, {}, False),
+        (attention, {"chunk": 8}, False),
+    ],
+)
+def test_steps_are_saved_unless_products_pay_or_chunks_are_asked_for(body, options, saved):
+    program, args = gradient_program(functools.partial(masked, **options), body)
+    found = list(equations(jax.make_jaxpr(program)(*args).jaxpr, "custom_linear_solve"))
+    assert bool(found) is saved
+
+
+@pytest.mark.parametrize("body", [attention, recurrent])
+def test_an_exported_gradient_of_any_number_of_rows(body):
+    (rows,) = jax.export.symbolic_shape("rows")
+    (params, init, xs), _ = given(body, 32)
+    lengths = jnp.array([32, 10, 0, 5], jnp.int32)
+    shapes = (
+        jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), params),
+        jax.ShapeDtypeStruct((rows, WIDTH), init.dtype),
+        jax.ShapeDtypeStruct((32, rows, WIDTH), xs.dtype),
+        jax.ShapeDtypeStruct((rows,), jnp.int32),
+    )
+
+    def of(params, init, xs, lengths):
+        return total(masked, body, lengths)(params, init, xs)
+
+    exported = jax.export.export(jax.jit(jax.grad(of)))(*shapes)
+    expected = jax.grad(total(by_hand, body, lengths))(params, init, xs)
+    assert_alike(exported.call(params, init, xs, lengths), expected)

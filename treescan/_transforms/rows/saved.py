@@ -1,0 +1,519 @@
+"""The derivative of a masked loop that saves its steps: what they save is written in place, and read where it lies.
+
+JAX differentiates a branch by returning from it what its derivative needs. In a loop over chunks this is copied out of
+the branch, into the stack of the loop around, and back for the branch of the derivative. Measured, that takes up to
+four times as long as a loop without branches. So here the loop carries arrays for all steps, and a step writes there
+what its derivative needs. The derivative is a loop in reverse that reads it step by step, and skips the same chunks.
+
+JAX cannot be told how to transpose a function but by `jax.lax.custom_linear_solve`: it takes a linear equation, how to
+solve it, and how to solve the transposed one. The equation is `out - push(in) = b`, whose solution is the tangent. So
+reverse mode runs our loop, and all other transformations are JAX's own, derivatives of derivatives too.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.core import eval_jaxpr
+
+from ..._avals import is_sharded, place_like, varying_axes
+from ..._loop.body import Memo
+from ..._loop.chunk import Level, RunChunk, as_step, run_chunked
+from ..._loop.loop import Feed, Loop, Step
+from ..._loop.run import run
+from ..._trace.dependence import dependent
+from ..._trace.equations import variables_of
+from ..._trace.hoist import Part, array_of, fill_in, is_smooth, merge, nonzero_part, one_step, split, zeros_like
+from ..._types import Array, PyTree
+
+Arrays = list[Any]
+
+
+class Unsaved(Exception):
+    """The steps of a loop cannot be saved in this way."""
+
+
+@dataclass(frozen=True, eq=False)
+class Record:
+    """A step that returns, after its outputs, what its derivative needs and no other step has.
+
+    Attributes:
+        jaxpr: (consts, state, feed) to (state, y, what is saved), open.
+        consts: what it closes over.
+        states: how many leaves the state has.
+    """
+
+    jaxpr: Any
+    consts: Arrays
+    states: int
+
+    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[Arrays, Arrays]:
+        given = jax.tree.leaves((consts, state, feed))
+        out = eval_jaxpr(self.jaxpr, self.consts, *given, propagate_source_info=True)
+        out = [array_of(value, var.aval) for value, var in zip(out, self.jaxpr.outvars, strict=True)]
+        return out[: self.states], out[self.states :]
+
+
+class Where(NamedTuple):
+    """Where a leaf of a step's derivative is: which of what is saved, fed, made of that, or the same in all steps."""
+
+    kind: str
+    place: int
+
+
+@dataclass(frozen=True, eq=False)
+class Push:
+    """The tangent of one step: from those of consts, state and x to those of state and y.
+
+    Attributes:
+        structure: of the derivative, whose leaves are arrays.
+        where: for each of these leaves where it is.
+        making: an open jaxpr that selects, from what steps are fed, what the derivative reads and is not saved.
+        consts: what that closes over.
+        reads: how many leaves the consts of the step have.
+    """
+
+    structure: Any
+    where: tuple[Where, ...]
+    making: Any
+    consts: Arrays
+    reads: int
+
+    def at(self, same: Arrays, saved: Arrays, fed: Arrays) -> Any:
+        """The tangent of a step, as a function of the tangents of consts, state and x, one after the other.
+
+        Args:
+            same: what it needs that is the same in all steps, the consts at the end.
+            saved: what the step saved.
+            fed: what it was fed.
+        """
+        states = len(self.making.invars) - len(fed)
+        given = [*same[len(same) - self.reads :], *[None] * (states - self.reads), *fed]
+        found = {"saved": saved, "fed": fed, "same": same, "made": eval_jaxpr(self.making, self.consts, *given)}
+        return jax.tree.unflatten(self.structure, [found[kind][place] for kind, place in self.where])
+
+
+class Linearized(NamedTuple):
+    """A step, and its tangent.
+
+    Attributes:
+        record: the step that returns what its tangent needs.
+        push: the tangent.
+        same: what that needs and is the same in all steps.
+        saved: the types of what it needs of each step.
+        state: which leaves of the state have a tangent.
+        y: which leaves of y have one.
+    """
+
+    record: Record
+    push: Push
+    same: Arrays
+    saved: list[Any]
+    state: tuple[bool, ...]
+    y: tuple[bool, ...]
+
+
+def linearize(loop: Loop, part: Part) -> Linearized:
+    """The step of a loop and its tangent, where `part` of (consts, state, xs) has one.
+
+    Raises:
+        Unsaved: if a key would have to be saved.
+    """
+    one = one_step(loop.xs)
+    groups = [jax.tree.leaves(tree) for tree in (loop.consts, loop.state, one)]
+    first, last = len(groups[0]), len(groups[0]) + len(groups[1])
+    structure = jax.tree.structure((loop.consts, loop.state, one))
+
+    def flat(*leaves: Any) -> Arrays:
+        state, y = loop.step(*jax.tree.unflatten(structure, leaves))
+        return [*jax.tree.leaves(state), *jax.tree.leaves(y)]
+
+    types = [jax.typeof(leaf) if hasattr(leaf, "aval") else leaf for group in groups for leaf in group]
+    step = jax.make_jaxpr(flat)(*types)
+    on, y_on = _settled(step.jaxpr, part.on, first, last)
+
+    def recorded(*leaves: Any) -> tuple[Arrays, Any]:
+        smooth, others = split(on, leaves)
+
+        def of_smooth(*smooth: Any) -> tuple[Arrays, Arrays]:
+            out = eval_jaxpr(step.jaxpr, step.consts, *merge(on, smooth, others), propagate_source_info=True)
+            out = [array_of(value, var.aval) for value, var in zip(out, step.jaxpr.outvars, strict=True)]
+            return split((*on[first:last], *y_on), out)[0], out
+
+        _, push, out = jax.linearize(of_smooth, *smooth, has_aux=True)
+        return out, push
+
+    closed, (_, push) = jax.make_jaxpr(recorded, return_shape=True)(*types)
+    return _parted(closed, jax.tree.structure(push), loop, (first, last), on, y_on)
+
+
+def _settled(jaxpr: Any, on: tuple[bool, ...], first: int, last: int) -> tuple[tuple[bool, ...], tuple[bool, ...]]:
+    """Which inputs of a step have a tangent once those of the state have settled, and which leaves of y then have."""
+    given = list(on)
+    while True:
+        found = dependent(jaxpr, given)
+        has = [not hasattr(var, "val") and var in found and is_smooth(var.aval) for var in jaxpr.outvars]
+        state = [a or b for a, b in zip(given[first:last], has[: last - first], strict=True)]
+        if state == given[first:last]:
+            return tuple(given), tuple(has[last - first :])
+        given[first:last] = state
+
+
+def _parted(
+    closed: Any, structure: Any, loop: Loop, bounds: tuple[int, int], on: tuple[bool, ...], y_on: tuple[bool, ...]
+) -> Linearized:
+    jaxpr, (first, last) = closed.jaxpr, bounds
+    count = last - first + len(y_on)
+    varying = set(jaxpr.invars[first:])
+    for equation in jaxpr.eqns:
+        if not varying.isdisjoint(variables_of(equation.invars)):
+            varying.update(equation.outvars)
+    fed = {var: i for i, var in enumerate(jaxpr.invars[last:])}
+    selected = _selected(jaxpr, (*range(first), *range(last, len(jaxpr.invars))))
+    saved, made, same, where = dict[Any, int](), dict[Any, int](), list[Any](), list[Where]()
+    for var in jaxpr.outvars[count:]:
+        if hasattr(var, "val") or var not in varying:
+            same.append(var)
+            where.append(Where("same", len(same) - 1))
+        elif var in fed:
+            where.append(Where("fed", fed[var]))
+        elif var in selected:
+            where.append(Where("made", made.setdefault(var, len(made))))
+        else:
+            where.append(Where("saved", saved.setdefault(var, len(saved))))
+    if any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in saved):
+        raise Unsaved
+    record = Record(jaxpr.replace(outvars=[*jaxpr.outvars[:count], *saved]), list(closed.consts), last - first)
+    given = [*jax.tree.leaves(loop.consts), *[None] * (len(jaxpr.invars) - first)]
+    return Linearized(
+        record,
+        Push(structure, tuple(where), _needed(jaxpr, list(made)), list(closed.consts), first),
+        [*map(jnp.asarray, eval_jaxpr(_needed(jaxpr, same), closed.consts, *given)), *given[:first]],
+        [var.aval for var in saved],
+        on[first:last],
+        y_on,
+    )
+
+
+_SELECTIONS = frozenset({"and", "broadcast_in_dim", "not", "or", "reshape", "select_n", "squeeze"})
+
+
+def _selected(jaxpr: Any, places: Sequence[int]) -> set[Any]:
+    """The variables that are but selected from some inputs: the same at any time, and cheaper to make than to save."""
+    selected = {jaxpr.invars[place] for place in places} | set(jaxpr.constvars)
+    for equation in jaxpr.eqns:
+        if equation.primitive.name in _SELECTIONS and selected.issuperset(variables_of(equation.invars)):
+            selected.update(equation.outvars)
+    return selected
+
+
+def _needed(jaxpr: Any, outputs: Sequence[Any]) -> Any:
+    """The part of an open jaxpr that computes these outputs."""
+    needed, equations = set(variables_of(outputs)), list[Any]()
+    for equation in reversed(jaxpr.eqns):
+        if not needed.isdisjoint(equation.outvars):
+            equations.append(equation)
+            needed.update(variables_of(equation.invars))
+    return jaxpr.replace(outvars=list(outputs), eqns=equations[::-1])
+
+
+class Placed(NamedTuple):
+    """What goes from step to step of a loop that writes in place: what is carried, and arrays for all steps."""
+
+    carried: Any
+    written: Arrays
+
+
+def entry(leaf: Array, at: tuple[Any, ...]) -> Array:
+    """`leaf[at]`, without the call that JAX traces for `dynamic_index_in_dim`."""
+    one = jax.lax.dynamic_slice(leaf, _begin_of(leaf, at), (*(1 for _ in at), *leaf.shape[len(at) :]))
+    return jax.lax.squeeze(one, range(len(at)))
+
+
+def put_entry(leaf: Array, value: Array, at: tuple[Any, ...]) -> Array:
+    """The leaf, with `leaf[at]` replaced."""
+    value = place_like(jax.lax.expand_dims(value, range(len(at))), jax.typeof(leaf))
+    return jax.lax.dynamic_update_slice(leaf, value, _begin_of(leaf, at))
+
+
+def _begin_of(leaf: Array, at: tuple[Any, ...]) -> Arrays:
+    return [*at, *[np.zeros((), np.uint32)] * (leaf.ndim - len(at))]
+
+
+@dataclass(frozen=True, eq=False)
+class WriteStep:
+    """A step that reads what it is fed from arrays of all steps, and writes its outputs into others.
+
+    Its consts are (consts, xs, where the chunk begins), its state is `Placed`, its x is its place in the chunk.
+
+    Attributes:
+        step: (consts, carried, entries of xs) to (carried, outputs).
+        folded: whether all arrays are `[chunks, steps, ...]` instead of `[T, ...]`.
+    """
+
+    step: Any
+    folded: bool
+
+    def __call__(self, consts: Any, state: Placed, feed: Feed) -> tuple[Placed, None]:
+        inner, xs, start = consts
+        at = (start, feed.x) if self.folded else (jax.lax.add(start, feed.x),)
+        carried, out = self.step(inner, state.carried, [entry(leaf, at) for leaf in xs])
+        return Placed(carried, [put_entry(*pair, at) for pair in zip(state.written, out, strict=True)]), None
+
+
+@dataclass(frozen=True, eq=False)
+class WriteChunk:
+    """The step that runs a chunk of such steps, if its schedule says so. Its consts are (consts, xs)."""
+
+    steps: RunChunk
+
+    def __call__(self, consts: Any, state: Placed, feed: Feed) -> tuple[Placed, None]:
+        start, branch = feed.x
+
+        def run_steps(state: Placed) -> Placed:
+            places = np.arange(self.steps.length, dtype=np.uint32)
+            return run(self.steps.loop((*consts, start), state, Feed(places)))[0]
+
+        return jax.lax.cond(jax.lax.gt(branch, np.int32(0)), run_steps, lambda state: state, state), None
+
+
+def write_in_chunks(
+    loop: Loop, step: Any, consts: Any, carried: Any, xs: Arrays, written: Arrays, branch: Array, size: int
+) -> Placed:
+    """Runs the steps of the chunks that are to be run, which write their outputs in place.
+
+    Args:
+        loop: how the steps are run.
+        step: see `WriteStep`.
+        consts: what it reads in each step.
+        carried: what it carries.
+        xs: what it is fed, `[T, ...]`.
+        written: the outputs of steps that are not run, `[T, ...]`.
+        branch: int32[N]: whether the chunk is run; see `compact.Schedule`.
+        size: the steps of a chunk.
+    """
+    count, left = divmod(loop.length, size)
+    folded = not left
+
+    def fold(leaves: Arrays) -> Arrays:
+        return [leaf.reshape(count, size, *leaf.shape[1:]) for leaf in leaves] if folded else leaves
+
+    writing = dataclasses.replace(loop, step=WriteStep(step, folded), memo=Memo())
+    state, consts = Placed(carried, fold(written)), (consts, fold(xs))
+
+    def run_rest(state: Placed) -> Placed:
+        rest = WriteChunk(as_step(dataclasses.replace(writing, length=left)))
+        return rest(consts, state, Feed((np.uint32(count * size), branch[count])))[0]
+
+    state = run_rest(state) if left and loop.reverse else state
+    starts = np.arange(count, dtype=np.uint32) * np.uint32(1 if folded else size)
+    chunks = dataclasses.replace(
+        writing,
+        step=WriteChunk(as_step(dataclasses.replace(writing, length=size))),
+        consts=consts,
+        state=state,
+        xs=Feed((starts, branch[:count])),
+        length=count,
+        unroll=1,
+        lowering=(),
+    )
+    state, _ = run(chunks)
+    state = run_rest(state) if left and not loop.reverse else state
+    if not folded:
+        return state
+    return state._replace(written=[leaf.reshape(loop.length, *leaf.shape[2:]) for leaf in state.written])
+
+
+@dataclass(frozen=True, eq=False)
+class _Stacked:
+    """A step in the form in which JAX differentiates it. Its x is (entries of xs, outputs where it is not run)."""
+
+    step: Any
+
+    def __call__(self, consts: Any, state: Any, feed: Feed) -> tuple[Any, Arrays]:
+        xs, _ = feed.x
+        return self.step(consts, state, xs)
+
+
+@dataclass(frozen=True)
+class _Unless:
+    """The step that runs a chunk, if its schedule says so."""
+
+    step: Step
+
+    def __call__(self, consts: Any, state: Any, feed: Feed) -> tuple[Any, Arrays]:
+        def leave(consts: Any, state: Any, feed: Feed) -> tuple[Any, Arrays]:
+            del consts
+            return state, feed.x[1]
+
+        rest = feed._replace(schedule=None)
+        return jax.lax.cond(jax.lax.gt(feed.schedule, np.int32(0)), self.step, leave, consts, state, rest)
+
+
+def _unless(step: Step, looped: bool) -> Step:
+    del looped
+    return _Unless(step)
+
+
+def stack_in_chunks(
+    loop: Loop, step: Any, consts: Any, carried: Any, xs: Arrays, written: Arrays, branch: Array, size: int
+) -> Placed:
+    """`write_in_chunks` in the form that JAX differentiates."""
+    whole = dataclasses.replace(
+        loop, step=_Stacked(step), consts=consts, state=carried, xs=Feed((xs, written), schedule=branch), memo=Memo()
+    )
+    return Placed(*run_chunked(whole, (Level(size, _unless, scheduled=True),)))
+
+
+def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[Any, Any]:
+    """The results of a loop and their tangents. What these need of each step is saved.
+
+    Args:
+        loop: the loop; its step returns its outputs as a list, its feed's schedule is a `compact.Schedule`.
+        size: the steps of a chunk.
+        idle: the outputs of steps that are not run, `[T, ...]`.
+        tangents: of (consts, state, xs).
+
+    Raises:
+        Unsaved: if the steps cannot be saved.
+    """
+    branch, loop = loop.xs.schedule.branch, dataclasses.replace(loop, xs=loop.xs._replace(schedule=None))
+    given = loop.consts, loop.state, loop.xs
+    if any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given)):
+        raise Unsaved
+    d_consts, d_state, d_feed = tangents
+    part, d_on = nonzero_part(given, (d_consts, d_state, d_feed._replace(schedule=None)))
+    found = linearize(loop, part)
+    xs, count = jax.tree.leaves(loop.xs), len(idle)
+    feed = jax.tree.structure(loop.xs)
+    bare = as_step(loop).bare
+
+    def record(consts: Any, state: Any, fed: Arrays) -> tuple[Arrays, Arrays]:
+        return found.record(consts, state, jax.tree.unflatten(feed, fed))
+
+    @jax.custom_jvp
+    def saving(consts: Any, state: Any, xs: Arrays, written: Arrays, branch: Array) -> Placed:
+        return write_in_chunks(bare, record, consts, state, xs, written, branch, size)
+
+    @saving.defjvp
+    def _(primals: Any, tangents: Any) -> tuple[Placed, Placed]:
+        branch = primals[-1]
+
+        def stacked(consts: Any, state: Any, xs: Arrays, written: Arrays) -> Placed:
+            return stack_in_chunks(bare, record, consts, state, xs, written, branch, size)
+
+        return jax.jvp(stacked, primals[:-1], tangents[:-1])
+
+    empty = [_zeros(loop, aval) for aval in found.saved]
+    state, written = saving(loop.consts, loop.state, xs, [*idle, *empty], branch)
+    ys, saved = written[:count], written[count:]
+    tangents = _tangents(loop, found, part, d_on)
+    d_state, d_ys = _solve(bare, found, tangents, saved, xs, branch, size)
+    return (state, ys), (_filled(state, found.state, d_state), _filled(ys, found.y, d_ys))
+
+
+def _zeros(loop: Loop, aval: Any) -> Array:
+    return jnp.zeros((loop.length, *aval.shape), aval.dtype)
+
+
+def _filled(leaves: Arrays, on: Sequence[bool], tangents: Arrays) -> Arrays:
+    """The tangents of leaves, zero where none is known."""
+    of_all = iter(tangents)
+    smooth = [
+        next(of_all) if is_on else zeros_like(leaf) for leaf, is_on in zip(leaves, on, strict=True) if is_smooth(leaf)
+    ]
+    return fill_in(leaves, smooth)
+
+
+class _In(NamedTuple):
+    consts: Arrays
+    state: Arrays
+    xs: Arrays
+
+
+class _Out(NamedTuple):
+    state: Arrays
+    ys: Arrays
+
+
+def _tangents(loop: Loop, found: Linearized, part: Part, d_on: Arrays) -> _In:
+    """The tangents that go in, those of the state for all leaves that get one."""
+    groups = [jax.tree.leaves(tree) for tree in (loop.consts, loop.state, loop.xs)]
+    leaves, of_all = iter([leaf for group in groups for leaf in group]), iter(d_on)
+    d_leaves = iter([(next(of_all) if is_on else None) for is_on in part.on])
+    consts, state, xs = ([(next(leaves), next(d_leaves)) for _ in group] for group in groups)
+    settled = [
+        zeros_like(leaf) if d is None else d for (leaf, d), is_on in zip(state, found.state, strict=True) if is_on
+    ]
+    return _In([d for _, d in consts if d is not None], settled, [d for _, d in xs if d is not None])
+
+
+def _solve(bare: Loop, found: Linearized, tangents: _In, saved: Arrays, fed: Arrays, branch: Array, size: int) -> _Out:
+    """What goes out of a linear loop, given what goes in."""
+    push, same, number, first = found.push, found.same, len(saved), len(saved) + len(fed)
+    outputs = found.record.jaxpr.outvars[len(found.state) : len(found.state) + len(found.y)]
+    zeros = [_zeros(bare, var.aval) for var in split(found.y, outputs)[0]]
+
+    def tangent_of(same: Arrays, entries: Arrays) -> Any:
+        return push.at(same, entries[:number], entries[number:first])
+
+    def run_push(given: _In) -> _Out:
+        def step(consts: Any, state: Arrays, entries: Arrays) -> tuple[Arrays, Arrays]:
+            same, d_consts = consts
+            out = tangent_of(same, entries)(*d_consts, *state, *entries[first:])
+            return out[: len(state)], out[len(state) :]
+
+        xs = [*saved, *fed, *given.xs]
+        return _Out(*stack_in_chunks(bare, step, (same, given.consts), given.state, xs, zeros, branch, size))
+
+    def pull(cotangents: _Out) -> _In:
+        def step(consts: Any, carried: Any, entries: Arrays) -> tuple[Any, Arrays]:
+            d_consts, d_state = carried
+            back = jax.linear_transpose(tangent_of(consts, entries), *types)
+            given = back([*d_state, *entries[first:]])
+            more, d_state, d_x = (list(given[i:j]) for i, j in ((0, c), (c, c + s), (c + s, None)))
+            return ([jax.lax.add(*pair) for pair in zip(d_consts, more, strict=True)], d_state), d_x
+
+        c, s = len(tangents.consts), len(tangents.state)
+        one_x = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in tangents.xs]
+        types = [*map(jax.typeof, (*tangents.consts, *tangents.state)), *one_x]
+        backward = dataclasses.replace(bare, reverse=not bare.reverse)
+        carried = [zeros_like(leaf) for leaf in tangents.consts], cotangents.state
+        xs, empty = [*saved, *fed, *cotangents.ys], [zeros_like(leaf) for leaf in tangents.xs]
+        (d_consts, d_state), d_xs = write_in_chunks(backward, step, same, carried, xs, empty, branch, size)
+        return _In(d_consts, d_state, d_xs)
+
+    def equation(both: tuple[_In, _Out]) -> tuple[_In, _Out]:
+        given, out = both
+        # That the loop is linear is written into it where JAX takes its derivative: JAX 0.8 transposes it only then.
+        _, pushed = jax.jvp(run_push, (jax.tree.map(zeros_like, given),), (given,))
+        return _all_linear((given, jax.tree.map(jax.lax.sub, out, pushed)))
+
+    def solve(_: Any, both: tuple[_In, _Out]) -> tuple[_In, _Out]:
+        given, out = both
+        return given, jax.tree.map(jax.lax.add, out, run_push(given))
+
+    def solve_transposed(_: Any, both: tuple[_In, _Out]) -> tuple[_In, _Out]:
+        given, out = both
+        return jax.tree.map(jax.lax.add, given, pull(out)), out
+
+    nothing = _Out([zeros_like(leaf) for leaf in tangents.state], zeros)
+    return jax.lax.custom_linear_solve(equation, _all_linear((tangents, nothing)), solve, solve_transposed)[1]
+
+
+def _all_linear(tree: PyTree) -> PyTree:
+    """The tree itself, each leaf of which depends on every other: JAX transposes a solution only if all are unknown."""
+    leaves, structure = jax.tree.flatten(tree)
+    true = np.ones((), np.bool_)
+    total = functools.reduce(jax.lax.add, [jnp.real(jnp.sum(leaf)).astype(jnp.float32) for leaf in leaves])
+    return jax.tree.unflatten(
+        structure,
+        [jax.lax.select_n(true, jnp.broadcast_to(total.astype(leaf.dtype), leaf.shape), leaf) for leaf in leaves],
+    )
