@@ -448,10 +448,12 @@ def _transforms(
         within += (Recompute(plans),)
     saves = stacks.each(save, "save") if stacks.sequence and isinstance(save, list | tuple) else save
     saves, in_place = _of_outputs(saves, "all", stacks, caches), type(out_axes) is int and out_axes == 0
+    of_all = stacks.sequence and not caches and type(out_axes) not in (int, list, tuple)  # which is no prefix of ys
+    axes = out_axes if of_all else _of_outputs(out_axes, 0, stacks, caches)
     return (
         *within,
         prepared.checking(check_finite, layers=True),
-        None if in_place else MoveOutputs.of(_of_outputs(out_axes, 0, stacks, caches), saves),
+        None if in_place else MoveOutputs.of(axes, saves),
         KeepOutputs.of(saves),
         _showing(prepared, progress, ahead=gather is not None),
     )
@@ -460,7 +462,7 @@ def _transforms(
 def _of_outputs(said: Any, of_states: Any, stacks: Stacks, caches: tuple[PyTree, ...]) -> Any:
     """What the user said of ys, of what a step returns beside x: for each of several blocks, beside its state."""
     count = len(stacks.layers)
-    each = list(said) if stacks.sequence and isinstance(said, list | tuple) else [said] * count
+    each = list(said) if stacks.sequence and type(said) in (list, tuple) else [said] * count  # a NamedTuple is a y
     each = [StateAndY(of_states, own) if caches else own for own in each]
     return tuple(each) if (count, len(each)) != (1, 1) else each[0]
 
