@@ -144,8 +144,7 @@ for verb in verbs:
 REWRITING = {
     "_trace.cost", "_trace.dependence", "_trace.independence", "_transforms.budget", "_transforms.remat",
     "_transforms.rows.compact", "_transforms.rows.in_place", "_transforms.rows.saved", "_transforms.weights",
-    "_transforms.weights.deferred",
-    "_transforms.weights.in_bulk", "_transforms.weights.products",
+    "_transforms.weights.deferred", "_transforms.weights.in_bulk", "_transforms.weights.products",
 }  # fmt: skip
 
 
