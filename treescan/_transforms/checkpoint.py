@@ -291,7 +291,7 @@ def reading(kept: PyTree, reads: PyTree) -> PyTree:
         kept: the state. Its leaves do not change.
         reads: the arrays. Those that are not larger than the state are left out.
     """
-    if jax.__version_info__ >= (0, 12):
+    if jax.__version_info__ >= (0, 12) or is_remat3():  # under that flag a checkpoint cannot be transposed
         return kept
     part = smooth_part(kept)
     smooth, others = part.split(kept)
