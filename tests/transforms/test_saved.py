@@ -195,3 +195,34 @@ def test_an_exported_gradient_of_any_number_of_rows(body):
     exported = jax.export.export(jax.jit(jax.grad(of)))(*shapes)
     expected = jax.grad(total(by_hand, body, lengths))(params, init, xs)
     assert_alike(exported.call(params, init, xs, lengths), expected)
+
+
+def of_packed(body, params, xs, **options):
+    packed = treescan.pack([xs[:20, 0], xs[:7, 1], xs[:30, 2], xs[:11, 3]], length=40)
+    return treescan.mask_scan(functools.partial(body, params), jnp.ones(packed.data.shape[1:]), packed, **options)
+
+
+OPTIONS = {
+    "resets": {"resets": np.arange(37)[:, None] % np.array([5, 7, 37, 11]) == 0},
+    "hold": {"fill": "hold"},
+    "last": {"save": "last"},
+    "unroll": {"unroll": 3},
+    "truncate": {"truncate": 10},
+}
+
+
+@pytest.mark.parametrize("name", [*OPTIONS, "packed"])
+def test_options_have_the_gradient_of_a_loop_without_chunks(name):
+    (params, init, xs), lengths = given(wave, 37)
+
+    def gradient(**options):
+        def of(params):
+            if name == "packed":
+                results = of_packed(wave, params, xs, **options)
+            else:
+                results = masked(wave, params, init, xs, lengths, **OPTIONS[name], **options)
+            return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(results))
+
+        return jax.grad(of)(params)
+
+    assert_alike(gradient(), gradient(chunk=0))

@@ -412,7 +412,8 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
         return jax.jvp(stacked, primals[:-1], tangents[:-1])
 
     empty = [_zeros(loop, aval) for aval in found.saved]
-    state, written = saving(loop.consts, loop.state, xs, [*idle, *empty], branch)
+    leaves, written = saving(loop.consts, jax.tree.leaves(loop.state), xs, [*idle, *empty], branch)
+    state = jax.tree.unflatten(jax.tree.structure(loop.state), leaves)
     ys, saved = written[:count], written[count:]
     tangents = _tangents(loop, found, part, d_on)
     d_state, d_ys = _solve(bare, found, tangents, saved, xs, branch, size)
@@ -423,13 +424,10 @@ def _zeros(loop: Loop, aval: Any) -> Array:
     return jnp.zeros((loop.length, *aval.shape), aval.dtype)
 
 
-def _filled(leaves: Arrays, on: Sequence[bool], tangents: Arrays) -> Arrays:
-    """The tangents of leaves, zero where none is known."""
-    of_all = iter(tangents)
-    smooth = [
-        next(of_all) if is_on else zeros_like(leaf) for leaf, is_on in zip(leaves, on, strict=True) if is_smooth(leaf)
-    ]
-    return fill_in(leaves, smooth)
+def _filled(tree: PyTree, on: Sequence[bool], tangents: Arrays) -> PyTree:
+    """The tangents of a tree, zero where none is known."""
+    of_all, leaves = iter(tangents), zip(jax.tree.leaves(tree), on, strict=True)
+    return fill_in(tree, [next(of_all) if is_on else zeros_like(leaf) for leaf, is_on in leaves if is_smooth(leaf)])
 
 
 class _In(NamedTuple):
