@@ -37,7 +37,7 @@ from .axes import RowAxes
 from .compact import put_rows, take_feed, take_rows
 from .leaves import Schedule
 from .mask import without_stand_ins
-from .saved import Unsaved, entry, push_forward, put_entry
+from .saved import Unsaved, entry, pays_to_save, push_forward, put_entry
 
 Result = tuple[PyTree, list[Array]]
 
@@ -63,7 +63,7 @@ class Carried(NamedTuple):
     outputs: list[Array]
 
 
-def write_in_place(loop: Loop, tiers: tuple[int, ...], *, saves: bool) -> Loop:
+def write_in_place(loop: Loop, tiers: tuple[int, ...], *, chosen: bool) -> Loop:
     """The loop with a runner that writes its outputs in place. If that is impossible or useless, the loop itself.
 
     This was not tested on XLA's other backends. Under `jax_remat3` the derivative of a rule like that of
@@ -74,11 +74,8 @@ def write_in_place(loop: Loop, tiers: tuple[int, ...], *, saves: bool) -> Loop:
     changed = loop.remat is not None or is_thinned(loop.keeps) or held
     known = jax.default_backend() == "cpu" and not is_remat3()
     fits = chunks and known and not changed
-    return (
-        dataclasses.replace(loop, runner=InPlace(tiers, loop.rows.apart() and not debugs_nans(), saves))
-        if fits
-        else loop
-    )
+    apart = loop.rows.apart() and not debugs_nans()
+    return dataclasses.replace(loop, runner=InPlace(tiers, apart, chosen)) if fits else loop
 
 
 @dataclass(frozen=True)
@@ -87,13 +84,13 @@ class InPlace:
 
     Attributes:
         tiers: the numbers of rows to choose from; only the last, all of them, where rows are not ordered.
-        saves: whether the gradient saves what it needs of each step.
         drops_stand_ins: whether padded rows may be shown their own values; see `mask.without_stand_ins`.
+        chosen: whether the user left it to us what the gradient saves.
     """
 
     tiers: tuple[int, ...]
     drops_stand_ins: bool
-    saves: bool
+    chosen: bool
 
     def __call__(self, loop: Loop) -> Result:
         stacked, levels = plan(loop)
@@ -107,8 +104,9 @@ class InPlace:
 
         def rule(primals: tuple[_Given], tangents: tuple[_Given]) -> tuple[Any, Any]:
             part, d_on = nonzero_part(primals[0], tangents[0])
-            if self.saves and len(levels) == 1:
-                whole = primals[0].put_into(dataclasses.replace(stacked, step=emitting(plain, keeps)))
+            whole = primals[0].put_into(dataclasses.replace(stacked, step=plain))
+            if self.chosen and len(levels) == 1 and pays_to_save(whole):
+                whole = dataclasses.replace(whole, step=emitting(plain, keeps))
                 try:
                     return push_forward(whole, levels[0].size, self._outputs(whole), tangents[0])
                 except Unsaved:

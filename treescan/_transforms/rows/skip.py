@@ -20,7 +20,7 @@ from ..._loop.loop import Feed, Loop, Step
 from ..._loop.rewrite import is_rewriting
 from ..._trace.hoist import is_untraced
 from ..._types import PyTree
-from ..checkpoint import Checkpointed, checkpoint, chooses, compares, policy_of_chunk, reading, rolled
+from ..checkpoint import Checkpointed, checkpoint, chooses, policy_of_chunk, reading, rolled
 from ..outputs import is_thinned
 from ..refuse import refuse_symbolic, refuse_with_refs
 from .axes import RowAxes
@@ -137,7 +137,7 @@ class Skip:
             return loop
         from .in_place import write_in_place
 
-        return write_in_place(loop, tiers, saves=self._saves_in_place(loop, tiers))
+        return write_in_place(loop, tiers, chosen=self._is_chosen(loop, tiers))
 
     def _remat(self, loop: Loop, tiers: tuple[int, ...]) -> ChunkRemat:
         """What the gradient does with the chunks of a loop. It recomputes those that the user asked for.
@@ -155,18 +155,6 @@ class Skip:
     def _is_chosen(self, loop: Loop, tiers: tuple[int, ...]) -> bool:
         """Whether the user left it to us what the gradient recomputes."""
         return self.chunk is None and len(tiers) == 1 and loop.remat is None and is_rewriting()
-
-    def _saves_in_place(self, loop: Loop, tiers: tuple[int, ...]) -> bool:
-        """Whether the gradient saves its steps one by one, in place.
-
-        A chunk that multiplies with weights is faster if it takes these products at once. The steps of one that also
-        compares or branches are dear to compute again: measured, a step with attention took 1.5 times as long.
-        """
-        from ..weights.in_bulk import bytes_of_products
-
-        jaxpr = loop.trace.jaxpr
-        decides = compares(jaxpr) or chooses(jaxpr) or loop.trace.branches
-        return self._is_chosen(loop, tiers) and (decides or not bytes_of_products(loop))
 
     def _recompute_chunks(self, loop: Loop) -> Loop:
         """A loop in which every step is valid: in chunks that the gradient recomputes, if the user asked for some.
