@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import re
 
 import jax
 import jax.numpy as jnp
@@ -154,8 +155,9 @@ def test_jaxpr_is_lax_scans(program):
 @parametrize("program", PROGRAMS)
 def test_jaxpr_with_lax_scans_own_arguments_is_lax_scans(program):
     for options, transform in itertools.product(OPTIONS_OF_LAX.values(), (no_transform, under_grad)):
-        ours, lax = (traced(scan, program, transform, options) for scan in (treescan.scan, jax.lax.scan))
-        assert str(ours) == str(lax), (options, transform)
+        jaxprs = (traced(scan, program, transform, options) for scan in (treescan.scan, jax.lax.scan))
+        ours, lax = (re.sub(r"0x[0-9a-f]+", "", str(jaxpr)) for jaxpr in jaxprs)  # of a callback, in JAX 0.8
+        assert ours == lax, (options, transform)
 
 
 @parametrize("case", {name: case for name, case in CASES.items() if name != "no_xs"})
