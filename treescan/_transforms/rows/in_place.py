@@ -11,6 +11,7 @@ On CPUs, jaxlib 0.11.1 copies the whole buffer for a small write: https://github
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable
@@ -21,12 +22,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._avals import stacked_type, vary_over, varying_axes
+from ..._avals import place_like, stacked_type, vary_over, varying_axes
 from ..._loop.chunk import RunChunk, as_step
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import debugs_nans, run
 from ..._trace.equations import has_large_products
-from ..._trace.hoist import fill_in, nonzero_part, smooth_part
+from ..._trace.hoist import Unproven, fill_in, nonzero_part, smooth_part
 from ..._types import Array, PyTree
 from ..checkpoint import is_remat3
 from ..nest import plan
@@ -37,9 +38,12 @@ from .axes import RowAxes
 from .compact import put_rows, take_feed, take_rows
 from .leaves import Schedule
 from .mask import without_stand_ins
-from .saved import Unsaved, entry, pays_to_save, push_forward, put_entry
 
 Result = tuple[PyTree, list[Array]]
+
+Derive = Callable[[Loop, int, list[Array], Any], tuple[Any, Any]]
+"""Maps a loop whose step returns its outputs as a list, the steps of a chunk, the outputs of steps that are not run,
+`[T, ...]`, and the tangents of (consts, state, xs) to the results and their tangents; `Unproven` where it may not."""
 
 
 class _Given(NamedTuple):
@@ -63,7 +67,7 @@ class Carried(NamedTuple):
     outputs: list[Array]
 
 
-def write_in_place(loop: Loop, tiers: tuple[int, ...], *, chosen: bool) -> Loop:
+def write_in_place(loop: Loop, tiers: tuple[int, ...], derive: Derive | None) -> Loop:
     """The loop with a runner that writes its outputs in place. If that is impossible or useless, the loop itself.
 
     This was not tested on XLA's other backends. Under `jax_remat3` the derivative of a rule like that of
@@ -75,7 +79,7 @@ def write_in_place(loop: Loop, tiers: tuple[int, ...], *, chosen: bool) -> Loop:
     known = jax.default_backend() == "cpu" and not is_remat3()
     fits = chunks and known and not changed
     apart = loop.rows.apart() and not debugs_nans()
-    return dataclasses.replace(loop, runner=InPlace(tiers, apart, chosen)) if fits else loop
+    return dataclasses.replace(loop, runner=InPlace(tiers, apart, derive)) if fits else loop
 
 
 @dataclass(frozen=True)
@@ -85,12 +89,12 @@ class InPlace:
     Attributes:
         tiers: the numbers of rows to choose from; only the last, all of them, where rows are not ordered.
         drops_stand_ins: whether padded rows may be shown their own values; see `mask.without_stand_ins`.
-        chosen: whether the user left it to us what the gradient saves.
+        derive: the derivative, where it is not that of the loop that stacks; None: it is.
     """
 
     tiers: tuple[int, ...]
     drops_stand_ins: bool
-    chosen: bool
+    derive: Derive | None
 
     def __call__(self, loop: Loop) -> Result:
         stacked, levels = plan(loop)
@@ -103,14 +107,11 @@ class InPlace:
         loop = dataclasses.replace(loop, step=emitting(step, keeps))
 
         def rule(primals: tuple[_Given], tangents: tuple[_Given]) -> tuple[Any, Any]:
+            if self.derive is not None and len(levels) == 1:
+                whole = primals[0].put_into(dataclasses.replace(stacked, step=emitting(plain, keeps)))
+                with contextlib.suppress(Unproven):
+                    return self.derive(whole, levels[0].size, self._outputs(whole), tangents[0])
             part, d_on = nonzero_part(primals[0], tangents[0])
-            whole = primals[0].put_into(dataclasses.replace(stacked, step=plain))
-            if self.chosen and len(levels) == 1 and pays_to_save(whole):
-                whole = dataclasses.replace(whole, step=emitting(plain, keeps))
-                try:
-                    return push_forward(whole, levels[0].size, self._outputs(whole), tangents[0])
-                except Unsaved:
-                    pass
             on, off = part.split(primals[0])
 
             def differentiated(on: list[Any]) -> tuple[list[Any], Any]:
@@ -126,32 +127,8 @@ class InPlace:
         return function(given)
 
     def _run(self, loop: Loop, size: int) -> Result:
-        schedule: Schedule = loop.xs.schedule
-        loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=None))
-        axes, products = loop.rows.axes, has_large_products(loop.trace.jaxpr, LARGE)
-        count, left = divmod(loop.length, size)
-        folded = not left and len(self.tiers) == 1
-        main = _Chunk(as_step(dataclasses.replace(loop, length=size)), self.tiers, axes, products, folded)
-        carried, xs = Carried(loop.state, self._outputs(loop)), loop.xs
-        if folded:
-            carried, xs = carried._replace(outputs=_fold(carried.outputs, size)), _fold(xs, size)
-        consts = (loop.consts, xs)
-        starts = np.arange(count, dtype=np.uint32) * np.uint32(1 if folded else size)
-        scheduled = jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, count), schedule) if left else schedule
-        whole = Feed(starts, schedule=scheduled)
-
-        def run_rest(carried: Carried) -> Carried:  # not worth further copies of the body
-            rest = _Chunk(as_step(dataclasses.replace(loop, length=left)), self.tiers[-1:], axes, products)
-            last = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, count, keepdims=False), schedule)
-            return rest(consts, carried, Feed(np.uint32(count * size), schedule=last))[0]
-
-        carried = run_rest(carried) if left and loop.reverse else carried
-        chunks = dataclasses.replace(
-            loop, step=main, consts=consts, state=carried, xs=whole, length=count, unroll=1, lowering=()
-        )
-        carried, _ = run(chunks)
-        carried = run_rest(carried) if left and not loop.reverse else carried
-        return carried.state, _unfold(carried.outputs) if folded else carried.outputs
+        products = has_large_products(loop.trace.jaxpr, LARGE)
+        return write_chunks(loop, size, self._outputs(loop), self.tiers, loop.rows.axes, products=products)
 
     @staticmethod
     def _outputs(loop: Loop) -> list[Array]:
@@ -162,6 +139,52 @@ class InPlace:
         idle = loop.rows.outputs.idle(loop.state, types)
         masked = varying_axes(jax.typeof(loop.xs.valid))
         return [vary_over(leaf, varying_axes(of) | masked) for leaf, of in zip(idle, y, strict=True)]
+
+
+def write_chunks(
+    loop: Loop,
+    size: int,
+    outputs: list[Array],
+    tiers: tuple[int, ...] = (0,),
+    axes: RowAxes | None = None,
+    *,
+    products: bool = False,
+) -> Result:
+    """Runs the chunks of a loop that its schedule selects. Its steps write their outputs, a list, in place.
+
+    Args:
+        loop: the loop; its feed's schedule is a `leaves.Schedule`.
+        size: the steps of a chunk.
+        outputs: those of steps that are not run, `[T, ...]`.
+        tiers: the numbers of rows to choose from; one for all of them.
+        axes: where the rows are, if there are several tiers.
+        products: whether a step has products that may be computed for a chunk at once.
+    """
+    schedule: Schedule = loop.xs.schedule
+    loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=None))
+    count, left = divmod(loop.length, size)
+    folded = not left and len(tiers) == 1
+    main = _Chunk(as_step(dataclasses.replace(loop, length=size)), tiers, axes, products, folded)
+    carried, xs = Carried(loop.state, outputs), loop.xs
+    if folded:
+        carried, xs = carried._replace(outputs=_fold(carried.outputs, size)), _fold(xs, size)
+    consts = (loop.consts, xs)
+    starts = np.arange(count, dtype=np.uint32) * np.uint32(1 if folded else size)
+    scheduled = jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, count), schedule) if left else schedule
+    whole = Feed(starts, schedule=scheduled)
+
+    def run_rest(carried: Carried) -> Carried:  # not worth further copies of the body
+        rest = _Chunk(as_step(dataclasses.replace(loop, length=left)), tiers[-1:], axes, products)
+        last = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, count, keepdims=False), schedule)
+        return rest(consts, carried, Feed(np.uint32(count * size), schedule=last))[0]
+
+    carried = run_rest(carried) if left and loop.reverse else carried
+    chunks = dataclasses.replace(
+        loop, step=main, consts=consts, state=carried, xs=whole, length=count, unroll=1, lowering=()
+    )
+    carried, _ = run(chunks)
+    carried = run_rest(carried) if left and not loop.reverse else carried
+    return carried.state, _unfold(carried.outputs) if folded else carried.outputs
 
 
 @dataclass(frozen=True)
@@ -175,14 +198,14 @@ class _Chunk:
     Attributes:
         steps: runs the steps of a chunk.
         tiers: the numbers of rows to choose from.
-        axes: where the rows are.
+        axes: where the rows are; None where there is one tier.
         products: whether a step has products that may be computed for a chunk at once.
         folded: whether the loop is folded. Then there is one tier.
     """
 
     steps: RunChunk
     tiers: tuple[int, ...]
-    axes: RowAxes
+    axes: RowAxes | None
     products: bool
     folded: bool = False
 
@@ -204,6 +227,7 @@ class _Chunk:
 
         def first_rows(rows: int, carried: Carried) -> Carried:
             assert schedule.order is not None
+            assert self.axes is not None
             live, axes = schedule.order[:rows], self.axes
             fed = take_feed(self._steps_of(xs, feed.x), axes.x, live)
             loop, step, consts = self._begin(
@@ -234,7 +258,7 @@ class _Chunk:
 
     def _steps_of(self, xs: Feed, first: Array) -> Feed:
         if self.folded:
-            return jax.tree.map(lambda leaf: entry(leaf, (first,)), xs)
+            return jax.tree.map(lambda leaf: _entry(leaf, (first,)), xs)
         return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, self.steps.length), xs)
 
     def _places(self) -> np.ndarray:
@@ -252,10 +276,26 @@ class _Write:
     def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
         (inner, xs, start), place = consts, feed.x
         at = (start, place) if self.folded else (jax.lax.add(start, place),)
-        fed = jax.tree.map(lambda leaf: entry(leaf, at), xs)
+        fed = jax.tree.map(lambda leaf: _entry(leaf, at), xs)
         new, ys = self.step(inner, state.state, Feed((place, fed)))
         outputs = zip(state.outputs, ys, strict=True)
-        return Carried(new, [put_entry(out, y, at) for out, y in outputs]), None
+        return Carried(new, [_put_entry(out, y, at) for out, y in outputs]), None
+
+
+def _entry(leaf: Array, at: tuple[Any, ...]) -> Array:
+    """`leaf[at]`, without the call that JAX traces for `dynamic_index_in_dim`."""
+    one = jax.lax.dynamic_slice(leaf, _begin_of(leaf, at), (*(1 for _ in at), *leaf.shape[len(at) :]))
+    return jax.lax.squeeze(one, range(len(at)))
+
+
+def _put_entry(leaf: Array, value: Array, at: tuple[Any, ...]) -> Array:
+    """The leaf, with `leaf[at]` replaced."""
+    value = place_like(jax.lax.expand_dims(value, range(len(at))), jax.typeof(leaf))
+    return jax.lax.dynamic_update_slice(leaf, value, _begin_of(leaf, at))
+
+
+def _begin_of(leaf: Array, at: tuple[Any, ...]) -> list[Any]:
+    return [*at, *[np.zeros((), np.uint32)] * (leaf.ndim - len(at))]
 
 
 def _put(outputs: Array, ys: Array, axis: int | None, rows: Array, start: Array) -> Array:

@@ -23,23 +23,31 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import eval_jaxpr
 
-from ..._avals import is_sharded, place_like, varying_axes
+from ..._avals import is_sharded, varying_axes
 from ..._loop.body import Memo
-from ..._loop.chunk import Level, RunChunk, as_step, run_chunked
+from ..._loop.chunk import Level, as_step, run_chunked
 from ..._loop.loop import Feed, Loop, Step
-from ..._loop.run import run
 from ..._trace.dependence import dependent
 from ..._trace.equations import variables_of
-from ..._trace.hoist import Part, array_of, fill_in, is_smooth, merge, nonzero_part, one_step, split, zeros_like
+from ..._trace.hoist import (
+    Part,
+    Unproven,
+    array_of,
+    fill_in,
+    is_smooth,
+    merge,
+    nonzero_part,
+    one_step,
+    split,
+    zeros_like,
+)
 from ..._types import Array, PyTree
 from ..checkpoint import chooses, compares
 from ..weights.in_bulk import bytes_of_products
+from .in_place import Result, write_chunks
+from .leaves import Schedule
 
 Arrays = list[Any]
-
-
-class Unsaved(Exception):
-    """The steps of a loop cannot be saved in this way."""
 
 
 def pays_to_save(loop: Loop) -> bool:
@@ -138,7 +146,7 @@ def linearize(loop: Loop, part: Part) -> Linearized:
     """The step of a loop and its tangent, where `part` of (consts, state, xs) has one.
 
     Raises:
-        Unsaved: if a key would have to be saved.
+        Unproven: if a key would have to be saved.
     """
     one = one_step(loop.xs)
     groups = [jax.tree.leaves(tree) for tree in (loop.consts, loop.state, one)]
@@ -203,7 +211,7 @@ def _parted(
         else:
             where.append(Where("saved", saved.setdefault(var, len(saved))))
     if any(jnp.issubdtype(var.aval.dtype, jax.dtypes.extended) for var in saved):
-        raise Unsaved
+        raise Unproven("an array of zeros cannot hold keys")
     record = Record(jaxpr.replace(outvars=[*jaxpr.outvars[:count], *saved]), list(closed.consts), last - first)
     given = [*jax.tree.leaves(loop.consts), *[None] * (len(jaxpr.invars) - first)]
     return Linearized(
@@ -238,127 +246,9 @@ def _needed(jaxpr: Any, outputs: Sequence[Any]) -> Any:
     return jaxpr.replace(outvars=list(outputs), eqns=equations[::-1])
 
 
-class Placed(NamedTuple):
-    """What goes from step to step of a loop that writes in place: what is carried, and arrays for all steps."""
-
-    carried: Any
-    written: Arrays
-
-
-def entry(leaf: Array, at: tuple[Any, ...]) -> Array:
-    """`leaf[at]`, without the call that JAX traces for `dynamic_index_in_dim`."""
-    one = jax.lax.dynamic_slice(leaf, _begin_of(leaf, at), (*(1 for _ in at), *leaf.shape[len(at) :]))
-    return jax.lax.squeeze(one, range(len(at)))
-
-
-def put_entry(leaf: Array, value: Array, at: tuple[Any, ...]) -> Array:
-    """The leaf, with `leaf[at]` replaced."""
-    value = place_like(jax.lax.expand_dims(value, range(len(at))), jax.typeof(leaf))
-    return jax.lax.dynamic_update_slice(leaf, value, _begin_of(leaf, at))
-
-
-def _begin_of(leaf: Array, at: tuple[Any, ...]) -> Arrays:
-    return [*at, *[np.zeros((), np.uint32)] * (leaf.ndim - len(at))]
-
-
-@dataclass(frozen=True, eq=False)
-class WriteStep:
-    """A step that reads what it is fed from arrays of all steps, and writes its outputs into others.
-
-    Its consts are (consts, xs, where the chunk begins), its state is `Placed`, its x is its place in the chunk.
-
-    Attributes:
-        step: (consts, carried, entries of xs) to (carried, outputs).
-        folded: whether all arrays are `[chunks, steps, ...]` instead of `[T, ...]`.
-    """
-
-    step: Any
-    folded: bool
-
-    def __call__(self, consts: Any, state: Placed, feed: Feed) -> tuple[Placed, None]:
-        inner, xs, start = consts
-        at = (start, feed.x) if self.folded else (jax.lax.add(start, feed.x),)
-        carried, out = self.step(inner, state.carried, [entry(leaf, at) for leaf in xs])
-        return Placed(carried, [put_entry(*pair, at) for pair in zip(state.written, out, strict=True)]), None
-
-
-@dataclass(frozen=True, eq=False)
-class WriteChunk:
-    """The step that runs a chunk of such steps, if its schedule says so. Its consts are (consts, xs)."""
-
-    steps: RunChunk
-
-    def __call__(self, consts: Any, state: Placed, feed: Feed) -> tuple[Placed, None]:
-        start, branch = feed.x
-
-        def run_steps(state: Placed) -> Placed:
-            places = np.arange(self.steps.length, dtype=np.uint32)
-            return run(self.steps.loop((*consts, start), state, Feed(places)))[0]
-
-        return jax.lax.cond(jax.lax.gt(branch, np.int32(0)), run_steps, lambda state: state, state), None
-
-
-def write_in_chunks(
-    loop: Loop, step: Any, consts: Any, carried: Any, xs: Arrays, written: Arrays, branch: Array, size: int
-) -> Placed:
-    """Runs the steps of the chunks that are to be run, which write their outputs in place.
-
-    Args:
-        loop: how the steps are run.
-        step: see `WriteStep`.
-        consts: what it reads in each step.
-        carried: what it carries.
-        xs: what it is fed, `[T, ...]`.
-        written: the outputs of steps that are not run, `[T, ...]`.
-        branch: int32[N]: whether the chunk is run; see `compact.Schedule`.
-        size: the steps of a chunk.
-    """
-    count, left = divmod(loop.length, size)
-    folded = not left
-
-    def fold(leaves: Arrays) -> Arrays:
-        return [leaf.reshape(count, size, *leaf.shape[1:]) for leaf in leaves] if folded else leaves
-
-    writing = dataclasses.replace(loop, step=WriteStep(step, folded), memo=Memo())
-    state, consts = Placed(carried, fold(written)), (consts, fold(xs))
-
-    def run_rest(state: Placed) -> Placed:
-        rest = WriteChunk(as_step(dataclasses.replace(writing, length=left)))
-        return rest(consts, state, Feed((np.uint32(count * size), branch[count])))[0]
-
-    state = run_rest(state) if left and loop.reverse else state
-    starts = np.arange(count, dtype=np.uint32) * np.uint32(1 if folded else size)
-    chunks = dataclasses.replace(
-        writing,
-        step=WriteChunk(as_step(dataclasses.replace(writing, length=size))),
-        consts=consts,
-        state=state,
-        xs=Feed((starts, branch[:count])),
-        length=count,
-        unroll=1,
-        lowering=(),
-    )
-    state, _ = run(chunks)
-    state = run_rest(state) if left and not loop.reverse else state
-    if not folded:
-        return state
-    return state._replace(written=[leaf.reshape(loop.length, *leaf.shape[2:]) for leaf in state.written])
-
-
-@dataclass(frozen=True, eq=False)
-class _Stacked:
-    """A step in the form in which JAX differentiates it. Its x is (entries of xs, outputs where it is not run)."""
-
-    step: Any
-
-    def __call__(self, consts: Any, state: Any, feed: Feed) -> tuple[Any, Arrays]:
-        xs, _ = feed.x
-        return self.step(consts, state, xs)
-
-
 @dataclass(frozen=True)
 class _Unless:
-    """The step that runs a chunk, if its schedule says so."""
+    """The step that runs a chunk, if its schedule says so. Its x is (what it is fed, the outputs if it is not run)."""
 
     step: Step
 
@@ -368,69 +258,60 @@ class _Unless:
             return state, feed.x[1]
 
         rest = feed._replace(schedule=None)
-        return jax.lax.cond(jax.lax.gt(feed.schedule, np.int32(0)), self.step, leave, consts, state, rest)
+        return jax.lax.cond(jax.lax.gt(feed.schedule.branch, np.int32(0)), self.step, leave, consts, state, rest)
 
 
-def _unless(step: Step, looped: bool) -> Step:
-    del looped
-    return _Unless(step)
+def stack_chunks(loop: Loop, size: int, outputs: Arrays) -> Result:
+    """`write_chunks` in the form that JAX differentiates."""
+    inner = loop.step
 
+    def step(consts: Any, state: Any, feed: Feed) -> tuple[Any, Arrays]:
+        return inner(consts, state, feed.x[0])
 
-def stack_in_chunks(
-    loop: Loop, step: Any, consts: Any, carried: Any, xs: Arrays, written: Arrays, branch: Array, size: int
-) -> Placed:
-    """`write_in_chunks` in the form that JAX differentiates."""
-    whole = dataclasses.replace(
-        loop, step=_Stacked(step), consts=consts, state=carried, xs=Feed((xs, written), schedule=branch), memo=Memo()
-    )
-    return Placed(*run_chunked(whole, (Level(size, _unless, scheduled=True),)))
+    xs = Feed((loop.xs._replace(schedule=None), outputs), schedule=loop.xs.schedule)
+    level = Level(size, lambda step, looped: _Unless(step), scheduled=True)
+    return run_chunked(dataclasses.replace(loop, step=step, xs=xs), (level,))
 
 
 def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[Any, Any]:
-    """The results of a loop and their tangents. What these need of each step is saved.
-
-    Args:
-        loop: the loop; its step returns its outputs as a list, its feed's schedule is a `compact.Schedule`.
-        size: the steps of a chunk.
-        idle: the outputs of steps that are not run, `[T, ...]`.
-        tangents: of (consts, state, xs).
+    """The results of a loop and their tangents. What these need of each step is saved. See `in_place.Derive`.
 
     Raises:
-        Unsaved: if the steps cannot be saved.
+        Unproven: if it is better to compute chunks again, or if the steps cannot be saved.
     """
-    branch, loop = loop.xs.schedule.branch, dataclasses.replace(loop, xs=loop.xs._replace(schedule=None))
-    given = loop.consts, loop.state, loop.xs
+    if not pays_to_save(loop):
+        raise Unproven("products pay")
+    schedule, fed = loop.xs.schedule, loop.xs._replace(schedule=None)
+    given = loop.consts, loop.state, fed
     if any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given)):
-        raise Unsaved
-    d_consts, d_state, d_feed = tangents
-    part, d_on = nonzero_part(given, (d_consts, d_state, d_feed._replace(schedule=None)))
-    found = linearize(loop, part)
-    xs, count = jax.tree.leaves(loop.xs), len(idle)
-    feed = jax.tree.structure(loop.xs)
-    bare = as_step(loop).bare
+        raise Unproven("arrays are spread over devices")
+    d_consts, d_state, d_fed = tangents
+    part, d_on = nonzero_part(given, (d_consts, d_state, d_fed._replace(schedule=None)))
+    found = linearize(dataclasses.replace(loop, xs=fed), part)
+    bare, record = dataclasses.replace(as_step(loop).bare, memo=Memo()), found.record  # a rule may not hold tracers
 
-    def record(consts: Any, state: Any, fed: Arrays) -> tuple[Arrays, Arrays]:
-        return found.record(consts, state, jax.tree.unflatten(feed, fed))
+    def recording(consts: Any, state: Arrays, fed: Feed, schedule: Schedule) -> Loop:
+        xs = fed._replace(schedule=schedule)
+        return dataclasses.replace(bare, step=record, consts=consts, state=state, xs=xs)
 
     @jax.custom_jvp
-    def saving(consts: Any, state: Any, xs: Arrays, written: Arrays, branch: Array) -> Placed:
-        return write_in_chunks(bare, record, consts, state, xs, written, branch, size)
+    def saving(consts: Any, state: Arrays, fed: Feed, outputs: Arrays, schedule: Schedule) -> Result:
+        return write_chunks(recording(consts, state, fed, schedule), size, outputs)
 
     @saving.defjvp
-    def _(primals: Any, tangents: Any) -> tuple[Placed, Placed]:
-        branch = primals[-1]
+    def _(primals: Any, tangents: Any) -> tuple[Result, Result]:
+        schedule = primals[-1]
 
-        def stacked(consts: Any, state: Any, xs: Arrays, written: Arrays) -> Placed:
-            return stack_in_chunks(bare, record, consts, state, xs, written, branch, size)
+        def stacked(consts: Any, state: Arrays, fed: Feed, outputs: Arrays) -> Result:
+            return stack_chunks(recording(consts, state, fed, schedule), size, outputs)
 
         return jax.jvp(stacked, primals[:-1], tangents[:-1])
 
-    empty = [_zeros(loop, aval) for aval in found.saved]
-    leaves, written = saving(loop.consts, jax.tree.leaves(loop.state), xs, [*idle, *empty], branch)
-    state = jax.tree.unflatten(jax.tree.structure(loop.state), leaves)
-    ys, saved = written[:count], written[count:]
-    tangents = _tangents(loop, found, part, d_on)
-    d_state, d_ys = _solve(bare, found, tangents, saved, xs, branch, size)
+    empty, count = [_zeros(loop, aval) for aval in found.saved], len(idle)
+    leaves, written = saving(loop.consts, jax.tree.leaves(loop.state), fed, [*idle, *empty], schedule)
+    state, ys = jax.tree.unflatten(jax.tree.structure(loop.state), leaves), written[:count]
+    going_in = _tangents(given, found, part, d_on)
+    d_state, d_ys = _solve(bare, found, going_in, (written[count:], jax.tree.leaves(fed)), schedule, size)
     return (state, ys), (_filled(state, found.state, d_state), _filled(ys, found.y, d_ys))
 
 
@@ -455,9 +336,9 @@ class _Out(NamedTuple):
     ys: Arrays
 
 
-def _tangents(loop: Loop, found: Linearized, part: Part, d_on: Arrays) -> _In:
+def _tangents(given: tuple[PyTree, ...], found: Linearized, part: Part, d_on: Arrays) -> _In:
     """The tangents that go in, those of the state for all leaves that get one."""
-    groups = [jax.tree.leaves(tree) for tree in (loop.consts, loop.state, loop.xs)]
+    groups = list(map(jax.tree.leaves, given))
     leaves, of_all = iter([leaf for group in groups for leaf in group]), iter(d_on)
     d_leaves = iter([(next(of_all) if is_on else None) for is_on in part.on])
     consts, state, xs = ([(next(leaves), next(d_leaves)) for _ in group] for group in groups)
@@ -467,39 +348,42 @@ def _tangents(loop: Loop, found: Linearized, part: Part, d_on: Arrays) -> _In:
     return _In([d for _, d in consts if d is not None], settled, [d for _, d in xs if d is not None])
 
 
-def _solve(bare: Loop, found: Linearized, tangents: _In, saved: Arrays, fed: Arrays, branch: Array, size: int) -> _Out:
-    """What goes out of a linear loop, given what goes in."""
-    push, same, number, first = found.push, found.same, len(saved), len(saved) + len(fed)
-    outputs = found.record.jaxpr.outvars[len(found.state) : len(found.state) + len(found.y)]
+def _solve(
+    bare: Loop, found: Linearized, tangents: _In, read: tuple[Arrays, Arrays], schedule: Schedule, size: int
+) -> _Out:
+    """What goes out of a linear loop, given what goes in. `read` is what its steps have saved, and were fed."""
+    push, outputs = found.push, found.record.jaxpr.outvars[len(found.state) : len(found.state) + len(found.y)]
     zeros = [_zeros(bare, var.aval) for var in split(found.y, outputs)[0]]
 
-    def tangent_of(same: Arrays, entries: Arrays) -> Any:
-        return push.at(same, entries[:number], entries[number:first])
-
     def run_push(given: _In) -> _Out:
-        def step(consts: Any, state: Arrays, entries: Arrays) -> tuple[Arrays, Arrays]:
-            same, d_consts = consts
-            out = tangent_of(same, entries)(*d_consts, *state, *entries[first:])
+        def step(consts: Any, state: Arrays, feed: Feed) -> tuple[Arrays, Arrays]:
+            (same, d_consts), (saved, fed, d_x) = consts, feed.x
+            out = push.at(same, saved, fed)(*d_consts, *state, *d_x)
             return out[: len(state)], out[len(state) :]
 
-        xs = [*saved, *fed, *given.xs]
-        return _Out(*stack_in_chunks(bare, step, (same, given.consts), given.state, xs, zeros, branch, size))
+        xs, consts = Feed((*read, given.xs), schedule=schedule), (found.same, given.consts)
+        loop = dataclasses.replace(bare, step=step, consts=consts, state=given.state, xs=xs)
+        return _Out(*stack_chunks(loop, size, zeros))
 
     def pull(cotangents: _Out) -> _In:
-        def step(consts: Any, carried: Any, entries: Arrays) -> tuple[Any, Arrays]:
-            d_consts, d_state = carried
-            back = jax.linear_transpose(tangent_of(consts, entries), *types)
-            given = back([*d_state, *entries[first:]])
-            more, d_state, d_x = (list(given[i:j]) for i, j in ((0, c), (c, c + s), (c + s, None)))
+        def step(same: Arrays, carried: Any, feed: Feed) -> tuple[Any, Arrays]:
+            (d_consts, d_state), (saved, fed, d_y) = carried, feed.x
+            back = jax.linear_transpose(push.at(same, saved, fed), *types)([*d_state, *d_y])
+            more, d_state, d_x = (list(back[i:j]) for i, j in ((0, c), (c, c + s), (c + s, None)))
             return ([jax.lax.add(*pair) for pair in zip(d_consts, more, strict=True)], d_state), d_x
 
         c, s = len(tangents.consts), len(tangents.state)
         one_x = [jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype) for leaf in tangents.xs]
         types = [*map(jax.typeof, (*tangents.consts, *tangents.state)), *one_x]
-        backward = dataclasses.replace(bare, reverse=not bare.reverse)
-        carried = [zeros_like(leaf) for leaf in tangents.consts], cotangents.state
-        xs, empty = [*saved, *fed, *cotangents.ys], [zeros_like(leaf) for leaf in tangents.xs]
-        (d_consts, d_state), d_xs = write_in_chunks(backward, step, same, carried, xs, empty, branch, size)
+        loop = dataclasses.replace(
+            bare,
+            step=step,
+            consts=found.same,
+            state=([zeros_like(leaf) for leaf in tangents.consts], cotangents.state),
+            xs=Feed((*read, cotangents.ys), schedule=schedule),
+            reverse=not bare.reverse,
+        )
+        (d_consts, d_state), d_xs = write_chunks(loop, size, [zeros_like(leaf) for leaf in tangents.xs])
         return _In(d_consts, d_state, d_xs)
 
     def equation(both: tuple[_In, _Out]) -> tuple[_In, _Out]:

@@ -136,8 +136,9 @@ class Skip:
         if not may_rule:
             return loop
         from .in_place import write_in_place
+        from .saved import push_forward
 
-        return write_in_place(loop, tiers, chosen=self._is_chosen(loop, tiers))
+        return write_in_place(loop, tiers, push_forward if self._is_chosen(loop, tiers) else None)
 
     def _remat(self, loop: Loop, tiers: tuple[int, ...]) -> ChunkRemat:
         """What the gradient does with the chunks of a loop. It recomputes those that the user asked for.
