@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, PartitionSpec as P
 from nonfinite import caught, halve
 
 import treescan
@@ -206,3 +207,22 @@ def test_bars_of_flax_and_of_nnx(capsys: pytest.CaptureFixture[str]) -> None:
     said += capsys.readouterr().err
     for label, count in {"cells": "6/6", "rnn": "4/4", "nnx": "6/6"}.items():
         assert re.search(rf"{label}: 100%, {count}.*h=", said), said
+
+
+@pytest.mark.devices
+def test_a_bar_of_flax_on_an_explicit_mesh(capsys: pytest.CaptureFixture[str]) -> None:
+    """A call of flax is not compiled as a whole. JAX could not compile the callback that begins a run by itself."""
+    mesh = jax.make_mesh((8,), ("row",), axis_types=(AxisType.Explicit,))
+    layer: Any = scan(Halves, **SHARED, progress=bar("cells"))()
+    given = jnp.ones((8, F)), jnp.ones((T, 8, F))
+    variables = layer.init(jax.random.key(0), *given)
+    want = layer.apply(variables, *given)
+    jax.effects_barrier()
+    capsys.readouterr()
+    for way in WAYS[::2]:
+        with jax.set_mesh(mesh):
+            sharded = [jax.device_put(a, P(*[None] * (a.ndim - 2), "row")) for a in given]
+            got = go(way, lambda sharded=sharded: layer.apply(variables, *sharded))
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-6), got, want)
+    jax.effects_barrier()
+    assert capsys.readouterr().err.count("cells: 100%, 6/6") == 2

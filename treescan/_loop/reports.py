@@ -406,7 +406,8 @@ class Reporter:
         @custom_vmap
         def once(*args: Array) -> Any:
             result = call(*args)
-            return result if has_result else ()
+            # Under `jax.set_mesh`, JAX cannot compile a function whose result is that of a callback itself.
+            return jax.lax.optimization_barrier(result) if has_result else ()
 
         def rule(size: int, in_batched: Sequence[bool], *args: Array) -> Any:
             whole = self.batched and (has_result or in_batched[0])
@@ -422,7 +423,12 @@ class Reporter:
             return once(*map(given, args, in_batched)), whole if has_result else ()
 
         once.def_vmap(rule)
-        return once
+
+        def compiled(*args: Array) -> Any:
+            with jax.disable_jit(False):
+                return jax.jit(once, inline=True)(*args)
+
+        return compiled if has_result else once
 
 
 def _elements(shape: tuple[int, ...]) -> Iterator[tuple[tuple[int, ...], str]]:
