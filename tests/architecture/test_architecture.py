@@ -283,7 +283,6 @@ def test_every_transform_has_one_place_in_the_order() -> None:
     }
     placed = [name for place in ORDER for name in place.transforms]
     assert len(placed) == len(set(placed))
-    programs = {"WithOnce"}  # it places what it runs itself
     checks = {"CheckFinite", "CheckCotangents"}  # of the base `Check`
-    assert (found - programs - {"Check"}) | checks == set(placed)
+    assert (found - {"Check"}) | checks == set(placed)
     assert all(place.reason.endswith(".") for place in ORDER)

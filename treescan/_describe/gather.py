@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import jax
 
@@ -26,7 +26,7 @@ def gather(verb: str, unit: str, taken: Taken, remat: Any, retake: Callable[[Any
         remat: what it says of `remat`.
         retake: the same call with another `remat`.
     """
-    program, found = cast(Program, taken.program), list[tuple[dict[str, Any], Case]]()
+    program, found = taken.program, list[tuple[dict[str, Any], Case]]()
     _check_steps(program)
 
     def look(given: Any) -> None:

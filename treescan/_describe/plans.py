@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -276,7 +276,7 @@ where these are several; and how often the gradient evaluates each step, the for
 
 def plan_of(taken: Taken, remat: Any, *, used: bool) -> tuple[Plan, tuple[int, ...]]:
     """What a call needs under its `remat`, and the numbers of rows that its body is made for."""
-    found, program = list[Shape](), cast(Program, taken.program)
+    found, program = list[Shape](), taken.program
     jax.eval_shape(lambda given: found.append(_shape_of(program, given)), taken.given)
     sizes, tiers, evaluations = found[0]
     needed, refusal = gradient_bytes(taken.program, taken.given)

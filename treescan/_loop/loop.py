@@ -77,12 +77,22 @@ class Result(NamedTuple):
         ys: the outputs.
         steps: int32[*batch], how many steps were taken, if the loop may end early; None: all of them.
         stopped: bool[*batch], whether the condition no longer held; None: there is none.
+        once: y with the outputs that are the same in every step, and None in place of the others; None: none are.
+        evidence: what `check_finite` knows of the first bad step, and what is static of it, for each body that may
+            have run it; None: nothing is looked at.
     """
 
     state: PyTree
     ys: PyTree
     steps: Array | None = None
     stopped: Array | None = None
+    once: PyTree = None
+    evidence: PyTree = None
+
+    @property
+    def short(self) -> Any:
+        """The state and ys alone, if there is nothing more."""
+        return self[:2] if all(more is None for more in self[2:]) else self
 
 
 def _same(state: PyTree) -> PyTree:
@@ -93,16 +103,22 @@ def _same_ys(result: Result) -> PyTree:
     return result.ys
 
 
+def _no_notes(result: Result) -> dict[str, PyTree]:
+    return {}
+
+
 class Finish(NamedTuple):
     """A loop's results in the terms of the loop that a transform was given.
 
     Attributes:
         state: of the state, the last one or that between two chunks.
         ys: of ys, from the result. They may be in its state, which is not undone yet.
+        notes: other fields of the result, by name, from the result.
     """
 
     state: Callable[[PyTree], PyTree] = _same
     ys: Callable[[Result], PyTree] = _same_ys
+    notes: Callable[[Result], dict[str, PyTree]] = _no_notes
 
 
 @dataclass(frozen=True)
@@ -177,9 +193,10 @@ class Loop:
         self,
         state: Callable[[PyTree], PyTree] = _same,
         ys: Callable[[Result], PyTree] = _same_ys,
+        notes: Callable[[Result], dict[str, PyTree]] = _no_notes,
     ) -> Loop:
         """The loop, with one more thing to do to its results; see `Finish`."""
-        return dataclasses.replace(self, finish=(*self.finish, Finish(state, ys)))
+        return dataclasses.replace(self, finish=(*self.finish, Finish(state, ys, notes)))
 
     def carry_of(self, state: PyTree) -> PyTree:
         """A state of this loop in the terms of the loop before any transform."""

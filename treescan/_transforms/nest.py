@@ -28,11 +28,11 @@ def run_nested(loop: Loop) -> Any:
 
 
 def finish(loop: Loop, *results: Any) -> Any:
-    """The results of a loop, with all transforms undone: a pair, or all of a `Result` if the loop may end early."""
+    """The results of a loop, with all transforms undone: a pair, or a `Result` if it has more."""
     result = Result(*results)
     for undo in reversed(loop.finish):
-        result = result._replace(state=undo.state(result.state), ys=undo.ys(result))
-    return result if len(results) > 2 else result[:2]
+        result = result._replace(state=undo.state(result.state), ys=undo.ys(result), **undo.notes(result))
+    return result.short
 
 
 def run_planned(loop: Loop) -> tuple[PyTree, PyTree]:

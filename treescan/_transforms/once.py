@@ -14,7 +14,7 @@ from jax.core import eval_jaxpr
 
 from .._avals import describe_leaf
 from .._errors import BodyFault, Fault, Misuse, Row
-from .._loop.loop import Feed, Loop, Step, Transform
+from .._loop.loop import Feed, Loop, Step
 from .._loop.run import as_arrays, is_jit_disabled
 from .._trace.dependence import Once, StepProgram
 from .._trace.equations import variables_of
@@ -22,38 +22,6 @@ from .._trace.hoist import Hoisted, flatten_only, hoist, merge
 from .._tree import Prefix, PrefixMismatch, leaves_with_path
 from .._types import PyTree
 from .axes import OverAxes
-from .nest import run_nested
-from .outputs import move_kept
-from .program import Arguments, Call
-
-
-@dataclass(frozen=True)
-class OncePlan:
-    """Which outputs are returned once.
-
-    Attributes:
-        wanted: a prefix of y, True for each output that must be the same in every step.
-        again: asked after the trace, with y, which has None for the outputs that vary, and whether what is left of the
-            loop reads a watched leaf: what the body is to be given as its last argument when it is traced again, or
-            None if it is not. None: it never is.
-        watched: a prefix of xs, True for the leaves that are watched; None: none are.
-    """
-
-    wanted: Prefix
-    again: Callable[[PyTree, bool], PyTree] | None = None
-    watched: Prefix | None = None
-
-
-class StackedAndOnce(NamedTuple):
-    """What such a loop returns for ys.
-
-    Attributes:
-        stacked: ys, with None in place of the others.
-        once: y, with None in place of those.
-    """
-
-    stacked: PyTree
-    once: PyTree
 
 
 class Parted(NamedTuple):
@@ -151,11 +119,6 @@ def _reads(
     return flags[:consts], flags[consts + len(hoisted.fixed) :]
 
 
-def drop_outputs(loop: Loop, wanted: Prefix) -> Loop:
-    """The loop without these outputs, whatever they are."""
-    return dataclasses.replace(loop, step=DroppingOnce(loop.step, wanted))
-
-
 def _one_zero(leaf: Any) -> Any:
     return jnp.zeros((1, *leaf.shape[1:]), leaf.dtype)
 
@@ -228,63 +191,48 @@ def _varies(program: StepProgram, hoisted: Hoisted, flags: Sequence[bool]) -> Fa
 
 
 @dataclass(frozen=True)
-class WithOnce:
-    """The program of a loop of which some outputs are the same in every step.
+class ComputeOnce:
+    """Computes outputs that are the same in every step once, before the loop; see `Result.once`.
 
     Attributes:
-        call: how each step is run.
-        once: these outputs.
-        over_axes: the transform of `in_axes`, or None.
-        checks: the transform of `check_finite`, or None.
-        transforms: those of what is left of the loop.
-        out_axes: a prefix of y.
-        save: a prefix of y: what is kept of the outputs that are stacked; None: everything.
+        wanted: a prefix of y, True for each of these outputs.
+        over_axes: the transform of `in_axes`, or None. It is applied here.
+        whole: whether leaves that no step changes stay in the state.
+        again: asked after the trace, with `Result.once`, and whether what is left of the loop reads a watched leaf:
+            what the body is to be given as its last argument when it is traced again, or None if it is not. None: it
+            never is.
+        watched: a prefix of xs, True for the leaves that are watched; None: none are.
     """
 
-    call: Call
-    once: OncePlan
-    over_axes: OverAxes | None
-    checks: Transform | None
-    transforms: tuple[Transform, ...]
-    out_axes: Prefix
-    save: Prefix | None
+    wanted: Prefix
+    over_axes: OverAxes | None = None
+    whole: bool = False
+    again: Callable[[PyTree, bool], PyTree] | None = None
+    watched: Prefix | None = None
     moves = True
 
-    def __call__(self, given: Arguments) -> tuple[PyTree, PyTree]:
-        with self.call.scope():
-            parted = part_outputs(self._lay(given), self.once.wanted, whole=self.checks is not None)
-            again = (
-                None if self.once.again is None else self.once.again(parted.once, self._reads_watched(given, parted))
-            )
-            loop = parted.loop
-            if again is not None:
-                loop = self._lay(given._replace(args=(*given.args[:-1], again)))
-                loop = drop_outputs(loop, self.once.wanted)
-            return self._run(loop, parted.once)
+    def __call__(self, loop: Loop) -> Loop:
+        parted = self.part(loop)
+        again = None if self.again is None else self.again(parted.once, self._reads_watched(loop, parted))
+        if again is None:
+            return parted.loop.finished(notes=lambda result: {"once": parted.once})
+        shared = loop.consts._replace(args=(*loop.consts.args[:-1], again))
+        rest = self._over_axes(dataclasses.replace(loop, consts=shared))
+        rest = dataclasses.replace(rest, step=DroppingOnce(rest.step, self.wanted))
+        return rest.finished(notes=lambda result: {"once": parted.once})
 
-    def constant_outputs(self, given: Arguments) -> PyTree:
-        """Y with the outputs that are the same in every step, and None in place of the others. No step is run."""
-        return part_outputs(self._lay(given), self.once.wanted).once
+    def part(self, loop: Loop) -> Parted:
+        """The loop without these outputs, and their values."""
+        return part_outputs(self._over_axes(loop), self.wanted, whole=self.whole)
 
-    def _lay(self, given: Arguments) -> Loop:
-        loop = self.call.lay(given)
+    def _over_axes(self, loop: Loop) -> Loop:
         return loop if self.over_axes is None else self.over_axes(loop)
 
-    def _run(self, loop: Loop, once: PyTree) -> tuple[PyTree, PyTree]:
-        """The last state and `StackedAndOnce`, with the evidence of a loop that is checked."""
-        loop = loop if self.checks is None else self.checks(loop)
-        loop = loop.finished(
-            ys=lambda result: StackedAndOnce(move_kept(result.ys, self.out_axes.tree, self.save), once)
-        )
-        for transform in self.transforms:
-            loop = transform(loop)
-        return run_nested(loop)
-
-    def _reads_watched(self, given: Arguments, parted: Parted) -> bool:
+    def _reads_watched(self, loop: Loop, parted: Parted) -> bool:
         """Whether what is left of a loop reads one of the leaves of xs that are watched."""
-        if self.once.watched is None:
+        if self.watched is None:
             return False
-        watched = self.once.watched.spread(given.xs, "xs")
+        watched = self.watched.spread(loop.xs.x, "xs")
         axes = (self.over_axes and self.over_axes.each[0]) or (0,) * len(watched)
         whole = [flag for flag, axis in zip(watched, axes, strict=True) if axis is None]
         sliced = [flag for flag, axis in zip(watched, axes, strict=True) if axis is not None]

@@ -8,7 +8,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +22,6 @@ from .._loop.run import debugs_nans, is_jit_disabled
 from .._trace.raw_keys import checks_key_reuse
 from .._types import Array, PyTree
 from .nest import run_nested
-
-_R_co = TypeVar("_R_co", covariant=True)
 
 
 @dataclass(frozen=True)
@@ -129,40 +127,25 @@ class Arguments(NamedTuple):
     bounds: Any = None
 
 
-class Runs(Protocol[_R_co]):
-    """What a verb does to its arrays: static, hashable and equal by value."""
-
-    @property
-    def moves(self) -> bool:
-        """Whether there is work around the loop, which an eager call compiles together with it."""
-        ...
-
-    def __call__(self, given: Any, /) -> _R_co:
-        """The results, static leaves and adopted values still as they are in the loop."""
-        ...
-
-
 @dataclass(frozen=True)
 class Program:
-    """The program of a call and its transforms, innermost first."""
+    """What a verb does to its arrays: a call and its transforms, innermost first. Hashable, and equal by value."""
 
     call: Call
     transforms: tuple[Transform, ...]
 
     @property
     def moves(self) -> bool:
-        """Whether any transform does, or several blocks take turns."""
+        """Whether there is work around the loop, which an eager call compiles together with it."""
         return bool(self.call.others) or any(transform.moves for transform in self.transforms)
 
     def __call__(self, given: Arguments) -> Any:
+        """The results, static leaves and adopted values still as they are in the loop."""
         loop = self.call.lay(given)
         with self.call.scope():
             for transform in self.transforms:
                 loop = transform(loop)
             return run_nested(loop)
-
-
-_R = TypeVar("_R")
 
 
 class Taken(BaseException):
@@ -173,7 +156,7 @@ class Taken(BaseException):
         given: on what.
     """
 
-    def __init__(self, program: Runs[Any], given: Any) -> None:
+    def __init__(self, program: Program, given: Arguments) -> None:
         super().__init__()
         self.program = program
         self.given = given
@@ -197,7 +180,7 @@ def take(verb: Callable[..., Any], *args: Any, **options: Any) -> Taken:
     raise AssertionError(f"{verb} runs nothing")
 
 
-def execute(program: Runs[_R], given: Any, programs: Memo, *, moves: bool = True) -> _R:
+def execute(program: Program, given: Arguments, programs: Memo, *, moves: bool = True) -> Any:
     """Runs a program.
 
     A scan without options is only its lax.scan, eager or not. With options, there is work outside the loop. An
@@ -208,12 +191,12 @@ def execute(program: Runs[_R], given: Any, programs: Memo, *, moves: bool = True
         raise Taken(program, given)
     if moves and not is_jit_disabled() and not under_a_trace():
         key: Hashable = ("jit", program, is_rewriting(), debugs_nans(), checks_key_reuse())
-        compiled: Callable[[Any], _R] = programs(key, lambda: jax.jit(functools.partial(_run, program)))
+        compiled: Callable[[Arguments], Any] = programs(key, lambda: jax.jit(functools.partial(_run, program)))
         return compiled(given)
     return program(given)
 
 
-def _run(program: Runs[_R], given: Any) -> _R:
+def _run(program: Program, given: Arguments) -> Any:
     return program(given)
 
 

@@ -19,13 +19,14 @@ from .._body.signature import LIFT, Convention
 from .._checks.arguments import infer_length, resolve_axes
 from .._checks.rows import check_length
 from .._errors import BodyFault, Misuse, Row, TypeMisuse, expect
+from .._loop.loop import Transform
 from .._progress import shown_as
 from .._trace.hoist import Part
-from .._transforms.once import OncePlan, WithOnce
-from .._transforms.outputs import KeepOutputs, check_save
+from .._transforms.once import ComputeOnce
+from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
 from .._tree import Prefix, Root, freeze_static, holds_static, leaves_with_path, named_roots
 from .._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
-from .prepare import Prepared, prepare, present, recomputing
+from .prepare import Prepared, prepare, recomputing
 
 Filter: TypeAlias = "bool | str | Iterable[str] | Callable[[str], bool] | DenyList"
 """Of names: all or none of them, one, several, those for which a function is true, or all but some."""
@@ -256,7 +257,7 @@ _KEYS = Prefix.of(StepInputs(False, Rngs(True, True), False))
 
 def _prepare(
     step: GroupStep, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...], again: Again | None
-) -> tuple[WithOnce, Prepared]:
+) -> tuple[Prepared, ComputeOnce, tuple[Transform | None, ...]]:
     of_args = spread_axes("in_axes", roles.in_axes, args, "args", none=True)
     axes = StepInputs(roles.scanned_in, Rngs(None, 0), roles.in_axes)
     inputs = freeze_static(StepInputs(groups.scanned, Rngs(None, None), args))
@@ -290,16 +291,20 @@ def _prepare(
     is_once = jax.tree.map(_is_none, roles.out_axes, is_leaf=_is_none)
     wanted = Prefix.of(GroupOutputs(is_once, (False,) * len(roles.scanned_out), True))
     save = _saved(roles)
-    program = WithOnce(
-        call,
-        OncePlan(wanted, None if again is None else lambda y, keys: again(y.broadcast, keys), _KEYS),
-        prepared.over_axes,
-        prepared.checking(roles.check_finite),
-        present(recomputing(roles.remat), KeepOutputs.of(save), prepared.showing(shown_as(roles.progress, carry_of))),
-        static_axes("out_axes", GroupOutputs(stacked, roles.scanned_out, 0)),
-        check_save(save),
+    checking = prepared.checking(roles.check_finite)
+    reading = None if again is None else lambda y, keys: again(y.broadcast, keys)
+    once = ComputeOnce(wanted, prepared.over_axes, checking is not None, reading, _KEYS)
+    return (
+        prepared,
+        once,
+        (
+            checking,
+            MoveOutputs(static_axes("out_axes", GroupOutputs(stacked, roles.scanned_out, 0)), check_save(save)),
+            recomputing(roles.remat),
+            KeepOutputs.of(save),
+            prepared.showing(shown_as(roles.progress, carry_of)),
+        ),
     )
-    return program, prepared
 
 
 def run_groups(
@@ -326,9 +331,8 @@ def run_groups(
     Returns:
         The carry, ys, and the variables that the steps returned: stacked where they have an axis.
     """
-    program, call = _prepare(step, roles, groups, rngs, carry, args, again)
-    told = present(program.checks, *program.transforms)
-    state, (stacked, once) = call.run_program(program, told, compiles=not roles.closes_over)
+    call, computing, transforms = _prepare(step, roles, groups, rngs, carry, args, again)
+    state, stacked, _, _, once, _ = call.run(computing, *transforms, compiles=not roles.closes_over)
     y = stacked.y
     if _has_once(roles):
         y = jax.tree.map(lambda of_steps, of_all: of_all if of_steps is None else of_steps, y, once.y, is_leaf=_is_none)
@@ -339,8 +343,9 @@ def broadcast_of(
     step: GroupStep, roles: Roles, groups: Groups, rngs: Rngs, carry: PyTree, args: tuple[Any, ...]
 ) -> PyTree:
     """What the steps make of the broadcast variables: as `run_groups` returns it, but no step is run."""
-    program, call = _prepare(step, roles, groups, rngs, carry, args, None)
-    return program.constant_outputs(call.given).broadcast
+    call, once, _ = _prepare(step, roles, groups, rngs, carry, args, None)
+    with call.call.scope():
+        return once.part(call.call.lay(call.given)).once.broadcast
 
 
 def _saved(roles: Roles) -> Save:

@@ -20,11 +20,11 @@ from .._checks.rows import check_length, check_padded, check_rows, check_targets
 from .._data.batch import Packed, Padded
 from .._errors import Misuse, describe_body
 from .._loop.body import Body, note_types
-from .._loop.loop import Transform
+from .._loop.loop import Result, Transform
 from .._transforms.axes import OverAxes
 from .._transforms.order import in_order
 from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_thinned
-from .._transforms.program import Arguments, Call, Program, Runs, execute
+from .._transforms.program import Arguments, Call, Program, execute
 from .._transforms.refuse import in_reverse_alone
 from .._transforms.rows.axes import RowFlags
 from .._transforms.rows.fill import KeepRows
@@ -191,15 +191,6 @@ class Prepared:
         each = (self.axes, *self.other_axes)
         return OverAxes(each) if any(axes is not None for axes in each) else None
 
-    def run(self, *transforms: Transform | None) -> Any:
-        """Runs the call with these transforms, in the order of `order.ORDER`; None is skipped.
-
-        Returns:
-            The last state and ys; what else a `Result` has, if the loop may end early.
-        """
-        ordered = in_order(*transforms)
-        return self.run_program(Program(self.call, ordered), ordered)
-
     def showing(self, progress: ProgressLike) -> ShowProgress | None:
         """The transform of `progress`, or None if nothing is shown."""
         if progress is None or progress is False:
@@ -255,24 +246,29 @@ class Prepared:
             words.append(Words(about, slices, roots))
         return (CheckCotangents if backward else CheckFinite)(tuple(words), _around_rows() if of_rows else ())
 
-    def run_program(self, program: Runs[Any], transforms: tuple[Transform, ...], *, compiles: bool = True) -> Any:
-        """Runs a program of this call.
+    def run(self, *transforms: Transform | None, compiles: bool = True) -> Any:
+        """Runs the call with these transforms, in the order of `order.ORDER`; None is skipped.
 
         Args:
-            program: the program.
-            transforms: those of its transforms that may tell something while it runs.
-            compiles: whether an eager call compiles it; else its steps are given values.
+            transforms: the transforms.
+            compiles: whether an eager call compiles the program; else its steps are given values.
+
+        Returns:
+            The last state and ys; a `Result` if there is more.
         """
+        program = Program(self.call, in_order(*transforms))
         moves = program.moves or self.given.key is not None
         programs = self.call.programs
         programs = programs if self.cond is None else programs.joint(self.cond)
-        faults = [fault for each in transforms if (fault := getattr(each, "no_forward_mode", None)) is not None]
+        faults = [fault for each in program.transforms if (fault := getattr(each, "no_forward_mode", None)) is not None]
         # That of `EndEarly`, the innermost, is about the body. What an option refuses is known for sure.
         with in_reverse_alone(faults[-1] if faults else None):
             result = execute(program, self.given, programs, moves=moves) if compiles else program(self.given)
-        for deliver in filter(None, (getattr(each, "deliver", None) for each in transforms)):
-            state, ys, *ended = result
-            result = state, deliver(ys), *ended
+        if isinstance(result, Result) and result.evidence is not None:
+            from .._transforms.finite.check import deliver
+
+            deliver(result.evidence)
+            result = result._replace(evidence=None).short
         return restored(result, self.call, self.adopted)
 
 
@@ -326,11 +322,6 @@ def ending(flags: RowFlags) -> Transform | None:
     from .._transforms.rows.packed import EndsOfSequences
 
     return EndsOfSequences()
-
-
-def present(*transforms: Transform | None) -> tuple[Transform, ...]:
-    """The transforms that have something to do."""
-    return tuple(transform for transform in transforms if transform is not None)
 
 
 def prepare(
@@ -405,10 +396,11 @@ def restored(result: Any, call: Call, adopted: Adopted) -> Any:
     """The result with static leaves and values of registered types in their places."""
     if not (call.frozen or adopted.back):
         return result
-    state, ys, *ended = result
+    state, ys, *_ = result
     if call.frozen:
         state = thaw_static(state)
-    return adopted.restore(state), (adopted.restore(ys) if call.convention.stacks else ys), *ended
+    both = adopted.restore(state), (adopted.restore(ys) if call.convention.stacks else ys)
+    return result._replace(state=both[0], ys=both[1]) if isinstance(result, Result) else both
 
 
 _ZERO = Prefix.of(0)

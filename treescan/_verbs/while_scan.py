@@ -238,17 +238,16 @@ def while_scan(
         compact, filled = check_compact(compact, keyed=options.get("key") is not None), _check_fill(fill)
         # The function of an equal condition may be another object, so that the call keeps it alive.
         call = dataclasses.replace(call, cond=condition.function)
-        return WhileResult(
-            *call.run(
-                EndEarly(condition, *rows, call.axes, compact),
-                call.checking(check_finite, ends_early=True, of_rows=True),
-                MoveOutputs.of(out_axes, save),
-                Mask(Prefix.of(filled), repr(filled)),
-                KeepRows(check_save(save), Prefix.of(filled)),
-                Recompute.of(plan),
-                call.showing(progress),
-            )
+        result = call.run(
+            EndEarly(condition, *rows, call.axes, compact),
+            call.checking(check_finite, ends_early=True, of_rows=True),
+            MoveOutputs.of(out_axes, save),
+            Mask(Prefix.of(filled), repr(filled)),
+            KeepRows(check_save(save), Prefix.of(filled)),
+            Recompute.of(plan),
+            call.showing(progress),
         )
+        return WhileResult(result.state, result.ys, result.steps, result.stopped)
     except Exception as error:
         explained = explain(in_own_words(error), "while_scan", f, init, WHILE_WORDS)
     raise explained

@@ -48,34 +48,17 @@ from .site import (
 )
 
 
-class WithEvidence(NamedTuple):
-    """The outputs of a checked loop, on their way to `deliver`.
-
-    Attributes:
-        ys: the outputs.
-        evidence: what is known of the first bad step, for each body that may have run it.
-        cases: what is static of these.
-    """
-
-    ys: PyTree
-    evidence: tuple[Evidence, ...]
-    cases: tuple[Case, ...]
-
-
-def deliver(ys: PyTree) -> PyTree:
-    """The outputs of a loop, once its evidence was read.
+def deliver(found: Sequence[tuple[Evidence, Case]]) -> None:
+    """Tells what is known of the first bad step.
 
     Raises:
         NonFiniteError: if a step went wrong, and that is known here: under a trace JAX raises a runtime error.
     """
-    if not isinstance(ys, WithEvidence):
-        return ys
-    for evidence, case in zip(ys.evidence, ys.cases, strict=True):
+    for evidence, case in found:
         try:
             tell(evidence, case, outer_steps())
         except NonFiniteError as error:
             raise Fault(NonFiniteError, str(error), "`treescan.last_nonfinite()` has the carry and x.") from None
-    return ys.ys
 
 
 def tell(evidence: Evidence, case: Case, outer: OuterSteps) -> None:
@@ -167,7 +150,6 @@ class Check(abc.ABC):
     words: tuple[Words, ...]
     around: tuple[Transform, ...] = ()
     moves = True
-    deliver = staticmethod(deliver)
 
     @property
     def about(self) -> About:
@@ -245,10 +227,9 @@ class CheckFinite(Check):
         def explain(told: Told, place: int, loop: Loop, at: At, leaves: list[Array]) -> Evidence:
             return evidence_at(told, at, leaves, sites[place], loop)
 
-        def ys_of(result: Result) -> PyTree:
+        def notes(result: Result) -> dict[str, PyTree]:
             none = [None] * len(sites)
             found = evidence_of_step(earliest(result.state[0]), sites, none, explain, result.steps)
-            cases = tuple(case_of(sites[place], told) for place, _, told in found)
-            return WithEvidence(result.ys, tuple(evidence for _, evidence, _ in found), cases)
+            return {"evidence": tuple((evidence, case_of(sites[place], told)) for place, evidence, told in found)}
 
-        return checked.finished(lambda state: state[len(heads) :], ys_of)
+        return checked.finished(lambda state: state[len(heads) :], notes=notes)
