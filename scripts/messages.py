@@ -239,7 +239,7 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             "describe",
             "Pass a verb of treescan, and then its arguments.",
             ("describe_of_no_verb",),
-            ("describe_*",),
+            ("describe_*", "measure_*"),
         ),
         Topic("lift", "Each collection and each stream needs a role.", ("lift_collection_without_role",), ("lift_*",)),
     ),

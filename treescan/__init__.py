@@ -26,6 +26,7 @@ if TYPE_CHECKING:
         layers_to_state_dict as layers_to_state_dict,
     )
     from ._describe.description import Description as Description
+    from ._describe.measured import Measurements as Measurements
     from ._errors import (
         ArgumentError as ArgumentError,
         ArgumentTypeError as ArgumentTypeError,
@@ -50,7 +51,7 @@ if TYPE_CHECKING:
     )
     from ._remat import Remat as Remat
     from ._transforms.budget import RematPlan as RematPlan
-    from ._verbs.describe import describe as describe, plan_remat as plan_remat
+    from ._verbs.describe import describe as describe, measure_remat as measure_remat, plan_remat as plan_remat
     from ._verbs.fori import fori as fori
     from ._verbs.groups import DenyList as DenyList, In as In, Out as Out
     from ._verbs.layers import fold_layers as fold_layers, scan_layers as scan_layers
@@ -69,6 +70,7 @@ else:
             "_data.stack": "layer_at set_layer stack unstack",
             "_data.state_dict": "layers_from_state_dict layers_to_state_dict",
             "_describe.description": "Description",
+            "_describe.measured": "Measurements",
             "_errors": "ArgumentError ArgumentTypeError BodyError CarryError LayerError NonFiniteError PluginError "
             "PluginWarning RetraceWarning SignatureError TracedArgumentError TreescanError",
             "_finite": "NonFinite last_nonfinite",
@@ -76,7 +78,7 @@ else:
             "_progress": "AbstractProgressMeter Progress Text Tqdm",
             "_remat": "Remat",
             "_transforms.budget": "RematPlan",
-            "_verbs.describe": "describe plan_remat",
+            "_verbs.describe": "describe measure_remat plan_remat",
             "_verbs.fori": "fori",
             "_verbs.groups": "DenyList In Out",
             "_verbs.layers": "fold_layers scan_layers",

@@ -1,4 +1,4 @@
-"""Cases of `test_errors.py` about `describe`."""
+"""Cases of `test_errors.py` about `describe` and `measure_remat`."""
 
 import sys
 from unittest import mock
@@ -7,7 +7,18 @@ import jax
 import jax.numpy as jnp
 from error_cases import case, without_body
 
-from treescan import ArgumentError, CarryError, describe, fold, fori, mask_scan, plan_remat, scan
+from treescan import (
+    ArgumentError,
+    ArgumentTypeError,
+    CarryError,
+    describe,
+    fold,
+    fori,
+    mask_scan,
+    measure_remat,
+    plan_remat,
+    scan,
+)
 
 XS = jnp.arange(4.0)
 
@@ -43,4 +54,17 @@ case(CarryError)(
     describe_of_a_body_whose_carry_changes=lambda one: describe(
         fold, lambda carry, x: jnp.stack([carry, x]), jnp.float32(1) * one, XS
     ),
+)
+
+without_body(ArgumentError)(
+    measure_of_no_verb=lambda one: measure_remat(plan_remat, step, 1.0, XS),
+    measure_of_types=lambda one: measure_remat(scan, step, 1.0, jax.ShapeDtypeStruct((4,), jnp.float32)),
+    measure_of_traced_arrays=lambda one: jax.jit(lambda xs: measure_remat(scan, step, 1.0, xs))(XS),
+    measure_with_remat=lambda one: measure_remat(scan, step, 1.0, XS, remat="step"),
+    measure_within_too_little=lambda one: measure_remat(scan, step, 1.0, XS, plans=[None], progress=False).within(-1),
+)
+
+without_body(ArgumentTypeError)(
+    measure_plans_of_one=lambda one: measure_remat(scan, step, 1.0, XS, plans="step"),
+    measure_for_no_time=lambda one: measure_remat(scan, step, 1.0, XS, seconds=0),
 )

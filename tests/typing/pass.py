@@ -9,6 +9,7 @@ from jax import Array
 from jaxtyping import Float
 
 from treescan import (
+    Measurements,
     Packed,
     PackIndex,
     Padded,
@@ -21,6 +22,7 @@ from treescan import (
     last,
     length_mask,
     mask_scan,
+    measure_remat,
     pack,
     pad,
     plan_remat,
@@ -203,6 +205,7 @@ assert_type(
     mask_scan(step_of_states, one, padded, save=None, remat=Remat("dots_saveable")), tuple[Array, dict[str, Array]]
 )
 assert_type(plan_remat(named_step, State(one, key), xs, remat=Remat(segment=8, offload="pinned_host")), RematPlan)
+assert_type(measure_remat(scan, named_step, State(one, key), xs, plans=[None, Remat()], seconds=9), Measurements)
 assert_type(plan_remat(named_step, State(one, key), xs, remat="auto").remat, Remat | Literal["auto"] | None)
 assert_type(padded.mask, Array)
 assert_type(padded.efficiency, float)

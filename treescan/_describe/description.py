@@ -91,7 +91,8 @@ _INDENT, _GAP = "  ", "  "
 _CODE = re.compile(r"TS\d{3}")
 
 
-def _section(section: Section) -> str:
+def section_text(section: Section) -> str:
+    """A section, its columns aligned."""
     lines = [section.header, *section.rows] if any(section.header) else section.rows
     notes, table = list(map(wrap, section.notes)), [_table(lines)] if section.rows else []
     if not section.title:
@@ -269,7 +270,7 @@ class Description:
         return self.plans[0]
 
     def __str__(self) -> str:
-        return "\n\n".join(filter(None, [wrap(headline(self)), *map(_section, sections(self))]))
+        return "\n\n".join(filter(None, [wrap(headline(self)), *map(section_text, sections(self))]))
 
     def __repr__(self) -> str:
         codes = ", ".join(dict.fromkeys(finding.code for finding in self.findings))

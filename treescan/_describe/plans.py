@@ -23,7 +23,7 @@ from .._remat import Remat
 from .._trace.blame import place_of
 from .._trace.cost import bytes_of, temporary_bytes
 from .._trace.equations import called, has_symbolic_zeros
-from .._trace.hoist import Hoisted, is_smooth, lifted, one_step, replaced, split, traced
+from .._trace.hoist import Hoisted, is_smooth, lifted, merge, one_step, split, traced
 from .._transforms.axes import Count, OverAxes
 from .._transforms.budget import carry_bytes, residuals_of_step
 from .._transforms.checkpoint import Checkpointed
@@ -312,32 +312,63 @@ def forward_bytes(program: Any, given: Any) -> tuple[int, int]:
     return temporary_bytes(jaxpr), sum(bytes_of(var.aval) for var in jaxpr.outvars)
 
 
-def gradient_bytes(program: Any, given: Any) -> tuple[int | None, str | None]:
-    """What the gradient needs beside its arguments and results, or why there is none.
+class Refused(Exception):
+    """There is no gradient; the text says why."""
 
-    It is that of the sum of the squares of all results, with respect to all floating-point arrays that the program
-    reads.
+
+class Gradient(NamedTuple):
+    """The gradient of the sum of the squares of all results of a program.
+
+    Attributes:
+        function: maps all floating-point arrays that the program reads, and its other arrays, to the gradient.
+        smooth: the former.
+        others: the latter.
+    """
+
+    function: Callable[[list[Any], list[Any]], list[Any]]
+    smooth: list[Any]
+    others: list[Any]
+
+
+def gradient_of(program: Program, given: Arguments) -> Gradient:
+    """The gradient of a program.
+
+    Raises:
+        Refused: if there is none.
     """
     closed = jax.make_jaxpr(program)(given)
     leaves, count = [*closed.consts, *jax.tree.leaves(given)], len(closed.consts)
     floats = list(map(is_smooth, leaves))
     if not any(floats) or not any(map(is_smooth, closed.out_avals)):
-        return None, "nothing in it is floating-point"
+        raise Refused("nothing in it is floating-point")
     if has_symbolic_zeros(closed.jaxpr):  # JAX runs such a rule once: a gradient that perturbs other inputs would fail
-        return None, "a `jax.custom_vjp` in it has symbolic zeros, and JAX runs such a rule only once"
+        raise Refused("a `jax.custom_vjp` in it has symbolic zeros, and JAX runs such a rule only once")
 
-    def loss(smooth: list[Any]) -> Any:
-        whole = replaced(floats, leaves, smooth)
+    def loss(smooth: list[Any], others: list[Any]) -> Any:
+        whole = merge(floats, smooth, others)
         results = eval_jaxpr(closed.jaxpr, whole[:count], *whole[count:])
         squares = [jnp.square(jnp.real(leaf)).sum(dtype=jnp.float32) for leaf in results if is_smooth(leaf)]
         return sum(squares[1:], squares[0])
 
+    return Gradient(jax.grad(loss), *split(floats, leaves))
+
+
+def reason_of(error: Exception) -> str:
+    """Why a gradient is refused, in a line."""
+    says = " ".join(str(error).split("\n\n")[0].split())
+    return says if isinstance(error, TreescanError) else f"JAX says, {says}"
+
+
+def gradient_bytes(program: Program, given: Arguments) -> tuple[int | None, str | None]:
+    """What the gradient needs beside its arguments and results, or why there is none."""
     try:
-        jaxpr = jax.make_jaxpr(jax.grad(loss))(split(floats, leaves)[0])
+        function, *arrays = gradient_of(program, given)
+    except Refused as error:
+        return None, str(error)
+    try:
+        return temporary_bytes(jax.make_jaxpr(function)(*arrays).jaxpr), None
     except Exception as error:  # it is refused, as in the call
-        says = " ".join(str(error).split("\n\n")[0].split())
-        return None, says if isinstance(error, TreescanError) else f"JAX says, {says}"
-    return temporary_bytes(jaxpr.jaxpr), None
+        return None, reason_of(error)
 
 
 def _shape_of(program: Program, given: Arguments) -> Shape:

@@ -1,23 +1,26 @@
-"""`describe` shows what a call of a verb would do, and `plan_remat` what plans of memory would cost it."""
+"""`describe` shows what a call would do, `plan_remat` what plans of memory cost, and `measure_remat` measures them."""
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
 from .._avals import describe_argument
 from .._body.signature import FOLD, FOLD_LAYERS, FOLD_LAYERS_WITH_STATE, SCAN, SCAN_LAYERS, SCAN_LAYERS_WITH_STATE
 from .._describe.description import Description
-from .._errors import LAYER_WORDS, STEP_WORDS, WHILE_WORDS, Misuse, explain, verb
+from .._describe.measured import PLANS, Measurements, measure
+from .._errors import LAYER_WORDS, STEP_WORDS, WHILE_WORDS, Misuse, TypeMisuse, describe_body, explain, verb as public
 from .._trace.hoist import hoist
 from .._transforms.budget import RematPlan, plan_of
 from .._transforms.program import Arguments, Taken, take
+from .._transforms.progress import check_progress
 from .._transforms.remat import AUTO, check_remat, check_remat_or_auto, fastest
-from .._types import Array, PyTree, RematLike
+from .._types import Array, ProgressLike, PyTree, RematLike
 from .fori import fori
 from .layers import fold_layers, scan_layers
 from .mask_scan import mask_scan
@@ -27,7 +30,7 @@ from .scan import accumulate, fold, scan
 from .while_scan import while_scan
 
 
-@verb
+@public
 def plan_remat(
     f: Callable[..., Any],
     init: PyTree,
@@ -133,7 +136,7 @@ _VERBS: dict[Callable[..., Any], tuple[Mapping[str, str], int]] = {
 """For each verb the words of its messages, and the place of its body among its arguments; the init comes next."""
 
 
-@verb
+@public
 def describe(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Description:
     """Shows what a call of a verb would do, from its arguments. The body is traced, and nothing is run.
 
@@ -167,30 +170,150 @@ def describe(verb: Callable[..., Any], /, *args: Any, **options: Any) -> Descrip
         >>> print(description.carry[0].type, description.plan.evaluations)
         float32[8,64] 1
     """
-    name, known = getattr(verb, "__name__", "describe"), None
-    with contextlib.suppress(TypeError):  # it has no hash
-        known = _VERBS.get(verb)
-    words, place = known or (STEP_WORDS, 0)
     try:
-        if known is None:
-            named = ", ".join(f"`{other.__name__}`" for other in _VERBS)
-            raise Misuse(
-                f"the first argument of `describe` must be one of {named}, got {describe_argument(verb)}.",
-                "Pass the verb, and then the arguments of its call: `treescan.describe(treescan.scan, step, init, "
-                "xs)`.",
-            )
-
-        def call(**other: Any) -> Taken:
-            return take(verb, *args, **{**options, **other})
-
         from .._describe.gather import gather  # here, not above: only a description needs it
 
+        call = _taking("describe", verb, args, options)
         with jax.disable_jit(False):
-            return gather(name, words["unit"], call(), options.get("remat"), lambda remat: call(remat=remat))
+            return gather(verb.__name__, _VERBS[verb][0]["unit"], call(), options.get("remat"), call)
     except Exception as error:
-        body, init = (
-            args[place + i] if place + i < len(args) else next((options[name] for name in own if name in options), None)
-            for i, own in enumerate((("f", "block"), ("init", "x")))
-        )
-        explained = explain(explain_traced(error), name, body, init, words)
+        explained = _explained(error, verb, args, options)
     raise explained
+
+
+@public
+def measure_remat(
+    verb: Callable[..., Any],
+    /,
+    *args: Any,
+    plans: Sequence[RematLike | None] | None = None,
+    seconds: float = 60.0,
+    progress: ProgressLike = True,
+    **options: Any,
+) -> Measurements:
+    """Measures the gradient of a call of a verb under several plans: its time and its memory, on this device.
+
+    The gradient is that of the sum of the squares of all results, with respect to all floating-point arrays that the
+    call reads, those that the body closes over included. It is compiled for each plan. Then the plans take turns, so
+    that other work on the machine slows all of them. Plans that make the same program are measured once.
+
+    Args:
+        verb: one of `treescan.scan`, `fold`, `accumulate`, `fori`, `mask_scan`, `while_scan`, `scan_layers` and
+            `fold_layers`.
+        *args: what the verb would be called with; arrays, not types.
+        plans: the values of `remat` to measure. None: None, "auto", "step", "nested", `Remat(levels=3)` and
+            `Remat("everything_saveable", levels=2)`.
+        seconds: how long it may take. A gradient that is being compiled is compiled to the end, and each that was
+            compiled is measured once at least.
+        progress: as for `treescan.scan`, of the plans that are compiled. It is shown unless this is False.
+        **options: the other options of the verb.
+
+    Returns:
+        The measurements, to be printed. `best` is the fastest plan, `within(bytes)` the fastest that needs at most so
+        many bytes. Write it into the call as `remat=`.
+
+    Raises:
+        ArgumentError: if it is none of these verbs, if arrays are only types or traced, and as the verb itself.
+        ArgumentTypeError: as the verb itself.
+        BodyError: as the verb itself.
+        CarryError: as the verb itself.
+        LayerError: as the verb itself.
+        SignatureError: as the verb itself.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> def step(h, x):
+        ...     return jnp.tanh(h + x), None
+        >>> measured = treescan.measure_remat(
+        ...     treescan.scan,
+        ...     step,
+        ...     jnp.zeros((8, 64)),
+        ...     jnp.ones((100, 8, 64)),
+        ...     plans=[None, "nested"],
+        ...     progress=False,
+        ... )
+        >>> print([plan.bytes > 0 for plan in measured.plans])
+        [True, True]
+    """
+    try:
+        call = _taking("measure_remat", verb, args, options)
+        if "remat" in options:
+            raise Misuse(
+                _OF_MEASURE + " `remat` cannot be given.",
+                "`plans=[...]` lists the values of `remat` to measure.",
+            )
+        chosen, taken = _check_plans(plans), call(None)
+        _check_arrays(taken.given)
+        if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
+            got = f"must be a positive number, got {describe_argument(seconds)}."
+            raise TypeMisuse(f"{_OF_MEASURE} `seconds` {got}", "`seconds=60` is a minute.")
+        body = taken.program.call.body
+        shown = check_progress(progress, body, "measure_remat")
+        with jax.disable_jit(False):
+            named = f"`{verb.__name__}` over {describe_body(body.function)}"
+            return measure(named, call, lambda e: _explained(e, verb, args, options), chosen, seconds, shown)
+    except Exception as error:
+        explained = _explained(error, verb, args, options)
+    raise explained
+
+
+_OF_MEASURE = "`measure_remat` of {verb} over {body}:"
+
+
+def _taking(own: str, verb: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Taken]:
+    """What takes a call from its verb: as it was given, or with another `remat`."""
+    known = False
+    with contextlib.suppress(TypeError):  # it has no hash
+        known = verb in _VERBS
+    if not known:
+        named = ", ".join(f"`{other.__name__}`" for other in _VERBS)
+        raise Misuse(
+            f"the first argument of `{own}` must be one of {named}, got {describe_argument(verb)}.",
+            f"Pass the verb, and then the arguments of its call: `treescan.{own}(treescan.scan, step, init, xs)`.",
+        )
+
+    def call(*remat: Any) -> Taken:
+        return take(verb, *args, **(options | ({"remat": remat[0]} if remat else {})))
+
+    return call
+
+
+def _explained(error: Exception, verb: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Exception:
+    """An error of a call that was taken from its verb, in the words of that verb."""
+    words: Mapping[str, str] = STEP_WORDS
+    place = 0
+    with contextlib.suppress(TypeError):  # it has no hash
+        words, place = _VERBS.get(verb, (words, place))
+    body, init = (
+        args[place + i] if place + i < len(args) else next((options[name] for name in own if name in options), None)
+        for i, own in enumerate((("f", "block"), ("init", "x")))
+    )
+    return explain(explain_traced(error), getattr(verb, "__name__", "describe"), body, init, words)
+
+
+def _check_arrays(given: Arguments) -> None:
+    """Refuses types and traced arrays."""
+    for leaf in jax.tree.leaves(given):
+        if isinstance(leaf, Tracer):
+            raise Misuse(
+                _OF_MEASURE + " it runs the gradient, but arrays are traced.",
+                "Call it outside of `jax.jit`.",
+            )
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            cure = "`treescan.plan_remat` and `treescan.describe` estimate the memory from types."
+            raise Misuse(_OF_MEASURE + " it runs the gradient, so types will not do for arrays.", cure)
+
+
+def _check_plans(plans: Any) -> tuple[Any, ...]:
+    """The plans, as a tuple."""
+    if plans is None:
+        return PLANS
+    if isinstance(plans, str) or not isinstance(plans, Sequence) or not plans:
+        raise TypeMisuse(
+            f"{_OF_MEASURE} `plans` must be a sequence of values for `remat`, got {describe_argument(plans)}.",
+            '`plans=[None, "nested", treescan.Remat(levels=3)]`.',
+        )
+    for remat in plans:
+        check_remat_or_auto(remat)
+    return tuple(plans)

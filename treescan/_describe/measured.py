@@ -1,0 +1,260 @@
+"""`Measurements`, what `measure_remat` returns: the time and the memory of a gradient under several plans."""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from .._errors import ArgumentError, Fault, TreescanError, explain, verb as keeps_its_frame
+from .._progress import Progress
+from .._remat import Remat
+from .._text import Section, page, wrap
+from .._transforms.budget import describe_bytes
+from .._transforms.program import Taken
+from .description import section_text, spelled
+from .plans import OTHERS, Refused, gradient_of, reason_of
+
+PLANS = (*OTHERS, Remat("everything_saveable", levels=2))
+"""The plans that are measured if the user names none."""
+
+LEAST = 0.01
+"""The seconds that a measurement takes at least: a short gradient runs several times in each."""
+
+ROUNDS = 15
+"""How often each plan is measured at most."""
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What was measured of one plan.
+
+    Attributes:
+        remat: the plan.
+        seconds: the median time of one gradient; None: it was not measured.
+        fastest: the shortest time that was measured, in seconds.
+        slowest: the longest time, in seconds.
+        bytes: what the compiled gradient needs beside its arguments and results; None: the backend does not say.
+        compile_seconds: how long the gradient took to trace and to compile.
+        rounds: how often it was measured.
+        refusal: why it was not measured.
+    """
+
+    remat: Any
+    seconds: float | None = None
+    fastest: float = 0.0
+    slowest: float = 0.0
+    bytes: int | None = None
+    compile_seconds: float = 0.0
+    rounds: int = 0
+    refusal: str | None = None
+
+
+@dataclass(frozen=True, repr=False)
+class Measurements:
+    """The gradient of a call, measured under several plans: what `treescan.measure_remat` returns. Print it.
+
+    Attributes:
+        call: the verb and the body, with its file and line.
+        device: what ran it.
+        plans: what was measured of each plan, in the order in which they were asked for.
+    """
+
+    call: str
+    device: str
+    plans: tuple[Measured, ...]
+
+    @property
+    def best(self) -> Any:
+        """The plan whose gradient takes the least time, for the option `remat`."""
+        return self.within(None)
+
+    @keeps_its_frame
+    def within(self, budget: int | None) -> Any:
+        """The fastest plan whose gradient needs at most so many bytes, for the option `remat`.
+
+        Args:
+            budget: the number of bytes; None: any.
+
+        Raises:
+            ArgumentError: if no plan that was measured fits.
+        """
+        ran = [plan for plan in self.plans if plan.seconds is not None]
+        fit = [plan for plan in ran if budget is None or (plan.bytes is not None and plan.bytes <= budget)]
+        if fit:
+            return min(fit, key=lambda plan: plan.seconds or 0.0).remat
+        known = [plan.bytes for plan in ran if plan.bytes is not None]
+        says = "no plan was measured" if not ran else "the device does not say what memory a program needs"
+        if known:
+            says = f"the least that a measured plan needs is {min(known):,} bytes ({describe_bytes(min(known))})"
+        cures = ["Measure others: `plans=[treescan.Remat(levels=3), ...]`."]
+        raise explain(Fault(ArgumentError, f"{{verb}}: {says}.", *cures), "Measurements.within")
+
+    def __str__(self) -> str:
+        return f"{wrap(self._headline)}\n\n{section_text(self._section)}"
+
+    def __repr__(self) -> str:
+        ran = sum(plan.seconds is not None for plan in self.plans)
+        return f"<Measurements of {self.call}: {ran} of {len(self.plans)} plans>"
+
+    def _repr_html_(self) -> str:
+        return page(self._headline, [self._section])
+
+    @property
+    def _headline(self) -> str:
+        return f"The gradient of {self.call}, on {self.device}"
+
+    @property
+    def _section(self) -> Section:
+        rows = [
+            (
+                _time(plan.seconds),
+                f"{_time(plan.fastest)} to {_time(plan.slowest)}",
+                "?" if plan.bytes is None else describe_bytes(plan.bytes),
+                f"{plan.compile_seconds:.1f} s",
+                spelled(plan.remat),
+            )
+            for plan in self.plans
+            if plan.seconds is not None
+        ]
+        refused = dict[str, list[str]]()
+        for plan in self.plans:
+            if plan.refusal is not None:
+                refused.setdefault(plan.refusal, []).append(spelled(plan.remat))
+        notes = list[str]()
+        if rows:
+            rounds = min(plan.rounds for plan in self.plans if plan.seconds is not None)
+            many = f"{rounds} rounds" if rounds > 1 else "one round"
+            notes.append(f"The fastest: `remat={spelled(self.best)}`. Times are medians of {many}.")
+        notes += [f"Not measured: {', '.join(plans)}. {reason}" for reason, plans in refused.items()]
+        return Section("", ("time", "range", "memory", "to compile", "remat"), rows, notes)
+
+    def plot(self, ax: Any = None) -> Any:
+        """Draws the memory of each plan against its time, with matplotlib.
+
+        Args:
+            ax: matplotlib's axes to draw in; None: new ones.
+
+        Returns:
+            The axes.
+        """
+        ax = importlib.import_module("matplotlib.pyplot").gca() if ax is None else ax
+        for plan in self.plans:
+            if plan.seconds is not None and plan.bytes is not None:
+                at = 1e3 * plan.seconds, plan.bytes / 2**20
+                ax.scatter(*at)
+                ax.annotate(spelled(plan.remat), at, xytext=(4, 4), textcoords="offset points")
+        ax.set_xlabel("milliseconds")
+        ax.set_ylabel("MiB, without arguments and results")
+        ax.set_title(self.call)
+        return ax
+
+
+def _time(seconds: float) -> str:
+    """A time, in a suitable unit."""
+    unit, scale = ("s", 1.0) if seconds >= 1 else ("ms", 1e3) if seconds >= 1e-3 else ("us", 1e6)
+    return f"{seconds * scale:.3g} {unit}"
+
+
+@dataclass
+class _Run:
+    """A compiled gradient, and how long it took.
+
+    Attributes:
+        call: runs it, and waits for its results.
+        bytes: what it needs.
+        compile_seconds: how long it took to trace and to compile.
+        count: how often it runs in each measurement.
+        times: in seconds, of one run.
+    """
+
+    call: Callable[[], Any]
+    bytes: int | None
+    compile_seconds: float
+    count: int = 1
+    times: list[float] = field(default_factory=list[float])
+
+    def measure(self) -> None:
+        """Measures it once more."""
+        began = time.perf_counter()
+        for _ in range(self.count):
+            self.call()
+        self.times.append((time.perf_counter() - began) / self.count)
+
+    def as_measured(self, remat: Any) -> Measured:
+        """What was measured, for a plan that makes this program."""
+        middle, least, most = statistics.median(self.times), min(self.times), max(self.times)
+        return Measured(remat, middle, least, most, self.bytes, self.compile_seconds, len(self.times))
+
+
+def measure(
+    call: str,
+    retake: Callable[[Any], Taken],
+    explained: Callable[[Exception], Exception],
+    plans: Sequence[Any],
+    seconds: float,
+    progress: Progress | None,
+) -> Measurements:
+    """Compiles the gradient of a call under each plan, and runs them in turn.
+
+    Args:
+        call: the verb and its body.
+        retake: the call with a `remat`.
+        explained: an error of the call, in the words of its verb.
+        plans: the plans. Those that make one program share its measurements.
+        seconds: after two thirds of them no gradient is compiled, and after all none is run that was measured before.
+        progress: how it is shown; None: it is not.
+    """
+    began, found, known = time.perf_counter(), list[_Run | str](), dict[str, _Run]()
+    meter = None if progress is None else progress.meter
+    bar = None if meter is None or progress is None else meter.init(progress.label or "", len(plans))
+    faults = list[Exception]()
+    try:
+        for number, remat in enumerate(plans):
+            late = number > 0 and time.perf_counter() - began >= seconds * 2 / 3
+            try:
+                found.append("the time was over. `seconds=` allows more." if late else _compiled(retake, remat, known))
+            except Refused as error:
+                found.append(str(error))
+            except Exception as error:  # the verb or JAX does not take this plan, or the device has too little memory
+                faults += [error] if isinstance(error, (Fault, TreescanError)) else []
+                found.append(reason_of(explained(error)))
+            if meter is not None:
+                meter.step(bar, number + 1, {})
+        for each in range(ROUNDS):
+            for run in known.values():
+                if each == 0 or time.perf_counter() - began < seconds:
+                    run.measure()
+    finally:
+        if meter is not None:
+            meter.close(bar)
+    if len(faults) == len(plans):  # it is the call that is wrong
+        raise faults[0]
+    measured = [
+        Measured(remat, refusal=run) if isinstance(run, str) else run.as_measured(remat)
+        for remat, run in zip(plans, found, strict=True)
+    ]
+    return Measurements(call, f"{jax.device_count()} x {jax.devices()[0].device_kind}", tuple(measured))
+
+
+def _compiled(retake: Callable[[Any], Taken], remat: Any, known: dict[str, _Run]) -> _Run:
+    """The compiled gradient of a call under a plan, run once."""
+    began, taken = time.perf_counter(), retake(remat)
+    function, *arrays = gradient_of(taken.program, taken.given)
+    lowered = jax.jit(function).lower(*arrays)
+    text = lowered.as_text()
+    if text not in known:
+        compiled = lowered.compile()
+        took, needs = time.perf_counter() - began, compiled.memory_analysis()
+        call = lambda: jax.block_until_ready(compiled(*arrays))  # noqa: E731
+        call()
+        began = time.perf_counter()
+        call()
+        count = max(1, round(LEAST / max(time.perf_counter() - began, 1e-9)))
+        known[text] = _Run(call, None if needs is None else needs.temp_size_in_bytes, took, count)
+    return known[text]
