@@ -19,7 +19,7 @@ from widths import too_wide
 
 import treescan
 
-SEEDS = range(6)
+SEEDS = range(8)
 STEPS, ROWS, LAYERS = 5, 3, 3
 PADDING = jnp.nan
 
