@@ -1,7 +1,7 @@
 """The two pictures of the first screen: a batch of rows of different lengths, and a terminal with an error.
 
 `README.md` shows files, which take no colours from a page: `standalone` puts them into an SVG. The error is what Python
-prints for the blocks `model.py` and `train.py` of README.md, in the colours of Python 3.13, without treescan's frames.
+prints for the block `train.py` of README.md, in the colours of Python 3.13, without folders and treescan's own frames.
 """
 
 from __future__ import annotations
@@ -93,28 +93,27 @@ COLOURS = {  # of Python 3.13, as a dark terminal shows them: magenta, red, and 
     "bold red": "#ff8a80",
     "ours": "#9aa1ad",  # no words of Python's: the command, and where frames are left out
 }
-BLOCKS = ("model.py", "train.py")
+SCRIPT = "train.py"
 
 Line: TypeAlias = list[tuple[str, str]]
 """Pieces of text, each with its colour."""
 
 
 def error_of_readme() -> traceback.TracebackException:
-    """The error that the blocks of README.md end in, with the frames of these blocks alone."""
+    """The error that the script of README.md ends in, with the frames of the script alone."""
     page, module = (ROOT / "README.md").read_text(), ModuleType("page")
-    sys.modules[module.__name__] = module
+    (code,) = re.findall(rf'^```python title="{SCRIPT}"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE)
+    linecache.cache[SCRIPT] = (len(code), None, code.splitlines(keepends=True), SCRIPT)
+    sys.modules[module.__name__] = module  # for annotations
     try:
-        for title in BLOCKS:
-            (code,) = re.findall(rf'^```python title="{title}"\n(.*?)^```$', page, re.DOTALL | re.MULTILINE)
-            linecache.cache[title] = (len(code), None, code.splitlines(keepends=True), title)
-            exec(compile(code, title, "exec", dont_inherit=True), vars(module))
+        exec(compile(code, SCRIPT, "exec", dont_inherit=True), vars(module))
     except treescan.TreescanError as error:
         shown = traceback.TracebackException.from_exception(error)
-        shown.stack[:] = [frame for frame in shown.stack if frame.filename in BLOCKS]
+        shown.stack[:] = [frame for frame in shown.stack if frame.filename == SCRIPT]
         return shown
     finally:
         del sys.modules[module.__name__]
-    raise AssertionError("the blocks of README.md raise no error")
+    raise AssertionError("the script of README.md raises no error")
 
 
 def lines_of(error: traceback.TracebackException) -> list[Line]:
@@ -149,7 +148,7 @@ def terminal() -> str:
     """The file: a terminal after `python train.py`."""
     lines = lines_of(error_of_readme())
     place = next(n for n, line in enumerate(lines) if line[0][1] == "bold magenta")
-    shown = [[("$ python train.py", "ours")], *lines[:place], [("  ...", "ours")], *lines[place:]]
+    shown = [[(f"$ python {SCRIPT}", "ours")], *lines[:place], [("  ...", "ours")], *lines[place:]]
     width = 2 * MARGIN + LETTER * max(sum(len(text) for text, _ in line) for line in shown)
     height = BAR + LINE * len(shown) + MARGIN
     said = "\n".join("".join(text for text, _ in line) for line in shown)
@@ -157,7 +156,7 @@ def terminal() -> str:
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" role="img">',
         "<title>An error of treescan in a terminal</title>",
         f"<desc>{html.escape(said, quote=False)}</desc>",
-        f'<rect width="{width:g}" height="{height:g}" rx="8" fill="#1b1f27"/>',
+        f'<rect x="0.5" y="0.5" width="{width - 1:g}" height="{height - 1:g}" rx="8" fill="#1b1f27" stroke="#4b5263"/>',
         *(f'<circle cx="{18 + 16 * n}" cy="15" r="4.5" fill="#4b5263"/>' for n in range(3)),
         '<g font-family="ui-monospace, SFMono-Regular, Menlo, Consolas, DejaVu Sans Mono, monospace" font-size="12">',
     ]

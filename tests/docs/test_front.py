@@ -62,8 +62,10 @@ def test_the_terminal_has_the_whole_error() -> None:
     assert printed[-len(message) :] == message
     drawn = [line.text or "" for line in svg.iter(f"{SPACE}text")]
     assert "".join("".join(drawn).split()) == "".join("".join(printed).split())
-    assert "model.py:8" in message[0]
-    assert README.split('title="model.py"\n')[1].splitlines()[7].startswith("def step")
+    assert "step (train.py:10) does not match its annotations" in message[0].replace("`", "")
+    assert README.split('title="train.py"\n')[1].splitlines()[9].startswith("def step")
+    for page in (README, HOME):  # said to those who do not see the picture
+        assert "step (train.py:10) does not match its annotations" in " ".join(page.split())
 
 
 @pytest.mark.skipif(sys.version_info < (3, 13), reason="Python prints errors in colours from 3.13 on")
