@@ -1,10 +1,10 @@
-"""Draws the pictures of the documentation, docs/pictures/*.svg, and the table of transforms beside them.
+"""Draws the pictures of the documentation, docs/pictures/*.svg, those of the README, and the table of transforms.
 
 Run `python scripts/draw_pictures.py`.
 
 What a picture shows of the library it asks the library: which chunks are run, what a plan saves, what a carry reads.
-`tests/docs/test_pictures.py` holds the files to what is drawn here and in the files beside: `draw_padding.py` and
-`draw_tutorials.py`, on `picture.py`.
+`tests/docs/test_pictures.py` holds the files to what is drawn here and in the files beside: `draw_front.py`,
+`draw_padding.py` and `draw_tutorials.py`, on `picture.py`.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Literal
 
 import jax
 import jax.numpy as jnp
+from draw_front import ASSETS, front_files, ragged
 from draw_padding import compact, padding
 from draw_tutorials import cache, newton, vowels
 from picture import WIDTH, Picture
@@ -403,7 +404,7 @@ def choosing() -> Picture:
     return picture
 
 
-PICTURES = (padding, compact, house, remat, layers, carry, loop, choosing, vowels, cache, newton)
+PICTURES = (ragged, padding, compact, house, remat, layers, carry, loop, choosing, vowels, cache, newton)
 
 
 def main() -> None:
@@ -415,6 +416,8 @@ def main() -> None:
     (DIRECTORY / "transforms.md").write_text(table())
     (DIRECTORY / "files.md").write_text(files())
     (DIRECTORY / "walk.md").write_text(walk())
+    for name, text in front_files().items():
+        (ASSETS / name).write_text(text)
 
 
 if __name__ == "__main__":

@@ -1,0 +1,232 @@
+"""The loops at the top of the reference compute what the verbs compute: values, and gradients of everything they read.
+
+A loop that is wrong is noticed: the last test changes a line of each, and the same comparison must fail.
+"""
+
+import inspect
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import semantics
+from oracle import assert_close
+from test_docs import ROOT
+from widths import too_wide
+
+import treescan
+
+SEEDS = range(8)
+STEPS, ROWS, LAYERS = 5, 3, 3
+PADDING = jnp.nan
+
+
+def gradients(run: Callable[..., Any], *args: Any) -> Any:
+    """What a function returns, and the gradients of a sum over it that weighs each number differently."""
+
+    def loss(args):
+        results = run(*args)
+        floats = [leaf for leaf in jax.tree.leaves(results) if jnp.issubdtype(jnp.result_type(leaf), jnp.floating)]
+        return sum(jnp.vdot(jnp.cos(jnp.arange(1.0, leaf.size + 1)), jnp.ravel(leaf)) for leaf in floats), results
+
+    (_, results), found = jax.value_and_grad(loss, has_aux=True)(args)
+    return jax.tree.map(jnp.asarray, results), found
+
+
+def step_of(w):
+    """A body for one row and for a batch: its square root is NaN at padding, and so is its gradient."""
+
+    def step(h, x):
+        h = jnp.tanh(w * h + 0.3 * jnp.sqrt(x))
+        return h, h * x
+
+    return step
+
+
+def draw(seed: int) -> tuple[np.random.Generator, Any, Any, Any, bool]:
+    """Random numbers, and drawn from them: a weight, an init for each row, xs, and a direction."""
+    rng = np.random.default_rng(seed)
+    floats = (rng.uniform(0.2, 1.5, size) for size in ((), (ROWS,), (STEPS, ROWS)))
+    return rng, *(jnp.array(drawn, jnp.float32) for drawn in floats), bool(seed % 2)
+
+
+def check_mask_scan(loop: Callable[..., Any], seed: int) -> None:
+    """Lengths, 0 among them, or a mask of any pattern; a fill; padding that is NaN."""
+    rng, w, init, xs, reverse = draw(seed)
+    lengths = rng.integers(0, STEPS + 1, ROWS)
+    mask = rng.random((STEPS, ROWS)) < 0.6
+    if seed % 3 == 0:
+        lengths[0] = 0
+        mask = np.arange(STEPS)[:, None] < lengths
+    rows = {"lengths": jnp.array(lengths)} if seed % 3 == 0 else {"mask": jnp.array(mask)}
+    options = {"fill": float(seed), "reverse": reverse}
+    xs = jnp.where(mask, xs, PADDING)
+    want = gradients(lambda w, init, xs: loop(step_of(w), init, xs, mask, **options), w, init, xs)
+    got = gradients(lambda w, init, xs: treescan.mask_scan(step_of(w), init, xs, **rows, **options), w, init, xs)
+    assert_close(got, want)
+
+
+def check_resets(loop: Callable[..., Any], seed: int) -> None:
+    """Each row is the loop over its own valid steps: flags at other steps have no effect."""
+    rng, w, init, xs, reverse = draw(seed)
+    mask = rng.random((STEPS, ROWS)) < (0.7 if seed % 3 else 2)
+    resets = rng.random((STEPS, ROWS)) < 0.5
+    reset_to = jnp.array(rng.uniform(-1, 1, ROWS), jnp.float32)
+    xs = jnp.where(mask, xs, PADDING)
+
+    def alone(w, init, xs, reset_to):
+        last, ys = [], jnp.zeros((STEPS, ROWS))
+        for b in range(ROWS):
+            (valid,) = mask[:, b].nonzero()
+            carry, y = loop(step_of(w), init[b], xs[valid, b], resets[valid, b], reset_to[b], reverse)
+            last.append(carry)
+            ys = ys.at[valid, b].set(y)
+        return jnp.stack(last), ys
+
+    def together(w, init, xs, reset_to):
+        rows = {"mask": jnp.array(mask), "resets": jnp.array(resets), "reset_to": reset_to}
+        return treescan.mask_scan(step_of(w), init, xs, **rows, reverse=reverse)
+
+    assert_close(gradients(together, w, init, xs, reset_to), gradients(alone, w, init, xs, reset_to))
+
+
+def stops(h):
+    return h < 0.75
+
+
+def check_while_scan(loop: Callable[..., Any], seed: int) -> None:
+    """Loops that stop before the first step, in the middle, after the last step and not at all."""
+    _, w, init, xs, reverse = draw(seed)
+    max_length = STEPS - seed % 2
+    options = {"fill": float(seed), "reverse": reverse}
+
+    def each(w, init, xs):
+        return [loop(stops, step_of(w), init[b], xs[:, b], max_length, **options) for b in range(ROWS)]
+
+    def verb(w, init, xs):
+        loops = [
+            treescan.while_scan(stops, step_of(w), init[b], xs[:, b], max_length=max_length, **options)
+            for b in range(ROWS)
+        ]
+        return [tuple(result) for result in loops]
+
+    assert_close(gradients(verb, w, init, xs), gradients(each, w, init, xs))
+
+
+def check_while_scan_of_rows(loop: Callable[..., Any], seed: int) -> None:
+    _, w, init, xs, reverse = draw(seed)
+    options = {"fill": float(seed), "reverse": reverse}
+
+    def verb(w, init, xs):
+        return tuple(treescan.while_scan(stops, step_of(w), init, xs, max_length=STEPS, **options))
+
+    want = gradients(lambda w, init, xs: loop(stops, step_of(w), init, xs, STEPS, **options), w, init, xs)
+    assert_close(gradients(verb, w, init, xs), want)
+
+
+def check_scan_layers(loop: Callable[..., Any], seed: int) -> None:
+    """Layers with parameters, an input and a state of their own, and an argument that all of them share."""
+    rng, scale, x, _, reverse = draw(seed)
+    random = [
+        {name: jnp.array(rng.normal(size=ROWS), jnp.float32) for name in ("w", "x", "state")} for _ in range(LAYERS)
+    ]
+    layers = [{"w": each["w"]} for each in random]
+    xs, state = ([each[name] for each in random] for name in ("x", "state"))
+
+    def block(layer, x, own, state, scale):
+        x = jnp.tanh(layer["w"] * x + own + state)
+        return x, state + scale * x, {"norm": jnp.sum(x * x)}
+
+    def verb(layers, x, xs, state, scale):
+        stacks = (treescan.stack(part) for part in (layers, xs, state))
+        layers, xs, state = stacks
+        return treescan.scan_layers(block, x, layers, xs, state=state, args=(scale,), reverse=reverse)
+
+    def plain(layers, x, xs, state, scale):
+        return loop(block, x, layers, xs, state, (scale,), reverse)
+
+    args = (layers, x, xs, state, scale)
+    assert_close(gradients(verb, *args), gradients(plain, *args))
+
+
+CHECKS = {
+    semantics.mask_scan: check_mask_scan,
+    semantics.resets_of_a_row: check_resets,
+    semantics.while_scan: check_while_scan,
+    semantics.while_scan_of_rows: check_while_scan_of_rows,
+    semantics.scan_layers: check_scan_layers,
+}
+SHOWN = {"mask_scan": "mask_scan", "resets": "mask_scan", "while_scan": "while_scan", "scan_layers": "scan_layers"}
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("loop", CHECKS, ids=lambda loop: loop.__name__)
+def test_the_verb_computes_what_its_loop_computes(loop: Callable[..., Any], seed: int) -> None:
+    CHECKS[loop](loop, seed)
+
+
+def test_the_loops_that_stop_stop_everywhere() -> None:
+    """The cases are what their docstring says."""
+    taken = []
+    for seed in SEEDS:
+        _, w, init, xs, reverse = draw(seed)
+        results = [
+            semantics.while_scan(stops, step_of(w), init[b], xs[:, b], STEPS, reverse=reverse) for b in range(ROWS)
+        ]
+        taken += [(steps, bool(stopped)) for _, _, steps, stopped in results]
+    assert {(0, True), (STEPS, False)} <= set(taken)
+    assert any(0 < steps < STEPS and stopped for steps, stopped in taken)
+
+
+@pytest.mark.parametrize(
+    ("loop", "line", "wrong"),
+    [
+        (semantics.mask_scan, "if mask[t, b]:", "if t < mask[:, b].sum():"),
+        (semantics.mask_scan, "[::-1] if reverse", " if reverse"),
+        (semantics.mask_scan, "f(carry[b], xs[t, b])", "f(carry[0], xs[t, b])"),
+        (semantics.mask_scan, "(mask.shape, fill)", "(mask.shape, 0.0)"),
+        (semantics.mask_scan, "carry[b], y", "carry[b], y = f(jax.lax.stop_gradient(carry[b]), xs[t, b]) #"),
+        (semantics.resets_of_a_row, "ended if reverse else resets[t]", "resets[t]"),
+        (semantics.resets_of_a_row, "ended if reverse else resets[t]", "resets[t] and t > 0"),
+        (semantics.resets_of_a_row, "reset_to if begins", "init if begins"),
+        (semantics.resets_of_a_row, "reset_to if begins", "reset_to + 0 * carry + 1e-3 * carry if begins"),
+        (semantics.while_scan, "not cond(carry)\n", "steps < max_length\n"),
+        (semantics.while_scan, "steps + 1", "t"),
+        (semantics.while_scan, "(max_length, fill)", "(max_length, 0.0)"),
+        (semantics.while_scan_of_rows, "xs[:, b]", "xs[:, 0]"),
+        (semantics.scan_layers, "state[i], *args", "state[0], *args"),
+        (semantics.scan_layers, "[::-1] if reverse", " if reverse"),
+    ],
+    ids=lambda value: value.__name__ if callable(value) else None,
+)
+def test_a_wrong_loop_is_noticed(loop: Callable[..., Any], line: str, wrong: str) -> None:
+    source = inspect.getsource(loop)
+    assert source.count(line) >= 1
+    namespace = dict(vars(semantics))
+    exec(source.replace(line, wrong), namespace)
+    assert any(differs(namespace[loop.__name__], CHECKS[loop], seed) for seed in SEEDS)
+
+
+def differs(loop: Callable[..., Any], check: Callable[..., None], seed: int) -> bool:
+    try:
+        check(loop, seed)
+    except AssertionError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("section", SHOWN)
+def test_a_loop_is_short_and_at_the_top_of_its_page(section: str) -> None:
+    written = (ROOT / "tests" / "lib" / "semantics.py").read_text()
+    (loops,) = re.findall(
+        rf"^# --8<-- \[start:{section}\]\n(.*?)^# --8<-- \[end:{section}\]", written, re.MULTILINE | re.DOTALL
+    )
+    functions = re.findall(r"^def .*?(?=^\S|\Z)", loops, re.MULTILINE | re.DOTALL)
+    assert functions
+    assert all(len(function.strip().splitlines()) <= 10 for function in functions)
+    assert list(too_wide(loops)) == []
+    page = (ROOT / "docs" / "reference" / f"{SHOWN[section]}.md").read_text()
+    assert f'--8<-- "tests/lib/semantics.py:{section}"' in page.partition("\n::: ")[0]
