@@ -61,7 +61,7 @@ def select(chosen: Array, new: Array, old: Array) -> Array:
     if not any(map(is_sharded, (chosen, new, old))):
         return jnp.where(chosen, new, old)
     shape = jnp.broadcast_shapes(chosen.shape, new.shape, old.shape)
-    whole = [value for value in (new, old) if value.shape == shape]
+    whole = [value for value in (new, old, chosen) if value.shape == shape]
     like = next(filter(is_sharded, whole), whole[0] if whole else chosen)
     sharding = jax.typeof(like).sharding
     if like.shape != shape or sharding.mesh.empty:  # a leaf that names no mesh takes the mask's
