@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from hlo import Program
 from loops import array, loss_of
 from oracle import assert_close
 from thin import all_pairs, everyday, slow
@@ -425,3 +426,24 @@ def test_a_leaf_of_the_last_carry_that_is_a_constant():
         return sum(jax.tree.leaves(treescan.fold(lambda c, x: c * w + x, init, jnp.ones(5))))
 
     assert_close(jax.jit(jax.grad(last))(2.0), jax.jit(jax.grad(whole))(2.0))
+
+
+@pytest.mark.parametrize("remat", ["auto", Remat("everything_saveable", levels=2)])
+def test_the_products_of_a_chunk_are_computed_at_once(remat):
+    """Also where a chunk ends with the one step whose outputs are kept."""
+    given = jnp.ones((16, 32)) / 9, jnp.ones((32, 32)) / 99, jnp.linspace(0, 1, 240 * 4 * 16).reshape(240, 4, 16)
+
+    def loss(remat, of_x, of_h, xs):
+        def step(h, x):
+            h = jnp.tanh(x @ of_x + h @ of_h)
+            return h, h
+
+        return jnp.sum(treescan.scan(step, jnp.zeros((4, 32)), xs, save=60, remat=remat)[1] ** 2)
+
+    gradients = [jax.grad(functools.partial(loss, each), argnums=(0, 1)) for each in (remat, None)]
+    dots = [
+        [text.count(" dot(") for text in Program(each, *given).loops() if " while(" not in text] for each in gradients
+    ]
+    assert max(dots[0]) <= 2 < max(dots[1])  # those of the step; step by step, those of its derivative are more
+    for got, want in zip(*(each(*given) for each in gradients), strict=True):
+        np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)

@@ -15,9 +15,9 @@ import numpy as np
 from .._avals import describe_argument, exact_int, is_weak, place_like
 from .._axes import static_axes
 from .._errors import Misuse
-from .._loop.chunk import Level, RunChunk, Wish, run_chunked
+from .._loop.chunk import Level, RunChunk, Wish, as_step, run_chunked
 from .._loop.loop import Feed, Loop, Paced, Step
-from .._loop.run import as_arrays, run
+from .._loop.run import as_arrays
 from .._trace.hoist import is_untraced, one_step, split, traced
 from .._tree import Prefix, PrefixMismatch
 from .._types import Array, Axes, PyTree, Save
@@ -221,7 +221,7 @@ class Thinned:
     innermost: bool
 
     def __call__(self, chunk: RunChunk) -> Step:
-        return (_QuietSteps if self.innermost else _LastOfChunks)(chunk, self)
+        return (QuietSteps if self.innermost else _LastOfChunks)(chunk, self)
 
     @property
     def emitted(self) -> list[int]:
@@ -255,11 +255,18 @@ class _LastOfChunks:
 
 
 @dataclass(frozen=True)
-class _QuietSteps:
-    """Runs the steps of a chunk: those whose outputs are kept by themselves, the others in loops without these."""
+class QuietSteps:
+    """Runs the steps of a chunk: those whose outputs are kept by themselves, the others in loops without these.
+
+    Attributes:
+        chunk: runs all steps, and keeps all outputs.
+        level: what is kept.
+        inside: what is put around each of the loops; None: nothing.
+    """
 
     chunk: RunChunk
     level: Thinned
+    inside: Callable[[Step], Step] | None = None
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, list[Array]]:
         loop, loud = self.chunk.loop(consts, state, feed), self._loud_steps()
@@ -269,7 +276,9 @@ class _QuietSteps:
         ys: dict[int, list[Array]] = {i: [] for i in self.level.emitted}
         for start, stop in parts[::-1] if loop.reverse else parts:
             flags = everything if start in loud else always
-            state, new = _run_part(dataclasses.replace(loop, state=state), start, stop, flags, alone=start in loud)
+            part = dataclasses.replace(loop, state=state)
+            run_part = _run_alone if start in loud else self._run_loop
+            state, new = run_part(part, start, stop, Emit(loop.step, flags))
             kept = [i for i, flag in enumerate(flags) if flag]
             if not all(always[i] or i in loud[start] for i in kept):
                 new = jax.lax.optimization_barrier(new)  # all single steps are the same, so they share one program
@@ -284,6 +293,13 @@ class _QuietSteps:
         pieces = [each[::-1] if loop.reverse else each for each in ys.values()]
         return state, [each[0] if len(each) == 1 else jnp.concatenate(each) for each in pieces]
 
+    def _run_loop(self, loop: Loop, start: int, stop: int, step: Step) -> tuple[PyTree, list[Array]]:
+        whole = (start, stop) == (0, loop.length)
+        xs = loop.xs if whole else jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, start, stop), loop.xs)
+        loop = dataclasses.replace(loop, step=_as_function(loop, step), xs=xs, length=stop - start)
+        part = as_step(loop)
+        return (part if self.inside is None else self.inside(part))(loop.consts, loop.state, loop.xs)
+
     def _loud_steps(self) -> dict[int, list[int]]:
         """The steps that keep more than all steps do, and the leaves that they keep."""
         loud: dict[int, list[int]] = {}
@@ -295,15 +311,11 @@ class _QuietSteps:
         return loud
 
 
-def _run_part(loop: Loop, start: int, stop: int, flags: tuple[bool, ...], *, alone: bool) -> tuple[PyTree, list[Array]]:
-    step = _as_function(loop, Emit(loop.step, flags))
-    if alone:
-        feed = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, start, keepdims=False), loop.xs)
-        state, ys = as_arrays(step(loop.consts, loop.state, feed))  # a call returns a constant as a number
-        return state, [y[None] for y in ys]
-    whole = (start, stop) == (0, loop.length)
-    xs = loop.xs if whole else jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, start, stop), loop.xs)
-    return run(dataclasses.replace(loop, step=step, xs=xs, length=stop - start))
+def _run_alone(loop: Loop, start: int, stop: int, step: Step) -> tuple[PyTree, list[Array]]:
+    del stop
+    feed = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, start, keepdims=False), loop.xs)
+    state, ys = as_arrays(_as_function(loop, step)(loop.consts, loop.state, feed))  # a constant comes as a number
+    return state, [y[None] for y in ys]
 
 
 _FEW = 8

@@ -24,6 +24,7 @@ from ..._loop.run import run
 from ..._trace.equations import alone, has_branches, jaxprs_within, values_of
 from ..._trace.hoist import Unproven, array_of, lifted, one_step
 from ..._types import Array, PyTree
+from ..outputs import QuietSteps
 from ..rows.leaves import select
 from .deferred import Arguments, Forward, compute_early, run_split
 from .products import Split, products_of_step
@@ -171,6 +172,8 @@ class InBulk:
 
 def in_bulk(chunk: Step) -> Step:
     """What runs a chunk, with the products of its steps at once; unchanged if it does not run its steps one by one."""
+    if isinstance(chunk, QuietSteps):
+        return dataclasses.replace(chunk, inside=in_bulk)
     return InBulk(chunk) if isinstance(chunk, RunChunk) and not chunk.levels else chunk
 
 
