@@ -1,6 +1,6 @@
 """Writes the list of what goes wrong at the end of docs/errors.md: `python scripts/messages.py`.
 
-The list has the title of each topic, and what to do. Topics sort the golden files of the tests, which are the texts of
+The list has the title of each topic. Topics sort the golden files of the tests, which are the texts of
 all errors. A golden file that no topic names comes under "Others" of its kind, which the list leaves out.
 """
 
@@ -410,7 +410,7 @@ def page_of(page: str) -> str:
     head, _, _ = page.partition(START)
     parts = [head + START]
     for kind, topics in TOPICS.items():
-        parts += [f"**{kind}**\n", "".join(f"- *{topic.title}.* {topic.says}\n" for topic in topics)]
+        parts += [f"**{kind}**\n", "".join(f"- {topic.title}\n" for topic in topics)]
     return "\n".join(parts)
 
 

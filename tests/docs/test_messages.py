@@ -15,7 +15,7 @@ def test_the_list_is_what_the_script_writes() -> None:
 
 
 def test_every_title_is_listed_once() -> None:
-    listed = re.findall(r"^- \*(.+?)\.\* ", messages.PAGE.read_text().split(messages.START)[1], re.MULTILINE)
+    listed = re.findall(r"^- (.+)$", messages.PAGE.read_text().split(messages.START)[1], re.MULTILINE)
     assert listed == [topic.title for topics in messages.TOPICS.values() for topic in topics]
 
 
