@@ -62,7 +62,12 @@ CHARTS: Mapping[str, Sequence[Chosen]] = {
         ("run_time", "axes 1, gradient", "moveaxis by hand", "in_axes=1, out_axes=1, gradient / moveaxis"),
         ("run_time", "mask_scan, full, forward", "where by hand", "mask_scan, rows full, forward / a where"),
         ("run_time", "mask_scan, full, gradient", "where by hand", "mask_scan, rows full, gradient / a where"),
-        ("run_time", "mask_scan, at most half, gradient", "where by hand", "mask_scan, rows half full, gradient / a where"),
+        (
+            "run_time",
+            "mask_scan, at most half, gradient",
+            "where by hand",
+            "mask_scan, rows half full, gradient / a where",
+        ),
     ),
     "padding": (
         _masked("B=32, full, default, forward", "where by hand", "rows full, forward / a where"),
@@ -108,13 +113,33 @@ CHARTS: Mapping[str, Sequence[Chosen]] = {
         ("memory", "save=16, gradient", "stacked, then sliced", "save=16, gradient / stacked, then sliced"),
     ),
     "stopping": (
-        ("early_exit", "forward, 5% of the steps", "jax.lax.while_loop", "5 % of the steps, forward / jax.lax.while_loop"),
+        (
+            "early_exit",
+            "forward, 5% of the steps",
+            "jax.lax.while_loop",
+            "5 % of the steps, forward / jax.lax.while_loop",
+        ),
         ("early_exit", "forward, 100% of the steps", "jax.lax.while_loop", "all steps, forward / jax.lax.while_loop"),
-        ("early_exit", "gradient, 5% of the steps", "equinox, bounded", "5 % of the steps, gradient / equinox, bounded"),
+        (
+            "early_exit",
+            "gradient, 5% of the steps",
+            "equinox, bounded",
+            "5 % of the steps, gradient / equinox, bounded",
+        ),
         ("early_exit", "gradient, 5% of the steps", "equinox, checkpointed", "5 %, gradient / equinox, checkpointed"),
         ("early_exit", "gradient, 100% of the steps", "equinox, checkpointed", "all, gradient / equinox, checkpointed"),
-        ("early_exit", "forward, 500 of 1,000,000 steps", "of 1,000 steps", "500 steps of at most 1,000,000 / of 1,000"),
-        ("early_exit", "rows that stop, forward", "a scan over the mean", "rows that stop, compact / a scan of the mean"),
+        (
+            "early_exit",
+            "forward, 500 of 1,000,000 steps",
+            "of 1,000 steps",
+            "500 steps of at most 1,000,000 / of 1,000",
+        ),
+        (
+            "early_exit",
+            "rows that stop, forward",
+            "a scan over the mean",
+            "rows that stop, compact / a scan of the mean",
+        ),
         ("early_exit", "rows that stop, forward", "mapped while_loop", "rows that stop, compact / a mapped while_loop"),
     ),
     "linear": tuple(
@@ -125,14 +150,34 @@ CHARTS: Mapping[str, Sequence[Chosen]] = {
     "progress": (
         ("progress", "scan, 100 steps of 1 ms", "the same without progress", "100 steps of 1 ms / without a bar"),
         ("progress", "scan, 1000 steps of 1 ms", "the same without progress", "1,000 steps of 1 ms / without a bar"),
-        ("progress", "scan, 1000 steps of 1 ms, 100 updates", "the same without progress", "100 updates / without a bar"),
-        ("progress", "scan, 20000 steps of 10 us", "the same without progress", "20,000 steps of 10 µs / without a bar"),
+        (
+            "progress",
+            "scan, 1000 steps of 1 ms, 100 updates",
+            "the same without progress",
+            "100 updates / without a bar",
+        ),
+        (
+            "progress",
+            "scan, 20000 steps of 10 us",
+            "the same without progress",
+            "20,000 steps of 10 µs / without a bar",
+        ),
         ("progress", "scan, 1000 steps of 1 ms", "jax-tqdm", "1,000 steps of 1 ms / jax-tqdm"),
         ("progress", "scan, 20000 steps of 10 us", "jax-tqdm", "20,000 steps of 10 µs / jax-tqdm"),
     ),
     "recipes": (
-        ("recipes", "bidirectional GRU with CTC, padded, gradient", "by hand", "GRU with CTC, padded, gradient / by hand"),
-        ("recipes", "bidirectional GRU with CTC, packed, gradient", "by hand", "GRU with CTC, packed, gradient / by hand"),
+        (
+            "recipes",
+            "bidirectional GRU with CTC, padded, gradient",
+            "by hand",
+            "GRU with CTC, padded, gradient / by hand",
+        ),
+        (
+            "recipes",
+            "bidirectional GRU with CTC, packed, gradient",
+            "by hand",
+            "GRU with CTC, packed, gradient / by hand",
+        ),
         ("recipes", "R2D2's replay, gradient", "by hand", "R2D2's replay, gradient / by hand"),
         ("recipes", "GAE, gradient", "by hand", "GAE, gradient / by hand"),
         ("recipes", "recurrent PPO, forward", "by hand", "recurrent PPO / by hand"),
@@ -140,7 +185,12 @@ CHARTS: Mapping[str, Sequence[Chosen]] = {
         ("recipes", "HMM, forward and backward, gradient", "by hand", "hidden Markov model, gradient / by hand"),
         ("recipes", "greedy decoding, forward", "by hand", "greedy decoding / by hand"),
         ("recipes", "beam search, forward", "by hand", "beam search / by hand"),
-        ("recipes", "a descent that stops, gradient", "a scan of cond", "a descent that stops, gradient / a scan of cond"),
+        (
+            "recipes",
+            "a descent that stops, gradient",
+            "a scan of cond",
+            "a descent that stops, gradient / a scan of cond",
+        ),
         ("recipes", "CTC over padded frames, gradient", "optax", "CTC over padded frames, gradient / optax"),
         ("recipes", "a GRU with resets, gradient", "flax.linen.scan", "a GRU with resets, gradient / flax.linen.scan"),
     ),
@@ -403,7 +453,10 @@ def _aligned(rows: Sequence[Sequence[str]]) -> str:
     """A table for a terminal; its third column and those that follow stand to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
-        "  ".join(cell.ljust(width) if n < 2 else cell.rjust(width) for n, (cell, width) in enumerate(zip(row, widths, strict=True)))
+        "  ".join(
+            cell.ljust(width) if n < 2 else cell.rjust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
         for row in rows
     ]
     return "\n".join(line.rstrip() for line in lines)
