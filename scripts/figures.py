@@ -443,14 +443,14 @@ def _seconds(seconds: float) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], numbers: int | None = None) -> str:
-    """A Markdown table; from column `numbers` on, columns stand to the right."""
+    """A Markdown table; from column `numbers` on, columns are aligned to the right."""
     columns = range(len(rows[0]))
     rule = ["---:" if numbers is not None and column >= numbers else "---" for column in columns]
     return "".join(f"| {' | '.join(row)} |\n" for row in (rows[0], rule, *rows[1:]))
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> str:
-    """A table for a terminal; its third column and those that follow stand to the right."""
+    """A table for a terminal; its third column and those that follow are aligned to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = [
         "  ".join(
