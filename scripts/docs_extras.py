@@ -1,4 +1,7 @@
-"""What MkDocs publishes beside the pages: notebooks of the tutorials, and `llms.txt`, a list of all pages for programs.
+"""What MkDocs publishes beside the pages.
+
+Notebooks of the tutorials, the files of the examples and of the benchmarks, and `llms.txt`, a list of all pages for
+programs.
 
 One of the `hooks` in mkdocs.yml.
 """
@@ -16,6 +19,9 @@ Without options `treescan.scan` is the same program as `jax.lax.scan`. Carries, 
 layers of a model.
 """
 
+ROOT = Path(__file__).parent.parent
+PUBLISHED = (("examples", "*.py", "examples"), ("benchmarks/results", "*.txt", "results"))  # folder, files, place
+
 _spec = importlib.util.spec_from_file_location("notebooks", Path(__file__).parent / "notebooks.py")
 assert _spec
 assert _spec.loader
@@ -26,11 +32,14 @@ _navigation: list[Any] = []  # of the build that runs
 
 
 def on_files(files: Any, config: Any, **_: object) -> None:
-    """Adds the notebooks, as files of MkDocs' own kind."""
+    """Adds the notebooks, the examples and the results of benchmarks, as files of MkDocs' own kind."""
     file: Any = type(next(iter(files)))
     for page in notebooks.PAGES:
         content = notebooks.written(page, config.site_url or "")
         files.append(file.generated(config, f"tutorials/{page}.ipynb", content=content))
+    for folder, pattern, place in PUBLISHED:
+        for each in sorted((ROOT / folder).glob(pattern)):
+            files.append(file.generated(config, f"{place}/{each.name}", content=each.read_text()))
 
 
 def on_nav(nav: Any, **_: object) -> None:

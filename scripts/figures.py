@@ -1,9 +1,9 @@
-"""Writes the tables and charts of docs/benchmarks.md from benchmarks/results/*.json: `python scripts/figures.py`.
+"""Writes what docs/benchmarks.md shows of benchmarks/results/*.json: `python scripts/figures.py`.
 
-The script writes the text between `<!-- figures: NAME -->` and `<!-- /figures -->`; the rest of the page is edited.
-NAME is a suite; `headlines`, five results; `overview`, the table of all suites; or `others`, a section for each suite
-that the page does not name.
-benchmarks/README.md describes the layout of the JSON. A test compares the page with what this makes of the results.
+The page has the generated tables `overview`, `slower` and `memory`, each between `<!-- figures: NAME -->` and
+`<!-- /figures -->`; the rest of it is edited. Its charts are files in docs/pictures/charts, which it includes. All
+numbers of a suite are in benchmarks/results/<suite>.txt, which the site publishes too (scripts/docs_extras.py).
+benchmarks/README.md describes the layout of the JSON. Tests compare all of this with what the results give.
 """
 
 import json
@@ -16,20 +16,223 @@ from typing import Any
 
 ROOT = Path(__file__).parent.parent
 BENCHMARKS = ROOT / "benchmarks"
+RESULTS = BENCHMARKS / "results"
 PAGE = ROOT / "docs" / "benchmarks.md"
+CHARTS_FOLDER = ROOT / "docs" / "pictures" / "charts"
 PART = re.compile(r"(<!-- figures: (\w+) -->\n).*?(<!-- /figures -->)", re.DOTALL)
 TICKS = [m * 10.0**e for e in range(-3, 4) for m in (1, 2, 5)]
 FINE_TICKS = [n / 10 for n in range(1, 31)]
 ROW, AXIS = 32, 20  # pixels: a comparison, and the numbers below all of them
-NONE = "There are no results of this suite in the repository: run `python -m benchmarks {}`.\n"
 
-# What the page begins with: suite, comparison, what it is compared with, and what the chart calls it.
-HEADLINES = (
-    ("run_time", "scan, gradient", "jax.lax.scan", "a scan without options, gradient / jax.lax.scan"),
-    ("masked", "B=32, pareto, compact, gradient", "where by hand", "a batch with 90 % padding, gradient / a where"),
-    ("layers", "compile 64 layers, gradient", "unrolled loop", "compiling 64 layers / a Python loop"),
-    ("early_exit", "gradient, 5% of the steps", "equinox, checkpointed", "a loop that stops, gradient / equinox"),
-    ("bodies", "HMM, full, gradient", "where by hand", "a masked hidden Markov model, gradient / a where"),
+# Charts by name: the suite, the comparison, what it is compared with, and what the chart calls it.
+Chosen = tuple[str, str, str, str]
+
+
+def _masked(what: str, against: str, label: str) -> Chosen:
+    return ("masked", what, against, label)
+
+
+CHARTS: Mapping[str, Sequence[Chosen]] = {
+    "headlines": (
+        ("run_time", "scan, gradient", "jax.lax.scan", "a scan without options, gradient / jax.lax.scan"),
+        _masked("B=32, pareto, compact, gradient", "where by hand", "a batch with 90 % padding, gradient / a where"),
+        ("layers", "compile 64 layers, gradient", "unrolled loop", "compiling 64 layers / a Python loop"),
+        ("early_exit", "gradient, 5% of the steps", "equinox, checkpointed", "a loop that stops, gradient / equinox"),
+        ("bodies", "HMM, full, gradient", "where by hand", "a masked hidden Markov model, gradient / a where"),
+    ),
+    "tracing": (
+        ("trace_time", "100 operations, 100 leaves", "jax.lax.scan", "scan, 100 operations and leaves / jax.lax.scan"),
+        ("trace_time", "1 operation, 1 leaf", "jax.lax.scan", "scan, one operation and leaf / jax.lax.scan"),
+        ("trace_time", "mask_scan, 100 operations, 100 leaves", "where by hand", "mask_scan, 100 of each / a where"),
+        ("trace_time", "mask_scan, 1 operation, 1 leaf", "where by hand", "mask_scan, one of each / a where"),
+        ("import_time", "three verbs", "import equinox", "importing three verbs / importing equinox"),
+        ("import_time", "three verbs", "import flax", "importing three verbs / importing flax"),
+    ),
+    "eager": (
+        ("eager_call", "1 leaf", "jax.lax.scan", "one leaf / jax.lax.scan"),
+        ("eager_call", "100 leaves", "jax.lax.scan", "100 leaves / jax.lax.scan"),
+        ("eager_call", "key=", "fold_in by hand", "key= / fold_in by hand"),
+        ("eager_call", "in_axes=1", "moveaxis by hand", "in_axes=1 / moveaxis by hand"),
+        ("eager_call", "mask_scan, peer eager", "where by hand", "mask_scan / a where, also outside of jit"),
+        ("eager_call", "mask_scan, peer jitted", "where by hand in one jit", "mask_scan / a where inside one jit"),
+    ),
+    "compiled": (
+        ("run_time", "scan, forward", "jax.lax.scan", "scan, forward / jax.lax.scan"),
+        ("run_time", "scan, gradient", "jax.lax.scan", "scan, gradient / jax.lax.scan"),
+        ("run_time", "axes 1, gradient", "moveaxis by hand", "in_axes=1, out_axes=1, gradient / moveaxis"),
+        ("run_time", "mask_scan, full, forward", "where by hand", "mask_scan, rows full, forward / a where"),
+        ("run_time", "mask_scan, full, gradient", "where by hand", "mask_scan, rows full, gradient / a where"),
+        (
+            "run_time",
+            "mask_scan, at most half, gradient",
+            "where by hand",
+            "mask_scan, rows half full, gradient / a where",
+        ),
+    ),
+    "padding": (
+        _masked("B=32, full, default, forward", "where by hand", "rows full, forward / a where"),
+        _masked("B=32, full, default, gradient", "where by hand", "rows full, gradient / a where"),
+        _masked("B=32, uniform, compact, gradient", "where by hand", "uniform lengths, compact, gradient / a where"),
+        _masked("B=32, at most half, default, gradient", "where by hand", "at most half, gradient / a where"),
+        _masked("B=32, at most half, compact, gradient", "where by hand", "at most half, compact, gradient / a where"),
+        _masked("B=32, pareto, compact, forward", "where by hand", "90 % padding, compact, forward / a where"),
+        _masked("B=32, pareto, compact, gradient", "where by hand", "90 % padding, compact, gradient / a where"),
+        _masked("B=32, full, default, gradient", "flax.linen.RNN", "rows full, gradient / flax.linen.RNN"),
+        _masked("B=32, pareto, default, gradient", "flax.linen.RNN", "90 % padding, gradient / flax.linen.RNN"),
+        _masked("B=32, full, default, gradient", "torch, packed", "rows full, gradient / torch, packed"),
+        _masked("B=32, pareto, compact, gradient", "torch, packed", "90 % padding, compact, gradient / torch, packed"),
+        _masked("B=64, full, default, gradient", "where by hand", "larger model, rows full, gradient / a where"),
+        _masked("B=64, pareto, compact, gradient", "where by hand", "larger model, 90 %, compact, gradient / a where"),
+        _masked("B=64, pareto, default, forward", "torch, packed", "larger model, 90 %, forward / torch, packed"),
+        _masked("B=32, pack, gradient", "padding, where by hand", "pack, gradient / padded batches, a where"),
+    ),
+    "layers": (
+        ("layers", "compile 4 layers, gradient", "unrolled loop", "compiling the gradient of 4 layers / unrolled loop"),
+        ("layers", "compile 16 layers, gradient", "unrolled loop", "compiling that of 16 layers / unrolled loop"),
+        ("layers", "compile 64 layers, gradient", "unrolled loop", "compiling that of 64 layers / unrolled loop"),
+        ("layers", "run, gradient", "lax.scan by hand", "gradient / lax.scan by hand"),
+        ("layers", "run, gradient", "haiku's layer_stack", "gradient / haiku's layer_stack"),
+        ("layers", "run, gradient", "flax.linen.scan", "gradient / flax.linen.scan"),
+        ("layers", "run, gradient", "equinox", "gradient / equinox"),
+        ("layers", "run, remat, gradient", "jax.checkpoint by hand", "gradient with remat / jax.checkpoint by hand"),
+        ("layers", "run, forward", "unrolled loop", "forward / unrolled loop"),
+        ("layers", "run, gradient", "unrolled loop", "gradient / unrolled loop"),
+    ),
+    "modules": (
+        ("layer_modules", "equinox, value and gradient", "filter_vmap and lax.scan", "modules of equinox / lax.scan"),
+        ("layer_modules", "linen, value and gradient", "nn.scan", "modules of flax.linen / nn.scan"),
+        ("layer_modules", "nnx, value and gradient", "nnx.scan", "modules of flax.nnx / nnx.scan"),
+        ("decode", "one stack, a step", "a carried cache by hand", "decoding, one stack / a carried cache by hand"),
+        ("decode", "pattern, a step", "a carried cache by hand", "decoding, a pattern / a carried cache by hand"),
+    ),
+    "remat": (
+        ("memory", "2 levels, gradient", "treescan, everything saved", "two levels / everything saved"),
+        ("memory", "3 levels, gradient", "treescan, everything saved", "three levels / everything saved"),
+        ("memory", "2 levels, gradient", "equinox, checkpointed", "two levels / equinox, checkpointed"),
+        ("memory", "2 levels, gradient", "jax.checkpoint nested by hand", "two levels / jax.checkpoint nested by hand"),
+        ("memory", "save=16, gradient", "stacked, then sliced", "save=16, gradient / stacked, then sliced"),
+    ),
+    "stopping": (
+        (
+            "early_exit",
+            "forward, 5% of the steps",
+            "jax.lax.while_loop",
+            "5 % of the steps, forward / jax.lax.while_loop",
+        ),
+        ("early_exit", "forward, 100% of the steps", "jax.lax.while_loop", "all steps, forward / jax.lax.while_loop"),
+        (
+            "early_exit",
+            "gradient, 5% of the steps",
+            "equinox, bounded",
+            "5 % of the steps, gradient / equinox, bounded",
+        ),
+        ("early_exit", "gradient, 5% of the steps", "equinox, checkpointed", "5 %, gradient / equinox, checkpointed"),
+        ("early_exit", "gradient, 100% of the steps", "equinox, checkpointed", "all, gradient / equinox, checkpointed"),
+        (
+            "early_exit",
+            "forward, 500 of 1,000,000 steps",
+            "of 1,000 steps",
+            "500 steps of at most 1,000,000 / of 1,000",
+        ),
+        (
+            "early_exit",
+            "rows that stop, forward",
+            "a scan over the mean",
+            "rows that stop, compact / a scan of the mean",
+        ),
+        ("early_exit", "rows that stop, forward", "mapped while_loop", "rows that stop, compact / a mapped while_loop"),
+    ),
+    "linear": tuple(
+        ("linear", f"{size}, {kind}", "associative_scan", f"{size}, {kind} / associative_scan")
+        for size in ("compile", "1 wide", "64 wide", "4,096 wide")
+        for kind in ("forward", "gradient")
+    ),
+    "progress": (
+        ("progress", "scan, 100 steps of 1 ms", "the same without progress", "100 steps of 1 ms / without a bar"),
+        ("progress", "scan, 1000 steps of 1 ms", "the same without progress", "1,000 steps of 1 ms / without a bar"),
+        (
+            "progress",
+            "scan, 1000 steps of 1 ms, 100 updates",
+            "the same without progress",
+            "100 updates / without a bar",
+        ),
+        (
+            "progress",
+            "scan, 20000 steps of 10 us",
+            "the same without progress",
+            "20,000 steps of 10 µs / without a bar",
+        ),
+        ("progress", "scan, 1000 steps of 1 ms", "jax-tqdm", "1,000 steps of 1 ms / jax-tqdm"),
+        ("progress", "scan, 20000 steps of 10 us", "jax-tqdm", "20,000 steps of 10 µs / jax-tqdm"),
+    ),
+    "recipes": (
+        (
+            "recipes",
+            "bidirectional GRU with CTC, padded, gradient",
+            "by hand",
+            "GRU with CTC, padded, gradient / by hand",
+        ),
+        (
+            "recipes",
+            "bidirectional GRU with CTC, packed, gradient",
+            "by hand",
+            "GRU with CTC, packed, gradient / by hand",
+        ),
+        ("recipes", "R2D2's replay, gradient", "by hand", "R2D2's replay, gradient / by hand"),
+        ("recipes", "GAE, gradient", "by hand", "GAE, gradient / by hand"),
+        ("recipes", "recurrent PPO, forward", "by hand", "recurrent PPO / by hand"),
+        ("recipes", "Kalman filter and RTS smoother, gradient", "by hand", "Kalman smoother, gradient / by hand"),
+        ("recipes", "HMM, forward and backward, gradient", "by hand", "hidden Markov model, gradient / by hand"),
+        ("recipes", "greedy decoding, forward", "by hand", "greedy decoding / by hand"),
+        ("recipes", "beam search, forward", "by hand", "beam search / by hand"),
+        (
+            "recipes",
+            "a descent that stops, gradient",
+            "a scan of cond",
+            "a descent that stops, gradient / a scan of cond",
+        ),
+        ("recipes", "CTC over padded frames, gradient", "optax", "CTC over padded frames, gradient / optax"),
+        ("recipes", "a GRU with resets, gradient", "flax.linen.scan", "a GRU with resets, gradient / flax.linen.scan"),
+    ),
+    "bodies": tuple(
+        ("bodies", f"{body}, {what}", against, f"{body}, {label}")
+        for what, against, label in (
+            ("uniform, gradient", "where by hand", "masked, gradient / a where"),
+            ("remat auto, gradient", "jax.lax.scan", "remat auto, gradient / jax.lax.scan"),
+        )
+        for body in (
+            *("LSTM", "GRU", "small RNN", "mapped rows", "HMM", "Kalman filter", "delta rule"),
+            "LSTM, 3 layers, bfloat16",
+        )
+    ),
+}
+
+# Where treescan takes longer: what, and with what it is compared.
+SLOWER: Sequence[Chosen] = (
+    ("trace_time", "mask_scan, 1 operation, 1 leaf", "where by hand", "tracing a `mask_scan` of one leaf"),
+    ("trace_time", "mask_scan, 100 operations, 100 leaves", "where by hand", "tracing a `mask_scan` of 100 leaves"),
+    ("trace_time", "1 operation, 1 leaf", "jax.lax.scan", "tracing a `scan` of one operation"),
+    ("trace_time", "100 operations, 100 leaves", "jax.lax.scan", "tracing a `scan` of 100 operations"),
+    ("eager_call", "mask_scan, peer jitted", "where by hand in one jit", "a `mask_scan` outside of `jit`"),
+    ("bodies", "HMM, full, gradient", "where by hand", "the gradient of a masked hidden Markov model"),
+    ("bodies", "mapped rows, full, gradient", "where by hand", "the gradient of masked, mapped rows"),
+    ("layers", "run, gradient", "unrolled loop", "the gradient of eight layers"),
+    ("layers", "compile 4 layers, gradient", "unrolled loop", "compiling the gradient of four layers"),
+    ("masked", "B=64, pareto, default, forward", "torch, packed", "a larger LSTM, 90 % padding, no `compact`"),
+)
+
+# What gradients allocate.
+MEMORY: Sequence[Chosen] = (
+    ("masked", "B=32, memory, default, gradient", "where by hand", "`mask_scan`, an LSTM"),
+    ("memory", "memory, 2 levels, gradient", "treescan, everything saved", "two levels of `remat`"),
+    ("memory", "memory, 3 levels, gradient", "treescan, everything saved", "three levels of `remat`"),
+    ("memory", "memory, 2 levels, gradient", "equinox, checkpointed", "two levels of `remat`"),
+    ("bodies", "LSTM, remat auto, memory", "jax.lax.scan", '`remat="auto"`, an LSTM'),
+    ("layers", "memory, gradient", "lax.scan by hand", "`fold_layers`, eight layers"),
+    ("layers", "memory, gradient", "unrolled loop", "`fold_layers`, eight layers"),
+    ("early_exit", "memory, gradient", "equinox, bounded", "`while_scan`"),
+    ("early_exit", "memory, gradient", "equinox, checkpointed", "`while_scan`"),
+    ("linear", "64 wide, memory, gradient", "associative_scan", "a linear recurrence"),
 )
 
 Report = Mapping[str, Any]
@@ -40,13 +243,13 @@ def suites() -> dict[str, Report | None]:
     reports: dict[str, Report | None] = {
         file.stem: None for file in BENCHMARKS.glob("*.py") if not file.stem.startswith("_")
     }
-    for file in (BENCHMARKS / "results").glob("*.json"):
+    for file in RESULTS.glob("*.json"):
         reports[file.stem] = json.loads(file.read_text())
     return dict(sorted(reports.items()))
 
 
 def page_of(text: str, reports: Mapping[str, Report | None]) -> str:
-    """The page with its generated parts made anew.
+    """The page with its generated tables made anew.
 
     Args:
         text: the page as it is.
@@ -56,23 +259,31 @@ def page_of(text: str, reports: Mapping[str, Report | None]) -> str:
         The whole page.
 
     Raises:
-        KeyError: the page has a part that is no suite.
+        KeyError: the page has a part that is no table.
     """
-    named = {part[2] for part in PART.finditer(text)}
-    others = {name: report for name, report in reports.items() if name not in named}
+    tables = {"overview": overview, "slower": slower, "memory": memory}
+    return PART.sub(lambda part: f"{part[1]}\n{tables[part[2]](reports)}\n{part[3]}", text)
 
-    def made(part: re.Match[str]) -> str:
-        if part[2] == "overview":
-            body = overview(reports)
-        elif part[2] == "headlines":
-            body = headlines(reports)
-        elif part[2] == "others":
-            body = "\n".join(f"## {name}\n\n{section(name, report)}" for name, report in others.items())
-        else:
-            body = section(part[2], reports[part[2]])
-        return f"{part[1]}\n{body}\n{part[3]}" if body else f"{part[1]}{part[3]}"
 
-    return PART.sub(made, text)
+def charts(reports: Mapping[str, Report | None]) -> dict[Path, str]:
+    """The files of all charts."""
+    return {CHARTS_FOLDER / f"{name}.svg": chart(name, _chosen(reports, rows)) for name, rows in CHARTS.items()}
+
+
+def texts(reports: Mapping[str, Report | None]) -> dict[Path, str]:
+    """The files with all numbers of a suite."""
+    return {RESULTS / f"{name}.txt": text(name, report) for name, report in reports.items() if report is not None}
+
+
+def _chosen(
+    reports: Mapping[str, Report | None], rows: Sequence[Chosen], kind: str = "comparisons"
+) -> list[dict[str, Any]]:
+    """The measurements that are named, with their labels."""
+    found = []
+    for suite, name, against, label in rows:
+        of = (reports[suite] or {}).get(kind, [])
+        found += [{**each, "label": label} for each in of if (each["name"], each["against"]) == (name, against)]
+    return found
 
 
 def overview(reports: Mapping[str, Report | None]) -> str:
@@ -84,35 +295,50 @@ def overview(reports: Mapping[str, Report | None]) -> str:
             continue
         targets = [m["passed"] for m in _measurements(report) if m["target"] is not None]
         met = f"{sum(targets)} of {len(targets)}" if targets else "has none"
-        rows.append((f"`{name}`", met, report["date"][:10], _hardware(report), report["versions"]["jax"]))
+        link = f"[`{name}`](results/{name}.txt)"
+        rows.append((link, met, report["date"][:10], _hardware(report), report["versions"]["jax"]))
     return _table(rows)
 
 
-def headlines(reports: Mapping[str, Report | None]) -> str:
-    """A chart of five results, each from the suite that it names."""
-    found = []
-    for suite, name, against, label in HEADLINES:
-        report = reports[suite]
-        comparisons = report["comparisons"] if report else []
-        found += [{**c, "label": label} for c in comparisons if (c["name"], c["against"]) == (name, against)]
-    return chart("headlines", found)
+def slower(reports: Mapping[str, Report | None]) -> str:
+    """A table of what takes longer than the other program."""
+    rows: list[Sequence[str]] = [("what", "against", "ratio", "p10 to p90")]
+    for c in _chosen(reports, SLOWER):
+        rows.append((c["label"], c["against"], _number(c["ratio"]["median"]), _spread(c)))
+    return _table(rows, numbers=2)
 
 
-def section(name: str, report: Report | None) -> str:
-    """What was measured in a suite, folded: where and with what, then a chart and a table for each peer."""
-    if report is None:
-        return NONE.format(name)
-    count = len(_measurements(report))
-    summary = f"{count} measurement{'s'[: count != 1]} of <code>{name}</code>"
-    parts = [
-        f'<details markdown="1" data-search-exclude><summary>{summary}</summary>\n',
-        _circumstances(report),
-    ]
-    for number, (peer, comparisons) in enumerate(_by_peer(report["comparisons"])):
-        parts += [f"**Against {peer}**\n", chart(f"{name}-{number}", comparisons), times(comparisons)]
+def memory(reports: Mapping[str, Report | None]) -> str:
+    """A table of what gradients allocate."""
+    rows: list[Sequence[str]] = [("gradient", "against", "ratio", "treescan", "the other")]
+    for m in _chosen(reports, MEMORY, "memory"):
+        rows.append((m["label"], m["against"], _number(m["ratio"]), *_sizes(m)))
+    return _table(rows, numbers=2)
+
+
+def text(name: str, report: Report) -> str:
+    """All numbers of a suite: where and with what they were measured, and a table for each peer."""
+    parts = [f"benchmarks/{name}.py", _circumstances(report)]
+    for _, comparisons in _by_peer(report["comparisons"]):
+        parts.append(times(comparisons))
     if report.get("memory"):
-        parts.append(memory(report["memory"]))
-    return "\n".join([*parts, "</details>\n"])
+        rows: list[Sequence[str]] = [("memory", "against", "ratio", "target", "treescan", "the other")]
+        for m in report["memory"]:
+            label = m["name"].removeprefix("memory, ")
+            rows.append((label, m["against"], _number(m["ratio"]), _target(m), *_sizes(m)))
+        parts.append(_aligned(rows))
+    return "\n\n".join(parts) + "\n"
+
+
+def times(comparisons: Sequence[Report]) -> str:
+    """The table of what was timed."""
+    rows: list[Sequence[str]] = [
+        ("comparison", "against", "ratio", "p10 to p90", "target", "treescan, per call", "the other, per call")
+    ]
+    for c in comparisons:
+        seconds = (_seconds(c[who]["median"]) for who in ("candidate_seconds", "peer_seconds"))
+        rows.append((c["name"], c["against"], _number(c["ratio"]["median"]), _spread(c), _target(c), *seconds))
+    return _aligned(rows)
 
 
 def _by_peer(comparisons: Sequence[Report]) -> list[tuple[str, list[Report]]]:
@@ -123,26 +349,12 @@ def _by_peer(comparisons: Sequence[Report]) -> list[tuple[str, list[Report]]]:
     return sorted(found.items(), key=lambda group: group[0] == "itself")
 
 
-def times(comparisons: Sequence[Report]) -> str:
-    """The table of what was timed."""
-    rows: list[Sequence[str]] = [
-        ("comparison", "against", "ratio", "p10 to p90", "target", "treescan, per call", "the other, per call")
-    ]
-    for c in comparisons:
-        spread = f"{_number(c['ratio']['p10'])} to {_number(c['ratio']['p90'])}"
-        seconds = (_seconds(c[who]["median"]) for who in ("candidate_seconds", "peer_seconds"))
-        rows.append((c["name"], c["against"], _number(c["ratio"]["median"]), spread, _target(c), *seconds))
-    return _table(rows, numbers=2)
+def _spread(comparison: Report) -> str:
+    return f"{_number(comparison['ratio']['p10'])} to {_number(comparison['ratio']['p90'])}"
 
 
-def memory(measurements: Sequence[Report]) -> str:
-    """The table of what was read of the compiled programs' memory."""
-    rows: list[Sequence[str]] = [("memory", "against", "ratio", "target", "treescan", "the other")]
-    for m in measurements:
-        name = m["name"].removeprefix("memory, ")
-        sizes = (f"{m[who] / 1e6:.1f} MB" for who in ("candidate_bytes", "peer_bytes"))
-        rows.append((name, m["against"], _number(m["ratio"]), _target(m), *sizes))
-    return _table(rows, numbers=2)
+def _sizes(measurement: Report) -> Iterator[str]:
+    return (f"{measurement[who] / 1e6:.1f} MB" for who in ("candidate_bytes", "peer_bytes"))
 
 
 def chart(name: str, comparisons: Sequence[Report]) -> str:
@@ -157,7 +369,7 @@ def chart(name: str, comparisons: Sequence[Report]) -> str:
     height = ROW * len(comparisons) + AXIS
     lines = [
         f'<figure class="ratios"><svg role="img" aria-labelledby="ratios-{name}" width="100%" height="{height}">',
-        f'<title id="ratios-{name}">Ratios and their spread: the numbers are in the tables.</title>',
+        f'<title id="ratios-{name}">Ratios and their spread.</title>',
     ]
     for tick in _ticks(low, high):
         x = _x(tick, low, high)
@@ -173,7 +385,7 @@ def _row(comparison: Report, top: int, low: float, high: float) -> Iterator[str]
     x = {quantile: _x(value, low, high) for quantile, value in comparison["ratio"].items()}
     y = top + 23
     label = comparison.get("label", f"{comparison['name']} / {comparison['against']}")
-    yield f'<text x="0" y="{top + 13}">{escape(label)}</text>'
+    yield f'<text x="0" y="{top + 13}">{escape(label)}: {_number(comparison["ratio"]["median"])}</text>'
     yield f'<line class="tenths" x1="{x["p10"]}" x2="{x["p90"]}" y1="{y}" y2="{y}"/>'
     yield f'<line class="half" x1="{x["p25"]}" x2="{x["p75"]}" y1="{y}" y2="{y}"/>'
     if comparison["target"] is not None:
@@ -196,7 +408,7 @@ def _circumstances(report: Report) -> str:
     """Where, when and with what."""
     versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
     load = f"load average {report['hardware']['load_average']:.1f} before it began"
-    return f"Measured on {report['date'][:10]}: {_hardware(report)}, {load}; {versions}.\n"
+    return f"Measured on {report['date'][:10]}: {_hardware(report)}, {load};\n{versions}."
 
 
 def _hardware(report: Report) -> str:
@@ -213,7 +425,7 @@ def _measurements(report: Report) -> list[Report]:
 def _target(measurement: Report) -> str:
     if measurement["target"] is None:
         return ""
-    return f"{_number(measurement['target'])}, {'met' if measurement['passed'] else '**missed**'}"
+    return f"{_number(measurement['target'])}, {'met' if measurement['passed'] else 'missed'}"
 
 
 def _number(ratio: float) -> str:
@@ -231,15 +443,32 @@ def _seconds(seconds: float) -> str:
 
 
 def _table(rows: Sequence[Sequence[str]], numbers: int | None = None) -> str:
-    """A Markdown table; from column `numbers` on, columns stand to the right."""
+    """A Markdown table; from column `numbers` on, columns are aligned to the right."""
     columns = range(len(rows[0]))
     rule = ["---:" if numbers is not None and column >= numbers else "---" for column in columns]
     return "".join(f"| {' | '.join(row)} |\n" for row in (rows[0], rule, *rows[1:]))
 
 
+def _aligned(rows: Sequence[Sequence[str]]) -> str:
+    """A table for a terminal; its third column and those that follow are aligned to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = [
+        "  ".join(
+            cell.ljust(width) if n < 2 else cell.rjust(width)
+            for n, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]
+    return "\n".join(line.rstrip() for line in lines)
+
+
 def main() -> None:
-    """Writes the page."""
-    PAGE.write_text(page_of(PAGE.read_text(), suites()))
+    """Writes the page, its charts, and the files of all numbers."""
+    reports = suites()
+    PAGE.write_text(page_of(PAGE.read_text(), reports))
+    CHARTS_FOLDER.mkdir(exist_ok=True)
+    for file, content in (charts(reports) | texts(reports)).items():
+        file.write_text(content)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""Writes docs/messages.md, the texts of all errors by what went wrong: `python scripts/messages.py`.
+"""Writes the list of what goes wrong at the end of docs/errors.md: `python scripts/messages.py`.
 
-The texts are the golden files of the tests. A topic shows the few that people meet, and folds the others away. A golden
-file that no topic names comes under "Others" of its kind, so that a new message is on the page before it has a topic.
+The list has the title of each topic. Topics sort the golden files of the tests, which are the texts of
+all errors. A golden file that no topic names comes under "Others" of its kind, which the list leaves out.
 """
 
 from __future__ import annotations
 
 import fnmatch
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
-GOLDEN, PAGE = ROOT / "tests" / "golden", ROOT / "docs" / "messages.md"
+GOLDEN, PAGE = ROOT / "tests" / "golden", ROOT / "docs" / "errors.md"
 START = "<!-- by scripts/messages.py, from here on -->\n"
 
 
@@ -23,8 +23,8 @@ class Topic(NamedTuple):
     Attributes:
         title: what went wrong.
         says: what to do about it, in a sentence or two.
-        shown: the golden files that are shown, without their ending.
-        folded: patterns of the names of those that are folded away.
+        shown: the golden files that show it best, without their ending.
+        folded: patterns of the names of the others.
     """
 
     title: str
@@ -394,7 +394,7 @@ def kinds() -> dict[str, list[str]]:
 
 
 def sections(kind: str, names: list[str]) -> Iterator[tuple[Topic, list[str]]]:
-    """The topics of a kind, each with the files that it folds away. A file is in the first topic that names it."""
+    """The topics of a kind, each with its other files. A file is in the first topic that names it."""
     shown = {name for topic in TOPICS.get(kind, ()) for name in topic.shown}
     left = [name for name in names if name not in shown]
     for topic in TOPICS.get(kind, ()):
@@ -405,31 +405,12 @@ def sections(kind: str, names: list[str]) -> Iterator[tuple[Topic, list[str]]]:
         yield Topic("Others", "Messages that fit none of these topics.", ()), left
 
 
-def blocks(names: Iterable[str]) -> list[str]:
-    """What includes golden files."""
-    return [f'```text\n--8<-- "tests/golden/{name}.txt"\n```\n' for name in names]
-
-
-def folded_blocks(names: list[str]) -> list[str]:
-    """The same, behind a line that opens them. They would be a seventh of what each page loads for its search."""
-    count = f"{len(names)} more" if len(names) > 1 else "One more"
-    return [
-        f'<details class="messages" data-search-exclude markdown="1">\n<summary>{count}</summary>\n',
-        *blocks(names),
-        "</details>\n",
-    ]
-
-
 def page_of(page: str) -> str:
-    """The page with new sections. The text above them is written by hand."""
+    """The page with a new list. The text above it is written by hand."""
     head, _, _ = page.partition(START)
     parts = [head + START]
-    for kind, names in kinds().items():
-        parts.append(f"## {kind}\n")
-        for topic, folded in sections(kind, names):
-            anchor = re.sub(r"\W+", "-", f"{kind} {topic.title}".lower()).strip("-")
-            parts += [f"### {topic.title} {{ #{anchor} }}\n", f"{topic.says}\n", *blocks(topic.shown)]
-            parts += folded_blocks(folded) if folded else []
+    for kind, topics in TOPICS.items():
+        parts += [f"**{kind}**\n", "".join(f"- {topic.title}\n" for topic in topics)]
     return "\n".join(parts)
 
 

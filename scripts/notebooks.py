@@ -129,7 +129,7 @@ def _text(prose: str, page: Path, address: str) -> Iterator[dict[str, Any]]:
         caption = " ".join(re.sub(r"</?code>", "`", figure["caption"]).split())
         prose = prose.replace(figure[0], f"![{caption}](attachment:{name})\n\n*{caption}*\n")
     prose = re.sub(r"^(#+ .*?) \{ .* \}$", r"\1", prose, flags=re.MULTILINE)
-    prose = re.sub(r"\]\(([^):#]+)\.md(#[\w.-]+)?\)", lambda link: f"]({_address(link, page, address)})", prose)
+    prose = re.sub(r"\]\(([^):#]+\.)(md|py)(#[\w.-]+)?\)", lambda link: f"]({_address(link, page, address)})", prose)
     prose = prose.strip("\n")
     if prose:
         cell = {"cell_type": "markdown", "metadata": {}, "source": prose}
@@ -138,7 +138,7 @@ def _text(prose: str, page: Path, address: str) -> Iterator[dict[str, Any]]:
 
 def _address(link: re.Match[str], page: Path, address: str) -> str:
     """Where a link of the page leads: on the site."""
-    target = f"{link[1]}.html{link[2] or ''}"
+    target = f"{link[1]}{'html' if link[2] == 'md' else link[2]}{link[3] or ''}"
     if not address:
         return target
     folder = page.parent.relative_to(DOCS)

@@ -1,11 +1,12 @@
-"""Writes docs/what-works.json and the tables of docs/what-works.md: `python scripts/what_works.py [VERB ...]`.
+"""Writes docs/what-works.json, .txt, and the tables of docs/what-works.md: `python scripts/what_works.py [VERB ...]`.
 
 Every cell of the table is run (tests/lib/works): a verb with one option under each transform of JAX, and each two
 options together. The data has what did not come out equal to its plain meaning: a cell that is not listed is equal.
-With `--page` nothing is run, and the page is made of the data that is there.
+With `--page` nothing is run, and the page and the text are made of the data that is there.
 
 What stands in the page between `<!-- works: NAME -->` and `<!-- /works -->` is made here, and the rest by hand. NAME is
-`options`, `transforms`, or a verb. Tests compare the page with the data, and the data with what cells come to.
+`options` or `transforms`. The text has a part for each verb: which of its options go together, and what is refused.
+Tests compare both with the data, and the data with what cells come to.
 """
 
 import argparse
@@ -16,7 +17,6 @@ import sys
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -32,9 +32,16 @@ from works.table import EQUAL, NOTHING, TRANSFORMS, Cell  # noqa: E402
 
 DATA = ROOT / "docs" / "what-works.json"
 PAGE = ROOT / "docs" / "what-works.md"
+TEXT = ROOT / "docs" / "what-works.txt"
 PART = re.compile(r"(<!-- works: (\w+) -->\n).*?(<!-- /works -->)", re.DOTALL)
 NOT_RUN = "Not run yet.\n"
 WORKS, REFUSED, FAULT, NONE = "✓", "no", "✗", ""
+HEAD = f"""What works with what: the options of each verb, two at a time, in one program with its gradient.
+
+{WORKS} is equal to the reference, and a letter is an error, which is listed below the table. Nothing: the two mean the
+same, or cannot be combined. Then the single options that are not equal under a transform. {PAGE.name} says how all of
+this is run.
+"""
 
 Data = Mapping[str, Any]
 
@@ -51,16 +58,19 @@ def page_of(text: str, data: Data) -> str:
     """The page with new generated parts."""
 
     def made(part: re.Match[str]) -> str:
-        match part[2]:
-            case "options":
-                body = options(data)
-            case "transforms":
-                body = transforms(data)
-            case verb:
-                body = section(verb, data["verbs"][verb]) if verb in data["verbs"] else NOT_RUN
-        return f"{part[1]}\n{body}\n{part[3]}"
+        tables = {"options": options, "transforms": transforms}
+        return f"{part[1]}\n{tables[part[2]](data)}\n{part[3]}"
 
     return PART.sub(made, text)
+
+
+def text_of(data: Data) -> str:
+    """The text: a part for each verb."""
+    parts = [HEAD]
+    for verb in table.VERBS:
+        of = data["verbs"].get(verb)
+        parts.append(f"{verb}\n{'=' * len(verb)}\n\n{section(verb, of) if of else NOT_RUN}")
+    return "\n".join(parts)
 
 
 def grid(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -137,31 +147,25 @@ def is_code(name: str) -> bool:
     return (name.isidentifier() and name not in ("valid", "batch", "pattern")) or "=" in name
 
 
-def named(form: str) -> str:
-    """A form's name on the page."""
-    head, comma, rest = form.partition(", ")
-    return f"`{form}`" if "=" in form else f"`{head}`{comma}{rest}" if is_code(head) else form
-
-
 def section(verb: str, data: Data) -> str:
     """A verb: which of its options go together, and what is refused."""
     of, bad = table.VERBS[verb], data["not equal"]
     forms = [name for name in of.forms if name not in of.alone]
     letters = {line: chr(ord("a") + n) for n, line in enumerate(dict.fromkeys(pair_lines(verb, bad)))}
-    rows = []
+    width = max(len(name) for name in forms) + 5
+    lines = [" " * width + "".join(f"{n + 1:>3}" for n in range(len(forms) - 1)).rstrip()]
     for i, a in enumerate(forms):
-        row = [f"{i + 1} {named(a)}"]
+        row = f"{i + 1:>2}  {a}".ljust(width)
         for b in forms[:i]:
-            cell = Cell(verb, (b, a), table.PAIRED)
-            outcome = bad.get(key(cell), EQUAL)
+            outcome = bad.get(key(Cell(verb, (b, a), table.PAIRED)), EQUAL)
             apart = table.conflicts(of.forms[a], of.forms[b])
-            row.append(NONE if apart else WORKS if outcome == EQUAL else letters[outcome])
-        rows.append([*row, *[NONE] * (len(forms) - 1 - i)])
-    matrix = grid([NONE, *[str(n + 1) for n in range(len(forms) - 1)]], rows)
+            row += f"{NONE if apart else WORKS if outcome == EQUAL else letters[outcome]:>3}"
+        lines.append(row.rstrip())
+    matrix = "\n".join(lines)
     counted = f"{data['cells']} cells, {data['cells'] - len(bad)} of them equal to the reference."
     text = f"{counted}\n\n{matrix}\n"
     if letters:
-        text += "\n" + "".join(f"- **{letter}**: {quoted(line)}\n" for line, letter in letters.items())
+        text += "\n" + "".join(f"{letter}  {quoted(line)}\n" for line, letter in letters.items())
     return text + exceptions(verb, bad)
 
 
@@ -192,17 +196,15 @@ def _listed(forms: Sequence[tuple[str, ...]], all_forms: Sequence[tuple[str, ...
     """Options in words: those that it is not, where they are the fewer."""
     others = [form for form in all_forms if form not in forms]
     few, lead = (others, "all but ") if 2 * len(others) < len(forms) else (forms, "")
-    return lead + ", ".join(named(form[0]) if form else NOTHING for form in few)
+    return lead + ", ".join(form[0] if form else NOTHING for form in few)
 
 
 def quoted(line: str) -> str:
-    """An outcome on the page: the class as code, the line as it was printed."""
+    """An outcome in the text: the line as it was printed, and whose error it is."""
     kind, _, text = line.partition(": ")
+    mark = "an error of JAX, " if kind.startswith("FOREIGN") else "wrong, " if kind.startswith("WRONG") else ""
     name = kind.removeprefix("FOREIGN ")
-    mark = "**an error of JAX**, " if kind.startswith("FOREIGN") else "**wrong**, " if kind.startswith("WRONG") else ""
-    parts = text.split("`")  # every second one is code
-    parts[::2] = [escape(part, quote=False).replace("*", r"\*").replace("_", r"\_") for part in parts[::2]]
-    return f"{mark}`{name}`: {'`'.join(parts)}" if text else f"{mark}`{name}`, without a text"
+    return f"{mark}{name}: {text}" if text else f"{mark}{name}, without a text"
 
 
 # Running.
@@ -234,7 +236,9 @@ def main() -> None:
     jax.config.update("jax_numpy_dtype_promotion", "strict")
     for verb in [] if given.page else given.verbs or table.VERBS:
         write(verb, run(verb))
-    PAGE.write_text(page_of(PAGE.read_text(), json.loads(DATA.read_text())))
+    data = json.loads(DATA.read_text())
+    PAGE.write_text(page_of(PAGE.read_text(), data))
+    TEXT.write_text(text_of(data))
 
 
 def write(verb: str, came: Mapping[str, Any]) -> None:

@@ -37,7 +37,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     parsed = parser.parse_args(arguments)
     if parsed.command == "explain":
-        page = "findings.md" if parsed.name in FINDINGS else "errors.md"
+        page = "describe.md" if parsed.name in FINDINGS else "errors.md"
         print(section(parsed.name, page))  # noqa: T201, a program for a terminal
         return 0
     return _list_plugins()

@@ -180,7 +180,7 @@ def _section(section: Section) -> str:
 
 
 _HERE = Path(__file__).parent
-_FOLDERS = (_HERE, _HERE.parent / "docs")  # in a wheel, in a checkout
+_FOLDERS = (_HERE, _HERE.parent / "docs", _HERE.parent / "docs" / "guides")  # in a wheel, in a checkout
 _FENCE = re.compile(r"^(```\w+[^\n]*\n.*?^```)$", re.MULTILINE | re.DOTALL)
 _ITEM = re.compile(r"^(?=- )", re.MULTILINE)
 

@@ -9,7 +9,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
-PAGE = ROOT / "docs" / "tutorials" / "examples.md"
 
 
 def printed(name: str, *arguments: str) -> str:
@@ -25,20 +24,10 @@ def number(text: str, pattern: str) -> float:
     return float(found[1])
 
 
-def assert_shown(name: str, text: str) -> None:
-    """The page shows this text; numbers may be others elsewhere."""
-    (shown,) = re.findall(
-        rf'^```text title="python examples/{name}"\n(.*?)^```$', PAGE.read_text(), re.DOTALL | re.MULTILINE
-    )
-    one, other = (re.sub(r"\d[\d.e+-]*", "#", output) for output in (shown, text))
-    assert one == other
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vowels.py", "packed_vowels.py"])
 def test_speakers_are_recognised(name: str) -> None:
     text = printed(name)
-    assert_shown(name, text)
     assert number(text, r"test accuracy +([\d.]+)%") >= 95
     if name.startswith("packed"):
         assert number(text, r"([\d.]+)% need not be run") > 20
@@ -71,7 +60,6 @@ def test_the_llama_is_the_same_on_eight_devices() -> None:
 @pytest.mark.slow
 def test_loops_end_when_they_are_done() -> None:
     text = printed("early_exit.py")
-    assert_shown("early_exit.py", text)
     for slope, exactly in re.findall(r"slope ([\d.e+-]+), exactly ([\d.e+-]+)", text):
         assert float(slope) == pytest.approx(float(exactly), rel=1e-4)
     assert number(text, r"dx/dk = (-[\d.]+)") == pytest.approx(number(text, r"theorem (-[\d.]+)"), abs=1e-5)

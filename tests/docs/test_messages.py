@@ -1,4 +1,4 @@
-"""The page of all messages has each of them once, under what went wrong."""
+"""The list at the end of the page of errors has what goes wrong, by kind; and each message has a place in it."""
 
 import fnmatch
 import re
@@ -9,14 +9,14 @@ from test_pages import load
 messages = load("messages")
 
 
-def test_the_page_is_what_the_script_writes() -> None:
+def test_the_list_is_what_the_script_writes() -> None:
     page = messages.PAGE.read_text()
     assert messages.page_of(page) == page, "run `python scripts/messages.py`"
 
 
-def test_every_message_is_on_the_page_once() -> None:
-    listed = re.findall(r'^--8<-- "tests/golden/(.+)\.txt"$', messages.PAGE.read_text(), re.MULTILINE)
-    assert sorted(listed) == sorted(file.stem for file in messages.GOLDEN.glob("*.txt"))
+def test_every_title_is_listed_once() -> None:
+    listed = re.findall(r"^- (.+)$", messages.PAGE.read_text().split(messages.START)[1], re.MULTILINE)
+    assert listed == [topic.title for topics in messages.TOPICS.values() for topic in topics]
 
 
 @pytest.mark.parametrize("kind", messages.TOPICS)
@@ -29,9 +29,16 @@ def test_topics_name_messages_that_there_are(kind: str) -> None:
             assert fnmatch.filter(names, pattern), f"{topic.title}: {pattern}"
 
 
+@pytest.mark.parametrize("kind", messages.kinds())
+def test_a_message_is_in_one_topic(kind: str) -> None:
+    names = messages.kinds()[kind]
+    found = [name for topic, others in messages.sections(kind, names) for name in (*topic.shown, *others)]
+    assert sorted(found) == names
+
+
 def test_a_new_message_needs_no_topic(tmp_path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "brand_new.txt").write_text("treescan.OddError: `step` is odd.")
     monkeypatch.setattr(messages, "GOLDEN", tmp_path)
-    page = messages.page_of("# All messages\n" + messages.START)
-    assert "## OddError\n\n### Others" in page
-    assert '--8<-- "tests/golden/brand_new.txt"' in page
+    assert messages.kinds() == {"OddError": ["brand_new"]}
+    ((topic, others),) = messages.sections("OddError", ["brand_new"])
+    assert (topic.title, others) == ("Others", ["brand_new"])

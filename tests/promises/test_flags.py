@@ -196,7 +196,7 @@ def test_jax_fails_on_an_output_without_a_cotangent_under_remat3():
 
 
 def test_jax_saves_what_a_checkpoint_leaves_out_in_the_rule_of_a_custom_jvp_under_remat3():
-    """When this fails, JAX has fixed it: `write_in_place` may take it, and `docs/compatibility.md` less."""
+    """When this fails, JAX has fixed it: `write_in_place` may take it, and `docs/what-works.md` less."""
 
     def run(body, carry, xs):
         def steps(carry, xs):

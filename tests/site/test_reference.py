@@ -11,13 +11,22 @@ from treescan._types import Options
 
 ROOT = SITE.parent
 VERBS = ("scan", "fold", "accumulate", "fori", "while_scan", "mask_scan", "scan_layers", "fold_layers")
+PAGE = {"fold": "scan", "accumulate": "scan", "fori": "scan", "fold_layers": "stacks"}  # the others have their own
 STACKS_OUTPUTS = ("scan", "accumulate", "while_scan", "mask_scan", "scan_layers")
 GUIDES = re.compile(r'<a href="\.\./(?:guides|tutorials|getting-started|choosing)[^"]*"')
 
 
+def page_of(verb: str) -> str:
+    return (SITE / "reference" / f"{PAGE.get(verb, verb)}.html").read_text()
+
+
+def entry_of(verb: str) -> str:
+    """The page from the heading of the verb on."""
+    return page_of(verb).partition(f'<h2 id="treescan.{verb}"')[2]
+
+
 def signature_of(verb: str) -> str:
-    page = (SITE / "reference" / f"{verb}.html").read_text()
-    (shown,) = re.findall(r'<div class="[^"]*doc-signature[^"]*">(.*?)</div>', page, re.DOTALL)[:1]
+    (shown,) = re.findall(r'<div class="[^"]*doc-signature[^"]*">(.*?)</div>', entry_of(verb), re.DOTALL)[:1]
     return shown
 
 
@@ -48,15 +57,14 @@ def test_a_signature_spells_out_the_options(verb: str) -> None:
 @pytest.mark.parametrize("verb", VERBS)
 def test_a_verb_leads_to_its_guides(verb: str) -> None:
     assert hasattr(treescan, verb)
-    page = (SITE / "reference" / f"{verb}.html").read_text()
+    page = page_of(verb)
     before, _, _ = page[page.index("<article") :].partition("doc-signature")
     assert GUIDES.search(before)
 
 
 @pytest.mark.parametrize("verb", VERBS)
 def test_overloads_are_folded_below(verb: str) -> None:
-    page = (SITE / "reference" / f"{verb}.html").read_text()
-    above, _, folded = page.partition('<details class="overloads"')
+    above, _, folded = entry_of(verb).partition('<details class="overloads"')
     assert "doc-signature" in above
     assert not re.match(r"[^>]* open\b", folded)
     text = html.unescape(re.sub(r"<[^>]+>", "", folded.partition("</details>")[0]))
