@@ -16,6 +16,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 
 import treescan
+import treescan._text
 
 collect_ignore = ["site"]  # needs a browser: `make test-site` runs it, without this file
 

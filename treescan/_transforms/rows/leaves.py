@@ -176,16 +176,16 @@ def written(leaf: Array) -> Array:
     known = leaf.ndim and all(isinstance(size, int) and size for size in leaf.shape)
     known = known and jnp.issubdtype(leaf.dtype, jnp.inexact)
     fused = jax.default_backend() == "cpu" and has_one_device() and not is_sharded(leaf)
-    return _written(leaf) if known and fused else leaf
+    return _written(leaf, np.arange(leaf.shape[0], dtype=np.uint32)[:, None]) if known and fused else leaf
 
 
 @jax.custom_jvp
-def _written(leaf: Array) -> Array:
-    return gather_rows(leaf, np.arange(leaf.shape[0], dtype=np.uint32)[:, None], 0, distinct=True)
+def _written(leaf: Array, rows: ArrayLike) -> Array:  # of an array within, checkify would make an argument of the rule
+    return gather_rows(leaf, rows, 0, distinct=True)
 
 
 @_written.defjvp
-def _written_rule(primals: tuple[Array], tangents: tuple[Array]) -> tuple[Array, Array]:
+def _written_rule(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
     return _written(*primals), tangents[0]  # the transpose of a gather would be a scatter
 
 
