@@ -60,6 +60,7 @@ OUTPUT = re.compile(  # a block that no lexer has coloured
     r'(<div class="highlight")(><pre><span></span><code>(?:(?!</code>|<span class=).)*</code></pre></div>)', re.DOTALL
 )
 
+VARIANCE = re.compile(r"\b([A-Z]\w*?)_(?:co|contra)\b")  # how a type parameter varies is for type checkers
 SEARCH = Path(__file__).parent / "search.js"
 
 _reference: dict[str, str] = {}  # of the build that runs: public names, and bare ones, by where they are documented
@@ -86,6 +87,7 @@ def on_page_content(html: str, page: Any, **_: object) -> str:
     if page.meta.get("tables_in_search") is False:
         html = html.replace("<table", "<table data-search-exclude")
     html = re.sub(r'<p><a href="" id="[\w.]+"></a></p>\n?', "", html)
+    html = VARIANCE.sub(r"\1", html)
     return link_names(html, lambda name: url_of(name, _reference, page.url))
 
 
