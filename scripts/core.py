@@ -1,10 +1,14 @@
-"""Prints which files make `scan`, `mask_scan` and `scan_layers` alone, for those who copy these into a project.
+"""Prints which files make `scan`, `mask_scan` and `scan_layers` alone, or copies them into a project.
+
+`python scripts/core.py FOLDER` copies the core into a folder of any name, which is then a package.
+`python scripts/core.py FOLDER --options` also copies what the options need.
 
 A verb's core are the files that are imported at the head of its own, and at the heads of these. What a function imports
 is needed for an option, or makes the loop faster (`treescan.rewriting`).
 """
 
 import ast
+import shutil
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -94,5 +98,22 @@ def page() -> str:
     )
 
 
+def copy(folder: Path, *, options: bool = False) -> None:
+    """Copies the core into a folder, and what its functions import for options."""
+    for module in core() + (late() if options else []):
+        file = file_of(module)
+        place = folder / file.relative_to(PACKAGE)
+        place.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, place)
+
+
 if __name__ == "__main__":
-    print(page(), end="")  # noqa: T201
+    match sys.argv[1:]:
+        case []:
+            print(page(), end="")  # noqa: T201
+        case [folder]:
+            copy(Path(folder))
+        case [folder, "--options"]:
+            copy(Path(folder), options=True)
+        case _:
+            sys.exit(__doc__)

@@ -60,6 +60,9 @@ OUTPUT = re.compile(  # a block that no lexer has coloured
     r'(<div class="highlight")(><pre><span></span><code>(?:(?!</code>|<span class=).)*</code></pre></div>)', re.DOTALL
 )
 
+VARIANCE = re.compile(r"\b([A-Z]\w*?)_(?:co|contra)\b")  # how a type parameter varies is for type checkers
+SEARCH = Path(__file__).parent / "search.js"
+
 _reference: dict[str, str] = {}  # of the build that runs: public names, and bare ones, by where they are documented
 
 
@@ -84,6 +87,7 @@ def on_page_content(html: str, page: Any, **_: object) -> str:
     if page.meta.get("tables_in_search") is False:
         html = html.replace("<table", "<table data-search-exclude")
     html = re.sub(r'<p><a href="" id="[\w.]+"></a></p>\n?', "", html)
+    html = VARIANCE.sub(r"\1", html)
     return link_names(html, lambda name: url_of(name, _reference, page.url))
 
 
@@ -96,6 +100,12 @@ def on_post_page(output: str, **_: object) -> str:
 def on_post_template(output_content: str, **_: object) -> str:
     """The same for the page that a server shows where there is none."""
     return on_post_page(output_content)
+
+
+def on_post_build(config: Any, **_: object) -> None:
+    """Lets the theme's search rank by all words of a query: appends `search.js` to its worker."""
+    (worker,) = Path(config.site_dir, "assets", "javascripts", "workers").glob("search.*.min.js")
+    worker.write_text(f"{worker.read_text()}\n{SEARCH.read_text()}")
 
 
 def reference_urls(pages: Iterable[tuple[str, str]]) -> dict[str, str]:

@@ -70,6 +70,7 @@ def r2d2_by_hand(p: Network, data: Replayed, burn_in: int) -> Array:
     return jax.lax.scan(reset_first, jax.lax.stop_gradient(warm), after)[1]
 
 
+# --8<-- [start:returns]
 class Trajectory(NamedTuple):
     """What actors did: leaves [T, B], and the value after the last step."""
 
@@ -91,7 +92,6 @@ def begins_of(ends: Bool[Array, "time batch"]) -> Array:
     return jnp.concatenate([jnp.zeros_like(ends[:1]), ends[:-1]])
 
 
-# --8<-- [start:returns]
 def gae(data: Trajectory, discount: float, trace: float) -> Array:
     """Generalized advantage estimates, [T, B]."""
     errors = data.rewards + next_values(data, discount) - data.values
@@ -107,6 +107,8 @@ def gae(data: Trajectory, discount: float, trace: float) -> Array:
     )[1]
 
 
+# --8<-- [end:returns]
+# --8<-- [start:vtrace]
 def vtrace(data: Trajectory, discount: float) -> Array:
     """V-trace's targets of the values, [T, B]."""
     clipped = jnp.minimum(data.ratios, 1.0)
@@ -125,7 +127,7 @@ def vtrace(data: Trajectory, discount: float) -> Array:
     return data.values + corrections
 
 
-# --8<-- [end:returns]
+# --8<-- [end:vtrace]
 def gae_by_hand(data: Trajectory, discount: float, trace: float) -> Array:
     """The same by `jax.lax.scan`: the end of an episode is a factor of 0."""
     errors = data.rewards + next_values(data, discount) - data.values

@@ -71,3 +71,24 @@ def test_overloads_are_folded_below(verb: str) -> None:
     source = "".join(file.read_text() for file in (ROOT / "treescan" / "_verbs").glob("*.py"))
     assert text.count("@overload\n") == len(re.findall(rf"^@overload\ndef {verb}\(", source, re.MULTILINE)) > 1
     assert all(len(line) <= 78 for line in text.splitlines())
+
+
+def test_the_parameters_of_mask_scan_are_grouped() -> None:
+    table = page_of("mask_scan").partition('id="parameters-by-purpose"')[2].partition("</table>")[0]
+    grouped = re.findall(r"<code>([a-z_]+)</code>", table)
+    signature = re.sub(r"<[^>]+>", "", signature_of("mask_scan"))
+    assert set(grouped) == set(re.findall(r"^    (\w+): ", signature, re.MULTILINE))
+
+
+def test_options_show_their_constructors() -> None:
+    page = (SITE / "reference" / "options.html").read_text()
+    for name, fields in {"Remat": "policy levels segment offload budget", "Progress": "label show updates"}.items():
+        signature = re.search(r"doc-signature.*?</div>", page.partition(f'id="treescan.{name}"')[2], re.DOTALL)
+        assert signature
+        text = re.sub(r"<[^>]+>", "", signature[0])
+        assert all(f" {field}: " in text for field in fields.split())
+
+
+def test_how_type_parameters_vary_is_not_shown() -> None:
+    for page in (SITE / "reference").glob("*.html"):
+        assert not re.search(r"\b[A-Z]\w*_(?:co|contra)\b", page.read_text()), page

@@ -1,0 +1,67 @@
+"""What the page for frameworks says is what the project, its results and its core are."""
+
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+from test_site_figures import script
+
+ROOT = Path(__file__).parents[2]
+PAGE = re.sub(r"\s+", " ", (ROOT / "docs" / "frameworks.md").read_text())
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+USE = """
+import sys
+import jax
+import jax.numpy as jnp
+from mylib.loops import mask_scan, scan, scan_layers
+
+step = lambda h, x: (jnp.tanh(h + x), h)
+h, xs, ws = jnp.zeros((4, 3)), jnp.ones((40, 4, 3)), jnp.ones((5, 3, 3))
+for verb in (
+    lambda h: scan(step, h, xs),
+    lambda h: mask_scan(step, h, xs, lengths=jnp.array([40, 3, 9, 20])),
+    lambda h: scan_layers(lambda w, h: (h @ w, h), h, ws),
+    *([lambda h: scan(step, h, xs, remat="nested", save="last")] if sys.argv[1:] else []),
+):
+    jax.grad(lambda h: verb(h)[0].sum())(h)
+assert "treescan" not in sys.modules
+"""
+
+
+def test_its_facts_are_those_of_the_project() -> None:
+    assert f"| {PROJECT['license']} |" in PAGE
+    assert f"version {PROJECT['version']};" in PAGE
+    floors = dict(re.fullmatch(r"([\w-]+)>=([\d.]+)", each).groups() for each in PROJECT["dependencies"])
+    assert floors.pop("jaxlib") == floors["jax"]
+    assert all(f"{'jax and jaxlib' if name == 'jax' else name} {floor}" in PAGE for name, floor in floors.items())
+    pythons = [line.rpartition(" ")[2] for line in PROJECT["classifiers"] if re.search(r"Python :: 3\.\d", line)]
+    assert f"| {pythons[0]} to {pythons[-1]} |" in PAGE
+
+
+def test_its_figures_are_those_of_the_results() -> None:
+    results = ROOT / "benchmarks" / "results"
+    rows = re.findall(r"^three verbs +import (\w+) +([\d.]+)", (results / "import_time.txt").read_text(), re.MULTILINE)
+    ratios = dict(rows)
+    assert f"takes {ratios['equinox']} of the processor time of importing equinox, and {ratios['flax']} of" in PAGE
+    measured = [re.search(r"^Measured on .*?: (.*?), (\d+) cores.*?\bjax ([\d.]+\d)", page.read_text(), re.M | re.S)
+                for page in results.glob("*.txt")]  # fmt: skip
+    assert {found[1].removesuffix(" Processor") for found in measured if found} == {"AMD EPYC", "Intel Xeon"}
+    assert {found[2] for found in measured if found} == {"2"}
+    newest = max((found[3] for found in measured if found), key=lambda release: [int(n) for n in release.split(".")])
+    assert f"JAX in the published results is {newest}." in PAGE
+
+
+def test_the_core_can_be_copied_under_another_name(tmp_path: Path) -> None:
+    core = script("core")
+    files = [module for module in core.core() if core.lines_of(module)]
+    assert f"{len(files)} files with {sum(map(core.lines_of, files)):,} lines" in PAGE
+    for folder, options in (("core", []), ("whole", ["--options"])):
+        place = tmp_path / folder / "mylib" / "loops"
+        subprocess.run([sys.executable, "scripts/core.py", str(place), *options], cwd=ROOT, check=True)
+        flags = {} if options else {"TREESCAN_REWRITE": "0"}
+        environment = os.environ | flags | {"PYTHONPATH": str(place.parents[1])}
+        command = [sys.executable, "-c", USE, *options]
+        subprocess.run(command, cwd=place.parents[1], check=True, env=environment)
