@@ -21,7 +21,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from draw_front import ASSETS, front_files, ragged
-from draw_padding import compact, padding
+from draw_padding import compact, padding, skipped
 from draw_tutorials import cache, newton, vowels
 from picture import WIDTH, Picture
 
@@ -404,7 +404,7 @@ def choosing() -> Picture:
     return picture
 
 
-PICTURES = (ragged, padding, compact, house, remat, layers, carry, loop, choosing, vowels, cache, newton)
+PICTURES = (ragged, padding, compact, skipped, house, remat, layers, carry, loop, choosing, vowels, cache, newton)
 
 
 def main() -> None:

@@ -166,17 +166,18 @@ def add(total, x):
     return total + jnp.sum(x) if jnp.ndim(total) == 0 else total + x, x
 
 
-def rows_that_run(compact: bool) -> list[int]:
-    """How many rows each step of the drawn batch runs on."""
+def rows_that_run(
+    compact: bool, lengths: tuple[int, ...] = draw_padding.LENGTHS, chunk: int = draw_padding.CHUNK
+) -> list[int]:
+    """How many rows each step of a batch runs on; of the drawn batch, if no other is given."""
     sizes: list[int] = []
 
     def body(total, x):
         jax.debug.callback(lambda x: sizes.append(len(x)), x)
         return total + x, None
 
-    rows = len(draw_padding.LENGTHS)
-    xs, lengths = jnp.ones((draw_padding.STEPS, rows)), jnp.array(draw_padding.LENGTHS)
-    treescan.mask_scan(body, jnp.zeros(rows), xs, lengths=lengths, chunk=draw_padding.CHUNK, compact=compact)
+    xs = jnp.ones((draw_padding.STEPS, len(lengths)))
+    treescan.mask_scan(body, jnp.zeros(len(lengths)), xs, lengths=jnp.array(lengths), chunk=chunk, compact=compact)
     jax.effects_barrier()
     return sizes
 
@@ -192,6 +193,15 @@ def test_padding_is_run_as_drawn(picture: str, compact: bool) -> None:
     assert len(cells) - legend == run
     of_all = f"of {rows * draw_padding.STEPS} rows"
     assert f">{run} {'are' if compact and picture == 'padding' else of_all}" in (after if compact else before)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("chunk", [1, 4, 5, 15, 16])
+@pytest.mark.parametrize("lengths", [draw_padding.LENGTHS, (16, *[1] * 7), (0,) * 8])
+def test_what_is_skipped_is_drawn_from_what_runs(lengths: tuple[int, ...], chunk: int, compact: bool) -> None:
+    chunks = draw_padding.rows_that_run(lengths, draw_padding.STEPS, chunk, compact=compact)
+    drawn = [len(rows) for steps, rows in chunks for _ in range(steps) if rows]
+    assert drawn == rows_that_run(compact, lengths, chunk)
 
 
 def test_rows_move_from_their_places() -> None:
