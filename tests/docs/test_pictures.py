@@ -28,6 +28,7 @@ PAGE = {"default": (1.0, 1.0, 1.0), "slate": colorsys.hls_to_rgb(225 / 360, 0.14
 
 
 sys.path.insert(0, str(ROOT / "scripts"))  # the script's own files are beside it
+import draw_guides  # noqa: E402
 import draw_padding  # noqa: E402
 import draw_pictures as DRAW  # noqa: E402
 import draw_tutorials  # noqa: E402
@@ -228,3 +229,28 @@ def test_the_pictures_of_tutorials_show_what_is_so() -> None:
         lengths = data["train_lengths"]
     drawn = re.findall(r'text-anchor="end">(\d+)<', (ROOT / "docs" / "pictures" / "vowels.svg").read_text())
     assert [int(length) for length in drawn] == lengths[: len(drawn)].tolist()
+
+
+def test_the_timelines_reach_what_the_plans_save() -> None:
+    for events, peak in draw_guides.timelines().values():
+        assert max(held for _, held in events) == peak
+        assert [kind for kind, _ in events].count("back") == draw_guides.T
+
+
+def test_the_pictures_of_guides_show_what_is_so() -> None:
+    where, mask = draw_guides.of_where(), draw_guides.of_mask()
+    assert np.isnan(where["new"]) and np.isnan(where["into w"])
+    assert where["into step"] == mask["into w"] == 0
+    assert where["selected"] == pytest.approx(mask["selected"])
+    sequences, rows, back = draw_guides.packed_names()
+    assert sequences == back
+    assert {name for row in rows for name in row} == {name for steps in sequences for name in steps}
+    _, order = draw_guides.turns_of()
+    assert order == list(range(draw_guides.DEPTH))
+
+
+def test_the_boxes_of_the_flowchart_are_links() -> None:
+    svg = ET.fromstring((ROOT / "docs" / "pictures" / "choosing.svg").read_text())
+    assert svg.get("role") == "group", "what is in an image is no link"
+    links = list(svg.iter("{http://www.w3.org/2000/svg}a"))
+    assert [link.get("aria-label") for link in links] == [*(" or ".join(v) for _, v, _ in DRAW.QUESTIONS), "scan"]
