@@ -59,6 +59,7 @@ FILE = re.compile(r'(<div class="[^"]*highlight")(><span class="filename">(?:exa
 OUTPUT = re.compile(  # a block that no lexer has coloured
     r'(<div class="highlight")(><pre><span></span><code>(?:(?!</code>|<span class=).)*</code></pre></div>)', re.DOTALL
 )
+ALIGNED = re.compile(r"[^\s>] {2,}\S|\^\^|~~")  # columns, and marks below a line
 
 VARIANCE = re.compile(r"\b([A-Z]\w*?)_(?:co|contra)\b")  # how a type parameter varies is for type checkers
 SEARCH = Path(__file__).parent / "search.js"
@@ -79,11 +80,18 @@ def on_page_content(html: str, page: Any, **_: object) -> str:
     The index of the search, which every page loads, is without overloads, without whole files of the repository,
     without what code prints unless a page has `output_in_search: true`, and without the tables of a page that has
     `tables_in_search: false`.
+
+    What code prints may wrap on a phone, unless it is aligned.
     """
     html = html.replace('<details class="overloads" open>', '<details class="overloads" data-search-exclude>')
     html = FILE.sub(r"\1 data-search-exclude\2", html)
-    if page.meta.get("output_in_search") is not True:
-        html = OUTPUT.sub(r"\1 data-search-exclude\2", html)
+    unfound = "" if page.meta.get("output_in_search") is True else " data-search-exclude"
+
+    def mark(output: re.Match[str]) -> str:
+        wraps = "" if ALIGNED.search(output[2]) else " data-wraps"
+        return f"{output[1]}{unfound}{wraps}{output[2]}"
+
+    html = OUTPUT.sub(mark, html)
     if page.meta.get("tables_in_search") is False:
         html = html.replace("<table", "<table data-search-exclude")
     html = re.sub(r'<p><a href="" id="[\w.]+"></a></p>\n?', "", html)

@@ -154,3 +154,78 @@ def _draw_moving_chunk(picture: Picture, top: float, number: int, live: int, ord
         picture.text(x + CHUNK * cell / 2, top - 10, says, "small", "middle")
         if live:
             picture.box(x - 1, top - 2, CHUNK * cell + 2, live * ROW + 4, "frame", round_=4)
+
+
+# The same, to try with other lengths: docs/javascripts/skipped.js draws it again as this does.
+
+FROM, CELL, TALL, OVER = 36, 22, 27, 58  # where the steps begin, how wide one is, and where the rows are
+
+
+def rows_that_run(lengths: tuple[int, ...], steps: int, chunk: int, *, compact: bool) -> list[tuple[int, list[int]]]:
+    """Of each chunk: its number of steps, and the rows that it runs on."""
+    size, rows = min(chunk, steps), len(lengths)
+    every = list(range(rows))
+    schedule = make_schedule(treescan.length_mask(jnp.array(lengths), steps), size, TIERS if compact else (rows,))
+    order = [every] * len(schedule.branch) if schedule.order is None else schedule.order.tolist()
+    counts = (0, *TIERS) if compact else (0, rows)
+    found = []
+    for number, branch in enumerate(schedule.branch.tolist()):
+        long = min(size, steps - number * size)
+        count = counts[branch] if long == size or not branch else rows  # steps that are left over run on all rows
+        found.append((long, sorted(order[number][:count])))
+    return found
+
+
+def skipped() -> Picture:
+    """The steps that run, row by row; with JavaScript, for any lengths."""
+    rows, data = len(LENGTHS), sum(LENGTHS)
+    chunks = rows_that_run(LENGTHS, STEPS, CHUNK, compact=False)
+    runs = sum(long * len(ran) for long, ran in chunks)
+    under = OVER + rows * TALL
+    bar, legend = under + 36, under + 78
+    every = rows * STEPS
+    picture = Picture(
+        "skipped",
+        legend + 8,
+        "The share of steps that run",
+        f"{rows} rows of lengths {', '.join(map(str, LENGTHS))} in {STEPS} steps, chunk={CHUNK}. "
+        f"The chunks run on {', '.join(str(len(ran)) for _, ran in chunks)} rows. {runs} of {every} steps run, and "
+        f"{data} of these are data.",
+    )
+    picture.text(0, 16, f"chunk={CHUNK}", "code")
+    picture.text(WIDTH, 16, f"{round(100 * runs / every)} % run: {runs} of {every} steps", "", "end")
+    picture.text(FROM - 6, OVER - 8, "row", "small", "end")
+    for step in range(0, STEPS, 4):
+        said = f"step {step}" if not step else str(step)
+        picture.text(FROM + step * CELL + 2, OVER - 8, said, "small")
+    for row in range(rows):
+        y = OVER + row * TALL
+        picture.text(FROM - 10, y + 18, str(row), "small", "end")
+        begin = 0
+        for long, ran in chunks:
+            for step in range(begin, begin + long):
+                kind = "data" if step < LENGTHS[row] else "padding" if row in ran else "absent"
+                picture.box(FROM + step * CELL + 2, y + 3, CELL - 4, TALL - 6, kind, round_=2)
+            begin += long
+    picture.text(FROM - 6, under + 17, "rows", "small", "end")
+    begin = 0
+    for long, ran in chunks:
+        x = FROM + begin * CELL
+        picture.line((x, OVER - 2), (x, under + 20))
+        picture.text(x + long * CELL / 2, under + 17, str(len(ran)), "small", "middle")
+        begin += long
+    picture.line((FROM + begin * CELL, OVER - 2), (FROM + begin * CELL, under + 20))
+    x = 1.0
+    for kind, count in (("data", data), ("padding", runs - data), ("absent", every - runs)):
+        if count:
+            wide = count * (WIDTH - 2) / every
+            picture.box(x, bar, wide, 16, kind, round_=0)
+            x += wide
+    for x, kind, says in (
+        (0, "data", f"data: {data}"),
+        (104, "padding", f"padding that runs: {runs - data}"),
+        (290, "absent", f"not run: {every - runs}"),
+    ):
+        picture.box(x + 1, legend - 13, 18, 16, kind, round_=2)
+        picture.text(x + 26, legend, says, "small")
+    return picture

@@ -4,7 +4,7 @@ Run `python scripts/draw_pictures.py`.
 
 What a picture shows of the library it asks the library: which chunks are run, what a plan saves, what a carry reads.
 `tests/docs/test_pictures.py` holds the files to what is drawn here and in the files beside: `draw_front.py`,
-`draw_padding.py` and `draw_tutorials.py`, on `picture.py`.
+`draw_guides.py`, `draw_padding.py` and `draw_tutorials.py`, on `picture.py`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 from draw_front import ASSETS, front_files, ragged
-from draw_padding import compact, padding
+from draw_guides import axes, held, nan, packing, resets, turns
+from draw_padding import compact, padding, skipped
 from draw_tutorials import cache, newton, vowels
 from picture import WIDTH, Picture
 
@@ -342,14 +343,14 @@ def table() -> str:
 
 # Which loop to write.
 
-QUESTIONS: tuple[tuple[tuple[str, ...], tuple[str, ...]], ...] = (
-    (("A handful of steps,", "or each of another kind?"), ("for",)),
-    (("Layers of one model?",), ("fold_layers", "scan_layers")),
-    (("Rows of unequal length", "in one batch?"), ("mask_scan",)),
-    (("Does it end when", "the carry says so?"), ("while_scan",)),
-    (("Is an index all", "that a step reads?"), ("fori",)),
-    (("Is the last carry", "all that you keep?"), ("fold",)),
-    (("Are the carries", "what you keep?"), ("accumulate",)),
+QUESTIONS: tuple[tuple[tuple[str, ...], tuple[str, ...], str], ...] = (  # and the page of the answer
+    (("A handful of steps,", "or each of another kind?"), ("for",), "#what-they-take"),
+    (("Layers of one model?",), ("fold_layers", "scan_layers"), "guides/layers.html"),
+    (("Rows of unequal length", "in one batch?"), ("mask_scan",), "guides/variable-length.html"),
+    (("Does it end when", "the carry says so?"), ("while_scan",), "guides/early-exit.html"),
+    (("Is an index all", "that a step reads?"), ("fori",), "reference/scan.html#treescan.fori"),
+    (("Is the last carry", "all that you keep?"), ("fold",), "reference/scan.html#treescan.fold"),
+    (("Are the carries", "what you keep?"), ("accumulate",), "reference/scan.html#treescan.accumulate"),
 )
 
 
@@ -377,12 +378,13 @@ def walk() -> str:
 def choosing() -> Picture:
     """Questions that lead to a verb: a yes goes to the right, a no goes down."""
     height, apart, wide, answer = 46, 66, 222, 262
-    said = "; ".join(f"{' '.join(lines)} {' or '.join(verbs)}" for lines, verbs in QUESTIONS)
+    said = "; ".join(f"{' '.join(lines)} {' or '.join(verbs)}" for lines, verbs, _ in QUESTIONS)
     picture = Picture(
         "choosing",
         len(QUESTIONS) * apart + 38,
         "Which loop to write",
         f"Questions, from the top down: {said}; else scan.",
+        links=True,
     )
 
     def box(x: float, y: float, width: float, lines: tuple[str, ...], kind: str, style: str) -> None:
@@ -390,21 +392,26 @@ def choosing() -> Picture:
         for number, line in enumerate(lines):
             picture.text(x + width / 2, y + 28 - 9 * (len(lines) - 1) + 18 * number, line, style, "middle")
 
-    for number, (lines, verbs) in enumerate(QUESTIONS):
+    for number, (lines, verbs, page) in enumerate(QUESTIONS):
         y = 1 + number * apart
         box(1, y, wide, lines, "box", "")
-        box(answer, y, WIDTH - answer - 1, verbs, "strong box", "code")
+        with picture.link(page, " or ".join(verbs)):
+            box(answer, y, WIDTH - answer - 1, verbs, "strong box", "code")
         picture.arrow((1 + wide, y + height / 2), (answer, y + height / 2))
         picture.text(wide + 6, y + height / 2 - 6, "yes", "small")
         picture.arrow((1 + wide / 2, y + height), (1 + wide / 2, y + apart))
         picture.text(10 + wide / 2, y + height + 14, "no", "small")
     bottom = 1 + len(QUESTIONS) * apart
-    picture.box(1, bottom, wide, 36, "strong box")
-    picture.text(1 + wide / 2, bottom + 23, "scan", "code", "middle")
+    with picture.link("reference/scan.html", "scan"):
+        picture.box(1, bottom, wide, 36, "strong box")
+        picture.text(1 + wide / 2, bottom + 23, "scan", "code", "middle")
     return picture
 
 
-PICTURES = (ragged, padding, compact, house, remat, layers, carry, loop, choosing, vowels, cache, newton)
+PICTURES = (
+    *(ragged, padding, compact, skipped, house, remat, layers, carry, loop, choosing, vowels, cache, newton),
+    *(resets, packing, axes, nan, held, turns),
+)
 
 
 def main() -> None:

@@ -22,12 +22,14 @@ class Picture:
         height: in units.
         title: its name to those who do not see it.
         describes: what it shows, to the same.
+        links: whether it has links, which an image cannot have.
     """
 
-    def __init__(self, name: str, height: float, title: str, describes: str) -> None:
+    def __init__(self, name: str, height: float, title: str, describes: str, *, links: bool = False) -> None:
         self.name = name
+        role = "group" if links else "img"
         self.lines = [
-            f'<svg class="picture" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="img" '
+            f'<svg class="picture" xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {height:g}" role="{role}" '
             f'aria-labelledby="{name}-title" aria-describedby="{name}-desc" data-search-exclude="">',
             f'<title id="{name}-title">{html.escape(title)}</title>',
             f'<desc id="{name}-desc">{html.escape(describes)}</desc>',
@@ -67,6 +69,13 @@ class Picture:
         self.line(*points[:-1], foot)
         sides = [(foot[0] - side * dy, foot[1] + side * dx) for side in (4.5, -4.5)]
         self.area((x1, y1), *sides, kind="head")
+
+    @contextlib.contextmanager
+    def link(self, to: str, says: str) -> Generator[None]:
+        """A group that leads to a page of the site, and its name to those who do not see it."""
+        self.lines.append(f'<a href="{html.escape(to)}" aria-label="{html.escape(says)}">')
+        yield
+        self.lines.append("</a>")
 
     @contextlib.contextmanager
     def moving(self, kind: str, at: float, **by: float) -> Generator[None]:

@@ -121,3 +121,11 @@ def test_files_of_the_repository_are_left_out_of_the_search() -> None:
         block = f'<div class="language-py highlight"><span class="filename">{title}</span>'
         made = hooks.on_page_content(block, SimpleNamespace(url="index.html", meta={}))
         assert ("data-search-exclude" in made) == left_out
+
+
+def test_what_code_prints_wraps_unless_it_is_aligned() -> None:
+    page = SimpleNamespace(meta={}, url="guides/memory.html")
+    for text, wraps in (("a b c", True), ("  a\n  b", True), ("a   b", False), ("f(x)\n ^^^", False)):
+        made = hooks.on_page_content(f'<div class="highlight"><pre><span></span><code>{text}</code></pre></div>', page)
+        assert ("data-wraps" in made) == wraps
+        assert "data-search-exclude" in made

@@ -28,6 +28,7 @@ PAGE = {"default": (1.0, 1.0, 1.0), "slate": colorsys.hls_to_rgb(225 / 360, 0.14
 
 
 sys.path.insert(0, str(ROOT / "scripts"))  # the script's own files are beside it
+import draw_guides  # noqa: E402
 import draw_padding  # noqa: E402
 import draw_pictures as DRAW  # noqa: E402
 import draw_tutorials  # noqa: E402
@@ -166,17 +167,18 @@ def add(total, x):
     return total + jnp.sum(x) if jnp.ndim(total) == 0 else total + x, x
 
 
-def rows_that_run(compact: bool) -> list[int]:
-    """How many rows each step of the drawn batch runs on."""
+def rows_that_run(
+    compact: bool, lengths: tuple[int, ...] = draw_padding.LENGTHS, chunk: int = draw_padding.CHUNK
+) -> list[int]:
+    """How many rows each step of a batch runs on; of the drawn batch, if no other is given."""
     sizes: list[int] = []
 
     def body(total, x):
         jax.debug.callback(lambda x: sizes.append(len(x)), x)
         return total + x, None
 
-    rows = len(draw_padding.LENGTHS)
-    xs, lengths = jnp.ones((draw_padding.STEPS, rows)), jnp.array(draw_padding.LENGTHS)
-    treescan.mask_scan(body, jnp.zeros(rows), xs, lengths=lengths, chunk=draw_padding.CHUNK, compact=compact)
+    xs = jnp.ones((draw_padding.STEPS, len(lengths)))
+    treescan.mask_scan(body, jnp.zeros(len(lengths)), xs, lengths=jnp.array(lengths), chunk=chunk, compact=compact)
     jax.effects_barrier()
     return sizes
 
@@ -192,6 +194,15 @@ def test_padding_is_run_as_drawn(picture: str, compact: bool) -> None:
     assert len(cells) - legend == run
     of_all = f"of {rows * draw_padding.STEPS} rows"
     assert f">{run} {'are' if compact and picture == 'padding' else of_all}" in (after if compact else before)
+
+
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("chunk", [1, 4, 5, 15, 16])
+@pytest.mark.parametrize("lengths", [draw_padding.LENGTHS, (16, *[1] * 7), (0,) * 8])
+def test_what_is_skipped_is_drawn_from_what_runs(lengths: tuple[int, ...], chunk: int, compact: bool) -> None:
+    chunks = draw_padding.rows_that_run(lengths, draw_padding.STEPS, chunk, compact=compact)
+    drawn = [len(rows) for steps, rows in chunks for _ in range(steps) if rows]
+    assert drawn == rows_that_run(compact, lengths, chunk)
 
 
 def test_rows_move_from_their_places() -> None:
@@ -218,3 +229,28 @@ def test_the_pictures_of_tutorials_show_what_is_so() -> None:
         lengths = data["train_lengths"]
     drawn = re.findall(r'text-anchor="end">(\d+)<', (ROOT / "docs" / "pictures" / "vowels.svg").read_text())
     assert [int(length) for length in drawn] == lengths[: len(drawn)].tolist()
+
+
+def test_the_timelines_reach_what_the_plans_save() -> None:
+    for events, peak in draw_guides.timelines().values():
+        assert max(held for _, held in events) == peak
+        assert [kind for kind, _ in events].count("back") == draw_guides.T
+
+
+def test_the_pictures_of_guides_show_what_is_so() -> None:
+    where, mask = draw_guides.of_where(), draw_guides.of_mask()
+    assert np.isnan(where["new"]) and np.isnan(where["into w"])
+    assert where["into step"] == mask["into w"] == 0
+    assert where["selected"] == pytest.approx(mask["selected"])
+    sequences, rows, back = draw_guides.packed_names()
+    assert sequences == back
+    assert {name for row in rows for name in row} == {name for steps in sequences for name in steps}
+    _, order = draw_guides.turns_of()
+    assert order == list(range(draw_guides.DEPTH))
+
+
+def test_the_boxes_of_the_flowchart_are_links() -> None:
+    svg = ET.fromstring((ROOT / "docs" / "pictures" / "choosing.svg").read_text())
+    assert svg.get("role") == "group", "what is in an image is no link"
+    links = list(svg.iter("{http://www.w3.org/2000/svg}a"))
+    assert [link.get("aria-label") for link in links] == [*(" or ".join(v) for _, v, _ in DRAW.QUESTIONS), "scan"]

@@ -1,0 +1,421 @@
+"""Pictures of the guides: what a call of the library returned, or what a plan of it says, on a timeline or in boxes."""
+
+from __future__ import annotations
+
+import functools
+import math
+from typing import Literal
+
+import jax
+import jax.numpy as jnp
+from picture import WIDTH, Picture
+
+import treescan
+
+# Resets on a timeline.
+
+RESETS, STEPS = (3, 6), 8
+BEGINS = (0, *RESETS)  # of the episodes: a reset at step 0 would start the first from `reset_to` too
+INIT, RESET_TO = 100, 0
+
+
+@functools.cache
+def totals(reverse: bool) -> list[int]:
+    """The running total of ones in a row with resets."""
+    resets = jnp.isin(jnp.arange(STEPS), jnp.array(RESETS))[:, None]
+    _, ys = treescan.mask_scan(
+        lambda total, x: (total + x, total + x),
+        jnp.full(1, float(INIT)),
+        jnp.ones((STEPS, 1)),
+        resets=resets,
+        reset_to=float(RESET_TO),
+        reverse=reverse,
+    )
+    return [int(y) for y in ys[:, 0]]
+
+
+def resets() -> Picture:
+    """Three episodes in one row, forward and in reverse."""
+    left, cell, gap = 54, 38, 20
+    ends = (*BEGINS[1:], STEPS)
+    picture = Picture(
+        "resets",
+        326,
+        "Resets on a timeline, forward and in reverse",
+        f"A row of {STEPS} steps with resets at {' and '.join(map(str, RESETS))}, each step adding 1 to the total. "
+        f"Forward, the first episode starts from init={INIT} and the others from reset_to={RESET_TO}: the outputs are "
+        f"{', '.join(map(str, totals(False)))}. In reverse, the last episode starts from init, at its last step, and "
+        f"the others from reset_to: the outputs are {', '.join(map(str, totals(True)))}.",
+    )
+
+    def at(step: int) -> float:
+        return left + step * cell + gap * (sum(begin <= step for begin in BEGINS) - 1)
+
+    picture.text(0, 16, "step", "small")
+    picture.text(0, 42, "resets", "small code")
+    for step in range(STEPS):
+        picture.text(at(step) + cell / 2, 16, str(step), "small", "middle")
+        picture.box(at(step) + 11, 29, 16, 16, "data" if step in RESETS else "absent", round_=2)
+    for top, reverse in ((78, False), (216, True)):
+        picture.text(0, top, "reverse=True" if reverse else "forward", "code" if reverse else "bold")
+        picture.text(0, top + 75, "total", "small")
+        for begin, end in zip(BEGINS, ends, strict=True):
+            first, last = (end - 1, begin) if reverse else (begin, end - 1)
+            from_init = begin == (BEGINS[-1] if reverse else BEGINS[0])
+            start = f"init={INIT}" if from_init else f"reset_to={RESET_TO}"
+            edge = at(first) + (cell if reverse else 0)
+            picture.text(edge, top + 26, start, "small code", "end" if reverse else "start")
+            middle = at(first) + cell / 2
+            picture.arrow((middle, top + 32), (middle, top + 53))
+            for step in range(begin, end):
+                picture.box(at(step) + 1, top + 54, cell - 2, 32, "strong box")
+                picture.text(at(step) + cell / 2, top + 75, str(totals(reverse)[step]), "", "middle")
+            picture.arrow(
+                (at(first) + (cell if reverse else 0), top + 97), (at(last) + (0 if reverse else cell), top + 97)
+            )
+    return picture
+
+
+# Sequences in rows.
+
+LENGTHS = (4, 2, 3, 1)
+
+
+def packed_names() -> tuple[list[list[str]], list[list[str]], list[list[str]]]:
+    """Each step of each sequence by its name: in the list, in the rows of `pack`, and in what `unpack` returns."""
+
+    def name(code: int) -> str:
+        return "abcdefg"[code // 10] + str(code % 10) if code >= 0 else ""
+
+    sequences = [jnp.arange(length) + 10 * number for number, length in enumerate(LENGTHS)]
+    batch = treescan.pack(sequences)
+    rows = jnp.where(batch.mask, batch.data, -1).T.tolist()
+    back = treescan.unpack(batch, batch.data)
+    return tuple([[name(int(code)) for code in row] for row in table] for table in (sequences, rows, back))  # type: ignore[return-value]
+
+
+def packing() -> Picture:
+    """Sequences in a list, in rows, and in a list again."""
+    sequences, rows, back = packed_names()
+    picture = Picture(
+        "packing",
+        176,
+        "pack and unpack",
+        f"Sequences of {', '.join(map(str, LENGTHS))} steps, a to d. pack lays them into "
+        f"{len(rows)} rows: {'; '.join(' '.join(row) for row in rows)}. The carry restarts at the first step of each "
+        "sequence. unpack returns a list in the order of the first.",
+    )
+    cell, tall, top = 21, 26, 30
+    middle = top + 2 * tall
+
+    def grid(left: float, heading: str, table: list[list[str]], *, y: float, of: str = "") -> None:
+        picture.text(left + 1, top - 12, heading, "small")
+        for number, row in enumerate(table):
+            for place, name in enumerate(row):
+                kind = "strong box" if name.endswith("0") else "box" if name else "absent"
+                picture.box(left + place * cell + 1, y + number * tall + 1, cell - 2, tall - 4, kind, round_=2)
+                picture.text(left + (place + 0.5) * cell, y + number * tall + 16.5, of + name, "small", "middle")
+
+    columns = max(map(len, rows))
+    center = (WIDTH - columns * cell) / 2
+    right = WIDTH - max(LENGTHS) * cell
+    grid(0, "sequences", sequences, y=top)
+    grid(center, f"{len(rows)} rows", rows, y=middle - len(rows) * tall / 2)
+    grid(right, "outputs", back, y=top)
+    for x, to, says in ((max(LENGTHS) * cell, center, "pack"), (center + columns * cell, right, "unpack")):
+        picture.arrow((x + 7, middle - 2), (to - 6, middle - 2))
+        picture.text((x + to) / 2, middle - 12, says, "small code", "middle")
+    picture.box(1, 151, 18, 16, "strong box", round_=2)
+    picture.text(27, 165, "first step of a sequence: the carry restarts", "small")
+    return picture
+
+
+# Which axis is which.
+
+SIZES = {"T": 5, "B": 3, "D": 2, "H": 4, "K": 7}
+
+
+@functools.cache
+def shapes() -> dict[str, str]:
+    """The axes of each array of a call, by the letters of their sizes."""
+    found: dict[str, tuple[int, ...]] = {}
+
+    def body(carry, x):
+        found.update({"carry": carry.shape, "x": x.shape})
+        y = jnp.zeros((SIZES["B"], SIZES["K"]))
+        found["y"] = y.shape
+        return carry, y
+
+    def call(carry, xs, mask):
+        found["xs"] = xs.shape
+        return treescan.mask_scan(body, carry, xs, mask=mask, time_axis=1, carry_axes=1)
+
+    types = ((SIZES["H"], SIZES["B"]), (SIZES["B"], SIZES["T"], SIZES["D"]))
+    mask = jax.ShapeDtypeStruct((SIZES["B"], SIZES["T"]), bool)
+    _, ys = jax.eval_shape(call, *(jax.ShapeDtypeStruct(shape, float) for shape in types), mask)
+    found["ys"] = ys.shape
+    letters = {size: letter for letter, size in SIZES.items()}
+    return {name: "".join(letters[size] for size in shape) for name, shape in found.items()}
+
+
+def axes() -> Picture:
+    """Which option names which axis."""
+    found = shapes()
+    picture = Picture(
+        "axes",
+        290,
+        "Which option names which axis",
+        "In mask_scan with time_axis=1 and carry_axes=1: "
+        + "; ".join(f"{name} is [{', '.join(letters)}]" for name, letters in found.items())
+        + ". time_axis is the axis of time T in xs and ys, x_axes and y_axes are that of the rows B in one step's x "
+        "and y, and carry_axes is that in the carry.",
+    )
+    cell = 34
+
+    def array(left: float, y: float, name: str, axis: str, option: str) -> None:
+        letters = found[name]
+        picture.text(left, y - 8, name, "code")
+        for number, letter in enumerate(letters):
+            kind = "strong box" if letter == axis else "box"
+            picture.box(left + number * cell + 1, y + 1, cell - 2, 28, kind)
+            picture.text(left + (number + 0.5) * cell, y + 20, letter, "bold" if letter == axis else "", "middle")
+        place = letters.index(axis)
+        picture.text(left, y + 47, f"{option}={place}", "small code")
+
+    right = WIDTH - 3 * cell - 16
+    array(0, 26, "xs", "T", "time_axis")
+    array(right, 26, "ys", "T", "time_axis")
+    array(0, 126, "x", "B", "x_axes")
+    array(right, 126, "y", "B", "y_axes")
+    array(0, 226, "carry", "B", "carry_axes")
+    array(right, 226, "carry", "B", "carry_axes")
+    picture.arrow((cell, 78), (cell, 104))
+    picture.text(cell + 12, 96, "one step", "small")
+    picture.arrow((right + cell, 104), (right + cell, 78))
+    picture.text(right + cell + 12, 96, "stacked", "small")
+    body, wide = 128, 84
+    picture.box(body, 116, wide, 150, "box")
+    picture.text(body + wide / 2, 196, "body", "bold", "middle")
+    for y in (142, 242):
+        picture.arrow((2 * cell + 6, y), (body, y))
+        picture.arrow((body + wide, y), (right - 6, y))
+    return picture
+
+
+# The way of a NaN.
+
+
+def of_where() -> dict[str, float]:
+    """At a padded step with a selection after it: what flows forward, and which cotangents flow back."""
+    h, w, x = math.sqrt(2), 1.0, math.nan
+    out, pull = jax.vjp(lambda h, w: jnp.sqrt(h + w * x), h, w)
+    selected, choose = jax.vjp(lambda new, h: jnp.where(False, new, h), out, h)
+    (into_step, _) = choose(jnp.ones_like(selected))
+    (_, into_w) = pull(into_step)
+    return {"new": float(out), "selected": float(selected), "into step": float(into_step), "into w": float(into_w)}
+
+
+def of_mask() -> dict[str, float]:
+    """The same in `mask_scan`: the last carry of the row, and the gradient that the padded step adds."""
+
+    def total(w, steps):
+        xs = jnp.array([[2.0], [math.nan]])[:steps]
+        h, _ = treescan.mask_scan(lambda h, x: (jnp.sqrt(h + w * x), None), jnp.zeros(1), xs, lengths=jnp.array([1]))
+        return h.sum()
+
+    value, gradient = jax.value_and_grad(total)(1.0, 2)
+    return {"selected": float(value), "into w": float(gradient - jax.grad(total)(1.0, 1))}
+
+
+def nan() -> Picture:
+    """The way of a NaN at a padded step, forward and back."""
+    where, mask = of_where(), of_mask()
+    picture = Picture(
+        "nan",
+        304,
+        "The way of a NaN at a padded step, forward and back",
+        f"With jnp.where after the step: x is NaN, the step returns {where['new']:g}, and where keeps the old carry, "
+        f"{where['selected']:.2f}. Backwards, the cotangent of the discarded value is {where['into step']:g}, and 0 "
+        f"times NaN is {where['into w']:g} in the gradient of w. In mask_scan: the step is given a valid x instead, "
+        f"its result is discarded, and the padded step adds {mask['into w']:g} to the gradient of w.",
+    )
+
+    def panel(top: float, title: str, chooses: str, values: tuple[str, str, str, str], gradient: str) -> None:
+        enters, returns, selected, back = values
+        picture.text(0, top, title, "bold")
+        y = top + 22
+        picture.box(1, y, 72, 52)
+        picture.text(37, y + 31, "x = nan", "small code", "middle")
+        picture.box(123, y, 130, 52, "strong box")
+        picture.text(188, y + 31, "sqrt(h + w * x)", "small code", "middle")
+        picture.box(303, y, 96, 52)
+        picture.text(351, y + 22, chooses, "small code", "middle")
+        picture.text(351, y + 41, f"h = {selected}", "small", "middle")
+        for begin, end, says in ((73, 123, enters), (253, 303, returns)):
+            picture.arrow((begin, y + 16), (end, y + 16))
+            picture.text((begin + end) / 2 - 3, y + 9, says, "small", "middle")
+        picture.arrow((303, y + 38), (253, y + 38))
+        picture.text(281, y + 55, back, "small", "middle")
+        picture.arrow((140, y + 52), (140, y + 82))
+        picture.text(152, y + 76, f"gradient of w: {gradient}", "bold" if gradient.endswith("nan") else "")
+
+    new, back = f"{where['new']:g}", f"{where['into step']:g}"
+    of_w = f"{back} * nan = {where['into w']:g}"
+    panel(16, "jnp.where after the step", "where", ("nan", new, f"{where['selected']:.2f}", back), of_w)
+    of_w = f"0 * finite = {mask['into w']:g}"
+    panel(156, "mask_scan", "select", ("valid", "finite", f"{mask['selected']:.2f}", "0"), of_w)
+    picture.arrow((1, 291), (30, 291))
+    picture.text(38, 296, "values", "small")
+    picture.arrow((139, 291), (110, 291))
+    picture.text(147, 296, "cotangents", "small")
+    return picture
+
+
+# What plans hold over time.
+
+T, CARRY, STEP = 16, 1, 2  # in carries: a carry, and what a step saves
+Kind = Literal["forward", "again", "back"]
+
+
+def timeline(plan: str | None, size: int = 0) -> list[tuple[Kind, int]]:
+    """What happens one after the other, and how many carries' bytes the gradient needs then."""
+    events: list[tuple[Kind, int]] = []
+    held = 0
+
+    def note(kind: Kind, more: int, then: int = 0) -> None:
+        nonlocal held
+        held += more
+        events.append((kind, held))
+        held += then
+
+    for step in range(T):
+        note("forward", STEP if plan is None else CARRY if plan == "step" or step % size == 0 else 0)
+    if plan is None:
+        for _ in range(T):
+            note("back", 0, -STEP)
+    elif plan == "step":
+        for _ in range(T):
+            note("again", STEP)
+            note("back", 0, -STEP - CARRY)
+    else:
+        for _ in range(T // size):
+            for _ in range(size):
+                note("again", CARRY)
+            for _ in range(size):
+                note("again", STEP)
+                note("back", 0, -STEP - CARRY)
+            held -= CARRY
+    return events
+
+
+@functools.cache
+def timelines() -> dict[str, tuple[list[tuple[Kind, int]], int]]:
+    """By plan: its timeline, and the most carries that the library says it saves at one time."""
+    weights, h = jnp.zeros((64, 64)), jnp.zeros((256, 64))
+
+    def step(h: jax.Array, _: None) -> tuple[jax.Array, None]:
+        return jnp.sin(h @ weights), None
+
+    found = {}
+    for name, remat in (("None", None), ('"step"', "step"), ('"nested"', "nested")):
+        plan = treescan.plan_remat(step, h, length=T, remat=remat)  # type: ignore[arg-type]
+        assert plan.step_bytes == STEP * plan.carry_bytes
+        found[name] = timeline(remat, *plan.sizes), plan.saved_bytes // plan.carry_bytes
+    return found
+
+
+def held() -> Picture:
+    """What the gradient needs over time, under three plans."""
+    found = timelines()
+    unit, tall, apart = 6, 66, 128
+    most = max(peak for _, peak in found.values())
+    kinds = {"forward": "strong box", "again": "padding", "back": "data"}
+    picture = Picture(
+        "held",
+        len(found) * apart + 24,
+        "What the gradient needs over time",
+        f"A loop of {T} steps. "
+        + " ".join(
+            f"remat={name}: at most {peak} carries at one time, in {sum(kind != 'back' for kind, _ in events)} "
+            f"evaluations and {T} backward steps."
+            for name, (events, peak) in found.items()
+        ),
+    )
+    left = 8
+    for number, (name, (events, peak)) in enumerate(found.items()):
+        top = number * apart
+        floor = top + 34 + tall
+        picture.text(0, top + 16, f"remat={name}", "code")
+        picture.text(WIDTH, top + 16, f"at most {peak} carries", "", "end")
+        picture.line((left, floor), (left + 64 * unit, floor), kind="rule")
+        points: list[tuple[float, float]] = [(left, floor)]
+        for place, (_, now) in enumerate(events):
+            y = floor - now * tall / most
+            points += [(left + place * unit, y), (left + (place + 1) * unit, y)]
+        points.append((left + len(events) * unit, floor))
+        picture.area(*points, kind="strong box")
+        begin = 0
+        for place, (kind, _) in enumerate(events):
+            if place + 1 == len(events) or events[place + 1][0] != kind:
+                picture.box(left + begin * unit, floor + 4, (place + 1 - begin) * unit, 9, kinds[kind], round_=0)
+                begin = place + 1
+    legend = len(found) * apart + 14
+    for x, kind, says in ((0, "forward", "forward"), (96, "again", "recomputed"), (224, "back", "backward")):
+        picture.box(x + 1, legend - 13, 18, 16, kinds[kind], round_=2)
+        picture.text(x + 26, legend, says, "small")
+    return picture
+
+
+# Layers that take turns.
+
+NAMES = ("local", "local", "global")
+DEPTH = 7
+
+
+def turns_of() -> tuple[list[list[int]], list[int]]:
+    """The layers that each block ran, and all layers in the order in which they ran."""
+    stacks = [jnp.arange(DEPTH)[i :: len(NAMES)] for i in range(len(NAMES))]
+    blocks = [lambda layer, ran: (jnp.roll(ran, -1).at[-1].set(layer), layer) for _ in NAMES]
+    ran, numbers = treescan.scan_layers(blocks, jnp.full(DEPTH, -1), stacks)
+    return [number.tolist() for number in numbers], ran.tolist()
+
+
+def turns() -> Picture:
+    """The stacks of three blocks, and the order of their layers."""
+    stacks, order = turns_of()
+    assert order == list(range(DEPTH))
+    periods = max(map(len, stacks))
+    left, cell, tall, top = 118, 94, 48, 34
+    picture = Picture(
+        "turns",
+        top + len(stacks) * tall - 12,
+        "Layers that take turns",
+        "Blocks "
+        + ", ".join(NAMES)
+        + ". "
+        + " ".join(
+            f"The stack of block {number} holds layers {', '.join(map(str, layers))}."
+            for number, layers in enumerate(stacks)
+        )
+        + " One step of the loop runs one period: the next layer of each stack in turn.",
+    )
+    for period in range(periods):
+        x = left + period * cell
+        picture.text(x + (cell - 22) / 2, top - 14, f"period {period}", "small", "middle")
+        for block, layers in enumerate(stacks):
+            y = top + block * tall
+            there = period < len(layers)
+            picture.box(x + 1, y + 1, cell - 24, 30, "strong box" if there else "absent")
+            if there:
+                picture.text(x + (cell - 22) / 2, y + 21, f"layer {layers[period]}", "", "middle")
+            if there and block + 1 < len(stacks) and period < len(stacks[block + 1]):
+                picture.arrow((x + 36, y + 32), (x + 36, y + tall))
+        if period + 1 < periods:
+            last = top + (len(stacks) - 1) * tall + 16
+            over = x + cell - 14
+            picture.arrow((x + cell - 23, last), (over, last), (over, top + 16), (x + cell + 1, top + 16))
+    for block, name in enumerate(NAMES):
+        y = top + block * tall
+        picture.text(0, y + 13, f"stacks[{block}]", "small code")
+        picture.text(0, y + 29, name, "small")
+    return picture
