@@ -152,7 +152,7 @@ def shapes() -> dict[str, str]:
 
     types = ((SIZES["H"], SIZES["B"]), (SIZES["B"], SIZES["T"], SIZES["D"]))
     mask = jax.ShapeDtypeStruct((SIZES["B"], SIZES["T"]), bool)
-    _, ys = jax.eval_shape(call, *(jax.ShapeDtypeStruct(shape, float) for shape in types), mask)
+    _, ys = jax.eval_shape(call, *(jax.ShapeDtypeStruct(shape, jnp.float32) for shape in types), mask)
     found["ys"] = ys.shape
     letters = {size: letter for letter, size in SIZES.items()}
     return {name: "".join(letters[size] for size in shape) for name, shape in found.items()}
