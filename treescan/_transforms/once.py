@@ -214,11 +214,11 @@ class ComputeOnce:
     def __call__(self, loop: Loop) -> Loop:
         parted = self.part(loop)
         again = None if self.again is None else self.again(parted.once, self._reads_watched(loop, parted))
-        if again is None:
-            return parted.loop.finished(notes=lambda result: {"once": parted.once})
-        shared = loop.consts._replace(args=(*loop.consts.args[:-1], again))
-        rest = self._over_axes(dataclasses.replace(loop, consts=shared))
-        rest = dataclasses.replace(rest, step=DroppingOnce(rest.step, self.wanted))
+        rest = parted.loop
+        if again is not None:
+            shared = loop.consts._replace(args=(*loop.consts.args[:-1], again))
+            rest = self._over_axes(dataclasses.replace(loop, consts=shared))
+            rest = dataclasses.replace(rest, step=DroppingOnce(rest.step, self.wanted))
         return rest.finished(notes=lambda result: {"once": parted.once})
 
     def part(self, loop: Loop) -> Parted:

@@ -277,8 +277,8 @@ class QuietSteps:
         for start, stop in parts[::-1] if loop.reverse else parts:
             flags = everything if start in loud else always
             part = dataclasses.replace(loop, state=state)
-            run_part = _run_alone if start in loud else self._run_loop
-            state, new = run_part(part, start, stop, Emit(loop.step, flags))
+            step = _as_function(loop, Emit(loop.step, flags))
+            state, new = _run_alone(part, step, start) if start in loud else self._run_loop(part, step, start, stop)
             kept = [i for i, flag in enumerate(flags) if flag]
             if not all(always[i] or i in loud[start] for i in kept):
                 new = jax.lax.optimization_barrier(new)  # all single steps are the same, so they share one program
@@ -293,12 +293,11 @@ class QuietSteps:
         pieces = [each[::-1] if loop.reverse else each for each in ys.values()]
         return state, [each[0] if len(each) == 1 else jnp.concatenate(each) for each in pieces]
 
-    def _run_loop(self, loop: Loop, start: int, stop: int, step: Step) -> tuple[PyTree, list[Array]]:
+    def _run_loop(self, loop: Loop, step: Step, start: int, stop: int) -> tuple[PyTree, list[Array]]:
         whole = (start, stop) == (0, loop.length)
         xs = loop.xs if whole else jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, start, stop), loop.xs)
-        loop = dataclasses.replace(loop, step=_as_function(loop, step), xs=xs, length=stop - start)
-        part = as_step(loop)
-        return (part if self.inside is None else self.inside(part))(loop.consts, loop.state, loop.xs)
+        part: Step = as_step(dataclasses.replace(loop, step=step, length=stop - start))
+        return (part if self.inside is None else self.inside(part))(loop.consts, loop.state, xs)
 
     def _loud_steps(self) -> dict[int, list[int]]:
         """The steps that keep more than all steps do, and the leaves that they keep."""
@@ -311,10 +310,9 @@ class QuietSteps:
         return loud
 
 
-def _run_alone(loop: Loop, start: int, stop: int, step: Step) -> tuple[PyTree, list[Array]]:
-    del stop
-    feed = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, start, keepdims=False), loop.xs)
-    state, ys = as_arrays(_as_function(loop, step)(loop.consts, loop.state, feed))  # a constant comes as a number
+def _run_alone(loop: Loop, step: Step, place: int) -> tuple[PyTree, list[Array]]:
+    feed = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, place, keepdims=False), loop.xs)
+    state, ys = as_arrays(step(loop.consts, loop.state, feed))  # a call returns a constant as a number
     return state, [y[None] for y in ys]
 
 
