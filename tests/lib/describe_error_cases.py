@@ -11,6 +11,7 @@ from treescan import (
     ArgumentError,
     ArgumentTypeError,
     CarryError,
+    Progress,
     describe,
     fold,
     fori,
@@ -56,10 +57,26 @@ case(CarryError)(
     ),
 )
 
+
+@without_body(ArgumentError)
+def measure_plot_without_matplotlib(one):
+    with mock.patch.dict(sys.modules, {"matplotlib.pyplot": None}):
+        return measure_remat(scan, step, 1.0, XS, plans=[None], progress=False).plot()
+
+
 without_body(ArgumentError)(
+    measure_best_of_none=lambda one: measure_remat(scan, step, 0, jnp.arange(4), progress=False).best,
     measure_of_no_verb=lambda one: measure_remat(plan_remat, step, 1.0, XS),
-    measure_of_types=lambda one: measure_remat(scan, step, 1.0, jax.ShapeDtypeStruct((4,), jnp.float32)),
-    measure_of_traced_arrays=lambda one: jax.jit(lambda xs: measure_remat(scan, step, 1.0, xs))(XS),
+    measure_of_types=lambda one: measure_remat(
+        scan, step, 1.0, jax.ShapeDtypeStruct((4,), jnp.float32), progress=False
+    ),
+    measure_of_traced_arrays=lambda one: jax.eval_shape(
+        lambda xs: measure_remat(scan, step, 1.0, xs, progress=False), XS
+    ),
+    measure_of_traced_constants=lambda one: jax.eval_shape(
+        lambda w: measure_remat(scan, lambda c, x: (c * w, x), 1.0, XS, progress=False), 2.0
+    ),
+    measure_with_details=lambda one: measure_remat(scan, step, 1.0, XS, progress=Progress(updates=3, backward=True)),
     measure_with_remat=lambda one: measure_remat(scan, step, 1.0, XS, remat="step"),
     measure_within_too_little=lambda one: measure_remat(scan, step, 1.0, XS, plans=[None], progress=False).within(-1),
 )
@@ -67,4 +84,5 @@ without_body(ArgumentError)(
 without_body(ArgumentTypeError)(
     measure_plans_of_one=lambda one: measure_remat(scan, step, 1.0, XS, plans="step"),
     measure_for_no_time=lambda one: measure_remat(scan, step, 1.0, XS, seconds=0),
+    measure_within_a_text=lambda one: measure_remat(scan, step, 1.0, XS, plans=[None], progress=False).within("1 GB"),
 )

@@ -11,6 +11,7 @@ import pytest
 import treescan
 from treescan import Remat, measure_remat
 from treescan._describe import measured as module
+from treescan._transforms.program import take
 
 T, B, F = 12, 3, 4
 H, XS = jnp.zeros((B, F)), jnp.linspace(0.0, 1.0, T * B * F).reshape(T, B, F)
@@ -111,6 +112,21 @@ def test_a_bar_counts_the_plans(capsys: pytest.CaptureFixture[str]) -> None:
     assert "plans: 100%, 2/2" in capsys.readouterr().err
 
 
+def test_a_meter_that_fails_stops_nothing() -> None:
+    class Broken(treescan.Text):
+        def step(self, bar: Any, done: int, shown: Any) -> None:
+            raise OSError("closed")
+
+    with pytest.warns(RuntimeWarning, match="`Broken` failed"):
+        found = measure_remat(treescan.scan, step, H, XS, plans=[None], progress=treescan.Progress(meter=Broken()))
+    assert found.best is None
+
+
+def test_the_device_is_that_of_the_results() -> None:
+    found = measure_remat(treescan.scan, step, H, XS, plans=[None], progress=False)
+    assert found.device == f"1 x {jax.devices()[0].device_kind}"
+
+
 def test_what_is_shown() -> None:
     of = module.Measured
     plans = (
@@ -146,7 +162,7 @@ def test_it_is_drawn() -> None:
 
 def test_values_do_not_change() -> None:
     """The gradient that is measured is that of the sum of squares."""
-    taken: Any = treescan._transforms.program.take(treescan.scan, step, H, XS, remat="nested")  # type: ignore[attr-defined]
+    taken: Any = take(treescan.scan, step, H, XS, remat="nested")
     function, smooth, others = module.gradient_of(taken.program, taken.given)
 
     def loss(h: Any, xs: Any, weights: Any) -> Any:

@@ -213,6 +213,25 @@ def _findings(of: Description) -> Section:
     return Section("Findings", ("", ""), [(each.code, f"{each.says} {each.cure}") for each in of.findings], notes)
 
 
+def axes_of(ax: Any, height: float) -> Any:
+    """The axes of matplotlib to draw in: those that were given, or new ones of this height, in inches.
+
+    Raises:
+        Fault: for an `ArgumentError` if matplotlib is not installed.
+    """
+    if ax is not None:
+        return ax
+    try:
+        pyplot = importlib.import_module("matplotlib.pyplot")
+    except ImportError:
+        raise Fault(
+            ArgumentError,
+            "{verb} needs matplotlib, which is not installed.",
+            "Install it: `pip install matplotlib`. Or print what you would draw: the text has the same numbers.",
+        ) from None
+    return pyplot.subplots(figsize=(7, height), layout="constrained")[1]
+
+
 @dataclass(frozen=True, repr=False)
 class Description:
     """What a call of a verb does, without running it: what `treescan.describe` returns. Print it.
@@ -322,16 +341,7 @@ class Description:
         if not plans:
             says = "{verb} draws the memory that the gradient needs, but this call has no gradient."
             raise Fault(ArgumentError, says)
-        if ax is None:
-            try:
-                pyplot = importlib.import_module("matplotlib.pyplot")
-            except ImportError:
-                raise Fault(
-                    ArgumentError,
-                    "{verb} needs matplotlib, which is not installed.",
-                    "Install it: `pip install matplotlib`. Or print the description, which shows the same numbers.",
-                ) from None
-            ax = pyplot.subplots(figsize=(7, 0.6 + 0.5 * len(plans)), layout="constrained")[1]
+        ax = axes_of(ax, 0.6 + 0.5 * len(plans))
         names = [f"{spelled(plan.remat)}\n{plan.evaluations} evaluations" for plan in plans]
         colours = ["tab:blue" if plan.used else "lightgray" for plan in plans]
         bars = ax.barh(names, [plan.bytes for plan in plans], color=colours)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -10,14 +9,17 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+from jax.core import Tracer
 
-from .._errors import ArgumentError, Fault, TreescanError, explain, verb as keeps_its_frame
+from .._avals import describe_argument
+from .._errors import Fault, Misuse, TreescanError, TypeMisuse, explain, verb as keeps_its_frame
+from .._loop.reports import NOBODY, RUNS, Report, Site
 from .._progress import Progress
 from .._remat import Remat
 from .._text import Section, page, wrap
 from .._transforms.budget import describe_bytes
 from .._transforms.program import Taken
-from .description import section_text, spelled
+from .description import axes_of, section_text, spelled
 from .plans import OTHERS, Refused, gradient_of, reason_of
 
 PLANS = (*OTHERS, Remat("everything_saveable", levels=2))
@@ -28,6 +30,9 @@ LEAST = 0.01
 
 ROUNDS = 15
 """How often each plan is measured at most."""
+
+OF_MEASURE = "`measure_remat` of {verb} over {body}:"
+"""How messages about a call begin."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +67,9 @@ class Measurements:
     Attributes:
         call: the verb and the body, with its file and line.
         device: what ran it.
-        plans: what was measured of each plan, in the order in which they were asked for.
+        plans: what was measured of each plan, in the order in which they were asked for. A plan has `remat`, the
+            median time in `seconds`, the `fastest` and the `slowest` time, `bytes`, `compile_seconds`, `rounds`, and,
+            where it was not measured, a `refusal`.
     """
 
     call: str
@@ -71,29 +78,49 @@ class Measurements:
 
     @property
     def best(self) -> Any:
-        """The plan whose gradient takes the least time, for the option `remat`."""
-        return self.within(None)
+        """The plan whose gradient takes the least time, for the option `remat`.
+
+        Raises:
+            ArgumentError: if no plan was measured.
+        """
+        try:
+            return _fastest(self._ran)
+        except Exception as error:
+            explained = explain(error, "Measurements.best")
+        raise explained
 
     @keeps_its_frame
-    def within(self, budget: int | None) -> Any:
+    def within(self, budget: int) -> Any:
         """The fastest plan whose gradient needs at most so many bytes, for the option `remat`.
 
         Args:
-            budget: the number of bytes; None: any.
+            budget: the number of bytes.
 
         Raises:
             ArgumentError: if no plan that was measured fits.
+            ArgumentTypeError: if `budget` is no number.
         """
-        ran = [plan for plan in self.plans if plan.seconds is not None]
-        fit = [plan for plan in ran if budget is None or (plan.bytes is not None and plan.bytes <= budget)]
-        if fit:
-            return min(fit, key=lambda plan: plan.seconds or 0.0).remat
-        known = [plan.bytes for plan in ran if plan.bytes is not None]
-        says = "no plan was measured" if not ran else "the device does not say what memory a program needs"
-        if known:
-            says = f"the least that a measured plan needs is {min(known):,} bytes ({describe_bytes(min(known))})"
-        cures = ["Measure others: `plans=[treescan.Remat(levels=3), ...]`."]
-        raise explain(Fault(ArgumentError, f"{{verb}}: {says}.", *cures), "Measurements.within")
+        try:
+            if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+                says = f"{{verb}} takes a number of bytes, got {describe_argument(budget)}."
+                raise TypeMisuse(says, "`within(100_000_000)` is 100 MB. `best` is the fastest plan of all.")
+            known = [(plan.bytes, plan) for plan in self._ran if plan.bytes is not None]
+            fit = [plan for needed, plan in known if needed <= budget]
+            if known and not fit:
+                least = min(needed for needed, _ in known)
+                says = f"{{verb}}: the least that a measured plan needs is {least:,} bytes ({describe_bytes(least)})."
+                raise Misuse(says, "Measure others: `plans=[treescan.Remat(levels=3), ...]`.")
+            if self._ran and not known:
+                says = "{verb}: the device does not say what memory a program needs."
+                raise Misuse(says, "`treescan.plan_remat` estimates it.")
+            return _fastest(fit)
+        except Exception as error:
+            explained = explain(error, "Measurements.within")
+        raise explained
+
+    @property
+    def _ran(self) -> list[Measured]:
+        return [plan for plan in self.plans if plan.seconds is not None]
 
     def __str__(self) -> str:
         return f"{wrap(self._headline)}\n\n{section_text(self._section)}"
@@ -134,6 +161,7 @@ class Measurements:
         notes += [f"Not measured: {', '.join(plans)}. {reason}" for reason, plans in refused.items()]
         return Section("", ("time", "range", "memory", "to compile", "remat"), rows, notes)
 
+    @keeps_its_frame
     def plot(self, ax: Any = None) -> Any:
         """Draws the memory of each plan against its time, with matplotlib.
 
@@ -142,8 +170,14 @@ class Measurements:
 
         Returns:
             The axes.
+
+        Raises:
+            ArgumentError: if matplotlib is not installed.
         """
-        ax = importlib.import_module("matplotlib.pyplot").gca() if ax is None else ax
+        try:
+            ax = axes_of(ax, 4.0)
+        except Exception as error:
+            raise explain(error, "Measurements.plot") from None
         for plan in self.plans:
             if plan.seconds is not None and plan.bytes is not None:
                 at = 1e3 * plan.seconds, plan.bytes / 2**20
@@ -153,6 +187,12 @@ class Measurements:
         ax.set_ylabel("MiB, without arguments and results")
         ax.set_title(self.call)
         return ax
+
+
+def _fastest(plans: Sequence[Measured]) -> Any:
+    if not plans:
+        raise Misuse("{verb}: no plan was measured.", "Print the measurements: they say why.")
+    return min(plans, key=lambda plan: plan.seconds or 0.0).remat
 
 
 def _time(seconds: float) -> str:
@@ -169,6 +209,7 @@ class _Run:
         call: runs it, and waits for its results.
         bytes: what it needs.
         compile_seconds: how long it took to trace and to compile.
+        devices: where its results are.
         count: how often it runs in each measurement.
         times: in seconds, of one run.
     """
@@ -176,6 +217,7 @@ class _Run:
     call: Callable[[], Any]
     bytes: int | None
     compile_seconds: float
+    devices: list[Any]
     count: int = 1
     times: list[float] = field(default_factory=list[float])
 
@@ -211,8 +253,8 @@ def measure(
         progress: how it is shown; None: it is not.
     """
     began, found, known = time.perf_counter(), list[_Run | str](), dict[str, _Run]()
-    meter = None if progress is None else progress.meter
-    bar = None if meter is None or progress is None else meter.init(progress.label or "", len(plans))
+    site = None if progress is None or progress.meter is None else Site(progress.label or "", progress.meter)
+    bar = NOBODY if site is None else RUNS.begin(site, len(plans))  # a meter that fails is shown no further
     faults = list[Exception]()
     try:
         for number, remat in enumerate(plans):
@@ -224,37 +266,48 @@ def measure(
             except Exception as error:  # the verb or JAX does not take this plan, or the device has too little memory
                 faults += [error] if isinstance(error, (Fault, TreescanError)) else []
                 found.append(reason_of(explained(error)))
-            if meter is not None:
-                meter.step(bar, number + 1, {})
+            if site is not None:
+                RUNS.step(site, bar, Report(len(plans), number + 1, first=False, last=False), {})
         for each in range(ROUNDS):
             for run in known.values():
                 if each == 0 or time.perf_counter() - began < seconds:
                     run.measure()
     finally:
-        if meter is not None:
-            meter.close(bar)
+        RUNS.end(bar)
     if len(faults) == len(plans):  # it is the call that is wrong
         raise faults[0]
     measured = [
         Measured(remat, refusal=run) if isinstance(run, str) else run.as_measured(remat)
         for remat, run in zip(plans, found, strict=True)
     ]
-    return Measurements(call, f"{jax.device_count()} x {jax.devices()[0].device_kind}", tuple(measured))
+    devices = next((run.devices for run in known.values()), jax.devices()[:1])
+    return Measurements(call, f"{len(devices)} x {devices[0].device_kind}", tuple(measured))
 
 
 def _compiled(retake: Callable[[Any], Taken], remat: Any, known: dict[str, _Run]) -> _Run:
     """The compiled gradient of a call under a plan, run once."""
     began, taken = time.perf_counter(), retake(remat)
     function, *arrays = gradient_of(taken.program, taken.given)
+    _check_arrays(arrays)
     lowered = jax.jit(function).lower(*arrays)
     text = lowered.as_text()
     if text not in known:
         compiled = lowered.compile()
         took, needs = time.perf_counter() - began, compiled.memory_analysis()
         call = lambda: jax.block_until_ready(compiled(*arrays))  # noqa: E731
-        call()
+        devices = list(call()[0].devices())
         began = time.perf_counter()
         call()
         count = max(1, round(LEAST / max(time.perf_counter() - began, 1e-9)))
-        known[text] = _Run(call, None if needs is None else needs.temp_size_in_bytes, took, count)
+        known[text] = _Run(call, None if needs is None else needs.temp_size_in_bytes, took, devices, count)
     return known[text]
+
+
+def _check_arrays(arrays: Any) -> None:
+    """Refuses types and traced arrays, also those that the body closes over."""
+    for leaf in jax.tree.leaves(arrays):
+        if isinstance(leaf, Tracer):
+            raise Misuse(OF_MEASURE + " it runs the gradient, but arrays are traced.", "Call it outside of `jax.jit`.")
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            cure = "`treescan.plan_remat` and `treescan.describe` estimate the memory from types."
+            raise Misuse(OF_MEASURE + " it runs the gradient, so types will not do for arrays.", cure)

@@ -8,13 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
-from jax.core import Tracer
 
 from .._avals import describe_argument
 from .._body.signature import FOLD, FOLD_LAYERS, FOLD_LAYERS_WITH_STATE, SCAN, SCAN_LAYERS, SCAN_LAYERS_WITH_STATE
 from .._describe.description import Description
-from .._describe.measured import PLANS, Measurements, measure
+from .._describe.measured import OF_MEASURE, PLANS, Measurements, measure
 from .._errors import LAYER_WORDS, STEP_WORDS, WHILE_WORDS, Misuse, TypeMisuse, describe_body, explain, verb as public
+from .._progress import Progress
 from .._trace.hoist import hoist
 from .._transforms.budget import RematPlan, plan_of
 from .._transforms.program import Arguments, Taken, take
@@ -205,7 +205,8 @@ def measure_remat(
             `Remat("everything_saveable", levels=2)`.
         seconds: how long it may take. A gradient that is being compiled is compiled to the end, and each that was
             compiled is measured once at least.
-        progress: as for `treescan.scan`, of the plans that are compiled. It is shown unless this is False.
+        progress: a bar of the plans that are compiled: True, a label, a `treescan.Progress` with a label and a meter,
+            or False for none.
         **options: the other options of the verb.
 
     Returns:
@@ -240,25 +241,22 @@ def measure_remat(
         call = _taking("measure_remat", verb, args, options)
         if "remat" in options:
             raise Misuse(
-                _OF_MEASURE + " `remat` cannot be given.",
+                OF_MEASURE + " `remat` cannot be given.",
                 "`plans=[...]` lists the values of `remat` to measure.",
             )
         chosen, taken = _check_plans(plans), call(None)
-        _check_arrays(taken.given)
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
             got = f"must be a positive number, got {describe_argument(seconds)}."
-            raise TypeMisuse(f"{_OF_MEASURE} `seconds` {got}", "`seconds=60` is a minute.")
+            raise TypeMisuse(f"{OF_MEASURE} `seconds` {got}", "`seconds=60` is a minute.")
         body = taken.program.call.body
         shown = check_progress(progress, body, "measure_remat")
+        _refuse_details(shown)
         with jax.disable_jit(False):
             named = f"`{verb.__name__}` over {describe_body(body.function)}"
             return measure(named, call, lambda e: _explained(e, verb, args, options), chosen, seconds, shown)
     except Exception as error:
         explained = _explained(error, verb, args, options)
     raise explained
-
-
-_OF_MEASURE = "`measure_remat` of {verb} over {body}:"
 
 
 def _taking(own: str, verb: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Taken]:
@@ -292,17 +290,15 @@ def _explained(error: Exception, verb: Any, args: tuple[Any, ...], options: dict
     return explain(explain_traced(error), getattr(verb, "__name__", "describe"), body, init, words)
 
 
-def _check_arrays(given: Arguments) -> None:
-    """Refuses types and traced arrays."""
-    for leaf in jax.tree.leaves(given):
-        if isinstance(leaf, Tracer):
-            raise Misuse(
-                _OF_MEASURE + " it runs the gradient, but arrays are traced.",
-                "Call it outside of `jax.jit`.",
-            )
-        if isinstance(leaf, jax.ShapeDtypeStruct):
-            cure = "`treescan.plan_remat` and `treescan.describe` estimate the memory from types."
-            raise Misuse(_OF_MEASURE + " it runs the gradient, so types will not do for arrays.", cure)
+def _refuse_details(progress: Progress | None) -> None:
+    """Refuses what a `Progress` says of the steps of a loop."""
+    names = [] if progress is None else [n for n in ("show", "updates", "backward", "batched") if getattr(progress, n)]
+    if names:
+        given = " and ".join(f"`{name}`" for name in names)
+        raise Misuse(
+            f"{OF_MEASURE} its bar counts plans, so {given} of a `Progress` would have no effect.",
+            "Give a label, or a `Progress` with a label and a meter.",
+        )
 
 
 def _check_plans(plans: Any) -> tuple[Any, ...]:
@@ -311,7 +307,7 @@ def _check_plans(plans: Any) -> tuple[Any, ...]:
         return PLANS
     if isinstance(plans, str) or not isinstance(plans, Sequence) or not plans:
         raise TypeMisuse(
-            f"{_OF_MEASURE} `plans` must be a sequence of values for `remat`, got {describe_argument(plans)}.",
+            f"{OF_MEASURE} `plans` must be a sequence of values for `remat`, got {describe_argument(plans)}.",
             '`plans=[None, "nested", treescan.Remat(levels=3)]`.',
         )
     for remat in plans:
