@@ -57,7 +57,10 @@ def test_its_figures_are_those_of_the_results() -> None:
 def test_the_core_can_be_copied_under_another_name(tmp_path: Path) -> None:
     core = script("core")
     files = [module for module in core.core() if core.lines_of(module)]
-    assert f"{len(files)} files with {sum(map(core.lines_of, files)):,} lines" in PAGE
+    written = re.search(r"has\s+(\d+) files with about ([\d,]+) lines", PAGE)
+    assert written
+    assert int(written[1]) == len(files)
+    assert abs(int(written[2].replace(",", "")) - sum(map(core.lines_of, files))) < 100
     for folder, options in (("core", []), ("whole", ["--options"])):
         place = tmp_path / folder / "mylib" / "loops"
         subprocess.run([sys.executable, "scripts/core.py", str(place), *options], cwd=ROOT, check=True)

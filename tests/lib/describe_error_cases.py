@@ -1,5 +1,6 @@
 """Cases of `test_errors.py` about `describe` and `measure_remat`."""
 
+import dataclasses
 import sys
 from unittest import mock
 
@@ -38,6 +39,13 @@ def describe_of_symbolic_steps(one):
 def describe_plot_without_matplotlib(one):
     with mock.patch.dict(sys.modules, {"matplotlib.pyplot": None}):
         return describe(scan, step, one, jnp.ones(20)).plot()
+
+
+@without_body(ArgumentError)
+def measure_within_where_memory_is_unknown(one):
+    measured = measure_remat(scan, step, 1.0, XS, plans=[None], progress=False)
+    plans = tuple(dataclasses.replace(plan, bytes=None) for plan in measured.plans)
+    return dataclasses.replace(measured, plans=plans).within(100)
 
 
 without_body(ArgumentError)(
