@@ -75,19 +75,22 @@ def describe_traced(value: Any) -> str:
 
 def is_weak(leaf: Any) -> bool:
     """Whether a leaf has a weak type, as Python scalars have."""
-    return bool(getattr(_type_of(leaf), "weak_type", False))
+    return bool(getattr(type_of(leaf), "weak_type", False))
 
 
 def same_type(given: Any, returned: Any) -> bool:
-    """Whether a returned leaf may take the place of a given one: equal types, weak or not, as `lax.scan` asks.
+    """Whether a returned leaf may take the place of a given one: equal types, weak or not, as `lax.scan` asks."""
+    if given is returned:
+        return True
+    a, b = type_of(given), type_of(returned)
+    return a is not None and b is not None and same_types(a, b)
+
+
+def same_types(a: Any, b: Any) -> bool:
+    """Whether two types are equal, weak or not.
 
     Shardings count where the mesh axes are explicit; they are part of the type only there.
     """
-    if given is returned:
-        return True
-    a, b = _type_of(given), _type_of(returned)
-    if a is None or b is None:
-        return False
     if a == b or not isinstance(a, ShapedArray):  # a mutable reference, for example: lax.scan knows what is wrong
         return True
     return (
@@ -129,7 +132,8 @@ def vary_over(leaf: Array, axes: frozenset[str]) -> Array:
 
 def is_sharded(leaf: Any) -> bool:
     """Whether a value is sharded along any of its axes, where shardings are part of the type."""
-    return any(part is not None for part in parts_of(leaf))
+    parts = spec_parts(jax.typeof(leaf).sharding.spec)
+    return parts.count(None) < len(parts)
 
 
 def has_one_device() -> bool:
@@ -201,8 +205,10 @@ def set_mesh() -> Any:
 
 def mesh_of(tree: PyTree) -> Any:
     """The first mesh with an explicit axis that an array names in its type; None: none does."""
-    shardings = (_sharding(leaf) for leaf in jax.tree.leaves(tree) if not is_mutable(leaf))
-    return next((sharding.mesh for sharding in shardings if is_explicit(sharding)), None)
+    for aval in map(jax.typeof, jax.tree.leaves(tree)):
+        if isinstance(aval, ShapedArray) and AxisType.Explicit in aval.sharding.mesh.axis_types:
+            return aval.sharding.mesh
+    return None
 
 
 def in_mesh(tree: PyTree, mesh: Any) -> PyTree:
@@ -259,15 +265,15 @@ def holds(dtype: Any, value: complex) -> bool:
 
 def dtype_of(leaf: Any) -> Any:
     """The dtype of a leaf, or None for leaves that have none."""
-    return getattr(_type_of(leaf), "dtype", None)
+    return getattr(type_of(leaf), "dtype", None)
 
 
 def shape_of(leaf: Any) -> tuple[int, ...] | None:
     """The shape of a leaf, or None for leaves that have none."""
-    return getattr(_type_of(leaf), "shape", None)
+    return getattr(type_of(leaf), "shape", None)
 
 
-def _type_of(leaf: Any) -> Any:
+def type_of(leaf: Any) -> Any:
     """The type of a leaf; None if JAX knows none."""
     try:
         return jax.typeof(leaf)

@@ -8,6 +8,7 @@ from jax.experimental import checkify
 from thin import parametrize
 
 import treescan
+from treescan._body.carry import _types_agree, agree
 
 XS = jnp.arange(12.0).reshape(6, 2)
 INIT = jnp.zeros(2)
@@ -153,3 +154,38 @@ def test_elements_of_vmap_that_have_ended_set_off_no_check():
     for lengths, alarmed in ((jnp.array([6, 2]), False), (jnp.array([6, 3]), True)):
         error, _ = checkify.checkify(jax.vmap(one))(xs, lengths)
         assert (error.get() is not None) == alarmed
+
+
+@pytest.fixture
+def no_verdict_is_kept():
+    _types_agree.cache_clear()
+    yield
+    _types_agree.cache_clear()
+
+
+@pytest.mark.parametrize("assertion", ["assert_trees_all_equal_structs", "assert_trees_all_equal_shapes_and_dtypes"])
+def test_chex_decides_what_a_step_may_return(assertion, monkeypatch, no_verdict_is_kept):
+    monkeypatch.setattr(chex, assertion, lambda *trees: chex.assert_equal(0, 1))
+    given = {"h": INIT}
+    assert not agree(given, {"h": INIT + 1})
+    monkeypatch.undo()
+    _types_agree.cache_clear()
+    assert agree(given, {"h": INIT + 1})
+
+
+def test_chex_is_asked_once_for_the_same_types(monkeypatch, no_verdict_is_kept):
+    asked = []
+    monkeypatch.setattr(chex, "assert_trees_all_equal_shapes_and_dtypes", lambda *trees: asked.append(trees))
+    for _ in range(2):
+        jax.make_jaxpr(lambda xs: treescan.scan(lambda c, x: (c + x, x), INIT, xs))(XS)
+    assert len(asked) == 1
+
+
+@pytest.mark.parametrize("returned", [{"h": jnp.zeros(3)}, {"h": INIT, "more": INIT}, {"h": jnp.zeros(2, bool)}])
+def test_a_change_of_the_carry_is_refused_where_assertions_are_off(returned, no_verdict_is_kept):
+    chex.disable_asserts()
+    try:
+        with pytest.raises(treescan.CarryError, match="differs from the one it was given"):
+            treescan.scan(lambda c, x: (returned, x), {"h": INIT}, XS)
+    finally:
+        chex.enable_asserts()

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
+import chex
 import jax
 import jax.tree_util as jtu
 import numpy as np
+from jax.core import ShapedArray
 
 from .._avals import (
     describe_leaf,
@@ -18,8 +21,10 @@ from .._avals import (
     is_weak,
     same_sharding,
     same_type,
+    same_types,
     shape_of,
     spec_parts,
+    type_of,
     varying_axes,
 )
 from .._errors import BodyFault, CarryFault, Cure, Fault, PluginFault, Row
@@ -45,13 +50,41 @@ class Difference(NamedTuple):
 
 
 def agree(given: PyTree, returned: PyTree) -> bool:
-    """Whether two trees have the same structure and types."""
+    """Whether two trees have the same structure and types: chex decides on structures, shapes and dtypes.
+
+    It does not look at shardings, manual axes and leaves that are not arrays: these are compared here.
+    """
     given_tree: TreeDef
     given_leaves, given_tree = jax.tree.flatten(given)
     returned_leaves, returned_tree = jax.tree.flatten(returned)
-    if given_tree != returned_tree:
+    # The comparisons beside chex's hold the promise where a program has called `chex.disable_asserts`.
+    if not _holds(chex.assert_trees_all_equal_structs, given, returned) or given_tree != returned_tree:
         return False
-    return all(a is b or _same_leaf(a, b) for a, b in zip(given_leaves, returned_leaves, strict=True))
+    types = list[tuple[Any, Any]]()
+    for a, b in zip(given_leaves, returned_leaves, strict=True):
+        pair = (type_of(a), type_of(b))
+        if None not in pair:
+            types.append(pair)
+        elif not _same_leaf(a, b):
+            return False
+    return _types_agree(tuple(types))
+
+
+@functools.lru_cache(maxsize=1024)
+def _types_agree(types: tuple[tuple[Any, Any], ...]) -> bool:
+    """Whether the types of each pair are equal. chex is asked once for the same types: the call takes some time."""
+    arrays = [pair for pair in types if isinstance(pair[0], ShapedArray)]
+    given, returned = [a for a, _ in arrays], [b for _, b in arrays]
+    holds = _holds(chex.assert_trees_all_equal_shapes_and_dtypes, given, returned)
+    return holds and all(same_types(a, b) for a, b in types)
+
+
+def _holds(assertion: Callable[..., None], given: PyTree, returned: PyTree) -> bool:
+    try:
+        assertion(given, returned)
+    except AssertionError:
+        return False
+    return True
 
 
 def _same_leaf(given: Any, returned: Any) -> bool:
