@@ -6,8 +6,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from loops import array, loss_of
+from by_hand import assert_same, derived
+from loops import array
 from oracle import assert_bitwise, assert_close
+from thin import slow
 
 import treescan
 from treescan import Remat
@@ -62,46 +64,26 @@ def oracle(init, xs, size, *, only=(0, 2), reverse=False):
 VERBS = {"scan": (scanned, (0, 2)), "fold": (folded, (0,)), "accumulate": (accumulated, (1,))}
 
 
-def _derived(run, init, xs):
-    loss, floats = loss_of(run, init, xs)
-    return run(init, xs), jax.grad(loss)(floats)
-
-
-_compiled = functools.partial(jax.jit, static_argnums=0)(_derived)
-
-
-def assert_same_gradient(ours, theirs, *given, distinct=True):
-    """Equal in values and gradients; and the loop that is not cut has another gradient, or this shows nothing."""
-    got, want = _compiled(ours, *given), _derived(theirs, *given)
-    assert_close(got, want)
-    if distinct:
-        whole = _derived(functools.partial(theirs, size=None), *given)
-        gaps = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), want[1], whole[1])
-        assert max(gaps) > 1e-3
-
-
 @pytest.mark.parametrize(
-    ("verb", "size", "reverse", "remat"),
+    ("verb", "steps", "size", "reverse", "remat"),
     [
-        ("scan", 1, False, None),
-        ("scan", 3, True, "nested"),
-        ("fold", 3, True, "step"),
-        ("accumulate", 3, False, Remat("everything_saveable", levels=2)),
+        ("scan", 7, 1, False, None),
+        ("scan", 7, 3, True, "nested"),
+        ("fold", 7, 3, True, "step"),
+        ("accumulate", 7, 3, False, Remat("everything_saveable", levels=2)),
+        *slow(("scan", 8, 2, True, None), ("scan", 8, 7, False, None), ("scan", 2, 1, True, None)),
+        ("scan", 2, 2, True, None),  # and here nothing is cut
     ],
 )
-def test_equals_the_loop_by_hand(verb, size, reverse, remat):
+def test_equals_the_loop_by_hand(verb, steps, size, reverse, remat):
     run, only = VERBS[verb]
     ours = functools.partial(run, truncate=size, reverse=reverse, remat=remat)
     theirs = functools.partial(oracle, size=size, only=only, reverse=reverse)
-    assert_same_gradient(ours, theirs, *arguments(7))
-
-
-@pytest.mark.parametrize(("steps", "reverse"), [(1, False), (2, True), (7, False), (8, True)])
-def test_lengths(steps, reverse):
-    for size in (2, 7) if steps > 2 else (1, 2):
-        ours = functools.partial(scanned, truncate=size, reverse=reverse)
-        theirs = functools.partial(oracle, size=size, reverse=reverse)
-        assert_same_gradient(ours, theirs, *arguments(steps), distinct=size < steps)
+    given = arguments(steps)
+    assert_same(ours, theirs, *given)
+    gradients = [derived(functools.partial(theirs, size=each), *given)[1] for each in (size, None)]
+    gaps = jax.tree.map(lambda a, b: float(jnp.max(jnp.abs(a - b))), *gradients)
+    assert (max(gaps) > 1e-3) == (size < steps)  # or this shows nothing
 
 
 def test_no_steps():
@@ -136,81 +118,22 @@ def test_weak_and_half_carries_stay_what_they_are():
 # The masked scan
 
 
-def masked(init, xs, **options):
-    def body(carry, x):
-        h = jnp.sin(carry["h"] * carry["w"] + init["p"] + x)
-        return {"h": h, "w": carry["w"], "n": carry["n"] + 1}, {"y": h * carry["w"], "n": carry["n"]}
+@pytest.mark.parametrize("reverse", [False, *slow((True,))])
+def test_packed_sequences_are_cut_as_they_would_be_alone(reverse):
+    """Neither padding nor the sequence before one moves its boundaries."""
+    sequences = [array(n, seed=n) for n in (8, 4, 5, 1, 7)]
+    packed = treescan.pack(sequences, length=12)
 
-    return treescan.mask_scan(body, init["init"], xs, **options)
+    def total(w, verb, h, xs):
+        def leaky(h, x):
+            h = jnp.sin(w * h + x)
+            return h, h * x
 
+        return jnp.sum(verb(leaky, h, xs, truncate=3, reverse=reverse)[1])
 
-def test_padding_cuts_nothing():
-    """The gradient of a row's last carry does not depend on how far the row is padded."""
-    init, xs = arguments(20, 1)
-
-    def last(init, xs):
-        return masked(init, xs, lengths=np.array([3]), truncate=2, reverse=True)[0]["h"]
-
-    for steps in (3, 4, 20):
-        loss, floats = loss_of(last, init, xs[:steps])
-        slopes = jax.grad(loss)(floats)
-        *rest, of_xs = slopes
-        if steps == 3:
-            want = rest, of_xs
-        assert_close((rest, of_xs[:3]), want)
-        assert not np.any(of_xs[3:])
-    assert np.any(want[1])
-
-
-def leaky(h, x):
-    h = jnp.sin(0.9 * h + x)
-    return h, h * x
-
-
-def alone(h, xs, size, *, reverse):
-    """The outputs of one sequence, [T], as by hand."""
-    if not len(xs):
-        return xs
-    return by_hand(leaky, h, xs, size, reverse=reverse, stop=jax.lax.stop_gradient)[2]
-
-
-def segments_of(valid, resets):
-    """The positions of each segment: (row, positions in time)."""
-    for row in range(valid.shape[1]):
-        steps, number = np.flatnonzero(valid[:, row]), np.cumsum(resets[:, row] & valid[:, row])
-        for segment in np.unique(number[steps]):
-            yield row, steps[number[steps] == segment]
-
-
-def slopes_alone(h, xs, valid, resets, size, *, reverse):
-    """The gradient of xs, of a sum over all outputs, each segment scanned by itself."""
-    slopes = np.zeros(xs.shape, np.float32)
-    for row, steps in segments_of(valid, resets):
-        total = jax.grad(lambda x, row=row: jnp.sum(alone(h[row], x, size, reverse=reverse)))
-        slopes[steps, row] = total(xs[steps, row])
-    return slopes
-
-
-@pytest.mark.parametrize(("reverse", "holes"), [(False, False), (False, True), (True, True)])
-def test_packed_sequences_are_cut_as_they_would_be_alone(reverse, holes):
-    """Also where the user removed steps of them from the mask, the first ones too."""
-    random = np.random.default_rng(3)
-    packed = treescan.pack([array(n, seed=n) for n in (8, 4, 5, 1, 7)], length=12)
-    keep = random.random(packed.mask.shape) < 0.6 if holes else np.ones(packed.mask.shape, bool)
-    mask, number = np.asarray(packed.mask) & keep, np.cumsum(np.asarray(packed.resets), 0)
-    first = mask & (np.cumsum(mask, 0) == 1)
-    for t in range(1, 12):  # a sequence begins with its first step that is left
-        for row in range(packed.rows):
-            seen = np.flatnonzero(mask[:t, row])
-            first[t, row] |= bool(mask[t, row] and seen.size and number[seen[-1], row] != number[t, row])
-    h = jnp.zeros(packed.rows)
-    want = slopes_alone(h, packed.data, mask, first, 3, reverse=reverse)
-
-    def run(data):
-        batch = packed._replace(data=data, mask=jnp.asarray(mask))
-        return jnp.sum(treescan.mask_scan(leaky, h, batch, truncate=3, reverse=reverse)[1])
-
-    assert_close(jax.jit(jax.grad(run))(packed.data), want)
+    alone = sum(jax.grad(total)(0.9, treescan.scan, 0.0, xs) for xs in sequences)
+    whole = jax.grad(total)(0.9, treescan.mask_scan, jnp.zeros(packed.rows), packed)
+    assert_close(whole, alone)
 
 
 @pytest.mark.slow
