@@ -8,6 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from by_hand import assert_same
+from jaxprs import equations
 from loops import array
 from oracle import assert_close
 from thin import all_pairs, everyday, slow
@@ -15,7 +16,6 @@ from works import plain
 
 import treescan
 from treescan import Remat
-from treescan._trace.equations import jaxprs_within
 from treescan.carries import ema
 
 
@@ -295,19 +295,11 @@ def test_a_leaf_of_the_last_carry_that_is_a_constant():
     assert_close(jax.jit(jax.grad(last))(2.0), jax.jit(jax.grad(whole))(2.0))
 
 
-def dots_of_innermost_loops(jaxpr):
+def dots_of_innermost_loops(function, *given):
     """For each loop without others in it how often a step multiplies."""
-
-    def count(jaxpr, name):
-        own = sum(equation.primitive.name == name for equation in jaxpr.eqns)
-        return own + sum(count(inner, name) for equation in jaxpr.eqns for inner in jaxprs_within(equation))
-
-    for equation in jaxpr.eqns:
-        for inner in jaxprs_within(equation):
-            if equation.primitive.name == "scan" and not count(inner, "scan"):
-                yield count(inner, "dot_general")
-            else:
-                yield from dots_of_innermost_loops(inner)
+    loops = equations(jax.make_jaxpr(function)(*given).jaxpr, "scan")
+    bodies = [loop.params["jaxpr"].jaxpr for loop in loops]
+    return [len(list(equations(body, "dot_general"))) for body in bodies if not any(equations(body, "scan"))]
 
 
 @pytest.mark.parametrize(
@@ -329,7 +321,7 @@ def test_the_products_of_a_chunk_are_computed_at_once(remat):
         return jnp.sum(treescan.scan(step, jnp.zeros((4, 32)), xs, save=60, remat=remat)[1] ** 2)
 
     gradients = [jax.grad(functools.partial(loss, each), argnums=(0, 1)) for each in (remat, None)]
-    dots, plain = (list(dots_of_innermost_loops(jax.make_jaxpr(each)(*given).jaxpr)) for each in gradients)
+    dots, plain = (dots_of_innermost_loops(each, *given) for each in gradients)
     assert (max(dots), max(plain)) == (2, 3)  # two of the step; three of its derivative, or one and two for each chunk
     for got, want in zip(*(each(*given) for each in gradients), strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
