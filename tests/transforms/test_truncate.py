@@ -31,7 +31,7 @@ def leaky(h, x):
     ],
 )
 def test_a_gradient_ends_where_its_stretch_does(verb, steps, size, reverse, remat):
-    """The step of an x is followed by `left` others of its stretch, and adds to the output of each half as much."""
+    """An x counts once in its own output, and half as much in each of the `left` outputs that follow in its stretch."""
     step = leaky if verb == "scan" else lambda h, x: leaky(h, x)[0]
 
     def total(h, xs):
