@@ -1,9 +1,11 @@
-"""A meter that notes what it is told, and what each bar was told."""
+"""A meter that notes what it is told, what each bar was told, and the loop that the tests of bars share."""
 
 import dataclasses
 import itertools
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 
 import treescan
 from treescan import Progress
@@ -59,3 +61,42 @@ def progress(updates=4, **options):
 def labels():
     """Those of the bars, in the order in which they began."""
     return [entry[2] for entry in LOG if entry[1] == "init"]
+
+
+T, D = 12, 3
+W = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (D, D)), jnp.float32)
+H = jnp.linspace(0.1, 1, D)
+BATCH = jnp.stack([H, H * 2, H / 2])
+XS = jnp.asarray(np.random.default_rng(1).uniform(-1, 1, (T, D)), jnp.float32)
+
+
+def step(carry, x):
+    h = jnp.tanh(carry["h"] @ W + x)
+    return {"h": h, "n": carry["n"] + 1}, h * 2
+
+
+def init(h=H):
+    return {"h": h, "n": jnp.int32(0)}
+
+
+def _without_jit(function):
+    with jax.disable_jit():
+        return function(H)
+
+
+TRANSFORMS = {  # of a loss of h
+    "vmap": lambda f: jax.vmap(f)(BATCH),
+    "vmap of vmap": lambda f: jax.vmap(jax.vmap(f))(jnp.stack([BATCH, BATCH])),
+    "jvp": lambda f: jax.jvp(f, (H,), (H,)),
+    "grad": lambda f: jax.grad(f)(H),
+    "jit of grad": lambda f: jax.jit(jax.grad(f))(H),
+    "vmap of grad": lambda f: jax.jit(jax.vmap(jax.grad(f)))(BATCH),
+    "grad of vmap": lambda f: jax.jit(jax.grad(lambda b: jnp.sum(jax.vmap(f)(b))))(BATCH),
+    "grad of checkpoint": lambda f: jax.jit(jax.grad(jax.checkpoint(f)))(H),
+    "eager grad of checkpoint": lambda f: jax.grad(jax.checkpoint(f))(H),
+    "vmap of grad of checkpoint": lambda f: jax.jit(jax.vmap(jax.grad(jax.checkpoint(f))))(BATCH),
+    "grad of checkpoint in a loss": lambda f: jax.grad(jax.checkpoint(lambda h: jnp.sin(f(jnp.sin(h)))))(H),
+    "hessian": lambda f: jax.jit(jax.hessian(f))(H),
+    "grad of grad": lambda f: jax.jit(jax.grad(lambda h: jnp.sum(jax.grad(f)(h) ** 2)))(H),
+    "grad without jit": lambda f: _without_jit(jax.grad(f)),
+}

@@ -30,6 +30,13 @@ def caught(call: Any) -> str:
     return " ".join(str(error.value).split())
 
 
+def named(call: Any) -> tuple[str, treescan.NonFinite]:
+    """The text that a call ends with, and the record of what it names."""
+    text, record = caught(call), treescan.last_nonfinite()
+    assert record is not None
+    return text, record
+
+
 @jax.custom_jvp
 def halve(leaf: Any, bad: Any) -> Any:
     """Half a leaf; its derivative is wrong where `bad` is."""

@@ -37,7 +37,7 @@ NUMBERS = INEXACT + INTEGERS
 
 
 # They read traces and rewrite none; `test_independence.py` has the names of the first, and what the others make of a
-# trace is compared with what XLA allocates (`test_buffers.py`, `test_describe.py`).
+# trace is compared with what XLA allocates (`test_plan_bytes.py`, `test_describe.py`).
 _REWRITE_NOTHING = frozenset({"independence", "blame"})
 _TABLES_THAT_REWRITE_NOTHING = frozenset({"cost._SAME", "cost._FUSED", "cost._WRITES_INTO", "dependence._FORMS"})
 _NAMES_OF_VALUES = "name"  # the primitive that a policy of JAX refers to

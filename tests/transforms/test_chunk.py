@@ -1,4 +1,4 @@
-"""`chunk` against the plain loop: any length, any sizes, and one trace of the body for all parts of it."""
+"""`chunk` against the plain loop: any length, and any sizes."""
 
 import dataclasses
 import itertools
@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from thin import all_pairs, everyday
 
-import treescan
 from treescan._body.call import CallBody
 from treescan._loop.body import Body
 from treescan._loop.chunk import Level, Wish, plan_sizes, run_chunked as run_levels
@@ -20,23 +19,17 @@ from treescan._loop.loop import Feed, Loop
 from treescan._loop.run import run
 
 
-class Count:
-    """A body that counts its traces; `fixed` comes back as it was given."""
-
-    def __init__(self):
-        self.traces = 0
-
-    def __call__(self, carry, x):
-        self.traces += 1
-        h = jnp.tanh(carry["h"] * carry["fixed"] + x)
-        return {"h": h, "fixed": carry["fixed"]}, h * x
+def body(carry, x):
+    """`fixed` comes back as it was given."""
+    h = jnp.tanh(carry["h"] * carry["fixed"] + x)
+    return {"h": h, "fixed": carry["fixed"]}, h * x
 
 
-def make_loop(body, length, *, reverse=False, unroll=1):
+def make_loop(length, *, reverse=False):
     xs = jnp.sin(jnp.arange(2.0 * length)).reshape(length, 2)
     state = {"h": jnp.array([0.1, 0.2]), "fixed": jnp.array([0.7, 1.3])}
     handle = Body.of(body)
-    return Loop(handle, CallBody(handle), None, state, Feed(xs), length, reverse, unroll)
+    return Loop(handle, CallBody(handle), None, state, Feed(xs), length, reverse)
 
 
 def run_chunked(loop, sizes):
@@ -48,8 +41,7 @@ GRID = list(itertools.product([0, 1, 12, 41], [(1,), (3,), (2, 4, 12), (64,)], [
 
 @pytest.mark.parametrize(("length", "sizes", "reverse"), everyday(all_pairs(GRID)))
 def test_equals_the_plain_loop_in_value_and_gradient(length, sizes, reverse):
-    body = Count()
-    loop = make_loop(body, length, reverse=reverse)
+    loop = make_loop(length, reverse=reverse)
 
     def loss(runner, state, xs):
         final, ys = runner(dataclasses.replace(loop, state=state, xs=Feed(xs)))
@@ -106,25 +98,3 @@ def test_planner_laws(length, wishes):
     if exact and sizes and math.gcd(*exact) > 1:
         for wish in exact:  # every exact boundary is a boundary of some chunk
             assert wish >= length or any(wish % size == 0 for size in sizes)
-
-
-@given(
-    st.integers(1, 40),
-    st.lists(
-        st.builds(Wish, size=st.integers(1, 30), around=st.none(), schedule=st.none(), ticks=st.none()), max_size=3
-    ),
-    st.booleans(),
-)
-def test_planned_chunks_do_not_show(length, wishes, reverse):
-    body = Count()
-    loop = make_loop(body, length, reverse=reverse)
-    chex.assert_trees_all_equal(run_chunked(loop, plan_sizes(length, wishes)), run(loop))
-
-
-@pytest.mark.parametrize("steps", [1, 2, 3, 5, 7, 9, 13])
-def test_without_xs_each_step_is_taken_once(steps):
-    for remat, reverse in (("nested", True), (treescan.Remat(levels=3), False), (treescan.Remat(segment=4), True)):
-        count = treescan.fold(lambda n, _: n + 1, 0, None, steps, remat=remat, reverse=reverse)
-        total, ys = treescan.scan(lambda n, _: (n + 1, n), 0, None, steps, remat=remat, reverse=reverse)
-        assert (count, total) == (steps, steps)
-        assert ys.tolist() == (list(range(steps))[::-1] if reverse else list(range(steps)))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nonfinite import caught, halve
+from nonfinite import halve, named
 
 import treescan
 from treescan import In
@@ -349,15 +349,15 @@ def test_what_is_planted_is_named(name: str, direction: str, way: str, flaw: Fla
     loop, backward = LOOPS[name], direction == "backward"
     data, at, hit, before = draw(loop, flaw, len(name), planted=True)
     call = functools.partial(total, loop, flaw.rule, flaw.check)
-    text = caught(lambda: go(way, call, data, backward=backward))
+    text, record = named(lambda: go(way, call, data, backward=backward))
 
     path = {layers: 'x["cell"]', lifted: 'carry["cell"]'}.get(loop.run, 'h["cell"]')
     path = 'variables["sums"]["s"]' if loop.given.get("place") == "collection" else path
     unit, most = "layer" if loop.run is layers else "step", "at most " if loop.run is until else ""
     stack = f"layer {at // 2} of `layers[{at % 2}]`; " if loop.given.get("form") == "pattern" else ""
-    named = f"row{'s' * (len(hit) > 1)} {' and '.join(', '.join(map(str, hit)).rsplit(', ', 1))}"
+    of_rows = f"row{'s' * (len(hit) > 1)} {' and '.join(', '.join(map(str, hit)).rsplit(', ', 1))}"
     what = "the cotangent of " if backward else ""
-    assert f"{what}`{path}` became {flaw.kind} in {unit} {at} of {most}{T} ({stack}{named})" in text
+    assert f"{what}`{path}` became {flaw.kind} in {unit} {at} of {most}{T} ({stack}{of_rows})" in text
     if not backward:
         assert f", first in `{flaw.operation}` at" in text
         assert f"test_finite.py:{flaw.rule.__code__.co_firstlineno + 1}" in text
@@ -365,8 +365,7 @@ def test_what_is_planted_is_named(name: str, direction: str, way: str, flaw: Fla
     if stack:
         assert f"`scan_layers` over `{'other' if at % 2 else 'block'}`" in text
 
-    record = treescan.last_nonfinite()
-    assert record is not None and (record.backward, record.unit, record.ends_early) == (backward, unit, bool(most))
+    assert (record.backward, record.unit, record.ends_early) == (backward, unit, bool(most))
     assert (record.path, record.kind, record.step, record.steps) == (path, flaw.kind, at, T)
     assert record.rows == tuple(hit)
     carry = record.carry.carry if loop.run is lifted else record.carry
@@ -395,61 +394,3 @@ def given_to(loop: Loop, record: Any) -> tuple[Any, Any]:
         h = {**record.carry.carry, "weight": jnp.ones(B), **own}
         return h, (record.x.variables["flags"]["f"], record.x.args[0])
     return record.carry, record.x
-
-
-def healthy() -> list[Any]:
-    """Each loop in one direction, by turns."""
-    return [
-        pytest.param(
-            name,
-            loop.directions[i % len(loop.directions)],
-            marks=() if name in ("fold", "rows chunk", "until fori", "layers own") else pytest.mark.slow,
-        )
-        for i, (name, loop) in enumerate(LOOPS.items())
-    ]
-
-
-@pytest.mark.parametrize(("name", "direction"), healthy())
-def test_nothing_else_is_named_and_results_and_gradients_are_those_without_it(name: str, direction: str) -> None:
-    loop, flaw = LOOPS[name], (FORWARD if direction == "forward" else BACKWARD)[0]
-    treescan.fold(lambda h, x: h, 1.0, jnp.ones(3), check_finite=True)
-    last = treescan.last_nonfinite()
-    data, *_ = draw(loop, flaw, len(name), planted=False)
-    plain, checked = (
-        jax.jit(jax.value_and_grad(functools.partial(total, loop, flaw.rule, check), 1))(data, jnp.float32(0.7))
-        for check in (False, flaw.check)
-    )
-    np.testing.assert_allclose(plain, checked, rtol=1e-5)
-    assert np.isfinite(plain).all()
-    jax.effects_barrier()
-    assert treescan.last_nonfinite() is last
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("name", "direction"), [("fold", "backward"), ("until rows", "backward"), ("until", "forward")]
-)
-def test_second_derivatives_and_those_of_forward_mode_are_those_without_it(name: str, direction: str) -> None:
-    loop, flaw = LOOPS[name], (FORWARD if direction == "forward" else BACKWARD)[0]
-    data, *_ = draw(loop, flaw, 0, planted=False)
-    derive = jax.jacfwd if direction == "forward" else lambda f: jax.grad(jax.grad(f))
-    plain, checked = (
-        jax.jit(derive(functools.partial(total, loop, flaw.rule, check, data)))(jnp.float32(0.7))
-        for check in (False, flaw.check)
-    )
-    assert plain != 0
-    np.testing.assert_allclose(plain, checked, rtol=1e-5)
-
-
-@pytest.mark.parametrize("name", ["scan", "rows", "until rows", "layers pattern", "lift"])
-def test_off_is_the_same_program(name: str) -> None:
-    loop = LOOPS[name]
-    data, *_ = draw(loop, FORWARD[0], 0, planted=False)
-
-    def program(**options: Any) -> str:
-        run = functools.partial(loop.run, spoil, **loop.given, **loop.options, **options)
-        return str(jax.make_jaxpr(run)(data, jnp.float32(1)))
-
-    plain = program()
-    assert plain == program(check_finite=False) and "callback" not in plain
-    assert plain != program(check_finite=True) != program(check_finite="backward") != plain

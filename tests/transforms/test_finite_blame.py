@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import pytest
-from nonfinite import caught
+from nonfinite import caught, named
 from thin import parametrize, slow
 
 import treescan
@@ -59,10 +59,9 @@ def test_an_infinity_of_another_row_is_not_blamed(name: str, way: str) -> None:
         h, xs = (jnp.stack([leaf, leaf]) for leaf in (h, xs))
     calls = {"jit": jax.jit(run), "vmap": jax.vmap(run)}
     with jax.disable_jit(way == "disable_jit"):
-        text = caught(lambda: calls.get(way, run)(h, xs))
+        text, record = named(lambda: calls.get(way, run)(h, xs))
     assert "became inf in step 1 of 2 (row 2), first in `exp` at" in text
-    record = treescan.last_nonfinite()
-    assert record is not None and (record.operation, record.source, record.one_of) == ("exp", None, ())
+    assert (record.operation, record.source, record.one_of) == ("exp", None, ())
 
 
 def guarded(h: Any, x: Any) -> Any:
@@ -177,10 +176,9 @@ def test_what_cannot_be_decided_is_one_of_several() -> None:
         return jax.lax.scan(lambda h, _: (h + jnp.where(jnp.arange(2) == 1, first, 0.0), None), h, second)[0]
 
     xs = {"a": ONES.at[2].set(-1.0), "b": ONES.at[2].set(-1.0)}
-    text = caught(lambda: treescan.fold(step, jnp.zeros(2), xs, check_finite=True))
+    text, record = named(lambda: treescan.fold(step, jnp.zeros(2), xs, check_finite=True))
     assert "became NaN in step 2 of 3 (row 1), which comes from one of `log` at" in text and "and `sqrt` at" in text
-    record = treescan.last_nonfinite()
-    assert record is not None and (record.operation, record.place, record.source) == (None, None, None)
+    assert (record.operation, record.place, record.source) == (None, None, None)
     assert [name.partition(" at ")[0] for name in record.one_of] == ["`log`", "`sqrt`"]
 
 

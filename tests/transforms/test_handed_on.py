@@ -92,31 +92,6 @@ def test_chunks_that_are_left_out_together_take_no_memory_either() -> None:
     assert memory_of_gradient(run, w) < 0.3
 
 
-def derivatives(run: Any, h: jax.Array, w: jax.Array) -> Any:
-    """In h alone, in both, twice, forward, and of two arrays at once."""
-    loss = squares(run)
-    both = jax.grad(loss, argnums=(0, 1))
-    twice = jax.grad(lambda h, w: (jax.grad(loss)(h, w) ** 2).sum(), argnums=(0, 1))
-    two = jnp.stack([w, 2 * w])
-    mapped = jax.vmap(jax.grad(loss), (None, 0))(h, two), jax.grad(lambda h: jax.vmap(loss, (None, 0))(h, two).sum())(h)
-    return jax.grad(loss)(h, w), both(h, w), twice(h, w), jax.jvp(loss, (h, w), (h, w)), mapped
-
-
-@by_turns(
-    5, loop={name: LOOPS[name] for name in ("mask_scan, chunk", "mask_scan, compact", "while_scan")}, carried=WAYS
-)
-def test_reading_changes_no_derivative(loop: Loop, carried: bool) -> None:
-    w = jnp.asarray(np.random.default_rng(0).normal(size=(T, 8, 8)) / 3, jnp.float32)
-    h = jnp.full((2, 8), 0.3)
-
-    def run(remat: Any) -> Any:
-        return jax.jit(lambda h, w: derivatives(lambda h, w: read_in_steps(loop, h, w, remat, carried), h, w))(h, w)
-
-    for one, other in zip(jax.tree.leaves(run("step")), jax.tree.leaves(run(None)), strict=True):
-        assert np.isfinite(one).all()
-        np.testing.assert_allclose(one, other, rtol=1e-4, atol=1e-5)
-
-
 @parametrize("loop", {name: LOOPS[name] for name in ("mask_scan, chunk", "while_scan")})
 def test_an_array_may_begin_with_nan(loop: Loop) -> None:
     w = jnp.full((T + 1, N, N), 0.01).at[0].set(jnp.nan)  # no step reads that part

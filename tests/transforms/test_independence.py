@@ -1,11 +1,8 @@
 """Whether a trace treats rows independently: what is proven holds, and of plain bodies it is proven."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
-import numpy.testing as npt
 import pytest
 from jax import lax
 from jaxprs import equations
@@ -198,39 +195,3 @@ def selections(body, *, rows=ROWS):
 def test_a_step_that_nobody_differentiates_has_no_stand_ins():
     apart, together = APART["product"], TOGETHER["sum"]
     assert selections(together) - selections(apart) == 2  # of the state and of x, before the body
-
-
-@pytest.mark.parametrize(
-    ("name", "options"),
-    [
-        ("product", {}),
-        ("norms", {"compact": True}),
-        ("embedding", {"fill": -1, "chunk": 3}),
-        ("attention", {"reverse": True}),
-        ("loop", {"compact": True}),
-        ("sum", {}),
-    ],
-    ids=str,
-)
-def test_padding_is_not_read(name, options):
-    """By jit, by vmap, and beside a gradient: padding of NaN, a state that no step fits after its end."""
-    body, lengths = {**APART, **TOGETHER}[name], jnp.array([9, 0, 13, 4])
-    init, xs = array(ROWS, 3, seed=1), array(13, ROWS, 3, seed=2)
-    xs = jnp.where(treescan.length_mask(lengths, 13)[..., None], xs, jnp.nan)
-
-    def run(init, xs):
-        return treescan.mask_scan(lambda h, x: (body(h, x),) * 2, init, xs, lengths=lengths, **options)
-
-    def differentiated(init):
-        out = run(init, xs)
-        return jnp.sum(out[1]), out
-
-    want = jax.jit(run)(init, xs)
-    (_, beside), _ = jax.jit(jax.value_and_grad(differentiated, has_aux=True))(init)
-    with treescan.rewriting(False):
-        plain = jax.jit(functools.partial(run))(init, xs)
-    mapped = jax.vmap(run)(jnp.stack([-init, init]), jnp.stack([xs, xs]))
-    for other in (beside, plain, jax.tree.map(lambda leaf: leaf[1], mapped)):
-        for a, b in zip(jax.tree.leaves(want), jax.tree.leaves(other), strict=True):
-            assert np.all(np.isfinite(a))
-            npt.assert_allclose(a, b, rtol=2e-5, atol=1e-5)

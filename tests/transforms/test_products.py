@@ -6,7 +6,6 @@ That of `scan` and `fold` with `remat` is `jax.lax.scan`.
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,12 +13,11 @@ import pytest
 from hlo import Program
 from jaxprs import equations
 from loops import array
-from oracle import compiled
+from oracle import assert_close, compiled
 from thin import by_turns, parametrize
 
 import treescan
 import treescan._transforms.remat as auto_remat
-import treescan._transforms.remat as remat_transform
 from treescan._trace.cost import count_operations
 
 STEPS, CHUNK, ROWS, D, H = 10, 4, 3, 2, 3
@@ -33,42 +31,12 @@ def lstm(p, h, x):
     return h, h
 
 
-def joined(p, h, x):
-    """One product of x and h together."""
-    h = jnp.tanh(jnp.concatenate([x, h], -1) @ jnp.concatenate([p["x"], p["h"]]))
-    return h, h * h
-
-
-def made_within(p, h, x):
-    """Weights that each step makes from others, once of them by a product."""
-    w = jnp.tanh(p["h"] @ p["h"]).T * 2
-    h = jnp.tanh(h @ w + x @ (p["x"] / 2))
-    return h, x @ p["x"]
-
-
 def deep(p, h, x):
     """x through two layers before it meets the carry, and with itself."""
     x = jax.nn.relu(x @ p["x"] + 1) @ p["h"]
     scores = jax.nn.softmax(jnp.einsum("bi,bj->bij", x, x))
     h = jnp.tanh(h @ p["h"] + jnp.einsum("bij,jk->bk", scores, p["h"]))
     return h, x
-
-
-def called(p, h, x):
-    """Products in functions that are compiled by themselves, one within the other."""
-
-    @jax.jit
-    def dense(a, w):
-        return jax.jit(jnp.matmul)(a, w) + 1
-
-    h = jnp.tanh(dense(h, p["h"]) + dense(x, p["x"]))
-    return h, h
-
-
-def checkpointed(p, h, x):
-    """A product in a part that is recomputed, and one beside it."""
-    h = jnp.tanh(jax.checkpoint(lambda h: jnp.sin(h @ p["h"]))(h) + x @ p["x"])
-    return h, h @ p["h"]
 
 
 def looped(p, h, x):
@@ -100,12 +68,6 @@ def of_integers(p, h, x):
     return jnp.tanh(halves + counts.astype(jnp.float32)), (counts, (h @ p["h"]) > 0)
 
 
-def rounded(p, h, x):
-    """No derivative passes through a part of it."""
-    h = jnp.tanh(jax.lax.stop_gradient(h) @ p["h"] + x @ jax.lax.stop_gradient(p["x"]))
-    return h, jnp.round(h @ p["h"])
-
-
 @jax.custom_vjp
 def _twice(w):
     return 2 * w
@@ -120,22 +82,8 @@ def with_own_rule(p, h, x):
     return h, h
 
 
-BODIES = {
-    body.__name__: body
-    for body in (
-        lstm,
-        joined,
-        made_within,
-        deep,
-        called,
-        checkpointed,
-        looped,
-        summed,
-        read_twice,
-        of_integers,
-        rounded,
-    )
-}
+BODIES = (lstm, deep, looped, summed, read_twice, of_integers)
+"""Programs with more kinds of products, and with options, are drawn in `test_generated.py`."""
 
 
 def params():
@@ -178,76 +126,34 @@ def hessian(body, *args, **options):
     return jax.grad(slope, argnums=(0, 1, 2))(*args)
 
 
-DERIVED = {"values": run, "gradient": gradient, "tangent": tangent, "hessian": hessian}
+def tolerance_of(body):
+    """Cotangents of halves are rounded once a chunk instead of once a step."""
+    return 1e-2 if body is of_integers else 1e-5
 
 
-def assert_close(ours, expected, tolerance=1e-5):
-    """Equal types, and values that differ by no more than this part of the largest."""
-    chex.assert_trees_all_equal_shapes_and_dtypes(ours, expected)
-    for a, b in zip(jax.tree.leaves(ours), jax.tree.leaves(expected), strict=True):
-        np.testing.assert_allclose(a, b, rtol=tolerance, atol=tolerance * (1 + np.max(np.abs(b), initial=0)))
+def assert_as_step_by_step(derive, body, args, **options):
+    ours, expected = (functools.partial(derive, body, **each) for each in (options, {"chunk": 0}))
+    tolerance = tolerance_of(body)
+    assert_close(compiled(ours, *args), compiled(expected, *args), tolerance, tolerance)
 
 
-def assert_as_step_by_step(derive, body, args, *, tolerance=1e-5, **options):
-    plain = {name: value for name, value in options.items() if name not in ("chunk", "compact", "remat")}
-    ours, expected = (functools.partial(derive, body, **each) for each in (options, plain | {"chunk": 0}))
-    assert_close(compiled(ours, *args), compiled(expected, *args), tolerance)
-
-
-@by_turns(4, body=BODIES, derive=DERIVED)
+@by_turns(4, body=BODIES, derive=(run, gradient, tangent, hessian))
 def test_as_step_by_step(body, derive):
-    halves = body is of_integers  # their cotangents are rounded once a chunk instead of once a step
-    assert_as_step_by_step(derive, body, given(), tolerance=1e-2 if halves else 1e-5)
-
-
-def by_gradients(argument, values):
-    """Every third gradient is for every day; the others, and the gradients of gradients, are slow."""
-    params = [
-        pytest.param(
-            value, derive, marks=() if derive is gradient and i % 3 == 0 else pytest.mark.slow, id=f"{name}-{of}"
-        )
-        for i, (name, value) in enumerate(values.items())
-        for of, derive in (("gradient", gradient), ("hessian", hessian))
-    ]
-    return pytest.mark.parametrize((argument, "derive"), params)
-
-
-OPTIONS = {
-    "reverse": {"reverse": True},
-    "compact": {"compact": True},
-    "remainder": {"chunk": 3},
-    "short": {"chunk": STEPS},
-    "one step": {"chunk": 1},
-    "resets": {"resets": np.arange(STEPS)[:, None] % np.array([2, 3, 4]) == 0},
-    "mask": {"lengths": None, "mask": np.arange(STEPS * ROWS).reshape(STEPS, ROWS) % 3 > 0},
-    "hold": {"fill": "hold"},
-    "last": {"save": "last"},
-    "every other": {"save": 2},
-    "nothing": {"save": None},
-    "truncate": {"truncate": 3},
-    "nested": {"remat": "nested"},
-    "unroll": {"unroll": 2},
-}
-
-
-@by_gradients("options", OPTIONS)
-def test_as_step_by_step_with_every_option(options, derive):
-    assert_as_step_by_step(derive, lstm, given(), **options)
+    assert_as_step_by_step(derive, body, given())
 
 
 WHOLE_STEPS = treescan.Remat("everything_saveable", segment=CHUNK)
 
 
-def assert_as_lax_scan(derive, body, args, *, tolerance=1e-5, remat=WHOLE_STEPS, **options):
-    plain = {name: value for name, value in options.items() if name in ("reverse", "unroll")}
-    ours = functools.partial(derive, body, verb=treescan.scan, remat=remat, **options)
-    expected = functools.partial(derive, body, verb=jax.lax.scan, **plain)
-    assert_close(compiled(ours, *args), compiled(expected, *args), tolerance)
+def assert_as_lax_scan(derive, body, args, tolerance, remat=WHOLE_STEPS):
+    ours = functools.partial(derive, body, verb=treescan.scan, remat=remat)
+    expected = functools.partial(derive, body, verb=jax.lax.scan)
+    assert_close(compiled(ours, *args), compiled(expected, *args), tolerance, tolerance)
 
 
-@by_gradients("body", BODIES)
+@by_turns(3, body=BODIES, derive=(gradient, hessian))
 def test_scan_that_saves_whole_steps_is_lax_scan(body, derive):
-    assert_as_lax_scan(derive, body, given(), tolerance=1e-2 if body is of_integers else 1e-5)
+    assert_as_lax_scan(derive, body, given(), tolerance_of(body))
 
 
 def test_scan_that_saves_whole_steps_under_vmap():
@@ -264,7 +170,7 @@ def test_scan_that_saves_whole_steps_under_vmap():
             jax.vmap(functools.partial(gradient, body, **o), (None, 0, None))
             for o in ({"verb": treescan.scan, "remat": WHOLE_STEPS}, {"verb": jax.lax.scan})
         )
-        assert_close(compiled(ours, *args), compiled(expected, *args))
+        assert_close(compiled(ours, *args), compiled(expected, *args), 1e-5, 1e-5)
 
 
 LONG = 37
@@ -278,13 +184,13 @@ def given_long():
 def auto(request, monkeypatch):
     """Both plans of "auto": what an operation costs decides between them."""
     monkeypatch.setattr(auto_remat, "OPERATIONS_PER_BYTE", 10**9 * (request.param == "recomputed"))
-    monkeypatch.setattr(remat_transform, "saves_more", lambda *_: False)
+    monkeypatch.setattr(auto_remat, "saves_more", lambda *_: False)
     return request.param
 
 
-@by_gradients("body", {name: BODIES[name] for name in ("lstm", "deep", "looped", "of_integers")})
+@by_turns(3, body=(lstm, deep, looped, of_integers), derive=(gradient, hessian))
 def test_auto_is_lax_scan(body, derive, auto):
-    assert_as_lax_scan(derive, body, given_long(), tolerance=1e-2 if body is of_integers else 1e-4, remat="auto")
+    assert_as_lax_scan(derive, body, given_long(), max(1e-4, tolerance_of(body)), remat="auto")
 
 
 def test_auto_computes_products_at_once():
@@ -450,26 +356,26 @@ def test_forward_products_of_what_is_computed_before_them():
     assert dots_in_loops(Program(functools.partial(run, body), *wide(4 * WIDE))) == []
 
 
-@parametrize("features", {"small": WIDE, "large": 4 * WIDE})
-def test_no_loop_over_steps_adds_up_the_cotangents_of_weights(features):
-    """Forward, again and backward one product each, with the carry or its cotangent: all others are outside."""
-    ours = Program(functools.partial(gradient, lstm), *wide(features))
-    by_steps = Program(functools.partial(gradient, lstm, chunk=0), *wide(features))
-    assert dots_in_loops(ours) == [1, 1, 1]
+@pytest.mark.parametrize(
+    ("verb", "features", "dots"),
+    [
+        # Forward, again and backward one product each, with the carry or its cotangent: all others are outside.
+        (treescan.mask_scan, WIDE, 1),
+        (treescan.mask_scan, 4 * WIDE, 1),
+        # A product of x with small weights is computed beside the other, as is what it gives to the cotangent of x.
+        (treescan.scan, WIDE, 2),
+        (treescan.scan, 4 * WIDE, 1),
+    ],
+)
+def test_no_loop_over_steps_adds_up_the_cotangents_of_weights(verb, features, dots):
+    masked = verb is treescan.mask_scan
+    ours = {} if masked else {"verb": verb, "remat": WHOLE_STEPS}
+    plain = {"chunk": 0} if masked else {"verb": jax.lax.scan}
+    ours, by_steps = (Program(functools.partial(gradient, lstm, **each), *wide(features)) for each in (ours, plain))
+    assert dots_in_loops(ours) == [dots] * 3
     assert max(dots_in_loops(by_steps)) >= 4
     assert not adds_up(ours, f"f32[{WIDE},{4 * WIDE}]")
     assert adds_up(by_steps, f"f32[{WIDE},{4 * WIDE}]")
-
-
-@parametrize("features, dots", {"small": (WIDE, 2), "large": (4 * WIDE, 1)})
-def test_no_loop_of_scan_adds_up_the_cotangents_of_weights(features, dots):
-    """A product of x with small weights is computed beside the other, as is what it gives to the cotangent of x."""
-    ours = Program(functools.partial(gradient, lstm, verb=treescan.scan, remat=WHOLE_STEPS), *wide(features))
-    plain = Program(functools.partial(gradient, lstm, verb=jax.lax.scan), *wide(features))
-    assert dots_in_loops(ours) == [dots] * 3
-    assert max(dots_in_loops(plain)) >= 4
-    assert not adds_up(ours, f"f32[{WIDE},{4 * WIDE}]")
-    assert adds_up(plain, f"f32[{WIDE},{4 * WIDE}]")
 
 
 def stacked_in_loops(program: Program, shape: str) -> int:
@@ -566,7 +472,7 @@ def test_rows_that_are_spread_from_outside_do_not_communicate_in_the_steps(deriv
     collectives = ("all-reduce", "all-gather", "all-to-all", "collective-permute", "reduce-scatter")
     assert not any(name in text for text in inner for name in collectives)
     expected = jax.jit(functools.partial(function, chunk=0))(*many_rows())
-    assert_close(jax.jit(function)(*args), expected, tolerance=1e-4)
+    assert_close(jax.jit(function)(*args), expected, 1e-4, 1e-4)
 
 
 @pytest.mark.devices
@@ -598,4 +504,4 @@ def test_in_a_shard_map(check_vma):
     lengths = jnp.arange(8 * ROWS) % (4 * CHUNK)
     ours = jax.jit(jax.grad(total, argnums=(0, 1, 2)))(*many_rows(), lengths)
     expected = jax.jit(functools.partial(gradient, lstm, chunk=0, lengths=lengths))(*many_rows())
-    assert_close(ours, expected, tolerance=1e-4)
+    assert_close(ours, expected, 1e-4, 1e-4)

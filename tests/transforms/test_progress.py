@@ -1,20 +1,21 @@
 """`progress`: what the meter is told, that values and gradients are those without, and that gradients say nothing."""
 
 import contextlib
-import dataclasses
 import functools
 import io
+import itertools
 import math
 import sys
 
 import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from bars import LOG, Recorder, bars, progress, steps_of
+from bars import BATCH, LOG, TRANSFORMS, XS, D, H, Recorder, T, bars, init, progress, step, steps_of
 from copies_in_loops import copies_in_loops
 from jaxprs import equations
+from thin import slow
+from traces import Counted
 
 import treescan
 from treescan import Progress
@@ -23,20 +24,7 @@ from treescan.carries import ema
 
 pytestmark = pytest.mark.quick
 
-T, D = 12, 3
-W = jnp.asarray(np.random.default_rng(0).uniform(-1, 1, (D, D)), jnp.float32)
-H = jnp.linspace(0.1, 1, D)
-XS = jnp.asarray(np.random.default_rng(1).uniform(-1, 1, (T, D)), jnp.float32)
 ROWS, LENGTHS = jnp.stack([XS, XS + 1], 1), jnp.array([7, 4])
-
-
-def step(carry, x):
-    h = jnp.tanh(carry["h"] @ W + x)
-    return {"h": h, "n": carry["n"] + 1}, h * 2
-
-
-def init(h=H):
-    return {"h": h, "n": jnp.int32(0)}
 
 
 def shown(carry):
@@ -156,7 +144,7 @@ def test_the_bar_is_there_before_the_first_step():
 # Values, and what transforms make of it.
 
 
-def both(make, h):
+def both(make, h, way, **options):
     """The values and the gradient with progress and without; the number of bars of the former."""
 
     def loss(h, **options):
@@ -164,7 +152,7 @@ def both(make, h):
         floats = [leaf for leaf in jax.tree.leaves(out) if jnp.issubdtype(leaf.dtype, jnp.floating)]
         return sum(jnp.sum(jnp.sin(leaf)) for leaf in floats), out
 
-    run = jax.jit(jax.value_and_grad(functools.partial(loss, progress=progress()), has_aux=True))
+    run = way(jax.value_and_grad(functools.partial(loss, progress=progress(), **options), has_aux=True))
     found = []
     told = bars(lambda: found.append(run(h)) or found)
     chex.assert_trees_all_close(found[0], jax.jit(jax.value_and_grad(loss, has_aux=True))(h), rtol=1e-5, atol=1e-5)
@@ -197,6 +185,15 @@ def until(cond, body, **form):
     return lambda h, **more: treescan.while_scan(cond, body, start(h), max_length=50, **form, **more)[:2]
 
 
+def layer(w, x):
+    return {**x, "h": jnp.sin(x["h"] * w)}
+
+
+def beside_a_larger(h):
+    """A state whose larger leaf no step changes."""
+    return {"h": h, "unchanged": jnp.ones(9)}
+
+
 LOOPS = {  # those in which a bar changes what is run; `works` has it with every option, for the numbers alone
     "scan": scanned(), "reverse": scanned(reverse=True), "levels": scanned(remat=treescan.Remat(levels=3)),
     "last": scanned(save="last"), "truncate": scanned(truncate=5),
@@ -217,36 +214,23 @@ LOOPS = {  # those in which a bar changes what is run; `works` has it with every
     "while state": until(lambda c: jnp.sum(c) > 0.3, lambda c, _: (c * 0.8, None), one=True),
     "while rows": until(lambda c: c.sum(-1) > 0.3, lambda c, _: (c * 0.8, c)),
     "while compact": until(lambda c: c.sum(-1) > 0.3, lambda c, _: (c * 0.8, c), compact=True),
+    "layers": lambda h, **more: treescan.fold_layers(layer, beside_a_larger(h), XS, **more),
+    "turns": lambda h, **more: treescan.fold_layers([layer] * 2, beside_a_larger(h), [XS[:4], XS[:3]], **more),
 }  # fmt: skip
+# What a check looks at is reported too, and the end of the run still comes last; eagerly here.
+CHECKED = [(name, check) for name, check in zip(LOOPS, itertools.cycle([True, "backward"])) if name != "truncate"]
 
 
-@pytest.mark.parametrize("name", LOOPS)
-def test_values_and_gradients_are_those_without(name):
-    assert 1 <= law(both(LOOPS[name], H)) <= 5
+@pytest.mark.parametrize(
+    ("name", "check"), [*((name, False) for name in LOOPS), *CHECKED[:2], *slow(*CHECKED[2:])], ids=str
+)
+def test_a_run_has_one_bar_which_ends_last_and_the_numbers_without(name, check):
+    way = (lambda f: f) if check else jax.jit
+    assert 1 <= law(both(LOOPS[name], H, way, check_finite=check)) <= 6
 
 
 def _loss(h, **options):
     return jnp.sum(treescan.scan(step, init(h), XS, progress=progress(), **options)[0]["h"])
-
-
-BATCH = jnp.stack([H, H * 2, H / 2])
-TRANSFORMS = {
-    "grad": lambda loss: jax.grad(loss)(H),
-    "jit of grad": lambda loss: jax.jit(jax.grad(loss))(H),
-    "jvp": lambda loss: jax.jvp(loss, (H,), (H,)),
-    "vmap": lambda loss: jax.vmap(loss)(BATCH),
-    "vmap of vmap": lambda loss: jax.vmap(jax.vmap(loss))(jnp.stack([BATCH, BATCH])),
-    "vmap of grad": lambda loss: jax.jit(jax.vmap(jax.grad(loss)))(BATCH),
-    "grad of vmap": lambda loss: jax.jit(jax.grad(lambda b: jnp.sum(jax.vmap(loss)(b))))(BATCH),
-    "grad of checkpoint": lambda loss: jax.jit(jax.grad(jax.checkpoint(loss)))(H),
-    "eager grad of checkpoint": lambda loss: jax.grad(jax.checkpoint(loss))(H),
-    "vmap of grad of checkpoint": lambda loss: jax.jit(jax.vmap(jax.grad(jax.checkpoint(loss))))(BATCH),
-    "grad of checkpoint in a loss": lambda loss: jax.grad(jax.checkpoint(lambda h: jnp.sin(loss(jnp.sin(h)))))(H),
-    "hessian": lambda loss: jax.jit(jax.hessian(loss))(H),
-    "jacobian": lambda loss: jax.jit(
-        jax.jacrev(lambda h: treescan.scan(step, init(h), XS, progress=progress())[0]["h"])
-    )(H),
-}
 
 
 WITH_REMAT = [("jit of grad", {"remat": remat}) for remat in ("step", "nested", "auto")]
@@ -284,13 +268,8 @@ def test_under_vmap_the_values_beside_the_bar_are_those_of_the_first_element():
 
 def test_each_run_of_a_program_has_a_bar_of_its_own():
     run = jax.jit(lambda h: treescan.scan(step, init(h), XS, progress=progress())[0]["h"])
-    assert [total for total, _ in bars(lambda: [run(H + i) for i in range(5)])] == [T] * 5
-
-
-def test_two_calls_within_one_program_have_two_bars():
-    run = jax.jit(lambda h: treescan.scan(step, init(h), XS, progress=progress())[0]["h"])
-    told = bars(lambda: jax.jit(lambda h: run(h) + run(h * 2))(H))
-    assert [[done for done, _ in steps] for _, steps in told] == [[3, 6, 9, 12]] * 2
+    for calls in (lambda: [run(H + i) for i in range(2)], lambda: jax.jit(lambda h: run(h) + run(h * 2))(H)):
+        assert [[done for done, _ in steps] for _, steps in bars(calls)] == [[3, 6, 9, 12]] * 2
 
 
 def test_loops_within_loops_have_bars_within_bars():
@@ -345,30 +324,54 @@ def test_what_is_open_at_the_end_of_the_process_is_closed():
     assert [entry[1] for entry in LOG] == ["init", "close"]
 
 
-@dataclasses.dataclass(frozen=True)
 class Failing(Recorder):
     def step(self, bar, done, shown):
         raise OSError("no terminal")
 
 
-def test_a_meter_that_fails_is_a_warning_and_the_loop_goes_on():
-    with pytest.warns(RuntimeWarning, match=r"the progress of `step` is shown no further.*`Failing` failed: OSError"):
-        carry, _ = treescan.scan(step, init(), XS, progress=Progress(meter=Failing()))
+class FailsToClose(Failing):
+    def close(self, bar):
+        super().close(bar)
+        raise OSError("no terminal")
+
+
+class FailsToBegin(Recorder):
+    def init(self, label, total):
+        super().init(label, total)
+        raise OSError("no terminal")
+
+
+@pytest.mark.parametrize(
+    ("meter", "told"),
+    [(Failing, ["init", "close"]), (FailsToClose, ["init", "close"]), (FailsToBegin, ["init"])],
+)
+def test_a_meter_that_fails_is_one_warning_and_the_loop_goes_on(meter, told):
+    words = rf"the progress of `loop` is shown no further.*`{meter.__name__}` failed: OSError"
+    LOG.clear()
+    with pytest.warns(RuntimeWarning, match=words) as given:
+        carry, _ = treescan.scan(step, init(), XS, progress=Progress("loop", updates=3, meter=meter()))
         jax.block_until_ready(carry)
         jax.effects_barrier()
-    assert carry["n"] == T
+    assert len(given) == 1 and carry["n"] == T
+    assert [entry[1] for entry in LOG] == told
+
+
+@pytest.mark.parametrize("disabled", [False, True])
+@pytest.mark.parametrize("check", [True, "backward"])
+@pytest.mark.parametrize("cond", [lambda h: h["h"].sum(-1) < 5, lambda h: h["h"].sum() < 9], ids=["rows", "all"])
+def test_values_are_shown_of_a_checked_loop_that_ends_early(cond, check, disabled):
+    def add(h, x):
+        return {**h, "h": h["h"] + x}, h["h"]
+
+    start = {"a": jnp.full((2, 3), 7.0), "h": jnp.zeros((2, 3)), "n": jnp.zeros(2)}
+    bar = progress(8, show=lambda h: {"mean": h["h"].mean(), "a": h["a"].mean()})
+    with jax.disable_jit(disabled):
+        ended = lambda: treescan.while_scan(cond, add, start, jnp.ones((8, 2, 3)), check_finite=check, progress=bar)  # noqa: E731
+        steps_of(ended)
+    assert [entry[3] for entry in LOG if entry[1] == "step"] == [{"mean": n, "a": 7.0} for n in (1, 2)]
 
 
 # What it costs.
-
-
-def test_no_step_has_a_branch_or_a_callback():
-    jaxpr = jax.make_jaxpr(lambda h: treescan.scan(step, init(h), XS, progress=progress()))(H).jaxpr
-    (chunks,) = [eqn for eqn in jaxpr.eqns if eqn.primitive.name == "scan"]
-    assert chunks.params["length"] == 4
-    (steps,) = [eqn for eqn in chunks.params["jaxpr"].jaxpr.eqns if eqn.primitive.name == "scan"]
-    inside = [eqn.primitive.name for eqn in equations(steps.params["jaxpr"].jaxpr)]
-    assert not {"cond", "debug_callback", "custom_vmap_call"} & set(inside)
 
 
 def test_a_callback_has_one_operand_however_many_values_are_shown():
@@ -398,16 +401,8 @@ def test_no_state_is_copied_for_an_update(updates):
 
 
 def test_a_second_eager_call_is_no_new_trace():
-    count = 0
-
-    def counted(carry, x):
-        nonlocal count
-        count += 1
-        return step(carry, x)
-
-    for _ in range(3):
-        treescan.scan(counted, init(), XS, progress=progress())
-    assert count == 1
+    again = lambda body: [treescan.scan(body, init(), XS, progress=progress()) for _ in range(3)]  # noqa: E731
+    assert Counted(step).traces(again) == 1
 
 
 # The meters.

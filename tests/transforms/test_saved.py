@@ -10,6 +10,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from by_hand import masked_by_hand
 from jaxprs import equations
 from loops import array
 
@@ -52,17 +53,9 @@ def init_of(body, rows=ROWS, width=WIDTH):
     return (init, jnp.zeros(rows)) if body is branch else init
 
 
-def by_hand(body, params, init, xs, lengths, *, reverse=False):
-    def step(carry, given):
-        x, t = given
-        new, y = body(params, carry, x)
-
-        def keep(new, old):
-            return jnp.where((t < lengths).reshape(-1, *(1 for _ in new.shape[1:])), new, old)
-
-        return jax.tree.map(keep, new, carry), jax.tree.map(lambda y: keep(y, jnp.zeros_like(y)), y)
-
-    return jax.lax.scan(step, init, (xs, jnp.arange(len(xs))), reverse=reverse)
+def by_hand(body, params, init, xs, lengths, **options):
+    mask = jnp.arange(len(xs))[:, None] < lengths[None]
+    return masked_by_hand(functools.partial(body, params), init, xs, mask, **options)
 
 
 def masked(body, params, init, xs, lengths, **options):
@@ -138,14 +131,6 @@ def test_elements_of_a_vmap(name, order):
     assert_alike(derivative(masked), derivative(by_hand))
 
 
-def test_nan_in_padding_does_not_reach_a_gradient():
-    (params, init, xs), lengths = given(attention, 50)
-    valid = (jnp.arange(50)[:, None] < lengths[None])[:, :, None]
-    bad = jnp.where(valid, xs, jnp.nan)
-    grads = jax.grad(total(masked, attention, lengths), (0, 1, 2))(params, init, bad)
-    assert_alike(grads, jax.grad(total(by_hand, attention, lengths), (0, 1, 2))(params, init, xs))
-
-
 def gradient_program(run, body, steps=96, rows=8, width=16):
     params = {"a": jnp.float32(0.7), "w": array(width, width, seed=1) * 0.1}
     xs, lengths = array(steps, rows, width, seed=2), jnp.full(rows, steps)
@@ -169,6 +154,8 @@ def test_a_gradient_takes_the_memory_of_a_mask_by_hand(name):
         (branch, {}, True),
         (recurrent, {}, False),
         (attention, {"chunk": 8}, False),
+        (attention, {"compact": True}, False),
+        (attention, {"remat": "step"}, False),
     ],
 )
 def test_steps_are_saved_unless_products_pay_or_chunks_are_asked_for(body, options, saved):
@@ -195,34 +182,3 @@ def test_an_exported_gradient_of_any_number_of_rows(body):
     exported = jax.export.export(jax.jit(jax.grad(of)))(*shapes)
     expected = jax.grad(total(by_hand, body, lengths))(params, init, xs)
     assert_alike(exported.call(params, init, xs, lengths), expected)
-
-
-def of_packed(body, params, xs, **options):
-    packed = treescan.pack([xs[:20, 0], xs[:7, 1], xs[:30, 2], xs[:11, 3]], length=40)
-    return treescan.mask_scan(functools.partial(body, params), jnp.ones(packed.data.shape[1:]), packed, **options)
-
-
-OPTIONS = {
-    "resets": {"resets": np.arange(37)[:, None] % np.array([5, 7, 37, 11]) == 0},
-    "hold": {"fill": "hold"},
-    "last": {"save": "last"},
-    "unroll": {"unroll": 3},
-    "truncate": {"truncate": 10},
-}
-
-
-@pytest.mark.parametrize("name", [*OPTIONS, "packed"])
-def test_options_have_the_gradient_of_a_loop_without_chunks(name):
-    (params, init, xs), lengths = given(wave, 37)
-
-    def gradient(**options):
-        def of(params):
-            if name == "packed":
-                results = of_packed(wave, params, xs, **options)
-            else:
-                results = masked(wave, params, init, xs, lengths, **OPTIONS[name], **options)
-            return sum(jnp.sum(jnp.sin(leaf)) for leaf in jax.tree.leaves(results))
-
-        return jax.grad(of)(params)
-
-    assert_alike(gradient(), gradient(chunk=0))

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from by_hand import masked_by_hand
 from hlo import Program
 from loops import array
-from thin import parametrize
 
 import treescan
 
@@ -90,17 +90,8 @@ def data(mask, seed=0):
     return array(*mask.shape[1:], WIDTH, seed=seed), jnp.asarray(np.where(mask[..., None], xs, -1.0), jnp.float32)
 
 
-def by_hand(init, xs, mask, *, reverse=False):
-    """What everyone writes: every step, and `where`. Of use as long as nothing in the padding is bad."""
-
-    def step(carry, given):
-        x, valid = given
-        new, y = cell(carry, x)
-        keep = valid[..., None]
-        return jnp.where(keep, new, carry), jnp.where(keep, y, 0.0)
-
-    mask = jnp.asarray(mask)
-    return jax.lax.scan(step, init, (jnp.where(mask[..., None], xs, 1.0), mask), reverse=reverse)
+def by_hand(init, xs, mask, **options):
+    return masked_by_hand(cell, init, jnp.where(jnp.asarray(mask)[..., None], xs, 1.0), mask, **options)
 
 
 def loss(run, init, xs, mask, **options):
@@ -165,10 +156,6 @@ def test_lengths_that_are_traced():
         assert TALLY.during(functools.partial(run, jnp.array(lengths)))[1] == steps, lengths
 
 
-def row(init, xs, length, body=cell):
-    return treescan.mask_scan(body, init, xs, lengths=length, chunk=CHUNK)
-
-
 def test_mapped_batches_skip_where_all_can():
     masks = np.stack([PATTERNS["a hole"][0], PATTERNS["one row empty"][0], PATTERNS["nothing"][0]])
     inits, xs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(data, masks))
@@ -178,52 +165,46 @@ def test_mapped_batches_skip_where_all_can():
     chex.assert_trees_all_close(got, jax.vmap(by_hand)(inits, xs, masks), rtol=1e-5, atol=1e-6)
 
 
-@functools.cache
-def _grad(total):
-    return jax.jit(jax.grad(total, argnums=(0, 1)))
-
-
-@functools.cache
-def _mapped_grad(total, order):
-    if order == "vmap of grad":
-        return jax.jit(jax.vmap(jax.grad(total, argnums=(0, 1))))
-    return jax.jit(jax.grad(lambda *a: jnp.sum(jax.vmap(total)(*a)), argnums=(0, 1)))
-
-
 LOSS_BY_HAND = functools.partial(loss, by_hand)
 LOSS_NOTED = functools.partial(loss, functools.partial(ours, body=noted_once))
 LOSS_NOTED_BACKWARD = functools.partial(loss, functools.partial(ours, body=differentiated))
 
 
-@pytest.mark.parametrize("name", ["two chunks", "nothing"])
-def test_effects_happen_once_under_differentiation(name):
-    """A body with effects is not computed again in the gradient: a callback would see every step twice."""
-    mask, steps = PATTERNS[name]
-    init, xs = data(mask)
-    got, ran = TALLY.during(lambda: _grad(LOSS_NOTED)(init, xs, mask))
-    assert ran == steps
-    chex.assert_trees_all_close(got, _grad(LOSS_BY_HAND)(init, xs, mask), rtol=1e-4, atol=1e-5)
+@functools.cache
+def gradient(total, order="grad"):
+    derived = jax.grad(total, argnums=(0, 1))
+    if order == "vmap of grad":
+        derived = jax.vmap(derived)
+    if order == "grad of vmap":
+        derived = jax.grad(lambda *given: jnp.sum(jax.vmap(total)(*given)), argnums=(0, 1))
+    return jax.jit(derived)
 
 
-@parametrize(
-    "pattern", {name: PATTERNS[name] for name in ("two chunks", "a hole of a row", "the remainder", "nothing")}
+@pytest.mark.parametrize(
+    ("total", "pattern"),
+    [
+        *((LOSS_NOTED_BACKWARD, name) for name in ("two chunks", "a hole of a row", "the remainder", "nothing")),
+        # A body with effects is not computed again in the gradient: a callback would see every step twice.
+        *((LOSS_NOTED, name) for name in ("two chunks", "nothing")),
+    ],
+    ids=["two chunks", "a hole of a row", "the remainder", "nothing", "effects, two chunks", "effects, nothing"],
 )
-def test_gradients_run_no_step_backward_that_was_skipped(pattern):
-    mask, steps = pattern
-    init, xs = data(mask)
-    got, ran = TALLY.during(lambda: _grad(LOSS_NOTED_BACKWARD)(init, xs, mask))
+def test_gradients_run_no_step_that_was_skipped(total, pattern):
+    mask, steps = PATTERNS[pattern]
+    given = *data(mask), mask
+    got, ran = TALLY.during(lambda: gradient(total)(*given))
     assert ran == steps
-    chex.assert_trees_all_close(got, _grad(LOSS_BY_HAND)(init, xs, mask), rtol=1e-4, atol=1e-5)
+    chex.assert_trees_all_close(got, gradient(LOSS_BY_HAND)(*given), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("order", ["vmap of grad", "grad of vmap"])
 def test_mapped_gradients_run_no_step_backward_that_was_skipped(order):
     for names, steps in ((("a hole", "one row empty", "nothing"), 6), (("nothing",) * 3, 0)):
         masks = np.stack([PATTERNS[name][0] for name in names])
-        inits, xs = jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(data, masks))
-        got, ran = TALLY.during(functools.partial(_mapped_grad(LOSS_NOTED_BACKWARD, order), inits, xs, masks))
+        given = *jax.tree.map(lambda *leaves: jnp.stack(leaves), *map(data, masks)), masks
+        got, ran = TALLY.during(functools.partial(gradient(LOSS_NOTED_BACKWARD, order), *given))
         assert ran == steps, names
-        chex.assert_trees_all_close(got, _mapped_grad(LOSS_BY_HAND, order)(inits, xs, masks), rtol=1e-4, atol=1e-5)
+        chex.assert_trees_all_close(got, gradient(LOSS_BY_HAND, order)(*given), rtol=1e-4, atol=1e-5)
 
 
 # Branches in the program: nothing became a select, and the branch that skips computes nothing.

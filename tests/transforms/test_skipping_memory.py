@@ -6,26 +6,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from by_hand import masked_by_hand
 from hlo import Program
-from jaxprs import equations, num_consts
 from loops import array
-from thin import parametrize
+from thin import slow
 
 import treescan
-
-STEPS, ROWS, WIDTH = 12, 3, 5
-OPTIONS = {
-    "chunk": {"chunk": 4},
-    "remainder": {"chunk": 5},
-    "reverse": {"chunk": 4, "reverse": True},
-    "compact": {"chunk": 4, "compact": True},
-    "tiers": {"chunk": 5, "compact": (1,)},
-    "resets": {"chunk": 4, "resets": np.arange(STEPS)[:, None] % np.array([3, 4, 5]) == 0},
-    "hold": {"chunk": 4, "fill": "hold"},
-    "hold compact": {"chunk": 4, "fill": "hold", "compact": (2,)},
-    "remat step": {"chunk": 4, "remat": "step"},
-    "remat nested": {"chunk": 2, "remat": "nested"},
-}
 
 
 def run(carried, closed, xs, **options):
@@ -48,38 +34,14 @@ def gradient(*args, **options):
     return jax.grad(total, argnums=(0, 1))(*args)
 
 
-def given(steps=STEPS, rows=ROWS, width=WIDTH):
-    return array(width, width), array(width, width, seed=1), array(steps, rows, width, seed=2)
-
-
-@parametrize("options", OPTIONS)
-def test_weights_are_constants_of_the_inner_and_the_outer_loop(options):
-    """And the gradient saves none for a step or a chunk."""
-    jaxpr = jax.make_jaxpr(functools.partial(run, **options))(*given())
-    loops = list(equations(jaxpr.jaxpr, "scan"))
-    assert len(loops) >= 2
-    for loop in loops:
-        shapes = [var.aval.shape for var in loop.invars]
-        assert shapes[: num_consts(loop)].count((WIDTH, WIDTH)) == 2
-        assert (WIDTH, WIDTH) not in shapes[num_consts(loop) :]
-        assert not stacks_of_weights(loop)
-    jaxpr = jax.make_jaxpr(functools.partial(gradient, **options))(*given())
-    loops = list(equations(jaxpr.jaxpr, "scan"))
-    assert len(loops) >= 4
-    for loop in loops:
-        assert not stacks_of_weights(loop)
-
-
-def stacks_of_weights(loop):
-    shapes = [var.aval.shape for var in (*loop.invars, *loop.outvars)]
-    return [shape for shape in shapes if len(shape) > 2 and shape[-2:] == (WIDTH, WIDTH)]
-
-
-@pytest.mark.parametrize("name", ["chunk", "tiers", pytest.param("remat nested", marks=pytest.mark.slow)])
-def test_large_weights_are_not_copied_once_a_chunk(name):
+@pytest.mark.parametrize(
+    "options", [{}, {"compact": (1,)}, {"fill": "hold"}, *slow(({"reverse": True, "remat": "nested"},))], ids=str
+)
+def test_large_weights_are_not_copied_once_a_chunk(options):
+    """`test_same_program.py` shows that those in the carry are constants of each loop."""
     steps, width = 128, 256
-    options = OPTIONS[name] | {"chunk": 4}
-    program = Program(functools.partial(gradient, **options), *given(steps, 2, width))
+    given = array(width, width), array(width, width, seed=1), array(steps, 2, width, seed=2)
+    program = Program(functools.partial(gradient, chunk=4, **options), *given)
     a_copy_a_chunk = steps // 4 * width * width * 4
     assert program.temp_bytes < a_copy_a_chunk / 2
 
@@ -107,16 +69,7 @@ def lstm_bytes(scan):
 
 @functools.cache
 def bytes_by_hand():
-    def scan(body, init, xs, lengths):
-        def step(carry, given):
-            x, valid = given
-            new, y = body(carry, x)
-            held = jax.tree.map(lambda a, b: jnp.where(valid[:, None], a, b), new, carry)
-            return held, jnp.where(valid[:, None], y, 0.0)
-
-        return jax.lax.scan(step, init, (xs, jnp.arange(xs.shape[0])[:, None] < lengths[None]))
-
-    return lstm_bytes(scan)
+    return lstm_bytes(lambda body, init, xs, n: masked_by_hand(body, init, xs, jnp.arange(len(xs))[:, None] < n[None]))
 
 
 @pytest.mark.parametrize(
@@ -124,7 +77,7 @@ def bytes_by_hand():
     [
         {},
         {"compact": (2,)},
-        *(pytest.param(o, marks=pytest.mark.slow) for o in ({"compact": True}, {"remat": "nested"})),
+        *slow(({"compact": True},), ({"remat": "nested"},)),
     ],
     ids=str,
 )
