@@ -187,7 +187,7 @@ def test_entries_stand_where_rows_stood():
         with jax.disable_jit(disabled):
             carry, ys = treescan.mask_scan(body, init, PACKED, **options)
         npt.assert_allclose(carry["h"], h, rtol=1e-5, atol=1e-6)
-        npt.assert_allclose(ys["h"], h * (np.array(LONG) > 0), rtol=1e-5, atol=1e-6)
+        npt.assert_allclose(ys["h"], np.asarray(h) * (np.array(LONG) > 0), rtol=1e-5, atol=1e-6)
         npt.assert_array_equal(carry["w"].values, w)
         npt.assert_array_equal(as_numpy(carry["k"]), as_numpy(key))
         assert carry["act"] is jnp.tanh
