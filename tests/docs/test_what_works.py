@@ -121,7 +121,7 @@ OF_OPTIONS = {
 }
 
 
-WITHOUT_A_STACK = {"length"}  # of layers, see `test_layers_arguments.py`: nothing that the table shows changes with it
+WITHOUT_A_STACK = {"length"}  # of layers, see `test_layers.py`: nothing that the table shows changes with it
 
 
 @pytest.mark.parametrize("verb", OF_OPTIONS)

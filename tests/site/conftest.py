@@ -12,9 +12,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from playwright.sync_api import Browser, Page, Request, Response, sync_playwright
+from playwright.sync_api import Browser, Locator, Page, Request, Response, sync_playwright
 
 SITE = Path(__file__).parents[2] / "site"
+PAGES = [str(page.relative_to(SITE)) for page in sorted(SITE.rglob("*.html"))]
 DESKTOP, PHONE = {"width": 1280, "height": 900}, {"width": 390, "height": 844}
 
 Open = Callable[..., Page]
@@ -123,3 +124,10 @@ def visit(browser: Browser) -> Iterator[Open]:
     for context in contexts:
         context.close()
     assert not wrong
+
+
+def search(page: Page, query: str) -> Locator:
+    """What the search finds, once it is there."""
+    page.keyboard.press("/")
+    page.keyboard.type(query)
+    return page.locator(".md-search-result__item")

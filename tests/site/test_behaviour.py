@@ -4,7 +4,7 @@ import re
 from urllib.parse import urldefrag
 
 import pytest
-from conftest import SITE, Open
+from conftest import PAGES, Open, search
 from playwright.sync_api import Page, expect
 
 FOCUS = """() => {
@@ -31,18 +31,7 @@ def test_the_footer_leads_through_all_pages(root: str, visit: Open) -> None:
         page.wait_for_load_state()
         seen.append(page_of(root, page.url))
         assert len(seen) == len(set(seen))
-    assert set(seen) == {str(file.relative_to(SITE)) for file in SITE.rglob("*.html")} - {"404.html"}
-
-
-def test_the_navigation_leads_to_pages(root: str, visit: Open) -> None:
-    page = visit(f"{root}/index.html")
-    page.locator(".md-nav--primary").get_by_role("link", name="Getting started", exact=True).first.click()
-    expect(page).to_have_url(re.compile("/getting-started.html"))
-    page.locator(".md-tabs").get_by_role("link", name="Reference", exact=True).click()
-    expect(page).to_have_url(re.compile("/reference/scan.html"))
-    page.locator(".md-nav--primary").get_by_role("link", name="mask_scan", exact=True).first.click()
-    expect(page).to_have_url(re.compile("/reference/mask_scan.html"))
-    expect(page.locator(".md-tabs__item--active")).to_have_text("Reference")
+    assert set(seen) == {*PAGES} - {"404.html"}
 
 
 def test_the_navigation_of_a_phone_opens(root: str, visit: Open) -> None:
@@ -57,9 +46,7 @@ def test_the_navigation_of_a_phone_opens(root: str, visit: Open) -> None:
 @pytest.mark.parametrize("query", ["mask_scan", "NaN", "flax"])
 def test_search_finds(root: str, visit: Open, query: str) -> None:
     page = visit(f"{root}/index.html")
-    page.keyboard.press("/")
-    page.keyboard.type(query)
-    result = page.locator(".md-search-result__item a:visible", has_text=re.compile(query, re.IGNORECASE)).first
+    result = search(page, query).locator("a:visible", has_text=re.compile(query, re.IGNORECASE)).first
     expect(result).to_be_visible(timeout=20_000)
     result.click()
     expect(page.locator("article mark").first).to_have_text(re.compile(query, re.IGNORECASE))
@@ -67,8 +54,7 @@ def test_search_finds(root: str, visit: Open, query: str) -> None:
 
 def test_what_is_nowhere_is_not_found(root: str, visit: Open) -> None:
     page = visit(f"{root}/index.html")
-    page.keyboard.press("/")
-    page.keyboard.type("qzxjkv")
+    search(page, "qzxjkv")
     expect(page.locator(".md-search-result__meta")).to_have_text("No matching documents", timeout=20_000)
 
 

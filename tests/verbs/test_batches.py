@@ -2,27 +2,27 @@
 
 import functools
 
-import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
 import pytest
 from loops import array
+from oracle import assert_close
+from thin import parametrize
+from works.transforms import gradient
 
 import treescan
 
 LONG = [3, 1, 4, 0, 2]
 SEQUENCES = [array(n, 2, seed=i) for i, n in enumerate(LONG)]
 BATCHES = {
-    "packed": treescan.pack(SEQUENCES, rows=2, length=6, value=np.nan),
-    "packed inits": treescan.pack(SEQUENCES, rows=2, length=6, value=np.nan, init=list(array(5, 2, seed=5))),
-    "padded": treescan.pad(SEQUENCES, length=6, value=np.nan),
-}  # fmt: skip
-OPTIONS = {
-    "plain": {},
-    "reverse": {"reverse": True, "chunk": 2},
-    "compact": {"compact": True, "chunk": 2, "save": "last"},
+    "packed": (treescan.pack(SEQUENCES, rows=2, length=6, value=np.nan), {}),
+    "packed inits": (
+        treescan.pack(SEQUENCES, rows=2, length=6, value=np.nan, init=list(array(5, 2, seed=5))),
+        {"reverse": True, "chunk": 2},
+    ),
+    "padded": (treescan.pad(SEQUENCES, length=6, value=np.nan), {"compact": True, "chunk": 2, "save": "last"}),
 }
 
 
@@ -32,53 +32,28 @@ def step(w, carry, x):
     return carry, carry
 
 
-@pytest.mark.parametrize(
-    ("name", "option"),
-    [
-        ("packed", "plain"),
-        ("packed", "compact"),
-        ("packed inits", "reverse"),
-        ("padded", "plain"),
-        ("padded", "compact"),
-    ],
-)
-def test_is_the_batch_with_the_rest_as_its_data(name, option):
-    batch = BATCHES[name]
-    valid = batch.mask
-    rows = valid.shape[1]
-    extra = jnp.where(valid[..., None], array(6, rows, 2, seed=9), jnp.nan)
-    scales = 1 + abs(array(6, seed=8))
-    options = {**OPTIONS[option], "x_axes": (0, (0, None))}
+@parametrize("case", BATCHES)
+def test_is_the_batch_with_the_rest_as_its_data(case):
+    batch, options = case
+    rows = batch.mask.shape[1]
+    extra = jnp.where(batch.mask[..., None], array(6, rows, 2, seed=9), jnp.nan)
+    given = array(2, 2, seed=7), array(rows, 2, seed=6), batch.data, extra, 1 + abs(array(6, seed=8))
 
-    def composed(w, init, data, extra, scales):
-        xs = (batch._replace(data=data), (extra, scales))
-        return treescan.mask_scan(functools.partial(step, w), init, xs, **options)
+    def run(laid_out, given):
+        w, init, data, extra, scales = given
+        xs = laid_out(data, (extra, scales))
+        return treescan.mask_scan(functools.partial(step, w), init, xs, x_axes=(0, (0, None)), **options)
 
-    def whole(w, init, data, extra, scales):
-        xs = batch._replace(data=(data, (extra, scales)))
-        return treescan.mask_scan(functools.partial(step, w), init, xs, **options)
+    def composed(data, rest):
+        return batch._replace(data=data), rest
 
-    def derivatives(run):
-        def loss(*given):
-            result = run(*given)
-            return sum(jnp.sum(jnp.sin(part)) for part in result), result
+    def whole(data, rest):
+        return batch._replace(data=(data, rest))
 
-        return jax.jit(jax.value_and_grad(loss, (0, 1, 2, 3, 4), has_aux=True))
-
-    given = array(2, 2, seed=7), array(rows, 2, seed=6), batch.data, extra, scales
-    chex.assert_trees_all_close(derivatives(composed)(*given), derivatives(whole)(*given), rtol=1e-6, atol=1e-6)
-    if option == "plain":
-        with jax.disable_jit():
-            chex.assert_trees_all_close(composed(*given), whole(*given), rtol=1e-6, atol=1e-6)
-        mapped = jax.vmap(composed, (None, 0, None, None, None))
-        inits = jnp.stack([given[1], -given[1]])
-        want = [composed(given[0], init, *given[2:]) for init in inits]
-        chex.assert_trees_all_close(
-            mapped(given[0], inits, *given[2:]),
-            jax.tree.map(lambda *leaves: jnp.stack(leaves), *want),
-            rtol=1e-6,
-            atol=1e-6,
-        )
+    derived = [jax.jit(functools.partial(gradient, functools.partial(run, form)))(given) for form in (composed, whole)]
+    assert_close(*derived)
+    with jax.disable_jit():
+        assert_close(run(composed, given), derived[1][0])
 
 
 def plus(carry, x):
@@ -86,26 +61,23 @@ def plus(carry, x):
     return carry + functools.reduce(jnp.add, parts), None
 
 
-def test_the_sum_of_each_sequence():
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_sum_of_each_sequence(padded):
     sequences = [np.arange(n, dtype=np.float32) for n in LONG]
-    packed, padded = treescan.pack(sequences, rows=2), treescan.pad(sequences)
-    want = [sequence.sum() for sequence in sequences]
-    for batch, rows in ((packed, 2), (padded, 5)):
-        init, shape = jnp.zeros(rows), batch.mask.shape
-        twice = treescan.mask_scan(plus, init, {"a": batch, "b": batch.data})[0]
-        npt.assert_array_equal(twice, 2 * np.array(want))
-        both = treescan.mask_scan(plus, init, [batch, batch])[0]
-        npt.assert_array_equal(both, 2 * np.array(want))
-        again = treescan.mask_scan(plus, init, (batch, jax.tree.map(jnp.copy, batch)))[0]
-        npt.assert_array_equal(again, 2 * np.array(want))
-        ones = treescan.mask_scan(plus, init, (batch, jnp.ones(shape)))[0]
-        npt.assert_array_equal(ones, np.array(want) + LONG)
-        times = treescan.mask_scan(plus, init, (batch, jnp.ones(shape[0])), x_axes=(0, None))[0]
-        npt.assert_array_equal(times, np.array(want) + LONG)
-        whole = treescan.mask_scan(plus, init, (batch, jnp.ones(())), in_axes=(0, None))[0]
-        npt.assert_array_equal(whole, np.array(want) + LONG)
-        columns = treescan.mask_scan(plus, init, (batch, jnp.ones(shape).T), in_axes=(0, 1))[0]
-        npt.assert_array_equal(columns, np.array(want) + LONG)
+    sums = np.array([sequence.sum() for sequence in sequences])
+    batch = treescan.pad(sequences) if padded else treescan.pack(sequences, rows=2)
+    ones = jnp.ones(batch.mask.shape)
+    for xs, options, want in (
+        ({"a": batch, "b": batch.data}, {}, 2 * sums),
+        ([batch, batch], {}, 2 * sums),
+        ((batch, jax.tree.map(jnp.copy, batch)), {}, 2 * sums),
+        ((batch, ones), {}, sums + LONG),
+        ((batch, ones[:, 0]), {"x_axes": (0, None)}, sums + LONG),
+        ((batch, jnp.ones(())), {"in_axes": (0, None)}, sums + LONG),
+        ((batch, ones.T), {"in_axes": (0, 1)}, sums + LONG),
+    ):
+        final, _ = treescan.mask_scan(plus, jnp.zeros(ones.shape[1]), xs, **options)
+        npt.assert_array_equal(final, want)
 
 
 def test_traced_batches_that_share_their_rows():

@@ -2,11 +2,11 @@
 
 import functools
 import gc
-import html.parser
 import importlib
 import re
 import sys
 import weakref
+from xml.etree import ElementTree
 
 import jax
 import jax.experimental
@@ -14,10 +14,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from describe_cases import FAULTS, describe_all
+from plots import Axes
+from thin import parametrize
 from widths import too_wide
 
 import treescan
-from benchmarks import layers, masked, memory
+from benchmarks import masked, memory
 from treescan import Remat, describe
 from treescan._describe.findings import FINDINGS
 
@@ -39,21 +41,11 @@ def _no_plans_but_its_own(request, monkeypatch):
 # Bytes
 
 
-def ratio(description, compiled):
-    return description.plan.bytes / compiled.memory_analysis().temp_size_in_bytes
-
-
-def of_memory(remat):
-    program = functools.partial(memory._fold, memory.STEPS, remat)
-    (description,) = describe_all(program, *memory._inputs())
-    gradient = memory._gradient(program)._executable
-    return ratio(description, gradient)
-
-
 def of_save():
     program = functools.partial(memory._scan, memory.STEPS, memory.EVERY)
     (description,) = describe_all(program, *memory._inputs())
-    return ratio(description, jax.jit(memory._both(program)).lower(*memory._inputs()).compile())
+    compiled = jax.jit(memory._both(program)).lower(*memory._inputs()).compile()
+    return description.plan.bytes / compiled.memory_analysis().temp_size_in_bytes
 
 
 def of_masked(size, option):
@@ -61,33 +53,22 @@ def of_masked(size, option):
     params, init, xs = masked._data(size)
     given = params, init, xs, masked._lengths(size)[masked.FULL]
     (description,) = describe_all(program, *given)
-    gradient = masked._programs(program)[masked.GRADIENT]._for(given)
-    return ratio(description, gradient)
+    compiled = masked._programs(program)[masked.GRADIENT]._for(given)
+    return description.plan.bytes / compiled.memory_analysis().temp_size_in_bytes
 
 
-def of_layers(program):
-    given = layers._inputs(layers.RUN, layers.RUN_LAYERS)
-    (description,) = describe_all(program, *given)
-    return ratio(description, layers.Compiled(layers.GRADIENT, program, given)._executable)
-
-
-BENCHMARKS = {
-    "memory, nested": lambda: of_memory(Remat(levels=2)),
-    "memory, three levels": lambda: of_memory(Remat(levels=3)),
-    "memory, save": of_save,
-    "masked, small": lambda: of_masked(masked.SMALL, "default"),
-    "masked, large": lambda: of_masked(masked.LARGE, "default"),
-    "masked, large, compact": lambda: of_masked(masked.LARGE, "compact"),
-    "layers, remat": lambda: of_layers(layers._fold_remat),
-}
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "memory, nested" else pytest.param(name, marks=pytest.mark.slow) for name in BENCHMARKS]
+@parametrize(
+    "ratio",
+    {
+        "save": of_save,
+        "masked": functools.partial(of_masked, masked.SMALL, "default"),
+        "masked, compact": functools.partial(of_masked, masked.LARGE, "compact"),
+    },
 )
-def test_bytes_are_those_of_the_compiled_gradient(name):
+def test_bytes_are_those_of_the_compiled_gradient(ratio):
+    """Those of other verbs are the ones of `plan_remat`, of which `test_plan_bytes.py` has many."""
     with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        assert BENCHMARKS[name]() == pytest.approx(1, abs=0.05)
+        assert ratio() == pytest.approx(1, abs=0.05)
 
 
 def test_plans_save_less_and_evaluate_more():
@@ -164,14 +145,6 @@ def train_vowels():
     return vowels.loss(vowels.init_params(jax.random.key(0), data.frames.shape[2]), data, jax.random.key(1))
 
 
-def pack_vowels():
-    packed = example("packed_vowels")
-    utterances, speakers = packed.load("train")
-    params = packed.init_params(jax.random.key(0), utterances[0].shape[1])
-    batch = packed.Labelled(treescan.pack(utterances), jnp.asarray(speakers))
-    return packed.accuracy(params, batch)
-
-
 def find_roots():
     early_exit = example("early_exit")
     early_exit.find_root(lambda x: jnp.cos(x) - x, jnp.ones(()), 1e-6)
@@ -179,24 +152,10 @@ def find_roots():
     return early_exit.newton_sqrt(jnp.float32(2))
 
 
-MESH = jax.make_mesh((1,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
-
-
-def write_plays():
-    llama = example("llama")
-    params = llama.init_params(jax.random.key(0), MESH)
-    return llama.mean_loss(params, jnp.zeros((12, 4, 65), jnp.int32))
-
-
-EXAMPLES = {"early_exit": find_roots, "vowels": train_vowels, "packed_vowels": pack_vowels, "llama": write_plays}
-
-
-@pytest.mark.parametrize(
-    "name", [name if name == "early_exit" else pytest.param(name, marks=pytest.mark.slow) for name in EXAMPLES]
-)
-def test_clean_examples_have_no_finding(name):
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"), jax.set_mesh(MESH):
-        found = describe_all(EXAMPLES[name])
+@pytest.mark.parametrize("run", [find_roots, pytest.param(train_vowels, marks=pytest.mark.slow)])
+def test_clean_examples_have_no_finding(run):
+    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
+        found = describe_all(run)
     assert found
     assert not [(repr(each), each.findings) for each in found if each.findings]
 
@@ -310,8 +269,9 @@ def test_nothing_is_run():
 
 
 def test_under_disable_jit():
+    want = describe(treescan.scan, step, INIT, XS).plan
     with jax.disable_jit():
-        assert describe(treescan.scan, step, INIT, XS).plan == describe(treescan.scan, step, INIT, XS).plan
+        assert describe(treescan.scan, step, INIT, XS).plan == want
 
 
 def test_what_has_no_gradient_says_why():
@@ -331,23 +291,8 @@ def test_what_jax_refuses_to_differentiate_is_told():
     assert "JAX says, IO callbacks do not support JVP" in str(found)
 
 
-class Tags(html.parser.HTMLParser):
-    def __init__(self):
-        super().__init__()
-        self.open = []
-
-    def handle_starttag(self, tag, attrs):
-        self.open.append(tag)
-
-    def handle_endtag(self, tag):
-        assert self.open.pop() == tag
-
-
 def assert_well_formed(text):
-    tags = Tags()
-    tags.feed(text)
-    tags.close()
-    assert not tags.open
+    ElementTree.fromstring(f"<div>{text}</div>")
 
 
 def test_describing_keeps_no_body_alive():
@@ -387,20 +332,10 @@ def test_show_without_rich(monkeypatch, capsys):
     assert capsys.readouterr().out == f"{found}\n"
 
 
-class Axes:
-    """What `plot` asks of matplotlib's axes."""
-
-    def __init__(self):
-        self.calls = {}
-
-    def __getattr__(self, name):
-        return lambda *args, **options: self.calls.setdefault(name, (args, options))
-
-
 def test_plot_draws_each_plan():
     found, axes = describe(treescan.scan, step, INIT, XS), Axes()
     assert found.plot(axes) is axes
-    names, widths = axes.calls["barh"][0]
+    ((names, widths),) = axes.calls["barh"]
     assert widths == [plan.bytes for plan in found.plans]
     assert names[0] == "None\n1 evaluations" and names[1] == '"step"\n2 evaluations'
 

@@ -11,6 +11,7 @@ import pytest
 from loops import array
 from oracle import as_numpy, assert_close
 from thin import all_pairs, slow
+from works.transforms import gradient, tangent
 
 import treescan
 from treescan.carries import window
@@ -69,42 +70,32 @@ def floats(tree):
     return {name: leaf for name, leaf in tree.items() if name != "n"}
 
 
-def derivatives(run):
-    def of(w, start, to, inits, data):
-        carry, lasts = result = run(w, {**START, **start}, {**TO, **to}, {**INITS, **inits}, data)
-        parts = carry["h"], carry["goal"], lasts["h"], lasts["before"]
-        return sum(jnp.sum(jnp.sin(part) * array(*part.shape, seed=i)) for i, part in enumerate(parts)), result
-
-    def both(*given):
-        (_, result), grads = jax.value_and_grad(of, (0, 1, 2, 3, 4), has_aux=True)(*given)
-        return result, grads
-
-    return both
-
-
 GIVEN = WEIGHTS, floats(START), floats(TO), floats(INITS), PACKED.data
 
 
 def packed_run(begin, option, reverse):
-    def run(w, start, to, inits, data):
-        start, options, inits, _ = FROM[begin](start, to, inits)
+    def run(given):
+        w, start, to, inits, data = given
+        start, options, inits, _ = FROM[begin]({**START, **start}, {**TO, **to}, {**INITS, **inits})
         batch = PACKED._replace(data=data, init=inits)
         options = {**options, **OPTIONS[option], "reverse": reverse, "save": "last"}
-        return treescan.mask_scan(functools.partial(step, w), start, batch, **options)
+        return jax.tree.leaves(treescan.mask_scan(functools.partial(step, w), start, batch, **options))
 
     return run
 
 
 def plain_run(begin, reverse):
-    def run(w, start, to, inits, data):
-        return alone(w, FROM[begin](start, to, inits)[3], data, reverse=reverse)
+    def run(given):
+        w, start, to, inits, data = given
+        starts = FROM[begin]({**START, **start}, {**TO, **to}, {**INITS, **inits})[3]
+        return jax.tree.leaves(alone(w, starts, data, reverse=reverse))
 
     return run
 
 
 @functools.cache
 def expected(begin, reverse):
-    return jax.jit(derivatives(plain_run(begin, reverse)))(*GIVEN)
+    return jax.jit(functools.partial(gradient, plain_run(begin, reverse)))(GIVEN)
 
 
 GRID = all_pairs(list(itertools.product(OPTIONS, FROM, [False, True])))
@@ -112,29 +103,18 @@ GRID = all_pairs(list(itertools.product(OPTIONS, FROM, [False, True])))
 
 @pytest.mark.parametrize(("option", "begin", "reverse"), [*GRID[:2], *slow(*GRID[2:])])
 def test_each_sequence_ends_with_what_it_gives_alone(option, begin, reverse):
-    run = packed_run(begin, option, reverse)
-    assert_close(jax.jit(derivatives(run))(*GIVEN), expected(begin, reverse))
+    derived = functools.partial(gradient, packed_run(begin, option, reverse))
+    assert_close(jax.jit(derived)(GIVEN), expected(begin, reverse))
     if option == "plain":
-        assert_close(derivatives(run)(*GIVEN), expected(begin, reverse))
         with jax.disable_jit():
-            assert_close(derivatives(run)(*GIVEN), expected(begin, reverse))
+            assert_close(derived(GIVEN), expected(begin, reverse))
 
 
-@pytest.mark.parametrize("begin", ["reset_to", "inits"])
-def test_under_vmap_and_forwards(begin):
-    ws, datas = jnp.stack([WEIGHTS, -WEIGHTS]), jnp.stack([PACKED.data, 2 * PACKED.data])
-
-    def mapped(run):
-        def of(ws):
-            return jax.vmap(run, (0, None, None, None, 0))(ws, START, TO, INITS, datas)
-
-        def loss(ws):
-            return sum(jnp.sum(jnp.sin(part[name])) for part in of(ws) for name in ("h",))
-
-        return of(ws), jax.grad(loss)(ws), jax.jvp(loss, (ws,), (jnp.ones_like(ws),))
-
-    runs = packed_run(begin, "chunk", True), plain_run(begin, True)
-    assert_close(*[jax.jit(mapped, static_argnums=0)(run) for run in runs])
+def test_under_vmap_and_forwards():
+    twice = jax.tree.map(lambda leaf: jnp.stack([leaf, -leaf]), GIVEN)
+    for derive in (gradient, tangent):
+        runs = packed_run("inits", "chunk", True), plain_run("inits", True)
+        assert_close(*(jax.jit(jax.vmap(functools.partial(derive, run)))(twice) for run in runs))
 
 
 def test_batches_of_a_vmap_end_each_their_own():
@@ -152,22 +132,19 @@ def test_batches_of_a_vmap_end_each_their_own():
     assert_close(jax.vmap(run)(stacked), jax.tree.map(lambda *leaves: jnp.stack(leaves), *want))
 
 
-def test_first_and_last_are_what_the_run_began_and_ended_with():
+@pytest.mark.parametrize("reverse", [False, True])
+def test_first_and_last_are_what_the_run_began_and_ended_with(reverse):
     def body(carry, x):
         return carry + x, (carry, carry + x)
 
-    padded = treescan.pad(SEQUENCES)
-    for reverse in (False, True):
-        for batch, rows in ((PACKED, ROWS), (padded, N)):
-            run = functools.partial(treescan.mask_scan, body, jnp.ones((rows, H)), batch, reverse=reverse)
-            final, (before, after) = run()
-            some = np.array(LONG) > 0
-            npt.assert_array_equal(treescan.last(batch, after, reverse=reverse)[some], final[some])
-            npt.assert_array_equal(treescan.first(batch, before, reverse=reverse), np.where(some[:, None], [[1, 1]], 0))
-            assert_close(run(save="last")[1][1], treescan.last(batch, after, reverse=reverse))
-            assert_close(
-                treescan.first(batch, after, reverse=reverse), treescan.last(batch, after, reverse=not reverse)
-            )
+    some = np.array(LONG) > 0
+    for batch, rows in ((PACKED, ROWS), (treescan.pad(SEQUENCES), N)):
+        run = functools.partial(treescan.mask_scan, body, jnp.ones((rows, H)), batch, reverse=reverse)
+        final, (before, after) = run()
+        npt.assert_array_equal(treescan.last(batch, after, reverse=reverse)[some], final[some])
+        npt.assert_array_equal(treescan.first(batch, before, reverse=reverse), np.where(some[:, None], [[1, 1]], 0))
+        assert_close(run(save="last")[1][1], treescan.last(batch, after, reverse=reverse))
+        assert_close(treescan.first(batch, after, reverse=reverse), treescan.last(batch, after, reverse=not reverse))
 
 
 def test_what_else_is_kept():
@@ -177,68 +154,44 @@ def test_what_else_is_kept():
         return carry + x.sum(-1), {"a": carry, "b": x, "c": carry + 1}
 
     run = functools.partial(treescan.mask_scan, body, jnp.zeros(ROWS), PACKED)
-    _, ys = run()
-    for fill in (-1, "hold", {"a": "hold", "b": -1, "c": 7}):
-        for disabled in (False, True):
-            with jax.disable_jit(disabled):
-                carry, kept = run(save={"a": "last", "b": None, "c": 3}, fill=fill)
-                whole = run(fill=fill)[1]
-            of = fill["a"] if isinstance(fill, dict) else fill
-            want = treescan.last(PACKED, ys["a"], reverse=False)
-            npt.assert_allclose(kept["a"], np.where(np.array(LONG) > 0, want, 0 if of == "hold" else of), rtol=1e-6)
-            assert kept["b"] is None
-            npt.assert_allclose(kept["c"], whole["c"][2::3], rtol=1e-6)
-            npt.assert_allclose(carry, [sequence.sum() for sequence in SEQUENCES], rtol=1e-5, atol=1e-6)
+    last = treescan.last(PACKED, run()[1]["a"], reverse=False)
+    for fill, empty, disabled in ((-1, -1, True), ("hold", 0, False), ({"a": "hold", "b": -1, "c": 7}, 0, False)):
+        with jax.disable_jit(disabled):
+            carry, kept = run(save={"a": "last", "b": None, "c": 3}, fill=fill)
+        npt.assert_allclose(kept["a"], np.where(np.array(LONG) > 0, last, empty), rtol=1e-6)
+        assert kept["b"] is None
+        npt.assert_allclose(kept["c"], run(fill=fill)[1]["c"][2::3], rtol=1e-6)
+        npt.assert_allclose(carry, [sequence.sum() for sequence in SEQUENCES], rtol=1e-5, atol=1e-6)
 
 
 def test_entries_stand_where_rows_stood():
     """In a carry whose rows do not lead, in a custom carry, in leaves without rows, and beside static leaves."""
 
     def body(carry, x):
-        h = jnp.tanh(carry["h"] + x.T)
-        return {**carry, "h": h, "w": x[:, 0], "steps": carry["steps"] + 1}, {"h": h, "steps": carry["steps"]}
+        h, keys = jnp.tanh(carry["h"] + x.T), jax.vmap(jax.random.split)(carry["k"])[:, 0]
+        new = {**carry, "h": h, "k": keys, "w": x[:, 0], "steps": carry["steps"] + 1}
+        return new, {"h": h, "steps": carry["steps"]}
 
-    init = {
-        "act": jnp.tanh,
-        "h": START["h"].T,
-        "k": jax.random.split(jax.random.key(0), ROWS),
-        "steps": 0,
-        "w": window(array(2, ROWS)),
-    }
+    keys = jax.random.split(jax.random.key(0), ROWS)
+    init = {"act": jnp.tanh, "h": START["h"].T, "k": keys, "steps": 0, "w": window(array(2, ROWS))}
     axes = {"act": None, "h": 1, "k": 0, "steps": None, "w": 0}
     options = {"carry_axes": axes, "y_axes": {"h": 1, "steps": None}, "save": "last"}
+    ends = []
+    for row, sequence in zip(np.asarray(PACKED.index.row), SEQUENCES, strict=True):
+        h, w, key = START["h"][row], init["w"].values[:, row], keys[row]
+        for x in sequence:
+            h, w, key = jnp.tanh(h + x), jnp.stack([w[1], x[0]]), jax.random.split(key)[0]
+        ends.append((h, w, key))
+    h, w, key = (jnp.stack(leaves, axis) for leaves, axis in zip(zip(*ends, strict=True), (1, 1, 0), strict=True))
     for disabled in (False, True):
         with jax.disable_jit(disabled):
             carry, ys = treescan.mask_scan(body, init, PACKED, **options)
-        rows = np.asarray(PACKED.index.row)
-        hs, last = [], []
-        for i, sequence in enumerate(SEQUENCES):
-            h, w = START["h"][rows[i]], init["w"].values[:, rows[i]]
-            for x in sequence:
-                h, w = jnp.tanh(h + x), jnp.stack([w[1], x[0]])
-            hs.append(h)
-            last.append(w)
-        npt.assert_allclose(carry["h"], np.stack(hs, 1), rtol=1e-5, atol=1e-6)
-        npt.assert_allclose(ys["h"], np.stack(hs, 1) * (np.array(LONG) > 0), rtol=1e-5, atol=1e-6)
-        npt.assert_array_equal(carry["w"].values, np.stack(last, 1))
-        npt.assert_array_equal(as_numpy(carry["k"]), as_numpy(init["k"])[rows])
+        npt.assert_allclose(carry["h"], h, rtol=1e-5, atol=1e-6)
+        npt.assert_allclose(ys["h"], np.asarray(h) * (np.array(LONG) > 0), rtol=1e-5, atol=1e-6)
+        npt.assert_array_equal(carry["w"].values, w)
+        npt.assert_array_equal(as_numpy(carry["k"]), as_numpy(key))
         assert carry["act"] is jnp.tanh
         assert carry["steps"].shape == ys["steps"].shape == ()
-
-
-def test_keys_that_change():
-    def body(key, _):
-        return jax.vmap(lambda key: jax.random.split(key)[0])(key), None
-
-    keys = jax.random.split(jax.random.key(0), ROWS)
-    final, _ = treescan.mask_scan(body, keys, PACKED)
-    want = []
-    for i, n in enumerate(LONG):
-        key = keys[int(PACKED.index.row[i])]
-        for _ in range(n):
-            key = jax.random.split(key)[0]
-        want.append(key)
-    npt.assert_array_equal(as_numpy(final), as_numpy(jnp.stack(want)))
 
 
 def test_a_truncated_gradient_ends_in_each_sequence():

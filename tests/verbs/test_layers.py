@@ -5,44 +5,30 @@ import functools
 import math
 from typing import Any, NamedTuple
 
-import chex
 import jax
 import jax.numpy as jnp
-import numpy as np
 import numpy.testing as npt
+import pytest
 from hypothesis import example, given, settings, strategies as st
 from loops import array
+from oracle import assert_close
 from works import plain
+from works.transforms import gradient
 
 import treescan
 
 WIDTH = 4
+X = array(3, WIDTH, seed=9)
 
 
-class Attention(NamedTuple):
-    q: Any
-    out: Any
-
-
-class Layer(NamedTuple):
-    norm: Any
-    attention: Attention
-    mlp: dict[str, Any]
-
-
-def make(seed: int) -> Layer:
-    a, b, c, d = (array(*shape, seed=7 * seed + i) for i, shape in enumerate([(4,), (4, 3), (3, 4), (4, 4)]))
-    return Layer(1 + a / 4, Attention(b, c), {"w": d / 2})
-
-
-def make_stack(count: int, seed: int = 0) -> Layer:
-    if not count:
-        return jax.tree.map(lambda leaf: leaf[:0], make_stack(1))
-    return treescan.stack([make(100 * seed + i) for i in range(count)])
+def make_stack(count: int, seed: int = 0) -> Any:
+    shapes = {"scale": (4,), "attention": {"q": (4, 3), "out": (3, 4)}, "mlp": (4, 4)}
+    is_shape = lambda node: isinstance(node, tuple)  # noqa: E731
+    return jax.tree.map(lambda shape: array(count, *shape, seed=seed), shapes, is_leaf=is_shape)
 
 
 def mix(layer, x):
-    h = jnp.tanh(x * layer.norm[None]) @ layer.attention.q @ layer.attention.out
+    h = jnp.tanh(x * (1 + layer["scale"][None] / 4)) @ layer["attention"]["q"] @ layer["attention"]["out"]
     return x + h / 4
 
 
@@ -53,13 +39,13 @@ def block(layer, x, *others, key=None):
         x = x + jnp.sin(x * other)
     if key is not None:
         x = x + jax.random.uniform(key, x.shape) / 8
-    return x, {"mean": x.mean(-1), "mlp": x @ layer.mlp["w"]}
+    return x, {"mean": x.mean(-1), "mlp": x @ layer["mlp"]}
 
 
 def other_block(layer, x, *others, key=None):
     """Another, whose outputs have other types."""
     x = jnp.cos(x) + sum((other.sum() / 8 for other in others), start=jnp.float32(0))
-    return (x, (x @ layer.mlp["w"]).sum()) if key is None else (x + jax.random.normal(key, (WIDTH,))[None] / 8, x.sum())
+    return (x, (x @ layer["mlp"]).sum()) if key is None else (x + jax.random.normal(key, (WIDTH,))[None] / 8, x.sum())
 
 
 def without_y(function):
@@ -68,30 +54,6 @@ def without_y(function):
         return function(*args, **keywords)[0]
 
     return folded
-
-
-def outcome(run, *given, compiled=True):
-    """What a function gives, and the gradient of all of it with respect to everything."""
-
-    def loss(floats):
-        structure = jax.tree.structure(given)
-        out = run(*jax.tree.unflatten(structure, floats))
-        return sum(
-            (jnp.sum(jnp.sin((k + 2) * leaf)) for k, leaf in enumerate(jax.tree.leaves(out))), jnp.float32(0)
-        ), out
-
-    both = jax.value_and_grad(loss, has_aux=True)
-    (_, out), gradient = (jax.jit(both) if compiled else both)(jax.tree.leaves(given))
-    return out, gradient
-
-
-def assert_same(ours, theirs):
-    chex.assert_trees_all_close(ours[0], theirs[0], rtol=2e-5, atol=2e-5)
-    for a, b in zip(ours[1], theirs[1], strict=True):  # a sum of many terms: what is small is compared with the largest
-        npt.assert_allclose(a, b, rtol=0, atol=1e-4 * (1 + float(np.max(np.abs(b), initial=0))))
-
-
-X = array(3, WIDTH, seed=9)
 
 
 def test_outputs_of_an_empty_stack_have_their_types():
@@ -129,26 +91,30 @@ def programs(draw):
 @example(([1, 1, 0], [block, other_block, block], "step", False, [True, False, True], 1, False, 2, False))
 def test_any_pattern(program):
     counts, blocks, remat, reverse, has_own, args, keyed, unroll, folds = program
-    stacks = [make_stack(count, seed) for seed, count in enumerate(counts)]
-    own = [
-        array(count, 3, WIDTH, seed=i) if has else None
-        for i, (has, count) in enumerate(zip(has_own, counts, strict=True))
-    ]
-    shared = tuple(array(1, WIDTH, seed=50 + i) for i in range(args))
     key = jax.random.key(1) if keyed else None
-    options = {"remat": remat, "reverse": reverse, "unroll": unroll, "key": key}
+    values = (
+        X,
+        [make_stack(count, seed) for seed, count in enumerate(counts)],
+        [array(n, 3, WIDTH, seed=i) if has else None for i, (has, n) in enumerate(zip(has_own, counts, strict=True))],
+        tuple(array(1, WIDTH, seed=50 + i) for i in range(args)),
+    )
 
-    def run(x, stacks, own, shared):
+    def ours(values):
+        x, stacks, own, shared = values
+        options = {"args": shared, "remat": remat, "reverse": reverse, "unroll": unroll, "key": key}
         if folds:
-            return treescan.fold_layers([without_y(b) for b in blocks], x, stacks, own, args=shared, **options)
-        x, ys = treescan.scan_layers(blocks, x, stacks, own, args=shared, **options)
-        return x, tuple(y if count else None for y, count in zip(ys, counts, strict=True))
+            return jax.tree.leaves(treescan.fold_layers([without_y(b) for b in blocks], x, stacks, own, **options))
+        x, ys = treescan.scan_layers(blocks, x, stacks, own, **options)
+        return jax.tree.leaves((x, [y for y, count in zip(ys, counts, strict=True) if count]))
 
-    def expected(x, stacks, own, shared):
+    def expected(values):
+        x, stacks, own, shared = values
         x, ys = plain.scan_layers(blocks, x, stacks, own, args=shared, key=key, reverse=reverse)
-        return x if folds else (x, ys)
+        return [x] if folds else jax.tree.leaves((x, ys))
 
-    assert_same(outcome(run, X, stacks, own, shared), outcome(expected, X, stacks, own, shared, compiled=False))
+    found, meant = jax.jit(functools.partial(gradient, ours))(values), gradient(expected, values)
+    assert_close(found[0], meant[0])
+    assert_close(found[1], meant[1], rtol=1e-4, atol=1e-4)  # sums of many terms
 
 
 # What goes in and out
@@ -161,7 +127,7 @@ def test_args_that_are_no_arrays_stay_what_they_are():
         seen.append((causal, power, name, options["depth"]))
         return mix(layer, x) * scale**power if causal else x
 
-    args = (True, 2, "attention", np.float32(0.5), {"depth": 3.0})
+    args = (True, 2, "attention", jnp.float32(0.5), {"depth": 3.0})
     x = treescan.fold_layers(step, X, make_stack(2), args=args)
     assert seen == [(True, 2, "attention", 3.0)]
     npt.assert_allclose(x, plain.fold_layers(step, X, make_stack(2), args=args), rtol=1e-5)
@@ -182,16 +148,16 @@ def test_other_args_are_another_program_and_equal_ones_are_not():
 
 def test_axes_in_a_pattern():
     stacks, own = (make_stack(3), make_stack(2, 1)), (array(3, 3, WIDTH, seed=5), array(2, 3, WIDTH, seed=6))
-    moved = (own[0], jnp.moveaxis(own[1], 0, -1))
-    x, ys = treescan.scan_layers([block, block], X, stacks, moved, in_axes=(0, -1), out_axes=(1, 0))
-    wanted, each = plain.scan_layers([block, block], X, stacks, own)
-    chex.assert_trees_all_close(x, wanted, rtol=1e-5)
-    chex.assert_trees_all_close(ys[0], jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), each[0]), rtol=1e-5)
-    chex.assert_trees_all_close(ys[1], each[1], rtol=1e-5)
+    x, each = plain.scan_layers([block, block], X, stacks, own)
+    moved = jax.tree.map(lambda y: jnp.moveaxis(y, 0, 1), each[0])
+    given = [block, block], X, stacks, (own[0], jnp.moveaxis(own[1], 0, -1))
+    for out_axes in ((1, 0), [1, 0]):
+        assert_close(treescan.scan_layers(*given, in_axes=(0, -1), out_axes=out_axes), (x, (moved, each[1])))
 
 
-def test_weak_types_settle_in_every_block():
-    """The second block of a period makes floats of what the first hands on as it was."""
+@pytest.mark.parametrize("remat", [None, "step"])
+def test_weak_types_settle_in_every_block(remat):
+    """The last block of a period makes floats of what another, or it itself before, hands on as it was."""
 
     def keeps(layer, x):
         return x
@@ -199,11 +165,9 @@ def test_weak_types_settle_in_every_block():
     def floats(layer, x):
         return x * layer
 
-    for counts in ((2, 2), (3, 2)):
-        stacks = (jnp.ones((counts[0], 1)), jnp.full(counts[1], 2.0))
-        for remat in (None, "step"):
-            x = treescan.fold_layers([keeps, floats], 1, stacks, remat=remat)
-            assert (x, x.dtype) == (4, jnp.float32)
+    for blocks, counts in (([keeps, floats], (2, 2)), ([keeps, floats], (3, 2)), ([floats, floats], (1, 1))):
+        x = treescan.fold_layers(blocks, 1, [jnp.full(count, 2.0) for count in counts], remat=remat)
+        assert (x, x.dtype) == (4, jnp.float32)
 
 
 def test_a_pair_of_any_kind():
@@ -217,16 +181,56 @@ def test_a_pair_of_any_kind():
         x: Any
         y: Any
 
-    for pair in (Out, Pair, lambda *parts: list(parts)):
-        for counts, remat in (((3,), None), ((2, 2), None), ((2, 1), "step"), ((3,), "nested")):
-            stacks = [make_stack(count) for count in counts]
-            blocks = [lambda layer, x, pair=pair: pair(*block(layer, x))] * len(counts)
-            x, ys = treescan.scan_layers(blocks, X, stacks, remat=remat)
-            expected = plain.scan_layers([block] * len(counts), X, stacks)
-            chex.assert_trees_all_close((x, ys), expected, rtol=1e-5, atol=1e-6)
+    for pair, counts, remat in ((Out, [3], "nested"), (Pair, [2, 1], "step"), (lambda *parts: [*parts], [2, 2], None)):
+        stacks = [make_stack(count) for count in counts]
+        blocks = [lambda layer, x, pair=pair: pair(*block(layer, x))] * len(counts)
+        expected = plain.scan_layers([block] * len(counts), X, stacks)
+        assert_close(treescan.scan_layers(blocks, X, stacks, remat=remat), expected)
 
 
-def test_out_axes_as_a_list():
-    stacks = (make_stack(2), make_stack(2))
-    _, ys = treescan.scan_layers([block, block], X, stacks, out_axes=[1, 0])
-    assert (ys[0]["mean"].shape, ys[1]["mean"].shape) == ((3, 2), (2, 3))
+# What blocks are given in the place of xs, of layers, and of numbers
+
+
+@pytest.mark.parametrize("remat", [None, "step"])
+def test_none_in_the_place_of_xs(remat):
+    """Alone and in a pattern, as a block for decoding has it that is also used without a cache."""
+
+    def attend(layer, x, cache):
+        return mix(layer, x) + (0.0 if cache is None else cache[None])
+
+    layers, zeros, caches = make_stack(3), jnp.zeros((3, WIDTH)), array(3, WIDTH, seed=2)
+    run = functools.partial(treescan.fold_layers, remat=remat)
+    for nothing in ((), (None,)):
+        assert_close(run(attend, X, layers, *nothing), run(attend, X, layers, zeros))
+    pattern = [attend, attend], X, [layers, layers]
+    assert_close(run(*pattern, [None, caches]), run(*pattern, [zeros, caches]))
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": "step"}, {"remat": "nested"}, {"key": jax.random.key(0)}], ids=str)
+def test_layers_that_share_one_set_of_weights(options):
+    """As in ALBERT: with `length`, layers are None."""
+    seen = []
+
+    def block(layer, x, weights, key=None):
+        seen.append(layer)
+        return jnp.tanh(x @ weights) + (0.0 if key is None else jax.random.normal(key, x.shape))
+
+    def run(x, weights, layers, **more):
+        return treescan.fold_layers(block, x, layers, args=(weights,), **more, **options).sum()
+
+    derive, weights = jax.value_and_grad(run, (0, 1)), array(WIDTH, WIDTH, seed=1) / 2
+    assert_close(derive(X, weights, None, length=9), derive(X, weights, jnp.zeros(9)))
+    assert seen[0] is None
+
+
+@pytest.mark.parametrize("options", [{}, {"remat": "step"}])
+def test_a_window_that_is_branched_on_is_explained(options):
+    def block(layer, x, window):
+        return x if window else x + 1
+
+    with pytest.raises(jax.errors.TracerBoolConversionError) as caught:
+        treescan.fold_layers(block, X, make_stack(3), jnp.array([0, 2, 2]), **options)
+    assert any("use a pattern" in note for note in caught.value.__notes__)
+    with pytest.raises(jax.errors.TracerIntegerConversionError) as caught:
+        treescan.scan_layers(lambda layer, x: (x, jnp.zeros(range(9)[layer["n"]])), X, {"n": jnp.array([1, 2])})
+    assert any("use a pattern" in note for note in caught.value.__notes__)

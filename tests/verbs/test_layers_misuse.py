@@ -11,14 +11,12 @@ import pytest
 
 from treescan import (
     BodyError,
-    CarryError,
     LayerError,
     fold_layers,
     init_layers,
     layer_at,
     layers_from_state_dict,
     layers_to_state_dict,
-    scan,
     scan_layers,
     set_layer,
     stack,
@@ -55,17 +53,7 @@ def equal(a: Any, b: Any) -> None:
 
 
 class Adds:
-    """A block that is an object, and one that is its method."""
-
-    def __call__(self, layer: Any, x: Any) -> Any:
-        return x + layer["b"] + 1
-
-    def method(self, layer: Any, x: Any) -> Any:
-        return self(layer, x)
-
-
-class AddsOnly:
-    """A block without weak references, and without a dict."""
+    """A block that is an object, without weak references and without a dict."""
 
     __slots__ = ()
 
@@ -85,25 +73,14 @@ def with_any(layer: Any, x: Any, *others: Any, **options: Any) -> Any:
     return x + layer["b"] + 1 + len(others) + len(options)
 
 
-def custom_vjp_of(function: Callable[..., Any]) -> Callable[..., Any]:
-    wrapped = jax.custom_vjp(function)
-    wrapped.defvjp(lambda layer, x: (function(layer, x), None), lambda _, g: (None, g))
-    return wrapped
-
-
 BLOCKS: dict[str, Callable[..., Any]] = {
     "object": Adds(),
-    "method": Adds().method,
-    "no weak references": AddsOnly(),
     "default": with_default,
     "keyword with default": with_keyword_default,
     "*others": with_any,
     "partial": functools.partial(with_default, by=1.0),
     "partial of the first": functools.partial(lambda by, layer, x: x + layer["b"] + by, 1.0),
-    "jit": jax.jit(with_default),
-    "checkpoint": jax.checkpoint(with_default),
     "checkpoint of jit": jax.checkpoint(jax.jit(with_default)),
-    "custom_vjp": custom_vjp_of(with_default),
 }
 
 
@@ -132,24 +109,12 @@ def test_a_wrapped_block_is_named_by_what_it_wraps(wrap: Callable[..., Any]) -> 
 
 def test_a_block_that_changes_what_it_is_given() -> None:
     def block(layer: Any, x: Any) -> Any:
-        layer["w"] = layer["w"] * 2
-        x["h"] = x["h"] @ layer.pop("w")
+        x["h"] = x["h"] @ (layer.pop("w") * 2)
         return x
 
     layers, x = dict(LAYERS), {"h": X}
     np.testing.assert_array_equal(fold_layers(block, x, layers)["h"], 16 * 24 * X)
-    equal(layers, LAYERS)
-    equal(x, {"h": X})
-
-
-def test_errors_within_a_block_speak_of_the_inner_verb() -> None:
-    def block(layer: Any, x: Any) -> Any:
-        return scan(lambda c, y: (c.astype(jnp.bfloat16), None), x, X)
-
-    with pytest.raises(CarryError, match=r"(?s)c: the step returned bfloat16"):
-        scan_layers(block, X, LAYERS)
-    with pytest.raises(CarryError, match=r"(?s)h: the block returned bfloat16"):
-        scan(lambda c, y: (fold_layers(lambda layer, h: h.astype(jnp.bfloat16), c, LAYERS), None), X, X)
+    equal((layers, x), (LAYERS, {"h": X}))
 
 
 # --- arguments in the wrong places ------------------------------------------------------------------------------------
@@ -174,18 +139,14 @@ KEYS = [jax.random.key(0), jax.random.key(7)]
 
 def test_layers_from_an_iterator() -> None:
     equal(stack({"b": jnp.float32(i)} for i in range(4)), NUMBERS)
-    equal(stack(map(jnp.float32, range(4))), NUMBERS["b"])
     equal(jax.jit(lambda x: stack(x * i for i in (1.0, 2.0)))(X), jnp.stack([X, 2 * X]))
-
-
-def test_an_array_is_an_iterable_of_layers() -> None:
     equal(stack(LAYERS["w"]), LAYERS["w"])
 
 
 def test_empty_trees() -> None:
     assert stack([None, None]) is None
     assert stack([(), ()]) == ()
-    for nothing in (None, (), {}, "a", {"f": jnp.tanh}):
+    for nothing in (None, (), {"f": jnp.tanh}):
         for use in (unstack, layers_to_state_dict, lambda tree: layer_at(tree, 0)):
             with pytest.raises(LayerError, match="`stacked` holds no arrays"):
                 use(nothing)
@@ -194,7 +155,7 @@ def test_empty_trees() -> None:
 # --- the number of a layer --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [int, np.int64, np.uint8, np.array, jnp.array, jnp.int8, jnp.uint32])
+@pytest.mark.parametrize("kind", [int, np.uint8, np.array, jnp.int8])
 def test_numbers_of_any_kind(kind: Callable[[int], Any]) -> None:
     equal(layer_at(NUMBERS, kind(2)), {"b": jnp.float32(2)})
     equal(jax.jit(layer_at)(NUMBERS, kind(2)), {"b": jnp.float32(2)})
@@ -203,7 +164,7 @@ def test_numbers_of_any_kind(kind: Callable[[int], Any]) -> None:
         layer_at(NUMBERS, kind(4))
 
 
-@pytest.mark.parametrize("i, nearest", [(0, 0), (3, 3), (4, 3), (100, 3), (-1, 3), (-4, 0), (-5, 0), (-100, 0)])
+@pytest.mark.parametrize("i, nearest", [(3, 3), (4, 3), (-1, 3), (-4, 0), (-5, 0)])
 def test_a_traced_number_out_of_range_is_moved_to_the_nearest(i: int, nearest: int) -> None:
     equal(jax.jit(layer_at)(NUMBERS, i), {"b": jnp.float32(nearest)})
     changed = jax.jit(set_layer)(NUMBERS, i, {"b": jnp.float32(9)})
@@ -216,10 +177,10 @@ def test_a_traced_number_out_of_range_is_moved_to_the_nearest(i: int, nearest: i
 
 @pytest.mark.parametrize("make", [np.zeros, jnp.zeros])
 def test_set_layer_leaves_the_stack_as_it_was(make: Callable[..., Any]) -> None:
-    stacked = {"b": make(3, np.float32), "inner": [make((3, 2), np.float32)]}
-    changed = set_layer(stacked, 1, {"b": jnp.float32(5), "inner": [np.ones(2, np.float32)]})
-    equal(stacked, {"b": jnp.zeros(3), "inner": [jnp.zeros((3, 2))]})
-    equal(changed, {"b": jnp.array([0.0, 5, 0]), "inner": [jnp.array([[0.0, 0], [1, 1], [0, 0]])]})
+    stacked = {"b": make((3, 2), np.float32)}
+    changed = set_layer(stacked, 1, {"b": np.ones(2, np.float32)})
+    equal(stacked, {"b": jnp.zeros((3, 2))})
+    equal(changed, {"b": jnp.array([[0.0, 0], [1, 1], [0, 0]])})
 
 
 def test_set_layer_takes_numbers_of_the_same_kind_alone() -> None:

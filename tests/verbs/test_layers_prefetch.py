@@ -13,59 +13,32 @@ import pytest
 from hlo import Program
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from loops import array
+from sharded_layers import FSDP, HIDDEN, LAYERS, WIDTH, X, block, both, gathered, loss, mesh_of, on, stack
 
 import treescan
 
-DEVICES, LAYERS, WIDTH, HIDDEN, ROWS = 8, 6, 32, 128, 8
-FSDP = {"up": P("d"), "down": P(None, "d"), "scale": P()}
 LAYER_BYTES = 4 * (2 * WIDTH * HIDDEN + WIDTH)
-X = array(ROWS, WIDTH)
-
-
-def init(key):
-    up, down = jax.random.split(key)
-    return {
-        "up": jax.random.normal(up, (WIDTH, HIDDEN)) / 6,
-        "down": jax.random.normal(down, (HIDDEN, WIDTH)) / 12,
-        "scale": jnp.ones(WIDTH),
-    }
-
-
-def block(layer, x):
-    return x + jnp.tanh((x * layer["scale"][None]) @ layer["up"]) @ layer["down"]
-
-
-def stack():
-    return treescan.init_layers(init, jax.random.key(0), LAYERS)
 
 
 def same(layer):
     return layer
 
 
-def loss(layers, x, block=block, **options):
-    return jnp.mean(treescan.fold_layers(block, x, layers, **options) ** 2)
-
-
-both = jax.value_and_grad(loss, (0, 1))
-
-
-def sharded(kind):
-    """A mesh, a stack that is split over it, and rows that are."""
-    mesh = jax.make_mesh((DEVICES,), ("d",), axis_types=(kind,))
-    places = {name: NamedSharding(mesh, spec) for name, spec in FSDP.items()}
-    layers = treescan.init_layers(init, jax.random.key(0), LAYERS, shardings=places)
-    return mesh, layers, jax.device_put(X, NamedSharding(mesh, P("d")))
-
-
 def compiled(kind, **options):
     """The gradient on eight devices, which leaves it where the stack is."""
-    mesh, layers, x = sharded(kind)
+    mesh = mesh_of(kind)
+    layers, x = stack(on(mesh, FSDP)), jax.device_put(X, NamedSharding(mesh, P("d")))
     places = jax.tree.map(lambda leaf: leaf.sharding, (layers, x))
     with jax.set_mesh(mesh):
         auto = {"out_shardings": (None, places)} if kind is AxisType.Auto else {}
         step = jax.jit(lambda layers, x: both(layers, x, **options), **auto)
         return Program(step, layers, x), step(layers, x), layers
+
+
+def assert_right(found):
+    (value, gradient), (expected, expected_gradient) = jax.device_get((found, both(stack(), X)))
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    chex.assert_trees_all_close(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
 
 
 # The program
@@ -129,28 +102,21 @@ def gathered_layer(layer, x):
 @pytest.mark.parametrize("kind", [AxisType.Auto, pytest.param(AxisType.Explicit, marks=pytest.mark.slow)], ids=str)
 @pytest.mark.devices
 def test_no_gather_waits_for_a_layer_and_no_layer_for_a_gather_of_its_round(kind):
-    program, (value, gradient), layers = compiled(kind, prefetch=1)
+    program, found, layers = compiled(kind, prefetch=1)
     assert waits(program) == [(False, False)] * 2  # forwards, and backwards
-    expected, expected_gradient = both(stack(), X)
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
-    chex.assert_trees_all_close(jax.device_get(gradient), jax.device_get(expected_gradient), rtol=1e-4, atol=1e-6)
-    for ours, leaf in zip(jax.tree.leaves(gradient[0]), jax.tree.leaves(layers), strict=True):
+    assert_right(found)
+    for ours, leaf in zip(jax.tree.leaves(found[1][0]), jax.tree.leaves(layers), strict=True):
         assert ours.sharding.is_equivalent_to(leaf.sharding, leaf.ndim)
 
 
 @pytest.mark.devices
-def test_without_it_each_layer_waits_for_its_gather():
-    program, _, _ = compiled(AxisType.Auto, block=gathered_layer, remat="step")
-    assert waits(program) == [(False, True)] * 2
-
-
-@pytest.mark.devices
 def test_two_layers_are_gathered_at_a_time_and_no_stack():
+    """One more than without it, where each layer waits for its gather."""
     ahead, _, _ = compiled(AxisType.Auto, prefetch=1)
     plain, _, _ = compiled(AxisType.Auto, block=gathered_layer, remat="step")
-    shapes = re.findall(r"= \(?\w+\[([\d,]+)\]\S* all-gather", "\n".join(ahead))
-    assert shapes
-    assert all(int(shape.split(",")[0]) != LAYERS for shape in shapes)
+    assert waits(plain) == [(False, True)] * 2
+    assert gathered(ahead)
+    assert all(shape[0] != LAYERS for shape in gathered(ahead))
     assert ahead.temp_bytes - plain.temp_bytes <= 1.1 * LAYER_BYTES
     assert ahead.temp_bytes < LAYERS * LAYER_BYTES
 
@@ -162,27 +128,23 @@ def test_tensor_parallel_weights_by_a_function():
     mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
     held = {"up": P("data", "model"), "down": P("model", "data"), "scale": P()}
     used = {"up": P(None, "model"), "down": P("model"), "scale": P()}
-    on = {name: NamedSharding(mesh, spec) for name, spec in held.items()}
-    layers = treescan.init_layers(init, jax.random.key(0), LAYERS, shardings=on)
-    x = jax.device_put(X, NamedSharding(mesh, P("data")))
+    layers, x = stack(on(mesh, held)), jax.device_put(X, NamedSharding(mesh, P("data")))
 
     def gather(layer):
-        return jax.lax.with_sharding_constraint(layer, {name: NamedSharding(mesh, used[name]) for name in layer})
+        return jax.lax.with_sharding_constraint(layer, on(mesh, used))
 
     places = jax.tree.map(lambda leaf: leaf.sharding, (layers, x))
     step = jax.jit(lambda layers, x: both(layers, x, prefetch=gather), out_shardings=(None, places))
     program = Program(step, layers, x)
-    shapes = re.findall(r"= \(?\w+\[([\d,]+)\]\S* all-gather", "\n".join(program))
     halves = {(WIDTH, HIDDEN // 2), (HIDDEN // 2, WIDTH)}
-    assert {tuple(int(size) for size in shape.split(",") if size != "1") for shape in shapes} <= halves
-    chex.assert_trees_all_close(jax.device_get(step(layers, x)), jax.device_get(both(stack(), X)), rtol=1e-4, atol=1e-6)
+    assert {tuple(size for size in shape if size != 1) for shape in gathered(program)} <= halves
+    assert_right(step(layers, x))
 
 
 @pytest.mark.devices
 def test_under_shard_map_by_a_function():
     """FSDP by hand: what each device is given of a layer is gathered, and its gradient scattered."""
-    mesh = jax.make_mesh((DEVICES,), ("d",), axis_types=(AxisType.Auto,))
-    specs = {"up": P(None, "d"), "down": P(None, None, "d"), "scale": P()}
+    mesh, specs = mesh_of(), {"up": P(None, "d"), "down": P(None, None, "d"), "scale": P()}
 
     def gather(layer):
         up = jax.lax.all_gather(layer["up"], "d", tiled=True)
@@ -194,65 +156,40 @@ def test_under_shard_map_by_a_function():
         y = treescan.fold_layers(block, x, layers, prefetch=gather)
         return jax.lax.pmean(jnp.mean(y**2), "d")
 
-    value, gradient = jax.jit(jax.value_and_grad(local_loss))(stack(), X)
-    expected, expected_gradient = jax.value_and_grad(loss)(stack(), X)
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
-    chex.assert_trees_all_close(gradient, expected_gradient, rtol=1e-4, atol=1e-6)
+    assert_right(jax.jit(jax.value_and_grad(local_loss, (0, 1)))(stack(), X))
 
 
 # Values and gradients
 
 
-def everything(layer, x, own, state, args, *, key):
-    """A block with all that a block can have: numbers too, which have no cotangent."""
-    h, count = x
-    h = block(layer, h) * args + own["shift"][None] + state["h"][None] + jax.random.normal(key, h.shape) / 10
-    new = {"h": h.mean(axis=0), "calls": state["calls"] + own["number"]}
-    return (jnp.tanh(h), count + own["number"]), new, {"mean": h.mean(), "count": count}
-
-
-@pytest.mark.parametrize(
-    "options", [{"reverse": True, "save": {"mean": "last", "count": 2}}, {"out_axes": {"mean": 0, "count": -1}}]
-)
-def test_with_all_that_a_block_can_have(options):
-    xs = {"shift": array(LAYERS, WIDTH), "number": jnp.arange(LAYERS)}
-    state = {"h": array(LAYERS, WIDTH, seed=1), "calls": jnp.zeros(LAYERS, int)}
-    given = {"layers": stack(), "x": X, "shift": xs["shift"], "h": state["h"], "args": jnp.float32(0.9)}
-
-    def run(given, **more):
-        own, caches = {**xs, "shift": given["shift"]}, {**state, "h": given["h"]}
-        (h, count), caches, ys = treescan.scan_layers(
-            everything, (given["x"], jnp.int32(0)), given["layers"], own, state=caches, args=(given["args"],),
-            key=jax.random.key(3), **options, **more,
-        )  # fmt: skip
-        return (h**2).sum() + caches["h"].sum() + jnp.sum(ys["mean"] * 3), (count, caches, ys)
-
-    ours, want = (
-        jax.jit(jax.value_and_grad(functools.partial(run, **more), has_aux=True))(given)
-        for more in ({"prefetch": same}, {})
-    )
-    chex.assert_trees_all_close(ours, want, rtol=1e-4, atol=1e-5)
-
-
 def test_a_function_may_change_types():
-    """Weights that are kept as int8 with a scale that is trained, and one that all layers share."""
+    """Weights are kept as int8, with a scale that is trained; numbers among xs and states have no cotangent either."""
 
     def init(key):
         return {"w": jax.random.randint(key, (WIDTH, WIDTH), -99, 99, jnp.int8), "scale": jnp.full(WIDTH, 1e-3)}
 
     def unpacked(layer):
-        return {"w": layer["w"].astype(jnp.float32) * layer["scale"][None], "scale": layer["scale"]}
+        return {**layer, "w": layer["w"].astype(jnp.float32) * layer["scale"][None]}
 
-    def plain(layer, x):
-        return jnp.tanh(x @ unpacked(layer)["w"])
+    def counting(layer, x, own, state):
+        new = {"h": state["h"] + x.mean(0), "calls": state["calls"] + own["number"]}
+        return jnp.tanh(x @ layer["w"]) + own["shift"][None] + state["h"][None], new
 
     layers = treescan.init_layers(init, jax.random.key(0), LAYERS)
+    shift, h = array(LAYERS, WIDTH), array(LAYERS, WIDTH, seed=1)
+    given = {"x": X, "scale": layers["scale"], "shift": shift, "h": h}
 
-    def run(scale, x, block, **options):
-        return treescan.fold_layers(block, x, {**layers, "scale": scale}, **options).sum()
+    def run(given, block, **options):
+        own = {"shift": given["shift"], "number": jnp.arange(LAYERS)}
+        state = {"h": given["h"], "calls": jnp.zeros(LAYERS, int)}
+        stack = {**layers, "scale": given["scale"]}
+        x, new = treescan.fold_layers(block, given["x"], stack, own, state=state, **options)
+        return x.sum() + (new["h"] ** 2).sum(), new["calls"]
 
-    ours = jax.grad(run, (0, 1))(layers["scale"], X, lambda layer, x: jnp.tanh(x @ layer["w"]), prefetch=unpacked)
-    chex.assert_trees_all_close(ours, jax.grad(run, (0, 1))(layers["scale"], X, plain), rtol=1e-4, atol=1e-6)
+    derive = jax.value_and_grad(run, has_aux=True)
+    ours = derive(given, counting, prefetch=unpacked)
+    want = derive(given, lambda layer, *others: counting(unpacked(layer), *others))
+    chex.assert_trees_all_close(ours, want, rtol=1e-4, atol=1e-6)
 
 
 def test_what_all_layers_share_has_its_gradient():
@@ -271,15 +208,13 @@ def test_what_all_layers_share_has_its_gradient():
     chex.assert_trees_all_close(ours, jax.grad(run)(numbers), rtol=1e-4, atol=1e-5)
 
 
-def test_a_sequence_of_one_block_is_one_block():
-    ours = treescan.fold_layers([block], X, [stack()], prefetch=same, remat=["step"])
-    np.testing.assert_array_equal(ours, jax.jit(treescan.fold_layers, static_argnums=0)(block, X, stack()))
-
-
 @pytest.mark.parametrize("count", [1, 2])
 def test_few_layers(count):
     layers = jax.tree.map(lambda leaf: leaf[:count], stack())
-    chex.assert_trees_all_close(both(layers, X, prefetch=same), both(layers, X), rtol=1e-5, atol=1e-7)
+    want = both(layers, X)
+    chex.assert_trees_all_close(both(layers, X, prefetch=same), want, rtol=1e-5, atol=1e-7)
+    one_block = treescan.fold_layers([block], X, [layers], prefetch=same, remat=["step"])
+    np.testing.assert_allclose(jnp.mean(one_block**2), want[0], rtol=1e-5)
 
 
 def test_under_disable_jit_each_layer_is_gathered_before_it_runs():

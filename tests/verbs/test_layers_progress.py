@@ -23,16 +23,11 @@ def tanh(layer, x):
     return x, x.sum()
 
 
-def sin(layer, x):
-    x = jnp.sin(x @ layer["w"])
-    return x, x.sum()
-
-
 def told(layers, **options):
     """The steps and values that the bar was told, and that results and the gradient are those without."""
 
     def run(x, **shown):
-        blocks = tanh if isinstance(layers, dict) else [tanh, sin]
+        blocks = tanh if isinstance(layers, dict) else [tanh, tanh]
         return treescan.scan_layers(blocks, x, layers, **options, **shown)
 
     def loss(x, **shown):
@@ -53,24 +48,22 @@ def _shown(x):
     return {"x": x.sum()}
 
 
-@pytest.mark.parametrize("form", [{"reverse": True}, {"remat": "step"}, {"save": 2}], ids=str)
-def test_a_bar_counts_layers(form):
-    expected = [3, 5] if "reverse" in form else [2, 4, 5]
-    assert told(stack(5), **form) == (5, expected)
-
-
-@pytest.mark.parametrize(("more", "form"), [(0, {"reverse": True}), (1, {"remat": "nested"}), (1, {"save": "last"})])
-def test_blocks_that_take_turns_have_one_bar_for_all_layers(form, more):
-    total, steps = told([stack(4 + more), stack(4)], **form)
-    assert total == 8 + more
-    if form.get("reverse"):
-        assert steps == [4 + more, 8 + more]
-    else:
-        assert steps == [4, 8, *[9] * more]
-
-
-def test_blocks_without_a_whole_round_have_a_bar():
-    assert told([stack(1), stack(0)]) == (1, [1])
+@pytest.mark.parametrize(
+    ("counts", "form", "steps"),
+    [
+        ((5,), {"reverse": True}, [3, 5]),
+        ((5,), {"remat": "step"}, [2, 4, 5]),
+        ((5,), {"save": 2}, [2, 4, 5]),
+        ((4, 4), {"reverse": True}, [4, 8]),
+        ((5, 4), {"remat": "nested"}, [4, 8, 9]),
+        ((5, 4), {"save": "last"}, [4, 8, 9]),
+        ((1, 0), {}, [1]),  # without a whole round
+    ],
+    ids=str,
+)
+def test_a_bar_counts_layers_of_all_blocks_together(counts, form, steps):
+    stacks = [stack(count) for count in counts]
+    assert told(stacks if len(stacks) > 1 else stacks[0], **form) == (sum(counts), steps)
 
 
 @pytest.mark.parametrize("pattern", [False, True])
@@ -97,15 +90,13 @@ def test_a_bar_of_the_gradient_of_layers():
     assert labels() == ["loop", "loop (backward)"]
 
 
-@pytest.mark.parametrize("pattern", [False, True])
-def test_each_element_of_a_vmap_has_a_bar(pattern):
-    blocks, layers = ([tanh, sin], [stack(3), stack(2)]) if pattern else (tanh, stack(5))
+@pytest.mark.parametrize("mapped", ["x", "layers", "x of a pattern"])
+def test_each_element_of_a_vmap_has_a_bar(mapped):
+    blocks, layers = ([tanh, tanh], [stack(3), stack(2)]) if mapped == "x of a pattern" else (tanh, stack(5))
+    twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (X, layers))
+    axes = (None, 0) if mapped == "layers" else (0, None)
+    given = (X, twice[1]) if mapped == "layers" else (twice[0], layers)
     show = progress(1, batched=True)
-    bars(lambda: jax.vmap(lambda x: treescan.scan_layers(blocks, x, layers, progress=show)[0])(jnp.stack([X, X])))
+    run = jax.vmap(lambda x, layers: treescan.scan_layers(blocks, x, layers, progress=show)[0], axes)
+    bars(lambda: run(*given))
     assert labels() == ["loop [0]", "loop [1]"]
-    bars(lambda: jax.vmap(lambda w: treescan.scan_layers(tanh, X, w, progress=show)[0])(jax.tree.map(_twice, stack(5))))
-    assert labels() == ["loop [0]", "loop [1]"]
-
-
-def _twice(leaf):
-    return jnp.stack([leaf, leaf])

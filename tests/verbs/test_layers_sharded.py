@@ -1,7 +1,7 @@
 """Stacks on many devices: each step fetches one layer, and no device ever holds more of a stack than its part."""
 
+import contextlib
 import functools
-import re
 
 import chex
 import jax
@@ -10,69 +10,52 @@ import numpy as np
 import pytest
 from hlo import Program
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from loops import array
+from sharded_layers import (
+    DEVICES,
+    FSDP,
+    HIDDEN,
+    LAYERS,
+    TENSOR,
+    WIDTH,
+    X,
+    block,
+    gathered,
+    init,
+    loss,
+    mesh_of,
+    on,
+    stack,
+)
 
 import treescan
 
 pytestmark = pytest.mark.devices
 
-DEVICES, LAYERS, WIDTH, HIDDEN, ROWS = 8, 6, 16, 64, 8
-FSDP = {"up": P("d"), "down": P(None, "d"), "scale": None}  # each weight over one of its own axes
-TENSOR = {"up": P(None, "d"), "down": P("d"), "scale": None}  # the hidden axis
-
-
-def mesh_of(kind=AxisType.Auto):
-    return jax.make_mesh((DEVICES,), ("d",), axis_types=(kind,))
-
-
-def init(key):
-    up, down = jax.random.split(key)
-    return {
-        "up": jax.random.normal(up, (WIDTH, HIDDEN)) / 4,
-        "down": jax.random.normal(down, (HIDDEN, WIDTH)) / 8,
-        "scale": jnp.ones(WIDTH),
-    }
-
-
-def block(layer, x):
-    return x + jnp.tanh((x * layer["scale"][None]) @ layer["up"]) @ layer["down"]
-
-
-def plain_stack():
-    return treescan.init_layers(init, jax.random.key(0), LAYERS)
-
-
-def on(mesh, specs):
-    return {name: NamedSharding(mesh, P() if spec is None else spec) for name, spec in specs.items()}
-
-
-def loss(layers, x, **options):
-    return jnp.mean(treescan.fold_layers(block, x, layers, **options) ** 2)
-
-
-X = array(ROWS, WIDTH)
-
 
 # Initialisation
 
 
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_init_layers_puts_each_leaf_in_its_place(kind):
-    mesh = mesh_of(kind)
-    made = treescan.init_layers(init, jax.random.key(0), LAYERS, shardings=on(mesh, FSDP))
-    chex.assert_trees_all_equal(jax.device_get(made), jax.device_get(plain_stack()))
+@pytest.mark.parametrize(
+    ("kind", "how"),
+    [
+        (AxisType.Auto, "eager"),
+        (AxisType.Explicit, "eager"),
+        (AxisType.Auto, "disable_jit"),
+        (AxisType.Auto, "specs under jit"),
+        (AxisType.Explicit, "specs"),
+    ],
+    ids=str,
+)
+def test_init_layers_puts_each_leaf_in_its_place(kind, how):
+    """Specs speak of the mesh that is set."""
+    mesh, specs = mesh_of(kind), how.startswith("specs")
+    make = functools.partial(treescan.init_layers, init, n=LAYERS, shardings=FSDP if specs else on(mesh, FSDP))
+    with jax.set_mesh(mesh) if specs else contextlib.nullcontext(), jax.disable_jit(how == "disable_jit"):
+        made = (jax.jit(make) if how.endswith("under jit") else make)(jax.random.key(0))
+    chex.assert_trees_all_equal(jax.device_get(made), jax.device_get(stack()))
     assert made["up"].sharding.shard_shape(made["up"].shape) == (LAYERS, WIDTH // DEVICES, HIDDEN)
     assert made["down"].sharding.shard_shape(made["down"].shape) == (LAYERS, HIDDEN, WIDTH // DEVICES)
     assert made["scale"].sharding.is_fully_replicated
-
-
-@pytest.mark.parametrize(("kind", "outer"), [(AxisType.Auto, True), (AxisType.Explicit, False)], ids=str)
-def test_specs_speak_of_the_mesh_that_is_set(kind, outer):
-    make = functools.partial(treescan.init_layers, init, n=LAYERS, shardings=FSDP)
-    with jax.set_mesh(mesh_of(kind)):
-        made = (jax.jit(make) if outer else make)(jax.random.key(0))
-    assert made["up"].sharding.shard_shape(made["up"].shape) == (LAYERS, WIDTH // DEVICES, HIDDEN)
-    chex.assert_trees_all_equal(jax.device_get(made), jax.device_get(plain_stack()))
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -92,22 +75,17 @@ def test_no_device_ever_holds_the_whole(kind):
     assert program.temp_bytes < alone.temp_bytes / DEVICES * 1.1 < whole
 
 
-def test_shardings_hold_under_disable_jit():
-    with jax.disable_jit():
-        made = treescan.init_layers(init, jax.random.key(0), LAYERS, shardings=on(mesh_of(), FSDP))
-    assert made["up"].sharding.shard_shape(made["up"].shape) == (LAYERS, WIDTH // DEVICES, HIDDEN)
-    chex.assert_trees_all_equal(jax.device_get(made), jax.device_get(plain_stack()))
-
-
 # Loops
 
 
-def gathered(program):
-    """The shapes that all-gathers give."""
-    return {
-        tuple(map(int, shape.split(",")))
-        for shape in re.findall(r"= \(?\w+\[([\d,]+)\]\S* all-gather", "\n".join(program))
-    }
+def assert_right(found, layers):
+    """A value and the gradient of layers, which lies where they do."""
+    value, gradient = found
+    expected, expected_gradient = jax.value_and_grad(loss)(stack(), X)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    chex.assert_trees_all_close(jax.device_get(gradient), jax.device_get(expected_gradient), rtol=1e-4, atol=1e-6)
+    for leaf, own in zip(jax.tree.leaves(gradient), jax.tree.leaves(layers), strict=True):
+        assert leaf.sharding.is_equivalent_to(own.sharding, own.ndim)
 
 
 @pytest.mark.parametrize(
@@ -115,7 +93,7 @@ def gathered(program):
 )
 def test_each_step_gathers_one_layer_at_most(specs, remat):
     mesh = mesh_of()
-    layers = treescan.init_layers(init, jax.random.key(0), LAYERS, shardings=on(mesh, specs))
+    layers = stack(on(mesh, specs))
     x = jax.device_put(X, NamedSharding(mesh, P("d") if specs is FSDP else P()))
     shardings = jax.tree.map(lambda leaf: leaf.sharding, layers)
 
@@ -133,17 +111,13 @@ def test_each_step_gathers_one_layer_at_most(specs, remat):
         assert {tuple(size for size in shape if size != 1) for shape in shapes} <= sliced
     stack_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(layers))
     assert program.temp_bytes < stack_bytes  # of which each device keeps an eighth
-    value, gradient = step(layers, x)
-    expected, expected_gradient = jax.value_and_grad(loss)(plain_stack(), X)
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
-    chex.assert_trees_all_close(jax.device_get(gradient), jax.device_get(expected_gradient), rtol=1e-4, atol=1e-6)
-    assert jax.tree.map(lambda leaf: leaf.sharding, gradient) == shardings
+    assert_right(step(layers, x), layers)
 
 
 @pytest.mark.parametrize("specs", [FSDP, TENSOR], ids=["fsdp", "tensor"])
 def test_explicit_axes(specs):
     mesh = mesh_of(AxisType.Explicit)
-    layers = treescan.init_layers(init, jax.random.key(0), LAYERS, shardings=on(mesh, specs))
+    layers = stack(on(mesh, specs))
 
     def replicated(layer, x):
         whole = jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, P()), layer)
@@ -153,17 +127,12 @@ def test_explicit_axes(specs):
 
     with jax.set_mesh(mesh):
         x = jax.device_put(X, NamedSharding(mesh, P()))
-
-        def run(layers, x):
-            return jnp.mean(treescan.fold_layers(replicated, x, layers, remat="step") ** 2)
-
-        program = Program(jax.value_and_grad(run), layers, x)
-        value, gradient = jax.jit(jax.value_and_grad(run))(layers, x)
+        run = jax.value_and_grad(functools.partial(loss, block=replicated, remat="step"))
+        program = Program(run, layers, x)
+        found = jax.jit(run)(layers, x)
     assert all(shape[0] != LAYERS for shape in gathered(program))
-    expected, expected_gradient = jax.value_and_grad(loss)(plain_stack(), X)
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
-    chex.assert_trees_all_close(jax.device_get(gradient), jax.device_get(expected_gradient), rtol=1e-4, atol=1e-6)
-    assert jax.tree.map(jax.typeof, gradient) == jax.tree.map(jax.typeof, layers)
+    assert_right(found, layers)
+    assert jax.tree.map(jax.typeof, found[1]) == jax.tree.map(jax.typeof, layers)
 
 
 def test_stacks_made_of_sharded_layers_are_sharded():
@@ -179,12 +148,9 @@ def test_stacks_made_of_sharded_layers_are_sharded():
         np.testing.assert_array_equal(np.asarray(changed["up"][1]), np.asarray(layers[0]["up"]))
 
 
-def test_layers_on_different_devices_are_refused():
-    stack = {"w": jnp.ones((8, 3, 3)), "b": jnp.ones((8, 3))}
-    split = jax.device_put(stack, NamedSharding(mesh_of(), P("d")))
-    with pytest.raises(treescan.LayerError, match=r'layers\["b"\] +0, split over \'d\''):
-        treescan.fold_layers(lambda layer, x: x @ layer["w"] + layer["b"][None], X[:, :3], split)
-    assert len(treescan.unstack(split)) == 8  # that they can be taken apart is no harm
+def test_a_stack_that_is_split_over_its_layers_can_be_taken_apart():
+    split = jax.device_put(jnp.ones((8, 3)), NamedSharding(mesh_of(), P("d")))
+    assert len(treescan.unstack(split)) == 8
 
 
 # A pattern with a remainder
@@ -196,7 +162,7 @@ def test_a_remainder_gathers_as_often_as_by_hand(remat):
     stacks = [
         {
             name: jax.ShapeDtypeStruct((count, *leaf.shape[1:]), leaf.dtype, sharding=NamedSharding(mesh, P(None, "d")))
-            for name, leaf in plain_stack().items()
+            for name, leaf in stack().items()
         }
         for count in (LAYERS, LAYERS - 1)
     ]

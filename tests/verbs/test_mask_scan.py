@@ -3,8 +3,6 @@
 That rows are as if scanned alone, unpadded, is in `test_variable_length.py`.
 """
 
-import functools
-
 import chex
 import jax
 import jax.numpy as jnp
@@ -17,23 +15,16 @@ import treescan
 
 
 def test_mapped_whole_leaves_of_an_element_without_steps_are_not_read():
-    weights = jnp.array([2.0, jnp.nan, 3.0])
-    lengths = jnp.array([2, 0, 1])
+    weights, lengths = jnp.array([2.0, jnp.nan, 3.0]), jnp.array([2, 0, 1])
 
-    def one(init, xs, weight, length):
-        return treescan.mask_scan(
-            lambda c, x: (c + x["w"] * x["x"], None),
-            init,
-            {"x": xs, "w": weight},
-            in_axes={"x": 0, "w": None},
-            lengths=length,
-        )[0]
+    def one(weight, length):
+        xs, axes = {"x": jnp.ones(4), "w": weight}, {"x": 0, "w": None}
+        body = lambda c, x: (c + x["w"] * x["x"], None)  # noqa: E731
+        return treescan.mask_scan(body, 0.0, xs, in_axes=axes, lengths=length)[0]
 
-    def loss(weights):
-        return jnp.sum(jax.vmap(one, (0, None, 0, 0))(jnp.zeros(3), jnp.ones(4), weights, lengths))
-
-    assert loss(weights) == 7.0
-    chex.assert_trees_all_equal(jax.grad(loss)(weights), jnp.array([2.0, 0.0, 1.0]))
+    value, grads = jax.value_and_grad(lambda weights: jnp.sum(jax.vmap(one)(weights, lengths)))(weights)
+    assert value == 7.0
+    chex.assert_trees_all_equal(grads, jnp.array([2.0, 0.0, 1.0]))
 
 
 def test_valid_is_shown_and_tells_the_rows_apart():
@@ -44,12 +35,6 @@ def test_valid_is_shown_and_tells_the_rows_apart():
     means, seen = treescan.mask_scan(body, jnp.zeros(2), xs, lengths=jnp.array([2, 1]))
     chex.assert_trees_all_equal(means, jnp.array([5.0, 2.0]))
     chex.assert_trees_all_equal(seen, jnp.array([[True, True], [True, False]]))
-
-
-def test_a_plain_number_stays_weakly_typed():
-    """As in lax.scan, so that what is computed with it afterwards has the other's type."""
-    carry, _ = treescan.mask_scan(lambda h, x: (h * 2, x), 1.0, jnp.ones(4), lengths=3)
-    assert carry == 8 and jax.typeof(carry).weak_type
 
 
 def test_shared_leaves_hold_while_no_row_is_valid_and_never_meet_a_stale_pair():
@@ -92,50 +77,44 @@ def test_xs_none_with_length_and_typed_keys_in_y():
 
 @pytest.mark.parametrize("disable", [False, True])
 def test_a_python_scalar_init_is_promoted_as_by_scan(disable):
-    for length in (0, 3):
-        with jax.disable_jit(disable):
+    """And stays weakly typed if the body leaves it so."""
+    with jax.disable_jit(disable):
+        for length in (0, 3):
             final, ys = treescan.mask_scan(lambda c, x: (c + x, c), 0, jnp.ones(4), lengths=length)
-        assert final == length
-        assert final.dtype == ys.dtype == jnp.float32
+            assert final == length
+            assert final.dtype == ys.dtype == jnp.float32
+        doubled, _ = treescan.mask_scan(lambda h, x: (h * 2, x), 1.0, jnp.ones(4), lengths=3)
+        assert doubled == 8 and jax.typeof(doubled).weak_type
 
 
 def test_leaves_given_whole_keep_their_place_and_their_rows():
-    xs = jnp.ones((3, 2))
-    data = {"a": xs, "scale": jnp.array([2.0, 0.0]), "t": 3.0}
-    axes = {"a": 0, "scale": None, "t": None}
+    xs, axes = {"a": jnp.ones((3, 2)), "t": 3.0}, {"a": 0, "scale": None, "t": None}
 
-    def total(scale, x_axes):
-        final, _ = treescan.mask_scan(
-            lambda c, x: (c + x["a"] * x["t"] * jnp.log(x["scale"]), None),
-            jnp.zeros(2),
-            data | {"scale": scale},
-            lengths=jnp.array([3, 0]),
-            in_axes=axes,
-            x_axes=x_axes,
-        )
-        return jnp.sum(final)
+    def body(c, x):
+        return c + x["a"] * x["t"] * jnp.log(x["scale"]), None
 
-    rows = {"a": 0, "scale": 0, "t": None}
-    value, grad = jax.value_and_grad(total)(data["scale"], rows)
+    def total(scale):
+        options = {"lengths": jnp.array([3, 0]), "in_axes": axes, "x_axes": {**axes, "scale": 0}}
+        return jnp.sum(treescan.mask_scan(body, jnp.zeros(2), {**xs, "scale": scale}, **options)[0])
+
+    value, grad = jax.value_and_grad(total)(jnp.array([2.0, 0.0]))
     np.testing.assert_allclose(value, 9 * np.log(2.0), rtol=1e-6)
     np.testing.assert_allclose(grad, [4.5, 0.0], rtol=1e-6)  # the row without steps has log(0) in its place
 
 
 @pytest.mark.parametrize("carry_axes", [0, None])
 def test_a_batch_without_rows(carry_axes):
+    def body(c, x):
+        return c + (jnp.sum(x, axis=0) if carry_axes is None else x), x
+
     init = jnp.zeros((0, 3)) if carry_axes == 0 else jnp.zeros(3)
-    final, ys = treescan.mask_scan(
-        lambda c, x: (c + jnp.sum(x, axis=0) if carry_axes is None else c + x, x),
-        init,
-        jnp.ones((4, 0, 3)),
-        mask=jnp.ones((4, 0), bool),
-        carry_axes=carry_axes,
-    )
+    mask = jnp.ones((4, 0), bool)
+    final, ys = treescan.mask_scan(body, init, jnp.ones((4, 0, 3)), mask=mask, carry_axes=carry_axes)
     assert final.shape == init.shape
     assert ys.shape == (4, 0, 3)
 
 
-@pytest.mark.parametrize(("option", "axis"), [("y_axes", 3), ("carry_axes", 1), ("x_axes", 2), ("carry_axes", -1)])
+@pytest.mark.parametrize(("option", "axis"), [("y_axes", 3), ("carry_axes", -1), ("x_axes", 2)])
 def test_axes_are_checked_for_a_single_row_too(option, axis):
     with pytest.raises(treescan.ArgumentError, match=option):
         treescan.mask_scan(lambda c, x: (c + x, c), 0.0, jnp.arange(3.0), lengths=2, **{option: axis})
@@ -193,94 +172,81 @@ def test_constants_that_the_body_returns(disable):
 
 
 def test_gradients_pass_by_a_mutable_array():
-    new_ref = getattr(jax, "new_ref", None) or jax.array_ref
+    xs, lengths = jnp.ones((20, 2)), jnp.array([2, 0])
 
     def loss(p):
-        scale = new_ref(jnp.full((), 2.0))
-        return jnp.sum(treescan.mask_scan(lambda c, x: (c * p + x * scale[...], None), jnp.zeros(2), XS, lengths=N)[0])
+        scale = jax.new_ref(jnp.full((), 2.0))
+        body = lambda c, x: (c * p + x * scale[...], None)  # noqa: E731
+        return jnp.sum(treescan.mask_scan(body, jnp.zeros(2), xs, lengths=lengths)[0])
 
-    XS, N = jnp.ones((20, 2)), jnp.array([2, 0])
     assert jax.jit(jax.grad(loss))(0.5) == 2
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_a_mutable_array_is_written_by_a_body_that_knows_its_rows(reverse):
-    new_ref, lengths = getattr(jax, "new_ref", None) or jax.array_ref, jnp.array([4, 0, 1])
+    @jax.jit
+    def run(lengths):
+        seen, calls = jax.new_ref(jnp.zeros(3)), jax.new_ref(jnp.int32(0))
 
-    def body(seen, calls):
         def step(total, x, *, valid):
             seen[...] = jnp.where(valid, seen[...] + x, seen[...])
             calls[...] += jnp.any(valid).astype(jnp.int32)
             return total + x, None
 
-        return step
+        total, _ = treescan.mask_scan(step, jnp.zeros(3), jnp.ones((9, 3)), lengths=lengths, reverse=reverse)
+        return total, seen[...], calls[...]
 
-    @jax.jit
-    def run(lengths):
-        refs = new_ref(jnp.zeros(3)), new_ref(jnp.int32(0))
-        total, _ = treescan.mask_scan(body(*refs), jnp.zeros(3), jnp.ones((9, 3)), lengths=lengths, reverse=reverse)
-        return total, refs[0][...], refs[1][...]
-
-    total, seen, calls = run(lengths)
+    total, seen, calls = run(jnp.array([4, 0, 1]))
     assert_bitwise(total, jnp.array([4.0, 0, 1]))
     assert_bitwise(seen, total)
     assert calls == 4
 
 
 def test_a_mutable_array_is_written_where_nothing_is_padding():
-    new_ref, resets = getattr(jax, "new_ref", None) or jax.array_ref, jnp.zeros((4, 3), bool)
-    for flags in ({"resets": resets}, None):
-        seen = new_ref(jnp.zeros(3))
+    seen = jax.new_ref(jnp.zeros(3))
 
-        def step(total, x, seen=seen):
-            seen[...] += x
-            return total + x, None
-
-        run = functools.partial(treescan.mask_scan, **flags) if flags else treescan.scan
-        assert_bitwise(run(step, jnp.zeros(3), jnp.ones((4, 3)))[0], seen[...])
-
-
-def test_a_mutable_array_of_the_body_itself_is_no_concern():
     def step(total, x):
-        own = (getattr(jax, "new_ref", None) or jax.array_ref)(total)
+        seen[...] += x
+        return total + x, None
+
+    final, _ = treescan.mask_scan(step, jnp.zeros(3), jnp.ones((4, 3)), resets=jnp.zeros((4, 3), bool))
+    assert_bitwise(final, seen[...])
+
+
+@pytest.mark.parametrize("compact", [False, True])
+def test_a_mutable_array_of_the_body_itself_is_no_concern(compact):
+    def step(total, x):
+        own = jax.new_ref(total)
         own[...] += x
         return own[...], None
 
-    for compact in (False, True):
-        run = functools.partial(treescan.mask_scan, lengths=jnp.array([4, 0, 1]), compact=compact)
-        assert_bitwise(run(step, jnp.zeros(3), jnp.ones((4, 3)))[0], jnp.array([4.0, 0, 1]))
+    lengths = jnp.array([4, 0, 1])
+    final, _ = treescan.mask_scan(step, jnp.zeros(3), jnp.ones((4, 3)), lengths=lengths, compact=compact)
+    assert_bitwise(final, jnp.array([4.0, 0, 1]))
 
 
-def _returns_by_hand(last, rewards, begins, reverse):
-    """Discounted sums that begin anew, in a loop by hand; in reverse a segment ends one step before the next begins."""
+def discounted(total, reward):
+    total = 0.9 * total + reward
+    return total, total
+
+
+def by_hand(last, rewards, begins, reverse):
+    """Sums that begin anew; in reverse a segment ends one step before the next begins."""
     flags = np.concatenate([begins[1:], np.zeros_like(begins[:1])]) if reverse else begins
-
-    def step(total, x):
-        reward, flag = x
-        total = 0.9 * jnp.where(flag, last, total) + reward
-        return total, total
-
+    step = lambda total, x: discounted(jnp.where(x[1], last, total), x[0])  # noqa: E731
     return jax.lax.scan(step, last, (rewards, flags), reverse=reverse)
 
 
-def _returns(last, rewards, begins, reverse, **options):
-    def step(total, reward):
-        total = 0.9 * total + reward
-        return total, total
-
-    return treescan.mask_scan(step, last, rewards, resets=begins, reverse=reverse, **options)
-
-
-RESETS = np.random.default_rng(5).random((64, 3)) < 0.2
+def ours(last, rewards, begins, reverse):
+    return treescan.mask_scan(discounted, last, rewards, resets=begins, reverse=reverse)
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_resets_alone_mask_nothing(reverse):
     """One loop, one selection for the one leaf, and no branch: what a loop by hand has."""
-    jaxprs = [
-        jax.make_jaxpr(lambda *a, run=run: run(*a, RESETS, reverse))(jnp.zeros(3), jnp.ones(RESETS.shape))
-        for run in (_returns, _returns_by_hand)
-    ]
+    resets = np.random.default_rng(5).random((64, 3)) < 0.2
+    given = jnp.zeros(3), jnp.ones(resets.shape)
+    jaxprs = [jax.make_jaxpr(lambda *a, run=run: run(*a, resets, reverse))(*given) for run in (ours, by_hand)]
     for name in ("cond", "cummin", "cummax", "custom_vmap_call", "argmax", "remat2"):
         assert not list(equations(jaxprs[0].jaxpr, name))
     for name in ("scan", "select_n"):

@@ -9,13 +9,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from oracle import assert_bitwise
+from loops import array
+from oracle import assert_bitwise, assert_close
+from thin import slow
 from works import plain, rows
-from works.example import KEY, State, Y, has
+from works.example import KEY, Y, has
 from works.rows import LENGTHS, MASK, RESETS, B, T
 from works.table import TRANSFORMS, difference
+from works.transforms import gradient
 
 import treescan
+from treescan.carries import ema
 
 SEGMENTS = {"mask": MASK, "resets": RESETS}
 
@@ -32,41 +36,18 @@ def assert_right(options, how=frozenset(), transform="grad"):
 
 SETUPS = {
     "keys, chunks of 3": ({"key": KEY, "chunk": 3, "fill": Y(7, -1)}, has("key")),
-    "whole, held": ({"chunk": 0, "reverse": True, "fill": "hold"},),
-    "held, recomputed": ({"mask": MASK, "fill": Y("hold", -1), "chunk": 3, "remat": "step"},),
     "resets alone": ({"resets": RESETS, "chunk": 2}, has("no lengths")),
-    "resets alone in reverse": ({"resets": RESETS, "reverse": True, "save": "last"}, has("no lengths")),
     "resets in reverse": ({"resets": RESETS, "reverse": True, "chunk": 1},),
-    "compact, last": ({"compact": True, "chunk": 2, "save": "last", "reverse": True},),
     "compact, held": ({**SEGMENTS, "compact": (1,), "chunk": 2, "reverse": True, "fill": "hold"},),
-    "compact, shared": ({"carry_axes": State(0, None), "compact": (2,), "chunk": 3}, has("shared count")),
-    "nested": ({**SEGMENTS, "remat": "nested", "chunk": 1, "unroll": 2},),
     "batch leads": ({**SEGMENTS, "time_axis": 1, "chunk": 4},),
-    "batch leads, compact": ({"time_axis": 1, "compact": True, "chunk": 2, "reverse": True},),
-    "single row": ({**SEGMENTS, "chunk": 2, "fill": "hold"}, has("one row")),
-    "cut": ({**SEGMENTS, "truncate": 2, "chunk": 3},),
     "cut in reverse": ({**SEGMENTS, "truncate": 2, "reverse": True},),
-    "cut, compact": ({"resets": RESETS, "truncate": 1, "compact": True, "chunk": 2, "remat": "step"},),
     "static, reset": ({**SEGMENTS, "reset_to": "another state", "chunk": 2, "compact": True}, has("static")),
 }
+MAPPED = [("compact, held", "vmap of grad"), *slow(("compact, held", "grad of vmap"))]
 
 
-EVERY_DAY = ("keys, chunks of 3", "resets alone", "resets in reverse", "compact, held", "batch leads", "cut in reverse")
-
-
-def daily(names, chosen):
-    return [name if name in chosen else pytest.param(name, marks=pytest.mark.slow) for name in names]
-
-
-@pytest.mark.parametrize("transform", daily(("grad", "jvp", "grad of grad"), ("grad",)))
-@pytest.mark.parametrize("name", daily(SETUPS, EVERY_DAY))
+@pytest.mark.parametrize(("name", "transform"), [*((name, "grad") for name in SETUPS), *MAPPED])
 def test_several_options_at_once(name, transform):
-    assert_right(*SETUPS[name], transform=transform)
-
-
-@pytest.mark.parametrize("transform", daily(("vmap of grad", "grad of vmap"), ("vmap of grad",)))
-@pytest.mark.parametrize("name", daily(("compact, held", "resets in reverse"), ("compact, held",)))
-def test_several_options_mapped(name, transform):
     assert_right(*SETUPS[name], transform=transform)
 
 
@@ -76,16 +57,17 @@ def patterns():
     return {
         "left padding": at >= 2 + row,
         "holes": (at + row) % 2 == 0,
-        "one step each, the last": at == T - 1,
         "one chunk in the middle": (at >= 2) & (at < 4),
         "a row that pauses for a chunk": (row > 0) ^ (at // 2 == 1),
-        "one live row": row == 1,
         "rows take turns": at // 2 == row,
         "nothing": at < 0,
     }
 
 
-@pytest.mark.parametrize("name", daily(patterns(), ("holes", "a row that pauses for a chunk", "nothing")))
+EVERY_DAY = ("holes", "a row that pauses for a chunk", "nothing")
+
+
+@pytest.mark.parametrize("name", [*EVERY_DAY, *slow(*((name,) for name in patterns() if name not in EVERY_DAY))])
 def test_patterns_of_a_mask(name):
     reverse = len(name) % 2 == 0
     resets = np.random.default_rng(0).random((T, B)) < 0.5
@@ -131,3 +113,49 @@ def test_short_loops(options, steps):
     h, xs = rows.GIVEN["h"][:, 0], jnp.full((steps, B), 2.0)
     ours, want = (jax.value_and_grad(functools.partial(loss, lib), has_aux=True)(h, xs) for lib in (treescan, plain))
     assert difference(ours, want) is None
+
+
+# `fold` and `accumulate` with `lengths`: their rows are those of the masked scan
+
+W = 0.5 * jnp.eye(2) + 0.1
+INIT, DATA = array(B, 2, seed=1), array(T, B, 2)
+XS = jnp.where(rows.VALID[..., None], DATA, jnp.nan)
+
+
+@pytest.mark.parametrize("options", [{}, {"reverse": True, "remat": "step"}, {"unroll": 2}], ids=str)
+def test_folds_are_the_masked_scan(options):
+    options = {"lengths": LENGTHS, **options}
+
+    def step(h, x):
+        return jnp.tanh(h @ W + x)
+
+    def masked(given):
+        return treescan.mask_scan(lambda h, x: (step(h, x),) * 2, *given, **options)
+
+    def folds(given):
+        return treescan.fold(step, *given, **options), treescan.accumulate(step, *given, **options)
+
+    assert_close(*(jax.jit(functools.partial(gradient, run))((INIT, XS)) for run in (folds, masked)))
+
+
+def test_folds_of_custom_carries():
+    def average(verb, *shape, xs, **options):
+        return verb(lambda seen, x: x, ema(jnp.zeros(shape), 0.5), xs, **options)
+
+    found = average(treescan.fold, B, 2, xs=XS, lengths=LENGTHS).read()
+    alone = [average(treescan.fold, 2, xs=DATA[:length, b]).read() for b, length in enumerate(LENGTHS)]
+    assert_close(found, jnp.stack(alone))
+    stacked = average(treescan.accumulate, B, 2, xs=XS, lengths=LENGTHS)
+    np.testing.assert_allclose(stacked.value[LENGTHS[0] - 1, 0], found[0])
+
+
+def test_the_body_of_a_fold_may_take_valid():
+    def centred(h, x, *, valid):
+        mean = jnp.mean(x, 0, where=valid[:, None], keepdims=True)
+        return h + x - jnp.where(jnp.any(valid), mean, 0.0)
+
+    got = treescan.fold(centred, INIT, XS, lengths=LENGTHS)
+    want = treescan.mask_scan(lambda h, x, *, valid: (centred(h, x, valid=valid), None), INIT, XS, lengths=LENGTHS)[0]
+    np.testing.assert_allclose(got, want)
+    with pytest.raises(TypeError, match="valid"):
+        treescan.fold(centred, INIT, XS)

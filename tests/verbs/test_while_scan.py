@@ -1,6 +1,7 @@
-"""`while_scan`, and `fori` with traced bounds: against Python loops, and scans of as many steps."""
+"""`while_scan`, and `fori` with traced bounds: against Python loops; and what outputs and gradients take of memory."""
 
 import collections
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -8,11 +9,13 @@ import numpy as np
 import pytest
 from hlo import Program
 from loops import array
-from oracle import assert_bitwise
+from oracle import assert_bitwise, assert_close
 from thin import slow
+from works import plain
+from works.transforms import curvature, gradient, tangent
 
 import treescan
-from treescan import fori, while_scan
+from treescan import Remat, fori, while_scan
 
 LENGTH = 23
 
@@ -23,59 +26,27 @@ def step(carry, x):
     return (n + 1, c), {"y": c * 2, "n": n}
 
 
-def until(stop, **options):
-    def run(c, xs=None):
-        most = {} if xs is not None else {"max_length": LENGTH}
-        return while_scan(lambda carry: carry[0] < stop, step, (0, c), xs, **most, **options)
-
-    return run
-
-
-def scanned(stop, reverse=False):
-    """The same as a scan of as many steps."""
-
-    def run(c, xs=None):
-        first = slice(LENGTH - stop, None) if reverse else slice(0, stop)
-        some = None if xs is None else xs[first]
-        (n, c), ys = jax.lax.scan(step, (jnp.int32(0), c), some, length=stop, reverse=reverse)
-        left = jax.tree.map(lambda y: jnp.zeros((LENGTH - stop, *y.shape[1:]), y.dtype), ys)
-        parts = (left, ys) if reverse else (ys, left)
-        return (n, c), jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
-
-    return run
-
-
-def loss_of(run):
-    def loss(c, *xs):
-        carry, ys = run(c, *xs)[:2]
-        return jnp.sum(carry[1] ** 2) + jnp.sum(jnp.cos(ys["y"]))
-
-    return loss
-
-
 def close(actual, expected):
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-5), actual, expected)
 
 
-EVERYDAY = [(0, True, False), (7, False, False), (7, True, True), (23, False, True)]
-OTHERS = [(1, True, False), (23, True, True)]
+@pytest.mark.parametrize(
+    ("stop", "with_xs", "reverse"), [(0, True, False), (7, True, True), (23, False, True), *slow((7, False, False))]
+)
+def test_is_the_loop_of_as_many_steps(stop, with_xs, reverse):
+    given = {"c": array(3), **({"xs": array(LENGTH, 3, seed=1)} if with_xs else {})}
+
+    def run(lib, given):
+        init, options = (0, given["c"]), {"max_length": LENGTH, "reverse": reverse}
+        return jax.tree.leaves(lib.while_scan(lambda carry: carry[0] < stop, step, init, given.get("xs"), **options))
+
+    ours, by_hand = functools.partial(run, treescan), functools.partial(run, plain)
+    for derive in (gradient, tangent, *([curvature] if stop == 7 else [])):
+        found, want = jax.jit(functools.partial(derive, ours))(given), jax.jit(functools.partial(derive, by_hand))
+        assert_close(found, want(given), rtol=2e-4)
 
 
-@pytest.mark.parametrize(("stop", "with_xs", "reverse"), [*EVERYDAY, *slow(*OTHERS)])
-def test_is_a_scan_of_as_many_steps(stop, with_xs, reverse):
-    args = (array(3), array(LENGTH, 3, seed=1)) if with_xs else (array(3),)
-    result = until(stop, reverse=reverse)(*args)
-    close((result.carry, result.ys), scanned(stop, reverse)(*args))
-    assert int(result.steps) == stop and bool(result.stopped)
-    over = tuple(range(len(args)))
-    mine, theirs = loss_of(until(stop, reverse=reverse)), loss_of(scanned(stop, reverse))
-    close(jax.jit(jax.grad(mine, over))(*args), jax.grad(theirs, over)(*args))
-    close(jax.jvp(mine, args, args), jax.jvp(theirs, args, args))
-    if stop == 7:
-        close(jax.jit(jax.hessian(mine))(*args), jax.jit(jax.hessian(theirs))(*args))
-
-
-@pytest.mark.parametrize("length", [0, 1, 2, 3, 7, 100, 1000])
+@pytest.mark.parametrize("length", [0, 1, 3, 7, 100])
 def test_runs_into_max_length(length):
     result = while_scan(lambda c: c < 2000, lambda c, _: (c + 1, None), 0, max_length=length)
     assert (int(result.carry), int(result.steps), bool(result.stopped)) == (length, length, False)
@@ -84,13 +55,11 @@ def test_runs_into_max_length(length):
     np.testing.assert_array_equal(result.ys, np.full(length, 5))
 
 
-def test_longer_xs_are_cut():
+@pytest.mark.parametrize("reverse", [False, True])
+def test_longer_xs_are_cut(reverse):
     xs = array(30, 3)
-    result = while_scan(lambda _: True, lambda c, x: (c + x, c), jnp.zeros(3), xs, max_length=7)
-    close(result.carry, xs[:7].sum(0))
-    assert result.ys.shape == (7, 3)
-    result = while_scan(lambda _: True, lambda c, x: (c + x, x), jnp.zeros(3), xs, max_length=7, reverse=True)
-    close(result.ys, xs[:7])
+    result = while_scan(lambda _: True, lambda c, x: (c + x, x), jnp.zeros(3), xs, max_length=7, reverse=reverse)
+    close((result.carry, result.ys), (xs[:7].sum(0), xs[:7]))
 
 
 def logs(carry, x):
@@ -117,10 +86,6 @@ def test_elements_of_vmap_stop_each_by_itself():
 
     grads = jax.jit(jax.vmap(jax.grad(lambda left, w: run(left, w)[0], (0, 1)), in_axes=(0, None)))(lefts, 2.0)
     close(jnp.stack(grads, 1), np.array([expected(left) for left in lefts], np.float32))
-    summed = jax.grad(lambda lefts, w: jnp.sum(jax.vmap(run, in_axes=(0, None))(lefts, w)[0]), (0, 1))(lefts, 2.0)
-    close(summed, (grads[0], jnp.sum(grads[1])))
-    nested = jax.vmap(jax.vmap(jax.grad(lambda left, w: run(left, w)[0]), in_axes=(0, None)), in_axes=(None, 0))
-    close(nested(lefts, jnp.array([2.0, 2.0])), jnp.stack([grads[0]] * 2))
 
 
 def test_an_element_without_steps_borrows_all_that_the_body_reads():
@@ -170,29 +135,27 @@ def test_disable_jit_sees_values():
     close(result.ys, np.array([0, 1, 2, -1, -1, -1, -1, -1, -1.0], np.float32))
 
 
-def test_steps_that_are_not_taken_are_not_run():
+@pytest.mark.parametrize("xs", [None, jnp.arange(100.0)], ids=["no xs", "xs"])
+def test_steps_that_are_not_taken_are_not_run(xs):
+    """What the gradient computes again, it does not say again."""
     calls = collections.Counter()
 
-    def count(name):
-        calls[name] += 1
-
     def body(carry, x):
-        jax.debug.callback(lambda _: count("body"), carry[1])
+        jax.debug.callback(lambda _: calls.update(["body"]), carry[1])
         return (carry[0] + 1, jnp.sin(carry[1])), x
 
     def cond(carry):
-        jax.debug.callback(lambda _: count("cond"), carry[1])
+        jax.debug.callback(lambda _: calls.update(["cond"]), carry[1])
         return carry[0] < 7
 
-    for xs in (None, jnp.arange(100.0)):
+    def run(c):
+        return while_scan(cond, body, (0, c), xs, max_length=100).carry[1]
+
+    for call in (run, jax.jit(jax.grad(run))):
         calls.clear()
-        jax.block_until_ready(while_scan(cond, body, (0, 1.0), xs, max_length=100))
+        jax.block_until_ready(call(1.0))
         jax.effects_barrier()
         assert calls == {"body": 7, "cond": 8}
-        calls.clear()
-        jax.jit(jax.grad(lambda c, xs=xs: while_scan(cond, body, (0, c), xs, max_length=100).carry[1]))(1.0)
-        jax.effects_barrier()
-        assert calls == {"body": 7, "cond": 8}, "what the gradient computes again, it does not say again"
 
 
 def test_what_body_and_condition_close_over_is_differentiated():
@@ -203,30 +166,29 @@ def test_what_body_and_condition_close_over_is_differentiated():
     close(jax.jit(jax.vmap(jax.grad(run), in_axes=(None, 0)))(2.0, jnp.array([1.0, 30.0])), np.array([1.0, 80.0]))
 
 
-def power(x, n):
-    return fori(0, n, lambda i, c: c * x, 1.0, max_length=20)
-
-
 def test_fori_with_traced_bounds():
-    close(jax.jit(power)(2.0, 5), 32.0)
-    close(jax.jit(jax.grad(power))(2.0, 5), 80.0)
-    close(jax.vmap(jax.grad(power), (None, 0))(2.0, jnp.arange(-1, 4)), np.array([0, 0, 1, 4, 12.0], np.float32))
-    close(jax.jit(jax.grad(jax.grad(power)))(2.0, 5), 160.0)
+    """Beyond `max_length`, and where the bounds of elements of a vmap differ; `works` has the others."""
+
+    def power(x, n):
+        return fori(0, n, lambda i, c: c * x, 1.0, max_length=20)
+
     close(jax.jit(power)(2.0, 50), 2.0**20)
-    with jax.disable_jit():
-        close(jax.vmap(jax.grad(power), (None, 0))(2.0, jnp.arange(4)), np.array([0, 1, 4, 12.0], np.float32))
+    for disabled in (False, True):
+        with jax.disable_jit(disabled):
+            grads = jax.vmap(jax.grad(power), (None, 0))(2.0, jnp.arange(-1, 4))
+        close(grads, np.array([0, 0, 1, 4, 12.0], np.float32))
 
 
 @pytest.mark.parametrize("reverse", [False, True])
 def test_the_indices_of_traced_bounds(reverse):
-    def digits(lower, upper):
-        return fori(lower, upper, lambda i, c: c * 10 + i, 0, max_length=4, reverse=reverse)
+    def digits(lower, upper, **more):
+        return fori(lower, upper, lambda i, c: c * 10 + i, 0, reverse=reverse, **more)
 
+    traced = jax.jit(functools.partial(digits, max_length=4))
     for bounds in ((2, 5), (1, 1), (3, 1), (-1, 3)):
-        expected = treescan.fori(*bounds, lambda i, c: c * 10 + i, 0, reverse=reverse)
-        assert int(jax.jit(digits)(*bounds)) == int(expected)
+        assert int(traced(*bounds)) == int(digits(*bounds))
     far = jnp.iinfo(jnp.int32)
-    assert int(jax.jit(digits)(far.min, far.max)) == int(jax.jit(digits)(far.min, far.min + 4))
+    assert int(traced(far.min, far.max)) == int(traced(far.min, far.min + 4))
 
 
 def test_keys_of_traced_bounds():
@@ -258,16 +220,75 @@ def test_devices_that_stop_each_by_itself(check):
         return result.carry[0] + jnp.sum(result.ys)
 
     def sharded(lefts, weight):
-        run = jax.shard_map(
-            lambda left, w: one(left[0], w, True)[None],
-            mesh=mesh,
-            in_specs=(rows, shared),
-            out_specs=rows,
-            check_vma=check,
-        )
+        each = lambda left, w: one(left[0], w, True)[None]  # noqa: E731
+        run = jax.shard_map(each, mesh=mesh, in_specs=(rows, shared), out_specs=rows, check_vma=check)
         return jnp.sum(run(lefts, weight))
 
     def expected(lefts, weight):
         return jnp.sum(jax.vmap(lambda left: one(left, weight, False))(lefts))
 
     close(jax.jit(jax.value_and_grad(sharded, (0, 1)))(lefts, 2.0), jax.value_and_grad(expected, (0, 1))(lefts, 2.0))
+
+
+# Memory
+
+
+def test_each_level_of_remat_is_a_loop_within_the_others():
+    def loss(w, levels):
+        body = lambda carry, _: ((jnp.sin(carry[0] * w), carry[1] + 1), None)  # noqa: E731
+        return while_scan(lambda c: c[1] < 9, body, (w, 0), max_length=500, remat=Remat(levels=levels)).carry[0]
+
+    two, three = (len(Program(jax.grad(functools.partial(loss, levels=n)), 0.5).loops()) for n in (2, 3))
+    assert two < three
+
+
+WIDTH = 4096
+
+
+def memory(save, steps, *, gradient=False):
+    """Bytes of outputs and of temporaries, in outputs of one step."""
+
+    def run(c):
+        result = while_scan(lambda c: c[0] < 1e9, lambda c, _: (c * 1.1, jnp.sin(c)), c, max_length=steps, save=save)
+        return result.carry, result.ys
+
+    def loss(c):
+        return sum(jnp.sum(leaf * leaf) for leaf in jax.tree.leaves(run(c)))
+
+    found = jax.jit(jax.grad(loss) if gradient else run).lower(jnp.ones(WIDTH)).compile().memory_analysis()
+    return (found.output_size_in_bytes + found.temp_size_in_bytes) / (4 * WIDTH)
+
+
+@pytest.mark.parametrize(("steps", "copies"), [(1024, 0), (1021, 1)])
+def test_memory_falls_with_what_is_kept(steps, copies):
+    """Of a length that `save` does not divide, XLA copies what is kept once."""
+    nothing = memory(None, steps)
+    assert memory("all", steps) >= steps  # the measure sees them
+    for every in (16, 64):
+        assert steps // every <= memory(every, steps) - nothing <= (1.1 + copies) * steps / every + 2
+
+
+@pytest.mark.parametrize("save", ["last", None])
+def test_without_stacked_outputs_nothing_grows(save):
+    assert memory(save, 1021) - memory(save, 16) <= 1
+
+
+@pytest.mark.parametrize("save", ["last", 64])
+def test_memory_of_the_gradient(save):
+    """The carries of about sqrt(max_length) chunks, and of the steps of one; not one output per step."""
+    assert memory(save, 1024, gradient=True) <= 1024 / 4 < 1024 <= memory("all", 1024, gradient=True)
+
+
+def test_the_gradient_saves_of_a_step_what_is_not_had_for_nothing():
+    """Of 1,024 steps in chunks of 32: the carry before each chunk, and within one each step's carry and tanh."""
+
+    def loss(w, c):
+        run = while_scan(lambda c: c[0, 0] < 2, lambda c, _: (jnp.tanh(c @ w), None), c, max_length=1024)
+        return jnp.sum(run.carry)
+
+    w, c = jnp.eye(8), jnp.ones((4096, 8))
+    saved = (
+        jax.jit(jax.grad(loss, argnums=(0, 1))).lower(w, c).compile().memory_analysis().temp_size_in_bytes / c.nbytes
+    )
+    least = 32 + 2 * 32
+    assert least <= saved <= least + 6

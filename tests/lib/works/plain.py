@@ -155,7 +155,9 @@ def while_scan(
             break
         carry, last = f(carry, at(xs, in_axes, position), **keyword(key, position))
         ys[position], steps = last, steps + 1
-    assert last is not None, "the examples take a step"
+    if last is None:  # no step is taken
+        last = f(carry, at(xs, in_axes, 0), **keyword(key, 0))[1]
+        last = each(lambda leaf, value: jnp.full_like(leaf, value), last, fill)
     empty = each(lambda leaf, value: jnp.full_like(leaf, value), last, fill)
     outputs = kept([ys.get(position, empty) for position in range(most)], last, save, out_axes)
     return Ended(carry, outputs, jnp.asarray(steps, jnp.int32), jnp.asarray(not cond(carry)))
