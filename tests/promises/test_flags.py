@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from thin import parametrize
 from works import columns, table
-from works.table import EQUAL, Cell
+from works.table import Cell
 
 import treescan
 
@@ -57,22 +57,6 @@ def test_a_verb_under_a_flag(flag: str, verb: str) -> None:
 @pytest.mark.parametrize("flag", columns.FLAGS)
 def test_all_verbs_under_a_flag(flag: str, verb: str) -> None:
     check(flag, verb, [(), *((form,) for form in FORMS[verb])], ("eager", "grad", "jvp", "vmap of grad"))
-
-
-@pytest.mark.parametrize(
-    "verb", ["scan", *(pytest.param(v, marks=pytest.mark.slow) for v in table.VERBS if v not in ("scan", "fori"))]
-)
-def test_double_precision(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example of `fori` adds its index as a float32; the random programs have loops of float64 over indices."""
-    table._plainly.cache_clear()
-    with flag_set("jax_enable_x64"):
-        given = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), table.VERBS[verb].given)
-        monkeypatch.setitem(table.VERBS, verb, table.VERBS[verb]._replace(given=given))
-        monkeypatch.setattr(table, "TOLERANCE", 1e-12)
-        assert table.outcome(Cell(verb, (), "jvp")) == EQUAL
-        leaves = jax.tree.leaves(table._plainly(Cell(verb, (), "jvp")))
-        assert all(leaf.dtype == np.float64 for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact))
-    table._plainly.cache_clear()
 
 
 LENGTHS = np.array([2, 0, 5], np.int32)
