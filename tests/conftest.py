@@ -61,7 +61,6 @@ def _unbroken_messages(request):
 _SHARES = {  # of the slow tests of these modules one in so many runs in CI
     "test_bodies": 4,
     "test_carries_masked": 3,
-    "test_conformance": 10,
     "test_decisions": 5,
     "test_flags": 10,
     "test_flax_rnn": 3,

@@ -19,7 +19,6 @@ from built_in_carries import (
     init_of,
     losses,
     run,
-    run_rows,
     with_gradients,
 )
 from hypothesis import given, settings
@@ -49,50 +48,7 @@ STARTS, ALL_XS = dict.fromkeys(NAMES, START), dict.fromkeys(NAMES, XS)
 LENGTHS = np.array([4, 2])
 
 
-# The loop.
-
-
-def without_jit(call):
-    def run_without(*args):
-        with jax.disable_jit():
-            return call(*args)
-
-    return run_without
-
-
-def rowwise(call):
-    return jax.jit(jax.vmap(call, (0, 1, 0), dict.fromkeys(NAMES, (1, 0))))
-
-
-WAYS = {
-    "jit": (jax.jit, {"reverse": True}),
-    "vmap, nested": (rowwise, {"remat": "nested"}),
-    "disable_jit": (without_jit, {"reverse": True}),
-}
-
-
-@functools.cache
-def scanned(way):
-    transform, options = WAYS[way]
-    call = transform(lambda start, xs, key: run(NAMES, treescan.scan, start, key, xs, **options))
-    if transform is without_jit:
-        return {name: (outs, None) for name, outs in call(STARTS, ALL_XS, KEYS).items()}
-    return jax.jit(functools.partial(with_gradients, lambda start, xs: call(start, xs, KEYS)))(STARTS, ALL_XS)
-
-
-@functools.cache
-def expected(name, reverse):
-    return run_rows(name, START, KEYS, XS, np.ones((T, B), bool), reverse=reverse)
-
-
-@pytest.mark.parametrize("way", ["jit", *(pytest.param(way, marks=pytest.mark.slow) for way in list(WAYS)[1:])])
-@pytest.mark.parametrize("name", NAMES)
-def test_a_scan_is_the_loop(name, way):
-    outs, gradients = expected(name, "reverse" in WAYS[way][1])
-    got_outs, got_gradients = scanned(way)[name]
-    assert_close(got_outs, outs, CASES[name].rtol)
-    if got_gradients is not None:
-        assert_close(got_gradients, gradients, CASES[name].rtol)
+# The loop: that its values and gradients are those of a Python loop is in `test_carries_masked.py`.
 
 
 @functools.cache

@@ -1,4 +1,4 @@
-"""Carries in `mask_scan`: rows that have their own are the unpadded rows; what all rows share counts the valid ones."""
+"""Carries of rows: those that have their own are the loops of unpadded rows; what all share counts the valid ones."""
 
 import functools
 import math
@@ -30,14 +30,22 @@ RESETS = np.random.default_rng(1).random((T, B)) < 0.3
 # Rows that have their own.
 
 SETUPS = {
+    "scan": {"reverse": True},
+    "scan, vmap": {"remat": "nested"},
+    "scan, disable_jit": {"reverse": True},
     "chunks": {"lengths": LENGTHS, "chunk": 3},
     "compact": {"lengths": LENGTHS, "chunk": 3, "compact": True},
     "resets in reverse": {"mask": HOLES, "resets": RESETS, "reverse": True, "remat": "nested", "chunk": 2},
     "compact resets": {"lengths": LENGTHS, "resets": RESETS, "chunk": 3, "compact": (2,), "remat": "step"},
     "disable_jit": {"mask": HOLES, "resets": RESETS, "reverse": True},
 }
-SLOW = {"disable_jit", "compact", "compact resets", "resets in reverse"}
-VALUES_ALONE = {"compact", "disable_jit"}
+DAILY = {"scan", "chunks"}
+VALUES_ALONE = {"compact", "disable_jit", "scan, disable_jit"}
+
+
+def valid_of(setup):
+    """Where steps are valid: everywhere in a `scan`."""
+    return SETUPS[setup].get("mask", VALID if "lengths" in SETUPS[setup] else np.ones_like(VALID))
 
 
 def padded(valid):
@@ -46,35 +54,38 @@ def padded(valid):
 
 @functools.cache
 def scanned(setup):
-    options = SETUPS[setup]
-    xs = dict.fromkeys(NAMES, padded(options.get("mask", VALID)))
+    verb = treescan.scan if setup.startswith("scan") else treescan.mask_scan
 
-    def call(start, xs):
-        return run(NAMES, treescan.mask_scan, start, KEYS, xs, **options)
+    def call(start, xs, keys):
+        return run(NAMES, verb, start, keys, xs, **SETUPS[setup])
 
-    starts = dict.fromkeys(NAMES, START)
+    if "vmap" in setup:
+        call = jax.vmap(call, (0, 1, 0), dict.fromkeys(NAMES, (1, 0)))
+    given = dict.fromkeys(NAMES, START), dict.fromkeys(NAMES, padded(valid_of(setup)))
     if setup not in VALUES_ALONE:
-        return jax.jit(functools.partial(with_gradients, call))(starts, xs)
-    with jax.disable_jit(setup == "disable_jit"):
-        return {name: (outs, None) for name, outs in call(starts, xs).items()}
+        return jax.jit(functools.partial(with_gradients, lambda start, xs: call(start, xs, KEYS)))(*given)
+    with jax.disable_jit("disable_jit" in setup):
+        return {name: (outs, None) for name, outs in call(*given, KEYS).items()}
 
 
 @functools.cache
-def expected(name, holes, resets, reverse):
-    valid = HOLES if holes else VALID
+def expected(name, kind, resets, reverse):
+    """What setups of one kind have in common."""
+    valid = {"mask": HOLES, "lengths": VALID, "all": np.ones_like(VALID)}[kind]
     return run_rows(name, START, KEYS, padded(valid), valid, RESETS if resets else None, reverse=reverse)
 
 
-@pytest.mark.parametrize("setup", [pytest.param(s, marks=[pytest.mark.slow] if s in SLOW else []) for s in SETUPS])
+@pytest.mark.parametrize("setup", [pytest.param(s, marks=[] if s in DAILY else pytest.mark.slow) for s in SETUPS])
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_the_unpadded_rows(name, setup):
     options = SETUPS[setup]
-    outs, gradients = expected(name, *(key in options for key in ("mask", "resets", "reverse")))
+    kind = next((key for key in ("mask", "lengths") if key in options), "all")
+    outs, gradients = expected(name, kind, "resets" in options, "reverse" in options)
     got_outs, got_gradients = scanned(setup)[name]
     assert_close(got_outs, outs, CASES[name].rtol)
     if got_gradients is not None:
         assert_close(got_gradients, gradients, CASES[name].rtol)
-        of_xs, valid = np.asarray(got_gradients[1]), options.get("mask", VALID)
+        of_xs, valid = np.asarray(got_gradients[1]), valid_of(setup)
         assert not of_xs[~valid].any()
         assert np.isfinite(of_xs).all()
 

@@ -169,7 +169,7 @@ def test_of_what_is_not_installed_nothing_is_left() -> None:
     assert "histograms" not in listed()[1]
 
 
-def test_discovery_can_be_turned_off(installed: Path) -> None:
+def test_discovery_can_be_turned_off_and_is_listed(installed: Path) -> None:
     script(
         """
         from histograms import Histogram, histogram
@@ -186,12 +186,8 @@ def test_discovery_can_be_turned_off(installed: Path) -> None:
         installed,
         TREESCAN_PLUGINS="0",
     )
-    assert (
-        "Scans do not load them: the environment has TREESCAN_PLUGINS=0." in listed(installed, TREESCAN_PLUGINS="0")[1]
-    )
-
-
-def test_the_command_lists_what_is_installed(installed: Path) -> None:
+    says = "Scans do not load them: the environment has TREESCAN_PLUGINS=0."
+    assert says in listed(installed, TREESCAN_PLUGINS="0")[1]
     found, text = listed(installed)
     assert found["histograms 0.1.0"] == ("histograms", "histograms.for_treescan", "loads")
     assert re.match(r"  package +distribution +entry point +state\n", text)
@@ -275,26 +271,31 @@ def test_the_command_lists_why_a_plugin_fails(broken: Path) -> None:
 
 # Several plugins for one package.
 
-CARRIES = """
-from dataclasses import dataclass, replace
+PAIR = """
+class Left:
+    def __init__(self, value):
+        self.value = value
 
-import jax
 
-from treescan.carries import AbstractCarry, register_carry
+class Right(Left):
+    pass
+"""
+
+DECLARES = """
+from treescan.carries import cast, register_carry
 
 called = []
 
 
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class Total(AbstractCarry):
-    total: jax.Array
+def to_{name}(value):
+    return cast(value.value)
 
-    def read(self):
-        return self.total
 
-    def write(self, returned, valid):
-        return replace(self, total=returned)
+def declare():
+    import pair
+
+    called.append(True)
+    register_carry(pair.{kind}, to_{name}, lambda carry: pair.{kind}(carry.tree))
 """
 
 
@@ -302,38 +303,9 @@ class Total(AbstractCarry):
 def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder in which three distributions declare carries for `pair`, of which two want the same type."""
     site = tmp_path_factory.mktemp("several")
-    module(
-        site,
-        "pair",
-        """
-        class Left:
-            def __init__(self, value):
-                self.value = value
-
-
-        class Right(Left):
-            pass
-        """,
-    )
+    module(site, "pair", PAIR)
     for name, kind in (("first", "Left"), ("second", "Right"), ("third", "Left")):
-        module(
-            site,
-            f"pair_{name}",
-            f"""
-            {textwrap.indent(CARRIES, " " * 12).strip()}
-
-
-            def to_{name}(value):
-                return Total(value.value)
-
-
-            def declare():
-                import pair
-
-                called.append(True)
-                register_carry(pair.{kind}, to_{name}, lambda carry: pair.{kind}(carry.total))
-            """,
-        )
+        module(site, f"pair_{name}", DECLARES.format(name=name, kind=kind))
         distribution(site, name, f"pair = pair_{name}:declare", f"pair_{name}")
     return site
 

@@ -32,80 +32,20 @@ def published(kinds: list[dict[str, tuple[int, ...]]], order: list[int], prefix:
     return state
 
 
-ATTENTION = {
-    "self_attn.q_proj.weight": (HEADS, WIDTH),
-    "self_attn.k_proj.weight": (HEADS, WIDTH),
-    "self_attn.v_proj.weight": (HEADS, WIDTH),
-    "self_attn.o_proj.weight": (WIDTH, HEADS),
-}
-DENSE = {
-    "mlp.gate_proj.weight": (HIDDEN, WIDTH),
-    "mlp.up_proj.weight": (HIDDEN, WIDTH),
-    "mlp.down_proj.weight": (WIDTH, HIDDEN),
-}
-NORMS = {"input_layernorm.weight": (WIDTH,), "post_attention_layernorm.weight": (WIDTH,)}
-GEMMA = (
-    ATTENTION | DENSE | NORMS
-    | {f"self_attn.{name}_norm.weight": (3,) for name in "qk"}
-    | {f"{name}_feedforward_layernorm.weight": (WIDTH,) for name in ("pre", "post")}
-)  # fmt: skip
-
-
-def experts(root: str, names: tuple[str, str, str]) -> dict[str, tuple[int, ...]]:
-    gate, up, down = names
-    shapes = {gate: (HIDDEN, WIDTH), up: (HIDDEN, WIDTH), down: (WIDTH, HIDDEN)}
-    return {f"{root}.{i}.{name}.weight": shape for i in range(EXPERTS) for name, shape in shapes.items()}
-
-
-PROJECTIONS = "gate_proj", "up_proj", "down_proj"
-LATENT = {
-    "self_attn.q_a_proj.weight": (3, WIDTH),
-    "self_attn.q_a_layernorm.weight": (3,),
-    "self_attn.q_b_proj.weight": (HEADS, 3),
-    "self_attn.kv_a_proj_with_mqa.weight": (5, WIDTH),
-    "self_attn.kv_a_layernorm.weight": (3,),
-    "self_attn.kv_b_proj.weight": (HEADS, 3),
-    "self_attn.o_proj.weight": (WIDTH, HEADS),
-}
-DEEPSEEK = [
-    LATENT | NORMS | DENSE,
-    LATENT | NORMS
+# Names as in DeepSeek-V3 and Jamba.
+SHARED = {"self_attn.q_proj.weight": (HEADS, WIDTH), "input_layernorm.weight": (WIDTH,)}
+DENSE = SHARED | {"mlp.gate_proj.weight": (HIDDEN, WIDTH), "mlp.down_proj.weight": (WIDTH, HIDDEN)}
+MIXTURE = (
+    SHARED
     | {"mlp.gate.weight": (EXPERTS, WIDTH), "mlp.gate.e_score_correction_bias": (EXPERTS,)}
-    | experts("mlp.experts", PROJECTIONS)
-    | {name.replace("mlp.", "mlp.shared_experts."): shape for name, shape in DENSE.items()},
-]  # fmt: skip
-
-MAMBA = {
-    "mamba.A_log": (HIDDEN, 2),
-    "mamba.D": (HIDDEN,),
-    "mamba.conv1d.weight": (HIDDEN, 1, 4),
-    "mamba.conv1d.bias": (HIDDEN,),
-    "mamba.in_proj.weight": (2 * HIDDEN, WIDTH),
-    "mamba.x_proj.weight": (5, HIDDEN),
-    "mamba.dt_proj.weight": (HIDDEN, 1),
-    "mamba.dt_proj.bias": (HIDDEN,),
-    "mamba.out_proj.weight": (WIDTH, HIDDEN),
-    "mamba.dt_layernorm.weight": (1,),
-    "mamba.b_layernorm.weight": (2,),
-    "mamba.c_layernorm.weight": (2,),
-}
-OF_JAMBA = {"input_layernorm.weight": (WIDTH,), "pre_ff_layernorm.weight": (WIDTH,)}
-FEED_FORWARD = {name.replace("mlp.", "feed_forward."): shape for name, shape in DENSE.items()}
-MOE = {"feed_forward.router.weight": (EXPERTS, WIDTH)} | experts("feed_forward.experts", PROJECTIONS)
-JAMBA = [MAMBA | OF_JAMBA | FEED_FORWARD, MAMBA | OF_JAMBA | MOE, ATTENTION | OF_JAMBA | FEED_FORWARD]
-
-
-def jamba_order(layers: int) -> list[int]:
-    """Attention in one layer of eight, experts in every second one."""
-    return [2 if i % 8 == 4 else i % 2 for i in range(layers)]
-
-
+    | {f"mlp.experts.{i}.up_proj.weight": (HIDDEN, WIDTH) for i in range(EXPERTS)}
+)
+MAMBA = {"mamba.A_log": (HIDDEN, 2), "mamba.conv1d.weight": (HIDDEN, 1, 4), "mamba.conv1d.bias": (HIDDEN,)}
 MODELS = {
-    "gemma, by kind": ([GEMMA, GEMMA], [int(i % 6 == 5) for i in range(26)]),
-    "gemma, by turns": ([GEMMA] * 6, [i % 6 for i in range(26)]),
-    "deepseek": (DEEPSEEK, [0] * 3 + [1] * 4),
-    "jamba, by kind": (JAMBA, jamba_order(16)),
-    "jamba, by turns": ([JAMBA[kind] for kind in jamba_order(8)], [i % 8 for i in range(16)]),
+    "one kind after the other": ([DENSE, MIXTURE], [0] * 3 + [1] * 4),
+    "several kinds mixed": ([MAMBA, MIXTURE, DENSE], [2 if i % 8 == 4 else i % 2 for i in range(16)]),
+    "by turns": ([MAMBA, MIXTURE, DENSE], [i % 3 for i in range(8)]),
+    "one kind by turns": ([DENSE] * 6, [i % 6 for i in range(26)]),
 }
 
 
@@ -218,19 +158,13 @@ def test_dicts_of_several_stacks():
     ids=["pattern", "list", "tuple", "function"],
 )
 def test_buffers_are_ignored(ignore):
+    """Also those of a layer beyond the last, as DeepSeek-V3 has one which predicts a further token."""
     state = {f"layers.{i}.w": np.full(2, i, np.float32) for i in range(3)}
-    buffers = {f"layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(3) for i in range(3)}
+    buffers = {f"layers.{i}.self_attn.rotary_emb.inv_freq": np.ones(3) for i in range(4)}
     like = {"w": jax.ShapeDtypeStruct((2,), jnp.float32)}
-    found = treescan.layers_from_state_dict(state | buffers, like, ignore=ignore)
-    chex.assert_trees_all_equal(found, treescan.layers_from_state_dict(state, like))
-
-
-def test_a_layer_beyond_the_last_is_ignored():
-    """As that of DeepSeek-V3 which predicts a further token."""
-    state = {f"model.layers.{i}.w": np.full(2, i, np.float32) for i in range(3)}
-    further = {"model.layers.3.enorm.weight": np.ones(2), "model.layers.3.w": np.ones(2)}
-    found = treescan.layers_from_state_dict(state | further, prefix="model.layers", ignore="model.layers.3.*")
-    assert found["w"].shape == (3, 2)
+    for likes in ((), (like,)):
+        found = treescan.layers_from_state_dict(state | buffers, *likes, ignore=ignore)
+        chex.assert_trees_all_equal(found, treescan.layers_from_state_dict(state, like))
 
 
 def test_another_dtype_is_said_once():
@@ -273,7 +207,7 @@ def test_each_leaf_is_put_where_shardings_say(axis_type):
 def test_orbax_keeps_a_pattern_with_its_shardings(tmp_path):
     ocp = pytest.importorskip("orbax.checkpoint")
     mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    kinds, places = MODELS["gemma, by turns"]
+    kinds, places = MODELS["one kind by turns"]
     state = published(kinds, places, "model.layers")
     likes = list(map(like_of, kinds))
 

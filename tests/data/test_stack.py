@@ -225,25 +225,12 @@ def test_a_checkpoint_comes_back(tree, count, prefix, on_host):
         assert all(isinstance(leaf, np.ndarray) for leaf in jax.tree.leaves(back) if hasattr(leaf, "shape"))
 
 
-def test_a_checkpoint_of_torch():
-    """Torch's names and layout: weights are [out, in], and are transposed once they are stacked."""
-    rng = np.random.default_rng(0)
-    state = {
-        f"model.layers.{i}.{name}.weight": rng.normal(size=shape).astype(np.float32)
-        for i in range(3)
-        for name, shape in {"self_attn.q_proj": (6, 4), "norm": (4,)}.items()
-    }
+def test_a_checkpoint_without_a_like_keeps_its_names():
+    """Other names, and those of several stacks, are in `test_mixed_checkpoints.py`."""
+    shapes = {"self_attn.q_proj.weight": (6, 4), "norm.weight": (4,)}
+    state = {f"model.layers.{i}.{name}": np.full(shape, i) for i in range(3) for name, shape in shapes.items()}
     by_name = treescan.layers_from_state_dict(state, prefix="model.layers.")
-    assert {name: leaf.shape for name, leaf in by_name.items()} == {
-        "self_attn.q_proj.weight": (3, 6, 4),
-        "norm.weight": (3, 4),
-    }
-    names = {"w": "self_attn.q_proj.weight", "rest": "norm.weight"}
-    like = Params(jax.ShapeDtypeStruct((6, 4), jnp.float32), jax.ShapeDtypeStruct((4,), jnp.float32))
-    stacked = treescan.layers_from_state_dict(state, like, prefix="model.layers", names=names)
-    assert isinstance(stacked, Params)
-    np.testing.assert_array_equal(stacked.w[2], state["model.layers.2.self_attn.q_proj.weight"])
-    chex.assert_trees_all_equal(treescan.layers_to_state_dict(stacked, prefix="model.layers", names=names), state)
+    assert {name: leaf.shape for name, leaf in by_name.items()} == {name: (3, *shapes[name]) for name in shapes}
 
 
 def test_arrays_of_the_host_stay_there_with_every_bit():

@@ -40,11 +40,3 @@ def as_numpy(leaf: Any) -> np.ndarray:
     if isinstance(leaf, jax.Array) and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
         return np.asarray(jax.random.key_data(leaf))
     return np.asarray(leaf)
-
-
-def python_scan(body: Callable[..., Any], init: Any, xs: Any, length: int, reverse: bool = False) -> tuple[Any, Any]:
-    """The loop that `lax.scan` stands for; at least one step."""
-    carry, ys = init, [None] * length
-    for i in range(length)[::-1] if reverse else range(length):
-        carry, ys[i] = body(carry, jax.tree.map(lambda leaf, i=i: leaf[i], xs))
-    return carry, jax.tree.map(lambda *leaves: jnp.stack(leaves), *ys)

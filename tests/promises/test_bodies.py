@@ -1,5 +1,6 @@
 """Any callable is a body: what it returns, how it is told apart from others, and when it is traced again."""
 
+import contextlib
 import dataclasses
 import functools
 import gc
@@ -86,10 +87,10 @@ class Slots:
 class HoldsArrays:
     """No hash, and an `==` without a truth value."""
 
-    weights: jax.Array
+    scale: jax.Array
 
     def __call__(self, carry, x):
-        return scaled(self.weights[0], carry, x)
+        return scaled(self.scale[0], carry, x)
 
 
 @flax.struct.dataclass
@@ -185,23 +186,12 @@ PAIRS = {"tuple": lambda c, y: (c, y), "list": lambda c, y: [c, y], "namedtuple"
 @parametrize("make", PAIRS)
 @pytest.mark.parametrize("disable", [False, True])
 def test_any_pair_will_do(make, disable):
-    """Also where newer releases of lax.scan refuse a NamedTuple."""
+    """In the container that lax.scan gives, where its release does not refuse it."""
     with jax.disable_jit(disable):
         actual = treescan.scan(lambda c, x: make(c + x, c), 0.0, XS)
-        expected = jax.lax.scan(lambda c, x: (c + x, c), 0.0, XS)
-    assert_bitwise(tuple(actual), expected)
-
-
-@parametrize("make", PAIRS)
-def test_the_results_are_in_the_container_that_lax_scan_gives(make):
-    def body(c, x):
-        return make(c + x, c)
-
-    try:
-        expected = jax.lax.scan(body, 0.0, XS)
-    except TypeError:
-        pytest.skip("this release of lax.scan refuses the container")
-    assert type(treescan.scan(body, 0.0, XS)) is type(expected)
+        assert_bitwise(tuple(actual), jax.lax.scan(lambda c, x: (c + x, c), 0.0, XS))
+        with contextlib.suppress(TypeError):  # without jit, lax.scan gives a tuple
+            assert disable or type(actual) is type(jax.lax.scan(lambda c, x: make(c + x, c), 0.0, XS))
 
 
 # Which bodies are the same, and when.
@@ -225,46 +215,29 @@ RUNS = {"scan": scan_with, "mask_scan": masked_with}
 
 
 @parametrize("run", RUNS)
-@pytest.mark.parametrize("kind", [Cell, ByValue, Slots])
-def test_a_mutated_body_that_hashes_by_value_is_never_stale(run, kind):
-    body = kind(2.0)
-    before = run(body)
-    body.scale = 3.0
-    if kind is not Cell:
-        assert run(body) == run(Slots(3.0)) != before
-    else:  # hashed by identity: to JAX, it is the same function
-        assert run(body) == scan_of_lax_after_mutation() == before
-
-
-def scan_of_lax_after_mutation():
-    body = Cell(2.0)
-    jax.lax.scan(body, jnp.float32(1), XS)
-    body.scale = 3.0
-    return jax.lax.scan(body, jnp.float32(1), XS)[0]
-
-
-@parametrize("run", RUNS)
-def test_a_body_mutated_back_and_forth_is_never_stale(run):
-    body = ByValue(2.0)
-    plain, seen = weakref.ref(body), []
-    assert hash(plain) == hash(body)  # shared by all who ask for a plain reference, with the hash of this moment
-    for scale in (2.0, 3.0, 2.0, 4.0, 3.0):
-        body.scale = scale
+@pytest.mark.parametrize("kind", [ByValue, Slots, HoldsArrays])
+def test_a_mutated_body_that_does_not_hash_by_identity_is_never_stale(run, kind):
+    number = functools.partial(jnp.full, 1) if kind is HoldsArrays else float
+    body, scales = kind(number(2.0)), (2.0, 3.0, 2.0, 4.0, 3.0)
+    # A plain reference is shared by all who ask for one, with the hash of this moment.
+    plain = weakref.ref(body) if kind is ByValue else None
+    assert plain is None or hash(plain) == hash(body)
+    seen = []
+    for scale in scales:
+        body.scale = number(scale)
         seen.append(float(run(body)))
-    assert seen == [float(run(Slots(s))) for s in (2.0, 3.0, 2.0, 4.0, 3.0)]
+    assert seen == [float(run(Slots(scale))) for scale in scales]
 
 
 @parametrize("run", RUNS)
-def test_an_unhashable_body_is_never_stale(run):
-    body = HoldsArrays(jnp.full(1, 2.0))
-    before = run(body)
-    body.weights = jnp.full(1, 3.0)
-    assert run(body) == run(Slots(3.0)) != before
+def test_a_mutated_body_that_hashes_by_identity_is_the_same_function_to_jax(run):
+    def before_and_after(run):
+        body = Cell(2.0)
+        first, body.scale = run(body), 3.0
+        return float(first), float(run(body))
 
-
-def test_an_unhashable_body_is_more_than_lax_scan_takes():
-    with pytest.raises(TypeError, match="unhashable"):
-        jax.lax.scan(HoldsArrays(jnp.ones(1)), 0.0, XS)
+    lax = before_and_after(lambda body: jax.lax.scan(body, jnp.float32(1), XS)[0])
+    assert before_and_after(run) == lax == (lax[0],) * 2
 
 
 @parametrize("run", RUNS)
@@ -377,8 +350,6 @@ def test_an_old_carry_as_output_is_no_swapped_pair():
     for body in (lambda c, x: ((c + x).astype(jnp.bfloat16), c), lambda c, x: (jnp.append(c, x), c)):
         with pytest.raises(treescan.CarryError):
             treescan.scan(body, jnp.ones(1), XS)
-    with pytest.raises(treescan.CarryError, match="swapped"):
-        treescan.scan(lambda c, x: (x, c + x), jnp.ones(1), XS)
 
 
 def test_of_a_wrapper_that_takes_anything_nothing_is_concluded():

@@ -1,7 +1,6 @@
 """Cells of the table under the flags of JAX that look for mistakes, and under those that JAX is about to turn on."""
 
 import contextlib
-from collections.abc import Iterator
 from typing import Any
 
 import chex
@@ -10,21 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from thin import parametrize
-from works import table
-from works.table import EQUAL, Cell
+from works import columns, table
+from works.table import Cell
 
 import treescan
 
 pytestmark = pytest.mark.quick
 
-FLAGS = {  # and the verb that is tried with it every day; conftest.py has the strictest promotion for all tests
-    "jax_remat3": "while_scan",
-    "jax_custom_vjp3": "mask_scan",
-    "jax_enable_checks": "scan_layers",
-    "jax_check_tracer_leaks": "mask_scan",
-    "jax_debug_nans": "mask_scan",
-    "jax_enable_x64": "lift",
-}
 FORMS = {  # those that add a rule, a branch, or a loop
     "scan": ('remat="nested"',),
     "fold": ('remat="nested"',),
@@ -38,57 +29,34 @@ FORMS = {  # those that add a rule, a branch, or a loop
 }
 
 
-@contextlib.contextmanager
-def flag_set(name: str, value: Any = True) -> Iterator[None]:
-    """Within it a flag has a value; a test of a flag that this release of JAX does not have is skipped."""
+def flag_set(name: str) -> contextlib.AbstractContextManager[None]:
+    """A test of a flag that this release of JAX does not have is skipped."""
     if not hasattr(jax.config, name):
         pytest.skip(f"this release of JAX has no {name}")
-    before = getattr(jax.config, name)
-    jax.config.update(name, value)
-    table._plainly.cache_clear()  # what a loop in Python gives depends on some flags too
-    try:
-        yield
-    finally:
-        jax.config.update(name, before)
-        table._plainly.cache_clear()
+    return columns.flag_set(name)
 
 
-def check(flag: str, cells: list[Cell]) -> None:
+def check(flag: str, verb: str, forms: list[tuple[str, ...]], transforms: tuple[str, ...]) -> None:
     with flag_set(flag):
-        outcomes = {str(cell): table.outcome(cell) for cell in cells}
-    outcomes = {cell: outcome for cell, outcome in outcomes.items() if outcome != EQUAL}
-    if outcomes and all("_check_closed_call() got an unexpected keyword" in outcome for outcome in outcomes.values()):
+        wrong = table.wrong(Cell(verb, form, f"{flag}, {how}") for form in forms for how in transforms)
+    said = set(wrong.values())
+    if said and all("_check_closed_call() got an unexpected keyword" in each for each in said):
         pytest.xfail("jax_enable_checks of this release of JAX does not know a parameter of JAX's own closed_call")
-    if outcomes and all("float0" in outcome for outcome in outcomes.values()) and flag == "jax_remat3":
+    if said and all("float0" in each for each in said) and flag == "jax_remat3":
         pytest.xfail("jax_remat3: the cotangent of an integer that nested chunks carry has the shape of its stack")
-    assert not outcomes
+    assert not wrong
 
 
-@pytest.mark.parametrize(("flag", "verb"), FLAGS.items())
+@pytest.mark.parametrize(("flag", "verb"), columns.FLAGS.items())
 def test_a_verb_under_a_flag(flag: str, verb: str) -> None:
-    check(flag, [Cell(verb, (), "eager" if flag == "jax_debug_nans" else "grad")])
+    check(flag, verb, [()], ("eager",) if flag == "jax_debug_nans" else ("grad",))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("verb", table.VERBS)
-@pytest.mark.parametrize("flag", FLAGS)
+@pytest.mark.parametrize("flag", columns.FLAGS)
 def test_all_verbs_under_a_flag(flag: str, verb: str) -> None:
-    forms = [(), *((form,) for form in FORMS[verb])]
-    check(flag, [Cell(verb, form, how) for form in forms for how in ("eager", "grad", "jvp", "vmap of grad")])
-
-
-@pytest.mark.parametrize(
-    "verb", ["scan", *(pytest.param(v, marks=pytest.mark.slow) for v in table.VERBS if v not in ("scan", "fori"))]
-)
-def test_double_precision(verb: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The example of `fori` adds its index as a float32; the random programs have loops of float64 over indices."""
-    with flag_set("jax_enable_x64"):
-        given = jax.tree.map(lambda leaf: leaf.astype(jnp.float64), table.VERBS[verb].given)
-        monkeypatch.setitem(table.VERBS, verb, table.VERBS[verb]._replace(given=given))
-        monkeypatch.setattr(table, "TOLERANCE", 1e-12)
-        assert table.outcome(Cell(verb, (), "jvp")) == EQUAL
-        leaves = jax.tree.leaves(table._plainly(Cell(verb, (), "jvp")))
-        assert all(leaf.dtype == np.float64 for leaf in leaves if jnp.issubdtype(leaf.dtype, jnp.inexact))
+    check(flag, verb, [(), *((form,) for form in FORMS[verb])], ("eager", "grad", "jvp", "vmap of grad"))
 
 
 LENGTHS = np.array([2, 0, 5], np.int32)

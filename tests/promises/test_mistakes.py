@@ -149,44 +149,16 @@ def test_a_list_may_be_a_stack() -> None:
     assert fold(lambda h, x: h + x[0] * x[1], H, weights)[0] == 5
 
 
-def test_an_error_that_is_not_about_a_list_stays_the_users() -> None:
+@pytest.mark.parametrize("is_list", [True, False])
+def test_an_error_of_the_user_is_told_of_a_list_of_layers_alone(is_list: bool) -> None:
     def block(layer: Any, h: Any) -> Any:
-        (only,) = layer
-        return h + only
+        (only,) = layer if is_list else [h, h]
+        return only
 
     with pytest.raises(ValueError, match="too many values") as caught:
-        fold_layers(block, H, [jnp.ones((4, 3)), jnp.ones((4, 3))])
-    assert any("Did you forget `treescan.stack`?" in note for note in caught.value.__notes__)
-
-
-def test_an_error_about_another_list_stays_the_users() -> None:
-    def block(layer: Any, h: Any) -> Any:
-        parts: Any = [h]
-        return parts["w"] + layer
-
-    with pytest.raises(TypeError, match="list indices") as caught:
-        fold_layers(block, H, jnp.ones((4, 3)))
-    assert not any("stack" in note for note in getattr(caught.value, "__notes__", ()))
-
-
-def test_the_advice_to_stack_works() -> None:
-    layers = [{"w": jnp.eye(3) * i} for i in range(1, 4)]
-    assert fold_layers(lambda layer, h: h @ layer["w"], H, treescan.stack(layers))[0] == 6
-    assert fold(lambda h, x: h + x["a"], 0.0, treescan.stack([{"a": jnp.float32(i)} for i in range(4)])) == 6
-
-
-# --- batches ----------------------------------------------------------------------------------------------------------
-
-
-def padded() -> Any:
-    return treescan.pad([np.ones(3), np.ones(2)])
-
-
-def test_the_advice_for_padded_works() -> None:
-    batch = padded()
-    by_parts = fold(lambda h, x: h + x, jnp.zeros(2), batch.data, lengths=batch.lengths)
-    whole = mask_scan(lambda h, x: (h + x, None), jnp.zeros(2), batch)[0]
-    assert by_parts.tolist() == whole.tolist() == [3, 2]
+        fold_layers(block, H, [jnp.ones((4, 3))] * 2 if is_list else jnp.ones((4, 3)))
+    notes = getattr(caught.value, "__notes__", ())
+    assert any("Did you forget `treescan.stack`?" in note for note in notes) is is_list
 
 
 # --- modules of flax --------------------------------------------------------------------------------------------------
@@ -263,6 +235,3 @@ def test_a_linen_module_that_has_its_variables_may_be_called() -> None:
 def test_changed_statistics_of_a_linen_module_are_refused() -> None:
     with pytest.raises(treescan.BodyError, match=r"made or changed variables of a flax\.linen module"):
         Recurrent(statistics=True).init(jax.random.key(0), jnp.ones((4, 2, 3)))
-
-
-# --- callbacks --------------------------------------------------------------------------------------------------------

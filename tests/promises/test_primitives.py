@@ -73,27 +73,31 @@ def total(tree: Any) -> Any:
     )
 
 
-def derived(function: Any, given: list[Any], order: int = 2) -> dict[str, Any]:
-    """The values of a function and its derivatives with respect to its floating arguments."""
-    results = {"values": function(*given)}
-    places = [i for i, leaf in enumerate(given) if is_inexact(leaf)]
-    smooth = any(is_inexact(leaf) for leaf in jax.tree.leaves(results))
-    if not places or not smooth or not order:
-        return results
+ORDERS = ("values", "jvp", "vjp", "second")
 
-    def loss(floats: list[Any]) -> Any:
-        whole = list(given)
-        for i, leaf in zip(places, floats, strict=True):
-            whole[i] = leaf
-        return total(function(*whole))
 
-    floats = [given[i] for i in places]
-    directions = [jnp.cos(leaf) for leaf in floats]
-    results["jvp"] = jax.jvp(loss, (floats,), (directions,))[1]
-    results["vjp"] = jax.grad(loss)(floats)
-    if order > 1:
-        results["second"] = jax.jvp(jax.grad(loss), (floats,), (directions,))[1]
-    return results
+def derived(function: Any, given: Any, orders: tuple[str, ...] = ORDERS) -> dict[str, Any]:
+    """The values of a function and its derivatives with respect to its floating arguments, which paths name."""
+    paths, structure = jax.tree_util.tree_flatten_with_path(given)
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
+    floats = {path: leaf for path, leaf in leaves.items() if is_inexact(leaf)}
+    directions = jax.tree.map(jnp.cos, floats)
+
+    def outputs(floats: Any) -> Any:
+        return function(*jax.tree.unflatten(structure, (leaves | floats).values()))
+
+    def smooth(floats: Any) -> Any:
+        return [leaf for leaf in jax.tree.leaves(outputs(floats)) if is_inexact(leaf)]
+
+    slope = jax.grad(lambda floats: total(outputs(floats)))
+    of = {
+        "values": lambda: outputs(floats),
+        "jvp": lambda: jax.jvp(smooth, (floats,), (directions,))[1],
+        "vjp": lambda: slope(floats),
+        "second": lambda: jax.jvp(slope, (floats,), (directions,))[1],
+    }
+    has_derivative = floats and jax.eval_shape(smooth, floats)
+    return {order: of[order]() for order in orders if order == "values" or has_derivative}
 
 
 # The registry.
@@ -165,11 +169,11 @@ def in_all(cases: list[Example]) -> dict[str, Any]:
     return {f"{example.name} {differ}": (example, differ) for example in cases for differ in places(example)}
 
 
-def compare_early(cases: dict[str, Any], dtype: str, order: int) -> None:
+def compare_early(cases: dict[str, Any], dtype: str, orders: tuple[str, ...] = ("values",)) -> None:
     programs = {name: both_ways(*case) for name, case in cases.items()}
 
     def run(which: int, given: dict[str, list[Any]]) -> dict[str, Any]:
-        return {name: derived(programs[name][which], values, order) for name, values in given.items()}
+        return {name: derived(programs[name][which], values, orders) for name, values in given.items()}
 
     given = {name: program[2] for name, program in programs.items()}
     ours, expected = compiled(lambda given: (run(0, given), run(1, given)), given)
@@ -181,19 +185,19 @@ def early_examples(dtype: str) -> list[Example]:
 
 
 def test_computed_for_many_steps_at_once():
-    compare_early(in_turn(one_each("float32")), "float32", 0)
+    compare_early(in_turn(one_each("float32")), "float32")
 
 
 @by_dtype()
 def test_computed_for_many_steps_at_once_in_each_place(dtype):
     with jax.enable_x64(dtype == "float64"):
-        compare_early(in_all(early_examples(dtype)), dtype, 0)
+        compare_early(in_all(early_examples(dtype)), dtype)
 
 
 @by_dtype(of=("float32", "complex64", "bfloat16", "float64"), exhaustive=("bfloat16",))  # which takes two minutes
 def test_derivatives_of_what_is_computed_for_many_steps_at_once(dtype):
     with jax.enable_x64(dtype == "float64"):
-        compare_early(in_turn(early_examples(dtype)), dtype, 2)
+        compare_early(in_turn(early_examples(dtype)), dtype, ORDERS)
 
 
 # In a loop over rows.
@@ -263,43 +267,14 @@ def compare_scans(cases: list[Example], dtype: str, orders: tuple[str, ...]) -> 
     xs = {e.name: [operand.draw(rng, STEPS) for operand in e.operands] for e in cases}
 
     def run(given: Any, rewritten: bool) -> dict[str, Any]:
+        def outputs(*given: Any) -> Any:
+            return run_all(cases, *given, STEPS - 2, chunk=CHUNK if rewritten else 0)
+
         with treescan.rewriting(rewritten):
-            return derivatives(given, CHUNK if rewritten else 0)
-
-    def derivatives(given: Any, chunk: int) -> dict[str, Any]:
-        w, h, xs = given
-        smooth, structure = jax.tree.flatten(xs)
-        on = [i for i, leaf in enumerate(smooth) if is_inexact(leaf)]
-
-        def outputs(floats: Any) -> Any:
-            leaves = list(smooth)
-            for i, leaf in zip(on, floats[2], strict=True):
-                leaves[i] = leaf
-            return run_all(cases, floats[0], floats[1], jax.tree.unflatten(structure, leaves), STEPS - 2, chunk=chunk)
-
-        floats = (w, h, [smooth[i] for i in on])
-        directions = jax.tree.map(jnp.cos, floats)
-        results: dict[str, Any] = {}
-        if "values" in orders:
-            results["values"] = outputs(floats)
-        if "jvp" in orders:
-            smooth_outputs = lambda floats: [leaf for leaf in jax.tree.leaves(outputs(floats)) if is_inexact(leaf)]  # noqa: E731
-            results["jvp"] = jax.jvp(smooth_outputs, (floats,), (directions,))[1]
-        if "vjp" in orders:
-            results["vjp"] = named_xs(jax.grad(lambda floats: total(outputs(floats)))(floats), on, xs)
-        if "second" in orders:
-            slope = jax.grad(lambda floats: total(outputs(floats)))
-            results["second"] = named_xs(jax.jvp(slope, (floats,), (directions,))[1], on, xs)
-        return results
+            return derived(outputs, given, orders)
 
     got, expected = compiled(lambda given: (run(given, True), run(given, False)), (w, h, xs))
     assert_close(got, expected, dtype)
-
-
-def named_xs(cotangents: Any, on: list[int], xs: Any) -> Any:
-    """The cotangents of xs by the examples' names."""
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_flatten_with_path(xs)[0]]
-    return (*cotangents[:2], {paths[i]: leaf for i, leaf in zip(on, cotangents[2], strict=True)})
 
 
 def one_each(dtype: str) -> list[Example]:

@@ -19,13 +19,18 @@ def _warn(monkeypatch):
     monkeypatch.setattr("treescan._loop.body._seen", collections.Counter())
 
 
-def said(run):
-    """The texts of the warnings, this file's lines counted from where `run` begins."""
+def warned(run):
+    """The warnings: each is about a line of this file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         run()
     assert {(w.category, w.filename) for w in caught} <= {(treescan.RetraceWarning, __file__)}
-    return [str(w.message).partition("\n")[0] for w in caught]
+    return caught
+
+
+def said(run):
+    """The texts of the warnings."""
+    return [str(w.message).partition("\n")[0] for w in warned(run)]
 
 
 def fresh():
@@ -132,6 +137,8 @@ def test_outer_traces_are_not_warned_of():
         return c + jnp.sum(x)
 
     assert said(lambda: [jax.jit(lambda xs: treescan.fold(body, ZERO, xs))(jnp.ones(n)) for n in (2, 3, 4)]) == []
+    own = jax.jit(lambda n, xs: treescan.mask_scan(lambda c, x: (c, x), n, xs, lengths=2))
+    assert said(lambda: [own(jnp.float32(n), jnp.ones(n)) for n in (2, 3, 4)]) == []
 
 
 # Identity.
@@ -175,10 +182,45 @@ def test_a_new_identity_is_named_with_its_line(kind):
     places = {"{lambda}": str(call), "{call}": str(call), "{inner}": str(inner)}
     for name, line in places.items():
         expected = expected.replace(name, line)
-    (text,) = said(lambda: [run() for _ in range(2)])
-    _, _, rest = text.partition(" was passed as ")
+    (warning,) = warned(lambda: [run() for _ in range(2)])
+    assert warning.lineno == call
+    _, _, rest = str(warning.message).partition("\n")[0].partition(" was passed as ")
     assert rest == (
         f"2 different function objects, so it was traced and compiled 2 times. The last call passed a new object: "
         f"{expected}. Define the body once, outside of the code that calls the scan, or wrap that code in "
         "`jax.jit`."
     )
+
+
+def test_new_identities_are_warned_of_at_powers_of_two():
+    texts = said(lambda: [treescan.scan(lambda c, x: (c + x, x), ZERO, ONES) for _ in range(9)])
+    counts = [text.partition(" different function objects")[0].rpartition(" ")[2] for text in texts]
+    assert counts == ["2", "4", "8"]
+
+
+OF_VERBS = {
+    "fold": lambda: treescan.fold(lambda c, x: c + x, ZERO, ONES),
+    "accumulate": lambda: treescan.accumulate(lambda c, x: c + x, ZERO, ONES),
+    "fori": lambda: treescan.fori(0, 3, lambda i, c: c, ONES),
+    "mask_scan": lambda: treescan.mask_scan(lambda c, x: (c, x), ZERO, ONES, lengths=2),
+}
+
+
+@pytest.mark.parametrize("verb", OF_VERBS)
+def test_every_verb_warns_of_new_identities(verb):
+    assert said(OF_VERBS[verb]) == []
+    assert "2 different function objects" in said(OF_VERBS[verb])[0]
+
+
+def test_the_warning_of_a_second_trace_points_at_the_call():
+    """An init that is promoted makes JAX trace the body again."""
+
+    def run():
+        return treescan.scan(lambda total, x: (total + x, x), 0, ONES)
+
+    assert [warning.lineno for warning in warned(run)] == [run.__code__.co_firstlineno + 1]
+
+
+def test_nothing_is_warned_of_unless_asked_for(monkeypatch):
+    monkeypatch.delenv("TREESCAN_WARN_RETRACE")
+    assert said(lambda: [treescan.scan(lambda c, x: (c + x, x), 0, ONES) for _ in range(3)]) == []

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 from oracle import compiled
 
 import treescan
-from treescan import fold, fori, mask_scan, rewriting, scan, while_scan
+from treescan import fori, mask_scan, rewriting, scan, while_scan
 
 T, CHUNK = 12, 4
 close = functools.partial(chex.assert_trees_all_close, rtol=2e-5, atol=2e-5)
@@ -57,33 +57,31 @@ def test_a_product_of_rank_0_that_is_added_to_an_array(size, rows):
     close(compiled(every, given), plainly(every, given))
 
 
-def test_products_of_rank_0_that_are_added_up_in_a_batch():
+both = jax.jit(lambda w, x: (jnp.sin(w), x * 2))
+
+
+def adds_up(w, h, x):
+    """Products of rank 0 that are added up in a batch."""
+    return h + jnp.einsum("bi,i->", h, w[0]) + jnp.einsum("bi,bi->", x, x * w[:1]) + x
+
+
+def calls(w, h, x):
+    """Weights that come out of a call beside what depends on x."""
+    w, x = both(w, x)
+    return h @ w + x
+
+
+@pytest.mark.parametrize("function", [adds_up, calls])
+def test_the_gradient_of_weights(function):
     def loss(w):
         def step(h, x):
-            total = jnp.einsum("bi,i->", h, w) + jnp.einsum("bi,bi->", x, x * w[None])
-            h = jnp.tanh(h + total + x)
-            return h, h
-
-        xs = array(T, 3, 5)
-        return mask_scan(step, jnp.zeros((3, 5)), xs, lengths=jnp.full(3, T), chunk=CHUNK)[1].sum()
-
-    w = array(5, seed=1)
-    close(compiled(jax.grad(loss), w), plainly(jax.grad(loss), w))
-
-
-def test_weights_that_come_out_of_a_call_beside_what_depends_on_x():
-    both = jax.jit(lambda w, x: (jnp.sin(w), x * 2))
-
-    def loss(p):
-        def step(h, x):
-            w, x = both(p, x)
-            h = jnp.tanh(h @ w + x)
+            h = jnp.tanh(function(w, h, x))
             return h, h
 
         return mask_scan(step, jnp.zeros((3, 4)), array(T, 3, 4), lengths=jnp.array([8, 3, 0]), chunk=CHUNK)[1].sum()
 
-    p = array(4, 4, seed=1)
-    close(compiled(jax.grad(loss), p), plainly(jax.grad(loss), p))
+    w = array(4, 4, seed=1)
+    close(compiled(jax.grad(loss), w), plainly(jax.grad(loss), w))
 
 
 # What the body closes over, mapped, where an element has nothing valid.
@@ -204,74 +202,22 @@ def test_the_gradient_of_a_mapped_loop_whose_body_branches(verb, where):
     close(jax.jit(jax.vmap(jax.grad(loss), (None, 0, 0)))(matrix, xs, lengths).sum(0), expected)
 
 
-@pytest.mark.parametrize("verb", ["scan", "fold", "mask_scan", "layers"])
-def test_remat_of_a_body_that_may_run_only_once_is_refused(verb):
-    def body(h, x):
-        io_callback(lambda: None, None)
-        return h + x
-
-    init, xs = jnp.zeros(2), jnp.ones((T, 2))
-    with pytest.raises(treescan.ArgumentError, match="the body has an effect that JAX refuses to repeat"):
-        if verb == "scan":
-            scan(lambda h, x: (body(h, x), None), init, xs, remat="nested")
-        elif verb == "fold":
-            fold(body, init, xs, remat="step")
-        elif verb == "mask_scan":
-            mask_scan(lambda h, x: (body(h, x), None), init, xs, lengths=jnp.array([3, 4]), remat="step")
-        else:
-            treescan.fold_layers(lambda layer, x: body(x, layer), init, xs, remat="step")
-
-
-@pytest.mark.parametrize("outer_jit", [False, True])
-def test_the_gradient_of_while_scan_over_such_a_body_is_refused(outer_jit):
-    """Its values are not; and what says something and returns nothing, says it once, in the gradient too."""
+@pytest.mark.parametrize("wrap", [jax.jit, lambda function: function], ids=["jit", "eager"])
+def test_the_gradient_of_while_scan_says_what_the_body_says_once(wrap):
+    """That a callback which returns something is refused there is in `test_errors.py`."""
     said = []
 
-    def loss(w, returns):
+    def loss(w):
         def step(h, x):
-            if returns:
-                w_now = w * io_callback(lambda: np.float32(1), jax.ShapeDtypeStruct((), jnp.float32))
-            else:
-                io_callback(lambda: said.append(1), None)
-                w_now = w
-            h = jnp.tanh(h * w_now + x)
+            io_callback(lambda: said.append(1), None)
+            h = jnp.tanh(h * w + x)
             return h, h
 
         return while_scan(lambda h: h.sum() < 30, step, jnp.zeros(2), jnp.ones((3, 2))).carry.sum()
 
-    wrap = jax.jit if outer_jit else lambda function: function
-    grad = wrap(jax.grad(functools.partial(loss, returns=True)))
-    assert jnp.isfinite(loss(1.0, True))
-    with pytest.raises(treescan.ArgumentError, match=r"`while_scan` over `step` .* computes each step again"):
-        grad(1.0)
-    assert jnp.isfinite(wrap(jax.grad(functools.partial(loss, returns=False)))(1.0))
+    assert jnp.isfinite(wrap(jax.grad(loss))(1.0))
     jax.effects_barrier()
     assert len(said) == 3
-
-
-def test_linear_transpose_is_what_jax_cannot_do():
-    """JAX has no rule for `stop_gradient`, nor for the `custom_vmap` by which masked rows borrow: see the guide."""
-    matrix, xs, ct = array(2, 2), array(T, 2), array(2, seed=1)
-
-    @jax.custom_batching.custom_vmap
-    def of_jax_itself(x):
-        return x
-
-    of_jax_itself.def_vmap(lambda size, batched, x: (x, batched[0]))
-
-    for function in (jax.lax.stop_gradient, of_jax_itself):
-        with pytest.raises((NotImplementedError, TypeError)):  # a TypeError in JAX 0.8
-            jax.linear_transpose(function, xs)(xs)
-
-    def whole(xs):
-        return fold(lambda h, x: h @ matrix + x, jnp.zeros(2), xs)
-
-    def masked(xs):
-        return mask_scan(lambda h, x: (h @ matrix + x, h), jnp.zeros(2), xs, lengths=jnp.asarray(5))[0]
-
-    with pytest.raises((NotImplementedError, TypeError)):
-        jax.linear_transpose(masked, xs)(ct)
-    close(jax.vjp(masked, xs * 0)[1](ct)[0][:5], jax.vjp(whole, xs[:5])[1](ct)[0])
 
 
 @pytest.mark.devices
@@ -334,16 +280,15 @@ def test_rewriting_off(verb):
 
 
 def test_the_environment_turns_rewriting_off(monkeypatch):
-    def loss(w):
-        def step(h, x):
-            return jnp.tanh(w @ h + x), None
+    def program():
+        def final(w):
+            return mask_scan(lambda h, x: (jnp.tanh(w @ h + x), None), jnp.zeros(2), jnp.ones((T, 2)), lengths=3)[0]
 
-        return mask_scan(step, jnp.zeros(2), jnp.ones((T, 2)), lengths=jnp.asarray(3))[0].sum()
+        return counted(final, array(2, 2)).replace("name=_where", "")
 
-    w = array(2, 2)
-    on = counted(loss, w)
+    assert "custom_jvp_call" in program()
     monkeypatch.setenv("TREESCAN_REWRITE", "0")
-    assert counted(lambda w: loss(w), w) != on
+    assert "custom_jvp_call" not in program()
 
 
 def test_rewriting_takes_a_bool():

@@ -170,29 +170,13 @@ def test_jaxpr_of_no_steps_and_of_one_is_lax_scans(case):
         assert str(ours) == str(lax)
 
 
-@parametrize("program", {name: PROGRAMS[name] for name in ("nested", "cond and jit", "keys")})
-def test_lowered_text_is_lax_scans(program):
-    body, init, xs = program
-    length = None if jax.tree.leaves(xs) else 7
-
-    def lowered(scan):
-        def run(init, xs):
-            return scan(body, init, xs, length)
-
-        return jax.jit(run).lower(init, xs).as_text()
-
-    assert lowered(treescan.scan) == lowered(jax.lax.scan)
-
-
-@pytest.mark.parametrize("options", [{}, {"name": "cell"}], ids=str)
-def test_name_is_no_operation(options):
+def test_name_is_no_operation_and_stands_in_the_profile():
     init, xs = arrays()
-    ours = jax.make_jaxpr(lambda init, xs: treescan.scan(plain, init, xs, **options))(init, xs)
-    assert str(ours) == str(jax.make_jaxpr(lambda init, xs: jax.lax.scan(plain, init, xs))(init, xs))
-
-
-def test_name_stands_in_the_profile():
-    init, xs = arrays()
+    jaxprs = (
+        jax.make_jaxpr(lambda init, xs, scan=scan: scan(plain, init, xs))(init, xs)
+        for scan in (functools.partial(treescan.scan, name="cell"), jax.lax.scan)
+    )
+    assert len(set(map(str, jaxprs))) == 1
     lowered = jax.jit(lambda init, xs: treescan.scan(plain, init, xs, name="cell")).lower(init, xs)
     assert "/cell/" in lowered.as_text(debug_info=True)
 
@@ -280,7 +264,7 @@ def with_static(carry, x):
     return carry | {"h": h}, h
 
 
-# The body stands in the program once.
+# How often the body stands in the program.
 
 
 def marked(carry, x):
@@ -288,54 +272,42 @@ def marked(carry, x):
     return {"h": h, "w": carry["w"]}, h
 
 
-SINGLE = {
-    "scan": over(treescan.scan),
-    "in_axes": over(treescan.scan, in_axes=1),
-    "out_axes": over(treescan.scan, out_axes=-1),
-    "lengths": over(treescan.mask_scan, lengths=LENGTHS),
-    "mask_reverse": over(treescan.mask_scan, lengths=LENGTHS, reverse=True),
-    "shared": over(treescan.mask_scan, lengths=LENGTHS, carry_axes={"h": 0, "w": None}),
-    "mask_out_axes": over(treescan.mask_scan, lengths=LENGTHS, out_axes=-1),
-}
-
-
 def count(jaxpr):
     return len(list(equations(jaxpr.jaxpr, "cbrt")))
 
 
-@parametrize("run", SINGLE)
-def test_body_stands_in_the_program_once(run):
-    """Also in one that is mapped, once and twice."""
-    init, xs = arrays()
-    if run is SINGLE["in_axes"]:
-        xs = jnp.moveaxis(xs, 0, 1)
-    call = functools.partial(run, marked)
-    for _ in range(3):
-        assert count(jax.make_jaxpr(call)(init, xs)) == 1
-        call, init, xs = jax.vmap(call), *jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), (init, xs))
+MASKED = {"lengths": LENGTHS}
+COPIES = {
+    "scan": (treescan.scan, {}, 1),
+    "in_axes": (lambda f, c, x, **o: treescan.scan(f, c, jnp.moveaxis(x, 0, 1), **o), {"in_axes": 1}, 1),
+    "out_axes": (treescan.scan, {"out_axes": -1}, 1),
+    "lengths": (treescan.mask_scan, MASKED, 1),
+    "mask_reverse": (treescan.mask_scan, MASKED | {"reverse": True}, 1),
+    "shared": (treescan.mask_scan, MASKED | {"carry_axes": {"h": 0, "w": None}}, 1),
+    "mask_out_axes": (treescan.mask_scan, MASKED | {"out_axes": -1}, 1),
+    "chunks": (treescan.mask_scan, MASKED | {"chunk": 1}, 1),
+    "unskipped": (treescan.mask_scan, MASKED | {"chunk": 0}, 1),
+    "remainder": (treescan.mask_scan, MASKED | {"chunk": 2}, 2),
+    "nested": (treescan.mask_scan, MASKED | {"chunk": 1, "remat": "nested"}, 2),
+    "tiers": (treescan.mask_scan, MASKED | {"chunk": 1, "compact": True}, 3),
+    "one chunk": (treescan.mask_scan, MASKED | {"compact": True}, 3),
+    # The remainder has no tiers of its own.
+    "tiers, remainder": (treescan.mask_scan, MASKED | {"chunk": 2, "compact": True}, 4),
+}
 
 
-@parametrize(
-    "case",
-    {
-        "chunks": ({"chunk": 1}, 1),
-        "remainder": ({"chunk": 2}, 2),
-        "tiers": ({"chunk": 1, "compact": True}, 3),
-        "one chunk": ({"compact": True}, 3),
-        "tiers, remainder": ({"chunk": 2, "compact": True}, 4),  # the remainder has no tiers of its own
-        "nested": ({"chunk": 1, "remat": "nested"}, 2),
-        "unskipped": ({"chunk": 0}, 1),
-    },
-)
+@parametrize("case", COPIES)
 def test_copies_of_the_body_in_the_program(case):
-    options, copies = case
-    run = over(treescan.mask_scan, lengths=LENGTHS, **options)
-    assert count(jax.make_jaxpr(functools.partial(run, marked))(*arrays())) == copies
+    """A body that stands there once does so in a program that is mapped too, once and twice."""
+    verb, options, copies = case
+    call, given = functools.partial(verb, marked, **options), arrays()
+    for _ in range(3 if copies == 1 else 1):
+        assert count(jax.make_jaxpr(call)(*given)) == copies
+        call, given = jax.vmap(call), jax.tree.map(lambda leaf: jnp.stack([leaf] * 2), given)
 
 
-@pytest.mark.parametrize("depth", [1, 2, 4])
-def test_program_is_linear_in_the_depth_of_nesting(depth):
-    """Where each level traced its body twice, this would be 2 ** depth."""
+def test_program_is_linear_in_the_depth_of_nesting():
+    """Where each level traced its body twice, this would be 2 ** 4."""
     traces = 0
 
     def innermost(carry, x):
@@ -346,9 +318,7 @@ def test_program_is_linear_in_the_depth_of_nesting(depth):
     def nest(body):
         return lambda carry, x: treescan.scan(body, carry, jnp.stack([x] * 2))
 
-    body = innermost
-    for _ in range(depth):
-        body = nest(body)
+    body = functools.reduce(lambda body, _: nest(body), range(4), innermost)
     jaxpr = jax.make_jaxpr(lambda xs: treescan.scan(body, jnp.float32(0), xs))(array(3))
     assert count(jaxpr) == 1
     assert traces == 1

@@ -1,10 +1,8 @@
-"""A body is traced once, compiled once, and freed with its last reference; with a warning where that cannot be."""
+"""A body is traced once, compiled once, and freed with its last reference."""
 
-import collections
+import contextlib
 import functools
 import gc
-import inspect
-import warnings
 import weakref
 
 import jax
@@ -110,7 +108,7 @@ def test_new_values_are_no_new_trace():
         assert keyed.traces(lambda f, i=i: treescan.scan(f, 0.0, xs, key=jax.random.key(i))) == expected
 
 
-# Nothing leaks.
+# Nothing leaks: what a body closes over is in `test_leaks.py`.
 
 
 class Callable:
@@ -127,58 +125,38 @@ def two(scale, carry, x):
     return carry + scale * x, x
 
 
+def failing():
+    return lambda carry, x: (carry + bad, x)  # noqa: F821
+
+
 BODIES = {
-    "closure": closure,
     "object": Callable,
     "partial": lambda: functools.partial(two, 2.0),
     "jax partial": lambda: jax.tree_util.Partial(two, 2.0),
     "jitted": lambda: jax.jit(closure()),
+    "failing": failing,
 }
-
-
-def eagerly(call):
-    return call(array(3), array(4, 3))
-
-
-RUNS = {
-    "scan": lambda f, c, x: treescan.scan(f, c, x),
-    "in_axes": lambda f, c, x: treescan.scan(f, c, x.T, in_axes=1),
-    "out_axes": lambda f, c, x: treescan.scan(f, c, x, out_axes=1),
-    "whole": lambda f, c, x: treescan.scan(f, c, x[0], 4, in_axes=None),
-    "mask_scan": lambda f, c, x: treescan.mask_scan(f, c, x, lengths=jnp.arange(3)),
-    "mask_nan": lambda f, c, x: treescan.mask_scan(f, c, x, lengths=jnp.arange(3), fill=jnp.nan),
-}
+RUNS = (
+    over(treescan.scan),
+    over(treescan.scan, in_axes=-1),
+    over(treescan.scan, out_axes=1),
+    over(treescan.mask_scan, lengths=jnp.arange(4)),
+    over(treescan.mask_scan, lengths=jnp.arange(4), fill=jnp.nan),
+)
 
 
 @parametrize("make", BODIES)
 def test_every_kind_of_body_is_freed(make):
-    for name in ("scan", "out_axes", "mask_scan"):
-        freed_after(make, RUNS[name], eagerly)
-
-
-def freed_after(make, run, context):
-    def use():
+    def use(run):
         body = make()
         for _ in range(2):
-            context(lambda c, x: run(body, c, x))
+            with pytest.raises(NameError) if make is failing else contextlib.nullcontext():
+                run(body, array(4), array(4, 4))
         return weakref.ref(body)
 
-    reference = use()
+    references = [use(run) for run in RUNS]
     gc.collect()
-    assert reference() is None
-
-
-def test_body_that_failed_is_freed():
-    def use():
-        body = lambda carry, x: (carry + bad, x)  # noqa: E731, F821
-        for run in RUNS.values():
-            with pytest.raises(NameError):
-                run(body, array(3), array(4, 3))
-        return weakref.ref(body)
-
-    reference = use()
-    gc.collect()
-    assert reference() is None
+    assert [reference() for reference in references] == [None] * len(RUNS)
 
 
 def test_64_programs_are_kept_a_body():
@@ -195,90 +173,6 @@ def test_64_programs_are_kept_a_body():
     assert made == []
     ask(1)
     assert made == [1]
-
-
-# RetraceWarning.
-
-
-@pytest.fixture
-def _warn(monkeypatch):
-    monkeypatch.setenv("TREESCAN_WARN_RETRACE", "1")
-    monkeypatch.setattr("treescan._loop.body._seen", collections.Counter())
-
-
-def a_lambda_a_call(xs):
-    return treescan.scan(lambda c, x: (c + x, x), jnp.float32(0), xs)
-
-
-def line_of(function, text):
-    lines, first = inspect.getsourcelines(function)
-    return first + next(i for i, line in enumerate(lines) if text in line)
-
-
-@pytest.mark.usefixtures("_warn")
-def test_a_new_body_each_call_is_warned_of():
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(9):
-            a_lambda_a_call(array(3))
-    assert [w.category for w in caught] == [treescan.RetraceWarning] * 3
-    place = line_of(a_lambda_a_call, "treescan.scan")
-    for warning, times in zip(caught, (2, 4, 8), strict=True):
-        text = str(warning.message)
-        assert f"test_traces.py:{place})" in text
-        assert f"{times} different function objects" in text
-        assert "outside of the code that calls the scan" in text
-        assert "jax.jit" in text
-        assert (warning.filename, warning.lineno) == (__file__, place)
-
-
-@pytest.mark.usefixtures("_warn")
-@pytest.mark.parametrize(
-    "call",
-    [
-        lambda xs: treescan.fold(lambda c, x: c + x, jnp.float32(0), xs),
-        lambda xs: treescan.accumulate(lambda c, x: c + x, jnp.float32(0), xs),
-        lambda xs: treescan.fori(0, 3, lambda i, c: c, xs),
-        lambda xs: treescan.mask_scan(lambda c, x: (c, x), jnp.float32(0), xs, lengths=2),
-        lambda xs: treescan.scan(functools.partial(two, 2.0), jnp.float32(0), xs),
-        lambda xs: treescan.scan(Callable().__call__, jnp.float32(0), xs),
-    ],
-    ids=["fold", "accumulate", "fori", "mask_scan", "partial", "method"],
-)
-def test_every_verb_and_kind_of_body_is_warned_of(call):
-    call(array(3))
-    with pytest.warns(treescan.RetraceWarning, match="2 different function objects") as caught:
-        call(array(3))
-    assert caught[0].filename == __file__
-
-
-@pytest.mark.usefixtures("_warn")
-def test_a_hoisted_body_and_an_outer_jit_are_not_warned_of():
-    def body(c, x):
-        return c + x, x
-
-    jitted = jax.jit(a_lambda_a_call)
-    for n in range(3, 7):  # warnings are errors
-        treescan.scan(body, jnp.float32(n), array(3))
-        jitted(array(n))
-        jax.jit(lambda xs: treescan.mask_scan(lambda c, x: (c, x), jnp.float32(0), xs, lengths=2))(array(n))
-
-
-@pytest.mark.usefixtures("_warn")
-def test_the_warning_of_a_second_trace_points_at_the_call():
-    def call():
-        return treescan.scan(lambda total, x: (total + x, x), 0, array(3))
-
-    with pytest.warns(treescan.RetraceWarning) as caught:
-        call()
-    assert (caught[0].filename, caught[0].lineno) == (__file__, line_of(call, "treescan.scan"))
-
-
-def test_nothing_is_warned_of_unless_asked_for(monkeypatch):
-    monkeypatch.delenv("TREESCAN_WARN_RETRACE", raising=False)
-    for _ in range(3):  # warnings are errors
-        a_lambda_a_call(array(3))
-        treescan.scan(lambda c, x: (c + x, x), 0, array(3))
 
 
 def test_a_masked_scan_has_a_few_equations_for_each_leaf():

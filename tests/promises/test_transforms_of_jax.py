@@ -10,8 +10,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental import checkify, io_callback
-from jax.sharding import AxisType, PartitionSpec as P
+from jax.experimental import io_callback
 from loops import array, over
 from oracle import assert_bitwise
 from thin import parametrize
@@ -29,46 +28,17 @@ def both(call):
 # Effects.
 
 
-@parametrize("transform", {"eager": lambda f: f, "jit": jax.jit, "grad": jax.grad, "disable_jit": jax.disable_jit()})
-def test_debug_print(capfd, transform):
-    def call(scan):
-        def body(c, x):
-            jax.debug.print("{} {}", c, x, ordered=True)
-            return c + x, None
-
-        transform(lambda c: scan(body, c, jnp.arange(3.0), reverse=True)[0])(jnp.float32(1))
-        jax.effects_barrier()
-        return capfd.readouterr().out
-
-    ours, lax = both(call)
-    assert ours == lax
-    assert len(ours.splitlines()) == 3
-
-
-@pytest.mark.parametrize(("ordered", "context"), [(False, "eager"), (True, "jit"), (True, "disable_jit")])
-def test_io_callback(ordered, context):
-    def call(scan):
-        def body(c, x):
-            return c + io_callback(
-                lambda x: np.float32(2 * x), jax.ShapeDtypeStruct((), jnp.float32), x, ordered=ordered
-            ), c
-
-        run = functools.partial(scan, body)
-        with jax.disable_jit(context == "disable_jit"):
-            return (jax.jit(run) if context == "jit" else run)(jnp.float32(0), XS)
-
-    assert_bitwise(*both(call))
-
-
-@parametrize("run", {"plain": over(treescan.scan), "out_axes": over(treescan.scan, out_axes=0, key=jax.random.key(0))})
-def test_effects_survive_options(run):
+@parametrize("run", {"plain": over(treescan.scan), "options": over(treescan.scan, out_axes=0, key=jax.random.key(0))})
+@pytest.mark.parametrize("disabled", [False, True])
+def test_effects_happen_in_the_order_of_the_steps(run, disabled):
     seen = []
 
     def body(c, x, key=None):
         io_callback(lambda x: seen.append(int(x)), None, x, ordered=True)
         return c, x
 
-    jax.block_until_ready(run(body, 0, jnp.arange(3)))
+    with jax.disable_jit(disabled):
+        jax.block_until_ready(run(body, 0, jnp.arange(3)))
     jax.effects_barrier()
     assert seen == [0, 1, 2]
 
@@ -76,8 +46,8 @@ def test_effects_survive_options(run):
 new_ref = getattr(jax, "new_ref", None) or jax.array_ref
 
 
-@pytest.mark.parametrize("context", ["eager", "jit"])
-def test_refs_that_a_body_closes_over(context):
+@pytest.mark.parametrize("transform", [lambda f: f, jax.jit], ids=["eager", "jit"])
+def test_a_ref_that_a_body_closes_over_outlives_calls(transform):
     def call(scan):
         def run(xs):
             ref = new_ref(jnp.float32(1))
@@ -86,95 +56,11 @@ def test_refs_that_a_body_closes_over(context):
                 ref[...] = ref[...] * 2 + x
                 return c + ref[...], ref[...]
 
-            return scan(body, jnp.float32(0), xs), ref[...]
+            return [scan(body, jnp.float32(0), xs) for _ in range(2)], ref[...]
 
-        return (jax.jit(run) if context == "jit" else run)(XS)
-
-    assert_bitwise(*both(call))
-
-
-def test_a_ref_outlives_calls():
-    ref = new_ref(jnp.int32(0))
-
-    def body(c, x):
-        ref[...] += x
-        return c, None
-
-    for _ in range(2):
-        treescan.scan(body, 0, jnp.arange(4))
-    assert ref[...] == 12
-
-
-# Checkify, checkpoint, export.
-
-
-@pytest.mark.parametrize("bad", [False, True])
-def test_checkify(bad):
-    def call(scan):
-        def body(c, x):
-            checkify.check(x < 3, "x is {x}", x=x)
-            return c + x, jnp.log(c)
-
-        checked = checkify.checkify(
-            jax.jit(lambda xs: scan(body, jnp.float32(1), xs)), errors=checkify.user_checks | checkify.nan_checks
-        )
-        error, out = checked(jnp.arange(4.0) if bad else jnp.arange(3.0))
-        return str(error.get()), out
-
-    (ours, ours_out), (lax, lax_out) = both(call)
-    assert ours.split(" (")[0] == lax.split(" (")[0]
-    assert ("x is 3.0" in ours) is bad
-    assert_bitwise(ours_out, lax_out)
-
-
-# Shardings.
-
-
-def mesh(kind):
-    return jax.make_mesh((4,), ("d",), axis_types=(kind,), devices=jax.devices()[:4])
-
-
-@pytest.mark.devices
-@pytest.mark.parametrize("check_vma", [False, True])
-def test_shard_map(check_vma):
-    """The carry varies over the mesh, and a collective runs in the body."""
-
-    def call(scan):
-        def run(c, xs):
-            return scan(lambda c, x: (jnp.sin(c + x), jax.lax.psum(c, "d")), c, xs)
-
-        sharded = jax.shard_map(
-            run, mesh=mesh(AxisType.Auto), in_specs=(P("d"), P(None, "d")), out_specs=(P("d"), P()), check_vma=check_vma
-        )
-        return sharded(array(8), array(3, 8)), jax.jit(jax.grad(lambda c: jnp.sum(sharded(c, array(3, 8))[0])))(
-            array(8)
-        )
+        return transform(run)(XS)
 
     assert_bitwise(*both(call))
-
-
-@parametrize(
-    "case",
-    {
-        "key": (over(treescan.scan, key=jax.random.key(0)), 0),
-        "in_axes": (over(treescan.scan, in_axes=1), 1),
-        "out_axes": (over(treescan.scan, out_axes=0, unroll=2, name="cell"), 0),
-    },
-)
-@pytest.mark.devices
-def test_options_in_shard_map(case):
-    verb, axis = case
-
-    def run(c, xs):
-        return verb(lambda c, x, key=None: (c + x, c), c, xs)
-
-    specs = (P("d"), P("d") if axis else P(None, "d"))
-    sharded = jax.shard_map(run, mesh=mesh(AxisType.Auto), in_specs=specs, out_specs=(P("d"), P(None, "d")))
-    xs = array(3, 8)
-    expected = jax.lax.scan(lambda c, x: (c + x, c), array(8), xs)
-    assert_bitwise(
-        jax.tree.map(np.asarray, sharded(array(8), xs.T if axis else xs)), jax.tree.map(np.asarray, expected)
-    )
 
 
 # Types.
@@ -231,63 +117,56 @@ def test_a_leaked_tracer_is_traced_to_the_users_body():
     assert __file__ in str(caught.value)
 
 
-CONCRETE = {
-    "if": lambda c: c > 0 and c,
-    "float": float,
-    "numpy": np.asarray,
+CONCRETE = {"if": lambda c: c > 0 and c, "float": float, "numpy": np.asarray}
+NOT_CONCRETE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+
+
+@parametrize("use", CONCRETE)
+def test_a_message_about_concrete_values_is_that_of_lax_scan(use):
+    def call(scan):
+        def bodily(state, observation):
+            use(state)
+            return state, observation
+
+        with pytest.raises(NOT_CONCRETE) as caught:
+            scan(bodily, jnp.float32(0), XS)
+        return str(caught.value)
+
+    ours, lax = both(call)
+    assert ours == lax
+
+
+RUNS = {
+    "fold": lambda body: treescan.fold(body, jnp.float32(0), XS),
+    "accumulate": lambda body: treescan.accumulate(body, jnp.float32(0), XS),
+    "fori": lambda body: treescan.fori(0, 3, body, jnp.float32(0)),
+    "mask_scan": lambda body: treescan.mask_scan(body, jnp.float32(0), XS, lengths=4),
+    "out_axes": lambda body: treescan.scan(body, jnp.float32(0), XS, out_axes=-1),
+    "key": lambda body: treescan.scan(body, jnp.float32(0), XS, key=jax.random.key(0)),
+    "fold_layers": lambda body: treescan.fold_layers(body, jnp.float32(0), XS),
+    "remat": lambda body: treescan.fold_layers(body, jnp.float32(0), XS, remat="step"),
+    "pattern": lambda body: treescan.fold_layers([body, body], jnp.float32(0), [XS, XS[:-1]]),
 }
 
 
-@pytest.mark.parametrize(
-    ("use", "name"),
-    [
-        *((use, "scan") for use in CONCRETE),
-        *(("if", name) for name in ("fold", "accumulate", "mask_scan", "out_axes", "key")),
-    ],
-)
-def test_a_message_about_concrete_values_names_the_users_body(use, name):
-    def call(verb, **options):
-        def bodily(state, observation, key=None):
-            CONCRETE[use](state)
-            return state, observation
-
-        with pytest.raises((jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)) as caught:
-            verb(bodily, jnp.float32(0), XS, **options)
-        return str(caught.value)
-
-    verb = getattr(treescan, name, treescan.scan)
-    options = {"mask_scan": {"lengths": 4}, "out_axes": {"out_axes": -1}, "key": {"key": jax.random.key(0)}}.get(
-        name, {}
-    )
-    text = call(verb, **options)
-    assert "bodily" in text
-    assert __file__ in text
-    if name == "scan":
-        assert text == call(jax.lax.scan)
-
-
-@pytest.mark.parametrize("verb", ["scan", "fori", "fold_layers", "remat", "pattern"])
+@parametrize("run", RUNS)
 @pytest.mark.parametrize("place", [0, 1])
-def test_a_message_about_concrete_values_names_the_users_argument(verb, place):
+def test_a_message_about_concrete_values_names_the_users_body_and_argument(run, place):
     """The carry of a body of `fori` or of layers comes second."""
 
-    def body(first, second):
+    def bodily(first, second, key=None):
         if (first, second)[place].sum() > 0:
             return first
         return second
 
-    runs = {
-        "scan": lambda: treescan.fold(body, jnp.float32(0), XS),
-        "fori": lambda: treescan.fori(0, 3, body, jnp.float32(0)),
-        "fold_layers": lambda: treescan.fold_layers(body, jnp.float32(0), XS),
-        "remat": lambda: treescan.fold_layers(body, jnp.float32(0), XS, remat="step"),
-        "pattern": lambda: treescan.fold_layers([body, body], jnp.float32(0), [XS, XS[:-1]]),
-    }
-    with pytest.raises(jax.errors.ConcretizationTypeError) as caught:
-        runs[verb]()
-    named = re.search(r"argument ((?:first|second)\b\S*)", str(caught.value))
-    assert named, str(caught.value)
-    if verb != "fori":  # its index travels with the carry
+    with pytest.raises(NOT_CONCRETE) as caught:
+        run(bodily)
+    text = str(caught.value)
+    assert "bodily" in text
+    assert __file__ in text
+    named = re.search(r"argument ((?:first|second)\b\S*)", text)
+    assert named, text
+    if run is not RUNS["fori"]:  # its index travels with the carry
         assert named[1].startswith(("first", "second")[place])
 
 
@@ -296,13 +175,9 @@ def test_a_message_about_concrete_values_names_the_users_argument(verb, place):
 
 def test_flax_notices_nothing(monkeypatch):
     def train(xs):
-        model = flax.linen.RNN(flax.linen.LSTMCell(4), return_carry=True)
+        model = flax.linen.RNN(flax.linen.LSTMCell(4))
         variables = model.init(jax.random.key(0), xs)
-        (loss, carry), grads = jax.value_and_grad(
-            lambda v: (lambda out: (jnp.sum(out[1] ** 2), out[0]))(model.apply(v, xs, seq_lengths=jnp.array([2, 5]))),
-            has_aux=True,
-        )(variables)
-        return loss, carry, grads
+        return jax.value_and_grad(lambda v: jnp.sum(model.apply(v, xs, seq_lengths=jnp.array([2, 5])) ** 2))(variables)
 
     expected = train(array(2, 5, 3))
     monkeypatch.setattr(jax.lax, "scan", treescan.scan)
@@ -316,25 +191,21 @@ def test_the_patched_scan_is_treescans_and_ends(monkeypatch):
     assert jax.lax.scan(lambda c, x: (c + x, None), 0.0, jnp.ones(3))[0] == 3
 
 
-@pytest.mark.parametrize("verb", ["scan", "key", "mask_scan"])
-def test_a_symbolic_number_of_steps(verb):
+OF_STEPS = {
+    "scan": over(treescan.scan),
+    "key": over(treescan.scan, key=jax.random.key(0)),
+    "mask_scan": over(treescan.mask_scan, lengths=jnp.array([2, 3])),
+}
+
+
+@parametrize("run", OF_STEPS)
+def test_a_symbolic_number_of_steps(run):
     """jax.export over a length that is not known yet, as lax.scan takes it."""
-
-    def body(c, x):
-        return c + x, c
-
-    def run(init, xs):
-        if verb == "mask_scan":
-            return treescan.mask_scan(body, init, xs, lengths=jnp.array([2, 3]))
-        if verb == "key":
-            return treescan.scan(lambda c, x, *, key: (c + x, jax.random.uniform(key)), init, xs, key=jax.random.key(0))
-        return treescan.scan(body, init, xs)
-
+    run = functools.partial(run, lambda c, x, key=None: (c + x, c))
     steps = jax.export.symbolic_shape("t")[0]
-    shape = jax.ShapeDtypeStruct((steps, 2), jnp.float32)
-    exported = jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct((2,), jnp.float32), shape)
-    want = run(jnp.zeros(2), jnp.ones((4, 2)))
-    chex.assert_trees_all_close(exported.call(jnp.zeros(2), jnp.ones((4, 2))), want)
+    shapes = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in ((2,), (steps, 2))]
+    given = jnp.zeros(2), jnp.ones((4, 2))
+    chex.assert_trees_all_close(jax.export.export(jax.jit(run))(*shapes).call(*given), run(*given))
 
 
 @jax.custom_jvp

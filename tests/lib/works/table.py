@@ -8,7 +8,7 @@ import functools
 import itertools
 import re
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, NamedTuple
 
 import jax
@@ -17,6 +17,7 @@ import numpy as np
 import treescan
 
 from . import layers, lifted, loops, plain, rows
+from .columns import COLUMNS
 from .example import KEY, Form, Given, Verb, has
 from .meshes import MESHES
 from .transforms import OF_JAX, Run
@@ -29,7 +30,7 @@ NOTHING = "no option"
 VERBS: dict[str, Verb] = {**loops.VERBS, **rows.VERBS, **layers.VERBS, **lifted.VERBS}
 TOLERANCE = 2e-5
 TRANSFORMS = {**OF_JAX, "Explicit mesh": MESHES["Explicit mesh, rows and features"]}
-_ALL = {**TRANSFORMS, **MESHES}
+_ALL = {**TRANSFORMS, **MESHES, **COLUMNS}
 _OF_FEATURES = [name for name in _ALL if name == "Explicit mesh" or name.endswith("features")]
 _BODIES = {LINEAR: has("linear"), **dict.fromkeys(_OF_FEATURES, has("apart"))}
 """What the body is like. A product over features that are split would need a sharding in the body itself."""
@@ -110,6 +111,13 @@ def outcome(cell: Cell) -> str:
     except Exception as error:
         return f"FOREIGN {type(error).__name__}: {_first_line(error)}"
     return EQUAL if (where := difference(got, _meant(cell))) is None else f"WRONG {where}"
+
+
+def wrong(cells: Iterable[Cell]) -> dict[str, str]:
+    """What comes of cells other than what they mean, or than a refusal which a compiled program meets too."""
+    came = {cell: outcome(cell) for cell in cells}
+    compiled = {cell: cell._replace(transform=PAIRED) for cell in came}
+    return {str(cell): said for cell, said in came.items() if said != EQUAL and said != outcome(compiled[cell])}
 
 
 def meaning(cell: Cell) -> Cell:
