@@ -260,11 +260,15 @@ class Body:
         """The body's parameters; None if they cannot be known."""
         return _parameters(self.function)
 
+    @property
+    def positional(self) -> list[inspect.Parameter]:
+        """Its positional parameters, as far as they can be known."""
+        return [p for p in self.parameters or () if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The names of its positional parameters, as far as they can be known."""
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        return tuple(p.name for p in self.parameters or () if p.kind in positional)
+        return tuple(parameter.name for parameter in self.positional)
 
     @staticmethod
     def of(function: Callable[..., Any]) -> Body:

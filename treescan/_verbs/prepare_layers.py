@@ -115,7 +115,7 @@ def _count(stack: PyTree, root: str, length: int | None) -> int:
 
 def forgotten_stack(layers: PyTree, root: str) -> list[str]:
     """The advice to stack layers, if `layers` may be a list of them."""
-    if type(layers) not in (list, tuple) or len(layers) < 2 or not are_alike(layers):
+    if not are_alike(layers):
         return []
     return [
         f"Did you forget `treescan.stack`? `{root}` is a {type(layers).__name__} of {len(layers)} trees of the same "
@@ -263,15 +263,12 @@ def refuse_mutable(given: Mapping[str, PyTree]) -> None:
     """Refuses mutable arrays, which no loop can carry, slice or hand on."""
     named = [pair for root, tree in given.items() for pair in leaves_with_path(root, tree)]
     rows = [
-        Row(path, "an array", describe_leaf(leaf), "")
-        for path, leaf in named
-        if not is_static(leaf) and is_mutable(leaf)
+        Row(path, "an array", describe_leaf(leaf)) for path, leaf in named if not is_static(leaf) and is_mutable(leaf)
     ]
     if rows:
         raise Misuse(
             "{call}: mutable arrays cannot be leaves of a stack, of `args` or of x.",
             "Let the block close over them, or give their values, `ref[...]`.",
-            header=("leaf", "expected", "is"),
             rows=rows,
         )
 
