@@ -101,8 +101,10 @@ class Watched(NamedTuple):
     variables: dict[str, Variable]
 
     @classmethod
-    def of(cls, roots: tuple[str, ...], given: tuple[PyTree, ...]) -> Watched:
-        """Notes the variables in arguments, which hold some."""
+    def of(cls, roots: tuple[str, ...], given: tuple[PyTree, ...]) -> Watched | None:
+        """Notes the variables of nnx in arguments; None if there are none."""
+        if not holds(given, variable_classes()):
+            return None
         arrays, structure = jtu.tree_flatten(freeze_static(given, scalars=True))
         return cls(roots, given, arrays, structure, _module_variables(roots, given))
 
@@ -182,11 +184,6 @@ def call_user(function: Any, *arguments: Any, **keywords: Any) -> Any:
             "If nothing should change, call the module's `eval()` before the loop.",
             cause=error,
         ) from None
-
-
-def watch(roots: tuple[str, ...], given: tuple[PyTree, ...]) -> Watched | None:
-    """Notes the variables of nnx in arguments; None if there are none."""
-    return Watched.of(roots, given) if holds(given, variable_classes()) else None
 
 
 def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
@@ -285,7 +282,7 @@ class CallBody:
             arguments = (*others[:place], carry, *others[place:])
             if scope:
                 scope.check_inputs(arguments)
-            modules = watch(names_of(self.body, len(arguments), place), others)
+            modules = Watched.of(names_of(self.body, len(arguments), place), others)
             out = call_body(self.body, convention, arguments, keywords)
             if modules is not None:
                 modules.refuse_changes(out, lambda others: self._again(given, others, keywords))

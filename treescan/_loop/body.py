@@ -250,10 +250,7 @@ class Body:
         to this handle. So the handle must not refer to the program: the two would keep each other, and all arrays that
         the body closes over, until `jax.clear_caches()`.
         """
-        try:
-            return _programs.setdefault(self.function, Memo())
-        except Exception:  # as in `Body.of`
-            return Memo()
+        return _programs.joint(self.function)
 
     @functools.cached_property
     def parameters(self) -> tuple[inspect.Parameter, ...] | None:
@@ -312,4 +309,4 @@ def outermost(function: Any) -> Any:
 
 _bodies: dict[_Reference, Body] = {}
 
-_programs: weakref.WeakKeyDictionary[Callable[..., Any], Memo] = weakref.WeakKeyDictionary()
+_programs = Memo()

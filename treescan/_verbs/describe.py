@@ -9,7 +9,7 @@ from typing import Any
 import jax
 
 from .._avals import describe_argument
-from .._body.signature import FOLD, FOLD_LAYERS, FOLD_LAYERS_WITH_STATE, SCAN, SCAN_LAYERS, SCAN_LAYERS_WITH_STATE
+from .._body.signature import FOLD, FOLD_LAYERS, SCAN, SCAN_LAYERS
 from .._describe.description import Description
 from .._describe.measured import OF_MEASURE, PLANS, Measurements, measure
 from .._errors import LAYER_WORDS, STEP_WORDS, WHILE_WORDS, Misuse, TypeMisuse, describe_body, explain, verb as public
@@ -93,8 +93,8 @@ def plan_remat(
             if length is not None:
                 cure = "Leave it out: the stacks have the number of layers."
                 raise Misuse("{call}: `length` cannot be given with `layers`.", cure)
-            kinds = (FOLD_LAYERS, SCAN_LAYERS) if state is None else (FOLD_LAYERS_WITH_STATE, SCAN_LAYERS_WITH_STATE)
-            blocks = prepare_layers(kinds[pair], f, init, layers, xs, args, key=key, state=state)
+            kind = SCAN_LAYERS if pair else FOLD_LAYERS
+            blocks = prepare_layers(kind, f, init, layers, xs, args, key=key, state=state)
             return _traced(functools.partial(blocks.plan, check_remat(remat)), blocks.prepared.given)
         if args:
             raise Misuse("{call}: `args` needs `layers`.", "Let the body close over it.")

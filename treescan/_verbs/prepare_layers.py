@@ -13,7 +13,7 @@ from .._avals import describe_argument, describe_leaf, describe_node, is_mutable
 from .._axes import LeafAxes
 from .._body.call import are_alike
 from .._body.carry import StateAndY
-from .._body.signature import Convention
+from .._body.signature import WITH_STATE, Convention
 from .._checks.arguments import check_key, check_keywords, check_run, needs_positional, no_axis, resolve_axes, with_axes
 from .._checks.rows import check_length
 from .._data.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
@@ -384,6 +384,7 @@ def prepare_layers(
     Raises:
         Fault: as `treescan.scan_layers`.
     """
+    convention = convention if state is None else WITH_STATE[convention]
     handles = [body_of(function, convention) for function in (block if is_pattern(block) else [block])]
     bodies, stacks = [body for body, _ in handles], check_stacks(block, layers, xs, in_axes, length)
     adopted, frozen_args, key = adopt(x, "x"), check_args(args), check_key(key)
