@@ -268,28 +268,29 @@ def transforms_of(verb: str) -> list[str]:
     tree = ast.parse((PACKAGE / "_verbs" / f"{WHERE[verb]}.py").read_text())
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
     lists = [call.args for call in calls if ast.unparse(call.func).split(".")[-1] == "run"]
-    listed = [arguments for arguments in lists if arguments and all(map(_class_of, arguments))]
-    names = list(map(_class_of, (max if verb == "mask_scan" else min)(listed, key=len)))
+    listed = [arguments for arguments in lists if arguments and all(map(_classes_of, arguments))]
+    names = [
+        name for argument in (max if verb == "mask_scan" else min)(listed, key=len) for name in _classes_of(argument)
+    ]
     places = {name: place for place, row in enumerate(ORDER) for name in row.transforms}
     return sorted(names, key=places.__getitem__)
 
 
-def _class_of(argument: ast.expr) -> str:
+def _classes_of(argument: ast.expr) -> list[str]:
     """`KeepOutputs` of `KeepOutputs.of(save)` and of `KeepOutputs(save)`; nothing of what is no transform."""
+    if isinstance(argument, ast.Starred):
+        return ["BeginSegments", "ResetRows", "EndsOfSequences"] if "dividing" in ast.unparse(argument) else []
     text = ast.unparse(argument.func if isinstance(argument, ast.Call) else argument).removesuffix(".of")
     calls = {
         "over": "OverRows",
         "over_axes": "OverAxes",
-        "beginning": "BeginSegments",
         "checking": "CheckFinite",
-        "resetting": "ResetRows",
         "truncating": "Truncate",
-        "ending": "EndsOfSequences",
         "recomputing": "Recompute",
         "showing": "ShowProgress",
     }
     named = calls.get(text.rpartition(".")[2])
-    return named or (text if text[0].isupper() else "")
+    return [named or text] if named or text[0].isupper() else []
 
 
 def file_of(transform: str) -> str:

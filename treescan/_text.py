@@ -96,18 +96,12 @@ _ALSO_CALLED = {
 """What else the options are called: in other libraries, or for other functions of this one."""
 
 
-def nearest(name: str, options: Iterable[str]) -> str | None:
-    """The option that has this name elsewhere, or the most similar name; None if there is neither."""
-    known = list(options)
-    also = [option for option in known if name in _ALSO_CALLED.get(option, ())]
-    return next(iter(also or difflib.get_close_matches(name, known, 1)), None)
-
-
 def advice(name: str, options: Iterable[str]) -> str:
-    """What to write in place of an option that does not exist."""
+    """What to write in place of an option that does not exist: one that has this name elsewhere, or a similar name."""
     known = list(options)
-    near = nearest(name, known)
-    return f"Its options are {', '.join(sorted(known))}." if near is None else f"Did you mean `{near}`?"
+    near = [option for option in known if name in _ALSO_CALLED.get(option, ())]
+    near = near or difflib.get_close_matches(name, known, 1)
+    return f"Did you mean `{near[0]}`?" if near else f"Its options are {', '.join(sorted(known))}."
 
 
 def named_fields(kind: type[_T]) -> type[_T]:

@@ -176,12 +176,13 @@ def is_static(leaf: Any) -> bool:
     return False
 
 
+@jtu.register_static
 @dataclass(frozen=True)
-class _Value:
-    """A static leaf as auxiliary data: equal by value where it can be hashed, by identity of this box elsewhere.
+class Static:
+    """Holds a static leaf: a node without leaves whose value is part of the tree's structure.
 
-    The latter makes a tree with an unhashable static leaf a new structure in each call, so that a leaf which was
-    mutated in place is never served from a cache.
+    It is equal by value where that can be hashed, by identity elsewhere. The latter makes a tree with an unhashable
+    static leaf a new structure in each call, so that a leaf which was mutated in place is never served from a cache.
     """
 
     value: Any
@@ -200,28 +201,13 @@ class _Value:
     def __eq__(self, other: object) -> bool:
         if self is other:
             return True
-        if not isinstance(other, _Value) or self.code != other.code:  # of unhashable values: ids of the boxes
+        if not isinstance(other, Static) or self.code != other.code:  # of unhashable values: ids of what holds them
             return False
         if type(self.value) is not type(other.value):
             return False
         if isinstance(self.value, float | complex):  # 0.0 is not -0.0, and NaN is NaN
             return repr(self.value) == repr(other.value)
         return bool(self.value == other.value)
-
-
-@jtu.register_pytree_node_class
-class Static:
-    """Holds a static leaf: a node without leaves whose value is part of the tree's structure."""
-
-    def __init__(self, box: _Value) -> None:
-        self.box = box
-
-    def tree_flatten(self) -> tuple[tuple[()], _Value]:
-        return (), self.box
-
-    @classmethod
-    def tree_unflatten(cls, box: _Value, _: tuple[()]) -> Static:
-        return cls(box)
 
 
 def freeze_static(tree: PyTree, *, scalars: bool = False) -> PyTree:
@@ -244,7 +230,7 @@ def freeze_leaves(tree: PyTree, static: list[bool]) -> PyTree:
     if not any(static):
         return tree
     leaves, treedef = jax.tree.flatten(tree)
-    frozen = [Static(_Value(leaf)) if is_one else leaf for leaf, is_one in zip(leaves, static, strict=True)]
+    frozen = [Static(leaf) if is_one else leaf for leaf, is_one in zip(leaves, static, strict=True)]
     return jax.tree.unflatten(treedef, frozen)
 
 
@@ -259,4 +245,4 @@ def _is_frozen(node: Any) -> bool:
 
 def thaw_static(tree: PyTree) -> PyTree:
     """Restores the static leaves."""
-    return jax.tree.map(lambda node: node.box.value if _is_frozen(node) else node, tree, is_leaf=_is_frozen)
+    return jax.tree.map(lambda node: node.value if _is_frozen(node) else node, tree, is_leaf=_is_frozen)

@@ -37,24 +37,20 @@ class _Part(NamedTuple):
     value: Any
 
 
-class Signature:
-    """What a body's annotations promise. One without jaxtyping annotations checks nothing and costs nothing."""
+class Signature(NamedTuple):
+    """What a body's annotations promise of its positional parameters and of what it returns."""
 
-    def __init__(self, names: Sequence[str], inputs: Sequence[Any], outputs: Any) -> None:
-        self.names = names
-        self.inputs = tuple(hint if _mentions_jaxtyping(hint) else Any for hint in inputs)
-        self.outputs = outputs if _mentions_jaxtyping(outputs) else Any
+    names: Sequence[str]
+    inputs: Sequence[Any]
+    outputs: Any
 
     @contextlib.contextmanager
-    def scope(self) -> Generator[Scope | None]:
-        """One scope of axis names for one call of the body; None if there is nothing to check."""
-        if all(hint is Any for hint in (*self.inputs, self.outputs)):
-            yield None
-        else:
-            import jaxtyping  # here, not above: a program without these annotations never loads it
+    def scope(self) -> Generator[Scope]:
+        """One scope of axis names for one call of the body."""
+        import jaxtyping  # here, not above: a program without these annotations never loads it
 
-            with jaxtyping.jaxtyped("context"):
-                yield Scope(self)
+        with jaxtyping.jaxtyped("context"):
+            yield Scope(self)
 
 
 class Scope:
@@ -131,10 +127,11 @@ def _mismatch(part: _Part) -> str:
     return "" if _holds(part.value, any_shape) else "dtype"
 
 
-def signature_of(body: Body) -> Signature:
-    """Reads the annotations of a body's positional parameters and of what it returns."""
+def signature_of(body: Body) -> Signature | None:
+    """Reads the annotations of a body; None if they promise nothing in jaxtyping's terms."""
     hints = _hints(body.function)
-    return Signature(body.names, [hints.get(name, Any) for name in body.names], hints.get("return", Any))
+    signature = Signature(body.names, [hints.get(name, Any) for name in body.names], hints.get("return", Any))
+    return signature if any(map(_mentions_jaxtyping, (*signature.inputs, signature.outputs))) else None
 
 
 def _hints(body: Any) -> dict[str, Any]:

@@ -20,7 +20,7 @@ from .._loop.body import Body, wrapped_parameters
 from .._loop.loop import Feed
 from .._loop.run import keeps_named_pairs
 from .._trace.equations import origins
-from .._tree import freeze_static, is_static, leaves_with_path, path_str, thaw_static
+from .._tree import freeze_static, is_static, leaves_with_path, path_str, same_structure, thaw_static
 from .._types import Array, PyTree, TreeDef
 from .carry import OwnState, StateAndY, check_carry, copied, read_carries, split_state, without_carries, write_carries
 from .signature import SCAN, Convention, annotated
@@ -101,8 +101,10 @@ class Watched(NamedTuple):
     variables: dict[str, Variable]
 
     @classmethod
-    def of(cls, roots: tuple[str, ...], given: tuple[PyTree, ...]) -> Watched:
-        """Notes the variables in arguments, which hold some."""
+    def of(cls, roots: tuple[str, ...], given: tuple[PyTree, ...]) -> Watched | None:
+        """Notes the variables of nnx in arguments; None if there are none."""
+        if not holds(given, variable_classes()):
+            return None
         arrays, structure = jtu.tree_flatten(freeze_static(given, scalars=True))
         return cls(roots, given, arrays, structure, _module_variables(roots, given))
 
@@ -184,13 +186,6 @@ def call_user(function: Any, *arguments: Any, **keywords: Any) -> Any:
         ) from None
 
 
-def watch(roots: tuple[str, ...], given: tuple[PyTree, ...]) -> Watched | None:
-    """Notes the variables of nnx in arguments; None if there are none."""
-    if not holds(given, variable_classes()):
-        return None
-    return Watched.of(roots, given)
-
-
 def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keywords: dict[str, Any]) -> Any:
     """Calls a body.
 
@@ -204,7 +199,7 @@ def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keyw
     except Exception as error:
         place = 0 if convention.spread else 1  # of the layer, or of x, which may be a list of what could be stacked
         value: Any = arguments[place] if len(arguments) > place != convention.place else None
-        if type(value) not in (list, tuple) or len(value) < 2 or not are_alike(value):
+        if not are_alike(value):
             raise
         kind, items, names = type(value).__name__, len(value), body.names
         fault, root, one = (LayerFault, "layers", "layer") if convention.spread else (Misuse, "xs", "step")
@@ -224,8 +219,10 @@ def call_body(body: Body, convention: Convention, arguments: Sequence[Any], keyw
         ) from None
 
 
-def are_alike(trees: Sequence[Any]) -> bool:
-    """Whether trees have one structure and the same shapes and dtypes, so that they could be stacked."""
+def are_alike(trees: Any) -> bool:
+    """Whether it is a list or a tuple of trees of one structure, shapes and dtypes, which could be stacked."""
+    if type(trees) not in (list, tuple) or len(trees) < 2:
+        return False
     leaves, structures = zip(*map(jax.tree.flatten, trees), strict=True)
     types = [[(shape_of(leaf), dtype_of(leaf)) for leaf in each] for each in leaves]
     return bool(leaves[0]) and all(each == structures[0] for each in structures) and all(t == types[0] for t in types)
@@ -285,7 +282,7 @@ class CallBody:
             arguments = (*others[:place], carry, *others[place:])
             if scope:
                 scope.check_inputs(arguments)
-            modules = watch(names_of(self.body, len(arguments), place), others)
+            modules = Watched.of(names_of(self.body, len(arguments), place), others)
             out = call_body(self.body, convention, arguments, keywords)
             if modules is not None:
                 modules.refuse_changes(out, lambda others: self._again(given, others, keywords))
@@ -394,9 +391,7 @@ def _refuse_pair(convention: Convention, out: Any, carry: PyTree) -> None:
 
 def _same_structure(carry: PyTree, other: PyTree) -> bool:
     """Whether a tree has the structure of a carry; where it has custom carries, anything goes."""
-    carry, other = without_carries(carry, other)
-    structure: TreeDef = jtu.tree_structure(carry)
-    return bool(structure == jtu.tree_structure(other))
+    return same_structure(*without_carries(carry, other))
 
 
 def check_arrays(y: PyTree, carry: str | None = None) -> None:

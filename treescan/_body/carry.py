@@ -411,11 +411,9 @@ def check_carry(
             rows=[row.row for row in rows],
         )
     cures: list[str | Cure] = [*one_of_a_kind(rows)]
+    shapes, new_shapes = ([shape_of(leaf) for leaf in jax.tree.leaves(tree)] for tree in (given, returned))
     structure: TreeDef = jax.tree.structure(given)
-    pairs = zip(jax.tree.leaves(given), jax.tree.leaves(returned), strict=False)
-    is_carry_but_for_dtypes = structure == jax.tree.structure(returned) and all(
-        shape_of(a) == shape_of(b) for a, b in pairs
-    )
+    is_carry_but_for_dtypes = structure == jax.tree.structure(returned) and shapes == new_shapes
     if _fits(given, y) and not is_carry_but_for_dtypes:
         second = "state" if convention.stateful else "y"
         cures.insert(

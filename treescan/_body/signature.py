@@ -66,12 +66,11 @@ FOLD_LAYERS = Convention(
 SCAN_LAYERS = dataclasses.replace(
     FOLD_LAYERS, verb="scan_layers", call="scan_layers(block, x, layers)", pair=True, other="fold_layers"
 )
-FOLD_LAYERS_WITH_STATE = dataclasses.replace(
-    FOLD_LAYERS, call="fold_layers(block, x, layers, state=state)", stateful=True
-)
-SCAN_LAYERS_WITH_STATE = dataclasses.replace(
-    SCAN_LAYERS, call="scan_layers(block, x, layers, state=state)", stateful=True
-)
+WITH_STATE = {
+    FOLD_LAYERS: dataclasses.replace(FOLD_LAYERS, call="fold_layers(block, x, layers, state=state)", stateful=True),
+    SCAN_LAYERS: dataclasses.replace(SCAN_LAYERS, call="scan_layers(block, x, layers, state=state)", stateful=True),
+}
+"""The conventions of layers that have a state."""
 _OF_GROUPS = ("state", "variables", "rngs", "args", "broadcast")
 LIFT = Convention("lift", 'lift(fn, variable_broadcast="params")', _OF_GROUPS, spread=True, pair=True, other="")
 
@@ -83,6 +82,7 @@ def annotated(body: Body) -> contextlib.AbstractContextManager[Scope | None]:
     """
     if "jaxtyping" not in sys.modules:
         return contextlib.nullcontext()
-    from .annotations import Signature, signature_of
+    from .annotations import signature_of
 
-    return body.memo(Signature, lambda: signature_of(body)).scope()
+    signature = body.memo(signature_of, lambda: signature_of(body))
+    return contextlib.nullcontext() if signature is None else signature.scope()

@@ -183,14 +183,12 @@ def rows_of_steps(xs: PyTree, axes: LeafAxes | None) -> list[Row]:
 
 def _listed_steps(xs: PyTree, axes: LeafAxes | None) -> list[str]:
     """Advice for a list: its items may be steps, or sequences of different lengths."""
-    if axes is not None or type(xs) not in (list, tuple) or len(xs) < 2:
-        return []
-    if are_alike(xs):
+    if axes is None and are_alike(xs):
         return [
             f"Did you forget `treescan.stack`? xs is a {type(xs).__name__} of {len(xs)} trees of the same types. If "
             "each item is a {unit}, pass `treescan.stack(xs)`."
         ]
-    if type(xs) is list and all(same_structure(item, xs[0]) for item in xs):
+    if axes is None and type(xs) is list and len(xs) > 1 and all(same_structure(item, xs[0]) for item in xs):
         return [
             "If each item of the list is a sequence, make one batch of them, `treescan.pad(xs)`, and pass it to "
             "`treescan.mask_scan`."
@@ -287,12 +285,7 @@ _CURES_OF_KEYWORDS = {
 
 def needs_positional(body: Body) -> int:
     """How many positional arguments a body cannot do without, as far as that is known."""
-    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-    return len(_needed([p for p in body.parameters or () if p.kind in kinds]))
-
-
-def _needed(positional: list[inspect.Parameter]) -> list[str]:
-    return [p.name for p in positional if p.default is p.empty and p.name not in ("key", "valid")]
+    return sum(p.default is p.empty and p.name not in ("key", "valid") for p in body.positional)
 
 
 def _check_positional(body: Body, convention: Convention, takes: tuple[str, ...]) -> None:
@@ -300,16 +293,15 @@ def _check_positional(body: Body, convention: Convention, takes: tuple[str, ...]
     parameters = body.parameters
     if parameters is None or any(p.kind is p.VAR_POSITIONAL for p in parameters):
         return
-    positional = [p for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
-    needed = _needed(positional)
-    if len(positional) < len(takes) or len(needed) > len(takes):
+    needs_more = needs_positional(body) > len(takes)
+    if len(body.names) < len(takes) or needs_more:
         first = ", ".join(takes)
         others = ". Bind other arguments first, `functools.partial({step}, ...)`"
         if convention.spread:
             others = ". Pass what all layers share as `args=(...)`, and what differs between layers as `xs`"
         raise BodyFault(
-            f"{{body}} takes ({', '.join(p.name for p in positional)}), but {{verb}} calls it with ({first}).",
-            f"Write it as `def {{step}}({first}): ...`{others if len(needed) > len(takes) else ''}.",
+            f"{{body}} takes ({', '.join(body.names)}), but {{verb}} calls it with ({first}).",
+            f"Write it as `def {{step}}({first}): ...`{others if needs_more else ''}.",
         )
 
 

@@ -250,21 +250,22 @@ class Body:
         to this handle. So the handle must not refer to the program: the two would keep each other, and all arrays that
         the body closes over, until `jax.clear_caches()`.
         """
-        try:
-            return _programs.setdefault(self.function, Memo())
-        except Exception:  # as in `Body.of`
-            return Memo()
+        return _programs.joint(self.function)
 
     @functools.cached_property
     def parameters(self) -> tuple[inspect.Parameter, ...] | None:
         """The body's parameters; None if they cannot be known."""
         return _parameters(self.function)
 
+    @property
+    def positional(self) -> list[inspect.Parameter]:
+        """Its positional parameters, as far as they can be known."""
+        return [p for p in self.parameters or () if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
     @functools.cached_property
     def names(self) -> tuple[str, ...]:
         """The names of its positional parameters, as far as they can be known."""
-        positional = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
-        return tuple(p.name for p in self.parameters or () if p.kind in positional)
+        return tuple(parameter.name for parameter in self.positional)
 
     @staticmethod
     def of(function: Callable[..., Any]) -> Body:
@@ -308,4 +309,4 @@ def outermost(function: Any) -> Any:
 
 _bodies: dict[_Reference, Body] = {}
 
-_programs: weakref.WeakKeyDictionary[Callable[..., Any], Memo] = weakref.WeakKeyDictionary()
+_programs = Memo()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import jax
 
 from .._avals import describe_argument
-from .._body.signature import FOLD, FOLD_LAYERS, FOLD_LAYERS_WITH_STATE, SCAN, SCAN_LAYERS, SCAN_LAYERS_WITH_STATE
+from .._body.signature import FOLD, FOLD_LAYERS, SCAN, SCAN_LAYERS
 from .._describe.description import Description
 from .._describe.measured import OF_MEASURE, PLANS, Measurements, measure
 from .._errors import LAYER_WORDS, STEP_WORDS, WHILE_WORDS, Misuse, TypeMisuse, describe_body, explain, verb as public
@@ -94,8 +93,8 @@ def plan_remat(
             if length is not None:
                 cure = "Leave it out: the stacks have the number of layers."
                 raise Misuse("{call}: `length` cannot be given with `layers`.", cure)
-            kinds = (FOLD_LAYERS, SCAN_LAYERS) if state is None else (FOLD_LAYERS_WITH_STATE, SCAN_LAYERS_WITH_STATE)
-            blocks = prepare_layers(kinds[pair], f, init, layers, xs, args, key=key, state=state)
+            kind = SCAN_LAYERS if pair else FOLD_LAYERS
+            blocks = prepare_layers(kind, f, init, layers, xs, args, key=key, state=state)
             return _traced(functools.partial(blocks.plan, check_remat(remat)), blocks.prepared.given)
         if args:
             raise Misuse("{call}: `args` needs `layers`.", "Let the body close over it.")
@@ -240,10 +239,8 @@ def measure_remat(
     try:
         call = _taking("measure_remat", verb, args, options)
         if "remat" in options:
-            raise Misuse(
-                OF_MEASURE + " `remat` cannot be given.",
-                "`plans=[...]` lists the values of `remat` to measure.",
-            )
+            cure = "`plans=[...]` lists the values of `remat` to measure."
+            raise Misuse(OF_MEASURE + " `remat` cannot be given.", cure)
         chosen, taken = _check_plans(plans), call(None)
         if isinstance(seconds, bool) or not isinstance(seconds, (int, float)) or not seconds > 0:
             got = f"must be a positive number, got {describe_argument(seconds)}."
@@ -261,28 +258,19 @@ def measure_remat(
 
 def _taking(own: str, verb: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Taken]:
     """What takes a call from its verb: as it was given, or with another `remat`."""
-    known = False
-    with contextlib.suppress(TypeError):  # it has no hash
-        known = verb in _VERBS
-    if not known:
+    if not any(verb is other for other in _VERBS):
         named = ", ".join(f"`{other.__name__}`" for other in _VERBS)
         raise Misuse(
             f"the first argument of `{own}` must be one of {named}, got {describe_argument(verb)}.",
             f"Pass the verb, and then the arguments of its call: `treescan.{own}(treescan.scan, step, init, xs)`.",
         )
 
-    def call(*remat: Any) -> Taken:
-        return take(verb, *args, **(options | ({"remat": remat[0]} if remat else {})))
-
-    return call
+    return lambda *remat: take(verb, *args, **(options | ({"remat": remat[0]} if remat else {})))
 
 
 def _explained(error: Exception, verb: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Exception:
     """An error of a call that was taken from its verb, in the words of that verb."""
-    words: Mapping[str, str] = STEP_WORDS
-    place = 0
-    with contextlib.suppress(TypeError):  # it has no hash
-        words, place = _VERBS.get(verb, (words, place))
+    words, place = next((known for other, known in _VERBS.items() if other is verb), (STEP_WORDS, 0))
     body, init = (
         args[place + i] if place + i < len(args) else next((options[name] for name in own if name in options), None)
         for i, own in enumerate((("f", "block"), ("init", "x")))

@@ -20,16 +20,7 @@ from .._transforms.refuse import in_own_words
 from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.mask import Mask
 from .._tree import Prefix
-from .._types import (
-    Array,
-    ArrayLike,
-    Carry,
-    ForiOptions,
-    KeyedIndexBody,
-    KeyedRange,
-    PyTree,
-    RangeOptions,
-)
+from .._types import Array, ArrayLike, Carry, ForiOptions, KeyedIndexBody, KeyedRange, PyTree, RangeOptions
 from .prepare import prepare, recomputing
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
@@ -114,7 +105,7 @@ def fori(
             call = dataclasses.replace(call, given=call.given._replace(bounds=bounds))
             return call.run(
                 EndEarly(),
-                call.checking(checks, indexed=True, ends_early=True, of_rows=True),
+                call.checking(checks, ends_early=True),
                 Mask(zero, "0"),
                 KeepRows(None, zero),
                 Recompute.of(plan),
@@ -129,7 +120,7 @@ def fori(
                 "Known bounds need no `max_length`. For traced bounds, give the largest possible number of steps.",
             )
         call = prepare(FORI, f, init, length=length, **options)
-        return call.run(Count(low), call.checking(checks, indexed=True), recomputing(remat), call.showing(progress))[0]
+        return call.run(Count(low), call.checking(checks), recomputing(remat), call.showing(progress))[0]
     except Exception as error:
         explained = explain(in_own_words(error), "fori", f, init)
     raise explained

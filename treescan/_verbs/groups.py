@@ -79,14 +79,11 @@ def check_filter(option: str, given: Any) -> NameFilter:
         denied = check_filter(option, given.deny)
         return lambda name: not denied(name)
     names = tuple(given) if isinstance(given, Iterable) else (None,)
-    expect(
-        all(isinstance(name, str) for name in names),
-        option,
-        "names of collections",
-        given,
-        "Give a name, a set of names, True for all or False for none, a function of the name, or a "
-        "`treescan.DenyList` of the names to leave out.",
+    cure = (
+        "Give a name, a set of names, True for all or False for none, a function of the name, or a `treescan.DenyList` "
+        "of the names to leave out."
     )
+    expect(all(isinstance(name, str) for name in names), option, "names of collections", given, cure)
     return lambda name: name in names
 
 
@@ -182,12 +179,8 @@ class GroupStep:
 
 def refuse_made(given: PyTree, returned: PyTree) -> None:
     """Refuses carried variables that a step makes: carries keep their structure."""
-    before = {path for path, _ in leaves_with_path("", State(given, ()))}
-    rows = [
-        Row(path, "(not there)", describe_leaf(leaf))
-        for path, leaf in leaves_with_path("", State(returned, ()))
-        if path not in before
-    ]
+    before, after = (dict(leaves_with_path("", State(variables, ()))) for variables in (given, returned))
+    rows = [Row(path, "(not there)", describe_leaf(leaf)) for path, leaf in after.items() if path not in before]
     if rows:
         raise BodyFault(
             "{body} created variables in a collection that is carried. A carry must exist before the first step.",
@@ -294,17 +287,14 @@ def _prepare(
     checking = prepared.checking(roles.check_finite)
     reading = None if again is None else lambda y, keys: again(y.broadcast, keys)
     once = ComputeOnce(wanted, prepared.over_axes, checking is not None, reading, _KEYS)
-    return (
-        prepared,
-        once,
-        (
-            checking,
-            MoveOutputs(static_axes("out_axes", GroupOutputs(stacked, roles.scanned_out, 0)), check_save(save)),
-            recomputing(roles.remat),
-            KeepOutputs.of(save),
-            prepared.showing(shown_as(roles.progress, carry_of)),
-        ),
+    transforms = (
+        checking,
+        MoveOutputs(static_axes("out_axes", GroupOutputs(stacked, roles.scanned_out, 0)), check_save(save)),
+        recomputing(roles.remat),
+        KeepOutputs.of(save),
+        prepared.showing(shown_as(roles.progress, carry_of)),
     )
+    return prepared, once, transforms
 
 
 def run_groups(
@@ -333,9 +323,7 @@ def run_groups(
     """
     call, computing, transforms = _prepare(step, roles, groups, rngs, carry, args, again)
     state, stacked, _, _, once, _ = call.run(computing, *transforms, compiles=not roles.closes_over)
-    y = stacked.y
-    if _has_once(roles):
-        y = jax.tree.map(lambda of_steps, of_all: of_all if of_steps is None else of_steps, y, once.y, is_leaf=_is_none)
+    y = jax.tree.map(lambda one, of_all: of_all if one is None else one, stacked.y, once.y, is_leaf=_is_none)
     return state.carry, y, Groups(once.broadcast, state.variables, stacked.variables)
 
 
@@ -352,16 +340,12 @@ def _saved(roles: Roles) -> Save:
     """What is kept of all outputs."""
     if isinstance(roles.save, str) and roles.save == "all":
         return roles.save
-    if _has_once(roles):
+    if None in jax.tree.leaves(roles.out_axes, is_leaf=_is_none):
         raise Misuse(
             "{call}: `save` selects from stacked outputs, but `out_axes` has None for some, which are not stacked.",
             "Give each output an axis, or leave `save` out.",
         )
     return GroupOutputs(roles.save, ("all",) * len(roles.scanned_out), "all")
-
-
-def _has_once(roles: Roles) -> bool:
-    return any(map(_is_none, jax.tree.leaves(roles.out_axes, is_leaf=_is_none)))
 
 
 def _is_none(node: Any) -> bool:
@@ -416,14 +400,11 @@ def check_split(split_rngs: Any) -> tuple[tuple[Any, bool], ...]:
 
 def check_hook(option: str, hook: Any) -> None:
     """Refuses hooks that are not functions."""
-    expect(
-        hook is None or callable(hook),
-        option,
-        "a function",
-        hook,
+    cure = (
         "`data_transform(variables, rngs)` returns both, and `metadata_fn(collection, axis, added)` returns a "
-        "collection.",
+        "collection."
     )
+    expect(hook is None or callable(hook), option, "a function", hook, cure)
 
 
 def transformed(data_transform: Callable[..., Any] | None, variables: Any, rngs: Any) -> tuple[Any, Any]:
@@ -459,10 +440,8 @@ class CollectionRoles:
 
     def group(self, variables: Mapping[str, PyTree], *, out: bool) -> tuple[Groups, list[str]]:
         """Collections by their roles, those that are scanned one tree for each axis; and those that have no role."""
-        broadcast: Collections = {}
-        carried: Collections = {}
+        broadcast, carried, left = Collections(), Collections(), list[str]()
         scanned: list[Collections] = [{} for _ in self.numbers(out=out)]
-        left = []
         for name, tree in variables.items():
             if self.broadcast(name):
                 broadcast[name] = tree

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar, Unpack, overload
 
-from .._body.signature import FOLD_LAYERS, FOLD_LAYERS_WITH_STATE, SCAN_LAYERS, SCAN_LAYERS_WITH_STATE
+from .._body.signature import FOLD_LAYERS, SCAN_LAYERS
 from .._checks.arguments import OF_MASK_SCAN, check_options
 from .._errors import LAYER_WORDS, explain, verb
 from .._types import (
@@ -185,8 +185,7 @@ def scan_layers(
     """
     try:
         check_options(options, _ACCEPTED, _SCAN_REFUSES)
-        convention = SCAN_LAYERS if state is None else SCAN_LAYERS_WITH_STATE
-        return prepare_layers(convention, block, x, layers, xs, args, state=state, **options).run()
+        return prepare_layers(SCAN_LAYERS, block, x, layers, xs, args, state=state, **options).run()
     except Exception as error:
         explained = explain(explain_traced(error), "scan_layers", block, x, LAYER_WORDS)
     raise explained
@@ -305,9 +304,8 @@ def fold_layers(
     """
     try:
         check_options(options, _ACCEPTED - _FOLD_REFUSES.keys(), _FOLD_REFUSES)
-        convention = FOLD_LAYERS if state is None else FOLD_LAYERS_WITH_STATE
-        x_and_state = prepare_layers(convention, block, x, layers, xs, args, state=state, **options).run()[:-1]
-        return x_and_state if convention.stateful else x_and_state[0]
+        x_and_state = prepare_layers(FOLD_LAYERS, block, x, layers, xs, args, state=state, **options).run()[:-1]
+        return x_and_state[0] if state is None else x_and_state
     except Exception as error:
         explained = explain(explain_traced(error), "fold_layers", block, x, LAYER_WORDS)
     raise explained

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from .._avals import describe_argument, describe_node, dtype_of, shape_of
 from .._body.call import check_callable
 from .._body.signature import LIFT, annotated
-from .._errors import GROUP_WORDS, ArgumentTypeError, BodyFault, Fault, Misuse, TypeMisuse, explain, verb
+from .._errors import GROUP_WORDS, BodyFault, Misuse, TypeMisuse, explain, verb
 from .._loop.body import Body
 from .._tree import leaves_with_path
 from .._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
@@ -278,8 +278,7 @@ def _check_keys(rngs: Rngs) -> None:
 
 def _checked(what: str, given: Any) -> Mapping[str, PyTree]:
     if not (isinstance(given, Mapping) and all(isinstance(name, str) for name in given)):
-        raise Fault(  # not by `expect`: these values may be traced, so the text does not say whether they are
-            ArgumentTypeError,
+        raise TypeMisuse(  # not by `expect`: these values may be traced, so the text does not say whether they are
             f"{{call}}: `{what}` must be a dict from names to values, got {describe_argument(given)}.",
             "Call the function that `lift` returns as `run(variables, rngs, carry, *args)`, and pass `{}` if there are "
             "none.",

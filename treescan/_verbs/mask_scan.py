@@ -24,6 +24,7 @@ from .._types import (
     MaskOptions,
     Options,
     PyTree,
+    ScanBody,
     ValidBody,
     X,
     Y,
@@ -69,10 +70,7 @@ def mask_scan(
 ) -> tuple[Carry, Y]: ...
 @overload
 def mask_scan(
-    f: Callable[[Carry, Any], tuple[Carry, Y]],
-    init: Carry,
-    xs: tuple[Rows[Any], *tuple[Any, ...]],
-    **options: Unpack[MaskOptions],
+    f: ScanBody[Carry, Any, Y], init: Carry, xs: tuple[Rows[Any], *tuple[Any, ...]], **options: Unpack[MaskOptions]
 ) -> tuple[Carry, Y]: ...
 @verb
 def mask_scan(

@@ -14,7 +14,7 @@ from jax.core import Tracer
 from .._avals import shape_of
 from .._axes import LeafAxes, static_axes
 from .._body.call import check_callable, names_of, takes_keyword
-from .._body.signature import Convention
+from .._body.signature import FORI, Convention
 from .._checks.arguments import check_key, check_keywords, check_run, infer_length, resolve_axes
 from .._checks.rows import check_length, check_padded, check_rows, check_targets
 from .._data.batch import Packed, Padded
@@ -36,8 +36,6 @@ from .._types import Array, ArrayLike, Axes, FiniteCheck, ProgressLike, PyTree, 
 from ..carries._registry import Adopted, adopt
 
 if TYPE_CHECKING:
-    from .._transforms.finite.backward import CheckCotangents
-    from .._transforms.finite.check import CheckFinite
     from .._transforms.progress import ShowProgress
 
 _Batch = Padded[Any] | Packed[Any]
@@ -158,9 +156,8 @@ def _check_in_axes(in_axes: Axes, xs: PyTree, data: PyTree) -> None:
 
 def row_axes(carry_axes: Axes, x_axes: Axes, y_axes: Axes) -> tuple[Prefix, Prefix, Prefix]:
     """Where rows are, as the options say."""
-    given = {"carry_axes": carry_axes, "x_axes": x_axes, "y_axes": y_axes}
-    carries, inputs, outputs = (static_axes(name, axes, none=True) for name, axes in given.items())
-    return carries, inputs, outputs
+    carries, inputs = static_axes("carry_axes", carry_axes, none=True), static_axes("x_axes", x_axes, none=True)
+    return carries, inputs, static_axes("y_axes", y_axes, none=True)
 
 
 @dataclass(frozen=True, eq=False)
@@ -200,23 +197,13 @@ class Prepared:
         call = self.call
         return ShowProgress.of(progress, call.body, call.convention.verb, custom=bool(call.custom))
 
-    def checking(
-        self,
-        value: Any,
-        *,
-        indexed: bool = False,
-        ends_early: bool = False,
-        layers: bool = False,
-        of_rows: bool = False,
-    ) -> CheckFinite | CheckCotangents | None:
+    def checking(self, value: Any, *, ends_early: bool = False, layers: bool = False) -> Transform | None:
         """The transform of what `check_finite` says, or None if nothing is looked at.
 
         Args:
             value: what it says.
-            indexed: whether the x of a step is its index.
             ends_early: whether the loop may skip steps.
             layers: whether it is a loop over layers.
-            of_rows: whether it is a loop over rows, whose steps are masked and reset when they run once more.
         """
         if value is False:
             return None
@@ -224,6 +211,7 @@ class Prepared:
         from .._transforms.finite.case import About, looks_backward
         from .._transforms.finite.check import CheckFinite, Words
         from .._transforms.finite.site import Slices
+        from .._transforms.rows.resets import ResetRows
 
         backward = looks_backward(value)
         calls, words, xs = self.call.each, list[Words](), self.given.xs
@@ -232,7 +220,7 @@ class Prepared:
         for place, (call, axes, own) in enumerate(each):
             about = About(
                 f"`{call.convention.verb}` over {describe_body(call.body.function)}",
-                indexed,
+                call.convention is FORI,
                 bool(call.custom),
                 ends_early,
                 place if layers else None,
@@ -244,7 +232,8 @@ class Prepared:
             slices = Slices(axes, jax.tree.structure(own)) if axes is not None and None in axes else None
             roots = names_of(call.body, len(own) + 1, call.convention.place) if layers else None
             words.append(Words(about, slices, roots))
-        return (CheckCotangents if backward else CheckFinite)(tuple(words), _around_rows() if of_rows else ())
+        around = Mask(_ZERO, "0"), ResetRows()  # of a step of rows, when it runs once more
+        return (CheckCotangents if backward else CheckFinite)(tuple(words), around)
 
     def run(self, *transforms: Transform | None, compiles: bool = True) -> Any:
         """Runs the call with these transforms, in the order of `order.ORDER`; None is skipped.
@@ -272,13 +261,6 @@ class Prepared:
         return restored(result, self.call, self.adopted)
 
 
-def _around_rows() -> tuple[Transform, ...]:
-    """What is put around a step of rows that runs once more."""
-    from .._transforms.rows.resets import ResetRows
-
-    return Mask(_ZERO, "0"), ResetRows()
-
-
 def recomputing(remat: Any) -> Transform | None:
     """The transform of `remat`, or None if nothing is recomputed."""
     if remat is None:
@@ -297,31 +279,20 @@ def truncating(truncate: Any) -> Transform | None:
     return Truncate.of(truncate)
 
 
-def beginning(flags: RowFlags) -> Transform | None:
-    """The transform of what segments begin from, or None if that is `init`."""
-    if flags.to is None and flags.inits is None:
-        return None
-    from .._transforms.rows.resets import BeginSegments
-
-    return BeginSegments()
-
-
-def resetting(flags: RowFlags) -> Transform | None:
-    """The transform of `resets`, or None if no row begins again."""
+def dividing(flags: RowFlags) -> list[Transform]:
+    """The transforms of what divides rows into segments: `resets`, `reset_to` and packed sequences."""
     if flags.resets is None:
-        return None
-    from .._transforms.rows.resets import ResetRows
+        return []
+    from .._transforms.rows.resets import BeginSegments, ResetRows
 
-    return ResetRows()
+    segments: list[Transform] = [ResetRows()]
+    if flags.to is not None or flags.inits is not None:
+        segments.append(BeginSegments())
+    if flags.spans is not None:
+        from .._transforms.rows.packed import EndsOfSequences
 
-
-def ending(flags: RowFlags) -> Transform | None:
-    """The transform that has packed sequences end each with a carry of its own."""
-    if flags.spans is None:
-        return None
-    from .._transforms.rows.packed import EndsOfSequences
-
-    return EndsOfSequences()
+        segments.append(EndsOfSequences())
+    return segments
 
 
 def prepare(
@@ -397,9 +368,8 @@ def restored(result: Any, call: Call, adopted: Adopted) -> Any:
     if not (call.frozen or adopted.back):
         return result
     state, ys, *_ = result
-    if call.frozen:
-        state = thaw_static(state)
-    both = adopted.restore(state), (adopted.restore(ys) if call.convention.stacks else ys)
+    state = adopted.restore(thaw_static(state) if call.frozen else state)
+    both = state, (adopted.restore(ys) if call.convention.stacks else ys)
     return result._replace(state=both[0], ys=both[1]) if isinstance(result, Result) else both
 
 
@@ -511,14 +481,12 @@ def run_scan(
     call = dataclasses.replace(call, given=call.given._replace(rows=flags))
     return call.run(
         rows.over(call.axes, _without_refs(rows.chunk, remat, kept, check_finite)),
-        beginning(flags),
-        call.checking(check_finite, of_rows=True),
+        call.checking(check_finite),
         MoveOutputs.of(out_axes, save),
         Mask(filled, repr(rows.fill)),
-        resetting(flags),
+        *dividing(flags),
         truncating(truncate),
         KeepRows(kept, filled),
-        ending(flags),
         recomputing(remat),
         Skip(rows.chunk, rows.compact),
         call.showing(progress),

@@ -13,7 +13,7 @@ from .._avals import describe_argument, describe_leaf, describe_node, is_mutable
 from .._axes import LeafAxes
 from .._body.call import are_alike
 from .._body.carry import StateAndY
-from .._body.signature import Convention
+from .._body.signature import WITH_STATE, Convention
 from .._checks.arguments import check_key, check_keywords, check_run, needs_positional, no_axis, resolve_axes, with_axes
 from .._checks.rows import check_length
 from .._data.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
@@ -115,7 +115,7 @@ def _count(stack: PyTree, root: str, length: int | None) -> int:
 
 def forgotten_stack(layers: PyTree, root: str) -> list[str]:
     """The advice to stack layers, if `layers` may be a list of them."""
-    if type(layers) not in (list, tuple) or len(layers) < 2 or not are_alike(layers):
+    if not are_alike(layers):
         return []
     return [
         f"Did you forget `treescan.stack`? `{root}` is a {type(layers).__name__} of {len(layers)} trees of the same "
@@ -263,15 +263,12 @@ def refuse_mutable(given: Mapping[str, PyTree]) -> None:
     """Refuses mutable arrays, which no loop can carry, slice or hand on."""
     named = [pair for root, tree in given.items() for pair in leaves_with_path(root, tree)]
     rows = [
-        Row(path, "an array", describe_leaf(leaf), "")
-        for path, leaf in named
-        if not is_static(leaf) and is_mutable(leaf)
+        Row(path, "an array", describe_leaf(leaf)) for path, leaf in named if not is_static(leaf) and is_mutable(leaf)
     ]
     if rows:
         raise Misuse(
             "{call}: mutable arrays cannot be leaves of a stack, of `args` or of x.",
             "Let the block close over them, or give their values, `ref[...]`.",
-            header=("leaf", "expected", "is"),
             rows=rows,
         )
 
@@ -387,6 +384,7 @@ def prepare_layers(
     Raises:
         Fault: as `treescan.scan_layers`.
     """
+    convention = convention if state is None else WITH_STATE[convention]
     handles = [body_of(function, convention) for function in (block if is_pattern(block) else [block])]
     bodies, stacks = [body for body, _ in handles], check_stacks(block, layers, xs, in_axes, length)
     adopted, frozen_args, key = adopt(x, "x"), check_args(args), check_key(key)

@@ -240,7 +240,7 @@ def while_scan(
         call = dataclasses.replace(call, cond=condition.function)
         result = call.run(
             EndEarly(condition, *rows, call.axes, compact),
-            call.checking(check_finite, ends_early=True, of_rows=True),
+            call.checking(check_finite, ends_early=True),
             MoveOutputs.of(out_axes, save),
             Mask(Prefix.of(filled), repr(filled)),
             KeepRows(check_save(save), Prefix.of(filled)),
