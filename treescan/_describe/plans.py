@@ -8,7 +8,7 @@ import functools
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -37,6 +37,7 @@ from .._tree import leaves_with_path
 from .description import Plan, Saved
 
 _DEEPEST = 4
+_T = TypeVar("_T")
 
 
 def named_constants(function: Any, values: Sequence[Any]) -> list[str]:
@@ -46,16 +47,10 @@ def named_constants(function: Any, values: Sequence[Any]) -> list[str]:
     """
     known = dict[int, str]()
     for name, value in _reachable(function, _DEEPEST, set()):
-        for path, leaf in _leaves(name, value):
-            known.setdefault(id(leaf), path)
+        with contextlib.suppress(Exception):  # a container that JAX cannot take apart: dicts whose keys have no order
+            for path, leaf in leaves_with_path(name, value):
+                known.setdefault(id(leaf), path)
     return [known.get(id(value), f"constant {number}") for number, value in enumerate(values)]
-
-
-def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
-    try:
-        return leaves_with_path(name, value)
-    except Exception:  # a container that JAX cannot take apart: dicts whose keys cannot be ordered
-        return []
 
 
 def _reachable(function: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -71,17 +66,14 @@ def _reachable(function: Any, depth: int, seen: set[int]) -> Iterator[tuple[str,
 
 def _named(function: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(function, functools.partial):
-        try:
-            names = list(inspect.signature(function.func).parameters)
-        except (TypeError, ValueError):
-            names = []
+        names = list[str]()
+        with contextlib.suppress(TypeError, ValueError):
+            names += inspect.signature(function.func).parameters
         yield from zip([*names, *("args" for _ in function.args)], function.args, strict=False)
-        yield from function.keywords.items()
-        yield "func", function.func
+        yield from (*function.keywords.items(), ("func", function.func))
         return
     if inspect.ismethod(function):
-        yield "self", function.__self__
-        yield "func", function.__func__
+        yield from (("self", function.__self__), ("func", function.__func__))
         return
     inner = inspect.unwrap(function)
     code = getattr(inner, "__code__", None)
@@ -89,20 +81,14 @@ def _named(function: Any) -> Iterator[tuple[str, Any]]:
         yield from vars(inner).items() if hasattr(inner, "__dict__") else ()
         yield "self", inner
         return
-    yield from _cells(inner)
+    for name, cell in zip(code.co_freevars, inner.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it is empty
+            yield name, cell.cell_contents
+    for parameter in inspect.signature(inner).parameters.values():
+        if parameter.default is not inspect.Parameter.empty:
+            yield parameter.name, parameter.default
     found = getattr(inner, "__globals__", {})
     yield from ((name, found[name]) for name in code.co_names if name in found and not inspect.ismodule(found[name]))
-
-
-def _cells(function: Any) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # it is empty
-            continue
-    for default in inspect.signature(function).parameters.values():
-        if default.default is not inspect.Parameter.empty and jax.tree.leaves(default.default):
-            yield default.name, default.default
 
 
 def saved_by_steps(bodies: list[TracedBody]) -> tuple[Saved, ...]:
@@ -274,11 +260,16 @@ Shape = tuple[tuple[int, ...], tuple[int, ...], int]
 where these are several; and how often the gradient evaluates each step, the forward pass included."""
 
 
+def of_types(function: Callable[[Arguments], _T], given: Arguments) -> _T:
+    """What a function finds that is traced for these arrays, which may be types alone."""
+    found = list[_T]()
+    jax.eval_shape(lambda given: found.append(function(given)), given)
+    return found[0]
+
+
 def plan_of(taken: Taken, remat: Any, *, used: bool) -> tuple[Plan, tuple[int, ...]]:
     """What a call needs under its `remat`, and the numbers of rows that its body is made for."""
-    found, program = list[Shape](), taken.program
-    jax.eval_shape(lambda given: found.append(_shape_of(program, given)), taken.given)
-    sizes, tiers, evaluations = found[0]
+    sizes, tiers, evaluations = of_types(functools.partial(_shape_of, taken.program), taken.given)
     needed, refusal = gradient_bytes(taken.program, taken.given)
     return Plan(remat, used, sizes, needed, evaluations, refusal), tiers
 
@@ -316,22 +307,10 @@ class Refused(Exception):
     """There is no gradient; the text says why."""
 
 
-class Gradient(NamedTuple):
+def gradient_of(program: Program, given: Arguments) -> tuple[Callable[..., list[Any]], list[Any], list[Any]]:
     """The gradient of the sum of the squares of all results of a program.
 
-    Attributes:
-        function: maps all floating-point arrays that the program reads, and its other arrays, to the gradient.
-        smooth: the former.
-        others: the latter.
-    """
-
-    function: Callable[[list[Any], list[Any]], list[Any]]
-    smooth: list[Any]
-    others: list[Any]
-
-
-def gradient_of(program: Program, given: Arguments) -> Gradient:
-    """The gradient of a program.
+    It is a function of all floating-point arrays that the program reads, and of its other arrays. Both come with it.
 
     Raises:
         Refused: if there is none.
@@ -350,7 +329,7 @@ def gradient_of(program: Program, given: Arguments) -> Gradient:
         squares = [jnp.square(jnp.real(leaf)).sum(dtype=jnp.float32) for leaf in results if is_smooth(leaf)]
         return sum(squares[1:], squares[0])
 
-    return Gradient(jax.grad(loss), *split(floats, leaves))
+    return jax.grad(loss), *split(floats, leaves)
 
 
 def reason_of(error: Exception) -> str:
@@ -377,7 +356,8 @@ def _shape_of(program: Program, given: Arguments) -> Shape:
         loop = transform(loop)
     if loop.going is not None:
         chunks = plan_chunks(loop)
-        return (*chunks.inner, chunks.size), _tiers_of(loop), 2 + len(chunks.inner) + _steps_too(loop.remat)
+        again = isinstance(loop.remat, Remat) and loop.remat.policy is not jax.checkpoint_policies.everything_saveable
+        return (*chunks.inner, chunks.size), _tiers_of(loop), 2 + len(chunks.inner) + again  # each step a last time
     loop, levels = plan(in_rounds(loop))
     again = _recomputes_steps(loop.step) or any(isinstance(each, Prefetch) for each in program.transforms)
     evaluations = 1 + again + sum(recomputes(level.around) for level in levels)
@@ -393,9 +373,3 @@ def _tiers_of(loop: Loop) -> tuple[int, ...]:
     """The numbers of rows that a body is made for, where that is several."""
     tiers = getattr(loop.rows, "tiers", ())
     return tiers if len(tiers) > 1 else ()
-
-
-def _steps_too(remat: Any) -> int:
-    """Whether each step is evaluated a last time, from the carry before it."""
-    whole = jax.checkpoint_policies.everything_saveable
-    return int(isinstance(remat, Remat) and remat.policy is not whole)
