@@ -36,7 +36,7 @@ def gather(verb: str, unit: str, taken: Taken, remat: Any, retake: Callable[[Any
 
     facts, case = of_types(look, taken.given)
     call = case.calls[-1]
-    plan, tiers = _plan_of(taken, remat, case, facts["findings"])
+    plan, tiers = _plan_of(taken, remat, facts["findings"])
     known = plan.refusal != _UNKNOWN
     needed, results = forward_bytes(taken.program, taken.given) if known else (None, None)
     return Description(
@@ -72,7 +72,7 @@ def _check_steps(program: Program) -> None:
 _UNKNOWN = "the body cannot be called with fewer rows"
 
 
-def _plan_of(taken: Taken, remat: Any, case: Case, findings: Any) -> tuple[Plan, tuple[int, ...]]:
+def _plan_of(taken: Taken, remat: Any, findings: Any) -> tuple[Plan, tuple[int, ...]]:
     """The plan of the call. Where a finding says why it cannot run, that is its plan."""
     try:
         return plan_of(taken, remat, used=True)

@@ -16,7 +16,7 @@ from jax.core import Tracer, eval_jaxpr
 
 from .._avals import describe_leaf
 from .._axes import LeafAxes
-from .._errors import TreescanError, describe_body
+from .._errors import TreescanError
 from .._loop.body import Body
 from .._loop.loop import Loop
 from .._remat import Remat
@@ -147,11 +147,6 @@ class TracedBody:
     fixed: list[bool]
     x: list[Named]
     constants: list[Named]
-
-    @property
-    def name(self) -> str:
-        """The body, with its file and line."""
-        return describe_body(self.body.function)
 
     @functools.cached_property
     def jaxpr(self) -> Any:

@@ -255,10 +255,7 @@ def measure_remat(
 
 def _taking(own: str, verb: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Callable[..., Taken]:
     """What takes a call from its verb: as it was given, or with another `remat`."""
-    known = False
-    with contextlib.suppress(TypeError):  # it has no hash
-        known = verb in _VERBS
-    if not known:
+    if _told_of(verb) is None:
         named = ", ".join(f"`{other.__name__}`" for other in _VERBS)
         raise Misuse(
             f"the first argument of `{own}` must be one of {named}, got {describe_argument(verb)}.",
@@ -271,12 +268,16 @@ def _taking(own: str, verb: Any, args: tuple[Any, ...], options: dict[str, Any])
     return call
 
 
+def _told_of(verb: Any) -> tuple[Mapping[str, str], int] | None:
+    """What the table says of a verb; None: it is none."""
+    with contextlib.suppress(TypeError):  # it has no hash
+        return _VERBS.get(verb)
+    return None
+
+
 def _explained(error: Exception, verb: Any, args: tuple[Any, ...], options: dict[str, Any]) -> Exception:
     """An error of a call that was taken from its verb, in the words of that verb."""
-    words: Mapping[str, str] = STEP_WORDS
-    place = 0
-    with contextlib.suppress(TypeError):  # it has no hash
-        words, place = _VERBS.get(verb, (words, place))
+    words, place = _told_of(verb) or (STEP_WORDS, 0)
     body, init = (
         args[place + i] if place + i < len(args) else next((options[name] for name in own if name in options), None)
         for i, own in enumerate((("f", "block"), ("init", "x")))
