@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple, TypeVar
 
@@ -97,19 +97,15 @@ def saved_by_steps(bodies: list[TracedBody]) -> tuple[Saved, ...]:
     Nothing if JAX refuses a gradient.
     """
     try:
-        each = [saved for body in bodies for saved in _by_place(_saved(body))]
+        each = [saved for body in bodies for saved in _saved(body)]
     except Exception:  # the plan of the call says why
         return ()
-    return tuple(_by_place(sorted(each, key=lambda saved: -saved.bytes)))
-
-
-def _by_place(each: Iterable[Saved]) -> list[Saved]:
     joined = dict[str, Saved]()
     for saved in each:
         old = joined.get(saved.place, Saved(saved.place, (), (), 0))
         operations = tuple(dict.fromkeys((*old.operations, *saved.operations)))
         joined[saved.place] = Saved(saved.place, operations, (*old.types, *saved.types), old.bytes + saved.bytes)
-    return sorted(joined.values(), key=lambda saved: -saved.bytes)
+    return tuple(sorted(joined.values(), key=lambda saved: -saved.bytes))
 
 
 def _saved(body: TracedBody) -> Iterator[Saved]:

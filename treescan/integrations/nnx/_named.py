@@ -156,12 +156,11 @@ class ModuleCarry(AbstractCarry[Any, Any]):
             raise TypeError(f"the step returned a {type(returned).__name__} instead of the module that it was given")
         graph, state = nnx.split(returned)
         if graph != self.graph:
+            rows = _differences(self.read(), returned)
+            changes = [f"{row.leaf} had {row.expected}, now {row.came}. " for row in rows]
             raise TypeError(
-                "the module that the step returned has another structure: "
-                + "".join(
-                    f"{row.leaf} had {row.expected}, now {row.came}. " for row in _differences(self.read(), returned)
-                )
-                + "Submodules, variables, their metadata and settings must be the same in every step. Create all of "
+                f"the module that the step returned has another structure: {''.join(changes)}"
+                "Submodules, variables, their metadata and settings must be the same in every step. Create all of "
                 "them before the scan"
             )
         return ModuleCarry(state, self.graph)
