@@ -347,20 +347,19 @@ def _shape_of(program: Program, given: Arguments) -> Shape:
         loop = transform(loop)
     if loop.going is not None:
         chunks = plan_chunks(loop)
+        sizes = *chunks.inner, chunks.size
+        # Each step may be evaluated a last time, from the carry before it.
         again = isinstance(loop.remat, Remat) and loop.remat.policy is not jax.checkpoint_policies.everything_saveable
-        return (*chunks.inner, chunks.size), _tiers_of(loop), 2 + len(chunks.inner) + again  # each step a last time
-    loop, levels = plan(in_rounds(loop))
-    again = _recomputes_steps(loop.step) or any(isinstance(each, Prefetch) for each in program.transforms)
-    evaluations = 1 + again + sum(recomputes(level.around) for level in levels)
-    return tuple(level.size for level in levels if level.size < loop.length), _tiers_of(loop), evaluations
+        evaluations = 2 + len(chunks.inner) + again
+    else:
+        loop, levels = plan(in_rounds(loop))
+        sizes = tuple(level.size for level in levels if level.size < loop.length)
+        again = _recomputes_steps(loop.step) or any(isinstance(each, Prefetch) for each in program.transforms)
+        evaluations = 1 + again + sum(recomputes(level.around) for level in levels)
+    tiers = getattr(loop.rows, "tiers", ())
+    return sizes, tiers if len(tiers) > 1 else (), evaluations
 
 
 def _recomputes_steps(step: Any) -> bool:
     inner = getattr(step, "steps", ()) or filter(None, [getattr(step, "step", None)])
     return isinstance(step, Checkpointed) or any(map(_recomputes_steps, inner))
-
-
-def _tiers_of(loop: Loop) -> tuple[int, ...]:
-    """The numbers of rows that a body is made for, where that is several."""
-    tiers = getattr(loop.rows, "tiers", ())
-    return tiers if len(tiers) > 1 else ()
