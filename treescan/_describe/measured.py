@@ -132,7 +132,7 @@ class Measurements:
     def _section(self) -> Section:
         rows = [
             (
-                _time(plan.seconds),
+                _time(plan.seconds or 0.0),
                 f"{_time(plan.fastest)} to {_time(plan.slowest)}",
                 "?" if plan.bytes is None else describe_bytes(plan.bytes),
                 f"{plan.compile_seconds:.1f} s",
@@ -168,7 +168,7 @@ class Measurements:
         ax = axes_of(ax, 4.0)
         for plan in self._ran:
             if plan.bytes is not None:
-                at = 1e3 * plan.seconds, plan.bytes / 2**20
+                at = 1e3 * (plan.seconds or 0.0), plan.bytes / 2**20
                 ax.scatter(*at)
                 ax.annotate(spelled(plan.remat), at, xytext=(4, 4), textcoords="offset points")
         ax.set_xlabel("milliseconds")

@@ -16,7 +16,7 @@ from ..._body.signature import LIFT
 from ..._errors import GROUP_WORDS, Fault, explain, verb
 from ..._types import FiniteCheck, ProgressLike, PyTree, RematLike, Save
 from ..._verbs.groups import Groups, GroupStep, Roles, State, check_hook, check_split, run_groups
-from ._scopes import ScopedCall, axes_of, merged, parted_rngs, with_axes, without_axes
+from ._scopes import Axes, ScopedCall, axes_of, merged, parted_rngs, with_axes, without_axes
 
 Target = TypeVar("Target")
 FLAX = dataclasses.replace(LIFT, verb="flax.scan")
@@ -40,6 +40,22 @@ class Settings:
     metadata_params: Mapping[Any, Any] = FrozenDict()
     check_constancy_invariants: bool = True
 
+    def roles(self, into: Axes, out: Axes, more: Mapping[str, Any]) -> Roles:
+        """What becomes of variables, keys and arguments, with what treescan takes beside flax's arguments."""
+        return Roles(
+            tuple(into.values()),
+            tuple(out.values()),
+            _plain(self.in_axes),
+            _plain(self.out_axes),
+            self.length,
+            self.reverse,
+            self.unroll,
+            lowering=(("_split_transpose", True),) if self._split_transpose else (),
+            closes_over=True,
+            convention=FLAX,
+            **more,
+        )
+
 
 def _plain(axes: Any) -> Any:
     """Axes with None for what flax calls broadcast."""
@@ -54,20 +70,7 @@ def _lift(function: Any, target: Any, settings: Settings, more: Mapping[str, Any
         check_hook("data_transform", settings.data_transform)
     except Fault as error:
         raise explain(error, "flax.scan", target) from None
-    roles = Roles(
-        tuple(into.values()),
-        tuple(out.values()),
-        _plain(settings.in_axes),
-        _plain(settings.out_axes),
-        settings.length,
-        settings.reverse,
-        settings.unroll,
-        lowering=(("_split_transpose", True),) if settings._split_transpose else (),
-        closes_over=True,
-        convention=FLAX,
-        **more,
-    )
-    split = tuple(settings.split_rngs.values())
+    roles, split = settings.roles(into, out, more), tuple(settings.split_rngs.values())
     metadata, constant = settings.metadata_params, settings.check_constancy_invariants
 
     def run(
