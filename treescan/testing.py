@@ -14,7 +14,9 @@ from ._avals import describe_leaf, is_key
 from ._body.carry import agree, find_differences
 from ._errors import ArgumentError, Row, is_jax_frame, shorten, walk_traceback
 from ._text import table, wrap
+from ._trace.hoist import smooth_part
 from ._transforms.rows.axes import row_axes
+from ._transforms.rows.leaves import expand
 from ._tree import leaves_with_path
 from ._types import Array, PyTree
 from ._verbs.mask_scan import mask_scan
@@ -74,7 +76,8 @@ def check_carry(carry: AbstractCarry[Any, Any], returned: PyTree, *, batch: tupl
         raise ValueError("check_carry needs what a body returns in at least 3 steps, leaves [T, ...]")
     failed: dict[str, list[Row]] = {}
     causes: list[Exception] = []
-    trial = _Trial(jax.tree.map(_array, carry), returned, batch, ())
+    arrays = jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), carry)
+    trial = _Trial(arrays, returned, batch, ())
     for law in (_hooks_run, _types_stay):
         failed |= _try(law, trial, causes)
     if not failed:
@@ -97,7 +100,9 @@ def _try(law: Callable[[_Trial], Iterator[Row]], trial: _Trial, causes: list[Exc
     try:
         rows = list(law(trial))
     except Exception as error:
-        cause = _root_of(error)
+        cause = error  # what a hook raised, of an error that tells of it
+        while isinstance(cause.__cause__, Exception):
+            cause = cause.__cause__
         call, place = _failed_hook(type(trial.carry), cause)
         causes.append(cause)
         rows = [Row(call, "no error", f"{describe_error(cause)}{f', at {place}' if place else ''}", "")]
@@ -116,13 +121,6 @@ def _report(kind: type, failed: dict[str, list[Row]], cause: Exception | None) -
 
 
 _HOOKS = ("read", "write", "rows")
-
-
-def _root_of(error: Exception) -> Exception:
-    """What a hook raised, of an error that tells of it."""
-    while isinstance(error.__cause__, Exception):
-        error = error.__cause__
-    return error
 
 
 def _failed_hook(kind: type, error: Exception) -> tuple[str, str]:
@@ -302,7 +300,7 @@ def _blind(trial: _Trial) -> Iterator[Row]:
         return
     valid = _some_valid(trial)[0]
     first = trial.at(0)
-    other = jax.tree.map(lambda leaf: jnp.where(_along(valid, leaf), leaf, _other(leaf)), first)
+    other = jax.tree.map(lambda leaf: jnp.where(expand(valid, leaf, 0), leaf, _other(leaf)), first)
     new, same = (trial.carry.write(given, valid) for given in (first, other))
     both = zip(leaves_with_path("carry", new), jax.tree.leaves(same), trial.axes, strict=True)
     for (path, a), b, axis in both:
@@ -312,21 +310,16 @@ def _blind(trial: _Trial) -> Iterator[Row]:
 
 def _zero_cotangents(trial: _Trial) -> Iterator[Row]:
     """The gradient of zero is zero, not NaN."""
-    zeros = _pull(trial, jnp.zeros_like)
+    zeros = _pull(_scan, trial.carry, trial.returned, jnp.zeros_like)
     yield from differ("gradient", jax.tree.map(jnp.zeros_like, zeros), zeros, exact=True)
 
 
 def _finite_gradients(trial: _Trial) -> Iterator[Row]:
     """Gradients are finite, even in a step in which no row is valid."""
-    yield from finite("gradient", _pull(trial, jnp.ones_like))
+    yield from finite("gradient", _pull(_scan, trial.carry, trial.returned))
     invalid = jnp.zeros(trial.batch, bool)
-
-    def write(numbers: list[Array]) -> list[Array]:
-        carry, returned = _with_numbers((trial.carry, trial.at(0)), numbers)
-        return _numbers(carry.write(returned, invalid))
-
-    out, back = jax.vjp(write, _numbers((trial.carry, trial.at(0))))
-    yield from finite("gradient of a step without valid rows", back(jax.tree.map(jnp.ones_like, out))[0])
+    of_step = _pull(lambda carry, returned: carry.write(returned, invalid), trial.carry, trial.at(0))
+    yield from finite("gradient of a step without valid rows", of_step)
 
 
 _LAWS = (
@@ -370,23 +363,17 @@ def _both(label: str, expected: tuple[PyTree, PyTree], came: tuple[PyTree, PyTre
 
 def _some_valid(trial: _Trial) -> Array:
     """bool[T, *batch] with gaps, padding at both ends, and one row without anything valid where there are several."""
-    shape = (trial.steps, *trial.batch)
     rows = jnp.arange(np.prod(trial.batch, dtype=int)).reshape(trial.batch)
     steps = jnp.arange(trial.steps).reshape(-1, *(1 for _ in trial.batch))
-    steps, rows = jnp.broadcast_to(steps, shape), jnp.broadcast_to(rows[None], shape)
     return ((steps + rows) % 3 != 2) & (rows != 1)
 
 
 def _with_bad_padding(returned: PyTree, valid: Array) -> PyTree:
     def spoil(leaf: Array) -> Array:
         is_number = jnp.issubdtype(leaf.dtype, jnp.inexact)
-        return jnp.where(_along(valid, leaf), leaf, jnp.nan) if is_number else leaf
+        return jnp.where(expand(valid, leaf, 0), leaf, jnp.nan) if is_number else leaf
 
     return jax.tree.map(spoil, returned)
-
-
-def _along(valid: Array, leaf: Array) -> Array:
-    return valid.reshape(*valid.shape, *(1,) * (leaf.ndim - valid.ndim))
 
 
 def _other(leaf: Array) -> Array:
@@ -405,7 +392,7 @@ def _shared_leaves_change(trial: _Trial) -> bool:
 def _in_rows(trial: _Trial) -> _Trial:
     """Three rows that begin from the carry; the second receives the steps in the opposite order."""
     leaves, structure = jax.tree.flatten(trial.carry)
-    passed_on = jax.tree.leaves(trial.carry.write(jax.tree.map(lambda leaf: leaf[0], trial.returned), None))
+    passed_on = jax.tree.leaves(trial.carry.write(trial.at(0), None))
     # A number that `write` passes on is one for all rows: whoever creates the carry gives no batch of them.
     rows = [
         leaf if axis is None or (leaf is new and not leaf.ndim) else jnp.stack([leaf] * 3, axis)
@@ -425,26 +412,19 @@ def _one_row(carry: PyTree, axes: tuple[int | None, ...], row: tuple[int, ...]) 
     return jax.tree.unflatten(structure, taken)
 
 
-def _numbers(tree: PyTree) -> list[Array]:
-    return [leaf for leaf in map(_array, jax.tree.leaves(tree)) if jnp.issubdtype(leaf.dtype, jnp.inexact)]
+def _pull(
+    function: Callable[..., PyTree], carry: Any, returned: PyTree, choose: Callable[[Array], Array] = jnp.ones_like
+) -> PyTree:
+    """The gradient of a function by what is floating-point in its arguments.
 
-
-def _array(leaf: Any) -> Array:
-    return leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf)
-
-
-def _with_numbers(tree: PyTree, numbers: list[Array]) -> PyTree:
-    """A tree with its floating-point leaves replaced."""
-    new, (leaves, structure) = iter(numbers), jax.tree.flatten(tree)
-    replaced = [next(new) if jnp.issubdtype(_array(leaf).dtype, jnp.inexact) else leaf for leaf in leaves]
-    return jax.tree.unflatten(structure, replaced)
-
-
-def _pull(trial: _Trial, choose: Callable[[Array], Array]) -> PyTree:
-    """The gradient of a scan where a function of its floating-point results makes their cotangents."""
+    `choose` makes the cotangents of its floating-point results, of these results.
+    """
+    part = smooth_part((carry, returned))
+    numbers, rest = part.split((carry, returned))
 
     def run(numbers: list[Array]) -> list[Array]:
-        return _numbers(_scan(*_with_numbers((trial.carry, trial.returned), numbers)))
+        out = function(*part.join(numbers, rest))
+        return smooth_part(out).split(out)[0]
 
-    out, back = jax.vjp(run, _numbers((trial.carry, trial.returned)))
+    out, back = jax.vjp(run, numbers)
     return back(jax.tree.map(choose, out))[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections import Counter
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeAlias
@@ -118,14 +119,12 @@ def least_fit(lengths: Ints) -> Fit:
     longest = int(lengths.max())
     if not longest:
         return first_fit(lengths, 0)
-    candidates = np.unique(np.linspace(longest, 2 * longest, _CANDIDATES).astype(np.int64))
-    bounds = sorted((int(length) * _fewest_rows(lengths, int(length)), int(length)) for length in candidates)
-    best: Fit | None = None
+    candidates = np.unique(np.linspace(longest, 2 * longest, _CANDIDATES).astype(np.int64)).tolist()
+    (_, length), *bounds = sorted((length * _fewest_rows(lengths, length), length) for length in candidates)
+    best = first_fit(lengths, length)
     for bound, length in bounds:
-        if best is None or (bound + bound // _CLOSE, length) < _cost(best):
-            fit = first_fit(lengths, length, most=_cost(best)[0] // length if best else None)
-            best = min(best or fit, fit, key=_cost)
-    assert best is not None
+        if (bound + bound // _CLOSE, length) < _cost(best):
+            best = min(best, first_fit(lengths, length, most=_cost(best)[0] // length), key=_cost)
     return best
 
 
@@ -201,10 +200,9 @@ def check_sequences(sequences: Any) -> Sequences:
         )
     trees: list[tuple[list[Any], TreeDef]] = [jax.tree.flatten(sequence) for sequence in sequences]
     leaves = [flat for flat, _ in trees]
-    for i, flat in enumerate(leaves):
-        if any(isinstance(leaf, Tracer) for leaf in flat):
-            for path, leaf in leaves_with_path(f"sequences[{i}]", sequences[i]):
-                refuse_traced(leaf, path)
+    if any(isinstance(leaf, Tracer) for flat in leaves for leaf in flat):
+        for path, leaf in leaves_with_path("sequences", list(sequences)):
+            refuse_traced(leaf, path)
     _check_steps(sequences, leaves)
     if any(structure != trees[0][1] for _, structure in trees):
         _refuse_differences(
@@ -245,9 +243,8 @@ def _check_steps(sequences: Sequence[PyTree], leaves: list[list[Any]]) -> None:
 
 def _refuse_differences(trees: Sequence[PyTree], name: str, says: str, cure: str) -> None:
     """Refuses trees that differ from the first."""
-    rows: list[Row] = []
-    for i, tree in enumerate(trees[1:], 1):
-        rows += [difference.row for difference in find_differences(f"{name}[{i}]", (), trees[0], tree)]
+    differences = [find_differences(f"{name}[{i}]", (), trees[0], tree) for i, tree in enumerate(trees)]
+    rows = [difference.row for found in differences for difference in found]
     if rows:
         raise Misuse(says, cure, header=("leaf", f"in {name}[0]", "is"), rows=some(rows))
 
@@ -290,17 +287,15 @@ def check_count(value: Any, name: str, least: int = 0) -> int | None:
     """A concrete int from `least` up, or None."""
     if value is None:
         return None
-    refuse_traced(value, f"`{name}`", _STATIC)
+    static = (
+        "It is the size of an axis, so it must be known when the program is traced: take it from a shape, or make it a "
+        "static argument of the function under `jax.jit`."
+    )
+    refuse_traced(value, f"`{name}`", static)
     count = expect_int(value, name, f"Give an int of at least {least}: `int(...)` converts a whole number.")
     if count < least:
         raise Misuse(f"{{verb}}: `{name}` is {count}.", f"Give an int of at least {least}.")
     return count
-
-
-_STATIC = (
-    "It is the size of an axis, so it must be known when the program is traced: take it from a shape, or make it a "
-    "static argument of the function under `jax.jit`."
-)
 
 
 def check_fits(lengths: Ints, length: int) -> None:
@@ -333,13 +328,12 @@ class Spans(NamedTuple):
 
 
 def _lay_leaf(column: list[Any], where: list[tuple[int, slice]], steps: int, rows: int, number: Any) -> Array:
-    if is_key(column[0]):
-        return keys_of(_lay_leaf([key_bits(leaf) for leaf in column], where, steps, rows, 0), column[0])
-    shape, dtype = _step_type(column[0])
+    leaves = _on_host(column)
+    shape, dtype = _step_type(leaves[0])
     batch = np.full((steps, rows, *shape), number, dtype)
-    for leaf, (row, span) in zip(jax.device_get(column), where, strict=True):
+    for leaf, (row, span) in zip(leaves, where, strict=True):
         batch[span, row] = leaf
-    return put(batch)
+    return put(batch, column[0])
 
 
 def spread_value(value: PyTree, example: PyTree, root: str = "sequences[0]", whole: str = "a sequence") -> list[Any]:
@@ -400,28 +394,27 @@ def check_concrete(value: Any, name: str) -> Any:
 def _cut_leaf(leaf: Any, where: list[tuple[int, slice]]) -> list[Array]:
     if isinstance(leaf, Tracer):
         return [leaf[span, row] for row, span in where]
-    if is_key(leaf):
-        return [keys_of(bits, leaf) for bits in _cut_leaf(key_bits(leaf), where)]
-    batch = np.asarray(leaf)
-    return put([batch[span, row].copy() for row, span in where])
+    (batch,) = _on_host([leaf])
+    return put([batch[span, row].copy() for row, span in where], leaf)
 
 
-def put(tree: Any) -> Any:
-    """NumPy arrays as arrays of JAX, concrete under a trace too. `jnp.asarray` compiles a copy for each new shape."""
+def _on_host(leaves: list[Any]) -> list[np.ndarray]:
+    """Concrete leaves as NumPy arrays, of typed keys their data."""
     with jax.ensure_compile_time_eval():
-        return jax.device_put(tree)
+        leaves = [jax.random.key_data(leaf) if is_key(leaf) else leaf for leaf in leaves]
+    return list(map(np.asarray, jax.device_get(leaves)))
 
 
-def key_bits(keys: Any) -> Any:
-    """The data of typed keys, as a NumPy array."""
+def put(tree: Any, like: Any = None) -> Any:
+    """NumPy arrays as arrays of JAX, concrete under a trace too. `jnp.asarray` compiles a copy for each new shape.
+
+    If `like` is an array of typed keys, they are the data of such keys.
+    """
     with jax.ensure_compile_time_eval():
-        return np.asarray(jax.random.key_data(keys))
-
-
-def keys_of(bits: Array, like: Any) -> Array:
-    """Typed keys of the same kind as `like`."""
-    with jax.ensure_compile_time_eval():
-        return jax.random.wrap_key_data(bits, impl=jax.random.key_impl(like))
+        arrays = jax.device_put(tree)
+        if like is None or not is_key(like):
+            return arrays
+        return jax.tree.map(functools.partial(jax.random.wrap_key_data, impl=jax.random.key_impl(like)), arrays)
 
 
 def stack_inits(inits: Any, count: int) -> PyTree:
@@ -461,15 +454,11 @@ def stack_inits(inits: Any, count: int) -> PyTree:
         "If one sequence has a part, all need it, for example as zeros. Use None for the parts that all "
         "sequences take from the `init` of the scan.",
     )
-    return jax.tree.map(lambda *leaves: _stack(leaves), *inits)
+    return jax.tree.map(lambda *leaves: _stack(list(leaves)), *inits)
 
 
-def _stack(leaves: tuple[Any, ...]) -> Array:
+def _stack(leaves: list[Any]) -> Array:
     """One array [N, ...]; concrete leaves are stacked on the host, which compiles nothing."""
     if any(isinstance(leaf, Tracer) for leaf in leaves):
         return jnp.stack(leaves)
-    if is_key(leaves[0]):
-        return keys_of(put(np.stack([key_bits(leaf) for leaf in leaves])), leaves[0])
-    aval = jax.typeof(leaves[0])
-    assert isinstance(aval, ShapedArray)
-    return put(np.stack([np.asarray(leaf) for leaf in jax.device_get(list(leaves))]).astype(aval.dtype))
+    return put(np.stack(_on_host(leaves)), leaves[0])

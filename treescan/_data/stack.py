@@ -159,7 +159,7 @@ def set_layer(stacked: Layer, i: ArrayLike, layer: Layer) -> Layer:
     frozen = freeze_shared(stacked)
     number = _check_number(i, count_layers(frozen, "stacked"))
     structure: TreeDef = jax.tree.structure(frozen)
-    leaves = jax.tree.leaves(_put(remove_layer_axis(frozen, "stacked"), number, layer))
+    leaves = _put(remove_layer_axis(frozen, "stacked"), number, layer)
     return thaw_static(jax.tree.unflatten(structure, leaves))
 
 
@@ -205,8 +205,7 @@ def _stack(layers: list[PyTree]) -> PyTree:
     shared = [is_static(leaf) or all(are_numbers) for leaf, *are_numbers in columns]  # the same in all layers
     rows: list[Row] = []
     for i, layer in enumerate(layers):
-        root = f"layers[{i}]"
-        rows += [*_differing_types(root, layers[0], layer), *_differing_numbers(root, layers[0], layer, shared)]
+        rows += _differences(f"layers[{i}]", layers[0], layer, shared)
     if rows:
         raise LayerFault(
             "{verb}: the layers differ, and cannot be one stack.",
@@ -227,15 +226,11 @@ def _stack(layers: list[PyTree]) -> PyTree:
     return thaw_static(jax.tree.unflatten(structure, _stack_arrays(list(map(list, zip(*rest, strict=True))))))
 
 
-def _differing_types(root: str, given: PyTree, layer: PyTree) -> list[Row]:
-    return [] if agree(given, layer) else [difference.row for difference in find_differences(root, (), given, layer)]
-
-
-def _differing_numbers(root: str, given: PyTree, layer: PyTree, shared: list[bool]) -> list[Row]:
-    """The Python numbers, among the leaves that are shared, whose values differ. Their types are compared with all."""
+def _differences(root: str, given: PyTree, layer: PyTree, shared: list[bool]) -> list[Row]:
+    """Where a layer has another type, or another value of a Python number, among the leaves that are shared."""
+    rows = [] if agree(given, layer) else [difference.row for difference in find_differences(root, (), given, layer)]
     if not same_structure(given, layer):
-        return []
-    rows: list[Row] = []
+        return rows
     for old, (path, new), is_shared in zip(jax.tree.leaves(given), leaves_with_path(root, layer), shared, strict=True):
         is_same = (type(old), repr(old)) == (type(new), repr(new))  # 1 is not True, NaN is NaN
         if is_shared and is_number(old) and same_type(old, new) and not is_same:
@@ -254,15 +249,21 @@ def _take(frozen: PyTree, i: Any) -> PyTree:
     return jax.tree.unflatten(structure, _take_arrays(arrays, i))
 
 
-def _put(frozen: PyTree, i: Any, layer: PyTree) -> PyTree:
+def _put(frozen: PyTree, i: Any, layer: PyTree) -> list[Array]:
+    """The arrays of a stack with those of a layer in their places."""
+    stacked = thaw_static(frozen)
+    if same_structure(stacked, layer):  # its Python numbers are shared where those of the stack are
+        pairs = zip(jax.tree.leaves(layer), numbers_in(stacked), strict=True)
+        given = freeze_leaves(layer, [is_static(leaf) or (is_shared and is_number(leaf)) for leaf, is_shared in pairs])
+    else:
+        given = freeze_shared(layer)
     arrays, structure = jax.tree.flatten(frozen)
     own: TreeDef
-    new, own = jax.tree.flatten(_frozen_like(frozen, layer))
+    new, own = jax.tree.flatten(given)
     types = [[(shape_of(leaf), dtype_of(leaf)) for leaf in leaves] for leaves in (arrays, new)]
     if structure != own or [((shape or ())[1:], dtype) for shape, dtype in types[0]] != types[1]:
         first = thaw_static(jax.eval_shape(lambda tree: _take(tree, 0), frozen))
-        numbers = _differing_numbers("layer", first, layer, numbers_in(thaw_static(frozen)))
-        rows = [*_differing_types("layer", first, layer), *numbers]
+        rows = _differences("layer", first, layer, numbers_in(stacked))
         if rows:  # static leaves without a hash make other structures, and may be equal
             raise LayerFault(
                 "{verb}: the layer does not fit the stack.",
@@ -271,16 +272,7 @@ def _put(frozen: PyTree, i: Any, layer: PyTree) -> PyTree:
                 header=("leaf", "in the stack", "is"),
                 rows=rows,
             )
-    return jax.tree.unflatten(structure, _put_arrays(arrays, i, new))
-
-
-def _frozen_like(frozen: PyTree, layer: PyTree) -> PyTree:
-    """A layer that is to fit a stack: its Python numbers are shared where those of the stack are."""
-    stacked = thaw_static(frozen)
-    if not same_structure(stacked, layer):
-        return freeze_shared(layer)
-    pairs = zip(jax.tree.leaves(layer), numbers_in(stacked), strict=True)
-    return freeze_leaves(layer, [is_static(leaf) or (is_shared and is_number(leaf)) for leaf, is_shared in pairs])
+    return _put_arrays(arrays, i, new)
 
 
 def _check_number(i: Any, count: int) -> int | Array:

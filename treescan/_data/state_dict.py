@@ -15,7 +15,7 @@ import numpy as np
 
 from .._avals import describe_argument, describe_leaf, exact_int, shape_of
 from .._errors import Cure, Fault, LayerFault, Row, TypeMisuse, expect, verb, warn_user
-from .._tree import KeyPath, thaw_static
+from .._tree import thaw_static
 from .._types import Array, PyTree, TreeDef
 from .init_layers import stacked_shardings
 from .layer_axis import add_layer_axis, count_layers, freeze_shared, is_traced_number
@@ -81,7 +81,7 @@ def _check_order(order: Any, layers: int, stacks: int | None) -> tuple[int, ...]
         return tuple(i % stacks for i in range(layers))
     places: list[int | None] = [None]
     with contextlib.suppress(TypeError):  # it is no sequence
-        places = places if isinstance(order, str) else list(map(exact_int, order))
+        places = list(map(exact_int, order))
     each = "A sequence has the number of the stack for each layer, in the order of the layers: `[0] * 3 + [1] * 58`."
     expect(None not in places, "order", '"turns" or a sequence of ints', order, each)
     of_layers = [place for place in places if place is not None]
@@ -98,29 +98,6 @@ def _check_order(order: Any, layers: int, stacks: int | None) -> tuple[int, ...]
             f"Stacks are numbered from 0 to {count - 1}.",
         )
     return tuple(of_layers)
-
-
-def _check_counts(order: Sequence[int], counts: Sequence[int]) -> None:
-    """Compares the number of layers in each stack with an order.
-
-    Raises:
-        Fault: for a `LayerError` that lists the stacks.
-    """
-    wanted = [order.count(place) for place in range(len(counts))]
-    if wanted != list(counts):
-        raise LayerFault(
-            "{verb}: the numbers of layers in the stacks do not match `order`.",
-            '"turns" means the first layer of each stack, then the second of each, and so on. So only the first '
-            "stacks may have one layer more. For another order, give a sequence with the number of the stack for "
-            "each layer.",
-            header=("stack", "by order", "is"),
-            rows=[Row(f"stacked[{i}]", str(wanted[i]), str(count)) for i, count in enumerate(counts)],
-        )
-
-
-def plain_name(path: KeyPath) -> str:
-    """A leaf's path, joined by dots."""
-    return jtu.keystr(path, simple=True, separator=".")
 
 
 def full_name(prefix: str, number: int, name: str) -> str:
@@ -165,15 +142,20 @@ def _as_array(name: str, value: Any) -> Any:
     return array
 
 
-def names_of(paths: Sequence[KeyPath], names: Mapping[str, str]) -> list[str]:
+def _paths(frozen: PyTree) -> list[str]:
+    """The paths of the leaves, each joined by dots."""
+    return [jtu.keystr(path, simple=True, separator=".") for path, _ in jtu.tree_leaves_with_path(frozen)]
+
+
+def _names_of(frozen: PyTree, names: Mapping[str, str]) -> list[str]:
     """The leaves' names: their paths joined by dots, or what `names` has for these.
 
     Raises:
         Fault: for a `LayerError` if `names` has other leaves, or two leaves would have one name.
     """
-    plain = list(map(plain_name, paths))
-    _check_names(plain, names)
-    own = [names.get(path, path) for path in plain]
+    paths = _paths(frozen)
+    _check_names(paths, names)
+    own = [names.get(path, path) for path in paths]
     twice = sorted({name for name in own if own.count(name) > 1})
     if twice:
         raise LayerFault(
@@ -383,25 +365,30 @@ def layers_to_state_dict(
             raise
     else:
         stacks = _check_sequence(stacked, "stacked")
-        own = _names_of_each(names, [_paths(freeze_shared(stack)) for stack in stacks])
+        own = _names_of_each(names, stacks)
         each = [_layers_of(stack, f"stacked[{i}]", own[i]) for i, stack in enumerate(stacks)]
         counts = list(map(len, each))
         places = _check_order(order, sum(counts), len(stacks))
-        _check_counts(places, counts)
+        wanted = [places.count(i) for i in range(len(stacks))]
+        if wanted != counts:
+            raise LayerFault(
+                "{verb}: the numbers of layers in the stacks do not match `order`.",
+                '"turns" means the first layer of each stack, then the second of each, and so on. So only the first '
+                "stacks may have one layer more. For another order, give a sequence with the number of the stack for "
+                "each layer.",
+                header=("stack", "by order", "is"),
+                rows=[Row(f"stacked[{i}]", *map(str, both)) for i, both in enumerate(zip(wanted, counts, strict=True))],
+            )
         following = list(map(iter, each))
         layers = [next(following[place]) for place in places]
     return {full_name(prefix, i, name): leaf for i, layer in enumerate(layers) for name, leaf in layer.items()}
-
-
-def _paths(frozen: PyTree) -> list[Any]:
-    return [path for path, _ in jtu.tree_flatten_with_path(frozen)[0]]
 
 
 def _layers_of(stacked: PyTree, root: str, names: Mapping[str, str]) -> list[dict[str, Any]]:
     """For each layer of a stack its arrays by name."""
     frozen = freeze_shared(stacked)
     count = count_layers(frozen, root)
-    own = names_of(_paths(frozen), names)
+    own = _names_of(frozen, names)
     stacks = dict(zip(own, jax.tree.leaves(frozen), strict=True))
     on_host = {name: leaf for name, leaf in stacks.items() if isinstance(leaf, np.ndarray)}
     shared = {name: leaf for name, leaf in stacks.items() if is_traced_number(leaf)}
@@ -413,11 +400,11 @@ def _layers_of(stacked: PyTree, root: str, names: Mapping[str, str]) -> list[dic
     return [{name: layer[name] for name in own} for layer in layers]
 
 
-def _names_of_each(names: Any, paths: Sequence[Sequence[Any]]) -> list[Mapping[str, str]]:
+def _names_of_each(names: Any, stacks: Sequence[PyTree]) -> list[Mapping[str, str]]:
     """What each of several stacks calls its leaves. A single mapping is about the leaves of all."""
     if _is_several(names):
-        return [_check_mapping(each) for each in _one_each(names, len(paths), "names")]
-    names, known = _check_mapping(names), [list(map(plain_name, each)) for each in paths]
+        return [_check_mapping(each) for each in _one_each(names, len(stacks), "names")]
+    names, known = _check_mapping(names), [_paths(freeze_shared(stack)) for stack in stacks]
     _check_names([path for each in known for path in each], names)
     return [{path: name for path, name in names.items() if path in own} for own in known]
 
@@ -436,8 +423,7 @@ def _several(
         )
     if likes is None:
         return [_wanted(of_stack, None, _check_mapping(names)) for of_stack in each]
-    own = _names_of_each(names, [_paths(freeze_shared(like)) for like in likes])
-    return [_wanted(*parts) for parts in zip(each, likes, own, strict=True)]
+    return list(map(_wanted, each, likes, _names_of_each(names, likes)))
 
 
 def _wanted(layers: Sequence[tuple[int, Mapping[str, Any]]], like: PyTree, names: Mapping[str, str]) -> _Wanted:
@@ -452,7 +438,7 @@ def _wanted(layers: Sequence[tuple[int, Mapping[str, Any]]], like: PyTree, names
         alone = list(first) == [""]  # a layer is one array
         return _Wanted(first[""] if alone else dict(first), sorted(first), dict(first), list(layers))
     frozen = freeze_shared(like)
-    own = names_of(_paths(frozen), names)
+    own = _names_of(frozen, names)
     return _Wanted(frozen, own, dict(zip(own, jax.tree.leaves(frozen), strict=True)), list(layers))
 
 
@@ -484,9 +470,10 @@ def _differences(part: _Wanted, prefix: str) -> list[Row]:
     for number, layer in part.layers:
         for name in dict.fromkeys((*part.leaves, *layer)):
             want, value, of_first = part.leaves.get(name), layer.get(name), first.get(name)
-            path, shapes = full_name(prefix, number, name), (_shape(want), _shape(value))
+            path = full_name(prefix, number, name)
+            shapes = _shape(want, "(nothing)"), _shape(value, "(missing)")
             if want is None or value is None:
-                rows.append(Row(path, shapes[0] or "(nothing)", shapes[1] or "(missing)"))
+                rows.append(Row(path, *shapes))
             elif tuple(np.shape(value)) != shape_of(want):
                 rows.append(Row(path, *shapes, "shape"))
             elif of_first is not None and value.dtype != of_first.dtype:
@@ -494,9 +481,9 @@ def _differences(part: _Wanted, prefix: str) -> list[Row]:
     return rows
 
 
-def _shape(value: Any) -> str:
-    """A shape for a message; empty for None."""
-    return "" if value is None else f"[{','.join(map(str, shape_of(value) or ()))}]"
+def _shape(value: Any, none: str) -> str:
+    """A shape for a message; what it has for None."""
+    return none if value is None else f"[{','.join(map(str, shape_of(value) or ()))}]"
 
 
 def _warn_of_dtypes(parts: Sequence[_Wanted], prefix: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from .._errors import ArgumentError, Fault, explain, verb as keeps_its_frame
+from .._errors import ArgumentError, Fault, verb as keeps_its_frame
 from .._text import WIDTH, Section, page, wrap
 from .._transforms.budget import describe_bytes
 
@@ -158,11 +158,8 @@ def _leaves(of: Description) -> Iterator[Sequence[str]]:
     for name in ("carry", "x", "y", "constants"):
         leaves = getattr(of, name)
         for number, leaf in enumerate(leaves[:_MOST]):
-            notes = [
-                *([leaf.sharding] if leaf.sharding else []),
-                *([] if leaf.changes else [f"no {of.unit} changes it"]),
-            ]
-            yield name if not number else "", leaf.path, leaf.type, ", ".join([describe_bytes(leaf.bytes), *notes])
+            notes = describe_bytes(leaf.bytes), leaf.sharding, None if leaf.changes else f"no {of.unit} changes it"
+            yield name if not number else "", leaf.path, leaf.type, ", ".join(filter(None, notes))
         if leaves[_MOST:]:
             yield "", f"and {len(leaves) - _MOST} more", "", describe_bytes(_sum(leaves[_MOST:]))
 
@@ -329,14 +326,6 @@ class Description:
         Raises:
             ArgumentError: if matplotlib is not installed, or no plan has a gradient.
         """
-        try:
-            return self._plotted(ax)
-        except Exception as error:
-            explained = explain(error, "Description.plot")
-        raise explained
-
-    def _plotted(self, ax: Any) -> Any:
-        """Bars of the bytes of each plan."""
         plans = [plan for plan in self.plans if plan.bytes is not None]
         if not plans:
             says = "{verb} draws the memory that the gradient needs, but this call has no gradient."

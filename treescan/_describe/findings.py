@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -72,11 +71,6 @@ class Case:
     def transform(self, kind: type[_T]) -> _T | None:
         """The transform of a kind, if the call has one."""
         return next((each for each in self.program.transforms if isinstance(each, kind)), None)
-
-    @functools.cached_property
-    def operations(self) -> int:
-        """Those of one step of each body."""
-        return sum(count_operations(body.jaxpr) for body in self.bodies)
 
 
 def constants_of(body: TracedBody) -> Iterator[tuple[Named, Any, set[str]]]:
@@ -260,9 +254,10 @@ def short_loop(case: Case) -> Iterator[Said]:
     """TS009: a loop that is too short for its overhead."""
     steps, unroll = case.calls[-1].length, case.calls[-1].unroll
     unrolled = unroll is True or unroll == 0 or unroll >= steps
-    if 0 < steps <= FEW_STEPS and case.operations < FEW_OPERATIONS and not (unrolled or case.ends_early):
+    operations = sum(count_operations(body.jaxpr) for body in case.bodies)
+    if 0 < steps <= FEW_STEPS and operations < FEW_OPERATIONS and not (unrolled or case.ends_early):
         yield (
-            f"{steps} {case.unit}s of about {case.operations:,} operations each: the loop itself takes longer than "
+            f"{steps} {case.unit}s of about {operations:,} operations each: the loop itself takes longer than "
             f"its {case.unit}s.",
             "Pass `unroll=True`.",
         )

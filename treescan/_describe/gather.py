@@ -13,7 +13,7 @@ from .._trace.cost import bytes_of, count_operations
 from .._transforms.program import Program, Taken
 from .description import Description, Leaf, Plan
 from .findings import Case, find
-from .plans import TracedBody, forward_bytes, other_plans, plan_of, saved_by_steps, sharding_of, trace_bodies
+from .plans import TracedBody, forward_bytes, of_types, other_plans, plan_of, saved_by_steps, sharding_of, trace_bodies
 
 
 def gather(verb: str, unit: str, taken: Taken, remat: Any, retake: Callable[[Any], Taken]) -> Description:
@@ -26,18 +26,17 @@ def gather(verb: str, unit: str, taken: Taken, remat: Any, retake: Callable[[Any
         remat: what it says of `remat`.
         retake: the same call with another `remat`.
     """
-    program, found = taken.program, list[tuple[dict[str, Any], Case]]()
+    program = taken.program
     _check_steps(program)
 
-    def look(given: Any) -> None:
+    def look(given: Any) -> tuple[dict[str, Any], Case]:
         bodies = trace_bodies(program, taken.given, given)
         case = Case(verb, unit if len(bodies) == 1 else "period", program, bodies)
-        found.append(({**_of_bodies(bodies), "findings": find(case)}, case))
+        return {**_of_bodies(bodies), "findings": find(case)}, case
 
-    jax.eval_shape(look, taken.given)
-    facts, case = found[0]
+    facts, case = of_types(look, taken.given)
     call = case.calls[-1]
-    plan, tiers = _plan_of(taken, remat, case, facts["findings"])
+    plan, tiers = _plan_of(taken, remat, facts["findings"])
     known = plan.refusal != _UNKNOWN
     needed, results = forward_bytes(taken.program, taken.given) if known else (None, None)
     return Description(
@@ -73,7 +72,7 @@ def _check_steps(program: Program) -> None:
 _UNKNOWN = "the body cannot be called with fewer rows"
 
 
-def _plan_of(taken: Taken, remat: Any, case: Case, findings: Any) -> tuple[Plan, tuple[int, ...]]:
+def _plan_of(taken: Taken, remat: Any, findings: Any) -> tuple[Plan, tuple[int, ...]]:
     """The plan of the call. Where a finding says why it cannot run, that is its plan."""
     try:
         return plan_of(taken, remat, used=True)

@@ -12,7 +12,7 @@ import jax
 from jax.core import Tracer
 
 from .._avals import describe_argument
-from .._errors import Fault, Misuse, TreescanError, TypeMisuse, explain, verb as keeps_its_frame
+from .._errors import Fault, Misuse, TreescanError, TypeMisuse, verb as keeps_its_frame
 from .._loop.reports import NOBODY, RUNS, Report, Site
 from .._progress import Progress
 from .._remat import Remat
@@ -77,17 +77,14 @@ class Measurements:
     plans: tuple[Measured, ...]
 
     @property
+    @keeps_its_frame
     def best(self) -> Any:
         """The plan whose gradient takes the least time, for the option `remat`.
 
         Raises:
             ArgumentError: if no plan was measured.
         """
-        try:
-            return _fastest(self._ran)
-        except Exception as error:
-            explained = explain(error, "Measurements.best")
-        raise explained
+        return _fastest(self._ran)
 
     @keeps_its_frame
     def within(self, budget: int) -> Any:
@@ -100,23 +97,19 @@ class Measurements:
             ArgumentError: if no plan that was measured fits.
             ArgumentTypeError: if `budget` is no number.
         """
-        try:
-            if isinstance(budget, bool) or not isinstance(budget, (int, float)):
-                says = f"{{verb}} takes a number of bytes, got {describe_argument(budget)}."
-                raise TypeMisuse(says, "`within(100_000_000)` is 100 MB. `best` is the fastest plan of all.")
-            known = [(plan.bytes, plan) for plan in self._ran if plan.bytes is not None]
-            fit = [plan for needed, plan in known if needed <= budget]
-            if known and not fit:
-                least = min(needed for needed, _ in known)
-                says = f"{{verb}}: the least that a measured plan needs is {least:,} bytes ({describe_bytes(least)})."
-                raise Misuse(says, "Measure others: `plans=[treescan.Remat(levels=3), ...]`.")
-            if self._ran and not known:
-                says = "{verb}: the device does not say what memory a program needs."
-                raise Misuse(says, "`treescan.plan_remat` estimates it.")
-            return _fastest(fit)
-        except Exception as error:
-            explained = explain(error, "Measurements.within")
-        raise explained
+        if isinstance(budget, bool) or not isinstance(budget, (int, float)):
+            says = f"{{verb}} takes a number of bytes, got {describe_argument(budget)}."
+            raise TypeMisuse(says, "`within(100_000_000)` is 100 MB. `best` is the fastest plan of all.")
+        known = [(plan.bytes, plan) for plan in self._ran if plan.bytes is not None]
+        fit = [plan for needed, plan in known if needed <= budget]
+        if known and not fit:
+            least = min(needed for needed, _ in known)
+            says = f"{{verb}}: the least that a measured plan needs is {least:,} bytes ({describe_bytes(least)})."
+            raise Misuse(says, "Measure others: `plans=[treescan.Remat(levels=3), ...]`.")
+        if self._ran and not known:
+            says = "{verb}: the device does not say what memory a program needs."
+            raise Misuse(says, "`treescan.plan_remat` estimates it.")
+        return _fastest(fit)
 
     @property
     def _ran(self) -> list[Measured]:
@@ -126,8 +119,7 @@ class Measurements:
         return f"{wrap(self._headline)}\n\n{section_text(self._section)}"
 
     def __repr__(self) -> str:
-        ran = sum(plan.seconds is not None for plan in self.plans)
-        return f"<Measurements of {self.call}: {ran} of {len(self.plans)} plans>"
+        return f"<Measurements of {self.call}: {len(self._ran)} of {len(self.plans)} plans>"
 
     def _repr_html_(self) -> str:
         return page(self._headline, [self._section])
@@ -140,14 +132,13 @@ class Measurements:
     def _section(self) -> Section:
         rows = [
             (
-                _time(plan.seconds),
+                _time(plan.seconds or 0.0),
                 f"{_time(plan.fastest)} to {_time(plan.slowest)}",
                 "?" if plan.bytes is None else describe_bytes(plan.bytes),
                 f"{plan.compile_seconds:.1f} s",
                 spelled(plan.remat),
             )
-            for plan in self.plans
-            if plan.seconds is not None
+            for plan in self._ran
         ]
         refused = dict[str, list[str]]()
         for plan in self.plans:
@@ -155,7 +146,7 @@ class Measurements:
                 refused.setdefault(plan.refusal, []).append(spelled(plan.remat))
         notes = list[str]()
         if rows:
-            rounds = min(plan.rounds for plan in self.plans if plan.seconds is not None)
+            rounds = min(plan.rounds for plan in self._ran)
             many = f"{rounds} rounds" if rounds > 1 else "one round"
             notes.append(f"The fastest: `remat={spelled(self.best)}`. Times are medians of {many}.")
         notes += [f"Not measured: {', '.join(plans)}. {reason}" for reason, plans in refused.items()]
@@ -174,13 +165,10 @@ class Measurements:
         Raises:
             ArgumentError: if matplotlib is not installed.
         """
-        try:
-            ax = axes_of(ax, 4.0)
-        except Exception as error:
-            raise explain(error, "Measurements.plot") from None
-        for plan in self.plans:
-            if plan.seconds is not None and plan.bytes is not None:
-                at = 1e3 * plan.seconds, plan.bytes / 2**20
+        ax = axes_of(ax, 4.0)
+        for plan in self._ran:
+            if plan.bytes is not None:
+                at = 1e3 * (plan.seconds or 0.0), plan.bytes / 2**20
                 ax.scatter(*at)
                 ax.annotate(spelled(plan.remat), at, xytext=(4, 4), textcoords="offset points")
         ax.set_xlabel("milliseconds")

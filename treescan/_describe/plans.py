@@ -6,9 +6,9 @@ import contextlib
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.core import Tracer, eval_jaxpr
 
 from .._avals import describe_leaf
 from .._axes import LeafAxes
-from .._errors import TreescanError, describe_body
+from .._errors import TreescanError
 from .._loop.body import Body
 from .._loop.loop import Loop
 from .._remat import Remat
@@ -37,6 +37,7 @@ from .._tree import leaves_with_path
 from .description import Plan, Saved
 
 _DEEPEST = 4
+_T = TypeVar("_T")
 
 
 def named_constants(function: Any, values: Sequence[Any]) -> list[str]:
@@ -46,16 +47,10 @@ def named_constants(function: Any, values: Sequence[Any]) -> list[str]:
     """
     known = dict[int, str]()
     for name, value in _reachable(function, _DEEPEST, set()):
-        for path, leaf in _leaves(name, value):
-            known.setdefault(id(leaf), path)
+        with contextlib.suppress(Exception):  # a container that JAX cannot take apart: dicts whose keys have no order
+            for path, leaf in leaves_with_path(name, value):
+                known.setdefault(id(leaf), path)
     return [known.get(id(value), f"constant {number}") for number, value in enumerate(values)]
-
-
-def _leaves(name: str, value: Any) -> list[tuple[str, Any]]:
-    try:
-        return leaves_with_path(name, value)
-    except Exception:  # a container that JAX cannot take apart: dicts whose keys cannot be ordered
-        return []
 
 
 def _reachable(function: Any, depth: int, seen: set[int]) -> Iterator[tuple[str, Any]]:
@@ -71,17 +66,14 @@ def _reachable(function: Any, depth: int, seen: set[int]) -> Iterator[tuple[str,
 
 def _named(function: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(function, functools.partial):
-        try:
-            names = list(inspect.signature(function.func).parameters)
-        except (TypeError, ValueError):
-            names = []
+        names = list[str]()
+        with contextlib.suppress(TypeError, ValueError):
+            names += inspect.signature(function.func).parameters
         yield from zip([*names, *("args" for _ in function.args)], function.args, strict=False)
-        yield from function.keywords.items()
-        yield "func", function.func
+        yield from (*function.keywords.items(), ("func", function.func))
         return
     if inspect.ismethod(function):
-        yield "self", function.__self__
-        yield "func", function.__func__
+        yield from (("self", function.__self__), ("func", function.__func__))
         return
     inner = inspect.unwrap(function)
     code = getattr(inner, "__code__", None)
@@ -89,20 +81,14 @@ def _named(function: Any) -> Iterator[tuple[str, Any]]:
         yield from vars(inner).items() if hasattr(inner, "__dict__") else ()
         yield "self", inner
         return
-    yield from _cells(inner)
+    for name, cell in zip(code.co_freevars, inner.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # it is empty
+            yield name, cell.cell_contents
+    for parameter in inspect.signature(inner).parameters.values():
+        if parameter.default is not inspect.Parameter.empty:
+            yield parameter.name, parameter.default
     found = getattr(inner, "__globals__", {})
     yield from ((name, found[name]) for name in code.co_names if name in found and not inspect.ismodule(found[name]))
-
-
-def _cells(function: Any) -> Iterator[tuple[str, Any]]:
-    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        try:
-            yield name, cell.cell_contents
-        except ValueError:  # it is empty
-            continue
-    for default in inspect.signature(function).parameters.values():
-        if default.default is not inspect.Parameter.empty and jax.tree.leaves(default.default):
-            yield default.name, default.default
 
 
 def saved_by_steps(bodies: list[TracedBody]) -> tuple[Saved, ...]:
@@ -111,19 +97,15 @@ def saved_by_steps(bodies: list[TracedBody]) -> tuple[Saved, ...]:
     Nothing if JAX refuses a gradient.
     """
     try:
-        each = [saved for body in bodies for saved in _by_place(_saved(body))]
+        each = [saved for body in bodies for saved in _saved(body)]
     except Exception:  # the plan of the call says why
         return ()
-    return tuple(_by_place(sorted(each, key=lambda saved: -saved.bytes)))
-
-
-def _by_place(each: Iterable[Saved]) -> list[Saved]:
     joined = dict[str, Saved]()
     for saved in each:
         old = joined.get(saved.place, Saved(saved.place, (), (), 0))
         operations = tuple(dict.fromkeys((*old.operations, *saved.operations)))
         joined[saved.place] = Saved(saved.place, operations, (*old.types, *saved.types), old.bytes + saved.bytes)
-    return sorted(joined.values(), key=lambda saved: -saved.bytes)
+    return tuple(sorted(joined.values(), key=lambda saved: -saved.bytes))
 
 
 def _saved(body: TracedBody) -> Iterator[Saved]:
@@ -161,11 +143,6 @@ class TracedBody:
     fixed: list[bool]
     x: list[Named]
     constants: list[Named]
-
-    @property
-    def name(self) -> str:
-        """The body, with its file and line."""
-        return describe_body(self.body.function)
 
     @functools.cached_property
     def jaxpr(self) -> Any:
@@ -274,11 +251,16 @@ Shape = tuple[tuple[int, ...], tuple[int, ...], int]
 where these are several; and how often the gradient evaluates each step, the forward pass included."""
 
 
+def of_types(function: Callable[[Arguments], _T], given: Arguments) -> _T:
+    """What a function finds that is traced for these arrays, which may be types alone."""
+    found = list[_T]()
+    jax.eval_shape(lambda given: found.append(function(given)), given)
+    return found[0]
+
+
 def plan_of(taken: Taken, remat: Any, *, used: bool) -> tuple[Plan, tuple[int, ...]]:
     """What a call needs under its `remat`, and the numbers of rows that its body is made for."""
-    found, program = list[Shape](), taken.program
-    jax.eval_shape(lambda given: found.append(_shape_of(program, given)), taken.given)
-    sizes, tiers, evaluations = found[0]
+    sizes, tiers, evaluations = of_types(functools.partial(_shape_of, taken.program), taken.given)
     needed, refusal = gradient_bytes(taken.program, taken.given)
     return Plan(remat, used, sizes, needed, evaluations, refusal), tiers
 
@@ -316,22 +298,10 @@ class Refused(Exception):
     """There is no gradient; the text says why."""
 
 
-class Gradient(NamedTuple):
+def gradient_of(program: Program, given: Arguments) -> tuple[Callable[..., list[Any]], list[Any], list[Any]]:
     """The gradient of the sum of the squares of all results of a program.
 
-    Attributes:
-        function: maps all floating-point arrays that the program reads, and its other arrays, to the gradient.
-        smooth: the former.
-        others: the latter.
-    """
-
-    function: Callable[[list[Any], list[Any]], list[Any]]
-    smooth: list[Any]
-    others: list[Any]
-
-
-def gradient_of(program: Program, given: Arguments) -> Gradient:
-    """The gradient of a program.
+    It is a function of all floating-point arrays that the program reads, and of its other arrays. Both come with it.
 
     Raises:
         Refused: if there is none.
@@ -350,7 +320,7 @@ def gradient_of(program: Program, given: Arguments) -> Gradient:
         squares = [jnp.square(jnp.real(leaf)).sum(dtype=jnp.float32) for leaf in results if is_smooth(leaf)]
         return sum(squares[1:], squares[0])
 
-    return Gradient(jax.grad(loss), *split(floats, leaves))
+    return jax.grad(loss), *split(floats, leaves)
 
 
 def reason_of(error: Exception) -> str:
@@ -377,25 +347,19 @@ def _shape_of(program: Program, given: Arguments) -> Shape:
         loop = transform(loop)
     if loop.going is not None:
         chunks = plan_chunks(loop)
-        return (*chunks.inner, chunks.size), _tiers_of(loop), 2 + len(chunks.inner) + _steps_too(loop.remat)
-    loop, levels = plan(in_rounds(loop))
-    again = _recomputes_steps(loop.step) or any(isinstance(each, Prefetch) for each in program.transforms)
-    evaluations = 1 + again + sum(recomputes(level.around) for level in levels)
-    return tuple(level.size for level in levels if level.size < loop.length), _tiers_of(loop), evaluations
+        sizes = *chunks.inner, chunks.size
+        # Each step may be evaluated a last time, from the carry before it.
+        again = isinstance(loop.remat, Remat) and loop.remat.policy is not jax.checkpoint_policies.everything_saveable
+        evaluations = 2 + len(chunks.inner) + again
+    else:
+        loop, levels = plan(in_rounds(loop))
+        sizes = tuple(level.size for level in levels if level.size < loop.length)
+        again = _recomputes_steps(loop.step) or any(isinstance(each, Prefetch) for each in program.transforms)
+        evaluations = 1 + again + sum(recomputes(level.around) for level in levels)
+    tiers = getattr(loop.rows, "tiers", ())
+    return sizes, tiers if len(tiers) > 1 else (), evaluations
 
 
 def _recomputes_steps(step: Any) -> bool:
     inner = getattr(step, "steps", ()) or filter(None, [getattr(step, "step", None)])
     return isinstance(step, Checkpointed) or any(map(_recomputes_steps, inner))
-
-
-def _tiers_of(loop: Loop) -> tuple[int, ...]:
-    """The numbers of rows that a body is made for, where that is several."""
-    tiers = getattr(loop.rows, "tiers", ())
-    return tiers if len(tiers) > 1 else ()
-
-
-def _steps_too(remat: Any) -> int:
-    """Whether each step is evaluated a last time, from the carry before it."""
-    whole = jax.checkpoint_policies.everything_saveable
-    return int(isinstance(remat, Remat) and remat.policy is not whole)

@@ -12,6 +12,7 @@ from .._avals import describe_argument
 from .._body.signature import FOLD, FOLD_LAYERS, SCAN, SCAN_LAYERS
 from .._describe.description import Description
 from .._describe.measured import OF_MEASURE, PLANS, Measurements, measure
+from .._describe.plans import of_types
 from .._errors import LAYER_WORDS, STEP_WORDS, WHILE_WORDS, Misuse, TypeMisuse, describe_body, explain, verb as public
 from .._progress import Progress
 from .._trace.hoist import hoist
@@ -95,7 +96,7 @@ def plan_remat(
                 raise Misuse("{call}: `length` cannot be given with `layers`.", cure)
             kind = SCAN_LAYERS if pair else FOLD_LAYERS
             blocks = prepare_layers(kind, f, init, layers, xs, args, key=key, state=state)
-            return _traced(functools.partial(blocks.plan, check_remat(remat)), blocks.prepared.given)
+            return of_types(functools.partial(blocks.plan, check_remat(remat)), blocks.prepared.given)
         if args:
             raise Misuse("{call}: `args` needs `layers`.", "Let the body close over it.")
         if state is not None:
@@ -109,17 +110,10 @@ def plan_remat(
             hoisted = hoist(call.call.lay(given))
             return fastest(hoisted) if chosen == AUTO else plan_of(hoisted, chosen)
 
-        return _traced(plan, call.given)
+        return of_types(plan, call.given)
     except Exception as error:
         explained = explain(error, "plan_remat", f, init, STEP_WORDS if layers is None else LAYER_WORDS)
     raise explained
-
-
-def _traced(plan: Callable[[Arguments], RematPlan], given: Arguments) -> RematPlan:
-    """Runs on types alone, because the arrays may be only types."""
-    found: list[RematPlan] = []
-    jax.eval_shape(lambda given: found.append(plan(given)), given)
-    return found[0]
 
 
 _VERBS: dict[Callable[..., Any], tuple[Mapping[str, str], int]] = {

@@ -16,7 +16,7 @@ from .._avals import describe_argument, describe_leaf, exact_int
 from .._errors import TypeMisuse, named_options
 from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen
-from ._buffer import entries, entry, fitted, inexact, is_shared, strong, widest
+from ._buffer import entries, fitted, inexact, is_shared, strong, widest
 
 
 @jax.tree_util.register_dataclass
@@ -43,19 +43,15 @@ class Sum(AbstractCarry[Array, ArrayLike]):
 
     def write(self, returned: ArrayLike, valid: Array | None) -> Sum:
         """Adds a term, or the sum of those of valid rows."""
-        if is_shared(self.shared, self.total):
-            rows = entries(returned, self.total, valid, shared=self.shared)
-            term = jnp.sum(rows.values, rows.axes) if rows.axes else rows.values
-        else:
-            term = entry(returned, self.total)
+        term = entries(returned, self.total, valid, shared=self.shared).sum()
         total = self.total + term
         first = jnp.abs(self.total) >= jnp.abs(term)
         error = jnp.where(first, (self.total - total) + term, (term - total) + self.total)
         return replace(self, total=total, lost=self.lost + jnp.where(jnp.isfinite(total), error, jnp.zeros_like(error)))
 
-    def rows(self) -> Mapping[str, Any] | None:
-        """Where rows are in each field; None if all rows share it."""
-        return None if is_shared(self.shared, self.total) else {"total": 0, "lost": 0}
+    def rows(self) -> int | None:
+        """They lead; None if all rows share it."""
+        return None if is_shared(self.shared, self.total) else 0
 
 
 @named_options
@@ -118,7 +114,11 @@ class Ema(AbstractCarry[Any, Any]):
 
     def write(self, returned: PyTree, valid: Array | None) -> Ema:
         """One step of each average."""
-        new = jax.tree.map(lambda old, came: self._average(old, self._entry(old, came, valid)), self.value, returned)
+
+        def step(old: Array, came: ArrayLike) -> Array:
+            return self._average(old, entries(came, old, valid, shared=self.shared).mean())
+
+        new = jax.tree.map(step, self.value, returned)
         if self.weight is None:
             return replace(self, value=new)
         weight = jax.tree.map(lambda old: self._average(old, jnp.ones_like(old)), self.weight)
@@ -132,11 +132,6 @@ class Ema(AbstractCarry[Any, Any]):
         if decay.ndim not in (0, old.ndim):
             decay = jnp.broadcast_to(decay, old.shape)
         return (decay * old.astype(dtype) + (1 - decay) * came.astype(dtype)).astype(old.dtype)
-
-    def _entry(self, value: Array, returned: ArrayLike, valid: Array | None) -> Array:
-        if not is_shared(self.shared, value):
-            return entry(returned, value)
-        return entries(returned, value, valid, shared=self.shared).mean()
 
     def rows(self) -> Mapping[str, Any]:
         """Each leaf as `shared` has it; none in the decay."""
@@ -241,26 +236,21 @@ class Moments(AbstractCarry[Statistics, ArrayLike]):
 
     def write(self, returned: ArrayLike, valid: Array | None) -> Moments:
         """One entry more, or one a valid row."""
-        if not is_shared(self.shared, self.mean):
-            return self._add(entry(returned, self.mean))
         rows = entries(returned, self.mean, valid, shared=self.shared)
         if not rows.axes and rows.counts is None:
-            return self._add(rows.values)
+            count = self.count + 1
+            delta = rows.values - self.mean
+            mean = self.mean + delta / count.astype(delta.dtype)
+            return replace(self, count=count, mean=mean, squares=self.squares + delta * (rows.values - mean))
         mean = rows.mean()
         deviations = rows.values - jnp.broadcast_to(mean, rows.values.shape)
         if rows.counts is not None:
             deviations = jnp.where(rows.counts, deviations, jnp.zeros_like(deviations))
         return self.merge(replace(self, count=rows.number, mean=mean, squares=jnp.sum(deviations**2, rows.axes)))
 
-    def _add(self, value: Array) -> Moments:
-        count = self.count + 1
-        delta = value - self.mean
-        mean = self.mean + delta / count.astype(value.dtype)
-        return replace(self, count=count, mean=mean, squares=self.squares + delta * (value - mean))
-
-    def rows(self) -> Mapping[str, Any] | None:
-        """Where rows are in each field; None if all rows share it."""
-        return None if is_shared(self.shared, self.mean) else {"count": 0, "mean": 0, "squares": 0}
+    def rows(self) -> int | None:
+        """They lead; None if all rows share it."""
+        return None if is_shared(self.shared, self.mean) else 0
 
 
 @named_options
@@ -301,14 +291,13 @@ def moments(shape: tuple[int, ...] = (), dtype: DTypeLike = float, *, shared: bo
 def _checked(shape: Any) -> tuple[int, ...]:
     """The shape of an entry; one number is the shape of a vector."""
     parts = shape if isinstance(shape, tuple | list) else (shape,)
-    sizes = [exact_int(part) for part in parts]
+    sizes = [size for part in parts if (size := exact_int(part)) is not None]
+    if len(sizes) == len(parts):
+        return tuple(sizes)
     cure = "Give a tuple of ints: `moments((features,))`, or `moments()` for the moments of a number."
     if isinstance(shape, jax.Array | np.ndarray):
         cure = f"For entries like this array, give its shape, `moments({tuple(shape.shape)})`. The moments start empty."
-    if None in sizes:
-        says = f"{{verb}}: `shape` must be the shape of an entry, got {describe_argument(shape)}."
-        raise TypeMisuse(says, cure)
-    return tuple(size for size in sizes if size is not None)
+    raise TypeMisuse(f"{{verb}}: `shape` must be the shape of an entry, got {describe_argument(shape)}.", cure)
 
 
 @jax.tree_util.register_dataclass

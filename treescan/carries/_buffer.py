@@ -97,6 +97,10 @@ class Entries(NamedTuple):
             return self.values
         return jnp.sum(self.values, self.axes) / jnp.maximum(self.number, 1).astype(self.values.dtype)
 
+    def sum(self) -> Array:
+        """The sum over the rows."""
+        return jnp.sum(self.values, self.axes) if self.axes else self.values
+
 
 def is_shared(shared: bool | None, value: Array) -> bool:
     """Whether all rows share a value: if it is said, else if it has no axis that rows could be on."""
@@ -109,10 +113,7 @@ def entry(returned: ArrayLike, value: Array) -> Array:
     Raises:
         TypeError: if the shapes differ.
     """
-    new = _array(returned)
-    if new.shape != value.shape:
-        raise TypeError(f"it carries {describe_leaf(value)}, but was given {describe_leaf(returned)}")
-    return fitted(new, value)
+    return entries(returned, value, None, shared=False).values
 
 
 def fitted(new: Array, value: Array) -> Array:
@@ -129,19 +130,25 @@ def fitted(new: Array, value: Array) -> Array:
 
 
 def entries(returned: ArrayLike, value: Array, valid: Array | None, *, shared: bool | None = True) -> Entries:
-    """What was returned for the rows of a batch, for a value that they share.
+    """What was returned for a value: for all rows of a batch if they share it, else one entry, of its own shape.
 
     Args:
         returned: what was returned.
         value: what is carried.
         valid: the rows that are data; None: there are no rows, or nothing says so.
-        shared: whether the user said that rows share the value; None: it is only taken to be so.
+        shared: whether the user said that rows share the value; None: it is only taken to be so if it has no axes.
 
     Raises:
         TypeError: if the shape does not end in the value's, or does not begin with the mask's; or if nothing says that
             its other axes are rows.
     """
-    new = _array(returned)
+    if isinstance(returned, list | tuple):  # of which JAX would make an array
+        raise TypeError(f"it carries an array, but was given {describe_node(returned)}")
+    new = jnp.asarray(returned)
+    if not is_shared(shared, value):
+        if new.shape != value.shape:
+            raise TypeError(f"it carries {describe_leaf(value)}, but was given {describe_leaf(returned)}")
+        valid = None
     extra = new.ndim - value.ndim
     rows = new.shape[:extra]
     if extra > 0 and valid is None and shared is None:
@@ -173,12 +180,6 @@ def pair(returned: Any, names: str) -> tuple[Any, Any]:
     if not isinstance(returned, tuple | list) or len(returned) != 2:
         raise TypeError(f"the body returns a pair ({names}) in its place")
     return returned[0], returned[1]
-
-
-def _array(returned: ArrayLike) -> Array:
-    if isinstance(returned, list | tuple):  # of which JAX would make an array
-        raise TypeError(f"it carries an array, but was given {describe_node(returned)}")
-    return jnp.asarray(returned)
 
 
 T = TypeVar("T")
@@ -341,12 +342,12 @@ class Best(AbstractCarry[tuple[Array, Any], tuple[ArrayLike, Any]]):
         return replace(self, score=jnp.where(better, score, self.score), value=jax.tree.map(choose, value, self.value))
 
     def _best_row(self, score: ArrayLike, value: PyTree, valid: Array | None) -> tuple[Array, PyTree]:
-        rows = entries(score, self.score, valid)
+        rows, worst = entries(score, self.score, valid), _worst(self.mode)
         if not rows.axes:
             counts = True if rows.counts is None else rows.counts
-            return jnp.where(counts, rows.values, self._worst()), value
+            return jnp.where(counts, rows.values, worst), value
         counts = ~jnp.isnan(rows.values) if rows.counts is None else rows.counts & ~jnp.isnan(rows.values)
-        flat = jnp.where(counts, rows.values, self._worst()).reshape(-1)
+        flat = jnp.where(counts, rows.values, worst).reshape(-1)
         place = jnp.argmax(flat) if self.mode == "max" else jnp.argmin(flat)
 
         def take(leaf: Any) -> Array:
@@ -358,12 +359,13 @@ class Best(AbstractCarry[tuple[Array, Any], tuple[ArrayLike, Any]]):
 
         return flat[place], jax.tree.map(take, value)
 
-    def _worst(self) -> float:
-        return -jnp.inf if self.mode == "max" else jnp.inf
+    def rows(self) -> int | None:
+        """They lead; None if all rows share it."""
+        return None if is_shared(self.shared, self.score) else 0
 
-    def rows(self) -> Mapping[str, Any] | None:
-        """Where rows are in each field; None if all rows share it."""
-        return None if is_shared(self.shared, self.score) else {"score": 0, "value": 0}
+
+def _worst(mode: str) -> float:
+    return -jnp.inf if mode == "max" else jnp.inf
 
 
 @named_options
@@ -408,5 +410,5 @@ def best(
         "values, and returns `(score, candidate)` in the place of the carry."
     )
     expect(not callable(score), "score", "a number, or one for each row", score, first)
-    start = (-jnp.inf if mode == "max" else jnp.inf) if score is None else numbers(score, "score")
+    start = _worst(mode) if score is None else numbers(score, "score")
     return as_seen(Best(inexact(start), jax.tree.map(strong, value), mode, shared))

@@ -195,16 +195,11 @@ class Cast(AbstractCarry[Any, Any]):
 
     def write(self, returned: PyTree, valid: Array | None) -> Cast:
         """What was returned, in the dtypes of before."""
-        new = write_tree(self.tree, returned, valid)
-        return Cast(jax.tree.map(_cast, self.tree, new))
 
-    def rows(self) -> int | Mapping[str, Any]:
-        """They lead; custom carries that it holds say so themselves."""
-        return 0
+        def cast_back(old: Any, new: Any) -> Any:
+            return new if old is new else jnp.asarray(new).astype(jnp.result_type(old))
 
-
-def _cast(old: Any, new: Any) -> Any:
-    return new if old is new else jnp.asarray(new).astype(jnp.result_type(old))
+        return Cast(jax.tree.map(cast_back, self.tree, write_tree(self.tree, returned, valid)))
 
 
 @overload

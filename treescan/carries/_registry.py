@@ -104,7 +104,15 @@ def register_carry(
     """
     _check_registration(kind, to_carry, from_carry)
     with _lock:
-        _refuse_second(kind, to_carry)
+        before = _adoptions.get(kind)
+        # A module that is imported again may register again.
+        if before is not None and not _same_place(before.to_carry, to_carry):
+            raise PluginFault(
+                f"{{verb}} got `{kind.__module__}.{kind.__qualname__}`, which is registered already.",
+                f"First by {describe_function(before.to_carry)}.",
+                f"Now by {describe_function(to_carry)}.",
+                "A type can only be registered once. Remove one of the two, or register a subclass of your own.",
+            )
         _adoptions[kind] = Adoption(kind, to_carry, from_carry)
         _forget()
 
@@ -131,18 +139,6 @@ def _check_registration(kind: Any, to_carry: Any, from_carry: Any) -> None:
             f"{{verb}} got `{kind.__name__}`, which is a custom carry itself.",
             "A custom carry needs no registration: put it in an `init`.",
         )
-
-
-def _refuse_second(kind: type, to_carry: Callable[..., Any]) -> None:
-    before = _adoptions.get(kind)
-    if before is None or _same_place(before.to_carry, to_carry):  # a module that is imported again may register again
-        return
-    raise PluginFault(
-        f"{{verb}} got `{kind.__module__}.{kind.__qualname__}`, which is registered already.",
-        f"First by {describe_function(before.to_carry)}.",
-        f"Now by {describe_function(to_carry)}.",
-        "A type can only be registered once. Remove one of the two, or register a subclass of your own.",
-    )
 
 
 def _same_place(first: Any, second: Any) -> bool:
@@ -196,7 +192,7 @@ class Adopted(NamedTuple):
         nodes, outer = jax.tree.flatten(final, is_leaf=is_carry)
         pairs = enumerate(zip(nodes, self.back, strict=True))
         name = "the final carry"
-        back = [node if how is None else _convert(how, "from_carry", node, name, final, i) for i, (node, how) in pairs]
+        back = [_convert(how, "from_carry", node, name, final, i) for i, (node, how) in pairs]
         return jax.tree.unflatten(outer, back)
 
 
@@ -207,7 +203,7 @@ def adopt(init: PyTree, root: str = "init") -> Adopted:
         Fault: for a `PluginError` if `to_carry` fails or returns something else than a carry.
     """
     nodes, outer = jax.tree.flatten(init, is_leaf=_is_special)
-    kinds = [type(node) not in _plain and kind_of(node) for node in nodes]
+    kinds = list(map(kind_of, nodes))
     if any(type(node) not in _plain and _makes_carries(node) for node in nodes):
         named = leaves_with_path(root, init, is_leaf=_is_special)
         rows = [Row(path, "a custom carry", f"`{node.__name__}`") for path, node in named if _makes_carries(node)]
@@ -222,7 +218,7 @@ def adopt(init: PyTree, root: str = "init") -> Adopted:
     if not any(adoptions):
         return Adopted(init, _classes(nodes))
     made = [
-        node if how is None else _convert(how, "to_carry", node, root, init, i)
+        _convert(how, "to_carry", node, root, init, i)
         for i, (node, how) in enumerate(zip(nodes, adoptions, strict=True))
     ]
     return Adopted(jax.tree.unflatten(outer, made), _classes(made), adoptions)
@@ -254,11 +250,13 @@ def _classes(nodes: list[Any]) -> tuple[type, ...]:
 
 
 def _is_special(node: Any) -> bool:
-    return type(node) not in _plain and kind_of(node) is not False
+    return kind_of(node) is not False
 
 
-def _convert(how: Adoption, name: str, node: Any, root: str, tree: PyTree, index: int) -> Any:
-    """What `to_carry` or `from_carry` makes of the node that is at an index of a tree."""
+def _convert(how: Adoption | None, name: str, node: Any, root: str, tree: PyTree, index: int) -> Any:
+    """What `to_carry` or `from_carry` makes of the node that is at an index of a tree; None: it is not adopted."""
+    if how is None:
+        return node
     function: Callable[[Any], Any] = getattr(how, name)
     to, called, is_leaf = how.kind, f"`{how.kind.__name__}`", is_carry
     if name == "to_carry":

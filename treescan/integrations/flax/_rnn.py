@@ -90,7 +90,7 @@ def lift_loop(cell: Callable[..., Any], rnn: RNN, lengths: Array | None, time_ax
         return loop.run(groups, rngs, carry, inputs)
 
     first = (rnn.variable_broadcast, rnn.variable_carry)
-    return lift.pack(run, (*first, *into.filters), (*first, *out.filters), tuple(rnn.split_rngs), name="scan")
+    return lift.pack(run, (*first, *into), (*first, *out), tuple(rnn.split_rngs), name="scan")
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,13 +119,14 @@ class _LiftedLoop:
             broadcast = self._made(variables, keys, carry, inputs)
         self.call.counters = [copied(scope.rng_counters) for scope in scopes]
         steps = inputs.shape[self.time_axis]
-        stacked = tuple(_move(group, axis, 0) for group, axis in zip(scanned, self.into.axes, strict=True))
+        stacked = tuple(_move(group, axis, 0) for group, axis in zip(scanned, self.into.values(), strict=True))
         loop = Loop(carry, carried, (broadcast, keys.shared))
         last, (outputs, made) = self._scan(loop, CellInputs(inputs, split_keys(keys.split, steps), stacked))
         if self.lengths is not None and made:
             reached = jnp.arange(steps) < jnp.max(self.lengths, initial=0)
             made = _kept_where_no_row_is(reached, made, stacked)
-        made = with_axes([_move(group, 0, axis) for group, axis in zip(made, self.out.axes, strict=True)], self.out, {})
+        moved = [_move(group, 0, axis) for group, axis in zip(made, self.out.values(), strict=True)]
+        made = with_axes(moved, self.out, {})
         return (last.carry, outputs), (broadcast, last.variables, *made)
 
     def _refuse(self, scopes: list[Scope]) -> None:
@@ -135,7 +136,7 @@ class _LiftedLoop:
                 "Leave `compact` out if the cell draws random numbers, for example for dropout. Otherwise remove "
                 "its rngs from `split_rngs`.",
             )
-        mutable = self.out.axes and any(_any_mutable(scopes, group) for group in self.rnn.variable_axes)
+        mutable = self.out and any(_any_mutable(scopes, group) for group in self.rnn.variable_axes)
         if self.initializing and self.lengths is not None and mutable:
             raise refused(
                 "{verb}: `variable_axes` gives each step its own variables, and a step that no row reaches would "
@@ -145,7 +146,7 @@ class _LiftedLoop:
 
     def _made(self, variables: Groups, keys: Rngs, carry: PyTree, inputs: Array) -> Group:
         """The broadcast variables with what the cell makes of them. Its rngs count on from there, as flax has them."""
-        roles = Roles(self.into.axes, self.out.axes, self.time_axis)
+        roles = Roles(tuple(self.into.values()), tuple(self.out.values()), self.time_axis)
         try:
             made = broadcast_of(GroupStep(self.call, self.named), roles, variables, keys, carry, (inputs,))
         except Exception as error:

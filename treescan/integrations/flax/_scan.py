@@ -43,8 +43,8 @@ class Settings:
     def roles(self, into: Axes, out: Axes, more: Mapping[str, Any]) -> Roles:
         """What becomes of variables, keys and arguments, with what treescan takes beside flax's arguments."""
         return Roles(
-            into.axes,
-            out.axes,
+            tuple(into.values()),
+            tuple(out.values()),
             _plain(self.in_axes),
             _plain(self.out_axes),
             self.length,
@@ -94,8 +94,7 @@ def _lift(function: Any, target: Any, settings: Settings, more: Mapping[str, Any
         raise failure
 
     first = (settings.variable_broadcast, settings.variable_carry)
-    filters = (*first, *into.filters), (*first, *out.filters)
-    return pack(verb(run), *filters, tuple(settings.split_rngs), name="scan")
+    return pack(verb(run), (*first, *into), (*first, *out), tuple(settings.split_rngs), name="scan")
 
 
 def _transform(target: Any, more: Mapping[str, Any]) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import jax
 from flax.core import meta
@@ -18,38 +18,27 @@ Group: TypeAlias = Sequence[Mapping[str, Any]]
 """Collections, or rngs, by their names, for each scope."""
 
 
-class Axes(NamedTuple):
-    """The entries of `variable_axes` that go one way.
-
-    Attributes:
-        filters: which collections each is for.
-        axes: the axis of the steps in the variables of each.
-    """
-
-    filters: tuple[Any, ...]
-    axes: tuple[int, ...]
+Axes: TypeAlias = dict[Any, int]
+"""The entries of `variable_axes` that go one way: for each filter of collections the axis of the steps in these."""
 
 
 def axes_of(variable_axes: Mapping[Any, Any]) -> tuple[Axes, Axes]:
     """The entries that go in, which are all but those of type `Out`, and those that come out, all but `In`."""
     entries = list(zip(variable_axes, check_axes_of(variable_axes), strict=True))
-    into = [(names, axis.into) for names, axis in entries if axis.into is not None]
-    out = [(names, axis.out) for names, axis in entries if axis.out is not None]
-    return _axes(into), _axes(out)
-
-
-def _axes(entries: list[tuple[Any, int]]) -> Axes:
-    return Axes(tuple(names for names, _ in entries), tuple(axis for _, axis in entries))
+    into = {names: axis.into for names, axis in entries if axis.into is not None}
+    return into, {names: axis.out for names, axis in entries if axis.out is not None}
 
 
 def without_axes(groups: Sequence[Group], axes: Axes, metadata: Mapping[Any, Any]) -> tuple[PyTree, ...]:
     """Scanned groups whose boxes name the axes of one step: what these hold stays as it is."""
-    return tuple(meta.remove_axis(group, axis, dict(metadata)) for group, axis in zip(groups, axes.axes, strict=True))
+    pairs = zip(groups, axes.values(), strict=True)
+    return tuple(meta.remove_axis(group, axis, dict(metadata)) for group, axis in pairs)
 
 
 def with_axes(groups: Sequence[Group], axes: Axes, metadata: Mapping[Any, Any]) -> tuple[PyTree, ...]:
     """Stacked groups whose boxes name the axis of the steps too."""
-    return tuple(meta.add_axis(group, axis, dict(metadata)) for group, axis in zip(groups, axes.axes, strict=True))
+    pairs = zip(groups, axes.values(), strict=True)
+    return tuple(meta.add_axis(group, axis, dict(metadata)) for group, axis in pairs)
 
 
 def parted_rngs(rngs: Sequence[Group], split: Sequence[bool]) -> Rngs:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 import jax
 import jax.tree_util as jtu
@@ -13,7 +13,7 @@ from flax import nnx
 
 from ..._avals import describe_argument, describe_leaf
 from ..._errors import Row
-from ..._tree import Root, leaves_with_path, path_str
+from ..._tree import KeyPath, Root, leaves_with_path, path_str
 from ..._types import Array, PyTree
 from ...carries._base import AbstractCarry
 from ...carries._registry import register_carry
@@ -58,8 +58,7 @@ class Named:
     def of(cls, state: PyTree, nodes: tuple[str, ...]) -> Named:
         """The arrays of the state of a list of nodes, which have these names."""
         leaves, structure = jtu.tree_flatten_with_path(state)
-        names = tuple(nodes[path[0].key] + "".join(map(_attribute, path[1:])) for path, _ in leaves)
-        return cls(names, tuple(leaf for _, leaf in leaves), structure)
+        return cls(tuple(_name(path, nodes) for path, _ in leaves), tuple(leaf for _, leaf in leaves), structure)
 
     def state(self) -> PyTree:
         """The state whose arrays these are."""
@@ -68,9 +67,6 @@ class Named:
     def tree_flatten_with_keys(self) -> tuple[list[tuple[Root, Any]], Any]:
         children = [(Root(name), value) for name, value in zip(self.names, self.values, strict=True)]
         return children, (self.names, self.structure)
-
-    def tree_flatten(self) -> tuple[tuple[Any, ...], Any]:
-        return self.values, (self.names, self.structure)
 
     @classmethod
     def tree_unflatten(cls, known: Any, values: tuple[Any, ...]) -> Named:
@@ -84,12 +80,13 @@ def by_name(tree: PyTree) -> dict[str, Any]:
 
 def variables_of(state: PyTree, nodes: tuple[str, ...]) -> list[tuple[str, nnx.Variable[Any]]]:
     """The variables in a state of named nodes, each with its path from the node's name."""
-    found, _ = jtu.tree_flatten_with_path(state, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    return [
-        (nodes[path[0].key] + "".join(map(_attribute, path[1:])), leaf)
-        for path, leaf in found
-        if isinstance(leaf, nnx.Variable)
-    ]
+    found = jtu.tree_leaves_with_path(state, is_leaf=is_variable)
+    return [(_name(path, nodes), leaf) for path, leaf in found if is_variable(leaf)]
+
+
+def _name(path: KeyPath, nodes: tuple[str, ...]) -> str:
+    """What is at a path in a state of a list of nodes, which have these names."""
+    return nodes[path[0].key] + "".join(map(_attribute, path[1:]))
 
 
 def _attribute(key: Any) -> str:
@@ -102,6 +99,11 @@ def _attribute(key: Any) -> str:
             return path_str("", (key,))
 
 
+def is_variable(leaf: Any) -> TypeGuard[nnx.Variable[Any]]:
+    """Whether it is a variable."""
+    return isinstance(leaf, nnx.Variable)
+
+
 def is_node(leaf: Any) -> bool:
     """Whether nnx keeps the identity of an object: a module or whatever else holds variables, or a variable."""
     return isinstance(leaf, (nnx.Pytree, nnx.Variable))
@@ -110,7 +112,7 @@ def is_node(leaf: Any) -> bool:
 def variables_in(node: Any) -> Iterator[tuple[tuple[Any, ...], nnx.Variable[Any]]]:
     """The variables of a node, each once, with their paths in it."""
     for path, value in nnx.iter_graph(node, **_GRAPH):
-        if isinstance(value, nnx.Variable):
+        if is_variable(value):
             yield path, value
 
 
@@ -154,12 +156,11 @@ class ModuleCarry(AbstractCarry[Any, Any]):
             raise TypeError(f"the step returned a {type(returned).__name__} instead of the module that it was given")
         graph, state = nnx.split(returned)
         if graph != self.graph:
+            rows = _differences(self.read(), returned)
+            changes = [f"{row.leaf} had {row.expected}, now {row.came}. " for row in rows]
             raise TypeError(
-                "the module that the step returned has another structure: "
-                + "".join(
-                    f"{row.leaf} had {row.expected}, now {row.came}. " for row in _differences(self.read(), returned)
-                )
-                + "Submodules, variables, their metadata and settings must be the same in every step. Create all of "
+                f"the module that the step returned has another structure: {''.join(changes)}"
+                "Submodules, variables, their metadata and settings must be the same in every step. Create all of "
                 "them before the scan"
             )
         return ModuleCarry(state, self.graph)

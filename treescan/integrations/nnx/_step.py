@@ -21,6 +21,7 @@ from ._named import (
     by_name,
     differences,
     is_node,
+    is_variable,
     leaves_and_nodes,
     replace_nodes,
     spelled,
@@ -327,7 +328,7 @@ def take_nodes(name: str, given: PyTree, returned: PyTree, parts: Parts) -> PyTr
     was, now, wrong = nodes_of_carry(name, given, returned)
     for node, (path, new) in [] if wrong else zip(was, now, strict=True):
         old = parts.nodes[node.index]
-        if isinstance(old, nnx.Variable) and isinstance(new, nnx.Variable):
+        if is_variable(old) and is_variable(new):
             parts.nodes[node.index] = new
         elif old is not new:
             wrong.append(Row(path, f"the {type(old).__name__} that was given", f"another {type(new).__name__}"))
@@ -466,8 +467,10 @@ def _take_carry(name: str, carries: tuple[PyTree, PyTree], given: list[Any], hel
 
 def refuse_aliases(carried: Parts, parts: Parts, *, tree: bool) -> None:
     """Refuses a variable in two places, of which a loop over values would make two."""
-    places = [_places(zip(some.names, some.nodes, strict=True), tree=tree) for some in (carried, parts)]
-    both = [place for group in places for place in (group if tree else _once(group))]
+    both = list[Place]()
+    for some in (carried, parts):
+        places = _places(zip(some.names, some.nodes, strict=True), tree=tree)
+        both += places if tree else {id(variable): (name, variable) for name, variable in places}.values()
     _refuse_twice(both, ArgumentError, "{call} got one variable in two places")
 
 
@@ -489,16 +492,8 @@ def _places(nodes: Iterable[tuple[str, Any]], *, tree: bool) -> list[Place]:
     """The variables of nodes with their names: in all places if nodes are trees, and otherwise each once in a node."""
     if not tree:
         return [(spelled(name, path), value) for name, node in nodes for path, value in variables_in(node)]
-    leaves = [
-        leaf
-        for name, node in nodes
-        for leaf in leaves_with_path(name, node, is_leaf=lambda leaf: isinstance(leaf, nnx.Variable))
-    ]
-    return [(name, leaf) for name, leaf in leaves if isinstance(leaf, nnx.Variable)]
-
-
-def _once(places: Iterable[Place]) -> list[Place]:
-    return list({id(variable): (name, variable) for name, variable in places}.values())
+    leaves = [leaf for name, node in nodes for leaf in leaves_with_path(name, node, is_leaf=is_variable)]
+    return [(name, leaf) for name, leaf in leaves if is_variable(leaf)]
 
 
 def _refuse_twice(places: Iterable[Place], kind: type[TreescanError], what: str) -> None:
