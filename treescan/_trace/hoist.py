@@ -29,7 +29,7 @@ from .._loop.rewrite import is_rewriting
 from .._loop.run import as_arrays, is_jit_disabled, named_signature, settle, weak_types_settled
 from .._loop.turns import CarryState, share_traces
 from .._types import Array, PyTree, TreeDef
-from .equations import PRODUCTS, has_branches, has_reverse_rule, holds
+from .equations import PRODUCTS, has_branches, has_reverse_rule, holds, with_jaxprs
 from .raw_keys import with_raw_keys
 
 
@@ -52,15 +52,11 @@ def _silence_inner(eqn: Any) -> Any:
     """An equation with the loops and branches that it holds silenced; the effects of others are their own."""
     left = list[Any]()
 
-    def silence(value: Any) -> Any:
-        if type(value) in (tuple, list):
-            return type(value)(map(silence, value))
-        if not (hasattr(value, "effects") and (hasattr(value, "jaxpr") or hasattr(value, "eqns"))):
-            return value
-        left.append(silenced(value))
+    def silence(jaxpr: Any) -> Any:
+        left.append(silenced(jaxpr))
         return left[-1]
 
-    params = {name: silence(value) for name, value in eqn.params.items()} if eqn.effects else {}
+    params = with_jaxprs(eqn.params, silence) if eqn.effects else {}
     kinds = {type(effect) for jaxpr in left for effect in jaxpr.effects}
     kept = {effect for effect in eqn.effects if type(effect) in kinds}
     return eqn.replace(params=params, effects=kept) if left else eqn
@@ -616,3 +612,16 @@ def fill_in(tree: PyTree, tangents: list[Array]) -> PyTree:
     """The tangent of a tree, from those of the leaves that have any."""
     part = smooth_part(tree)
     return part.join(tangents, [no_tangent(leaf) for leaf in part.split(tree)[1]])
+
+
+def push_plainly(function: Callable[[Any], Any], given: PyTree, d_given: PyTree) -> tuple[Any, Any]:
+    """The results of a function of one tree and their tangents, as JAX differentiates it."""
+    part, d_on = nonzero_part(given, d_given)
+    on, off = part.split(given)
+
+    def of_smooth(on: list[Any]) -> tuple[list[Any], Any]:
+        result = function(part.join(on, off))
+        return smooth_part(result).split(result)[0], result
+
+    _, d_result, result = jax.jvp(of_smooth, (on,), (d_on,), has_aux=True)
+    return result, fill_in(result, d_result)

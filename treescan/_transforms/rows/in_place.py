@@ -27,7 +27,7 @@ from ..._loop.chunk import RunChunk, as_step
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import debugs_nans, run
 from ..._trace.equations import has_large_products
-from ..._trace.hoist import Unproven, fill_in, nonzero_part, smooth_part
+from ..._trace.hoist import Unproven, push_plainly
 from ..._types import Array, PyTree
 from ..checkpoint import is_remat3
 from ..nest import plan
@@ -111,16 +111,8 @@ class InPlace:
                 whole = primals[0].put_into(dataclasses.replace(stacked, step=emitting(plain, keeps)))
                 with contextlib.suppress(Unproven):
                     return self.derive(whole, levels[0].size, self._outputs(whole), tangents[0])
-            part, d_on = nonzero_part(primals[0], tangents[0])
-            on, off = part.split(primals[0])
-
-            def differentiated(on: list[Any]) -> tuple[list[Any], Any]:
-                given: _Given = part.join(on, off)
-                result = run_keeping(given.put_into(stacked), levels, keeps)
-                return smooth_part(result).split(result)[0], result
-
-            _, d_result, result = jax.jvp(differentiated, (on,), (d_on,), has_aux=True)
-            return result, fill_in(result, d_result)
+            stack: Callable[[_Given], Any] = lambda given: run_keeping(given.put_into(stacked), levels, keeps)  # noqa: E731
+            return push_plainly(stack, primals[0], tangents[0])
 
         function = jax.custom_jvp(lambda given: self._run(given.put_into(loop), levels[0].size))
         function.defjvp(rule, symbolic_zeros=True)
