@@ -171,6 +171,12 @@ def alone(jaxpr: Any, equation: Any, outputs: Sequence[Any] | None = None) -> tu
     return taken, jaxpr.replace(constvars=[], invars=taken, outvars=returned, eqns=[equation], effects=equation.effects)
 
 
+def evaluate_alone(jaxpr: Any, equation: Any, read: Sequence[Any]) -> list[Any]:
+    """The results of one equation of a jaxpr, from the values that it reads."""
+    taken, program = alone(jaxpr, equation)
+    return eval_jaxpr(program, [], *(read[equation.invars.index(var)] for var in taken), propagate_source_info=True)
+
+
 def opened(jaxpr: Any) -> Any:
     """An open jaxpr that is given what it closes over, before its inputs."""
     return jaxpr.replace(constvars=[], invars=[*jaxpr.constvars, *jaxpr.invars])
@@ -178,12 +184,7 @@ def opened(jaxpr: Any) -> Any:
 
 def evaluate_inlined(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], into: Calls) -> list[Any]:
     """Evaluates an open jaxpr, with the equations of what it calls in place of the calls, where `into` gives them."""
-
-    def each(equation: Any, values: list[Any]) -> list[Any]:
-        taken, program = alone(jaxpr, equation)
-        return eval_jaxpr(program, [], *(values[equation.invars.index(var)] for var in taken))
-
-    return interpret(jaxpr, consts, given, each, into=into)
+    return interpret(jaxpr, consts, given, lambda equation, read: evaluate_alone(jaxpr, equation, read), into=into)
 
 
 def inlined(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], into: Calls = called) -> Any:

@@ -62,30 +62,17 @@ def _silence_inner(eqn: Any) -> Any:
     return eqn.replace(params=params, effects=kept) if left else eqn
 
 
-def has_effects(jaxpr: Any) -> bool:
-    """Whether a jaxpr does what must not be done twice. That it runs over a named axis counts as an effect for JAX."""
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects)
+_NAMED_AXIS = frozenset({"NamedAxisEffect"})
+"""That a program runs over a named axis counts as an effect for JAX."""
 
-
-def is_once_only(jaxpr: Any) -> bool:
-    """Whether a jaxpr has effects that JAX refuses under `jax.checkpoint`; it repeats those of `jax.debug`."""
-    return not _REPEATED.issuperset(type(effect).__name__ for effect in jaxpr.effects)
-
-
-_REPEATED = frozenset({"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "ErrorEffect"})  # the last: checkify
-
-
-def has_refs(jaxpr: Any) -> bool:
-    """Whether a jaxpr closes over mutable arrays, which JAX cannot differentiate through within a branch."""
-    return any(map(is_ref, jaxpr.jaxpr.constvars))
-
-
-def writes_refs(jaxpr: Any) -> bool:
-    """Whether a jaxpr writes mutable arrays that it closes over; those that it makes itself do not count."""
-    return has_refs(jaxpr) and not _WRITES.isdisjoint(type(effect).__name__ for effect in jaxpr.effects)
-
+_REPEATED = _NAMED_AXIS | {"DebugEffect", "OrderedDebugEffect", "ErrorEffect"}  # the last: checkify
+"""JAX refuses all other effects under `jax.checkpoint`; it repeats those of `jax.debug`."""
 
 _WRITES = frozenset({"AccumEffect", "WriteEffect"})
+
+
+def _effects_of(jaxpr: Any) -> set[str]:
+    return {type(effect).__name__ for effect in jaxpr.effects}
 
 
 def is_ref(var: Any) -> bool:
@@ -157,7 +144,7 @@ class Lifted:
     @property
     def once_only(self) -> bool:
         """Whether it has effects that JAX refuses to repeat."""
-        return any(map(is_once_only, self.traced.jaxprs.values()))
+        return any(not _effects_of(jaxpr) <= _REPEATED for jaxpr in self.traced.jaxprs.values())
 
     def silenced(self) -> Lifted:
         """The step without its callbacks, for a second run that must not report again."""
@@ -190,7 +177,7 @@ class Hoisted(NamedTuple):
         effects: whether the body has side effects, for example callbacks.
         once_only: whether any of that is something that JAX refuses to do once more in the gradient.
         refs: whether it reads or writes mutable arrays that it closes over.
-        writes: whether it writes one.
+        writes: whether it writes one that it closes over; those that it makes itself do not count.
         reverse_rule: whether anything in it has a rule for reverse mode alone.
         branches: whether it branches.
         products: whether it multiplies matrices.
@@ -265,6 +252,7 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
     changing = (False,) * len(leaves) if changing is None else tuple(changing)
     fixed = _unchanged(jaxpr, len(jax.tree.leaves(loop.consts)), changing)
     unchanged, state = split(fixed, leaves)
+    effects, refs = _effects_of(jaxpr), any(map(is_ref, jaxpr.jaxpr.constvars))
     shapes = _shapes(jax.tree.leaves((loop.consts, leaves, one_step(loop.xs))))
     traced = Traced({shapes: jaxpr}, fixed, jax.tree.structure(y), changing)
     hoisted = dataclasses.replace(loop, step=traced, consts=(unchanged, loop.consts), state=state, memo=Memo())
@@ -274,10 +262,10 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
         structure,
         y,
         jaxpr.out_avals[len(leaves) :],
-        effects=has_effects(jaxpr),
-        once_only=is_once_only(jaxpr),
-        refs=has_refs(jaxpr),
-        writes=writes_refs(jaxpr),
+        effects=not effects <= _NAMED_AXIS,
+        once_only=not effects <= _REPEATED,
+        refs=refs,
+        writes=refs and not effects.isdisjoint(_WRITES),
         reverse_rule=has_reverse_rule(jaxpr.jaxpr),
         branches=has_branches(jaxpr.jaxpr),
         products=holds(jaxpr.jaxpr, PRODUCTS),
@@ -406,8 +394,9 @@ def lift(hoisted: Hoisted) -> Hoisted:
     ]
     # A rule for derivatives may not hold tracers: there are types in place of what is lifted.
     jaxprs = {
-        key: jaxpr.replace(consts=list(map(_lifted, jaxpr.jaxpr.constvars, jaxpr.consts)))
+        key: jaxpr.replace(consts=[value if i is None else jax.typeof(value) for i, value in pairs])
         for key, jaxpr in traced.jaxprs.items()
+        for pairs in (zip(places[key], jaxpr.consts, strict=True),)
     }
     step = Lifted(dataclasses.replace(traced, jaxprs=jaxprs), places)
     loop = dataclasses.replace(hoisted.loop, step=step, consts=consts, state=as_arrays(state))
@@ -497,10 +486,6 @@ def _unchanged(jaxpr: Any, first: int, changing: tuple[bool, ...]) -> tuple[bool
     given, returned = jaxpr.jaxpr.invars[first : first + len(changing)], jaxpr.jaxpr.outvars[: len(changing)]
     pairs = zip(given, returned, changing, strict=True)
     return tuple(a is b and not other and is_rewriting() for a, b, other in pairs)
-
-
-def _lifted(var: Any, value: Any) -> Any:
-    return value if is_ref(var) else jax.typeof(value)
 
 
 def array_of(value: Any, aval: Any) -> Any:

@@ -221,15 +221,16 @@ class Prepared:
         if value is False:
             return None
         from .._transforms.finite.backward import CheckCotangents
-        from .._transforms.finite.case import About, looks_backward
-        from .._transforms.finite.check import CheckFinite, Words
-        from .._transforms.finite.site import Slices
+        from .._transforms.finite.case import About, Slices, looks_backward
+        from .._transforms.finite.check import CheckFinite
 
         backward = looks_backward(value)
-        calls, words, xs = self.call.each, list[Words](), self.given.xs
+        calls, told, xs = self.call.each, list[About](), self.given.xs
         steps = sum(call.length for call in calls) if layers else None
         each = zip(calls, (self.axes, *self.other_axes), xs if self.call.others else (xs,), strict=True)
         for place, (call, axes, own) in enumerate(each):
+            slices = Slices(axes, jax.tree.structure(own)) if axes is not None and None in axes else None
+            roots = names_of(call.body, len(own) + 1, call.convention.place) if layers else None
             about = About(
                 f"`{call.convention.verb}` over {describe_body(call.body.function)}",
                 indexed,
@@ -240,11 +241,11 @@ class Prepared:
                 len(calls),
                 backward,
                 call.convention.records,
+                slices,
+                roots,
             )
-            slices = Slices(axes, jax.tree.structure(own)) if axes is not None and None in axes else None
-            roots = names_of(call.body, len(own) + 1, call.convention.place) if layers else None
-            words.append(Words(about, slices, roots))
-        return (CheckCotangents if backward else CheckFinite)(tuple(words), _around_rows() if of_rows else ())
+            told.append(about)
+        return (CheckCotangents if backward else CheckFinite)(tuple(told), _around_rows() if of_rows else ())
 
     def run(self, *transforms: Transform | None, compiles: bool = True) -> Any:
         """Runs the call with these transforms, in the order of `order.ORDER`; None is skipped.
@@ -319,7 +320,7 @@ def ending(flags: RowFlags) -> Transform | None:
     """The transform that has packed sequences end each with a carry of its own."""
     if flags.spans is None:
         return None
-    from .._transforms.rows.packed import EndsOfSequences
+    from .._transforms.rows.resets import EndsOfSequences
 
     return EndsOfSequences()
 

@@ -26,16 +26,7 @@ from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import run
 from ..._trace.cost import TRANSCENDENTAL
 from ..._trace.equations import PRODUCTS, alone, values_of
-from ..._trace.hoist import (
-    Unproven,
-    add_alike,
-    array_of,
-    fill_in,
-    nonzero_part,
-    push_plainly,
-    smooth_part,
-    typed_like,
-)
+from ..._trace.hoist import Unproven, add_alike, array_of, fill_in, nonzero_part, push_plainly, smooth_part, typed_like
 from ..._types import Array
 from ..checkpoint import SaveDecisions, chooses
 from .products import ELEMENTWISE, Deferred, Slot, Split, slots_of

@@ -7,6 +7,7 @@ the products that read the state they are the cotangents of the weights; see `de
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from ..._loop.body import Memo
 from ..._loop.chunk import RunChunk
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import run
-from ..._trace.equations import alone, has_branches, jaxprs_within, values_of, with_jaxprs
+from ..._trace.equations import evaluate_alone, has_branches, interpret, jaxprs_within, with_jaxprs
 from ..._trace.hoist import Unproven, array_of, lifted, one_step
 from ..._types import Array, PyTree
 from ..outputs import QuietSteps
@@ -67,17 +68,16 @@ def with_safe_branches(loop: Loop) -> Loop:
 
 
 def _evaluate(jaxpr: Any, consts: Any, given: Any) -> list[Any]:
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
-    for equation in jaxpr.eqns:
+    """Evaluates an open jaxpr, its branches in a form that JAX can map after it was differentiated."""
+
+    def each(equation: Any, read: list[Any]) -> list[Any]:
         if _is_plain(equation):
-            results = _choose(equation, *values_of(equation.invars, values))
-        else:
-            inner = any(map(has_branches, jaxprs_within(equation)))
-            safe = equation.replace(params=with_jaxprs(equation.params, _safe)) if inner else equation
-            taken, program = alone(jaxpr, safe)
-            results = eval_jaxpr(program, [], *(values[var] for var in taken), propagate_source_info=True)
-        values.update(zip(equation.outvars, results, strict=True))
-    return values_of(jaxpr.outvars, values)
+            return _choose(equation, *read)
+        if any(map(has_branches, jaxprs_within(equation))):
+            equation = equation.replace(params=with_jaxprs(equation.params, _safe))
+        return evaluate_alone(jaxpr, equation, read)
+
+    return interpret(jaxpr, consts, given, each, into=lambda equation: None)
 
 
 def _is_plain(equation: Any) -> bool:
@@ -107,12 +107,8 @@ def _choose(equation: Any, index: Array, *operands: Any) -> list[Any]:
 
     branches = equation.params["branches"]
     shared, own = _ask(index)
-    single: list[Callable[..., list[Any]]] = [_bound(evaluate, branch) for branch in branches]
+    single: list[Callable[..., list[Any]]] = [functools.partial(evaluate, branch) for branch in branches]
     return jax.lax.switch(jnp.where(shared == _MIXED, len(branches), shared), [*single, mixed], own, *operands)
-
-
-def _bound(evaluate: Callable[..., list[Any]], branch: Any) -> Callable[..., list[Any]]:
-    return lambda own, *operands: evaluate(branch, own, *operands)
 
 
 def _safe(value: Any) -> Any:
