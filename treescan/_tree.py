@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
@@ -75,6 +75,12 @@ def _key_str(key: Any) -> str:
 def leaves_with_path(root: str, tree: PyTree, is_leaf: Callable[[Any], bool] | None = None) -> list[tuple[str, Any]]:
     """The leaves of a tree, each with its path, in the order of `jax.tree.leaves`."""
     return [(path_str(root, path), leaf) for path, leaf in jtu.tree_flatten_with_path(tree, is_leaf=is_leaf)[0]]
+
+
+def map_leaves(function: Callable[..., Any], tree: PyTree, *others: Iterable[Any]) -> PyTree:
+    """A tree with what a function makes of each leaf, and of what other lists have in its place."""
+    leaves, structure = jax.tree.flatten(tree)
+    return jax.tree.unflatten(structure, [function(*each) for each in zip(leaves, *others, strict=True)])
 
 
 def children(tree: PyTree) -> list[tuple[KeyPath, Any]] | None:

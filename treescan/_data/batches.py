@@ -16,7 +16,7 @@ from .._checks.arguments import check_reverse
 from .._checks.rows import check_lengths
 from .._errors import Fault, Misuse, TracedArgumentError, TypeMisuse, verb
 from .._transforms.rows.leaves import mask_of_lengths
-from .._transforms.rows.packed import refuse_split_rows
+from .._transforms.rows.resets import refuse_split_rows
 from .._types import Array, ArrayLike, PyTree, X, Y
 from .batch import Packed, PackIndex, Padded
 from .sequences import (

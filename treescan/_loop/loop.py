@@ -12,7 +12,7 @@ from .body import Body, Memo
 
 
 class Feed(NamedTuple):
-    """What one step is fed: its slice of xs and, where an option asks for them, further things.
+    """What one step is fed: its slice of xs and, where an option asks for them, further arrays; else None.
 
     Attributes:
         x: the slice of xs.
@@ -27,12 +27,12 @@ class Feed(NamedTuple):
     """
 
     x: PyTree
-    position: Array | None = None
-    valid: Array | None = None
-    reset: Array | None = None
-    cut: Array | None = None
-    cut_shared: Array | None = None
-    end: Array | None = None
+    position: Any = None
+    valid: Any = None
+    reset: Any = None
+    cut: Any = None
+    cut_shared: Any = None
+    end: Any = None
     schedule: PyTree = None
     tick: PyTree = None
 

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from .equations import alone, called, evaluate_inlined, jaxprs_within, loop_of, variables_of
+from .equations import alone, called, inlined, jaxprs_within, loop_of, variables_of
 from .hoist import Hoisted, merge, zeros_like
 
 Flags = list[bool]
@@ -186,7 +186,7 @@ class StepProgram:
     def inlined(self) -> StepProgram:
         """The step with the equations of the functions that it calls in place of the calls."""
         avals = [jax.ShapeDtypeStruct(var.aval.shape, var.aval.dtype) for var in self.jaxpr.invars]
-        closed = jax.make_jaxpr(lambda *given: evaluate_inlined(self.jaxpr, self.consts, given, called))(*avals)
+        closed = inlined(self.jaxpr, self.consts, avals)
         return StepProgram(closed.jaxpr, list(closed.consts), self.given, self.varying)
 
     def vary(self) -> set[Any]:

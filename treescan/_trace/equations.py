@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
+import jax
 from jax.core import eval_jaxpr
 
 _CALLS = frozenset({"jit", "closed_call", "remat2"})
@@ -141,11 +142,39 @@ def jaxprs_within(equation: Any) -> Iterator[Any]:
                 yield jaxpr
 
 
+def with_jaxprs(params: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+    """The parameters of an equation, with the jaxprs among them changed, closed or open."""
+
+    def of(value: Any) -> Any:
+        if type(value) in (tuple, list):
+            return type(value)(map(of, value))
+        return change(value) if hasattr(getattr(value, "jaxpr", value), "eqns") else value
+
+    return {name: of(value) for name, value in params.items()}
+
+
+def needed(equations: Sequence[Any], outputs: Sequence[Any], given: Iterable[Any] = ()) -> list[Any]:
+    """Those of the equations that compute the outputs, from the inputs and from variables that are given."""
+    known = set(given)
+    wanted, found = set(variables_of(outputs)) - known, list[Any]()
+    for equation in reversed(equations):
+        if not wanted.isdisjoint(equation.outvars):
+            found.append(equation)
+            wanted |= set(variables_of(equation.invars)) - known
+    return found[::-1]
+
+
 def alone(jaxpr: Any, equation: Any, outputs: Sequence[Any] | None = None) -> tuple[list[Any], Any]:
     """One equation of a jaxpr as a jaxpr: the variables that it takes, and it. It returns all outputs, or the given."""
     taken = list(dict.fromkeys(variables_of(equation.invars)))
     returned = list(equation.outvars) if outputs is None else list(outputs)
     return taken, jaxpr.replace(constvars=[], invars=taken, outvars=returned, eqns=[equation], effects=equation.effects)
+
+
+def evaluate_alone(jaxpr: Any, equation: Any, read: Sequence[Any]) -> list[Any]:
+    """The results of one equation of a jaxpr, from the values that it reads."""
+    taken, program = alone(jaxpr, equation)
+    return eval_jaxpr(program, [], *(read[equation.invars.index(var)] for var in taken), propagate_source_info=True)
 
 
 def opened(jaxpr: Any) -> Any:
@@ -155,12 +184,12 @@ def opened(jaxpr: Any) -> Any:
 
 def evaluate_inlined(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], into: Calls) -> list[Any]:
     """Evaluates an open jaxpr, with the equations of what it calls in place of the calls, where `into` gives them."""
+    return interpret(jaxpr, consts, given, lambda equation, read: evaluate_alone(jaxpr, equation, read), into=into)
 
-    def each(equation: Any, values: list[Any]) -> list[Any]:
-        taken, program = alone(jaxpr, equation)
-        return eval_jaxpr(program, [], *(values[equation.invars.index(var)] for var in taken))
 
-    return interpret(jaxpr, consts, given, each, into=into)
+def inlined(jaxpr: Any, consts: Sequence[Any], given: Sequence[Any], into: Calls = called) -> Any:
+    """An open jaxpr as a closed one, with the equations of what it calls in place of the calls."""
+    return jax.make_jaxpr(lambda *given: evaluate_inlined(jaxpr, consts, given, into))(*given)
 
 
 def values_of(atoms: Sequence[Any], values: dict[Any, Any]) -> list[Any]:

@@ -29,7 +29,7 @@ from .._loop.rewrite import is_rewriting
 from .._loop.run import as_arrays, is_jit_disabled, named_signature, settle, weak_types_settled
 from .._loop.turns import CarryState, share_traces
 from .._types import Array, PyTree, TreeDef
-from .equations import PRODUCTS, has_branches, has_reverse_rule, holds
+from .equations import PRODUCTS, has_branches, has_reverse_rule, holds, with_jaxprs
 from .raw_keys import with_raw_keys
 
 
@@ -52,44 +52,27 @@ def _silence_inner(eqn: Any) -> Any:
     """An equation with the loops and branches that it holds silenced; the effects of others are their own."""
     left = list[Any]()
 
-    def silence(value: Any) -> Any:
-        if type(value) in (tuple, list):
-            return type(value)(map(silence, value))
-        if not (hasattr(value, "effects") and (hasattr(value, "jaxpr") or hasattr(value, "eqns"))):
-            return value
-        left.append(silenced(value))
+    def silence(jaxpr: Any) -> Any:
+        left.append(silenced(jaxpr))
         return left[-1]
 
-    params = {name: silence(value) for name, value in eqn.params.items()} if eqn.effects else {}
+    params = with_jaxprs(eqn.params, silence) if eqn.effects else {}
     kinds = {type(effect) for jaxpr in left for effect in jaxpr.effects}
     kept = {effect for effect in eqn.effects if type(effect) in kinds}
     return eqn.replace(params=params, effects=kept) if left else eqn
 
 
-def has_effects(jaxpr: Any) -> bool:
-    """Whether a jaxpr does what must not be done twice. That it runs over a named axis counts as an effect for JAX."""
-    return any(type(effect).__name__ != "NamedAxisEffect" for effect in jaxpr.effects)
+_NAMED_AXIS = frozenset({"NamedAxisEffect"})
+"""That a program runs over a named axis counts as an effect for JAX."""
 
-
-def is_once_only(jaxpr: Any) -> bool:
-    """Whether a jaxpr has effects that JAX refuses under `jax.checkpoint`; it repeats those of `jax.debug`."""
-    return not _REPEATED.issuperset(type(effect).__name__ for effect in jaxpr.effects)
-
-
-_REPEATED = frozenset({"NamedAxisEffect", "DebugEffect", "OrderedDebugEffect", "ErrorEffect"})  # the last: checkify
-
-
-def has_refs(jaxpr: Any) -> bool:
-    """Whether a jaxpr closes over mutable arrays, which JAX cannot differentiate through within a branch."""
-    return any(map(is_ref, jaxpr.jaxpr.constvars))
-
-
-def writes_refs(jaxpr: Any) -> bool:
-    """Whether a jaxpr writes mutable arrays that it closes over; those that it makes itself do not count."""
-    return has_refs(jaxpr) and not _WRITES.isdisjoint(type(effect).__name__ for effect in jaxpr.effects)
-
+_REPEATED = _NAMED_AXIS | {"DebugEffect", "OrderedDebugEffect", "ErrorEffect"}  # the last: checkify
+"""JAX refuses all other effects under `jax.checkpoint`; it repeats those of `jax.debug`."""
 
 _WRITES = frozenset({"AccumEffect", "WriteEffect"})
+
+
+def _effects_of(jaxpr: Any) -> set[str]:
+    return {type(effect).__name__ for effect in jaxpr.effects}
 
 
 def is_ref(var: Any) -> bool:
@@ -161,7 +144,7 @@ class Lifted:
     @property
     def once_only(self) -> bool:
         """Whether it has effects that JAX refuses to repeat."""
-        return any(map(is_once_only, self.traced.jaxprs.values()))
+        return any(not _effects_of(jaxpr) <= _REPEATED for jaxpr in self.traced.jaxprs.values())
 
     def silenced(self) -> Lifted:
         """The step without its callbacks, for a second run that must not report again."""
@@ -194,7 +177,7 @@ class Hoisted(NamedTuple):
         effects: whether the body has side effects, for example callbacks.
         once_only: whether any of that is something that JAX refuses to do once more in the gradient.
         refs: whether it reads or writes mutable arrays that it closes over.
-        writes: whether it writes one.
+        writes: whether it writes one that it closes over; those that it makes itself do not count.
         reverse_rule: whether anything in it has a rule for reverse mode alone.
         branches: whether it branches.
         products: whether it multiplies matrices.
@@ -269,6 +252,7 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
     changing = (False,) * len(leaves) if changing is None else tuple(changing)
     fixed = _unchanged(jaxpr, len(jax.tree.leaves(loop.consts)), changing)
     unchanged, state = split(fixed, leaves)
+    effects, refs = _effects_of(jaxpr), any(map(is_ref, jaxpr.jaxpr.constvars))
     shapes = _shapes(jax.tree.leaves((loop.consts, leaves, one_step(loop.xs))))
     traced = Traced({shapes: jaxpr}, fixed, jax.tree.structure(y), changing)
     hoisted = dataclasses.replace(loop, step=traced, consts=(unchanged, loop.consts), state=state, memo=Memo())
@@ -278,10 +262,10 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
         structure,
         y,
         jaxpr.out_avals[len(leaves) :],
-        effects=has_effects(jaxpr),
-        once_only=is_once_only(jaxpr),
-        refs=has_refs(jaxpr),
-        writes=writes_refs(jaxpr),
+        effects=not effects <= _NAMED_AXIS,
+        once_only=not effects <= _REPEATED,
+        refs=refs,
+        writes=refs and not effects.isdisjoint(_WRITES),
         reverse_rule=has_reverse_rule(jaxpr.jaxpr),
         branches=has_branches(jaxpr.jaxpr),
         products=holds(jaxpr.jaxpr, PRODUCTS),
@@ -410,8 +394,9 @@ def lift(hoisted: Hoisted) -> Hoisted:
     ]
     # A rule for derivatives may not hold tracers: there are types in place of what is lifted.
     jaxprs = {
-        key: jaxpr.replace(consts=list(map(_lifted, jaxpr.jaxpr.constvars, jaxpr.consts)))
+        key: jaxpr.replace(consts=[value if i is None else jax.typeof(value) for i, value in pairs])
         for key, jaxpr in traced.jaxprs.items()
+        for pairs in (zip(places[key], jaxpr.consts, strict=True),)
     }
     step = Lifted(dataclasses.replace(traced, jaxprs=jaxprs), places)
     loop = dataclasses.replace(hoisted.loop, step=step, consts=consts, state=as_arrays(state))
@@ -501,10 +486,6 @@ def _unchanged(jaxpr: Any, first: int, changing: tuple[bool, ...]) -> tuple[bool
     given, returned = jaxpr.jaxpr.invars[first : first + len(changing)], jaxpr.jaxpr.outvars[: len(changing)]
     pairs = zip(given, returned, changing, strict=True)
     return tuple(a is b and not other and is_rewriting() for a, b, other in pairs)
-
-
-def _lifted(var: Any, value: Any) -> Any:
-    return value if is_ref(var) else jax.typeof(value)
 
 
 def array_of(value: Any, aval: Any) -> Any:
@@ -616,3 +597,16 @@ def fill_in(tree: PyTree, tangents: list[Array]) -> PyTree:
     """The tangent of a tree, from those of the leaves that have any."""
     part = smooth_part(tree)
     return part.join(tangents, [no_tangent(leaf) for leaf in part.split(tree)[1]])
+
+
+def push_plainly(function: Callable[[Any], Any], given: PyTree, d_given: PyTree) -> tuple[Any, Any]:
+    """The results of a function of one tree and their tangents, as JAX differentiates it."""
+    part, d_on = nonzero_part(given, d_given)
+    on, off = part.split(given)
+
+    def of_smooth(on: list[Any]) -> tuple[list[Any], Any]:
+        result = function(part.join(on, off))
+        return smooth_part(result).split(result)[0], result
+
+    _, d_result, result = jax.jvp(of_smooth, (on,), (d_on,), has_aux=True)
+    return result, fill_in(result, d_result)

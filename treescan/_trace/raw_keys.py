@@ -15,6 +15,7 @@ import jax
 
 from .._avals import is_key
 from .._loop.loop import Feed, Loop, Step
+from .._tree import map_leaves
 from .._types import PyTree
 
 Impls = tuple[Any, ...]
@@ -31,18 +32,20 @@ def with_raw_keys(loop: Loop) -> Loop:
     trees = [(turn.consts, turn.state, turn.xs) for turn in loop.each]
     if not checks_key_reuse() or not any(map(_is_key, jax.tree.leaves(trees))):
         return loop
-    turns, of_state = list[Loop](), tuple(map(_impl_of, jax.tree.leaves(loop.state)))
+    turns, of_state = list[Loop](), impls_of(loop.state)
     for turn, given in zip(loop.each, trees, strict=True):
-        step = _WithKeys(turn.step, *(tuple(map(_impl_of, jax.tree.leaves(tree))) for tree in given))
-        consts, state, xs = map(raw, given)
+        step, (consts, state, xs) = _WithKeys(turn.step, *map(impls_of, given)), map(raw, given)
         turns.append(dataclasses.replace(turn, step=step, consts=consts, state=state, xs=xs))
-    return loop.with_turns(turns).finished(lambda state: _keys_of(state, of_state))
+    return loop.with_turns(turns).finished(lambda state: keys_of(state, of_state))
 
 
 def raw(tree: PyTree) -> PyTree:
     """A tree with numbers in place of keys, if the checker is on."""
-    if not checks_key_reuse():
-        return tree
+    return as_numbers(tree) if checks_key_reuse() else tree
+
+
+def as_numbers(tree: PyTree) -> PyTree:
+    """A tree with numbers in place of keys."""
     return jax.tree.map(lambda leaf: jax.random.key_data(leaf) if _is_key(leaf) else leaf, tree)
 
 
@@ -56,24 +59,25 @@ class _WithKeys:
     feed: Impls
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        given = _keys_of(consts, self.consts), _keys_of(state, self.state), _keys_of(feed, self.feed)
+        given = keys_of(consts, self.consts), keys_of(state, self.state), keys_of(feed, self.feed)
         known = dict(zip(map(id, jax.tree.leaves(given[1])), jax.tree.leaves(state), strict=True))
         new, y = self.step(*given)
         # A key that is handed on is the same object again, so that the loop can tell that it does not change.
         return jax.tree.map(lambda leaf: known.get(id(leaf), raw(leaf)), new), y
 
 
-def _keys_of(tree: PyTree, impls: Impls) -> PyTree:
-    leaves, structure = jax.tree.flatten(tree)
-    keys = [  # what takes the place of a leaf, for example its number, is handed on
-        leaf if impl is None or not hasattr(leaf, "dtype") else jax.random.wrap_key_data(leaf, impl=impl)
-        for leaf, impl in zip(leaves, impls, strict=True)
-    ]
-    return jax.tree.unflatten(structure, keys)
+def impls_of(tree: PyTree) -> Impls:
+    """How to make keys again of what `as_numbers` returns."""
+    return tuple(jax.random.key_impl(leaf) if _is_key(leaf) else None for leaf in jax.tree.leaves(tree))
 
 
-def _impl_of(leaf: Any) -> Any:
-    return jax.random.key_impl(leaf) if _is_key(leaf) else None
+def keys_of(tree: PyTree, impls: Impls) -> PyTree:
+    """The tree with its keys, from one with numbers in their places."""
+
+    def key_of(leaf: Any, impl: Any) -> Any:  # what takes the place of a leaf, for example its number, is handed on
+        return leaf if impl is None or not hasattr(leaf, "dtype") else jax.random.wrap_key_data(leaf, impl=impl)
+
+    return map_leaves(key_of, tree, impls)
 
 
 def _is_key(leaf: Any) -> bool:

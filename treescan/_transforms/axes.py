@@ -12,6 +12,8 @@ import jax.tree_util as jtu
 
 from .._axes import LeafAxes, check_axes, spread_axes
 from .._loop.loop import Feed, Loop, Step
+from .._trace.hoist import merge, split
+from .._tree import map_leaves
 from .._types import Array, ArrayLike, Axes, PyTree, TreeDef
 
 
@@ -28,8 +30,7 @@ class MergeWhole:
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         whole, inner = consts
-        sliced_leaves, whole_leaves = iter(feed.x), iter(whole)
-        leaves = [next(whole_leaves if axis is None else sliced_leaves) for axis in self.axes]
+        leaves = merge([axis is None for axis in self.axes], whole, feed.x)
         return self.step(inner, state, feed._replace(x=jtu.tree_unflatten(self.structure, leaves)))
 
 
@@ -61,8 +62,7 @@ def scan_over_axes(loop: Loop, axes: LeafAxes) -> Loop:
     ]
     if None not in axes:
         return dataclasses.replace(loop, xs=loop.xs._replace(x=jax.tree.unflatten(structure, moved)))
-    sliced = [leaf for leaf, axis in zip(moved, axes, strict=True) if axis is not None]
-    whole = [leaf for leaf, axis in zip(moved, axes, strict=True) if axis is None]
+    whole, sliced = split([axis is None for axis in axes], moved)
     return dataclasses.replace(
         loop,
         step=MergeWhole(loop.step, axes, structure),
@@ -81,8 +81,7 @@ def move_outputs(ys: PyTree, out_axes: Axes, root: str = "y") -> PyTree:
         return ys
     axes = spread_axes("out_axes", out_axes, ys, root)
     check_axes("out_axes", axes, ys, root)
-    leaves, structure = jax.tree.flatten(ys)
-    return jax.tree.unflatten(structure, [jnp.moveaxis(y, 0, axis or 0) for y, axis in zip(leaves, axes, strict=True)])
+    return map_leaves(lambda y, axis: jnp.moveaxis(y, 0, axis or 0), ys, axes)
 
 
 @dataclass(frozen=True)

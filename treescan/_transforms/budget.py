@@ -19,7 +19,7 @@ from .._remat import Remat
 from .._text import Section, page, table
 from .._trace.cost import bytes_of
 from .._trace.dependence import dependent
-from .._trace.equations import called, evaluate_inlined, has_symbolic_zeros, variables_of
+from .._trace.equations import called, evaluate_inlined, has_symbolic_zeros, inlined, variables_of
 from .._trace.hoist import Hoisted, is_smooth, one_step, replaced, split
 from .._types import PyTree
 from .checkpoint import Checkpointed, checkpoint_step, remat_sizes, saves_whole_steps
@@ -196,15 +196,14 @@ def _without_symbolic_zeros(hoisted: Hoisted, step: Step) -> Step:
     fails in a gradient that perturbs others (jax 0.8 to 0.10), so the count must not be the first to run it.
     """
 
-    def inlined(consts: Any, state: list[Any], feed: Feed) -> tuple[PyTree, PyTree]:
-        leaves, structure = jax.tree.flatten((consts, state, feed))
-        run = lambda *leaves: step(*jax.tree.unflatten(structure, leaves))  # noqa: E731
-        closed, types = jax.make_jaxpr(run, return_shape=True)(*leaves)
-        results = evaluate_inlined(closed.jaxpr, closed.consts, leaves, called)
+    def without(consts: Any, state: list[Any], feed: Feed) -> tuple[PyTree, PyTree]:
+        given = consts, state, feed
+        closed, types = jax.make_jaxpr(lambda *given: step(*given), return_shape=True)(*given)
+        results = evaluate_inlined(closed.jaxpr, closed.consts, jax.tree.leaves(given), called)
         return jax.tree.unflatten(jax.tree.structure(types), results)
 
     loop = hoisted.loop
-    jaxpr = jax.make_jaxpr(inlined)(loop.consts, loop.state, one_step(loop.xs)).jaxpr
+    jaxpr = jax.make_jaxpr(without)(loop.consts, loop.state, one_step(loop.xs)).jaxpr
     if has_symbolic_zeros(jaxpr):
         raise Uncounted(
             ArgumentError,
@@ -212,16 +211,15 @@ def _without_symbolic_zeros(hoisted: Hoisted, step: Step) -> Step:
             "symbolic zeros. JAX runs such a rule once, so treescan cannot ask it what it saves.",
             'Choose a plan yourself, for example `remat="nested"`.',
         )
-    return inlined
+    return without
 
 
 def _read(function: Any, leaves: list[Any], *others: Any) -> list[bool]:
     """The input leaves that a function reads or returns, also inside calls."""
     outer = jax.make_jaxpr(function)(leaves, *others)
-    given = jax.tree.leaves((leaves, others))
-    inlined = jax.make_jaxpr(lambda *given: evaluate_inlined(outer.jaxpr, outer.consts, given, called))(*given).jaxpr
-    used = set(variables_of([*inlined.outvars, *(atom for each in inlined.eqns for atom in each.invars)]))
-    return [var in used for var in inlined.invars[: len(leaves)]]
+    jaxpr = inlined(outer.jaxpr, outer.consts, jax.tree.leaves((leaves, others))).jaxpr
+    used = set(variables_of([*jaxpr.outvars, *(atom for each in jaxpr.eqns for atom in each.invars)]))
+    return [var in used for var in jaxpr.invars[: len(leaves)]]
 
 
 _EVERYTHING = jax.checkpoint_policies.everything_saveable
@@ -262,10 +260,6 @@ class RematPlan:
     copied_bytes: int
     needed_bytes: int
     evaluations: int
-
-    def with_remat(self, remat: Remat | Literal["auto"] | None) -> RematPlan:
-        """The plan with another `Remat` as its name."""
-        return dataclasses.replace(self, remat=remat)
 
     @property
     def has_rest(self) -> bool:

@@ -18,8 +18,8 @@ from .._loop.chunk import RunChunk, divide
 from .._loop.loop import Feed, Loop, Step
 from .._loop.rewrite import is_rewriting
 from .._remat import Remat
-from .._trace.equations import jaxprs_within
-from .._trace.hoist import Hoisted, is_smooth, merge, smooth_part
+from .._trace.equations import equations_within, jaxprs_within
+from .._trace.hoist import Hoisted, smooth_part
 from .._types import PyTree
 from .refuse import refuse_symbolic
 
@@ -215,11 +215,7 @@ def _names_of(policy: Any) -> Iterator[str]:
 
 def _names_in(jaxpr: Any) -> Iterator[str]:
     """The names that a jaxpr gives to values, in loops and functions too."""
-    for equation in jaxpr.eqns:
-        if equation.primitive.name == "name":
-            yield equation.params["name"]
-        for inner in jaxprs_within(equation):
-            yield from _names_in(inner)
+    return (equation.params["name"] for equation in equations_within(jaxpr) if equation.primitive.name == "name")
 
 
 _CARRY = "treescan carry"
@@ -275,7 +271,7 @@ def checkpoint(
     def checkpointed(*args: Any) -> Any:
         given = jax.tree.leaves(args)
         out = inner(*args)
-        return jax.tree.map(lambda leaf: given[leaf.place] if type(leaf) is _Input else leaf, out, is_leaf=_is_input)
+        return jax.tree.map(lambda leaf: given[leaf.place] if _is_input(leaf) else leaf, out, is_leaf=_is_input)
 
     return checkpointed
 
@@ -344,10 +340,10 @@ class _WithCotangents:
     function: Callable[..., Any]
 
     def __call__(self, *args: Any) -> Any:
-        leaves, structure = jax.tree.flatten(self.function(*args))
-        smooth = jax.lax.optimization_barrier([leaf for leaf in leaves if is_smooth(leaf)])
-        others = [leaf for leaf in leaves if not is_smooth(leaf)]
-        return jax.tree.unflatten(structure, merge(list(map(is_smooth, leaves)), smooth, others))
+        out = self.function(*args)
+        part = smooth_part(out)
+        smooth, others = part.split(out)
+        return part.join(jax.lax.optimization_barrier(smooth), others)
 
 
 @dataclass(frozen=True)

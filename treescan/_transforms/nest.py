@@ -79,7 +79,8 @@ def in_rounds(loop: Loop) -> Loop:
     turns, rounds = loop.turns, loop.length
     count = sum(turn.length > rounds for turn in turns)
     left = tuple(jax.tree.map(lambda leaf: leaf[rounds], turn.xs) for turn in turns[:count])
-    xs = (*(_first_of(turn.xs, rounds) for turn in turns[:count]), *(turn.xs for turn in turns[count:]))
+    whole = [jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, rounds), turn.xs) for turn in turns[:count]]
+    xs = (*whole, *(turn.xs for turn in turns[count:]))
     steps, consts = tuple(turn.step for turn in turns), tuple(turn.consts for turn in turns)
     # Outside of a loop, XLA could merge what is recomputed with the first computation.
     alone = tuple(dataclasses.replace(s, looped=False) if isinstance(s, Checkpointed) else s for s in steps[:count])
@@ -95,10 +96,6 @@ def in_rounds(loop: Loop) -> Loop:
         consts = (loop.consts[0], consts)
     end = (rest, Feed(left)) if count else None
     return dataclasses.replace(loop, step=step, consts=consts, xs=loop.xs._replace(x=xs), turns=(), rest=end)
-
-
-def _first_of(xs: Feed, count: int) -> Feed:
-    return jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, count), xs)
 
 
 def plan(loop: Loop) -> tuple[Loop, tuple[Level, ...]]:
@@ -178,15 +175,12 @@ def _sizes(loop: Loop, wishes: Sequence[Wish]) -> tuple[int, ...]:
     """
     keeps = loop.keeps or ()
     asked = [wish.size for wish in wishes if wish.exact]
-    kept = [wish for wish in boundaries(keeps, loop.length) if not any(_crosses(wish.size, size) for size in asked)]
+    thinned = boundaries(keeps, loop.length)
+    kept = [wish for wish in thinned if not any(wish.size % size and size % wish.size for size in asked)]
     wishes = [wish._replace(exact=wish.exact or (wish.schedule is not None and not kept)) for wish in wishes]
     sizes = plan_sizes(loop.length, [*wishes, *kept]) if wishes or kept else ()
     may_cut = not any(wish.schedule is not None for wish in loop.wishes)
     return last_chunk(loop) if not sizes and is_thinned(keeps) and may_cut else sizes
-
-
-def _crosses(size: int, other: int) -> bool:
-    return bool(size % other and other % size)
 
 
 def _levels_of(sizes: Sequence[int], wishes: Sequence[Wish]) -> tuple[Level, ...]:
@@ -209,8 +203,7 @@ class KeepUnchanged:
     fixed: tuple[bool, ...]
 
     def __call__(self, consts: PyTree, state: list[Any], feed: Feed) -> tuple[list[Any], PyTree]:
-        unchanged = [leaf for leaf, fixed in zip(state, self.fixed, strict=True) if fixed]
-        changed = [leaf for leaf, fixed in zip(state, self.fixed, strict=True) if not fixed]
+        unchanged, changed = split(self.fixed, state)
         changed, y = self.step((unchanged, consts), changed, feed)
         return merge(self.fixed, unchanged, changed), y
 

@@ -18,8 +18,8 @@ from .._loop.loop import Feed, Loop, Step
 from .._loop.run import as_arrays, is_jit_disabled
 from .._trace.dependence import Once, StepProgram
 from .._trace.equations import variables_of
-from .._trace.hoist import Hoisted, flatten_only, hoist, merge
-from .._tree import Prefix, PrefixMismatch, leaves_with_path
+from .._trace.hoist import Hoisted, flatten_only, hoist, merge, split
+from .._tree import Prefix, PrefixMismatch, leaves_with_path, map_leaves
 from .._types import PyTree
 from .axes import OverAxes
 
@@ -49,7 +49,10 @@ def part_outputs(loop: Loop, wanted: Prefix, *, whole: bool = False) -> Parted:
     Raises:
         Fault: for a `BodyError` that lists the outputs which are not the same in every step, as far as it is known.
     """
-    typed = loop if loop.length else dataclasses.replace(loop, xs=jax.tree.map(_one_zero, loop.xs))
+    typed = loop
+    if not loop.length:
+        one_zero = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape[1:]), leaf.dtype), loop.xs)
+        typed = dataclasses.replace(loop, xs=one_zero)
     typed = dataclasses.replace(typed, state=as_arrays(loop.state))
     with jax.disable_jit(False):
         hoisted = hoist(typed)
@@ -62,7 +65,7 @@ def part_outputs(loop: Loop, wanted: Prefix, *, whole: bool = False) -> Parted:
     y = jax.tree.unflatten(jax.tree.structure(hoisted.y), merge(flags, once.values, [None] * flags.count(False)))
     if is_jit_disabled():
         hoisted = flatten_only(dataclasses.replace(loop, state=as_arrays(loop.state)))
-        step: Step = _Dropping(hoisted.loop.step, flags)
+        step: Step = DroppingOnce(hoisted.loop.step, wanted)
         return Parted(dataclasses.replace(hoisted.loop, step=step).finished(hoisted.restore), y, reads)
     unchanged, inner = hoisted.loop.consts
     rest_y = jax.tree.structure(_pruned(hoisted.y, flags))
@@ -119,25 +122,8 @@ def _reads(
     return flags[:consts], flags[consts + len(hoisted.fixed) :]
 
 
-def _one_zero(leaf: Any) -> Any:
-    return jnp.zeros((1, *leaf.shape[1:]), leaf.dtype)
-
-
 def _pruned(y: PyTree, flags: Sequence[bool]) -> PyTree:
-    leaves, structure = jax.tree.flatten(y)
-    return jax.tree.unflatten(structure, [None if flag else leaf for leaf, flag in zip(leaves, flags, strict=True)])
-
-
-@dataclass(frozen=True)
-class _Dropping:
-    """The step without some leaves of its y."""
-
-    step: Step
-    flags: tuple[bool, ...]
-
-    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        state, y = self.step(consts, state, feed)
-        return state, _pruned(y, self.flags)
+    return map_leaves(lambda leaf, flag: None if flag else leaf, y, flags)
 
 
 @dataclass(frozen=True)
@@ -167,8 +153,7 @@ class _Rest:
         out = eval_jaxpr(self.jaxpr, self.closed, *early, *leaves, propagate_source_info=True)
         out = [leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf) for leaf in out]
         new, y = out[: len(self.fixed)], out[len(self.fixed) :]
-        changed = [leaf for leaf, fixed in zip(new, self.fixed, strict=True) if not fixed]
-        return changed, jax.tree.unflatten(self.y, y)
+        return split(self.fixed, new)[1], jax.tree.unflatten(self.y, y)
 
 
 def _varies(program: StepProgram, hoisted: Hoisted, flags: Sequence[bool]) -> Fault:
@@ -234,8 +219,7 @@ class ComputeOnce:
             return False
         watched = self.watched.spread(loop.xs.x, "xs")
         axes = (self.over_axes and self.over_axes.each[0]) or (0,) * len(watched)
-        whole = [flag for flag, axis in zip(watched, axes, strict=True) if axis is None]
-        sliced = [flag for flag, axis in zip(watched, axes, strict=True) if axis is not None]
+        whole, sliced = split([axis is None for axis in axes], watched)
         consts, fed = parted.reads  # whole leaves lead the consts: see `scan_over_axes`
         pairs = [*zip(whole, consts, strict=False), *zip(sliced, fed, strict=False)]
         return any(watch and read for watch, read in pairs)

@@ -197,16 +197,6 @@ def emitting(step: Step, keeps: Sequence[Keep]) -> Emit:
 
 
 @dataclass(frozen=True)
-class Called:
-    """A step as one function of the program, which all that run it call."""
-
-    function: Callable[..., tuple[PyTree, PyTree]]
-
-    def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        return self.function(consts, state, feed)
-
-
-@dataclass(frozen=True)
 class Thinned:
     """What a level keeps of its chunks.
 
@@ -365,15 +355,12 @@ def run_keeping(loop: Loop, levels: Sequence[Level], keeps: tuple[Keep, ...]) ->
 
 
 def _as_function(loop: Loop, step: Step) -> Step:
-    """A step as one function of the program, kept with what was made for the loop."""
+    """A step as one function of the program, which all that run it call, kept with what was made for the loop."""
 
-    def make() -> Called:
-        def body(consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-            return step(consts, state, feed)
+    def body(consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        return step(consts, state, feed)
 
-        return Called(jax.jit(body))
-
-    return (loop.memo or loop.body.memo)((Called, step), make)
+    return (loop.memo or loop.body.memo)((_as_function, step), lambda: jax.jit(body))
 
 
 def _settled(loop: Loop) -> PyTree:

@@ -6,6 +6,7 @@ Reports are callbacks that JAX neither differentiates nor repeats: the gradient 
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -294,7 +295,7 @@ class TellChunks:
             before = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.cumsum(self.live, dtype=jnp.int32)])
             starts, ends = before[starts], before[ends]
         done, left = (self.total - starts, ends) if loop.reverse else (ends, self.total - starts)
-        around = _Around(self, led, trailed, alone=count == 1)
+        around = functools.partial(ReportingChunk, tell=self, led=led, trailed=trailed, alone=count == 1)
         if self.due is not None:
             state = Paced(loop.state, self.due, self.run, self.total)
             return dataclasses.replace(loop, state=state, xs=loop.xs._replace(tick=done)), around
@@ -336,42 +337,28 @@ class RunTold:
 
 
 @dataclass(frozen=True, eq=False)
-class _Around:
-    """What is put around a chunk.
+class ReportingChunk:
+    """The step that runs a chunk, and reports that it is done.
 
     Attributes:
+        step: runs the chunk.
+        looped: whether it is one of the loop.
         tell: says what is reported.
         led: whether a remainder runs before the chunks: nothing makes its report come before theirs, so it has none.
         trailed: whether one runs after them, and reads nothing that they make: nothing makes its report come last.
         alone: whether there is one chunk alone.
     """
 
+    step: Step
+    looped: bool
     tell: TellChunks
     led: bool
     trailed: bool
     alone: bool
 
-    def __call__(self, step: Step, looped: bool) -> Step:
-        return ReportingChunk(step, self, looped)
-
-
-@dataclass(frozen=True, eq=False)
-class ReportingChunk:
-    """The step that runs a chunk, and reports that it is done.
-
-    Attributes:
-        step: runs the chunk.
-        around: what made it.
-        looped: whether it is one of the loop.
-    """
-
-    step: Step
-    around: _Around
-    looped: bool
-
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        tell, inner = self.around.tell, feed._replace(tick=None)
-        silent = not self.looped and (self.around.led or self.around.trailed)
+        tell, inner = self.tell, feed._replace(tick=None)
+        silent = not self.looped and (self.led or self.trailed)
         if isinstance(state, Paced):  # this adds few operations: XLA runs more than a few in threads
             new, ys = self.step(consts, state.state, inner)
             if silent:
@@ -391,10 +378,10 @@ class ReportingChunk:
         What it was given may have no tangent if it runs before all others and outside of a loop, and has none if the
         loop carries none. Then what comes out of the chunk is looked at: the report is early by this chunk.
         """
-        back = self.around.tell.back
+        back = self.tell.back
         if back is None or tick is None:
             return self.step(consts, state, feed)
-        if not self.looped and (self.around.led or self.around.alone):
+        if not self.looped and (self.led or self.alone):
             return _tapped(back, tick, self.step(consts, state, feed))
         if not _has_tangents(state):
             return _tapped_after(back, tick, *self.step(consts, state, feed))

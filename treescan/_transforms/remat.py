@@ -28,7 +28,7 @@ from .checkpoint import (
 )
 from .refuse import refuse_budget, refuse_offload, refuse_to_repeat
 from .weights.deferred import policy_within
-from .weights.in_bulk import AtOnce, bytes_of_products, in_bulk, ready_for_chunks
+from .weights.in_bulk import at_once, bytes_of_products, in_bulk, ready_for_chunks
 
 Auto: TypeAlias = Literal["auto"]
 AUTO: Final = "auto"
@@ -70,7 +70,7 @@ def fastest(hoisted: Hoisted) -> RematPlan:
     price = OPERATIONS_PER_BYTE // (CACHED if plain.saved_bytes < CACHE else 1)
     if chunks.saved_bytes < plain.saved_bytes and _operations(hoisted) < price * plain.step_bytes:
         return chunks
-    return plain.with_remat(AUTO)
+    return dataclasses.replace(plain, remat=AUTO)
 
 
 def _least_segment(length: int) -> int:
@@ -191,7 +191,7 @@ def _fastest(loop: Loop) -> Loop:
     products = bytes_of_products(whole)
     if not products or saves_more(loop.trace, plan, size, products):
         return loop
-    return dataclasses.replace(whole, wishes=(*loop.wishes, Wish(size, around=AtOnce())))
+    return dataclasses.replace(whole, wishes=(*loop.wishes, Wish(size, around=at_once)))
 
 
 def recompute_chunks(loop: Loop, size: int) -> Loop:

@@ -44,7 +44,6 @@ class Truncated:
 
 def _cut(feed: Feed, leaf: Array, axis: int | None) -> Array:
     cut = feed.cut_shared if axis is None else feed.cut
-    assert cut is not None
     return select(expand(cut, leaf, axis or 0), jax.lax.stop_gradient(leaf), leaf)
 
 
@@ -62,8 +61,15 @@ class Truncate:
         Raises:
             Fault: for an `ArgumentError` if it is neither.
         """
-        size = check_truncate(truncate)
-        return None if size is None else cls(size)
+        if truncate is None:
+            return None
+        steps = exact_int(truncate)
+        if steps is None or steps < 1:
+            raise Misuse(
+                f"{{verb}} over {{body}}: `truncate` must be an int of at least 1, got {describe_argument(truncate)}.",
+                "The gradient is cut after every so many steps, for example `truncate=32`. None does not cut it.",
+            )
+        return cls(steps)
 
     def __call__(self, loop: Loop) -> Loop:
         if not loop.length:
@@ -73,19 +79,6 @@ class Truncate:
         if is_untraced(loop):
             return truncate(flattened(loop), self.size, fixed_leaves(loop))
         return truncate(lifted(traced(loop)), self.size)
-
-
-def check_truncate(truncate: Any) -> int | None:
-    """A number of steps, or None."""
-    if truncate is None:
-        return None
-    steps = exact_int(truncate)
-    if steps is None or steps < 1:
-        raise Misuse(
-            f"{{verb}} over {{body}}: `truncate` must be an int of at least 1, got {describe_argument(truncate)}.",
-            "The gradient is cut after every so many steps, for example `truncate=32`. None does not cut it.",
-        )
-    return steps
 
 
 def truncate(loop: Loop, size: int, fixed: tuple[bool, ...] | None = None) -> Loop:
@@ -111,7 +104,6 @@ def truncate_rows(loop: Loop, size: int) -> Loop:
     A leaf that all rows share is never reset. Its steps are those in which any row is valid.
     """
     valid, unchanged, axes = loop.xs.valid, loop.rows.unchanged, loop.rows.axes.state
-    assert valid is not None
     cut = _cuts(valid, segments_in_time(loop), size, reverse=loop.reverse)
     shared = None
     if None in axes:

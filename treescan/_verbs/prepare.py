@@ -208,16 +208,17 @@ class Prepared:
         if value is False:
             return None
         from .._transforms.finite.backward import CheckCotangents
-        from .._transforms.finite.case import About, looks_backward
-        from .._transforms.finite.check import CheckFinite, Words
-        from .._transforms.finite.site import Slices
+        from .._transforms.finite.case import About, Slices, looks_backward
+        from .._transforms.finite.check import CheckFinite
         from .._transforms.rows.resets import ResetRows
 
         backward = looks_backward(value)
-        calls, words, xs = self.call.each, list[Words](), self.given.xs
+        calls, told, xs = self.call.each, list[About](), self.given.xs
         steps = sum(call.length for call in calls) if layers else None
         each = zip(calls, (self.axes, *self.other_axes), xs if self.call.others else (xs,), strict=True)
         for place, (call, axes, own) in enumerate(each):
+            slices = Slices(axes, jax.tree.structure(own)) if axes is not None and None in axes else None
+            roots = names_of(call.body, len(own) + 1, call.convention.place) if layers else None
             about = About(
                 f"`{call.convention.verb}` over {describe_body(call.body.function)}",
                 call.convention is FORI,
@@ -228,12 +229,12 @@ class Prepared:
                 len(calls),
                 backward,
                 call.convention.records,
+                slices,
+                roots,
             )
-            slices = Slices(axes, jax.tree.structure(own)) if axes is not None and None in axes else None
-            roots = names_of(call.body, len(own) + 1, call.convention.place) if layers else None
-            words.append(Words(about, slices, roots))
+            told.append(about)
         around = Mask(_ZERO, "0"), ResetRows()  # of a step of rows, when it runs once more
-        return (CheckCotangents if backward else CheckFinite)(tuple(words), around)
+        return (CheckCotangents if backward else CheckFinite)(tuple(told), around)
 
     def run(self, *transforms: Transform | None, compiles: bool = True) -> Any:
         """Runs the call with these transforms, in the order of `order.ORDER`; None is skipped.
@@ -283,14 +284,12 @@ def dividing(flags: RowFlags) -> list[Transform]:
     """The transforms of what divides rows into segments: `resets`, `reset_to` and packed sequences."""
     if flags.resets is None:
         return []
-    from .._transforms.rows.resets import BeginSegments, ResetRows
+    from .._transforms.rows.resets import BeginSegments, EndsOfSequences, ResetRows
 
     segments: list[Transform] = [ResetRows()]
     if flags.to is not None or flags.inits is not None:
         segments.append(BeginSegments())
     if flags.spans is not None:
-        from .._transforms.rows.packed import EndsOfSequences
-
         segments.append(EndsOfSequences())
     return segments
 

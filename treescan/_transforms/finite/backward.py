@@ -23,10 +23,22 @@ from ..._trace.hoist import Hoisted, is_smooth, merge, replaced, split, zeros_li
 from ..._types import Array, PyTree, TreeDef
 from ..rows.axes import spread_batch_axes
 from ..rows.leaves import expand, last_set, select, select_valid, take_row
-from .again import At, Told, case_of, evidence_of_step, feed_at
 from .case import CONSTANT, Bad, Evidence, OuterSteps, Worst, looks_backward, outer_steps
 from .check import Check, tell
-from .site import Numbering, Reads, Site, any_of_rows, batch_of, of_rows, show_one
+from .site import (
+    At,
+    Numbering,
+    Reads,
+    Site,
+    Told,
+    any_of_rows,
+    batch_of,
+    case_of,
+    evidence_of_step,
+    feed_at,
+    of_rows,
+    show_one,
+)
 
 _BASE = 1 << 16
 
@@ -68,22 +80,6 @@ def number_of(digits: Array) -> Array:
     return digits[..., 0] * _BASE + digits[..., 1] - 1
 
 
-def _digits_of(number: Array) -> Array:
-    return jnp.stack([(number + 1) // _BASE, (number + 1) % _BASE], -1).astype(jnp.float32)
-
-
-class Look(NamedTuple):
-    """How cotangents of the state are looked at.
-
-    Attributes:
-        axes: for each leaf where the rows are; None: it belongs to all.
-        of_result: whether no step made them yet.
-    """
-
-    axes: LeafAxes
-    of_result: bool = False
-
-
 def tapped(rule: Callable[..., Any], leaves: list[Array], probe: Probe, reads: Any) -> tuple[list[Array], Probe]:
     """The leaves and the probe, on whose cotangents a rule looks: it maps (reads, these) to theirs, and None."""
 
@@ -96,29 +92,34 @@ def tapped(rule: Callable[..., Any], leaves: list[Array], probe: Probe, reads: A
     return same(leaves, probe, reads)
 
 
-def pass_state(look: Look, leaves: list[Array], probe: Probe, number: Array) -> tuple[list[Array], Probe]:
-    """The state and the probe before or after a step; the cotangents of the state are looked at."""
-    return tapped(functools.partial(_look, look), leaves, probe, number)
+def _look(
+    axes: LeafAxes, of_result: bool, number: Array, given: tuple[list[Array], Probe]
+) -> tuple[list[Array], Probe, None]:
+    """The rule that looks at the cotangents of the state before or after a step.
 
-
-def _look(look: Look, number: Array, given: tuple[list[Array], Probe]) -> tuple[list[Array], Probe, None]:
+    Args:
+        axes: for each leaf where the rows are; None: it belongs to all.
+        of_result: whether no step made them yet.
+        number: how many steps ran before the step.
+        given: the cotangents of the leaves, and of the probe.
+    """
     leaves, probe = given
     is_open, rows = probe.is_open(), probe.code.ndim - 1
     bad = jnp.zeros((1,) * rows, bool)
-    for leaf, axis in zip(leaves, look.axes, strict=True):
+    for leaf, axis in zip(leaves, axes, strict=True):
         bad = bad | any_of_rows(~jnp.isfinite(leaf), axis, rows)
     found, going = is_open & bad, is_open & ~bad
-    digits = _digits_of(number)
-    of_result = place_like(jnp.full_like(digits[..., :1], look.of_result), jax.typeof(digits))
-    code = jnp.concatenate([digits, of_result], -1)
+    digits = jnp.stack([(number + 1) // _BASE, (number + 1) % _BASE], -1).astype(jnp.float32)
+    whether = place_like(jnp.full_like(digits[..., :1], of_result), jax.typeof(digits))
+    code = jnp.concatenate([digits, whether], -1)
     closed, any_found, none_found = probe.closed, found, going
     if closed is not None:
         any_found, none_found = jnp.any(found), (closed == 0) & ~jnp.any(found)
         closed = select(any_found, jnp.ones_like(closed), closed)
     noted = Probe(
         select(found[..., None], code, probe.code),
-        _where(going, none_found, leaves, probe.after, look.axes),
-        _where(found, any_found, leaves, probe.before, look.axes),
+        _where(going, none_found, leaves, probe.after, axes),
+        _where(found, any_found, leaves, probe.before, axes),
         probe.y,
         closed,
         None if probe.reached is None else select(probe.reached == 0, digits, probe.reached),
@@ -366,7 +367,8 @@ class WatchedBackward(Numbering):
         self, state: list[Array], probe: Probe, number: Array, *, of_result: bool = False
     ) -> tuple[list[Array], Probe]:
         """The inner state and the probe; the cotangents of the state are looked at."""
-        seen, probe = pass_state(Look(self.noted.axes, of_result), self.noted.pick(state), probe, number)
+        rule = functools.partial(_look, self.noted.axes, of_result)
+        seen, probe = tapped(rule, self.noted.pick(state), probe, number)
         return replaced(self.noted.flags, state, seen), probe
 
     def split(self, state: list[Array]) -> tuple[Probe, list[Array], list[Array]]:

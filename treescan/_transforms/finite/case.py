@@ -22,7 +22,7 @@ from ..._errors import ArgumentError, ArgumentTypeError, Fault
 from ..._finite import OF_RESULT, NonFinite, Within
 from ..._loop.loop import Feed, Loop, Step
 from ..._trace.blame import MADE, UNSURE, Operation
-from ..._trace.hoist import Hoisted, is_smooth
+from ..._trace.hoist import Hoisted, is_smooth, merge
 from ..._tree import thaw_static
 from ..._types import Array, PyTree, TreeDef
 from ..rows.leaves import select
@@ -123,7 +123,6 @@ class Numbered:
     follows: bool
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        assert feed.position is not None
         outer = _outer.get() if self.follows else OuterSteps()
         loops = (Within(self.call, -1, self.length), *outer.loops)
         token = _outer.set(OuterSteps(loops, (feed.position, *outer.positions), _trace_state()))
@@ -212,6 +211,23 @@ class Evidence(NamedTuple):
     of_result: Array | None = None
 
 
+@dataclass(frozen=True)
+class Slices:
+    """What is scanned over, where some leaves are given whole.
+
+    Attributes:
+        axes: for each leaf of xs the axis that is scanned over; None: it is given whole.
+        structure: of xs.
+    """
+
+    axes: LeafAxes
+    structure: TreeDef
+
+    def join(self, whole: Sequence[Any], sliced: Sequence[Any]) -> PyTree:
+        """The tree of xs, of the leaves that are given whole and of the others."""
+        return jax.tree.unflatten(self.structure, merge([axis is None for axis in self.axes], whole, sliced))
+
+
 class About(NamedTuple):
     """The words for messages about a checked loop.
 
@@ -225,6 +241,8 @@ class About(NamedTuple):
         blocks: how many blocks take turns.
         backward: whether it is the cotangent of the carry that is looked at.
         records: from a carry and an x to those that the record holds; None: the same.
+        slices: what is scanned over, where some leaves are given whole, which lead the consts; None: none are.
+        roots: what the items of x are called, where x is a tuple of arguments.
     """
 
     call: str
@@ -236,6 +254,8 @@ class About(NamedTuple):
     blocks: int = 1
     backward: bool = False
     records: Callable[[PyTree, PyTree], tuple[PyTree, PyTree]] | None = None
+    slices: Slices | None = None
+    roots: tuple[str, ...] | None = None
 
 
 @jtu.register_static

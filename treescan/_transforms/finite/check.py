@@ -11,7 +11,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..._avals import is_key, is_sharded
+from ..._avals import is_sharded
 from ..._axes import LeafAxes
 from ..._errors import Fault, NonFiniteError, speaking_of
 from ..._finite import note
@@ -28,19 +28,22 @@ from ..._loop.body import Memo
 from ..._loop.loop import Loop, Result, Step, Transform
 from ..._loop.run import as_arrays, is_jit_disabled
 from ..._trace.hoist import Hoisted, as_loop, flattened
-from ..._trace.raw_keys import with_raw_keys
+from ..._trace.raw_keys import as_numbers, impls_of, keys_of, with_raw_keys
 from ..._types import Array, PyTree
 from ..nest import in_whole_state
 from ..rows.leaves import any_of_all, on_each_device
-from .again import At, Told, case_of, evidence_at, evidence_of_step
 from .case import About, Case, Evidence, OuterSteps, numbered, outer_steps, refuse_devices, refuse_effects
 from .site import (
     GOOD,
+    At,
     Site,
-    Slices,
+    Told,
     Watched,
     batch_of,
+    case_of,
     earliest,
+    evidence_at,
+    evidence_of_step,
     of_rows,
     positions_of,
     traced_as_it_runs,
@@ -72,23 +75,21 @@ def tell(evidence: Evidence, case: Case, outer: OuterSteps) -> None:
     Raises:
         NonFiniteError: if a step went wrong.
     """
-    leaves, structure = jax.tree.flatten(evidence)
-    kinds = [jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in leaves]
+    impls, numbers = impls_of(evidence), as_numbers(evidence)
 
-    def told(first: Any, leaves: Sequence[Any], positions: Sequence[Any]) -> None:
+    def told(first: Any, numbers: Any, positions: Sequence[Any]) -> None:
         if int(first) != GOOD:
             within = (loop._replace(step=int(at)) for loop, at in zip(outer.loops, positions, strict=False))
-            record = case.record(jax.tree.unflatten(structure, list(map(_known, leaves, kinds))), tuple(within))
+            record = case.record(keys_of(jax.tree.map(_known, numbers), impls), tuple(within))
             note(record)
             raise NonFiniteError(f"{case.about.call}: {record}.")
 
-    leaves = [jax.random.key_data(leaf) if kind else leaf for leaf, kind in zip(leaves, kinds, strict=True)]
-    if any(isinstance(leaf, Tracer) for leaf in leaves):
-        tell_all, given = in_every_process(told, case.mesh), (evidence.first, leaves, list(outer.positions))
+    if any(isinstance(leaf, Tracer) for leaf in jax.tree.leaves(numbers)):
+        tell_all, given = in_every_process(told, case.mesh), (evidence.first, numbers, list(outer.positions))
         jax.lax.cond(any_of_all(evidence.first != GOOD), tell_all, lambda *given: None, *given)
     else:
         traced = any(isinstance(position, Tracer) for position in outer.positions)
-        told(evidence.first, leaves, () if traced else outer.positions)
+        told(evidence.first, numbers, () if traced else outer.positions)
 
 
 def in_every_process(told: Callable[..., None], mesh: Any) -> Callable[..., None]:
@@ -116,26 +117,11 @@ def in_every_process(told: Callable[..., None], mesh: Any) -> Callable[..., None
     return tell
 
 
-def _known(leaf: Any, kind: Any) -> Any:
-    """A leaf of the evidence in NumPy, whole, where processes hold parts of it; a key is one again."""
+def _known(leaf: Any) -> Any:
+    """A leaf of the evidence in NumPy, whole, where processes hold parts of it."""
     if isinstance(leaf, jax.Array) and not (leaf.is_fully_addressable or leaf.is_fully_replicated):
         leaf = multihost_utils.process_allgather(leaf, tiled=True)
-    known = np.asarray(leaf)
-    return known if kind is None else jax.random.wrap_key_data(jnp.asarray(known), impl=kind)
-
-
-class Words(NamedTuple):
-    """What is said of a loop, in the user's terms.
-
-    Attributes:
-        about: the words for messages about it.
-        slices: what is scanned over, where some leaves are given whole; None: none are.
-        roots: what the items of x are called, where x is a tuple of arguments.
-    """
-
-    about: About
-    slices: Slices | None = None
-    roots: tuple[str, ...] | None = None
+    return np.asarray(leaf)
 
 
 @dataclass(frozen=True)
@@ -143,18 +129,18 @@ class Check(abc.ABC):
     """`check_finite`.
 
     Attributes:
-        words: for each of the loops that take turns.
+        each: the words for messages about each of the loops that take turns.
         around: what is put around a step of rows.
     """
 
-    words: tuple[Words, ...]
+    each: tuple[About, ...]
     around: tuple[Transform, ...] = ()
     moves = True
 
     @property
     def about(self) -> About:
         """The words for messages about the first loop."""
-        return self.words[0].about
+        return self.each[0]
 
     def __call__(self, loop: Loop) -> Loop:
         if not loop.steps or 0 in batch_of(loop):  # there is nothing to look at
@@ -163,11 +149,11 @@ class Check(abc.ABC):
         loop = with_raw_keys(dataclasses.replace(loop, state=as_arrays(loop.state)))
         hoisted, sites = traced_as_it_runs(self._numbered(loop)), list[Site]()
         last = (loop.steps if loop.going is None else loop.going.limit) - 1
-        for turn, trace, (about, slices, roots) in zip(loop.each, hoisted.each, self.words, strict=True):
+        for turn, trace, about in zip(loop.each, hoisted.each, self.each, strict=True):
             with speaking_of(turn.body.function) if loop.turns else contextlib.nullcontext():
                 refuse_effects(trace)
             given = dataclasses.replace(turn, finish=loop.finish)
-            sites.append(Site(about, given, trace, slices, last, self.around, roots))
+            sites.append(Site(about, given, trace, last, self.around))
         return self.watch(loop, hoisted, sites)
 
     @abc.abstractmethod

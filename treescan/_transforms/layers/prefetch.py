@@ -26,7 +26,7 @@ from ..._loop.body import Memo
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import run
 from ..._remat import Remat
-from ..._trace.hoist import Hoisted, is_untraced, lifted, smooth_part, traced, zeros_like
+from ..._trace.hoist import Hoisted, is_untraced, lifted, merge, smooth_part, split, traced, zeros_like
 from ..._tree import Static, same_structure, thaw_static
 from ..._types import Array, PyTree, TreeDef
 from ..axes import scan_over_axes
@@ -141,10 +141,10 @@ class GatherLeaves:
 
     def __call__(self, own: Sequence[Array], shared: Sequence[Array]) -> list[Array]:
         """The layer's own leaves, gathered."""
-        of_layer, of_all = iter(own), iter(shared)
-        leaves = [next(of_all if axis is None else of_layer) for axis in self.axes]
+        of_all = [axis is None for axis in self.axes]
+        leaves = merge(of_all, shared, own)
         gathered = jax.tree.leaves(self.gather(jax.tree.unflatten(self.structure, leaves)))
-        return [leaf for leaf, axis in zip(gathered, self.axes, strict=True) if axis is not None]
+        return split(of_all, gathered)[1]
 
 
 EACH_LAYER = Remat(levels=1)
@@ -361,7 +361,8 @@ class _BothWays:
     def _backwards(self, saved: Any, cotangents: Any) -> tuple[_Operands]:
         operands, states, decided, weights = saved
         consts, shared, stack, _, own = operands
-        d_state, d_ys = ([leaf for leaf in jax.tree.leaves(tree) if _is_there(leaf)] for tree in cotangents)
+        smooth = [[leaf for leaf in jax.tree.leaves(tree) if leaf.dtype != jax.dtypes.float0] for tree in cotangents]
+        d_state, d_ys = smooth
         sums = [[zeros_like(leaf) for leaf in smooth_part(tree).split(tree)[0]] for tree in (consts, shared)]
         _, following = self._order(reverse=not self.like.reverse)
         xs = jnp.arange(self.like.length), following, states, decided, own, d_ys
@@ -378,7 +379,3 @@ class _BothWays:
 
     def _loop(self, step: Step, consts: PyTree, state: PyTree, xs: PyTree) -> Loop:
         return dataclasses.replace(self.like, step=step, consts=consts, state=state, xs=Feed(xs), memo=Memo())
-
-
-def _is_there(cotangent: Any) -> bool:
-    return cotangent.dtype != jax.dtypes.float0

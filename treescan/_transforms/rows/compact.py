@@ -17,6 +17,7 @@ from ..._axes import LeafAxes
 from ..._errors import BodyFault, Fault, Misuse, TreescanError
 from ..._loop.loop import Feed, Loop, Step
 from ..._trace.hoist import Hoisted, one_step, trace_also
+from ..._tree import map_leaves
 from ..._types import Array, PyTree
 from ..refuse import refuse_symbolic
 from .axes import RowAxes
@@ -69,8 +70,7 @@ def take_rows(tree: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
     def take(leaf: Array, axis: int | None) -> Array:
         return leaf if axis is None else gather_rows(leaf, jax.lax.expand_dims(rows, (1,)), axis, distinct=True)
 
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, list(map(take, leaves, axes)))
+    return map_leaves(take, tree, axes)
 
 
 def put_rows(tree: PyTree, new: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
@@ -89,8 +89,7 @@ def put_rows(tree: PyTree, new: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
         places = jax.lax.expand_dims(rows, (1,))
         return jax.lax.scatter(leaf, places, ran, numbers, unique_indices=True, mode="promise_in_bounds")
 
-    leaves, structure = jax.tree.flatten(tree)
-    return jax.tree.unflatten(structure, list(map(put, leaves, jax.tree.leaves(new), axes)))
+    return map_leaves(put, tree, jax.tree.leaves(new), axes)
 
 
 def _with_rows(leaf: Any, axis: int | None, rows: int) -> jax.ShapeDtypeStruct:
@@ -100,12 +99,8 @@ def _with_rows(leaf: Any, axis: int | None, rows: int) -> jax.ShapeDtypeStruct:
 
 def take_feed(feed: Feed, x_axes: LeafAxes, rows: Array) -> Feed:
     """The given rows of what a chunk of steps is fed: time leads."""
-    taken = {name: take_rows(getattr(feed, name), (1,), rows) for name in _OF_ROWS if _has(feed, name)}
+    taken = {name: take_rows(getattr(feed, name), (1,), rows) for name in _OF_ROWS if getattr(feed, name) is not None}
     return feed._replace(x=take_rows(feed.x, _after_time(x_axes), rows), **taken)
-
-
-def _has(feed: Feed, name: str) -> bool:
-    return getattr(feed, name) is not None
 
 
 def _after_time(axes: LeafAxes) -> LeafAxes:

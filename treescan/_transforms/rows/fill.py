@@ -18,7 +18,7 @@ from ..._axes import LeafAxes
 from ..._errors import Misuse, TypeMisuse
 from ..._loop.loop import Feed, Loop, Result, Step
 from ..._trace.hoist import is_untraced
-from ..._tree import Prefix, PrefixMismatch, leaves_with_path
+from ..._tree import Prefix, PrefixMismatch, leaves_with_path, map_leaves
 from ..._types import Array, PyTree
 from ..outputs import EVERYTHING, LAST, Keep, keep_afterwards, kept_leaves, one_of, spread_keeps, without_dropped
 from .axes import spread_batch_axes, with_axes
@@ -44,7 +44,6 @@ class Hold:
     def __call__(self, consts: PyTree, state: tuple[list[Array], PyTree], feed: Feed) -> tuple[PyTree, PyTree]:
         before, inner = state
         inner, y = self.step(consts, inner, feed)
-        assert feed.valid is not None
         leaves, structure = jax.tree.flatten(y)
         old, now = iter(before), []
         for i, (is_held, axis) in enumerate(zip(self.held, self.y_axes, strict=True)):
@@ -89,12 +88,11 @@ class Idle:
     def __call__(self, state: PyTree, types: PyTree) -> PyTree:
         """Outputs of the given types, [steps, ...], after the state."""
         values = fill_leaves(self.fill, types)
-        slots = self.held or (None,) * len(values)
-        filled = [
-            place_like(jnp.broadcast_to(value if slot is None else state[0][slot], leaf.shape), leaf)
-            for leaf, value, slot in zip(jax.tree.leaves(types), values, slots, strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(types), filled)
+
+        def filled(leaf: Any, value: Array, slot: int | None) -> Array:
+            return place_like(jnp.broadcast_to(value if slot is None else state[0][slot], leaf.shape), leaf)
+
+        return map_leaves(filled, types, values, self.held or (None,) * len(values))
 
 
 def hold_afterwards(
@@ -110,8 +108,12 @@ def hold_afterwards(
     else:
         last = jax.lax.cummax(jnp.where(valid, order, -1))
 
-    def hold_leaf(leaf: Array, value: Array, axis: int | None, part: slice) -> Array:
-        steps, at = (last, axis) if axis is not None else (_over_rows(last, reverse=reverse), 0)
+    def hold_leaf(leaf: Array, part: slice | None, value: Array, axis: int | None) -> Array:
+        if part is None:
+            return leaf
+        steps, at = last, axis or 0
+        if axis is None:
+            steps = (jnp.min if reverse else jnp.max)(last.reshape(last.shape[0], -1), axis=1)
         steps = steps[part]
         picked = jnp.stack([pick_steps(leaf, jnp.clip(step, 0, valid.shape[0] - 1), at) for step in steps])
         ever = (steps >= 0) & (steps < valid.shape[0])
@@ -120,16 +122,7 @@ def hold_afterwards(
             ever.reshape(shape + (1,) * (leaf.ndim - len(shape))), picked, jnp.broadcast_to(value, picked.shape)
         )
 
-    leaves, structure = jax.tree.flatten(ys)
-    given = zip(leaves, held, start, y_axes, strict=True)
-    return jax.tree.unflatten(
-        structure, [y if on is None else hold_leaf(y, value, axis, on) for y, on, value, axis in given]
-    )
-
-
-def _over_rows(last: Array, *, reverse: bool) -> Array:
-    rows = last.reshape(last.shape[0], -1)
-    return jnp.min(rows, axis=1) if reverse else jnp.max(rows, axis=1)
+    return map_leaves(hold_leaf, ys, held, start, y_axes)
 
 
 def without_hold(fill: Prefix) -> Prefix:
@@ -268,7 +261,6 @@ class KeepRows:
         ys = result.ys
         starts, fills = fill_leaves(self.fill, ys), self.fill.spread(ys, "y")
         keeps, valid = spread_keeps(self.save or EVERYTHING, one_of(ys)), loop.xs.valid
-        assert valid is not None
         if result.steps is not None:
             ran = mask_of_lengths(result.steps, loop.length)
             valid = ran[::-1] if loop.reverse else ran
@@ -283,8 +275,7 @@ class KeepRows:
         elif LAST in keeps:
             leaves = jax.tree.leaves(ys)
             wide = [jnp.broadcast_to(value, (1, *y.shape[1:])) for value, y in zip(starts, leaves, strict=True)]
-            none = [leaf if keep == LAST else y for leaf, y, keep in zip(wide, leaves, keeps, strict=True)]
-            ys = jax.tree.unflatten(jax.tree.structure(ys), none)
+            ys = map_leaves(lambda y, leaf, keep: leaf if keep == LAST else y, ys, wide, keeps)
         if loop.rows.given.spans is not None:
             ys = _of_sequences(
                 loop, ys, [axis if keep == LAST else None for axis, keep in zip(y_axes, keeps, strict=True)], starts
@@ -294,16 +285,15 @@ class KeepRows:
 
 def _of_sequences(loop: Loop, ys: PyTree, axes: Sequence[int | None], starts: Sequence[Array]) -> PyTree:
     """The outputs, those of which the last is kept with what the sequences ended with, as if of a single step."""
-    from .packed import are_valid, ends_of
+    from .resets import are_valid, ends_of
 
-    spans, (leaves, structure) = loop.rows.given.spans, jax.tree.flatten(ys)
-    assert loop.xs.valid is not None
+    spans = loop.rows.given.spans
     some = are_valid(spans, loop.xs.valid)
-    ended = [
-        y if axis is None else ends_of(y, spans, axis, start, some, reverse=loop.reverse)[None]
-        for y, axis, start in zip(leaves, axes, starts, strict=True)
-    ]
-    return jax.tree.unflatten(structure, ended)
+
+    def ended(y: Array, axis: int | None, start: Array) -> Array:
+        return y if axis is None else ends_of(y, spans, axis, start, some, reverse=loop.reverse)[None]
+
+    return map_leaves(ended, ys, axes, starts)
 
 
 def _of(values: Sequence[Any], flags: Sequence[bool]) -> list[Any]:

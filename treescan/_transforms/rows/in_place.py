@@ -27,7 +27,7 @@ from ..._loop.chunk import RunChunk, as_step
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import debugs_nans, run
 from ..._trace.equations import has_large_products
-from ..._trace.hoist import Unproven, fill_in, nonzero_part, smooth_part
+from ..._trace.hoist import Unproven, push_plainly
 from ..._types import Array, PyTree
 from ..checkpoint import is_remat3
 from ..nest import plan
@@ -37,7 +37,7 @@ from ..weights.products import LARGE
 from .axes import RowAxes
 from .compact import put_rows, take_feed, take_rows
 from .leaves import Schedule
-from .mask import without_stand_ins
+from .mask import masked_step
 
 Result = tuple[PyTree, list[Array]]
 
@@ -88,7 +88,7 @@ class InPlace:
 
     Attributes:
         tiers: the numbers of rows to choose from; only the last, all of them, where rows are not ordered.
-        drops_stand_ins: whether padded rows may be shown their own values; see `mask.without_stand_ins`.
+        drops_stand_ins: whether padded rows may be shown their own values; see `mask.masked_step`.
         derive: the derivative, where it is not that of the loop that stacks; None: it is.
     """
 
@@ -103,7 +103,7 @@ class InPlace:
         empty = _Given(None, None, Feed(None))  # the rule may not hold tracers
         stacked, loop = empty.put_into(stacked), empty.put_into(loop)
         plain = loop.step
-        step = without_stand_ins(loop.step) if self.drops_stand_ins else loop.step
+        step = masked_step(loop.step, stands_in=False) if self.drops_stand_ins else loop.step
         loop = dataclasses.replace(loop, step=emitting(step, keeps))
 
         def rule(primals: tuple[_Given], tangents: tuple[_Given]) -> tuple[Any, Any]:
@@ -111,16 +111,11 @@ class InPlace:
                 whole = primals[0].put_into(dataclasses.replace(stacked, step=emitting(plain, keeps)))
                 with contextlib.suppress(Unproven):
                     return self.derive(whole, levels[0].size, self._outputs(whole), tangents[0])
-            part, d_on = nonzero_part(primals[0], tangents[0])
-            on, off = part.split(primals[0])
 
-            def differentiated(on: list[Any]) -> tuple[list[Any], Any]:
-                given: _Given = part.join(on, off)
-                result = run_keeping(given.put_into(stacked), levels, keeps)
-                return smooth_part(result).split(result)[0], result
+            def stack(given: _Given) -> Result:
+                return run_keeping(given.put_into(stacked), levels, keeps)
 
-            _, d_result, result = jax.jvp(differentiated, (on,), (d_on,), has_aux=True)
-            return result, fill_in(result, d_result)
+            return push_plainly(stack, primals[0], tangents[0])
 
         function = jax.custom_jvp(lambda given: self._run(given.put_into(loop), levels[0].size))
         function.defjvp(rule, symbolic_zeros=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
@@ -25,6 +26,7 @@ from ..._avals import (
     unspread,
     varying_axes,
 )
+from ..._tree import map_leaves
 from ..._types import Array, ArrayLike, PyTree
 
 
@@ -40,6 +42,12 @@ def mask_of_lengths(lengths: ArrayLike, steps: int) -> Array:
 def _mask_of_lengths(lengths: Array, steps: int) -> Array:
     dtype = lengths.dtype if steps <= jnp.iinfo(lengths.dtype).max else np.int32  # the positions must fit
     return jax.lax.broadcasted_iota(dtype, (steps, *lengths.shape), 0) < lengths.astype(dtype)[None]
+
+
+def numbers_of_steps(length: int, *, reverse: bool) -> Array:
+    """int32[T]: for each position how many steps run before it."""
+    order = jnp.arange(length, dtype=jnp.int32)
+    return order[::-1] if reverse else order
 
 
 def any_along(flags: Array, axes: Iterable[int]) -> Array:
@@ -151,7 +159,7 @@ def take_row(leaf: Array, row: Array, axis: int, batch: tuple[int, ...]) -> Arra
     over devices, the row is added up: a slice at a number that is computed would gather all rows on each device.
     """
     if is_sharded(leaf) or not has_one_device():
-        chosen = jnp.arange(_size(batch), dtype=row.dtype).reshape(batch) == row
+        chosen = jnp.arange(math.prod(batch), dtype=row.dtype).reshape(batch) == row
         rows = tuple(range(axis, axis + len(batch)))
 
         def total(part: Array) -> Array:  # `jnp.sum` would lose a weak type
@@ -242,11 +250,32 @@ def _pick_steps(leaf: Array, steps: Array, *, axis: int) -> Array:
     )
 
 
-def _size(batch: tuple[int, ...]) -> int:
-    size = 1
-    for n in batch:
-        size *= n
-    return size
+def first_valid(valid: Array, *, reverse: bool) -> tuple[Array, Array]:
+    """For each row whether any step is valid, and the position of the first one in the order of the run.
+
+    Args:
+        valid: bool[T, *batch].
+        reverse: whether the loop runs from the last position to the first.
+
+    Returns:
+        bool[*batch] and int32[*batch]; of a row without a valid step any position.
+    """
+    length = valid.shape[0]
+    # The least of numbers, which is cheaper than an argmax.
+    if reverse:
+        first = jax.lax.reduce_max(_steps_or(-1, valid), (0,))
+        return jax.lax.ge(first, jnp.zeros_like(first)), jax.lax.max(first, jnp.zeros_like(first))
+    first = jax.lax.reduce_min(_steps_or(length, valid), (0,))
+    return first < length, jax.lax.min(first, jax.lax.full_like(first, length - 1))
+
+
+def _steps_or(other: int, valid: Array) -> Array:
+    """int32[T, *batch]: the position of each valid step, `other` elsewhere."""
+    if is_sharded(valid) or not isinstance(other, int):
+        steps = jnp.arange(valid.shape[0], dtype=jnp.int32).reshape(-1, *(1 for _ in valid.shape[1:]))
+        return jnp.where(valid, steps, other)
+    steps = jax.lax.broadcasted_iota(jnp.int32, valid.shape, 0)
+    return select_n(valid, jax.lax.full(valid.shape, other, jnp.int32), steps)
 
 
 def add_up(leaf: Array, chosen: Array, total: Callable[[Array], Array]) -> Array:
@@ -389,9 +418,7 @@ def lend_to_elements(have: Array, leaves: list[Array]) -> tuple[list[Array], lis
 
 def choose_own(mine: PyTree, lent: PyTree, own: list[Array]) -> PyTree:
     """A tree, each leaf this element's own where its flag in `own` is set, else the one that was lent."""
-    leaves, structure = jax.tree.flatten(mine)
-    pairs = zip(own, leaves, jax.tree.leaves(lent), strict=True)
-    return jax.tree.unflatten(structure, [select(flag, leaf, other) for flag, leaf, other in pairs])
+    return map_leaves(lambda leaf, flag, other: select(flag, leaf, other), mine, own, jax.tree.leaves(lent))
 
 
 def _across_devices(have: Array, leaves: list[Array]) -> tuple[Array, list[Array]]:

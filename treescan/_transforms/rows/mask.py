@@ -23,7 +23,7 @@ from ..._avals import has_one_device, is_sharded
 from ..._axes import LeafAxes
 from ..._loop.loop import Feed, Loop, Step, within
 from ..._trace.hoist import is_untraced
-from ..._tree import Prefix
+from ..._tree import Prefix, map_leaves
 from ..._types import Array, PyTree
 from ..checkpoint import chooses, compares
 from .axes import RowAxes, spread_batch_axes, with_axes
@@ -34,13 +34,13 @@ from .leaves import (
     at_step,
     choose_own,
     expand,
+    first_valid,
     gather_rows,
     last_set,
     lend,
     lend_to_elements,
     pick_steps,
     select,
-    select_n,
     take_row,
     unless_alone,
     written,
@@ -62,40 +62,6 @@ class GoodPair(NamedTuple):
     state: list[Array]
     fixed: list[Array | None]
     x: list[Array]
-
-
-def first_valid(valid: Array, *, reverse: bool) -> tuple[Array, Array]:
-    """For each row whether any step is valid, and the position of the first one in the order of the run.
-
-    Args:
-        valid: bool[T, *batch].
-        reverse: whether the loop runs from the last position to the first.
-
-    Returns:
-        bool[*batch] and int32[*batch]; of a row without a valid step any position.
-    """
-    length = valid.shape[0]
-    # The least of numbers, which is cheaper than an argmax.
-    if reverse:
-        first = jax.lax.reduce_max(_steps_or(-1, valid), (0,))
-        return jax.lax.ge(first, jnp.zeros_like(first)), jax.lax.max(first, jnp.zeros_like(first))
-    first = jax.lax.reduce_min(_steps_or(length, valid), (0,))
-    return first < length, jax.lax.min(first, jax.lax.full_like(first, length - 1))
-
-
-def _steps_or(other: int, valid: Array) -> Array:
-    """int32[T, *batch]: the position of each valid step, `other` elsewhere."""
-    if is_sharded(valid) or not isinstance(other, int):
-        steps = jnp.arange(valid.shape[0], dtype=jnp.int32).reshape(-1, *(1 for _ in valid.shape[1:]))
-        return jnp.where(valid, steps, other)
-    steps = jax.lax.broadcasted_iota(jnp.int32, valid.shape, 0)
-    return select_n(valid, jax.lax.full(valid.shape, other, jnp.int32), steps)
-
-
-def first_of_lengths(lengths: Array, steps: int, *, reverse: bool) -> tuple[Array, Array | None]:
-    """The first valid step of rows whose steps are their first `lengths`, int[*batch]; None: position 0 for all."""
-    last = jnp.clip(lengths.astype(jnp.int32) - 1, 0, steps - 1) if reverse else None
-    return jax.lax.gt(lengths, jnp.zeros_like(lengths)), last
 
 
 def own_pairs(
@@ -155,7 +121,8 @@ def own_pairs_of_lengths(
     The pairs are under stop_gradient.
     """
     state, xs = jax.lax.stop_gradient((state, xs))
-    have, first = first_of_lengths(lengths, steps, reverse=reverse)
+    first = jnp.clip(lengths.astype(jnp.int32) - 1, 0, steps - 1) if reverse else None  # None: position 0 for all
+    have = jax.lax.gt(lengths, jnp.zeros_like(lengths))
     return own_pairs(state, xs, (have, first), axes), any_of(have)
 
 
@@ -233,8 +200,7 @@ class Masked:
         if not self.masks:
             return self.step((fixed, inner), state, feed)
         valid = feed.valid
-        assert valid is not None
-        mask = RowMask(valid, _some_of_all if self.branches else any_of)
+        mask = RowMask(valid, (lambda valid: unless_alone(any_of(valid))) if self.branches else any_of)
         shown, shown_fixed = state, fixed
         if self.stands_in:
             x, x_tree = jax.tree.flatten(feed.x)
@@ -254,45 +220,20 @@ class Masked:
 
     def _fill_padding(self, mask: RowMask, y: PyTree) -> PyTree:
         axes = spread_batch_axes("y_axes", self.y_axes, y, "y", mask.valid.shape)
-        filled = [
-            mask.select(leaf, fill, axis)
-            for leaf, fill, axis in zip(jax.tree.leaves(y), fill_leaves(self.fill, y), axes, strict=True)
-        ]
-        return jax.tree.unflatten(jax.tree.structure(y), filled)
+        return map_leaves(mask.select, y, fill_leaves(self.fill, y), axes)
 
 
-def _some_of_all(valid: Array) -> Array:
-    return unless_alone(any_of(valid))
+def masked_step(step: Step, **changes: bool) -> Step:
+    """A masked step with other flags: see the attributes of `Masked`.
 
-
-def without_stand_ins(step: Step) -> Step:
-    """A masked step that shows padded rows their own state and x, for a loop that is not differentiated.
-
-    The results of a padded row are discarded. If the body treats rows independently, only a gradient can show what the
-    row was given.
+    Without `stands_in` it is for a loop that is not differentiated. The results of a padded row are discarded. If the
+    body treats rows independently, only a gradient can show what the row was given.
 
     Args:
         step: a `Masked` step, or others around it, each of which has the inner one as its `step`.
+        changes: the flags.
     """
-    return within(step, Masked, lambda masked: dataclasses.replace(masked, stands_in=False))
-
-
-def in_branches(step: Step) -> Step:
-    """A masked step that runs only if some row is valid, so values that all rows share need no selection.
-
-    Args:
-        step: as for `without_stand_ins`.
-    """
-    return within(step, Masked, lambda masked: dataclasses.replace(masked, branches=True))
-
-
-def without_mask(step: Step) -> Step:
-    """A masked step for steps that all rows take.
-
-    Args:
-        step: as for `without_stand_ins`.
-    """
-    return within(step, Masked, lambda masked: dataclasses.replace(masked, masks=False))
+    return within(step, Masked, lambda masked: dataclasses.replace(masked, **changes))
 
 
 def _show_own(mask: RowMask, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:
@@ -355,7 +296,6 @@ def mask(loop: Loop, fill: Prefix, *, lengths: Array | None = None) -> Loop:
         lengths: int[*batch], if each row's valid steps are known to be its first ones; None: they are any.
     """
     axes, fixed_axes, valid = loop.rows.axes, loop.rows.fixed, loop.xs.valid
-    assert valid is not None
     share = None in (*axes.state, *axes.x)  # a shared leaf that changes; one that does not fits every pair
     fixed, inner = loop.consts
     if not share:  # a row's unchanged leaves are good for it throughout; a row without any step is lent another's
@@ -392,7 +332,6 @@ def _good_pair(
     They are under stop_gradient. Otherwise each would have a cotangent accumulator, and could let NaN in.
     """
     valid = loop.xs.valid
-    assert valid is not None
     unchanged, inner = loop.consts
     closed, inner = (None, inner) if is_untraced(loop) else inner  # what the body closes over was lifted by OverRows
     xs = jax.tree.leaves(loop.xs.x)
@@ -418,7 +357,6 @@ def _own_pairs(
     loop: Loop, xs: list[Array], lengths: Array | None, axes: tuple[LeafAxes, LeafAxes]
 ) -> tuple[GoodPair, Array]:
     """Each row's own pair, and whether any row has one."""
-    assert loop.xs.valid is not None
     if lengths is not None and isinstance(loop.length, int):
         return own_pairs_of_lengths(loop.state, xs, lengths, steps=loop.length, reverse=loop.reverse, axes=axes)
     state, xs = jax.lax.stop_gradient((loop.state, xs))

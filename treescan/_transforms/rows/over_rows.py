@@ -14,9 +14,20 @@ from ..._axes import LeafAxes
 from ..._errors import Misuse
 from ..._loop.loop import Feed, Loop
 from ..._loop.run import as_arrays, debugs_nans
-from ..._trace.hoist import Hoisted, Traced, fixed_leaves, flatten_only, hoist, is_smooth, is_untraced, lift, merge
+from ..._trace.hoist import (
+    Hoisted,
+    Traced,
+    fixed_leaves,
+    flatten_only,
+    hoist,
+    is_smooth,
+    is_untraced,
+    lift,
+    merge,
+    split,
+)
 from ..._trace.raw_keys import raw, with_raw_keys
-from ..._tree import Prefix
+from ..._tree import Prefix, map_leaves
 from ..._types import Array, PyTree
 from ..axes import scan_over_axes
 from ..refuse import refuse_refs_in_skipped_steps, refuse_with_refs
@@ -74,7 +85,7 @@ class OverRows:
                 trace_tiers(hoisted, loop, axes, tiers)
             apart = _proof_of(hoisted.traced, axes, loop.xs)
             hoisted = lift(hoisted)
-        rows = _rows_of(hoisted, axes, y_axes)._replace(
+        rows = rows_of(hoisted, axes, y_axes)._replace(
             resets=resets, unchanged=unchanged, all_valid=all_valid, given=given, was_fixed=hoisted.fixed, apart=apart
         )
         rows = rows._replace(tiers=tiers)
@@ -170,7 +181,7 @@ def _restored(hoisted: Hoisted, rows: Rows, state: list[Array]) -> PyTree:
     spans, (unchanged, _) = rows.given.spans, hoisted.loop.consts
     if spans is None or not rows.fixed:
         return hoisted.restore(state)
-    from .packed import at_rows
+    from .resets import at_rows
 
     of_each = [at_rows(leaf, spans, axis) for leaf, axis in zip(unchanged, rows.fixed, strict=True)]
     return jax.tree.unflatten(hoisted.structure, merge(hoisted.fixed, of_each, state))
@@ -182,11 +193,9 @@ def _changing(rows: RowFlags) -> list[bool] | None:
     return None if targets is None else [target is not None for target in targets]
 
 
-def _rows_of(hoisted: Hoisted, axes: RowAxes, y_axes: Prefix) -> Rows:
+def rows_of(hoisted: Hoisted, axes: RowAxes, y_axes: Prefix) -> Rows:
     """Where the rows are in the leaves of the loop that is left, and in those that are unchanged."""
-    pairs = list(zip(axes.state, hoisted.fixed, strict=True))
-    fixed = tuple(axis for axis, is_fixed in pairs if is_fixed)
-    state = tuple(axis for axis, is_fixed in pairs if not is_fixed)
+    fixed, state = map(tuple, split(hoisted.fixed, axes.state))
     closed = (None,) * (len(jax.tree.leaves(hoisted.loop.consts)) - len(fixed) - len(axes.consts))
     return Rows(axes._replace(consts=(*fixed, *closed, *axes.consts), state=state), y_axes, fixed)
 
@@ -202,6 +211,4 @@ def _without_false_alarms(loop: Loop, axes: LeafAxes) -> Loop:
         zero = jnp.zeros((), leaf.dtype)
         return jax.vmap(lambda valid, x: select_valid(valid, x, zero, axis))(loop.xs.valid, leaf)
 
-    leaves, structure = jax.tree.flatten(loop.xs.x)
-    x = jax.tree.unflatten(structure, [cleaned(*each) for each in zip(leaves, axes, strict=True)])
-    return dataclasses.replace(loop, xs=loop.xs._replace(x=x))
+    return dataclasses.replace(loop, xs=loop.xs._replace(x=map_leaves(cleaned, loop.xs.x, axes)))

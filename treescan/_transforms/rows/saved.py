@@ -28,7 +28,7 @@ from ..._loop.body import Memo
 from ..._loop.chunk import Level, as_step, run_chunked
 from ..._loop.loop import Feed, Loop, Step
 from ..._trace.dependence import dependent
-from ..._trace.equations import variables_of
+from ..._trace.equations import needed, variables_of
 from ..._trace.hoist import (
     Part,
     Unproven,
@@ -149,16 +149,12 @@ def linearize(loop: Loop, part: Part) -> Linearized:
         Unproven: if a key would have to be saved.
     """
     one = one_step(loop.xs)
-    groups = [jax.tree.leaves(tree) for tree in (loop.consts, loop.state, one)]
-    first, last = len(groups[0]), len(groups[0]) + len(groups[1])
-    structure = jax.tree.structure((loop.consts, loop.state, one))
-
-    def flat(*leaves: Any) -> Arrays:
-        state, y = loop.step(*jax.tree.unflatten(structure, leaves))
-        return [*jax.tree.leaves(state), *jax.tree.leaves(y)]
-
-    types = [jax.typeof(leaf) if hasattr(leaf, "aval") else leaf for group in groups for leaf in group]
-    step = jax.make_jaxpr(flat)(*types)
+    first = len(jax.tree.leaves(loop.consts))
+    last = first + len(jax.tree.leaves(loop.state))
+    given = jax.tree.map(
+        lambda leaf: jax.typeof(leaf) if hasattr(leaf, "aval") else leaf, (loop.consts, loop.state, one)
+    )
+    step, types = jax.make_jaxpr(lambda *given: loop.step(*given))(*given), jax.tree.leaves(given)
     on, y_on = _settled(step.jaxpr, part.on, first, last)
 
     def recorded(*leaves: Any) -> tuple[Arrays, Any]:
@@ -216,8 +212,8 @@ def _parted(
     given = [*jax.tree.leaves(loop.consts), *[None] * (len(jaxpr.invars) - first)]
     return Linearized(
         record,
-        Push(structure, tuple(where), _needed(jaxpr, list(made)), list(closed.consts), first),
-        [*map(jnp.asarray, eval_jaxpr(_needed(jaxpr, same), closed.consts, *given)), *given[:first]],
+        Push(structure, tuple(where), _part_for(list(made), jaxpr), list(closed.consts), first),
+        [*map(jnp.asarray, eval_jaxpr(_part_for(same, jaxpr), closed.consts, *given)), *given[:first]],
         [var.aval for var in saved],
         on[first:last],
         y_on,
@@ -236,14 +232,9 @@ def _selected(jaxpr: Any, places: Sequence[int]) -> set[Any]:
     return selected
 
 
-def _needed(jaxpr: Any, outputs: Sequence[Any]) -> Any:
+def _part_for(outputs: list[Any], jaxpr: Any) -> Any:
     """The part of an open jaxpr that computes these outputs."""
-    needed, equations = set(variables_of(outputs)), list[Any]()
-    for equation in reversed(jaxpr.eqns):
-        if not needed.isdisjoint(equation.outvars):
-            equations.append(equation)
-            needed.update(variables_of(equation.invars))
-    return jaxpr.replace(outvars=list(outputs), eqns=equations[::-1])
+    return jaxpr.replace(outvars=outputs, eqns=needed(jaxpr.eqns, outputs))
 
 
 @dataclass(frozen=True)

@@ -179,15 +179,9 @@ class Skip:
         Raises:
             Fault: for an `ArgumentError` if such a body is to be run in branches, or computed a second time.
         """
-        valid, chunk = loop.xs.valid, self.chunk
-        assert valid is not None
-        tiers = loop.rows.tiers
+        chunk, tiers = self.chunk, loop.rows.tiers
         if loop.trace.refs:
-            asked = {
-                "chunk": bool(chunk),
-                "compact": len(tiers) > 1,
-                "save": is_thinned(loop.keeps),
-            }
+            asked = {"chunk": bool(chunk), "compact": len(tiers) > 1, "save": is_thinned(loop.keeps)}
             for option in (name for name, on in asked.items() if on):
                 refuse_with_refs(option)
             return 0, tiers
@@ -227,7 +221,6 @@ class ScheduleChunks:
 
     def __call__(self, loop: Loop, size: int) -> tuple[Loop, Around]:
         rows, valid = loop.rows, loop.xs.valid
-        assert valid is not None
         rules = self.rules and loop.trace.products
         recomputed, only = loop.remat is not None, size == loop.length
         around = _Around(rows.axes, self.tiers, rows.outputs.idle, self.remat, only, rules, recomputed)

@@ -1,4 +1,4 @@
-"""A loop that ends early, as a function of its operands that has a derivative."""
+"""Runs a loop that ends early: as a function of its operands that has a derivative, or step by step on values."""
 
 from __future__ import annotations
 
@@ -10,15 +10,31 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..._avals import place_like, vary_over
+from ..._avals import place_like, vary_over, varying_axes
+from ..._errors import ArgumentError, Fault, explain
+from ..._loop.body import Memo
 from ..._loop.chunk import Around, run_chunked
-from ..._loop.loop import Feed, Loop, Step, within
+from ..._loop.loop import Feed, Loop, Result, Step, within
 from ..._loop.rewrite import is_rewriting
-from ..._loop.run import debugs_nans
-from ..._trace.hoist import Hoisted, Lifted, fill_in, instantiated, is_smooth, no_tangent, nonzero_part
+from ..._loop.run import as_arrays, debugs_nans, run
+from ..._trace.hoist import (
+    Hoisted,
+    Lifted,
+    fill_in,
+    instantiated,
+    is_smooth,
+    is_untraced,
+    no_tangent,
+    nonzero_part,
+    split,
+)
 from ..._types import Array, PyTree
+from ..outputs import ALL, emitting
+from ..refuse import once_only
 from ..rows.axes import without_arrays
-from ..rows.mask import in_branches, without_stand_ins
+from ..rows.fill import fill_leaves
+from ..rows.leaves import any_of_all, may_branch
+from ..rows.mask import masked_step
 from ..weights.in_bulk import MappedLater
 from .condition import Condition
 from .early_exit import (
@@ -26,16 +42,19 @@ from .early_exit import (
     MaskedStep,
     Progress,
     Reads,
+    ReportAfter,
     StepOutputs,
     TakeChunk,
     TakeLiveRows,
     TakeStep,
+    TellTaken,
     all_fixed,
     axes_in_run,
+    going_on,
     nested_sizes,
+    plan_chunks,
 )
-from .reports import ReportAfter, TellTaken
-from .tangents import FinishedLoop, Tangents, push_forward, ways_of
+from .tangents import Tangents, push_forward, ways_of
 
 
 def without_tracers(loop: Loop) -> Loop:
@@ -106,11 +125,6 @@ class EarlyExit:
     apart: bool
     tell: TellTaken | None
 
-    @property
-    def _tiers(self) -> tuple[int, ...]:
-        """The numbers of rows to choose from; one, if rows are not ordered or there are none."""
-        return self.loop.rows.tiers
-
     @functools.cached_property
     def _silent(self) -> Step:
         """The step that the derivative computes again, without its callbacks."""
@@ -125,10 +139,6 @@ class EarlyExit:
         return MappedLater(step) if self.hoisted.branches else step
 
     @property
-    def _only_state(self) -> bool:
-        return not self.outputs.avals and not jax.tree.leaves(self.loop.xs)
-
-    @property
     def length(self) -> int:
         """The steps of the whole chunks."""
         return self.chunks.size * self.chunks.number
@@ -136,10 +146,10 @@ class EarlyExit:
     def _run(self, given: Operands, length: int, sizes: tuple[int, ...], *, save: bool) -> Saved:
         """Runs a loop while it goes on, in nested chunks of these sizes; with `save` of one at most."""
         loop, outputs, tell, reported = self._loop(given, length), self.outputs, self.tell, 0
-        step = without_stand_ins(loop.step) if self.apart and not debugs_nans() else loop.step
-        step = in_branches(step) if self.branches else step
+        step = masked_step(loop.step, stands_in=False) if self.apart and not debugs_nans() else loop.step
+        step = masked_step(step, branches=True) if self.branches else step
         take: Step = TakeStep(self._masked(step, self.branches), outputs, loop.rows.axes.y)
-        ordered = len(self._tiers) > 1
+        ordered = len(self.loop.rows.tiers) > 1
         if tell is not None:  # rows that are brought together for a chunk are not in their places within it
             stride = max(outputs.every, default=1)
             steps = () if ordered else range(1, 1 + (stride == 1))
@@ -149,7 +159,7 @@ class EarlyExit:
 
         def around_chunk(step: Step, size: int) -> Step:
             if ordered and size == sizes[0]:
-                return TakeLiveRows(step, size, outputs, self.branches, save, self._tiers, axes_in_run(loop))
+                return TakeLiveRows(step, size, outputs, self.branches, save, self.loop.rows.tiers, axes_in_run(loop))
             return TakeChunk(step, size, outputs, self.branches, save)
 
         def around(size: int) -> Around | None:
@@ -182,11 +192,11 @@ class EarlyExit:
 
     def _sizes(self) -> tuple[int, tuple[int, ...]]:
         """How long the loop is made where nothing is saved, and the sizes of its chunks."""
-        if not self._only_state:
+        if self.outputs.avals or jax.tree.leaves(self.loop.xs):  # more than the state goes in or out
             return self.length, ((self.chunks.size,) if self.branches else ())
         if not self.branches:
             return self.loop.length, ()
-        if len(self._tiers) < 2:
+        if len(self.loop.rows.tiers) < 2:
             return nested_sizes(self.loop.length)
         length, sizes = nested_sizes(self.chunks.number)
         return length * self.chunks.size, tuple(size * self.chunks.size for size in (1, *sizes))
@@ -213,8 +223,7 @@ class EarlyExit:
             return saved, self._push_forward(saved, *primals, *tangents)
 
         def primal_rule(primals: Any, tangents: Any) -> tuple[Any, Any]:
-            saved = saving(*primals)
-            pushed = self._push_forward(saved, *primals, *tangents)
+            saved, pushed = saving_rule(primals, tangents)
             return saved[:2], pushed[:2]
 
         saving.defjvp(saving_rule, symbolic_zeros=True)
@@ -228,19 +237,103 @@ class EarlyExit:
         states = zip(jax.tree.leaves(given.state), jax.tree.leaves(d_given.state), strict=True)
         d_state = [instantiated(d, leaf) for leaf, d in states if is_smooth(leaf)]
         loop = dataclasses.replace(self._loop(given, self.length), step=self._silent)
-        ran = FinishedLoop(loop, saved.starts, saved.progress.taken)
-        rules = not (self.hoisted.effects or self.hoisted.reverse_rule)
+        rules, taken = not (self.hoisted.effects or self.hoisted.reverse_rule), saved.progress.taken
         d_after, d_ys, d_starts = push_forward(
-            ran,
+            loop,
+            saved.starts,
             (consts_part, x_part),
             Tangents(d_consts, d_state, d_xs),
             self.outputs,
             self.chunks.size,
-            ways_of(ran, self.outputs, self.chunks, branches=self.branches, rules=rules),
+            ways_of(loop, taken, self.outputs, self.chunks, branches=self.branches, rules=rules),
         )
-        progress = Progress(no_tangent(saved.progress.holds), no_tangent(saved.progress.taken), [])
+        progress = Progress(no_tangent(saved.progress.holds), no_tangent(taken), [])
         return Saved(
             progress._replace(state=fill_in(saved.progress.state, d_after)),
             fill_in(saved.ys, d_ys),
             fill_in(saved.starts, d_starts),
         )
+
+
+_NO_GRADIENT = once_only(
+    "the gradient computes each step again",
+    "Take no gradient of the loop, or leave the callback out of what is differentiated",
+)
+
+
+def no_forward_mode() -> Fault:
+    """The error for forward mode of a loop whose body has a rule for reverse mode alone."""
+    return Fault(
+        ArgumentError,
+        "{verb} over {body}: the body calls a function with a `jax.custom_vjp`, which JAX differentiates only in "
+        "reverse mode. But this is forward mode, or the gradient of a `jax.vmap`, which needs forward mode here.",
+        "Use `jax.vmap` of `jax.grad` instead of `jax.grad` of `jax.vmap`. Or run the loop under "
+        "`treescan.rewriting(False)`, where it always runs `max_length` steps.",
+    )
+
+
+def run_while_going(loop: Loop) -> Result:
+    """Runs a loop as `EndEarly` left it, with what other options made of it."""
+    going, tell = loop.going, next((wish.ticks for wish in loop.wishes if wish.ticks is not None), None)
+    reads = Reads(loop.consts, going.condition.closed, going.limit, going.run)
+    run_loop = _run_step_by_step if is_untraced(loop) else _run_traced
+    progress, ys = run_loop(loop, reads, tell)
+    if tell is not None:
+        tell(reads, progress, last=True)
+    return Result(progress.state, ys, progress.taken, ~progress.holds)
+
+
+def _run_step_by_step(loop: Loop, reads: Reads, tell: TellTaken | None) -> tuple[Progress, PyTree]:
+    """Runs the steps on values, one by one. Of a loop that takes none, a trace tells the types."""
+    holds, every = loop.going.holds, -(-loop.length // tell.updates) if tell else 0
+    taken = place_like(jnp.zeros(holds.shape, jnp.int32), jax.typeof(holds))
+    progress, ran = Progress(holds, taken, as_arrays(loop.state)), list[PyTree]()
+    step = MaskedStep(loop.step, loop.going.condition, all_fixed(loop))
+    one = dataclasses.replace(loop, step=step, consts=reads, length=1, memo=Memo())
+    while len(ran) < loop.length and any_of_all(going_on(progress, reads)):
+        place = loop.length - 1 - len(ran) if loop.reverse else len(ran)
+        progress, y = run(dataclasses.replace(one, state=progress, xs=_part(loop.xs, place, place + 1)))
+        ran.append(y)
+        if tell is not None and len(ran) % every == 0:
+            tell(reads, progress)
+    left = loop.length - len(ran)
+    if not ran:
+        state, y = run(dataclasses.replace(loop, xs=_part(loop.xs, 0, 0), length=0))
+        progress, ran = progress._replace(state=state), [y]
+    values = zip(fill_leaves(loop.rows.outputs.idle.fill, ran[0]), jax.tree.leaves(ran[0]), strict=True)
+    filled = [jnp.broadcast_to(value, (left, *leaf.shape[1:])) for value, leaf in values]
+    parts = [*ran, jax.tree.unflatten(jax.tree.structure(ran[0]), filled)]
+    return progress, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *(parts[::-1] if loop.reverse else parts))
+
+
+def _part(xs: Feed, start: int, stop: int) -> Feed:
+    return jax.tree.map(lambda leaf: jax.lax.slice_in_dim(jnp.asarray(leaf), start, stop), xs)
+
+
+def _run_traced(loop: Loop, reads: Reads, tell: TellTaken | None) -> tuple[Progress, list[Any]]:
+    """Runs the loop as a function with a derivative of its own; its ys are what is left of the outputs."""
+    going, hoisted, keeps, length = loop.going, loop.trace, loop.keeps or (), loop.length
+    varying = varying_axes(jax.typeof(going.holds)) | varying_axes(jax.typeof(going.limit))
+    step, xs = emitting(loop.step, keeps), loop.xs._replace(valid=None)
+    loop = dataclasses.replace(loop, step=step, xs=xs, state=as_arrays(loop.state))
+    chunks = plan_chunks(loop)
+    avals, _ = split([keep is not None for keep in keeps], hoisted.y_avals)
+    kept = [keep for keep in keeps if keep is not None]
+    every = tuple(1 if keep == ALL else chunks.stride for keep in kept)
+    early = EarlyExit(
+        loop=without_tracers(loop),
+        hoisted=hoisted._replace(loop=None),
+        condition=going.condition,
+        outputs=StepOutputs(tuple(avals), loop.rows.outputs.idle.fill, varying, every),
+        chunks=chunks if tell is None else tell.fit(chunks),
+        branches=may_branch(),
+        refusal=explain(_NO_GRADIENT, going.verb, loop.body.function) if hoisted.effects else None,
+        apart=not going.holds.ndim or loop.rows.apart(),
+        tell=tell,
+    )
+    lengthened, front = padded(loop, early.length)
+    given = Operands(reads, vary_over(going.holds, varying), lengthened.state, lengthened.xs)
+    progress, ys = early.differentiable()(given)
+    left = [y[front // n :][: length // n] for y, n in zip(ys, every, strict=True)]
+    pairs = [(y, keep // n) for y, keep, n in zip(left, kept, every, strict=True)]
+    return progress, [y if stride == 1 else y[stride - 1 :: stride] for y, stride in pairs]

@@ -20,7 +20,7 @@ from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import as_arrays
 from ..._progress import Progress
 from ..._trace.hoist import is_untraced
-from ..._tree import Prefix
+from ..._tree import Prefix, map_leaves
 from ..._types import Array, ArrayLike, PyTree
 from ..axes import count_from
 from ..progress import Showing
@@ -28,8 +28,8 @@ from ..rows.axes import RowFlags
 from ..rows.leaves import select
 from ..rows.over_rows import OverRows
 from .condition import CallCondition, Condition
-from .reports import show_taken
-from .run import no_forward_mode, run_while_going
+from .derivative import no_forward_mode, run_while_going
+from .early_exit import show_taken
 
 
 class Bounds(NamedTuple):
@@ -75,7 +75,7 @@ class Going(NamedTuple):
 
 _LEADS = Prefix.of(0)
 _FALLING = (1 / 32, 1 / 10, 1 / 5, 1 / 3, 1 / 2, 3 / 4)
-"""The parts of a batch that tiers are made for: while rows stop, most steps are taken by many of them."""
+"""The parts of a batch that `compact=True` makes tiers for: while rows stop, most steps are taken by many of them."""
 
 
 @dataclass(frozen=True)
@@ -116,7 +116,8 @@ class EndEarly:
         if not holds.ndim:
             loop = _with_count(self._without_rows(loop, body), bounds, limit)
         elif compact is True and isinstance(holds.shape[0], int):
-            compact = falling_tiers(holds.shape[0])
+            rows = holds.shape[0]
+            compact = tuple(sorted({rows, *(math.ceil(rows * part) for part in _FALLING)}))
         # A row whose condition does not hold to begin with takes no step. Any other begins with the first that runs.
         most, none = jnp.full(holds.shape, loop.length, jnp.int32), jnp.zeros(holds.shape, jnp.int32)
         lengths = select(holds & (limit > 0), most, none)
@@ -173,16 +174,11 @@ def _with_count(loop: Loop, bounds: Bounds | None, limit: Array) -> Loop:
     return loop
 
 
-def falling_tiers(rows: int) -> tuple[int, ...]:
-    """The numbers of rows that `compact=True` makes the body for: closer together where they are large."""
-    return tuple(sorted({rows, *(math.ceil(rows * part) for part in _FALLING)}))
-
-
 def cut(loop: Loop, axes: LeafAxes | None) -> Loop:
     """The loop, with xs cut to its length."""
-    leaves, structure = jax.tree.flatten(loop.xs.x)
-    short = [
-        leaf if axis is None else jax.lax.slice_in_dim(leaf, 0, loop.length, axis=axis)
-        for leaf, axis in zip(leaves, axes or (0,) * len(leaves), strict=True)
-    ]
-    return dataclasses.replace(loop, xs=loop.xs._replace(x=jax.tree.unflatten(structure, short)))
+
+    def short(leaf: Any, axis: int | None) -> Any:
+        return leaf if axis is None else jax.lax.slice_in_dim(leaf, 0, loop.length, axis=axis)
+
+    x = map_leaves(short, loop.xs.x, axes or (0,) * len(jax.tree.leaves(loop.xs.x)))
+    return dataclasses.replace(loop, xs=loop.xs._replace(x=x))

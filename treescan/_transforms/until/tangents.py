@@ -18,40 +18,22 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..._avals import is_key, vary_over
+from ..._avals import vary_over
 from ..._loop.body import Memo
 from ..._loop.chunk import Level, as_step, divide, run_chunked
 from ..._loop.loop import Feed, Loop, Step
 from ..._remat import Remat
 from ..._trace.hoist import Part, instantiated, smooth_part, zeros_like
+from ..._trace.raw_keys import Impls, as_numbers, impls_of, keys_of
 from ..._tree import Prefix
 from ..._types import Array, PyTree
 from ..checkpoint import RematChunk, SaveDecisions, checkpoint, checkpoint_steps, is_remat3, reading, save_costly
 from ..rows.compact import LiveRows
 from ..rows.fill import Idle
-from ..rows.leaves import make_schedule, mask_of_lengths, most_of_all, most_of_devices
-from ..rows.mask import without_mask
+from ..rows.leaves import make_schedule, mask_of_lengths, most_of_all, most_of_devices, numbers_of_steps
+from ..rows.mask import masked_step
 from ..weights.in_bulk import in_bulk
 from .early_exit import Chunks, StepOutputs
-
-_Keys = tuple[Any, ...]
-
-
-def _as_bits(tree: Any) -> tuple[Any, _Keys]:
-    """A tree with the bits of its typed keys in their place, and for each leaf how to make a key of it, or None."""
-    leaves, structure = jax.tree.flatten(tree)
-    kinds = tuple(jax.random.key_impl(leaf) if is_key(leaf) else None for leaf in leaves)
-    bits = [leaf if kind is None else jax.random.key_data(leaf) for leaf, kind in zip(leaves, kinds, strict=True)]
-    return jax.tree.unflatten(structure, bits), kinds
-
-
-def _of_bits(tree: Any, kinds: _Keys) -> Any:
-    leaves, structure = jax.tree.flatten(tree)
-    typed = [
-        leaf if kind is None else jax.random.wrap_key_data(leaf, impl=kind)
-        for leaf, kind in zip(leaves, kinds, strict=True)
-    ]
-    return jax.tree.unflatten(structure, typed)
 
 
 class Ways(NamedTuple):
@@ -142,17 +124,18 @@ class TangentOfChunk:
             d_given = jax.tree.map(instantiated, tangents[0], given)
             reads, chunk = reads._replace(d_consts=d_given.consts), chunk._replace(d_x=d_given.xs)
             # As bits: what a branch saves may not be typed keys in JAX 0.8.
-            bits, keys = _as_bits((reads, d_given.state, chunk))
-            run_branch = _recomputed(functools.partial(self._choose, keys))
+            typed = reads, d_given.state, chunk
+            impls, bits = impls_of(typed), as_numbers(typed)
+            run_branch = _recomputed(functools.partial(self._choose, impls))
             return linear(*primals), run_branch(chunk.branch, bits)
 
         linear = jax.custom_jvp(nothing)
         linear.defjvp(rule, symbolic_zeros=True)
         return linear
 
-    def _choose(self, keys: _Keys, branch: Array, bits: Any) -> tuple[list[Array], list[Array]]:
+    def _choose(self, keys: Impls, branch: Array, bits: Any) -> tuple[list[Array], list[Array]]:
         def typed(part: Callable[..., Any]) -> Callable[..., Any]:
-            return _reading(lambda *bits: part(*_of_bits(bits, keys)))
+            return _reading(lambda *bits: part(*keys_of(bits, keys)))
 
         taken = [_recomputed(typed(functools.partial(self._tangent, runner))) for runner in self.runners]
         return taken[0](*bits) if len(taken) == 1 else jax.lax.switch(branch, [typed(self.nothing), *taken], *bits)
@@ -191,34 +174,27 @@ def _recomputed(linear: Callable[..., Any]) -> Callable[..., Any]:
     return linear if is_remat3() else jax.checkpoint(linear, prevent_cse=False)
 
 
-class FinishedLoop(NamedTuple):
-    """A loop that has run, for its tangent.
-
-    Attributes:
-        loop: the loop, as it was before: its consts, its state, its xs of a length that the chunks divide.
-        starts: the leaves of the state at the start of each chunk, [N, ...].
-        taken: int32[*batch], the steps that were taken.
-    """
-
-    loop: Loop
-    starts: list[Any]
-    taken: Array
-
-
 def push_forward(
-    ran: FinishedLoop, parts: tuple[Part, Part], given: Tangents, outputs: StepOutputs, size: int, ways: Ways
+    loop: Loop,
+    starts: list[Any],
+    parts: tuple[Part, Part],
+    given: Tangents,
+    outputs: StepOutputs,
+    size: int,
+    ways: Ways,
 ) -> tuple[list[Array], list[Array], list[Array]]:
     """The tangents of the last state, of ys, and of the state at the start of each chunk, of leaves that have any.
 
     Args:
-        ran: the loop, and what is known of how it ran.
+        loop: the loop that has run, as it was before: its consts, its state, its xs of a length that the chunks divide.
+        starts: the leaves of the state at the start of each chunk, [N, ...].
         parts: which leaves of the consts and of xs have a tangent.
         given: the tangents of the consts, the state and xs.
         outputs: the types of y.
         size: the steps of a chunk.
         ways: how the chunks are computed again.
     """
-    loop, (consts_part, x_part) = ran.loop, parts
+    consts_part, x_part = parts
     step = TangentOfChunk(
         runners=ways.runners,
         consts=consts_part,
@@ -230,7 +206,7 @@ def push_forward(
     )
     on, off = x_part.split(loop.xs)
     grouped = [group(leaf, size) for leaf in on], [group(leaf, size) for leaf in off]
-    chunks = _Chunk(ran.starts, grouped, [], ways.valid, ways.schedule, ways.branch)
+    chunks = _Chunk(starts, grouped, [], ways.valid, ways.schedule, ways.branch)
     given = given._replace(
         state=[vary_over(leaf, outputs.varying) for leaf in given.state],
         xs=[group(leaf, size) for leaf in given.xs],
@@ -289,12 +265,6 @@ def group(leaf: Array, size: int) -> Array:
     return leaf.reshape(leaf.shape[0] // size, size, *leaf.shape[1:])
 
 
-def order_of_steps(loop: Loop) -> Array:
-    """int32[T]: for each position how many steps are taken before it."""
-    order = jnp.arange(loop.length, dtype=jnp.int32)
-    return order[::-1] if loop.reverse else order
-
-
 ZERO = Prefix.of(0)
 
 
@@ -333,22 +303,23 @@ class _Fed:
         return self.step(consts, state, feed._replace(schedule=None if self.part is None else feed.schedule[self.part]))
 
 
-def ways_of(ran: FinishedLoop, outputs: StepOutputs, plan: Chunks, *, branches: bool, rules: bool) -> Ways:
+def ways_of(loop: Loop, taken: Array, outputs: StepOutputs, plan: Chunks, *, branches: bool, rules: bool) -> Ways:
     """How to compute the chunks of a loop whose rows stop independently, or of one that stops as a whole.
 
     Args:
-        ran: the loop, and what is known of how it ran.
+        loop: the loop that has run, as for `push_forward`.
+        taken: int32[*batch], the steps that were taken.
         outputs: the types of y.
         plan: the chunks, and what is recomputed within them.
         branches: whether a branch may depend on data.
         rules: whether a chunk may have a rule for derivatives of its own.
     """
-    loop, taken, size, tiers = ran.loop, ran.taken, plan.size, ran.loop.rows.tiers
-    order = order_of_steps(loop)
+    size, tiers = plan.size, loop.rows.tiers
+    order = numbers_of_steps(loop.length, reverse=loop.reverse)
     first = mask_of_lengths(taken, loop.length)
     valid = first[::-1] if loop.reverse else first
     # Without rows, all of a chunk is masked, or nothing.
-    whole = loop if taken.ndim or not branches else dataclasses.replace(loop, step=without_mask(loop.step))
+    whole = loop if taken.ndim or not branches else dataclasses.replace(loop, step=masked_step(loop.step, masks=False))
     recomputes = plan.remat is not None or plan.inner or not rules or not taken.ndim
     every = recomputed_chunk(whole, outputs, plan) if recomputes else in_bulk(run_chunk(whole, outputs, size))
     if not branches:
@@ -374,8 +345,4 @@ def recomputed_chunk(loop: Loop, outputs: StepOutputs, plan: Chunks) -> Step:
 
 def run_chunk(loop: Loop, outputs: StepOutputs, size: int) -> Step:
     """What runs a chunk, and saves all of it."""
-    return as_step(dataclasses.replace(loop, length=size, unroll=1), outputs.levels(size, (), _nothing_around))
-
-
-def _nothing_around(size: int) -> None:
-    del size
+    return as_step(dataclasses.replace(loop, length=size, unroll=1), outputs.levels(size, (), lambda size: None))

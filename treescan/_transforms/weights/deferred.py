@@ -26,7 +26,7 @@ from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import run
 from ..._trace.cost import TRANSCENDENTAL
 from ..._trace.equations import PRODUCTS, alone, values_of
-from ..._trace.hoist import Unproven, add_alike, array_of, fill_in, nonzero_part, smooth_part, typed_like
+from ..._trace.hoist import Unproven, add_alike, array_of, fill_in, nonzero_part, push_plainly, smooth_part, typed_like
 from ..._types import Array
 from ..checkpoint import SaveDecisions, chooses
 from .products import ELEMENTWISE, Deferred, Slot, Split, slots_of
@@ -220,7 +220,7 @@ def run_split(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], li
         try:
             return _push_forward(apart, split, primals[0], tangents[0])
         except Unproven:
-            return _push_plainly(functools.partial(_forward, apart, split), primals[0], tangents[0])
+            return push_plainly(functools.partial(_forward, apart, split), primals[0], tangents[0])
 
     function = jax.custom_jvp(functools.partial(_forward, loop, split))
     function.defjvp(rule, symbolic_zeros=True)
@@ -230,21 +230,6 @@ def run_split(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], li
 def _forward(loop: Loop, split: Split, given: Arguments) -> tuple[list[Any], list[Any]]:
     early = compute_early(split.forward.early, given.reads, given.fed)
     return _run(loop, Forward(split), given, (given.reads, early), (jnp.arange(loop.length), given.fed))
-
-
-def _push_plainly(
-    function: Callable[[Arguments], Any], given: Arguments, d_given: Arguments
-) -> tuple[tuple[list[Any], list[Any]], Any]:
-    """The results and their tangents, as JAX differentiates the loop."""
-    part, d_on = nonzero_part(given, d_given)
-    on, off = part.split(given)
-
-    def of_smooth(on: list[Any]) -> tuple[list[Any], Any]:
-        result = function(part.join(on, off))
-        return smooth_part(result).split(result)[0], result
-
-    _, d_result, result = jax.jvp(of_smooth, (on,), (d_on,), has_aux=True)
-    return result, fill_in(result, d_result)
 
 
 def _run(loop: Loop, step: Step, given: Arguments, consts: Any, x: Any) -> tuple[Any, Any]:

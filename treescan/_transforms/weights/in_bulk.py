@@ -7,6 +7,7 @@ the products that read the state they are the cotangents of the weights; see `de
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +22,7 @@ from ..._loop.body import Memo
 from ..._loop.chunk import RunChunk
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import run
-from ..._trace.equations import alone, has_branches, jaxprs_within, values_of
+from ..._trace.equations import evaluate_alone, has_branches, interpret, jaxprs_within, with_jaxprs
 from ..._trace.hoist import Unproven, array_of, lifted, one_step
 from ..._types import Array, PyTree
 from ..outputs import QuietSteps
@@ -54,13 +55,9 @@ class MappedLater:
     step: Step
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
-        leaves, structure = jax.tree.flatten((consts, state, feed))
-
-        def flat(*leaves: Any) -> tuple[PyTree, PyTree]:
-            return self.step(*jax.tree.unflatten(structure, leaves))
-
-        traced, out = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-        results = _evaluate(traced.jaxpr, traced.consts, leaves)
+        given = consts, state, feed
+        traced, out = jax.make_jaxpr(lambda *given: self.step(*given), return_shape=True)(*given)
+        results = _evaluate(traced.jaxpr, traced.consts, jax.tree.leaves(given))
         typed = [array_of(value, aval) for value, aval in zip(results, traced.out_avals, strict=True)]
         return jax.tree.unflatten(jax.tree.structure(out), typed)
 
@@ -71,16 +68,16 @@ def with_safe_branches(loop: Loop) -> Loop:
 
 
 def _evaluate(jaxpr: Any, consts: Any, given: Any) -> list[Any]:
-    values = dict(zip([*jaxpr.constvars, *jaxpr.invars], [*consts, *given], strict=True))
-    for equation in jaxpr.eqns:
+    """Evaluates an open jaxpr, its branches in a form that JAX can map after it was differentiated."""
+
+    def each(equation: Any, read: list[Any]) -> list[Any]:
         if _is_plain(equation):
-            results = _choose(equation, *values_of(equation.invars, values))
-        else:
-            inner = any(map(has_branches, jaxprs_within(equation)))
-            taken, program = alone(jaxpr, _with_safe_parts(equation) if inner else equation)
-            results = eval_jaxpr(program, [], *(values[var] for var in taken), propagate_source_info=True)
-        values.update(zip(equation.outvars, results, strict=True))
-    return values_of(jaxpr.outvars, values)
+            return _choose(equation, *read)
+        if any(map(has_branches, jaxprs_within(equation))):
+            equation = equation.replace(params=with_jaxprs(equation.params, _safe))
+        return evaluate_alone(jaxpr, equation, read)
+
+    return interpret(jaxpr, consts, given, each, into=lambda equation: None)
 
 
 def _is_plain(equation: Any) -> bool:
@@ -110,27 +107,17 @@ def _choose(equation: Any, index: Array, *operands: Any) -> list[Any]:
 
     branches = equation.params["branches"]
     shared, own = _ask(index)
-    single: list[Callable[..., list[Any]]] = [_bound(evaluate, branch) for branch in branches]
+    single: list[Callable[..., list[Any]]] = [functools.partial(evaluate, branch) for branch in branches]
     return jax.lax.switch(jnp.where(shared == _MIXED, len(branches), shared), [*single, mixed], own, *operands)
 
 
-def _bound(evaluate: Callable[..., list[Any]], branch: Any) -> Callable[..., list[Any]]:
-    return lambda own, *operands: evaluate(branch, own, *operands)
-
-
-def _with_safe_parts(equation: Any) -> Any:
-    """A loop or a call with the branches in it made safe."""
-    params = {name: _safe_value(value) for name, value in equation.params.items()}
-    return equation.replace(params=params)
-
-
-def _safe_value(value: Any) -> Any:
-    if type(value) in (tuple, list):
-        return type(value)(map(_safe_value, value))
-    closed = hasattr(value, "jaxpr")
-    jaxpr, consts = (value.jaxpr, value.consts) if closed else (value, [])
-    if not hasattr(jaxpr, "eqns") or not has_branches(jaxpr):
+def _safe(value: Any) -> Any:
+    """A jaxpr within a loop or a call, closed or not, with the branches in it made safe."""
+    jaxpr = getattr(value, "jaxpr", value)
+    closed = jaxpr is not value
+    if not has_branches(jaxpr):
         return value
+    consts = value.consts if closed else []
 
     def safe(*given: Any) -> list[Any]:
         return list(map(array_of, _evaluate(jaxpr, consts, given), [atom.aval for atom in jaxpr.outvars]))
@@ -204,13 +191,10 @@ def _bytes_of(var: Any) -> int:
     return var.aval.size * var.aval.dtype.itemsize
 
 
-@dataclass(frozen=True)
-class AtOnce:
+def at_once(step: Step, looped: bool) -> Step:
     """What is put around a chunk that saves all of its steps: their products are computed at once."""
-
-    def __call__(self, step: Step, looped: bool) -> Step:
-        del looped
-        return in_bulk(step)
+    del looped
+    return in_bulk(step)
 
 
 def _reads(split: Split, consts: PyTree) -> list[Any]:

@@ -9,6 +9,7 @@ takes as long for such a product as for its share of the product of many steps, 
 from __future__ import annotations
 
 import collections
+import itertools
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ import jax.numpy as jnp
 
 from ..._loop.loop import Feed, Step
 from ..._trace.dependence import dependent
-from ..._trace.equations import PRODUCTS, called, evaluate_inlined, has_reverse_rule, variables_of
+from ..._trace.equations import PRODUCTS, called, has_reverse_rule, inlined, needed, variables_of
 from ..._types import PyTree
 from ..checkpoint import is_decision
 
@@ -122,24 +123,15 @@ def products_of_step(step: Step, consts: PyTree, state: PyTree, feed: Feed) -> S
     multiplies nothing with weights. It is also where its products would have to be moved with what may not be computed
     for many steps at once.
     """
-    groups = [jax.tree.leaves(tree) for tree in (consts, state, feed)]
-    leaves = [leaf for group in groups for leaf in group]
-    structure = jax.tree.structure((consts, state, feed))
-
-    def flat(*leaves: Any) -> tuple[list[Any], PyTree]:
-        new, y = step(*jax.tree.unflatten(structure, leaves))
-        return jax.tree.leaves(new), y
-
-    traced, (_, y) = jax.make_jaxpr(flat, return_shape=True)(*leaves)
-    return _split(traced, groups, state, y)
+    traced, (_, y) = jax.make_jaxpr(lambda *given: step(*given), return_shape=True)(consts, state, feed)
+    return _split(traced, [jax.tree.leaves(tree) for tree in (consts, state, feed)], state, y)
 
 
 def _split(traced: Any, groups: list[list[Any]], state: PyTree, y: PyTree) -> Split | None:
     if traced.effects or not _holds_products(traced.jaxpr) or has_reverse_rule(traced.jaxpr):
         return None
-    leaves = [leaf for group in groups for leaf in group]
     if any(map(_is_inlined, traced.jaxpr.eqns)):
-        traced = _inline(traced, leaves)
+        traced = inlined(traced.jaxpr, traced.consts, list(itertools.chain(*groups)), _inlined)
     found = _Found.of(traced.jaxpr, *map(len, groups))
     early = found.early()
     deferred = found.deferred(early)
@@ -214,12 +206,7 @@ class _Found:
 
     def needed(self, outputs: Iterable[Any], given: set[Any]) -> list[Any]:
         """The equations that compute the outputs from the inputs and what is given."""
-        wanted, equations = {var for var in variables_of(list(outputs)) if var not in given}, list[Any]()
-        for equation in reversed(self.jaxpr.eqns):
-            if not wanted.isdisjoint(equation.outvars):
-                equations.append(equation)
-                wanted.update(var for var in variables_of(equation.invars) if var not in given)
-        return equations[::-1]
+        return needed(self.jaxpr.eqns, list(outputs), given)
 
     def part(self, inputs: Iterable[Any], outputs: Iterable[Any], equations: list[Any]) -> Any:
         """These equations as an open jaxpr."""
@@ -272,15 +259,6 @@ def _size(aval: Any) -> int:
     return math.prod(aval.shape) if all(isinstance(axis, int) for axis in aval.shape) else 0
 
 
-def _inline(traced: Any, leaves: list[Any]) -> Any:
-    """A trace with the equations of those functions in place of their calls that hold products."""
-
-    def inlined(*leaves: Any) -> list[Any]:
-        return evaluate_inlined(traced.jaxpr, traced.consts, leaves, _inlined)
-
-    return jax.make_jaxpr(inlined)(*leaves)
-
-
 def _holds_products(jaxpr: Any) -> bool:
     return any(e.primitive.name in PRODUCTS or _is_inlined(e) for e in jaxpr.eqns)
 
@@ -293,6 +271,7 @@ def _is_inlined(equation: Any) -> bool:
 
 
 def _inlined(equation: Any) -> tuple[Any, list[Any]] | None:
+    """What stands in place of the call of a function that holds products."""
     return called(equation) if _is_inlined(equation) else None
 
 
