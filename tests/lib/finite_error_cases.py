@@ -20,10 +20,6 @@ def step(carry, x):
     return carry + x, x
 
 
-def add(carry, x):
-    return carry + x
-
-
 def root(carry, x):
     return jnp.sqrt(carry - x), x
 

@@ -1,6 +1,6 @@
 """Cases of `test_errors.py` about `mask_scan`, and about sequences that are padded or packed."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -33,34 +33,12 @@ def encode(x):
     return x
 
 
-class Lstm(NamedTuple):
-    h: Any
-    c: Any
-
-
-def step_of_a_ref() -> Any:
-    ref = jax.new_ref(jnp.ones(()))
-
-    def step(carry, x):
-        return carry + ref[...], None
-
-    return step
-
-
 def masked(one, body=step, **options):
     """Two rows, of which the second is shorter."""
     return mask_scan(body, one * jnp.ones(2), ROWS, lengths=LENGTHS, **options)
 
 
 # --- mask_scan --------------------------------------------------------------------------------------------------------
-
-
-@case(CarryError)
-def carry_dtype_in_mask_scan(one):
-    def step(carry, x):
-        return {"h": carry["h"].astype(jnp.bfloat16)}, None
-
-    return mask_scan(step, {"h": one * jnp.ones(2)}, ROWS, lengths=LENGTHS)
 
 
 def resetting(one, to, init=None, **options):
@@ -268,16 +246,11 @@ case(ArgumentError)(
     time_first_mask_of_batch_first_xs=lambda one: mask_scan(
         step, one * jnp.ones(2), ROWS.swapaxes(0, 1), mask=~RESETS, time_axis=1
     ),
-    chunk_negative=lambda one: masked(one, chunk=-1),
     compact_without_chunks=lambda one: masked(one, chunk=0, compact=True),
     compact_single_row=lambda one: mask_scan(step, one, XS, lengths=2, compact=True),
     compact_tier_above_batch=lambda one: masked(one, compact=(1, 4)),
-    padded_with_lengths=lambda one: mask_scan(step, one * jnp.ones(2), treescan.Padded(ROWS, LENGTHS), lengths=LENGTHS),
     packed_with_time_axis=lambda one: mask_scan(step, one * jnp.ones(2), FEATURES, time_axis=1),
     remat_unknown=lambda one: scan(step, one, XS, remat="steps"),
-    init_of_other_rows=lambda one: mask_scan(
-        step, {"h": one * jnp.ones((3, 5))}, treescan.pack([np.ones((3, 4)), np.ones((2, 4)), np.ones((1, 4))])
-    ),
 )
 
 case(ArgumentTypeError)(
@@ -300,11 +273,6 @@ case(ArgumentError, less=("disable_jit",))(
     ),
 )
 
-case(ArgumentError, less=("disable_jit", "vmap"))(
-    remat_over_a_ref=lambda one: scan(step_of_a_ref(), one, XS, remat="step"),
-    compact_over_a_ref=lambda one: masked(one, step_of_a_ref(), compact=True),
-)
-
 
 # --- padding and packing ----------------------------------------------------------------------------------------------
 
@@ -317,7 +285,6 @@ def repad_too_long(one):
 
 without_body(ArgumentTypeError)(
     pad_array=lambda one: treescan.pad(ROWS),
-    pad_single_pytree=lambda one: treescan.pad(Lstm(XS, XS)),
     pad_length_float=lambda one: treescan.pad([words(3)], length=5.0),
     unpad_lengths_float=lambda one: treescan.unpad(ROWS, np.array([3.0, 1.0])),
     length_mask_of_lists=lambda one: treescan.length_mask([[3, 1], [2]], 3),
@@ -343,7 +310,6 @@ without_body(ArgumentError)(
             (words(5) | {"features": np.ones((6, 4))}),
         ]
     ),
-    pad_many_types_differ=lambda one: treescan.pad([words(3)] * 20 + [words(3, np.int8)] * 19),
     pad_too_long=lambda one: treescan.pad([words(3), words(7)], length=5),
     pad_length_negative=lambda one: treescan.pad([words(3)], length=-1),
     pad_value_does_not_fit=lambda one: treescan.pad([words(3)], value=float("nan")),
