@@ -45,7 +45,7 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             "A shape differs",
             "A carry cannot grow. Allocate the final size in `init` and write into it, or return the new part as `y`.",
             ("carry_grows", "carry_shape"),
-            ("x_grows", "compact_*"),
+            ("compact_*",),
         ),
         Topic(
             "Carry and output are swapped",

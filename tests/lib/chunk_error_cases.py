@@ -140,9 +140,7 @@ case(ArgumentError)(
     pattern_with_save_of_another_length=lambda one: scan_layers([local, local], one, [XS, XS], save=["last"]),
 )
 
-case(ArgumentError, less=("disable_jit", "vmap"))(
-    save_over_a_ref=lambda one: scan(step_of_a_ref(), one, XS, save=2),
-)
+case(ArgumentError, less=("disable_jit", "vmap"))(save_over_a_ref=lambda one: scan(step_of_a_ref(), one, XS, save=2))
 
 
 # --- truncate ---------------------------------------------------------------------------------------------------------

@@ -61,7 +61,7 @@ case(ArgumentError)(
 case(CarryError)(
     describe_of_a_body_whose_carry_changes=lambda one: describe(
         fold, lambda carry, x: jnp.stack([carry, x]), jnp.float32(1) * one, XS
-    ),
+    )
 )
 
 

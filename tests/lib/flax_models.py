@@ -78,7 +78,6 @@ class Block(nn.Module):
 
     rate: float = 0.0
     norm: bool = False
-    sows: bool = False
 
     @nn.compact
     def __call__(self, x: Any, _: Any = None) -> Any:
@@ -87,8 +86,6 @@ class Block(nn.Module):
             h = nn.BatchNorm(use_running_average=False)(h)
         if self.rate:
             h = nn.Dropout(self.rate, deterministic=False)(h)
-        if self.sows:
-            self.sow("intermediates", "h", h)
         return x + nn.relu(h), None
 
 
@@ -104,21 +101,12 @@ def recurrent(scan: Scan, cell: Any = Cell, **options: Any) -> nn.Module:
     return from_function(lambda self, h, xs: scan(cell, **options)()(h, xs))
 
 
-@model(X)
-def lstm(scan):
-    def call(self, x):
-        cells = scan(nn.LSTMCell, **_SHARED, in_axes=1, out_axes=1)(4)
-        return cells(cells.initialize_carry(jax.random.key(0), x[:, 0].shape), x)[1]
-
-    return from_function(call)
+# Layers.
 
 
 @model(H)
 def residual_stack(scan):
     return layers(scan)
-
-
-# Layers.
 
 
 @model(H, mutable=["batch_stats"])
@@ -192,6 +180,15 @@ def nested_axes(scan):
 
 
 # Recurrence.
+
+
+@model(X)
+def lstm(scan):
+    def call(self, x):
+        cells = scan(nn.LSTMCell, **_SHARED, in_axes=1, out_axes=1)(4)
+        return cells(cells.initialize_carry(jax.random.key(0), x[:, 0].shape), x)[1]
+
+    return from_function(call)
 
 
 @model(H, XS)

@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from error_cases import XS as X, case, mesh_of, named, on_mesh, over_devices, without_body
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float
 
 from treescan import (
     ArgumentError,
@@ -18,7 +17,6 @@ from treescan import (
     BodyError,
     CarryError,
     LayerError,
-    SignatureError,
     fold_layers,
     init_layers,
     layer_at,
@@ -146,7 +144,7 @@ without_body(ArgumentTypeError)(
 )
 
 without_body(ArgumentTypeError, less=("disable_jit",))(
-    layer_at_traced_float=lambda one: jax.jit(lambda i: layer_at(denses(one), i))(jnp.float32(1.0)),
+    layer_at_traced_float=lambda one: jax.jit(lambda i: layer_at(denses(one), i))(jnp.float32(1.0))
 )
 
 
@@ -263,7 +261,7 @@ without_body(LayerError, less=("jit",), devices=True)(
         block,
         X,
         {"w": split(np.ones((4, 3, 6)), "rows"), "b": split(np.zeros((4, 6)), "rows", None), "scale": jnp.ones(4)},
-    ),
+    )
 )
 
 case(ArgumentError)(
@@ -297,9 +295,7 @@ def layers_prefetch_of_a_block_with_an_effect(one):
     return fold_layers(block, X, denses(one), prefetch=lambda layer: layer)
 
 
-case(LayerError)(
-    layers_length_of_another_stack=lambda one: scanned(one, length=9),
-)
+case(LayerError)(layers_length_of_another_stack=lambda one: scanned(one, length=9))
 
 case(ArgumentTypeError)(
     layers_length_no_int=lambda one: folded(one, length=4.0),
@@ -331,13 +327,13 @@ case(ArgumentError, less=("disable_jit", "vmap"))(
 case(ArgumentError, less=("disable_jit", "jit", "vmap", "grad"))(
     layers_prefetch_in_forward_mode=lambda one: jax.jvp(
         lambda x: fold_layers(block_alone, x, denses(one), prefetch=lambda layer: layer), (X,), (X,)
-    ),
+    )
 )
 
 case(ArgumentError, less=("disable_jit", "vmap", "grad"))(
     layers_prefetch_within_shard_map=lambda one: over_devices(
         lambda layers: fold_layers(block_alone, X, layers, prefetch=1), mesh_of(1)
-    )(denses(one)),
+    )(denses(one))
 )
 
 
@@ -422,69 +418,15 @@ def x_classes(one):
     return scan_layers(block, x, denses(one))
 
 
-@case(CarryError)
-def x_weak_type(one):
-    def block(layer, x):
-        return {"h": x["h"], "count": (x["count"] < 1).astype(jnp.int8)}, None
-
-    with jax.numpy_dtype_promotion("standard"):
-        return scan_layers(block, {"h": one, "count": 0.0}, denses(one))
-
-
-@on_mesh(CarryError)
-def x_sharding(one):
-    def block(layer, x):
-        return {"h": jax.sharding.reshard(x["h"], PartitionSpec(None))}, None
-
-    x = {"h": jax.sharding.reshard(jnp.ones(4), PartitionSpec("rows"))}
-    return scan_layers(block, x, denses(one))
-
-
-@case(CarryError, devices=True)
-def x_begins_to_vary(one):
-    def block(layer, x):
-        return {"h": x["h"] + jax.lax.axis_index("rows")}
-
-    run = over_devices(
-        lambda w: jax.lax.psum(fold_layers(block, {"h": jnp.int32(0)}, w)["h"], "rows"), mesh_of(2, "rows")
-    )
-    return run(X)
-
-
-@case(CarryError, devices=True)
-def x_ceases_to_vary(one):
-    def block(layer, x):
-        return {"h": jax.lax.psum(x["h"], "rows")}
-
-    run = over_devices(lambda w: fold_layers(block, {"h": jax.lax.axis_index("rows")}, w)["h"], mesh_of(2, "rows"))
-    return run(X)
-
-
-@case(SignatureError)
-def block_signature(one):
-    def block(layer: Float[Array, "n m"], x: Float[Array, " n"]) -> tuple[Float[Array, " n"], None]:
-        return x, None
-
-    return scan_layers(block, one * X, jnp.ones((4, 2, 3)))
-
-
 case(CarryError)(
-    x_metadata=lambda one: fold_layers(lambda layer, x: Attention(x.w, x.heads + 1), Attention(one, 4), denses(one)),
     x_static=lambda one: fold_layers(
         lambda layer, x: (x[0], jax.nn.gelu, "done"), (one, jax.nn.relu, one), denses(one)
-    ),
-    x_key_data=lambda one: fold_layers(
-        lambda layer, x: (jax.random.key_data(x[0]), one), (jax.random.key(0), one), denses(one)
-    ),
-    x_key_impl=lambda one: fold_layers(
-        lambda layer, x: (jax.random.key(0, impl="rbg"), one), (jax.random.key(0), one), denses(one)
     ),
     x_dtype=lambda one: scan_layers(
         named("block", lambda layer, x: (x.astype(jnp.bfloat16) @ layer["w"].astype(jnp.bfloat16), None)),
         one * X,
         denses(one),
     ),
-    x_grows=lambda one: scan_layers(named("block", lambda layer, x: (jnp.append(x, 1.0), None)), one * X, denses(one)),
     x_structure=lambda one: scan_layers(
         named("block", lambda layer, x: ({"h": x["h"], "attention": x["h"]}, None)),
         {"h": one * X, "mask": X},

@@ -49,9 +49,7 @@ def lift_annotations(one):
     return run({"params": {"w": jnp.ones((3, 4))}}, {}, jnp.ones(4), jnp.ones((5, 3)))
 
 
-without_body(BodyError)(
-    lift_of_no_function=lambda one: lift("step")({}, {}, one, XS),
-)
+without_body(BodyError)(lift_of_no_function=lambda one: lift("step")({}, {}, one, XS))
 
 case(ArgumentTypeError)(
     lift_filter_number=lambda one: lifted(one, variable_broadcast=3),
@@ -122,5 +120,5 @@ case(CarryError)(
         named("updates", lambda variables, carry, x: {"stats": {"n": variables["stats"]["n"].astype(jnp.float16)}}),
         {"stats": {"n": jnp.ones(2)}},
         variable_carry="stats",
-    ),
+    )
 )

@@ -101,7 +101,7 @@ without_body(ArgumentTypeError)(
 )
 
 without_body(TracedArgumentError, less=("disable_jit",))(
-    buffer_capacity_traced=lambda one: jax.jit(lambda capacity: buffer(one, capacity))(8),
+    buffer_capacity_traced=lambda one: jax.jit(lambda capacity: buffer(one, capacity))(8)
 )
 
 
@@ -138,7 +138,7 @@ case(BodyError)(
 case(CarryError)(
     pair_swapped_with_the_given_carry=lambda one: scan(
         lambda h, x: (x.sum(-1), h), one * jnp.ones((2, 3)), jnp.ones((5, 2, 3))
-    ),
+    )
 )
 
 

@@ -101,9 +101,9 @@ case(ArgumentError)(
 case(ArgumentError, less=("disable_jit", "jit", "vmap", "grad"))(
     progress_backward_in_forward_mode=lambda one: jax.jvp(
         lambda carry: scan(step, carry, XS, progress=Progress(meter=Text(), backward=True))[0], (1.0,), (1.0,)
-    ),
+    )
 )
 
 case(ArgumentError, context=without_tqdm)(
-    progress_tqdm_that_is_not_there=lambda one: scan(step, one, XS, progress=Progress(meter=Tqdm())),
+    progress_tqdm_that_is_not_there=lambda one: scan(step, one, XS, progress=Progress(meter=Tqdm()))
 )

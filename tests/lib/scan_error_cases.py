@@ -110,7 +110,7 @@ case(CarryError, lax=True)(
 case(CarryError)(
     carry_static_changed=lambda one: scan(
         lambda carry, x: ((carry[0], decode, "test"), None), (one, encode, "train"), XS
-    ),
+    )
 )
 
 
@@ -218,9 +218,7 @@ case(ArgumentError)(
 
 
 # Before, `lax.scan` stumbles over an assertion of its own.
-case(ArgumentError, lax=jax.__version_info__ >= (0, 9))(
-    length_conflict=lambda one: scan(step, one, XS, 5),
-)
+case(ArgumentError, lax=jax.__version_info__ >= (0, 9))(length_conflict=lambda one: scan(step, one, XS, 5))
 
 case(ArgumentTypeError)(
     length_float=lambda one: scan(step, one, None, 3.0),
@@ -269,12 +267,10 @@ case(BodyError)(
     valid_needed=lambda one: scan(named("pooled", lambda carry, x, *, valid: (carry, valid)), one, XS),
 )
 
-case(ArgumentTypeError, lax=True)(
-    option_of_mask_scan=lambda one: scan(step, one, XS, lengths=jnp.int32(2)),
-)
+case(ArgumentTypeError, lax=True)(option_of_mask_scan=lambda one: scan(step, one, XS, lengths=jnp.int32(2)))
 
 case(TracedArgumentError, less=("disable_jit",))(
-    fori_traced=lambda one: jax.jit(lambda n: fori(0, n, lambda i, carry: carry, one))(jnp.int32(3)),
+    fori_traced=lambda one: jax.jit(lambda n: fori(0, n, lambda i, carry: carry, one))(jnp.int32(3))
 )
 
 
@@ -346,10 +342,7 @@ case(BodyError)(
     named_wrapped=lambda one: scan(jax.checkpoint(jax.jit(lambda carry, x: None)), one, XS),
 )
 
-case(BodyError, lax=True)()
-without_body(BodyError)(
-    not_callable_in_fori=lambda one: fori(0, 3, one, lambda i, carry: carry),
-)
+without_body(BodyError)(not_callable_in_fori=lambda one: fori(0, 3, one, lambda i, carry: carry))
 without_body(BodyError, lax=True)(
     named_ufunc=lambda one: scan(jnp.add, one, XS),
     not_callable=lambda one: scan({"h": one}, step, XS),
