@@ -180,9 +180,7 @@ def marks(page: Path) -> list[pytest.MarkDecorator]:
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
-    "page",
-    [pytest.param(page, marks=marks(page)) for page in PAGES],
-    ids=lambda page: str(page.relative_to(ROOT)),
+    "page", [pytest.param(page, marks=marks(page)) for page in PAGES], ids=lambda page: str(page.relative_to(ROOT))
 )
 def test_page_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if page.name == "describe.md" and int(os.environ.get("TREESCAN_RELEASE_SHARE", "1")) > 1:

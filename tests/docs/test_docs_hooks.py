@@ -8,7 +8,8 @@ import jax
 import jax.ad_checkpoint
 import jax.export
 import pytest
-from test_site_figures import script
+
+from scripts import script
 
 hooks = script("docs_hooks")
 ROOT = Path(__file__).parents[2]

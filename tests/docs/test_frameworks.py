@@ -7,7 +7,7 @@ import sys
 import tomllib
 from pathlib import Path
 
-from test_site_figures import script
+from scripts import script
 
 ROOT = Path(__file__).parents[2]
 PAGE = re.sub(r"\s+", " ", (ROOT / "docs" / "frameworks.md").read_text())

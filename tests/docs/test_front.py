@@ -12,11 +12,9 @@ import xml.etree.ElementTree as ET
 import pytest
 from test_docs import FENCE, FRONT_MATTER, ROOT
 
-sys.path.insert(0, str(ROOT / "scripts"))  # the script's own files are beside it
-import draw_front
+from scripts import script
 
-sys.path.pop(0)
-
+draw_front = script("draw_front")
 README = (ROOT / "README.md").read_text()
 HOME = (ROOT / "docs" / "index.md").read_text()
 PHONE = 42  # columns of code on a screen that is 390 pixels wide

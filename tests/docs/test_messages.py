@@ -4,9 +4,10 @@ import fnmatch
 import re
 
 import pytest
-from test_pages import load
 
-messages = load("messages")
+from scripts import script
+
+messages = script("messages")
 
 
 def test_the_list_is_what_the_script_writes() -> None:

@@ -11,9 +11,10 @@ from types import SimpleNamespace
 
 import pytest
 from test_docs import ROOT, TUTORIALS, Block, as_users_run_it, blocks_of, installed, normal, run
-from test_pages import load
 
-notebooks = load("notebooks")
+from scripts import script
+
+notebooks = script("notebooks")
 __all__ = ["as_users_run_it", "installed"]  # fixtures
 GENERAL = {notebooks.ROOT_CELL, *notebooks.NEEDS.values()}
 
@@ -88,7 +89,7 @@ def test_a_notebook_runs(page: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_programs_find_all_pages() -> None:
-    extras = load("docs_extras")
+    extras = script("docs_extras")
 
     def page(title: str, url: str) -> SimpleNamespace:
         return SimpleNamespace(is_page=True, title=title, url=url, meta={"description": f"On {title}."}, children=None)

@@ -1,24 +1,16 @@
 """What every page of the documentation has: a description, and one name. And the logo is what its script draws."""
 
-import importlib.util
 import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
-from types import ModuleType
+
+from scripts import script
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "pictures" not in page.parts)
 NAV = re.search(r"^nav:.*?\n(.*?)^\S", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE | re.DOTALL)
 DESCRIPTION = re.compile(r'\A---\n(?:.*\n)*?description: (?:"([^"]+)"|([^"\n]+))\n(?:.*\n)*?---\n')
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(name, ROOT / "scripts" / f"{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def description(page: Path) -> str:
@@ -44,7 +36,7 @@ def test_the_navigation_names_pages_by_their_titles() -> None:
 
 
 def test_the_logo_is_what_its_script_draws() -> None:
-    draw = load("draw_logo")
+    draw = script("draw_logo")
     assert (draw.DIRECTORY / "logo.svg").read_text() == draw.logo(), "run `python scripts/draw_logo.py`"
     ET.fromstring(draw.card())
     width, height, digest = draw.size_and_digest((draw.DIRECTORY / "social.png").read_bytes())

@@ -1,9 +1,5 @@
-"""The loops at the top of the reference compute what the verbs compute: values, and gradients of everything they read.
+"""The loops at the top of the reference compute what the verbs compute: values, and gradients of all that they read."""
 
-A loop that is wrong is noticed: the last test changes a line of each, and the same comparison must fail.
-"""
-
-import inspect
 import re
 from collections.abc import Callable
 from typing import Any
@@ -166,56 +162,6 @@ SHOWN = {"mask_scan": "mask_scan", "resets": "mask_scan", "while_scan": "while_s
 @pytest.mark.parametrize("loop", CHECKS, ids=lambda loop: loop.__name__)
 def test_the_verb_computes_what_its_loop_computes(loop: Callable[..., Any], seed: int) -> None:
     CHECKS[loop](loop, seed)
-
-
-def test_the_loops_that_stop_stop_everywhere() -> None:
-    """The cases are what their docstring says."""
-    taken = []
-    for seed in SEEDS:
-        _, w, init, xs, reverse = draw(seed)
-        results = [
-            semantics.while_scan(stops, step_of(w), init[b], xs[:, b], STEPS, reverse=reverse) for b in range(ROWS)
-        ]
-        taken += [(steps, bool(stopped)) for _, _, steps, stopped in results]
-    assert {(0, True), (STEPS, False)} <= set(taken)
-    assert any(0 < steps < STEPS and stopped for steps, stopped in taken)
-
-
-@pytest.mark.parametrize(
-    ("loop", "line", "wrong"),
-    [
-        (semantics.mask_scan, "if mask[t, b]:", "if t < mask[:, b].sum():"),
-        (semantics.mask_scan, "[::-1] if reverse", " if reverse"),
-        (semantics.mask_scan, "f(carry[b], xs[t, b])", "f(carry[0], xs[t, b])"),
-        (semantics.mask_scan, "(mask.shape, fill)", "(mask.shape, 0.0)"),
-        (semantics.mask_scan, "carry[b], y", "carry[b], y = f(jax.lax.stop_gradient(carry[b]), xs[t, b]) #"),
-        (semantics.resets_of_a_row, "ended if reverse else resets[t]", "resets[t]"),
-        (semantics.resets_of_a_row, "ended if reverse else resets[t]", "resets[t] and t > 0"),
-        (semantics.resets_of_a_row, "reset_to if begins", "init if begins"),
-        (semantics.resets_of_a_row, "reset_to if begins", "reset_to + 0 * carry + 1e-3 * carry if begins"),
-        (semantics.while_scan, "not cond(carry)\n", "steps < max_length\n"),
-        (semantics.while_scan, "steps + 1", "t"),
-        (semantics.while_scan, "(max_length, fill)", "(max_length, 0.0)"),
-        (semantics.while_scan_of_rows, "xs[:, b]", "xs[:, 0]"),
-        (semantics.scan_layers, "state[i], *args", "state[0], *args"),
-        (semantics.scan_layers, "[::-1] if reverse", " if reverse"),
-    ],
-    ids=lambda value: value.__name__ if callable(value) else None,
-)
-def test_a_wrong_loop_is_noticed(loop: Callable[..., Any], line: str, wrong: str) -> None:
-    source = inspect.getsource(loop)
-    assert source.count(line) >= 1
-    namespace = dict(vars(semantics))
-    exec(source.replace(line, wrong), namespace)
-    assert any(differs(namespace[loop.__name__], CHECKS[loop], seed) for seed in SEEDS)
-
-
-def differs(loop: Callable[..., Any], check: Callable[..., None], seed: int) -> bool:
-    try:
-        check(loop, seed)
-    except AssertionError:
-        return True
-    return False
 
 
 @pytest.mark.parametrize("section", SHOWN)

@@ -1,6 +1,5 @@
 """docs/benchmarks.md and its files show what the committed results say: scripts/figures.py writes them."""
 
-import importlib.util
 import json
 import re
 from pathlib import Path
@@ -8,15 +7,9 @@ from typing import Any
 
 import pytest
 
+from scripts import script
+
 ROOT = Path(__file__).parents[2]
-
-
-def script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"scripts_{name}", ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 figures = script("figures")
@@ -121,47 +114,50 @@ def test_a_part_that_is_no_table_is_refused() -> None:
         figures.page_of("<!-- figures: nothing -->\n<!-- /figures -->", {})
 
 
-# The tables of docs/choosing.md, forwards and gradient, by the names of the suite's comparisons; they are kept by hand.
+def results(suite: str) -> Any:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{suite}.json").read_text())
+
+
+def table_of(page: str, head: str) -> list[str]:
+    """The rows of the table of a page that begins with these words."""
+    text = (ROOT / "docs" / page).read_text()
+    return text[text.index(head) :].split("\n\n")[0].splitlines()[2:]
+
+
+# The rows of the tables of docs/choosing.md, by the names of the suite's comparisons; they are kept by hand.
 CHOOSING = {
-    "compile": {
-        "`scan`, against itself": ("control, compile, forward", "control, compile, gradient"),
-        "Python `for`, 64 steps": ("compile, Python for, 64 steps, forward", "compile, Python for, 64 steps, gradient"),
-        "Python `for`, 256 steps": ("compile, Python for, 256 steps, forward",),
-        "Python `for`, 1,024 steps": ("compile, Python for, 1,024 steps, forward",),
-        "`scan`, `unroll=8`": ("compile, scan, unroll=8, forward", "compile, scan, unroll=8, gradient"),
-        "`fori`, index updates": ("compile, fori, index updates, forward", "compile, fori, index updates, gradient"),
-        "`while_scan`": ("compile, while_scan, forward", "compile, while_scan, gradient"),
-        "`mask_scan`, rows full": ("compile, mask_scan, full, forward", "compile, mask_scan, full, gradient"),
-    },
-    "run": {
-        "`scan`, against itself": ("control, run, forward", "control, run, gradient"),
-        "Python `for`": ("run, Python for, forward",),
-        "`scan`, `unroll=8`": ("run, scan, unroll=8, forward", "run, scan, unroll=8, gradient"),
-        "`fori`, index updates": ("run, fori, index updates, forward", "run, fori, index updates, gradient"),
-        "`while_scan`": ("run, while_scan, forward", "run, while_scan, gradient"),
-        "`mask_scan`, rows full": ("run, mask_scan, full, forward", "run, mask_scan, full, gradient"),
-    },
+    "`scan`, against itself": "control, {}",
+    "Python `for`, 64 steps": "{}, Python for, 64 steps",
+    "Python `for`, 256 steps": "{}, Python for, 256 steps",
+    "Python `for`, 1,024 steps": "{}, Python for, 1,024 steps",
+    "Python `for`": "{}, Python for",
+    "`scan`, `unroll=8`": "{}, scan, unroll=8",
+    "`fori`, index updates": "{}, fori, index updates",
+    "`while_scan`": "{}, while_scan",
+    "`mask_scan`, rows full": "{}, mask_scan, full",
 }
 
 
-@pytest.mark.parametrize("table", CHOOSING)
+@pytest.mark.parametrize("table", ["compile", "run"])
 def test_how_to_choose_quotes_the_committed_results(table: str) -> None:
-    results = json.loads((ROOT / "benchmarks" / "results" / "choosing.json").read_text())
-    ratios = {comparison["name"]: comparison["ratio"] for comparison in results["comparisons"]}
-    page = (ROOT / "docs" / "choosing.md").read_text()
-    lines = page[page.index(f"| {table} | forwards | gradient |") :].split("\n\n")[0].splitlines()[2:]
-    assert [line.split(" | ")[0].removeprefix("| ") for line in lines] == list(CHOOSING[table])
-    for line, names in zip(lines, CHOOSING[table].values(), strict=True):
+    ratios = {comparison["name"]: comparison["ratio"] for comparison in results("choosing")["comparisons"]}
+    lines = table_of("choosing.md", f"| {table} | forwards | gradient |")
+    stems = {
+        label: name.format(table) for label, name in CHOOSING.items() if f"{name.format(table)}, forward" in ratios
+    }
+    assert [line.split(" | ")[0].removeprefix("| ") for line in lines] == list(stems)
+    for line, stem in zip(lines, stems.values(), strict=True):
         quoted = re.findall(r": ([\d.]+ \([\d.]+ to [\d.]+\))", line)
-        assert quoted == [_with_spread(ratios[name]) for name in names]
+        names = (f"{stem}, {kind}" for kind in ("forward", "gradient"))
+        assert quoted == [_with_spread(ratios[name]) for name in names if name in ratios]
 
 
 def test_how_to_choose_quotes_associative_scan() -> None:
-    report = json.loads((ROOT / "benchmarks" / "results" / "linear.json").read_text())
+    report = results("linear")
     ratios = {each["name"]: each["ratio"] for each in [*report["comparisons"], *report["memory"]]}
-    page = (ROOT / "docs" / "choosing.md").read_text()
-    lines = page[page.index("| 4,096 steps |") :].split("\n\n")[0].splitlines()[2:]
-    for line, name in zip(lines, ("compile", "1 wide", "64 wide", "4,096 wide"), strict=True):
+    for line, name in zip(
+        table_of("choosing.md", "| 4,096 steps |"), ("compile", "1 wide", "64 wide", "4,096 wide"), strict=True
+    ):
         quoted = [cell.strip() for cell in line.strip("|").split("|")][1:]
         memory = "" if name == "compile" else _three_digits(ratios[f"{name}, memory, gradient"])
         assert quoted == [*(_with_spread(ratios[f"{name}, {kind}"]) for kind in ("forward", "gradient")), memory]
@@ -177,11 +173,10 @@ def _three_digits(value: float) -> str:
 
 
 def test_the_guide_of_layers_quotes_the_committed_results() -> None:
-    report = json.loads((ROOT / "benchmarks" / "results" / "layer_modules.json").read_text())
+    report = results("layer_modules")
     found = {each["name"]: each for each in report["comparisons"]}
     memory = {each["name"]: each["ratio"] for each in report["memory"]}
-    page = (ROOT / "docs" / "guides" / "layers.md").read_text()
-    lines = page[page.index("| modules of | against |") :].split("\n\n")[0].splitlines()[2:]
+    lines = table_of("guides/layers.md", "| modules of | against |")
     for line, name in zip(lines, ("equinox", "linen", "nnx"), strict=True):
         cells = [cell.strip() for cell in line.strip("|").split("|")]
         assert found[f"{name}, value and gradient"]["details"] == {"differs by": 0.0}
@@ -194,8 +189,7 @@ def test_the_figures_of_the_readme_are_those_of_the_results() -> None:
     """Memory and time of the gradient of a masked LSTM, and the time to compile 64 layers."""
 
     def found(suite: str, kind: str, name: str, against: str) -> dict[str, Any]:
-        report = json.loads((ROOT / "benchmarks" / "results" / f"{suite}.json").read_text())
-        return next(each for each in report[kind] if (each["name"], each["against"]) == (name, against))
+        return next(each for each in results(suite)[kind] if (each["name"], each["against"]) == (name, against))
 
     memory = found("masked", "memory", "B=32, memory, default, gradient", "where by hand")
     time = found("masked", "comparisons", "B=32, pareto, compact, gradient", "where by hand")

@@ -3,7 +3,6 @@
 `python scripts/what_works.py` makes both anew.
 """
 
-import importlib.util
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,16 +16,9 @@ from works.example import Form, Given, Verb
 from works.table import EQUAL, Cell
 
 import treescan
+from scripts import script
 
 ROOT = Path(__file__).parents[2]
-
-
-def script(name: str) -> Any:
-    spec = importlib.util.spec_from_file_location(f"scripts_{name}", ROOT / "scripts" / f"{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 what_works = script("what_works")

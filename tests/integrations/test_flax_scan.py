@@ -11,7 +11,7 @@ import pytest
 from flax import linen as nn
 from flax_models import MODELS, XS, Block, Cell, H, Model, layers, recurrent
 from oracle import is_inexact
-from thin import parametrize
+from thin import by_turns, parametrize
 
 from treescan.integrations.flax import scan
 
@@ -83,7 +83,7 @@ def assert_same(actual: Any, expected: Any) -> None:
 _CHANGED = ("changed_broadcast", "replaced_broadcast")
 
 
-@parametrize("case", MODELS)
+@by_turns(2, case=MODELS)
 def test_is_flax_s_scan(case: Model) -> None:
     assert_same(with_gradient(case, scan), with_gradient(case, nn.scan))
 

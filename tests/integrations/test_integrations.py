@@ -52,11 +52,7 @@ def leaves(tree: Any) -> list[np.ndarray]:
     return [np.asarray(x) for x in keys]
 
 
-OPTIONS: dict[str, dict[str, Any]] = {"plain": {}, "nested": {"remat": "nested"}, "unrolled": {"unroll": 2}}
-
-
-@pytest.mark.parametrize("jit", [False, True])
-@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize(("options", "jit"), [({}, False), ({"remat": "nested"}, True)], ids=["plain", "nested"])
 def test_a_module_is_what_it_is_in_a_loop(options: dict[str, Any], jit: bool) -> None:
     def run(module: Tied) -> tuple[Tied, jax.Array]:
         return treescan.scan(step, module, XS, **options)
@@ -124,19 +120,6 @@ def test_a_module_is_shared_by_all_rows() -> None:
     for x in XS[:3]:
         module(x)
     np.testing.assert_allclose(final.mean[...], module.mean[...], atol=1e-6)
-
-
-def test_stacked_modules_are_scanned_over() -> None:
-    @nnx.vmap(in_axes=0, out_axes=0)
-    def make(key: jax.Array) -> nnx.Linear:
-        return nnx.Linear(3, 3, rngs=nnx.Rngs(key))
-
-    keys = jax.random.split(jax.random.key(0), 5)
-    final, _ = treescan.scan(lambda h, layer: (jnp.tanh(layer(h)), None), XS[0], make(keys))
-    h = XS[0]
-    for key in keys:
-        h = jnp.tanh(nnx.Linear(3, 3, rngs=nnx.Rngs(key))(h))
-    np.testing.assert_allclose(final, h, atol=1e-5)
 
 
 @pytest.mark.slow

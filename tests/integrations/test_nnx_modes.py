@@ -16,10 +16,7 @@ from traces import Counted
 import treescan
 from treescan.integrations.nnx import scan
 
-MODES: dict[str, dict[str, Any]] = {
-    "tree": {"graph": False},
-    "values": {"graph": True, "graph_updates": False},
-}
+MODES: dict[str, dict[str, Any]] = {"tree": {"graph": False}, "values": {"graph": True, "graph_updates": False}}
 needs_modes = pytest.mark.skipif(not HAS_MODES, reason="flax has no modes")
 by_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -41,10 +38,7 @@ def assert_as_in_nnx(case: Callable[[Any], Any], mode: str) -> None:
 
 # The cases of the mode of graphs, but for those that ask for what these modes drop: identity, arguments by keyword,
 # new variables and metadata.
-OTHERS = (
-    *("named_by_keyword", "partitioned", "new_variables"),
-    *("recurrent_module_in_carry", "reverse_in_carry"),
-)
+OTHERS = (*("named_by_keyword", "partitioned", "new_variables"), *("recurrent_module_in_carry", "reverse_in_carry"))
 
 
 @needs_modes
@@ -206,10 +200,7 @@ def gradients(scan: Any) -> Any:
     return nnx.value_and_grad(loss, argnums=(0, 2))(layers, counter, H), layers, counter
 
 
-REFUSED = {
-    "tree": (shared_in_a_module, shared_by_arguments, output_twice),
-    "values": (),
-}
+REFUSED = {"tree": (shared_in_a_module, shared_by_arguments, output_twice), "values": ()}
 ALWAYS_REFUSED = (
     *(shared_with_the_carry, argument_as_output, other_variables, other_setting, axes_by_type),
     changed_in_an_outer_trace,

@@ -32,11 +32,7 @@ CASES = load(Path(__file__).parents[1] / "fixtures" / "torch_rnn.npz")
 TORCH_VERSION = str(CASES.pop("torch_version"))
 
 # Options of mask_scan that are to change no number.
-OPTIONS = {
-    "plain": {},
-    "compact": {"chunk": 4, "compact": True},
-    "nested": {"chunk": 3, "remat": "nested"},
-}
+OPTIONS = {"plain": {}, "compact": {"chunk": 4, "compact": True}, "nested": {"chunk": 3, "remat": "nested"}}
 DTYPES = {  # with the tolerance, relative and absolute
     "float64": (np.float64, 1e-12),
     "float32": (np.float32, 1e-5),

@@ -54,11 +54,9 @@ without_body(LayerError)(
         checkpoint(one) | checkpoint(one, 2, "model.decoder.layers")
     ),
     checkpoint_without_numbers=lambda one: layers_from_state_dict({"embed": one, "head": one}),
-    checkpoint_of_nothing=lambda one: layers_from_state_dict({}, prefix="model.layers"),
     checkpoint_without_a_layer=lambda one: layers_from_state_dict(
         {name: leaf for name, leaf in checkpoint(one, 4).items() if ".1." not in name}, prefix="model.layers"
     ),
-    checkpoint_of_other_names=lambda one: layers_from_state_dict(checkpoint(one, 2), LIKE, prefix="model.layers"),
     checkpoint_name_twice=lambda one: layers_from_state_dict(
         checkpoint(one), LIKE, prefix="model.layers", names=(NAMES | {"norm": "q.weight"})
     ),

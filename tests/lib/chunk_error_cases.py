@@ -46,10 +46,6 @@ def step_that_calls_out(carry, x):
     return carry + x, x
 
 
-def save_nothing(prim, *args, **params):
-    return False
-
-
 @case(ArgumentError, less=("disable_jit",))
 def remat_budget_of_a_pattern_too_small(one):
     def block(layer, x):
@@ -84,15 +80,12 @@ def remat_budget_of_symbolic_rows(one):
 
 
 case(ArgumentError)(
-    remat_true=lambda one: scan(step, one, XS, remat=True),
     remat_class=lambda one: scan(step, one, XS, remat=Remat),
-    remat_policy_alone=lambda one: scan(step, one, XS, remat=save_nothing),
     remat_levels_zero=lambda one: scan(step, one, XS, remat=Remat(levels=0)),
     remat_levels_float=lambda one: scan(step, one, XS, remat=Remat(levels=2.0)),
     remat_segment_of_one_step=lambda one: scan(step, one, XS, remat=Remat(segment=1)),
     remat_segment_in_one_level=lambda one: scan(step, one, XS, remat=Remat(levels=1, segment=4)),
     remat_budget_zero=lambda one: scan(step, one, XS, remat=Remat.fit(0)),
-    remat_budget_as_text=lambda one: scan(step, one, XS, remat=Remat.fit("1GB")),
     remat_budget_and_levels=lambda one: scan(step, one, XS, remat=Remat(budget=100, levels=2)),
     remat_budget_of_a_masked_scan=lambda one: rows(one, remat=Remat.fit(2000)),
     plan_remat_of_layers_with_length=lambda one: plan_remat(local, one, layers=XS, length=8, remat=None),
@@ -105,7 +98,6 @@ case(ArgumentError)(
     remat_policy_that_takes_names=lambda one: scan(step, one, XS, remat=Remat("save_only_these_names")),
     remat_offload_unknown=lambda one: scan(step, one, XS, remat=Remat(offload="host")),
     remat_offload_of_a_masked_scan=lambda one: rows(one, remat=Remat(offload="pinned_host")),
-    fold_remat_levels_zero=lambda one: fold(lambda carry, x: carry + x, one, XS, remat=Remat(levels=0)),
     layers_remat_levels_zero=lambda one: scan_layers(local, one, XS, remat=Remat(levels=0)),
     pattern_remat_levels_for_a_block=lambda one: scan_layers(
         [local, local], one, [XS, XS], remat=["step", Remat(levels=2)]
@@ -143,18 +135,12 @@ case(ArgumentError)(
     save_unknown=lambda one: scan(step, one, XS, save="first"),
     save_zero=lambda one: scan(step, one, XS, save=0),
     save_true=lambda one: scan(step, one, XS, save={"y": True, "count": "all"}),
-    save_float=lambda one: scan(step, one, XS, save=2.0),
     save_positions=lambda one: scan(step, one, XS, save=np.array([1, 3])),
-    save_is_no_prefix=lambda one: scan(step, one, XS, save={"y": 2}),
     save_is_no_prefix_of_rows=lambda one: rows(one, save=(2, "last")),
-    save_in_fold=lambda one: fold(lambda carry, x: carry + x, one, XS, save="last"),
-    layers_save_is_no_prefix=lambda one: scan_layers(local, one, XS, save=[1, "last"]),
     pattern_with_save_of_another_length=lambda one: scan_layers([local, local], one, [XS, XS], save=["last"]),
 )
 
-case(ArgumentError, less=("disable_jit", "vmap"))(
-    save_over_a_ref=lambda one: scan(step_of_a_ref(), one, XS, save=2),
-)
+case(ArgumentError, less=("disable_jit", "vmap"))(save_over_a_ref=lambda one: scan(step_of_a_ref(), one, XS, save=2))
 
 
 # --- truncate ---------------------------------------------------------------------------------------------------------
@@ -162,7 +148,6 @@ case(ArgumentError, less=("disable_jit", "vmap"))(
 case(ArgumentError)(
     truncate_zero=lambda one: scan(step, one, XS, truncate=0),
     truncate_true=lambda one: scan(step, one, XS, truncate=True),
-    truncate_float=lambda one: rows(one, truncate=8.0),
 )
 
 case(ArgumentTypeError)(

@@ -50,7 +50,6 @@ def measure_within_where_memory_is_unknown(one):
 
 without_body(ArgumentError)(
     describe_of_no_verb=lambda one: describe(plan_remat, step, one, XS),
-    describe_of_a_body=lambda one: describe(step, one, XS),
     describe_plot_without_a_gradient=lambda one: describe(fori, 0, 20, lambda i, total: total + i, 0).plot(),
 )
 
@@ -62,7 +61,7 @@ case(ArgumentError)(
 case(CarryError)(
     describe_of_a_body_whose_carry_changes=lambda one: describe(
         fold, lambda carry, x: jnp.stack([carry, x]), jnp.float32(1) * one, XS
-    ),
+    )
 )
 
 
@@ -77,9 +76,6 @@ without_body(ArgumentError)(
     measure_of_no_verb=lambda one: measure_remat(plan_remat, step, 1.0, XS),
     measure_of_types=lambda one: measure_remat(
         scan, step, 1.0, jax.ShapeDtypeStruct((4,), jnp.float32), progress=False
-    ),
-    measure_of_traced_arrays=lambda one: jax.eval_shape(
-        lambda xs: measure_remat(scan, step, 1.0, xs, progress=False), XS
     ),
     measure_of_traced_constants=lambda one: jax.eval_shape(
         lambda w: measure_remat(scan, lambda c, x: (c * w, x), 1.0, XS, progress=False), 2.0

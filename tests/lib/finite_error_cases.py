@@ -4,24 +4,13 @@ import jax
 import jax.numpy as jnp
 from error_cases import case, mesh_of, named, over_devices
 
-from treescan import (
-    ArgumentError,
-    ArgumentTypeError,
-    NonFiniteError,
-    scan,
-    scan_layers,
-    while_scan,
-)
+from treescan import ArgumentError, ArgumentTypeError, NonFiniteError, scan, scan_layers, while_scan
 
 XS = jnp.arange(4.0)
 
 
 def step(carry, x):
     return carry + x, x
-
-
-def add(carry, x):
-    return carry + x
 
 
 def root(carry, x):
@@ -40,12 +29,10 @@ def check_finite_with_a_ref(one):
 
 
 case(NonFiniteError, less=("jit", "grad", "vmap"))(
-    check_finite_finds_a_step=lambda one: scan(root, one, XS, check_finite=True),
+    check_finite_finds_a_step=lambda one: scan(root, one, XS, check_finite=True)
 )
 
-case(ArgumentTypeError)(
-    check_finite_forward=lambda one: scan(step, one, XS, check_finite="forward"),
-)
+case(ArgumentTypeError)(check_finite_forward=lambda one: scan(step, one, XS, check_finite="forward"))
 
 case(ArgumentError)(
     check_finite_backward_with_truncate=lambda one: scan(step, one, XS, truncate=2, check_finite="backward"),

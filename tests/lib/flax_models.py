@@ -6,10 +6,13 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import linen as nn
 from flax.core import DenyList, FrozenDict
 from flax.typing import In, Out
 from loops import array
+
+from treescan.integrations.flax import RNN
 
 Scan = Callable[..., Any]
 MODELS: dict[str, "Model"] = {}
@@ -55,6 +58,8 @@ def from_function(call: Callable[..., Any]) -> nn.Module:
 X = array(2, 5, 3)  # batch, steps, features
 XS = array(5, 2, 3, seed=1)  # steps, batch, features
 H = array(2, 3, seed=2)
+_SHARED: dict[str, Any] = {"variable_broadcast": "params", "split_rngs": {"params": False}}
+_STACKED: dict[str, Any] = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}}
 
 
 class Cell(nn.Module):
@@ -73,7 +78,6 @@ class Block(nn.Module):
 
     rate: float = 0.0
     norm: bool = False
-    sows: bool = False
 
     @nn.compact
     def __call__(self, x: Any, _: Any = None) -> Any:
@@ -82,71 +86,27 @@ class Block(nn.Module):
             h = nn.BatchNorm(use_running_average=False)(h)
         if self.rate:
             h = nn.Dropout(self.rate, deterministic=False)(h)
-        if self.sows:
-            self.sow("intermediates", "h", h)
         return x + nn.relu(h), None
 
 
 def layers(scan: Scan, block: Any = Block, **options: Any) -> nn.Module:
     """A stack of four layers."""
-    options = {"variable_axes": {"params": 0}, "split_rngs": {"params": True}, "length": 4, **options}
+    options = {**_STACKED, "length": 4, **options}
     return from_function(lambda self, x: scan(block, **options)()(x, None)[0])
 
 
 def recurrent(scan: Scan, cell: Any = Cell, **options: Any) -> nn.Module:
     """A recurrent network with shared parameters."""
-    options = {"variable_broadcast": "params", "split_rngs": {"params": False}, **options}
+    options = {**_SHARED, **options}
     return from_function(lambda self, h, xs: scan(cell, **options)()(h, xs))
 
 
-# The examples of flax's documentation.
-
-
-@model(X)
-def lstm_class(scan):
-    class LSTM(nn.Module):
-        features: int
-
-        @nn.compact
-        def __call__(self, x):
-            ScanLSTM = scan(
-                nn.LSTMCell, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1
-            )
-            lstm = ScanLSTM(self.features)
-            carry = lstm.initialize_carry(jax.random.key(0), x[:, 0].shape)
-            carry, x = lstm(carry, x)
-            return x
-
-    return LSTM(features=4)
-
-
-@model(X)
-def lstm_function(scan):
-    class LSTM(nn.Module):
-        features: int
-
-        @nn.compact
-        def __call__(self, x):
-            cell = nn.LSTMCell(self.features)
-
-            def body_fn(cell, carry, x):
-                carry, y = cell(carry, x)
-                return carry, y
-
-            loop = scan(body_fn, variable_broadcast="params", split_rngs={"params": False}, in_axes=1, out_axes=1)
-            carry = cell.initialize_carry(jax.random.key(0), x[:, 0].shape)
-            carry, x = loop(cell, carry, x)
-            return x
-
-    return LSTM(features=4)
+# Layers.
 
 
 @model(H)
 def residual_stack(scan):
     return layers(scan)
-
-
-# Layers.
 
 
 @model(H, mutable=["batch_stats"])
@@ -164,57 +124,40 @@ def dropout_shared(scan):
     return layers(scan, functools.partial(Block, rate=0.5), split_rngs={"params": True, "dropout": False})
 
 
-@model(H)
-def remat_inside(scan):
-    return layers(scan, nn.remat(Block, prevent_cse=False))
-
-
-@model(H, mutable=["intermediates"])
-def sown(scan):
-    return layers(scan, functools.partial(Block, sows=True), variable_axes={"params": 0, "intermediates": Out(0)})
-
-
-@model(H)
-def axis_one(scan):
-    return layers(scan, functools.partial(Block), variable_axes={"params": 1})
-
-
 @model(H, XS)
 def recurrent_in_layers(scan):
     class Layer(nn.Module):
         @nn.compact
         def __call__(self, xs, h):
-            loop = scan(Cell, variable_broadcast="params", split_rngs={"params": False})
-            h, xs = loop(name="cell")(h, xs)
+            h, xs = scan(Cell, **_SHARED)(name="cell")(h, xs)
             return xs, h
 
     def call(self, h, xs):
-        stack = scan(Layer, variable_axes={"params": 0}, split_rngs={"params": True}, in_axes=nn.broadcast, length=2)
-        return stack()(xs, h)
+        return scan(Layer, **_STACKED, in_axes=nn.broadcast, length=2)()(xs, h)
 
     return from_function(call)
 
 
-@model(H)
-def partitioned(scan):
+def sharded(boxed, scan, **options):
+    """Layers whose parameters have names for their axes."""
+
     class Sharded(nn.Module):
         @nn.compact
         def __call__(self, x, _):
-            init = nn.with_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
+            init = boxed(nn.initializers.lecun_normal(), ("embed", "mlp"))
             return nn.tanh(nn.Dense(3, kernel_init=init)(x)), None
 
-    return layers(scan, Sharded, metadata_params={nn.PARTITION_NAME: "layers"})
+    return layers(scan, Sharded, metadata_params={nn.PARTITION_NAME: "layers"}, **options)
+
+
+@model(H)
+def partitioned(scan):
+    return sharded(nn.with_partitioning, scan)
 
 
 @model(H)
 def logically_partitioned(scan):
-    class Sharded(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            init = nn.with_logical_partitioning(nn.initializers.lecun_normal(), ("embed", "mlp"))
-            return nn.tanh(nn.Dense(3, kernel_init=init)(x)), None
-
-    return layers(scan, Sharded, variable_axes={"params": 1}, metadata_params={nn.PARTITION_NAME: "layers"})
+    return sharded(nn.with_logical_partitioning, scan, variable_axes={"params": 1})
 
 
 @model(H)
@@ -230,16 +173,22 @@ def nested_axes(scan):
 
     def call(self, h, xs):
         axes = ({"x": -1}, (0, nn.broadcast))
-        loop = scan(
-            body, variable_broadcast="params", split_rngs={"params": False}, in_axes=axes,
-            out_axes=(1, {"c": 0, "w": -1}),
-        )  # fmt: skip
+        loop = scan(body, **_SHARED, in_axes=axes, out_axes=(1, {"c": 0, "w": -1}))
         return loop(self, h, {"x": jnp.moveaxis(xs, 0, -1)}, (xs, (h, h + h)))
 
     return from_function(call)
 
 
 # Recurrence.
+
+
+@model(X)
+def lstm(scan):
+    def call(self, x):
+        cells = scan(nn.LSTMCell, **_SHARED, in_axes=1, out_axes=1)(4)
+        return cells(cells.initialize_carry(jax.random.key(0), x[:, 0].shape), x)[1]
+
+    return from_function(call)
 
 
 @model(H, XS)
@@ -288,33 +237,12 @@ def unchecked(scan):
         cell = Cell()
         if self.is_initializing():
             cell(h, xs[0])
-        loop = scan(
-            lambda cell, h, x: cell(h, x), variable_broadcast="params", split_rngs={"params": False},
-            check_constancy_invariants=False,
-        )  # fmt: skip
-        return loop(cell, h, xs)
+        return scan(lambda cell, h, x: cell(h, x), **_SHARED, check_constancy_invariants=False)(cell, h, xs)
 
     return from_function(call)
 
 
 # Carried variables.
-
-
-@model(H, XS, mutable=["batch_stats"])
-def carried_batch_stats(scan):
-    def call(self, h, xs):
-        norm = nn.BatchNorm(use_running_average=False, momentum=0.5)
-        if self.is_initializing():
-            norm(xs[0])
-
-        def body(norm, h, x):
-            h = jnp.tanh(h + norm(x))
-            return h, h
-
-        loop = scan(body, variable_broadcast="params", variable_carry="batch_stats", split_rngs={"params": False})
-        return loop(norm, h, xs)
-
-    return from_function(call)
 
 
 @model(XS, mutable=["counter"])
@@ -354,11 +282,6 @@ class Attention(nn.Module):
         return x + jnp.einsum("tb,tbf->bf", weights, values.value), weights
 
 
-@model(H, mutable=["cache"])
-def cache_in_layers(scan):
-    return layers(scan, Attention, variable_axes={"params": 0, "cache": 0})
-
-
 @model(XS, mutable=["cache"])
 def cache_in_time_and_layers(scan):
     class Decoder(nn.Module):
@@ -371,8 +294,7 @@ def cache_in_time_and_layers(scan):
         cell = Decoder()
         if self.is_initializing():
             cell((), xs[0])
-        options = {"variable_broadcast": "params", "variable_carry": "cache", "split_rngs": {"params": False}}
-        return scan(lambda cell, c, x: cell(c, x), **options)(cell, (), xs)
+        return scan(lambda cell, c, x: cell(c, x), **_SHARED, variable_carry="cache")(cell, (), xs)
 
     return from_function(call)
 
@@ -396,57 +318,28 @@ def _all_roles(scan: Scan, **options: Any) -> nn.Module:
     return from_function(call)
 
 
-ROLES: dict[str, dict[str, Any]] = {
-    "names": {"variable_broadcast": "params", "variable_carry": "seen", "variable_axes": {"trail": 0}},
-    "lists": {"variable_broadcast": ["params"], "variable_carry": ("seen",), "variable_axes": {("trail", "x"): 0}},
-    "sets": {
-        "variable_broadcast": {"params", "constants"},
-        "variable_carry": frozenset({"seen"}),
-        "variable_axes": {frozenset({"trail"}): 1},
-    },
-    "true": {"variable_broadcast": "params", "variable_carry": "seen", "variable_axes": {True: 0}},
-    "deny": {
-        "variable_broadcast": DenyList(("seen", "trail")),
-        "variable_carry": DenyList("trail"),
-        "variable_axes": {DenyList(()): -1},
-    },
-    "out": {"variable_broadcast": "params", "variable_carry": "seen", "variable_axes": {"trail": Out(0)}},
-}
-for _name, _options in ROLES.items():
-    MODELS[f"filter_{_name}"] = Model(functools.partial(_all_roles, **_options), (H, XS), mutable=["seen", "trail"])
+@model(H, XS, mutable=["seen", "trail"])
+def filters_of_names(scan):
+    axes = {("trail", "x"): 0}
+    return _all_roles(scan, variable_broadcast={"params", "constants"}, variable_carry=["seen"], variable_axes=axes)
+
+
+@model(H, XS, mutable=["seen", "trail"])
+def filters_that_deny(scan):
+    broadcast, axes = DenyList(("seen", "trail")), {DenyList(()): -1}
+    return _all_roles(scan, variable_broadcast=broadcast, variable_carry=DenyList("trail"), variable_axes=axes)
 
 
 @model(H, mutable=["out"])
 def in_and_out(scan):
-    class Main(nn.Module):
-        @nn.compact
-        def __call__(self, h):
-            table = self.variable("table", "t", lambda: XS)
-            del table
+    def body(self, h, _):
+        t = self.get_variable("table", "t")
+        self.put_variable("out", "s", h * t)
+        return h + t, jnp.sum(t)
 
-            def body(self, h, _):
-                t = self.get_variable("table", "t")
-                self.put_variable("out", "s", h * t)
-                return h + t, jnp.sum(t)
-
-            return scan(body, variable_axes={"table": In(0), "out": Out(-1)}, length=5)(self, h, None)
-
-    return Main()
-
-
-@model(H, XS)
-def data_transform(scan):
-    def halve(variables, rngs):
-        return jax.tree.map(lambda leaf: leaf * 0.5, variables), rngs
-
-    def call(self, h, xs):
-        cell = Cell()
-        if self.is_initializing():
-            cell(h, xs[0])
-        options = {"variable_axes": {"other": 0}, "split_rngs": {"params": False}, "data_transform": halve}
-        if self.is_initializing():
-            options["data_transform"] = None
-        return scan(lambda cell, h, x: cell(h, x), variable_broadcast="params", **options)(cell, h, xs)
+    def call(self, h):
+        self.variable("table", "t", lambda: XS)
+        return scan(body, variable_axes={"table": In(0), "out": Out(-1)}, length=5)(self, h, None)
 
     return from_function(call)
 
@@ -472,36 +365,15 @@ class TwoWays(nn.Module):
         return h, jnp.sum(h)
 
 
-def _two_ways(scan: Scan, methods: Any, **options: Any) -> nn.Module:
+@model(H, XS)
+def methods_dict(scan):
     class Main(nn.Module):
         def setup(self) -> None:
-            self.both = scan(TwoWays, methods=methods, **options)()
+            self.both = scan(TwoWays, methods={"up": _SHARED, "down": {**_SHARED, "reverse": True}})()
 
         def __call__(self, h: Any, xs: Any) -> Any:
             h, ys = self.both.up(h, xs)
             return self.both.down(h, ys)
-
-    return Main()
-
-
-_SHARED = {"variable_broadcast": "params", "split_rngs": {"params": False}}
-
-
-@model(H, XS)
-def methods_dict(scan):
-    return _two_ways(scan, {"up": _SHARED, "down": {**_SHARED, "reverse": True}})
-
-
-@model(H, XS)
-def in_setup(scan):
-    class Main(nn.Module):
-        def setup(self):
-            self.cell = scan(Cell, **_SHARED)(features=3)
-            self.head = nn.Dense(1)
-
-        def __call__(self, h, xs):
-            h, ys = self.cell(h, xs)
-            return self.head(h), ys
 
     return Main()
 
@@ -518,17 +390,6 @@ def several_modules(scan):
         return scan(body, in_axes=(0, nn.broadcast), **_SHARED)(Cell(), h, xs, second)
 
     return from_function(call)
-
-
-@model(H, XS)
-def module_in_a_field(scan):
-    class Wrapper(nn.Module):
-        cell: nn.Module
-
-        def __call__(self, h, x):
-            return self.cell(h, x)
-
-    return from_function(lambda self, h, xs: scan(Wrapper, **_SHARED)(Cell())(h, xs))
 
 
 @model(H, XS)
@@ -553,16 +414,6 @@ def sown_in_time(scan):
             return h, y
 
     return recurrent(scan, Sowing, variable_axes={"intermediates": 0})
-
-
-@model(H)
-def perturbed(scan):
-    class Watched(nn.Module):
-        @nn.compact
-        def __call__(self, x, _):
-            return self.perturb("h", nn.Dense(3)(x)), None
-
-    return layers(scan, Watched, variable_axes={"params": 0, "perturbations": 0})
 
 
 # Broadcast variables that a step changes: flax's second trace shows.
@@ -590,3 +441,130 @@ def replaced_broadcast(scan):
             return h + box.value["a"][None], x
 
     return recurrent(scan, Replacing, variable_broadcast=["params", "box"])
+
+
+# Where flax's partial evaluation, and its second trace, show.
+
+
+def _flag(scan, value):
+    class Dropped(nn.Module):
+        @nn.compact
+        def __call__(self, h, deterministic):
+            if deterministic is True:  # concrete, and not only true
+                h = h + 1
+            return nn.Dropout(0.5)(nn.Dense(3)(h), deterministic=deterministic), None
+
+    loop = functools.partial(scan, Dropped, variable_axes={"params": 0}, length=4, in_axes=nn.broadcast)
+    return from_function(lambda self, h: loop(split_rngs={"params": True, "dropout": True})()(h, value))
+
+
+@model(H)
+def flag_true(scan):
+    return _flag(scan, True)
+
+
+@model(H, streams=("params", "dropout"))
+def flag_false(scan):
+    return _flag(scan, False)
+
+
+@model(H)
+def concrete_array(scan):
+    def body(module, h, given):
+        return (module(h) if bool(given["on"]) else h)[..., np.asarray(given["order"])], None
+
+    given = {"on": np.array(True), "order": np.array([2, 0, 1])}
+    return from_function(lambda self, h: scan(body, **_SHARED, length=2, in_axes=nn.broadcast)(nn.Dense(3), h, given))
+
+
+def layers_in_time(scan, block, split, **options):
+    """A loop over layers, within one over time."""
+
+    class Stack(nn.Module):
+        @nn.compact
+        def __call__(self, h, x):
+            layers = scan(block, variable_axes={"params": 0}, split_rngs={"params": True, **split}, length=4)
+            h, _ = layers(name="in")(h + x, None)
+            return h, h
+
+    return recurrent(scan, Stack, **options)
+
+
+@model(H, XS)
+def rematerialized_layers_in_time(scan):
+    return layers_in_time(scan, nn.remat(Block), {})
+
+
+@model(H, XS, streams=("params", "dropout"))
+def dropout_in_layers_in_time(scan):
+    block, split = functools.partial(Block, rate=0.5), {"dropout": True}
+    return layers_in_time(scan, block, split, split_rngs={"params": False, **split})
+
+
+def _rnn(scan: Scan) -> Any:
+    """The RNN beside this scan."""
+    return nn.RNN if scan is nn.scan else RNN
+
+
+@model(XS)
+def layers_in_a_cell(scan):
+    class StackCell(nn.RNNCellBase):
+        num_feature_axes = 1
+
+        @nn.compact
+        def __call__(self, carry, x):
+            carry, _ = scan(Block, **_STACKED, length=4)()(carry + x.sum(-1, keepdims=True), None)
+            return carry, carry
+
+        def initialize_carry(self, rng, input_shape):
+            return jnp.zeros((*input_shape[:-1], 4))
+
+    return from_function(lambda self, xs: _rnn(scan)(StackCell())(xs))
+
+
+@model(H, XS)
+def cells_of_their_own_in_time(scan):
+    class Inner(nn.Module):
+        @nn.compact
+        def __call__(self, h, x):
+            cells = _rnn(scan)(nn.SimpleCell(4), **_STACKED, variable_broadcast=False)
+            return h, cells(jnp.stack([x, x], axis=-2))
+
+    return recurrent(scan, Inner)
+
+
+@model(H, XS)
+def key_of_a_parameter_and_of_more(scan):
+    class Noisy(nn.Module):
+        @nn.compact
+        def __call__(self, h, x):
+            noise = jax.random.normal(self.make_rng("params"), (3,)) if self.is_initializing() else x[0]
+            self.param("w", lambda key: noise)
+            return h + x, noise
+
+    return recurrent(scan, Noisy)
+
+
+@model(H, XS)
+def spectral_norm(scan):
+    class Spectral(nn.Module):
+        @nn.compact
+        def __call__(self, h, x):
+            return nn.SpectralNorm(nn.Dense(3))(h, update_stats=False), h
+
+    return recurrent(scan, Spectral, variable_axes={"batch_stats": 0})
+
+
+def scaled(by: float) -> Callable[[Any], Any]:
+    return lambda variables: jax.tree.map(lambda leaf: leaf * by, variables)
+
+
+@model(H, XS)
+def transformed_data(scan):
+    return recurrent(scan, data_transform=lambda variables, rngs: (scaled(2.0)(variables), rngs))
+
+
+@model(H, XS)
+def mapped_variables(scan):
+    mapped = nn.map_variables(Cell, "params", scaled(2.0), scaled(0.5), init=True, mutable=True)
+    return from_function(lambda self, h, xs: scan(mapped, **_SHARED)(name="mapped")(h, xs))

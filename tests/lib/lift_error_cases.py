@@ -2,7 +2,7 @@
 
 import jax
 import jax.numpy as jnp
-from error_cases import XS, case, mesh_of, named, over_devices, without_body
+from error_cases import XS, case, named, without_body
 from jaxtyping import Array, Float
 
 from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError, In, Out, SignatureError, lift
@@ -23,18 +23,6 @@ def updating(one, updates, variables=None, **roles):
     """A lifted function whose steps return these collections, made of (variables, carry, x)."""
     run = lift(lambda variables, rngs, carry, x: ((carry, x), updates(variables, carry, x)), **roles)
     return run(variables or {}, {}, one, XS)
-
-
-@case(CarryError, devices=True)
-def lift_carry_begins_to_vary(one):
-    def step(variables, rngs, carry, x):
-        return ({"h": carry["h"] + jax.lax.axis_index("devices")}, None), {}
-
-    def sums(xs):
-        (carry, _), _ = lift(step)({}, {}, {"h": jnp.int32(0)}, xs)
-        return jax.lax.psum(carry["h"], "devices")
-
-    return over_devices(sums, mesh_of(2))(XS)
 
 
 @case(ArgumentTypeError)
@@ -61,9 +49,7 @@ def lift_annotations(one):
     return run({"params": {"w": jnp.ones((3, 4))}}, {}, jnp.ones(4), jnp.ones((5, 3)))
 
 
-without_body(BodyError)(
-    lift_of_no_function=lambda one: lift("step")({}, {}, one, XS),
-)
+without_body(BodyError)(lift_of_no_function=lambda one: lift("step")({}, {}, one, XS))
 
 case(ArgumentTypeError)(
     lift_filter_number=lambda one: lifted(one, variable_broadcast=3),
@@ -91,7 +77,6 @@ case(ArgumentError)(
     lift_all_whole=lambda one: lifted(one, in_axes=None),
     lift_axis_not_there=lambda one: lifted(one, in_axes=1),
     lift_save_with_broadcast_output=lambda one: lifted(one, out_axes=None, save="last"),
-    lift_axis_of_a_collection_not_there=lambda one: lifted(one, {"params": W}, variable_axes={"params": 2}),
     lift_axis_of_an_update_not_there=lambda one: updating(
         one, lambda variables, carry, x: {"cache": {"k": x}}, variable_axes={"cache": Out(2)}
     ),
@@ -106,7 +91,6 @@ case(BodyError)(
     lift_returns_collection_without_role=lambda one: updating(
         one, lambda variables, carry, x: {"cache": {"k": x}}, variable_broadcast="params"
     ),
-    lift_broadcast_output=lambda one: lifted(one, out_axes=None),
     lift_carried_collection_made_inside=lambda one: updating(
         one, lambda variables, carry, x: {"stats": {"n": x}}, variable_carry="stats"
     ),
@@ -131,11 +115,10 @@ case(BodyError)(
 )
 
 case(CarryError)(
-    lift_carry_changes=lambda one: lift(lambda variables, rngs, carry, x: ((carry[None], x), {}))({}, {}, one, XS),
     lift_carried_collection_changes=lambda one: updating(
         one,
         named("updates", lambda variables, carry, x: {"stats": {"n": variables["stats"]["n"].astype(jnp.float16)}}),
         {"stats": {"n": jnp.ones(2)}},
         variable_carry="stats",
-    ),
+    )
 )

@@ -22,10 +22,9 @@ from treescan import (
     fori,
     mask_scan,
     scan,
-    scan_layers,
     while_scan,
 )
-from treescan.carries import buffer, ema
+from treescan.carries import buffer
 
 ROWS = jnp.ones((5, 3))
 LENGTHS = np.array([5, 2, 1])
@@ -55,15 +54,8 @@ def sequences() -> list[Any]:
 
 case(LayerError)(
     forgotten_stack_in_fold_layers=lambda one: fold_layers(block, jnp.ones(4), layers_of(one)),
-    forgotten_stack_in_scan_layers=lambda one: scan_layers(
-        lambda layer, x: (block(layer, x), None), jnp.ones(4), tuple(layers_of(one))
-    ),
     forgotten_stack_with_xs=lambda one: fold_layers(
         lambda layer, x, bias: block(layer, x) + bias, jnp.ones(4), layers_of(one), XS
-    ),
-    forgotten_stack_with_length=lambda one: fold_layers(block, jnp.ones(4), layers_of(one), length=3),
-    forgotten_stack_with_state=lambda one: fold_layers(
-        lambda layer, x, state: (block(layer, x), state), jnp.ones(4), layers_of(one), state=XS
     ),
 )
 
@@ -92,33 +84,24 @@ case(ArgumentError)(
 
 case(ArgumentTypeError)(
     length_of_rows=lambda one: mask_scan(step, one * jnp.ones(3), ROWS, length=LENGTHS),
-    length_of_rows_by_position=lambda one: fold(add, one * jnp.ones(3), ROWS, LENGTHS),
     length_of_a_list_of_rows=lambda one: mask_scan(step, one * jnp.ones(3), ROWS, length=[5, 2, 1]),
     max_length_of_rows=lambda one: while_scan(
         lambda carry: carry < 3, step, one * jnp.ones(3), ROWS, max_length=LENGTHS
     ),
     lengths_by_position=lambda one: mask_scan(step, one * jnp.ones(3), ROWS, LENGTHS),
     max_length_by_position=lambda one: while_scan(lambda carry: carry < 3, step, one, XS, 3),
-    option_of_another_library=lambda one: scan(step, one, XS, checkpoint=True),
 )
 
-case(ArgumentTypeError, less=("disable_jit",))(
-    length_of_traced_rows=lambda one: jax.jit(lambda lengths: scan(step, one * jnp.ones(3), ROWS, length=lengths))(
-        LENGTHS
-    ),
-)
 
 without_body(ArgumentTypeError)(
     pad_fill=lambda one: treescan.pad(sequences(), fill=-1),
     stack_axis=lambda one: treescan.stack(layers_of(one), axis=1),
-    ema_option_misspelt=lambda one: ema(one, 0.9, unbias=True),
     buffer_batch_int=lambda one: buffer(one, 8, batch=3),
     buffer_batch_str=lambda one: buffer(one, 8, batch="rows"),
-    buffer_capacity_float=lambda one: buffer(one, 8.5),
 )
 
 without_body(TracedArgumentError, less=("disable_jit",))(
-    buffer_capacity_traced=lambda one: jax.jit(lambda capacity: buffer(one, capacity))(8),
+    buffer_capacity_traced=lambda one: jax.jit(lambda capacity: buffer(one, capacity))(8)
 )
 
 
@@ -155,7 +138,7 @@ case(BodyError)(
 case(CarryError)(
     pair_swapped_with_the_given_carry=lambda one: scan(
         lambda h, x: (x.sum(-1), h), one * jnp.ones((2, 3)), jnp.ones((5, 2, 3))
-    ),
+    )
 )
 
 

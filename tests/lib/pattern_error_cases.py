@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from error_cases import XS as X, case, named, on_mesh, without_body
 from jax.sharding import PartitionSpec
-from jaxtyping import Array, Float
-from layer_error_cases import Dense, block, dense, denses, local, two, with_cache
+from layer_error_cases import Dense, block, denses, local, two, with_cache
 
-from treescan import ArgumentError, BodyError, CarryError, LayerError, SignatureError, fold_layers, scan_layers
+from treescan import ArgumentError, BodyError, CarryError, LayerError, fold_layers, scan_layers
 
 
 def decode(layer, x, cache):
@@ -53,30 +52,11 @@ case(BodyError)(
     state_returned_with_a_y_in_fold_layers=lambda one: fold_layers(
         named("block", lambda layer, x, cache: (*decode(layer, x, cache), x)), X, denses(one), state=caches(one)
     ),
-    state_is_not_taken=lambda one: fold_layers(
-        named("block", lambda layer, x: (x, None)), X, denses(one), state=caches(one)
-    ),
-    pattern_second_block_takes_too_much=lambda one: scan_layers(
-        [lambda layer, x: (x, None), named("second", lambda layer, x, mask, scale: (x * mask * scale, None))],
-        X,
-        two(one),
-    ),
-    pattern_second_block_returns_x_alone=lambda one: scan_layers(
-        [local, named("second", lambda layer, x: x)], one * X, two(one)
-    ),
 )
 
 
 def half(layer, h):
     return h.astype(jnp.bfloat16), None
-
-
-@case(SignatureError)
-def pattern_second_block_signature(one):
-    def second(layer: Any, x: Float[Array, "rows features"]) -> Any:
-        return x, None
-
-    return scan_layers([local, second], one * X, two(one))
 
 
 @case(ArgumentError)
@@ -91,9 +71,6 @@ without_body(LayerError)(
     pattern_of_no_blocks=lambda one: scan_layers([], X, []),
     pattern_with_one_stack=lambda one: scan_layers([local, block], X, denses(one)),
     pattern_with_a_named_tuple_of_stacks=lambda one: scan_layers([local, block], X, Dense(denses(one), denses(one))),
-    state_of_another_depth=lambda one: fold_layers(
-        decode, X, denses(one), state=caches(one) | {"k": jnp.zeros((3, 3)), "step": jnp.int32(0)}
-    ),
     state_of_another_depth_in_a_pattern=lambda one: fold_layers(
         [decode, decode], X, two(one), state=[caches(one), caches(one, 5)]
     ),
@@ -103,12 +80,6 @@ without_body(LayerError)(
     pattern_with_one_xs=lambda one: scan_layers([with_cache, with_cache], X, two(one), {"k": one * jnp.ones((4, 3))}),
     pattern_of_uneven_stacks=lambda one: scan_layers(
         [local, local, block], X, [denses(one, 4), denses(one, 2), denses(one, 3)]
-    ),
-    pattern_of_more_at_the_end=lambda one: scan_layers([local, block], X, [denses(one, 3), denses(one, 4)]),
-    pattern_of_no_layers=lambda one: scan_layers([local, block], X, [denses(one, 0), denses(one, 0)]),
-    pattern_of_lists_of_layers=lambda one: scan_layers([local, block], X, [denses(one), [dense(one), dense(one)]]),
-    pattern_with_xs_of_two_depths=lambda one: scan_layers(
-        [with_cache, with_cache], X, two(one), [{"k": one * jnp.zeros((4, 3))}, {"k": one * jnp.zeros((3, 3))}]
     ),
 )
 
@@ -139,12 +110,6 @@ def state_of_another_type_is_returned(one):
 
 case(CarryError)(
     pattern_second_block_computes_in_half=lambda one: scan_layers([local, half, local], one * X, [denses(one)] * 3),
-    pattern_second_block_computes_in_half_recomputed=lambda one: scan_layers(
-        [local, half, local], one * X, [denses(one)] * 3, remat=[None, "step", None]
-    ),
-    pattern_second_block_computes_in_half_nested=lambda one: scan_layers(
-        [local, half, local], one * X, [denses(one)] * 3, remat="nested"
-    ),
     pattern_second_block_computes_in_half_once_each=lambda one: scan_layers(
         [local, half], one * X, [denses(one, 1), denses(one, 0)]
     ),

@@ -72,11 +72,7 @@ FORWARD = {"fold": fold, "rows": rows, "layers": layers_of, "until": until, "row
 BACKWARD = {"fold": pulled, "rows": pulled_rows}
 
 
-FEW = [
-    ("Auto", "fold", True, "eager"),
-    ("Auto", "rows", "backward", "jit of grad"),
-    ("Explicit", "fold", True, "jit"),
-]
+FEW = [("Auto", "fold", True, "eager"), ("Auto", "rows", "backward", "jit of grad"), ("Explicit", "fold", True, "jit")]
 ALL = [
     *(("Auto", form, True, way) for form in FORWARD for way in ("eager", "jit", "jit of grad")),
     *(("Auto", form, "backward", way) for form in BACKWARD for way in ("grad", "jit of grad")),

@@ -17,8 +17,6 @@ from treescan import (
     Progress,
     Text,
     Tqdm,
-    fold,
-    mask_scan,
     scan,
     scan_layers,
     while_scan,
@@ -29,10 +27,6 @@ XS = jnp.arange(4.0)
 
 def step(carry, x):
     return carry + x, x
-
-
-def add(carry, x):
-    return carry + x
 
 
 class Unhashable(AbstractProgressMeter):
@@ -80,11 +74,9 @@ def progress_backward_of_a_pattern(one):
 
 case(ArgumentTypeError)(
     progress_number=lambda one: scan(step, one, XS, progress=100),
-    progress_class=lambda one: fold(add, one, XS, progress=Progress),
     progress_label_of_a_number=lambda one: scan(step, one, XS, progress=Progress(3)),
     progress_show_of_a_text=lambda one: scan(step, one, XS, progress=Progress(show="loss")),
     progress_backward_of_a_text=lambda one: scan(step, one, XS, progress=Progress(backward="yes")),
-    progress_batched_of_a_number=lambda one: scan(step, one, XS, progress=Progress(batched=1)),
     progress_meter_by_name=lambda one: scan(step, one, XS, progress=Progress(meter="tqdm")),
     progress_meter_class=lambda one: scan(step, one, XS, progress=Progress(meter=Text)),
     progress_meter_without_hash=lambda one: scan(step, one, XS, progress=Progress(meter=Unhashable())),
@@ -98,9 +90,6 @@ case(ArgumentError)(
         lambda carry: carry < 3, step, one, XS, progress=Progress(show=lambda carry: {"phase": "warm up"}, meter=Text())
     ),
     progress_updates_zero=lambda one: scan(step, one, XS, progress=Progress(updates=0)),
-    progress_updates_float=lambda one: mask_scan(
-        step, one[None], XS[:, None], lengths=jnp.array([3]), progress=Progress(updates=0.1)
-    ),
     progress_backward_of_while_scan=lambda one: while_scan(
         lambda carry: carry < 3, step, one, XS, progress=Progress(meter=Text(), backward=True)
     ),
@@ -112,9 +101,9 @@ case(ArgumentError)(
 case(ArgumentError, less=("disable_jit", "jit", "vmap", "grad"))(
     progress_backward_in_forward_mode=lambda one: jax.jvp(
         lambda carry: scan(step, carry, XS, progress=Progress(meter=Text(), backward=True))[0], (1.0,), (1.0,)
-    ),
+    )
 )
 
 case(ArgumentError, context=without_tqdm)(
-    progress_tqdm_that_is_not_there=lambda one: scan(step, one, XS, progress=Progress(meter=Tqdm())),
+    progress_tqdm_that_is_not_there=lambda one: scan(step, one, XS, progress=Progress(meter=Tqdm()))
 )

@@ -6,15 +6,7 @@ import numpy as np
 from error_cases import XS, case, named, without_body
 from jax.experimental import io_callback
 
-from treescan import (
-    ArgumentError,
-    ArgumentTypeError,
-    BodyError,
-    CarryError,
-    TracedArgumentError,
-    fori,
-    while_scan,
-)
+from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError, TracedArgumentError, fori, while_scan
 from treescan.carries import keys
 
 
@@ -26,20 +18,14 @@ def small(carry):
     return carry < 3
 
 
-def rows_of(one):
-    return {"h": one * jnp.ones(3), "n": jnp.int32(0)}
-
-
-def few(carry):
-    return carry["h"] < 3
+def over_rows(one, body, cond=small, **options):
+    return while_scan(cond, body, one * jnp.ones(3), max_length=4, **options)
 
 
 @case(BodyError, less=("disable_jit",))
 def while_compact_over_a_condition_of_other_rows(one):
     limits = one * jnp.ones(3)
-    return while_scan(
-        lambda carry: limits < 3, lambda carry, x: (carry + 1, x), one * jnp.ones(3), max_length=4, compact=True
-    )
+    return over_rows(one, lambda carry, x: (carry + 1, x), lambda carry: limits < 3, compact=True)
 
 
 @case(BodyError, less=("disable_jit",))
@@ -49,7 +35,7 @@ def while_compact_over_closed_over_rows(one):
     def body(carry, x):
         return carry + 1, rates
 
-    return while_scan(small, body, one * jnp.ones(3), max_length=4, compact=True)
+    return over_rows(one, body, compact=True)
 
 
 @case(ArgumentError, less=("jit", "disable_jit", "vmap", "grad"))
@@ -99,29 +85,19 @@ case(TracedArgumentError, less=("disable_jit",))(
     )(5),
 )
 
-without_body(BodyError)(
-    while_condition_not_callable=lambda one: while_scan(True, step, one, XS),
-)
+without_body(BodyError)(while_condition_not_callable=lambda one: while_scan(True, step, one, XS))
 
 case(ArgumentError)(
     while_remat_auto=lambda one: while_scan(small, step, one, XS, remat="auto"),
-    while_rows_not_in_carry=lambda one: while_scan(few, lambda carry, x: (carry, x), rows_of(one), max_length=4),
-    while_rows_of_others=lambda one: while_scan(
-        lambda carry: carry[0] < jnp.arange(4.0), lambda carry, x: (carry, x), one * jnp.ones(3), max_length=4
+    while_rows_of_others=lambda one: over_rows(
+        one, lambda carry, x: (carry, x), lambda carry: carry[0] < jnp.arange(4.0)
     ),
     while_rows_not_in_x=lambda one: while_scan(
         small, lambda carry, x: (carry + x, x), one * jnp.ones(3), jnp.zeros((5, 4))
     ),
-    while_rows_no_prefix=lambda one: while_scan(
-        few, lambda carry, x: (carry, x), rows_of(one), max_length=4, carry_axes={"h": 0}
-    ),
     while_compact_without_rows=lambda one: while_scan(small, step, one, XS, compact=True),
     while_axes_without_rows=lambda one: while_scan(small, step, one, XS, x_axes=1),
-    while_compact_tier_above_batch=lambda one: while_scan(
-        small, lambda carry, x: (carry + 1, x), one * jnp.ones(3), max_length=4, compact=(2, 9)
-    ),
     while_without_max_length=lambda one: while_scan(small, step, one),
-    while_xs_all_whole=lambda one: while_scan(small, step, one, XS, in_axes=None),
     while_xs_too_short=lambda one: while_scan(small, step, one, {"a": XS, "b": XS * one}, max_length=5),
     while_max_length_negative=lambda one: while_scan(small, step, one, max_length=-1),
     while_length=lambda one: while_scan(small, step, one, length=3),
@@ -130,28 +106,14 @@ case(ArgumentError)(
         small, lambda carry, x: (carry + 1, jnp.int32(1)), one, XS, fill=0.5
     ),
     fori_longer_than_max_length=lambda one: fori(0, 5, lambda i, carry: carry, one, max_length=3),
-    while_rows_not_in_y=lambda one: while_scan(
-        small,
-        named("body", lambda carry, x: (carry + 1, {"sum": jnp.sum(carry), "all": carry})),
-        one * jnp.ones(3),
-        max_length=4,
-    ),
-    while_compact_with_key=lambda one: while_scan(
-        small,
-        named("body", lambda carry, x, *, key: (carry + jax.random.uniform(key, (3,)), None)),
-        one * jnp.ones(3),
-        max_length=4,
-        key=jax.random.key(0),
-        compact=True,
+    while_compact_with_key=lambda one: over_rows(
+        one, named("body", lambda carry, x, *, key: (carry, None)), key=jax.random.key(0), compact=True
     ),
 )
 
 case(BodyError)(
-    while_condition_of_a_number=lambda one: while_scan(lambda carry: carry, step, one, XS),
     while_valid_without_rows=lambda one: while_scan(small, lambda carry, x, *, valid: (carry + 1, valid), one, XS),
     while_condition_of_nothing=lambda one: while_scan(lambda carry: None, step, one, XS),
-    while_condition_of_a_pair=lambda one: while_scan(lambda carry: (carry < 3, carry), step, one, XS),
-    while_condition_of_a_text=lambda one: while_scan(lambda carry: "yes", step, one, XS),
     while_condition_without_steps=lambda one: while_scan(lambda carry: carry, step, one, max_length=0),
     while_carry_alone=lambda one: while_scan(
         lambda carry: carry["n"] < 3, lambda carry, x: {"n": carry["n"] + 1}, {"n": one}, XS
@@ -163,12 +125,10 @@ case(BodyError)(
 )
 
 case(CarryError)(
-    while_carry_changes=lambda one: while_scan(small, lambda carry, x: (carry.astype(jnp.float16), None), one, XS),
+    while_carry_changes=lambda one: while_scan(small, lambda carry, x: (carry.astype(jnp.float16), None), one, XS)
 )
 
-case(ArgumentTypeError)(
-    while_unknown_option=lambda one: while_scan(small, step, one, XS, fil=3),
-)
+case(ArgumentTypeError)(while_unknown_option=lambda one: while_scan(small, step, one, XS, fil=3))
 
 case(ArgumentTypeError, less=("disable_jit",))(
     fori_traced_float=lambda one: jax.jit(lambda n: fori(0, n, lambda i, carry: carry, one, max_length=3))(1.0),

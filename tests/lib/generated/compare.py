@@ -100,7 +100,7 @@ def check(program: Program) -> int:
 def _check(program: Program) -> int:
     names = load(program)
     plain = Plain(program, names)
-    everything = library(program, names["run"])
+    everything, values = (library(each, names["run"]) for each in (program, program.replace(mode=("value",))))
     compiled = jax.jit(everything) if program.context == "jit" else everything
     rng = np.random.default_rng(program.seed)
     done, types = 0, None
@@ -108,7 +108,7 @@ def _check(program: Program) -> int:
         elements = [element(rng, program)]
         elements += [element(rng, program, elements[0]) for _ in range(program.outer - 1)]
         try:
-            types = _check_set(program, plain, everything, compiled, elements, rng, types)
+            types = _check_set(program, plain, values, compiled, elements, rng, types)
             done += 1
         except Skipped:
             continue
@@ -130,7 +130,7 @@ def _stack(program: Program, elements: list[Element]) -> tuple[Any, ...]:
 
 
 def _check_set(
-    program: Program, plain: Plain, everything: Any, compiled: Any, elements: list[Element], rng: Any, types: Any
+    program: Program, plain: Plain, values: Any, compiled: Any, elements: list[Element], rng: Any, types: Any
 ) -> Any:
     given = _stack(program, elements)
     if program.context != "jit":
@@ -142,7 +142,7 @@ def _check_set(
     tangents = [_random(rng, a.shape, a.dtype) for a in floats]
     if types is None:
         with _explained(program):
-            types = jax.eval_shape(everything_out(program, everything), *given)
+            types = jax.eval_shape(lambda *given: values(*given, None, None)["out"], *given)
     with _explained(program), jax.disable_jit(program.context == "disable_jit"):
         cots = [_random(rng, t.shape, t.dtype) for t in jax.tree.leaves(types) if inexact(t)]
         found = jax.block_until_ready(compiled(*given, cots, tangents))
@@ -229,17 +229,6 @@ def _differ(program: Program, mine: list[np.ndarray], others: list[np.ndarray]) 
     largest = max([1.0, *(float(np.max(np.abs(a), initial=0)) for a in mine)])
     apart = max([0.0, *(float(np.max(np.abs(a - b), initial=0)) for a, b in zip(mine, others, strict=True))])
     return apart > 0.1 * tolerance_of(program) * largest
-
-
-def everything_out(program: Program, everything: Any) -> Any:
-    value_only = library(program.replace(mode=("value",)), everything.__closure__ and _run_of(everything))
-    return lambda *given: value_only(*given, None, None)["out"]
-
-
-def _run_of(everything: Any) -> Any:
-    cells = dict(zip(everything.__code__.co_freevars, everything.__closure__, strict=True))
-    mapped = cells["mapped"].cell_contents
-    return getattr(mapped, "__wrapped__", mapped)
 
 
 @contextlib.contextmanager

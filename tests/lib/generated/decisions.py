@@ -210,9 +210,7 @@ def step_of(case: Case) -> Callable[..., Any]:
 def by_hand(case: Case, data: Data) -> Callable[..., Any]:
     """The loss by `jax.lax.scan` and selections."""
     step, reverse = step_of(case), "reverse=True" in case.plan
-    every = range(0)
-    if "truncate=7" in case.plan:
-        every = range(7, case.steps, 7)
+    every = range(7, case.steps, 7) if "truncate=7" in case.plan else range(0)
     rows = case.verb in ("mask_scan", "resets", "while_rows")
     steps = np.arange(case.steps).reshape(-1, *(1 for _ in case.lead))
     lengths = data.lengths if rows else np.full(case.lead, data.lengths[0] if case.verb == "while_scan" else case.steps)
@@ -255,10 +253,9 @@ def by_library(case: Case, data: Data) -> Callable[..., Any]:
         match case.verb:
             case "scan":
                 final, ys = treescan.scan(body, h, xs, **options)
-            case "mask_scan":
-                final, ys = treescan.mask_scan(body, h, xs, lengths=data.lengths, **options)
-            case "resets":
-                final, ys = treescan.mask_scan(body, h, xs, lengths=data.lengths, resets=data.resets, **options)
+            case "mask_scan" | "resets":
+                resets = data.resets if case.verb == "resets" else None
+                final, ys = treescan.mask_scan(body, h, xs, lengths=data.lengths, resets=resets, **options)
             case "while_scan":
                 count = lambda c, x: ((body(c[0], x)[0], c[1] + 1), body(c[0], x)[1])  # noqa: E731
                 found = treescan.while_scan(lambda c: c[1] < data.lengths[0], count, (h, 0), xs, **options)

@@ -15,7 +15,7 @@ import numpy as np
 from treescan.carries import read_tree, write_tree
 
 from .data import Element, dtype_of, full_shape, row_axis
-from .programs import Leaf, Program
+from .programs import Program
 
 
 class Place(NamedTuple):
@@ -48,8 +48,7 @@ class Step:
         self.program = program
         count = len(program.carry)
         n_x = len(program.xs)
-        like = [jax.ShapeDtypeStruct(full_shape_of_one(program, leaf), dtype_of(program, leaf.type.kind))
-                for leaf in program.carry]  # fmt: skip
+        like = carry_types(program.replace(batch=(1,) * len(program.batch)))
         structure = jax.tree.structure(jax.eval_shape(make_init, like))
 
         def step(init_leaves: list[Any], x: list[Any], weights: list[Any], position: Any) -> Any:
@@ -86,8 +85,8 @@ class Step:
         self.forward, self.pull, self.count = jax.jit(step), jax.jit(pull), count
 
 
-def full_shape_of_one(program: Program, leaf: Leaf) -> tuple[int, ...]:
-    return full_shape(program.replace(batch=(1,) * len(program.batch)), leaf)
+def carry_types(program: Program) -> list[Any]:
+    return [jax.ShapeDtypeStruct(full_shape(program, x), dtype_of(program, x.type.kind)) for x in program.carry]
 
 
 class Record(NamedTuple):
@@ -107,14 +106,9 @@ class Plain:
         self.program, self.names = program, names
         self.step = Step(program, names["make_body"], names["make_init"])
         n = len(program.batch)
+        self.rows = list(itertools.product(*map(range, program.batch)))
         places, fixed = [], []
-        examples = jax.eval_shape(
-            names["make_init"],
-            [
-                jax.ShapeDtypeStruct(full_shape(program, leaf), dtype_of(program, leaf.type.kind))
-                for leaf in program.carry
-            ],
-        )
+        examples = jax.eval_shape(names["make_init"], carry_types(program))
         for leaf, example in zip(program.carry, examples, strict=True):  # each field of a custom carry
             fields = jax.tree.leaves(example)
             axis = row_axis(program, leaf)
@@ -140,8 +134,7 @@ class Plain:
     def run(self, element: Element) -> tuple[list[Any], list[Any], list[Record]]:
         """Final leaves, ys for each position (a dict from (step, row)), and what happened."""
         program, (valid, resets, _) = self.program, element.flags
-        rows = list(itertools.product(*map(range, program.batch)))
-        init = self.leaves(element)
+        rows, init = self.rows, self.leaves(element)
         state = [np.array(leaf) for leaf in init]
         ys: dict[Any, list[np.ndarray]] = {}
         records, before = [], dict.fromkeys(rows)
@@ -200,9 +193,7 @@ class Plain:
         fill = program.fill[number] if program.fill else 0
         place = self.ys[number]
         _, source, last = self.sources(element)
-        rows = list(itertools.product(*map(range, program.batch)))
-        if place.axis is None and program.batch:  # of any row that is valid
-            rows = [rows[0]] if rows else []
+        rows = self.rows[:1] if place.axis is None and program.batch else self.rows  # of any row that is valid
         found = []
         positions: list[Any] = list(range(program.steps))
         if keep == "last":
@@ -219,10 +210,7 @@ class Plain:
                         so_far = [s for s in so_far if order.index(s) <= order.index(t)]
                     step = so_far[-1] if so_far else -1
                     here = t is not None and bool(any_valid[t])
-                    row_of = next(
-                        (r for r in itertools.product(*map(range, program.batch)) if step >= 0 and valid[(step, *r)]),
-                        row,
-                    )
+                    row_of = next((r for r in self.rows if step >= 0 and valid[(step, *r)]), row)
                 else:
                     step = int(last[row]) if t is None else int(source[(t, *row)])
                     here = t is not None and bool(valid[(t, *row)])

@@ -108,9 +108,7 @@ def call_options(program: Program) -> list[str]:
     options = dict(program.options)
     verb = program.verb
     first = options.get("time_axis") == "1"
-    if (not first and any(x.time or x.whole for x in program.xs)) or (
-        first and any(x.whole or x.time != 1 for x in program.xs)
-    ):
+    if any(x.whole or x.time != int(first) for x in program.xs):
         axes = [None if x.whole else x.time for x in program.xs]
         options["in_axes"] = _prefix(axes)
     given = [0 if keep is None else y.time for y, keep in zip(program.ys, program.save, strict=True)]

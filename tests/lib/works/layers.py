@@ -8,22 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .example import (
-    KEY,
-    D,
-    Form,
-    Given,
-    State,
-    Verb,
-    Y,
-    annotate,
-    carried,
-    cell,
-    has,
-    numbers,
-    start,
-    values,
-)
+from .example import KEY, D, Form, Given, State, Verb, Y, annotate, carried, cell, has, numbers, start, values
 from .loops import COSTS, OUTPUTS, SILENT
 
 LAYERS = 5

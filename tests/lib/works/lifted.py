@@ -9,24 +9,7 @@ import jax.numpy as jnp
 from treescan import In, Out
 
 from . import plain
-from .example import (
-    DECAY,
-    KEY,
-    D,
-    Form,
-    Given,
-    State,
-    T,
-    Verb,
-    X,
-    annotate,
-    carried,
-    cell,
-    has,
-    numbers,
-    start,
-    values,
-)
+from .example import DECAY, KEY, D, Form, Given, State, T, Verb, X, annotate, carried, cell, has, numbers, start, values
 from .loops import BACKWARD, COSTS, OUTPUTS, SILENT, laid_out
 
 
