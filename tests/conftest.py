@@ -4,6 +4,7 @@
 compilation without most of XLA's optimizations, in any process. JAX's promotion rules are the strictest for all tests.
 """
 
+import gc
 import os
 import pathlib
 import time
@@ -41,8 +42,14 @@ settings.load_profile("everyday")
 
 @pytest.fixture(autouse=True, scope="module")
 def _small_caches():
-    """Drops what a module compiled: the suite would otherwise hold every program it ever ran."""
+    """Drops what a module compiled: the suite would otherwise hold every program it ever ran.
+
+    The garbage collector does not look at what other modules left: JAX's check for leaks, and ours, ask it for all
+    objects, and take minutes where there are millions.
+    """
+    gc.freeze()
     yield
+    gc.unfreeze()
     jax.clear_caches()
 
 
