@@ -2,6 +2,7 @@
 
 import functools
 import itertools
+import math
 
 import hypothesis.strategies as st
 import jax
@@ -292,6 +293,38 @@ def test_the_plan_is_what_is_run(steps):
         assert plan.saved_bytes <= budget
         count = evaluations(plan.remat, steps)
         assert steps * plan.evaluations - 2 * rest * len(plan.sizes) <= count <= steps * plan.evaluations
+
+
+@functools.cache
+def fewest(steps, slots):
+    """How many steps are evaluated to go forward, at least, while as many carries are saved, the first included."""
+    if steps <= 1:
+        return 0
+    if slots == 1:
+        return steps * (steps - 1) // 2
+    return min(first + fewest(steps - first, slots - 1) + fewest(first, slots) for first in range(1, steps))
+
+
+@pytest.mark.parametrize(("steps", "remat", "slots"), [(27, Remat(levels=3), 9), (40, Remat(levels=2, segment=8), 13),
+                                                       (40, "step", 40), (64, Remat(levels=6), 12)])  # fmt: skip
+def test_a_plan_tells_how_few_evaluations_there_could_be(steps, remat, slots):
+    plan = treescan.plan_remat(lambda c, x: jnp.sin(c + x), jnp.float32(0), jnp.ones(steps), remat=remat, pair=False)
+    assert sum(plan.parts) == slots and math.prod(plan.parts) == steps
+    assert plan.least_evaluations == 1 + fewest(steps, slots) / steps
+    assert ("at least" in str(plan)) == (plan.evaluations > 2)
+
+
+def test_a_chunk_that_is_saved_whole_is_one_step_of_the_fewest():
+    whole = Remat("everything_saveable", levels=3, segment=2)
+    plan = treescan.plan_remat(lambda c, x: jnp.sin(c + x), jnp.float32(0), jnp.ones(50), remat=whole, pair=False)
+    assert plan.evaluations == 3
+    assert plan.least_evaluations == 1 + fewest(25, sum(plan.parts[:-1])) / 25
+    assert (
+        treescan.plan_remat(
+            lambda c, x: jnp.sin(c + x), jnp.float32(0), jnp.ones(50), remat=None, pair=False
+        ).least_evaluations
+        == 1
+    )
 
 
 def tower(carry, w):

@@ -266,6 +266,29 @@ class RematPlan:
         """Whether there is a remainder: steps that do not fill a chunk."""
         return bool(self.sizes and self.steps % self.sizes[-1])
 
+    @property
+    def parts(self) -> list[int]:
+        """How many parts each loop runs, outermost first: their product is the number of steps."""
+        outer = self.steps if not self.sizes else -(-self.steps // self.sizes[-1])
+        return [outer, *[large // small for small, large in itertools.pairwise((1, *self.sizes))][::-1]]
+
+    @property
+    def least_evaluations(self) -> float:
+        """How often each step would be evaluated at least, on average, by a plan that saves as many carries.
+
+        This is the optimum of binomial checkpointing (Griewank and Walther, "Algorithm 799: revolve", ACM TOMS 26(1),
+        2000), and the one evaluation of each step that its derivative takes. A chunk that saves all of its steps counts
+        as one step.
+        """
+        if self.evaluations == 1 or not self.steps:
+            return 1.0
+        saves_whole_chunks = self.evaluations == len(self.sizes) + 1
+        slots = sum(self.parts[:-1] if saves_whole_chunks else self.parts)
+        steps = -(-self.steps // self.sizes[0]) if saves_whole_chunks else self.steps
+        repeats = next(r for r in itertools.count() if math.comb(slots + r, r) >= steps)
+        advanced = repeats * steps - math.comb(slots + repeats, repeats - 1) if repeats else 0
+        return 1 + advanced / steps
+
     def __repr__(self) -> str:
         needed = describe_bytes(self.needed_bytes)
         return f"<RematPlan of {self.remat!r}: {needed} needed, {self.evaluations} evaluations of each step>"
@@ -277,16 +300,16 @@ class RematPlan:
         return page(f"remat={self.remat!r}", [Section("", (), self._rows())])
 
     def _rows(self) -> list[tuple[str, str, str]]:
-        parts = [self.steps] if not self.sizes else [-(-self.steps // self.sizes[-1])]
-        parts += [large // small for small, large in itertools.pairwise((1, *self.sizes))][::-1]
+        least = self.least_evaluations
         return [
-            ("steps", f"{self.steps:,}", " x ".join(f"{part:,}" for part in parts) if self.sizes else "one loop"),
+            ("steps", f"{self.steps:,}", " x ".join(f"{part:,}" for part in self.parts) if self.sizes else "one loop"),
             ("a carry", describe_bytes(self.carry_bytes), "what changes from step to step"),
             ("a step", describe_bytes(self.step_bytes), "what it saves if it is not recomputed"),
             ("saved", describe_bytes(self.saved_bytes), "at one time, by the gradient"),
             ("copied", describe_bytes(self.copied_bytes), "of xs and of gradients, by the levels"),
             ("needed", describe_bytes(self.needed_bytes), "in all, beside arguments and results"),
             ("evaluations", f"{self.evaluations:,}", "of each step, the forward pass included"),
+            *([("at least", f"{least:.2f}", "by any plan that saves as many carries")] if self.evaluations > 2 else []),
         ]
 
 
