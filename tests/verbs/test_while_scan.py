@@ -273,6 +273,19 @@ def test_without_stacked_outputs_nothing_grows(save):
     assert memory(save, 1021) - memory(save, 16) <= 1
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.parametrize("steps", [256, 257])
+def test_xs_are_not_copied_where_nothing_is_differentiated(steps, reverse):
+    """Not by a chunk that is fed its slices, and not to fill up the last chunk."""
+
+    def run(c, xs):
+        return while_scan(lambda c: c[0] < 1e9, lambda c, x: (c + jnp.sin(x), None), c, xs, reverse=reverse).carry
+
+    given = jnp.ones(WIDTH), jnp.ones((steps, WIDTH))
+    assert jax.jit(run).lower(*given).compile().memory_analysis().temp_size_in_bytes < 4 * WIDTH
+    np.testing.assert_allclose(run(*given), 1 + steps * jnp.sin(1.0), rtol=1e-5)
+
+
 @pytest.mark.parametrize("save", ["last", 64])
 def test_memory_of_the_gradient(save):
     """The carries of about sqrt(max_length) chunks, and of the steps of one; not one output per step."""

@@ -64,19 +64,6 @@ def without_tracers(loop: Loop) -> Loop:
     return dataclasses.replace(bare, rows=without_arrays(loop.rows), runner=None)
 
 
-def padded(loop: Loop, length: int) -> tuple[Loop, int]:
-    """The loop with further steps behind its last one, which are never taken; and how many lead xs, in reverse."""
-    more = length - loop.length
-    front = more if loop.reverse else 0
-
-    def pad(leaf: Array) -> Array:
-        parts = [jax.lax.slice_in_dim(leaf, 0, more), leaf] if loop.reverse else [leaf, leaf[:more]]
-        return jnp.concatenate(parts)
-
-    xs = jax.tree.map(pad, loop.xs) if more else loop.xs
-    return dataclasses.replace(loop, xs=xs, length=length), front
-
-
 class Operands(NamedTuple):
     """All values that such a loop reads. A rule for its derivative must not close over any.
 
@@ -143,6 +130,21 @@ class EarlyExit:
         """The steps of the whole chunks."""
         return self.chunks.size * self.chunks.number
 
+    @property
+    def front(self) -> int:
+        """How many steps that are never taken lead the whole chunks."""
+        return self.length - self.loop.length if self.loop.reverse else 0
+
+    def _padded(self, xs: PyTree) -> PyTree:
+        """What all steps are fed, and what those are fed which fill up the last chunk and are never taken."""
+        more = self.length - self.loop.length
+
+        def pad(leaf: Array) -> Array:
+            parts = [leaf, jax.lax.slice_in_dim(leaf, 0, more)]
+            return jnp.concatenate(parts[::-1] if self.loop.reverse else parts)
+
+        return jax.tree.map(pad, xs) if more else xs
+
     def _run(self, given: Operands, length: int, sizes: tuple[int, ...], *, save: bool) -> Saved:
         """Runs a loop while it goes on, in nested chunks of these sizes; with `save` of one at most."""
         loop, outputs, tell, reported = self._loop(given, length), self.outputs, self.tell, 0
@@ -187,13 +189,31 @@ class EarlyExit:
 
     def _primal(self, given: Operands) -> tuple[Progress, PyTree]:
         length, sizes = self._sizes()
+        if self._takes_places:
+            given = given._replace(reads=given.reads._replace(xs=given.xs), xs=Feed(self._places(length)))
+        else:
+            given = given._replace(xs=self._padded(given.xs))
         progress, ys, _ = self._run(given, length, sizes, save=False)
         return progress, ys
 
+    @property
+    def _takes_places(self) -> bool:
+        """Whether a step takes its slice of xs by its place. A chunk that is fed slices has a copy of them.
+
+        A chunk that runs on some rows alone takes these rows out of its slices.
+        """
+        return bool(self.branches and jax.tree.leaves(self.loop.xs) and len(self.loop.rows.tiers) < 2)
+
+    def _places(self, length: int) -> Array:
+        """int32[length]: the place of each step in xs, of a loop that is made as long as this."""
+        steps = self.loop.length
+        lead = length - steps if self.loop.reverse else 0
+        return jnp.clip(jnp.arange(length, dtype=jnp.int32) - lead, 0, steps - 1)
+
     def _sizes(self) -> tuple[int, tuple[int, ...]]:
         """How long the loop is made where nothing is saved, and the sizes of its chunks."""
-        if self.outputs.avals or jax.tree.leaves(self.loop.xs):  # more than the state goes in or out
-            return self.length, ((self.chunks.size,) if self.branches else ())
+        if self.outputs.avals or (jax.tree.leaves(self.loop.xs) and not self._takes_places):
+            return self.length, ((self.chunks.size,) if self.branches else ())  # more than the state goes in or out
         if not self.branches:
             return self.loop.length, ()
         if len(self.loop.rows.tiers) < 2:
@@ -203,12 +223,14 @@ class EarlyExit:
 
     def _all_steps(self, given: Operands) -> tuple[Progress, PyTree]:
         """Runs all steps, and keeps nothing of those after the end."""
+        given = given._replace(xs=self._padded(given.xs))
         loop = self._loop(given, self.length)
         step, first = self._masked(loop.step, branches=False), self._first(given)
         loop = dataclasses.replace(loop, step=step, consts=given.reads, state=first)
         return run_chunked(loop, self.outputs.levels(self.length, (), lambda size: None))
 
     def _saving(self, given: Operands) -> Saved:
+        given = given._replace(xs=self._padded(given.xs))
         return self._run(given, self.length, (self.chunks.size,), save=True)
 
     def differentiable(self) -> Any:
@@ -234,6 +256,7 @@ class EarlyExit:
         """The tangents of what `_saving` returns."""
         consts_part, d_consts = nonzero_part(given.reads.inner, d_given.reads.inner)
         x_part, d_xs = nonzero_part(given.xs, d_given.xs)
+        given, d_xs = given._replace(xs=self._padded(given.xs)), self._padded(d_xs)
         states = zip(jax.tree.leaves(given.state), jax.tree.leaves(d_given.state), strict=True)
         d_state = [instantiated(d, leaf) for leaf, d in states if is_smooth(leaf)]
         loop = dataclasses.replace(self._loop(given, self.length), step=self._silent)
@@ -331,9 +354,8 @@ def _run_traced(loop: Loop, reads: Reads, tell: TellTaken | None) -> tuple[Progr
         apart=not going.holds.ndim or loop.rows.apart(),
         tell=tell,
     )
-    lengthened, front = padded(loop, early.length)
-    given = Operands(reads, vary_over(going.holds, varying), lengthened.state, lengthened.xs)
+    given = Operands(reads, vary_over(going.holds, varying), loop.state, loop.xs)
     progress, ys = early.differentiable()(given)
-    left = [y[front // n :][: length // n] for y, n in zip(ys, every, strict=True)]
+    left = [y[early.front // n :][: length // n] for y, n in zip(ys, every, strict=True)]
     pairs = [(y, keep // n) for y, keep, n in zip(left, kept, every, strict=True)]
     return progress, [y if stride == 1 else y[stride - 1 :: stride] for y, stride in pairs]

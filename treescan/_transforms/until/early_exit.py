@@ -32,7 +32,7 @@ from ..progress import Showing, refuse_backward
 from ..rows.axes import RowAxes
 from ..rows.compact import LiveRows
 from ..rows.fill import Idle, fill_leaves
-from ..rows.leaves import any_of_all, make_schedule, most_of_all, most_of_devices, select, unless_alone
+from ..rows.leaves import any_of_all, at_step, make_schedule, most_of_all, most_of_devices, select, unless_alone
 from .condition import Condition
 
 BRANCHING = 11
@@ -61,12 +61,14 @@ class Reads(NamedTuple):
         closed: what the condition closes over, for each of its traces.
         limit: int32[], the most steps to take.
         run: int32[] each: the number of the run that is reported, and its steps, -1 where they are not known; or None.
+        xs: what all steps are fed, where each is fed its place in there alone; else None.
     """
 
     inner: Any
     closed: list[list[Any]]
     limit: Array
     run: Any = None
+    xs: Feed | None = None
 
 
 @dataclass(frozen=True)
@@ -180,6 +182,8 @@ class TakeStep:
         return jax.lax.cond(any_of_all(going_on(progress, reads)), self._take, self._leave, reads, progress, feed)
 
     def _take(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        if reads.xs is not None:
+            feed = jax.tree.map(lambda leaf: at_step(leaf, feed.x), reads.xs)
         progress, y = self.step(reads, progress, feed)
         return progress, self.outputs.varied(y)
 
