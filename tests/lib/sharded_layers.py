@@ -26,10 +26,11 @@ def on(mesh: Any, specs: dict[str, Any]) -> dict[str, NamedSharding]:
 
 
 def init(key: jax.Array) -> dict[str, jax.Array]:
+    """Divided by powers of two, so that every program gives the same bits."""
     up, down = jax.random.split(key)
     return {
-        "up": jax.random.normal(up, (WIDTH, HIDDEN)) / 6,
-        "down": jax.random.normal(down, (HIDDEN, WIDTH)) / 12,
+        "up": jax.random.normal(up, (WIDTH, HIDDEN)) / 8,
+        "down": jax.random.normal(down, (HIDDEN, WIDTH)) / 16,
         "scale": jnp.ones(WIDTH),
     }
 

@@ -35,13 +35,15 @@ def gradient(*args, **options):
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"compact": (1,)}, {"fill": "hold"}, *slow(({"reverse": True, "remat": "nested"},))], ids=str
+    "options",
+    [{}, {"chunk": None}, {"compact": (1,)}, {"fill": "hold"}, *slow(({"reverse": True, "remat": "nested"},))],
+    ids=str,
 )
 def test_large_weights_are_not_copied_once_a_chunk(options):
     """`test_same_program.py` shows that those in the carry are constants of each loop."""
     steps, width = 128, 256
     given = array(width, width), array(width, width, seed=1), array(steps, 2, width, seed=2)
-    program = Program(functools.partial(gradient, chunk=4, **options), *given)
+    program = Program(functools.partial(gradient, **{"chunk": 4} | options), *given)
     a_copy_a_chunk = steps // 4 * width * width * 4
     assert program.temp_bytes < a_copy_a_chunk / 2
 
