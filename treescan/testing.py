@@ -363,7 +363,7 @@ def _both(label: str, expected: tuple[PyTree, PyTree], came: tuple[PyTree, PyTre
 
 def _some_valid(trial: _Trial) -> Array:
     """bool[T, *batch] with gaps, padding at both ends, and one row without anything valid where there are several."""
-    rows = jnp.arange(np.prod(trial.batch, dtype=int)).reshape(trial.batch)
+    rows = jnp.arange(np.prod(trial.batch, dtype=int)).reshape(1, *trial.batch)
     steps = jnp.arange(trial.steps).reshape(-1, *(1 for _ in trial.batch))
     return ((steps + rows) % 3 != 2) & (rows != 1)
 
