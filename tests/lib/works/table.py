@@ -115,9 +115,13 @@ def outcome(cell: Cell) -> str:
 
 def wrong(cells: Iterable[Cell]) -> dict[str, str]:
     """What comes of cells other than what they mean, or than a refusal which a compiled program meets too."""
+
+    def is_wrong(cell: Cell, said: str) -> bool:
+        refuses = said != EQUAL and not said.startswith(("FOREIGN", "WRONG"))
+        return said != EQUAL and not (refuses and said == outcome(cell._replace(transform=PAIRED)))
+
     came = {cell: outcome(cell) for cell in cells}
-    compiled = {cell: cell._replace(transform=PAIRED) for cell in came}
-    return {str(cell): said for cell, said in came.items() if said != EQUAL and said != outcome(compiled[cell])}
+    return {str(cell): said for cell, said in came.items() if is_wrong(cell, said)}
 
 
 def meaning(cell: Cell) -> Cell:
