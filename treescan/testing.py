@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from ._avals import describe_leaf, is_key
-from ._body.carry import agree, find_differences
+from ._body.carry import agree, find_differences, holds
 from ._errors import ArgumentError, Row, is_jax_frame, shorten, walk_traceback
 from ._text import table, wrap
 from ._trace.hoist import smooth_part
@@ -144,23 +143,13 @@ _SLACK = 64
 
 def differ(root: str, expected: PyTree, came: PyTree, *, exact: bool = False) -> Iterator[Row]:
     """A row for each leaf in which two trees differ."""
-    if not passes("assert_trees_all_equal_structs", expected, came):
+    if not holds("assert_trees_all_equal_structs", expected, came):
         yield Row(root, str(jax.tree.structure(expected)), str(jax.tree.structure(came)), "")
         return
     for (path, a), b in zip(leaves_with_path(root, expected), jax.tree.leaves(came), strict=True):
         first, second = values_of(a), values_of(b)
         if first.shape != second.shape or not equal(first, second, exact=exact):
             yield Row(path, show(first), show(second), "")
-
-
-def passes(assertion: str, *trees: PyTree, **tolerance: float) -> bool:
-    """Whether an assertion of chex, by its name, holds. chex is loaded by the first that is asked."""
-    import chex
-
-    with contextlib.suppress(AssertionError):
-        getattr(chex, assertion)(*trees, **tolerance)
-        return True
-    return False
 
 
 def values_of(leaf: Any) -> np.ndarray:
@@ -171,10 +160,10 @@ def values_of(leaf: Any) -> np.ndarray:
 def equal(a: np.ndarray, b: np.ndarray, *, exact: bool) -> bool:
     """Whether two arrays of one shape are equal, to the bit or up to rounding."""
     if exact or not jnp.issubdtype(a.dtype, jnp.inexact):
-        return passes("assert_trees_all_equal", a, b)
+        return holds("assert_trees_all_equal", a, b)
     wide_a, wide_b = (x.astype(np.complex128 if np.iscomplexobj(x) else np.float64) for x in (a, b))
     slack = _SLACK * float(jnp.finfo(a.dtype).eps) * max(1.0, np.max(np.abs(wide_a[np.isfinite(wide_a)]), initial=0))
-    return passes("assert_trees_all_close", wide_a, wide_b, rtol=0, atol=slack)
+    return holds("assert_trees_all_close", wide_a, wide_b, rtol=0, atol=slack)
 
 
 def show(values: np.ndarray) -> str:
@@ -187,7 +176,7 @@ def show(values: np.ndarray) -> str:
 def finite(root: str, tree: PyTree) -> Iterator[Row]:
     """A row for each leaf that is not finite."""
     for path, leaf in leaves_with_path(root, tree):
-        if not passes("assert_tree_all_finite", leaf):
+        if not holds("assert_tree_all_finite", leaf):
             yield Row(path, "finite", show(values_of(leaf)), "")
 
 

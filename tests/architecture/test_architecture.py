@@ -151,7 +151,7 @@ REWRITING = {
 def test_three_verbs_load_their_core_alone() -> None:
     names = loaded_by("from treescan import mask_scan, scan, scan_layers")
     assert own(names) == set(CORE.core())
-    assert {name.split(".")[0] for name in names} & OF_OTHERS == {"chex"}
+    assert not {name.split(".")[0] for name in names} & OF_OTHERS
     assert own(loaded_by(CALLS, TREESCAN_REWRITE="0")) == set(CORE.core())
     assert own(loaded_by(CALLS)) - set(CORE.core()) == REWRITING
 

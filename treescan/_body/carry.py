@@ -6,7 +6,6 @@ import functools
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple, TypeVar
 
-import chex
 import jax
 import jax.tree_util as jtu
 import numpy as np
@@ -58,7 +57,7 @@ def agree(given: PyTree, returned: PyTree) -> bool:
     given_leaves, given_tree = jax.tree.flatten(given)
     returned_leaves, returned_tree = jax.tree.flatten(returned)
     # The comparisons beside chex's hold the promise where a program has called `chex.disable_asserts`.
-    if not _holds(chex.assert_trees_all_equal_structs, given, returned) or given_tree != returned_tree:
+    if not holds("assert_trees_all_equal_structs", given, returned) or given_tree != returned_tree:
         return False
     types = list[tuple[Any, Any]]()
     for a, b in zip(given_leaves, returned_leaves, strict=True):
@@ -75,13 +74,16 @@ def _types_agree(types: tuple[tuple[Any, Any], ...]) -> bool:
     """Whether the types of each pair are equal. chex is asked once for the same types: the call takes some time."""
     arrays = [pair for pair in types if isinstance(pair[0], ShapedArray)]
     given, returned = [a for a, _ in arrays], [b for _, b in arrays]
-    holds = _holds(chex.assert_trees_all_equal_shapes_and_dtypes, given, returned)
-    return holds and all(same_types(a, b) for a, b in types)
+    are_equal = holds("assert_trees_all_equal_shapes_and_dtypes", given, returned)
+    return are_equal and all(same_types(a, b) for a, b in types)
 
 
-def _holds(assertion: Callable[..., None], given: PyTree, returned: PyTree) -> bool:
+def holds(assertion: str, *trees: PyTree, **tolerance: float) -> bool:
+    """Whether an assertion of chex, by its name, holds. The first call loads chex: an import of treescan does not."""
+    import chex
+
     try:
-        assertion(given, returned)
+        getattr(chex, assertion)(*trees, **tolerance)
     except AssertionError:
         return False
     return True
