@@ -41,18 +41,20 @@ def flag_set(name: str) -> Iterator[None]:
         jax.config.update(name, before)
 
 
-def within(surrounding: Callable[[], Any], transform: str) -> tuple[Any, Any]:
-    """One of JAX's transforms within something."""
+def within(
+    surrounding: Callable[[], Any], transform: str, of_plain: Callable[[], Any] | None = None
+) -> tuple[Any, Any]:
+    """One of JAX's transforms within something; plain steps within something else, if that is given."""
 
-    def surrounded(function: Callable[[Run, Given], Any]) -> Callable[[Run, Given], Any]:
+    def surrounded(function: Callable[[Run, Given], Any], by: Callable[[], Any]) -> Callable[[Run, Given], Any]:
         def run_within(run: Run, given: Given) -> Any:
-            with surrounding():
+            with by():
                 return function(run, given)
 
         return run_within
 
     ours, plainly = OF_JAX[transform]
-    return surrounded(ours), surrounded(plainly)
+    return surrounded(ours, surrounding), surrounded(plainly, of_plain or surrounding)
 
 
 # What is left.
@@ -98,7 +100,11 @@ def nothing(run: Run, given: Given) -> None:
 
 STEPWISE = {f"disable_jit, {transform}": within(jax.disable_jit, transform) for transform in ("grad", "vmap")}
 FLAGGED = {
-    f"{flag}, {transform}": within(functools.partial(flag_set, flag), transform)
+    f"{flag}, {transform}": within(
+        functools.partial(flag_set, flag),
+        transform,
+        functools.partial(jax.debug_nans, False) if flag == "jax_debug_nans" else None,  # they read the padding
+    )
     for flag, transform in itertools.product(FLAGS, ("eager", "grad", "jvp", "vmap of grad"))
 }
 COLUMNS = {**STEPWISE, **FLAGGED, "left over": (left_over, nothing)}
