@@ -132,7 +132,7 @@ def vary_over(leaf: Array, axes: frozenset[str]) -> Array:
 
 def is_sharded(leaf: Any) -> bool:
     """Whether a value is sharded along any of its axes, where shardings are part of the type."""
-    parts = spec_parts(jax.typeof(leaf).sharding.spec)
+    parts = parts_of(leaf)
     return parts.count(None) < len(parts)
 
 

@@ -210,7 +210,6 @@ class Prepared:
         from .._transforms.finite.backward import CheckCotangents
         from .._transforms.finite.case import About, Slices, looks_backward
         from .._transforms.finite.check import CheckFinite
-        from .._transforms.rows.resets import ResetRows
 
         backward = looks_backward(value)
         calls, told, xs = self.call.each, list[About](), self.given.xs
@@ -233,8 +232,7 @@ class Prepared:
                 roots,
             )
             told.append(about)
-        around = Mask(_ZERO, "0"), ResetRows()  # of a step of rows, when it runs once more
-        return (CheckCotangents if backward else CheckFinite)(tuple(told), around)
+        return (CheckCotangents if backward else CheckFinite)(tuple(told))
 
     def run(self, *transforms: Transform | None, compiles: bool = True) -> Any:
         """Runs the call with these transforms, in the order of `order.ORDER`; None is skipped.

@@ -25,7 +25,7 @@ from ..._axes import LeafAxes
 from ..._errors import Fault, NonFiniteError, speaking_of
 from ..._finite import note
 from ..._loop.body import Memo
-from ..._loop.loop import Loop, Result, Step, Transform
+from ..._loop.loop import Loop, Result, Step
 from ..._loop.run import as_arrays, is_jit_disabled
 from ..._trace.hoist import Hoisted, as_loop, flattened
 from ..._trace.raw_keys import as_numbers, impls_of, keys_of, with_raw_keys
@@ -130,11 +130,9 @@ class Check(abc.ABC):
 
     Attributes:
         each: the words for messages about each of the loops that take turns.
-        around: what is put around a step of rows.
     """
 
     each: tuple[About, ...]
-    around: tuple[Transform, ...] = ()
     moves = True
 
     @property
@@ -153,7 +151,7 @@ class Check(abc.ABC):
             with speaking_of(turn.body.function) if loop.turns else contextlib.nullcontext():
                 refuse_effects(trace)
             given = dataclasses.replace(turn, finish=loop.finish)
-            sites.append(Site(about, given, trace, last, self.around))
+            sites.append(Site(about, given, trace, last))
         return self.watch(loop, hoisted, sites)
 
     @abc.abstractmethod

@@ -19,11 +19,11 @@ from ..._avals import in_mesh, mesh_of, place_like, shard, spec_parts
 from ..._axes import LeafAxes
 from ..._loop.body import Memo
 from ..._loop.chunk import Level, run_chunked
-from ..._loop.loop import Feed, Loop, Step, Transform, in_turn
+from ..._loop.loop import Feed, Loop, Step, in_turn
 from ..._trace.blame import Blame, becomes_bad
 from ..._trace.equations import opened
 from ..._trace.hoist import Hoisted, Lifted, hoist, is_smooth, lift, merge, split
-from ..._tree import leaves_with_path
+from ..._tree import Prefix, leaves_with_path
 from ..._types import Array, PyTree, TreeDef
 from ..nest import KeepUnchanged, run_nested
 from ..rows.axes import Begins, Rows, with_axes
@@ -38,8 +38,9 @@ from ..rows.leaves import (
     select_valid,
     take_row,
 )
+from ..rows.mask import Mask
 from ..rows.over_rows import rows_of
-from ..rows.resets import begin, begins_of
+from ..rows.resets import ResetRows, begin, begins_of
 from .case import CONSTANT, About, Bad, Case, Evidence, Worst
 
 
@@ -206,14 +207,12 @@ class Site:
         given: the loop; in the names and the structure of the user's.
         hoisted: its trace; what the body closes over is lifted.
         last: the position of the step that runs first, in reverse.
-        around: what is put around a step of rows.
     """
 
     about: About
     given: Loop
     hoisted: Hoisted
     last: Any
-    around: tuple[Transform, ...] = ()
 
     @property
     def fixed(self) -> tuple[bool, ...]:
@@ -512,9 +511,7 @@ def feed_at(at: At, loop: Loop) -> Feed:
 
 def state_before(at: At, site: Site, loop: Loop) -> list[Array]:
     """The leaves of the state before a step; where rows begin anew, as they begin."""
-    around = loop
-    for transform in () if loop.rows is None else site.around:
-        around = transform(around)
+    around = loop if loop.rows is None else ResetRows()(Mask(Prefix.of(0), "0")(loop))
     step = Before(around.step)
     xs = around.xs._replace(x=(numbers_of_steps(loop.length, reverse=loop.reverse), around.xs.x))
     again = dataclasses.replace(around, step=step, consts=(at.first, around.consts), xs=xs)
