@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from by_hand import assert_same
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from jax.ad_checkpoint import checkpoint_name
 from loops import array
 from oracle import assert_close
@@ -374,6 +374,7 @@ def test_plans_of_hardly_any_steps(steps):
 
 
 @given(st.integers(0, 20_000), st.integers(1, 6), st.none() | st.integers(2, 200))
+@example(3, 2, 2)
 @settings(max_examples=200)
 def test_sizes(length, levels, segment):
     segment = None if levels == 1 else segment

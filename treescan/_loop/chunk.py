@@ -86,7 +86,7 @@ def divide(length: int, levels: int, first: int | None = None) -> tuple[int, ...
         At most `levels - 1` ascending sizes, each dividing the next. Sizes that leave no remainder come first, and
         then those that leave a small one: what is cut in two is copied.
     """
-    if levels < 2 or length < 4:
+    if levels < 2 or (length < 4 and first is None):
         return ()
     root = length ** (1 / levels)
     sizes = [first] if first else _near(root, length)
