@@ -18,6 +18,7 @@ from thin import by_turns, parametrize
 
 import treescan
 import treescan._transforms.remat as auto_remat
+import treescan._transforms.weights.in_bulk as in_bulk
 from treescan._trace.cost import count_operations
 
 STEPS, CHUNK, ROWS, D, H = 10, 4, 3, 2, 3
@@ -182,9 +183,9 @@ def given_long():
 
 @pytest.fixture(params=["at once", "recomputed"])
 def auto(request, monkeypatch):
-    """Both plans of "auto": what an operation costs decides between them."""
-    monkeypatch.setattr(auto_remat, "OPERATIONS_PER_BYTE", 10**9 * (request.param == "recomputed"))
-    monkeypatch.setattr(auto_remat, "saves_more", lambda *_: False)
+    """Both plans of "auto": the size of the loop decides between them."""
+    monkeypatch.setattr(auto_remat, "LARGE", 0 if request.param == "recomputed" else 2**60)
+    monkeypatch.setattr(in_bulk, "PAYS", 0)
     return request.param
 
 
@@ -247,34 +248,28 @@ def test_auto_leaves_alone_what_it_cannot_speed_up(body, steps):
     assert [length for length, _ in jaxpr(treescan.scan, remat="auto")] == [steps]
 
 
+def planned(rows, features, hidden, steps=64):
+    p = {"x4": array(features, 4 * hidden), "h4": array(hidden, 4 * hidden), "b": array(4 * hidden)}
+    xs = jax.ShapeDtypeStruct((steps, rows, features), jnp.float32)
+    return treescan.plan_remat(functools.partial(lstm, p), array(rows, hidden), xs, remat="auto")
+
+
 def test_what_auto_chooses():
-    """A step is recomputed where it has few operations for what it saves."""
-
-    def plan(rows, features, hidden, **options):
-        p = {"x4": array(features, 4 * hidden), "h4": array(hidden, 4 * hidden), "b": array(4 * hidden)}
-        h, xs = array(rows, hidden), array(64, rows, features)
-        return treescan.plan_remat(functools.partial(lstm, p), h, xs, remat="auto", **options)
-
-    large, wide = plan(32, 64, 128), plan(4096, 4, 8)
-    assert (large.remat, large.evaluations) == ("auto", 1)
-    assert isinstance(wide.remat, treescan.Remat) and wide.evaluations == 2
-    assert wide.saved_bytes < 64 * wide.step_bytes
+    """Products are computed at once where they are most of a step, and chunks are recomputed of a large loop."""
+    small, large, few = planned(32, 64, 128), planned(512, 64, 128), planned(4096, 4, 8)
+    assert (small.remat, small.evaluations) == ("auto", 1)
+    assert isinstance(large.remat, treescan.Remat) and large.evaluations == 2
+    assert large.saved_bytes < 64 * large.step_bytes
+    assert few.remat is None
     with treescan.rewriting(False):
-        assert plan(4096, 4, 8).remat is None
+        assert planned(32, 64, 128).remat is None
 
 
-def test_auto_has_chunks_of_about_a_sixteenth_or_32_steps_unless_larger_ones_save_less():
-    p, h = {"x4": array(4, 32), "h4": array(8, 32), "b": array(32)}, array(4096, 8)
-
-    def plan(steps):
-        xs = jax.ShapeDtypeStruct((steps, 4096, 4), jnp.float32)
-        return treescan.plan_remat(functools.partial(lstm, p), h, xs, remat="auto")
-
-    plans = {steps: plan(steps) for steps in (64, 256, 500, 512, 521, 1000, 100_000)}
-    assert {steps: plan.sizes[0] for steps, plan in plans.items() if steps < 100_000} == {
-        64: 4, 256: 16, 500: 50, 512: 32, 521: 32, 1000: 40,  # of 500 and of 1,000 these are divisors, 521 is prime
+def test_auto_has_chunks_of_about_a_sixteenth_or_32_steps():
+    plans = {steps: planned(1024, 64, 64, steps) for steps in (64, 256, 500, 512, 521, 1000, 100_000)}
+    assert {steps: plan.sizes[0] for steps, plan in plans.items()} == {
+        64: 4, 256: 16, 500: 50, 512: 32, 521: 32, 1000: 40, 100_000: 32,  # divisors of all but 521, which is prime
     }  # fmt: skip
-    assert plans[100_000].sizes[0] > 32
     assert all(plan.saved_bytes < steps * plan.step_bytes for steps, plan in plans.items())
 
 

@@ -21,7 +21,7 @@ from .._transforms.checkpoint import levels_in
 from .._transforms.layers.prefetch import Prefetch
 from .._transforms.outputs import KeepOutputs
 from .._transforms.program import Call, Program
-from .._transforms.remat import AUTO, OPERATIONS_PER_STEP, Recompute
+from .._transforms.remat import AUTO, Recompute
 from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.over_rows import OverRows
 from .._transforms.rows.skip import Skip
@@ -184,7 +184,7 @@ def _listed(paths: list[str]) -> str:
     return ", ".join(paths) if len(paths) <= 3 else f"{', '.join(paths[:3])} and {len(paths) - 3} more"
 
 
-FEW_STEPS, FEW_OPERATIONS = 8, OPERATIONS_PER_STEP // 10
+FEW_STEPS, FEW_OPERATIONS = 8, 10_000
 """Loops of so many steps, or fewer, are better unrolled where a step takes so few operations."""
 
 

@@ -61,7 +61,7 @@ def count_saved_bytes(jaxpr: Any) -> int:
     What else is saved is made from these by functions that cost next to nothing, or is an argument. Loops count as in
     `count_operations`.
     """
-    dear = TRANSCENDENTAL | PRODUCTS | set(_DECOMPOSITIONS)
+    dear = TRANSCENDENTAL | PRODUCTS | {"conv_general_dilated", *_DECOMPOSITIONS}
 
     def of_equation(equation: Any) -> int:
         outputs = equation.outvars if equation.primitive.name in dear else ()

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from .._errors import ArgumentError, Fault, Misuse
-from .._loop.chunk import count_parts, divide
+from .._loop.chunk import count_parts
 from .._loop.loop import Feed, Step
 from .._remat import Remat
 from .._text import Section, page, table
@@ -429,20 +429,6 @@ def _segments(length: int, levels: int) -> list[int]:
     most = min(length - 1, round(4 * length ** (1 / levels)) + 1)
     within = range(2, max(3, most + 1))
     return sorted({*within[:: max(1, len(within) // 64)], *(size for size in within if length % size == 0)})
-
-
-def best_segment(length: int, levels: int, carry: int, step: int) -> int:
-    """The steps of an innermost chunk that saves all of each step, while the levels around it save carries."""
-    plain = length ** (1 / levels)
-    root = max(2, round(plain * (carry / step) ** ((levels - 1) / levels))) if step else max(2, round(plain))
-    within = range(max(2, root // 2), 2 * root + 1)
-
-    def saved(segment: int) -> float:
-        sizes = divide(length, levels, segment)
-        rest = length % sizes[-1] if sizes else 0
-        return _saved_bytes(length, sizes, carry, step) * (1.1 if rest else 1)
-
-    return min(within[:: max(1, len(within) // 64)], key=saved)
 
 
 def describe(remat: Remat | None, length: int, step: Footprint, kept: int | None = None) -> RematPlan:

@@ -15,11 +15,10 @@ from .._loop.chunk import Wish, chunk_size
 from .._loop.loop import Loop, Step
 from .._loop.rewrite import is_rewriting
 from .._remat import Remat
-from .._trace.cost import count_operations, count_saved_bytes
-from .._trace.hoist import Hoisted, hoist, is_untraced, one_step, traced
-from .budget import RematPlan, Uncounted, best_segment, bytes_of_step, fit_budget, plan_of
+from .._trace.cost import count_saved_bytes
+from .._trace.hoist import Hoisted, hoist, is_untraced, traced
+from .budget import fit_budget
 from .checkpoint import (
-    Checkpointed,
     RematChunk,
     checkpoint_steps,
     remat_sizes,
@@ -27,20 +26,17 @@ from .checkpoint import (
     warn_of_unknown_names,
 )
 from .refuse import refuse_budget, refuse_offload, refuse_to_repeat
-from .weights.deferred import policy_within
-from .weights.in_bulk import at_once, bytes_of_products, in_bulk, ready_for_chunks
+from .weights.in_bulk import at_once, in_bulk, products_pay, ready_for_chunks
+
+_WHOLE = jax.checkpoint_policies.everything_saveable
 
 Auto: TypeAlias = Literal["auto"]
 AUTO: Final = "auto"
 
-OPERATIONS_PER_BYTE = 64
-"""How many operations take a device as long as one byte that is saved: it is written once, and read once."""
-
-CACHE, CACHED = 2**24, 12
-"""Up to so many bytes may stay in a processor's cache from when they are saved; there they cost this part."""
-
-OPERATIONS_PER_STEP = 100_000
-"""The overhead of a step, in operations: even a small step takes at least a microsecond."""
+LARGE = 2**26
+"""A loop whose steps save so many bytes takes as long if its chunks are recomputed, where their products are computed
+at once. Then a fraction of the memory does. A smaller loop, most of which a cache holds, takes up to 1.3 times as long.
+"""
 
 LEAST_STEPS = 32
 """Shorter loops are not changed."""
@@ -49,62 +45,16 @@ LEAST_CHUNKS, CHUNK = 16, 32
 """A loop has at least so many chunks if they have fewer than so many steps: each chunk takes time and memory."""
 
 
-def is_left_alone(hoisted: Hoisted) -> bool:
-    """Whether "auto" changes nothing, whatever a step saves."""
-    told = hoisted.effects or hoisted.refs or hoisted.reverse_rule
-    return told or hoisted.loop.length < LEAST_STEPS or not is_rewriting()
-
-
-def fastest(hoisted: Hoisted) -> RematPlan:
-    """The plan. Its `remat` is "auto" where nothing is recomputed, and products may be computed at once.
-
-    Raises:
-        Uncounted: if there is no telling what a step saves.
-    """
+def is_large(hoisted: Hoisted) -> bool:
+    """Whether the steps of a loop save so much that chunks are better recomputed. A trace of the step tells."""
     length = hoisted.loop.length
-    plain = plan_of(hoisted, None)
-    if is_left_alone(hoisted):
-        return plain
-    segment = max(best_segment(length, 2, plain.carry_bytes, plain.step_bytes), _least_segment(length))
-    chunks = plan_of(hoisted, Remat(jax.checkpoint_policies.everything_saveable, levels=2, segment=segment))
-    price = OPERATIONS_PER_BYTE // (CACHED if plain.saved_bytes < CACHE else 1)
-    if chunks.saved_bytes < plain.saved_bytes and _operations(hoisted) < price * plain.step_bytes:
-        return chunks
-    return dataclasses.replace(plain, remat=AUTO)
+    return not isinstance(length, int) or length * count_saved_bytes(hoisted.jaxpr) >= LARGE
 
 
 def _least_segment(length: int) -> int:
-    """The steps of the smallest chunks to be used. If possible they divide the loop: a remainder is compiled apart."""
+    """The steps of the chunks that are recomputed. If possible they divide the loop: a remainder is compiled apart."""
     least = min(CHUNK, length // LEAST_CHUNKS)
     return next((segment for segment in range(least, 2 * least) if length % segment == 0), least)
-
-
-def saves_steps(hoisted: Hoisted) -> bool:
-    """Whether it is faster if chunks save their steps instead of recomputing them.
-
-    It is faster if all saved values stay in a processor's cache, and a step takes longer than writing and reading them.
-    Only the trace of the step is needed. A plan would also trace the derivative, which may never be taken.
-    """
-    length = hoisted.loop.length
-    if not isinstance(length, int):
-        return False
-    saved = count_saved_bytes(hoisted.jaxpr)
-    dear = OPERATIONS_PER_STEP + count_operations(hoisted.jaxpr) >= OPERATIONS_PER_BYTE // CACHED * saved
-    return length * saved < CACHE and dear
-
-
-def saves_more(hoisted: Hoisted, plain: RematPlan, size: int, products: int) -> bool:
-    """Whether a loop saves more in chunks of this size, whose products (bytes per step) are computed at once."""
-    step = Checkpointed(hoisted.loop.step, looped=True, policy=policy_within(hoisted.jaxpr))
-    return plain.steps * bytes_of_step(hoisted, step) + 2 * size * products > plain.saved_bytes
-
-
-def _operations(hoisted: Hoisted) -> int:
-    """Of one step."""
-    loop = hoisted.loop
-    return OPERATIONS_PER_STEP + count_operations(
-        jax.make_jaxpr(loop.step)(loop.consts, loop.state, one_step(loop.xs)).jaxpr
-    )
 
 
 _PLANS = {"step": Remat(levels=1), "nested": Remat(levels=2)}
@@ -168,37 +118,36 @@ class Recompute:
         return dataclasses.replace(loop, remat=self.remat)
 
 
+def fastest(hoisted: Hoisted) -> Remat | Auto | None:
+    """What "auto" does. "auto": chunks save their steps, and compute the products at once. None: nothing is changed."""
+    left_alone = hoisted.effects or hoisted.refs or hoisted.reverse_rule or not is_rewriting()
+    length = hoisted.loop.length
+    if left_alone or not isinstance(length, int) or length < LEAST_STEPS:
+        return None
+    if not products_pay(ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted))):
+        return None
+    return Remat(_WHOLE, levels=2, segment=_least_segment(length)) if is_large(hoisted) else AUTO
+
+
 def choose_fastest(loop: Loop) -> Loop:
-    """The loop under the plan that is expected to be the fastest. Masked loops recompute their chunks anyway."""
+    """The loop under the plan that is expected to be the fastest."""
     if not isinstance(loop.length, int):
         return loop
     loop = traced(loop)
-    return loop if is_left_alone(loop.trace) else _fastest(loop)
-
-
-def _fastest(loop: Loop) -> Loop:
-    """A traced loop under the plan that is expected to be the fastest; as it was if what a step saves is unknown."""
-    size = chunk_size(loop.length)
-    try:
-        plan = fastest(loop.trace)
-    except Uncounted:
+    remat = fastest(loop.trace)
+    if isinstance(remat, Remat):
+        return _recompute(loop, remat)
+    if remat is None:
         return loop
-    if isinstance(plan.remat, Remat):
-        return _recompute(loop, plan.remat)
-    if plan.remat is None:
-        return loop
-    whole = ready_for_chunks(loop)
-    products = bytes_of_products(whole)
-    if not products or saves_more(loop.trace, plan, size, products):
-        return loop
-    return dataclasses.replace(whole, wishes=(*loop.wishes, Wish(size, around=at_once)))
+    wish = Wish(chunk_size(loop.length), around=at_once)
+    return dataclasses.replace(ready_for_chunks(loop), wishes=(*loop.wishes, wish))
 
 
 def recompute_chunks(loop: Loop, size: int) -> Loop:
     """The loop with chunks of so many steps that the gradient recomputes, unless the body may not be computed twice."""
     if loop.trace.effects or loop.trace.refs:
         return loop
-    return _recompute(loop, Remat(jax.checkpoint_policies.everything_saveable, levels=2, segment=size))
+    return _recompute(loop, Remat(_WHOLE, levels=2, segment=size))
 
 
 def _recompute(loop: Loop, remat: Remat) -> Loop:

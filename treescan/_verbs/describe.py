@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -108,7 +109,9 @@ def plan_remat(
 
         def plan(given: Arguments) -> RematPlan:
             hoisted = hoist(call.call.lay(given))
-            return fastest(hoisted) if chosen == AUTO else plan_of(hoisted, chosen)
+            picked = fastest(hoisted) if chosen == AUTO else chosen
+            found = plan_of(hoisted, None if picked == AUTO else picked)
+            return dataclasses.replace(found, remat=AUTO) if picked == AUTO else found
 
         return of_types(plan, call.given)
     except Exception as error:

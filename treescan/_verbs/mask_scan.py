@@ -146,8 +146,9 @@ def mask_scan(
         **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, `progress`,
             `check_finite`, as for `treescan.scan`. Padding is not checked. Progress counts the steps in which any row
             is valid. In reverse, each row runs from its own last valid step to its first, and ys stay where their xs
-            are. `key` cannot be combined with `compact`. The gradient saves the carry before each chunk and recomputes
-            the chunk; the guide lists the exceptions. `remat` saves less within a chunk. With `save="last"`, each row
+            are. `key` cannot be combined with `compact`. The gradient saves the steps, or follows `remat="auto"` of
+            `treescan.scan` where that is faster. With `chunk`, `compact` or `remat` it saves the carry before each
+            chunk, and recomputes the chunk; `remat` saves less within a chunk. With `save="last"`, each row
             has its own last valid y, and `fill` if it has none.
 
     Returns:

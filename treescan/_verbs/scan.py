@@ -124,7 +124,8 @@ def scan(
         key: a PRNG key. The body then receives `key=jax.random.fold_in(key, position)`, where `position` is that of the
             step in xs, also in reverse.
         remat: what the gradient recomputes instead of saving it. None: nothing. "auto": the plan that is expected to be
-            the fastest, among those that save no more than None. "step": each step; of each step, only the carry is
+            the fastest: the products of a chunk are computed at once if they are most of a step, and nothing changes
+            otherwise. "step": each step; of each step, only the carry is
             saved. "nested": chunks of about sqrt(T) steps, and each step within them; about 2 sqrt(T) carries are
             saved, and each step is evaluated three times, the forward pass included. A `treescan.Remat` sets what a
             step saves, the number of levels, a budget in bytes, or another memory for carries.

@@ -459,6 +459,13 @@ class Schedule(NamedTuple):
     order: Array | None = None
 
 
+def schedule_of_lengths(lengths: Array, steps: int, size: int) -> Schedule:
+    """`make_schedule` for all rows at a time, each of which is valid in its first `lengths` steps, int[*batch]."""
+    most = jnp.max(lengths) if lengths.ndim else lengths
+    begins = jax.lax.broadcasted_iota(np.int32, (-(-steps // size),), 0) * np.int32(size)
+    return Schedule(most_of_all(most_of_devices((begins < most.astype(np.int32)).astype(np.int32))))
+
+
 @functools.partial(jax.jit, static_argnames=("size", "tiers"), inline=True)  # traced once for each shape
 def make_schedule(valid: Array, size: int, tiers: tuple[int, ...]) -> Schedule:
     """What of each chunk is to be run: the same for all elements of a vmap and on all devices of a shard_map.

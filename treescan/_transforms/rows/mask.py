@@ -18,11 +18,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
+from jax.custom_derivatives import SymbolicZero
 
 from ..._avals import has_one_device, is_sharded
 from ..._axes import LeafAxes
 from ..._loop.loop import Feed, Loop, Step, within
-from ..._trace.hoist import is_untraced
+from ..._trace.cost import bytes_of, count_saved_bytes
+from ..._trace.hoist import is_smooth, is_untraced, one_step
+from ..._trace.smoothness import has_finite_derivative
 from ..._tree import Prefix, map_leaves
 from ..._types import Array, PyTree
 from ..checkpoint import chooses, compares
@@ -41,6 +44,7 @@ from .leaves import (
     lend_to_elements,
     pick_steps,
     select,
+    select_valid,
     take_row,
     unless_alone,
     written,
@@ -54,14 +58,14 @@ class GoodPair(NamedTuple):
     """The values that padded rows see. If all rows see the same values, the batch axes have size 1.
 
     Attributes:
-        state: leaves of the state.
-        fixed: of the leaves that no step changes, None for one that is shown as it is.
-        x: leaves of one step's x.
+        state: leaves of the state, None for one that is shown as it is.
+        fixed: the same of the leaves that no step changes.
+        x: the same of one step's x.
     """
 
-    state: list[Array]
+    state: list[Any]
     fixed: list[Array | None]
-    x: list[Array]
+    x: list[Any]
 
 
 def own_pairs(
@@ -179,8 +183,8 @@ class Masked:
         fill: a prefix of y: what it is on padded steps.
         stands_in: whether padded rows are shown a good pair. Otherwise they are shown their own state and x.
         branches: whether the step runs in a branch that is only taken where some row is valid.
-        decides: whether the body compares values, or chooses among them: what it is shown is `written` first, so that
-            XLA compiles the body as it would without the mask.
+        decides: whether the body compares values, or chooses among them: what is selected for it is `written` first, so
+            that XLA compiles the body as it would without the mask.
         masks: whether some row may not take the step. Otherwise this is the inner step alone.
     """
 
@@ -204,12 +208,9 @@ class Masked:
         shown, shown_fixed = state, fixed
         if self.stands_in:
             x, x_tree = jax.tree.flatten(feed.x)
-            show = _show_shared if None in (*self.carry_axes, *self.x_axes) else _show_own
-            shown = show(mask, state, good.state, self.carry_axes)
-            shown_fixed = show(mask, fixed, good.fixed, self.fixed_axes)
-            shown_x = show(mask, x, good.x, self.x_axes)
-            if self.decides:
-                shown, shown_fixed, shown_x = jax.tree.map(written, (shown, shown_fixed, shown_x))
+            shown = self._show(mask, state, good.state, self.carry_axes)
+            shown_fixed = self._show(mask, fixed, good.fixed, self.fixed_axes)
+            shown_x = self._show(mask, x, good.x, self.x_axes)
             feed = feed._replace(x=jax.tree.unflatten(x_tree, shown_x))
         returned, y = self.step((shown_fixed, inner), shown, feed)
         kept = [
@@ -217,6 +218,13 @@ class Masked:
             for old, seen, new, axis in zip(state, shown, returned, self.carry_axes, strict=True)
         ]
         return kept, self._fill_padding(mask, y)
+
+    def _show(self, mask: RowMask, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:
+        show = _show_shared if None in (*self.carry_axes, *self.x_axes) else _show_own
+        shown = show(mask, leaves, good, axes)
+        if not self.decides:
+            return shown
+        return [new if new is leaf else written(new) for leaf, new in zip(leaves, shown, strict=True)]
 
     def _fill_padding(self, mask: RowMask, y: PyTree) -> PyTree:
         axes = spread_batch_axes("y_axes", self.y_axes, y, "y", mask.valid.shape)
@@ -302,11 +310,74 @@ def mask(loop: Loop, fill: Prefix, *, lengths: Array | None = None) -> Loop:
         loop = dataclasses.replace(loop, consts=(lend_rows(fixed, fixed_axes, valid), inner))
     good, consts = _good_pair(loop, axes, fixed_axes, lengths, share=share)
     jaxpr = None if is_untraced(loop) or loop.trace is None else loop.trace.jaxpr
+    if lengths is not None and not share and jaxpr is not None and _may_keep_its_state(loop, jaxpr):
+        loop, good = _begin_well(loop, good, jnp.asarray(lengths) > 0)
     decides = jaxpr is not None and (compares(jaxpr) or chooses(jaxpr))
     step = Masked(loop.step, axes.state, fixed_axes, axes.x, loop.rows.y_axes, fill, decides=decides)
-    good_axes: LeafAxes = (None,) * len(jax.tree.leaves(good)) if share else (*axes.state, *axes.x)  # one row, or all
+    of_state = (axis for leaf, axis in zip(good.state, axes.state, strict=True) if leaf is not None)
+    good_axes: LeafAxes = (None,) * len(jax.tree.leaves(good)) if share else (*of_state, *axes.x)  # one row, or all
     loop = dataclasses.replace(loop, step=step, consts=(good, consts))
     return with_axes(loop, consts=(*good_axes, *axes.consts))
+
+
+SMALL = 10
+"""How many times its bytes a step must save, at least, for its x to be copied: then the copy hardly counts."""
+
+
+def is_small_x(loop: Loop) -> bool:
+    """Whether x takes few of the bytes that the gradient of a masked loop saves, so that it may be copied."""
+    consts, trace = loop.consts, loop.trace
+    if not (isinstance(consts, tuple) and isinstance(consts[0], GoodPair)) or None in loop.rows.axes.x:
+        return False
+    one = sum(bytes_of(leaf) for leaf in jax.tree.leaves(one_step(loop.xs.x)))
+    return SMALL * one <= count_saved_bytes(trace.jaxpr) + sum(map(bytes_of, map(jax.typeof, loop.state)))
+
+
+def with_good_x(loop: Loop, tangents: Any) -> tuple[Loop, Any]:
+    """The loop, and its tangents, where padded rows are given the x of a good pair before it runs, not in each step."""
+    good, consts = loop.consts
+    d_consts, d_state, d_feed = tangents
+    leaves, structure = jax.tree.flatten(loop.xs.x)
+    triples = list(zip(leaves, good.x, loop.rows.axes.x, strict=True))
+    valid = loop.xs.valid
+
+    def shown(leaf: Array, other: Array, axis: int) -> Array:
+        return jax.vmap(lambda valid, x: select_valid(valid, x, other, axis))(valid, leaf)
+
+    x = [shown(*triple) for triple in triples]
+    d_x = [
+        d if isinstance(d, SymbolicZero) or not is_smooth(leaf) else shown(d, jnp.zeros((), d.dtype), axis)
+        for d, (leaf, _, axis) in zip(jax.tree.leaves(d_feed.x), triples, strict=True)
+    ]
+    nothing, (d_good, d_others) = [None] * len(x), d_consts
+    xs = loop.xs._replace(x=jax.tree.unflatten(structure, x))
+    loop = dataclasses.replace(loop, consts=(good._replace(x=nothing), consts), xs=xs)
+    d_feed = d_feed._replace(x=jax.tree.unflatten(structure, d_x))
+    return loop, ((d_good._replace(x=nothing), d_others), d_state, d_feed)
+
+
+def _may_keep_its_state(loop: Loop, jaxpr: Any) -> bool:
+    """Whether a padded row may be shown its own last state, with a good x.
+
+    This state is finite, but it need not fit that x: a body may divide by their difference, for example. So the
+    derivative of the body has to be finite for all finite numbers.
+    """
+    if loop.going is not None or loop.rows.resets is not None or 0 in loop.xs.valid.shape:
+        return False
+    given = len(jax.tree.leaves((loop.state, loop.xs)))
+    return has_finite_derivative(jaxpr, [place >= len(jaxpr.invars) - given for place in range(len(jaxpr.invars))])
+
+
+def _begin_well(loop: Loop, good: GoodPair, have: Array) -> tuple[Loop, GoodPair]:
+    """The loop, whose rows without any valid step begin with a good state; they end with their own."""
+    init, axes = loop.state, loop.rows.axes.state
+
+    def chosen(new: list[Array], old: list[Array]) -> list[Array]:
+        mask = RowMask(have)
+        return [mask.select(*pair, axis) for *pair, axis in zip(new, old, axes, strict=True)]
+
+    begun = dataclasses.replace(loop, state=chosen(init, good.state))
+    return begun.finished(lambda state: chosen(state, init)), good._replace(state=[None] * len(init))
 
 
 def lend_rows(leaves: list[Array], axes: LeafAxes, valid: Array) -> list[Array]:

@@ -42,24 +42,12 @@ from ..._trace.hoist import (
     zeros_like,
 )
 from ..._types import Array, PyTree
-from ..checkpoint import chooses, compares
-from ..weights.in_bulk import bytes_of_products
+from ..weights.in_bulk import products_pay
 from .in_place import Result, write_chunks
 from .leaves import Schedule
+from .mask import is_small_x, with_good_x
 
 Arrays = list[Any]
-
-
-def pays_to_save(loop: Loop) -> bool:
-    """Whether the gradient of a loop is to save its steps one by one, rather than to compute chunks of them again.
-
-    A chunk that multiplies with weights is faster if it takes these products at once. The steps of one that also
-    compares or branches are dear to compute again: measured, a step with attention took 1.5 times as long.
-    """
-    jaxpr = loop.trace.jaxpr
-    if compares(jaxpr) or chooses(jaxpr) or loop.trace.branches:
-        return True
-    return not bytes_of_products(dataclasses.replace(loop, xs=loop.xs._replace(schedule=None)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -270,12 +258,15 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
     Raises:
         Unproven: if it is better to compute chunks again, or if the steps cannot be saved.
     """
-    if not pays_to_save(loop):
-        raise Unproven("products pay")
     schedule, fed = loop.xs.schedule, loop.xs._replace(schedule=None)
+    if products_pay(dataclasses.replace(loop, xs=fed)):
+        raise Unproven("chunks that compute their products at once are faster")
     given = loop.consts, loop.state, fed
     if any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given)):
         raise Unproven("arrays are spread over devices")
+    if is_small_x(loop):
+        loop, tangents = with_good_x(loop, tangents)
+        fed, given = loop.xs._replace(schedule=None), (loop.consts, loop.state, loop.xs._replace(schedule=None))
     d_consts, d_state, d_fed = tangents
     part, d_on = nonzero_part(given, (d_consts, d_state, d_fed._replace(schedule=None)))
     found = linearize(dataclasses.replace(loop, xs=fed), part)

@@ -25,27 +25,30 @@ from ..outputs import is_thinned
 from ..refuse import refuse_symbolic, refuse_with_refs
 from .axes import RowAxes
 from .fill import Idle
-from .leaves import Schedule, make_schedule, may_branch
+from .leaves import Schedule, make_schedule, may_branch, schedule_of_lengths
 
 
 class ChunkRemat(enum.Enum):
     """What the gradient does with a chunk.
 
-    `SAVES_STEPS` has a checkpoint too: what goes into it, weights included, is not stacked once per chunk.
+    `SAVES_STEPS` has a checkpoint too: what goes into it, weights included, is not stacked once per chunk. So has
+    `SAVES_ALL`, for a step that chooses among values: nothing of it may be computed again.
     """
 
     NONE = enum.auto()
     RECOMPUTES = enum.auto()
     SAVES_STEPS = enum.auto()
+    SAVES_ALL = enum.auto()
 
 
 def _policy_of(remat: ChunkRemat, step: Step) -> Callable[..., Any] | None:
     """What is saved of a chunk that has a checkpoint."""
-    if remat is not ChunkRemat.SAVES_STEPS:
+    if remat is ChunkRemat.RECOMPUTES:
         return policy_of_chunk(step)
     from ..weights.deferred import save_all_but_cheap
 
-    return save_all_but_cheap
+    whole = jax.checkpoint_policies.everything_saveable
+    return whole if remat is ChunkRemat.SAVES_ALL else save_all_but_cheap
 
 
 @dataclass(frozen=True)
@@ -147,11 +150,13 @@ class Skip:
         """
         if loop.trace.effects:
             return ChunkRemat.NONE
-        if not self._is_chosen(loop, tiers) or chooses(loop.trace.jaxpr):
+        if not self._is_chosen(loop, tiers):
             return ChunkRemat.RECOMPUTES
-        from ..remat import saves_steps
+        from ..remat import is_large
 
-        return ChunkRemat.SAVES_STEPS if saves_steps(loop.trace) else ChunkRemat.RECOMPUTES
+        if is_large(loop.trace):
+            return ChunkRemat.RECOMPUTES
+        return ChunkRemat.SAVES_ALL if chooses(loop.trace.jaxpr) else ChunkRemat.SAVES_STEPS
 
     def _is_chosen(self, loop: Loop, tiers: tuple[int, ...]) -> bool:
         """Whether the user left it to us what the gradient recomputes."""
@@ -228,7 +233,11 @@ class ScheduleChunks:
             from ..weights.in_bulk import with_safe_branches
 
             loop = with_safe_branches(loop)
-        schedule = make_schedule(valid, size, self.tiers)
+        lengths = rows.given.lengths if len(self.tiers) == 1 and isinstance(loop.length, int) else None
+        if lengths is None:
+            schedule = make_schedule(valid, size, self.tiers)
+        else:
+            schedule = schedule_of_lengths(lengths, loop.length, size)
         return dataclasses.replace(loop, xs=loop.xs._replace(schedule=schedule)), around
 
 

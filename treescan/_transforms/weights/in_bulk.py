@@ -22,12 +22,14 @@ from ..._loop.body import Memo
 from ..._loop.chunk import RunChunk
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import run
-from ..._trace.equations import evaluate_alone, has_branches, interpret, jaxprs_within, with_jaxprs
+from ..._trace.cost import count_operations
+from ..._trace.equations import PRODUCTS, evaluate_alone, has_branches, interpret, jaxprs_within, with_jaxprs
 from ..._trace.hoist import Unproven, array_of, lifted, one_step
 from ..._types import Array, PyTree
+from ..checkpoint import Checkpointed, chooses
 from ..outputs import QuietSteps
 from ..rows.leaves import select
-from .deferred import Arguments, Forward, compute_early, run_split
+from .deferred import Arguments, Forward, compute_early, run_split, save_all_but_cheap
 from .products import Split, products_of_step
 
 _MIXED = -1
@@ -191,10 +193,30 @@ def _bytes_of(var: Any) -> int:
     return var.aval.size * var.aval.dtype.itemsize
 
 
+PAYS = 8
+"""How many times the operations of its other equations the products of a step must take, to be worth a chunk's rule."""
+
+
+def products_pay(loop: Loop) -> bool:
+    """Whether a chunk of a loop takes less time if it computes the products of its steps at once.
+
+    It does so if the products with weights are most of a step. All else takes more time in a chunk than step by step,
+    and a step that chooses among values would save all that it computes. The step of the loop closes over nothing.
+    """
+    split = None if loop.trace.branches or chooses(loop.trace.jaxpr) else _split_of(loop)
+    if split is None:
+        return False
+    early, rest = split.derivative.early, split.derivative.rest
+    products = [rest.eqns[each.equation] for each in split.deferred]
+    products += [equation for equation in early.eqns if equation.primitive.name in PRODUCTS]
+    of_products = count_operations(rest.replace(eqns=products), transcendental=1)
+    of_all = sum(count_operations(jaxpr, transcendental=1) for jaxpr in (early, rest))
+    return of_products >= PAYS * (of_all - of_products)
+
+
 def at_once(step: Step, looped: bool) -> Step:
-    """What is put around a chunk that saves all of its steps: their products are computed at once."""
-    del looped
-    return in_bulk(step)
+    """What is put around a chunk that saves its steps: their products are computed at once."""
+    return Checkpointed(in_bulk(step), looped, save_all_but_cheap) if looped else in_bulk(step)
 
 
 def _reads(split: Split, consts: PyTree) -> list[Any]:
