@@ -109,19 +109,28 @@ def families_by_half() -> Iterator[tuple[Family, bool]]:
 
 def _weights(seed: int, *shape: int) -> Array:
     """Of a size that keeps activations of order 1: the second to last axis is that of the inputs."""
-    return normal(seed, shape) * shape[-2] ** -0.5
+    return jnp.asarray(np.asarray(normal(seed, shape)) * shape[-2] ** -0.5, jnp.float32)
 
 
 def _exact(seed: int, *shape: int) -> Array:
     """Multiples of 1/64, whose sums are exact."""
-    return jnp.round(normal(seed, shape) * 64) / 64
+    return jnp.asarray(np.round(np.asarray(normal(seed, shape)) * 64) / 64, jnp.float32)
 
 
 def _integers(seed: int, below: int, *shape: int) -> Array:
     return jnp.asarray(np.random.default_rng(seed).integers(0, below, shape), jnp.int32)
 
 
-zeros, ones = jnp.zeros, jnp.ones
+def zeros(shape: int | tuple[int, ...], dtype: Any = jnp.float32) -> Array:
+    """As `jnp.zeros`, but nothing is compiled."""
+    return jnp.asarray(np.zeros(shape, dtype))
+
+
+def ones(shape: int | tuple[int, ...]) -> Array:
+    """As `jnp.ones`, but nothing is compiled."""
+    return jnp.asarray(np.ones(shape, np.float32))
+
+
 sigmoid, logsumexp = jax.nn.sigmoid, jax.nn.logsumexp
 
 
@@ -798,7 +807,7 @@ def _branches() -> Iterator[Family]:
 
 def _leaves(p: Any, carry: Any, x: Array) -> tuple[Any, Array]:
     carry = [jnp.tanh(leaf * weight + x) for leaf, weight in zip(carry, p, strict=True)]
-    return carry, sum(carry, zeros(()))
+    return carry, sum(carry, jnp.zeros(()))
 
 
 def _named_leaves(p: Any, carry: Any, x: Array) -> tuple[Any, Any]:
@@ -918,7 +927,7 @@ def _adam(p: Any, carry: Any, batch: Array) -> tuple[Any, Array]:
     mean = jax.tree.map(lambda m, g: 0.9 * m + 0.1 * g, mean, pull)
     square = jax.tree.map(lambda s, g: 0.99 * s + 0.01 * g * g, square, pull)
     moved = jax.tree.map(lambda w, m, s: w - jnp.exp(p["rate"]) * m / jnp.sqrt(s + 1e-2), weights, mean, square)
-    return (moved, mean, square), sum((m.mean((1, 2)) for m in jax.tree.leaves(mean)), zeros(()))
+    return (moved, mean, square), sum((m.mean((1, 2)) for m in jax.tree.leaves(mean)), jnp.zeros(()))
 
 
 def _newton(p: Any, z: Array, x: Array) -> tuple[Array, Array]:

@@ -481,14 +481,16 @@ def _dots_row(label: str, rows: Sequence[Report], top: int, low: float, high: fl
     bottom = top + 26 + LANE * len(lanes)
     median = statistics.median(c["ratio"]["median"] for c in rows)
     x = _x(median, low, high)
-    made = [f'<text x="0" y="{top + 13}">{escape(label)}: {_number(median)}</text>']
+    made = [
+        f'<text x="0" y="{top + 13}">{escape(label)}: {_number(median)}</text>',
+        f'<line class="target" x1="{x}" x2="{x}" y1="{top + 18}" y2="{bottom - 3}"/>',
+    ]
     for x_dot, lane, comparison in placed:
         kind = "fitted" if comparison["details"]["fitted"] else "family"
         ratio = _number(comparison["ratio"]["median"])
         title = escape(f"{comparison['name'].rsplit(', ', 2)[0]}: {ratio}")
         y = bottom - 8 - LANE * lane
         made.append(f'<circle class="{kind}" cx="{x_dot}" cy="{y}" r="2.5"><title>{title}</title></circle>')
-    made.append(f'<line class="target" x1="{x}" x2="{x}" y1="{top + 18}" y2="{bottom - 3}"/>')
     return made, bottom
 
 
