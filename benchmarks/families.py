@@ -447,12 +447,12 @@ def _ctc(p: Any, alpha: Array, x: Array) -> tuple[Array, Array]:
     return alpha, logsumexp(alpha[:, -2:], -1)
 
 
-def _aligned(p: Any, row: Array, x: Array) -> tuple[Array, Array]:
-    """A row of a soft alignment of two sequences: the sum over all ways to get there."""
-    places = jnp.arange(row.shape[1]) * p["gap"]
-    above = jnp.logaddexp(row + p["gap"], jnp.pad(row, ((0, 0), (1, 0)), constant_values=-30)[:, :-1] + x)
-    row = jax.lax.cumlogsumexp(above - places, axis=1) + places
-    return row, row[:, -1]
+def _aligned(p: Any, diagonals: Any, x: Array) -> tuple[Any, Array]:
+    """A soft alignment of two sequences, diagonal by diagonal: the sum over all ways to get there."""
+    before, last = diagonals
+    shifted, aligned = (jnp.pad(d, ((0, 0), (1, 0)), constant_values=-30)[:, :-1] for d in (last, before))
+    new = jnp.logaddexp(jnp.logaddexp(last, shifted) + p["gap"], aligned + x)
+    return (last, new), new[:, -1]
 
 
 CHAINS: Sequence[tuple[str, Step, tuple[int, int, int]]] = (  # T, B, states
@@ -476,8 +476,9 @@ def _chains() -> Iterator[Family]:
     labels = jnp.full((16, 41), -30.0).at[:, 0].set(0)
     frames = jax.nn.log_softmax(normal(0, (150, 16, 41)))
     yield Family("CTC", _ctc, {"b": zeros(41)}, labels, frames, True)
-    start = jnp.broadcast_to(-0.5 * jnp.arange(50.0), (16, 50))
-    yield Family("soft alignment", _aligned, {"gap": jnp.float32(-0.5)}, start, normal(0, (60, 16, 50)), True)
+    diagonals = zeros((16, 50)), zeros((16, 50))
+    xs = normal(0, (100, 16, 50))
+    yield Family("soft alignment", _aligned, {"gap": jnp.float32(-0.5)}, diagonals, xs, True)
 
 
 # Filters.

@@ -341,13 +341,15 @@ def families(reports: Mapping[str, Report | None]) -> str:
     report = reports.get(FAMILIES)
     if report is None:
         return "This suite has not been measured yet.\n"
-    rows: list[Sequence[str]] = [("what", "families", "median", "p90", "worst", "over 1.15")]
+    rows: list[Sequence[str]] = [("what", "families", "median", "p90", "worst", "over 1.15", "missed")]
     called = {**KINDS, **MEMORY_KINDS}
     for d in report["distribution"]:
         if d["of"] != "all":
             numbers = (_number(d[quantile]) for quantile in ("median", "p90"))
             worst = f"{_number(d['worst'])} ({d['worst_name']})"
-            rows.append((called[d["kind"]], f"{d['count']} {d['of']}", *numbers, worst, str(d["over"])))
+            rows.append(
+                (called[d["kind"]], f"{d['count']} {d['of']}", *numbers, worst, str(d["over"]), str(d["missed"]))
+            )
     return f'--8<-- "docs/pictures/charts/{FAMILIES}.svg"\n\n{_table(rows, numbers=2)}'
 
 
