@@ -49,11 +49,13 @@ def main() -> int:
     for unknown in set(arguments.suite) - set(suites()):
         parser.error(f"there is no suite {unknown!r}; there are {', '.join(suites())}")
     results = arguments.results or (None if arguments.quick or arguments.only else RESULTS)
-    effort = QUICK if arguments.quick else Effort()
-    met = [
-        run_suite(name, comparisons(name, arguments.only or "", quick=arguments.quick), effort, results)
-        for name in arguments.suite or suites()
-    ]
+    met: list[bool] = []
+    for name in arguments.suite or suites():
+        module = importlib.import_module(f"benchmarks.{name}")
+        effort = QUICK if arguments.quick else getattr(module, "EFFORT", Effort())
+        distribution = getattr(module, "distribution", lambda measured: ())
+        drawn = comparisons(name, arguments.only or "", quick=arguments.quick)
+        met.append(run_suite(name, drawn, effort, results, distribution))
     return 0 if arguments.quick or all(met) else 1
 
 

@@ -18,7 +18,7 @@ import math
 import os
 import platform
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +65,8 @@ class Comparison:
             `Effort`.
         peer_result: brings what `peer` returns into the form of what `candidate` returns, for the check alone.
         tolerance: by how much results may differ, as a part of the largest entry of each array.
+        slack_seconds: how much longer than the peer, by the medians of a call, the candidate may take even where the
+            ratio is above the target: for loops so short that a constant time per call decides the ratio.
     """
 
     name: str
@@ -76,6 +78,7 @@ class Comparison:
     blocks: int | None = None
     peer_result: Callable[[Any], object] = lambda result: result
     tolerance: float = 1e-4
+    slack_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -142,12 +145,13 @@ class Measurement:
         against: see `Comparison`.
         target: see `Comparison`.
         details: see `Comparison`.
-        passed: whether the median ratio is within the target; None without a target.
+        passed: whether the median ratio is within the target or the difference within the slack; None without a target.
         ratio: the candidate's time over the peer's, one ratio a block.
         candidate_seconds: one call of the candidate.
         peer_seconds: one call of the peer.
         blocks: how many ratios were measured.
         calls_per_sample: how many calls were timed together; four samples make a block.
+        slack_seconds: see `Comparison`.
     """
 
     name: str
@@ -160,6 +164,7 @@ class Measurement:
     peer_seconds: Spread
     blocks: int
     calls_per_sample: int
+    slack_seconds: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -173,6 +178,33 @@ class MemoryMeasurement:
     ratio: float
     candidate_bytes: int
     peer_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Distribution:
+    """What many comparisons of one kind say together.
+
+    Attributes:
+        kind: what was compared.
+        of: which of them.
+        count: how many.
+        median: of their ratios; of times, these are medians themselves.
+        p90: the ratio that nine in ten do not exceed.
+        worst: the largest ratio.
+        worst_name: what it is a ratio of.
+        over: how many ratios are above their target.
+        missed: how many of these are outside of the slack too.
+    """
+
+    kind: str
+    of: str
+    count: int
+    median: float
+    p90: float
+    worst: float
+    worst_name: str
+    over: int
+    missed: int
 
 
 def measure(comparison: Comparison, effort: Effort) -> Measurement:
@@ -191,23 +223,27 @@ def measure(comparison: Comparison, effort: Effort) -> Measurement:
     candidate, peer, target = comparison.candidate, comparison.peer, comparison.target
     assert_trees_agree(candidate(), comparison.peer_result(peer()), comparison.tolerance)  # also compiles both
     blocks, calls = _amount(comparison, effort)
-    times = []
+    times: list[tuple[float, float]] = []
     with _garbage_apart():
         for block in range(blocks):
             times.append(_block(candidate, peer, calls, candidate_first=block % 2 == 0))
             gc.collect()
     ratio = Spread.of(a / b for a, b in times)
+    candidate_seconds, peer_seconds = (Spread.of(seconds) for seconds in zip(*times, strict=True))
+    slack = comparison.slack_seconds
+    within = slack is not None and candidate_seconds.median - peer_seconds.median <= slack
     return Measurement(
         name=comparison.name,
         against=comparison.against,
         target=target,
         details=comparison.details,
-        passed=None if target is None else ratio.median <= target,
+        passed=None if target is None else ratio.median <= target or within,
         ratio=ratio,
-        candidate_seconds=Spread.of(a for a, _ in times),
-        peer_seconds=Spread.of(b for _, b in times),
+        candidate_seconds=candidate_seconds,
+        peer_seconds=peer_seconds,
         blocks=blocks,
         calls_per_sample=calls,
+        slack_seconds=slack,
     )
 
 
@@ -231,7 +267,13 @@ def assert_trees_agree(candidate: object, peer: object, tolerance: float = 1e-4)
         np.testing.assert_allclose(ours, theirs, rtol=1e-3, atol=tolerance * largest, err_msg=where)
 
 
-def run_suite(name: str, comparisons: Iterable[Comparison | Memory], effort: Effort, results: Path | None) -> bool:
+def run_suite(
+    name: str,
+    comparisons: Iterable[Comparison | Memory],
+    effort: Effort,
+    results: Path | None,
+    distribution: Callable[[Sequence[Measurement | MemoryMeasurement]], Sequence[Distribution]] = lambda measured: (),
+) -> bool:
     """Measures a suite, prints a table and writes `<results>/<name>.json`.
 
     Args:
@@ -239,6 +281,7 @@ def run_suite(name: str, comparisons: Iterable[Comparison | Memory], effort: Eff
         comparisons: drawn one at a time, so that the data of one need not outlive it.
         effort: how long to measure.
         results: the folder to write to; None writes nothing.
+        distribution: what many comparisons say together, from all that was measured; printed and written after them.
 
     Returns:
         Whether every target was met.
@@ -254,10 +297,15 @@ def run_suite(name: str, comparisons: Iterable[Comparison | Memory], effort: Eff
         else:
             measurements.append(measure(comparison, effort))
             print(_row(measurements[-1]), flush=True)
+    distributions = distribution([*measurements, *memory])
+    if distributions:
+        print("\n" + "\n".join([_DISTRIBUTION_HEADER, *map(_distribution_row, distributions)]))
     if results is not None:
         report["comparisons"] = [dataclasses.asdict(m) for m in measurements]
         if memory:
             report["memory"] = [dataclasses.asdict(m) for m in memory]
+        if distributions:
+            report["distribution"] = [dataclasses.asdict(d) for d in distributions]
         results.mkdir(parents=True, exist_ok=True)
         (results / f"{name}.json").write_text(json.dumps(report, indent=2) + "\n")
     return all(m.passed is not False for m in (*measurements, *memory))
@@ -358,6 +406,18 @@ def _memory_row(m: MemoryMeasurement) -> str:
         f"{m.name:<38} {m.against:<28} {_megabytes(m.candidate_bytes):>10} {_megabytes(m.peer_bytes):>10}"
         f" {m.ratio:>7.3f} {'':>6} {'':>6} {_target(m)}"
     ).rstrip()
+
+
+_DISTRIBUTION_HEADER = (
+    f"{'distribution':<28} {'of':<10} {'count':>6} {'median':>7} {'p90':>7} {'worst':>7} {'over':>5} {'missed':>6}"
+)
+
+
+def _distribution_row(d: Distribution) -> str:
+    return (
+        f"{d.kind:<28} {d.of:<10} {d.count:>6} {d.median:>7.3f} {d.p90:>7.3f} {d.worst:>7.3f} {d.over:>5}"
+        f" {d.missed:>6}  {d.worst_name}"
+    )
 
 
 def _target(m: Measurement | MemoryMeasurement) -> str:

@@ -1,7 +1,7 @@
 """Writes what docs/benchmarks.md shows of benchmarks/results/*.json: `python scripts/figures.py`.
 
-The page has the generated tables `overview`, `slower` and `memory`, each between `<!-- figures: NAME -->` and
-`<!-- /figures -->`; the rest of it is edited. Its charts are files in docs/pictures/charts, which it includes. All
+The page has the generated tables `overview`, `slower`, `memory` and `families`, each between `<!-- figures: NAME -->`
+and `<!-- /figures -->`; the rest of it is edited. Its charts are files in docs/pictures/charts, which it includes. All
 numbers of a suite are in benchmarks/results/<suite>.txt, which the site publishes too (scripts/docs_extras.py).
 benchmarks/README.md describes the layout of the JSON. Tests compare all of this with what the results give.
 """
@@ -9,6 +9,7 @@ benchmarks/README.md describes the layout of the JSON. Tests compare all of this
 import json
 import math
 import re
+import statistics
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -235,6 +236,21 @@ MEMORY: Sequence[Chosen] = (
     ("linear", "64 wide, memory, gradient", "associative_scan", "a linear recurrence"),
 )
 
+# The chart of the families: what is compared, and what the chart and the table call it.
+FAMILIES = "families"
+KINDS: Mapping[str, str] = {
+    "full, forward": "mask_scan, rows full, forward / a where",
+    "uniform, forward": "mask_scan, uniform lengths, forward / a where",
+    "full, gradient": "mask_scan, rows full, gradient / a where",
+    "uniform, gradient": "mask_scan, uniform lengths, gradient / a where",
+    "remat auto, gradient": "scan, remat auto, gradient / jax.lax.scan",
+}
+MEMORY_KINDS: Mapping[str, str] = {
+    "full, memory": "memory of the gradient, mask_scan / a where",
+    "remat auto, memory": "memory of the gradient, remat auto / jax.lax.scan",
+}
+LANE, APART = 6, 1.0  # pixels from dot to dot upwards; and percent across
+
 Report = Mapping[str, Any]
 
 
@@ -261,13 +277,17 @@ def page_of(text: str, reports: Mapping[str, Report | None]) -> str:
     Raises:
         KeyError: the page has a part that is no table.
     """
-    tables = {"overview": overview, "slower": slower, "memory": memory}
+    tables = {"overview": overview, "slower": slower, "memory": memory, "families": families}
     return PART.sub(lambda part: f"{part[1]}\n{tables[part[2]](reports)}\n{part[3]}", text)
 
 
 def charts(reports: Mapping[str, Report | None]) -> dict[Path, str]:
-    """The files of all charts."""
-    return {CHARTS_FOLDER / f"{name}.svg": chart(name, _chosen(reports, rows)) for name, rows in CHARTS.items()}
+    """The files of all charts; there is one of the families where these were measured."""
+    made = {name: chart(name, _chosen(reports, rows)) for name, rows in CHARTS.items()}
+    report = reports.get(FAMILIES)
+    if report is not None:
+        made[FAMILIES] = dots(FAMILIES, report)
+    return {CHARTS_FOLDER / f"{name}.svg": content for name, content in made.items()}
 
 
 def texts(reports: Mapping[str, Report | None]) -> dict[Path, str]:
@@ -316,6 +336,23 @@ def memory(reports: Mapping[str, Report | None]) -> str:
     return _table(rows, numbers=2)
 
 
+def families(reports: Mapping[str, Report | None]) -> str:
+    """The chart of all families, and a table of how their ratios are distributed."""
+    report = reports.get(FAMILIES)
+    if report is None:
+        return "This suite has not been measured yet.\n"
+    rows: list[Sequence[str]] = [("what", "families", "median", "p90", "worst", "over 1.15", "missed")]
+    called = {**KINDS, **MEMORY_KINDS}
+    for d in report["distribution"]:
+        if d["of"] != "all":
+            numbers = (_number(d[quantile]) for quantile in ("median", "p90"))
+            worst = f"{_number(d['worst'])} ({d['worst_name']})"
+            rows.append(
+                (called[d["kind"]], f"{d['count']} {d['of']}", *numbers, worst, str(d["over"]), str(d["missed"]))
+            )
+    return f'--8<-- "docs/pictures/charts/{FAMILIES}.svg"\n\n{_table(rows, numbers=2)}'
+
+
 def text(name: str, report: Report) -> str:
     """All numbers of a suite: where and with what they were measured, and a table for each peer."""
     parts = [f"benchmarks/{name}.py", _circumstances(report)]
@@ -327,7 +364,17 @@ def text(name: str, report: Report) -> str:
             label = m["name"].removeprefix("memory, ")
             rows.append((label, m["against"], _number(m["ratio"]), _target(m), *_sizes(m)))
         parts.append(_aligned(rows))
+    if report.get("distribution"):
+        parts.append(_aligned(list(_distributions(report))))
     return "\n\n".join(parts) + "\n"
+
+
+def _distributions(report: Report) -> Iterator[Sequence[str]]:
+    """What many comparisons say together."""
+    yield ("distribution", "of", "count", "median", "p90", "worst", "over", "missed", "the worst")
+    for d in report["distribution"]:
+        ratios = (_number(d[part]) for part in ("median", "p90", "worst"))
+        yield (d["kind"], d["of"], str(d["count"]), *ratios, str(d["over"]), str(d["missed"]), d["worst_name"])
 
 
 def times(comparisons: Sequence[Report]) -> str:
@@ -372,12 +419,16 @@ def chart(name: str, comparisons: Sequence[Report]) -> str:
         f'<title id="ratios-{name}">Ratios and their spread.</title>',
     ]
     for tick in _ticks(low, high):
-        x = _x(tick, low, high)
-        lines.append(f'<line class="{"one" if tick == 1 else "tick"}" x1="{x}" x2="{x}" y1="0" y2="{height - AXIS}"/>')
-        lines.append(f'<text class="number" x="{x}" y="{height - 5}">{tick:g}</text>')
+        lines += _tick(tick, _x(tick, low, high), height - AXIS)
     for row, comparison in enumerate(comparisons):
         lines += _row(comparison, row * ROW, low, high)
     return "\n".join([*lines, "</svg></figure>"]) + "\n"
+
+
+def _tick(tick: float, x: str, bottom: int) -> Iterator[str]:
+    """A line across the chart, and its number."""
+    yield f'<line class="{"one" if tick == 1 else "tick"}" x1="{x}" x2="{x}" y1="0" y2="{bottom}"/>'
+    yield f'<text class="number" x="{x}" y="{bottom + AXIS - 5}">{tick:g}</text>'
 
 
 def _row(comparison: Report, top: int, low: float, high: float) -> Iterator[str]:
@@ -392,6 +443,62 @@ def _row(comparison: Report, top: int, low: float, high: float) -> Iterator[str]
         target = _x(comparison["target"], low, high)
         yield f'<line class="target" x1="{target}" x2="{target}" y1="{y - 6}" y2="{y + 6}"/>'
     yield f'<circle class="median" cx="{x["median"]}" cy="{y}" r="3.5"/>'
+
+
+def dots(name: str, report: Report) -> str:
+    """An SVG of the median ratios of many programs: a dot each, for each kind of comparison, on one logarithmic axis.
+
+    Dots that would overlap stand above one another. The fitted ones are rings.
+    """
+    kinds = {kind: _of_kind(report, kind) for kind in KINDS}
+    ratios = [c["ratio"]["median"] for rows in kinds.values() for c in rows]
+    target = max(c["target"] for rows in kinds.values() for c in rows)
+    low, high = min([1.0, *ratios]), max([target, *ratios])
+    lines: list[str] = []
+    top = 0
+    for kind, rows in kinds.items():
+        made, top = _dots_row(KINDS[kind], rows, top, low, high)
+        lines += made
+    head = [
+        f'<figure class="ratios"><svg role="img" aria-labelledby="ratios-{name}" width="100%" height="{top + AXIS}">',
+        f'<title id="ratios-{name}">Ratios of all {name}.</title>',
+    ]
+    for tick in _ticks(low, high):
+        head += _tick(tick, _x(tick, low, high), top)
+    limit = _x(target, low, high)
+    head.append(f'<line class="limit" x1="{limit}" x2="{limit}" y1="0" y2="{top}"/>')
+    return "\n".join([*head, *lines, "</svg></figure>"]) + "\n"
+
+
+def _dots_row(label: str, rows: Sequence[Report], top: int, low: float, high: float) -> tuple[list[str], int]:
+    """One kind of comparison: its name, its dots and their median; and where the next one begins."""
+    lanes: list[float] = []  # where across the last dot of each lane is
+    placed: list[tuple[str, int, Report]] = []
+    for comparison in sorted(rows, key=lambda c: c["ratio"]["median"]):
+        x = _x(comparison["ratio"]["median"], low, high)
+        across = float(x.rstrip("%"))
+        lane = next((n for n, last in enumerate(lanes) if across - last >= APART), len(lanes))
+        lanes[lane : lane + 1] = [across]
+        placed.append((x, lane, comparison))
+    bottom = top + 26 + LANE * len(lanes)
+    median = statistics.median(c["ratio"]["median"] for c in rows)
+    x = _x(median, low, high)
+    made = [
+        f'<text x="0" y="{top + 13}">{escape(label)}: {_number(median)}</text>',
+        f'<line class="target" x1="{x}" x2="{x}" y1="{top + 18}" y2="{bottom - 3}"/>',
+    ]
+    for x_dot, lane, comparison in placed:
+        kind = "fitted" if comparison["details"]["fitted"] else "family"
+        ratio = _number(comparison["ratio"]["median"])
+        title = escape(f"{comparison['name'].rsplit(', ', 2)[0]}: {ratio}")
+        y = bottom - 8 - LANE * lane
+        made.append(f'<circle class="{kind}" cx="{x_dot}" cy="{y}" r="2.5"><title>{title}</title></circle>')
+    return made, bottom
+
+
+def _of_kind(report: Report, kind: str) -> list[Report]:
+    """The comparisons of families whose names end in a kind."""
+    return [c for c in report["comparisons"] if c["name"].endswith(f", {kind}") and c["target"] is not None]
 
 
 def _x(value: float, low: float, high: float) -> str:
@@ -425,7 +532,9 @@ def _measurements(report: Report) -> list[Report]:
 def _target(measurement: Report) -> str:
     if measurement["target"] is None:
         return ""
-    return f"{_number(measurement['target'])}, {'met' if measurement['passed'] else 'missed'}"
+    slack = measurement.get("slack_seconds")
+    target = _number(measurement["target"]) + ("" if slack is None else f" or {_seconds(slack)}")
+    return f"{target}, {'met' if measurement['passed'] else 'missed'}"
 
 
 def _number(ratio: float) -> str:

@@ -60,7 +60,7 @@ def test_every_suite_and_every_chart_is_on_the_page() -> None:
     page = figures.PAGE.read_text()
     assert all(f"`{suite}`" in page for suite in figures.suites())
     shown = re.findall(r'^--8<-- "docs/pictures/charts/(\w+)\.svg"$', page, re.MULTILINE)
-    assert sorted(shown) == sorted(figures.CHARTS)
+    assert sorted(shown) == sorted(file.stem for file in figures.charts(figures.suites()))
 
 
 def test_all_that_is_chosen_was_measured() -> None:
@@ -101,6 +101,71 @@ def test_the_axis_is_logarithmic() -> None:
     assert 'class="median" cx="50.0%"' in made
     assert "a &lt; b / by hand: 1.00" in made
     assert re.findall(r'class="number" .*>(\S+)</text>', made) == ["0.5", "1", "2"]
+
+
+def family(name: str, ratio: float, *, fitted: bool) -> dict[str, Any]:
+    """What the suite of families writes for one comparison."""
+    return {
+        **COMPARISON,
+        "name": name,
+        "target": 1.15,
+        "ratio": {**SPREAD, "median": ratio},
+        "details": {"fitted": float(fitted)},
+        "slack_seconds": 3e-5,
+    }
+
+
+DISTRIBUTION = {"count": 2, "median": 1.0, "p90": 1.2, "worst": 1.25, "worst_name": "<b>", "over": 1, "missed": 0}
+FAMILIES = {
+    **REPORT,
+    "comparisons": [
+        family(f"{name}, {kind}", ratio, fitted=ratio < 1)
+        for kind in figures.KINDS
+        for name, ratio in (("a", 0.8), ("<b>", 1.25))
+    ],
+    "distribution": [
+        {"kind": kind, "of": of, **DISTRIBUTION}
+        for kind in (*figures.KINDS, *figures.MEMORY_KINDS)
+        for of in ("all", "fitted", "held back")
+    ],
+}
+
+
+def test_families_are_dots_around_their_median() -> None:
+    made = figures.charts(figures.suites() | {"families": FAMILIES})
+    chart = made[figures.CHARTS_FOLDER / "families.svg"]
+    assert chart.count('class="fitted" cx="4.0%"') == chart.count('class="family" cx="96.0%"') == len(figures.KINDS)
+    assert chart.count("<title>&lt;b&gt;: 1.25</title>") == len(figures.KINDS)
+    assert "scan, remat auto, gradient / jax.lax.scan: 1.02" in chart  # the median of all
+    assert '<line class="limit" x1="78.8%" x2="78.8%"' in chart
+
+
+def test_dots_that_would_overlap_stand_above_one_another() -> None:
+    ratios = [1.0, 1.0, 1.0, 1.5]
+    kind = next(iter(figures.KINDS))
+    rows = [family(f"{n}, {kind}", ratio, fitted=False) for n, ratio in enumerate(ratios)]
+    made, _ = figures._dots_row("label", rows, 0, 1.0, 2.0)
+    places = re.findall(r'class="family" cx="(\S+)" cy="(\d+)"', "\n".join(made))
+    assert len(set(places)) == len(ratios)
+    assert sorted({y for _, y in places}) == ["24", "30", "36"]
+
+
+def test_families_without_results_have_no_chart() -> None:
+    assert "not been measured" in figures.families({})
+    assert figures.CHARTS_FOLDER / "families.svg" not in figures.charts(figures.suites() | {"families": None})
+
+
+def test_the_table_of_families_has_both_halves() -> None:
+    made = figures.families({"families": FAMILIES})
+    assert made.startswith('--8<-- "docs/pictures/charts/families.svg"\n\n| what |')
+    assert made.count(" | 2 fitted | 1.00 | 1.20 | 1.25 (<b>) | 1 | 0 |") == 7
+    assert made.count(" | 2 held back | ") == 7
+
+
+def test_a_file_has_the_slack_and_the_distribution() -> None:
+    made = figures.text("families", FAMILIES)
+    assert "1.15 or 30 µs, missed" in made
+    assert re.search(r"full, forward +held back +2 +1\.00 +1\.20 +1\.25 +1 +0 +<b>\n", made)
 
 
 def test_the_overview_has_each_suite() -> None:
