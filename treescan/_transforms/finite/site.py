@@ -75,7 +75,8 @@ def with_heads(loop: Loop, heads: list[Array], axes: LeafAxes | None = None) -> 
     begins = None if rows.resets is None else begins_of(loop, loop.state)
     if begins is not None:
         begins = Begins(begins.flags, [*(None for _ in heads), *begins.targets], (*none, *begins.tables))
-    unchanged = None if rows.unchanged is None else lambda: (*none, *rows.unchanged())
+    before = rows.unchanged
+    unchanged = None if before is None else lambda: (*none, *before())
     trace = loop.trace._replace(fixed=(*none, *loop.trace.fixed))
     axes = (*(axes or (0,) * len(heads)), *rows.axes.state)
     rows = rows._replace(begins=begins, unchanged=unchanged)

@@ -25,7 +25,6 @@ from ..._axes import LeafAxes
 from ..._loop.loop import Feed, Loop, Step, within
 from ..._trace.cost import bytes_of, count_saved_bytes
 from ..._trace.hoist import is_smooth, is_untraced, one_step
-from ..._trace.smoothness import has_finite_derivative
 from ..._tree import Prefix, map_leaves
 from ..._types import Array, PyTree
 from ..checkpoint import chooses, compares
@@ -58,12 +57,12 @@ class GoodPair(NamedTuple):
     """The values that padded rows see. If all rows see the same values, the batch axes have size 1.
 
     Attributes:
-        state: leaves of the state, None for one that is shown as it is.
-        fixed: the same of the leaves that no step changes.
-        x: the same of one step's x.
+        state: leaves of the state.
+        fixed: of the leaves that no step changes, None for one that is shown as it is.
+        x: leaves of one step's x, None for one that is shown as it is.
     """
 
-    state: list[Any]
+    state: list[Array]
     fixed: list[Array | None]
     x: list[Any]
 
@@ -310,12 +309,9 @@ def mask(loop: Loop, fill: Prefix, *, lengths: Array | None = None) -> Loop:
         loop = dataclasses.replace(loop, consts=(lend_rows(fixed, fixed_axes, valid), inner))
     good, consts = _good_pair(loop, axes, fixed_axes, lengths, share=share)
     jaxpr = None if is_untraced(loop) or loop.trace is None else loop.trace.jaxpr
-    if lengths is not None and not share and jaxpr is not None and _may_keep_its_state(loop, jaxpr):
-        loop, good = _begin_well(loop, good, jnp.asarray(lengths) > 0)
     decides = jaxpr is not None and (compares(jaxpr) or chooses(jaxpr))
     step = Masked(loop.step, axes.state, fixed_axes, axes.x, loop.rows.y_axes, fill, decides=decides)
-    of_state = (axis for leaf, axis in zip(good.state, axes.state, strict=True) if leaf is not None)
-    good_axes: LeafAxes = (None,) * len(jax.tree.leaves(good)) if share else (*of_state, *axes.x)  # one row, or all
+    good_axes: LeafAxes = (None,) * len(jax.tree.leaves(good)) if share else (*axes.state, *axes.x)  # one row, or all
     loop = dataclasses.replace(loop, step=step, consts=(good, consts))
     return with_axes(loop, consts=(*good_axes, *axes.consts))
 
@@ -325,9 +321,13 @@ SMALL = 10
 
 
 def is_small_x(loop: Loop) -> bool:
-    """Whether x takes few of the bytes that the gradient of a masked loop saves, so that it may be copied."""
+    """Whether x takes few of the bytes that the gradient of a masked loop saves, so that it may be copied.
+
+    Where rows share a leaf, padded ones are shown a row of this very step: no x from another time may join it.
+    """
     consts, trace = loop.consts, loop.trace
-    if not (isinstance(consts, tuple) and isinstance(consts[0], GoodPair)) or None in loop.rows.axes.x:
+    told = isinstance(consts, tuple) and isinstance(consts[0], GoodPair)
+    if not told or None in (*loop.rows.axes.state, *loop.rows.axes.x):
         return False
     one = sum(bytes_of(leaf) for leaf in jax.tree.leaves(one_step(loop.xs.x)))
     return SMALL * one <= count_saved_bytes(trace.jaxpr) + sum(map(bytes_of, map(jax.typeof, loop.state)))
@@ -354,30 +354,6 @@ def with_good_x(loop: Loop, tangents: Any) -> tuple[Loop, Any]:
     loop = dataclasses.replace(loop, consts=(good._replace(x=nothing), consts), xs=xs)
     d_feed = d_feed._replace(x=jax.tree.unflatten(structure, d_x))
     return loop, ((d_good._replace(x=nothing), d_others), d_state, d_feed)
-
-
-def _may_keep_its_state(loop: Loop, jaxpr: Any) -> bool:
-    """Whether a padded row may be shown its own last state, with a good x.
-
-    This state is finite, but it need not fit that x: a body may divide by their difference, for example. So the
-    derivative of the body has to be finite for all finite numbers.
-    """
-    if loop.going is not None or loop.rows.resets is not None or 0 in loop.xs.valid.shape:
-        return False
-    given = len(jax.tree.leaves((loop.state, loop.xs)))
-    return has_finite_derivative(jaxpr, [place >= len(jaxpr.invars) - given for place in range(len(jaxpr.invars))])
-
-
-def _begin_well(loop: Loop, good: GoodPair, have: Array) -> tuple[Loop, GoodPair]:
-    """The loop, whose rows without any valid step begin with a good state; they end with their own."""
-    init, axes = loop.state, loop.rows.axes.state
-
-    def chosen(new: list[Array], old: list[Array]) -> list[Array]:
-        mask = RowMask(have)
-        return [mask.select(*pair, axis) for *pair, axis in zip(new, old, axes, strict=True)]
-
-    begun = dataclasses.replace(loop, state=chosen(init, good.state))
-    return begun.finished(lambda state: chosen(state, init)), good._replace(state=[None] * len(init))
 
 
 def lend_rows(leaves: list[Array], axes: LeafAxes, valid: Array) -> list[Array]:
