@@ -21,12 +21,7 @@ H = jnp.ones((2, N))
 
 
 class Program(NamedTuple):
-    """A loop over large arrays: (arrays, remat, whether they are handed on) to (h, the arrays or None).
-
-    Attributes:
-        run: the loop.
-        shapes: of the arrays.
-    """
+    """A loop over large arrays of these shapes: (arrays, remat, handed on or not) to (h, arrays or None)."""
 
     run: Callable[[Any, Any, bool], tuple[Any, Any]]
     shapes: Any = (T, N, N)
@@ -71,8 +66,8 @@ def _by_scan(body: Any, init: Any, remat: Any) -> Any:
     return scan(lambda carry, i: (body(carry, i), None), init, jnp.arange(T), remat=remat)[0]
 
 
-def _by_fori(body: Any, init: Any, remat: Any) -> Any:
-    return fori(0, T, lambda i, carry: body(carry, i), init, remat=remat)
+def _by_fori(body: Any, init: Any, remat: Any, upper: Any = T, **options: Any) -> Any:
+    return fori(0, upper, lambda i, carry: body(carry, i), init, remat=remat, **options)
 
 
 def _by_mask_scan(body: Any, init: Any, remat: Any, **flags: Any) -> Any:
@@ -87,27 +82,15 @@ def _by_resets(body: Any, init: Any, remat: Any) -> Any:
 
 
 def _by_while_scan(body: Any, init: Any, remat: Any) -> Any:
-    def goes_on(carry: Any) -> Any:
-        return jax.tree.leaves(carry)[0].sum() < 1e9
-
+    goes_on = lambda carry: jax.tree.leaves(carry)[0].sum() < 1e9  # noqa: E731
     return while_scan(goes_on, lambda carry, i: (body(carry, i), None), init, jnp.arange(T), remat=remat)[0]
 
 
 def _by_rows(body: Any, init: Any, remat: Any) -> Any:
-    def go_on(carry: Any) -> Any:
-        return jax.tree.leaves(carry)[0].sum(1) < 1e9
-
+    go_on = lambda carry: jax.tree.leaves(carry)[0].sum(1) < 1e9  # noqa: E731
     axes = (0, None) if isinstance(init, tuple) else 0
     xs = jnp.stack([jnp.arange(T)] * 2, 1)
     return while_scan(go_on, lambda c, x: (body(c, x[0]), None), init, xs, carry_axes=axes, remat=remat)[0]
-
-
-def _by_traced_fori(body: Any, init: Any, remat: Any) -> Any:
-    return fori(0, jnp.asarray(T), lambda i, carry: body(carry, i), init, max_length=T, remat=remat)
-
-
-def _by_layers(body: Any, init: Any, remat: Any) -> Any:
-    return fold_layers(lambda i, carry: body(carry, i), init, jnp.arange(T), remat=remat)
 
 
 def _over_layers(w: Any, remat: Any, on: bool) -> Any:
@@ -122,23 +105,11 @@ def _layers_with_state(w: Any, remat: Any, on: bool) -> Any:
     return h, w
 
 
-def _fold_with_state(w: Any, remat: Any, on: bool) -> Any:
-    gains = jnp.ones(T)
-    if not on:
-        return fold_layers(lambda layer, h: _step(h, layer[1]) * layer[0], H, (gains, w), remat=remat), None
-    return fold_layers(lambda g, h, w: (_step(h, w) * g, w), H, gains, state=w, remat=remat)
-
-
-def _first(layer: Any, h: Any) -> Any:
-    return _step(h, layer)
-
-
-def _second(layer: Any, h: Any) -> Any:
-    return _step(h, layer) + h
+_BLOCKS: Any = (lambda w, h: _step(h, w), lambda w, h: _step(h, w) + h)
 
 
 def _in_turn(w: Any, remat: Any, on: bool) -> Any:
-    blocks = [lambda w, h, of=of: (of(w, h), _only(on, w)) for of in (_first, _second)]
+    blocks = [lambda w, h, of=of: (of(w, h), _only(on, w)) for of in _BLOCKS]
     h, ys = scan_layers(blocks, H, w, remat=remat)
     return h, _only(on, ys)
 
@@ -146,9 +117,9 @@ def _in_turn(w: Any, remat: Any, on: bool) -> Any:
 def _in_turn_with_state(w: Any, remat: Any, on: bool) -> Any:
     gains = [jnp.ones(len(stack)) for stack in w]
     if not on:
-        blocks = [lambda layer, h, of=of: (of(layer[1], h) * layer[0], None) for of in (_first, _second)]
+        blocks = [lambda layer, h, of=of: (of(layer[1], h) * layer[0], None) for of in _BLOCKS]
         return scan_layers(blocks, H, list(zip(gains, w, strict=True)), remat=remat)[0], None
-    blocks = [lambda g, h, w, of=of: (of(w, h) * g, w, None) for of in (_first, _second)]
+    blocks = [lambda g, h, w, of=of: (of(w, h) * g, w, None) for of in _BLOCKS]
     h, w, _ = scan_layers(blocks, H, gains, state=w, remat=remat)
     return h, w
 
@@ -183,25 +154,23 @@ class _Layer(nnx.Module):
         self.w = nnx.Param(w)
 
 
-def _modules(w: Any, remat: Any, on: bool, axis: int = 0) -> Any:
+def _modules(w: Any, remat: Any, on: bool) -> Any:
     if not on:
-        return _over_xs(w, remat, on, in_axes=axis)
+        return _over_xs(w, remat, on)
     layer = _Layer(w)
 
-    @functools.partial(of_nnx.scan, in_axes=(nnx.Carry, axis), out_axes=nnx.Carry, remat=remat)
+    @functools.partial(of_nnx.scan, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry, remat=remat)
     def run(h: Any, layer: Any) -> Any:
         return _step(h, layer.w[...])
 
     return run(H, layer), layer.w[...]
 
 
-_AXIS_1 = (N, T, N)
-_EQUAL = [(T // 2, N, N), (T // 2, N, N)]
 _REST = [(T // 2 + 1, N, N), (T // 2, N, N)]
 
 PROGRAMS = {
     "scan": Program(_over_xs),
-    "scan, axis 1": Program(_over_axis_1, _AXIS_1),
+    "scan, axis 1": Program(_over_axis_1, (N, T, N)),
     "scan, truncate": Program(functools.partial(_over_xs, truncate=4)),
     "scan, carry": Program(_in_carry(_by_scan)),
     "fori": Program(_in_carry(_by_fori)),
@@ -210,15 +179,11 @@ PROGRAMS = {
     "while_scan": Program(_in_carry(_by_while_scan)),
     "scan_layers": Program(_over_layers),
     "scan_layers, state": Program(_layers_with_state),
-    "fold_layers, state": Program(_fold_with_state),
-    "pattern": Program(_in_turn, _EQUAL),
     "pattern, rest": Program(_in_turn, _REST),
-    "pattern, state": Program(_in_turn_with_state, _EQUAL),
     "pattern, state, rest": Program(_in_turn_with_state, _REST),
     "lift": Program(_lifted),
     "flax": Program(_linen),
     "nnx": Program(_modules),
-    "nnx, axis 1": Program(functools.partial(_modules, axis=1), _AXIS_1),
 }
 """Without `accumulate`, which stacks whatever its carry holds."""
 
@@ -226,14 +191,14 @@ _LENGTHS = {"lengths": jnp.array([3, 8])}
 LOOPS: dict[str, Loop] = {
     "scan": _by_scan,
     "fori": _by_fori,
-    "fori, traced": _by_traced_fori,
+    "fori, traced": functools.partial(_by_fori, upper=jnp.asarray(T), max_length=T),
     "mask_scan": _by_mask_scan,
     "mask_scan, chunk": functools.partial(_by_mask_scan, chunk=4, **_LENGTHS),
     "mask_scan, compact": functools.partial(_by_mask_scan, chunk=4, compact=True, **_LENGTHS),
     "mask_scan, resets": _by_resets,
     "while_scan": _by_while_scan,
     "while_scan, rows": _by_rows,
-    "fold_layers": _by_layers,
+    "fold_layers": lambda body, init, remat: fold_layers(lambda i, h: body(h, i), init, jnp.arange(T), remat=remat),
 }
 """Loops that may read an array in each step without a change."""
 

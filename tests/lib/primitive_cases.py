@@ -73,14 +73,7 @@ def _is_table(value: Any) -> bool:
 
 
 class Operand(NamedTuple):
-    """What is drawn for one place.
-
-    Attributes:
-        shape: of one step.
-        dtype: its type.
-        low: the least value.
-        high: above all values.
-    """
+    """What is drawn for one place, of one step: numbers from `low` to below `high`."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -183,6 +176,11 @@ def of(function, *operands, types=FLOATS) -> Entry:
     return Entry(types, make)
 
 
+def each(types: tuple[str, ...], *examples: Any) -> Entry:
+    """Examples of the same types: (function, *operands)."""
+    return several(*(of(function, *operands, types=types) for function, *operands in examples))
+
+
 def whole(shape: tuple[int, ...], high: int) -> Any:
     """An operand of whole numbers below `high`."""
     return (shape, "int32", (0, high))
@@ -192,27 +190,12 @@ def _compare(function) -> Entry:
     return binary(function, (*FLOATS, *INTEGERS))
 
 
-def _broadcast_in_dim() -> Entry:
-    return several(
-        of(lambda a: lax.broadcast_in_dim(a, ROW, ()), ONE, types=NUMBERS),
-        of(lambda a: lax.broadcast_in_dim(a, GRID, (1,)), ROW, types=NUMBERS),
-        of(lambda a: lax.broadcast_in_dim(a, (CHUNK, 1, CHUNK), (2,)), ROW, types=NUMBERS),
-        of(lambda a: lax.broadcast_in_dim(a, (2, 2, CHUNK), (0, 2)), GRID, types=NUMBERS),
-    )
-
-
 def _clamp() -> Entry:
-    def between(low, a, high):
-        return lax.clamp(low, a, high)
-
     def between_numbers(low, a, high):  # JAX itself fails to differentiate with respect to bounds of rank 0 then
         return lax.clamp(lax.stop_gradient(low), a, lax.stop_gradient(high))
 
-    types = (*FLOATS, "int32")
-    return several(
-        *(of(between, *(shape,) * 3, types=types) for shape in (ONE, ROW, GRID)),
-        *(of(between_numbers, ONE, shape, ONE, types=types) for shape in (ROW, GRID)),
-    )
+    same = [(lambda *given: lax.clamp(*given), *(shape,) * 3) for shape in (ONE, ROW, GRID)]
+    return each((*FLOATS, "int32"), *same, *((between_numbers, ONE, shape, ONE) for shape in (ROW, GRID)))
 
 
 def _whole_power(a, n):
@@ -232,69 +215,39 @@ def _select_n() -> Entry:
     )
 
 
+# fmt: off
 def _shapers() -> dict[str, Entry]:
-    every = (*NUMBERS, *BOOL)
-    return {
-        "concatenate": several(
-            of(lambda a, b: lax.concatenate([a, b], 0), ROW, ROW, types=every),
-            of(lambda a, b: lax.concatenate([a, b, a], 1), GRID, (2, 1), types=every),
-        ),
-        "pad": several(
-            of(lambda a, b: lax.pad(a, b, [(1, 0, 1)]), ROW, ONE, types=NUMBERS),
-            of(lambda a, b: lax.pad(a, b, [(0, 1, 0), (-1, 2, 0)]), GRID, ONE, types=NUMBERS),
-        ),
-        "reshape": several(
-            of(lambda a: lax.reshape(a, (1, 1)), ONE, types=every),
-            of(lambda a: lax.reshape(a, (CHUNK, 1)), ROW, types=every),
-            of(lambda a: lax.reshape(a, (CHUNK, 2)), GRID, types=every),
-        ),
-        "rev": several(
-            of(lambda a: lax.rev(a, (0,)), ROW, types=every), of(lambda a: lax.rev(a, (0, 1)), GRID, types=every)
-        ),
-        "slice": several(
-            of(lambda a: lax.slice(a, (1,), (3,)), ROW, types=every),
-            of(lambda a: lax.slice(a, (0, 0), (2, 3), (1, 2)), GRID, types=every),
-        ),
-        "split": several(
-            of(lambda a: lax.split(a, (1, 2)), ROW, types=every),
-            of(lambda a: lax.split(a, (2, 1), 1), GRID, types=every),
-        ),
-        "squeeze": several(
-            of(lambda a: lax.squeeze(a, (0,)), (1,), types=every),
-            of(lambda a: lax.squeeze(a, (0, 2)), (1, CHUNK, 1), types=every),
-        ),
-        "transpose": several(
-            of(lambda a: lax.transpose(a, (1, 0)), GRID, types=every),
-            of(lambda a: lax.transpose(a, (2, 0, 1)), (2, CHUNK, 2), types=every),
-        ),
-    }  # fmt: skip
+    of_each = {
+        "concatenate": [(lambda a, b: lax.concatenate([a, b], 0), ROW, ROW),
+                        (lambda a, b: lax.concatenate([a, b, a], 1), GRID, (2, 1))],
+        "reshape": [(lambda a: lax.reshape(a, (1, 1)), ONE), (lambda a: lax.reshape(a, (CHUNK, 2)), GRID)],
+        "rev": [(lambda a: lax.rev(a, (0,)), ROW), (lambda a: lax.rev(a, (0, 1)), GRID)],
+        "slice": [(lambda a: lax.slice(a, (1,), (3,)), ROW), (lambda a: lax.slice(a, (0, 0), (2, 3), (1, 2)), GRID)],
+        "split": [(lambda a: lax.split(a, (1, 2)), ROW), (lambda a: lax.split(a, (2, 1), 1), GRID)],
+        "squeeze": [(lambda a: lax.squeeze(a, (0,)), (1,)), (lambda a: lax.squeeze(a, (0, 2)), (1, CHUNK, 1))],
+        "transpose": [(lambda a: lax.transpose(a, (1, 0)), GRID),
+                      (lambda a: lax.transpose(a, (2, 0, 1)), (2, CHUNK, 2))],
+    }
+    return {name: each((*NUMBERS, *BOOL), *made) for name, made in of_each.items()}
 
 
 def _reducers() -> dict[str, Entry]:
     def reduced(function, types):
-        return several(
-            of(lambda a: function(a, 0), ROW, types=types),
-            of(lambda a: function(a, 1), GRID, types=types),
-            of(lambda a: function(a, (0, 1)), GRID, types=types),
-        )
+        axes = ((0, ROW), (1, GRID), ((0, 1), GRID))
+        return each(types, *((lambda a, axis=axis: function(a, axis), shape) for axis, shape in axes))
 
     def placed(function):
-        return several(
-            of(lambda a: function(a, 0, np.int32), ROW, types=(*FLOATS, "int32")),
-            of(lambda a: function(a, 1, np.int32), GRID, types=(*FLOATS, "int32")),
-        )
+        axes = ((0, ROW), (1, GRID))
+        return each((*FLOATS, "int32"), *((lambda a, axis=axis: function(a, axis, np.int32), s) for axis, s in axes))
 
     return {
         "argmax": placed(lax.argmax),
         "argmin": placed(lax.argmin),
-        "cumsum": several(
-            of(lambda a: lax.cumsum(a, 0), ROW, types=NUMBERS),
-            of(lambda a: lax.cumsum(a, 1, reverse=True), GRID, types=NUMBERS),
-            of(lambda a: lax.cumsum(a, 0), GRID, types=NUMBERS),
-        ),
-        "cummax": of(lambda a: lax.cummax(a, 0), GRID, types=FLOATS),
-        "cummin": of(lambda a: lax.cummin(a, 1), GRID, types=FLOATS),
-        "top_k": of(lambda a: lax.top_k(a, 2), ROW, types=FLOATS),
+        "cumsum": each(NUMBERS, (lambda a: lax.cumsum(a, 0), ROW), (lambda a: lax.cumsum(a, 1, reverse=True), GRID),
+                       (lambda a: lax.cumsum(a, 0), GRID)),
+        "cummax": of(lambda a: lax.cummax(a, 0), GRID),
+        "cummin": of(lambda a: lax.cummin(a, 1), GRID),
+        "top_k": of(lambda a: lax.top_k(a, 2), ROW),
         "reduce_and": reduced(jnp.all, BOOL),
         "reduce_or": reduced(jnp.any, BOOL),
         "reduce_max": reduced(jnp.max, (*FLOATS, *INTEGERS)),
@@ -302,12 +255,12 @@ def _reducers() -> dict[str, Entry]:
         "reduce_prod": reduced(functools.partial(jnp.prod, promote_integers=False), (*FLOATS, *COMPLEX, "int32")),
         "reduce_sum": reduced(functools.partial(jnp.sum, promote_integers=False), NUMBERS),
         "sort": several(
-            of(lambda a: lax.sort(a), ROW, types=(*FLOATS, *INTEGERS)),
-            of(lambda a: lax.sort(a, dimension=0), GRID, types=(*FLOATS, *INTEGERS)),
-            of(lambda a, b: lax.sort((a, b), num_keys=1), ROW, ROW, types=FLOATS),
-            of(lambda a, b: lax.sort((b, a), dimension=1), GRID, whole(GRID, 100), types=FLOATS),
+            each((*FLOATS, *INTEGERS), (lambda a: lax.sort(a), ROW), (lambda a: lax.sort(a, dimension=0), GRID)),
+            of(lambda a, b: lax.sort((a, b), num_keys=1), ROW, ROW),
+            of(lambda a, b: lax.sort((b, a), dimension=1), GRID, whole(GRID, 100)),
         ),
     }
+# fmt: on
 
 
 def _at(a, i):
@@ -320,52 +273,46 @@ def _along(a, i):
     return jnp.take_along_axis(a, i, 1, mode="fill", fill_value=0)
 
 
+# fmt: off
 def _indexers() -> dict[str, Entry]:
     return {
-        "dynamic_slice": several(
-            of(lambda a, i: lax.dynamic_slice(a, (i,), (2,)), ROW, whole(ONE, 5), types=NUMBERS),
-            of(lambda a, i, j: lax.dynamic_slice(a, (i, j), (1, 2)), GRID, whole(ONE, 3), whole(ONE, 3), types=NUMBERS),
+        "dynamic_slice": each(
+            NUMBERS, (lambda a, i: lax.dynamic_slice(a, (i,), (2,)), ROW, whole(ONE, 5)),
+            (lambda a, i, j: lax.dynamic_slice(a, (i, j), (1, 2)), GRID, whole(ONE, 3), whole(ONE, 3)),
         ),
-        "gather": several(
-            of(_at, ROW, whole((2,), 5), types=NUMBERS),
-            of(_at, GRID, whole((4,), 3), types=NUMBERS),
-            of(_along, GRID, whole((2, 2), 5), types=NUMBERS),
-        ),
-    }  # fmt: skip
+        "gather": each(NUMBERS, (_at, ROW, whole((2,), 5)), (_at, GRID, whole((4,), 3)),
+                       (_along, GRID, whole((2, 2), 5))),
+        "pad": each(NUMBERS, (lambda a, b: lax.pad(a, b, [(1, 0, 1)]), ROW, ONE),
+                    (lambda a, b: lax.pad(a, b, [(0, 1, 0), (-1, 2, 0)]), GRID, ONE)),
+        "broadcast_in_dim": each(NUMBERS, (lambda a: lax.broadcast_in_dim(a, ROW, ()), ONE),
+                                 (lambda a: lax.broadcast_in_dim(a, (CHUNK, 1, CHUNK), (2,)), ROW),
+                                 (lambda a: lax.broadcast_in_dim(a, (2, 2, CHUNK), (0, 2)), GRID)),
+    }
 
 
-# fmt: off
 DOTS = [  # (one operand, the other, contracted axes, batch axes)
     ((3,), (3,), ((0,), (0,)), ((), ())),
     ((), (), ((), ()), ((), ())),
     ((), (3,), ((), ()), ((), ())),
     ((3,), (2,), ((), ()), ((), ())),
     ((3,), (3, 2), ((0,), (0,)), ((), ())),
-    ((3,), (2, 3), ((0,), (1,)), ((), ())),
     ((2, 3), (3, 4), ((1,), (0,)), ((), ())),
     ((3, 2), (4, 3), ((0,), (1,)), ((), ())),
-    ((3, 3), (3, 3), ((0,), (0,)), ((), ())),
     ((2, 3), (2, 3), ((0, 1), (0, 1)), ((), ())),
-    ((2, 3), (3, 2), ((0, 1), (1, 0)), ((), ())),
     ((2, 3, 4), (4, 5, 2), ((0, 2), (2, 0)), ((), ())),
     ((2, 3, 4), (4, 5, 2), ((2, 0), (0, 2)), ((), ())),
-    ((2, 3, 4), (3, 5), ((1,), (0,)), ((), ())),
     ((5, 3), (2, 4, 3), ((1,), (2,)), ((), ())),
     ((2, 3), (2, 3), ((1,), (1,)), ((0,), (0,))),
     ((2, 3), (3, 2, 4), ((1,), (0,)), ((0,), (1,))),
     ((3, 2, 4), (2, 4, 3), ((2,), (1,)), ((0, 1), (2, 0))),
-    ((2, 3), (2, 3), ((), ()), ((0, 1), (0, 1))),
     ((3, 2), (3, 4), ((), ()), ((0,), (0,))),
 ]
 # fmt: on
 
 
 def _dots() -> Entry:
-    def plain(one, other, contracted, batch):
-        def multiply(a, b):
-            return lax.dot_general(a, b, (contracted, batch))
-
-        return of(multiply, one, other, types=NUMBERS)
+    def plain(one, other, *axes):
+        return of(lambda a, b: lax.dot_general(a, b, axes), one, other, types=NUMBERS)
 
     def named(**params):
         return lambda a, b: lax.dot_general(a, b, (((1,), (0,)), ((), ())), **params)
@@ -373,7 +320,6 @@ def _dots() -> Entry:
     wide = jnp.float32
     return several(
         *(plain(*dot) for dot in DOTS),
-        of(named(precision="highest"), GRID, (3, 4), types=("float32",)),
         of(named(precision=("highest", "default")), GRID, (3, 4), types=("float32",)),
         of(named(preferred_element_type=wide), GRID, (3, 4), types=("bfloat16",)),
         of(named(preferred_element_type=jnp.int32), GRID, (3, 4), types=("uint8",)),
@@ -468,7 +414,13 @@ def _linear_of_a_rule(a, b, da, db):
 
 def _complex_of_real() -> dict[str, Entry]:
     double = ("float32",)
-    called_out = functools.partial(jax.pure_callback, lambda a: a * np.complex64(1j), vmap_method="sequential")
+
+    def called_out(how, **options):
+        def call(a):
+            return how(lambda a: a * np.complex64(1j), jax.ShapeDtypeStruct(a.shape, jnp.complex64), a, **options)
+
+        return of(call, ROW, types=double)
+
     return {
         "complex": binary(lax.complex, double),
         "fft": several(
@@ -476,30 +428,34 @@ def _complex_of_real() -> dict[str, Entry]:
         ),
         "eig": of(lambda a: lax.linalg.eig(a)[0], (3, 3), types=double),
         "schur": of(lambda a: lax.linalg.schur(a), (3, 3), types=double),
-        "pure_callback": of(lambda a: called_out(jax.ShapeDtypeStruct(a.shape, jnp.complex64), a), ROW, types=double),
-        "io_callback": of(
-            lambda a: jax.experimental.io_callback(
-                lambda a: a * np.complex64(1j), jax.ShapeDtypeStruct(a.shape, jnp.complex64), a
-            ),
-            ROW,
-            types=double,
-        ),
+        "pure_callback": called_out(jax.pure_callback, vmap_method="sequential"),
+        "io_callback": called_out(jax.experimental.io_callback),
     }
 
 
 def _vary(a):
     """Within a `jax.shard_map`: an array that is the same on all devices, as one that need not be."""
     mesh = jax.make_mesh((1,), ("rows",), axis_types=(jax.sharding.AxisType.Auto,))
-    one = jax.P()
-
-    def local(a):
-        return lax.pcast(a, "rows", to="varying")[None]
-
-    return jax.shard_map(local, mesh=mesh, in_specs=one, out_specs=jax.P("rows"))(a)
+    varied = lambda a: lax.pcast(a, "rows", to="varying")[None]  # noqa: E731
+    return jax.shard_map(varied, mesh=mesh, in_specs=jax.P(), out_specs=jax.P("rows"))(a)
 
 
 def _same_iota(a):
     return a * lax.iota(a.dtype, CHUNK) + lax.broadcasted_iota(a.dtype, (2, CHUNK), 0)[1]
+
+
+def _alike() -> dict[str, Entry]:
+    """Functions of `jax.lax` that are called as their primitive is."""
+    kinds = {
+        "cos cosh exp exp2 expm1 logistic sin sinh tan tanh": lambda function: unary(function, INEXACT),
+        "log log1p rsqrt sqrt": lambda function: unary(function, INEXACT, POSITIVE),
+        "ceil erf erfc floor is_finite round": unary,
+        "real imag": lambda function: unary(function, COMPLEX),
+        "ge gt le lt": _compare,
+    }
+    found = {name: entry(getattr(lax, name)) for names, entry in kinds.items() for name in names.split()}
+    bits = {name: binary(getattr(lax, f"bitwise_{name}"), (*INTEGERS, *BOOL)) for name in ("and", "or", "xor")}
+    return found | bits
 
 
 # fmt: off
@@ -507,11 +463,8 @@ ENTRIES: dict[str, Entry] = {
     "abs": several(unary(lax.abs, (*FLOATS, "int32")), unary(lax.abs, COMPLEX, POSITIVE)),
     "add": several(binary(jnp.add, NUMBERS, shapes=BROADCAST), binary(lax.add, FLOATS, shapes=(((1, 3), (2, 3)),))),
     "add_any": binary(jax_primitives.add_jaxvals_p.bind, INEXACT),
-    "and": binary(lax.bitwise_and, (*INTEGERS, *BOOL)),
     "atan2": binary(lax.atan2, FLOATS, (ANY, POSITIVE)),
-    "broadcast_in_dim": _broadcast_in_dim(),
     "cbrt": unary(lax.cbrt, FLOATS, POSITIVE),
-    "ceil": unary(lax.ceil),
     "clamp": _clamp(),
     "conv_general_dilated": _convolutions(),
     "convert_element_type": several(
@@ -521,8 +474,6 @@ ENTRIES: dict[str, Entry] = {
         unary(lambda a: lax.convert_element_type(a, jnp.int32), FLOATS),
     ),
     "copy": unary(jnp.copy, (*NUMBERS, *BOOL)),
-    "cos": unary(lax.cos, INEXACT),
-    "cosh": unary(lax.cosh, INEXACT),
     "custom_jvp_call": binary(_with_jvp, INEXACT),
     "custom_lin": Entry(INEXACT, lambda t: [(_linear_of_a_rule, [_operand(ROW, t, ANY)] * 4)]),
     "custom_vjp_call": binary(_with_vjp, INEXACT),
@@ -530,56 +481,31 @@ ENTRIES: dict[str, Entry] = {
     "div": several(binary(jnp.divide, INEXACT, (ANY, POSITIVE), BROADCAST), binary(lax.div, INTEGERS)),
     "dot_general": _dots(),
     "eq": several(_compare(lax.eq), binary(lax.eq, (*COMPLEX, *BOOL))),
-    "erf": unary(lax.erf),
     "erf_inv": unary(lax.erf_inv, domain=UNIT),
-    "erfc": unary(lax.erfc),
-    "exp": unary(lax.exp, INEXACT),
-    "exp2": unary(lax.exp2, INEXACT),
-    "expm1": unary(lax.expm1, INEXACT),
-    "floor": unary(lax.floor),
-    "ge": _compare(lax.ge),
-    "gt": _compare(lax.gt),
-    "imag": unary(lax.imag, COMPLEX),
     "integer_pow": several(*(unary(lambda a, n=n: lax.integer_pow(a, n), (*INEXACT, "int32")) for n in (3, 4)),
                            unary(lambda a: lax.integer_pow(a, -3), INEXACT, POSITIVE)),
     "iota": of(_same_iota, ROW, types=NUMBERS),
-    "is_finite": unary(lax.is_finite),
     "jit": _called(jax.jit),
-    "le": _compare(lax.le),
-    "log": unary(lax.log, INEXACT, POSITIVE),
-    "log1p": unary(lax.log1p, INEXACT, POSITIVE),
-    "logistic": unary(lax.logistic, INEXACT),
-    "lt": _compare(lax.lt),
     "max": binary(jnp.maximum, (*FLOATS, *INTEGERS), shapes=BROADCAST),
     "min": binary(jnp.minimum, (*FLOATS, *INTEGERS), shapes=BROADCAST),
     "mul": binary(jnp.multiply, NUMBERS, shapes=BROADCAST),
     "ne": several(_compare(lax.ne), binary(lax.ne, (*COMPLEX, *BOOL))),
     "neg": unary(lax.neg, (*INEXACT, "int32")),
     "not": unary(lax.bitwise_not, (*INTEGERS, *BOOL)),
-    "or": binary(lax.bitwise_or, (*INTEGERS, *BOOL)),
     "pow": several(
         binary(lax.pow, INEXACT, (POSITIVE, POSITIVE)),
         of(_whole_power, ROW, whole(ROW, 4), types=FLOATS),
     ),
     "pvary": unary(_vary, ("float32",)),
-    "real": unary(lax.real, COMPLEX),
     "reduce_precision": unary(lambda a: lax.reduce_precision(a, 8, 4), FLOATS),
     "rem": binary(lax.rem, (*FLOATS, *INTEGERS), (ANY, POSITIVE)),
     "remat2": _called(jax.checkpoint),
-    "round": unary(lax.round),
-    "rsqrt": unary(lax.rsqrt, INEXACT, POSITIVE),
     "select_n": _select_n(),
     "sign": unary(lax.sign, (*FLOATS, "int32")),
-    "sin": unary(lax.sin, INEXACT),
-    "sinh": unary(lax.sinh, INEXACT),
-    "sqrt": unary(lax.sqrt, INEXACT, POSITIVE),
     "square": unary(lax.square, NUMBERS),
     "stop_gradient": unary(lax.stop_gradient, INEXACT),
     "sub": binary(jnp.subtract, NUMBERS, shapes=BROADCAST),
-    "tan": unary(lax.tan, INEXACT),
-    "tanh": unary(lax.tanh, INEXACT),
-    "xor": binary(lax.bitwise_xor, (*INTEGERS, *BOOL)),
-    **_shapers(), **_reducers(), **_indexers(), **_loops(), **_complex_of_real(),
+    **_alike(), **_shapers(), **_reducers(), **_indexers(), **_loops(), **_complex_of_real(),
 }
 # fmt: on
 

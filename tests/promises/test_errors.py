@@ -13,7 +13,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import pytest
@@ -114,22 +114,17 @@ def test_every_golden_file_has_its_case() -> None:
     assert {file.stem for file in GOLDEN.iterdir()} == CASES.keys()
 
 
-class Site(NamedTuple):
-    """A place in the package where a fault is made: a file, the first and the last line."""
+def fault_sites() -> Iterator[tuple[str, int, int]]:
+    """Where the package finds faults: a file, the first and the last line.
 
-    file: str
-    first: int
-    last: int
-
-
-def fault_sites() -> Iterator[Site]:
-    """Where the package finds faults. The integrations, of optional libraries, have error tests of their own."""
+    The integrations, of optional libraries, have error tests of their own.
+    """
     for file in (file for file in PACKAGE.rglob("*.py") if "integrations" not in file.parts):
         for node in ast.walk(ast.parse(file.read_text())):
             called = node.func if isinstance(node, ast.Call) else None
             makers = ("Fault", "Misuse", "TypeMisuse", "BodyFault", "CarryFault", "LayerFault", "PluginFault")
             if isinstance(called, ast.Name) and called.id in (*makers, "fault", "expect"):
-                yield Site(file.name, node.lineno, node.end_lineno or node.lineno)
+                yield file.name, node.lineno, node.end_lineno or node.lineno
 
 
 @pytest.mark.devices
@@ -149,4 +144,4 @@ def test_every_fault_has_a_case(monkeypatch: pytest.MonkeyPatch) -> None:
             case.provoke()
     sites = set(fault_sites())
     assert sites
-    assert {s for s in sites if not any((s.file, line) in made for line in range(s.first, s.last + 1))} == set()
+    assert {(f, a, z) for f, a, z in sites if not any((f, line) in made for line in range(a, z + 1))} == set()

@@ -80,10 +80,7 @@ def body_of(w: jax.Array) -> Any:
 
 RUNS = {
     "scan": lambda f, h, xs, n, r: treescan.scan(f, h, xs, remat="nested"),
-    "fold": lambda f, h, xs, n, r: treescan.fold(lambda c, x: f(c, x)[0], h, xs),
-    "accumulate": lambda f, h, xs, n, r: treescan.accumulate(lambda c, x: f(c, x)[0], h, xs),
     "while_scan": lambda f, h, xs, n, r: treescan.while_scan(lambda c: jnp.sum(c) < jnp.sum(c) + 1, f, h, xs),
-    "mask_scan": lambda f, h, xs, n, r: treescan.mask_scan(f, h, xs, lengths=n),
     "hold": lambda f, h, xs, n, r: treescan.mask_scan(f, h, xs, lengths=n, fill="hold", reverse=True),
     "compact": lambda f, h, xs, n, r: treescan.mask_scan(f, h, xs, lengths=n, chunk=2, compact=True),
     "resets": lambda f, h, xs, n, r: treescan.mask_scan(f, h, xs, lengths=n, resets=r, chunk=2),

@@ -30,10 +30,7 @@ class Chosen:
     """Choices of hypothesis."""
 
     def __init__(self, data):
-        self.data = data
-
-    def integer(self, low, high):
-        return self.data.draw(st.integers(low, high))
+        self.integer = lambda low, high: data.draw(st.integers(low, high))
 
 
 @pytest.mark.slow
@@ -100,16 +97,16 @@ def _patched(monkeypatch, change):
     monkeypatch.setattr(treescan, "mask_scan", lambda f, init, xs, **options: change(verb, f, init, xs, options))
 
 
-WRONG = {
-    "carry": lambda verb, f, init, xs, o: jax.tree.map(lambda a: a * (1 + 1e-6), verb(f, init, xs, **o)),
-    "gradient": lambda verb, f, init, xs, o: verb(lambda c, x: f(jax.lax.stop_gradient(c), x), init, xs, **o),
-    "of the padding": lambda verb, f, init, xs, o: _read(verb, f, init, xs, o),
-}
-
-
 def _read(verb, f, init, xs, options):
     final, ys = verb(f, init, xs, **options)
     return (final[0] + 0 * jnp.sum(xs[0]),), ys
+
+
+WRONG = {
+    "carry": lambda verb, f, init, xs, o: jax.tree.map(lambda a: a * (1 + 1e-6), verb(f, init, xs, **o)),
+    "gradient": lambda verb, f, init, xs, o: verb(lambda c, x: f(jax.lax.stop_gradient(c), x), init, xs, **o),
+    "of the padding": _read,
+}
 
 
 @pytest.mark.parametrize("change", WRONG.values(), ids=WRONG)

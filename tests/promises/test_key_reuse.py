@@ -107,10 +107,16 @@ def test_a_loop_that_uses_each_key_once_passes(form, verb, option, checked):
     assert_close(run(jnp.ones(2)), want[1])
 
 
-def test_so_do_tiers_resets_and_a_vmap(checked):
+def test_so_do_tiers_resets_layers_and_a_vmap(checked):
     resets = jnp.zeros((4, 2), bool).at[2].set(True)
 
+    def block(layer, x, *, key):
+        return jnp.sin(x) + layer * jax.random.normal(key, x.shape)
+
     def runs():
+        for remat in (None, "nested"):
+            layers = functools.partial(treescan.fold_layers, block, layers=XS, key=key(), remat=remat)
+            yield jax.value_and_grad(lambda h, of=layers: of(h).sum())(jnp.ones(2))
         rows = functools.partial(ROWS, split)
         init = {"h": jnp.ones(2), "k": of_rows(2)}
         again = {"h": jnp.zeros(2), "k": jax.random.split(jax.random.key(1), 2)}
@@ -124,19 +130,6 @@ def test_so_do_tiers_resets_and_a_vmap(checked):
     want = list(runs())
     checked(True)
     assert_bitwise(list(runs()), want)
-
-
-@pytest.mark.parametrize("remat", [None, "step", "nested"])
-def test_so_do_layers(remat, checked):
-    def block(layer, x, *, key):
-        return jnp.sin(x) + layer * jax.random.normal(key, x.shape)
-
-    def runs(h):
-        yield treescan.fold_layers(block, h, XS, key=key(), remat=remat)
-
-    want = derived(lambda h: list(runs(h)), jnp.ones(2))
-    checked(True)
-    assert_close(derived(lambda h: list(runs(h)), jnp.ones(2)), want)
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -154,19 +147,17 @@ def test_a_body_that_uses_a_key_twice_is_found(verb, checked):
 def test_a_closed_over_key_is_refused_under_nested_checkpoints_as_in_jax(checked):
     """No key is used twice here, but JAX says so: the gradient computes the chunk, and its keys, once more."""
 
-    def by_hand(w):
+    def step_of(w):
         closed = key()
+        return lambda c, n: (c * w * jax.random.normal(jax.random.fold_in(closed, n)), None)
 
-        def chunk(c, numbers):
-            step = lambda c, n: (c * w * jax.random.normal(jax.random.fold_in(closed, n)), None)  # noqa: E731
-            return jax.lax.scan(step, c, numbers)
-
-        return jax.lax.scan(jax.checkpoint(chunk), 1.0, jnp.arange(16).reshape(4, 4))[0]
+    def by_hand(w):
+        step = step_of(w)
+        chunk = jax.checkpoint(lambda c, numbers: jax.lax.scan(step, c, numbers))
+        return jax.lax.scan(chunk, 1.0, jnp.arange(16).reshape(4, 4))[0]
 
     def ours(w):
-        closed = key()
-        step = lambda c, n: (c * w * jax.random.normal(jax.random.fold_in(closed, n)), None)  # noqa: E731
-        return treescan.scan(step, 1.0, jnp.arange(16), remat="nested")[0]
+        return treescan.scan(step_of(w), 1.0, jnp.arange(16), remat="nested")[0]
 
     assert_close(jax.grad(ours)(1.0), jax.grad(by_hand)(1.0))
     checked(True)

@@ -17,7 +17,7 @@ from works.example import Given
 from works.table import Cell
 
 import treescan
-from treescan.integrations.flax import RNN, scan as flax_scan
+from treescan.integrations.flax import RNN
 from treescan.integrations.nnx import scan as nnx_scan
 
 pytestmark = pytest.mark.quick
@@ -53,45 +53,23 @@ def of_condition(given: Given) -> Any:
     return treescan.while_scan(lambda carry: jnp.sum(carry) < given["w"][0, 0], body_of(given), given["h"], given["a"])
 
 
-def of_flax(given: Given) -> Any:
-    step = body_of(given)
-
-    class Cell(nn.Module):
-        @nn.compact
-        def __call__(self, carry: Any, x: Any) -> Any:
-            return step(carry, x)
-
-    scanned = flax_scan(Cell, variable_broadcast="params", split_rngs={"params": False})()
-    return scanned.apply({}, given["h"], given["a"])
-
-
 def of_flax_rnn(given: Given) -> Any:
-    step = body_of(given)
-
     class Cell(nn.RNNCellBase):
-        @nn.compact
-        def __call__(self, carry: Any, x: Any) -> Any:
-            return step(carry, x)
-
-        def initialize_carry(self, rng: Any, input_shape: Any) -> Any:
-            return given["h"]
-
-        @property
-        def num_feature_axes(self) -> int:
-            return 1
+        __call__ = nn.compact(lambda self, carry, x: body_of(given)(carry, x))
+        initialize_carry = lambda self, rng, input_shape: given["h"]  # noqa: E731
+        num_feature_axes = 1
 
     run = RNN(Cell(), time_major=True, return_carry=True)
     return run.apply({}, given["a"], initial_carry=given["h"], seq_lengths=jnp.array([2, 0, 4]))
 
 
 def of_nnx(given: Given) -> Any:
-    step = body_of(given)
-    run = nnx_scan(lambda carry, x: step(carry, x), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
+    run = nnx_scan(body_of(given), in_axes=(nnx.Carry, 0), out_axes=(nnx.Carry, 0))
     return run(given["h"], given["a"])
 
 
 GIVEN = table.VERBS["mask_scan"].given
-RUNS = {"condition": of_condition, "flax scan": of_flax, "flax RNN": of_flax_rnn, "nnx scan": of_nnx}
+RUNS = {"condition": of_condition, "flax RNN": of_flax_rnn, "nnx scan": of_nnx}
 
 
 @pytest.mark.slow

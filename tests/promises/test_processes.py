@@ -4,15 +4,14 @@ import json
 from typing import Any
 
 import pytest
-from process_programs import ALL, FEW
-from processes import run_in_processes
+from process_programs import ALL, FEW, run_in_processes
 
 
 @pytest.mark.parametrize(("which", "cases"), [("few", FEW), pytest.param("all", ALL, marks=pytest.mark.slow)])
 def test_each_process_raises_in_the_same_step_with_the_same_record(which: str, cases: list[Any]) -> None:
     first, second = (
         [json.loads(line) for line in lines if line.startswith("{")]
-        for lines in run_in_processes("process_programs.py", which, seconds=120 if which == "few" else 500)
+        for lines in run_in_processes(which, seconds=120 if which == "few" else 500)
     )
     assert [each.pop() for each in (first, second)] == [{"last": "JaxRuntimeError"}] * 2
     bars = [each.pop() for each in (first, second)]

@@ -45,6 +45,7 @@ def fresh():
 ZERO = jnp.float32(0)
 ONES = jnp.ones(3)
 PADDED = "Pad to a few shapes: `treescan.pad` and `treescan.repad` do."
+ALIKE = "Pass trees with the same structure, with zeros for the parts that do not exist yet."
 TYPES = {
     "shape": (
         lambda f: [treescan.scan(f, ZERO, jnp.ones((3, n))) for n in (4, 5)],
@@ -61,18 +62,15 @@ TYPES = {
     ),
     "structure": (
         lambda f: [treescan.scan(f, init, ONES) for init in ({"h": ZERO}, {"h": ZERO, "c": ZERO})],
-        'the structure changed: init["c"] is there. Pass trees with the same structure, with zeros for the parts that '
-        "do not exist yet.",
+        f'the structure changed: init["c"] is there. {ALIKE}',
     ),
     "leaf that is gone": (
         lambda f: [treescan.scan(f, init, ONES) for init in ([ZERO, ZERO], [ZERO])],
-        "the structure changed: init[1] is gone. Pass trees with the same structure, with zeros for the parts that do "
-        "not exist yet.",
+        f"the structure changed: init[1] is gone. {ALIKE}",
     ),
     "container": (
         lambda f: [treescan.scan(f, init, ONES) for init in ([ZERO], (ZERO,))],
-        "the structure changed: containers of another type. Pass trees with the same structure, with zeros for the "
-        "parts that do not exist yet.",
+        f"the structure changed: containers of another type. {ALIKE}",
     ),
     "steps": (
         lambda f: [treescan.scan(f, ZERO, None, length=n) for n in (3, 4)],
@@ -97,10 +95,6 @@ def test_each_kind_of_difference_has_its_text(kind):
     assert texts == [f"{start}Since the last trace, {expected}"]
 
 
-def keep(carry, x):
-    return carry, x
-
-
 def test_a_static_value_is_named():
     texts = said(lambda: [treescan.scan(keep, (ZERO, act), ONES) for act in (jnp.sin, jnp.cos)])
     assert [text.partition("last trace, ")[2] for text in texts] == [
@@ -123,9 +117,7 @@ def test_types_are_counted_by_verb_and_warned_of_at_powers_of_two():
 
 
 def test_layers_are_warned_of():
-    def block(w, x):
-        return x * w
-
+    block = lambda w, x: x * w  # noqa: E731
     texts = said(lambda: [treescan.fold_layers(block, ZERO, jnp.ones(n)) for n in (2, 3)])
     assert [text.partition(") for ")[2] for text in texts] == [
         f"2 sets of types. Since the last trace, the shape changed: layers is float32[3], was float32[2]. {PADDED}"
@@ -144,12 +136,15 @@ def test_outer_traces_are_not_warned_of():
 # Identity.
 
 
+def keep(carry, x):
+    return carry, x
+
+
 class Step:
     def __call__(self, carry, x):
         return carry, x
 
-    def method(self, carry, x):
-        return carry, x
+    method = __call__
 
 
 def nested():
@@ -178,10 +173,7 @@ IDENTITIES = {
 def test_a_new_identity_is_named_with_its_line(kind):
     run, expected = IDENTITIES[kind]
     call = run.__code__.co_firstlineno
-    inner = nested().__code__.co_firstlineno
-    places = {"{lambda}": str(call), "{call}": str(call), "{inner}": str(inner)}
-    for name, line in places.items():
-        expected = expected.replace(name, line)
+    expected = expected.format(**{"lambda": call, "call": call, "inner": nested().__code__.co_firstlineno})
     (warning,) = warned(lambda: [run() for _ in range(2)])
     assert warning.lineno == call
     _, _, rest = str(warning.message).partition("\n")[0].partition(" was passed as ")
@@ -198,18 +190,14 @@ def test_new_identities_are_warned_of_at_powers_of_two():
     assert counts == ["2", "4", "8"]
 
 
-OF_VERBS = {
-    "fold": lambda: treescan.fold(lambda c, x: c + x, ZERO, ONES),
-    "accumulate": lambda: treescan.accumulate(lambda c, x: c + x, ZERO, ONES),
-    "fori": lambda: treescan.fori(0, 3, lambda i, c: c, ONES),
-    "mask_scan": lambda: treescan.mask_scan(lambda c, x: (c, x), ZERO, ONES, lengths=2),
-}
-
-
-@pytest.mark.parametrize("verb", OF_VERBS)
-def test_every_verb_warns_of_new_identities(verb):
-    assert said(OF_VERBS[verb]) == []
-    assert "2 different function objects" in said(OF_VERBS[verb])[0]
+def test_every_verb_warns_of_new_identities():
+    for run in (
+        lambda: treescan.accumulate(lambda c, x: c + x, ZERO, ONES),
+        lambda: treescan.fori(0, 3, lambda i, c: c, ONES),
+        lambda: treescan.mask_scan(lambda c, x: (c, x), ZERO, ONES, lengths=2),
+    ):
+        assert said(run) == []
+        assert "2 different function objects" in said(run)[0]
 
 
 def test_the_warning_of_a_second_trace_points_at_the_call():

@@ -1,58 +1,19 @@
 """With no option treescan traces to `jax.lax.scan`'s own program; with options, to no more than what they do."""
 
 import functools
-import itertools
 import re
 
 import jax
 import jax.numpy as jnp
+import loops
 import pytest
 from jaxprs import equations, num_consts, shapes
-from loops import (
-    CASES,
-    LENGTHS,
-    OPTIONS,
-    array,
-    arrays,
-    folded,
-    indexed,
-    layered,
-    layered_fold,
-    loss_of,
-    over,
-    over_indices,
-    over_pattern,
-    plain,
-)
+from loops import CASES, LENGTHS, OPTIONS, array, arrays, loss_of, over, plain
 from thin import parametrize
 
 import treescan
 
 pytestmark = pytest.mark.quick
-
-
-def closes_over(carry, x):
-    return carry + array(3) @ array(3, 2), x
-
-
-def returns_its_input(carry, x):
-    return carry, (carry[0], x)
-
-
-def swaps(carry, x):
-    return carry[::-1], x
-
-
-def nests(carry, x):
-    return jax.lax.scan(lambda c, y: (jnp.sin(c) * y, c), carry, x)
-
-
-def branches(carry, x):
-    return jax.lax.cond(x > 0, jnp.sin, jnp.cos, carry), jax.jit(jnp.exp)(x)
-
-
-def promotes(carry, x):
-    return carry * x, x
 
 
 def draws(key, x):
@@ -76,24 +37,18 @@ def with_vjp(carry, x):
 with_vjp.defvjp(lambda c, x: (with_vjp(c, x), (c, x)), lambda res, t: (10 * t * res[1], t * res[0]))
 
 
-def prints(carry, x):
-    jax.debug.callback(lambda _: None, x)
-    return carry * x, carry
-
-
 PROGRAMS = {name: (case.body, case.init, case.make_xs(7)) for name, case in CASES.items()} | {
-    "closure": (closes_over, array(2), array(4)),
-    "constants": (returns_its_input, (array(3), array(2)), array(4)),
-    "swap": (swaps, (array(3), array(3, seed=1)), array(4)),
-    "nested scan": (nests, array(), array(4, 5)),
-    "cond and jit": (branches, array(), array(4)),
-    "weak type": (promotes, 1, array(4)),
+    "closure": (lambda c, x: (c + array(3) @ array(3, 2), x), array(2), array(4)),
+    "constants": (lambda c, x: (c, (c[0], x)), (array(3), array(2)), array(4)),
+    "swap": (lambda c, x: (c[::-1], x), (array(3), array(3, seed=1)), array(4)),
+    "nested scan": (lambda c, x: jax.lax.scan(lambda c, y: (jnp.sin(c) * y, c), c, x), array(), array(4, 5)),
+    "cond, jit": (lambda c, x: (jax.lax.cond(x > 0, jnp.sin, jnp.cos, c), jax.jit(jnp.exp)(x)), array(), array(4)),
+    "weak type": (lambda c, x: (c * x, x), 1, array(4)),
     "keys": (draws, jax.random.key(0), array(4)),
-    "static axis": (lambda c, x: (c, jnp.flip(x)), (), array(4, 3)),
     "custom_jvp": (lambda c, x: (with_jvp(c, x), c), array(), array(4)),
     "custom_vjp": (lambda c, x: (with_vjp(c, x), c), array(), array(4)),
     "checkpoint": (lambda c, x: (jax.checkpoint(jnp.tanh)(c * x), c), array(), array(4)),
-    "effects": (prints, array(), array(4)),
+    "effects": (lambda c, x: (c * x, jax.debug.callback(lambda _: None, x)), array(), array(4)),
 }
 OPTIONS_OF_LAX = {
     "reverse": {"reverse": True},
@@ -111,14 +66,6 @@ def traced(scan, program, transform, options):
         return scan(body, init, xs, length, **options)
 
     return jax.make_jaxpr(transform(run, init, xs))(init, xs)
-
-
-def no_transform(run, init, xs):
-    return run
-
-
-def under_jit(run, init, xs):
-    return jax.jit(run)
 
 
 def under_grad(run, init, xs):
@@ -141,33 +88,29 @@ def under_checkpoint(run, init, xs):
     return under_grad(jax.checkpoint(run), init, xs)
 
 
-WRAPPERS = (no_transform, under_jit, under_grad, under_vmap, under_checkpoint)
+def assert_same(program, transform, options):
+    jaxprs = (traced(scan, program, transform, options) for scan in (treescan.scan, jax.lax.scan))
+    ours, lax = (re.sub(r"0x[0-9a-f]+", "", str(jaxpr)) for jaxpr in jaxprs)  # of a callback, in JAX 0.8
+    assert ours == lax, (options, transform)
+    assert "scan" in ours
+
+
+def no_transform(run, init, xs):
+    return run
 
 
 @parametrize("program", PROGRAMS)
 def test_jaxpr_is_lax_scans(program):
-    for transform in WRAPPERS:
-        ours, lax = (traced(scan, program, transform, {}) for scan in (treescan.scan, jax.lax.scan))
-        assert str(ours) == str(lax), transform
-        assert "scan" in str(ours)
-
-
-@parametrize("program", PROGRAMS)
-def test_jaxpr_with_lax_scans_own_arguments_is_lax_scans(program):
-    for options, transform in itertools.product(OPTIONS_OF_LAX.values(), (no_transform, under_grad)):
-        jaxprs = (traced(scan, program, transform, options) for scan in (treescan.scan, jax.lax.scan))
-        ours, lax = (re.sub(r"0x[0-9a-f]+", "", str(jaxpr)) for jaxpr in jaxprs)  # of a callback, in JAX 0.8
-        assert ours == lax, (options, transform)
+    for transform in (no_transform, under_grad, under_vmap, under_checkpoint):
+        assert_same(program, transform, {})
+    for options in OPTIONS_OF_LAX.values():
+        assert_same(program, under_grad, options)
 
 
 @parametrize("case", {name: case for name, case in CASES.items() if name != "no_xs"})
 def test_jaxpr_of_no_steps_and_of_one_is_lax_scans(case):
     for steps in (0, 1):
-        ours, lax = (
-            jax.make_jaxpr(functools.partial(scan, case.body))(case.init, case.make_xs(steps))
-            for scan in (treescan.scan, jax.lax.scan)
-        )
-        assert str(ours) == str(lax)
+        assert_same((case.body, case.init, case.make_xs(steps)), no_transform, {})
 
 
 def test_name_is_no_operation_and_stands_in_the_profile():
@@ -195,29 +138,20 @@ WITH = {
 
 @pytest.mark.parametrize(("option", "verb"), [(option, verb) for option, verbs in WITH.items() for verb in verbs])
 def test_an_option_that_is_off_is_the_same_program(option, verb):
-    verbs = {
-        "scan": (plain, over, treescan.scan), "fold": (folded, over, treescan.fold),
-        "fori": (indexed, over_indices, None),
-        "lengths": (plain, over, functools.partial(treescan.mask_scan, lengths=LENGTHS)),
-        "scan_layers": (layered, over, treescan.scan_layers), "fold_layers": (layered_fold, over, treescan.fold_layers),
-        "pattern": (layered, over_pattern, treescan.scan_layers),
+    ways = {
+        "fori": loops.over_indices, "lengths": functools.partial(over, treescan.mask_scan, lengths=LENGTHS),
+        "pattern": functools.partial(loops.over_pattern, treescan.scan_layers),
     }  # fmt: skip
-    body, way, of = verbs[verb]
+    way = ways.get(verb) or functools.partial(over, getattr(treescan, verb))
 
     def program(**options):
-        run = way(**options) if of is None else way(of, **options)
-        return str(jax.make_jaxpr(functools.partial(run, body))(*arrays()))
+        return str(jax.make_jaxpr(functools.partial(way(**options), OPTIONS[verb].body))(*arrays()))
 
     off, on = OFF[option]
     assert {program(**{option: value}) for value in off} == {program()} != {program(**{option: on})}
 
 
 # A carry leaf that the body returns as it came is a constant of the loop, whatever the option.
-
-
-def the_scan(jaxpr):
-    [eqn] = equations(jaxpr.jaxpr, "scan")
-    return eqn
 
 
 def innermost(jaxpr):
@@ -248,20 +182,18 @@ def test_unchanged_leaf_is_saved_once_for_the_gradient(option):
     jaxpr = jax.make_jaxpr(jax.grad(loss))(*arrays())
     weights = arrays()[0]["w"].shape
     for eqn in equations(jaxpr.jaxpr, "scan"):
-        scanned = [var.aval.shape[1:] for var in (*eqn.invars[num_consts(eqn) :],)]
-        assert weights not in scanned
+        assert weights not in [var.aval.shape[1:] for var in eqn.invars[num_consts(eqn) :]]
 
 
 def test_static_leaf_costs_nothing():
-    init, xs = arrays()
-    eqn = the_scan(jax.make_jaxpr(lambda i, x: treescan.scan(with_static, i | {"act": jnp.sin}, x)[1])(init, xs))
+    def with_static(carry, x):
+        h = carry["act"](carry["h"] + x)
+        return carry | {"h": h}, h
+
+    jaxpr = jax.make_jaxpr(lambda i, x: treescan.scan(with_static, i | {"act": jnp.sin}, x)[1])(*arrays())
+    [eqn] = equations(jaxpr.jaxpr, "scan")
     assert num_consts(eqn) == 1
     assert len(eqn.invars) == 3  # w, h and xs
-
-
-def with_static(carry, x):
-    h = carry["act"](carry["h"] + x)
-    return carry | {"h": h}, h
 
 
 # How often the body stands in the program.
@@ -280,17 +212,14 @@ MASKED = {"lengths": LENGTHS}
 COPIES = {
     "scan": (treescan.scan, {}, 1),
     "in_axes": (lambda f, c, x, **o: treescan.scan(f, c, jnp.moveaxis(x, 0, 1), **o), {"in_axes": 1}, 1),
-    "out_axes": (treescan.scan, {"out_axes": -1}, 1),
     "lengths": (treescan.mask_scan, MASKED, 1),
     "mask_reverse": (treescan.mask_scan, MASKED | {"reverse": True}, 1),
     "shared": (treescan.mask_scan, MASKED | {"carry_axes": {"h": 0, "w": None}}, 1),
-    "mask_out_axes": (treescan.mask_scan, MASKED | {"out_axes": -1}, 1),
     "chunks": (treescan.mask_scan, MASKED | {"chunk": 1}, 1),
     "unskipped": (treescan.mask_scan, MASKED | {"chunk": 0}, 1),
     "remainder": (treescan.mask_scan, MASKED | {"chunk": 2}, 2),
     "nested": (treescan.mask_scan, MASKED | {"chunk": 1, "remat": "nested"}, 2),
     "tiers": (treescan.mask_scan, MASKED | {"chunk": 1, "compact": True}, 3),
-    "one chunk": (treescan.mask_scan, MASKED | {"compact": True}, 3),
     # The remainder has no tiers of its own.
     "tiers, remainder": (treescan.mask_scan, MASKED | {"chunk": 2, "compact": True}, 4),
 }

@@ -70,11 +70,10 @@ def test_x64_after_x32_is_another_trace():
     def body(c, x):
         return c + x, c
 
-    assert treescan.scan(body, 0.0, np.arange(3.0))[0].dtype == np.float32
-    with jax.enable_x64(True):
-        assert treescan.scan(body, 0.0, np.arange(3.0))[0].dtype == np.float64
-        assert treescan.mask_scan(body, np.zeros(()), np.arange(3.0), lengths=2)[0].dtype == np.float64
-        assert treescan.fori(0, 3, lambda i, c: c + i, 0).dtype == jax.lax.fori_loop(0, 3, lambda i, c: c + i, 0).dtype
+    for dtype in (np.float32, np.float64):
+        with jax.enable_x64(dtype is np.float64):
+            assert treescan.scan(body, 0.0, np.arange(3.0))[0].dtype == dtype
+            assert treescan.mask_scan(body, np.zeros(()), np.arange(3.0), lengths=2)[0].dtype == dtype
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float8_e4m3fn", "int4", "complex64", "bool"])
@@ -121,31 +120,28 @@ CONCRETE = {"if": lambda c: c > 0 and c, "float": float, "numpy": np.asarray}
 NOT_CONCRETE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
 
 
+def message(run):
+    with pytest.raises(NOT_CONCRETE) as caught:
+        run()
+    return str(caught.value)
+
+
 @parametrize("use", CONCRETE)
 def test_a_message_about_concrete_values_is_that_of_lax_scan(use):
-    def call(scan):
-        def bodily(state, observation):
-            use(state)
-            return state, observation
+    def bodily(state, observation):
+        use(state)
+        return state, observation
 
-        with pytest.raises(NOT_CONCRETE) as caught:
-            scan(bodily, jnp.float32(0), XS)
-        return str(caught.value)
-
-    ours, lax = both(call)
+    ours, lax = both(lambda scan: message(lambda: scan(bodily, jnp.float32(0), XS)))
     assert ours == lax
 
 
 RUNS = {
-    "fold": lambda body: treescan.fold(body, jnp.float32(0), XS),
     "accumulate": lambda body: treescan.accumulate(body, jnp.float32(0), XS),
     "fori": lambda body: treescan.fori(0, 3, body, jnp.float32(0)),
     "mask_scan": lambda body: treescan.mask_scan(body, jnp.float32(0), XS, lengths=4),
-    "out_axes": lambda body: treescan.scan(body, jnp.float32(0), XS, out_axes=-1),
-    "key": lambda body: treescan.scan(body, jnp.float32(0), XS, key=jax.random.key(0)),
-    "fold_layers": lambda body: treescan.fold_layers(body, jnp.float32(0), XS),
-    "remat": lambda body: treescan.fold_layers(body, jnp.float32(0), XS, remat="step"),
-    "pattern": lambda body: treescan.fold_layers([body, body], jnp.float32(0), [XS, XS[:-1]]),
+    "options": lambda body: treescan.scan(body, jnp.float32(0), XS, out_axes=-1, key=jax.random.key(0)),
+    "layers": lambda body: treescan.fold_layers([body, body], jnp.float32(0), [XS, XS[:-1]], remat="step"),
 }
 
 
@@ -155,13 +151,9 @@ def test_a_message_about_concrete_values_names_the_users_body_and_argument(run, 
     """The carry of a body of `fori` or of layers comes second."""
 
     def bodily(first, second, key=None):
-        if (first, second)[place].sum() > 0:
-            return first
-        return second
+        return first if (first, second)[place].sum() > 0 else second
 
-    with pytest.raises(NOT_CONCRETE) as caught:
-        run(bodily)
-    text = str(caught.value)
+    text = message(lambda: run(bodily))
     assert "bodily" in text
     assert __file__ in text
     named = re.search(r"argument ((?:first|second)\b\S*)", text)
@@ -192,7 +184,6 @@ def test_the_patched_scan_is_treescans_and_ends(monkeypatch):
 
 
 OF_STEPS = {
-    "scan": over(treescan.scan),
     "key": over(treescan.scan, key=jax.random.key(0)),
     "mask_scan": over(treescan.mask_scan, lengths=jnp.array([2, 3])),
 }
@@ -208,20 +199,10 @@ def test_a_symbolic_number_of_steps(run):
     chex.assert_trees_all_close(jax.export.export(jax.jit(run))(*shapes).call(*given), run(*given))
 
 
-@jax.custom_jvp
-def _no_derivative(x):
-    return jnp.sin(x)
-
-
-_no_derivative.defjvp(lambda x, dx: (_no_derivative(*x), 2 * jnp.cos(x[0]) * dx[0]))
-
-
-@jax.custom_jvp
-def _sine_within(x):
-    return jnp.sin(x)
-
-
-_sine_within.defjvp(lambda x, dx: (jnp.sin(*x), 2 * jnp.cos(x[0]) * dx[0]))
+def _with_a_rule(sine):
+    function = jax.custom_jvp(jnp.sin)
+    function.defjvp(lambda x, dx: (sine(function)(*x), 2 * jnp.cos(x[0]) * dx[0]))
+    return function
 
 
 @pytest.mark.slow
@@ -243,9 +224,10 @@ def test_grad_of_jvp_of_a_rule_that_is_no_derivative():
         first = jax.jvp(loss, (weights,), (along,))[1], jax.grad(loss)(weights)
         return first, jax.grad(lambda weights: jax.jvp(loss, (weights,), (along,))[1])(weights)
 
-    first, rewritten = derivatives(_no_derivative, None)
-    same, plain = derivatives(_no_derivative, 0)
+    no_derivative, sine_within = _with_a_rule(lambda itself: itself), _with_a_rule(lambda itself: jnp.sin)
+    first, rewritten = derivatives(no_derivative, None)
+    same, plain = derivatives(no_derivative, 0)
     chex.assert_trees_all_close(first, same, rtol=1e-4)
     assert not np.allclose(rewritten, plain, rtol=0.1)
     for chunk in (None, 0):
-        np.testing.assert_allclose(derivatives(_sine_within, chunk)[1], rewritten, rtol=1e-4)
+        np.testing.assert_allclose(derivatives(sine_within, chunk)[1], rewritten, rtol=1e-4)

@@ -47,23 +47,21 @@ def main() -> int:
     warnings.simplefilter("ignore")
     jax.monitoring.register_event_duration_secs_listener(_note)
     jax.config.update("jax_enable_x64", True)
-    began, seen = time.monotonic(), collections.Counter()
-    refusals, failures, sets, ops = collections.Counter(), collections.defaultdict(list), 0, collections.Counter()
+    began, seen, refusals, ops = time.monotonic(), *(collections.Counter() for _ in range(3))
+    failures = collections.defaultdict(list)
     print(f"seed {given.seed}", flush=True)
     number = given.only or 0
     while number < (given.only + 1 if given.only is not None else given.cases) or given.minutes:
         if given.minutes and time.monotonic() - began > 60 * given.minutes:
             break
         program = draw_program(Seeded(f"{given.seed} {number}"))
-        seen["programs"] += 1
-        for instruction in program.body:
-            ops[instruction.op] += 1
+        ops.update(instruction.op for instruction in program.body)
         try:
             compared = check(program)
-            sets += compared
+            seen["sets"] += compared
             seen["compared" if compared else "not finite"] += 1
         except Refused as refusal:
-            refusals[_general(str(refusal))] += 1
+            refusals[str(refusal).split("`: ", 1)[-1][:110]] += 1
         except Failure as failure:
             kind = failure.kind
             failures[kind].append(number)
@@ -73,39 +71,25 @@ def main() -> int:
                     program, failure = shrink(program, failure, seconds=40)
                 report(program, failure, given.file, f"seed{given.seed}_{number}")
         except Exception as error:  # the generator's own
-            first = str(error).strip().splitlines()[:1]
-            seen["generator errors"] += 1
-            failures[f"GENERATOR {type(error).__name__}: {first}"].append(number)
+            failures[f"GENERATOR {type(error).__name__}: {str(error).strip().splitlines()[:1]}"].append(number)
             if given.only is not None:
                 raise
         number += 1
         if number % 25 == 0:
             jax.clear_caches()
             gc.collect()
-        if number % 20 == 0:
             print(
-                f"{number} cases, {time.monotonic() - began:.0f} s, {COMPILATIONS[0]} compilations, {sum(map(len, failures.values()))} failures, {sum(refusals.values())} refusals",
+                f"{number} cases, {time.monotonic() - began:.0f} s, {sum(map(len, failures.values()))} failures",
                 flush=True,
             )
-    print(
-        f"seed {given.seed}: {dict(seen)}, {sets} sets, {time.monotonic() - began:.0f} s, {COMPILATIONS[0]} compilations"
-    )
+    print(f"seed {given.seed}: {dict(seen)}, {time.monotonic() - began:.0f} s, {COMPILATIONS[0]} compilations")
     print("refusals:", *(f"\n  {count} {text}" for text, count in refusals.most_common()))
-    print(
-        "failures:",
-        *(
-            f"\n  {len(cases)} {kind} {cases[:8]}"
-            for kind, cases in sorted(failures.items(), key=lambda item: -len(item[1]))
-        ),
-    )
+    most_first = sorted(failures.items(), key=lambda item: -len(item[1]))
+    print("failures:", *(f"\n  {len(cases)} {kind} {cases[:8]}" for kind, cases in most_first))
     print("operations:", len(ops), dict(ops.most_common()))
     if failures:
         print("Failures are new programs. Run `make fuzz` with this seed, and keep what it saves as a regression.")
     return 1 if failures and not given.report else 0
-
-
-def _general(text: str) -> str:
-    return text.split("`: ", 1)[-1][:110]
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ import treescan
 
 from .data import Element, element
 from .oracle import Plain, inexact, wide
-from .programs import Program
+from .programs import Leaf, Program
 from .render import source
 
 TOLERANCE = {"float64": 1e-8, "float32": 3e-3, "bfloat16": 0.3}
@@ -54,24 +54,19 @@ def load(program: Program) -> dict[str, Any]:
 
 def library(program: Program, run: Callable[..., Any]) -> Callable[..., Any]:
     """`(init, xs, ws, flags, cots, tangents)` to a dict of what the program's mode asks for."""
-    axes = [[0 if leaf.mapped else None for leaf in leaves] for leaves in (program.carry, program.xs, program.weights)]
+    axes = [[0 if leaf.mapped else None for leaf in leaves] for _, leaves in _parts(program)]
     mapped = jax.vmap(run, in_axes=(*axes, 0)) if program.outer else run
 
     def everything(init: Any, xs: Any, ws: Any, flags: Any, cots: Any, tangents: Any) -> dict[str, Any]:
-        given = [*init, *xs, *ws]
-        where = [inexact(a) for a in given]
-
-        def merge(floats: Any) -> Any:
-            left = iter(floats)
-            merged = [next(left) if is_float else a for a, is_float in zip(given, where, strict=True)]
-            n, m = len(init), len(init) + len(xs)
-            return merged[:n], merged[n:m], merged[m:]
+        given, n, m = [*init, *xs, *ws], len(init), len(init) + len(xs)
 
         def outputs(floats: Any) -> Any:
-            out = mapped(*merge(floats), flags)
+            left = iter(floats)
+            merged = [next(left) if inexact(a) else a for a in given]
+            out = mapped(merged[:n], merged[n:m], merged[m:], flags)
             return [a for a in jax.tree.leaves(out) if inexact(a)], out
 
-        floats = [a for a, is_float in zip(given, where, strict=True) if is_float]
+        floats = [a for a in given if inexact(a)]
         found: dict[str, Any] = {}
         if "vjp" in program.mode:
             _, pull, found["out"] = jax.vjp(outputs, floats, has_aux=True)
@@ -90,41 +85,39 @@ def library(program: Program, run: Callable[..., Any]) -> Callable[..., Any]:
 
 def check(program: Program) -> int:
     """Raises Failure if the program is not what the plain loop is; else the number of sets compared."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(jax.enable_x64(program.dtype == "float64"))
-        stack.enter_context(jax.numpy_rank_promotion("allow"))
-        stack.enter_context(jax.numpy_dtype_promotion("standard"))
-        return _check(program)
-
-
-def _check(program: Program) -> int:
-    names = load(program)
-    plain = Plain(program, names)
-    everything, values = (library(each, names["run"]) for each in (program, program.replace(mode=("value",))))
-    compiled = jax.jit(everything) if program.context == "jit" else everything
-    rng = np.random.default_rng(program.seed)
-    done, types = 0, None
-    for _ in range(SETS if program.context == "jit" else 1):
-        elements = [element(rng, program)]
-        elements += [element(rng, program, elements[0]) for _ in range(program.outer - 1)]
-        try:
-            types = _check_set(program, plain, values, compiled, elements, rng, types)
-            done += 1
-        except Skipped:
-            continue
+    loose = jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard")
+    with jax.enable_x64(program.dtype == "float64"), loose[0], loose[1]:
+        names = load(program)
+        plain = Plain(program, names)
+        everything, values = (library(each, names["run"]) for each in (program, program.replace(mode=("value",))))
+        compiled = jax.jit(everything) if program.context == "jit" else everything
+        rng = np.random.default_rng(program.seed)
+        done, types = 0, None
+        for _ in range(SETS if program.context == "jit" else 1):
+            elements = [element(rng, program)]
+            elements += [element(rng, program, elements[0]) for _ in range(program.outer - 1)]
+            with contextlib.suppress(Skipped):
+                types = _check_set(program, plain, values, compiled, elements, rng, types)
+                done += 1
     return done
+
+
+def _parts(program: Program) -> list[tuple[str, tuple[Leaf, ...]]]:
+    """The fields of an element, and what the program says of their leaves."""
+    return [("init", program.carry), ("xs", program.xs), ("weights", program.weights)]
 
 
 def _stack(program: Program, elements: list[Element]) -> tuple[Any, ...]:
     if not program.outer:
         first = elements[0]
         return first.init, first.xs, first.weights, list(first.flags.given)
-    parts = []
-    for name, leaves in (("init", program.carry), ("xs", program.xs), ("weights", program.weights)):
-        arrays = [getattr(e, name) for e in elements]
-        parts.append(
-            [np.stack([a[i] for a in arrays]) if leaf.mapped else arrays[0][i] for i, leaf in enumerate(leaves)]
-        )
+    parts = [
+        [
+            np.stack([getattr(e, name)[i] for e in elements]) if leaf.mapped else getattr(elements[0], name)[i]
+            for i, leaf in enumerate(leaves)
+        ]
+        for name, leaves in _parts(program)
+    ]
     flags = [np.stack(group) for group in zip(*(e.flags.given for e in elements), strict=True)]
     return *parts, flags
 
@@ -139,21 +132,17 @@ def _check_set(
     if not all(_is_tame(a) for final, ys, _ in runs for out in (final, *ys.values()) for a in out):
         raise Skipped
     floats = [a for part in given[:3] for a in part if inexact(a)]
-    tangents = [_random(rng, a.shape, a.dtype) for a in floats]
+    tangents = [_random(rng, a) for a in floats]
     if types is None:
         with _explained(program):
             types = jax.eval_shape(lambda *given: values(*given, None, None)["out"], *given)
     with _explained(program), jax.disable_jit(program.context == "disable_jit"):
-        cots = [_random(rng, t.shape, t.dtype) for t in jax.tree.leaves(types) if inexact(t)]
+        cots = [_random(rng, t) for t in jax.tree.leaves(types) if inexact(t)]
         found = jax.block_until_ready(compiled(*given, cots, tangents))
-    n_init = len(types[0])
-    cot_iter = iter(map(np.asarray, cots))
-    all_cots = [next(cot_iter) if inexact(t) else None for t in jax.tree.leaves(types)]
-    per_element = [
-        ([None if c is None else (c[i] if program.outer else c) for c in all_cots[:n_init]],
-         [None if c is None else (c[i] if program.outer else c) for c in all_cots[n_init:]])
-        for i in range(len(elements))
-    ]  # fmt: skip
+    left = iter(map(np.asarray, cots))
+    all_cots = [next(left) if inexact(t) else None for t in jax.tree.leaves(types)]
+    own = [[None if c is None else c[i] if program.outer else c for c in all_cots] for i in range(len(elements))]
+    per_element = [(each[: len(types[0])], each[len(types[0]) :]) for each in own]
     try:
         _compare_values(program, plain, elements, runs, found["out"])
     except Failure:
@@ -253,20 +242,15 @@ def tolerance_of(program: Program) -> float:
     return 3e-4 if low else TOLERANCE[program.dtype]
 
 
-def _random(rng: Any, shape: Any, dtype: Any) -> Any:
-    values = rng.normal(size=shape)
-    if jnp.issubdtype(dtype, jnp.complexfloating):
-        values = values + 1j * rng.normal(size=shape)
-    return np.asarray(values).astype(dtype)
+def _random(rng: Any, like: Any) -> Any:
+    values = rng.normal(size=like.shape)
+    if jnp.issubdtype(like.dtype, jnp.complexfloating):
+        values = values + 1j * rng.normal(size=like.shape)
+    return np.asarray(values).astype(like.dtype)
 
 
 def _names(program: Program) -> list[str]:
-    return [
-        leaf.name
-        for leaves in (program.carry, program.xs, program.weights)
-        for leaf in leaves
-        if leaf.type.kind in "fc"
-    ]
+    return [leaf.name for _, leaves in _parts(program) for leaf in leaves if leaf.type.kind in "fc"]
 
 
 def _compare_values(program: Program, plain: Plain, elements: Any, runs: Any, out: Any) -> None:
@@ -283,7 +267,7 @@ def _gradients(program: Program, plain: Plain, elements: Any, runs: Any, cots: A
     all_grads = [plain.gradient(e, run[2], c if program.verb != "accumulate" else (_zeros(plain, e), c[1]))
                  for e, run, c in zip(elements, runs, cots, strict=True)]  # fmt: skip
     results = []
-    for part, leaves in enumerate((program.carry, program.xs, program.weights)):
+    for part, (_, leaves) in enumerate(_parts(program)):
         columns = [
             _of_arguments(program, plain, e, g[0]) if part == 0 else g[part]
             for e, g in zip(elements, all_grads, strict=True)
@@ -357,19 +341,13 @@ def _compare_second(program: Program, plain: Plain, elements: Any, cots: Any, ta
     if all(_is_tame(w) for w in wanted[0]):  # beyond that, differences are rounding
         largest = max([1.0, *(float(np.max(np.abs(w), initial=0)) for w in wanted[0])])
         noise = max([0.0, *(float(np.max(np.abs(v - w), initial=0)) for v, w in zip(*wanted, strict=True))]) / largest
-        _compare_all(
-            program,
-            "second derivative",
-            got,
-            wanted[1],
-            _names(program),
-            max(1e-5, 10 * noise, 3 * tolerance_of(program)),
-        )
+        tolerance = max(1e-5, 10 * noise, 3 * tolerance_of(program))
+        _compare_all(program, "second derivative", got, wanted[1], _names(program), tolerance)
 
 
 def _moved(program: Program, e: Element, k: int, tangents: Any, size: float) -> Element:
     left, parts = iter(tangents), []
-    for name, leaves in (("init", program.carry), ("xs", program.xs), ("weights", program.weights)):
+    for name, leaves in _parts(program):
         arrays = []
         for a, leaf in zip(getattr(e, name), leaves, strict=True):
             if leaf.type.kind not in "fc":

@@ -256,16 +256,14 @@ def by_library(case: Case, data: Data) -> Callable[..., Any]:
             case "mask_scan" | "resets":
                 resets = data.resets if case.verb == "resets" else None
                 final, ys = treescan.mask_scan(body, h, xs, lengths=data.lengths, resets=resets, **options)
-            case "while_scan":
-                count = lambda c, x: ((body(c[0], x)[0], c[1] + 1), body(c[0], x)[1])  # noqa: E731
-                found = treescan.while_scan(lambda c: c[1] < data.lengths[0], count, (h, 0), xs, **options)
-                final, ys = found.carry[0], found.ys
-            case "while_rows":
-                count = lambda c, x: ((body(c[0], x)[0], c[1] + 1), body(c[0], x)[1])  # noqa: E731
-                rows = (h, jnp.zeros(ROWS, jnp.int32), jnp.asarray(data.lengths))
-                more = lambda c: c[1] < c[2]  # noqa: E731
-                bounded = lambda c, x: ((*count(c[:2], x)[0], c[2]), count(c[:2], x)[1])  # noqa: E731
-                found = treescan.while_scan(more, bounded, rows, xs, **options)
+            case "while_scan" | "while_rows":
+
+                def bounded(c: Any, x: Any) -> Any:
+                    new, y = body(c[0], x)
+                    return (new, c[1] + 1, c[2]), y
+
+                ends = jnp.asarray(data.lengths if case.verb == "while_rows" else data.lengths[0])
+                found = treescan.while_scan(lambda c: c[1] < c[2], bounded, (h, 0 * ends, ends), xs, **options)
                 final, ys = found.carry[0], found.ys
             case _:
                 final, ys = treescan.scan_layers(lambda x, h: step(w, h, x), h, xs, **options)

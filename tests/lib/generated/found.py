@@ -1,65 +1,11 @@
-"""Programs that found a mistake once, each made small, by what was wrong. `make fuzz` adds those that it finds."""
+"""Programs that found a mistake once, each made small, by what was wrong. `make fuzz` adds those that it finds.
+
+What can be told in a few lines of Python has a test of its own, in `test_rewriting.py`.
+"""
 
 from .programs import Instruction, Leaf, Program, Type, Value
 
 FOUND: dict[str, Program] = {}
-
-FOUND["Closed-over arrays that are bad for an element without steps: NaN gradients of vmap."] = Program(
-    (),
-    "float64",
-    9,
-    (Leaf(Value("h0", Type(True, (3,)))),),
-    (Leaf(Value("x0", Type(True, (3,)))),),
-    (Leaf(Value("w0", Type(False, (3,), positive=True)), axis=None),),
-    (
-        Instruction(Value("v0", Type(True, (3,))), "{0} / {1}", ("x0", "w0")),
-        Instruction(Value("v1", Type(True, (3,))), "jnp.tanh({0} + {1})", ("h0", "v0")),
-    ),
-    ("v1",),
-    (),
-    mode=("vjp",),
-    outer=3,
-    padding="zero",
-    seed=3,
-)
-
-FOUND["The gradient of complex products: reduce_precision does not accept complex64."] = Program(
-    (),
-    "float64",
-    9,
-    (Leaf(Value("h0", Type(True, (3,), kind="c"))),),
-    (Leaf(Value("x0", Type(True, (3,), kind="c"))),),
-    (Leaf(Value("w0", Type(False, (3, 3), kind="c")), axis=None),),
-    (
-        Instruction(Value("v0", Type(True, (3,), kind="c")), "{0} @ {1}", ("h0", "w0")),
-        Instruction(Value("v1", Type(True, (3,), kind="c")), "jnp.sin(0.3 * {0}) + {1}", ("v0", "x0")),
-    ),
-    ("v1",),
-    (),
-    options=(("chunk", "3"),),
-    mode=("vjp",),
-)
-
-FOUND["A cond that reads weights, under vmap: no transpose rule of stop_gradient."] = Program(
-    (),
-    "float64",
-    9,
-    (Leaf(Value("h0", Type(True, (3,)))),),
-    (Leaf(Value("x0", Type(True, (3,)))),),
-    (Leaf(Value("w0", Type(False, (3,))), axis=None),),
-    (
-        Instruction(
-            Value("v0", Type(True, (3,))),
-            "jax.lax.cond(jnp.sum({0}) > 0.1, lambda a: jnp.tanh(a + {1}), lambda a: a, {0})",
-            ("h0", "w0"),
-        ),
-        Instruction(Value("v1", Type(True, (3,))), "jnp.tanh({0} + {1})", ("x0", "v0")),
-    ),
-    ("v1",),
-    (),
-    mode=("vjp",),
-    outer=2,
-)
 
 FOUND["Resets and lengths under vmap, NaN in the padding: a carry that was NaN (mode value, no derivative)."] = Program(
     (),
@@ -106,24 +52,3 @@ FOUND["Resets and lengths under vmap, NaN in the padding: a carry that was NaN (
     outer=2,
     seed=149,
 )
-
-FOUND["A product of rank 0, added to an array, crashed in JAX's words."] = Program(
-    (),
-    "float64",
-    9,
-    (Leaf(Value("h0", Type(True, (3,)))),),
-    (Leaf(Value("x0", Type(True, (3,)))),),
-    (Leaf(Value("w0", Type(False, (3,))), axis=None), Leaf(Value("w1", Type(False, (3, 3))), axis=None)),
-    (
-        Instruction(Value("v0", Type(True, ())), "{0} @ {1}", ("w0", "h0")),
-        Instruction(Value("v1", Type(True, (3,))), "{0} @ {1}", ("w1", "h0")),
-        Instruction(Value("v2", Type(True, (3,))), "jnp.tanh({0} + {1} + {2})", ("v0", "v1", "x0")),
-    ),
-    ("v2",),
-    (),
-    options=(("chunk", "4"),),
-)
-
-FOUND["A product of rank 0, added to an array as long as a chunk: a wrong gradient."] = FOUND[
-    "A product of rank 0, added to an array, crashed in JAX's words."
-].replace(options=(("chunk", "3"),))

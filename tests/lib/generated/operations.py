@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 from .programs import Builder, NotPossible, Value, broadcast
 
@@ -57,10 +58,30 @@ REDUCTIONS = ["jnp.sum({0}, axis={a})", "jnp.mean({0}, axis={a})", "jnp.max({0},
 # fmt: on
 
 
+def _of_one(name: str, texts: list[str], test: Any = lambda t: True, kinds: str = "f", kind: str = "f") -> Operation:
+    """On one value, whose shape it keeps."""
+
+    def operation(g: Builder) -> Value:
+        a = g.pick(test, kinds)
+        return g.emit(g.choice(texts), [a], None, a.type.shape, kind)
+
+    operation.__name__ = name
+    return operation
+
+
+# fmt: off
+along = _of_one("along", ALONG, lambda t: t.shape)
+to_real = _of_one("to_real", TO_REAL, kinds="c")
+to_complex = _of_one("to_complex", ["jax.lax.complex({0}, jnp.sin({0}))", "{0} * (0.6 + 0.8j)", "jnp.exp(1j * {0})"], kind="c")
+on_ints = _of_one("on_ints", ["{0} + 1", "{0} % 3", "-{0}", "jnp.bitwise_xor({0}, 1)", "jnp.where({0} > 2, 0, {0})"],
+                  kinds="i", kind="i")
+compare = _of_one("compare", ["{0} > 0", "jnp.isfinite({0})", "jnp.abs({0}) < 0.4", "~({0} < 0.1)"], kind="b")
+# fmt: on
+
+
 def unary(g: Builder) -> Value:
     a = g.pick(kinds="fc")
-    text = g.choice(UNARY if a.type.kind == "f" else COMPLEX_UNARY)
-    return g.emit(text, [a], None, a.type.shape, a.type.kind)
+    return g.emit(g.choice(UNARY if a.type.kind == "f" else COMPLEX_UNARY), [a], None, a.type.shape, a.type.kind)
 
 
 def binary(g: Builder) -> Value:
@@ -68,14 +89,14 @@ def binary(g: Builder) -> Value:
     shape = broadcast(a.type.shape, b.type.shape)
     kind = "c" if "c" in a.type.kind + b.type.kind else "f"
     text = g.choice(BINARY if kind == "f" else COMPLEX_BINARY)
-    operands = [g.lifted(i, v.type, len(shape)) for i, v in enumerate((a, b))]
+    operands = g.operands(a, b)
     return g.emit(text.format(*operands), [a, b], None, shape, kind)
 
 
 def ternary(g: Builder) -> Value:
     three = [g.pick() for _ in range(3)]
     shape = broadcast(*(v.type.shape for v in three))
-    operands = [g.lifted(i, v.type, len(shape)) for i, v in enumerate(three)]
+    operands = g.operands(*three)
     return g.emit(g.choice(TERNARY).format(*operands), three, None, shape)
 
 
@@ -85,11 +106,6 @@ def scalar_add(g: Builder) -> Value:
     first, second = g.lifted(0, a.type, len(b.type.shape)), "{1}"
     text = g.choice(["{a} + {b}", "{b} + {a}", "{b} - {a}", "{a} * {b}", "jnp.tanh({a} + {b})"])
     return g.emit(text.format(a=first, b=second), [a, b], None, b.type.shape)
-
-
-def along(g: Builder) -> Value:
-    a = g.pick(lambda t: t.shape)
-    return g.emit(g.choice(ALONG), [a], None, a.type.shape)
 
 
 def reduce(g: Builder) -> Value:
@@ -106,28 +122,16 @@ def divide_by_positive(g: Builder) -> Value:
     b = g.pick(lambda t: t.positive)
     shape = broadcast(a.type.shape, b.type.shape)
     text = g.choice(["{0} / {1}", "{0} * jnp.log({1})", "{0} * jnp.sqrt({1})", "{0} * {1} ** 0.5", "{0} + 1 / {1}"])
-    operands = [g.lifted(i, v.type, len(shape)) for i, v in enumerate((a, b))]
+    operands = g.operands(a, b)
     return g.emit(text.format(*operands), [a, b], None, shape)
 
 
-def to_real(g: Builder) -> Value:
-    a = g.pick(kinds="c")
-    return g.emit(g.choice(TO_REAL), [a], None, a.type.shape)
-
-
-def to_complex(g: Builder) -> Value:
-    a = g.pick()
-    return g.emit(g.choice(["jax.lax.complex({0}, jnp.sin({0}))", "{0} * (0.6 + 0.8j)", "jnp.exp(1j * {0})"]),
-                  [a], None, a.type.shape, "c")  # fmt: skip
-
-
 def low_precision(g: Builder) -> Value:
-    """A product or a sum in bfloat16 or float32, and back."""
+    """A product in float32, and back."""
     a = g.pick(lambda t: t.shape)
     size = a.type.shape[-1]
     w = g.pick(lambda t: not t.rows and t.shape[:1] == (size,) and len(t.shape) <= 2)
-    low = "float32"
-    text = f"({{0}}.astype(jnp.{low}) @ {{1}}.astype(jnp.{low})).astype({{0}}.dtype)"
+    text = "({0}.astype(jnp.float32) @ {1}.astype(jnp.float32)).astype({0}.dtype)"
     return g.emit(text, [a, w], None, a.type.shape[:-1] + w.type.shape[1:])
 
 
@@ -136,9 +140,8 @@ def to_int(g: Builder) -> Value:
     if a.type.shape and g.chance(40):
         text = g.choice(["jnp.argmax({0}, axis=-1).astype(jnp.int32)", "jnp.sum({0} > 0, axis=-1, dtype=jnp.int32)"])
         return g.emit(text, [a], None, a.type.shape[:-1], "i")
-    return g.emit(
-        g.choice(["({0} > 0.1).astype(jnp.int32)", "jnp.int32(jnp.clip(3 * {0}, -9, 9))"]), [a], None, a.type.shape, "i"
-    )
+    text = g.choice(["({0} > 0.1).astype(jnp.int32)", "jnp.int32(jnp.clip(3 * {0}, -9, 9))"])
+    return g.emit(text, [a], None, a.type.shape, "i")
 
 
 def of_int(g: Builder) -> Value:
@@ -154,28 +157,10 @@ def one_hot(g: Builder) -> Value:
     return g.emit(f"jax.nn.one_hot({{0}} % {size}, {size}, dtype=dtype)", [a], None, (size,))
 
 
-def on_ints(g: Builder) -> Value:
-    a = g.pick(kinds="i")
-    return g.emit(
-        g.choice(["{0} + 1", "{0} % 3", "-{0}", "jnp.bitwise_xor({0}, 1)", "jnp.where({0} > 2, 0, {0})"]),
-        [a],
-        None,
-        a.type.shape,
-        "i",
-    )
-
-
-def compare(g: Builder) -> Value:
-    a = g.pick()
-    return g.emit(
-        g.choice(["{0} > 0", "jnp.isfinite({0})", "jnp.abs({0}) < 0.4", "~({0} < 0.1)"]), [a], None, a.type.shape, "b"
-    )
-
-
 def select(g: Builder) -> Value:
     p, a, b = g.pick(kinds="b"), g.pick(), g.pick()
     shape = broadcast(p.type.shape, a.type.shape, b.type.shape)
-    operands = [g.lifted(i, v.type, len(shape)) for i, v in enumerate((p, a, b))]
+    operands = g.operands(p, a, b)
     return g.emit("jnp.where({}, {}, {})".format(*operands), [p, a, b], None, shape)
 
 

@@ -9,16 +9,8 @@ from .operations import OPERATIONS, binary, scalar_add
 from .products import PRODUCTS, sum_of_products, to_scalar, vector_weights
 from .programs import Builder, Draw, Leaf, NotPossible, Program, Type, Value, chance, choice
 
-VERBS = ["mask_scan"] * 13 + [
-    "while_scan",
-    "while_scan",
-    "scan",
-    "fold",
-    "accumulate",
-    "fori",
-    "scan_layers",
-    "fold_layers",
-]
+VERBS = ["mask_scan"] * 13 + ["while_scan"] * 2
+VERBS += ["scan", "fold", "accumulate", "fori", "scan_layers", "fold_layers"]
 WITHOUT_YS = ("fold", "accumulate", "fori", "fold_layers")
 REMAT = [
     "'step'",
@@ -65,18 +57,21 @@ def draw_program(draw: Draw) -> Program:
         context=choice(draw, ["jit"] * 27 + ["eager"] * 2 + ["disable_jit"]),
         padding=choice(draw, ["nan", "zero", "inf", "random"]), seed=draw.integer(0, 999),
     )  # fmt: skip
-    if any("vjp" in instruction.text for instruction in program.body):  # JAX has no forward mode for these
-        program = program.replace(mode=tuple(m for m in mode if m not in ("jvp", "hvp")) or ("vjp",))
-    if any("stop_gradient" in instruction.text for instruction in program.body):  # as for `truncate`
-        program = program.replace(mode=tuple(m for m in program.mode if m != "hvp") or ("vjp",))
-    convolves = any("conv_general_dilated" in instruction.text for instruction in program.body)
-    if convolves and outer and verb == "while_scan":  # mapped convolutions of XLA let a NaN through to other elements
+    text = " ".join(instruction.text for instruction in program.body)
+    if "vjp" in text:  # JAX has no forward mode for these
+        program = _without_modes(program, "jvp", "hvp")
+    if "stop_gradient" in text:  # as for `truncate`
+        program = _without_modes(program, "hvp")
+    if "conv_general_dilated" in text and outer and verb == "while_scan":  # mapped ones of XLA let a NaN through
         program = program.replace(padding="random")
     if program.context != "jit":  # each primitive is compiled by itself
-        program = program.replace(
-            mode=tuple(m for m in program.mode if m == "vjp") or ("value",), outer=0, steps=min(steps, 5)
-        )
+        mode = ("vjp",) if "vjp" in program.mode else ("value",)
+        program = program.replace(mode=mode, outer=0, steps=min(steps, 5))
     return _with_options(draw, program)
+
+
+def _without_modes(program: Program, *names: str) -> Program:
+    return program.replace(mode=tuple(mode for mode in program.mode if mode not in names) or ("vjp",))
 
 
 def _mode(draw: Draw, verb: str, dtype: str) -> tuple[str, ...]:
@@ -238,7 +233,7 @@ def _with_options(draw: Draw, program: Program) -> Program:
     if verb in ("scan", "fold", "accumulate", "mask_scan") and not custom and chance(draw, 10):
         options["truncate"] = str(choice(draw, [1, 2, 3]))
         # A cut has no tangent, so the truncated gradient's jvp is not what its finite differences are.
-        program = program.replace(mode=tuple(m for m in program.mode if m != "hvp") or ("vjp",))
+        program = _without_modes(program, "hvp")
     save = fill = ()
     if program.ys:
         save = ("all",) * len(program.ys)
@@ -255,9 +250,7 @@ def _with_options(draw: Draw, program: Program) -> Program:
     if verb == "while_scan":
         flags = "while"
     if verb == "mask_scan":
-        flags = choice(
-            draw, ["lengths", "lengths", "lengths", "mask", "mask", "resets", "lengths+resets", "mask+resets"]
-        )
+        flags = choice(draw, ["lengths"] * 3 + ["mask", "mask", "resets", "lengths+resets", "mask+resets"])
         chunk = choice(draw, [None, 2, 1, 3, 4, None, 8, 0, max(steps, 1), program.weights[0].type.shape[:1] or (2,)])
         chunk = chunk[0] if isinstance(chunk, tuple) else chunk
         if chunk is not None:

@@ -45,9 +45,6 @@ class Step:
     """One step of one row, and its vjp, compiled. Leaves: of the carry, of x, weights; then the key."""
 
     def __init__(self, program: Program, make_body: Any, make_init: Any) -> None:
-        self.program = program
-        count = len(program.carry)
-        n_x = len(program.xs)
         like = carry_types(program.replace(batch=(1,) * len(program.batch)))
         structure = jax.tree.structure(jax.eval_shape(make_init, like))
 
@@ -66,23 +63,19 @@ class Step:
                 ys = leaves
             return [jnp.asarray(a) for a in leaves], [jnp.asarray(a) for a in ys]
 
-        def split(inputs: Any) -> Any:
-            return [a for a in inputs if inexact(a)], [a for a in inputs if not inexact(a)]
-
         def pull(init_leaves: Any, x: Any, weights: Any, position: Any, cots: Any) -> Any:
             inputs = [*init_leaves, *x, *weights]
-            where = [inexact(a) for a in inputs]
+            n, m = len(init_leaves), len(init_leaves) + len(program.xs)
 
             def outputs(floats: Any) -> Any:
                 left = iter(floats)
-                merged = [next(left) if is_float else a for a, is_float in zip(inputs, where, strict=True)]
-                n = len(init_leaves)
-                new, ys = step(merged[:n], merged[n : n + n_x], merged[n + n_x :], position)
-                return split([*new, *ys])[0]
+                merged = [next(left) if inexact(a) else a for a in inputs]
+                new, ys = step(merged[:n], merged[n:m], merged[m:], position)
+                return [a for a in (*new, *ys) if inexact(a)]
 
-            return jax.vjp(outputs, split(inputs)[0])[1](cots)[0]
+            return jax.vjp(outputs, [a for a in inputs if inexact(a)])[1](cots)[0]
 
-        self.forward, self.pull, self.count = jax.jit(step), jax.jit(pull), count
+        self.forward, self.pull = jax.jit(step), jax.jit(pull)
 
 
 def carry_types(program: Program) -> list[Any]:
@@ -176,48 +169,28 @@ class Plain:
 
     # Outputs.
 
-    def sources(self, element: Element) -> tuple[list[int], np.ndarray, np.ndarray]:
-        """The order of the run; for each step and row the last valid step so far, or -1; whether it is this one."""
-        valid = element.flags.valid
-        source, last = np.full(valid.shape, -1), np.full(valid.shape[1:], -1)
-        for t in self.order():
-            last = np.where(valid[t], t, last)
-            source[t] = last
-        return self.order(), source, last
-
-    def _places(self, element: Element, number: int) -> list[tuple[Any, tuple[int, ...], tuple[int, ...] | None]]:
+    def _places(self, element: Element, number: int) -> list[tuple[Any, tuple[int, ...], int | None]]:
         """For each entry of an output: (its index in the leaf, the row, the step that it comes from, or None)."""
-        program = self.program
-        valid = element.flags.valid
+        program, valid, place = self.program, element.flags.valid, self.ys[number]
         keep = program.save[number] if program.save else "all"
         fill = program.fill[number] if program.fill else 0
-        place = self.ys[number]
-        _, source, last = self.sources(element)
-        rows = self.rows[:1] if place.axis is None and program.batch else self.rows  # of any row that is valid
+        shared = place.axis is None and bool(program.batch)  # of the first row that is valid
+        seen = valid.any(axis=tuple(range(1, valid.ndim)), keepdims=True) if shared else valid
+        source, last = np.full(seen.shape, -1), np.full(seen.shape[1:], -1)
+        for t in self.order():  # the last valid step so far, or -1
+            last = np.where(seen[t], t, last)
+            source[t] = last
+        every = 1 if keep == "all" else keep
+        positions = [None] if keep == "last" else range(every - 1, program.steps, every)
         found = []
-        positions: list[Any] = list(range(program.steps))
-        if keep == "last":
-            positions = [None]
-        elif isinstance(keep, int):
-            positions = list(range(keep - 1, program.steps, keep))
-        for at, t in enumerate(positions):
-            for row in rows:
-                if place.axis is None and program.batch:
-                    any_valid = valid.any(axis=tuple(range(1, valid.ndim)))
-                    so_far = [s for s in self.order() if any_valid[s]]
-                    if t is not None:
-                        order = self.order()
-                        so_far = [s for s in so_far if order.index(s) <= order.index(t)]
-                    step = so_far[-1] if so_far else -1
-                    here = t is not None and bool(any_valid[t])
-                    row_of = next((r for r in self.rows if step >= 0 and valid[(step, *r)]), row)
-                else:
-                    step = int(last[row]) if t is None else int(source[(t, *row)])
-                    here = t is not None and bool(valid[(t, *row)])
-                    row_of = row
-                taken = step >= 0 and (t is None or here or fill == "hold")
-                lead = () if t is None else (at,)
-                found.append(((*lead, *place.index(row)), row_of, step if taken else None))
+        for (at, t), row in itertools.product(enumerate(positions), self.rows[:1] if shared else self.rows):
+            step = int(last[row] if t is None else source[(t, *row)])
+            taken = step >= 0 and (t is None or fill == "hold" or seen[(t, *row)])
+            lead = () if t is None else (at,)
+            index = (*lead, *place.index(row))
+            if shared and taken:
+                row = next(r for r in self.rows if valid[(step, *r)])
+            found.append((index, row, step if taken else None))
         return found
 
     def kept(self) -> list[int]:

@@ -12,6 +12,12 @@ def _kind(*values: Value) -> str:
     return "c" if any(v.type.kind == "c" for v in values) else "f"
 
 
+def _dots(a: Value, b: Value) -> tuple[str, str, str]:
+    """Of both operands of an einsum, and of its result."""
+    left, right = ("..." if v.type.rows else "" for v in (a, b))
+    return left, right, left or right
+
+
 def vector_weights(g: Builder) -> Value:
     """`h @ W` and `W @ h`."""
     h = g.pick(lambda t: len(t.shape) >= 1, "fffc")
@@ -65,21 +71,15 @@ def contract(g: Builder) -> Value:
     """A matrix with weights of its shape, to a number or along one axis."""
     a = g.pick(lambda t: len(t.shape) == 2)
     w = g.pick(lambda t: t.shape == a.type.shape)
-    left, right = ("..." if v.type.rows else "" for v in (a, w))
-    out = "..." if left or right else ""
+    left, right, out = _dots(a, w)
     m, n = a.type.shape
-    which = g.choice(
-        [("ij", "ij", "", ()), ("ij", "ij", "i", (m,)), ("ij", "ij", "j", (n,)), ("ij", "ik", "jk", (n, n))]
-    )
-    return g.emit(
-        f"0.5 * jnp.einsum('{left}{which[0]},{right}{which[1]}->{out}{which[2]}', {{0}}, {{1}})", [a, w], None, which[3]
-    )
+    other, kept, shape = g.choice([("ij", "", ()), ("ij", "i", (m,)), ("ij", "j", (n,)), ("ik", "jk", (n, n))])
+    return g.emit(f"0.5 * jnp.einsum('{left}ij,{right}{other}->{out}{kept}', {{0}}, {{1}})", [a, w], None, shape)
 
 
 def outer(g: Builder) -> Value:
     a, b = g.pick(lambda t: len(t.shape) == 1), g.pick(lambda t: len(t.shape) == 1)
-    left, right = ("..." if v.type.rows else "" for v in (a, b))
-    out = "..." if left or right else ""
+    left, right, out = _dots(a, b)
     return g.emit(f"jnp.einsum('{left}i,{right}j->{out}ij', {{0}}, {{1}})", [a, b], None, a.type.shape + b.type.shape)
 
 
@@ -88,8 +88,7 @@ def three(g: Builder) -> Value:
     a = g.pick(lambda t: len(t.shape) == 1)
     w = g.pick(lambda t: not t.rows and len(t.shape) == 2 and t.shape[0] == a.type.shape[0])
     b = g.pick(lambda t: len(t.shape) == 1 and t.shape[0] == w.type.shape[1])
-    left, right = ("..." if v.type.rows else "" for v in (a, b))
-    out = "..." if left or right else ""
+    left, right, out = _dots(a, b)
     kept, shape = g.choice([("", ()), ("j", b.type.shape), ("i", a.type.shape)])
     text = f"jnp.einsum('{left}i,ij,{right}j->{out}{kept}', {{0}}, {{1}}, {{2}})"
     return g.emit(text, [a, w, b], None, shape)
@@ -166,9 +165,8 @@ def branch_product(g: Builder) -> Value:
     d = h.type.shape[0]
     w = g.pick(lambda t: not t.rows and t.shape == (d, d))
     p = g.pick(lambda t: not (t.rows and g.batch))
-    return g.emit(
-        "jax.lax.cond(jnp.sum({2}) > 0, lambda a: jnp.tanh(a @ {1}), lambda a: a, {0})", [h, w, p], None, (d,)
-    )
+    text = "jax.lax.cond(jnp.sum({2}) > 0, lambda a: jnp.tanh(a @ {1}), lambda a: a, {0})"
+    return g.emit(text, [h, w, p], None, (d,))
 
 
 def loop(g: Builder) -> Value:
@@ -227,11 +225,10 @@ def sum_of_products(g: Builder) -> Value:
     """What recurrent cells are made of: products of any rank, added up."""
     parts = [g.choice(ANY_PRODUCT)(g), g.choice(ANY_PRODUCT)(g), g.pick()]
     shape = broadcast(*(v.type.shape for v in parts))
-    operands = [g.lifted(i, v.type, len(shape)) for i, v in enumerate(parts)]
+    operands = g.operands(*parts)
     kind = _kind(*parts)
-    return g.emit(
-        g.choice(["{} + {} + {}", "{} - {} + {}", "{} + ({} - {})"]).format(*operands), parts, None, shape, kind
-    )
+    text = g.choice(["{} + {} + {}", "{} - {} + {}", "{} + ({} - {})"])
+    return g.emit(text.format(*operands), parts, None, shape, kind)
 
 
 ANY_PRODUCT = (vector_weights, to_scalar, to_scalar, vector_weights, three, contract)

@@ -215,6 +215,11 @@ class Builder:
         axes = ", ".join(["..."] + ["None"] * missing + [":"] * len(kind.shape))
         return f"{{{slot}}}[{axes}]"
 
+    def operands(self, *values: Value) -> list[str]:
+        """The texts of values that are broadcast together."""
+        rank = max(len(value.type.shape) for value in values)
+        return [self.lifted(slot, value.type, rank) for slot, value in enumerate(values)]
+
 
 def broadcast(*shapes: tuple[int, ...]) -> tuple[int, ...]:
     """As NumPy has it."""
