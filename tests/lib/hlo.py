@@ -52,6 +52,11 @@ class Program:
     def collectives_in_loops(self) -> int:
         return sum(len(_COLLECTIVE.findall(text)) for text in self.loops())
 
+    def copies_in_loops(self, *shape: int) -> int:
+        """How many instructions of the loops copy or convert a whole array of float32."""
+        whole = re.compile(rf"= f32\[{','.join(map(str, shape))}\]\S* (?:copy|convert)\(")
+        return len({line for text in self.loops() for line in text.splitlines() if whole.search(line)})
+
     def _called(self, line: str) -> list[str]:
         return [name for names in _CALLED.findall(line) for name in names.split(", ") if name in self._computations]
 

@@ -10,14 +10,18 @@ import pytest
 import treescan
 
 
-def gradient(way: str, call: Any, *data: Any) -> Any:
-    """The derivative of `call(*data, scale)` with respect to the scale at 1, taken in one of several ways."""
-    one, last = jnp.float32(1), len(data)
-    derived = jax.grad(call, last)
+def go(way: str, call: Any, data: Any, *, backward: bool) -> Any:
+    """What a call makes of data and of a scale of 1, or its gradient in the scale, in one of several ways."""
+    derive, one = jax.grad(call, 1) if backward else call, jnp.float32(1)
+    both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (data, one))
+    if way == "jit":
+        return jax.jit(derive)(data, one)
     if way == "vmap":
-        return jax.vmap(derived, (*(None for _ in data), 0))(*data, jnp.ones(2))
+        return jax.jit(jax.vmap(derive))(*both)
+    if way == "grad of vmap":
+        return jax.grad(lambda scale: jax.vmap(call)(both[0], scale * both[1]).sum())(one)
     with jax.disable_jit(way == "disable_jit"):
-        return (jax.jit(derived) if way == "jit" else derived)(*data, one)
+        return derive(data, one)
 
 
 def caught(call: Any) -> str:

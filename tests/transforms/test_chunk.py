@@ -36,7 +36,7 @@ def run_chunked(loop, sizes):
     return run_levels(loop, tuple(map(Level, sizes)))
 
 
-GRID = list(itertools.product([0, 1, 12, 41], [(1,), (3,), (2, 4, 12), (64,)], [False, True]))
+GRID = list(itertools.product([0, 12, 41], [(3,), (2, 4, 12), (64,)], [False, True]))
 
 
 @pytest.mark.parametrize(("length", "sizes", "reverse"), everyday(all_pairs(GRID)))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from nonfinite import halve, named
+from nonfinite import go, halve, named
 
 import treescan
 from treescan import In
@@ -83,9 +83,7 @@ def steps(rule: Any, data: Data, scale: Any, verb: str = "scan", **options: Any)
     xs, h, body = data[:2], start(scale), functools.partial(advance, rule)
     if verb == "scan":
         return treescan.scan(body, h, xs, **options)
-    if verb == "fori":
-        return treescan.fori(0, T, lambda i, h: body(h, (data.flags[i], data.numbers[i]))[0], h, **options)
-    return getattr(treescan, verb)(lambda h, x: body(h, x)[0], h, xs, **options)
+    return treescan.accumulate(lambda h, x: body(h, x)[0], h, xs, **options)
 
 
 def sharing(rule: Any, h: Any, x: Any, valid: Any) -> Any:
@@ -98,12 +96,10 @@ def sharing(rule: Any, h: Any, x: Any, valid: Any) -> Any:
 RESETS = jnp.asarray(np.random.default_rng(5).random((T, B)) < 0.2)
 
 
-def rows(rule: Any, data: Data, scale: Any, form: str = "", verb: str = "mask_scan", **options: Any) -> Any:
+def rows(rule: Any, data: Data, scale: Any, form: str = "", **options: Any) -> Any:
     xs, h, body = data[:2], start(scale), functools.partial(advance, rule)
     axes = dict.fromkeys(h, 0)
     options |= {"mask": data.valid} if form == "holes" else {"lengths": data.lengths}
-    if verb != "mask_scan":
-        return getattr(treescan, verb)(lambda h, x: body(h, x)[0], h, xs, **options)
     if form == "shared":
         h, axes, body = {**h, "shared": scale}, {**axes, "shared": None}, functools.partial(sharing, rule)
     if form == "resets":
@@ -114,8 +110,6 @@ def rows(rule: Any, data: Data, scale: Any, form: str = "", verb: str = "mask_sc
     if form == "wide":
         h, axes, xs = {**h, "cell": h["cell"][None] * jnp.ones((2, 1))}, {**axes, "cell": 1}, data[:2]
         return treescan.mask_scan(body, h, xs, carry_axes=axes, y_axes=1, **options)
-    if form == "time last":
-        xs = tuple(leaf.T for leaf in xs)
     return treescan.mask_scan(body, h, xs, carry_axes=axes, **options)
 
 
@@ -126,7 +120,7 @@ def _watching(rule: Any, h: Any, x: Any) -> Any:
 
 def until(rule: Any, data: Data, scale: Any, form: str = "xs", **options: Any) -> Any:
     xs, h, body = data[:2], start(scale), functools.partial(advance, rule)
-    taken, reverse = data.lengths[0], options.get("reverse")
+    taken = data.lengths[0]
     if form == "fori":  # with traced bounds
         low = taken * 0 + 2
         each = lambda i, h: body(h, (data.flags[i - 2], data.numbers[i - 2]))[0]  # noqa: E731
@@ -136,18 +130,13 @@ def until(rule: Any, data: Data, scale: Any, form: str = "xs", **options: Any) -
         if form == "shared rows":
             h, axes = {**h, "shared": scale}, {**dict.fromkeys((*h, "shared"), 0), "shared": None}
             body = functools.partial(sharing, rule)
-        options |= {"compact": form == "compact rows"} | ({} if axes is None else {"carry_axes": axes})
+        options |= {} if axes is None else {"carry_axes": axes}
         return treescan.while_scan(lambda h: h["count"] < h["until"], body, h, xs, **options)[:2]
     going = lambda h: h["count"][0] < taken  # noqa: E731
-    if form == "no xs":
-        place = lambda h: jnp.clip(T - 1 - h["count"][0] if reverse else h["count"][0], 0, T - 1)  # noqa: E731
-        own = lambda h, _: body(h, tuple(leaf[place(h)] for leaf in xs))  # noqa: E731
-        return treescan.while_scan(going, own, h, max_length=T, **options)[:2]
-    ended = treescan.while_scan(going, body, h, xs, **options)
-    return ended.ys if form == "outputs" else ended[:2]
+    return treescan.while_scan(going, body, h, xs, **options)[:2]
 
 
-def layers(rule: Any, data: Data, scale: Any, form: str = "scan_layers", **options: Any) -> Any:
+def layers(rule: Any, data: Data, scale: Any, form: str = "", **options: Any) -> Any:
     def block(layer: Any, x: Any, *others: Any) -> Any:
         x, y = advance(rule, x, (layer["flag"], layer["number"]))
         return x, *others, y
@@ -161,11 +150,6 @@ def layers(rule: Any, data: Data, scale: Any, form: str = "scan_layers", **optio
         return treescan.scan_layers([block, other], x, stacks, **options)
     if form == "state":
         return treescan.scan_layers(block, x, stack, state=jnp.zeros((T, 2)), **options)
-    if form == "own":
-        own = lambda layer, x, flag: block({"flag": flag, **layer}, x)  # noqa: E731
-        return treescan.scan_layers(own, x, {"number": data.numbers}, data.flags, **options)
-    if form == "fold_layers":
-        return treescan.fold_layers(lambda layer, x: block(layer, x)[0], x, stack, **options)
     return treescan.scan_layers(block, x, stack, **options)
 
 
@@ -179,14 +163,12 @@ def lifted(rule: Any, data: Data, scale: Any, place: str = "carry", **options: A
         cell, sums = (new["cell"], sums * 0.5) if place == "carry" else (h["cell"] * 0.5, new["cell"])
         return ({"cell": cell, "count": new["count"]}, y), {"sums": {"s": sums}}
 
-    axes = options.pop("axes", {"flags": In(0)})
     run = treescan.lift(
-        fn, variable_axes=axes, variable_broadcast="params", variable_carry="sums",
+        fn, variable_axes={"flags": In(0)}, variable_broadcast="params", variable_carry="sums",
         split_rngs={"noise": True}, in_axes=(0, None), **options,
     )  # fmt: skip
     h = start(scale)
-    flags = jnp.moveaxis(data.flags, 0, axes["flags"].axis)
-    variables = {"params": {"w": h.pop("weight")}, "sums": {"s": h["cell"]}, "flags": {"f": flags}}
+    variables = {"params": {"w": h.pop("weight")}, "sums": {"s": h["cell"]}, "flags": {"f": data.flags}}
     return run(variables, {"noise": jax.random.key(0)}, h, data.numbers, 1.0)
 
 
@@ -210,56 +192,35 @@ LOOPS: dict[str, Loop] = {
     "scan": Loop(steps, {}),
     "scan reverse": Loop(steps, {}, {"reverse": True}),
     "scan remat": Loop(steps, {}, {"remat": "nested"}),
-    "scan unroll": Loop(steps, {}, {"unroll": 2}),
-    "fold": Loop(steps, {"verb": "fold"}),
     "accumulate": Loop(steps, {"verb": "accumulate"}),
-    "fori": Loop(steps, {"verb": "fori"}),
     "rows": Loop(rows, {}),
     "rows reverse": Loop(rows, {}, {"reverse": True}),
     "rows chunk": Loop(rows, {}, {"chunk": 3}),
-    "rows unskipped": Loop(rows, {}, {"chunk": 0}),
     "rows compact": Loop(rows, {}, {"compact": True}),
-    "rows compact reverse": Loop(rows, {}, {"compact": (2,), "chunk": 4, "reverse": True}),
-    "rows hold": Loop(rows, {}, {"fill": "hold"}),
     "rows last": Loop(rows, {}, {"save": "last"}),
-    "rows remat": Loop(rows, {}, {"remat": "nested"}),
-    "rows truncate": Loop(rows, {}, {"truncate": 2}, directions=("forward",)),
-    "rows unroll": Loop(rows, {}, {"unroll": 2}),
+    "rows truncate": Loop(rows, {}, {"truncate": 2}, ways=("jit", "vmap"), directions=("forward",)),
     "rows progress": Loop(rows, {}, {"progress": BAR}, ways=("eager", "jit")),
-    "rows time last": Loop(rows, {"form": "time last"}, {"time_axis": 1}),
     "rows wide": Loop(rows, {"form": "wide"}),
     "rows holes": Loop(rows, {"form": "holes"}),
     "rows resets": Loop(rows, {"form": "resets"}, {"save": 2}),
     "rows infinite": Loop(rows, {"form": "infinite"}),
     "rows shared": Loop(rows, {"form": "shared"}, {"chunk": 3}),
     "rows shared reverse": Loop(rows, {"form": "shared"}, {"reverse": True, "remat": "step"}),
-    "rows of fold": Loop(rows, {"verb": "fold"}),
-    "rows of accumulate": Loop(rows, {"verb": "accumulate"}),
     "until": Loop(until, {}, ways=ENDING),
-    "until reverse": Loop(until, {}, {"reverse": True}, ways=ENDING),
-    "until no xs": Loop(until, {"form": "no xs"}, ways=ENDING),
     "until rows": Loop(until, {"form": "rows"}, ways=ENDING),
     "until rows reverse": Loop(until, {"form": "rows"}, {"reverse": True}, ways=ENDING),
-    "until compact rows": Loop(until, {"form": "compact rows"}, ways=ENDING),
     "until shared rows": Loop(until, {"form": "shared rows"}, ways=ENDING),
     "until fori": Loop(until, {"form": "fori"}, ways=("jit", "vmap")),
     "until fori reverse": Loop(until, {"form": "fori"}, {"reverse": True}, ways=("jit",)),
-    "until outputs": Loop(until, {"form": "outputs"}, ways=ENDING),
     "layers": Loop(layers, {}),
     "layers reverse": Loop(layers, {}, {"reverse": True}),
     "layers remat": Loop(layers, {}, {"remat": "nested"}),
-    "layers save": Loop(layers, {}, {"save": 2}),
-    "layers fold": Loop(layers, {"form": "fold_layers"}),
     "layers pattern": Loop(layers, {"form": "pattern"}),
     "layers pattern remat": Loop(layers, {"form": "pattern"}, {"remat": ("step", None), "reverse": True}),
     "layers state": Loop(layers, {"form": "state"}),
-    "layers state remat": Loop(layers, {"form": "state"}, {"remat": "step"}),
-    "layers own": Loop(layers, {"form": "own"}),
     "lift": Loop(lifted, {}),
     "lift reverse": Loop(lifted, {}, {"reverse": True, "unroll": 2}),
     "lift remat": Loop(lifted, {"place": "collection"}, {"remat": "nested"}),
-    "lift last": Loop(lifted, {"place": "collection"}, {"save": "last"}),
-    "lift axis": Loop(lifted, {"place": "collection", "axes": {"flags": In(1)}}),
 }
 
 
@@ -271,19 +232,6 @@ def total(loop: Loop, rule: Any, check: Any, data: Data, scale: Any) -> Any:
     found = jax.tree.leaves(loop.run(rule, data, scale, check_finite=check, **loop.given, **loop.options))
     numbers = [leaf for leaf in found if jnp.issubdtype(leaf.dtype, jnp.floating)]
     return sum((jnp.where(jnp.isinf(leaf), 0.0, leaf) ** 2).sum() for leaf in numbers)
-
-
-def go(way: str, call: Any, data: Data, *, backward: bool) -> Any:
-    derive, one = jax.grad(call, 1) if backward else call, jnp.float32(1)
-    both = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (data, one))
-    if way == "jit":
-        return jax.jit(derive)(data, one)
-    if way == "vmap":
-        return jax.jit(jax.vmap(derive))(*both)
-    if way == "grad of vmap":
-        return jax.grad(lambda scale: jax.vmap(call)(both[0], scale * both[1]).sum())(one)
-    with jax.disable_jit(way == "disable_jit"):
-        return derive(data, one)
 
 
 def draw(loop: Loop, flaw: Flaw, seed: int, *, planted: bool) -> tuple[Data, int, list[int], Any]:
@@ -308,7 +256,7 @@ def draw(loop: Loop, flaw: Flaw, seed: int, *, planted: bool) -> tuple[Data, int
         valid[3] = True
     flags = np.where(valid, 1.0, jnp.nan if flaw.check == "backward" else flaw.flag)
     ran = sorted(np.flatnonzero(valid.any(1)), key=lambda step: order[step])
-    first, second = sorted(random.choice(len(ran) - (loop.given.get("form") == "outputs"), 2, replace=False))
+    first, second = sorted(random.choice(len(ran), 2, replace=False))
     at, later = (ran[second], ran[first]) if flaw.check == "backward" else (ran[first], ran[second])
     hit = sorted(
         random.choice(np.flatnonzero(valid[at]), random.integers(1, valid[at].sum() + 1), replace=False).tolist()
@@ -325,10 +273,7 @@ def draw(loop: Loop, flaw: Flaw, seed: int, *, planted: bool) -> tuple[Data, int
     return data, int(at), hit, valid & (order < order[at])[:, None]
 
 
-EVERY_DAY = {
-    "forward": ("fori", "scan remat", "rows truncate", "rows holes", "until fori reverse", "until rows reverse"),
-    "backward": ("scan unroll", "accumulate", "rows chunk", "layers pattern", "lift reverse"),
-}
+EVERY_DAY = {("scan", "forward"), ("scan", "backward")}
 
 
 def cases() -> list[Any]:
@@ -338,7 +283,7 @@ def cases() -> list[Any]:
         for direction, flaws, turn in (("forward", FORWARD, 0), ("backward", BACKWARD, 2)):
             if direction in loop.directions:
                 way = loop.ways[(i + turn) % len(loop.ways)]
-                marks = () if name in EVERY_DAY[direction] else pytest.mark.slow
+                marks = () if (name, direction) in EVERY_DAY else pytest.mark.slow
                 case = name, direction, way, flaws[(i + turn) // 2 % 2]
                 found.append(pytest.param(*case, id=f"{name}-{direction}-{way}", marks=marks))
     return found
@@ -380,9 +325,7 @@ def test_what_is_planted_is_named(name: str, direction: str, way: str, flaw: Fla
         assert backward or np.flatnonzero(np.asarray(data.valid)[at] & ~np.isfinite(again)).tolist() == hit
 
 
-WITHOUT_X = {"fori", "until fori", "until fori reverse", "until no xs", "layers own"} | {
-    name for name in LOOPS if "shared" in name
-}
+WITHOUT_X = {name for name in LOOPS if "shared" in name or "fori" in name}
 
 
 def given_to(loop: Loop, record: Any) -> tuple[Any, Any]:

@@ -33,13 +33,12 @@ BODIES = {
     "chosen": lambda h, x: jnp.where(h < 5, h + jnp.exp(x), jnp.log(h - 1e6)),
     "largest": largest,
     "moved": moved,
-    "summed": lambda h, x: h + jnp.cumsum(jnp.exp(x), -1),
     "sorted": lambda h, x: h + jnp.sort(jnp.exp(x), -1),
     "branched": lambda h, x: h + jax.lax.cond(x.sum() > 0, lambda e: e, lambda e: -e, jnp.exp(x)),
 }
 WAYS = [
     *(("mixed", "jit"), ("multiplied", "eager"), ("moved", "eager"), ("branched", "eager")),
-    *slow(*((name, "eager") for name in ("mixed", "chosen", "largest", "summed", "sorted"))),
+    *slow(*((name, "eager") for name in ("chosen", "largest", "sorted"))),
     *slow(*(("mixed", way) for way in ("vmap", "disable_jit", "rows"))),
 ]
 
@@ -95,12 +94,6 @@ CASES: dict[str, tuple[Any, Any, Any, tuple[str, ...]]] = {  # a body, its init 
         jnp.ones((2, 4)).at[1, jnp.array([1, 3])].set(-1.0),
         ("became NaN in step 1 of 2 (rows 1 and 3), first in `sqrt` at",),
     ),
-    "a NaN of x in another row": (
-        lambda h, x: jnp.where(jnp.isnan(x), h, jnp.log(h + x)),
-        jnp.ones(3),
-        jnp.ones((2, 3)).at[1].set(jnp.array([NAN, -9.0, 1.0])),
-        ("became NaN in step 1 of 2 (row 1), first in `log` at",),
-    ),
     "through a loop within": (
         through_a_loop,
         jnp.zeros(3).at[0].set(-INF),
@@ -131,12 +124,6 @@ CASES: dict[str, tuple[Any, Any, Any, tuple[str, ...]]] = {  # a body, its init 
         jnp.ones(3),
         ("became NaN in step 0 of 3 (row", "which got it from `a constant of the body`"),
     ),
-    "a constant that is an array": (
-        lambda h, x: jnp.array([1.0, NAN]) * x + h,
-        jnp.ones(2),
-        jnp.ones(3),
-        ("became NaN in step 0 of 3 (row", "which got it from `a constant of the body`"),
-    ),
     "an infinite carry is not called finite": (
         lambda h, x: (jnp.log(h[0] + x), h[1] - x),
         (jnp.float32(1), jnp.float32(-INF)),
@@ -148,12 +135,6 @@ CASES: dict[str, tuple[Any, Any, Any, tuple[str, ...]]] = {  # a body, its init 
         jnp.ones(2),
         jnp.array([2.0, -50.0]),
         ("became NaN in step 1 of 2 (row 1), first in `log`",),
-    ),
-    "a loop within without a check": (
-        lambda h, x: treescan.fold(lambda h, x: jnp.sqrt(h * x), h, x),
-        jnp.float32(1),
-        jnp.ones((4, 5)).at[3, 2].set(-1.0),
-        ("`h` became NaN in step 3 of 4, first in `scan` at",),
     ),
 }
 

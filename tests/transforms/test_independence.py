@@ -7,6 +7,7 @@ import pytest
 from jax import lax
 from jaxprs import equations
 from loops import array
+from primitive_cases import ENTRIES, GRID, Operand, examples
 from thin import shares
 
 import treescan
@@ -48,14 +49,12 @@ APART = {
     "heads": lambda h, x: jnp.concatenate([h, x], -1).reshape(ROWS, 2, 3).transpose(0, 2, 1),
     "rows last": lambda h, x: jnp.moveaxis(h[None, :, :] * x, 1, 2),
     "columns": lambda h, x: (h[:, 1], x[:, ::2], h[:, ::-1], x[:, None, 1:]),
-    "columns by index": lambda h, x: h[:, jnp.array([2, 0])] + x[:, jnp.array([1, 1])],
     "embedding": lambda h, x: TABLE[numbers(h)] + x,
     "own entry": lambda h, x: jnp.take_along_axis(h, numbers(x)[:, None], 1),
     "padding": lambda h, x: jnp.pad(h, [(0, 0), (1, 2)]) + jnp.pad(x, [(0, 0), (2, 1)]),
     "cumulative": lambda h, x: jnp.cumsum(h, 1) + lax.cummax(x, 1),
     "sort": lambda h, x: jnp.sort(h, -1) + jnp.take_along_axis(x, jnp.argsort(h, -1), -1),
     "mapped": lambda h, x: jax.vmap(lambda h, x: W @ h + jnp.dot(h, x) * x)(h, x),
-    "mapped over columns": lambda h, x: jax.vmap(lambda h, x: h * x.sum(), (0, 0))(h, x),
     "branch": lambda h, x: lax.cond(W[0, 0] > 0, lambda h: jnp.sin(h), lambda h: h * 2, h) + x,
     "loop": lambda h, x: lax.scan(lambda c, w: (jnp.tanh(c + w), c), h, W)[0] * x,
     "loop over the columns": lambda h, x: lax.scan(lambda c, row: (c + row, c * row), x[:, 0], h.T)[1].T,
@@ -67,10 +66,8 @@ APART = {
 }
 TOGETHER = {
     "sum": lambda h, x: h + x.sum(0),
-    "mean": lambda h, x: h - jnp.mean(x, axis=0, keepdims=True),
     "batch norm": lambda h, x: (h - h.mean(0)) / h.std(0) + x,
     "products of rows": lambda h, x: h @ x.T @ x,
-    "contracted rows": lambda h, x: h + (x.T @ x)[0],
     "shifted": lambda h, x: jnp.roll(h, 1, 0) + x,
     "reversed": lambda h, x: h[::-1] + x,
     "sorted rows": lambda h, x: jnp.sort(h, 0) + x,
@@ -132,44 +129,27 @@ def test_rows_that_meet_are_not(names):
         assert meet(TOGETHER[name]) or name in {"any row", "a loop until all"}, name  # with other numbers
 
 
-OF_TWO = {
-    "add", "and", "atan2", "complex", "div", "eq", "ge", "gt", "le", "lt", "max", "min", "mul", "ne", "nextafter", "or",
-    "pow", "rem", "sub", "xor",
-}  # fmt: skip
-CALLED = {"and": "bitwise_and", "copy": "exp", "not": "bitwise_not", "or": "bitwise_or", "xor": "bitwise_xor"}
-OTHERWISE = {
-    "add_any": None, "name": None, "stop_gradient": None,
-    "clamp": lambda h, x: lax.clamp(-0.5, h, 0.5),
-    "convert_element_type": lambda h, x: lax.convert_element_type(h, jnp.int32),
-    "copy": lambda h, x: jnp.array(h, copy=True),
-    "integer_pow": lambda h, x: lax.integer_pow(h, 3),
-    "reduce_precision": lambda h, x: lax.reduce_precision(h, 8, 4),
-    "round": lambda h, x: lax.round(h),
-    "select_n": lambda h, x: lax.select_n(h > 0, h, x),
-}  # fmt: skip
+def example_of(name):
+    """A function that evaluates a primitive, and two draws of its operands, each of which has rows."""
+    if name in ENTRIES:
+        found = examples(name, ENTRIES[name].types[0])
+        function, operands = next(e[1:] for e in found if all(operand.shape == GRID for operand in e.operands))
+    else:  # nothing else treats it specially
+        function, operands = getattr(lax, name), [Operand(GRID, "float32", 0.5, 1.5)] * (1 + (name == "nextafter"))
+    rng = np.random.default_rng(0)
+    return function, *([jnp.asarray(operand.draw(rng)) for operand in operands] for _ in range(2))
 
 
-@pytest.mark.parametrize("names", shares(independence.ELEMENTWISE - {n for n, f in OTHERWISE.items() if f is None}))
+@pytest.mark.parametrize("names", shares(independence.ELEMENTWISE - {"name"}))
 def test_what_counts_as_elementwise_is(names):
     for name in names:
-        check_elementwise(name)
-
-
-def check_elementwise(name):
-    function = getattr(lax, CALLED.get(name, name), None)
-
-    def body(h, x):
-        if name in OTHERWISE:
-            return OTHERWISE[name](h, x)
-        if name in {"and", "or", "xor", "not"}:
-            h, x = h > 0, x > 0
-        if name in {"conj", "real", "imag"}:
-            h = lax.complex(h, x)
-        return function(h, x) if name in OF_TWO else function(h)
-
-    assert name in {each.primitive.name for each in equations(jax.make_jaxpr(body)(*given()).jaxpr)}
-    assert is_proven(body), name
-    assert not meet(lambda h, x: jnp.nan_to_num(body(h, x))), name
+        function, given, other = example_of(name)
+        jaxpr = jax.make_jaxpr(function)(*given).jaxpr
+        assert name in {each.primitive.name for each in equations(jaxpr)}
+        assert keeps_rows_apart(jaxpr, [0] * len(given), [0], GRID[0]), name
+        mixed = [jnp.concatenate([a[:1], b[1:]]) for a, b in zip(given, other, strict=True)]
+        np.testing.assert_array_equal(function(*mixed)[:1], function(*given)[:1], name)
+        np.testing.assert_array_equal(function(*mixed)[1:], function(*other)[1:], name)
 
 
 def test_what_all_rows_share_may_not_depend_on_any():

@@ -6,7 +6,7 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from bars import BATCH, LOG, TRANSFORMS, XS, H, T, W, bars, init, labels, progress, step
+from bars import BATCH, LOG, TRANSFORMS, XS, H, T, W, bars, init, labels, noted, progress, step
 
 import treescan
 
@@ -30,7 +30,7 @@ def both_ways(run):
     return [[done for done, _ in steps] for steps in (forward, backward)]
 
 
-@pytest.mark.parametrize(("length", "reverse"), [(1, True), (5, False), (11, False), (11, True)])
+@pytest.mark.parametrize(("length", "reverse"), [(1, True), (11, False), (11, True)])
 def test_the_backward_pass_counts_the_steps_from_the_other_end(length, reverse):
     forward, backward = both_ways(lambda: jax.jit(jax.grad(lambda h: loss(h, length, reverse=reverse)))(H))
     size = -(-length // 4)
@@ -56,15 +56,11 @@ def test_each_report_comes_after_the_steps_that_it_counts():
     def run(h):
         return jnp.sum(treescan.scan(speaking, h, XS[:8], progress=progress(**BACK))[0])
 
-    LOG.clear()
-    jax.block_until_ready(jax.jit(jax.grad(run))(H))
-    jax.effects_barrier()
-    backward = [entry[1] for entry in LOG if entry[0] != 0]
-    after = [entry[1] for entry in LOG[[e[1] for e in LOG].index("close") + 1 :]]
-    assert after == ["init", *["said", "said", "step"] * 4, "close"], backward
+    kinds = [entry[1] for entry in noted(LOG, lambda: jax.jit(jax.grad(run))(H))[0]]
+    assert kinds[kinds.index("close") + 1 :] == ["init", *["said", "said", "step"] * 4, "close"]
 
 
-@pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in ("vmap", "vmap of vmap", "jvp")])
+@pytest.mark.parametrize("name", [name for name in TRANSFORMS if name not in ("vmap", "jvp")])
 def test_every_transform_has_two_bars_and_the_numbers_without(name):
     found, transform = [], TRANSFORMS[name]
     forward, backward = both_ways(lambda: found.append(transform(loss)) or found[0])
@@ -119,12 +115,6 @@ def test_each_element_has_a_bar_with_its_place_and_its_values():
     assert (total, len(steps)) == (T, 2)
 
 
-def test_mapped_twice_they_have_two_numbers():
-    run = jax.jit(jax.vmap(jax.vmap(jax.grad(lambda h: loss(h, show=progress(1, batched=True))))))
-    told = each(lambda: run(BATCH[None, :2]))
-    assert list(told) == ["loop [0, 0]", "loop [0, 1]"]
-
-
 def test_an_element_is_mapped_by_what_the_body_closes_over_too():
     def run(w):
         return treescan.fold(lambda h, x: jnp.tanh(h @ w + x), H, XS, progress=progress(1, batched=True))
@@ -150,3 +140,5 @@ def test_elements_have_bars_of_their_gradients():
     told = each(lambda: jax.vmap(jax.grad(lambda h: loss(h, show=show)))(BATCH[:2]))
     assert list(told) == ["loop [0]", "loop [1]", "loop (backward) [0]", "loop (backward) [1]"]
     assert all(steps == [(T, {})] for _, steps in told.values())
+    run = jax.jit(jax.vmap(jax.vmap(jax.grad(lambda h: loss(h, show=progress(1, batched=True))))))
+    assert list(each(lambda: run(BATCH[None, :2]))) == ["loop [0, 0]", "loop [0, 1]"]

@@ -13,6 +13,7 @@ import pytest
 from bars import TRANSFORMS, Recorder, bars, progress, steps_of
 from jax.sharding import Mesh, PartitionSpec
 from jaxprs import equations
+from thin import slow
 
 import treescan
 from treescan import Progress
@@ -98,34 +99,22 @@ def test_a_slow_meter_is_told_less_often(monkeypatch):
     assert apart[2:] == [pytest.approx(0.05 + 0.05 / SHARE, abs=0.11)] * len(apart[2:])
 
 
-def test_the_next_report_is_never_after_more_steps_than_fit_an_int():
-    pace = Pace(began=time.monotonic() - 1e-6)
-    assert pace.due_of_the_next_run(2**30) == NEVER
-    assert pace.next_due(2**30, time.monotonic()) == NEVER
-
-
 def test_the_next_run_first_reports_after_the_steps_that_this_one_makes_between_two_reports(monkeypatch):
+    """Never after more than fit an int."""
     monkeypatch.setattr(time, "monotonic", lambda: 102.0)
     assert Pace(began=100.0).due_of_the_next_run(1000) == 1000 * INTERVAL / 2
     assert Pace(began=100.0).due_of_the_next_run(1) == 1
     assert Pace(began=102.0).due_of_the_next_run(1) == INTERVAL / 1e-9
+    assert Pace(began=102.0).due_of_the_next_run(2**30) == Pace(began=102.0).next_due(2**30, 102.0) == NEVER
 
 
 # The runs.
 
 
-def test_between_few_reports_and_all_lies_the_interval(rare):
-    assert steps_of(lambda: loss(0.0)) == (T, RARE)
-
-
 def test_a_run_that_takes_long_reports_each_chunk(often):
     assert steps_of(lambda: loss(0.0)) == (T, OFTEN)
     assert steps_of(lambda: treescan.scan(step, 0.0, XS[:1], progress=PACED)) == (1, [1])
-    assert steps_of(lambda: treescan.scan(step, 0.0, XS[:7], progress=PACED)) == (7, [1, 2, 3, 4, 5, 6, 7])
     assert steps_of(lambda: treescan.scan(step, 0.0, XS[:0], progress=PACED)) == (0, [])
-
-
-def test_in_reverse_with_a_remainder_it_does_too(often):
     run = lambda: treescan.scan(step, 0.0, XS[:103], reverse=True, progress=PACED)  # noqa: E731
     assert steps_of(run) == (103, [*range(3, 103, 2), 103])
 
@@ -136,21 +125,18 @@ def test_what_is_shown_is_the_carry_after_the_steps_that_are_done(rare):
     assert told == [(done, {"c": pytest.approx(float(carries[done - 1]), abs=1e-6)}) for done in RARE]
 
 
-MASKED = {"reverse": {"reverse": True}, "whole": {"chunk": 0}, "plain": {}, "compact": {"compact": True, "chunk": 4}}
-
-
-@pytest.mark.parametrize("form", ["reverse", *(pytest.param(f, marks=pytest.mark.slow) for f in [*MASKED][1:])])
-def test_a_masked_scan_paces_the_steps_in_which_any_row_is_valid(form, often):
-    rows = functools.partial(treescan.mask_scan, step, jnp.zeros(2), jnp.stack([XS, XS], 1), progress=LABEL)
-    total, steps = steps_of(lambda: rows(lengths=jnp.array([3, 90]), **MASKED[form]))
+@pytest.mark.parametrize("options", [{"reverse": True}, *slow(({"compact": True, "chunk": 4},))], ids=str)
+def test_a_masked_scan_paces_the_steps_in_which_any_row_is_valid(options, often):
+    rows = functools.partial(treescan.mask_scan, step, jnp.zeros(2), jnp.stack([XS, XS], 1), progress=LABEL, **options)
+    total, steps = steps_of(lambda: rows(lengths=jnp.array([3, 90])))
     assert (total, steps[-1]) == (90, 90)
     assert steps == sorted(set(steps))
-    assert steps_of(lambda: rows(lengths=jnp.array([0, 0]), **MASKED[form])) == (0, [])
+    assert steps_of(lambda: rows(lengths=jnp.array([0, 0]))) == (0, [])
 
 
-@pytest.mark.parametrize("transform", ["vmap of grad of checkpoint", "hessian"])  # a paced loop differs in its chunks
-def test_every_transform_has_one_bar_and_the_gradient_says_nothing(transform, rare):
-    assert steps_of(lambda: TRANSFORMS[transform](lambda h: loss(h[0]))) == (T, RARE)
+def test_a_gradient_says_nothing(rare):
+    """A paced loop differs in its chunks alone: `test_progress.py` has all transforms."""
+    assert steps_of(lambda: TRANSFORMS["vmap of grad of checkpoint"](lambda h: loss(h[0]))) == (T, RARE)
 
 
 @pytest.mark.devices
