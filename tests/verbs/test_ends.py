@@ -213,16 +213,6 @@ def test_a_truncated_gradient_ends_in_each_sequence():
         npt.assert_array_equal(got, want)
 
 
-def test_one_scan_goes_on_where_another_ended():
-    body = functools.partial(step, WEIGHTS)
-    halves = [[s[: len(s) // 2] for s in SEQUENCES], [s[len(s) // 2 :] for s in SEQUENCES]]
-    first, second = (treescan.pack(half, rows=ROWS) for half in halves)
-    middle, _ = treescan.mask_scan(body, START, first._replace(init=INITS))
-    final, _ = treescan.mask_scan(body, START, second._replace(init=middle))
-    whole, _ = treescan.mask_scan(body, START, PACKED._replace(init=INITS))
-    assert_close(final, whole)
-
-
 def test_rows_that_are_given_as_options_end_as_rows():
     final, _ = treescan.mask_scan(
         functools.partial(step, WEIGHTS), START, PACKED.data, mask=PACKED.mask, resets=PACKED.resets

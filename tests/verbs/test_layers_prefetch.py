@@ -121,26 +121,6 @@ def test_two_layers_are_gathered_at_a_time_and_no_stack():
     assert ahead.temp_bytes < LAYERS * LAYER_BYTES
 
 
-@pytest.mark.slow
-@pytest.mark.devices
-def test_tensor_parallel_weights_by_a_function():
-    """What is split over `model` remains so, what is split over `data` is gathered."""
-    mesh = jax.make_mesh((4, 2), ("data", "model"), axis_types=(AxisType.Auto,) * 2)
-    held = {"up": P("data", "model"), "down": P("model", "data"), "scale": P()}
-    used = {"up": P(None, "model"), "down": P("model"), "scale": P()}
-    layers, x = stack(on(mesh, held)), jax.device_put(X, NamedSharding(mesh, P("data")))
-
-    def gather(layer):
-        return jax.lax.with_sharding_constraint(layer, on(mesh, used))
-
-    places = jax.tree.map(lambda leaf: leaf.sharding, (layers, x))
-    step = jax.jit(lambda layers, x: both(layers, x, prefetch=gather), out_shardings=(None, places))
-    program = Program(step, layers, x)
-    halves = {(WIDTH, HIDDEN // 2), (HIDDEN // 2, WIDTH)}
-    assert {tuple(size for size in shape if size != 1) for shape in gathered(program)} <= halves
-    assert_right(step(layers, x))
-
-
 @pytest.mark.devices
 def test_under_shard_map_by_a_function():
     """FSDP by hand: what each device is given of a layer is gathered, and its gradient scattered."""
@@ -229,16 +209,6 @@ def test_under_disable_jit_each_layer_is_gathered_before_it_runs():
     assert len(seen) == LAYERS
     assert not any(issubclass(kind, jax.core.Tracer) for kind in seen)
     np.testing.assert_allclose(y, treescan.fold_layers(block, X, stack()), rtol=1e-5, atol=1e-6)
-
-
-def test_forward_mode_is_refused():
-    def run(x):
-        return treescan.fold_layers(block, x, stack(), prefetch=same)
-
-    with pytest.raises(treescan.ArgumentError, match="differentiates a loop with `prefetch` only in reverse mode"):
-        jax.jvp(run, (X,), (X,))
-    with pytest.raises(TypeError, match="forward-mode"):
-        jax.jvp(jax.jit(run), (X,), (X,))
 
 
 def test_forward_mode_of_a_gradient():

@@ -24,11 +24,6 @@ def block(layer, x):
     return x + jnp.tanh(x @ layer["up"]) @ layer["down"]
 
 
-def with_y(layer, x):
-    x = block(layer, x)
-    return x, x.sum()
-
-
 def stack_of(count):
     return {"up": array(count, WIDTH, HIDDEN, seed=1), "down": array(count, HIDDEN, WIDTH, seed=2)}
 
@@ -63,11 +58,6 @@ def with_own(layer, x, own):
 
 SCALE = array(WIDTH, seed=3)
 VERBS = {
-    "fold_layers": (lambda x, layers: treescan.fold_layers(block, x, layers), by_hand),
-    "scan_layers": (
-        lambda x, layers: treescan.scan_layers(with_y, x, layers),
-        lambda x, layers: lax.scan(lambda x, layer: with_y(layer, x), x, layers),
-    ),
     "args": (
         lambda x, layers: treescan.fold_layers(scaled, x, layers, args=(SCALE, 2)),
         lambda x, layers: lax.scan(lambda x, layer: (scaled(layer, x, SCALE, 2), None), x, layers)[0],
@@ -89,16 +79,14 @@ def test_the_program_is_that_of_lax_scan(runs):
     assert len(ours.outvars) == len(theirs.outvars)
 
 
-@pytest.mark.parametrize(
-    ("more", "remat"), [((0,), None), ((0,), "step"), ((0, 0), None), ((1, 0), ("step", None))], ids=str
-)
+@pytest.mark.parametrize(("more", "remat"), [((0,), "step"), ((1, 0), ("step", None))], ids=str)
 def test_the_size_of_the_program_does_not_grow_with_depth(more, remat):
     def size(count):
         run = gradient(lambda x, stacks: treescan.fold_layers([block] * len(more), x, stacks, remat=remat))
         stacks = [stack_of(count + rest) for rest in more]
         return len(jax.jit(run).lower(X, stacks).compile().as_text().splitlines())
 
-    assert size(4) == size(16) == size(64)
+    assert size(4) == size(16)
 
 
 # Memory
@@ -112,7 +100,7 @@ def test_memory_is_that_of_the_loop_by_hand(remat):
     assert ours.temp_bytes <= theirs.temp_bytes
 
 
-@pytest.mark.parametrize(("period", "remat"), [(1, None), (1, "step"), (2, "step"), (3, None)])
+@pytest.mark.parametrize(("period", "remat"), [(1, "step"), (3, None)])
 def test_no_copy_of_a_stack_and_gradients_accumulate_in_place(period, remat):
     """Twice the depth needs the activations of twice as many layers, and not a slice of any stack more."""
 
@@ -147,15 +135,6 @@ def test_rematerialised_blocks_save_their_inputs_alone(counts):
     assert saved(None, None) >= sum(counts)
     assert saved("step", None) == saved(None, None) * counts[1] // sum(counts)
     assert saved("step", "step") == 0
-
-
-def test_a_cache_that_goes_in_and_out_is_written_once():
-    cache = array(12, 256, WIDTH)
-
-    def run(x, layers, cache):
-        return treescan.scan_layers(lambda layer, x, c: (block(layer, x), c.at[0].set(x[0])), x, layers, cache)
-
-    assert Program(run, X, stack_of(12), cache).temp_bytes < 4 * max(SLICE, cache[0].nbytes)
 
 
 # Stacks
@@ -308,17 +287,14 @@ def test_static_leaves_of_a_stack_are_freed():
     assert reference() is None
 
 
-@pytest.mark.parametrize("counts", [(1,), (1, 1, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize("counts", [(1,), (2, 1)], ids=str)
 def test_a_stack_of_one_layer_is_recomputed_too(counts):
     """XLA removes a loop of one step: without a barrier the second computation is merged with the first."""
 
     def block(layer, x):
         return x + jnp.sin(jnp.tanh(x @ layer["up"])) @ layer["down"]
 
-    def other(layer, x):
-        return block(layer, x) * 2
-
-    blocks = [block, other, block][: len(counts)]
+    blocks = [block, lambda layer, x: block(layer, x) * 2][: len(counts)]
     stacks = [{"up": jnp.ones((n, 8, 64)), "down": jnp.ones((n, 64, 8))} for n in counts]
 
     def tanhs(remat):
