@@ -38,7 +38,6 @@ pytestmark = pytest.mark.devices
 @pytest.mark.parametrize(
     ("kind", "how"),
     [
-        (AxisType.Auto, "eager"),
         (AxisType.Explicit, "eager"),
         (AxisType.Auto, "disable_jit"),
         (AxisType.Auto, "specs under jit"),
@@ -114,10 +113,9 @@ def test_each_step_gathers_one_layer_at_most(specs, remat):
     assert_right(step(layers, x), layers)
 
 
-@pytest.mark.parametrize("specs", [FSDP, TENSOR], ids=["fsdp", "tensor"])
-def test_explicit_axes(specs):
+def test_explicit_axes():
     mesh = mesh_of(AxisType.Explicit)
-    layers = stack(on(mesh, specs))
+    layers = stack(on(mesh, FSDP))
 
     def replicated(layer, x):
         whole = jax.tree.map(lambda leaf: jax.sharding.reshard(leaf, P()), layer)
