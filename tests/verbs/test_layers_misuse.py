@@ -109,15 +109,6 @@ def test_empty_trees() -> None:
 # --- the number of a layer --------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", [np.array, jnp.int8])
-def test_numbers_of_any_kind(kind: Callable[[int], Any]) -> None:
-    equal(layer_at(NUMBERS, kind(2)), {"b": jnp.float32(2)})
-    equal(jax.jit(layer_at)(NUMBERS, kind(2)), {"b": jnp.float32(2)})
-    equal(set_layer(NUMBERS, kind(2), {"b": jnp.float32(9)}), {"b": jnp.array([0.0, 1, 9, 3])})
-    with pytest.raises(LayerError, match="there is no layer 4: the stack holds 4"):
-        layer_at(NUMBERS, kind(4))
-
-
 @pytest.mark.parametrize("i, nearest", [(3, 3), (4, 3), (-1, 3), (-4, 0), (-5, 0)])
 def test_a_traced_number_out_of_range_is_moved_to_the_nearest(i: int, nearest: int) -> None:
     equal(jax.jit(layer_at)(NUMBERS, i), {"b": jnp.float32(nearest)})

@@ -64,19 +64,15 @@ def test_a_bar_counts_layers_of_all_blocks_together(counts, form, steps):
     assert told(stacks if len(stacks) > 1 else stacks[0], **form) == (sum(counts), steps)
 
 
-@pytest.mark.parametrize("pattern", [False, True])
 @pytest.mark.parametrize("remat", [None, "step"])
-def test_layers_with_states_show_x(pattern, remat):
+def test_layers_with_states_show_x(remat):
     def block(layer, x, state):
         return jnp.tanh(x @ layer["w"]), state + x.sum(), x.sum()
 
-    blocks, layers, states = block, stack(4), jnp.zeros(4)
-    if pattern:
-        blocks, layers, states = [block, block], [stack(3), stack(2)], [jnp.zeros(3), jnp.zeros(2)]
-    ((total, steps),) = bars(
-        lambda: treescan.scan_layers(blocks, X, layers, state=states, remat=remat, progress=progress(4, show=_shown))
-    )
-    assert steps[-1][0] == total == (5 if pattern else 4)
+    given = [block, block], X, [stack(3), stack(2)]
+    options = {"state": [jnp.zeros(3), jnp.zeros(2)], "remat": remat, "progress": progress(4, show=_shown)}
+    ((total, steps),) = bars(lambda: treescan.scan_layers(*given, **options))
+    assert steps[-1][0] == total == 5
 
 
 def test_a_bar_of_the_gradient_of_layers():

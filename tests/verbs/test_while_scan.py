@@ -11,8 +11,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from hlo import Program
-from loops import array
-from oracle import assert_bitwise
 
 from treescan import Remat, fori, while_scan
 
@@ -28,39 +26,6 @@ def test_runs_into_max_length(length):
     result = while_scan(lambda c: c < 0, lambda c, _: (c + 1, c), 0, max_length=length, fill=5)
     assert (int(result.carry), int(result.steps), bool(result.stopped)) == (0, 0, True)
     np.testing.assert_array_equal(result.ys, np.full(length, 5))
-
-
-@pytest.mark.parametrize("reverse", [False, True])
-def test_longer_xs_are_cut(reverse):
-    xs = array(30, 3)
-    result = while_scan(lambda _: True, lambda c, x: (c + x, x), jnp.zeros(3), xs, max_length=7, reverse=reverse)
-    close((result.carry, result.ys), (xs[:7].sum(0), xs[:7]))
-
-
-def logs(carry, x):
-    """Is NaN from where it stops on, and so is its derivative."""
-    c, left = carry
-    return (c + jnp.log(left), left - 1.0), 1.0 / left
-
-
-def test_elements_of_vmap_stop_each_by_itself():
-    lefts = jnp.array([0.0, 3.0, 1.0, 6.0])
-
-    def run(left, weight):
-        result = while_scan(lambda carry: carry[1] > 0, logs, (weight * 1.0, left), max_length=10)
-        return result.carry[0] + jnp.sum(result.ys) * weight, result.steps
-
-    values, steps = jax.vmap(run, in_axes=(0, None))(lefts, 2.0)
-    assert_bitwise(steps, lefts.astype(jnp.int32))
-    for each, left in zip(values, lefts, strict=True):
-        close(each, run(left, 2.0)[0])
-
-    def expected(left):
-        terms = [float(left) - i for i in range(int(left))]
-        return [sum(1 / t - 2.0 / t**2 for t in terms), 1.0 + sum(1 / t for t in terms)]
-
-    grads = jax.jit(jax.vmap(jax.grad(lambda left, w: run(left, w)[0], (0, 1)), in_axes=(0, None)))(lefts, 2.0)
-    close(jnp.stack(grads, 1), np.array([expected(left) for left in lefts], np.float32))
 
 
 def test_an_element_without_steps_borrows_all_that_the_body_reads():
@@ -163,17 +128,6 @@ def test_the_indices_of_traced_bounds(reverse):
         assert int(traced(*bounds)) == int(digits(*bounds))
     far = jnp.iinfo(jnp.int32)
     assert int(traced(far.min, far.max)) == int(traced(far.min, far.min + 4))
-
-
-def test_keys_of_traced_bounds():
-    def body(i, c, *, key):
-        return c.at[i].set(jax.random.uniform(key))
-
-    key = jax.random.key(0)
-    expected = fori(1, 5, body, jnp.zeros(5), key=key)
-    for reverse in (False, True):
-        run = jax.jit(lambda n, r=reverse: fori(1, n, body, jnp.zeros(5), key=key, max_length=9, reverse=r))
-        assert_bitwise(run(5), expected)
 
 
 @pytest.mark.devices
