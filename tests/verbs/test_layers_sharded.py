@@ -18,6 +18,7 @@ from sharded_layers import (
     TENSOR,
     WIDTH,
     X,
+    assert_right,
     block,
     gathered,
     init,
@@ -75,16 +76,6 @@ def test_no_device_ever_holds_the_whole(kind):
 
 
 # Loops
-
-
-def assert_right(found, layers):
-    """A value and the gradient of layers, which lies where they do."""
-    value, gradient = found
-    expected, expected_gradient = jax.value_and_grad(loss)(stack(), X)
-    np.testing.assert_allclose(value, expected, rtol=1e-5)
-    chex.assert_trees_all_close(jax.device_get(gradient), jax.device_get(expected_gradient), rtol=1e-4, atol=1e-6)
-    for leaf, own in zip(jax.tree.leaves(gradient), jax.tree.leaves(layers), strict=True):
-        assert leaf.sharding.is_equivalent_to(own.sharding, own.ndim)
 
 
 @pytest.mark.parametrize(
