@@ -82,15 +82,3 @@ def test_a_bar_of_the_gradient_of_layers():
 
     assert [steps[-1][0] for _, steps in bars(lambda: jax.jit(jax.grad(loss))(stack(4)))] == [4, 4]
     assert labels() == ["loop", "loop (backward)"]
-
-
-@pytest.mark.parametrize("mapped", ["layers", "x of a pattern"])
-def test_each_element_of_a_vmap_has_a_bar(mapped):
-    blocks, layers = ([tanh, tanh], [stack(3), stack(2)]) if mapped == "x of a pattern" else (tanh, stack(5))
-    twice = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), (X, layers))
-    axes = (None, 0) if mapped == "layers" else (0, None)
-    given = (X, twice[1]) if mapped == "layers" else (twice[0], layers)
-    show = progress(1, batched=True)
-    run = jax.vmap(lambda x, layers: treescan.scan_layers(blocks, x, layers, progress=show)[0], axes)
-    bars(lambda: run(*given))
-    assert labels() == ["loop [0]", "loop [1]"]

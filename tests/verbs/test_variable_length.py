@@ -66,14 +66,13 @@ def test_traced_lengths_out_of_range_are_clamped():
 
 
 @pytest.mark.parametrize("steps", [0, 1])
-@pytest.mark.parametrize("options", [{"chunk": 1}, {"compact": True}, {"remat": "nested", "reverse": True}], ids=str)
-def test_short_loops(options, steps):
+def test_short_loops(steps):
     def cell(h, x):
         return jnp.tanh(h) / x, h * x
 
     def loss(lib, h, xs):
         valid = np.arange(steps)[:, None] < LENGTHS
-        final, ys = lib.mask_scan(cell, h, xs, mask=valid, fill="hold", **options)
+        final, ys = lib.mask_scan(cell, h, xs, mask=valid, fill="hold", compact=True)
         return jnp.sum(final) + jnp.sum(ys), (final, ys)
 
     h, xs = rows.GIVEN["h"][:, 0], jnp.full((steps, B), 2.0)

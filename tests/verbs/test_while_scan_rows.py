@@ -241,7 +241,7 @@ def test_a_key_for_all_rows():
     options = {"key": jax.random.key(0), "reverse": True}
     _, drawn = treescan.scan(body, STOPS, jnp.zeros(LENGTH), **options)
     result = while_scan(lambda left: left > 0, body, STOPS, jnp.zeros(LENGTH), x_axes=None, **options)
-    assert_close(result.ys, jnp.where(np.arange(LENGTH)[::-1, None] < result.steps, drawn, 0))
+    assert_close(result.ys, jnp.where(np.arange(LENGTH)[::-1, None] < result.steps[None], drawn, 0))
 
 
 def test_a_weakly_typed_init():
