@@ -32,16 +32,6 @@ def array(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).uniform(-1, 1, shape), jnp.float32)
 
 
-def scalar_body(carry, x):
-    carry = jnp.sin(carry + x)
-    return carry, carry * x
-
-
-def named_body(state, x):
-    h = jnp.tanh(state.h * x["a"] + state.c)
-    return State(h, state.c + jnp.sum(x["b"] * h, keepdims=True)), {"out": (h, x["a"])}
-
-
 def nested_body(carry, x):
     (a, nothing), rest = carry["left"], carry["right"]
     x0, (x1,) = x
@@ -72,10 +62,6 @@ def counting_body(carry, x):
 
 
 CASES = {
-    "scalar": Case(scalar_body, array(), lambda n: array(n, seed=1)),
-    "namedtuple": Case(
-        named_body, State(array(3), array(1)), lambda n: {"a": array(n, 3, seed=1), "b": array(n, 3, seed=2)}
-    ),
     "nested": Case(
         nested_body,
         {"left": (array(), None), "right": [array(4)], "weights": array(4, 2)},

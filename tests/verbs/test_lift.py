@@ -1,6 +1,6 @@
-"""`treescan.lift` against a loop in Python: roles, filters, keys, axes, and what is computed before the loop.
+"""`treescan.lift` against a loop in Python: filters, hooks, and what is computed before the loop.
 
-`works` has each option under each transform; here is what its table does not show.
+Its roles, keys and axes are in `works`, each two of them together, and in `test_flax_scan.py`, against flax.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 from jax.experimental import io_callback
 from jaxprs import equations
 from loops import TRANSFORMS, array
@@ -23,7 +22,7 @@ from traces import Counted, compilations
 from works import plain
 
 import treescan
-from treescan import DenyList, In, Out, lift
+from treescan import DenyList, lift
 
 T = 4
 XS = array(T, 3)
@@ -88,10 +87,8 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("transform", ["grad", "disable_jit"])
-def test_is_a_loop(transform: str) -> None:
-    """With a collection that the body makes; the others are in `works`, and in `test_flax_scan.py`."""
-    CASES["made"].holds(transform)
+def test_a_collection_is_made_step_by_step_too() -> None:
+    CASES["made"].holds("disable_jit")
 
 
 # Filters.
@@ -261,47 +258,3 @@ def test_a_second_call_neither_traces_nor_compiles() -> None:
     assert counted.calls == 1
     assert compilations(lambda: run(case.variables, case.rngs, H, XS)) == []
     assert counted.calls == 1
-
-
-# Properties.
-
-KINDS = ("broadcast", "carry", "in", "out", "both")
-
-
-@given(
-    kinds=st.lists(st.sampled_from(KINDS), max_size=4),
-    axes=st.lists(st.sampled_from([0, 1, -1]), min_size=4, max_size=4),
-    reverse=st.booleans(), length=st.integers(1, 3), splits=st.lists(st.booleans(), max_size=2),
-)  # fmt: skip
-@settings(max_examples=12)
-def test_any_roles(kinds: list[str], axes: list[int], reverse: bool, length: int, splits: list[bool]) -> None:
-    named = {f"c{i}": kind for i, kind in enumerate(kinds)}
-    axis = {name: axes[i] for i, name in enumerate(named)}
-
-    def of(*wanted: str) -> tuple[str, ...]:
-        return tuple(name for name, kind in named.items() if kind in wanted)
-
-    def variable(name: str) -> Any:
-        one = array(2, seed=len(name))
-        return {"v": jnp.stack([one * i for i in range(length)], axis[name])} if name in into else {"v": one}
-
-    into = of("in", "both")
-    rngs = {f"r{i}": jax.random.key(i) for i in range(len(splits))}
-    split = {f"r{i}": flag for i, flag in enumerate(splits)}
-
-    def step(variables: Any, rngs: Any, carry: Any, x: Any) -> Any:
-        total = sum((tree["v"] for tree in variables.values()), jnp.zeros(2))
-        total += sum((jax.random.uniform(key) for key in rngs.values()), jnp.float32(0))
-        updates = {name: {"v": jnp.sin(total + x + variables[name]["v"])} for name in of("carry", "both")}
-        updates |= {name: {"v": total * carry} for name in of("out")}
-        updates |= {name: {"v": 2 * variables[name]["v"]} for name in of("broadcast")}
-        return (jnp.sin(carry + total), carry * x), updates
-
-    wrap = {"in": In, "out": Out, "both": int}
-    options: Any = {
-        "variable_broadcast": of("broadcast"), "variable_carry": of("carry"), "split_rngs": split, "reverse": reverse,
-        "variable_axes": {name: wrap[named[name]](axis[name]) for name in of("in", "out", "both")},
-    }  # fmt: skip
-    given_ = {name: variable(name) for name in of("broadcast", "carry", "in", "both")}, rngs, array(2, seed=4)
-    xs = array(length, seed=3)
-    assert_close(lift(step, **options)(*given_, xs), plain.lift(step, **options)(*given_, xs))

@@ -280,36 +280,20 @@ def test_a_body_that_takes_valid_only_where_there_are_rows():
 LEFT = jnp.array([0.0, 3.0, 7.0, 2.0, 1.0, 1.0, 0.0, 12.0])
 
 
-def loss_of_rows(weights, h, left, **options):
-    """The body divides by what is zero where a row has stopped."""
-
-    def body(carry, _):
-        h, left = carry
-        h = jnp.tanh(h @ weights) + 0.1 * jnp.sqrt(left)[:, None]
-        return (h, left - 1), jnp.sum(h, 1) / left
-
-    carry, ys = while_scan(lambda carry: carry[1] > 0, body, (h, left), max_length=16, **options)[:2]
-    return jnp.sum(carry[0] ** 2) + jnp.sum(jnp.sin(ys))
-
-
-def value_and_grads(f, *given):
-    return jax.jit(jax.value_and_grad(f, (0, 1)))(*given)
-
-
 @pytest.mark.devices
 @pytest.mark.parametrize(("compact", "check"), [(True, True), (False, False)])
 def test_rows_of_several_devices(compact, check):
     mesh = jax.make_mesh((4,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
     rows, shared = jax.sharding.PartitionSpec("d"), jax.sharding.PartitionSpec()
-    given = array(3, 3, seed=1), array(8, 3, seed=2), LEFT
+    loss = loss_of(functools.partial(ours, {"compact": compact}))
 
     def inner(*given):
-        return jax.lax.psum(loss_of_rows(*given, compact=compact), "d")
+        return jax.lax.psum(loss(*given), "d")
 
     def sharded(*given):
         return jax.shard_map(inner, mesh=mesh, in_specs=(shared, rows, rows), out_specs=shared, check_vma=check)(*given)
 
-    assert_close(value_and_grads(sharded, *given), value_and_grads(loss_of_rows, *given))
+    assert_close(*(jax.jit(jax.value_and_grad(f, (0, 1)))(*given_of(8, xs=False, stops=LEFT)) for f in (sharded, loss)))
 
 
 @pytest.mark.parametrize("compact", [False, True])
