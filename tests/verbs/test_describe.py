@@ -40,21 +40,33 @@ def _no_plans_but_its_own(request, monkeypatch):
 # Bytes
 
 
+def traced(call, *given):
+    """The description of a call within a trace, as in a train step."""
+    found = []
+    jax.eval_shape(lambda *given: found.append(call(*given)), *given)
+    return found[0]
+
+
 def of_save():
-    weights, carry = memory._inputs()
-    cell = lambda c, _: (memory._step(weights, c), jnp.sin(c))  # noqa: E731
-    found = describe(treescan.scan, cell, carry, None, memory.STEPS, save=memory.EVERY)
-    run = functools.partial(memory._scan, memory.STEPS, memory.EVERY)
-    return found, jax.jit(memory._both(run)).lower(weights, carry).compile()
+    def call(weights, carry):
+        cell = lambda c, _: (memory._step(weights, c), jnp.sin(c))  # noqa: E731
+        return describe(treescan.scan, cell, carry, None, memory.STEPS, save=memory.EVERY)
+
+    run, given = functools.partial(memory._scan, memory.STEPS, memory.EVERY), memory._inputs()
+    return traced(call, *given), jax.jit(memory._both(run)).lower(*given).compile()
 
 
 def of_masked():
     options, lengths = masked.OPTIONS["compact"], masked._lengths(masked.LARGE)[masked.FULL]
-    params, init, xs = masked._data(masked.LARGE)
-    cell = functools.partial(masked.lstm, params)
-    found = describe(treescan.mask_scan, cell, init, xs, lengths=lengths, **options)
+
+    def call(params, init, xs, lengths):
+        return describe(
+            treescan.mask_scan, functools.partial(masked.lstm, params), init, xs, lengths=lengths, **options
+        )
+
+    given = *masked._data(masked.LARGE), lengths
     programs = masked._programs(functools.partial(masked._mask_scan, **options))
-    return found, programs[masked.GRADIENT]._for((params, init, xs, lengths))
+    return traced(call, *given), programs[masked.GRADIENT]._for(given)
 
 
 @parametrize("call", {"save": of_save, "masked, compact": of_masked})

@@ -24,6 +24,7 @@ def same(layer):
     return layer
 
 
+@functools.cache
 def compiled(kind, **options):
     """The gradient on eight devices, which leaves it where the stack is."""
     mesh = mesh_of(kind)
