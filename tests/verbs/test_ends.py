@@ -22,6 +22,7 @@ N = len(LONG)
 WEIGHTS = array(H, H, seed=1)
 SEQUENCES = [array(n, H, seed=40 + i) for i, n in enumerate(LONG)]
 PACKED = treescan.pack(SEQUENCES, rows=ROWS, length=7, value=np.nan)
+MASK = np.asarray(PACKED.mask)
 START = {"goal": 1 + abs(array(ROWS, H, seed=2)), "h": array(ROWS, H, seed=3), "n": jnp.arange(ROWS)}
 TO = {"goal": 1 + abs(array(ROWS, H, seed=5)), "h": array(ROWS, H, seed=6), "n": 5 + jnp.arange(ROWS)}
 INITS = {"goal": 1 + abs(array(N, H, seed=7)), "h": array(N, H, seed=8), "n": jnp.arange(N)}
@@ -33,7 +34,7 @@ def step(w, carry, x):
     return {"goal": carry["goal"], "h": h, "n": carry["n"] + 1}, {"h": h, "before": carry["h"]}
 
 
-def alone(w, starts, data, mask=PACKED.mask, *, reverse=False):
+def alone(w, starts, data, mask=MASK, *, reverse=False):
     """Each sequence by itself, from its own start: its last carry and its last y, 0 if it has none."""
     carries, lasts = [], []
     for i, (row, first, n) in enumerate(zip(*map(np.asarray, PACKED.index), strict=True)):
@@ -232,7 +233,7 @@ def test_nothing_but_empty_sequences():
 @pytest.mark.parametrize(("begin", "reverse"), [("reset_to", True), ("inits", False), ("inits", True)])
 def test_steps_that_are_left_out_of_the_mask(begin, reverse):
     """A sequence begins with its first step that is left, and ends with its last; one without any ends as it begins."""
-    left = np.asarray(PACKED.mask) & (np.random.default_rng(3).random(PACKED.mask.shape) < 0.5)
+    left = MASK & (np.random.default_rng(3).random(PACKED.mask.shape) < 0.5)
     start, options, inits, starts = FROM[begin](START, TO, INITS)
     batch = PACKED._replace(mask=jnp.asarray(left), init=inits)
     run = functools.partial(treescan.mask_scan, functools.partial(step, WEIGHTS), start, batch, save="last")
