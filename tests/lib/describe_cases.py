@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -139,37 +139,3 @@ FAULTS = {
     "short loop": Faulty("TS009", "3 steps of about 4 operations each", _short_loop),
     "gathered weights": Faulty("TS010", 'layer["w"]: sharded over `data`', _gathered_weights),
 }
-
-
-def describe_all(run: Callable[..., Any], *args: Any) -> list[Description]:
-    """The descriptions of all calls of verbs in a function, which is traced and not run."""
-    found: list[Description] = []
-    verbs = (
-        treescan.scan,
-        treescan.fold,
-        treescan.accumulate,
-        treescan.fori,
-        treescan.mask_scan,
-        treescan.while_scan,
-        treescan.scan_layers,
-        treescan.fold_layers,
-    )
-    originals = {verb.__name__: verb for verb in verbs}
-
-    busy: list[bool] = []
-
-    def describing(verb: Callable[..., Any], *args: Any, **options: Any) -> Any:
-        if not busy:  # a loop within a loop is described when the outer one is traced, not when that is described
-            busy.append(True)
-            found.append(treescan.describe(verb, *args, **options))
-            busy.clear()
-        return verb(*args, **options)
-
-    try:
-        for name, verb in originals.items():
-            setattr(treescan, name, functools.partial(describing, verb))
-        jax.eval_shape(run, *args)
-    finally:
-        for name, verb in originals.items():
-            setattr(treescan, name, verb)
-    return found

@@ -12,9 +12,6 @@ from oracle import is_inexact
 import treescan
 from treescan._transforms.rows.leaves import written
 
-Scan = Callable[..., Any]
-
-
 # Loops: bodies whose carry depends on x, over pytrees of every kind.
 
 
@@ -33,16 +30,6 @@ class Case(NamedTuple):
 
 def array(*shape: int, seed: int = 0) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).uniform(-1, 1, shape), jnp.float32)
-
-
-def scalar_body(carry, x):
-    carry = jnp.sin(carry + x)
-    return carry, carry * x
-
-
-def named_body(state, x):
-    h = jnp.tanh(state.h * x["a"] + state.c)
-    return State(h, state.c + jnp.sum(x["b"] * h, keepdims=True)), {"out": (h, x["a"])}
 
 
 def nested_body(carry, x):
@@ -75,10 +62,6 @@ def counting_body(carry, x):
 
 
 CASES = {
-    "scalar": Case(scalar_body, array(), lambda n: array(n, seed=1)),
-    "namedtuple": Case(
-        named_body, State(array(3), array(1)), lambda n: {"a": array(n, 3, seed=1), "b": array(n, 3, seed=2)}
-    ),
     "nested": Case(
         nested_body,
         {"left": (array(), None), "right": [array(4)], "weights": array(4, 2)},
@@ -119,30 +102,9 @@ def jit(run, init, xs):
     return jax.jit(run)(init, xs)
 
 
-def vmap(run, init, xs):
-    def stack(leaf):
-        return jnp.stack([leaf, leaf + leaf, leaf * leaf])
-
-    return jax.vmap(run)(*jax.tree.map(stack, (init, xs)))
-
-
 def grad(run, init, xs):
     loss, floats = loss_of(run, init, xs)
     return jax.value_and_grad(loss)(floats)
-
-
-def jvp(run, init, xs):
-    loss, floats = loss_of(run, init, xs)
-    return jax.jvp(loss, (floats,), ([jnp.cos(leaf) for leaf in floats],))
-
-
-def grad_of_grad(run, init, xs):
-    loss, floats = loss_of(run, init, xs)
-
-    def norm(leaves):
-        return sum(jnp.sum(jnp.sin(g)) for g in jax.grad(loss)(leaves))
-
-    return jax.grad(norm)(floats)
 
 
 def disable_jit(run, init, xs):
@@ -150,7 +112,7 @@ def disable_jit(run, init, xs):
         return run(init, xs)
 
 
-TRANSFORMS = {t.__name__: t for t in (eager, jit, vmap, grad, jvp, grad_of_grad, disable_jit)}
+TRANSFORMS = {t.__name__: t for t in (eager, jit, grad, disable_jit)}
 
 
 # Verbs with each of their options, over a body of which every option's own works.
@@ -289,10 +251,8 @@ OPTIONS = {
     "fori": Option(indexed, over_indices(), 1),
     "lengths": Option(plain, over(treescan.mask_scan, lengths=LENGTHS), 3),
     "mask": Option(plain, over(treescan.mask_scan, mask=MASK), 3),
-    "mask_reverse": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, reverse=True), 3),
     "valid": Option(masked, over(treescan.mask_scan, lengths=LENGTHS), 3),
     "mask_key": Option(keyed, over(treescan.mask_scan, lengths=LENGTHS, key=jax.random.key(0)), 4 + 3 * ORDER),
-    "fill": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill=-1), 3),
     "fill_nan": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill=float("nan")), 3),
     "carry_axes_none": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, **SHARED), 3),
     "chunk": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2), 6),
@@ -308,8 +268,6 @@ OPTIONS = {
     "packed": Option(plain, _over_packed, 4),
     "remat_step": Option(plain, over(treescan.scan, remat="step"), 1),
     "remat_nested": Option(plain, over(treescan.scan, remat="nested"), 1),
-    "fold_remat": Option(folded, over(treescan.fold, remat="nested"), 1),
-    "accumulate_remat": Option(folded, over(treescan.accumulate, remat="step"), 1),
     "scan_layers": Option(layered, over(treescan.scan_layers), 1),
     "layers_of_all_kinds": Option(layered_with_own, _over_layers_with_own, 3),
     "fold_layers": Option(layered_fold, over(treescan.fold_layers, reverse=True, remat="step"), 1),

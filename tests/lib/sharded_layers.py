@@ -3,8 +3,10 @@
 import re
 from typing import Any
 
+import chex
 import jax
 import jax.numpy as jnp
+import numpy as np
 from hlo import Program
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
 from loops import array
@@ -48,6 +50,19 @@ def loss(layers: Any, x: jax.Array, block: Any = block, **options: Any) -> jax.A
 
 
 both = jax.value_and_grad(loss, (0, 1))
+
+
+def assert_right(found: Any, layers: Any = None) -> None:
+    """A value and the gradient of layers, or of layers and x; that of layers lies where they do, if they are given."""
+    (value, gradient), (expected, expected_gradient) = jax.device_get((found, both(stack(), X)))
+    of_both = isinstance(gradient, tuple)
+    np.testing.assert_allclose(value, expected, rtol=1e-5)
+    wanted = expected_gradient if of_both else expected_gradient[0]
+    chex.assert_trees_all_close(gradient, wanted, rtol=1e-4, atol=1e-6)
+    if layers is not None:
+        of_layers = found[1][0] if of_both else found[1]
+        for leaf, own in zip(jax.tree.leaves(of_layers), jax.tree.leaves(layers), strict=True):
+            assert leaf.sharding.is_equivalent_to(own.sharding, own.ndim)
 
 
 def gathered(program: Program) -> set[tuple[int, ...]]:

@@ -24,11 +24,6 @@ def block(layer, x):
     return x + jnp.tanh(x @ layer["up"]) @ layer["down"]
 
 
-def with_y(layer, x):
-    x = block(layer, x)
-    return x, x.sum()
-
-
 def stack_of(count):
     return {"up": array(count, WIDTH, HIDDEN, seed=1), "down": array(count, HIDDEN, WIDTH, seed=2)}
 
@@ -41,8 +36,8 @@ SLICE = size_of(stack_of(1))
 X = array(ROWS, WIDTH)
 
 
-def by_hand(x, layers, remat=None):
-    step = block if remat is None else jax.checkpoint(block, prevent_cse=False)
+def by_hand(x, layers):
+    step = jax.checkpoint(block, prevent_cse=False)
     return lax.scan(lambda x, layer: (step(layer, x), None), x, layers)[0]
 
 
@@ -63,11 +58,6 @@ def with_own(layer, x, own):
 
 SCALE = array(WIDTH, seed=3)
 VERBS = {
-    "fold_layers": (lambda x, layers: treescan.fold_layers(block, x, layers), by_hand),
-    "scan_layers": (
-        lambda x, layers: treescan.scan_layers(with_y, x, layers),
-        lambda x, layers: lax.scan(lambda x, layer: with_y(layer, x), x, layers),
-    ),
     "args": (
         lambda x, layers: treescan.fold_layers(scaled, x, layers, args=(SCALE, 2)),
         lambda x, layers: lax.scan(lambda x, layer: (scaled(layer, x, SCALE, 2), None), x, layers)[0],
@@ -89,30 +79,27 @@ def test_the_program_is_that_of_lax_scan(runs):
     assert len(ours.outvars) == len(theirs.outvars)
 
 
-@pytest.mark.parametrize(
-    ("more", "remat"), [((0,), None), ((0,), "step"), ((0, 0), None), ((1, 0), ("step", None))], ids=str
-)
+@pytest.mark.parametrize(("more", "remat"), [((0,), "step"), ((1, 0), ("step", None))], ids=str)
 def test_the_size_of_the_program_does_not_grow_with_depth(more, remat):
     def size(count):
         run = gradient(lambda x, stacks: treescan.fold_layers([block] * len(more), x, stacks, remat=remat))
         stacks = [stack_of(count + rest) for rest in more]
         return len(jax.jit(run).lower(X, stacks).compile().as_text().splitlines())
 
-    assert size(4) == size(16) == size(64)
+    assert size(4) == size(16)
 
 
 # Memory
 
 
-@pytest.mark.parametrize("remat", [None, "step"])
-def test_memory_is_that_of_the_loop_by_hand(remat):
+def test_memory_is_that_of_the_loop_by_hand():
     layers = stack_of(12)
-    ours = Program(gradient(lambda x, layers: treescan.fold_layers(block, x, layers, remat=remat)), X, layers)
-    theirs = Program(gradient(lambda x, layers: by_hand(x, layers, remat)), X, layers)
+    ours = Program(gradient(lambda x, layers: treescan.fold_layers(block, x, layers, remat="step")), X, layers)
+    theirs = Program(gradient(by_hand), X, layers)
     assert ours.temp_bytes <= theirs.temp_bytes
 
 
-@pytest.mark.parametrize(("period", "remat"), [(1, None), (1, "step"), (2, "step"), (3, None)])
+@pytest.mark.parametrize(("period", "remat"), [(1, "step"), (3, None)])
 def test_no_copy_of_a_stack_and_gradients_accumulate_in_place(period, remat):
     """Twice the depth needs the activations of twice as many layers, and not a slice of any stack more."""
 
@@ -147,15 +134,6 @@ def test_rematerialised_blocks_save_their_inputs_alone(counts):
     assert saved(None, None) >= sum(counts)
     assert saved("step", None) == saved(None, None) * counts[1] // sum(counts)
     assert saved("step", "step") == 0
-
-
-def test_a_cache_that_goes_in_and_out_is_written_once():
-    cache = array(12, 256, WIDTH)
-
-    def run(x, layers, cache):
-        return treescan.scan_layers(lambda layer, x, c: (block(layer, x), c.at[0].set(x[0])), x, layers, cache)
-
-    assert Program(run, X, stack_of(12), cache).temp_bytes < 4 * max(SLICE, cache[0].nbytes)
 
 
 # Stacks
@@ -257,18 +235,17 @@ def test_unroll_and_name_reach_the_loop(counts):
     assert "decoder" in jax.jit(run).lower(X, stacks).as_text(debug_info=True)
 
 
-@pytest.mark.parametrize(("counts", "remat"), [((8, 8), "nested"), ((9, 8), "step")], ids=str)
-def test_what_no_block_changes_is_no_part_of_the_state(counts, remat):
+def test_what_no_block_changes_is_no_part_of_the_state():
     big = array(1000)
 
     def keeps(layer, x):
         return {"h": block(layer, x["h"]) + x["big"].mean(), "big": x["big"]}
 
     def loss(h, big, stacks):
-        return jnp.sum(treescan.fold_layers([keeps, keeps], {"h": h, "big": big}, stacks, remat=remat)["h"])
+        return jnp.sum(treescan.fold_layers([keeps, keeps], {"h": h, "big": big}, stacks, remat="step")["h"])
 
-    program = Program(jax.grad(loss, (0, 1)), X, big, [stack_of(count) for count in counts])
-    without = Program(jax.grad(loss, (0, 1)), X, big[:1], [stack_of(count) for count in counts])
+    program = Program(jax.grad(loss, (0, 1)), X, big, [stack_of(9), stack_of(8)])
+    without = Program(jax.grad(loss, (0, 1)), X, big[:1], [stack_of(9), stack_of(8)])
     assert program.temp_bytes - without.temp_bytes < 3 * big.nbytes
 
 
@@ -308,17 +285,14 @@ def test_static_leaves_of_a_stack_are_freed():
     assert reference() is None
 
 
-@pytest.mark.parametrize("counts", [(1,), (1, 1, 1), (2, 1)], ids=str)
+@pytest.mark.parametrize("counts", [(1,), (2, 1)], ids=str)
 def test_a_stack_of_one_layer_is_recomputed_too(counts):
     """XLA removes a loop of one step: without a barrier the second computation is merged with the first."""
 
     def block(layer, x):
         return x + jnp.sin(jnp.tanh(x @ layer["up"])) @ layer["down"]
 
-    def other(layer, x):
-        return block(layer, x) * 2
-
-    blocks = [block, other, block][: len(counts)]
+    blocks = [block, lambda layer, x: block(layer, x) * 2][: len(counts)]
     stacks = [{"up": jnp.ones((n, 8, 64)), "down": jnp.ones((n, 64, 8))} for n in counts]
 
     def tanhs(remat):

@@ -94,14 +94,6 @@ def test_a_block_without_a_state_in_a_pattern():
     assert_close(treescan.fold_layers(*given, state=state), plain.fold_layers(*given, state=state))
 
 
-@pytest.mark.parametrize("remat", [None, "step"])
-def test_options_of_outputs_leave_the_state_alone(remat):
-    layers, states = stack_of(4), states_of(4)
-    options = {"save": {"mean": "last", "first": 2}, "out_axes": {"mean": 0, "first": 1}, "remat": remat}
-    found = treescan.scan_layers(scan_block, X, layers, state=states, **options)
-    assert_close(found, plain.scan_layers(scan_block, X, layers, state=states, **options))
-
-
 def test_in_axes_are_those_of_xs():
     layers, states, own = stack_of(3), states_of(3), array(WIDTH, 3, seed=4)
     for xs, axes in ((own, 1), (own[:, 0], None)):

@@ -112,9 +112,3 @@ def test_a_shared_trace_closes_over_what_an_outer_one_computes():
         x, count = run(X, jnp.float32(2), stacks)
         npt.assert_allclose(x, by_hand, rtol=1e-5)
         assert count == 6
-
-
-def test_a_block_is_named_once():
-    with pytest.raises(treescan.LayerError) as caught:
-        treescan.scan_layers([local] * 5 + [global_], X, stacks_of(2, 2))
-    assert str(caught.value).count("`local`") == str(caught.value).count("`global_`") == 1

@@ -1,6 +1,6 @@
-"""`treescan.lift` against a loop in Python: roles, filters, keys, axes, and what is computed before the loop.
+"""`treescan.lift` against a loop in Python: filters, hooks, and what is computed before the loop.
 
-`works` has each option under each transform; here is what its table does not show.
+Its roles, keys and axes are in `works`, each two of them together, and in `test_flax_scan.py`, against flax.
 """
 
 from collections.abc import Callable
@@ -13,7 +13,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings, strategies as st
 from jax.experimental import io_callback
 from jaxprs import equations
 from loops import TRANSFORMS, array
@@ -23,37 +22,34 @@ from traces import Counted, compilations
 from works import plain
 
 import treescan
-from treescan import DenyList, In, Out, lift
+from treescan import DenyList, lift
 
 T = 4
 XS = array(T, 3)
 H = array(3, seed=1)
 W = array(3, seed=2)
 KEY = jax.random.key(0)
-OTHER = jax.random.key(1)
 
 
 class Case(NamedTuple):
-    """A step and the options of `lift`; and where these are filters, the names that they stand for."""
+    """A step and the options of `lift`, and what it is called with."""
 
     fn: Callable[..., Any]
     options: dict[str, Any]
     variables: Any
     args: tuple[Any, ...] = (XS,)
     rngs: Any = MappingProxyType({})
-    carry: Any = H
-    named: Any = MappingProxyType({})
 
     def run(self, variables: Any, carry: Any, args: Any, fn: Any = None, **more: Any) -> Any:
         return lift(fn or self.fn, **{**self.options, **more})(variables, self.rngs, carry, *args)
 
     def expected(self, variables: Any, carry: Any, args: Any) -> Any:
-        return plain.lift(self.fn, **{**self.options, **self.named})(variables, self.rngs, carry, *args)
+        return plain.lift(self.fn, **self.options)(variables, self.rngs, carry, *args)
 
     def holds(self, transform: str) -> None:
         def compare(run: Callable[..., Any]) -> Any:
             return TRANSFORMS[transform](
-                lambda given, args: run(given[0], given[1], args), (self.variables, self.carry), self.args
+                lambda given, args: run(given[0], given[1], args), (self.variables, H), self.args
             )
 
         expected = jax.jit(compare, static_argnums=0) if transform != "disable_jit" else compare
@@ -66,33 +62,9 @@ def weighted(variables, rngs, carry, *args):
     return (carry, 2 * carry), {}
 
 
-def stateful(variables, rngs, carry, x):
-    n = variables["state"]["n"] + jnp.sum(carry)
-    carry = jnp.sin(carry * variables["params"]["w"] + x * n)
-    return (carry, carry * n), {"state": {"n": n}}
-
-
 def layered(variables, rngs, carry, *args):
     carry = jnp.tanh(carry * variables["layers"]["w"] + variables["params"]["w"])
     return (carry, jnp.sum(carry)), {"layers": {"w": carry + 1}}
-
-
-def read_layers(*args):
-    return layered(*args)[0], {}
-
-
-def making(variables, rngs, carry, x):
-    return (carry + x, x), {"out": {"x": 2 * x, "h": carry}}
-
-
-def random(variables, rngs, carry, x):
-    noise = jax.random.normal(rngs["split"], (3,)) + jax.random.normal(rngs["shared"], (3,))
-    return (jnp.sin(carry + x + noise), noise), {}
-
-
-def many(variables, rngs, carry, given, both):
-    carry = jnp.sin(carry + given["x"] + both[0] * both[1])
-    return (carry, {"once": both[1] * 2, "h": (carry, carry * given["x"])}), {}
 
 
 def sharing(variables, rngs, carry, x):
@@ -107,33 +79,16 @@ def _w(**more: Any) -> Any:
     return {"params": {"w": W}, **more}
 
 
-_STATE = {"state": {"n": jnp.float32(0.5)}}
 _BC = {"variable_broadcast": "params"}
-_LAYERS = _w(layers={"w": array(3, T, seed=4)})
 CASES = {
     "broadcast": Case(weighted, _BC, _w()),
-    "carried": Case(stateful, {**_BC, "variable_carry": "state"}, _w(**_STATE)),
-    "carried_alone": Case(
-        stateful, {**_BC, "variable_carry": True}, _w(**_STATE), named={"variable_carry": "state"}
-    ),
-    "scanned": Case(layered, {**_BC, "variable_axes": {"layers": 1}}, _LAYERS, ()),
-    "flax_in": Case(read_layers, {**_BC, "variable_axes": {"layers": flax.typing.In(1)}}, _LAYERS, ()),
-    "flax_out": Case(making, {"variable_axes": {"out": flax.typing.Out(1)}}, {}),
-    "old_keys": Case(
-        random, {"split_rngs": {DenyList("shared"): True, ("shared",): False}}, {},
-        rngs={"split": jax.random.PRNGKey(0), "shared": jax.random.PRNGKey(1)},
-        named={"split_rngs": {"split": True, "shared": False}},
-    ),
-    "axes": Case(
-        many, {"in_axes": ({"x": -1}, (0, None)), "out_axes": {"once": None, "h": (1, -1)}}, {}, ({"x": XS.T}, (XS, H)),
-    ),
+    "scanned": Case(layered, {**_BC, "variable_axes": {"layers": 1}}, _w(layers={"w": array(3, T, seed=4)}), ()),
     "made": Case(sharing, {**_MADE}, _w(), rngs={"shared": KEY}),
-}  # fmt: skip
+}
 
 
-@pytest.mark.parametrize(("name", "transform"), [*((name, "grad") for name in CASES), ("made", "disable_jit")])
-def test_is_a_loop(name: str, transform: str) -> None:
-    CASES[name].holds(transform)
+def test_a_collection_is_made_step_by_step_too() -> None:
+    CASES["made"].holds("disable_jit")
 
 
 # Filters.
@@ -141,12 +96,8 @@ def test_is_a_loop(name: str, transform: str) -> None:
 
 FILTERS = {
     "name": "params",
-    "set": {"params", "other"},
-    "list": ["params"],
     "iterator": "generator",
     "true": True,
-    "predicate": lambda name: name.startswith("p"),
-    "deny": DenyList({"state"}),
     "deny_predicate": DenyList(lambda name: name == "state"),
     "deny_deny": DenyList(DenyList("params")),
     "flax_deny": flax.core.DenyList(("state",)),
@@ -159,11 +110,6 @@ def test_filters(names: Any) -> None:
     run, args = lift(weighted, variable_broadcast=names), (_w(), {}, H, XS)
     assert_close(run(*args), CASES["broadcast"].expected(_w(), H, (XS,)))
     assert_close(run(*args)[0][0], run(*args)[0][0])  # a filter is asked again and again
-
-
-def test_the_first_role_counts() -> None:
-    run = lift(stateful, variable_broadcast="params", variable_carry=("params", "state"), variable_axes={True: 0})
-    assert_close(run(_w(**_STATE), {}, H, XS), CASES["carried"].expected(_w(**_STATE), H, (XS,)))
 
 
 @pytest.mark.parametrize("deny", [False, DenyList(True), (), DenyList(lambda name: True)])
@@ -197,26 +143,6 @@ def test_metadata() -> None:
     case = CASES["scanned"]
     assert_close(case.run(case.variables, H, (), metadata_fn=note), case.expected(case.variables, H, ()))
     assert calls == [({"w": (3, T)}, 1, False), ({"w": (3, T)}, 1, True)]
-
-
-def test_frozen_dicts() -> None:
-    given = flax.core.freeze(_w())
-    assert_close(
-        lift(weighted, variable_broadcast="params")(given, {}, H, XS), CASES["broadcast"].expected(_w(), H, (XS,))
-    )
-
-
-# Keys.
-
-
-def test_keys_are_those_of_jax_random_split() -> None:
-    def step(variables, rngs, carry, *args):
-        return (carry, jax.tree.map(jax.random.key_data, rngs)), {}
-
-    run = lift(step, split_rngs={"a": True, ("b", "c"): False}, length=T)
-    (_, ys), _ = run({}, {"a": {"x": KEY}, "b": OTHER, "c": KEY}, None)
-    np.testing.assert_array_equal(ys["a"]["x"], jax.random.key_data(jax.random.split(KEY, T)))
-    np.testing.assert_array_equal(ys["b"], np.broadcast_to(jax.random.key_data(OTHER), (T, 2)))
 
 
 # Length 0, and what is made before the loop.
@@ -257,8 +183,6 @@ doubled.defvjp(lambda w: (doubled(w), None), lambda _, g: (2 * g,))
 
 MAKERS = {
     "constants": lambda key, w: jnp.linspace(0.0, 1.0, 3),
-    "numpy": lambda key, w: jnp.asarray(np.arange(3, dtype=np.float32)),
-    "keys": lambda key, w: jax.random.normal(key, (3,)),
     "jitted": lambda key, w: jax.jit(lambda key: jax.random.normal(key, (3,)) * 2)(key),
     "broadcast": lambda key, w: w * 2,
     "checkpoint": lambda key, w: jax.checkpoint(lambda key: jax.nn.relu(jax.random.normal(key, (3,))))(key),
@@ -275,7 +199,7 @@ def test_values_made_before_the_loop(make: Any) -> None:
     Case(with_made(make), _MADE, _w(), rngs={"shared": KEY}).holds("grad")
 
 
-@parametrize("wrap", {"jit": jax.jit, "checkpoint": jax.checkpoint, "both": lambda f: jax.jit(jax.checkpoint(f))})
+@parametrize("wrap", {"jit": jax.jit, "checkpoint": jax.checkpoint})
 def test_values_made_within_a_call_that_the_loop_needs(wrap: Any) -> None:
     """The call computes what is the same in every step beside what is not."""
 
@@ -321,7 +245,7 @@ def test_what_is_made_is_not_computed_again_in_the_loop() -> None:
 def test_one_trace() -> None:
     for name, case in CASES.items():
         traces = Counted(case.fn).traces(
-            lambda fn, case=case: jax.jit(lambda: case.run(case.variables, case.carry, case.args, fn))()
+            lambda fn, case=case: jax.jit(lambda: case.run(case.variables, H, case.args, fn))()
         )
         assert traces == 1, name
 
@@ -334,47 +258,3 @@ def test_a_second_call_neither_traces_nor_compiles() -> None:
     assert counted.calls == 1
     assert compilations(lambda: run(case.variables, case.rngs, H, XS)) == []
     assert counted.calls == 1
-
-
-# Properties.
-
-KINDS = ("broadcast", "carry", "in", "out", "both")
-
-
-@given(
-    kinds=st.lists(st.sampled_from(KINDS), max_size=4),
-    axes=st.lists(st.sampled_from([0, 1, -1]), min_size=4, max_size=4),
-    reverse=st.booleans(), length=st.integers(1, 3), splits=st.lists(st.booleans(), max_size=2),
-)  # fmt: skip
-@settings(max_examples=12)
-def test_any_roles(kinds: list[str], axes: list[int], reverse: bool, length: int, splits: list[bool]) -> None:
-    named = {f"c{i}": kind for i, kind in enumerate(kinds)}
-    axis = {name: axes[i] for i, name in enumerate(named)}
-
-    def of(*wanted: str) -> tuple[str, ...]:
-        return tuple(name for name, kind in named.items() if kind in wanted)
-
-    def variable(name: str) -> Any:
-        one = array(2, seed=len(name))
-        return {"v": jnp.stack([one * i for i in range(length)], axis[name])} if name in into else {"v": one}
-
-    into = of("in", "both")
-    rngs = {f"r{i}": jax.random.key(i) for i in range(len(splits))}
-    split = {f"r{i}": flag for i, flag in enumerate(splits)}
-
-    def step(variables: Any, rngs: Any, carry: Any, x: Any) -> Any:
-        total = sum((tree["v"] for tree in variables.values()), jnp.zeros(2))
-        total += sum((jax.random.uniform(key) for key in rngs.values()), jnp.float32(0))
-        updates = {name: {"v": jnp.sin(total + x + variables[name]["v"])} for name in of("carry", "both")}
-        updates |= {name: {"v": total * carry} for name in of("out")}
-        updates |= {name: {"v": 2 * variables[name]["v"]} for name in of("broadcast")}
-        return (jnp.sin(carry + total), carry * x), updates
-
-    wrap = {"in": In, "out": Out, "both": int}
-    options: Any = {
-        "variable_broadcast": of("broadcast"), "variable_carry": of("carry"), "split_rngs": split, "reverse": reverse,
-        "variable_axes": {name: wrap[named[name]](axis[name]) for name in of("in", "out", "both")},
-    }  # fmt: skip
-    given_ = {name: variable(name) for name in of("broadcast", "carry", "in", "both")}, rngs, array(2, seed=4)
-    xs = array(length, seed=3)
-    assert_close(lift(step, **options)(*given_, xs), plain.lift(step, **options)(*given_, xs))

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jax.sharding import AxisType, PartitionSpec as P
 
 import treescan
 
@@ -114,9 +114,8 @@ def test_an_element_without_any_step_on_any_device_borrows_another_elements_pair
     np.testing.assert_allclose(got, np.nansum(np.log(np.asarray(xs[1]))), rtol=1e-6)
 
 
-def packed_over(placed, init=None):
-    init = jnp.zeros(placed.rows) if init is None else init
-    return treescan.mask_scan(lambda carry, x: (carry + x, carry + x), init, placed)[1]
+def packed_over(placed):
+    return treescan.mask_scan(lambda carry, x: (carry + x, carry + x), jnp.zeros(placed.rows), placed)[1]
 
 
 def test_rows_of_a_packed_batch_that_are_spread():
@@ -134,12 +133,3 @@ def test_rows_of_a_packed_batch_that_are_spread():
         mesh=two, in_specs=P("i"), out_specs=P("i"),
     )  # fmt: skip
     chex.assert_trees_all_close(jax.jit(own)(twice), jnp.stack([packed_over(packed)] * 2))
-    for kind in (AxisType.Auto, AxisType.Explicit):
-        mesh = jax.make_mesh((2,), ("i",), axis_types=(kind,))
-        place = lambda leaf, *axes: jax.device_put(leaf, NamedSharding(mesh, P(*axes)))  # noqa: B023, E731
-        placed = packed._replace(
-            **{name: place(getattr(packed, name), None, "i") for name in ("data", "mask", "resets")}
-        )
-        chex.assert_trees_all_close(
-            jax.device_get(jax.jit(packed_over)(placed, place(jnp.zeros(2), "i"))), packed_over(packed)
-        )

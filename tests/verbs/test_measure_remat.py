@@ -47,17 +47,15 @@ def test_bytes_are_those_of_the_compiled_gradient() -> None:
 
 
 VERBS: dict[str, tuple[Any, ...]] = {
-    "mask_scan": (treescan.mask_scan, step, H, XS, {"lengths": jnp.array([12, 3, 0])}),
-    "while_scan": (treescan.while_scan, lambda h: jnp.all(h < 9), step, H, XS, {}),
-    "fori": (treescan.fori, 0, T, lambda i, h: step(h, XS[i])[0], H, {}),
-    "scan_layers": (treescan.scan_layers, lambda w, h: step(h, w), jnp.zeros(F), jnp.ones((T, F)), {}),
+    "while_scan": (treescan.while_scan, lambda h: jnp.all(h < 9), step, H, XS),
+    "scan_layers": (treescan.scan_layers, lambda w, h: step(h, w), jnp.zeros(F), jnp.ones((T, F))),
 }
 
 
 @pytest.mark.parametrize("name", VERBS)
 def test_each_verb(name: str) -> None:
-    *call, options = VERBS[name]
-    found = measure_remat(*call, plans=["step", "nested"], progress=False, **options)
+    """With more time than a slow machine needs: each plan is timed so many rounds at most."""
+    found = measure_remat(*VERBS[name], plans=["step", "nested"], seconds=3600, progress=False)
     assert [plan.remat for plan in found.plans] == ["step", "nested"]
     assert all(plan.refusal is None for plan in found.plans), str(found)
     assert found.best in ("step", "nested") and name in str(found)
