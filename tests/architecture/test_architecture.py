@@ -16,15 +16,12 @@ import pytest
 from modules import LAYERS, MODULES, PACKAGE, imports, own_imports
 
 import treescan
+from scripts import script
 from treescan._transforms.order import ORDER
 
 TESTS = Path(__file__).parents[1]
 
-sys.path.insert(0, str(TESTS.parent / "scripts"))
-import core as CORE  # noqa: E402
-
-sys.path.pop(0)
-
+CORE = script("core")
 LONGEST_FILE, LONGEST_FUNCTION = 700, 60
 PUBLIC = {name: getattr(treescan, name) for name in treescan.__all__}
 VERBS = [name for name, value in PUBLIC.items() if inspect.isfunction(value)]

@@ -9,9 +9,9 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from error_cases import LENGTHS, ROWS, XS, case, named, without_body
+from error_cases import LENGTHS, ROWS, XS, case, named
 
-from treescan import ArgumentError, ArgumentTypeError, CarryError, PluginError, accumulate, fold, mask_scan, scan
+from treescan import accumulate, fold, mask_scan, scan
 from treescan.carries import (
     AbstractCarry,
     Ema,
@@ -52,10 +52,7 @@ def over_rows(init: Any, **options: Any) -> Any:
     return mask_scan(step, init, ROWS, lengths=LENGTHS, **options)
 
 
-# --- classes ----------------------------------------------------------------------------------------------------------
-
-
-@without_body(PluginError)
+@case()
 def plugin_without_write(one):
     class Latch(AbstractCarry[Any, Any]):
         def read(self):
@@ -64,7 +61,7 @@ def plugin_without_write(one):
     return Latch()
 
 
-@without_body(PluginError)
+@case()
 def plugin_without_hooks(one):
     class Latch(AbstractCarry[Any, Any]):
         pass
@@ -72,17 +69,7 @@ def plugin_without_hooks(one):
     return Latch()
 
 
-without_body(ArgumentTypeError)(
-    carry_of_the_value_seen=lambda one: carry_of(fold(lambda average, x: x, ema(one, 0.9), XS).read(), Ema),
-    carry_of_another_carry=lambda one: carry_of(fold(lambda average, x: x, ema(one, 0.9), XS), Sum),
-    write_tree_keys=lambda one: write_tree({"h": one, "loss": ema(one, 0.9)}, {"h": one}),
-)
-
-
-# --- hooks that fail --------------------------------------------------------------------------------------------------
-
-
-@case(PluginError)
+@case()
 def plugin_write_fails(one):
     def write(self, returned, valid):
         return replace(self, number=returned["count"])
@@ -101,33 +88,7 @@ class NoPytree(AbstractCarry[Any, Any]):
         return self
 
 
-case(PluginError)(
-    plugin_of_no_pytree=lambda one: scan(lambda carry, x: (carry, one), {"seen": NoPytree()}, XS),
-    plugin_rows_fails=lambda one: over_rows(count(one * jnp.ones(2), rows=lambda self: self.axes)),
-    plugin_read_fails=lambda one: scan(
-        step, {"seen": count(one, read=named("read", lambda self: {"number": self.number}["count"]))}, XS
-    ),
-    plugin_given_other_shape=lambda one: scan(
-        named("step", lambda state, x: ({"h": state["h"], "loss": x * jnp.ones(3)}, None)),
-        {"h": one, "loss": ema(one * jnp.ones(2), 0.9)},
-        XS,
-    ),
-    plugin_given_other_rows=lambda one: mask_scan(
-        named("step", lambda state, x: ({"loss": jnp.ones(3)}, None)), {"loss": ema(one, 0.9)}, ROWS, lengths=LENGTHS
-    ),
-    plugin_given_a_vector_for_a_number=lambda one: scan(
-        named("step", lambda state, x: ({"loss": x * jnp.ones(3)}, None)), {"loss": ema(one, 0.9)}, XS
-    ),
-    plugin_given_other_structure=lambda one: scan(
-        named("step", lambda state, x: ({"h": state["h"]}, None)), cast({"h": one, "c": one}), XS
-    ),
-)
-
-
-# --- what is written --------------------------------------------------------------------------------------------------
-
-
-@case(PluginError)
+@case()
 def plugin_buffer_given_its_store(one):
     def append(seen, x):
         values, _ = seen
@@ -136,88 +97,10 @@ def plugin_buffer_given_its_store(one):
     return scan(append, buffer(jnp.ones((2, 3)), 3), one * jnp.ones((4, 2, 3)))
 
 
-case(PluginError)(
-    plugin_best_given_another_structure=lambda one: scan(lambda seen, x: ((x, x), None), best({"w": one}), XS),
-    plugin_writes_other_dtype=lambda one: scan(
-        step,
-        {
-            "h": one,
-            "seen": count(
-                one,
-                write=named(
-                    "write",
-                    lambda self, returned, valid: replace(self, number=(self.number + returned).astype(jnp.bfloat16)),
-                ),
-            ),
-        },
-        XS,
-    ),
-    plugin_writes_other_class=lambda one: scan(
-        step, {"seen": count(one, write=named("write", lambda self, returned, valid: sum_(self.number + returned)))}, XS
-    ),
-)
-
-without_body(ArgumentTypeError)(
-    carry_moments_of_an_array=lambda one: moments(one * XS),
-    carry_moments_of_a_dtype=lambda one: moments(jnp.float32),
-    carry_best_with_a_function=lambda one: best(one, lambda value: value.sum()),
-    carry_best_with_a_text=lambda one: best(one, "loss"),
-    carry_best_of_a_text=lambda one: best({"name": "adam", "w": one}),
-    carry_keys_of_a_seed=lambda one: keys(0),
-    cast_of_a_function_that_makes_carries=lambda one: cast({"h": one, "rng": keys}),
-)
-
-case(ArgumentTypeError)(carry_class_not_called=lambda one: fold(lambda carry, x: carry, {"h": one, "loss": Ema}, XS))
-
-
-# --- where the rows stand ---------------------------------------------------------------------------------------------
-
-
-@case(PluginError)
+@case()
 def plugin_rows_no_prefix(one):
     carry = count({"h": one * jnp.ones(2), "c": one}, rows=lambda self: {"number": {"h": 0, "b": None}})
     return over_rows({"seen": carry})
-
-
-case(PluginError)(
-    plugin_rows_of_no_field=lambda one: over_rows(
-        {"seen": count(one * jnp.ones(2), rows=lambda self: {"count": 0, "total": None})}
-    ),
-    plugin_rows_str=lambda one: over_rows({"seen": count(one * jnp.ones(2), rows=lambda self: "number")}),
-    plugin_rows_of_a_carry_within=lambda one: over_rows(
-        {"seen": count(sum_(one * jnp.ones(2)), rows=lambda self: {"number": 1})}
-    ),
-)
-
-case(ArgumentError)(
-    batch_not_in_custom_carry=lambda one: over_rows(
-        {"h": one * jnp.ones((2, 5)), "seen": count(one), "loss": ema(one * jnp.ones(3), 0.9)}
-    ),
-    carry_axes_of_custom_carry=lambda one: over_rows(
-        {"h": one * jnp.ones((5, 2)), "loss": ema(one * jnp.ones(2), 0.9)}, carry_axes=1
-    ),
-    carry_axes_within_custom_carry=lambda one: over_rows(
-        {"loss": ema(one * jnp.ones(2), 0.9)}, carry_axes={"loss": {"value": 0}}
-    ),
-    compact_with_shared_keys=lambda one: over_rows(
-        {"h": one * jnp.ones(2), "dropout": keys(jax.random.key(0))}, compact=True
-    ),
-)
-
-
-# --- what the body returns --------------------------------------------------------------------------------------------
-
-
-case(CarryError)(
-    carry_without_custom_carry=lambda one: scan(
-        named("step", lambda state, x: ({"h": state["h"] + x, "losses": x}, state["loss"])),
-        {"h": one, "loss": ema(one, 0.9)},
-        XS,
-    )
-)
-
-
-# --- registered types -------------------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
@@ -250,25 +133,25 @@ def to_count_of_numbers(meter: Meter) -> Any:
     return count(meter.numbers)
 
 
-@without_body(PluginError, context=forgotten)
+@case(context=forgotten)
 def register_twice(one):
     register_carry(Meter, to_count, from_count)
     register_carry(Meter, to_count_of_numbers, from_count)
 
 
-@case(PluginError, context=forgotten)
+@case(context=forgotten)
 def registered_to_carry_fails(one):
     register_carry(Meter, to_count_of_numbers, from_count)
     return scan(step, {"h": one, "meters": [Meter(one)]}, XS)
 
 
-@case(PluginError, context=forgotten)
+@case(context=forgotten)
 def registered_to_no_carry(one):
     register_carry(Meter, lambda meter: meter.number, from_count)
     return scan(step, {"h": one, "meters": [Meter(one)]}, XS)
 
 
-@case(PluginError, context=forgotten)
+@case(context=forgotten)
 def registered_from_carry_fails(one):
     def from_carry(carry):
         return Meter({}["number"])
@@ -277,16 +160,95 @@ def registered_from_carry_fails(one):
     return scan(step, {"h": one, "meters": [Meter(one)]}, XS)
 
 
-@case(PluginError, context=forgotten)
+@case(context=forgotten)
 def registered_from_another_type(one):
     register_carry(Meter, to_count, lambda carry: carry.number)
     return accumulate(lambda carry, x: carry, {"h": one, "meters": [Meter(one)]}, XS)
 
 
-without_body(ArgumentTypeError, context=forgotten)(
+case()(
+    # classes
+    carry_of_the_value_seen=lambda one: carry_of(fold(lambda average, x: x, ema(one, 0.9), XS).read(), Ema),
+    carry_of_another_carry=lambda one: carry_of(fold(lambda average, x: x, ema(one, 0.9), XS), Sum),
+    write_tree_keys=lambda one: write_tree({"h": one, "loss": ema(one, 0.9)}, {"h": one}),
+    # Hooks that fail.
+    plugin_of_no_pytree=lambda one: scan(lambda carry, x: (carry, one), {"seen": NoPytree()}, XS),
+    plugin_rows_fails=lambda one: over_rows(count(one * jnp.ones(2), rows=lambda self: self.axes)),
+    plugin_read_fails=lambda one: scan(
+        step, {"seen": count(one, read=named("read", lambda self: {"number": self.number}["count"]))}, XS
+    ),
+    plugin_given_other_shape=lambda one: scan(
+        named("step", lambda state, x: ({"h": state["h"], "loss": x * jnp.ones(3)}, None)),
+        {"h": one, "loss": ema(one * jnp.ones(2), 0.9)},
+        XS,
+    ),
+    plugin_given_other_rows=lambda one: mask_scan(
+        named("step", lambda state, x: ({"loss": jnp.ones(3)}, None)), {"loss": ema(one, 0.9)}, ROWS, lengths=LENGTHS
+    ),
+    plugin_given_a_vector_for_a_number=lambda one: scan(
+        named("step", lambda state, x: ({"loss": x * jnp.ones(3)}, None)), {"loss": ema(one, 0.9)}, XS
+    ),
+    plugin_given_other_structure=lambda one: scan(
+        named("step", lambda state, x: ({"h": state["h"]}, None)), cast({"h": one, "c": one}), XS
+    ),
+    # What is written.
+    plugin_best_given_another_structure=lambda one: scan(lambda seen, x: ((x, x), None), best({"w": one}), XS),
+    plugin_writes_other_dtype=lambda one: scan(
+        step,
+        {
+            "h": one,
+            "seen": count(
+                one,
+                write=named(
+                    "write",
+                    lambda self, returned, valid: replace(self, number=(self.number + returned).astype(jnp.bfloat16)),
+                ),
+            ),
+        },
+        XS,
+    ),
+    plugin_writes_other_class=lambda one: scan(
+        step, {"seen": count(one, write=named("write", lambda self, returned, valid: sum_(self.number + returned)))}, XS
+    ),
+    carry_moments_of_an_array=lambda one: moments(one * XS),
+    carry_moments_of_a_dtype=lambda one: moments(jnp.float32),
+    carry_best_with_a_function=lambda one: best(one, lambda value: value.sum()),
+    carry_best_with_a_text=lambda one: best(one, "loss"),
+    carry_best_of_a_text=lambda one: best({"name": "adam", "w": one}),
+    carry_keys_of_a_seed=lambda one: keys(0),
+    cast_of_a_function_that_makes_carries=lambda one: cast({"h": one, "rng": keys}),
+    carry_class_not_called=lambda one: fold(lambda carry, x: carry, {"h": one, "loss": Ema}, XS),
+    # Where the rows stand.
+    plugin_rows_of_no_field=lambda one: over_rows(
+        {"seen": count(one * jnp.ones(2), rows=lambda self: {"count": 0, "total": None})}
+    ),
+    plugin_rows_str=lambda one: over_rows({"seen": count(one * jnp.ones(2), rows=lambda self: "number")}),
+    plugin_rows_of_a_carry_within=lambda one: over_rows(
+        {"seen": count(sum_(one * jnp.ones(2)), rows=lambda self: {"number": 1})}
+    ),
+    batch_not_in_custom_carry=lambda one: over_rows(
+        {"h": one * jnp.ones((2, 5)), "seen": count(one), "loss": ema(one * jnp.ones(3), 0.9)}
+    ),
+    carry_axes_of_custom_carry=lambda one: over_rows(
+        {"h": one * jnp.ones((5, 2)), "loss": ema(one * jnp.ones(2), 0.9)}, carry_axes=1
+    ),
+    carry_axes_within_custom_carry=lambda one: over_rows(
+        {"loss": ema(one * jnp.ones(2), 0.9)}, carry_axes={"loss": {"value": 0}}
+    ),
+    compact_with_shared_keys=lambda one: over_rows(
+        {"h": one * jnp.ones(2), "dropout": keys(jax.random.key(0))}, compact=True
+    ),
+    # What the body returns.
+    carry_without_custom_carry=lambda one: scan(
+        named("step", lambda state, x: ({"h": state["h"] + x, "losses": x}, state["loss"])),
+        {"h": one, "loss": ema(one, 0.9)},
+        XS,
+    ),
+)
+
+case(context=forgotten)(
     register_a_value=lambda one: register_carry(Meter(one), to_count, from_count),
     register_without_way_back=lambda one: register_carry(Meter, to_count, None),
     register_dict=lambda one: register_carry(dict, to_count, from_count),
+    register_a_carry=lambda one: register_carry(Ema, to_count, from_count),
 )
-
-without_body(PluginError, context=forgotten)(register_a_carry=lambda one: register_carry(Ema, to_count, from_count))

@@ -8,24 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import XS as X, case, mesh_of, named, on_mesh, over_devices, without_body
+from error_cases import XS as X, case, mesh_of, named, on_mesh, over_devices
 from jax.sharding import NamedSharding, PartitionSpec
 
-from treescan import (
-    ArgumentError,
-    ArgumentTypeError,
-    BodyError,
-    CarryError,
-    LayerError,
-    fold_layers,
-    init_layers,
-    layer_at,
-    layers_to_state_dict,
-    scan_layers,
-    set_layer,
-    stack,
-    unstack,
-)
+from treescan import fold_layers, init_layers, layer_at, layers_to_state_dict, scan_layers, set_layer, stack, unstack
 from treescan.carries import keys
 
 
@@ -87,68 +73,12 @@ def split(array: Any, *spec: str | None) -> Any:
     return jax.device_put(array, NamedSharding(mesh_of(2, "rows"), PartitionSpec(*spec)))
 
 
-# --- stacks -----------------------------------------------------------------------------------------------------------
-
-
-@without_body(LayerError)
+@case()
 def stack_numbers_differ(one):
     layers = [{"w": one, "scale": 0.5, "dropout": {"inference": False}} for _ in range(3)]
     layers[1] = {"w": one, "scale": 0.25, "dropout": {"inference": True}}
     layers[2] = layers[2] | {"scale": 1}
     return stack(layers)
-
-
-@on_mesh(LayerError, body=False)
-def unstack_split(one):
-    return unstack({"w": jax.sharding.reshard(jnp.ones((4, 3)), PartitionSpec("rows")), "b": jnp.ones(4)})
-
-
-without_body(LayerError)(
-    checkpoint_to_of_a_list=lambda one: layers_to_state_dict([dense(one), dense(one)]),
-    stack_nothing=lambda one: stack([]),
-    stack_types_differ=lambda one: stack(
-        [dense(one), dense(one, 5), dense(one), (dense(one) | {"b": jnp.zeros(4, jnp.bfloat16)})]
-    ),
-    stack_structures_differ=lambda one: stack(
-        [dense(one), {"w": dense(one)["w"]}, dense(one) | {"scale": one}, dense(one) | {"b": None}]
-    ),
-    stack_static_leaves_differ=lambda one: stack(
-        [{"w": one, "activation": jax.nn.relu}, {"w": one, "activation": jax.nn.gelu}]
-    ),
-    stack_metadata_differ=lambda one: stack([Attention(one, 4), Attention(one, 8)]),
-    unstack_leaf_without_axis=lambda one: unstack(denses(one) | {"scale": one, "norm": {"eps": 1e-6}}),
-    unstack_static_leaves_alone=lambda one: unstack({"activation": jax.nn.relu, "bias": None}),
-    layer_at_out_of_range=lambda one: layer_at(denses(one), 4),
-    layer_at_out_of_range_from_the_end=lambda one: layer_at(denses(one), -5),
-    layer_at_of_no_layers=lambda one: layer_at(denses(one, 0), 0),
-    layer_at_of_a_list=lambda one: layer_at([dense(one), dense(one), dense(one)], 1),
-    set_layer_does_not_fit=lambda one: set_layer(denses(one), 1, {"w": one * jnp.ones((3, 4)), "scale": one}),
-    set_layer_of_another_dtype=lambda one: set_layer(
-        denses(one), 1, {"w": jnp.ones((3, 3), jnp.bfloat16), "b": jnp.zeros(3)}
-    ),
-    set_layer_of_another_activation=lambda one: set_layer(
-        {"w": one * X, "activation": jax.nn.relu}, 0, {"w": one, "activation": jax.nn.gelu}
-    ),
-    set_layer_of_another_number=lambda one: set_layer(
-        {"w": one * X, "scale": 0.5, "eps": 1.0}, 0, {"w": one, "scale": 0.25, "eps": one}
-    ),
-    set_layer_out_of_range=lambda one: set_layer(denses(one), 7, dense(one)),
-)
-
-without_body(ArgumentTypeError)(
-    checkpoint_names_list=lambda one: layers_to_state_dict(denses(one), names=["w", "b"]),
-    stack_a_dict_of_layers=lambda one: stack({"layer_0": dense(one), "layer_1": dense(one)}),
-    layer_at_float=lambda one: layer_at(denses(one), 1.0),
-    layer_at_bool=lambda one: layer_at(denses(one), True),
-    layer_axis_name_int=lambda one: stack([dense(one)], layer_axis_name=0),
-)
-
-without_body(ArgumentTypeError, less=("disable_jit",))(
-    layer_at_traced_float=lambda one: jax.jit(lambda i: layer_at(denses(one), i))(jnp.float32(1.0))
-)
-
-
-# --- names of axes in the metadata of flax ----------------------------------------------------------------------------
 
 
 def boxed(one: Any, *names: str) -> Any:
@@ -157,7 +87,7 @@ def boxed(one: Any, *names: str) -> Any:
     return {"w": meta.Partitioned(one * jnp.ones((4, 3, 3)[: len(names)]), names), "b": one * jnp.ones(4)}
 
 
-@without_body(LayerError)
+@case()
 def layer_axis_name_of_a_stack_that_has_none(one):
     stacked = boxed(one, "in", "out")
     stacked["w"] = stacked["w"].replace_boxed(jnp.ones((4, 3, 3)))
@@ -186,95 +116,27 @@ def box_without_axes() -> Any:
     return Scaled
 
 
-without_body(LayerError)(
-    layer_axis_name_of_another_stack=lambda one: layer_at(
-        boxed(one, "layers", "in", "out"), 0, layer_axis_name="blocks"
-    ),
-    box_that_takes_no_axis=lambda one: stack([{"w": box_without_axes()(one * X)}]),
-)
-
-
-# --- init_layers ------------------------------------------------------------------------------------------------------
-
-
 def init(key, width=4):
     return {"w": jax.random.normal(key, (width, 3)), "b": jnp.zeros(3)}
 
 
-@case(LayerError, devices=True)
+@case(devices=True)
 def init_layers_shardings_misfit(one):
     mesh = mesh_of(2, "rows")
     shardings = {"w": NamedSharding(mesh, PartitionSpec(None, "rows")), "b": PartitionSpec(None, "rows")}
     return init_layers(init, jax.random.key(0), 4, shardings=shardings)
 
 
-case(ArgumentTypeError)(
-    init_layers_number_before_key=lambda one: init_layers(init, 4, KEY),
-    init_layers_without_key=lambda one: init_layers(init, None, 4),
-    init_layers_of_a_seed=lambda one: init_layers(init, 0, 4),
-    layer_axis_name_of_init_layers=lambda one: init_layers(init, KEY, 4, layer_axis_name=("layers",)),
-)
-
-case(LayerError)(
-    init_layers_shardings_no_prefix=lambda one: init_layers(
-        init, jax.random.key(0), 4, shardings={"w": NamedSharding(mesh_of(1), PartitionSpec())}
-    ),
-    init_layers_shardings_by_name=lambda one: init_layers(
-        init, jax.random.key(0), 4, shardings={"w": "rows", "b": None}
-    ),
-    box_that_gives_up_no_axis=lambda one: fold_layers(
-        block_alone, X, denses(one) | {"w": box_without_axes()(one * jnp.ones((4, 3, 3)))}
-    ),
-)
-
-
-# --- the stacks of a block --------------------------------------------------------------------------------------------
-
-
-@on_mesh(LayerError, body=False)
+@on_mesh()
 def layers_split(one):
     w = jax.sharding.reshard(jnp.ones((4, 3, 6)), PartitionSpec("rows", None, None))
     return scan_layers(block, X, {"w": w, "b": jnp.zeros((4, 6))})
 
 
-@on_mesh(LayerError, body=False)
+@on_mesh()
 def layers_with_split_xs(one):
     cache = jax.sharding.reshard(jnp.ones((4, 3)), PartitionSpec("rows", None))
     return scan_layers(with_cache, X, denses(one), {"cache": cache})
-
-
-without_body(LayerError)(
-    layers_in_a_list=lambda one: scan_layers(block, X, [dense(one), dense(one), dense(one)]),
-    layers_of_two_depths=lambda one: scan_layers(block, X, {"w": one * jnp.ones((4, 3, 3)), "b": jnp.zeros((5, 3))}),
-    layers_without_arrays=lambda one: scan_layers(block, X, None),
-    layers_none=lambda one: scan_layers(block, X, denses(one, 0)),
-    layers_and_xs_of_two_depths=lambda one: scan_layers(
-        with_cache, X, denses(one), {"k": one * jnp.zeros((3, 8)), "v": jnp.zeros((4, 8)), "step": jnp.int32(0)}
-    ),
-    layers_and_xs_of_two_depths_along_axes=lambda one: scan_layers(
-        with_cache, X, denses(one), {"k": one * jnp.zeros((2, 8)), "table": X}, in_axes={"k": 1, "table": None}
-    ),
-)
-
-without_body(LayerError, less=("jit",), devices=True)(
-    layers_split_and_committed=lambda one: scan_layers(
-        block,
-        X,
-        {"w": split(np.ones((4, 3, 6)), "rows"), "b": split(np.zeros((4, 6)), "rows", None), "scale": jnp.ones(4)},
-    )
-)
-
-case(ArgumentError)(
-    layers_in_axes_without_xs=lambda one: scanned(one, in_axes=1),
-    pattern_remat_unknown=lambda one: scan_layers([local, block], X, two(one), remat="layers"),
-    layers_out_axes_not_there=lambda one: scan_layers(
-        lambda layer, x: (x, {"mean": x.mean()}), X, denses(one), out_axes=2
-    ),
-    init_layers_none=lambda one: init_layers(init, jax.random.key(0), 0),
-)
-
-
-# --- the options of a block -------------------------------------------------------------------------------------------
 
 
 def block_of_a_ref() -> Callable[[Any, Any], tuple[Any, Any]]:
@@ -286,7 +148,7 @@ def block_of_a_ref() -> Callable[[Any, Any], tuple[Any, Any]]:
     return block
 
 
-@case(ArgumentError, less=("disable_jit", "vmap"))
+@case(less=("disable_jit", "vmap"))
 def layers_prefetch_of_a_block_with_an_effect(one):
     def block(layer, x):
         jax.experimental.io_callback(lambda: None, None)
@@ -295,78 +157,7 @@ def layers_prefetch_of_a_block_with_an_effect(one):
     return fold_layers(block, X, denses(one), prefetch=lambda layer: layer)
 
 
-case(LayerError)(layers_length_of_another_stack=lambda one: scanned(one, length=9))
-
-case(ArgumentTypeError)(
-    layers_length_no_int=lambda one: folded(one, length=4.0),
-    layers_unroll_float=lambda one: scanned(one, unroll=2.0),
-    layers_key_seed=lambda one: scanned(one, key=0),
-    x_of_a_function_that_makes_carries=lambda one: scan_layers(block, {"h": X, "rng": keys}, denses(one)),
-)
-
-case(ArgumentError)(
-    layers_out_axes_in_fold_layers=lambda one: folded(one, out_axes=1),
-    layers_option_of_mask_scan=lambda one: scanned(one, lengths=jnp.array([3])),
-    layers_args_array=lambda one: scanned(one, args=one),
-    layers_remat_sequence_for_one_block=lambda one: scanned(one, remat=["step"]),
-    layers_prefetch_two=lambda one: folded(one, prefetch=2),
-    layers_prefetch_without_a_mesh=lambda one: folded(one, prefetch=1),
-    layers_prefetch_of_another_tree=lambda one: folded(one, prefetch=jax.tree.leaves),
-    layers_prefetch_with_remat_nested=lambda one: folded(one, prefetch=1, remat="nested"),
-    layers_prefetch_of_a_pattern=lambda one: fold_layers([block_alone, block_alone], X, two(one), prefetch=1),
-    layers_prefetch_without_weights=lambda one: fold_layers(
-        lambda layer, x, w: x * w, X, None, args=(one,), length=3, prefetch=1
-    ),
-)
-
-case(ArgumentError, less=("disable_jit", "vmap"))(
-    pattern_remat_over_a_ref=lambda one: scan_layers([local, block_of_a_ref()], X, two(one), remat=[None, "step"]),
-    layers_prefetch_over_a_ref=lambda one: scan_layers(block_of_a_ref(), X, denses(one), prefetch=lambda layer: layer),
-)
-
-case(ArgumentError, less=("disable_jit", "jit", "vmap", "grad"))(
-    layers_prefetch_in_forward_mode=lambda one: jax.jvp(
-        lambda x: fold_layers(block_alone, x, denses(one), prefetch=lambda layer: layer), (X,), (X,)
-    )
-)
-
-case(ArgumentError, less=("disable_jit", "vmap", "grad"))(
-    layers_prefetch_within_shard_map=lambda one: over_devices(
-        lambda layers: fold_layers(block_alone, X, layers, prefetch=1), mesh_of(1)
-    )(denses(one))
-)
-
-
-# --- the parameters of a block ----------------------------------------------------------------------------------------
-
-
-case(BodyError)(
-    block_without_its_args=lambda one: scan_layers(
-        named("block", lambda layer, x, mask, scale: (x * mask * scale, None)), X, denses(one)
-    ),
-    block_with_one_arg_too_many=lambda one: fold_layers(
-        named("block", lambda layer, x, cache, mask: (x * mask, None)),
-        X,
-        denses(one),
-        one * jnp.ones(4),
-        args=(True, one),
-    ),
-    block_that_needs_key=lambda one: scan_layers(named("block", lambda layer, x, *, key: (x, None)), X, denses(one)),
-    block_that_needs_a_keyword=lambda one: scan_layers(
-        named("block", lambda layer, x, *, heads: (x, None)), X, denses(one)
-    ),
-)
-
-without_body(BodyError)(
-    block_not_callable=lambda one: scan_layers(denses(one), X, block),
-    init_layers_key_first=lambda one: init_layers(jax.random.key(0), init, 4),
-)
-
-
-# --- what a block returns ---------------------------------------------------------------------------------------------
-
-
-@case(BodyError)
+@case()
 def block_returns_nothing(one):
     def block(layer, x):
         x @ layer["w"]
@@ -374,7 +165,7 @@ def block_returns_nothing(one):
     return scan_layers(block, X, denses(one))
 
 
-@case(BodyError)
+@case()
 def block_changes_its_module(one):
     from flax import nnx
 
@@ -391,25 +182,7 @@ def block_changes_its_module(one):
     return fold_layers(block, one * X, Module())
 
 
-case(BodyError)(
-    block_returns_x_alone=lambda one: scan_layers(block_alone, one * X, denses(one)),
-    block_of_fold_layers_returns_pair=lambda one: fold_layers(block, one * X, denses(one)),
-    block_of_fold_layers_returns_swapped_pair=lambda one: fold_layers(
-        lambda layer, x: (None, x @ layer["w"]), one * X, denses(one)
-    ),
-    block_returns_static_y=lambda one: scan_layers(
-        lambda layer, x: (x, {"mean": x.mean(), "kind": "dense"}), one * X, denses(one)
-    ),
-    block_returns_x_alone_of_two=lambda one: scan_layers(
-        named("block", lambda layer, x: (x[0] + 1, x[1])), (one, one), denses(one)
-    ),
-)
-
-
-# --- x from layer to layer --------------------------------------------------------------------------------------------
-
-
-@case(CarryError)
+@case()
 def x_classes(one):
     def block(layer, x):
         return {"a": (x["a"].w, x["a"].b), "b": Dense(*x["b"]), "c": [*x["c"]], "d": None, "e": X}, None
@@ -418,7 +191,123 @@ def x_classes(one):
     return scan_layers(block, x, denses(one))
 
 
-case(CarryError)(
+on_mesh()(
+    unstack_split=lambda one: unstack(
+        {"w": jax.sharding.reshard(jnp.ones((4, 3)), PartitionSpec("rows")), "b": jnp.ones(4)}
+    )
+)
+
+case()(
+    # stacks
+    checkpoint_to_of_a_list=lambda one: layers_to_state_dict([dense(one), dense(one)]),
+    stack_nothing=lambda one: stack([]),
+    stack_types_differ=lambda one: stack(
+        [dense(one), dense(one, 5), dense(one), (dense(one) | {"b": jnp.zeros(4, jnp.bfloat16)})]
+    ),
+    stack_structures_differ=lambda one: stack(
+        [dense(one), {"w": dense(one)["w"]}, dense(one) | {"scale": one}, dense(one) | {"b": None}]
+    ),
+    stack_static_leaves_differ=lambda one: stack(
+        [{"w": one, "activation": jax.nn.relu}, {"w": one, "activation": jax.nn.gelu}]
+    ),
+    stack_metadata_differ=lambda one: stack([Attention(one, 4), Attention(one, 8)]),
+    unstack_leaf_without_axis=lambda one: unstack(denses(one) | {"scale": one, "norm": {"eps": 1e-6}}),
+    unstack_static_leaves_alone=lambda one: unstack({"activation": jax.nn.relu, "bias": None}),
+    layer_at_out_of_range=lambda one: layer_at(denses(one), 4),
+    layer_at_out_of_range_from_the_end=lambda one: layer_at(denses(one), -5),
+    layer_at_of_no_layers=lambda one: layer_at(denses(one, 0), 0),
+    layer_at_of_a_list=lambda one: layer_at([dense(one), dense(one), dense(one)], 1),
+    set_layer_does_not_fit=lambda one: set_layer(denses(one), 1, {"w": one * jnp.ones((3, 4)), "scale": one}),
+    set_layer_of_another_activation=lambda one: set_layer(
+        {"w": one * X, "activation": jax.nn.relu}, 0, {"w": one, "activation": jax.nn.gelu}
+    ),
+    set_layer_of_another_number=lambda one: set_layer(
+        {"w": one * X, "scale": 0.5, "eps": 1.0}, 0, {"w": one, "scale": 0.25, "eps": one}
+    ),
+    set_layer_out_of_range=lambda one: set_layer(denses(one), 7, dense(one)),
+    checkpoint_names_list=lambda one: layers_to_state_dict(denses(one), names=["w", "b"]),
+    stack_a_dict_of_layers=lambda one: stack({"layer_0": dense(one), "layer_1": dense(one)}),
+    layer_at_float=lambda one: layer_at(denses(one), 1.0),
+    layer_at_bool=lambda one: layer_at(denses(one), True),
+    layer_axis_name_int=lambda one: stack([dense(one)], layer_axis_name=0),
+    # Names of axes in the metadata of flax.
+    layer_axis_name_of_another_stack=lambda one: layer_at(
+        boxed(one, "layers", "in", "out"), 0, layer_axis_name="blocks"
+    ),
+    box_that_takes_no_axis=lambda one: stack([{"w": box_without_axes()(one * X)}]),
+    # init_layers
+    init_layers_number_before_key=lambda one: init_layers(init, 4, KEY),
+    init_layers_without_key=lambda one: init_layers(init, None, 4),
+    init_layers_of_a_seed=lambda one: init_layers(init, 0, 4),
+    layer_axis_name_of_init_layers=lambda one: init_layers(init, KEY, 4, layer_axis_name=("layers",)),
+    init_layers_shardings_no_prefix=lambda one: init_layers(
+        init, jax.random.key(0), 4, shardings={"w": NamedSharding(mesh_of(1), PartitionSpec())}
+    ),
+    init_layers_shardings_by_name=lambda one: init_layers(
+        init, jax.random.key(0), 4, shardings={"w": "rows", "b": None}
+    ),
+    box_that_gives_up_no_axis=lambda one: fold_layers(
+        block_alone, X, denses(one) | {"w": box_without_axes()(one * jnp.ones((4, 3, 3)))}
+    ),
+    # The stacks of a block.
+    layers_in_a_list=lambda one: scan_layers(block, X, [dense(one), dense(one), dense(one)]),
+    layers_of_two_depths=lambda one: scan_layers(block, X, {"w": one * jnp.ones((4, 3, 3)), "b": jnp.zeros((5, 3))}),
+    layers_without_arrays=lambda one: scan_layers(block, X, None),
+    layers_none=lambda one: scan_layers(block, X, denses(one, 0)),
+    layers_and_xs_of_two_depths=lambda one: scan_layers(
+        with_cache, X, denses(one), {"k": one * jnp.zeros((3, 8)), "v": jnp.zeros((4, 8)), "step": jnp.int32(0)}
+    ),
+    layers_in_axes_without_xs=lambda one: scanned(one, in_axes=1),
+    pattern_remat_unknown=lambda one: scan_layers([local, block], X, two(one), remat="layers"),
+    layers_out_axes_not_there=lambda one: scan_layers(
+        lambda layer, x: (x, {"mean": x.mean()}), X, denses(one), out_axes=2
+    ),
+    init_layers_none=lambda one: init_layers(init, jax.random.key(0), 0),
+    # The options of a block.
+    layers_length_of_another_stack=lambda one: scanned(one, length=9),
+    layers_length_no_int=lambda one: folded(one, length=4.0),
+    layers_unroll_float=lambda one: scanned(one, unroll=2.0),
+    layers_key_seed=lambda one: scanned(one, key=0),
+    x_of_a_function_that_makes_carries=lambda one: scan_layers(block, {"h": X, "rng": keys}, denses(one)),
+    layers_out_axes_in_fold_layers=lambda one: folded(one, out_axes=1),
+    layers_option_of_mask_scan=lambda one: scanned(one, lengths=jnp.array([3])),
+    layers_args_array=lambda one: scanned(one, args=one),
+    layers_remat_sequence_for_one_block=lambda one: scanned(one, remat=["step"]),
+    layers_prefetch_two=lambda one: folded(one, prefetch=2),
+    layers_prefetch_without_a_mesh=lambda one: folded(one, prefetch=1),
+    layers_prefetch_of_another_tree=lambda one: folded(one, prefetch=jax.tree.leaves),
+    layers_prefetch_with_remat_nested=lambda one: folded(one, prefetch=1, remat="nested"),
+    layers_prefetch_of_a_pattern=lambda one: fold_layers([block_alone, block_alone], X, two(one), prefetch=1),
+    layers_prefetch_without_weights=lambda one: fold_layers(
+        lambda layer, x, w: x * w, X, None, args=(one,), length=3, prefetch=1
+    ),
+    # The parameters of a block.
+    block_without_its_args=lambda one: scan_layers(
+        named("block", lambda layer, x, mask, scale: (x * mask * scale, None)), X, denses(one)
+    ),
+    block_with_one_arg_too_many=lambda one: fold_layers(
+        named("block", lambda layer, x, cache, mask: (x * mask, None)),
+        X,
+        denses(one),
+        one * jnp.ones(4),
+        args=(True, one),
+    ),
+    block_that_needs_key=lambda one: scan_layers(named("block", lambda layer, x, *, key: (x, None)), X, denses(one)),
+    block_that_needs_a_keyword=lambda one: scan_layers(
+        named("block", lambda layer, x, *, heads: (x, None)), X, denses(one)
+    ),
+    block_not_callable=lambda one: scan_layers(denses(one), X, block),
+    init_layers_key_first=lambda one: init_layers(jax.random.key(0), init, 4),
+    # What a block returns.
+    block_returns_x_alone=lambda one: scan_layers(block_alone, one * X, denses(one)),
+    block_of_fold_layers_returns_pair=lambda one: fold_layers(block, one * X, denses(one)),
+    block_returns_static_y=lambda one: scan_layers(
+        lambda layer, x: (x, {"mean": x.mean(), "kind": "dense"}), one * X, denses(one)
+    ),
+    block_returns_x_alone_of_two=lambda one: scan_layers(
+        named("block", lambda layer, x: (x[0] + 1, x[1])), (one, one), denses(one)
+    ),
+    # X from layer to layer.
     x_static=lambda one: fold_layers(
         lambda layer, x: (x[0], jax.nn.gelu, "done"), (one, jax.nn.relu, one), denses(one)
     ),
@@ -432,4 +321,33 @@ case(CarryError)(
         {"h": one * X, "mask": X},
         denses(one),
     ),
+)
+
+case(less=("disable_jit",))(
+    layer_at_traced_float=lambda one: jax.jit(lambda i: layer_at(denses(one), i))(jnp.float32(1.0))
+)
+
+case(less=("jit",), devices=True)(
+    layers_split_and_committed=lambda one: scan_layers(
+        block,
+        X,
+        {"w": split(np.ones((4, 3, 6)), "rows"), "b": split(np.zeros((4, 6)), "rows", None), "scale": jnp.ones(4)},
+    )
+)
+
+case(less=("disable_jit", "vmap"))(
+    pattern_remat_over_a_ref=lambda one: scan_layers([local, block_of_a_ref()], X, two(one), remat=[None, "step"]),
+    layers_prefetch_over_a_ref=lambda one: scan_layers(block_of_a_ref(), X, denses(one), prefetch=lambda layer: layer),
+)
+
+case(less=("disable_jit", "jit", "vmap", "grad"))(
+    layers_prefetch_in_forward_mode=lambda one: jax.jvp(
+        lambda x: fold_layers(block_alone, x, denses(one), prefetch=lambda layer: layer), (X,), (X,)
+    )
+)
+
+case(less=("disable_jit", "vmap", "grad"))(
+    layers_prefetch_within_shard_map=lambda one: over_devices(
+        lambda layers: fold_layers(block_alone, X, layers, prefetch=1), mesh_of(1)
+    )(denses(one))
 )

@@ -4,11 +4,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from error_cases import XS as X, case, named, on_mesh, without_body
+from error_cases import XS as X, case, named, on_mesh
 from jax.sharding import PartitionSpec
 from layer_error_cases import Dense, block, denses, local, two, with_cache
 
-from treescan import ArgumentError, BodyError, CarryError, LayerError, fold_layers, scan_layers
+from treescan import fold_layers, scan_layers
 
 
 def decode(layer, x, cache):
@@ -19,19 +19,19 @@ def caches(one: Any, n: int = 4) -> Any:
     return {"k": one * jnp.zeros((n, 3)), "v": jnp.zeros((n, 3))}
 
 
-@on_mesh(LayerError, body=False)
+@on_mesh()
 def state_split(one):
     w = jax.sharding.reshard(jnp.ones((4, 3)), PartitionSpec("rows", None))
     return fold_layers(decode, X, denses(one), state=caches(one) | {"k": w})
 
 
-@case(ArgumentError)
+@case()
 def pattern_in_axes_not_there(one):
     caches = [{"k": one * jnp.zeros((4, 3))}, {"k": one * jnp.zeros(4)}]
     return scan_layers([with_cache, with_cache], X, two(one), caches, in_axes=[0, {"k": 1}])
 
 
-@case(BodyError)
+@case()
 def pattern_second_block_without_key(one):
     def first(layer, x, *, key):
         return x, None
@@ -42,7 +42,25 @@ def pattern_second_block_without_key(one):
     return scan_layers([first, second], X, two(one), key=jax.random.key(0))
 
 
-case(BodyError)(
+def half(layer, h):
+    return h.astype(jnp.bfloat16), None
+
+
+@case()
+def state_of_another_type_is_returned(one):
+    def block(layer, x, cache):
+        return x, {"k": cache["k"].astype(jnp.bfloat16), "v": jnp.concatenate([cache["v"], x[:1]])}
+
+    return fold_layers(block, X, denses(one), state=caches(one))
+
+
+@case()
+def layers_with_mutable_arrays(one):
+    ref = jax.new_ref(jnp.ones(4))
+    return scan_layers(with_cache, X, denses(one), ref, args=(ref,))
+
+
+case()(
     state_is_not_returned=lambda one: fold_layers(
         named("block", lambda layer, x, cache: decode(layer, x, cache)[0]), X, denses(one), state=caches(one)
     ),
@@ -52,22 +70,9 @@ case(BodyError)(
     state_returned_with_a_y_in_fold_layers=lambda one: fold_layers(
         named("block", lambda layer, x, cache: (*decode(layer, x, cache), x)), X, denses(one), state=caches(one)
     ),
-)
-
-
-def half(layer, h):
-    return h.astype(jnp.bfloat16), None
-
-
-@case(ArgumentError)
-def pattern_out_axes_not_there(one):
-    def second(layer, x):
-        return x, x.mean()
-
-    return scan_layers([local, second], X, two(one), out_axes=1)
-
-
-without_body(LayerError)(
+    pattern_out_axes_not_there=lambda one: scan_layers(
+        [local, named("second", lambda layer, x: (x, x.mean()))], X, two(one), out_axes=1
+    ),
     pattern_of_no_blocks=lambda one: scan_layers([], X, []),
     pattern_with_one_stack=lambda one: scan_layers([local, block], X, denses(one)),
     pattern_with_a_named_tuple_of_stacks=lambda one: scan_layers([local, block], X, Dense(denses(one), denses(one))),
@@ -81,9 +86,6 @@ without_body(LayerError)(
     pattern_of_uneven_stacks=lambda one: scan_layers(
         [local, local, block], X, [denses(one, 4), denses(one, 2), denses(one, 3)]
     ),
-)
-
-without_body(ArgumentError)(
     pattern_with_too_many_in_axes=lambda one: scan_layers(
         [local, block], X, two(one), [None, None], in_axes=(0, 0, None)
     ),
@@ -97,18 +99,6 @@ without_body(ArgumentError)(
         remat="step",
         save={"sum": "last"},
     ),
-)
-
-
-@case(CarryError)
-def state_of_another_type_is_returned(one):
-    def block(layer, x, cache):
-        return x, {"k": cache["k"].astype(jnp.bfloat16), "v": jnp.concatenate([cache["v"], x[:1]])}
-
-    return fold_layers(block, X, denses(one), state=caches(one))
-
-
-case(CarryError)(
     pattern_second_block_computes_in_half=lambda one: scan_layers([local, half, local], one * X, [denses(one)] * 3),
     pattern_second_block_computes_in_half_once_each=lambda one: scan_layers(
         [local, half], one * X, [denses(one, 1), denses(one, 0)]
@@ -124,9 +114,3 @@ case(CarryError)(
         named("block", lambda layer, x, cache: (cache, x)), X, denses(one), state=caches(one)
     ),
 )
-
-
-@case(ArgumentError)
-def layers_with_mutable_arrays(one):
-    ref = jax.new_ref(jnp.ones(4))
-    return scan_layers(with_cache, X, denses(one), ref, args=(ref,))

@@ -54,15 +54,6 @@ def keyword(key: Any, number: int) -> dict[str, Any]:
     return {} if key is None else {"key": jax.random.fold_in(key, number)}
 
 
-def stacked(ys: Sequence[Any], out_axes: Any) -> Any:
-    """The outputs of all positions, put together."""
-    leaves = zip(*[jax.tree.leaves(y) for y in ys], strict=True)
-    axes = spread(out_axes, ys[0])
-    return jax.tree.unflatten(
-        jax.tree.structure(ys[0]), [jnp.stack(of, axis) for of, axis in zip(leaves, axes, strict=True)]
-    )
-
-
 def kept(ys: Sequence[Any], last: Any, save: Any, out_axes: Any) -> Any:
     """What `save` leaves of the outputs, leaf by leaf. `ys` are in the order of positions, `last` ran last."""
     structure, kinds = jax.tree.structure(last), spread(save, last)
@@ -413,6 +404,6 @@ def lift(
             ys[position], made[position] = last, {name: tree for name, tree in updates.items() if name in axes}
         outputs = kept([ys[position] for position in range(count)], last, save, out_axes)
         places = {name: getattr(axes[name], "axis", axes[name]) for name in made[0]}
-        return (carry, outputs), {**once, **moved, **stacked([made[position] for position in range(count)], places)}
+        return (carry, outputs), {**once, **moved, **kept([made[n] for n in range(count)], made[0], "all", places)}
 
     return run
