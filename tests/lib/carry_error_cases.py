@@ -53,23 +53,6 @@ def over_rows(init: Any, **options: Any) -> Any:
 
 
 @case()
-def plugin_without_write(one):
-    class Latch(AbstractCarry[Any, Any]):
-        def read(self):
-            return one
-
-    return Latch()
-
-
-@case()
-def plugin_without_hooks(one):
-    class Latch(AbstractCarry[Any, Any]):
-        pass
-
-    return Latch()
-
-
-@case()
 def plugin_write_fails(one):
     def write(self, returned, valid):
         return replace(self, number=returned["count"])
@@ -133,41 +116,14 @@ def to_count_of_numbers(meter: Meter) -> Any:
     return count(meter.numbers)
 
 
-@case(context=forgotten)
-def register_twice(one):
-    register_carry(Meter, to_count, from_count)
-    register_carry(Meter, to_count_of_numbers, from_count)
-
-
-@case(context=forgotten)
-def registered_to_carry_fails(one):
-    register_carry(Meter, to_count_of_numbers, from_count)
-    return scan(step, {"h": one, "meters": [Meter(one)]}, XS)
-
-
-@case(context=forgotten)
-def registered_to_no_carry(one):
-    register_carry(Meter, lambda meter: meter.number, from_count)
-    return scan(step, {"h": one, "meters": [Meter(one)]}, XS)
-
-
-@case(context=forgotten)
-def registered_from_carry_fails(one):
-    def from_carry(carry):
-        return Meter({}["number"])
-
-    register_carry(Meter, to_count, from_carry)
-    return scan(step, {"h": one, "meters": [Meter(one)]}, XS)
-
-
-@case(context=forgotten)
-def registered_from_another_type(one):
-    register_carry(Meter, to_count, lambda carry: carry.number)
-    return accumulate(lambda carry, x: carry, {"h": one, "meters": [Meter(one)]}, XS)
+def registered(one: Any, to_carry: Any, from_carry: Any, verb: Any = scan, body: Any = step) -> Any:
+    register_carry(Meter, to_carry, from_carry)
+    return verb(body, {"h": one, "meters": [Meter(one)]}, XS)
 
 
 case()(
-    # classes
+    plugin_without_write=lambda one: type("Latch", (AbstractCarry,), {"read": lambda self: one})(),
+    plugin_without_hooks=lambda one: type("Latch", (AbstractCarry,), {})(),
     carry_of_the_value_seen=lambda one: carry_of(fold(lambda average, x: x, ema(one, 0.9), XS).read(), Ema),
     carry_of_another_carry=lambda one: carry_of(fold(lambda average, x: x, ema(one, 0.9), XS), Sum),
     write_tree_keys=lambda one: write_tree({"h": one, "loss": ema(one, 0.9)}, {"h": one}),
@@ -247,6 +203,15 @@ case()(
 )
 
 case(context=forgotten)(
+    register_twice=lambda one: [register_carry(Meter, to, from_count) for to in (to_count, to_count_of_numbers)],
+    registered_to_carry_fails=lambda one: registered(one, to_count_of_numbers, from_count),
+    registered_to_no_carry=lambda one: registered(one, lambda meter: meter.number, from_count),
+    registered_from_carry_fails=lambda one: registered(
+        one, to_count, named("from_carry", lambda carry: Meter({}["number"]))
+    ),
+    registered_from_another_type=lambda one: registered(
+        one, to_count, lambda carry: carry.number, accumulate, lambda carry, x: carry
+    ),
     register_a_value=lambda one: register_carry(Meter(one), to_count, from_count),
     register_without_way_back=lambda one: register_carry(Meter, to_count, None),
     register_dict=lambda one: register_carry(dict, to_count, from_count),

@@ -1,5 +1,6 @@
 """Cases of `test_errors.py` about what new users write first, and what the library can guess that they mean."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,12 +42,6 @@ def per_row(one):
 
 
 @case(less=("disable_jit",))
-def compact_over_closed_over_rows_of_two(one):
-    a = per_row(one)
-    return mask_scan(lambda x, _: (x + a, None), jnp.ones(8), length=40, lengths=np.arange(8), compact=(4,))
-
-
-@case(less=("disable_jit",))
 def while_compact_over_closed_over_rates(one):
     a = per_row(one)
     return while_scan(lambda x: x > 0, lambda x, _: (x - 0 * a, None), jnp.ones(8), max_length=40, compact=(4,))
@@ -63,20 +58,10 @@ def tell(carry: Any) -> Any:
     return carry + 1
 
 
-@case(less=("disable_jit",))
-def dropout_closed_over(one):
-    from flax import nnx  # only this case needs it, and it is slow to import
+def with_dropout(run: Callable[[Any], Any]) -> Any:
+    from flax import nnx  # only these cases need it, and it is slow to import
 
-    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-    return scan(lambda h, x: (dropout(h) + x, None), one, XS)
-
-
-@case(less=("disable_jit",))
-def dropout_closed_over_by_the_condition(one):
-    from flax import nnx
-
-    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-    return while_scan(lambda h: dropout(h) < 3, step, one, XS)
+    return run(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
 
 
 @case(less=("disable_jit",))
@@ -137,6 +122,10 @@ case()(
 )
 
 case(less=("disable_jit",))(
+    dropout_closed_over=lambda one: with_dropout(lambda dropout: scan(lambda h, x: (dropout(h) + x, None), one, XS)),
+    dropout_closed_over_by_the_condition=lambda one: with_dropout(
+        lambda dropout: while_scan(lambda h: dropout(h) < 3, step, one, XS)
+    ),
     buffer_capacity_traced=lambda one: jax.jit(lambda capacity: buffer(one, capacity))(8),
     while_callback_under_vmap=lambda one: jax.vmap(
         lambda x: while_scan(lambda c: c < 5, lambda c, _: (tell(c), None), x, max_length=8).carry

@@ -28,16 +28,6 @@ def while_compact_over_a_condition_of_other_rows(one):
     return over_rows(one, lambda carry, x: (carry + 1, x), lambda carry: limits < 3, compact=True)
 
 
-@case(less=("disable_jit",))
-def while_compact_over_closed_over_rows(one):
-    rates = one * jnp.ones(3)
-
-    def body(carry, x):
-        return carry + 1, rates
-
-    return over_rows(one, body, compact=True)
-
-
 @case(less=("jit", "disable_jit", "vmap", "grad"))
 def while_symbolic_length(one):
     (size,) = jax.export.symbolic_shape("n")

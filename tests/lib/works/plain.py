@@ -259,8 +259,7 @@ def mask_scan(
         types = jax.eval_shape(lambda: f(states[rows[0]], x, **keyword(key, 0))[1])
         some = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), types)
     empty = each(lambda leaf, value: jnp.full_like(leaf, 0 if value == "hold" else value), some, fill)
-    ys = _filled(outputs, rows, order, fill, empty, y_axes)
-    lasts = _lasts(outputs, rows, order, empty, y_axes)
+    ys, lasts = _filled(outputs, rows, order, fill, empty, y_axes)
     together = [batch_of(ys[position], y_axes, batch) for position in range(count)]
     return batch_of(states, carry_axes, batch), kept(together, batch_of(lasts, y_axes, batch), save, out_axes)
 
@@ -273,8 +272,8 @@ def one_step(leaf: Any, axis: int) -> Any:
 def _filled(
     outputs: dict[int, dict[tuple[int, ...], Any]], rows: Sequence[tuple[int, ...]], order: Iterable[int], fill: Any,
     empty: Any, y_axes: Any,
-) -> dict[int, dict[tuple[int, ...], Any]]:  # fmt: skip
-    """Every row's output at every position; `fill` where it has none."""
+) -> tuple[dict[int, dict[tuple[int, ...], Any]], dict[tuple[int, ...], Any]]:  # fmt: skip
+    """Every row's output at every position, `fill` where it has none; and each row's last, in the order of the run."""
     held = dict.fromkeys(rows, empty)
     filled: dict[int, dict[tuple[int, ...], Any]] = {}
     for position in order:
@@ -287,25 +286,12 @@ def _filled(
         if step:
             shown = {row: without_rows(y, y_axes, next(iter(step.values()))) for row, y in shown.items()}
         filled[position] = shown
-    return filled
+    return filled, held
 
 
 def _choose(fill: Any, held: Any, empty: Any) -> Any:
     leaves = zip(jax.tree.leaves(held), jax.tree.leaves(empty), spread(fill, held), strict=True)
     return jax.tree.unflatten(jax.tree.structure(held), [old if kind == "hold" else new for old, new, kind in leaves])
-
-
-def _lasts(
-    outputs: dict[int, dict[tuple[int, ...], Any]], rows: Sequence[tuple[int, ...]], order: Iterable[int], empty: Any,
-    y_axes: Any,
-) -> dict[tuple[int, ...], Any]:  # fmt: skip
-    """Each row's last output, in the order of the run."""
-    lasts = dict.fromkeys(rows, empty)
-    for position in order:
-        lasts.update(outputs[position])
-        for y in outputs[position].values():
-            lasts = {row: without_rows(old, y_axes, y) for row, old in lasts.items()}
-    return lasts
 
 
 # scan_layers and fold_layers.

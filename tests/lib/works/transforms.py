@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+from oracle import is_inexact
 
 import treescan
 
@@ -20,10 +21,6 @@ from .example import Given
 
 Run = Callable[[Given], list[jax.Array]]
 Transform = Callable[[Run, Given], Any]
-
-
-def is_inexact(leaf: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
 
 
 def loss(run: Run, given: Given) -> jax.Array:
