@@ -3,9 +3,7 @@
 import ast
 import graphlib
 import inspect
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -16,7 +14,7 @@ import pytest
 from modules import LAYERS, MODULES, PACKAGE, imports, own_imports
 
 import treescan
-from scripts import script
+from scripts import printed, script
 from treescan._transforms.order import ORDER
 
 TESTS = Path(__file__).parents[1]
@@ -105,10 +103,7 @@ def test_only_declared_dependencies_are_imported() -> None:
 def loaded_by(program: str, **environment: str) -> set[str]:
     """The modules that a program loads in a new process, once JAX is there."""
     code = f"import sys, jax, jax.numpy as jnp\nthere = set(sys.modules)\n{program}\nprint(*set(sys.modules) - there)"
-    run = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=os.environ | environment
-    )
-    return set(run.stdout.split())
+    return set(printed("-c", code, **environment).split())
 
 
 def own(loaded: set[str]) -> set[str]:

@@ -1,15 +1,11 @@
 """What the page for frameworks says is what the project, its results and its core are."""
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
-from scripts import script
+from scripts import ROOT, printed, script
 
-ROOT = Path(__file__).parents[2]
 PAGE = re.sub(r"\s+", " ", (ROOT / "docs" / "frameworks.md").read_text())
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 USE = """
@@ -63,8 +59,6 @@ def test_the_core_can_be_copied_under_another_name(tmp_path: Path) -> None:
     assert abs(int(written[2].replace(",", "")) - sum(map(core.lines_of, files))) < 100
     for folder, options in (("core", []), ("whole", ["--options"])):
         place = tmp_path / folder / "mylib" / "loops"
-        subprocess.run([sys.executable, "scripts/core.py", str(place), *options], cwd=ROOT, check=True)
+        printed("scripts/core.py", place, *options)
         flags = {} if options else {"TREESCAN_REWRITE": "0"}
-        environment = os.environ | flags | {"PYTHONPATH": str(place.parents[1])}
-        command = [sys.executable, "-c", USE, *options]
-        subprocess.run(command, cwd=place.parents[1], check=True, env=environment)
+        printed("-c", USE, *options, cwd=place.parents[1], PYTHONPATH=str(place.parents[1]), **flags)

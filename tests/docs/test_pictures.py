@@ -15,10 +15,9 @@ from modules import LAYERS, MODULES, own_imports
 from plots import rows_of_steps
 
 import treescan
-from scripts import script
+from scripts import ROOT, script
 from treescan._transforms.program import Program
 
-ROOT = Path(__file__).parents[2]
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
 STYLES = (ROOT / "docs" / "stylesheets" / "pictures.css").read_text()
 PAGES = "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))

@@ -2,15 +2,11 @@
 
 import json
 import re
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from scripts import script
-
-ROOT = Path(__file__).parents[2]
-
+from scripts import ROOT, script
 
 figures = script("figures")
 

@@ -5,7 +5,6 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -17,9 +16,6 @@ from works.table import EQUAL, Cell
 
 import treescan
 from scripts import script
-
-ROOT = Path(__file__).parents[2]
-
 
 what_works = script("what_works")
 DATA = json.loads(what_works.DATA.read_text())
