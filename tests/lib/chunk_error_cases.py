@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import case, named
+from error_cases import case, exported, named, with_ref
 from jax.experimental import io_callback
 
 from treescan import Remat, fold, mask_scan, plan_remat, scan, scan_layers
@@ -27,15 +27,6 @@ def rows(one: Any, **options: Any) -> Any:
         return carry + x, {"y": x, "sum": carry + x}
 
     return mask_scan(step, one[None], XS[:, None], lengths=LENGTHS, **options)
-
-
-def step_of_a_ref() -> Any:
-    ref = jax.new_ref(jnp.ones(()))
-
-    def step(carry, x):
-        return carry + ref[...], x
-
-    return step
 
 
 def step_that_calls_out(carry, x):
@@ -67,19 +58,6 @@ def step_with_a_rule_in_a_branch(carry, x):
     rule = jax.custom_vjp(lambda x, y: x * y)
     rule.defvjp(lambda x, y: (x.value * y.value, None), lambda residuals, g: (g, g), symbolic_zeros=True)
     return jax.lax.cond(x > 0, rule, lambda x, y: x, carry, x), None
-
-
-@case(less=("disable_jit",))
-def remat_budget_of_symbolic_rows(one):
-    rows = jax.ShapeDtypeStruct((8, jax.export.symbolic_shape("b")[0]), jnp.float32)
-    run = jax.jit(lambda xs: fold(lambda c, x: c + x, one * jnp.zeros(xs.shape[1]), xs, remat=Remat.fit(2**20)))
-    return jax.export.export(run)(rows)
-
-
-@case(less=("disable_jit",))
-def save_of_symbolic_steps(one):
-    steps = jax.ShapeDtypeStruct((jax.export.symbolic_shape("t")[0],), jnp.float32)
-    return jax.export.export(jax.jit(lambda xs: scan(step, one, xs, save=2)[0]))(steps)
 
 
 case()(
@@ -131,10 +109,18 @@ case()(
 )
 
 case(less=("disable_jit",))(
+    remat_budget_of_symbolic_rows=lambda one: exported(
+        lambda xs: fold(lambda c, x: c + x, one * jnp.zeros(xs.shape[1]), xs, remat=Remat.fit(2**20)), "8, b"
+    ),
+    save_of_symbolic_steps=lambda one: exported(lambda xs: scan(step, one, xs, save=2)[0], "t"),
     remat_over_a_callback=lambda one: scan(step_that_calls_out, one, XS, remat="nested"),
     remat_budget_too_small=lambda one: scan(
         named("big", lambda carry, x: (jnp.sin(carry) * x, None)), one * jnp.ones(256), XS, remat=Remat.fit(2000)
     ),
 )
 
-case(less=("disable_jit", "vmap"))(save_over_a_ref=lambda one: scan(step_of_a_ref(), one, XS, save=2))
+case(less=("disable_jit", "vmap"))(
+    save_over_a_ref=lambda one: with_ref(
+        lambda ref: scan(named("step", lambda carry, x: (carry + ref[...], x)), one, XS, save=2)
+    )
+)

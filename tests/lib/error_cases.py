@@ -135,5 +135,15 @@ def over_devices(function: Callable[..., Any], mesh: Any, **options: Any) -> Any
     return jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), **options)
 
 
+def exported(run: Run, shape: str) -> Any:
+    """Traces a function of an array of which a size is not known yet."""
+    return jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), jnp.float32))
+
+
+def with_ref(run: Run, *shape: int) -> Any:
+    """A call that closes over a mutable array."""
+    return run(jax.new_ref(jnp.ones(shape)))
+
+
 XS = jnp.arange(3.0)
 ROWS, LENGTHS = jnp.ones((3, 2, 4)), jnp.array([3, 1])  # [T, B, features]

@@ -2,13 +2,12 @@
 
 import dataclasses
 import functools
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import XS as X, case, mesh_of, named, on_mesh, over_devices
+from error_cases import XS as X, case, mesh_of, named, on_mesh, over_devices, with_ref
 from jax.sharding import NamedSharding, PartitionSpec
 
 from treescan import fold_layers, init_layers, layer_at, layers_to_state_dict, scan_layers, set_layer, stack, unstack
@@ -53,12 +52,12 @@ def two(one: Any) -> list[Any]:
     return [denses(one), denses(one)]
 
 
-def scanned(one: Any, *args: Any, **options: Any) -> Any:
-    return scan_layers(block, X, denses(one), *args, **options)
+def scanned(one: Any, body: Any = block, *, x: Any = X, **options: Any) -> Any:
+    return scan_layers(body, x, denses(one), **options)
 
 
-def folded(one: Any, **options: Any) -> Any:
-    return fold_layers(block_alone, X, denses(one), **options)
+def folded(one: Any, body: Any = block_alone, *, x: Any = X, **options: Any) -> Any:
+    return fold_layers(body, x, denses(one), **options)
 
 
 def with_cache(layer, x, cache):
@@ -136,16 +135,7 @@ def layers_split(one):
 @on_mesh()
 def layers_with_split_xs(one):
     cache = jax.sharding.reshard(jnp.ones((4, 3)), PartitionSpec("rows", None))
-    return scan_layers(with_cache, X, denses(one), {"cache": cache})
-
-
-def block_of_a_ref() -> Callable[[Any, Any], tuple[Any, Any]]:
-    ref = jax.new_ref(jnp.ones(()))
-
-    def block(layer, x):
-        return x + ref[...], None
-
-    return block
+    return scanned(one, with_cache, xs={"cache": cache})
 
 
 @case(less=("disable_jit", "vmap"))
@@ -154,7 +144,7 @@ def layers_prefetch_of_a_block_with_an_effect(one):
         jax.experimental.io_callback(lambda: None, None)
         return x
 
-    return fold_layers(block, X, denses(one), prefetch=lambda layer: layer)
+    return folded(one, block, prefetch=lambda layer: layer)
 
 
 @case()
@@ -162,7 +152,7 @@ def block_returns_nothing(one):
     def block(layer, x):
         x @ layer["w"]
 
-    return scan_layers(block, X, denses(one))
+    return scanned(one, block)
 
 
 @case()
@@ -188,7 +178,7 @@ def x_classes(one):
         return {"a": (x["a"].w, x["a"].b), "b": Dense(*x["b"]), "c": [*x["c"]], "d": None, "e": X}, None
 
     x = {"a": Dense(one, one), "b": (one, one), "c": (one, one), "d": one, "e": None}
-    return scan_layers(block, x, denses(one))
+    return scanned(one, block, x=x)
 
 
 on_mesh()(
@@ -254,21 +244,19 @@ case()(
     layers_of_two_depths=lambda one: scan_layers(block, X, {"w": one * jnp.ones((4, 3, 3)), "b": jnp.zeros((5, 3))}),
     layers_without_arrays=lambda one: scan_layers(block, X, None),
     layers_none=lambda one: scan_layers(block, X, denses(one, 0)),
-    layers_and_xs_of_two_depths=lambda one: scan_layers(
-        with_cache, X, denses(one), {"k": one * jnp.zeros((3, 8)), "v": jnp.zeros((4, 8)), "step": jnp.int32(0)}
+    layers_and_xs_of_two_depths=lambda one: scanned(
+        one, with_cache, xs={"k": one * jnp.zeros((3, 8)), "v": jnp.zeros((4, 8)), "step": jnp.int32(0)}
     ),
     layers_in_axes_without_xs=lambda one: scanned(one, in_axes=1),
     pattern_remat_unknown=lambda one: scan_layers([local, block], X, two(one), remat="layers"),
-    layers_out_axes_not_there=lambda one: scan_layers(
-        lambda layer, x: (x, {"mean": x.mean()}), X, denses(one), out_axes=2
-    ),
+    layers_out_axes_not_there=lambda one: scanned(one, lambda layer, x: (x, {"mean": x.mean()}), out_axes=2),
     init_layers_none=lambda one: init_layers(init, jax.random.key(0), 0),
     # The options of a block.
     layers_length_of_another_stack=lambda one: scanned(one, length=9),
     layers_length_no_int=lambda one: folded(one, length=4.0),
     layers_unroll_float=lambda one: scanned(one, unroll=2.0),
     layers_key_seed=lambda one: scanned(one, key=0),
-    x_of_a_function_that_makes_carries=lambda one: scan_layers(block, {"h": X, "rng": keys}, denses(one)),
+    x_of_a_function_that_makes_carries=lambda one: scanned(one, x={"h": X, "rng": keys}),
     layers_out_axes_in_fold_layers=lambda one: folded(one, out_axes=1),
     layers_option_of_mask_scan=lambda one: scanned(one, lengths=jnp.array([3])),
     layers_args_array=lambda one: scanned(one, args=one),
@@ -282,44 +270,30 @@ case()(
         lambda layer, x, w: x * w, X, None, args=(one,), length=3, prefetch=1
     ),
     # The parameters of a block.
-    block_without_its_args=lambda one: scan_layers(
-        named("block", lambda layer, x, mask, scale: (x * mask * scale, None)), X, denses(one)
+    block_without_its_args=lambda one: scanned(
+        one, named("block", lambda layer, x, mask, scale: (x * mask * scale, None))
     ),
-    block_with_one_arg_too_many=lambda one: fold_layers(
-        named("block", lambda layer, x, cache, mask: (x * mask, None)),
-        X,
-        denses(one),
-        one * jnp.ones(4),
-        args=(True, one),
+    block_with_one_arg_too_many=lambda one: folded(
+        one, named("block", lambda layer, x, cache, mask: (x * mask, None)), xs=one * jnp.ones(4), args=(True, one)
     ),
-    block_that_needs_key=lambda one: scan_layers(named("block", lambda layer, x, *, key: (x, None)), X, denses(one)),
-    block_that_needs_a_keyword=lambda one: scan_layers(
-        named("block", lambda layer, x, *, heads: (x, None)), X, denses(one)
-    ),
+    block_that_needs_key=lambda one: scanned(one, named("block", lambda layer, x, *, key: (x, None))),
+    block_that_needs_a_keyword=lambda one: scanned(one, named("block", lambda layer, x, *, heads: (x, None))),
     block_not_callable=lambda one: scan_layers(denses(one), X, block),
     init_layers_key_first=lambda one: init_layers(jax.random.key(0), init, 4),
     # What a block returns.
-    block_returns_x_alone=lambda one: scan_layers(block_alone, one * X, denses(one)),
-    block_of_fold_layers_returns_pair=lambda one: fold_layers(block, one * X, denses(one)),
-    block_returns_static_y=lambda one: scan_layers(
-        lambda layer, x: (x, {"mean": x.mean(), "kind": "dense"}), one * X, denses(one)
-    ),
-    block_returns_x_alone_of_two=lambda one: scan_layers(
-        named("block", lambda layer, x: (x[0] + 1, x[1])), (one, one), denses(one)
+    block_returns_x_alone=lambda one: scanned(one, block_alone),
+    block_of_fold_layers_returns_pair=lambda one: folded(one, block),
+    block_returns_static_y=lambda one: scanned(one, lambda layer, x: (x, {"mean": x.mean(), "kind": "dense"})),
+    block_returns_x_alone_of_two=lambda one: scanned(
+        one, named("block", lambda layer, x: (x[0] + 1, x[1])), x=(one, one)
     ),
     # X from layer to layer.
-    x_static=lambda one: fold_layers(
-        lambda layer, x: (x[0], jax.nn.gelu, "done"), (one, jax.nn.relu, one), denses(one)
+    x_static=lambda one: folded(one, lambda layer, x: (x[0], jax.nn.gelu, "done"), x=(one, jax.nn.relu, one)),
+    x_dtype=lambda one: scanned(
+        one, named("block", lambda layer, x: (x.astype(jnp.bfloat16) @ layer["w"].astype(jnp.bfloat16), None))
     ),
-    x_dtype=lambda one: scan_layers(
-        named("block", lambda layer, x: (x.astype(jnp.bfloat16) @ layer["w"].astype(jnp.bfloat16), None)),
-        one * X,
-        denses(one),
-    ),
-    x_structure=lambda one: scan_layers(
-        named("block", lambda layer, x: ({"h": x["h"], "attention": x["h"]}, None)),
-        {"h": one * X, "mask": X},
-        denses(one),
+    x_structure=lambda one: scanned(
+        one, named("block", lambda layer, x: ({"h": x["h"], "attention": x["h"]}, None)), x={"h": one * X, "mask": X}
     ),
 )
 
@@ -336,13 +310,19 @@ case(less=("jit",), devices=True)(
 )
 
 case(less=("disable_jit", "vmap"))(
-    pattern_remat_over_a_ref=lambda one: scan_layers([local, block_of_a_ref()], X, two(one), remat=[None, "step"]),
-    layers_prefetch_over_a_ref=lambda one: scan_layers(block_of_a_ref(), X, denses(one), prefetch=lambda layer: layer),
+    pattern_remat_over_a_ref=lambda one: with_ref(
+        lambda ref: scan_layers(
+            [local, named("block", lambda layer, x: (x + ref[...], None))], X, two(one), remat=[None, "step"]
+        )
+    ),
+    layers_prefetch_over_a_ref=lambda one: with_ref(
+        lambda ref: scanned(one, named("block", lambda layer, x: (x + ref[...], None)), prefetch=lambda layer: layer)
+    ),
 )
 
 case(less=("disable_jit", "jit", "vmap", "grad"))(
     layers_prefetch_in_forward_mode=lambda one: jax.jvp(
-        lambda x: fold_layers(block_alone, x, denses(one), prefetch=lambda layer: layer), (X,), (X,)
+        lambda x: folded(one, x=x, prefetch=lambda layer: layer), (X,), (X,)
     )
 )
 

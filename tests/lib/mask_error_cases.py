@@ -5,7 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import LENGTHS, ROWS, XS, case, mesh_of, named, on_mesh, over_devices
+from error_cases import LENGTHS, ROWS, XS, case, exported, mesh_of, named, on_mesh, over_devices, with_ref
 from jax.sharding import PartitionSpec
 
 import treescan
@@ -54,10 +54,6 @@ def counting():
     return step
 
 
-def adding(ref):
-    return lambda carry, x: (carry + ref[...], None)
-
-
 def resetting(one, to, init=None, **options):
     init = {"h": pair(one), "n": jnp.zeros(2, jnp.int32)} if init is None else init
     return mask_scan(state_step, init, ROWS, resets=RESETS, reset_to=to, **options)
@@ -91,20 +87,6 @@ def packed_inits_of_rows_over_devices(one):
     packed = treescan.pack([np.ones(3), np.ones(2)], init=[0.0, 1.0])
     run = over_devices(lambda rows, packed: mask_scan(step, rows, packed)[0], mesh_of(1), check_vma=False)
     return run(one * jnp.ones(packed.rows), packed)
-
-
-def exported(run):
-    """Traces a function of xs of which the number of steps is not known yet."""
-    steps = jax.export.symbolic_shape("t")[0]
-    return jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct((steps, 2), jnp.float32))
-
-
-@case(less=("disable_jit",))
-def compact_of_symbolic_rows(one):
-    rows = jax.export.symbolic_shape("b")[0]
-    run = jax.jit(lambda xs, lengths: mask_scan(step, xs[0], xs, lengths=lengths, compact=True))
-    shapes = jax.ShapeDtypeStruct((8, rows), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32)
-    return jax.export.export(run)(*shapes)
 
 
 @case(less=("disable_jit",))
@@ -157,9 +139,12 @@ case(less=("disable_jit",))(
     compact_body_counts_rows=lambda one: masked(
         one, named("step", lambda carry, x: ((carry if len(x) == 1 else carry + 1), None)), compact=True
     ),
-    remat_nested_of_symbolic_steps=lambda one: exported(lambda xs: scan(step, one, xs, remat="nested")[0]),
+    compact_of_symbolic_rows=lambda one: exported(
+        lambda xs: mask_scan(step, xs[0], xs, lengths=jnp.zeros(xs.shape[1], int), compact=True), "8, b"
+    ),
+    remat_nested_of_symbolic_steps=lambda one: exported(lambda xs: scan(step, one, xs, remat="nested")[0], "t, 2"),
     chunk_of_symbolic_steps=lambda one: exported(
-        lambda xs: mask_scan(step, pair(one), xs, lengths=jnp.zeros(2, int), chunk=8)[0]
+        lambda xs: mask_scan(step, pair(one), xs, lengths=jnp.zeros(2, int), chunk=8)[0], "t, 2"
     ),
     pad_traced=lambda one: jax.jit(lambda x: treescan.pad([words(3), words(2) | {"features": x}]))(jnp.ones((2, 4))),
     pad_length_traced=lambda one: jax.jit(lambda n: treescan.pad([words(3)], length=n))(5),
@@ -184,7 +169,9 @@ case(less=("disable_jit", "vmap"))(
     ref_written_in_padding_beside_options=lambda one: masked(
         one, counting(), chunk=2, remat="nested", check_finite=True
     ),
-    compact_over_a_ref_with_rows=lambda one: masked(one, adding(jax.new_ref(jnp.ones(2))), compact=True),
+    compact_over_a_ref_with_rows=lambda one: with_ref(
+        lambda ref: masked(one, lambda carry, x: (carry + ref[...], None), compact=True), 2
+    ),
 )
 
 case()(

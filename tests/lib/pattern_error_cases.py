@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from error_cases import XS as X, case, named, on_mesh
 from jax.sharding import PartitionSpec
-from layer_error_cases import Dense, block, denses, local, two, with_cache
+from layer_error_cases import Dense, block, denses, folded, local, scanned, two, with_cache
 
 from treescan import fold_layers, scan_layers
 
@@ -22,24 +22,13 @@ def caches(one: Any, n: int = 4) -> Any:
 @on_mesh()
 def state_split(one):
     w = jax.sharding.reshard(jnp.ones((4, 3)), PartitionSpec("rows", None))
-    return fold_layers(decode, X, denses(one), state=caches(one) | {"k": w})
+    return folded(one, decode, state=caches(one) | {"k": w})
 
 
 @case()
 def pattern_in_axes_not_there(one):
     caches = [{"k": one * jnp.zeros((4, 3))}, {"k": one * jnp.zeros(4)}]
     return scan_layers([with_cache, with_cache], X, two(one), caches, in_axes=[0, {"k": 1}])
-
-
-@case()
-def pattern_second_block_without_key(one):
-    def first(layer, x, *, key):
-        return x, None
-
-    def second(layer, x):
-        return x, None
-
-    return scan_layers([first, second], X, two(one), key=jax.random.key(0))
 
 
 def half(layer, h):
@@ -51,30 +40,36 @@ def state_of_another_type_is_returned(one):
     def block(layer, x, cache):
         return x, {"k": cache["k"].astype(jnp.bfloat16), "v": jnp.concatenate([cache["v"], x[:1]])}
 
-    return fold_layers(block, X, denses(one), state=caches(one))
+    return folded(one, block, state=caches(one))
 
 
 @case()
 def layers_with_mutable_arrays(one):
     ref = jax.new_ref(jnp.ones(4))
-    return scan_layers(with_cache, X, denses(one), ref, args=(ref,))
+    return scanned(one, with_cache, xs=ref, args=(ref,))
 
 
 case()(
-    state_is_not_returned=lambda one: fold_layers(
-        named("block", lambda layer, x, cache: decode(layer, x, cache)[0]), X, denses(one), state=caches(one)
+    state_is_not_returned=lambda one: folded(
+        one, named("block", lambda layer, x, cache: decode(layer, x, cache)[0]), state=caches(one)
     ),
-    state_is_not_returned_beside_y=lambda one: scan_layers(
-        named("block", lambda layer, x, cache: decode(layer, x, cache)), X, denses(one), state=caches(one)
+    state_is_not_returned_beside_y=lambda one: scanned(
+        one, named("block", lambda layer, x, cache: decode(layer, x, cache)), state=caches(one)
     ),
-    state_returned_with_a_y_in_fold_layers=lambda one: fold_layers(
-        named("block", lambda layer, x, cache: (*decode(layer, x, cache), x)), X, denses(one), state=caches(one)
+    state_returned_with_a_y_in_fold_layers=lambda one: folded(
+        one, named("block", lambda layer, x, cache: (*decode(layer, x, cache), x)), state=caches(one)
     ),
     pattern_out_axes_not_there=lambda one: scan_layers(
         [local, named("second", lambda layer, x: (x, x.mean()))], X, two(one), out_axes=1
     ),
+    pattern_second_block_without_key=lambda one: scan_layers(
+        [lambda layer, x, *, key: (x, None), named("second", lambda layer, x: (x, None))],
+        X,
+        two(one),
+        key=jax.random.key(0),
+    ),
     pattern_of_no_blocks=lambda one: scan_layers([], X, []),
-    pattern_with_one_stack=lambda one: scan_layers([local, block], X, denses(one)),
+    pattern_with_one_stack=lambda one: scanned(one, [local, block]),
     pattern_with_a_named_tuple_of_stacks=lambda one: scan_layers([local, block], X, Dense(denses(one), denses(one))),
     state_of_another_depth_in_a_pattern=lambda one: fold_layers(
         [decode, decode], X, two(one), state=[caches(one), caches(one, 5)]
@@ -91,10 +86,9 @@ case()(
     ),
     pattern_with_remat_of_another_length=lambda one: scan_layers([local, block], X, two(one), remat=["step"]),
     pattern_with_nested_in_a_sequence=lambda one: scan_layers([local, block], X, two(one), remat=["step", "nested"]),
-    state_beside_a_save_that_is_no_prefix=lambda one: scan_layers(
+    state_beside_a_save_that_is_no_prefix=lambda one: scanned(
+        one,
         named("block", lambda layer, x, cache: (*decode(layer, x, cache), {"mean": x.mean()})),
-        X,
-        denses(one),
         state=caches(one),
         remat="step",
         save={"sum": "last"},
@@ -103,14 +97,13 @@ case()(
     pattern_second_block_computes_in_half_once_each=lambda one: scan_layers(
         [local, half], one * X, [denses(one, 1), denses(one, 0)]
     ),
-    state_of_another_structure_is_returned=lambda one: fold_layers(
+    state_of_another_structure_is_returned=lambda one: folded(
+        one,
         named("block", lambda layer, x, cache: (x, {"k": cache["k"], "position": one})),
-        X,
-        denses(one),
         state=caches(one),
         remat="step",
     ),
-    state_and_x_are_swapped=lambda one: fold_layers(
-        named("block", lambda layer, x, cache: (cache, x)), X, denses(one), state=caches(one)
+    state_and_x_are_swapped=lambda one: folded(
+        one, named("block", lambda layer, x, cache: (cache, x)), state=caches(one)
     ),
 )

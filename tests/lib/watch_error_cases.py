@@ -9,7 +9,7 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from error_cases import case, mesh_of, named, over_devices
+from error_cases import case, exported, mesh_of, named, over_devices
 
 from treescan import (
     AbstractProgressMeter,
@@ -104,13 +104,6 @@ def without_tqdm() -> Iterator[None]:
         yield
 
 
-@case(less=("disable_jit", "vmap", "grad"))
-def progress_of_symbolic_steps(one):
-    (n,) = jax.export.symbolic_shape("n")
-    run = jax.jit(lambda xs: scan(step, 0.0, xs, progress=Progress(meter=Text())))
-    return jax.export.export(run)(jax.ShapeDtypeStruct((n,), jnp.float32))
-
-
 @case()
 def progress_backward_of_a_pattern(one):
     blocks, layers = [lambda layer, x: (x + layer, x)] * 2, [jnp.ones(3) * one] * 2
@@ -198,4 +191,10 @@ case()(
     measure_plans_of_one=lambda one: measure_remat(scan, step, 1.0, XS, plans="step"),
     measure_for_no_time=lambda one: measure_remat(scan, step, 1.0, XS, seconds=0),
     measure_within_a_text=lambda one: measure_remat(scan, step, 1.0, XS, plans=[None], progress=False).within("1 GB"),
+)
+
+case(less=("disable_jit", "vmap", "grad"))(
+    progress_of_symbolic_steps=lambda one: exported(
+        lambda xs: scan(step, 0.0, xs, progress=Progress(meter=Text())), "n"
+    )
 )

@@ -3,7 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import XS, case, named
+from error_cases import XS, case, exported, named
 from jax.experimental import io_callback
 
 from treescan import fori, while_scan
@@ -26,13 +26,6 @@ def over_rows(one, body, cond=small, **options):
 def while_compact_over_a_condition_of_other_rows(one):
     limits = one * jnp.ones(3)
     return over_rows(one, lambda carry, x: (carry + 1, x), lambda carry: limits < 3, compact=True)
-
-
-@case(less=("jit", "disable_jit", "vmap", "grad"))
-def while_symbolic_length(one):
-    (size,) = jax.export.symbolic_shape("n")
-    run = jax.jit(lambda xs: while_scan(small, step, 1.0, xs))
-    return jax.export.export(run)(jax.ShapeDtypeStruct((size,), jnp.float32))
 
 
 @case(less=("disable_jit",))
@@ -114,4 +107,8 @@ case()(
     ),
     while_carry_changes=lambda one: while_scan(small, lambda carry, x: (carry.astype(jnp.float16), None), one, XS),
     while_unknown_option=lambda one: while_scan(small, step, one, XS, fil=3),
+)
+
+case(less=("jit", "disable_jit", "vmap", "grad"))(
+    while_symbolic_length=lambda one: exported(lambda xs: while_scan(small, step, 1.0, xs), "n")
 )
