@@ -48,6 +48,11 @@ def count(number: Any, **hooks: Callable[..., Any]) -> Any:
     return jax.tree_util.register_dataclass(kind)(number)
 
 
+def unregistered(name: str, **hooks: Callable[..., Any]) -> Any:
+    """A carry whose class JAX does not know."""
+    return type(name, (AbstractCarry,), {"__module__": __name__, **hooks})()
+
+
 def over_rows(init: Any, **options: Any) -> Any:
     return mask_scan(step, init, ROWS, lengths=LENGTHS, **options)
 
@@ -63,14 +68,6 @@ def plugin_write_fails(one):
     return scan(step, {"h": one, "seen": [count(one, write=write)]}, XS)
 
 
-class NoPytree(AbstractCarry[Any, Any]):
-    def read(self):
-        return 0.0
-
-    def write(self, returned, valid):
-        return self
-
-
 @case()
 def plugin_buffer_given_its_store(one):
     def append(seen, x):
@@ -78,12 +75,6 @@ def plugin_buffer_given_its_store(one):
         return (values.at[0].set(x), True), None
 
     return scan(append, buffer(jnp.ones((2, 3)), 3), one * jnp.ones((4, 2, 3)))
-
-
-@case()
-def plugin_rows_no_prefix(one):
-    carry = count({"h": one * jnp.ones(2), "c": one}, rows=lambda self: {"number": {"h": 0, "b": None}})
-    return over_rows({"seen": carry})
 
 
 @contextlib.contextmanager
@@ -122,13 +113,15 @@ def registered(one: Any, to_carry: Any, from_carry: Any, verb: Any = scan, body:
 
 
 case()(
-    plugin_without_write=lambda one: type("Latch", (AbstractCarry,), {"read": lambda self: one})(),
-    plugin_without_hooks=lambda one: type("Latch", (AbstractCarry,), {})(),
+    plugin_without_write=lambda one: unregistered("Latch", read=lambda self: one),
+    plugin_without_hooks=lambda one: unregistered("Latch"),
     carry_of_the_value_seen=lambda one: carry_of(fold(lambda average, x: x, ema(one, 0.9), XS).read(), Ema),
     carry_of_another_carry=lambda one: carry_of(fold(lambda average, x: x, ema(one, 0.9), XS), Sum),
     write_tree_keys=lambda one: write_tree({"h": one, "loss": ema(one, 0.9)}, {"h": one}),
     # Hooks that fail.
-    plugin_of_no_pytree=lambda one: scan(lambda carry, x: (carry, one), {"seen": NoPytree()}, XS),
+    plugin_of_no_pytree=lambda one: scan(
+        lambda carry, x: (carry, one), {"seen": unregistered("NoPytree", **HOOKS)}, XS
+    ),
     plugin_rows_fails=lambda one: over_rows(count(one * jnp.ones(2), rows=lambda self: self.axes)),
     plugin_read_fails=lambda one: scan(
         step, {"seen": count(one, read=named("read", lambda self: {"number": self.number}["count"]))}, XS
@@ -175,6 +168,9 @@ case()(
     cast_of_a_function_that_makes_carries=lambda one: cast({"h": one, "rng": keys}),
     carry_class_not_called=lambda one: fold(lambda carry, x: carry, {"h": one, "loss": Ema}, XS),
     # Where the rows stand.
+    plugin_rows_no_prefix=lambda one: over_rows(
+        {"seen": count({"h": one * jnp.ones(2), "c": one}, rows=lambda self: {"number": {"h": 0, "b": None}})}
+    ),
     plugin_rows_of_no_field=lambda one: over_rows(
         {"seen": count(one * jnp.ones(2), rows=lambda self: {"count": 0, "total": None})}
     ),

@@ -67,6 +67,11 @@ def with_cache(layer, x, cache):
 KEY = jax.random.key(0)  # made here, as whatever `jax.random` makes is traced where a case is
 
 
+def on_rows(*shape: int) -> Any:
+    """An array whose first axis is split, as its type says."""
+    return jax.sharding.reshard(jnp.ones(shape), PartitionSpec("rows"))
+
+
 def split(array: Any, *spec: str | None) -> Any:
     """An array that lies on two devices, by axes that are not a part of its type."""
     return jax.device_put(array, NamedSharding(mesh_of(2, "rows"), PartitionSpec(*spec)))
@@ -126,18 +131,6 @@ def init_layers_shardings_misfit(one):
     return init_layers(init, jax.random.key(0), 4, shardings=shardings)
 
 
-@on_mesh()
-def layers_split(one):
-    w = jax.sharding.reshard(jnp.ones((4, 3, 6)), PartitionSpec("rows", None, None))
-    return scan_layers(block, X, {"w": w, "b": jnp.zeros((4, 6))})
-
-
-@on_mesh()
-def layers_with_split_xs(one):
-    cache = jax.sharding.reshard(jnp.ones((4, 3)), PartitionSpec("rows", None))
-    return scanned(one, with_cache, xs={"cache": cache})
-
-
 @case(less=("disable_jit", "vmap"))
 def layers_prefetch_of_a_block_with_an_effect(one):
     def block(layer, x):
@@ -145,14 +138,6 @@ def layers_prefetch_of_a_block_with_an_effect(one):
         return x
 
     return folded(one, block, prefetch=lambda layer: layer)
-
-
-@case()
-def block_returns_nothing(one):
-    def block(layer, x):
-        x @ layer["w"]
-
-    return scanned(one, block)
 
 
 @case()
@@ -182,9 +167,9 @@ def x_classes(one):
 
 
 on_mesh()(
-    unstack_split=lambda one: unstack(
-        {"w": jax.sharding.reshard(jnp.ones((4, 3)), PartitionSpec("rows")), "b": jnp.ones(4)}
-    )
+    unstack_split=lambda one: unstack({"w": on_rows(4, 3), "b": jnp.ones(4)}),
+    layers_split=lambda one: scan_layers(block, X, {"w": on_rows(4, 3, 6), "b": jnp.zeros((4, 6))}),
+    layers_with_split_xs=lambda one: scanned(one, with_cache, xs={"cache": on_rows(4, 3)}),
 )
 
 case()(
@@ -281,6 +266,7 @@ case()(
     block_not_callable=lambda one: scan_layers(denses(one), X, block),
     init_layers_key_first=lambda one: init_layers(jax.random.key(0), init, 4),
     # What a block returns.
+    block_returns_nothing=lambda one: scanned(one, named("block", lambda layer, x: None)),
     block_returns_x_alone=lambda one: scanned(one, block_alone),
     block_of_fold_layers_returns_pair=lambda one: folded(one, block),
     block_returns_static_y=lambda one: scanned(one, lambda layer, x: (x, {"mean": x.mean(), "kind": "dense"})),

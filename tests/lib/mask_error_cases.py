@@ -23,7 +23,8 @@ def words(steps: int, dtype: Any = np.int32) -> dict[str, Any]:
 
 LONG = treescan.pack([words(3), words(2)], length=4)
 PADDED, PACKED = treescan.pad([words(3)]), treescan.pack([words(3)])
-TWO = treescan.pack([words(3), words(2)])
+SEQUENCES = [words(3), words(2)]
+TWO, ROWS_OF_TWO = treescan.pack(SEQUENCES), treescan.pad(SEQUENCES)
 FEATURES = treescan.pack([np.ones((3, 4)), np.ones((2, 4))])
 TOO_LONG = jnp.array([3, 4])
 RESETS = jnp.zeros((3, 2), bool)
@@ -111,25 +112,6 @@ def remat_fit_over_a_ref_with_rows(one):
 
 
 @case()
-def packed_beside_padded(one):
-    sequences = [words(3), words(2)]
-    return mask_scan(step, pair(one), (treescan.pad(sequences), treescan.pack(sequences, rows=2)))
-
-
-@case(less=("disable_jit",))
-def padded_beside_one_of_traced_rows(one):
-    padded = treescan.pad([words(3), words(2)])
-    run = jax.jit(lambda first, second: mask_scan(step, pair(one), (first, second)))
-    return run(padded, padded)
-
-
-@case()
-def packed_beside_one_that_has_inits_too(one):
-    first, second = (treescan.pack([words(3), words(2)], init=[value, value]) for value in (0.0, 1.0))
-    return mask_scan(step, one * jnp.ones(1), (first, second))
-
-
-@case()
 def repad_too_long(one):
     packed = treescan.pack([words(1), words(3)], length=4)
     return treescan.repad(packed, packed.data, length=2)
@@ -142,6 +124,9 @@ case(less=("disable_jit",))(
     compact_of_symbolic_rows=lambda one: exported(
         lambda xs: mask_scan(step, xs[0], xs, lengths=jnp.zeros(xs.shape[1], int), compact=True), "8, b"
     ),
+    padded_beside_one_of_traced_rows=lambda one: jax.jit(
+        lambda first, second: mask_scan(step, pair(one), (first, second))
+    )(ROWS_OF_TWO, ROWS_OF_TWO),
     remat_nested_of_symbolic_steps=lambda one: exported(lambda xs: scan(step, one, xs, remat="nested")[0], "t, 2"),
     chunk_of_symbolic_steps=lambda one: exported(
         lambda xs: mask_scan(step, pair(one), xs, lengths=jnp.zeros(2, int), chunk=8)[0], "t, 2"
@@ -177,6 +162,10 @@ case(less=("disable_jit", "vmap"))(
 case()(
     # mask_scan
     packed_within_xs_with_its_mask=lambda one: mask_scan(step, one * jnp.ones(1), {"words": TWO}, mask=TWO.mask),
+    packed_beside_padded=lambda one: mask_scan(step, pair(one), (ROWS_OF_TWO, treescan.pack(SEQUENCES, rows=2))),
+    packed_beside_one_that_has_inits_too=lambda one: mask_scan(
+        step, one * jnp.ones(1), tuple(treescan.pack(SEQUENCES, init=[value, value]) for value in (0.0, 1.0))
+    ),
     packed_within_padded=lambda one: mask_scan(step, pair(one), treescan.Padded({"words": TWO}, LENGTHS)),
     padded_beside_one_of_other_rows=lambda one: mask_scan(
         step, pair(one), {"a": treescan.pad([words(3), words(2)]), "b": treescan.pad([words(3), words(1)])}

@@ -5,8 +5,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from error_cases import XS as X, case, named, on_mesh
-from jax.sharding import PartitionSpec
-from layer_error_cases import Dense, block, denses, folded, local, scanned, two, with_cache
+from layer_error_cases import Dense, block, denses, folded, local, on_rows, scanned, two, with_cache
 
 from treescan import fold_layers, scan_layers
 
@@ -17,12 +16,6 @@ def decode(layer, x, cache):
 
 def caches(one: Any, n: int = 4) -> Any:
     return {"k": one * jnp.zeros((n, 3)), "v": jnp.zeros((n, 3))}
-
-
-@on_mesh()
-def state_split(one):
-    w = jax.sharding.reshard(jnp.ones((4, 3)), PartitionSpec("rows", None))
-    return folded(one, decode, state=caches(one) | {"k": w})
 
 
 @case()
@@ -48,6 +41,8 @@ def layers_with_mutable_arrays(one):
     ref = jax.new_ref(jnp.ones(4))
     return scanned(one, with_cache, xs=ref, args=(ref,))
 
+
+on_mesh()(state_split=lambda one: folded(one, decode, state=caches(one) | {"k": on_rows(4, 3)}))
 
 case()(
     state_is_not_returned=lambda one: folded(

@@ -42,24 +42,6 @@ class Tower:
 
 
 @case(lax=True)
-def pair_none(one):
-    def step(carry, x):
-        print_later = carry + x
-        del print_later
-
-    return scan(step, one, XS)
-
-
-@case(lax=True)
-def pair_swapped(one):
-    def step(state, x):
-        h = Lstm(state.h + x, state.c)
-        return h.h, h
-
-    return scan(step, Lstm(one, one), XS)
-
-
-@case(lax=True)
 def carry_dtype(one):
     class Model(NamedTuple):
         h: Any
@@ -157,19 +139,12 @@ class Counter:
         return None
 
 
-@case(lax=True)
-def named_inner(one):
-    def inner(h, x):
-        return h[None], None
-
-    def outer(carry, x):
-        return scan(inner, carry, XS)
-
-    return scan(outer, one, XS)
-
-
 case(lax=True)(
     # The pair.
+    pair_none=lambda one: scan(named("step", lambda carry, x: None), one, XS),
+    pair_swapped=lambda one: scan(
+        named("step", lambda state, x: (state.h + x, Lstm(state.h + x, state.c))), Lstm(one, one), XS
+    ),
     pair_carry_only_of_two=lambda one: scan(lambda carry, x: (carry[0] + x, carry[1]), (one, one), XS),
     pair_array=lambda one: scan(lambda carry, x: carry["h"] + x, {"h": one}, XS),
     body_of_three=lambda one: scan(lambda carry, x, rate: (carry * rate, x), one, XS),
@@ -211,6 +186,7 @@ case(lax=True)(
     # options
     option_of_mask_scan=lambda one: scan(step, one, XS, lengths=jnp.int32(2)),
     # How bodies are named.
+    named_inner=lambda one: scan(lambda h, x: scan(named("inner", lambda h, x: (h[None], None)), h, XS), one, XS),
     named_ufunc=lambda one: scan(jnp.add, one, XS),
     not_callable=lambda one: scan({"h": one}, step, XS),
 )

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import importlib.util
 import sys
 from collections.abc import Iterator
@@ -32,6 +33,9 @@ XS = jnp.arange(4.0)
 
 def step(carry, x):
     return carry + x, x
+
+
+ending = functools.partial(while_scan, lambda carry: carry < 3)
 
 
 def root(carry, x):
@@ -74,6 +78,10 @@ case(less=("grad", "vmap", "jit", "disable_jit"))(
 )
 
 
+def progressing(one, verb=scan, **details):
+    return verb(step, one, XS, progress=Progress(meter=Text(), **details))
+
+
 class Unhashable(AbstractProgressMeter):
     __hash__ = None
 
@@ -85,12 +93,6 @@ class Unhashable(AbstractProgressMeter):
 
     def close(self, bar):
         pass
-
-
-@case()
-def progress_show_of_an_array(one):
-    progress = Progress(show=lambda carry: {"h": carry, "sum": carry.sum()}, meter=Text())
-    return scan(lambda carry, x: (carry + x, x), jnp.ones(3) * one, XS, progress=progress)
 
 
 @contextlib.contextmanager
@@ -118,30 +120,44 @@ case()(
     progress_meter_by_name=lambda one: scan(step, one, XS, progress=Progress(meter="tqdm")),
     progress_meter_class=lambda one: scan(step, one, XS, progress=Progress(meter=Text)),
     progress_meter_without_hash=lambda one: scan(step, one, XS, progress=Progress(meter=Unhashable())),
-    progress_show_of_a_number=lambda one: scan(
-        step, one, XS, progress=Progress(show=lambda carry: carry, meter=Text())
+    progress_show_of_a_number=lambda one: progressing(one, show=lambda carry: carry),
+    progress_show_of_an_array=lambda one: scan(
+        lambda carry, x: (carry + x, x),
+        jnp.ones(3) * one,
+        XS,
+        progress=Progress(show=lambda carry: {"h": carry, "sum": carry.sum()}, meter=Text()),
     ),
-    progress_show_of_a_name=lambda one: while_scan(
-        lambda carry: carry < 3, step, one, XS, progress=Progress(show=lambda carry: {"phase": "warm up"}, meter=Text())
-    ),
+    progress_show_of_a_name=lambda one: progressing(one, ending, show=lambda carry: {"phase": "warm up"}),
     progress_updates_zero=lambda one: scan(step, one, XS, progress=Progress(updates=0)),
-    progress_backward_of_while_scan=lambda one: while_scan(
-        lambda carry: carry < 3, step, one, XS, progress=Progress(meter=Text(), backward=True)
-    ),
+    progress_backward_of_while_scan=lambda one: progressing(one, ending, backward=True),
     progress_of_layers_with_prefetch=lambda one: scan_layers(
         lambda layer, x: (x + layer, x), one, (jnp.ones(3) * one), prefetch=lambda layer: layer, progress="layers"
     ),
 )
 
 case(less=("disable_jit", "jit", "vmap", "grad"))(
-    progress_backward_in_forward_mode=lambda one: jax.jvp(
-        lambda carry: scan(step, carry, XS, progress=Progress(meter=Text(), backward=True))[0], (1.0,), (1.0,)
-    )
+    progress_backward_in_forward_mode=lambda one: jax.jvp(lambda h: progressing(h, backward=True)[0], (1.0,), (1.0,))
 )
 
 case(context=without_tqdm)(
     progress_tqdm_that_is_not_there=lambda one: scan(step, one, XS, progress=Progress(meter=Tqdm()))
 )
+
+
+def measured():
+    return measure_remat(scan, step, 1.0, XS, plans=[None], progress=False)
+
+
+@case()
+def measure_within_where_memory_is_unknown(one):
+    plans = tuple(dataclasses.replace(plan, bytes=None) for plan in measured().plans)
+    return dataclasses.replace(measured(), plans=plans).within(100)
+
+
+@case()
+def measure_plot_without_matplotlib(one):
+    with mock.patch.dict(sys.modules, {"matplotlib.pyplot": None}):
+        return measured().plot()
 
 
 @case()
@@ -154,19 +170,6 @@ def describe_of_symbolic_steps(one):
 def describe_plot_without_matplotlib(one):
     with mock.patch.dict(sys.modules, {"matplotlib.pyplot": None}):
         return describe(scan, step, one, jnp.ones(20)).plot()
-
-
-@case()
-def measure_within_where_memory_is_unknown(one):
-    measured = measure_remat(scan, step, 1.0, XS, plans=[None], progress=False)
-    plans = tuple(dataclasses.replace(plan, bytes=None) for plan in measured.plans)
-    return dataclasses.replace(measured, plans=plans).within(100)
-
-
-@case()
-def measure_plot_without_matplotlib(one):
-    with mock.patch.dict(sys.modules, {"matplotlib.pyplot": None}):
-        return measure_remat(scan, step, 1.0, XS, plans=[None], progress=False).plot()
 
 
 case()(
@@ -187,10 +190,10 @@ case()(
     ),
     measure_with_details=lambda one: measure_remat(scan, step, 1.0, XS, progress=Progress(updates=3, backward=True)),
     measure_with_remat=lambda one: measure_remat(scan, step, 1.0, XS, remat="step"),
-    measure_within_too_little=lambda one: measure_remat(scan, step, 1.0, XS, plans=[None], progress=False).within(-1),
+    measure_within_too_little=lambda one: measured().within(-1),
     measure_plans_of_one=lambda one: measure_remat(scan, step, 1.0, XS, plans="step"),
     measure_for_no_time=lambda one: measure_remat(scan, step, 1.0, XS, seconds=0),
-    measure_within_a_text=lambda one: measure_remat(scan, step, 1.0, XS, plans=[None], progress=False).within("1 GB"),
+    measure_within_a_text=lambda one: measured().within("1 GB"),
 )
 
 case(less=("disable_jit", "vmap", "grad"))(
