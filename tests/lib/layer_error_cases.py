@@ -193,6 +193,9 @@ case()(
     layer_at_of_no_layers=lambda one: layer_at(denses(one, 0), 0),
     layer_at_of_a_list=lambda one: layer_at([dense(one), dense(one), dense(one)], 1),
     set_layer_does_not_fit=lambda one: set_layer(denses(one), 1, {"w": one * jnp.ones((3, 4)), "scale": one}),
+    set_layer_of_another_dtype=lambda one: set_layer(
+        denses(one), 1, {"w": jnp.ones((3, 3), jnp.bfloat16), "b": jnp.zeros(3)}
+    ),
     set_layer_of_another_activation=lambda one: set_layer(
         {"w": one * X, "activation": jax.nn.relu}, 0, {"w": one, "activation": jax.nn.gelu}
     ),
@@ -269,6 +272,7 @@ case()(
     block_returns_nothing=lambda one: scanned(one, named("block", lambda layer, x: None)),
     block_returns_x_alone=lambda one: scanned(one, block_alone),
     block_of_fold_layers_returns_pair=lambda one: folded(one, block),
+    block_of_fold_layers_returns_swapped_pair=lambda one: folded(one, lambda layer, x: (None, x @ layer["w"])),
     block_returns_static_y=lambda one: scanned(one, lambda layer, x: (x, {"mean": x.mean(), "kind": "dense"})),
     block_returns_x_alone_of_two=lambda one: scanned(
         one, named("block", lambda layer, x: (x[0] + 1, x[1])), x=(one, one)

@@ -10,7 +10,7 @@ from error_cases import XS, case
 from jax.experimental import io_callback
 
 import treescan
-from treescan import accumulate, fold, fold_layers, mask_scan, scan, while_scan
+from treescan import accumulate, fold, fold_layers, fori, mask_scan, scan, while_scan
 from treescan.carries import buffer
 
 ROWS = jnp.ones((5, 3))
@@ -104,6 +104,7 @@ case()(
     packed_in_accumulate=lambda one: accumulate(add, one * jnp.ones(1), treescan.pack(sequences())),
     # options
     length_of_rows=lambda one: mask_scan(step, one * jnp.ones(3), ROWS, length=LENGTHS),
+    length_of_a_list_of_rows=lambda one: mask_scan(step, one * jnp.ones(3), ROWS, length=[5, 2, 1]),
     max_length_of_rows=lambda one: while_scan(
         lambda carry: carry < 3, step, one * jnp.ones(3), ROWS, max_length=LENGTHS
     ),
@@ -127,6 +128,9 @@ case(less=("disable_jit",))(
         lambda dropout: while_scan(lambda h: dropout(h) < 3, step, one, XS)
     ),
     buffer_capacity_traced=lambda one: jax.jit(lambda capacity: buffer(one, capacity))(8),
+    fori_callback_under_vmap=lambda one: jax.vmap(
+        lambda n: fori(0, n, lambda i, carry: tell(carry), one, max_length=8)
+    )(jnp.arange(3)),
     while_callback_under_vmap=lambda one: jax.vmap(
         lambda x: while_scan(lambda c: c < 5, lambda c, _: (tell(c), None), x, max_length=8).carry
     )(one * jnp.arange(3.0)),
