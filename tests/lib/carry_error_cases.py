@@ -11,23 +11,8 @@ import jax
 import jax.numpy as jnp
 from error_cases import LENGTHS, ROWS, XS, case, named
 
-from treescan import accumulate, fold, mask_scan, scan
-from treescan.carries import (
-    AbstractCarry,
-    Ema,
-    Sum,
-    _registry,
-    best,
-    buffer,
-    carry_of,
-    cast,
-    ema,
-    keys,
-    moments,
-    register_carry,
-    sum_,
-    write_tree,
-)
+from treescan import accumulate, carries, fold, mask_scan, scan
+from treescan.carries import AbstractCarry, Ema, Sum, _registry, best, cast, ema, keys, register_carry, sum_
 
 
 def step(carry, x):
@@ -74,7 +59,7 @@ def plugin_buffer_given_its_store(one):
         values, _ = seen
         return (values.at[0].set(x), True), None
 
-    return scan(append, buffer(jnp.ones((2, 3)), 3), one * jnp.ones((4, 2, 3)))
+    return scan(append, carries.buffer(jnp.ones((2, 3)), 3), one * jnp.ones((4, 2, 3)))
 
 
 @contextlib.contextmanager
@@ -115,9 +100,9 @@ def registered(one: Any, to_carry: Any, from_carry: Any, verb: Any = scan, body:
 case()(
     plugin_without_write=lambda one: unregistered("Latch", read=lambda self: one),
     plugin_without_hooks=lambda one: unregistered("Latch"),
-    carry_of_the_value_seen=lambda one: carry_of(fold(lambda average, x: x, ema(one, 0.9), XS).read(), Ema),
-    carry_of_another_carry=lambda one: carry_of(fold(lambda average, x: x, ema(one, 0.9), XS), Sum),
-    write_tree_keys=lambda one: write_tree({"h": one, "loss": ema(one, 0.9)}, {"h": one}),
+    carry_of_the_value_seen=lambda one: carries.carry_of(fold(lambda average, x: x, ema(one, 0.9), XS).read(), Ema),
+    carry_of_another_carry=lambda one: carries.carry_of(fold(lambda average, x: x, ema(one, 0.9), XS), Sum),
+    write_tree_keys=lambda one: carries.write_tree({"h": one, "loss": ema(one, 0.9)}, {"h": one}),
     # Hooks that fail.
     plugin_of_no_pytree=lambda one: scan(
         lambda carry, x: (carry, one), {"seen": unregistered("NoPytree", **HOOKS)}, XS
@@ -159,8 +144,8 @@ case()(
     plugin_writes_other_class=lambda one: scan(
         step, {"seen": count(one, write=named("write", lambda self, returned, valid: sum_(self.number + returned)))}, XS
     ),
-    carry_moments_of_an_array=lambda one: moments(one * XS),
-    carry_moments_of_a_dtype=lambda one: moments(jnp.float32),
+    carry_moments_of_an_array=lambda one: carries.moments(one * XS),
+    carry_moments_of_a_dtype=lambda one: carries.moments(jnp.float32),
     carry_best_with_a_function=lambda one: best(one, lambda value: value.sum()),
     carry_best_with_a_text=lambda one: best(one, "loss"),
     carry_best_of_a_text=lambda one: best({"name": "adam", "w": one}),

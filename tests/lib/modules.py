@@ -6,33 +6,12 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "treescan"
 
-LAYERS = [  # a module imports from its own line and from lines above; no two modules import each other
-    "_lazy",
-    "_text",
-    "_remat",
-    "_progress",
-    "_types",
-    "_finite",
-    "_avals",
-    "_tree",
-    "_reprs",
-    "_flax",
-    "_errors",
-    "_axes",
-    "carries",
-    "_loop",
-    "_trace",
-    "_body",
-    "_transforms",
-    "_checks",
-    "_data",
-    "_describe",
-    "_verbs",
-    "testing",
-    "__init__",
-    "__main__",
-    "integrations",
-]
+# A module imports from itself and from those before it; no two modules import each other.
+LAYERS = [
+    "_lazy", "_text", "_remat", "_progress", "_types", "_finite", "_avals", "_tree", "_reprs", "_flax", "_errors",
+    "_axes", "carries", "_loop", "_trace", "_body", "_transforms", "_checks", "_data", "_describe", "_verbs", "testing",
+    "__init__", "__main__", "integrations",
+]  # fmt: skip
 
 
 def module_of(file: Path) -> str:
