@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from modules import LAYERS, MODULES, PACKAGE, imports, own_imports
+from modules import CALLS, LAYERS, MODULES, PACKAGE, imports, own_imports
 
 import treescan
 from scripts import printed, script
@@ -120,19 +120,6 @@ def test_the_import_loads_no_module_but_the_table_of_names() -> None:
     assert not {name.split(".")[0] for name in loaded} & OF_OTHERS
 
 
-CALLS = """
-from treescan import mask_scan, scan, scan_layers
-step, block = lambda h, x: (jnp.tanh(h + x), h), lambda w, h: (h @ w, h)
-h, xs, ws = jnp.zeros((4, 3)), jnp.ones((40, 4, 3)), jnp.ones((5, 3, 3))
-verbs = (
-    lambda h: scan(step, h, xs),
-    lambda h: mask_scan(step, h, xs, lengths=jnp.array([40, 3, 9, 20])),
-    lambda h: scan_layers(block, h, ws),
-)
-for verb in verbs:
-    jax.grad(lambda h: verb(h)[0].sum())(h)
-    verb(h)
-"""
 REWRITING = {
     "_trace.cost", "_trace.dependence", "_trace.independence", "_transforms.budget", "_transforms.remat",
     "_transforms.rows.compact", "_transforms.rows.in_place", "_transforms.rows.saved", "_transforms.weights",

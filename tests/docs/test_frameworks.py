@@ -4,25 +4,19 @@ import re
 import tomllib
 from pathlib import Path
 
+from modules import CALLS
+
 from scripts import ROOT, printed, script
 
 PAGE = re.sub(r"\s+", " ", (ROOT / "docs" / "frameworks.md").read_text())
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-USE = """
+USE = f"""
 import sys
 import jax
 import jax.numpy as jnp
-from mylib.loops import mask_scan, scan, scan_layers
-
-step = lambda h, x: (jnp.tanh(h + x), h)
-h, xs, ws = jnp.zeros((4, 3)), jnp.ones((40, 4, 3)), jnp.ones((5, 3, 3))
-for verb in (
-    lambda h: scan(step, h, xs),
-    lambda h: mask_scan(step, h, xs, lengths=jnp.array([40, 3, 9, 20])),
-    lambda h: scan_layers(lambda w, h: (h @ w, h), h, ws),
-    *([lambda h: scan(step, h, xs, remat="nested", save="last")] if sys.argv[1:] else []),
-):
-    jax.grad(lambda h: verb(h)[0].sum())(h)
+{CALLS.replace("from treescan", "from mylib.loops")}
+if sys.argv[1:]:
+    jax.grad(lambda h: scan(step, h, xs, remat="nested", save="last")[0].sum())(h)
 assert "treescan" not in sys.modules
 """
 
