@@ -3,9 +3,7 @@
 import ast
 import graphlib
 import inspect
-import os
 import re
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -13,18 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from modules import LAYERS, MODULES, PACKAGE, imports, own_imports
+from modules import CALLS, LAYERS, MODULES, PACKAGE, imports, own_imports
 
 import treescan
+from scripts import printed, script
 from treescan._transforms.order import ORDER
 
 TESTS = Path(__file__).parents[1]
 
-sys.path.insert(0, str(TESTS.parent / "scripts"))
-import core as CORE  # noqa: E402
-
-sys.path.pop(0)
-
+CORE = script("core")
 LONGEST_FILE, LONGEST_FUNCTION = 700, 60
 PUBLIC = {name: getattr(treescan, name) for name in treescan.__all__}
 VERBS = [name for name, value in PUBLIC.items() if inspect.isfunction(value)]
@@ -108,10 +103,7 @@ def test_only_declared_dependencies_are_imported() -> None:
 def loaded_by(program: str, **environment: str) -> set[str]:
     """The modules that a program loads in a new process, once JAX is there."""
     code = f"import sys, jax, jax.numpy as jnp\nthere = set(sys.modules)\n{program}\nprint(*set(sys.modules) - there)"
-    run = subprocess.run(
-        [sys.executable, "-c", code], check=True, capture_output=True, text=True, env=os.environ | environment
-    )
-    return set(run.stdout.split())
+    return set(printed("-c", code, **environment).split())
 
 
 def own(loaded: set[str]) -> set[str]:
@@ -128,19 +120,6 @@ def test_the_import_loads_no_module_but_the_table_of_names() -> None:
     assert not {name.split(".")[0] for name in loaded} & OF_OTHERS
 
 
-CALLS = """
-from treescan import mask_scan, scan, scan_layers
-step, block = lambda h, x: (jnp.tanh(h + x), h), lambda w, h: (h @ w, h)
-h, xs, ws = jnp.zeros((4, 3)), jnp.ones((40, 4, 3)), jnp.ones((5, 3, 3))
-verbs = (
-    lambda h: scan(step, h, xs),
-    lambda h: mask_scan(step, h, xs, lengths=jnp.array([40, 3, 9, 20])),
-    lambda h: scan_layers(block, h, ws),
-)
-for verb in verbs:
-    jax.grad(lambda h: verb(h)[0].sum())(h)
-    verb(h)
-"""
 REWRITING = {
     "_trace.cost", "_trace.dependence", "_trace.independence", "_transforms.budget", "_transforms.remat",
     "_transforms.rows.compact", "_transforms.rows.in_place", "_transforms.rows.saved", "_transforms.weights",
@@ -247,7 +226,6 @@ def test_verbs_document_what_they_take_give_and_raise(name: str) -> None:
     errors = re.findall(r"^    (\w+): \S", found["Raises"], re.MULTILINE)
     assert errors == sorted(errors)
     assert all(issubclass(PUBLIC[error], treescan.TreescanError) for error in errors)
-    assert ">>> " in found.get("Examples", found.get("Example", "")), "test_docs.py runs it"
 
 
 def test_what_is_listed_as_slow_is_there() -> None:

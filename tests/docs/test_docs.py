@@ -18,6 +18,7 @@ import sys
 import textwrap
 import tomllib
 import types
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
@@ -31,6 +32,7 @@ import treescan.carries
 import treescan.integrations.flax
 import treescan.integrations.nnx
 import treescan.testing
+from scripts import printed
 from treescan.__main__ import main
 from treescan._errors import Fault, explain
 from treescan.carries import _registry
@@ -235,6 +237,27 @@ def test_errors_say_where_they_are_explained(capsys: pytest.CaptureFixture[str])
         assert printed.startswith(f"{kind.__name__}\n====")
         assert list(too_wide(printed)) == []
         assert not re.search(r"<!--|```|\]\(|\*\*|^## ", printed, re.MULTILINE)
+
+
+def test_the_wheel_explains_errors(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    printed("-m", "hatchling", "build", "-t", "wheel", "-d", tmp_path, PYTHONDONTWRITEBYTECODE="1")
+    (wheel,) = tmp_path.glob("*.whl")
+    installed = tmp_path / "installed"
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(installed)
+    program = "import treescan.__main__ as m; print(m.__file__); m.main(['explain', 'CarryError'])"
+    text = printed("-c", program, cwd=tmp_path, PYTHONPATH=str(installed), PYTHONDONTWRITEBYTECODE="1")
+    place, _, explained = text.partition("\n")
+    assert Path(place).is_relative_to(installed)
+    assert main(["explain", "CarryError"]) == 0
+    assert explained == capsys.readouterr().out
+    assert "carry cannot grow" in explained
+
+
+def test_a_name_that_is_none_is_told_the_others(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["explain", "CaryError"])
+    assert "RetraceWarning" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("name", sorted(FUNCTIONS))

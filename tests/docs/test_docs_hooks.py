@@ -9,10 +9,9 @@ import jax.ad_checkpoint
 import jax.export
 import pytest
 
-from scripts import script
+from scripts import ROOT, script
 
 hooks = script("docs_hooks")
-ROOT = Path(__file__).parents[2]
 REFERENCE = hooks.reference_urls(
     [
         ("reference/scan.html", "::: treescan.scan\n"),

@@ -1,21 +1,10 @@
 """The examples do what their pages say of them."""
 
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
-
-
-def printed(name: str, *arguments: str) -> str:
-    command = [sys.executable, EXAMPLES / name, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+from scripts import printed
 
 
 def number(text: str, pattern: str) -> float:
@@ -27,7 +16,7 @@ def number(text: str, pattern: str) -> float:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["vowels.py", "packed_vowels.py"])
 def test_speakers_are_recognised(name: str) -> None:
-    text = printed(name)
+    text = printed(f"examples/{name}")
     assert number(text, r"test accuracy +([\d.]+)%") >= 95
     if name.startswith("packed"):
         assert number(text, r"([\d.]+)% need not be run") > 20
@@ -36,7 +25,7 @@ def test_speakers_are_recognised(name: str) -> None:
 
 @pytest.mark.slow
 def test_the_llama_learns_to_write() -> None:
-    text = printed("llama.py")
+    text = printed("examples/llama.py")
     assert number(text, r"held-out loss +([\d.]+) ->") > 4.5  # it knows nothing: 4.85 is the logarithm of 128
     assert number(text, r"held-out loss .* -> ([\d.]+)") < 1.9
     assert number(text, r"logits within ([\d.e+-]+) of") < 1e-4
@@ -47,7 +36,10 @@ def test_the_llama_learns_to_write() -> None:
 
 @pytest.mark.slow
 def test_the_llama_is_the_same_on_eight_devices() -> None:
-    one, eight = printed("llama.py", "--steps", "20"), printed("llama.py", "--devices", "8", "--steps", "20")
+    one, eight = (
+        printed("examples/llama.py", "--steps", "20"),
+        printed("examples/llama.py", "--devices", "8", "--steps", "20"),
+    )
     for pattern in (r"step +20 +loss ([\d.]+)", r"held-out loss +([\d.]+) ->", r"held-out loss .* -> ([\d.]+)"):
         assert number(eight, pattern) == pytest.approx(number(one, pattern), abs=5e-3)
     assert number(eight, r"logits within ([\d.e+-]+) of") < 1e-4
@@ -59,7 +51,7 @@ def test_the_llama_is_the_same_on_eight_devices() -> None:
 
 @pytest.mark.slow
 def test_loops_end_when_they_are_done() -> None:
-    text = printed("early_exit.py")
+    text = printed("examples/early_exit.py")
     for slope, exactly in re.findall(r"slope ([\d.e+-]+), exactly ([\d.e+-]+)", text):
         assert float(slope) == pytest.approx(float(exactly), rel=1e-4)
     assert number(text, r"dx/dk = (-[\d.]+)") == pytest.approx(number(text, r"theorem (-[\d.]+)"), abs=1e-5)

@@ -1,32 +1,22 @@
 """What the page for frameworks says is what the project, its results and its core are."""
 
-import os
 import re
-import subprocess
-import sys
 import tomllib
 from pathlib import Path
 
-from scripts import script
+from modules import CALLS
 
-ROOT = Path(__file__).parents[2]
+from scripts import ROOT, printed, script
+
 PAGE = re.sub(r"\s+", " ", (ROOT / "docs" / "frameworks.md").read_text())
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-USE = """
+USE = f"""
 import sys
 import jax
 import jax.numpy as jnp
-from mylib.loops import mask_scan, scan, scan_layers
-
-step = lambda h, x: (jnp.tanh(h + x), h)
-h, xs, ws = jnp.zeros((4, 3)), jnp.ones((40, 4, 3)), jnp.ones((5, 3, 3))
-for verb in (
-    lambda h: scan(step, h, xs),
-    lambda h: mask_scan(step, h, xs, lengths=jnp.array([40, 3, 9, 20])),
-    lambda h: scan_layers(lambda w, h: (h @ w, h), h, ws),
-    *([lambda h: scan(step, h, xs, remat="nested", save="last")] if sys.argv[1:] else []),
-):
-    jax.grad(lambda h: verb(h)[0].sum())(h)
+{CALLS.replace("from treescan", "from mylib.loops")}
+if sys.argv[1:]:
+    jax.eval_shape(jax.grad(lambda h: scan(step, h, xs, remat="nested", save="last")[0].sum()), h)
 assert "treescan" not in sys.modules
 """
 
@@ -63,8 +53,6 @@ def test_the_core_can_be_copied_under_another_name(tmp_path: Path) -> None:
     assert abs(int(written[2].replace(",", "")) - sum(map(core.lines_of, files))) < 100
     for folder, options in (("core", []), ("whole", ["--options"])):
         place = tmp_path / folder / "mylib" / "loops"
-        subprocess.run([sys.executable, "scripts/core.py", str(place), *options], cwd=ROOT, check=True)
+        printed("scripts/core.py", place, *options)
         flags = {} if options else {"TREESCAN_REWRITE": "0"}
-        environment = os.environ | flags | {"PYTHONPATH": str(place.parents[1])}
-        command = [sys.executable, "-c", USE, *options]
-        subprocess.run(command, cwd=place.parents[1], check=True, env=environment)
+        printed("-c", USE, *options, cwd=place.parents[1], PYTHONPATH=str(place.parents[1]), **flags)

@@ -4,9 +4,8 @@ import re
 import xml.etree.ElementTree as ET
 from pathlib import Path
 
-from scripts import script
+from scripts import ROOT, script
 
-ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "pictures" not in page.parts)
 NAV = re.search(r"^nav:.*?\n(.*?)^\S", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE | re.DOTALL)

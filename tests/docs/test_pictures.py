@@ -4,6 +4,7 @@ import colorsys
 import json
 import re
 import xml.etree.ElementTree as ET
+from collections.abc import Callable
 from pathlib import Path
 
 import jax
@@ -11,12 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from modules import LAYERS, MODULES, own_imports
+from plots import rows_of_steps
 
 import treescan
-from scripts import script
+from scripts import ROOT, script
 from treescan._transforms.program import Program
 
-ROOT = Path(__file__).parents[2]
 PICTURES = sorted((ROOT / "docs" / "pictures").glob("*.svg"))
 STYLES = (ROOT / "docs" / "stylesheets" / "pictures.css").read_text()
 PAGES = "\n".join(page.read_text() for page in (ROOT / "docs").rglob("*.md"))
@@ -72,12 +73,7 @@ def test_a_picture_says_what_it_shows_and_stays_inside(file: Path) -> None:
 
 
 def test_classes_are_styled() -> None:
-    used = {
-        name
-        for file in PICTURES
-        for names in re.findall(r'class="([^"]+)"', file.read_text())
-        for name in names.split()
-    }
+    used = set(" ".join(re.findall(r'class="([^"]+)"', "".join(file.read_text() for file in PICTURES))).split())
     selectors = "".join(re.findall(r"^ *[.\[].*[{,]$", STYLES, re.MULTILINE))
     assert used == set(re.findall(r"\.([\w-]+)", selectors)) - {"md-typeset"}
 
@@ -115,18 +111,12 @@ def test_the_house_stands() -> None:
         assert max(floors, default=0) <= DRAW.floor_of(module)
 
 
-def test_the_table_of_transforms_is_read_off_the_verbs() -> None:
-    assert (DRAW.DIRECTORY / "transforms.md").read_text() == DRAW.table(), "run `python scripts/draw_pictures.py`"
-    assert (DRAW.DIRECTORY / "files.md").read_text() == DRAW.files(), "run `python scripts/draw_pictures.py`"
-    assert '--8<-- "docs/pictures/transforms.md"' in PAGES
-    assert '--8<-- "docs/pictures/files.md"' in PAGES
-
-
-def test_the_map_is_of_what_runs() -> None:
-    if jax.__version__ != RELEASE:
+@pytest.mark.parametrize(("name", "drawn"), [("transforms", DRAW.table), ("files", DRAW.files), ("walk", DRAW.walk)])
+def test_a_table_is_read_off_the_package_and_the_map_off_what_runs(name: str, drawn: Callable[[], str]) -> None:
+    if name == "walk" and jax.__version__ != RELEASE:
         pytest.skip(f"the map is of jax {RELEASE}: other releases call back in another order")
-    assert (DRAW.DIRECTORY / "walk.md").read_text() == DRAW.walk(), "run `python scripts/draw_pictures.py`"
-    assert '--8<-- "docs/pictures/walk.md"' in PAGES
+    assert (DRAW.DIRECTORY / f"{name}.md").read_text() == drawn(), "run `python scripts/draw_pictures.py`"
+    assert f'--8<-- "docs/pictures/{name}.md"' in PAGES
 
 
 @pytest.mark.parametrize("verb", ["scan", "fori", "mask_scan"])
@@ -163,26 +153,24 @@ def add(total, x):
     return total + jnp.sum(x) if jnp.ndim(total) == 0 else total + x, x
 
 
-def rows_that_run(
-    compact: bool, lengths: tuple[int, ...] = draw_padding.LENGTHS, chunk: int = draw_padding.CHUNK
-) -> list[int]:
-    """How many rows each step of a batch runs on; of the drawn batch, if no other is given."""
-    sizes: list[int] = []
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize(
+    ("lengths", "chunk"),
+    [(draw_padding.LENGTHS, draw_padding.CHUNK), (draw_padding.LENGTHS, 5), ((0,) * 8, 5), ((0,) * 8, 16)],
+)
+def test_what_is_skipped_is_drawn_from_what_runs(lengths: tuple[int, ...], chunk: int, compact: bool) -> None:
+    assert drawn_rows(lengths, chunk, compact) == rows_of_steps(lengths, draw_padding.STEPS, chunk, compact)
 
-    def body(total, x):
-        jax.debug.callback(lambda x: sizes.append(len(x)), x)
-        return total + x, None
 
-    xs = jnp.ones((draw_padding.STEPS, len(lengths)))
-    treescan.mask_scan(body, jnp.zeros(len(lengths)), xs, lengths=jnp.array(lengths), chunk=chunk, compact=compact)
-    jax.effects_barrier()
-    return sizes
+def drawn_rows(lengths: tuple[int, ...], chunk: int, compact: bool) -> list[int]:
+    chunks = draw_padding.rows_that_run(lengths, draw_padding.STEPS, chunk, compact=compact)
+    return [len(rows) for steps, rows in chunks for _ in range(steps) if rows]
 
 
 @pytest.mark.parametrize("compact", [False, True])
 @pytest.mark.parametrize("picture", ["padding", "compact"])
 def test_padding_is_run_as_drawn(picture: str, compact: bool) -> None:
-    run, rows = sum(rows_that_run(compact)), len(draw_padding.LENGTHS)
+    run, rows = sum(drawn_rows(draw_padding.LENGTHS, draw_padding.CHUNK, compact)), len(draw_padding.LENGTHS)
     text = (ROOT / "docs" / "pictures" / f"{picture}.svg").read_text()
     before, after = text.split(f">chunk={draw_padding.CHUNK}, compact=True<")
     cells = re.findall(r'class="(data|padding)"', after if compact else before)
@@ -190,15 +178,6 @@ def test_padding_is_run_as_drawn(picture: str, compact: bool) -> None:
     assert len(cells) - legend == run
     of_all = f"of {rows * draw_padding.STEPS} rows"
     assert f">{run} {'are' if compact and picture == 'padding' else of_all}" in (after if compact else before)
-
-
-@pytest.mark.parametrize("compact", [False, True])
-@pytest.mark.parametrize("chunk", [4, 5, 16])
-@pytest.mark.parametrize("lengths", [draw_padding.LENGTHS, (0,) * 8])
-def test_what_is_skipped_is_drawn_from_what_runs(lengths: tuple[int, ...], chunk: int, compact: bool) -> None:
-    chunks = draw_padding.rows_that_run(lengths, draw_padding.STEPS, chunk, compact=compact)
-    drawn = [len(rows) for steps, rows in chunks for _ in range(steps) if rows]
-    assert drawn == rows_that_run(compact, lengths, chunk)
 
 
 def test_rows_move_from_their_places() -> None:

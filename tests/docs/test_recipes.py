@@ -5,10 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from oracle import as_numpy
+from test_docs import as_users_run_it
 
 from benchmarks.recipes import installed, problems
 from examples.recipes import agents, ppo, state_space
 
+__all__ = ["as_users_run_it"]  # a fixture
 NAMES = (
     "bidirectional GRU with CTC, padded", "bidirectional GRU with CTC, packed", "R2D2's replay", "GAE", "V-trace",
     "recurrent PPO", "Kalman filter", "Kalman filter and RTS smoother", "HMM, forward and backward", "HMM filter",
@@ -16,12 +18,6 @@ NAMES = (
     "nested recomputation", "thinning", "CTC over padded frames", "a GRU with resets",
 )  # fmt: skip
 OF_PEERS = {"HMM filter": "distrax", "HMM, all rows whole": "dynamax", "RTS smoother, all rows whole": "dynamax"}
-
-
-@pytest.fixture(autouse=True)
-def as_users_run_it():
-    with jax.numpy_rank_promotion("allow"), jax.numpy_dtype_promotion("standard"):
-        yield
 
 
 def assert_equal(got, want, tolerance):

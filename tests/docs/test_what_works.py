@@ -5,7 +5,6 @@
 
 import json
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -18,12 +17,9 @@ from works.table import EQUAL, Cell
 import treescan
 from scripts import script
 
-ROOT = Path(__file__).parents[2]
-
-
 what_works = script("what_works")
 DATA = json.loads(what_works.DATA.read_text())
-SHARE, SHARE_MASKED = 64, 64  # one cell in so many is for every day
+SHARE = 64  # one cell in so many is for every day
 
 
 def listed(cell: Cell) -> str:
@@ -56,10 +52,9 @@ PROCESS = pytest.mark.parametrize(
 
 def everyday(verb: str) -> list[Cell]:
     """A share of the cells, and each way in which the verb refuses: that is quick, as nothing is compiled."""
-    of = SHARE_MASKED if verb == "mask_scan" else SHARE
     first = {listed(cell): cell for cell in reversed(table.cells(verb)) if not what_works.fault(listed(cell))}
     refused = [cell for outcome, cell in first.items() if outcome != EQUAL]
-    return list(dict.fromkeys([*refused, *(cell for cell in table.cells(verb) if table.share(cell, of))]))
+    return list(dict.fromkeys([*refused, *(cell for cell in table.cells(verb) if table.share(cell, SHARE))]))
 
 
 @PROCESS

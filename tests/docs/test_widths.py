@@ -41,27 +41,11 @@ def test_a_wide_line_is_found() -> None:
     assert len(whole('--8<-- "README.md"').splitlines()) > 50
 
 
-# How messages are laid out.
+# How messages are laid out where no golden file shows it.
 
 
-def test_a_paragraph_breaks_around_code_and_not_within() -> None:
-    text = "Some words and then `a + piece(of, code)`, which stays on a line of its own."
-    assert wrap(text, 30) == ("Some words and then\n`a + piece(of, code)`, which\nstays on a line of its own.")
-    assert wrap("word `" + "code " * 20 + "`", 30).count("\n") == 3  # it has room on no line
-
-
-def test_the_first_line_leaves_room() -> None:
-    assert wrap("aaaa bbbb cccc", 10, taken=5) == "aaaa\nbbbb cccc"
-
-
-def test_a_table_that_is_too_wide_puts_notes_below_rows() -> None:
-    rows = [("leaf", "a" * 20, "b" * 20, "note " * 8), ("other", "a", "b", "")]
-    assert table(("leaf", "given", "is"), rows).splitlines() == [
-        "  leaf    given                  is",
-        "  leaf    " + "a" * 20 + "   " + "b" * 20,
-        "    " + ("note " * 8).strip(),
-        "  other   a                      b",
-    ]
+def test_code_for_which_no_line_has_room_breaks() -> None:
+    assert wrap("word `" + "code " * 20 + "`", 30).count("\n") == 3
 
 
 def test_a_table_that_is_wider_still_is_a_list_of_rows() -> None:

@@ -9,25 +9,10 @@ from unittest import mock
 
 import jax
 import jax.numpy as jnp
-from error_cases import LENGTHS, ROWS, XS, case, named, without_body
+from error_cases import LENGTHS, ROWS, XS, case, named
 
-from treescan import ArgumentError, ArgumentTypeError, CarryError, PluginError, accumulate, fold, mask_scan, scan
-from treescan.carries import (
-    AbstractCarry,
-    Ema,
-    Sum,
-    _registry,
-    best,
-    buffer,
-    carry_of,
-    cast,
-    ema,
-    keys,
-    moments,
-    register_carry,
-    sum_,
-    write_tree,
-)
+from treescan import accumulate, carries, fold, mask_scan, scan
+from treescan.carries import AbstractCarry, Ema, Sum, _registry, best, cast, ema, keys, register_carry, sum_
 
 
 def step(carry, x):
@@ -48,41 +33,16 @@ def count(number: Any, **hooks: Callable[..., Any]) -> Any:
     return jax.tree_util.register_dataclass(kind)(number)
 
 
+def unregistered(name: str, **hooks: Callable[..., Any]) -> Any:
+    """A carry whose class JAX does not know."""
+    return type(name, (AbstractCarry,), {"__module__": __name__, **hooks})()
+
+
 def over_rows(init: Any, **options: Any) -> Any:
     return mask_scan(step, init, ROWS, lengths=LENGTHS, **options)
 
 
-# --- classes ----------------------------------------------------------------------------------------------------------
-
-
-@without_body(PluginError)
-def plugin_without_write(one):
-    class Latch(AbstractCarry[Any, Any]):
-        def read(self):
-            return one
-
-    return Latch()
-
-
-@without_body(PluginError)
-def plugin_without_hooks(one):
-    class Latch(AbstractCarry[Any, Any]):
-        pass
-
-    return Latch()
-
-
-without_body(ArgumentTypeError)(
-    carry_of_the_value_seen=lambda one: carry_of(fold(lambda average, x: x, ema(one, 0.9), XS).read(), Ema),
-    carry_of_another_carry=lambda one: carry_of(fold(lambda average, x: x, ema(one, 0.9), XS), Sum),
-    write_tree_keys=lambda one: write_tree({"h": one, "loss": ema(one, 0.9)}, {"h": one}),
-)
-
-
-# --- hooks that fail --------------------------------------------------------------------------------------------------
-
-
-@case(PluginError)
+@case()
 def plugin_write_fails(one):
     def write(self, returned, valid):
         return replace(self, number=returned["count"])
@@ -93,131 +53,13 @@ def plugin_write_fails(one):
     return scan(step, {"h": one, "seen": [count(one, write=write)]}, XS)
 
 
-class NoPytree(AbstractCarry[Any, Any]):
-    def read(self):
-        return 0.0
-
-    def write(self, returned, valid):
-        return self
-
-
-case(PluginError)(
-    plugin_of_no_pytree=lambda one: scan(lambda carry, x: (carry, one), {"seen": NoPytree()}, XS),
-    plugin_rows_fails=lambda one: over_rows(count(one * jnp.ones(2), rows=lambda self: self.axes)),
-    plugin_read_fails=lambda one: scan(
-        step, {"seen": count(one, read=named("read", lambda self: {"number": self.number}["count"]))}, XS
-    ),
-    plugin_given_other_shape=lambda one: scan(
-        named("step", lambda state, x: ({"h": state["h"], "loss": x * jnp.ones(3)}, None)),
-        {"h": one, "loss": ema(one * jnp.ones(2), 0.9)},
-        XS,
-    ),
-    plugin_given_other_rows=lambda one: mask_scan(
-        named("step", lambda state, x: ({"loss": jnp.ones(3)}, None)), {"loss": ema(one, 0.9)}, ROWS, lengths=LENGTHS
-    ),
-    plugin_given_a_vector_for_a_number=lambda one: scan(
-        named("step", lambda state, x: ({"loss": x * jnp.ones(3)}, None)), {"loss": ema(one, 0.9)}, XS
-    ),
-    plugin_given_other_structure=lambda one: scan(
-        named("step", lambda state, x: ({"h": state["h"]}, None)), cast({"h": one, "c": one}), XS
-    ),
-)
-
-
-# --- what is written --------------------------------------------------------------------------------------------------
-
-
-@case(PluginError)
+@case()
 def plugin_buffer_given_its_store(one):
     def append(seen, x):
         values, _ = seen
         return (values.at[0].set(x), True), None
 
-    return scan(append, buffer(jnp.ones((2, 3)), 3), one * jnp.ones((4, 2, 3)))
-
-
-case(PluginError)(
-    plugin_best_given_another_structure=lambda one: scan(lambda seen, x: ((x, x), None), best({"w": one}), XS),
-    plugin_writes_other_dtype=lambda one: scan(
-        step,
-        {
-            "h": one,
-            "seen": count(
-                one,
-                write=named(
-                    "write",
-                    lambda self, returned, valid: replace(self, number=(self.number + returned).astype(jnp.bfloat16)),
-                ),
-            ),
-        },
-        XS,
-    ),
-    plugin_writes_other_class=lambda one: scan(
-        step, {"seen": count(one, write=named("write", lambda self, returned, valid: sum_(self.number + returned)))}, XS
-    ),
-)
-
-without_body(ArgumentTypeError)(
-    carry_moments_of_an_array=lambda one: moments(one * XS),
-    carry_moments_of_a_dtype=lambda one: moments(jnp.float32),
-    carry_best_with_a_function=lambda one: best(one, lambda value: value.sum()),
-    carry_best_with_a_text=lambda one: best(one, "loss"),
-    carry_best_of_a_text=lambda one: best({"name": "adam", "w": one}),
-    carry_keys_of_a_seed=lambda one: keys(0),
-    cast_of_a_function_that_makes_carries=lambda one: cast({"h": one, "rng": keys}),
-)
-
-case(ArgumentTypeError)(carry_class_not_called=lambda one: fold(lambda carry, x: carry, {"h": one, "loss": Ema}, XS))
-
-
-# --- where the rows stand ---------------------------------------------------------------------------------------------
-
-
-@case(PluginError)
-def plugin_rows_no_prefix(one):
-    carry = count({"h": one * jnp.ones(2), "c": one}, rows=lambda self: {"number": {"h": 0, "b": None}})
-    return over_rows({"seen": carry})
-
-
-case(PluginError)(
-    plugin_rows_of_no_field=lambda one: over_rows(
-        {"seen": count(one * jnp.ones(2), rows=lambda self: {"count": 0, "total": None})}
-    ),
-    plugin_rows_str=lambda one: over_rows({"seen": count(one * jnp.ones(2), rows=lambda self: "number")}),
-    plugin_rows_of_a_carry_within=lambda one: over_rows(
-        {"seen": count(sum_(one * jnp.ones(2)), rows=lambda self: {"number": 1})}
-    ),
-)
-
-case(ArgumentError)(
-    batch_not_in_custom_carry=lambda one: over_rows(
-        {"h": one * jnp.ones((2, 5)), "seen": count(one), "loss": ema(one * jnp.ones(3), 0.9)}
-    ),
-    carry_axes_of_custom_carry=lambda one: over_rows(
-        {"h": one * jnp.ones((5, 2)), "loss": ema(one * jnp.ones(2), 0.9)}, carry_axes=1
-    ),
-    carry_axes_within_custom_carry=lambda one: over_rows(
-        {"loss": ema(one * jnp.ones(2), 0.9)}, carry_axes={"loss": {"value": 0}}
-    ),
-    compact_with_shared_keys=lambda one: over_rows(
-        {"h": one * jnp.ones(2), "dropout": keys(jax.random.key(0))}, compact=True
-    ),
-)
-
-
-# --- what the body returns --------------------------------------------------------------------------------------------
-
-
-case(CarryError)(
-    carry_without_custom_carry=lambda one: scan(
-        named("step", lambda state, x: ({"h": state["h"] + x, "losses": x}, state["loss"])),
-        {"h": one, "loss": ema(one, 0.9)},
-        XS,
-    )
-)
-
-
-# --- registered types -------------------------------------------------------------------------------------------------
+    return scan(append, carries.buffer(jnp.ones((2, 3)), 3), one * jnp.ones((4, 2, 3)))
 
 
 @contextlib.contextmanager
@@ -250,43 +92,109 @@ def to_count_of_numbers(meter: Meter) -> Any:
     return count(meter.numbers)
 
 
-@without_body(PluginError, context=forgotten)
-def register_twice(one):
-    register_carry(Meter, to_count, from_count)
-    register_carry(Meter, to_count_of_numbers, from_count)
+def registered(one: Any, to_carry: Any, from_carry: Any, verb: Any = scan, body: Any = step) -> Any:
+    register_carry(Meter, to_carry, from_carry)
+    return verb(body, {"h": one, "meters": [Meter(one)]}, XS)
 
 
-@case(PluginError, context=forgotten)
-def registered_to_carry_fails(one):
-    register_carry(Meter, to_count_of_numbers, from_count)
-    return scan(step, {"h": one, "meters": [Meter(one)]}, XS)
+case()(
+    plugin_without_write=lambda one: unregistered("Latch", read=lambda self: one),
+    plugin_without_hooks=lambda one: unregistered("Latch"),
+    carry_of_the_value_seen=lambda one: carries.carry_of(fold(lambda average, x: x, ema(one, 0.9), XS).read(), Ema),
+    carry_of_another_carry=lambda one: carries.carry_of(fold(lambda average, x: x, ema(one, 0.9), XS), Sum),
+    write_tree_keys=lambda one: carries.write_tree({"h": one, "loss": ema(one, 0.9)}, {"h": one}),
+    # Hooks that fail.
+    plugin_of_no_pytree=lambda one: scan(
+        lambda carry, x: (carry, one), {"seen": unregistered("NoPytree", **HOOKS)}, XS
+    ),
+    plugin_rows_fails=lambda one: over_rows(count(one * jnp.ones(2), rows=lambda self: self.axes)),
+    plugin_read_fails=lambda one: scan(
+        step, {"seen": count(one, read=named("read", lambda self: {"number": self.number}["count"]))}, XS
+    ),
+    plugin_given_other_shape=lambda one: scan(
+        named("step", lambda state, x: ({"h": state["h"], "loss": x * jnp.ones(3)}, None)),
+        {"h": one, "loss": ema(one * jnp.ones(2), 0.9)},
+        XS,
+    ),
+    plugin_given_other_rows=lambda one: mask_scan(
+        named("step", lambda state, x: ({"loss": jnp.ones(3)}, None)), {"loss": ema(one, 0.9)}, ROWS, lengths=LENGTHS
+    ),
+    plugin_given_a_vector_for_a_number=lambda one: scan(
+        named("step", lambda state, x: ({"loss": x * jnp.ones(3)}, None)), {"loss": ema(one, 0.9)}, XS
+    ),
+    plugin_given_other_structure=lambda one: scan(
+        named("step", lambda state, x: ({"h": state["h"]}, None)), cast({"h": one, "c": one}), XS
+    ),
+    # What is written.
+    plugin_best_given_another_structure=lambda one: scan(lambda seen, x: ((x, x), None), best({"w": one}), XS),
+    plugin_writes_other_dtype=lambda one: scan(
+        step,
+        {
+            "h": one,
+            "seen": count(
+                one,
+                write=named(
+                    "write",
+                    lambda self, returned, valid: replace(self, number=(self.number + returned).astype(jnp.bfloat16)),
+                ),
+            ),
+        },
+        XS,
+    ),
+    plugin_writes_other_class=lambda one: scan(
+        step, {"seen": count(one, write=named("write", lambda self, returned, valid: sum_(self.number + returned)))}, XS
+    ),
+    carry_moments_of_an_array=lambda one: carries.moments(one * XS),
+    carry_moments_of_a_dtype=lambda one: carries.moments(jnp.float32),
+    carry_best_with_a_function=lambda one: best(one, lambda value: value.sum()),
+    carry_best_with_a_text=lambda one: best(one, "loss"),
+    carry_best_of_a_text=lambda one: best({"name": "adam", "w": one}),
+    carry_keys_of_a_seed=lambda one: keys(0),
+    cast_of_a_function_that_makes_carries=lambda one: cast({"h": one, "rng": keys}),
+    carry_class_not_called=lambda one: fold(lambda carry, x: carry, {"h": one, "loss": Ema}, XS),
+    # Where the rows stand.
+    plugin_rows_no_prefix=lambda one: over_rows(
+        {"seen": count({"h": one * jnp.ones(2), "c": one}, rows=lambda self: {"number": {"h": 0, "b": None}})}
+    ),
+    plugin_rows_of_no_field=lambda one: over_rows(
+        {"seen": count(one * jnp.ones(2), rows=lambda self: {"count": 0, "total": None})}
+    ),
+    plugin_rows_str=lambda one: over_rows({"seen": count(one * jnp.ones(2), rows=lambda self: "number")}),
+    plugin_rows_of_a_carry_within=lambda one: over_rows(
+        {"seen": count(sum_(one * jnp.ones(2)), rows=lambda self: {"number": 1})}
+    ),
+    batch_not_in_custom_carry=lambda one: over_rows(
+        {"h": one * jnp.ones((2, 5)), "seen": count(one), "loss": ema(one * jnp.ones(3), 0.9)}
+    ),
+    carry_axes_of_custom_carry=lambda one: over_rows(
+        {"h": one * jnp.ones((5, 2)), "loss": ema(one * jnp.ones(2), 0.9)}, carry_axes=1
+    ),
+    carry_axes_within_custom_carry=lambda one: over_rows(
+        {"loss": ema(one * jnp.ones(2), 0.9)}, carry_axes={"loss": {"value": 0}}
+    ),
+    compact_with_shared_keys=lambda one: over_rows(
+        {"h": one * jnp.ones(2), "dropout": keys(jax.random.key(0))}, compact=True
+    ),
+    # What the body returns.
+    carry_without_custom_carry=lambda one: scan(
+        named("step", lambda state, x: ({"h": state["h"] + x, "losses": x}, state["loss"])),
+        {"h": one, "loss": ema(one, 0.9)},
+        XS,
+    ),
+)
 
-
-@case(PluginError, context=forgotten)
-def registered_to_no_carry(one):
-    register_carry(Meter, lambda meter: meter.number, from_count)
-    return scan(step, {"h": one, "meters": [Meter(one)]}, XS)
-
-
-@case(PluginError, context=forgotten)
-def registered_from_carry_fails(one):
-    def from_carry(carry):
-        return Meter({}["number"])
-
-    register_carry(Meter, to_count, from_carry)
-    return scan(step, {"h": one, "meters": [Meter(one)]}, XS)
-
-
-@case(PluginError, context=forgotten)
-def registered_from_another_type(one):
-    register_carry(Meter, to_count, lambda carry: carry.number)
-    return accumulate(lambda carry, x: carry, {"h": one, "meters": [Meter(one)]}, XS)
-
-
-without_body(ArgumentTypeError, context=forgotten)(
+case(context=forgotten)(
+    register_twice=lambda one: [register_carry(Meter, to, from_count) for to in (to_count, to_count_of_numbers)],
+    registered_to_carry_fails=lambda one: registered(one, to_count_of_numbers, from_count),
+    registered_to_no_carry=lambda one: registered(one, lambda meter: meter.number, from_count),
+    registered_from_carry_fails=lambda one: registered(
+        one, to_count, named("from_carry", lambda carry: Meter({}["number"]))
+    ),
+    registered_from_another_type=lambda one: registered(
+        one, to_count, lambda carry: carry.number, accumulate, lambda carry, x: carry
+    ),
     register_a_value=lambda one: register_carry(Meter(one), to_count, from_count),
     register_without_way_back=lambda one: register_carry(Meter, to_count, None),
     register_dict=lambda one: register_carry(dict, to_count, from_count),
+    register_a_carry=lambda one: register_carry(Ema, to_count, from_count),
 )
-
-without_body(PluginError, context=forgotten)(register_a_carry=lambda one: register_carry(Ema, to_count, from_count))

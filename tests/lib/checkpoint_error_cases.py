@@ -4,10 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from error_cases import XS as X, mesh_of, without_body
+from error_cases import XS as X, case, mesh_of
 from jax.sharding import NamedSharding, PartitionSpec
 
-from treescan import ArgumentTypeError, LayerError, layers_from_state_dict, layers_to_state_dict
+from treescan import layers_from_state_dict, layers_to_state_dict
 
 
 def checkpoint(one: Any, n: int = 3, prefix: str = "model.layers") -> dict[str, Any]:
@@ -20,13 +20,13 @@ LIKE = {"q": jax.ShapeDtypeStruct((3, 4), jnp.float32), "norm": jax.ShapeDtypeSt
 NAMES = {"q": "q.weight", "norm": "norm.weight"}
 
 
-@without_body(LayerError)
+@case()
 def checkpoint_that_does_not_fit(one):
     like = LIKE | {"q": jax.ShapeDtypeStruct((4, 3), jnp.float32), "scale": one}
     return layers_from_state_dict(checkpoint(one, 2), like, prefix="model.layers", names=NAMES)
 
 
-@without_body(LayerError)
+@case()
 def checkpoint_of_uneven_layers(one):
     state = checkpoint(one)
     del state["model.layers.1.q.weight"]
@@ -43,13 +43,13 @@ def numbered(one: Any, n: int = 5) -> dict[str, Any]:
     return {f"layers.{i}.w": one * X for i in range(n)}
 
 
-@without_body(LayerError, devices=True)
+@case(devices=True)
 def checkpoint_shardings_misfit(one):
     place = NamedSharding(mesh_of(2, "rows"), PartitionSpec("rows"))
     return layers_from_state_dict(numbered(one), TWO, order="turns", shardings=[place, None])
 
 
-without_body(LayerError)(
+case()(
     checkpoint_of_another_prefix=lambda one: layers_from_state_dict(
         checkpoint(one) | checkpoint(one, 2, "model.decoder.layers")
     ),
@@ -76,9 +76,6 @@ without_body(LayerError)(
     ),
     state_dict_of_texts=lambda one: layers_from_state_dict({"layers.0.w": one, "layers.0.name": "first"}),
     state_dict_names_that_are_not_there=lambda one: layers_to_state_dict({"w": one * X}, names={"v": "weight"}),
-)
-
-without_body(ArgumentTypeError)(
     checkpoint_names_without_like=lambda one: layers_from_state_dict(
         checkpoint(one), prefix="model.layers", names=NAMES
     ),

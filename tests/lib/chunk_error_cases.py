@@ -5,10 +5,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import case, named
+from error_cases import case, exported, named, with_ref
 from jax.experimental import io_callback
 
-from treescan import ArgumentError, ArgumentTypeError, Remat, fold, mask_scan, plan_remat, scan, scan_layers
+from treescan import Remat, fold, mask_scan, plan_remat, scan, scan_layers
 
 XS = jnp.arange(8.0)
 LENGTHS = np.array([3])
@@ -29,24 +29,12 @@ def rows(one: Any, **options: Any) -> Any:
     return mask_scan(step, one[None], XS[:, None], lengths=LENGTHS, **options)
 
 
-def step_of_a_ref() -> Any:
-    ref = jax.new_ref(jnp.ones(()))
-
-    def step(carry, x):
-        return carry + ref[...], x
-
-    return step
-
-
-# --- remat ------------------------------------------------------------------------------------------------------------
-
-
 def step_that_calls_out(carry, x):
     io_callback(lambda: None, None)
     return carry + x, x
 
 
-@case(ArgumentError, less=("disable_jit",))
+@case(less=("disable_jit",))
 def remat_budget_of_a_pattern_too_small(one):
     def block(layer, x):
         return jnp.sin(x) * layer, None
@@ -72,14 +60,8 @@ def step_with_a_rule_in_a_branch(carry, x):
     return jax.lax.cond(x > 0, rule, lambda x, y: x, carry, x), None
 
 
-@case(ArgumentError, less=("disable_jit",))
-def remat_budget_of_symbolic_rows(one):
-    rows = jax.ShapeDtypeStruct((8, jax.export.symbolic_shape("b")[0]), jnp.float32)
-    run = jax.jit(lambda xs: fold(lambda c, x: c + x, one * jnp.zeros(xs.shape[1]), xs, remat=Remat.fit(2**20)))
-    return jax.export.export(run)(rows)
-
-
-case(ArgumentError)(
+case()(
+    # remat
     remat_class=lambda one: scan(step, one, XS, remat=Remat),
     remat_levels_zero=lambda one: scan(step, one, XS, remat=Remat(levels=0)),
     remat_levels_float=lambda one: scan(step, one, XS, remat=Remat(levels=2.0)),
@@ -112,45 +94,33 @@ case(ArgumentError)(
         step_with_a_rule_in_a_branch, one, XS, remat=Remat.fit(2**20)
     ),
     plan_remat_unknown=lambda one: plan_remat(step, one, XS, remat="all"),
-)
-
-case(ArgumentError, less=("disable_jit",))(
-    remat_over_a_callback=lambda one: scan(step_that_calls_out, one, XS, remat="nested"),
-    remat_budget_too_small=lambda one: scan(
-        named("big", lambda carry, x: (jnp.sin(carry) * x, None)), one * jnp.ones(256), XS, remat=Remat.fit(2000)
-    ),
-)
-
-
-# --- save -------------------------------------------------------------------------------------------------------------
-
-
-@case(ArgumentError, less=("disable_jit",))
-def save_of_symbolic_steps(one):
-    steps = jax.ShapeDtypeStruct((jax.export.symbolic_shape("t")[0],), jnp.float32)
-    return jax.export.export(jax.jit(lambda xs: scan(step, one, xs, save=2)[0]))(steps)
-
-
-case(ArgumentError)(
+    # save
     save_unknown=lambda one: scan(step, one, XS, save="first"),
     save_zero=lambda one: scan(step, one, XS, save=0),
     save_true=lambda one: scan(step, one, XS, save={"y": True, "count": "all"}),
     save_positions=lambda one: scan(step, one, XS, save=np.array([1, 3])),
     save_is_no_prefix_of_rows=lambda one: rows(one, save=(2, "last")),
     pattern_with_save_of_another_length=lambda one: scan_layers([local, local], one, [XS, XS], save=["last"]),
-)
-
-case(ArgumentError, less=("disable_jit", "vmap"))(save_over_a_ref=lambda one: scan(step_of_a_ref(), one, XS, save=2))
-
-
-# --- truncate ---------------------------------------------------------------------------------------------------------
-
-case(ArgumentError)(
+    # truncate
     truncate_zero=lambda one: scan(step, one, XS, truncate=0),
     truncate_true=lambda one: scan(step, one, XS, truncate=True),
-)
-
-case(ArgumentTypeError)(
     truncate_in_layers=lambda one: scan_layers(local, one, XS, truncate=2),
     remat_policy_number=lambda one: scan(step, one, XS, remat=Remat(2)),
+)
+
+case(less=("disable_jit",))(
+    remat_budget_of_symbolic_rows=lambda one: exported(
+        lambda xs: fold(lambda c, x: c + x, one * jnp.zeros(xs.shape[1]), xs, remat=Remat.fit(2**20)), "8, b"
+    ),
+    save_of_symbolic_steps=lambda one: exported(lambda xs: scan(step, one, xs, save=2)[0], "t"),
+    remat_over_a_callback=lambda one: scan(step_that_calls_out, one, XS, remat="nested"),
+    remat_budget_too_small=lambda one: scan(
+        named("big", lambda carry, x: (jnp.sin(carry) * x, None)), one * jnp.ones(256), XS, remat=Remat.fit(2000)
+    ),
+)
+
+case(less=("disable_jit", "vmap"))(
+    save_over_a_ref=lambda one: with_ref(
+        lambda ref: scan(named("step", lambda carry, x: (carry + ref[...], x)), one, XS, save=2)
+    )
 )

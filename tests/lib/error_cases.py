@@ -2,23 +2,31 @@
 
 Each file `*_error_cases.py` adds those of one subject, by rows or as functions:
 
-    case(ArgumentError)(
+    case()(
         length_negative=lambda one: scan(step, one, None, -1),
     )
 
-    @case(CarryError, lax=True)
+    @case(lax=True)
     def carry_rank(one): ...
+
+What a case raises, and whether that names a body, is in its golden file.
 """
 
 import contextlib
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import pytest
 from jax.sharding import AxisType, PartitionSpec
 
+import treescan
 from treescan import TreescanError
+
+GOLDEN = Path(__file__).parents[1] / "golden"
 
 Run = Callable[[Any], Any]
 Context = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -42,26 +50,44 @@ class Case(NamedTuple):
     """A call that raises.
 
     Attributes:
+        name: that of its golden file.
         run: the call.
-        error: what it raises.
         lax: whether `jax.lax.scan` raises too.
         less: the modes in which it cannot be run.
         context: under what it is run.
-        body: whether the error names a body and its line.
         devices: whether it needs more than one device.
     """
 
+    name: str
     run: Run
-    error: type[TreescanError]
     lax: bool
     less: tuple[str, ...]
     context: Context
-    body: bool
     devices: bool
 
     @property
     def modes(self) -> list[str]:
         return [mode for mode in MODES if mode not in self.less]
+
+    @property
+    def golden(self) -> str:
+        """What a user reads; nothing where that is about to be written."""
+        file = GOLDEN / f"{self.name}.txt"
+        return file.read_text() if file.exists() and os.environ.get("UPDATE_GOLDEN") != "1" else ""
+
+    @property
+    def error(self) -> type[TreescanError]:
+        """The class with which the golden file begins."""
+        if self.golden:
+            return getattr(treescan, self.golden.partition(":")[0].removeprefix("treescan."))
+        with pytest.raises(TreescanError) as caught:
+            self.provoke()
+        return caught.type
+
+    @property
+    def body(self) -> bool:
+        """Whether the golden file names a body and its line."""
+        return "(model.py:12)" in self.golden
 
     def provoke(self, mode: str = "eager") -> None:
         with self.context():
@@ -72,20 +98,14 @@ CASES: dict[str, Case] = {}
 
 
 def case(
-    error: type[TreescanError],
-    *,
-    lax: bool = False,
-    less: tuple[str, ...] = (),
-    context: Context = contextlib.nullcontext,
-    body: bool = True,
-    devices: bool = False,
+    *, lax: bool = False, less: tuple[str, ...] = (), context: Context = contextlib.nullcontext, devices: bool = False
 ) -> Callable[..., None]:
     """Adds cases: a function under its own name, and rows under theirs."""
 
     def add(*functions: Run, **rows: Run) -> None:
         for name, run in [*((function.__name__, function) for function in functions), *rows.items()]:
             assert name not in CASES, name
-            CASES[name] = Case(run, error, lax, less, context, body, devices)
+            CASES[name] = Case(name, run, lax, less, context, devices)
 
     return add
 
@@ -96,13 +116,9 @@ def named(name: str, body: Callable[..., Any]) -> Callable[..., Any]:
     return body
 
 
-def without_body(error: type[TreescanError], **options: Any) -> Callable[..., None]:
-    return case(error, body=False, **options)
-
-
-def on_mesh(error: type[TreescanError], **options: Any) -> Callable[..., None]:
+def on_mesh(**options: Any) -> Callable[..., None]:
     """Cases on a mesh whose axis is a part of types."""
-    return case(error, context=_set_mesh, devices=True, **options)
+    return case(context=_set_mesh, devices=True, **options)
 
 
 def _set_mesh() -> contextlib.AbstractContextManager[Any]:
@@ -117,6 +133,16 @@ def mesh_of(count: int, axis: str = "devices") -> Any:
 def over_devices(function: Callable[..., Any], mesh: Any, **options: Any) -> Any:
     """A function that each device calls with the whole of its arguments."""
     return jax.shard_map(function, mesh=mesh, in_specs=PartitionSpec(), out_specs=PartitionSpec(), **options)
+
+
+def exported(run: Run, shape: str) -> Any:
+    """Traces a function of an array of which a size is not known yet."""
+    return jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct(jax.export.symbolic_shape(shape), jnp.float32))
+
+
+def with_ref(run: Run, *shape: int) -> Any:
+    """A call that closes over a mutable array."""
+    return run(jax.new_ref(jnp.ones(shape)))
 
 
 XS = jnp.arange(3.0)

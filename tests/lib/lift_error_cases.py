@@ -2,10 +2,10 @@
 
 import jax
 import jax.numpy as jnp
-from error_cases import XS, case, named, without_body
+from error_cases import XS, case, named
 from jaxtyping import Array, Float
 
-from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError, In, Out, SignatureError, lift
+from treescan import In, Out, lift
 from treescan.carries import keys
 
 W = {"w": jnp.ones(2)}
@@ -25,19 +25,19 @@ def updating(one, updates, variables=None, **roles):
     return run(variables or {}, {}, one, XS)
 
 
-@case(ArgumentTypeError)
+@case()
 def lift_metadata_fn_returns_none(one):
     run = lift(step, variable_axes={"params": 0}, metadata_fn=lambda tree, axis, added: None)
     return run({"params": {"w": jnp.ones((3, 2))}}, {}, one, XS)
 
 
-@case(BodyError)
+@case()
 def lift_returns_what_is_only_read(one):
     run = lift(lambda variables, rngs, carry, x: ((carry, x), variables), variable_axes={"params": In(0)})
     return run({"params": {"w": jnp.ones((3, 2))}}, {}, one, XS)
 
 
-@case(SignatureError)
+@case()
 def lift_annotations(one):
     def annotated(
         variables: dict[str, dict[str, Float[Array, "f h"]]], rngs, h: Float[Array, " h"], x: Float[Array, " f"]
@@ -49,9 +49,8 @@ def lift_annotations(one):
     return run({"params": {"w": jnp.ones((3, 4))}}, {}, jnp.ones(4), jnp.ones((5, 3)))
 
 
-without_body(BodyError)(lift_of_no_function=lambda one: lift("step")({}, {}, one, XS))
-
-case(ArgumentTypeError)(
+case()(
+    lift_of_no_function=lambda one: lift("step")({}, {}, one, XS),
     lift_filter_number=lambda one: lifted(one, variable_broadcast=3),
     lift_filter_of_numbers=lambda one: lifted(one, variable_carry=["a", 1]),
     lift_axes_not_a_mapping=lambda one: lifted(one, variable_axes="params"),
@@ -65,9 +64,6 @@ case(ArgumentTypeError)(
     lift_keys_to_split=lambda one: lift(step, split_rngs={"noise": True})(
         {}, {"noise": jax.random.split(jax.random.key(0), 3)}, one, XS
     ),
-)
-
-case(ArgumentError)(
     lift_collection_without_role=lambda one: lifted(one, {"batch_stats": W, "cache": W}, variable_axes={"params": 0}),
     lift_stream_without_role=lambda one: lift(step, split_rngs={"params": False})(
         {}, {"dropout": jax.random.key(0)}, one, XS
@@ -84,9 +80,6 @@ case(ArgumentError)(
         lambda variables, rngs, carry, x: ((carry, (x, x)), {}), out_axes=(None, 0, 0)
     )({}, {}, one, XS),
     lift_in_axes_no_prefix=lambda one: lifted(one, in_axes=(0, 0)),
-)
-
-case(BodyError)(
     lift_returns_no_updates=lambda one: lift(lambda variables, rngs, carry, x: (carry, x))({}, {}, one, XS),
     lift_returns_collection_without_role=lambda one: updating(
         one, lambda variables, carry, x: {"cache": {"k": x}}, variable_broadcast="params"
@@ -112,13 +105,10 @@ case(BodyError)(
         ),
         variable_broadcast=True,
     ),
-)
-
-case(CarryError)(
     lift_carried_collection_changes=lambda one: updating(
         one,
         named("updates", lambda variables, carry, x: {"stats": {"n": variables["stats"]["n"].astype(jnp.float16)}}),
         {"stats": {"n": jnp.ones(2)}},
         variable_carry="stats",
-    )
+    ),
 )

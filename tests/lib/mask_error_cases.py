@@ -5,11 +5,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import LENGTHS, ROWS, XS, case, mesh_of, named, on_mesh, over_devices, without_body
+from error_cases import LENGTHS, ROWS, XS, case, exported, mesh_of, named, on_mesh, over_devices, with_ref
 from jax.sharding import PartitionSpec
 
 import treescan
-from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError, TracedArgumentError, mask_scan, scan
+from treescan import mask_scan, scan
 
 
 def step(carry, x):
@@ -23,7 +23,8 @@ def words(steps: int, dtype: Any = np.int32) -> dict[str, Any]:
 
 LONG = treescan.pack([words(3), words(2)], length=4)
 PADDED, PACKED = treescan.pad([words(3)]), treescan.pack([words(3)])
-TWO = treescan.pack([words(3), words(2)])
+SEQUENCES = [words(3), words(2)]
+TWO, ROWS_OF_TWO = treescan.pack(SEQUENCES), treescan.pad(SEQUENCES)
 FEATURES = treescan.pack([np.ones((3, 4)), np.ones((2, 4))])
 TOO_LONG = jnp.array([3, 4])
 RESETS = jnp.zeros((3, 2), bool)
@@ -54,13 +55,6 @@ def counting():
     return step
 
 
-def adding(ref):
-    return lambda carry, x: (carry + ref[...], None)
-
-
-# --- mask_scan --------------------------------------------------------------------------------------------------------
-
-
 def resetting(one, to, init=None, **options):
     init = {"h": pair(one), "n": jnp.zeros(2, jnp.int32)} if init is None else init
     return mask_scan(state_step, init, ROWS, resets=RESETS, reset_to=to, **options)
@@ -76,57 +70,27 @@ def packed_from(one, init, **options):
     return mask_scan(state_step, start, packed, **options)
 
 
-@case(BodyError, less=("disable_jit",))
-def compact_body_counts_rows(one):
-    def step(carry, x):
-        return (carry if len(x) == 1 else carry + 1), None
-
-    return masked(one, step, compact=True)
-
-
-@on_mesh(ArgumentError, less=("disable_jit", "vmap"))
+@on_mesh(less=("disable_jit", "vmap"))
 def compact_rows_on_a_mesh(one):
     h = jax.sharding.reshard(pair(one), PartitionSpec("rows"))
     return mask_scan(step, h, ROWS, lengths=LENGTHS, compact=True)
 
 
-@case(ArgumentError, less=("disable_jit", "vmap", "grad"))
-def compact_in_an_unchecked_shard_map(one):
-    def run(rows):
-        return mask_scan(step, rows, ROWS, lengths=LENGTHS, compact=True)[0]
-
-    return over_devices(run, mesh_of(1), check_vma=False)(pair(one))
-
-
-@case(ArgumentError)
+@case()
 def packed_of_a_single_row(one):
     packed = treescan.pack([np.ones(3), np.ones(2)])
     row = jax.tree.map(lambda leaf: leaf[:, 0], packed[:3])
     return mask_scan(step, one, packed._replace(data=row[0], mask=row[1], resets=row[2]))
 
 
-@case(ArgumentError, less=("disable_jit", "vmap", "grad"))
+@case(less=("disable_jit", "vmap", "grad"))
 def packed_inits_of_rows_over_devices(one):
     packed = treescan.pack([np.ones(3), np.ones(2)], init=[0.0, 1.0])
     run = over_devices(lambda rows, packed: mask_scan(step, rows, packed)[0], mesh_of(1), check_vma=False)
     return run(one * jnp.ones(packed.rows), packed)
 
 
-def exported(run):
-    """Traces a function of xs of which the number of steps is not known yet."""
-    steps = jax.export.symbolic_shape("t")[0]
-    return jax.export.export(jax.jit(run))(jax.ShapeDtypeStruct((steps, 2), jnp.float32))
-
-
-@case(ArgumentError, less=("disable_jit",))
-def compact_of_symbolic_rows(one):
-    rows = jax.export.symbolic_shape("b")[0]
-    run = jax.jit(lambda xs, lengths: mask_scan(step, xs[0], xs, lengths=lengths, compact=True))
-    shapes = jax.ShapeDtypeStruct((8, rows), jnp.float32), jax.ShapeDtypeStruct((rows,), jnp.int32)
-    return jax.export.export(run)(*shapes)
-
-
-@case(CarryError, less=("disable_jit",))
+@case(less=("disable_jit",))
 def compact_over_closed_over_rows(one):
     bias = jnp.ones(2)
 
@@ -136,7 +100,7 @@ def compact_over_closed_over_rows(one):
     return masked(one, step, compact=True)
 
 
-@case(ArgumentError, less=("disable_jit", "vmap"))
+@case(less=("disable_jit", "vmap"))
 def remat_fit_over_a_ref_with_rows(one):
     ref = jax.new_ref(jnp.ones(()))
 
@@ -147,35 +111,61 @@ def remat_fit_over_a_ref_with_rows(one):
     return masked(one, step, remat=treescan.Remat.fit(10**8))
 
 
-@case(ArgumentError)
-def packed_beside_padded(one):
-    sequences = [words(3), words(2)]
-    return mask_scan(step, pair(one), (treescan.pad(sequences), treescan.pack(sequences, rows=2)))
+@case()
+def repad_too_long(one):
+    packed = treescan.pack([words(1), words(3)], length=4)
+    return treescan.repad(packed, packed.data, length=2)
 
 
-@case(ArgumentError, less=("disable_jit",))
-def padded_beside_one_of_traced_rows(one):
-    padded = treescan.pad([words(3), words(2)])
-    run = jax.jit(lambda first, second: mask_scan(step, pair(one), (first, second)))
-    return run(padded, padded)
+case(less=("disable_jit",))(
+    compact_body_counts_rows=lambda one: masked(
+        one, named("step", lambda carry, x: ((carry if len(x) == 1 else carry + 1), None)), compact=True
+    ),
+    compact_of_symbolic_rows=lambda one: exported(
+        lambda xs: mask_scan(step, xs[0], xs, lengths=jnp.zeros(xs.shape[1], int), compact=True), "8, b"
+    ),
+    padded_beside_one_of_traced_rows=lambda one: jax.jit(
+        lambda first, second: mask_scan(step, pair(one), (first, second))
+    )(ROWS_OF_TWO, ROWS_OF_TWO),
+    remat_nested_of_symbolic_steps=lambda one: exported(lambda xs: scan(step, one, xs, remat="nested")[0], "t, 2"),
+    chunk_of_symbolic_steps=lambda one: exported(
+        lambda xs: mask_scan(step, pair(one), xs, lengths=jnp.zeros(2, int), chunk=8)[0], "t, 2"
+    ),
+    pad_traced=lambda one: jax.jit(lambda x: treescan.pad([words(3), words(2) | {"features": x}]))(jnp.ones((2, 4))),
+    pad_length_traced=lambda one: jax.jit(lambda n: treescan.pad([words(3)], length=n))(5),
+    unpad_traced=lambda one: jax.jit(treescan.unpad)(ROWS, LENGTHS),
+    efficiency_traced=lambda one: jax.jit(lambda padded: padded.efficiency)(PADDED),
+    efficiency_of_packed_traced=lambda one: jax.jit(lambda packed: packed.efficiency)(PACKED),
+    unpack_traced=lambda one: jax.jit(lambda packed: treescan.unpack(packed, packed.data))(PACKED),
+    repad_to_less_than_is_known=lambda one: jax.jit(lambda packed: treescan.repad(packed, packed.data, length=3))(TWO),
+)
 
+case(less=("disable_jit", "vmap", "grad"))(
+    compact_in_an_unchecked_shard_map=lambda one: over_devices(
+        lambda rows: mask_scan(step, rows, ROWS, lengths=LENGTHS, compact=True)[0], mesh_of(1), check_vma=False
+    )(pair(one)),
+    repad_of_rows_over_devices=lambda one: over_devices(
+        lambda packed: treescan.repad(packed, packed.data), mesh_of(1), check_vma=False
+    )(TWO),
+)
 
-@case(ArgumentError)
-def packed_beside_one_that_has_inits_too(one):
-    first, second = (treescan.pack([words(3), words(2)], init=[value, value]) for value in (0.0, 1.0))
-    return mask_scan(step, one * jnp.ones(1), (first, second))
-
-
-case(ArgumentError, less=("disable_jit", "vmap"))(
+case(less=("disable_jit", "vmap"))(
     ref_written_in_padding=lambda one: masked(one, counting()),
     ref_written_in_padding_beside_options=lambda one: masked(
         one, counting(), chunk=2, remat="nested", check_finite=True
     ),
-    compact_over_a_ref_with_rows=lambda one: masked(one, adding(jax.new_ref(jnp.ones(2))), compact=True),
+    compact_over_a_ref_with_rows=lambda one: with_ref(
+        lambda ref: masked(one, lambda carry, x: (carry + ref[...], None), compact=True), 2
+    ),
 )
 
-case(ArgumentError)(
+case()(
+    # mask_scan
     packed_within_xs_with_its_mask=lambda one: mask_scan(step, one * jnp.ones(1), {"words": TWO}, mask=TWO.mask),
+    packed_beside_padded=lambda one: mask_scan(step, pair(one), (ROWS_OF_TWO, treescan.pack(SEQUENCES, rows=2))),
+    packed_beside_one_that_has_inits_too=lambda one: mask_scan(
+        step, one * jnp.ones(1), tuple(treescan.pack(SEQUENCES, init=[value, value]) for value in (0.0, 1.0))
+    ),
     packed_within_padded=lambda one: mask_scan(step, pair(one), treescan.Padded({"words": TWO}, LENGTHS)),
     padded_beside_one_of_other_rows=lambda one: mask_scan(
         step, pair(one), {"a": treescan.pad([words(3), words(2)]), "b": treescan.pad([words(3), words(1)])}
@@ -189,9 +179,6 @@ case(ArgumentError)(
     compact_with_key=lambda one: masked(
         one, named("step", lambda carry, x, *, key: (carry, None)), compact=True, key=jax.random.key(0)
     ),
-)
-
-case(ArgumentError)(
     mask_neither=lambda one: mask_scan(step, pair(one), ROWS),
     mask_both=lambda one: masked(one, mask=jnp.ones((3, 2), bool)),
     lengths_out_of_range=lambda one: mask_scan(step, pair(one), ROWS, lengths=TOO_LONG),
@@ -240,9 +227,6 @@ case(ArgumentError)(
     compact_tier_above_batch=lambda one: masked(one, compact=(1, 4)),
     packed_with_time_axis=lambda one: mask_scan(step, pair(one), FEATURES, time_axis=1),
     remat_unknown=lambda one: scan(step, one, XS, remat="steps"),
-)
-
-case(ArgumentTypeError)(
     lengths_float=lambda one: mask_scan(step, pair(one), ROWS, lengths=np.array([3.0, 1.0], np.float32)),
     mask_not_bool=lambda one: mask_scan(step, pair(one), ROWS, mask=np.ones((3, 2), np.float32)),
     batch_axes_str=lambda one: masked(one, x_axes="batch"),
@@ -253,26 +237,7 @@ case(ArgumentTypeError)(
     compact_str=lambda one: masked(one, compact="rows"),
     compact_zero_rows=lambda one: masked(one, compact=(0, 1)),
     chunk_float=lambda one: masked(one, chunk=2.5),
-)
-
-case(ArgumentError, less=("disable_jit",))(
-    remat_nested_of_symbolic_steps=lambda one: exported(lambda xs: scan(step, one, xs, remat="nested")[0]),
-    chunk_of_symbolic_steps=lambda one: exported(
-        lambda xs: mask_scan(step, pair(one), xs, lengths=jnp.zeros(2, int), chunk=8)[0]
-    ),
-)
-
-
-# --- padding and packing ----------------------------------------------------------------------------------------------
-
-
-@without_body(ArgumentError)
-def repad_too_long(one):
-    packed = treescan.pack([words(1), words(3)], length=4)
-    return treescan.repad(packed, packed.data, length=2)
-
-
-without_body(ArgumentTypeError)(
+    # Padding and packing.
     pad_array=lambda one: treescan.pad(ROWS),
     pad_length_float=lambda one: treescan.pad([words(3)], length=5.0),
     unpad_lengths_float=lambda one: treescan.unpad(ROWS, np.array([3.0, 1.0])),
@@ -281,9 +246,6 @@ without_body(ArgumentTypeError)(
     pack_inits_that_are_stacked=lambda one: treescan.pack([words(3), words(4)], init={"h": jnp.zeros((2, 4))}),
     unpack_padded=lambda one: treescan.unpack(PADDED, PADDED.data),
     repad_of_padded=lambda one: treescan.repad(PADDED, PADDED.data),
-)
-
-without_body(ArgumentError)(
     pad_nothing=lambda one: treescan.pad([]),
     pad_lists_of_numbers=lambda one: treescan.pad([[1, 2, 3], [4, 5]]),
     pad_without_steps=lambda one: treescan.pad([words(3) | {"label": 1, "speaker": "ann"}] * 6),
@@ -320,31 +282,9 @@ without_body(ArgumentError)(
     pack_inits_with_a_function=lambda one: treescan.pack([words(3), words(4)], init=[{"h": one, "f": encode}] * 2),
     last_other_rows=lambda one: treescan.last(treescan.pad([XS, XS]), ROWS[:, :1], reverse=False),
     unpad_lengths_twice=lambda one: treescan.unpad(PADDED, PADDED.lengths),
-)
-
-without_body(TracedArgumentError, less=("disable_jit",))(
-    pad_traced=lambda one: jax.jit(lambda x: treescan.pad([words(3), words(2) | {"features": x}]))(jnp.ones((2, 4))),
-    pad_length_traced=lambda one: jax.jit(lambda n: treescan.pad([words(3)], length=n))(5),
-    unpad_traced=lambda one: jax.jit(treescan.unpad)(ROWS, LENGTHS),
-    efficiency_traced=lambda one: jax.jit(lambda padded: padded.efficiency)(PADDED),
-    efficiency_of_packed_traced=lambda one: jax.jit(lambda packed: packed.efficiency)(PACKED),
-    unpack_traced=lambda one: jax.jit(lambda packed: treescan.unpack(packed, packed.data))(PACKED),
-    repad_to_less_than_is_known=lambda one: jax.jit(lambda packed: treescan.repad(packed, packed.data, length=3))(TWO),
-)
-
-without_body(ArgumentError)(
     unpack_other_steps=lambda one: treescan.unpack(LONG, {"y": LONG.data["token"][1:], "loss": one}),
     repad_other_steps=lambda one: treescan.repad(LONG, {"y": LONG.data["token"][1:], "loss": one}),
     repad_value_no_prefix=lambda one: treescan.repad(PACKED, PACKED.data, value={"token": 0}),
-)
-
-without_body(ArgumentError, less=("disable_jit", "vmap", "grad"))(
-    repad_of_rows_over_devices=lambda one: over_devices(
-        lambda packed: treescan.repad(packed, packed.data), mesh_of(1), check_vma=False
-    )(TWO)
-)
-
-without_body(ArgumentTypeError)(
     last_swapped=lambda one: treescan.last(PACKED.data, PACKED, reverse=False),
     last_without_direction=lambda one: treescan.last(PACKED, PACKED.data),
     first_without_direction=lambda one: treescan.first(PACKED, PACKED.data),

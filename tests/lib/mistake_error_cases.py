@@ -1,29 +1,16 @@
 """Cases of `test_errors.py` about what new users write first, and what the library can guess that they mean."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import XS, case, without_body
+from error_cases import XS, case
 from jax.experimental import io_callback
 
 import treescan
-from treescan import (
-    ArgumentError,
-    ArgumentTypeError,
-    BodyError,
-    CarryError,
-    LayerError,
-    TracedArgumentError,
-    accumulate,
-    fold,
-    fold_layers,
-    fori,
-    mask_scan,
-    scan,
-    while_scan,
-)
+from treescan import accumulate, fold, fold_layers, fori, mask_scan, scan, while_scan
 from treescan.carries import buffer
 
 ROWS = jnp.ones((5, 3))
@@ -50,99 +37,20 @@ def sequences() -> list[Any]:
     return [np.ones(3), np.ones(2)]
 
 
-# --- a list in place of a stack ---------------------------------------------------------------------------------------
-
-case(LayerError)(
-    forgotten_stack_in_fold_layers=lambda one: fold_layers(block, jnp.ones(4), layers_of(one)),
-    forgotten_stack_with_xs=lambda one: fold_layers(
-        lambda layer, x, bias: block(layer, x) + bias, jnp.ones(4), layers_of(one), XS
-    ),
-)
-
-case(ArgumentError)(
-    forgotten_stack_of_steps=lambda one: fold(
-        lambda carry, x: carry + x["a"], one * jnp.ones(2), [{"a": jnp.ones(4)}] * 3
-    ),
-    forgotten_stack_of_steps_with_length=lambda one: scan(step, one * jnp.ones(4), [jnp.ones(4)] * 3, length=3),
-    sequences_in_a_list=lambda one: mask_scan(step, one * jnp.ones(2), [jnp.ones(3), jnp.ones(2)], lengths=[3, 2]),
-)
-
-
-# --- a batch in a verb that does not know its lengths -----------------------------------------------------------------
-
-case(ArgumentError)(
-    padded_in_fold=lambda one: fold(add, one * jnp.ones(2), treescan.pad(sequences())),
-    padded_in_scan_beside_other_xs=lambda one: scan(step, one * jnp.ones(2), (treescan.pad(sequences()), XS)),
-    padded_in_while_scan=lambda one: while_scan(
-        lambda carry: jnp.all(carry < 3), step, one * jnp.ones(2), {"a": treescan.pad(sequences())}
-    ),
-    packed_in_accumulate=lambda one: accumulate(add, one * jnp.ones(1), treescan.pack(sequences())),
-)
-
-
-# --- options ----------------------------------------------------------------------------------------------------------
-
-case(ArgumentTypeError)(
-    length_of_rows=lambda one: mask_scan(step, one * jnp.ones(3), ROWS, length=LENGTHS),
-    length_of_a_list_of_rows=lambda one: mask_scan(step, one * jnp.ones(3), ROWS, length=[5, 2, 1]),
-    max_length_of_rows=lambda one: while_scan(
-        lambda carry: carry < 3, step, one * jnp.ones(3), ROWS, max_length=LENGTHS
-    ),
-    lengths_by_position=lambda one: mask_scan(step, one * jnp.ones(3), ROWS, LENGTHS),
-    max_length_by_position=lambda one: while_scan(lambda carry: carry < 3, step, one, XS, 3),
-)
-
-
-without_body(ArgumentTypeError)(
-    pad_fill=lambda one: treescan.pad(sequences(), fill=-1),
-    stack_axis=lambda one: treescan.stack(layers_of(one), axis=1),
-    buffer_batch_int=lambda one: buffer(one, 8, batch=3),
-    buffer_batch_str=lambda one: buffer(one, 8, batch="rows"),
-)
-
-without_body(TracedArgumentError, less=("disable_jit",))(
-    buffer_capacity_traced=lambda one: jax.jit(lambda capacity: buffer(one, capacity))(8)
-)
-
-
-# --- the condition, rows, and what is returned ------------------------------------------------------------------------
-
-
 def per_row(one):
     return one * jnp.arange(1.0, 9.0)
 
 
-@case(BodyError, less=("disable_jit",))
-def compact_over_closed_over_rows_of_two(one):
-    a = per_row(one)
-    return mask_scan(lambda x, _: (x + a, None), jnp.ones(8), length=40, lengths=np.arange(8), compact=(4,))
-
-
-@case(BodyError, less=("disable_jit",))
+@case(less=("disable_jit",))
 def while_compact_over_closed_over_rates(one):
     a = per_row(one)
     return while_scan(lambda x: x > 0, lambda x, _: (x - 0 * a, None), jnp.ones(8), max_length=40, compact=(4,))
 
 
-@case(BodyError, less=("disable_jit",))
+@case(less=("disable_jit",))
 def while_compact_over_rows_in_the_condition(one):
     a = per_row(one)
     return while_scan(lambda x: x < a, lambda x, _: (x + 1, None), jnp.ones(8), max_length=40, compact=(4,))
-
-
-case(BodyError)(
-    while_condition_of_two=lambda one: while_scan(lambda carry, x: carry < 3, step, one, XS),
-    while_condition_of_a_keyword=lambda one: while_scan(lambda carry, *, x: carry < 3, step, one, XS),
-)
-
-case(CarryError)(
-    pair_swapped_with_the_given_carry=lambda one: scan(
-        lambda h, x: (x.sum(-1), h), one * jnp.ones((2, 3)), jnp.ones((5, 2, 3))
-    )
-)
-
-
-# --- callbacks --------------------------------------------------------------------------------------------------------
 
 
 def tell(carry: Any) -> Any:
@@ -150,36 +58,13 @@ def tell(carry: Any) -> Any:
     return carry + 1
 
 
-case(ArgumentError, less=("disable_jit",))(
-    while_callback_under_vmap=lambda one: jax.vmap(
-        lambda x: while_scan(lambda c: c < 5, lambda c, _: (tell(c), None), x, max_length=8).carry
-    )(one * jnp.arange(3.0)),
-    fori_callback_under_vmap=lambda one: jax.vmap(
-        lambda n: fori(0, n, lambda i, carry: tell(carry), one, max_length=8)
-    )(jnp.arange(3)),
-)
+def with_dropout(run: Callable[[Any], Any]) -> Any:
+    from flax import nnx  # only these cases need it, and it is slow to import
+
+    return run(nnx.Dropout(0.5, rngs=nnx.Rngs(0)))
 
 
-# --- modules of other libraries ---------------------------------------------------------------------------------------
-
-
-@case(BodyError, less=("disable_jit",))
-def dropout_closed_over(one):
-    from flax import nnx  # only this case needs it, and it is slow to import
-
-    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-    return scan(lambda h, x: (dropout(h) + x, None), one, XS)
-
-
-@case(BodyError, less=("disable_jit",))
-def dropout_closed_over_by_the_condition(one):
-    from flax import nnx
-
-    dropout = nnx.Dropout(0.5, rngs=nnx.Rngs(0))
-    return while_scan(lambda h: dropout(h) < 3, step, one, XS)
-
-
-@case(BodyError, less=("disable_jit",))
+@case(less=("disable_jit",))
 def linen_module_in_a_body(one):
     from flax import linen
 
@@ -191,9 +76,62 @@ def linen_module_in_a_body(one):
     return Model().init(jax.random.key(0), one * jnp.ones((4, 3)))
 
 
-@case(BodyError)
+@case()
 def model_as_y(one):
     import equinox as eqx
 
     model = eqx.nn.MLP(2, 2, 2, 1, key=jax.random.key(0))
     return scan(lambda carry, x: (carry + x, model), one, XS)
+
+
+case()(
+    # A list in place of a stack.
+    forgotten_stack_in_fold_layers=lambda one: fold_layers(block, jnp.ones(4), layers_of(one)),
+    forgotten_stack_with_xs=lambda one: fold_layers(
+        lambda layer, x, bias: block(layer, x) + bias, jnp.ones(4), layers_of(one), XS
+    ),
+    forgotten_stack_of_steps=lambda one: fold(
+        lambda carry, x: carry + x["a"], one * jnp.ones(2), [{"a": jnp.ones(4)}] * 3
+    ),
+    forgotten_stack_of_steps_with_length=lambda one: scan(step, one * jnp.ones(4), [jnp.ones(4)] * 3, length=3),
+    sequences_in_a_list=lambda one: mask_scan(step, one * jnp.ones(2), [jnp.ones(3), jnp.ones(2)], lengths=[3, 2]),
+    # A batch in a verb that does not know its lengths.
+    padded_in_fold=lambda one: fold(add, one * jnp.ones(2), treescan.pad(sequences())),
+    padded_in_scan_beside_other_xs=lambda one: scan(step, one * jnp.ones(2), (treescan.pad(sequences()), XS)),
+    padded_in_while_scan=lambda one: while_scan(
+        lambda carry: jnp.all(carry < 3), step, one * jnp.ones(2), {"a": treescan.pad(sequences())}
+    ),
+    packed_in_accumulate=lambda one: accumulate(add, one * jnp.ones(1), treescan.pack(sequences())),
+    # options
+    length_of_rows=lambda one: mask_scan(step, one * jnp.ones(3), ROWS, length=LENGTHS),
+    length_of_a_list_of_rows=lambda one: mask_scan(step, one * jnp.ones(3), ROWS, length=[5, 2, 1]),
+    max_length_of_rows=lambda one: while_scan(
+        lambda carry: carry < 3, step, one * jnp.ones(3), ROWS, max_length=LENGTHS
+    ),
+    lengths_by_position=lambda one: mask_scan(step, one * jnp.ones(3), ROWS, LENGTHS),
+    max_length_by_position=lambda one: while_scan(lambda carry: carry < 3, step, one, XS, 3),
+    pad_fill=lambda one: treescan.pad(sequences(), fill=-1),
+    stack_axis=lambda one: treescan.stack(layers_of(one), axis=1),
+    buffer_batch_int=lambda one: buffer(one, 8, batch=3),
+    buffer_batch_str=lambda one: buffer(one, 8, batch="rows"),
+    # The condition, rows, and what is returned.
+    while_condition_of_two=lambda one: while_scan(lambda carry, x: carry < 3, step, one, XS),
+    while_condition_of_a_keyword=lambda one: while_scan(lambda carry, *, x: carry < 3, step, one, XS),
+    pair_swapped_with_the_given_carry=lambda one: scan(
+        lambda h, x: (x.sum(-1), h), one * jnp.ones((2, 3)), jnp.ones((5, 2, 3))
+    ),
+)
+
+case(less=("disable_jit",))(
+    dropout_closed_over=lambda one: with_dropout(lambda dropout: scan(lambda h, x: (dropout(h) + x, None), one, XS)),
+    dropout_closed_over_by_the_condition=lambda one: with_dropout(
+        lambda dropout: while_scan(lambda h: dropout(h) < 3, step, one, XS)
+    ),
+    buffer_capacity_traced=lambda one: jax.jit(lambda capacity: buffer(one, capacity))(8),
+    fori_callback_under_vmap=lambda one: jax.vmap(
+        lambda n: fori(0, n, lambda i, carry: tell(carry), one, max_length=8)
+    )(jnp.arange(3)),
+    while_callback_under_vmap=lambda one: jax.vmap(
+        lambda x: while_scan(lambda c: c < 5, lambda c, _: (tell(c), None), x, max_length=8).carry
+    )(one * jnp.arange(3.0)),
+)

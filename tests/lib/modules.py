@@ -1,4 +1,4 @@
-"""The modules of the package, and what they import, read off their syntax."""
+"""The modules of the package, and what they import: read off their syntax, and loaded by calls."""
 
 import ast
 from collections.abc import Iterator
@@ -6,33 +6,28 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).parents[2] / "treescan"
 
-LAYERS = [  # a module imports from its own line and from lines above; no two modules import each other
-    "_lazy",
-    "_text",
-    "_remat",
-    "_progress",
-    "_types",
-    "_finite",
-    "_avals",
-    "_tree",
-    "_reprs",
-    "_flax",
-    "_errors",
-    "_axes",
-    "carries",
-    "_loop",
-    "_trace",
-    "_body",
-    "_transforms",
-    "_checks",
-    "_data",
-    "_describe",
-    "_verbs",
-    "testing",
-    "__init__",
-    "__main__",
-    "integrations",
-]
+# A module imports from itself and from those before it; no two modules import each other.
+LAYERS = [
+    "_lazy", "_text", "_remat", "_progress", "_types", "_finite", "_avals", "_tree", "_reprs", "_flax", "_errors",
+    "_axes", "carries", "_loop", "_trace", "_body", "_transforms", "_checks", "_data", "_describe", "_verbs", "testing",
+    "__init__", "__main__", "integrations",
+]  # fmt: skip
+
+
+# What loads all that three verbs need.
+CALLS = """
+from treescan import mask_scan, scan, scan_layers
+step, block = lambda h, x: (jnp.tanh(h + x), h), lambda w, h: (h @ w, h)
+h, xs, ws = jnp.zeros((4, 3)), jnp.ones((40, 4, 3)), jnp.ones((5, 3, 3))
+verbs = (
+    lambda h: scan(step, h, xs),
+    lambda h: mask_scan(step, h, xs, lengths=jnp.array([40, 3, 9, 20])),
+    lambda h: scan_layers(block, h, ws),
+)
+for verb in verbs:
+    jax.eval_shape(jax.grad(lambda h: verb(h)[0].sum()), h)
+    verb(h)
+"""
 
 
 def module_of(file: Path) -> str:

@@ -4,11 +4,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from error_cases import XS as X, case, named, on_mesh, without_body
-from jax.sharding import PartitionSpec
-from layer_error_cases import Dense, block, denses, local, two, with_cache
+from error_cases import XS as X, case, named, on_mesh
+from layer_error_cases import Dense, block, denses, folded, local, on_rows, scanned, two, with_cache
 
-from treescan import ArgumentError, BodyError, CarryError, LayerError, fold_layers, scan_layers
+from treescan import fold_layers, scan_layers
 
 
 def decode(layer, x, cache):
@@ -19,57 +18,53 @@ def caches(one: Any, n: int = 4) -> Any:
     return {"k": one * jnp.zeros((n, 3)), "v": jnp.zeros((n, 3))}
 
 
-@on_mesh(LayerError, body=False)
-def state_split(one):
-    w = jax.sharding.reshard(jnp.ones((4, 3)), PartitionSpec("rows", None))
-    return fold_layers(decode, X, denses(one), state=caches(one) | {"k": w})
-
-
-@case(ArgumentError)
+@case()
 def pattern_in_axes_not_there(one):
     caches = [{"k": one * jnp.zeros((4, 3))}, {"k": one * jnp.zeros(4)}]
     return scan_layers([with_cache, with_cache], X, two(one), caches, in_axes=[0, {"k": 1}])
-
-
-@case(BodyError)
-def pattern_second_block_without_key(one):
-    def first(layer, x, *, key):
-        return x, None
-
-    def second(layer, x):
-        return x, None
-
-    return scan_layers([first, second], X, two(one), key=jax.random.key(0))
-
-
-case(BodyError)(
-    state_is_not_returned=lambda one: fold_layers(
-        named("block", lambda layer, x, cache: decode(layer, x, cache)[0]), X, denses(one), state=caches(one)
-    ),
-    state_is_not_returned_beside_y=lambda one: scan_layers(
-        named("block", lambda layer, x, cache: decode(layer, x, cache)), X, denses(one), state=caches(one)
-    ),
-    state_returned_with_a_y_in_fold_layers=lambda one: fold_layers(
-        named("block", lambda layer, x, cache: (*decode(layer, x, cache), x)), X, denses(one), state=caches(one)
-    ),
-)
 
 
 def half(layer, h):
     return h.astype(jnp.bfloat16), None
 
 
-@case(ArgumentError)
-def pattern_out_axes_not_there(one):
-    def second(layer, x):
-        return x, x.mean()
+@case()
+def state_of_another_type_is_returned(one):
+    def block(layer, x, cache):
+        return x, {"k": cache["k"].astype(jnp.bfloat16), "v": jnp.concatenate([cache["v"], x[:1]])}
 
-    return scan_layers([local, second], X, two(one), out_axes=1)
+    return folded(one, block, state=caches(one))
 
 
-without_body(LayerError)(
+@case()
+def layers_with_mutable_arrays(one):
+    ref = jax.new_ref(jnp.ones(4))
+    return scanned(one, with_cache, xs=ref, args=(ref,))
+
+
+on_mesh()(state_split=lambda one: folded(one, decode, state=caches(one) | {"k": on_rows(4, 3)}))
+
+case()(
+    state_is_not_returned=lambda one: folded(
+        one, named("block", lambda layer, x, cache: decode(layer, x, cache)[0]), state=caches(one)
+    ),
+    state_is_not_returned_beside_y=lambda one: scanned(
+        one, named("block", lambda layer, x, cache: decode(layer, x, cache)), state=caches(one)
+    ),
+    state_returned_with_a_y_in_fold_layers=lambda one: folded(
+        one, named("block", lambda layer, x, cache: (*decode(layer, x, cache), x)), state=caches(one)
+    ),
+    pattern_out_axes_not_there=lambda one: scan_layers(
+        [local, named("second", lambda layer, x: (x, x.mean()))], X, two(one), out_axes=1
+    ),
+    pattern_second_block_without_key=lambda one: scan_layers(
+        [lambda layer, x, *, key: (x, None), named("second", lambda layer, x: (x, None))],
+        X,
+        two(one),
+        key=jax.random.key(0),
+    ),
     pattern_of_no_blocks=lambda one: scan_layers([], X, []),
-    pattern_with_one_stack=lambda one: scan_layers([local, block], X, denses(one)),
+    pattern_with_one_stack=lambda one: scanned(one, [local, block]),
     pattern_with_a_named_tuple_of_stacks=lambda one: scan_layers([local, block], X, Dense(denses(one), denses(one))),
     state_of_another_depth_in_a_pattern=lambda one: fold_layers(
         [decode, decode], X, two(one), state=[caches(one), caches(one, 5)]
@@ -81,52 +76,29 @@ without_body(LayerError)(
     pattern_of_uneven_stacks=lambda one: scan_layers(
         [local, local, block], X, [denses(one, 4), denses(one, 2), denses(one, 3)]
     ),
-)
-
-without_body(ArgumentError)(
     pattern_with_too_many_in_axes=lambda one: scan_layers(
         [local, block], X, two(one), [None, None], in_axes=(0, 0, None)
     ),
     pattern_with_remat_of_another_length=lambda one: scan_layers([local, block], X, two(one), remat=["step"]),
     pattern_with_nested_in_a_sequence=lambda one: scan_layers([local, block], X, two(one), remat=["step", "nested"]),
-    state_beside_a_save_that_is_no_prefix=lambda one: scan_layers(
+    state_beside_a_save_that_is_no_prefix=lambda one: scanned(
+        one,
         named("block", lambda layer, x, cache: (*decode(layer, x, cache), {"mean": x.mean()})),
-        X,
-        denses(one),
         state=caches(one),
         remat="step",
         save={"sum": "last"},
     ),
-)
-
-
-@case(CarryError)
-def state_of_another_type_is_returned(one):
-    def block(layer, x, cache):
-        return x, {"k": cache["k"].astype(jnp.bfloat16), "v": jnp.concatenate([cache["v"], x[:1]])}
-
-    return fold_layers(block, X, denses(one), state=caches(one))
-
-
-case(CarryError)(
     pattern_second_block_computes_in_half=lambda one: scan_layers([local, half, local], one * X, [denses(one)] * 3),
     pattern_second_block_computes_in_half_once_each=lambda one: scan_layers(
         [local, half], one * X, [denses(one, 1), denses(one, 0)]
     ),
-    state_of_another_structure_is_returned=lambda one: fold_layers(
+    state_of_another_structure_is_returned=lambda one: folded(
+        one,
         named("block", lambda layer, x, cache: (x, {"k": cache["k"], "position": one})),
-        X,
-        denses(one),
         state=caches(one),
         remat="step",
     ),
-    state_and_x_are_swapped=lambda one: fold_layers(
-        named("block", lambda layer, x, cache: (cache, x)), X, denses(one), state=caches(one)
+    state_and_x_are_swapped=lambda one: folded(
+        one, named("block", lambda layer, x, cache: (cache, x)), state=caches(one)
     ),
 )
-
-
-@case(ArgumentError)
-def layers_with_mutable_arrays(one):
-    ref = jax.new_ref(jnp.ones(4))
-    return scan_layers(with_cache, X, denses(one), ref, args=(ref,))

@@ -7,23 +7,11 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import XS, case, mesh_of, named, on_mesh, over_devices, without_body
+from error_cases import XS, case, mesh_of, named, on_mesh, over_devices
 from jax.sharding import PartitionSpec
 from jaxtyping import Array, Float, Int
 
-from treescan import (
-    ArgumentError,
-    ArgumentTypeError,
-    BodyError,
-    CarryError,
-    SignatureError,
-    TracedArgumentError,
-    accumulate,
-    fold,
-    fori,
-    mask_scan,
-    scan,
-)
+from treescan import accumulate, fold, fori, mask_scan, scan
 
 
 def step(carry: Any, x: Any) -> tuple[Any, Any]:
@@ -53,44 +41,115 @@ class Tower:
     depth: int
 
 
-# --- the pair ---------------------------------------------------------------------------------------------------------
+@case(lax=True)
+def carry_dtype(one):
+    class Model(NamedTuple):
+        h: Any
 
-
-@case(BodyError, lax=True)
-def pair_none(one):
     def step(carry, x):
-        print_later = carry + x
-        del print_later
+        return Model(carry.h.astype(jnp.bfloat16)), None
 
-    return scan(step, one, XS)
-
-
-@case(CarryError, lax=True)
-def pair_swapped(one):
-    def step(state, x):
-        h = Lstm(state.h + x, state.c)
-        return h.h, h
-
-    return scan(step, Lstm(one, one), XS)
+    return scan(step, Model(one * XS), XS)
 
 
-case(BodyError, lax=True)(
+@case(lax=True)
+def carry_several_leaves(one):
+    def step(carry, x):
+        h = carry["h"].astype(jnp.bfloat16)
+        cache = {"k": jnp.append(carry["cache"]["k"], x), "v": [None, carry["cache"]["v"][1]]}
+        return {"h": h, "cache": cache}, None
+
+    return scan(step, {"h": one, "cache": {"k": one * XS, "v": [one, one]}, "count": jnp.int32(0)}, XS)
+
+
+@case(lax=True)
+def carry_weak_type(one):
+    def step(carry, x):
+        return {"h": carry["h"], "count": (carry["count"] < 1).astype(jnp.int8)}, None
+
+    with jax.numpy_dtype_promotion("standard"):
+        return scan(step, {"h": one, "count": 0.0}, XS)
+
+
+@case(lax=True, devices=True)
+def carry_begins_to_vary(one):
+    def step(carry, x):
+        return {"h": carry["h"] + jax.lax.axis_index("devices")}, None
+
+    run = over_devices(lambda xs: jax.lax.psum(scan(step, {"h": jnp.int32(0)}, xs)[0]["h"], "devices"), mesh_of(2))
+    return run(XS)
+
+
+@case(lax=True, devices=True)
+def carry_ceases_to_vary(one):
+    def step(carry, x):
+        return {"h": jax.lax.psum(carry["h"], "devices")}, None
+
+    return over_devices(lambda xs: scan(step, {"h": jax.lax.axis_index("devices")}, xs)[0]["h"], mesh_of(2))(XS)
+
+
+@on_mesh()
+def xs_sharded(one):
+    x = jax.sharding.reshard(jnp.ones((3, 4)), PartitionSpec(None, "rows"))
+    return scan(step, one, {"x": x, "y": jnp.ones((3, 4))}, in_axes=1)
+
+
+class Cell(NamedTuple):
+    h: Float[Array, "batch hidden"]
+    n: Int[Array, ""]
+
+
+@case()
+def signature_carry(one):
+    def step(carry: Cell, x: Float[Array, " batch"]) -> tuple[Cell, None]:
+        return carry, None
+
+    return scan(step, Cell(one * jnp.ones(8), jnp.zeros((), jnp.float32)), jnp.ones((3, 8)))
+
+
+@case()
+def signature_x(one):
+    def step(carry: Cell, x: Float[Array, "batch features"]) -> tuple[Cell, None]:
+        return carry, None
+
+    return scan(step, Cell(one * jnp.ones((8, 2)), jnp.int32(0)), jnp.ones((3, 16, 4)))
+
+
+@case()
+def signature_carry_out(one):
+    def step(carry: Float[Array, " n"], x: Float[Array, ""]) -> tuple[Float[Array, " n+1"], None]:
+        return carry + x, None
+
+    return scan(step, one * XS, XS)
+
+
+@case()
+def signature_y(one):
+    def step(carry: Float[Array, " n"], x: Float[Array, ""]) -> tuple[Any, dict[str, Float[Array, " n"]]]:
+        return carry + x, {"mean": carry.mean(), "half": carry[:2]}
+
+    return scan(step, one * XS, XS)
+
+
+class Counter:
+    def __call__(self, carry, x):
+        return None
+
+    def method(self, carry, x):
+        return None
+
+
+case(lax=True)(
+    # The pair.
+    pair_none=lambda one: scan(named("step", lambda carry, x: None), one, XS),
+    pair_swapped=lambda one: scan(
+        named("step", lambda state, x: (state.h + x, Lstm(state.h + x, state.c))), Lstm(one, one), XS
+    ),
     pair_carry_only_of_two=lambda one: scan(lambda carry, x: (carry[0] + x, carry[1]), (one, one), XS),
     pair_array=lambda one: scan(lambda carry, x: carry["h"] + x, {"h": one}, XS),
     body_of_three=lambda one: scan(lambda carry, x, rate: (carry * rate, x), one, XS),
     pair_carry_only=lambda one: scan(named("step", lambda state, x: {"h": state["h"] + x}), {"h": one}, XS),
-)
-
-case(BodyError)(
-    pair_in_fold=lambda one: fold(step, one, XS),
-    y_static_in_accumulate=lambda one: accumulate(lambda carry, x: carry, (one, "a"), XS),
-)
-
-
-# --- the carry: structure ---------------------------------------------------------------------------------------------
-
-
-case(CarryError, lax=True)(
+    # The carry: structure.
     carry_namedtuple_for_tuple=lambda one: scan(lambda state, x: (Lstm(*state), x), (one, one), XS),
     carry_list_for_tuple=lambda one: scan(lambda carry, x: ([carry[0], carry[1]], x), (one, one), XS),
     carry_none_given=lambda one: scan(lambda carry, x: ({"h": x, "best": x}, None), {"h": one, "best": None}, XS),
@@ -105,49 +164,7 @@ case(CarryError, lax=True)(
         {"h": one, "count": 0, "cache": {"k": one}},
         XS,
     ),
-)
-
-case(CarryError)(
-    carry_static_changed=lambda one: scan(
-        lambda carry, x: ((carry[0], decode, "test"), None), (one, encode, "train"), XS
-    )
-)
-
-
-# --- the carry: types -------------------------------------------------------------------------------------------------
-
-
-@case(CarryError, lax=True)
-def carry_dtype(one):
-    class Model(NamedTuple):
-        h: Any
-
-    def step(carry, x):
-        return Model(carry.h.astype(jnp.bfloat16)), None
-
-    return scan(step, Model(one * XS), XS)
-
-
-@case(CarryError, lax=True)
-def carry_several_leaves(one):
-    def step(carry, x):
-        h = carry["h"].astype(jnp.bfloat16)
-        cache = {"k": jnp.append(carry["cache"]["k"], x), "v": [None, carry["cache"]["v"][1]]}
-        return {"h": h, "cache": cache}, None
-
-    return scan(step, {"h": one, "cache": {"k": one * XS, "v": [one, one]}, "count": jnp.int32(0)}, XS)
-
-
-@case(CarryError, lax=True)
-def carry_weak_type(one):
-    def step(carry, x):
-        return {"h": carry["h"], "count": (carry["count"] < 1).astype(jnp.int8)}, None
-
-    with jax.numpy_dtype_promotion("standard"):
-        return scan(step, {"h": one, "count": 0.0}, XS)
-
-
-case(CarryError, lax=True)(
+    # The carry: types.
     carry_shape=lambda one: scan(lambda carry, x: (carry[:, :2], None), one * jnp.ones((2, 5)), XS),
     carry_shape_and_dtype=lambda one: scan(lambda carry, x: (carry.astype(jnp.bfloat16)[:2], None), one * XS, XS),
     carry_key_data=lambda one: scan(
@@ -157,47 +174,7 @@ case(CarryError, lax=True)(
         lambda carry, x: ((jax.random.key(0, impl="rbg"), x), None), (jax.random.key(0), one), XS
     ),
     carry_grows=lambda one: scan(named("step", lambda tokens, x: (jnp.append(tokens, x), None)), one * XS, XS),
-)
-
-
-# --- the carry: where it lives ----------------------------------------------------------------------------------------
-
-
-@on_mesh(CarryError, lax=True)
-def carry_sharding(one):
-    def step(carry, x):
-        return {"h": jax.sharding.reshard(carry["h"], PartitionSpec(None))}, None
-
-    return scan(step, {"h": jax.sharding.reshard(jnp.ones(4), PartitionSpec("rows"))}, XS)
-
-
-@case(CarryError, lax=True, devices=True)
-def carry_begins_to_vary(one):
-    def step(carry, x):
-        return {"h": carry["h"] + jax.lax.axis_index("devices")}, None
-
-    run = over_devices(lambda xs: jax.lax.psum(scan(step, {"h": jnp.int32(0)}, xs)[0]["h"], "devices"), mesh_of(2))
-    return run(XS)
-
-
-@case(CarryError, lax=True, devices=True)
-def carry_ceases_to_vary(one):
-    def step(carry, x):
-        return {"h": jax.lax.psum(carry["h"], "devices")}, None
-
-    return over_devices(lambda xs: scan(step, {"h": jax.lax.axis_index("devices")}, xs)[0]["h"], mesh_of(2))(XS)
-
-
-# --- xs and the length ------------------------------------------------------------------------------------------------
-
-
-@on_mesh(ArgumentError)
-def xs_sharded(one):
-    x = jax.sharding.reshard(jnp.ones((3, 4)), PartitionSpec(None, "rows"))
-    return scan(step, one, {"x": x, "y": jnp.ones((3, 4))}, in_axes=1)
-
-
-case(ArgumentError, lax=True)(
+    # Xs and the length.
     xs_list_of_scalars=lambda one: scan(step, one, [1.0, 2.0, 3.0]),
     xs_nested_list=lambda one: scan(step, one, {"x": [[1.0, 2.0], [3.0, 4.0]], "y": [one, one]}),
     xs_without_axis=lambda one: scan(step, one, {"x": XS, "scale": one, "bias": 2.0}),
@@ -206,30 +183,31 @@ case(ArgumentError, lax=True)(
     ),
     length_missing=lambda one: scan(step, one),
     unroll_negative=lambda one: scan(step, one, XS, unroll=-2),
+    # options
+    option_of_mask_scan=lambda one: scan(step, one, XS, lengths=jnp.int32(2)),
+    # How bodies are named.
+    named_inner=lambda one: scan(lambda h, x: scan(named("inner", lambda h, x: (h[None], None)), h, XS), one, XS),
+    named_ufunc=lambda one: scan(jnp.add, one, XS),
+    not_callable=lambda one: scan({"h": one}, step, XS),
 )
 
-case(ArgumentError)(
+case()(
+    # The pair.
+    pair_in_fold=lambda one: fold(step, one, XS),
+    y_static_in_accumulate=lambda one: accumulate(lambda carry, x: carry, (one, "a"), XS),
+    # The carry: structure.
+    carry_static_changed=lambda one: scan(
+        lambda carry, x: ((carry[0], decode, "test"), None), (one, encode, "train"), XS
+    ),
+    # Xs and the length.
     xs_sizes_differ_along_axes=lambda one: scan(
         step, one, {"x": one * jnp.ones((2, 3)), "y": jnp.ones((4, 2))}, in_axes={"x": 1, "y": 0}
     ),
     length_missing_all_whole=lambda one: scan(step, one, {"table": XS}, in_axes=None),
     length_negative=lambda one: scan(step, one, None, -1),
-)
-
-
-# Before, `lax.scan` stumbles over an assertion of its own.
-case(ArgumentError, lax=jax.__version_info__ >= (0, 9))(length_conflict=lambda one: scan(step, one, XS, 5))
-
-case(ArgumentTypeError)(
     length_float=lambda one: scan(step, one, None, 3.0),
     length_bool=lambda one: scan(step, one, None, True),
-)
-
-
-# --- options ----------------------------------------------------------------------------------------------------------
-
-
-case(ArgumentTypeError)(
+    # options
     reverse_int=lambda one: scan(step, one, XS, reverse=1),
     in_axes_float=lambda one: scan(step, one, {"x": XS, "y": XS}, in_axes={"x": 0, "y": 1.0}),
     out_axes_none=lambda one: scan(step, one, XS, out_axes=None),
@@ -240,14 +218,6 @@ case(ArgumentTypeError)(
     option_misspelt=lambda one: fold(lambda carry, x: carry, one, XS, reversed=True),
     option_unknown=lambda one: mask_scan(step, one, XS, lengths=jnp.int32(2), padding=0),
     fori_float=lambda one: fori(0, 3.0, lambda i, carry: carry, one),
-)
-
-case(TracedArgumentError, lax=True, less=("disable_jit",))(
-    unroll_traced=lambda one: jax.jit(lambda n: scan(step, one, XS, unroll=n))(jnp.int32(2)),
-    length_traced=lambda one: jax.jit(lambda n: scan(step, one, None, n))(jnp.int32(3)),
-)
-
-case(ArgumentError)(
     in_axes_out_of_range=lambda one: scan(
         step, one, {"x": jnp.ones((3, 3)), "y": XS, "z": one}, in_axes={"x": 1, "y": 1, "z": -1}
     ),
@@ -256,94 +226,37 @@ case(ArgumentError)(
     option_refused_by_fold=lambda one: fold(lambda carry, x: carry, one, XS, out_axes=1),
     option_refused_by_fori=lambda one: fori(0, 3, lambda i, carry: carry, one, in_axes=1),
     option_length_in_fori=lambda one: fori(0, 3, lambda i, carry: carry, one, length=3),
-)
-
-case(BodyError)(
     key_not_taken=lambda one: scan(step, one, XS, key=jax.random.key(0)),
     key_not_taken_by_fori=lambda one: fori(0, 3, lambda i, carry: carry, one, key=jax.random.key(0)),
     key_needed=lambda one: scan(
         named("dropout", lambda carry, x, *, key: (carry * jax.random.bernoulli(key), x)), one, XS
     ),
     valid_needed=lambda one: scan(named("pooled", lambda carry, x, *, valid: (carry, valid)), one, XS),
-)
-
-case(ArgumentTypeError, lax=True)(option_of_mask_scan=lambda one: scan(step, one, XS, lengths=jnp.int32(2)))
-
-case(TracedArgumentError, less=("disable_jit",))(
-    fori_traced=lambda one: jax.jit(lambda n: fori(0, n, lambda i, carry: carry, one))(jnp.int32(3))
-)
-
-
-# --- annotations ------------------------------------------------------------------------------------------------------
-
-
-class Cell(NamedTuple):
-    h: Float[Array, "batch hidden"]
-    n: Int[Array, ""]
-
-
-@case(SignatureError)
-def signature_carry(one):
-    def step(carry: Cell, x: Float[Array, " batch"]) -> tuple[Cell, None]:
-        return carry, None
-
-    return scan(step, Cell(one * jnp.ones(8), jnp.zeros((), jnp.float32)), jnp.ones((3, 8)))
-
-
-@case(SignatureError)
-def signature_x(one):
-    def step(carry: Cell, x: Float[Array, "batch features"]) -> tuple[Cell, None]:
-        return carry, None
-
-    return scan(step, Cell(one * jnp.ones((8, 2)), jnp.int32(0)), jnp.ones((3, 16, 4)))
-
-
-@case(SignatureError)
-def signature_carry_out(one):
-    def step(carry: Float[Array, " n"], x: Float[Array, ""]) -> tuple[Float[Array, " n+1"], None]:
-        return carry + x, None
-
-    return scan(step, one * XS, XS)
-
-
-@case(SignatureError)
-def signature_y(one):
-    def step(carry: Float[Array, " n"], x: Float[Array, ""]) -> tuple[Any, dict[str, Float[Array, " n"]]]:
-        return carry + x, {"mean": carry.mean(), "half": carry[:2]}
-
-    return scan(step, one * XS, XS)
-
-
-# --- how bodies are named ---------------------------------------------------------------------------------------------
-
-
-class Counter:
-    def __call__(self, carry, x):
-        return None
-
-    def method(self, carry, x):
-        return None
-
-
-@case(CarryError, lax=True)
-def named_inner(one):
-    def inner(h, x):
-        return h[None], None
-
-    def outer(carry, x):
-        return scan(inner, carry, XS)
-
-    return scan(outer, one, XS)
-
-
-case(BodyError)(
+    # How bodies are named.
     named_object=lambda one: scan(Counter(), one, XS),
     named_partial=lambda one: scan(functools.partial(Counter.method, Counter()), one, XS),
     named_wrapped=lambda one: scan(jax.checkpoint(jax.jit(lambda carry, x: None)), one, XS),
+    not_callable_in_fori=lambda one: fori(0, 3, one, lambda i, carry: carry),
 )
 
-without_body(BodyError)(not_callable_in_fori=lambda one: fori(0, 3, one, lambda i, carry: carry))
-without_body(BodyError, lax=True)(
-    named_ufunc=lambda one: scan(jnp.add, one, XS),
-    not_callable=lambda one: scan({"h": one}, step, XS),
+on_mesh(lax=True)(
+    carry_sharding=lambda one: scan(
+        named("step", lambda carry, x: ({"h": jax.sharding.reshard(carry["h"], PartitionSpec(None))}, None)),
+        {"h": jax.sharding.reshard(jnp.ones(4), PartitionSpec("rows"))},
+        XS,
+    )
+)
+
+case(lax=jax.__version_info__ >= (0, 9))(
+    # Before, `lax.scan` stumbles over an assertion of its own.
+    length_conflict=lambda one: scan(step, one, XS, 5)
+)
+
+case(lax=True, less=("disable_jit",))(
+    unroll_traced=lambda one: jax.jit(lambda n: scan(step, one, XS, unroll=n))(jnp.int32(2)),
+    length_traced=lambda one: jax.jit(lambda n: scan(step, one, None, n))(jnp.int32(3)),
+)
+
+case(less=("disable_jit",))(
+    fori_traced=lambda one: jax.jit(lambda n: fori(0, n, lambda i, carry: carry, one))(jnp.int32(3))
 )

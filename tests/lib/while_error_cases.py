@@ -3,10 +3,10 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-from error_cases import XS, case, named, without_body
+from error_cases import XS, case, exported, named
 from jax.experimental import io_callback
 
-from treescan import ArgumentError, ArgumentTypeError, BodyError, CarryError, TracedArgumentError, fori, while_scan
+from treescan import fori, while_scan
 from treescan.carries import keys
 
 
@@ -22,30 +22,13 @@ def over_rows(one, body, cond=small, **options):
     return while_scan(cond, body, one * jnp.ones(3), max_length=4, **options)
 
 
-@case(BodyError, less=("disable_jit",))
+@case(less=("disable_jit",))
 def while_compact_over_a_condition_of_other_rows(one):
     limits = one * jnp.ones(3)
     return over_rows(one, lambda carry, x: (carry + 1, x), lambda carry: limits < 3, compact=True)
 
 
-@case(BodyError, less=("disable_jit",))
-def while_compact_over_closed_over_rows(one):
-    rates = one * jnp.ones(3)
-
-    def body(carry, x):
-        return carry + 1, rates
-
-    return over_rows(one, body, compact=True)
-
-
-@case(ArgumentError, less=("jit", "disable_jit", "vmap", "grad"))
-def while_symbolic_length(one):
-    (size,) = jax.export.symbolic_shape("n")
-    run = jax.jit(lambda xs: while_scan(small, step, 1.0, xs))
-    return jax.export.export(run)(jax.ShapeDtypeStruct((size,), jnp.float32))
-
-
-@case(ArgumentError, less=("disable_jit",))
+@case(less=("disable_jit",))
 def while_mutable_array(one):
     ref = jax.new_ref(jnp.zeros(()))
 
@@ -56,7 +39,7 @@ def while_mutable_array(one):
     return while_scan(small, body, one, XS)
 
 
-@case(ArgumentError, less=("disable_jit", "vmap"))
+@case(less=("disable_jit", "vmap"))
 def while_gradient_over_a_callback(one):
     def body(carry, x):
         return carry + io_callback(lambda: np.ones((), np.float32), jax.ShapeDtypeStruct((), jnp.float32)), x
@@ -64,7 +47,7 @@ def while_gradient_over_a_callback(one):
     return jax.grad(lambda one: while_scan(small, body, one, XS).carry)(one)
 
 
-@case(ArgumentError, less=("disable_jit", "vmap"))
+@case(less=("disable_jit", "vmap"))
 def while_gradient_of_a_mapped_custom_vjp(one):
     own = jax.custom_vjp(lambda a: 2 * a)
     own.defvjp(lambda a: (2 * a, None), lambda _, t: (2 * t,))
@@ -78,16 +61,19 @@ def while_gradient_of_a_mapped_custom_vjp(one):
     return jax.grad(total)(jnp.stack([one, one]))
 
 
-case(TracedArgumentError, less=("disable_jit",))(
+case(less=("disable_jit",))(
     while_max_length_traced=lambda one: jax.jit(lambda most: while_scan(small, step, one, max_length=most))(5),
     fori_max_length_traced=lambda one: jax.jit(
         lambda most: fori(0, most, lambda i, carry: carry + i, one, max_length=most)
     )(5),
+    fori_traced_float=lambda one: jax.jit(lambda n: fori(0, n, lambda i, carry: carry, one, max_length=3))(1.0),
+    fori_traced_rows=lambda one: jax.jit(lambda n: fori(n, 3, lambda i, carry: carry, one, max_length=3))(
+        jnp.arange(3)
+    ),
 )
 
-without_body(BodyError)(while_condition_not_callable=lambda one: while_scan(True, step, one, XS))
-
-case(ArgumentError)(
+case()(
+    while_condition_not_callable=lambda one: while_scan(True, step, one, XS),
     while_remat_auto=lambda one: while_scan(small, step, one, XS, remat="auto"),
     while_rows_of_others=lambda one: over_rows(
         one, lambda carry, x: (carry, x), lambda carry: carry[0] < jnp.arange(4.0)
@@ -109,9 +95,6 @@ case(ArgumentError)(
     while_compact_with_key=lambda one: over_rows(
         one, named("body", lambda carry, x, *, key: (carry, None)), key=jax.random.key(0), compact=True
     ),
-)
-
-case(BodyError)(
     while_valid_without_rows=lambda one: while_scan(small, lambda carry, x, *, valid: (carry + 1, valid), one, XS),
     while_condition_of_nothing=lambda one: while_scan(lambda carry: None, step, one, XS),
     while_condition_without_steps=lambda one: while_scan(lambda carry: carry, step, one, max_length=0),
@@ -122,17 +105,10 @@ case(BodyError)(
     while_condition_of_keys=lambda one: while_scan(
         lambda carry: carry[0], lambda carry, x: (carry, x), (keys(jax.random.key(0)), one), XS
     ),
+    while_carry_changes=lambda one: while_scan(small, lambda carry, x: (carry.astype(jnp.float16), None), one, XS),
+    while_unknown_option=lambda one: while_scan(small, step, one, XS, fil=3),
 )
 
-case(CarryError)(
-    while_carry_changes=lambda one: while_scan(small, lambda carry, x: (carry.astype(jnp.float16), None), one, XS)
-)
-
-case(ArgumentTypeError)(while_unknown_option=lambda one: while_scan(small, step, one, XS, fil=3))
-
-case(ArgumentTypeError, less=("disable_jit",))(
-    fori_traced_float=lambda one: jax.jit(lambda n: fori(0, n, lambda i, carry: carry, one, max_length=3))(1.0),
-    fori_traced_rows=lambda one: jax.jit(lambda n: fori(n, 3, lambda i, carry: carry, one, max_length=3))(
-        jnp.arange(3)
-    ),
+case(less=("jit", "disable_jit", "vmap", "grad"))(
+    while_symbolic_length=lambda one: exported(lambda xs: while_scan(small, step, 1.0, xs), "n")
 )

@@ -60,11 +60,10 @@ def within(
 # What is left.
 
 CONTEXTS: Mapping[str, Callable[[Run, Given], Any]] = {
-    "eager": lambda run, given: run(given),
-    "jit": lambda run, given: jax.jit(run)(given),
-    "grad": lambda run, given: gradient(run, given),
+    **{name: OF_JAX[name][0] for name in ("eager", "jit")},
+    "grad": gradient,
     "vmap": lambda run, given: jax.vmap(run)(both(given)),
-    "jvp": lambda run, given: tangent(run, given),
+    "jvp": tangent,
 }
 
 

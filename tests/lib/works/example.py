@@ -70,7 +70,7 @@ class Verb(NamedTuple):
     brief: bool = False
 
 
-def numbers(seed: int, *shape: int) -> jax.Array:
+def drawn(seed: int, *shape: int) -> jax.Array:
     return jnp.asarray(np.random.default_rng(seed).uniform(-1, 1, shape), jnp.float32)
 
 
@@ -98,27 +98,18 @@ def cell(w: Any, state: State, term: Any, how: frozenset[str], key: Any = None, 
     return state._replace(h=h, n=state.n + 1), Y(2 * h if linear else h * h, state.n)
 
 
-def with_keywords(function: Callable[..., Any], count: int, how: frozenset[str]) -> Callable[..., Any]:
-    """A body of `count` arguments that takes the keywords that its call passes, and no others."""
-    match "key" in how, "valid" in how:
-        case False, False:
-            body = {2: lambda a, b: function(a, b), 3: lambda a, b, c: function(a, b, c)}
-        case True, False:
-            body = {
-                2: lambda a, b, *, key: function(a, b, key=key),
-                3: lambda a, b, c, *, key: function(a, b, c, key=key),
-            }
-        case False, True:
-            body = {2: lambda a, b, *, valid: function(a, b, valid=valid)}
-        case _:
-            body = {2: lambda a, b, *, key, valid: function(a, b, key=key, valid=valid)}
-    made = body[count]
-    made.__name__ = made.__qualname__ = "step"
+def body_of(
+    function: Callable[..., Any], count: int, how: frozenset[str], types: Mapping[str, Any], name: str = "step"
+) -> Any:
+    """A body of `count` arguments, of these types, that takes the keywords that its call passes, and no others."""
+    arguments, keywords = "abcde"[:count], [key for key in ("key", "valid") if key in how]
+    taken = ", ".join([*arguments, *(["*", *keywords] if keywords else [])])
+    passed = ", ".join([*arguments, *(f"{key}={key}" for key in keywords)])
+    made = eval(compile(f"lambda function: lambda {taken}: function({passed})", __file__, "eval"))(function)
+    made.__name__ = made.__qualname__ = name
+    if "annotated" in how:
+        made.__annotations__ = dict(types)
     return made
-
-
-def annotate(body: Callable[..., Any], types: Mapping[str, Any]) -> None:
-    body.__annotations__ = dict(types)
 
 
 def start(given: Given, how: frozenset[str], count: Any) -> State:

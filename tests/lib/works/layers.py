@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from .example import KEY, D, Form, Given, State, Verb, Y, annotate, carried, cell, has, numbers, start, values
+from .example import KEY, D, Form, Given, State, Verb, Y, body_of, carried, cell, drawn, has, start, values
 from .loops import COSTS, OUTPUTS, SILENT
 
 LAYERS = 5
@@ -54,23 +54,9 @@ def _block(given: Given, how: frozenset[str], *, pair: bool) -> Any:
             return (carry, own, y) if pair else (carry, own)
         return (carry, y) if pair else carry
 
-    taken = 2 + len({"xs", "state", "args"} & how)
-    body = {
-        (2, False): lambda a, b: block(a, b),
-        (3, False): lambda a, b, c: block(a, b, c),
-        (4, False): lambda a, b, c, d: block(a, b, c, d),
-        (5, False): lambda a, b, c, d, e: block(a, b, c, d, e),
-        (2, True): lambda a, b, *, key: block(a, b, key=key),
-        (3, True): lambda a, b, c, *, key: block(a, b, c, key=key),
-        (4, True): lambda a, b, c, d, *, key: block(a, b, c, d, key=key),
-        (5, True): lambda a, b, c, d, e, *, key: block(a, b, c, d, e, key=key),
-    }[taken, "key" in how]
-    body.__name__ = body.__qualname__ = "block"
-    if "annotated" in how:
-        own = (Own,) if "state" in how else ()
-        returned = (State, *own, *((Y,) if pair else ()))
-        annotate(body, {"a": Layer, "b": State, "return": tuple[returned] if len(returned) > 1 else State})
-    return body
+    returned = (State, *((Own,) if "state" in how else ()), *((Y,) if pair else ()))
+    types = {"a": Layer, "b": State, "return": tuple[returned] if len(returned) > 1 else State}
+    return body_of(block, 2 + len({"xs", "state", "args"} & how), how, types, "block")
 
 
 def _program(name: str, pair: bool) -> Any:
@@ -95,7 +81,7 @@ def _program(name: str, pair: bool) -> Any:
 
 
 GIVEN = {
-    "w": numbers(0, LAYERS, D, D), "h": abs(numbers(1, D)), "a": numbers(2, LAYERS, D), "b": numbers(3, D),
+    "w": drawn(0, LAYERS, D, D), "h": abs(drawn(1, D)), "a": drawn(2, LAYERS, D), "b": drawn(3, D),
 }  # fmt: skip
 ALONE = has(
     "unroll=True", "remat=Remat(levels=3)", "remat=Remat(segment=2)", 'remat=Remat(offload="pinned_host")',

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from treescan import In, Out
 
 from . import plain
-from .example import DECAY, KEY, D, Form, Given, State, T, Verb, X, annotate, carried, cell, has, numbers, start, values
+from .example import DECAY, KEY, D, Form, Given, State, T, Verb, X, body_of, carried, cell, drawn, has, start, values
 from .loops import BACKWARD, COSTS, OUTPUTS, SILENT, laid_out
 
 
@@ -51,7 +51,7 @@ ALONE = has(
 
 
 def _function(how: frozenset[str]) -> Any:
-    def run(variables: Any, rngs: Any, state: State, x: X | None) -> Any:
+    def run(variables: Any, rngs: Any, state: State, x: X | None = None) -> Any:
         term = None if x is None else x.a + x.b if "linear" in how else x.a * x.b
         carry, y = cell(variables["params"]["w"], state, term, how, rngs.get("noise"))
         updates: dict[str, Any] = {}
@@ -62,17 +62,8 @@ def _function(how: frozenset[str]) -> Any:
             updates["seen"] = {"h": 2 * carry.h}
         return (carry, y), updates
 
-    def with_xs(a: Any, b: Any, c: Any, d: Any) -> Any:
-        return run(a, b, c, d)
-
-    def without_xs(a: Any, b: Any, c: Any) -> Any:
-        return run(a, b, c, None)
-
-    step = without_xs if "no xs" in how else with_xs
-    step.__name__ = step.__qualname__ = "step"
-    if "annotated" in how:
-        annotate(step, {"c": State, **({} if "no xs" in how else {"d": X})})
-    return step
+    types = {"c": State, **({} if "no xs" in how else {"d": X})}
+    return body_of(run, 2 + len(types), how & {"annotated"}, types)
 
 
 def _averaged(step: Any) -> Any:
@@ -104,7 +95,7 @@ def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Gi
 
 
 GIVEN = {
-    "w": numbers(0, D, D), "ws": numbers(4, T, D, D), "h": abs(numbers(1, D)), "a": numbers(2, T, D),
-    "b": numbers(3, T, D),
+    "w": drawn(0, D, D), "ws": drawn(4, T, D, D), "h": abs(drawn(1, D)), "a": drawn(2, T, D),
+    "b": drawn(3, T, D),
 }  # fmt: skip
 VERBS = {"lift": Verb(program, FORMS, GIVEN, ALONE)}

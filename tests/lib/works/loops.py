@@ -8,26 +8,7 @@ import jax.numpy as jnp
 
 from treescan import AbstractProgressMeter, Progress, Remat
 
-from .example import (
-    KEY,
-    D,
-    Form,
-    Given,
-    State,
-    T,
-    Verb,
-    X,
-    Y,
-    annotate,
-    carried,
-    cell,
-    flag,
-    has,
-    numbers,
-    start,
-    values,
-    with_keywords,
-)
+from .example import KEY, D, Form, Given, State, T, Verb, X, Y, body_of, carried, cell, drawn, flag, has, start, values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,11 +75,8 @@ def step_of(given: Given, how: frozenset[str], *, pair: bool = True) -> Any:
         carry, y = cell(given["w"], state, term, how, **keywords)
         return (carry, y) if pair else carry
 
-    body = with_keywords(step, 2, how)
-    if "annotated" in how:
-        x = {} if "no xs" in how else {"b": X}
-        annotate(body, {"a": State, **x, "return": tuple[State, Y] if pair else State})
-    return body
+    x = {} if "no xs" in how else {"b": X}
+    return body_of(step, 2, how, {"a": State, **x, "return": tuple[State, Y] if pair else State})
 
 
 def laid_out(given: Given, options: Mapping[str, Any], how: frozenset[str]) -> X | None:
@@ -130,9 +108,7 @@ def _fori(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Give
         here = 0.0 if "linear" in how else jnp.asarray(i, jnp.float32) / 10
         return cell(given["w"], state, jnp.broadcast_to(here, (D,)), how, **keywords)[0]
 
-    body = with_keywords(step, 2, how)
-    if "annotated" in how:
-        annotate(body, {"a": Y.__annotations__["n"], "b": State, "return": State})
+    body = body_of(step, 2, how, {"a": Y.__annotations__["n"], "b": State, "return": State})
     body, init = carried(lib, body, start(given, how, jnp.int32(0)), how)
     if "traced" in how:
         lower, upper = jnp.where(flag(given), jnp.int32(1), jnp.int32(2)), jnp.int32(4)
@@ -140,7 +116,7 @@ def _fori(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Give
     return values(lib.fori(1, 5, body, init, **options))
 
 
-GIVEN = {"w": numbers(0, D, D), "h": abs(numbers(1, D)), "a": numbers(2, T, D), "b": numbers(3, T, D)}
+GIVEN = {"w": drawn(0, D, D), "h": abs(drawn(1, D)), "a": drawn(2, T, D), "b": drawn(3, T, D)}
 FORI = {name: form for name, form in {**CHECKED, **BACKWARD}.items() if form.option in (
     "reverse", "unroll", "name", "progress", "check_finite", "key", "static leaf", "custom carry",
     "annotated body")}  # fmt: skip

@@ -54,15 +54,6 @@ def keyword(key: Any, number: int) -> dict[str, Any]:
     return {} if key is None else {"key": jax.random.fold_in(key, number)}
 
 
-def stacked(ys: Sequence[Any], out_axes: Any) -> Any:
-    """The outputs of all positions, put together."""
-    leaves = zip(*[jax.tree.leaves(y) for y in ys], strict=True)
-    axes = spread(out_axes, ys[0])
-    return jax.tree.unflatten(
-        jax.tree.structure(ys[0]), [jnp.stack(of, axis) for of, axis in zip(leaves, axes, strict=True)]
-    )
-
-
 def kept(ys: Sequence[Any], last: Any, save: Any, out_axes: Any) -> Any:
     """What `save` leaves of the outputs, leaf by leaf. `ys` are in the order of positions, `last` ran last."""
     structure, kinds = jax.tree.structure(last), spread(save, last)
@@ -268,8 +259,7 @@ def mask_scan(
         types = jax.eval_shape(lambda: f(states[rows[0]], x, **keyword(key, 0))[1])
         some = jax.tree.map(lambda y: jnp.zeros(y.shape, y.dtype), types)
     empty = each(lambda leaf, value: jnp.full_like(leaf, 0 if value == "hold" else value), some, fill)
-    ys = _filled(outputs, rows, order, fill, empty, y_axes)
-    lasts = _lasts(outputs, rows, order, empty, y_axes)
+    ys, lasts = _filled(outputs, rows, order, fill, empty, y_axes)
     together = [batch_of(ys[position], y_axes, batch) for position in range(count)]
     return batch_of(states, carry_axes, batch), kept(together, batch_of(lasts, y_axes, batch), save, out_axes)
 
@@ -282,8 +272,8 @@ def one_step(leaf: Any, axis: int) -> Any:
 def _filled(
     outputs: dict[int, dict[tuple[int, ...], Any]], rows: Sequence[tuple[int, ...]], order: Iterable[int], fill: Any,
     empty: Any, y_axes: Any,
-) -> dict[int, dict[tuple[int, ...], Any]]:  # fmt: skip
-    """Every row's output at every position; `fill` where it has none."""
+) -> tuple[dict[int, dict[tuple[int, ...], Any]], dict[tuple[int, ...], Any]]:  # fmt: skip
+    """Every row's output at every position, `fill` where it has none; and each row's last, in the order of the run."""
     held = dict.fromkeys(rows, empty)
     filled: dict[int, dict[tuple[int, ...], Any]] = {}
     for position in order:
@@ -296,25 +286,12 @@ def _filled(
         if step:
             shown = {row: without_rows(y, y_axes, next(iter(step.values()))) for row, y in shown.items()}
         filled[position] = shown
-    return filled
+    return filled, held
 
 
 def _choose(fill: Any, held: Any, empty: Any) -> Any:
     leaves = zip(jax.tree.leaves(held), jax.tree.leaves(empty), spread(fill, held), strict=True)
     return jax.tree.unflatten(jax.tree.structure(held), [old if kind == "hold" else new for old, new, kind in leaves])
-
-
-def _lasts(
-    outputs: dict[int, dict[tuple[int, ...], Any]], rows: Sequence[tuple[int, ...]], order: Iterable[int], empty: Any,
-    y_axes: Any,
-) -> dict[tuple[int, ...], Any]:  # fmt: skip
-    """Each row's last output, in the order of the run."""
-    lasts = dict.fromkeys(rows, empty)
-    for position in order:
-        lasts.update(outputs[position])
-        for y in outputs[position].values():
-            lasts = {row: without_rows(old, y_axes, y) for row, old in lasts.items()}
-    return lasts
 
 
 # scan_layers and fold_layers.
@@ -413,6 +390,6 @@ def lift(
             ys[position], made[position] = last, {name: tree for name, tree in updates.items() if name in axes}
         outputs = kept([ys[position] for position in range(count)], last, save, out_axes)
         places = {name: getattr(axes[name], "axis", axes[name]) for name in made[0]}
-        return (carry, outputs), {**once, **moved, **stacked([made[position] for position in range(count)], places)}
+        return (carry, outputs), {**once, **moved, **kept([made[n] for n in range(count)], made[0], "all", places)}
 
     return run

@@ -11,25 +11,7 @@ import numpy as np
 import treescan
 
 from . import plain
-from .example import (
-    D,
-    Form,
-    Given,
-    State,
-    T,
-    Verb,
-    X,
-    Y,
-    annotate,
-    carried,
-    cell,
-    flag,
-    has,
-    numbers,
-    start,
-    values,
-    with_keywords,
-)
+from .example import D, Form, Given, State, T, Verb, X, Y, body_of, carried, cell, drawn, flag, has, start, values
 from .loops import ALONE, BACKWARD, CHECKED, OUTPUTS
 
 B = 3
@@ -94,12 +76,9 @@ def _step(given: Given, options: Mapping[str, Any], how: frozenset[str]) -> Any:
             count = jnp.int32(4)
         return carry._replace(h=back(carry.h, carry_axes.h)), Y(back(y.h, y_axes.h), count)
 
-    body = with_keywords(step, 2, how)
-    if "annotated" in how:
-        # The annotations have rows in front.
-        a, b, y = (Any if name in options else kind for name, kind in axes.items())
-        annotate(body, {"a": a, **({} if "no xs" in how else {"b": b}), "return": tuple[a, y]})
-    return body
+    # The annotations have rows in front.
+    a, b, y = (Any if name in options else kind for name, kind in axes.items())
+    return body_of(step, 2, how, {"a": a, **({} if "no xs" in how else {"b": b}), "return": tuple[a, y]})
 
 
 def _laid_out(given: Given, options: Mapping[str, Any], how: frozenset[str]) -> X | None:
@@ -170,7 +149,7 @@ def program(lib: Any, options: Mapping[str, Any], how: frozenset[str], given: Gi
     return values(lib.mask_scan(body, init, xs, **passed))
 
 
-GIVEN = {"w": numbers(0, D, D), "h": abs(numbers(1, B, D)), "a": numbers(2, T, B, D), "b": numbers(3, T, B, D)}
+GIVEN = {"w": drawn(0, D, D), "h": abs(drawn(1, B, D)), "a": drawn(2, T, B, D), "b": drawn(3, T, B, D)}
 VERBS = {
     "mask_scan": Verb(
         program,

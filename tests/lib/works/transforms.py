@@ -4,6 +4,7 @@
 arrays; the plain steps are only evaluated and differentiated, one example after the other.
 """
 
+import functools
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -12,21 +13,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, PartitionSpec
+from oracle import is_inexact
 
 import treescan
 
 from .example import Given
 
 Run = Callable[[Given], list[jax.Array]]
-
-
-def compiled(function: Callable[..., Any], *given: Any, **options: Any) -> Any:
-    """The program, run once."""
-    return jax.jit(function, **options)(*given)
-
-
-def is_inexact(leaf: Any) -> bool:
-    return jnp.issubdtype(jnp.result_type(leaf), jnp.inexact)
+Transform = Callable[[Run, Given], Any]
 
 
 def loss(run: Run, given: Given) -> jax.Array:
@@ -36,7 +30,11 @@ def loss(run: Run, given: Given) -> jax.Array:
 
 
 def gradient(run: Run, given: Given) -> Any:
-    return run(given), jax.grad(lambda numbers: loss(run, numbers))(given)
+    return run(given), slopes(run, given)
+
+
+def slopes(run: Run, given: Given) -> Any:
+    return jax.grad(lambda numbers: loss(run, numbers))(given)
 
 
 def direction(given: Given) -> Given:
@@ -58,7 +56,7 @@ def tangent(run: Run, given: Given) -> Any:
 
 def curvature(run: Run, given: Given) -> Any:
     def slope(numbers: Given) -> jax.Array:
-        of = jax.grad(lambda inner: loss(run, inner))(numbers)
+        of = slopes(run, numbers)
         return sum(jnp.sum(jnp.cos(of[name]) * direction(given)[name]) for name in of)
 
     return jax.grad(slope)(given)
@@ -80,15 +78,21 @@ def transposed(run: Run, given: Given, transpose: Callable[..., Any], shapes: Ca
     return transpose(linear, numbers)(cotangents)
 
 
-# With treescan.
+# With treescan: compiled, and run once.
 
 
-def _eager(run: Run, given: Given) -> Any:
+def evaluated(run: Run, given: Given) -> Any:
     return run(given)
 
 
-def _jit(run: Run, given: Given) -> Any:
-    return compiled(run, given)
+def in_jit(function: Transform, of: Callable[[Run], Run] = lambda run: run) -> Transform:
+    """One of the functions above, of the leaves as another transform returns them."""
+    return lambda run, given: jax.jit(functools.partial(function, of(run)))(given)
+
+
+def of_two(function: Transform, of: Callable[[Run], Run] = lambda run: run) -> Transform:
+    """The same over two examples."""
+    return lambda run, given: in_jit(function, of)(run, both(given))
 
 
 def _disable_jit(run: Run, given: Given) -> Any:
@@ -96,114 +100,62 @@ def _disable_jit(run: Run, given: Given) -> Any:
         return run(given)
 
 
-def _vmap(run: Run, given: Given) -> Any:
-    return compiled(jax.vmap(run), both(given))
-
-
-def _grad(run: Run, given: Given) -> Any:
-    return compiled(lambda numbers: gradient(run, numbers), given)
-
-
-def _jvp(run: Run, given: Given) -> Any:
-    return compiled(lambda numbers: tangent(run, numbers), given)
-
-
-def _vmap_of_grad(run: Run, given: Given) -> Any:
-    return compiled(jax.vmap(lambda numbers: gradient(run, numbers)[1]), both(given))
-
-
-def _grad_of_vmap(run: Run, given: Given) -> Any:
-    def total(numbers: Given) -> jax.Array:
-        leaves = [leaf for leaf in jax.vmap(run)(numbers) if is_inexact(leaf)]
-        return sum((jnp.sum(jnp.sin((k + 2) * leaf)) for k, leaf in enumerate(leaves)), start=jnp.float32(0))
-
-    return compiled(jax.grad(total), both(given))
-
-
-def _grad_of_grad(run: Run, given: Given) -> Any:
-    return compiled(lambda numbers: curvature(run, numbers), given)
-
-
-def _checkpoint(run: Run, given: Given) -> Any:
-    return compiled(lambda numbers: gradient(jax.checkpoint(run), numbers), given)
-
-
-def _shard_map(run: Run, given: Given) -> Any:
-    mesh = Mesh(np.array(jax.devices()[:2]), ("d",))
-    spec = PartitionSpec("d")
-
+def _over_devices(run: Run) -> Run:
     def one(numbers: Given) -> list[jax.Array]:
         return [leaf[None] for leaf in run(jax.tree.map(lambda leaf: leaf[0], numbers))]
 
-    return compiled(
-        lambda numbers: gradient(jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec), numbers), both(given)
-    )
+    mesh, spec = Mesh(np.array(jax.devices()[:2]), ("d",)), PartitionSpec("d")
+    return jax.shard_map(one, mesh=mesh, in_specs=spec, out_specs=spec)
 
 
-def _in_a_scan(run: Run, given: Given) -> Any:
-    def outer(numbers: Given) -> list[jax.Array]:
-        return treescan.scan(lambda carry, one: (carry, run(one)), None, numbers)[1]
-
-    return compiled(lambda numbers: gradient(outer, numbers), both(given))
+def _in_a_scan(run: Run) -> Run:
+    return lambda numbers: treescan.scan(lambda carry, one: (carry, run(one)), None, numbers)[1]
 
 
-def _linear_transpose(run: Run, given: Given) -> Any:
-    def transpose(linear: Callable[..., Any], numbers: Given) -> Any:
-        return lambda cotangents: jax.linear_transpose(linear, numbers)(cotangents)[0]
-
-    return transposed(run, given, transpose, jax.eval_shape)
-
-
-def _export(run: Run, given: Given) -> Any:
-    return jax.export.export(jax.jit(run))(given).call(given)
+def _linear_transpose(linear: Callable[..., Any], numbers: Given) -> Any:
+    return lambda cotangents: jax.linear_transpose(linear, numbers)(cotangents)[0]
 
 
 def _donate(run: Run, given: Given) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Some donated buffers were not usable")
-        return compiled(run, jax.tree.map(jnp.copy, given), donate_argnums=0)
+        return jax.jit(run, donate_argnums=0)(jax.tree.map(jnp.copy, given))
 
 
 # By hand.
-
-
-def _plain_values(run: Run, given: Given) -> Any:
-    return run(given)
 
 
 def _plain_vjp(linear: Callable[..., Any], numbers: Given) -> Any:
     return lambda cotangents: jax.vjp(linear, numbers)[1](cotangents)[0]
 
 
-def _stacked(one: Callable[[Run, Given], Any]) -> Callable[[Run, Given], Any]:
+def stacked(one: Transform) -> Transform:
     def twice(run: Run, given: Given) -> Any:
         return jax.tree.map(lambda a, b: jnp.stack([a, b]), one(run, given), one(run, second(given)))
 
     return twice
 
 
-def _plain_gradient(run: Run, given: Given) -> Any:
-    return gradient(run, given)[1]
-
-
-def _plain_transposed(run: Run, given: Given) -> Any:
-    return transposed(run, given, _plain_vjp, lambda linear, numbers: linear(numbers))
-
-
-OF_JAX: dict[str, tuple[Callable[[Run, Given], Any], Callable[[Run, Given], Any]]] = {
-    "eager": (_eager, _plain_values),
-    "jit": (_jit, _plain_values),
-    "disable_jit": (_disable_jit, _plain_values),
-    "vmap": (_vmap, _stacked(_plain_values)),
-    "grad": (_grad, gradient),
-    "jvp": (_jvp, tangent),
-    "vmap of grad": (_vmap_of_grad, _stacked(_plain_gradient)),
-    "grad of vmap": (_grad_of_vmap, _stacked(_plain_gradient)),
-    "grad of grad": (_grad_of_grad, curvature),
-    "checkpoint": (_checkpoint, gradient),
-    "shard_map": (_shard_map, _stacked(gradient)),
-    "in a scan": (_in_a_scan, _stacked(gradient)),
-    "linear_transpose": (_linear_transpose, _plain_transposed),
-    "export": (_export, _plain_values),
-    "donate": (_donate, _plain_values),
+OF_JAX: dict[str, tuple[Transform, Transform]] = {
+    "eager": (evaluated, evaluated),
+    "jit": (in_jit(evaluated), evaluated),
+    "disable_jit": (_disable_jit, evaluated),
+    "vmap": (of_two(evaluated, jax.vmap), stacked(evaluated)),
+    "grad": (in_jit(gradient), gradient),
+    "jvp": (in_jit(tangent), tangent),
+    "vmap of grad": (
+        lambda run, given: jax.jit(jax.vmap(lambda numbers: gradient(run, numbers)[1]))(both(given)),
+        stacked(slopes),
+    ),
+    "grad of vmap": (of_two(slopes, jax.vmap), stacked(slopes)),
+    "grad of grad": (in_jit(curvature), curvature),
+    "checkpoint": (in_jit(gradient, jax.checkpoint), gradient),
+    "shard_map": (of_two(gradient, _over_devices), stacked(gradient)),
+    "in a scan": (of_two(gradient, _in_a_scan), stacked(gradient)),
+    "linear_transpose": (
+        lambda run, given: transposed(run, given, _linear_transpose, jax.eval_shape),
+        lambda run, given: transposed(run, given, _plain_vjp, lambda linear, numbers: linear(numbers)),
+    ),
+    "export": (lambda run, given: jax.export.export(jax.jit(run))(given).call(given), evaluated),
+    "donate": (_donate, evaluated),
 }
