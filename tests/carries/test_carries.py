@@ -2,7 +2,6 @@
 
 import functools
 import math
-from typing import Any, NamedTuple
 
 import hypothesis.strategies as st
 import jax
@@ -15,21 +14,16 @@ from built_in_carries import (
     FORWARD,
     NAMES,
     assert_close,
-    body_of,
-    init_of,
     losses,
     run,
     with_gradients,
 )
 from hypothesis import given, settings
 from loops import array, disable_jit, eager
-from oracle import assert_bitwise
 from thin import parametrize
-from traces import Counted
 
 import treescan
 from treescan.carries import (
-    Ema,
     Keys,
     Moments,
     carry_of,
@@ -38,7 +32,6 @@ from treescan.carries import (
     ema,
     keys,
     moments,
-    read_tree,
     sum_,
 )
 
@@ -94,22 +87,6 @@ def mask_scan_of(given, init, xs, lengths):
 
 
 VERBS = {"scan": scan_of, "mask_scan": mask_scan_of}
-
-
-@parametrize("verb", VERBS)
-def test_a_final_carry_goes_on(verb):
-    """To the last bit, and without a new trace of the body, which is traced once."""
-    counted = Counted(body_of(NAMES))
-    init, part = init_of(NAMES, STARTS, KEYS), dict.fromkeys(NAMES, XS[:2])
-    half, first = verb(counted.body, init, part, LENGTHS.clip(0, 2))
-    assert counted.calls == 1
-    rest = dict.fromkeys(NAMES, XS[2:4])
-    second, last = verb(counted.body, half, rest, LENGTHS - 2)
-    assert counted.calls == 1
-    final, ys = verb(body_of(NAMES), init, dict.fromkeys(NAMES, XS[:4]), LENGTHS)
-    for name in NAMES:
-        assert_bitwise(second[name], final[name])
-        assert_bitwise(jax.tree.map(lambda *parts: jnp.concatenate(parts), first[name], last[name]), ys[name])
 
 
 # What each is for.
@@ -200,58 +177,6 @@ def test_a_cast_keeps_dtypes():
     final = treescan.fold(lambda c, x: {"h": c["h"] + x.astype(jnp.bfloat16), "n": 1.7 * x[0], "rng": None}, init, XS)
     assert [leaf.dtype for leaf in jax.tree.leaves(final)][:2] == [jnp.bfloat16, jnp.int32]
     assert carry_of(final.tree["rng"], Keys).drawn == T
-
-
-# Where they stand.
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-def averaged(average, x):
-    return x, average
-
-
-PLACES = {
-    "root": (lambda sub: sub, lambda tree: tree),
-    "dict": (lambda sub: {"a": jnp.zeros(B), "b": {"c": sub}}, lambda tree: tree["b"]["c"]),
-    "namedtuple": (lambda sub: Pair(None, sub), lambda tree: tree.second),
-    "list": (lambda sub: [jnp.ones(B), [sub]], lambda tree: tree[1][0]),
-    "cast": (lambda sub: cast({"of": sub}), lambda tree: tree["of"]),
-}
-
-
-@parametrize("place", PLACES)
-def test_a_carry_stands_anywhere(place):
-    put, get = place
-
-    def body(carry, x):
-        seen = get(carry)
-        parts, structure = jax.tree.flatten(carry, is_leaf=lambda node: node is seen)
-        parts = [x if part is seen else part for part in parts]
-        return jax.tree.unflatten(structure, parts), seen
-
-    final, ys = treescan.scan(body, put(ema(START, 0.5)), XS)
-    own, own_ys = treescan.scan(averaged, ema(START, 0.5), XS)
-    assert_bitwise(ys, own_ys)
-    assert_bitwise(get(read_tree(final)), own.read())
-    assert jax.tree.structure(final) == jax.tree.structure(put(ema(START, 0.5)))
-
-
-def test_accumulate_stacks_carries_and_fold_ends_in_the_last():
-    def body(carry, x):
-        return {"mean": x, "rng": None, "h": carry["h"] + 1}
-
-    init = {"mean": ema(0.0, 0.5), "rng": keys(KEYS[0]), "h": 0}
-    final, every = treescan.fold(body, init, XS[:, 0]), treescan.accumulate(body, init, XS[:, 0])
-    assert isinstance(every["mean"], Ema)
-    assert isinstance(every["rng"], Keys)
-    assert every["rng"].drawn.tolist() == [1, 2, 3, 4, 5]
-    values = [moving_average(0.5, 0.0, XS[: n + 1, 0]) for n in range(T)]
-    npt.assert_allclose(every["mean"].value, values, rtol=1e-6)
-    assert_bitwise(jax.tree.map(lambda leaf: leaf[-1], every), final)
 
 
 @pytest.mark.parametrize("transform", [eager, disable_jit], ids=lambda t: t.__name__)

@@ -9,15 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
 import pytest
-from built_in_carries import CASES, NAMES, assert_close, body_of, init_of, run, run_rows, with_gradients
+from built_in_carries import CASES, NAMES, assert_close, run, run_rows, with_gradients
 from hypothesis import given, settings
 from loops import array
-from oracle import assert_bitwise
 from thin import parametrize
-from traces import Counted
 
 import treescan
-from treescan.carries import best, buffer, cast, ema, keys, moments, sum_, window
+from treescan.carries import best, buffer, ema, keys, moments, sum_
 
 T, LENGTHS = 7, np.array([5, 0, 3, 7])
 B = len(LENGTHS)
@@ -32,7 +30,6 @@ RESETS = np.random.default_rng(1).random((T, B)) < 0.3
 SETUPS = {
     "scan": {"reverse": True},
     "scan, vmap": {"remat": "nested"},
-    "scan, disable_jit": {"reverse": True},
     "chunks": {"lengths": LENGTHS, "chunk": 3},
     "compact": {"lengths": LENGTHS, "chunk": 3, "compact": True},
     "resets in reverse": {"mask": HOLES, "resets": RESETS, "reverse": True, "remat": "nested", "chunk": 2},
@@ -40,7 +37,7 @@ SETUPS = {
     "disable_jit": {"mask": HOLES, "resets": RESETS, "reverse": True},
 }
 DAILY = {"scan", "chunks"}
-VALUES_ALONE = {"compact", "disable_jit", "scan, disable_jit"}
+VALUES_ALONE = {"compact", "disable_jit"}
 
 
 def valid_of(setup):
@@ -64,7 +61,7 @@ def scanned(setup):
     given = dict.fromkeys(NAMES, START), dict.fromkeys(NAMES, padded(valid_of(setup)))
     if setup not in VALUES_ALONE:
         return jax.jit(functools.partial(with_gradients, lambda start, xs: call(start, xs, KEYS)))(*given)
-    with jax.disable_jit("disable_jit" in setup):
+    with jax.disable_jit(setup == "disable_jit"):
         return {name: (outs, None) for name, outs in call(*given, KEYS).items()}
 
 
@@ -88,32 +85,6 @@ def test_rows_are_the_unpadded_rows(name, setup):
         of_xs, valid = np.asarray(got_gradients[1]), valid_of(setup)
         assert not of_xs[~valid].any()
         assert np.isfinite(of_xs).all()
-
-
-def test_the_body_is_traced_once_for_each_number_of_rows():
-    counted = Counted(body_of(NAMES))
-    init, xs = init_of(NAMES, dict.fromkeys(NAMES, START), KEYS), dict.fromkeys(NAMES, padded(VALID))
-    for options, traces in (({}, 1), ({"remat": "nested", "resets": RESETS}, 1), ({"compact": True}, 3)):
-        before = counted.calls
-        jax.make_jaxpr(functools.partial(treescan.mask_scan, counted.body, lengths=LENGTHS, **options))(init, xs)
-        assert counted.calls - before == traces
-
-
-def test_a_carry_in_a_cast_says_itself_where_its_rows_stand():
-    init = cast({"w": window(jnp.zeros((2, B))), "a": ema(jnp.zeros(B), 0.5, debias=True)})
-
-    def body(carry, x):
-        return {"w": x, "a": x}, carry["w"][0] + carry["a"]
-
-    def alone(carry, x):
-        return (x, x), carry[0][0] + carry[1]
-
-    got = treescan.mask_scan(body, init, padded(VALID), lengths=LENGTHS)
-    own = treescan.mask_scan(
-        alone, (window(jnp.zeros((2, B))), ema(jnp.zeros(B), 0.5, debias=True)), padded(VALID), lengths=LENGTHS
-    )
-    assert_bitwise(got[1], own[1])
-    assert_bitwise((got[0].tree["w"], got[0].tree["a"].read()), (own[0][0], own[0][1].read()))
 
 
 # What all rows share.

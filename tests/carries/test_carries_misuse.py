@@ -171,9 +171,5 @@ def test_stretches_of_one_length_are_one_program(name: str) -> None:
 
 
 def test_a_vector_a_row_for_a_number_of_all_rows() -> None:
-    def body(carry: Any, x: Any) -> Any:
-        return {"m": x}, None
-
-    carry = {"m": ema(jnp.zeros(()), 0.9, shared=True)}
     with pytest.raises(treescan.PluginError, match=r"For a number per entry, make it of shape \(3,\)"):
-        treescan.mask_scan(body, carry, jnp.ones((4, 2, 3)), lengths=jnp.array([1, 2]))
+        treescan.mask_scan(lambda _, x: (x, None), ema(0.0, 0.9, shared=True), jnp.ones((4, 2, 3)), lengths=[1, 2])

@@ -45,7 +45,11 @@ BUILT_IN: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
     "keys": (keys(jax.random.key(0)), entries(), ()),
     "keys, one a row": (keys(jax.random.split(jax.random.key(0), 3)), entries(3), ROWS),
     "cast": (cast(array(3, 2)), entries(3, 2), ROWS),
-    "cast of an ema": (cast({"mean": ema(array(3), 0.9)}), {"mean": entries(3)}, ROWS),
+    "cast of carries with rows of their own": (
+        cast({"mean": ema(array(3), 0.9), "last": window(array(2, 3))}),
+        {"mean": entries(3), "last": entries(3)},
+        ROWS,
+    ),
     "window": (window(array(2, 3)), entries(3), ROWS),
     "ema": (ema(array(3), jnp.array(0.9)), entries(3), ROWS),
     "ema, shared": (ema({"a": array(2), "b": array()}, 0.9, shared=True), {"a": entries(3, 2), "b": entries(3)}, ROWS),

@@ -200,40 +200,5 @@ def test_a_number_in_a_variable_is_one_of_each_layer() -> None:
     assert same(made, nnx.vmap(lambda key: nnx.Param(1.0), in_axes=0, out_axes=0)(KEYS[:3]))
 
 
-@jax.tree_util.register_pytree_node_class
-class Box(meta.AxisMetadata[Any]):
-    """A box that is none of flax's: it counts the axes that were added."""
-
-    def __init__(self, value: Any, added: tuple[Any, ...] = ()) -> None:
-        self.value, self.added = value, added
-
-    def unbox(self) -> Any:
-        return self.value
-
-    def replace_boxed(self, val: Any) -> "Box":
-        return Box(val, self.added)
-
-    def add_axis(self, index: int, params: dict[Any, Any]) -> "Box":
-        return Box(self.value, (*self.added, (index, params[meta.PARTITION_NAME])))
-
-    def remove_axis(self, index: int, params: dict[Any, Any]) -> "Box":
-        return Box(self.value, tuple(axis for axis in self.added if axis[0] != index))
-
-    def tree_flatten(self) -> Any:
-        return (self.value,), self.added
-
-    @classmethod
-    def tree_unflatten(cls, added: Any, children: Any) -> "Box":
-        return cls(*children, added)
-
-
-def test_a_box_of_ones_own() -> None:
-    layers = [{"w": Box(jnp.full(3, i)), "f": jnp.tanh} for i in range(3)]
-    stacked = treescan.stack(layers, layer_axis_name="layers")
-    assert (stacked["w"].added, stacked["w"].value.shape) == (((0, "layers"),), (3, 3))
-    assert treescan.layer_at(stacked, 1)["w"].added == ()
-    assert treescan.fold_layers(lambda layer, x: x + layer["w"].unbox(), jnp.zeros(3, int), stacked).tolist() == [3] * 3
-
-
 def test_flax_calls_the_name_as_it_is_called_here() -> None:
     assert nnx.PARTITION_NAME == meta.PARTITION_NAME == treescan._data.layer_axis._PARTITION_NAME

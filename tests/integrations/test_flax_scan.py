@@ -80,9 +80,6 @@ def assert_same(actual: Any, expected: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
-_CHANGED = ("changed_broadcast", "replaced_broadcast")
-
-
 @by_turns(2, case=MODELS)
 def test_is_flax_s_scan(case: Model) -> None:
     assert_same(with_gradient(case, scan), with_gradient(case, nn.scan))
@@ -96,34 +93,9 @@ def test_is_flax_s_scan_without_jit(case: Model) -> None:
     assert_same(step_by_step(case, scan), step_by_step(case, nn.scan))
 
 
-@pytest.mark.parametrize("name", [*EAGER, *_CHANGED])
+@pytest.mark.parametrize("name", [*EAGER, "changed_broadcast"])
 def test_with_jit_disabled(name: str) -> None:
     assert_same(disabled(MODELS[name], scan), disabled(MODELS[name], nn.scan))
-
-
-@parametrize("case", {name: MODELS[name] for name in _CHANGED})
-def test_changed_broadcast_variables_at_apply(case: Model) -> None:
-    variables = case.build(nn.scan).init(keys_of(case), *case.inputs)
-    found, expected = (case.build(f).apply(variables, *case.inputs, **at_apply(case)) for f in (scan, nn.scan))
-    assert_same(found, expected)
-
-
-@parametrize("case", {name: MODELS[name] for name in ("recurrent_reverse", "dropout_split")})
-def test_under_vmap(case: Model) -> None:
-    variables = case.build(nn.scan).init(keys_of(case), *case.inputs)
-    batch = jax.tree.map(lambda leaf: jnp.stack([leaf, 2 * leaf]), case.inputs)
-
-    def apply(using: Callable[..., Any]) -> Any:
-        module = case.build(using)
-        return jax.jit(jax.vmap(lambda inputs: module.apply(variables, *inputs, **at_apply(case))))(batch)
-
-    assert_same(apply(scan), apply(nn.scan))
-
-
-def test_shapes_alone() -> None:
-    case = MODELS["cache_in_time_and_layers"]
-    found, expected = (jax.eval_shape(case.build(f).init, KEYS, *case.inputs) for f in (scan, nn.scan))
-    assert found == expected
 
 
 # Names of axes.

@@ -67,17 +67,6 @@ def test_none_is_broadcast() -> None:
     close(build(scan, None).init_with_output(KEY, H, XS), build(nn.scan, broadcast).init_with_output(KEY, H, XS))
 
 
-def test_arguments_that_are_no_arrays_are_given_whole() -> None:
-    def body(self: Any, h: Any, x: Any, function: Any) -> Any:
-        return function(h + x), None
-
-    module = from_function(lambda self, h, xs: scan(body, in_axes=(0, nn.broadcast))(self, h, xs, jnp.sin))
-    h = H
-    for x in XS:
-        h = jnp.sin(h + x)
-    close(module.apply({}, H, XS)[0], h)
-
-
 # Errors.
 
 

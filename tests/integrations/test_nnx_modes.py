@@ -38,7 +38,7 @@ def assert_as_in_nnx(case: Callable[[Any], Any], mode: str) -> None:
 
 # The cases of the mode of graphs, but for those that ask for what these modes drop: identity, arguments by keyword,
 # new variables and metadata.
-OTHERS = (*("named_by_keyword", "partitioned", "new_variables"), *("recurrent_module_in_carry", "reverse_in_carry"))
+OTHERS = ("named_by_keyword", "partitioned", "new_variables")
 
 
 @needs_modes
@@ -68,21 +68,11 @@ def structure_is_dropped(scan: Any) -> Any:
         layer.seen = nnx.Intermediate(h)
         layer.bias[...] += 1.0
         layer.bias = nnx.Param(layer.bias[...] * 2)
+        layer.kernel.set_metadata(seen=True)
         return h
 
     h = scan(forward, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(H, layers)
-    return h, layers, hasattr(layers, "seen")
-
-
-def metadata(scan: Any) -> Any:
-    layers = stack(kind=linear)
-
-    def forward(h: jax.Array, layer: nnx.Linear) -> jax.Array:
-        layer.kernel.set_metadata(seen=True)
-        return layer(h)
-
-    h = scan(forward, in_axes=(nnx.Carry, 0), out_axes=nnx.Carry)(H, layers)
-    return h, layers, layers.kernel.get_metadata()["seen"]
+    return h, layers, hasattr(layers, "seen"), layers.kernel.get_metadata()["seen"]
 
 
 def shared_in_a_module(scan: Any) -> Any:
@@ -206,7 +196,7 @@ ALWAYS_REFUSED = (
     changed_in_an_outer_trace,
 )
 OWN = (
-    *(changes_whole, structure_is_dropped, metadata, shared_in_a_module, shared_by_arguments, output_twice),
+    *(changes_whole, structure_is_dropped, shared_in_a_module, shared_by_arguments, output_twice),
     *(another_module_of_the_variables, array_of_a_carried_module, axes_of_variables, axes_of_outputs),
     *(read_in_an_outer_trace, gradients, *ALWAYS_REFUSED),
 )
