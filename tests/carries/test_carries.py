@@ -2,6 +2,7 @@
 
 import functools
 import math
+from typing import Any
 
 import hypothesis.strategies as st
 import jax
@@ -9,35 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
 import pytest
-from built_in_carries import (
-    CASES,
-    FORWARD,
-    NAMES,
-    assert_close,
-    losses,
-    run,
-    with_gradients,
-)
+from built_in_carries import CASES, FORWARD, assert_close, losses, run, with_gradients
 from hypothesis import given, settings
 from loops import array, disable_jit, eager
 from thin import parametrize
 
 import treescan
+from treescan import fold
 from treescan.carries import (
     Keys,
     Moments,
+    best,
+    buffer,
     carry_of,
     cast,
     clip_gradient,
     ema,
     keys,
     moments,
+    stop_gradient,
     sum_,
+    window,
 )
 
 T, B = 5, 2
 START, KEYS, XS = array(B, seed=1), jax.random.split(jax.random.key(0), B), array(T, B, seed=2)
-STARTS, ALL_XS = dict.fromkeys(NAMES, START), dict.fromkeys(NAMES, XS)
 LENGTHS = np.array([4, 2])
 
 
@@ -72,7 +69,7 @@ def test_forward_mode_is_the_gradient_along_a_direction(name, verb):
 
 def test_a_clipped_gradient_has_no_forward_mode():
     def final(h):
-        return treescan.fold(lambda h, _: h, clip_gradient(h, 1.0), length=2).read()
+        return fold(lambda h, _: h, clip_gradient(h, 1.0), length=2).read()
 
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(final, (1.0,), (1.0,))
@@ -96,7 +93,7 @@ floats = st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-1.0, 1.0, width
 
 @jax.jit
 def sum_of(terms):
-    return treescan.fold(lambda total, x: x, sum_(), terms).read()
+    return fold(lambda total, x: x, sum_(), terms).read()
 
 
 @settings(max_examples=50)
@@ -142,7 +139,7 @@ def test_moments_merge(first, second):
 
 def test_moments_do_not_cancel():
     xs = jnp.float32(1e4) + array(50)
-    final = carry_of(treescan.fold(lambda _, x: x, moments(), xs), Moments)
+    final = carry_of(fold(lambda _, x: x, moments(), xs), Moments)
     npt.assert_allclose(final.variance(), np.var(np.asarray(xs, np.float64)), rtol=1e-2)
     assert final.variance(ddof=50) == final.variance(ddof=60) == final.squares
 
@@ -174,7 +171,7 @@ def test_a_decay_is_traced_and_differentiated(decay, verb):
 
 def test_a_cast_keeps_dtypes():
     init = cast({"h": jnp.ones(2, jnp.bfloat16), "n": 0, "rng": keys(jax.random.key(0))})
-    final = treescan.fold(lambda c, x: {"h": c["h"] + x.astype(jnp.bfloat16), "n": 1.7 * x[0], "rng": None}, init, XS)
+    final = fold(lambda c, x: {"h": c["h"] + x.astype(jnp.bfloat16), "n": 1.7 * x[0], "rng": None}, init, XS)
     assert [leaf.dtype for leaf in jax.tree.leaves(final)][:2] == [jnp.bfloat16, jnp.int32]
     assert carry_of(final.tree["rng"], Keys).drawn == T
 
@@ -192,3 +189,146 @@ def test_the_body_may_change_the_containers_that_it_is_shown(transform):
     b = [moving_average(0.5, 1.0, 2 * XS[:n, 0]) for n in range(T + 1)]
     assert_close(final["ema"].read(), {"a": moving_average(0.5, jnp.zeros(()), XS[:, 0]), "b": b[-1]})
     npt.assert_allclose(final["list"][0], sum(b[:-1]), rtol=1e-5)
+
+
+# What they do with what they cannot hold, and at the ends of their ranges.
+
+
+def limited(h: jax.Array, scale: jax.Array) -> jax.Array:
+    def loss(h: jax.Array) -> jax.Array:
+        return jnp.sum(fold(lambda h, _: h * scale, clip_gradient(h, max_norm=1.0), length=1).tree)
+
+    return jax.grad(loss)(h)
+
+
+@pytest.mark.parametrize("dtype, scale", [(jnp.float32, 1e30), (jnp.float16, 6e4), (jnp.float32, jnp.inf)])
+def test_a_gradient_that_explodes_keeps_its_direction(dtype: Any, scale: float) -> None:
+    gradient = limited(jnp.ones(2, dtype), jnp.asarray(scale, dtype))
+    npt.assert_allclose(gradient, np.full(2, 0.5**0.5), rtol=1e-3)
+
+
+def test_a_gradient_within_the_norm_is_the_same() -> None:
+    npt.assert_array_equal(limited(jnp.ones(2), jnp.asarray(0.25)), np.full(2, 0.25, np.float32))
+    npt.assert_array_equal(limited(jnp.ones(2), jnp.asarray(0.0)), np.zeros(2, np.float32))
+
+
+LOSSY: dict[str, tuple[Any, Any]] = {
+    "window": (window(jnp.array([0, 1])), 0.5),
+    "best": (best(0), (0.5, 0.5)),
+    "buffer": (buffer(0, 4), (0.5, True)),
+    "sum": (sum_(), 1 + 1j),
+    "ema": (ema(0.0, 0.9), 1j),
+}
+
+
+@parametrize("given", LOSSY)
+def test_what_cannot_be_held_is_refused(given: tuple[Any, Any]) -> None:
+    init, returned = given
+    with pytest.raises(treescan.PluginError, match="cannot hold"):
+        fold(lambda seen, x: returned, init, jnp.ones(2))
+
+
+def test_a_flag_is_true_unless_it_is_zero() -> None:
+    assert int(fold(lambda seen, x: (x, 0.5), buffer(0.0, 4), jnp.ones(3)).count) == 3
+
+
+def test_half_precision_moments_count_beyond_its_range() -> None:
+    values = jnp.tile(jnp.array([0.0, 1.0], jnp.float16), (2, 300))
+    mask = jnp.ones((2, 600), bool)
+    final, _ = treescan.mask_scan(lambda c, x: (x, None), moments(dtype=jnp.float16), values, mask=mask)
+    npt.assert_allclose(final.squares, 300, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: moments(dtype=int), lambda: ema(5.0, 0.9, debias=True), lambda: buffer((), 3)]
+)
+def test_starts_that_cannot_be(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"floating-point|starts from 0|no leaves"):
+        make()
+
+
+def test_the_best_of_no_rows_stays() -> None:
+    none = jnp.zeros((2, 0))
+    final, _ = treescan.mask_scan(lambda c, x: ((x, x), None), best(7.0), none, mask=jnp.zeros((2, 0), bool))
+    assert float(final.value) == 7.0
+
+
+def test_a_raw_numpy_key() -> None:
+    raw = np.asarray(jax.random.key_data(jax.random.key(3)))
+    _, drawn = treescan.scan(lambda key, _: (key, jax.random.key_data(key)), Keys(raw), length=2)
+    expected = [jax.random.key_data(jax.random.fold_in(jax.random.key(3), n)) for n in range(2)]
+    npt.assert_array_equal(drawn, np.stack(expected))
+
+
+MAKERS = {
+    "best": best,
+    "cast": lambda value, _: cast(value),
+    "ema": lambda value, _: ema(value, 0.5),
+    "window": lambda value, _: window(value),
+    "sum_": lambda value, _: sum_(value),
+    "clip_gradient": lambda value, _: clip_gradient(value, 1.0),
+    "stop_gradient": lambda value, _: stop_gradient(value),
+}
+
+
+@parametrize("make", MAKERS)
+def test_a_state_that_holds_values_and_their_carry_can_be_donated(make: Any) -> None:
+    """No two of its arrays have one buffer."""
+    weights, score = jnp.arange(3.0), jnp.ones(())
+    state = {"w": weights, "score": score, "seen": make(weights, score)}
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    assert len(pointers) == len(set(pointers))
+
+
+def test_nothing_is_copied_in_a_trace() -> None:
+    kept = jnp.ones(3)
+    for make in (lambda x: best(x).value, lambda x: best(kept).value, lambda x: cast(kept).tree):
+        assert not jax.make_jaxpr(make)(kept).eqns
+
+
+NUMBERS = {
+    "ema": (lambda **o: ema(0.0, 0.5, **o), lambda c: c.value, [0.5, 5.0, 50.0]),
+    "sum": (sum_, lambda c: c.total, [1.0, 10.0, 100.0]),
+    "moments": (moments, lambda c: c.mean, [1.0, 10.0, 100.0]),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_carry_of_a_number_combines_the_entries_of_a_vector_only_if_told_to(name: str) -> None:
+    make, value, of_each = NUMBERS[name]
+    xs = jnp.array([[1.0, 10.0, 100.0]])
+
+    def run(init: Any) -> Any:
+        return value(fold(lambda _, x: x, init, xs))
+
+    with pytest.raises(treescan.PluginError, match=r"make it of shape \(3,\).*shared=True"):
+        run(make())
+    combined = jnp.sum if name == "sum" else jnp.mean
+    npt.assert_allclose(run(make(shared=True)), combined(jnp.array(of_each)), rtol=1e-6)
+    npt.assert_allclose(jax.vmap(lambda x: value(fold(lambda _, x: x, make(), x[None])))(xs[0]), of_each)
+    rows = treescan.mask_scan(lambda _, x: (x, None), make(), xs, lengths=jnp.array([1, 1, 0]))[0]
+    npt.assert_allclose(value(rows), combined(jnp.array(of_each[:2])), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ema", "unbiased", "clip_gradient"])
+def test_stretches_of_one_length_are_one_program(name: str) -> None:
+    """Also where a hyperparameter was given as a Python number."""
+    makes = {
+        "ema": lambda: ema(0.0, 0.9),
+        "unbiased": lambda: ema(0, 0.9, debias=True),
+        "clip_gradient": lambda: clip_gradient(jnp.zeros(()), 2.0),
+    }
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def stretch(carry: Any, xs: Any) -> Any:
+        return fold(lambda _, x: x, carry, xs)
+
+    carry = makes[name]()
+    for _ in range(3):
+        carry = stretch(carry, jnp.ones(4))
+    assert stretch._cache_size() == 1
+
+
+def test_a_vector_a_row_for_a_number_of_all_rows() -> None:
+    with pytest.raises(treescan.PluginError, match=r"For a number per entry, make it of shape \(3,\)"):
+        treescan.mask_scan(lambda _, x: (x, None), ema(0.0, 0.9, shared=True), jnp.ones((4, 2, 3)), lengths=[1, 2])

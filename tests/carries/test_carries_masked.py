@@ -22,27 +22,18 @@ B = len(LENGTHS)
 START, KEYS = array(B, seed=1), jax.random.split(jax.random.key(0), B)
 VALID = np.arange(T)[:, None] < LENGTHS
 HOLES = np.random.default_rng(0).random((T, B)) < 0.5
-RESETS = np.random.default_rng(1).random((T, B)) < 0.3
 
 
-# Rows that have their own.
+# Rows that have their own. Each carry with each option is in the laws of `check_carry`, one of them in `works`.
 
 SETUPS = {
-    "scan": {"reverse": True},
+    "scan": {},
     "scan, vmap": {"remat": "nested"},
     "chunks": {"lengths": LENGTHS, "chunk": 3},
-    "compact": {"lengths": LENGTHS, "chunk": 3, "compact": True},
-    "resets in reverse": {"mask": HOLES, "resets": RESETS, "reverse": True, "remat": "nested", "chunk": 2},
-    "compact resets": {"lengths": LENGTHS, "resets": RESETS, "chunk": 3, "compact": (2,), "remat": "step"},
-    "disable_jit": {"mask": HOLES, "resets": RESETS, "reverse": True},
+    "holes": {"mask": HOLES, "remat": "nested", "chunk": 2},
 }
 DAILY = {"scan", "chunks"}
-VALUES_ALONE = {"compact", "disable_jit"}
-
-
-def valid_of(setup):
-    """Where steps are valid: everywhere in a `scan`."""
-    return SETUPS[setup].get("mask", VALID if "lengths" in SETUPS[setup] else np.ones_like(VALID))
+VALID_IN = {"chunks": VALID, "holes": HOLES}  # in a `scan` every step is
 
 
 def padded(valid):
@@ -51,40 +42,29 @@ def padded(valid):
 
 @functools.cache
 def scanned(setup):
-    verb = treescan.scan if setup.startswith("scan") else treescan.mask_scan
+    verb = treescan.mask_scan if setup in VALID_IN else treescan.scan
 
     def call(start, xs, keys):
         return run(NAMES, verb, start, keys, xs, **SETUPS[setup])
 
-    if "vmap" in setup:
+    if setup == "scan, vmap":
         call = jax.vmap(call, (0, 1, 0), dict.fromkeys(NAMES, (1, 0)))
-    given = dict.fromkeys(NAMES, START), dict.fromkeys(NAMES, padded(valid_of(setup)))
-    if setup not in VALUES_ALONE:
-        return jax.jit(functools.partial(with_gradients, lambda start, xs: call(start, xs, KEYS)))(*given)
-    with jax.disable_jit(setup == "disable_jit"):
-        return {name: (outs, None) for name, outs in call(*given, KEYS).items()}
-
-
-@functools.cache
-def expected(name, kind, resets, reverse):
-    """What setups of one kind have in common."""
-    valid = {"mask": HOLES, "lengths": VALID, "all": np.ones_like(VALID)}[kind]
-    return run_rows(name, START, KEYS, padded(valid), valid, RESETS if resets else None, reverse=reverse)
+    xs = padded(VALID_IN.get(setup, np.ones_like(VALID)))
+    given = dict.fromkeys(NAMES, START), dict.fromkeys(NAMES, xs)
+    return jax.jit(functools.partial(with_gradients, lambda start, xs: call(start, xs, KEYS)))(*given)
 
 
 @pytest.mark.parametrize("setup", [pytest.param(s, marks=[] if s in DAILY else pytest.mark.slow) for s in SETUPS])
 @pytest.mark.parametrize("name", NAMES)
 def test_rows_are_the_unpadded_rows(name, setup):
-    options = SETUPS[setup]
-    kind = next((key for key in ("mask", "lengths") if key in options), "all")
-    outs, gradients = expected(name, kind, "resets" in options, "reverse" in options)
+    valid = VALID_IN.get(setup, np.ones_like(VALID))
+    outs, gradients = run_rows(name, START, KEYS, padded(valid), valid)
     got_outs, got_gradients = scanned(setup)[name]
     assert_close(got_outs, outs, CASES[name].rtol)
-    if got_gradients is not None:
-        assert_close(got_gradients, gradients, CASES[name].rtol)
-        of_xs, valid = np.asarray(got_gradients[1]), valid_of(setup)
-        assert not of_xs[~valid].any()
-        assert np.isfinite(of_xs).all()
+    assert_close(got_gradients, gradients, CASES[name].rtol)
+    of_xs = np.asarray(got_gradients[1])
+    assert not of_xs[~valid].any()
+    assert np.isfinite(of_xs).all()
 
 
 # What all rows share.
