@@ -123,23 +123,16 @@ def test_axis_names_are_added_and_removed(name: str) -> None:
 # Traces.
 
 
-class Count:
-    """Counts how often a body is run by Python."""
+def counted(target: Any, calls: list[None]) -> Any:
+    """The same module class, or partial of one, which notes when Python runs it."""
 
-    def __init__(self) -> None:
-        self.calls = 0
+    class Counted(getattr(target, "func", target)):
+        @nn.compact
+        def __call__(self, *args: Any) -> Any:
+            calls.append(None)
+            return super().__call__(*args)
 
-    def counted(self, target: Any) -> Any:
-        """The same module class, or partial of one, counting."""
-        note, inner = self, getattr(target, "func", target)
-
-        class Counted(inner):
-            @nn.compact
-            def __call__(self, *args: Any) -> Any:
-                note.calls += 1
-                return super().__call__(*args)
-
-        return functools.partial(Counted, **getattr(target, "keywords", {}))
+    return functools.partial(Counted, **getattr(target, "keywords", {}))
 
 
 LOOPS = {
@@ -152,12 +145,12 @@ LOOPS = {
 def traces_of(name: str, using: Callable[..., Any], call: str) -> int:
     """How often `call`, "init" or "apply", runs the body."""
     build, inputs, target, split = LOOPS[name]
-    count = Count()
-    module = build(using, count.counted(target), split_rngs={"params": name != "recurrent", **split})
+    calls: list[None] = []
+    module = build(using, counted(target, calls), split_rngs={"params": name != "recurrent", **split})
     variables = module.init(KEYS, *inputs)
-    before = count.calls
+    before = len(calls)
     jax.eval_shape(functools.partial(module.apply, rngs={"dropout": KEYS["dropout"]}), variables, *inputs)
-    return before if call == "init" else count.calls - before
+    return before if call == "init" else len(calls) - before
 
 
 @pytest.mark.parametrize(

@@ -9,14 +9,12 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from flax.errors import TraceContextError
-from test_nnx_scan import CASES, HAS_MODES, XS, Cell, Counter, H, N, assert_same, linear, stack
+from test_nnx_scan import CASES, HAS_MODES, MODES, XS, Cell, Counter, H, N, assert_same, linear, stack
 from thin import by_turns
-from traces import Counted
 
 import treescan
 from treescan.integrations.nnx import scan
 
-MODES: dict[str, dict[str, Any]] = {"tree": {"graph": False}, "values": {"graph": True, "graph_updates": False}}
 needs_modes = pytest.mark.skipif(not HAS_MODES, reason="flax has no modes")
 by_mode = pytest.mark.parametrize("mode", MODES)
 
@@ -228,18 +226,6 @@ def test_the_mode_may_be_set_around(setting: str) -> None:
         assert float(counter.n[...]) == N
         _, counter = changes_whole(functools.partial(scan, graph=True, graph_updates=True))
         assert float(counter.n[...]) == 0.0
-
-
-@by_mode
-def test_the_body_is_traced_once_and_not_again(mode: str) -> None:
-    def forward(h: jax.Array, layer: nnx.Linear) -> jax.Array:
-        return layer(h)
-
-    body, layers = Counted(forward), stack(kind=linear)
-    options: dict[str, Any] = {"in_axes": (nnx.Carry, 0), "out_axes": nnx.Carry, **MODES[mode]}
-    run = scan(body.body, **options)
-    assert body.traces(lambda _: run(H, layers)) == 1
-    assert body.traces(lambda _: run(H + 1, layers)) == 0
 
 
 @by_mode

@@ -351,7 +351,10 @@ def test_gradients(options: dict[str, Any]) -> None:
     assert_same(loss(scan, options), loss(nnx.scan, {}))
 
 
-@parametrize("options", {"plain": {}, "nested": {"remat": "nested"}, "reverse": {"reverse": True}})
+MODES: dict[str, dict[str, Any]] = {"tree": {"graph": False}, "values": {"graph": True, "graph_updates": False}}
+
+
+@parametrize("options", {"plain": {}, "nested": {"remat": "nested"}, **MODES})
 def test_the_body_is_traced_once(options: dict[str, Any]) -> None:
     def forward(h: jax.Array, layer: nnx.Linear) -> jax.Array:
         return layer(h)
