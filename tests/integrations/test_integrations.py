@@ -1,4 +1,4 @@
-"""Types of other libraries as carries: flax.nnx by a plugin of treescan, haliax as it is."""
+"""Modules of flax.nnx as carries: a plugin of treescan."""
 
 from typing import Any
 
@@ -135,14 +135,3 @@ def test_a_module_of_another_structure() -> None:
         treescan.scan(grow, nnx.Linear(3, 3, rngs=nnx.Rngs(0)), XS)
     with pytest.raises(treescan.PluginError, match="instead of the module that it was given"):
         treescan.scan(lambda module, x: (x, None), nnx.Linear(3, 3, rngs=nnx.Rngs(0)), XS)
-
-
-def test_haliax_arrays_are_carried() -> None:
-    try:
-        import haliax
-    except Exception as error:
-        pytest.skip(f"no haliax that imports on jax {jax.__version__}: {type(error).__name__}: {error}")
-    start = haliax.zeros(haliax.Axis("features", 3))
-    final = treescan.fold(lambda h, x: h + x, start, jnp.ones(4))
-    assert final.axes == start.axes
-    np.testing.assert_allclose(final.array, jnp.full(3, 4.0))

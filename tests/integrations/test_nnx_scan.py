@@ -226,19 +226,6 @@ def variables(scan: Any) -> Any:
     return scan(step)(variable, xs), variable, xs
 
 
-def rngs(scan: Any) -> Any:
-    keys, others = nnx.Rngs(0, noise=1), nnx.Rngs(2)
-
-    def step(h: jax.Array, rngs: nnx.Rngs, others: nnx.Rngs) -> Any:
-        h = h + jax.random.normal(rngs.noise(), h.shape) + jax.random.uniform(others(), h.shape)
-        return h, h
-
-    axes = (nnx.Carry, 0, nnx.StateAxes({...: nnx.Carry}))
-    forward = scan(step, in_axes=axes)
-    ys = nnx.split_rngs(splits=N)(lambda keys: forward(H, keys, others))(keys)
-    return ys, keys, others
-
-
 def named_by_keyword(scan: Any) -> Any:
     def forward(h: jax.Array, layer: Block, scale: float = 2.0) -> jax.Array:
         return layer(h) * scale
@@ -298,7 +285,7 @@ CASES: dict[str, Callable[[Any], Any]] = {
     **{f.__name__: f for f in (over_layers, statistics_carried, recurrent)},
     **{f.__name__: f for f in (counters, without_xs)},
     **{f.__name__: f for f in (no_carry, carry_last, modules_out, same_module_out, new_variables, trees, shared)},
-    **{f.__name__: f for f in (shared_stacks, states, variables, rngs, named_by_keyword, method, partitioned, nested)},
+    **{f.__name__: f for f in (shared_stacks, states, variables, named_by_keyword, method, partitioned, nested)},
     "axis_minus_1": lambda scan: over_layers(scan, -1, linear),
     "reverse": lambda scan: over_layers(scan, kind=linear, reverse=True),
     "unroll": lambda scan: over_layers(scan, kind=linear, unroll=3),

@@ -115,11 +115,6 @@ def layers_with_batch_norm(scan):
 
 
 @model(H, streams=("params", "dropout"))
-def dropout_split(scan):
-    return layers(scan, functools.partial(Block, rate=0.5), split_rngs={"params": True, "dropout": True})
-
-
-@model(H, streams=("params", "dropout"))
 def dropout_shared(scan):
     return layers(scan, functools.partial(Block, rate=0.5), split_rngs={"params": True, "dropout": False})
 
@@ -166,11 +161,6 @@ def nested_axes(scan):
 
 
 # Recurrence.
-
-
-@model(H, XS)
-def recurrent_reverse(scan):
-    return recurrent(scan, reverse=True)
 
 
 @model(H, XS)
@@ -290,9 +280,6 @@ class TwoWays(nn.Module):
 
     def setup(self) -> None:
         self.first, self.second = nn.Dense(3), nn.Dense(3)
-
-    def __call__(self, h: Any, x: Any) -> Any:
-        return self.down(self.up(h, x)[0], x)
 
     def up(self, h: Any, x: Any) -> Any:
         h = nn.tanh(self.first(h) + x)
