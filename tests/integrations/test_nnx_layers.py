@@ -135,13 +135,6 @@ def test_changes_that_are_returned_are_the_users() -> None:
     np.testing.assert_allclose(state["norm"]["mean"][...], means, rtol=1e-5)
 
 
-def test_the_cure() -> None:
-    layers = stacked()
-    x = treescan.integrations.nnx.scan(run, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(layers, H)
-    np.testing.assert_allclose(x, one_by_one(stacked())[0], rtol=1e-5)
-    assert layers.dropout.rngs.count[...].tolist() == [count + 1 for count in stacked().dropout.rngs.count[...]]
-
-
 def test_a_carry_of_a_module_beside_modules() -> None:
     def block(layer: Layer, carry: Any) -> Any:
         x, counter = carry

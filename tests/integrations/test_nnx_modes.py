@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import pytest
 from flax import nnx
 from flax.errors import TraceContextError
-from test_nnx_scan import CASES, HAS_MODES, MODES, XS, Cell, Counter, H, N, assert_same, linear, stack
-from thin import by_turns
+from test_nnx_scan import CASES, HAS_MODES, MODES, XS, Cell, Counter, H, N, assert_same, each, linear, stack
 
 import treescan
 from treescan.integrations.nnx import scan
@@ -36,12 +35,12 @@ def assert_as_in_nnx(case: Callable[[Any], Any], mode: str) -> None:
 
 # The cases of the mode of graphs, but for those that ask for what these modes drop: identity, arguments by keyword,
 # new variables and metadata.
-OTHERS = ("named_by_keyword", "partitioned", "new_variables")
+OTHERS = ("named_by_keyword", "partitioned", "new_variables", "changed_metadata")
 
 
 @needs_modes
 @by_mode
-@by_turns(2, case={name: case for name, case in CASES.items() if name not in OTHERS})
+@each({name: case for name, case in CASES.items() if name not in OTHERS})
 def test_what_comes_out_is_what_comes_out_of_nnx(case: Callable[[Any], Any], mode: str) -> None:
     assert_as_in_nnx(case, mode)
 

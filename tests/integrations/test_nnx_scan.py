@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec
 from jaxprs import equations, num_consts
 from oracle import as_numpy
-from thin import by_turns, parametrize
+from thin import parametrize
 from traces import Counted
 
 import treescan
@@ -270,6 +270,29 @@ def partitioned(scan: Any) -> Any:
     return out, layers
 
 
+def set_metadata(v: nnx.Variable) -> nnx.Variable:
+    v.set_metadata(note=v.get_metadata("note", "") + "x")
+    return v
+
+
+def another_type(v: nnx.Variable) -> nnx.Variable:
+    return nnx.Cache(v[...], **v.get_metadata())
+
+
+def changed_metadata(scan: Any) -> Any:
+    """That of what is scanned over may change; of what is given whole, such a change is dropped."""
+    layers, counter = stack(kind=linear), Counter()
+
+    def step(h: jax.Array, m: nnx.Linear, c: Counter) -> Any:
+        set_metadata(m.kernel)
+        return h + set_metadata(c.n)[...], another_type(m.bias)
+
+    h, out = scan(step, in_axes=(nnx.Carry, 0, None))(H, layers, counter)
+    assert layers.kernel.get_metadata("note") == "x" and "note" not in counter.n.get_metadata()
+    assert type(out) is nnx.Cache
+    return h, out, layers, counter
+
+
 def nested(scan: Any) -> Any:
     counter, layers = Counter(), stack()
 
@@ -282,10 +305,10 @@ def nested(scan: Any) -> Any:
 
 
 CASES: dict[str, Callable[[Any], Any]] = {
-    **{f.__name__: f for f in (over_layers, statistics_carried, recurrent)},
-    **{f.__name__: f for f in (counters, without_xs)},
-    **{f.__name__: f for f in (no_carry, carry_last, modules_out, same_module_out, new_variables, trees, shared)},
+    **{f.__name__: f for f in (over_layers, statistics_carried, recurrent, counters, without_xs, no_carry)},
+    **{f.__name__: f for f in (carry_last, modules_out, same_module_out, new_variables, trees, shared)},
     **{f.__name__: f for f in (shared_stacks, states, variables, named_by_keyword, method, partitioned, nested)},
+    "changed_metadata": changed_metadata,
     "axis_minus_1": lambda scan: over_layers(scan, -1, linear),
     "reverse": lambda scan: over_layers(scan, kind=linear, reverse=True),
     "unroll": lambda scan: over_layers(scan, kind=linear, unroll=3),
@@ -300,7 +323,16 @@ def assert_same(actual: Any, expected: Any, tolerance: float = 1e-6) -> None:
         np.testing.assert_allclose(as_numpy(a), as_numpy(b), rtol=tolerance, atol=tolerance)
 
 
-@by_turns(2, case=CASES)
+def each(cases: dict[str, Any]) -> Any:
+    """One test for each case; those are slow that have layers, or a loop in a loop."""
+    daily = ("counters", "without_xs", "modules_out", "shared", "states", "variables")
+    params = [
+        pytest.param(case, id=name, marks=[] if name in daily else pytest.mark.slow) for name, case in cases.items()
+    ]
+    return pytest.mark.parametrize("case", params)
+
+
+@each(CASES)
 def test_what_comes_out_is_what_comes_out_of_nnx(case: Callable[[Any], Any]) -> None:
     assert_same(case(scan), case(nnx.scan))
 
@@ -524,11 +556,6 @@ def test_a_carry_that_begins_to_vary() -> None:
     assert """`jax.lax.pcast(h["a"], ('rows',), to='varying')`""" in error_of(lambda: run(XS), treescan.CarryError)
 
 
-def set_metadata(v: nnx.Variable) -> nnx.Variable:
-    v.set_metadata(note=v.get_metadata("note", "") + "x")
-    return v
-
-
 def replace_metadata(v: nnx.Variable) -> nnx.Variable:
     v.set_metadata({**v.get_metadata(), "axes": ("a",)})
     return v
@@ -537,10 +564,6 @@ def replace_metadata(v: nnx.Variable) -> nnx.Variable:
 def delete_metadata(v: nnx.Variable) -> nnx.Variable:
     v.del_metadata("axes")
     return v
-
-
-def another_type(v: nnx.Variable) -> nnx.Variable:
-    return nnx.Cache(v[...], **v.get_metadata())
 
 
 CHANGES: dict[str, tuple[Callable[[nnx.Variable], nnx.Variable], str]] = {
@@ -586,29 +609,6 @@ def test_a_carried_variable_keeps_its_type_and_metadata(name: str) -> None:
         text = words(error_of(lambda run=run: run(scan), treescan.CarryError))
         assert words(f"leaf given returned {where} {says}") in text
         assert "set them before or after the scan" in text
-
-
-def test_metadata_of_what_is_scanned_over_may_change() -> None:
-    def run(scan: Any) -> Any:
-        layers = stack(kind=linear)
-
-        def step(h: jax.Array, m: nnx.Linear) -> Any:
-            set_metadata(m.kernel)
-            return h, another_type(m.bias)
-
-        return *scan(step)(H, layers), layers
-
-    _, out, layers = run(scan)
-    assert layers.kernel.get_metadata() == run(nnx.scan)[2].kernel.get_metadata()
-    assert layers.kernel.get_metadata("note") == "x"
-    assert type(out) is nnx.Cache
-
-
-def test_metadata_of_what_is_given_whole_is_dropped() -> None:
-    for a_scan in (scan, nnx.scan):
-        counter = Counter()
-        a_scan(lambda m, x: set_metadata(m.n)[...] + x, in_axes=(None, 0), out_axes=0)(counter, XS)
-        assert "note" not in counter.n.get_metadata()
 
 
 @pytest.mark.parametrize("name", CHANGES)

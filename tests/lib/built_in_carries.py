@@ -162,6 +162,14 @@ def positives(_start, _, xs):
     return seen
 
 
+def averaged(*, debias):
+    def init(start, _):
+        value = {"a": start, "b": pair(start)}
+        return ema(jax.tree.map(jnp.zeros_like, value) if debias else value, DECAY, debias=debias)
+
+    return Case(init, lambda _, x: {"a": x, "b": pair(x)}, lambda seen: seen, functools.partial(averages, debias))
+
+
 CASES = {
     "keys": Case(
         lambda start, key: {"rng": keys(key), "place": start},
@@ -182,18 +190,8 @@ CASES = {
         last,
         autoregression,
     ),
-    "ema": Case(
-        lambda start, _: ema({"a": start, "b": pair(start)}, DECAY),
-        lambda _, x: {"a": x, "b": pair(x)},
-        lambda seen: seen,
-        functools.partial(averages, False),
-    ),
-    "debiased ema": Case(
-        lambda start, _: ema(jax.tree.map(jnp.zeros_like, {"a": start, "b": pair(start)}), DECAY, debias=True),
-        lambda _, x: {"a": x, "b": pair(x)},
-        lambda seen: seen,
-        functools.partial(averages, True),
-    ),
+    "ema": averaged(debias=False),
+    "debiased ema": averaged(debias=True),
     "moments": Case(
         lambda start, _: moments(start.shape),
         lambda _, x: x,
