@@ -11,7 +11,7 @@ import pytest
 from flax import linen as nn
 from flax_models import MODELS, XS, Block, Cell, H, Model, layers, recurrent
 from oracle import is_inexact
-from thin import by_turns, parametrize
+from thin import parametrize
 
 from treescan.integrations.flax import scan
 
@@ -80,12 +80,18 @@ def assert_same(actual: Any, expected: Any) -> None:
         np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-6, err_msg=jax.tree_util.keystr(path))
 
 
-@by_turns(2, case=MODELS)
+DAILY = ("in_and_out", "changed_broadcast", "transformed_data")
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=() if name in DAILY else pytest.mark.slow) for name, case in MODELS.items()],
+)
 def test_is_flax_s_scan(case: Model) -> None:
     assert_same(with_gradient(case, scan), with_gradient(case, nn.scan))
 
 
-EAGER = ("residual_stack", "counter", "in_and_out")
+EAGER = ("residual_stack", "filters_that_deny", "in_and_out")
 
 
 @parametrize("case", {name: MODELS[name] for name in EAGER})

@@ -74,16 +74,13 @@ class Cell(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual layer, that knows all of what a layer may have."""
+    """A residual layer, with dropout if it is given a rate."""
 
     rate: float = 0.0
-    norm: bool = False
 
     @nn.compact
     def __call__(self, x: Any, _: Any = None) -> Any:
         h = nn.Dense(x.shape[-1])(x)
-        if self.norm:
-            h = nn.BatchNorm(use_running_average=False)(h)
         if self.rate:
             h = nn.Dropout(self.rate, deterministic=False)(h)
         return x + nn.relu(h), None
@@ -107,11 +104,6 @@ def recurrent(scan: Scan, cell: Any = Cell, **options: Any) -> nn.Module:
 @model(H)
 def residual_stack(scan):
     return layers(scan)
-
-
-@model(H, mutable=["batch_stats"])
-def layers_with_batch_norm(scan):
-    return layers(scan, functools.partial(Block, norm=True), variable_axes={"params": 0, "batch_stats": 0})
 
 
 @model(H, streams=("params", "dropout"))
@@ -146,20 +138,6 @@ def frozen_metadata_params(scan):
     return layers(scan, metadata_params=FrozenDict({nn.PARTITION_NAME: None}), split_rngs=FrozenDict({"params": True}))
 
 
-@model(H, XS)
-def nested_axes(scan):
-    def body(self, h, given, both):
-        h = nn.Dense(3)(h) + given["x"] + both[0] * both[1][1]
-        return h, (h, {"c": given["x"], "w": h + both[0]})
-
-    def call(self, h, xs):
-        axes = ({"x": -1}, (0, nn.broadcast))
-        loop = scan(body, **_SHARED, in_axes=axes, out_axes=(1, {"c": 0, "w": -1}))
-        return loop(self, h, {"x": jnp.moveaxis(xs, 0, -1)}, (xs, (h, h + h)))
-
-    return from_function(call)
-
-
 # Recurrence.
 
 
@@ -187,21 +165,6 @@ def unchecked(scan):
 
 
 # Carried variables.
-
-
-@model(XS, mutable=["counter"])
-def counter(scan):
-    def call(self, xs):
-        self.variable("counter", "i", jnp.zeros, (), jnp.int32)
-
-        def body(self, c, x):
-            i = self.variable("counter", "i", jnp.zeros, (), jnp.int32)
-            i.value += 1
-            return c, x * i.value.astype(jnp.float32)
-
-        return scan(body, variable_carry="counter")(self, (), xs)
-
-    return from_function(call)
 
 
 class Caching(nn.Module):
