@@ -17,7 +17,7 @@ from treescan.carries import ema, keys, window
 pytestmark = pytest.mark.quick
 
 T, B, LENGTHS = 5, 2, np.array([4, 2])
-START, KEYS, XS = array(B, seed=1), jax.random.split(jax.random.key(0), B), array(T, B, seed=2)
+KEYS, XS = jax.random.split(jax.random.key(0), B), array(T, B, seed=2)
 
 
 def keys_by_hand(carry, x):

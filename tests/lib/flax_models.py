@@ -55,7 +55,6 @@ def from_function(call: Callable[..., Any]) -> nn.Module:
     return Main()
 
 
-X = array(2, 5, 3)  # batch, steps, features
 XS = array(5, 2, 3, seed=1)  # steps, batch, features
 H = array(2, 3, seed=2)
 _SHARED: dict[str, Any] = {"variable_broadcast": "params", "split_rngs": {"params": False}}
