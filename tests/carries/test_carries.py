@@ -1,4 +1,4 @@
-"""The built-in carries are the Python loops that they stand for, in value and gradient, and refuse what they cannot hold."""
+"""The built-in carries are the Python loops that they stand for, and refuse what they cannot hold."""
 
 import functools
 import math
