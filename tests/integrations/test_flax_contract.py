@@ -76,11 +76,7 @@ def test_deny_lists_hold_what_they_deny() -> None:
     assert core.DenyList("a").deny == "a"
 
 
-# nnx. What it says of nodes, variables, settings and levels.
-
-TAG = "contract"
-HAS_MODES = hasattr(nnx, "set_graph_mode")
-GRAPH: dict[str, Any] = {"graph": True} if "graph" in inspect.signature(nnx.iter_graph).parameters else {}
+# nnx.
 
 
 def test_state_axes_hold_axes_and_map_paths_to_them() -> None:
@@ -97,43 +93,14 @@ def test_state_axes_hold_axes_and_map_paths_to_them() -> None:
     assert hash(axes) == hash(nnx.StateAxes(dict(axes.items())))
 
 
-@pytest.mark.skipif(not hasattr(nnx, "prefix"), reason="flax has no `nnx.prefix`")
-def test_prefixes_of_modules_have_a_type_of_their_own_or_the_module_s() -> None:
-    module = nnx.Linear(2, 2, rngs=nnx.Rngs(0))
-    assert type(nnx.prefix(module, {...: 0}, graph=True)) is nnx.extract.TreeState
-    assert type(nnx.prefix(module, {...: 0}, graph=False)) is nnx.Linear
-
-
 def test_carry_is_one_object_and_a_leaf() -> None:
     assert isinstance(nnx.Carry, type)
     assert jax.tree.leaves((nnx.Carry, 0)) == [nnx.Carry, 0]
 
 
-@pytest.mark.skipif(not HAS_MODES, reason="flax has no modes")
-@pytest.mark.parametrize("name", ["set_graph_mode", "set_graph_updates"])
-def test_modes_are_on_and_are_set_for_a_while(name: str) -> None:
-    setting = getattr(nnx, name)
-    assert setting.current_value() is True
-    with setting(False):
-        assert setting.current_value() is False
-    assert setting.current_value() is True
-
-
-def test_flax_has_both_modes_or_none() -> None:
-    assert HAS_MODES == hasattr(nnx, "set_graph_updates") == bool(GRAPH)
-
-
-def test_mutable_arrays_of_variables_are_leaves_of_the_state() -> None:
-    options: dict[str, Any] = {"ref" if HAS_MODES else "has_ref": True}
-    with nnx.update_context(TAG), nnx.split_context(TAG) as context:
-        _, state = context.split([nnx.Variable(jnp.ones(2), **options)], ...)
-    (leaf,) = jax.tree.leaves(state)
-    assert "Ref" in str(jax.typeof(leaf))
-
-
 # Signatures.
 
-MODES = [] if HAS_MODES else ["graph", "graph_updates"]
+MODES = [] if hasattr(nnx, "set_graph_mode") else ["graph", "graph_updates"]
 
 
 @pytest.mark.parametrize(
