@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
 import pytest
-from built_in_carries import CASES, NAMES, assert_close, run, run_rows, with_gradients
+from built_in_carries import CASES, EVERY_DAY, NAMES, assert_close, group_of, run, run_rows, with_gradients
 from hypothesis import given, settings
 from loops import array
 from thin import parametrize
@@ -41,25 +41,31 @@ def padded(valid):
 
 
 @functools.cache
-def scanned(setup):
+def scanned(setup, names):
     verb = treescan.mask_scan if setup in VALID_IN else treescan.scan
 
     def call(start, xs, keys):
-        return run(NAMES, verb, start, keys, xs, **SETUPS[setup])
+        return run(names, verb, start, keys, xs, **SETUPS[setup])
 
     if setup == "scan, vmap":
-        call = jax.vmap(call, (0, 1, 0), dict.fromkeys(NAMES, (1, 0)))
+        call = jax.vmap(call, (0, 1, 0), dict.fromkeys(names, (1, 0)))
     xs = padded(VALID_IN.get(setup, np.ones_like(VALID)))
-    given = dict.fromkeys(NAMES, START), dict.fromkeys(NAMES, xs)
+    given = dict.fromkeys(names, START), dict.fromkeys(names, xs)
     return jax.jit(functools.partial(with_gradients, lambda start, xs: call(start, xs, KEYS)))(*given)
 
 
-@pytest.mark.parametrize("setup", [pytest.param(s, marks=[] if s in DAILY else pytest.mark.slow) for s in SETUPS])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "setup"),
+    [
+        pytest.param(name, setup, marks=[] if setup in DAILY and name in EVERY_DAY else pytest.mark.slow)
+        for name in NAMES
+        for setup in SETUPS
+    ],
+)
 def test_rows_are_the_unpadded_rows(name, setup):
     valid = VALID_IN.get(setup, np.ones_like(VALID))
     outs, gradients = run_rows(name, START, KEYS, padded(valid), valid)
-    got_outs, got_gradients = scanned(setup)[name]
+    got_outs, got_gradients = scanned(setup, group_of(name))[name]
     assert_close(got_outs, outs, CASES[name].rtol)
     assert_close(got_gradients, gradients, CASES[name].rtol)
     of_xs = np.asarray(got_gradients[1])

@@ -228,7 +228,13 @@ CASES = {
     ),
 }
 NAMES = tuple(CASES)
+EVERY_DAY = ("window", "moments", "stop")  # a program of these few compiles in a fraction of the time
 FORWARD = tuple(name for name in NAMES if not name.startswith("clip"))  # those that have a forward mode
+
+
+def group_of(name):
+    """Those that share a program with a case."""
+    return EVERY_DAY if name in EVERY_DAY else tuple(other for other in NAMES if other not in EVERY_DAY)
 
 
 @functools.cache
