@@ -1,8 +1,8 @@
-"""The built-in carries are the Python loops that they stand for, in value and gradient, and cost no more."""
+"""The built-in carries are the Python loops that they stand for, and refuse what they cannot hold."""
 
 import functools
 import math
-from typing import Any, NamedTuple
+from typing import Any
 
 import hypothesis.strategies as st
 import jax
@@ -10,41 +10,31 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
 import pytest
-from built_in_carries import (
-    CASES,
-    FORWARD,
-    NAMES,
-    assert_close,
-    body_of,
-    init_of,
-    losses,
-    run,
-    with_gradients,
-)
+from built_in_carries import CASES, EVERY_DAY, FORWARD, assert_close, group_of, losses, run, with_gradients
 from hypothesis import given, settings
 from loops import array, disable_jit, eager
-from oracle import assert_bitwise
 from thin import parametrize
-from traces import Counted
 
 import treescan
+from treescan import fold
 from treescan.carries import (
-    Ema,
     Keys,
     Moments,
+    best,
+    buffer,
     carry_of,
     cast,
     clip_gradient,
     ema,
     keys,
     moments,
-    read_tree,
+    stop_gradient,
     sum_,
+    window,
 )
 
 T, B = 5, 2
 START, KEYS, XS = array(B, seed=1), jax.random.split(jax.random.key(0), B), array(T, B, seed=2)
-STARTS, ALL_XS = dict.fromkeys(NAMES, START), dict.fromkeys(NAMES, XS)
 LENGTHS = np.array([4, 2])
 
 
@@ -52,34 +42,34 @@ LENGTHS = np.array([4, 2])
 
 
 @functools.cache
-def derivatives(verb):
-    """Of the loss of each case that has a forward mode: along a direction, and by the gradient."""
+def derivatives(verb, names):
+    """Of the loss of each of these cases: along a direction, and by the gradient."""
     options = {"lengths": LENGTHS} if verb == "mask_scan" else {}
-    given = dict.fromkeys(FORWARD, START), dict.fromkeys(FORWARD, XS)
+    given = dict.fromkeys(names, START), dict.fromkeys(names, XS)
 
     @jax.jit
     def both(given):
         def call(start, xs):
-            return run(FORWARD, getattr(treescan, verb), start, KEYS, xs, **options)
+            return run(names, getattr(treescan, verb), start, KEYS, xs, **options)
 
         _, tangents = jax.jvp(lambda *given: losses(call(*given)), given, jax.tree.map(jnp.cos, given))
         return tangents, with_gradients(call, *given)
 
     tangents, results = both(given)
-    return {name: (tangents[name], results[name][1]) for name in FORWARD}
+    return {name: (tangents[name], results[name][1]) for name in names}
 
 
 @pytest.mark.parametrize("verb", ["scan", pytest.param("mask_scan", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("name", FORWARD)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in EVERY_DAY else pytest.mark.slow) for n in FORWARD])
 def test_forward_mode_is_the_gradient_along_a_direction(name, verb):
-    tangent, (of_start, of_xs) = derivatives(verb)[name]
+    tangent, (of_start, of_xs) = derivatives(verb, tuple(n for n in group_of(name) if n in FORWARD))[name]
     along = jnp.sum(of_start * jnp.cos(START)) + jnp.sum(of_xs * jnp.cos(XS))
     assert_close(tangent, along, 5 * CASES[name].rtol)
 
 
 def test_a_clipped_gradient_has_no_forward_mode():
     def final(h):
-        return treescan.fold(lambda h, _: h, clip_gradient(h, 1.0), length=2).read()
+        return fold(lambda h, _: h, clip_gradient(h, 1.0), length=2).read()
 
     with pytest.raises(TypeError, match="custom_vjp"):
         jax.jvp(final, (1.0,), (1.0,))
@@ -96,22 +86,6 @@ def mask_scan_of(given, init, xs, lengths):
 VERBS = {"scan": scan_of, "mask_scan": mask_scan_of}
 
 
-@parametrize("verb", VERBS)
-def test_a_final_carry_goes_on(verb):
-    """To the last bit, and without a new trace of the body, which is traced once."""
-    counted = Counted(body_of(NAMES))
-    init, part = init_of(NAMES, STARTS, KEYS), dict.fromkeys(NAMES, XS[:2])
-    half, first = verb(counted.body, init, part, LENGTHS.clip(0, 2))
-    assert counted.calls == 1
-    rest = dict.fromkeys(NAMES, XS[2:4])
-    second, last = verb(counted.body, half, rest, LENGTHS - 2)
-    assert counted.calls == 1
-    final, ys = verb(body_of(NAMES), init, dict.fromkeys(NAMES, XS[:4]), LENGTHS)
-    for name in NAMES:
-        assert_bitwise(second[name], final[name])
-        assert_bitwise(jax.tree.map(lambda *parts: jnp.concatenate(parts), first[name], last[name]), ys[name])
-
-
 # What each is for.
 
 floats = st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-1.0, 1.0, width=32)
@@ -119,7 +93,7 @@ floats = st.floats(-(2.0**100), 2.0**100, width=32) | st.floats(-1.0, 1.0, width
 
 @jax.jit
 def sum_of(terms):
-    return treescan.fold(lambda total, x: x, sum_(), terms).read()
+    return fold(lambda total, x: x, sum_(), terms).read()
 
 
 @settings(max_examples=50)
@@ -165,7 +139,7 @@ def test_moments_merge(first, second):
 
 def test_moments_do_not_cancel():
     xs = jnp.float32(1e4) + array(50)
-    final = carry_of(treescan.fold(lambda _, x: x, moments(), xs), Moments)
+    final = carry_of(fold(lambda _, x: x, moments(), xs), Moments)
     npt.assert_allclose(final.variance(), np.var(np.asarray(xs, np.float64)), rtol=1e-2)
     assert final.variance(ddof=50) == final.variance(ddof=60) == final.squares
 
@@ -197,61 +171,9 @@ def test_a_decay_is_traced_and_differentiated(decay, verb):
 
 def test_a_cast_keeps_dtypes():
     init = cast({"h": jnp.ones(2, jnp.bfloat16), "n": 0, "rng": keys(jax.random.key(0))})
-    final = treescan.fold(lambda c, x: {"h": c["h"] + x.astype(jnp.bfloat16), "n": 1.7 * x[0], "rng": None}, init, XS)
+    final = fold(lambda c, x: {"h": c["h"] + x.astype(jnp.bfloat16), "n": 1.7 * x[0], "rng": None}, init, XS)
     assert [leaf.dtype for leaf in jax.tree.leaves(final)][:2] == [jnp.bfloat16, jnp.int32]
     assert carry_of(final.tree["rng"], Keys).drawn == T
-
-
-# Where they stand.
-
-
-class Pair(NamedTuple):
-    first: Any
-    second: Any
-
-
-def averaged(average, x):
-    return x, average
-
-
-PLACES = {
-    "root": (lambda sub: sub, lambda tree: tree),
-    "dict": (lambda sub: {"a": jnp.zeros(B), "b": {"c": sub}}, lambda tree: tree["b"]["c"]),
-    "namedtuple": (lambda sub: Pair(None, sub), lambda tree: tree.second),
-    "list": (lambda sub: [jnp.ones(B), [sub]], lambda tree: tree[1][0]),
-    "cast": (lambda sub: cast({"of": sub}), lambda tree: tree["of"]),
-}
-
-
-@parametrize("place", PLACES)
-def test_a_carry_stands_anywhere(place):
-    put, get = place
-
-    def body(carry, x):
-        seen = get(carry)
-        parts, structure = jax.tree.flatten(carry, is_leaf=lambda node: node is seen)
-        parts = [x if part is seen else part for part in parts]
-        return jax.tree.unflatten(structure, parts), seen
-
-    final, ys = treescan.scan(body, put(ema(START, 0.5)), XS)
-    own, own_ys = treescan.scan(averaged, ema(START, 0.5), XS)
-    assert_bitwise(ys, own_ys)
-    assert_bitwise(get(read_tree(final)), own.read())
-    assert jax.tree.structure(final) == jax.tree.structure(put(ema(START, 0.5)))
-
-
-def test_accumulate_stacks_carries_and_fold_ends_in_the_last():
-    def body(carry, x):
-        return {"mean": x, "rng": None, "h": carry["h"] + 1}
-
-    init = {"mean": ema(0.0, 0.5), "rng": keys(KEYS[0]), "h": 0}
-    final, every = treescan.fold(body, init, XS[:, 0]), treescan.accumulate(body, init, XS[:, 0])
-    assert isinstance(every["mean"], Ema)
-    assert isinstance(every["rng"], Keys)
-    assert every["rng"].drawn.tolist() == [1, 2, 3, 4, 5]
-    values = [moving_average(0.5, 0.0, XS[: n + 1, 0]) for n in range(T)]
-    npt.assert_allclose(every["mean"].value, values, rtol=1e-6)
-    assert_bitwise(jax.tree.map(lambda leaf: leaf[-1], every), final)
 
 
 @pytest.mark.parametrize("transform", [eager, disable_jit], ids=lambda t: t.__name__)
@@ -267,3 +189,146 @@ def test_the_body_may_change_the_containers_that_it_is_shown(transform):
     b = [moving_average(0.5, 1.0, 2 * XS[:n, 0]) for n in range(T + 1)]
     assert_close(final["ema"].read(), {"a": moving_average(0.5, jnp.zeros(()), XS[:, 0]), "b": b[-1]})
     npt.assert_allclose(final["list"][0], sum(b[:-1]), rtol=1e-5)
+
+
+# What they do with what they cannot hold, and at the ends of their ranges.
+
+
+def limited(h: jax.Array, scale: jax.Array) -> jax.Array:
+    def loss(h: jax.Array) -> jax.Array:
+        return jnp.sum(fold(lambda h, _: h * scale, clip_gradient(h, max_norm=1.0), length=1).tree)
+
+    return jax.grad(loss)(h)
+
+
+@pytest.mark.parametrize("dtype, scale", [(jnp.float32, 1e30), (jnp.float16, 6e4), (jnp.float32, jnp.inf)])
+def test_a_gradient_that_explodes_keeps_its_direction(dtype: Any, scale: float) -> None:
+    gradient = limited(jnp.ones(2, dtype), jnp.asarray(scale, dtype))
+    npt.assert_allclose(gradient, np.full(2, 0.5**0.5), rtol=1e-3)
+
+
+def test_a_gradient_within_the_norm_is_the_same() -> None:
+    npt.assert_array_equal(limited(jnp.ones(2), jnp.asarray(0.25)), np.full(2, 0.25, np.float32))
+    npt.assert_array_equal(limited(jnp.ones(2), jnp.asarray(0.0)), np.zeros(2, np.float32))
+
+
+LOSSY: dict[str, tuple[Any, Any]] = {
+    "window": (window(jnp.array([0, 1])), 0.5),
+    "best": (best(0), (0.5, 0.5)),
+    "buffer": (buffer(0, 4), (0.5, True)),
+    "sum": (sum_(), 1 + 1j),
+    "ema": (ema(0.0, 0.9), 1j),
+}
+
+
+@parametrize("given", LOSSY)
+def test_what_cannot_be_held_is_refused(given: tuple[Any, Any]) -> None:
+    init, returned = given
+    with pytest.raises(treescan.PluginError, match="cannot hold"):
+        fold(lambda seen, x: returned, init, jnp.ones(2))
+
+
+def test_a_flag_is_true_unless_it_is_zero() -> None:
+    assert int(fold(lambda seen, x: (x, 0.5), buffer(0.0, 4), jnp.ones(3)).count) == 3
+
+
+def test_half_precision_moments_count_beyond_its_range() -> None:
+    values = jnp.tile(jnp.array([0.0, 1.0], jnp.float16), (2, 300))
+    mask = jnp.ones((2, 600), bool)
+    final, _ = treescan.mask_scan(lambda c, x: (x, None), moments(dtype=jnp.float16), values, mask=mask)
+    npt.assert_allclose(final.squares, 300, rtol=1e-2)
+
+
+@pytest.mark.parametrize(
+    "make", [lambda: moments(dtype=int), lambda: ema(5.0, 0.9, debias=True), lambda: buffer((), 3)]
+)
+def test_starts_that_cannot_be(make: Any) -> None:
+    with pytest.raises(ValueError, match=r"floating-point|starts from 0|no leaves"):
+        make()
+
+
+def test_the_best_of_no_rows_stays() -> None:
+    none = jnp.zeros((2, 0))
+    final, _ = treescan.mask_scan(lambda c, x: ((x, x), None), best(7.0), none, mask=jnp.zeros((2, 0), bool))
+    assert float(final.value) == 7.0
+
+
+def test_a_raw_numpy_key() -> None:
+    raw = np.asarray(jax.random.key_data(jax.random.key(3)))
+    _, drawn = treescan.scan(lambda key, _: (key, jax.random.key_data(key)), Keys(raw), length=2)
+    expected = [jax.random.key_data(jax.random.fold_in(jax.random.key(3), n)) for n in range(2)]
+    npt.assert_array_equal(drawn, np.stack(expected))
+
+
+MAKERS = {
+    "best": best,
+    "cast": lambda value, _: cast(value),
+    "ema": lambda value, _: ema(value, 0.5),
+    "window": lambda value, _: window(value),
+    "sum_": lambda value, _: sum_(value),
+    "clip_gradient": lambda value, _: clip_gradient(value, 1.0),
+    "stop_gradient": lambda value, _: stop_gradient(value),
+}
+
+
+@parametrize("make", MAKERS)
+def test_a_state_that_holds_values_and_their_carry_can_be_donated(make: Any) -> None:
+    """No two of its arrays have one buffer."""
+    weights, score = jnp.arange(3.0), jnp.ones(())
+    state = {"w": weights, "score": score, "seen": make(weights, score)}
+    pointers = [leaf.unsafe_buffer_pointer() for leaf in jax.tree.leaves(state) if isinstance(leaf, jax.Array)]
+    assert len(pointers) == len(set(pointers))
+
+
+def test_nothing_is_copied_in_a_trace() -> None:
+    kept = jnp.ones(3)
+    for make in (lambda x: best(x).value, lambda x: best(kept).value, lambda x: cast(kept).tree):
+        assert not jax.make_jaxpr(make)(kept).eqns
+
+
+NUMBERS = {
+    "ema": (lambda **o: ema(0.0, 0.5, **o), lambda c: c.value, [0.5, 5.0, 50.0]),
+    "sum": (sum_, lambda c: c.total, [1.0, 10.0, 100.0]),
+    "moments": (moments, lambda c: c.mean, [1.0, 10.0, 100.0]),
+}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_a_carry_of_a_number_combines_the_entries_of_a_vector_only_if_told_to(name: str) -> None:
+    make, value, of_each = NUMBERS[name]
+    xs = jnp.array([[1.0, 10.0, 100.0]])
+
+    def run(init: Any) -> Any:
+        return value(fold(lambda _, x: x, init, xs))
+
+    with pytest.raises(treescan.PluginError, match=r"make it of shape \(3,\).*shared=True"):
+        run(make())
+    combined = jnp.sum if name == "sum" else jnp.mean
+    npt.assert_allclose(run(make(shared=True)), combined(jnp.array(of_each)), rtol=1e-6)
+    npt.assert_allclose(jax.vmap(lambda x: value(fold(lambda _, x: x, make(), x[None])))(xs[0]), of_each)
+    rows = treescan.mask_scan(lambda _, x: (x, None), make(), xs, lengths=jnp.array([1, 1, 0]))[0]
+    npt.assert_allclose(value(rows), combined(jnp.array(of_each[:2])), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["ema", "unbiased", "clip_gradient"])
+def test_stretches_of_one_length_are_one_program(name: str) -> None:
+    """Also where a hyperparameter was given as a Python number."""
+    makes = {
+        "ema": lambda: ema(0.0, 0.9),
+        "unbiased": lambda: ema(0, 0.9, debias=True),
+        "clip_gradient": lambda: clip_gradient(jnp.zeros(()), 2.0),
+    }
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def stretch(carry: Any, xs: Any) -> Any:
+        return fold(lambda _, x: x, carry, xs)
+
+    carry = makes[name]()
+    for _ in range(3):
+        carry = stretch(carry, jnp.ones(4))
+    assert stretch._cache_size() == 1
+
+
+def test_a_vector_a_row_for_a_number_of_all_rows() -> None:
+    with pytest.raises(treescan.PluginError, match=r"For a number per entry, make it of shape \(3,\)"):
+        treescan.mask_scan(lambda _, x: (x, None), ema(0.0, 0.9, shared=True), jnp.ones((4, 2, 3)), lengths=[1, 2])

@@ -9,43 +9,31 @@ import jax.numpy as jnp
 import numpy as np
 import numpy.testing as npt
 import pytest
-from built_in_carries import CASES, NAMES, assert_close, body_of, init_of, run, run_rows, with_gradients
+from built_in_carries import CASES, EVERY_DAY, NAMES, assert_close, group_of, run, run_rows, with_gradients
 from hypothesis import given, settings
 from loops import array
-from oracle import assert_bitwise
 from thin import parametrize
-from traces import Counted
 
 import treescan
-from treescan.carries import best, buffer, cast, ema, keys, moments, sum_, window
+from treescan.carries import best, buffer, ema, keys, moments, sum_
 
 T, LENGTHS = 7, np.array([5, 0, 3, 7])
 B = len(LENGTHS)
 START, KEYS = array(B, seed=1), jax.random.split(jax.random.key(0), B)
 VALID = np.arange(T)[:, None] < LENGTHS
 HOLES = np.random.default_rng(0).random((T, B)) < 0.5
-RESETS = np.random.default_rng(1).random((T, B)) < 0.3
 
 
-# Rows that have their own.
+# Rows that have their own. Each carry with each option is in the laws of `check_carry`, one of them in `works`.
 
 SETUPS = {
-    "scan": {"reverse": True},
+    "scan": {},
     "scan, vmap": {"remat": "nested"},
-    "scan, disable_jit": {"reverse": True},
     "chunks": {"lengths": LENGTHS, "chunk": 3},
-    "compact": {"lengths": LENGTHS, "chunk": 3, "compact": True},
-    "resets in reverse": {"mask": HOLES, "resets": RESETS, "reverse": True, "remat": "nested", "chunk": 2},
-    "compact resets": {"lengths": LENGTHS, "resets": RESETS, "chunk": 3, "compact": (2,), "remat": "step"},
-    "disable_jit": {"mask": HOLES, "resets": RESETS, "reverse": True},
+    "holes": {"mask": HOLES, "remat": "nested", "chunk": 2},
 }
 DAILY = {"scan", "chunks"}
-VALUES_ALONE = {"compact", "disable_jit", "scan, disable_jit"}
-
-
-def valid_of(setup):
-    """Where steps are valid: everywhere in a `scan`."""
-    return SETUPS[setup].get("mask", VALID if "lengths" in SETUPS[setup] else np.ones_like(VALID))
+VALID_IN = {"chunks": VALID, "holes": HOLES}  # in a `scan` every step is
 
 
 def padded(valid):
@@ -53,67 +41,36 @@ def padded(valid):
 
 
 @functools.cache
-def scanned(setup):
-    verb = treescan.scan if setup.startswith("scan") else treescan.mask_scan
+def scanned(setup, names):
+    verb = treescan.mask_scan if setup in VALID_IN else treescan.scan
 
     def call(start, xs, keys):
-        return run(NAMES, verb, start, keys, xs, **SETUPS[setup])
+        return run(names, verb, start, keys, xs, **SETUPS[setup])
 
-    if "vmap" in setup:
-        call = jax.vmap(call, (0, 1, 0), dict.fromkeys(NAMES, (1, 0)))
-    given = dict.fromkeys(NAMES, START), dict.fromkeys(NAMES, padded(valid_of(setup)))
-    if setup not in VALUES_ALONE:
-        return jax.jit(functools.partial(with_gradients, lambda start, xs: call(start, xs, KEYS)))(*given)
-    with jax.disable_jit("disable_jit" in setup):
-        return {name: (outs, None) for name, outs in call(*given, KEYS).items()}
+    if setup == "scan, vmap":
+        call = jax.vmap(call, (0, 1, 0), dict.fromkeys(names, (1, 0)))
+    xs = padded(VALID_IN.get(setup, np.ones_like(VALID)))
+    given = dict.fromkeys(names, START), dict.fromkeys(names, xs)
+    return jax.jit(functools.partial(with_gradients, lambda start, xs: call(start, xs, KEYS)))(*given)
 
 
-@functools.cache
-def expected(name, kind, resets, reverse):
-    """What setups of one kind have in common."""
-    valid = {"mask": HOLES, "lengths": VALID, "all": np.ones_like(VALID)}[kind]
-    return run_rows(name, START, KEYS, padded(valid), valid, RESETS if resets else None, reverse=reverse)
-
-
-@pytest.mark.parametrize("setup", [pytest.param(s, marks=[] if s in DAILY else pytest.mark.slow) for s in SETUPS])
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    ("name", "setup"),
+    [
+        pytest.param(name, setup, marks=[] if setup in DAILY and name in EVERY_DAY else pytest.mark.slow)
+        for name in NAMES
+        for setup in SETUPS
+    ],
+)
 def test_rows_are_the_unpadded_rows(name, setup):
-    options = SETUPS[setup]
-    kind = next((key for key in ("mask", "lengths") if key in options), "all")
-    outs, gradients = expected(name, kind, "resets" in options, "reverse" in options)
-    got_outs, got_gradients = scanned(setup)[name]
+    valid = VALID_IN.get(setup, np.ones_like(VALID))
+    outs, gradients = run_rows(name, START, KEYS, padded(valid), valid)
+    got_outs, got_gradients = scanned(setup, group_of(name))[name]
     assert_close(got_outs, outs, CASES[name].rtol)
-    if got_gradients is not None:
-        assert_close(got_gradients, gradients, CASES[name].rtol)
-        of_xs, valid = np.asarray(got_gradients[1]), valid_of(setup)
-        assert not of_xs[~valid].any()
-        assert np.isfinite(of_xs).all()
-
-
-def test_the_body_is_traced_once_for_each_number_of_rows():
-    counted = Counted(body_of(NAMES))
-    init, xs = init_of(NAMES, dict.fromkeys(NAMES, START), KEYS), dict.fromkeys(NAMES, padded(VALID))
-    for options, traces in (({}, 1), ({"remat": "nested", "resets": RESETS}, 1), ({"compact": True}, 3)):
-        before = counted.calls
-        jax.make_jaxpr(functools.partial(treescan.mask_scan, counted.body, lengths=LENGTHS, **options))(init, xs)
-        assert counted.calls - before == traces
-
-
-def test_a_carry_in_a_cast_says_itself_where_its_rows_stand():
-    init = cast({"w": window(jnp.zeros((2, B))), "a": ema(jnp.zeros(B), 0.5, debias=True)})
-
-    def body(carry, x):
-        return {"w": x, "a": x}, carry["w"][0] + carry["a"]
-
-    def alone(carry, x):
-        return (x, x), carry[0][0] + carry[1]
-
-    got = treescan.mask_scan(body, init, padded(VALID), lengths=LENGTHS)
-    own = treescan.mask_scan(
-        alone, (window(jnp.zeros((2, B))), ema(jnp.zeros(B), 0.5, debias=True)), padded(VALID), lengths=LENGTHS
-    )
-    assert_bitwise(got[1], own[1])
-    assert_bitwise((got[0].tree["w"], got[0].tree["a"].read()), (own[0][0], own[0][1].read()))
+    assert_close(got_gradients, gradients, CASES[name].rtol)
+    of_xs = np.asarray(got_gradients[1])
+    assert not of_xs[~valid].any()
+    assert np.isfinite(of_xs).all()
 
 
 # What all rows share.

@@ -12,12 +12,12 @@ from loops import array
 from thin import parametrize
 
 import treescan
-from treescan.carries import ema, keys, sum_, window
+from treescan.carries import ema, keys, window
 
 pytestmark = pytest.mark.quick
 
 T, B, LENGTHS = 5, 2, np.array([4, 2])
-START, KEYS, XS = array(B, seed=1), jax.random.split(jax.random.key(0), B), array(T, B, seed=2)
+KEYS, XS = jax.random.split(jax.random.key(0), B), array(T, B, seed=2)
 
 
 def keys_by_hand(carry, x):
@@ -28,14 +28,6 @@ def keys_by_hand(carry, x):
 def ema_by_hand(carry, x):
     value, decay = carry["value"], carry["decay"]
     return {"decay": decay, "value": decay * value + (1 - decay) * x}, value
-
-
-def sum_by_hand(carry, x):
-    old, lost = carry["total"], carry["lost"]
-    total = old + x
-    error = jnp.where(jnp.abs(old) >= jnp.abs(x), (old - total) + x, (x - total) + old)
-    error = jnp.where(jnp.isfinite(total), error, jnp.zeros_like(error))
-    return {"total": total, "lost": lost + error}, old + lost
 
 
 def window_by_hand(carry, x):
@@ -70,7 +62,6 @@ HANDS = {
         carry_axes={"value": 0, "decay": None},
         constants=1,
     ),
-    "sum": Hand(sum_(ZEROS), lambda total, x: (x, total), {"total": ZEROS, "lost": ZEROS}, sum_by_hand),
     "window": Hand(
         window(jnp.zeros((3, B))),
         lambda last, x: (x - last[-1], last[-2]),

@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from jax.custom_batching import custom_vmap
+from loops import array
 
 from treescan.carries import (
     AbstractCarry,
@@ -32,10 +32,6 @@ ROWS = (3,)
 STEPS = 5
 
 
-def array(*shape: int, seed: int = 0) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
 def entries(*shape: int) -> jax.Array:
     return array(STEPS, *shape, seed=1)
 
@@ -45,7 +41,11 @@ BUILT_IN: dict[str, tuple[Any, Any, tuple[int, ...]]] = {
     "keys": (keys(jax.random.key(0)), entries(), ()),
     "keys, one a row": (keys(jax.random.split(jax.random.key(0), 3)), entries(3), ROWS),
     "cast": (cast(array(3, 2)), entries(3, 2), ROWS),
-    "cast of an ema": (cast({"mean": ema(array(3), 0.9)}), {"mean": entries(3)}, ROWS),
+    "cast of carries with rows of their own": (
+        cast({"mean": ema(array(3), 0.9), "last": window(array(2, 3))}),
+        {"mean": entries(3), "last": entries(3)},
+        ROWS,
+    ),
     "window": (window(array(2, 3)), entries(3), ROWS),
     "ema": (ema(array(3), jnp.array(0.9)), entries(3), ROWS),
     "ema, shared": (ema({"a": array(2), "b": array()}, 0.9, shared=True), {"a": entries(3, 2), "b": entries(3)}, ROWS),
@@ -126,27 +126,6 @@ def divided(carry: Any, new: Any, valid: Any) -> Any:
 
 
 @jax.tree_util.register_pytree_node_class
-class Forgets(AbstractCarry[Any, Any]):
-    """What it adds is not a leaf: it is lost between two scans."""
-
-    def __init__(self, value, added=0.0):
-        self.value, self.added = value, added
-
-    def tree_flatten(self):
-        return (self.value,), None
-
-    @classmethod
-    def tree_unflatten(cls, _, leaves):
-        return cls(*leaves, added=0.0)
-
-    def read(self):
-        return self.value
-
-    def write(self, returned, valid):
-        return Forgets(self.value + self.added + returned, self.added + 1)
-
-
-@jax.tree_util.register_pytree_node_class
 class NotTheLast(AbstractCarry[Any, Any]):
     """What comes out of a program is rounded: the next scan begins from something else."""
 
@@ -182,7 +161,6 @@ BROKEN: dict[type, str] = {
     broken("OtherUnderVmap", returns=lambda carry, new, valid: _identity(new)): (
         "Under `jax.vmap`, each element has the same result as on its own."
     ),
-    Forgets: "equals a Python loop over the hooks.",
     NotTheLast: "A scan that continues from a returned carry equals one long scan, bit by bit.",
     broken("LooksAtTheMask", returns=lambda carry, new, valid: new if valid is None else new + 1): (
         "Chunks do not change the result"

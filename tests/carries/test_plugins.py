@@ -204,7 +204,7 @@ def test_the_command_says_that_nothing_is_installed(
     )
 
 
-# Broken plugins.
+# Several distributions for one package, of which most are broken.
 
 SHAPES = """
 from typing import NamedTuple
@@ -212,66 +212,8 @@ from typing import NamedTuple
 
 class Square(NamedTuple):
     side: object
-"""
-
-BROKEN = {  # by the distribution: its entry point, and why it does not load
-    "raises-at-import": ("shapes_importing", "RuntimeError: no licence"),
-    "raises-when-called": ("shapes_calling:declare", "ValueError: not today"),
-    "names-no-module": ("shapes_missing", "ModuleNotFoundError: No module named 'shapes_missing'"),
-    "names-no-function": ("shapes_calling:forgotten", "AttributeError: module 'shapes_calling' has no attribute"),
-}
 
 
-@pytest.fixture(scope="module")
-def broken(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which distributions declare carries for the package `shapes`, and none of them loads."""
-    site = tmp_path_factory.mktemp("broken")
-    module(site, "shapes", SHAPES)
-    module(site, "shapes_importing", 'raise RuntimeError("no licence")')
-    module(site, "shapes_calling", 'def declare():\n    raise ValueError("not today")')
-    for name, (value, _) in BROKEN.items():
-        distribution(site, name, f"shapes = {value}")
-    return site
-
-
-def test_a_broken_plugin_warns_once_and_the_scan_goes_on(broken: Path) -> None:
-    script(
-        f"""
-        import collections
-        from shapes import Square
-
-        Circle = collections.namedtuple("Circle", ["radius"], module="circles")
-        final, _ = treescan.scan(plain, Circle(0.0), jnp.ones(3))  # of another package
-        assert type(final) is Circle and not loaded("shapes")
-
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            for _ in range(2):
-                final, _ = treescan.scan(plain, Square(0.0), jnp.ones(3))
-                assert type(final) is Square and final.side == 3
-
-        broken = {BROKEN}
-        assert len(caught) == len(broken) == len(loaded("shapes"))
-        assert {{warning.category for warning in caught}} == {{treescan.PluginWarning}}
-        texts = [" ".join(str(warning.message).split()) for warning in caught]
-        for name, (value, reason) in broken.items():
-            (text,) = [text for text in texts if f"distribution {{name}} 1.0" in text]
-            assert "`shapes`" in text and f"({{value}})" in text and reason in text, text
-        """,
-        broken,
-    )
-
-
-def test_the_command_lists_why_a_plugin_fails(broken: Path) -> None:
-    found, text = listed(broken, status=1)
-    for name, (value, reason) in BROKEN.items():
-        assert found[f"{name} 1.0"] == ("shapes", value, "failed")
-        assert f"\n  {name} 1.0, {value}:\n    {reason}" in text
-
-
-# Several plugins for one package.
-
-PAIR = """
 class Left:
     def __init__(self, value):
         self.value = value
@@ -292,54 +234,74 @@ def to_{name}(value):
 
 
 def declare():
-    import pair
+    import shapes
 
     called.append(True)
-    register_carry(pair.{kind}, to_{name}, lambda carry: pair.{kind}(carry.tree))
+    register_carry(shapes.{kind}, to_{name}, lambda carry: shapes.{kind}(carry.tree))
 """
+
+LOADS = {"first": "Left", "second": "Right"}  # by the distribution: the type for which it registers a carry
+BROKEN = {  # by the distribution: its entry point, and why it does not load
+    "raises-at-import": ("shapes_importing", "RuntimeError: no licence"),
+    "raises-when-called": ("shapes_calling:declare", "ValueError: not today"),
+    "names-no-module": ("shapes_missing", "ModuleNotFoundError: No module named 'shapes_missing'"),
+    "names-no-function": ("shapes_calling:forgotten", "AttributeError: module 'shapes_calling' has no attribute"),
+    "third": ("shapes_third:declare", "`shapes.Left`, which is registered already"),
+}
 
 
 @pytest.fixture(scope="module")
 def several(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder in which three distributions declare carries for `pair`, of which two want the same type."""
+    """A folder in which distributions declare carries for the package `shapes`."""
     site = tmp_path_factory.mktemp("several")
-    module(site, "pair", PAIR)
-    for name, kind in (("first", "Left"), ("second", "Right"), ("third", "Left")):
-        module(site, f"pair_{name}", DECLARES.format(name=name, kind=kind))
-        distribution(site, name, f"pair = pair_{name}:declare", f"pair_{name}")
+    module(site, "shapes", SHAPES)
+    module(site, "shapes_importing", 'raise RuntimeError("no licence")')
+    module(site, "shapes_calling", 'def declare():\n    raise ValueError("not today")')
+    for name, kind in {**LOADS, "third": "Left"}.items():
+        module(site, f"shapes_{name}", DECLARES.format(name=name, kind=kind))
+    for name in LOADS:
+        distribution(site, name, f"shapes = shapes_{name}:declare", f"shapes_{name}")
+    for name, (value, _) in BROKEN.items():
+        distribution(site, name, f"shapes = {value}", "shapes_third" if name == "third" else "")
     return site
 
 
-def test_all_that_is_declared_for_a_package_is_loaded_and_called_once(several: Path) -> None:
+def test_all_that_is_declared_is_loaded_once_and_what_is_broken_warns(several: Path) -> None:
     script(
-        """
-        from pair import Left, Right
+        f"""
+        import collections
+        from shapes import Left, Right, Square
+
+        Circle = collections.namedtuple("Circle", ["radius"], module="circles")
+        final, _ = treescan.scan(plain, Circle(0.0), jnp.ones(3))  # of another package
+        assert type(final) is Circle and not loaded("shapes")
 
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for kind in (Left, Right, Left, Right):
                 final, _ = treescan.scan(total, kind(jnp.zeros(())), jnp.ones(3))
                 assert type(final) is kind and final.value == 3
+            final, _ = treescan.scan(plain, Square(0.0), jnp.ones(3))
+            assert type(final) is Square and final.side == 3
 
-        import pair_first, pair_second, pair_third
+        import shapes_first, shapes_second, shapes_third
 
-        assert [len(module.called) for module in (pair_first, pair_second, pair_third)] == [1, 1, 1]
-        assert loaded("pair") == ["pair_first:declare", "pair_second:declare", "pair_third:declare"]
+        broken = {BROKEN}
+        works = [f"shapes_{{name}}:declare" for name in {list(LOADS)}]
+        assert [len(module.called) for module in (shapes_first, shapes_second, shapes_third)] == [1, 1, 1]
+        assert sorted(loaded("shapes")) == sorted([*works, *(value for value, _ in broken.values())])
 
-        (warning,) = caught  # the type of the third is taken
-        assert warning.category is treescan.PluginWarning and "distribution third 1.0" in str(warning.message)
-
-        def check(text):
-            words = " ".join(text.split())
-            assert "`pair.Left`, which is registered already" in words, text
-            assert "First by `to_first` of `pair_first`, from the installed distribution first 1.0." in words, text
-            assert "Now by `to_third` of `pair_third`, from the installed distribution third 1.0." in words, text
-
-        check(str(warning.message))
+        assert len(caught) == len(broken) and {{warning.category for warning in caught}} == {{treescan.PluginWarning}}
+        texts = [" ".join(str(warning.message).split()) for warning in caught]
+        for name, (value, reason) in broken.items():
+            (text,) = [text for text in texts if f"distribution {{name}} 1.0" in text]
+            assert "`shapes`" in text and f"({{value}})" in text and reason in text, text
         try:
-            pair_third.declare()
+            shapes_third.declare()
         except treescan.PluginError as error:
-            check(str(error))
+            text = " ".join(str(error).split())
+            assert "First by `to_first` of `shapes_first`, from the installed distribution first 1.0." in text, text
+            assert "Now by `to_third` of `shapes_third`, from the installed distribution third 1.0." in text, text
         else:
             raise AssertionError("a type was registered twice")
         """,
@@ -347,8 +309,12 @@ def test_all_that_is_declared_for_a_package_is_loaded_and_called_once(several: P
     )
 
 
-def test_the_command_lists_the_one_whose_type_is_taken_as_failing(several: Path) -> None:
+def test_the_command_lists_why_a_plugin_fails(several: Path) -> None:
     found, text = listed(several, status=1)
-    states = {name: state for name, (package, _, state) in found.items() if package == "pair"}
-    assert states == {"first 1.0": "loads", "second 1.0": "loads", "third 1.0": "failed"}
-    assert "First by `to_first` of `pair_first`" in text and "Now by `to_third` of `pair_third`" in text
+    for name in LOADS:
+        assert found[f"{name} 1.0"] == ("shapes", f"shapes_{name}:declare", "loads")
+    for name, (value, reason) in BROKEN.items():
+        assert found[f"{name} 1.0"] == ("shapes", value, "failed")
+        (why,) = re.findall(rf"\n  {name} 1.0, {value}:\n((?:    .*\n?)+)", text)
+        assert reason in " ".join(why.split())
+    assert "First by `to_first` of `shapes_first`" in text and "Now by `to_third` of `shapes_third`" in text

@@ -203,33 +203,6 @@ def test_each_leaf_is_put_where_shardings_say(axis_type):
     assert found["w"].sharding.is_equivalent_to(NamedSharding(mesh, PartitionSpec(None, None, "data")), 3)
 
 
-@pytest.mark.devices
-def test_orbax_keeps_a_pattern_with_its_shardings(tmp_path):
-    ocp = pytest.importorskip("orbax.checkpoint")
-    mesh = jax.make_mesh((2,), ("data",), axis_types=(AxisType.Auto,))
-    kinds, places = MODELS["one kind by turns"]
-    state = published(kinds, places, "model.layers")
-    likes = list(map(like_of, kinds))
-
-    def by_rows(leaf: Any) -> NamedSharding:
-        return NamedSharding(mesh, PartitionSpec("data" if leaf.shape[0] % 2 == 0 else None))
-
-    shardings = [jax.tree.map(by_rows, like) for like in likes]
-    stacks = treescan.layers_from_state_dict(state, likes, prefix="model.layers", order="turns", shardings=shardings)
-    with ocp.StandardCheckpointer() as checkpointer:
-        checkpointer.save(tmp_path / "stacks", stacks)
-        checkpointer.wait_until_finished()
-        types = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=leaf.sharding), stacks)
-        back = checkpointer.restore(tmp_path / "stacks", types)
-    chex.assert_trees_all_equal(back, stacks)
-    assert all(
-        a.sharding.is_equivalent_to(b.sharding, a.ndim)
-        for a, b in zip(jax.tree.leaves(back), jax.tree.leaves(stacks), strict=True)
-    )
-    again = treescan.layers_to_state_dict(back, prefix="model.layers", order="turns")
-    chex.assert_trees_all_equal(again, {name: leaf for name, leaf in state.items() if "layers" in name})
-
-
 def test_several_stacks_under_jit():
     state = {f"layers.{i}": jnp.full(2, float(i)) for i in range(5)}
     stacks = jax.jit(lambda state: treescan.layers_from_state_dict(state, order=[0, 1, 0, 1, 0]))(state)

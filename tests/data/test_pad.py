@@ -175,7 +175,7 @@ def test_gradients_go_through_unpad():
 # length_mask
 
 
-@by_turns(4, shape=[(), (4,), (2, 3), (0,)], dtype=[np.int32, np.int8, np.uint8, np.uint32], steps=[0, 1, 7, 300])
+@by_turns(3, shape=[(), (2, 3), (0,)], dtype=[np.int8, np.uint32], steps=[0, 7, 300])
 def test_mask_of_lengths(shape, dtype, steps):
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, min(steps, np.iinfo(dtype).max), shape, endpoint=True).astype(dtype)

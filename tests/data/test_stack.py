@@ -47,7 +47,7 @@ def leaves(draw):
     if kind == "text":
         return lambda i: "gelu"
     if kind == "number":
-        number = draw(st.sampled_from([0.5, -0.0, float("inf"), 3, True, 1j]))
+        number = draw(st.sampled_from([0.5, -0.0, float("inf"), float("nan"), 3, False, 1j]))
         return lambda i: number
     if kind == "key":
         return lambda i: jax.random.key(i)
@@ -128,44 +128,16 @@ def test_traced_numbers(context):
         assert list(map(as_bits, treescan.unstack(swapped))) == list(map(as_bits, layers[::-1]))
 
 
-class Unhashable:
-    """A static leaf that is equal to its like, and has no hash."""
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Unhashable) and self.name == other.name
-
-
 def test_static_leaves_without_a_hash():
-    layers = [{"w": array(2, seed=i), "f": Unhashable("a")} for i in range(2)]
+    """To JAX a set is a leaf."""
+    layers = [{"w": array(2, seed=i), "f": {"a"}} for i in range(2)]
     stacked = treescan.set_layer(treescan.stack(layers), 0, layers[1])
     np.testing.assert_array_equal(stacked["w"], np.stack([layers[1]["w"]] * 2))
     with pytest.raises(treescan.LayerError, match=r'layer\["f"\]'):
-        treescan.set_layer(stacked, 0, {"w": layers[0]["w"], "f": Unhashable("b")})
+        treescan.set_layer(stacked, 0, {"w": layers[0]["w"], "f": {"b"}})
 
 
 # Python's numbers and flags, which all layers share
-
-
-def same(one: Any, other: Any) -> bool:
-    return as_bits(one) == as_bits(other)
-
-
-@pytest.mark.parametrize("number", [0.5, -0.0, float("nan"), 7, False, 1j], ids=repr)
-def test_a_number_that_all_layers_share_stays_what_it_is(number):
-    layers = [{"w": array(2, seed=i), "number": type(number)(number)} for i in range(3)]
-    for stacked in (treescan.stack(layers), treescan.init_layers(lambda key: {**layers[0]}, jax.random.key(0), 3)):
-        assert (type(stacked["number"]), repr(stacked["number"])) == (type(number), repr(number))
-    stacked = treescan.stack(layers)
-    assert all(map(same, treescan.unstack(stacked), layers))
-    assert same(treescan.layer_at(stacked, 1), layers[1])
-    assert same(treescan.set_layer(stacked, 0, layers[1]), stacked | {"w": stacked["w"].at[0].set(layers[1]["w"])})
-    assert sorted(treescan.layers_to_state_dict(stacked)) == ["layers.0.w", "layers.1.w", "layers.2.w"]
-    assert same(treescan.layers_from_state_dict(treescan.layers_to_state_dict(stacked), layers[0]), stacked)
 
 
 def test_a_number_beside_an_array_is_one():
@@ -257,12 +229,3 @@ def test_a_number_of_a_small_type():
     stacked = jnp.arange(200)
     assert jax.jit(treescan.layer_at)(stacked, jnp.int8(-1)) == 199
     assert jax.jit(treescan.layer_at)(stacked, jnp.uint8(199)) == 199
-
-
-def test_layers_of_one_array():
-    state = {"layers.0": np.zeros(2), "layers.1": np.ones(2)}
-    stacked = treescan.layers_from_state_dict(state)
-    np.testing.assert_array_equal(stacked, [[0, 0], [1, 1]])
-    chex.assert_trees_all_equal(
-        treescan.layers_to_state_dict(stacked), {k: v.astype(np.float32) for k, v in state.items()}
-    )

@@ -1,4 +1,4 @@
-"""What the integration of flax uses and flax does not document: each fails here first when a release changes it."""
+"""What the integrations use and flax hardly documents: each fails here first when a release changes it."""
 
 import inspect
 from typing import Any
@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax import core, linen as nn
+from flax import core, linen as nn, nnx
 from flax.core.lift import pack
-from flax.linen import transforms
 from flax.typing import In, Out
 
 from treescan.integrations.flax import scan
+from treescan.integrations.nnx import scan as nnx_scan
 
 pytestmark = pytest.mark.quick
 
@@ -52,43 +52,9 @@ def test_pack_hands_on_groups_by_filter_and_scope() -> None:
     assert changed["state"]["n"] == 1, "what is returned is published in the outer scope"
 
 
-def test_scopes_count_on_from_the_keys_of_the_scope_before() -> None:
-    """Why the body is traced again where flax would: its second trace reads other keys."""
-    seen: list[Any] = []
-
-    def run(scope_fn: Any, repack_fn: Any, variable_groups: Any, rng_groups: Any) -> Any:
-        for _ in range(2):
-            scope = scope_fn(variable_groups, rng_groups)
-            seen.append(jax.random.key_data(scope.make_rng("dropout")))
-            groups = repack_fn(scope)
-        return None, groups
-
-    apply(packed(run))
-    assert not np.array_equal(*seen)
-
-
 class Cell(nn.Module):
     def __call__(self, h: Any, x: Any) -> Any:
         return h + x, h
-
-    def other(self, h: Any, x: Any) -> Any:
-        return h, x
-
-
-@pytest.mark.parametrize("methods", [None, ["__call__", "other"], {"__call__": {"option": 1}, "other": {"option": 2}}])
-def test_lift_transform_names_classes_by_the_transform_and_passes_options(methods: Any) -> None:
-    calls: list[Any] = []
-
-    def renamed(function: Any, **options: Any) -> Any:
-        calls.append(options)
-        return lambda scopes, *args: function(scopes, *args)
-
-    transformed = transforms.lift_transform(renamed, Cell, methods=methods, option=1)
-    assert transformed.__name__ == "RenamedCell"
-    assert transformed().apply({}, 1, 2) == (3, 1)
-    assert transformed().apply({}, 1, 2, method="other") == (1, 2)
-    assert calls == [{"option": 1}, *([{"option": 2}] if isinstance(methods, dict) else calls[1:])]
-    assert len(calls) == (1 if methods is None else 2)
 
 
 def test_modules_are_named_by_flax_s_transform() -> None:
@@ -110,12 +76,47 @@ def test_deny_lists_hold_what_they_deny() -> None:
     assert core.DenyList("a").deny == "a"
 
 
-def test_the_signature_is_flax_s_and_a_few_more() -> None:
-    ours, theirs = inspect.signature(scan).parameters, inspect.signature(nn.scan).parameters
-    more = [name for name, parameter in ours.items() if parameter.kind is inspect.Parameter.KEYWORD_ONLY]
-    assert more == ["remat", "save", "name", "progress", "check_finite"]
-    assert [name for name in ours if name not in more] == list(theirs)
-    for name, parameter in theirs.items():
-        assert ours[name].kind == parameter.kind
-        default = ours[name].default
-        assert default == parameter.default or (not default and not parameter.default), name
+# nnx.
+
+
+def test_state_axes_hold_axes_and_map_paths_to_them() -> None:
+    axes = nnx.StateAxes({nnx.Param: 0, nnx.PathContains("norm"): nnx.Carry, nnx.BatchStat: None})
+    assert axes.axes == (0, nnx.Carry, None)
+    param, stat = nnx.Param(jnp.ones(())), nnx.BatchStat(jnp.ones(()))
+    assert axes.map_prefix(("norm", "w"), param) == 0, "the first filter that takes it"
+    assert axes.map_prefix(("norm", "n"), stat) is nnx.Carry
+    assert axes.map_prefix((), stat) is None
+    with pytest.raises(ValueError, match="No axis found"):
+        axes.map_prefix((), nnx.Cache(jnp.ones(())))
+    assert jax.tree.leaves({"a": axes}) == [axes], "they are leaves"
+    assert axes == nnx.StateAxes(dict(axes.items()))
+    assert hash(axes) == hash(nnx.StateAxes(dict(axes.items())))
+
+
+def test_carry_is_one_object_and_a_leaf() -> None:
+    assert isinstance(nnx.Carry, type)
+    assert jax.tree.leaves((nnx.Carry, 0)) == [nnx.Carry, 0]
+
+
+# Signatures.
+
+MODES = [] if hasattr(nnx, "set_graph_mode") else ["graph", "graph_updates"]
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "more"),
+    [
+        (scan, nn.scan, ["remat", "save", "name", "progress", "check_finite"]),
+        (nnx_scan, nnx.scan, [*MODES, "remat", "name", "progress", "check_finite"]),
+    ],
+    ids=["linen", "nnx"],
+)
+def test_the_signature_is_flax_s_and_a_few_more(ours: Any, theirs: Any, more: list[str]) -> None:
+    own, flax_s = inspect.signature(ours).parameters, inspect.signature(theirs).parameters
+    assert [name for name in own if name not in more] == list(flax_s)
+    assert all(own[name].kind is inspect.Parameter.KEYWORD_ONLY for name in more)
+    for name, parameter in flax_s.items():
+        if name != "f":
+            assert own[name].kind == parameter.kind, name
+            default = own[name].default
+            assert default == parameter.default or (not default and not parameter.default), name

@@ -1,9 +1,8 @@
 """What `treescan.integrations.flax.scan` has beside what flax's has: options, carries, and errors about the body."""
 
 import re
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +12,7 @@ from flax import linen as nn
 from flax.core import broadcast
 from flax_models import MODELS, XS, H, from_function, recurrent
 
-from treescan import ArgumentError, BodyError, CarryError, TreescanError
+from treescan import ArgumentError, BodyError, CarryError
 from treescan.integrations.flax import scan
 
 KEY = jax.random.key(0)
@@ -67,63 +66,18 @@ def test_none_is_broadcast() -> None:
     close(build(scan, None).init_with_output(KEY, H, XS), build(nn.scan, broadcast).init_with_output(KEY, H, XS))
 
 
-def test_arguments_that_are_no_arrays_are_given_whole() -> None:
-    def body(self: Any, h: Any, x: Any, function: Any) -> Any:
-        return function(h + x), None
-
-    module = from_function(lambda self, h, xs: scan(body, in_axes=(0, nn.broadcast))(self, h, xs, jnp.sin))
-    h = H
-    for x in XS:
-        h = jnp.sin(h + x)
-    close(module.apply({}, H, XS)[0], h)
-
-
 # Errors.
 
 
-class Wrong(NamedTuple):
-    """A loop that raises: `build(scan)` is a module, called with inputs."""
-
-    error: type[TreescanError]
-    build: Callable[[Any], nn.Module]
-    inputs: tuple[Any, ...]
-
-
-GOLDEN = Path(__file__).parent / "golden"
-ERRORS: dict[str, Wrong] = {}
-
-
-def wrong(error: type[TreescanError], *inputs: Any, **options: Any) -> Any:
-    """A decorator for a body of a loop that raises an error, with the text in `golden`: one of each kind.
-
-    The texts of the others are those of `treescan.lift`, which runs the same loop.
-    """
-
-    def add(body: Any) -> Any:
-        def build(using: Any) -> nn.Module:
-            def call(self: Any, *inputs: Any) -> Any:
-                return using(body, **options)(self, *inputs)
-
-            return from_function(call)
-
-        ERRORS[body.__name__] = Wrong(error, build, inputs or (H, XS))
-        return body
-
-    return add
-
-
-@wrong(CarryError)
 def carry_dtype(self, h, x):
     return h.astype(jnp.int32), x
 
 
-@wrong(BodyError, variable_carry="state")
 def made_inside(self, h, x):
     self.variable("state", "n", lambda: jnp.float32(0))
     return h, x
 
 
-@wrong(BodyError, **SHARED)
 def broadcast_depends_on_x(self, h, x):
     self.param("w", lambda key: jnp.sum(x))
     self.param("v", lambda key: jnp.ones(2))
@@ -131,28 +85,36 @@ def broadcast_depends_on_x(self, h, x):
     return h * 2, x
 
 
-@wrong(BodyError, variable_broadcast="params", split_rngs={"params": True})
 def broadcast_depends_on_a_key_of_its_own(self, h, x):
     self.param("w", nn.initializers.normal(), (3,))
     return h * 2, x
 
 
-@wrong(ArgumentError, H, XS, XS[:3])
 def lengths_differ(self, h, x, more):
     return h, x
 
 
-def text_of(name: str) -> str:
-    with pytest.raises(ERRORS[name].error) as caught:
-        ERRORS[name].build(scan).init(KEY, *ERRORS[name].inputs)
-    assert type(caught.value) is ERRORS[name].error
-    return re.sub(r"\(\S*test_flax_scan_options\.py:\d+\)", "(here)", str(caught.value))
+GOLDEN = Path(__file__).parent / "golden"
+ERRORS = {  # one of each kind: the texts of the others are those of `treescan.lift`, which runs the same loop
+    carry_dtype: (CarryError, {}),
+    made_inside: (BodyError, {"variable_carry": "state"}),
+    broadcast_depends_on_x: (BodyError, SHARED),
+    broadcast_depends_on_a_key_of_its_own: (BodyError, {**SHARED, "split_rngs": {"params": True}}),
+    lengths_differ: (ArgumentError, {}),
+}
 
 
-@pytest.mark.parametrize("name", ERRORS)
-def test_errors(name: str) -> None:
-    golden = (GOLDEN / f"{name}.txt").read_text()
-    assert text_of(name).split() == golden.split()  # where lines break is tested elsewhere
+@pytest.mark.parametrize("body", ERRORS)
+def test_errors(body: Any) -> None:
+    error, options = ERRORS[body]
+    module = from_function(lambda self, *inputs: scan(body, **options)(self, *inputs))
+    with pytest.raises(error) as caught:
+        module.init(KEY, H, XS, *[XS[:3]] * (body is lengths_differ))
+    assert type(caught.value) is error
+    text = re.sub(r"\(\S*test_flax_scan_options\.py:\d+\)", "(here)", str(caught.value))
+    assert (
+        text.split() == (GOLDEN / f"{body.__name__}.txt").read_text().split()
+    )  # where lines break is tested elsewhere
 
 
 def test_a_body_that_returns_no_pair() -> None:

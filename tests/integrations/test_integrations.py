@@ -1,8 +1,5 @@
-"""Types of other libraries as carries: flax.nnx by a plugin of treescan, equinox and haliax as they are."""
+"""Modules of flax.nnx as carries: a plugin of treescan."""
 
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -138,52 +135,3 @@ def test_a_module_of_another_structure() -> None:
         treescan.scan(grow, nnx.Linear(3, 3, rngs=nnx.Rngs(0)), XS)
     with pytest.raises(treescan.PluginError, match="instead of the module that it was given"):
         treescan.scan(lambda module, x: (x, None), nnx.Linear(3, 3, rngs=nnx.Rngs(0)), XS)
-
-
-def test_flax_is_not_imported_by_treescan() -> None:
-    code = "import sys, jax.numpy as jnp, treescan; treescan.fold(lambda c, x: c, {'a': 0.0}, jnp.ones(3)); "
-    code += "assert not any(name.split('.')[0] in ('flax', 'equinox', 'haliax') for name in sys.modules)"
-    subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(treescan.__file__).parents[1])
-
-
-def test_equinox_modules_are_carried_as_they_are() -> None:
-    eqx = pytest.importorskip("equinox", reason="equinox is not installed")
-
-    def train(model: Any, x: jax.Array) -> tuple[Any, jax.Array]:  # an MLP holds functions: they stay outside
-        loss, gradient = eqx.filter_value_and_grad(lambda model: jnp.mean(jax.vmap(model)(x) ** 2))(model)
-        return eqx.apply_updates(model, jax.tree.map(lambda g: -0.1 * g, gradient)), loss
-
-    model = eqx.nn.MLP(3, 3, 8, 2, key=jax.random.key(0))
-    final, losses = treescan.scan(train, model, XS)
-    for x, loss in zip(XS, losses, strict=True):
-        model, expected = train(model, x)
-        np.testing.assert_allclose(loss, expected, atol=1e-5)
-    assert final.activation is model.activation
-    np.testing.assert_allclose(final.layers[0].weight, model.layers[0].weight, atol=1e-5)
-
-
-def test_an_equinox_module_as_a_custom_carry() -> None:
-    eqx = pytest.importorskip("equinox", reason="equinox is not installed")
-
-    class Doubled(eqx.Module, treescan.carries.AbstractCarry[jax.Array, jax.Array]):  # type: ignore[misc, name-defined]
-        value: jax.Array
-
-        def read(self) -> jax.Array:
-            return 2 * self.value
-
-        def write(self, returned: jax.Array, valid: jax.Array | None) -> "Doubled":
-            return Doubled(returned)
-
-    final = treescan.fold(lambda seen, x: seen + x, Doubled(jnp.ones(())), jnp.ones(3))
-    assert float(final.value) == 2 * (2 * (2 + 1) + 1) + 1
-
-
-def test_haliax_arrays_are_carried() -> None:
-    try:
-        import haliax
-    except Exception as error:
-        pytest.skip(f"no haliax that imports on jax {jax.__version__}: {type(error).__name__}: {error}")
-    start = haliax.zeros(haliax.Axis("features", 3))
-    final = treescan.fold(lambda h, x: h + x, start, jnp.ones(4))
-    assert final.axes == start.axes
-    np.testing.assert_allclose(final.array, jnp.full(3, 4.0))

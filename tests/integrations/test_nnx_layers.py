@@ -135,13 +135,6 @@ def test_changes_that_are_returned_are_the_users() -> None:
     np.testing.assert_allclose(state["norm"]["mean"][...], means, rtol=1e-5)
 
 
-def test_the_cure() -> None:
-    layers = stacked()
-    x = treescan.integrations.nnx.scan(run, in_axes=(0, nnx.Carry), out_axes=nnx.Carry)(layers, H)
-    np.testing.assert_allclose(x, one_by_one(stacked())[0], rtol=1e-5)
-    assert layers.dropout.rngs.count[...].tolist() == [count + 1 for count in stacked().dropout.rngs.count[...]]
-
-
 def test_a_carry_of_a_module_beside_modules() -> None:
     def block(layer: Layer, carry: Any) -> Any:
         x, counter = carry
@@ -161,31 +154,3 @@ def test_a_module_is_traced_once_where_nothing_is_to_be_told() -> None:
 
     treescan.fold_layers(block, H, stacked(training=False))
     assert len(calls) == 1
-
-
-class Scaled(nnx.Module):
-    def __init__(self, scale: Any) -> None:
-        self.scale, self.w = scale, nnx.Param(jnp.ones(D))
-
-    def __call__(self, x: jax.Array) -> jax.Array:
-        return x * self.scale * self.w[...]
-
-
-def test_a_number_that_differs_and_both_cures() -> None:
-    with pytest.raises(treescan.LayerError, match=r"layers\[1\]\.scale: a Python number .* `jnp\.array\(0\.2\)`"):
-        treescan.stack([Scaled(0.1), Scaled(0.2)])
-    scaled = treescan.stack([Scaled(jnp.array(scale)) for scale in (0.1, 0.2)])
-    h = treescan.fold_layers(lambda layer, x: layer(x), jnp.ones(D), scaled)
-    np.testing.assert_allclose(h, 0.02, rtol=1e-6)
-
-    def block(layer: Any, x: Any, *, key: Any) -> Any:
-        dropout, linear = layer
-        return dropout(linear(x), rngs=key)
-
-    made = [(nnx.Dropout(rate), nnx.Linear(D, D, rngs=nnx.Rngs(0))) for rate in (0.1, 0.2)]
-    with pytest.raises(treescan.LayerError, match=r"layers\[1\]\[0\]\.rate: (.|\n)*keep one stack for each\s+value"):
-        treescan.stack(made)
-    stacks = [treescan.stack([layer]) for layer in made]
-    y = treescan.fold_layers([block, block], jnp.ones(D), stacks, key=KEY)
-    keys = [jax.random.fold_in(KEY, i) for i in range(2)]
-    np.testing.assert_allclose(y, block(made[1], block(made[0], jnp.ones(D), key=keys[0]), key=keys[1]), rtol=1e-6)

@@ -10,7 +10,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from thin import parametrize
 
 import treescan
 
@@ -31,12 +30,7 @@ def load(file):
 CASES = load(Path(__file__).parents[1] / "fixtures" / "torch_rnn.npz")
 TORCH_VERSION = str(CASES.pop("torch_version"))
 
-# Options of mask_scan that are to change no number.
-OPTIONS = {"plain": {}, "compact": {"chunk": 4, "compact": True}, "nested": {"chunk": 3, "remat": "nested"}}
-DTYPES = {  # with the tolerance, relative and absolute
-    "float64": (np.float64, 1e-12),
-    "float32": (np.float32, 1e-5),
-}
+TOLERANCE = 1e-12  # relative and absolute, in float64
 
 
 # torch's cells, by the equations and with the order of the gates that its documentation gives.
@@ -65,7 +59,7 @@ def gru(params, state, x):
 CELLS = {"lstm": lstm, "gru": gru}
 
 
-def run(cell, inputs, lengths, options):
+def run(cell, inputs, lengths):
     """All directions: outputs side by side, final states one above the other."""
     outputs, finals = [], []
     for direction, suffix in enumerate(["_l0", "_l0_reverse"][: len(inputs["init"]["h"])]):
@@ -76,18 +70,17 @@ def run(cell, inputs, lengths, options):
             inputs["xs"],
             lengths=lengths,
             reverse=direction == 1,
-            **options,
         )
         outputs.append(ys)
         finals.append(final)
     return {"outputs": jnp.concatenate(outputs, axis=-1), "final": jax.tree.map(lambda *s: jnp.stack(s), *finals)}
 
 
-def outs_and_grads(cell, inputs, case, options):
+def outs_and_grads(cell, inputs, case):
     """What the RNN returns, and the gradients of the fixtures' loss."""
 
     def loss(inputs):
-        outs = run(cell, inputs, case["lengths"], options)
+        outs = run(cell, inputs, case["lengths"])
         products = jax.tree.map(lambda weights, out: jnp.sum(weights.astype(out.dtype) * out), case["weights"], outs)
         return sum(jax.tree.leaves(products)), outs
 
@@ -95,25 +88,19 @@ def outs_and_grads(cell, inputs, case, options):
     return {**outs, "grads": grads}
 
 
-def padding_of(case):
-    return np.arange(len(case["xs"]))[:, None] >= case["lengths"]
-
-
 @pytest.mark.parametrize("name", CASES)
-@parametrize("dtype_and_tolerance", DTYPES)
-@pytest.mark.parametrize(
-    "options", [pytest.param(o, id=n, marks=[] if n == "plain" else [pytest.mark.slow]) for n, o in OPTIONS.items()]
-)
-def test_equals_torch_on_packed_sequences(name, dtype_and_tolerance, options):
-    case, padding, (dtype, tolerance) = CASES[name], padding_of(CASES[name]), dtype_and_tolerance
+def test_equals_torch_on_packed_sequences(name):
+    """With the options of `mask_scan` as they come: that they change no number is tested with the verb."""
+    case = CASES[name]
+    padding = np.arange(len(case["xs"]))[:, None] >= case["lengths"]
     expected = {key: case[key] for key in ("outputs", "final", "grads")}
     inputs = {key: case[key] for key in ("params", "init")}
     inputs["xs"] = np.where(padding[..., None], np.nan, case["xs"])
-    with jax.enable_x64(dtype == np.float64):
-        inputs = jax.tree.map(lambda leaf: jnp.asarray(leaf, dtype), inputs)
-        actual = jax.device_get(outs_and_grads(CELLS[name.split("_")[0]], inputs, case, options))
-    assert {leaf.dtype for leaf in jax.tree.leaves(actual)} == {np.dtype(dtype)}
-    chex.assert_trees_all_close(actual, expected, rtol=tolerance, atol=tolerance)
+    with jax.enable_x64(True):
+        inputs = jax.tree.map(lambda leaf: jnp.asarray(leaf, np.float64), inputs)
+        actual = jax.device_get(outs_and_grads(CELLS[name.split("_")[0]], inputs, case))
+    assert {leaf.dtype for leaf in jax.tree.leaves(actual)} == {np.dtype(np.float64)}
+    chex.assert_trees_all_close(actual, expected, rtol=TOLERANCE, atol=TOLERANCE)
     assert not np.any(actual["outputs"][padding])
     assert not np.any(actual["grads"]["xs"][padding])
 

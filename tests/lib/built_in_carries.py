@@ -162,6 +162,14 @@ def positives(_start, _, xs):
     return seen
 
 
+def averaged(*, debias):
+    def init(start, _):
+        value = {"a": start, "b": pair(start)}
+        return ema(jax.tree.map(jnp.zeros_like, value) if debias else value, DECAY, debias=debias)
+
+    return Case(init, lambda _, x: {"a": x, "b": pair(x)}, lambda seen: seen, functools.partial(averages, debias))
+
+
 CASES = {
     "keys": Case(
         lambda start, key: {"rng": keys(key), "place": start},
@@ -182,18 +190,8 @@ CASES = {
         last,
         autoregression,
     ),
-    "ema": Case(
-        lambda start, _: ema({"a": start, "b": pair(start)}, DECAY),
-        lambda _, x: {"a": x, "b": pair(x)},
-        lambda seen: seen,
-        functools.partial(averages, False),
-    ),
-    "debiased ema": Case(
-        lambda start, _: ema(jax.tree.map(jnp.zeros_like, {"a": start, "b": pair(start)}), DECAY, debias=True),
-        lambda _, x: {"a": x, "b": pair(x)},
-        lambda seen: seen,
-        functools.partial(averages, True),
-    ),
+    "ema": averaged(debias=False),
+    "debiased ema": averaged(debias=True),
     "moments": Case(
         lambda start, _: moments(start.shape),
         lambda _, x: x,
@@ -230,7 +228,13 @@ CASES = {
     ),
 }
 NAMES = tuple(CASES)
+EVERY_DAY = ("window", "moments", "stop")  # a program of these few compiles in a fraction of the time
 FORWARD = tuple(name for name in NAMES if not name.startswith("clip"))  # those that have a forward mode
+
+
+def group_of(name):
+    """Those that share a program with a case."""
+    return EVERY_DAY if name in EVERY_DAY else tuple(other for other in NAMES if other not in EVERY_DAY)
 
 
 @functools.cache
@@ -259,46 +263,32 @@ def run(names, scan, start, key, xs, **options):
 # The oracle, over rows.
 
 
-def segments(valid, resets, reverse):
-    """The steps of each segment of one row, in the order of the run."""
-    parts: list[list[int]] = [[]]
-    for t in np.flatnonzero(valid):
-        if resets[t] and parts[-1]:
-            parts.append([])
-        parts[-1].append(int(t))
-    return [part[::-1] for part in parts[::-1]] if reverse else parts
-
-
-def run_row(name, start, key, xs, valid, resets, reverse):
+def run_row(name, start, key, xs, valid):
     """The outputs of one row, zero where padded, and its last view; gradients of its loss by start and by each x."""
+    steps = [int(t) for t in np.flatnonzero(valid)]
 
     def loss(start, xs):
-        seen: dict[int, Any] = {}
-        for steps in segments(valid, resets, reverse):
-            *views, final = CASES[name].oracle(start, key, [xs[t] for t in steps])
-            seen |= dict(zip(steps, views, strict=True))
-        numbers = [[leaf for leaf in jax.tree.leaves(view) if is_inexact(leaf)] for view in (*seen.values(), final)]
+        seen = CASES[name].oracle(start, key, [xs[t] for t in steps])
+        numbers = [[leaf for leaf in jax.tree.leaves(view) if is_inexact(leaf)] for view in seen]
         terms = [
-            jnp.sum(jnp.sin((k + 2 + (i == len(seen)) * len(leaves)) * leaf))
+            jnp.sum(jnp.sin((k + 2 + (i == len(steps)) * len(leaves)) * leaf))
             for i, leaves in enumerate(numbers)
             for k, leaf in enumerate(leaves)
         ]
-        return sum(terms), (seen, final)
+        return sum(terms), seen
 
     of_xs = np.zeros_like(xs)
-    given = {int(t): jnp.float32(xs[t]) for t in np.flatnonzero(valid)}
-    (of_start, by_step), (seen, final) = jax.grad(loss, (0, 1), has_aux=True)(start, given)
+    (of_start, by_step), seen = jax.grad(loss, (0, 1), has_aux=True)(start, {t: jnp.float32(xs[t]) for t in steps})
     for t, slope in by_step.items():
         of_xs[t] = slope
-    zero = jax.tree.map(np.zeros_like, final)
-    return (stack([seen.get(t, zero) for t in range(len(valid))]), final), (of_start, of_xs)
+    shown, zero = dict(zip(steps, seen[:-1], strict=True)), jax.tree.map(np.zeros_like, seen[-1])
+    return (stack([shown.get(t, zero) for t in range(len(valid))]), seen[-1]), (of_start, of_xs)
 
 
-def run_rows(name, start, keys, xs, valid, resets=None, *, reverse=False):
+def run_rows(name, start, keys, xs, valid):
     """What `with_gradients(run)` is to be for a case: each row by itself, of which only the valid steps are touched."""
-    resets = np.zeros_like(valid) if resets is None else resets
     xs = np.asarray(xs)
-    rows = [run_row(name, start[b], keys[b], xs[:, b], valid[:, b], resets[:, b], reverse) for b in range(len(start))]
+    rows = [run_row(name, start[b], keys[b], xs[:, b], valid[:, b]) for b in range(len(start))]
     ys, final = stack([outs[0] for outs, _ in rows], 1), stack([outs[1] for outs, _ in rows])
     return (ys, final), (stack([g for _, (g, _) in rows]), stack([g for _, (_, g) in rows], 1))
 

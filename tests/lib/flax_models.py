@@ -55,7 +55,6 @@ def from_function(call: Callable[..., Any]) -> nn.Module:
     return Main()
 
 
-X = array(2, 5, 3)  # batch, steps, features
 XS = array(5, 2, 3, seed=1)  # steps, batch, features
 H = array(2, 3, seed=2)
 _SHARED: dict[str, Any] = {"variable_broadcast": "params", "split_rngs": {"params": False}}
@@ -74,16 +73,13 @@ class Cell(nn.Module):
 
 
 class Block(nn.Module):
-    """A residual layer, that knows all of what a layer may have."""
+    """A residual layer, with dropout if it is given a rate."""
 
     rate: float = 0.0
-    norm: bool = False
 
     @nn.compact
     def __call__(self, x: Any, _: Any = None) -> Any:
         h = nn.Dense(x.shape[-1])(x)
-        if self.norm:
-            h = nn.BatchNorm(use_running_average=False)(h)
         if self.rate:
             h = nn.Dropout(self.rate, deterministic=False)(h)
         return x + nn.relu(h), None
@@ -109,33 +105,9 @@ def residual_stack(scan):
     return layers(scan)
 
 
-@model(H, mutable=["batch_stats"])
-def layers_with_batch_norm(scan):
-    return layers(scan, functools.partial(Block, norm=True), variable_axes={"params": 0, "batch_stats": 0})
-
-
-@model(H, streams=("params", "dropout"))
-def dropout_split(scan):
-    return layers(scan, functools.partial(Block, rate=0.5), split_rngs={"params": True, "dropout": True})
-
-
 @model(H, streams=("params", "dropout"))
 def dropout_shared(scan):
     return layers(scan, functools.partial(Block, rate=0.5), split_rngs={"params": True, "dropout": False})
-
-
-@model(H, XS)
-def recurrent_in_layers(scan):
-    class Layer(nn.Module):
-        @nn.compact
-        def __call__(self, xs, h):
-            h, xs = scan(Cell, **_SHARED)(name="cell")(h, xs)
-            return xs, h
-
-    def call(self, h, xs):
-        return scan(Layer, **_STACKED, in_axes=nn.broadcast, length=2)()(xs, h)
-
-    return from_function(call)
 
 
 def sharded(boxed, scan, **options):
@@ -165,58 +137,7 @@ def frozen_metadata_params(scan):
     return layers(scan, metadata_params=FrozenDict({nn.PARTITION_NAME: None}), split_rngs=FrozenDict({"params": True}))
 
 
-@model(H, XS)
-def nested_axes(scan):
-    def body(self, h, given, both):
-        h = nn.Dense(3)(h) + given["x"] + both[0] * both[1][1]
-        return h, (h, {"c": given["x"], "w": h + both[0]})
-
-    def call(self, h, xs):
-        axes = ({"x": -1}, (0, nn.broadcast))
-        loop = scan(body, **_SHARED, in_axes=axes, out_axes=(1, {"c": 0, "w": -1}))
-        return loop(self, h, {"x": jnp.moveaxis(xs, 0, -1)}, (xs, (h, h + h)))
-
-    return from_function(call)
-
-
 # Recurrence.
-
-
-@model(X)
-def lstm(scan):
-    def call(self, x):
-        cells = scan(nn.LSTMCell, **_SHARED, in_axes=1, out_axes=1)(4)
-        return cells(cells.initialize_carry(jax.random.key(0), x[:, 0].shape), x)[1]
-
-    return from_function(call)
-
-
-@model(H, XS)
-def recurrent_reverse(scan):
-    return recurrent(scan, reverse=True)
-
-
-@model(H, XS, streams=("params", "dropout"))
-def recurrent_dropout_split(scan):
-    class Dropped(nn.Module):
-        @nn.compact
-        def __call__(self, h, x):
-            h, y = Cell()(h, nn.Dropout(0.5, deterministic=False)(x))
-            return h, nn.Dropout(0.5, deterministic=False)(y)
-
-    return recurrent(scan, Dropped, split_rngs={"params": False, "dropout": True})
-
-
-@model(H, XS)
-def keys_of_one_s_own(scan):
-    class Noisy(nn.Module):
-        @nn.compact
-        def __call__(self, h, x):
-            w = self.param("w", nn.initializers.normal(), (3,))
-            noise = jax.random.normal(self.make_rng("params"), h.shape) if self.is_initializing() else h
-            return h * w[None], x + noise
-
-    return recurrent(scan, Noisy, split_rngs={"params": False})
 
 
 @model(H, XS)
@@ -245,41 +166,19 @@ def unchecked(scan):
 # Carried variables.
 
 
-@model(XS, mutable=["counter"])
-def counter(scan):
-    def call(self, xs):
-        self.variable("counter", "i", jnp.zeros, (), jnp.int32)
-
-        def body(self, c, x):
-            i = self.variable("counter", "i", jnp.zeros, (), jnp.int32)
-            i.value += 1
-            return c, x * i.value.astype(jnp.float32)
-
-        return scan(body, variable_carry="counter")(self, (), xs)
-
-    return from_function(call)
-
-
-class Attention(nn.Module):
-    """One step of decoding, whose cache knows how full it is."""
-
-    size: int = 5
+class Caching(nn.Module):
+    """One step of decoding, with a cache that knows how full it is."""
 
     @nn.compact
     def __call__(self, x: Any, _: Any = None) -> Any:
-        k, v = nn.Dense(3)(x), nn.Dense(3)(x)
+        k = nn.Dense(3)(x)
         made = self.has_variable("cache", "k")
-        keys = self.variable("cache", "k", jnp.zeros, (self.size, *k.shape), k.dtype)
-        values = self.variable("cache", "v", jnp.zeros, (self.size, *v.shape), v.dtype)
+        keys = self.variable("cache", "k", jnp.zeros, (5, *k.shape), k.dtype)
         index = self.variable("cache", "i", jnp.zeros, (), jnp.int32)
         if made:
             keys.value = keys.value.at[index.value].set(k)
-            values.value = values.value.at[index.value].set(v)
             index.value += 1
-        scores = jnp.einsum("bf,tbf->tb", x, keys.value)
-        filled = jnp.arange(self.size)[:, None] < index.value
-        weights = jax.nn.softmax(jnp.where(filled, scores, -1e9), axis=0)
-        return x + jnp.einsum("tb,tbf->bf", weights, values.value), weights
+        return jnp.tanh(x + jnp.sum(keys.value, 0)), index.value
 
 
 @model(XS, mutable=["cache"])
@@ -287,7 +186,7 @@ def cache_in_time_and_layers(scan):
     class Decoder(nn.Module):
         @nn.compact
         def __call__(self, c, x):
-            stack = scan(Attention, variable_axes={"params": 0, "cache": 0}, split_rngs={"params": True}, length=2)
+            stack = scan(Caching, variable_axes={"params": 0, "cache": 0}, split_rngs={"params": True}, length=2)
             return c, stack(name="layers")(x, None)
 
     def call(self, xs):
@@ -302,32 +201,23 @@ def cache_in_time_and_layers(scan):
 # Filters, and collections that go one way.
 
 
-def _all_roles(scan: Scan, **options: Any) -> nn.Module:
-    def call(self, h, xs):
-        self.variable("seen", "n", jnp.zeros, (), jnp.int32)
-
-        def body(self, h, x):
-            n = self.variable("seen", "n", jnp.zeros, (), jnp.int32)
-            n.value += 1
-            self.variable("trail", "h", lambda: h).value = h
-            h = nn.tanh(nn.Dense(3)(h) + x)
-            return h, h * n.value.astype(jnp.float32)
-
-        return scan(body, split_rngs={"params": False}, **options)(self, h, xs)
-
-    return from_function(call)
-
-
-@model(H, XS, mutable=["seen", "trail"])
-def filters_of_names(scan):
-    axes = {("trail", "x"): 0}
-    return _all_roles(scan, variable_broadcast={"params", "constants"}, variable_carry=["seen"], variable_axes=axes)
-
-
 @model(H, XS, mutable=["seen", "trail"])
 def filters_that_deny(scan):
     broadcast, axes = DenyList(("seen", "trail")), {DenyList(()): -1}
-    return _all_roles(scan, variable_broadcast=broadcast, variable_carry=DenyList("trail"), variable_axes=axes)
+
+    def body(self, h, x):
+        n = self.variable("seen", "n", jnp.zeros, (), jnp.int32)
+        n.value += 1
+        self.variable("trail", "h", lambda: h).value = h
+        h = nn.tanh(nn.Dense(3)(h) + x)
+        return h, h * n.value.astype(jnp.float32)
+
+    def call(self, h, xs):
+        self.variable("seen", "n", jnp.zeros, (), jnp.int32)
+        roles = {"variable_broadcast": broadcast, "variable_carry": DenyList("trail"), "variable_axes": axes}
+        return scan(body, **roles, split_rngs={"params": False})(self, h, xs)
+
+    return from_function(call)
 
 
 @model(H, mutable=["out"])
@@ -352,9 +242,6 @@ class TwoWays(nn.Module):
 
     def setup(self) -> None:
         self.first, self.second = nn.Dense(3), nn.Dense(3)
-
-    def __call__(self, h: Any, x: Any) -> Any:
-        return self.down(self.up(h, x)[0], x)
 
     def up(self, h: Any, x: Any) -> Any:
         h = nn.tanh(self.first(h) + x)
@@ -431,18 +318,6 @@ def changed_broadcast(scan):
     return recurrent(scan, Counting, variable_broadcast=["params", "calls"])
 
 
-@model(H, XS, mutable=["box"])
-def replaced_broadcast(scan):
-    class Replacing(nn.Module):
-        @nn.compact
-        def __call__(self, h, x):
-            box = self.variable("box", "b", lambda: {"a": jnp.ones(3), "b": jnp.zeros(3)})
-            box.value = {"a": box.value["a"] * 2.0, "b": box.value["b"]}
-            return h + box.value["a"][None], x
-
-    return recurrent(scan, Replacing, variable_broadcast=["params", "box"])
-
-
 # Where flax's partial evaluation, and its second trace, show.
 
 
@@ -469,11 +344,11 @@ def flag_false(scan):
 
 
 @model(H)
-def concrete_array(scan):
+def concrete_arrays_and_functions(scan):
     def body(module, h, given):
-        return (module(h) if bool(given["on"]) else h)[..., np.asarray(given["order"])], None
+        return given["function"](module(h) if bool(given["on"]) else h)[..., np.asarray(given["order"])], None
 
-    given = {"on": np.array(True), "order": np.array([2, 0, 1])}
+    given = {"on": np.array(True), "order": np.array([2, 0, 1]), "function": jnp.sin}
     return from_function(lambda self, h: scan(body, **_SHARED, length=2, in_axes=nn.broadcast)(nn.Dense(3), h, given))
 
 
@@ -543,16 +418,6 @@ def key_of_a_parameter_and_of_more(scan):
             return h + x, noise
 
     return recurrent(scan, Noisy)
-
-
-@model(H, XS)
-def spectral_norm(scan):
-    class Spectral(nn.Module):
-        @nn.compact
-        def __call__(self, h, x):
-            return nn.SpectralNorm(nn.Dense(3))(h, update_stats=False), h
-
-    return recurrent(scan, Spectral, variable_axes={"batch_stats": 0})
 
 
 def scaled(by: float) -> Callable[[Any], Any]:

@@ -72,37 +72,22 @@ assert_type(Doubled(one).write(one, None), Doubled)
 check_carry(Doubled(one), xs)
 
 
-class WrongRead(AbstractCarry[Array, Array]):
+class WrongRead(Doubled):
     def read(self) -> str:  # error
         return "2"
 
-    def write(self, returned: Array, valid: Array | None) -> "WrongRead":
-        return self
 
-
-class WrongWrite(AbstractCarry[Array, Array]):
-    def read(self) -> Array:
-        return one
-
+class WrongWrite(Doubled):
     def write(self, returned: str, valid: Array | None) -> "WrongWrite":  # error
         return self
 
 
-class WrongMask(AbstractCarry[Array, Array]):
-    def read(self) -> Array:
-        return one
-
+class WrongMask(Doubled):
     def write(self, returned: Array) -> "WrongMask":  # error
         return self
 
 
-class WrongRows(AbstractCarry[Array, Array]):
-    def read(self) -> Array:
-        return one
-
-    def write(self, returned: Array, valid: Array | None) -> "WrongRows":
-        return self
-
+class WrongRows(Doubled):
     def rows(self) -> str:  # error
         return "0"
 

@@ -56,10 +56,6 @@ def named_step(state: State, x: Array) -> tuple[State, Array]:
     return state._replace(h=state.h + x), x
 
 
-def dict_step(carry: dict[str, Array], x: Array) -> tuple[dict[str, Array], None]:
-    return carry, None
-
-
 def tuple_step(carry: tuple[Array, State], x: tuple[Array, Array]) -> tuple[tuple[Array, State], Array]:
     return carry, x[0]
 
@@ -76,28 +72,14 @@ def scaled_step(scale: float, carry: Array, x: Array) -> tuple[Array, int]:
     return carry * scale, 0
 
 
-class Cell:
-    def __call__(self, state: State, x: Array) -> tuple[State, Array]:
-        return state, x
-
-    def method(self, carry: Array, x: Array) -> tuple[Array, State]:
-        return carry, State(carry, x)
-
-
 assert_type(scan(step, one, xs), tuple[Array, dict[str, Array]])
-assert_type(scan(step, one, xs, 3, True, 2), tuple[Array, dict[str, Array]])
 assert_type(scan(step, one, xs, in_axes=None, out_axes={"x": -1}, length=3), tuple[Array, dict[str, Array]])
 assert_type(scan(named_step, State(one, keys(key)), xs), tuple[State, Array])
-assert_type(scan(dict_step, {"h": one, "rng": keys(key)}, xs), tuple[dict[str, Array], None])
 assert_type(scan(tuple_step, (one, State(one, keys(key))), (xs, xs)), tuple[tuple[Array, State], Array])
 assert_type(scan(idle_step, one, length=3), tuple[Array, Array])
-assert_type(scan(idle_step, one, None, 3, name="loop"), tuple[Array, Array])
 assert_type(scan(typed_step, xs, xs), tuple[Array, Array])
 assert_type(scan(functools.partial(scaled_step, 0.5), one, xs), tuple[Array, int])
-assert_type(scan(Cell(), State(one, key), xs), tuple[State, Array])
-assert_type(scan(Cell().method, one, xs), tuple[Array, State])
 assert_type(scan(lambda carry, x: (carry + x, State(carry, x)), one, xs), tuple[Array, State])
-assert_type(scan(lambda carry, x: (carry, {"h": carry}), one, length=3), tuple[Array, dict[str, Array]])
 
 
 # bodies that take `key`
@@ -112,7 +94,6 @@ def keyed_idle_step(carry: Array, x: None, *, key: Array) -> tuple[Array, Array]
 
 
 assert_type(scan(keyed_step, one, xs, key=key), tuple[Array, State])
-assert_type(scan(keyed_step, one, xs, 3, reverse=True, key=key), tuple[Array, State])
 assert_type(scan(keyed_idle_step, one, length=3, key=key), tuple[Array, Array])
 
 
@@ -132,7 +113,6 @@ def keyed_fold_step(carry: State, x: Array, *, key: Array) -> State:
 
 
 assert_type(fold(fold_step, State(one, key), xs), State)
-assert_type(fold(fold_step, State(one, key), xs, reverse=True, unroll=2), State)
 assert_type(fold(idle_fold_step, State(one, key), length=3), State)
 assert_type(fold(keyed_fold_step, State(one, key), xs, key=key), State)
 assert_type(fold(lambda carry, x: carry + x, one, xs), Array)
@@ -153,7 +133,6 @@ def keyed_index_step(i: Array, carry: State, *, key: Array) -> State:
 
 
 assert_type(fori(0, 3, index_step, State(one, key)), State)
-assert_type(fori(0, 3, index_step, State(one, key), reverse=True, name="loop"), State)
 assert_type(fori(0, 3, keyed_index_step, State(one, key), key=key), State)
 assert_type(fori(0, 3, lambda i, carry: carry + i, one), Array)
 
@@ -172,7 +151,6 @@ def keyed_valid_step(carry: State, x: Array, *, key: Array, valid: Array) -> tup
 lengths, mask = jnp.array([3, 1]), jnp.ones((3, 2), bool)
 assert_type(mask_scan(named_step, State(one, key), xs, lengths=lengths), tuple[State, Array])
 assert_type(mask_scan(named_step, State(one, key), xs, lengths=3, fill=0.0, carry_axes=None), tuple[State, Array])
-assert_type(mask_scan(idle_step, one, mask=mask, length=3), tuple[Array, Array])
 assert_type(mask_scan(valid_step, State(one, key), xs, mask=mask), tuple[State, dict[str, Array]])
 assert_type(mask_scan(keyed_step, one, xs, lengths=lengths, key=key), tuple[Array, State])
 assert_type(mask_scan(keyed_valid_step, State(one, key), xs, mask=mask, key=key), tuple[State, dict[str, Array]])
@@ -193,17 +171,11 @@ def step_of_states(carry: Array, x: State) -> tuple[Array, dict[str, Array]]:
 
 
 assert_type(mask_scan(step_of_states, one, padded, chunk=8, remat="nested"), tuple[Array, dict[str, Array]])
-assert_type(mask_scan(step_of_states, one, packed, reverse=True, fill="hold"), tuple[Array, dict[str, Array]])
 assert_type(mask_scan(named_step, State(one, key), xs, resets=mask, compact=True, time_axis=1), tuple[State, Array])
 assert_type(mask_scan(named_step, State(one, key), xs, resets=mask, reset_to=lambda init: init), tuple[State, Array])
-assert_type(mask_scan(named_step, State(one, key), xs, mask=mask, compact=(1, 8)), tuple[State, Array])
-assert_type(scan(named_step, State(one, key), xs, remat="step"), tuple[State, Array])
 assert_type(scan(named_step, State(one, key), xs, remat=Remat(levels=3), truncate=8), tuple[State, Array])
 assert_type(scan(named_step, State(one, key), xs, remat=Remat.fit(2**30), save="last"), tuple[State, Array])
 assert_type(mask_scan(step_of_states, one, padded, save={"h": 8}, truncate=2), tuple[Array, dict[str, Array]])
-assert_type(
-    mask_scan(step_of_states, one, padded, save=None, remat=Remat("dots_saveable")), tuple[Array, dict[str, Array]]
-)
 assert_type(plan_remat(named_step, State(one, key), xs, remat=Remat(segment=8, offload="pinned_host")), RematPlan)
 assert_type(measure_remat(scan, named_step, State(one, key), xs, plans=[None, Remat()], seconds=9), Measurements)
 assert_type(plan_remat(named_step, State(one, key), xs, remat="auto").remat, Remat | Literal["auto"] | None)
