@@ -183,6 +183,22 @@ def test_tiers_rise_from_one_row_to_all_in_few_steps(rows):
     assert list(tiers) == sorted(set(tiers))
 
 
+@pytest.mark.parametrize(("repeats", "tiers"), [(1, [1, 2, 4, 8, 16, 32]), (60, [2, 8, 32])])
+def test_a_large_step_has_three_tiers(repeats, tiers):
+    traced = set()
+
+    def body(h, x):
+        traced.add(len(h))
+        for _ in range(repeats):
+            h = jnp.tanh(h + x)
+        return h, None
+
+    xs, lengths = array(32, 32), jnp.arange(32)
+    h, _ = treescan.mask_scan(body, jnp.zeros(32), xs, lengths=lengths, compact=True)
+    assert sorted(traced) == tiers
+    np.testing.assert_array_equal(h, treescan.mask_scan(body, jnp.zeros(32), xs, lengths=lengths)[0])
+
+
 # What it cannot do.
 
 

@@ -45,6 +45,13 @@ def recurrent(params, carry, x):
     return carry, carry
 
 
+def wide(params, carry, x):
+    """Its products with weights are most of it."""
+    out, back = (jnp.concatenate([params["w"]] * 40, axis) for axis in (1, 0))
+    carry = jnp.tanh(carry @ out @ back / 40 + x)
+    return carry, carry
+
+
 BODIES = {"attention": attention, "wave": wave, "branch": branch, "average": average}
 
 
@@ -152,7 +159,8 @@ def test_a_gradient_takes_the_memory_of_a_mask_by_hand(name):
         (attention, {}, True),
         (average, {}, True),
         (branch, {}, True),
-        (recurrent, {}, False),
+        (recurrent, {}, True),
+        (wide, {}, False),
         (attention, {"chunk": 8}, False),
         (attention, {"compact": True}, False),
         (attention, {"remat": "step"}, False),
@@ -182,3 +190,57 @@ def test_an_exported_gradient_of_any_number_of_rows(body):
     exported = jax.export.export(jax.jit(jax.grad(of)))(*shapes)
     expected = jax.grad(total(by_hand, body, lengths))(params, init, xs)
     assert_alike(exported.call(params, init, xs, lengths), expected)
+
+
+def indexes_a_table(w, i, x):
+    return i + 1, w * jnp.take(jnp.array([1.0, 2.0, 3.0]), i) * x
+
+
+def keeps_the_last_x(w, last, x):
+    return x, w * last
+
+
+def inverts(w, z, x):
+    for _ in range(8):  # Newton's iteration for 1 / x, which diverges from the end of another x
+        z = z * (2 - x * z)
+    return z, w * z
+
+
+@pytest.mark.parametrize(
+    ("body", "init", "xs", "lengths"),
+    [
+        (indexes_a_table, jnp.zeros(2, jnp.int32), jnp.ones((6, 2)), [3, 2]),
+        (keeps_the_last_x, jnp.zeros(2), jnp.array([[1.0, 1.0], [2.0, -jnp.inf], [3.0, 0.0]]), [3, 2]),
+        (inverts, jnp.full(2, 0.01), jnp.array([[90, 1.5], [30, 1], [10, 1], [3, 1], [1, 1], [0.0, 1]]), [5, 6]),
+    ],
+)
+def test_a_last_state_that_is_bad_for_any_further_step_reaches_no_gradient(body, init, xs, lengths):
+    def total(w):
+        step = functools.partial(body, w)
+        return jnp.sum(treescan.mask_scan(step, init, xs, lengths=jnp.array(lengths))[1])
+
+    value, gradient = jax.value_and_grad(total)(1.0)  # the outputs are multiples of w
+    np.testing.assert_allclose(gradient, value, rtol=1e-6)
+
+
+@pytest.mark.parametrize("lengths", [True, False])
+def test_no_x_of_another_time_joins_a_leaf_that_rows_share(lengths):
+    steps, counts = 64, jnp.array([64, 20])
+    times = jnp.broadcast_to(jnp.arange(steps, dtype=jnp.float32)[:, None] + 0.5, (steps, 2))
+    mask = jnp.arange(steps)[:, None] < counts[None]
+
+    def total(w, first, times, **options):
+        def step(carry, time):
+            h, now = carry
+            for _ in range(8):
+                h = jnp.tanh(w * h)
+            return (h + 1e-3 * jnp.sqrt(time - now)[:, None] * w, now + 1), jnp.sum(h, -1)
+
+        init = jnp.ones((times.shape[1], 32)), jnp.float32(first)
+        run = treescan.mask_scan if options else treescan.scan
+        return jnp.sum(run(step, init, times, **options)[1])
+
+    masked = {"lengths": counts} if lengths else {"mask": mask}
+    ours = jax.grad(functools.partial(total, carry_axes=(0, None), **masked))(1.1, 0, times)
+    alone = sum(jax.grad(total)(1.1, 0, times[:n, i : i + 1]) for i, n in enumerate(counts.tolist()))
+    np.testing.assert_allclose(ours, alone, rtol=1e-5)

@@ -16,6 +16,7 @@ from ..._avals import in_mesh, is_sharded, mesh_of, vary_over, varying_axes
 from ..._axes import LeafAxes
 from ..._errors import BodyFault, Fault, Misuse, TreescanError
 from ..._loop.loop import Feed, Loop, Step
+from ..._trace.equations import equations_within
 from ..._trace.hoist import Hoisted, one_step, trace_also
 from ..._tree import map_leaves
 from ..._types import Array, PyTree
@@ -23,8 +24,9 @@ from ..refuse import refuse_symbolic
 from .axes import RowAxes
 from .leaves import gather_rows, may_branch
 
-MOST_TIERS = 7
-"""The largest number of tiers of `compact=True`. The body is compiled once for each."""
+MOST_TIERS, MOST_EQUATIONS = 7, 100
+"""The largest number of tiers of `compact=True`, and the equations of a step from which on there are three. The body is
+compiled once for each, and a large one takes seconds."""
 
 _OF_ROWS = ("valid", "reset", "cut", "end")
 """What a step is fed that has rows, beside x."""
@@ -128,6 +130,13 @@ def spread_tiers(rows: int) -> tuple[int, ...]:
     """From 1 up to `rows`, twice as many each time, or so many more that there are `MOST_TIERS` at most."""
     steps = min(MOST_TIERS - 1, math.ceil(math.log2(max(rows, 1))))
     return tuple(sorted({rows, *(round(rows ** (i / steps)) for i in range(steps))}))
+
+
+def fewer_tiers(tiers: tuple[int, ...], jaxpr: Any) -> tuple[int, ...]:
+    """The tiers that are left if the step, an open jaxpr, is large: the batch, a quarter and a sixteenth of it."""
+    if sum(1 for _ in equations_within(jaxpr)) <= MOST_EQUATIONS:
+        return tiers
+    return tuple(sorted({math.ceil(tiers[-1] / part) for part in (1, 4, 16)}))
 
 
 def _within(tiers: tuple[int, ...], rows: int) -> list[int]:

@@ -18,13 +18,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
-from jax.custom_derivatives import SymbolicZero
 
 from ..._avals import has_one_device, is_sharded
 from ..._axes import LeafAxes
 from ..._loop.loop import Feed, Loop, Step, within
-from ..._trace.cost import bytes_of, count_saved_bytes
-from ..._trace.hoist import is_smooth, is_untraced, one_step
+from ..._trace.hoist import is_untraced
 from ..._tree import Prefix, map_leaves
 from ..._types import Array, PyTree
 from ..checkpoint import chooses, compares
@@ -43,7 +41,6 @@ from .leaves import (
     lend_to_elements,
     pick_steps,
     select,
-    select_valid,
     take_row,
     unless_alone,
     written,
@@ -314,46 +311,6 @@ def mask(loop: Loop, fill: Prefix, *, lengths: Array | None = None) -> Loop:
     good_axes: LeafAxes = (None,) * len(jax.tree.leaves(good)) if share else (*axes.state, *axes.x)  # one row, or all
     loop = dataclasses.replace(loop, step=step, consts=(good, consts))
     return with_axes(loop, consts=(*good_axes, *axes.consts))
-
-
-SMALL = 10
-"""How many times its bytes a step must save, at least, for its x to be copied: then the copy hardly counts."""
-
-
-def is_small_x(loop: Loop) -> bool:
-    """Whether x takes few of the bytes that the gradient of a masked loop saves, so that it may be copied.
-
-    Where rows share a leaf, padded ones are shown a row of this very step: no x from another time may join it.
-    """
-    consts, trace = loop.consts, loop.trace
-    told = isinstance(consts, tuple) and isinstance(consts[0], GoodPair)
-    if not told or None in (*loop.rows.axes.state, *loop.rows.axes.x):
-        return False
-    one = sum(bytes_of(leaf) for leaf in jax.tree.leaves(one_step(loop.xs.x)))
-    return SMALL * one <= count_saved_bytes(trace.jaxpr) + sum(map(bytes_of, map(jax.typeof, loop.state)))
-
-
-def with_good_x(loop: Loop, tangents: Any) -> tuple[Loop, Any]:
-    """The loop, and its tangents, where padded rows are given the x of a good pair before it runs, not in each step."""
-    good, consts = loop.consts
-    d_consts, d_state, d_feed = tangents
-    leaves, structure = jax.tree.flatten(loop.xs.x)
-    triples = list(zip(leaves, good.x, loop.rows.axes.x, strict=True))
-    valid = loop.xs.valid
-
-    def shown(leaf: Array, other: Array, axis: int) -> Array:
-        return jax.vmap(lambda valid, x: select_valid(valid, x, other, axis))(valid, leaf)
-
-    x = [shown(*triple) for triple in triples]
-    d_x = [
-        d if isinstance(d, SymbolicZero) or not is_smooth(leaf) else shown(d, jnp.zeros((), d.dtype), axis)
-        for d, (leaf, _, axis) in zip(jax.tree.leaves(d_feed.x), triples, strict=True)
-    ]
-    nothing, (d_good, d_others) = [None] * len(x), d_consts
-    xs = loop.xs._replace(x=jax.tree.unflatten(structure, x))
-    loop = dataclasses.replace(loop, consts=(good._replace(x=nothing), consts), xs=xs)
-    d_feed = d_feed._replace(x=jax.tree.unflatten(structure, d_x))
-    return loop, ((d_good._replace(x=nothing), d_others), d_state, d_feed)
 
 
 def lend_rows(leaves: list[Array], axes: LeafAxes, valid: Array) -> list[Array]:

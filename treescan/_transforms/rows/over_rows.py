@@ -80,8 +80,9 @@ class OverRows:
             _refuse_refs(hoisted, tiers, self.others, told=told)
             axes = axes._replace(y=spread_batch_axes("y_axes", y_axes, hoisted.y, "y", valid.shape[1:]))
             if len(tiers) > 1:
-                from .compact import trace_tiers
+                from .compact import fewer_tiers, trace_tiers
 
+                tiers = fewer_tiers(tiers, hoisted.jaxpr) if self.compact is True else tiers
                 trace_tiers(hoisted, loop, axes, tiers)
             apart = _proof_of(hoisted.traced, axes, loop.xs)
             hoisted = lift(hoisted)
