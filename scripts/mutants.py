@@ -41,8 +41,8 @@ MODULES = [
 TESTS = [
     str(file.relative_to(ROOT))
     for name in (
-        "rewriting", "products", "in_place", "mask_scan", "while_scan", "while_scan_options", "compact", "truncate",
-        "skipping", "variable_length", "chunk", "save", "primitives", "generated",
+        "rewriting", "products", "in_place", "mask_scan", "while_scan", "while_scan_rows", "compact", "truncate",
+        "skipping", "variable_length", "chunk", "save", "saved", "independence", "primitives", "generated",
         "mask_scan_sharded", "skipping_sharded", "disable_jit", "carries_masked", "transforms_of_jax", "errors", "lift",
     )
     for file in (ROOT / "tests").glob(f"*/test_{name}.py")
