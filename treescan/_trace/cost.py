@@ -12,7 +12,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from . import independence
-from .equations import PRODUCTS, elements, interpret, jaxprs_within, loop_of, opened, origins
+from .dependence import dependent
+from .equations import PRODUCTS, elements, interpret, jaxprs_within, loop_of, opened, origins, variables_of
 
 TRANSCENDENTAL = frozenset(
     {
@@ -55,19 +56,35 @@ def count_operations(jaxpr: Any, transcendental: int = _PER_TRANSCENDENTAL) -> i
     return _count(jaxpr, of_equation, max)
 
 
-def count_saved_bytes(jaxpr: Any) -> int:
-    """About how many bytes the gradient of an open jaxpr saves: the results of products and of dear functions.
+_PRODUCTS = PRODUCTS | {"atan2", "conv_general_dilated", "div", "mul", "pow", "triangular_solve"}
+_BY_RESULT = TRANSCENDENTAL - {"atan2", "pow"} | {"cholesky", "integer_pow", "lu", "rsqrt", "sqrt", "square"}
 
-    What else is saved is made from these by functions that cost next to nothing, or is an argument. Loops count as in
+
+def count_saved_bytes(jaxpr: Any, varying: Sequence[bool]) -> int:
+    """About how many bytes of each step the gradient of a loop saves.
+
+    These are the operands of products, and the results of functions whose derivative is made of them. Loops count as in
     `count_operations`.
+
+    Args:
+        jaxpr: the step, open.
+        varying: for each of its inputs whether steps differ in it. What is the same in all is not saved.
     """
-    dear = TRANSCENDENTAL | PRODUCTS | {"conv_general_dilated", *_DECOMPOSITIONS}
-
-    def of_equation(equation: Any) -> int:
-        outputs = equation.outvars if equation.primitive.name in dear else ()
-        return sum(elements(var.aval) * var.aval.dtype.itemsize for var in outputs)
-
-    return _count(jaxpr, of_equation, sum)
+    found, total = dependent(jaxpr, varying), 0
+    saved = set[Any]()
+    for equation in jaxpr.eqns:
+        name, given = equation.primitive.name, [var for var in variables_of(equation.invars) if var in found]
+        inner = list(jaxprs_within(equation))
+        if inner and given:
+            flags = [not hasattr(atom, "val") and atom in found for atom in equation.invars]
+            whole = [flags if len(flags) == len(each.invars) else [True] * len(each.invars) for each in inner]
+            counts = list(map(count_saved_bytes, inner, whole))
+            total += max(counts) if name == "cond" else sum(counts) * int(equation.params.get("length") or 1)
+        elif name in _BY_RESULT and given:
+            saved.update(equation.outvars)
+        elif name in _PRODUCTS:
+            saved.update(given if len(given) > 1 or name in PRODUCTS else [])
+    return total + sum(bytes_of(var.aval) for var in saved if jnp.issubdtype(var.aval.dtype, jnp.inexact))
 
 
 def _count(jaxpr: Any, of_equation: Callable[[Any], int], of_branches: Callable[[list[int]], int]) -> int:

@@ -228,6 +228,14 @@ class Hoisted(NamedTuple):
         unchanged, _ = self.loop.consts
         return merge(self.fixed, unchanged, self.loop.state)
 
+    @property
+    def varying(self) -> list[bool]:
+        """For each input of `jaxpr` whether steps differ in it: consts, the whole state, what a step is fed."""
+        _, inner = self.loop.consts
+        same = len(jax.tree.leaves(inner[1] if isinstance(self.loop.step, Lifted) else inner))
+        fed = len(self.jaxpr.invars) - same - len(self.fixed)
+        return [*[False] * same, *(not fixed for fixed in self.fixed), *[True] * fed]
+
     def restore(self, changed: list[Any]) -> PyTree:
         """The whole state."""
         unchanged, _ = self.loop.consts

@@ -15,7 +15,7 @@ from .._loop.chunk import Wish, chunk_size
 from .._loop.loop import Loop, Step
 from .._loop.rewrite import is_rewriting
 from .._remat import Remat
-from .._trace.cost import count_saved_bytes
+from .._trace.cost import count_operations, count_saved_bytes
 from .._trace.hoist import Hoisted, hoist, is_untraced, traced
 from .budget import fit_budget
 from .checkpoint import (
@@ -33,10 +33,13 @@ _WHOLE = jax.checkpoint_policies.everything_saveable
 Auto: TypeAlias = Literal["auto"]
 AUTO: Final = "auto"
 
-LARGE = 2**26
+LARGE = 2**24
 """A loop whose steps save so many bytes takes as long if its chunks are recomputed, where their products are computed
 at once. Then a fraction of the memory does. A smaller loop, most of which a cache holds, takes up to 1.3 times as long.
 """
+
+CHEAP = 4
+"""Of a large loop, a step of so few operations for each byte that it saves is computed again sooner than read."""
 
 LEAST_STEPS = 32
 """Shorter loops are not changed."""
@@ -48,7 +51,13 @@ LEAST_CHUNKS, CHUNK = 16, 32
 def is_large(hoisted: Hoisted) -> bool:
     """Whether the steps of a loop save so much that chunks are better recomputed. A trace of the step tells."""
     length = hoisted.loop.length
-    return not isinstance(length, int) or length * count_saved_bytes(hoisted.jaxpr) >= LARGE
+    return not isinstance(length, int) or length * count_saved_bytes(hoisted.jaxpr, hoisted.varying) >= LARGE
+
+
+def is_cheap(hoisted: Hoisted) -> bool:
+    """Whether a step is computed sooner than what it saves is written and read, if that is in no cache."""
+    saved = count_saved_bytes(hoisted.jaxpr, hoisted.varying)
+    return count_operations(hoisted.jaxpr, transcendental=20) <= CHEAP * saved
 
 
 def _least_segment(length: int) -> int:
@@ -124,9 +133,10 @@ def fastest(hoisted: Hoisted) -> Remat | Auto | None:
     length = hoisted.loop.length
     if left_alone or not isinstance(length, int) or length < LEAST_STEPS:
         return None
-    if not products_pay(ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted))):
-        return None
-    return Remat(_WHOLE, levels=2, segment=_least_segment(length)) if is_large(hoisted) else AUTO
+    pays, large = products_pay(ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted))), is_large(hoisted)
+    if large and (pays or is_cheap(hoisted)):
+        return Remat(_WHOLE, levels=2, segment=_least_segment(length))
+    return AUTO if pays else None
 
 
 def choose_fastest(loop: Loop) -> Loop:

@@ -44,6 +44,7 @@ from ..._trace.hoist import (
     zeros_like,
 )
 from ..._types import Array, PyTree
+from ..remat import is_cheap, is_large
 from ..weights.in_bulk import products_pay
 from .in_place import Result, write_chunks
 from .leaves import Schedule, select_valid
@@ -66,7 +67,7 @@ def is_small_x(loop: Loop) -> bool:
     if not told or None in (*loop.rows.axes.state, *loop.rows.axes.x):
         return False
     one = sum(bytes_of(leaf) for leaf in jax.tree.leaves(one_step(loop.xs.x)))
-    return SMALL * one <= count_saved_bytes(trace.jaxpr) + sum(map(bytes_of, map(jax.typeof, loop.state)))
+    return SMALL * one <= count_saved_bytes(trace.jaxpr, trace.varying)
 
 
 def with_good_x(loop: Loop, tangents: Any) -> tuple[Loop, Any]:
@@ -301,8 +302,8 @@ def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[An
         Unproven: if it is better to compute chunks again, or if the steps cannot be saved.
     """
     schedule, fed = loop.xs.schedule, loop.xs._replace(schedule=None)
-    if products_pay(dataclasses.replace(loop, xs=fed)):
-        raise Unproven("chunks that compute their products at once are faster")
+    if products_pay(dataclasses.replace(loop, xs=fed)) or (is_large(loop.trace) and is_cheap(loop.trace)):
+        raise Unproven("it is better to compute chunks again, or their products at once")
     given = loop.consts, loop.state, fed
     if any(is_sharded(leaf) or varying_axes(jax.typeof(leaf)) for leaf in jax.tree.leaves(given)):
         raise Unproven("arrays are spread over devices")

@@ -29,6 +29,7 @@ from ..._trace.equations import PRODUCTS, alone, values_of
 from ..._trace.hoist import Unproven, add_alike, array_of, fill_in, nonzero_part, push_plainly, smooth_part, typed_like
 from ..._types import Array
 from ..checkpoint import SaveDecisions, chooses
+from ..rows.leaves import written
 from .products import ELEMENTWISE, Deferred, Slot, Split, slots_of
 
 
@@ -145,7 +146,7 @@ class Forward:
 
     def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], list[Any]]:
         (reads, early), (place, fed) = consts, feed.x
-        now = [entry_of(stack, place) for stack in early]
+        now = [written(entry_of(stack, place)) for stack in early]
         rest = self.split.forward.rest
         out = eval_jaxpr(rest, [], *reads, *now, *state, *fed, propagate_source_info=True)
         return _parted(self.split, rest, out)
@@ -171,6 +172,7 @@ class Recorded:
     def __call__(self, consts: Any, state: list[Any], feed: Feed) -> tuple[list[Any], Any]:
         (reads, weights), (early, fed, added) = consts, feed.x
         rest = self.split.derivative.rest
+        early = list(map(written, early))
         values = dict(zip(rest.invars, [*reads, *early, *state, *fed], strict=True))
         is_fed = set(rest.invars[len(rest.invars) - len(fed) :])
         numbers = {product.equation: i for i, product in enumerate(self.deferred)}
