@@ -198,7 +198,7 @@ LOOPS: dict[str, Loop] = {
     "rows chunk": Loop(rows, {}, {"chunk": 3}),
     "rows compact": Loop(rows, {}, {"compact": True}),
     "rows last": Loop(rows, {}, {"save": "last"}),
-    "rows truncate": Loop(rows, {}, {"truncate": 2}, ways=("jit", "vmap"), directions=("forward",)),
+    "rows truncate": Loop(rows, {}, {"truncate": 2}, ways=("jit", "vmap", "disable_jit"), directions=("forward",)),
     "rows progress": Loop(rows, {}, {"progress": BAR}, ways=("eager", "jit")),
     "rows wide": Loop(rows, {"form": "wide"}),
     "rows holes": Loop(rows, {"form": "holes"}),
