@@ -7,12 +7,14 @@ import sys
 import weakref
 from xml.etree import ElementTree
 
+import chex
 import jax
 import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from describe_cases import FAULTS
+from describe_cases import FAULTS, cache_of_rows, until
+from hlo import Program
 from plots import Axes
 from thin import parametrize
 from widths import too_wide
@@ -114,6 +116,22 @@ def test_without_the_fault_there_is_no_finding(name):
 
 def test_every_code_has_a_planted_fault():
     assert {fault.code for fault in FAULTS.values()} == set(FINDINGS)
+
+
+@pytest.mark.parametrize("fault", [True, False])
+def test_a_cache_that_all_rows_share_is_not_copied(fault):
+    """What the finding advises: the loop then selects nothing of the size of the cache. The results are the same."""
+    lengths, xs, (step, init, options) = jnp.array([5, 0, 40, 17]), jnp.ones((40, 4, 16)), cache_of_rows(fault)
+
+    def run(init, xs):
+        return treescan.while_scan(until(lengths), step, init, xs, **options)[:3]
+
+    selects = [line for text in Program(run, init, xs).loops() for line in text.splitlines() if "select(" in line]
+    assert any("= f32[4,512,16]" in line for line in selects) == fault
+    assert Program(run, init, xs).copies_in_loops(4, 512, 16) == 0
+    (plain, y, _), expected = run(init, xs), cache_of_rows(True)
+    (carry, ys) = treescan.mask_scan(expected[0], init, xs, lengths=lengths)
+    chex.assert_trees_all_equal((plain, y), (carry, ys))
 
 
 REASONS = {
