@@ -134,6 +134,30 @@ def test_a_cache_that_all_rows_share_is_not_copied(fault):
     chex.assert_trees_all_equal((plain, y), (carry, ys))
 
 
+def _write(cache, x, i):
+    return jax.vmap(lambda own, x, i: jax.lax.dynamic_update_slice(own, x[None], (i, 0)))(cache, x, i)
+
+
+WRITES = {
+    "slices": (_write, True),
+    "in a function that is compiled": (jax.jit(lambda *given: _write(*given)), True),
+    "twice": (lambda cache, x, i: _write(_write(cache, x, i), x, i + 1), True),
+    "all of it": (lambda cache, x, i: cache + x[:, None], False),
+    "half of it": (lambda cache, x, i: cache.at[:, 256:].set(x[:, None]), False),
+}
+
+
+@parametrize(("write", "found"), WRITES)
+def test_how_much_a_step_writes(write, found):
+    def cell(carry, x):
+        return {"cache": write(carry["cache"], x, carry["i"]), "i": carry["i"] + 1}, None
+
+    _, init, _ = cache_of_rows(True)
+    options = {"lengths": jnp.arange(4) * 9}
+    findings = describe(treescan.mask_scan, cell, init, jnp.ones((40, 4, 16)), **options).findings
+    assert [each.code for each in findings] == ["TS011"] * found
+
+
 REASONS = {
     "`remat` recomputes each of them": {"remat": "step"},
     "`save` keeps some outputs": {"save": 10},
