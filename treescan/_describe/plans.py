@@ -226,9 +226,9 @@ def _traced(call: Call, loop: Loop, outer: Arguments, axes: LeafAxes | None) -> 
     _, (closed, _) = hoisted.loop.consts
     outside = zip(named_constants(call.body.function, closed), closed, strict=True)
     constants = [*outside, *whole, *key, *leaves_with_path("args", outer.args)]
-    named = [[Named(*pair) for pair in pairs] for pairs in (carry, sliced, constants)]
+    carried, fed, shared = ([Named(*pair) for pair in pairs] for pairs in (carry, sliced, constants))
     own = () if loop.rows is None or loop.rows.all_valid else loop.rows.axes.state
-    return TracedBody(call.body, hoisted, named[0], list(hoisted.fixed[counted:]), *named[1:], axes=own)
+    return TracedBody(call.body, hoisted, carried, list(hoisted.fixed[counted:]), fed, shared, own)
 
 
 def sharding_of(value: Any) -> str | None:
