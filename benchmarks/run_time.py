@@ -1,4 +1,4 @@
-"""Run time: compiled programs under `jit`, an LSTM forward and its gradient."""
+"""Run time: compiled programs under `jit`, an LSTM forward and its gradient; and what `check_finite` costs a loop."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -15,6 +15,8 @@ from benchmarks._harness import Comparison
 from benchmarks._lstm import Params, State, lstm, make_params, normal
 
 STEPS, ROWS, FEATURES, HIDDEN = 512, 32, 64, 128
+CELLS = 1024
+CHECKED = 1.10  # where the step has a product
 TARGET = 1.05  # the programs are the same; what the interleaved runs leave of the noise
 
 
@@ -30,6 +32,28 @@ def comparisons() -> Iterator[Comparison]:
     yield from _pairs("axes 1", "moveaxis by hand", _axes, _moveaxis, params, batch_first)
     for name, lengths in _lengths().items():
         yield from _pairs(f"mask_scan, {name}", "where by hand", _mask_scan, _where_scan, params, xs, lengths)
+    yield from _of_check_finite()
+
+
+def _of_check_finite() -> Iterator[Comparison]:
+    """Loops over 1,024 numbers a row or a step, checked and not."""
+    draw = functools.partial(normal, 1)
+    products = ("tanh(h @ w + x), 8 x 1024", draw((256, 8, CELLS)), draw((CELLS, CELLS)) / CELLS**0.5, CHECKED)
+    elements = ("tanh(h * w + x), 8 x 128", draw((4096, 8, CELLS // 8)), jnp.float32(0.9), None)
+    for name, xs, w, target in (products, elements):
+        for verb, lengths in ((treescan.scan, None), (treescan.mask_scan, jnp.full(len(xs[0]), len(xs)))):
+            run = functools.partial(_checked, verb, lengths)
+            plain, checked = (functools.partial(jax.jit(functools.partial(run, on)), w, xs) for on in (False, True))
+            yield Comparison(f"check_finite, {verb.__name__}, {name}", "the same without", checked, plain, target)
+
+
+def _checked(verb: Callable[..., Any], lengths: Array | None, on: bool, w: Array, xs: Array) -> Any:
+    def step(h: Array, x: Array) -> tuple[Array, Array]:
+        h = jnp.tanh((h @ w if w.ndim else h * w) + x)
+        return h, h
+
+    options = {} if lengths is None else {"lengths": lengths}
+    return verb(step, jnp.zeros_like(xs[0]), xs, check_finite=on, **options)
 
 
 def _pairs(

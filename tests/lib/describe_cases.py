@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -127,6 +127,44 @@ def _gathered_weights(fault: bool) -> Description:
     return treescan.describe(treescan.fold_layers, block, spread(jnp.ones((256, 64)), "data"), layers)
 
 
+def cache_of_rows(fault: bool) -> tuple[Callable[..., Any], Any, dict[str, Any]]:
+    """A step that writes one position per row into a cache, its init, and the options that it needs."""
+    rows, positions = 4, 512
+    init = {"cache": jnp.zeros((rows, positions, 16)), "i": jnp.zeros(rows, jnp.int32)}
+
+    def write(carry, x, at):
+        h = jnp.sin(x + carry["i"].astype(x.dtype)[:, None])
+        cache = carry["cache"].at[jnp.arange(rows), at].set(h, mode="drop")
+        return {"cache": cache, "i": carry["i"] + 1}, h
+
+    def step(carry, x):
+        return write(carry, x, carry["i"])
+
+    def shared(carry, x, valid):
+        return write(carry, x, jnp.where(valid, carry["i"], positions))
+
+    return (step, init, {}) if fault else (shared, init, {"carry_axes": {"cache": None, "i": 0}})
+
+
+def until(lengths: jax.Array) -> Callable[[Any], Any]:
+    """The condition that a row has taken fewer steps."""
+    return lambda carry: carry["i"] < lengths
+
+
+def _selected_leaf(fault: bool) -> Description:
+    step, init, options = cache_of_rows(fault)
+    return treescan.describe(
+        treescan.while_scan, until(jnp.arange(4) * 9), step, init, jnp.ones((40, 4, 16)), **options
+    )
+
+
+def _selected_leaf_of_mask_scan(fault: bool) -> Description:
+    if not fault:
+        return _selected_leaf(fault)
+    step, init, _ = cache_of_rows(fault)
+    return treescan.describe(treescan.mask_scan, step, init, jnp.ones((40, 4, 16)), lengths=jnp.arange(4) * 9)
+
+
 FAULTS = {
     "unchanged leaf": Faulty("TS001", 'carry["w"]: no step changes it', _unchanged_leaf),
     "unread output": Faulty("TS002", "a loop in the body stacks float32[5,3]", _unread_output),
@@ -138,4 +176,6 @@ FAULTS = {
     "separate products": Faulty("TS008", "the products with w", _separate_products),
     "short loop": Faulty("TS009", "3 steps of about 4 operations each", _short_loop),
     "gathered weights": Faulty("TS010", 'layer["w"]: sharded over `data`', _gathered_weights),
+    "selected leaf": Faulty("TS011", "128.0 KiB. A step writes 256 B of it", _selected_leaf),
+    "selected leaf of mask_scan": Faulty("TS011", 'carry["cache"]: float32[4,512,16]', _selected_leaf_of_mask_scan),
 }

@@ -302,6 +302,18 @@ def test_an_old_carry_as_output_is_no_swapped_pair():
             treescan.scan(body, jnp.ones(1), XS)
 
 
+def test_a_static_call_has_no_self():
+    class Step:
+        @staticmethod
+        def __call__(h, x, valid):
+            return h + jnp.where(valid, x, jnp.nan), None
+
+    carry, _ = treescan.mask_scan(Step(), jnp.zeros(2), jnp.ones((3, 2)), lengths=jnp.array([1, 3]))
+    assert carry.tolist() == [1, 3]
+    with pytest.raises(treescan.BodyError, match="needs the keyword `valid`"):
+        treescan.fold(Step(), 0.0, jnp.ones(3))
+
+
 def test_of_a_wrapper_that_takes_anything_nothing_is_concluded():
     """As flax.nnx wraps bodies: what is called takes (carry, x), what it claims to wrap takes something else."""
 

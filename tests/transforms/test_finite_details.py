@@ -98,6 +98,17 @@ def test_steps_that_come_out_otherwise_the_second_time_are_not_explained(again: 
     assert (record.kind, record.operation, record.rows) == (None, None, ())
 
 
+def test_leaves_of_one_type_are_reduced_together() -> None:
+    def run(h: Any) -> Any:
+        return treescan.fold(lambda h, x: jax.tree.map(jnp.tanh, h), h, jnp.arange(4.0), check_finite=True)
+
+    def step_of(h: Any) -> str:
+        return str(next(each for each in jax.make_jaxpr(run)(h).eqns if each.primitive.name == "scan"))
+
+    assert step_of([jnp.ones((2, 3))] * 5).count("reduce_or") == 1
+    assert step_of([jnp.ones((2, 3)), jnp.ones(3), jnp.ones((2, 3))]).count("reduce_or") == 2
+
+
 def test_a_derivative_does_not_run_through_the_evidence() -> None:
     def sines(on: bool) -> int:
         def loss(w: Any) -> Any:

@@ -7,12 +7,14 @@ import sys
 import weakref
 from xml.etree import ElementTree
 
+import chex
 import jax
 import jax.experimental
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from describe_cases import FAULTS
+from describe_cases import FAULTS, cache_of_rows, until
+from hlo import Program
 from plots import Axes
 from thin import parametrize
 from widths import too_wide
@@ -114,6 +116,46 @@ def test_without_the_fault_there_is_no_finding(name):
 
 def test_every_code_has_a_planted_fault():
     assert {fault.code for fault in FAULTS.values()} == set(FINDINGS)
+
+
+@pytest.mark.parametrize("fault", [True, False])
+def test_a_cache_that_all_rows_share_is_not_copied(fault):
+    """What the finding advises: the loop then selects nothing of the size of the cache. The results are the same."""
+    lengths, xs, (step, init, options) = jnp.array([5, 0, 40, 17]), jnp.ones((40, 4, 16)), cache_of_rows(fault)
+
+    def run(init, xs):
+        return treescan.while_scan(until(lengths), step, init, xs, **options)[:3]
+
+    selects = [line for text in Program(run, init, xs).loops() for line in text.splitlines() if "select(" in line]
+    assert any("= f32[4,512,16]" in line for line in selects) == fault
+    assert Program(run, init, xs).copies_in_loops(4, 512, 16) == 0
+    (plain, y, _), expected = run(init, xs), cache_of_rows(True)
+    (carry, ys) = treescan.mask_scan(expected[0], init, xs, lengths=lengths)
+    chex.assert_trees_all_equal((plain, y), (carry, ys))
+
+
+def _write(cache, x, i):
+    return jax.vmap(lambda own, x, i: jax.lax.dynamic_update_slice(own, x[None], (i, 0)))(cache, x, i)
+
+
+WRITES = {
+    "slices": (_write, True),
+    "in a function that is compiled": (jax.jit(lambda *given: _write(*given)), True),
+    "twice": (lambda cache, x, i: _write(_write(cache, x, i), x, i + 1), True),
+    "all of it": (lambda cache, x, i: cache + x[:, None], False),
+    "half of it": (lambda cache, x, i: cache.at[:, 256:].set(x[:, None]), False),
+}
+
+
+@parametrize(("write", "found"), WRITES)
+def test_how_much_a_step_writes(write, found):
+    def cell(carry, x):
+        return {"cache": write(carry["cache"], x, carry["i"]), "i": carry["i"] + 1}, None
+
+    _, init, _ = cache_of_rows(True)
+    options = {"lengths": jnp.arange(4) * 9}
+    findings = describe(treescan.mask_scan, cell, init, jnp.ones((40, 4, 16)), **options).findings
+    assert [each.code for each in findings] == ["TS011"] * found
 
 
 REASONS = {

@@ -13,7 +13,7 @@ from .._loop.rewrite import is_rewriting
 from .._remat import Remat
 from .._trace.blame import place_of
 from .._trace.cost import bytes_of, count_operations
-from .._trace.dependence import dependent, readers, unread_outputs
+from .._trace.dependence import dependent, readers, unread_outputs, written_in_place
 from .._trace.equations import PRODUCTS
 from .._trace.hoist import is_smooth, split
 from .._transforms.budget import describe_bytes
@@ -286,6 +286,35 @@ def constant_outputs(case: Case) -> Iterator[Said]:
                 )
 
 
+SELECTED, PARTS = 2**16, 16
+"""The smallest leaf, in bytes, whose selection is reported, and how many times what a step writes it has to be."""
+
+
+def selected_leaves(case: Case) -> Iterator[Said]:
+    """TS011: large leaves of which a step writes a small part, and then selects all, for rows that it does not run."""
+    for body in case.bodies if not case.compact else ():
+        start, count = body.counts
+        changing = split(body.fixed, body.carry)[1]
+        first = count - len(changing)  # an index may lead the state
+        before, after = body.jaxpr.invars[start + first : start + count], body.jaxpr.outvars[first:count]
+        for leaf, old, new, axis in zip(changing, before, after, body.axes[first:], strict=False):
+            size, written = bytes_of(old.aval), written_in_place(body.jaxpr, old, new)
+            shared = axis is None and case.ends_early  # nothing is selected there
+            if body.batch and written and size >= max(SELECTED, PARTS * written) and not shared:
+                yield (
+                    f"{leaf.path}: {old.aval}, {describe_bytes(size)}. A {case.unit} writes {describe_bytes(written)} "
+                    "of it, and then copies all of it, because a row that does not run keeps what it has.",
+                    f"{_SHARE if case.ends_early else _COUNT}, and write nothing where it is False.",
+                )
+
+
+_SHARE = "Declare it as shared by all rows (None in `carry_axes`), take the keyword `valid`"
+_COUNT = (
+    "Use `while_scan` with a condition that counts the steps. Declare the leaf as shared by all rows there (None in "
+    "`carry_axes`), take the keyword `valid`"
+)
+
+
 FINDINGS: dict[str, Callable[[Case], Iterator[Said]]] = {
     "TS001": unchanged_leaves,
     "TS002": unread,
@@ -297,6 +326,7 @@ FINDINGS: dict[str, Callable[[Case], Iterator[Said]]] = {
     "TS008": separate_products,
     "TS009": short_loop,
     "TS010": gathered_weights,
+    "TS011": selected_leaves,
 }
 """For each code what finds it. A code keeps its meaning for good."""
 

@@ -135,6 +135,7 @@ class TracedBody:
         fixed: for each of them whether no step changes it.
         x: what is scanned over.
         constants: the values that all steps share, and what the body closes over, in the order of the loop's consts.
+        axes: for each leaf of the state that changes where its rows are; None: all share it. Empty if no row may stop.
     """
 
     body: Body
@@ -143,6 +144,7 @@ class TracedBody:
     fixed: list[bool]
     x: list[Named]
     constants: list[Named]
+    axes: LeafAxes = ()
 
     @functools.cached_property
     def jaxpr(self) -> Any:
@@ -224,8 +226,9 @@ def _traced(call: Call, loop: Loop, outer: Arguments, axes: LeafAxes | None) -> 
     _, (closed, _) = hoisted.loop.consts
     outside = zip(named_constants(call.body.function, closed), closed, strict=True)
     constants = [*outside, *whole, *key, *leaves_with_path("args", outer.args)]
-    named = [[Named(*pair) for pair in pairs] for pairs in (carry, sliced, constants)]
-    return TracedBody(call.body, hoisted, named[0], list(hoisted.fixed[counted:]), *named[1:])
+    carried, fed, shared = ([Named(*pair) for pair in pairs] for pairs in (carry, sliced, constants))
+    own = () if loop.rows is None or loop.rows.all_valid else loop.rows.axes.state
+    return TracedBody(call.body, hoisted, carried, list(hoisted.fixed[counted:]), fed, shared, own)
 
 
 def sharding_of(value: Any) -> str | None:

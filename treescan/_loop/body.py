@@ -304,7 +304,9 @@ def outermost(function: Any) -> Any:
     """The function whose parameters a call meets: JAX's own wrappers pass everything on, of others nothing is known."""
     while hasattr(function, "__wrapped__") and is_from_jax(function):
         function = function.__wrapped__
-    return function
+    # `inspect` takes the first parameter of a static `__call__` for `self`.
+    static = isinstance(inspect.getattr_static(type(function), "__call__", None), staticmethod)
+    return function.__call__ if static else function
 
 
 _bodies: dict[_Reference, Body] = {}

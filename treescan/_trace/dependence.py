@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
+from .cost import bytes_of
 from .equations import alone, called, inlined, jaxprs_within, loop_of, variables_of
 from .hoist import Hoisted, merge, zeros_like
 
@@ -127,6 +128,33 @@ def _within(equation: Any) -> Iterator[tuple[Any, int]]:
         yield loop_of(equation)[0], 0
     elif called(equation) is not None:
         yield called(equation)[0], 0  # type: ignore[index]
+
+
+_UPDATES = {"dynamic_update_slice": 1, "scatter": 2, "scatter-add": 2, "scatter_add": 2}
+"""Primitives that write into a part of their first operand: which operand they write."""
+
+
+def written_in_place(jaxpr: Any, before: Any, after: Any) -> int | None:
+    """The bytes that are written where a value of an open jaxpr becomes another in place; None: it does not."""
+    if after is before:
+        return 0
+    makers = [each for each in jaxpr.eqns if any(var is after for var in each.outvars)]
+    if not makers:
+        return None
+    (equation,) = makers
+    if equation.primitive.name in _UPDATES:
+        written = equation.invars[_UPDATES[equation.primitive.name]].aval
+        others = written_in_place(jaxpr, before, equation.invars[0])
+        return None if others is None else others + bytes_of(written)
+    inner = called(equation)
+    if inner is None:
+        return None
+    result = inner[0].outvars[next(i for i, var in enumerate(equation.outvars) if var is after)]
+    for atom, var in zip(equation.invars, inner[0].invars, strict=True):
+        within, others = written_in_place(inner[0], var, result), written_in_place(jaxpr, before, atom)
+        if within is not None and others is not None:
+            return within + others
+    return None
 
 
 def unread_outputs(jaxpr: Any) -> Iterator[tuple[Any, Any]]:

@@ -172,9 +172,14 @@ class Watched(Numbering):
         number = self.number(count, feed)
         new, y = self.run(consts, given, feed)
         is_good, bad = first == GOOD, jnp.zeros((1,) * first.ndim, bool)
+        alike = dict[Any, Array]()  # leaves of one type are reduced together: a reduction is what costs
         for old, leaf, watched, axis in zip(given, new, self.watched, self.axes, strict=True):
             if watched and is_smooth(leaf):
-                bad = bad | any_of_rows(becomes_bad(old, leaf), axis, first.ndim)
+                flags = becomes_bad(old, leaf)
+                kind = jax.typeof(flags), axis
+                alike[kind] = alike[kind] | flags if kind in alike else flags
+        for (_, axis), flags in alike.items():
+            bad = bad | any_of_rows(flags, axis, first.ndim)
         bad = is_good & place_like(bad, jax.typeof(first))
         return [select(bad, number, first), *(n + 1 for n in count), *new], y
 
