@@ -66,7 +66,7 @@ def is_small_x(loop: Loop) -> bool:
     if not told or None in (*loop.rows.axes.state, *loop.rows.axes.x):
         return False
     one = sum(bytes_of(leaf) for leaf in jax.tree.leaves(one_step(loop.xs.x)))
-    return SMALL * one <= count_saved_bytes(trace.jaxpr) + sum(map(bytes_of, map(jax.typeof, loop.state)))
+    return SMALL * one <= count_saved_bytes(trace.jaxpr) + sum(map(bytes_of, map(jax.typeof, jax.tree.leaves(loop.state))))
 
 
 def with_good_x(loop: Loop, tangents: Any) -> tuple[Loop, Any]:
