@@ -37,7 +37,7 @@ from ..weights.products import LARGE
 from .axes import RowAxes
 from .compact import put_rows, take_feed, take_rows
 from .leaves import Schedule
-from .mask import masked_step
+from .mask import masked_step, without_pairs
 
 Result = tuple[PyTree, list[Array]]
 
@@ -122,6 +122,8 @@ class InPlace:
         return function(given)
 
     def _run(self, loop: Loop, size: int) -> Result:
+        if self.drops_stand_ins and len(self.tiers) == 1:
+            loop = dataclasses.replace(loop, consts=without_pairs(loop.consts))
         products = has_large_products(loop.trace.jaxpr, LARGE)
         return write_chunks(loop, size, self._outputs(loop), self.tiers, loop.rows.axes, products=products)
 

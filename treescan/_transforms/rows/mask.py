@@ -240,6 +240,15 @@ def masked_step(step: Step, **changes: bool) -> Step:
     return within(step, Masked, lambda masked: dataclasses.replace(masked, **changes))
 
 
+def without_pairs(consts: PyTree) -> PyTree:
+    """The consts of a loop whose masked steps have no `stands_in`: these read no good pair."""
+    return jax.tree.map(lambda node: None if _is_pair(node) else node, consts, is_leaf=_is_pair)
+
+
+def _is_pair(node: Any) -> bool:
+    return isinstance(node, GoodPair)
+
+
 def _show_own(mask: RowMask, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:
     return [
         leaf if other is None else mask.select(leaf, other, axis)
