@@ -234,8 +234,8 @@ ORDER = sum(num_consts(eqn) for eqn in _ORDERED.jaxpr.eqns if eqn.primitive.name
 
 # Consts: the weights are one; the key, a leaf given whole, and the good pair (a leaf for each of state and x) add.
 # A loop that writes its outputs in place reads x and the mask there, from where its chunk begins: three more. Its body
-# treats rows independently, so it needs no good pair: two less, but for `compact`. A keyed body chooses the larger of two numbers, so
-# each leaf that is selected for padded rows is written first.
+# treats rows independently, so it needs no good pair: two less, but for `compact`. A keyed body chooses the larger of
+# two numbers, so each leaf that is selected for padded rows is written first.
 OPTIONS = {
     "scan": Option(plain, over(treescan.scan), 1),
     "reverse": Option(plain, over(treescan.scan, reverse=True), 1),

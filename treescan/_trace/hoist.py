@@ -255,7 +255,7 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
     effects, refs = _effects_of(jaxpr), any(map(is_ref, jaxpr.jaxpr.constvars))
     shapes = _shapes(jax.tree.leaves((loop.consts, leaves, feed)))
     traced = Traced({shapes: jaxpr}, fixed, jax.tree.structure(y), changing)
-    hoisted = dataclasses.replace(loop, step=traced, consts=(unchanged, loop.consts), state=state, memo=Memo())
+    hoisted = loop.having(step=traced, consts=(unchanged, loop.consts), state=state, memo=Memo())
     return Hoisted(
         hoisted,
         fixed,
@@ -399,7 +399,7 @@ def lift(hoisted: Hoisted) -> Hoisted:
         for pairs in (zip(places[key], jaxpr.consts, strict=True),)
     }
     step = Lifted(dataclasses.replace(traced, jaxprs=jaxprs), places)
-    loop = dataclasses.replace(hoisted.loop, step=step, consts=consts, state=as_arrays(state))
+    loop = hoisted.loop.having(step=step, consts=consts, state=as_arrays(state))
     return hoisted._replace(loop=loop)
 
 

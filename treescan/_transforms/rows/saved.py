@@ -65,8 +65,8 @@ def is_small_x(loop: Loop) -> bool:
     told = isinstance(consts, tuple) and isinstance(consts[0], GoodPair)
     if not told or None in (*loop.rows.axes.state, *loop.rows.axes.x):
         return False
-    one = sum(bytes_of(leaf) for leaf in jax.tree.leaves(one_step(loop.xs.x)))
-    return SMALL * one <= count_saved_bytes(trace.jaxpr) + sum(map(bytes_of, map(jax.typeof, jax.tree.leaves(loop.state))))
+    one, state = (sum(map(bytes_of, jax.tree.leaves(tree))) for tree in (one_step(loop.xs.x), loop.state))
+    return SMALL * one <= count_saved_bytes(trace.jaxpr) + state
 
 
 def with_good_x(loop: Loop, tangents: Any) -> tuple[Loop, Any]:
