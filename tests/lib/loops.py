@@ -234,8 +234,8 @@ ORDER = sum(num_consts(eqn) for eqn in _ORDERED.jaxpr.eqns if eqn.primitive.name
 
 # Consts: the weights are one; the key, a leaf given whole, and the good pair (a leaf for each of state and x) add.
 # A loop that writes its outputs in place reads x and the mask there, from where its chunk begins: three more. Its body
-# treats rows independently, so it needs no good pair: two less. A keyed body chooses the larger of two numbers, so
-# each leaf that is selected for padded rows is written first.
+# treats rows independently, so it needs no good pair: two less, but for `compact`. A keyed body chooses the larger of
+# two numbers, so each leaf that is selected for padded rows is written first.
 OPTIONS = {
     "scan": Option(plain, over(treescan.scan), 1),
     "reverse": Option(plain, over(treescan.scan, reverse=True), 1),
@@ -255,7 +255,7 @@ OPTIONS = {
     "mask_key": Option(keyed, over(treescan.mask_scan, lengths=LENGTHS, key=jax.random.key(0)), 4 + 2 * ORDER),
     "fill_nan": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, fill=float("nan")), 3),
     "carry_axes_none": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, **SHARED), 3),
-    "chunk": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2), 6),
+    "chunk": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2), 4),
     "unskipped": Option(plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=0), 3),
     "compact": Option(
         plain, over(treescan.mask_scan, lengths=LENGTHS, chunk=2, compact=True, **SHARED), (3, 6), traces=3

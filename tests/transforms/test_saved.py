@@ -120,6 +120,18 @@ def test_every_derivative_is_that_of_a_mask_by_hand(name, steps, reverse, kind):
     assert_alike(ours, theirs, 2e-3 if "over" in kind else 2e-4)
 
 
+@pytest.mark.parametrize("name", ["wave", "average"])
+def test_only_the_last_output_of_each_row_is_kept(name):
+    args, lengths = given(BODIES[name], 37)
+
+    def lasts(*args):  # the ys of steps that are not valid are 0
+        state, ys = by_hand(*args)
+        return state, ys[jnp.maximum(lengths - 1, 0), jnp.arange(ROWS)]
+
+    ours, theirs = total(masked, BODIES[name], lengths, save="last"), total(lasts, BODIES[name], lengths)
+    assert_alike(jax.grad(ours, (0, 1, 2))(*args), jax.grad(theirs, (0, 1, 2))(*args))
+
+
 @pytest.mark.parametrize("name", ["wave", "branch"])
 @pytest.mark.parametrize("order", ["gradient of a vmap", "vmap of a gradient"])
 def test_elements_of_a_vmap(name, order):

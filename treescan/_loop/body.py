@@ -12,7 +12,6 @@ from collections.abc import Callable, Hashable, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import jax
-import jax.numpy as jnp
 from jax.core import Tracer
 
 from .._avals import describe_leaf, is_weak, shape_of
@@ -30,11 +29,8 @@ def wanted() -> bool:
 
 def under_a_trace() -> bool:
     """Whether operations are being recorded by an outer trace (as under `jax.jit`) instead of executed."""
-    try:
-        return isinstance(jnp.zeros(()), Tracer)
-    except RuntimeError:  # the number comes from the host, which `jax.transfer_guard` may disallow
-        with jax.transfer_guard("allow"):
-            return isinstance(jnp.zeros(()), Tracer)
+    # Of all operations this is the cheapest: of a number without a trace, it is that number.
+    return isinstance(jax.lax.stop_gradient(0.0), Tracer)
 
 
 def count_body(function: Callable[..., Any]) -> None:
@@ -181,6 +177,7 @@ def _warn(message: str) -> None:
 _T = TypeVar("_T")
 
 _KEPT = 64
+_UNKNOWN: Any = object()
 
 
 class Memo:
@@ -194,9 +191,11 @@ class Memo:
     def __call__(self, key: Hashable, make: Callable[[], _T]) -> _T:
         """What was made under `key` before, else what `make` returns."""
         with self._lock:
-            if key in self._made:
+            known = self._made.get(key, _UNKNOWN)
+            if known is not _UNKNOWN and len(self._made) > 1:  # a key takes long to hash, as steps hold others
                 self._made.move_to_end(key)
-                return self._made[key]
+        if known is not _UNKNOWN:
+            return known
         value = make()
         with self._lock:
             value = self._made.setdefault(key, value)

@@ -198,7 +198,7 @@ class RunChunk:
 
     def loop(self, consts: PyTree, state: PyTree, feed: Feed) -> Loop:
         """The loop that it is, on the given arrays."""
-        return dataclasses.replace(self.bare, consts=consts, state=state, xs=feed)
+        return self.bare.having(consts=consts, state=state, xs=feed)
 
 
 def as_step(loop: Loop, levels: tuple[Level, ...] = ()) -> RunChunk:

@@ -185,6 +185,13 @@ class Loop:
         """How many steps all of its loops have together."""
         return sum(turn.length for turn in self.turns) if self.turns else self.length
 
+    def having(self, **changes: Any) -> Loop:
+        """`dataclasses.replace`, ten times as fast: each loop is changed twenty times on its way to its trace."""
+        assert changes.keys() <= self.__dict__.keys()
+        loop = object.__new__(Loop)
+        loop.__dict__.update(self.__dict__, **changes)
+        return loop
+
     def with_turns(self, turns: Sequence[Loop]) -> Loop:
         """The loop with others in the places of those in `each`. They have the same state."""
         return dataclasses.replace(self, turns=tuple(turns), state=turns[0].state) if self.turns else turns[0]
@@ -196,7 +203,7 @@ class Loop:
         notes: Callable[[Result], dict[str, PyTree]] = _no_notes,
     ) -> Loop:
         """The loop, with one more thing to do to its results; see `Finish`."""
-        return dataclasses.replace(self, finish=(*self.finish, Finish(state, ys, notes)))
+        return self.having(finish=(*self.finish, Finish(state, ys, notes)))
 
     def carry_of(self, state: PyTree) -> PyTree:
         """A state of this loop in the terms of the loop before any transform."""

@@ -80,7 +80,7 @@ def run(loop: Loop) -> tuple[PyTree, PyTree]:
         (_Lowered, loop.step, packed, mesh),
         lambda: _Lowered(loop.body, loop.step, packed, named_signature(*loop.names), mesh),
     )
-    loop = in_one_mesh(loop)
+    loop = loop if mesh is None else in_one_mesh(loop)
     carry, xs = ((loop.consts, loop.state), loop.xs) if packed else (loop.state, loop.xs.x)
     if is_jit_disabled() and loop.length:
         result = _run_step_by_step(function, carry, xs, loop.length, loop.reverse)

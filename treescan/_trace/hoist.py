@@ -251,19 +251,19 @@ def hoist(loop: Loop, changing: Sequence[bool] | None = None) -> Hoisted:
     """
     if loop.turns:
         return _hoist_turns(loop)
-    leaves, structure = jax.tree.flatten(loop.state)
-    jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, one_step(loop.xs)))
+    (leaves, structure), feed = jax.tree.flatten(loop.state), one_step(loop.xs)
+    jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, feed))
     leaves, changed = settle(leaves, new)
     if changed:  # a weakly typed init: as lax.scan does, once more from what it is promoted to
         with weak_types_settled():
-            jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, one_step(loop.xs)))
+            jaxpr, (new, y) = _trace(loop, structure, (loop.consts, leaves, feed))
     changing = (False,) * len(leaves) if changing is None else tuple(changing)
     fixed = _unchanged(jaxpr, len(jax.tree.leaves(loop.consts)), changing)
     unchanged, state = split(fixed, leaves)
     effects, refs = _effects_of(jaxpr), any(map(is_ref, jaxpr.jaxpr.constvars))
-    shapes = _shapes(jax.tree.leaves((loop.consts, leaves, one_step(loop.xs))))
+    shapes = _shapes(jax.tree.leaves((loop.consts, leaves, feed)))
     traced = Traced({shapes: jaxpr}, fixed, jax.tree.structure(y), changing)
-    hoisted = dataclasses.replace(loop, step=traced, consts=(unchanged, loop.consts), state=state, memo=Memo())
+    hoisted = loop.having(step=traced, consts=(unchanged, loop.consts), state=state, memo=Memo())
     return Hoisted(
         hoisted,
         fixed,
@@ -407,7 +407,7 @@ def lift(hoisted: Hoisted) -> Hoisted:
         for pairs in (zip(places[key], jaxpr.consts, strict=True),)
     }
     step = Lifted(dataclasses.replace(traced, jaxprs=jaxprs), places)
-    loop = dataclasses.replace(hoisted.loop, step=step, consts=consts, state=as_arrays(state))
+    loop = hoisted.loop.having(step=step, consts=consts, state=as_arrays(state))
     return hoisted._replace(loop=loop)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -111,7 +110,7 @@ def without_arrays(rows: Rows) -> Rows:
 
 def with_axes(loop: Loop, **axes: LeafAxes) -> Loop:
     """The loop, with its rows on other axes."""
-    return dataclasses.replace(loop, rows=loop.rows._replace(axes=loop.rows.axes._replace(**axes)))
+    return loop.having(rows=loop.rows._replace(axes=loop.rows.axes._replace(**axes)))
 
 
 def spread_batch_axes(option: str, axes: Prefix, tree: PyTree, root: str, batch: tuple[int, ...]) -> LeafAxes:

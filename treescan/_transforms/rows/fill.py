@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -69,7 +68,7 @@ def hold(loop: Loop, held: tuple[bool, ...], start: Sequence[Array], avals: Sequ
     first = [place_like(jnp.broadcast_to(value, a.shape), a) for a, value in leaves]
     first = [vary_over(leaf, varying_axes(jax.typeof(loop.xs.valid))) for leaf in first]
     held_axes = [axis for axis, on in zip(axes.y, held, strict=True) if on]
-    loop = dataclasses.replace(loop, step=Hold(loop.step, held, axes.y), state=(first, loop.state))
+    loop = loop.having(step=Hold(loop.step, held, axes.y), state=(first, loop.state))
     return with_axes(loop, state=(*held_axes, *axes.state))
 
 
@@ -217,12 +216,12 @@ class KeepRows:
     def __call__(self, loop: Loop) -> Loop:
         if is_untraced(loop):
             outputs = RowOutputs(Idle(without_hold(self.fill)), ())
-            kept = dataclasses.replace(loop, rows=loop.rows._replace(outputs=outputs))
+            kept = loop.having(rows=loop.rows._replace(outputs=outputs))
             return kept.finished(ys=lambda result: self._afterwards(loop, result))
         y, save = loop.trace.y, self.save or EVERYTHING
         keeps = spread_keeps(save, y)
         loop, stacked, outputs = self._hold(loop, keeps)
-        loop = dataclasses.replace(loop, keeps=stacked, rows=loop.rows._replace(outputs=outputs))
+        loop = loop.having(keeps=stacked, rows=loop.rows._replace(outputs=outputs))
 
         def finish(result: Result) -> PyTree:
             ys = kept_leaves(result.ys, stacked)

@@ -12,7 +12,6 @@ On CPUs, jaxlib 0.11.1 copies the whole buffer for a small write: https://github
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -37,7 +36,7 @@ from ..weights.products import LARGE
 from .axes import RowAxes
 from .compact import put_rows, take_feed, take_rows
 from .leaves import Schedule
-from .mask import masked_step
+from .mask import masked_step, without_pairs
 
 Result = tuple[PyTree, list[Array]]
 
@@ -52,7 +51,7 @@ class _Given(NamedTuple):
     xs: Feed
 
     def put_into(self, loop: Loop) -> Loop:
-        return dataclasses.replace(loop, consts=self.consts, state=self.state, xs=self.xs)
+        return loop.having(consts=self.consts, state=self.state, xs=self.xs)
 
 
 class Carried(NamedTuple):
@@ -79,7 +78,7 @@ def write_in_place(loop: Loop, tiers: tuple[int, ...], derive: Derive | None) ->
     known = jax.default_backend() == "cpu" and not is_remat3()
     fits = chunks and known and not changed
     apart = loop.rows.apart() and not debugs_nans()
-    return dataclasses.replace(loop, runner=InPlace(tiers, apart, derive)) if fits else loop
+    return loop.having(runner=InPlace(tiers, apart, derive)) if fits else loop
 
 
 @dataclass(frozen=True)
@@ -104,11 +103,11 @@ class InPlace:
         stacked, loop = empty.put_into(stacked), empty.put_into(loop)
         plain = loop.step
         step = masked_step(loop.step, stands_in=False) if self.drops_stand_ins else loop.step
-        loop = dataclasses.replace(loop, step=emitting(step, keeps))
+        loop = loop.having(step=emitting(step, keeps))
 
         def rule(primals: tuple[_Given], tangents: tuple[_Given]) -> tuple[Any, Any]:
             if self.derive is not None and len(levels) == 1:
-                whole = primals[0].put_into(dataclasses.replace(stacked, step=emitting(plain, keeps)))
+                whole = primals[0].put_into(stacked.having(step=emitting(plain, keeps)))
                 with contextlib.suppress(Unproven):
                     return self.derive(whole, levels[0].size, self._outputs(whole), tangents[0])
 
@@ -122,6 +121,8 @@ class InPlace:
         return function(given)
 
     def _run(self, loop: Loop, size: int) -> Result:
+        if self.drops_stand_ins and len(self.tiers) == 1:
+            loop = loop.having(consts=without_pairs(loop.consts))
         products = has_large_products(loop.trace.jaxpr, LARGE)
         return write_chunks(loop, size, self._outputs(loop), self.tiers, loop.rows.axes, products=products)
 
@@ -156,10 +157,10 @@ def write_chunks(
         products: whether a step has products that may be computed for a chunk at once.
     """
     schedule: Schedule = loop.xs.schedule
-    loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=None))
+    loop = loop.having(xs=loop.xs._replace(schedule=None))
     count, left = divmod(loop.length, size)
     folded = not left and len(tiers) == 1
-    main = _Chunk(as_step(dataclasses.replace(loop, length=size)), tiers, axes, products, folded)
+    main = _Chunk(as_step(loop.having(length=size)), tiers, axes, products, folded)
     carried, xs = Carried(loop.state, outputs), loop.xs
     if folded:
         carried, xs = carried._replace(outputs=_fold(carried.outputs, size)), _fold(xs, size)
@@ -169,14 +170,12 @@ def write_chunks(
     whole = Feed(starts, schedule=scheduled)
 
     def run_rest(carried: Carried) -> Carried:  # not worth further copies of the body
-        rest = _Chunk(as_step(dataclasses.replace(loop, length=left)), tiers[-1:], axes, products)
+        rest = _Chunk(as_step(loop.having(length=left)), tiers[-1:], axes, products)
         last = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, count, keepdims=False), schedule)
         return rest(consts, carried, Feed(np.uint32(count * size), schedule=last))[0]
 
     carried = run_rest(carried) if left and loop.reverse else carried
-    chunks = dataclasses.replace(
-        loop, step=main, consts=consts, state=carried, xs=whole, length=count, unroll=1, lowering=()
-    )
+    chunks = loop.having(step=main, consts=consts, state=carried, xs=whole, length=count, unroll=1, lowering=())
     carried, _ = run(chunks)
     carried = run_rest(carried) if left and not loop.reverse else carried
     return carried.state, _unfold(carried.outputs) if folded else carried.outputs
@@ -211,8 +210,7 @@ class _Chunk:
         def all_rows(carried: Carried) -> Carried:
             fed = self._steps_of(xs, feed.x) if self.products else xs
             loop, step, consts = self._begin(inner, carried.state, fed)
-            writing = dataclasses.replace(
-                loop,
+            writing = loop.having(
                 step=_Write(step, self.folded),
                 consts=(consts, xs, feed.x),
                 state=carried,
@@ -228,7 +226,7 @@ class _Chunk:
             loop, step, consts = self._begin(
                 take_rows(inner, axes.consts, live), take_rows(carried.state, axes.state, live), fed
             )
-            new, ys = run(dataclasses.replace(loop, step=step, consts=consts, xs=Feed((self._places(), fed))))
+            new, ys = run(loop.having(step=step, consts=consts, xs=Feed((self._places(), fed))))
             outputs = [_put(*each, live, feed.x) for each in zip(carried.outputs, ys, axes.y, strict=True)]
             return Carried(put_rows(carried.state, new, axes.state, live), outputs)
 

@@ -459,6 +459,7 @@ class Schedule(NamedTuple):
     order: Array | None = None
 
 
+@functools.partial(jax.jit, static_argnames=("steps", "size"), inline=True)  # traced once for each shape
 def schedule_of_lengths(lengths: Array, steps: int, size: int) -> Schedule:
     """`make_schedule` for all rows at a time, each of which is valid in its first `lengths` steps, int[*batch]."""
     most = jnp.max(lengths) if lengths.ndim else lengths

@@ -240,6 +240,15 @@ def masked_step(step: Step, **changes: bool) -> Step:
     return within(step, Masked, lambda masked: dataclasses.replace(masked, **changes))
 
 
+def without_pairs(consts: PyTree) -> PyTree:
+    """The consts of a loop whose masked steps have no `stands_in`: these read no good pair."""
+    return jax.tree.map(lambda node: None if _is_pair(node) else node, consts, is_leaf=_is_pair)
+
+
+def _is_pair(node: Any) -> bool:
+    return isinstance(node, GoodPair)
+
+
 def _show_own(mask: RowMask, leaves: list[Array], good: list[Any], axes: LeafAxes) -> list[Array]:
     return [
         leaf if other is None else mask.select(leaf, other, axis)
@@ -303,13 +312,13 @@ def mask(loop: Loop, fill: Prefix, *, lengths: Array | None = None) -> Loop:
     share = None in (*axes.state, *axes.x)  # a shared leaf that changes; one that does not fits every pair
     fixed, inner = loop.consts
     if not share:  # a row's unchanged leaves are good for it throughout; a row without any step is lent another's
-        loop = dataclasses.replace(loop, consts=(lend_rows(fixed, fixed_axes, valid), inner))
+        loop = loop.having(consts=(lend_rows(fixed, fixed_axes, valid), inner))
     good, consts = _good_pair(loop, axes, fixed_axes, lengths, share=share)
     jaxpr = None if is_untraced(loop) or loop.trace is None else loop.trace.jaxpr
     decides = jaxpr is not None and (compares(jaxpr) or chooses(jaxpr))
     step = Masked(loop.step, axes.state, fixed_axes, axes.x, loop.rows.y_axes, fill, decides=decides)
     good_axes: LeafAxes = (None,) * len(jax.tree.leaves(good)) if share else (*axes.state, *axes.x)  # one row, or all
-    loop = dataclasses.replace(loop, step=step, consts=(good, consts))
+    loop = loop.having(step=step, consts=(good, consts))
     return with_axes(loop, consts=(*good_axes, *axes.consts))
 
 

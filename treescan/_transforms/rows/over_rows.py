@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -90,7 +89,7 @@ class OverRows:
             resets=resets, unchanged=unchanged, all_valid=all_valid, given=given, was_fixed=hoisted.fixed, apart=apart
         )
         rows = rows._replace(tiers=tiers)
-        loop = dataclasses.replace(hoisted.loop, trace=hoisted, rows=rows)
+        loop = hoisted.loop.having(trace=hoisted, rows=rows)
         return loop.finished(lambda state: _restored(hoisted, rows, state))
 
     def _tiers(self, loop: Loop, valid: Array) -> tuple[int, ...]:
@@ -123,13 +122,13 @@ class OverRows:
         x_axes, whole_axes = rows_of_x(loop.xs.x, self.x_axes, self.in_axes, x, batch)
         varying = varying_axes(jax.typeof(valid))
         state = jax.tree.map(lambda leaf: vary_over(leaf, varying), as_arrays(loop.state))
-        loop = dataclasses.replace(loop, state=state, xs=loop.xs._replace(valid=valid))
+        loop = loop.having(state=state, xs=loop.xs._replace(valid=valid))
         if self.in_axes is not None:
             loop = scan_over_axes(loop, self.in_axes)
         if whole_axes:
             whole, inner = loop.consts
             whole = lend_rows(whole, whole_axes, valid) if lends else whole
-            loop = dataclasses.replace(loop, consts=(whole, inner))
+            loop = loop.having(consts=(whole, inner))
         others = len(jax.tree.leaves(loop.consts)) - len(whole_axes)
         return loop, RowAxes((*whole_axes, *(None,) * others), carry_axes, x_axes, ())
 
@@ -212,4 +211,4 @@ def _without_false_alarms(loop: Loop, axes: LeafAxes) -> Loop:
         zero = jnp.zeros((), leaf.dtype)
         return jax.vmap(lambda valid, x: select_valid(valid, x, zero, axis))(loop.xs.valid, leaf)
 
-    return dataclasses.replace(loop, xs=loop.xs._replace(x=map_leaves(cleaned, loop.xs.x, axes)))
+    return loop.having(xs=loop.xs._replace(x=map_leaves(cleaned, loop.xs.x, axes)))

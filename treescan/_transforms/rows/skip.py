@@ -6,7 +6,6 @@ The checkpoint encloses the branch: what a branch saves, weights included, would
 
 from __future__ import annotations
 
-import dataclasses
 import enum
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -207,7 +206,7 @@ def _has_schedule(loop: Loop) -> bool:
 
 
 def _with_wish(loop: Loop, wish: Wish) -> Loop:
-    return dataclasses.replace(loop, wishes=(wish, *loop.wishes))
+    return loop.having(wishes=(wish, *loop.wishes))
 
 
 @dataclass(frozen=True)
@@ -238,7 +237,7 @@ class ScheduleChunks:
             schedule = make_schedule(valid, size, self.tiers)
         else:
             schedule = schedule_of_lengths(lengths, loop.length, size)
-        return dataclasses.replace(loop, xs=loop.xs._replace(schedule=schedule)), around
+        return loop.having(xs=loop.xs._replace(schedule=schedule)), around
 
 
 @dataclass(frozen=True)
