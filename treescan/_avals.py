@@ -136,14 +136,6 @@ def is_sharded(leaf: Any) -> bool:
     return parts.count(None) < len(parts)
 
 
-def has_one_device() -> bool:
-    """Whether rows cannot be spread over devices. A trace does not tell where the axes of a mesh are not explicit.
-
-    Axes that are joined with the axis of the steps cannot be spread, and rows that are gathered cannot be either.
-    """
-    return jax.device_count() == 1
-
-
 def parts_of(leaf: Any) -> tuple[Any, ...]:
     """How each axis of a value is sharded, where shardings are part of the type."""
     return spec_parts(_sharding(leaf).spec)
@@ -289,3 +281,16 @@ def exact_int(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def elements(aval: Any) -> int:
+    """How many elements a value of this type has; a size that is a symbol counts as 1."""
+    return math.prod(size for size in getattr(aval, "shape", ()) if isinstance(size, int))
+
+
+def bytes_of(aval: Any) -> int:
+    """The bytes of a value of this type; a size that is a symbol counts as 1."""
+    if not hasattr(aval, "shape"):
+        return 0
+    each = 16 if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else aval.dtype.itemsize
+    return elements(aval) * each

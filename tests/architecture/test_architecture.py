@@ -121,7 +121,8 @@ def test_the_import_loads_no_module_but_the_table_of_names() -> None:
 
 
 REWRITING = {
-    "_trace.cost", "_trace.dependence", "_trace.independence", "_transforms.budget", "_transforms.remat",
+    "_cpu.products", "_cpu.writes", "_trace.cost", "_trace.dependence", "_trace.independence", "_transforms.budget",
+    "_transforms.remat",
     "_transforms.rows.compact", "_transforms.rows.in_place", "_transforms.rows.saved", "_transforms.weights",
     "_transforms.weights.deferred", "_transforms.weights.in_bulk", "_transforms.weights.products",
 }  # fmt: skip

@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 import jax
 
-from .._avals import describe_leaf, is_sharded, is_weak
+from .._avals import bytes_of, describe_leaf, is_sharded, is_weak
 from .._loop.rewrite import is_rewriting
 from .._remat import Remat
 from .._trace.blame import place_of
-from .._trace.cost import bytes_of, count_operations
+from .._trace.cost import count_operations
 from .._trace.dependence import dependent, readers, unread_outputs
 from .._trace.equations import PRODUCTS
 from .._trace.hoist import is_smooth, split

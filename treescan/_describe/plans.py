@@ -14,14 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
 
-from .._avals import describe_leaf
+from .._avals import bytes_of, describe_leaf
 from .._axes import LeafAxes
+from .._cpu.buffers import temporary_bytes
 from .._errors import TreescanError
 from .._loop.body import Body
 from .._loop.loop import Loop
 from .._remat import Remat
 from .._trace.blame import place_of
-from .._trace.cost import bytes_of, temporary_bytes
 from .._trace.equations import called, has_symbolic_zeros
 from .._trace.hoist import Hoisted, is_smooth, lifted, merge, one_step, split, traced
 from .._transforms.axes import Count, OverAxes

@@ -12,12 +12,12 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._avals import bytes_of
 from .._errors import ArgumentError, Fault, Misuse
 from .._loop.chunk import count_parts
 from .._loop.loop import Feed, Step
 from .._remat import Remat
 from .._text import Section, page, table
-from .._trace.cost import bytes_of
 from .._trace.dependence import dependent
 from .._trace.equations import called, evaluate_inlined, has_symbolic_zeros, inlined, variables_of
 from .._trace.hoist import Hoisted, is_smooth, one_step, replaced, split

@@ -345,7 +345,7 @@ class PreparedLayers:
 
     def plan(self, remat: Remat | None, given: Arguments) -> RematPlan:
         """What the gradient needs under this `remat`, and a plan where that is a budget."""
-        from .._trace.cost import bytes_of
+        from .._avals import bytes_of
         from .._transforms.budget import plan_of
 
         loop, over_axes = self.prepared.call.lay(given), self.prepared.over_axes

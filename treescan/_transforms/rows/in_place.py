@@ -5,8 +5,6 @@ loop around copies them to their places. Here arrays for the outputs of all step
 run writes into them step by step, and one that is not leaves them alone. Of two branches XLA copies nothing if one
 only hands on what it is given; so the tiers of `compact` are tried one after the other. The derivative is that of the
 loop that stacks, as what is carried would be saved for each chunk.
-
-On CPUs, jaxlib 0.11.1 copies the whole buffer for a small write: https://github.com/jax-ml/jax/issues/40101.
 """
 
 from __future__ import annotations
@@ -19,10 +17,10 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
-from ..._avals import place_like, stacked_type, vary_over, varying_axes
+from ..._avals import stacked_type, vary_over, varying_axes
+from ..._cpu.writes import Places, entry, indices_of, put_entry, put_rows_of_steps, writes_in_place
 from ..._loop.chunk import RunChunk, as_step
 from ..._loop.loop import Feed, Loop, Step
 from ..._loop.run import debugs_nans, run
@@ -60,7 +58,7 @@ class Carried(NamedTuple):
 
     Attributes:
         state: the loop's.
-        outputs: for each leaf of y, `[T, ...]`, or `[chunks, steps, ...]` if the loop is folded.
+        outputs: for each leaf of y, those of all steps, where `Places` has them.
     """
 
     state: PyTree
@@ -70,14 +68,12 @@ class Carried(NamedTuple):
 def write_in_place(loop: Loop, tiers: tuple[int, ...], derive: Derive | None) -> Loop:
     """The loop with a runner that writes its outputs in place. If that is impossible or useless, the loop itself.
 
-    This was not tested on XLA's other backends. Under `jax_remat3` the derivative of a rule like that of
-    `InPlace` saves what its checkpoints were to leave out.
+    Under `jax_remat3` the derivative of a rule like that of `InPlace` saves what its checkpoints were to leave out.
     """
     chunks = loop.wishes[0].size < loop.length and len(loop.wishes) == 1
     held = any(slot is not None for slot in loop.rows.outputs.idle.held or ())
     changed = loop.remat is not None or is_thinned(loop.keeps) or held
-    known = jax.default_backend() == "cpu" and not is_remat3()
-    fits = chunks and known and not changed
+    fits = chunks and writes_in_place() and not is_remat3() and not changed
     apart = loop.rows.apart() and not debugs_nans()
     return dataclasses.replace(loop, runner=InPlace(tiers, apart, derive)) if fits else loop
 
@@ -158,18 +154,15 @@ def write_chunks(
     schedule: Schedule = loop.xs.schedule
     loop = dataclasses.replace(loop, xs=loop.xs._replace(schedule=None))
     count, left = divmod(loop.length, size)
-    folded = not left and len(tiers) == 1
-    main = _Chunk(as_step(dataclasses.replace(loop, length=size)), tiers, axes, products, folded)
-    carried, xs = Carried(loop.state, outputs), loop.xs
-    if folded:
-        carried, xs = carried._replace(outputs=_fold(carried.outputs, size)), _fold(xs, size)
-    consts = (loop.consts, xs)
-    starts = np.arange(count, dtype=np.uint32) * np.uint32(1 if folded else size)
+    places = Places(size, folded=not left and len(tiers) == 1)
+    main = _Chunk(as_step(dataclasses.replace(loop, length=size)), tiers, axes, products, places)
+    carried = Carried(loop.state, places.lay(outputs))
+    consts = (loop.consts, places.lay(loop.xs))
     scheduled = jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, count), schedule) if left else schedule
-    whole = Feed(starts, schedule=scheduled)
+    whole = Feed(places.starts(count), schedule=scheduled)
 
     def run_rest(carried: Carried) -> Carried:  # not worth further copies of the body
-        rest = _Chunk(as_step(dataclasses.replace(loop, length=left)), tiers[-1:], axes, products)
+        rest = _Chunk(as_step(dataclasses.replace(loop, length=left)), tiers[-1:], axes, products, Places(left))
         last = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, count, keepdims=False), schedule)
         return rest(consts, carried, Feed(np.uint32(count * size), schedule=last))[0]
 
@@ -179,44 +172,40 @@ def write_chunks(
     )
     carried, _ = run(chunks)
     carried = run_rest(carried) if left and not loop.reverse else carried
-    return carried.state, _unfold(carried.outputs) if folded else carried.outputs
+    return carried.state, places.unlay(carried.outputs)
 
 
 @dataclass(frozen=True)
 class _Chunk:
     """A step that runs the scheduled part of a chunk. Its consts are (consts, xs), its x is where the chunk begins.
 
-    If the loop is folded, its xs and outputs are `[chunks, steps, ...]` instead of `[T, ...]`, and its x is the number
-    of the chunk. XLA reads and writes them at a pair of indices as fast as at one, and at a sum of two it does not: the
-    sum is one operation more in each step, which matters if a step takes a few microseconds.
-
     Attributes:
         steps: runs the steps of a chunk.
         tiers: the numbers of rows to choose from.
         axes: where the rows are; None where there is one tier.
         products: whether a step has products that may be computed for a chunk at once.
-        folded: whether the loop is folded. Then there is one tier.
+        places: where its steps are in xs and outputs.
     """
 
     steps: RunChunk
     tiers: tuple[int, ...]
     axes: RowAxes | None
     products: bool
-    folded: bool = False
+    places: Places
 
     def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
         schedule: Schedule = feed.schedule
         inner, xs = consts
 
         def all_rows(carried: Carried) -> Carried:
-            fed = self._steps_of(xs, feed.x) if self.products else xs
+            fed = self.places.of_chunk(xs, feed.x) if self.products else xs
             loop, step, consts = self._begin(inner, carried.state, fed)
             writing = dataclasses.replace(
                 loop,
-                step=_Write(step, self.folded),
+                step=_Write(step, self.places.folded),
                 consts=(consts, xs, feed.x),
                 state=carried,
-                xs=Feed(self._places()),
+                xs=Feed(self.places.steps()),
             )
             return run(writing)[0]
 
@@ -224,12 +213,17 @@ class _Chunk:
             assert schedule.order is not None
             assert self.axes is not None
             live, axes = schedule.order[:rows], self.axes
-            fed = take_feed(self._steps_of(xs, feed.x), axes.x, live)
+            fed = take_feed(self.places.of_chunk(xs, feed.x), axes.x, live)
             loop, step, consts = self._begin(
                 take_rows(inner, axes.consts, live), take_rows(carried.state, axes.state, live), fed
             )
-            new, ys = run(dataclasses.replace(loop, step=step, consts=consts, xs=Feed((self._places(), fed))))
-            outputs = [_put(*each, live, feed.x) for each in zip(carried.outputs, ys, axes.y, strict=True)]
+            new, ys = run(dataclasses.replace(loop, step=step, consts=consts, xs=Feed((self.places.steps(), fed))))
+            outputs = [
+                jax.lax.dynamic_update_slice_in_dim(out, y, feed.x, 0)
+                if axis is None
+                else put_rows_of_steps(out, y, axis, live, feed.x)
+                for out, y, axis in zip(carried.outputs, ys, axes.y, strict=True)
+            ]
             return Carried(put_rows(carried.state, new, axes.state, live), outputs)
 
         run_tiers: list[Callable[[Carried], Carried]] = [
@@ -251,15 +245,6 @@ class _Chunk:
         step, consts = with_early_products(loop) if self.products else without_early_products(loop)
         return loop, step, consts
 
-    def _steps_of(self, xs: Feed, first: Array) -> Feed:
-        if self.folded:
-            return jax.tree.map(lambda leaf: _entry(leaf, (first,)), xs)
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, self.steps.length), xs)
-
-    def _places(self) -> np.ndarray:
-        """The steps' places in the chunk; unsigned, as of signed ones JAX asks whether they count from the end."""
-        return np.arange(self.steps.length, dtype=np.uint32)
-
 
 @dataclass(frozen=True)
 class _Write:
@@ -270,54 +255,11 @@ class _Write:
 
     def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
         (inner, xs, start), place = consts, feed.x
-        at = (start, place) if self.folded else (jax.lax.add(start, place),)
-        fed = jax.tree.map(lambda leaf: _entry(leaf, at), xs)
+        at = indices_of(start, place, folded=self.folded)
+        fed = jax.tree.map(lambda leaf: entry(leaf, at), xs)
         new, ys = self.step(inner, state.state, Feed((place, fed)))
         outputs = zip(state.outputs, ys, strict=True)
-        return Carried(new, [_put_entry(out, y, at) for out, y in outputs]), None
-
-
-def _entry(leaf: Array, at: tuple[Any, ...]) -> Array:
-    """`leaf[at]`, without the call that JAX traces for `dynamic_index_in_dim`."""
-    one = jax.lax.dynamic_slice(leaf, _begin_of(leaf, at), (*(1 for _ in at), *leaf.shape[len(at) :]))
-    return jax.lax.squeeze(one, range(len(at)))
-
-
-def _put_entry(leaf: Array, value: Array, at: tuple[Any, ...]) -> Array:
-    """The leaf, with `leaf[at]` replaced."""
-    value = place_like(jax.lax.expand_dims(value, range(len(at))), jax.typeof(leaf))
-    return jax.lax.dynamic_update_slice(leaf, value, _begin_of(leaf, at))
-
-
-def _begin_of(leaf: Array, at: tuple[Any, ...]) -> list[Any]:
-    return [*at, *[np.zeros((), np.uint32)] * (leaf.ndim - len(at))]
-
-
-def _put(outputs: Array, ys: Array, axis: int | None, rows: Array, start: Array) -> Array:
-    """Writes the outputs of a chunk of steps, or those of some rows."""
-    if axis is None:
-        return jax.lax.dynamic_update_slice_in_dim(outputs, ys, start, 0)
-    if rows.shape == (1,):
-        row, zero = rows[0].astype(start.dtype), jnp.zeros((), start.dtype)
-        return jax.lax.dynamic_update_slice(
-            outputs, ys, [start, *(row if i == axis else zero for i in range(ys.ndim - 1))]
-        )
-    places = jnp.stack([jnp.broadcast_to(start.astype(rows.dtype), rows.shape), rows], axis=1)
-    numbers = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(i for i in range(ys.ndim) if i != axis + 1),
-        inserted_window_dims=(axis + 1,),
-        scatter_dims_to_operand_dims=(0, axis + 1),
-    )
-    return jax.lax.scatter(outputs, places, ys, numbers, unique_indices=True, mode="promise_in_bounds")
-
-
-def _fold(tree: PyTree, size: int) -> PyTree:
-    """Leaves `[T, ...]` as `[chunks, size, ...]`."""
-    return jax.tree.map(lambda leaf: jax.lax.reshape(leaf, (leaf.shape[0] // size, size, *leaf.shape[1:])), tree)
-
-
-def _unfold(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: jax.lax.reshape(leaf, (leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])), tree)
+        return Carried(new, [put_entry(out, y, at) for out, y in outputs]), None
 
 
 def _as_it_is(carried: Carried) -> Carried:

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..._avals import has_one_device, is_sharded
 from ..._axes import LeafAxes
+from ..._cpu.rows import gather_rows, in_one_place, written
 from ..._loop.loop import Feed, Loop, Step, within
 from ..._trace.hoist import is_untraced
 from ..._tree import Prefix, map_leaves
@@ -35,7 +35,6 @@ from .leaves import (
     choose_own,
     expand,
     first_valid,
-    gather_rows,
     last_set,
     lend,
     lend_to_elements,
@@ -43,7 +42,6 @@ from .leaves import (
     select,
     take_row,
     unless_alone,
-    written,
 )
 
 _once_a_shape = functools.partial(jax.jit, inline=True)
@@ -78,10 +76,7 @@ def own_pairs(
     carry_axes, x_axes = axes
     have, first = begin
     batch = have.shape
-    # One gather per leaf, in place of a slice, its broadcast and a selection: less to trace. It would exchange all rows
-    # of a step between devices, so that rows which may be spread over these are given the one row that they need.
-    together = has_one_device() and not any(map(is_sharded, (have, *state, *xs)))
-    source = _own_or_first(have) if len(batch) == 1 and together else None
+    source = _own_or_first(have) if len(batch) == 1 and in_one_place(have, *state, *xs) else None
 
     @functools.cache
     def lender() -> tuple[Array, RowMask]:

@@ -24,11 +24,11 @@ import numpy as np
 from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
-from ..._avals import is_sharded, varying_axes
+from ..._avals import bytes_of, is_sharded, varying_axes
 from ..._loop.body import Memo
 from ..._loop.chunk import Level, as_step, run_chunked
 from ..._loop.loop import Feed, Loop, Step
-from ..._trace.cost import bytes_of, count_saved_bytes
+from ..._trace.cost import count_saved_bytes
 from ..._trace.dependence import dependent
 from ..._trace.equations import needed, variables_of
 from ..._trace.hoist import (
