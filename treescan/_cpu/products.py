@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import math
 
+from .._avals import Array
 from .._trace.cost import TRANSCENDENTAL
-from .._types import Array
 from .rows import in_one_place
 
 

@@ -8,17 +8,17 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._avals import is_sharded
-from .._types import Array, ArrayLike
+from .._avals import Array, ArrayLike, is_sharded
 
 
 def in_one_place(*leaves: Any) -> bool:
     """Whether no row of these leaves can be on another device than the rest.
 
-    A step of a masked loop needs to know: there, a row is a slice at a number that is computed, and the rows that
-    padding is shown are one gather per leaf, in place of a slice, its broadcast and a selection. That is less to trace.
-    A step whose rows are spread over devices must not be hurt: XLA would send all rows of the step to each device. A
-    trace does not tell where the axes of a mesh are not explicit, so that with several devices this is never sure.
+    A masked loop on one device needs to know. There, a row is a slice at a number that is computed, and the rows that
+    padding is shown are one gather per leaf. That is less to trace than a slice, its broadcast and a selection. A step
+    whose rows are spread over devices must not be hurt: XLA would send all rows of the step to each device for a gather
+    or such a slice. A trace does not tell where the axes of a mesh are not explicit. So with several devices the answer
+    is no.
     """
     return not any(map(is_sharded, leaves)) and jax.device_count() == 1
 

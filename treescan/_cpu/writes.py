@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._avals import place_like
-from .._types import Array, PyTree
+from .._avals import Array, PyTree, place_like
 
 
 def writes_in_place() -> bool:

@@ -15,7 +15,7 @@ from .._trace.blame import place_of
 from .._trace.cost import count_operations
 from .._trace.dependence import dependent, readers, unread_outputs
 from .._trace.equations import PRODUCTS
-from .._trace.hoist import is_smooth, split
+from .._trace.hoist import is_smooth
 from .._transforms.budget import describe_bytes
 from .._transforms.checkpoint import levels_in
 from .._transforms.layers.prefetch import Prefetch
@@ -27,6 +27,7 @@ from .._transforms.rows.over_rows import OverRows
 from .._transforms.rows.skip import Skip
 from .._transforms.until.end_early import EndEarly
 from .._transforms.weights.products import ELEMENTWISE
+from .._tree import split
 from .description import Finding
 from .plans import Named, TracedBody, spec_of
 

@@ -8,8 +8,6 @@ from typing import Any
 import jax
 from jax.core import eval_jaxpr
 
-from .._avals import elements
-
 _CALLS = frozenset({"jit", "closed_call", "remat2"})
 _REVERSE_RULES = frozenset({"custom_vjp_call", "custom_lin"})
 _BRANCHES = frozenset({"cond"})
@@ -123,12 +121,6 @@ def has_symbolic_zeros(jaxpr: Any) -> bool:
 def has_branches(jaxpr: Any) -> bool:
     """Whether anything in a jaxpr is a branch."""
     return holds(jaxpr, _BRANCHES)
-
-
-def has_large_products(jaxpr: Any, size: int) -> bool:
-    """Whether anything in a jaxpr multiplies with an array of at least so many elements."""
-    products = (equation for equation in equations_within(jaxpr) if equation.primitive.name in PRODUCTS)
-    return any(elements(atom.aval) >= size for equation in products for atom in equation.invars)
 
 
 def jaxprs_within(equation: Any) -> Iterator[Any]:

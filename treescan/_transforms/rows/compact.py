@@ -11,8 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._avals import in_mesh, is_sharded, mesh_of, vary_over, varying_axes
-from ..._axes import LeafAxes
+from ..._avals import Array, LeafAxes, PyTree, in_mesh, is_sharded, mesh_of, vary_over, varying_axes
 from ..._cpu import writes
 from ..._cpu.rows import gather_rows
 from ..._errors import BodyFault, Fault, Misuse, TreescanError
@@ -20,7 +19,6 @@ from ..._loop.loop import Feed, Loop, Step
 from ..._trace.equations import equations_within
 from ..._trace.hoist import Hoisted, one_step, trace_also
 from ..._tree import map_leaves
-from ..._types import Array, PyTree
 from ..refuse import refuse_symbolic
 from .axes import RowAxes
 from .leaves import may_branch

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable
@@ -13,6 +14,10 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 
 from ..._avals import (
+    Array,
+    ArrayLike,
+    LeafAxes,
+    PyTree,
     in_mesh,
     is_key,
     is_sharded,
@@ -26,8 +31,10 @@ from ..._avals import (
     varying_axes,
 )
 from ..._cpu.rows import in_one_place
+from ..._loop.loop import Loop
+from ..._loop.run import debugs_nans
+from ..._trace.hoist import is_smooth
 from ..._tree import map_leaves
-from ..._types import Array, ArrayLike, PyTree
 
 
 def mask_of_lengths(lengths: ArrayLike, steps: int) -> Array:
@@ -399,6 +406,35 @@ def _choose(flag: Array, own: Array, other: Array) -> Array:
     """`own` where the flag is set, else `other`; the flag's axes lead the value's."""
     shaped = flag.reshape(flag.shape + (1,) * (own.ndim - flag.ndim))
     return select(shaped, own, other)
+
+
+def lend_rows(leaves: list[Array], axes: LeafAxes, valid: Array) -> list[Array]:
+    """Leaves that are the same in every step: rows without any valid step have another row's."""
+    if all(axis is None for axis in axes) or 0 in valid.shape:
+        return leaves
+    have = jnp.any(valid, axis=0)
+    lender = last_set(have)
+
+    def lent(leaf: Array, axis: int | None) -> Array:
+        if axis is None:
+            return leaf
+        return select(expand(have, leaf, axis), leaf, take_row(jax.lax.stop_gradient(leaf), lender, axis, have.shape))
+
+    return list(map(lent, leaves, axes))
+
+
+def without_false_alarms(loop: Loop, axes: LeafAxes) -> Loop:
+    """Under `jax_debug_nans` the loop without padding: no step reads it, but the gradient may save it with the rest."""
+    if not debugs_nans():
+        return loop
+
+    def cleaned(leaf: Array, axis: int | None) -> Array:
+        if axis is None or not is_smooth(leaf):
+            return leaf
+        zero = jnp.zeros((), leaf.dtype)
+        return jax.vmap(lambda valid, x: select_valid(valid, x, zero, axis))(loop.xs.valid, leaf)
+
+    return dataclasses.replace(loop, xs=loop.xs._replace(x=map_leaves(cleaned, loop.xs.x, axes)))
 
 
 class Schedule(NamedTuple):

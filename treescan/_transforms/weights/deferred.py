@@ -19,14 +19,12 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
-from ..._avals import place_like
+from ..._avals import Array, place_like
 from ..._cpu.products import as_one_matrix, is_computed_by_each_reader
-from ..._loop.body import Memo
-from ..._loop.loop import Feed, Loop, Step
+from ..._loop.loop import Feed, Loop, Memo, Step
 from ..._loop.run import run
 from ..._trace.equations import PRODUCTS, alone, values_of
 from ..._trace.hoist import Unproven, add_alike, array_of, fill_in, nonzero_part, push_plainly, smooth_part, typed_like
-from ..._types import Array
 from ..checkpoint import SaveDecisions, chooses
 from .products import ELEMENTWISE, Deferred, Slot, Split, slots_of
 
