@@ -47,7 +47,7 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
     ),
     ("custom carries", ("carries/",)),
     ("the loop", ("_loop/",)),
-    ("traces of steps, calls of bodies", ("_trace/, _body/",)),
+    ("traces of steps, calls of bodies", ("_trace/, _cpu/, _body/",)),
     ("from Loop to Loop", ("_transforms/",)),
     ("checks of arguments", ("_checks/",)),
     ("stacks, and batches of sequences", ("_data/",)),

@@ -31,7 +31,7 @@ EQUIVALENT = ROOT / "scripts" / "equivalent_mutants.json"
 MODULES = [
     *(
         str(file.relative_to(ROOT))
-        for folder in ("_trace", "_transforms/rows", "_transforms/weights", "_transforms/until")
+        for folder in ("_trace", "_cpu", "_transforms/rows", "_transforms/weights", "_transforms/until")
         for file in sorted((ROOT / "treescan" / folder).glob("*.py"))
         if file.stem != "__init__"
     ),

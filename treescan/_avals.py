@@ -1,4 +1,4 @@
-"""Describes values without their elements: types, weak types, shardings.
+"""Arrays and trees of them without their elements: types, weak types, shardings.
 
 The only file that handles names that differ between the oldest and the newest supported release of JAX.
 """
@@ -9,16 +9,27 @@ import math
 import operator
 import re
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
+import jax.typing
 import numpy as np
 from jax.core import ShapedArray, Tracer
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from ._types import Array, PyTree
+Array: TypeAlias = jax.Array
+ArrayLike: TypeAlias = jax.typing.ArrayLike
+
+PyTree: TypeAlias = Any
+"""Any tree of containers that JAX knows, with arrays or scalars as leaves."""
+
+TreeDef: TypeAlias = Any
+"""A tree's structure, `jax.tree_util.PyTreeDef`: a compiled class without a static type."""
+
+LeafAxes: TypeAlias = tuple[int | None, ...]
+"""One axis for each leaf of a tree, or None."""
 
 
 def describe_leaf(leaf: Any) -> str:
@@ -134,14 +145,6 @@ def is_sharded(leaf: Any) -> bool:
     """Whether a value is sharded along any of its axes, where shardings are part of the type."""
     parts = parts_of(leaf)
     return parts.count(None) < len(parts)
-
-
-def has_one_device() -> bool:
-    """Whether rows cannot be spread over devices. A trace does not tell where the axes of a mesh are not explicit.
-
-    Axes that are joined with the axis of the steps cannot be spread, and rows that are gathered cannot be either.
-    """
-    return jax.device_count() == 1
 
 
 def parts_of(leaf: Any) -> tuple[Any, ...]:
@@ -289,3 +292,21 @@ def exact_int(value: Any) -> int | None:
         return operator.index(value)
     except TypeError:
         return None
+
+
+def elements(aval: Any) -> int:
+    """How many elements a value of this type has; a size that is a symbol counts as 1."""
+    return math.prod(size for size in getattr(aval, "shape", ()) if isinstance(size, int))
+
+
+def bytes_of(aval: Any) -> int:
+    """The bytes of a value of this type; a size that is a symbol counts as 1."""
+    if not hasattr(aval, "shape"):
+        return 0
+    each = 16 if jnp.issubdtype(aval.dtype, jax.dtypes.prng_key) else aval.dtype.itemsize
+    return elements(aval) * each
+
+
+def as_arrays(tree: PyTree) -> PyTree:
+    """Scalars and NumPy arrays as JAX arrays, whose methods the body calls under `jax.jit` too."""
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), tree)

@@ -8,12 +8,10 @@ from typing import Any
 import jax
 import jax.tree_util as jtu
 
-from ._avals import describe_leaf, shape_of
+from ._avals import LeafAxes, PyTree, describe_leaf, shape_of
 from ._errors import ArgumentError, Fault, Misuse, Row, TreescanError, expect
 from ._tree import Prefix, PrefixMismatch, Root, broadcast_prefix, path_str
-from ._types import Axes, PyTree
-
-LeafAxes = tuple[int | None, ...]
+from ._types import Axes
 
 
 def spread_axes(option: str, axes: Axes, tree: PyTree, root: str, *, none: bool = False) -> LeafAxes:

@@ -415,3 +415,17 @@ def shorten(filename: str) -> str:
     """A path relative to the working directory if it is below it, else unchanged."""
     here = os.getcwd() + os.sep
     return filename[len(here) :] if filename.startswith(here) else filename
+
+
+def in_own_words(error: Exception) -> Exception:
+    """The error, or a `Fault` in its place if JAX refuses to map a branch whose body has a side effect."""
+    if not isinstance(error, NotImplementedError) or "not supported in vmap-of-cond" not in str(error):
+        return error
+    return Misuse(
+        "{verb} over {body}: JAX does not map a branch with a side effect, for example a "
+        "`jax.experimental.io_callback`. Under `jax.vmap`, this loop branches for each element.",
+        "Pass the batch as rows, without `jax.vmap`. In `while_scan`, rows stop independently if the condition returns "
+        "one bool for each row. `mask_scan`, `fold` and `accumulate` take `lengths` for a batch.",
+        "Or use `jax.debug.callback` or `jax.pure_callback`, which JAX maps.",
+        cause=error,
+    )

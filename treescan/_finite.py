@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ._types import Array, PyTree
+from ._avals import Array, PyTree
 
 OF_RESULT = "what is computed of the result"
 """Where a cotangent comes from that no step of the loop made."""

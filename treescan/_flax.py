@@ -6,7 +6,7 @@ import sys
 
 import jax
 
-from ._types import PyTree
+from ._avals import PyTree
 
 
 def variable_classes() -> tuple[type, ...]:

@@ -1,19 +1,18 @@
-"""Key paths, prefix trees, and static leaves of trees."""
+"""Key paths, prefix trees, static leaves and other parts of trees."""
 
 from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import jax
 import jax.tree_util as jtu
 import numpy as np
 
-from ._avals import describe_node
-from ._types import PyTree, TreeDef
+from ._avals import PyTree, TreeDef, describe_node
 
 KeyPath: TypeAlias = tuple[Any, ...]
 """The keys that lead from a tree's root to a leaf."""
@@ -252,3 +251,37 @@ def _is_frozen(node: Any) -> bool:
 def thaw_static(tree: PyTree) -> PyTree:
     """Restores the static leaves."""
     return jax.tree.map(lambda node: node.value if _is_frozen(node) else node, tree, is_leaf=_is_frozen)
+
+
+def merge(flags: Sequence[bool], on: Iterable[Any], off: Iterable[Any]) -> list[Any]:
+    """One list of two, each flag telling which of them is next."""
+    first, second = iter(on), iter(off)
+    return [next(first if flag else second) for flag in flags]
+
+
+def split(flags: Sequence[bool], values: Iterable[Any]) -> tuple[list[Any], list[Any]]:
+    """The values that are flagged, and the others."""
+    parts: tuple[list[Any], list[Any]] = [], []
+    for flag, value in zip(flags, values, strict=True):
+        parts[not flag].append(value)
+    return parts
+
+
+def replaced(flags: Sequence[bool], values: Iterable[Any], new: Iterable[Any]) -> list[Any]:
+    """The values, those that are flagged replaced."""
+    return merge(flags, new, split(flags, values)[1])
+
+
+class Part(NamedTuple):
+    """Which leaves of a tree have a tangent."""
+
+    structure: Any
+    on: tuple[bool, ...]
+
+    def split(self, tree: Any) -> tuple[list[Any], list[Any]]:
+        """The leaves that have one, and the others."""
+        return split(self.on, jax.tree.leaves(tree))
+
+    def join(self, on: list[Any], off: list[Any]) -> Any:
+        """The tree of both."""
+        return jax.tree.unflatten(self.structure, merge(self.on, on, off))

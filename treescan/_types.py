@@ -1,23 +1,15 @@
-"""Type variables, aliases of arrays, protocols of bodies, and the options that verbs share."""
+"""Type variables, protocols of bodies, and the options that verbs share."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal, NotRequired, Protocol, TypeAlias, TypedDict, TypeVar
 
-import jax
-import jax.typing
-
+from ._avals import Array, ArrayLike, PyTree
 from ._remat import Remat
 
 if TYPE_CHECKING:
     from ._progress import Progress
-
-PyTree: TypeAlias = Any
-"""Any tree of containers that JAX knows, with arrays or scalars as leaves."""
-
-TreeDef: TypeAlias = Any
-"""A tree's structure, `jax.tree_util.PyTreeDef`: a compiled class without a static type."""
 
 Axes: TypeAlias = Any
 """A prefix tree of axes: an int, None where allowed, or containers of them."""
@@ -36,9 +28,6 @@ ProgressLike: TypeAlias = "bool | str | Progress | None"
 
 Save: TypeAlias = Any
 """A prefix tree of what is kept of an output: "all", "last", every k-th, or None for nothing."""
-
-Array: TypeAlias = jax.Array
-ArrayLike: TypeAlias = jax.typing.ArrayLike
 
 Carry = TypeVar("Carry")
 X_contra = TypeVar("X_contra", contravariant=True)

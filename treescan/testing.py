@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ._avals import describe_leaf, is_key
+from ._avals import Array, PyTree, describe_leaf, is_key
 from ._body.carry import agree, find_differences, holds
 from ._errors import ArgumentError, Row, is_jax_frame, shorten, walk_traceback
 from ._text import table, wrap
@@ -17,7 +17,6 @@ from ._trace.hoist import smooth_part
 from ._transforms.rows.axes import row_axes
 from ._transforms.rows.leaves import expand
 from ._tree import leaves_with_path
-from ._types import Array, PyTree
 from ._verbs.mask_scan import mask_scan
 from ._verbs.scan import scan
 from .carries._base import AbstractCarry, describe_error

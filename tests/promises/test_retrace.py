@@ -16,7 +16,7 @@ pytestmark = pytest.mark.quick
 @pytest.fixture(autouse=True)
 def _warn(monkeypatch):
     monkeypatch.setenv("TREESCAN_WARN_RETRACE", "1")
-    monkeypatch.setattr("treescan._loop.body._seen", collections.Counter())
+    monkeypatch.setattr("treescan._loop.retraces._seen", collections.Counter())
 
 
 def warned(run):

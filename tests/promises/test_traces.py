@@ -15,7 +15,7 @@ from thin import parametrize
 from traces import Counted, compilations
 
 import treescan
-from treescan._loop.body import Body
+from treescan._loop.loop import Body
 
 pytestmark = pytest.mark.quick
 

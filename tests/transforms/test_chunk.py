@@ -13,9 +13,8 @@ from hypothesis import given
 from thin import all_pairs, everyday
 
 from treescan._body.call import CallBody
-from treescan._loop.body import Body
 from treescan._loop.chunk import Level, Wish, plan_sizes, run_chunked as run_levels
-from treescan._loop.loop import Feed, Loop
+from treescan._loop.loop import Body, Feed, Loop
 from treescan._loop.run import run
 
 

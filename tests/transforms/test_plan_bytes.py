@@ -12,7 +12,7 @@ from thin import parametrize, slow
 
 import treescan
 from treescan import Remat
-from treescan._trace.cost import Buffer, held_at_most, packed_size, temporary_bytes
+from treescan._cpu.buffers import Buffer, held_at_most, packed_size, temporary_bytes
 
 DAILY = ("recurrence", Remat(levels=3))
 CASES = [  # 36 of 72: each program with every other plan

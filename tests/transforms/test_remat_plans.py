@@ -18,7 +18,7 @@ from thin import parametrize
 
 import treescan
 from treescan import Remat
-from treescan._loop.chunk import count_parts, divide
+from treescan._transforms.checkpoint import count_parts, divide
 
 policies = jax.checkpoint_policies
 

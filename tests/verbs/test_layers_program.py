@@ -260,7 +260,7 @@ def test_nested_remat_copies_a_chunk_and_not_the_stack(count):
 
 
 def test_what_was_compiled_for_a_pattern_goes_with_its_last_block():
-    from treescan._loop.body import Body
+    from treescan._loop.loop import Body
 
     def first(layer, x):
         return x

@@ -16,7 +16,7 @@ import jax.tree_util as jtu
 
 from .._avals import describe_node
 from .._errors import Fault, Row, SignatureError
-from .._loop.body import Body, outermost
+from .._loop.loop import Body, outermost
 from .._tree import path_str
 
 _UNIONS = (typing.Union, types.UnionType)

@@ -13,15 +13,13 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.tree_util as jtu
 
-from .._avals import describe_argument, describe_leaf, describe_node, dtype_of, shape_of
+from .._avals import Array, PyTree, TreeDef, describe_argument, describe_leaf, describe_node, dtype_of, shape_of
 from .._errors import BodyFault, Fault, LayerFault, Misuse, Row, TreescanError
 from .._flax import holds, module_classes, refusals_of_changes, variable_classes
-from .._loop.body import Body, wrapped_parameters
-from .._loop.loop import Feed
+from .._loop.loop import Body, Feed, wrapped_parameters
 from .._loop.run import keeps_named_pairs
 from .._trace.equations import origins
 from .._tree import freeze_static, is_static, leaves_with_path, path_str, same_structure, thaw_static
-from .._types import Array, PyTree, TreeDef
 from .carry import OwnState, StateAndY, check_carry, copied, read_carries, split_state, without_carries, write_carries
 from .signature import SCAN, Convention, annotated
 

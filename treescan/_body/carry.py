@@ -12,6 +12,9 @@ import numpy as np
 from jax.core import ShapedArray
 
 from .._avals import (
+    Array,
+    PyTree,
+    TreeDef,
     describe_leaf,
     describe_node,
     describe_static,
@@ -27,10 +30,10 @@ from .._avals import (
     varying_axes,
 )
 from .._errors import BodyFault, CarryFault, Cure, Fault, PluginFault, Row
-from .._loop.body import Body, warn_second_trace
+from .._loop.loop import Body
+from .._loop.retraces import warn_second_trace
 from .._loop.run import is_last_trace
 from .._tree import KeyPath, Root, children, is_number, is_static, leaves_with_path, metadata, named_roots, path_str
-from .._types import Array, PyTree, TreeDef
 from ..carries._base import AbstractCarry, describe_class, describe_error, is_carry, parts_of
 from .signature import Convention
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from .._loop.body import Body
+from .._loop.loop import Body
 
 if TYPE_CHECKING:
     from .annotations import Scope

@@ -12,8 +12,20 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import ShapedArray, Tracer
 
-from .._avals import describe_leaf, describe_node, is_key, shape_of, spec_parts
-from .._axes import LeafAxes, check_axes, spread_axes
+from .._avals import (
+    Array,
+    LeafAxes,
+    PyTree,
+    describe_leaf,
+    describe_node,
+    describe_traced,
+    dtype_of,
+    exact_int,
+    is_key,
+    shape_of,
+    spec_parts,
+)
+from .._axes import check_axes, spread_axes
 from .._body.call import are_alike
 from .._body.signature import Convention
 from .._errors import (
@@ -27,10 +39,10 @@ from .._errors import (
     expect,
     expect_int,
 )
-from .._loop.body import Body
+from .._loop.loop import Body
 from .._text import advice
 from .._tree import leaves_with_path, same_structure
-from .._types import Array, Axes, MaskOptions, PyTree, UnkeyedOptions
+from .._types import Axes, MaskOptions, UnkeyedOptions
 
 OF_MASK_SCAN = MaskOptions.__annotations__.keys() - {"length", *UnkeyedOptions.__annotations__}
 
@@ -87,6 +99,51 @@ def check_run(length: int, reverse: Any, unroll: Any, name: Any) -> dict[str, An
     profilers = 'Profilers show the loop under this name, for example `name="encoder"`.'
     expect(name is None or isinstance(name, str), "name", "a string", name, profilers)
     return {**checked, "unroll": unroll, "name": name}
+
+
+_TRACED_LENGTH = (
+    "A loop's length is part of the compiled program. For a length that is known only at run time, scan over the "
+    "longest possible length and pass the traced one to `treescan.mask_scan(..., lengths=...)`; or make it a "
+    "static argument of the function under `jax.jit`."
+)
+_LENGTH_OF_ROWS = (
+    "`length` is the number of steps of the whole loop. Did you mean `lengths`, the number of valid steps of each row? "
+    "`mask_scan`, `fold` and `accumulate` take it."
+)
+_MOST_OF_ROWS = (
+    "It is one number for all rows. If rows should stop after different numbers of steps, count the steps in the "
+    "carry, and let the condition of `while_scan` return one bool for each row."
+)
+
+
+def check_length(length: Any, name: str = "length", cure: str = _TRACED_LENGTH) -> int | None:
+    """An int from 0 up, or None. `cure` is what to do about a traced one."""
+    if length is None or (type(length) is int and length >= 0):
+        return length
+    rows = _LENGTH_OF_ROWS if name == "length" else _MOST_OF_ROWS
+    dtype, counts = dtype_of(length), False  # whether it is a list or an array of ints, as `lengths` are
+    if isinstance(length, list | tuple):
+        counts = bool(length) and all(exact_int(item) is not None for item in length)
+    elif shape_of(length) and dtype is not None:
+        counts = jnp.issubdtype(dtype, jnp.integer)
+    expect(not counts, name, "an int", length, rows)
+    if isinstance(length, Tracer):
+        raise Fault(TracedArgumentError, f"{{call}}: `{name}` is {describe_traced(length)}.", cure)
+    whole = "Give the number of steps as an int of at least 0. `int(...)` converts a whole number."
+    return expect_int(length, name, whole, least=0, small="Give an int of at least 0.")
+
+
+def check_bound(bound: Any, name: str) -> int:
+    """A concrete int: the end of a range of indices."""
+    if isinstance(bound, Tracer):
+        raise Fault(
+            TracedArgumentError,
+            f"{{call}}: `{name}` is {describe_traced(bound)}.",
+            "Pass `max_length=`, the largest number of steps that the loop may take. It runs only the steps up to "
+            "the bound, and is differentiable. Or make the bound a static argument of the function under `jax.jit`.",
+        )
+    first = "The bounds come first, `treescan.fori(lower, upper, step, init)`, and count whole steps."
+    return expect_int(bound, name, first)
 
 
 def resolve_axes(in_axes: Axes, xs: PyTree, root: str = "xs") -> LeafAxes | None:

@@ -14,6 +14,8 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from .._avals import (
+    LeafAxes,
+    PyTree,
     describe_argument,
     describe_leaf,
     describe_node,
@@ -25,68 +27,20 @@ from .._avals import (
     is_weak,
     shape_of,
 )
-from .._axes import LeafAxes, spread_prefix
+from .._axes import spread_prefix
 from .._body.carry import agree
 from .._errors import (
     ArgumentError,
     ArgumentTypeError,
-    Fault,
     Misuse,
     Row,
-    TracedArgumentError,
     TypeMisuse,
     expect,
-    expect_int,
 )
 from .._transforms.rows.axes import RowFlags, spread_carry_axes
 from .._tree import Prefix, is_static, path_str
-from .._types import PyTree
 from ..carries._base import is_carry
 from ..carries._registry import Adopted, adopt, kind_of
-
-_TRACED_LENGTH = (
-    "A loop's length is part of the compiled program. For a length that is known only at run time, scan over the "
-    "longest possible length and pass the traced one to `treescan.mask_scan(..., lengths=...)`; or make it a "
-    "static argument of the function under `jax.jit`."
-)
-_LENGTH_OF_ROWS = (
-    "`length` is the number of steps of the whole loop. Did you mean `lengths`, the number of valid steps of each row? "
-    "`mask_scan`, `fold` and `accumulate` take it."
-)
-_MOST_OF_ROWS = (
-    "It is one number for all rows. If rows should stop after different numbers of steps, count the steps in the "
-    "carry, and let the condition of `while_scan` return one bool for each row."
-)
-
-
-def check_length(length: Any, name: str = "length", cure: str = _TRACED_LENGTH) -> int | None:
-    """An int from 0 up, or None. `cure` is what to do about a traced one."""
-    if length is None or (type(length) is int and length >= 0):
-        return length
-    rows = _LENGTH_OF_ROWS if name == "length" else _MOST_OF_ROWS
-    dtype, counts = dtype_of(length), False  # whether it is a list or an array of ints, as `lengths` are
-    if isinstance(length, list | tuple):
-        counts = bool(length) and all(exact_int(item) is not None for item in length)
-    elif shape_of(length) and dtype is not None:
-        counts = jnp.issubdtype(dtype, jnp.integer)
-    expect(not counts, name, "an int", length, rows)
-    if isinstance(length, Tracer):
-        raise Fault(TracedArgumentError, f"{{call}}: `{name}` is {describe_traced(length)}.", cure)
-    whole = "Give the number of steps as an int of at least 0. `int(...)` converts a whole number."
-    return expect_int(length, name, whole, least=0, small="Give an int of at least 0.")
-
-
-def check_bound(bound: Any, name: str) -> int:
-    """A concrete int: the end of a range of indices."""
-    if isinstance(bound, Tracer):
-        raise Fault(
-            TracedArgumentError,
-            f"{{call}}: `{name}` is {describe_traced(bound)}.",
-            "Pass `max_length=`, the largest number of steps that the loop may take. It runs only the steps up to "
-            "the bound, and is differentiable. Or make the bound a static argument of the function under `jax.jit`.",
-        )
-    first = "The bounds come first, `treescan.fori(lower, upper, step, init)`, and count whole steps."
-    return expect_int(bound, name, first)
 
 
 def check_rows(flags: RowFlags, time_axis: int, steps: int) -> RowFlags:

@@ -6,9 +6,10 @@ from typing import Generic, NamedTuple
 
 import numpy as np
 
+from .._avals import Array, PyTree
 from .._errors import verb
 from .._reprs import short_html, short_repr
-from .._types import Array, PyTree, X
+from .._types import X
 
 
 class PackIndex(NamedTuple):

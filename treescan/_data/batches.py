@@ -11,13 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from .._avals import describe_argument, is_key, on_automatic_axes, parts_of
+from .._avals import Array, ArrayLike, PyTree, describe_argument, is_key, on_automatic_axes, parts_of
 from .._checks.arguments import check_reverse
 from .._checks.rows import check_lengths
 from .._errors import Fault, Misuse, TracedArgumentError, TypeMisuse, verb
 from .._transforms.rows.leaves import mask_of_lengths
 from .._transforms.rows.resets import refuse_split_rows
-from .._types import Array, ArrayLike, PyTree, X, Y
+from .._types import X, Y
 from .batch import Packed, PackIndex, Padded
 from .sequences import (
     Spans,

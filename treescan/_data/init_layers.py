@@ -9,14 +9,13 @@ from typing import Any, TypeVar
 import jax
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from .._avals import describe_argument, describe_leaf, spec_parts
+from .._avals import Array, PyTree, describe_argument, describe_leaf, spec_parts
 from .._axes import spread_prefix
 from .._checks.arguments import check_key
 from .._errors import BodyFault, LayerError, LayerFault, Row, TypeMisuse, expect_int, speaking_of, verb
-from .._loop.body import Body, under_a_trace
-from .._loop.run import is_jit_disabled
+from .._loop.loop import Body, is_jit_disabled
+from .._loop.retraces import under_a_trace
 from .._tree import Prefix, freeze_static, leaves_with_path, thaw_static
-from .._types import Array, PyTree
 from .layer_axis import add_layer_axis, freeze_shared
 
 

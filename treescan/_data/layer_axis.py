@@ -11,13 +11,11 @@ import numpy as np
 from jax.core import Tracer
 from jax.sharding import PartitionSpec
 
-from .._avals import describe_leaf, dtype_of, is_weak, shape_of, spec_parts
-from .._axes import LeafAxes
+from .._avals import LeafAxes, PyTree, describe_leaf, dtype_of, is_weak, shape_of, spec_parts
 from .._checks.arguments import axis_spec, with_axes
 from .._errors import LayerFault, Row, expect
 from .._flax import box_classes, holds, variable_classes
 from .._tree import freeze_leaves, is_number, is_static, leaves_with_path, path_str, same_structure
-from .._types import PyTree
 
 _PARTITION_NAME = "partition_name"  # PARTITION_NAME of `flax.nnx` and `flax.core.meta`
 _NAMES = ("out_sharding", "sharding_names")  # what a variable calls the names of its axes, now and in flax 0.12.2

@@ -13,14 +13,25 @@ import numpy as np
 import numpy.typing as npt
 from jax.core import ShapedArray, Tracer
 
-from .._avals import describe_argument, describe_leaf, describe_node, describe_traced, dtype_of, holds, is_key, shape_of
+from .._avals import (
+    Array,
+    PyTree,
+    TreeDef,
+    describe_argument,
+    describe_leaf,
+    describe_node,
+    describe_traced,
+    dtype_of,
+    holds,
+    is_key,
+    shape_of,
+)
 from .._axes import spread_prefix
 from .._body.carry import find_differences
 from .._checks.arguments import without_axis
 from .._errors import Fault, Misuse, Row, TracedArgumentError, TypeMisuse, expect, expect_int
 from .._reprs import Shown
 from .._tree import is_static, leaves_with_path
-from .._types import Array, PyTree, TreeDef
 
 Ints: TypeAlias = npt.NDArray[np.int64]
 

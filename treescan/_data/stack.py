@@ -9,12 +9,11 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._avals import describe_argument, dtype_of, exact_int, same_type, shape_of
+from .._avals import Array, ArrayLike, PyTree, TreeDef, describe_argument, dtype_of, exact_int, same_type, shape_of
 from .._body.carry import agree, find_differences
 from .._errors import LayerFault, Row, expect, expect_int, verb
-from .._loop.body import under_a_trace
+from .._loop.retraces import under_a_trace
 from .._tree import freeze_leaves, is_number, is_static, leaves_with_path, same_structure, thaw_static
-from .._types import Array, ArrayLike, PyTree, TreeDef
 from .layer_axis import (
     add_layer_axis,
     count_layers,

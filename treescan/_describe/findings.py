@@ -8,14 +8,14 @@ from typing import Any, TypeVar
 
 import jax
 
-from .._avals import describe_leaf, is_sharded, is_weak
+from .._avals import bytes_of, describe_leaf, is_sharded, is_weak
 from .._loop.rewrite import is_rewriting
 from .._remat import Remat
 from .._trace.blame import place_of
-from .._trace.cost import bytes_of, count_operations
+from .._trace.cost import count_operations
 from .._trace.dependence import dependent, readers, unread_outputs, written_in_place
 from .._trace.equations import PRODUCTS
-from .._trace.hoist import is_smooth, split
+from .._trace.hoist import is_smooth
 from .._transforms.budget import describe_bytes
 from .._transforms.checkpoint import levels_in
 from .._transforms.layers.prefetch import Prefetch
@@ -27,6 +27,7 @@ from .._transforms.rows.over_rows import OverRows
 from .._transforms.rows.skip import Skip
 from .._transforms.until.end_early import EndEarly
 from .._transforms.weights.products import ELEMENTWISE
+from .._tree import split
 from .description import Finding
 from .plans import Named, TracedBody, spec_of
 

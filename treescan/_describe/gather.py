@@ -7,9 +7,9 @@ from typing import Any
 
 import jax
 
-from .._avals import describe_leaf
+from .._avals import bytes_of, describe_leaf
 from .._errors import ArgumentError, Fault, TreescanError, describe_body
-from .._trace.cost import bytes_of, count_operations
+from .._trace.cost import count_operations
 from .._transforms.program import Program, Taken
 from .description import Description, Leaf, Plan
 from .findings import Case, find

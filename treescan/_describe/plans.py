@@ -14,16 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.core import Tracer, eval_jaxpr
 
-from .._avals import describe_leaf
-from .._axes import LeafAxes
+from .._avals import LeafAxes, bytes_of, describe_leaf
+from .._cpu.buffers import temporary_bytes
 from .._errors import TreescanError
-from .._loop.body import Body
-from .._loop.loop import Loop
+from .._loop.loop import Body, Loop
 from .._remat import Remat
 from .._trace.blame import place_of
-from .._trace.cost import bytes_of, temporary_bytes
 from .._trace.equations import called, has_symbolic_zeros
-from .._trace.hoist import Hoisted, is_smooth, lifted, merge, one_step, split, traced
+from .._trace.hoist import Hoisted, is_smooth, lifted, one_step, traced
 from .._transforms.axes import Count, OverAxes
 from .._transforms.budget import carry_bytes, residuals_of_step
 from .._transforms.checkpoint import Checkpointed
@@ -33,7 +31,7 @@ from .._transforms.program import Arguments, Call, Program, Taken
 from .._transforms.rows.over_rows import OverRows
 from .._transforms.until.early_exit import plan_chunks
 from .._transforms.until.end_early import EndEarly
-from .._tree import leaves_with_path
+from .._tree import leaves_with_path, merge, split
 from .description import Plan, Saved
 
 _DEEPEST = 4

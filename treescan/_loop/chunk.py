@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
 from collections.abc import Callable, Iterable
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._types import PyTree
+from .._avals import PyTree
 from .loop import Feed, Loop, Step
 from .run import in_one_mesh, run
 
@@ -71,52 +70,6 @@ def _fit(size: int, chain: list[int]) -> int:
         return max(1, round(size / below)) * below
     fits = [below * k for k in range(1, above // below + 1) if above % (below * k) == 0]
     return min(fits, key=lambda other: abs(math.log(other / size)))
-
-
-@functools.lru_cache(maxsize=4096)
-def divide(length: int, levels: int, first: int | None = None) -> tuple[int, ...]:
-    """Sizes of nested chunks that cut a loop into so many levels, with few parts in each.
-
-    Args:
-        length: the steps of the loop.
-        levels: how many levels there are to be; fewer come out where the loop is too short.
-        first: the size of the innermost chunks; None: to be chosen.
-
-    Returns:
-        At most `levels - 1` ascending sizes, each dividing the next. Sizes that leave no remainder come first, and
-        then those that leave a small one: what is cut in two is copied.
-    """
-    if levels < 2 or (length < 4 and first is None):
-        return ()
-    root = length ** (1 / levels)
-    sizes = [first] if first else _near(root, length)
-    candidates = [(size, *(size * next_size for next_size in divide(length // size, levels - 1))) for size in sizes]
-    fitting = [candidate for candidate in candidates if candidate[0] > 1 and candidate[-1] < length]
-    return min(fitting, key=lambda chain: _parts_with_remainder(length, chain), default=())
-
-
-_NEAREST = 24
-
-
-def _near(root: float, length: int) -> list[int]:
-    """Sizes within a factor of two of a root: those that divide the length, and the nearest of the others."""
-    within = range(max(2, math.ceil(root / 2)), max(3, math.floor(root * 2) + 1))
-    nearest = sorted(within, key=lambda size: abs(math.log(size / root)))
-    dividing = [size for size in nearest if length % size == 0]
-    return [*dividing[:_NEAREST], *(size for size in nearest[:_NEAREST] if length % size)]
-
-
-def count_parts(length: int, sizes: tuple[int, ...]) -> int:
-    """How many carries are saved at once: the parts of each level, from the outermost down to single steps."""
-    if not sizes:
-        return length
-    parts = -(-length // sizes[-1])
-    return parts + sum(large // small for small, large in itertools.pairwise((1, *sizes)))
-
-
-def _parts_with_remainder(length: int, sizes: tuple[int, ...]) -> float:
-    rest = length % sizes[-1]
-    return count_parts(length, sizes) * (1.25 if rest else 1) + rest
 
 
 LARGEST, SMALLEST, FEWEST = 16, 8, 4

@@ -1,14 +1,160 @@
-"""The Loop, the input of one step, and what transforms may change."""
+"""The Loop, the body that it runs with all that was made for it, the input of one step, and what transforms change."""
 
 from __future__ import annotations
 
+import collections
 import dataclasses
-from collections.abc import Callable, Sequence
+import functools
+import inspect
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol, TypeVar, cast
 
-from .._types import Array, PyTree
-from .body import Body, Memo
+import jax
+
+from .._avals import Array, PyTree
+from .._errors import is_from_jax
+from .retraces import count_body
+
+_T = TypeVar("_T")
+
+_KEPT = 64
+_UNKNOWN: Any = object()
+
+
+class Memo:
+    """What was made for a body or for one call; the 64 last used things are kept."""
+
+    def __init__(self) -> None:
+        self._made: collections.OrderedDict[Hashable, Any] = collections.OrderedDict()
+        self._lock = threading.Lock()
+        self._joint: weakref.WeakKeyDictionary[Callable[..., Any], Memo] = weakref.WeakKeyDictionary()
+
+    def __call__(self, key: Hashable, make: Callable[[], _T]) -> _T:
+        """What was made under `key` before, else what `make` returns."""
+        with self._lock:
+            known = self._made.get(key, _UNKNOWN)
+            if known is not _UNKNOWN and len(self._made) > 1:  # a key takes long to hash, as steps hold others
+                self._made.move_to_end(key)
+        if known is not _UNKNOWN:
+            return known
+        value = make()
+        with self._lock:
+            value = self._made.setdefault(key, value)
+            if len(self._made) > _KEPT:
+                self._made.popitem(last=False)
+        return value
+
+    def joint(self, function: Callable[..., Any]) -> Memo:
+        """What was made for this memo's body and another together: it goes with whichever of the two goes first."""
+        try:
+            return self._joint.setdefault(function, Memo())
+        except Exception:  # as in `Body.of`
+            return Memo()
+
+
+class _Reference(weakref.ref[Any]):
+    """A weak reference that is not shared.
+
+    Python gives all who ask for a plain `weakref.ref` of an object the same one, and it keeps the hash that the object
+    had when it was first asked. A body that hashes by value and was changed would be found under its old hash.
+    """
+
+    __slots__ = ()
+
+
+class Body:
+    """A handle on the user's body that does not keep it alive, and all that was made for it.
+
+    `Body.of` gives equal bodies the same handle. Steps hold the handle, the handle holds the steps, and the table of
+    handles holds bodies weakly: when the last reference to a body goes, everything made for it goes too. While a verb
+    runs, its frame keeps the body alive.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        try:
+            self._function: Callable[[], Any] = _Reference(function)
+        except TypeError:  # this type has no weak references: the handle lives as long as the call
+            self._function = lambda: function
+        self.memo = Memo()
+
+    @property
+    def function(self) -> Callable[..., Any]:
+        """The body itself."""
+        return self._function()
+
+    @property
+    def programs(self) -> Memo:
+        """What was compiled for the body.
+
+        JAX keeps a program's trace for as long as the program lives, and a rule for derivatives in that trace refers
+        to this handle. So the handle must not refer to the program: the two would keep each other, and all arrays that
+        the body closes over, until `jax.clear_caches()`.
+        """
+        return _programs.joint(self.function)
+
+    @functools.cached_property
+    def parameters(self) -> tuple[inspect.Parameter, ...] | None:
+        """The body's parameters; None if they cannot be known."""
+        return _parameters(self.function)
+
+    @property
+    def positional(self) -> list[inspect.Parameter]:
+        """Its positional parameters, as far as they can be known."""
+        return [p for p in self.parameters or () if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
+
+    @functools.cached_property
+    def names(self) -> tuple[str, ...]:
+        """The names of its positional parameters, as far as they can be known."""
+        return tuple(parameter.name for parameter in self.positional)
+
+    @staticmethod
+    def of(function: Callable[..., Any]) -> Body:
+        """The handle of a body: shared by equal ones, new in each call for one without a hash or weak references."""
+        try:
+            known = _bodies.get(_Reference(function))
+            if known is not None:
+                return known
+            new = Body(function)
+            body = _bodies.setdefault(_Reference(function, _forget), new)
+        except Exception:  # no hash, no weak references, or an `==` that fails: the user's types decide
+            body = new = Body(function)
+        if body is new:
+            count_body(function)
+        return body
+
+
+def _forget(reference: _Reference) -> None:
+    """The body is gone, and so is its handle."""
+    _bodies.pop(reference, None)
+
+
+def _parameters(function: Callable[..., Any], wrapped: bool = False) -> tuple[inspect.Parameter, ...] | None:
+    try:
+        return tuple(inspect.signature(outermost(function), follow_wrapped=wrapped).parameters.values())
+    except (TypeError, ValueError):
+        return None
+
+
+def wrapped_parameters(function: Callable[..., Any]) -> tuple[inspect.Parameter, ...]:
+    """The parameters of the innermost function that a wrapper says it wraps, as far as they can be known."""
+    return _parameters(function, wrapped=True) or ()
+
+
+def outermost(function: Any) -> Any:
+    """The function whose parameters a call meets: JAX's own wrappers pass everything on, of others nothing is known."""
+    while hasattr(function, "__wrapped__") and is_from_jax(function):
+        function = function.__wrapped__
+    # `inspect` takes the first parameter of a static `__call__` for `self`.
+    static = isinstance(inspect.getattr_static(type(function), "__call__", None), staticmethod)
+    return function.__call__ if static else function
+
+
+_bodies: dict[_Reference, Body] = {}
+
+_programs = Memo()
 
 
 class Feed(NamedTuple):
@@ -210,6 +356,16 @@ class Loop:
         for undo in reversed(self.finish):
             state = undo.state(state)
         return state
+
+
+def is_jit_disabled() -> bool:
+    """Whether the user asked, with `jax.disable_jit`, to see every step run."""
+    return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009, an attribute that checkers do not see
+
+
+def is_untraced(loop: Loop) -> bool:
+    """Whether a loop's steps run on values, or not at all: then nothing is traced ahead of it."""
+    return is_jit_disabled() or not loop.steps
 
 
 def in_turn(loops: Sequence[Loop], memo: Memo | None = None) -> Loop:

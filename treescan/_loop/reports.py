@@ -24,9 +24,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax.custom_batching import custom_vmap
 
-from .._avals import is_key, is_sharded, unspread
+from .._avals import Array, PyTree, is_key, is_sharded, unspread
 from .._progress import AbstractProgressMeter
-from .._types import Array, PyTree
 
 
 def packed(numbers: Array, values: Sequence[Array]) -> tuple[Array, list[Array]]:

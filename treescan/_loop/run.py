@@ -15,11 +15,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from .._avals import in_mesh, is_sharded, mesh_of, promoted, set_mesh
+from .._avals import PyTree, as_arrays, in_mesh, is_sharded, mesh_of, promoted, set_mesh
 from .._errors import Fault, is_package_frame, walk_traceback
-from .._types import PyTree
-from .body import Body
-from .loop import Feed, Loop, Step
+from .loop import Body, Feed, Loop, Step, is_jit_disabled
 
 _lax_scan = jax.lax.scan  # bound now, because a program may replace it with treescan's own
 
@@ -57,11 +55,6 @@ class _Lowered:
         sharded = [is_sharded(leaf) for leaf in jax.tree.leaves(given)]
         named = itertools.zip_longest(leaves, sharded[: len(leaves)], fillvalue=False)
         return jax.tree.unflatten(structure, [leaf if other else in_mesh(leaf, self.mesh) for leaf, other in named])
-
-
-def is_jit_disabled() -> bool:
-    """Whether the user asked, with `jax.disable_jit`, to see every step run."""
-    return bool(getattr(jax.config, "jax_disable_jit"))  # noqa: B009, an attribute that checkers do not see
 
 
 def debugs_nans() -> bool:
@@ -189,11 +182,6 @@ def keeps_named_pairs() -> bool:
     except TypeError:
         return False
     return True
-
-
-def as_arrays(tree: PyTree) -> PyTree:
-    """Scalars and NumPy arrays as JAX arrays, whose methods the body calls under `jax.jit` too."""
-    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else jnp.asarray(leaf), tree)
 
 
 def _run_step_by_step(

@@ -10,10 +10,9 @@ from typing import Any
 
 import jax
 
+from .._avals import PyTree, TreeDef
 from .._errors import speaking_of
-from .._types import PyTree, TreeDef
-from .body import Body
-from .loop import Feed, Step
+from .loop import Body, Feed, Step
 
 
 @dataclass(frozen=True)

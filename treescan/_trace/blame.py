@@ -15,11 +15,11 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer, eval_jaxpr
 
-from .._avals import in_mesh, mesh_of, place_like
+from .._avals import Array, in_mesh, mesh_of, place_like
 from .._errors import is_library_file, shorten
-from .._types import Array
-from .equations import alone, equations_within, interpret, jaxprs_within
-from .hoist import is_smooth, replaced
+from .._tree import replaced
+from .equations import alone, equations_within, interpret, jaxprs_within, opened
+from .hoist import is_smooth
 from .independence import ELEMENTWISE
 
 MADE, UNSURE = 1, 2
@@ -121,7 +121,8 @@ class Blame:
         self._results: list[_Value] = []
 
     def evaluate(self, jaxpr: Any, given: Sequence[Any]) -> list[Any]:
-        """Evaluates a jaxpr that closes over nothing, and keeps all of it."""
+        """Evaluates an open jaxpr, given what it closes over first, and keeps all of it."""
+        jaxpr = opened(jaxpr)
         self._given = [_Value(jnp.asarray(value), self._add(Operation(None, None))) for value in given]
         self._constants = self._add(Operation(None, None))
 

@@ -11,9 +11,10 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from .cost import bytes_of
+from .._avals import bytes_of
+from .._tree import merge
 from .equations import alone, called, inlined, jaxprs_within, loop_of, variables_of
-from .hoist import Hoisted, merge, zeros_like
+from .hoist import Hoisted, zeros_like
 
 Flags = list[bool]
 

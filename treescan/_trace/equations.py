@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -122,17 +121,6 @@ def has_symbolic_zeros(jaxpr: Any) -> bool:
 def has_branches(jaxpr: Any) -> bool:
     """Whether anything in a jaxpr is a branch."""
     return holds(jaxpr, _BRANCHES)
-
-
-def has_large_products(jaxpr: Any, size: int) -> bool:
-    """Whether anything in a jaxpr multiplies with an array of at least so many elements."""
-    products = (equation for equation in equations_within(jaxpr) if equation.primitive.name in PRODUCTS)
-    return any(elements(atom.aval) >= size for equation in products for atom in equation.invars)
-
-
-def elements(aval: Any) -> int:
-    """How many elements a value of this type has; a size that is a symbol counts as 1."""
-    return math.prod(size for size in getattr(aval, "shape", ()) if isinstance(size, int))
 
 
 def jaxprs_within(equation: Any) -> Iterator[Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import inspect
 import itertools
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,14 +21,13 @@ import jax.numpy as jnp
 from jax.core import ShapedArray, eval_jaxpr
 from jax.custom_derivatives import SymbolicZero, zero_from_primal
 
-from .._avals import is_sharded, is_weak, place_like, same_type, varying_axes
+from .._avals import Array, PyTree, TreeDef, as_arrays, is_sharded, is_weak, place_like, same_type, varying_axes
 from .._errors import BodyFault, speaking_of
-from .._loop.body import Body, Memo
-from .._loop.loop import Feed, Loop, Step
+from .._loop.loop import Body, Feed, Loop, Memo, Step
 from .._loop.rewrite import is_rewriting
-from .._loop.run import as_arrays, is_jit_disabled, named_signature, settle, weak_types_settled
+from .._loop.run import named_signature, settle, weak_types_settled
 from .._loop.turns import CarryState, share_traces
-from .._types import Array, PyTree, TreeDef
+from .._tree import Part, merge, split
 from .equations import PRODUCTS, has_branches, has_reverse_rule, holds, with_jaxprs
 from .raw_keys import with_raw_keys
 
@@ -345,11 +344,6 @@ def _type(leaf: Any) -> tuple[Any, ...]:
     return tuple(aval.shape), aval.dtype, varying_axes(aval), *others
 
 
-def is_untraced(loop: Loop) -> bool:
-    """Whether a loop's steps run on values, or not at all: then nothing is traced ahead of it."""
-    return is_jit_disabled() or not loop.steps
-
-
 def traced(loop: Loop) -> Loop:
     """The loop with its step traced, once and for all, and its unchanged leaves out of the state; see `Loop.trace`."""
     if loop.trace is not None:
@@ -505,40 +499,6 @@ def array_of(value: Any, aval: Any) -> Any:
 
 def _shapes(leaves: Sequence[Any]) -> Shapes:
     return tuple(jax.typeof(leaf).shape if not hasattr(leaf, "shape") else tuple(leaf.shape) for leaf in leaves)
-
-
-def merge(flags: Sequence[bool], on: Iterable[Any], off: Iterable[Any]) -> list[Any]:
-    """One list of two, each flag telling which of them is next."""
-    first, second = iter(on), iter(off)
-    return [next(first if flag else second) for flag in flags]
-
-
-def split(flags: Sequence[bool], values: Iterable[Any]) -> tuple[list[Any], list[Any]]:
-    """The values that are flagged, and the others."""
-    parts: tuple[list[Any], list[Any]] = [], []
-    for flag, value in zip(flags, values, strict=True):
-        parts[not flag].append(value)
-    return parts
-
-
-def replaced(flags: Sequence[bool], values: Iterable[Any], new: Iterable[Any]) -> list[Any]:
-    """The values, those that are flagged replaced."""
-    return merge(flags, new, split(flags, values)[1])
-
-
-class Part(NamedTuple):
-    """Which leaves of a tree have a tangent."""
-
-    structure: Any
-    on: tuple[bool, ...]
-
-    def split(self, tree: Any) -> tuple[list[Any], list[Any]]:
-        """The leaves that have one, and the others."""
-        return split(self.on, jax.tree.leaves(tree))
-
-    def join(self, on: list[Any], off: list[Any]) -> Any:
-        """The tree of both."""
-        return jax.tree.unflatten(self.structure, merge(self.on, on, off))
 
 
 def is_smooth(leaf: Any) -> bool:

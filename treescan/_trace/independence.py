@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .._axes import LeafAxes
+from .._avals import LeafAxes
 from .equations import called, loop_of
 
 _Axes = list[int | None]

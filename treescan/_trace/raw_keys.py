@@ -13,10 +13,9 @@ from typing import Any
 
 import jax
 
-from .._avals import is_key
+from .._avals import PyTree, is_key
 from .._loop.loop import Feed, Loop, Step
 from .._tree import map_leaves
-from .._types import PyTree
 
 Impls = tuple[Any, ...]
 """For each leaf of a tree the implementation of its keys; None: it holds none."""

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 import jax.tree_util as jtu
 
-from .._axes import LeafAxes, check_axes, spread_axes
+from .._avals import Array, ArrayLike, LeafAxes, PyTree, TreeDef
+from .._axes import check_axes, spread_axes
 from .._loop.loop import Feed, Loop, Step
-from .._trace.hoist import merge, split
-from .._tree import map_leaves
-from .._types import Array, ArrayLike, Axes, PyTree, TreeDef
+from .._tree import map_leaves, merge, split
+from .._types import Axes
 
 
 @dataclass(frozen=True)

@@ -12,20 +12,18 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._avals import PyTree, bytes_of
 from .._errors import ArgumentError, Fault, Misuse
-from .._loop.chunk import count_parts
 from .._loop.loop import Feed, Step
 from .._remat import Remat
 from .._text import Section, page, table
-from .._trace.cost import bytes_of
 from .._trace.dependence import dependent
 from .._trace.equations import called, evaluate_inlined, has_symbolic_zeros, inlined, variables_of
-from .._trace.hoist import Hoisted, is_smooth, one_step, replaced, split
-from .._types import PyTree
-from .checkpoint import Checkpointed, checkpoint_step, remat_sizes, saves_whole_steps
+from .._trace.hoist import Hoisted, is_smooth, one_step
+from .._tree import replaced, split
+from .checkpoint import checkpoint_step, count_parts, remat_sizes, saves_whole_steps
 from .refuse import refuse_symbolic
-from .weights.deferred import policy_within
-from .weights.in_bulk import bytes_of_products, ready_for_chunks
+from .weights.in_bulk import bytes_of_products, ready_for_chunks, saving_step
 
 AHEAD = 0.6
 """The part of the other blocks' saved values that is in memory during the gradient of one block: XLA computes a
@@ -408,7 +406,7 @@ def _in_chunk(hoisted: Hoisted, step: Footprint) -> tuple[Footprint, int]:
     products = bytes_of_products(ready_for_chunks(dataclasses.replace(hoisted.loop, trace=hoisted)))
     if not products:
         return step, step.whole
-    saved = Checkpointed(hoisted.loop.step, looped=True, policy=policy_within(hoisted.jaxpr))
+    saved = saving_step(hoisted)
     in_chunk = dataclasses.replace(step, once=step.once - step.weights)
     return in_chunk, bytes_of_step(hoisted, saved) + products - step.d_xs
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -12,15 +14,14 @@ import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 
-from .._avals import is_key, is_mutable, is_sharded, varying_axes
+from .._avals import PyTree, is_key, is_mutable, is_sharded, varying_axes
 from .._errors import describe_body, is_from_jax, warn_user
-from .._loop.chunk import RunChunk, divide
+from .._loop.chunk import RunChunk
 from .._loop.loop import Feed, Loop, Step
 from .._loop.rewrite import is_rewriting
 from .._remat import Remat
 from .._trace.equations import equations_within, jaxprs_within
 from .._trace.hoist import Hoisted, smooth_part
-from .._types import PyTree
 from .refuse import refuse_symbolic
 
 _ORDER = frozenset({"ge", "gt", "le", "lt"})
@@ -461,6 +462,52 @@ def remat_sizes(length: int, remat: Remat | None) -> tuple[int, ...]:
         return ()
     refuse_symbolic(length, "remat")
     return divide(length, levels_in(remat), remat.segment)
+
+
+@functools.lru_cache(maxsize=4096)
+def divide(length: int, levels: int, first: int | None = None) -> tuple[int, ...]:
+    """Sizes of nested chunks that cut a loop into so many levels, with few parts in each.
+
+    Args:
+        length: the steps of the loop.
+        levels: how many levels there are to be; fewer come out where the loop is too short.
+        first: the size of the innermost chunks; None: to be chosen.
+
+    Returns:
+        At most `levels - 1` ascending sizes, each dividing the next. Sizes that leave no remainder come first, and
+        then those that leave a small one: what is cut in two is copied.
+    """
+    if levels < 2 or (length < 4 and first is None):
+        return ()
+    root = length ** (1 / levels)
+    sizes = [first] if first else _near(root, length)
+    candidates = [(size, *(size * next_size for next_size in divide(length // size, levels - 1))) for size in sizes]
+    fitting = [candidate for candidate in candidates if candidate[0] > 1 and candidate[-1] < length]
+    return min(fitting, key=lambda chain: _parts_with_remainder(length, chain), default=())
+
+
+_NEAREST = 24
+
+
+def _near(root: float, length: int) -> list[int]:
+    """Sizes within a factor of two of a root: those that divide the length, and the nearest of the others."""
+    within = range(max(2, math.ceil(root / 2)), max(3, math.floor(root * 2) + 1))
+    nearest = sorted(within, key=lambda size: abs(math.log(size / root)))
+    dividing = [size for size in nearest if length % size == 0]
+    return [*dividing[:_NEAREST], *(size for size in nearest[:_NEAREST] if length % size)]
+
+
+def count_parts(length: int, sizes: tuple[int, ...]) -> int:
+    """How many carries are saved at once: the parts of each level, from the outermost down to single steps."""
+    if not sizes:
+        return length
+    parts = -(-length // sizes[-1])
+    return parts + sum(large // small for small, large in itertools.pairwise((1, *sizes)))
+
+
+def _parts_with_remainder(length: int, sizes: tuple[int, ...]) -> float:
+    rest = length % sizes[-1]
+    return count_parts(length, sizes) * (1.25 if rest else 1) + rest
 
 
 def saves_whole_steps(trace: Hoisted, remat: Remat) -> bool:

@@ -10,12 +10,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._loop.body import Memo
+from .._avals import PyTree
 from .._loop.chunk import Around, Level, Wish, plan_sizes, run_chunked
-from .._loop.loop import Feed, Loop, Result, Step
+from .._loop.loop import Feed, Loop, Memo, Result, Step, is_untraced
 from .._loop.turns import Turns
-from .._trace.hoist import Hoisted, is_untraced, merge, split, traced
-from .._types import PyTree
+from .._trace.hoist import Hoisted, traced
+from .._tree import merge, split
 from .checkpoint import Checkpointed
 from .outputs import ALL, LAST, boundaries, is_thinned, last_chunk, run_keeping
 

@@ -12,15 +12,13 @@ import jax
 import jax.numpy as jnp
 from jax.core import eval_jaxpr
 
-from .._avals import describe_leaf
+from .._avals import PyTree, as_arrays, describe_leaf
 from .._errors import BodyFault, Fault, Misuse, Row
-from .._loop.loop import Feed, Loop, Step
-from .._loop.run import as_arrays, is_jit_disabled
+from .._loop.loop import Feed, Loop, Step, is_jit_disabled
 from .._trace.dependence import Once, StepProgram
 from .._trace.equations import variables_of
-from .._trace.hoist import Hoisted, flatten_only, hoist, merge, split
-from .._tree import Prefix, PrefixMismatch, leaves_with_path, map_leaves
-from .._types import PyTree
+from .._trace.hoist import Hoisted, flatten_only, hoist
+from .._tree import Prefix, PrefixMismatch, leaves_with_path, map_leaves, merge, split
 from .axes import OverAxes
 
 

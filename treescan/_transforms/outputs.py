@@ -12,15 +12,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._avals import describe_argument, exact_int, is_weak, place_like
+from .._avals import Array, PyTree, as_arrays, describe_argument, exact_int, is_weak, place_like
 from .._axes import static_axes
 from .._errors import Misuse
 from .._loop.chunk import Level, RunChunk, Wish, as_step, run_chunked
-from .._loop.loop import Feed, Loop, Paced, Step
-from .._loop.run import as_arrays
-from .._trace.hoist import is_untraced, one_step, split, traced
-from .._tree import Prefix, PrefixMismatch
-from .._types import Array, Axes, PyTree, Save
+from .._loop.loop import Feed, Loop, Paced, Step, is_untraced
+from .._trace.hoist import one_step, traced
+from .._tree import Prefix, PrefixMismatch, split
+from .._types import Axes, Save
 from .axes import move_outputs
 from .refuse import refuse_symbolic, refuse_with_refs
 

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from .._avals import Array, PyTree
 from .._body.call import CallBody, Shared
 from .._body.signature import Convention
-from .._loop.body import Body, Memo, under_a_trace
-from .._loop.loop import Feed, Loop, Transform, in_turn
+from .._loop.loop import Body, Feed, Loop, Memo, Transform, in_turn, is_jit_disabled
+from .._loop.retraces import under_a_trace
 from .._loop.rewrite import is_rewriting
-from .._loop.run import debugs_nans, is_jit_disabled
+from .._loop.run import debugs_nans
 from .._trace.raw_keys import checks_key_reuse
-from .._types import Array, PyTree
 from .nest import run_nested
 
 

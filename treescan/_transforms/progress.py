@@ -14,18 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._avals import describe_argument, dtype_of, exact_int, shape_of
+from .._avals import Array, PyTree, as_arrays, describe_argument, dtype_of, exact_int, shape_of
 from .._body.carry import read_carries
 from .._errors import ArgumentError, ArgumentTypeError, Fault, Misuse, TreescanError, TypeMisuse
-from .._loop.body import Body, Memo
 from .._loop.chunk import Around, Wish
-from .._loop.loop import Feed, Loop, Paced, Step
+from .._loop.loop import Body, Feed, Loop, Memo, Paced, Step, is_untraced
 from .._loop.reports import NEVER, Reporter, Site, Tick, probes_after, probes_of
-from .._loop.run import as_arrays
 from .._progress import FEW, MOST, AbstractProgressMeter, Progress, Text, Tqdm, has_tqdm
-from .._trace.hoist import hoist, is_untraced, smooth_part, traced
+from .._trace.hoist import hoist, smooth_part, traced
 from .._tree import thaw_static
-from .._types import Array, PyTree
 from .nest import plan, run_levels
 from .refuse import refuse_symbolic
 from .rows.leaves import any_along, most_of_all, most_of_devices

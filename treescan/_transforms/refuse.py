@@ -55,20 +55,6 @@ def once_only(says: str, cure: str) -> Fault:
     )
 
 
-def in_own_words(error: Exception) -> Exception:
-    """The error, or a `Fault` in its place if JAX refuses to map a branch whose body has a side effect."""
-    if not isinstance(error, NotImplementedError) or "not supported in vmap-of-cond" not in str(error):
-        return error
-    return Misuse(
-        "{verb} over {body}: JAX does not map a branch with a side effect, for example a "
-        "`jax.experimental.io_callback`. Under `jax.vmap`, this loop branches for each element.",
-        "Pass the batch as rows, without `jax.vmap`. In `while_scan`, rows stop independently if the condition returns "
-        "one bool for each row. `mask_scan`, `fold` and `accumulate` take `lengths` for a batch.",
-        "Or use `jax.debug.callback` or `jax.pure_callback`, which JAX maps.",
-        cause=error,
-    )
-
-
 def refuse_offload(remat: Remat | None) -> None:
     """Refuses to move carries if the outermost chunks are not those of the plan."""
     if remat is not None and remat.offload is not None:

@@ -12,11 +12,11 @@ import jax
 from .._avals import describe_argument, exact_int
 from .._errors import Misuse, TypeMisuse, speaking_of, warn_user
 from .._loop.chunk import Wish, chunk_size
-from .._loop.loop import Loop, Step
+from .._loop.loop import Loop, Step, is_untraced
 from .._loop.rewrite import is_rewriting
 from .._remat import Remat
 from .._trace.cost import count_operations, count_saved_bytes
-from .._trace.hoist import Hoisted, hoist, is_untraced, traced
+from .._trace.hoist import Hoisted, hoist, traced
 from .budget import fit_budget
 from .checkpoint import (
     RematChunk,

@@ -9,12 +9,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from .._avals import describe_argument, exact_int
-from .._axes import LeafAxes
+from .._avals import Array, LeafAxes, PyTree, describe_argument, exact_int
 from .._errors import Misuse
-from .._loop.loop import Feed, Loop, Step
-from .._trace.hoist import fixed_leaves, flattened, is_untraced, lifted, traced
-from .._types import Array, PyTree
+from .._loop.loop import Feed, Loop, Step, is_untraced
+from .._trace.hoist import fixed_leaves, flattened, lifted, traced
 from .rows.leaves import any_along, expand, select
 from .rows.resets import segments_in_time
 

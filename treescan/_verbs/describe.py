@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from .._avals import describe_argument
+from .._avals import Array, PyTree, describe_argument
 from .._body.signature import FOLD, FOLD_LAYERS, SCAN, SCAN_LAYERS
 from .._describe.description import Description
 from .._describe.measured import OF_MEASURE, PLANS, Measurements, measure
@@ -21,7 +21,7 @@ from .._transforms.budget import RematPlan, plan_of
 from .._transforms.program import Arguments, Taken, take
 from .._transforms.progress import check_progress
 from .._transforms.remat import AUTO, check_remat, check_remat_or_auto, fastest
-from .._types import Array, ProgressLike, PyTree, RematLike
+from .._types import ProgressLike, RematLike
 from .fori import fori
 from .layers import fold_layers, scan_layers
 from .mask_scan import mask_scan

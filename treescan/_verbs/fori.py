@@ -9,18 +9,15 @@ from typing import Any, Unpack, overload
 import jax.numpy as jnp
 from jax.core import Tracer
 
-from .._avals import describe_traced
+from .._avals import Array, ArrayLike, PyTree, describe_traced
 from .._body.call import check_callable
 from .._body.signature import FORI
-from .._checks.arguments import check_options
-from .._checks.rows import check_bound, check_length
-from .._errors import Misuse, TypeMisuse, explain, verb
+from .._checks.arguments import check_bound, check_length, check_options
+from .._errors import Misuse, TypeMisuse, explain, in_own_words, verb
 from .._transforms.axes import Count
-from .._transforms.refuse import in_own_words
 from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.mask import Mask
-from .._tree import Prefix
-from .._types import Array, ArrayLike, Carry, ForiOptions, KeyedIndexBody, KeyedRange, PyTree, RangeOptions
+from .._types import Carry, ForiOptions, KeyedIndexBody, KeyedRange, RangeOptions
 from .prepare import prepare, recomputing
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
@@ -99,15 +96,15 @@ def fori(
             from .._transforms.remat import Recompute, check_remat
             from .._transforms.until.end_early import Bounds, EndEarly
 
-            plan, zero = check_remat(remat), Prefix.of(0)
+            plan = check_remat(remat)
             bounds = Bounds(_check_traced(lower, "lower"), _check_traced(upper, "upper"))
             call = prepare(FORI, f, init, length=most, **options)
             call = dataclasses.replace(call, given=call.given._replace(bounds=bounds))
             return call.run(
                 EndEarly(),
                 call.checking(checks, ends_early=True),
-                Mask(zero, "0"),
-                KeepRows(None, zero),
+                Mask.of(0),
+                KeepRows.of(None, 0),
                 Recompute.of(plan),
                 call.showing(progress),
             )[0]

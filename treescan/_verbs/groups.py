@@ -13,19 +13,17 @@ from typing import Any, NamedTuple, TypeAlias
 
 import jax
 
-from .._avals import describe_argument, describe_leaf, describe_node, exact_int
+from .._avals import PyTree, describe_argument, describe_leaf, describe_node, exact_int
 from .._axes import spread_axes, static_axes
 from .._body.signature import LIFT, Convention
-from .._checks.arguments import infer_length, resolve_axes
-from .._checks.rows import check_length
+from .._checks.arguments import check_length, infer_length, resolve_axes
 from .._errors import BodyFault, Misuse, Row, TypeMisuse, expect
 from .._loop.loop import Transform
 from .._progress import shown_as
-from .._trace.hoist import Part
 from .._transforms.once import ComputeOnce
 from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
-from .._tree import Prefix, Root, freeze_static, holds_static, leaves_with_path, named_roots
-from .._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
+from .._tree import Part, Prefix, Root, freeze_static, holds_static, leaves_with_path, named_roots
+from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Save
 from .prepare import Prepared, prepare, recomputing
 
 Filter: TypeAlias = "bool | str | Iterable[str] | Callable[[str], bool] | DenyList"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias, TypeVar, Unpack, overload
 
+from .._avals import PyTree
 from .._body.signature import FOLD_LAYERS, SCAN_LAYERS
 from .._checks.arguments import OF_MASK_SCAN, check_options
 from .._errors import LAYER_WORDS, explain, verb
@@ -15,7 +16,6 @@ from .._types import (
     KeyedStack,
     KeyedWithOwn,
     LayersOptions,
-    PyTree,
     SharedLayers,
     SharedStack,
     StackOptions,

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple, TypeAlias
 import jax
 import jax.numpy as jnp
 
-from .._avals import describe_argument, describe_node, dtype_of, shape_of
+from .._avals import PyTree, describe_argument, describe_node, dtype_of, shape_of
 from .._body.call import check_callable
 from .._body.signature import LIFT, annotated
 from .._errors import GROUP_WORDS, BodyFault, Misuse, TypeMisuse, explain, verb
-from .._loop.body import Body
+from .._loop.loop import Body
 from .._tree import leaves_with_path
-from .._types import Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
+from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Save
 from .groups import (
     CollectionRoles,
     Collections,

@@ -5,30 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, TypeAlias, Unpack, overload
 
+from .._avals import Array, ArrayLike, PyTree
 from .._body.call import check_callable
 from .._body.signature import MASK_SCAN
 from .._checks.arguments import check_options, check_positional
 from .._checks.rows import check_chunk, check_compact, check_time_axis
 from .._data.batch import Packed, Padded
-from .._errors import explain, verb
-from .._transforms.refuse import in_own_words
+from .._errors import explain, in_own_words, verb
 from .._transforms.rows.axes import RowFlags
 from .._transforms.rows.fill import check_fill
-from .._types import (
-    Array,
-    ArrayLike,
-    Axes,
-    Carry,
-    KeyedBody,
-    KeyedValidBody,
-    MaskOptions,
-    Options,
-    PyTree,
-    ScanBody,
-    ValidBody,
-    X,
-    Y,
-)
+from .._types import Axes, Carry, KeyedBody, KeyedValidBody, MaskOptions, Options, ScanBody, ValidBody, X, Y
 from .prepare import RowPlan, row_axes, rows_of, run_scan
 
 Rows: TypeAlias = Padded[X] | Packed[X]

@@ -11,16 +11,16 @@ import jax
 import numpy as np
 from jax.core import Tracer
 
-from .._avals import shape_of
-from .._axes import LeafAxes, static_axes
+from .._avals import Array, ArrayLike, LeafAxes, PyTree, shape_of
+from .._axes import static_axes
 from .._body.call import check_callable, names_of, takes_keyword
 from .._body.signature import FORI, Convention
-from .._checks.arguments import check_key, check_keywords, check_run, infer_length, resolve_axes
-from .._checks.rows import check_length, check_padded, check_rows, check_targets
+from .._checks.arguments import check_key, check_keywords, check_length, check_run, infer_length, resolve_axes
+from .._checks.rows import check_padded, check_rows, check_targets
 from .._data.batch import Packed, Padded
 from .._errors import Misuse, describe_body
-from .._loop.body import Body, note_types
-from .._loop.loop import Result, Transform
+from .._loop.loop import Body, Result, Transform
+from .._loop.retraces import note_types
 from .._transforms.axes import OverAxes
 from .._transforms.order import in_order
 from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_thinned
@@ -32,7 +32,7 @@ from .._transforms.rows.mask import Mask
 from .._transforms.rows.over_rows import OverRows
 from .._transforms.rows.skip import Skip
 from .._tree import Prefix, PrefixMismatch, broadcast_prefix, freeze_static, leaves_with_path, thaw_static
-from .._types import Array, ArrayLike, Axes, FiniteCheck, ProgressLike, PyTree, RematLike, Save
+from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Save
 from ..carries._registry import Adopted, adopt
 
 if TYPE_CHECKING:

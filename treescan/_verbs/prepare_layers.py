@@ -9,23 +9,40 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 
-from .._avals import describe_argument, describe_leaf, describe_node, is_mutable, is_weak, shape_of
-from .._axes import LeafAxes
+from .._avals import (
+    Array,
+    LeafAxes,
+    PyTree,
+    describe_argument,
+    describe_leaf,
+    describe_node,
+    is_mutable,
+    is_weak,
+    shape_of,
+)
 from .._body.call import are_alike
 from .._body.carry import StateAndY
 from .._body.signature import WITH_STATE, Convention
-from .._checks.arguments import check_key, check_keywords, check_run, needs_positional, no_axis, resolve_axes, with_axes
-from .._checks.rows import check_length
+from .._checks.arguments import (
+    check_key,
+    check_keywords,
+    check_length,
+    check_run,
+    needs_positional,
+    no_axis,
+    resolve_axes,
+    with_axes,
+)
 from .._data.layer_axis import count_layers, freeze_shared, is_traced_number, refuse_split, remove_layer_axis
 from .._errors import LayerFault, Misuse, Row, TreescanError, speaking_of
-from .._loop.body import Body, note_types
-from .._loop.loop import Transform
+from .._loop.loop import Body, Transform
+from .._loop.retraces import note_types
 from .._remat import Remat
 from .._trace.hoist import hoist, is_smooth
 from .._transforms.outputs import KeepOutputs, MoveOutputs
 from .._transforms.program import Arguments, Call
 from .._tree import freeze_static, is_static, leaves_with_path, thaw_static
-from .._types import Array, Axes, FiniteCheck, ProgressLike, PyTree, Save
+from .._types import Axes, FiniteCheck, ProgressLike, Save
 from ..carries._registry import Adopted, adopt
 from .prepare import Prepared, body_of
 
@@ -345,7 +362,7 @@ class PreparedLayers:
 
     def plan(self, remat: Remat | None, given: Arguments) -> RematPlan:
         """What the gradient needs under this `remat`, and a plan where that is a budget."""
-        from .._trace.cost import bytes_of
+        from .._avals import bytes_of
         from .._transforms.budget import plan_of
 
         loop, over_axes = self.prepared.call.lay(given), self.prepared.over_axes

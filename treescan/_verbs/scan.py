@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Unpack, overload
 
+from .._avals import Array, PyTree
 from .._body.signature import ACCUMULATE, FOLD, SCAN
 from .._checks.arguments import check_options
-from .._errors import explain, verb
-from .._transforms.refuse import in_own_words
+from .._errors import explain, in_own_words, verb
 from .._types import (
-    Array,
     Axes,
     Carry,
     FiniteCheck,
@@ -22,7 +21,6 @@ from .._types import (
     KeyedScan,
     Options,
     ProgressLike,
-    PyTree,
     RaggedFold,
     RaggedOptions,
     RematLike,

@@ -9,20 +9,18 @@ from typing import Any, Generic, NamedTuple, Unpack, overload
 
 import jax
 
-from .._axes import LeafAxes
+from .._avals import Array, LeafAxes, PyTree
 from .._body.signature import WHILE_SCAN
-from .._checks.arguments import check_options, check_positional, infer_length, rows_of_steps, with_axes
-from .._checks.rows import check_compact, check_length
-from .._errors import WHILE_WORDS, Misuse, explain, verb
-from .._loop.body import Body
+from .._checks.arguments import check_length, check_options, check_positional, infer_length, rows_of_steps, with_axes
+from .._checks.rows import check_compact
+from .._errors import WHILE_WORDS, Misuse, explain, in_own_words, verb
+from .._loop.loop import Body
 from .._reprs import short_html, short_repr
 from .._transforms.outputs import MoveOutputs, check_save
-from .._transforms.refuse import in_own_words
 from .._transforms.rows.fill import HOLD, KeepRows, check_fill
 from .._transforms.rows.mask import Mask
-from .._tree import Prefix, leaves_with_path
+from .._tree import leaves_with_path
 from .._types import (
-    Array,
     Axes,
     Carry,
     Cond,
@@ -32,7 +30,6 @@ from .._types import (
     KeyedValidBody,
     KeyedXs,
     ProgressLike,
-    PyTree,
     RematLike,
     Save,
     ScanBody,
@@ -242,8 +239,8 @@ def while_scan(
             EndEarly(condition, *rows, call.axes, compact),
             call.checking(check_finite, ends_early=True),
             MoveOutputs.of(out_axes, save),
-            Mask(Prefix.of(filled), repr(filled)),
-            KeepRows(check_save(save), Prefix.of(filled)),
+            Mask.of(filled),
+            KeepRows.of(check_save(save), filled),
             Recompute.of(plan),
             call.showing(progress),
         )

@@ -12,9 +12,8 @@ import numpy as np
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from .._avals import describe_argument, describe_leaf, exact_int
+from .._avals import Array, ArrayLike, PyTree, describe_argument, describe_leaf, exact_int
 from .._errors import TypeMisuse, named_options
-from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen
 from ._buffer import entries, fitted, inexact, is_shared, strong, widest
 

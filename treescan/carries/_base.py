@@ -12,9 +12,8 @@ from typing import Any, Generic, Self, TypeVar, cast
 
 import jax
 
-from .._avals import describe_node
+from .._avals import Array, PyTree, TreeDef, describe_node
 from .._errors import PluginFault, TypeMisuse, explain, named_options
-from .._types import Array, PyTree, TreeDef
 
 Seen_co = TypeVar("Seen_co", covariant=True)
 Returned_contra = TypeVar("Returned_contra", contravariant=True)

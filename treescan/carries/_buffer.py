@@ -12,10 +12,9 @@ import jax.numpy as jnp
 from jax.core import Tracer
 from jax.typing import DTypeLike
 
-from .._avals import describe_argument, describe_leaf, describe_node, exact_int
+from .._avals import Array, ArrayLike, PyTree, describe_argument, describe_leaf, describe_node, exact_int
 from .._errors import ArgumentTypeError, TracedArgumentError, TypeMisuse, expect, expect_int, named_options
 from .._tree import same_structure
-from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen
 
 

@@ -9,8 +9,8 @@ from typing import Any, TypeVar, overload
 import jax
 import jax.numpy as jnp
 
+from .._avals import Array, ArrayLike, PyTree
 from .._errors import named_options
-from .._types import Array, ArrayLike, PyTree
 from ._base import AbstractCarry, as_seen, read_tree, write_tree
 from ._buffer import inexact, own, strong
 from ._registry import adopt

@@ -10,9 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from .._avals import describe_argument
+from .._avals import Array, describe_argument
 from .._errors import TypeMisuse, named_options
-from .._types import Array
 from ._base import AbstractCarry, as_seen
 from ._buffer import own
 

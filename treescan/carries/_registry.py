@@ -14,10 +14,9 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 import numpy as np
 
-from .._avals import describe_node
+from .._avals import PyTree, describe_node
 from .._errors import PluginFault, PluginWarning, Row, TypeMisuse, named_options, warn_user
 from .._tree import leaves_with_path
-from .._types import PyTree
 from ._base import AbstractCarry, describe_class, describe_error, describe_function, is_carry
 
 GROUP = "treescan.carries"

@@ -15,12 +15,11 @@ from typing import Any, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 
-from ..._avals import in_mesh, is_key, mesh_of, place_like
-from ..._axes import LeafAxes
+from ..._avals import Array, LeafAxes, PyTree, TreeDef, in_mesh, is_key, mesh_of, place_like
 from ..._errors import ArgumentError, Fault
 from ..._loop.loop import Feed, Loop
-from ..._trace.hoist import Hoisted, is_smooth, merge, replaced, split, zeros_like
-from ..._types import Array, PyTree, TreeDef
+from ..._trace.hoist import Hoisted, is_smooth, zeros_like
+from ..._tree import merge, replaced, split
 from ..rows.axes import spread_batch_axes
 from ..rows.leaves import expand, last_set, select, select_valid, take_row
 from .case import CONSTANT, Bad, Evidence, OuterSteps, Worst, looks_backward, outer_steps

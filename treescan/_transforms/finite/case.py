@@ -15,16 +15,14 @@ import jax.numpy as jnp
 import jax.tree_util as jtu
 import numpy as np
 
-from ..._avals import describe_argument
-from ..._axes import LeafAxes
+from ..._avals import Array, LeafAxes, PyTree, TreeDef, describe_argument
 from ..._body.carry import read_carries
 from ..._errors import ArgumentError, ArgumentTypeError, Fault
 from ..._finite import OF_RESULT, NonFinite, Within
 from ..._loop.loop import Feed, Loop, Step
 from ..._trace.blame import MADE, UNSURE, Operation
-from ..._trace.hoist import Hoisted, is_smooth, merge
-from ..._tree import thaw_static
-from ..._types import Array, PyTree, TreeDef
+from ..._trace.hoist import Hoisted, is_smooth
+from ..._tree import merge, thaw_static
 from ..rows.leaves import select
 
 

@@ -20,16 +20,12 @@ from jax.core import Tracer
 from jax.experimental import multihost_utils
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..._avals import is_sharded
-from ..._axes import LeafAxes
+from ..._avals import Array, LeafAxes, PyTree, as_arrays, is_sharded
 from ..._errors import Fault, NonFiniteError, speaking_of
 from ..._finite import note
-from ..._loop.body import Memo
-from ..._loop.loop import Loop, Result, Step
-from ..._loop.run import as_arrays, is_jit_disabled
+from ..._loop.loop import Loop, Memo, Result, Step, is_jit_disabled
 from ..._trace.hoist import Hoisted, as_loop, flattened
 from ..._trace.raw_keys import as_numbers, impls_of, keys_of, with_raw_keys
-from ..._types import Array, PyTree
 from ..nest import in_whole_state
 from ..rows.leaves import any_of_all, on_each_device
 from .case import About, Case, Evidence, OuterSteps, numbered, outer_steps, refuse_devices, refuse_effects

@@ -15,18 +15,14 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import NamedSharding, PartitionSpec
 
-from ..._avals import in_mesh, mesh_of, place_like, shard, spec_parts
-from ..._axes import LeafAxes
-from ..._loop.body import Memo
+from ..._avals import Array, LeafAxes, PyTree, TreeDef, in_mesh, mesh_of, place_like, shard, spec_parts
 from ..._loop.chunk import Level, run_chunked
-from ..._loop.loop import Feed, Loop, Step, in_turn
+from ..._loop.loop import Feed, Loop, Memo, Step, in_turn
 from ..._trace.blame import Blame, becomes_bad
-from ..._trace.equations import opened
-from ..._trace.hoist import Hoisted, Lifted, hoist, is_smooth, lift, merge, split
-from ..._tree import Prefix, leaves_with_path
-from ..._types import Array, PyTree, TreeDef
+from ..._trace.hoist import Hoisted, Lifted, hoist, is_smooth, lift
+from ..._tree import leaves_with_path, merge, split
 from ..nest import KeepUnchanged, run_nested
-from ..rows.axes import Begins, Rows, with_axes
+from ..rows.axes import Begins, Rows, rows_of, with_axes
 from ..rows.leaves import (
     any_of_all,
     at_step,
@@ -39,7 +35,6 @@ from ..rows.leaves import (
     take_row,
 )
 from ..rows.mask import Mask
-from ..rows.over_rows import rows_of
 from ..rows.resets import ResetRows, begin, begins_of
 from .case import CONSTANT, About, Bad, Case, Evidence, Worst
 
@@ -362,7 +357,7 @@ class Told:
     def evaluate(self, closed: Any, names: Sequence[str], given: Sequence[Any]) -> list[Any]:
         """Evaluates an open jaxpr of these inputs, what it closes over first, and notes what each is called."""
         self.names += [*names, CONSTANT]
-        return self.blame.evaluate(opened(closed), given)
+        return self.blame.evaluate(closed, given)
 
 
 class At(NamedTuple):
@@ -517,7 +512,7 @@ def feed_at(at: At, loop: Loop) -> Feed:
 
 def state_before(at: At, site: Site, loop: Loop) -> list[Array]:
     """The leaves of the state before a step; where rows begin anew, as they begin."""
-    around = loop if loop.rows is None else ResetRows()(Mask(Prefix.of(0), "0")(loop))
+    around = loop if loop.rows is None else ResetRows()(Mask.of(0)(loop))
     step = Before(around.step)
     xs = around.xs._replace(x=(numbers_of_steps(loop.length, reverse=loop.reverse), around.xs.x))
     again = dataclasses.replace(around, step=step, consts=(at.first, around.consts), xs=xs)

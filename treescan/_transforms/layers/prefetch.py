@@ -19,16 +19,13 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from ..._avals import describe_argument, describe_node, exact_int
-from ..._axes import LeafAxes
+from ..._avals import Array, LeafAxes, PyTree, TreeDef, describe_argument, describe_node, exact_int
 from ..._errors import ArgumentError, Fault
-from ..._loop.body import Memo
-from ..._loop.loop import Feed, Loop, Step
+from ..._loop.loop import Feed, Loop, Memo, Step, is_untraced
 from ..._loop.run import run
 from ..._remat import Remat
-from ..._trace.hoist import Hoisted, is_untraced, lifted, merge, smooth_part, split, traced, zeros_like
-from ..._tree import Static, same_structure, thaw_static
-from ..._types import Array, PyTree, TreeDef
+from ..._trace.hoist import Hoisted, lifted, smooth_part, traced, zeros_like
+from ..._tree import Static, merge, same_structure, split, thaw_static
 from ..axes import scan_over_axes
 from ..checkpoint import pull_later
 from ..nest import finish, run_nested

@@ -1,4 +1,4 @@
-"""Finds the axes of the batch in each leaf, from prefix trees, and checks them."""
+"""Finds the axes of the batch in each leaf, from prefix trees, checks them, and asks whether rows stay apart."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any, NamedTuple
 
 import jax
 
-from ..._avals import describe_leaf, describe_node, is_key, shape_of
-from ..._axes import LeafAxes, spread_axes
+from ..._avals import Array, LeafAxes, PyTree, describe_leaf, describe_node, is_key, shape_of
+from ..._axes import spread_axes
 from ..._body.carry import call_hook
 from ..._errors import Cure, Fault, Misuse, PluginError, PluginFault, Row
-from ..._loop.loop import Loop
-from ..._tree import KeyPath, Prefix, children, leaves_with_path, path_str
-from ..._types import Array, PyTree
+from ..._loop.loop import Feed, Loop
+from ..._trace.hoist import Hoisted, Traced
+from ..._tree import KeyPath, Prefix, children, leaves_with_path, path_str, split
 from ...carries._base import AbstractCarry, describe_class, is_carry
 
 
@@ -310,3 +310,31 @@ def _is_random(node: AbstractCarry[Any, Any], leaf: Array) -> bool:
     from ...carries._keys import Keys
 
     return is_key(leaf) or (isinstance(node, Keys) and leaf is node.key)
+
+
+def not_proven() -> bool:
+    """What is known of a body whose trace does not tell how it treats rows."""
+    return False
+
+
+def proof_of(traced: Traced, axes: RowAxes, xs: Feed) -> Callable[[], bool]:
+    """What tells whether a body treats rows independently, whatever their number, for a single axis of rows."""
+    if xs.valid is None or xs.valid.ndim != 2 or None in (*axes.state, *axes.x):
+        return not_proven
+    others = (None,) * (len(jax.tree.leaves(xs)) - len(axes.x) - 1)  # then the mask, which is the last
+    given, returned = (*axes.consts, *axes.state, *axes.x, *others, 0), (*axes.state, *axes.y)
+    programs = [(jaxpr.jaxpr, shapes[len(given) - 1][0]) for shapes, jaxpr in traced.jaxprs.items()]
+
+    def prove() -> bool:
+        from ..._trace.independence import keeps_rows_apart
+
+        return all(keeps_rows_apart(jaxpr, given, returned, rows) for jaxpr, rows in programs)
+
+    return prove
+
+
+def rows_of(hoisted: Hoisted, axes: RowAxes, y_axes: Prefix) -> Rows:
+    """Where the rows are in the leaves of the loop that is left, and in those that are unchanged."""
+    fixed, state = map(tuple, split(hoisted.fixed, axes.state))
+    closed = (None,) * (len(jax.tree.leaves(hoisted.loop.consts)) - len(fixed) - len(axes.consts))
+    return Rows(axes._replace(consts=(*fixed, *closed, *axes.consts), state=state), y_axes, fixed)

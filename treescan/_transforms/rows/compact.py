@@ -10,19 +10,18 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
-from ..._avals import in_mesh, is_sharded, mesh_of, vary_over, varying_axes
-from ..._axes import LeafAxes
+from ..._avals import Array, LeafAxes, PyTree, in_mesh, is_sharded, mesh_of, vary_over, varying_axes
+from ..._cpu import writes
+from ..._cpu.rows import gather_rows
 from ..._errors import BodyFault, Fault, Misuse, TreescanError
 from ..._loop.loop import Feed, Loop, Step
 from ..._trace.equations import equations_within
 from ..._trace.hoist import Hoisted, one_step, trace_also
 from ..._tree import map_leaves
-from ..._types import Array, PyTree
 from ..refuse import refuse_symbolic
 from .axes import RowAxes
-from .leaves import gather_rows, may_branch
+from .leaves import may_branch
 
 MOST_TIERS, MOST_EQUATIONS = 7, 100
 """The largest number of tiers of `compact=True`, and the equations of a step from which on there are three. The body is
@@ -84,12 +83,7 @@ def put_rows(tree: PyTree, new: PyTree, axes: LeafAxes, rows: Array) -> PyTree:
         mesh = mesh_of((leaf, ran))
         leaf, ran = (leaf, ran) if mesh is None else in_mesh((leaf, ran), mesh)
         leaf = vary_over(leaf, varying_axes(jax.typeof(ran)))
-        if rows.shape == (1,):  # XLA's CPU backend makes several operations of a scatter of one row
-            return jax.lax.dynamic_update_slice_in_dim(leaf, ran, rows[0].astype(np.uint32), axis)
-        others = tuple(i for i in range(leaf.ndim) if i != axis)
-        numbers = jax.lax.ScatterDimensionNumbers(others, (axis,), (axis,))
-        places = jax.lax.expand_dims(rows, (1,))
-        return jax.lax.scatter(leaf, places, ran, numbers, unique_indices=True, mode="promise_in_bounds")
+        return writes.put_rows(leaf, ran, axis, rows)
 
     return map_leaves(put, tree, jax.tree.leaves(new), axes)
 

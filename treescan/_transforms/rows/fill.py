@@ -12,13 +12,21 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..._avals import describe_argument, describe_leaf, holds, is_key, place_like, vary_over, varying_axes
-from ..._axes import LeafAxes
+from ..._avals import (
+    Array,
+    LeafAxes,
+    PyTree,
+    describe_argument,
+    describe_leaf,
+    holds,
+    is_key,
+    place_like,
+    vary_over,
+    varying_axes,
+)
 from ..._errors import Misuse, TypeMisuse
-from ..._loop.loop import Feed, Loop, Result, Step
-from ..._trace.hoist import is_untraced
+from ..._loop.loop import Feed, Loop, Result, Step, is_untraced
 from ..._tree import Prefix, PrefixMismatch, leaves_with_path, map_leaves
-from ..._types import Array, PyTree
 from ..outputs import EVERYTHING, LAST, Keep, keep_afterwards, kept_leaves, one_of, spread_keeps, without_dropped
 from .axes import spread_batch_axes, with_axes
 from .leaves import mask_of_lengths, pick_steps, select_valid
@@ -212,6 +220,11 @@ class KeepRows:
     save: Prefix | None
     fill: Prefix
     moves = True
+
+    @classmethod
+    def of(cls, save: Prefix | None, fill: PyTree) -> KeepRows:
+        """With the fill as `check_fill` returns it."""
+        return cls(save, Prefix.of(fill))
 
     def __call__(self, loop: Loop) -> Loop:
         if is_untraced(loop):

@@ -5,44 +5,28 @@ loop around copies them to their places. Here arrays for the outputs of all step
 run writes into them step by step, and one that is not leaves them alone. Of two branches XLA copies nothing if one
 only hands on what it is given; so the tiers of `compact` are tried one after the other. The derivative is that of the
 loop that stacks, as what is carried would be saved for each chunk.
-
-On CPUs, jaxlib 0.11.1 copies the whole buffer for a small write: https://github.com/jax-ml/jax/issues/40101.
 """
 
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
-from ..._avals import place_like, stacked_type, vary_over, varying_axes
-from ..._loop.chunk import RunChunk, as_step
-from ..._loop.loop import Feed, Loop, Step
-from ..._loop.run import debugs_nans, run
-from ..._trace.equations import has_large_products
+from ..._avals import Array, PyTree, stacked_type, vary_over, varying_axes
+from ..._cpu.writes import writes_in_place
+from ..._loop.loop import Feed, Loop
+from ..._loop.run import debugs_nans
 from ..._trace.hoist import Unproven, push_plainly
-from ..._types import Array, PyTree
 from ..checkpoint import is_remat3
 from ..nest import plan
 from ..outputs import emitting, is_thinned, run_keeping
-from ..weights.in_bulk import with_early_products, without_early_products
-from ..weights.products import LARGE
-from .axes import RowAxes
-from .compact import put_rows, take_feed, take_rows
-from .leaves import Schedule
+from ..weights.products import has_large_products
 from .mask import masked_step, without_pairs
-
-Result = tuple[PyTree, list[Array]]
-
-Derive = Callable[[Loop, int, list[Array], Any], tuple[Any, Any]]
-"""Maps a loop whose step returns its outputs as a list, the steps of a chunk, the outputs of steps that are not run,
-`[T, ...]`, and the tangents of (consts, state, xs) to the results and their tangents; `Unproven` where it may not."""
+from .saved import push_forward
+from .writing import Result, write_chunks
 
 
 class _Given(NamedTuple):
@@ -54,31 +38,17 @@ class _Given(NamedTuple):
         return loop.having(consts=self.consts, state=self.state, xs=self.xs)
 
 
-class Carried(NamedTuple):
-    """What goes from chunk to chunk.
-
-    Attributes:
-        state: the loop's.
-        outputs: for each leaf of y, `[T, ...]`, or `[chunks, steps, ...]` if the loop is folded.
-    """
-
-    state: PyTree
-    outputs: list[Array]
-
-
-def write_in_place(loop: Loop, tiers: tuple[int, ...], derive: Derive | None) -> Loop:
+def write_in_place(loop: Loop, tiers: tuple[int, ...], *, saves: bool) -> Loop:
     """The loop with a runner that writes its outputs in place. If that is impossible or useless, the loop itself.
 
-    This was not tested on XLA's other backends. Under `jax_remat3` the derivative of a rule like that of
-    `InPlace` saves what its checkpoints were to leave out.
+    Under `jax_remat3` the derivative of a rule like that of `InPlace` saves what its checkpoints were to leave out.
     """
     chunks = loop.wishes[0].size < loop.length and len(loop.wishes) == 1
     held = any(slot is not None for slot in loop.rows.outputs.idle.held or ())
     changed = loop.remat is not None or is_thinned(loop.keeps) or held
-    known = jax.default_backend() == "cpu" and not is_remat3()
-    fits = chunks and known and not changed
+    fits = chunks and writes_in_place() and not is_remat3() and not changed
     apart = loop.rows.apart() and not debugs_nans()
-    return loop.having(runner=InPlace(tiers, apart, derive)) if fits else loop
+    return loop.having(runner=InPlace(tiers, apart, saves)) if fits else loop
 
 
 @dataclass(frozen=True)
@@ -88,12 +58,12 @@ class InPlace:
     Attributes:
         tiers: the numbers of rows to choose from; only the last, all of them, where rows are not ordered.
         drops_stand_ins: whether padded rows may be shown their own values; see `mask.masked_step`.
-        derive: the derivative, where it is not that of the loop that stacks; None: it is.
+        saves: whether the gradient saves each step, in place too, if it may; else it is that of the loop that stacks.
     """
 
     tiers: tuple[int, ...]
     drops_stand_ins: bool
-    derive: Derive | None
+    saves: bool
 
     def __call__(self, loop: Loop) -> Result:
         stacked, levels = plan(loop)
@@ -106,10 +76,10 @@ class InPlace:
         loop = loop.having(step=emitting(step, keeps))
 
         def rule(primals: tuple[_Given], tangents: tuple[_Given]) -> tuple[Any, Any]:
-            if self.derive is not None and len(levels) == 1:
+            if self.saves and len(levels) == 1:
                 whole = primals[0].put_into(stacked.having(step=emitting(plain, keeps)))
                 with contextlib.suppress(Unproven):
-                    return self.derive(whole, levels[0].size, self._outputs(whole), tangents[0])
+                    return push_forward(whole, levels[0].size, self._outputs(whole), tangents[0])
 
             def stack(given: _Given) -> Result:
                 return run_keeping(given.put_into(stacked), levels, keeps)
@@ -123,7 +93,7 @@ class InPlace:
     def _run(self, loop: Loop, size: int) -> Result:
         if self.drops_stand_ins and len(self.tiers) == 1:
             loop = loop.having(consts=without_pairs(loop.consts))
-        products = has_large_products(loop.trace.jaxpr, LARGE)
+        products = has_large_products(loop.trace.jaxpr)
         return write_chunks(loop, size, self._outputs(loop), self.tiers, loop.rows.axes, products=products)
 
     @staticmethod
@@ -135,188 +105,3 @@ class InPlace:
         idle = loop.rows.outputs.idle(loop.state, types)
         masked = varying_axes(jax.typeof(loop.xs.valid))
         return [vary_over(leaf, varying_axes(of) | masked) for leaf, of in zip(idle, y, strict=True)]
-
-
-def write_chunks(
-    loop: Loop,
-    size: int,
-    outputs: list[Array],
-    tiers: tuple[int, ...] = (0,),
-    axes: RowAxes | None = None,
-    *,
-    products: bool = False,
-) -> Result:
-    """Runs the chunks of a loop that its schedule selects. Its steps write their outputs, a list, in place.
-
-    Args:
-        loop: the loop; its feed's schedule is a `leaves.Schedule`.
-        size: the steps of a chunk.
-        outputs: those of steps that are not run, `[T, ...]`.
-        tiers: the numbers of rows to choose from; one for all of them.
-        axes: where the rows are, if there are several tiers.
-        products: whether a step has products that may be computed for a chunk at once.
-    """
-    schedule: Schedule = loop.xs.schedule
-    loop = loop.having(xs=loop.xs._replace(schedule=None))
-    count, left = divmod(loop.length, size)
-    folded = not left and len(tiers) == 1
-    main = _Chunk(as_step(loop.having(length=size)), tiers, axes, products, folded)
-    carried, xs = Carried(loop.state, outputs), loop.xs
-    if folded:
-        carried, xs = carried._replace(outputs=_fold(carried.outputs, size)), _fold(xs, size)
-    consts = (loop.consts, xs)
-    starts = np.arange(count, dtype=np.uint32) * np.uint32(1 if folded else size)
-    scheduled = jax.tree.map(lambda leaf: jax.lax.slice_in_dim(leaf, 0, count), schedule) if left else schedule
-    whole = Feed(starts, schedule=scheduled)
-
-    def run_rest(carried: Carried) -> Carried:  # not worth further copies of the body
-        rest = _Chunk(as_step(loop.having(length=left)), tiers[-1:], axes, products)
-        last = jax.tree.map(lambda leaf: jax.lax.index_in_dim(leaf, count, keepdims=False), schedule)
-        return rest(consts, carried, Feed(np.uint32(count * size), schedule=last))[0]
-
-    carried = run_rest(carried) if left and loop.reverse else carried
-    chunks = loop.having(step=main, consts=consts, state=carried, xs=whole, length=count, unroll=1, lowering=())
-    carried, _ = run(chunks)
-    carried = run_rest(carried) if left and not loop.reverse else carried
-    return carried.state, _unfold(carried.outputs) if folded else carried.outputs
-
-
-@dataclass(frozen=True)
-class _Chunk:
-    """A step that runs the scheduled part of a chunk. Its consts are (consts, xs), its x is where the chunk begins.
-
-    If the loop is folded, its xs and outputs are `[chunks, steps, ...]` instead of `[T, ...]`, and its x is the number
-    of the chunk. XLA reads and writes them at a pair of indices as fast as at one, and at a sum of two it does not: the
-    sum is one operation more in each step, which matters if a step takes a few microseconds.
-
-    Attributes:
-        steps: runs the steps of a chunk.
-        tiers: the numbers of rows to choose from.
-        axes: where the rows are; None where there is one tier.
-        products: whether a step has products that may be computed for a chunk at once.
-        folded: whether the loop is folded. Then there is one tier.
-    """
-
-    steps: RunChunk
-    tiers: tuple[int, ...]
-    axes: RowAxes | None
-    products: bool
-    folded: bool = False
-
-    def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
-        schedule: Schedule = feed.schedule
-        inner, xs = consts
-
-        def all_rows(carried: Carried) -> Carried:
-            fed = self._steps_of(xs, feed.x) if self.products else xs
-            loop, step, consts = self._begin(inner, carried.state, fed)
-            writing = loop.having(
-                step=_Write(step, self.folded),
-                consts=(consts, xs, feed.x),
-                state=carried,
-                xs=Feed(self._places()),
-            )
-            return run(writing)[0]
-
-        def first_rows(rows: int, carried: Carried) -> Carried:
-            assert schedule.order is not None
-            assert self.axes is not None
-            live, axes = schedule.order[:rows], self.axes
-            fed = take_feed(self._steps_of(xs, feed.x), axes.x, live)
-            loop, step, consts = self._begin(
-                take_rows(inner, axes.consts, live), take_rows(carried.state, axes.state, live), fed
-            )
-            new, ys = run(loop.having(step=step, consts=consts, xs=Feed((self._places(), fed))))
-            outputs = [_put(*each, live, feed.x) for each in zip(carried.outputs, ys, axes.y, strict=True)]
-            return Carried(put_rows(carried.state, new, axes.state, live), outputs)
-
-        run_tiers: list[Callable[[Carried], Carried]] = [
-            *(functools.partial(first_rows, tier) for tier in self.tiers[:-1]),
-            all_rows,
-        ]
-
-        def run_some(carried: Carried) -> Carried:
-            if len(run_tiers) == 1:
-                return all_rows(carried)
-            for branch, run_tier in enumerate(run_tiers, 1):
-                carried = jax.lax.cond(schedule.branch == branch, run_tier, _as_it_is, carried)
-            return carried
-
-        return jax.lax.cond(jax.lax.gt(schedule.branch, np.int32(0)), run_some, _as_it_is, state), None
-
-    def _begin(self, consts: PyTree, state: PyTree, fed: Feed) -> tuple[Loop, Step, PyTree]:
-        loop = self.steps.loop(consts, state, fed)
-        step, consts = with_early_products(loop) if self.products else without_early_products(loop)
-        return loop, step, consts
-
-    def _steps_of(self, xs: Feed, first: Array) -> Feed:
-        if self.folded:
-            return jax.tree.map(lambda leaf: _entry(leaf, (first,)), xs)
-        return jax.tree.map(lambda leaf: jax.lax.dynamic_slice_in_dim(leaf, first, self.steps.length), xs)
-
-    def _places(self) -> np.ndarray:
-        """The steps' places in the chunk; unsigned, as of signed ones JAX asks whether they count from the end."""
-        return np.arange(self.steps.length, dtype=np.uint32)
-
-
-@dataclass(frozen=True)
-class _Write:
-    """A step that writes its outputs. Its consts are (consts, xs, the chunk's x), its x is its place in the chunk."""
-
-    step: Step
-    folded: bool
-
-    def __call__(self, consts: PyTree, state: Carried, feed: Feed) -> tuple[Carried, None]:
-        (inner, xs, start), place = consts, feed.x
-        at = (start, place) if self.folded else (jax.lax.add(start, place),)
-        fed = jax.tree.map(lambda leaf: _entry(leaf, at), xs)
-        new, ys = self.step(inner, state.state, Feed((place, fed)))
-        outputs = zip(state.outputs, ys, strict=True)
-        return Carried(new, [_put_entry(out, y, at) for out, y in outputs]), None
-
-
-def _entry(leaf: Array, at: tuple[Any, ...]) -> Array:
-    """`leaf[at]`, without the call that JAX traces for `dynamic_index_in_dim`."""
-    one = jax.lax.dynamic_slice(leaf, _begin_of(leaf, at), (*(1 for _ in at), *leaf.shape[len(at) :]))
-    return jax.lax.squeeze(one, range(len(at)))
-
-
-def _put_entry(leaf: Array, value: Array, at: tuple[Any, ...]) -> Array:
-    """The leaf, with `leaf[at]` replaced."""
-    value = place_like(jax.lax.expand_dims(value, range(len(at))), jax.typeof(leaf))
-    return jax.lax.dynamic_update_slice(leaf, value, _begin_of(leaf, at))
-
-
-def _begin_of(leaf: Array, at: tuple[Any, ...]) -> list[Any]:
-    return [*at, *[np.zeros((), np.uint32)] * (leaf.ndim - len(at))]
-
-
-def _put(outputs: Array, ys: Array, axis: int | None, rows: Array, start: Array) -> Array:
-    """Writes the outputs of a chunk of steps, or those of some rows."""
-    if axis is None:
-        return jax.lax.dynamic_update_slice_in_dim(outputs, ys, start, 0)
-    if rows.shape == (1,):
-        row, zero = rows[0].astype(start.dtype), jnp.zeros((), start.dtype)
-        return jax.lax.dynamic_update_slice(
-            outputs, ys, [start, *(row if i == axis else zero for i in range(ys.ndim - 1))]
-        )
-    places = jnp.stack([jnp.broadcast_to(start.astype(rows.dtype), rows.shape), rows], axis=1)
-    numbers = jax.lax.ScatterDimensionNumbers(
-        update_window_dims=tuple(i for i in range(ys.ndim) if i != axis + 1),
-        inserted_window_dims=(axis + 1,),
-        scatter_dims_to_operand_dims=(0, axis + 1),
-    )
-    return jax.lax.scatter(outputs, places, ys, numbers, unique_indices=True, mode="promise_in_bounds")
-
-
-def _fold(tree: PyTree, size: int) -> PyTree:
-    """Leaves `[T, ...]` as `[chunks, size, ...]`."""
-    return jax.tree.map(lambda leaf: jax.lax.reshape(leaf, (leaf.shape[0] // size, size, *leaf.shape[1:])), tree)
-
-
-def _unfold(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: jax.lax.reshape(leaf, (leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])), tree)
-
-
-def _as_it_is(carried: Carried) -> Carried:
-    return carried

@@ -13,7 +13,10 @@ import numpy as np
 from jax.custom_batching import custom_vmap
 
 from ..._avals import (
-    has_one_device,
+    Array,
+    ArrayLike,
+    LeafAxes,
+    PyTree,
     in_mesh,
     is_key,
     is_sharded,
@@ -26,8 +29,11 @@ from ..._avals import (
     unspread,
     varying_axes,
 )
+from ..._cpu.rows import in_one_place
+from ..._loop.loop import Loop
+from ..._loop.run import debugs_nans
+from ..._trace.hoist import is_smooth
 from ..._tree import map_leaves
-from ..._types import Array, ArrayLike, PyTree
 
 
 def mask_of_lengths(lengths: ArrayLike, steps: int) -> Array:
@@ -158,7 +164,7 @@ def take_row(leaf: Array, row: Array, axis: int, batch: tuple[int, ...]) -> Arra
     The number is unsigned: of a signed one JAX asks each time whether it counts from the end. Where rows may be spread
     over devices, the row is added up: a slice at a number that is computed would gather all rows on each device.
     """
-    if is_sharded(leaf) or not has_one_device():
+    if not in_one_place(leaf):
         chosen = jnp.arange(math.prod(batch), dtype=row.dtype).reshape(batch) == row
         rows = tuple(range(axis, axis + len(batch)))
 
@@ -173,52 +179,6 @@ def take_row(leaf: Array, row: Array, axis: int, batch: tuple[int, ...]) -> Arra
         return jax.lax.dynamic_slice(leaf, starts, (*head, 1, *tail))
     flat = leaf.reshape((*head, -1, *tail))
     return jax.lax.dynamic_index_in_dim(flat, row, axis).reshape((*head, *(1 for _ in batch), *tail))
-
-
-def written(leaf: Array) -> Array:
-    """A selection in an array of its own, where XLA may otherwise fuse it with what reads it.
-
-    XLA's CPU backend may compute a fused value twice, with two roundings, and then a step that compares a value with
-    itself is wrong: https://github.com/jax-ml/jax/issues/40564. It removes barriers, and writes what is gathered.
-    """
-    known = leaf.ndim and all(isinstance(size, int) and size for size in leaf.shape)
-    known = known and jnp.issubdtype(leaf.dtype, jnp.inexact)
-    fused = jax.default_backend() == "cpu" and has_one_device() and not is_sharded(leaf)
-    return _written(leaf, np.arange(leaf.shape[0], dtype=np.uint32)[:, None]) if known and fused else leaf
-
-
-@jax.custom_jvp
-def _written(leaf: Array, rows: ArrayLike) -> Array:  # of an array within, checkify would make an argument of the rule
-    return gather_rows(leaf, rows, 0, distinct=True)
-
-
-@_written.defjvp
-def _written_rule(primals: tuple[Array, Array], tangents: tuple[Array, Any]) -> tuple[Array, Array]:
-    return _written(*primals), tangents[0]  # the transpose of a gather would be a scatter
-
-
-def gather_rows(
-    leaf: Array, rows: ArrayLike, axis: int, *, distinct: bool = False, of_first_step: bool = False
-) -> Array:
-    """The given rows of a leaf; `rows` is int[N, 1], each within the leaf.
-
-    Args:
-        leaf: rows at `axis`.
-        rows: which rows; unsigned numbers are not asked whether they count from the end.
-        axis: where the rows are.
-        distinct: whether all rows differ, which the gradient then relies on.
-        of_first_step: the leaf is `[T, ...]`, and the rows are those of the entry 0, where they are at `axis`.
-    """
-    collapsed = (0, axis + 1) if of_first_step else (axis,)
-    others = tuple(i for i in range(leaf.ndim - of_first_step) if i != axis)
-    return jax.lax.gather(
-        leaf,
-        rows,
-        jax.lax.GatherDimensionNumbers(others, collapsed, collapsed[-1:]),
-        tuple(1 if i in collapsed else size for i, size in enumerate(leaf.shape)),
-        unique_indices=distinct,
-        mode="clip",
-    )
 
 
 def at_step(leaf: Array, step: Array) -> Array:
@@ -445,6 +405,35 @@ def _choose(flag: Array, own: Array, other: Array) -> Array:
     """`own` where the flag is set, else `other`; the flag's axes lead the value's."""
     shaped = flag.reshape(flag.shape + (1,) * (own.ndim - flag.ndim))
     return select(shaped, own, other)
+
+
+def lend_rows(leaves: list[Array], axes: LeafAxes, valid: Array) -> list[Array]:
+    """Leaves that are the same in every step: rows without any valid step have another row's."""
+    if all(axis is None for axis in axes) or 0 in valid.shape:
+        return leaves
+    have = jnp.any(valid, axis=0)
+    lender = last_set(have)
+
+    def lent(leaf: Array, axis: int | None) -> Array:
+        if axis is None:
+            return leaf
+        return select(expand(have, leaf, axis), leaf, take_row(jax.lax.stop_gradient(leaf), lender, axis, have.shape))
+
+    return list(map(lent, leaves, axes))
+
+
+def without_false_alarms(loop: Loop, axes: LeafAxes) -> Loop:
+    """Under `jax_debug_nans` the loop without padding: no step reads it, but the gradient may save it with the rest."""
+    if not debugs_nans():
+        return loop
+
+    def cleaned(leaf: Array, axis: int | None) -> Array:
+        if axis is None or not is_smooth(leaf):
+            return leaf
+        zero = jnp.zeros((), leaf.dtype)
+        return jax.vmap(lambda valid, x: select_valid(valid, x, zero, axis))(loop.xs.valid, leaf)
+
+    return loop.having(xs=loop.xs._replace(x=map_leaves(cleaned, loop.xs.x, axes)))
 
 
 class Schedule(NamedTuple):

@@ -19,12 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.core import Tracer
 
-from ..._avals import has_one_device, is_sharded
-from ..._axes import LeafAxes
-from ..._loop.loop import Feed, Loop, Step, within
-from ..._trace.hoist import is_untraced
+from ..._avals import Array, LeafAxes, PyTree
+from ..._cpu.rows import gather_rows, in_one_place, written
+from ..._loop.loop import Feed, Loop, Step, is_untraced, within
 from ..._tree import Prefix, map_leaves
-from ..._types import Array, PyTree
 from ..checkpoint import chooses, compares
 from .axes import RowAxes, spread_batch_axes, with_axes
 from .fill import fill_leaves, without_hold
@@ -33,17 +31,15 @@ from .leaves import (
     any_of,
     at_step,
     choose_own,
-    expand,
     first_valid,
-    gather_rows,
     last_set,
     lend,
+    lend_rows,
     lend_to_elements,
     pick_steps,
     select,
     take_row,
     unless_alone,
-    written,
 )
 
 _once_a_shape = functools.partial(jax.jit, inline=True)
@@ -78,10 +74,7 @@ def own_pairs(
     carry_axes, x_axes = axes
     have, first = begin
     batch = have.shape
-    # One gather per leaf, in place of a slice, its broadcast and a selection: less to trace. It would exchange all rows
-    # of a step between devices, so that rows which may be spread over these are given the one row that they need.
-    together = has_one_device() and not any(map(is_sharded, (have, *state, *xs)))
-    source = _own_or_first(have) if len(batch) == 1 and together else None
+    source = _own_or_first(have) if len(batch) == 1 and in_one_place(have, *state, *xs) else None
 
     @functools.cache
     def lender() -> tuple[Array, RowMask]:
@@ -293,6 +286,11 @@ class Mask:
     spelled: str
     moves = True
 
+    @classmethod
+    def of(cls, fill: PyTree) -> Mask:
+        """With the fill as `check_fill` returns it."""
+        return cls(Prefix.of(fill), repr(fill))
+
     def __call__(self, loop: Loop) -> Loop:
         if loop.rows.all_valid:
             return loop
@@ -320,21 +318,6 @@ def mask(loop: Loop, fill: Prefix, *, lengths: Array | None = None) -> Loop:
     good_axes: LeafAxes = (None,) * len(jax.tree.leaves(good)) if share else (*axes.state, *axes.x)  # one row, or all
     loop = loop.having(step=step, consts=(good, consts))
     return with_axes(loop, consts=(*good_axes, *axes.consts))
-
-
-def lend_rows(leaves: list[Array], axes: LeafAxes, valid: Array) -> list[Array]:
-    """Leaves that are the same in every step: rows without any valid step have another row's."""
-    if all(axis is None for axis in axes) or 0 in valid.shape:
-        return leaves
-    have = jnp.any(valid, axis=0)
-    lender = last_set(have)
-
-    def lent(leaf: Array, axis: int | None) -> Array:
-        if axis is None:
-            return leaf
-        return select(expand(have, leaf, axis), leaf, take_row(jax.lax.stop_gradient(leaf), lender, axis, have.shape))
-
-    return list(map(lent, leaves, axes))
 
 
 def _good_pair(

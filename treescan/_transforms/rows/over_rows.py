@@ -2,37 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
 
-from ..._avals import vary_over, varying_axes
-from ..._axes import LeafAxes
+from ..._avals import Array, LeafAxes, PyTree, as_arrays, vary_over, varying_axes
 from ..._errors import Misuse
-from ..._loop.loop import Feed, Loop
-from ..._loop.run import as_arrays, debugs_nans
-from ..._trace.hoist import (
-    Hoisted,
-    Traced,
-    fixed_leaves,
-    flatten_only,
-    hoist,
-    is_smooth,
-    is_untraced,
-    lift,
-    merge,
-    split,
-)
+from ..._loop.loop import Loop, is_untraced
+from ..._trace.hoist import Hoisted, fixed_leaves, flatten_only, hoist, lift
 from ..._trace.raw_keys import raw, with_raw_keys
-from ..._tree import Prefix, map_leaves
-from ..._types import Array, PyTree
+from ..._tree import Prefix, merge
 from ..axes import scan_over_axes
 from ..refuse import refuse_refs_in_skipped_steps, refuse_with_refs
-from .axes import RowAxes, RowFlags, Rows, refuse_shared_keys, rows_of_x, spread_batch_axes, spread_carry_axes
-from .leaves import mask_of_lengths, select_valid
-from .mask import lend_rows
+from .axes import (
+    RowAxes,
+    RowFlags,
+    Rows,
+    not_proven,
+    proof_of,
+    refuse_shared_keys,
+    rows_of,
+    rows_of_x,
+    spread_batch_axes,
+    spread_carry_axes,
+)
+from .leaves import lend_rows, mask_of_lengths, without_false_alarms
 
 
 @dataclass(frozen=True)
@@ -66,12 +61,12 @@ class OverRows:
         loop, axes = self._lay(loop, valid, lends=not all_valid)
         y_axes = self.y_axes or Prefix.of(jax.tree.unflatten(jax.tree.structure(loop.state), axes.state))
         tiers = self._tiers(loop, valid) if self.compact and not all_valid else (0,)
-        unchanged, apart = None, _unknown
+        unchanged, apart = None, not_proven
         if is_untraced(loop):
             hoisted, before = flatten_only(loop), loop
             unchanged = lambda: fixed_leaves(before, changing)  # noqa: E731
         else:
-            loop = with_raw_keys(_without_false_alarms(loop, axes.x))
+            loop = with_raw_keys(without_false_alarms(loop, axes.x))
             given = given._replace(to=raw(given.to), inits=raw(given.inits))
             hoisted = hoist(loop, changing)
             if loop.going is not None:
@@ -83,7 +78,7 @@ class OverRows:
 
                 tiers = fewer_tiers(tiers, hoisted.jaxpr) if self.compact is True else tiers
                 trace_tiers(hoisted, loop, axes, tiers)
-            apart = _proof_of(hoisted.traced, axes, loop.xs)
+            apart = proof_of(hoisted.traced, axes, loop.xs)
             hoisted = lift(hoisted)
         rows = rows_of(hoisted, axes, y_axes)._replace(
             resets=resets, unchanged=unchanged, all_valid=all_valid, given=given, was_fixed=hoisted.fixed, apart=apart
@@ -156,26 +151,6 @@ def _refuse_refs(hoisted: Hoisted, tiers: tuple[int, ...], others: tuple[str, ..
         refuse_with_refs("compact")
 
 
-def _unknown() -> bool:
-    return False
-
-
-def _proof_of(traced: Traced, axes: RowAxes, xs: Feed) -> Callable[[], bool]:
-    """What tells whether a body treats rows independently, whatever their number, for a single axis of rows."""
-    if xs.valid is None or xs.valid.ndim != 2 or None in (*axes.state, *axes.x):
-        return _unknown
-    others = (None,) * (len(jax.tree.leaves(xs)) - len(axes.x) - 1)  # then the mask, which is the last
-    given, returned = (*axes.consts, *axes.state, *axes.x, *others, 0), (*axes.state, *axes.y)
-    programs = [(jaxpr.jaxpr, shapes[len(given) - 1][0]) for shapes, jaxpr in traced.jaxprs.items()]
-
-    def prove() -> bool:
-        from ..._trace.independence import keeps_rows_apart
-
-        return all(keeps_rows_apart(jaxpr, given, returned, rows) for jaxpr, rows in programs)
-
-    return prove
-
-
 def _restored(hoisted: Hoisted, rows: Rows, state: list[Array]) -> PyTree:
     """The whole state; that of packed sequences has an entry for each of them, in its unchanged leaves too."""
     spans, (unchanged, _) = rows.given.spans, hoisted.loop.consts
@@ -191,24 +166,3 @@ def _changing(rows: RowFlags) -> list[bool] | None:
     """For each leaf of init whether resets change it, also where no step does; None: they put its init back."""
     targets = rows.to if rows.inits is None else rows.inits
     return None if targets is None else [target is not None for target in targets]
-
-
-def rows_of(hoisted: Hoisted, axes: RowAxes, y_axes: Prefix) -> Rows:
-    """Where the rows are in the leaves of the loop that is left, and in those that are unchanged."""
-    fixed, state = map(tuple, split(hoisted.fixed, axes.state))
-    closed = (None,) * (len(jax.tree.leaves(hoisted.loop.consts)) - len(fixed) - len(axes.consts))
-    return Rows(axes._replace(consts=(*fixed, *closed, *axes.consts), state=state), y_axes, fixed)
-
-
-def _without_false_alarms(loop: Loop, axes: LeafAxes) -> Loop:
-    """Under `jax_debug_nans` the loop without padding: no step reads it, but the gradient may save it with the rest."""
-    if not debugs_nans():
-        return loop
-
-    def cleaned(leaf: Array, axis: int | None) -> Array:
-        if axis is None or not is_smooth(leaf):
-            return leaf
-        zero = jnp.zeros((), leaf.dtype)
-        return jax.vmap(lambda valid, x: select_valid(valid, x, zero, axis))(loop.xs.valid, leaf)
-
-    return loop.having(xs=loop.xs._replace(x=map_leaves(cleaned, loop.xs.x, axes)))

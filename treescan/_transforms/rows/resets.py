@@ -13,11 +13,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from ..._avals import describe_leaf, on_automatic_axes, parts_of, vary_over, varying_axes
-from ..._axes import LeafAxes
+from ..._avals import Array, LeafAxes, PyTree, describe_leaf, on_automatic_axes, parts_of, vary_over, varying_axes
 from ..._errors import Misuse
 from ..._loop.loop import Feed, Loop, Step
-from ..._types import Array, PyTree
 from .axes import Begins, with_axes
 from .leaves import expand, first_valid, may_branch, pick_steps, select
 

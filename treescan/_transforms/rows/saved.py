@@ -24,31 +24,19 @@ import numpy as np
 from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
-from ..._avals import is_sharded, varying_axes
-from ..._loop.body import Memo
+from ..._avals import Array, PyTree, bytes_of, is_sharded, varying_axes
 from ..._loop.chunk import Level, as_step, run_chunked
-from ..._loop.loop import Feed, Loop, Step
-from ..._trace.cost import bytes_of, count_saved_bytes
+from ..._loop.loop import Feed, Loop, Memo, Step
+from ..._trace.cost import count_saved_bytes
 from ..._trace.dependence import dependent
 from ..._trace.equations import needed, variables_of
-from ..._trace.hoist import (
-    Part,
-    Unproven,
-    array_of,
-    fill_in,
-    is_smooth,
-    merge,
-    nonzero_part,
-    one_step,
-    split,
-    zeros_like,
-)
-from ..._types import Array, PyTree
+from ..._trace.hoist import Unproven, array_of, fill_in, is_smooth, nonzero_part, one_step, zeros_like
+from ..._tree import Part, merge, split
 from ..remat import is_cheap, is_large
 from ..weights.in_bulk import products_pay
-from .in_place import Result, write_chunks
 from .leaves import Schedule, select_valid
 from .mask import GoodPair
+from .writing import Result, write_chunks
 
 Arrays = list[Any]
 
@@ -296,7 +284,13 @@ def stack_chunks(loop: Loop, size: int, outputs: Arrays) -> Result:
 
 
 def push_forward(loop: Loop, size: int, idle: Arrays, tangents: Any) -> tuple[Any, Any]:
-    """The results of a loop and their tangents. What these need of each step is saved. See `in_place.Derive`.
+    """The results of a loop and their tangents. What these need of each step is saved.
+
+    Args:
+        loop: the loop, whose step returns its outputs as a list.
+        size: the steps of a chunk.
+        idle: the outputs of steps that are not run, `[T, ...]`.
+        tangents: those of (consts, state, xs).
 
     Raises:
         Unproven: if it is better to compute chunks again, or if the steps cannot be saved.

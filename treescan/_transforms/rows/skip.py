@@ -13,12 +13,10 @@ from typing import Any
 
 import jax
 
-from ..._avals import is_key, promoted
+from ..._avals import PyTree, is_key, promoted
 from ..._loop.chunk import Around, Wish, chunk_size
-from ..._loop.loop import Feed, Loop, Step
+from ..._loop.loop import Feed, Loop, Step, is_untraced
 from ..._loop.rewrite import is_rewriting
-from ..._trace.hoist import is_untraced
-from ..._types import PyTree
 from ..checkpoint import Checkpointed, checkpoint, chooses, policy_of_chunk, reading, rolled
 from ..outputs import is_thinned
 from ..refuse import refuse_symbolic, refuse_with_refs
@@ -138,9 +136,8 @@ class Skip:
         if not may_rule:
             return loop
         from .in_place import write_in_place
-        from .saved import push_forward
 
-        return write_in_place(loop, tiers, push_forward if self._is_chosen(loop, tiers) else None)
+        return write_in_place(loop, tiers, saves=self._is_chosen(loop, tiers))
 
     def _remat(self, loop: Loop, tiers: tuple[int, ...]) -> ChunkRemat:
         """What the gradient does with the chunks of a loop. It recomputes those that the user asked for.

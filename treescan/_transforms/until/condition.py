@@ -14,17 +14,13 @@ import jax.tree_util as jtu
 import numpy as np
 from jax.core import eval_jaxpr
 
-from ..._avals import describe_node, describe_traced, dtype_of
-from ..._axes import LeafAxes
+from ..._avals import Array, LeafAxes, PyTree, TreeDef, describe_node, describe_traced, dtype_of
 from ..._body.call import call_user
 from ..._body.carry import read_carries
 from ..._errors import BodyError, Fault, speaking_of
-from ..._loop.body import Body
-from ..._loop.loop import Loop
+from ..._loop.loop import Body, Loop
 from ..._loop.run import named_signature
-from ..._trace.hoist import merge
-from ..._tree import is_static, thaw_static
-from ..._types import Array, PyTree, TreeDef
+from ..._tree import is_static, merge, thaw_static
 from ..rows.compact import failed_with_fewer_rows, take_rows
 
 

@@ -1,4 +1,4 @@
-"""Runs a loop that ends early: as a function of its operands that has a derivative, or step by step on values."""
+"""A loop that ends early, as a function of its operands that has a derivative."""
 
 from __future__ import annotations
 
@@ -10,30 +10,12 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..._avals import place_like, vary_over, varying_axes
-from ..._errors import ArgumentError, Fault, explain
-from ..._loop.body import Memo
+from ..._avals import Array, PyTree, place_like, vary_over
 from ..._loop.chunk import Around, run_chunked
-from ..._loop.loop import Feed, Loop, Result, Step, within
+from ..._loop.loop import Feed, Loop, Step, within
 from ..._loop.rewrite import is_rewriting
-from ..._loop.run import as_arrays, debugs_nans, run
-from ..._trace.hoist import (
-    Hoisted,
-    Lifted,
-    fill_in,
-    instantiated,
-    is_smooth,
-    is_untraced,
-    no_tangent,
-    nonzero_part,
-    split,
-)
-from ..._types import Array, PyTree
-from ..outputs import ALL, emitting
-from ..refuse import once_only
-from ..rows.axes import without_arrays
-from ..rows.fill import fill_leaves
-from ..rows.leaves import any_of_all, may_branch
+from ..._loop.run import debugs_nans
+from ..._trace.hoist import Hoisted, Lifted, fill_in, instantiated, is_smooth, no_tangent, nonzero_part
 from ..rows.mask import masked_step
 from ..weights.in_bulk import MappedLater
 from .condition import Condition
@@ -42,26 +24,16 @@ from .early_exit import (
     MaskedStep,
     Progress,
     Reads,
-    ReportAfter,
     StepOutputs,
     TakeChunk,
     TakeLiveRows,
     TakeStep,
-    TellTaken,
     all_fixed,
     axes_in_run,
-    going_on,
     nested_sizes,
-    plan_chunks,
 )
+from .reports import ReportAfter, TellTaken
 from .tangents import Tangents, push_forward, ways_of
-
-
-def without_tracers(loop: Loop) -> Loop:
-    """A traced loop with types instead of arrays, because rules for derivatives must not contain tracers."""
-    consts, state, xs = jax.tree.map(jax.typeof, (loop.consts, loop.state, loop.xs))
-    bare = dataclasses.replace(loop, consts=consts, state=state, xs=xs, trace=None, going=None, finish=(), wishes=())
-    return dataclasses.replace(bare, rows=without_arrays(loop.rows), runner=None)
 
 
 class Operands(NamedTuple):
@@ -276,86 +248,3 @@ class EarlyExit:
             fill_in(saved.ys, d_ys),
             fill_in(saved.starts, d_starts),
         )
-
-
-_NO_GRADIENT = once_only(
-    "the gradient computes each step again",
-    "Take no gradient of the loop, or leave the callback out of what is differentiated",
-)
-
-
-def no_forward_mode() -> Fault:
-    """The error for forward mode of a loop whose body has a rule for reverse mode alone."""
-    return Fault(
-        ArgumentError,
-        "{verb} over {body}: the body calls a function with a `jax.custom_vjp`, which JAX differentiates only in "
-        "reverse mode. But this is forward mode, or the gradient of a `jax.vmap`, which needs forward mode here.",
-        "Use `jax.vmap` of `jax.grad` instead of `jax.grad` of `jax.vmap`. Or run the loop under "
-        "`treescan.rewriting(False)`, where it always runs `max_length` steps.",
-    )
-
-
-def run_while_going(loop: Loop) -> Result:
-    """Runs a loop as `EndEarly` left it, with what other options made of it."""
-    going, tell = loop.going, next((wish.ticks for wish in loop.wishes if wish.ticks is not None), None)
-    reads = Reads(loop.consts, going.condition.closed, going.limit, going.run)
-    run_loop = _run_step_by_step if is_untraced(loop) else _run_traced
-    progress, ys = run_loop(loop, reads, tell)
-    if tell is not None:
-        tell(reads, progress, last=True)
-    return Result(progress.state, ys, progress.taken, ~progress.holds)
-
-
-def _run_step_by_step(loop: Loop, reads: Reads, tell: TellTaken | None) -> tuple[Progress, PyTree]:
-    """Runs the steps on values, one by one. Of a loop that takes none, a trace tells the types."""
-    holds, every = loop.going.holds, -(-loop.length // tell.updates) if tell else 0
-    taken = place_like(jnp.zeros(holds.shape, jnp.int32), jax.typeof(holds))
-    progress, ran = Progress(holds, taken, as_arrays(loop.state)), list[PyTree]()
-    step = MaskedStep(loop.step, loop.going.condition, all_fixed(loop))
-    one = dataclasses.replace(loop, step=step, consts=reads, length=1, memo=Memo())
-    while len(ran) < loop.length and any_of_all(going_on(progress, reads)):
-        place = loop.length - 1 - len(ran) if loop.reverse else len(ran)
-        progress, y = run(dataclasses.replace(one, state=progress, xs=_part(loop.xs, place, place + 1)))
-        ran.append(y)
-        if tell is not None and len(ran) % every == 0:
-            tell(reads, progress)
-    left = loop.length - len(ran)
-    if not ran:
-        state, y = run(dataclasses.replace(loop, xs=_part(loop.xs, 0, 0), length=0))
-        progress, ran = progress._replace(state=state), [y]
-    values = zip(fill_leaves(loop.rows.outputs.idle.fill, ran[0]), jax.tree.leaves(ran[0]), strict=True)
-    filled = [jnp.broadcast_to(value, (left, *leaf.shape[1:])) for value, leaf in values]
-    parts = [*ran, jax.tree.unflatten(jax.tree.structure(ran[0]), filled)]
-    return progress, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *(parts[::-1] if loop.reverse else parts))
-
-
-def _part(xs: Feed, start: int, stop: int) -> Feed:
-    return jax.tree.map(lambda leaf: jax.lax.slice_in_dim(jnp.asarray(leaf), start, stop), xs)
-
-
-def _run_traced(loop: Loop, reads: Reads, tell: TellTaken | None) -> tuple[Progress, list[Any]]:
-    """Runs the loop as a function with a derivative of its own; its ys are what is left of the outputs."""
-    going, hoisted, keeps, length = loop.going, loop.trace, loop.keeps or (), loop.length
-    varying = varying_axes(jax.typeof(going.holds)) | varying_axes(jax.typeof(going.limit))
-    step, xs = emitting(loop.step, keeps), loop.xs._replace(valid=None)
-    loop = dataclasses.replace(loop, step=step, xs=xs, state=as_arrays(loop.state))
-    chunks = plan_chunks(loop)
-    avals, _ = split([keep is not None for keep in keeps], hoisted.y_avals)
-    kept = [keep for keep in keeps if keep is not None]
-    every = tuple(1 if keep == ALL else chunks.stride for keep in kept)
-    early = EarlyExit(
-        loop=without_tracers(loop),
-        hoisted=hoisted._replace(loop=None),
-        condition=going.condition,
-        outputs=StepOutputs(tuple(avals), loop.rows.outputs.idle.fill, varying, every),
-        chunks=chunks if tell is None else tell.fit(chunks),
-        branches=may_branch(),
-        refusal=explain(_NO_GRADIENT, going.verb, loop.body.function) if hoisted.effects else None,
-        apart=not going.holds.ndim or loop.rows.apart(),
-        tell=tell,
-    )
-    given = Operands(reads, vary_over(going.holds, varying), loop.state, loop.xs)
-    progress, ys = early.differentiable()(given)
-    left = [y[early.front // n :][: length // n] for y, n in zip(ys, every, strict=True)]
-    pairs = [(y, keep // n) for y, keep, n in zip(left, kept, every, strict=True)]
-    return progress, [y if stride == 1 else y[stride - 1 :: stride] for y, stride in pairs]

@@ -16,23 +16,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..._avals import is_sharded, place_like, vary_over
-from ..._axes import LeafAxes
-from ..._loop.chunk import Around, Level, Wish, chunk_size, plan_sizes
+from ..._avals import Array, LeafAxes, PyTree, is_sharded, place_like, vary_over
+from ..._loop.chunk import Level, Wish, chunk_size, plan_sizes
 from ..._loop.loop import Feed, Loop, Step
-from ..._loop.reports import Reporter, Tick, probes_of
-from ..._progress import MOST, Progress as Settings
 from ..._remat import Remat
-from ..._trace.hoist import merge
-from ..._tree import Prefix
-from ..._types import Array, PyTree
+from ..._tree import Prefix, merge
 from ..checkpoint import remat_sizes
 from ..outputs import Thinned
-from ..progress import Showing, refuse_backward
 from ..rows.axes import RowAxes
 from ..rows.compact import LiveRows
 from ..rows.fill import Idle, fill_leaves
-from ..rows.leaves import any_of_all, at_step, make_schedule, most_of_all, most_of_devices, select, unless_alone
+from ..rows.leaves import any_of_all, at_step, make_schedule, select, unless_alone
 from .condition import Condition
 
 BRANCHING = 11
@@ -99,6 +93,14 @@ class StepOutputs:
         """The leaves of y for a chunk of steps that are not taken."""
         leaves = zip(self.filled(), self.every, strict=True)
         return [jnp.broadcast_to(leaf, (size // every, *leaf.shape)) for leaf, every in leaves]
+
+    def zero(self) -> StepOutputs:
+        """The types, and zeros where no step is taken."""
+        return dataclasses.replace(self, fill=Prefix.of(0))
+
+    def on_live_rows(self, step: Step, tiers: Sequence[int], axes: RowAxes) -> list[LiveRows]:
+        """What runs a chunk on some rows alone, for each number of rows but the last, which is that of all."""
+        return [LiveRows(step, tier, axes, Idle(self.fill)) for tier in tiers[:-1]]
 
     def levels(self, length: int, sizes: Sequence[int], around: Callable[[int], Any]) -> tuple[Level, ...]:
         """Levels of the given sizes, ascending, less those that the loop does not fill, and what they keep of y."""
@@ -248,8 +250,7 @@ class TakeLiveRows(TakeChunk):
     def _run(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
         schedule = make_schedule(going_on(progress, reads)[None], 1, self.tiers)
         assert schedule.order is not None
-        idle = Idle(self.outputs.fill)
-        some = [LiveRows(self.step, tier, self.axes, idle) for tier in self.tiers[:-1]]
+        some = self.outputs.on_live_rows(self.step, self.tiers, self.axes)
         ways: list[Callable[..., Any]] = [self._leave, *some, self._everything]
         return jax.lax.switch(schedule.branch[0], ways, reads, progress, feed._replace(schedule=schedule.order[0]))
 
@@ -319,91 +320,3 @@ def nested_sizes(length: int) -> tuple[int, tuple[int, ...]]:
     while ratio**depth < length:
         ratio += 1
     return ratio**depth, tuple(ratio**i for i in range(1, depth) if ratio > 1)
-
-
-def show_taken(loop: Loop, settings: Settings, showing: Showing) -> Loop:
-    """The loop, which shows the steps that were taken.
-
-    Args:
-        loop: the loop.
-        settings: what the user said.
-        showing: what is shown of the carry.
-    """
-    refuse_backward(settings)
-    going, each = loop.going, settings.batched
-    reporter = Reporter(showing.site, each)
-    total = jnp.full((), -1, jnp.int32) if going.total is None else _largest(going.total, each=each)
-    probes = probes_of(loop.state, loop.xs.x)
-    if each:  # of all that the loop reads: they are mapped if anything is that differs between its runs
-        probes = probes_of(*jax.tree.leaves((loop.consts, loop.state, loop.xs, going.condition.closed)))
-    run = reporter.begin(total, probes)
-    tell = TellTaken(reporter, showing, settings.updates or MOST, going.condition, all_fixed(loop))
-    wish = Wish(-(-loop.length // tell.updates), ticks=tell)
-    return dataclasses.replace(loop, going=going._replace(run=(run, total)), wishes=(*loop.wishes, wish))
-
-
-def _largest(steps: Array, *, each: bool) -> Array:
-    """int32[]: the most steps of all rows and devices, and of all elements of a vmap unless each counts for itself."""
-    steps = jnp.max(steps, initial=None if steps.size else 0) if steps.ndim else steps
-    steps = most_of_devices(steps.astype(jnp.int32))
-    return steps if each else most_of_all(steps)
-
-
-@dataclass(frozen=True, eq=False)
-class TellTaken:
-    """Reports, from within a loop that ends early, how many steps were taken. It holds no array.
-
-    Attributes:
-        reporter: reports it.
-        showing: what is shown of the carry.
-        updates: the most reports.
-        condition: knows the user's carry in the state.
-        fixed: for each leaf of the whole state whether it is unchanged.
-    """
-
-    reporter: Reporter
-    showing: Showing
-    updates: int
-    condition: Condition
-    fixed: tuple[bool, ...]
-
-    def fit(self, chunks: Chunks) -> Chunks:
-        """As many chunks that several of them together report, if there are too many for a report each."""
-        together = -(-chunks.number // self.updates)
-        return chunks._replace(number=-(-chunks.number // together) * together)
-
-    def size(self, length: int, sizes: Sequence[int], unit: int) -> int:
-        """The smallest of these chunks of which there are not too many, else chunks of the largest of them.
-
-        A remainder is made of steps alone: there is none of chunks.
-        """
-        outer, least = max((unit, *sizes)), -(-length // self.updates)
-        fitting = [size for size in sizes if size >= least]
-        if fitting or outer == unit:
-            return min(fitting, default=-(-least // outer) * outer)
-        return min(size for size in range(outer, length + 1, outer) if length % size == 0 and size >= least)
-
-    def __call__(self, reads: Reads, progress: Progress, *, last: bool = False) -> None:
-        """Reports how far the loop has come; `last`: that it has ended."""
-        run, total = reads.run
-        carry = self.condition.state_of(whole_state(self.fixed, reads, progress.state))
-        shown, false = self.showing.of_carry(carry), jnp.zeros((), bool)
-        tick = Tick(run, total, _largest(progress.taken, each=self.reporter.batched), false, ~false if last else false)
-        self.reporter.step(tick, shown, probes_of(carry if last else progress.state))
-
-    def around(self, inner: Around | None) -> Around:
-        """What is put around chunks: that, and a report outside of it."""
-        return lambda step, looped: ReportAfter(step if inner is None else inner(step, looped), self)
-
-
-@dataclass(frozen=True)
-class ReportAfter:
-    """The step that runs a chunk or takes a step, and reports how far the loop has come."""
-
-    step: Step
-    tell: TellTaken
-
-    def __call__(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
-        progress, ys = self.step(reads, progress, feed)
-        self.tell(reads, progress)
-        return progress, ys

@@ -12,24 +12,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from ..._axes import LeafAxes
+from ..._avals import Array, ArrayLike, LeafAxes, PyTree, as_arrays
 from ..._body.call import CallBody, needs_keyword
 from ..._errors import ArgumentError, BodyError, Fault
-from ..._loop.body import Body
-from ..._loop.loop import Feed, Loop, Step
-from ..._loop.run import as_arrays
-from ..._progress import Progress
-from ..._trace.hoist import is_untraced
+from ..._loop.loop import Body, Feed, Loop, Step, is_untraced
 from ..._tree import Prefix, map_leaves
-from ..._types import Array, ArrayLike, PyTree
 from ..axes import count_from
-from ..progress import Showing
 from ..rows.axes import RowFlags
 from ..rows.leaves import select
 from ..rows.over_rows import OverRows
 from .condition import CallCondition, Condition
-from .derivative import no_forward_mode, run_while_going
-from .early_exit import show_taken
+from .reports import show_taken
+from .run import run_while_going
 
 
 class Bounds(NamedTuple):
@@ -47,6 +41,17 @@ class Bounds(NamedTuple):
         apart = jax.lax.convert_element_type(upper - lower, unsigned)  # the difference may not fit the signed type
         within = jnp.minimum(apart, jnp.asarray(most, unsigned)).astype(jnp.int32)
         return jnp.where(upper > lower, within, jnp.zeros_like(within))
+
+
+def no_forward_mode() -> Fault:
+    """The error for forward mode of a loop whose body has a rule for reverse mode alone."""
+    return Fault(
+        ArgumentError,
+        "{verb} over {body}: the body calls a function with a `jax.custom_vjp`, which JAX differentiates only in "
+        "reverse mode. But this is forward mode, or the gradient of a `jax.vmap`, which needs forward mode here.",
+        "Use `jax.vmap` of `jax.grad` instead of `jax.grad` of `jax.vmap`. Or run the loop under "
+        "`treescan.rewriting(False)`, where it always runs `max_length` steps.",
+    )
 
 
 class Going(NamedTuple):
@@ -68,9 +73,14 @@ class Going(NamedTuple):
     verb: str
     run: tuple[Array, Array] | None = None
 
-    def show(self, loop: Loop, settings: Progress, showing: Showing) -> Loop:
-        """The loop, which shows how many steps were taken: `progress` asks for it here, so as not to load it always."""
-        return show_taken(loop, settings, showing)
+    def show(self, loop: Loop, *asked: Any) -> Loop:
+        """The loop, which shows how many steps were taken: `progress` asks for it here, so as not to load it always.
+
+        Args:
+            loop: the loop.
+            asked: what the user said of the progress, and what is shown of the carry.
+        """
+        return show_taken(loop, *asked)
 
 
 _LEADS = Prefix.of(0)

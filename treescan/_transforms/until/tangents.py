@@ -18,18 +18,23 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from ..._avals import vary_over
-from ..._loop.body import Memo
-from ..._loop.chunk import Level, as_step, divide, run_chunked
-from ..._loop.loop import Feed, Loop, Step
+from ..._avals import Array, PyTree, vary_over
+from ..._loop.chunk import Level, as_step, run_chunked
+from ..._loop.loop import Feed, Loop, Memo, Step
 from ..._remat import Remat
-from ..._trace.hoist import Part, instantiated, smooth_part, zeros_like
+from ..._trace.hoist import instantiated, smooth_part, zeros_like
 from ..._trace.raw_keys import Impls, as_numbers, impls_of, keys_of
-from ..._tree import Prefix
-from ..._types import Array, PyTree
-from ..checkpoint import RematChunk, SaveDecisions, checkpoint, checkpoint_steps, is_remat3, reading, save_costly
-from ..rows.compact import LiveRows
-from ..rows.fill import Idle
+from ..._tree import Part
+from ..checkpoint import (
+    RematChunk,
+    SaveDecisions,
+    checkpoint,
+    checkpoint_steps,
+    divide,
+    is_remat3,
+    reading,
+    save_costly,
+)
 from ..rows.leaves import make_schedule, mask_of_lengths, most_of_all, most_of_devices, numbers_of_steps
 from ..rows.mask import masked_step
 from ..weights.in_bulk import in_bulk
@@ -143,7 +148,7 @@ class TangentOfChunk:
     def nothing(self, reads: _Reads, d_state: list[Array], chunk: _Chunk) -> tuple[list[Array], list[Array]]:
         """The result for a chunk that is not run."""
         del reads, chunk
-        zeros = dataclasses.replace(self.outputs, fill=Prefix.of(0)).filled_chunk(self.size)
+        zeros = self.outputs.zero().filled_chunk(self.size)
         return d_state, self.y.split(zeros)[0]
 
     def _tangent(
@@ -265,9 +270,6 @@ def group(leaf: Array, size: int) -> Array:
     return leaf.reshape(leaf.shape[0] // size, size, *leaf.shape[1:])
 
 
-ZERO = Prefix.of(0)
-
-
 @dataclass(frozen=True)
 class StepByStep:
     """The step that runs another where any element or row is valid, as its schedule says, and saves what goes in."""
@@ -329,8 +331,8 @@ def ways_of(loop: Loop, taken: Array, outputs: StepOutputs, plan: Chunks, *, bra
     most = most_of_all(most_of_devices(jnp.max(taken)))
     least = most if taken.ndim else -most_of_all(most_of_devices(-taken))
     ends = jnp.max(group(order, size), axis=1) >= least
-    by_step = dataclasses.replace(loop, step=StepByStep(loop.step, dataclasses.replace(outputs, fill=ZERO)))
-    some = [_Fed(LiveRows(every, tier, loop.rows.axes, Idle(ZERO)), 0) for tier in tiers[:-1]]
+    by_step = dataclasses.replace(loop, step=StepByStep(loop.step, outputs.zero()))
+    some = [_Fed(step, 0) for step in outputs.zero().on_live_rows(every, tiers, loop.rows.axes)]
     runners = (*some, _Fed(run_chunk(by_step, outputs, size), 1), _Fed(every, None))
     branch = jnp.where((schedule.branch == len(tiers)) & ~ends, len(runners), schedule.branch)
     return Ways(runners, branch, group(valid, size), (schedule.order, group(order < most, size)))

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -20,16 +19,14 @@ import jax.numpy as jnp
 from jax.core import eval_jaxpr
 from jax.custom_derivatives import SymbolicZero
 
-from ..._avals import has_one_device, place_like
-from ..._loop.body import Memo
-from ..._loop.loop import Feed, Loop, Step
+from ..._avals import Array, place_like
+from ..._cpu.products import as_one_matrix, is_computed_by_each_reader
+from ..._cpu.rows import written
+from ..._loop.loop import Feed, Loop, Memo, Step
 from ..._loop.run import run
-from ..._trace.cost import TRANSCENDENTAL
 from ..._trace.equations import PRODUCTS, alone, values_of
 from ..._trace.hoist import Unproven, add_alike, array_of, fill_in, nonzero_part, push_plainly, smooth_part, typed_like
-from ..._types import Array
 from ..checkpoint import SaveDecisions, chooses
-from ..rows.leaves import written
 from .products import ELEMENTWISE, Deferred, Slot, Split, slots_of
 
 
@@ -100,9 +97,7 @@ def product_of_steps(equation: Any, stacked: Array, same: Array, operand: int) -
     free = [axis for axis in range(stacked.ndim - 1) if axis not in mine]
     ordered = stacked.transpose(0, *(axis + 1 for axis in (*free, *mine)))
     outer, inner = ordered.shape[: 1 + len(free)], ordered.shape[1 + len(free) :]
-    if has_one_device():
-        # As one matrix: with several axes to add up over, XLA's CPU backend copies what the transposed product reads.
-        ordered = ordered.reshape(math.prod(outer), *inner)
+    ordered = as_one_matrix(ordered, len(outer))
     product = jax.lax.dot_general(
         ordered,
         same,
@@ -298,12 +293,9 @@ def policy_within(jaxpr: Any) -> Callable[..., Any]:
 
 
 def save_all_but_cheap(prim: Any, *args: Any, **params: Any) -> bool:
-    """The policy within a chunk: all is saved but what is computed again sooner than it is read.
-
-    Transcendental functions are saved. XLA's CPU backend would compute one again in each fusion that reads it.
-    """
+    """The policy within a chunk: all is saved but what is computed again sooner than it is read."""
     del args, params
-    return prim.name not in ELEMENTWISE or prim.name in TRANSCENDENTAL
+    return prim.name not in ELEMENTWISE or is_computed_by_each_reader(prim.name)
 
 
 def _zeros(length: int, aval: Any) -> Array:

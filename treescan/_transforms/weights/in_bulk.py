@@ -17,19 +17,17 @@ import jax.numpy as jnp
 from jax.core import ShapedArray, eval_jaxpr
 from jax.custom_batching import custom_vmap
 
-from ..._avals import is_sharded, varying_axes
-from ..._loop.body import Memo
+from ..._avals import Array, PyTree, is_sharded, varying_axes
 from ..._loop.chunk import RunChunk
-from ..._loop.loop import Feed, Loop, Step
+from ..._loop.loop import Feed, Loop, Memo, Step
 from ..._loop.run import run
 from ..._trace.cost import count_operations
 from ..._trace.equations import PRODUCTS, evaluate_alone, has_branches, interpret, jaxprs_within, with_jaxprs
-from ..._trace.hoist import Unproven, array_of, lifted, one_step
-from ..._types import Array, PyTree
+from ..._trace.hoist import Hoisted, Unproven, array_of, lifted, one_step
 from ..checkpoint import Checkpointed, chooses
 from ..outputs import QuietSteps
 from ..rows.leaves import select
-from .deferred import Arguments, Forward, compute_early, run_split, save_all_but_cheap
+from .deferred import Arguments, Forward, compute_early, policy_within, run_split, save_all_but_cheap
 from .products import Split, products_of_step
 
 _MIXED = -1
@@ -217,6 +215,11 @@ def products_pay(loop: Loop) -> bool:
 def at_once(step: Step, looped: bool) -> Step:
     """What is put around a chunk that saves its steps: their products are computed at once."""
     return Checkpointed(in_bulk(step), looped, save_all_but_cheap) if looped else in_bulk(step)
+
+
+def saving_step(hoisted: Hoisted) -> Step:
+    """A step of a chunk that saves its steps, as the rule of the chunk differentiates it."""
+    return Checkpointed(hoisted.loop.step, looped=True, policy=policy_within(hoisted.jaxpr))
 
 
 def _reads(split: Split, consts: PyTree) -> list[Any]:

@@ -18,10 +18,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from ..._avals import PyTree, elements
 from ..._loop.loop import Feed, Step
 from ..._trace.dependence import dependent
-from ..._trace.equations import PRODUCTS, called, has_reverse_rule, inlined, needed, variables_of
-from ..._types import PyTree
+from ..._trace.equations import PRODUCTS, called, equations_within, has_reverse_rule, inlined, needed, variables_of
 from ..checkpoint import is_decision
 
 # fmt: off
@@ -252,6 +252,12 @@ class _Found:
 
     def _is_small_of_x(self, product: _Product) -> bool:
         return product.other in self.feed and _size(product.same.aval) < LARGE
+
+
+def has_large_products(jaxpr: Any) -> bool:
+    """Whether anything in a jaxpr multiplies with an array that is `LARGE`."""
+    products = (equation for equation in equations_within(jaxpr) if equation.primitive.name in PRODUCTS)
+    return any(elements(atom.aval) >= LARGE for equation in products for atom in equation.invars)
 
 
 def _size(aval: Any) -> int:

@@ -17,12 +17,12 @@ from flax.core import FrozenDict, lift
 from flax.core.scope import CollectionFilter, PRNGSequenceFilter, Scope, intersect_filters, is_filter_empty
 from jax.core import Tracer
 
-from ..._avals import describe_argument, dtype_of
+from ..._avals import Array, ArrayLike, PyTree, describe_argument, dtype_of
 from ..._errors import GROUP_WORDS, ArgumentError, ArgumentTypeError, Fault, explain
 from ..._loop.run import named_signature
 from ..._progress import shown_as
 from ..._tree import Root, leaves_with_path, named_roots
-from ..._types import Array, ArrayLike, FiniteCheck, ProgressLike, PyTree, RematLike
+from ..._types import FiniteCheck, ProgressLike, RematLike
 from ..._verbs.groups import Groups, GroupStep, Rngs, Roles, State, broadcast_of, carry_of, refuse_made, split_keys
 from ..._verbs.mask_scan import mask_scan
 from ..._verbs.scan import scan

@@ -12,9 +12,10 @@ from flax.core import FrozenDict, broadcast
 from flax.core.lift import pack
 from flax.linen.transforms import lift_transform
 
+from ..._avals import PyTree
 from ..._body.signature import LIFT
 from ..._errors import GROUP_WORDS, Fault, explain, verb
-from ..._types import FiniteCheck, ProgressLike, PyTree, RematLike, Save
+from ..._types import FiniteCheck, ProgressLike, RematLike, Save
 from ..._verbs.groups import Groups, GroupStep, Roles, State, check_hook, check_split, run_groups
 from ._scopes import Axes, ScopedCall, axes_of, merged, parted_rngs, with_axes, without_axes
 

@@ -9,9 +9,8 @@ from typing import Any, TypeAlias
 import jax
 from flax.core import meta
 
-from ..._avals import describe_node
+from ..._avals import PyTree, describe_node
 from ..._errors import BodyFault
-from ..._types import PyTree
 from ..._verbs.groups import Groups, Rngs, check_axes_of, transformed
 
 Group: TypeAlias = Sequence[Mapping[str, Any]]

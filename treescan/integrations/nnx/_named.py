@@ -11,10 +11,9 @@ import jax
 import jax.tree_util as jtu
 from flax import nnx
 
-from ..._avals import describe_argument, describe_leaf
+from ..._avals import Array, PyTree, describe_argument, describe_leaf
 from ..._errors import Row
 from ..._tree import KeyPath, Root, leaves_with_path, path_str
-from ..._types import Array, PyTree
 from ...carries._base import AbstractCarry
 from ...carries._registry import register_carry
 

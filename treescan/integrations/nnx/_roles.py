@@ -10,9 +10,10 @@ import jax
 from flax import nnx
 from flax.errors import TraceContextError
 
+from ..._avals import PyTree
 from ..._errors import Misuse, Row, TypeMisuse
 from ..._tree import PrefixMismatch, broadcast_prefix, path_str
-from ..._types import Axes, PyTree
+from ..._types import Axes
 from ._named import replace_nodes, spelled, variables_in
 
 Role: TypeAlias = Any

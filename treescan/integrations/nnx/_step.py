@@ -10,11 +10,11 @@ from typing import Any, ClassVar
 import jax
 from flax import nnx
 
-from ..._avals import describe_node, is_mutable, shape_of
+from ..._avals import PyTree, TreeDef, describe_node, is_mutable, shape_of
 from ..._body.signature import SCAN
 from ..._errors import ArgumentError, BodyError, BodyFault, CarryFault, Fault, Misuse, Row, TreescanError
 from ..._tree import Prefix, is_static, leaves_with_path, same_structure
-from ..._types import Axes, PyTree, TreeDef
+from ..._types import Axes
 from ..._verbs.prepare import run_scan
 from ._named import (
     Named,

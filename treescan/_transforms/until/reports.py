@@ -1,0 +1,108 @@
+"""Reports, from within a loop that ends early, how many steps were taken."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from ..._avals import Array, PyTree
+from ..._loop.chunk import Around, Wish
+from ..._loop.loop import Feed, Loop, Step
+from ..._loop.reports import Reporter, Tick, probes_of
+from ..._progress import MOST, Progress as Settings
+from ..progress import Showing, refuse_backward
+from ..rows.leaves import most_of_all, most_of_devices
+from .condition import Condition
+from .early_exit import Chunks, Progress, Reads, all_fixed, whole_state
+
+
+def show_taken(loop: Loop, settings: Settings, showing: Showing) -> Loop:
+    """The loop, which shows the steps that were taken.
+
+    Args:
+        loop: the loop.
+        settings: what the user said.
+        showing: what is shown of the carry.
+    """
+    refuse_backward(settings)
+    going, each = loop.going, settings.batched
+    reporter = Reporter(showing.site, each)
+    total = jnp.full((), -1, jnp.int32) if going.total is None else _largest(going.total, each=each)
+    probes = probes_of(loop.state, loop.xs.x)
+    if each:  # of all that the loop reads: they are mapped if anything is that differs between its runs
+        probes = probes_of(*jax.tree.leaves((loop.consts, loop.state, loop.xs, going.condition.closed)))
+    run = reporter.begin(total, probes)
+    tell = TellTaken(reporter, showing, settings.updates or MOST, going.condition, all_fixed(loop))
+    wish = Wish(-(-loop.length // tell.updates), ticks=tell)
+    return dataclasses.replace(loop, going=going._replace(run=(run, total)), wishes=(*loop.wishes, wish))
+
+
+def _largest(steps: Array, *, each: bool) -> Array:
+    """int32[]: the most steps of all rows and devices, and of all elements of a vmap unless each counts for itself."""
+    steps = jnp.max(steps, initial=None if steps.size else 0) if steps.ndim else steps
+    steps = most_of_devices(steps.astype(jnp.int32))
+    return steps if each else most_of_all(steps)
+
+
+@dataclass(frozen=True, eq=False)
+class TellTaken:
+    """Reports, from within a loop that ends early, how many steps were taken. It holds no array.
+
+    Attributes:
+        reporter: reports it.
+        showing: what is shown of the carry.
+        updates: the most reports.
+        condition: knows the user's carry in the state.
+        fixed: for each leaf of the whole state whether it is unchanged.
+    """
+
+    reporter: Reporter
+    showing: Showing
+    updates: int
+    condition: Condition
+    fixed: tuple[bool, ...]
+
+    def fit(self, chunks: Chunks) -> Chunks:
+        """As many chunks that several of them together report, if there are too many for a report each."""
+        together = -(-chunks.number // self.updates)
+        return chunks._replace(number=-(-chunks.number // together) * together)
+
+    def size(self, length: int, sizes: Sequence[int], unit: int) -> int:
+        """The smallest of these chunks of which there are not too many, else chunks of the largest of them.
+
+        A remainder is made of steps alone: there is none of chunks.
+        """
+        outer, least = max((unit, *sizes)), -(-length // self.updates)
+        fitting = [size for size in sizes if size >= least]
+        if fitting or outer == unit:
+            return min(fitting, default=-(-least // outer) * outer)
+        return min(size for size in range(outer, length + 1, outer) if length % size == 0 and size >= least)
+
+    def __call__(self, reads: Reads, progress: Progress, *, last: bool = False) -> None:
+        """Reports how far the loop has come; `last`: that it has ended."""
+        run, total = reads.run
+        carry = self.condition.state_of(whole_state(self.fixed, reads, progress.state))
+        shown, false = self.showing.of_carry(carry), jnp.zeros((), bool)
+        tick = Tick(run, total, _largest(progress.taken, each=self.reporter.batched), false, ~false if last else false)
+        self.reporter.step(tick, shown, probes_of(carry if last else progress.state))
+
+    def around(self, inner: Around | None) -> Around:
+        """What is put around chunks: that, and a report outside of it."""
+        return lambda step, looped: ReportAfter(step if inner is None else inner(step, looped), self)
+
+
+@dataclass(frozen=True)
+class ReportAfter:
+    """The step that runs a chunk or takes a step, and reports how far the loop has come."""
+
+    step: Step
+    tell: TellTaken
+
+    def __call__(self, reads: Reads, progress: Progress, feed: Feed) -> tuple[Progress, PyTree]:
+        progress, ys = self.step(reads, progress, feed)
+        self.tell(reads, progress)
+        return progress, ys
