@@ -45,6 +45,11 @@ def recurrent(params, carry, x):
     return carry, carry
 
 
+def row_by_row(params, carry, x):
+    carry = jax.lax.map(lambda row: jnp.tanh(row @ params["w"]), carry + x)
+    return carry, carry
+
+
 def wide(params, carry, x):
     """Its products with weights are most of it."""
     out, back = (jnp.concatenate([params["w"]] * 40, axis) for axis in (1, 0))
@@ -184,7 +189,7 @@ def test_steps_are_saved_unless_products_pay_or_chunks_are_asked_for(body, optio
     assert bool(found) is saved
 
 
-@pytest.mark.parametrize("body", [attention, recurrent])
+@pytest.mark.parametrize("body", [attention, recurrent, row_by_row])
 def test_an_exported_gradient_of_any_number_of_rows(body):
     (rows,) = jax.export.symbolic_shape("rows")
     (params, init, xs), _ = given(body, 32)

@@ -76,7 +76,7 @@ def count_saved_bytes(jaxpr: Any, varying: Sequence[bool]) -> int:
             flags = [not hasattr(atom, "val") and atom in found for atom in equation.invars]
             whole = [flags if len(flags) == len(each.invars) else [True] * len(each.invars) for each in inner]
             counts = list(map(count_saved_bytes, inner, whole))
-            total += max(counts) if name == "cond" else sum(counts) * int(equation.params.get("length") or 1)
+            total += max(counts) if name == "cond" else sum(counts) * _times(equation)
         elif name in _BY_RESULT and given:
             saved.update(equation.outvars)
         elif name in _PRODUCTS:
@@ -84,13 +84,18 @@ def count_saved_bytes(jaxpr: Any, varying: Sequence[bool]) -> int:
     return total + sum(bytes_of(var.aval) for var in saved if jnp.issubdtype(var.aval.dtype, jnp.inexact))
 
 
+def _times(equation: Any) -> int:
+    """How often a loop runs its step; 1 if that is a symbol, or if it is no loop of a known length."""
+    length = equation.params.get("length")
+    return length if isinstance(length, int) else 1
+
+
 def _count(jaxpr: Any, of_equation: Callable[[Any], int], of_branches: Callable[[list[int]], int]) -> int:
     """A sum over the equations of a jaxpr, in its loops, branches and functions too."""
     total = 0
     for equation in jaxpr.eqns:
         name, inner = equation.primitive.name, [_count(e, of_equation, of_branches) for e in jaxprs_within(equation)]
-        times = int(equation.params["length"]) if name == "scan" else 1
-        counted = of_branches(inner) if inner and name == "cond" else times * sum(inner)
+        counted = of_branches(inner) if inner and name == "cond" else _times(equation) * sum(inner)
         total += counted if inner else of_equation(equation)
     return total
 
