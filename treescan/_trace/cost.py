@@ -53,8 +53,8 @@ def count_operations(jaxpr: Any, transcendental: int = _PER_TRANSCENDENTAL) -> i
     return _count(jaxpr, of_equation, max)
 
 
-_PRODUCTS = PRODUCTS | {"atan2", "conv_general_dilated", "div", "mul", "pow", "triangular_solve"}
-_BY_RESULT = TRANSCENDENTAL - {"atan2", "pow"} | {"cholesky", "integer_pow", "lu", "rsqrt", "sqrt", "square"}
+_PRODUCTS = PRODUCTS | {"atan2", "conv_general_dilated", "div", "mul", "pow"}
+_BY_RESULT = TRANSCENDENTAL - {"atan2", "pow"} | {"integer_pow", "rsqrt", "sqrt", "square"}
 
 
 def count_saved_bytes(jaxpr: Any, varying: Sequence[bool]) -> int:
@@ -77,7 +77,7 @@ def count_saved_bytes(jaxpr: Any, varying: Sequence[bool]) -> int:
             whole = [flags if len(flags) == len(each.invars) else [True] * len(each.invars) for each in inner]
             counts = list(map(count_saved_bytes, inner, whole))
             total += max(counts) if name == "cond" else sum(counts) * _times(equation)
-        elif name in _BY_RESULT and given:
+        elif given and (name in _BY_RESULT or name in _DECOMPOSITIONS):
             saved.update(equation.outvars)
         elif name in _PRODUCTS:
             saved.update(given if len(given) > 1 or name in PRODUCTS else [])

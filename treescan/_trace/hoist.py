@@ -230,10 +230,12 @@ class Hoisted(NamedTuple):
     @property
     def varying(self) -> list[bool]:
         """For each input of `jaxpr` whether steps differ in it: consts, the whole state, what a step is fed."""
-        _, inner = self.loop.consts
-        same = len(jax.tree.leaves(inner[1] if isinstance(self.loop.step, Lifted) else inner))
-        fed = len(self.jaxpr.invars) - same - len(self.fixed)
-        return [*[False] * same, *(not fixed for fixed in self.fixed), *[True] * fed]
+        (_, inner), step = self.loop.consts, self.loop.step
+        step, inner = (step.traced, inner[1]) if isinstance(step, Lifted) else (step, inner)
+        assert isinstance(step, Traced)
+        same = len(jax.tree.leaves(inner))
+        fed = len(self.jaxpr.invars) - same - len(step.fixed)  # an option may have added to the state since
+        return [*[False] * same, *(not fixed for fixed in step.fixed), *[True] * fed]
 
     def restore(self, changed: list[Any]) -> PyTree:
         """The whole state."""
