@@ -1,7 +1,8 @@
 """`chunk`: chunks without a valid step are not run.
 
-The branch of each chunk is computed before the loop. The gradient recomputes a chunk from the carry that it was given.
-The checkpoint encloses the branch: what a branch saves, weights included, would be stacked once per chunk.
+The branch of each chunk is computed before the loop. The gradient saves the steps of a chunk, or recomputes the chunk
+from the carry that it was given. A checkpoint encloses the branch: what a branch saves, weights included, would be
+stacked once per chunk.
 """
 
 from __future__ import annotations
