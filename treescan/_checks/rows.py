@@ -79,12 +79,13 @@ def batch_of(flags: RowFlags, time_axis: int) -> tuple[int, ...]:
 
 
 def check_lengths(lengths: Any, steps: int | None) -> Any:
-    """Ints, between 0 and `steps` where both are known."""
+    """Ints, between 0 and `steps` where both are known: no tracer, no symbolic size."""
     given, lengths = lengths, _as_array(lengths) if isinstance(lengths, list | tuple) else lengths
     dtype = dtype_of(lengths)
     pattern = "Give the number of valid steps of each row, int[*batch]; a bool pattern is a `mask`."
     expect(dtype is not None and jnp.issubdtype(dtype, jnp.integer), "lengths", "ints", given, pattern)
-    if steps is None or isinstance(lengths, Tracer) or not getattr(lengths, "is_fully_addressable", True):
+    known = isinstance(steps, int) and not isinstance(lengths, Tracer)
+    if not known or not getattr(lengths, "is_fully_addressable", True):
         return lengths
     values = np.asarray(lengths)
     if values.size and (values.min() < 0 or values.max() > steps):
