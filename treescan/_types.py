@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, Protocol, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, Protocol, Required, TypeAlias, TypedDict, TypeVar
 
 from ._avals import Array, ArrayLike, PyTree
 from ._remat import Remat
@@ -256,6 +256,22 @@ class SharedStack(StackOptions, SharedLayers):
 
 class StackTurns(StackOptions, Turns):
     """The options of `scan_layers` for several blocks."""
+
+
+class StreamOptions(IndexOptions, total=False):
+    """The options of `stream` and `stream_parts`, less `key` and `save`."""
+
+    chunk: Required[int]
+    length: int | None
+    lengths: ArrayLike | None
+    checkpoint: Any
+    prefetch: int
+    progress: ProgressLike
+    donate: bool
+
+
+class KeyedStream(StreamOptions, KeyOption):
+    """The options of `stream` and `stream_parts` for a body that takes a key."""
 
 
 class Options(UnkeyedOptions, total=False):
