@@ -278,8 +278,7 @@ def fold_layers(
             -> (x, state)`.
         args: values that all layers share, as for `treescan.scan_layers`.
         **options: `reverse`, `unroll`, `key`, `offset`, `length`, `in_axes`, `remat`, `prefetch`, `progress`, `name`,
-                `check_finite`, as for
-                `treescan.scan_layers`.
+            `check_finite`, as for `treescan.scan_layers`.
 
     Returns:
         The x that the last layer returned; with `state` a pair `(x, state)` with the new states of all layers.
