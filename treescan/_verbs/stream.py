@@ -361,8 +361,8 @@ def _run_of(
         given = None if plain else np.asarray(_NO_LIMIT, np.int32)
 
     def call(carry: PyTree, xs: PyTree, start: int, lengths: Any) -> tuple[PyTree, PyTree]:
-        part: Any = {"lengths": lengths, "offset": np.int32(start), "check_finite": check_finite}
-        carry, ys = run_scan(STREAM, alive, carry, xs, parts.chunk, **part, **options)
+        part: Any = {"lengths": lengths, "offset": np.int32(start), "donates": donate}
+        carry, ys = run_scan(STREAM, alive, carry, xs, parts.chunk, check_finite=check_finite, **part, **options)
         return carry, ys
 
     bar = folder = None
