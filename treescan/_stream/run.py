@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Generator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -91,7 +91,7 @@ class Run:
             reader = Reader(self.source.read(done, state, self._is_due), self.prefetch)
             stack.callback(reader.close)
             show = self.bar and stack.enter_context(self.bar.shown(steps, self.source.length))
-            parts, ran = iter(reader), None
+            parts, ran = iter(reader), cast("_Ran | None", None)
             read = next(parts, None)
             if read is None:
                 raise _no_steps(steps)

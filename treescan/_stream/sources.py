@@ -18,7 +18,6 @@ import jax.numpy as jnp
 import numpy as np
 
 from .._avals import PyTree, describe_leaf, describe_node, is_key, is_weak, type_of
-from .._checks.arguments import no_axis
 from .._data.batch import Packed, Padded
 from .._errors import Fault, Misuse, Row, TypeMisuse
 from .._tree import leaves_with_path
@@ -218,7 +217,7 @@ class _InOrder:
 
     def _steps(self, number: int, start: int, there: int) -> int:
         """How many steps of a part are run, which has so many; those beyond `length` are not."""
-        left = there if self.length is None else self.length - start
+        left = self.chunk if self.length is None else self.length - start
         says = f"{{call}}: the part at step {start} has {there} steps, but `chunk` is {self.chunk}"
         if there > self.chunk or there == 0:
             raise Misuse(
@@ -226,7 +225,7 @@ class _InOrder:
                 f"Pass `chunk={there}`, if all parts have as many." if there else "Leave empty parts out.",
                 "Parts of an iterator are neither cut nor joined, because its state is only known between two parts.",
             )
-        if there < min(self.chunk, left + (self.length is None)) and self._next(start + there) is not _END:
+        if there < min(self.chunk, left) and self._next(start + there) is not _END:
             raise Misuse(
                 f"{says}, and it is not the last one.",
                 f"Pass `chunk={there}`, if all parts have as many."
@@ -280,8 +279,12 @@ def steps_of(tree: PyTree, root: str) -> int:
             f"{{call}}: {path} is {describe_node(leaf)}, but must be an array.",
             "A source is a tree of arrays `[T, ...]`, an iterator over parts of it, or a function of (start, n).",
         )
-    if any(not getattr(leaf, "shape", ()) for _, leaf in leaves):
-        raise no_axis(tree, root)
+    if not all(_has_axis(leaf) for _, leaf in leaves):
+        raise Misuse(
+            f"{{call}}: `{root}` has leaves without an axis of steps.",
+            "The first axis of every leaf is the steps.",
+            rows=[Row(path, "an axis of steps", describe_node(leaf)) for path, leaf in leaves if not _has_axis(leaf)],
+        )
     sizes = {leaf.shape[0] for _, leaf in leaves}
     if not sizes:
         raise Misuse("{call}: `source` holds no arrays.", "Pass None, and `length`, for a loop without inputs.")
@@ -295,10 +298,14 @@ def steps_of(tree: PyTree, root: str) -> int:
     return int(sizes.pop())
 
 
+def _has_axis(leaf: Any) -> bool:
+    return bool(getattr(leaf, "shape", ()))
+
+
 def _slice(leaf: Any, start: int, steps: int) -> Any:
     """Some steps of a leaf, read now: a copy, unless JAX holds it."""
     if isinstance(leaf, jax.Array):
-        if is_key(leaf) or is_weak(leaf) or len(leaf.devices()) > 1 or leaf.device.platform != "cpu":
+        if is_key(leaf) or is_weak(leaf) or len(leaf.devices()) > 1 or next(iter(leaf.devices())).platform != "cpu":
             return jax.lax.dynamic_slice_in_dim(leaf, start, steps)
         leaf = np.asarray(leaf)
     return np.array(leaf[start : start + steps])

@@ -354,11 +354,11 @@ def _run_of(
     expect(isinstance(check_finite, bool), "check_finite", "True or False", check_finite, _NO_COTANGENTS)
     expect(isinstance(donate, bool), "donate", "True or False", donate, "It says whose memory the next carry takes.")
     prefetch = expect_int(prefetch, "prefetch", "It counts parts.", least=0, small="0 reads in the caller's thread.")
+    given: Any = None
     if lengths is not None:
         given = np.asarray(check_lengths(lengths, parts.length)).astype(np.int32)
-    else:
-        plain = parts.length is not None and parts.length % parts.chunk == 0 and not takes_keyword(body, "valid")
-        given = None if plain else np.asarray(NO_LIMIT, np.int32)
+    elif parts.length is None or parts.length % parts.chunk or takes_keyword(body, "valid"):
+        given = np.asarray(NO_LIMIT, np.int32)
 
     def call(carry: PyTree, xs: PyTree, start: int, lengths: Any) -> tuple[PyTree, PyTree]:
         part: Any = {"lengths": lengths, "offset": np.int32(start), "donates": donate}
@@ -388,7 +388,7 @@ def _check_save(save: Save, source: Source) -> Prefix | None:
     for keep in [] if keeps is None or source.length == source.chunk else keeps.leaves:
         if keep and source.chunk % keep:
             raise Misuse(
-                f"{{call}}: `save={keep}` needs parts whose steps are a multiple of {keep}, but `chunk` is {source.chunk}.",
+                f"{{call}}: `save={keep}` needs a `chunk` that is a multiple of {keep}, got {source.chunk}.",
                 f"Pass `chunk={max(1, source.chunk // keep) * keep}`, for example.",
             )
     return keeps
