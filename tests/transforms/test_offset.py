@@ -196,22 +196,10 @@ def test_an_eager_part_may_take_the_memory_of_its_init(lengths: Any) -> None:
     options = {} if lengths is None else {"rows": RowPlan(RowFlags(lengths))}
     convention = SCAN if lengths is None else MASK_SCAN
     for at in (0, 4, 8):
-        given = h
-        run = (
-            lambda f: run_scan(  # noqa: E731
-                convention,
-                f,
-                h,
-                XS[at : at + 4],
-                None,
-                key=KEY,
-                offset=np.int32(at),
-                donates=True,
-                **options,  # noqa: B023
-            )
-        )
-        results: list[Any] = []
-        assert (body.traces(lambda f: results.append(run(f)) or results) > 0) == (at == 0)  # noqa: B023
+        given, results = h, list[Any]()
+        part = functools.partial(run_scan, convention, init=h, xs=XS[at : at + 4], length=None, offset=np.int32(at))
+        run = functools.partial(part, key=KEY, donates=True, **options)
+        assert (body.traces(lambda f, run=run, into=results: into.append(run(f=f))) > 0) == (at == 0)
         ((h, y),) = results
         assert given.is_deleted()
         ys.append(y)
