@@ -234,24 +234,32 @@ class Prepared:
             told.append(about)
         return (CheckCotangents if backward else CheckFinite)(tuple(told))
 
-    def run(self, *transforms: Transform | None, compiles: bool = True) -> Any:
+    def run(self, *transforms: Transform | None, compiles: bool = True, donates: bool = False) -> Any:
         """Runs the call with these transforms, in the order of `order.ORDER`; None is skipped.
 
         Args:
             transforms: the transforms.
             compiles: whether an eager call compiles the program; else its steps are given values.
+            donates: whether an eager call gives the arrays of `init` away; see `execute`.
 
         Returns:
             The last state and ys; a `Result` if there is more.
         """
         program = Program(self.call, in_order(*transforms))
+        if self.given.offset is not None:
+            from .._transforms.offset import refuse_options
+
+            refuse_options(program, self.given)
         moves = program.moves or self.given.key is not None
         programs = self.call.programs
         programs = programs if self.cond is None else programs.joint(self.cond)
         faults = [fault for each in program.transforms if (fault := getattr(each, "no_forward_mode", None)) is not None]
         # That of `EndEarly`, the innermost, is about the body. What an option refuses is known for sure.
         with in_reverse_alone(faults[-1] if faults else None):
-            result = execute(program, self.given, programs, moves=moves) if compiles else program(self.given)
+            if compiles:
+                result = execute(program, self.given, programs, moves=moves, donates=donates)
+            else:
+                result = program(self.given)
         if isinstance(result, Result) and result.evidence is not None:
             from .._transforms.finite.check import deliver
 
@@ -304,6 +312,7 @@ def prepare(
     unroll: int | bool = 1,
     in_axes: Axes = 0,
     key: Array | None = None,
+    offset: ArrayLike | None = None,
     name: str | None = None,
     lowering: tuple[tuple[str, Any], ...] = (),
     masked: bool = False,
@@ -322,6 +331,7 @@ def prepare(
         unroll: as for `treescan.scan`.
         in_axes: as for `treescan.scan`.
         key: as for `treescan.scan`.
+        offset: as for `treescan.scan`.
         name: as for `treescan.scan`.
         lowering: further keyword arguments of `jax.lax.scan`.
         masked: whether the body may take `valid`.
@@ -350,7 +360,17 @@ def prepare(
     )
     if noted:
         note_types(alive, body.memo, convention.verb, {"init": init, "xs": xs, "length": steps})
-    return Prepared(call, Arguments(frozen_init, frozen_xs, key), axes, adopted, alive)
+    given = Arguments(frozen_init, frozen_xs, key, offset=first_position(offset, steps))
+    return Prepared(call, given, axes, adopted, alive)
+
+
+def first_position(offset: Any, steps: int) -> Any:
+    """The position of the first step, checked; None: it is 0."""
+    if offset is None:
+        return None
+    from .._transforms.offset import check_offset
+
+    return check_offset(offset, steps)
 
 
 def body_of(f: Callable[..., Any], convention: Convention) -> tuple[Body, Callable[..., Any]]:
@@ -431,6 +451,7 @@ def run_scan(
     truncate: int | None = None,
     progress: ProgressLike = None,
     check_finite: FiniteCheck = False,
+    donates: bool = False,
     **options: Any,
 ) -> tuple[Any, Any]:
     """Runs a scan.
@@ -449,6 +470,8 @@ def run_scan(
         truncate: as for `treescan.scan`.
         progress: as for `treescan.scan`.
         check_finite: as for `treescan.scan`.
+        donates: whether an eager call gives the arrays of `init` away, as for the parts of a longer run: with an
+            `offset`, parts of one length share one program.
         **options: those of `prepare`.
     """
     if truncate is not None and check_finite is not False:
@@ -469,8 +492,9 @@ def run_scan(
             truncating(truncate),
             KeepOutputs.of(save),
             call.showing(progress),
+            donates=donates,
         )
-    flags = check_rows(rows.flags, rows.time_axis, call.call.length)
+    flags = check_rows(rows.flags, rows.time_axis, call.call.length, call.given.offset)
     if rows.reset_to is not None or flags.inits is not None:
         put_back = rows.reset_to, init, rows.carries, rows.time_axis, call.adopted, call.given.init, call.call.names[0]
         flags = check_targets(flags, *put_back)
@@ -487,4 +511,5 @@ def run_scan(
         recomputing(remat),
         Skip(rows.chunk, rows.compact),
         call.showing(progress),
+        donates=donates,
     )
