@@ -53,3 +53,33 @@ def where_scan(body: Callable[[Carry, X], tuple[Carry, Y]], init: Carry, xs: X, 
     """
     steps = jax.tree.leaves(xs)[0].shape[0]
     return jax.lax.scan(where_step(body), init, (xs, jnp.arange(steps)[:, None] < lengths))
+
+
+def safe_where_scan(body: Callable[[Carry, X], tuple[Carry, Y]], init: Carry, xs: X, lengths: Array) -> tuple[Carry, Y]:
+    """`where_scan` whose gradient is right too: padded rows are shown `init` and the first x, as constants.
+
+    This is the cure that JAX's documentation gives, a second `where` before the body. It costs a selection of
+    the whole carry and x per step.
+
+    Args:
+        body: see `where_step`.
+        init: the carry, leaves `[B, ...]`.
+        xs: leaves `[T, B, ...]`.
+        lengths: int `[B]`.
+
+    Returns:
+        The carry after each row's last step, and the ys.
+    """
+    shown = jax.lax.stop_gradient((init, jax.tree.map(lambda leaf: leaf[0], xs)))
+
+    def step(carry: Carry, inputs: tuple[X, Array]) -> tuple[Carry, Y]:
+        x, valid = inputs
+
+        def select(new: Array, held: Array) -> Array:
+            return jnp.where(valid.reshape(valid.shape + (1,) * (new.ndim - 1)), new, held)
+
+        stepped, y = body(*jax.tree.map(select, (carry, x), shown))
+        return jax.tree.map(select, stepped, carry), jax.tree.map(lambda leaf: select(leaf, jnp.zeros_like(leaf)), y)
+
+    steps = jax.tree.leaves(xs)[0].shape[0]
+    return jax.lax.scan(step, init, (xs, jnp.arange(steps)[:, None] < lengths))

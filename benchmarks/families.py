@@ -21,7 +21,7 @@ import numpy as np
 from jax import Array
 
 import treescan
-from benchmarks._by_hand import where_scan
+from benchmarks._by_hand import safe_where_scan, where_scan
 from benchmarks._harness import (
     Comparison,
     Distribution,
@@ -36,8 +36,8 @@ from benchmarks.bodies import delta_rule, gru, hmm, kalman, one_row, rnn
 from benchmarks.masked import Program
 
 FORWARD, GRADIENT = "forward", "gradient"
-FULL, UNIFORM = "full", "uniform"
-WHERE, SCAN = "where by hand", "jax.lax.scan"
+FULL, UNIFORM, SAFE_KIND = "full", "uniform", "full against safe"
+WHERE, SAFE, SCAN = "where by hand", "safe where by hand", "jax.lax.scan"
 TARGET, SLACK = 1.15, 0.03e-3  # a ratio, or a difference in seconds
 EFFORT = Effort(seconds=0.6, min_blocks=5, max_blocks=60)  # so that all of it takes minutes
 FITTED, HELD_BACK = "fitted", "held back"
@@ -1031,6 +1031,9 @@ def _masked(family: Family, details: dict[str, float], *, control: bool) -> Iter
     def by_hand(params: Any, init: Any, xs: Any, lengths: Array) -> Any:
         return where_scan(functools.partial(family.step, params), init, xs, lengths)
 
+    def safe(params: Any, init: Any, xs: Any, lengths: Array) -> Any:
+        return safe_where_scan(functools.partial(family.step, params), init, xs, lengths)
+
     args = family.params, family.init, family.xs
     everything = *args, _lengths(family)[FULL]
     for kind, made in ((FORWARD, Program), (GRADIENT, lambda scan: Program(_gradient(scan, inputs=family.inputs)))):
@@ -1041,6 +1044,8 @@ def _masked(family: Family, details: dict[str, float], *, control: bool) -> Iter
                 yield Comparison(f"control, {name}, {kind}", "itself", other, other)
             yield _comparison(family, f"{name}, {kind}", WHERE, run, other, details)
         if kind == GRADIENT:
+            run, other = functools.partial(candidate, *everything), functools.partial(made(safe), *everything)
+            yield _comparison(family, f"{SAFE_KIND}, {kind}", SAFE, run, other, details)
             yield _memory(family, FULL, WHERE, candidate, peer, everything)
 
 

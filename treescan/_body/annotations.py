@@ -139,6 +139,8 @@ def _hints(body: Any) -> dict[str, Any]:
     if _is_jaxtyped(body):
         return {}
     function: Any = outermost(body)
+    if isinstance(function, types.FunctionType) and not (function.__annotations__ or hasattr(function, "__wrapped__")):
+        return {}
     while hasattr(function, "func") and hasattr(function, "keywords"):  # functools.partial
         function = outermost(function.func)
     if not inspect.isroutine(function) and not isinstance(function, type):

@@ -269,7 +269,7 @@ class CallBody:
         if self.sees_valid:
             keywords["valid"] = feed.valid
         # The carry that the body returns is compared with another copy than it is given.
-        given, carry, x, args = thaw(state), thaw(copied(state)), thaw(feed.x), thaw(copied(args))
+        given, carry, x, args = thaw(state), thaw(copied(state)), thaw(feed.x), args and thaw(copied(args))
         others = (*x, *args) if convention.spread else (x,)
         name = carry_name(self.body, convention)
         if self.custom:

@@ -18,8 +18,8 @@ from .._trace.equations import PRODUCTS
 from .._trace.hoist import is_smooth
 from .._transforms.budget import describe_bytes
 from .._transforms.checkpoint import levels_in
-from .._transforms.layers.prefetch import Prefetch
 from .._transforms.outputs import KeepOutputs
+from .._transforms.prefetch import Prefetch
 from .._transforms.program import Call, Program
 from .._transforms.remat import AUTO, Recompute
 from .._transforms.rows.fill import KeepRows

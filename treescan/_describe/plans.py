@@ -25,8 +25,8 @@ from .._trace.hoist import Hoisted, is_smooth, lifted, one_step, traced
 from .._transforms.axes import Count, OverAxes
 from .._transforms.budget import carry_bytes, residuals_of_step
 from .._transforms.checkpoint import Checkpointed
-from .._transforms.layers.prefetch import Prefetch
 from .._transforms.nest import in_rounds, plan, recomputes
+from .._transforms.prefetch import Prefetch
 from .._transforms.program import Arguments, Call, Program, Taken
 from .._transforms.rows.over_rows import OverRows
 from .._transforms.until.early_exit import plan_chunks

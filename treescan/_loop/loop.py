@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import inspect
 import threading
+import types
 import weakref
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
@@ -147,6 +148,8 @@ def outermost(function: Any) -> Any:
     """The function whose parameters a call meets: JAX's own wrappers pass everything on, of others nothing is known."""
     while hasattr(function, "__wrapped__") and is_from_jax(function):
         function = function.__wrapped__
+    if isinstance(function, types.FunctionType):  # most bodies are one
+        return function
     # `inspect` takes the first parameter of a static `__call__` for `self`.
     static = isinstance(inspect.getattr_static(type(function), "__call__", None), staticmethod)
     return function.__call__ if static else function

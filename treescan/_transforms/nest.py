@@ -104,6 +104,8 @@ def plan(loop: Loop) -> tuple[Loop, tuple[Level, ...]]:
     What a wish puts around its chunks goes to the size that comes nearest to it. A schedule is made for the size that
     was planned, and so is what is reported after each chunk.
     """
+    if not (loop.wishes or loop.keeps):
+        return loop, ()
     reports = next((wish for wish in loop.wishes if wish.ticks is not None), None)
     if reports is None:
         return _plan(loop, loop.wishes)

@@ -51,7 +51,7 @@ Remats = tuple[Remat | None, ...] | Remat | None
 
 if TYPE_CHECKING:
     from .._transforms.budget import RematPlan
-    from .._transforms.layers.prefetch import Gather
+    from .._transforms.prefetch import Gather
     from .._transforms.progress import ShowProgress
 
 
@@ -258,7 +258,7 @@ def check_gradient(remat: Any, prefetch: Any, stacks: Stacks) -> tuple[Remats, G
     plans = check_remats(remat, stacks)
     if prefetch is None:
         return plans, None
-    from .._transforms.layers.prefetch import EACH_LAYER, Gather
+    from .._transforms.prefetch import EACH_LAYER, Gather
 
     gather = Gather.of(prefetch)
     if len(stacks.layers) > 1:
@@ -453,11 +453,11 @@ def _transforms(
         refuse_prefetch(gather)
     within: tuple[Transform | None, ...] = (prepared.over_axes,)
     if gather is not None:
-        from .._transforms.layers.prefetch import Prefetch
+        from .._transforms.prefetch import Prefetch
 
         within = (Prefetch(gather, prepared.axes),)
     elif caches and plans is None:
-        from .._transforms.layers.states import CarryStates
+        from .._transforms.states import CarryStates
 
         within += (CarryStates.of(caches),)
     if plans is not None:

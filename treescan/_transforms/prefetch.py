@@ -19,18 +19,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AxisType, PartitionSpec
 
-from ..._avals import Array, LeafAxes, PyTree, TreeDef, describe_argument, describe_node, exact_int
-from ..._errors import ArgumentError, Fault
-from ..._loop.loop import Feed, Loop, Memo, Step, is_untraced
-from ..._loop.run import run
-from ..._remat import Remat
-from ..._trace.hoist import Hoisted, lifted, smooth_part, traced, zeros_like
-from ..._tree import Static, merge, same_structure, split, thaw_static
-from ..axes import scan_over_axes
-from ..checkpoint import pull_later
-from ..nest import finish, run_nested
-from ..refuse import once_only
-from ..remat import Recompute
+from .._avals import Array, LeafAxes, PyTree, TreeDef, describe_argument, describe_node, exact_int
+from .._errors import ArgumentError, Fault
+from .._loop.loop import Feed, Loop, Memo, Step, is_untraced
+from .._loop.run import run
+from .._remat import Remat
+from .._trace.hoist import Hoisted, lifted, smooth_part, traced, zeros_like
+from .._tree import Static, merge, same_structure, split, thaw_static
+from .axes import scan_over_axes
+from .checkpoint import pull_later
+from .nest import finish, run_nested
+from .refuse import once_only
+from .remat import Recompute
 
 _MANUAL = (
     "`prefetch=1` gathers whole arrays, but within a `jax.shard_map` each device has only its part",

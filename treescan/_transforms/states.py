@@ -9,9 +9,9 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
-from ..._avals import PyTree
-from ..._loop.loop import Loop, Result
-from ..._loop.turns import CarryState
+from .._avals import PyTree
+from .._loop.loop import Loop, Result
+from .._loop.turns import CarryState
 
 
 @dataclass(frozen=True)
