@@ -369,7 +369,7 @@ def _run_of(
     if progress is not None and progress is not False:
         from .._stream.bar import bar_of
 
-        bar = bar_of(progress, body)
+        bar = bar_of(progress, alive)
     if checkpoint is not None:
         from .._stream.checkpoint import folder_of
 
