@@ -1,7 +1,7 @@
 """What a stream reads: arrays that are sliced, a function of (start, n), or an iterator over parts.
 
-A part that was read is checked against the first one, and padded to `chunk` steps. NumPy arrays are always copied: on a
-CPU, `jax.device_put` shares their memory, and an iterator may fill the same array again.
+A part that was read is checked against the first one. NumPy arrays are always copied: on a CPU, `jax.device_put` shares
+their memory, and an iterator may fill the same array again.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Read(NamedTuple):
         start: the position of its first step.
         steps: how many steps it has.
         done: how many steps of the run are done after it.
-        xs: its xs, padded to a whole part.
+        xs: its xs.
         state: the state of the source after it, as a text; None: it was not asked for, or the source has none.
     """
 
@@ -120,9 +120,8 @@ def _is_array(leaf: Any) -> bool:
 
 @dataclass
 class _Checked:
-    """Checks parts against the first one, and pads them."""
+    """Checks parts against the first one."""
 
-    chunk: int
     structure: Any = None
     types: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -134,7 +133,7 @@ class _Checked:
             self.structure, self.types = structure, types
         if structure != self.structure or types != self.types:
             raise self._other(start, types)
-        return Read(number, start, steps, start + steps, jax.tree.map(lambda leaf: _padded(leaf, self.chunk), part))
+        return Read(number, start, steps, start + steps, part)
 
     def _other(self, start: int, types: dict[str, str]) -> Fault:
         none = "(missing)"
@@ -167,7 +166,7 @@ class _Sliced:
 
     def read(self, done: int, state: str | None, keeps: Callable[[int], bool]) -> Iterator[Read]:
         """Reads the parts that follow the first `done` ones."""
-        checked, starts = _Checked(self.chunk), range(0, self.length, self.chunk)
+        checked, starts = _Checked(), range(0, self.length, self.chunk)
         for number, start in list(enumerate(starts[::-1] if self.reverse else starts))[done:]:
             steps = min(self.chunk, self.length - start)
             with _noted(start):
@@ -192,7 +191,7 @@ class _InOrder:
 
     def read(self, done: int, state: str | None, keeps: Callable[[int], bool]) -> Iterator[Read]:
         """Reads the parts that follow the first `done` ones. Without a state these are read too."""
-        checked, number, start = _Checked(self.chunk), 0, 0
+        checked, number, start = _Checked(), 0, 0
         if state is not None:
             cast(Any, self.parts).set_state(_from_text(state))
             number, start = done, done * self.chunk
@@ -311,10 +310,12 @@ def _slice(leaf: Any, start: int, steps: int) -> Any:
     return np.array(leaf[start : start + steps])
 
 
-def _padded(leaf: Any, chunk: int) -> Any:
-    """A leaf with as many steps as a whole part. The last one is repeated; no step reads it."""
-    missing = chunk - leaf.shape[0]
-    if not missing:
-        return leaf
-    library: Any = jnp if isinstance(leaf, jax.Array) else np
-    return library.concatenate([leaf, library.broadcast_to(leaf[-1:], (missing, *leaf.shape[1:]))])
+def padded(read: Read, chunk: int) -> Read:
+    """A part with as many steps as a whole one. The last step is repeated, and not read."""
+    missing = chunk - read.steps
+
+    def pad(leaf: Any) -> Any:
+        library: Any = jnp if isinstance(leaf, jax.Array) else np
+        return library.concatenate([leaf, library.broadcast_to(leaf[-1:], (missing, *leaf.shape[1:]))])
+
+    return read._replace(xs=jax.tree.map(pad, read.xs)) if missing else read
