@@ -18,6 +18,7 @@ from treescan import (
     pad,
     plan_remat,
     scan,
+    stream,
     unpack,
     unpad,
 )
@@ -155,3 +156,10 @@ unpack(pad([one]), xs)  # error
 last(xs, pack([one]), reverse=False)  # error
 last(pack([one]), xs)  # error
 last(pad([one]), xs, reverse="yes")  # error
+
+
+# stream
+
+stream(step, State(one), xs)  # error
+stream(step, State(one), xs, chunk=2, truncate=2)  # error
+stream(step, State(one), xs, chunk=2, on_part=lambda part: part.carry.cell)  # error

@@ -13,6 +13,7 @@ from treescan import (
     Packed,
     PackIndex,
     Padded,
+    Part,
     Remat,
     RematPlan,
     accumulate,
@@ -28,6 +29,8 @@ from treescan import (
     plan_remat,
     repad,
     scan,
+    stream,
+    stream_parts,
     unpack,
     unpad,
 )
@@ -200,3 +203,25 @@ def beside(state: State, x: tuple[State, Array]) -> tuple[State, Array]:
 assert_type(mask_scan(beside, State(one, key), (packed, one)), tuple[State, Array])
 assert_type(repad(packed, packed.data), Padded[State])
 assert_type(first(packed, packed.data, reverse=False), State)
+
+
+# stream
+
+
+def on_part(part: Part[Array, dict[str, Array]]) -> None:
+    assert_type(part.carry, Array)
+    assert_type(part.ys, dict[str, Array])
+
+
+def noisy(carry: Array, x: Array, /, *, key: Array) -> tuple[Array, Float[Array, ""]]:
+    return carry + x, x
+
+
+assert_type(stream(step, one, xs, chunk=2, save="last"), tuple[Array, dict[str, Array]])
+assert_type(stream(step, one, xs, chunk=2, on_part=on_part)[0], Array)
+assert_type(stream(step, one, lambda start, n: xs[start : start + n], chunk=2, length=3, lengths=3)[0], Array)
+assert_type(stream(noisy, one, xs, chunk=2, key=key, save="last"), tuple[Array, Array])
+for part in stream_parts(step, one, xs, chunk=2, checkpoint="folder", donate=True):
+    assert_type(part.carry, Array)
+    assert_type(part.ys, dict[str, Array])
+    assert_type(part.start, int)
