@@ -52,6 +52,7 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
     ("checks of arguments", ("_checks/",)),
     ("stacks, and batches of sequences", ("_data/",)),
     ("descriptions of calls", ("_describe/",)),
+    ("streams", ("_stream/",)),
     ("verbs", ("_verbs/",)),
     ("public names", ("__init__, __main__, testing",)),
     ("other libraries", ("integrations/",)),

@@ -150,6 +150,12 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
     ),
     "ArgumentError": (
         Topic(
+            "The source of a stream",
+            "All parts have `chunk` steps, except for the last one, and the same types.",
+            ("stream_ends_early", "stream_part_too_short", "stream_part_of_another_dtype"),
+            ("stream_*", "checkpoints_*"),
+        ),
+        Topic(
             "How many steps",
             "`length` or xs must determine the number of steps. If both are given, they must agree.",
             ("length_missing", "length_conflict", "xs_sizes_differ"),
@@ -298,6 +304,19 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             "Shapes and numbers of steps are compiled into the program. Pass an int, or mark the argument as static.",
             ("length_traced", "fori_traced", "pad_traced"),
             ("*",),
+        ),
+    ),
+    "CheckpointError": (
+        Topic(
+            "The checkpoints of another run",
+            "Choose another folder, or delete this one.",
+            ("checkpoints_of_another_run", "checkpoints_of_two_runs"),
+        ),
+        Topic(
+            "A checkpoint cannot be written",
+            "Make room, or choose another folder. The last checkpoint is kept.",
+            ("checkpoints_on_a_full_disk",),
+            ("checkpoints_in_*",),
         ),
     ),
     "LayerError": (
