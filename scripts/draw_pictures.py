@@ -40,8 +40,8 @@ FLOORS = (  # from the ground up: what each holds, and its modules and packages
     (
         "types and trees",
         (
-            "_lazy, _remat, _progress, _types, _avals,",
-            "_tree, _axes, _finite, _text, _reprs,",
+            "_lazy, _remat, _progress, _checkpoint, _types,",
+            "_avals, _tree, _axes, _finite, _text, _reprs,",
             "_errors, _flax",
         ),
     ),

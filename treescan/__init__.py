@@ -8,6 +8,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     from . import carries as carries
+    from ._checkpoint import Checkpoint as Checkpoint
     from ._data.batch import Packed as Packed, PackIndex as PackIndex, Padded as Padded
     from ._data.batches import (
         first as first,
@@ -51,7 +52,6 @@ if TYPE_CHECKING:
         Tqdm as Tqdm,
     )
     from ._remat import Remat as Remat
-    from ._stream.checkpoint import Checkpoint as Checkpoint
     from ._stream.part import Part as Part
     from ._transforms.budget import RematPlan as RematPlan
     from ._verbs.describe import describe as describe, measure_remat as measure_remat, plan_remat as plan_remat
@@ -68,6 +68,7 @@ else:
         __name__,
         {
             ".": "carries",
+            "_checkpoint": "Checkpoint",
             "_data.batch": "Packed PackIndex Padded",
             "_data.batches": "first last length_mask pack pad repad unpack unpad",
             "_data.init_layers": "init_layers",
@@ -81,7 +82,6 @@ else:
             "_loop.rewrite": "rewriting",
             "_progress": "AbstractProgressMeter Progress Text Tqdm",
             "_remat": "Remat",
-            "_stream.checkpoint": "Checkpoint",
             "_stream.part": "Part",
             "_transforms.budget": "RematPlan",
             "_verbs.describe": "describe measure_remat plan_remat",

@@ -9,6 +9,9 @@ from ._avals import Array, ArrayLike, PyTree
 from ._remat import Remat
 
 if TYPE_CHECKING:
+    import os
+
+    from ._checkpoint import Checkpoint
     from ._progress import Progress
 
 Axes: TypeAlias = Any
@@ -25,6 +28,9 @@ FiniteCheck: TypeAlias = bool | Literal["backward"]
 
 ProgressLike: TypeAlias = "bool | str | Progress | None"
 """Whether a loop shows its progress: a flag, the label of its bar, or a `Progress`."""
+
+CheckpointLike: TypeAlias = "str | os.PathLike[str] | Checkpoint | None"
+"""Where a stream saves its state: a folder, or a `Checkpoint`."""
 
 Save: TypeAlias = Any
 """A prefix tree of what is kept of an output: "all", "last", every k-th, or None for nothing."""
@@ -271,7 +277,7 @@ class StreamOptions(IndexOptions, total=False):
     length: int | None
     lengths: ArrayLike | None
     remainder: Literal["run", "mask"]
-    checkpoint: Any
+    checkpoint: CheckpointLike
     prefetch: int
     progress: ProgressLike
     donate: bool
