@@ -159,7 +159,7 @@ def test_mapped_batches_run_on_what_the_fullest_needs():
 
 @pytest.mark.parametrize(
     ("compact", "tiers"),
-    [(True, TIERS), ((3,), (3, 8)), ((5, 2, 5), (2, 5, 8)), ((8,), (8,)), ((4, 8), (4, 8)), (False, (8,))],
+    [(True, TIERS), ((3,), (3, 8)), ((5, 2, 8, 5), (2, 5, 8)), ((8,), (8,)), ((4, 8), (4, 8)), (False, (8,))],
     ids=str,
 )
 def test_the_body_is_traced_once_for_each_tier(compact, tiers):
