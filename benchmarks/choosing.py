@@ -118,7 +118,7 @@ WAYS: dict[str, Program] = {
 
 def _compare(steps: int, blocks: int) -> Iterator[Comparison | Memory]:
     """All but the Python loop."""
-    _off_disk()
+    off_disk()
     given, details = _inputs(steps), {"steps": float(steps)}
     for kind in (FORWARD, GRADIENT):
         base = _compiling(kind, _scan, given)
@@ -150,7 +150,7 @@ def _loops(steps: int, short: dict[str, tuple[int, ...]], blocks: int) -> Iterat
     yield Comparison(f"run, {LOOP}, {FORWARD}", SCAN, mine, scan, details=details)
 
 
-def _off_disk() -> None:
+def off_disk() -> None:
     """Turns JAX's persistent cache off, where the user's environment turned it on."""
     jax.config.update("jax_enable_compilation_cache", False)
     compilation_cache.reset_cache()  # JAX looks at the setting once
