@@ -586,10 +586,11 @@ def _curve(of_rows: str, ratios: Mapping[tuple[str, str], Sequence[float]], side
         yield f'<line x1="{x}" x2="{x}" y1="{sides.y(min(running))}" y2="{sides.y(max(running))}"/>'
     for (x1, y1), (x2, y2) in itertools.pairwise(at[tiers] for tiers in sets if len(tiers.split()) == 2):
         yield f'<line class="curve" x1="{x1}" x2="{x2}" y1="{y1}" y2="{y2}"/>'
-    for tiers, (x, y) in at.items():
+    for tiers, (x, y) in sorted(at.items(), key=lambda each: len(each[0].split()), reverse=True):  # rings lie below
         title = f"<title>{tiers}: {', '.join(map(_number, medians[tiers]))}</title>"
         simple = len(tiers.split()) == 2
-        yield f'<circle class="{"median" if simple else "fitted"}" cx="{x}" cy="{y}" r="3.5">{title}</circle>'
+        kind, radius = ("median", 3.5) if simple else ("fitted", 6)
+        yield f'<circle class="{kind}" cx="{x}" cy="{y}" r="{radius}">{title}</circle>'
         if simple:
             yield f'<text class="number" x="{x}" y="{y}" dx="8" dy="-6">{tiers.split()[0]}</text>'
 
