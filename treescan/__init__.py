@@ -57,6 +57,7 @@ if TYPE_CHECKING:
     from ._verbs.layers import fold_layers as fold_layers, scan_layers as scan_layers
     from ._verbs.lift import lift as lift
     from ._verbs.mask_scan import mask_scan as mask_scan
+    from ._verbs.progress import progress as progress
     from ._verbs.scan import accumulate as accumulate, fold as fold, scan as scan
     from ._verbs.while_scan import WhileResult as WhileResult, while_scan as while_scan
 else:
@@ -84,6 +85,7 @@ else:
             "_verbs.layers": "fold_layers scan_layers",
             "_verbs.lift": "lift",
             "_verbs.mask_scan": "mask_scan",
+            "_verbs.progress": "progress",
             "_verbs.scan": "accumulate fold scan",
             "_verbs.while_scan": "WhileResult while_scan",
         },

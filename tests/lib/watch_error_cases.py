@@ -23,6 +23,7 @@ from treescan import (
     mask_scan,
     measure_remat,
     plan_remat,
+    progress,
     scan,
     scan_layers,
     while_scan,
@@ -130,6 +131,8 @@ case()(
     progress_show_of_a_name=lambda one: progressing(one, ending, show=lambda carry: {"phase": "warm up"}),
     progress_updates_zero=lambda one: scan(step, one, XS, progress=Progress(updates=0)),
     progress_backward_of_while_scan=lambda one: progressing(one, ending, backward=True),
+    progress_context_with_show=lambda one: progress(Progress(show=lambda carry: {"h": carry})),
+    progress_context_of_a_number=lambda one: progress(100),
     progress_of_layers_with_prefetch=lambda one: scan_layers(
         lambda layer, x: (x + layer, x), one, (jnp.ones(3) * one), prefetch=lambda layer: layer, progress="layers"
     ),

@@ -25,6 +25,7 @@ from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
 from .._tree import Part, Prefix, Root, freeze_static, holds_static, leaves_with_path, named_roots
 from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Save
 from .prepare import Prepared, prepare, recomputing
+from .progress import silent
 
 Filter: TypeAlias = "bool | str | Iterable[str] | Callable[[str], bool] | DenyList"
 """Of names: all or none of them, one, several, those for which a function is true, or all but some."""
@@ -330,7 +331,7 @@ def broadcast_of(
 ) -> PyTree:
     """What the steps make of the broadcast variables: as `run_groups` returns it, but no step is run."""
     call, once, _ = _prepare(step, roles, groups, rngs, carry, args, None)
-    with call.call.scope():
+    with silent(), call.call.scope():
         return once.part(call.call.lay(call.given)).once.broadcast
 
 

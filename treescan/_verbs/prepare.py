@@ -34,6 +34,7 @@ from .._transforms.rows.skip import Skip
 from .._tree import Prefix, PrefixMismatch, broadcast_prefix, freeze_static, leaves_with_path, thaw_static
 from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Save
 from ..carries._registry import Adopted, adopt
+from .progress import shown_around, silent
 
 if TYPE_CHECKING:
     from .._transforms.progress import ShowProgress
@@ -189,7 +190,8 @@ class Prepared:
         return OverAxes(each) if any(axes is not None for axes in each) else None
 
     def showing(self, progress: ProgressLike) -> ShowProgress | None:
-        """The transform of `progress`, or None if nothing is shown."""
+        """The transform of `progress`, or None if nothing is shown. None: what the context says."""
+        progress = shown_around(self.call) if progress is None else progress
         if progress is None or progress is False:
             return None
         from .._transforms.progress import ShowProgress
@@ -250,7 +252,7 @@ class Prepared:
         programs = programs if self.cond is None else programs.joint(self.cond)
         faults = [fault for each in program.transforms if (fault := getattr(each, "no_forward_mode", None)) is not None]
         # That of `EndEarly`, the innermost, is about the body. What an option refuses is known for sure.
-        with in_reverse_alone(faults[-1] if faults else None):
+        with silent(), in_reverse_alone(faults[-1] if faults else None):
             result = execute(program, self.given, programs, moves=moves) if compiles else program(self.given)
         if isinstance(result, Result) and result.evidence is not None:
             from .._transforms.finite.check import deliver

@@ -488,7 +488,7 @@ def _showing(prepared: Prepared, progress: ProgressLike, *, ahead: bool) -> Show
     Raises:
         Fault: for an `ArgumentError` if weights are gathered ahead, or if several blocks are to have a bar backwards.
     """
-    shown, blocks = prepared.showing(progress), len(prepared.call.each)
+    shown, blocks = prepared.showing(False if ahead and progress is None else progress), len(prepared.call.each)
     if shown is not None and ahead:
         raise Misuse(
             "{call}: a loop with `prefetch` shows no `progress`: it is not cut into chunks.",
