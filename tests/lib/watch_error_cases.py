@@ -20,6 +20,7 @@ from treescan import (
     describe,
     fold,
     fori,
+    lift,
     mask_scan,
     measure_remat,
     plan_remat,
@@ -114,6 +115,10 @@ def progress_backward_of_a_pattern(one):
 
 
 case()(
+    check_finite_report_that_is_traced=lambda one: jax.jit(
+        lambda h: fold(lambda c, x: c + x, h, XS, check_finite="return")[1].check()
+    )(one),
+    check_finite_report_of_lift=lambda one: lift(step, check_finite="return")({}, {}, one, XS),
     progress_number=lambda one: scan(step, one, XS, progress=100),
     progress_label_of_a_number=lambda one: scan(step, one, XS, progress=Progress(3)),
     progress_show_of_a_text=lambda one: scan(step, one, XS, progress=Progress(show="loss")),

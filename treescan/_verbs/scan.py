@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, Unpack, overload
+from typing import TYPE_CHECKING, Any, Unpack, overload
 
 from .._avals import Array, PyTree
 from .._body.signature import ACCUMULATE, FOLD, SCAN
@@ -24,12 +24,16 @@ from .._types import (
     RaggedFold,
     RaggedOptions,
     RematLike,
+    Returned,
     Save,
     ScanOptions,
     X,
     Y,
 )
-from .prepare import run_scan
+from .prepare import returned, run_scan
+
+if TYPE_CHECKING:
+    from .._transforms.finite.report import FiniteReport
 
 _ACCEPTED = frozenset(Options.__annotations__) | {"length"}
 _OF_FOLDS = frozenset(Options.__annotations__) | {"lengths"}
@@ -77,6 +81,10 @@ def scan(
     unroll: int | bool = 1,
     **options: Unpack[KeyedScan],
 ) -> tuple[Carry, Y]: ...
+@overload
+def scan(
+    f: Callable[..., Any], init: Any, *args: Any, check_finite: Returned, **options: Any
+) -> tuple[Any, Any, FiniteReport]: ...
 @verb
 def scan(
     f: Callable[..., Any],
@@ -95,9 +103,9 @@ def scan(
     truncate: int | None = None,
     name: str | None = None,
     progress: ProgressLike = None,
-    check_finite: FiniteCheck = False,
+    check_finite: FiniteCheck | Returned = False,
     **unknown: Any,
-) -> tuple[Any, Any]:
+) -> Any:
     """Scans a function over the steps of `xs`, carrying state from step to step.
 
     A drop-in replacement for `jax.lax.scan`. The first seven parameters are the same, and without further options both
@@ -165,7 +173,7 @@ def scan(
     try:
         check_options(unknown, _ACCEPTED, {})
         lowering = (("_split_transpose", True),) if _split_transpose else ()
-        return run_scan(
+        result = run_scan(
             SCAN,
             f,
             init,
@@ -184,6 +192,7 @@ def scan(
             check_finite=check_finite,
             lowering=lowering,
         )
+        return returned(result)
     except Exception as error:
         explained = explain(error, "scan", f, init)
     raise explained
@@ -205,6 +214,10 @@ def fold(
 def fold(
     f: KeyedFoldBody[Carry, None], init: Carry, xs: None = None, length: int | None = None, **options: Unpack[KeyedFold]
 ) -> Carry: ...
+@overload
+def fold(
+    f: Callable[..., Any], init: Any, *args: Any, check_finite: Returned, **options: Any
+) -> tuple[Any, FiniteReport]: ...
 @verb
 def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | None = None, **options: Any) -> Any:
     """Folds `xs` into one value: a scan whose body returns only the carry.
@@ -240,7 +253,7 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
     """
     try:
         check_options(options, _OF_FOLDS - _FOLD_REFUSES.keys(), _FOLD_REFUSES)
-        return run_scan(FOLD, f, init, xs, length, **options)[0]
+        return returned(run_scan(FOLD, f, init, xs, length, **options), 0)
     except Exception as error:
         explained = explain(in_own_words(error), "fold", f, init)
     raise explained
@@ -262,6 +275,10 @@ def accumulate(
 def accumulate(
     f: KeyedFoldBody[Carry, None], init: Carry, xs: None = None, length: int | None = None, **options: Unpack[KeyedRows]
 ) -> Carry: ...
+@overload
+def accumulate(
+    f: Callable[..., Any], init: Any, *args: Any, check_finite: Returned, **options: Any
+) -> tuple[Any, FiniteReport]: ...
 @verb
 def accumulate(
     f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | None = None, **options: Any
@@ -299,7 +316,7 @@ def accumulate(
     """
     try:
         check_options(options, _OF_FOLDS, {})
-        return run_scan(ACCUMULATE, f, init, xs, length, **options)[1]
+        return returned(run_scan(ACCUMULATE, f, init, xs, length, **options), 1)
     except Exception as error:
         explained = explain(in_own_words(error), "accumulate", f, init)
     raise explained

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any, Generic, NamedTuple, Unpack, overload
+from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Unpack, overload
 
 import jax
 
@@ -31,6 +31,7 @@ from .._types import (
     KeyedXs,
     ProgressLike,
     RematLike,
+    Returned,
     Save,
     ScanBody,
     ValidBody,
@@ -41,6 +42,9 @@ from .._types import (
     Y,
 )
 from .prepare import prepare, refuse_batches, row_axes
+
+if TYPE_CHECKING:
+    from .._transforms.finite.report import FiniteReport
 
 _ACCEPTED = frozenset(WhileOptions.__annotations__) | {"max_length", "key"}
 _TRACED_MOST = (
@@ -110,6 +114,10 @@ def while_scan(
 def while_scan(
     cond: Cond[Carry], f: KeyedValidBody[Carry, None, Y], init: Carry, xs: None = None, **options: Unpack[KeyedNone]
 ) -> WhileResult[Carry, Y]: ...
+@overload
+def while_scan(
+    cond: Cond[Any], f: Callable[..., Any], init: Any, *args: Any, check_finite: Returned, **options: Any
+) -> tuple[WhileResult[Any, Any], FiniteReport]: ...
 @verb
 def while_scan(
     cond: Callable[[Any], Any],
@@ -126,9 +134,9 @@ def while_scan(
     y_axes: Axes = 0,
     compact: bool | tuple[int, ...] = False,
     progress: ProgressLike = None,
-    check_finite: FiniteCheck = False,
+    check_finite: FiniteCheck | Returned = False,
     **options: Any,
-) -> WhileResult[Any, Any]:
+) -> Any:
     """Scans while a condition on the carry is true; differentiable both ways, at the cost of the steps that are taken.
 
     Steps that are not taken are not run, in the forward or the backward pass. The gradient computes each step that was
@@ -244,7 +252,8 @@ def while_scan(
             Recompute.of(plan),
             call.showing(progress),
         )
-        return WhileResult(result.state, result.ys, result.steps, result.stopped)
+        found = WhileResult(result.state, result.ys, result.steps, result.stopped)
+        return found if result.evidence is None else (found, result.evidence)
     except Exception as error:
         explained = explain(in_own_words(error), "while_scan", f, init, WHILE_WORDS)
     raise explained
