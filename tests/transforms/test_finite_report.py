@@ -4,10 +4,10 @@ import chex
 import jax
 import jax.numpy as jnp
 import pytest
-from scripts import printed
 from thin import slow
 
 import treescan
+from scripts import printed
 
 pytestmark = pytest.mark.quick
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import Any, Unpack, overload
 
 import jax.numpy as jnp
 from jax.core import Tracer
@@ -19,9 +19,6 @@ from .._transforms.rows.fill import KeepRows
 from .._transforms.rows.mask import Mask
 from .._types import Carry, ForiOptions, KeyedIndexBody, KeyedRange, RangeOptions, Returned
 from .prepare import prepare, recomputing, returned
-
-if TYPE_CHECKING:
-    from .._transforms.finite.report import FiniteReport
 
 _NO_AXES = "it scans over indices, not over arrays. `treescan.fold` and `treescan.scan` do."
 _TRACED_MOST = (
@@ -50,8 +47,8 @@ def fori(
 ) -> Carry: ...
 @overload
 def fori(
-    lower: Any, upper: Any, f: Callable[..., Any], init: Any, *args: Any, check_finite: Returned, **options: Any
-) -> tuple[Any, FiniteReport]: ...
+    lower: Any, upper: Any, f: Callable[..., Any], init: Any, *, check_finite: Returned, **options: Any
+) -> Any: ...
 @verb
 def fori(
     lower: int | Array,

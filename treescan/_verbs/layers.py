@@ -109,9 +109,7 @@ def scan_layers(
     **options: Unpack[StackTurns],
 ) -> tuple[Carry, State, tuple[Any, ...]]: ...
 @overload
-def scan_layers(
-    block: Any, x: Any, layers: Any, *args: Any, check_finite: Returned, **options: Any
-) -> tuple[Any, ...]: ...
+def scan_layers(block: Any, x: Any, layers: Any, xs: Any = None, *, check_finite: Returned, **options: Any) -> Any: ...
 @verb
 def scan_layers(
     block: Any,
@@ -259,9 +257,7 @@ def fold_layers(
     **options: Unpack[Turns],
 ) -> tuple[Carry, State]: ...
 @overload
-def fold_layers(
-    block: Any, x: Any, layers: Any, *args: Any, check_finite: Returned, **options: Any
-) -> tuple[Any, ...]: ...
+def fold_layers(block: Any, x: Any, layers: Any, xs: Any = None, *, check_finite: Returned, **options: Any) -> Any: ...
 @verb
 def fold_layers(
     block: Any,
@@ -314,7 +310,7 @@ def fold_layers(
     try:
         check_options(options, _ACCEPTED - _FOLD_REFUSES.keys(), _FOLD_REFUSES)
         parts = prepare_layers(FOLD_LAYERS, block, x, layers, xs, args, state=state, **options).run()
-        return parts if len(parts) > 1 else parts[0]
+        return parts[0] if len(parts) == 1 else parts
     except Exception as error:
         explained = explain(explain_traced(error), "fold_layers", block, x, LAYER_WORDS)
     raise explained

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeAlias, Unpack, overload
+from typing import Any, TypeAlias, Unpack, overload
 
 from .._avals import Array, ArrayLike, PyTree
 from .._body.call import check_callable
@@ -16,9 +16,6 @@ from .._transforms.rows.axes import RowFlags
 from .._transforms.rows.fill import check_fill
 from .._types import Axes, Carry, KeyedBody, KeyedValidBody, MaskOptions, Options, Returned, ScanBody, ValidBody, X, Y
 from .prepare import RowPlan, returned, row_axes, rows_of, run_scan
-
-if TYPE_CHECKING:
-    from .._transforms.finite.report import FiniteReport
 
 Rows: TypeAlias = Padded[X] | Packed[X]
 """A batch of rows: xs that say of which lengths they are."""
@@ -62,9 +59,7 @@ def mask_scan(
     f: ScanBody[Carry, Any, Y], init: Carry, xs: tuple[Rows[Any], *tuple[Any, ...]], **options: Unpack[MaskOptions]
 ) -> tuple[Carry, Y]: ...
 @overload
-def mask_scan(
-    f: Callable[..., Any], init: Any, *args: Any, check_finite: Returned, **options: Any
-) -> tuple[Any, Any, FiniteReport]: ...
+def mask_scan(f: Callable[..., Any], init: Any, xs: Any = None, *, check_finite: Returned, **options: Any) -> Any: ...
 @verb
 def mask_scan(
     f: Callable[..., Any],

@@ -387,11 +387,11 @@ def returned(result: Any, place: int | None = None) -> Any:
 
 
 def refuse_report(check_finite: Any) -> None:
-    """Refuses a report of `check_finite` where a loop returns what the functions of another library do."""
+    """Refuses a report of `check_finite` where the results have the form that flax gives them."""
     if isinstance(check_finite, str) and check_finite == "return":
         raise Misuse(
-            '{call}: `check_finite="return"` is for the verbs of treescan. Here, the results are those of the library '
-            "whose loop it is.",
+            '{call}: `check_finite="return"` does not work here, because the results have the form that flax gives '
+            "them.",
             "True raises an error.",
         )
 

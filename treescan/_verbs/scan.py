@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Unpack, overload
+from typing import Any, Unpack, overload
 
 from .._avals import Array, PyTree
 from .._body.signature import ACCUMULATE, FOLD, SCAN
@@ -31,9 +31,6 @@ from .._types import (
     Y,
 )
 from .prepare import returned, run_scan
-
-if TYPE_CHECKING:
-    from .._transforms.finite.report import FiniteReport
 
 _ACCEPTED = frozenset(Options.__annotations__) | {"length"}
 _OF_FOLDS = frozenset(Options.__annotations__) | {"lengths"}
@@ -83,8 +80,16 @@ def scan(
 ) -> tuple[Carry, Y]: ...
 @overload
 def scan(
-    f: Callable[..., Any], init: Any, *args: Any, check_finite: Returned, **options: Any
-) -> tuple[Any, Any, FiniteReport]: ...
+    f: Callable[..., Any],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    *,
+    check_finite: Returned,
+    **options: Any,
+) -> Any: ...
 @verb
 def scan(
     f: Callable[..., Any],
@@ -150,9 +155,11 @@ def scan(
             carry and x of that step. Under a transformation of JAX, it is JAX's runtime error with this text. An
             infinity that the carry had before the step is allowed. "backward" checks the cotangents of the carry
             instead, in reverse mode: a NaN or an infinity that the gradient makes on its way back through a step.
+            "return" raises nothing. It returns a `treescan.FiniteReport` behind the other results, without a callback.
 
     Returns:
-        The carry of the last step, and ys, the outputs of all steps, stacked to `[T, ...]`.
+        The carry of the last step, and ys, the outputs of all steps, stacked to `[T, ...]`. With
+        `check_finite="return"` a third item, the report.
 
     Raises:
         ArgumentError: if an argument is out of range, conflicts with another, or does not fit xs.
@@ -216,8 +223,14 @@ def fold(
 ) -> Carry: ...
 @overload
 def fold(
-    f: Callable[..., Any], init: Any, *args: Any, check_finite: Returned, **options: Any
-) -> tuple[Any, FiniteReport]: ...
+    f: Callable[..., Any],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    check_finite: Returned,
+    **options: Any,
+) -> Any: ...
 @verb
 def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | None = None, **options: Any) -> Any:
     """Folds `xs` into one value: a scan whose body returns only the carry.
@@ -277,8 +290,14 @@ def accumulate(
 ) -> Carry: ...
 @overload
 def accumulate(
-    f: Callable[..., Any], init: Any, *args: Any, check_finite: Returned, **options: Any
-) -> tuple[Any, FiniteReport]: ...
+    f: Callable[..., Any],
+    init: Any,
+    xs: Any = None,
+    length: int | None = None,
+    *,
+    check_finite: Returned,
+    **options: Any,
+) -> Any: ...
 @verb
 def accumulate(
     f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | None = None, **options: Any

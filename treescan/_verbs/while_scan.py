@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Generic, NamedTuple, Unpack, overload
+from typing import Any, Generic, NamedTuple, Unpack, overload
 
 import jax
 
@@ -42,9 +42,6 @@ from .._types import (
     Y,
 )
 from .prepare import prepare, refuse_batches, row_axes
-
-if TYPE_CHECKING:
-    from .._transforms.finite.report import FiniteReport
 
 _ACCEPTED = frozenset(WhileOptions.__annotations__) | {"max_length", "key"}
 _TRACED_MOST = (
@@ -116,8 +113,8 @@ def while_scan(
 ) -> WhileResult[Carry, Y]: ...
 @overload
 def while_scan(
-    cond: Cond[Any], f: Callable[..., Any], init: Any, *args: Any, check_finite: Returned, **options: Any
-) -> tuple[WhileResult[Any, Any], FiniteReport]: ...
+    cond: Cond[Any], f: Callable[..., Any], init: Any, xs: Any = None, *, check_finite: Returned, **options: Any
+) -> Any: ...
 @verb
 def while_scan(
     cond: Callable[[Any], Any],
