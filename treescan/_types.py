@@ -23,6 +23,9 @@ Prefetch: TypeAlias = Literal[1] | Callable[[Any], Any] | None
 FiniteCheck: TypeAlias = bool | Literal["backward"]
 """Whether the carry is checked after each step, or its cotangents in reverse mode."""
 
+Returned: TypeAlias = Literal["return"]
+"""A report is returned of what a check of the carry finds; overloads of their own have it."""
+
 ProgressLike: TypeAlias = "bool | str | Progress | None"
 """Whether a loop shows its progress: a flag, the label of its bar, or a `Progress`."""
 
