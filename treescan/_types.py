@@ -83,6 +83,12 @@ class KeyedValidBody(Protocol[Carry, X_contra, Y_co]):
     def __call__(self, carry: Carry, x: X_contra, /, *, key: Array, valid: Array) -> tuple[Carry, Y_co]: ...
 
 
+class ValidMap(Protocol[X_contra, Y_co]):
+    """A function of `chunk_map` that takes which entries of a chunk are not padding."""
+
+    def __call__(self, chunk: X_contra, /, *, valid: Array) -> Y_co: ...
+
+
 class OutputOptions(TypedDict, total=False):
     """What becomes of the outputs of all steps."""
 
@@ -115,6 +121,18 @@ class ScanOptions(OutputOptions, total=False):
     name: str | None
     progress: ProgressLike
     check_finite: FiniteCheck
+
+
+class ChunkOptions(TypedDict, total=False):
+    """The options of `chunk_map`."""
+
+    in_axes: Axes
+    out_axes: Axes
+    reduce: Literal["sum"] | None
+    remat: RematLike | None
+    unroll: int | bool
+    name: str | None
+    progress: ProgressLike
 
 
 class KeyedScan(ScanOptions, KeyOption):

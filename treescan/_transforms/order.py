@@ -21,7 +21,7 @@ class Place(NamedTuple):
 
 ORDER = (
     Place(
-        ("OverAxes", "ComputeOnce", "Count", "OverRows", "EndEarly", "Prefetch"),
+        ("OverAxes", "InChunks", "ComputeOnce", "Count", "OverRows", "EndEarly", "Prefetch"),
         "They make what the body is fed. All others rely on steps along axis 0, on rows that have been found, and on a "
         "condition that sees the carry as it was given.",
     ),
@@ -50,6 +50,9 @@ ORDER = (
         "It puts the layers' own states beside the carry. No transform within may take them for it.",
     ),
     Place(("Recompute",), "It recomputes the step with all that an option adds to it."),
+    Place(
+        ("SumChunks",), "It carries sums that no step reads. A recomputed step need not save them."
+    ),
     Place(
         ("Skip",), "It cuts the loop into chunks. What a gradient recomputes of them depends on what `remat` asked for."
     ),

@@ -204,4 +204,4 @@ def names_of(body: Body, convention: Convention) -> tuple[str, str]:
     """The body's own names for its carry and its x."""
     names = body.names if len(body.names) > 1 and body.names[0] != body.names[1] else convention.takes
     place = convention.place
-    return names[place], names[1 - place]
+    return (names[place], names[1 - place]) if len(names) > 1 else ("carry", *names)  # a function over chunks

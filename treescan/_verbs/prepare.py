@@ -336,7 +336,7 @@ def prepare(
     frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
     axes = resolve_axes(in_axes, frozen_xs)
     steps = measure(frozen_xs, axes) if measure else infer_length(frozen_xs, check_length(length), axes)
-    sees_valid = masked and takes_keyword(body, "valid")
+    sees_valid = masked and takes_keyword(body, "valid", len(convention.takes))
     passed = {"key": "the option `key`"} if key is not None else {}
     check_keywords(body, passed | ({"valid": "mask_scan"} if sees_valid else {}), convention)
     call = Call(
