@@ -416,7 +416,9 @@ def takes_keyword(body: Body, name: str, positional: int = 2) -> bool:
     """Whether a body has a parameter of this name behind its first ones, or passes it on to what it wraps."""
     own = body.parameters or ()
     passes_on = any(p.kind is p.VAR_KEYWORD for p in own)
-    return any(_names_keyword(of, name, positional) for of in (own, wrapped_parameters(body.function) if passes_on else ()))
+    return any(
+        _names_keyword(of, name, positional) for of in (own, wrapped_parameters(body.function) if passes_on else ())
+    )
 
 
 def needs_keyword(body: Body, name: str) -> bool:

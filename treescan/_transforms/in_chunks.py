@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -171,8 +170,7 @@ class SumChunks:
         structure = jax.tree.structure(loop.trace.y)
         zeros = [place_like(jax.lax.full(aval.shape, 0, aval.dtype), aval) for aval in loop.trace.y_avals]
         loop = loop.having(step=Summed(loop.step), state=(zeros, loop.state))
-        sums: Callable[[Result], PyTree] = lambda result: jax.tree.unflatten(structure, result.state[0])
-        return loop.finished(lambda state: state[1], sums)
+        return loop.finished(lambda state: state[1], lambda result: jax.tree.unflatten(structure, result.state[0]))
 
 
 def _sum(ys: Array) -> Array:

@@ -50,9 +50,7 @@ ORDER = (
         "It puts the layers' own states beside the carry. No transform within may take them for it.",
     ),
     Place(("Recompute",), "It recomputes the step with all that an option adds to it."),
-    Place(
-        ("SumChunks",), "It carries sums that no step reads. A recomputed step need not save them."
-    ),
+    Place(("SumChunks",), "It carries sums that no step reads. A recomputed step need not save them."),
     Place(
         ("Skip",), "It cuts the loop into chunks. What a gradient recomputes of them depends on what `remat` asked for."
     ),

@@ -9,7 +9,7 @@ from typing import Any, Literal, Unpack, overload
 import jax
 import jax.numpy as jnp
 
-from .._avals import LeafAxes, PyTree, describe_leaf, shape_of
+from .._avals import LeafAxes, PyTree, describe_leaf, describe_node, shape_of
 from .._axes import spread_axes, static_axes
 from .._body.call import needs_keyword
 from .._body.signature import CHUNK_MAP
@@ -18,7 +18,7 @@ from .._errors import CHUNK_WORDS, BodyFault, Misuse, Row, expect, expect_int, e
 from .._progress import Progress
 from .._transforms.in_chunks import InChunks, SumChunks
 from .._transforms.remat import Recompute, check_remat
-from .._tree import Prefix, leaves_with_path
+from .._tree import Prefix, leaves_with_path, same_structure
 from .._types import Axes, ChunkOptions, ProgressLike, RematLike, ValidMap, X, Y
 from .prepare import Prepared, body_of, prepare
 
@@ -96,9 +96,7 @@ def chunk_map(
         if isinstance(progress, Progress) and progress.show is not None:
             cure = "Leave it out, or call `treescan.fold`, whose carry is shown."
             raise Misuse("{call}: `show` of a `Progress` is given the carry, and {verb} has none.", cure)
-        call = prepare(
-            CHUNK_MAP, f, (), xs, measure=_entries, in_axes=in_axes, unroll=unroll, name=name, masked=True
-        )
+        call = prepare(CHUNK_MAP, f, (), xs, measure=_entries, in_axes=in_axes, unroll=unroll, name=name, masked=True)
         return _run(call, min(size, call.call.length or size), out, None if plan is None else Recompute(plan), progress)
     except Exception as error:
         explained = explain(error, "chunk_map", f, words=CHUNK_WORDS)
@@ -156,8 +154,8 @@ def _run(call: Prepared, size: int, out: Prefix | None, remat: Recompute | None,
 def _together(most: PyTree, last: PyTree, out: Prefix | None, size: int, left: int) -> PyTree:
     """The results of whole chunks, and those of the smaller one."""
     rows, axes = [], () if out is None else spread_axes("out_axes", out.tree, most, "y")
-    if jax.tree.structure(most) != jax.tree.structure(last):
-        rows = [Row("y", str(jax.tree.structure(most)), str(jax.tree.structure(last)))]
+    if not same_structure(most, last):
+        rows = [Row("y", describe_node(most), describe_node(last))]
     else:
         pairs = zip(leaves_with_path("y", most), jax.tree.leaves(last), axes or jax.tree.leaves(most), strict=True)
         rows = [
@@ -166,8 +164,10 @@ def _together(most: PyTree, last: PyTree, out: Prefix | None, size: int, left: i
             if a.dtype != b.dtype or _others(a, axis, out) != _others(b, axis, out)
         ]
     if rows:
+        sums = [] if out else ["Return sums over the entries of the chunk, for example `jnp.sum(losses)`."]
         raise BodyFault(
             f"{{body}} returned other types for the last {left} entries than for chunks of {size}.",
+            *sums,
             "Give it a keyword `valid`: the last chunk is then filled up, and `valid` says which of its entries count. "
             "Or choose a `chunk_size` that divides the number of entries.",
             header=("leaf", f"of {size}", f"of {left}"),
