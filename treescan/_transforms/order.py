@@ -43,6 +43,11 @@ ORDER = (
         "It is inside of what is recomputed, so that the recomputed step is cut too, and outside of the mask, so that "
         "the state that padding keeps is cut with its row.",
     ),
+    Place(
+        ("RecordOutputs",),
+        "It holds outputs in the state, and picks from those that the others keep. It is inside of what is recomputed, "
+        "which takes its step for the body's.",
+    ),
     Place(("KeepRows",), "It holds outputs in the state. No transform within may take them for the carry."),
     Place(("EndsOfSequences",), "It copies the state of a row where a sequence ends, with the outputs that are held."),
     Place(

@@ -23,7 +23,7 @@ from .._loop.loop import Body, Result, Transform
 from .._loop.retraces import note_types
 from .._transforms.axes import OverAxes
 from .._transforms.order import in_order
-from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_thinned
+from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_positions, is_thinned, with_strides
 from .._transforms.program import Arguments, Call, Program, execute
 from .._transforms.refuse import in_reverse_alone
 from .._transforms.rows.axes import RowFlags
@@ -269,6 +269,15 @@ def recomputing(remat: Any) -> Transform | None:
     return Recompute.of(remat)
 
 
+def recording(save: Any) -> Transform | None:
+    """The transform of positions in `save`, or None if there are none."""
+    if not any(is_positions(leaf) for leaf in Prefix.of(save).leaves):
+        return None
+    from .._transforms.positions import RecordOutputs
+
+    return RecordOutputs.of(save)
+
+
 def truncating(truncate: Any) -> Transform | None:
     """The transform of `truncate`, or None if no gradient is cut."""
     if truncate is None:
@@ -460,6 +469,7 @@ def run_scan(
     if lengths is not None:
         rows = RowPlan(RowFlags(lengths), outputs=None if convention.stacks else _ZERO)
     call = prepare(convention, f, init, xs, length, masked=rows is not None, **options)
+    save = with_strides(save, call.call.length)
     if rows is None:
         return call.run(
             call.over_axes,
@@ -467,6 +477,7 @@ def run_scan(
             MoveOutputs.of(out_axes, save),
             recomputing(remat),
             truncating(truncate),
+            recording(save),
             KeepOutputs.of(save),
             call.showing(progress),
         )
@@ -483,6 +494,7 @@ def run_scan(
         Mask(filled, repr(rows.fill)),
         *dividing(flags),
         truncating(truncate),
+        recording(save),
         KeepRows(kept, filled),
         recomputing(remat),
         Skip(rows.chunk, rows.compact),
