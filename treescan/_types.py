@@ -27,7 +27,7 @@ ProgressLike: TypeAlias = "bool | str | Progress | None"
 """Whether a loop shows its progress: a flag, the label of its bar, or a `Progress`."""
 
 Save: TypeAlias = Any
-"""A prefix tree of what is kept of an output: "all", "last", every k-th, or None for nothing."""
+"""A prefix tree of what is kept of an output: "all", "last", every k-th, positions, or None for nothing."""
 
 Carry = TypeVar("Carry")
 X_contra = TypeVar("X_contra", contravariant=True)
