@@ -14,7 +14,7 @@ import numpy as np
 
 from .._avals import Array, PyTree, as_arrays, describe_argument, exact_int, is_weak, place_like
 from .._axes import static_axes
-from .._errors import Misuse, TypeMisuse
+from .._errors import Misuse
 from .._loop.chunk import Level, RunChunk, Wish, as_step, run_chunked
 from .._loop.loop import Feed, Loop, Paced, Step, is_untraced
 from .._trace.hoist import one_step, traced
@@ -22,76 +22,6 @@ from .._tree import Prefix, PrefixMismatch, split
 from .._types import Axes, Save
 from .axes import move_outputs
 from .refuse import refuse_symbolic, refuse_with_refs
-
-
-@dataclass(frozen=True)
-class Positions:
-    """The steps whose outputs are kept.
-
-    Attributes:
-        at: ascending.
-    """
-
-    at: tuple[int, ...]
-
-    def check_within(self, length: int) -> None:
-        """Refuses positions that a loop of so many steps does not have."""
-        if self.at and self.at[-1] >= length:
-            raise Misuse(
-                f"{{verb}} over {{body}}: `save` has the position {self.at[-1]}, but there are {length} {{unit}}s.",
-                "Positions count from 0 and are those of xs, also in reverse.",
-            )
-
-    def slots(self, length: int) -> np.ndarray:
-        """int32[T]: for each step the place of its output among those that are kept; their number: it has none."""
-        slots = np.full(length, len(self.at), np.int32)
-        slots[list(self.at)] = np.arange(len(self.at))
-        return slots
-
-    def pick(self, ys: Array) -> Array:
-        """The outputs that are kept, from those of all steps."""
-        self.check_within(ys.shape[0])
-        return jnp.take(ys, np.array(self.at, np.int32), axis=0)
-
-
-def is_positions(keep: Any) -> bool:
-    """Whether it is a sequence of positions; a number in an array of NumPy's is none."""
-    return isinstance(keep, range) or (isinstance(keep, np.ndarray) and keep.ndim > 0)
-
-
-def positions_of(keep: range | np.ndarray) -> Positions:
-    """The positions in a sequence of them.
-
-    Raises:
-        Fault: for an `ArgumentError` if they are not ints from 0 up, each larger than the last.
-    """
-    numbers = np.asarray(keep)
-    numbers = numbers.astype(np.int64) if numbers.size == 0 else numbers
-    if numbers.ndim != 1 or not np.issubdtype(numbers.dtype, np.integer):
-        raise TypeMisuse(
-            f"{{verb}} over {{body}}: the positions of `save` must be a `range` or one axis of ints, got "
-            f"{describe_argument(keep)}.",
-            "For example `np.array([4, 9, 99])`. `np.flatnonzero(mask)` are those where a mask is True.",
-        )
-    if numbers.size and (numbers[0] < 0 or np.any(np.diff(numbers.astype(np.int64)) <= 0)):
-        raise Misuse(
-            "{verb} over {body}: the positions of `save` must be at least 0 and ascend, each once.",
-            "`np.unique(positions)` sorts them. Negative positions do not count from the end: the last one is T - 1.",
-        )
-    return Positions(tuple(numbers.tolist()))
-
-
-def with_strides(save: Save, length: Any) -> Save:
-    """What `save` says, with the number k in place of positions that are those of every k-th output."""
-
-    def stride(keep: Any) -> Any:
-        if not is_positions(keep) or not isinstance(length, int):
-            return keep
-        at = positions_of(keep).at
-        return at[0] + 1 if at and at == tuple(range(at[0], length, at[0] + 1)) else keep
-
-    return jax.tree.map(stride, save, is_leaf=lambda leaf: leaf is None)
-
 
 Keep = int | None
 """Every how many steps an output is kept (1: in all of them), LAST, or None for never."""
@@ -168,8 +98,7 @@ def _check_keep(keep: Any) -> int | None:
     if keep is None:
         return None
     if is_positions(keep):
-        positions_of(keep)
-        return ALL  # of these, `RecordOutputs` keeps some
+        return ALL  # of which `RecordOutputs` keeps some, and checks the positions
     if isinstance(keep, str) and keep in ("all", "last"):
         return ALL if keep == "all" else LAST
     steps = exact_int(keep)
@@ -181,6 +110,11 @@ def _check_keep(keep: Any) -> int | None:
             "or a NumPy array: `np.array([4, 9, 99])`. Give one for all of y, or a prefix tree of y.",
         )
     return steps
+
+
+def is_positions(keep: Any) -> bool:
+    """Whether it is a sequence of positions; a number in an array of NumPy's is none."""
+    return isinstance(keep, range) or (isinstance(keep, np.ndarray) and keep.ndim > 0)
 
 
 def spread_keeps(save: Prefix, y: PyTree) -> tuple[Keep, ...]:

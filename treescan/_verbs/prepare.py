@@ -23,7 +23,7 @@ from .._loop.loop import Body, Result, Transform
 from .._loop.retraces import note_types
 from .._transforms.axes import OverAxes
 from .._transforms.order import in_order
-from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_positions, is_thinned, with_strides
+from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_positions, is_thinned
 from .._transforms.program import Arguments, Call, Program, execute
 from .._transforms.refuse import in_reverse_alone
 from .._transforms.rows.axes import RowFlags
@@ -269,9 +269,13 @@ def recomputing(remat: Any) -> Transform | None:
     return Recompute.of(remat)
 
 
+def _has_positions(save: Save) -> bool:
+    return any(is_positions(leaf) for leaf in Prefix.of(save).leaves)
+
+
 def recording(save: Any) -> Transform | None:
     """The transform of positions in `save`, or None if there are none."""
-    if not any(is_positions(leaf) for leaf in Prefix.of(save).leaves):
+    if not _has_positions(save):
         return None
     from .._transforms.positions import RecordOutputs
 
@@ -469,7 +473,10 @@ def run_scan(
     if lengths is not None:
         rows = RowPlan(RowFlags(lengths), outputs=None if convention.stacks else _ZERO)
     call = prepare(convention, f, init, xs, length, masked=rows is not None, **options)
-    save = with_strides(save, call.call.length)
+    if _has_positions(save):
+        from .._transforms.positions import with_strides
+
+        save = with_strides(save, call.call.length)
     if rows is None:
         return call.run(
             call.over_axes,
