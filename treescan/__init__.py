@@ -52,6 +52,7 @@ if TYPE_CHECKING:
     from ._remat import Remat as Remat
     from ._transforms.budget import RematPlan as RematPlan
     from ._transforms.finite.report import FiniteReport as FiniteReport
+    from ._verbs.chunk_map import chunk_map as chunk_map
     from ._verbs.describe import describe as describe, measure_remat as measure_remat, plan_remat as plan_remat
     from ._verbs.fori import fori as fori
     from ._verbs.groups import DenyList as DenyList, In as In, Out as Out
@@ -81,6 +82,7 @@ else:
             "_remat": "Remat",
             "_transforms.budget": "RematPlan",
             "_transforms.finite.report": "FiniteReport",
+            "_verbs.chunk_map": "chunk_map",
             "_verbs.describe": "describe measure_remat plan_remat",
             "_verbs.fori": "fori",
             "_verbs.groups": "DenyList In Out",

@@ -9,6 +9,7 @@ from jax import Array
 from treescan import (
     Remat,
     accumulate,
+    chunk_map,
     fold,
     fori,
     last,
@@ -155,3 +156,15 @@ unpack(pad([one]), xs)  # error
 last(xs, pack([one]), reverse=False)  # error
 last(pack([one]), xs)  # error
 last(pad([one]), xs, reverse="yes")  # error
+
+
+# chunk_map
+
+
+def chunk_state(chunk: State) -> Array:
+    return chunk.h
+
+
+chunk_map(chunk_state, xs, 2)  # error
+chunk_map(chunk_state, init)  # error
+chunk_map(chunk_state, init, 2, reduce="mean")  # error

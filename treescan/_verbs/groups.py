@@ -24,7 +24,7 @@ from .._transforms.once import ComputeOnce
 from .._transforms.outputs import KeepOutputs, MoveOutputs, check_save
 from .._tree import Part, Prefix, Root, freeze_static, holds_static, leaves_with_path, named_roots
 from .._types import Axes, FiniteCheck, ProgressLike, RematLike, Save
-from .prepare import Prepared, prepare, recomputing, refuse_report
+from .prepare import Prepared, prepare, recomputing, recording, refuse_report
 from .progress import silent
 
 Filter: TypeAlias = "bool | str | Iterable[str] | Callable[[str], bool] | DenyList"
@@ -291,6 +291,7 @@ def _prepare(
         checking,
         MoveOutputs(static_axes("out_axes", GroupOutputs(stacked, roles.scanned_out, 0)), check_save(save)),
         recomputing(roles.remat),
+        recording(save),
         KeepOutputs.of(save),
         prepared.showing(shown_as(roles.progress, carry_of)),
     )

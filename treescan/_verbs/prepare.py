@@ -23,7 +23,7 @@ from .._loop.loop import Body, Result, Transform
 from .._loop.retraces import note_types
 from .._transforms.axes import OverAxes
 from .._transforms.order import in_order
-from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_thinned
+from .._transforms.outputs import LAST, KeepOutputs, MoveOutputs, check_save, is_positions, is_thinned
 from .._transforms.program import Arguments, Call, Program, execute
 from .._transforms.refuse import in_reverse_alone
 from .._transforms.rows.axes import RowFlags
@@ -284,6 +284,19 @@ def recomputing(remat: Any) -> Transform | None:
     return Recompute.of(remat)
 
 
+def _has_positions(save: Save) -> bool:
+    return any(is_positions(leaf) for leaf in Prefix.of(save).leaves)
+
+
+def recording(save: Any) -> Transform | None:
+    """The transform of positions in `save`, or None if there are none."""
+    if not _has_positions(save):
+        return None
+    from .._transforms.positions import RecordOutputs
+
+    return RecordOutputs.of(save)
+
+
 def truncating(truncate: Any) -> Transform | None:
     """The transform of `truncate`, or None if no gradient is cut."""
     if truncate is None:
@@ -353,7 +366,7 @@ def prepare(
     frozen_init, frozen_xs = freeze_static(adopted.init), freeze_static(xs)
     axes = resolve_axes(in_axes, frozen_xs)
     steps = measure(frozen_xs, axes) if measure else infer_length(frozen_xs, check_length(length), axes)
-    sees_valid = masked and takes_keyword(body, "valid")
+    sees_valid = masked and takes_keyword(body, "valid", len(convention.takes))
     passed = {"key": "the option `key`"} if key is not None else {}
     check_keywords(body, passed | ({"valid": "mask_scan"} if sees_valid else {}), convention)
     call = Call(
@@ -509,6 +522,10 @@ def run_scan(
     if lengths is not None:
         rows = RowPlan(RowFlags(lengths), outputs=None if convention.stacks else _ZERO)
     call = prepare(convention, f, init, xs, length, masked=rows is not None, **options)
+    if _has_positions(save):
+        from .._transforms.positions import with_strides
+
+        save = with_strides(save, call.call.length)
     if rows is None:
         return call.run(
             call.over_axes,
@@ -516,6 +533,7 @@ def run_scan(
             MoveOutputs.of(out_axes, save),
             recomputing(remat),
             truncating(truncate),
+            recording(save),
             KeepOutputs.of(save),
             call.showing(progress),
             donates=donates,
@@ -533,6 +551,7 @@ def run_scan(
         Mask(filled, repr(rows.fill)),
         *dividing(flags),
         truncating(truncate),
+        recording(save),
         KeepRows(kept, filled),
         recomputing(remat),
         Skip(rows.chunk, rows.compact),

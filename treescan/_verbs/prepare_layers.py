@@ -45,7 +45,7 @@ from .._transforms.program import Arguments, Call
 from .._tree import freeze_static, is_static, leaves_with_path, thaw_static
 from .._types import Axes, FiniteCheck, ProgressLike, Save
 from ..carries._registry import Adopted, adopt
-from .prepare import Prepared, body_of, first_position
+from .prepare import Prepared, body_of, first_position, recording
 
 Remats = tuple[Remat | None, ...] | Remat | None
 
@@ -475,6 +475,7 @@ def _transforms(
         *within,
         prepared.checking(check_finite, layers=True),
         None if in_place else MoveOutputs.of(axes, saves),
+        recording(saves),
         KeepOutputs.of(saves),
         _showing(prepared, progress, ahead=gather is not None),
     )

@@ -148,7 +148,9 @@ def scan(
             step saves, the number of levels, a budget in bytes, or another memory for carries.
         save: which ys to keep (a prefix tree of y). "all" keeps every y. "last" keeps the y of the last step that runs,
             without an axis of steps; it is 0 if there is no step. A number k keeps every k-th y, at the positions k-1,
-            2k-1 and so on, also in reverse. None keeps nothing. Work that only a dropped output needs is skipped.
+            2k-1 and so on, also in reverse. A `range` or a NumPy array, `np.array([4, 9, 99])`, keeps y at these
+            positions, `[K, ...]`; the steps between compute it too. None keeps nothing. Work that only an output needs
+            which k, "last" or None drops is skipped.
         truncate: the gradient of the carry is cut at the positions that are multiples of this number, also in reverse:
             truncated backpropagation through time. Leaves of the carry that no step changes, for example weights, are
             constants of the loop, and are not cut.

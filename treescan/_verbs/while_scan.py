@@ -40,7 +40,7 @@ from .._types import (
     X,
     Y,
 )
-from .prepare import prepare, refuse_batches, row_axes
+from .prepare import prepare, recording, refuse_batches, row_axes
 
 _ACCEPTED = frozenset(WhileOptions.__annotations__) | {"max_length", "key"}
 _TRACED_MOST = (
@@ -244,6 +244,7 @@ def while_scan(
             call.checking(check_finite, ends_early=True),
             MoveOutputs.of(out_axes, save),
             Mask.of(filled),
+            recording(save),
             KeepRows.of(check_save(save), filled),
             Recompute.of(plan),
             call.showing(progress),
