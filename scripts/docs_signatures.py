@@ -16,6 +16,7 @@ VERBS = {
     "scan.fold": "X | None",
     "scan.accumulate": "X | None",
     "fori.fori": None,
+    "chunk_map.chunk_map": None,
     "while_scan.while_scan": "X | None",
     "mask_scan.mask_scan": "X | Padded[X] | Packed[X] | None",
     "stream.stream": None,

@@ -286,6 +286,7 @@ def _classes_of(argument: ast.expr) -> list[str]:
         "over": "OverRows",
         "over_axes": "OverAxes",
         "checking": "CheckFinite",
+        "recording": "RecordOutputs",
         "truncating": "Truncate",
         "recomputing": "Recompute",
         "showing": "ShowProgress",

@@ -97,6 +97,12 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             ("pair_*", "while_carry_alone", "body_of_three", "y_static*"),
         ),
         Topic(
+            "A function over chunks returns something else",
+            'It returns an output for each entry of its chunk. With `reduce="sum"`, it returns sums over them.',
+            ("chunk_map_without_entries", "chunk_map_other_sum"),
+            ("chunk_map_without*", "chunk_map_other*", "chunk_map_sum*"),
+        ),
+        Topic(
             "The block of a layer",
             "A block of `scan_layers` must return a pair `(x, y)`, and a block of `fold_layers` only x. With "
             "`state`, the new state comes after x.",

@@ -54,12 +54,15 @@ if TYPE_CHECKING:
     from ._remat import Remat as Remat
     from ._stream.part import Part as Part
     from ._transforms.budget import RematPlan as RematPlan
+    from ._transforms.finite.report import FiniteReport as FiniteReport
+    from ._verbs.chunk_map import chunk_map as chunk_map
     from ._verbs.describe import describe as describe, measure_remat as measure_remat, plan_remat as plan_remat
     from ._verbs.fori import fori as fori
     from ._verbs.groups import DenyList as DenyList, In as In, Out as Out
     from ._verbs.layers import fold_layers as fold_layers, scan_layers as scan_layers
     from ._verbs.lift import lift as lift
     from ._verbs.mask_scan import mask_scan as mask_scan
+    from ._verbs.progress import progress as progress
     from ._verbs.scan import accumulate as accumulate, fold as fold, scan as scan
     from ._verbs.stream import stream as stream, stream_parts as stream_parts
     from ._verbs.while_scan import WhileResult as WhileResult, while_scan as while_scan
@@ -84,12 +87,15 @@ else:
             "_remat": "Remat",
             "_stream.part": "Part",
             "_transforms.budget": "RematPlan",
+            "_transforms.finite.report": "FiniteReport",
+            "_verbs.chunk_map": "chunk_map",
             "_verbs.describe": "describe measure_remat plan_remat",
             "_verbs.fori": "fori",
             "_verbs.groups": "DenyList In Out",
             "_verbs.layers": "fold_layers scan_layers",
             "_verbs.lift": "lift",
             "_verbs.mask_scan": "mask_scan",
+            "_verbs.progress": "progress",
             "_verbs.scan": "accumulate fold scan",
             "_verbs.stream": "stream stream_parts",
             "_verbs.while_scan": "WhileResult while_scan",

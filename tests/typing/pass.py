@@ -17,6 +17,7 @@ from treescan import (
     Remat,
     RematPlan,
     accumulate,
+    chunk_map,
     first,
     fold,
     fori,
@@ -138,6 +139,21 @@ def keyed_index_step(i: Array, carry: State, *, key: Array) -> State:
 assert_type(fori(0, 3, index_step, State(one, key)), State)
 assert_type(fori(0, 3, keyed_index_step, State(one, key), key=key), State)
 assert_type(fori(0, 3, lambda i, carry: carry + i, one), Array)
+
+
+# chunk_map
+
+
+def chunk_loss(chunk: tuple[Array, State], /, *, valid: Array) -> tuple[Array, State]:
+    return chunk
+
+
+def chunk_state(chunk: State) -> Array:
+    return chunk.h
+
+
+assert_type(chunk_map(chunk_state, State(xs, key), 2), Array)
+assert_type(chunk_map(chunk_loss, (xs, State(xs, key)), 2, reduce="sum", remat=None), tuple[Array, State])
 
 
 # mask_scan
