@@ -18,7 +18,7 @@ from .._errors import Misuse, expect, expect_int, explain, verb
 from .._stream.part import Part
 from .._stream.run import NO_LIMIT, Run, refuse_traced
 from .._stream.sources import Source, source_of
-from .._transforms.outputs import check_save
+from .._transforms.outputs import check_save, is_positions
 from .._tree import Prefix, leaves_with_path
 from .._types import (
     Carry,
@@ -170,7 +170,7 @@ def stream(
             "mask" pads it: one program is compiled, whose steps are masked in all parts, so that it may round in
             another way. With `lengths`, or for a body that takes `valid`, it is always padded.
         key: a PRNG key, as for `treescan.scan`. Positions count over the whole run.
-        save: which outputs to keep, as for `treescan.scan`. A number must divide `chunk`.
+        save: which outputs to keep, as for `treescan.scan`, except for positions. A number must divide `chunk`.
         reverse: run from step T-1 to step 0. The parts come from the last to the first. An iterator cannot be reversed.
         unroll: how many steps are compiled into one iteration of the loop.
         on_part: called with each `treescan.Part` in turn, when the next part is on its way. Without it, outputs are
@@ -406,6 +406,11 @@ _NO_COTANGENTS = "True checks the carry after each step. A stream has no gradien
 
 def _check_save(save: Save, source: Source) -> Prefix | None:
     """What is kept of y. The positions k-1, 2k-1 and so on are the same in each part and in the whole."""
+    if any(map(is_positions, Prefix.of(save).leaves)):
+        raise Misuse(
+            "{call}: `save` has positions, which {verb} does not take.",
+            "Keep all outputs, and pick those of each part: `part.ys` begins at the position `part.start`.",
+        )
     keeps = check_save(save)
     for keep in [] if keeps is None or source.length == source.chunk else keeps.leaves:
         if keep and source.chunk % keep:
