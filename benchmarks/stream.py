@@ -40,7 +40,7 @@ def comparisons() -> Iterator[Comparison | Memory]:
             functools.partial(_streamed, size, steps),
             _scanned(size, steps),
             1.02,
-            blocks=10,
+            blocks=12,
         )
     yield Memory(f"arrays of a stream, {20 * CHUNK} steps, chunk={CHUNK}", "two parts", _peak, _two_parts, 1.1)
 
