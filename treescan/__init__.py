@@ -32,6 +32,7 @@ if TYPE_CHECKING:
         ArgumentTypeError as ArgumentTypeError,
         BodyError as BodyError,
         CarryError as CarryError,
+        CheckpointError as CheckpointError,
         LayerError as LayerError,
         NonFiniteError as NonFiniteError,
         PluginError as PluginError,
@@ -50,6 +51,8 @@ if TYPE_CHECKING:
         Tqdm as Tqdm,
     )
     from ._remat import Remat as Remat
+    from ._stream.checkpoint import Checkpoint as Checkpoint
+    from ._stream.part import Part as Part
     from ._transforms.budget import RematPlan as RematPlan
     from ._verbs.describe import describe as describe, measure_remat as measure_remat, plan_remat as plan_remat
     from ._verbs.fori import fori as fori
@@ -58,6 +61,7 @@ if TYPE_CHECKING:
     from ._verbs.lift import lift as lift
     from ._verbs.mask_scan import mask_scan as mask_scan
     from ._verbs.scan import accumulate as accumulate, fold as fold, scan as scan
+    from ._verbs.stream import stream as stream, stream_parts as stream_parts
     from ._verbs.while_scan import WhileResult as WhileResult, while_scan as while_scan
 else:
     __all__, __getattr__, __dir__ = on_first_use(
@@ -71,12 +75,14 @@ else:
             "_data.state_dict": "layers_from_state_dict layers_to_state_dict",
             "_describe.description": "Description",
             "_describe.measured": "Measurements",
-            "_errors": "ArgumentError ArgumentTypeError BodyError CarryError LayerError NonFiniteError PluginError "
-            "PluginWarning RetraceWarning SignatureError TracedArgumentError TreescanError",
+            "_errors": "ArgumentError ArgumentTypeError BodyError CarryError CheckpointError LayerError NonFiniteError "
+            "PluginError PluginWarning RetraceWarning SignatureError TracedArgumentError TreescanError",
             "_finite": "NonFinite last_nonfinite",
             "_loop.rewrite": "rewriting",
             "_progress": "AbstractProgressMeter Progress Text Tqdm",
             "_remat": "Remat",
+            "_stream.checkpoint": "Checkpoint",
+            "_stream.part": "Part",
             "_transforms.budget": "RematPlan",
             "_verbs.describe": "describe measure_remat plan_remat",
             "_verbs.fori": "fori",
@@ -85,6 +91,7 @@ else:
             "_verbs.lift": "lift",
             "_verbs.mask_scan": "mask_scan",
             "_verbs.scan": "accumulate fold scan",
+            "_verbs.stream": "stream stream_parts",
             "_verbs.while_scan": "WhileResult while_scan",
         },
     )

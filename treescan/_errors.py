@@ -100,6 +100,10 @@ class NonFiniteError(TreescanError, FloatingPointError):
     """A leaf of the carry became NaN or infinite, in a loop with `check_finite`."""
 
 
+class CheckpointError(TreescanError, OSError):
+    """A checkpoint of a stream could not be written or read, or belongs to another run."""
+
+
 class PluginError(TreescanError, TypeError):
     """A custom carry breaks the contract of `treescan.carries.AbstractCarry`, or a type is registered twice."""
 

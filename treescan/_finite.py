@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from ._avals import Array, PyTree
 
@@ -17,13 +17,18 @@ class Within(NamedTuple):
 
     Attributes:
         call: the verb and the body, for example "`fold` over `step` (model.py:7)".
-        step: the position of the step.
-        steps: the steps of the loop.
+        step: the position of the step; with `offset`, in the whole run.
+        steps: the steps of the loop; with `offset`, of the run up to the end of this part.
     """
 
     call: str
     step: int
     steps: int
+
+    def after(self, step: Any, offset: Any) -> Within:
+        """The step, counted over the whole run, of a part of it that begins at `offset`; None: at 0."""
+        first = 0 if offset is None else int(offset)
+        return self._replace(step=first + int(step), steps=first + self.steps)
 
     def __str__(self) -> str:
         return f"step {self.step:,} of {self.steps:,} of {self.call}"
@@ -39,8 +44,9 @@ class NonFinite:
         path: the leaf, for example `h.cell`.
         kind: whether it became NaN or infinite; None: the step was run again to find out, with another result. Then
             `path` is the whole carry, and the operation is not known.
-        step: the position of the step, counted from 0, in reverse too: that of its x in xs.
-        steps: the steps of the loop.
+        step: the position of the step, counted from 0, in reverse too: that of its x in xs. With `offset`, it is that
+            in the whole run.
+        steps: the steps of the loop; with `offset`, those of the run up to the end of this part.
         ends_early: whether these are the most that it may take.
         rows: the rows that did; in a loop without rows the entries along the leaf's first axis. Empty for a leaf that
             has none. Where rows are in several axes, each is a tuple.

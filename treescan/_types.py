@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Literal, NotRequired, Protocol, TypeAlias, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, NotRequired, Protocol, Required, TypeAlias, TypedDict, TypeVar
 
 from ._avals import Array, ArrayLike, PyTree
 from ._remat import Remat
@@ -100,13 +100,19 @@ class RowOptions(TypedDict, total=False):
     compact: bool | tuple[int, ...]
 
 
+class PartOption(TypedDict, total=False):
+    """Where the first step is in a longer run, of which the loop is a part."""
+
+    offset: ArrayLike | None
+
+
 class KeyOption(TypedDict):
     """The key of a body that takes one."""
 
     key: Array
 
 
-class ScanOptions(OutputOptions, total=False):
+class ScanOptions(OutputOptions, PartOption, total=False):
     """The options of `scan` that are given by name, less `key`; what each means is in its documentation."""
 
     in_axes: Axes
@@ -147,7 +153,7 @@ class KeyedRange(RangeOptions, KeyOption):
     """The options of `fori` for a body that takes a key."""
 
 
-class FoldOptions(ForiOptions, total=False):
+class FoldOptions(ForiOptions, PartOption, total=False):
     """The options of `fold`, less `key`."""
 
     in_axes: Axes
@@ -176,7 +182,7 @@ class KeyedRows(RaggedOptions, KeyOption):
     """The options of `accumulate` for a body that takes a key."""
 
 
-class WhileOptions(ForiOptions, RowOptions, OutputOptions, total=False):
+class WhileOptions(ForiOptions, RowOptions, OutputOptions, PartOption, total=False):
     """The options of `while_scan`, less `key` and `max_length`."""
 
     in_axes: Axes
@@ -214,7 +220,7 @@ class MaskOptions(UnkeyedOptions, RowOptions, total=False):
     chunk: int | None
 
 
-class LayersOptions(IndexOptions, total=False):
+class LayersOptions(IndexOptions, PartOption, total=False):
     """The options of `fold_layers`, less `key`."""
 
     length: int | None
@@ -256,6 +262,22 @@ class SharedStack(StackOptions, SharedLayers):
 
 class StackTurns(StackOptions, Turns):
     """The options of `scan_layers` for several blocks."""
+
+
+class StreamOptions(IndexOptions, total=False):
+    """The options of `stream` and `stream_parts`, less `key` and `save`."""
+
+    chunk: Required[int]
+    length: int | None
+    lengths: ArrayLike | None
+    checkpoint: Any
+    prefetch: int
+    progress: ProgressLike
+    donate: bool
+
+
+class KeyedStream(StreamOptions, KeyOption):
+    """The options of `stream` and `stream_parts` for a body that takes a key."""
 
 
 class Options(UnkeyedOptions, total=False):

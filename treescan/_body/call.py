@@ -232,10 +232,12 @@ class Shared(NamedTuple):
     Attributes:
         key: the loop's PRNG key, folded for each step with its position.
         args: further positional arguments of the body.
+        offset: int32[], the position of the first step, for the key; None: 0.
     """
 
     key: Array | None = None
     args: tuple[PyTree, ...] = ()
+    offset: Any = None
 
 
 @dataclass(frozen=True)
@@ -259,10 +261,11 @@ class CallBody:
     def __call__(self, consts: Shared | None, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
         """The next carry and y, in the container of the pair where the body chose another than a tuple."""
         convention, thaw = self.convention, thaw_static if self.frozen else _unchanged
-        key, args = Shared() if consts is None else consts
+        key, args, offset = Shared() if consts is None else consts
         keywords: dict[str, Any] = {}
         if key is not None and feed.position is not None:
-            keywords["key"] = jax.random.fold_in(key, feed.position)
+            position = feed.position if offset is None else offset + feed.position
+            keywords["key"] = jax.random.fold_in(key, position)
         if self.sees_valid:
             keywords["valid"] = feed.valid
         # The carry that the body returns is compared with another copy than it is given.

@@ -14,6 +14,7 @@ import numpy as np
 from jax.core import ShapedArray, Tracer
 
 from .._avals import (
+    Array,
     LeafAxes,
     PyTree,
     describe_argument,
@@ -43,8 +44,11 @@ from ..carries._base import is_carry
 from ..carries._registry import Adopted, adopt, kind_of
 
 
-def check_rows(flags: RowFlags, time_axis: int, steps: int) -> RowFlags:
-    """At most one of lengths (ints, in range if concrete) and mask, or resets alone (both bools that fit the steps)."""
+def check_rows(flags: RowFlags, time_axis: int, steps: int, offset: Any = None) -> RowFlags:
+    """At most one of lengths (ints, in range if concrete) and mask, or resets alone (both bools that fit the steps).
+
+    With an offset, lengths count from the first step of the whole run. Those that are returned are the part's.
+    """
     lengths, mask, resets = flags[:3]
     if (lengths is None) == (mask is None) and (resets is None or mask is not None):
         both = "both are given" if mask is not None else "neither is given"
@@ -54,7 +58,7 @@ def check_rows(flags: RowFlags, time_axis: int, steps: int) -> RowFlags:
             "`resets` alone means that every step is valid.",
         )
     checked = flags._replace(
-        lengths=None if lengths is None else jnp.asarray(check_lengths(lengths, steps)),
+        lengths=None if lengths is None else _lengths_of_part(lengths, steps, offset),
         mask=None if mask is None else _check_flags("mask", mask, time_axis, steps),
         resets=None if resets is None else _check_flags("resets", resets, time_axis, steps),
     )
@@ -78,8 +82,18 @@ def batch_of(flags: RowFlags, time_axis: int) -> tuple[int, ...]:
     return (*shape[:time_axis], *shape[time_axis + 1 :])
 
 
-def check_lengths(lengths: Any, steps: int | None) -> Any:
-    """Ints, between 0 and `steps` where both are known: no tracer, no symbolic size."""
+def _lengths_of_part(lengths: Any, steps: int, offset: Any) -> Array:
+    """int[*batch]: how many steps of each row are in the part that begins at `offset`; None: it is the whole."""
+    if offset is None:
+        return jnp.asarray(check_lengths(lengths, steps))
+    lengths = jnp.asarray(check_lengths(lengths, steps, is_part=True))
+    lengths = lengths if lengths.dtype.itemsize > 4 else lengths.astype(jnp.int32)  # small and unsigned types would wrap
+    left = jnp.maximum(lengths - offset, 0)
+    return jnp.minimum(left, steps) if isinstance(steps, int) else left
+
+
+def check_lengths(lengths: Any, steps: int | None, *, is_part: bool = False) -> Any:
+    """Ints, between 0 and `steps` where both are known: no tracer, no symbolic size. In a part, they may be more."""
     given, lengths = lengths, _as_array(lengths) if isinstance(lengths, list | tuple) else lengths
     dtype = dtype_of(lengths)
     pattern = "Give the number of valid steps of each row, int[*batch]; a bool pattern is a `mask`."
@@ -88,11 +102,15 @@ def check_lengths(lengths: Any, steps: int | None) -> Any:
     if not known or not getattr(lengths, "is_fully_addressable", True):
         return lengths
     values = np.asarray(lengths)
-    if values.size and (values.min() < 0 or values.max() > steps):
-        row = int(np.argmax((values < 0) | (values > steps)))
+    if values.size and (values.min() < 0 or (values.max() > steps and not is_part)):
+        row = int(np.argmax((values < 0) | (values > steps) & (not is_part)))
         where = list(map(int, np.unravel_index(row, values.shape))) or ""
+        wrong = f"but lengths{where} is {values.flat[row]}."
+        if is_part:
+            cure = "With `offset`, they count from the first step of the whole run, so all parts take the same lengths."
+            raise Misuse(f"{{call}}: `lengths` must be at least 0, {wrong}", cure)
         raise Misuse(
-            f"{{call}}: `lengths` must lie between 0 and the {steps} steps, but lengths{where} is {values.flat[row]}.",
+            f"{{call}}: `lengths` must lie between 0 and the {steps} steps, {wrong}",
             f"Cut the lengths, `jnp.clip(lengths, 0, {steps})`, or pad to the longest row. If the data lead with the "
             "batch instead, `mask_scan` takes `time_axis=1`.",
         )

@@ -300,6 +300,7 @@ class Loop:
         rest: a step on the same consts and state, and what it is fed: the turns that are left after the last
             iteration, in reverse before the first.
         finish: what each transform does to the loop's results, in the order of the transforms.
+        offset: int32[], the position of the first step, for transforms that count from that of the whole run; None: 0.
     """
 
     body: Body
@@ -323,6 +324,7 @@ class Loop:
     turns: tuple[Loop, ...] = ()
     rest: tuple[Step, Feed] | None = None
     finish: tuple[Finish, ...] = ()
+    offset: Any = None
 
     @property
     def each(self) -> tuple[Loop, ...]:

@@ -75,7 +75,8 @@ class Call:
     def lay(self, given: Arguments) -> Loop:
         """The loop before any transform: it calls the body, on what the user gave.
 
-        Blocks that take turns fold the key with the number of a layer among those of all blocks.
+        Blocks that take turns fold the key with the number of a layer among those of all blocks. Positions in the feed
+        begin with 0 in any case: the step adds the offset.
         """
         if self.others:
             loops = list[Loop]()
@@ -86,7 +87,8 @@ class Call:
                     loop = dataclasses.replace(loop, xs=loop.xs._replace(position=position))
                 loops.append(loop)
             return in_turn(loops, self._joint(self.body.memo))
-        shared = Shared(given.key, given.args) if given.key is not None or given.args else None
+        offset = None if given.key is None else given.offset
+        shared = Shared(given.key, given.args, offset) if given.key is not None or given.args else None
         return Loop(
             body=self.body,
             step=CallBody(self.body, self.convention, self.sees_valid, self.frozen, self.custom),
@@ -100,6 +102,7 @@ class Call:
             names=self.names,
             rows=given.rows,
             going=given.bounds,
+            offset=given.offset,
         )
 
     def scope(self) -> contextlib.AbstractContextManager[Any]:
@@ -117,6 +120,7 @@ class Arguments(NamedTuple):
         args: what every step is given beside its own.
         rows: what a masked scan was told of its rows.
         bounds: the range of indices of a `fori` with traced bounds.
+        offset: int32[], the position of the first step, of a part of a longer loop; None: 0.
     """
 
     init: PyTree
@@ -125,6 +129,7 @@ class Arguments(NamedTuple):
     args: tuple[PyTree, ...] = ()
     rows: Any = None
     bounds: Any = None
+    offset: Any = None
 
 
 @dataclass(frozen=True)
@@ -145,7 +150,7 @@ class Program:
         with self.call.scope():
             for transform in self.transforms:
                 loop = transform(loop)
-            return run_nested(loop)
+            return run_nested(loop if loop.offset is None else loop.having(offset=None))  # rules keep loops
 
 
 class Taken(BaseException):

@@ -88,6 +88,7 @@ def truncate(loop: Loop, size: int, fixed: tuple[bool, ...] | None = None) -> Lo
         fixed: for each leaf whether no step changes it; None: those have left the state.
     """
     position = jnp.arange(loop.length)
+    position = position if loop.offset is None else loop.offset + position
     if loop.reverse:  # a stretch begins with its highest position
         cut = ((position + 1) % size == 0) & (position + 1 < loop.length)
     else:
@@ -99,29 +100,32 @@ def truncate(loop: Loop, size: int, fixed: tuple[bool, ...] | None = None) -> Lo
 def truncate_rows(loop: Loop, size: int) -> Loop:
     """Cuts the gradient of each row by itself. It counts the valid steps of a segment from its first one in time.
 
-    A leaf that all rows share is never reset. Its steps are those in which any row is valid.
+    With an offset, `lengths` alone say where rows are, so a row that still runs took as many steps as there were. A
+    leaf that all rows share is never reset. Its steps are those in which any row is valid.
     """
-    valid, unchanged, axes = loop.xs.valid, loop.rows.unchanged, loop.rows.axes.state
-    cut = _cuts(valid, segments_in_time(loop), size, reverse=loop.reverse)
+    valid, unchanged, axes, ran = loop.xs.valid, loop.rows.unchanged, loop.rows.axes.state, loop.offset
+    cut = _cuts(valid, segments_in_time(loop), size, ran, reverse=loop.reverse)
     shared = None
     if None in axes:
-        shared = _cuts(any_along(valid, range(1, valid.ndim)), None, size, reverse=loop.reverse)
+        shared = _cuts(any_along(valid, range(1, valid.ndim)), None, size, ran, reverse=loop.reverse)
     step = Truncated(loop.step, axes, None if unchanged is None else unchanged())
     return dataclasses.replace(loop, step=step, xs=loop.xs._replace(cut=cut, cut_shared=shared))
 
 
-def _cuts(valid: Array, begins: Array | None, size: int, *, reverse: bool) -> Array:
+def _cuts(valid: Array, begins: Array | None, size: int, ran: Array | None, *, reverse: bool) -> Array:
     """bool[T, ...]: the valid steps before which a stretch of `size` valid steps of one segment ends.
 
     Args:
         valid: bool[T, ...].
         begins: the same: the valid steps that begin a segment in time; None: the first of all does.
         size: the steps of a stretch.
+        ran: int32[], the valid steps before the first, of each row that still has one; None: 0.
         reverse: whether the loop runs from the last position to the first.
     """
     number = jax.lax.cumsum(valid.astype(jnp.int32))  # counted from 1
     first = jnp.minimum(number, 1)
     within = number - (first if begins is None else jax.lax.cummax(jnp.where(begins, number, first)))
+    within = within if ran is None else ran + within
     if reverse:  # a stretch begins with its highest step; the first step that runs has nothing before it
         return valid & ((within + 1) % size == 0) & (number < number[-1:])
     return valid & (within % size == 0) & (within > 0)

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from .._avals import Array, PyTree, describe_argument
+from .._avals import Array, ArrayLike, PyTree, describe_argument
 from .._body.signature import FOLD, FOLD_LAYERS, SCAN, SCAN_LAYERS
 from .._describe.description import Description
 from .._describe.measured import OF_MEASURE, PLANS, Measurements, measure
@@ -40,6 +40,7 @@ def plan_remat(
     *,
     remat: RematLike | None,
     key: Array | None = None,
+    offset: ArrayLike | None = None,
     pair: bool = True,
     layers: PyTree = None,
     args: tuple[Any, ...] = (),
@@ -57,6 +58,7 @@ def plan_remat(
         length: the number of steps T; needed without xs.
         remat: the plan; `treescan.Remat.fit(bytes)` and "auto" choose one.
         key: as for `treescan.scan`.
+        offset: as for `treescan.scan`.
         pair: whether the body returns a pair (carry, y); False for one of `treescan.fold`, `treescan.accumulate` and
             `treescan.fold_layers`.
         layers: the stack, `[n, ...]`, or for a sequence of blocks one each, as for `treescan.scan_layers`.
@@ -96,13 +98,13 @@ def plan_remat(
                 cure = "Leave it out: the stacks have the number of layers."
                 raise Misuse("{call}: `length` cannot be given with `layers`.", cure)
             kind = SCAN_LAYERS if pair else FOLD_LAYERS
-            blocks = prepare_layers(kind, f, init, layers, xs, args, key=key, state=state)
+            blocks = prepare_layers(kind, f, init, layers, xs, args, key=key, offset=offset, state=state)
             return of_types(functools.partial(blocks.plan, check_remat(remat)), blocks.prepared.given)
         if args:
             raise Misuse("{call}: `args` needs `layers`.", "Let the body close over it.")
         if state is not None:
             raise Misuse("{call}: `state` needs `layers`.", "Let the body carry it.")
-        call = prepare(SCAN if pair else FOLD, f, init, xs, length, key=key)
+        call = prepare(SCAN if pair else FOLD, f, init, xs, length, key=key, offset=offset)
         chosen = check_remat_or_auto(remat)
         if not call.call.length:
             return RematPlan(chosen, 0, (), 0, 0, 0, 0, 0, 0)

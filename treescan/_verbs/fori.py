@@ -28,6 +28,7 @@ _TRACED_MOST = (
 _REFUSES = {
     "in_axes": _NO_AXES,
     "out_axes": _NO_AXES,
+    "offset": "its keys count from `lower`. `treescan.fold` with `length` takes it.",
     "length": "its length is upper - lower, and `max_length` is the limit for traced bounds.",
 }
 _ACCEPTED = frozenset((*ForiOptions.__annotations__, "key"))

@@ -245,6 +245,10 @@ class Prepared:
             The last state and ys; a `Result` if there is more.
         """
         program = Program(self.call, in_order(*transforms))
+        if self.given.offset is not None:
+            from .._transforms.offset import refuse_options
+
+            refuse_options(program, self.given)
         moves = program.moves or self.given.key is not None
         programs = self.call.programs
         programs = programs if self.cond is None else programs.joint(self.cond)
@@ -304,6 +308,7 @@ def prepare(
     unroll: int | bool = 1,
     in_axes: Axes = 0,
     key: Array | None = None,
+    offset: ArrayLike | None = None,
     name: str | None = None,
     lowering: tuple[tuple[str, Any], ...] = (),
     masked: bool = False,
@@ -322,6 +327,7 @@ def prepare(
         unroll: as for `treescan.scan`.
         in_axes: as for `treescan.scan`.
         key: as for `treescan.scan`.
+        offset: as for `treescan.scan`.
         name: as for `treescan.scan`.
         lowering: further keyword arguments of `jax.lax.scan`.
         masked: whether the body may take `valid`.
@@ -350,7 +356,17 @@ def prepare(
     )
     if noted:
         note_types(alive, body.memo, convention.verb, {"init": init, "xs": xs, "length": steps})
-    return Prepared(call, Arguments(frozen_init, frozen_xs, key), axes, adopted, alive)
+    given = Arguments(frozen_init, frozen_xs, key, offset=first_position(offset, steps))
+    return Prepared(call, given, axes, adopted, alive)
+
+
+def first_position(offset: Any, steps: int) -> Any:
+    """The position of the first step, checked; None: it is 0."""
+    if offset is None:
+        return None
+    from .._transforms.offset import check_offset
+
+    return check_offset(offset, steps)
 
 
 def body_of(f: Callable[..., Any], convention: Convention) -> tuple[Body, Callable[..., Any]]:
@@ -470,7 +486,7 @@ def run_scan(
             KeepOutputs.of(save),
             call.showing(progress),
         )
-    flags = check_rows(rows.flags, rows.time_axis, call.call.length)
+    flags = check_rows(rows.flags, rows.time_axis, call.call.length, call.given.offset)
     if rows.reset_to is not None or flags.inits is not None:
         put_back = rows.reset_to, init, rows.carries, rows.time_axis, call.adopted, call.given.init, call.call.names[0]
         flags = check_targets(flags, *put_back)

@@ -11,6 +11,7 @@ import jax
 
 from .._avals import (
     Array,
+    ArrayLike,
     LeafAxes,
     PyTree,
     describe_argument,
@@ -44,7 +45,7 @@ from .._transforms.program import Arguments, Call
 from .._tree import freeze_static, is_static, leaves_with_path, thaw_static
 from .._types import Axes, FiniteCheck, ProgressLike, Save
 from ..carries._registry import Adopted, adopt
-from .prepare import Prepared, body_of
+from .prepare import Prepared, body_of, first_position
 
 Remats = tuple[Remat | None, ...] | Remat | None
 
@@ -389,6 +390,7 @@ def prepare_layers(
     out_axes: Axes = 0,
     state: PyTree = None,
     key: Array | None = None,
+    offset: ArrayLike | None = None,
     remat: Any = None,
     save: Save = "all",
     prefetch: Any = None,
@@ -419,7 +421,7 @@ def prepare_layers(
     note_types(handles[0][1], bodies[0].memo, convention.verb, given)
     prepared = Prepared(
         replace(first, others=tuple(rest)),
-        Arguments(frozen_x, own if rest else own[0], key, frozen_args),
+        Arguments(frozen_x, own if rest else own[0], key, frozen_args, offset=first_position(offset, sum(stacks.counts))),
         axes,
         adopted,
         handles,

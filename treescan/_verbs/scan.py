@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, Unpack, overload
 
-from .._avals import Array, PyTree
+from .._avals import Array, ArrayLike, PyTree
 from .._body.signature import ACCUMULATE, FOLD, SCAN
 from .._checks.arguments import check_options
 from .._errors import explain, in_own_words, verb
@@ -90,6 +90,7 @@ def scan(
     in_axes: Axes = 0,
     out_axes: Axes = 0,
     key: Array | None = None,
+    offset: ArrayLike | None = None,
     remat: RematLike | None = None,
     save: Save = "all",
     truncate: int | None = None,
@@ -176,6 +177,7 @@ def scan(
             in_axes=in_axes,
             out_axes=out_axes,
             key=key,
+            offset=offset,
             remat=remat,
             save=save,
             truncate=truncate,

@@ -447,6 +447,7 @@ def _tell(
         return evidence_of(told, sites[place], noted[place], found, loop, at, leaves)
 
     for place, evidence, static in evidence_of_step(found.number, sites, reads, explain, found.taken, found):
+        evidence = evidence._replace(offset=reads[place].offset)
         tell(evidence, case_of(sites[place], static, noted[place].flags), outer._replace(positions=positions))
 
 

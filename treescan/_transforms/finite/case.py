@@ -74,12 +74,12 @@ class OuterSteps(NamedTuple):
 
     Attributes:
         loops: the loops; their positions are beside them.
-        positions: int32[] each, of the step.
+        positions: of each (int32[], the step; int32[] or None, the offset that it is counted from).
         trace: the trace in which the innermost step runs.
     """
 
     loops: tuple[Within, ...] = ()
-    positions: tuple[Array, ...] = ()
+    positions: tuple[tuple[Array, Any], ...] = ()
     trace: Any = None
 
 
@@ -112,6 +112,7 @@ class Numbered:
         call: the verb and the body, as messages name them.
         length: the steps of the loop.
         follows: whether the loop itself runs in a step whose position is known.
+        is_part: whether the loop has an offset. It is in the consts, after those of the inner step.
     """
 
     step: Step
@@ -119,11 +120,13 @@ class Numbered:
     call: str
     length: Any
     follows: bool
+    is_part: bool = False
 
     def __call__(self, consts: PyTree, state: PyTree, feed: Feed) -> tuple[PyTree, PyTree]:
+        consts, offset = consts if self.is_part else (consts, None)
         outer = _outer.get() if self.follows else OuterSteps()
         loops = (Within(self.call, -1, self.length), *outer.loops)
-        token = _outer.set(OuterSteps(loops, (feed.position, *outer.positions), _trace_state()))
+        token = _outer.set(OuterSteps(loops, ((feed.position, offset), *outer.positions), _trace_state()))
         try:
             return self.step(consts, state, feed if self.keyed else feed._replace(position=None))
         finally:
@@ -134,9 +137,9 @@ def numbered(loop: Loop, call: str) -> Loop:
     """The loop, whose steps tell the loops within them of their positions."""
     keyed = loop.xs.position is not None
     xs = loop.xs if keyed else loop.xs._replace(position=jnp.arange(loop.length, dtype=jnp.int32))
-    return dataclasses.replace(
-        loop, step=Numbered(loop.step, keyed, call, loop.length, bool(outer_steps().loops)), xs=xs
-    )
+    is_part = loop.offset is not None
+    step = Numbered(loop.step, keyed, call, loop.length, bool(outer_steps().loops), is_part)
+    return dataclasses.replace(loop, step=step, xs=xs, consts=(loop.consts, loop.offset) if is_part else loop.consts)
 
 
 CONSTANT = "a constant of the body"
@@ -196,6 +199,7 @@ class Evidence(NamedTuple):
         worst: which leaf is blamed.
         bits: int32[...], of each operation; see `Blame.bits`.
         of_result: bool[], of cotangents: whether it was so before the step.
+        offset: int32[], the position of the loop's first step in the whole run; None: 0.
     """
 
     first: Array
@@ -207,6 +211,7 @@ class Evidence(NamedTuple):
     worst: Worst
     bits: Array
     of_result: Array | None = None
+    offset: Any = None
 
 
 @dataclass(frozen=True)
@@ -300,10 +305,11 @@ class Case:
             if is_smooth(leaf)
         ]
         place = None if about.layers is None or about.blocks == 1 else (about.layers, position // about.blocks)
+        offset = 0 if evidence.offset is None else int(evidence.offset)
         return NonFinite(
             **self._diagnosis(evidence),
-            step=position,
-            steps=self.length,
+            step=offset + position,
+            steps=offset + self.length,
             unit="step" if about.layers is None else "layer",
             place_in_stack=place,
             ends_early=about.ends_early,

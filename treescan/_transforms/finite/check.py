@@ -75,7 +75,7 @@ def tell(evidence: Evidence, case: Case, outer: OuterSteps) -> None:
 
     def told(first: Any, numbers: Any, positions: Sequence[Any]) -> None:
         if int(first) != GOOD:
-            within = (loop._replace(step=int(at)) for loop, at in zip(outer.loops, positions, strict=False))
+            within = (loop.after(*at) for loop, at in zip(outer.loops, positions, strict=False))
             record = case.record(keys_of(jax.tree.map(_known, numbers), impls), tuple(within))
             note(record)
             raise NonFiniteError(f"{case.about.call}: {record}.")
@@ -84,7 +84,7 @@ def tell(evidence: Evidence, case: Case, outer: OuterSteps) -> None:
         tell_all, given = in_every_process(told, case.mesh), (evidence.first, numbers, list(outer.positions))
         jax.lax.cond(any_of_all(evidence.first != GOOD), tell_all, lambda *given: None, *given)
     else:
-        traced = any(isinstance(position, Tracer) for position in outer.positions)
+        traced = any(isinstance(position, Tracer) for position in jax.tree.leaves(outer.positions))
         told(evidence.first, numbers, () if traced else outer.positions)
 
 
@@ -210,6 +210,7 @@ class CheckFinite(Check):
         def notes(result: Result) -> dict[str, PyTree]:
             none = [None] * len(sites)
             found = evidence_of_step(earliest(result.state[0]), sites, none, explain, result.steps)
-            return {"evidence": tuple((evidence, case_of(sites[place], told)) for place, evidence, told in found)}
+            each = [(evidence._replace(offset=loop.offset), case_of(sites[place], told)) for place, evidence, told in found]
+            return {"evidence": tuple(each)}
 
         return checked.finished(lambda state: state[len(heads) :], notes=notes)

@@ -106,6 +106,7 @@ class Reads(NamedTuple):
         xs: what it is fed.
         rows: of its rows `resets`, `lengths`, `spans`, and what segments begin from; None: it has no rows.
         last: the position of the step that runs first, in reverse.
+        offset: int32[], the position of the first step in the whole run; None: 0.
     """
 
     consts: Any
@@ -113,6 +114,7 @@ class Reads(NamedTuple):
     xs: Feed
     rows: tuple[Any, ...] | None
     last: Any
+    offset: Any = None
 
 
 GOOD = -1
@@ -233,7 +235,7 @@ class Site:
         loop, rows = self.hoisted.loop, self.hoisted.loop.rows
         begins = None if rows is None or rows.begins is None else (rows.begins.flags, rows.begins.targets)
         of_rows = None if rows is None else (rows.resets, rows.given.lengths, rows.given.spans, begins)
-        return Reads(loop.consts, loop.state, loop.xs, of_rows, jnp.asarray(self.last, jnp.int32))
+        return Reads(loop.consts, loop.state, loop.xs, of_rows, jnp.asarray(self.last, jnp.int32), self.given.offset)
 
     def once_more(self, reads: Reads | None = None, taken: Array | None = None) -> Loop:
         """The traced loop without tangents: else a derivative would run through what is run once more.
@@ -244,7 +246,7 @@ class Site:
         """
         loop = self.hoisted.loop
         stopped = jax.lax.stop_gradient if reads is None else lambda tree: tree
-        consts, state, xs, arrays, _ = self.reads if reads is None else reads
+        consts, state, xs, arrays, *_ = self.reads if reads is None else reads
         (consts, state, xs), rows = stopped((consts, state, xs)), loop.rows
         if arrays is not None:
             resets, lengths, spans, begins = arrays

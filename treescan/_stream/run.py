@@ -1,0 +1,228 @@
+"""The loop over the parts of a stream, on the host: each part is one call of the library's own scan."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from .._avals import Array, PyTree, is_weak, promoted
+from .._errors import Fault, Misuse
+from .._loop.reports import probes_of
+from .._transforms.outputs import ALL, LAST
+from .._tree import Prefix, freeze_static, map_leaves, thaw_static
+from ..carries._registry import adopt
+from .part import Part
+from .reader import Reader
+from .sources import Read, Source
+
+if TYPE_CHECKING:
+    from .bar import Bar
+    from .checkpoint import Folder
+
+
+class _Ran(NamedTuple):
+    """A part that was sent to the device.
+
+    Attributes:
+        read: what was read of it.
+        carry: the carry after it, until it is given to the next part.
+        ys: its outputs.
+        last: the leaves of y of which the last one is kept, so far.
+        shown: the values beside the bar.
+        probe: what is known once it has run.
+    """
+
+    read: Read
+    carry: PyTree
+    ys: PyTree
+    last: list[Any]
+    shown: dict[str, Array]
+    probe: PyTree
+
+
+@dataclass
+class Run:
+    """A stream that has not run yet.
+
+    Attributes:
+        call: runs a part: from (carry, xs, position of its first step, lengths) to (carry, ys).
+        init: the carry that the first step is given.
+        source: what is read.
+        lengths: int32[*batch], of the rows; int32[] for a loop without rows that is masked. None: nothing is.
+        keeps: what is kept of y, a prefix of it; None: all.
+        donates: whether the memory of a carry is that of the next one.
+        prefetch: how many parts are read ahead.
+        bar: shows the progress; None: nothing does.
+        folder: the checkpoints; None: there are none.
+    """
+
+    call: Callable[[PyTree, PyTree, int, Any], tuple[PyTree, PyTree]]
+    init: PyTree
+    source: Source
+    lengths: Any
+    keeps: Prefix | None
+    donates: bool
+    prefetch: int
+    bar: Bar | None = None
+    folder: Folder | None = None
+
+    def parts(self) -> Generator[Part[Any, Any], None, tuple[PyTree, PyTree]]:
+        """Runs all parts. Each is given once the next one is on its way, and saved when the caller comes back."""
+        with contextlib.ExitStack() as stack:
+            carry, last, done, steps, state, is_new = self.init, list[Any](), 0, 0, None, True
+            if self.folder is not None:
+                stack.enter_context(self.folder.opened())
+                if (saved := self.folder.latest(_bare(self.init))) is not None:
+                    carry, last, is_new = _dressed(self.init, saved.carry), saved.last, False
+                    done, steps, state = saved.done, saved.steps, saved.source
+                    if saved.finished:
+                        return carry, self._result(self._types_of_ys(), last)
+            reader = Reader(self.source.read(done, state, self._is_due), self.prefetch)
+            stack.callback(reader.close)
+            show = self.bar and stack.enter_context(self.bar.shown(steps, self.source.length))
+            parts, ran = iter(reader), None
+            read = next(parts, None)
+            if read is None:
+                raise _no_steps(steps)
+            carry = self._begin(carry, read) if is_new else carry
+            while read is not None:
+                waiting, ran = ran, self._run(carry, last, read)
+                carry, last = ran.carry, ran.last
+                if waiting is not None:
+                    yield from self._give(waiting, reader, show)
+                read = next(parts, None)
+                if read is None:
+                    self._refuse_longer(ran.read.done)
+                elif self.donates and self._is_due(ran.read.number):  # its carry is saved before the next part has it
+                    yield from self._give(ran, reader, show)
+                    ran = None
+            assert ran is not None
+            yield from self._give(ran, reader, show, final=True)
+            return carry, self._result(ran.ys, last)
+
+    @contextlib.contextmanager
+    def noted(self, part: Part[Any, Any]) -> Generator[None]:
+        """Adds to what `on_part` raises which part it was given, and what is kept."""
+        try:
+            yield
+        except Exception as error:
+            error.add_note(f"`on_part` of `treescan.stream` raised this for the part at step {part.start}.")
+            if self.folder is not None:
+                error.add_note(self.folder.says_what_is_kept())
+            raise
+
+    def _is_due(self, number: int) -> bool:
+        return self.folder is not None and self.folder.is_due(number)
+
+    def _begin(self, init: PyTree, read: Read) -> PyTree:
+        """The carry of the first part: a copy that may be donated, of the types that the loop settles on.
+
+        The loop gives Python numbers in `init` another dtype, once. Here this happens before the first part, so that
+        all parts are one program.
+        """
+        leaves, structure = jax.tree.flatten(_bare(init))
+        if any(map(is_weak, leaves)):
+            types = jax.eval_shape(lambda: jax.tree.leaves(_bare(self._call(init, read)[0])))
+            leaves = [promoted(leaf, type_)[0] for leaf, type_ in zip(leaves, types, strict=True)]
+        if self.donates:
+            leaves = [jnp.copy(jnp.asarray(leaf)) for leaf in leaves]
+        return _dressed(init, jax.tree.unflatten(structure, leaves))
+
+    def _call(self, carry: PyTree, read: Read) -> tuple[PyTree, PyTree]:
+        lengths = None if self.lengths is None else np.minimum(self.lengths, read.start + read.steps)
+        return self.call(carry, read.xs, read.start, lengths)
+
+    def _run(self, carry: PyTree, last: list[Any], read: Read) -> _Ran:
+        """Sends a part to the device, and cuts its padding off its ys."""
+        carry, ys = self._call(carry, read)
+        leaves, structure = jax.tree.flatten(ys)
+        keeps = self._keeps_of(ys)
+        earlier = iter(last)
+        for i, keep in enumerate(keeps):
+            if keep == LAST:
+                leaves[i] = self._last(leaves[i], next(earlier, None), read)
+            elif read.steps < self.source.chunk:
+                leaves[i] = leaves[i][: read.steps // keep]
+        last = [leaf for leaf, keep in zip(leaves, keeps, strict=True) if keep == LAST]
+        shown = {} if self.bar is None else self.bar.values(carry)
+        probe = leaves or (probes_of(carry) if self.donates else carry)
+        return _Ran(read, carry, jax.tree.unflatten(structure, leaves), last, shown, probe)
+
+    def _keeps_of(self, ys: PyTree) -> list[int]:
+        """What is kept of each leaf that is left of y."""
+        return [ALL] * len(jax.tree.leaves(ys)) if self.keeps is None else self.keeps.spread(ys, "y")
+
+    def _last(self, new: Array, old: Any, read: Read) -> Any:
+        """The last y so far: that of an earlier part for rows which take no step of this one."""
+        if old is None or self.lengths is None:
+            return new
+        runs = self.lengths > read.start
+        if runs.all():
+            return new
+        return jnp.where(runs.reshape(*runs.shape, *(1,) * (new.ndim - runs.ndim)), new, old)
+
+    def _give(
+        self, ran: _Ran, reader: Reader, show: Any, *, final: bool = False
+    ) -> Generator[Part[Any, Any], None, None]:
+        """Waits for a part, gives it to the caller, and saves what is due when the caller comes back."""
+        read = ran.read
+        jax.block_until_ready(ran.probe)
+        reader.part_is_done()
+        if show is not None:
+            show(read.done, ran.shown)
+        is_donated = self.donates and not final
+        yield Part(read.start, read.steps, ran.ys, None if is_donated else ran.carry, is_donated)
+        if self.folder is not None and (final or self._is_due(read.number)):
+            from .checkpoint import Saved
+
+            self.folder.save(Saved(_bare(ran.carry), ran.last, read.number + 1, read.done, read.state, final))
+
+    def _refuse_longer(self, steps: int) -> None:
+        """Refuses rows that are longer than a source whose length was not known before."""
+        longest = 0 if self.lengths is None or not self.lengths.ndim else self.lengths.max(initial=0)
+        if longest > steps:
+            raise Misuse(
+                f"{{call}}: the source ended after {steps} steps, but the longest of `lengths` is {longest}.",
+                "Pass the lengths of the rows that the source has.",
+            )
+
+    def _types_of_ys(self) -> PyTree:
+        """The types of a part's ys, from the first part of the source, which is not run."""
+        if self.keeps is None or LAST not in self.keeps.leaves:
+            return None
+        read = next(self.source.read(0, None, lambda number: False), None)
+        if read is None:
+            raise _no_steps(0)
+        return jax.eval_shape(lambda: self._call(self.init, read)[1])
+
+    def _result(self, ys: PyTree, last: list[Any]) -> PyTree:
+        """The tree of the last y, with None where it is not kept; None: it is kept of no leaf."""
+        if self.keeps is None or LAST not in self.keeps.leaves:
+            return None
+        leaves = iter(last)
+        return map_leaves(lambda _, keep: next(leaves) if keep == LAST else None, ys, self._keeps_of(ys))
+
+
+def _no_steps(done: int) -> Fault:
+    if done:
+        says = (
+            f"{{call}}: the source ended after the {done} steps that a checkpoint has, which is not the end of its run."
+        )
+        return Misuse(says, "Pass the source of that run, or choose another folder for this one.")
+    return Misuse("{call}: the source has no steps.", "An iterator can be read only once: pass a new one to each run.")
+
+
+def _bare(carry: PyTree) -> PyTree:
+    """The arrays of a carry, in the structure of a loop's state."""
+    return freeze_static(adopt(carry).init)
+
+
+def _dressed(init: PyTree, bare: PyTree) -> PyTree:
+    """The arrays of a carry as the user has them, like `init`."""
+    return adopt(init).restore(thaw_static(bare))

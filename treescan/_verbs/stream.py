@@ -1,0 +1,403 @@
+"""`stream` and `stream_parts`: a scan over a source that need not fit into memory, in parts."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Generator
+from typing import Any, Literal, Unpack, overload
+
+import numpy as np
+from jax.core import Tracer
+
+from .._avals import Array, ArrayLike, PyTree
+from .._body.call import takes_keyword
+from .._body.signature import STREAM
+from .._checks.arguments import check_length, check_options, check_reverse
+from .._checks.rows import check_lengths
+from .._errors import Fault, Misuse, TracedArgumentError, expect, expect_int, explain, verb
+from .._loop.retraces import under_a_trace
+from .._stream.part import Part
+from .._stream.run import Run
+from .._stream.sources import Source, source_of
+from .._transforms.outputs import check_save
+from .._tree import Prefix, leaves_with_path
+from .._types import (
+    Carry,
+    FiniteCheck,
+    KeyedBody,
+    KeyedStream,
+    KeyedValidBody,
+    ProgressLike,
+    Save,
+    ScanBody,
+    StreamOptions,
+    ValidBody,
+    Y,
+)
+from .prepare import body_of, run_scan
+
+_NO_GRADIENT = "no gradient flows between the parts of a stream. `treescan.scan` takes it."
+_STEPS_FIRST = "the first axis of a source and of ys is the steps."
+_REFUSES = {
+    "truncate": _NO_GRADIENT,
+    "remat": _NO_GRADIENT,
+    "in_axes": _STEPS_FIRST,
+    "out_axes": _STEPS_FIRST,
+    "offset": "positions count from the first step of the source.",
+}
+
+
+# One overload for each kind of body, with `save="last"` and without.
+@overload
+def stream(
+    f: ScanBody[Carry, Any, Y],
+    init: Carry,
+    source: Any = None,
+    *,
+    save: Literal["last"],
+    on_part: Callable[[Part[Carry, Y]], object] | None = None,
+    **options: Unpack[StreamOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def stream(
+    f: ScanBody[Carry, Any, Y],
+    init: Carry,
+    source: Any = None,
+    *,
+    save: Save = "all",
+    on_part: Callable[[Part[Carry, Y]], object] | None = None,
+    **options: Unpack[StreamOptions],
+) -> tuple[Carry, Any]: ...
+@overload
+def stream(
+    f: ValidBody[Carry, Any, Y],
+    init: Carry,
+    source: Any = None,
+    *,
+    save: Literal["last"],
+    on_part: Callable[[Part[Carry, Y]], object] | None = None,
+    **options: Unpack[StreamOptions],
+) -> tuple[Carry, Y]: ...
+@overload
+def stream(
+    f: ValidBody[Carry, Any, Y],
+    init: Carry,
+    source: Any = None,
+    *,
+    save: Save = "all",
+    on_part: Callable[[Part[Carry, Y]], object] | None = None,
+    **options: Unpack[StreamOptions],
+) -> tuple[Carry, Any]: ...
+@overload
+def stream(
+    f: KeyedBody[Carry, Any, Y],
+    init: Carry,
+    source: Any = None,
+    *,
+    save: Literal["last"],
+    on_part: Callable[[Part[Carry, Y]], object] | None = None,
+    **options: Unpack[KeyedStream],
+) -> tuple[Carry, Y]: ...
+@overload
+def stream(
+    f: KeyedBody[Carry, Any, Y],
+    init: Carry,
+    source: Any = None,
+    *,
+    save: Save = "all",
+    on_part: Callable[[Part[Carry, Y]], object] | None = None,
+    **options: Unpack[KeyedStream],
+) -> tuple[Carry, Any]: ...
+@overload
+def stream(
+    f: KeyedValidBody[Carry, Any, Y],
+    init: Carry,
+    source: Any = None,
+    *,
+    save: Literal["last"],
+    on_part: Callable[[Part[Carry, Y]], object] | None = None,
+    **options: Unpack[KeyedStream],
+) -> tuple[Carry, Y]: ...
+@overload
+def stream(
+    f: KeyedValidBody[Carry, Any, Y],
+    init: Carry,
+    source: Any = None,
+    *,
+    save: Save = "all",
+    on_part: Callable[[Part[Carry, Y]], object] | None = None,
+    **options: Unpack[KeyedStream],
+) -> tuple[Carry, Any]: ...
+@verb
+def stream(
+    f: Callable[..., Any],
+    init: PyTree,
+    source: Any = None,
+    *,
+    chunk: int,
+    length: int | None = None,
+    lengths: ArrayLike | None = None,
+    key: Array | None = None,
+    save: Save = "all",
+    reverse: bool = False,
+    unroll: int | bool = 1,
+    on_part: Callable[[Part[Any, Any]], object] | None = None,
+    checkpoint: Any = None,
+    prefetch: int = 1,
+    donate: bool | None = None,
+    progress: ProgressLike = None,
+    check_finite: FiniteCheck = False,
+    name: str | None = None,
+    **unknown: Any,
+) -> tuple[Any, Any]:
+    """Scans over a source that need not fit into memory, in parts of `chunk` steps.
+
+    Each part is one call of the same compiled scan. While it runs on the device, a thread reads the next part, and
+    `on_part` receives the outputs of the one before. Carries, outputs and keys are those of one scan over the whole
+    source. The memory is that of two parts.
+
+    Args:
+        f: the body, `f(carry, x) -> (carry, y)`, as for `treescan.scan`. It may take `key` and `valid`.
+        init: the carry that the first step receives.
+        source: what is scanned over: arrays `[T, ...]` in memory of the host, for example a `np.memmap`, or a tree of
+            them; a function of (start, n) that returns the n steps from `start` on, with `length`; an iterator over
+            parts of `chunk` steps, of which the last may be shorter; or None, with `length`.
+        chunk: the number of steps of a part. The last part is padded and masked if it has fewer.
+        length: the number of steps T. An iterator is read no further; without it, to its end.
+        lengths: int[*batch], as for `treescan.mask_scan`, over the whole run. The outputs of padded steps are 0.
+        key: a PRNG key, as for `treescan.scan`. Positions count over the whole run.
+        save: which outputs to keep, as for `treescan.scan`. A number must divide `chunk`.
+        reverse: run from step T-1 to step 0. The parts come from the last to the first. An iterator cannot be reversed.
+        unroll: how many steps are compiled into one iteration of the loop.
+        on_part: called with each `treescan.Part` in turn, when the next part is on its way. Without it, outputs are
+            dropped.
+        checkpoint: a folder, or a `treescan.Checkpoint`, where the state of the run is saved: the same call continues
+            from there. It needs `orbax-checkpoint`.
+        prefetch: how many parts are read ahead, each of which takes memory. 0: parts are read in the caller's thread.
+        donate: whether the memory of each carry becomes that of the next one. The carry of a `Part` can then not be
+            read. None: only without `on_part`. `init` is copied.
+        progress: show a bar for the whole run, as for `treescan.scan`. It moves after each part.
+        check_finite: True checks the carry after each step, as for `treescan.scan`. Each part is then waited for.
+        name: the name of the loop in profilers.
+
+    Returns:
+        The final carry, and what `save="last"` keeps: the last y of the run, or of each row. It is None for outputs
+        that are kept otherwise.
+
+    Raises:
+        ArgumentError: if an argument is out of range or does not fit; if the source ends before `length`, has no steps,
+            or has a part of another type or length.
+        BodyError: as `treescan.scan`.
+        CarryError: as `treescan.scan`.
+        CheckpointError: if a checkpoint cannot be written, or is that of another run.
+        NonFiniteError: if `check_finite` finds something.
+        SignatureError: as `treescan.scan`.
+        TracedArgumentError: under a transformation of JAX. The loop over parts runs on the host.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import numpy as np
+        >>> import treescan
+        >>> def step(total, x):
+        ...     return total + x, total + x
+        >>> sums = []
+        >>> total, _ = treescan.stream(
+        ...     step,
+        ...     jnp.float32(0),
+        ...     np.arange(5, dtype=np.float32),
+        ...     chunk=2,
+        ...     on_part=lambda part: sums.extend(part.ys.tolist()),
+        ... )
+        >>> print(total, sums)
+        10.0 [0.0, 1.0, 3.0, 6.0, 10.0]
+    """
+    try:
+        check_options(unknown, _ACCEPTED, _REFUSES)
+        expect(on_part is None or callable(on_part), "on_part", "a function of a `treescan.Part`", on_part)
+        donate = on_part is None if donate is None else donate
+        options = {"reverse": reverse, "unroll": unroll, "key": key, "save": save, "name": name}
+        run = _run_of(
+            f, init, source, chunk, length, lengths, checkpoint, prefetch, donate, progress, check_finite, options
+        )
+        with contextlib.closing(run.parts()) as parts:
+            while True:
+                try:
+                    part = next(parts)
+                except StopIteration as end:
+                    return end.value
+                if on_part is not None:
+                    with run.noted(part):
+                        on_part(part)
+    except Exception as error:
+        explained = explain(error, "stream", f, init)
+    raise explained
+
+
+@overload
+def stream_parts(
+    f: ScanBody[Carry, Any, Y], init: Carry, source: Any = None, *, save: Save = "all", **options: Unpack[StreamOptions]
+) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
+@overload
+def stream_parts(
+    f: ValidBody[Carry, Any, Y],
+    init: Carry,
+    source: Any = None,
+    *,
+    save: Save = "all",
+    **options: Unpack[StreamOptions],
+) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
+@overload
+def stream_parts(
+    f: KeyedBody[Carry, Any, Y], init: Carry, source: Any = None, *, save: Save = "all", **options: Unpack[KeyedStream]
+) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
+@overload
+def stream_parts(
+    f: KeyedValidBody[Carry, Any, Y],
+    init: Carry,
+    source: Any = None,
+    *,
+    save: Save = "all",
+    **options: Unpack[KeyedStream],
+) -> Generator[Part[Carry, Y], None, tuple[Carry, Any]]: ...
+@verb
+def stream_parts(
+    f: Callable[..., Any],
+    init: PyTree,
+    source: Any = None,
+    *,
+    chunk: int,
+    **options: Any,
+) -> Generator[Part[Any, Any], None, tuple[Any, Any]]:
+    """Gives the parts of a `treescan.stream` to a `for` loop, each while the next one runs.
+
+    Nothing runs before the first part is asked for. A loop that is left early ends the run: the thread that reads ends,
+    and checkpoints stay. A checkpoint counts a part when the loop asks for the next one.
+
+    Args:
+        f: the body, `f(carry, x) -> (carry, y)`.
+        init: the carry that the first step receives.
+        source: what is scanned over.
+        chunk: the number of steps of a part.
+        **options: those of `treescan.stream`, except `on_part`.
+
+    Returns:
+        A generator of `treescan.Part`. What `treescan.stream` returns is the value of its `StopIteration`. A run that a
+        checkpoint says is finished has no further parts.
+
+    Raises:
+        ArgumentError: as `treescan.stream`.
+        BodyError: as `treescan.scan`.
+        CarryError: as `treescan.scan`.
+        CheckpointError: as `treescan.stream`.
+        NonFiniteError: if `check_finite` finds something.
+        SignatureError: as `treescan.scan`.
+        TracedArgumentError: as `treescan.stream`.
+
+    Examples:
+        >>> import jax.numpy as jnp
+        >>> import treescan
+        >>> def step(total, x):
+        ...     return total + x, total
+        >>> for part in treescan.stream_parts(
+        ...     step, jnp.float32(0), jnp.arange(5.0), chunk=2
+        ... ):
+        ...     print(part.start, part.ys, part.carry)
+        0 [0. 0.] 1.0
+        2 [1. 3.] 6.0
+        4 [6.] 10.0
+    """
+    try:
+        check_options(options, _ACCEPTED, {"on_part": "the loop over its parts is there in its place."} | _REFUSES)
+        of_scan = {name: options.pop(name) for name in _OF_SCAN & options.keys()}
+        run = _run_of(f, init, source, chunk, options=of_scan, **options)
+        return _explained(run, f, init)
+    except Exception as error:
+        explained = explain(error, "stream_parts", f, init)
+    raise explained
+
+
+_ACCEPTED = frozenset((*StreamOptions.__annotations__, "key", "save")) - {"chunk"}
+_OF_SCAN = frozenset(("reverse", "unroll", "key", "save", "name"))
+
+
+def _explained(run: Run, f: Any, init: PyTree) -> Generator[Part[Any, Any], None, tuple[Any, Any]]:
+    try:
+        return (yield from run.parts())
+    except Exception as error:
+        explained = explain(error, "stream_parts", f, init)
+    raise explained
+
+
+def _run_of(
+    f: Callable[..., Any],
+    init: PyTree,
+    source: Any,
+    chunk: int,
+    length: int | None = None,
+    lengths: ArrayLike | None = None,
+    checkpoint: Any = None,
+    prefetch: int = 1,
+    donate: bool = False,
+    progress: ProgressLike = None,
+    check_finite: FiniteCheck = False,
+    options: dict[str, Any] | None = None,
+) -> Run:
+    """Checks the arguments of a stream."""
+    options = {} if options is None else options
+    traced = [path for name, tree in {"init": init, "source": source}.items() for path in _traced(name, tree)]
+    if traced or under_a_trace():
+        what = f"{traced[0]} is traced" if traced else "this is called under a transformation of JAX"
+        raise Fault(
+            TracedArgumentError,
+            f"{{call}}: {what}, but the loop over the parts runs on the host.",
+            "Use `treescan.scan` or `treescan.mask_scan` there. The body itself may use every transformation.",
+        )
+    body, alive = body_of(f, STREAM)
+    chunk = expect_int(chunk, "chunk", "It is the number of steps of a part.", least=1, small="A part has steps.")
+    parts = source_of(source, check_length(length), chunk, reverse=check_reverse(options.get("reverse", False)))
+    keeps = _check_save(options.get("save", "all"), parts)
+    expect(isinstance(check_finite, bool), "check_finite", "True or False", check_finite, _NO_COTANGENTS)
+    expect(isinstance(donate, bool), "donate", "True or False", donate, "It says whose memory the next carry takes.")
+    prefetch = expect_int(prefetch, "prefetch", "It counts parts.", least=0, small="0 reads in the caller's thread.")
+    if lengths is not None:
+        given = np.asarray(check_lengths(lengths, parts.length)).astype(np.int32)
+    else:
+        plain = parts.length is not None and parts.length % parts.chunk == 0 and not takes_keyword(body, "valid")
+        given = None if plain else np.asarray(_NO_LIMIT, np.int32)
+
+    def call(carry: PyTree, xs: PyTree, start: int, lengths: Any) -> tuple[PyTree, PyTree]:
+        part: Any = {"lengths": lengths, "offset": np.int32(start), "donate": donate, "check_finite": check_finite}
+        carry, ys = run_scan(STREAM, alive, carry, xs, parts.chunk, **part, **options)
+        return carry, ys
+
+    bar = folder = None
+    if progress is not None and progress is not False:
+        from .._stream.bar import bar_of
+
+        bar = bar_of(progress, body)
+    if checkpoint is not None:
+        from .._stream.checkpoint import folder_of
+
+        asked = {name: options.get(name) for name in ("reverse", "key", "save")}
+        folder = folder_of(checkpoint, init, chunk=parts.chunk, length=parts.length, lengths=given, **asked)
+    return Run(call, init, parts, given, keeps, donate, prefetch, bar, folder)
+
+
+_NO_LIMIT = 2**31 - 1
+_NO_COTANGENTS = "True checks the carry after each step. A stream has no gradient to check."
+
+
+def _traced(root: str, tree: PyTree) -> list[str]:
+    return [path for path, leaf in leaves_with_path(root, tree) if isinstance(leaf, Tracer)]
+
+
+def _check_save(save: Save, source: Source) -> Prefix | None:
+    """What is kept of y. The positions k-1, 2k-1 and so on are the same in each part and in the whole."""
+    keeps = check_save(save)
+    for keep in [] if keeps is None or source.length == source.chunk else keeps.leaves:
+        if keep and source.chunk % keep:
+            raise Misuse(
+                f"{{call}}: `save` keeps every {keep}th output, which does not divide `chunk`, {source.chunk}.",
+                f"Pass `chunk={max(1, source.chunk // keep) * keep}`, for example.",
+            )
+    return keeps
