@@ -153,7 +153,7 @@ TOPICS: dict[str, tuple[Topic, ...]] = {
             "How many steps",
             "`length` or xs must determine the number of steps. If both are given, they must agree.",
             ("length_missing", "length_conflict", "xs_sizes_differ"),
-            ("length_[!m]*", "length_missing*", "xs_*", "fori_*", "unroll_*", "forgotten_*"),
+            ("length_[!m]*", "length_missing*", "xs_*", "fori_*", "unroll_*", "offset_*", "forgotten_*"),
         ),
         Topic(
             "Lengths, masks and rows",

@@ -8,7 +8,7 @@ import numpy as np
 from error_cases import case, exported, named, with_ref
 from jax.experimental import io_callback
 
-from treescan import Remat, fold, mask_scan, plan_remat, scan, scan_layers
+from treescan import Remat, fold, fori, mask_scan, plan_remat, scan, scan_layers
 
 XS = jnp.arange(8.0)
 LENGTHS = np.array([3])
@@ -102,6 +102,17 @@ case()(
     save_is_no_prefix_of_rows=lambda one: rows(one, save=(2, "last")),
     pattern_with_save_of_another_length=lambda one: scan_layers([local, local], one, [XS, XS], save=["last"]),
     # truncate
+    # offset
+    offset_negative=lambda one: scan(step, one, XS, offset=-1),
+    offset_float=lambda one: scan(step, one, XS, offset=1.5),
+    offset_true=lambda one: scan(step, one, XS, offset=True),
+    offset_of_rows=lambda one: scan(step, one, XS, offset=np.array([0, 3])),
+    offset_too_far=lambda one: scan(step, one, XS, offset=2**31 - 1),
+    offset_in_fori=lambda one: fori(0, 3, lambda i, h: h, one, offset=3),
+    save_with_an_offset_between=lambda one: scan(step, one, XS, save=2, offset=3),
+    save_with_a_traced_offset=lambda one: jax.jit(lambda at: scan(step, one, XS, save=2, offset=at))(4),
+    save_with_an_offset_between_rounds=lambda one: scan_layers([local, local], one, [XS, XS], save=2, offset=2),
+    truncate_with_an_offset_in_reverse=lambda one: scan(step, one, XS, truncate=2, offset=3, reverse=True),
     truncate_zero=lambda one: scan(step, one, XS, truncate=0),
     truncate_true=lambda one: scan(step, one, XS, truncate=True),
     truncate_in_layers=lambda one: scan_layers(local, one, XS, truncate=2),

@@ -87,7 +87,7 @@ def _lengths_of_part(lengths: Any, steps: int, offset: Any) -> Array:
     if offset is None:
         return jnp.asarray(check_lengths(lengths, steps))
     lengths = jnp.asarray(check_lengths(lengths, steps, is_part=True))
-    lengths = lengths if lengths.dtype.itemsize > 4 else lengths.astype(jnp.int32)  # small and unsigned types would wrap
+    lengths = lengths if lengths.dtype.itemsize > 4 else lengths.astype(jnp.int32)  # others would wrap
     left = jnp.maximum(lengths - offset, 0)
     return jnp.minimum(left, steps) if isinstance(steps, int) else left
 

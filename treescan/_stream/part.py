@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, Generic
 
+import numpy as np
+
 from .._errors import Misuse, explain
 from .._reprs import short_html, short_repr
 from .._types import Carry, Y
@@ -57,7 +59,7 @@ class Part(Generic[Carry, Y]):
 
     def _shown(self) -> dict[str, Any]:
         carry = {} if self._is_donated else {"carry": self._carry}
-        return {"start": self.start, "length": self.length, "ys": self.ys, **carry}
+        return {"start": np.asarray(self.start), "length": np.asarray(self.length), "ys": self.ys, **carry}
 
     def __repr__(self) -> str:
         return short_repr("Part", **self._shown())

@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.core import Tracer
 
 from .._avals import Array, PyTree, is_weak, promoted
-from .._errors import Fault, Misuse
+from .._errors import Fault, Misuse, TracedArgumentError
 from .._loop.reports import probes_of
 from .._transforms.outputs import ALL, LAST
 from .._tree import Prefix, freeze_static, map_leaves, thaw_static
@@ -142,6 +143,7 @@ class Run:
         """Sends a part to the device, and cuts its padding off its ys."""
         carry, ys = self._call(carry, read)
         leaves, structure = jax.tree.flatten(ys)
+        refuse_traced("{step} closes over a traced value", [*jax.tree.leaves(carry), *leaves])
         keeps = self._keeps_of(ys)
         earlier = iter(last)
         for i, keep in enumerate(keeps):
@@ -152,7 +154,7 @@ class Run:
         last = [leaf for leaf, keep in zip(leaves, keeps, strict=True) if keep == LAST]
         shown = {} if self.bar is None else self.bar.values(carry)
         probe = leaves or (probes_of(carry) if self.donates else carry)
-        return _Ran(read, carry, jax.tree.unflatten(structure, leaves), last, shown, probe)
+        return _Ran(read._replace(xs=None), carry, jax.tree.unflatten(structure, leaves), last, shown, probe)
 
     def _keeps_of(self, ys: PyTree) -> list[int]:
         """What is kept of each leaf that is left of y."""
@@ -216,6 +218,17 @@ def _no_steps(done: int) -> Fault:
         )
         return Misuse(says, "Pass the source of that run, or choose another folder for this one.")
     return Misuse("{call}: the source has no steps.", "An iterator can be read only once: pass a new one to each run.")
+
+
+def refuse_traced(what: str, leaves: list[Any]) -> None:
+    """Refuses values of a transformation of JAX."""
+    if any(isinstance(leaf, Tracer) for leaf in leaves):
+        raise Fault(
+            TracedArgumentError,
+            f"{{call}}: {what}, but the loop over the parts runs on the host.",
+            "Under a transformation of JAX, use `treescan.scan` or `treescan.mask_scan`. The body of a stream may use "
+            "all of them.",
+        )
 
 
 def _bare(carry: PyTree) -> PyTree:

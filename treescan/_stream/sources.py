@@ -93,7 +93,7 @@ def source_of(source: Any, length: int | None, chunk: int, *, reverse: bool) -> 
         if length is None:
             raise Misuse("{call}: there is no source, so the number of steps is unknown.", "Pass `length=`.")
         return _Sliced(lambda start, n: None, _not_none(length), chunk, reverse)
-    if not _is_array(source) and isinstance(source, Iterable) and _is_leaf(source):
+    if isinstance(source, Iterator) or (isinstance(source, Iterable) and not _is_array(source) and _is_leaf(source)):
         if reverse:
             raise Misuse(
                 f"{{call}}: `reverse=True` begins with the last part, but `source` is {describe_node(source)}, "

@@ -47,17 +47,39 @@ def refuse_options(program: Program, given: Arguments) -> None:
     Raises:
         Fault: for an `ArgumentError`.
     """
+    _refuse_resets(given.rows, reverse=program.call.reverse)
     for transform in program.transforms:
         if isinstance(transform, Truncate):
             _refuse_truncate(given.rows, reverse=program.call.reverse)
         if isinstance(transform, KeepRows) and HOLD in transform.fill.leaves:
             raise Misuse(
-                '{call}: `fill="hold"` cannot be combined with `offset`: a row may have had its last y in another part.',
+                '{call}: `fill="hold"` cannot be combined with `offset`: the last y of a row may be in another part.',
                 "Give a number, and hold the value in the carry.",
             )
         if isinstance(transform, KeepOutputs | KeepRows) and transform.save is not None:
             for keep in transform.save.leaves:
                 _check_keep(keep, given.offset, len(program.call.each))
+
+
+def _refuse_resets(rows: RowFlags | None, *, reverse: bool) -> None:
+    if rows is None or rows.resets is None:
+        return
+    if rows.spans is not None:
+        raise Misuse(
+            "{call}: xs is a `Packed`, whose sequences begin and end in it, so it is no part of a longer run.",
+            "Leave `offset` out. Or scan over its `data`, with its `mask` and `resets`, and give `reset_to`.",
+        )
+    if rows.to is None:
+        raise Misuse(
+            "{call}: with `offset`, `init` is the carry of the part before, and `resets` would restore that.",
+            "Say by `reset_to` what they restore.",
+        )
+    if reverse:
+        raise Misuse(
+            "{call}: `resets` and `offset` cannot be combined in reverse: where the last segment of a part ends is "
+            "known to the part after it.",
+            "Run the whole loop at once, or run it forward.",
+        )
 
 
 def _refuse_truncate(rows: RowFlags | None, *, reverse: bool) -> None:

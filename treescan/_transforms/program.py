@@ -185,24 +185,35 @@ def take(verb: Callable[..., Any], *args: Any, **options: Any) -> Taken:
     raise AssertionError(f"{verb} runs nothing")
 
 
-def execute(program: Program, given: Arguments, programs: Memo, *, moves: bool = True) -> Any:
+def execute(program: Program, given: Arguments, programs: Memo, *, moves: bool = True, donates: bool = False) -> Any:
     """Runs a program.
 
     A scan without options is only its lax.scan, eager or not. With options, there is work outside the loop. An
     eager call puts the whole of it under one `jax.jit`, kept with the body, so that the second call neither traces nor
     compiles anything. Under an outer trace, that trace is the one that counts.
+
+    Args:
+        program: the program.
+        given: its arrays.
+        programs: what was compiled for the bodies before.
+        moves: whether there is work outside the loop.
+        donates: whether an eager call gives the arrays of `init` away: they are deleted, and the last state takes their
+            memory. They may not be among the other arrays too.
     """
     if _taking.get():
         raise Taken(program, given)
-    if moves and not is_jit_disabled() and not under_a_trace():
-        key: Hashable = ("jit", program, is_rewriting(), debugs_nans(), checks_key_reuse())
-        compiled: Callable[[Arguments], Any] = programs(key, lambda: jax.jit(functools.partial(_run, program)))
-        return compiled(given)
+    if (moves or donates) and not is_jit_disabled() and not under_a_trace():
+        key: Hashable = ("jit", donates, program, is_rewriting(), debugs_nans(), checks_key_reuse())
+        donated = (0,) if donates else ()
+        compiled: Callable[[PyTree, Arguments], Any] = programs(
+            key, lambda: jax.jit(functools.partial(_run, program), donate_argnums=donated)
+        )
+        return compiled(given.init, given._replace(init=None))
     return program(given)
 
 
-def _run(program: Program, given: Arguments) -> Any:
-    return program(given)
+def _run(program: Program, init: PyTree, given: Arguments) -> Any:
+    return program(given._replace(init=init))
 
 
 def names_of(body: Body, convention: Convention) -> tuple[str, str]:

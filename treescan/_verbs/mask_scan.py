@@ -97,7 +97,8 @@ def mask_scan(
             rows.
         lengths: int[*batch], traced or not: row b is valid in its first `lengths[b]` steps. The shape is the batch
             shape: () for a single row, several axes for nested batches. Concrete lengths must lie between 0 and T;
-            traced ones are clamped to that.
+            traced ones are clamped to that. With `offset`, they count from the first step of the whole run, so all
+            parts take the same lengths, which may exceed T.
         mask: bool[T, *batch], instead of lengths: which steps are valid, in any pattern.
         resets: bool[T, *batch]: True where a segment begins (an episode, or one of several sequences in a row). Before
             that step, `init` is restored and the gradient is cut; in reverse, before the segment's last valid step. If
@@ -129,13 +130,15 @@ def mask_scan(
             rows (at most seven, spaced evenly in ratio from 1 to B), or B/16, B/4 and B if a step has more than 100
             equations; a tuple sets other tiers. The body is traced and compiled once per tier. Steps at the end that
             fill no chunk run on all rows, if they run on any. Results return in the order of the rows.
-        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, `progress`,
-            `check_finite`, as for `treescan.scan`. Padding is not checked. Progress counts the steps in which any row
-            is valid. In reverse, each row runs from its own last valid step to its first, and ys stay where their xs
-            are. `key` cannot be combined with `compact`. The gradient saves the steps, or follows `remat="auto"` of
-            `treescan.scan` where that is faster. With `chunk`, `compact` or `remat` it saves the carry before each
-            chunk, and recomputes the chunk; `remat` saves less within a chunk. With `save="last"`, each row
-            has its own last valid y, and `fill` if it has none.
+        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `offset`, `remat`, `save`, `truncate`, `name`,
+            `progress`, `check_finite`, as for `treescan.scan`. Padding is not checked. Progress counts the steps in
+            which any row is valid. In reverse, each row runs from its own last valid step to its first, and ys stay
+            where their xs are. `key` cannot be combined with `compact`. The gradient saves the steps, or follows
+            `remat="auto"` of `treescan.scan` where that is faster. With `chunk`, `compact` or `remat` it saves the
+            carry before each chunk, and recomputes the chunk; `remat` saves less within a chunk. With `save="last"`,
+            each row has its own last valid y, and `fill` if it has none. With `offset`, `mask` and `resets` are those
+            of the part, and `save="last"` is `fill` for a row that ended in another part. Refused are `fill="hold"`, a
+            `Packed`, `resets` in reverse or without `reset_to`, and `truncate` with `mask` or `resets`.
 
     Returns:
         The carry after each row's last valid step, and the outputs `[T, *batch, ...]`. A scan over a `Packed` returns

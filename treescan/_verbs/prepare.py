@@ -234,12 +234,13 @@ class Prepared:
             told.append(about)
         return (CheckCotangents if backward else CheckFinite)(tuple(told))
 
-    def run(self, *transforms: Transform | None, compiles: bool = True) -> Any:
+    def run(self, *transforms: Transform | None, compiles: bool = True, donates: bool = False) -> Any:
         """Runs the call with these transforms, in the order of `order.ORDER`; None is skipped.
 
         Args:
             transforms: the transforms.
             compiles: whether an eager call compiles the program; else its steps are given values.
+            donates: whether an eager call gives the arrays of `init` away; see `execute`.
 
         Returns:
             The last state and ys; a `Result` if there is more.
@@ -255,7 +256,10 @@ class Prepared:
         faults = [fault for each in program.transforms if (fault := getattr(each, "no_forward_mode", None)) is not None]
         # That of `EndEarly`, the innermost, is about the body. What an option refuses is known for sure.
         with in_reverse_alone(faults[-1] if faults else None):
-            result = execute(program, self.given, programs, moves=moves) if compiles else program(self.given)
+            if compiles:
+                result = execute(program, self.given, programs, moves=moves, donates=donates)
+            else:
+                result = program(self.given)
         if isinstance(result, Result) and result.evidence is not None:
             from .._transforms.finite.check import deliver
 
@@ -447,6 +451,7 @@ def run_scan(
     truncate: int | None = None,
     progress: ProgressLike = None,
     check_finite: FiniteCheck = False,
+    donates: bool = False,
     **options: Any,
 ) -> tuple[Any, Any]:
     """Runs a scan.
@@ -465,6 +470,8 @@ def run_scan(
         truncate: as for `treescan.scan`.
         progress: as for `treescan.scan`.
         check_finite: as for `treescan.scan`.
+        donates: whether an eager call gives the arrays of `init` away, as for the parts of a longer run: with an
+            `offset`, parts of one length share one program.
         **options: those of `prepare`.
     """
     if truncate is not None and check_finite is not False:
@@ -485,6 +492,7 @@ def run_scan(
             truncating(truncate),
             KeepOutputs.of(save),
             call.showing(progress),
+            donates=donates,
         )
     flags = check_rows(rows.flags, rows.time_axis, call.call.length, call.given.offset)
     if rows.reset_to is not None or flags.inits is not None:
@@ -503,4 +511,5 @@ def run_scan(
         recomputing(remat),
         Skip(rows.chunk, rows.compact),
         call.showing(progress),
+        donates=donates,
     )

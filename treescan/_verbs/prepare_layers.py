@@ -414,6 +414,7 @@ def prepare_layers(
     before = (adopted.init, *args, *(each.init for each in states))
     frozen = stacks.frozen or any(map(operator.is_not, (frozen_x, *frozen_args, *caches), before))
     custom = tuple(kind for each in (adopted, *states) for kind in each.custom)
+    position = first_position(offset, sum(stacks.counts))
     told = check_run(stacks.counts[-1], reverse, unroll, name)
     call = Call(bodies[0], convention, frozen=frozen, custom=custom, **told)
     first, *rest = (replace(call, body=body, length=n) for body, n in zip(bodies, stacks.counts, strict=True))
@@ -421,7 +422,7 @@ def prepare_layers(
     note_types(handles[0][1], bodies[0].memo, convention.verb, given)
     prepared = Prepared(
         replace(first, others=tuple(rest)),
-        Arguments(frozen_x, own if rest else own[0], key, frozen_args, offset=first_position(offset, sum(stacks.counts))),
+        Arguments(frozen_x, own if rest else own[0], key, frozen_args, offset=position),
         axes,
         adopted,
         handles,

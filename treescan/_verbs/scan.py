@@ -122,6 +122,11 @@ def scan(
         out_axes: the axis of the steps, for each leaf of ys (a prefix tree). Axes other than 0 cost a transposed copy.
         key: a PRNG key. The body then receives `key=jax.random.fold_in(key, position)`, where `position` is that of the
             step in xs, also in reverse.
+        offset: the position of the first step, where the loop is a part of a longer run: an int of at least 0, or an
+            int array of shape [], traced or not. Keys, `truncate`, `save=k`, the `lengths` of rows and the steps that
+            `check_finite` names then count from the first step of the run. So parts that are run in turn, in reverse
+            the last one first, compute what one loop computes. `save="last"` and the bar of `progress` are those of the
+            part. `save=k` needs an int that is a multiple of k, and `truncate` cannot be combined with `reverse`.
         remat: what the gradient recomputes instead of saving it. None: nothing. "auto": the plan that is expected to be
             the fastest: the products of a chunk are computed at once if they are most of a step, and nothing changes
             otherwise. "step": each step; of each step, only the carry is
@@ -216,9 +221,9 @@ def fold(f: Callable[..., Any], init: PyTree, xs: PyTree = None, length: int | N
         init: the carry that the first step receives.
         xs: the inputs: any pytree with leaves `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
-        **options: `reverse`, `unroll`, `in_axes`, `key`, `remat`, `truncate`, `name`, `progress`, `check_finite`,
-            as for `treescan.scan`; and `lengths`, int[*batch], as for `treescan.mask_scan`: row b of `xs`
-            `[T, *batch, ...]` is folded over its first `lengths[b]` steps, and its padding is never read.
+        **options: `reverse`, `unroll`, `in_axes`, `key`, `offset`, `remat`, `truncate`, `name`, `progress`,
+            `check_finite`, as for `treescan.scan`; and `lengths`, int[*batch], as for `treescan.mask_scan`: row b of
+            `xs` `[T, *batch, ...]` is folded over its first `lengths[b]` steps, and its padding is never read.
 
     Returns:
         The last step's carry.
@@ -275,9 +280,9 @@ def accumulate(
         init: the carry that the first step receives. It must not contain static leaves, which cannot be stacked.
         xs: the inputs: any pytree with leaves `[T, ...]`, or None.
         length: the number of steps T; needed without xs.
-        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `remat`, `save`, `truncate`, `name`, `progress`,
-            `check_finite`, as for `treescan.scan`. `lengths`, int[*batch], as for `treescan.mask_scan`: the padding of
-            `xs` `[T, *batch, ...]` is never read, and the carries of padded steps are 0.
+        **options: `reverse`, `unroll`, `in_axes`, `out_axes`, `key`, `offset`, `remat`, `save`, `truncate`, `name`,
+            `progress`, `check_finite`, as for `treescan.scan`. `lengths`, int[*batch], as for `treescan.mask_scan`: the
+            padding of `xs` `[T, *batch, ...]` is never read, and the carries of padded steps are 0.
 
     Returns:
         The carries, `[T, ...]`. In reverse, the carry after the step at position t is at t.

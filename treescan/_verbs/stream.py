@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from typing import Any, Literal, Unpack, overload
 
+import jax
 import numpy as np
-from jax.core import Tracer
 
 from .._avals import Array, ArrayLike, PyTree
 from .._body.call import takes_keyword
 from .._body.signature import STREAM
 from .._checks.arguments import check_length, check_options, check_reverse
 from .._checks.rows import check_lengths
-from .._errors import Fault, Misuse, TracedArgumentError, expect, expect_int, explain, verb
-from .._loop.retraces import under_a_trace
+from .._errors import Misuse, expect, expect_int, explain, verb
 from .._stream.part import Part
-from .._stream.run import Run
+from .._stream.run import Run, refuse_traced
 from .._stream.sources import Source, source_of
 from .._transforms.outputs import check_save
 from .._tree import Prefix, leaves_with_path
@@ -344,14 +343,10 @@ def _run_of(
 ) -> Run:
     """Checks the arguments of a stream."""
     options = {} if options is None else options
-    traced = [path for name, tree in {"init": init, "source": source}.items() for path in _traced(name, tree)]
-    if traced or under_a_trace():
-        what = f"{traced[0]} is traced" if traced else "this is called under a transformation of JAX"
-        raise Fault(
-            TracedArgumentError,
-            f"{{call}}: {what}, but the loop over the parts runs on the host.",
-            "Use `treescan.scan` or `treescan.mask_scan` there. The body itself may use every transformation.",
-        )
+    for name, tree in {"init": init, "source": None if isinstance(source, Iterator) else source}.items():
+        for path, leaf in leaves_with_path(name, tree):
+            refuse_traced(f"{path} is traced", [leaf])
+    refuse_traced("this is called under a transformation", [jax.lax.stop_gradient(0.0)])
     body, alive = body_of(f, STREAM)
     chunk = expect_int(chunk, "chunk", "It is the number of steps of a part.", least=1, small="A part has steps.")
     parts = source_of(source, check_length(length), chunk, reverse=check_reverse(options.get("reverse", False)))
@@ -366,8 +361,8 @@ def _run_of(
         given = None if plain else np.asarray(_NO_LIMIT, np.int32)
 
     def call(carry: PyTree, xs: PyTree, start: int, lengths: Any) -> tuple[PyTree, PyTree]:
-        part: Any = {"lengths": lengths, "offset": np.int32(start), "donate": donate, "check_finite": check_finite}
-        carry, ys = run_scan(STREAM, alive, carry, xs, parts.chunk, **part, **options)
+        part: Any = {"lengths": lengths, "offset": np.int32(start), "donates": donate}
+        carry, ys = run_scan(STREAM, alive, carry, xs, parts.chunk, check_finite=check_finite, **part, **options)
         return carry, ys
 
     bar = folder = None
@@ -385,10 +380,6 @@ def _run_of(
 
 _NO_LIMIT = 2**31 - 1
 _NO_COTANGENTS = "True checks the carry after each step. A stream has no gradient to check."
-
-
-def _traced(root: str, tree: PyTree) -> list[str]:
-    return [path for path, leaf in leaves_with_path(root, tree) if isinstance(leaf, Tracer)]
 
 
 def _check_save(save: Save, source: Source) -> Prefix | None:

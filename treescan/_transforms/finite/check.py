@@ -210,7 +210,7 @@ class CheckFinite(Check):
         def notes(result: Result) -> dict[str, PyTree]:
             none = [None] * len(sites)
             found = evidence_of_step(earliest(result.state[0]), sites, none, explain, result.steps)
-            each = [(evidence._replace(offset=loop.offset), case_of(sites[place], told)) for place, evidence, told in found]
-            return {"evidence": tuple(each)}
+            pairs = ((evidence, case_of(sites[place], told)) for place, evidence, told in found)
+            return {"evidence": tuple((evidence._replace(offset=loop.offset), case) for evidence, case in pairs)}
 
         return checked.finished(lambda state: state[len(heads) :], notes=notes)
