@@ -355,7 +355,7 @@ def _run_of(
     expect(isinstance(donate, bool), "donate", "True or False", donate, "It says whose memory the next carry takes.")
     prefetch = expect_int(prefetch, "prefetch", "It counts parts.", least=0, small="0 reads in the caller's thread.")
     if lengths is not None:
-        given = np.asarray(check_lengths(lengths, parts.length)).astype(np.int32)
+        given = np.asarray(check_lengths(_gathered(lengths), parts.length)).astype(np.int32)
     else:
         plain = parts.length is not None and parts.length % parts.chunk == 0 and not takes_keyword(body, "valid")
         given = None if plain else np.asarray(_NO_LIMIT, np.int32)
